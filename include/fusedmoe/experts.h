@@ -1,0 +1,193 @@
+// Experts: permute, grouped GEMM, activation, grouped GEMM, unpermute.
+//
+// Modular implementations take top-k ids and weights; monolithic ones take router logits. After
+// vLLM's FusedMoEExpertsModular / FusedMoEExpertsMonolithic.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "fusedmoe/activation.h"
+#include "fusedmoe/device.h"
+#include "fusedmoe/export.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/router.h"
+#include "fusedmoe/tensor.h"
+#include "fusedmoe/weights.h"
+
+namespace fusedmoe {
+
+/// Shape of the activations that travel between prepare, experts and finalize.
+enum class ActivationFormat {
+  kStandard,        ///< (num_tokens, hidden)
+  kBatchedExperts,  ///< (num_local_experts, max_tokens, hidden) + expert_num_tokens
+};
+FUSEDMOE_API std::string_view name(ActivationFormat format);
+
+/// Sizes of the parallel groups a layer lives in.
+struct ParallelConfig {
+  int tp_size = 1;
+  int dp_size = 1;
+  int ep_size = 1;
+  int ep_rank = 0;
+  bool operator==(const ParallelConfig&) const = default;
+};
+
+/// Everything about a layer that an implementation may accept or refuse.
+struct MoeConfig {
+  std::int64_t num_experts = 0;        ///< global
+  std::int64_t num_local_experts = 0;  ///< on this rank
+  std::int64_t topk = 0;
+  std::int64_t hidden = 0;
+  std::int64_t intermediate = 0;  ///< per expert, per tensor-parallel rank
+  DType dtype = DType::kBF16;     ///< of hidden states and output
+  QuantScheme scheme;
+  Activation activation = Activation::kSilu;
+  ActivationParams activation_params;
+  bool has_bias = false;
+  bool has_expert_map = false;
+  bool apply_router_weight_on_input = false;
+  RoutingMethod routing_method = RoutingMethod::kUnspecified;
+  ActivationFormat activation_format = ActivationFormat::kStandard;
+  ParallelConfig parallel;
+  Device device;
+  bool batch_invariant = false;  ///< require rows that do not depend on their batch
+};
+
+/// Why an implementation cannot serve a MoeConfig. Codes are stable; texts are for people.
+enum class Reason {
+  kSupported,
+  kDevice,
+  kDType,
+  kQuantScheme,
+  kActivation,
+  kNonGated,
+  kBias,
+  kShape,
+  kActivationFormat,
+  kRoutingMethod,
+  kRouterWeightOnInput,
+  kExpertMap,
+  kParallelConfig,
+  kBatchInvariance,
+  kPairing,  ///< PrepareAndFinalize and Experts do not fit each other
+};
+/// "supported", "device", "quant_scheme", ...
+FUSEDMOE_API std::string_view code(Reason reason);
+
+/// Yes, or a reason with the value that failed.
+struct Support {
+  Reason reason = Reason::kSupported;
+  std::string text;
+
+  explicit operator bool() const { return reason == Reason::kSupported; }
+  static Support yes() { return {}; }
+  static Support no(Reason reason, std::string text) { return {reason, std::move(text)}; }
+};
+
+/// Who multiplies by the router weights and sums over the top-k rows of a token.
+enum class WeightAndReduce {
+  kNoOp,          ///< the experts have done it; finalize only copies, if it must
+  kContiguous,    ///< finalize reduces (num_tokens * topk, hidden) rows in slot order
+  kNaiveBatched,  ///< finalize gathers from (num_local_experts, max_tokens, hidden)
+  kDelegate,      ///< whichever of the two fits the PrepareAndFinalize
+};
+FUSEDMOE_API std::string_view name(WeightAndReduce kind);
+
+/// Size of one forward. For the batched format num_tokens is the row capacity per expert.
+struct ProblemSize {
+  std::int64_t num_tokens = 0;
+  std::int64_t topk = 0;
+  std::int64_t num_local_experts = 0;
+  std::int64_t hidden = 0;
+  std::int64_t intermediate = 0;
+  DType dtype = DType::kBF16;  ///< of the activations that enter the experts
+};
+
+/// Scratch memory of one apply(), known before it starts; monotone in num_tokens. workspace13
+/// (outputs of GEMM 1 and GEMM 2) and the experts' output share memory, both from offset 0: an
+/// implementation writes `output` only after its last read of workspace13. workspace2 (output of
+/// the activation) is disjoint.
+struct WorkspacePlan {
+  std::size_t workspace13_bytes = 0;
+  std::size_t workspace2_bytes = 0;
+  Shape output_shape;  ///< exact
+  DType output_dtype = DType::kBF16;
+
+  /// Bytes of the buffer that workspace13 and the output share.
+  FUSEDMOE_API std::size_t common_bytes() const;
+  /// common + workspace2, each rounded up to 256 bytes.
+  FUSEDMOE_API std::size_t total_bytes() const;
+};
+
+/// Arguments of ModularExperts::apply. Views of memory the caller owns.
+struct ExpertsArgs {
+  const PackedWeights* weights = nullptr;
+  TensorView output;             ///< WorkspacePlan::output_shape; written completely
+  TensorView hidden_states;      ///< (num_tokens, hidden) or (E, max_tokens, hidden), prepared
+  TensorView hidden_scales;      ///< scales of quantized hidden states; undefined otherwise
+  TensorView topk_ids;           ///< (num_tokens, topk) i32 global ids; -1 selects nothing
+  TensorView topk_weights;       ///< (num_tokens, topk) f32
+  TensorView expert_map;         ///< (num_experts) i32 global -> local or -1; optional
+  TensorView expert_num_tokens;  ///< (E) i32: rows that are real; batched format only
+  bool router_weight_on_input = false;  ///< already applied: do not weight again
+  void* workspace13 = nullptr;
+  void* workspace2 = nullptr;
+  Stream stream;
+};
+
+/// Arguments of MonolithicExperts::apply.
+struct MonolithicArgs {
+  const PackedWeights* weights = nullptr;
+  TensorView output;         ///< (num_tokens, hidden)
+  TensorView hidden_states;  ///< (num_tokens, hidden)
+  TensorView router_logits;  ///< (num_tokens, num_experts) f32
+  const RouterConfig* router = nullptr;
+  TensorView score_correction_bias;
+  TensorView expert_map;
+  void* workspace13 = nullptr;
+  void* workspace2 = nullptr;
+  Stream stream;
+};
+
+/// Called after each expert: (done, total).
+using PackProgress = std::function<void(std::int64_t, std::int64_t)>;
+
+/// What both kinds share. Objects are immutable and may be used from several threads at once.
+class FUSEDMOE_API Experts {
+ public:
+  virtual ~Experts() = default;
+
+  /// Stable name: "reference", "cpu", "cpu_batched", ...
+  virtual std::string_view name() const = 0;
+  virtual ActivationFormat activation_format() const = 0;
+  virtual bool is_monolithic() const = 0;
+  virtual Support supports(const MoeConfig& config) const = 0;
+  /// True if finalize's sum is already in the output (kNoOp), else who does it.
+  virtual WeightAndReduce weight_and_reduce() const = 0;
+  virtual WorkspacePlan plan(const ProblemSize& problem) const = 0;
+
+  /// Published layout -> this implementation's layout, expert by expert: extra memory beyond the
+  /// result is at most one expert. Throws Error for weights it cannot pack.
+  virtual std::shared_ptr<const PackedWeights> pack(const ExpertWeights& weights,
+                                                    const PackProgress& progress = {}) const = 0;
+};
+
+class FUSEDMOE_API ModularExperts : public Experts {
+ public:
+  bool is_monolithic() const final { return false; }
+  /// Allocates nothing. num_tokens = 0 is legal.
+  virtual void apply(const ExpertsArgs& args) const = 0;
+};
+
+class FUSEDMOE_API MonolithicExperts : public Experts {
+ public:
+  bool is_monolithic() const final { return true; }
+  virtual void apply(const MonolithicArgs& args) const = 0;
+};
+
+}  // namespace fusedmoe

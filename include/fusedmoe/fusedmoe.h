@@ -1,0 +1,21 @@
+// Everything public.
+#pragma once
+
+#include "fusedmoe/activation.h"
+#include "fusedmoe/checkpoint.h"
+#include "fusedmoe/device.h"
+#include "fusedmoe/dtype.h"
+#include "fusedmoe/error.h"
+#include "fusedmoe/experts.h"
+#include "fusedmoe/formats.h"
+#include "fusedmoe/layer.h"
+#include "fusedmoe/modular_kernel.h"
+#include "fusedmoe/prepare_finalize.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/router.h"
+#include "fusedmoe/routing_data.h"
+#include "fusedmoe/safetensors.h"
+#include "fusedmoe/selection.h"
+#include "fusedmoe/tensor.h"
+#include "fusedmoe/version.h"
+#include "fusedmoe/weights.h"

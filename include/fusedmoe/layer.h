@@ -1,0 +1,82 @@
+// MoeLayer: router + shared experts + modular kernel + weights. What most users hold.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "fusedmoe/export.h"
+#include "fusedmoe/modular_kernel.h"
+#include "fusedmoe/router.h"
+#include "fusedmoe/selection.h"
+#include "fusedmoe/weights.h"
+
+namespace fusedmoe {
+
+/// Dense experts that see every token (DeepSeek, Qwen2, Llama 4, GLM).
+struct SharedExperts {
+  ExpertWeights weights;  ///< one expert of width intermediate * number of shared experts
+  Tensor gate;            ///< (1, hidden): output *= sigmoid(x gate^T) (Qwen2); optional
+};
+
+/// One layer's parameters as a checkpoint holds them.
+struct LayerWeights {
+  RouterConfig router;
+  RouterWeights router_weights;
+  ExpertWeights experts;
+  std::optional<SharedExperts> shared_experts;
+};
+
+struct LayerOptions {
+  Device device;
+  DType dtype = DType::kBF16;  ///< of hidden states and output
+  std::string require;         ///< see select(); empty = best
+  bool batch_invariant = false;
+  PackProgress progress;
+};
+
+/// Optional results of a forward; undefined views are not filled.
+struct ForwardDetails {
+  TensorView router_logits;  ///< (num_tokens, num_experts) f32
+  TensorView topk_ids;       ///< (num_tokens, topk) i32
+  TensorView topk_weights;   ///< (num_tokens, topk) f32
+};
+
+/// Immutable after construction; forward may run on several threads with separate workspaces.
+class FUSEDMOE_API MoeLayer {
+ public:
+  /// Selects an implementation and packs the weights; the source weights are not needed after.
+  MoeLayer(LayerWeights weights, LayerOptions options = {});
+  ~MoeLayer();
+  MoeLayer(MoeLayer&&) noexcept;
+  MoeLayer& operator=(MoeLayer&&) noexcept;
+
+  const MoeConfig& config() const;
+  const Selection& selection() const;
+  const RouterConfig& router() const;
+  const PackedWeights& packed_weights() const;
+  /// One line: experts, prepare_finalize, scheme, instruction set, threads.
+  std::string plan_line() const;
+
+  /// Bytes of scratch that forward(num_tokens) needs; pure and monotone.
+  std::size_t workspace_bytes(std::int64_t num_tokens) const;
+
+  /// output = MoE(hidden_states); both (num_tokens, hidden) of LayerOptions::dtype, not
+  /// overlapping. Allocates nothing.
+  void forward(const TensorView& hidden_states, const TensorView& output, Workspace workspace,
+               const ForwardDetails& details = {}) const;
+
+  /// As forward, with routing given by the caller (precomputed or replayed ids).
+  void forward_routed(const TensorView& hidden_states, const Routing& routing,
+                      const TensorView& output, Workspace workspace) const;
+
+  /// Convenience: allocates output and workspace.
+  Tensor forward(const TensorView& hidden_states) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace fusedmoe

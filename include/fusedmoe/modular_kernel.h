@@ -1,0 +1,58 @@
+// ModularKernel: one PrepareAndFinalize + one Experts + their scratch memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "fusedmoe/experts.h"
+#include "fusedmoe/export.h"
+#include "fusedmoe/prepare_finalize.h"
+
+namespace fusedmoe {
+
+/// A caller-owned block of scratch memory.
+struct Workspace {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+struct KernelArgs {
+  const PackedWeights* weights = nullptr;
+  TensorView output;                     ///< (num_tokens, hidden), same dtype as hidden_states
+  TensorView hidden_states;              ///< (num_tokens, hidden); may not overlap output
+  TensorView topk_ids;                   ///< (num_tokens, topk) i32; modular kernels
+  TensorView topk_weights;               ///< (num_tokens, topk) f32; modular kernels
+  TensorView router_logits;              ///< (num_tokens, num_experts) f32; monolithic kernels
+  const RouterConfig* router = nullptr;  ///< monolithic kernels
+  TensorView score_correction_bias;      ///< monolithic kernels; optional
+  TensorView expert_map;                 ///< (num_experts) i32; optional
+  std::int64_t num_experts = 0;          ///< global; 0 = number of local experts
+  bool apply_router_weight_on_input = false;
+  Stream stream;
+};
+
+class FUSEDMOE_API ModularKernel {
+ public:
+  /// Throws Error unless the activation formats agree and a monolithic Experts meets a standard
+  /// PrepareAndFinalize.
+  ModularKernel(std::shared_ptr<const PrepareAndFinalize> prepare_finalize,
+                std::shared_ptr<const Experts> experts);
+
+  const PrepareAndFinalize& prepare_finalize() const { return *prepare_finalize_; }
+  const Experts& experts() const { return *experts_; }
+
+  /// Exact bytes that apply() needs for this problem (sizes as the caller sees them); pure, and
+  /// monotone in num_tokens.
+  std::size_t workspace_bytes(const ProblemSize& problem, bool weight_on_input = false) const;
+
+  /// prepare -> experts -> finalize. Checks every argument first; allocates nothing. Ids outside
+  /// [0, num_experts) other than -1 are an Error. `workspace` must be 64-byte aligned.
+  void apply(const KernelArgs& args, Workspace workspace) const;
+
+ private:
+  std::shared_ptr<const PrepareAndFinalize> prepare_finalize_;
+  std::shared_ptr<const Experts> experts_;
+};
+
+}  // namespace fusedmoe

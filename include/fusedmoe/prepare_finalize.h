@@ -1,0 +1,77 @@
+// PrepareAndFinalize: what happens to activations before and after the experts: weight on input,
+// quantize, dispatch; weight, reduce, combine. One object, because a transport connects the halves.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string_view>
+
+#include "fusedmoe/experts.h"
+#include "fusedmoe/export.h"
+#include "fusedmoe/tensor.h"
+
+namespace fusedmoe {
+
+/// What prepare hands to the experts. Undefined ids or weights mean "the caller's still hold".
+struct Prepared {
+  TensorView hidden_states;
+  TensorView hidden_scales;
+  TensorView expert_num_tokens;
+  TensorView topk_ids;
+  TensorView topk_weights;
+};
+
+struct PrepareArgs {
+  TensorView hidden_states;  ///< (num_tokens, hidden); never modified
+  TensorView topk_ids;       ///< (num_tokens, topk) i32
+  TensorView topk_weights;   ///< (num_tokens, topk) f32
+  TensorView expert_map;     ///< optional
+  std::int64_t num_local_experts = 0;
+  bool apply_router_weight_on_input = false;  ///< topk = 1: hidden_states * weight, out of place
+  void* workspace = nullptr;
+  Stream stream;
+};
+
+struct FinalizeArgs {
+  TensorView output;        ///< (num_tokens, hidden), written completely
+  TensorView fused_output;  ///< what the experts wrote; may be `output` itself
+  TensorView topk_ids;
+  TensorView topk_weights;
+  TensorView expert_map;
+  bool router_weight_on_input = false;
+  WeightAndReduce weight_and_reduce = WeightAndReduce::kNoOp;
+  Stream stream;
+};
+
+class FUSEDMOE_API PrepareAndFinalize {
+ public:
+  virtual ~PrepareAndFinalize() = default;
+
+  /// Stable name: "no_ep", "batched".
+  virtual std::string_view name() const = 0;
+  virtual ActivationFormat activation_format() const = 0;
+  /// Whether it can serve the configuration; the format is compared by the selection.
+  virtual Support supports(const MoeConfig& config) const = 0;
+  /// Whether finalize leaves the sum over all ranks (false: a reduction over ranks must follow).
+  virtual bool output_is_reduced() const { return true; }
+  /// Ranks that can send to this one.
+  virtual int num_dispatchers() const { return 1; }
+
+  /// Size that the experts see for a forward of num_tokens rows: the same, or the row capacity
+  /// per expert in the batched format.
+  virtual ProblemSize problem_size(const ProblemSize& caller) const { return caller; }
+  /// Scratch that prepare needs until finalize returns.
+  virtual std::size_t workspace_bytes(const ProblemSize& caller, bool weight_on_input) const = 0;
+  virtual Prepared prepare(const PrepareArgs& args) const = 0;
+  virtual void finalize(const FinalizeArgs& args) const = 0;
+};
+
+/// One rank, standard format.
+FUSEDMOE_API std::shared_ptr<const PrepareAndFinalize> make_no_ep();
+/// One rank, batched format: tokens are copied to (num_local_experts, capacity, hidden), capacity
+/// = the number of tokens of the call.
+FUSEDMOE_API std::shared_ptr<const PrepareAndFinalize> make_batched();
+
+}  // namespace fusedmoe

@@ -1,0 +1,92 @@
+// The router: hidden states -> router logits -> top-k expert ids and weights.
+//
+// Semantics (sources: vLLM's routers and Hugging Face's MoE blocks; docs/architecture.md,
+// "Routing"): logits are computed in fp32; ties go to the lowest expert index; the k results of a
+// token are ordered by descending selection score; weights are fp32.
+// A non-finite score counts as 0 for softmax, sigmoid and sqrt-softplus scoring and as -infinity
+// when selecting on raw logits, so a row of NaN selects experts 0..topk-1 with weight 0; ids are
+// in range whatever the logits hold.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string_view>
+
+#include "fusedmoe/export.h"
+#include "fusedmoe/tensor.h"
+
+namespace fusedmoe {
+
+enum class ScoringFunc {
+  kSoftmax,       ///< softmax over all experts, then top-k
+  kSigmoid,       ///< sigmoid of each logit, then top-k
+  kSqrtSoftplus,  ///< sqrt(log(1 + exp(logit))), then top-k
+  kTopkSoftmax,   ///< top-k of the logits, then softmax over the chosen ones (gpt-oss, granite)
+  kTopkSigmoid,   ///< top-k of the logits, then their sigmoid (Llama 4, with topk = 1)
+  kLogits,        ///< top-k of the logits, which are the weights
+};
+
+/// What a monolithic experts implementation must know; names follow FlashInfer and vLLM.
+enum class RoutingMethod {
+  kDefault,           ///< softmax -> top-k
+  kRenormalize,       ///< top-k -> softmax
+  kDeepSeekV3,        ///< sigmoid + bias, groups
+  kLlama4,            ///< top-1 -> sigmoid
+  kRenormalizeNaive,  ///< softmax -> top-k -> renormalize
+  kTopK,
+  kSigmoidRenorm,
+  kMiniMax2,  ///< sigmoid + bias -> top-k -> normalize
+  kSigmoid,
+  kDeepSeekV4,  ///< sqrt-softplus -> normalize
+  kCustom,
+  kUnspecified,
+};
+
+/// User-defined routing: fills ids (num_tokens, topk) i32 and weights (num_tokens, topk) f32 from
+/// logits (num_tokens, num_experts) f32. An id of -1 selects nothing.
+using CustomRouting = std::function<void(const TensorView& logits, const TensorView& topk_ids,
+                                         const TensorView& topk_weights)>;
+
+struct RouterConfig {
+  std::int64_t num_experts = 0;
+  std::int64_t topk = 0;
+  ScoringFunc scoring = ScoringFunc::kSoftmax;
+  bool renormalize = false;           ///< divide the chosen weights by their sum (+ 1e-20)
+  std::int64_t num_expert_group = 0;  ///< > 0: grouped top-k (DeepSeek); divides num_experts
+  std::int64_t topk_group = 0;        ///< groups kept
+  float routed_scaling_factor = 1;    ///< multiplies the weights, after renormalizing
+  bool apply_router_weight_on_input = false;  ///< topk = 1 only: x * weight enters the experts
+  CustomRouting custom;                       ///< replaces scoring and selection when set
+
+  /// Throws Error naming the field.
+  FUSEDMOE_API void validate() const;
+};
+
+FUSEDMOE_API RoutingMethod routing_method(const RouterConfig& config, bool has_correction_bias);
+FUSEDMOE_API std::string_view name(ScoringFunc scoring);
+FUSEDMOE_API std::string_view name(RoutingMethod method);
+
+/// Parameters of the gate. Floating-point tensors of any 16- or 32-bit type.
+struct RouterWeights {
+  Tensor weight;                 ///< (num_experts, hidden)
+  Tensor bias;                   ///< (num_experts), added to the logits; optional
+  Tensor score_correction_bias;  ///< (num_experts) f32, used for the choice only; optional
+};
+
+/// Where each token goes. Views; see route().
+struct Routing {
+  TensorView topk_ids;      ///< (num_tokens, topk) i32, global expert ids, -1 = nothing
+  TensorView topk_weights;  ///< (num_tokens, topk) f32
+};
+
+/// Fills `out` from logits (num_tokens, num_experts) f32. `correction_bias` (num_experts) f32 may
+/// be undefined. Throws Error on shapes or dtypes that do not fit; allocates nothing.
+FUSEDMOE_API void route(const RouterConfig& config, const TensorView& logits,
+                        const TensorView& correction_bias, const Routing& out);
+
+/// Logits (num_tokens, num_experts) f32 = x weight^T + bias, accumulated in fp32 in an order that
+/// does not depend on num_tokens. x: (num_tokens, hidden) f32, bf16 or f16.
+FUSEDMOE_API void router_logits(const RouterWeights& weights, const TensorView& x,
+                                const TensorView& logits);
+
+}  // namespace fusedmoe

@@ -1,0 +1,50 @@
+// The registry of implementations, and the choice among them that explains itself.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "fusedmoe/experts.h"
+#include "fusedmoe/export.h"
+#include "fusedmoe/prepare_finalize.h"
+
+namespace fusedmoe {
+
+/// Every PrepareAndFinalize and Experts this build has, best first, reference last.
+FUSEDMOE_API std::span<const std::shared_ptr<const PrepareAndFinalize>> all_prepare_finalize();
+FUSEDMOE_API std::span<const std::shared_ptr<const Experts>> all_experts();
+
+/// One pair and whether it can serve the configuration.
+struct Candidate {
+  std::shared_ptr<const PrepareAndFinalize> prepare_finalize;
+  std::shared_ptr<const Experts> experts;
+  Support support;
+  bool chosen = false;
+};
+
+/// The chosen pair, and for every other the reason it was not chosen.
+struct FUSEDMOE_API Selection {
+  std::shared_ptr<const PrepareAndFinalize> prepare_finalize;  ///< null when nothing fits
+  std::shared_ptr<const Experts> experts;
+  std::vector<Candidate> candidates;  ///< in order of preference
+
+  explicit operator bool() const { return experts != nullptr; }
+  /// Text table: chosen mark, experts, prepare_finalize, format, code, reason.
+  std::string table() const;
+  /// The same as a JSON array.
+  std::string json() const;
+};
+
+/// Which pairs fit `config`, and the first that does. Pure; needs no weights and no device. Never
+/// throws for an unsupported configuration: see Selection::operator bool.
+FUSEDMOE_API Selection explain(const MoeConfig& config);
+
+/// As explain(), but `require` (an Experts name, optionally "experts+prepare_finalize") must be
+/// what is chosen: throws Error with its reason instead of choosing another. An empty `require`
+/// takes the best; if nothing fits the Error holds the whole table.
+FUSEDMOE_API Selection select(const MoeConfig& config, std::string_view require = {});
+
+}  // namespace fusedmoe

@@ -1,0 +1,83 @@
+// The one case generator of tests, benchmarks and the CLI.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "fusedmoe/experts.h"
+#include "fusedmoe/layer.h"
+#include "fusedmoe/router.h"
+#include "fusedmoe/tensor.h"
+#include "fusedmoe/weights.h"
+
+namespace fusedmoe::testing {
+
+/// How tokens spread over experts.
+enum class RoutingSkew {
+  kBalanced,   ///< every token draws topk distinct experts uniformly
+  kZipf,       ///< expert e with weight 1 / (e + 1)
+  kOneExpert,  ///< all tokens on the same topk experts
+  kSparse,     ///< half of the experts get no token
+};
+
+/// One MoE problem, as a named value.
+struct Case {
+  std::string name;
+  std::int64_t num_tokens = 7;
+  std::int64_t num_experts = 8;
+  std::int64_t topk = 2;
+  std::int64_t hidden = 64;
+  std::int64_t intermediate = 48;
+  QuantScheme scheme = schemes::unquantized(DType::kBF16);
+  Activation activation = Activation::kSilu;
+  ActivationParams activation_params;
+  bool bias = false;
+  RoutingSkew skew = RoutingSkew::kBalanced;
+  bool negative_ids = false;     ///< every fifth slot is -1
+  bool expert_map = false;       ///< every third expert is remote
+  bool weight_on_input = false;  ///< topk = 1
+  std::uint64_t seed = 0;
+};
+
+/// Awkward ones first: sizes 1, 2880, 360 and primes, 0 tokens, empty experts, all tokens on one
+/// expert, k = 1 and k = E, ids of -1, expert maps. Sizes suit the reference implementation.
+std::vector<Case> awkward_cases();
+
+/// A case with its tensors. Weights ~ N(0, 1 / fan-in), so outputs are of order one; MXFP4 blocks
+/// have random codes and scales around 1 / sqrt(fan-in). Hidden states ~ N(0, 1) are bf16 values.
+struct Problem {
+  Case spec;
+  ExpertWeights weights;  ///< local experts only, when there is an expert map
+  Tensor hidden_states;   ///< (num_tokens, hidden) f32, holding bf16 values
+  Tensor topk_ids;        ///< (num_tokens, topk) i32
+  Tensor topk_weights;    ///< (num_tokens, topk) f32
+  Tensor expert_map;      ///< (num_experts) i32, or undefined
+};
+Problem make_problem(const Case& spec);
+
+/// The configuration that the case asks implementations about.
+MoeConfig make_config(const Case& spec, DType dtype);
+
+/// Fills floating tensors with NaN and integers with 0x7f bytes: what was not written shows.
+void poison(const TensorView& view);
+
+/// Runs one Experts with a PrepareAndFinalize on the problem in `dtype`, with poisoned output and
+/// workspace; returns (num_tokens, hidden) of dtype.
+Tensor run_experts(const Problem& problem, const PrepareAndFinalize& prepare_finalize,
+                   const Experts& experts, const PackedWeights& packed, DType dtype);
+
+/// Deterministic random numbers, the same on every machine.
+class Random {
+ public:
+  explicit Random(std::uint64_t seed);
+  std::uint64_t bits();
+  std::int64_t below(std::int64_t limit);  ///< uniform in [0, limit)
+  double uniform();                        ///< [0, 1)
+  double normal();
+
+ private:
+  std::uint64_t state_;
+};
+
+}  // namespace fusedmoe::testing
