@@ -70,7 +70,6 @@ struct FakeOptions {
   WeightAndReduce reduce = WeightAndReduce::kNoOp;
   std::size_t workspace13_per_token = 40;  ///< odd sizes, so that rounding up matters
   std::size_t workspace2_per_token = 12;
-  bool output_in_f32 = false;  ///< an output that cannot be the caller's unless that is f32
 };
 
 class FakeExperts : public ModularExperts {
@@ -87,7 +86,7 @@ class FakeExperts : public ModularExperts {
     const auto tokens = static_cast<std::size_t>(problem.num_tokens);
     plan.workspace13_bytes = options_.workspace13_per_token * tokens;
     plan.workspace2_bytes = options_.workspace2_per_token * tokens;
-    plan.output_dtype = options_.output_in_f32 ? DType::kF32 : problem.dtype;
+    plan.output_dtype = problem.dtype;
     if (options_.format == ActivationFormat::kBatchedExperts) {
       plan.output_shape = {problem.num_local_experts, problem.num_tokens, problem.hidden};
     } else if (options_.reduce == WeightAndReduce::kNoOp) {
