@@ -27,8 +27,8 @@ enum class Activation {
   kRelu2NoMul,  ///< non-gated: max(g, 0)^2
 };
 
-/// Parameters; unset ones take the activation's own default (kSwigluOai: alpha 1.702, limit 7;
-/// kSwigluStep: limit 7; alpha 1, beta 0 and no limit otherwise).
+/// Parameters; unset ones take the activation's own default (kSwigluOai: alpha 1.702, beta 1,
+/// limit 7; kSwigluStep: limit 7; alpha 1, beta 0 and no limit otherwise).
 struct ActivationParams {
   std::optional<float> alpha;
   std::optional<float> beta;

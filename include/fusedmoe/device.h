@@ -35,10 +35,12 @@ struct Stream {
 /// CUDA devices this build can see; 0 without CUDA, without a driver, or without a GPU.
 FUSEDMOE_API int cuda_device_count();
 
-/// One line per device: name, compute capability, memory; "" when there is none.
+/// One line per device: name, compute capability, memory; or one line "none: <why>".
 FUSEDMOE_API std::string cuda_device_summary();
 
-/// Threads used by CPU work of this process; 0 restores the default (all cores given to it).
+/// Threads used by CPU work of this process; 0 restores the default (OMP_NUM_THREADS, else all
+/// cores given to it). Parallel regions take the number from num_threads(), whichever thread of
+/// the caller they start on.
 FUSEDMOE_API void set_num_threads(int num_threads);
 FUSEDMOE_API int num_threads();
 
