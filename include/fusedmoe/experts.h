@@ -175,6 +175,11 @@ class FUSEDMOE_API Experts {
   /// result is at most one expert. Throws Error for weights it cannot pack.
   virtual std::shared_ptr<const PackedWeights> pack(const ExpertWeights& weights,
                                                     const PackProgress& progress = {}) const = 0;
+  /// Whether apply() can use these weights: those that this implementation packed, unless it
+  /// shares another's layout.
+  virtual bool accepts(const PackedWeights& weights) const {
+    return weights.info().implementation == name();
+  }
 };
 
 class FUSEDMOE_API ModularExperts : public Experts {

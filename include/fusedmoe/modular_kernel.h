@@ -17,6 +17,8 @@ struct Workspace {
   std::size_t bytes = 0;
 };
 
+/// Arguments of ModularKernel::apply: contiguous views, all on the stream's device. Modular kernels
+/// ignore what is for monolithic ones, and the other way round.
 struct KernelArgs {
   const PackedWeights* weights = nullptr;
   TensorView output;                     ///< (num_tokens, hidden), same dtype as hidden_states
@@ -34,23 +36,28 @@ struct KernelArgs {
 
 class FUSEDMOE_API ModularKernel {
  public:
-  /// Throws Error unless the activation formats agree and a monolithic Experts meets a standard
-  /// PrepareAndFinalize.
+  /// Throws Error unless the activation formats agree, finalize accepts what the experts leave to
+  /// it, and a monolithic Experts has the standard format and reduces by itself.
   ModularKernel(std::shared_ptr<const PrepareAndFinalize> prepare_finalize,
                 std::shared_ptr<const Experts> experts);
 
   const PrepareAndFinalize& prepare_finalize() const { return *prepare_finalize_; }
   const Experts& experts() const { return *experts_; }
 
-  /// Exact bytes that apply() needs for this problem (sizes as the caller sees them); pure, and
-  /// monotone in num_tokens.
+  /// Exact bytes that apply() needs for this problem (sizes as the caller sees them): 0 for no
+  /// tokens; pure, and monotone in num_tokens.
   std::size_t workspace_bytes(const ProblemSize& problem, bool weight_on_input = false) const;
 
   /// prepare -> experts -> finalize. Checks every argument first; allocates nothing. Ids outside
-  /// [0, num_experts) other than -1 are an Error. `workspace` must be 64-byte aligned.
+  /// [0, num_experts) other than -1 are an Error, router weights that are not finite are not: they
+  /// reach the rows of their token. `workspace` must be 64-byte aligned. Where the experts' output
+  /// has the shape and dtype of `output`, they write there.
   void apply(const KernelArgs& args, Workspace workspace) const;
 
  private:
+  void apply_modular(const KernelArgs& args, const ProblemSize& problem, void* workspace) const;
+  void apply_monolithic(const KernelArgs& args, const ProblemSize& problem, void* workspace) const;
+
   std::shared_ptr<const PrepareAndFinalize> prepare_finalize_;
   std::shared_ptr<const Experts> experts_;
 };

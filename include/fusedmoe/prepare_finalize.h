@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string_view>
 
 #include "fusedmoe/experts.h"
@@ -30,6 +29,7 @@ struct PrepareArgs {
   TensorView expert_map;     ///< optional
   std::int64_t num_local_experts = 0;
   bool apply_router_weight_on_input = false;  ///< topk = 1: hidden_states * weight, out of place
+  /// workspace_bytes(), 64-byte aligned; holds what prepare returns, until finalize is done.
   void* workspace = nullptr;
   Stream stream;
 };
@@ -40,8 +40,10 @@ struct FinalizeArgs {
   TensorView topk_ids;
   TensorView topk_weights;
   TensorView expert_map;
-  bool router_weight_on_input = false;
+  std::int64_t num_local_experts = 0;
+  bool router_weight_on_input = false;  ///< prepare has applied the weights: sum without them
   WeightAndReduce weight_and_reduce = WeightAndReduce::kNoOp;
+  void* workspace = nullptr;  ///< the one that prepare had, untouched since
   Stream stream;
 };
 
@@ -62,6 +64,8 @@ class FUSEDMOE_API PrepareAndFinalize {
   /// Size that the experts see for a forward of num_tokens rows: the same, or the row capacity
   /// per expert in the batched format.
   virtual ProblemSize problem_size(const ProblemSize& caller) const { return caller; }
+  /// Whether finalize knows what to do with the output of such experts.
+  virtual bool accepts(WeightAndReduce kind) const = 0;
   /// Scratch that prepare needs until finalize returns.
   virtual std::size_t workspace_bytes(const ProblemSize& caller, bool weight_on_input) const = 0;
   virtual Prepared prepare(const PrepareArgs& args) const = 0;
@@ -71,7 +75,9 @@ class FUSEDMOE_API PrepareAndFinalize {
 /// One rank, standard format.
 FUSEDMOE_API std::shared_ptr<const PrepareAndFinalize> make_no_ep();
 /// One rank, batched format: tokens are copied to (num_local_experts, capacity, hidden), capacity
-/// = the number of tokens of the call.
+/// = the number of tokens of the call, in ascending token order per expert. A token may therefore
+/// name an expert once only: prepare throws Error for a duplicate id. Rows of an expert behind
+/// expert_num_tokens are neither written nor read.
 FUSEDMOE_API std::shared_ptr<const PrepareAndFinalize> make_batched();
 
 }  // namespace fusedmoe

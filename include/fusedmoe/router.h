@@ -3,9 +3,13 @@
 // Semantics (sources: vLLM's routers and Hugging Face's MoE blocks; docs/architecture.md,
 // "Routing"): logits are computed in fp32; ties go to the lowest expert index; the k results of a
 // token are ordered by descending selection score; weights are fp32.
-// A non-finite score counts as 0 for softmax, sigmoid and sqrt-softplus scoring and as -infinity
-// when selecting on raw logits, so a row of NaN selects experts 0..topk-1 with weight 0; ids are
-// in range whatever the logits hold.
+// A non-finite score counts as 0 for softmax, sigmoid and sqrt-softplus scoring (before any bias is
+// added) and as -infinity when selecting on raw logits; its weight is 0. So without a bias a row of
+// NaN selects experts 0..topk-1 with weight 0. Ids are distinct and in range whatever the logits
+// hold; in grouped top-k they also lie in the groups kept.
+//
+// Grouped top-k: a group's score is its largest choice score, or with a correction bias the sum of
+// its two largest; the best topk_group groups stay, and the topk best experts of those are chosen.
 #pragma once
 
 #include <cstdint>
@@ -48,6 +52,9 @@ using CustomRouting = std::function<void(const TensorView& logits, const TensorV
                                          const TensorView& topk_weights)>;
 
 struct RouterConfig {
+  /// Routing keeps the scores of one token on the stack.
+  static constexpr std::int64_t kMaxExperts = 4096;
+
   std::int64_t num_experts = 0;
   std::int64_t topk = 0;
   ScoringFunc scoring = ScoringFunc::kSoftmax;
@@ -80,12 +87,13 @@ struct Routing {
 };
 
 /// Fills `out` from logits (num_tokens, num_experts) f32. `correction_bias` (num_experts) f32 may
-/// be undefined. Throws Error on shapes or dtypes that do not fit; allocates nothing.
+/// be undefined. Throws Error on shapes or dtypes that do not fit, and when a custom routing returns
+/// an id outside [-1, num_experts); allocates nothing.
 FUSEDMOE_API void route(const RouterConfig& config, const TensorView& logits,
                         const TensorView& correction_bias, const Routing& out);
 
 /// Logits (num_tokens, num_experts) f32 = x weight^T + bias, accumulated in fp32 in an order that
-/// does not depend on num_tokens. x: (num_tokens, hidden) f32, bf16 or f16.
+/// does not depend on num_tokens. x: (num_tokens, hidden) f32, bf16 or f16. Everything contiguous.
 FUSEDMOE_API void router_logits(const RouterWeights& weights, const TensorView& x,
                                 const TensorView& logits);
 

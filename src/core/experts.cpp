@@ -1,0 +1,80 @@
+// Names, reason codes and workspace sizes of the experts interface.
+#include "fusedmoe/experts.h"
+
+#include <algorithm>
+
+#include "core/workspace.h"
+
+namespace fusedmoe {
+
+std::string_view name(ActivationFormat format) {
+  switch (format) {
+    case ActivationFormat::kStandard:
+      return "standard";
+    case ActivationFormat::kBatchedExperts:
+      return "batched_experts";
+  }
+  return "unknown";
+}
+
+std::string_view code(Reason reason) {
+  switch (reason) {
+    case Reason::kSupported:
+      return "supported";
+    case Reason::kDevice:
+      return "device";
+    case Reason::kDType:
+      return "dtype";
+    case Reason::kQuantScheme:
+      return "quant_scheme";
+    case Reason::kActivation:
+      return "activation";
+    case Reason::kNonGated:
+      return "non_gated";
+    case Reason::kBias:
+      return "bias";
+    case Reason::kShape:
+      return "shape";
+    case Reason::kActivationFormat:
+      return "activation_format";
+    case Reason::kRoutingMethod:
+      return "routing_method";
+    case Reason::kRouterWeightOnInput:
+      return "router_weight_on_input";
+    case Reason::kExpertMap:
+      return "expert_map";
+    case Reason::kParallelConfig:
+      return "parallel_config";
+    case Reason::kBatchInvariance:
+      return "batch_invariance";
+    case Reason::kPairing:
+      return "pairing";
+  }
+  return "unknown";
+}
+
+std::string_view name(WeightAndReduce kind) {
+  switch (kind) {
+    case WeightAndReduce::kNoOp:
+      return "no_op";
+    case WeightAndReduce::kContiguous:
+      return "contiguous";
+    case WeightAndReduce::kNaiveBatched:
+      return "naive_batched";
+    case WeightAndReduce::kDelegate:
+      return "delegate";
+  }
+  return "unknown";
+}
+
+std::size_t WorkspacePlan::common_bytes() const {
+  // A plan without an output shape has no output, not one element.
+  const std::int64_t elements = output_shape.rank() ? output_shape.numel() : 0;
+  return std::max(workspace13_bytes, static_cast<std::size_t>(bytes(output_dtype, elements)));
+}
+
+std::size_t WorkspacePlan::total_bytes() const {
+  return core::round_up_workspace(common_bytes()) + core::round_up_workspace(workspace2_bytes);
+}
+
+}  // namespace fusedmoe

@@ -1,0 +1,149 @@
+// ModularKernel: prepare -> experts -> finalize in one workspace:
+//
+//   [ prepare | workspace13 and the experts' output, from the same address | workspace2 ]
+//
+// each part rounded up to 256 bytes.
+#include "fusedmoe/modular_kernel.h"
+
+#include "core/check.h"
+#include "core/workspace.h"
+#include "layer/checks.h"
+
+namespace fusedmoe {
+namespace {
+
+struct ExpertsBuffers {
+  void* common;  // workspace13 and, unless the experts write to the caller's output, their output
+  void* workspace2;
+  TensorView output;  // what the experts write
+};
+
+ExpertsBuffers cut_buffers(core::WorkspaceCutter& cutter, const WorkspacePlan& plan,
+                           const TensorView& output) {
+  ExpertsBuffers buffers;
+  buffers.common = cutter.take(plan.common_bytes());
+  buffers.workspace2 = cutter.take(plan.workspace2_bytes);
+  const bool direct = plan.output_shape == output.shape() && plan.output_dtype == output.dtype();
+  buffers.output =
+      direct ? output
+             : TensorView(buffers.common, plan.output_dtype, plan.output_shape, output.device());
+  return buffers;
+}
+
+}  // namespace
+
+ModularKernel::ModularKernel(std::shared_ptr<const PrepareAndFinalize> prepare_finalize,
+                             std::shared_ptr<const Experts> experts)
+    : prepare_finalize_(std::move(prepare_finalize)), experts_(std::move(experts)) {
+  FUSEDMOE_CHECK(prepare_finalize_, "prepare_finalize", "null", "an implementation");
+  FUSEDMOE_CHECK(experts_, "experts", "null", "an implementation");
+  const ActivationFormat format = prepare_finalize_->activation_format();
+  FUSEDMOE_CHECK(
+      experts_->activation_format() == format, "experts",
+      fmt::format("{}, of format {}", experts_->name(), name(experts_->activation_format())),
+      fmt::format("of format {}, that of {}", name(format), prepare_finalize_->name()));
+  const WeightAndReduce reduce = experts_->weight_and_reduce();
+  FUSEDMOE_CHECK(prepare_finalize_->accepts(reduce), "experts",
+                 fmt::format("{}, which leaves \"{}\" to finalize", experts_->name(), name(reduce)),
+                 fmt::format("one whose output {} can finalize", prepare_finalize_->name()));
+  if (!experts_->is_monolithic()) return;
+  FUSEDMOE_CHECK(format == ActivationFormat::kStandard && reduce == WeightAndReduce::kNoOp,
+                 "experts", fmt::format("monolithic, {}, {}", name(format), name(reduce)),
+                 "of standard format and no_op when monolithic");
+}
+
+std::size_t ModularKernel::workspace_bytes(const ProblemSize& problem, bool weight_on_input) const {
+  if (problem.num_tokens == 0) return 0;
+  core::WorkspaceCutter cutter(nullptr);
+  if (!experts_->is_monolithic()) {
+    cutter.take(prepare_finalize_->workspace_bytes(problem, weight_on_input));
+  }
+  cutter.take(experts_->plan(prepare_finalize_->problem_size(problem)).total_bytes());
+  return cutter.used();
+}
+
+void ModularKernel::apply(const KernelArgs& args, Workspace workspace) const {
+  const ProblemSize problem = layer::check_kernel_args(*this, args, workspace);
+  if (problem.num_tokens == 0) return;
+  if (experts_->is_monolithic()) {
+    apply_monolithic(args, problem, workspace.data);
+  } else {
+    apply_modular(args, problem, workspace.data);
+  }
+}
+
+void ModularKernel::apply_modular(const KernelArgs& args, const ProblemSize& problem,
+                                  void* workspace) const {
+  core::WorkspaceCutter cutter(workspace);
+  void* prepare_workspace =
+      cutter.take(prepare_finalize_->workspace_bytes(problem, args.apply_router_weight_on_input));
+  const ProblemSize experts_problem = prepare_finalize_->problem_size(problem);
+  const ExpertsBuffers buffers = cut_buffers(cutter, experts_->plan(experts_problem), args.output);
+
+  PrepareArgs prepare;
+  prepare.hidden_states = args.hidden_states;
+  prepare.topk_ids = args.topk_ids;
+  prepare.topk_weights = args.topk_weights;
+  prepare.expert_map = args.expert_map;
+  prepare.num_local_experts = problem.num_local_experts;
+  prepare.apply_router_weight_on_input = args.apply_router_weight_on_input;
+  prepare.workspace = prepare_workspace;
+  prepare.stream = args.stream;
+  const Prepared prepared = prepare_finalize_->prepare(prepare);
+
+  ExpertsArgs experts;
+  experts.weights = args.weights;
+  experts.output = buffers.output;
+  experts.hidden_states = prepared.hidden_states;
+  experts.hidden_scales = prepared.hidden_scales;
+  experts.topk_ids = prepared.topk_ids ? prepared.topk_ids : args.topk_ids;
+  experts.topk_weights = prepared.topk_weights ? prepared.topk_weights : args.topk_weights;
+  experts.expert_map = args.expert_map;
+  experts.expert_num_tokens = prepared.expert_num_tokens;
+  experts.router_weight_on_input = args.apply_router_weight_on_input;
+  experts.workspace13 = buffers.common;
+  experts.workspace2 = buffers.workspace2;
+  experts.stream = args.stream;
+  static_cast<const ModularExperts&>(*experts_).apply(experts);
+
+  FinalizeArgs finalize;
+  finalize.output = args.output;
+  finalize.fused_output = buffers.output;
+  finalize.topk_ids = experts.topk_ids;
+  finalize.topk_weights = experts.topk_weights;
+  finalize.expert_map = args.expert_map;
+  finalize.num_local_experts = problem.num_local_experts;
+  finalize.router_weight_on_input = args.apply_router_weight_on_input;
+  finalize.weight_and_reduce = experts_->weight_and_reduce();
+  finalize.workspace = prepare_workspace;
+  finalize.stream = args.stream;
+  prepare_finalize_->finalize(finalize);
+}
+
+void ModularKernel::apply_monolithic(const KernelArgs& args, const ProblemSize& problem,
+                                     void* workspace) const {
+  core::WorkspaceCutter cutter(workspace);
+  const ExpertsBuffers buffers = cut_buffers(cutter, experts_->plan(problem), args.output);
+
+  MonolithicArgs experts;
+  experts.weights = args.weights;
+  experts.output = buffers.output;
+  experts.hidden_states = args.hidden_states;
+  experts.router_logits = args.router_logits;
+  experts.router = args.router;
+  experts.score_correction_bias = args.score_correction_bias;
+  experts.expert_map = args.expert_map;
+  experts.workspace13 = buffers.common;
+  experts.workspace2 = buffers.workspace2;
+  experts.stream = args.stream;
+  static_cast<const MonolithicExperts&>(*experts_).apply(experts);
+
+  FinalizeArgs finalize;
+  finalize.output = args.output;
+  finalize.fused_output = buffers.output;
+  finalize.weight_and_reduce = WeightAndReduce::kNoOp;
+  finalize.stream = args.stream;
+  prepare_finalize_->finalize(finalize);
+}
+
+}  // namespace fusedmoe
