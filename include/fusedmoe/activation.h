@@ -30,11 +30,11 @@ enum class Activation {
 /// Parameters; unset ones take the activation's own default (kSwigluOai: alpha 1.702, beta 1,
 /// limit 7; kSwigluStep: limit 7; alpha 1, beta 0 and no limit otherwise).
 struct ActivationParams {
-  std::optional<float> alpha;
-  std::optional<float> beta;
-  std::optional<float> limit;
-  std::optional<float> situ_beta;         ///< required by kSitu
-  std::optional<float> situ_linear_beta;  ///< optional for kSitu
+  std::optional<float> alpha = std::nullopt;
+  std::optional<float> beta = std::nullopt;
+  std::optional<float> limit = std::nullopt;
+  std::optional<float> situ_beta = std::nullopt;         ///< required by kSitu
+  std::optional<float> situ_linear_beta = std::nullopt;  ///< optional for kSitu
 
   bool operator==(const ActivationParams&) const = default;
 };

@@ -224,7 +224,7 @@ void route(const RouterConfig& config, const TensorView& logits, const TensorVie
   auto* ids = out.topk_ids.as<std::int32_t>();
   auto* weights = out.topk_weights.as<float>();
   // Waking the threads costs more than a few thousand scores.
-#pragma omp parallel if (num_tokens * config.num_experts >= 8192)
+#pragma omp parallel num_threads(num_threads()) if (num_tokens * config.num_experts >= 8192)
   {
     TokenRouter router(config, bias);
 #pragma omp for schedule(static)

@@ -193,7 +193,8 @@ void router_logits(const RouterWeights& weights, const TensorView& x, const Tens
   static const TileFunction tile = select_tile();
   const std::int64_t expert_tiles = (num_experts + kTile - 1) / kTile;
   const std::int64_t tiles = (num_tokens + kTile - 1) / kTile * expert_tiles;
-#pragma omp parallel for schedule(static) if (num_tokens * num_experts * hidden >= 1 << 16)
+#pragma omp parallel for schedule(static) \
+    num_threads(num_threads()) if (num_tokens * num_experts * hidden >= 1 << 16)
   for (std::int64_t i = 0; i < tiles; ++i) {
     tile(problem, i / expert_tiles * kTile, i % expert_tiles * kTile);
   }

@@ -256,10 +256,18 @@ std::int64_t MoeLayer::Impl::check(const TensorView& hidden_states, const Tensor
 
 void MoeLayer::Impl::logits(const RouterWeights& weights, const TensorView& x,
                             const TensorView& out) const {
-  if (reference_router) {
-    reference::router_logits(weights, x, out);
-  } else {
+  if (!reference_router) {
     router_logits(weights, x, out);
+    return;
+  }
+  const std::int64_t num_tokens = out.size(0), num_experts = out.size(1);
+  auto* values = out.as<float>();
+#pragma omp parallel for schedule(static) num_threads(num_threads())
+  for (std::int64_t token = 0; token < num_tokens; ++token) {
+    for (std::int64_t expert = 0; expert < num_experts; ++expert) {
+      values[token * num_experts + expert] =
+          static_cast<float>(reference::router_logit(weights, x, token, expert));
+    }
   }
 }
 

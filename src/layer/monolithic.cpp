@@ -38,9 +38,6 @@ class Monolithic final : public MonolithicExperts {
   WeightAndReduce weight_and_reduce() const override { return WeightAndReduce::kNoOp; }
 
   Support supports(const MoeConfig& config) const override {
-    if (config.routing_method == RoutingMethod::kCustom) {
-      return Support::no(Reason::kRoutingMethod, "custom: a callback needs modular experts");
-    }
     if (config.apply_router_weight_on_input) {
       return Support::no(Reason::kRouterWeightOnInput,
                          "the experts see logits: nobody weights the input");
@@ -63,7 +60,6 @@ class Monolithic final : public MonolithicExperts {
 
   void apply(const MonolithicArgs& args) const override {
     const RouterConfig& router = *args.router;
-    FUSEDMOE_CHECK(!router.custom, "router.custom", "set", "unset for monolithic experts");
     FUSEDMOE_CHECK(!router.apply_router_weight_on_input, "router.apply_router_weight_on_input",
                    "true", "false for monolithic experts");
     const std::int64_t num_tokens = args.hidden_states.size(0);

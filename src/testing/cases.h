@@ -6,8 +6,7 @@
 #include <vector>
 
 #include "fusedmoe/experts.h"
-#include "fusedmoe/layer.h"
-#include "fusedmoe/router.h"
+#include "fusedmoe/prepare_finalize.h"
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/weights.h"
 
@@ -23,7 +22,7 @@ enum class RoutingSkew {
 
 /// One MoE problem, as a named value.
 struct Case {
-  std::string name;
+  std::string name = {};
   std::int64_t num_tokens = 7;
   std::int64_t num_experts = 8;
   std::int64_t topk = 2;
@@ -31,24 +30,29 @@ struct Case {
   std::int64_t intermediate = 48;
   QuantScheme scheme = schemes::unquantized(DType::kBF16);
   Activation activation = Activation::kSilu;
-  ActivationParams activation_params;
+  ActivationParams activation_params = {};
   bool bias = false;
   RoutingSkew skew = RoutingSkew::kBalanced;
   bool negative_ids = false;     ///< every fifth slot is -1
-  bool expert_map = false;       ///< every third expert is remote
+  bool expert_map = false;       ///< every third expert is remote, local ids run backwards
   bool weight_on_input = false;  ///< topk = 1
+  GateUpLayout gate_up_layout = GateUpLayout::kGateUp;
+  bool transposed = false;  ///< (E, in, out) instead of (E, out, in); not for MXFP4
   std::uint64_t seed = 0;
 };
 
 /// Awkward ones first: sizes 1, 2880, 360 and primes, 0 tokens, empty experts, all tokens on one
-/// expert, k = 1 and k = E, ids of -1, expert maps. Sizes suit the reference implementation.
+/// expert, k = 1 and k = E, ids of -1, expert maps. Sizes suit the reference implementation. Ids
+/// of a token are distinct, so every case suits the batched format too.
 std::vector<Case> awkward_cases();
 
 /// A case with its tensors. Weights ~ N(0, 1 / fan-in), so outputs are of order one; MXFP4 blocks
-/// have random codes and scales around 1 / sqrt(fan-in). Hidden states ~ N(0, 1) are bf16 values.
+/// have random codes and scales around 1 / sqrt(fan-in). Biases ~ N(0, 1/4). Hidden states ~
+/// N(0, 1) are bf16 values. The same case gives the same numbers in every layout of the weights.
 struct Problem {
   Case spec;
-  ExpertWeights weights;  ///< local experts only, when there is an expert map
+  ExpertWeights weights;  ///< local experts only, when there is an expert map; views of stacked
+                          ///< tensors in the layout that the case asks for
   Tensor hidden_states;   ///< (num_tokens, hidden) f32, holding bf16 values
   Tensor topk_ids;        ///< (num_tokens, topk) i32
   Tensor topk_weights;    ///< (num_tokens, topk) f32
@@ -62,8 +66,10 @@ MoeConfig make_config(const Case& spec, DType dtype);
 /// Fills floating tensors with NaN and integers with 0x7f bytes: what was not written shows.
 void poison(const TensorView& view);
 
-/// Runs one Experts with a PrepareAndFinalize on the problem in `dtype`, with poisoned output and
-/// workspace; returns (num_tokens, hidden) of dtype.
+/// Runs one Experts with a PrepareAndFinalize on the problem in `dtype`; returns (num_tokens,
+/// hidden) of dtype. Every buffer has exactly the planned size, so that a sanitizer sees the first
+/// byte beyond it, and is poisoned. Monolithic experts get a router that returns the problem's ids.
+/// Throws Error when an input changed on the way.
 Tensor run_experts(const Problem& problem, const PrepareAndFinalize& prepare_finalize,
                    const Experts& experts, const PackedWeights& packed, DType dtype);
 
@@ -74,7 +80,7 @@ class Random {
   std::uint64_t bits();
   std::int64_t below(std::int64_t limit);  ///< uniform in [0, limit)
   double uniform();                        ///< [0, 1)
-  double normal();
+  double normal();                         ///< mean 0, variance 1, within +-6
 
  private:
   std::uint64_t state_;

@@ -1,0 +1,11 @@
+// The activations between the two GEMMs, in double, from the formulas of fusedmoe/activation.h.
+#pragma once
+
+#include "fusedmoe/activation.h"
+
+namespace fusedmoe::reference {
+
+/// `up` is ignored by the activations without a gate. NaN gives NaN.
+double activate(const ResolvedActivation& activation, double gate, double up);
+
+}  // namespace fusedmoe::reference

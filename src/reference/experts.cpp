@@ -1,0 +1,381 @@
+// See experts.h. A slot is a (token, choice) pair t * topk + j in the standard format and a row
+// e * max_tokens + i in the batched one; only slots of a local expert take part. Each output
+// element has its own sum in a fixed order, so a row never depends on its batch.
+#include "reference/experts.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+#include "core/workspace.h"
+#include "reference/activation.h"
+#include "reference/matrix.h"
+
+namespace fusedmoe::reference {
+namespace {
+
+/// Keeps the published weights as they are.
+class ReferenceWeights final : public PackedWeights {
+ public:
+  ReferenceWeights(Info info, ExpertWeights weights)
+      : PackedWeights(std::move(info)), source(std::move(weights)) {}
+
+  std::int64_t nbytes() const override { return 0; }
+
+  const ExpertWeights source;
+};
+
+bool is_activation_dtype(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
+}
+
+/// Sizes of one apply. The batched format has num_experts * max_tokens rows and as many slots.
+struct Sizes {
+  std::int64_t rows;   // of hidden_states
+  std::int64_t slots;  // of results
+  std::int64_t num_experts;
+  std::int64_t hidden;
+  std::int64_t intermediate;
+};
+
+/// What lies in the two workspaces.
+struct Buffers {
+  double* gate_up;        // (slots, 2 * intermediate), in workspace 13
+  float* x;               // (rows, hidden), hidden_states widened
+  float* h;               // (slots, intermediate), activated
+  double* y;              // (slots, hidden)
+  std::int64_t* slots;    // (slots): those of expert 0, of expert 1, ...
+  std::int64_t* offsets;  // (num_experts + 1) into `slots`
+
+  std::size_t bytes13, bytes2;
+
+  Buffers(const Sizes& n, void* workspace13, void* workspace2) {
+    core::WorkspaceCutter in13(workspace13), in2(workspace2);
+    gate_up = take<double>(in13, {n.slots, 2, n.intermediate});
+    x = take<float>(in2, {n.rows, n.hidden});
+    h = take<float>(in2, {n.slots, n.intermediate});
+    y = take<double>(in2, {n.slots, n.hidden});
+    slots = take<std::int64_t>(in2, {n.slots});
+    offsets = take<std::int64_t>(in2, {n.num_experts + 1});
+    bytes13 = in13.used();
+    bytes2 = in2.used();
+  }
+
+ private:
+  template <typename T>
+  static T* take(core::WorkspaceCutter& cutter, const Shape& shape) {
+    return static_cast<T*>(cutter.take(static_cast<std::size_t>(shape.numel()) * sizeof(T)));
+  }
+};
+
+/// y[slot] = x[slot / slots_per_row] matrix^T + bias for the `count` slots of one expert.
+struct Linear {
+  const WeightMatrix& matrix;  // (out, in)
+  const std::int64_t* slots;
+  std::int64_t count;
+  std::int64_t slots_per_row;
+  const float* x;
+  double* y;
+  std::int64_t y_stride;
+};
+
+double dot(const float* x, const double* w, std::int64_t count) {
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (std::int64_t i = 0; i < count; ++i) sum += x[i] * w[i];
+  return sum;
+}
+
+void apply_linear(const Linear& a) {
+  constexpr std::int64_t kChunk = 512;  // columns decoded at a time, once for all slots
+  const std::int64_t out = a.matrix.values.size(0);
+  const std::int64_t in = a.matrix.values.size(1) * (a.matrix.scales ? 2 : 1);
+#pragma omp parallel for schedule(static) num_threads(num_threads())
+  for (std::int64_t o = 0; o < out; ++o) {
+    for (std::int64_t r = 0; r < a.count; ++r) {
+      a.y[a.slots[r] * a.y_stride + o] = bias(a.matrix, o);
+    }
+    for (std::int64_t begin = 0; begin < in; begin += kChunk) {
+      const std::int64_t columns = std::min(kChunk, in - begin);
+      double w[kChunk];
+      for (std::int64_t i = 0; i < columns; ++i) w[i] = element(a.matrix, o, begin + i);
+      for (std::int64_t r = 0; r < a.count; ++r) {
+        const std::int64_t slot = a.slots[r];
+        a.y[slot * a.y_stride + o] += dot(a.x + slot / a.slots_per_row * in + begin, w, columns);
+      }
+    }
+  }
+}
+
+/// Global id -> local expert, or -1.
+std::int64_t local_expert(const ExpertsArgs& args, std::int64_t num_experts, std::int32_t id) {
+  const std::int64_t num_ids = args.expert_map ? args.expert_map.size(0) : num_experts;
+  if (id < 0 || id >= num_ids) return -1;
+  const std::int32_t local = args.expert_map ? args.expert_map.as<const std::int32_t>()[id] : id;
+  return local < num_experts ? local : -1;
+}
+
+class ReferenceExperts final : public ModularExperts {
+ public:
+  explicit ReferenceExperts(ActivationFormat format) : format_(format) {}
+
+  std::string_view name() const override { return batched() ? "reference_batched" : "reference"; }
+  ActivationFormat activation_format() const override { return format_; }
+  WeightAndReduce weight_and_reduce() const override {
+    return batched() ? WeightAndReduce::kDelegate : WeightAndReduce::kNoOp;
+  }
+  bool accepts(const PackedWeights& weights) const override {
+    return dynamic_cast<const ReferenceWeights*>(&weights) != nullptr;
+  }
+
+  Support supports(const MoeConfig& config) const override;
+  WorkspacePlan plan(const ProblemSize& problem) const override;
+  std::shared_ptr<const PackedWeights> pack(const ExpertWeights& weights,
+                                            const PackProgress& progress) const override;
+  void apply(const ExpertsArgs& args) const override;
+
+ private:
+  bool batched() const { return format_ == ActivationFormat::kBatchedExperts; }
+  Sizes sizes(const ProblemSize& problem) const;
+  ProblemSize check(const ExpertsArgs& args) const;
+  void check_batched(const ExpertsArgs& args, const ProblemSize& problem) const;
+  void group_slots(const ExpertsArgs& args, const Sizes& n, const Buffers& buffers) const;
+
+  const ActivationFormat format_;
+};
+
+Support ReferenceExperts::supports(const MoeConfig& config) const {
+  const auto no = [](Reason reason, std::string text) {
+    return Support::no(reason, std::move(text));
+  };
+  if (!config.device.is_cpu()) {
+    return no(Reason::kDevice, fmt::format("device is {}, runs on cpu", to_string(config.device)));
+  }
+  if (!is_activation_dtype(config.dtype)) {
+    return no(Reason::kDType,
+              fmt::format("dtype is {}, takes f32, bf16, f16", fusedmoe::name(config.dtype)));
+  }
+  const bool mxfp4 = config.scheme == schemes::mxfp4_w4a16();
+  bool known = mxfp4;
+  for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    known = known || config.scheme == schemes::unquantized(dtype);
+  }
+  if (!known) {
+    return no(Reason::kQuantScheme, fmt::format("scheme is {}, takes f32, f16, bf16, mxfp4_w4a16",
+                                                fusedmoe::name(config.scheme)));
+  }
+  try {
+    resolve(config.activation, config.activation_params);
+  } catch (const Error& error) {
+    return no(Reason::kActivation, error.what());
+  }
+  const std::int64_t block = mxfp4 ? 32 : 1;
+  if (config.hidden < 1 || config.intermediate < 1 || config.hidden % block != 0 ||
+      config.intermediate % block != 0) {
+    return no(Reason::kShape,
+              fmt::format("hidden {}, intermediate {}; takes positive multiples of {}",
+                          config.hidden, config.intermediate, block));
+  }
+  if (config.activation_format != format_) {
+    return no(Reason::kActivationFormat,
+              fmt::format("format is {}, takes {}", fusedmoe::name(config.activation_format),
+                          fusedmoe::name(format_)));
+  }
+  if (config.apply_router_weight_on_input && config.topk != 1) {
+    return no(Reason::kRouterWeightOnInput,
+              fmt::format("router weight on input with topk {}, takes topk 1", config.topk));
+  }
+  if (config.num_local_experts != config.num_experts && !config.has_expert_map) {
+    return no(Reason::kExpertMap, fmt::format("{} of {} experts are local without an expert map",
+                                              config.num_local_experts, config.num_experts));
+  }
+  return Support::yes();
+}
+
+Sizes ReferenceExperts::sizes(const ProblemSize& p) const {
+  const std::int64_t rows = p.num_tokens * (batched() ? p.num_local_experts : 1);
+  return {rows, batched() ? rows : Shape({rows, p.topk}).numel(), p.num_local_experts, p.hidden,
+          p.intermediate};
+}
+
+WorkspacePlan ReferenceExperts::plan(const ProblemSize& problem) const {
+  const Buffers buffers(sizes(problem), nullptr, nullptr);
+  WorkspacePlan plan;
+  plan.workspace13_bytes = buffers.bytes13;
+  plan.workspace2_bytes = buffers.bytes2;
+  plan.output_shape = batched()
+                          ? Shape{problem.num_local_experts, problem.num_tokens, problem.hidden}
+                          : Shape{problem.num_tokens, problem.hidden};
+  plan.output_dtype = problem.dtype;
+  return plan;
+}
+
+std::shared_ptr<const PackedWeights> ReferenceExperts::pack(const ExpertWeights& weights,
+                                                            const PackProgress& progress) const {
+  weights.validate();
+  PackedWeights::Info info;
+  info.implementation = name();
+  info.scheme = weights.scheme;
+  info.num_experts = weights.num_experts();
+  info.hidden = weights.hidden;
+  info.intermediate = weights.intermediate;
+  info.activation = resolve(weights.activation, weights.activation_params);
+  info.has_bias = weights.has_bias();
+  auto packed = std::make_shared<const ReferenceWeights>(std::move(info), weights);
+  if (progress) {
+    for (std::int64_t e = 1; e <= weights.num_experts(); ++e) progress(e, weights.num_experts());
+  }
+  return packed;
+}
+
+ProblemSize ReferenceExperts::check(const ExpertsArgs& args) const {
+  FUSEDMOE_CHECK(args.weights && accepts(*args.weights), "weights",
+                 args.weights ? args.weights->info().implementation : "null",
+                 "packed by reference or reference_batched");
+  const PackedWeights::Info& info = args.weights->info();
+  const TensorView& x = args.hidden_states;
+  FUSEDMOE_CHECK(x.defined() && is_activation_dtype(x.dtype()), "hidden_states", core::describe(x),
+                 "f32, bf16 or f16");
+  FUSEDMOE_CHECK(!args.hidden_scales, "hidden_scales", core::describe(args.hidden_scales),
+                 "undefined: hidden_states are not quantized");
+  ProblemSize problem;
+  problem.num_local_experts = info.num_experts;
+  problem.hidden = info.hidden;
+  problem.intermediate = info.intermediate;
+  problem.dtype = x.dtype();
+  if (batched()) {
+    core::check_tensor(x, "hidden_states", x.dtype(), {info.num_experts, -1, info.hidden});
+    problem.num_tokens = x.size(1);
+    check_batched(args, problem);
+  } else {
+    core::check_tensor(x, "hidden_states", x.dtype(), {-1, info.hidden});
+    problem.num_tokens = x.size(0);
+    core::check_tensor(args.topk_ids, "topk_ids", DType::kI32, {problem.num_tokens, -1});
+    problem.topk = args.topk_ids.size(1);
+    core::check_tensor(args.topk_weights, "topk_weights", DType::kF32,
+                       {problem.num_tokens, problem.topk});
+    if (args.expert_map) core::check_tensor(args.expert_map, "expert_map", DType::kI32, {-1});
+  }
+  const WorkspacePlan plan = this->plan(problem);
+  core::check_tensor(args.output, "output", plan.output_dtype, plan.output_shape);
+  if (problem.num_tokens == 0) return problem;
+  FUSEDMOE_CHECK(args.workspace13 || plan.workspace13_bytes == 0, "workspace13", "null",
+                 fmt::format("of {} bytes", plan.workspace13_bytes));
+  FUSEDMOE_CHECK(args.workspace2 || plan.workspace2_bytes == 0, "workspace2", "null",
+                 fmt::format("of {} bytes", plan.workspace2_bytes));
+  return problem;
+}
+
+void ReferenceExperts::check_batched(const ExpertsArgs& args, const ProblemSize& problem) const {
+  core::check_tensor(args.expert_num_tokens, "expert_num_tokens", DType::kI32,
+                     {problem.num_local_experts});
+  for (std::int64_t e = 0; e < problem.num_local_experts; ++e) {
+    const std::int32_t count = args.expert_num_tokens.as<const std::int32_t>()[e];
+    FUSEDMOE_CHECK(count >= 0 && count <= problem.num_tokens, "expert_num_tokens",
+                   fmt::format("{} for expert {}", count, e),
+                   fmt::format("in [0, max_tokens = {}]", problem.num_tokens));
+  }
+}
+
+void ReferenceExperts::group_slots(const ExpertsArgs& args, const Sizes& n,
+                                   const Buffers& buffers) const {
+  std::int64_t count = 0;
+  for (std::int64_t e = 0; e < n.num_experts; ++e) {
+    buffers.offsets[e] = count;
+    if (batched()) {
+      const std::int64_t max_tokens = args.hidden_states.size(1);
+      for (std::int64_t i = 0; i < args.expert_num_tokens.as<const std::int32_t>()[e]; ++i) {
+        buffers.slots[count++] = e * max_tokens + i;
+      }
+    } else {
+      const auto* ids = args.topk_ids.as<const std::int32_t>();
+      for (std::int64_t slot = 0; slot < n.slots; ++slot) {
+        if (local_expert(args, n.num_experts, ids[slot]) == e) buffers.slots[count++] = slot;
+      }
+    }
+  }
+  buffers.offsets[n.num_experts] = count;
+}
+
+/// out[token] = sum over its slots of weight * y, rounded once.
+void weight_and_sum(const ExpertsArgs& args, const Sizes& n, const double* y) {
+  const std::int64_t topk = args.topk_ids.size(1);
+  const auto* ids = args.topk_ids.as<const std::int32_t>();
+  const auto* weights = args.topk_weights.as<const float>();
+#pragma omp parallel for schedule(static) num_threads(num_threads())
+  for (std::int64_t token = 0; token < n.rows; ++token) {
+    for (std::int64_t column = 0; column < n.hidden; ++column) {
+      double sum = 0;
+      for (std::int64_t slot = token * topk; slot < (token + 1) * topk; ++slot) {
+        if (local_expert(args, n.num_experts, ids[slot]) < 0) continue;
+        const double weight = args.router_weight_on_input ? 1 : weights[slot];
+        sum += weight * y[slot * n.hidden + column];
+      }
+      store(args.output.data(), args.output.dtype(), token * n.hidden + column, sum);
+    }
+  }
+}
+
+/// out[expert, i] = y, rounded once; zeros behind the expert's last row.
+void store_batched(const ExpertsArgs& args, const Sizes& n, const double* y) {
+  const std::int64_t max_tokens = args.hidden_states.size(1);
+  for (std::int64_t slot = 0; slot < n.slots; ++slot) {
+    const std::int64_t expert = slot / max_tokens, row = slot % max_tokens;
+    const bool real = row < args.expert_num_tokens.as<const std::int32_t>()[expert];
+    for (std::int64_t column = 0; column < n.hidden; ++column) {
+      const std::int64_t index = slot * n.hidden + column;
+      store(args.output.data(), args.output.dtype(), index, real ? y[index] : 0);
+    }
+  }
+}
+
+void ReferenceExperts::apply(const ExpertsArgs& args) const {
+  const ProblemSize problem = check(args);
+  if (problem.num_tokens == 0) return;
+  const ExpertWeights& weights = static_cast<const ReferenceWeights&>(*args.weights).source;
+  const ResolvedActivation& activation = args.weights->info().activation;
+  const bool gated = is_gated(activation.kind);
+  const Sizes n = sizes(problem);
+  const Buffers b(n, args.workspace13, args.workspace2);
+  const std::int64_t slots_per_row = batched() ? 1 : problem.topk;
+  const std::int64_t width = 2 * n.intermediate;
+
+  group_slots(args, n, b);
+  for (std::int64_t i = 0; i < n.rows * n.hidden; ++i) {
+    b.x[i] = static_cast<float>(load(args.hidden_states.data(), problem.dtype, i));
+  }
+  for (std::int64_t e = 0; e < n.num_experts; ++e) {
+    const ExpertMatrices& expert = weights.experts[e];
+    const std::int64_t* slots = b.slots + b.offsets[e];
+    const std::int64_t count = b.offsets[e + 1] - b.offsets[e];
+    if (count == 0) continue;
+    apply_linear({expert.gate, slots, count, slots_per_row, b.x, b.gate_up, width});
+    if (gated) {
+      double* up = b.gate_up + n.intermediate;
+      apply_linear({expert.up, slots, count, slots_per_row, b.x, up, width});
+    }
+#pragma omp parallel for schedule(static) num_threads(num_threads())
+    for (std::int64_t r = 0; r < count; ++r) {
+      const double* gate = b.gate_up + slots[r] * width;
+      for (std::int64_t i = 0; i < n.intermediate; ++i) {
+        const double up = gated ? gate[n.intermediate + i] : 0;
+        b.h[slots[r] * n.intermediate + i] =
+            static_cast<float>(round_to(problem.dtype, activate(activation, gate[i], up)));
+      }
+    }
+    apply_linear({expert.down, slots, count, 1, b.h, b.y, n.hidden});
+  }
+  if (batched()) {
+    store_batched(args, n, b.y);
+  } else {
+    weight_and_sum(args, n, b.y);
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<const ModularExperts> make_experts(ActivationFormat format) {
+  return std::make_shared<const ReferenceExperts>(format);
+}
+
+}  // namespace fusedmoe::reference

@@ -1,0 +1,18 @@
+// The specification of Experts in code: plain loops, accumulation in double, any strides.
+//
+//   h = act(x gate^T + b, x up^T + b), rounded once to the dtype of the activations
+//   y = h down^T + b
+//   standard: out[token] = sum of w y over the token's slots, rounded once
+//   batched:  out[expert, i] = y, rounded once; weights are left to finalize
+#pragma once
+
+#include <memory>
+
+#include "fusedmoe/experts.h"
+
+namespace fusedmoe::reference {
+
+/// "reference" or "reference_batched".
+std::shared_ptr<const ModularExperts> make_experts(ActivationFormat format);
+
+}  // namespace fusedmoe::reference
