@@ -200,6 +200,9 @@ void add_experts(const ModelConfig& model, std::string_view block, const ExpertL
       add(layout.w2, {experts, inner, hidden}, TensorRole::kExpertWeight, inner);
       break;
     case kMxfp4:
+      FUSEDMOE_CHECK(hidden % kBlock == 0 && inner % kBlock == 0, "config",
+                     fmt::format("hidden_size {} and expert width {}", hidden, inner),
+                     "multiples of 32 for MXFP4");
       add(layout.w1, {experts, 2 * inner, hidden / kBlock, kBlock / 2}, TensorRole::kMxfp4Blocks,
           hidden);
       add(layout.w13_scales, {experts, 2 * inner, hidden / kBlock}, TensorRole::kMxfp4Scales,
