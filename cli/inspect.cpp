@@ -91,8 +91,8 @@ void print_text(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
     row("shared experts", fmt::format("{} x {}{}", model.hidden, model.shared_intermediate,
                                       model.shared_expert_gate ? ", gated" : ""));
   }
-  row("router", describe_router(model.router) +
-                    (model.has_correction_bias ? ", with correction bias" : ""));
+  row("router",
+      describe_router(model.router) + (model.has_correction_bias ? ", with correction bias" : ""));
   row("activation", std::string(name(model.activation)));
   row("scheme", name(model.scheme));
   const auto tensors = checkpoint.layer_tensors(layer);
@@ -141,7 +141,8 @@ void run(const Options& options) {
   if (layers.empty()) throw Error(options.path, "without MoE layers", "at least one");
   const std::int64_t layer = options.layer < 0 ? layers.front() : options.layer;
   if (std::find(layers.begin(), layers.end(), layer) == layers.end()) {
-    throw Error("--layer", fmt::to_string(layer), fmt::format("one of {}", fmt::join(layers, ", ")));
+    throw Error("--layer", fmt::to_string(layer),
+                fmt::format("one of {}", fmt::join(layers, ", ")));
   }
   options.json ? print_json(checkpoint, layers, layer) : print_text(checkpoint, layers, layer);
 }

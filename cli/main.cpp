@@ -25,6 +25,8 @@ int main(int argc, char** argv) {
   CLI::App app("Fused Mixture-of-Experts layers: run, check and explain them", "fusedmoe");
   app.set_version_flag("--version", FUSEDMOE_VERSION);
   app.require_subcommand(1);
+  // A repeated option overrides, so that scripts can append to a command line.
+  app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   fusedmoe::cli::add_run(app);
   fusedmoe::cli::add_synth(app);
   fusedmoe::cli::add_inspect(app);

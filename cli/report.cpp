@@ -40,9 +40,11 @@ std::string load_chart(const std::vector<std::int64_t>& load) {
     const std::int64_t bar = most ? (load[expert] * kWidth + most - 1) / most : 0;
     chart += fmt::format("expert {:4} {:4} {:#<{}}\n", expert, load[expert], "", bar);
   }
-  const double mean = load.empty() ? 0 : static_cast<double>(rows) / static_cast<double>(load.size());
-  chart += fmt::format("{} rows on {} of {} experts; the busiest has {}, {:.2f} times the mean\n",
-                       rows, hit, load.size(), most, mean > 0 ? static_cast<double>(most) / mean : 0);
+  const double mean =
+      load.empty() ? 0 : static_cast<double>(rows) / static_cast<double>(load.size());
+  chart +=
+      fmt::format("{} rows on {} of {} experts; the busiest has {}, {:.2f} times the mean\n", rows,
+                  hit, load.size(), most, mean > 0 ? static_cast<double>(most) / mean : 0);
   return chart;
 }
 
@@ -64,7 +66,8 @@ double tolerance(DType dtype) {
 
 /// Rows `rows` of a contiguous (n, columns) tensor, as f32 or i32 as they are.
 Tensor gather(const TensorView& from, const std::vector<std::int64_t>& rows) {
-  Tensor result = Tensor::empty({static_cast<std::int64_t>(rows.size()), from.size(1)}, from.dtype());
+  Tensor result =
+      Tensor::empty({static_cast<std::int64_t>(rows.size()), from.size(1)}, from.dtype());
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const TensorView row = from.select(0, rows[i]);
     std::memcpy(result.select(0, static_cast<std::int64_t>(i)).data(), row.data(),
@@ -92,11 +95,10 @@ bool RowCheck::passed() const {
 }
 
 std::string RowCheck::text() const {
-  std::string text =
-      fmt::format("{} of {} rows against reference in f32: largest difference {:.2e} of the "
-                  "largest value, tolerance {:.0e}: {}",
-                  rows, num_tokens, difference.max_norm_relative, tolerance,
-                  passed() ? "passed" : "FAILED");
+  std::string text = fmt::format(
+      "{} of {} rows against reference in f32: largest difference {:.2e} of the "
+      "largest value, tolerance {:.0e}: {}",
+      rows, num_tokens, difference.max_norm_relative, tolerance, passed() ? "passed" : "FAILED");
   if (difference.nonfinite_mismatch) text += "; NaN or infinity where the other has none";
   if (rows_routed_differently) {
     text += fmt::format("; {} rows chose other experts", rows_routed_differently);

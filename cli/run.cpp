@@ -75,8 +75,9 @@ Results forward(const MoeLayer& layer, const Tensor& x, int repeat) {
                                .topk_weights = results.topk_weights};
   Progress progress("Running");
   for (int i = 0; i < repeat; ++i) {
-    results.times_ms.push_back(
-        time_ms([&] { layer.forward(x, results.output, {workspace.data(), bytes}, details); }));
+    results.times_ms.push_back(time_ms([&] {
+      layer.forward(x, results.output, {workspace.data(), bytes}, details);
+    }));
     progress.update(i + 1, repeat);
   }
   return results;
@@ -148,6 +149,7 @@ void run(const Options& options) {
                     {"topk_ids", results.topk_ids},
                     {"topk_weights", results.topk_weights}},
                    {{"fusedmoe_version", FUSEDMOE_VERSION}, {"plan", layer->plan_line()}});
+  spdlog::info("wrote {}", options.output);
   const RowCheck* shown = options.check_rows > 0 ? &check : nullptr;
   options.json ? print_json(*layer, results, shown) : print_text(options, *layer, results, shown);
 }
@@ -158,8 +160,9 @@ void add_run(CLI::App& app) {
   auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand(
       "run", "Run hidden states through one MoE layer of a checkpoint and write the output");
-  command->add_option("--checkpoint", options->checkpoint,
-                      "Directory (config.json + *.safetensors) or one safetensors file")
+  command
+      ->add_option("--checkpoint", options->checkpoint,
+                   "Directory (config.json + *.safetensors) or one safetensors file")
       ->required();
   command->add_option("--layer", options->layer, "Layer index; default: the first MoE layer")
       ->check(CLI::NonNegativeNumber);
@@ -167,8 +170,9 @@ void add_run(CLI::App& app) {
       ->required();
   command->add_option("--input-name", options->input_name, "Name of the tensor in it")
       ->capture_default_str();
-  command->add_option("--output", options->output,
-                      "Safetensors file to write: output, topk_ids, topk_weights, router_logits")
+  command
+      ->add_option("--output", options->output,
+                   "Safetensors file to write: output, topk_ids, topk_weights, router_logits")
       ->required();
   command->add_option("--device", options->device, "cpu or cuda:<index>")->capture_default_str();
   command->add_option("--experts", options->experts,
@@ -179,8 +183,9 @@ void add_run(CLI::App& app) {
       ->check(CLI::PositiveNumber);
   command->add_option("--repeat", options->repeat, "Run so many times and print the median time")
       ->check(CLI::PositiveNumber);
-  command->add_option("--check", options->check_rows,
-                      "Compare so many rows with the reference implementation; fail on excess")
+  command
+      ->add_option("--check", options->check_rows,
+                   "Compare so many rows with the reference implementation; fail on excess")
       ->check(CLI::PositiveNumber);
   command->add_flag("--load-chart", options->load_chart, "Print the tokens per expert as bars");
   command->add_flag("--json", options->json, "Print one JSON object instead of text");

@@ -28,7 +28,7 @@ Progress::~Progress() {
 
 void Progress::update(std::int64_t done, std::int64_t total) {
   const auto now = Clock::now();
-  if (total <= 0 || now - start_ < std::chrono::seconds(1)) return;
+  if (done >= total || now - start_ < std::chrono::seconds(1)) return;
   const std::chrono::milliseconds pause(terminal_ ? 100 : 5000);
   if (now - last_ < pause) return;
   last_ = now;
@@ -75,8 +75,8 @@ std::string read_text(const std::string& path) {
 }
 
 std::string describe_router(const RouterConfig& router) {
-  std::string text = fmt::format("{}, top-{} of {}", name(router.scoring), router.topk,
-                                 router.num_experts);
+  std::string text =
+      fmt::format("{}, top-{} of {}", name(router.scoring), router.topk, router.num_experts);
   if (router.num_expert_group > 0) {
     text += fmt::format(", {} groups keep {}", router.num_expert_group, router.topk_group);
   }

@@ -12,4 +12,4 @@ if [[ ! -d $layer ]]; then
 fi
 "$program" inspect "$layer"
 "$program" run --checkpoint "$layer" --input "$layer/input.safetensors" \
-  --output build/demo/output.safetensors --check 4 --load-chart
+  --output build/demo/output.safetensors --repeat 5 --check 4 --load-chart

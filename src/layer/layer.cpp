@@ -140,6 +140,7 @@ struct MoeLayer::Impl {
 
   ProblemSize problem(const PackedWeights& weights, std::int64_t num_tokens,
                       std::int64_t topk) const;
+  /// With a null workspace only `bytes` is meaningful.
   Buffers cut(std::int64_t num_tokens, void* workspace) const;
   std::int64_t check(const TensorView& hidden_states, const TensorView& output, Workspace workspace,
                      const Routing& routing, const ForwardDetails& details) const;
@@ -200,7 +201,7 @@ MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* works
   const auto tensor = [&](DType dtype, std::int64_t columns) {
     const Shape shape{num_tokens, columns};
     void* data = cutter.take(static_cast<std::size_t>(bytes(dtype, shape.numel())));
-    return TensorView(data, dtype, shape);
+    return data ? TensorView(data, dtype, shape) : TensorView();
   };
   buffers.router_logits = tensor(DType::kF32, router.num_experts);
   buffers.routing = {tensor(DType::kI32, router.topk), tensor(DType::kF32, router.topk)};
