@@ -1,7 +1,5 @@
 // permute -> GEMM 1 + activation -> GEMM 2 -> weighted sum, in one parallel region with a barrier
-// between the steps. Work is cut into (expert, group of tiles, block of rows) tasks that threads
-// claim from a counter, so one token and 8192 tokens both use every core; the bits do not depend
-// on who runs a task (cpu/multiply.h).
+// between the steps.
 //
 // Workspace 13: the activation's output (rows, padded intermediate). Workspace 2: index structures,
 // one scratch panel per thread, and the converted hidden states, later GEMM 2's output (rows,
@@ -11,10 +9,9 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 
 #include "core/check.h"
+#include "cpu/grouped_gemm.h"
 #include "cpu/pack.h"
 #include "fusedmoe/routing_data.h"
 
@@ -55,87 +52,6 @@ struct Layout {
   std::size_t total() const { return index_bytes + 2 * task_bytes + scratch_bytes + gemm2_bytes; }
   static std::size_t pad(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 };
-
-/// One grouped GEMM as tasks.
-struct Phase {
-  const PackedGemm* gemm = nullptr;
-  const std::int32_t* expert_offsets = nullptr;
-  std::int64_t* task_offsets = nullptr;  // (num_experts + 1)
-  std::int64_t num_experts = 0;
-  Format format{};
-  std::atomic<std::int64_t> next{0};
-
-  std::int64_t num_rows(std::int64_t expert) const {
-    return expert_offsets[expert + 1] - expert_offsets[expert];
-  }
-  /// Few rows are bound by memory: several streams side by side, see stream_tiles.
-  std::int64_t tiles_per_task(std::int64_t rows) const {
-    return format == Format::kMxfp4 && rows <= 2 ? kMaxTiles / rows : 1;
-  }
-  std::int64_t tile_groups(std::int64_t rows) const {
-    const std::int64_t tiles = tiles_per_task(rows);
-    return (gemm->num_tiles + tiles - 1) / tiles;
-  }
-  void plan() {
-    task_offsets[0] = 0;
-    for (std::int64_t e = 0; e < num_experts; ++e) {
-      const std::int64_t rows = num_rows(e);
-      const std::int64_t tasks =
-          rows == 0 ? 0 : tile_groups(rows) * ((rows + kMaxRows - 1) / kMaxRows);
-      task_offsets[e + 1] = task_offsets[e] + tasks;
-    }
-  }
-};
-
-struct Task {
-  std::int64_t expert, first_tile, first_row, rows;
-  int tiles;
-};
-
-Task task_at(const Phase& phase, std::int64_t index) {
-  const std::int64_t* begin = phase.task_offsets;
-  const std::int64_t expert =
-      std::upper_bound(begin, begin + phase.num_experts + 1, index) - begin - 1;
-  const std::int64_t rows = phase.num_rows(expert);
-  const std::int64_t tiles = phase.tiles_per_task(rows);
-  // Row blocks of one tile follow each other, so that its stream is still in the cache.
-  const std::int64_t blocks = (rows + kMaxRows - 1) / kMaxRows;
-  const std::int64_t local = index - phase.task_offsets[expert];
-  const std::int64_t block = local % blocks;
-  Task task;
-  task.expert = expert;
-  task.first_tile = local / blocks * tiles;
-  task.tiles = static_cast<int>(std::min(tiles, phase.gemm->num_tiles - task.first_tile));
-  task.first_row = rows * block / blocks;
-  task.rows = rows * (block + 1) / blocks - task.first_row;
-  return task;
-}
-
-/// Claims tasks until none is left. `job_of(task)` describes one; `stream_of(task)` is where its
-/// weights start. A thread with many rows a task claims one ahead to prefetch its weights.
-template <class JobOf, class StreamOf>
-void run_phase(Phase& phase, void (*multiply)(const TileJob&), std::byte* scratch, JobOf job_of,
-               StreamOf stream_of) {
-  const std::int64_t total = phase.task_offsets[phase.num_experts];
-  std::int64_t current = phase.next.fetch_add(1);
-  while (current < total) {
-    const Task task = task_at(phase, current);
-    TileJob job = job_of(task);
-    job.scratch = scratch;
-    constexpr std::int64_t kComputeBoundRows = 5;
-    const bool ahead = task.rows >= kComputeBoundRows;
-    std::int64_t next = ahead ? phase.next.fetch_add(1) : total;
-    if (next < total) {
-      const Task following = task_at(phase, next);
-      if (following.first_row == 0) {
-        job.prefetch = stream_of(following);
-        job.prefetch_bytes = following.tiles * phase.gemm->tile_bytes;
-      }
-    }
-    multiply(job);
-    current = ahead ? next : phase.next.fetch_add(1);
-  }
-}
 
 class CpuExperts final : public ModularExperts {
  public:
@@ -224,178 +140,223 @@ Epilogue epilogue_of(const ResolvedActivation& activation, DType dtype) {
   return epilogue;
 }
 
-void CpuExperts::apply(const ExpertsArgs& args) const {
-  const auto& weights = static_cast<const CpuPackedWeights&>(*args.weights);
-  const PackedGemm& gemm1 = weights.gemm1();
-  const PackedGemm& gemm2 = weights.gemm2();
-  const TensorView& x = args.hidden_states;
-  const DType dtype = x.dtype();
-  const Epilogue::Rounding rounding = rounding_of(dtype);
-  const Compute compute = compute_of(weights.format(), dtype);
-  const Kernels& isa = kernels();
-  const auto multiply = isa.multiply[static_cast<int>(weights.format())][static_cast<int>(compute)];
+/// One apply(): where everything lies, and the steps as functions of a thread.
+class Forward {
+ public:
+  Forward(const ExpertsArgs& args, const CpuPackedWeights& weights, bool batched);
+  void run();
 
+ private:
+  using Task = GroupedGemm::Task;
+
+  static ProblemSize problem_of(const ExpertsArgs& args, const PackedWeights::Info& info,
+                                bool batched);
+  void index_rows();
+  void convert_rows() const;
+  TileJob job1(const Task& task) const;
+  TileJob job2(const Task& task) const;
+  void reduce(std::int64_t row, std::int64_t first_column) const;
+
+  static constexpr std::int64_t kReduceColumns = 512;
+
+  const ExpertsArgs& args_;
+  const CpuPackedWeights& weights_;
+  const bool batched_;
+  const ProblemSize problem_;
+  const Layout layout_;
+  const Kernels& isa_ = kernels();
+  const Compute compute_;
+  const Epilogue activation_;
+  const Epilogue store_;
+
+  // Workspace.
+  std::byte* index_memory_;
+  std::int64_t* task_offsets_;
+  std::byte* scratch_;
+  std::byte* gemm1_rows_;
+  std::byte* gemm2_rows_;
+
+  // Rows: of the caller (x), as GEMM 1 reads them (a), and the outputs of the GEMMs.
+  std::int64_t x_rows_, x_bytes_, a_bytes_, gemm1_bytes_, gemm2_bytes_;
+  bool permute_;  // a is x in the order of the grouped GEMM
+  bool direct_;   // a is x itself
+  const std::byte* a_;
+
+  const std::int32_t* expert_offsets_ = nullptr;
+  const std::int32_t* slots_ = nullptr;             // row -> slot; standard format
+  const std::int32_t* slot_to_permuted_ = nullptr;  // standard format
+};
+
+ProblemSize Forward::problem_of(const ExpertsArgs& args, const PackedWeights::Info& info,
+                                bool batched) {
   ProblemSize problem;
-  problem.num_tokens = x.size(batched() ? 1 : 0);
-  problem.topk = batched() ? 1 : args.topk_ids.size(1);
-  problem.num_local_experts = weights.info().num_experts;
-  problem.hidden = weights.info().hidden;
-  problem.intermediate = weights.info().intermediate;
-  problem.dtype = dtype;
-  const Layout layout(problem, format_);
-  auto* memory = static_cast<std::byte*>(args.workspace2);
-  std::byte* index_memory = memory;
-  auto* tasks1 = reinterpret_cast<std::int64_t*>(index_memory + layout.index_bytes);
-  auto* tasks2 = tasks1 + layout.task_bytes / sizeof(std::int64_t);
-  std::byte* scratch = index_memory + layout.index_bytes + 2 * layout.task_bytes;
-  std::byte* gemm2_rows = scratch + layout.scratch_bytes;
-  auto* gemm1_rows = static_cast<std::byte*>(args.workspace13);
+  problem.num_tokens = args.hidden_states.size(batched ? 1 : 0);
+  problem.topk = batched ? 1 : args.topk_ids.size(1);
+  problem.num_local_experts = info.num_experts;
+  problem.hidden = info.hidden;
+  problem.intermediate = info.intermediate;
+  problem.dtype = args.hidden_states.dtype();
+  return problem;
+}
 
-  // Rows of each expert. In the batched format they are compacted: row i of expert e is
-  // expert_offsets[e] + i.
-  const std::int32_t* expert_offsets;
-  const std::int32_t* slots = nullptr;
-  const std::int32_t* slot_to_permuted = nullptr;
-  if (batched()) {
-    auto* offsets = reinterpret_cast<std::int32_t*>(index_memory);
+Forward::Forward(const ExpertsArgs& args, const CpuPackedWeights& weights, bool batched)
+    : args_(args),
+      weights_(weights),
+      batched_(batched),
+      problem_(problem_of(args, weights.info(), batched)),
+      layout_(problem_, batched ? ActivationFormat::kBatchedExperts : ActivationFormat::kStandard),
+      compute_(compute_of(weights.format(), problem_.dtype)),
+      activation_(epilogue_of(weights.info().activation, problem_.dtype)) {
+  index_memory_ = static_cast<std::byte*>(args.workspace2);
+  task_offsets_ = reinterpret_cast<std::int64_t*>(index_memory_ + layout_.index_bytes);
+  scratch_ = index_memory_ + layout_.index_bytes + 2 * layout_.task_bytes;
+  gemm1_rows_ = static_cast<std::byte*>(args.workspace13);
+  gemm2_rows_ = scratch_ + layout_.scratch_bytes;
+
+  x_rows_ = problem_.num_tokens * (batched ? problem_.num_local_experts : 1);
+  x_bytes_ = problem_.hidden * bytes(problem_.dtype, 1);
+  a_bytes_ = weights.gemm1().k * element_bytes(compute_);
+  gemm1_bytes_ = weights.gemm2().k * element_bytes(compute_);
+  gemm2_bytes_ = weights.gemm2().padded_columns() * 4;
+  permute_ = isa_.contiguous_rows && compute_ == Compute::kBF16 && !batched;
+  const bool same_type = (problem_.dtype == DType::kF32) == (compute_ == Compute::kF32);
+  direct_ = !permute_ && same_type && x_bytes_ == a_bytes_;
+  a_ = direct_ ? args.hidden_states.as<const std::byte>() : gemm2_rows_;
+  index_rows();
+}
+
+/// Rows of each expert. In the batched format they are compacted: row i of expert e is
+/// expert_offsets[e] + i.
+void Forward::index_rows() {
+  if (batched_) {
+    auto* offsets = reinterpret_cast<std::int32_t*>(index_memory_);
     offsets[0] = 0;
-    for (std::int64_t e = 0; e < problem.num_local_experts; ++e) {
-      offsets[e + 1] = offsets[e] + args.expert_num_tokens.as<const std::int32_t>()[e];
+    for (std::int64_t e = 0; e < problem_.num_local_experts; ++e) {
+      offsets[e + 1] = offsets[e] + args_.expert_num_tokens.as<const std::int32_t>()[e];
     }
-    expert_offsets = offsets;
+    expert_offsets_ = offsets;
+    return;
+  }
+  const RoutingData routing =
+      build_routing_data(args_.topk_ids, args_.expert_map, problem_.num_local_experts,
+                         index_memory_, layout_.index_bytes);
+  expert_offsets_ = routing.expert_offsets.as<const std::int32_t>();
+  slots_ = routing.permuted_to_slot.as<const std::int32_t>();
+  slot_to_permuted_ = routing.slot_to_permuted.as<const std::int32_t>();
+}
+
+/// Hidden states as GEMM 1 reads them: converted and padded token by token, or permuted.
+void Forward::convert_rows() const {
+  const auto convert = isa_.convert[static_cast<int>(compute_)];
+  const std::int64_t rows = permute_ ? expert_offsets_[problem_.num_local_experts] : x_rows_;
+#pragma omp for schedule(static)
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const std::int64_t source = permute_ ? slots_[row] / problem_.topk : row;
+    convert(args_.hidden_states.as<const std::byte>() + source * x_bytes_,
+            rounding_of(problem_.dtype), problem_.hidden, weights_.gemm1().k,
+            gemm2_rows_ + row * a_bytes_);
+  }
+}
+
+TileJob Forward::job1(const Task& task) const {
+  const PackedGemm& gemm = weights_.gemm1();
+  const std::int64_t first = expert_offsets_[task.expert] + task.first_row;
+  const std::int64_t batched_row = task.expert * problem_.num_tokens + task.first_row;
+  const std::int64_t columns = activation_.gated ? kTileColumns / 2 : kTileColumns;
+  const float* bias = weights_.bias1(task.expert);
+  TileJob job;
+  job.tiles = weights_.tiles1(task.expert) + task.first_tile * gemm.tile_bytes;
+  job.tile_bytes = gemm.tile_bytes;
+  job.num_tiles = task.tiles;
+  job.k = gemm.k;
+  job.rows = a_ + (batched_ ? batched_row : permute_ ? first : 0) * a_bytes_;
+  job.row_bytes = a_bytes_;
+  job.slots = slots_ && !permute_ ? slots_ + first : nullptr;
+  job.topk = problem_.topk;
+  job.num_rows = task.rows;
+  job.bias = bias ? bias + task.first_tile * kTileColumns : nullptr;
+  job.epilogue = &activation_;
+  job.output =
+      gemm1_rows_ + first * gemm1_bytes_ + task.first_tile * columns * element_bytes(compute_);
+  job.output_bytes = gemm1_bytes_;
+  return job;
+}
+
+TileJob Forward::job2(const Task& task) const {
+  const PackedGemm& gemm = weights_.gemm2();
+  const std::int64_t first = expert_offsets_[task.expert] + task.first_row;
+  const float* bias = weights_.bias2(task.expert);
+  TileJob job;
+  job.tiles = weights_.tiles2(task.expert) + task.first_tile * gemm.tile_bytes;
+  job.tile_bytes = gemm.tile_bytes;
+  job.num_tiles = task.tiles;
+  job.k = gemm.k;
+  job.rows = gemm1_rows_ + first * gemm1_bytes_;
+  job.row_bytes = gemm1_bytes_;
+  job.num_rows = task.rows;
+  job.bias = bias ? bias + task.first_tile * kTileColumns : nullptr;
+  job.epilogue = &store_;
+  job.output = gemm2_rows_ + first * gemm2_bytes_ + task.first_tile * kStepBytes;
+  job.output_bytes = gemm2_bytes_;
+  return job;
+}
+
+/// The weighted sum of a token's rows, or one row of the batched format (zero behind the last).
+void Forward::reduce(std::int64_t row, std::int64_t first_column) const {
+  ReduceJob job;
+  job.rows = gemm2_rows_;
+  job.row_bytes = gemm2_bytes_;
+  job.begin = first_column;
+  job.end = std::min(problem_.hidden, first_column + kReduceColumns);
+  job.output = args_.output.as<std::byte>() + row * x_bytes_;
+  job.dtype = rounding_of(problem_.dtype);
+  std::int32_t batched_row = -1;
+  if (batched_) {
+    const std::int64_t expert = row / problem_.num_tokens;
+    const std::int64_t candidate = expert_offsets_[expert] + row % problem_.num_tokens;
+    if (candidate < expert_offsets_[expert + 1]) {
+      batched_row = static_cast<std::int32_t>(candidate);
+    }
+    job.indices = &batched_row;
+    job.num_indices = 1;
   } else {
-    const RoutingData routing =
-        build_routing_data(args.topk_ids, args.expert_map, problem.num_local_experts, index_memory,
-                           layout.index_bytes);
-    expert_offsets = routing.expert_offsets.as<const std::int32_t>();
-    slots = routing.permuted_to_slot.as<const std::int32_t>();
-    slot_to_permuted = routing.slot_to_permuted.as<const std::int32_t>();
-  }
-
-  // Hidden states as the GEMM reads them: as they are where type and padding fit, converted token
-  // by token, or permuted to the rows of the grouped GEMM.
-  const std::int64_t x_rows =
-      batched() ? problem.num_local_experts * problem.num_tokens : problem.num_tokens;
-  const std::int64_t x_bytes = problem.hidden * bytes(dtype, 1);
-  const std::int64_t a_bytes = gemm1.k * element_bytes(compute);
-  const bool permute = isa.contiguous_rows && compute == Compute::kBF16 && !batched();
-  const bool direct = !permute && x_bytes == a_bytes &&
-                      (rounding == Epilogue::Rounding::kNone) == (compute == Compute::kF32);
-  const std::byte* a = direct ? x.as<const std::byte>() : gemm2_rows;
-  const std::int64_t gemm1_row_bytes = gemm2.k * element_bytes(compute);
-  const std::int64_t gemm2_row_bytes = gemm2.padded_columns() * 4;
-
-  const Epilogue activation = epilogue_of(weights.info().activation, dtype);
-  const Epilogue store;
-  Phase phase1, phase2;
-  phase1.gemm = &gemm1;
-  phase1.task_offsets = tasks1;
-  phase2.gemm = &gemm2;
-  phase2.task_offsets = tasks2;
-  for (Phase* phase : {&phase1, &phase2}) {
-    phase->expert_offsets = expert_offsets;
-    phase->num_experts = problem.num_local_experts;
-    phase->format = weights.format();
-    phase->plan();
-  }
-
-  const auto stream1 = [&](const Task& task) {
-    return weights.tiles1(task.expert) + task.first_tile * gemm1.tile_bytes;
-  };
-  const auto job1 = [&](const Task& task) {
-    TileJob job;
-    const std::int64_t first = expert_offsets[task.expert] + task.first_row;
-    const std::int64_t columns = activation.gated ? kTileColumns / 2 : kTileColumns;
-    job.tiles = stream1(task);
-    job.tile_bytes = gemm1.tile_bytes;
-    job.num_tiles = task.tiles;
-    job.k = gemm1.k;
-    const std::int64_t batched_row = task.expert * problem.num_tokens + task.first_row;
-    job.rows = a + (batched() ? batched_row : permute ? first : 0) * a_bytes;
-    job.row_bytes = a_bytes;
-    job.slots = slots && !permute ? slots + first : nullptr;
-    job.topk = problem.topk;
-    job.num_rows = task.rows;
-    const float* bias = weights.bias1(task.expert);
-    job.bias = bias ? bias + task.first_tile * kTileColumns : nullptr;
-    job.epilogue = &activation;
-    job.output =
-        gemm1_rows + first * gemm1_row_bytes + task.first_tile * columns * element_bytes(compute);
-    job.output_bytes = gemm1_row_bytes;
-    return job;
-  };
-  const auto stream2 = [&](const Task& task) {
-    return weights.tiles2(task.expert) + task.first_tile * gemm2.tile_bytes;
-  };
-  const auto job2 = [&](const Task& task) {
-    TileJob job;
-    const std::int64_t first = expert_offsets[task.expert] + task.first_row;
-    job.tiles = stream2(task);
-    job.tile_bytes = gemm2.tile_bytes;
-    job.num_tiles = task.tiles;
-    job.k = gemm2.k;
-    job.rows = gemm1_rows + first * gemm1_row_bytes;
-    job.row_bytes = gemm1_row_bytes;
-    job.num_rows = task.rows;
-    const float* bias = weights.bias2(task.expert);
-    job.bias = bias ? bias + task.first_tile * kTileColumns : nullptr;
-    job.epilogue = &store;
-    job.output = gemm2_rows + first * gemm2_row_bytes + task.first_tile * kStepBytes;
-    job.output_bytes = gemm2_row_bytes;
-    return job;
-  };
-
-  // The weighted sum, a token (or batched row) and 512 columns at a time.
-  constexpr std::int64_t kReduceColumns = 512;
-  const std::int64_t column_blocks = (problem.hidden + kReduceColumns - 1) / kReduceColumns;
-  const auto reduce = [&](std::int64_t row, std::int64_t block) {
-    ReduceJob job;
-    job.rows = gemm2_rows;
-    job.row_bytes = gemm2_row_bytes;
-    job.begin = block * kReduceColumns;
-    job.end = std::min(problem.hidden, job.begin + kReduceColumns);
-    job.output = args.output.as<std::byte>() + row * x_bytes;
-    job.dtype = rounding;
-    std::int32_t batched_row = -1;
-    if (batched()) {
-      const std::int64_t expert = row / problem.num_tokens, i = row % problem.num_tokens;
-      if (i < phase2.num_rows(expert)) {
-        batched_row = static_cast<std::int32_t>(expert_offsets[expert] + i);
-      }
-      job.indices = &batched_row;
-      job.num_indices = 1;
-    } else {
-      job.indices = slot_to_permuted + row * problem.topk;
-      job.weights = args.router_weight_on_input
-                        ? nullptr
-                        : args.topk_weights.as<const float>() + row * problem.topk;
-      job.num_indices = problem.topk;
+    job.indices = slot_to_permuted_ + row * problem_.topk;
+    job.num_indices = problem_.topk;
+    if (!args_.router_weight_on_input) {
+      job.weights = args_.topk_weights.as<const float>() + row * problem_.topk;
     }
-    isa.reduce(job);
-  };
+  }
+  isa_.reduce(job);
+}
 
+void Forward::run() {
+  const auto multiply =
+      isa_.multiply[static_cast<int>(weights_.format())][static_cast<int>(compute_)];
+  GroupedGemm gemm1(weights_.gemm1(), weights_.format(), expert_offsets_,
+                    problem_.num_local_experts, task_offsets_);
+  GroupedGemm gemm2(weights_.gemm2(), weights_.format(), expert_offsets_,
+                    problem_.num_local_experts,
+                    task_offsets_ + layout_.task_bytes / sizeof(std::int64_t));
 #pragma omp parallel num_threads(num_threads())
   {
-    std::byte* own_scratch =
-        scratch + static_cast<std::size_t>(omp_get_thread_num()) * Layout::pad(kScratchBytes);
-    if (!direct) {
-      const std::int64_t a_rows = permute ? expert_offsets[problem.num_local_experts] : x_rows;
-#pragma omp for schedule(static)
-      for (std::int64_t row = 0; row < a_rows; ++row) {
-        const std::int64_t source = permute ? slots[row] / problem.topk : row;
-        isa.convert[static_cast<int>(compute)](x.as<const std::byte>() + source * x_bytes, rounding,
-                                               problem.hidden, gemm1.k, gemm2_rows + row * a_bytes);
-      }
-    }
-    run_phase(phase1, multiply, own_scratch, job1, stream1);
+    std::byte* scratch =
+        scratch_ + static_cast<std::size_t>(omp_get_thread_num()) * Layout::pad(kScratchBytes);
+    if (!direct_) convert_rows();
+    gemm1.run(multiply, scratch, [this](const Task& task) { return job1(task); });
 #pragma omp barrier
-    run_phase(phase2, multiply, own_scratch, job2, stream2);
+    gemm2.run(multiply, scratch, [this](const Task& task) { return job2(task); });
 #pragma omp barrier
 #pragma omp for schedule(static) collapse(2) nowait
-    for (std::int64_t row = 0; row < x_rows; ++row) {
-      for (std::int64_t block = 0; block < column_blocks; ++block) reduce(row, block);
+    for (std::int64_t row = 0; row < x_rows_; ++row) {
+      for (std::int64_t column = 0; column < problem_.hidden; column += kReduceColumns) {
+        reduce(row, column);
+      }
     }
   }
+}
+
+void CpuExperts::apply(const ExpertsArgs& args) const {
+  Forward(args, static_cast<const CpuPackedWeights&>(*args.weights), batched()).run();
 }
 
 }  // namespace
