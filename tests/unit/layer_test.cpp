@@ -9,6 +9,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <thread>
+#include <vector>
 
 #include "fusedmoe/device.h"
 #include "fusedmoe/error.h"
@@ -24,6 +26,10 @@ std::atomic<std::int64_t> allocations{0};
   ++allocations;
   if (void* memory = std::malloc(std::max<std::size_t>(size, 1))) return memory;
   throw std::bad_alloc();
+}
+[[gnu::noinline]] void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
+  ++allocations;
+  return std::malloc(std::max<std::size_t>(size, 1));
 }
 [[gnu::noinline]] void operator delete(void* memory) noexcept {
   std::free(memory);
@@ -150,6 +156,21 @@ TEST_P(AllExperts, NoTokens) {
   const Tensor x = Tensor::empty({0, 64}, DType::kBF16);
   EXPECT_NO_THROW(layer.forward(x, x, {}));
   EXPECT_EQ(layer.forward(x).shape(), (Shape{0, 64}));
+  if (layer.selection().experts->is_monolithic()) return;
+  const Tensor ids = Tensor::empty({0, 2}, DType::kI32),
+               weights = Tensor::empty({0, 2}, DType::kF32);
+  EXPECT_NO_THROW(layer.forward_routed(x, {ids, weights}, x, {}));
+}
+
+TEST_P(AllExperts, CallersOfSeveralThreadsShareALayer) {
+  const MoeLayer layer(make_layer_weights(gated_spec()), layer_options(DType::kBF16, GetParam()));
+  const Tensor x = make_hidden_states(DType::kBF16, 12, 64);
+  const Tensor expected = layer.forward(x);
+  std::vector<Tensor> outputs(4);
+  std::vector<std::thread> threads;
+  for (Tensor& output : outputs) threads.emplace_back([&] { output = layer.forward(x); });
+  for (std::thread& thread : threads) thread.join();
+  for (const Tensor& output : outputs) EXPECT_TRUE(bitwise_equal(output, expected));
 }
 
 TEST(LayerTest, DetailsAreTheRoutersResults) {
