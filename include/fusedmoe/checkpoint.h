@@ -62,6 +62,7 @@ class FUSEDMOE_API Checkpoint {
  public:
   static Checkpoint open(const std::filesystem::path& path);
 
+  /// With the scheme that the tensors of the first MoE layer have.
   const ModelConfig& config() const;
   /// Layers that hold experts, ascending; a file without the `model.layers.N.` prefix is layer 0.
   std::vector<std::int64_t> moe_layers() const;
@@ -83,16 +84,20 @@ class FUSEDMOE_API Checkpoint {
   std::shared_ptr<const Impl> impl_;
 };
 
-/// Random weights of plausible scale in the published layout: config.json, model.safetensors (or
-/// shards with an index), and input.safetensors with `hidden_states` (num_tokens, hidden) bf16.
+/// Random weights of plausible scale in the published names and layout: config.json,
+/// model.safetensors (or shards with an index), and input.safetensors with `hidden_states`
+/// (num_tokens, hidden) bf16, N(0, 1). MXFP4 stays MXFP4; everything else is written in bf16, also
+/// models published in FP8. Layers are numbered from 0 and all have experts; config.json says so.
 struct SynthOptions {
   std::string config_json;  ///< see model_preset
   std::int64_t num_layers = 1;
   std::int64_t num_tokens = 64;
   std::uint64_t seed = 0;
+  std::int64_t max_shard_bytes = 5'000'000'000;  ///< one tensor is never split
   std::function<void(std::int64_t done, std::int64_t total)> progress;  ///< bytes
 };
-/// Returns the bytes written. The directory appears complete or not at all.
+/// Returns the bytes written. The directory, which must be new or empty, appears complete or not at
+/// all. Memory stays bounded whatever the model's size; the same options give the same bytes.
 FUSEDMOE_API std::int64_t synthesize_checkpoint(const SynthOptions& options,
                                                 const std::filesystem::path& directory);
 

@@ -15,7 +15,8 @@ namespace fusedmoe {
 
 /// One memory-mapped safetensors file. Tensors are views that keep the mapping alive. The whole
 /// header is checked on opening: length, JSON, dtypes, shapes, and offsets that neither overlap,
-/// leave holes, nor leave the file. Throws Error naming the file and the fault.
+/// leave holes, nor leave the file. Throws Error naming the file and the fault. Tensors are aligned
+/// to their element size: the rare one that the file misaligns is copied on opening.
 class FUSEDMOE_API SafetensorsFile {
  public:
   static SafetensorsFile open(const std::filesystem::path& path);
@@ -36,8 +37,8 @@ class FUSEDMOE_API SafetensorsFile {
   std::map<std::string, std::string, std::less<>> metadata_;
 };
 
-/// Writes contiguous host tensors, sorted by name, to a temporary name, then renames: a reader
-/// never sees half a file.
+/// Writes contiguous host tensors (wide elements first, then by name; data aligned to 64 bytes) to
+/// a temporary name beside `path`, flushes, then renames: a reader never sees half a file.
 FUSEDMOE_API void save_safetensors(const std::filesystem::path& path,
                                    const std::map<std::string, TensorView>& tensors,
                                    const std::map<std::string, std::string>& metadata = {});

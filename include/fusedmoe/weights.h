@@ -19,7 +19,7 @@ namespace fusedmoe {
 /// weight is copied on the way from the file to pack().
 struct WeightMatrix {
   TensorView values;  ///< (out, in), any strides; 4-bit types: u8 (out, in / 2), rows contiguous
-  TensorView scales;  ///< MXFP4: u8 E8M0 codes (out, in / 32)
+  TensorView scales;  ///< MXFP4: u8 or e8m0 codes (out, in / 32), rows contiguous
   TensorView bias;    ///< (out), f32, bf16 or f16; optional
 };
 
@@ -51,7 +51,8 @@ struct FUSEDMOE_API ExpertWeights {
   bool has_bias() const;
   /// Bytes of all values, scales and biases as stored.
   std::int64_t nbytes() const;
-  /// Throws Error naming the first matrix whose shape, dtype or strides do not fit.
+  /// Throws Error naming the first matrix whose shape, dtype or strides do not fit, and, for
+  /// MXFP4, whose scales hold 255 (NaN). Reads all scales.
   void validate() const;
 
   /// Stacked tensors as engines hold them: w13 (E, 2I, H) or (E, H, 2I) if transposed, w2
@@ -64,6 +65,7 @@ struct FUSEDMOE_API ExpertWeights {
     GateUpLayout gate_up_layout = GateUpLayout::kGateUp;
     bool transposed = false;
   };
+  /// The result is validated.
   static ExpertWeights from_stacked(const Stacked& stacked, QuantScheme scheme,
                                     Activation activation, ActivationParams params = {});
 };

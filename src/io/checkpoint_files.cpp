@@ -1,0 +1,109 @@
+#include "io/checkpoint_files.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "core/check.h"
+#include "io/file.h"
+#include "io/json.h"
+#include "io/safetensors_header.h"
+
+namespace fusedmoe::io {
+namespace {
+
+namespace fs = std::filesystem;
+
+// A hostile index must not reach files outside its directory.
+bool is_plain_name(const std::string& name) {
+  return !name.empty() && name != "." && name != ".." &&
+         name.find_first_of(std::string_view("/\\\0", 3)) == std::string::npos;
+}
+
+void open_shards(const fs::path& directory, const fs::path& index_path, CheckpointFiles& result) {
+  const nlohmann::json index =
+      parse_json_object(read_text(index_path, kMaxIndexBytes), kMaxIndexBytes, index_path.string());
+  const auto weight_map = index.find("weight_map");
+  FUSEDMOE_CHECK(weight_map != index.end() && weight_map->is_object(),
+                 index_path.string() + ": weight_map",
+                 weight_map == index.end() ? "absent" : weight_map->type_name(),
+                 "an object of tensor names and file names");
+  std::map<std::string, std::size_t> positions;
+  for (const auto& [tensor, file] : weight_map->items()) {
+    FUSEDMOE_CHECK(file.is_string() && is_plain_name(file.get_ref<const std::string&>()),
+                   index_path.string() + ": weight_map." + quote(tensor),
+                   quote(file.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)),
+                   "the name of a file in the same directory");
+    const std::string& name = file.get_ref<const std::string&>();
+    const auto [position, is_new] = positions.emplace(name, result.files.size());
+    if (is_new) {
+      const fs::path path = directory / name;
+      result.files.push_back({path.string(), SafetensorsFile::open(path)});
+    }
+    result.weight_map.emplace(tensor, position->second);
+  }
+
+  constexpr std::size_t kMaxListed = 20;
+  std::size_t num_missing = 0;
+  std::string missing;
+  for (const auto& [tensor, position] : result.weight_map) {
+    if (result.files[position].contents.contains(tensor)) continue;
+    if (num_missing++ < kMaxListed) {
+      missing += fmt::format("\n  {} in {}", quote(tensor), result.files[position].path);
+    }
+  }
+  FUSEDMOE_CHECK(
+      num_missing == 0, index_path.string(),
+      fmt::format("naming {} tensors that are not in their files:{}", num_missing, missing),
+      "in agreement with the files");
+}
+
+std::vector<fs::path> safetensors_in(const fs::path& directory) {
+  std::vector<fs::path> paths;
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
+    const bool hidden = entry.path().filename().string().starts_with('.');
+    if (!hidden && entry.path().extension() == ".safetensors") paths.push_back(entry.path());
+  }
+  std::sort(paths.begin(), paths.end());
+  return paths;
+}
+
+CheckpointFiles open_directory(const fs::path& directory) {
+  CheckpointFiles result;
+  const fs::path config = directory / "config.json";
+  FUSEDMOE_CHECK(fs::exists(config), directory.string(), "a directory without config.json",
+                 "a checkpoint: config.json and *.safetensors");
+  result.config_json = read_text(config, kMaxConfigBytes);
+  const fs::path index = directory / "model.safetensors.index.json";
+  if (fs::exists(index)) {
+    open_shards(directory, index, result);
+    return result;
+  }
+  std::vector<fs::path> paths{directory / "model.safetensors"};
+  if (!fs::exists(paths.front())) paths = safetensors_in(directory);
+  FUSEDMOE_CHECK(!paths.empty(), directory.string(), "a directory without *.safetensors",
+                 "a checkpoint: config.json and *.safetensors");
+  for (const fs::path& path : paths) {
+    result.files.push_back({path.string(), SafetensorsFile::open(path)});
+  }
+  return result;
+}
+
+}  // namespace
+
+CheckpointFiles open_checkpoint_files(const fs::path& path) {
+  try {
+    if (fs::is_directory(path)) return open_directory(path);
+    CheckpointFiles result;
+    result.files.push_back({path.string(), SafetensorsFile::open(path)});
+    const auto& metadata = result.files.front().contents.metadata();
+    const auto config = metadata.find("config");
+    FUSEDMOE_CHECK(config != metadata.end(), path.string(), "a file without metadata key config",
+                   "one that holds its config.json there, or a directory with config.json");
+    result.config_json = config->second;
+    return result;
+  } catch (const fs::filesystem_error& error) {
+    throw Error(path.string(), error.code().message(), "readable");
+  }
+}
+
+}  // namespace fusedmoe::io

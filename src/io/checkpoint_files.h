@@ -1,0 +1,30 @@
+// The files of a checkpoint: config text and opened safetensors, in one of the published forms.
+#pragma once
+
+#include <filesystem>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "fusedmoe/safetensors.h"
+
+namespace fusedmoe::io {
+
+struct CheckpointFile {
+  std::string path;
+  SafetensorsFile contents;
+};
+
+struct CheckpointFiles {
+  std::string config_json;
+  std::vector<CheckpointFile> files;
+  /// Tensor name -> position in `files`, from the index; empty without one.
+  std::map<std::string, std::size_t, std::less<>> weight_map;
+};
+
+/// A directory with config.json and safetensors files, or one file with metadata `config`. In a
+/// directory: the shards that model.safetensors.index.json names, else model.safetensors, else
+/// every *.safetensors. A shard that the index names and that is absent is an Error.
+CheckpointFiles open_checkpoint_files(const std::filesystem::path& path);
+
+}  // namespace fusedmoe::io

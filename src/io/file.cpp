@@ -1,0 +1,108 @@
+#include "io/file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+
+#include "core/check.h"
+
+namespace fusedmoe::io {
+namespace {
+
+[[noreturn]] void fail_system(const std::filesystem::path& path, const char* action) {
+  throw Error(path.string(), fmt::format("{} failed: {}", action, std::strerror(errno)),
+              "a file that can be read or written");
+}
+
+class Descriptor {
+ public:
+  Descriptor(const std::filesystem::path& path, int flags) : value_(::open(path.c_str(), flags)) {}
+  ~Descriptor() {
+    if (value_ >= 0) ::close(value_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int value() const { return value_; }
+
+ private:
+  int value_;
+};
+
+}  // namespace
+
+MappedFile::MappedFile(const std::filesystem::path& path) {
+  // O_NONBLOCK: opening a named pipe must fail below, not wait for a writer.
+  const Descriptor descriptor(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (descriptor.value() < 0) fail_system(path, "opening");
+  struct stat status {};
+  if (::fstat(descriptor.value(), &status) != 0) fail_system(path, "reading the size");
+  FUSEDMOE_CHECK(S_ISREG(status.st_mode), path.string(), "not a regular file", "a regular file");
+  size_ = static_cast<std::size_t>(status.st_size);
+  if (size_ == 0) return;
+  void* mapping = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, descriptor.value(), 0);
+  if (mapping == MAP_FAILED) fail_system(path, "mapping");
+  data_ = mapping;
+}
+
+MappedFile::~MappedFile() {
+  if (data_) ::munmap(data_, size_);
+}
+
+std::string read_text(const std::filesystem::path& path, std::size_t max_bytes) {
+  const MappedFile file(path);
+  FUSEDMOE_CHECK(file.size() <= max_bytes, path.string(), fmt::format("{} bytes", file.size()),
+                 fmt::format("at most {} bytes", max_bytes));
+  return std::string(static_cast<const char*>(file.data()), file.size());
+}
+
+FileWriter::FileWriter(std::filesystem::path path) : path_(std::move(path)) {
+  descriptor_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  if (descriptor_ < 0) fail_system(path_, "creating");
+}
+
+FileWriter::~FileWriter() {
+  if (descriptor_ < 0) return;
+  ::close(descriptor_);
+  ::unlink(path_.c_str());
+}
+
+void FileWriter::write(const void* data, std::size_t size) {
+  const char* next = static_cast<const char*>(data);
+  while (size > 0) {
+    const ssize_t written = ::write(descriptor_, next, size);
+    if (written < 0) {
+      if (errno == EINTR) continue;
+      fail_system(path_, "writing");
+    }
+    next += written;
+    size -= static_cast<std::size_t>(written);
+  }
+}
+
+void FileWriter::finish() {
+  if (::fsync(descriptor_) != 0) fail_system(path_, "flushing");
+  const int descriptor = descriptor_;
+  descriptor_ = -1;
+  if (::close(descriptor) != 0) {
+    ::unlink(path_.c_str());
+    fail_system(path_, "closing");
+  }
+}
+
+std::filesystem::path temporary_name(const std::filesystem::path& path) {
+  static std::atomic<unsigned> counter{0};
+  return path.parent_path() /
+         fmt::format(".{}.{}-{}.tmp", path.filename().string(), ::getpid(), counter++);
+}
+
+void sync_directory(const std::filesystem::path& directory) {
+  const Descriptor descriptor(directory.empty() ? "." : directory, O_RDONLY | O_CLOEXEC);
+  if (descriptor.value() >= 0) ::fsync(descriptor.value());
+}
+
+}  // namespace fusedmoe::io

@@ -1,0 +1,279 @@
+// config.json -> ModelConfig, driven by the family table.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "core/check.h"
+#include "fusedmoe/checkpoint.h"
+#include "io/families.h"
+#include "io/json.h"
+#include "io/safetensors_header.h"
+
+namespace fusedmoe {
+namespace {
+
+using io::FamilyRow;
+using io::Renormalize;
+using io::SharedWidth;
+
+// Far above any model, and small enough that no size computed from them overflows 63 bits.
+constexpr std::int64_t kMaxWidth = std::int64_t{1} << 18;
+constexpr std::int64_t kMaxExperts = std::int64_t{1} << 14;
+constexpr std::int64_t kMaxLayers = std::int64_t{1} << 10;
+
+// Typed access to one object; a key that is absent or null counts as not given.
+class Keys {
+ public:
+  explicit Keys(const nlohmann::json& node) : node_(node) {}
+
+  const nlohmann::json* find(std::string_view key) const {
+    const auto found = node_.find(key);
+    return found == node_.end() || found->is_null() ? nullptr : &*found;
+  }
+
+  std::int64_t integer(std::string_view key, std::int64_t low, std::int64_t high,
+                       std::optional<std::int64_t> otherwise = {}) const {
+    const nlohmann::json* value = find(key);
+    if (!value && otherwise) return *otherwise;
+    const std::string range = fmt::format("an integer from {} to {}", low, high);
+    FUSEDMOE_CHECK(value, label(key), "absent", range);
+    FUSEDMOE_CHECK(value->is_number_integer() && in_range(*value, low, high), label(key),
+                   text(*value), range);
+    return value->get<std::int64_t>();
+  }
+
+  bool boolean(std::string_view key, bool otherwise) const {
+    const nlohmann::json* value = find(key);
+    if (!value) return otherwise;
+    FUSEDMOE_CHECK(value->is_boolean(), label(key), text(*value), "true or false");
+    return value->get<bool>();
+  }
+
+  float number(std::string_view key, float otherwise) const {
+    const nlohmann::json* value = find(key);
+    if (!value) return otherwise;
+    FUSEDMOE_CHECK(value->is_number() && std::isfinite(value->get<float>()), label(key),
+                   text(*value), "a finite number");
+    return value->get<float>();
+  }
+
+  std::string string(std::string_view key, std::string_view otherwise) const {
+    const nlohmann::json* value = find(key);
+    if (!value) return std::string(otherwise);
+    FUSEDMOE_CHECK(value->is_string(), label(key), text(*value), "a string");
+    return value->get<std::string>();
+  }
+
+  static std::string label(std::string_view key) { return fmt::format("config.{}", key); }
+
+  static std::string text(const nlohmann::json& value) {
+    if (value.is_structured()) return value.type_name();
+    return io::quote(value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+  }
+
+ private:
+  static bool in_range(const nlohmann::json& value, std::int64_t low, std::int64_t high) {
+    if (value.is_number_unsigned() &&
+        value.get<std::uint64_t>() > static_cast<std::uint64_t>(high)) {
+      return false;
+    }
+    const auto number = value.get<std::int64_t>();
+    return number >= low && number <= high;
+  }
+
+  const nlohmann::json& node_;
+};
+
+const FamilyRow* find_row(std::string_view model_type) {
+  for (const FamilyRow& row : io::family_table()) {
+    if (row.model_type == model_type || row.text_type == model_type) return &row;
+  }
+  return nullptr;
+}
+
+struct Source {
+  const FamilyRow& row;
+  const nlohmann::json& node;  ///< the object that holds the text model's keys
+};
+
+// Multimodal models keep the language model's keys in `text_config`.
+Source find_source(const nlohmann::json& root) {
+  const Keys keys(root);
+  const nlohmann::json* nested = keys.find("text_config");
+  FUSEDMOE_CHECK(!nested || nested->is_object(), "config.text_config", Keys::text(*nested),
+                 "an object");
+  std::string types = keys.string("model_type", "");
+  if (nested) {
+    const std::string nested_type = Keys(*nested).string("model_type", "");
+    if (const FamilyRow* row = find_row(nested_type)) return {*row, *nested};
+    if (const FamilyRow* row = find_row(types)) return {*row, *nested};
+    types += " with text_config of " + nested_type;
+  } else if (const FamilyRow* row = find_row(types)) {
+    return {*row, root};
+  }
+  std::string known;
+  for (const FamilyRow& row : io::family_table()) {
+    known += (known.empty() ? "" : ", ") + std::string(row.model_type);
+  }
+  throw Error("config.model_type", io::quote(types), "one of " + known);
+}
+
+void read_grouping(const FamilyRow& row, const Keys& keys, ModelConfig& model) {
+  constexpr std::array<std::string_view, 3> kMethods{"greedy", "group_limited_greedy", "noaux_tc"};
+  const std::string method = keys.string("topk_method", row.topk_method);
+  FUSEDMOE_CHECK(std::find(kMethods.begin(), kMethods.end(), method) != kMethods.end(),
+                 "config.topk_method", io::quote(method),
+                 "greedy, group_limited_greedy or noaux_tc");
+  const bool sigmoid = row.scoring == ScoringFunc::kSigmoid;
+  const std::string scoring = keys.string("scoring_func", sigmoid ? "sigmoid" : "softmax");
+  FUSEDMOE_CHECK(scoring == "sigmoid" || scoring == "softmax", "config.scoring_func",
+                 io::quote(scoring), "softmax or sigmoid");
+
+  RouterConfig& router = model.router;
+  router.scoring = scoring == "sigmoid" ? ScoringFunc::kSigmoid : ScoringFunc::kSoftmax;
+  router.routed_scaling_factor = keys.number("routed_scaling_factor", 1);
+  model.has_correction_bias = method == "noaux_tc";
+  if (method == "greedy") return;
+  router.num_expert_group = keys.integer("n_group", 1, router.num_experts);
+  router.topk_group = keys.integer("topk_group", 1, router.num_expert_group);
+  FUSEDMOE_CHECK(router.num_experts % router.num_expert_group == 0, "config.n_group",
+                 fmt::to_string(router.num_expert_group),
+                 fmt::format("a divisor of the {} experts", router.num_experts));
+  const std::int64_t reachable = router.topk_group * (router.num_experts / router.num_expert_group);
+  FUSEDMOE_CHECK(router.topk <= reachable, "config.topk_group", fmt::to_string(router.topk_group),
+                 fmt::format("enough groups for {} experts per token", router.topk));
+}
+
+void read_router(const FamilyRow& row, const Keys& keys, ModelConfig& model) {
+  // One of three names, by family and by version of transformers.
+  std::string_view count_key = "num_local_experts";
+  for (std::string_view key : {"num_local_experts", "num_experts", "n_routed_experts"}) {
+    if (keys.find(key)) count_key = key;
+  }
+  RouterConfig& router = model.router;
+  router.num_experts = keys.integer(count_key, 1, kMaxExperts);
+  router.topk = keys.integer("num_experts_per_tok", 1, router.num_experts);
+  router.scoring = row.scoring;
+  router.apply_router_weight_on_input = row.weight_on_input;
+  FUSEDMOE_CHECK(!row.weight_on_input || router.topk == 1, "config.num_experts_per_tok",
+                 fmt::to_string(router.topk),
+                 fmt::format("1 for {}, whose router weight enters the experts", row.model_type));
+  switch (row.renormalize) {
+    case Renormalize::kNever:
+      break;
+    case Renormalize::kAlways:
+      router.renormalize = true;
+      break;
+    case Renormalize::kKeyElseNever:
+      router.renormalize = keys.boolean("norm_topk_prob", false);
+      break;
+    case Renormalize::kKeyElseAlways:
+      router.renormalize = keys.boolean("norm_topk_prob", true);
+      break;
+  }
+  if (!row.topk_method.empty()) read_grouping(row, keys, model);
+}
+
+void read_activation(const FamilyRow& row, const Keys& keys, ModelConfig& model) {
+  if (row.swiglu_oai) {
+    model.activation = Activation::kSwigluOai;
+    const float limit = keys.number("swiglu_limit", 7);
+    FUSEDMOE_CHECK(limit > 0, "config.swiglu_limit", fmt::to_string(limit), "positive");
+    model.activation_params.limit = limit;
+    return;
+  }
+  const std::string act = keys.string("hidden_act", "silu");
+  FUSEDMOE_CHECK(act == "silu" || act == "gelu" || act == "gelu_pytorch_tanh", "config.hidden_act",
+                 io::quote(act), "silu, gelu or gelu_pytorch_tanh");
+  model.activation = parse_activation(act);
+}
+
+void read_shared(const FamilyRow& row, const Keys& keys, ModelConfig& model) {
+  switch (row.shared_width) {
+    case SharedWidth::kNone:
+      return;
+    case SharedWidth::kCountTimesExpert:
+      model.shared_intermediate =
+          keys.integer("n_shared_experts", 0, kMaxWidth / model.intermediate, 0) *
+          model.intermediate;
+      break;
+    case SharedWidth::kOwnKey:
+      model.shared_intermediate = keys.integer("shared_expert_intermediate_size", 0, kMaxWidth);
+      break;
+    case SharedWidth::kSameAsExpert:
+      model.shared_intermediate = model.intermediate;
+      break;
+  }
+  model.shared_expert_gate = model.shared_intermediate > 0 && !row.shared_gate.empty();
+}
+
+// The keys of a scheme are data: schemes without an implementation are described all the same, so
+// that a selection can say what it lacks.
+QuantScheme read_scheme(const Keys& root, const Keys& keys) {
+  const nlohmann::json* quantization = root.find("quantization_config");
+  if (!quantization) quantization = keys.find("quantization_config");
+  if (!quantization) {
+    const std::string dtype = keys.string("dtype", keys.string("torch_dtype", "bfloat16"));
+    const std::optional<DType> parsed = parse_dtype(dtype);
+    FUSEDMOE_CHECK(parsed == DType::kBF16 || parsed == DType::kF16 || parsed == DType::kF32,
+                   "config.dtype", io::quote(dtype), "bfloat16, float16 or float32");
+    return schemes::unquantized(*parsed);
+  }
+  FUSEDMOE_CHECK(quantization->is_object(), "config.quantization_config", Keys::text(*quantization),
+                 "an object");
+  const std::string method = Keys(*quantization).string("quant_method", "");
+  if (method == "mxfp4") return schemes::mxfp4_w4a16();
+  FUSEDMOE_CHECK(method == "fp8", "config.quantization_config.quant_method", io::quote(method),
+                 "mxfp4 or fp8");
+  constexpr std::int64_t kFp8Block = 128;
+  QuantScheme scheme;
+  scheme.weights.value = DType::kE4M3;
+  scheme.weights.scale = DType::kF32;
+  scheme.weights.group = {kFp8Block, kFp8Block};
+  scheme.activations = QuantKey{.value = DType::kE4M3,
+                                .scale = DType::kF32,
+                                .group = {1, kFp8Block},
+                                .global_scale = {},
+                                .dynamic = true};
+  return scheme;
+}
+
+}  // namespace
+
+ModelConfig parse_model_config(std::string_view config_json) {
+  const nlohmann::json root = io::parse_json_object(config_json, io::kMaxConfigBytes, "config");
+  const auto [row, node] = find_source(root);
+  const Keys keys(node);
+  ModelConfig model;
+  model.family = row.family;
+  model.num_layers = keys.integer("num_hidden_layers", 1, kMaxLayers);
+  model.hidden = keys.integer("hidden_size", 1, kMaxWidth);
+  model.intermediate = keys.integer(row.intermediate_key, 1, kMaxWidth);
+  model.has_bias = !row.router_bias.empty();
+  read_router(row, keys, model);
+  read_activation(row, keys, model);
+  read_shared(row, keys, model);
+  model.scheme = read_scheme(Keys(root), keys);
+  return model;
+}
+
+MoeConfig moe_config(const ModelConfig& model, DType dtype, Device device) {
+  MoeConfig config;
+  config.num_experts = model.router.num_experts;
+  config.num_local_experts = model.router.num_experts;
+  config.topk = model.router.topk;
+  config.hidden = model.hidden;
+  config.intermediate = model.intermediate;
+  config.dtype = dtype;
+  config.scheme = model.scheme;
+  config.activation = model.activation;
+  config.activation_params = model.activation_params;
+  config.has_bias = model.has_bias;
+  config.apply_router_weight_on_input = model.router.apply_router_weight_on_input;
+  config.routing_method = routing_method(model.router, model.has_correction_bias);
+  config.device = device;
+  return config;
+}
+
+}  // namespace fusedmoe

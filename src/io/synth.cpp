@@ -1,0 +1,390 @@
+// Synthetic checkpoints: plans every file (names, shapes, offsets), then streams random values.
+//
+// Weights ~ N(0, 1 / fan-in), so that outputs are of order one; router weights 1.5 times that, for
+// a visible preference. MXFP4: uniform random codes (rms 2.93) with scales 2^e, where e varies by
+// one from block to block (rms factor 1.25): the 2^e nearest to 1 / (3.66 sqrt(fan-in)).
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <numbers>
+
+#include "core/check.h"
+#include "fusedmoe/checkpoint.h"
+#include "fusedmoe/formats.h"
+#include "io/families.h"
+#include "io/file.h"
+#include "io/json.h"
+#include "io/safetensors_header.h"
+
+namespace fusedmoe {
+namespace {
+
+namespace fs = std::filesystem;
+using io::HeaderEntry;
+using io::TensorRole;
+
+// SplitMix64: one multiply-xorshift chain per 8 bytes, and any seed is a good one.
+class RandomBits {
+ public:
+  explicit RandomBits(std::uint64_t seed) : state_(seed) {}
+  std::uint64_t next() {
+    state_ += 0x9e3779b97f4a7c15u;
+    std::uint64_t z = state_;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+  }
+
+ private:
+  std::uint64_t state_;
+};
+
+constexpr std::size_t kTableSize = std::size_t{1} << 16;
+
+// 2^16 draws of N(0, 1); mean 0 exactly, because every value is there with both signs.
+const std::vector<float>& normal_table() {
+  static const std::vector<float> table = [] {
+    RandomBits random(1);
+    const auto uniform = [&] { return (static_cast<double>(random.next() >> 11) + 0.5) * 0x1p-53; };
+    std::vector<float> values(kTableSize);
+    for (std::size_t i = 0; i < kTableSize; i += 4) {
+      const double radius = std::sqrt(-2 * std::log(uniform()));
+      const double angle = 2 * std::numbers::pi * uniform();
+      values[i] = static_cast<float>(radius * std::cos(angle));
+      values[i + 1] = static_cast<float>(radius * std::sin(angle));
+      values[i + 2] = -values[i];
+      values[i + 3] = -values[i + 1];
+    }
+    return values;
+  }();
+  return table;
+}
+
+// Random contents for tensors, a buffer at a time.
+class Filler {
+ public:
+  void begin(const io::TensorSpec& spec, std::uint64_t seed) {
+    random_ = RandomBits(seed);
+    role_ = spec.role;
+    const double fan_in = static_cast<double>(spec.fan_in);
+    constexpr double kSmall = 0.05;
+    constexpr double kRms = 2.93 * 1.25;  // of code times scale, in units of 2^e
+    switch (role_) {
+      case TensorRole::kMxfp4Blocks:
+        return;
+      case TensorRole::kMxfp4Scales:
+        scale_code_ =
+            static_cast<std::uint8_t>(std::lround(127 - std::log2(kRms * std::sqrt(fan_in))));
+        return;
+      case TensorRole::kRouterWeight:
+        return begin_normal(1.5 / std::sqrt(fan_in));
+      case TensorRole::kExpertWeight:
+      case TensorRole::kSharedWeight:
+      case TensorRole::kSharedGate:
+        return begin_normal(1 / std::sqrt(fan_in));
+      case TensorRole::kRouterBias:
+      case TensorRole::kCorrectionBias:
+      case TensorRole::kExpertBias:
+        return begin_normal(kSmall);
+    }
+  }
+
+  void fill(std::span<std::uint64_t> words) {
+    switch (role_) {
+      case TensorRole::kMxfp4Blocks:
+        for (std::uint64_t& word : words) word = random_.next();
+        return;
+      case TensorRole::kMxfp4Scales:
+        for (std::uint64_t& word : words) word = scales(random_.next());
+        return;
+      case TensorRole::kCorrectionBias:
+        for (std::uint64_t& word : words) word = two_f32(random_.next());
+        return;
+      default: {
+        const std::uint16_t* table = table_.data();
+        for (std::uint64_t& word : words) {
+          const std::uint64_t bits = random_.next();
+          word = table[bits & 0xffff] | std::uint64_t{table[bits >> 16 & 0xffff]} << 16 |
+                 std::uint64_t{table[bits >> 32 & 0xffff]} << 32 |
+                 std::uint64_t{table[bits >> 48]} << 48;
+        }
+      }
+    }
+  }
+
+ private:
+  void begin_normal(double sigma) {
+    if (sigma == sigma_) return;
+    sigma_ = sigma;
+    table_.resize(kTableSize);
+    for (std::size_t i = 0; i < kTableSize; ++i) {
+      table_[i] = f32_to_bf16(static_cast<float>(sigma * normal_table()[i]));
+    }
+  }
+
+  std::uint64_t scales(std::uint64_t bits) const {
+    std::uint64_t codes = 0;
+    for (int shift = 0; shift < 64; shift += 8) {
+      const unsigned draw = bits >> shift & 3;  // 0: one less, 3: one more
+      const unsigned code = scale_code_ + (draw == 3) - (draw == 0);
+      codes |= std::uint64_t{code} << shift;
+    }
+    return codes;
+  }
+
+  std::uint64_t two_f32(std::uint64_t bits) const {
+    std::array<float, 2> values;
+    for (std::size_t i = 0; i < 2; ++i) {
+      values[i] = static_cast<float>(sigma_) * normal_table()[bits >> (16 * i) & 0xffff];
+    }
+    std::uint64_t word = 0;
+    std::memcpy(&word, values.data(), sizeof word);
+    return word;
+  }
+
+  RandomBits random_{0};
+  TensorRole role_ = TensorRole::kExpertWeight;
+  unsigned scale_code_ = 0;
+  double sigma_ = 0;
+  std::vector<std::uint16_t> table_;
+};
+
+DType published_dtype(TensorRole role) {
+  if (role == TensorRole::kMxfp4Blocks || role == TensorRole::kMxfp4Scales) return DType::kU8;
+  return role == TensorRole::kCorrectionBias ? DType::kF32 : DType::kBF16;
+}
+
+std::int64_t published_bytes(const io::TensorSpec& spec) {
+  return bytes(published_dtype(spec.role), spec.shape.numel());
+}
+
+// One file: tensors with full names, wide elements first so that all are aligned.
+struct PlannedFile {
+  std::string name;
+  std::vector<io::TensorSpec> specs;
+  std::vector<HeaderEntry> entries;  ///< same order
+  std::int64_t data_bytes = 0;
+
+  PlannedFile(std::string file_name, std::vector<io::TensorSpec> tensors)
+      : name(std::move(file_name)), specs(std::move(tensors)) {
+    std::stable_sort(specs.begin(), specs.end(), [](const auto& a, const auto& b) {
+      return bits(published_dtype(a.role)) > bits(published_dtype(b.role));
+    });
+    for (const io::TensorSpec& spec : specs) {
+      const std::int64_t end = data_bytes + published_bytes(spec);
+      entries.push_back({spec.name, published_dtype(spec.role), spec.shape, data_bytes, end});
+      data_bytes = end;
+    }
+  }
+};
+
+std::vector<PlannedFile> plan_weights(const ModelConfig& model, const SynthOptions& options) {
+  const io::FamilyRow& row = io::family_row(model.family);
+  const std::vector<io::TensorSpec> block =
+      io::block_tensors(model, row.blocks.front(), io::published_layout(model));
+  std::vector<std::vector<io::TensorSpec>> shards(1);
+  std::int64_t shard_bytes = 0;
+  for (std::int64_t layer = 0; layer < options.num_layers; ++layer) {
+    for (io::TensorSpec spec : block) {
+      spec.name = fmt::format("{}{}.{}", row.prefix, layer, spec.name);
+      const std::int64_t size = published_bytes(spec);
+      if (shard_bytes > 0 && shard_bytes + size > options.max_shard_bytes) {
+        shards.emplace_back();
+        shard_bytes = 0;
+      }
+      shard_bytes += size;
+      shards.back().push_back(std::move(spec));
+    }
+  }
+  std::vector<PlannedFile> files;
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    files.emplace_back(shards.size() == 1
+                           ? "model.safetensors"
+                           : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, shards.size()),
+                       std::move(shards[i]));
+  }
+  return files;
+}
+
+PlannedFile plan_input(const ModelConfig& model, std::int64_t num_tokens) {
+  // Fan-in 1 makes it N(0, 1).
+  return {"input.safetensors",
+          {{"hidden_states", {num_tokens, model.hidden}, TensorRole::kExpertWeight, 1}}};
+}
+
+std::string index_json(const std::vector<PlannedFile>& files) {
+  nlohmann::ordered_json map = nlohmann::ordered_json::object();
+  std::int64_t total = 0;
+  for (const PlannedFile& file : files) {
+    total += file.data_bytes;
+    for (const HeaderEntry& entry : file.entries) map[entry.name] = file.name;
+  }
+  return nlohmann::ordered_json{{"metadata", {{"total_size", total}}}, {"weight_map", map}}.dump(
+             2) +
+         "\n";
+}
+
+// The config of what is really written: as many layers, none of them dense, bf16 or MXFP4.
+std::string written_config(const SynthOptions& options, const ModelConfig& model) {
+  nlohmann::json root =
+      io::parse_json_object(options.config_json, io::kMaxConfigBytes, "config_json");
+  const auto nested = root.find("text_config");
+  nlohmann::json& node = nested != root.end() && nested->is_object() ? *nested : root;
+  node["num_hidden_layers"] = options.num_layers;
+  const auto change = [&](const char* key, const nlohmann::json& value) {
+    for (nlohmann::json* object : {&root, &node}) {
+      if (object->contains(key)) (*object)[key] = value;
+    }
+  };
+  change("first_k_dense_replace", 0);
+  change("moe_layer_freq", 1);
+  change("decoder_sparse_step", 1);
+  change("interleave_moe_layer_step", 1);
+  change("mlp_only_layers", nlohmann::json::array());
+  change("torch_dtype", "bfloat16");
+  change("dtype", "bfloat16");
+  node.erase("moe_layers");
+  if (model.scheme != schemes::mxfp4_w4a16()) {
+    root.erase("quantization_config");
+    node.erase("quantization_config");
+  }
+  return root.dump(2) + "\n";
+}
+
+std::uint64_t hash(std::string_view text, std::uint64_t seed) {
+  RandomBits mixed(seed);
+  std::uint64_t value = mixed.next();
+  for (const char c : text) {
+    value = RandomBits(value ^ static_cast<unsigned char>(c)).next();
+  }
+  return value;
+}
+
+class CheckpointWriter {
+ public:
+  CheckpointWriter(const SynthOptions& options, fs::path directory, std::int64_t total)
+      : options_(options), directory_(std::move(directory)), total_(total), buffer_(kWords) {}
+
+  void write(const PlannedFile& plan) {
+    io::FileWriter file(directory_ / plan.name);
+    const std::string header = io::serialize_header(plan.entries, {{"format", "pt"}});
+    file.write(header);
+    done_ += static_cast<std::int64_t>(header.size());
+    for (std::size_t i = 0; i < plan.specs.size(); ++i) {
+      filler_.begin(plan.specs[i], hash(plan.specs[i].name, options_.seed));
+      auto left = static_cast<std::size_t>(plan.entries[i].end - plan.entries[i].begin);
+      while (left > 0) {
+        const std::size_t size = std::min(left, kWords * sizeof(std::uint64_t));
+        filler_.fill({buffer_.data(), (size + 7) / 8});
+        file.write(buffer_.data(), size);
+        left -= size;
+        advance(static_cast<std::int64_t>(size));
+      }
+    }
+    file.finish();
+  }
+
+  void write(const std::string& name, const std::string& text) {
+    io::FileWriter file(directory_ / name);
+    file.write(text);
+    file.finish();
+    advance(static_cast<std::int64_t>(text.size()));
+  }
+
+  std::int64_t done() const { return done_; }
+
+ private:
+  static constexpr std::size_t kWords = (std::size_t{1} << 20) / sizeof(std::uint64_t);
+
+  void advance(std::int64_t size) {
+    done_ += size;
+    if (options_.progress) options_.progress(std::min(done_, total_), total_);
+  }
+
+  const SynthOptions& options_;
+  const fs::path directory_;
+  const std::int64_t total_;
+  std::int64_t done_ = 0;
+  Filler filler_;
+  std::vector<std::uint64_t> buffer_;
+};
+
+// A directory that vanishes unless it is moved to its final name.
+class PartialDirectory {
+ public:
+  explicit PartialDirectory(const fs::path& target)
+      : target_(target), path_(io::temporary_name(target)) {
+    fs::create_directories(path_);
+  }
+  ~PartialDirectory() {
+    std::error_code ignored;
+    if (!path_.empty()) fs::remove_all(path_, ignored);
+  }
+  PartialDirectory(const PartialDirectory&) = delete;
+  PartialDirectory& operator=(const PartialDirectory&) = delete;
+
+  const fs::path& path() const { return path_; }
+  void commit() {
+    fs::rename(path_, target_);
+    path_.clear();
+    io::sync_directory(target_.parent_path());
+  }
+
+ private:
+  const fs::path target_;
+  fs::path path_;
+};
+
+void check_target(const fs::path& target, std::int64_t needed) {
+  if (fs::exists(target)) {
+    FUSEDMOE_CHECK(fs::is_directory(target) && fs::is_empty(target), target.string(),
+                   "something that exists", "a new or empty directory");
+  }
+  const fs::path parent = target.has_parent_path() ? target.parent_path() : fs::path(".");
+  fs::create_directories(parent);
+  const auto available = fs::space(parent).available;
+  FUSEDMOE_CHECK(static_cast<std::uintmax_t>(needed) <= available, target.string(),
+                 fmt::format("on a disk with {} bytes free", available),
+                 fmt::format("where {} bytes fit", needed));
+}
+
+}  // namespace
+
+std::int64_t synthesize_checkpoint(const SynthOptions& options, const fs::path& directory) {
+  constexpr std::int64_t kMaxLayers = 1024, kMaxTokens = std::int64_t{1} << 20;
+  FUSEDMOE_CHECK(options.num_layers >= 1 && options.num_layers <= kMaxLayers, "num_layers",
+                 fmt::to_string(options.num_layers), fmt::format("from 1 to {}", kMaxLayers));
+  FUSEDMOE_CHECK(options.num_tokens >= 0 && options.num_tokens <= kMaxTokens, "num_tokens",
+                 fmt::to_string(options.num_tokens), fmt::format("from 0 to {}", kMaxTokens));
+  FUSEDMOE_CHECK(options.max_shard_bytes >= 1, "max_shard_bytes",
+                 fmt::to_string(options.max_shard_bytes), "positive");
+  FUSEDMOE_CHECK(!directory.empty(), "directory", "empty", "a path");
+  ModelConfig model = parse_model_config(options.config_json);
+  if (model.scheme != schemes::mxfp4_w4a16()) model.scheme = schemes::unquantized(DType::kBF16);
+
+  const std::vector<PlannedFile> files = plan_weights(model, options);
+  const PlannedFile input = plan_input(model, options.num_tokens);
+  std::int64_t total = input.data_bytes;
+  for (const PlannedFile& file : files) total += file.data_bytes;
+
+  // Without a trailing slash, so that the last component is the directory's name.
+  fs::path target = directory.lexically_normal();
+  if (!target.has_filename()) target = target.parent_path();
+  try {
+    check_target(target, total);
+    PartialDirectory partial(target);
+    CheckpointWriter writer(options, partial.path(), total);
+    for (const PlannedFile& file : files) writer.write(file);
+    if (files.size() > 1) writer.write("model.safetensors.index.json", index_json(files));
+    writer.write(input);
+    writer.write("config.json", written_config(options, model));
+    partial.commit();
+    return writer.done();
+  } catch (const fs::filesystem_error& error) {
+    throw Error(target.string(), error.code().message(), "a directory that can be written");
+  }
+}
+
+}  // namespace fusedmoe
