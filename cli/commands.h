@@ -11,5 +11,6 @@ void add_synth(CLI::App& app);
 void add_inspect(CLI::App& app);
 void add_explain(CLI::App& app);
 void add_doctor(CLI::App& app);
+void add_bench(CLI::App& app);
 
 }  // namespace fusedmoe::cli

@@ -272,13 +272,15 @@ void CpuExperts::apply(const ExpertsArgs& args) const {
     slot_to_permuted = routing.slot_to_permuted.as<const std::int32_t>();
   }
 
-  // Hidden states as the GEMM reads them: as they are where type and padding fit.
+  // Hidden states as the GEMM reads them: as they are where type and padding fit, converted token
+  // by token, or permuted to the rows of the grouped GEMM.
   const std::int64_t x_rows =
       batched() ? problem.num_local_experts * problem.num_tokens : problem.num_tokens;
   const std::int64_t x_bytes = problem.hidden * bytes(dtype, 1);
   const std::int64_t a_bytes = gemm1.k * element_bytes(compute);
-  const bool direct =
-      x_bytes == a_bytes && (rounding == Epilogue::Rounding::kNone) == (compute == Compute::kF32);
+  const bool permute = isa.contiguous_rows && compute == Compute::kBF16 && !batched();
+  const bool direct = !permute && x_bytes == a_bytes &&
+                      (rounding == Epilogue::Rounding::kNone) == (compute == Compute::kF32);
   const std::byte* a = direct ? x.as<const std::byte>() : gemm2_rows;
   const std::int64_t gemm1_row_bytes = gemm2.k * element_bytes(compute);
   const std::int64_t gemm2_row_bytes = gemm2.padded_columns() * 4;
@@ -308,9 +310,10 @@ void CpuExperts::apply(const ExpertsArgs& args) const {
     job.tile_bytes = gemm1.tile_bytes;
     job.num_tiles = task.tiles;
     job.k = gemm1.k;
-    job.rows = a + (batched() ? (task.expert * problem.num_tokens + task.first_row) * a_bytes : 0);
+    const std::int64_t batched_row = task.expert * problem.num_tokens + task.first_row;
+    job.rows = a + (batched() ? batched_row : permute ? first : 0) * a_bytes;
     job.row_bytes = a_bytes;
-    job.slots = slots ? slots + first : nullptr;
+    job.slots = slots && !permute ? slots + first : nullptr;
     job.topk = problem.topk;
     job.num_rows = task.rows;
     const float* bias = weights.bias1(task.expert);
@@ -376,9 +379,11 @@ void CpuExperts::apply(const ExpertsArgs& args) const {
     std::byte* own_scratch =
         scratch + static_cast<std::size_t>(omp_get_thread_num()) * Layout::pad(kScratchBytes);
     if (!direct) {
+      const std::int64_t a_rows = permute ? expert_offsets[problem.num_local_experts] : x_rows;
 #pragma omp for schedule(static)
-      for (std::int64_t row = 0; row < x_rows; ++row) {
-        isa.convert[static_cast<int>(compute)](x.as<const std::byte>() + row * x_bytes, rounding,
+      for (std::int64_t row = 0; row < a_rows; ++row) {
+        const std::int64_t source = permute ? slots[row] / problem.topk : row;
+        isa.convert[static_cast<int>(compute)](x.as<const std::byte>() + source * x_bytes, rounding,
                                                problem.hidden, gemm1.k, gemm2_rows + row * a_bytes);
       }
     }

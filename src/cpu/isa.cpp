@@ -1,4 +1,10 @@
 // Choice of the instruction set, once per process.
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <cstdlib>
 #include <string_view>
 
@@ -15,6 +21,22 @@ struct Level {
   bool available;
 };
 
+#if defined(__x86_64__)
+/// AMX with bf16 products, and the kernel's permission to use the tile registers.
+bool amx_available() {
+#if defined(__linux__)
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 const Kernels& choose() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -24,7 +46,8 @@ const Kernels& choose() {
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512dq");
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  const Level levels[] = {{&kAvx512Bf16Kernels, bf16},
+  const Level levels[] = {{&kAmxKernels, bf16 && amx_available()},
+                          {&kAvx512Bf16Kernels, bf16},
                           {&kAvx512Kernels, avx512},
                           {&kAvx2Kernels, avx2},
                           {&kGenericKernels, true}};

@@ -18,10 +18,12 @@ using Dot = DotF32<Simd>;
 }  // namespace
 
 const Kernels kAvx2Kernels = {"avx2",
+                              false,
                               {{multiply<Dot, Direct>, nullptr},
                                {multiply<Dot, Bf16ToF32<Simd>>, nullptr},
                                {multiply<Dot, Mxfp4ToF32<Simd>>, nullptr}},
                               reduce<Simd>,
-                              {convert_to_f32, nullptr}};
+                              {convert_to_f32, nullptr},
+                              {flops<Dot>, nullptr}};
 
 }  // namespace fusedmoe::cpu

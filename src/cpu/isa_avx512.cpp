@@ -8,10 +8,12 @@ using Dot = DotF32<Simd>;
 }  // namespace
 
 const Kernels kAvx512Kernels = {"avx512",
+                                false,
                                 {{multiply<Dot, Direct>, nullptr},
                                  {multiply<Dot, Bf16ToF32<Simd>>, nullptr},
                                  {multiply<Dot, Mxfp4ToF32<Simd>>, nullptr}},
                                 reduce<Simd>,
-                                {convert_to_f32, nullptr}};
+                                {convert_to_f32, nullptr},
+                                {flops<Dot>, nullptr}};
 
 }  // namespace fusedmoe::cpu

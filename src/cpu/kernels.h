@@ -103,18 +103,24 @@ struct ReduceJob {
 
 struct Kernels {
   const char* name;
+  /// Rows of a job must follow each other in memory: hidden states are permuted before GEMM 1.
+  bool contiguous_rows;
   /// Multiply functions, null where the instruction set has none.
   void (*multiply[kNumFormats][kNumComputes])(const TileJob&);
   void (*reduce)(const ReduceJob&);
   /// Rows of f32, bf16 or f16 (`from`) to padded rows of a Compute type; the tail becomes zero.
   void (*convert[kNumComputes])(const void* source, Epilogue::Rounding from, std::int64_t count,
                                 std::int64_t padded, void* target);
+  /// Dot products on registers only, `rounds` times as many as there are accumulators; returns how
+  /// many FLOP that was.
+  double (*flops[kNumComputes])(std::int64_t rounds);
 };
 
 extern const Kernels kGenericKernels;
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 extern const Kernels kAvx512Bf16Kernels;
+extern const Kernels kAmxKernels;
 
 /// The table for this machine, chosen once.
 const Kernels& kernels();

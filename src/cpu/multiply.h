@@ -212,32 +212,38 @@ inline void multiply_panel(const std::byte* const* rows, const std::byte* panel,
   }
 }
 
-template <class D, int R = D::Simd::kRows>
-inline void multiply_panel_rows(int num_rows, const std::byte* const* rows, const std::byte* panel,
-                                std::int64_t steps, bool accumulate, float* sums,
-                                Prefetcher& prefetch) {
+template <class D, int R>
+inline void multiply_at_most(int num_rows, const std::byte* const* rows, const std::byte* panel,
+                             std::int64_t steps, bool accumulate, float* sums,
+                             Prefetcher& prefetch) {
   if constexpr (R > 1) {
     if (num_rows < R) {
-      multiply_panel_rows<D, R - 1>(num_rows, rows, panel, steps, accumulate, sums, prefetch);
+      multiply_at_most<D, R - 1>(num_rows, rows, panel, steps, accumulate, sums, prefetch);
       return;
     }
   }
   multiply_panel<D, R>(rows, panel, steps, accumulate, sums, prefetch);
 }
 
+template <class D>
+inline void multiply_panel_rows(int num_rows, const std::byte* const* rows, const std::byte* panel,
+                                std::int64_t steps, bool accumulate, float* sums,
+                                Prefetcher& prefetch) {
+  multiply_at_most<D, D::kRows>(num_rows, rows, panel, steps, accumulate, sums, prefetch);
+}
+
 /// All rows of a job x one tile, through panels of at most kPanelSteps decoded steps.
 template <class D, class Decoder>
 void multiply_tile(const TileJob& job, int tile) {
-  constexpr int kRows = D::Simd::kRows;
+  constexpr int kRows = D::kRows;
   const std::byte* stream = job.tiles + tile * job.tile_bytes;
   const std::int64_t steps = job.k / D::kPerStep;
   const std::int64_t panel_steps = Decoder::kDirect ? steps : kPanelSteps;
   // Blocks of equal size: 8 rows are 4 + 4, not 6 + 2.
   const std::int64_t blocks = (job.num_rows + kRows - 1) / kRows;
   auto* carried = reinterpret_cast<float*>(job.scratch + kPanelSteps * kStepBytes);
-  constexpr int kPasses = kTileColumns / (D::Simd::kVectors * D::Simd::kWidth);
   Prefetcher prefetch(
-      job, tile == job.num_tiles - 1 ? blocks * kPasses * (steps / D::kStepsPerGroup) : 0);
+      job, tile == job.num_tiles - 1 ? blocks * D::kPasses * (steps / D::kStepsPerGroup) : 0);
   Decoder decoder(stream);
   for (std::int64_t begin = 0; begin < steps; begin += panel_steps) {
     const std::int64_t count = steps - begin < panel_steps ? steps - begin : panel_steps;
@@ -248,8 +254,7 @@ void multiply_tile(const TileJob& job, int tile) {
       const std::byte* rows[kRows];
       for (std::int64_t r = row; r < end; ++r) rows[r - row] = row_pointer(job, r) + begin * 4;
       float* sums = carried + row * kTileColumns;
-      multiply_panel_rows<D>(static_cast<int>(end - row), rows, panel, count, begin > 0, sums,
-                             prefetch);
+      D::multiply_block(static_cast<int>(end - row), rows, panel, count, begin > 0, sums, prefetch);
       if (begin + count == steps) {
         for (std::int64_t r = row; r < end; ++r) {
           store_row<D>(job, tile, r, carried + r * kTileColumns);
@@ -295,6 +300,9 @@ struct DotF32 {
   using B = typename S::F;
   static constexpr int kPerStep = 1;  // k values in one step
   static constexpr int kStepsPerGroup = kGroup;
+  static constexpr int kRows = S::kRows;                                    // rows of one block
+  static constexpr int kPasses = kTileColumns / (S::kVectors * S::kWidth);  // over a panel
+  static constexpr auto multiply_block = multiply_panel_rows<DotF32>;
 
   static B load_b(const std::byte* p) { return S::load(reinterpret_cast<const float*>(p)); }
   static B broadcast(const std::byte* p) {
@@ -444,6 +452,32 @@ inline void convert_to_bf16(const void* source, Epilogue::Rounding, std::int64_t
   std::memcpy(target, source, static_cast<std::size_t>(2 * count));
   std::memset(static_cast<std::byte*>(target) + 2 * count, 0,
               static_cast<std::size_t>(2 * (padded - count)));
+}
+
+// ---- Peak rate
+// ------------------------------------------------------------------------------------
+
+template <class D>
+double flops(std::int64_t rounds) {
+  using S = typename D::Simd;
+  constexpr int kAccumulators = S::kRows * S::kVectors;
+  typename S::F acc[kAccumulators];
+  alignas(64) float ones[S::kWidth];
+  for (float& one : ones) one = 1.0f;
+  const auto a = D::load_b(reinterpret_cast<const std::byte*>(ones));
+#pragma GCC unroll 24
+  for (int i = 0; i < kAccumulators; ++i) acc[i] = S::set1(0.0f);
+  for (std::int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 24
+    for (int i = 0; i < kAccumulators; ++i) acc[i] = D::dot(acc[i], a, a);
+  }
+  auto sum = acc[0];
+#pragma GCC unroll 24
+  for (int i = 1; i < kAccumulators; ++i) sum = sum + acc[i];
+  alignas(64) float lanes[S::kWidth];
+  S::store(lanes, sum);
+  [[maybe_unused]] volatile float kept = lanes[0];  // the work must not be optimised away
+  return 2.0 * kAccumulators * S::kWidth * D::kPerStep * static_cast<double>(rounds);
 }
 
 }  // namespace

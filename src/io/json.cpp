@@ -12,6 +12,9 @@ nlohmann::json parse_json_object(std::string_view text, std::size_t max_bytes,
   constexpr int kMaxDepth = 64;
   FUSEDMOE_CHECK(text.size() <= max_bytes, label, fmt::format("{} bytes", text.size()),
                  fmt::format("at most {} bytes", max_bytes));
+  // The parser takes a NUL for the end and would ignore what follows.
+  FUSEDMOE_CHECK(text.find('\0') == std::string_view::npos, label, "text with a NUL byte",
+                 "valid JSON");
   const auto limit_depth = [&](int depth, nlohmann::json::parse_event_t, nlohmann::json&) {
     FUSEDMOE_CHECK(depth <= kMaxDepth, label, fmt::format("nested {} deep", depth),
                    fmt::format("nested at most {} deep", kMaxDepth));

@@ -250,6 +250,9 @@ std::string quote(std::string_view text) {
 Header parse_header(std::string_view json, std::int64_t data_bytes, const std::string& label) {
   FUSEDMOE_CHECK(!json.empty() && json.front() == '{', label + ": header",
                  quote(json.substr(0, 16)), "JSON that starts with {");
+  // The parser takes a NUL for the end and would ignore what follows.
+  FUSEDMOE_CHECK(json.find('\0') == std::string_view::npos, label + ": header", "with a NUL byte",
+                 "valid JSON");
   Header header;
   HeaderReader reader(header, label);
   nlohmann::json::sax_parse(json.begin(), json.end(), &reader);

@@ -1,8 +1,8 @@
 // Synthetic checkpoints: plans every file (names, shapes, offsets), then streams random values.
 //
 // Weights ~ N(0, 1 / fan-in), so that outputs are of order one; router weights 1.5 times that, for
-// a visible preference. MXFP4: uniform random codes (rms 2.9) with scales 2^e close to
-// 1 / (2.5 sqrt(fan-in)), e varying by one from block to block.
+// a visible preference. MXFP4: uniform random codes (rms 2.93) with scales 2^e, where e varies by
+// one from block to block (rms factor 1.25): the 2^e nearest to 1 / (3.66 sqrt(fan-in)).
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -70,12 +70,13 @@ class Filler {
     role_ = spec.role;
     const double fan_in = static_cast<double>(spec.fan_in);
     constexpr double kSmall = 0.05;
+    constexpr double kRms = 2.93 * 1.25;  // of code times scale, in units of 2^e
     switch (role_) {
       case TensorRole::kMxfp4Blocks:
         return;
       case TensorRole::kMxfp4Scales:
         scale_code_ =
-            static_cast<std::uint8_t>(std::lround(127 - std::log2(2.5 * std::sqrt(fan_in))));
+            static_cast<std::uint8_t>(std::lround(127 - std::log2(kRms * std::sqrt(fan_in))));
         return;
       case TensorRole::kRouterWeight:
         return begin_normal(1.5 / std::sqrt(fan_in));
@@ -155,18 +156,27 @@ DType published_dtype(TensorRole role) {
   return role == TensorRole::kCorrectionBias ? DType::kF32 : DType::kBF16;
 }
 
+std::int64_t published_bytes(const io::TensorSpec& spec) {
+  return bytes(published_dtype(spec.role), spec.shape.numel());
+}
+
+// One file: tensors with full names, wide elements first so that all are aligned.
 struct PlannedFile {
   std::string name;
-  std::vector<io::TensorSpec> specs;  ///< with full names
-  std::vector<HeaderEntry> entries;   ///< same order
+  std::vector<io::TensorSpec> specs;
+  std::vector<HeaderEntry> entries;  ///< same order
   std::int64_t data_bytes = 0;
 
-  void add(io::TensorSpec spec) {
-    const DType dtype = published_dtype(spec.role);
-    const std::int64_t size = bytes(dtype, spec.shape.numel());
-    entries.push_back({spec.name, dtype, spec.shape, data_bytes, data_bytes + size});
-    data_bytes += size;
-    specs.push_back(std::move(spec));
+  PlannedFile(std::string file_name, std::vector<io::TensorSpec> tensors)
+      : name(std::move(file_name)), specs(std::move(tensors)) {
+    std::stable_sort(specs.begin(), specs.end(), [](const auto& a, const auto& b) {
+      return bits(published_dtype(a.role)) > bits(published_dtype(b.role));
+    });
+    for (const io::TensorSpec& spec : specs) {
+      const std::int64_t end = data_bytes + published_bytes(spec);
+      entries.push_back({spec.name, published_dtype(spec.role), spec.shape, data_bytes, end});
+      data_bytes = end;
+    }
   }
 };
 
@@ -174,31 +184,34 @@ std::vector<PlannedFile> plan_weights(const ModelConfig& model, const SynthOptio
   const io::FamilyRow& row = io::family_row(model.family);
   const std::vector<io::TensorSpec> block =
       io::block_tensors(model, row.blocks.front(), io::published_layout(model));
-  std::vector<PlannedFile> files(1);
+  std::vector<std::vector<io::TensorSpec>> shards(1);
+  std::int64_t shard_bytes = 0;
   for (std::int64_t layer = 0; layer < options.num_layers; ++layer) {
     for (io::TensorSpec spec : block) {
       spec.name = fmt::format("{}{}.{}", row.prefix, layer, spec.name);
-      const std::int64_t size = bytes(published_dtype(spec.role), spec.shape.numel());
-      if (files.back().data_bytes > 0 && files.back().data_bytes + size > options.max_shard_bytes) {
-        files.emplace_back();
+      const std::int64_t size = published_bytes(spec);
+      if (shard_bytes > 0 && shard_bytes + size > options.max_shard_bytes) {
+        shards.emplace_back();
+        shard_bytes = 0;
       }
-      files.back().add(std::move(spec));
+      shard_bytes += size;
+      shards.back().push_back(std::move(spec));
     }
   }
-  for (std::size_t i = 0; i < files.size(); ++i) {
-    files[i].name = files.size() == 1
-                        ? "model.safetensors"
-                        : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, files.size());
+  std::vector<PlannedFile> files;
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    files.emplace_back(shards.size() == 1
+                           ? "model.safetensors"
+                           : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, shards.size()),
+                       std::move(shards[i]));
   }
   return files;
 }
 
 PlannedFile plan_input(const ModelConfig& model, std::int64_t num_tokens) {
-  PlannedFile file;
-  file.name = "input.safetensors";
   // Fan-in 1 makes it N(0, 1).
-  file.add({"hidden_states", {num_tokens, model.hidden}, TensorRole::kExpertWeight, 1});
-  return file;
+  return {"input.safetensors",
+          {{"hidden_states", {num_tokens, model.hidden}, TensorRole::kExpertWeight, 1}}};
 }
 
 std::string index_json(const std::vector<PlannedFile>& files) {

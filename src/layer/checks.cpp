@@ -69,7 +69,6 @@ std::int64_t check_routing(const KernelArgs& args, std::int64_t num_tokens,
   check_buffer(args.topk_weights, "topk_weights", DType::kF32, {num_tokens, topk}, device);
   FUSEDMOE_CHECK(!args.apply_router_weight_on_input || topk == 1, "apply_router_weight_on_input",
                  fmt::format("set with topk {}", topk), "set with topk = 1 only");
-  check_ids(args.topk_ids, num_experts);
   return topk;
 }
 
@@ -108,7 +107,6 @@ std::int64_t check_experts(const KernelArgs& args, const Experts& experts) {
   FUSEDMOE_CHECK(num_experts >= info.num_experts, "num_experts", fmt::to_string(num_experts),
                  fmt::format("at least {}, the number of local experts", info.num_experts));
   check_buffer(args.expert_map, "expert_map", DType::kI32, {num_experts}, args.stream.device);
-  check_expert_map(args.expert_map, info.num_experts);
   return num_experts;
 }
 
@@ -185,6 +183,9 @@ ProblemSize check_kernel_args(const ModularKernel& kernel, const KernelArgs& arg
   check_disjoint(output, {hidden_states, first, second, expert_map});
   check_workspace(workspace, kernel.workspace_bytes(problem, args.apply_router_weight_on_input),
                   {output, hidden_states, first, second, expert_map});
+  // Values last: they mean nothing in memory that another argument claims.
+  if (args.expert_map) check_expert_map(args.expert_map, info.num_experts);
+  if (!monolithic) check_ids(args.topk_ids, num_experts);
   return problem;
 }
 

@@ -97,30 +97,6 @@ TEST_P(GoldenCheckpointTest, LoadsEveryTensor) {
   }
 }
 
-// transformers' own fused copies fix order and transposition: (E, 2I, H) gate then up, (E, H, I).
-TEST_P(GoldenCheckpointTest, MatchesTheInMemoryLayout) {
-  const SafetensorsFile file = SafetensorsFile::open(golden(GetParam().file));
-  const LayerWeights layer = Checkpoint::open(golden(GetParam().file)).load_layer(0);
-  const std::int64_t inner = layer.experts.intermediate, hidden = layer.experts.hidden;
-  for (const char* block : {"mlp", "block_sparse_moe"}) {
-    const std::string prefix = std::string("inmemory.") + block + ".experts.";
-    if (!file.contains(prefix + "gate_up_proj")) continue;
-    const Tensor gate_up = file.tensor(prefix + "gate_up_proj");
-    const Tensor down = file.tensor(prefix + "down_proj");
-    for (std::int64_t e = 0; e < layer.experts.num_experts(); ++e) {
-      const ExpertMatrices& expert = layer.experts.experts[static_cast<std::size_t>(e)];
-      const TensorView w13 = gate_up.select(0, e), w2 = down.select(0, e);
-      for (std::int64_t i = 0; i < inner; ++i) {
-        for (std::int64_t h = 0; h < hidden; ++h) {
-          ASSERT_EQ(weight(expert.gate, i, h), at(w13, i, h));
-          ASSERT_EQ(weight(expert.up, i, h), at(w13, inner + i, h));
-          ASSERT_EQ(weight(expert.down, h, i), at(w2, h, i));
-        }
-      }
-    }
-  }
-}
-
 INSTANTIATE_TEST_SUITE_P(
     All, GoldenCheckpointTest,
     ::testing::Values(GoldenCase{"gpt_oss", Family::kGptOss, 8, 4, 256, 128, 0},
@@ -136,6 +112,49 @@ INSTANTIATE_TEST_SUITE_P(
                       GoldenCase{"granitemoe", Family::kGraniteMoe, 10, 4, 96, 64, 0},
                       GoldenCase{"glm4_moe", Family::kGlm4Moe, 8, 2, 96, 48, 48}),
     [](const auto& info) { return info.param.file; });
+
+// transformers' own fused copies fix order and transposition: (E, 2I, H) gate then up, (E, H, I).
+TEST(CheckpointTest, MatchesTheInMemoryLayout) {
+  for (const char* name : {"mixtral", "qwen3_moe_norm", "qwen3_moe_nonorm", "deepseek_v3", "olmoe",
+                           "granitemoe", "glm4_moe"}) {
+    const SafetensorsFile file = SafetensorsFile::open(golden(name));
+    const LayerWeights layer = Checkpoint::open(golden(name)).load_layer(0);
+    const std::int64_t inner = layer.experts.intermediate, hidden = layer.experts.hidden;
+    const std::string block = std::string(name) == "granitemoe" ? "block_sparse_moe" : "mlp";
+    const Tensor gate_up = file.tensor("inmemory." + block + ".experts.gate_up_proj");
+    const Tensor down = file.tensor("inmemory." + block + ".experts.down_proj");
+    for (std::int64_t e = 0; e < layer.experts.num_experts(); ++e) {
+      const ExpertMatrices& expert = layer.experts.experts[static_cast<std::size_t>(e)];
+      const TensorView w13 = gate_up.select(0, e), w2 = down.select(0, e);
+      for (std::int64_t i = 0; i < inner; ++i) {
+        for (std::int64_t h = 0; h < hidden; ++h) {
+          ASSERT_EQ(at(expert.gate.values, i, h), at(w13, i, h)) << name;
+          ASSERT_EQ(at(expert.up.values, i, h), at(w13, inner + i, h)) << name;
+          ASSERT_EQ(at(expert.down.values, h, i), at(w2, h, i)) << name;
+        }
+      }
+    }
+  }
+}
+
+// (E, H, 2I), gate in the first half of the columns.
+TEST(CheckpointTest, Llama4IsTransposedInHalves) {
+  const SafetensorsFile file = SafetensorsFile::open(golden("llama4"));
+  const LayerWeights layer = Checkpoint::open(golden("llama4")).load_layer(0);
+  const TensorView gate_up = file.tensor("feed_forward.experts.gate_up_proj").select(0, 7);
+  const TensorView down = file.tensor("feed_forward.experts.down_proj").select(0, 7);
+  const ExpertMatrices& expert = layer.experts.experts[7];
+  for (std::int64_t i = 0; i < 96; ++i) {
+    for (std::int64_t h = 0; h < 256; ++h) {
+      ASSERT_EQ(at(expert.gate.values, i, h), at(gate_up, h, i));
+      ASSERT_EQ(at(expert.up.values, i, h), at(gate_up, h, 96 + i));
+      ASSERT_EQ(at(expert.down.values, h, i), at(down, i, h));
+    }
+  }
+  const ExpertMatrices& shared = layer.shared_experts->weights.experts[0];
+  const Tensor shared_up = file.tensor("feed_forward.shared_expert.up_proj.weight");
+  EXPECT_EQ(at(shared.up.values, 5, 6), at(shared_up, 5, 6));
+}
 
 // The stored gpt-oss bf16 layout is (E, H, 2I), gate in even columns.
 TEST(CheckpointTest, GptOssIsTransposedAndInterleaved) {

@@ -1,0 +1,166 @@
+// Reading and writing safetensors: round trips, dtypes, alignment, atomic replacement.
+#include "fusedmoe/safetensors.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "fusedmoe/error.h"
+#include "gtest/gtest.h"
+#include "safetensors_bytes.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::safetensors_bytes;
+using testing::TemporaryDirectory;
+using testing::write_file;
+
+Tensor pattern(Shape shape, DType dtype, int seed) {
+  Tensor tensor = Tensor::empty(shape, dtype);
+  auto* data = tensor.as<unsigned char>();
+  for (std::int64_t i = 0; i < tensor.nbytes(); ++i) {
+    data[i] = static_cast<unsigned char>(i * 7 + seed);
+  }
+  return tensor;
+}
+
+bool same_bytes(const TensorView& a, const TensorView& b) {
+  return a.dtype() == b.dtype() && a.shape() == b.shape() &&
+         std::memcmp(a.data(), b.data(), static_cast<std::size_t>(a.nbytes())) == 0;
+}
+
+TEST(SafetensorsTest, RoundTripOfEveryDType) {
+  const TemporaryDirectory directory;
+  std::map<std::string, Tensor> tensors;
+  int seed = 0;
+  for (DType dtype : {DType::kF64, DType::kF32, DType::kF16, DType::kBF16, DType::kE4M3,
+                      DType::kE5M2, DType::kE8M0, DType::kE2M1, DType::kI8, DType::kU8, DType::kI16,
+                      DType::kI32, DType::kI64, DType::kBool}) {
+    tensors.emplace("x." + std::string(name(dtype)), pattern({3, 2, 5}, dtype, ++seed));
+  }
+  tensors.emplace("scalar", pattern({}, DType::kF32, 90));
+  tensors.emplace("empty", Tensor::empty({0, 7}, DType::kBF16));
+  tensors.emplace("\"quotes\" \\ and \xc3\xa4\n", pattern({1}, DType::kU8, 91));
+  const std::map<std::string, TensorView> views(tensors.begin(), tensors.end());
+  const std::map<std::string, std::string> metadata{{"format", "pt"}, {"a", "\t\"b\""}};
+  save_safetensors(directory / "x.safetensors", views, metadata);
+
+  const SafetensorsFile file = SafetensorsFile::open(directory / "x.safetensors");
+  EXPECT_EQ(file.names().size(), tensors.size());
+  EXPECT_TRUE(std::ranges::is_sorted(file.names()));
+  for (const auto& [name, tensor] : tensors) {
+    ASSERT_TRUE(file.contains(name));
+    EXPECT_TRUE(same_bytes(file.tensor(name), tensor)) << name;
+  }
+  EXPECT_EQ(file.metadata().size(), 2u);
+  EXPECT_EQ(file.metadata().at("a"), "\t\"b\"");
+}
+
+TEST(SafetensorsTest, DataIsAlignedWhateverTheNames) {
+  const TemporaryDirectory directory;
+  for (std::size_t length = 1; length < 70; length += 3) {
+    const Tensor small = pattern({3}, DType::kU8, 1), wide = pattern({5}, DType::kF64, 2);
+    const std::string name(length, 'a');  // sorts before the wide tensor
+    save_safetensors(directory / "x.safetensors", {{name, small}, {"wide", wide}});
+    const SafetensorsFile file = SafetensorsFile::open(directory / "x.safetensors");
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(file.tensor("wide").data()) % 64, 0u);
+    EXPECT_TRUE(same_bytes(file.tensor("wide"), wide));
+    EXPECT_TRUE(same_bytes(file.tensor(name), small));
+  }
+}
+
+// Element types need not be aligned in a valid file; tensors always are.
+TEST(SafetensorsTest, MisalignedDataIsCopied) {
+  const std::string header = R"({"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]},)"
+                             R"("b":{"dtype":"F64","shape":[2],"data_offsets":[3,19]},)"
+                             R"("c":{"dtype":"BF16","shape":[1],"data_offsets":[19,21]}})";
+  for (std::size_t padding = 0; padding < 8; ++padding) {
+    std::string bytes = safetensors_bytes(header + std::string(padding, ' '), 21);
+    for (std::size_t i = 0; i < 21; ++i) bytes[bytes.size() - 21 + i] = static_cast<char>(i);
+    const SafetensorsFile file = SafetensorsFile::parse(bytes.data(), bytes.size(), "bytes");
+    for (const auto& [name, tensor] : file.tensors()) {
+      const auto width = static_cast<std::uintptr_t>(bits(tensor.dtype()) / 8);
+      EXPECT_EQ(reinterpret_cast<std::uintptr_t>(tensor.data()) % width, 0u) << name;
+    }
+    EXPECT_EQ(file.tensor("b").as<const unsigned char>()[15], 18);
+    EXPECT_EQ(file.tensor("c").as<const unsigned char>()[0], 19);
+  }
+}
+
+TEST(SafetensorsTest, ViewsOfAlignedDataPointIntoTheBytes) {
+  alignas(64) char bytes[256] = {};
+  std::string header = R"({"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}})";
+  header.resize((header.size() + 3) / 4 * 4, ' ');
+  const std::string text = safetensors_bytes(header, 16);
+  ASSERT_LE(text.size(), sizeof bytes);
+  std::memcpy(bytes, text.data(), text.size());
+  const SafetensorsFile file = SafetensorsFile::parse(bytes, text.size(), "bytes");
+  EXPECT_EQ(file.tensor("a").data(), bytes + text.size() - 16);
+}
+
+TEST(SafetensorsTest, TensorsOutliveTheFile) {
+  const TemporaryDirectory directory;
+  const Tensor tensor = pattern({100}, DType::kI32, 5);
+  save_safetensors(directory / "x.safetensors", {{"a", tensor}});
+  Tensor kept;
+  {
+    const SafetensorsFile file = SafetensorsFile::open(directory / "x.safetensors");
+    kept = file.tensor("a");
+  }
+  std::filesystem::remove(directory / "x.safetensors");
+  EXPECT_TRUE(same_bytes(kept, tensor));
+}
+
+TEST(SafetensorsTest, FileWithoutTensors) {
+  const TemporaryDirectory directory;
+  save_safetensors(directory / "x.safetensors", {});
+  EXPECT_TRUE(SafetensorsFile::open(directory / "x.safetensors").names().empty());
+  const std::string minimal = safetensors_bytes("{}", 0);
+  EXPECT_TRUE(SafetensorsFile::parse(minimal.data(), minimal.size(), "x").names().empty());
+}
+
+TEST(SafetensorsTest, UnknownNameListsWhatThereIs) {
+  const TemporaryDirectory directory;
+  save_safetensors(directory / "x.safetensors", {{"hidden", pattern({1}, DType::kU8, 0)}});
+  const SafetensorsFile file = SafetensorsFile::open(directory / "x.safetensors");
+  try {
+    file.tensor("hidden_states");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("\"hidden\""), std::string::npos) << error.what();
+  }
+}
+
+TEST(SafetensorsTest, SavingReplacesAndLeavesNoTemporaries) {
+  const TemporaryDirectory directory;
+  save_safetensors(directory / "x.safetensors", {{"a", pattern({1}, DType::kU8, 0)}});
+  const SafetensorsFile old = SafetensorsFile::open(directory / "x.safetensors");
+  save_safetensors(directory / "x.safetensors", {{"b", pattern({2}, DType::kU8, 0)}});
+  EXPECT_TRUE(SafetensorsFile::open(directory / "x.safetensors").contains("b"));
+  EXPECT_EQ(old.tensor("a").as<const unsigned char>()[0], 0);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory.path()), {}), 1);
+}
+
+TEST(SafetensorsTest, SavingRefusesWhatItCannotWrite) {
+  const TemporaryDirectory directory;
+  const Tensor tensor = pattern({4, 4}, DType::kF32, 0);
+  const auto save = [&](const std::string& name, const TensorView& view) {
+    save_safetensors(directory / "x.safetensors", {{name, view}});
+  };
+  EXPECT_THROW(save("a", TensorView()), Error);
+  EXPECT_THROW(save("a", tensor.transpose(0, 1)), Error);
+  EXPECT_THROW(save("__metadata__", tensor), Error);
+  EXPECT_THROW(save("bad \xff utf-8", tensor), Error);
+  EXPECT_THROW(save("a", TensorView(tensor.data(), DType::kI4, {4})), Error);
+  EXPECT_THROW(save("a", TensorView(tensor.data(), DType::kE2M1, {3})), Error);
+  EXPECT_THROW(save_safetensors(directory / "no/such/directory", {{"a", tensor}}), Error);
+  std::filesystem::create_directory(directory / "d");
+  write_file(directory / "d/inside", "x");
+  EXPECT_THROW(save_safetensors(directory / "d", {{"a", tensor}}), Error);
+  EXPECT_FALSE(std::filesystem::exists(directory / "x.safetensors"));
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory.path()), {}), 1);
+}
+
+}  // namespace
+}  // namespace fusedmoe
