@@ -44,9 +44,14 @@ struct ForwardDetails {
 };
 
 /// Immutable after construction; forward may run on several threads with separate workspaces.
+///
+/// Shared experts run through a kernel of their own, as one expert that every token chooses, and
+/// are added to the routed output in fp32: below f32 that sum is the third rounding, after one in
+/// each kernel, as in inference engines.
 class FUSEDMOE_API MoeLayer {
  public:
   /// Selects an implementation and packs the weights; the source weights are not needed after.
+  /// Throws Error for weights that do not fit each other, and as select() does.
   MoeLayer(LayerWeights weights, LayerOptions options = {});
   ~MoeLayer();
   MoeLayer(MoeLayer&&) noexcept;
@@ -56,18 +61,21 @@ class FUSEDMOE_API MoeLayer {
   const Selection& selection() const;
   const RouterConfig& router() const;
   const PackedWeights& packed_weights() const;
-  /// One line: experts, prepare_finalize, scheme, instruction set, threads.
+  /// One line: experts, prepare_finalize, scheme, dtype, instruction set, threads; for example
+  /// "cpu+no_ep mxfp4_w4a16 bf16 isa=avx512_bf16 threads=2".
   std::string plan_line() const;
 
   /// Bytes of scratch that forward(num_tokens) needs; pure and monotone.
   std::size_t workspace_bytes(std::int64_t num_tokens) const;
 
   /// output = MoE(hidden_states); both (num_tokens, hidden) of LayerOptions::dtype, not
-  /// overlapping. Allocates nothing.
+  /// overlapping. `workspace`: workspace_bytes(num_tokens), 64-byte aligned. Checks every argument
+  /// before it touches any output; allocates nothing.
   void forward(const TensorView& hidden_states, const TensorView& output, Workspace workspace,
                const ForwardDetails& details = {}) const;
 
-  /// As forward, with routing given by the caller (precomputed or replayed ids).
+  /// As forward, with routing given by the caller (precomputed or replayed ids): global ids or -1.
+  /// An Error if the chosen experts are monolithic.
   void forward_routed(const TensorView& hidden_states, const Routing& routing,
                       const TensorView& output, Workspace workspace) const;
 

@@ -87,8 +87,8 @@ struct Routing {
 };
 
 /// Fills `out` from logits (num_tokens, num_experts) f32. `correction_bias` (num_experts) f32 may
-/// be undefined. Throws Error on shapes or dtypes that do not fit, and when a custom routing returns
-/// an id outside [-1, num_experts); allocates nothing.
+/// be undefined. Throws Error on shapes or dtypes that do not fit, and when a custom routing
+/// returns an id outside [-1, num_experts); allocates nothing.
 FUSEDMOE_API void route(const RouterConfig& config, const TensorView& logits,
                         const TensorView& correction_bias, const Routing& out);
 

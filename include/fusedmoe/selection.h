@@ -13,7 +13,8 @@
 
 namespace fusedmoe {
 
-/// Every PrepareAndFinalize and Experts this build has, best first, reference last.
+/// Every PrepareAndFinalize and Experts this build has, best first, reference last. A monolithic
+/// adapter follows the modular experts it wraps, so it is chosen on demand only.
 FUSEDMOE_API std::span<const std::shared_ptr<const PrepareAndFinalize>> all_prepare_finalize();
 FUSEDMOE_API std::span<const std::shared_ptr<const Experts>> all_experts();
 
@@ -34,17 +35,21 @@ struct FUSEDMOE_API Selection {
   explicit operator bool() const { return experts != nullptr; }
   /// Text table: chosen mark, experts, prepare_finalize, format, code, reason.
   std::string table() const;
-  /// The same as a JSON array.
+  /// The same as a JSON array of objects: chosen, experts, prepare_finalize, activation_format,
+  /// monolithic, supported, code, reason.
   std::string json() const;
 };
 
-/// Which pairs fit `config`, and the first that does. Pure; needs no weights and no device. Never
-/// throws for an unsupported configuration: see Selection::operator bool.
+/// Which pairs fit `config`, and the first that does: pairs of one activation format first, then
+/// those that cannot be paired. MoeConfig::activation_format is a wish that pairs of the other
+/// format fail. Pure; needs no weights and no device. Never throws for an unsupported
+/// configuration: see Selection::operator bool.
 FUSEDMOE_API Selection explain(const MoeConfig& config);
 
 /// As explain(), but `require` (an Experts name, optionally "experts+prepare_finalize") must be
-/// what is chosen: throws Error with its reason instead of choosing another. An empty `require`
-/// takes the best; if nothing fits the Error holds the whole table.
+/// what is chosen: throws Error with its reason instead of choosing another. A required name also
+/// decides the activation format. An empty `require` takes the best; if nothing fits the Error
+/// holds the whole table.
 FUSEDMOE_API Selection select(const MoeConfig& config, std::string_view require = {});
 
 }  // namespace fusedmoe

@@ -87,12 +87,12 @@ class TokenRouter {
 
   static void softmax(const float* logits, std::int64_t count, float* out) {
     const float largest = *std::max_element(logits, logits + count);
-    float sum = 0;
+    double sum = 0;  // so that thousands of experts cost no accuracy
     for (std::int64_t i = 0; i < count; ++i) {
       out[i] = std::exp(logits[i] - largest);
       sum += out[i];
     }
-    for (std::int64_t i = 0; i < count; ++i) out[i] /= sum;
+    for (std::int64_t i = 0; i < count; ++i) out[i] /= static_cast<float>(sum);
   }
 
   /// What experts are chosen and ordered by. A NaN (of the bias) loses against everything.
@@ -169,9 +169,9 @@ class TokenRouter {
         break;
     }
     if (config_.renormalize) {
-      float sum = 0;
+      double sum = 0;
       for (std::int64_t j = 0; j < topk; ++j) sum += weights[j];
-      for (std::int64_t j = 0; j < topk; ++j) weights[j] /= sum + 1e-20f;
+      for (std::int64_t j = 0; j < topk; ++j) weights[j] /= static_cast<float>(sum + 1e-20);
     }
     if (config_.routed_scaling_factor != 1) {
       for (std::int64_t j = 0; j < topk; ++j) weights[j] *= config_.routed_scaling_factor;

@@ -16,10 +16,9 @@ namespace fusedmoe {
 namespace {
 
 constexpr std::int64_t kLanes = 16;
-constexpr std::int64_t kColumns = 256;  // per chunk
-constexpr std::int64_t kTile = 8;       // tokens and experts of one task
-
-using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
+constexpr std::int64_t kColumns = 256;           // per chunk
+constexpr std::int64_t kTile = 8;                // tokens and experts of one task
+constexpr std::int64_t kParallelWork = 1 << 18;  // about 20 us on one thread
 
 /// Rows of one dtype, (count, columns).
 struct Rows {
@@ -37,7 +36,7 @@ struct Problem {
 };
 
 using Chunk = float[kTile][kColumns];
-using Sums = Lanes[kTile][kTile];
+using Sums = float[kTile][kTile][kLanes];
 
 [[gnu::always_inline]] inline float widen_f16(std::uint16_t code) {
   // The exponent's bias differs by 112; a multiplication also gets subnormal numbers right.
@@ -66,66 +65,54 @@ using Sums = Lanes[kTile][kTile];
   for (std::int64_t i = count; i % kLanes != 0; ++i) out[i] = 0;
 }
 
-/// sums[t][e] += x[t] * w[e] for kT tokens and kE experts, `count` columns.
-template <int kT, int kE>
+/// sums[t][e] += x[t] * w[e] for kT tokens and kE experts, `count` columns, in registers of kWidth
+/// floats.
+template <int kWidth, int kT, int kE>
 [[gnu::always_inline]] inline void multiply(const float (*x)[kColumns], const float (*w)[kColumns],
-                                            std::int64_t count, Lanes (*sums)[kTile]) {
-  Lanes acc[kT][kE];
+                                            std::int64_t count, float* sums) {
+  using Vector [[gnu::vector_size(kWidth * sizeof(float))]] = float;
+  constexpr int kParts = kLanes / kWidth;
+  Vector acc[kT][kE][kParts];
   for (int t = 0; t < kT; ++t) {
-    for (int e = 0; e < kE; ++e) acc[t][e] = sums[t][e];
+    for (int e = 0; e < kE; ++e) {
+      for (int p = 0; p < kParts; ++p) {
+        std::memcpy(&acc[t][e][p], sums + (t * kTile + e) * kLanes + p * kWidth, sizeof(Vector));
+      }
+    }
   }
   for (std::int64_t i = 0; i < count; i += kLanes) {
-    for (int t = 0; t < kT; ++t) {
-      Lanes a;
-      std::memcpy(&a, &x[t][i], sizeof(a));
-      for (int e = 0; e < kE; ++e) {
-        Lanes b;
-        std::memcpy(&b, &w[e][i], sizeof(b));
-        acc[t][e] += a * b;
+    for (int p = 0; p < kParts; ++p) {
+      for (int t = 0; t < kT; ++t) {
+        Vector a;
+        std::memcpy(&a, &x[t][i + p * kWidth], sizeof(Vector));
+        for (int e = 0; e < kE; ++e) {
+          Vector b;
+          std::memcpy(&b, &w[e][i + p * kWidth], sizeof(Vector));
+          acc[t][e][p] += a * b;
+        }
       }
     }
   }
   for (int t = 0; t < kT; ++t) {
-    for (int e = 0; e < kE; ++e) sums[t][e] = acc[t][e];
+    for (int e = 0; e < kE; ++e) {
+      for (int p = 0; p < kParts; ++p) {
+        std::memcpy(sums + (t * kTile + e) * kLanes + p * kWidth, &acc[t][e][p], sizeof(Vector));
+      }
+    }
   }
 }
 
-/// One task: up to kTile tokens times up to kTile experts; kT x kE at a time where there are that
-/// many, which changes no dot product.
-template <int kT, int kE>
-[[gnu::always_inline]] inline void compute_tile(const Problem& p, std::int64_t first_token,
-                                                std::int64_t first_expert) {
+/// Adds up the lanes, as a tree, and the bias.
+void store_logits(const Problem& p, const Sums& sums, std::int64_t first_token,
+                  std::int64_t first_expert) {
   const std::int64_t num_t = std::min(kTile, p.num_tokens - first_token);
   const std::int64_t num_e = std::min(kTile, p.num_experts - first_expert);
-  alignas(64) Chunk x, w;
-  Sums sums;
-  std::memset(&sums, 0, sizeof(sums));
-  for (std::int64_t begin = 0; begin < p.hidden; begin += kColumns) {
-    const std::int64_t count = std::min(kColumns, p.hidden - begin);
-    for (std::int64_t t = 0; t < num_t; ++t) widen(p.x, first_token + t, begin, count, x[t]);
-    for (std::int64_t e = 0; e < num_e; ++e) widen(p.weight, first_expert + e, begin, count, w[e]);
-    std::int64_t t = 0;
-    for (; t + kT <= num_t; t += kT) {
-      std::int64_t e = 0;
-      for (; e + kE <= num_e; e += kE) {
-        multiply<kT, kE>(x + t, w + e, count, reinterpret_cast<Lanes(*)[kTile]>(&sums[t][e]));
-      }
-      for (; e < num_e; ++e) {
-        multiply<kT, 1>(x + t, w + e, count, reinterpret_cast<Lanes(*)[kTile]>(&sums[t][e]));
-      }
-    }
-    for (; t < num_t; ++t) {
-      for (std::int64_t e = 0; e < num_e; ++e) {
-        multiply<1, 1>(x + t, w + e, count, reinterpret_cast<Lanes(*)[kTile]>(&sums[t][e]));
-      }
-    }
-  }
   float bias[kLanes] = {};
   if (p.bias.data) widen(p.bias, 0, first_expert, num_e, bias);
   for (std::int64_t t = 0; t < num_t; ++t) {
     for (std::int64_t e = 0; e < num_e; ++e) {
       float lanes[kLanes];
-      std::memcpy(lanes, &sums[t][e], sizeof(lanes));
+      std::memcpy(lanes, sums[t][e], sizeof(lanes));
       for (std::int64_t half = kLanes / 2; half > 0; half /= 2) {
         for (std::int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
       }
@@ -134,23 +121,53 @@ template <int kT, int kE>
   }
 }
 
+/// One task: up to kTile tokens times up to kTile experts; kT x kE at a time where there are that
+/// many, which changes no dot product.
+template <int kWidth, int kT, int kE>
+[[gnu::always_inline]] inline void compute_tile(const Problem& p, std::int64_t first_token,
+                                                std::int64_t first_expert) {
+  const std::int64_t num_t = std::min(kTile, p.num_tokens - first_token);
+  const std::int64_t num_e = std::min(kTile, p.num_experts - first_expert);
+  alignas(64) Chunk x, w;
+  alignas(64) Sums sums = {};
+  for (std::int64_t begin = 0; begin < p.hidden; begin += kColumns) {
+    const std::int64_t count = std::min(kColumns, p.hidden - begin);
+    for (std::int64_t t = 0; t < num_t; ++t) widen(p.x, first_token + t, begin, count, x[t]);
+    for (std::int64_t e = 0; e < num_e; ++e) widen(p.weight, first_expert + e, begin, count, w[e]);
+    std::int64_t t = 0;
+    for (; t + kT <= num_t; t += kT) {
+      std::int64_t e = 0;
+      for (; e + kE <= num_e; e += kE) {
+        multiply<kWidth, kT, kE>(x + t, w + e, count, sums[t][e]);
+      }
+      for (; e < num_e; ++e) multiply<kWidth, kT, 1>(x + t, w + e, count, sums[t][e]);
+    }
+    for (; t < num_t; ++t) {
+      for (std::int64_t e = 0; e < num_e; ++e) {
+        multiply<kWidth, 1, 1>(x + t, w + e, count, sums[t][e]);
+      }
+    }
+  }
+  store_logits(p, sums, first_token, first_expert);
+}
+
 using TileFunction = void (*)(const Problem&, std::int64_t, std::int64_t);
 
 // The shapes keep all running sums in registers.
 void tile_generic(const Problem& p, std::int64_t token, std::int64_t expert) {
-  compute_tile<1, 2>(p, token, expert);
+  compute_tile<4, 1, 2>(p, token, expert);
 }
 
 #if defined(__x86_64__)
 [[gnu::target("avx2,fma")]] void tile_avx2(const Problem& p, std::int64_t token,
                                            std::int64_t expert) {
-  compute_tile<2, 2>(p, token, expert);
+  compute_tile<8, 2, 2>(p, token, expert);
 }
 
 [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,fma")]] void tile_avx512(const Problem& p,
                                                                            std::int64_t token,
                                                                            std::int64_t expert) {
-  compute_tile<4, 4>(p, token, expert);
+  compute_tile<16, 4, 4>(p, token, expert);
 }
 #endif
 
@@ -194,7 +211,7 @@ void router_logits(const RouterWeights& weights, const TensorView& x, const Tens
   const std::int64_t expert_tiles = (num_experts + kTile - 1) / kTile;
   const std::int64_t tiles = (num_tokens + kTile - 1) / kTile * expert_tiles;
 #pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (num_tokens * num_experts * hidden >= 1 << 16)
+    num_threads(num_threads()) if (num_tokens * num_experts * hidden >= kParallelWork)
   for (std::int64_t i = 0; i < tiles; ++i) {
     tile(problem, i / expert_tiles * kTile, i % expert_tiles * kTile);
   }

@@ -16,8 +16,8 @@ struct NamedView {
   const TensorView* view;
 };
 
-/// Memory of this dtype and shape (-1: any extent): on `device`, contiguous, not null unless empty,
-/// and aligned to its elements.
+/// Memory of this dtype and shape (-1: any extent): on `device`, contiguous, and aligned to its
+/// elements.
 void check_buffer(const TensorView& view, const char* name, DType dtype, const Shape& shape,
                   Device device);
 

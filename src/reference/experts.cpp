@@ -14,6 +14,9 @@
 namespace fusedmoe::reference {
 namespace {
 
+/// Multiplications below which waking the threads costs more than it saves.
+constexpr std::int64_t kParallelWork = 1 << 16;
+
 /// Keeps the published weights as they are.
 class ReferenceWeights final : public PackedWeights {
  public:
@@ -90,7 +93,8 @@ void apply_linear(const Linear& a) {
   constexpr std::int64_t kChunk = 512;  // columns decoded at a time, once for all slots
   const std::int64_t out = a.matrix.values.size(0);
   const std::int64_t in = a.matrix.values.size(1) * (a.matrix.scales ? 2 : 1);
-#pragma omp parallel for schedule(static) num_threads(num_threads())
+#pragma omp parallel for schedule(static) \
+    num_threads(num_threads()) if (out * in * a.count >= kParallelWork)
   for (std::int64_t o = 0; o < out; ++o) {
     for (std::int64_t r = 0; r < a.count; ++r) {
       a.y[a.slots[r] * a.y_stride + o] = bias(a.matrix, o);
@@ -302,7 +306,8 @@ void weight_and_sum(const ExpertsArgs& args, const Sizes& n, const double* y) {
   const std::int64_t topk = args.topk_ids.size(1);
   const auto* ids = args.topk_ids.as<const std::int32_t>();
   const auto* weights = args.topk_weights.as<const float>();
-#pragma omp parallel for schedule(static) num_threads(num_threads())
+#pragma omp parallel for schedule(static) \
+    num_threads(num_threads()) if (n.slots * n.hidden >= kParallelWork)
   for (std::int64_t token = 0; token < n.rows; ++token) {
     for (std::int64_t column = 0; column < n.hidden; ++column) {
       double sum = 0;
@@ -354,7 +359,8 @@ void ReferenceExperts::apply(const ExpertsArgs& args) const {
       double* up = b.gate_up + n.intermediate;
       apply_linear({expert.up, slots, count, slots_per_row, b.x, up, width});
     }
-#pragma omp parallel for schedule(static) num_threads(num_threads())
+#pragma omp parallel for schedule(static) \
+    num_threads(num_threads()) if (count * n.intermediate >= kParallelWork / 16)
     for (std::int64_t r = 0; r < count; ++r) {
       const double* gate = b.gate_up + slots[r] * width;
       for (std::int64_t i = 0; i < n.intermediate; ++i) {

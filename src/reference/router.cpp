@@ -93,17 +93,22 @@ std::vector<double> weights_of(const RouterConfig& config, std::vector<double> c
 
 }  // namespace
 
+double router_logit(const RouterWeights& weights, const TensorView& x, std::int64_t token,
+                    std::int64_t expert) {
+  const WeightMatrix matrix{weights.weight, {}, weights.bias};
+  double sum = 0;
+  for (std::int64_t i = 0; i < x.size(1); ++i) {
+    sum += load(x.data(), x.dtype(), token * x.stride(0) + i * x.stride(1)) *
+           element(matrix, expert, i);
+  }
+  return sum + bias(matrix, expert);
+}
+
 std::vector<double> router_logits(const RouterWeights& weights, const TensorView& x,
                                   std::int64_t token) {
-  const WeightMatrix matrix{weights.weight, {}, weights.bias};
   std::vector<double> logits;
   for (std::int64_t e = 0; e < weights.weight.size(0); ++e) {
-    double sum = 0;
-    for (std::int64_t i = 0; i < x.size(1); ++i) {
-      sum +=
-          load(x.data(), x.dtype(), token * x.stride(0) + i * x.stride(1)) * element(matrix, e, i);
-    }
-    logits.push_back(sum + bias(matrix, e));
+    logits.push_back(router_logit(weights, x, token, e));
   }
   return logits;
 }

@@ -9,6 +9,10 @@
 
 namespace fusedmoe::reference {
 
+/// Logit of one expert for row `token` of x. Allocates nothing.
+double router_logit(const RouterWeights& weights, const TensorView& x, std::int64_t token,
+                    std::int64_t expert);
+
 /// Logits of every expert for row `token` of x: x weight^T + bias.
 std::vector<double> router_logits(const RouterWeights& weights, const TensorView& x,
                                   std::int64_t token);

@@ -1,0 +1,61 @@
+// One benchmark cell: a model's experts at a number of tokens, timed against what the machine gave
+// in the same moments.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fusedmoe/checkpoint.h"
+#include "fusedmoe/experts.h"
+#include "testing/cases.h"
+
+namespace fusedmoe::cli {
+
+struct BenchOptions {
+  ModelConfig model;
+  QuantScheme scheme;
+  DType dtype = DType::kBF16;
+  std::string experts;  ///< as `require` of select(); empty = best
+  testing::RoutingSkew skew = testing::RoutingSkew::kBalanced;
+  std::int64_t min_samples = 11;
+  double max_seconds = 10;  ///< of sampling, for each number of tokens
+  std::int64_t check_rows = 4;
+};
+
+/// Medians are over the samples that were kept.
+struct BenchRow {
+  std::int64_t num_tokens = 0;
+  std::int64_t samples = 0, dropped = 0;
+  double median_ms = 0, min_ms = 0, p99_ms = 0;
+  double gflops = 0;            ///< 2 M topk 3 N K (2 for non-gated) / median
+  double gbytes = 0;            ///< stored weight bytes of the distinct experts hit / median
+  double distinct_experts = 0;  ///< mean over samples
+  double read_gbytes = 0;       ///< the machine's read bandwidth around the median sample
+  double peak_gflops = 0;       ///< the machine's dot-product rate, likewise
+  double floor_ms = 0;          ///< max(bytes / bandwidth, FLOP / rate) of the median sample
+  double ratio = 0;             ///< median over samples of time / floor
+  double relative_error = 0;    ///< max-norm, of check_rows tokens against `reference`
+  std::string note;             ///< why there is nothing to see, otherwise empty
+};
+
+/// The weights of a model's layer: a few distinct experts of random values, packed as many times
+/// as the layer has experts.
+class LayerBench {
+ public:
+  LayerBench(BenchOptions options, const PackProgress& progress);
+  ~LayerBench();
+  LayerBench(const LayerBench&) = delete;
+  LayerBench& operator=(const LayerBench&) = delete;
+
+  /// "cpu+no_ep"
+  std::string implementation() const;
+  BenchRow run(std::int64_t num_tokens);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace fusedmoe::cli

@@ -1,0 +1,88 @@
+// fusedmoe explain: every implementation, whether it can serve a model, and the one that would run.
+#include <fmt/format.h>
+
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "commands.h"
+#include "fusedmoe/fusedmoe.h"
+#include "support.h"
+
+namespace fusedmoe::cli {
+namespace {
+
+struct Options {
+  std::string checkpoint, model;
+  std::string device = "cpu";
+  std::string dtype = "bf16";
+  std::int64_t num_tokens = 64;
+  bool json = false;
+};
+
+/// Scratch that one forward needs beside weights, input and output.
+std::size_t workspace_bytes(const Selection& selection, const MoeConfig& config,
+                            std::int64_t num_tokens) {
+  const ModularKernel kernel(selection.prepare_finalize, selection.experts);
+  return kernel.workspace_bytes({.num_tokens = num_tokens,
+                                 .topk = config.topk,
+                                 .num_local_experts = config.num_local_experts,
+                                 .hidden = config.hidden,
+                                 .intermediate = config.intermediate,
+                                 .dtype = config.dtype},
+                                config.apply_router_weight_on_input);
+}
+
+void run(const Options& options) {
+  const Device device = parse_device(options.device);
+  const ModelConfig model = options.model.empty() ? Checkpoint::open(options.checkpoint).config()
+                                                  : parse_model_config(model_preset(options.model));
+  const MoeConfig config = moe_config(model, parse_float_dtype(options.dtype), device);
+  const Selection selection = explain(config);
+  const std::size_t workspace =
+      selection ? workspace_bytes(selection, config, options.num_tokens) : 0;
+  if (options.json) {
+    fmt::print("{}\n", nlohmann::json{{"family", name(model.family)},
+                                      {"scheme", name(config.scheme)},
+                                      {"dtype", name(config.dtype)},
+                                      {"device", to_string(device)},
+                                      {"num_tokens", options.num_tokens},
+                                      {"workspace_bytes", workspace},
+                                      {"candidates", nlohmann::json::parse(selection.json())}}
+                           .dump());
+  } else {
+    fmt::print("{}: {} experts, top-{}, {} x {}, {}, {}, {} on {}\n\n{}", name(model.family),
+               config.num_experts, config.topk, config.hidden, config.intermediate,
+               name(config.scheme), name(config.activation), name(config.dtype), to_string(device),
+               selection.table());
+    if (selection) {
+      fmt::print("\nworkspace for {} tokens: {}\n", options.num_tokens,
+                 format_bytes(static_cast<std::int64_t>(workspace)));
+    }
+  }
+  if (!selection) {
+    throw Error("configuration", "served by no implementation", "one that a row above supports");
+  }
+}
+
+}  // namespace
+
+void add_explain(CLI::App& app) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command = app.add_subcommand(
+      "explain", "Show which implementation would run a model, and why not the others");
+  CLI::Option_group* source = command->add_option_group("model");
+  source->add_option("--checkpoint", options->checkpoint, "Checkpoint directory or file");
+  source->add_option("--model", options->model, "A model that synth knows");
+  source->require_option(1);
+  command->add_option("--device", options->device, "cpu or cuda:<index>")->capture_default_str();
+  command->add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
+      ->capture_default_str();
+  command->add_option("--tokens", options->num_tokens, "Tokens the workspace is computed for")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  command->add_flag("--json", options->json, "Print one JSON object instead of text");
+  command->callback([options] { run(*options); });
+}
+
+}  // namespace fusedmoe::cli

@@ -1,0 +1,195 @@
+// fusedmoe run: hidden states from a file through one MoE layer of a checkpoint, results to a file.
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "commands.h"
+#include "fusedmoe/fusedmoe.h"
+#include "report.h"
+#include "support.h"
+
+namespace fusedmoe::cli {
+namespace {
+
+struct Options {
+  std::string checkpoint, input, output;
+  std::string input_name = "hidden_states";
+  std::string device = "cpu";
+  std::string experts;
+  std::string dtype = "bf16";
+  std::int64_t layer = -1;
+  int threads = 0;
+  int repeat = 1;
+  std::int64_t check_rows = 0;
+  bool load_chart = false;
+  bool json = false;
+};
+
+/// The named tensor as (num_tokens, hidden) of `dtype`.
+Tensor load_hidden_states(const Options& options, std::int64_t hidden, DType dtype) {
+  const Tensor stored = SafetensorsFile::open(options.input).tensor(options.input_name);
+  const std::string what = fmt::format("{} of {}", options.input_name, options.input);
+  if (stored.rank() != 2 || stored.size(1) != hidden) {
+    throw Error(what, to_string(stored.shape()), fmt::format("[num_tokens, {}]", hidden));
+  }
+  const DType from = stored.dtype();
+  if (from != DType::kF64 && from != DType::kF32 && from != DType::kF16 && from != DType::kBF16) {
+    throw Error(what, std::string(name(from)), "f32, bf16, f16 or f64");
+  }
+  Tensor x = Tensor::empty(stored.shape(), dtype);
+  convert(stored, x);
+  return x;
+}
+
+/// Everything a forward leaves behind.
+struct Results {
+  Tensor output;         // (num_tokens, hidden)
+  Tensor router_logits;  // (num_tokens, num_experts) f32
+  Tensor topk_ids;       // (num_tokens, topk) i32
+  Tensor topk_weights;   // (num_tokens, topk) f32
+  std::vector<double> times_ms;
+
+  double median_ms() const {
+    std::vector<double> sorted = times_ms;
+    std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2, sorted.end());
+    return sorted[sorted.size() / 2];
+  }
+};
+
+Results forward(const MoeLayer& layer, const Tensor& x, int repeat) {
+  const MoeConfig& config = layer.config();
+  const std::int64_t num_tokens = x.size(0);
+  Results results{.output = Tensor::empty(x.shape(), x.dtype()),
+                  .router_logits = Tensor::empty({num_tokens, config.num_experts}, DType::kF32),
+                  .topk_ids = Tensor::empty({num_tokens, config.topk}, DType::kI32),
+                  .topk_weights = Tensor::empty({num_tokens, config.topk}, DType::kF32)};
+  const std::size_t bytes = layer.workspace_bytes(num_tokens);
+  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
+  const ForwardDetails details{.router_logits = results.router_logits,
+                               .topk_ids = results.topk_ids,
+                               .topk_weights = results.topk_weights};
+  Progress progress("Running");
+  for (int i = 0; i < repeat; ++i) {
+    results.times_ms.push_back(time_ms([&] {
+      layer.forward(x, results.output, {workspace.data(), bytes}, details);
+    }));
+    progress.update(i + 1, repeat);
+  }
+  return results;
+}
+
+void print_text(const Options& options, const MoeLayer& layer, const Results& results,
+                const RowCheck* check) {
+  const std::int64_t num_tokens = results.output.size(0);
+  std::string time = fmt::format("{:.2f} ms", results.median_ms());
+  if (results.times_ms.size() > 1) {
+    time += fmt::format(" (median of {})", results.times_ms.size());
+  }
+  fmt::print("{}  tokens={}  {}\n", layer.plan_line(), num_tokens, time);
+  if (options.load_chart) {
+    fmt::print("{}", load_chart(expert_load(results.topk_ids, layer.config().num_experts)));
+  }
+  if (check) fmt::print("{}\n", check->text());
+}
+
+void print_json(const MoeLayer& layer, const Results& results, const RowCheck* check) {
+  nlohmann::json object{{"plan", layer.plan_line()},
+                        {"experts", layer.selection().experts->name()},
+                        {"prepare_finalize", layer.selection().prepare_finalize->name()},
+                        {"num_tokens", results.output.size(0)},
+                        {"ms", results.median_ms()},
+                        {"times_ms", results.times_ms},
+                        {"expert_load", expert_load(results.topk_ids, layer.config().num_experts)}};
+  if (check) {
+    object["check"] = {{"rows", check->rows},
+                       {"max_norm_relative", check->difference.max_norm_relative},
+                       {"tolerance", check->tolerance},
+                       {"passed", check->passed()}};
+  }
+  fmt::print("{}\n", object.dump());
+}
+
+void run(const Options& options) {
+  const DType dtype = parse_float_dtype(options.dtype);
+  const Device device = parse_device(options.device);
+  set_num_threads(options.threads);
+  const Checkpoint checkpoint = Checkpoint::open(options.checkpoint);
+  const std::vector<std::int64_t> layers = checkpoint.moe_layers();
+  if (layers.empty()) throw Error(options.checkpoint, "without MoE layers", "at least one");
+  const std::int64_t index = options.layer < 0 ? layers.front() : options.layer;
+  const LayerWeights weights = checkpoint.load_layer(index);
+  const Tensor x = load_hidden_states(options, weights.experts.hidden, dtype);
+
+  std::unique_ptr<MoeLayer> layer;
+  {
+    Progress progress("Packing weights");
+    layer = std::make_unique<MoeLayer>(
+        weights, LayerOptions{.device = device,
+                              .dtype = dtype,
+                              .require = options.experts,
+                              .progress = [&](std::int64_t done, std::int64_t total) {
+                                progress.update(done, total);
+                              }});
+  }
+  const Results results = forward(*layer, x, options.repeat);
+
+  RowCheck check;
+  if (options.check_rows > 0) {
+    check = check_rows(weights, x, results.output, results.topk_ids, options.check_rows);
+    if (!check.passed()) throw Error("output", check.text(), "within the tolerance");
+  }
+  save_safetensors(options.output,
+                   {{"output", results.output},
+                    {"router_logits", results.router_logits},
+                    {"topk_ids", results.topk_ids},
+                    {"topk_weights", results.topk_weights}},
+                   {{"fusedmoe_version", FUSEDMOE_VERSION}, {"plan", layer->plan_line()}});
+  spdlog::info("wrote {}", options.output);
+  const RowCheck* shown = options.check_rows > 0 ? &check : nullptr;
+  options.json ? print_json(*layer, results, shown) : print_text(options, *layer, results, shown);
+}
+
+}  // namespace
+
+void add_run(CLI::App& app) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command = app.add_subcommand(
+      "run", "Run hidden states through one MoE layer of a checkpoint and write the output");
+  command
+      ->add_option("--checkpoint", options->checkpoint,
+                   "Directory (config.json + *.safetensors) or one safetensors file")
+      ->required();
+  command->add_option("--layer", options->layer, "Layer index; default: the first MoE layer")
+      ->check(CLI::NonNegativeNumber);
+  command->add_option("--input", options->input, "Safetensors file with the hidden states")
+      ->required();
+  command->add_option("--input-name", options->input_name, "Name of the tensor in it")
+      ->capture_default_str();
+  command
+      ->add_option("--output", options->output,
+                   "Safetensors file to write: output, topk_ids, topk_weights, router_logits")
+      ->required();
+  command->add_option("--device", options->device, "cpu or cuda:<index>")->capture_default_str();
+  command->add_option("--experts", options->experts,
+                      "Implementation that must run (see explain); default: the best");
+  command->add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
+      ->capture_default_str();
+  command->add_option("--threads", options->threads, "CPU threads; default: all")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--repeat", options->repeat, "Run so many times and print the median time")
+      ->check(CLI::PositiveNumber);
+  command
+      ->add_option("--check", options->check_rows,
+                   "Compare so many rows with the reference implementation; fail on excess")
+      ->check(CLI::PositiveNumber);
+  command->add_flag("--load-chart", options->load_chart, "Print the tokens per expert as bars");
+  command->add_flag("--json", options->json, "Print one JSON object instead of text");
+  command->callback([options] { run(*options); });
+}
+
+}  // namespace fusedmoe::cli

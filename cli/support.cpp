@@ -1,0 +1,97 @@
+#include "support.h"
+
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <utility>
+
+#include "fusedmoe/error.h"
+
+namespace fusedmoe::cli {
+
+using std::chrono::duration;
+
+Progress::Progress(std::string what)
+    : what_(std::move(what)),
+      start_(Clock::now()),
+      last_(start_),
+      terminal_(isatty(STDERR_FILENO) == 1) {}
+
+Progress::~Progress() {
+  if (drawn_) std::fputs("\r\033[K", stderr);
+}
+
+void Progress::update(std::int64_t done, std::int64_t total) {
+  const auto now = Clock::now();
+  if (done >= total || now - start_ < std::chrono::seconds(1)) return;
+  const std::chrono::milliseconds pause(terminal_ ? 100 : 5000);
+  if (now - last_ < pause) return;
+  last_ = now;
+
+  const double share = static_cast<double>(done) / static_cast<double>(total);
+  const double elapsed = duration<double>(now - start_).count();
+  const double left = share > 0 ? elapsed / share - elapsed : 0;
+  if (!terminal_) {
+    spdlog::info("{}: {:.0f} %, about {:.0f} s left", what_, 100 * share, left);
+    return;
+  }
+  constexpr int kWidth = 40;
+  const int filled = static_cast<int>(share * kWidth);
+  fmt::print(stderr, "\r\033[K{} [{:#<{}}{:.<{}}] {:3.0f} % {:.0f} s left", what_, "", filled, "",
+             kWidth - filled, 100 * share, left);
+  std::fflush(stderr);
+  drawn_ = true;
+}
+
+std::string format_bytes(std::int64_t bytes) {
+  constexpr std::array kUnits{"B", "kB", "MB", "GB", "TB"};
+  auto value = static_cast<double>(bytes);
+  std::size_t unit = 0;
+  while (value >= 1000 && unit + 1 < kUnits.size()) {
+    value /= 1000;
+    ++unit;
+  }
+  return unit ? fmt::format("{:.1f} {}", value, kUnits[unit]) : fmt::format("{} B", bytes);
+}
+
+DType parse_float_dtype(const std::string& text) {
+  const auto dtype = parse_dtype(text);
+  if (dtype != DType::kF32 && dtype != DType::kBF16 && dtype != DType::kF16) {
+    throw Error("--dtype", fmt::format("\"{}\"", text), "f32, bf16 or f16");
+  }
+  return *dtype;
+}
+
+std::string read_text(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string text{std::istreambuf_iterator<char>(file), {}};
+  if (!file.is_open() || file.bad()) throw Error(path, "not readable", "a readable text file");
+  return text;
+}
+
+std::string describe_router(const RouterConfig& router) {
+  std::string text =
+      fmt::format("{}, top-{} of {}", name(router.scoring), router.topk, router.num_experts);
+  if (router.num_expert_group > 0) {
+    text += fmt::format(", {} groups keep {}", router.num_expert_group, router.topk_group);
+  }
+  if (router.renormalize) text += ", renormalized";
+  if (router.routed_scaling_factor != 1) {
+    text += fmt::format(", times {}", router.routed_scaling_factor);
+  }
+  if (router.apply_router_weight_on_input) text += ", weight on the input";
+  return text;
+}
+
+double time_ms(const std::function<void()>& work) {
+  const auto start = std::chrono::steady_clock::now();
+  work();
+  return duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace fusedmoe::cli

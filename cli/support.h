@@ -1,0 +1,49 @@
+// What several subcommands share: progress, sizes as text, options with checked values.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+
+#include "fusedmoe/checkpoint.h"
+#include "fusedmoe/dtype.h"
+
+namespace fusedmoe::cli {
+
+/// Progress of one job on stderr: silent for the first second, then a bar on a terminal, or else a
+/// line every five seconds. Erases its bar at the end.
+class Progress {
+ public:
+  explicit Progress(std::string what);
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  void update(std::int64_t done, std::int64_t total);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  std::string what_;
+  Clock::time_point start_, last_;
+  bool terminal_;
+  bool drawn_ = false;
+};
+
+/// "421.3 MB", decimal units.
+std::string format_bytes(std::int64_t bytes);
+
+/// f32, bf16 or f16; throws Error otherwise.
+DType parse_float_dtype(const std::string& text);
+
+/// The whole text of a file; throws Error.
+std::string read_text(const std::string& path);
+
+/// "softmax, top-4, renormalized": a router's configuration in one line.
+std::string describe_router(const RouterConfig& router);
+
+/// Milliseconds that `work` takes.
+double time_ms(const std::function<void()>& work);
+
+}  // namespace fusedmoe::cli

@@ -1,0 +1,67 @@
+// fusedmoe synth: a checkpoint of true size in the published layout, with random weights.
+#include <fmt/format.h>
+
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "commands.h"
+#include "fusedmoe/checkpoint.h"
+#include "fusedmoe/error.h"
+#include "support.h"
+
+namespace fusedmoe::cli {
+namespace {
+
+struct Options {
+  std::string model, config, out;
+  SynthOptions synth;
+  bool json = false;
+};
+
+void run(const Options& options) {
+  SynthOptions synth = options.synth;
+  synth.config_json =
+      options.model.empty() ? read_text(options.config) : model_preset(options.model);
+  std::int64_t bytes = 0;
+  double ms = 0;
+  {
+    Progress progress("Writing " + options.out);
+    synth.progress = [&](std::int64_t done, std::int64_t total) { progress.update(done, total); };
+    ms = time_ms([&] { bytes = synthesize_checkpoint(synth, options.out); });
+  }
+  if (options.json) {
+    fmt::print("{}\n", nlohmann::json{{"path", options.out}, {"bytes", bytes}, {"ms", ms}}.dump());
+  } else {
+    fmt::print("{}: {} in {:.1f} s\n", options.out, format_bytes(bytes), ms / 1000);
+  }
+}
+
+}  // namespace
+
+void add_synth(CLI::App& app) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command = app.add_subcommand(
+      "synth", "Write a checkpoint of true size in its published layout, with random weights");
+  std::string models;
+  for (const std::string& model : model_preset_names()) {
+    models += (models.empty() ? "" : ", ") + model;
+  }
+  CLI::Option_group* source = command->add_option_group("model");
+  source->add_option("--model", options->model, "One of " + models);
+  source->add_option("--config", options->config, "Any config.json of a supported family");
+  source->require_option(1);
+  command->add_option("--layers", options->synth.num_layers, "Number of MoE layers")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command->add_option("--tokens", options->synth.num_tokens, "Rows of input.safetensors")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  command->add_option("--seed", options->synth.seed, "Of the random numbers")
+      ->capture_default_str();
+  command->add_option("--out", options->out, "Directory to make")->required();
+  command->add_flag("--json", options->json, "Print one JSON object instead of text");
+  command->callback([options] { run(*options); });
+}
+
+}  // namespace fusedmoe::cli

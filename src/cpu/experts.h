@@ -1,0 +1,12 @@
+// Fast experts on the CPU: "cpu" (standard format) and "cpu_batched".
+#pragma once
+
+#include <memory>
+
+#include "fusedmoe/experts.h"
+
+namespace fusedmoe::cpu {
+
+std::shared_ptr<const ModularExperts> make_experts(ActivationFormat format);
+
+}  // namespace fusedmoe::cpu

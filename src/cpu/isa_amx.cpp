@@ -1,0 +1,131 @@
+// Kernels for AMX: tile registers of 16 rows x 64 bytes, bf16 products, fp32 sums. Everything that
+// is not a bf16 dot product is as with AVX-512.
+//
+// Bits: tdpbf16ps sums 16 pairs before it adds to the accumulator, so results differ in rounding
+// from vdpbf16ps; but every number of rows goes through it, so rows still do not depend on their
+// batch.
+#include "cpu/dot_bf16.h"
+
+namespace fusedmoe::cpu {
+namespace {
+
+constexpr int kTileRows = 16;
+constexpr int kVectorBytes = 64;  // of a panel: 16 columns
+
+/// Shapes of the eight tile registers: 0-3 sums, 4-5 rows, 6-7 weights.
+class TileConfig {
+ public:
+  /// `low` rows in sums 0, 1 and rows 4; `high` rows in sums 2, 3 and rows 5.
+  TileConfig(int low, int high) {
+    alignas(64) struct {
+      std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      std::uint16_t row_bytes[16] = {};
+      std::uint8_t rows[16] = {};
+    } config;
+    const int rows[8] = {low, low, high, high, low, high, kTileRows, kTileRows};
+    for (int tile = 0; tile < 8; ++tile) {
+      config.row_bytes[tile] = static_cast<std::uint16_t>(rows[tile] ? kVectorBytes : 0);
+      config.rows[tile] = static_cast<std::uint8_t>(rows[tile]);
+    }
+    _tile_loadconfig(&config);
+  }
+  ~TileConfig() { _tile_release(); }
+  TileConfig(const TileConfig&) = delete;
+  TileConfig& operator=(const TileConfig&) = delete;
+};
+
+struct DotAmx : DotBf16 {
+  static constexpr int kRows = 2 * kTileRows;
+  static constexpr int kPasses = 2;
+
+  /// At most 32 rows x 64 columns, 32 columns at a time: 2 x 2 tiles of sums. rows[0] stands for
+  /// all: they follow each other at the distance of the first two.
+  static void multiply_block(int num_rows, const std::byte* const* rows, const std::byte* panel,
+                             std::int64_t steps, bool accumulate, float* sums,
+                             Prefetcher& prefetch) {
+    const int low = num_rows < kTileRows ? num_rows : kTileRows, high = num_rows - low;
+    const std::int64_t stride = num_rows > 1 ? rows[1] - rows[0] : 0;
+    const TileConfig config(low, high);
+    for (int half = 0; half < 2; ++half) {
+      float* left = sums + half * kTileColumns / 2;
+      high ? multiply_half<true>(rows[0], stride, panel, steps, accumulate, left, half, prefetch)
+           : multiply_half<false>(rows[0], stride, panel, steps, accumulate, left, half, prefetch);
+    }
+  }
+
+ private:
+  template <bool kHigh>
+  static void multiply_half(const std::byte* rows, std::int64_t stride, const std::byte* panel,
+                            std::int64_t steps, bool accumulate, float* left, int half,
+                            Prefetcher& prefetch) {
+    float* right = left + 16;
+    float* lower = left + kTileRows * kTileColumns;
+    if (accumulate) {
+      _tile_loadd(0, left, kStepBytes);
+      _tile_loadd(1, right, kStepBytes);
+      if constexpr (kHigh) {
+        _tile_loadd(2, lower, kStepBytes);
+        _tile_loadd(3, lower + 16, kStepBytes);
+      }
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      if constexpr (kHigh) {
+        _tile_zero(2);
+        _tile_zero(3);
+      }
+    }
+    const std::byte* weights = panel + half * 2 * kVectorBytes;
+    for (std::int64_t step = 0; step < steps; step += kStepsPerGroup) {
+      prefetch();
+      _tile_loadd(4, rows + step * 4, stride);
+      _tile_loadd(6, weights + step * kStepBytes, kStepBytes);
+      _tile_loadd(7, weights + step * kStepBytes + kVectorBytes, kStepBytes);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      if constexpr (kHigh) {
+        _tile_loadd(5, rows + kTileRows * stride + step * 4, stride);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, left, kStepBytes);
+    _tile_stored(1, right, kStepBytes);
+    if constexpr (kHigh) {
+      _tile_stored(2, lower, kStepBytes);
+      _tile_stored(3, lower + 16, kStepBytes);
+    }
+  }
+};
+
+double amx_flops(std::int64_t rounds) {
+  const TileConfig config(kTileRows, kTileRows);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(6);
+  for (std::int64_t round = 0; round < rounds; ++round) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_dpbf16ps(2, 4, 6);
+    _tile_dpbf16ps(3, 4, 6);
+  }
+  return 2.0 * 4 * kTileRows * 16 * kGroup * static_cast<double>(rounds);
+}
+
+using Dot = DotF32<Simd>;
+
+}  // namespace
+
+const Kernels kAmxKernels = {"amx",
+                             true,
+                             {{multiply<Dot, Direct>, nullptr},
+                              {multiply<Dot, Bf16ToF32<Simd>>, multiply<DotAmx, Direct>},
+                              {multiply<Dot, Mxfp4ToF32<Simd>>, multiply<DotAmx, Mxfp4ToBf16>}},
+                             reduce<Simd>,
+                             {convert_to_f32, convert_to_bf16},
+                             {flops<Dot>, amx_flops}};
+
+}  // namespace fusedmoe::cpu

@@ -1,0 +1,484 @@
+// The one grouped-GEMM skeleton of the CPU backend: rows x tile, with policies for the instruction
+// set (Simd), the dot product (Dot) and the weight format (Decoder). Included by isa_*.cpp only.
+//
+// Bits: every output element is one accumulator that takes its products in ascending k, whatever
+// the number of rows. Decoded weights are exact, and kernels that keep MXFP4 scales out of the
+// products rescale their accumulators by powers of two, which is exact too. So a row's result does
+// not depend on the kernel that computed it.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "cpu/kernels.h"
+
+namespace fusedmoe::cpu {
+namespace {
+
+// ---- Rows ---------------------------------------------------------------------------------------
+
+inline const std::byte* row_pointer(const TileJob& job, std::int64_t row) {
+  const std::int64_t index = job.slots ? job.slots[row] / job.topk : row;
+  return job.rows + index * job.row_bytes;
+}
+
+/// Spreads the prefetch of the next stream over the work on this one. NOTE: prefetching the stream
+/// in hand hurts; the hardware does that better.
+class Prefetcher {
+ public:
+  Prefetcher(const TileJob& job, std::int64_t calls)
+      : next_(job.prefetch),
+        end_(job.prefetch + (job.prefetch ? job.prefetch_bytes : 0)),
+        bytes_per_call_(calls > 0 ? ((end_ - next_) / calls + 64) / 64 * 64 : 0) {}
+
+  void operator()() {
+    const std::byte* stop = end_ - next_ > bytes_per_call_ ? next_ + bytes_per_call_ : end_;
+    for (; next_ < stop; next_ += 64) __builtin_prefetch(next_, 0, 2);
+  }
+
+ private:
+  const std::byte* next_;
+  const std::byte* end_;
+  std::int64_t bytes_per_call_;
+};
+
+// ---- Activation ---------------------------------------------------------------------------------
+
+// S::min and S::max return the second operand when one is NaN, so constants come first and NaN
+// passes through.
+
+/// exp for x in about [-87, 88], clamped outside; relative error below 2e-7.
+template <class S>
+inline typename S::F exp_approx(typename S::F x) {
+  using F = typename S::F;
+  x = S::max(S::set1(-87.0f), S::min(S::set1(88.0f), x));
+  // x = n ln 2 + f with |f| <= ln(2) / 2; ln 2 split so that n * high is exact.
+  const F n = S::round(x * S::set1(1.44269504f));
+  const F f = S::fma(n, S::set1(2.12194440e-4f), S::fma(n, S::set1(-0.693359375f), x));
+  F p = S::set1(1.0f / 5040);
+  p = S::fma(p, f, S::set1(1.0f / 720));
+  p = S::fma(p, f, S::set1(1.0f / 120));
+  p = S::fma(p, f, S::set1(1.0f / 24));
+  p = S::fma(p, f, S::set1(1.0f / 6));
+  p = S::fma(p, f, S::set1(0.5f));
+  p = S::fma(p, f, S::set1(1.0f));
+  p = S::fma(p, f, S::set1(1.0f));
+  return S::scale_by_power_of_two(p, n);
+}
+
+/// 1 / (1 + exp(-x))
+template <class S>
+inline typename S::F sigmoid(typename S::F x) {
+  const auto one = S::set1(1.0f);
+  return one / (one + exp_approx<S>(-x));
+}
+
+template <class S, class Function>
+inline typename S::F per_lane(typename S::F x, Function function) {
+  alignas(64) float lanes[S::kWidth];
+  S::store(lanes, x);
+  for (float& lane : lanes) lane = function(lane);
+  return S::load(lanes);
+}
+
+template <class S>
+inline typename S::F clamp(typename S::F x, float limit) {
+  return S::max(S::set1(-limit), S::min(S::set1(limit), x));
+}
+
+/// The gate half: everything that does not depend on `up`.
+template <class S>
+inline typename S::F activate_gate(typename S::F g, const Epilogue& e) {
+  using Kind = Epilogue::Kind;
+  switch (e.kind) {
+    case Kind::kSilu:
+    case Kind::kSiluNoMul:
+      g = S::min(S::set1(e.limit), g);
+      return g * sigmoid<S>(g);
+    case Kind::kGelu:
+    case Kind::kGeluNoMul:
+      return per_lane<S>(g, [](float x) { return 0.5f * x * (1 + erff(x * 0.707106781f)); });
+    case Kind::kGeluTanh:
+    case Kind::kGeluTanhNoMul: {
+      // (1 + tanh(y)) / 2 = sigmoid(2 y)
+      const auto y = S::set1(0.797884561f) * S::fma(S::set1(0.044715f) * g * g, g, g);
+      return g * sigmoid<S>(y + y);
+    }
+    case Kind::kSwigluOai:
+    case Kind::kSwigluOaiUninterleave:
+      g = S::min(S::set1(e.limit), g);
+      return g * sigmoid<S>(S::set1(e.alpha) * g);
+    case Kind::kSwigluStep:
+      return S::min(S::set1(e.limit), g * sigmoid<S>(g));
+    case Kind::kSitu: {
+      const float b = e.situ_beta;
+      return per_lane<S>(g, [b](float x) { return b * tanhf(x / b); }) * sigmoid<S>(g);
+    }
+    case Kind::kRelu2NoMul:
+      g = S::max(S::set1(0.0f), g);
+      return g * g;
+    case Kind::kNone:
+      break;
+  }
+  return g;
+}
+
+template <class S>
+inline typename S::F activate(typename S::F gate, typename S::F up, const Epilogue& e) {
+  using Kind = Epilogue::Kind;
+  const auto a = activate_gate<S>(gate, e);
+  switch (e.kind) {
+    case Kind::kSilu:
+    case Kind::kSwigluStep:
+      return a * clamp<S>(up, e.limit);
+    case Kind::kSwigluOai:
+    case Kind::kSwigluOaiUninterleave:
+      return a * (clamp<S>(up, e.limit) + S::set1(e.beta));
+    case Kind::kSitu: {
+      const float b = e.situ_linear_beta;
+      return a * (b > 0 ? per_lane<S>(up, [b](float x) { return b * tanhf(x / b); }) : up);
+    }
+    default:
+      return a * up;
+  }
+}
+
+// ---- Epilogue -----------------------------------------------------------------------------------
+
+/// sums: 64 fp32 accumulators of one row and tile, without bias.
+template <class D>
+inline void store_row(const TileJob& job, int tile, std::int64_t row, float* sums) {
+  using S = typename D::Simd;
+  constexpr int kW = S::kWidth;
+  if (job.bias) {
+    const float* bias = job.bias + tile * kTileColumns;
+    for (int c = 0; c < kTileColumns; c += kW) {
+      S::store(sums + c, S::load(sums + c) + S::load(bias + c));
+    }
+  }
+  const Epilogue& e = *job.epilogue;
+  std::byte* output = job.output + row * job.output_bytes;
+  if (e.kind == Epilogue::Kind::kNone) {
+    std::memcpy(output + std::int64_t{tile} * kStepBytes, sums, kStepBytes);
+    return;
+  }
+  const int columns = e.gated ? kTileColumns / 2 : kTileColumns;
+  for (int c = 0; c < columns; c += kW) {
+    const auto gate = S::load(sums + c);
+    const auto value =
+        e.gated ? activate<S>(gate, S::load(sums + columns + c), e) : activate_gate<S>(gate, e);
+    D::store_element(output, std::int64_t{tile} * columns + c, value, e.rounding);
+  }
+}
+
+// ---- Panel kernels ------------------------------------------------------------------------------
+
+/// R rows x 64 columns over `steps` steps. sums: (R, 64), read when `accumulate`, written.
+template <class D, int R>
+inline void multiply_panel(const std::byte* const* rows, const std::byte* panel, std::int64_t steps,
+                           bool accumulate, float* sums, Prefetcher& prefetch) {
+  using S = typename D::Simd;
+  using F = typename S::F;
+  constexpr int kW = S::kWidth;
+  constexpr int kVectors = S::kVectors;  // of a row that fit the registers together
+  for (int column = 0; column < kTileColumns; column += kVectors * kW) {
+    F acc[R][kVectors];
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < kVectors; ++v) {
+        acc[r][v] = accumulate ? S::load(sums + r * kTileColumns + column + v * kW) : S::set1(0.0f);
+      }
+    }
+    const std::byte* b = panel + column * 4;
+    for (std::int64_t begin = 0; begin < steps; begin += D::kStepsPerGroup) {
+      prefetch();
+#pragma GCC unroll 4
+      for (int i = 0; i < D::kStepsPerGroup; ++i, b += kStepBytes) {
+        typename D::B weights[kVectors];
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) weights[v] = D::load_b(b + v * kW * 4);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const auto a = D::broadcast(rows[r] + (begin + i) * 4);
+#pragma GCC unroll 8
+          for (int v = 0; v < kVectors; ++v) acc[r][v] = D::dot(acc[r][v], weights[v], a);
+        }
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < kVectors; ++v) {
+        S::store(sums + r * kTileColumns + column + v * kW, acc[r][v]);
+      }
+    }
+  }
+}
+
+template <class D, int R>
+inline void multiply_at_most(int num_rows, const std::byte* const* rows, const std::byte* panel,
+                             std::int64_t steps, bool accumulate, float* sums,
+                             Prefetcher& prefetch) {
+  if constexpr (R > 1) {
+    if (num_rows < R) {
+      multiply_at_most<D, R - 1>(num_rows, rows, panel, steps, accumulate, sums, prefetch);
+      return;
+    }
+  }
+  multiply_panel<D, R>(rows, panel, steps, accumulate, sums, prefetch);
+}
+
+template <class D>
+inline void multiply_panel_rows(int num_rows, const std::byte* const* rows, const std::byte* panel,
+                                std::int64_t steps, bool accumulate, float* sums,
+                                Prefetcher& prefetch) {
+  multiply_at_most<D, D::kRows>(num_rows, rows, panel, steps, accumulate, sums, prefetch);
+}
+
+/// All rows of a job x one tile, through panels of at most kPanelSteps decoded steps.
+template <class D, class Decoder>
+void multiply_tile(const TileJob& job, int tile) {
+  constexpr int kRows = D::kRows;
+  const std::byte* stream = job.tiles + tile * job.tile_bytes;
+  const std::int64_t steps = job.k / D::kPerStep;
+  const std::int64_t panel_steps = Decoder::kDirect ? steps : kPanelSteps;
+  // Blocks of equal size: 8 rows are 4 + 4, not 6 + 2.
+  const std::int64_t blocks = (job.num_rows + kRows - 1) / kRows;
+  auto* carried = reinterpret_cast<float*>(job.scratch + kPanelSteps * kStepBytes);
+  Prefetcher prefetch(
+      job, tile == job.num_tiles - 1 ? blocks * D::kPasses * (steps / D::kStepsPerGroup) : 0);
+  Decoder decoder(stream);
+  for (std::int64_t begin = 0; begin < steps; begin += panel_steps) {
+    const std::int64_t count = steps - begin < panel_steps ? steps - begin : panel_steps;
+    const std::byte* panel = decoder.panel(begin, count, job.scratch);
+    std::int64_t row = 0;
+    for (std::int64_t block = 0; block < blocks; ++block) {
+      const std::int64_t end = job.num_rows * (block + 1) / blocks;
+      const std::byte* rows[kRows];
+      for (std::int64_t r = row; r < end; ++r) rows[r - row] = row_pointer(job, r) + begin * 4;
+      float* sums = carried + row * kTileColumns;
+      D::multiply_block(static_cast<int>(end - row), rows, panel, count, begin > 0, sums, prefetch);
+      if (begin + count == steps) {
+        for (std::int64_t r = row; r < end; ++r) {
+          store_row<D>(job, tile, r, carried + r * kTileColumns);
+        }
+      }
+      row = end;
+    }
+  }
+}
+
+template <class D, class Decoder>
+void multiply(const TileJob& job) {
+  for (int tile = 0; tile < job.num_tiles; ++tile) multiply_tile<D, Decoder>(job, tile);
+}
+
+// ---- fp32 dot products --------------------------------------------------------------------------
+
+/// A bf16 or f16 code.
+inline float half_to_f32(std::uint16_t code, Epilogue::Rounding format) {
+  if (format == Epilogue::Rounding::kF16) {
+    _Float16 half;
+    std::memcpy(&half, &code, 2);
+    return static_cast<float>(half);
+  }
+  const std::uint32_t bits = static_cast<std::uint32_t>(code) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+template <class S>
+inline typename S::F round_to(typename S::F value, Epilogue::Rounding rounding) {
+  alignas(64) std::uint16_t codes[S::kWidth];
+  alignas(64) float lanes[S::kWidth];
+  rounding == Epilogue::Rounding::kBF16 ? S::to_bf16(codes, value) : S::to_f16(codes, value);
+  for (int i = 0; i < S::kWidth; ++i) lanes[i] = half_to_f32(codes[i], rounding);
+  return S::load(lanes);
+}
+
+template <class S>
+struct DotF32 {
+  using Simd = S;
+  using B = typename S::F;
+  static constexpr int kPerStep = 1;  // k values in one step
+  static constexpr int kStepsPerGroup = kGroup;
+  static constexpr int kRows = S::kRows;                                    // rows of one block
+  static constexpr int kPasses = kTileColumns / (S::kVectors * S::kWidth);  // over a panel
+  static constexpr auto multiply_block = multiply_panel_rows<DotF32>;
+
+  static B load_b(const std::byte* p) { return S::load(reinterpret_cast<const float*>(p)); }
+  static B broadcast(const std::byte* p) {
+    float value;
+    std::memcpy(&value, p, 4);
+    return S::set1(value);
+  }
+  static typename S::F dot(typename S::F acc, B b, B a) { return S::fma(b, a, acc); }
+  static void store_element(std::byte* row, std::int64_t column, typename S::F value,
+                            Epilogue::Rounding rounding) {
+    if (rounding != Epilogue::Rounding::kNone) value = round_to<S>(value, rounding);
+    S::store(reinterpret_cast<float*>(row) + column, value);
+  }
+};
+
+/// The stream is the panel.
+struct Direct {
+  static constexpr bool kDirect = true;
+  explicit Direct(const std::byte* stream) : stream_(stream) {}
+  const std::byte* panel(std::int64_t, std::int64_t, std::byte*) { return stream_; }
+
+ private:
+  const std::byte* stream_;
+};
+
+template <class S>
+struct Bf16ToF32 {
+  static constexpr bool kDirect = false;
+  explicit Bf16ToF32(const std::byte* stream) : stream_(stream) {}
+  const std::byte* panel(std::int64_t begin, std::int64_t count, std::byte* scratch) {
+    const auto* source = reinterpret_cast<const std::uint32_t*>(stream_) + begin / 2 * kTileColumns;
+    auto* target = reinterpret_cast<std::uint32_t*>(scratch);
+    for (std::int64_t pair = 0; pair < count / 2; ++pair) {
+      for (int c = 0; c < kTileColumns; ++c) {
+        const std::uint32_t both = source[pair * kTileColumns + c];
+        target[(2 * pair) * kTileColumns + c] = both << 16;
+        target[(2 * pair + 1) * kTileColumns + c] = both & 0xFFFF0000u;
+      }
+    }
+    return scratch;
+  }
+
+ private:
+  const std::byte* stream_;
+};
+
+/// Absolute E8M0 code of each column in the group that is being decoded.
+struct Mxfp4Scales {
+  std::int32_t code[kTileColumns];
+  explicit Mxfp4Scales(const std::byte* stream) {
+    for (int c = 0; c < kTileColumns; ++c) code[c] = static_cast<std::uint8_t>(stream[c]);
+  }
+  void advance(const std::byte* group) {
+    for (int c = 0; c < kTileColumns; ++c) code[c] -= static_cast<std::uint8_t>(group[c]) - 127;
+  }
+};
+
+template <class S>
+struct Mxfp4ToF32 {
+  static constexpr bool kDirect = false;
+  explicit Mxfp4ToF32(const std::byte* stream)
+      : groups_(stream + kMxfp4HeaderBytes), scales_(stream) {}
+  const std::byte* panel(std::int64_t begin, std::int64_t count, std::byte* scratch) {
+    static constexpr float kValues[16] = {0, .5f,  1,  1.5f,  2,  3,  4,  6,
+                                          0, -.5f, -1, -1.5f, -2, -3, -4, -6};
+    auto* target = reinterpret_cast<float*>(scratch);
+    for (std::int64_t g = begin / kGroup; g < (begin + count) / kGroup;
+         ++g, target += kGroup * kTileColumns) {
+      const std::byte* group = groups_ + g * kMxfp4GroupBytes;
+      scales_.advance(group);
+      float scale[kTileColumns];
+      for (int c = 0; c < kTileColumns; ++c) {
+        const std::uint32_t bits = static_cast<std::uint32_t>(scales_.code[c]) << 23;
+        std::memcpy(&scale[c], &bits, 4);
+      }
+      const std::byte* words = group + kTileColumns;
+      for (int q = 0; q < 4; ++q) {
+        for (int c = 0; c < kTileColumns; ++c) {
+          std::uint32_t codes;
+          std::memcpy(&codes, words + (q * kTileColumns + c) * 4, 4);
+          for (int j = 0; j < 4; ++j) {
+            const int k = 8 * q + 2 * j;
+            target[k * kTileColumns + c] = kValues[codes >> (4 * j) & 15] * scale[c];
+            target[(k + 1) * kTileColumns + c] = kValues[codes >> (16 + 4 * j) & 15] * scale[c];
+          }
+        }
+      }
+    }
+    return scratch;
+  }
+
+ private:
+  const std::byte* groups_;
+  Mxfp4Scales scales_;
+};
+
+// ---- Weighted sum and conversion
+// ------------------------------------------------------------------
+
+template <class S>
+void reduce(const ReduceJob& job) {
+  for (std::int64_t i = job.begin; i < job.end; i += S::kWidth) {
+    auto sum = S::set1(0.0f);
+    for (std::int64_t j = 0; j < job.num_indices; ++j) {
+      if (job.indices[j] < 0) continue;
+      // Rows are padded to whole tiles, so a full vector may be read behind the last column.
+      const auto row =
+          S::load(reinterpret_cast<const float*>(job.rows + job.indices[j] * job.row_bytes) + i);
+      sum = S::fma(row, S::set1(job.weights ? job.weights[j] : 1.0f), sum);
+    }
+    alignas(64) float lanes[S::kWidth];
+    alignas(64) std::uint16_t codes[S::kWidth];
+    const std::int64_t left = job.end - i;
+    const auto count = static_cast<std::size_t>(left < S::kWidth ? left : S::kWidth);
+    switch (job.dtype) {
+      case Epilogue::Rounding::kNone:
+        S::store(lanes, sum);
+        std::memcpy(static_cast<float*>(job.output) + i, lanes, 4 * count);
+        continue;
+      case Epilogue::Rounding::kBF16:
+        S::to_bf16(codes, sum);
+        break;
+      case Epilogue::Rounding::kF16:
+        S::to_f16(codes, sum);
+        break;
+    }
+    std::memcpy(static_cast<std::uint16_t*>(job.output) + i, codes, 2 * count);
+  }
+}
+
+inline void convert_to_f32(const void* source, Epilogue::Rounding from, std::int64_t count,
+                           std::int64_t padded, void* target) {
+  auto* out = static_cast<float*>(target);
+  if (from == Epilogue::Rounding::kNone) {
+    std::memcpy(out, source, static_cast<std::size_t>(4 * count));
+  } else {
+    for (std::int64_t i = 0; i < count; ++i) {
+      out[i] = half_to_f32(static_cast<const std::uint16_t*>(source)[i], from);
+    }
+  }
+  for (std::int64_t i = count; i < padded; ++i) out[i] = 0;
+}
+
+/// Rows of a bf16 layer are bf16 already: only the padding is new.
+inline void convert_to_bf16(const void* source, Epilogue::Rounding, std::int64_t count,
+                            std::int64_t padded, void* target) {
+  std::memcpy(target, source, static_cast<std::size_t>(2 * count));
+  std::memset(static_cast<std::byte*>(target) + 2 * count, 0,
+              static_cast<std::size_t>(2 * (padded - count)));
+}
+
+// ---- Peak rate
+// ------------------------------------------------------------------------------------
+
+template <class D>
+double flops(std::int64_t rounds) {
+  using S = typename D::Simd;
+  constexpr int kAccumulators = S::kRows * S::kVectors;
+  typename S::F acc[kAccumulators];
+  alignas(64) float ones[S::kWidth];
+  for (float& one : ones) one = 1.0f;
+  const auto a = D::load_b(reinterpret_cast<const std::byte*>(ones));
+#pragma GCC unroll 24
+  for (int i = 0; i < kAccumulators; ++i) acc[i] = S::set1(0.0f);
+  for (std::int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 24
+    for (int i = 0; i < kAccumulators; ++i) acc[i] = D::dot(acc[i], a, a);
+  }
+  auto sum = acc[0];
+#pragma GCC unroll 24
+  for (int i = 1; i < kAccumulators; ++i) sum = sum + acc[i];
+  alignas(64) float lanes[S::kWidth];
+  S::store(lanes, sum);
+  [[maybe_unused]] volatile float kept = lanes[0];  // the work must not be optimised away
+  return 2.0 * kAccumulators * S::kWidth * D::kPerStep * static_cast<double>(rounds);
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu

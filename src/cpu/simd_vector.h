@@ -1,0 +1,60 @@
+// What the instruction-set policies share, written with GCC vector extensions: they differ in the
+// vector width, the fused multiply-add and the rounding. Included by isa_*.cpp only.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace fusedmoe::cpu {
+namespace {
+
+template <int kLanes>
+struct VectorTypes {
+  typedef float F __attribute__((vector_size(kLanes * 4)));
+  typedef std::int32_t I __attribute__((vector_size(kLanes * 4)));
+  typedef float Unaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+};
+
+template <int kLanes>
+struct SimdVector {
+  using F = typename VectorTypes<kLanes>::F;
+  using I = typename VectorTypes<kLanes>::I;
+  static constexpr int kWidth = kLanes;
+
+  static F load(const float* p) {
+    return *reinterpret_cast<const typename VectorTypes<kLanes>::Unaligned*>(p);
+  }
+  static void store(float* p, F value) {
+    *reinterpret_cast<typename VectorTypes<kLanes>::Unaligned*>(p) = value;
+  }
+  static F set1(float value) { return F{} + value; }
+  static F min(F a, F b) { return a < b ? a : b; }
+  static F max(F a, F b) { return a > b ? a : b; }
+  /// To the nearest integer, ties to even; |x| < 2^22.
+  static F round(F x) {
+    const F magic = set1(12582912.0f);  // 1.5 * 2^23
+    return (x + magic) - magic;
+  }
+  /// x * 2^n for integral n in [-126, 127].
+  static F scale_by_power_of_two(F x, F n) {
+    const I bits = (__builtin_convertvector(n, I) + 127) << 23;
+    return x * reinterpret_cast<F>(bits);
+  }
+  /// Rounds to nearest even; NaN stays NaN.
+  static void to_bf16(std::uint16_t* codes, F value) {
+    const I bits = reinterpret_cast<I>(value);
+    const I rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    const I quiet = (bits >> 16) | 0x40;
+    const I code = value == value ? rounded : quiet;
+    for (int i = 0; i < kLanes; ++i) codes[i] = static_cast<std::uint16_t>(code[i]);
+  }
+  static void to_f16(std::uint16_t* codes, F value) {
+    for (int i = 0; i < kLanes; ++i) {
+      const auto half = static_cast<_Float16>(value[i]);
+      std::memcpy(&codes[i], &half, 2);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace fusedmoe::cpu

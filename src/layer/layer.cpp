@@ -1,0 +1,401 @@
+// MoeLayer: router logits -> top-k -> modular kernel, plus shared experts, in one workspace.
+#include "fusedmoe/layer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "core/check.h"
+#include "core/workspace.h"
+#include "fusedmoe/formats.h"
+#include "layer/checks.h"
+#include "layer/element.h"
+#include "reference/router.h"
+
+namespace fusedmoe {
+namespace {
+
+// The layer keeps its own contiguous copy: checkpoints may hand out strided or unaligned views of
+// memory that does not outlive them.
+Tensor own(const Tensor& tensor) {
+  if (!tensor) return {};
+  Tensor copy = Tensor::empty(tensor.shape(), tensor.dtype());
+  convert(tensor, copy);
+  return copy;
+}
+
+void check_parameter(const Tensor& tensor, const char* name, const Shape& shape) {
+  FUSEDMOE_CHECK(
+      tensor.defined() && layer::is_activation_dtype(tensor.dtype()) && tensor.shape() == shape,
+      name, core::describe(tensor), fmt::format("f32, bf16 or f16 {}", to_string(shape)));
+}
+
+void check_weights(const LayerWeights& weights) {
+  weights.router.validate();
+  weights.experts.validate();
+  const std::int64_t num_experts = weights.router.num_experts, hidden = weights.experts.hidden;
+  FUSEDMOE_CHECK(weights.experts.num_experts() == num_experts, "experts",
+                 fmt::format("{} experts", weights.experts.num_experts()),
+                 fmt::format("{}, as router.num_experts", num_experts));
+  const RouterWeights& router = weights.router_weights;
+  check_parameter(router.weight, "router_weights.weight", {num_experts, hidden});
+  if (router.bias) check_parameter(router.bias, "router_weights.bias", {num_experts});
+  if (router.score_correction_bias) {
+    core::check_tensor(router.score_correction_bias, "router_weights.score_correction_bias",
+                       DType::kF32, {num_experts});
+  }
+  if (!weights.shared_experts) return;
+  const SharedExperts& shared = *weights.shared_experts;
+  shared.weights.validate();
+  FUSEDMOE_CHECK(shared.weights.num_experts() == 1 && shared.weights.hidden == hidden,
+                 "shared_experts",
+                 fmt::format("{} experts of hidden size {}", shared.weights.num_experts(),
+                             shared.weights.hidden),
+                 fmt::format("1 expert of hidden size {}", hidden));
+  if (shared.gate) check_parameter(shared.gate, "shared_experts.gate", {1, hidden});
+}
+
+MoeConfig experts_config(const ExpertWeights& experts, const LayerOptions& options) {
+  MoeConfig config;
+  config.num_experts = experts.num_experts();
+  config.num_local_experts = experts.num_experts();
+  config.topk = 1;
+  config.hidden = experts.hidden;
+  config.intermediate = experts.intermediate;
+  config.dtype = options.dtype;
+  config.scheme = experts.scheme;
+  config.activation = experts.activation;
+  config.activation_params = experts.activation_params;
+  config.has_bias = experts.has_bias();
+  config.device = options.device;
+  config.batch_invariant = options.batch_invariant;
+  return config;
+}
+
+MoeConfig layer_config(const LayerWeights& weights, const LayerOptions& options) {
+  MoeConfig config = experts_config(weights.experts, options);
+  config.topk = weights.router.topk;
+  config.apply_router_weight_on_input = weights.router.apply_router_weight_on_input;
+  config.routing_method =
+      routing_method(weights.router, weights.router_weights.score_correction_bias.defined());
+  return config;
+}
+
+// "cpu_batched+batched" -> "cpu": shared experts see every token, in the standard format.
+std::string standard_experts(std::string_view require) {
+  return std::string(require.substr(0, require.find_first_of("_+")));
+}
+
+// target[i] = rnd(target[i] + source[i]), the sum in fp32.
+void add(const TensorView& target, const TensorView& source) {
+  layer::dispatch_element(target.dtype(), [&](auto element) {
+    using Element = decltype(element);
+    using Storage = typename Element::Storage;
+    auto* to = target.as<Storage>();
+    const auto* from = source.as<const Storage>();
+    const std::int64_t count = target.numel();
+#pragma omp parallel for schedule(static) \
+    num_threads(num_threads()) if (count >= layer::kParallelElements)
+    for (std::int64_t i = 0; i < count; ++i) {
+      to[i] = Element::store(Element::load(to[i]) + Element::load(from[i]));
+    }
+  });
+}
+
+void copy(const TensorView& source, const TensorView& destination) {
+  if (!destination || destination.numel() == 0) return;
+  std::memcpy(destination.data(), source.data(), static_cast<std::size_t>(destination.nbytes()));
+}
+
+}  // namespace
+
+struct MoeLayer::Impl {
+  struct Shared {
+    ModularKernel kernel;
+    std::shared_ptr<const PackedWeights> packed;
+    Tensor gate;  // (1, hidden), or undefined
+  };
+
+  // The workspace of one forward.
+  struct Buffers {
+    TensorView router_logits;  // (num_tokens, num_experts) f32
+    Routing routing;           // (num_tokens, topk)
+    Routing shared_routing;    // (num_tokens, 1): expert 0 with the gate's weight, or 1
+    TensorView shared_output;  // (num_tokens, hidden)
+    Workspace kernel;          // one after the other: routed experts, shared experts
+    std::size_t bytes = 0;
+  };
+
+  MoeConfig config;
+  Selection selection;
+  RouterConfig router;
+  RouterWeights router_weights;
+  ModularKernel kernel;
+  std::shared_ptr<const PackedWeights> packed;
+  std::optional<Shared> shared;
+  bool reference_router;  // logits summed in double, like the rest of "reference"
+
+  Impl(const LayerWeights& weights, const LayerOptions& options, Selection chosen);
+  void pack(const LayerWeights& weights, const LayerOptions& options);
+
+  ProblemSize problem(const PackedWeights& weights, std::int64_t num_tokens,
+                      std::int64_t topk) const;
+  /// With a null workspace only `bytes` is meaningful.
+  Buffers cut(std::int64_t num_tokens, void* workspace) const;
+  std::int64_t check(const TensorView& hidden_states, const TensorView& output, Workspace workspace,
+                     const Routing& routing, const ForwardDetails& details) const;
+  void logits(const RouterWeights& weights, const TensorView& x, const TensorView& out) const;
+  void apply_kernel(const TensorView& hidden_states, const TensorView& output,
+                    const Routing& routing, const Buffers& buffers) const;
+  void add_shared_experts(const TensorView& hidden_states, const TensorView& output,
+                          const Buffers& buffers) const;
+};
+
+MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options, Selection chosen)
+    : selection(std::move(chosen)),
+      router(weights.router),
+      router_weights{own(weights.router_weights.weight), own(weights.router_weights.bias),
+                     own(weights.router_weights.score_correction_bias)},
+      kernel(selection.prepare_finalize, selection.experts),
+      reference_router(selection.experts->name().starts_with("reference")) {
+  config = layer_config(weights, options);
+  config.activation_format = selection.experts->activation_format();
+  pack(weights, options);
+}
+
+void MoeLayer::Impl::pack(const LayerWeights& weights, const LayerOptions& options) {
+  const std::int64_t num_experts = weights.experts.num_experts();
+  const std::int64_t total = num_experts + (weights.shared_experts ? 1 : 0);
+  const auto progress_from = [&](std::int64_t first) -> PackProgress {
+    if (!options.progress) return {};
+    return [&options, first, total](std::int64_t done, std::int64_t) {
+      options.progress(first + done, total);
+    };
+  };
+  packed = selection.experts->pack(weights.experts, progress_from(0));
+  if (!weights.shared_experts) return;
+  const SharedExperts& source = *weights.shared_experts;
+  const Selection choice =
+      select(experts_config(source.weights, options), standard_experts(options.require));
+  shared.emplace(Shared{ModularKernel(choice.prepare_finalize, choice.experts),
+                        choice.experts->pack(source.weights, progress_from(num_experts)),
+                        own(source.gate)});
+}
+
+ProblemSize MoeLayer::Impl::problem(const PackedWeights& weights, std::int64_t num_tokens,
+                                    std::int64_t topk) const {
+  ProblemSize size;
+  size.num_tokens = num_tokens;
+  size.topk = topk;
+  size.num_local_experts = weights.info().num_experts;
+  size.hidden = weights.info().hidden;
+  size.intermediate = weights.info().intermediate;
+  size.dtype = config.dtype;
+  return size;
+}
+
+MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* workspace) const {
+  Buffers buffers;
+  if (num_tokens == 0) return buffers;
+  core::WorkspaceCutter cutter(workspace);
+  const auto tensor = [&](DType dtype, std::int64_t columns) {
+    const Shape shape{num_tokens, columns};
+    void* data = cutter.take(static_cast<std::size_t>(bytes(dtype, shape.numel())));
+    return data ? TensorView(data, dtype, shape) : TensorView();
+  };
+  buffers.router_logits = tensor(DType::kF32, router.num_experts);
+  buffers.routing = {tensor(DType::kI32, router.topk), tensor(DType::kF32, router.topk)};
+  buffers.kernel.bytes = kernel.workspace_bytes(problem(*packed, num_tokens, router.topk),
+                                                router.apply_router_weight_on_input);
+  if (shared) {
+    buffers.shared_routing = {tensor(DType::kI32, 1), tensor(DType::kF32, 1)};
+    buffers.shared_output = tensor(config.dtype, config.hidden);
+    buffers.kernel.bytes =
+        std::max(buffers.kernel.bytes,
+                 shared->kernel.workspace_bytes(problem(*shared->packed, num_tokens, 1)));
+  }
+  buffers.kernel.data = cutter.take(buffers.kernel.bytes);
+  buffers.bytes = cutter.used();
+  return buffers;
+}
+
+std::int64_t MoeLayer::Impl::check(const TensorView& hidden_states, const TensorView& output,
+                                   Workspace workspace, const Routing& routing,
+                                   const ForwardDetails& details) const {
+  using layer::check_buffer;
+  using layer::NamedView;
+  const Device device = config.device;
+  check_buffer(hidden_states, "hidden_states", config.dtype, {-1, config.hidden}, device);
+  const std::int64_t num_tokens = hidden_states.size(0);
+  check_buffer(output, "output", config.dtype, {num_tokens, config.hidden}, device);
+
+  const NamedView in{"hidden_states", &hidden_states}, out{"output", &output};
+  const NamedView ids{"topk_ids", &routing.topk_ids},
+      weights{"topk_weights", &routing.topk_weights};
+  const NamedView logits_out{"details.router_logits", &details.router_logits};
+  const NamedView ids_out{"details.topk_ids", &details.topk_ids};
+  const NamedView weights_out{"details.topk_weights", &details.topk_weights};
+  if (details.router_logits) {
+    check_buffer(details.router_logits, logits_out.name, DType::kF32,
+                 {num_tokens, router.num_experts}, device);
+  }
+  if (details.topk_ids) {
+    check_buffer(details.topk_ids, ids_out.name, DType::kI32, {num_tokens, router.topk}, device);
+  }
+  if (details.topk_weights) {
+    check_buffer(details.topk_weights, weights_out.name, DType::kF32, {num_tokens, router.topk},
+                 device);
+  }
+  layer::check_disjoint(out, {in});
+  layer::check_disjoint(logits_out, {in, out});
+  layer::check_disjoint(ids_out, {in, out, logits_out});
+  layer::check_disjoint(weights_out, {in, out, logits_out, ids_out});
+  layer::check_workspace(workspace, cut(num_tokens, nullptr).bytes,
+                         {in, out, ids, weights, logits_out, ids_out, weights_out});
+  return num_tokens;
+}
+
+void MoeLayer::Impl::logits(const RouterWeights& weights, const TensorView& x,
+                            const TensorView& out) const {
+  if (!reference_router) {
+    router_logits(weights, x, out);
+    return;
+  }
+  const std::int64_t num_tokens = out.size(0), num_experts = out.size(1);
+  auto* values = out.as<float>();
+#pragma omp parallel for schedule(static) num_threads(num_threads())
+  for (std::int64_t token = 0; token < num_tokens; ++token) {
+    for (std::int64_t expert = 0; expert < num_experts; ++expert) {
+      values[token * num_experts + expert] =
+          static_cast<float>(reference::router_logit(weights, x, token, expert));
+    }
+  }
+}
+
+void MoeLayer::Impl::apply_kernel(const TensorView& hidden_states, const TensorView& output,
+                                  const Routing& routing, const Buffers& buffers) const {
+  KernelArgs args;
+  args.weights = packed.get();
+  args.output = output;
+  args.hidden_states = hidden_states;
+  args.topk_ids = routing.topk_ids;
+  args.topk_weights = routing.topk_weights;
+  args.router_logits = buffers.router_logits;
+  args.router = &router;
+  args.score_correction_bias = router_weights.score_correction_bias;
+  args.apply_router_weight_on_input = router.apply_router_weight_on_input;
+  kernel.apply(args, buffers.kernel);
+}
+
+void MoeLayer::Impl::add_shared_experts(const TensorView& hidden_states, const TensorView& output,
+                                        const Buffers& buffers) const {
+  if (!shared) return;
+  const std::int64_t num_tokens = hidden_states.size(0);
+  auto* ids = buffers.shared_routing.topk_ids.as<std::int32_t>();
+  auto* weights = buffers.shared_routing.topk_weights.as<float>();
+  std::fill_n(ids, num_tokens, 0);
+  if (shared->gate) {
+    RouterWeights gate;
+    gate.weight = shared->gate;
+    logits(gate, hidden_states, buffers.shared_routing.topk_weights);
+    for (std::int64_t token = 0; token < num_tokens; ++token) {
+      weights[token] = static_cast<float>(1 / (1 + std::exp(-static_cast<double>(weights[token]))));
+    }
+  } else {
+    std::fill_n(weights, num_tokens, 1.0f);
+  }
+  KernelArgs args;
+  args.weights = shared->packed.get();
+  args.output = buffers.shared_output;
+  args.hidden_states = hidden_states;
+  args.topk_ids = buffers.shared_routing.topk_ids;
+  args.topk_weights = buffers.shared_routing.topk_weights;
+  shared->kernel.apply(args, buffers.kernel);
+  add(output, buffers.shared_output);
+}
+
+MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
+  FUSEDMOE_CHECK(layer::is_activation_dtype(options.dtype), "options.dtype",
+                 std::string(name(options.dtype)), "f32, bf16 or f16");
+  check_weights(weights);
+  Selection chosen = select(layer_config(weights, options), options.require);
+  impl_ = std::make_unique<Impl>(weights, options, std::move(chosen));
+}
+
+MoeLayer::~MoeLayer() = default;
+MoeLayer::MoeLayer(MoeLayer&&) noexcept = default;
+MoeLayer& MoeLayer::operator=(MoeLayer&&) noexcept = default;
+
+const MoeConfig& MoeLayer::config() const {
+  return impl_->config;
+}
+const Selection& MoeLayer::selection() const {
+  return impl_->selection;
+}
+const RouterConfig& MoeLayer::router() const {
+  return impl_->router;
+}
+const PackedWeights& MoeLayer::packed_weights() const {
+  return *impl_->packed;
+}
+
+std::string MoeLayer::plan_line() const {
+  const Impl& impl = *impl_;
+  const auto pair = [](const ModularKernel& kernel) {
+    return fmt::format("{}+{}", kernel.experts().name(), kernel.prepare_finalize().name());
+  };
+  std::string line =
+      fmt::format("{} {} {}", pair(impl.kernel), name(impl.config.scheme), name(impl.config.dtype));
+  if (impl.shared) line += fmt::format(" shared={}", pair(impl.shared->kernel));
+  return line + fmt::format(" isa={} threads={}", impl.reference_router ? "generic" : cpu_isa(),
+                            num_threads());
+}
+
+std::size_t MoeLayer::workspace_bytes(std::int64_t num_tokens) const {
+  FUSEDMOE_CHECK(num_tokens >= 0, "num_tokens", fmt::to_string(num_tokens), "not negative");
+  return impl_->cut(num_tokens, nullptr).bytes;
+}
+
+void MoeLayer::forward(const TensorView& hidden_states, const TensorView& output,
+                       Workspace workspace, const ForwardDetails& details) const {
+  const Impl& impl = *impl_;
+  const std::int64_t num_tokens = impl.check(hidden_states, output, workspace, {}, details);
+  if (num_tokens == 0) return;
+  const Impl::Buffers buffers = impl.cut(num_tokens, workspace.data);
+  impl.logits(impl.router_weights, hidden_states, buffers.router_logits);
+  // Monolithic experts route by themselves; then only the details ask for it here.
+  if (!impl.kernel.experts().is_monolithic() || details.topk_ids || details.topk_weights) {
+    route(impl.router, buffers.router_logits, impl.router_weights.score_correction_bias,
+          buffers.routing);
+  }
+  impl.apply_kernel(hidden_states, output, buffers.routing, buffers);
+  impl.add_shared_experts(hidden_states, output, buffers);
+  copy(buffers.router_logits, details.router_logits);
+  copy(buffers.routing.topk_ids, details.topk_ids);
+  copy(buffers.routing.topk_weights, details.topk_weights);
+}
+
+void MoeLayer::forward_routed(const TensorView& hidden_states, const Routing& routing,
+                              const TensorView& output, Workspace workspace) const {
+  const Impl& impl = *impl_;
+  FUSEDMOE_CHECK(!impl.kernel.experts().is_monolithic(), "routing", "given",
+                 fmt::format("computed by the monolithic {}", impl.kernel.experts().name()));
+  const std::int64_t num_tokens = impl.check(hidden_states, output, workspace, routing, {});
+  core::check_tensor(routing.topk_ids, "topk_ids", DType::kI32, {num_tokens, impl.router.topk});
+  const Impl::Buffers buffers = impl.cut(num_tokens, workspace.data);
+  impl.apply_kernel(hidden_states, output, routing, buffers);
+  if (num_tokens) impl.add_shared_experts(hidden_states, output, buffers);
+}
+
+Tensor MoeLayer::forward(const TensorView& hidden_states) const {
+  layer::check_buffer(hidden_states, "hidden_states", impl_->config.dtype,
+                      {-1, impl_->config.hidden}, impl_->config.device);
+  const std::int64_t num_tokens = hidden_states.size(0);
+  Tensor output = Tensor::empty(hidden_states.shape(), impl_->config.dtype);
+  const std::size_t bytes = workspace_bytes(num_tokens);
+  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
+  forward(hidden_states, output, Workspace{workspace.data(), bytes});
+  return output;
+}
+
+}  // namespace fusedmoe

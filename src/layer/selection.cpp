@@ -1,0 +1,208 @@
+// The registry, and the choice: every pair answers the configuration, the first "yes" is taken.
+#include "fusedmoe/selection.h"
+
+#include <algorithm>
+#include <array>
+#include <nlohmann/json.hpp>
+
+#include "core/check.h"
+#include "cpu/experts.h"
+#include "layer/monolithic.h"
+#include "reference/experts.h"
+
+namespace fusedmoe {
+namespace {
+
+using ExpertsList = std::vector<std::shared_ptr<const Experts>>;
+
+ExpertsList make_all_experts() {
+  ExpertsList list;
+  for (const auto make : {cpu::make_experts, reference::make_experts}) {
+    auto standard = make(ActivationFormat::kStandard);
+    list.push_back(standard);
+    list.push_back(make(ActivationFormat::kBatchedExperts));
+    list.push_back(make_monolithic(std::move(standard)));
+  }
+  return list;
+}
+
+Support pair_support(const MoeConfig& config, const PrepareAndFinalize& prepare_finalize,
+                     const Experts& experts) {
+  if (!config.device.is_cpu()) {
+    return Support::no(Reason::kDevice,
+                       fmt::format("{}: this build has no CUDA kernels", to_string(config.device)));
+  }
+  const ActivationFormat format = experts.activation_format();
+  if (prepare_finalize.activation_format() != format) {
+    return Support::no(Reason::kPairing,
+                       fmt::format("{} experts, {} prepare/finalize", name(format),
+                                   name(prepare_finalize.activation_format())));
+  }
+  // The wish is compared below; an implementation is asked about what it would have to do.
+  MoeConfig asked = config;
+  asked.activation_format = format;
+  if (Support support = experts.supports(asked); !support) return support;
+  if (Support support = prepare_finalize.supports(asked); !support) return support;
+  if (!prepare_finalize.accepts(experts.weight_and_reduce())) {
+    return Support::no(Reason::kPairing,
+                       fmt::format("{} cannot finalize \"{}\"", prepare_finalize.name(),
+                                   name(experts.weight_and_reduce())));
+  }
+  if (config.activation_format != format) {
+    return Support::no(Reason::kActivationFormat, fmt::format("{}: {} is asked for", name(format),
+                                                              name(config.activation_format)));
+  }
+  return Support::yes();
+}
+
+std::vector<Candidate> make_candidates(const MoeConfig& config) {
+  std::vector<Candidate> candidates;
+  for (const auto& experts : all_experts()) {
+    for (const auto& prepare_finalize : all_prepare_finalize()) {
+      candidates.push_back(
+          {prepare_finalize, experts, pair_support(config, *prepare_finalize, *experts), false});
+    }
+  }
+  std::stable_partition(candidates.begin(), candidates.end(), [](const Candidate& candidate) {
+    return candidate.prepare_finalize->activation_format() ==
+           candidate.experts->activation_format();
+  });
+  return candidates;
+}
+
+void choose(Selection& selection, Candidate& candidate) {
+  candidate.chosen = true;
+  selection.prepare_finalize = candidate.prepare_finalize;
+  selection.experts = candidate.experts;
+}
+
+template <typename Implementations>
+std::string list_names(const Implementations& implementations) {
+  std::string names;
+  for (const auto& implementation : implementations) {
+    if (!names.empty()) names += ", ";
+    names += implementation->name();
+  }
+  return names;
+}
+
+template <typename Implementations>
+auto find_by_name(const Implementations& implementations, std::string_view wanted,
+                  const char* what) {
+  for (const auto& implementation : implementations) {
+    if (implementation->name() == wanted) return implementation;
+  }
+  throw Error("require", fmt::format("\"{}\"", wanted),
+              fmt::format("{} of this build: {}", what, list_names(implementations)));
+}
+
+Selection select_required(MoeConfig config, std::string_view require) {
+  const std::size_t plus = require.find('+');
+  const auto experts = find_by_name(all_experts(), require.substr(0, plus), "experts");
+  std::shared_ptr<const PrepareAndFinalize> prepare_finalize;
+  if (plus != std::string_view::npos) {
+    prepare_finalize =
+        find_by_name(all_prepare_finalize(), require.substr(plus + 1), "a prepare/finalize");
+  }
+  config.activation_format = experts->activation_format();
+
+  Selection selection;
+  selection.candidates = make_candidates(config);
+  const Candidate* refused = nullptr;
+  for (Candidate& candidate : selection.candidates) {
+    if (candidate.experts != experts) continue;
+    if (prepare_finalize && candidate.prepare_finalize != prepare_finalize) continue;
+    if (candidate.support) {
+      choose(selection, candidate);
+      return selection;
+    }
+    // Pairs that fit come first: their reason says more than a mismatch of formats.
+    if (!refused) refused = &candidate;
+  }
+  throw Error("require", fmt::format("\"{}\"", require),
+              fmt::format("able to serve the configuration; {}+{} is not: {} ({})",
+                          refused->experts->name(), refused->prepare_finalize->name(),
+                          code(refused->support.reason), refused->support.text));
+}
+
+std::string describe(const MoeConfig& config) {
+  return fmt::format("{} experts, topk {}, hidden {}, intermediate {}, {}, {}, {} on {}",
+                     config.num_experts, config.topk, config.hidden, config.intermediate,
+                     name(config.scheme), name(config.activation), name(config.dtype),
+                     to_string(config.device));
+}
+
+}  // namespace
+
+std::span<const std::shared_ptr<const PrepareAndFinalize>> all_prepare_finalize() {
+  static const std::array<std::shared_ptr<const PrepareAndFinalize>, 2> list{make_no_ep(),
+                                                                             make_batched()};
+  return list;
+}
+
+std::span<const std::shared_ptr<const Experts>> all_experts() {
+  static const ExpertsList list = make_all_experts();
+  return list;
+}
+
+Selection explain(const MoeConfig& config) {
+  Selection selection;
+  selection.candidates = make_candidates(config);
+  const auto first =
+      std::find_if(selection.candidates.begin(), selection.candidates.end(),
+                   [](const Candidate& candidate) { return static_cast<bool>(candidate.support); });
+  if (first != selection.candidates.end()) choose(selection, *first);
+  return selection;
+}
+
+Selection select(const MoeConfig& config, std::string_view require) {
+  if (!require.empty()) return select_required(config, require);
+  Selection selection = explain(config);
+  FUSEDMOE_CHECK(selection, "config", describe(config),
+                 "served by an implementation; none is:\n" + selection.table());
+  return selection;
+}
+
+std::string Selection::table() const {
+  using Row = std::array<std::string, 6>;
+  std::vector<Row> rows{{"", "experts", "prepare_finalize", "format", "code", "reason"}};
+  for (const Candidate& candidate : candidates) {
+    rows.push_back({candidate.chosen ? "*" : "", std::string(candidate.experts->name()),
+                    std::string(candidate.prepare_finalize->name()),
+                    std::string(name(candidate.experts->activation_format())),
+                    std::string(code(candidate.support.reason)), candidate.support.text});
+  }
+  std::array<std::size_t, 6> widths{};
+  for (const Row& row : rows) {
+    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  std::string text;
+  for (const Row& row : rows) {
+    std::string line;
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      line += fmt::format("{:<{}}  ", row[i], widths[i]);
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    text += line + '\n';
+  }
+  return text;
+}
+
+std::string Selection::json() const {
+  nlohmann::ordered_json rows = nlohmann::ordered_json::array();
+  for (const Candidate& candidate : candidates) {
+    nlohmann::ordered_json row;
+    row["chosen"] = candidate.chosen;
+    row["experts"] = candidate.experts->name();
+    row["prepare_finalize"] = candidate.prepare_finalize->name();
+    row["activation_format"] = name(candidate.experts->activation_format());
+    row["monolithic"] = candidate.experts->is_monolithic();
+    row["supported"] = static_cast<bool>(candidate.support);
+    row["code"] = code(candidate.support.reason);
+    row["reason"] = candidate.support.text;
+    rows.push_back(std::move(row));
+  }
+  return rows.dump(2);
+}
+
+}  // namespace fusedmoe

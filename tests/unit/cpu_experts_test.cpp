@@ -1,0 +1,236 @@
+// The fast CPU experts against the reference, on every awkward case and dtype; their determinism
+// and batch invariance. Runs once for each instruction set of the machine (tests/CMakeLists.txt).
+#include "cpu/experts.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "cpu/kernels.h"
+#include "fusedmoe/error.h"
+#include "fusedmoe/prepare_finalize.h"
+#include "reference/experts.h"
+#include "testing/cases.h"
+#include "testing/compare.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::bitwise_equal;
+using testing::Case;
+using testing::compare;
+using testing::Problem;
+
+/// Bounds of spec "tolerances", section 5, against a reference that rounds at the same points:
+/// 2e-2 and 4e-3 for bf16; f16 has 8 times its precision; f32 sums up to 2880 products of order
+/// 1/sqrt(2880), each rounded at 6e-8.
+struct Tolerance {
+  double max, rms;
+};
+Tolerance tolerance(DType dtype) {
+  switch (dtype) {
+    case DType::kBF16:
+      return {2e-2, 4e-3};
+    case DType::kF16:
+      return {2.5e-3, 5e-4};
+    default:
+      return {2e-5, 2e-6};
+  }
+}
+
+Tensor run(const Problem& problem, const ModularExperts& experts, DType dtype) {
+  const auto packed = experts.pack(problem.weights);
+  const bool batched = experts.activation_format() == ActivationFormat::kBatchedExperts;
+  return testing::run_experts(problem, batched ? *make_batched() : *make_no_ep(), experts, *packed,
+                              dtype);
+}
+
+/// The schemes that the fast experts have, of each case.
+std::vector<Case> cases_in_every_scheme() {
+  std::vector<Case> result;
+  for (const Case& spec : testing::awkward_cases()) {
+    for (const QuantScheme& scheme : {schemes::unquantized(DType::kF32),
+                                      schemes::unquantized(DType::kBF16), schemes::mxfp4_w4a16()}) {
+      const bool mxfp4 = scheme == schemes::mxfp4_w4a16();
+      if (mxfp4 && (spec.hidden % 32 != 0 || spec.intermediate % 32 != 0 || spec.transposed)) {
+        continue;
+      }
+      Case changed = spec;
+      changed.scheme = scheme;
+      changed.name.append("_").append(name(scheme));
+      result.push_back(changed);
+    }
+  }
+  return result;
+}
+
+class CpuExpertsTest : public ::testing::TestWithParam<Case> {};
+
+TEST_P(CpuExpertsTest, MatchesReference) {
+  const Problem problem = testing::make_problem(GetParam());
+  const auto reference = reference::make_experts(ActivationFormat::kStandard);
+  for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    const Tensor expected = run(problem, *reference, dtype);
+    for (ActivationFormat format :
+         {ActivationFormat::kStandard, ActivationFormat::kBatchedExperts}) {
+      const auto experts = cpu::make_experts(format);
+      ASSERT_TRUE(experts->supports(testing::make_config(GetParam(), dtype)));
+      const Tensor actual = run(problem, *experts, dtype);
+      const testing::Difference difference = compare(actual, expected);
+      SCOPED_TRACE(std::string(experts->name()) + " " + std::string(name(dtype)) + ": " +
+                   difference.to_string());
+      EXPECT_FALSE(difference.nonfinite_mismatch);
+      // The batched format rounds each row before the weighted sum: one rounding more.
+      const double factor = format == ActivationFormat::kBatchedExperts ? 2 : 1;
+      EXPECT_LE(difference.max_element, factor * tolerance(dtype).max);
+      EXPECT_LE(difference.rms_element, factor * tolerance(dtype).rms);
+      EXPECT_TRUE(bitwise_equal(run(problem, *experts, dtype), actual)) << "second run";
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, CpuExpertsTest, ::testing::ValuesIn(cases_in_every_scheme()),
+                         [](const ::testing::TestParamInfo<Case>& info) {
+                           return info.param.name;
+                         });
+
+/// The first rows of a problem, as a problem.
+Problem head(const Problem& problem, std::int64_t num_tokens) {
+  Problem result = problem;
+  result.spec.num_tokens = num_tokens;
+  for (Tensor* tensor : {&result.hidden_states, &result.topk_ids, &result.topk_weights}) {
+    *tensor = Tensor(tensor->slice(0, 0, num_tokens), tensor->owner());
+  }
+  return result;
+}
+
+TEST(CpuExpertsInvarianceTest, RowDoesNotDependOnItsBatch) {
+  for (const QuantScheme& scheme : {schemes::unquantized(DType::kF32),
+                                    schemes::unquantized(DType::kBF16), schemes::mxfp4_w4a16()}) {
+    Case spec;
+    spec.num_tokens = 300;
+    spec.num_experts = 6;
+    spec.topk = 3;
+    spec.hidden = 4160;  // more than one decoded panel
+    spec.intermediate = 96;
+    spec.scheme = scheme;
+    spec.activation = Activation::kSwigluOai;
+    spec.bias = true;
+    const Problem problem = testing::make_problem(spec);
+    for (DType dtype : {DType::kBF16, DType::kF32}) {
+      for (ActivationFormat format :
+           {ActivationFormat::kStandard, ActivationFormat::kBatchedExperts}) {
+        const auto experts = cpu::make_experts(format);
+        const Tensor whole = run(problem, *experts, dtype);
+        for (std::int64_t num_tokens : {1, 2, 3, 4, 5, 7, 13, 64, 200}) {
+          const Tensor part = run(head(problem, num_tokens), *experts, dtype);
+          EXPECT_TRUE(bitwise_equal(part, whole.slice(0, 0, num_tokens)))
+              << name(scheme) << " " << name(dtype) << " " << experts->name()
+              << " M = " << num_tokens;
+        }
+      }
+    }
+  }
+}
+
+TEST(CpuExpertsInvarianceTest, NumberOfThreadsDoesNotMatter) {
+  Case spec;
+  spec.num_tokens = 33;
+  spec.scheme = schemes::mxfp4_w4a16();
+  spec.hidden = 96;
+  spec.intermediate = 160;
+  const Problem problem = testing::make_problem(spec);
+  const auto experts = cpu::make_experts(ActivationFormat::kStandard);
+  set_num_threads(1);
+  const Tensor one = run(problem, *experts, DType::kBF16);
+  set_num_threads(5);
+  const Tensor five = run(problem, *experts, DType::kBF16);
+  set_num_threads(0);
+  EXPECT_TRUE(bitwise_equal(one, five));
+}
+
+TEST(CpuExpertsNanTest, StayInTheirTokens) {
+  Case spec;
+  spec.num_tokens = 5;
+  const Problem problem = testing::make_problem(spec);
+  const auto experts = cpu::make_experts(ActivationFormat::kStandard);
+  const Tensor clean = run(problem, *experts, DType::kF32);
+  testing::poison(problem.hidden_states.slice(0, 2, 3));
+  const Tensor actual = run(problem, *experts, DType::kF32);
+  for (std::int64_t token = 0; token < 5; ++token) {
+    for (std::int64_t i = 0; i < spec.hidden; ++i) {
+      const float value = actual.as<const float>()[token * spec.hidden + i];
+      if (token == 2) {
+        EXPECT_NE(value, value) << "NaN was lost at column " << i;
+      } else {
+        EXPECT_EQ(value, clean.as<const float>()[token * spec.hidden + i]);
+      }
+    }
+  }
+}
+
+/// Scales that vary wildly within a row, and blocks of zeros with any scale code.
+TEST(CpuExpertsMxfp4Test, ExtremeScales) {
+  Case spec;
+  spec.num_tokens = 9;
+  spec.num_experts = 2;
+  spec.topk = 1;
+  spec.hidden = 256;
+  spec.intermediate = 64;
+  spec.scheme = schemes::mxfp4_w4a16();
+  Problem problem = testing::make_problem(spec);
+  std::vector<Tensor> keep;
+  testing::Random random(7);
+  for (ExpertMatrices& expert : problem.weights.experts) {
+    for (WeightMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
+      const std::int64_t rows = matrix->scales.size(0), blocks = matrix->scales.size(1);
+      Tensor values = Tensor::empty({rows, blocks * 16}, DType::kU8);
+      Tensor scales = Tensor::empty({rows, blocks}, DType::kU8);
+      for (std::int64_t row = 0; row < rows; ++row) {
+        for (std::int64_t block = 0; block < blocks; ++block) {
+          std::memcpy(
+              values.as<std::uint8_t>() + (row * blocks + block) * 16,
+              matrix->values.as<std::uint8_t>() + row * matrix->values.stride(0) + block * 16, 16);
+          scales.as<std::uint8_t>()[row * blocks + block] =
+              static_cast<std::uint8_t>(127 - 20 + random.below(25));
+          if (random.below(4) == 0) {  // zeros and minus zeros
+            std::memset(values.as<std::uint8_t>() + (row * blocks + block) * 16, 0x80, 16);
+            scales.as<std::uint8_t>()[row * blocks + block] =
+                static_cast<std::uint8_t>(random.below(255));
+          }
+        }
+      }
+      matrix->values = values;
+      matrix->scales = scales;
+      keep.push_back(values);
+      keep.push_back(scales);
+    }
+  }
+  const auto experts = cpu::make_experts(ActivationFormat::kStandard);
+  const Tensor expected =
+      run(problem, *reference::make_experts(ActivationFormat::kStandard), DType::kBF16);
+  const testing::Difference difference = compare(run(problem, *experts, DType::kBF16), expected);
+  EXPECT_LE(difference.max_element, tolerance(DType::kBF16).max) << difference.to_string();
+  for (std::int64_t num_tokens = 1; num_tokens < 9; ++num_tokens) {
+    EXPECT_TRUE(bitwise_equal(run(head(problem, num_tokens), *experts, DType::kBF16),
+                              run(problem, *experts, DType::kBF16).slice(0, 0, num_tokens)));
+  }
+}
+
+TEST(CpuExpertsMxfp4Test, ScaleOutsideItsRangeIsRefused) {
+  Case spec;
+  spec.hidden = spec.intermediate = 32;
+  spec.scheme = schemes::mxfp4_w4a16();
+  Problem problem = testing::make_problem(spec);
+  std::uint8_t* scale = problem.weights.experts[1].down.scales.as<std::uint8_t>();
+  *scale = 20;
+  try {
+    cpu::make_experts(ActivationFormat::kStandard)->pack(problem.weights);
+    FAIL() << "packed";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("E8M0 code 20"), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe

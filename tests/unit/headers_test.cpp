@@ -1,0 +1,24 @@
+// The header of everything, seen from user code. That each public header compiles alone is a matter
+// of the build: see fusedmoe_headers in tests/CMakeLists.txt.
+#include <gtest/gtest.h>
+
+#include <cstdio>
+
+#include "fusedmoe/fusedmoe.h"
+
+namespace {
+
+TEST(HeadersTest, VersionHasThreeNumbers) {
+  int numbers[3] = {-1, -1, -1};
+  char rest = 0;
+  EXPECT_EQ(std::sscanf(FUSEDMOE_VERSION, "%d.%d.%d%c", numbers, numbers + 1, numbers + 2, &rest),
+            3)
+      << FUSEDMOE_VERSION;
+}
+
+TEST(HeadersTest, ErrorNamesArgumentValueAndRequirement) {
+  const fusedmoe::Error error("topk_ids", "i64 [3]", "i32 [3, 2]");
+  EXPECT_STREQ(error.what(), "topk_ids: was i64 [3]; must be i32 [3, 2]");
+}
+
+}  // namespace

@@ -1,0 +1,63 @@
+// A small layer with random parameters, for the tests of MoeLayer.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <utility>
+
+#include "fusedmoe/formats.h"
+#include "fusedmoe/layer.h"
+#include "testing/cases.h"
+
+namespace fusedmoe::testing {
+
+inline Tensor random_tensor(DType dtype, Shape shape, double scale, std::uint64_t seed) {
+  Random random(seed);
+  Tensor tensor = Tensor::empty(shape, dtype);
+  for (std::int64_t i = 0; i < shape.numel(); ++i) {
+    store_f32(tensor.data(), dtype, i, static_cast<float>(random.normal() * scale));
+  }
+  return tensor;
+}
+
+struct LayerSpec {
+  Case experts;
+  bool shared_experts = false;
+  bool shared_gate = false;
+};
+
+inline LayerWeights make_layer_weights(const LayerSpec& spec) {
+  const Case& experts = spec.experts;
+  const double scale = 1 / std::sqrt(static_cast<double>(experts.hidden));
+  LayerWeights weights;
+  weights.router.num_experts = experts.num_experts;
+  weights.router.topk = experts.topk;
+  weights.router.renormalize = true;
+  weights.router.apply_router_weight_on_input = experts.weight_on_input;
+  weights.router_weights.weight =
+      random_tensor(DType::kBF16, {experts.num_experts, experts.hidden}, scale, 101);
+  weights.router_weights.bias = random_tensor(DType::kBF16, {experts.num_experts}, 0.1, 102);
+  weights.experts = make_problem(experts).weights;
+  if (!spec.shared_experts) return weights;
+  Case shared = experts;
+  shared.num_experts = shared.topk = 1;
+  shared.seed = 7;
+  weights.shared_experts = SharedExperts{make_problem(shared).weights, {}};
+  if (spec.shared_gate) {
+    weights.shared_experts->gate = random_tensor(DType::kBF16, {1, experts.hidden}, scale, 103);
+  }
+  return weights;
+}
+
+inline Tensor make_hidden_states(DType dtype, std::int64_t num_tokens, std::int64_t hidden) {
+  return random_tensor(dtype, {num_tokens, hidden}, 1, 104);
+}
+
+inline LayerOptions layer_options(DType dtype, std::string require) {
+  LayerOptions options;
+  options.dtype = dtype;
+  options.require = std::move(require);
+  return options;
+}
+
+}  // namespace fusedmoe::testing

@@ -1,0 +1,346 @@
+// prepare and finalize of "no_ep" and "batched", by themselves.
+#include "fusedmoe/prepare_finalize.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "fake_experts.h"
+#include "fusedmoe/device.h"
+#include "fusedmoe/error.h"
+#include "testing/compare.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::bitwise_equal;
+using testing::fill_nan;
+using testing::make_f32;
+using testing::make_floats;
+using testing::make_ids;
+using testing::make_sample;
+using testing::to_vector;
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+struct Call {
+  Tensor hidden_states, topk_ids, topk_weights, expert_map;
+  std::int64_t num_local_experts = 4;
+  bool weight_on_input = false;
+  Tensor workspace;
+
+  ProblemSize problem() const {
+    ProblemSize problem;
+    problem.num_tokens = topk_ids.size(0);
+    problem.topk = topk_ids.size(1);
+    problem.num_local_experts = num_local_experts;
+    problem.hidden = hidden_states.size(1);
+    problem.dtype = hidden_states.dtype();
+    return problem;
+  }
+
+  Prepared prepare(const PrepareAndFinalize& object) {
+    const auto size = static_cast<std::int64_t>(object.workspace_bytes(problem(), weight_on_input));
+    workspace = Tensor::empty({size}, DType::kU8);
+    std::memset(workspace.data(), 0xff, static_cast<std::size_t>(size));
+    PrepareArgs args;
+    args.hidden_states = hidden_states;
+    args.topk_ids = topk_ids;
+    args.topk_weights = topk_weights;
+    args.expert_map = expert_map;
+    args.num_local_experts = num_local_experts;
+    args.apply_router_weight_on_input = weight_on_input;
+    args.workspace = workspace.data();
+    return object.prepare(args);
+  }
+
+  Tensor finalize(const PrepareAndFinalize& object, const TensorView& fused_output,
+                  WeightAndReduce kind) const {
+    Tensor output = Tensor::empty({topk_ids.size(0), fused_output.size(fused_output.rank() - 1)},
+                                  fused_output.dtype());
+    fill_nan(output);
+    FinalizeArgs args;
+    args.output = output;
+    args.fused_output = fused_output;
+    args.topk_ids = topk_ids;
+    args.topk_weights = topk_weights;
+    args.expert_map = expert_map;
+    args.num_local_experts = num_local_experts;
+    args.router_weight_on_input = weight_on_input;
+    args.weight_and_reduce = kind;
+    args.workspace = workspace.data();
+    object.finalize(args);
+    return output;
+  }
+};
+
+class DTypes : public ::testing::TestWithParam<DType> {};
+INSTANTIATE_TEST_SUITE_P(Activations, DTypes,
+                         ::testing::Values(DType::kF32, DType::kBF16, DType::kF16),
+                         [](const auto& info) { return std::string(name(info.param)); });
+
+TEST(NoEpTest, HiddenStatesPassThrough) {
+  Call call{make_sample(DType::kBF16, {3, 5}), make_ids({3, 2}, {0, 1, 2, 3, -1, 0}),
+            make_sample(DType::kF32, {3, 2})};
+  const auto no_ep = make_no_ep();
+  EXPECT_EQ(no_ep->workspace_bytes(call.problem(), false), 0u);
+  const Prepared prepared = call.prepare(*no_ep);
+  EXPECT_EQ(prepared.hidden_states.data(), call.hidden_states.data());
+  EXPECT_FALSE(prepared.topk_ids.defined());
+  EXPECT_FALSE(prepared.expert_num_tokens.defined());
+}
+
+TEST_P(DTypes, NoEpWeightsTheInputWithARoundedWeight) {
+  const DType dtype = GetParam();
+  Call call{make_sample(dtype, {3, 7}), make_ids({3, 1}, {0, 1, 2}),
+            make_f32({3, 1}, {0.7310586f, 1.0f / 3, -2.1f})};
+  call.weight_on_input = true;
+  const Tensor before = make_sample(dtype, {3, 7});
+  const Prepared prepared = call.prepare(*make_no_ep());
+  EXPECT_TRUE(bitwise_equal(call.hidden_states, before)) << "prepare must not touch its input";
+
+  Tensor expected = Tensor::empty({3, 7}, dtype);
+  for (std::int64_t i = 0; i < 21; ++i) {
+    float rounded = 0;
+    store_f32(&rounded, dtype, 0, load_f32(call.topk_weights.data(), DType::kF32, i / 7));
+    const float weight = load_f32(&rounded, dtype, 0);
+    store_f32(expected.data(), dtype, i, load_f32(before.data(), dtype, i) * weight);
+  }
+  EXPECT_TRUE(bitwise_equal(prepared.hidden_states, expected));
+}
+
+TEST(NoEpTest, WeightOnInputIsForTopOneOnly) {
+  Call call{make_sample(DType::kF32, {2, 4}), make_ids({2, 2}, {0, 1, 2, 3}),
+            make_sample(DType::kF32, {2, 2})};
+  call.weight_on_input = true;
+  for (const auto& object : {make_no_ep(), make_batched()}) {
+    try {
+      call.prepare(*object);
+      ADD_FAILURE() << object->name();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.argument(), "apply_router_weight_on_input");
+    }
+  }
+}
+
+TEST(NoEpTest, FinalizeCopiesWhatIsReduced) {
+  const Call call{make_sample(DType::kBF16, {3, 5}), make_ids({3, 1}, {0, 1, -1}),
+                  make_f32({3, 1}, {kNaN, kNaN, kNaN})};
+  const Tensor reduced = make_sample(DType::kBF16, {3, 5});
+  EXPECT_TRUE(
+      bitwise_equal(call.finalize(*make_no_ep(), reduced, WeightAndReduce::kNoOp), reduced));
+}
+
+TEST(NoEpTest, ContiguousSumsInSlotOrder) {
+  const Call call{make_sample(DType::kF32, {2, 1}), make_ids({2, 3}, {0, 1, 2, 2, 1, 0}),
+                  make_f32({2, 3}, {1, 1, 1, 1, 1, 1})};
+  // Only left to right, in fp32, gives 0 for the first token and 1 for the second.
+  const Tensor rows = make_f32({6, 1}, {1e8f, 1, -1e8f, 1e8f, -1e8f, 1});
+  for (const auto kind : {WeightAndReduce::kContiguous, WeightAndReduce::kDelegate}) {
+    EXPECT_EQ(to_vector(call.finalize(*make_no_ep(), rows, kind)), (std::vector<float>{0, 1}));
+  }
+}
+
+TEST(NoEpTest, ContiguousRoundsOnce) {
+  const Call call{make_sample(DType::kBF16, {1, 1}), make_ids({1, 3}, {0, 1, 2}),
+                  make_f32({1, 3}, {1, 1, 1})};
+  // bf16 has 8 bits: 256 + 1 would round back to 256 after each addition.
+  const Tensor rows = make_floats(DType::kBF16, {3, 1}, {256, 1, 1});
+  EXPECT_EQ(to_vector(call.finalize(*make_no_ep(), rows, WeightAndReduce::kContiguous)),
+            (std::vector<float>{258}));
+}
+
+TEST(NoEpTest, ContiguousSelectsLocalSlots) {
+  Call call{make_sample(DType::kF32, {3, 2}), make_ids({3, 2}, {-1, 1, 0, 2, 0, -1}),
+            make_f32({3, 2}, {kNaN, 2, kNaN, 3, kNaN, kNaN})};
+  call.expert_map = make_ids({3}, {-1, 0, 1});
+  call.num_local_experts = 2;
+  const Tensor rows =
+      make_f32({6, 2}, {kNaN, kNaN, 1, 2, kNaN, kNaN, 3, 4, kNaN, kNaN, kNaN, kNaN});
+  EXPECT_EQ(to_vector(call.finalize(*make_no_ep(), rows, WeightAndReduce::kContiguous)),
+            (std::vector<float>{2, 4, 9, 12, 0, 0}));
+}
+
+TEST(NoEpTest, NaNWeightReachesItsTokenOnly) {
+  const Call call{make_sample(DType::kF32, {2, 1}), make_ids({2, 2}, {0, 1, 0, 1}),
+                  make_f32({2, 2}, {kNaN, 1, 1, 1})};
+  const auto out = to_vector(
+      call.finalize(*make_no_ep(), make_f32({4, 1}, {1, 2, 3, 4}), WeightAndReduce::kContiguous));
+  EXPECT_TRUE(std::isnan(out[0]));
+  EXPECT_EQ(out[1], 7);
+}
+
+TEST(NoEpTest, ContiguousLeavesOutWeightsThatAreOnTheInput) {
+  Call call{make_sample(DType::kF32, {2, 1}), make_ids({2, 1}, {0, 1}),
+            make_f32({2, 1}, {kNaN, 5})};
+  call.weight_on_input = true;
+  EXPECT_EQ(to_vector(call.finalize(*make_no_ep(), make_f32({2, 1}, {3, 4}),
+                                    WeightAndReduce::kContiguous)),
+            (std::vector<float>{3, 4}));
+}
+
+TEST_P(DTypes, NoEpContiguousMatchesPlainLoopsAtEveryWidth) {
+  const DType dtype = GetParam();
+  for (const std::int64_t hidden : {1, 255, 256, 257, 600}) {
+    const std::int64_t tokens = 5, topk = 3;
+    const Call call{make_sample(dtype, {tokens, hidden}),
+                    make_ids({tokens, topk}, {0, 1, 2, 3, -1, 1, 2, 2, 2, -1, -1, -1, 3, 2, 1}),
+                    make_sample(DType::kF32, {tokens, topk})};
+    const Tensor rows = make_sample(dtype, {tokens * topk, hidden});
+    Tensor expected = Tensor::empty({tokens, hidden}, dtype);
+    for (std::int64_t i = 0; i < tokens * hidden; ++i) {
+      float sum = 0;
+      for (std::int64_t j = 0; j < topk; ++j) {
+        const std::int64_t flat = i / hidden * topk + j;
+        if (call.topk_ids.as<std::int32_t>()[flat] < 0) continue;
+        sum += call.topk_weights.as<float>()[flat] *
+               load_f32(rows.data(), dtype, flat * hidden + i % hidden);
+      }
+      store_f32(expected.data(), dtype, i, sum);
+    }
+    const Tensor actual = call.finalize(*make_no_ep(), rows, WeightAndReduce::kContiguous);
+    EXPECT_TRUE(bitwise_equal(actual, expected)) << "hidden " << hidden;
+  }
+}
+
+TEST(NoEpTest, RefusesBatchedReduction) {
+  const Call call{make_sample(DType::kF32, {1, 1}), make_ids({1, 1}, {0}), make_f32({1, 1}, {1})};
+  EXPECT_FALSE(make_no_ep()->accepts(WeightAndReduce::kNaiveBatched));
+  EXPECT_THROW(call.finalize(*make_no_ep(), make_f32({1, 1}, {1}), WeightAndReduce::kNaiveBatched),
+               Error);
+}
+
+TEST_P(DTypes, BatchedDispatchesInTokenOrder) {
+  const DType dtype = GetParam();
+  Call call{make_sample(dtype, {4, 3}), make_ids({4, 2}, {3, 0, 0, 2, -1, 0, 5, 3}),
+            make_sample(DType::kF32, {4, 2})};
+  call.expert_map = make_ids({6}, {2, -1, 0, 1, -1, -1});
+  call.num_local_experts = 3;
+  const Prepared prepared = call.prepare(*make_batched());
+  ASSERT_EQ(prepared.hidden_states.shape(), (Shape{3, 4, 3}));
+  ASSERT_EQ(prepared.expert_num_tokens.shape(), Shape{3});
+  const auto* counts = prepared.expert_num_tokens.as<std::int32_t>();
+  // Global expert 2 is local 0, 3 is 1, 0 is 2.
+  const std::vector<std::vector<std::int64_t>> tokens{{1}, {0, 3}, {0, 1, 2}};
+  for (std::size_t e = 0; e < 3; ++e) {
+    ASSERT_EQ(static_cast<std::size_t>(counts[e]), tokens[e].size());
+    const TensorView expert = prepared.hidden_states.select(0, static_cast<std::int64_t>(e));
+    for (std::size_t row = 0; row < tokens[e].size(); ++row) {
+      EXPECT_TRUE(bitwise_equal(expert.select(0, static_cast<std::int64_t>(row)),
+                                call.hidden_states.select(0, tokens[e][row])));
+    }
+    for (std::int64_t row = counts[e]; row < 4; ++row) {
+      for (float x : to_vector(expert.select(0, row))) {
+        EXPECT_TRUE(std::isnan(x)) << "rows behind the count stay as they were";
+      }
+    }
+  }
+}
+
+TEST(BatchedTest, FinalizeGathersInSlotOrderAndSkipsPoison) {
+  Call call{make_sample(DType::kF32, {3, 1}), make_ids({3, 2}, {1, 0, -1, 1, 0, 2}),
+            make_f32({3, 2}, {2, 3, kNaN, 5, 7, kNaN})};
+  call.expert_map = make_ids({3}, {0, 1, -1});
+  call.num_local_experts = 2;
+  call.prepare(*make_batched());
+  const Tensor rows = make_f32({2, 3, 1}, {10, 20, kNaN, 100, 200, kNaN});
+  for (const auto kind : {WeightAndReduce::kNaiveBatched, WeightAndReduce::kDelegate}) {
+    EXPECT_EQ(to_vector(call.finalize(*make_batched(), rows, kind)),
+              (std::vector<float>{2 * 100 + 3 * 10, 5 * 200, 7 * 20}));
+  }
+}
+
+TEST(BatchedTest, WeightsTheInputOnDispatch) {
+  Call call{make_floats(DType::kBF16, {2, 2}, {1, 2, 3, 4}), make_ids({2, 1}, {1, 0}),
+            make_f32({2, 1}, {0.5f, 2})};
+  call.num_local_experts = 2;
+  call.weight_on_input = true;
+  const Prepared prepared = call.prepare(*make_batched());
+  EXPECT_EQ(to_vector(prepared.hidden_states.select(0, 0).select(0, 0)),
+            (std::vector<float>{6, 8}));
+  EXPECT_EQ(to_vector(prepared.hidden_states.select(0, 1).select(0, 0)),
+            (std::vector<float>{0.5f, 1}));
+  EXPECT_EQ(to_vector(call.hidden_states), (std::vector<float>{1, 2, 3, 4}));
+}
+
+TEST(BatchedTest, DuplicateIdInATokenIsAnError) {
+  Call call{make_sample(DType::kF32, {2, 3}), make_ids({2, 3}, {0, 1, 2, 3, -1, 3}),
+            make_sample(DType::kF32, {2, 3})};
+  try {
+    call.prepare(*make_batched());
+    ADD_FAILURE();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.argument(), "topk_ids");
+    EXPECT_NE(error.was().find("expert 3"), std::string::npos) << error.was();
+    EXPECT_NE(error.was().find("token 1"), std::string::npos) << error.was();
+  }
+  // Several slots of -1 are not duplicates.
+  call.topk_ids = make_ids({2, 3}, {0, -1, -1, -1, -1, -1});
+  EXPECT_NO_THROW(call.prepare(*make_batched()));
+}
+
+TEST(BatchedTest, RefusesReducedOutput) {
+  EXPECT_FALSE(make_batched()->accepts(WeightAndReduce::kNoOp));
+  EXPECT_FALSE(make_batched()->accepts(WeightAndReduce::kContiguous));
+}
+
+TEST(BatchedTest, ThreadsDoNotChangeBits) {
+  const std::int64_t tokens = 96, topk = 2, hidden = 400;  // above the threshold for threads
+  Call call{make_sample(DType::kBF16, {tokens, hidden}), Tensor::empty({tokens, topk}, DType::kI32),
+            make_sample(DType::kF32, {tokens, topk})};
+  for (std::int64_t i = 0; i < tokens * topk; ++i) {
+    call.topk_ids.as<std::int32_t>()[i] =
+        static_cast<std::int32_t>((i * 5 + i / 7) % 2 + 2 * (i % 2));
+  }
+  std::vector<Tensor> results;
+  for (const int threads : {1, 2, 3}) {
+    set_num_threads(threads);
+    const Prepared prepared = call.prepare(*make_batched());
+    results.push_back(
+        call.finalize(*make_batched(), prepared.hidden_states, WeightAndReduce::kNaiveBatched));
+  }
+  set_num_threads(0);
+  EXPECT_TRUE(bitwise_equal(results[0], results[1]));
+  EXPECT_TRUE(bitwise_equal(results[0], results[2]));
+}
+
+TEST(PrepareAndFinalizeTest, RefusalsHaveReasons) {
+  MoeConfig config;
+  config.num_experts = config.num_local_experts = 8;
+  config.topk = 2;
+  config.scheme = schemes::unquantized(DType::kBF16);
+  const auto reason = [&](const std::function<void(MoeConfig&)>& change) {
+    MoeConfig changed = config;
+    change(changed);
+    const Support no_ep = make_no_ep()->supports(changed);
+    EXPECT_EQ(no_ep.reason, make_batched()->supports(changed).reason);
+    EXPECT_EQ(no_ep.text.empty(), static_cast<bool>(no_ep));
+    return no_ep.reason;
+  };
+  EXPECT_EQ(reason([](MoeConfig&) {}), Reason::kSupported);
+  EXPECT_EQ(reason([](MoeConfig& c) { c.device = {DeviceKind::kCuda, 0}; }), Reason::kDevice);
+  EXPECT_EQ(reason([](MoeConfig& c) { c.dtype = DType::kE4M3; }), Reason::kDType);
+  EXPECT_EQ(reason([](MoeConfig& c) {
+              c.scheme.activations = QuantKey{DType::kE4M3, DType::kF32, {1, -1}, {}, true, true};
+            }),
+            Reason::kQuantScheme);
+  EXPECT_EQ(reason([](MoeConfig& c) { c.parallel.ep_size = 2; }), Reason::kParallelConfig);
+  EXPECT_EQ(reason([](MoeConfig& c) { c.parallel.dp_size = 2; }), Reason::kParallelConfig);
+  EXPECT_EQ(reason([](MoeConfig& c) { c.apply_router_weight_on_input = true; }),
+            Reason::kRouterWeightOnInput);
+}
+
+TEST(PrepareAndFinalizeTest, NoTokensNeedNothing) {
+  Call call{Tensor::empty({0, 4}, DType::kBF16), Tensor::empty({0, 2}, DType::kI32),
+            Tensor::empty({0, 2}, DType::kF32)};
+  EXPECT_EQ(call.prepare(*make_no_ep()).hidden_states.size(0), 0);
+  const Prepared prepared = call.prepare(*make_batched());
+  for (std::int64_t e = 0; e < 4; ++e) {
+    EXPECT_EQ(prepared.expert_num_tokens.as<std::int32_t>()[e], 0);
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe

@@ -1,0 +1,81 @@
+// Quantization schemes as values, and devices: names and their parsers.
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "fusedmoe/device.h"
+#include "fusedmoe/error.h"
+#include "fusedmoe/quant.h"
+
+namespace fusedmoe {
+namespace {
+
+TEST(QuantTest, NamedSchemesParseBack) {
+  for (const char* text : {"f32", "bf16", "f16", "mxfp4_w4a16"}) {
+    EXPECT_EQ(name(parse_scheme(text)), text);
+  }
+  EXPECT_EQ(parse_scheme("bf16"), schemes::unquantized(DType::kBF16));
+}
+
+TEST(QuantTest, Mxfp4IsE2m1InBlocksOf32WithE8m0Scales) {
+  const QuantScheme scheme = schemes::mxfp4_w4a16();
+  EXPECT_EQ(scheme.weights.value, DType::kE2M1);
+  EXPECT_EQ(scheme.weights.scale, DType::kE8M0);
+  EXPECT_EQ(scheme.weights.group, (GroupShape{1, 32}));
+  EXPECT_TRUE(scheme.weights.quantized());
+  EXPECT_FALSE(scheme.activations);
+}
+
+TEST(QuantTest, UnnamedSchemeIsDescribed) {
+  QuantScheme scheme;
+  scheme.weights.value = DType::kE4M3;
+  scheme.weights.scale = DType::kF32;
+  scheme.weights.group = {128, 128};
+  const std::string text = name(scheme);
+  EXPECT_NE(text.find("e4m3"), std::string::npos) << text;
+  EXPECT_NE(text.find("(128, 128)"), std::string::npos) << text;
+}
+
+TEST(QuantTest, UnknownNameListsTheKnownOnes) {
+  try {
+    parse_scheme("fp3");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.was(), "\"fp3\"");
+    EXPECT_NE(error.must_be().find("mxfp4_w4a16"), std::string::npos);
+  }
+}
+
+TEST(QuantTest, UnquantizedTakesFloatTypesOnly) {
+  EXPECT_THROW(schemes::unquantized(DType::kE4M3), Error);
+  EXPECT_THROW(schemes::unquantized(DType::kI32), Error);
+}
+
+TEST(DeviceTest, ParsesWhatItPrints) {
+  EXPECT_EQ(to_string(parse_device("cpu")), "cpu");
+  EXPECT_EQ(to_string(parse_device("cuda")), "cuda:0");
+  EXPECT_EQ(to_string(parse_device("cuda:3")), "cuda:3");
+  for (const char* bad : {"", "gpu", "cuda:", "cuda:-1", "cuda:1x", "cuda:99999999999", "CPU"}) {
+    EXPECT_THROW(parse_device(bad), Error) << bad;
+  }
+}
+
+TEST(DeviceTest, CudaSummaryHasALinePerDeviceOrSaysWhyThereIsNone) {
+  const std::string summary = cuda_device_summary();
+  const std::string begin = cuda_device_count() == 0 ? "none: " : "cuda:0 ";
+  EXPECT_EQ(summary.substr(0, begin.size()), begin);
+}
+
+TEST(DeviceTest, ZeroThreadsRestoresTheDefault) {
+  const int otherwise = num_threads();
+  EXPECT_GE(otherwise, 1);
+  set_num_threads(3);
+  EXPECT_EQ(num_threads(), 3);
+  EXPECT_THROW(set_num_threads(-1), Error);
+  EXPECT_EQ(num_threads(), 3);
+  set_num_threads(0);
+  EXPECT_EQ(num_threads(), otherwise);
+}
+
+}  // namespace
+}  // namespace fusedmoe

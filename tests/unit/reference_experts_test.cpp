@@ -1,0 +1,474 @@
+// The reference experts against hand-computed numbers and against the formula evaluated densely,
+// token by token, with the library's own number conversions.
+#include "reference/experts.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "fusedmoe/error.h"
+#include "fusedmoe/formats.h"
+#include "fusedmoe/prepare_finalize.h"
+#include "reference/activation.h"
+#include "reference/matrix.h"
+#include "testing/cases.h"
+#include "testing/compare.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::Case;
+using testing::Problem;
+
+const auto kStandard = reference::make_experts(ActivationFormat::kStandard);
+const auto kBatched = reference::make_experts(ActivationFormat::kBatchedExperts);
+
+Tensor run(const Problem& problem, DType dtype = DType::kF32) {
+  return testing::run_experts(problem, *make_no_ep(), *kStandard, *kStandard->pack(problem.weights),
+                              dtype);
+}
+
+double stored(const TensorView& view, std::int64_t index) {
+  return load_f32(view.data(), view.dtype(), index);
+}
+
+double weight(const WeightMatrix& m, std::int64_t row, std::int64_t column) {
+  if (!m.scales) return stored(m.values, row * m.values.stride(0) + column * m.values.stride(1));
+  const auto byte =
+      m.values.as<std::uint8_t>()[row * m.values.stride(0) + column / 2 * m.values.stride(1)];
+  const auto scale = m.scales.as<std::uint8_t>()[row * m.scales.stride(0) + column / 32];
+  return double{e2m1_to_f32(column % 2 ? byte >> 4 : byte & 15)} * e8m0_to_f32(scale);
+}
+
+std::vector<double> linear(const WeightMatrix& m, std::int64_t out, const std::vector<double>& x) {
+  std::vector<double> y(static_cast<std::size_t>(out));
+  for (std::int64_t o = 0; o < out; ++o) {
+    for (std::size_t i = 0; i < x.size(); ++i) y[o] += weight(m, o, std::int64_t(i)) * x[i];
+    if (m.bias) y[o] += stored(m.bias, o * m.bias.stride(0));
+  }
+  return y;
+}
+
+/// The formula for one token in `dtype`, without the last rounding.
+std::vector<double> evaluate(const Problem& p, std::int64_t token, DType dtype) {
+  const Case& spec = p.spec;
+  const ResolvedActivation activation = resolve(spec.activation, spec.activation_params);
+  const bool gated = is_gated(spec.activation);
+  std::vector<double> sum(static_cast<std::size_t>(spec.hidden));
+  for (std::int64_t j = 0; j < spec.topk; ++j) {
+    const std::int64_t slot = token * spec.topk + j;
+    std::int32_t expert = p.topk_ids.as<std::int32_t>()[slot];
+    if (expert >= 0 && p.expert_map) expert = p.expert_map.as<std::int32_t>()[expert];
+    if (expert < 0) continue;
+    const float router_weight = p.topk_weights.as<float>()[slot];
+    std::vector<double> x;
+    for (std::int64_t i = 0; i < spec.hidden; ++i) {
+      double value = stored(p.hidden_states, token * spec.hidden + i);
+      if (spec.weight_on_input) {
+        // The weight is rounded to dtype first, then the product.
+        value = reference::round_to(dtype, value * reference::round_to(dtype, router_weight));
+      }
+      x.push_back(value);
+    }
+    const ExpertMatrices& e = p.weights.experts[expert];
+    std::vector<double> h = linear(e.gate, spec.intermediate, x);
+    const std::vector<double> up = gated ? linear(e.up, spec.intermediate, x) : h;
+    for (std::size_t i = 0; i < h.size(); ++i) {
+      h[i] = reference::round_to(dtype, reference::activate(activation, h[i], up[i]));
+    }
+    const std::vector<double> y = linear(e.down, spec.hidden, h);
+    for (std::size_t i = 0; i < y.size(); ++i) {
+      sum[i] += spec.weight_on_input ? y[i] : router_weight * y[i];
+    }
+  }
+  return sum;
+}
+
+Tensor evaluate(const Problem& p, DType dtype) {
+  Tensor out = Tensor::empty({p.spec.num_tokens, p.spec.hidden}, dtype);
+  for (std::int64_t t = 0; t < p.spec.num_tokens; ++t) {
+    const std::vector<double> row = evaluate(p, t, dtype);
+    for (std::int64_t i = 0; i < p.spec.hidden; ++i) {
+      reference::store(out.data(), dtype, t * p.spec.hidden + i, row[i]);
+    }
+  }
+  return out;
+}
+
+class AwkwardCaseTest : public ::testing::TestWithParam<Case> {};
+
+TEST_P(AwkwardCaseTest, MatchesTheFormula) {
+  const Problem problem = testing::make_problem(GetParam());
+  // Both sides round at the same points and sum in double, in different orders: results are the
+  // same but for values that fall within 1e-15 of a rounding boundary. One such activation moves
+  // its row by an ulp of the activation's dtype times a weight.
+  for (auto [dtype, ulp] : {std::pair{DType::kF32, 0x1p-23}, {DType::kBF16, 0x1p-7}}) {
+    const testing::Difference difference =
+        testing::compare(run(problem, dtype), evaluate(problem, dtype));
+    EXPECT_FALSE(difference.nonfinite_mismatch) << difference.to_string();
+    EXPECT_LE(difference.max_norm_relative, ulp) << difference.to_string();
+    EXPECT_LE(difference.rms_relative, ulp / 16) << difference.to_string();
+  }
+}
+
+TEST_P(AwkwardCaseTest, BatchedFormatGivesTheSameWithinARounding) {
+  const Problem problem = testing::make_problem(GetParam());
+  const Tensor standard = run(problem);
+  const Tensor batched = testing::run_experts(problem, *make_batched(), *kBatched,
+                                              *kBatched->pack(problem.weights), DType::kF32);
+  // Rows are rounded to f32 before they are weighted, and summed in fp32.
+  const testing::Difference difference = testing::compare(batched, standard);
+  EXPECT_FALSE(difference.nonfinite_mismatch);
+  EXPECT_LE(difference.max_element, 1e-5) << difference.to_string();
+  EXPECT_LE(difference.rms_relative, 1e-6) << difference.to_string();
+}
+
+TEST_P(AwkwardCaseTest, TwoRunsGiveTheSameBits) {
+  const Problem problem = testing::make_problem(GetParam());
+  EXPECT_TRUE(testing::bitwise_equal(run(problem, DType::kBF16), run(problem, DType::kBF16)));
+}
+
+TEST_P(AwkwardCaseTest, IsSupported) {
+  for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    const Support support = kStandard->supports(testing::make_config(GetParam(), dtype));
+    EXPECT_TRUE(support) << support.text;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(ReferenceExperts, AwkwardCaseTest,
+                         ::testing::ValuesIn(testing::awkward_cases()),
+                         [](const auto& info) { return info.param.name; });
+
+/// Two experts with hidden 2 and intermediate 1, ReLU squared, so that all numbers are small
+/// integers.
+struct Tiny {
+  std::vector<float> w13 = {1, 2, -1, 3};  // (2, 1, 2)
+  std::vector<float> w2 = {1, -1, 2, 5};   // (2, 2, 1)
+  std::vector<float> bias = {10, 20};      // (2), of expert 1's second matrix
+  std::vector<float> x = {1, 1, 3, 2};     // (2, 2)
+  std::vector<std::int32_t> ids = {0, 1, 1, -1};
+  std::vector<float> router_weights = {0.5F, 2, 4, std::nanf("")};
+  ExpertWeights weights;
+
+  Tiny() {
+    weights.scheme = schemes::unquantized(DType::kF32);
+    weights.hidden = 2;
+    weights.intermediate = 1;
+    weights.activation = Activation::kRelu2NoMul;
+    for (std::int64_t e = 0; e < 2; ++e) {
+      ExpertMatrices expert;
+      expert.gate.values = TensorView(&w13[2 * e], DType::kF32, {1, 2});
+      expert.down.values = TensorView(&w2[2 * e], DType::kF32, {2, 1});
+      expert.down.bias = TensorView(bias.data(), DType::kF32, {2});
+      weights.experts.push_back(expert);
+    }
+  }
+
+  std::vector<float> run() {
+    const auto packed = kStandard->pack(weights);
+    ProblemSize problem{2, 2, 2, 2, 1, DType::kF32};
+    const WorkspacePlan plan = kStandard->plan(problem);
+    std::vector<double> workspace13(plan.common_bytes() / 8), workspace2(plan.workspace2_bytes / 8);
+    std::vector<float> out(4, std::nanf(""));
+    ExpertsArgs args;
+    args.weights = packed.get();
+    args.output = TensorView(out.data(), DType::kF32, {2, 2});
+    args.hidden_states = TensorView(x.data(), DType::kF32, {2, 2});
+    args.topk_ids = TensorView(ids.data(), DType::kI32, {2, 2});
+    args.topk_weights = TensorView(router_weights.data(), DType::kF32, {2, 2});
+    args.workspace13 = workspace13.data();
+    args.workspace2 = workspace2.data();
+    kStandard->apply(args);
+    return out;
+  }
+};
+
+TEST(ReferenceExpertsTest, ByHand) {
+  // Token 0: expert 0: h = (1 + 2)^2 = 9, y = (9 + 10, -9 + 20), weight 0.5;
+  //          expert 1: h = (-1 + 3)^2 = 4, y = (8 + 10, 20 + 20), weight 2.
+  // Token 1: expert 1: h = (-3 + 6)^2 = 9, y = (18 + 10, 45 + 20), weight 4; the other slot none.
+  EXPECT_EQ(Tiny().run(), (std::vector<float>{9.5F + 36, 5.5F + 80, 112, 260}));
+}
+
+TEST(ReferenceExpertsTest, ATokenWithoutLocalExpertsIsZero) {
+  Tiny tiny;
+  tiny.ids = {0, -1, -1, 7};
+  tiny.router_weights = {1, std::nanf(""), INFINITY, std::nanf("")};
+  EXPECT_EQ(tiny.run(), (std::vector<float>{19, 11, 0, 0}));
+}
+
+TEST(ReferenceExpertsTest, NanInOneTokenStaysThere) {
+  Tiny tiny;
+  tiny.x[0] = std::nanf("");
+  const std::vector<float> out = tiny.run();
+  EXPECT_TRUE(std::isnan(out[0]) && std::isnan(out[1]));
+  EXPECT_EQ(out[2], 112);
+  EXPECT_EQ(out[3], 260);
+}
+
+TEST(ReferenceExpertsTest, EveryLayoutGivesTheSameBits) {
+  Case spec{.name = "layouts", .hidden = 40, .intermediate = 24, .bias = true};
+  const Tensor expected = run(testing::make_problem(spec));
+  for (auto layout : {GateUpLayout::kGateUp, GateUpLayout::kUpGate, GateUpLayout::kInterleaved}) {
+    for (bool transposed : {false, true}) {
+      spec.gate_up_layout = layout;
+      spec.transposed = transposed;
+      EXPECT_TRUE(testing::bitwise_equal(run(testing::make_problem(spec)), expected))
+          << static_cast<int>(layout) << transposed;
+    }
+  }
+}
+
+TEST(ReferenceExpertsTest, EveryMxfp4LayoutGivesTheSameBits) {
+  Case spec{.name = "layouts", .hidden = 64, .intermediate = 32};
+  spec.scheme = schemes::mxfp4_w4a16();
+  spec.bias = true;
+  const Tensor expected = run(testing::make_problem(spec));
+  for (auto layout : {GateUpLayout::kUpGate, GateUpLayout::kInterleaved}) {
+    spec.gate_up_layout = layout;
+    EXPECT_TRUE(testing::bitwise_equal(run(testing::make_problem(spec)), expected));
+  }
+}
+
+TEST(ReferenceExpertsTest, HalvesOfTheExpertsSumToTheWhole) {
+  const Case spec{.num_tokens = 17, .num_experts = 6, .topk = 3, .bias = true};
+  const Problem whole = testing::make_problem(spec);
+  const Tensor expected = run(whole);
+  std::vector<float> sum(static_cast<std::size_t>(expected.numel()));
+  for (std::int64_t half = 0; half < 2; ++half) {
+    Problem part = whole;
+    part.expert_map = Tensor::empty({6}, DType::kI32);
+    part.weights.experts.clear();
+    for (std::int64_t e = 0; e < 6; ++e) {
+      const bool mine = e % 2 == half;
+      part.expert_map.as<std::int32_t>()[e] =
+          mine ? static_cast<std::int32_t>(part.weights.num_experts()) : -1;
+      if (mine) part.weights.experts.push_back(whole.weights.experts[e]);
+    }
+    const Tensor out = run(part);
+    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += out.as<float>()[i];
+  }
+  const testing::Difference difference =
+      testing::compare(TensorView(sum.data(), DType::kF32, expected.shape()), expected);
+  // Each half is rounded to f32 once, and so is their sum.
+  EXPECT_LE(difference.max_element, 4 * 0x1p-24) << difference.to_string();
+}
+
+TEST(ReferenceExpertsTest, ARowDoesNotDependOnItsBatch) {
+  Case spec{.num_tokens = 64, .topk = 3, .bias = true};
+  const Problem all = testing::make_problem(spec);
+  for (DType dtype : {DType::kF32, DType::kBF16}) {
+    const Tensor expected = run(all, dtype);
+    for (std::int64_t count : {1, 7}) {
+      Problem some = all;
+      some.spec.num_tokens = count;
+      const auto rows = [&](const Tensor& tensor) {
+        return Tensor(tensor.slice(0, 20, 20 + count), tensor.owner());
+      };
+      some.hidden_states = rows(all.hidden_states);
+      some.topk_ids = rows(all.topk_ids);
+      some.topk_weights = rows(all.topk_weights);
+      EXPECT_TRUE(testing::bitwise_equal(run(some, dtype), expected.slice(0, 20, 20 + count)));
+    }
+  }
+}
+
+TEST(ReferenceExpertsTest, BatchedLeavesUnweightedRowsAndZerosBehindThem) {
+  const Case spec{.num_experts = 3, .topk = 1, .hidden = 5, .intermediate = 4};
+  const Problem problem = testing::make_problem(spec);
+  constexpr std::int64_t kCapacity = 3;
+  std::vector<float> x(3 * kCapacity * 5, std::nanf(""));
+  const std::vector<std::int32_t> counts = {2, 0, 3};
+  for (std::int64_t e = 0; e < 3; ++e) {
+    for (std::int64_t i = 0; i < counts[e] * 5; ++i) {
+      x[e * kCapacity * 5 + i] = problem.hidden_states.as<float>()[i];
+    }
+  }
+  const auto packed = kBatched->pack(problem.weights);
+  const WorkspacePlan plan = kBatched->plan({kCapacity, 1, 3, 5, 4, DType::kF32});
+  EXPECT_EQ(plan.output_shape, (Shape{3, kCapacity, 5}));
+  std::vector<char> workspace13(plan.common_bytes()), workspace2(plan.workspace2_bytes);
+  std::vector<float> out(x.size(), std::nanf(""));
+  ExpertsArgs args;
+  args.weights = packed.get();
+  args.output = TensorView(out.data(), DType::kF32, plan.output_shape);
+  args.hidden_states = TensorView(x.data(), DType::kF32, plan.output_shape);
+  args.expert_num_tokens = TensorView(counts.data(), DType::kI32, {3});
+  args.workspace13 = workspace13.data();
+  args.workspace2 = workspace2.data();
+  kBatched->apply(args);
+
+  for (std::int64_t e = 0; e < 3; ++e) {
+    for (std::int64_t row = 0; row < kCapacity; ++row) {
+      Problem one = problem;
+      one.topk_ids.as<std::int32_t>()[row] = static_cast<std::int32_t>(e);
+      one.topk_weights.as<float>()[row] = 1;
+      const std::vector<double> expected = evaluate(one, row, DType::kF32);
+      for (std::int64_t i = 0; i < 5; ++i) {
+        const float actual = out[(e * kCapacity + row) * 5 + i];
+        if (row < counts[e]) {
+          EXPECT_NEAR(actual, expected[i], 1e-6 * std::max(1.0, std::abs(expected[i])));
+        } else {
+          EXPECT_EQ(actual, 0);
+        }
+      }
+    }
+  }
+}
+
+TEST(ReferenceExpertsTest, PlanIsMonotoneAndEmptyForNoTokens) {
+  for (const auto& experts : {kStandard, kBatched}) {
+    std::size_t last = 0;
+    for (std::int64_t tokens : {1, 2, 3, 64, 65, 4096}) {
+      const WorkspacePlan plan = experts->plan({tokens, 4, 8, 2880, 2880, DType::kBF16});
+      EXPECT_GT(plan.total_bytes(), last);
+      last = plan.total_bytes();
+    }
+    EXPECT_EQ(experts->plan({0, 4, 8, 64, 64, DType::kBF16}).workspace13_bytes, 0U);
+  }
+}
+
+TEST(ReferenceExpertsTest, PackKeepsThePublishedWeights) {
+  const Problem problem = testing::make_problem({.num_experts = 4, .bias = true});
+  std::vector<std::int64_t> done;
+  const auto packed = kStandard->pack(problem.weights, [&](std::int64_t now, std::int64_t total) {
+    EXPECT_EQ(total, 4);
+    done.push_back(now);
+  });
+  EXPECT_EQ(done, (std::vector<std::int64_t>{1, 2, 3, 4}));
+  EXPECT_EQ(packed->nbytes(), 0);
+  EXPECT_EQ(packed->info().implementation, "reference");
+  EXPECT_EQ(packed->info().num_experts, 4);
+  EXPECT_TRUE(packed->info().has_bias);
+  EXPECT_TRUE(kBatched->accepts(*packed));
+  ExpertWeights bad = problem.weights;
+  bad.hidden += 1;
+  EXPECT_THROW(kStandard->pack(bad), Error);
+}
+
+TEST(ReferenceExpertsTest, RefusalsCarryTheirReason) {
+  const auto reason = [](auto change) {
+    MoeConfig config = testing::make_config({.num_experts = 6, .topk = 1}, DType::kBF16);
+    change(config);
+    const Support support = kStandard->supports(config);
+    EXPECT_EQ(support.text.empty(), static_cast<bool>(support));
+    return support.reason;
+  };
+  using C = MoeConfig;
+  EXPECT_EQ(reason([](C&) {}), Reason::kSupported);
+  EXPECT_EQ(reason([](C& c) { c.batch_invariant = true; }), Reason::kSupported);
+  EXPECT_EQ(reason([](C& c) { c.parallel = {2, 2, 2, 1}; }), Reason::kSupported);
+  EXPECT_EQ(reason([](C& c) { c.device = {DeviceKind::kCuda, 0}; }), Reason::kDevice);
+  EXPECT_EQ(reason([](C& c) { c.dtype = DType::kE4M3; }), Reason::kDType);
+  EXPECT_EQ(reason([](C& c) { c.scheme.weights.value = DType::kI8; }), Reason::kQuantScheme);
+  EXPECT_EQ(reason([](C& c) { c.activation = Activation::kSitu; }), Reason::kActivation);
+  EXPECT_EQ(reason([](C& c) { c.hidden = 0; }), Reason::kShape);
+  EXPECT_EQ(reason([](C& c) {
+              c.scheme = schemes::mxfp4_w4a16();
+              c.intermediate = 48;
+            }),
+            Reason::kShape);
+  EXPECT_EQ(reason([](C& c) { c.activation_format = ActivationFormat::kBatchedExperts; }),
+            Reason::kActivationFormat);
+  EXPECT_EQ(reason([](C& c) {
+              c.apply_router_weight_on_input = true;
+              c.topk = 2;
+            }),
+            Reason::kRouterWeightOnInput);
+  EXPECT_EQ(reason([](C& c) { c.num_local_experts = 3; }), Reason::kExpertMap);
+}
+
+TEST(ReferenceExpertsTest, BadArgumentsAreNamed) {
+  const Problem problem = testing::make_problem({.num_tokens = 3, .hidden = 8, .intermediate = 4});
+  const auto packed = kStandard->pack(problem.weights);
+  const WorkspacePlan plan = kStandard->plan({3, 2, 8, 8, 4, DType::kF32});
+  std::vector<char> workspace13(plan.common_bytes()), workspace2(plan.workspace2_bytes);
+  const Tensor out = Tensor::zeros({3, 8}, DType::kF32);
+  const auto fault = [&](auto change) {
+    ExpertsArgs args;
+    args.weights = packed.get();
+    args.output = out;
+    args.hidden_states = problem.hidden_states;
+    args.topk_ids = problem.topk_ids;
+    args.topk_weights = problem.topk_weights;
+    args.workspace13 = workspace13.data();
+    args.workspace2 = workspace2.data();
+    change(args);
+    try {
+      kStandard->apply(args);
+    } catch (const Error& error) {
+      return error.argument();
+    }
+    return std::string();
+  };
+  using A = ExpertsArgs;
+  EXPECT_EQ(fault([](A&) {}), "");
+  EXPECT_EQ(fault([](A& a) { a.weights = nullptr; }), "weights");
+  EXPECT_EQ(fault([](A& a) { a.hidden_states = {}; }), "hidden_states");
+  EXPECT_EQ(fault([](A& a) { a.hidden_states = a.hidden_states.slice(1, 0, 8, 2); }),
+            "hidden_states");
+  EXPECT_EQ(fault([](A& a) { a.hidden_scales = a.topk_weights; }), "hidden_scales");
+  EXPECT_EQ(fault([](A& a) { a.topk_ids = a.topk_weights; }), "topk_ids");
+  EXPECT_EQ(fault([](A& a) { a.topk_weights = {}; }), "topk_weights");
+  EXPECT_EQ(fault([](A& a) { a.expert_map = a.topk_weights; }), "expert_map");
+  EXPECT_EQ(fault([](A& a) { a.output = a.output.slice(0, 0, 2); }), "output");
+  EXPECT_EQ(fault([](A& a) { a.workspace13 = nullptr; }), "workspace13");
+  EXPECT_EQ(fault([](A& a) { a.workspace2 = nullptr; }), "workspace2");
+}
+
+TEST(ReferenceMatrixTest, RoundsOnceToNearestEven) {
+  using reference::round_to;
+  // Just above a tie of bf16: through f32 it would fall on the tie and then to even.
+  const double above = 1 + 0x1p-8 + 0x1p-40;
+  EXPECT_EQ(round_to(DType::kBF16, above), 1 + 0x1p-7);
+  EXPECT_EQ(round_to(DType::kBF16, 1 + 0x1p-8), 1);
+  EXPECT_EQ(round_to(DType::kBF16, 1 + 3 * 0x1p-8), 1 + 0x1p-6);
+  EXPECT_EQ(round_to(DType::kF16, 65519.99), 65504);
+  EXPECT_EQ(round_to(DType::kF16, -65520), -INFINITY);
+  EXPECT_EQ(round_to(DType::kF16, 0x1p-25), 0);
+  EXPECT_EQ(round_to(DType::kF16, 0x1.8p-24), 0x1p-23);
+  EXPECT_EQ(round_to(DType::kF32, 1e-300), 0);
+  EXPECT_EQ(round_to(DType::kF32, 0x1p-149), 0x1p-149);
+  EXPECT_TRUE(std::isnan(round_to(DType::kBF16, std::nan(""))));
+}
+
+TEST(ReferenceMatrixTest, EveryF16AndBf16CodeSurvivesLoadAndStore) {
+  for (DType dtype : {DType::kF16, DType::kBF16}) {
+    for (int i = 0; i < 0x10000; ++i) {
+      const auto code = static_cast<std::uint16_t>(i);
+      const double value = reference::load(&code, dtype, 0);
+      const float expected = load_f32(&code, dtype, 0);
+      if (std::isnan(expected)) {
+        ASSERT_TRUE(std::isnan(value));
+        continue;
+      }
+      ASSERT_EQ(value, expected);
+      std::uint16_t back = 0;
+      reference::store(&back, dtype, 0, value);
+      ASSERT_EQ(back, code);
+    }
+  }
+}
+
+TEST(ReferenceMatrixTest, DecodesEveryMxfp4CodeAndScale) {
+  std::vector<std::uint8_t> codes(16), scale(1);
+  for (int i = 0; i < 16; ++i) codes[i] = static_cast<std::uint8_t>(i | (15 - i) << 4);
+  const WeightMatrix matrix{TensorView(codes.data(), DType::kU8, {1, 16}),
+                            TensorView(scale.data(), DType::kU8, {1, 1}),
+                            {}};
+  for (int s = 0; s < 256; ++s) {
+    scale[0] = static_cast<std::uint8_t>(s);
+    for (std::int64_t column = 0; column < 32; ++column) {
+      const double actual = reference::element(matrix, 0, column);
+      const double expected = weight(matrix, 0, column);
+      ASSERT_TRUE(actual == expected || (s == 255 && std::isnan(actual))) << s << " " << column;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe
