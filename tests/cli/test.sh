@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# test.sh PROGRAM CONFIG_DIR WORK_DIR CASE: one situation of the real program on a tiny checkpoint.
+# test.sh PROGRAM CONFIG_DIR WORK_DIR CASE EXAMPLE: one situation of the real program (or of the
+# README's example) on a tiny checkpoint.
 set -euo pipefail
-program=$1 configs=$2 work=$3/$4 situation=$4
+program=$1 configs=$2 work=$3/$4 situation=$4 example=$5
 rm -rf "$work"
 mkdir -p "$work"
 cd "$work"
@@ -150,6 +151,13 @@ case $situation in
     says '^cuda +(none: |cuda:0 )'
     FUSEDMOE_CPU_ISA=generic succeeds doctor --json
     says '"instruction set":"generic"'
+    ;;
+  example)
+    synth gpt_oss_tiny
+    program=$example
+    succeeds model model/input.safetensors
+    says '^cpu\+no_ep mxfp4_w4a16 bf16'
+    refuses 'nowhere' nowhere model/input.safetensors
     ;;
   usage)
     succeeds --help
