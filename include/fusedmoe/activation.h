@@ -45,7 +45,8 @@ struct ResolvedActivation {
   float alpha, beta, limit, situ_beta, situ_linear_beta;
 };
 
-/// Throws Error when a required parameter is missing or not finite.
+/// Throws Error when a required parameter is missing, one is not finite, or one is set that the
+/// activation does not have.
 FUSEDMOE_API ResolvedActivation resolve(Activation kind, const ActivationParams& params);
 
 /// True if GEMM 1 yields a gate and an up half, that is, if the name does not end in `_no_mul`.

@@ -81,5 +81,13 @@ TEST(ActivationResolveTest, RefusesMissingAndMeaninglessParameters) {
   EXPECT_THROW(resolve(Activation::kSwigluOai, {.beta = 0.5F}), Error);
 }
 
+TEST(ActivationResolveTest, RefusesParametersThatTheFormulaLacks) {
+  EXPECT_THROW(resolve(Activation::kSilu, {.alpha = 1.702F}), Error);
+  EXPECT_THROW(resolve(Activation::kGelu, {.limit = 7.0F}), Error);
+  EXPECT_THROW(resolve(Activation::kRelu2NoMul, {.limit = 7.0F}), Error);
+  EXPECT_THROW(resolve(Activation::kSwigluStep, {.beta = 1.0F}), Error);
+  EXPECT_THROW(resolve(Activation::kSwigluOai, {.situ_beta = 1.0F}), Error);
+}
+
 }  // namespace
 }  // namespace fusedmoe

@@ -84,7 +84,8 @@ TEST(ReferenceActivationTest, NonGatedOnesIgnoreUp) {
 TEST(ReferenceActivationTest, NanStaysNan) {
   for (int i = 0; i <= static_cast<int>(Activation::kRelu2NoMul); ++i) {
     const auto kind = static_cast<Activation>(i);
-    const ActivationParams params{.limit = 7.0F, .situ_beta = 1.0F};
+    ActivationParams params;
+    if (kind == Activation::kSitu) params.situ_beta = 1.0F;
     EXPECT_TRUE(std::isnan(run(kind, kNan, 1, params))) << name(kind);
     EXPECT_EQ(std::isnan(run(kind, 1, kNan, params)), is_gated(kind)) << name(kind);
   }
