@@ -465,14 +465,14 @@ double flops(std::int64_t rounds) {
   alignas(64) float ones[S::kWidth];
   for (float& one : ones) one = 1.0f;
   const auto a = D::load_b(reinterpret_cast<const std::byte*>(ones));
-#pragma GCC unroll 24
-  for (int i = 0; i < kAccumulators; ++i) acc[i] = S::set1(0.0f);
+#pragma GCC unroll 32
+  for (int i = 0; i < kAccumulators; ++i) acc[i] = S::set1(static_cast<float>(i));  // all distinct
   for (std::int64_t round = 0; round < rounds; ++round) {
-#pragma GCC unroll 24
+#pragma GCC unroll 32
     for (int i = 0; i < kAccumulators; ++i) acc[i] = D::dot(acc[i], a, a);
   }
   auto sum = acc[0];
-#pragma GCC unroll 24
+#pragma GCC unroll 32
   for (int i = 1; i < kAccumulators; ++i) sum = sum + acc[i];
   alignas(64) float lanes[S::kWidth];
   S::store(lanes, sum);
