@@ -219,11 +219,11 @@ ExpertWeights ExpertWeights::from_stacked(const Stacked& stacked, QuantScheme sc
                  "of an even number of gate and up rows");
 
   ExpertWeights weights;
-  weights.scheme = std::move(scheme);
+  weights.scheme = scheme;
   weights.hidden = mxfp4 ? w13.size(2) * 2 : w13.size(2);
   weights.intermediate = gated ? rows / 2 : rows;
   weights.activation = activation;
-  weights.activation_params = std::move(params);
+  weights.activation_params = params;
   const std::int64_t hidden = weights.hidden, intermediate = weights.intermediate;
 
   check_shape(w2, "w2", {num_experts, hidden, mxfp4 ? intermediate / 2 : intermediate});

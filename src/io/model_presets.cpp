@@ -139,6 +139,7 @@ std::string model_preset(std::string_view model) {
 
 std::vector<std::string> model_preset_names() {
   std::vector<std::string> names;
+  names.reserve(kPresets.size());
   for (const Preset& preset : kPresets) names.emplace_back(preset.name);
   return names;
 }

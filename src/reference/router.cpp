@@ -24,6 +24,7 @@ double sigmoid(double x) {
 std::vector<double> softmax(const std::vector<double>& x) {
   const double largest = *std::max_element(x.begin(), x.end());
   std::vector<double> result;
+  result.reserve(x.size());
   for (double value : x) result.push_back(std::exp(value - largest));
   const double sum = std::accumulate(result.begin(), result.end(), 0.0);
   for (double& value : result) value /= sum;
