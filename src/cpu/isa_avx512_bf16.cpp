@@ -104,6 +104,17 @@ void multiply_mxfp4(const TileJob& job) {
   }
 }
 
+void multiply_bf16(const TileJob& job) {
+  switch (job.num_rows) {
+    case 1:
+      return stream_all_panels<DotBf16, 4, 1>(job);
+    case 2:
+      return stream_all_panels<DotBf16, 2, 2>(job);
+    default:
+      return multiply<DotBf16, Direct>(job);
+  }
+}
+
 using Dot = DotF32<Simd>;
 
 }  // namespace
@@ -111,7 +122,7 @@ using Dot = DotF32<Simd>;
 const Kernels kAvx512Bf16Kernels = {"avx512_bf16",
                                     false,
                                     {{multiply<Dot, Direct>, nullptr},
-                                     {multiply<Dot, Bf16ToF32<Simd>>, multiply<DotBf16, Direct>},
+                                     {multiply<Dot, Bf16ToF32<Simd>>, multiply_bf16},
                                      {multiply<Dot, Mxfp4ToF32<Simd>>, multiply_mxfp4}},
                                     reduce<Simd>,
                                     {convert_to_f32, convert_to_bf16},

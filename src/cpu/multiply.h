@@ -270,6 +270,55 @@ void multiply(const TileJob& job) {
   for (int tile = 0; tile < job.num_tiles; ++tile) multiply_tile<D, Decoder>(job, tile);
 }
 
+/// R rows x T tiles whose streams are panels, side by side: few rows are bound by memory, and T
+/// streams keep more lines in flight than one.
+template <class D, int T, int R>
+void stream_panels(const TileJob& job, int first_tile) {
+  using S = typename D::Simd;
+  constexpr int kVectors = kTileColumns / S::kWidth;
+  const std::byte* rows[R];
+  for (int r = 0; r < R; ++r) rows[r] = row_pointer(job, r);
+  const std::byte* panel = job.tiles + first_tile * job.tile_bytes;
+  typename S::F acc[T][R][kVectors];
+#pragma GCC unroll 4
+  for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) acc[t][r][v] = S::set1(0.0f);
+    }
+  }
+  const std::int64_t steps = job.k / D::kPerStep;
+#pragma GCC unroll 2
+  for (std::int64_t step = 0; step < steps; ++step, panel += kStepBytes) {
+    typename D::B a[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) a[r] = D::broadcast(rows[r] + step * 4);
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        const auto weights = D::load_b(panel + t * job.tile_bytes + v * S::kWidth * 4);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) acc[t][r][v] = D::dot(acc[t][r][v], weights, a[r]);
+      }
+    }
+  }
+  for (int t = 0; t < T; ++t) {
+    for (int r = 0; r < R; ++r) {
+      alignas(64) float sums[kTileColumns];
+      for (int v = 0; v < kVectors; ++v) S::store(sums + v * S::kWidth, acc[t][r][v]);
+      store_row<D>(job, first_tile + t, r, sums);
+    }
+  }
+}
+
+template <class D, int T, int R>
+void stream_all_panels(const TileJob& job, int tile = 0) {
+  for (; tile + T <= job.num_tiles; tile += T) stream_panels<D, T, R>(job, tile);
+  if constexpr (T > 1) stream_all_panels<D, T / 2, R>(job, tile);
+}
+
 // ---- fp32 dot products --------------------------------------------------------------------------
 
 /// A bf16 or f16 code.
