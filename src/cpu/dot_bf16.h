@@ -64,7 +64,6 @@ inline __m512i load_codes(const std::byte* p) {
 /// leaves zeros alone.
 class Mxfp4ToBf16 {
  public:
-  static constexpr bool kDirect = false;
   explicit Mxfp4ToBf16(const std::byte* stream) : groups_(stream + kMxfp4HeaderBytes) {
     for (int v = 0; v < 4; ++v) codes_[v] = load_codes(stream + 16 * v);
   }

@@ -232,21 +232,24 @@ inline void multiply_panel_rows(int num_rows, const std::byte* const* rows, cons
   multiply_at_most<D, D::kRows>(num_rows, rows, panel, steps, accumulate, sums, prefetch);
 }
 
-/// All rows of a job x one tile, through panels of at most kPanelSteps decoded steps.
+/// All rows of a job x one tile, through panels of at most kPanelSteps steps: rows and weights of a
+/// panel stay in the L2 together, and the sums are carried from panel to panel.
 template <class D, class Decoder>
 void multiply_tile(const TileJob& job, int tile) {
   constexpr int kRows = D::kRows;
   const std::byte* stream = job.tiles + tile * job.tile_bytes;
   const std::int64_t steps = job.k / D::kPerStep;
-  const std::int64_t panel_steps = Decoder::kDirect ? steps : kPanelSteps;
-  // Blocks of equal size: 8 rows are 4 + 4, not 6 + 2.
+  // Panels and blocks of equal size: 8 rows are 4 + 4, not 6 + 2.
+  const std::int64_t groups = steps / D::kStepsPerGroup;
+  const std::int64_t panels = (steps + kPanelSteps - 1) / kPanelSteps;
   const std::int64_t blocks = (job.num_rows + kRows - 1) / kRows;
   auto* carried = reinterpret_cast<float*>(job.scratch + kPanelSteps * kStepBytes);
-  Prefetcher prefetch(
-      job, tile == job.num_tiles - 1 ? blocks * D::kPasses * (steps / D::kStepsPerGroup) : 0);
+  Prefetcher prefetch(job, tile == job.num_tiles - 1 ? blocks * D::kPasses * groups : 0);
   Decoder decoder(stream);
-  for (std::int64_t begin = 0; begin < steps; begin += panel_steps) {
-    const std::int64_t count = steps - begin < panel_steps ? steps - begin : panel_steps;
+  std::int64_t begin = 0;
+  for (std::int64_t index = 0; index < panels; ++index) {
+    const std::int64_t stop = groups * (index + 1) / panels * D::kStepsPerGroup;
+    const std::int64_t count = stop - begin;
     const std::byte* panel = decoder.panel(begin, count, job.scratch);
     std::int64_t row = 0;
     for (std::int64_t block = 0; block < blocks; ++block) {
@@ -255,13 +258,14 @@ void multiply_tile(const TileJob& job, int tile) {
       for (std::int64_t r = row; r < end; ++r) rows[r - row] = row_pointer(job, r) + begin * 4;
       float* sums = carried + row * kTileColumns;
       D::multiply_block(static_cast<int>(end - row), rows, panel, count, begin > 0, sums, prefetch);
-      if (begin + count == steps) {
+      if (stop == steps) {
         for (std::int64_t r = row; r < end; ++r) {
           store_row<D>(job, tile, r, carried + r * kTileColumns);
         }
       }
       row = end;
     }
+    begin = stop;
   }
 }
 
@@ -369,9 +373,10 @@ struct DotF32 {
 
 /// The stream is the panel.
 struct Direct {
-  static constexpr bool kDirect = true;
   explicit Direct(const std::byte* stream) : stream_(stream) {}
-  const std::byte* panel(std::int64_t, std::int64_t, std::byte*) { return stream_; }
+  const std::byte* panel(std::int64_t begin, std::int64_t, std::byte*) {
+    return stream_ + begin * kStepBytes;
+  }
 
  private:
   const std::byte* stream_;
@@ -379,7 +384,6 @@ struct Direct {
 
 template <class S>
 struct Bf16ToF32 {
-  static constexpr bool kDirect = false;
   explicit Bf16ToF32(const std::byte* stream) : stream_(stream) {}
   const std::byte* panel(std::int64_t begin, std::int64_t count, std::byte* scratch) {
     const auto* source = reinterpret_cast<const std::uint32_t*>(stream_) + begin / 2 * kTileColumns;
@@ -411,7 +415,6 @@ struct Mxfp4Scales {
 
 template <class S>
 struct Mxfp4ToF32 {
-  static constexpr bool kDirect = false;
   explicit Mxfp4ToF32(const std::byte* stream)
       : groups_(stream + kMxfp4HeaderBytes), scales_(stream) {}
   const std::byte* panel(std::int64_t begin, std::int64_t count, std::byte* scratch) {
