@@ -49,15 +49,10 @@ inline __m512i e2m1_table(int bias) {
   return _mm512_load_si512(table);
 }
 
-/// Four codes per 16-bit word to four steps of bf16 pairs.
-struct Decoded {
-  __m512i step[4];
-};
-inline Decoded decode(__m512i words, __m512i table) {
-  return {{_mm512_permutexvar_epi16(words, table),
-           _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table),
-           _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table),
-           _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table)}};
+/// Code J of the four in each 16-bit word, as a step of bf16 pairs.
+template <int J>
+inline __m512i decode(__m512i words, __m512i table) {
+  return _mm512_permutexvar_epi16(J == 0 ? words : _mm512_srli_epi16(words, 4 * J), table);
 }
 
 inline __m512i load_codes(const std::byte* p) {
@@ -69,7 +64,6 @@ inline __m512i load_codes(const std::byte* p) {
 /// leaves zeros alone.
 class Mxfp4ToBf16 {
  public:
-  static constexpr bool kDirect = false;
   explicit Mxfp4ToBf16(const std::byte* stream) : groups_(stream + kMxfp4HeaderBytes) {
     for (int v = 0; v < 4; ++v) codes_[v] = load_codes(stream + 16 * v);
   }
@@ -90,11 +84,15 @@ class Mxfp4ToBf16 {
       const std::byte* words = group + kTileColumns;
       for (int q = 0; q < 4; ++q) {
         for (int v = 0; v < 4; ++v, words += 64) {
-          const Decoded decoded = decode(_mm512_loadu_si512(words), table);
-          for (int j = 0; j < 4; ++j) {
+          const __m512i codes = _mm512_loadu_si512(words);
+          const auto store = [&](int j, __m512i values) {
             _mm512_store_si512(target + (4 * q + j) * kStepBytes + 64 * v,
-                               _mm512_subs_epu16(decoded.step[j], excess[v]));
-          }
+                               _mm512_subs_epu16(values, excess[v]));
+          };
+          store(0, decode<0>(codes, table));
+          store(1, decode<1>(codes, table));
+          store(2, decode<2>(codes, table));
+          store(3, decode<3>(codes, table));
         }
       }
       target += DotBf16::kStepsPerGroup * kStepBytes;

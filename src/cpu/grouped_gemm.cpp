@@ -28,8 +28,8 @@ GroupedGemm::GroupedGemm(const PackedGemm& gemm, Format format, const std::int32
 }
 
 std::int64_t GroupedGemm::tiles_per_task(std::int64_t rows) const {
-  // One or two rows of a 4-bit format are bound by memory: several streams side by side.
-  return format_ == Format::kMxfp4 && rows <= 2 ? kMaxTiles / rows : 1;
+  // One or two rows are bound by memory: several streams side by side.
+  return rows <= 2 ? kMaxTiles / rows : 1;
 }
 
 GroupedGemm::Task GroupedGemm::at(std::int64_t index) const {

@@ -9,6 +9,21 @@ inline __m512 power_of_two(__m512i code) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(code, 23));
 }
 
+/// Step J of the 64 codes in `words`, for R rows. a: the rows' pairs of this step.
+template <int J, int R>
+inline void stream_step(const __m512i (&words)[4], __m512i table, const std::byte* const (&rows)[R],
+                        std::int64_t a, __m512 (&sums)[R][4]) {
+  __m512i weights[4];
+#pragma GCC unroll 4
+  for (int v = 0; v < 4; ++v) weights[v] = decode<J>(words[v], table);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    const __m512i pair = DotBf16::broadcast(rows[r] + a + 4 * J);
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) sums[r][v] = DotBf16::dot(sums[r][v], weights[v], pair);
+  }
+}
+
 /// R rows x T tiles, decoded in registers: T streams side by side keep more lines in flight than
 /// one. Accumulators are in units of the current group's scale.
 template <int T, int R>
@@ -18,15 +33,21 @@ void stream_tiles(const TileJob& job, int first_tile) {
   for (int r = 0; r < R; ++r) rows[r] = row_pointer(job, r);
   const std::byte* tiles = job.tiles + first_tile * job.tile_bytes;
   __m512 acc[T][R][4];
-  for (auto& tile : acc) {
-    for (auto& row : tile) {
-      for (auto& sum : row) sum = _mm512_setzero_ps();
+#pragma GCC unroll 4
+  for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) acc[t][r][v] = _mm512_setzero_ps();
     }
   }
   for (std::int64_t g = 0; g < job.k / kGroup; ++g) {
-    const std::int64_t k_bytes = g * kGroup * 2;
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
+      // Loading a row's pairs again for each tile is free; kept, they would spill the sums. So the
+      // compiler must not know that the pointers are the same.
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) asm volatile("" : "+r"(rows[r]));
       const std::byte* group =
           tiles + t * job.tile_bytes + kMxfp4HeaderBytes + g * kMxfp4GroupBytes;
 #pragma GCC unroll 4
@@ -35,21 +56,17 @@ void stream_tiles(const TileJob& job, int first_tile) {
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) acc[t][r][v] = _mm512_mul_ps(acc[t][r][v], change);
       }
-      const std::byte* words = group + kTileColumns;
 #pragma GCC unroll 4
       for (int q = 0; q < 4; ++q) {
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) {
-          const Decoded decoded = decode(_mm512_loadu_si512(words + (4 * q + v) * 64), table);
-#pragma GCC unroll 4
-          for (int j = 0; j < 4; ++j) {
-#pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) {
-              const auto a = DotBf16::broadcast(rows[r] + k_bytes + (4 * q + j) * 4);
-              acc[t][r][v] = DotBf16::dot(acc[t][r][v], decoded.step[j], a);
-            }
-          }
-        }
+        const std::byte* quarter = group + kTileColumns + q * kStepBytes;
+        const __m512i words[4] = {_mm512_loadu_si512(quarter), _mm512_loadu_si512(quarter + 64),
+                                  _mm512_loadu_si512(quarter + 128),
+                                  _mm512_loadu_si512(quarter + 192)};
+        const std::int64_t a = (g * kGroup + q * 8) * 2;
+        stream_step<0>(words, table, rows, a, acc[t]);
+        stream_step<1>(words, table, rows, a, acc[t]);
+        stream_step<2>(words, table, rows, a, acc[t]);
+        stream_step<3>(words, table, rows, a, acc[t]);
       }
     }
   }
@@ -87,6 +104,17 @@ void multiply_mxfp4(const TileJob& job) {
   }
 }
 
+void multiply_bf16(const TileJob& job) {
+  switch (job.num_rows) {
+    case 1:
+      return stream_all_panels<DotBf16, 4, 1>(job);
+    case 2:
+      return stream_all_panels<DotBf16, 2, 2>(job);
+    default:
+      return multiply<DotBf16, Direct>(job);
+  }
+}
+
 using Dot = DotF32<Simd>;
 
 }  // namespace
@@ -94,7 +122,7 @@ using Dot = DotF32<Simd>;
 const Kernels kAvx512Bf16Kernels = {"avx512_bf16",
                                     false,
                                     {{multiply<Dot, Direct>, nullptr},
-                                     {multiply<Dot, Bf16ToF32<Simd>>, multiply<DotBf16, Direct>},
+                                     {multiply<Dot, Bf16ToF32<Simd>>, multiply_bf16},
                                      {multiply<Dot, Mxfp4ToF32<Simd>>, multiply_mxfp4}},
                                     reduce<Simd>,
                                     {convert_to_f32, convert_to_bf16},

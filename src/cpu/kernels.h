@@ -84,7 +84,7 @@ struct TileJob {
   std::byte* scratch = nullptr;  // scratch_bytes, one per thread, 64-byte aligned
 };
 
-inline constexpr std::int64_t kPanelSteps = 1536;  // decoded panel: 384 KiB of the L2
+inline constexpr std::int64_t kPanelSteps = 768;  // of a panel: 192 KiB of the L2
 inline constexpr std::size_t kScratchBytes =
     kPanelSteps * kStepBytes + std::size_t{kMaxRows} * kStepBytes;
 

@@ -232,21 +232,24 @@ inline void multiply_panel_rows(int num_rows, const std::byte* const* rows, cons
   multiply_at_most<D, D::kRows>(num_rows, rows, panel, steps, accumulate, sums, prefetch);
 }
 
-/// All rows of a job x one tile, through panels of at most kPanelSteps decoded steps.
+/// All rows of a job x one tile, through panels of at most kPanelSteps steps: rows and weights of a
+/// panel stay in the L2 together, and the sums are carried from panel to panel.
 template <class D, class Decoder>
 void multiply_tile(const TileJob& job, int tile) {
   constexpr int kRows = D::kRows;
   const std::byte* stream = job.tiles + tile * job.tile_bytes;
   const std::int64_t steps = job.k / D::kPerStep;
-  const std::int64_t panel_steps = Decoder::kDirect ? steps : kPanelSteps;
-  // Blocks of equal size: 8 rows are 4 + 4, not 6 + 2.
+  // Panels and blocks of equal size: 8 rows are 4 + 4, not 6 + 2.
+  const std::int64_t groups = steps / D::kStepsPerGroup;
+  const std::int64_t panels = (steps + kPanelSteps - 1) / kPanelSteps;
   const std::int64_t blocks = (job.num_rows + kRows - 1) / kRows;
   auto* carried = reinterpret_cast<float*>(job.scratch + kPanelSteps * kStepBytes);
-  Prefetcher prefetch(
-      job, tile == job.num_tiles - 1 ? blocks * D::kPasses * (steps / D::kStepsPerGroup) : 0);
+  Prefetcher prefetch(job, tile == job.num_tiles - 1 ? blocks * D::kPasses * groups : 0);
   Decoder decoder(stream);
-  for (std::int64_t begin = 0; begin < steps; begin += panel_steps) {
-    const std::int64_t count = steps - begin < panel_steps ? steps - begin : panel_steps;
+  std::int64_t begin = 0;
+  for (std::int64_t index = 0; index < panels; ++index) {
+    const std::int64_t stop = groups * (index + 1) / panels * D::kStepsPerGroup;
+    const std::int64_t count = stop - begin;
     const std::byte* panel = decoder.panel(begin, count, job.scratch);
     std::int64_t row = 0;
     for (std::int64_t block = 0; block < blocks; ++block) {
@@ -255,19 +258,69 @@ void multiply_tile(const TileJob& job, int tile) {
       for (std::int64_t r = row; r < end; ++r) rows[r - row] = row_pointer(job, r) + begin * 4;
       float* sums = carried + row * kTileColumns;
       D::multiply_block(static_cast<int>(end - row), rows, panel, count, begin > 0, sums, prefetch);
-      if (begin + count == steps) {
+      if (stop == steps) {
         for (std::int64_t r = row; r < end; ++r) {
           store_row<D>(job, tile, r, carried + r * kTileColumns);
         }
       }
       row = end;
     }
+    begin = stop;
   }
 }
 
 template <class D, class Decoder>
 void multiply(const TileJob& job) {
   for (int tile = 0; tile < job.num_tiles; ++tile) multiply_tile<D, Decoder>(job, tile);
+}
+
+/// R rows x T tiles whose streams are panels, side by side: few rows are bound by memory, and T
+/// streams keep more lines in flight than one.
+template <class D, int T, int R>
+void stream_panels(const TileJob& job, int first_tile) {
+  using S = typename D::Simd;
+  constexpr int kVectors = kTileColumns / S::kWidth;
+  const std::byte* rows[R];
+  for (int r = 0; r < R; ++r) rows[r] = row_pointer(job, r);
+  const std::byte* panel = job.tiles + first_tile * job.tile_bytes;
+  typename S::F acc[T][R][kVectors];
+#pragma GCC unroll 4
+  for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) acc[t][r][v] = S::set1(0.0f);
+    }
+  }
+  const std::int64_t steps = job.k / D::kPerStep;
+#pragma GCC unroll 2
+  for (std::int64_t step = 0; step < steps; ++step, panel += kStepBytes) {
+    typename D::B a[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) a[r] = D::broadcast(rows[r] + step * 4);
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        const auto weights = D::load_b(panel + t * job.tile_bytes + v * S::kWidth * 4);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) acc[t][r][v] = D::dot(acc[t][r][v], weights, a[r]);
+      }
+    }
+  }
+  for (int t = 0; t < T; ++t) {
+    for (int r = 0; r < R; ++r) {
+      alignas(64) float sums[kTileColumns];
+      for (int v = 0; v < kVectors; ++v) S::store(sums + v * S::kWidth, acc[t][r][v]);
+      store_row<D>(job, first_tile + t, r, sums);
+    }
+  }
+}
+
+template <class D, int T, int R>
+void stream_all_panels(const TileJob& job, int tile = 0) {
+  for (; tile + T <= job.num_tiles; tile += T) stream_panels<D, T, R>(job, tile);
+  if constexpr (T > 1) stream_all_panels<D, T / 2, R>(job, tile);
 }
 
 // ---- fp32 dot products --------------------------------------------------------------------------
@@ -320,9 +373,10 @@ struct DotF32 {
 
 /// The stream is the panel.
 struct Direct {
-  static constexpr bool kDirect = true;
   explicit Direct(const std::byte* stream) : stream_(stream) {}
-  const std::byte* panel(std::int64_t, std::int64_t, std::byte*) { return stream_; }
+  const std::byte* panel(std::int64_t begin, std::int64_t, std::byte*) {
+    return stream_ + begin * kStepBytes;
+  }
 
  private:
   const std::byte* stream_;
@@ -330,7 +384,6 @@ struct Direct {
 
 template <class S>
 struct Bf16ToF32 {
-  static constexpr bool kDirect = false;
   explicit Bf16ToF32(const std::byte* stream) : stream_(stream) {}
   const std::byte* panel(std::int64_t begin, std::int64_t count, std::byte* scratch) {
     const auto* source = reinterpret_cast<const std::uint32_t*>(stream_) + begin / 2 * kTileColumns;
@@ -362,7 +415,6 @@ struct Mxfp4Scales {
 
 template <class S>
 struct Mxfp4ToF32 {
-  static constexpr bool kDirect = false;
   explicit Mxfp4ToF32(const std::byte* stream)
       : groups_(stream + kMxfp4HeaderBytes), scales_(stream) {}
   const std::byte* panel(std::int64_t begin, std::int64_t count, std::byte* scratch) {
@@ -465,14 +517,14 @@ double flops(std::int64_t rounds) {
   alignas(64) float ones[S::kWidth];
   for (float& one : ones) one = 1.0f;
   const auto a = D::load_b(reinterpret_cast<const std::byte*>(ones));
-#pragma GCC unroll 24
-  for (int i = 0; i < kAccumulators; ++i) acc[i] = S::set1(0.0f);
+#pragma GCC unroll 32
+  for (int i = 0; i < kAccumulators; ++i) acc[i] = S::set1(static_cast<float>(i));  // all distinct
   for (std::int64_t round = 0; round < rounds; ++round) {
-#pragma GCC unroll 24
+#pragma GCC unroll 32
     for (int i = 0; i < kAccumulators; ++i) acc[i] = D::dot(acc[i], a, a);
   }
   auto sum = acc[0];
-#pragma GCC unroll 24
+#pragma GCC unroll 32
   for (int i = 1; i < kAccumulators; ++i) sum = sum + acc[i];
   alignas(64) float lanes[S::kWidth];
   S::store(lanes, sum);
