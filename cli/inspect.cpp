@@ -3,11 +3,12 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <charconv>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <regex>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "commands.h"
@@ -26,48 +27,52 @@ struct Options {
 
 /// Tensors that differ in the expert's number only.
 struct TensorGroup {
-  std::string name;  // with {first..last} in place of the number
-  Checkpoint::TensorInfo first;
-  std::int64_t count = 0;
-  std::int64_t nbytes = 0;
+  Checkpoint::TensorInfo tensor;  // of one of them
+  std::int64_t first = -1, last = -1;
+  std::int64_t nbytes = 0;  // of all
 };
 
+/// "block.experts.12.w1.weight" as "block.experts.", 12 and ".w1.weight".
+struct ExpertName {
+  std::string_view before, after;
+  std::int64_t expert = -1;  // -1: not the name of one expert's tensor
+};
+
+ExpertName split_name(std::string_view name) {
+  constexpr std::string_view kExperts = "experts.";
+  const std::size_t found = name.rfind(kExperts);
+  if (found == std::string_view::npos) return {name, {}};
+  const char* begin = name.data() + found + kExperts.size();
+  const char* end = name.data() + name.size();
+  std::int64_t expert = 0;
+  const auto [stop, error] = std::from_chars(begin, end, expert);
+  if (error != std::errc() || stop == end || *stop != '.') return {name, {}};
+  return {{name.data(), begin}, {stop, end}, expert};
+}
+
 std::vector<TensorGroup> group_experts(const std::vector<Checkpoint::TensorInfo>& tensors) {
-  static const std::regex kExpert("(.*experts\\.)([0-9]+)(\\..*)");
-  struct Span {
-    std::int64_t first, last;
-  };
   std::map<std::string, std::size_t> position;
   std::vector<TensorGroup> groups;
-  std::vector<Span> spans;
   for (const Checkpoint::TensorInfo& tensor : tensors) {
-    std::smatch match;
-    const bool numbered = std::regex_match(tensor.name, match, kExpert);
-    const std::string key = numbered ? match.str(1) + "{}" + match.str(3) : tensor.name;
+    const ExpertName parts = split_name(tensor.name);
     // Experts whose tensors differ in dtype or shape stay apart.
-    const std::string full_key =
-        fmt::format("{} {} {}", key, name(tensor.dtype), to_string(tensor.shape));
-    const std::int64_t expert = numbered ? std::stoll(match.str(2)) : 0;
-    const auto [entry, added] = position.try_emplace(full_key, groups.size());
-    if (added) {
-      groups.push_back({.name = key, .first = tensor});
-      spans.push_back({expert, expert});
-    }
+    const std::string key = fmt::format("{}{}{} {} {}", parts.before, parts.expert < 0 ? "" : "*",
+                                        parts.after, name(tensor.dtype), to_string(tensor.shape));
+    const auto [entry, added] = position.try_emplace(key, groups.size());
+    if (added) groups.push_back({.tensor = tensor, .first = parts.expert, .last = parts.expert});
     TensorGroup& group = groups[entry->second];
-    Span& span = spans[entry->second];
-    span = {std::min(span.first, expert), std::max(span.last, expert)};
-    ++group.count;
+    group.first = std::min(group.first, parts.expert);
+    group.last = std::max(group.last, parts.expert);
     group.nbytes += tensor.nbytes;
   }
-  for (std::size_t i = 0; i < groups.size(); ++i) {
-    const std::size_t braces = groups[i].name.find("{}");
-    if (braces == std::string::npos) continue;
-    const std::string range = groups[i].count == 1
-                                  ? fmt::to_string(spans[i].first)
-                                  : fmt::format("{{{}..{}}}", spans[i].first, spans[i].last);
-    groups[i].name.replace(braces, 2, range);
-  }
   return groups;
+}
+
+/// With {first..last} in place of the expert's number.
+std::string group_name(const TensorGroup& group) {
+  if (group.first == group.last) return group.tensor.name;
+  const ExpertName parts = split_name(group.tensor.name);
+  return fmt::format("{}{{{}..{}}}{}", parts.before, group.first, group.last, parts.after);
 }
 
 std::int64_t total_bytes(const std::vector<Checkpoint::TensorInfo>& tensors) {
@@ -100,10 +105,10 @@ void print_text(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
   fmt::print("\n");
   const auto groups = group_experts(tensors);
   std::size_t width = 0;
-  for (const TensorGroup& group : groups) width = std::max(width, group.name.size());
+  for (const TensorGroup& group : groups) width = std::max(width, group_name(group).size());
   for (const TensorGroup& group : groups) {
-    fmt::print("{:<{}}  {:<5} {:<18} {:>10}\n", group.name, width, name(group.first.dtype),
-               to_string(group.first.shape), format_bytes(group.nbytes));
+    fmt::print("{:<{}}  {:<5} {:<18} {:>10}\n", group_name(group), width, name(group.tensor.dtype),
+               to_string(group.tensor.shape), format_bytes(group.nbytes));
   }
 }
 
