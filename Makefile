@@ -9,7 +9,7 @@ demo: install-deps
 	scripts/demo.sh
 
 test: build
-	ctest --preset default -j $(JOBS)
+	ctest --preset default -j $(JOBS) $(CTEST_FLAGS)
 
 build: install-deps
 	cmake --preset default -Wno-dev --log-level=WARNING

@@ -7,10 +7,11 @@
 // not depend on the kernel that computed it.
 #pragma once
 
-#include <cmath>
 #include <cstring>
 
+#include "cpu/activation.h"
 #include "cpu/kernels.h"
+#include "cpu/rows.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -41,107 +42,6 @@ class Prefetcher {
   const std::byte* end_;
   std::int64_t bytes_per_call_;
 };
-
-// ---- Activation ---------------------------------------------------------------------------------
-
-// S::min and S::max return the second operand when one is NaN, so constants come first and NaN
-// passes through.
-
-/// exp for x in about [-87, 88], clamped outside; relative error below 2e-7.
-template <class S>
-inline typename S::F exp_approx(typename S::F x) {
-  using F = typename S::F;
-  x = S::max(S::set1(-87.0f), S::min(S::set1(88.0f), x));
-  // x = n ln 2 + f with |f| <= ln(2) / 2; ln 2 split so that n * high is exact.
-  const F n = S::round(x * S::set1(1.44269504f));
-  const F f = S::fma(n, S::set1(2.12194440e-4f), S::fma(n, S::set1(-0.693359375f), x));
-  F p = S::set1(1.0f / 5040);
-  p = S::fma(p, f, S::set1(1.0f / 720));
-  p = S::fma(p, f, S::set1(1.0f / 120));
-  p = S::fma(p, f, S::set1(1.0f / 24));
-  p = S::fma(p, f, S::set1(1.0f / 6));
-  p = S::fma(p, f, S::set1(0.5f));
-  p = S::fma(p, f, S::set1(1.0f));
-  p = S::fma(p, f, S::set1(1.0f));
-  return S::scale_by_power_of_two(p, n);
-}
-
-/// 1 / (1 + exp(-x))
-template <class S>
-inline typename S::F sigmoid(typename S::F x) {
-  const auto one = S::set1(1.0f);
-  return one / (one + exp_approx<S>(-x));
-}
-
-template <class S, class Function>
-inline typename S::F per_lane(typename S::F x, Function function) {
-  alignas(64) float lanes[S::kWidth];
-  S::store(lanes, x);
-  for (float& lane : lanes) lane = function(lane);
-  return S::load(lanes);
-}
-
-template <class S>
-inline typename S::F clamp(typename S::F x, float limit) {
-  return S::max(S::set1(-limit), S::min(S::set1(limit), x));
-}
-
-/// The gate half: everything that does not depend on `up`.
-template <class S>
-inline typename S::F activate_gate(typename S::F g, const Epilogue& e) {
-  using Kind = Epilogue::Kind;
-  switch (e.kind) {
-    case Kind::kSilu:
-    case Kind::kSiluNoMul:
-      g = S::min(S::set1(e.limit), g);
-      return g * sigmoid<S>(g);
-    case Kind::kGelu:
-    case Kind::kGeluNoMul:
-      return per_lane<S>(g, [](float x) { return 0.5f * x * (1 + erff(x * 0.707106781f)); });
-    case Kind::kGeluTanh:
-    case Kind::kGeluTanhNoMul: {
-      // (1 + tanh(y)) / 2 = sigmoid(2 y)
-      const auto y = S::set1(0.797884561f) * S::fma(S::set1(0.044715f) * g * g, g, g);
-      return g * sigmoid<S>(y + y);
-    }
-    case Kind::kSwigluOai:
-    case Kind::kSwigluOaiUninterleave:
-      g = S::min(S::set1(e.limit), g);
-      return g * sigmoid<S>(S::set1(e.alpha) * g);
-    case Kind::kSwigluStep:
-      return S::min(S::set1(e.limit), g * sigmoid<S>(g));
-    case Kind::kSitu: {
-      const float b = e.situ_beta;
-      return per_lane<S>(g, [b](float x) { return b * tanhf(x / b); }) * sigmoid<S>(g);
-    }
-    case Kind::kRelu2NoMul:
-      g = S::max(S::set1(0.0f), g);
-      return g * g;
-    case Kind::kNone:
-      break;
-  }
-  return g;
-}
-
-template <class S>
-inline typename S::F activate(typename S::F gate, typename S::F up, const Epilogue& e) {
-  using Kind = Epilogue::Kind;
-  const auto a = activate_gate<S>(gate, e);
-  switch (e.kind) {
-    case Kind::kSilu:
-    case Kind::kSwigluStep:
-      return a * clamp<S>(up, e.limit);
-    case Kind::kSwigluOai:
-    case Kind::kSwigluOaiUninterleave:
-      return a * (clamp<S>(up, e.limit) + S::set1(e.beta));
-    case Kind::kSitu: {
-      const float b = e.situ_linear_beta;
-      return a * (b > 0 ? per_lane<S>(up, [b](float x) { return b * tanhf(x / b); }) : up);
-    }
-    default:
-      return a * up;
-  }
-}
 
 // ---- Epilogue -----------------------------------------------------------------------------------
 
@@ -325,28 +225,6 @@ void stream_all_panels(const TileJob& job, int tile = 0) {
 
 // ---- fp32 dot products --------------------------------------------------------------------------
 
-/// A bf16 or f16 code.
-inline float half_to_f32(std::uint16_t code, Epilogue::Rounding format) {
-  if (format == Epilogue::Rounding::kF16) {
-    _Float16 half;
-    std::memcpy(&half, &code, 2);
-    return static_cast<float>(half);
-  }
-  const std::uint32_t bits = static_cast<std::uint32_t>(code) << 16;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-template <class S>
-inline typename S::F round_to(typename S::F value, Epilogue::Rounding rounding) {
-  alignas(64) std::uint16_t codes[S::kWidth];
-  alignas(64) float lanes[S::kWidth];
-  rounding == Epilogue::Rounding::kBF16 ? S::to_bf16(codes, value) : S::to_f16(codes, value);
-  for (int i = 0; i < S::kWidth; ++i) lanes[i] = half_to_f32(codes[i], rounding);
-  return S::load(lanes);
-}
-
 template <class S>
 struct DotF32 {
   using Simd = S;
@@ -450,61 +328,6 @@ struct Mxfp4ToF32 {
   const std::byte* groups_;
   Mxfp4Scales scales_;
 };
-
-// ---- Weighted sum and conversion
-// ------------------------------------------------------------------
-
-template <class S>
-void reduce(const ReduceJob& job) {
-  for (std::int64_t i = job.begin; i < job.end; i += S::kWidth) {
-    auto sum = S::set1(0.0f);
-    for (std::int64_t j = 0; j < job.num_indices; ++j) {
-      if (job.indices[j] < 0) continue;
-      // Rows are padded to whole tiles, so a full vector may be read behind the last column.
-      const auto row =
-          S::load(reinterpret_cast<const float*>(job.rows + job.indices[j] * job.row_bytes) + i);
-      sum = S::fma(row, S::set1(job.weights ? job.weights[j] : 1.0f), sum);
-    }
-    alignas(64) float lanes[S::kWidth];
-    alignas(64) std::uint16_t codes[S::kWidth];
-    const std::int64_t left = job.end - i;
-    const auto count = static_cast<std::size_t>(left < S::kWidth ? left : S::kWidth);
-    switch (job.dtype) {
-      case Epilogue::Rounding::kNone:
-        S::store(lanes, sum);
-        std::memcpy(static_cast<float*>(job.output) + i, lanes, 4 * count);
-        continue;
-      case Epilogue::Rounding::kBF16:
-        S::to_bf16(codes, sum);
-        break;
-      case Epilogue::Rounding::kF16:
-        S::to_f16(codes, sum);
-        break;
-    }
-    std::memcpy(static_cast<std::uint16_t*>(job.output) + i, codes, 2 * count);
-  }
-}
-
-inline void convert_to_f32(const void* source, Epilogue::Rounding from, std::int64_t count,
-                           std::int64_t padded, void* target) {
-  auto* out = static_cast<float*>(target);
-  if (from == Epilogue::Rounding::kNone) {
-    std::memcpy(out, source, static_cast<std::size_t>(4 * count));
-  } else {
-    for (std::int64_t i = 0; i < count; ++i) {
-      out[i] = half_to_f32(static_cast<const std::uint16_t*>(source)[i], from);
-    }
-  }
-  for (std::int64_t i = count; i < padded; ++i) out[i] = 0;
-}
-
-/// Rows of a bf16 layer are bf16 already: only the padding is new.
-inline void convert_to_bf16(const void* source, Epilogue::Rounding, std::int64_t count,
-                            std::int64_t padded, void* target) {
-  std::memcpy(target, source, static_cast<std::size_t>(2 * count));
-  std::memset(static_cast<std::byte*>(target) + 2 * count, 0,
-              static_cast<std::size_t>(2 * (padded - count)));
-}
 
 // ---- Peak rate
 // ------------------------------------------------------------------------------------
