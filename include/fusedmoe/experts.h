@@ -108,10 +108,9 @@ struct ProblemSize {
   DType dtype = DType::kBF16;  ///< of the activations that enter the experts
 };
 
-/// Scratch memory of one apply(), known before it starts; monotone in num_tokens. workspace13
-/// (outputs of GEMM 1 and GEMM 2) and the experts' output share memory, both from offset 0: an
-/// implementation writes `output` only after its last read of workspace13. workspace2 (output of
-/// the activation) is disjoint.
+/// Scratch memory of one apply(), known before it starts; monotone in num_tokens. workspace13 and
+/// the experts' output share memory, both from offset 0: an implementation writes `output` only
+/// after its last read of workspace13. workspace2 is disjoint from both.
 struct WorkspacePlan {
   std::size_t workspace13_bytes = 0;
   std::size_t workspace2_bytes = 0;

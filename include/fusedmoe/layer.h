@@ -65,7 +65,8 @@ class FUSEDMOE_API MoeLayer {
   /// "cpu+no_ep mxfp4_w4a16 bf16 isa=avx512_bf16 threads=2".
   std::string plan_line() const;
 
-  /// Bytes of scratch that forward(num_tokens) needs; pure and monotone.
+  /// Bytes of scratch that forward(num_tokens) needs: monotone, and a function of num_tokens
+  /// and, on the CPU, of the number of threads.
   std::size_t workspace_bytes(std::int64_t num_tokens) const;
 
   /// output = MoE(hidden_states); both (num_tokens, hidden) of LayerOptions::dtype, not

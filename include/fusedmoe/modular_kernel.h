@@ -45,7 +45,7 @@ class FUSEDMOE_API ModularKernel {
   const Experts& experts() const { return *experts_; }
 
   /// Exact bytes that apply() needs for this problem (sizes as the caller sees them): 0 for no
-  /// tokens; pure, and monotone in num_tokens.
+  /// tokens; monotone in num_tokens; on the CPU it depends on the number of threads.
   std::size_t workspace_bytes(const ProblemSize& problem, bool weight_on_input = false) const;
 
   /// prepare -> experts -> finalize. Checks every argument first; allocates nothing. Ids outside

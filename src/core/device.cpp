@@ -40,8 +40,10 @@ Device parse_device(std::string_view text) {
 }
 
 void set_num_threads(int num_threads) {
-  FUSEDMOE_CHECK(num_threads >= 0, "num_threads", fmt::to_string(num_threads),
-                 "positive, or 0 for the default");
+  constexpr int kMaxThreads = 4096;
+  FUSEDMOE_CHECK(num_threads >= 0 && num_threads <= kMaxThreads, "num_threads",
+                 fmt::to_string(num_threads),
+                 fmt::format("in [1, {}], or 0 for the default", kMaxThreads));
   const int otherwise = default_threads();
   requested_threads = num_threads;
   // For parallel regions of this thread that name no number themselves.

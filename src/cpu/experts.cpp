@@ -11,6 +11,8 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "core/experts_args.h"
+#include "core/workspace.h"
 #include "cpu/grouped_gemm.h"
 #include "cpu/pack.h"
 #include "fusedmoe/routing_data.h"
@@ -33,24 +35,36 @@ Epilogue::Rounding rounding_of(DType dtype) {
   }
 }
 
-/// Where things lie in workspace 2; a function of the problem alone.
+/// Where things lie in workspace 2: a function of the problem and the number of threads.
 struct Layout {
   std::int64_t rows;  // upper bound of (token, expert) pairs
-  std::size_t index_bytes, task_bytes, scratch_bytes, gemm2_bytes;
+  int threads = num_threads();
+  std::size_t index_bytes;
+  std::byte* index = nullptr;          // routing data, or expert offsets
+  std::int64_t* task_offsets[2] = {};  // of GEMM 1 and 2
+  std::byte* scratch = nullptr;        // kScratchBytes for each thread
+  std::byte* gemm2_rows = nullptr;
+  std::size_t total = 0;
 
-  Layout(const ProblemSize& problem, ActivationFormat format)
+  Layout(const ProblemSize& problem, ActivationFormat format, void* memory = nullptr)
       : rows(problem.num_tokens *
              (format == ActivationFormat::kStandard ? problem.topk : problem.num_local_experts)),
         index_bytes(
-            pad(routing_data_bytes(problem.num_tokens, problem.topk, problem.num_local_experts))),
-        task_bytes(
-            pad(static_cast<std::size_t>(problem.num_local_experts + 1) * sizeof(std::int64_t))),
-        scratch_bytes(pad(kScratchBytes) * static_cast<std::size_t>(num_threads())),
-        gemm2_bytes(pad(static_cast<std::size_t>(std::max(rows, problem.num_tokens) *
-                                                 round_up(problem.hidden, kTileColumns) * 4))) {}
-
-  std::size_t total() const { return index_bytes + 2 * task_bytes + scratch_bytes + gemm2_bytes; }
-  static std::size_t pad(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
+            routing_data_bytes(problem.num_tokens, problem.topk, problem.num_local_experts)) {
+    static_assert(kScratchBytes % core::kWorkspaceGranularity == 0);
+    core::WorkspaceCutter cutter(memory);
+    const auto task_bytes =
+        static_cast<std::size_t>(problem.num_local_experts + 1) * sizeof(std::int64_t);
+    const std::int64_t gemm2_row_bytes = round_up(problem.hidden, kTileColumns) * 4;
+    index = static_cast<std::byte*>(cutter.take(index_bytes));
+    for (auto& offsets : task_offsets)
+      offsets = static_cast<std::int64_t*>(cutter.take(task_bytes));
+    scratch =
+        static_cast<std::byte*>(cutter.take(kScratchBytes * static_cast<std::size_t>(threads)));
+    gemm2_rows = static_cast<std::byte*>(cutter.take(
+        static_cast<std::size_t>(std::max(rows, problem.num_tokens) * gemm2_row_bytes)));
+    total = cutter.used();
+  }
 };
 
 class CpuExperts final : public ModularExperts {
@@ -75,25 +89,8 @@ class CpuExperts final : public ModularExperts {
 };
 
 Support CpuExperts::supports(const MoeConfig& config) const {
-  if (!config.device.is_cpu()) {
-    return Support::no(Reason::kDevice, "runs on cpu, not on " + to_string(config.device));
-  }
-  if (config.dtype != DType::kBF16 && config.dtype != DType::kF16 && config.dtype != DType::kF32) {
-    return Support::no(Reason::kDType, fmt::format("dtype {} is none of f32, bf16, f16",
-                                                   fusedmoe::name(config.dtype)));
-  }
-  try {
-    format_of(config.scheme);
-  } catch (const Error& error) {
-    return Support::no(Reason::kQuantScheme,
-                       fmt::format("scheme {}; has {}", error.was(), error.must_be()));
-  }
-  try {
-    resolve(config.activation, config.activation_params);
-  } catch (const Error& error) {
-    return Support::no(Reason::kActivation, error.what());
-  }
-  return Support::yes();
+  return core::supports_on_cpu(config, format_, has_format(config.scheme),
+                               "f32, bf16, mxfp4_w4a16");
 }
 
 WorkspacePlan CpuExperts::plan(const ProblemSize& problem) const {
@@ -101,7 +98,7 @@ WorkspacePlan CpuExperts::plan(const ProblemSize& problem) const {
   WorkspacePlan plan;
   plan.workspace13_bytes =
       static_cast<std::size_t>(layout.rows * round_up(problem.intermediate, kTileColumns) * 4);
-  plan.workspace2_bytes = layout.total();
+  plan.workspace2_bytes = layout.total;
   plan.output_shape = batched()
                           ? Shape{problem.num_local_experts, problem.num_tokens, problem.hidden}
                           : Shape{problem.num_tokens, problem.hidden};
@@ -143,14 +140,12 @@ Epilogue epilogue_of(const ResolvedActivation& activation, DType dtype) {
 /// One apply(): where everything lies, and the steps as functions of a thread.
 class Forward {
  public:
-  Forward(const ExpertsArgs& args, const CpuPackedWeights& weights, bool batched);
+  Forward(const ModularExperts& experts, const ExpertsArgs& args);
   void run();
 
  private:
   using Task = GroupedGemm::Task;
 
-  static ProblemSize problem_of(const ExpertsArgs& args, const PackedWeights::Info& info,
-                                bool batched);
   void index_rows();
   void convert_rows() const;
   TileJob job1(const Task& task) const;
@@ -160,68 +155,47 @@ class Forward {
   static constexpr std::int64_t kReduceColumns = 512;
 
   const ExpertsArgs& args_;
+  const ProblemSize problem_;
   const CpuPackedWeights& weights_;
   const bool batched_;
-  const ProblemSize problem_;
   const Layout layout_;
   const Kernels& isa_ = kernels();
   const Compute compute_;
   const Epilogue activation_;
   const Epilogue store_;
 
-  // Workspace.
-  std::byte* index_memory_;
-  std::int64_t* task_offsets_;
-  std::byte* scratch_;
-  std::byte* gemm1_rows_;
-  std::byte* gemm2_rows_;
+  std::byte* gemm1_rows_ = nullptr;  // workspace 13
 
   // Rows: of the caller (x), as GEMM 1 reads them (a), and the outputs of the GEMMs.
-  std::int64_t x_rows_, x_bytes_, a_bytes_, gemm1_bytes_, gemm2_bytes_;
-  bool permute_;  // a is x in the order of the grouped GEMM
-  bool direct_;   // a is x itself
-  const std::byte* a_;
+  std::int64_t x_rows_ = 0, x_bytes_ = 0, a_bytes_ = 0, gemm1_bytes_ = 0, gemm2_bytes_ = 0;
+  bool permute_ = false;  // a is x in the order of the grouped GEMM
+  bool direct_ = false;   // a is x itself
+  const std::byte* a_ = nullptr;
 
   const std::int32_t* expert_offsets_ = nullptr;
   const std::int32_t* slots_ = nullptr;             // row -> slot; standard format
   const std::int32_t* slot_to_permuted_ = nullptr;  // standard format
 };
 
-ProblemSize Forward::problem_of(const ExpertsArgs& args, const PackedWeights::Info& info,
-                                bool batched) {
-  ProblemSize problem;
-  problem.num_tokens = args.hidden_states.size(batched ? 1 : 0);
-  problem.topk = batched ? 1 : args.topk_ids.size(1);
-  problem.num_local_experts = info.num_experts;
-  problem.hidden = info.hidden;
-  problem.intermediate = info.intermediate;
-  problem.dtype = args.hidden_states.dtype();
-  return problem;
-}
-
-Forward::Forward(const ExpertsArgs& args, const CpuPackedWeights& weights, bool batched)
+Forward::Forward(const ModularExperts& experts, const ExpertsArgs& args)
     : args_(args),
-      weights_(weights),
-      batched_(batched),
-      problem_(problem_of(args, weights.info(), batched)),
-      layout_(problem_, batched ? ActivationFormat::kBatchedExperts : ActivationFormat::kStandard),
-      compute_(compute_of(weights.format(), problem_.dtype)),
-      activation_(epilogue_of(weights.info().activation, problem_.dtype)) {
-  index_memory_ = static_cast<std::byte*>(args.workspace2);
-  task_offsets_ = reinterpret_cast<std::int64_t*>(index_memory_ + layout_.index_bytes);
-  scratch_ = index_memory_ + layout_.index_bytes + 2 * layout_.task_bytes;
+      problem_(core::check_experts_args(experts, args)),
+      weights_(static_cast<const CpuPackedWeights&>(*args.weights)),
+      batched_(experts.activation_format() == ActivationFormat::kBatchedExperts),
+      layout_(problem_, experts.activation_format(), args.workspace2),
+      compute_(compute_of(weights_.format(), problem_.dtype)),
+      activation_(epilogue_of(weights_.info().activation, problem_.dtype)) {
+  if (problem_.num_tokens == 0) return;
   gemm1_rows_ = static_cast<std::byte*>(args.workspace13);
-  gemm2_rows_ = scratch_ + layout_.scratch_bytes;
-
-  x_rows_ = problem_.num_tokens * (batched ? problem_.num_local_experts : 1);
+  x_rows_ = problem_.num_tokens * (batched_ ? problem_.num_local_experts : 1);
   x_bytes_ = problem_.hidden * bytes(problem_.dtype, 1);
-  a_bytes_ = weights.gemm1().k * element_bytes(compute_);
-  gemm1_bytes_ = weights.gemm2().k * element_bytes(compute_);
-  gemm2_bytes_ = weights.gemm2().padded_columns() * 4;
-  permute_ = isa_.contiguous_rows && compute_ == Compute::kBF16 && !batched;
+  a_bytes_ = weights_.gemm1().k * element_bytes(compute_);
+  gemm1_bytes_ = weights_.gemm2().k * element_bytes(compute_);
+  gemm2_bytes_ = weights_.gemm2().padded_columns() * 4;
+  permute_ = isa_.contiguous_rows && compute_ == Compute::kBF16 && !batched_;
   const bool same_type = (problem_.dtype == DType::kF32) == (compute_ == Compute::kF32);
   direct_ = !permute_ && same_type && x_bytes_ == a_bytes_;
-  a_ = direct_ ? args.hidden_states.as<const std::byte>() : gemm2_rows_;
+  a_ = direct_ ? args.hidden_states.as<const std::byte>() : layout_.gemm2_rows;
   index_rows();
 }
 
@@ -229,7 +203,7 @@ Forward::Forward(const ExpertsArgs& args, const CpuPackedWeights& weights, bool 
 /// expert_offsets[e] + i.
 void Forward::index_rows() {
   if (batched_) {
-    auto* offsets = reinterpret_cast<std::int32_t*>(index_memory_);
+    auto* offsets = reinterpret_cast<std::int32_t*>(layout_.index);
     offsets[0] = 0;
     for (std::int64_t e = 0; e < problem_.num_local_experts; ++e) {
       offsets[e + 1] = offsets[e] + args_.expert_num_tokens.as<const std::int32_t>()[e];
@@ -239,7 +213,7 @@ void Forward::index_rows() {
   }
   const RoutingData routing =
       build_routing_data(args_.topk_ids, args_.expert_map, problem_.num_local_experts,
-                         index_memory_, layout_.index_bytes);
+                         layout_.index, layout_.index_bytes);
   expert_offsets_ = routing.expert_offsets.as<const std::int32_t>();
   slots_ = routing.permuted_to_slot.as<const std::int32_t>();
   slot_to_permuted_ = routing.slot_to_permuted.as<const std::int32_t>();
@@ -254,7 +228,7 @@ void Forward::convert_rows() const {
     const std::int64_t source = permute_ ? slots_[row] / problem_.topk : row;
     convert(args_.hidden_states.as<const std::byte>() + source * x_bytes_,
             rounding_of(problem_.dtype), problem_.hidden, weights_.gemm1().k,
-            gemm2_rows_ + row * a_bytes_);
+            layout_.gemm2_rows + row * a_bytes_);
   }
 }
 
@@ -296,7 +270,7 @@ TileJob Forward::job2(const Task& task) const {
   job.num_rows = task.rows;
   job.bias = bias ? bias + task.first_tile * kTileColumns : nullptr;
   job.epilogue = &store_;
-  job.output = gemm2_rows_ + first * gemm2_bytes_ + task.first_tile * kStepBytes;
+  job.output = layout_.gemm2_rows + first * gemm2_bytes_ + task.first_tile * kStepBytes;
   job.output_bytes = gemm2_bytes_;
   return job;
 }
@@ -304,7 +278,7 @@ TileJob Forward::job2(const Task& task) const {
 /// The weighted sum of a token's rows, or one row of the batched format (zero behind the last).
 void Forward::reduce(std::int64_t row, std::int64_t first_column) const {
   ReduceJob job;
-  job.rows = gemm2_rows_;
+  job.rows = layout_.gemm2_rows;
   job.row_bytes = gemm2_bytes_;
   job.begin = first_column;
   job.end = std::min(problem_.hidden, first_column + kReduceColumns);
@@ -330,17 +304,16 @@ void Forward::reduce(std::int64_t row, std::int64_t first_column) const {
 }
 
 void Forward::run() {
+  if (problem_.num_tokens == 0) return;
   const auto multiply =
       isa_.multiply[static_cast<int>(weights_.format())][static_cast<int>(compute_)];
-  GroupedGemm gemm1(weights_.gemm1(), weights_.format(), expert_offsets_,
-                    problem_.num_local_experts, task_offsets_);
-  GroupedGemm gemm2(weights_.gemm2(), weights_.format(), expert_offsets_,
-                    problem_.num_local_experts,
-                    task_offsets_ + layout_.task_bytes / sizeof(std::int64_t));
-#pragma omp parallel num_threads(num_threads())
+  const std::int64_t num_experts = problem_.num_local_experts;
+  GroupedGemm gemm1(weights_.gemm1(), expert_offsets_, num_experts, layout_.task_offsets[0]);
+  GroupedGemm gemm2(weights_.gemm2(), expert_offsets_, num_experts, layout_.task_offsets[1]);
+#pragma omp parallel num_threads(layout_.threads)
   {
     std::byte* scratch =
-        scratch_ + static_cast<std::size_t>(omp_get_thread_num()) * Layout::pad(kScratchBytes);
+        layout_.scratch + static_cast<std::size_t>(omp_get_thread_num()) * kScratchBytes;
     if (!direct_) convert_rows();
     gemm1.run(multiply, scratch, [this](const Task& task) { return job1(task); });
 #pragma omp barrier
@@ -356,7 +329,7 @@ void Forward::run() {
 }
 
 void CpuExperts::apply(const ExpertsArgs& args) const {
-  Forward(args, static_cast<const CpuPackedWeights&>(*args.weights), batched()).run();
+  Forward(*this, args).run();
 }
 
 }  // namespace

@@ -9,12 +9,16 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
 }
 
+/// One or two rows are bound by memory: several streams side by side.
+std::int64_t tiles_per_task(std::int64_t rows) {
+  return rows <= 2 ? kMaxTiles / rows : 1;
+}
+
 }  // namespace
 
-GroupedGemm::GroupedGemm(const PackedGemm& gemm, Format format, const std::int32_t* expert_offsets,
+GroupedGemm::GroupedGemm(const PackedGemm& gemm, const std::int32_t* expert_offsets,
                          std::int64_t num_experts, std::int64_t* task_offsets)
     : gemm_(gemm),
-      format_(format),
       expert_offsets_(expert_offsets),
       num_experts_(num_experts),
       task_offsets_(task_offsets) {
@@ -25,11 +29,6 @@ GroupedGemm::GroupedGemm(const PackedGemm& gemm, Format format, const std::int32
         rows == 0 ? 0 : ceil_div(gemm.num_tiles, tiles_per_task(rows)) * ceil_div(rows, kMaxRows);
     task_offsets_[e + 1] = task_offsets_[e] + tasks;
   }
-}
-
-std::int64_t GroupedGemm::tiles_per_task(std::int64_t rows) const {
-  // One or two rows are bound by memory: several streams side by side.
-  return rows <= 2 ? kMaxTiles / rows : 1;
 }
 
 GroupedGemm::Task GroupedGemm::at(std::int64_t index) const {

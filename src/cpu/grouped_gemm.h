@@ -22,8 +22,8 @@ class GroupedGemm {
   };
 
   /// expert_offsets: (num_experts + 1) row offsets; task_offsets: (num_experts + 1) to be filled.
-  GroupedGemm(const PackedGemm& gemm, Format format, const std::int32_t* expert_offsets,
-              std::int64_t num_experts, std::int64_t* task_offsets);
+  GroupedGemm(const PackedGemm& gemm, const std::int32_t* expert_offsets, std::int64_t num_experts,
+              std::int64_t* task_offsets);
 
   /// Called by every thread: runs tasks until none is left. `job_of(task)` describes one task
   /// without its scratch memory and prefetch.
@@ -55,11 +55,9 @@ class GroupedGemm {
   std::int64_t num_rows(std::int64_t expert) const {
     return expert_offsets_[expert + 1] - expert_offsets_[expert];
   }
-  std::int64_t tiles_per_task(std::int64_t rows) const;
   Task at(std::int64_t index) const;
 
   const PackedGemm& gemm_;
-  Format format_;
   const std::int32_t* expert_offsets_;
   std::int64_t num_experts_;
   std::int64_t* task_offsets_;

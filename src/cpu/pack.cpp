@@ -1,10 +1,12 @@
 #include "cpu/pack.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <exception>
 
 #include "core/check.h"
+#include "fusedmoe/device.h"
 #include "fusedmoe/formats.h"
 
 namespace fusedmoe::cpu {
@@ -57,58 +59,76 @@ std::uint32_t split_parity(std::uint32_t codes) {
   return compress(codes & 0x0F0F0F0Fu) | compress((codes >> 4) & 0x0F0F0F0Fu) << 16;
 }
 
-// Accumulators in units of a scale (stream_tiles) and scales inside bf16 exponents (Mxfp4ToBf16)
-// need room in the exponent range; real weights are far inside.
+// Scales inside bf16 exponents (Mxfp4ToBf16) and sums in units of a scale (stream_tiles) need room
+// in the exponent range: 2^-62 to 2^62, and no more than 2^48 between the blocks of one row, so
+// that such a sum stays finite and normal wherever the plain one is below 2^79 and above 2^-78.
+// Real weights are far inside.
 constexpr int kMinScaleCode = 127 - 62;
 constexpr int kMaxScaleCode = 127 + 62;
+constexpr int kMaxScaleSpread = 48;
 
-void pack_mxfp4(const Columns& columns, std::int64_t k, std::byte* tile) {
+/// The scale codes of one tile column: those of blocks of zeros do not matter and follow their
+/// neighbours.
+class ColumnScales {
+ public:
+  /// Takes the stored code of a block with a non-zero value.
+  int use(int stored, std::int64_t row, std::int64_t block) {
+    FUSEDMOE_CHECK(stored >= kMinScaleCode && stored <= kMaxScaleCode, "scales",
+                   fmt::format("E8M0 code {} (row {}, block {})", stored, row, block),
+                   fmt::format("in [{}, {}] for a block with non-zero values; experts "
+                               "'reference' take any",
+                               kMinScaleCode, kMaxScaleCode));
+    if (first_ < 0) first_ = low_ = high_ = stored;
+    low_ = std::min(low_, stored);
+    high_ = std::max(high_, stored);
+    FUSEDMOE_CHECK(
+        high_ - low_ <= kMaxScaleSpread, "scales",
+        fmt::format("E8M0 codes {} to {} in row {}", low_, high_, row),
+        fmt::format("within {} of each other; experts 'reference' take any", kMaxScaleSpread));
+    return stored;
+  }
+  int first() const { return first_ < 0 ? 127 : first_; }
+
+ private:
+  int first_ = -1, low_ = 0, high_ = 0;
+};
+
+/// Column c of a tile of `groups` groups, of which the matrix has the first `used`.
+void pack_mxfp4_column(const Column& column, std::int64_t used, std::int64_t groups, int c,
+                       std::byte* tile) {
+  ColumnScales codes;
+  int previous = -1;
+  std::byte* group = tile + kMxfp4HeaderBytes;
+  for (std::int64_t g = 0; g < groups; ++g, group += kMxfp4GroupBytes) {
+    std::array<std::uint32_t, 4> words{};
+    int relative = 0;
+    if (g < used) {
+      const auto& [values, scales, bias] = *column.matrix;
+      std::memcpy(words.data(),
+                  values.as<const std::byte>() + column.row * values.stride(0) + g * 16, 16);
+      const bool zero = ((words[0] | words[1] | words[2] | words[3]) & 0x77777777u) == 0;
+      if (!zero) {
+        const int code = codes.use(
+            scales.as<const std::uint8_t>()[column.row * scales.stride(0) + g * scales.stride(1)],
+            column.row, g);
+        relative = previous < 0 ? 0 : previous - code;
+        previous = code;
+      }
+    }
+    group[c] = static_cast<std::byte>(127 + relative);
+    for (int q = 0; q < 4; ++q) {
+      const std::uint32_t split = split_parity(words[q]);
+      std::memcpy(group + kTileColumns + (q * kTileColumns + c) * 4, &split, 4);
+    }
+  }
+  tile[c] = static_cast<std::byte>(codes.first());
+  tile[kTileColumns + c] = static_cast<std::byte>(previous < 0 ? codes.first() : previous);
+}
+
+void pack_mxfp4(const Columns& columns, std::int64_t k, std::int64_t padded_k, std::byte* tile) {
   for (int c = 0; c < kTileColumns; ++c) {
-    const std::int64_t groups = k / kGroup;
-    int previous = 127;
-    std::int64_t first_used = -1;
-    std::byte* group = tile + kMxfp4HeaderBytes;
-    for (std::int64_t g = 0; g < groups; ++g, group += kMxfp4GroupBytes) {
-      std::array<std::uint32_t, 4> words{};
-      int code = previous;
-      if (columns[c].matrix) {
-        const auto& [values, scales, bias] = *columns[c].matrix;
-        std::memcpy(words.data(),
-                    values.as<const std::byte>() + columns[c].row * values.stride(0) + g * 16, 16);
-        const bool zero = ((words[0] | words[1] | words[2] | words[3]) & 0x77777777u) == 0;
-        const int stored =
-            scales
-                .as<const std::uint8_t>()[columns[c].row * scales.stride(0) + g * scales.stride(1)];
-        if (!zero) {
-          FUSEDMOE_CHECK(stored >= kMinScaleCode && stored <= kMaxScaleCode, "scales",
-                         fmt::format("E8M0 code {} (row {}, block {})", stored, columns[c].row, g),
-                         fmt::format("in [{}, {}] for a block with non-zero values; experts "
-                                     "'reference' take any",
-                                     kMinScaleCode, kMaxScaleCode));
-          // The scale of a block of zeros does not matter: it takes its neighbour's.
-          if (first_used < 0) {
-            first_used = g;
-            previous = stored;
-          }
-          code = stored;
-        }
-      }
-      group[c] = static_cast<std::byte>(127 + previous - code);
-      previous = code;
-      for (int q = 0; q < 4; ++q) {
-        const std::uint32_t split = split_parity(words[q]);
-        std::memcpy(group + kTileColumns + (q * kTileColumns + c) * 4, &split, 4);
-      }
-    }
-    // Leading zero blocks share the first real scale: their relative codes are 127.
-    int first = previous;
-    if (first_used >= 0) {
-      const auto& scales = columns[c].matrix->scales;
-      first = scales.as<const std::uint8_t>()[columns[c].row * scales.stride(0) +
-                                              first_used * scales.stride(1)];
-    }
-    tile[c] = static_cast<std::byte>(first);
-    tile[kTileColumns + c] = static_cast<std::byte>(previous);
+    const std::int64_t used = columns[c].matrix ? k / kGroup : 0;
+    pack_mxfp4_column(columns[c], used, padded_k / kGroup, c, tile);
   }
 }
 
@@ -123,7 +143,7 @@ void pack_tile(Format format, const Columns& columns, std::int64_t k, std::int64
     case Format::kBF16:
       return pack_plain<std::uint16_t, 2>(columns, k, tile);
     case Format::kMxfp4:
-      return pack_mxfp4(columns, padded_k, tile);
+      return pack_mxfp4(columns, k, padded_k, tile);
   }
 }
 
@@ -135,11 +155,15 @@ float bias_at(const Column& column) {
 
 }  // namespace
 
+bool has_format(const QuantScheme& scheme) {
+  return scheme == schemes::unquantized(DType::kF32) ||
+         scheme == schemes::unquantized(DType::kBF16) || scheme == schemes::mxfp4_w4a16();
+}
+
 Format format_of(const QuantScheme& scheme) {
-  if (scheme == schemes::unquantized(DType::kF32)) return Format::kF32;
-  if (scheme == schemes::unquantized(DType::kBF16)) return Format::kBF16;
+  FUSEDMOE_CHECK(has_format(scheme), "scheme", name(scheme), "f32, bf16 or mxfp4_w4a16");
   if (scheme == schemes::mxfp4_w4a16()) return Format::kMxfp4;
-  throw Error("scheme", name(scheme), "f32, bf16 or mxfp4_w4a16");
+  return scheme.weights.value == DType::kF32 ? Format::kF32 : Format::kBF16;
 }
 
 Compute compute_of(Format format, DType dtype) {
@@ -186,7 +210,7 @@ void CpuPackedWeights::pack_expert(std::int64_t expert, const ExpertMatrices& so
     return row < rows ? Column{&matrix, row} : Column{};
   };
   std::exception_ptr failure;
-#pragma omp parallel for schedule(dynamic, 4)
+#pragma omp parallel for schedule(dynamic, 4) num_threads(num_threads())
   for (std::int64_t index = 0; index < gemm1_.num_tiles + gemm2_.num_tiles; ++index) {
     const bool first = index < gemm1_.num_tiles;
     const PackedGemm& gemm = first ? gemm1_ : gemm2_;

@@ -10,6 +10,8 @@
 
 namespace fusedmoe::cpu {
 
+/// Whether the CPU experts have tiles for a scheme.
+bool has_format(const QuantScheme& scheme);
 /// Format of a scheme's tiles; throws Error for a scheme the CPU experts do not have.
 Format format_of(const QuantScheme& scheme);
 /// Element type that rows enter the GEMMs with, on this machine.
@@ -33,7 +35,6 @@ class CpuPackedWeights final : public PackedWeights {
 
   std::int64_t nbytes() const override;
   Format format() const { return format_; }
-  bool gated() const { return gated_; }
   const PackedGemm& gemm1() const { return gemm1_; }
   const PackedGemm& gemm2() const { return gemm2_; }
   const std::byte* tiles1(std::int64_t expert) const {

@@ -1,4 +1,5 @@
-// The AVX-512 policy shared by the plain and the BF16 kernels. Included by isa_avx512*.cpp only.
+// The AVX-512 policy shared by the plain, the BF16 and the AMX kernels. Included by isa_avx512*.cpp
+// and isa_amx.cpp only.
 #pragma once
 
 #include <immintrin.h>

@@ -35,7 +35,7 @@ struct SimdVector {
     const F magic = set1(12582912.0f);  // 1.5 * 2^23
     return (x + magic) - magic;
   }
-  /// x * 2^n for integral n in [-126, 127].
+  /// x * 2^n for integral n in [-126, 127]; 2^128 counts as infinity.
   static F scale_by_power_of_two(F x, F n) {
     const I bits = (__builtin_convertvector(n, I) + 127) << 23;
     return x * reinterpret_cast<F>(bits);

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "core/check.h"
+#include "core/experts_args.h"
 #include "layer/element.h"
 
 namespace fusedmoe::layer {
@@ -119,8 +120,8 @@ void check_buffer(const TensorView& view, const char* name, DType dtype, const S
 }
 
 void check_activations(const TensorView& view, const char* name, Device device) {
-  FUSEDMOE_CHECK(view.defined() && is_activation_dtype(view.dtype()), name, core::describe(view),
-                 "f32, bf16 or f16");
+  FUSEDMOE_CHECK(view.defined() && core::is_activation_dtype(view.dtype()), name,
+                 core::describe(view), "f32, bf16 or f16");
   check_buffer(view, name, view.dtype(), {-1, -1}, device);
 }
 

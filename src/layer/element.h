@@ -30,11 +30,6 @@ struct F16Element {
   static Storage store(float value) { return f32_to_f16(value); }
 };
 
-/// True for the dtypes that hidden states and outputs may have.
-inline bool is_activation_dtype(DType dtype) {
-  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
-}
-
 /// Calls function(Element{}) for an activation dtype.
 template <typename Function>
 void dispatch_element(DType dtype, const Function& function) {

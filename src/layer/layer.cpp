@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "core/check.h"
+#include "core/experts_args.h"
 #include "core/workspace.h"
 #include "fusedmoe/formats.h"
 #include "layer/checks.h"
@@ -26,7 +27,7 @@ Tensor own(const Tensor& tensor) {
 
 void check_parameter(const Tensor& tensor, const char* name, const Shape& shape) {
   FUSEDMOE_CHECK(
-      tensor.defined() && layer::is_activation_dtype(tensor.dtype()) && tensor.shape() == shape,
+      tensor.defined() && core::is_activation_dtype(tensor.dtype()) && tensor.shape() == shape,
       name, core::describe(tensor), fmt::format("f32, bf16 or f16 {}", to_string(shape)));
 }
 
@@ -315,7 +316,7 @@ void MoeLayer::Impl::add_shared_experts(const TensorView& hidden_states, const T
 }
 
 MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
-  FUSEDMOE_CHECK(layer::is_activation_dtype(options.dtype), "options.dtype",
+  FUSEDMOE_CHECK(core::is_activation_dtype(options.dtype), "options.dtype",
                  std::string(name(options.dtype)), "f32, bf16 or f16");
   check_weights(weights);
   Selection chosen = select(layer_config(weights, options), options.require);

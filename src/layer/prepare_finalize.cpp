@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "core/check.h"
+#include "core/experts_args.h"
 #include "core/workspace.h"
 #include "layer/element.h"
 #include "layer/weight_and_reduce.h"
@@ -25,7 +26,7 @@ Support supports_one_rank(const MoeConfig& config) {
     return Support::no(Reason::kDevice,
                        fmt::format("{}: this build has no CUDA kernels", to_string(config.device)));
   }
-  if (!layer::is_activation_dtype(config.dtype)) {
+  if (!core::is_activation_dtype(config.dtype)) {
     return Support::no(Reason::kDType,
                        fmt::format("{}: hidden states are f32, bf16 or f16", name(config.dtype)));
   }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/experts_args.h"
 #include "core/workspace.h"
 #include "reference/activation.h"
 #include "reference/matrix.h"
@@ -27,10 +28,6 @@ class ReferenceWeights final : public PackedWeights {
 
   const ExpertWeights source;
 };
-
-bool is_activation_dtype(DType dtype) {
-  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
-}
 
 /// Sizes of one apply. The batched format has num_experts * max_tokens rows and as many slots.
 struct Sizes {
@@ -141,59 +138,17 @@ class ReferenceExperts final : public ModularExperts {
  private:
   bool batched() const { return format_ == ActivationFormat::kBatchedExperts; }
   Sizes sizes(const ProblemSize& problem) const;
-  ProblemSize check(const ExpertsArgs& args) const;
-  void check_batched(const ExpertsArgs& args, const ProblemSize& problem) const;
   void group_slots(const ExpertsArgs& args, const Sizes& n, const Buffers& buffers) const;
 
   const ActivationFormat format_;
 };
 
 Support ReferenceExperts::supports(const MoeConfig& config) const {
-  const auto no = [](Reason reason, std::string text) {
-    return Support::no(reason, std::move(text));
-  };
-  if (!config.device.is_cpu()) {
-    return no(Reason::kDevice, fmt::format("device is {}, runs on cpu", to_string(config.device)));
-  }
-  if (!is_activation_dtype(config.dtype)) {
-    return no(Reason::kDType,
-              fmt::format("dtype is {}, takes f32, bf16, f16", fusedmoe::name(config.dtype)));
-  }
-  const bool mxfp4 = config.scheme == schemes::mxfp4_w4a16();
-  bool known = mxfp4;
+  bool known = config.scheme == schemes::mxfp4_w4a16();
   for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
     known = known || config.scheme == schemes::unquantized(dtype);
   }
-  if (!known) {
-    return no(Reason::kQuantScheme, fmt::format("scheme is {}, takes f32, f16, bf16, mxfp4_w4a16",
-                                                fusedmoe::name(config.scheme)));
-  }
-  try {
-    resolve(config.activation, config.activation_params);
-  } catch (const Error& error) {
-    return no(Reason::kActivation, error.what());
-  }
-  const std::int64_t block = mxfp4 ? 32 : 1;
-  if (config.hidden < 1 || config.intermediate < 1 || config.hidden % block != 0 ||
-      config.intermediate % block != 0) {
-    return no(Reason::kShape,
-              fmt::format("hidden {}, intermediate {}; takes positive multiples of {}",
-                          config.hidden, config.intermediate, block));
-  }
-  if (config.activation_format != format_) {
-    return no(Reason::kActivationFormat,
-              fmt::format("format is {}, takes {}", fusedmoe::name(config.activation_format),
-                          fusedmoe::name(format_)));
-  }
-  if (config.apply_router_weight_on_input && config.topk != 1) {
-    return no(Reason::kRouterWeightOnInput,
-              fmt::format("router weight on input with topk {}, takes topk 1", config.topk));
-  }
-  if (config.num_local_experts != config.num_experts && !config.has_expert_map) {
-    return no(Reason::kExpertMap, fmt::format("{} of {} experts are local without an expert map",
-                                              config.num_local_experts, config.num_experts));
-  }
-  return Support::yes();
+  return core::supports_on_cpu(config, format_, known, "f32, f16, bf16, mxfp4_w4a16");
 }
 
 Sizes ReferenceExperts::sizes(const ProblemSize& p) const {
@@ -230,55 +185,6 @@ std::shared_ptr<const PackedWeights> ReferenceExperts::pack(const ExpertWeights&
     for (std::int64_t e = 1; e <= weights.num_experts(); ++e) progress(e, weights.num_experts());
   }
   return packed;
-}
-
-ProblemSize ReferenceExperts::check(const ExpertsArgs& args) const {
-  FUSEDMOE_CHECK(args.weights && accepts(*args.weights), "weights",
-                 args.weights ? args.weights->info().implementation : "null",
-                 "packed by reference or reference_batched");
-  const PackedWeights::Info& info = args.weights->info();
-  const TensorView& x = args.hidden_states;
-  FUSEDMOE_CHECK(x.defined() && is_activation_dtype(x.dtype()), "hidden_states", core::describe(x),
-                 "f32, bf16 or f16");
-  FUSEDMOE_CHECK(!args.hidden_scales, "hidden_scales", core::describe(args.hidden_scales),
-                 "undefined: hidden_states are not quantized");
-  ProblemSize problem;
-  problem.num_local_experts = info.num_experts;
-  problem.hidden = info.hidden;
-  problem.intermediate = info.intermediate;
-  problem.dtype = x.dtype();
-  if (batched()) {
-    core::check_tensor(x, "hidden_states", x.dtype(), {info.num_experts, -1, info.hidden});
-    problem.num_tokens = x.size(1);
-    check_batched(args, problem);
-  } else {
-    core::check_tensor(x, "hidden_states", x.dtype(), {-1, info.hidden});
-    problem.num_tokens = x.size(0);
-    core::check_tensor(args.topk_ids, "topk_ids", DType::kI32, {problem.num_tokens, -1});
-    problem.topk = args.topk_ids.size(1);
-    core::check_tensor(args.topk_weights, "topk_weights", DType::kF32,
-                       {problem.num_tokens, problem.topk});
-    if (args.expert_map) core::check_tensor(args.expert_map, "expert_map", DType::kI32, {-1});
-  }
-  const WorkspacePlan plan = this->plan(problem);
-  core::check_tensor(args.output, "output", plan.output_dtype, plan.output_shape);
-  if (problem.num_tokens == 0) return problem;
-  FUSEDMOE_CHECK(args.workspace13 || plan.workspace13_bytes == 0, "workspace13", "null",
-                 fmt::format("of {} bytes", plan.workspace13_bytes));
-  FUSEDMOE_CHECK(args.workspace2 || plan.workspace2_bytes == 0, "workspace2", "null",
-                 fmt::format("of {} bytes", plan.workspace2_bytes));
-  return problem;
-}
-
-void ReferenceExperts::check_batched(const ExpertsArgs& args, const ProblemSize& problem) const {
-  core::check_tensor(args.expert_num_tokens, "expert_num_tokens", DType::kI32,
-                     {problem.num_local_experts});
-  for (std::int64_t e = 0; e < problem.num_local_experts; ++e) {
-    const std::int32_t count = args.expert_num_tokens.as<const std::int32_t>()[e];
-    FUSEDMOE_CHECK(count >= 0 && count <= problem.num_tokens, "expert_num_tokens",
-                   fmt::format("{} for expert {}", count, e),
-                   fmt::format("in [0, max_tokens = {}]", problem.num_tokens));
-  }
 }
 
 void ReferenceExperts::group_slots(const ExpertsArgs& args, const Sizes& n,
@@ -335,7 +241,7 @@ void store_batched(const ExpertsArgs& args, const Sizes& n, const double* y) {
 }
 
 void ReferenceExperts::apply(const ExpertsArgs& args) const {
-  const ProblemSize problem = check(args);
+  const ProblemSize problem = core::check_experts_args(*this, args);
   if (problem.num_tokens == 0) return;
   const ExpertWeights& weights = static_cast<const ReferenceWeights&>(*args.weights).source;
   const ResolvedActivation& activation = args.weights->info().activation;

@@ -74,7 +74,9 @@ TEST_P(CpuExpertsTest, MatchesReference) {
     for (ActivationFormat format :
          {ActivationFormat::kStandard, ActivationFormat::kBatchedExperts}) {
       const auto experts = cpu::make_experts(format);
-      ASSERT_TRUE(experts->supports(testing::make_config(GetParam(), dtype)));
+      MoeConfig config = testing::make_config(GetParam(), dtype);
+      config.activation_format = format;
+      ASSERT_TRUE(experts->supports(config)) << experts->supports(config).text;
       const Tensor actual = run(problem, *experts, dtype);
       const testing::Difference difference = compare(actual, expected);
       SCOPED_TRACE(std::string(experts->name()) + " " + std::string(name(dtype)) + ": " +
@@ -169,6 +171,62 @@ TEST(CpuExpertsNanTest, StayInTheirTokens) {
   }
 }
 
+/// silu of a hugely negative gate is 0, whatever multiplies it.
+TEST(CpuExpertsActivationTest, SaturatesToZero) {
+  Case spec;
+  spec.num_tokens = 1;
+  spec.num_experts = spec.topk = 1;
+  spec.hidden = spec.intermediate = 4;
+  spec.scheme = schemes::unquantized(DType::kF32);
+  Problem problem = testing::make_problem(spec);
+  for (ExpertMatrices& expert : problem.weights.experts) {
+    for (std::int64_t i = 0; i < 16; ++i) {
+      expert.gate.values.as<float>()[i] = -1;
+      expert.up.values.as<float>()[i] = 1;
+    }
+  }
+  for (std::int64_t i = 0; i < 4; ++i) problem.hidden_states.as<float>()[i] = 1e18f;
+  const Tensor actual = run(problem, *cpu::make_experts(ActivationFormat::kStandard), DType::kF32);
+  for (std::int64_t i = 0; i < 4; ++i) EXPECT_EQ(actual.as<const float>()[i], 0.0f);
+}
+
+TEST(CpuExpertsArgumentsTest, CountsOfTheBatchedFormatAreChecked) {
+  Case spec;
+  const Problem problem = testing::make_problem(spec);
+  const auto experts = cpu::make_experts(ActivationFormat::kBatchedExperts);
+  const auto packed = experts->pack(problem.weights);
+  ProblemSize size;
+  size.num_tokens = 4;
+  size.topk = 1;
+  size.num_local_experts = spec.num_experts;
+  size.hidden = spec.hidden;
+  size.intermediate = spec.intermediate;
+  const WorkspacePlan plan = experts->plan(size);
+  const auto scratch = [](std::size_t bytes) {
+    return Tensor::zeros({static_cast<std::int64_t>(bytes)}, DType::kU8);
+  };
+  const Tensor workspace13 = scratch(plan.workspace13_bytes);
+  const Tensor workspace2 = scratch(plan.workspace2_bytes);
+  const Tensor counts = Tensor::zeros({spec.num_experts}, DType::kI32);
+  ExpertsArgs args;
+  args.weights = packed.get();
+  const Tensor hidden_states = Tensor::zeros(plan.output_shape, DType::kBF16);
+  const Tensor output = Tensor::zeros(plan.output_shape, DType::kBF16);
+  args.hidden_states = hidden_states;
+  args.output = output;
+  args.expert_num_tokens = counts;
+  args.workspace13 = workspace13.data();
+  args.workspace2 = workspace2.data();
+  EXPECT_NO_THROW(experts->apply(args));
+  for (std::int32_t wrong : {-1, 5, 100000}) {
+    counts.as<std::int32_t>()[1] = wrong;
+    EXPECT_THROW(experts->apply(args), Error) << wrong;
+  }
+  counts.as<std::int32_t>()[1] = 0;
+  args.weights = nullptr;
+  EXPECT_THROW(experts->apply(args), Error);
+}
+
 /// Scales that vary wildly within a row, and blocks of zeros with any scale code.
 TEST(CpuExpertsMxfp4Test, ExtremeScales) {
   Case spec;
@@ -214,6 +272,38 @@ TEST(CpuExpertsMxfp4Test, ExtremeScales) {
   for (std::int64_t num_tokens = 1; num_tokens < 9; ++num_tokens) {
     EXPECT_TRUE(bitwise_equal(run(head(problem, num_tokens), *experts, DType::kBF16),
                               run(problem, *experts, DType::kBF16).slice(0, 0, num_tokens)));
+  }
+}
+
+/// Tiles of a non-gated layer are 64 outputs, so 32 of them leave half a tile of padding.
+TEST(CpuExpertsMxfp4Test, NonGatedWithHalfATile) {
+  Case spec;
+  spec.num_experts = 1;
+  spec.topk = 1;
+  spec.hidden = spec.intermediate = 32;
+  spec.scheme = schemes::mxfp4_w4a16();
+  spec.activation = Activation::kRelu2NoMul;
+  const Problem problem = testing::make_problem(spec);
+  const Tensor expected =
+      run(problem, *reference::make_experts(ActivationFormat::kStandard), DType::kBF16);
+  const testing::Difference difference = compare(
+      run(problem, *cpu::make_experts(ActivationFormat::kStandard), DType::kBF16), expected);
+  EXPECT_LE(difference.max_element, tolerance(DType::kBF16).max) << difference.to_string();
+}
+
+TEST(CpuExpertsMxfp4Test, ScalesTooFarApartAreRefused) {
+  Case spec;
+  spec.hidden = spec.intermediate = 64;
+  spec.scheme = schemes::mxfp4_w4a16();
+  Problem problem = testing::make_problem(spec);
+  std::uint8_t* scales = problem.weights.experts[0].up.scales.as<std::uint8_t>();
+  scales[0] = 160;
+  scales[1] = 100;
+  try {
+    cpu::make_experts(ActivationFormat::kStandard)->pack(problem.weights);
+    FAIL() << "packed";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("100 to 160"), std::string::npos) << error.what();
   }
 }
 

@@ -1,0 +1,120 @@
+#include "core/experts_args.h"
+
+#include <limits>
+
+#include "core/check.h"
+
+namespace fusedmoe::core {
+namespace {
+
+void check_row_count(std::int64_t rows, const char* argument) {
+  constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max();
+  FUSEDMOE_CHECK(rows <= kMaxRows, argument, fmt::format("{} rows", rows),
+                 fmt::format("at most {} rows of all experts", kMaxRows));
+}
+
+void check_batched(const ExpertsArgs& args, const ProblemSize& problem) {
+  check_row_count(problem.num_local_experts * problem.num_tokens, "hidden_states");
+  check_tensor(args.expert_num_tokens, "expert_num_tokens", DType::kI32,
+               {problem.num_local_experts});
+  for (std::int64_t e = 0; e < problem.num_local_experts; ++e) {
+    const std::int32_t count = args.expert_num_tokens.as<const std::int32_t>()[e];
+    FUSEDMOE_CHECK(count >= 0 && count <= problem.num_tokens, "expert_num_tokens",
+                   fmt::format("{} for expert {}", count, e),
+                   fmt::format("in [0, max_tokens = {}]", problem.num_tokens));
+  }
+}
+
+void check_standard(const ExpertsArgs& args, ProblemSize& problem) {
+  check_tensor(args.topk_ids, "topk_ids", DType::kI32, {problem.num_tokens, -1});
+  problem.topk = args.topk_ids.size(1);
+  check_row_count(problem.num_tokens * problem.topk, "topk_ids");
+  check_tensor(args.topk_weights, "topk_weights", DType::kF32, {problem.num_tokens, problem.topk});
+  if (args.expert_map) check_tensor(args.expert_map, "expert_map", DType::kI32, {-1});
+}
+
+}  // namespace
+
+bool is_activation_dtype(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
+}
+
+Support supports_on_cpu(const MoeConfig& config, ActivationFormat format, bool scheme_known,
+                        std::string_view known_schemes) {
+  const auto no = [](Reason reason, std::string text) {
+    return Support::no(reason, std::move(text));
+  };
+  if (!config.device.is_cpu()) {
+    return no(Reason::kDevice, fmt::format("device is {}, runs on cpu", to_string(config.device)));
+  }
+  if (!is_activation_dtype(config.dtype)) {
+    return no(Reason::kDType, fmt::format("dtype is {}, takes f32, bf16, f16", name(config.dtype)));
+  }
+  if (!scheme_known) {
+    return no(Reason::kQuantScheme,
+              fmt::format("scheme is {}, takes {}", name(config.scheme), known_schemes));
+  }
+  try {
+    resolve(config.activation, config.activation_params);
+  } catch (const Error& error) {
+    return no(Reason::kActivation, error.what());
+  }
+  const std::int64_t block = config.scheme == schemes::mxfp4_w4a16() ? 32 : 1;
+  if (config.hidden < 1 || config.intermediate < 1 || config.hidden % block != 0 ||
+      config.intermediate % block != 0) {
+    return no(Reason::kShape,
+              fmt::format("hidden {}, intermediate {}; takes positive multiples of {}",
+                          config.hidden, config.intermediate, block));
+  }
+  if (config.activation_format != format) {
+    return no(Reason::kActivationFormat,
+              fmt::format("format is {}, takes {}", name(config.activation_format), name(format)));
+  }
+  if (config.apply_router_weight_on_input && config.topk != 1) {
+    return no(Reason::kRouterWeightOnInput,
+              fmt::format("router weight on input with topk {}, takes topk 1", config.topk));
+  }
+  if (config.num_local_experts != config.num_experts && !config.has_expert_map) {
+    return no(Reason::kExpertMap, fmt::format("{} of {} experts are local without an expert map",
+                                              config.num_local_experts, config.num_experts));
+  }
+  return Support::yes();
+}
+
+ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs& args) {
+  FUSEDMOE_CHECK(args.weights && experts.accepts(*args.weights), "weights",
+                 args.weights ? args.weights->info().implementation : "null",
+                 fmt::format("packed by {}", experts.name()));
+  const bool batched = experts.activation_format() == ActivationFormat::kBatchedExperts;
+  const PackedWeights::Info& info = args.weights->info();
+  const TensorView& x = args.hidden_states;
+  FUSEDMOE_CHECK(x.defined() && is_activation_dtype(x.dtype()), "hidden_states", describe(x),
+                 "f32, bf16 or f16");
+  FUSEDMOE_CHECK(!args.hidden_scales, "hidden_scales", describe(args.hidden_scales),
+                 "undefined: hidden_states are not quantized");
+  ProblemSize problem;
+  problem.num_local_experts = info.num_experts;
+  problem.hidden = info.hidden;
+  problem.intermediate = info.intermediate;
+  problem.dtype = x.dtype();
+  if (batched) {
+    check_tensor(x, "hidden_states", x.dtype(), {info.num_experts, -1, info.hidden});
+    problem.num_tokens = x.size(1);
+    problem.topk = 1;
+    check_batched(args, problem);
+  } else {
+    check_tensor(x, "hidden_states", x.dtype(), {-1, info.hidden});
+    problem.num_tokens = x.size(0);
+    check_standard(args, problem);
+  }
+  const WorkspacePlan plan = experts.plan(problem);
+  check_tensor(args.output, "output", plan.output_dtype, plan.output_shape);
+  if (problem.num_tokens == 0) return problem;
+  FUSEDMOE_CHECK(args.workspace13 || plan.workspace13_bytes == 0, "workspace13", "null",
+                 fmt::format("of {} bytes", plan.workspace13_bytes));
+  FUSEDMOE_CHECK(args.workspace2 || plan.workspace2_bytes == 0, "workspace2", "null",
+                 fmt::format("of {} bytes", plan.workspace2_bytes));
+  return problem;
+}
+
+}  // namespace fusedmoe::core

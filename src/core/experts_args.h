@@ -1,0 +1,23 @@
+// What the experts on the CPU share: which configurations they serve, and checks of their
+// arguments.
+#pragma once
+
+#include <string_view>
+
+#include "fusedmoe/experts.h"
+
+namespace fusedmoe::core {
+
+/// f32, bf16 or f16: what hidden states may be.
+bool is_activation_dtype(DType dtype);
+
+/// Device, dtype, activation, shape, format, router weight and expert map of a configuration; then
+/// the scheme, of which the caller says whether it is known, and which ones are.
+Support supports_on_cpu(const MoeConfig& config, ActivationFormat format, bool scheme_known,
+                        std::string_view known_schemes);
+
+/// The size of the problem that `args` describe. Throws Error for weights that `experts` do not
+/// accept, shapes, dtypes or counts that do not fit them, and missing workspaces.
+ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs& args);
+
+}  // namespace fusedmoe::core
