@@ -20,7 +20,8 @@ using io::FamilyRow;
 struct Checkpoint::Impl {
   std::string label;
   ModelConfig config;
-  std::vector<std::string> files;
+  std::vector<std::string> files;      ///< of tensors; BlockTensor::file counts these
+  std::vector<std::string> all_files;  ///< and config and index
   std::map<std::int64_t, Block> layers;  ///< those that hold experts
 
   const Block& layer(std::int64_t number) const;
@@ -131,7 +132,11 @@ Checkpoint Checkpoint::open(const std::filesystem::path& path) {
   } catch (const Error& error) {
     throw Error(path.string() + ": " + error.argument(), error.was(), error.must_be());
   }
-  for (const io::CheckpointFile& file : files.files) impl->files.push_back(file.path);
+  impl->all_files = files.json_paths;
+  for (const io::CheckpointFile& file : files.files) {
+    impl->files.push_back(file.path);
+    impl->all_files.push_back(file.path);
+  }
   impl->layers = collect_layers(files, io::family_row(impl->config.family), impl->label);
   if (!impl->layers.empty()) {
     impl->config.scheme = io::stored_scheme(impl->config, impl->layers.begin()->second);
@@ -139,6 +144,10 @@ Checkpoint Checkpoint::open(const std::filesystem::path& path) {
   Checkpoint checkpoint;
   checkpoint.impl_ = std::move(impl);
   return checkpoint;
+}
+
+const std::vector<std::string>& Checkpoint::files() const {
+  return impl_->all_files;
 }
 
 const ModelConfig& Checkpoint::config() const {

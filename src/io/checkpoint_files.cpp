@@ -73,8 +73,10 @@ CheckpointFiles open_directory(const fs::path& directory) {
   FUSEDMOE_CHECK(fs::exists(config), directory.string(), "a directory without config.json",
                  "a checkpoint: config.json and *.safetensors");
   result.config_json = read_text(config, kMaxConfigBytes);
+  result.json_paths.push_back(config.string());
   const fs::path index = directory / "model.safetensors.index.json";
   if (fs::exists(index)) {
+    result.json_paths.push_back(index.string());
     open_shards(directory, index, result);
     return result;
   }

@@ -17,6 +17,7 @@ struct CheckpointFile {
 
 struct CheckpointFiles {
   std::string config_json;
+  std::vector<std::string> json_paths;  ///< config.json and the index, those that exist
   std::vector<CheckpointFile> files;
   /// Tensor name -> position in `files`, from the index; empty without one.
   std::map<std::string, std::size_t, std::less<>> weight_map;

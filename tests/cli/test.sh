@@ -103,6 +103,23 @@ case $situation in
     [[ ! -e out.safetensors ]] || fail "an output file was left"
     ! compgen -G 'out.safetensors*' >/dev/null || fail "a temporary file was left"
     ;;
+  run_spares_its_inputs)
+    synth gpt_oss_tiny
+    ln model/input.safetensors linked.safetensors
+    find model -type f -exec sha256sum {} + >sums
+    for file in model/input.safetensors model/model.safetensors model/config.json \
+      linked.safetensors model/../model/model.safetensors; do
+      refuses '--output: was .*(checkpoint|--input)' "${run_args[@]}" --output "$file"
+    done
+    mkfifo pipe
+    refuses '--output: was pipe, not a regular file' "${run_args[@]}" --output pipe
+    refuses '--output: was model, not a regular file' "${run_args[@]}" --output model
+    refuses '--output: was /dev/null, not' "${run_args[@]}" --output /dev/null
+    [[ -p pipe && -c /dev/null ]] || fail "a special file was replaced"
+    sha256sum --check --quiet sums || fail "a file that was read has changed"
+    succeeds "${run_args[@]}" --output model/out.safetensors
+    succeeds "${run_args[@]}" --output model/out.safetensors
+    ;;
   run_truncated_checkpoint)
     synth gpt_oss_tiny
     size=$(stat -c %s model/model.safetensors)
