@@ -201,7 +201,7 @@ void add_run(CLI::App& app) {
   command->add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
       ->capture_default_str();
   command->add_option("--threads", options->threads, "CPU threads; default: all")
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(1, kMaxThreads));
   command->add_option("--repeat", options->repeat, "Run so many times and print the median time")
       ->check(CLI::PositiveNumber);
   command

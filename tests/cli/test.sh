@@ -95,7 +95,9 @@ case $situation in
     refuses 'device.*tpu' "${run_args[@]}" --device tpu
     refuses 'dtype.*fp8' "${run_args[@]}" --dtype fp8
     refuses 'fastest' "${run_args[@]}" --experts fastest
-    refuses '--threads' "${run_args[@]}" --threads 0
+    for threads in -1 0 1025 99999999999; do
+      refuses '--threads' "${run_args[@]}" --threads "$threads"
+    done
     refuses '--input is required' run --checkpoint model --output out.safetensors
     refuses 'no/such/folder' "${run_args[@]}" --output no/such/folder/out.safetensors
     succeeds synth --config "$configs/qwen3_tiny.json" --tokens 2 --out other
@@ -161,6 +163,17 @@ case $situation in
     if "$program" explain --model gpt-oss-20b --device cuda:0 >out 2>err; then fail "cuda"; fi
     says 'no CUDA kernels'
     grep -q '^error: ' err || fail "no error on stderr"
+    ;;
+  bench)
+    cell=(bench --model qwen3-30b-a3b --scheme mxfp4_w4a16 --dtype f32
+      --min-samples 1 --max-seconds 0.2)
+    succeeds "${cell[@]}" --tokens 1,3 --json
+    [[ $(grep -c '"num_tokens": [13],' out) -eq 2 ]] || fail "expected rows of 1 and 3 tokens"
+    # Compared even where no sample was kept; sums in f32 never agree to the last bit.
+    [[ $(grep -Ec '"relative_error": ([1-9]|0\.0*[1-9])' out) -eq 2 ]] || fail "not compared"
+    for threads in -1 0 1025 99999999999; do
+      refuses '--threads' "${cell[@]}" --threads "$threads"
+    done
     ;;
   doctor)
     succeeds doctor
