@@ -228,7 +228,8 @@ void add_bench(CLI::App& app) {
       ->check(CLI::IsMember({"bf16", "f16", "f32"}));
   command->add_option("--skew", options->skew, "How tokens spread over experts")
       ->check(CLI::IsMember({"balanced", "zipf"}));
-  command->add_option("--threads", options->threads, "CPU threads (default: all cores)");
+  command->add_option("--threads", options->threads, "CPU threads (default: all cores)")
+      ->check(CLI::Range(1, kMaxThreads));
   command->add_option("--min-samples", options->min_samples, "Samples for each number of tokens")
       ->check(CLI::PositiveNumber);
   command->add_option("--max-seconds", options->max_seconds, "Time for each number of tokens")

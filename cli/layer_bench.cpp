@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <set>
 
@@ -189,7 +190,8 @@ struct Buffers {
   }
 };
 
-/// Error of the first rows against `reference` with the same inputs.
+/// Error of the first rows against `reference` with the same inputs; infinite where only one of
+/// them has a NaN or an infinity.
 double relative_error(const ExpertWeights& weights, const testing::Case& spec, const Buffers& timed,
                       std::int64_t rows) {
   MoeConfig config = testing::make_config(spec, timed.output.dtype());
@@ -206,8 +208,10 @@ double relative_error(const ExpertWeights& weights, const testing::Case& spec, c
   copy_head(timed.topk_ids, expected.topk_ids);
   copy_head(timed.topk_weights, expected.topk_weights);
   expected.run(kernel, *packed, spec.num_experts);
-  return testing::compare(timed.output.slice(0, 0, part.num_tokens), expected.output)
-      .max_norm_relative;
+  const testing::Difference difference =
+      testing::compare(timed.output.slice(0, 0, part.num_tokens), expected.output);
+  return difference.nonfinite_mismatch ? std::numeric_limits<double>::infinity()
+                                       : difference.max_norm_relative;
 }
 
 }  // namespace
@@ -252,6 +256,7 @@ BenchRow LayerBench::run(std::int64_t num_tokens) {
     samples.push_back(sample);
   }
   row.samples = static_cast<std::int64_t>(samples.size());
+  row.relative_error = relative_error(bench.weights, spec, buffers, bench.options.check_rows);
   if (samples.empty()) {
     row.note = "no sample between two equal probes: the machine is not at rest";
     return row;
@@ -273,7 +278,6 @@ BenchRow LayerBench::run(std::int64_t num_tokens) {
   row.read_gbytes = middle.probe.bandwidth * 1e-9;
   row.peak_gflops = middle.probe.flops * 1e-9;
   row.floor_ms = middle.floor_ms;
-  row.relative_error = relative_error(bench.weights, spec, buffers, bench.options.check_rows);
   return row;
 }
 

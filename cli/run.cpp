@@ -3,9 +3,11 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "commands.h"
@@ -44,6 +46,24 @@ Tensor load_hidden_states(const Options& options, std::int64_t hidden, DType dty
   Tensor x = Tensor::empty(stored.shape(), dtype);
   convert(stored, x);
   return x;
+}
+
+/// The results replace a file of that name: it must not be one that the program reads.
+void check_output(const Options& options, const Checkpoint& checkpoint) {
+  namespace fs = std::filesystem;
+  std::error_code ignored;
+  const auto check_other = [&](const std::string& read, const char* what) {
+    if (fs::equivalent(options.output, read, ignored)) {
+      throw Error("--output", fmt::format("{}, {}", options.output, what), "another file");
+    }
+  };
+  check_other(options.input, "the file of --input");
+  for (const std::string& file : checkpoint.files()) check_other(file, "a file of the checkpoint");
+  const fs::file_status status = fs::status(options.output, ignored);
+  if (fs::exists(status) && !fs::is_regular_file(status)) {
+    throw Error("--output", fmt::format("{}, not a regular file", options.output),
+                "a new or a regular file");
+  }
 }
 
 /// Everything a forward leaves behind.
@@ -119,6 +139,7 @@ void run(const Options& options) {
   const Device device = parse_device(options.device);
   set_num_threads(options.threads);
   const Checkpoint checkpoint = Checkpoint::open(options.checkpoint);
+  check_output(options, checkpoint);
   const std::vector<std::int64_t> layers = checkpoint.moe_layers();
   if (layers.empty()) throw Error(options.checkpoint, "without MoE layers", "at least one");
   const std::int64_t index = options.layer < 0 ? layers.front() : options.layer;
@@ -180,7 +201,7 @@ void add_run(CLI::App& app) {
   command->add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
       ->capture_default_str();
   command->add_option("--threads", options->threads, "CPU threads; default: all")
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(1, kMaxThreads));
   command->add_option("--repeat", options->repeat, "Run so many times and print the median time")
       ->check(CLI::PositiveNumber);
   command

@@ -31,6 +31,9 @@ class Progress {
   bool drawn_ = false;
 };
 
+/// Of --threads: more than any machine has, few enough to start.
+inline constexpr int kMaxThreads = 1024;
+
 /// "421.3 MB", decimal units.
 std::string format_bytes(std::int64_t bytes);
 

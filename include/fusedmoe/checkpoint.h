@@ -62,6 +62,9 @@ class FUSEDMOE_API Checkpoint {
  public:
   static Checkpoint open(const std::filesystem::path& path);
 
+  /// Paths of all files that the checkpoint consists of: config, index, tensors.
+  const std::vector<std::string>& files() const;
+
   /// With the scheme that the tensors of the first MoE layer have.
   const ModelConfig& config() const;
   /// Layers that hold experts, ascending; a file without the `model.layers.N.` prefix is layer 0.

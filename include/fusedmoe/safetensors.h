@@ -38,7 +38,8 @@ class FUSEDMOE_API SafetensorsFile {
 };
 
 /// Writes contiguous host tensors (wide elements first, then by name; data aligned to 64 bytes) to
-/// a temporary name beside `path`, flushes, then renames: a reader never sees half a file.
+/// a temporary name beside `path`, flushes, then renames: a reader never sees half a file. Throws
+/// Error for what exists and is not a regular file.
 FUSEDMOE_API void save_safetensors(const std::filesystem::path& path,
                                    const std::map<std::string, TensorView>& tensors,
                                    const std::map<std::string, std::string>& metadata = {});

@@ -20,7 +20,8 @@ using io::FamilyRow;
 struct Checkpoint::Impl {
   std::string label;
   ModelConfig config;
-  std::vector<std::string> files;
+  std::vector<std::string> files;        ///< of tensors; BlockTensor::file counts these
+  std::vector<std::string> all_files;    ///< and config and index
   std::map<std::int64_t, Block> layers;  ///< those that hold experts
 
   const Block& layer(std::int64_t number) const;
@@ -55,6 +56,22 @@ std::string_view first_segment(std::string_view name) {
   return name.substr(0, name.find('.'));
 }
 
+bool has_experts_segment(std::string_view name) {
+  while (!name.empty()) {
+    const std::string_view segment = first_segment(name);
+    if (segment == "experts") return true;
+    name.remove_prefix(std::min(segment.size() + 1, name.size()));
+  }
+  return false;
+}
+
+bool in_family_block(std::string_view local, const FamilyRow& row) {
+  const std::string_view segment = first_segment(local);
+  return segment.size() < local.size() &&
+         std::find(row.blocks.begin(), row.blocks.end(), segment) != row.blocks.end();
+}
+
+// A layer's experts outside the family's block belong to the layer too, where nothing claims them.
 std::optional<ParsedName> parse_name(std::string_view name, const FamilyRow& row) {
   ParsedName parsed{0, {}, name};
   for (std::string_view prefix : kPrefixes) {
@@ -65,15 +82,15 @@ std::optional<ParsedName> parse_name(std::string_view name, const FamilyRow& row
     parsed = {number->first, name.substr(0, length), name.substr(length)};
     break;
   }
-  const bool in_block = std::find(row.blocks.begin(), row.blocks.end(),
-                                  first_segment(parsed.local)) != row.blocks.end();
-  if (!in_block || first_segment(parsed.local).size() == parsed.local.size()) return std::nullopt;
+  const bool stray = !parsed.prefix.empty() && has_experts_segment(parsed.local);
+  if (!stray && !in_family_block(parsed.local, row)) return std::nullopt;
   return parsed;
 }
 
 // A dense layer has the same block name (mlp.gate_proj.weight), but nothing under `experts`.
 bool holds_experts(const Block& block, const FamilyRow& row) {
   for (const auto& [name, entry] : block.tensors) {
+    if (!in_family_block(name, row)) continue;
     const std::string_view inside = std::string_view(name).substr(first_segment(name).size() + 1);
     for (const io::ExpertLayout& layout : row.layouts) {
       const std::string_view segment = first_segment(inside);
@@ -131,7 +148,11 @@ Checkpoint Checkpoint::open(const std::filesystem::path& path) {
   } catch (const Error& error) {
     throw Error(path.string() + ": " + error.argument(), error.was(), error.must_be());
   }
-  for (const io::CheckpointFile& file : files.files) impl->files.push_back(file.path);
+  impl->all_files = files.json_paths;
+  for (const io::CheckpointFile& file : files.files) {
+    impl->files.push_back(file.path);
+    impl->all_files.push_back(file.path);
+  }
   impl->layers = collect_layers(files, io::family_row(impl->config.family), impl->label);
   if (!impl->layers.empty()) {
     impl->config.scheme = io::stored_scheme(impl->config, impl->layers.begin()->second);
@@ -139,6 +160,10 @@ Checkpoint Checkpoint::open(const std::filesystem::path& path) {
   Checkpoint checkpoint;
   checkpoint.impl_ = std::move(impl);
   return checkpoint;
+}
+
+const std::vector<std::string>& Checkpoint::files() const {
+  return impl_->all_files;
 }
 
 const ModelConfig& Checkpoint::config() const {

@@ -67,24 +67,47 @@ std::vector<fs::path> safetensors_in(const fs::path& directory) {
   return paths;
 }
 
+// Names of a model's tensors are paths. Hidden states and results of `fusedmoe run`, which may lie
+// in the same directory, have plain names.
+bool holds_model_tensors(const SafetensorsFile& file) {
+  const auto& tensors = file.tensors();
+  return std::any_of(tensors.begin(), tensors.end(), [](const auto& tensor) {
+    return tensor.first.find('.') != std::string::npos;
+  });
+}
+
+void open_without_index(const fs::path& directory, CheckpointFiles& result) {
+  const std::vector<fs::path> paths = safetensors_in(directory);
+  FUSEDMOE_CHECK(!paths.empty(), directory.string(), "a directory without *.safetensors",
+                 "a checkpoint: config.json and *.safetensors");
+  for (const fs::path& path : paths) {
+    SafetensorsFile file = SafetensorsFile::open(path);
+    if (!holds_model_tensors(file)) continue;
+    for (const auto& [name, tensor] : file.tensors()) {
+      const auto [position, is_new] = result.weight_map.emplace(name, result.files.size());
+      FUSEDMOE_CHECK(
+          is_new, directory.string() + ": " + quote(name),
+          fmt::format("in {} and in {}", result.files[position->second].path, path.string()),
+          "in one file");
+    }
+    result.files.push_back({path.string(), std::move(file)});
+  }
+}
+
 CheckpointFiles open_directory(const fs::path& directory) {
   CheckpointFiles result;
   const fs::path config = directory / "config.json";
   FUSEDMOE_CHECK(fs::exists(config), directory.string(), "a directory without config.json",
                  "a checkpoint: config.json and *.safetensors");
   result.config_json = read_text(config, kMaxConfigBytes);
+  result.json_paths.push_back(config.string());
   const fs::path index = directory / "model.safetensors.index.json";
   if (fs::exists(index)) {
+    result.json_paths.push_back(index.string());
     open_shards(directory, index, result);
     return result;
   }
-  std::vector<fs::path> paths{directory / "model.safetensors"};
-  if (!fs::exists(paths.front())) paths = safetensors_in(directory);
-  FUSEDMOE_CHECK(!paths.empty(), directory.string(), "a directory without *.safetensors",
-                 "a checkpoint: config.json and *.safetensors");
-  for (const fs::path& path : paths) {
-    result.files.push_back({path.string(), SafetensorsFile::open(path)});
-  }
+  open_without_index(directory, result);
   return result;
 }
 

@@ -17,14 +17,16 @@ struct CheckpointFile {
 
 struct CheckpointFiles {
   std::string config_json;
+  std::vector<std::string> json_paths;  ///< config.json and the index, those that exist
   std::vector<CheckpointFile> files;
-  /// Tensor name -> position in `files`, from the index; empty without one.
+  /// Tensor name -> position in `files`, of a directory.
   std::map<std::string, std::size_t, std::less<>> weight_map;
 };
 
 /// A directory with config.json and safetensors files, or one file with metadata `config`. In a
-/// directory: the shards that model.safetensors.index.json names, else model.safetensors, else
-/// every *.safetensors. A shard that the index names and that is absent is an Error.
+/// directory: the shards that model.safetensors.index.json names, else every *.safetensors
+/// with model tensors. A shard that the index names and that is absent is an Error, and so is a
+/// tensor in two files.
 CheckpointFiles open_checkpoint_files(const std::filesystem::path& path);
 
 }  // namespace fusedmoe::io

@@ -19,7 +19,7 @@ using io::SharedWidth;
 
 // Far above any model, and small enough that no size computed from them overflows 63 bits.
 constexpr std::int64_t kMaxWidth = std::int64_t{1} << 18;
-constexpr std::int64_t kMaxExperts = std::int64_t{1} << 14;
+constexpr std::int64_t kMaxExperts = RouterConfig::kMaxExperts;
 constexpr std::int64_t kMaxLayers = std::int64_t{1} << 10;
 
 // Typed access to one object; a key that is absent or null counts as not given.

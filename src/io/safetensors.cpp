@@ -110,6 +110,11 @@ Tensor SafetensorsFile::tensor(std::string_view name) const {
 void save_safetensors(const std::filesystem::path& path,
                       const std::map<std::string, TensorView>& tensors,
                       const std::map<std::string, std::string>& metadata) {
+  // The rename below would put a file in the place of a device or a pipe.
+  std::error_code failure;
+  const std::filesystem::file_status status = std::filesystem::status(path, failure);
+  FUSEDMOE_CHECK(!std::filesystem::exists(status) || std::filesystem::is_regular_file(status),
+                 path.string(), "not a regular file", "a new or a regular file");
   std::vector<io::HeaderEntry> entries;
   for (const auto& [name, view] : tensors) {
     const std::string label = "tensor " + io::quote(name);
@@ -142,7 +147,6 @@ void save_safetensors(const std::filesystem::path& path,
     }
     writer.finish();
   }
-  std::error_code failure;
   std::filesystem::rename(temporary, path, failure);
   if (failure) {
     std::error_code ignored;

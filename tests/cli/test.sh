@@ -95,13 +95,32 @@ case $situation in
     refuses 'device.*tpu' "${run_args[@]}" --device tpu
     refuses 'dtype.*fp8' "${run_args[@]}" --dtype fp8
     refuses 'fastest' "${run_args[@]}" --experts fastest
-    refuses '--threads' "${run_args[@]}" --threads 0
+    for threads in -1 0 1025 99999999999; do
+      refuses '--threads' "${run_args[@]}" --threads "$threads"
+    done
     refuses '--input is required' run --checkpoint model --output out.safetensors
     refuses 'no/such/folder' "${run_args[@]}" --output no/such/folder/out.safetensors
     succeeds synth --config "$configs/qwen3_tiny.json" --tokens 2 --out other
     refuses '\[2, 64\].*96' "${run_args[@]}" --input other/input.safetensors
     [[ ! -e out.safetensors ]] || fail "an output file was left"
     ! compgen -G 'out.safetensors*' >/dev/null || fail "a temporary file was left"
+    ;;
+  run_spares_its_inputs)
+    synth gpt_oss_tiny
+    ln model/input.safetensors linked.safetensors
+    find model -type f -exec sha256sum {} + >sums
+    for file in model/input.safetensors model/model.safetensors model/config.json \
+      linked.safetensors model/../model/model.safetensors; do
+      refuses '--output: was .*(checkpoint|--input)' "${run_args[@]}" --output "$file"
+    done
+    mkfifo pipe
+    refuses '--output: was pipe, not a regular file' "${run_args[@]}" --output pipe
+    refuses '--output: was model, not a regular file' "${run_args[@]}" --output model
+    refuses '--output: was /dev/null, not' "${run_args[@]}" --output /dev/null
+    [[ -p pipe && -c /dev/null ]] || fail "a special file was replaced"
+    sha256sum --check --quiet sums || fail "a file that was read has changed"
+    succeeds "${run_args[@]}" --output model/out.safetensors
+    succeeds "${run_args[@]}" --output model/out.safetensors
     ;;
   run_truncated_checkpoint)
     synth gpt_oss_tiny
@@ -144,6 +163,17 @@ case $situation in
     if "$program" explain --model gpt-oss-20b --device cuda:0 >out 2>err; then fail "cuda"; fi
     says 'no CUDA kernels'
     grep -q '^error: ' err || fail "no error on stderr"
+    ;;
+  bench)
+    cell=(bench --model qwen3-30b-a3b --scheme mxfp4_w4a16 --dtype f32
+      --min-samples 1 --max-seconds 0.2)
+    succeeds "${cell[@]}" --tokens 1,3 --json
+    [[ $(grep -c '"num_tokens": [13],' out) -eq 2 ]] || fail "expected rows of 1 and 3 tokens"
+    # Compared even where no sample was kept; sums in f32 never agree to the last bit.
+    [[ $(grep -Ec '"relative_error": ([1-9]|0\.0*[1-9])' out) -eq 2 ]] || fail "not compared"
+    for threads in -1 0 1025 99999999999; do
+      refuses '--threads' "${cell[@]}" --threads "$threads"
+    done
     ;;
   doctor)
     succeeds doctor

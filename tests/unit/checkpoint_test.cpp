@@ -365,6 +365,46 @@ TEST(CheckpointTest, OneErrorListsEveryProblem) {
   }
 }
 
+TEST(CheckpointTest, ExpertsOutsideTheFamilysBlockAreUnclaimed) {
+  const TemporaryDirectory directory;
+  const Parts parts("mixtral");
+  auto tensors = parts.with_prefix("model.layers.0.");
+  const TensorView any = tensors.begin()->second;
+  tensors["model.layers.0.moe.experts.0.w1.weight"] = any;
+  tensors["model.layers.0.self_attn.q_proj.weight"] = any;
+  tensors["model.layers.1.moe.experts.0.w1.weight"] = any;
+  save_safetensors(directory / "x.safetensors", tensors, {{"config", parts.config}});
+  const Checkpoint checkpoint = Checkpoint::open(directory / "x.safetensors");
+  EXPECT_EQ(checkpoint.moe_layers(), std::vector<std::int64_t>{0});
+  const std::string text = error_text([&] { checkpoint.load_layer(0); });
+  EXPECT_EQ(occurrences(text, "1 tensors that do not fit"), 1u) << text;
+  EXPECT_EQ(occurrences(text, "model.layers.0.moe.experts.0.w1.weight: not claimed"), 1u) << text;
+}
+
+TEST(CheckpointTest, EveryFileOfADirectoryWithoutIndexCounts) {
+  const TemporaryDirectory directory;
+  const Parts parts("mixtral");
+  parts.save(directory / "model.safetensors", "model.layers.0.");
+  write_file(directory / "config.json", parts.config);
+  const TensorView any = parts.tensors.begin()->second;
+  for (const char* name : {"input", "other_input"}) {  // of `fusedmoe run`
+    save_safetensors(directory / (std::string(name) + ".safetensors"), {{"hidden_states", any}});
+  }
+  const Checkpoint checkpoint = Checkpoint::open(directory.path());
+  EXPECT_EQ(checkpoint.load_layer(0).experts.num_experts(), 8);
+  EXPECT_EQ(checkpoint.files(),
+            (std::vector<std::string>{directory / "config.json", directory / "model.safetensors"}));
+
+  const auto error_with = [&](const std::string& name) {
+    save_safetensors(directory / "extra.safetensors", {{name, any}});
+    return error_text([&] { Checkpoint::open(directory.path()).load_layer(0); });
+  };
+  const std::string unclaimed = "model.layers.0.block_sparse_moe.experts.0.w1.scale";
+  EXPECT_NE(error_with(unclaimed).find(unclaimed + ": not claimed"), std::string::npos);
+  const std::string twice = error_with("model.layers.0.block_sparse_moe.gate.weight");
+  EXPECT_NE(twice.find("extra.safetensors and in"), std::string::npos) << twice;
+}
+
 TEST(CheckpointTest, MixedDtypesOfExpertsAreRefused) {
   const TemporaryDirectory directory;
   Parts parts("olmoe");

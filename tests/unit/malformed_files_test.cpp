@@ -237,6 +237,9 @@ std::vector<BadConfig> bad_configs() {
        with("gpt_oss",
             sizes + R"(, "num_local_experts": 8, "num_experts_per_tok": 2, "swiglu_limit": -1)"),
        "config.swiglu_limit"},
+      {"more_experts_than_routers_take",
+       with("gpt_oss", sizes + R"(, "num_local_experts": 4097, "num_experts_per_tok": 2)"),
+       "config.num_local_experts: was \"4097\""},
       {"text_config_is_a_list", R"({"model_type": "llama4", "text_config": []})",
        "config.text_config: was array"},
   };

@@ -1,6 +1,8 @@
 // Reading and writing safetensors: round trips, dtypes, alignment, atomic replacement.
 #include "fusedmoe/safetensors.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -140,6 +142,20 @@ TEST(SafetensorsTest, SavingReplacesAndLeavesNoTemporaries) {
   EXPECT_TRUE(SafetensorsFile::open(directory / "x.safetensors").contains("b"));
   EXPECT_EQ(old.tensor("a").as<const unsigned char>()[0], 0);
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory.path()), {}), 1);
+}
+
+TEST(SafetensorsTest, SavingReplacesRegularFilesOnly) {
+  const TemporaryDirectory directory;
+  const Tensor tensor = Tensor::zeros({3}, DType::kF32);
+  const std::filesystem::path pipe = directory / "pipe", link = directory / "link";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  std::filesystem::create_symlink("/dev/null", link);
+  for (const std::filesystem::path& path : {pipe, link, directory.path()}) {
+    EXPECT_THROW(save_safetensors(path, {{"x", tensor}}), Error) << path;
+  }
+  EXPECT_TRUE(std::filesystem::is_fifo(pipe));
+  EXPECT_TRUE(std::filesystem::is_symlink(link));
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory.path()), {}), 2);
 }
 
 TEST(SafetensorsTest, SavingRefusesWhatItCannotWrite) {
