@@ -34,10 +34,10 @@ class GroupedGemm {
       const Task task = at(current);
       TileJob job = job_of(task);
       job.scratch = scratch;
-      // With few rows the hardware's own prefetching is best, and a task claimed ahead would only
-      // unbalance the end.
-      constexpr std::int64_t kComputeBoundRows = 5;
-      const bool ahead = task.rows >= kComputeBoundRows;
+      // Many rows leave time to prefetch the next weights; one or two prefetch the heads of the
+      // next streams (stream_tiles). Between them a claim ahead would only unbalance the end.
+      constexpr std::int64_t kComputeBoundRows = 5, kStreamedRows = 2;
+      const bool ahead = task.rows >= kComputeBoundRows || task.rows <= kStreamedRows;
       const std::int64_t next = ahead ? next_.fetch_add(1) : total;
       if (next < total) {
         const Task following = at(next);

@@ -24,6 +24,18 @@ inline void stream_step(const __m512i (&words)[4], __m512i table, const std::byt
   }
 }
 
+/// The hardware prefetches a stream once it has seen some of it: in the last groups of these tiles,
+/// asks for the first 1 KiB of each of the next T.
+template <int T>
+inline void prefetch_heads(const TileJob& job, std::int64_t groups_left) {
+  constexpr std::int64_t kGroups = 4, kBytes = 256;  // the last ones; of each head in each
+  if (!job.prefetch || groups_left > kGroups) return;
+  const std::byte* head = job.prefetch + (kGroups - groups_left) * kBytes;
+  for (int t = 0; t < T; ++t, head += job.tile_bytes) {
+    for (std::int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(head + line);
+  }
+}
+
 /// R rows x T tiles, decoded in registers: T streams side by side keep more lines in flight than
 /// one. Accumulators are in units of the current group's scale.
 template <int T, int R>
@@ -41,7 +53,9 @@ void stream_tiles(const TileJob& job, int first_tile) {
       for (int v = 0; v < 4; ++v) acc[t][r][v] = _mm512_setzero_ps();
     }
   }
-  for (std::int64_t g = 0; g < job.k / kGroup; ++g) {
+  const std::int64_t groups = job.k / kGroup;
+  for (std::int64_t g = 0; g < groups; ++g) {
+    prefetch_heads<T>(job, groups - g);
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
       // Loading a row's pairs again for each tile is free; kept, they would spill the sums. So the
