@@ -56,6 +56,7 @@ struct MoeConfig {
   ParallelConfig parallel;
   Device device;
   bool batch_invariant = false;  ///< require rows that do not depend on their batch
+  bool hooks = false;            ///< require injection points, see ExpertsHooks
 };
 
 /// Why an implementation cannot serve a MoeConfig. Codes are stable; texts are for people.
@@ -74,6 +75,7 @@ enum class Reason {
   kExpertMap,
   kParallelConfig,
   kBatchInvariance,
+  kHooks,
   kPairing,  ///< PrepareAndFinalize and Experts do not fit each other
 };
 /// "supported", "device", "quant_scheme", ...
@@ -105,7 +107,8 @@ struct ProblemSize {
   std::int64_t num_local_experts = 0;
   std::int64_t hidden = 0;
   std::int64_t intermediate = 0;
-  DType dtype = DType::kBF16;  ///< of the activations that enter the experts
+  DType dtype = DType::kBF16;  ///< of the layer: hidden states before quantization, and output
+  QuantScheme scheme;
 };
 
 /// Scratch memory of one apply(), known before it starts; monotone in num_tokens. workspace13 and
@@ -123,17 +126,45 @@ struct WorkspacePlan {
   FUSEDMOE_API std::size_t total_bytes() const;
 };
 
+/// Rows at an injection point, in the order of the grouped GEMM: those of local expert e are
+/// [expert_offsets[e], expert_offsets[e + 1]). Row r belongs to slot permuted_to_slot[r], that is,
+/// to token slot / topk.
+struct HookArgs {
+  TensorView input;   ///< what the step before read: see ExpertsHooks
+  TensorView output;  ///< (rows, width) of the layer's dtype, contiguous; to be changed in place
+  TensorView expert_offsets;    ///< (num_local_experts + 1) i32
+  TensorView permuted_to_slot;  ///< (rows) i32
+  std::int64_t topk = 1;
+};
+
+/// Callbacks that unfused experts call between their steps: to add a LoRA delta, to observe. Called
+/// once per forward by one thread, also for no rows; they must not allocate if the forward must
+/// not. Unset ones cost nothing.
+struct ExpertsHooks {
+  /// After GEMM 1. input: hidden states as the experts got them, (num_tokens, hidden), dequantized
+  /// never: undefined when they are quantized. output: (rows, 2 I), gate then up; or (rows, I).
+  std::function<void(const HookArgs&)> after_gemm1;
+  /// After the activation. input: GEMM 1's output; output: (rows, I).
+  std::function<void(const HookArgs&)> after_activation;
+  /// After GEMM 2, before router weights. input: the activated rows, (rows, I), before they are
+  /// quantized; output: (rows, hidden).
+  std::function<void(const HookArgs&)> after_gemm2;
+};
+
 /// Arguments of ModularExperts::apply. Views of memory the caller owns.
 struct ExpertsArgs {
   const PackedWeights* weights = nullptr;
-  TensorView output;             ///< WorkspacePlan::output_shape; written completely
-  TensorView hidden_states;      ///< (num_tokens, hidden) or (E, max_tokens, hidden), prepared
-  TensorView hidden_scales;      ///< scales of quantized hidden states; undefined otherwise
-  TensorView topk_ids;           ///< (num_tokens, topk) i32 global ids; -1 selects nothing
-  TensorView topk_weights;       ///< (num_tokens, topk) f32
-  TensorView expert_map;         ///< (num_experts) i32 global -> local or -1; optional
-  TensorView expert_num_tokens;  ///< (E) i32: rows that are real; batched format only
+  TensorView output;         ///< WorkspacePlan::output_shape; written completely
+  TensorView hidden_states;  ///< (num_tokens, hidden) or (E, max_tokens, hidden), prepared
+  /// Scales of quantized hidden states (e4m3 or i8): (1, 1) per tensor, (num_tokens, 1) per token,
+  /// (num_tokens, groups) per group; batched (1, 1) and (E, max_tokens, ...). Undefined otherwise.
+  TensorView hidden_scales;
+  TensorView topk_ids;                  ///< (num_tokens, topk) i32 global ids; -1 selects nothing
+  TensorView topk_weights;              ///< (num_tokens, topk) f32
+  TensorView expert_map;                ///< (num_experts) i32 global -> local or -1; optional
+  TensorView expert_num_tokens;         ///< (E) i32: rows that are real; batched format only
   bool router_weight_on_input = false;  ///< already applied: do not weight again
+  const ExpertsHooks* hooks = nullptr;  ///< unfused experts only; null = none
   void* workspace13 = nullptr;
   void* workspace2 = nullptr;
   Stream stream;
@@ -166,14 +197,27 @@ class FUSEDMOE_API Experts {
   virtual ActivationFormat activation_format() const = 0;
   virtual bool is_monolithic() const = 0;
   virtual Support supports(const MoeConfig& config) const = 0;
+  /// True if apply() quantizes the hidden states of such a scheme by itself, as block-scaled FP4
+  /// does after the permutation; false if prepare must have done it. Meaningless without quantized
+  /// activations.
+  virtual bool expects_unquantized_inputs(const QuantScheme& scheme) const;
   /// True if finalize's sum is already in the output (kNoOp), else who does it.
   virtual WeightAndReduce weight_and_reduce() const = 0;
   virtual WorkspacePlan plan(const ProblemSize& problem) const = 0;
 
   /// Published layout -> this implementation's layout, expert by expert: extra memory beyond the
   /// result is at most one expert. Throws Error for weights it cannot pack.
-  virtual std::shared_ptr<const PackedWeights> pack(const ExpertWeights& weights,
-                                                    const PackProgress& progress = {}) const = 0;
+  virtual std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
+                                              const PackProgress& progress = {}) const = 0;
+  /// The inverse for one expert, in tensors of its own, as WeightMatrix describes them; zero codes
+  /// may come back with the other sign, scales of blocks of zeros as any scale.
+  /// The default throws Error: the implementation cannot.
+  virtual ExpertWeights unpack(const PackedWeights& packed, std::int64_t expert) const;
+  /// Replaces one expert by the first of `weights`, in place (weight updates between training and
+  /// inference). No forward may run meanwhile. Checks everything before it writes.
+  /// The default throws Error: the implementation cannot.
+  virtual void repack(const ExpertWeights& weights, std::int64_t expert,
+                      PackedWeights& packed) const;
   /// Whether apply() can use these weights: those that this implementation packed, unless it
   /// shares another's layout.
   virtual bool accepts(const PackedWeights& weights) const {

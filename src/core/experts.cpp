@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/workspace.h"
+#include "fusedmoe/error.h"
 
 namespace fusedmoe {
 
@@ -47,6 +48,8 @@ std::string_view code(Reason reason) {
       return "parallel_config";
     case Reason::kBatchInvariance:
       return "batch_invariance";
+    case Reason::kHooks:
+      return "hooks";
     case Reason::kPairing:
       return "pairing";
   }
@@ -65,6 +68,18 @@ std::string_view name(WeightAndReduce kind) {
       return "delegate";
   }
   return "unknown";
+}
+
+bool Experts::expects_unquantized_inputs(const QuantScheme& scheme) const {
+  return !scheme.activations || scheme.activations->value == DType::kE2M1;
+}
+
+ExpertWeights Experts::unpack(const PackedWeights&, std::int64_t) const {
+  throw Error("experts", std::string(name()), "an implementation that can unpack weights");
+}
+
+void Experts::repack(const ExpertWeights&, std::int64_t, PackedWeights&) const {
+  throw Error("experts", std::string(name()), "an implementation that can repack weights");
 }
 
 std::size_t WorkspacePlan::common_bytes() const {

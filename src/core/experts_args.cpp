@@ -33,6 +33,17 @@ void check_standard(const ExpertsArgs& args, ProblemSize& problem) {
   if (args.expert_map) check_tensor(args.expert_map, "expert_map", DType::kI32, {-1});
 }
 
+void check_hidden_scales(const ExpertsArgs& args, const QuantKey& key) {
+  const TensorView& x = args.hidden_states;
+  const std::int64_t hidden = x.size(x.rank() - 1), group = key.group.cols;
+  Shape shape{1, 1};
+  if (key.group.rows == 1) {
+    shape = x.shape();
+    shape[x.rank() - 1] = group < 0 ? 1 : (hidden + group - 1) / group;
+  }
+  check_tensor(args.hidden_scales, "hidden_scales", *key.scale, shape);
+}
+
 }  // namespace
 
 bool is_activation_dtype(DType dtype) {
@@ -81,6 +92,30 @@ Support supports_on_cpu(const MoeConfig& config, ActivationFormat format, bool s
   return Support::yes();
 }
 
+PackedWeights::Info make_packed_info(std::string_view implementation,
+                                     const ExpertWeights& weights) {
+  weights.validate();
+  PackedWeights::Info info;
+  info.implementation = implementation;
+  info.scheme = weights.scheme;
+  info.num_experts = weights.num_experts();
+  info.hidden = weights.hidden;
+  info.intermediate = weights.intermediate;
+  info.activation = resolve(weights.activation, weights.activation_params);
+  info.has_bias = weights.has_bias();
+  const std::optional<QuantKey>& key = weights.scheme.activations;
+  if (!key || key->dynamic || key->group != GroupShape{-1, -1}) return info;
+  const auto include = [](std::optional<float>& largest, const TensorView& scale) {
+    if (scale) largest = std::max(largest.value_or(0), *scale.as<const float>());
+  };
+  for (const ExpertMatrices& expert : weights.experts) {
+    include(info.a1_scale, expert.gate.input_scale);
+    include(info.a1_scale, expert.up.input_scale);
+    include(info.a2_scale, expert.down.input_scale);
+  }
+  return info;
+}
+
 ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs& args) {
   FUSEDMOE_CHECK(args.weights && experts.accepts(*args.weights), "weights",
                  args.weights ? args.weights->info().implementation : "null",
@@ -88,15 +123,26 @@ ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs&
   const bool batched = experts.activation_format() == ActivationFormat::kBatchedExperts;
   const PackedWeights::Info& info = args.weights->info();
   const TensorView& x = args.hidden_states;
-  FUSEDMOE_CHECK(x.defined() && is_activation_dtype(x.dtype()), "hidden_states", describe(x),
-                 "f32, bf16 or f16");
-  FUSEDMOE_CHECK(!args.hidden_scales, "hidden_scales", describe(args.hidden_scales),
-                 "undefined: hidden_states are not quantized");
+  const bool quantized =
+      info.scheme.activations && !experts.expects_unquantized_inputs(info.scheme);
+  const std::optional<QuantKey>& key = info.scheme.activations;
+  if (quantized) {
+    FUSEDMOE_CHECK(x.defined() && x.dtype() == key->value, "hidden_states", describe(x),
+                   fmt::format("{}, quantized", name(key->value)));
+  } else {
+    FUSEDMOE_CHECK(x.defined() && is_activation_dtype(x.dtype()), "hidden_states", describe(x),
+                   "f32, bf16 or f16");
+    FUSEDMOE_CHECK(!args.hidden_scales, "hidden_scales", describe(args.hidden_scales),
+                   "undefined: hidden_states are not quantized");
+  }
+  FUSEDMOE_CHECK(args.output.defined() && is_activation_dtype(args.output.dtype()), "output",
+                 describe(args.output), "f32, bf16 or f16");
   ProblemSize problem;
   problem.num_local_experts = info.num_experts;
   problem.hidden = info.hidden;
   problem.intermediate = info.intermediate;
-  problem.dtype = x.dtype();
+  problem.dtype = args.output.dtype();
+  problem.scheme = info.scheme;
   if (batched) {
     check_tensor(x, "hidden_states", x.dtype(), {info.num_experts, -1, info.hidden});
     problem.num_tokens = x.size(1);
@@ -107,6 +153,7 @@ ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs&
     problem.num_tokens = x.size(0);
     check_standard(args, problem);
   }
+  if (quantized) check_hidden_scales(args, *key);
   const WorkspacePlan plan = experts.plan(problem);
   check_tensor(args.output, "output", plan.output_dtype, plan.output_shape);
   if (problem.num_tokens == 0) return problem;

@@ -16,6 +16,9 @@ bool is_activation_dtype(DType dtype);
 Support supports_on_cpu(const MoeConfig& config, ActivationFormat format, bool scheme_known,
                         std::string_view known_schemes);
 
+/// What every implementation keeps of the weights it packs; validates them.
+PackedWeights::Info make_packed_info(std::string_view implementation, const ExpertWeights& weights);
+
 /// The size of the problem that `args` describe. Throws Error for weights that `experts` do not
 /// accept, shapes, dtypes or counts that do not fit them, and missing workspaces.
 ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs& args);

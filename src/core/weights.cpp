@@ -246,10 +246,17 @@ ExpertWeights ExpertWeights::from_stacked(const Stacked& stacked, QuantScheme sc
     const Halves values = split_or_whole(w13.select(0, e));
     const Halves scales = split_or_whole(expert_of(stacked.w13_scales, e));
     const Halves bias = split_or_whole(expert_of(stacked.w13_bias, e));
-    weights.experts.push_back({.gate = {values.gate, scales.gate, bias.gate},
-                               .up = {values.up, scales.up, bias.up},
-                               .down = {w2.select(0, e), expert_of(stacked.w2_scales, e),
-                                        expert_of(stacked.w2_bias, e)}});
+    const auto matrix = [](const TensorView& value, const TensorView& scale,
+                           const TensorView& offset) {
+      WeightMatrix result;
+      result.values = value;
+      result.scales = scale;
+      result.bias = offset;
+      return result;
+    };
+    weights.experts.push_back(
+        {matrix(values.gate, scales.gate, bias.gate), matrix(values.up, scales.up, bias.up),
+         matrix(w2.select(0, e), expert_of(stacked.w2_scales, e), expert_of(stacked.w2_bias, e))});
   }
   for (const Tensor* tensor : {&stacked.w13, &stacked.w13_scales, &stacked.w13_bias, &stacked.w2,
                                &stacked.w2_scales, &stacked.w2_bias}) {

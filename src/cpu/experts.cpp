@@ -78,8 +78,8 @@ class CpuExperts final : public ModularExperts {
   }
   Support supports(const MoeConfig& config) const override;
   WorkspacePlan plan(const ProblemSize& problem) const override;
-  std::shared_ptr<const PackedWeights> pack(const ExpertWeights& weights,
-                                            const PackProgress& progress) const override;
+  std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
+                                      const PackProgress& progress) const override;
   void apply(const ExpertsArgs& args) const override;
 
  private:
@@ -106,18 +106,10 @@ WorkspacePlan CpuExperts::plan(const ProblemSize& problem) const {
   return plan;
 }
 
-std::shared_ptr<const PackedWeights> CpuExperts::pack(const ExpertWeights& weights,
-                                                      const PackProgress& progress) const {
-  weights.validate();
-  PackedWeights::Info info;
-  info.implementation = name();
-  info.scheme = weights.scheme;
-  info.num_experts = weights.num_experts();
-  info.hidden = weights.hidden;
-  info.intermediate = weights.intermediate;
-  info.activation = resolve(weights.activation, weights.activation_params);
-  info.has_bias = weights.has_bias();
-  return std::make_shared<CpuPackedWeights>(std::move(info), weights, progress);
+std::shared_ptr<PackedWeights> CpuExperts::pack(const ExpertWeights& weights,
+                                                const PackProgress& progress) const {
+  return std::make_shared<CpuPackedWeights>(core::make_packed_info(name(), weights), weights,
+                                            progress);
 }
 
 Epilogue epilogue_of(const ResolvedActivation& activation, DType dtype) {

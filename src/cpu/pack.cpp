@@ -103,7 +103,7 @@ void pack_mxfp4_column(const Column& column, std::int64_t used, std::int64_t gro
     std::array<std::uint32_t, 4> words{};
     int relative = 0;
     if (g < used) {
-      const auto& [values, scales, bias] = *column.matrix;
+      const TensorView &values = column.matrix->values, &scales = column.matrix->scales;
       std::memcpy(words.data(),
                   values.as<const std::byte>() + column.row * values.stride(0) + g * 16, 16);
       const bool zero = ((words[0] | words[1] | words[2] | words[3]) & 0x77777777u) == 0;

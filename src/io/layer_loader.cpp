@@ -236,7 +236,9 @@ class Loader {
   // Gate, up, down. Consecutive tensors mostly share a file: its mapping is kept once.
   static void add_expert(ExpertWeights& weights, const std::array<Tensor, 3>& tensors) {
     const auto matrix = [](const Tensor& values) {
-      return WeightMatrix{.values = values, .scales = {}, .bias = {}};
+      WeightMatrix matrix;
+      matrix.values = values;
+      return matrix;
     };
     weights.experts.push_back({matrix(tensors[0]), matrix(tensors[1]), matrix(tensors[2])});
     for (const Tensor& tensor : tensors) {

@@ -52,8 +52,8 @@ class Monolithic final : public MonolithicExperts {
     return plan;
   }
 
-  std::shared_ptr<const PackedWeights> pack(const ExpertWeights& weights,
-                                            const PackProgress& progress) const override {
+  std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
+                                      const PackProgress& progress) const override {
     return experts_->pack(weights, progress);
   }
   bool accepts(const PackedWeights& weights) const override { return experts_->accepts(weights); }

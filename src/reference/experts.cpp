@@ -131,8 +131,8 @@ class ReferenceExperts final : public ModularExperts {
 
   Support supports(const MoeConfig& config) const override;
   WorkspacePlan plan(const ProblemSize& problem) const override;
-  std::shared_ptr<const PackedWeights> pack(const ExpertWeights& weights,
-                                            const PackProgress& progress) const override;
+  std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
+                                      const PackProgress& progress) const override;
   void apply(const ExpertsArgs& args) const override;
 
  private:
@@ -169,18 +169,10 @@ WorkspacePlan ReferenceExperts::plan(const ProblemSize& problem) const {
   return plan;
 }
 
-std::shared_ptr<const PackedWeights> ReferenceExperts::pack(const ExpertWeights& weights,
-                                                            const PackProgress& progress) const {
-  weights.validate();
-  PackedWeights::Info info;
-  info.implementation = name();
-  info.scheme = weights.scheme;
-  info.num_experts = weights.num_experts();
-  info.hidden = weights.hidden;
-  info.intermediate = weights.intermediate;
-  info.activation = resolve(weights.activation, weights.activation_params);
-  info.has_bias = weights.has_bias();
-  auto packed = std::make_shared<const ReferenceWeights>(std::move(info), weights);
+std::shared_ptr<PackedWeights> ReferenceExperts::pack(const ExpertWeights& weights,
+                                                      const PackProgress& progress) const {
+  auto packed =
+      std::make_shared<ReferenceWeights>(core::make_packed_info(name(), weights), weights);
   if (progress) {
     for (std::int64_t e = 1; e <= weights.num_experts(); ++e) progress(e, weights.num_experts());
   }

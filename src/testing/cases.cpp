@@ -102,7 +102,11 @@ WeightMatrix matrix_of(const Stack& stack, std::int64_t expert) {
   const auto part = [&](const TensorView& view) {
     return view ? view.select(0, expert) : TensorView();
   };
-  return {part(stack.values), part(stack.scales), part(stack.bias)};
+  WeightMatrix matrix;
+  matrix.values = part(stack.values);
+  matrix.scales = part(stack.scales);
+  matrix.bias = part(stack.bias);
+  return matrix;
 }
 
 Stack rows_of(const Stack& stack, std::int64_t begin, std::int64_t end, std::int64_t step) {

@@ -97,12 +97,11 @@ class FakeExperts : public ModularExperts {
     return plan;
   }
 
-  std::shared_ptr<const PackedWeights> pack(const ExpertWeights& weights,
-                                            const PackProgress&) const override {
+  std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
+                                      const PackProgress&) const override {
     return pack_sizes(weights.num_experts(), weights.hidden);
   }
-  static std::shared_ptr<const PackedWeights> pack_sizes(std::int64_t num_experts,
-                                                         std::int64_t hidden) {
+  static std::shared_ptr<PackedWeights> pack_sizes(std::int64_t num_experts, std::int64_t hidden) {
     PackedWeights::Info info;
     info.implementation = "fake";
     info.num_experts = num_experts;

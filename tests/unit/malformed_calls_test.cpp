@@ -230,8 +230,7 @@ class FakeMonolithic : public MonolithicExperts {
   WorkspacePlan plan(const ProblemSize& problem) const override {
     return FakeExperts().plan(problem);
   }
-  std::shared_ptr<const PackedWeights> pack(const ExpertWeights&,
-                                            const PackProgress&) const override {
+  std::shared_ptr<PackedWeights> pack(const ExpertWeights&, const PackProgress&) const override {
     return nullptr;
   }
   void apply(const MonolithicArgs& args) const override {

@@ -118,8 +118,7 @@ class FakeMonolithic : public MonolithicExperts {
     plan.output_dtype = problem.dtype;
     return plan;
   }
-  std::shared_ptr<const PackedWeights> pack(const ExpertWeights&,
-                                            const PackProgress&) const override {
+  std::shared_ptr<PackedWeights> pack(const ExpertWeights&, const PackProgress&) const override {
     return nullptr;
   }
   void apply(const MonolithicArgs& args) const override {

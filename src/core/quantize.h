@@ -1,0 +1,20 @@
+// Quantization of one row of activations, as prepare and the experts do it; see
+// fusedmoe/quantize.h for the formats.
+#pragma once
+
+#include <cstdint>
+
+#include "fusedmoe/quant.h"
+
+namespace fusedmoe::core {
+
+/// Scales of one row of `count` elements: 1 or one per group.
+std::int64_t scales_per_row(const QuantKey& key, std::int64_t count);
+
+/// x[0 .. count) to codes (one byte each; e2m1 packed) and scales_per_row scales of key.scale.
+/// `scale`: of the tensor for keys per tensor, dynamic or not (then scales is not written); the
+/// global scale (multiplier) of NVFP4; ignored otherwise.
+void quantize_row(const float* x, std::int64_t count, const QuantKey& key, float scale,
+                  std::uint8_t* codes, void* scales);
+
+}  // namespace fusedmoe::core
