@@ -96,7 +96,9 @@ std::vector<double> weights_of(const RouterConfig& config, std::vector<double> c
 
 double router_logit(const RouterWeights& weights, const TensorView& x, std::int64_t token,
                     std::int64_t expert) {
-  const WeightMatrix matrix{weights.weight, {}, weights.bias};
+  WeightMatrix matrix;
+  matrix.values = weights.weight;
+  matrix.bias = weights.bias;
   double sum = 0;
   for (std::int64_t i = 0; i < x.size(1); ++i) {
     sum += load(x.data(), x.dtype(), token * x.stride(0) + i * x.stride(1)) *
