@@ -2,7 +2,9 @@
 // them; AWQ words, packed zero points and reciprocals are unpacked into memory of their own.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "core/check.h"
 #include "fusedmoe/formats.h"
@@ -379,6 +381,25 @@ Tensor encode(const StoredTensor& stored, const WeightMatrix& matrix, const Quan
     }
   }
   return {};
+}
+
+DType scale_dtype(const LinearLayout& layout) {
+  for (const StoredTensor& stored : layout.tensors) {
+    if (stored.part == Part::kScales && is_float(stored.dtypes.front())) {
+      return stored.dtypes.front();
+    }
+  }
+  return DType::kF32;
+}
+
+float amax_with_reciprocal(float amax) {
+  const Tensor block = Tensor::zeros({1, 16}, DType::kF32);
+  for (float next = amax;; next = std::nextafter(next, std::numeric_limits<float>::infinity())) {
+    const QuantizedMatrix matrix = quantize_weights(block, keys::nvfp4(), {}, next);
+    const float scale = *matrix.global_scale.as<const float>();
+    const float reciprocal = 1.0F / scale;
+    if (1.0F / reciprocal == scale) return next;
+  }
 }
 
 void split_group_scales(const QuantKey& weights, WeightMatrix& matrix,

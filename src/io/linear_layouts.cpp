@@ -14,6 +14,7 @@ using Layout = CheckpointLayout;
 
 constexpr std::array kF32{DType::kF32};
 constexpr std::array kScaleTypes{DType::kF32, DType::kBF16, DType::kF16};
+constexpr std::array kModelTypes{DType::kBF16, DType::kF16, DType::kF32};
 constexpr std::array kHalf{DType::kF16, DType::kBF16, DType::kF32};
 constexpr std::array kE4M3{DType::kE4M3};
 constexpr std::array kE8M0{DType::kU8, DType::kE8M0};
@@ -63,7 +64,7 @@ constexpr std::array<StoredTensor, 2> kInt8Channel{{
 }};
 constexpr std::array<StoredTensor, 5> kPacked{{
     {".weight_packed", kValues, kSame, kWords},
-    {".weight_scale", kScales, kSame, kScaleTypes},
+    {".weight_scale", kScales, kSame, kModelTypes},
     {".weight_zero_point", kZeroPoints, kZerosByRow, kWords, kIfZeroPoints},
     kMatrix,
     {".weight_g_idx", kNothing, kTrivialGroupIndex, kWords, kOptional, false},

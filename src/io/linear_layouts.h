@@ -84,6 +84,13 @@ void decode(const StoredTensor& stored, const TensorView& tensor, const QuantSch
 Tensor encode(const StoredTensor& stored, const WeightMatrix& matrix, const QuantKey& weights,
               LinearShape shape);
 
+/// The dtype in which the layout stores the scales of integer weights.
+DType scale_dtype(const LinearLayout& layout);
+
+/// `amax`, or the next larger one whose NVFP4 global scale is its own reciprocal's reciprocal in
+/// fp32: compressed-tensors stores the reciprocal, and both layouts shall hold the same weights.
+float amax_with_reciprocal(float amax);
+
 /// W4A8 weights with bf16 group scales, as llm-compressor publishes them, get E4M3 group scales and
 /// channel scales. Other matrices stay as they are.
 void split_group_scales(const QuantKey& weights, WeightMatrix& matrix,
