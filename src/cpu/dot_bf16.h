@@ -4,7 +4,7 @@
 
 #include "cpu/codes.h"
 #include "cpu/multiply.h"
-#include "cpu/simd_avx512.h"
+#include "cpu/scales_avx512.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -31,6 +31,7 @@ struct DotBf16 {
   static Acc zero() { return _mm512_setzero_ps(); }
   static Acc start(__m512 start) { return start; }
   static __m512 to_float(Acc acc) { return acc; }
+  static constexpr auto scales = decode_scales_avx512;
 
   static void store_element(std::byte* row, std::int64_t column, __m512 value, Epilogue::Rounding) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + column * 2),
@@ -59,10 +60,6 @@ inline __m512i e2m1_table(int bias) {
 template <int J>
 inline __m512i decode(__m512i words, __m512i table) {
   return _mm512_permutexvar_epi16(J == 0 ? words : _mm512_srli_epi16(words, 4 * J), table);
-}
-
-inline __m512i load_codes(const std::byte* p) {
-  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
 /// Panels of MXFP4 with the scales multiplied in, exactly: 6 significant bits at most. The table

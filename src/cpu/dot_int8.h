@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cpu/multiply_groups.h"
-#include "cpu/simd_avx512.h"
+#include "cpu/scales_avx512.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -28,6 +28,7 @@ struct DotInt8 {
   static Acc zero() { return _mm512_setzero_si512(); }
   static Acc start(__m512 start) { return _mm512_cvtps_epi32(start); }
   static __m512 to_float(Acc acc) { return _mm512_cvtepi32_ps(acc); }
+  static constexpr auto scales = decode_scales_avx512;
   static constexpr auto store_element = store_rounded<Simd>;
 };
 
@@ -87,7 +88,7 @@ class Mxfp4ToU8 {
       }
     }
     constexpr std::int64_t kSteps = kGroup / DotInt8::kPerStep;
-    return {scratch, scales, nullptr, first, count, kSteps, kSteps};
+    return {first * kGroup, scratch, scales, nullptr, first, count, kSteps, kSteps};
   }
 
  private:

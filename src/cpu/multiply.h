@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "cpu/activation.h"
+#include "cpu/codes.h"
 #include "cpu/kernels.h"
 #include "cpu/rows.h"
 
@@ -285,6 +286,7 @@ struct DotF32 {
   static Acc zero() { return S::set1(0.0f); }
   static Acc start(typename S::F start) { return start; }
   static typename S::F to_float(Acc acc) { return acc; }
+  static constexpr auto scales = decode_scales;
 };
 
 /// The stream is the panel.

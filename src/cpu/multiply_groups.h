@@ -9,8 +9,14 @@
 namespace fusedmoe::cpu {
 namespace {
 
+/// Rows of one block: sums and totals of 3 rows fill the registers, with 16 of them as with 32.
+inline constexpr int kGroupRows = 3;
+/// Steps of a panel: few rows at a time read it often, so it should lie in the L1.
+inline constexpr std::int64_t kGroupPanelSteps = 64;
+
 /// A part of a tile, decoded: `count` groups of `steps` steps each, the last of `last_steps`.
 struct GroupPanel {
+  std::int64_t row_offset;  // of the first group in a row, in bytes
   const std::byte* data;  // groups follow each other
   const float* scales;    // (count, 64)
   const float* zeros;     // (count, 64) or null
@@ -24,67 +30,81 @@ struct GroupRow {
   const float* starts;  // or null
 };
 
-/// R rows x 64 columns; totals: (R, 64), read and written.
+/// What the sums of group g start from, for one row and vector.
+template <class D>
+inline typename D::Acc group_start(const GroupRow& row, const GroupPanel& panel, std::int64_t g,
+                                   int column) {
+  using S = typename D::Simd;
+  const auto start = S::set1(row.starts[panel.first + g]);
+  return D::start(panel.zeros ? start * S::load(panel.zeros + g * kTileColumns + column) : start);
+}
+
+/// R rows x 64 columns, totals in registers; totals: (R, 64), read and written.
 template <class D, int R>
 inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, int group_shift,
                                  float* totals, Prefetcher& prefetch) {
   using S = typename D::Simd;
   constexpr int kW = S::kWidth, kVectors = S::kVectors;
+  const std::byte* elements[R];
+  for (int r = 0; r < R; ++r) elements[r] = rows[r].elements + panel.row_offset;
   for (int column = 0; column < kTileColumns; column += kVectors * kW) {
+    typename S::F total[R][kVectors];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        total[r][v] = S::load(totals + r * kTileColumns + column + v * kW);
+      }
+    }
     const std::byte* b = panel.data + column * 4;
     std::int64_t a = 0;
     for (std::int64_t g = 0; g < panel.count; ++g) {
       prefetch();
       typename D::Acc acc[R][kVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) acc[r][v] = D::zero();
-      }
-      if (rows[0].starts) {
-        for (int r = 0; r < R; ++r) {
-          const auto start = S::set1(rows[r].starts[panel.first + g]);
-          for (int v = 0; v < kVectors; ++v) {
-            const float* zeros = panel.zeros + g * kTileColumns + column + v * kW;
-            acc[r][v] = D::start(panel.zeros ? start * S::load(zeros) : start);
-          }
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          acc[r][v] =
+              rows[0].starts ? group_start<D>(rows[r], panel, g, column + v * kW) : D::zero();
         }
       }
       const std::int64_t steps = g + 1 == panel.count ? panel.last_steps : panel.steps;
 #pragma GCC unroll 4
       for (std::int64_t step = 0; step < steps; ++step, b += kStepBytes, a += 4) {
         typename D::B weights[kVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) weights[v] = D::load_b(b + v * kW * 4);
-#pragma GCC unroll 8
+#pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
-          const auto x = D::broadcast(rows[r].elements + a);
-#pragma GCC unroll 8
+          const auto x = D::broadcast(elements[r] + a);
+#pragma GCC unroll 4
           for (int v = 0; v < kVectors; ++v) acc[r][v] = D::dot(acc[r][v], weights[v], x);
         }
       }
       const float* scales = panel.scales + g * kTileColumns + column;
-      float* total = totals + column;
-      if (rows[0].scales) {
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        if (rows[0].scales) {
           const auto scale = S::set1(rows[r].scales[(panel.first + g) >> group_shift]);
-#pragma GCC unroll 8
+#pragma GCC unroll 4
           for (int v = 0; v < kVectors; ++v) {
-            float* t = total + r * kTileColumns + v * kW;
-            S::store(t,
-                     S::fma(D::to_float(acc[r][v]), S::load(scales + v * kW) * scale, S::load(t)));
+            total[r][v] = S::fma(D::to_float(acc[r][v]), S::load(scales + v * kW) * scale,
+                                 total[r][v]);
+          }
+        } else {
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) {
+            total[r][v] = S::fma(D::to_float(acc[r][v]), S::load(scales + v * kW), total[r][v]);
           }
         }
-      } else {
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-          for (int v = 0; v < kVectors; ++v) {
-            float* t = total + r * kTileColumns + v * kW;
-            S::store(t, S::fma(D::to_float(acc[r][v]), S::load(scales + v * kW), S::load(t)));
-          }
-        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        S::store(totals + r * kTileColumns + column + v * kW, total[r][v]);
       }
     }
   }
@@ -118,7 +138,7 @@ class GroupPanels {
     for (std::int64_t g = 0; g < count; ++g) {
       const std::int64_t left = k - (first + g) * format_.group;
       last = left < format_.group ? left : format_.group;
-      decode_scales(format_.scales, group_, scales + g * kTileColumns);
+      D::scales(format_.scales, group_, scales + g * kTileColumns);
       if (format_.zeros) {
         decode_zeros(group_ + format_.scale_bytes(), zeros + g * kTileColumns);
       }
@@ -129,7 +149,8 @@ class GroupPanels {
       }
       group_ = block;
     }
-    return {scratch,
+    return {first * format_.group / D::kPerStep * 4,
+            scratch,
             scales,
             format_.zeros ? zeros : nullptr,
             first,
@@ -152,17 +173,17 @@ class WholePanel {
   GroupPanel panel(std::int64_t, std::int64_t, std::int64_t k, std::byte* scratch) {
     auto* scales = reinterpret_cast<float*>(scratch + kScalesOffset);
     decode_scales(ScaleType::kNone, nullptr, scales);
-    return {stream_, scales, nullptr, 0, 1, k / D::kPerStep, k / D::kPerStep};
+    return {0, stream_, scales, nullptr, 0, 1, k / D::kPerStep, k / D::kPerStep};
   }
 
  private:
   const std::byte* stream_;
 };
 
-inline GroupRow group_row(const TileJob& job, std::int64_t row, std::int64_t first_byte) {
+inline GroupRow group_row(const TileJob& job, std::int64_t row) {
   const std::int64_t index = row_index(job, row);
   const RowScales& scales = job.row_scales;
-  return {job.rows + index * job.row_bytes + first_byte,
+  return {job.rows + index * job.row_bytes,
           scales.group_scales ? scales.group_scales + index * scales.num_group_scales : nullptr,
           scales.starts ? scales.starts + index * scales.num_starts : nullptr};
 }
@@ -170,27 +191,26 @@ inline GroupRow group_row(const TileJob& job, std::int64_t row, std::int64_t fir
 /// All rows of a job x one tile. `group`: k of one group.
 template <class D, class Panels>
 void multiply_groups_tile(const TileJob& job, int tile, std::int64_t group) {
-  constexpr int kRows = D::kRows;
+  GroupRow rows[kMaxRows];
+  for (std::int64_t r = 0; r < job.num_rows; ++r) rows[r] = group_row(job, r);
+  constexpr int kRows = kGroupRows;
   const std::int64_t groups = (job.k + group - 1) / group;
-  const std::int64_t at_most = kPanelSteps * D::kPerStep / group;
+  const std::int64_t at_most = kGroupPanelSteps * D::kPerStep / group;
   const std::int64_t per_panel = at_most > 1 ? at_most : 1;
   const std::int64_t panels = (groups + per_panel - 1) / per_panel;
   const std::int64_t blocks = (job.num_rows + kRows - 1) / kRows;
   auto* totals = reinterpret_cast<float*>(job.scratch + kSumsOffset);
   std::memset(totals, 0, static_cast<std::size_t>(job.num_rows * kStepBytes));
-  Prefetcher prefetch(job, tile == job.num_tiles - 1 ? blocks * D::kPasses * groups : 0);
+  Prefetcher prefetch(job, tile == job.num_tiles - 1 ? blocks * groups : 0);
   Panels decoder(job.tiles + tile * job.tile_bytes, job.format);
   for (std::int64_t index = 0; index < panels; ++index) {
     const std::int64_t first = groups * index / panels;
     const std::int64_t count = groups * (index + 1) / panels - first;
     const GroupPanel panel = decoder.panel(first, count, job.k, job.scratch);
-    const std::int64_t first_byte = first * group / D::kPerStep * 4;
     std::int64_t row = 0;
     for (std::int64_t block = 0; block < blocks; ++block) {
       const std::int64_t end = job.num_rows * (block + 1) / blocks;
-      GroupRow rows[kRows];
-      for (std::int64_t r = row; r < end; ++r) rows[r - row] = group_row(job, r, first_byte);
-      multiply_group_rows<D, kRows>(static_cast<int>(end - row), rows, panel,
+      multiply_group_rows<D, kRows>(static_cast<int>(end - row), rows + row, panel,
                                     job.row_scales.group_shift, totals + row * kTileColumns,
                                     prefetch);
       row = end;

@@ -19,35 +19,10 @@ inline void prefetch_heads(const TileJob& job, std::int64_t blocks_left) {
   for (int t = 0; t < T; ++t, line += job.tile_bytes) __builtin_prefetch(line);
 }
 
-/// Scales of columns 16 v .. 16 v + 15.
-template <ScaleType kType>
-inline __m512 load_scales(const std::byte* header, int v) {
-  if constexpr (kType == ScaleType::kF32) {
-    return _mm512_loadu_ps(header + 64 * v);
-  } else if constexpr (kType == ScaleType::kF16 || kType == ScaleType::kBF16) {
-    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(header + 32 * v));
-    if constexpr (kType == ScaleType::kF16) return _mm512_cvtph_ps(codes);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(codes), 16));
-  } else if constexpr (kType == ScaleType::kE8M0) {
-    const __m512i codes = load_codes(header + 16 * v);
-    const __m512i bits = _mm512_slli_epi32(codes, 23);
-    return _mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, _mm512_testn_epi32_mask(codes, codes),
-                                                     _mm512_set1_epi32(0x400000)));
-  } else {
-    static_assert(kType == ScaleType::kE4M3);  // scales have no sign
-    const __m512i codes = load_codes(header + 16 * v);
-    const __m512i normal =
-        _mm512_add_epi32(_mm512_slli_epi32(codes, 20), _mm512_set1_epi32(120 << 23));
-    const __m512 subnormal = _mm512_mul_ps(_mm512_cvtepi32_ps(codes), _mm512_set1_ps(0x1p-9f));
-    return _mm512_mask_mov_ps(_mm512_castsi512_ps(normal),
-                              _mm512_cmplt_epi32_mask(codes, _mm512_set1_epi32(8)), subnormal);
-  }
-}
-
 /// What the sums of one group start from.
 template <class D>
-inline typename D::Acc group_start(const float* starts, std::int64_t group, const std::byte* zeros,
-                                   int v) {
+inline typename D::Acc stream_start(const float* starts, std::int64_t group, const std::byte* zeros,
+                                    int v) {
   if (!starts) return D::zero();
   const __m512 start = _mm512_set1_ps(starts[group]);
   if (!zeros) return D::start(start);
@@ -83,7 +58,7 @@ void stream_tiles(const TileJob& job, int first_tile) {
   const std::byte* rows[R];
   GroupRow meta[R];
   for (int r = 0; r < R; ++r) {
-    meta[r] = group_row(job, r, 0);
+    meta[r] = group_row(job, r);
     rows[r] = meta[r].elements;
   }
   const std::byte* tile = job.tiles + first_tile * job.tile_bytes;
@@ -118,7 +93,7 @@ void stream_tiles(const TileJob& job, int first_tile) {
         for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
           for (int v = 0; v < 4; ++v) {
-            part_sums[r][v] = group_start<D>(meta[r].starts, g, zeros, v);
+            part_sums[r][v] = stream_start<D>(meta[r].starts, g, zeros, v);
           }
         }
         stream_blocks<D, Codec, R>(codec, group + job.format.header_bytes(), count, rows, a,
