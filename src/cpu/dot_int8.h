@@ -22,7 +22,11 @@ struct DotInt8 {
     std::memcpy(&four, p, 4);
     return _mm512_set1_epi32(four);
   }
-  static __m512i dot(__m512i acc, B b, B a) { return _mm512_dpbusd_epi32(acc, b, a); }
+  /// NOTE: not the intrinsic, around which GCC 12 copies the sums.
+  static __m512i dot(__m512i acc, B b, B a) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(b), "v"(a));
+    return acc;
+  }
 
   using Acc = __m512i;
   static Acc zero() { return _mm512_setzero_si512(); }
