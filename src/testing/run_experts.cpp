@@ -7,6 +7,7 @@
 
 #include "fusedmoe/error.h"
 #include "fusedmoe/formats.h"
+#include "fusedmoe/quantize.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
 
@@ -68,6 +69,50 @@ struct ExpertsBuffers {
         output(common.get(), plan.output_dtype, plan.output_shape) {}
 };
 
+/// What prepare returned, quantized here where the experts expect that and prepare has not done it.
+struct QuantizedInputs {
+  TensorView hidden_states, hidden_scales;
+  std::shared_ptr<const void> values_owner, scales_owner;
+};
+
+QuantizedInputs quantized_inputs(const Prepared& prepared, const Experts& experts,
+                                 const PackedWeights::Info& info) {
+  QuantizedInputs result{prepared.hidden_states, prepared.hidden_scales, {}, {}};
+  const std::optional<QuantKey>& key = info.scheme.activations;
+  if (!key || experts.expects_unquantized_inputs(info.scheme) || prepared.hidden_scales) {
+    return result;
+  }
+  // Rows of an expert behind expert_num_tokens hold anything; a scale of the tensor is of the real
+  // ones, which a copy with zeros in the others has too.
+  TensorView x = prepared.hidden_states;
+  const Shape shape = x.shape();
+  const std::int64_t hidden = shape[shape.rank() - 1],
+                     rows = x.numel() / std::max<std::int64_t>(hidden, 1);
+  const Tensor copy = exact_copy(x);
+  if (prepared.expert_num_tokens) {
+    const std::int64_t capacity = shape[1];
+    for (std::int64_t row = 0; row < rows; ++row) {
+      const auto real = prepared.expert_num_tokens.as<const std::int32_t>()[row / capacity];
+      if (row % capacity < real) continue;
+      const std::int64_t row_bytes = bytes(x.dtype(), hidden);
+      std::memset(copy.as<char>() + row * row_bytes, 0, static_cast<std::size_t>(row_bytes));
+    }
+  }
+  const QuantizedShape sizes = quantized_shape(*key, rows, hidden);
+  const Tensor values = exact_tensor(sizes.values, sizes.values_dtype);
+  const Tensor scales = exact_tensor(sizes.scales, sizes.scales_dtype);
+  quantize(copy.reshape({rows, hidden}), *key, values, scales,
+           key->dynamic ? std::nullopt : info.a1_scale);
+  result.values_owner = values.owner();
+  result.scales_owner = scales.owner();
+  result.hidden_states = values.reshape(shape);
+  result.hidden_scales = scales;
+  if (key->group.rows == 1 && shape.rank() == 3) {
+    result.hidden_scales = scales.reshape({shape[0], shape[1], sizes.scales[1]});
+  }
+  return result;
+}
+
 void run_modular(const Inputs& in, const PrepareAndFinalize& prepare_finalize,
                  const ModularExperts& experts, const PackedWeights& packed, bool weight_on_input,
                  const TensorView& output) {
@@ -78,6 +123,7 @@ void run_modular(const Inputs& in, const PrepareAndFinalize& prepare_finalize,
   caller.hidden = packed.info().hidden;
   caller.intermediate = packed.info().intermediate;
   caller.dtype = in.hidden_states.dtype();
+  caller.scheme = packed.info().scheme;
   const auto workspace = exact_buffer(prepare_finalize.workspace_bytes(caller, weight_on_input));
   const ExpertsBuffers buffers(experts.plan(prepare_finalize.problem_size(caller)));
 
@@ -91,11 +137,13 @@ void run_modular(const Inputs& in, const PrepareAndFinalize& prepare_finalize,
   prepare.workspace = workspace.get();
   const Prepared prepared = prepare_finalize.prepare(prepare);
 
+  const QuantizedInputs inputs = quantized_inputs(prepared, experts, packed.info());
+
   ExpertsArgs args;
   args.weights = &packed;
   args.output = buffers.output;
-  args.hidden_states = prepared.hidden_states;
-  args.hidden_scales = prepared.hidden_scales;
+  args.hidden_states = inputs.hidden_states;
+  args.hidden_scales = inputs.hidden_scales;
   args.topk_ids = prepared.topk_ids ? prepared.topk_ids : in.topk_ids;
   args.topk_weights = prepared.topk_weights ? prepared.topk_weights : in.topk_weights;
   args.expert_map = in.expert_map;
@@ -127,6 +175,7 @@ void run_monolithic(const Inputs& in, const MonolithicExperts& experts, const Pa
   problem.hidden = packed.info().hidden;
   problem.intermediate = packed.info().intermediate;
   problem.dtype = in.hidden_states.dtype();
+  problem.scheme = packed.info().scheme;
   const ExpertsBuffers buffers(experts.plan(problem));
   const Tensor logits = exact_tensor({problem.num_tokens, router.num_experts}, DType::kF32);
 
