@@ -24,12 +24,7 @@ struct Options {
 std::size_t workspace_bytes(const Selection& selection, const MoeConfig& config,
                             std::int64_t num_tokens) {
   const ModularKernel kernel(selection.prepare_finalize, selection.experts);
-  return kernel.workspace_bytes({.num_tokens = num_tokens,
-                                 .topk = config.topk,
-                                 .num_local_experts = config.num_local_experts,
-                                 .hidden = config.hidden,
-                                 .intermediate = config.intermediate,
-                                 .dtype = config.dtype},
+  return kernel.workspace_bytes(ProblemSize::of(config, num_tokens),
                                 config.apply_router_weight_on_input);
 }
 

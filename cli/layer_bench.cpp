@@ -153,20 +153,15 @@ namespace {
 struct Buffers {
   Tensor hidden_states, output, topk_ids, topk_weights, workspace;
 
-  Buffers(const ModularKernel& kernel, const testing::Case& spec, DType dtype)
+  Buffers(const ModularKernel& kernel, const PackedWeights& packed, const testing::Case& spec,
+          DType dtype)
       : hidden_states(Tensor::empty({spec.num_tokens, spec.hidden}, dtype)),
         output(Tensor::empty({spec.num_tokens, spec.hidden}, dtype)),
         topk_ids(Tensor::empty({spec.num_tokens, spec.topk}, DType::kI32)),
         topk_weights(Tensor::empty({spec.num_tokens, spec.topk}, DType::kF32)) {
-    ProblemSize problem;
-    problem.num_tokens = spec.num_tokens;
-    problem.topk = spec.topk;
-    problem.num_local_experts = spec.num_experts;
-    problem.hidden = spec.hidden;
-    problem.intermediate = spec.intermediate;
-    problem.dtype = dtype;
-    workspace =
-        Tensor::empty({static_cast<std::int64_t>(kernel.workspace_bytes(problem))}, DType::kU8);
+    const std::size_t bytes =
+        kernel.workspace_bytes(ProblemSize::of(packed.info(), spec.num_tokens, spec.topk, dtype));
+    workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
     testing::Random random(2);
     for (std::int64_t i = 0; i < hidden_states.numel(); ++i) {
       store_f32(hidden_states.data(), dtype, i, static_cast<float>(random.normal()));
@@ -200,7 +195,7 @@ double relative_error(const ExpertWeights& weights, const testing::Case& spec, c
   const auto packed = selection.experts->pack(weights);
   testing::Case part = spec;
   part.num_tokens = std::min(rows, spec.num_tokens);
-  Buffers expected(kernel, part, timed.output.dtype());
+  Buffers expected(kernel, *packed, part, timed.output.dtype());
   const auto copy_head = [](const TensorView& source, const TensorView& target) {
     std::copy_n(source.as<const std::byte>(), target.nbytes(), target.as<std::byte>());
   };
@@ -219,7 +214,7 @@ double relative_error(const ExpertWeights& weights, const testing::Case& spec, c
 BenchRow LayerBench::run(std::int64_t num_tokens) {
   Impl& bench = *impl_;
   const testing::Case spec = bench.spec(num_tokens);
-  const Buffers buffers(*bench.kernel, spec, bench.options.dtype);
+  const Buffers buffers(*bench.kernel, *bench.packed, spec, bench.options.dtype);
   const double matrices = is_gated(spec.activation) ? 3 : 2;
   const double flops = 2.0 * static_cast<double>(num_tokens * spec.topk) * matrices *
                        static_cast<double>(spec.hidden) * static_cast<double>(spec.intermediate);

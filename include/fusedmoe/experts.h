@@ -109,6 +109,10 @@ struct ProblemSize {
   std::int64_t intermediate = 0;
   DType dtype = DType::kBF16;  ///< of the layer: hidden states before quantization, and output
   QuantScheme scheme;
+
+  FUSEDMOE_API static ProblemSize of(const MoeConfig& config, std::int64_t num_tokens);
+  FUSEDMOE_API static ProblemSize of(const PackedWeights::Info& weights, std::int64_t num_tokens,
+                                     std::int64_t topk, DType dtype);
 };
 
 /// Scratch memory of one apply(), known before it starts; monotone in num_tokens. workspace13 and
@@ -174,7 +178,8 @@ struct ExpertsArgs {
 struct MonolithicArgs {
   const PackedWeights* weights = nullptr;
   TensorView output;         ///< (num_tokens, hidden)
-  TensorView hidden_states;  ///< (num_tokens, hidden)
+  TensorView hidden_states;  ///< (num_tokens, hidden), prepared
+  TensorView hidden_scales;  ///< as in ExpertsArgs
   TensorView router_logits;  ///< (num_tokens, num_experts) f32
   const RouterConfig* router = nullptr;
   TensorView score_correction_bias;

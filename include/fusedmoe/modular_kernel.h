@@ -55,9 +55,6 @@ class FUSEDMOE_API ModularKernel {
   void apply(const KernelArgs& args, Workspace workspace) const;
 
  private:
-  void apply_modular(const KernelArgs& args, const ProblemSize& problem, void* workspace) const;
-  void apply_monolithic(const KernelArgs& args, const ProblemSize& problem, void* workspace) const;
-
   std::shared_ptr<const PrepareAndFinalize> prepare_finalize_;
   std::shared_ptr<const Experts> experts_;
 };

@@ -163,15 +163,10 @@ ProblemSize check_kernel_args(const ModularKernel& kernel, const KernelArgs& arg
   check_buffer(args.output, "output", args.hidden_states.dtype(), {num_tokens, info.hidden},
                device);
 
-  ProblemSize problem;
-  problem.num_tokens = num_tokens;
-  problem.num_local_experts = info.num_experts;
-  problem.hidden = info.hidden;
-  problem.intermediate = info.intermediate;
-  problem.dtype = args.hidden_states.dtype();
   const bool monolithic = kernel.experts().is_monolithic();
-  problem.topk = monolithic ? check_router(args, num_tokens, num_experts)
-                            : check_routing(args, num_tokens, num_experts);
+  const std::int64_t topk = monolithic ? check_router(args, num_tokens, num_experts)
+                                       : check_routing(args, num_tokens, num_experts);
+  const ProblemSize problem = ProblemSize::of(info, num_tokens, topk, args.hidden_states.dtype());
 
   const NamedView hidden_states{"hidden_states", &args.hidden_states};
   const NamedView expert_map{"expert_map", &args.expert_map};

@@ -139,8 +139,6 @@ struct MoeLayer::Impl {
   Impl(const LayerWeights& weights, const LayerOptions& options, Selection chosen);
   void pack(const LayerWeights& weights, const LayerOptions& options);
 
-  ProblemSize problem(const PackedWeights& weights, std::int64_t num_tokens,
-                      std::int64_t topk) const;
   /// With a null workspace only `bytes` is meaningful.
   Buffers cut(std::int64_t num_tokens, void* workspace) const;
   std::int64_t check(const TensorView& hidden_states, const TensorView& output, Workspace workspace,
@@ -183,18 +181,6 @@ void MoeLayer::Impl::pack(const LayerWeights& weights, const LayerOptions& optio
                         own(source.gate)});
 }
 
-ProblemSize MoeLayer::Impl::problem(const PackedWeights& weights, std::int64_t num_tokens,
-                                    std::int64_t topk) const {
-  ProblemSize size;
-  size.num_tokens = num_tokens;
-  size.topk = topk;
-  size.num_local_experts = weights.info().num_experts;
-  size.hidden = weights.info().hidden;
-  size.intermediate = weights.info().intermediate;
-  size.dtype = config.dtype;
-  return size;
-}
-
 MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* workspace) const {
   Buffers buffers;
   if (num_tokens == 0) return buffers;
@@ -206,14 +192,15 @@ MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* works
   };
   buffers.router_logits = tensor(DType::kF32, router.num_experts);
   buffers.routing = {tensor(DType::kI32, router.topk), tensor(DType::kF32, router.topk)};
-  buffers.kernel.bytes = kernel.workspace_bytes(problem(*packed, num_tokens, router.topk),
-                                                router.apply_router_weight_on_input);
+  buffers.kernel.bytes =
+      kernel.workspace_bytes(ProblemSize::of(packed->info(), num_tokens, router.topk, config.dtype),
+                             router.apply_router_weight_on_input);
   if (shared) {
     buffers.shared_routing = {tensor(DType::kI32, 1), tensor(DType::kF32, 1)};
     buffers.shared_output = tensor(config.dtype, config.hidden);
     buffers.kernel.bytes =
-        std::max(buffers.kernel.bytes,
-                 shared->kernel.workspace_bytes(problem(*shared->packed, num_tokens, 1)));
+        std::max(buffers.kernel.bytes, shared->kernel.workspace_bytes(ProblemSize::of(
+                                           shared->packed->info(), num_tokens, 1, config.dtype)));
   }
   buffers.kernel.data = cutter.take(buffers.kernel.bytes);
   buffers.bytes = cutter.used();

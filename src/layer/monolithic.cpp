@@ -45,6 +45,10 @@ class Monolithic final : public MonolithicExperts {
     return experts_->supports(config);
   }
 
+  bool expects_unquantized_inputs(const QuantScheme& scheme) const override {
+    return experts_->expects_unquantized_inputs(scheme);
+  }
+
   WorkspacePlan plan(const ProblemSize& problem) const override {
     WorkspacePlan plan = experts_->plan(problem);
     plan.workspace2_bytes =
@@ -75,6 +79,7 @@ class Monolithic final : public MonolithicExperts {
     experts.weights = args.weights;
     experts.output = args.output;
     experts.hidden_states = args.hidden_states;
+    experts.hidden_scales = args.hidden_scales;
     experts.topk_ids = routing.topk_ids;
     experts.topk_weights = routing.topk_weights;
     experts.expert_map = args.expert_map;
