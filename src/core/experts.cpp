@@ -30,10 +30,6 @@ std::string_view code(Reason reason) {
       return "quant_scheme";
     case Reason::kActivation:
       return "activation";
-    case Reason::kNonGated:
-      return "non_gated";
-    case Reason::kBias:
-      return "bias";
     case Reason::kShape:
       return "shape";
     case Reason::kActivationFormat:

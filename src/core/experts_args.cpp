@@ -120,6 +120,9 @@ ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs&
   FUSEDMOE_CHECK(args.weights && experts.accepts(*args.weights), "weights",
                  args.weights ? args.weights->info().implementation : "null",
                  fmt::format("packed by {}", experts.name()));
+  FUSEDMOE_CHECK(!args.hooks || experts.has_hooks(), "hooks",
+                 fmt::format("given to {}", experts.name()),
+                 "given to experts with injection points only");
   const bool batched = experts.activation_format() == ActivationFormat::kBatchedExperts;
   const PackedWeights::Info& info = args.weights->info();
   const TensorView& x = args.hidden_states;

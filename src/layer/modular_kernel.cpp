@@ -42,6 +42,7 @@ void apply_modular(const ModularExperts& implementation, const KernelArgs& args,
   experts.expert_map = args.expert_map;
   experts.expert_num_tokens = prepared.expert_num_tokens;
   experts.router_weight_on_input = args.apply_router_weight_on_input;
+  experts.hooks = args.hooks;
   experts.workspace13 = buffers.common;
   experts.workspace2 = buffers.workspace2;
   experts.stream = args.stream;

@@ -35,12 +35,18 @@ class Monolithic final : public MonolithicExperts {
 
   std::string_view name() const override { return name_; }
   ActivationFormat activation_format() const override { return ActivationFormat::kStandard; }
+  bool is_reference() const override { return experts_->is_reference(); }
+  int layout_version() const override { return experts_->layout_version(); }
   WeightAndReduce weight_and_reduce() const override { return WeightAndReduce::kNoOp; }
 
   Support supports(const MoeConfig& config) const override {
     if (config.apply_router_weight_on_input) {
       return Support::no(Reason::kRouterWeightOnInput,
                          "the experts see logits: nobody weights the input");
+    }
+    if (config.routing_method == RoutingMethod::kUnspecified) {
+      return Support::no(Reason::kRoutingMethod,
+                         "unspecified: ids come from the caller, the experts see logits");
     }
     return experts_->supports(config);
   }

@@ -122,6 +122,7 @@ class ReferenceExperts final : public ModularExperts {
 
   std::string_view name() const override { return batched() ? "reference_batched" : "reference"; }
   ActivationFormat activation_format() const override { return format_; }
+  bool is_reference() const override { return true; }
   WeightAndReduce weight_and_reduce() const override {
     return batched() ? WeightAndReduce::kDelegate : WeightAndReduce::kNoOp;
   }
