@@ -17,4 +17,14 @@ std::int64_t scales_per_row(const QuantKey& key, std::int64_t count);
 void quantize_row(const float* x, std::int64_t count, const QuantKey& key, float scale,
                   std::uint8_t* codes, void* scales);
 
+/// Largest magnitude; NaN counts as 0.
+float amax(const float* x, std::int64_t count);
+
+/// The dynamic scale of a tensor (e4m3 per tensor) whose largest magnitude is `amax`.
+float tensor_scale(float amax);
+
+/// Code of the E8M0 scale of an MX block of e2m1 or e4m3 elements whose largest magnitude is
+/// `amax`.
+std::uint8_t mx_scale(float amax, DType element, MxScaleRule rule);
+
 }  // namespace fusedmoe::core

@@ -1,0 +1,63 @@
+// One element to its code without branches, so that loops over rows vectorize. Equal to the
+// conversions of fusedmoe/formats.h for every fp32 value.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+
+namespace fusedmoe::core {
+
+/// The bits of |value|, ordered like the magnitudes; above kInfinityBits: NaN.
+inline std::int32_t magnitude_bits(float value) {
+  return std::bit_cast<std::int32_t>(value) & 0x7FFFFFFF;
+}
+inline constexpr std::int32_t kInfinityBits = 0x7F800000;
+
+/// All ones or zero: masks instead of ?:, which compilers turn into jumps inside loops.
+inline std::int32_t mask(bool condition) {
+  return -static_cast<std::int32_t>(condition);
+}
+
+inline std::uint8_t e4m3_code(float value) {
+  constexpr std::int32_t kMinNormal = 0x3C800000, kLargest = 0x43E00000;  // 2^-6, 448
+  constexpr float kSubnormalUnit = 0x1p14F;  // its last place is 2^-9, the step of subnormals
+  const std::int32_t nan = mask(magnitude_bits(value) > kInfinityBits);
+  const std::int32_t magnitude = std::min(magnitude_bits(value), kLargest);
+  const std::int32_t sign = std::bit_cast<std::int32_t>(value) >> 24 & 0x80 & ~nan;
+  const std::int32_t normal = ((magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
+  const std::int32_t subnormal =
+      std::bit_cast<std::int32_t>(std::bit_cast<float>(magnitude) + kSubnormalUnit) -
+      std::bit_cast<std::int32_t>(kSubnormalUnit);
+  const std::int32_t small = mask(magnitude < kMinNormal);
+  return static_cast<std::uint8_t>((subnormal & small) | (normal & ~small) | sign | (nan & 0x7F));
+}
+
+/// In the low nibble.
+inline std::uint8_t e2m1_code(float value) {
+  const std::int32_t magnitude = magnitude_bits(value);
+  const auto above = [=](float tie) {  // 1 if |value| > tie, or NaN
+    return mask(magnitude > std::bit_cast<std::int32_t>(tie)) & 1;
+  };
+  const auto reaches = [=](float tie) {
+    return mask(magnitude >= std::bit_cast<std::int32_t>(tie)) & 1;
+  };
+  const std::int32_t nan = mask(magnitude > kInfinityBits);
+  const std::int32_t sign = std::bit_cast<std::int32_t>(value) >> 28 & 8 & ~nan;
+  return static_cast<std::uint8_t>((above(0.25F) + reaches(0.75F) + above(1.25F) + reaches(1.75F) +
+                                    above(2.5F) + reaches(3.5F) + above(5.0F)) |
+                                   sign);
+}
+
+/// Nearest integer, halves away from zero, at most 127 in magnitude; NaN: 0.
+inline std::int8_t int8_code(float value) {
+  constexpr float kBelowHalf = 0x1.fffffep-2F;  // with 0.5 itself, the float below a half rounds up
+  const std::int32_t nan = mask(magnitude_bits(value) > kInfinityBits);
+  const std::int32_t magnitude =
+      std::min(magnitude_bits(value), std::bit_cast<std::int32_t>(127.0F)) & ~nan;
+  const auto number = static_cast<std::int32_t>(std::bit_cast<float>(magnitude) + kBelowHalf);
+  const std::int32_t sign = std::bit_cast<std::int32_t>(value) >> 31;
+  return static_cast<std::int8_t>((number ^ sign) - sign);
+}
+
+}  // namespace fusedmoe::core
