@@ -31,7 +31,8 @@ struct KernelArgs {
   TensorView expert_map;                 ///< (num_experts) i32; optional
   std::int64_t num_experts = 0;          ///< global; 0 = number of local experts
   bool apply_router_weight_on_input = false;
-  bool inplace = false;  ///< output may be hidden_states; else they may not overlap, ever not in part
+  bool inplace =
+      false;  ///< output may be hidden_states; else they may not overlap, ever not in part
   const ExpertsHooks* hooks = nullptr;  ///< for experts that have hooks; others throw Error
   Stream stream;
 };

@@ -99,8 +99,8 @@ Selection select(const MoeConfig& config, const Plan& plan) {
                    fmt::format("\"{}\"", plan.*member.member),
                    fmt::format("\"{}\", as it is here", now.*member.member));
   }
-  FUSEDMOE_CHECK(plan.layout_version == now.layout_version,
-                 fmt::format("plan.{}", kLayoutVersion), fmt::to_string(plan.layout_version),
+  FUSEDMOE_CHECK(plan.layout_version == now.layout_version, fmt::format("plan.{}", kLayoutVersion),
+                 fmt::to_string(plan.layout_version),
                  fmt::format("{}, as it is here", now.layout_version));
   return selection;
 }
