@@ -21,10 +21,6 @@ using layer::dispatch_element;
 using layer::kParallelElements;
 using layer::local_expert;
 
-bool is_dynamic_per_tensor(const std::optional<QuantKey>& key) {
-  return key && key->dynamic && key->group == GroupShape{-1, -1};
-}
-
 // What holds for every PrepareAndFinalize of one CPU rank.
 Support supports_one_rank(const MoeConfig& config) {
   if (!config.device.is_cpu()) {
@@ -35,7 +31,7 @@ Support supports_one_rank(const MoeConfig& config) {
     return Support::no(Reason::kDType,
                        fmt::format("{}: hidden states are f32, bf16 or f16", name(config.dtype)));
   }
-  if (config.batch_invariant && is_dynamic_per_tensor(config.scheme.activations)) {
+  if (config.batch_invariant && batch_dependent(config.scheme)) {
     return Support::no(
         Reason::kBatchInvariance,
         fmt::format("{}: one activation scale for all rows of a batch", name(config.scheme)));
