@@ -2,27 +2,48 @@
 #include "fusedmoe/weights.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "core/check.h"
+#include "core/weight_layout.h"
+#include "fusedmoe/formats.h"
 
 namespace fusedmoe {
 namespace {
 
-constexpr std::int64_t kBlock = 32;  // elements that share one MXFP4 scale
-
-bool is_mxfp4(const QuantScheme& scheme) {
-  return scheme.weights == schemes::mxfp4_w4a16().weights;
-}
+using core::GlobalScale;
+using core::num_blocks;
+using core::WeightLayout;
 
 bool is_bias_dtype(DType dtype) {
   return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
+}
+
+std::string names(std::span<const DType> dtypes) {
+  std::string text;
+  for (std::size_t i = 0; i < dtypes.size(); ++i) {
+    if (i > 0) text += i + 1 < dtypes.size() ? ", " : " or ";
+    text += name(dtypes[i]);
+  }
+  return text;
 }
 
 void check_shape(const TensorView& view, const std::string& argument, const Shape& shape) {
   FUSEDMOE_CHECK(view.defined(), argument, "undefined", "given, of shape " + to_string(shape));
   FUSEDMOE_CHECK(view.shape() == shape, argument, core::describe(view),
                  "of shape " + to_string(shape));
+}
+
+void check_dtype(const TensorView& view, const std::string& argument,
+                 std::span<const DType> dtypes) {
+  FUSEDMOE_CHECK(std::find(dtypes.begin(), dtypes.end(), view.dtype()) != dtypes.end(), argument,
+                 core::describe(view), names(dtypes));
+}
+
+void check_undefined(const TensorView& view, const std::string& argument, const QuantKey& key) {
+  FUSEDMOE_CHECK(!view.defined(), argument, core::describe(view),
+                 "undefined for " + name(QuantScheme{key, {}}));
 }
 
 // What every view must satisfy so that reading an element through its strides is defined.
@@ -41,116 +62,124 @@ void check_rows_contiguous(const TensorView& view, const std::string& argument) 
                  "strides " + to_string(view.strides()), "contiguous along a row");
 }
 
-void check_scales_finite(const TensorView& scales, const std::string& argument) {
-  constexpr int kNan = 255;
-  for (std::int64_t row = 0; row < scales.size(0); ++row) {
-    const auto* codes = scales.as<const std::uint8_t>() + row * scales.stride(0);
-    const void* found = std::memchr(codes, kNan, static_cast<std::size_t>(scales.size(1)));
-    FUSEDMOE_CHECK(!found, argument,
-                   fmt::format("255 (NaN) at row {}, block {}", row,
-                               static_cast<const std::uint8_t*>(found) - codes),
-                   "E8M0 codes from 0 to 254");
+// `code` is the dtype that the bytes of u8 scales stand for.
+void check_scales_finite(const TensorView& scales, DType code, const std::string& argument) {
+  const std::int64_t rows = scales.size(0), cols = scales.size(1), step = scales.stride(1);
+  const DType dtype = scales.dtype() == DType::kU8 ? code : scales.dtype();
+  const bool e8m0 = dtype == DType::kE8M0;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const std::int64_t begin = row * scales.stride(0);
+    // Millions of bytes of which none should be 255.
+    if (e8m0 && step == 1 &&
+        !std::memchr(scales.as<const char>() + begin, 255, static_cast<std::size_t>(cols))) {
+      continue;
+    }
+    for (std::int64_t block = 0; block < cols; ++block) {
+      const float value = load_f32(scales.data(), dtype, begin + block * step);
+      FUSEDMOE_CHECK(std::isfinite(value), argument,
+                     fmt::format("{} at row {}, block {}",
+                                 e8m0 ? "255 (NaN)" : fmt::to_string(value), row, block),
+                     e8m0 ? "E8M0 codes from 0 to 254" : "finite");
+    }
   }
 }
 
 class Validator {
  public:
-  explicit Validator(const ExpertWeights& weights)
-      : weights_(weights), mxfp4_(is_mxfp4(weights.scheme)) {
-    FUSEDMOE_CHECK(!weights.scheme.activations &&
-                       (mxfp4_ || weights.scheme == schemes::unquantized(DType::kBF16) ||
-                        weights.scheme == schemes::unquantized(DType::kF16) ||
-                        weights.scheme == schemes::unquantized(DType::kF32)),
-                   "weights.scheme", name(weights.scheme), "f32, f16, bf16 or mxfp4_w4a16");
+  explicit Validator(const QuantScheme& scheme)
+      : key_(scheme.weights), layout_(core::weight_layout(key_, "weights.scheme")) {
+    if (!scheme.activations) return;
+    const QuantKey& activations = *scheme.activations;
+    needs_input_scale_ = !activations.dynamic || activations.global_scale;
   }
 
-  // rows x cols is the shape of the matrix before packing.
-  void check(const WeightMatrix& matrix, const std::string& argument, std::int64_t rows,
-             std::int64_t cols) const {
-    const std::string values = argument + ".values", scales = argument + ".scales";
-    check_shape(matrix.values, values, {rows, mxfp4_ ? cols / 2 : cols});
-    const DType dtype = mxfp4_ ? DType::kU8 : weights_.scheme.weights.value;
-    FUSEDMOE_CHECK(matrix.values.dtype() == dtype, values, core::describe(matrix.values),
-                   std::string(name(dtype)));
+  const WeightLayout& layout() const { return layout_; }
+
+  // out x in is the shape of the matrix before packing.
+  void check(const WeightMatrix& matrix, const std::string& argument, std::int64_t out,
+             std::int64_t in) const {
+    const std::string values = argument + ".values";
+    check_shape(matrix.values, values, layout_.values_shape(out, in));
+    check_dtype(matrix.values, values, layout_.values_dtypes);
     check_memory(matrix.values, values);
-    if (mxfp4_) {
-      check_rows_contiguous(matrix.values, values);
-      check_shape(matrix.scales, scales, {rows, cols / kBlock});
-      FUSEDMOE_CHECK(matrix.scales.dtype() == DType::kU8 || matrix.scales.dtype() == DType::kE8M0,
-                     scales, core::describe(matrix.scales), "u8 or e8m0");
-      check_memory(matrix.scales, scales);
-      check_rows_contiguous(matrix.scales, scales);
-      check_scales_finite(matrix.scales, scales);
-    } else {
-      FUSEDMOE_CHECK(!matrix.scales.defined(), scales, core::describe(matrix.scales),
-                     "undefined for " + name(weights_.scheme));
-    }
-    if (matrix.bias.defined()) {
-      check_shape(matrix.bias, argument + ".bias", {rows});
-      FUSEDMOE_CHECK(is_bias_dtype(matrix.bias.dtype()), argument + ".bias",
-                     core::describe(matrix.bias), "f32, bf16 or f16");
-      check_memory(matrix.bias, argument + ".bias");
-    }
+    if (layout_.rows_contiguous) check_rows_contiguous(matrix.values, values);
+    check_scales(matrix, argument, out, in);
+    check_global_scale(matrix.global_scale, argument + ".global_scale", out);
+    check_input_scale(matrix.input_scale, argument + ".input_scale");
+    if (!matrix.bias.defined()) return;
+    const std::string bias = argument + ".bias";
+    check_shape(matrix.bias, bias, {out});
+    FUSEDMOE_CHECK(is_bias_dtype(matrix.bias.dtype()), bias, core::describe(matrix.bias),
+                   "f32, bf16 or f16");
+    check_memory(matrix.bias, bias);
   }
 
  private:
-  const ExpertWeights& weights_;
-  bool mxfp4_;
+  void check_scales(const WeightMatrix& matrix, const std::string& argument, std::int64_t out,
+                    std::int64_t in) const {
+    const std::string scales = argument + ".scales", zero_points = argument + ".zero_points";
+    if (!layout_.zero_points) check_undefined(matrix.zero_points, zero_points, key_);
+    if (!layout_.quantized()) return check_undefined(matrix.scales, scales, key_);
+    check_first(matrix.first_row, argument + ".first_row", key_.group.rows);
+    check_first(matrix.first_col, argument + ".first_col", key_.group.cols);
+    const Shape grid{num_blocks(out, key_.group.rows, matrix.first_row),
+                     num_blocks(in, key_.group.cols, matrix.first_col)};
+    check_shape(matrix.scales, scales, grid);
+    check_dtype(matrix.scales, scales, layout_.scales_dtypes);
+    check_memory(matrix.scales, scales);
+    check_scales_finite(matrix.scales, *key_.scale, scales);
+    if (!layout_.zero_points) return;
+    check_shape(matrix.zero_points, zero_points, grid);
+    FUSEDMOE_CHECK(matrix.zero_points.dtype() == DType::kU8, zero_points,
+                   core::describe(matrix.zero_points), "u8");
+    check_memory(matrix.zero_points, zero_points);
+  }
+
+  static void check_first(std::int64_t first, const std::string& argument, std::int64_t extent) {
+    const std::int64_t limit = std::max<std::int64_t>(extent, 1);
+    FUSEDMOE_CHECK(first >= 0 && first < limit, argument, fmt::to_string(first),
+                   fmt::format("in [0, {}), the extent of a scale block", limit));
+  }
+
+  void check_global_scale(const TensorView& view, const std::string& argument,
+                          std::int64_t out) const {
+    if (layout_.global_scale == GlobalScale::kNone) return check_undefined(view, argument, key_);
+    check_shape(view, argument, {layout_.global_scale == GlobalScale::kPerRow ? out : 1});
+    FUSEDMOE_CHECK(view.dtype() == DType::kF32, argument, core::describe(view), "f32");
+    check_memory(view, argument);
+    for (std::int64_t row = 0; row < view.size(0); ++row) {
+      const float value = view.as<const float>()[row * view.stride(0)];
+      FUSEDMOE_CHECK(std::isfinite(value), argument, fmt::format("{} at {}", value, row), "finite");
+    }
+  }
+
+  // One that the scheme does not use is ignored: checkpoints for static scales have them.
+  void check_input_scale(const TensorView& view, const std::string& argument) const {
+    if (!needs_input_scale_) return;
+    check_shape(view, argument, {1});
+    FUSEDMOE_CHECK(view.dtype() == DType::kF32, argument, core::describe(view), "f32");
+    check_memory(view, argument);
+    const float value = *view.as<const float>();
+    FUSEDMOE_CHECK(std::isfinite(value) && value > 0, argument, fmt::to_string(value),
+                   "finite and positive");
+  }
+
+  const QuantKey& key_;
+  WeightLayout layout_;
+  bool needs_input_scale_ = false;
 };
 
 std::int64_t stored_bytes(const WeightMatrix& matrix) {
   std::int64_t total = 0;
-  for (const TensorView* view : {&matrix.values, &matrix.scales, &matrix.bias}) {
+  for (const TensorView* view : {&matrix.values, &matrix.scales, &matrix.zero_points,
+                                 &matrix.global_scale, &matrix.input_scale, &matrix.bias}) {
     if (view->defined()) total += view->nbytes();
   }
   return total;
 }
 
-struct Halves {
-  TensorView gate, up;
-};
-
-// Splits dimension 0 of 2I rows.
-Halves split(const TensorView& fused, GateUpLayout layout) {
-  const std::int64_t rows = fused.size(0);
-  switch (layout) {
-    case GateUpLayout::kGateUp:
-      return {fused.slice(0, 0, rows / 2), fused.slice(0, rows / 2, rows)};
-    case GateUpLayout::kUpGate:
-      return {fused.slice(0, rows / 2, rows), fused.slice(0, 0, rows / 2)};
-    case GateUpLayout::kInterleaved:
-      return {fused.slice(0, 0, rows, 2), fused.slice(0, 1, rows, 2)};
-  }
-  throw Error("gate_up_layout", fmt::to_string(static_cast<int>(layout)), "a GateUpLayout");
-}
-
-// Stacked values as (E, out, in), or (E, out, in / 2) for MXFP4.
-TensorView matrix_stack(const Tensor& stacked, const char* argument, bool transposed, bool mxfp4) {
-  FUSEDMOE_CHECK(stacked.defined(), argument, "undefined", "given");
-  if (mxfp4) {
-    FUSEDMOE_CHECK(stacked.dtype() == DType::kU8, argument, core::describe(stacked), "u8");
-    FUSEDMOE_CHECK(!transposed, "transposed", "true", "false for MXFP4");
-    constexpr std::int64_t kBlockBytes = kBlock / 2;
-    if (stacked.rank() == 4) {
-      FUSEDMOE_CHECK(stacked.size(3) == kBlockBytes && stacked.contiguous(), argument,
-                     core::describe(stacked), "contiguous (E, rows, blocks, 16)");
-      return stacked.reshape({stacked.size(0), stacked.size(1), stacked.size(2) * kBlockBytes});
-    }
-  }
-  FUSEDMOE_CHECK(stacked.rank() == 3, argument, core::describe(stacked), "of rank 3");
-  return transposed ? stacked.transpose(1, 2) : static_cast<const TensorView&>(stacked);
-}
-
-// Optional tensors beside the values: expert `index` of them, or undefined.
-TensorView expert_of(const Tensor& stacked, std::int64_t index) {
-  return stacked.defined() ? stacked.select(0, index) : TensorView();
-}
-
-void check_companion(const Tensor& stacked, const char* argument, const Shape& shape,
-                     bool required) {
-  FUSEDMOE_CHECK(stacked.defined() || !required, argument, "undefined",
-                 "given, of shape " + to_string(shape));
-  if (stacked.defined()) check_shape(stacked, argument, shape);
+void check_even(std::int64_t size, const char* argument) {
+  FUSEDMOE_CHECK(size % 2 == 0, argument, fmt::to_string(size), "even: e2m1 packs two per byte");
 }
 
 }  // namespace
@@ -177,15 +206,13 @@ void ExpertWeights::validate() const {
   FUSEDMOE_CHECK(hidden > 0, "weights.hidden", fmt::to_string(hidden), "positive");
   FUSEDMOE_CHECK(intermediate > 0, "weights.intermediate", fmt::to_string(intermediate),
                  "positive");
-  if (is_mxfp4(scheme)) {
-    FUSEDMOE_CHECK(hidden % kBlock == 0, "weights.hidden", fmt::to_string(hidden),
-                   "a multiple of 32, the MXFP4 block");
-    FUSEDMOE_CHECK(intermediate % kBlock == 0, "weights.intermediate", fmt::to_string(intermediate),
-                   "a multiple of 32, the MXFP4 block");
+  const Validator validator(scheme);
+  if (scheme.weights.value == DType::kE2M1) {
+    check_even(hidden, "weights.hidden");
+    check_even(intermediate, "weights.intermediate");
   }
   resolve(activation, activation_params);
   const bool gated = is_gated(activation);
-  const Validator validator(*this);
   const ExpertMatrices& first = experts.front();
   for (std::size_t e = 0; e < experts.size(); ++e) {
     const ExpertMatrices& expert = experts[e];
@@ -206,64 +233,6 @@ void ExpertWeights::validate() const {
                    prefix + ".bias", "given for some matrices only",
                    "given for both or none of gate and up, and alike for every expert");
   }
-}
-
-ExpertWeights ExpertWeights::from_stacked(const Stacked& stacked, QuantScheme scheme,
-                                          Activation activation, ActivationParams params) {
-  const bool mxfp4 = is_mxfp4(scheme);
-  const bool gated = is_gated(activation);
-  const TensorView w13 = matrix_stack(stacked.w13, "w13", stacked.transposed, mxfp4);
-  const TensorView w2 = matrix_stack(stacked.w2, "w2", stacked.transposed, mxfp4);
-  const std::int64_t num_experts = w13.size(0), rows = w13.size(1);
-  FUSEDMOE_CHECK(!gated || rows % 2 == 0, "w13", core::describe(stacked.w13),
-                 "of an even number of gate and up rows");
-
-  ExpertWeights weights;
-  weights.scheme = scheme;
-  weights.hidden = mxfp4 ? w13.size(2) * 2 : w13.size(2);
-  weights.intermediate = gated ? rows / 2 : rows;
-  weights.activation = activation;
-  weights.activation_params = params;
-  const std::int64_t hidden = weights.hidden, intermediate = weights.intermediate;
-
-  check_shape(w2, "w2", {num_experts, hidden, mxfp4 ? intermediate / 2 : intermediate});
-  check_companion(stacked.w13_bias, "w13_bias", {num_experts, rows}, false);
-  check_companion(stacked.w2_bias, "w2_bias", {num_experts, hidden}, false);
-  if (mxfp4) {
-    check_companion(stacked.w13_scales, "w13_scales", {num_experts, rows, hidden / kBlock}, true);
-    check_companion(stacked.w2_scales, "w2_scales", {num_experts, hidden, intermediate / kBlock},
-                    true);
-  } else {
-    FUSEDMOE_CHECK(!stacked.w13_scales.defined() && !stacked.w2_scales.defined(), "scales", "given",
-                   "undefined for " + name(weights.scheme));
-  }
-
-  const auto split_or_whole = [&](const TensorView& fused) {
-    if (!fused.defined()) return Halves{};
-    return gated ? split(fused, stacked.gate_up_layout) : Halves{fused, TensorView()};
-  };
-  for (std::int64_t e = 0; e < num_experts; ++e) {
-    const Halves values = split_or_whole(w13.select(0, e));
-    const Halves scales = split_or_whole(expert_of(stacked.w13_scales, e));
-    const Halves bias = split_or_whole(expert_of(stacked.w13_bias, e));
-    const auto matrix = [](const TensorView& value, const TensorView& scale,
-                           const TensorView& offset) {
-      WeightMatrix result;
-      result.values = value;
-      result.scales = scale;
-      result.bias = offset;
-      return result;
-    };
-    weights.experts.push_back(
-        {matrix(values.gate, scales.gate, bias.gate), matrix(values.up, scales.up, bias.up),
-         matrix(w2.select(0, e), expert_of(stacked.w2_scales, e), expert_of(stacked.w2_bias, e))});
-  }
-  for (const Tensor* tensor : {&stacked.w13, &stacked.w13_scales, &stacked.w13_bias, &stacked.w2,
-                               &stacked.w2_scales, &stacked.w2_bias}) {
-    if (tensor->owner()) weights.owners.push_back(tensor->owner());
-  }
-  weights.validate();
-  return weights;
 }
 
 }  // namespace fusedmoe

@@ -369,7 +369,7 @@ TEST(ReferenceExpertsTest, RefusalsCarryTheirReason) {
   EXPECT_EQ(reason([](C& c) { c.hidden = 0; }), Reason::kShape);
   EXPECT_EQ(reason([](C& c) {
               c.scheme = schemes::mxfp4_w4a16();
-              c.intermediate = 48;
+              c.intermediate = 33;
             }),
             Reason::kShape);
   EXPECT_EQ(reason([](C& c) { c.activation_format = ActivationFormat::kBatchedExperts; }),

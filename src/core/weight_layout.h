@@ -1,0 +1,47 @@
+// What a WeightMatrix of a number format holds, as data: the one place that knows.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+
+#include "fusedmoe/quant.h"
+#include "fusedmoe/tensor.h"
+#include "fusedmoe/weights.h"
+
+namespace fusedmoe::core {
+
+enum class GlobalScale { kNone, kPerMatrix, kPerRow };
+
+struct WeightLayout {
+  std::span<const DType> values_dtypes;  ///< of WeightMatrix::values, the usual one first
+  std::int64_t packing = 1;              ///< elements of a row in one stored value
+  bool rows_contiguous = false;
+  std::span<const DType> scales_dtypes;  ///< empty: not quantized
+  bool zero_points = false;
+  GlobalScale global_scale = GlobalScale::kNone;
+  std::int64_t zero = 0;  ///< zero point of symmetric codes
+
+  bool quantized() const { return !scales_dtypes.empty(); }
+  Shape values_shape(std::int64_t out, std::int64_t in) const {
+    return {out, (in + packing - 1) / packing};
+  }
+};
+
+/// None for a key that no weights have.
+std::optional<WeightLayout> find_weight_layout(const QuantKey& key);
+/// The same; throws Error(argument) for such a key.
+WeightLayout weight_layout(const QuantKey& key, const char* argument);
+
+/// Grid of blocks that cover `count` elements, the first of them `first` elements into a block of
+/// `extent`; -1 is the whole.
+constexpr std::int64_t num_blocks(std::int64_t count, std::int64_t extent, std::int64_t first = 0) {
+  return extent < 0 ? 1 : (first + count + extent - 1) / extent;
+}
+
+/// Block of element `index`.
+constexpr std::int64_t block_of(std::int64_t index, std::int64_t extent, std::int64_t first) {
+  return extent < 0 ? 0 : (first + index) / extent;
+}
+
+}  // namespace fusedmoe::core
