@@ -185,6 +185,22 @@ Subject parse_shape(const std::string& text) {
   return subject;
 }
 
+/// Why a configuration is left out of "all" schemes; empty when it is timed. The reference is timed
+/// only by name.
+std::string why_not_timed(const MoeConfig& config, const std::string& experts) {
+  if (experts.empty()) {
+    const Selection selection = explain(config);
+    if (selection && !selection.experts->is_reference()) return {};
+    return selection.candidates.front().support.text;
+  }
+  try {
+    select(config, experts);
+    return {};
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
 /// Names of the schemes to time; "all": those that the experts serve, and a word on the others.
 std::vector<std::string> schemes_of(const Options& options, const Subject& subject,
                                     const std::string& experts) {
@@ -194,12 +210,11 @@ std::vector<std::string> schemes_of(const Options& options, const Subject& subje
   for (const NamedScheme& entry : named_schemes()) {
     MoeConfig config = moe_config(subject.model, parse_float_dtype(options.dtype));
     config.scheme = entry.scheme;
-    try {
-      // Without a name the best would be the reference, which nobody times.
-      select(config, experts.empty() ? "cpu" : experts);
+    const std::string refusal = why_not_timed(config, experts);
+    if (refusal.empty()) {
       names.push_back(entry.name);
-    } catch (const Error& error) {
-      spdlog::warn("{}: {}", entry.name, error.what());
+    } else {
+      spdlog::warn("{} is left out: {}", entry.name, refusal);
     }
   }
   return names;
@@ -290,7 +305,8 @@ void run(const Options& options) {
 void add_bench(CLI::App& app) {
   auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand("bench", "Time the experts of a model's MoE layer");
-  CLI::Option_group* subject = command->add_option_group("subject")->require_option(1);
+  CLI::Option_group* subject = command->add_option_group("subject");
+  subject->require_option(1);
   subject->add_option("--model", options->models, "Model presets")
       ->delimiter(',')
       ->check(CLI::IsMember(model_preset_names()));

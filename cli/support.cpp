@@ -74,6 +74,13 @@ std::string read_text(const std::string& path) {
   return text;
 }
 
+void write_text(const std::string& path, const std::string& text) {
+  std::ofstream file(path, std::ios::binary);
+  file << text;
+  file.close();
+  if (!file) throw Error(path, "not writable", "a file that can be written");
+}
+
 std::string describe_router(const RouterConfig& router) {
   std::string text =
       fmt::format("{}, top-{} of {}", name(router.scoring), router.topk, router.num_experts);

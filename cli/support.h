@@ -43,6 +43,9 @@ DType parse_float_dtype(const std::string& text);
 /// The whole text of a file; throws Error.
 std::string read_text(const std::string& path);
 
+/// Writes a whole text file; throws Error.
+void write_text(const std::string& path, const std::string& text);
+
 /// "softmax, top-4, renormalized": a router's configuration in one line.
 std::string describe_router(const RouterConfig& router);
 
