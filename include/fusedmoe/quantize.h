@@ -33,11 +33,12 @@ FUSEDMOE_API void quantize(const TensorView& x, const QuantKey& key, const Tenso
 /// How quantize_weights chooses scales.
 struct QuantizeOptions {
   MxScaleRule scale_rule = MxScaleRule::kOcp;  ///< of MXFP4 and MXFP8 weights
+  /// Of the scales of int4 and int8 groups (f32, f16, bf16); they are rounded to it before the
+  /// codes are chosen.
+  DType scale_dtype = DType::kF32;
 };
 
-/// Quantizes one matrix (f32, f16 or bf16 values, any strides; bias kept) into tensors of its own,
-/// in the form that WeightMatrix describes. NVFP4 takes its global scale from `global_amax` where
-/// given (w1 and w3 share one), else from the matrix.
+/// A matrix in tensors of its own, in the form that WeightMatrix describes.
 struct QuantizedMatrix {
   Tensor values, scales, zero_points, global_scale;
   WeightMatrix view() const {
@@ -49,6 +50,9 @@ struct QuantizedMatrix {
     return matrix;
   }
 };
+/// Quantizes one matrix: (out, in) f32, f16 or bf16, any strides, all finite. NVFP4 takes its
+/// global scale from `global_amax` where given (w1 and w3 share one), else from the matrix. A key
+/// without scales converts. Throws Error for keys that no weights have.
 FUSEDMOE_API QuantizedMatrix quantize_weights(const TensorView& values, const QuantKey& key,
                                               const QuantizeOptions& options = {},
                                               std::optional<float> global_amax = {});
@@ -57,5 +61,12 @@ FUSEDMOE_API QuantizedMatrix quantize_weights(const TensorView& values, const Qu
 /// global scale, products rounded once each. W4A8: e4m3(code * group scale) * channel scale.
 FUSEDMOE_API Tensor dequantize_weights(const WeightMatrix& matrix, const QuantKey& key,
                                        std::int64_t in);
+
+/// FP8 per-tensor weights whose gate and up differ in scale, as engines hold them that keep one
+/// scale for the fused w13: the half with the smaller scale becomes codes e4m3(code * own scale *
+/// (1 / larger scale)), fp32 products from left to right, in a tensor of its own; both halves then
+/// have the larger scale. It loses precision, which is why nothing here does it unasked. Throws
+/// Error for weights of another format. Experts without `up` stay as they are.
+FUSEDMOE_API void merge_gate_up_scales(ExpertWeights& weights);
 
 }  // namespace fusedmoe

@@ -73,9 +73,9 @@ Support supports_on_cpu(const MoeConfig& config, ActivationFormat format, bool s
   const std::int64_t unit = config.scheme.weights.value == DType::kE2M1 ? 2 : 1;
   if (config.hidden < 1 || config.intermediate < 1 || config.hidden % unit != 0 ||
       config.intermediate % unit != 0) {
-    return no(Reason::kShape, fmt::format("hidden {}, intermediate {}; takes positive{} numbers",
-                                          config.hidden, config.intermediate,
-                                          unit == 2 ? ", even" : ""));
+    return no(Reason::kShape,
+              fmt::format("hidden {}, intermediate {}; takes positive{} numbers", config.hidden,
+                          config.intermediate, unit == 2 ? ", even" : ""));
   }
   if (config.activation_format != format) {
     return no(Reason::kActivationFormat,

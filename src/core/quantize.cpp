@@ -25,6 +25,7 @@ using core::int8_code;
 constexpr float kE4M3Max = 448.0F, kInt8Max = 127.0F;
 constexpr float kMinTokenScale = 1.0F / (kE4M3Max * 512.0F);
 constexpr float kMinAmax = 1e-10F;  // of groups and of int8 rows
+constexpr std::int64_t kMaxGroup = 4096;
 
 bool per_tensor(const QuantKey& key) {
   return key.group == GroupShape{-1, -1};
@@ -143,6 +144,24 @@ void quantize_group(const float* x, std::int64_t count, const QuantKey& key, flo
 
 namespace core {
 
+bool has_quantizer(const QuantKey& key) {
+  const GroupShape group = key.group;
+  const bool per_row = group.rows == 1 && key.dynamic && (group.cols == -1 || group.cols > 0) &&
+                       group.cols <= kMaxGroup;
+  switch (key.value) {
+    case DType::kE4M3:
+      if (key.scale == DType::kE8M0) return per_row && group.cols > 0;
+      return key.scale == DType::kF32 && (per_tensor(key) || per_row);
+    case DType::kI8:
+      return key.scale == DType::kF32 && per_row;
+    case DType::kE2M1:
+      if (is_nvfp4(key)) return key.dynamic && group == GroupShape{1, 16};
+      return key.dynamic && is_mx(key);
+    default:
+      return false;
+  }
+}
+
 std::int64_t scales_per_row(const QuantKey& key, std::int64_t count) {
   return key.group.cols < 0 ? 1 : (count + key.group.cols - 1) / key.group.cols;
 }
@@ -210,22 +229,6 @@ void quantize_row(const float* x, std::int64_t count, const QuantKey& key, float
 namespace {
 
 constexpr std::int64_t kParallelElements = 1 << 15;
-constexpr std::int64_t kMaxGroup = 4096;
-
-void check_key(const QuantKey& key) {
-  const GroupShape group = key.group;
-  const bool per_row = group.rows == 1 && key.dynamic && (group.cols == -1 || group.cols > 0) &&
-                       group.cols <= kMaxGroup;
-  bool known = false;
-  if (key.value == DType::kE4M3 && key.scale == DType::kF32) known = per_tensor(key) || per_row;
-  if (key.value == DType::kE4M3 && key.scale == DType::kE8M0) known = per_row && group.cols > 0;
-  if (key.value == DType::kI8 && key.scale == DType::kF32) known = per_row;
-  if (key.value == DType::kE2M1) {
-    known = key.dynamic &&
-            (key.scale == DType::kE8M0 ? is_mx(key) : is_nvfp4(key) && group == GroupShape{1, 16});
-  }
-  FUSEDMOE_CHECK(known, "key", name(QuantScheme{key, {}}), "a number format of activations");
-}
 
 /// Row `row` of x as f32, `buffer` or x itself, from column `begin` on.
 const float* load_row(const TensorView& x, std::int64_t row, std::int64_t begin, std::int64_t count,
@@ -291,7 +294,8 @@ float scale_of_tensor(const TensorView& x) {
 }  // namespace
 
 QuantizedShape quantized_shape(const QuantKey& key, std::int64_t rows, std::int64_t cols) {
-  check_key(key);
+  FUSEDMOE_CHECK(core::has_quantizer(key), "key", name(QuantScheme{key, {}}),
+                 "a number format of activations");
   QuantizedShape result;
   const bool packed = key.value == DType::kE2M1;
   result.values_dtype = packed ? DType::kU8 : key.value;

@@ -8,6 +8,9 @@
 
 namespace fusedmoe::core {
 
+/// Whether quantize() knows the key.
+bool has_quantizer(const QuantKey& key);
+
 /// Scales of one row of `count` elements: 1 or one per group.
 std::int64_t scales_per_row(const QuantKey& key, std::int64_t count);
 

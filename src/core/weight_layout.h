@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
@@ -32,6 +33,11 @@ struct WeightLayout {
 std::optional<WeightLayout> find_weight_layout(const QuantKey& key);
 /// The same; throws Error(argument) for such a key.
 WeightLayout weight_layout(const QuantKey& key, const char* argument);
+
+/// Throws Error naming the part of `argument` that is not as WeightMatrix says for an (out, in)
+/// matrix of the key. Reads all scales; does not look at the input scale.
+void check_matrix(const WeightMatrix& matrix, const QuantKey& key, const std::string& argument,
+                  std::int64_t out, std::int64_t in);
 
 /// Grid of blocks that cover `count` elements, the first of them `first` elements into a block of
 /// `extent`; -1 is the whole.

@@ -84,16 +84,10 @@ void check_scales_finite(const TensorView& scales, DType code, const std::string
   }
 }
 
-class Validator {
+class MatrixChecker {
  public:
-  explicit Validator(const QuantScheme& scheme)
-      : key_(scheme.weights), layout_(core::weight_layout(key_, "weights.scheme")) {
-    if (!scheme.activations) return;
-    const QuantKey& activations = *scheme.activations;
-    needs_input_scale_ = !activations.dynamic || activations.global_scale;
-  }
-
-  const WeightLayout& layout() const { return layout_; }
+  explicit MatrixChecker(const QuantKey& key)
+      : key_(key), layout_(core::weight_layout(key, "weights.scheme")) {}
 
   // out x in is the shape of the matrix before packing.
   void check(const WeightMatrix& matrix, const std::string& argument, std::int64_t out,
@@ -105,7 +99,6 @@ class Validator {
     if (layout_.rows_contiguous) check_rows_contiguous(matrix.values, values);
     check_scales(matrix, argument, out, in);
     check_global_scale(matrix.global_scale, argument + ".global_scale", out);
-    check_input_scale(matrix.input_scale, argument + ".input_scale");
     if (!matrix.bias.defined()) return;
     const std::string bias = argument + ".bias";
     check_shape(matrix.bias, bias, {out});
@@ -153,9 +146,18 @@ class Validator {
     }
   }
 
-  // One that the scheme does not use is ignored: checkpoints for static scales have them.
-  void check_input_scale(const TensorView& view, const std::string& argument) const {
-    if (!needs_input_scale_) return;
+  const QuantKey& key_;
+  WeightLayout layout_;
+};
+
+// A scale that the scheme does not use is not looked at: checkpoints for static scales have them.
+class InputScaleChecker {
+ public:
+  explicit InputScaleChecker(const std::optional<QuantKey>& activations)
+      : needed_(activations && (!activations->dynamic || activations->global_scale)) {}
+
+  void check(const TensorView& view, const std::string& argument) const {
+    if (!needed_) return;
     check_shape(view, argument, {1});
     FUSEDMOE_CHECK(view.dtype() == DType::kF32, argument, core::describe(view), "f32");
     check_memory(view, argument);
@@ -164,9 +166,8 @@ class Validator {
                    "finite and positive");
   }
 
-  const QuantKey& key_;
-  WeightLayout layout_;
-  bool needs_input_scale_ = false;
+ private:
+  bool needed_;
 };
 
 std::int64_t stored_bytes(const WeightMatrix& matrix) {
@@ -183,6 +184,15 @@ void check_even(std::int64_t size, const char* argument) {
 }
 
 }  // namespace
+
+namespace core {
+
+void check_matrix(const WeightMatrix& matrix, const QuantKey& key, const std::string& argument,
+                  std::int64_t out, std::int64_t in) {
+  MatrixChecker(key).check(matrix, argument, out, in);
+}
+
+}  // namespace core
 
 bool ExpertWeights::has_bias() const {
   for (const ExpertMatrices& expert : experts) {
@@ -206,7 +216,8 @@ void ExpertWeights::validate() const {
   FUSEDMOE_CHECK(hidden > 0, "weights.hidden", fmt::to_string(hidden), "positive");
   FUSEDMOE_CHECK(intermediate > 0, "weights.intermediate", fmt::to_string(intermediate),
                  "positive");
-  const Validator validator(scheme);
+  const MatrixChecker checker(scheme.weights);
+  const InputScaleChecker input_scale(scheme.activations);
   if (scheme.weights.value == DType::kE2M1) {
     check_even(hidden, "weights.hidden");
     check_even(intermediate, "weights.intermediate");
@@ -217,15 +228,20 @@ void ExpertWeights::validate() const {
   for (std::size_t e = 0; e < experts.size(); ++e) {
     const ExpertMatrices& expert = experts[e];
     const std::string prefix = fmt::format("weights.experts[{}]", e);
-    validator.check(expert.gate, prefix + ".gate", intermediate, hidden);
+    const auto check = [&](const WeightMatrix& matrix, const char* part, std::int64_t out,
+                           std::int64_t in) {
+      checker.check(matrix, prefix + part, out, in);
+      input_scale.check(matrix.input_scale, prefix + part + ".input_scale");
+    };
+    check(expert.gate, ".gate", intermediate, hidden);
     if (gated) {
-      validator.check(expert.up, prefix + ".up", intermediate, hidden);
+      check(expert.up, ".up", intermediate, hidden);
     } else {
       FUSEDMOE_CHECK(!expert.up.values.defined(), prefix + ".up.values",
                      core::describe(expert.up.values),
                      fmt::format("undefined for {}", name(activation)));
     }
-    validator.check(expert.down, prefix + ".down", hidden, intermediate);
+    check(expert.down, ".down", hidden, intermediate);
     const bool bias13 = first.gate.bias.defined();
     FUSEDMOE_CHECK(expert.gate.bias.defined() == bias13 &&
                        expert.up.bias.defined() == (bias13 && gated) &&

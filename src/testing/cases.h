@@ -37,7 +37,7 @@ struct Case {
   bool expert_map = false;       ///< every third expert is remote, local ids run backwards
   bool weight_on_input = false;  ///< topk = 1
   GateUpLayout gate_up_layout = GateUpLayout::kGateUp;
-  bool transposed = false;  ///< (E, in, out) instead of (E, out, in); not for MXFP4
+  bool transposed = false;  ///< (E, in, out) instead of (E, out, in); not for packed values
   std::uint64_t seed = 0;
 };
 
@@ -46,9 +46,11 @@ struct Case {
 /// of a token are distinct, so every case suits the batched format too.
 std::vector<Case> awkward_cases();
 
-/// A case with its tensors. Weights ~ N(0, 1 / fan-in), so outputs are of order one; MXFP4 blocks
-/// have random codes and scales around 1 / sqrt(fan-in). Biases ~ N(0, 1/4). Hidden states ~
-/// N(0, 1) are bf16 values. The same case gives the same numbers in every layout of the weights.
+/// A case with its tensors. Weights ~ N(0, 1 / fan-in), so outputs are of order one, quantized
+/// where the scheme says so; MXFP4 blocks have random codes and scales around 1 / sqrt(fan-in).
+/// Biases ~ N(0, 1/4). Hidden states ~ N(0, 1) are bf16 values. The same case gives the same
+/// numbers in every layout of the weights, but for scale blocks of several rows, which count from
+/// the first row of w13.
 struct Problem {
   Case spec;
   ExpertWeights weights;  ///< local experts only, when there is an expert map; views of stacked
