@@ -8,6 +8,7 @@ namespace fusedmoe::cli {
 
 void add_run(CLI::App& app);
 void add_synth(CLI::App& app);
+void add_quantize(CLI::App& app);
 void add_inspect(CLI::App& app);
 void add_explain(CLI::App& app);
 void add_doctor(CLI::App& app);

@@ -29,6 +29,7 @@ int main(int argc, char** argv) {
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   fusedmoe::cli::add_run(app);
   fusedmoe::cli::add_synth(app);
+  fusedmoe::cli::add_quantize(app);
   fusedmoe::cli::add_inspect(app);
   fusedmoe::cli::add_explain(app);
   fusedmoe::cli::add_doctor(app);

@@ -101,7 +101,7 @@ CheckpointFiles open_directory(const fs::path& directory) {
                  "a checkpoint: config.json and *.safetensors");
   result.config_json = read_text(config, kMaxConfigBytes);
   result.json_paths.push_back(config.string());
-  const fs::path index = directory / "model.safetensors.index.json";
+  const fs::path index = directory / kIndexName;
   if (fs::exists(index)) {
     result.json_paths.push_back(index.string());
     open_shards(directory, index, result);
@@ -113,17 +113,21 @@ CheckpointFiles open_directory(const fs::path& directory) {
 
 }  // namespace
 
+CheckpointFiles single_file(CheckpointFile file) {
+  CheckpointFiles result;
+  const auto& metadata = file.contents.metadata();
+  const auto config = metadata.find("config");
+  FUSEDMOE_CHECK(config != metadata.end(), file.path, "a file without metadata key config",
+                 "one that holds its config.json there, or a directory with config.json");
+  result.config_json = config->second;
+  result.files.push_back(std::move(file));
+  return result;
+}
+
 CheckpointFiles open_checkpoint_files(const fs::path& path) {
   try {
     if (fs::is_directory(path)) return open_directory(path);
-    CheckpointFiles result;
-    result.files.push_back({path.string(), SafetensorsFile::open(path)});
-    const auto& metadata = result.files.front().contents.metadata();
-    const auto config = metadata.find("config");
-    FUSEDMOE_CHECK(config != metadata.end(), path.string(), "a file without metadata key config",
-                   "one that holds its config.json there, or a directory with config.json");
-    result.config_json = config->second;
-    return result;
+    return single_file({path.string(), SafetensorsFile::open(path)});
   } catch (const fs::filesystem_error& error) {
     throw Error(path.string(), error.code().message(), "readable");
   }
