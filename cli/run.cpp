@@ -35,17 +35,9 @@ struct Options {
   bool json = false;
 };
 
-/// The named tensor as (num_tokens, hidden) of `dtype`.
+/// The hidden states of --input as `dtype`.
 Tensor load_hidden_states(const Options& options, std::int64_t hidden, DType dtype) {
-  const Tensor stored = SafetensorsFile::open(options.input).tensor(options.input_name);
-  const std::string what = fmt::format("{} of {}", options.input_name, options.input);
-  if (stored.rank() != 2 || stored.size(1) != hidden) {
-    throw Error(what, to_string(stored.shape()), fmt::format("[num_tokens, {}]", hidden));
-  }
-  const DType from = stored.dtype();
-  if (from != DType::kF64 && from != DType::kF32 && from != DType::kF16 && from != DType::kBF16) {
-    throw Error(what, std::string(name(from)), "f32, bf16, f16 or f64");
-  }
+  const Tensor stored = load_tensor(options.input, options.input_name, hidden);
   Tensor x = Tensor::empty(stored.shape(), dtype);
   convert(stored, x);
   return x;

@@ -40,6 +40,9 @@ std::string format_bytes(std::int64_t bytes);
 /// f32, bf16 or f16; throws Error otherwise.
 DType parse_float_dtype(const std::string& text);
 
+/// A floating tensor (any number of rows, columns) of a safetensors file; throws Error.
+Tensor load_tensor(const std::string& path, const std::string& name, std::int64_t columns);
+
 /// The whole text of a file; throws Error.
 std::string read_text(const std::string& path);
 
