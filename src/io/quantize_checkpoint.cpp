@@ -9,6 +9,7 @@
 #include "core/check.h"
 #include "core/quantize.h"
 #include "fusedmoe/calibrate.h"
+#include "fusedmoe/formats.h"
 #include "fusedmoe/quantize.h"
 #include "io/checkpoint_writer.h"
 #include "io/json.h"
