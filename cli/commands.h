@@ -13,5 +13,6 @@ void add_inspect(CLI::App& app);
 void add_explain(CLI::App& app);
 void add_doctor(CLI::App& app);
 void add_bench(CLI::App& app);
+void add_compare(CLI::App& app);
 
 }  // namespace fusedmoe::cli

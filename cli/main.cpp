@@ -34,6 +34,7 @@ int main(int argc, char** argv) {
   fusedmoe::cli::add_explain(app);
   fusedmoe::cli::add_doctor(app);
   fusedmoe::cli::add_bench(app);
+  fusedmoe::cli::add_compare(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

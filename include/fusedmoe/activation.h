@@ -43,6 +43,7 @@ struct ActivationParams {
 struct ResolvedActivation {
   Activation kind;
   float alpha, beta, limit, situ_beta, situ_linear_beta;
+  bool operator==(const ResolvedActivation&) const = default;
 };
 
 /// Throws Error when a required parameter is missing, one is not finite, or one is set that the

@@ -116,10 +116,40 @@ PackedWeights::Info make_packed_info(std::string_view implementation,
   return info;
 }
 
+void check_expert(const Experts& experts, const PackedWeights& packed, std::int64_t expert) {
+  FUSEDMOE_CHECK(experts.accepts(packed), "packed", packed.info().implementation,
+                 fmt::format("packed by {}", experts.name()));
+  FUSEDMOE_CHECK(expert >= 0 && expert < packed.info().num_experts, "expert",
+                 fmt::to_string(expert), fmt::format("in [0, {})", packed.info().num_experts));
+}
+
+void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& packed) {
+  const PackedWeights::Info info = make_packed_info(packed.implementation, weights);
+  FUSEDMOE_CHECK(info.scheme == packed.scheme, "weights.scheme", name(info.scheme),
+                 name(packed.scheme));
+  FUSEDMOE_CHECK(info.hidden == packed.hidden && info.intermediate == packed.intermediate,
+                 "weights", fmt::format("{} x {}", info.hidden, info.intermediate),
+                 fmt::format("{} x {}", packed.hidden, packed.intermediate));
+  FUSEDMOE_CHECK(info.activation == packed.activation, "weights.activation",
+                 fmt::format("{}, or other parameters", name(info.activation.kind)),
+                 fmt::format("{} as packed", name(packed.activation.kind)));
+  FUSEDMOE_CHECK(info.has_bias == packed.has_bias, "weights.bias", info.has_bias ? "given" : "none",
+                 packed.has_bias ? "given" : "none");
+  const auto check_scale = [](std::optional<float> now, std::optional<float> before) {
+    FUSEDMOE_CHECK(!now || *now <= *before, "weights.input_scale", fmt::to_string(*now),
+                   fmt::format("at most {}, the one packed", *before));
+  };
+  check_scale(info.a1_scale, packed.a1_scale);
+  check_scale(info.a2_scale, packed.a2_scale);
+}
+
 ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs& args) {
   FUSEDMOE_CHECK(args.weights && experts.accepts(*args.weights), "weights",
                  args.weights ? args.weights->info().implementation : "null",
                  fmt::format("packed by {}", experts.name()));
+  FUSEDMOE_CHECK(!args.hooks || experts.has_hooks(), "hooks",
+                 fmt::format("given to {}", experts.name()),
+                 "given to experts with injection points only");
   const bool batched = experts.activation_format() == ActivationFormat::kBatchedExperts;
   const PackedWeights::Info& info = args.weights->info();
   const TensorView& x = args.hidden_states;
@@ -137,16 +167,10 @@ ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs&
   }
   FUSEDMOE_CHECK(args.output.defined() && is_activation_dtype(args.output.dtype()), "output",
                  describe(args.output), "f32, bf16 or f16");
-  ProblemSize problem;
-  problem.num_local_experts = info.num_experts;
-  problem.hidden = info.hidden;
-  problem.intermediate = info.intermediate;
-  problem.dtype = args.output.dtype();
-  problem.scheme = info.scheme;
+  ProblemSize problem = ProblemSize::of(info, 0, 1, args.output.dtype());
   if (batched) {
     check_tensor(x, "hidden_states", x.dtype(), {info.num_experts, -1, info.hidden});
     problem.num_tokens = x.size(1);
-    problem.topk = 1;
     check_batched(args, problem);
   } else {
     check_tensor(x, "hidden_states", x.dtype(), {-1, info.hidden});

@@ -19,6 +19,14 @@ Support supports_on_cpu(const MoeConfig& config, ActivationFormat format, bool s
 /// What every implementation keeps of the weights it packs; validates them.
 PackedWeights::Info make_packed_info(std::string_view implementation, const ExpertWeights& weights);
 
+/// Throws Error unless `experts` accept the weights and they have this expert.
+void check_expert(const Experts& experts, const PackedWeights& packed, std::int64_t expert);
+
+/// Throws Error unless the first of `weights` can replace an expert of packed ones: valid, and of
+/// the same scheme, sizes, activation and biases. Static scales per tensor stay those of the
+/// packing, so its input scales may not be larger.
+void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& packed);
+
 /// The size of the problem that `args` describe. Throws Error for weights that `experts` do not
 /// accept, shapes, dtypes or counts that do not fit them, and missing workspaces.
 ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs& args);

@@ -8,9 +8,12 @@
 
 #include "core/check.h"
 #include "core/experts_args.h"
+#include "core/quantize.h"
+#include "core/weight_layout.h"
 #include "core/workspace.h"
 #include "reference/activation.h"
 #include "reference/matrix.h"
+#include "reference/unfused.h"
 
 namespace fusedmoe::reference {
 namespace {
@@ -22,11 +25,18 @@ constexpr std::int64_t kParallelWork = 1 << 16;
 class ReferenceWeights final : public PackedWeights {
  public:
   ReferenceWeights(Info info, ExpertWeights weights)
-      : PackedWeights(std::move(info)), source(std::move(weights)) {}
+      : PackedWeights(std::move(info)),
+        source(std::move(weights)),
+        replaced(source.experts.size()) {}
 
-  std::int64_t nbytes() const override { return 0; }
+  std::int64_t nbytes() const override {
+    std::int64_t total = 0;
+    for (const ExpertWeights& expert : replaced) total += expert.nbytes();
+    return total;
+  }
 
-  const ExpertWeights source;
+  ExpertWeights source;
+  std::vector<ExpertWeights> replaced;  // what repack has copied: owns the memory of those experts
 };
 
 /// Sizes of one apply. The batched format has num_experts * max_tokens rows and as many slots.
@@ -36,27 +46,37 @@ struct Sizes {
   std::int64_t num_experts;
   std::int64_t hidden;
   std::int64_t intermediate;
+
+  /// Room for what either GEMM multiplies.
+  std::int64_t operand_width() const { return std::max(hidden, intermediate); }
 };
 
 /// What lies in the two workspaces.
 struct Buffers {
   double* gate_up;        // (slots, 2 * intermediate), in workspace 13
-  float* x;               // (rows, hidden), hidden_states widened
-  float* h;               // (slots, intermediate), activated
+  double* operand;        // (slots, operand_width): rows of x, then activated ones, decoded
   double* y;              // (slots, hidden)
   std::int64_t* slots;    // (slots): those of expert 0, of expert 1, ...
   std::int64_t* offsets;  // (num_experts + 1) into `slots`
+  // With quantized activations, (slots, ...): rows before and after quantization.
+  float* unquantized;   // operand_width
+  std::uint8_t* codes;  // operand_width
+  float* scales;        // scales_per_row, of any type
 
   std::size_t bytes13, bytes2;
 
-  Buffers(const Sizes& n, void* workspace13, void* workspace2) {
+  Buffers(const Sizes& n, const std::optional<QuantKey>& key, void* workspace13, void* workspace2) {
     core::WorkspaceCutter in13(workspace13), in2(workspace2);
+    const std::int64_t width = n.operand_width();
     gate_up = take<double>(in13, {n.slots, 2, n.intermediate});
-    x = take<float>(in2, {n.rows, n.hidden});
-    h = take<float>(in2, {n.slots, n.intermediate});
+    operand = take<double>(in2, {n.slots, width});
     y = take<double>(in2, {n.slots, n.hidden});
     slots = take<std::int64_t>(in2, {n.slots});
     offsets = take<std::int64_t>(in2, {n.num_experts + 1});
+    const std::int64_t quantized = key ? n.slots : 0;
+    unquantized = take<float>(in2, {quantized, width});
+    codes = take<std::uint8_t>(in2, {quantized, width});
+    scales = take<float>(in2, {quantized, key ? core::scales_per_row(*key, width) : 0});
     bytes13 = in13.used();
     bytes2 = in2.used();
   }
@@ -68,18 +88,20 @@ struct Buffers {
   }
 };
 
-/// y[slot] = x[slot / slots_per_row] matrix^T + bias for the `count` slots of one expert.
+/// y[slot] = x[slot] matrix^T + bias for the `count` slots of one expert.
 struct Linear {
   const WeightMatrix& matrix;  // (out, in)
+  const QuantKey& key;
+  std::int64_t out, in;
   const std::int64_t* slots;
   std::int64_t count;
-  std::int64_t slots_per_row;
-  const float* x;
+  const double* x;
+  std::int64_t x_stride;
   double* y;
   std::int64_t y_stride;
 };
 
-double dot(const float* x, const double* w, std::int64_t count) {
+double dot(const double* x, const double* w, std::int64_t count) {
   double sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (std::int64_t i = 0; i < count; ++i) sum += x[i] * w[i];
@@ -88,21 +110,19 @@ double dot(const float* x, const double* w, std::int64_t count) {
 
 void apply_linear(const Linear& a) {
   constexpr std::int64_t kChunk = 512;  // columns decoded at a time, once for all slots
-  const std::int64_t out = a.matrix.values.size(0);
-  const std::int64_t in = a.matrix.values.size(1) * (a.matrix.scales ? 2 : 1);
 #pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (out * in * a.count >= kParallelWork)
-  for (std::int64_t o = 0; o < out; ++o) {
+    num_threads(num_threads()) if (a.out * a.in * a.count >= kParallelWork)
+  for (std::int64_t o = 0; o < a.out; ++o) {
     for (std::int64_t r = 0; r < a.count; ++r) {
       a.y[a.slots[r] * a.y_stride + o] = bias(a.matrix, o);
     }
-    for (std::int64_t begin = 0; begin < in; begin += kChunk) {
-      const std::int64_t columns = std::min(kChunk, in - begin);
+    for (std::int64_t begin = 0; begin < a.in; begin += kChunk) {
+      const std::int64_t columns = std::min(kChunk, a.in - begin);
       double w[kChunk];
-      for (std::int64_t i = 0; i < columns; ++i) w[i] = element(a.matrix, o, begin + i);
+      for (std::int64_t i = 0; i < columns; ++i) w[i] = element(a.matrix, a.key, o, begin + i);
       for (std::int64_t r = 0; r < a.count; ++r) {
         const std::int64_t slot = a.slots[r];
-        a.y[slot * a.y_stride + o] += dot(a.x + slot / a.slots_per_row * in + begin, w, columns);
+        a.y[slot * a.y_stride + o] += dot(a.x + slot * a.x_stride + begin, w, columns);
       }
     }
   }
@@ -118,10 +138,14 @@ std::int64_t local_expert(const ExpertsArgs& args, std::int64_t num_experts, std
 
 class ReferenceExperts final : public ModularExperts {
  public:
-  explicit ReferenceExperts(ActivationFormat format) : format_(format) {}
+  ReferenceExperts(ActivationFormat format, bool unfused) : format_(format), unfused_(unfused) {}
 
-  std::string_view name() const override { return batched() ? "reference_batched" : "reference"; }
+  std::string_view name() const override {
+    return unfused_ ? "reference_unfused" : batched() ? "reference_batched" : "reference";
+  }
   ActivationFormat activation_format() const override { return format_; }
+  bool is_reference() const override { return true; }
+  bool has_hooks() const override { return unfused_; }
   WeightAndReduce weight_and_reduce() const override {
     return batched() ? WeightAndReduce::kDelegate : WeightAndReduce::kNoOp;
   }
@@ -133,22 +157,24 @@ class ReferenceExperts final : public ModularExperts {
   WorkspacePlan plan(const ProblemSize& problem) const override;
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                       const PackProgress& progress) const override;
+  ExpertWeights unpack(const PackedWeights& packed, std::int64_t expert) const override;
+  void repack(const ExpertWeights& weights, std::int64_t expert,
+              PackedWeights& packed) const override;
   void apply(const ExpertsArgs& args) const override;
 
  private:
   bool batched() const { return format_ == ActivationFormat::kBatchedExperts; }
   Sizes sizes(const ProblemSize& problem) const;
-  void group_slots(const ExpertsArgs& args, const Sizes& n, const Buffers& buffers) const;
 
   const ActivationFormat format_;
+  const bool unfused_;
 };
 
 Support ReferenceExperts::supports(const MoeConfig& config) const {
-  bool known = config.scheme == schemes::mxfp4_w4a16();
-  for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
-    known = known || config.scheme == schemes::unquantized(dtype);
-  }
-  return core::supports_on_cpu(config, format_, known, "f32, f16, bf16, mxfp4_w4a16");
+  const std::optional<QuantKey>& activations = config.scheme.activations;
+  const bool known = core::find_weight_layout(config.scheme.weights) &&
+                     (!activations || core::has_quantizer(*activations));
+  return core::supports_on_cpu(config, format_, known, "every named scheme");
 }
 
 Sizes ReferenceExperts::sizes(const ProblemSize& p) const {
@@ -158,10 +184,11 @@ Sizes ReferenceExperts::sizes(const ProblemSize& p) const {
 }
 
 WorkspacePlan ReferenceExperts::plan(const ProblemSize& problem) const {
-  const Buffers buffers(sizes(problem), nullptr, nullptr);
+  const Buffers buffers(sizes(problem), problem.scheme.activations, nullptr, nullptr);
   WorkspacePlan plan;
   plan.workspace13_bytes = buffers.bytes13;
   plan.workspace2_bytes = buffers.bytes2;
+  if (unfused_) plan.workspace2_bytes += UnfusedRows(problem, nullptr).bytes();
   plan.output_shape = batched()
                           ? Shape{problem.num_local_experts, problem.num_tokens, problem.hidden}
                           : Shape{problem.num_tokens, problem.hidden};
@@ -179,24 +206,50 @@ std::shared_ptr<PackedWeights> ReferenceExperts::pack(const ExpertWeights& weigh
   return packed;
 }
 
-void ReferenceExperts::group_slots(const ExpertsArgs& args, const Sizes& n,
-                                   const Buffers& buffers) const {
-  std::int64_t count = 0;
-  for (std::int64_t e = 0; e < n.num_experts; ++e) {
-    buffers.offsets[e] = count;
-    if (batched()) {
-      const std::int64_t max_tokens = args.hidden_states.size(1);
-      for (std::int64_t i = 0; i < args.expert_num_tokens.as<const std::int32_t>()[e]; ++i) {
-        buffers.slots[count++] = e * max_tokens + i;
-      }
-    } else {
-      const auto* ids = args.topk_ids.as<const std::int32_t>();
-      for (std::int64_t slot = 0; slot < n.slots; ++slot) {
-        if (local_expert(args, n.num_experts, ids[slot]) == e) buffers.slots[count++] = slot;
-      }
+/// A view's elements in memory of its own.
+TensorView owned_copy(const TensorView& view, std::vector<std::shared_ptr<const void>>& owners) {
+  if (!view) return {};
+  const Tensor copy = Tensor::empty(view.shape(), view.dtype());
+  const std::int64_t width = bytes(view.dtype(), 1);
+  const std::int64_t columns = view.rank() == 2 ? view.size(1) : 1;
+  for (std::int64_t i = 0; i < view.numel(); ++i) {
+    const std::int64_t column = view.rank() == 2 ? i % columns * view.stride(1) : 0;
+    std::copy_n(view.as<const char>() + (i / columns * view.stride(0) + column) * width, width,
+                copy.as<char>() + i * width);
+  }
+  owners.push_back(copy.owner());
+  return copy;
+}
+
+/// One expert in tensors of its own.
+ExpertWeights copy_expert(const ExpertWeights& weights, std::int64_t expert) {
+  ExpertWeights result = weights;
+  result.owners.clear();
+  result.experts = {weights.experts[static_cast<std::size_t>(expert)]};
+  ExpertMatrices& matrices = result.experts.front();
+  for (WeightMatrix* matrix : {&matrices.gate, &matrices.up, &matrices.down}) {
+    for (TensorView WeightMatrix::*part :
+         {&WeightMatrix::values, &WeightMatrix::scales, &WeightMatrix::zero_points,
+          &WeightMatrix::global_scale, &WeightMatrix::input_scale, &WeightMatrix::bias}) {
+      matrix->*part = owned_copy(matrix->*part, result.owners);
     }
   }
-  buffers.offsets[n.num_experts] = count;
+  return result;
+}
+
+ExpertWeights ReferenceExperts::unpack(const PackedWeights& packed, std::int64_t expert) const {
+  core::check_expert(*this, packed, expert);
+  return copy_expert(static_cast<const ReferenceWeights&>(packed).source, expert);
+}
+
+void ReferenceExperts::repack(const ExpertWeights& weights, std::int64_t expert,
+                              PackedWeights& packed) const {
+  core::check_expert(*this, packed, expert);
+  core::check_replacement(weights, packed.info());
+  auto& target = static_cast<ReferenceWeights&>(packed);
+  const auto index = static_cast<std::size_t>(expert);
+  target.replaced[index] = copy_expert(weights, 0);
+  target.source.experts[index] = target.replaced[index].experts.front();
 }
 
 /// out[token] = sum over its slots of weight * y, rounded once.
@@ -232,54 +285,225 @@ void store_batched(const ExpertsArgs& args, const Sizes& n, const double* y) {
   }
 }
 
+/// One apply(): the steps in the order they are taken.
+class Forward {
+ public:
+  Forward(const ExpertsArgs& args, const Sizes& n, const ProblemSize& problem, bool batched,
+          bool quantized_inputs)
+      : args_(args),
+        n_(n),
+        dtype_(problem.dtype),
+        topk_(batched ? 1 : problem.topk),
+        batched_(batched),
+        quantized_inputs_(quantized_inputs),
+        weights_(static_cast<const ReferenceWeights&>(*args.weights).source),
+        key_(weights_.scheme.activations),
+        b_(n, key_, args.workspace13, args.workspace2) {}
+
+  /// Steps whose results are rounded and pass the hooks, behind the other buffers in workspace 2.
+  void set_unfused(const ProblemSize& problem) {
+    unfused_.emplace(problem, static_cast<char*>(args_.workspace2) + b_.bytes2);
+    hooks_ = args_.hooks ? args_.hooks : &kNoHooks;
+  }
+
+  void run() {
+    group_slots();
+    if (unfused_) unfused_->set_order(b_.slots, b_.offsets);
+    for (std::int64_t e = 0; e < n_.num_experts; ++e) {
+      if (count(e) == 0) continue;
+      load_inputs(e);
+      multiply_gate_and_up(e);
+    }
+    if (unfused_) {
+      const std::int64_t width = (gated() ? 2 : 1) * n_.intermediate;
+      unfused_->after_gemm1(*hooks_, quantized_inputs_ ? TensorView() : args_.hidden_states,
+                            {b_.gate_up, 2 * n_.intermediate, width});
+    }
+    for (std::int64_t e = 0; e < n_.num_experts; ++e) activate_rows(e);
+    if (unfused_) {
+      unfused_->after_activation(*hooks_, {b_.operand, n_.operand_width(), n_.intermediate});
+    }
+    if (key_) keep_unquantized();
+    const float tensor_scale = scale_of_activated();
+    for (std::int64_t e = 0; e < n_.num_experts; ++e) {
+      if (count(e) == 0) continue;
+      if (key_) quantize_rows(e, n_.intermediate, *key_, scale_of_expert(e, tensor_scale));
+      multiply(weights_.experts[static_cast<std::size_t>(e)].down, e, n_.hidden, n_.intermediate,
+               b_.y, n_.hidden);
+    }
+    if (unfused_) unfused_->after_gemm2(*hooks_, {b_.y, n_.hidden, n_.hidden});
+    if (batched_) {
+      store_batched(args_, n_, b_.y);
+    } else {
+      weight_and_sum(args_, n_, b_.y);
+    }
+  }
+
+ private:
+  std::int64_t count(std::int64_t e) const { return b_.offsets[e + 1] - b_.offsets[e]; }
+  const std::int64_t* slots(std::int64_t e) const { return b_.slots + b_.offsets[e]; }
+
+  void group_slots() {
+    std::int64_t count = 0;
+    for (std::int64_t e = 0; e < n_.num_experts; ++e) {
+      b_.offsets[e] = count;
+      if (batched_) {
+        const std::int64_t max_tokens = args_.hidden_states.size(1);
+        for (std::int64_t i = 0; i < args_.expert_num_tokens.as<const std::int32_t>()[e]; ++i) {
+          b_.slots[count++] = e * max_tokens + i;
+        }
+      } else {
+        const auto* ids = args_.topk_ids.as<const std::int32_t>();
+        for (std::int64_t slot = 0; slot < n_.slots; ++slot) {
+          if (local_expert(args_, n_.num_experts, ids[slot]) == e) b_.slots[count++] = slot;
+        }
+      }
+    }
+    b_.offsets[n_.num_experts] = count;
+  }
+
+  /// Rows of x for one expert: decoded, widened, or quantized here and decoded.
+  void load_inputs(std::int64_t e) {
+    const std::int64_t width = n_.operand_width();
+    for (std::int64_t r = 0; r < count(e); ++r) {
+      const std::int64_t slot = slots(e)[r], row = slot / topk_;
+      double* x = b_.operand + slot * width;
+      if (quantized_inputs_) {
+        const QuantizedRow codes = input_row(row);
+        for (std::int64_t i = 0; i < n_.hidden; ++i) x[i] = element(codes, i);
+        continue;
+      }
+      const TensorView& states = args_.hidden_states;
+      for (std::int64_t i = 0; i < n_.hidden; ++i) {
+        x[i] = load(states.data(), states.dtype(), row * n_.hidden + i);
+        if (key_) b_.unquantized[slot * width + i] = static_cast<float>(x[i]);
+      }
+    }
+    if (!key_ || quantized_inputs_) return;
+    const ExpertMatrices& expert = weights_.experts[static_cast<std::size_t>(e)];
+    quantize_rows(e, n_.hidden, *key_, std::max(input_scale(expert.gate), input_scale(expert.up)));
+  }
+
+  QuantizedRow input_row(std::int64_t row) const {
+    const bool per_tensor = key_->group.rows < 0;
+    const std::int64_t row_bytes = core::scales_per_row(*key_, n_.hidden) * bytes(*key_->scale, 1);
+    return {*key_, args_.hidden_states.as<const std::uint8_t>() + row * n_.hidden,
+            args_.hidden_scales.as<const char>() + (per_tensor ? 0 : row * row_bytes)};
+  }
+
+  /// 0 for a matrix without one.
+  static float input_scale(const WeightMatrix& matrix) {
+    return matrix.input_scale ? *matrix.input_scale.as<const float>() : 0;
+  }
+
+  /// Of NVFP4 and of scales per tensor; other keys take none.
+  float scale_of_expert(std::int64_t e, float tensor_scale) const {
+    if (!key_->global_scale) return tensor_scale;
+    return input_scale(weights_.experts[static_cast<std::size_t>(e)].down);
+  }
+
+  /// `unquantized` rows of an expert to codes, and the values of those to `operand`.
+  void quantize_rows(std::int64_t e, std::int64_t columns, const QuantKey& key, float scale) {
+    const std::int64_t width = n_.operand_width();
+    const std::int64_t row_scales = core::scales_per_row(key, width);
+    for (std::int64_t r = 0; r < count(e); ++r) {
+      const std::int64_t slot = slots(e)[r];
+      std::uint8_t* codes = b_.codes + slot * width;
+      float* scales = b_.scales + slot * row_scales;
+      core::quantize_row(b_.unquantized + slot * width, columns, key, scale, codes, scales);
+      if (key.group.rows < 0) *scales = scale;
+      const QuantizedRow row{key, codes, scales, key.global_scale ? scale : 1.0};
+      for (std::int64_t i = 0; i < columns; ++i) b_.operand[slot * width + i] = element(row, i);
+    }
+  }
+
+  void multiply(const WeightMatrix& matrix, std::int64_t e, std::int64_t out, std::int64_t in,
+                double* y, std::int64_t y_stride) const {
+    apply_linear({matrix, weights_.scheme.weights, out, in, slots(e), count(e), b_.operand,
+                  n_.operand_width(), y, y_stride});
+  }
+
+  bool gated() const { return is_gated(args_.weights->info().activation.kind); }
+
+  void multiply_gate_and_up(std::int64_t e) const {
+    const ExpertMatrices& expert = weights_.experts[static_cast<std::size_t>(e)];
+    const std::int64_t inner = n_.intermediate;
+    multiply(expert.gate, e, inner, n_.hidden, b_.gate_up, 2 * inner);
+    if (gated()) multiply(expert.up, e, inner, n_.hidden, b_.gate_up + inner, 2 * inner);
+  }
+
+  /// Activated rows, rounded once to the layer's dtype.
+  void activate_rows(std::int64_t e) {
+    const ResolvedActivation& activation = args_.weights->info().activation;
+    const std::int64_t inner = n_.intermediate, width = n_.operand_width();
+    const std::int64_t rows = count(e);
+#pragma omp parallel for schedule(static) \
+    num_threads(num_threads()) if (rows * inner >= kParallelWork / 16)
+    for (std::int64_t r = 0; r < rows; ++r) {
+      const std::int64_t slot = slots(e)[r];
+      const double* gate = b_.gate_up + slot * 2 * inner;
+      for (std::int64_t i = 0; i < inner; ++i) {
+        const double up = gated() ? gate[inner + i] : 0;
+        b_.operand[slot * width + i] = round_to(dtype_, activate(activation, gate[i], up));
+      }
+    }
+  }
+
+  /// The activated rows as the quantizers read them.
+  void keep_unquantized() const {
+    const std::int64_t width = n_.operand_width();
+    for (std::int64_t r = 0; r < b_.offsets[n_.num_experts]; ++r) {
+      const std::int64_t begin = b_.slots[r] * width;
+      for (std::int64_t i = begin; i < begin + n_.intermediate; ++i) {
+        b_.unquantized[i] = static_cast<float>(b_.operand[i]);
+      }
+    }
+  }
+
+  /// Scale per tensor before GEMM 2: the static one, or that of all real rows of all experts.
+  float scale_of_activated() const {
+    if (!key_ || key_->group.rows >= 0) return 0;
+    if (!key_->dynamic) return *args_.weights->info().a2_scale;
+    float largest = 0;
+    for (std::int64_t i = 0; i < b_.offsets[n_.num_experts]; ++i) {
+      const float* row = b_.unquantized + b_.slots[i] * n_.operand_width();
+      largest = std::max(largest, core::amax(row, n_.intermediate));
+    }
+    return core::tensor_scale(largest);
+  }
+
+  const ExpertsArgs& args_;
+  const Sizes& n_;
+  const DType dtype_;
+  const std::int64_t topk_;
+  const bool batched_, quantized_inputs_;
+  const ExpertWeights& weights_;
+  const std::optional<QuantKey>& key_;
+  const Buffers b_;
+  static inline const ExpertsHooks kNoHooks{};
+  const ExpertsHooks* hooks_ = nullptr;
+  std::optional<UnfusedRows> unfused_;
+};
+
 void ReferenceExperts::apply(const ExpertsArgs& args) const {
   const ProblemSize problem = core::check_experts_args(*this, args);
   if (problem.num_tokens == 0) return;
-  const ExpertWeights& weights = static_cast<const ReferenceWeights&>(*args.weights).source;
-  const ResolvedActivation& activation = args.weights->info().activation;
-  const bool gated = is_gated(activation.kind);
   const Sizes n = sizes(problem);
-  const Buffers b(n, args.workspace13, args.workspace2);
-  const std::int64_t slots_per_row = batched() ? 1 : problem.topk;
-  const std::int64_t width = 2 * n.intermediate;
-
-  group_slots(args, n, b);
-  for (std::int64_t i = 0; i < n.rows * n.hidden; ++i) {
-    b.x[i] = static_cast<float>(load(args.hidden_states.data(), problem.dtype, i));
-  }
-  for (std::int64_t e = 0; e < n.num_experts; ++e) {
-    const ExpertMatrices& expert = weights.experts[e];
-    const std::int64_t* slots = b.slots + b.offsets[e];
-    const std::int64_t count = b.offsets[e + 1] - b.offsets[e];
-    if (count == 0) continue;
-    apply_linear({expert.gate, slots, count, slots_per_row, b.x, b.gate_up, width});
-    if (gated) {
-      double* up = b.gate_up + n.intermediate;
-      apply_linear({expert.up, slots, count, slots_per_row, b.x, up, width});
-    }
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (count * n.intermediate >= kParallelWork / 16)
-    for (std::int64_t r = 0; r < count; ++r) {
-      const double* gate = b.gate_up + slots[r] * width;
-      for (std::int64_t i = 0; i < n.intermediate; ++i) {
-        const double up = gated ? gate[n.intermediate + i] : 0;
-        b.h[slots[r] * n.intermediate + i] =
-            static_cast<float>(round_to(problem.dtype, activate(activation, gate[i], up)));
-      }
-    }
-    apply_linear({expert.down, slots, count, 1, b.h, b.y, n.hidden});
-  }
-  if (batched()) {
-    store_batched(args, n, b.y);
-  } else {
-    weight_and_sum(args, n, b.y);
-  }
+  const bool quantized_inputs =
+      problem.scheme.activations && !expects_unquantized_inputs(problem.scheme);
+  Forward forward(args, n, problem, batched(), quantized_inputs);
+  if (unfused_) forward.set_unfused(problem);
+  forward.run();
 }
 
 }  // namespace
 
 std::shared_ptr<const ModularExperts> make_experts(ActivationFormat format) {
-  return std::make_shared<const ReferenceExperts>(format);
+  return std::make_shared<const ReferenceExperts>(format, false);
+}
+
+std::shared_ptr<const ModularExperts> make_unfused_experts() {
+  return std::make_shared<const ReferenceExperts>(ActivationFormat::kStandard, true);
 }
 
 }  // namespace fusedmoe::reference

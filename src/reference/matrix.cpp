@@ -41,6 +41,20 @@ double decode_e8m0(std::uint8_t code) {
   return std::bit_cast<double>(static_cast<std::uint64_t>(code + 1023 - 127) << 52);
 }
 
+/// Sign, 4 exponent bits of bias 7, 3 fraction bits; all ones is NaN.
+double decode_e4m3(std::uint8_t code) {
+  const int exponent = code >> 3 & 0xf, fraction = code & 7;
+  double magnitude = 0;
+  if ((code & 0x7f) == 0x7f) {
+    magnitude = kNan;
+  } else if (exponent == 0) {
+    magnitude = std::ldexp(fraction, -9);
+  } else {
+    magnitude = std::ldexp(8 + fraction, exponent - 10);
+  }
+  return code & 0x80 ? -magnitude : magnitude;
+}
+
 /// Inverse of decode_f16 for values that f16 has.
 std::uint16_t encode_f16(double value) {
   const int sign = std::signbit(value) ? 0x8000 : 0;
@@ -70,6 +84,65 @@ Format format_of(DType dtype) {
   }
 }
 
+/// To the nearest value of a format without upper end, ties to even; not of zero.
+double round_to_format(const Format& format, double value) {
+  const int exponent = std::max(std::ilogb(value), format.min_exponent);
+  // In units of the last place; scaling by a power of two is exact, nearbyint takes ties to even.
+  const int unit = exponent - (format.significand_bits - 1);
+  return std::ldexp(std::nearbyint(std::ldexp(value, -unit)), unit);
+}
+
+double round_to_e4m3(double value) {
+  if (!std::isfinite(value) || value == 0) return value;
+  constexpr Format kE4M3{4, -6, 448};
+  const double rounded = round_to_format(kE4M3, value);
+  return std::copysign(std::min(std::abs(rounded), kE4M3.largest), value);
+}
+
+std::int64_t position(const TensorView& view, std::int64_t row, std::int64_t column) {
+  return row * view.stride(0) + column * view.stride(1);
+}
+
+/// The bits of element `index` of a row whose elements of `width` bits fill words of `word` bits
+/// from the low end.
+template <typename Word>
+std::uint32_t field(const TensorView& view, std::int64_t row, std::int64_t index, int width) {
+  const std::int64_t per_word = static_cast<std::int64_t>(8 * sizeof(Word)) / width;
+  const Word word = view.as<const Word>()[position(view, row, index / per_word)];
+  return static_cast<std::uint32_t>(word >> (index % per_word * width)) & ((1U << width) - 1);
+}
+
+/// A scale; bytes that are called u8 are of the key's type.
+double decode_scale(const void* scales, DType dtype, std::int64_t index) {
+  const auto* codes = static_cast<const std::uint8_t*>(scales);
+  if (dtype == DType::kE8M0) return decode_e8m0(codes[index]);
+  if (dtype == DType::kE4M3) return decode_e4m3(codes[index]);
+  return load(scales, dtype, index);
+}
+
+/// A value before its scale: an element of the format, or an unsigned code.
+double decode_value(const TensorView& values, DType type, std::int64_t row, std::int64_t column) {
+  switch (type) {
+    case DType::kE4M3:
+      return decode_e4m3(static_cast<std::uint8_t>(field<std::uint8_t>(values, row, column, 8)));
+    case DType::kE2M1:
+      return decode_e2m1(static_cast<int>(field<std::uint8_t>(values, row, column, 4)));
+    case DType::kI4:
+      return field<std::uint32_t>(values, row, column, 4);
+    case DType::kU8:
+      return field<std::uint32_t>(values, row, column, 8);
+    case DType::kI8:
+      return values.as<const std::int8_t>()[position(values, row, column)];
+    default:
+      return load(values.data(), values.dtype(), position(values, row, column));
+  }
+}
+
+/// What codes that stand for 0 hold where there are no zero points.
+double middle(DType type) {
+  return type == DType::kI4 ? 8 : type == DType::kU8 ? 128 : 0;
+}
+
 }  // namespace
 
 double load(const void* data, DType dtype, std::int64_t index) {
@@ -88,10 +161,7 @@ double load(const void* data, DType dtype, std::int64_t index) {
 double round_to(DType dtype, double value) {
   if (!std::isfinite(value) || value == 0) return value;
   const Format format = format_of(dtype);
-  const int exponent = std::max(std::ilogb(value), format.min_exponent);
-  // In units of the last place; scaling by a power of two is exact, nearbyint takes ties to even.
-  const int unit = exponent - (format.significand_bits - 1);
-  const double rounded = std::ldexp(std::nearbyint(std::ldexp(value, -unit)), unit);
+  const double rounded = round_to_format(format, value);
   return std::abs(rounded) > format.largest ? std::copysign(kInfinity, value) : rounded;
 }
 
@@ -111,17 +181,39 @@ void store(void* data, DType dtype, std::int64_t index, double value) {
   }
 }
 
-double element(const WeightMatrix& matrix, std::int64_t row, std::int64_t column) {
-  const TensorView& values = matrix.values;
-  if (!matrix.scales) {
-    return load(values.data(), values.dtype(), row * values.stride(0) + column * values.stride(1));
+double element(const WeightMatrix& m, const QuantKey& key, std::int64_t row, std::int64_t column) {
+  const double value = decode_value(m.values, key.value, row, column);
+  if (!key.scale) return value;
+  const std::int64_t block_row = key.group.rows < 0 ? 0 : (m.first_row + row) / key.group.rows;
+  const std::int64_t block_column =
+      key.group.cols < 0 ? 0 : (m.first_col + column) / key.group.cols;
+  const DType scale_type = m.scales.dtype() == DType::kU8 ? *key.scale : m.scales.dtype();
+  const double scale =
+      decode_scale(m.scales.data(), scale_type, position(m.scales, block_row, block_column));
+  const double zero =
+      key.symmetric
+          ? middle(key.value)
+          : m.zero_points
+                .as<const std::uint8_t>()[position(m.zero_points, block_row, block_column)];
+  const double product = (value - zero) * scale;
+  if (!key.global_scale) return product;
+  const auto* global = m.global_scale.as<const float>();
+  if (key.global_group.rows < 0) return product * global[0];
+  return round_to_e4m3(product) * global[row * m.global_scale.stride(0)];
+}
+
+double element(const QuantizedRow& row, std::int64_t column) {
+  const QuantKey& key = row.key;
+  double value = 0;
+  if (key.value == DType::kE2M1) {
+    value = decode_e2m1(row.codes[column / 2] >> (column % 2 * 4) & 0xf);
+  } else if (key.value == DType::kI8) {
+    value = static_cast<std::int8_t>(row.codes[column]);
+  } else {
+    value = decode_e4m3(row.codes[column]);
   }
-  const auto* codes = values.as<const std::uint8_t>();
-  const auto* scales = matrix.scales.as<const std::uint8_t>();
-  const std::uint8_t pair = codes[row * values.stride(0) + column / 2 * values.stride(1)];
-  const std::uint8_t scale =
-      scales[row * matrix.scales.stride(0) + column / 32 * matrix.scales.stride(1)];
-  return decode_e2m1(column % 2 == 0 ? pair & 0xf : pair >> 4) * decode_e8m0(scale);
+  const std::int64_t group = key.group.cols < 0 ? 0 : column / key.group.cols;
+  return value * decode_scale(row.scales, *key.scale, group) * row.global_scale;
 }
 
 double bias(const WeightMatrix& matrix, std::int64_t row) {

@@ -99,10 +99,12 @@ double router_logit(const RouterWeights& weights, const TensorView& x, std::int6
   WeightMatrix matrix;
   matrix.values = weights.weight;
   matrix.bias = weights.bias;
+  QuantKey key;
+  key.value = weights.weight.dtype();
   double sum = 0;
   for (std::int64_t i = 0; i < x.size(1); ++i) {
     sum += load(x.data(), x.dtype(), token * x.stride(0) + i * x.stride(1)) *
-           element(matrix, expert, i);
+           element(matrix, key, expert, i);
   }
   return sum + bias(matrix, expert);
 }

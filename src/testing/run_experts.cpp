@@ -71,14 +71,11 @@ struct ExpertsBuffers {
 void run_modular(const Inputs& in, const PrepareAndFinalize& prepare_finalize,
                  const ModularExperts& experts, const PackedWeights& packed, bool weight_on_input,
                  const TensorView& output) {
-  ProblemSize caller;
-  caller.num_tokens = in.topk_ids.size(0);
-  caller.topk = in.topk_ids.size(1);
-  caller.num_local_experts = packed.info().num_experts;
-  caller.hidden = packed.info().hidden;
-  caller.intermediate = packed.info().intermediate;
-  caller.dtype = in.hidden_states.dtype();
-  const auto workspace = exact_buffer(prepare_finalize.workspace_bytes(caller, weight_on_input));
+  const ProblemSize caller = ProblemSize::of(packed.info(), in.topk_ids.size(0),
+                                             in.topk_ids.size(1), in.hidden_states.dtype());
+  const Preparation preparation =
+      make_preparation(experts, caller.scheme, weight_on_input, packed.info().a1_scale);
+  const auto workspace = exact_buffer(prepare_finalize.workspace_bytes(caller, preparation));
   const ExpertsBuffers buffers(experts.plan(prepare_finalize.problem_size(caller)));
 
   PrepareArgs prepare;
@@ -87,7 +84,7 @@ void run_modular(const Inputs& in, const PrepareAndFinalize& prepare_finalize,
   prepare.topk_weights = in.topk_weights;
   prepare.expert_map = in.expert_map;
   prepare.num_local_experts = caller.num_local_experts;
-  prepare.apply_router_weight_on_input = weight_on_input;
+  prepare.preparation = preparation;
   prepare.workspace = workspace.get();
   const Prepared prepared = prepare_finalize.prepare(prepare);
 
@@ -118,22 +115,26 @@ void run_modular(const Inputs& in, const PrepareAndFinalize& prepare_finalize,
   prepare_finalize.finalize(finalize);
 }
 
-void run_monolithic(const Inputs& in, const MonolithicExperts& experts, const PackedWeights& packed,
+void run_monolithic(const Inputs& in, const PrepareAndFinalize& prepare_finalize,
+                    const MonolithicExperts& experts, const PackedWeights& packed,
                     const RouterConfig& router, const TensorView& output) {
-  ProblemSize problem;
-  problem.num_tokens = in.topk_ids.size(0);
-  problem.topk = router.topk;
-  problem.num_local_experts = packed.info().num_experts;
-  problem.hidden = packed.info().hidden;
-  problem.intermediate = packed.info().intermediate;
-  problem.dtype = in.hidden_states.dtype();
+  const ProblemSize problem =
+      ProblemSize::of(packed.info(), in.topk_ids.size(0), router.topk, in.hidden_states.dtype());
+  PrepareArgs prepare;
+  prepare.hidden_states = in.hidden_states;
+  prepare.preparation = make_preparation(experts, problem.scheme, false, packed.info().a1_scale);
+  const auto workspace =
+      exact_buffer(prepare_finalize.workspace_bytes(problem, prepare.preparation));
+  prepare.workspace = workspace.get();
+  const Prepared prepared = prepare_finalize.prepare(prepare);
   const ExpertsBuffers buffers(experts.plan(problem));
   const Tensor logits = exact_tensor({problem.num_tokens, router.num_experts}, DType::kF32);
 
   MonolithicArgs args;
   args.weights = &packed;
   args.output = output;
-  args.hidden_states = in.hidden_states;
+  args.hidden_states = prepared.hidden_states;
+  args.hidden_scales = prepared.hidden_scales;
   args.router_logits = logits;
   args.router = &router;
   args.expert_map = in.expert_map;
@@ -164,7 +165,8 @@ Tensor run_experts(const Problem& problem, const PrepareAndFinalize& prepare_fin
       std::memcpy(weights.data(), in.topk_weights.data(),
                   static_cast<std::size_t>(weights.nbytes()));
     };
-    run_monolithic(in, static_cast<const MonolithicExperts&>(experts), packed, router, output);
+    run_monolithic(in, prepare_finalize, static_cast<const MonolithicExperts&>(experts), packed,
+                   router, output);
   } else {
     run_modular(in, prepare_finalize, static_cast<const ModularExperts&>(experts), packed,
                 problem.spec.weight_on_input, output);

@@ -463,7 +463,7 @@ TEST(ReferenceMatrixTest, DecodesEveryMxfp4CodeAndScale) {
   for (int s = 0; s < 256; ++s) {
     scale[0] = static_cast<std::uint8_t>(s);
     for (std::int64_t column = 0; column < 32; ++column) {
-      const double actual = reference::element(matrix, 0, column);
+      const double actual = reference::element(matrix, keys::mxfp4(), 0, column);
       const double expected = weight(matrix, 0, column);
       ASSERT_TRUE(actual == expected || (s == 255 && std::isnan(actual))) << s << " " << column;
     }
