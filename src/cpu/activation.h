@@ -108,5 +108,15 @@ inline typename S::F activate(typename S::F gate, typename S::F up, const Epilog
   }
 }
 
+template <class S>
+void activate_rows(const Epilogue& e, const float* gate, const float* up, std::int64_t count,
+                   float* output) {
+  for (std::int64_t i = 0; i < count; i += S::kWidth) {
+    const auto value = e.gated ? activate<S>(S::load(gate + i), S::load(up + i), e)
+                               : activate_gate<S>(S::load(gate + i), e);
+    S::store(output + i, value);
+  }
+}
+
 }  // namespace
 }  // namespace fusedmoe::cpu

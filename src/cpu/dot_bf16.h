@@ -1,9 +1,10 @@
-// bf16 dot products with AVX-512 BF16, and MXFP4 panels for them. Included by isa_avx512_bf16.cpp
+// bf16 dot products with AVX-512 BF16, and the decoders for them. Included by isa_avx512_bf16.cpp
 // and isa_amx.cpp only.
 #pragma once
 
+#include "cpu/codes.h"
 #include "cpu/multiply.h"
-#include "cpu/simd_avx512.h"
+#include "cpu/scales_avx512.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -26,6 +27,12 @@ struct DotBf16 {
   static __m512 dot(__m512 acc, B b, B a) {
     return _mm512_dpbf16_ps(acc, (__m512bh)b, (__m512bh)a);
   }
+  using Acc = __m512;
+  static Acc zero() { return _mm512_setzero_ps(); }
+  static Acc start(__m512 start) { return start; }
+  static __m512 to_float(Acc acc) { return acc; }
+  static constexpr auto scales = decode_scales_avx512;
+
   static void store_element(std::byte* row, std::int64_t column, __m512 value, Epilogue::Rounding) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + column * 2),
                         (__m256i)_mm512_cvtneps_pbh(value));
@@ -55,16 +62,12 @@ inline __m512i decode(__m512i words, __m512i table) {
   return _mm512_permutexvar_epi16(J == 0 ? words : _mm512_srli_epi16(words, 4 * J), table);
 }
 
-inline __m512i load_codes(const std::byte* p) {
-  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
-
-/// Panels with the scales multiplied in, exactly: 6 significant bits at most. The table carries a
-/// bias of 2^kBias, so that every scale is a saturating subtraction from the exponent, which
-/// leaves zeros alone.
+/// Panels of MXFP4 with the scales multiplied in, exactly: 6 significant bits at most. The table
+/// carries a bias of 2^kBias, so that every scale is a saturating subtraction from the exponent,
+/// which leaves zeros alone.
 class Mxfp4ToBf16 {
  public:
-  explicit Mxfp4ToBf16(const std::byte* stream) : groups_(stream + kMxfp4HeaderBytes) {
+  Mxfp4ToBf16(const std::byte* stream, const TileFormat&) : groups_(stream + kMxfp4HeaderBytes) {
     for (int v = 0; v < 4; ++v) codes_[v] = load_codes(stream + 16 * v);
   }
 
@@ -104,6 +107,125 @@ class Mxfp4ToBf16 {
   static constexpr int kBias = 100;  // covers scale codes 65 to 189, see pack.cpp
   const std::byte* groups_;
   __m512i codes_[4];
+};
+
+// ---- Codecs: 64 bytes of codes -> bf16 pairs of 16 columns --------------------------------------
+
+/// A block, vector by vector.
+template <class Codec>
+class RegisterBlocks {
+ public:
+  static constexpr int kK = Codec::kK;
+  explicit RegisterBlocks(const TileFormat& format) : codec_(format) {}
+
+  void decode(const std::byte* block, std::byte* target) const {
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) {
+      __m512i steps[Codec::kSteps];
+      codec_.decode(_mm512_loadu_si512(block + 64 * v), steps);
+#pragma GCC unroll 4
+      for (int j = 0; j < Codec::kSteps; ++j) {
+        _mm512_store_si512(target + j * kStepBytes + 64 * v, steps[j]);
+      }
+    }
+  }
+
+ private:
+  Codec codec_;
+};
+
+/// E2M1, or 4-bit integers minus 8 (minus 0 with zero points): a look-up.
+template <Codes kCodes>
+class NibblesToBf16 {
+ public:
+  static constexpr int kK = 8, kSteps = 4;
+
+  explicit NibblesToBf16(const TileFormat& format)
+      : table_(kCodes == Codes::kE2M1 ? e2m1_table(0) : integers(format.zeros ? 0 : 8)) {}
+
+  void decode(__m512i words, __m512i (&steps)[kSteps]) const {
+    steps[0] = cpu::decode<0>(words, table_);
+    steps[1] = cpu::decode<1>(words, table_);
+    steps[2] = cpu::decode<2>(words, table_);
+    steps[3] = cpu::decode<3>(words, table_);
+  }
+
+ private:
+  static __m512i integers(int zero) {
+    alignas(64) std::uint16_t table[32];
+    for (int i = 0; i < 32; ++i) {
+      const float value = static_cast<float>(i % 16 - zero);
+      std::uint32_t bits;
+      std::memcpy(&bits, &value, 4);
+      table[i] = static_cast<std::uint16_t>(bits >> 16);
+    }
+    return _mm512_load_si512(table);
+  }
+
+  __m512i table_;
+};
+
+/// The two bytes of each bf16 value by look-up of the magnitude, then the sign.
+class E4m3ToBf16 {
+ public:
+  static constexpr int kK = 4, kSteps = 2;
+
+  explicit E4m3ToBf16(const TileFormat&) {
+    alignas(64) std::uint8_t low[128], high[128];
+    for (std::uint32_t code = 0; code < 128; ++code) {
+      constexpr std::uint16_t kNan = 0x7FC0;
+      const float value = e4m3_value(code);
+      std::uint32_t bits;
+      std::memcpy(&bits, &value, 4);
+      const auto half = code == 127 ? kNan : static_cast<std::uint16_t>(bits >> 16);
+      low[code] = static_cast<std::uint8_t>(half);
+      high[code] = static_cast<std::uint8_t>(half >> 8);
+    }
+    for (int i = 0; i < 2; ++i) {
+      low_[i] = _mm512_load_si512(low + 64 * i);
+      high_[i] = _mm512_load_si512(high + 64 * i);
+    }
+  }
+
+  void decode(__m512i codes, __m512i (&steps)[kSteps]) const {
+    const __m512i low = _mm512_permutex2var_epi8(low_[0], codes, low_[1]);
+    const __m512i high = _mm512_permutex2var_epi8(high_[0], codes, high_[1]);
+    constexpr int kOrAnd = 0xF8;  // a | (b & c)
+    const __m512i with_sign =
+        _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(-128), kOrAnd);
+    steps[0] = _mm512_unpacklo_epi8(low, with_sign);
+    steps[1] = _mm512_unpackhi_epi8(low, with_sign);
+  }
+
+ private:
+  __m512i low_[2], high_[2];
+};
+
+/// 8-bit integers minus 128 (minus 0 with zero points). An fp32 value of at most 8 bits has its
+/// bf16 in the upper half.
+class Int8ToBf16 {
+ public:
+  static constexpr int kK = 4, kSteps = 2;
+
+  explicit Int8ToBf16(const TileFormat& format)
+      : zero_(_mm512_set1_epi32(format.zeros ? 0 : 128)) {}
+
+  void decode(__m512i words, __m512i (&steps)[kSteps]) const {
+    const __m512i mask = _mm512_set1_epi32(255);
+    const auto value = [&](__m512i code) {
+      return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_sub_epi32(code, zero_)));
+    };
+    const auto pair = [](__m512i even, __m512i odd) {
+      return _mm512_or_si512(_mm512_srli_epi32(even, 16), odd);
+    };
+    steps[0] = pair(value(_mm512_and_si512(words, mask)),
+                    value(_mm512_and_si512(_mm512_srli_epi32(words, 8), mask)));
+    steps[1] = pair(value(_mm512_and_si512(_mm512_srli_epi32(words, 16), mask)),
+                    value(_mm512_srli_epi32(words, 24)));
+  }
+
+ private:
+  __m512i zero_;
 };
 
 }  // namespace

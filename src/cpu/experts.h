@@ -8,5 +8,7 @@
 namespace fusedmoe::cpu {
 
 std::shared_ptr<const ModularExperts> make_experts(ActivationFormat format);
+/// "cpu_unfused": standard format, with injection points between its steps (ExpertsHooks).
+std::shared_ptr<const ModularExperts> make_unfused_experts();
 
 }  // namespace fusedmoe::cpu

@@ -45,8 +45,10 @@ const Kernels& choose() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512dq");
-  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  const Level levels[] = {{&kAmxKernels, bf16 && amx_available()},
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") &&
+                    __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+  const bool amx = bf16 && amx_available();
+  const Level levels[] = {{amx ? &amx_kernels() : nullptr, amx},
                           {&kAvx512Bf16Kernels, bf16},
                           {&kAvx512Kernels, avx512},
                           {&kAvx2Kernels, avx2},

@@ -115,17 +115,27 @@ double amx_flops(std::int64_t rounds) {
   return 2.0 * 4 * kTileRows * 16 * kGroup * static_cast<double>(rounds);
 }
 
-using Dot = DotF32<Simd>;
+/// What AMX does better than AVX-512 replaces it.
+Kernels make_kernels() {
+  Kernels table = kAvx512Bf16Kernels;
+  constexpr int kBF16 = static_cast<int>(Compute::kBF16);
+  const auto multiply_of = [&](Codes codes) -> auto& {
+    return table.multiply[static_cast<int>(codes)][kBF16];
+  };
+  table.name = "amx";
+  table.contiguous_rows = true;
+  multiply_of(Codes::kBF16) = multiply<DotAmx, Direct>;
+  multiply_of(Codes::kMxfp4) = multiply<DotAmx, Mxfp4ToBf16>;
+  multiply_of(Codes::kW4A8) = multiply<DotAmx, W4A8Panels<DotBf16>>;
+  table.flops[kBF16] = amx_flops;
+  return table;
+}
 
 }  // namespace
 
-const Kernels kAmxKernels = {"amx",
-                             true,
-                             {{multiply<Dot, Direct>, nullptr},
-                              {multiply<Dot, Bf16ToF32<Simd>>, multiply<DotAmx, Direct>},
-                              {multiply<Dot, Mxfp4ToF32<Simd>>, multiply<DotAmx, Mxfp4ToBf16>}},
-                             reduce<Simd>,
-                             {convert_to_f32, convert_to_bf16},
-                             {flops<Dot>, amx_flops}};
+const Kernels& amx_kernels() {
+  static const Kernels table = make_kernels();
+  return table;
+}
 
 }  // namespace fusedmoe::cpu

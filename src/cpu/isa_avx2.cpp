@@ -1,7 +1,7 @@
 // Kernels for AVX2 with FMA.
 #include <immintrin.h>
 
-#include "cpu/multiply.h"
+#include "cpu/multiply_groups.h"
 #include "cpu/simd_vector.h"
 
 namespace fusedmoe::cpu {
@@ -13,17 +13,8 @@ struct Simd : SimdVector<8> {
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 };
 
-using Dot = DotF32<Simd>;
-
 }  // namespace
 
-const Kernels kAvx2Kernels = {"avx2",
-                              false,
-                              {{multiply<Dot, Direct>, nullptr},
-                               {multiply<Dot, Bf16ToF32<Simd>>, nullptr},
-                               {multiply<Dot, Mxfp4ToF32<Simd>>, nullptr}},
-                              reduce<Simd>,
-                              {convert_to_f32, nullptr},
-                              {flops<Dot>, nullptr}};
+const Kernels kAvx2Kernels = f32_kernels<Simd>("avx2");
 
 }  // namespace fusedmoe::cpu

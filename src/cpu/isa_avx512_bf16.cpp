@@ -1,5 +1,8 @@
-// Kernels for AVX-512 with BF16: vdpbf16ps adds two bf16 products per lane to an fp32 sum.
+// Kernels for AVX-512 with BF16, VBMI and VNNI: vdpbf16ps adds two bf16 products per lane to an
+// fp32 sum, vpdpbusd four int8 products to an int32 sum.
 #include "cpu/dot_bf16.h"
+#include "cpu/dot_int8.h"
+#include "cpu/stream.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -24,22 +27,10 @@ inline void stream_step(const __m512i (&words)[4], __m512i table, const std::byt
   }
 }
 
-/// The hardware prefetches a stream once it has seen some of it: in the last groups of these tiles,
-/// asks for the first 1 KiB of each of the next T.
-template <int T>
-inline void prefetch_heads(const TileJob& job, std::int64_t groups_left) {
-  constexpr std::int64_t kGroups = 4, kBytes = 256;  // the last ones; of each head in each
-  if (!job.prefetch || groups_left > kGroups) return;
-  const std::byte* head = job.prefetch + (kGroups - groups_left) * kBytes;
-  for (int t = 0; t < T; ++t, head += job.tile_bytes) {
-    for (std::int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(head + line);
-  }
-}
-
 /// R rows x T tiles, decoded in registers: T streams side by side keep more lines in flight than
 /// one. Accumulators are in units of the current group's scale.
 template <int T, int R>
-void stream_tiles(const TileJob& job, int first_tile) {
+void stream_mxfp4_tiles(const TileJob& job, int first_tile) {
   const __m512i table = e2m1_table(0);
   const std::byte* rows[R];
   for (int r = 0; r < R; ++r) rows[r] = row_pointer(job, r);
@@ -98,21 +89,21 @@ void stream_tiles(const TileJob& job, int first_tile) {
 }
 
 template <int T, int R>
-void stream_all(const TileJob& job, int tile = 0) {
-  for (; tile + T <= job.num_tiles; tile += T) stream_tiles<T, R>(job, tile);
-  if constexpr (T > 1) stream_all<T / 2, R>(job, tile);
+void stream_mxfp4(const TileJob& job, int tile = 0) {
+  for (; tile + T <= job.num_tiles; tile += T) stream_mxfp4_tiles<T, R>(job, tile);
+  if constexpr (T > 1) stream_mxfp4<T / 2, R>(job, tile);
 }
 
 void multiply_mxfp4(const TileJob& job) {
   switch (job.num_rows) {
     case 1:
-      return stream_all<4, 1>(job);
+      return stream_mxfp4<4, 1>(job);
     case 2:
-      return stream_all<2, 2>(job);
+      return stream_mxfp4<2, 2>(job);
     case 3:
-      return stream_all<1, 3>(job);
+      return stream_mxfp4<1, 3>(job);
     case 4:
-      return stream_all<1, 4>(job);
+      return stream_mxfp4<1, 4>(job);
     default:
       return multiply<DotBf16, Mxfp4ToBf16>(job);
   }
@@ -130,16 +121,31 @@ void multiply_bf16(const TileJob& job) {
 }
 
 using Dot = DotF32<Simd>;
+using Scale = ScaleType;
 
 }  // namespace
 
-const Kernels kAvx512Bf16Kernels = {"avx512_bf16",
-                                    false,
-                                    {{multiply<Dot, Direct>, nullptr},
-                                     {multiply<Dot, Bf16ToF32<Simd>>, multiply_bf16},
-                                     {multiply<Dot, Mxfp4ToF32<Simd>>, multiply_mxfp4}},
-                                    reduce<Simd>,
-                                    {convert_to_f32, convert_to_bf16},
-                                    {flops<Dot>, flops<DotBf16>}};
+const Kernels kAvx512Bf16Kernels = {
+    "avx512_bf16",
+    false,
+    {{multiply<Dot, Direct>, nullptr, nullptr},
+     {multiply<Dot, Bf16ToF32<Simd>>, multiply_bf16, nullptr},
+     {multiply<Dot, Mxfp4ToF32<Simd>>, multiply_mxfp4, multiply_mxfp4_int8},
+     {multiply_codes_f32<Simd, Codes::kE2M1>,
+      multiply_streams<DotBf16, NibblesToBf16<Codes::kE2M1>, Scale::kE4M3>,
+      multiply_groups<DotInt8, RegisterBlocks<NibblesToU8<Codes::kE2M1>>>},
+     {multiply_codes_f32<Simd, Codes::kInt4>,
+      multiply_streams<DotBf16, NibblesToBf16<Codes::kInt4>, Scale::kF32, Scale::kF16,
+                       Scale::kBF16>,
+      multiply_groups<DotInt8, RegisterBlocks<NibblesToU8<Codes::kInt4>>>},
+     {multiply_codes_f32<Simd, Codes::kE4M3>,
+      multiply_streams<DotBf16, E4m3ToBf16, Scale::kNone, Scale::kF32, Scale::kE8M0>, nullptr},
+     {multiply_codes_f32<Simd, Codes::kInt8>,
+      multiply_streams<DotBf16, Int8ToBf16, Scale::kF32, Scale::kF16, Scale::kBF16>, multiply_w8a8},
+     {multiply<Dot, W4A8Panels<Dot>>, multiply<DotBf16, W4A8Panels<DotBf16>>, nullptr}},
+    reduce<Simd>,
+    {convert_to_f32, convert_to_bf16},
+    activate_rows<Simd>,
+    {flops<Dot>, flops<DotBf16>, int8_flops}};
 
 }  // namespace fusedmoe::cpu

@@ -1,5 +1,5 @@
 // Kernels for any x86-64 (SSE2) or other CPU: 4-lane vectors that the compiler lowers.
-#include "cpu/multiply.h"
+#include "cpu/multiply_groups.h"
 #include "cpu/simd_vector.h"
 
 namespace fusedmoe::cpu {
@@ -11,17 +11,8 @@ struct Simd : SimdVector<4> {
   static F fma(F a, F b, F c) { return a * b + c; }
 };
 
-using Dot = DotF32<Simd>;
-
 }  // namespace
 
-const Kernels kGenericKernels = {"generic",
-                                 false,
-                                 {{multiply<Dot, Direct>, nullptr},
-                                  {multiply<Dot, Bf16ToF32<Simd>>, nullptr},
-                                  {multiply<Dot, Mxfp4ToF32<Simd>>, nullptr}},
-                                 reduce<Simd>,
-                                 {convert_to_f32, nullptr},
-                                 {flops<Dot>, nullptr}};
+const Kernels kGenericKernels = f32_kernels<Simd>("generic");
 
 }  // namespace fusedmoe::cpu

@@ -2,16 +2,20 @@
 // function pointers, so that no inline function of the standard library is compiled with flags
 // that the machine may lack. Each src/cpu/isa_<name>.cpp provides one Kernels table.
 //
-// Packed layout (version 1), the same for every instruction set. A tile is 64 output columns over
+// Packed layout (version 2), the same for every instruction set. A tile is 64 output columns over
 // the whole inner size k, padded with zeros to a multiple of 32; it is one sequential stream. The
-// unit of a stream is the step: 64 columns x 4 bytes.
+// unit of what the dot products read is the step: 64 columns x 4 bytes.
 //   f32    k steps of one fp32 value per column
 //   bf16   k / 2 steps of two bf16 values per column (k even, k odd)
+//   codes  blocks of 256 bytes. 4-bit codes: 8 k; a column's 32-bit word has the code at
+//          k = 2 j + p in bits 16 p + 4 j, so that a look-up on 16-bit lanes (vpermw) with shifts
+//          by 0, 4, 8, 12 yields bf16 pairs. 8-bit integers: 4 k, a column's word in order. E4M3:
+//          4 k; 16 bytes hold (k even, k odd) of four columns for the first, then the second pair,
+//          so that interleaving the two halves of the bf16 values yields pairs.
 //   mxfp4  a header of 64 E8M0 codes for the first and 64 for the last group of 32, then per group
-//          64 bytes c = 127 + previous scale code - this scale code, and 16 x 64 bytes of E2M1
-//          codes. Vector 4 q + b holds columns 16 b .. 16 b + 15, two 16-bit words each; nibble j
-//          of word p is the code at k = 32 g + 8 q + 2 j + p. So a table look-up on 16-bit lanes
-//          (vpermw) with shifts by 0, 4, 8, 12 yields the bf16 pairs of four steps.
+//          64 bytes c = 127 + previous scale code - this scale code, and 4 blocks.
+//   others with scales in the stream: per group 64 scales, 64 zero points (u8) if there are any,
+//          and the group's blocks; the last group may be shorter.
 // The first GEMM of a gated layer has 32 gate columns, then the 32 up columns of the same outputs
 // in a tile, so that one task holds both operands of the activation.
 #pragma once
@@ -29,12 +33,83 @@ inline constexpr int kMxfp4HeaderBytes = 2 * kTileColumns;
 inline constexpr int kMaxTiles = 4;   // tiles that one task may stream side by side
 inline constexpr int kMaxRows = 192;  // rows of one task
 
-enum class Format { kF32, kBF16, kMxfp4 };
-inline constexpr int kNumFormats = 3;
+/// Elements of a stream.
+enum class Codes {
+  kF32,
+  kBF16,
+  kMxfp4,  ///< E2M1, with chained power-of-two scales
+  kE2M1,
+  kInt4,  ///< unsigned minus 8, or minus a zero point
+  kE4M3,
+  kInt8,  ///< unsigned minus 128, or minus a zero point
+  kW4A8,  ///< kInt4 times an E4M3 factor per group of 128, rounded to E4M3
+};
+inline constexpr int kNumCodes = 8;
 
-/// Element type of the rows that enter a GEMM, and so of its dot products. Sums are fp32.
-enum class Compute { kF32, kBF16 };
-inline constexpr int kNumComputes = 2;
+/// Scales in the stream; kNone where columns have at most one each (TileJob::column_scales).
+enum class ScaleType { kNone, kF32, kF16, kBF16, kE4M3, kE8M0 };
+
+struct TileFormat {
+  Codes codes = Codes::kBF16;
+  ScaleType scales = ScaleType::kNone;
+  bool zeros = false;
+  std::int64_t group = 0;  // k of one scale
+
+  static constexpr int kMinGroup = 16;
+  // Inlined everywhere: this header is compiled with flags that the machine may lack.
+  [[gnu::always_inline]] std::int64_t scale_bytes() const;  // of 64 columns
+  [[gnu::always_inline]] std::int64_t header_bytes() const {
+    return scale_bytes() + (zeros ? kTileColumns : 0);
+  }
+  [[gnu::always_inline]] std::int64_t block_k() const {
+    return codes == Codes::kE4M3 || codes == Codes::kInt8 ? 4 : 8;
+  }
+  /// Of `k` elements per column, header not included.
+  [[gnu::always_inline]] std::int64_t code_bytes(std::int64_t k) const {
+    return k / block_k() * kStepBytes;
+  }
+  [[gnu::always_inline]] std::int64_t group_bytes() const {
+    return header_bytes() + code_bytes(group);
+  }
+  [[gnu::always_inline]] std::int64_t num_groups(std::int64_t k) const {
+    return (k + group - 1) / group;
+  }
+  [[gnu::always_inline]] std::int64_t tile_bytes(std::int64_t k) const;
+};
+
+inline std::int64_t TileFormat::scale_bytes() const {
+  switch (scales) {
+    case ScaleType::kNone:
+      return codes == Codes::kW4A8 ? kTileColumns : 0;
+    case ScaleType::kF32:
+      return 4 * kTileColumns;
+    case ScaleType::kF16:
+    case ScaleType::kBF16:
+      return 2 * kTileColumns;
+    case ScaleType::kE4M3:
+    case ScaleType::kE8M0:
+      return kTileColumns;
+  }
+  return 0;
+}
+
+inline std::int64_t TileFormat::tile_bytes(std::int64_t k) const {
+  switch (codes) {
+    case Codes::kF32:
+      return k * kStepBytes;
+    case Codes::kBF16:
+      return k / 2 * kStepBytes;
+    case Codes::kMxfp4:
+      return kMxfp4HeaderBytes + k / kGroup * kMxfp4GroupBytes;
+    default:
+      return code_bytes(k) + (group > 0 ? num_groups(k) * header_bytes() : 0);
+  }
+}
+
+/// Element type of the rows that enter a GEMM, and so of its dot products. Sums are fp32, and int32
+/// within a group.
+enum class Compute { kF32, kBF16, kInt8 };
+inline constexpr int kNumComputes = 3;
 
 /// Mirrors fusedmoe::Activation; kNone stores the fp32 sums.
 struct Epilogue {
@@ -58,6 +133,20 @@ struct Epilogue {
   /// Round results to bf16 or f16 before they are stored (the dtype of the layer); the element
   /// type of the stored row is Compute for an activation and fp32 for kNone.
   enum class Rounding { kNone, kBF16, kF16 } rounding = Rounding::kNone;
+  bool store_f32 = false;  // rows of fp32 also for an activation: they are quantized afterwards
+};
+
+/// What belongs to the rows beside their elements, indexed like the rows; null where absent.
+struct RowScales {
+  const float* scales = nullptr;        // of a whole row
+  std::int64_t scale_stride = 1;        // 0: one for all
+  const float* group_scales = nullptr;  // (rows, groups), of 2^group_shift groups of the weights
+  int group_shift = 0;
+  std::int64_t num_group_scales = 0;
+  /// (rows, groups of the weights): what sums start from: times the negative zero point where
+  /// weights have zero points in the stream, else as it is. Integers when Compute is.
+  const float* starts = nullptr;
+  std::int64_t num_starts = 0;
 };
 
 /// Rows x consecutive tiles of one expert.
@@ -74,7 +163,10 @@ struct TileJob {
   std::int64_t topk = 1;
   std::int64_t num_rows = 0;
 
-  const float* bias = nullptr;  // (num_tiles, 64) in tile order, or null
+  TileFormat format;
+  RowScales row_scales;
+  const float* column_scales = nullptr;  // (num_tiles, 64) in tile order, or null
+  const float* bias = nullptr;           // the same
   const Epilogue* epilogue = nullptr;
   std::byte* output = nullptr;  // row r at output + r * output_bytes; first tile's first column
   std::int64_t output_bytes = 0;
@@ -85,8 +177,13 @@ struct TileJob {
 };
 
 inline constexpr std::int64_t kPanelSteps = 768;  // of a panel: 192 KiB of the L2
-inline constexpr std::size_t kScratchBytes =
-    kPanelSteps * kStepBytes + std::size_t{kMaxRows} * kStepBytes;
+// Groups of a panel: 16 elements are 4 steps of 8-bit integers.
+inline constexpr std::int64_t kPanelGroups = kPanelSteps * 4 / TileFormat::kMinGroup;
+/// Scratch of a thread: a panel, the sums of its rows, scales and zero points of its groups.
+inline constexpr std::int64_t kSumsOffset = kPanelSteps * kStepBytes;
+inline constexpr std::int64_t kScalesOffset = kSumsOffset + kMaxRows * kStepBytes;
+inline constexpr std::int64_t kZerosOffset = kScalesOffset + kPanelGroups * kStepBytes;
+inline constexpr std::size_t kScratchBytes = kZerosOffset + kPanelGroups * kStepBytes;
 
 /// output[i] = sum over j of weights[j] * row(indices[j])[i], in order of j, rounded once. An index
 /// of -1 is skipped; without weights every one is 1.
@@ -106,11 +203,14 @@ struct Kernels {
   /// Rows of a job must follow each other in memory: hidden states are permuted before GEMM 1.
   bool contiguous_rows;
   /// Multiply functions, null where the instruction set has none.
-  void (*multiply[kNumFormats][kNumComputes])(const TileJob&);
+  void (*multiply[kNumCodes][kNumComputes])(const TileJob&);
   void (*reduce)(const ReduceJob&);
-  /// Rows of f32, bf16 or f16 (`from`) to padded rows of a Compute type; the tail becomes zero.
-  void (*convert[kNumComputes])(const void* source, Epilogue::Rounding from, std::int64_t count,
-                                std::int64_t padded, void* target);
+  /// Rows of f32, bf16 or f16 (`from`) to padded rows of f32 or bf16; the tail becomes zero.
+  void (*convert[2])(const void* source, Epilogue::Rounding from, std::int64_t count,
+                     std::int64_t padded, void* target);
+  /// output = activation of gate and up, `count` values each, a multiple of 64; not rounded.
+  void (*activate)(const Epilogue& epilogue, const float* gate, const float* up, std::int64_t count,
+                   float* output);
   /// Dot products on registers only, `rounds` times as many as there are accumulators; returns how
   /// many FLOP that was.
   double (*flops[kNumComputes])(std::int64_t rounds);
@@ -120,7 +220,8 @@ extern const Kernels kGenericKernels;
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 extern const Kernels kAvx512Bf16Kernels;
-extern const Kernels kAmxKernels;
+/// Made from the table before it when first called, which only machines with AMX may do.
+const Kernels& amx_kernels();
 
 /// The table for this machine, chosen once.
 const Kernels& kernels();

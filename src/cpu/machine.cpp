@@ -47,10 +47,10 @@ double measure_read_bandwidth(const TensorView& memory) {
 
 double measure_flop_rate(DType dtype) {
   const cpu::Kernels& isa = cpu::kernels();
-  auto work = isa.flops[static_cast<int>(cpu::Compute::kF32)];
-  if (dtype == DType::kBF16 && isa.flops[static_cast<int>(cpu::Compute::kBF16)]) {
-    work = isa.flops[static_cast<int>(cpu::Compute::kBF16)];
-  }
+  const auto rate = [&](cpu::Compute compute) { return isa.flops[static_cast<int>(compute)]; };
+  auto work = rate(cpu::Compute::kF32);
+  if (dtype == DType::kBF16 && rate(cpu::Compute::kBF16)) work = rate(cpu::Compute::kBF16);
+  if (dtype == DType::kI8 && rate(cpu::Compute::kInt8)) work = rate(cpu::Compute::kInt8);
   constexpr std::int64_t kRounds = 150000;
   double flops = 0;
   const double start = seconds();

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "cpu/activation.h"
+#include "cpu/codes.h"
 #include "cpu/kernels.h"
 #include "cpu/rows.h"
 
@@ -18,9 +19,13 @@ namespace {
 
 // ---- Rows ---------------------------------------------------------------------------------------
 
+/// Index of a job's row among rows and their scales.
+inline std::int64_t row_index(const TileJob& job, std::int64_t row) {
+  return job.slots ? job.slots[row] / job.topk : row;
+}
+
 inline const std::byte* row_pointer(const TileJob& job, std::int64_t row) {
-  const std::int64_t index = job.slots ? job.slots[row] / job.topk : row;
-  return job.rows + index * job.row_bytes;
+  return job.rows + row_index(job, row) * job.row_bytes;
 }
 
 /// Spreads the prefetch of the next stream over the work on this one. NOTE: prefetching the stream
@@ -45,11 +50,38 @@ class Prefetcher {
 
 // ---- Epilogue -----------------------------------------------------------------------------------
 
-/// sums: 64 fp32 accumulators of one row and tile, without bias.
+/// sums = row scale * (column scale * sums)
+template <class S>
+inline void scale_row(const TileJob& job, int tile, std::int64_t row, float* sums) {
+  if (job.column_scales) {
+    const float* scales = job.column_scales + tile * kTileColumns;
+    for (int c = 0; c < kTileColumns; c += S::kWidth) {
+      S::store(sums + c, S::load(sums + c) * S::load(scales + c));
+    }
+  }
+  if (job.row_scales.scales) {
+    const auto scale =
+        S::set1(job.row_scales.scales[row_index(job, row) * job.row_scales.scale_stride]);
+    for (int c = 0; c < kTileColumns; c += S::kWidth) {
+      S::store(sums + c, S::load(sums + c) * scale);
+    }
+  }
+}
+
+/// An fp32 element of a row, rounded to the dtype of the layer.
+template <class S>
+inline void store_rounded(std::byte* row, std::int64_t column, typename S::F value,
+                          Epilogue::Rounding rounding) {
+  if (rounding != Epilogue::Rounding::kNone) value = round_to<S>(value, rounding);
+  S::store(reinterpret_cast<float*>(row) + column, value);
+}
+
+/// sums: 64 fp32 accumulators of one row and tile, without scales and bias.
 template <class D>
 inline void store_row(const TileJob& job, int tile, std::int64_t row, float* sums) {
   using S = typename D::Simd;
   constexpr int kW = S::kWidth;
+  scale_row<S>(job, tile, row, sums);
   if (job.bias) {
     const float* bias = job.bias + tile * kTileColumns;
     for (int c = 0; c < kTileColumns; c += kW) {
@@ -67,7 +99,12 @@ inline void store_row(const TileJob& job, int tile, std::int64_t row, float* sum
     const auto gate = S::load(sums + c);
     const auto value =
         e.gated ? activate<S>(gate, S::load(sums + columns + c), e) : activate_gate<S>(gate, e);
-    D::store_element(output, std::int64_t{tile} * columns + c, value, e.rounding);
+    const std::int64_t column = std::int64_t{tile} * columns + c;
+    if (e.store_f32) {
+      store_rounded<S>(output, column, value, e.rounding);
+    } else {
+      D::store_element(output, column, value, e.rounding);
+    }
   }
 }
 
@@ -143,9 +180,9 @@ void multiply_tile(const TileJob& job, int tile) {
   const std::int64_t groups = steps / D::kStepsPerGroup;
   const std::int64_t panels = (steps + kPanelSteps - 1) / kPanelSteps;
   const std::int64_t blocks = (job.num_rows + kRows - 1) / kRows;
-  auto* carried = reinterpret_cast<float*>(job.scratch + kPanelSteps * kStepBytes);
+  auto* carried = reinterpret_cast<float*>(job.scratch + kSumsOffset);
   Prefetcher prefetch(job, tile == job.num_tiles - 1 ? blocks * D::kPasses * groups : 0);
-  Decoder decoder(stream);
+  Decoder decoder(stream, job.format);
   std::int64_t begin = 0;
   for (std::int64_t index = 0; index < panels; ++index) {
     const std::int64_t stop = groups * (index + 1) / panels * D::kStepsPerGroup;
@@ -242,16 +279,19 @@ struct DotF32 {
     return S::set1(value);
   }
   static typename S::F dot(typename S::F acc, B b, B a) { return S::fma(b, a, acc); }
-  static void store_element(std::byte* row, std::int64_t column, typename S::F value,
-                            Epilogue::Rounding rounding) {
-    if (rounding != Epilogue::Rounding::kNone) value = round_to<S>(value, rounding);
-    S::store(reinterpret_cast<float*>(row) + column, value);
-  }
+  static constexpr auto store_element = store_rounded<S>;
+
+  // Within groups (multiply_groups.h) sums start from zero, or from `start` as RowScales has it.
+  using Acc = typename S::F;
+  static Acc zero() { return S::set1(0.0f); }
+  static Acc start(typename S::F start) { return start; }
+  static typename S::F to_float(Acc acc) { return acc; }
+  static constexpr auto scales = decode_scales;
 };
 
 /// The stream is the panel.
 struct Direct {
-  explicit Direct(const std::byte* stream) : stream_(stream) {}
+  Direct(const std::byte* stream, const TileFormat&) : stream_(stream) {}
   const std::byte* panel(std::int64_t begin, std::int64_t, std::byte*) {
     return stream_ + begin * kStepBytes;
   }
@@ -262,7 +302,7 @@ struct Direct {
 
 template <class S>
 struct Bf16ToF32 {
-  explicit Bf16ToF32(const std::byte* stream) : stream_(stream) {}
+  Bf16ToF32(const std::byte* stream, const TileFormat&) : stream_(stream) {}
   const std::byte* panel(std::int64_t begin, std::int64_t count, std::byte* scratch) {
     const auto* source = reinterpret_cast<const std::uint32_t*>(stream_) + begin / 2 * kTileColumns;
     auto* target = reinterpret_cast<std::uint32_t*>(scratch);
@@ -293,7 +333,7 @@ struct Mxfp4Scales {
 
 template <class S>
 struct Mxfp4ToF32 {
-  explicit Mxfp4ToF32(const std::byte* stream)
+  Mxfp4ToF32(const std::byte* stream, const TileFormat&)
       : groups_(stream + kMxfp4HeaderBytes), scales_(stream) {}
   const std::byte* panel(std::int64_t begin, std::int64_t count, std::byte* scratch) {
     static constexpr float kValues[16] = {0, .5f,  1,  1.5f,  2,  3,  4,  6,

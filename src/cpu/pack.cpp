@@ -1,8 +1,6 @@
 #include "cpu/pack.h"
 
 #include <algorithm>
-#include <array>
-#include <cstring>
 #include <exception>
 
 #include "core/check.h"
@@ -16,135 +14,80 @@ std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-std::int64_t tile_bytes(Format format, std::int64_t k) {
-  switch (format) {
-    case Format::kF32:
-      return k * kStepBytes;
-    case Format::kBF16:
-      return k / 2 * kStepBytes;
-    case Format::kMxfp4:
-      return kMxfp4HeaderBytes + k / kGroup * kMxfp4GroupBytes;
-  }
-  return 0;
-}
-
-/// One tile column: a row of a weight matrix, or nothing (padding).
-struct Column {
-  const WeightMatrix* matrix = nullptr;
-  std::int64_t row = 0;
-};
-using Columns = std::array<Column, kTileColumns>;
-
-/// Elements of type T in steps of kPair per column: k fastest inside a step.
-template <typename T, int kPair>
-void pack_plain(const Columns& columns, std::int64_t k, std::byte* tile) {
-  auto* target = reinterpret_cast<T*>(tile);
-  for (int c = 0; c < kTileColumns; ++c) {
-    if (!columns[c].matrix) continue;
-    const TensorView& values = columns[c].matrix->values;
-    const T* row = values.as<const T>() + columns[c].row * values.stride(0);
-    const std::int64_t stride = values.stride(1);
-    for (std::int64_t i = 0; i < k; ++i) {
-      target[(i / kPair * kTileColumns + c) * kPair + i % kPair] = row[i * stride];
-    }
+/// Codes of a key's elements; none where the CPU experts have no tiles.
+std::optional<Codes> codes_of(const QuantKey& key) {
+  switch (key.value) {
+    case DType::kF32:
+      return Codes::kF32;
+    case DType::kBF16:
+      return Codes::kBF16;
+    case DType::kE2M1:
+      return key.scale == DType::kE8M0 ? Codes::kMxfp4 : Codes::kE2M1;
+    case DType::kI4:
+      return key.scale == DType::kE4M3 ? Codes::kW4A8 : Codes::kInt4;
+    case DType::kE4M3:
+      return Codes::kE4M3;
+    case DType::kI8:
+    case DType::kU8:
+      return Codes::kInt8;
+    default:
+      return std::nullopt;
   }
 }
 
-/// The even nibbles of 8 codes to the low, the odd ones to the high 16 bits.
-std::uint32_t split_parity(std::uint32_t codes) {
-  const auto compress = [](std::uint32_t x) {
-    x = (x | (x >> 4)) & 0x00FF00FFu;
-    return (x | (x >> 8)) & 0xFFFFu;
-  };
-  return compress(codes & 0x0F0F0F0Fu) | compress((codes >> 4) & 0x0F0F0F0Fu) << 16;
+bool per_group(const QuantKey& key) {
+  return key.group.cols > 0 && key.group.cols != -1;
 }
 
-// Scales inside bf16 exponents (Mxfp4ToBf16) and sums in units of a scale (stream_tiles) need room
-// in the exponent range: 2^-62 to 2^62, and no more than 2^48 between the blocks of one row, so
-// that such a sum stays finite and normal wherever the plain one is below 2^79 and above 2^-78.
-// Real weights are far inside.
-constexpr int kMinScaleCode = 127 - 62;
-constexpr int kMaxScaleCode = 127 + 62;
-constexpr int kMaxScaleSpread = 48;
+/// Scales of one per column or tensor, which are not in the stream.
+bool has_column_scales(const QuantKey& key) {
+  return key.quantized() &&
+         ((!per_group(key) && key.value != DType::kI4 && key.value != DType::kU8) ||
+          key.global_scale);
+}
 
-/// The scale codes of one tile column: those of blocks of zeros do not matter and follow their
-/// neighbours.
-class ColumnScales {
- public:
-  /// Takes the stored code of a block with a non-zero value.
-  int use(int stored, std::int64_t row, std::int64_t block) {
-    FUSEDMOE_CHECK(stored >= kMinScaleCode && stored <= kMaxScaleCode, "scales",
-                   fmt::format("E8M0 code {} (row {}, block {})", stored, row, block),
-                   fmt::format("in [{}, {}] for a block with non-zero values; experts "
-                               "'reference' take any",
-                               kMinScaleCode, kMaxScaleCode));
-    if (first_ < 0) first_ = low_ = high_ = stored;
-    low_ = std::min(low_, stored);
-    high_ = std::max(high_, stored);
+/// The type that all these scales have, or f32.
+ScaleType common_type(const std::vector<const WeightMatrix*>& matrices) {
+  const DType dtype = matrices.front()->scales.dtype();
+  for (const WeightMatrix* matrix : matrices) {
+    if (matrix->scales.dtype() != dtype) return ScaleType::kF32;
+  }
+  return dtype == DType::kF16    ? ScaleType::kF16
+         : dtype == DType::kBF16 ? ScaleType::kBF16
+                                 : ScaleType::kF32;
+}
+
+/// Format of the tiles of these matrices. Groups that begin inside a block of scales are cut to 32,
+/// so that each has one scale.
+TileFormat format_of(const QuantKey& key, const std::vector<const WeightMatrix*>& matrices) {
+  TileFormat format;
+  format.codes = *codes_of(key);
+  if (format.codes == Codes::kMxfp4 || !key.quantized()) return format;
+  const bool integer = key.value == DType::kI4 || key.value == DType::kU8;
+  if (!per_group(key) && !integer) return format;
+  constexpr std::int64_t kChannelGroup = 128;  // scales per channel are repeated
+  format.group = per_group(key) ? key.group.cols : kChannelGroup;
+  format.zeros = !key.symmetric;
+  if (format.codes == Codes::kW4A8) {
+    format.scales = ScaleType::kNone;
+  } else if (key.scale == DType::kE4M3) {
+    format.scales = ScaleType::kE4M3;
+  } else if (key.scale == DType::kE8M0) {
+    format.scales = ScaleType::kE8M0;
+  } else {
+    format.scales = common_type(matrices);
+  }
+  if (!per_group(key)) return format;
+  for (const WeightMatrix* matrix : matrices) {
+    if (matrix->first_col % format.group == 0) continue;
     FUSEDMOE_CHECK(
-        high_ - low_ <= kMaxScaleSpread, "scales",
-        fmt::format("E8M0 codes {} to {} in row {}", low_, high_, row),
-        fmt::format("within {} of each other; experts 'reference' take any", kMaxScaleSpread));
-    return stored;
+        matrix->first_col % kGroup == 0 && format.group > kGroup && format.codes != Codes::kW4A8,
+        "first_col", fmt::to_string(matrix->first_col),
+        "a multiple of 32, and of the group for groups of up to 32 and W4A8; experts "
+        "'reference' take any");
+    format.group = kGroup;
   }
-  int first() const { return first_ < 0 ? 127 : first_; }
-
- private:
-  int first_ = -1, low_ = 0, high_ = 0;
-};
-
-/// Column c of a tile of `groups` groups, of which the matrix has the first `used`.
-void pack_mxfp4_column(const Column& column, std::int64_t used, std::int64_t groups, int c,
-                       std::byte* tile) {
-  ColumnScales codes;
-  int previous = -1;
-  std::byte* group = tile + kMxfp4HeaderBytes;
-  for (std::int64_t g = 0; g < groups; ++g, group += kMxfp4GroupBytes) {
-    std::array<std::uint32_t, 4> words{};
-    int relative = 0;
-    if (g < used) {
-      const TensorView &values = column.matrix->values, &scales = column.matrix->scales;
-      std::memcpy(words.data(),
-                  values.as<const std::byte>() + column.row * values.stride(0) + g * 16, 16);
-      const bool zero = ((words[0] | words[1] | words[2] | words[3]) & 0x77777777u) == 0;
-      if (!zero) {
-        const int code = codes.use(
-            scales.as<const std::uint8_t>()[column.row * scales.stride(0) + g * scales.stride(1)],
-            column.row, g);
-        relative = previous < 0 ? 0 : previous - code;
-        previous = code;
-      }
-    }
-    group[c] = static_cast<std::byte>(127 + relative);
-    for (int q = 0; q < 4; ++q) {
-      const std::uint32_t split = split_parity(words[q]);
-      std::memcpy(group + kTileColumns + (q * kTileColumns + c) * 4, &split, 4);
-    }
-  }
-  tile[c] = static_cast<std::byte>(codes.first());
-  tile[kTileColumns + c] = static_cast<std::byte>(previous < 0 ? codes.first() : previous);
-}
-
-void pack_mxfp4(const Columns& columns, std::int64_t k, std::int64_t padded_k, std::byte* tile) {
-  for (int c = 0; c < kTileColumns; ++c) {
-    const std::int64_t used = columns[c].matrix ? k / kGroup : 0;
-    pack_mxfp4_column(columns[c], used, padded_k / kGroup, c, tile);
-  }
-}
-
-void pack_tile(Format format, const Columns& columns, std::int64_t k, std::int64_t padded_k,
-               std::byte* tile) {
-  if (k != padded_k || !columns.back().matrix || !columns.front().matrix) {
-    std::memset(tile, 0, static_cast<std::size_t>(tile_bytes(format, padded_k)));
-  }
-  switch (format) {
-    case Format::kF32:
-      return pack_plain<std::uint32_t, 1>(columns, k, tile);
-    case Format::kBF16:
-      return pack_plain<std::uint16_t, 2>(columns, k, tile);
-    case Format::kMxfp4:
-      return pack_mxfp4(columns, k, padded_k, tile);
-  }
+  return format;
 }
 
 float bias_at(const Column& column) {
@@ -153,45 +96,140 @@ float bias_at(const Column& column) {
   return load_f32(bias.data(), bias.dtype(), column.row * bias.stride(0));
 }
 
+float column_scale(const QuantKey& key, const Column& column) {
+  if (!column.matrix) return 0;
+  if (key.global_scale) {
+    const TensorView& scale = column.matrix->global_scale;
+    const bool per_row = key.global_group.rows == 1;
+    return scale.as<const float>()[per_row ? column.row * scale.stride(0) : 0];
+  }
+  const TensorView& scales = column.matrix->scales;
+  return load_f32(scales.data(), scales.dtype(),
+                  scale_index(key, *column.matrix, scales, column.row, 0));
+}
+
+void store_column_scale(const QuantKey& key, const Column& column, float value) {
+  const WeightMatrix& matrix = *column.matrix;
+  if (key.global_scale) {
+    matrix.global_scale.as<float>()[key.global_group.rows == 1 ? column.row : 0] = value;
+  } else {
+    matrix.scales.as<float>()[scale_index(key, matrix, matrix.scales, column.row, 0)] = value;
+  }
+}
+
+/// Uninitialised matrices as WeightMatrix describes them; packed values are zero.
+class MatrixMaker {
+ public:
+  MatrixMaker(const QuantKey& key, std::vector<std::shared_ptr<const void>>& owners)
+      : key_(key), owners_(owners) {}
+
+  TensorView tensor(const Shape& shape, DType dtype) {
+    const Tensor result = Tensor::zeros(shape, dtype);
+    owners_.push_back(result.owner());
+    return result;
+  }
+
+  WeightMatrix matrix(std::int64_t out, std::int64_t in, std::int64_t first_row,
+                      std::int64_t first_col, DType scales) {
+    WeightMatrix result;
+    result.first_row = first_row;
+    result.first_col = first_col;
+    switch (key_.value) {
+      case DType::kE2M1:
+        result.values = tensor({out, (in + 1) / 2}, DType::kU8);
+        break;
+      case DType::kI4:
+        result.values = tensor({out, (in + 7) / 8}, DType::kI32);
+        break;
+      case DType::kU8:
+        result.values = tensor({out, (in + 3) / 4}, DType::kI32);
+        break;
+      default:
+        result.values = tensor({out, in}, key_.value);
+    }
+    if (!key_.quantized()) return result;
+    const auto blocks = [](std::int64_t first, std::int64_t size, std::int64_t group) {
+      return group < 0 ? 1 : (first + size + group - 1) / group;
+    };
+    const Shape grid{blocks(first_row, out, key_.group.rows),
+                     blocks(first_col, in, key_.group.cols)};
+    result.scales =
+        tensor(grid, key_.scale == DType::kF32 && !has_column_scales(key_) ? scales : *key_.scale);
+    if (!key_.symmetric) result.zero_points = tensor(grid, DType::kU8);
+    if (key_.global_scale) {
+      result.global_scale = tensor({key_.global_group.rows == 1 ? out : 1}, DType::kF32);
+    }
+    return result;
+  }
+
+ private:
+  const QuantKey& key_;
+  std::vector<std::shared_ptr<const void>>& owners_;
+};
+
+std::vector<const WeightMatrix*> all_matrices(const ExpertWeights& weights, bool first) {
+  std::vector<const WeightMatrix*> matrices;
+  for (const ExpertMatrices& expert : weights.experts) {
+    if (!first) {
+      matrices.push_back(&expert.down);
+      continue;
+    }
+    matrices.push_back(&expert.gate);
+    if (expert.up.values) matrices.push_back(&expert.up);
+  }
+  return matrices;
+}
+
 }  // namespace
 
-bool has_format(const QuantScheme& scheme) {
-  return scheme == schemes::unquantized(DType::kF32) ||
-         scheme == schemes::unquantized(DType::kBF16) || scheme == schemes::mxfp4_w4a16();
+bool has_codes(const QuantKey& weights) {
+  return codes_of(weights).has_value();
 }
 
-Format format_of(const QuantScheme& scheme) {
-  FUSEDMOE_CHECK(has_format(scheme), "scheme", name(scheme), "f32, bf16 or mxfp4_w4a16");
-  if (scheme == schemes::mxfp4_w4a16()) return Format::kMxfp4;
-  return scheme.weights.value == DType::kF32 ? Format::kF32 : Format::kBF16;
-}
-
-Compute compute_of(Format format, DType dtype) {
-  const bool bf16 = dtype == DType::kBF16 &&
-                    kernels().multiply[static_cast<int>(format)][static_cast<int>(Compute::kBF16)];
-  return bf16 ? Compute::kBF16 : Compute::kF32;
+Compute compute_of(const QuantScheme& scheme, DType dtype) {
+  const auto& multiply = kernels().multiply[static_cast<int>(*codes_of(scheme.weights))];
+  const auto available = [&](Compute compute) {
+    return multiply[static_cast<int>(compute)] != nullptr;
+  };
+  if (scheme.activations && scheme.activations->value == DType::kI8) {
+    return available(Compute::kInt8) ? Compute::kInt8 : Compute::kF32;
+  }
+  // Quantized activations are exact in bf16, whatever the layer's dtype.
+  const bool bf16 = scheme.activations || dtype == DType::kBF16;
+  return bf16 && available(Compute::kBF16) ? Compute::kBF16 : Compute::kF32;
 }
 
 CpuPackedWeights::CpuPackedWeights(Info info, const ExpertWeights& weights,
                                    const PackProgress& progress)
     : PackedWeights(std::move(info)),
-      format_(format_of(weights.scheme)),
-      gated_(is_gated(weights.activation)) {
-  const std::int64_t outputs_per_tile = gated_ ? kTileColumns / 2 : kTileColumns;
-  gemm1_.k = round_up(weights.hidden, kGroup);
-  gemm1_.num_tiles = round_up(weights.intermediate, outputs_per_tile) / outputs_per_tile;
-  gemm1_.tile_bytes = tile_bytes(format_, gemm1_.k);
-  gemm2_.k = gemm1_.num_tiles * outputs_per_tile;
-  gemm2_.num_tiles = round_up(weights.hidden, kTileColumns) / kTileColumns;
-  gemm2_.tile_bytes = tile_bytes(format_, gemm2_.k);
+      gated_(is_gated(weights.activation)),
+      activation_params_(weights.activation_params),
+      origins_(static_cast<std::size_t>(weights.num_experts())) {
+  const QuantKey& key = weights.scheme.weights;
+  FUSEDMOE_CHECK(has_codes(key), "scheme", name(weights.scheme), "one that the CPU experts have");
+  const auto gemm = [&](bool first, std::int64_t k, std::int64_t padded_k, std::int64_t tiles) {
+    PackedGemm result;
+    result.shape = {format_of(key, all_matrices(weights, first)), key, k, padded_k};
+    result.k = padded_k;
+    result.num_tiles = tiles;
+    result.tile_bytes = result.shape.format.tile_bytes(padded_k);
+    return result;
+  };
+  const std::int64_t tiles1 =
+      round_up(weights.intermediate, outputs_per_tile()) / outputs_per_tile();
+  gemm1_ = gemm(true, weights.hidden, round_up(weights.hidden, kGroup), tiles1);
+  gemm2_ = gemm(false, weights.intermediate, tiles1 * outputs_per_tile(),
+                round_up(weights.hidden, kTileColumns) / kTileColumns);
   expert_bytes_ = gemm1_.expert_bytes() + gemm2_.expert_bytes();
 
   const std::int64_t num_experts = weights.num_experts();
   data_ = Tensor::empty({num_experts * expert_bytes_}, DType::kU8);
-  if (weights.has_bias()) {
-    bias1_ = Tensor::empty({num_experts, gemm1_.padded_columns()}, DType::kF32);
-    bias2_ = Tensor::empty({num_experts, gemm2_.padded_columns()}, DType::kF32);
-  }
+  const auto per_column = [&](Tensor& first, Tensor& second) {
+    first = Tensor::empty({num_experts, gemm1_.padded_columns()}, DType::kF32);
+    second = Tensor::empty({num_experts, gemm2_.padded_columns()}, DType::kF32);
+  };
+  if (weights.has_bias()) per_column(bias1_, bias2_);
+  if (has_column_scales(key)) per_column(scales1_, scales2_);
   for (std::int64_t expert = 0; expert < num_experts; ++expert) {
     pack_expert(expert, weights.experts[static_cast<std::size_t>(expert)]);
     if (progress) progress(expert + 1, num_experts);
@@ -199,46 +237,140 @@ CpuPackedWeights::CpuPackedWeights(Info info, const ExpertWeights& weights,
 }
 
 std::int64_t CpuPackedWeights::nbytes() const {
-  return data_.nbytes() + (bias1_ ? bias1_.nbytes() + bias2_.nbytes() : 0);
+  std::int64_t total = data_.nbytes();
+  for (const Tensor* tensor : {&bias1_, &bias2_, &scales1_, &scales2_}) {
+    if (*tensor) total += tensor->nbytes();
+  }
+  return total;
 }
 
-void CpuPackedWeights::pack_expert(std::int64_t expert, const ExpertMatrices& source) {
-  std::byte* base = data_.as<std::byte>() + expert * expert_bytes_;
-  const std::int64_t hidden = info().hidden, intermediate = info().intermediate;
-  const std::int64_t outputs_per_tile = gated_ ? kTileColumns / 2 : kTileColumns;
+float CpuPackedWeights::input_scale1(std::int64_t expert) const {
+  const ExpertOrigin& origin = origins_[static_cast<std::size_t>(expert)];
+  const float scale = std::max(origin.gate.input_scale, origin.up.input_scale);
+  return scale > 0 ? scale : 1;
+}
+
+float CpuPackedWeights::input_scale2(std::int64_t expert) const {
+  const float scale = origins_[static_cast<std::size_t>(expert)].down.input_scale;
+  return scale > 0 ? scale : 1;
+}
+
+Columns CpuPackedWeights::columns_of(const ExpertMatrices& source, bool first,
+                                     std::int64_t tile) const {
   const auto column = [](const WeightMatrix& matrix, std::int64_t row, std::int64_t rows) {
     return row < rows ? Column{&matrix, row} : Column{};
   };
+  const std::int64_t outputs = outputs_per_tile();
+  Columns columns;
+  for (int c = 0; c < kTileColumns; ++c) {
+    if (!first) {
+      columns[c] = column(source.down, tile * kTileColumns + c, info().hidden);
+    } else if (c < outputs) {
+      columns[c] = column(source.gate, tile * outputs + c, info().intermediate);
+    } else {
+      columns[c] = column(source.up, tile * outputs + c - outputs, info().intermediate);
+    }
+  }
+  return columns;
+}
+
+void CpuPackedWeights::pack_expert(std::int64_t expert, const ExpertMatrices& source) {
+  const auto origin = [](const WeightMatrix& matrix) {
+    return Origin{matrix.first_row, matrix.first_col,
+                  matrix.scales ? matrix.scales.dtype() : DType::kF32,
+                  matrix.input_scale ? *matrix.input_scale.as<const float>() : 0};
+  };
+  origins_[static_cast<std::size_t>(expert)] = {origin(source.gate), origin(source.up),
+                                                origin(source.down)};
+  std::byte* base = data_.as<std::byte>() + expert * expert_bytes_;
   std::exception_ptr failure;
 #pragma omp parallel for schedule(dynamic, 4) num_threads(num_threads())
   for (std::int64_t index = 0; index < gemm1_.num_tiles + gemm2_.num_tiles; ++index) {
     const bool first = index < gemm1_.num_tiles;
     const PackedGemm& gemm = first ? gemm1_ : gemm2_;
     const std::int64_t tile = first ? index : index - gemm1_.num_tiles;
-    Columns columns;
-    for (int c = 0; c < kTileColumns; ++c) {
-      if (!first) {
-        columns[c] = column(source.down, tile * kTileColumns + c, hidden);
-      } else if (c < outputs_per_tile) {
-        columns[c] = column(source.gate, tile * outputs_per_tile + c, intermediate);
-      } else {
-        columns[c] =
-            column(source.up, tile * outputs_per_tile + c - outputs_per_tile, intermediate);
-      }
-    }
+    const Columns columns = columns_of(source, first, tile);
     try {
-      pack_tile(format_, columns, first ? hidden : intermediate, gemm.k,
+      pack_tile(gemm.shape, columns,
                 base + (first ? 0 : gemm1_.expert_bytes()) + tile * gemm.tile_bytes);
     } catch (...) {
 #pragma omp critical(fusedmoe_pack_failure)
       failure = std::current_exception();
     }
-    if (bias1_) {
-      float* bias = (first ? bias1_ : bias2_).as<float>() + expert * gemm.padded_columns();
-      for (int c = 0; c < kTileColumns; ++c) bias[tile * kTileColumns + c] = bias_at(columns[c]);
-    }
+    const auto fill = [&](const Tensor& tensor, auto value) {
+      if (!tensor) return;
+      float* target = tensor.as<float>() + expert * gemm.padded_columns() + tile * kTileColumns;
+      for (int c = 0; c < kTileColumns; ++c) target[c] = value(columns[c]);
+    };
+    fill(first ? bias1_ : bias2_, bias_at);
+    fill(first ? scales1_ : scales2_,
+         [&](const Column& column) { return column_scale(gemm.shape.key, column); });
   }
   if (failure) std::rethrow_exception(failure);
+}
+
+ExpertWeights CpuPackedWeights::unpack(std::int64_t expert) const {
+  const ExpertOrigin& origin = origins_[static_cast<std::size_t>(expert)];
+  const QuantKey& key = info().scheme.weights;
+  ExpertWeights weights;
+  weights.scheme = info().scheme;
+  weights.hidden = info().hidden;
+  weights.intermediate = info().intermediate;
+  weights.activation = info().activation.kind;
+  weights.activation_params = activation_params_;
+  MatrixMaker make(key, weights.owners);
+  const auto matrix = [&](std::int64_t out, std::int64_t in, const Origin& from) {
+    WeightMatrix result = make.matrix(out, in, from.first_row, from.first_col, from.scales);
+    if (bias1_) result.bias = make.tensor({out}, DType::kF32);
+    if (from.input_scale > 0) {
+      result.input_scale = make.tensor({1}, DType::kF32);
+      *result.input_scale.as<float>() = from.input_scale;
+    }
+    return result;
+  };
+  ExpertMatrices& target = weights.experts.emplace_back();
+  target.gate = matrix(weights.intermediate, weights.hidden, origin.gate);
+  if (gated_) target.up = matrix(weights.intermediate, weights.hidden, origin.up);
+  target.down = matrix(weights.hidden, weights.intermediate, origin.down);
+
+  for (const bool first : {true, false}) {
+    const PackedGemm& gemm = first ? gemm1_ : gemm2_;
+    const float* bias = first ? bias1(expert) : bias2(expert);
+    const float* scales = first ? column_scales1(expert) : column_scales2(expert);
+    const std::byte* tiles = first ? tiles1(expert) : tiles2(expert);
+    for (std::int64_t tile = 0; tile < gemm.num_tiles; ++tile) {
+      const Columns columns = columns_of(target, first, tile);
+      unpack_tile(gemm.shape, columns, tiles + tile * gemm.tile_bytes);
+      for (int c = 0; c < kTileColumns; ++c) {
+        const Column& column = columns[c];
+        if (!column.matrix) continue;
+        const std::int64_t index = tile * kTileColumns + c;
+        if (bias) column.matrix->bias.as<float>()[column.row] = bias[index];
+        if (scales) store_column_scale(key, column, scales[index]);
+      }
+    }
+  }
+  weights.validate();
+  return weights;
+}
+
+void CpuPackedWeights::check_fits(const ExpertMatrices& source) const {
+  ExpertWeights one;
+  one.experts.push_back(source);
+  FUSEDMOE_CHECK(bias1_ || !one.has_bias(), "weights.experts[0].bias", "given",
+                 "absent, as in the weights that were packed");
+  for (const bool first : {true, false}) {
+    const TileFormat format = format_of(info().scheme.weights, all_matrices(one, first));
+    const TileFormat& packed = (first ? gemm1_ : gemm2_).shape.format;
+    FUSEDMOE_CHECK(format.scales == packed.scales && format.group == packed.group, "weights",
+                   "scales of another type or offset",
+                   "scales as those of the weights that were packed");
+  }
+}
+
+void CpuPackedWeights::replace(std::int64_t expert, const ExpertMatrices& source) {
+  check_fits(source);
+  pack_expert(expert, source);
 }
 
 }  // namespace fusedmoe::cpu

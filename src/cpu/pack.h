@@ -3,25 +3,26 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "cpu/kernels.h"
+#include "cpu/tile.h"
 #include "fusedmoe/experts.h"
 #include "fusedmoe/weights.h"
 
 namespace fusedmoe::cpu {
 
-/// Whether the CPU experts have tiles for a scheme.
-bool has_format(const QuantScheme& scheme);
-/// Format of a scheme's tiles; throws Error for a scheme the CPU experts do not have.
-Format format_of(const QuantScheme& scheme);
+/// Whether the CPU experts have tiles for weights of a key.
+bool has_codes(const QuantKey& weights);
 /// Element type that rows enter the GEMMs with, on this machine.
-Compute compute_of(Format format, DType dtype);
+Compute compute_of(const QuantScheme& scheme, DType dtype);
 inline std::int64_t element_bytes(Compute compute) {
-  return compute == Compute::kBF16 ? 2 : 4;
+  return compute == Compute::kF32 ? 4 : compute == Compute::kBF16 ? 2 : 1;
 }
 
 /// One of the two grouped GEMMs: columns x k weights per expert, as tiles.
 struct PackedGemm {
+  TileShape shape;
   std::int64_t k = 0;  // padded inner size
   std::int64_t num_tiles = 0;
   std::int64_t tile_bytes = 0;
@@ -34,7 +35,6 @@ class CpuPackedWeights final : public PackedWeights {
   CpuPackedWeights(Info info, const ExpertWeights& weights, const PackProgress& progress);
 
   std::int64_t nbytes() const override;
-  Format format() const { return format_; }
   const PackedGemm& gemm1() const { return gemm1_; }
   const PackedGemm& gemm2() const { return gemm2_; }
   const std::byte* tiles1(std::int64_t expert) const {
@@ -44,21 +44,50 @@ class CpuPackedWeights final : public PackedWeights {
     return tiles1(expert) + gemm1_.expert_bytes();
   }
   /// (padded columns) in tile order, or null.
-  const float* bias1(std::int64_t expert) const { return bias(bias1_, expert, gemm1_); }
-  const float* bias2(std::int64_t expert) const { return bias(bias2_, expert, gemm2_); }
+  const float* bias1(std::int64_t expert) const { return columns(bias1_, expert, gemm1_); }
+  const float* bias2(std::int64_t expert) const { return columns(bias2_, expert, gemm2_); }
+  const float* column_scales1(std::int64_t expert) const {
+    return columns(scales1_, expert, gemm1_);
+  }
+  const float* column_scales2(std::int64_t expert) const {
+    return columns(scales2_, expert, gemm2_);
+  }
+  /// Static scale of the activations that enter GEMM 1 or 2; 1 if there is none.
+  float input_scale1(std::int64_t expert) const;
+  float input_scale2(std::int64_t expert) const;
+
+  /// The expert as it was given, in tensors of its own.
+  ExpertWeights unpack(std::int64_t expert) const;
+  /// Replaces an expert by another that fits.
+  void replace(std::int64_t expert, const ExpertMatrices& source);
 
  private:
+  /// What packing would lose of a matrix.
+  struct Origin {
+    std::int64_t first_row = 0, first_col = 0;
+    DType scales = DType::kF32;
+    float input_scale = 0;  // 0: none
+  };
+  struct ExpertOrigin {
+    Origin gate, up, down;
+  };
+
+  std::int64_t outputs_per_tile() const { return gated_ ? kTileColumns / 2 : kTileColumns; }
+  Columns columns_of(const ExpertMatrices& source, bool first, std::int64_t tile) const;
   void pack_expert(std::int64_t expert, const ExpertMatrices& source);
-  static const float* bias(const Tensor& tensor, std::int64_t expert, const PackedGemm& gemm) {
+  void check_fits(const ExpertMatrices& source) const;
+  static const float* columns(const Tensor& tensor, std::int64_t expert, const PackedGemm& gemm) {
     return tensor ? tensor.as<const float>() + expert * gemm.padded_columns() : nullptr;
   }
 
-  Format format_;
   bool gated_;
+  ActivationParams activation_params_;
   PackedGemm gemm1_, gemm2_;
   std::int64_t expert_bytes_ = 0;
-  Tensor data_;           // u8
-  Tensor bias1_, bias2_;  // f32 (E, padded columns)
+  Tensor data_;               // u8
+  Tensor bias1_, bias2_;      // f32 (E, padded columns)
+  Tensor scales1_, scales2_;  // the same
+  std::vector<ExpertOrigin> origins_;
 };
 
 }  // namespace fusedmoe::cpu

@@ -94,6 +94,17 @@ void open_without_index(const fs::path& directory, CheckpointFiles& result) {
   }
 }
 
+// ModelOpt writes the quantization beside a config.json that may not mention it.
+void merge_quantization(const fs::path& path, CheckpointFiles& result) {
+  constexpr const char* kKey = "quantization_config";
+  nlohmann::json config = parse_json_object(result.config_json, kMaxConfigBytes, "config");
+  if (config.contains(kKey)) return;
+  config[kKey] =
+      parse_json_object(read_text(path, kMaxConfigBytes), kMaxConfigBytes, path.string());
+  result.config_json = config.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  result.json_paths.push_back(path.string());
+}
+
 CheckpointFiles open_directory(const fs::path& directory) {
   CheckpointFiles result;
   const fs::path config = directory / "config.json";
@@ -101,6 +112,8 @@ CheckpointFiles open_directory(const fs::path& directory) {
                  "a checkpoint: config.json and *.safetensors");
   result.config_json = read_text(config, kMaxConfigBytes);
   result.json_paths.push_back(config.string());
+  const fs::path quantization = directory / "hf_quant_config.json";
+  if (fs::exists(quantization)) merge_quantization(quantization, result);
   const fs::path index = directory / kIndexName;
   if (fs::exists(index)) {
     result.json_paths.push_back(index.string());

@@ -8,8 +8,8 @@
 #include <map>
 #include <string>
 
+#include "error_text.h"
 #include "fusedmoe/checkpoint.h"
-#include "fusedmoe/error.h"
 #include "fusedmoe/quantize_checkpoint.h"
 #include "fusedmoe/safetensors.h"
 #include "nlohmann/json.hpp"
@@ -86,16 +86,6 @@ inline std::map<std::string, Tensor, std::less<>> tensors_of(
 
 inline nlohmann::json read_json(const std::filesystem::path& path) {
   return nlohmann::json::parse(std::ifstream(path));
-}
-
-template <typename Function>
-std::string error_text(Function&& function) {
-  try {
-    function();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 }  // namespace fusedmoe::testing

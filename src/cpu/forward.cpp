@@ -1,0 +1,451 @@
+#include "cpu/forward.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/check.h"
+#include "core/experts_args.h"
+#include "core/quantize.h"
+#include "core/workspace.h"
+#include "fusedmoe/routing_data.h"
+
+namespace fusedmoe::cpu {
+namespace {
+
+std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+Epilogue::Rounding rounding_of(DType dtype) {
+  switch (dtype) {
+    case DType::kBF16:
+      return Epilogue::Rounding::kBF16;
+    case DType::kF16:
+      return Epilogue::Rounding::kF16;
+    default:
+      return Epilogue::Rounding::kNone;
+  }
+}
+
+Epilogue epilogue_of(const ResolvedActivation& activation, DType dtype, bool store_f32) {
+  static_assert(static_cast<int>(Epilogue::Kind::kSilu) ==
+                    static_cast<int>(Activation::kSilu) + 1 &&
+                static_cast<int>(Epilogue::Kind::kRelu2NoMul) ==
+                    static_cast<int>(Activation::kRelu2NoMul) + 1);
+  Epilogue epilogue;
+  epilogue.kind = static_cast<Epilogue::Kind>(static_cast<int>(activation.kind) + 1);
+  epilogue.gated = is_gated(activation.kind);
+  epilogue.alpha = activation.alpha;
+  epilogue.beta = activation.kind == Activation::kSwigluOai ? 1.0f : activation.beta;
+  epilogue.limit = activation.limit;
+  epilogue.situ_beta = activation.situ_beta;
+  epilogue.situ_linear_beta = activation.situ_linear_beta;
+  epilogue.rounding = rounding_of(dtype);
+  epilogue.store_f32 = store_f32;
+  return epilogue;
+}
+
+bool per_tensor(const QuantKey& key) {
+  return key.group == GroupShape{-1, -1};
+}
+
+/// An upper bound of OperandRows::floats_per_row() for any weights of the scheme.
+std::int64_t floats_per_row(const QuantScheme& scheme, std::int64_t padded_k) {
+  if (!scheme.activations && scheme.weights.symmetric) return 0;
+  return 1 + padded_k / TileFormat::kMinGroup + padded_k / kGroup;
+}
+
+}  // namespace
+
+WorkspaceLayout::WorkspaceLayout(const ProblemSize& problem, ForwardMode mode, void* workspace2)
+    : rows(problem.num_tokens *
+           (mode.format == ActivationFormat::kStandard ? problem.topk : problem.num_local_experts)),
+      threads(num_threads()),
+      index_bytes(routing_data_bytes(problem.num_tokens, problem.topk, problem.num_local_experts)) {
+  const auto size = [](std::int64_t count) { return static_cast<std::size_t>(count); };
+  const std::int64_t hidden = round_up(problem.hidden, kTileColumns);
+  const std::int64_t intermediate = round_up(problem.intermediate, kTileColumns);
+  const std::int64_t most_rows = std::max(rows, problem.num_tokens);
+  // A row as fp32, its codes and its scales.
+  const std::int64_t row_scratch = 6 * std::max(hidden, intermediate);
+  const bool quantized = problem.scheme.activations.has_value();
+  scratch_bytes = core::round_up_workspace(kScratchBytes +
+                                           (quantized || mode.unfused ? 2 * size(row_scratch) : 0));
+
+  core::WorkspaceCutter cutter(workspace2);
+  index = static_cast<std::byte*>(cutter.take(index_bytes));
+  for (auto& offsets : task_offsets) {
+    offsets = static_cast<std::int64_t*>(
+        cutter.take(size(problem.num_local_experts + 1) * sizeof(std::int64_t)));
+  }
+  scratch = static_cast<std::byte*>(cutter.take(scratch_bytes * size(threads)));
+  for (int i = 0; i < 2; ++i) {
+    const std::int64_t floats = floats_per_row(problem.scheme, i == 0 ? hidden : intermediate);
+    row_floats[i] = static_cast<float*>(cutter.take(size(most_rows * floats) * sizeof(float)));
+  }
+  if (mode.unfused) {
+    const std::int64_t widest = std::max(2 * problem.intermediate, problem.hidden);
+    hook_rows[0] = cutter.take(size(bytes(problem.dtype, rows * widest)));
+    hook_rows[1] = cutter.take(size(bytes(problem.dtype, rows * problem.intermediate)));
+  }
+  gemm2_rows = static_cast<std::byte*>(cutter.take(size(most_rows * hidden * 4)));
+  bytes2 = cutter.used();
+  bytes13 = size(rows * intermediate * 4 * (mode.unfused ? 2 : 1));
+}
+
+/// Parts of a thread's scratch memory.
+class Forward::ThreadScratch {
+ public:
+  ThreadScratch(const WorkspaceLayout& layout, std::int64_t longest_row)
+      : panels_(layout.scratch +
+                static_cast<std::size_t>(omp_get_thread_num()) * layout.scratch_bytes),
+        longest_row_(longest_row) {}
+
+  std::byte* panels() const { return panels_; }
+  float* row() const { return reinterpret_cast<float*>(panels_ + kScratchBytes); }
+  std::uint8_t* codes() const { return reinterpret_cast<std::uint8_t*>(row() + longest_row_); }
+  void* scales() const { return codes() + longest_row_; }
+
+ private:
+  std::byte* panels_;
+  std::int64_t longest_row_;  // a multiple of kTileColumns
+};
+
+Forward::Forward(const ModularExperts& experts, ForwardMode mode, const ExpertsArgs& args)
+    : args_(args),
+      mode_(mode),
+      problem_(core::check_experts_args(experts, args)),
+      weights_(static_cast<const CpuPackedWeights&>(*args.weights)),
+      batched_(mode.format == ActivationFormat::kBatchedExperts),
+      layout_(problem_, mode, args.workspace2),
+      key_(problem_.scheme.activations),
+      hidden_quantized_(key_ && !experts.expects_unquantized_inputs(problem_.scheme)),
+      compute_(compute_of(problem_.scheme, problem_.dtype)),
+      operands_{OperandRows(problem_.scheme, weights_.gemm1(), compute_),
+                OperandRows(problem_.scheme, weights_.gemm2(), compute_)},
+      activation_(mode.unfused
+                      ? Epilogue{}
+                      : epilogue_of(weights_.info().activation, problem_.dtype, key_.has_value())) {
+  if (problem_.num_tokens == 0) return;
+  gemm1_rows_ = static_cast<std::byte*>(args.workspace13);
+  x_rows_ = problem_.num_tokens * (batched_ ? problem_.num_local_experts : 1);
+  x_bytes_ = problem_.hidden * bytes(args.hidden_states.dtype(), 1);
+  output_bytes_ = problem_.hidden * bytes(problem_.dtype, 1);
+  a_bytes_ = operands_[0].row_bytes();
+  gemm1_bytes_ = weights_.gemm2().k * (key_ ? 4 : element_bytes(compute_));
+  if (mode_.unfused) gemm1_bytes_ = weights_.gemm1().padded_columns() * 4;
+  gemm2_bytes_ = weights_.gemm2().padded_columns() * 4;
+  const bool per_expert = quantizes_here() && key_->global_scale;
+  permute_ = !batched_ && ((isa_.contiguous_rows && compute_ == Compute::kBF16) || per_expert);
+  const bool same_type = (problem_.dtype == DType::kF32) == (compute_ == Compute::kF32);
+  direct_ = !key_ && !permute_ && same_type && x_bytes_ == a_bytes_ && !operands_[0].has_starts();
+  a_ = direct_ ? args.hidden_states.as<const std::byte>() : layout_.gemm2_rows;
+  index_rows();
+  a_rows_ = permute_ ? num_rows() : x_rows_;
+}
+
+/// Rows of each expert. In the batched format they are compacted: row i of expert e is
+/// expert_offsets[e] + i.
+void Forward::index_rows() {
+  if (batched_) {
+    auto* offsets = reinterpret_cast<std::int32_t*>(layout_.index);
+    offsets[0] = 0;
+    for (std::int64_t e = 0; e < problem_.num_local_experts; ++e) {
+      offsets[e + 1] = offsets[e] + args_.expert_num_tokens.as<const std::int32_t>()[e];
+    }
+    expert_offsets_ = offsets;
+    return;
+  }
+  const RoutingData routing =
+      build_routing_data(args_.topk_ids, args_.expert_map, problem_.num_local_experts,
+                         layout_.index, layout_.index_bytes);
+  expert_offsets_ = routing.expert_offsets.as<const std::int32_t>();
+  slots_ = routing.permuted_to_slot.as<const std::int32_t>();
+  slot_to_permuted_ = routing.slot_to_permuted.as<const std::int32_t>();
+}
+
+/// The local expert of a row in the order of the grouped GEMM.
+std::int64_t Forward::expert_of(std::int64_t row) const {
+  const std::int32_t* end = expert_offsets_ + problem_.num_local_experts + 1;
+  return std::upper_bound(expert_offsets_, end, row) - expert_offsets_ - 1;
+}
+
+/// Hidden states as GEMM 1 reads them: converted or quantized, padded, token by token or permuted.
+void Forward::prepare_rows(const ThreadScratch& scratch) const {
+#pragma omp for schedule(static)
+  for (std::int64_t row = 0; row < a_rows_; ++row) {
+    if (batched_ &&
+        row % problem_.num_tokens >=
+            args_.expert_num_tokens.as<const std::int32_t>()[row / problem_.num_tokens]) {
+      continue;
+    }
+    prepare_row(row, scratch);
+  }
+}
+
+void Forward::prepare_row(std::int64_t row, const ThreadScratch& scratch) const {
+  const std::int64_t source = permute_ ? slots_[row] / problem_.topk : row;
+  const auto* x = args_.hidden_states.as<const std::byte>() + source * x_bytes_;
+  std::byte* target = layout_.gemm2_rows + row * a_bytes_;
+  const OperandRows& operands = operands_[0];
+  if (!key_) {
+    isa_.convert[static_cast<int>(compute_)](x, rounding_of(problem_.dtype), problem_.hidden,
+                                             weights_.gemm1().k, target);
+    operands.start(target, layout_.row_floats[0], a_rows_, row);
+    return;
+  }
+  const auto* codes = reinterpret_cast<const std::uint8_t*>(x);
+  const void* scales = nullptr;
+  float row_scale = 1;
+  if (hidden_quantized_) {
+    const std::int64_t per_row =
+        per_tensor(*key_) ? 0 : core::scales_per_row(*key_, problem_.hidden);
+    scales = args_.hidden_scales.as<const std::byte>() + bytes(*key_->scale, source * per_row);
+    if (per_tensor(*key_)) row_scale = *args_.hidden_scales.as<const float>();
+  } else {
+    if (key_->global_scale) {
+      row_scale = weights_.input_scale1(batched_ ? row / problem_.num_tokens : expert_of(row));
+    }
+    isa_.convert[static_cast<int>(Compute::kF32)](x, rounding_of(problem_.dtype), problem_.hidden,
+                                                  problem_.hidden, scratch.row());
+    core::quantize_row(scratch.row(), problem_.hidden, *key_, row_scale, scratch.codes(),
+                       scratch.scales());
+    codes = scratch.codes();
+    scales = scratch.scales();
+  }
+  operands.expand(codes, scales, row_scale, target, layout_.row_floats[0], a_rows_, row);
+}
+
+TileJob Forward::job(const Task& task, bool first) const {
+  const PackedGemm& gemm = first ? weights_.gemm1() : weights_.gemm2();
+  const std::int64_t row = expert_offsets_[task.expert] + task.first_row;
+  const auto of_tile = [&](const float* columns) {
+    return columns ? columns + task.first_tile * kTileColumns : nullptr;
+  };
+  TileJob job;
+  job.tiles = (first ? weights_.tiles1(task.expert) : weights_.tiles2(task.expert)) +
+              task.first_tile * gemm.tile_bytes;
+  job.tile_bytes = gemm.tile_bytes;
+  job.num_tiles = task.tiles;
+  job.k = gemm.k;
+  job.format = gemm.shape.format;
+  job.num_rows = task.rows;
+  if (first) {
+    const std::int64_t batched_row = task.expert * problem_.num_tokens + task.first_row;
+    const std::int64_t first_row = batched_ ? batched_row : permute_ ? row : 0;
+    job.rows = a_ + first_row * a_bytes_;
+    job.row_bytes = a_bytes_;
+    job.slots = slots_ && !permute_ ? slots_ + row : nullptr;
+    job.topk = problem_.topk;
+    job.row_scales = operands_[0].scales(layout_.row_floats[0], a_rows_, first_row);
+    job.column_scales = of_tile(weights_.column_scales1(task.expert));
+    job.bias = of_tile(weights_.bias1(task.expert));
+    job.epilogue = &activation_;
+    const std::int64_t columns = activation_.gated ? kTileColumns / 2 : kTileColumns;
+    const std::int64_t element = key_ || mode_.unfused ? 4 : element_bytes(compute_);
+    job.output = gemm1_rows_ + row * gemm1_bytes_ + task.first_tile * columns * element;
+    job.output_bytes = gemm1_bytes_;
+  } else {
+    job.rows = gemm1_rows_ + row * gemm1_bytes_;
+    job.row_bytes = gemm1_bytes_;
+    job.row_scales = operands_[1].scales(layout_.row_floats[1], num_rows(), row);
+    job.column_scales = of_tile(weights_.column_scales2(task.expert));
+    job.bias = of_tile(weights_.bias2(task.expert));
+    job.epilogue = &store_;
+    job.output = layout_.gemm2_rows + row * gemm2_bytes_ + task.first_tile * kStepBytes;
+    job.output_bytes = gemm2_bytes_;
+  }
+  return job;
+}
+
+/// The activation's output as GEMM 2 reads it, in place.
+void Forward::activated_rows(float tensor_scale, const ThreadScratch& scratch) const {
+  if (!key_ && !operands_[1].has_starts()) return;
+#pragma omp for schedule(static)
+  for (std::int64_t row = 0; row < num_rows(); ++row) activated_row(row, tensor_scale, scratch);
+}
+
+void Forward::activated_row(std::int64_t row, float tensor_scale,
+                            const ThreadScratch& scratch) const {
+  std::byte* target = gemm1_rows_ + row * gemm1_bytes_;
+  float* floats = layout_.row_floats[1];
+  if (!key_) return operands_[1].start(target, floats, num_rows(), row);
+  float scale = tensor_scale;
+  if (key_->global_scale) scale = weights_.input_scale2(expert_of(row));
+  core::quantize_row(reinterpret_cast<const float*>(target), problem_.intermediate, *key_, scale,
+                     scratch.codes(), scratch.scales());
+  operands_[1].expand(scratch.codes(), scratch.scales(), scale, target, floats, num_rows(), row);
+}
+
+/// Rounds fp32 values to the dtype of the layer.
+void Forward::to_layer_dtype(const float* source, std::int64_t count, std::byte* target) const {
+  const std::int32_t index = 0;
+  ReduceJob job;
+  job.rows = reinterpret_cast<const std::byte*>(source);
+  job.indices = &index;
+  job.num_indices = 1;
+  job.end = count;
+  job.output = target;
+  job.dtype = rounding_of(problem_.dtype);
+  isa_.reduce(job);
+}
+
+void Forward::call_hook(const std::function<void(const HookArgs&)> ExpertsHooks::*hook,
+                        const TensorView& input, const TensorView& output) const {
+  if (!args_.hooks || !(args_.hooks->*hook)) return;
+#pragma omp single
+  {
+    HookArgs hook_args;
+    hook_args.input = input;
+    hook_args.output = output;
+    hook_args.expert_offsets = TensorView(const_cast<std::int32_t*>(expert_offsets_), DType::kI32,
+                                          {problem_.num_local_experts + 1});
+    hook_args.permuted_to_slot =
+        TensorView(const_cast<std::int32_t*>(slots_), DType::kI32, {num_rows()});
+    hook_args.topk = problem_.topk;
+    (args_.hooks->*hook)(hook_args);
+  }
+}
+
+/// GEMM 1's sums, in tile order -> rows of the layer's dtype, activation, rows for GEMM 2 as fp32
+/// or as the layer's dtype; hooks between.
+void Forward::unfused_activation(const ThreadScratch& scratch) const {
+  const Epilogue epilogue = epilogue_of(weights_.info().activation, problem_.dtype, true);
+  const std::int64_t intermediate = problem_.intermediate;
+  const std::int64_t width = epilogue.gated ? 2 * intermediate : intermediate;
+  const std::int64_t outputs = epilogue.gated ? kTileColumns / 2 : kTileColumns;
+  const std::int64_t element = bytes(problem_.dtype, 1);
+  auto* gate_up = static_cast<std::byte*>(layout_.hook_rows[0]);
+  auto* activated = static_cast<std::byte*>(layout_.hook_rows[1]);
+  const TensorView gate_up_rows(gate_up, problem_.dtype, {num_rows(), width});
+  const TensorView activated_view(activated, problem_.dtype, {num_rows(), intermediate});
+  const auto to_f32 = isa_.convert[static_cast<int>(Compute::kF32)];
+#pragma omp for schedule(static)
+  for (std::int64_t row = 0; row < num_rows(); ++row) {
+    const auto* tiles = reinterpret_cast<const float*>(gemm1_rows_ + row * gemm1_bytes_);
+    for (std::int64_t part = 0; part * intermediate < width; ++part) {
+      for (std::int64_t i = 0; i < intermediate; i += outputs) {
+        const float* source = tiles + i / outputs * kTileColumns + part * outputs;
+        std::memcpy(scratch.row() + i, source,
+                    static_cast<std::size_t>(std::min(outputs, intermediate - i)) * 4);
+      }
+      to_layer_dtype(scratch.row(), intermediate,
+                     gate_up + (row * width + part * intermediate) * element);
+    }
+  }
+  const TensorView hidden = hidden_quantized_ ? TensorView() : args_.hidden_states;
+  call_hook(&ExpertsHooks::after_gemm1, hidden, gate_up_rows);
+#pragma omp for schedule(static)
+  for (std::int64_t row = 0; row < num_rows(); ++row) {
+    float* values = scratch.row();
+    const auto half_row = [&](std::int64_t part, float* target) {
+      to_f32(gate_up + (row * width + part * intermediate) * element, rounding_of(problem_.dtype),
+             intermediate, round_up(intermediate, kTileColumns), target);
+    };
+    auto* up = reinterpret_cast<float*>(gemm1_rows_ + row * gemm1_bytes_);
+    half_row(0, values);
+    if (epilogue.gated) half_row(1, up);
+    isa_.activate(epilogue, values, up, round_up(intermediate, kTileColumns), values);
+    to_layer_dtype(values, intermediate, activated + row * intermediate * element);
+  }
+  call_hook(&ExpertsHooks::after_activation, gate_up_rows, activated_view);
+#pragma omp for schedule(static)
+  for (std::int64_t row = 0; row < num_rows(); ++row) {
+    const Compute target = key_ ? Compute::kF32 : compute_;
+    isa_.convert[static_cast<int>(target)](activated + row * intermediate * element,
+                                           rounding_of(problem_.dtype), intermediate,
+                                           weights_.gemm2().k, gemm1_rows_ + row * gemm1_bytes_);
+  }
+}
+
+/// GEMM 2's rows rounded to the layer's dtype, with a hook, and back.
+void Forward::unfused_output(const ThreadScratch&) const {
+  const std::int64_t hidden = problem_.hidden, element = bytes(problem_.dtype, 1);
+  auto* rows = static_cast<std::byte*>(layout_.hook_rows[0]);
+#pragma omp for schedule(static)
+  for (std::int64_t row = 0; row < num_rows(); ++row) {
+    to_layer_dtype(reinterpret_cast<const float*>(layout_.gemm2_rows + row * gemm2_bytes_), hidden,
+                   rows + row * hidden * element);
+  }
+  call_hook(&ExpertsHooks::after_gemm2,
+            TensorView(layout_.hook_rows[1], problem_.dtype, {num_rows(), problem_.intermediate}),
+            TensorView(rows, problem_.dtype, {num_rows(), hidden}));
+#pragma omp for schedule(static)
+  for (std::int64_t row = 0; row < num_rows(); ++row) {
+    isa_.convert[static_cast<int>(Compute::kF32)](
+        rows + row * hidden * element, rounding_of(problem_.dtype), hidden,
+        weights_.gemm2().padded_columns(), layout_.gemm2_rows + row * gemm2_bytes_);
+  }
+}
+
+/// The weighted sum of a token's rows, or one row of the batched format (zero behind the last).
+void Forward::reduce(std::int64_t row, std::int64_t first_column) const {
+  ReduceJob job;
+  job.rows = layout_.gemm2_rows;
+  job.row_bytes = gemm2_bytes_;
+  job.begin = first_column;
+  job.end = std::min(problem_.hidden, first_column + kReduceColumns);
+  job.output = args_.output.as<std::byte>() + row * output_bytes_;
+  job.dtype = rounding_of(problem_.dtype);
+  std::int32_t batched_row = -1;
+  if (batched_) {
+    const std::int64_t expert = row / problem_.num_tokens;
+    const std::int64_t candidate = expert_offsets_[expert] + row % problem_.num_tokens;
+    if (candidate < expert_offsets_[expert + 1]) {
+      batched_row = static_cast<std::int32_t>(candidate);
+    }
+    job.indices = &batched_row;
+    job.num_indices = 1;
+  } else {
+    job.indices = slot_to_permuted_ + row * problem_.topk;
+    job.num_indices = problem_.topk;
+    if (!args_.router_weight_on_input) {
+      job.weights = args_.topk_weights.as<const float>() + row * problem_.topk;
+    }
+  }
+  isa_.reduce(job);
+}
+
+void Forward::run() {
+  if (problem_.num_tokens == 0) return;
+  const Codes codes = weights_.gemm1().shape.format.codes;
+  const auto multiply = isa_.multiply[static_cast<int>(codes)][static_cast<int>(compute_)];
+  const std::int64_t num_experts = problem_.num_local_experts;
+  GroupedGemm gemm1(weights_.gemm1(), expert_offsets_, num_experts, layout_.task_offsets[0]);
+  GroupedGemm gemm2(weights_.gemm2(), expert_offsets_, num_experts, layout_.task_offsets[1]);
+  const bool find_scale = key_ && per_tensor(*key_) && key_->dynamic;
+  float tensor_scale = weights_.info().a2_scale.value_or(1), largest = 0;
+  const std::int64_t longest =
+      round_up(std::max(problem_.hidden, problem_.intermediate), kTileColumns);
+#pragma omp parallel num_threads(layout_.threads)
+  {
+    const ThreadScratch scratch(layout_, longest);
+    if (!direct_) prepare_rows(scratch);
+    gemm1.run(multiply, scratch.panels(), [this](const Task& task) { return job(task, true); });
+#pragma omp barrier
+    if (mode_.unfused) unfused_activation(scratch);
+    if (find_scale) {
+#pragma omp for schedule(static) reduction(max : largest)
+      for (std::int64_t row = 0; row < num_rows(); ++row) {
+        const auto* values = reinterpret_cast<const float*>(gemm1_rows_ + row * gemm1_bytes_);
+        largest = std::max(largest, core::amax(values, problem_.intermediate));
+      }
+#pragma omp single
+      tensor_scale = core::tensor_scale(largest);
+    }
+    activated_rows(tensor_scale, scratch);
+    gemm2.run(multiply, scratch.panels(), [this](const Task& task) { return job(task, false); });
+#pragma omp barrier
+    if (mode_.unfused) unfused_output(scratch);
+#pragma omp for schedule(static) collapse(2) nowait
+    for (std::int64_t row = 0; row < x_rows_; ++row) {
+      for (std::int64_t column = 0; column < problem_.hidden; column += kReduceColumns) {
+        reduce(row, column);
+      }
+    }
+  }
+}
+
+}  // namespace fusedmoe::cpu

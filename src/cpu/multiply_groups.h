@@ -1,0 +1,265 @@
+// Rows x tile for weights with scales in the stream: the sum of each group is scaled, in fp32, and
+// added to the total. sum = total + group sum * (weight scale * row scale), groups ascending.
+// Included by isa_*.cpp only.
+#pragma once
+
+#include "cpu/codes.h"
+#include "cpu/multiply.h"
+
+namespace fusedmoe::cpu {
+namespace {
+
+/// Rows of one block: sums and totals of 3 rows fill the registers, with 16 of them as with 32.
+inline constexpr int kGroupRows = 3;
+/// Steps of a panel: few rows at a time read it often, so it should lie in the L1.
+inline constexpr std::int64_t kGroupPanelSteps = 64;
+
+/// A part of a tile, decoded: `count` groups of `steps` steps each, the last of `last_steps`.
+struct GroupPanel {
+  std::int64_t row_offset;  // of the first group in a row, in bytes
+  const std::byte* data;  // groups follow each other
+  const float* scales;    // (count, 64)
+  const float* zeros;     // (count, 64) or null
+  std::int64_t first, count, steps, last_steps;
+};
+
+/// What one row contributes beside its elements.
+struct GroupRow {
+  const std::byte* elements;
+  const float* scales;  // of group_shift groups each, or null
+  const float* starts;  // or null
+};
+
+/// What the sums of group g start from, for one row and vector.
+template <class D>
+inline typename D::Acc group_start(const GroupRow& row, const GroupPanel& panel, std::int64_t g,
+                                   int column) {
+  using S = typename D::Simd;
+  const auto start = S::set1(row.starts[panel.first + g]);
+  return D::start(panel.zeros ? start * S::load(panel.zeros + g * kTileColumns + column) : start);
+}
+
+/// R rows x 64 columns, totals in registers; totals: (R, 64), read and written.
+template <class D, int R>
+inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, int group_shift,
+                                 float* totals, Prefetcher& prefetch) {
+  using S = typename D::Simd;
+  constexpr int kW = S::kWidth, kVectors = S::kVectors;
+  const std::byte* elements[R];
+  for (int r = 0; r < R; ++r) elements[r] = rows[r].elements + panel.row_offset;
+  for (int column = 0; column < kTileColumns; column += kVectors * kW) {
+    typename S::F total[R][kVectors];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        total[r][v] = S::load(totals + r * kTileColumns + column + v * kW);
+      }
+    }
+    const std::byte* b = panel.data + column * 4;
+    std::int64_t a = 0;
+    for (std::int64_t g = 0; g < panel.count; ++g) {
+      prefetch();
+      typename D::Acc acc[R][kVectors];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          acc[r][v] =
+              rows[0].starts ? group_start<D>(rows[r], panel, g, column + v * kW) : D::zero();
+        }
+      }
+      const std::int64_t steps = g + 1 == panel.count ? panel.last_steps : panel.steps;
+#pragma GCC unroll 4
+      for (std::int64_t step = 0; step < steps; ++step, b += kStepBytes, a += 4) {
+        typename D::B weights[kVectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) weights[v] = D::load_b(b + v * kW * 4);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          const auto x = D::broadcast(elements[r] + a);
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) acc[r][v] = D::dot(acc[r][v], weights[v], x);
+        }
+      }
+      const float* scales = panel.scales + g * kTileColumns + column;
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        if (rows[0].scales) {
+          const auto scale = S::set1(rows[r].scales[(panel.first + g) >> group_shift]);
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) {
+            total[r][v] = S::fma(D::to_float(acc[r][v]), S::load(scales + v * kW) * scale,
+                                 total[r][v]);
+          }
+        } else {
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) {
+            total[r][v] = S::fma(D::to_float(acc[r][v]), S::load(scales + v * kW), total[r][v]);
+          }
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        S::store(totals + r * kTileColumns + column + v * kW, total[r][v]);
+      }
+    }
+  }
+}
+
+template <class D, int R>
+inline void multiply_group_rows(int num_rows, const GroupRow* rows, const GroupPanel& panel,
+                                int group_shift, float* totals, Prefetcher& prefetch) {
+  if constexpr (R > 1) {
+    if (num_rows < R) {
+      multiply_group_rows<D, R - 1>(num_rows, rows, panel, group_shift, totals, prefetch);
+      return;
+    }
+  }
+  multiply_group_panel<D, R>(rows, panel, group_shift, totals, prefetch);
+}
+
+/// Groups of a stream as panels. Blocks decodes one block.
+template <class D, class Blocks>
+class GroupPanels {
+ public:
+  GroupPanels(const std::byte* stream, const TileFormat& format)
+      : group_(stream), format_(format), blocks_(format) {}
+
+  /// The next `count` groups; called in order.
+  GroupPanel panel(std::int64_t first, std::int64_t count, std::int64_t k, std::byte* scratch) {
+    auto* scales = reinterpret_cast<float*>(scratch + kScalesOffset);
+    auto* zeros = reinterpret_cast<float*>(scratch + kZerosOffset);
+    std::byte* target = scratch;
+    std::int64_t last = 0;
+    for (std::int64_t g = 0; g < count; ++g) {
+      const std::int64_t left = k - (first + g) * format_.group;
+      last = left < format_.group ? left : format_.group;
+      D::scales(format_.scales, group_, scales + g * kTileColumns);
+      if (format_.zeros) {
+        decode_zeros(group_ + format_.scale_bytes(), zeros + g * kTileColumns);
+      }
+      const std::byte* block = group_ + format_.header_bytes();
+      for (std::int64_t i = 0; i < last; i += Blocks::kK, block += kStepBytes) {
+        blocks_.decode(block, target);
+        target += Blocks::kK / D::kPerStep * kStepBytes;
+      }
+      group_ = block;
+    }
+    return {first * format_.group / D::kPerStep * 4,
+            scratch,
+            scales,
+            format_.zeros ? zeros : nullptr,
+            first,
+            count,
+            format_.group / D::kPerStep,
+            last / D::kPerStep};
+  }
+
+ private:
+  const std::byte* group_;
+  const TileFormat format_;
+  Blocks blocks_;
+};
+
+/// The stream of W8A8: steps as they are, one group without a scale.
+template <class D>
+class WholePanel {
+ public:
+  WholePanel(const std::byte* stream, const TileFormat&) : stream_(stream) {}
+  GroupPanel panel(std::int64_t, std::int64_t, std::int64_t k, std::byte* scratch) {
+    auto* scales = reinterpret_cast<float*>(scratch + kScalesOffset);
+    decode_scales(ScaleType::kNone, nullptr, scales);
+    return {0, stream_, scales, nullptr, 0, 1, k / D::kPerStep, k / D::kPerStep};
+  }
+
+ private:
+  const std::byte* stream_;
+};
+
+inline GroupRow group_row(const TileJob& job, std::int64_t row) {
+  const std::int64_t index = row_index(job, row);
+  const RowScales& scales = job.row_scales;
+  return {job.rows + index * job.row_bytes,
+          scales.group_scales ? scales.group_scales + index * scales.num_group_scales : nullptr,
+          scales.starts ? scales.starts + index * scales.num_starts : nullptr};
+}
+
+/// All rows of a job x one tile. `group`: k of one group.
+template <class D, class Panels>
+void multiply_groups_tile(const TileJob& job, int tile, std::int64_t group) {
+  GroupRow rows[kMaxRows];
+  for (std::int64_t r = 0; r < job.num_rows; ++r) rows[r] = group_row(job, r);
+  constexpr int kRows = kGroupRows;
+  const std::int64_t groups = (job.k + group - 1) / group;
+  const std::int64_t at_most = kGroupPanelSteps * D::kPerStep / group;
+  const std::int64_t per_panel = at_most > 1 ? at_most : 1;
+  const std::int64_t panels = (groups + per_panel - 1) / per_panel;
+  const std::int64_t blocks = (job.num_rows + kRows - 1) / kRows;
+  auto* totals = reinterpret_cast<float*>(job.scratch + kSumsOffset);
+  std::memset(totals, 0, static_cast<std::size_t>(job.num_rows * kStepBytes));
+  Prefetcher prefetch(job, tile == job.num_tiles - 1 ? blocks * groups : 0);
+  Panels decoder(job.tiles + tile * job.tile_bytes, job.format);
+  for (std::int64_t index = 0; index < panels; ++index) {
+    const std::int64_t first = groups * index / panels;
+    const std::int64_t count = groups * (index + 1) / panels - first;
+    const GroupPanel panel = decoder.panel(first, count, job.k, job.scratch);
+    std::int64_t row = 0;
+    for (std::int64_t block = 0; block < blocks; ++block) {
+      const std::int64_t end = job.num_rows * (block + 1) / blocks;
+      multiply_group_rows<D, kRows>(static_cast<int>(end - row), rows + row, panel,
+                                    job.row_scales.group_shift, totals + row * kTileColumns,
+                                    prefetch);
+      row = end;
+    }
+  }
+  for (std::int64_t r = 0; r < job.num_rows; ++r) {
+    store_row<D>(job, tile, r, totals + r * kTileColumns);
+  }
+}
+
+template <class D, class Blocks>
+void multiply_groups(const TileJob& job) {
+  for (int tile = 0; tile < job.num_tiles; ++tile) {
+    multiply_groups_tile<D, GroupPanels<D, Blocks>>(job, tile, job.format.group);
+  }
+}
+
+/// Codes with scales per group, or per column.
+template <class D, class Blocks>
+void multiply_codes(const TileJob& job) {
+  if (job.format.scales == ScaleType::kNone) {
+    multiply<D, BlockPanels<D, Blocks>>(job);
+  } else {
+    multiply_groups<D, Blocks>(job);
+  }
+}
+
+template <class S, Codes kCodes>
+inline constexpr auto multiply_codes_f32 = multiply_codes<DotF32<S>, BlocksToF32<kCodes>>;
+
+/// The table of an instruction set with nothing but fp32 dot products.
+template <class S>
+constexpr Kernels f32_kernels(const char* name) {
+  using D = DotF32<S>;
+  return {name,
+          false,
+          {{multiply<D, Direct>},
+           {multiply<D, Bf16ToF32<S>>},
+           {multiply<D, Mxfp4ToF32<S>>},
+           {multiply_codes_f32<S, Codes::kE2M1>},
+           {multiply_codes_f32<S, Codes::kInt4>},
+           {multiply_codes_f32<S, Codes::kE4M3>},
+           {multiply_codes_f32<S, Codes::kInt8>},
+           {multiply<D, W4A8Panels<D>>}},
+          reduce<S>,
+          {convert_to_f32, nullptr},
+          activate_rows<S>,
+          {flops<D>}};
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu

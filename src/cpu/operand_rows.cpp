@@ -1,0 +1,182 @@
+#include "cpu/operand_rows.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "core/quantize.h"
+#include "fusedmoe/formats.h"
+
+namespace fusedmoe::cpu {
+namespace {
+
+bool is_nibbles(Codes codes) {
+  return codes == Codes::kMxfp4 || codes == Codes::kE2M1 || codes == Codes::kInt4;
+}
+
+/// 2 x value + 12 stands for an E2M1 code (NibblesToU8).
+bool is_doubled(Codes codes) {
+  return codes == Codes::kMxfp4 || codes == Codes::kE2M1;
+}
+
+/// Order of 8 elements in two steps of nibbles.
+constexpr int kNibbleOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+
+struct CodeTables {
+  float e4m3[256], e2m1[16];
+  CodeTables() {
+    for (int code = 0; code < 256; ++code)
+      e4m3[code] = e4m3_to_f32(static_cast<std::uint8_t>(code));
+    for (int code = 0; code < 16; ++code) e2m1[code] = e2m1_to_f32(static_cast<std::uint8_t>(code));
+  }
+};
+
+const CodeTables& tables() {
+  static const CodeTables all;
+  return all;
+}
+
+/// Values have at most 8 significant bits where they are stored as bf16.
+void store(Compute compute, std::byte* row, std::int64_t i, float value) {
+  if (compute == Compute::kF32) {
+    std::memcpy(row + 4 * i, &value, 4);
+  } else {
+    const auto half = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16);
+    std::memcpy(row + 2 * i, &half, 2);
+  }
+}
+
+float load(Compute compute, const std::byte* row, std::int64_t i) {
+  float value;
+  if (compute == Compute::kF32) {
+    std::memcpy(&value, row + 4 * i, 4);
+    return value;
+  }
+  std::uint16_t half;
+  std::memcpy(&half, row + 2 * i, 2);
+  return std::bit_cast<float>(static_cast<std::uint32_t>(half) << 16);
+}
+
+}  // namespace
+
+OperandRows::OperandRows(const QuantScheme& scheme, const PackedGemm& gemm, Compute compute)
+    : key_(scheme.activations),
+      codes_(gemm.shape.format.codes),
+      compute_(compute),
+      k_(gemm.shape.k),
+      padded_k_(gemm.k) {
+  const TileFormat& format = gemm.shape.format;
+  const std::int64_t group = codes_ == Codes::kMxfp4 ? kGroup : format.group;
+  weight_group_ = group > 0 ? group : padded_k_;
+  const bool int8 = compute == Compute::kInt8;
+  if (int8 || format.zeros) num_starts_ = (padded_k_ + weight_group_ - 1) / weight_group_;
+  if (int8 && !format.zeros) {
+    start_factor_ = is_doubled(codes_) ? -12.0f : codes_ == Codes::kInt4 ? -8.0f : -128.0f;
+  }
+  if (!key_ || key_->group.cols < 0) return;
+  // MX and NVFP4 values are exact in bf16 with their block scales; fp32 takes any product.
+  fold_groups_ = compute == Compute::kF32 || key_->group.cols <= kGroup;
+  if (int8) fold_groups_ = false;
+  if (fold_groups_) return;
+  num_group_scales_ = (padded_k_ + key_->group.cols - 1) / key_->group.cols;
+  group_shift_ = std::countr_zero(static_cast<std::uint64_t>(key_->group.cols / weight_group_));
+}
+
+RowScales OperandRows::scales(const float* memory, std::int64_t num_rows,
+                              std::int64_t first) const {
+  RowScales result;
+  if (key_ && (key_->group.cols < 0 || key_->global_scale)) result.scales = memory + first;
+  const float* groups = memory + num_rows;
+  if (num_group_scales_ > 0) result.group_scales = groups + first * num_group_scales_;
+  result.num_group_scales = num_group_scales_;
+  result.group_shift = group_shift_;
+  if (num_starts_ > 0) {
+    result.starts = groups + num_rows * num_group_scales_ + first * num_starts_;
+  }
+  result.num_starts = num_starts_;
+  return result;
+}
+
+float OperandRows::group_scale(const void* scales, std::int64_t group) const {
+  return load_f32(scales, *key_->scale, group);
+}
+
+float OperandRows::code_value(const std::uint8_t* codes, std::int64_t i) const {
+  switch (key_->value) {
+    case DType::kE2M1:
+      return tables().e2m1[codes[i / 2] >> (4 * (i % 2)) & 15];
+    case DType::kE4M3:
+      return tables().e4m3[codes[i]];
+    default:
+      return static_cast<float>(static_cast<std::int8_t>(codes[i]));
+  }
+}
+
+void OperandRows::expand_int8(const std::uint8_t* codes, std::byte* target) const {
+  std::memset(target + k_ / 8 * 8, 0, static_cast<std::size_t>(padded_k_ - k_ / 8 * 8));
+  if (!is_nibbles(codes_)) {
+    std::memcpy(target, codes, static_cast<std::size_t>(k_));
+    return;
+  }
+  std::uint8_t tail[8] = {};
+  for (std::int64_t begin = 0; begin < k_; begin += 8) {
+    const std::uint8_t* source = codes + begin;
+    if (k_ - begin < 8) {
+      std::memcpy(tail, source, static_cast<std::size_t>(k_ - begin));
+      source = tail;
+    }
+    for (int i = 0; i < 8; ++i) target[begin + i] = static_cast<std::byte>(source[kNibbleOrder[i]]);
+  }
+}
+
+void OperandRows::expand_floats(const std::uint8_t* codes, const void* scales,
+                                std::byte* target) const {
+  const std::int64_t group = fold_groups_ ? key_->group.cols : k_;
+  for (std::int64_t begin = 0; begin < k_; begin += group) {
+    const float scale = fold_groups_ ? group_scale(scales, begin / group) : 1.0f;
+    const std::int64_t end = std::min(begin + group, k_);
+    for (std::int64_t i = begin; i < end; ++i) {
+      store(compute_, target, i, code_value(codes, i) * scale);
+    }
+  }
+  std::memset(target + k_ * element_bytes(compute_), 0,
+              static_cast<std::size_t>((padded_k_ - k_) * element_bytes(compute_)));
+}
+
+void OperandRows::expand(const std::uint8_t* codes, const void* scales, float row_scale,
+                         std::byte* target, float* memory, std::int64_t num_rows,
+                         std::int64_t row) const {
+  if (compute_ == Compute::kInt8) {
+    expand_int8(codes, target);
+  } else {
+    expand_floats(codes, scales, target);
+  }
+  const bool per_token = key_->group == GroupShape{1, -1};
+  memory[row] = per_token ? group_scale(scales, 0) : row_scale;
+  float* groups = memory + num_rows + row * num_group_scales_;
+  const std::int64_t used = core::scales_per_row(*key_, k_);
+  for (std::int64_t g = 0; g < num_group_scales_; ++g) {
+    const float scale = g < used ? group_scale(scales, g) : 0.0f;
+    groups[g] = compute_ == Compute::kInt8 && is_doubled(codes_) ? 0.5f * scale : scale;
+  }
+  start(target, memory, num_rows, row);
+}
+
+void OperandRows::start(const std::byte* elements, float* memory, std::int64_t num_rows,
+                        std::int64_t row) const {
+  float* starts = memory + num_rows * (1 + num_group_scales_) + row * num_starts_;
+  for (std::int64_t g = 0; g < num_starts_; ++g) {
+    const std::int64_t begin = g * weight_group_, end = std::min(begin + weight_group_, padded_k_);
+    if (compute_ == Compute::kInt8) {
+      std::int32_t sum = 0;
+      for (std::int64_t i = begin; i < end; ++i) sum += static_cast<std::int8_t>(elements[i]);
+      starts[g] = start_factor_ * static_cast<float>(sum);
+      continue;
+    }
+    float sum = 0;
+    for (std::int64_t i = begin; i < end; ++i) sum += load(compute_, elements, i);
+    starts[g] = start_factor_ * sum;
+  }
+}
+
+}  // namespace fusedmoe::cpu

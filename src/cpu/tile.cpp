@@ -1,0 +1,407 @@
+#include "cpu/tile.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/check.h"
+#include "fusedmoe/formats.h"
+
+namespace fusedmoe::cpu {
+namespace {
+
+// ---- f32 and bf16 -------------------------------------------------------------------------------
+
+/// Calls visit(element of the matrix, element of the tile): elements of type T in steps of kPair
+/// per column, k fastest inside a step.
+template <typename T, int kPair, typename Tile, typename Visit>
+void visit_plain(const Columns& columns, std::int64_t k, Tile* tile, Visit visit) {
+  for (int c = 0; c < kTileColumns; ++c) {
+    if (!columns[c].matrix) continue;
+    const TensorView& values = columns[c].matrix->values;
+    T* row = values.as<T>() + columns[c].row * values.stride(0);
+    const std::int64_t stride = values.stride(1);
+    for (std::int64_t i = 0; i < k; ++i) {
+      visit(row[i * stride], tile[(i / kPair * kTileColumns + c) * kPair + i % kPair]);
+    }
+  }
+}
+
+// ---- MXFP4 --------------------------------------------------------------------------------------
+
+/// The even nibbles of 8 codes to the low, the odd ones to the high 16 bits.
+std::uint32_t split_parity(std::uint32_t codes) {
+  const auto compress = [](std::uint32_t x) {
+    x = (x | (x >> 4)) & 0x00FF00FFu;
+    return (x | (x >> 8)) & 0xFFFFu;
+  };
+  return compress(codes & 0x0F0F0F0Fu) | compress((codes >> 4) & 0x0F0F0F0Fu) << 16;
+}
+
+/// The inverse.
+std::uint32_t join_parity(std::uint32_t word) {
+  const auto spread = [](std::uint32_t x) {
+    x = (x | (x << 8)) & 0x00FF00FFu;
+    return (x | (x << 4)) & 0x0F0F0F0Fu;
+  };
+  return spread(word & 0xFFFFu) | spread(word >> 16) << 4;
+}
+
+// Scales inside bf16 exponents (Mxfp4ToBf16) and sums in units of a scale (stream_mxfp4) need room
+// in the exponent range: 2^-62 to 2^62, and no more than 2^48 between the blocks of one row, so
+// that such a sum stays finite and normal wherever the plain one is below 2^79 and above 2^-78.
+// Real weights are far inside.
+constexpr int kMinScaleCode = 127 - 62;
+constexpr int kMaxScaleCode = 127 + 62;
+constexpr int kMaxScaleSpread = 48;
+
+/// The scale codes of one tile column: those of blocks of zeros do not matter and follow their
+/// neighbours.
+class ColumnScales {
+ public:
+  /// Takes the stored code of a block with a non-zero value.
+  int use(int stored, std::int64_t row, std::int64_t block) {
+    FUSEDMOE_CHECK(stored >= kMinScaleCode && stored <= kMaxScaleCode, "scales",
+                   fmt::format("E8M0 code {} (row {}, block {})", stored, row, block),
+                   fmt::format("in [{}, {}] for a block with non-zero values; experts "
+                               "'reference' take any",
+                               kMinScaleCode, kMaxScaleCode));
+    if (first_ < 0) first_ = low_ = high_ = stored;
+    low_ = std::min(low_, stored);
+    high_ = std::max(high_, stored);
+    FUSEDMOE_CHECK(
+        high_ - low_ <= kMaxScaleSpread, "scales",
+        fmt::format("E8M0 codes {} to {} in row {}", low_, high_, row),
+        fmt::format("within {} of each other; experts 'reference' take any", kMaxScaleSpread));
+    return stored;
+  }
+  int first() const { return first_ < 0 ? 127 : first_; }
+
+ private:
+  int first_ = -1, low_ = 0, high_ = 0;
+};
+
+/// Codes [32 block, 32 block + 32) of a row of `k`, zero behind its end.
+std::array<std::uint32_t, 4> mxfp4_block(const Column& column, std::int64_t block, std::int64_t k) {
+  std::array<std::uint32_t, 4> words{};
+  const TensorView& values = column.matrix->values;
+  const std::int64_t left = std::min<std::int64_t>(k - block * kGroup, kGroup);
+  std::memcpy(words.data(),
+              values.as<const std::byte>() + column.row * values.stride(0) + block * kGroup / 2,
+              static_cast<std::size_t>((left + 1) / 2));
+  if (left % 2 != 0) words[static_cast<std::size_t>(left / 8)] &= ~(~0u << (4 * (left % 8)));
+  return words;
+}
+
+void pack_mxfp4_column(const TileShape& shape, const Column& column, int c, std::byte* tile) {
+  ColumnScales codes;
+  int previous = -1;
+  std::byte* group = tile + kMxfp4HeaderBytes;
+  for (std::int64_t g = 0; g < shape.padded_k / kGroup; ++g, group += kMxfp4GroupBytes) {
+    std::array<std::uint32_t, 4> words{};
+    int relative = 0;
+    if (column.matrix && g * kGroup < shape.k) {
+      words = mxfp4_block(column, g, shape.k);
+      const bool zero = ((words[0] | words[1] | words[2] | words[3]) & 0x77777777u) == 0;
+      if (!zero) {
+        const TensorView& scales = column.matrix->scales;
+        const std::int64_t index =
+            scale_index(shape.key, *column.matrix, scales, column.row, g * kGroup);
+        const int code = codes.use(scales.as<const std::uint8_t>()[index], column.row, g);
+        relative = previous < 0 ? 0 : previous - code;
+        previous = code;
+      }
+    }
+    group[c] = static_cast<std::byte>(127 + relative);
+    for (int q = 0; q < 4; ++q) {
+      const std::uint32_t split = split_parity(words[q]);
+      std::memcpy(group + kTileColumns + (q * kTileColumns + c) * 4, &split, 4);
+    }
+  }
+  tile[c] = static_cast<std::byte>(codes.first());
+  tile[kTileColumns + c] = static_cast<std::byte>(previous < 0 ? codes.first() : previous);
+}
+
+void unpack_mxfp4_column(const TileShape& shape, const Column& column, int c,
+                         const std::byte* tile) {
+  const TensorView &values = column.matrix->values, &scales = column.matrix->scales;
+  int code = static_cast<std::uint8_t>(tile[c]);
+  const std::byte* group = tile + kMxfp4HeaderBytes;
+  for (std::int64_t g = 0; g * kGroup < shape.k; ++g, group += kMxfp4GroupBytes) {
+    code -= static_cast<std::uint8_t>(group[c]) - 127;
+    const std::int64_t index =
+        scale_index(shape.key, *column.matrix, scales, column.row, g * kGroup);
+    scales.as<std::uint8_t>()[index] = static_cast<std::uint8_t>(code);
+    std::array<std::uint32_t, 4> words{};
+    for (int q = 0; q < 4; ++q) {
+      std::memcpy(&words[q], group + kTileColumns + (q * kTileColumns + c) * 4, 4);
+      words[q] = join_parity(words[q]);
+    }
+    const std::int64_t left = std::min<std::int64_t>(shape.k - g * kGroup, kGroup);
+    std::memcpy(values.as<std::byte>() + column.row * values.stride(0) + g * kGroup / 2,
+                words.data(), static_cast<std::size_t>((left + 1) / 2));
+  }
+}
+
+// ---- Codes in blocks ----------------------------------------------------------------------------
+
+/// Where element k of column c is inside the codes of its group: byte, and bit for 4-bit codes.
+struct CodePosition {
+  std::int64_t byte;
+  int shift;
+};
+
+CodePosition code_position(Codes codes, std::int64_t k, int c) {
+  switch (codes) {
+    case Codes::kE4M3:
+      return {k / 4 * kStepBytes + c / 4 * 16 + k % 4 / 2 * 8 + c % 4 * 2 + k % 2, 0};
+    case Codes::kInt8:
+      return {k / 4 * kStepBytes + c * 4 + k % 4, 0};
+    default: {
+      const auto bit = static_cast<int>(16 * (k % 2) + 4 * (k % 8 / 2));
+      return {k / 8 * kStepBytes + c * 4 + bit / 8, bit % 8};
+    }
+  }
+}
+
+/// The code of a zero, for padding.
+std::uint8_t zero_code(const TileFormat& format) {
+  switch (format.codes) {
+    case Codes::kInt4:
+    case Codes::kW4A8:
+      return 8;
+    case Codes::kInt8:
+      return 128;
+    default:
+      return 0;
+  }
+}
+
+/// Codes of one row of a matrix, unsigned as tiles have them.
+class RowCodes {
+ public:
+  RowCodes(const QuantKey& key, const Column& column)
+      : values_(column.matrix->values),
+        value_(key.value),
+        row_(values_.as<std::byte>() + column.row * values_.stride(0) * bytes(values_.dtype(), 1)) {
+  }
+
+  std::uint8_t get(std::int64_t k) const {
+    switch (value_) {
+      case DType::kE2M1:
+        return static_cast<std::uint8_t>(row_[k / 2]) >> (4 * (k % 2)) & 15;
+      case DType::kI4:
+        return word(k / 8) >> (4 * (k % 8)) & 15;
+      case DType::kU8:
+        return word(k / 4) >> (8 * (k % 4)) & 255;
+      case DType::kI8:
+        return static_cast<std::uint8_t>(row_[k * values_.stride(1)]) ^ 0x80;
+      default:
+        return static_cast<std::uint8_t>(row_[k * values_.stride(1)]);
+    }
+  }
+
+  /// Into zeroed memory.
+  void add(std::int64_t k, std::uint8_t code) const {
+    switch (value_) {
+      case DType::kE2M1:
+        row_[k / 2] |= static_cast<std::byte>(code << (4 * (k % 2)));
+        return;
+      case DType::kI4:
+        return add_word(k / 8, static_cast<std::uint32_t>(code) << (4 * (k % 8)));
+      case DType::kU8:
+        return add_word(k / 4, static_cast<std::uint32_t>(code) << (8 * (k % 4)));
+      case DType::kI8:
+        row_[k * values_.stride(1)] = static_cast<std::byte>(code ^ 0x80);
+        return;
+      default:
+        row_[k * values_.stride(1)] = static_cast<std::byte>(code);
+    }
+  }
+
+ private:
+  std::byte* word_at(std::int64_t index) const { return row_ + index * values_.stride(1) * 4; }
+  std::uint32_t word(std::int64_t index) const {
+    std::uint32_t value;
+    std::memcpy(&value, word_at(index), 4);
+    return value;
+  }
+  void add_word(std::int64_t index, std::uint32_t bits) const {
+    bits |= word(index);
+    std::memcpy(word_at(index), &bits, 4);
+  }
+
+  const TensorView& values_;
+  DType value_;
+  std::byte* row_;
+};
+
+void store_scale(ScaleType type, const TensorView& scales, std::int64_t index, std::byte* header,
+                 int c) {
+  const auto* source = scales.as<const std::byte>();
+  switch (type) {
+    case ScaleType::kF32: {
+      const float value = load_f32(source, scales.dtype(), index);
+      std::memcpy(header + 4 * c, &value, 4);
+      return;
+    }
+    case ScaleType::kF16:
+    case ScaleType::kBF16:
+      std::memcpy(header + 2 * c, source + 2 * index, 2);
+      return;
+    default:
+      header[c] = source[index];
+  }
+}
+
+void load_scale(ScaleType type, const std::byte* header, int c, const TensorView& scales,
+                std::int64_t index) {
+  const std::int64_t width = type == ScaleType::kF32                               ? 4
+                             : type == ScaleType::kF16 || type == ScaleType::kBF16 ? 2
+                                                                                   : 1;
+  std::memcpy(scales.as<std::byte>() + width * index, header + width * c,
+              static_cast<std::size_t>(width));
+}
+
+/// Calls visit(group's header, its codes, first k, end of k) for each group of a stream; a stream
+/// without groups is one.
+template <typename Byte, typename Visit>
+void visit_groups(const TileShape& shape, Byte* tile, Visit visit) {
+  const TileFormat& format = shape.format;
+  const std::int64_t group = format.group > 0 ? format.group : shape.padded_k;
+  const std::int64_t header = format.group > 0 ? format.header_bytes() : 0;
+  for (std::int64_t k = 0; k < shape.padded_k; k += group) {
+    const std::int64_t end = std::min(k + group, shape.padded_k);
+    visit(tile, tile + header, k, end);
+    tile += header + format.code_bytes(end - k);
+  }
+}
+
+ScaleType stored_scales(const TileFormat& format) {
+  return format.codes == Codes::kW4A8 ? ScaleType::kE4M3 : format.scales;
+}
+
+void put_code(const TileFormat& format, std::byte* codes, std::int64_t k, int c,
+              std::uint8_t code) {
+  const CodePosition at = code_position(format.codes, k, c);
+  codes[at.byte] |= static_cast<std::byte>(code << at.shift);
+}
+
+void pack_codes(const TileShape& shape, const Columns& columns, std::byte* tile) {
+  const TileFormat& format = shape.format;
+  std::memset(tile, 0, static_cast<std::size_t>(format.tile_bytes(shape.padded_k)));
+  const bool in_stream = stored_scales(format) != ScaleType::kNone;
+  visit_groups(shape, tile,
+               [&](std::byte* header, std::byte* codes, std::int64_t k, std::int64_t end) {
+                 for (int c = 0; c < kTileColumns; ++c) {
+                   const Column& column = columns[c];
+                   const std::int64_t used = column.matrix ? std::clamp(shape.k, k, end) : k;
+                   if (used > k) {
+                     const RowCodes row(shape.key, column);
+                     if (in_stream) {
+                       const TensorView& scales = column.matrix->scales;
+                       const std::int64_t index =
+                           scale_index(shape.key, *column.matrix, scales, column.row, k);
+                       store_scale(stored_scales(format), scales, index, header, c);
+                     }
+                     if (format.zeros) {
+                       const TensorView& zeros = column.matrix->zero_points;
+                       const std::int64_t index =
+                           scale_index(shape.key, *column.matrix, zeros, column.row, k);
+                       header[format.scale_bytes() + c] = zeros.as<const std::byte>()[index];
+                     }
+                     for (std::int64_t i = k; i < used; ++i)
+                       put_code(format, codes, i - k, c, row.get(i));
+                   }
+                   if (const std::uint8_t zero = zero_code(format)) {
+                     for (std::int64_t i = used; i < end; ++i)
+                       put_code(format, codes, i - k, c, zero);
+                   }
+                 }
+               });
+}
+
+void unpack_codes(const TileShape& shape, const Columns& columns, const std::byte* tile) {
+  const TileFormat& format = shape.format;
+  const std::uint8_t mask = format.block_k() == 4 ? 255 : 15;
+  const bool in_stream = stored_scales(format) != ScaleType::kNone;
+  visit_groups(
+      shape, tile,
+      [&](const std::byte* header, const std::byte* codes, std::int64_t k, std::int64_t end) {
+        for (int c = 0; c < kTileColumns; ++c) {
+          const Column& column = columns[c];
+          const std::int64_t used = column.matrix ? std::clamp(shape.k, k, end) : k;
+          if (used == k) continue;
+          if (in_stream) {
+            const TensorView& scales = column.matrix->scales;
+            const std::int64_t index =
+                scale_index(shape.key, *column.matrix, scales, column.row, k);
+            load_scale(stored_scales(format), header, c, scales, index);
+          }
+          if (format.zeros) {
+            const TensorView& zeros = column.matrix->zero_points;
+            const std::int64_t index = scale_index(shape.key, *column.matrix, zeros, column.row, k);
+            zeros.as<std::byte>()[index] = header[format.scale_bytes() + c];
+          }
+          const RowCodes row(shape.key, column);
+          for (std::int64_t i = k; i < used; ++i) {
+            const CodePosition at = code_position(format.codes, i - k, c);
+            row.add(i, static_cast<std::uint8_t>(codes[at.byte]) >> at.shift & mask);
+          }
+        }
+      });
+}
+
+}  // namespace
+
+std::int64_t scale_index(const QuantKey& key, const WeightMatrix& matrix, const TensorView& scales,
+                         std::int64_t row, std::int64_t k) {
+  const GroupShape& group = key.group;
+  const std::int64_t i = group.rows < 0 ? 0 : (matrix.first_row + row) / group.rows;
+  const std::int64_t j = group.cols < 0 ? 0 : (matrix.first_col + k) / group.cols;
+  return i * scales.stride(0) + j * scales.stride(1);
+}
+
+void pack_tile(const TileShape& shape, const Columns& columns, std::byte* tile) {
+  const auto copy = [](const auto& element, auto& packed) { packed = element; };
+  const bool padded =
+      shape.k != shape.padded_k || !columns.back().matrix || !columns.front().matrix;
+  switch (shape.format.codes) {
+    case Codes::kF32:
+    case Codes::kBF16:
+      if (padded) {
+        std::memset(tile, 0, static_cast<std::size_t>(shape.format.tile_bytes(shape.padded_k)));
+      }
+      if (shape.format.codes == Codes::kF32) {
+        visit_plain<const float, 1>(columns, shape.k, reinterpret_cast<float*>(tile), copy);
+      } else {
+        visit_plain<const std::uint16_t, 2>(columns, shape.k,
+                                            reinterpret_cast<std::uint16_t*>(tile), copy);
+      }
+      return;
+    case Codes::kMxfp4:
+      for (int c = 0; c < kTileColumns; ++c) pack_mxfp4_column(shape, columns[c], c, tile);
+      return;
+    default:
+      pack_codes(shape, columns, tile);
+  }
+}
+
+void unpack_tile(const TileShape& shape, const Columns& columns, const std::byte* tile) {
+  const auto copy = [](auto& element, const auto& packed) { element = packed; };
+  switch (shape.format.codes) {
+    case Codes::kF32:
+      return visit_plain<float, 1>(columns, shape.k, reinterpret_cast<const float*>(tile), copy);
+    case Codes::kBF16:
+      return visit_plain<std::uint16_t, 2>(columns, shape.k,
+                                           reinterpret_cast<const std::uint16_t*>(tile), copy);
+    case Codes::kMxfp4:
+      for (int c = 0; c < kTileColumns; ++c) {
+        if (columns[c].matrix) unpack_mxfp4_column(shape, columns[c], c, tile);
+      }
+      return;
+    default:
+      unpack_codes(shape, columns, tile);
+  }
+}
+
+}  // namespace fusedmoe::cpu

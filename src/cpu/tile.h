@@ -1,0 +1,40 @@
+// One tile of the packed layout (kernels.h) from 64 rows of weight matrices, and back.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/kernels.h"
+#include "fusedmoe/weights.h"
+
+namespace fusedmoe::cpu {
+
+/// One tile column: a row of a weight matrix, or nothing (padding).
+struct Column {
+  const WeightMatrix* matrix = nullptr;
+  std::int64_t row = 0;
+};
+using Columns = std::array<Column, kTileColumns>;
+
+/// What the tiles of one GEMM have in common.
+struct TileShape {
+  TileFormat format;
+  QuantKey key;
+  std::int64_t k = 0;         // inner size
+  std::int64_t padded_k = 0;  // the same, up to a multiple of kGroup
+};
+
+/// Writes every byte of the tile. Throws Error for MXFP4 scales that the kernels cannot use.
+void pack_tile(const TileShape& shape, const Columns& columns, std::byte* tile);
+
+/// Writes values, group scales and zero points of the columns' matrices, which are as WeightMatrix
+/// describes and writable. Scales per channel or tensor are not in tiles.
+void unpack_tile(const TileShape& shape, const Columns& columns, const std::byte* tile);
+
+/// Position of the scale of element (row, k) in WeightMatrix::scales, for a key and the matrix's
+/// first_row and first_col.
+std::int64_t scale_index(const QuantKey& key, const WeightMatrix& matrix, const TensorView& scales,
+                         std::int64_t row, std::int64_t k);
+
+}  // namespace fusedmoe::cpu

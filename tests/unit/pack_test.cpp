@@ -1,0 +1,138 @@
+// Packed weights of the CPU experts: what goes in comes out again, for every scheme, and one expert
+// can be replaced by another.
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "cpu/experts.h"
+#include "cpu/pack.h"
+#include "fusedmoe/error.h"
+#include "fusedmoe/formats.h"
+#include "fusedmoe/quantize.h"
+#include "testing/cases.h"
+#include "testing/compare.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::bitwise_equal;
+using testing::Case;
+using testing::make_problem;
+using testing::Problem;
+
+Case small_case(const QuantScheme& scheme) {
+  Case spec;
+  spec.num_tokens = 1;
+  spec.num_experts = 3;
+  spec.hidden = 160;  // neither size is a multiple of a tile or of 128
+  spec.intermediate = 72;
+  spec.scheme = scheme;
+  spec.bias = true;
+  return spec;
+}
+
+Tensor decoded(const WeightMatrix& matrix, const QuantScheme& scheme, std::int64_t in) {
+  if (scheme.weights.quantized()) return dequantize_weights(matrix, scheme.weights, in);
+  Tensor result = Tensor::empty(matrix.values.shape(), DType::kF32);
+  convert(matrix.values, result);
+  return result;
+}
+
+Tensor as_f32(const TensorView& view) {
+  Tensor result = Tensor::empty(view.shape(), DType::kF32);
+  convert(view, result);
+  return result;
+}
+
+void expect_same(const WeightMatrix& actual, const WeightMatrix& expected,
+                 const QuantScheme& scheme, std::int64_t in) {
+  const Tensor a = decoded(actual, scheme, in), e = decoded(expected, scheme, in);
+  // Element by element, because a zero may have changed its sign.
+  ASSERT_EQ(a.shape(), e.shape());
+  for (std::int64_t i = 0; i < a.numel(); ++i) {
+    ASSERT_EQ(a.as<const float>()[i], e.as<const float>()[i]) << i;
+  }
+  EXPECT_TRUE(bitwise_equal(as_f32(actual.bias), as_f32(expected.bias)));
+  ASSERT_EQ(actual.input_scale.defined(), expected.input_scale.defined());
+  if (actual.input_scale) {
+    EXPECT_EQ(*actual.input_scale.as<const float>(), *expected.input_scale.as<const float>());
+  }
+}
+
+void expect_same(const ExpertMatrices& actual, const ExpertMatrices& expected,
+                 const ExpertWeights& weights) {
+  expect_same(actual.gate, expected.gate, weights.scheme, weights.hidden);
+  expect_same(actual.up, expected.up, weights.scheme, weights.hidden);
+  expect_same(actual.down, expected.down, weights.scheme, weights.intermediate);
+}
+
+class PackTest : public ::testing::TestWithParam<NamedScheme> {
+ protected:
+  void SetUp() override {
+    if (!cpu::has_codes(GetParam().scheme.weights)) GTEST_SKIP() << "no tiles for it";
+  }
+  const std::shared_ptr<const ModularExperts> experts_ =
+      cpu::make_experts(ActivationFormat::kStandard);
+};
+
+TEST_P(PackTest, UnpackIsTheInverse) {
+  const Problem problem = make_problem(small_case(GetParam().scheme));
+  const auto packed = experts_->pack(problem.weights);
+  for (std::int64_t e = 0; e < 3; ++e) {
+    const ExpertWeights unpacked = experts_->unpack(*packed, e);
+    ASSERT_EQ(unpacked.num_experts(), 1);
+    expect_same(unpacked.experts[0], problem.weights.experts[static_cast<std::size_t>(e)],
+                problem.weights);
+  }
+}
+
+TEST_P(PackTest, RepackReplacesOneExpert) {
+  const Problem problem = make_problem(small_case(GetParam().scheme));
+  Case other = small_case(GetParam().scheme);
+  other.seed = 9;
+  const Problem replacement = make_problem(other);
+  const auto packed = experts_->pack(problem.weights);
+  ExpertWeights one = replacement.weights;
+  one.experts.erase(one.experts.begin(), one.experts.begin() + 2);
+  experts_->repack(one, 1, *packed);
+  for (std::int64_t e = 0; e < 3; ++e) {
+    const auto index = static_cast<std::size_t>(e);
+    const ExpertMatrices& expected = e == 1 ? one.experts[0] : problem.weights.experts[index];
+    expect_same(experts_->unpack(*packed, e).experts[0], expected, problem.weights);
+  }
+}
+
+TEST_P(PackTest, UnpackedWeightsPackToTheSameBytes) {
+  const Problem problem = make_problem(small_case(GetParam().scheme));
+  const auto packed = experts_->pack(problem.weights);
+  const auto again = experts_->pack(experts_->unpack(*packed, 2));
+  const auto& first = static_cast<const cpu::CpuPackedWeights&>(*packed);
+  const auto& second = static_cast<const cpu::CpuPackedWeights&>(*again);
+  const std::int64_t bytes = first.gemm1().expert_bytes() + first.gemm2().expert_bytes();
+  EXPECT_EQ(std::memcmp(first.tiles1(2), second.tiles1(0), static_cast<std::size_t>(bytes)), 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, PackTest, ::testing::ValuesIn(named_schemes()),
+                         [](const auto& info) { return info.param.name; });
+
+TEST(RepackTest, RefusesWhatDoesNotFit) {
+  const auto experts = cpu::make_experts(ActivationFormat::kStandard);
+  const Problem problem = make_problem(small_case(parse_scheme("int4_g32")));
+  const auto packed = experts->pack(problem.weights);
+  EXPECT_THROW(experts->repack(problem.weights, 3, *packed), Error);
+  EXPECT_THROW(experts->repack(problem.weights, -1, *packed), Error);
+  EXPECT_THROW(experts->unpack(*packed, 3), Error);
+  Case wider = small_case(parse_scheme("int4_g32"));
+  wider.hidden = 192;
+  EXPECT_THROW(experts->repack(make_problem(wider).weights, 0, *packed), Error);
+  EXPECT_THROW(
+      experts->repack(make_problem(small_case(parse_scheme("int4_g64"))).weights, 0, *packed),
+      Error);
+  Case no_bias = small_case(parse_scheme("int4_g32"));
+  no_bias.bias = false;
+  const auto without = experts->pack(make_problem(no_bias).weights);
+  EXPECT_THROW(experts->repack(problem.weights, 0, *without), Error);
+}
+
+}  // namespace
+}  // namespace fusedmoe
