@@ -30,10 +30,10 @@ TEST(QuantTest, UnnamedSchemeIsDescribed) {
   QuantScheme scheme;
   scheme.weights.value = DType::kE4M3;
   scheme.weights.scale = DType::kF32;
-  scheme.weights.group = {128, 128};
+  scheme.weights.group = {64, 128};
   const std::string text = name(scheme);
   EXPECT_NE(text.find("e4m3"), std::string::npos) << text;
-  EXPECT_NE(text.find("(128, 128)"), std::string::npos) << text;
+  EXPECT_NE(text.find("(64, 128)"), std::string::npos) << text;
 }
 
 TEST(QuantTest, UnknownNameListsTheKnownOnes) {

@@ -171,7 +171,7 @@ TEST(SelectionTest, ReasonsNameWhatFailed) {
     return find(selection, "reference", "no_ep")->support.reason;
   };
   EXPECT_EQ(reason([](MoeConfig& c) { c.dtype = DType::kI8; }), Reason::kDType);
-  EXPECT_EQ(reason([](MoeConfig& c) { c.scheme.weights.value = DType::kE4M3; }),
+  EXPECT_EQ(reason([](MoeConfig& c) { c.scheme.weights.value = DType::kI8; }),
             Reason::kQuantScheme);
   EXPECT_EQ(reason([](MoeConfig& c) { c.activation = Activation::kSitu; }), Reason::kActivation);
   EXPECT_EQ(reason([](MoeConfig& c) { c.parallel.ep_size = 4; }), Reason::kParallelConfig);
