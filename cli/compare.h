@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "fusedmoe/checkpoint.h"
 #include "fusedmoe/layer.h"
 
 namespace fusedmoe::cli {

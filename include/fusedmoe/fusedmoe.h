@@ -20,6 +20,7 @@
 #include "fusedmoe/router.h"
 #include "fusedmoe/routing_data.h"
 #include "fusedmoe/safetensors.h"
+#include "fusedmoe/scale_layout.h"
 #include "fusedmoe/selection.h"
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/version.h"

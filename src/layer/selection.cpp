@@ -23,6 +23,7 @@ ExpertsList make_all_experts() {
     list.push_back(make(ActivationFormat::kBatchedExperts));
     list.push_back(make_monolithic(std::move(standard)));
   }
+  list.push_back(cpu::make_unfused_experts());
   list.push_back(reference::make_unfused_experts());
   return list;
 }

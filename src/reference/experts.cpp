@@ -13,6 +13,7 @@
 #include "core/workspace.h"
 #include "reference/activation.h"
 #include "reference/matrix.h"
+#include "reference/packed_weights.h"
 #include "reference/unfused.h"
 
 namespace fusedmoe::reference {
@@ -20,24 +21,6 @@ namespace {
 
 /// Multiplications below which waking the threads costs more than it saves.
 constexpr std::int64_t kParallelWork = 1 << 16;
-
-/// Keeps the published weights as they are.
-class ReferenceWeights final : public PackedWeights {
- public:
-  ReferenceWeights(Info info, ExpertWeights weights)
-      : PackedWeights(std::move(info)),
-        source(std::move(weights)),
-        replaced(source.experts.size()) {}
-
-  std::int64_t nbytes() const override {
-    std::int64_t total = 0;
-    for (const ExpertWeights& expert : replaced) total += expert.nbytes();
-    return total;
-  }
-
-  ExpertWeights source;
-  std::vector<ExpertWeights> replaced;  // what repack has copied: owns the memory of those experts
-};
 
 /// Sizes of one apply. The batched format has num_experts * max_tokens rows and as many slots.
 struct Sizes {
@@ -204,37 +187,6 @@ std::shared_ptr<PackedWeights> ReferenceExperts::pack(const ExpertWeights& weigh
     for (std::int64_t e = 1; e <= weights.num_experts(); ++e) progress(e, weights.num_experts());
   }
   return packed;
-}
-
-/// A view's elements in memory of its own.
-TensorView owned_copy(const TensorView& view, std::vector<std::shared_ptr<const void>>& owners) {
-  if (!view) return {};
-  const Tensor copy = Tensor::empty(view.shape(), view.dtype());
-  const std::int64_t width = bytes(view.dtype(), 1);
-  const std::int64_t columns = view.rank() == 2 ? view.size(1) : 1;
-  for (std::int64_t i = 0; i < view.numel(); ++i) {
-    const std::int64_t column = view.rank() == 2 ? i % columns * view.stride(1) : 0;
-    std::copy_n(view.as<const char>() + (i / columns * view.stride(0) + column) * width, width,
-                copy.as<char>() + i * width);
-  }
-  owners.push_back(copy.owner());
-  return copy;
-}
-
-/// One expert in tensors of its own.
-ExpertWeights copy_expert(const ExpertWeights& weights, std::int64_t expert) {
-  ExpertWeights result = weights;
-  result.owners.clear();
-  result.experts = {weights.experts[static_cast<std::size_t>(expert)]};
-  ExpertMatrices& matrices = result.experts.front();
-  for (WeightMatrix* matrix : {&matrices.gate, &matrices.up, &matrices.down}) {
-    for (TensorView WeightMatrix::*part :
-         {&WeightMatrix::values, &WeightMatrix::scales, &WeightMatrix::zero_points,
-          &WeightMatrix::global_scale, &WeightMatrix::input_scale, &WeightMatrix::bias}) {
-      matrix->*part = owned_copy(matrix->*part, result.owners);
-    }
-  }
-  return result;
 }
 
 ExpertWeights ReferenceExperts::unpack(const PackedWeights& packed, std::int64_t expert) const {
