@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fusedmoe/activation.h"
+#include "fusedmoe/calibrate.h"
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/device.h"
 #include "fusedmoe/dtype.h"
@@ -15,6 +16,7 @@
 #include "fusedmoe/prepare_finalize.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/quantize.h"
+#include "fusedmoe/quantize_checkpoint.h"
 #include "fusedmoe/router.h"
 #include "fusedmoe/routing_data.h"
 #include "fusedmoe/safetensors.h"
