@@ -7,12 +7,14 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
+#include <charconv>
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
 
 #include "commands.h"
 #include "fusedmoe/error.h"
+#include "fusedmoe/selection.h"
 #include "fusedmoe/version.h"
 #include "support.h"
 
@@ -23,13 +25,15 @@ struct Options {
   std::vector<std::string> models;
   std::vector<std::string> schemes;
   std::vector<std::string> experts;
-  std::vector<std::int64_t> tokens{1, 8, 32, 128, 512};
+  std::vector<std::int64_t> tokens;
+  std::string shape, replay_routing;
   std::string dtype = "bf16";
   std::string skew = "balanced";
   int threads = 0;
   std::int64_t min_samples = 11;
   double max_seconds = 10;
   bool json = false, csv = false, markdown = false;
+  bool load = false, heat_map = false;
 };
 
 struct Row {
@@ -42,6 +46,11 @@ struct Column {
   std::string (*text)(const Row&);
 };
 
+/// Of a measured value; a dash where no sample was kept.
+std::string number(const Row& row, double value, int digits) {
+  return row.result.samples ? fmt::format("{:.{}f}", value, digits) : "-";
+}
+
 const std::vector<Column>& columns() {
   static const std::vector<Column> table{
       {"model", [](const Row& r) { return r.model; }},
@@ -49,23 +58,17 @@ const std::vector<Column>& columns() {
       {"dtype", [](const Row& r) { return r.dtype; }},
       {"experts", [](const Row& r) { return r.implementation; }},
       {"tokens", [](const Row& r) { return fmt::format("{}", r.result.num_tokens); }},
-      {"distinct", [](const Row& r) { return fmt::format("{:.1f}", r.result.distinct_experts); }},
-      {"median_ms", [](const Row& r) { return fmt::format("{:.3f}", r.result.median_ms); }},
-      {"min_ms", [](const Row& r) { return fmt::format("{:.3f}", r.result.min_ms); }},
-      {"p99_ms", [](const Row& r) { return fmt::format("{:.3f}", r.result.p99_ms); }},
-      {"GFLOP/s", [](const Row& r) { return fmt::format("{:.0f}", r.result.gflops); }},
-      {"GB/s", [](const Row& r) { return fmt::format("{:.1f}", r.result.gbytes); }},
-      {"read_GB/s", [](const Row& r) { return fmt::format("{:.1f}", r.result.read_gbytes); }},
-      {"peak_GFLOP/s", [](const Row& r) { return fmt::format("{:.0f}", r.result.peak_gflops); }},
-      {"%bandwidth",
-       [](const Row& r) {
-         return fmt::format("{:.0f}", 100 * r.result.gbytes / r.result.read_gbytes);
-       }},
-      {"%flops",
-       [](const Row& r) {
-         return fmt::format("{:.0f}", 100 * r.result.gflops / r.result.peak_gflops);
-       }},
-      {"time/floor", [](const Row& r) { return fmt::format("{:.3f}", r.result.ratio); }},
+      {"distinct", [](const Row& r) { return number(r, r.result.distinct_experts, 1); }},
+      {"median_ms", [](const Row& r) { return number(r, r.result.median_ms, 3); }},
+      {"min_ms", [](const Row& r) { return number(r, r.result.min_ms, 3); }},
+      {"p99_ms", [](const Row& r) { return number(r, r.result.p99_ms, 3); }},
+      {"GFLOP/s", [](const Row& r) { return number(r, r.result.gflops, 0); }},
+      {"GB/s", [](const Row& r) { return number(r, r.result.gbytes, 1); }},
+      {"read_GB/s", [](const Row& r) { return number(r, r.result.read_gbytes, 1); }},
+      {"peak_GFLOP/s", [](const Row& r) { return number(r, r.result.peak_gflops, 0); }},
+      {"%bandwidth", [](const Row& r) { return number(r, r.result.percent_of_bandwidth(), 0); }},
+      {"%flops", [](const Row& r) { return number(r, r.result.percent_of_flops(), 0); }},
+      {"time/floor", [](const Row& r) { return number(r, r.result.ratio, 3); }},
       {"rel_error", [](const Row& r) { return fmt::format("{:.1e}", r.result.relative_error); }},
       {"samples",
        [](const Row& r) { return fmt::format("{} (-{})", r.result.samples, r.result.dropped); }},
@@ -124,6 +127,7 @@ void print_json(const std::vector<Row>& rows) {
                    {"relative_error", r.relative_error},
                    {"samples", r.samples},
                    {"dropped_samples", r.dropped},
+                   {"load", nlohmann::ordered_json::parse(load_json(r.load))},
                    {"note", r.note}});
   }
   const nlohmann::ordered_json context{
@@ -138,43 +142,124 @@ void print_csv(const std::vector<Row>& rows) {
   for (const Row& row : rows) std::cout << fmt::format("{}\n", fmt::join(cells(row), ","));
 }
 
+void print_load(const Options& options, const std::vector<Row>& rows) {
+  for (const Row& row : rows) {
+    std::cout << fmt::format("\n{} {} {} tokens, {} samples\n", row.model, row.scheme,
+                             row.result.num_tokens, row.result.samples + row.result.dropped);
+    if (options.load) std::cout << load_table(row.result.load);
+    if (options.heat_map) std::cout << load_heat_map(row.result.load);
+  }
+}
+
 /// Largest accepted error of a timed configuration: the bound of the golden tests for bf16, and
-/// likewise for the sums of f32 and the rounding of f16.
-double error_bound(DType dtype) {
+/// likewise for the sums of f32 and the rounding of f16. Sums of another order may quantize a value
+/// at a tie to the other neighbour, which moves it by a whole step.
+double error_bound(DType dtype, const QuantScheme& scheme) {
+  if (scheme.activations) return 2e-2;
   return dtype == DType::kBF16 ? 1e-2 : dtype == DType::kF16 ? 2e-3 : 2e-5;
 }
 
-bool run_model(const Options& options, const std::string& model, const std::string& scheme,
-               const std::string& experts, std::vector<Row>& rows) {
+/// What is timed: a model's layer or a given shape.
+struct Subject {
+  std::string name;
+  ModelConfig model;
+};
+
+/// "2880x2880x32x4": hidden, intermediate, experts, topk.
+Subject parse_shape(const std::string& text) {
+  Subject subject{text, {}};
+  ModelConfig& model = subject.model;
+  std::int64_t* const sizes[] = {&model.hidden, &model.intermediate, &model.router.num_experts,
+                                 &model.router.topk};
+  const char* begin = text.data();
+  const char* const end = begin + text.size();
+  for (std::int64_t* size : sizes) {
+    const auto [rest, error] = std::from_chars(begin, end, *size);
+    const bool last = size == sizes[3];
+    if (error != std::errc() || *size < 1 || (last ? rest != end : rest == end || *rest != 'x')) {
+      throw Error("--shape", text, "HIDDENxINTERMEDIATExEXPERTSxTOPK, positive numbers");
+    }
+    begin = rest + 1;
+  }
+  model.router.validate();
+  return subject;
+}
+
+/// Why a configuration is left out of "all" schemes; empty when it is timed. The reference is timed
+/// only by name.
+std::string why_not_timed(const MoeConfig& config, const std::string& experts) {
+  if (experts.empty()) {
+    const Selection selection = explain(config);
+    if (selection && !selection.experts->is_reference()) return {};
+    return selection.candidates.front().support.text;
+  }
+  try {
+    select(config, experts);
+    return {};
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+/// Names of the schemes to time; "all": those that the experts serve, and a word on the others.
+std::vector<std::string> schemes_of(const Options& options, const Subject& subject,
+                                    const std::string& experts) {
+  if (options.schemes.empty()) return {name(subject.model.scheme)};
+  if (options.schemes != std::vector<std::string>{"all"}) return options.schemes;
+  std::vector<std::string> names;
+  for (const NamedScheme& entry : named_schemes()) {
+    MoeConfig config = moe_config(subject.model, parse_float_dtype(options.dtype));
+    config.scheme = entry.scheme;
+    const std::string refusal = why_not_timed(config, experts);
+    if (refusal.empty()) {
+      names.push_back(entry.name);
+    } else {
+      spdlog::warn("{} is left out: {}", entry.name, refusal);
+    }
+  }
+  return names;
+}
+
+bool run_scheme(const Options& options, const Subject& subject, const std::string& scheme,
+                const std::string& experts, std::vector<Row>& rows) {
   BenchOptions bench_options;
-  bench_options.model = parse_model_config(model_preset(model));
-  bench_options.scheme = scheme.empty() ? bench_options.model.scheme : parse_scheme(scheme);
+  bench_options.model = subject.model;
+  bench_options.scheme = parse_scheme(scheme);
   bench_options.dtype = parse_float_dtype(options.dtype);
   bench_options.experts = experts;
   bench_options.skew =
       options.skew == "zipf" ? testing::RoutingSkew::kZipf : testing::RoutingSkew::kBalanced;
+  if (!options.replay_routing.empty()) {
+    const RouterConfig& router = subject.model.router;
+    bench_options.replay = replay_routing(options.replay_routing, router.num_experts, router.topk);
+  }
   bench_options.min_samples = options.min_samples;
   bench_options.max_seconds = options.max_seconds;
-  const QuantScheme chosen = bench_options.scheme;
+  const double bound = error_bound(bench_options.dtype, bench_options.scheme);
+  const std::string what = fmt::format("{} {}", subject.name, scheme);
   std::unique_ptr<LayerBench> bench;
   {
-    Progress progress("packing " + model);
+    Progress progress("packing " + what);
     bench = std::make_unique<LayerBench>(
         std::move(bench_options),
         [&](std::int64_t done, std::int64_t total) { progress.update(done, total); });
   }
+  std::vector<std::int64_t> tokens = options.tokens;
+  if (tokens.empty()) {
+    // Decode and prefill say what there is to say of many schemes.
+    tokens = options.schemes.empty() ? std::vector<std::int64_t>{1, 8, 32, 128, 512}
+                                     : std::vector<std::int64_t>{1, 512};
+  }
   bool right = true;
-  Progress progress("timing " + model);
-  for (std::size_t i = 0; i < options.tokens.size(); ++i) {
-    progress.update(static_cast<std::int64_t>(i), static_cast<std::int64_t>(options.tokens.size()));
-    Row row{model, name(chosen), options.dtype, bench->implementation(),
-            bench->run(options.tokens[i])};
-    if (!row.result.note.empty()) {
-      spdlog::warn("{} tokens: {}", options.tokens[i], row.result.note);
-    }
-    if (!(row.result.relative_error <= error_bound(parse_float_dtype(options.dtype)))) {
-      spdlog::error("{} {} {} tokens: relative error {:.2e} against reference", model, row.scheme,
-                    options.tokens[i], row.result.relative_error);
+  Progress progress("timing " + what);
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    progress.update(static_cast<std::int64_t>(i), static_cast<std::int64_t>(tokens.size()));
+    Row row{subject.name, scheme, options.dtype, bench->implementation(), bench->run(tokens[i])};
+    if (!row.result.note.empty())
+      spdlog::warn("{} {} tokens: {}", what, tokens[i], row.result.note);
+    if (!(row.result.relative_error <= bound)) {
+      spdlog::error("{} {} tokens: relative error {:.2e} against reference", what, tokens[i],
+                    row.result.relative_error);
       right = false;
     }
     rows.push_back(std::move(row));
@@ -186,22 +271,29 @@ void run(const Options& options) {
   if (options.threads > 0) set_num_threads(options.threads);
   bool right = true;
   std::vector<Row> rows;
-  const std::vector<std::string> best{""};
+  std::vector<Subject> subjects;
+  if (!options.shape.empty()) subjects.push_back(parse_shape(options.shape));
   for (const std::string& model : options.models) {
-    for (const std::string& scheme : options.schemes.empty() ? best : options.schemes) {
-      for (const std::string& experts : options.experts.empty() ? best : options.experts) {
-        right = run_model(options, model, scheme, experts, rows) && right;
+    subjects.push_back({model, parse_model_config(model_preset(model))});
+  }
+  const std::vector<std::string> best{""};
+  for (const Subject& subject : subjects) {
+    for (const std::string& experts : options.experts.empty() ? best : options.experts) {
+      for (const std::string& scheme : schemes_of(options, subject, experts)) {
+        right = run_scheme(options, subject, scheme, experts, rows) && right;
       }
     }
   }
   spdlog::info("isa {}, {} threads, version {}; routing {}, cold weights, given top-k ids",
-               cpu_isa(), num_threads(), FUSEDMOE_VERSION, options.skew);
+               cpu_isa(), num_threads(), FUSEDMOE_VERSION,
+               options.replay_routing.empty() ? options.skew : options.replay_routing);
   if (options.json) {
     print_json(rows);
   } else if (options.csv) {
     print_csv(rows);
   } else {
     print_table(rows, options.markdown);
+    if (options.load || options.heat_map) print_load(options, rows);
   }
   if (!right) {
     throw Error("bench", "a result that disagrees with reference", "within the error bound");
@@ -213,13 +305,17 @@ void run(const Options& options) {
 void add_bench(CLI::App& app) {
   auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand("bench", "Time the experts of a model's MoE layer");
-  command->add_option("--model", options->models, "Model presets")
-      ->required()
+  CLI::Option_group* subject = command->add_option_group("subject");
+  subject->require_option(1);
+  subject->add_option("--model", options->models, "Model presets")
       ->delimiter(',')
       ->check(CLI::IsMember(model_preset_names()));
-  command->add_option("--scheme", options->schemes, "Schemes (default: as published)")
+  subject->add_option("--shape", options->shape, "HIDDENxINTERMEDIATExEXPERTSxTOPK");
+  command->add_option("--scheme", options->schemes, "Schemes, or all (default: as published; bf16)")
       ->delimiter(',');
-  command->add_option("--tokens", options->tokens, "Numbers of tokens")
+  command
+      ->add_option("--tokens", options->tokens,
+                   "Numbers of tokens (default: 1,8,32,128,512; of given schemes 1,512)")
       ->delimiter(',')
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20));
   command->add_option("--experts", options->experts, "Implementations (default: the best)")
@@ -228,6 +324,8 @@ void add_bench(CLI::App& app) {
       ->check(CLI::IsMember({"bf16", "f16", "f32"}));
   command->add_option("--skew", options->skew, "How tokens spread over experts")
       ->check(CLI::IsMember({"balanced", "zipf"}));
+  command->add_option("--replay-routing", options->replay_routing,
+                      "Take ids and weights in turn from a file of run --record-routing");
   command->add_option("--threads", options->threads, "CPU threads (default: all cores)")
       ->check(CLI::Range(1, kMaxThreads));
   command->add_option("--min-samples", options->min_samples, "Samples for each number of tokens")
@@ -238,6 +336,8 @@ void add_bench(CLI::App& app) {
   format->add_flag("--json", options->json, "JSON");
   format->add_flag("--csv", options->csv, "CSV");
   format->add_flag("--md", options->markdown, "Markdown");
+  command->add_flag("--load", options->load, "Print the load of the experts below the table");
+  command->add_flag("--heat-map", options->heat_map, "Print it as shades");
   command->callback([options] { run(*options); });
 }
 

@@ -9,6 +9,7 @@
 
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/experts.h"
+#include "load.h"
 #include "testing/cases.h"
 
 namespace fusedmoe::cli {
@@ -19,6 +20,7 @@ struct BenchOptions {
   DType dtype = DType::kBF16;
   std::string experts;  ///< as `require` of select(); empty = best
   testing::RoutingSkew skew = testing::RoutingSkew::kBalanced;
+  RecordedRouting replay;  ///< ids and weights to take in turn instead of drawing; optional
   std::int64_t min_samples = 11;
   double max_seconds = 10;  ///< of sampling, for each number of tokens
   std::int64_t check_rows = 4;
@@ -33,11 +35,16 @@ struct BenchRow {
   double gbytes = 0;            ///< stored weight bytes of the distinct experts hit / median
   double distinct_experts = 0;  ///< mean over samples
   double read_gbytes = 0;       ///< the machine's read bandwidth around the median sample
-  double peak_gflops = 0;       ///< the machine's dot-product rate, likewise
+  double peak_gflops = 0;       ///< the machine's dot-product rate, likewise; int8 for int8 codes
   double floor_ms = 0;          ///< max(bytes / bandwidth, FLOP / rate) of the median sample
   double ratio = 0;             ///< median over samples of time / floor
   double relative_error = 0;    ///< max-norm, of check_rows tokens against `reference`
+  LoadStatistics load;          ///< of the tokens of all samples together
   std::string note;             ///< why there is nothing to see, otherwise empty
+
+  /// Of the machine's bandwidth and dot-product rate around the median sample; NaN without one.
+  double percent_of_bandwidth() const { return 100 * gbytes / read_gbytes; }
+  double percent_of_flops() const { return 100 * gflops / peak_gflops; }
 };
 
 /// The weights of a model's layer: a few distinct experts of random values, packed as many times

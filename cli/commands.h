@@ -8,9 +8,11 @@ namespace fusedmoe::cli {
 
 void add_run(CLI::App& app);
 void add_synth(CLI::App& app);
+void add_quantize(CLI::App& app);
 void add_inspect(CLI::App& app);
 void add_explain(CLI::App& app);
 void add_doctor(CLI::App& app);
 void add_bench(CLI::App& app);
+void add_compare(CLI::App& app);
 
 }  // namespace fusedmoe::cli

@@ -8,6 +8,7 @@
 #include "commands.h"
 #include "fusedmoe/fusedmoe.h"
 #include "support.h"
+#include "testing/support_matrix.h"
 
 namespace fusedmoe::cli {
 namespace {
@@ -17,28 +18,51 @@ struct Options {
   std::string device = "cpu";
   std::string dtype = "bf16";
   std::int64_t num_tokens = 64;
-  bool json = false;
+  std::string scheme, experts, save_plan;
+  bool hooks = false, batch_invariant = false;
+  bool json = false, matrix = false;
 };
 
 /// Scratch that one forward needs beside weights, input and output.
 std::size_t workspace_bytes(const Selection& selection, const MoeConfig& config,
                             std::int64_t num_tokens) {
   const ModularKernel kernel(selection.prepare_finalize, selection.experts);
-  return kernel.workspace_bytes({.num_tokens = num_tokens,
-                                 .topk = config.topk,
-                                 .num_local_experts = config.num_local_experts,
-                                 .hidden = config.hidden,
-                                 .intermediate = config.intermediate,
-                                 .dtype = config.dtype},
+  return kernel.workspace_bytes(ProblemSize::of(config, num_tokens),
                                 config.apply_router_weight_on_input);
 }
 
+/// With the shared experts that a layer of the model would have besides.
+std::string plan_json(const ModelConfig& model, const MoeConfig& config,
+                      const Selection& selection) {
+  Plan plan = selection.plan();
+  if (model.shared_intermediate > 0) {
+    MoeConfig shared = config;
+    shared.num_experts = shared.num_local_experts = shared.topk = 1;
+    shared.intermediate = model.shared_intermediate;
+    shared.routing_method = RoutingMethod::kUnspecified;
+    shared.apply_router_weight_on_input = shared.hooks = shared.has_bias = false;
+    shared.activation_format = ActivationFormat::kStandard;
+    const Plan pair = select(shared).plan();
+    plan.shared_experts = fmt::format("{}+{}", pair.experts, pair.prepare_finalize);
+    plan.shared_scheme = pair.scheme;
+  }
+  return plan.json() + "\n";
+}
+
 void run(const Options& options) {
+  if (options.matrix) {
+    fmt::print("{}", testing::support_matrix_markdown());
+    return;
+  }
   const Device device = parse_device(options.device);
   const ModelConfig model = options.model.empty() ? Checkpoint::open(options.checkpoint).config()
                                                   : parse_model_config(model_preset(options.model));
-  const MoeConfig config = moe_config(model, parse_float_dtype(options.dtype), device);
-  const Selection selection = explain(config);
+  MoeConfig config = moe_config(model, parse_float_dtype(options.dtype), device);
+  if (!options.scheme.empty()) config.scheme = parse_scheme(options.scheme);
+  config.hooks = options.hooks;
+  config.batch_invariant = options.batch_invariant;
+  const Selection selection =
+      options.experts.empty() ? explain(config) : select(config, options.experts);
   const std::size_t workspace =
       selection ? workspace_bytes(selection, config, options.num_tokens) : 0;
   if (options.json) {
@@ -60,6 +84,8 @@ void run(const Options& options) {
                  format_bytes(static_cast<std::int64_t>(workspace)));
     }
   }
+  if (selection && !options.save_plan.empty())
+    write_text(options.save_plan, plan_json(model, config, selection));
   if (!selection) {
     throw Error("configuration", "served by no implementation", "one that a row above supports");
   }
@@ -74,7 +100,17 @@ void add_explain(CLI::App& app) {
   CLI::Option_group* source = command->add_option_group("model");
   source->add_option("--checkpoint", options->checkpoint, "Checkpoint directory or file");
   source->add_option("--model", options->model, "A model that synth knows");
+  source->add_flag("--matrix", options->matrix,
+                   "Print docs/support-matrix.md: every implementation, every scheme");
   source->require_option(1);
+  command->add_option("--scheme", options->scheme, "Of the experts; default: as published");
+  command->add_option("--experts", options->experts,
+                      "Implementation that must run; default: the best");
+  command->add_flag("--hooks", options->hooks, "Ask for injection points");
+  command->add_flag("--batch-invariant", options->batch_invariant,
+                    "Ask for rows that do not depend on their batch");
+  command->add_option("--save-plan", options->save_plan,
+                      "File to write: what would run, as JSON that run --plan pins");
   command->add_option("--device", options->device, "cpu or cuda:<index>")->capture_default_str();
   command->add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
       ->capture_default_str();

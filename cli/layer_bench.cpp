@@ -11,7 +11,6 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
-#include <set>
 
 #include "bench.h"
 #include "fusedmoe/formats.h"
@@ -50,6 +49,58 @@ struct Sample {
   Probe probe;
 };
 
+/// Buffers of one number of tokens.
+struct Buffers {
+  Tensor hidden_states, output, topk_ids, topk_weights, workspace;
+
+  Buffers(const ModularKernel& kernel, const PackedWeights& packed, const testing::Case& spec,
+          DType dtype)
+      : hidden_states(Tensor::empty({spec.num_tokens, spec.hidden}, dtype)),
+        output(Tensor::empty({spec.num_tokens, spec.hidden}, dtype)),
+        topk_ids(Tensor::empty({spec.num_tokens, spec.topk}, DType::kI32)),
+        topk_weights(Tensor::empty({spec.num_tokens, spec.topk}, DType::kF32)) {
+    const std::size_t bytes =
+        kernel.workspace_bytes(ProblemSize::of(packed.info(), spec.num_tokens, spec.topk, dtype));
+    workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
+    testing::Random random(2);
+    for (std::int64_t i = 0; i < hidden_states.numel(); ++i) {
+      store_f32(hidden_states.data(), dtype, i, static_cast<float>(random.normal()));
+    }
+    for (std::int64_t i = 0; i < topk_weights.numel(); ++i) {
+      topk_weights.as<float>()[i] =
+          static_cast<float>((0.5 + random.uniform()) / static_cast<double>(spec.topk));
+    }
+  }
+
+  void run(const ModularKernel& kernel, const PackedWeights& packed,
+           std::int64_t num_experts) const {
+    KernelArgs args;
+    args.weights = &packed;
+    args.output = output;
+    args.hidden_states = hidden_states;
+    args.topk_ids = topk_ids;
+    args.topk_weights = topk_weights;
+    args.num_experts = num_experts;
+    kernel.apply(args, {workspace.data(), static_cast<std::size_t>(workspace.nbytes())});
+  }
+};
+
+void copy_head(const TensorView& source, const TensorView& target) {
+  std::copy_n(source.as<const std::byte>(), target.nbytes(), target.as<std::byte>());
+}
+
+/// The first `rows` tokens of `all` through another kernel.
+Buffers run_head(const ModularKernel& kernel, const PackedWeights& packed, testing::Case spec,
+                 const Buffers& all, std::int64_t rows) {
+  spec.num_tokens = std::min(rows, spec.num_tokens);
+  Buffers head(kernel, packed, spec, all.output.dtype());
+  copy_head(all.hidden_states, head.hidden_states);
+  copy_head(all.topk_ids, head.topk_ids);
+  copy_head(all.topk_weights, head.topk_weights);
+  head.run(kernel, packed, spec.num_experts);
+  return head;
+}
+
 }  // namespace
 
 struct LayerBench::Impl {
@@ -61,16 +112,26 @@ struct LayerBench::Impl {
   std::int64_t probe_offset = 0;
   std::vector<std::int32_t> expert_order;  // walked by single tokens, so that weights are cold
   std::size_t next_expert = 0;
+  std::int64_t next_row = 0;  // of the recorded routing
   testing::Random random{1};
 
   explicit Impl(BenchOptions chosen) : options(std::move(chosen)) {}
+
+  double relative_error(const testing::Case& spec, const Buffers& timed) const;
+
+  /// Of the dot products that the kernels use: int8 codes are multiplied as such, all others as
+  /// bf16 or f32.
+  DType probe_dtype() const {
+    if (!options.scheme.activations) return options.dtype;
+    return options.scheme.activations->value == DType::kI8 ? DType::kI8 : DType::kBF16;
+  }
 
   Probe probe() {
     probe_offset = (probe_offset + kProbeSlice) % kProbeBytes;
     Probe result;
     result.bandwidth =
         measure_read_bandwidth(probe_memory.slice(0, probe_offset, probe_offset + kProbeSlice));
-    result.flops = measure_flop_rate(options.dtype);
+    result.flops = measure_flop_rate(probe_dtype());
     return result;
   }
 
@@ -121,18 +182,36 @@ struct LayerBench::Impl {
     return static_cast<std::int32_t>(random.below(num_experts));
   }
 
-  /// Fills topk_ids with distinct experts for each token; returns how many experts are hit.
-  std::int64_t route(const TensorView& topk_ids) {
+  /// The next recorded rows, from the first again after the last.
+  void replay(const TensorView& topk_ids, const TensorView& topk_weights) {
+    const std::int64_t rows = options.replay.topk_ids.size(0), topk = topk_ids.size(1);
+    for (std::int64_t token = 0; token < topk_ids.size(0); ++token) {
+      const std::int64_t row = next_row++ % rows;
+      std::copy_n(options.replay.topk_ids.as<const std::int32_t>() + row * topk, topk,
+                  topk_ids.as<std::int32_t>() + token * topk);
+      std::copy_n(options.replay.topk_weights.as<const float>() + row * topk, topk,
+                  topk_weights.as<float>() + token * topk);
+    }
+  }
+
+  /// Distinct experts for each token.
+  void draw(const TensorView& topk_ids) {
     const std::int64_t num_tokens = topk_ids.size(0), topk = topk_ids.size(1);
-    std::set<std::int32_t> hit;
     for (std::int64_t token = 0; token < num_tokens; ++token) {
       std::int32_t* ids = topk_ids.as<std::int32_t>() + token * topk;
       for (std::int64_t j = 0; j < topk;) {
         ids[j] = draw_expert(num_tokens);
-        if (std::find(ids, ids + j, ids[j]) == ids + j) hit.insert(ids[j++]);
+        if (std::find(ids, ids + j, ids[j]) == ids + j) ++j;
       }
     }
-    return static_cast<std::int64_t>(hit.size());
+  }
+
+  void route(const TensorView& topk_ids, const TensorView& topk_weights) {
+    if (options.replay.topk_ids) {
+      replay(topk_ids, topk_weights);
+    } else {
+      draw(topk_ids);
+    }
   }
 };
 
@@ -147,119 +226,43 @@ std::string LayerBench::implementation() const {
                      impl_->kernel->prepare_finalize().name());
 }
 
-namespace {
-
-/// Buffers of one number of tokens.
-struct Buffers {
-  Tensor hidden_states, output, topk_ids, topk_weights, workspace;
-
-  Buffers(const ModularKernel& kernel, const testing::Case& spec, DType dtype)
-      : hidden_states(Tensor::empty({spec.num_tokens, spec.hidden}, dtype)),
-        output(Tensor::empty({spec.num_tokens, spec.hidden}, dtype)),
-        topk_ids(Tensor::empty({spec.num_tokens, spec.topk}, DType::kI32)),
-        topk_weights(Tensor::empty({spec.num_tokens, spec.topk}, DType::kF32)) {
-    ProblemSize problem;
-    problem.num_tokens = spec.num_tokens;
-    problem.topk = spec.topk;
-    problem.num_local_experts = spec.num_experts;
-    problem.hidden = spec.hidden;
-    problem.intermediate = spec.intermediate;
-    problem.dtype = dtype;
-    workspace =
-        Tensor::empty({static_cast<std::int64_t>(kernel.workspace_bytes(problem))}, DType::kU8);
-    testing::Random random(2);
-    for (std::int64_t i = 0; i < hidden_states.numel(); ++i) {
-      store_f32(hidden_states.data(), dtype, i, static_cast<float>(random.normal()));
-    }
-    for (std::int64_t i = 0; i < topk_weights.numel(); ++i) {
-      topk_weights.as<float>()[i] =
-          static_cast<float>((0.5 + random.uniform()) / static_cast<double>(spec.topk));
-    }
-  }
-
-  void run(const ModularKernel& kernel, const PackedWeights& packed,
-           std::int64_t num_experts) const {
-    KernelArgs args;
-    args.weights = &packed;
-    args.output = output;
-    args.hidden_states = hidden_states;
-    args.topk_ids = topk_ids;
-    args.topk_weights = topk_weights;
-    args.num_experts = num_experts;
-    kernel.apply(args, {workspace.data(), static_cast<std::size_t>(workspace.nbytes())});
-  }
-};
-
 /// Error of the first rows against `reference` with the same inputs; infinite where only one of
-/// them has a NaN or an infinity.
-double relative_error(const ExpertWeights& weights, const testing::Case& spec, const Buffers& timed,
-                      std::int64_t rows) {
-  MoeConfig config = testing::make_config(spec, timed.output.dtype());
-  const Selection selection = select(config, "reference");
-  const ModularKernel kernel(selection.prepare_finalize, selection.experts);
-  const auto packed = selection.experts->pack(weights);
-  testing::Case part = spec;
-  part.num_tokens = std::min(rows, spec.num_tokens);
-  Buffers expected(kernel, part, timed.output.dtype());
-  const auto copy_head = [](const TensorView& source, const TensorView& target) {
-    std::copy_n(source.as<const std::byte>(), target.nbytes(), target.as<std::byte>());
-  };
-  copy_head(timed.hidden_states, expected.hidden_states);
-  copy_head(timed.topk_ids, expected.topk_ids);
-  copy_head(timed.topk_weights, expected.topk_weights);
-  expected.run(kernel, *packed, spec.num_experts);
-  const testing::Difference difference =
-      testing::compare(timed.output.slice(0, 0, part.num_tokens), expected.output);
+/// them has a NaN or an infinity. Rows that depend on their batch are computed again in a smaller
+/// one.
+double LayerBench::Impl::relative_error(const testing::Case& spec, const Buffers& timed) const {
+  const std::int64_t rows = options.check_rows;
+  const Selection selection = select(testing::make_config(spec, timed.output.dtype()), "reference");
+  const ModularKernel reference(selection.prepare_finalize, selection.experts);
+  const auto reference_weights = selection.experts->pack(weights);
+  const Buffers expected = run_head(reference, *reference_weights, spec, timed, rows);
+  Tensor actual(timed.output.slice(0, 0, expected.output.size(0)), nullptr);
+  if (batch_dependent(spec.scheme)) {
+    actual = run_head(*kernel, *packed, spec, timed, rows).output;
+  }
+  const testing::Difference difference = testing::compare(actual, expected.output);
   return difference.nonfinite_mismatch ? std::numeric_limits<double>::infinity()
                                        : difference.max_norm_relative;
 }
 
-}  // namespace
+namespace {
 
-BenchRow LayerBench::run(std::int64_t num_tokens) {
-  Impl& bench = *impl_;
-  const testing::Case spec = bench.spec(num_tokens);
-  const Buffers buffers(*bench.kernel, spec, bench.options.dtype);
-  const double matrices = is_gated(spec.activation) ? 3 : 2;
-  const double flops = 2.0 * static_cast<double>(num_tokens * spec.topk) * matrices *
-                       static_cast<double>(spec.hidden) * static_cast<double>(spec.intermediate);
-  const double expert_bytes =
-      static_cast<double>(bench.weights.nbytes()) / static_cast<double>(spec.num_experts);
+/// What a number of tokens costs at least.
+struct Work {
+  double flops, expert_bytes;
 
-  BenchRow row;
-  row.num_tokens = num_tokens;
-  std::vector<Sample> samples;
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point start = Clock::now();
-  const auto elapsed = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
-  bench.route(buffers.topk_ids);
-  buffers.run(*bench.kernel, *bench.packed, spec.num_experts);  // warm-up: pages and threads
-  const std::int64_t target =
-      std::max<std::int64_t>(bench.options.min_samples, num_tokens <= 8 ? 101 : 0);
-  while (static_cast<std::int64_t>(samples.size()) < target &&
-         (elapsed() < bench.options.max_seconds || samples.size() < 3)) {
-    if (elapsed() > 4 * bench.options.max_seconds) break;  // nothing stable: say so below
-    Sample sample;
-    sample.distinct = static_cast<double>(bench.route(buffers.topk_ids));
-    const Probe before = bench.probe();
-    sample.ms = time_ms([&] { buffers.run(*bench.kernel, *bench.packed, spec.num_experts); });
-    const Probe after = bench.probe();
-    if (!before.agrees(after)) {
-      ++row.dropped;
-      continue;
-    }
-    sample.probe = {std::max(before.bandwidth, after.bandwidth),
-                    std::max(before.flops, after.flops)};
-    sample.bytes = sample.distinct * expert_bytes;
-    sample.floor_ms =
-        1e3 * std::max(sample.bytes / sample.probe.bandwidth, flops / sample.probe.flops);
-    samples.push_back(sample);
+  Work(const testing::Case& spec, std::int64_t weight_bytes) {
+    const double matrices = is_gated(spec.activation) ? 3 : 2;
+    flops = 2.0 * static_cast<double>(spec.num_tokens * spec.topk) * matrices *
+            static_cast<double>(spec.hidden) * static_cast<double>(spec.intermediate);
+    expert_bytes = static_cast<double>(weight_bytes) / static_cast<double>(spec.num_experts);
   }
+};
+
+void summarize(std::vector<Sample> samples, const Work& work, BenchRow& row) {
   row.samples = static_cast<std::int64_t>(samples.size());
-  row.relative_error = relative_error(bench.weights, spec, buffers, bench.options.check_rows);
   if (samples.empty()) {
     row.note = "no sample between two equal probes: the machine is not at rest";
-    return row;
+    return;
   }
   std::vector<double> ratios;
   for (const Sample& sample : samples) {
@@ -273,11 +276,60 @@ BenchRow LayerBench::run(std::int64_t num_tokens) {
   row.median_ms = middle.ms;
   row.min_ms = samples.front().ms;
   row.p99_ms = samples[(samples.size() - 1) * 99 / 100].ms;
-  row.gflops = flops / middle.ms * 1e-6;
+  row.gflops = work.flops / middle.ms * 1e-6;
   row.gbytes = middle.bytes / middle.ms * 1e-6;
   row.read_gbytes = middle.probe.bandwidth * 1e-9;
   row.peak_gflops = middle.probe.flops * 1e-9;
   row.floor_ms = middle.floor_ms;
+}
+
+}  // namespace
+
+BenchRow LayerBench::run(std::int64_t num_tokens) {
+  Impl& bench = *impl_;
+  const testing::Case spec = bench.spec(num_tokens);
+  const Buffers buffers(*bench.kernel, *bench.packed, spec, bench.options.dtype);
+  const Work work(spec, bench.weights.nbytes());
+
+  BenchRow row;
+  row.num_tokens = num_tokens;
+  std::vector<Sample> samples;
+  std::vector<std::int32_t> all_ids;
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point start = Clock::now();
+  const auto elapsed = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
+  bench.route(buffers.topk_ids, buffers.topk_weights);
+  buffers.run(*bench.kernel, *bench.packed, spec.num_experts);  // warm-up: pages and threads
+  const std::int64_t target =
+      std::max<std::int64_t>(bench.options.min_samples, num_tokens <= 8 ? 101 : 0);
+  while (static_cast<std::int64_t>(samples.size()) < target &&
+         (elapsed() < bench.options.max_seconds || samples.size() < 3)) {
+    if (elapsed() > 4 * bench.options.max_seconds) break;  // nothing stable: said in the row
+    Sample sample;
+    bench.route(buffers.topk_ids, buffers.topk_weights);
+    const Probe before = bench.probe();
+    sample.ms = time_ms([&] { buffers.run(*bench.kernel, *bench.packed, spec.num_experts); });
+    const Probe after = bench.probe();
+    const auto* ids = buffers.topk_ids.as<const std::int32_t>();
+    all_ids.insert(all_ids.end(), ids, ids + buffers.topk_ids.numel());
+    if (!before.agrees(after)) {
+      ++row.dropped;
+      continue;
+    }
+    sample.distinct =
+        static_cast<double>(load_statistics(buffers.topk_ids, spec.num_experts).distinct_experts);
+    sample.probe = {std::max(before.bandwidth, after.bandwidth),
+                    std::max(before.flops, after.flops)};
+    sample.bytes = sample.distinct * work.expert_bytes;
+    sample.floor_ms =
+        1e3 * std::max(sample.bytes / sample.probe.bandwidth, work.flops / sample.probe.flops);
+    samples.push_back(sample);
+  }
+  const auto rows = static_cast<std::int64_t>(all_ids.size()) / spec.topk;
+  row.load =
+      load_statistics(TensorView(all_ids.data(), DType::kI32, {rows, spec.topk}), spec.num_experts);
+  row.relative_error = bench.relative_error(spec, buffers);
+  summarize(std::move(samples), work, row);
   return row;
 }
 

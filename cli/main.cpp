@@ -29,10 +29,12 @@ int main(int argc, char** argv) {
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   fusedmoe::cli::add_run(app);
   fusedmoe::cli::add_synth(app);
+  fusedmoe::cli::add_quantize(app);
   fusedmoe::cli::add_inspect(app);
   fusedmoe::cli::add_explain(app);
   fusedmoe::cli::add_doctor(app);
   fusedmoe::cli::add_bench(app);
+  fusedmoe::cli::add_compare(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

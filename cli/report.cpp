@@ -12,42 +12,6 @@
 
 namespace fusedmoe::cli {
 
-std::vector<std::int64_t> expert_load(const TensorView& topk_ids, std::int64_t num_experts) {
-  std::vector<std::int64_t> load(static_cast<std::size_t>(num_experts));
-  const auto* ids = topk_ids.as<const std::int32_t>();
-  for (std::int64_t i = 0; i < topk_ids.numel(); ++i) {
-    if (ids[i] >= 0 && ids[i] < num_experts) ++load[static_cast<std::size_t>(ids[i])];
-  }
-  return load;
-}
-
-std::string load_chart(const std::vector<std::int64_t>& load) {
-  constexpr std::size_t kMostBars = 64, kBusiest = 32;
-  constexpr std::int64_t kWidth = 50;
-  std::vector<std::size_t> shown(load.size());
-  std::iota(shown.begin(), shown.end(), std::size_t{0});
-  if (shown.size() > kMostBars) {
-    std::stable_sort(shown.begin(), shown.end(),
-                     [&](std::size_t a, std::size_t b) { return load[a] > load[b]; });
-    shown.resize(kBusiest);
-  }
-  const std::int64_t most = load.empty() ? 0 : *std::max_element(load.begin(), load.end());
-  const std::int64_t rows = std::accumulate(load.begin(), load.end(), std::int64_t{0});
-  const auto hit = std::count_if(load.begin(), load.end(), [](auto rows) { return rows > 0; });
-
-  std::string chart;
-  for (const std::size_t expert : shown) {
-    const std::int64_t bar = most ? (load[expert] * kWidth + most - 1) / most : 0;
-    chart += fmt::format("expert {:4} {:4} {:#<{}}\n", expert, load[expert], "", bar);
-  }
-  const double mean =
-      load.empty() ? 0 : static_cast<double>(rows) / static_cast<double>(load.size());
-  chart +=
-      fmt::format("{} rows on {} of {} experts; the busiest has {}, {:.2f} times the mean\n", rows,
-                  hit, load.size(), most, mean > 0 ? static_cast<double>(most) / mean : 0);
-  return chart;
-}
-
 namespace {
 
 /// bf16 and f16 round the activations between the GEMMs and the output to 8 and 11 significant
@@ -76,8 +40,8 @@ Tensor gather(const TensorView& from, const std::vector<std::int64_t>& rows) {
   return result;
 }
 
-Tensor to_f32(const TensorView& from) {
-  Tensor result = Tensor::empty(from.shape(), DType::kF32);
+Tensor converted(const TensorView& from, DType dtype) {
+  Tensor result = Tensor::empty(from.shape(), dtype);
   convert(from, result);
   return result;
 }
@@ -96,9 +60,10 @@ bool RowCheck::passed() const {
 
 std::string RowCheck::text() const {
   std::string text = fmt::format(
-      "{} of {} rows against reference in f32: largest difference {:.2e} of the "
+      "{} of {} rows against reference in {}: largest difference {:.2e} of the "
       "largest value, tolerance {:.0e}: {}",
-      rows, num_tokens, difference.max_norm_relative, tolerance, passed() ? "passed" : "FAILED");
+      rows, num_tokens, name(dtype), difference.max_norm_relative, tolerance,
+      passed() ? "passed" : "FAILED");
   if (difference.nonfinite_mismatch) text += "; NaN or infinity where the other has none";
   if (rows_routed_differently) {
     text += fmt::format("; {} rows chose other experts", rows_routed_differently);
@@ -106,30 +71,75 @@ std::string RowCheck::text() const {
   return text;
 }
 
+namespace {
+
+/// Activations that are quantized must have been rounded as in the layer: then its dtype. Otherwise
+/// f32, which shows all of the layer's roundings.
+DType reference_dtype(const LayerWeights& weights, DType dtype) {
+  const bool quantized =
+      weights.experts.scheme.activations ||
+      (weights.shared_experts && weights.shared_experts->weights.scheme.activations);
+  return quantized ? dtype : DType::kF32;
+}
+
+bool any_batch_dependent(const LayerWeights& weights) {
+  return batch_dependent(weights.experts.scheme) ||
+         (weights.shared_experts && batch_dependent(weights.shared_experts->weights.scheme));
+}
+
+/// `count` of num_tokens rows, spread evenly.
+std::vector<std::int64_t> spread_rows(std::int64_t count, std::int64_t num_tokens) {
+  std::vector<std::int64_t> rows;
+  for (std::int64_t i = 0; i < count; ++i) {
+    rows.push_back(count > 1 ? i * (num_tokens - 1) / (count - 1) : 0);
+  }
+  return rows;
+}
+
+struct ReferenceRun {
+  Tensor output, topk_ids;
+};
+ReferenceRun run_reference(const LayerWeights& weights, const TensorView& x, const Routing& routing,
+                           bool replayed) {
+  const MoeLayer reference(weights, {.dtype = x.dtype(), .require = "reference"});
+  const std::int64_t num_tokens = x.size(0);
+  ReferenceRun run{Tensor::empty(x.shape(), x.dtype()),
+                   Tensor::empty({num_tokens, reference.config().topk}, DType::kI32)};
+  const std::size_t bytes = reference.workspace_bytes(num_tokens);
+  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
+  if (replayed) {
+    reference.forward_routed(x, routing, run.output, {workspace.data(), bytes});
+  } else {
+    reference.forward(x, run.output, {workspace.data(), bytes}, {.topk_ids = run.topk_ids});
+  }
+  return run;
+}
+
+}  // namespace
+
 RowCheck check_rows(const LayerWeights& weights, const TensorView& x, const TensorView& output,
-                    const TensorView& topk_ids, std::int64_t count) {
+                    const Routing& routing, bool replayed, std::int64_t count) {
   RowCheck check;
   check.num_tokens = x.size(0);
   check.rows = std::min(count, check.num_tokens);
   check.tolerance = tolerance(x.dtype());
-  std::vector<std::int64_t> rows;
-  for (std::int64_t i = 0; i < check.rows; ++i) {
-    const std::int64_t last = check.num_tokens - 1;
-    rows.push_back(check.rows > 1 ? i * last / (check.rows - 1) : 0);
-  }
-  if (rows.empty()) return check;
+  check.dtype = reference_dtype(weights, x.dtype());
+  if (check.rows == 0) return check;
+  const std::vector<std::int64_t> rows = spread_rows(check.rows, check.num_tokens);
+  // Rows that depend on their batch are computed in it.
+  const std::vector<std::int64_t> run_rows =
+      any_batch_dependent(weights) ? spread_rows(check.num_tokens, check.num_tokens) : rows;
+  const ReferenceRun expected = run_reference(
+      weights, converted(gather(x, run_rows), check.dtype),
+      {gather(routing.topk_ids, run_rows), gather(routing.topk_weights, run_rows)}, replayed);
+  std::vector<std::int64_t> expected_rows = rows;
+  if (run_rows.size() == rows.size()) std::iota(expected_rows.begin(), expected_rows.end(), 0);
 
-  const MoeLayer reference(weights, {.dtype = DType::kF32, .require = "reference"});
-  const Tensor sample = to_f32(gather(x, rows));
-  const Tensor expected = Tensor::empty(sample.shape(), DType::kF32);
-  const Tensor expected_ids = Tensor::empty({check.rows, topk_ids.size(1)}, DType::kI32);
-  const std::size_t bytes = reference.workspace_bytes(check.rows);
-  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
-  reference.forward(sample, expected, {workspace.data(), bytes}, {.topk_ids = expected_ids});
-
-  check.difference = testing::compare(to_f32(gather(output, rows)), expected);
-  for (std::int64_t i = 0; i < check.rows; ++i) {
-    if (ids_of_row(topk_ids, rows[static_cast<std::size_t>(i)]) != ids_of_row(expected_ids, i)) {
+  check.difference =
+      testing::compare(converted(gather(output, rows), DType::kF32),
+                       converted(gather(expected.output, expected_rows), DType::kF32));
+  for (std::size_t i = 0; i < rows.size() && !replayed; ++i) {
+    if (ids_of_row(routing.topk_ids, rows[i]) != ids_of_row(expected.topk_ids, expected_rows[i])) {
       ++check.rows_routed_differently;
     }
   }

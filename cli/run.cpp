@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -12,6 +13,7 @@
 
 #include "commands.h"
 #include "fusedmoe/fusedmoe.h"
+#include "load.h"
 #include "report.h"
 #include "support.h"
 
@@ -28,50 +30,56 @@ struct Options {
   int threads = 0;
   int repeat = 1;
   std::int64_t check_rows = 0;
-  bool load_chart = false;
+  std::string plan, record_routing, replay_routing;
+  bool load = false, load_chart = false, heat_map = false;
   bool json = false;
 };
 
-/// The named tensor as (num_tokens, hidden) of `dtype`.
+/// The hidden states of --input as `dtype`.
 Tensor load_hidden_states(const Options& options, std::int64_t hidden, DType dtype) {
-  const Tensor stored = SafetensorsFile::open(options.input).tensor(options.input_name);
-  const std::string what = fmt::format("{} of {}", options.input_name, options.input);
-  if (stored.rank() != 2 || stored.size(1) != hidden) {
-    throw Error(what, to_string(stored.shape()), fmt::format("[num_tokens, {}]", hidden));
-  }
-  const DType from = stored.dtype();
-  if (from != DType::kF64 && from != DType::kF32 && from != DType::kF16 && from != DType::kBF16) {
-    throw Error(what, std::string(name(from)), "f32, bf16, f16 or f64");
-  }
+  const Tensor stored = load_tensor(options.input, options.input_name, hidden);
   Tensor x = Tensor::empty(stored.shape(), dtype);
   convert(stored, x);
   return x;
 }
 
-/// The results replace a file of that name: it must not be one that the program reads.
-void check_output(const Options& options, const Checkpoint& checkpoint) {
+/// Files that are written replace files of that name: none may be one that the program reads.
+void check_output(const Options& options, const Checkpoint& checkpoint, const char* option,
+                  const std::string& path) {
   namespace fs = std::filesystem;
   std::error_code ignored;
   const auto check_other = [&](const std::string& read, const char* what) {
-    if (fs::equivalent(options.output, read, ignored)) {
-      throw Error("--output", fmt::format("{}, {}", options.output, what), "another file");
+    if (!read.empty() && fs::equivalent(path, read, ignored)) {
+      throw Error(option, fmt::format("{}, {}", path, what), "another file");
     }
   };
   check_other(options.input, "the file of --input");
+  check_other(options.replay_routing, "the file of --replay-routing");
+  check_other(options.plan, "the file of --plan");
   for (const std::string& file : checkpoint.files()) check_other(file, "a file of the checkpoint");
-  const fs::file_status status = fs::status(options.output, ignored);
+  const fs::file_status status = fs::status(path, ignored);
   if (fs::exists(status) && !fs::is_regular_file(status)) {
-    throw Error("--output", fmt::format("{}, not a regular file", options.output),
-                "a new or a regular file");
+    throw Error(option, fmt::format("{}, not a regular file", path), "a new or a regular file");
+  }
+}
+
+void check_outputs(const Options& options, const Checkpoint& checkpoint) {
+  check_output(options, checkpoint, "--output", options.output);
+  if (options.record_routing.empty()) return;
+  check_output(options, checkpoint, "--record-routing", options.record_routing);
+  if (std::filesystem::path(options.record_routing).lexically_normal() ==
+      std::filesystem::path(options.output).lexically_normal()) {
+    throw Error("--record-routing", options.record_routing, "another file than --output");
   }
 }
 
 /// Everything a forward leaves behind.
 struct Results {
   Tensor output;         // (num_tokens, hidden)
-  Tensor router_logits;  // (num_tokens, num_experts) f32
-  Tensor topk_ids;       // (num_tokens, topk) i32
-  Tensor topk_weights;   // (num_tokens, topk) f32
+  Tensor router_logits;  // (num_tokens, num_experts) f32; undefined when the routing was replayed
+  RecordedRouting routing;  // (num_tokens, topk)
+  bool replayed = false;
+  LoadStatistics load;
   std::vector<double> times_ms;
 
   double median_ms() const {
@@ -81,25 +89,44 @@ struct Results {
   }
 };
 
-Results forward(const MoeLayer& layer, const Tensor& x, int repeat) {
-  const MoeConfig& config = layer.config();
+Results make_results(const Options& options, const MoeConfig& config, const Tensor& x) {
   const std::int64_t num_tokens = x.size(0);
-  Results results{.output = Tensor::empty(x.shape(), x.dtype()),
-                  .router_logits = Tensor::empty({num_tokens, config.num_experts}, DType::kF32),
-                  .topk_ids = Tensor::empty({num_tokens, config.topk}, DType::kI32),
-                  .topk_weights = Tensor::empty({num_tokens, config.topk}, DType::kF32)};
-  const std::size_t bytes = layer.workspace_bytes(num_tokens);
-  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
-  const ForwardDetails details{.router_logits = results.router_logits,
-                               .topk_ids = results.topk_ids,
-                               .topk_weights = results.topk_weights};
-  Progress progress("Running");
-  for (int i = 0; i < repeat; ++i) {
-    results.times_ms.push_back(time_ms([&] {
-      layer.forward(x, results.output, {workspace.data(), bytes}, details);
-    }));
-    progress.update(i + 1, repeat);
+  Results results;
+  results.output = Tensor::empty(x.shape(), x.dtype());
+  results.replayed = !options.replay_routing.empty();
+  if (results.replayed) {
+    results.routing = replay_routing(options.replay_routing, config.num_experts, config.topk);
+    if (results.routing.topk_ids.size(0) != num_tokens) {
+      throw Error("--replay-routing", fmt::format("{} rows", results.routing.topk_ids.size(0)),
+                  fmt::format("{}, one for each row of --input", num_tokens));
+    }
+    return results;
   }
+  results.router_logits = Tensor::empty({num_tokens, config.num_experts}, DType::kF32);
+  results.routing = {Tensor::empty({num_tokens, config.topk}, DType::kI32),
+                     Tensor::empty({num_tokens, config.topk}, DType::kF32)};
+  return results;
+}
+
+Results forward(const Options& options, const MoeLayer& layer, const Tensor& x) {
+  Results results = make_results(options, layer.config(), x);
+  const std::size_t bytes = layer.workspace_bytes(x.size(0));
+  const Tensor memory = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
+  const Workspace workspace{memory.data(), bytes};
+  const Routing routing{results.routing.topk_ids, results.routing.topk_weights};
+  const ForwardDetails details{results.router_logits, routing.topk_ids, routing.topk_weights};
+  Progress progress("Running");
+  for (int i = 0; i < options.repeat; ++i) {
+    results.times_ms.push_back(time_ms([&] {
+      if (results.replayed) {
+        layer.forward_routed(x, routing, results.output, workspace);
+      } else {
+        layer.forward(x, results.output, workspace, details);
+      }
+    }));
+    progress.update(i + 1, options.repeat);
+  }
+  results.load = load_statistics(results.routing.topk_ids, layer.config().num_experts);
   return results;
 }
 
@@ -111,9 +138,9 @@ void print_text(const Options& options, const MoeLayer& layer, const Results& re
     time += fmt::format(" (median of {})", results.times_ms.size());
   }
   fmt::print("{}  tokens={}  {}\n", layer.plan_line(), num_tokens, time);
-  if (options.load_chart) {
-    fmt::print("{}", load_chart(expert_load(results.topk_ids, layer.config().num_experts)));
-  }
+  if (options.load) fmt::print("{}", load_table(results.load));
+  if (options.load_chart) fmt::print("{}", load_chart(results.load));
+  if (options.heat_map) fmt::print("{}", load_heat_map(results.load));
   if (check) fmt::print("{}\n", check->text());
 }
 
@@ -124,7 +151,7 @@ void print_json(const MoeLayer& layer, const Results& results, const RowCheck* c
                         {"num_tokens", results.output.size(0)},
                         {"ms", results.median_ms()},
                         {"times_ms", results.times_ms},
-                        {"expert_load", expert_load(results.topk_ids, layer.config().num_experts)}};
+                        {"load", nlohmann::json::parse(load_json(results.load))}};
   if (check) {
     object["check"] = {{"rows", check->rows},
                        {"max_norm_relative", check->difference.max_norm_relative},
@@ -134,45 +161,54 @@ void print_json(const MoeLayer& layer, const Results& results, const RowCheck* c
   fmt::print("{}\n", object.dump());
 }
 
+void save(const Options& options, const MoeLayer& layer, const Results& results) {
+  std::map<std::string, TensorView> tensors{{"output", results.output},
+                                            {"topk_ids", results.routing.topk_ids},
+                                            {"topk_weights", results.routing.topk_weights}};
+  if (results.router_logits) tensors["router_logits"] = results.router_logits;
+  save_safetensors(options.output, tensors,
+                   {{"fusedmoe_version", FUSEDMOE_VERSION}, {"plan", layer.plan_line()}});
+  spdlog::info("wrote {}", options.output);
+  if (options.record_routing.empty()) return;
+  record_routing(options.record_routing, results.routing, layer.config().num_experts);
+  spdlog::info("wrote {}", options.record_routing);
+}
+
+MoeLayer make_layer(const Options& options, const LayerWeights& weights, DType dtype) {
+  Progress progress("Packing weights");
+  LayerOptions layer;
+  layer.device = parse_device(options.device);
+  layer.dtype = dtype;
+  layer.require = options.experts;
+  if (!options.plan.empty()) layer.plan = read_text(options.plan);
+  layer.progress = [&](std::int64_t done, std::int64_t total) { progress.update(done, total); };
+  return {weights, layer};
+}
+
 void run(const Options& options) {
   const DType dtype = parse_float_dtype(options.dtype);
-  const Device device = parse_device(options.device);
+  parse_device(options.device);
   set_num_threads(options.threads);
   const Checkpoint checkpoint = Checkpoint::open(options.checkpoint);
-  check_output(options, checkpoint);
+  check_outputs(options, checkpoint);
   const std::vector<std::int64_t> layers = checkpoint.moe_layers();
   if (layers.empty()) throw Error(options.checkpoint, "without MoE layers", "at least one");
   const std::int64_t index = options.layer < 0 ? layers.front() : options.layer;
   const LayerWeights weights = checkpoint.load_layer(index);
   const Tensor x = load_hidden_states(options, weights.experts.hidden, dtype);
-
-  std::unique_ptr<MoeLayer> layer;
-  {
-    Progress progress("Packing weights");
-    layer = std::make_unique<MoeLayer>(
-        weights, LayerOptions{.device = device,
-                              .dtype = dtype,
-                              .require = options.experts,
-                              .progress = [&](std::int64_t done, std::int64_t total) {
-                                progress.update(done, total);
-                              }});
-  }
-  const Results results = forward(*layer, x, options.repeat);
+  const MoeLayer layer = make_layer(options, weights, dtype);
+  const Results results = forward(options, layer, x);
 
   RowCheck check;
   if (options.check_rows > 0) {
-    check = check_rows(weights, x, results.output, results.topk_ids, options.check_rows);
+    check = check_rows(weights, x, results.output,
+                       {results.routing.topk_ids, results.routing.topk_weights}, results.replayed,
+                       options.check_rows);
     if (!check.passed()) throw Error("output", check.text(), "within the tolerance");
   }
-  save_safetensors(options.output,
-                   {{"output", results.output},
-                    {"router_logits", results.router_logits},
-                    {"topk_ids", results.topk_ids},
-                    {"topk_weights", results.topk_weights}},
-                   {{"fusedmoe_version", FUSEDMOE_VERSION}, {"plan", layer->plan_line()}});
-  spdlog::info("wrote {}", options.output);
+  save(options, layer, results);
   const RowCheck* shown = options.check_rows > 0 ? &check : nullptr;
-  options.json ? print_json(*layer, results, shown) : print_text(options, *layer, results, shown);
+  options.json ? print_json(layer, results, shown) : print_text(options, layer, results, shown);
 }
 
 }  // namespace
@@ -208,7 +244,16 @@ void add_run(CLI::App& app) {
       ->add_option("--check", options->check_rows,
                    "Compare so many rows with the reference implementation; fail on excess")
       ->check(CLI::PositiveNumber);
+  CLI::Option* plan =
+      command->add_option("--plan", options->plan, "Pin the plan that explain --save-plan wrote");
+  plan->excludes(command->get_option("--experts"));
+  command->add_option("--record-routing", options->record_routing,
+                      "Safetensors file to write: topk_ids, topk_weights");
+  command->add_option("--replay-routing", options->replay_routing,
+                      "Take ids and weights from such a file instead of the router");
+  command->add_flag("--load", options->load, "Print the load of the experts as a table");
   command->add_flag("--load-chart", options->load_chart, "Print the tokens per expert as bars");
+  command->add_flag("--heat-map", options->heat_map, "Print the tokens per expert as shades");
   command->add_flag("--json", options->json, "Print one JSON object instead of text");
   command->callback([options] { run(*options); });
 }

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "fusedmoe/error.h"
+#include "fusedmoe/safetensors.h"
 
 namespace fusedmoe::cli {
 
@@ -67,11 +68,32 @@ DType parse_float_dtype(const std::string& text) {
   return *dtype;
 }
 
+Tensor load_tensor(const std::string& path, const std::string& name, std::int64_t columns) {
+  Tensor tensor = SafetensorsFile::open(path).tensor(name);
+  const std::string what = fmt::format("{} of {}", name, path);
+  if (tensor.rank() != 2 || tensor.size(1) != columns) {
+    throw Error(what, to_string(tensor.shape()), fmt::format("[num_tokens, {}]", columns));
+  }
+  const DType dtype = tensor.dtype();
+  if (dtype != DType::kF64 && dtype != DType::kF32 && dtype != DType::kF16 &&
+      dtype != DType::kBF16) {
+    throw Error(what, std::string(fusedmoe::name(dtype)), "f32, bf16, f16 or f64");
+  }
+  return tensor;
+}
+
 std::string read_text(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::string text{std::istreambuf_iterator<char>(file), {}};
   if (!file.is_open() || file.bad()) throw Error(path, "not readable", "a readable text file");
   return text;
+}
+
+void write_text(const std::string& path, const std::string& text) {
+  std::ofstream file(path, std::ios::binary);
+  file << text;
+  file.close();
+  if (!file) throw Error(path, "not writable", "a file that can be written");
 }
 
 std::string describe_router(const RouterConfig& router) {

@@ -40,8 +40,14 @@ std::string format_bytes(std::int64_t bytes);
 /// f32, bf16 or f16; throws Error otherwise.
 DType parse_float_dtype(const std::string& text);
 
+/// A floating tensor (any number of rows, columns) of a safetensors file; throws Error.
+Tensor load_tensor(const std::string& path, const std::string& name, std::int64_t columns);
+
 /// The whole text of a file; throws Error.
 std::string read_text(const std::string& path);
+
+/// Writes a whole text file; throws Error.
+void write_text(const std::string& path, const std::string& text);
 
 /// "softmax, top-4, renormalized": a router's configuration in one line.
 std::string describe_router(const RouterConfig& router);

@@ -1,6 +1,7 @@
 // Published model checkpoints: which family, which layers, and one MoE layer's weights.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -29,6 +30,22 @@ enum class Family {
 /// The `model_type` of the published config: "gpt_oss", "mixtral", ...
 FUSEDMOE_API std::string_view name(Family family);
 
+/// How a checkpoint names and packs the tensors of its quantized linear layers.
+enum class CheckpointLayout {
+  kPlain,              ///< not quantized
+  kGptOss,             ///< stacked MXFP4 blocks and scales
+  kFp8,                ///< quant_method fp8: DeepSeek's blocks, or one scale per tensor
+  kCompressedTensors,  ///< llm-compressor; every scheme
+  kModelOpt,           ///< NVIDIA ModelOpt
+  kGptq,               ///< zero points stored minus one
+  kGptqV2,             ///< GPTQ with zero points as they are
+  kAwq,
+};
+/// "plain", "gpt-oss", "fp8", "compressed-tensors", "modelopt", "gptq", "gptq_v2", "awq".
+FUSEDMOE_API std::string_view name(CheckpointLayout layout);
+/// Inverse, also of "deepseek" for "fp8". Throws Error listing the names.
+FUSEDMOE_API CheckpointLayout parse_checkpoint_layout(std::string_view text);
+
 /// What a model's config.json says about its MoE layers.
 struct ModelConfig {
   Family family = Family::kGptOss;
@@ -42,7 +59,8 @@ struct ModelConfig {
   Activation activation = Activation::kSilu;
   ActivationParams activation_params;
   RouterConfig router;
-  QuantScheme scheme;  ///< as published; tensors in the file decide on loading
+  QuantScheme scheme;  ///< as published; the dtype of unquantized tensors decides on loading
+  CheckpointLayout layout = CheckpointLayout::kPlain;
 };
 
 /// From the text of a config.json (nested text_config is followed). Throws Error naming the key.
@@ -61,6 +79,9 @@ FUSEDMOE_API MoeConfig moe_config(const ModelConfig& model, DType dtype, Device 
 class FUSEDMOE_API Checkpoint {
  public:
   static Checkpoint open(const std::filesystem::path& path);
+  /// The same for one safetensors file in memory, which must outlive every tensor (used by the
+  /// fuzzer).
+  static Checkpoint parse(const void* data, std::size_t size, std::string label);
 
   /// Paths of all files that the checkpoint consists of: config, index, tensors.
   const std::vector<std::string>& files() const;

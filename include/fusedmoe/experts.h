@@ -66,8 +66,6 @@ enum class Reason {
   kDType,
   kQuantScheme,
   kActivation,
-  kNonGated,
-  kBias,
   kShape,
   kActivationFormat,
   kRoutingMethod,
@@ -109,11 +107,16 @@ struct ProblemSize {
   std::int64_t intermediate = 0;
   DType dtype = DType::kBF16;  ///< of the layer: hidden states before quantization, and output
   QuantScheme scheme;
+
+  FUSEDMOE_API static ProblemSize of(const MoeConfig& config, std::int64_t num_tokens);
+  FUSEDMOE_API static ProblemSize of(const PackedWeights::Info& weights, std::int64_t num_tokens,
+                                     std::int64_t topk, DType dtype);
 };
 
 /// Scratch memory of one apply(), known before it starts; monotone in num_tokens. workspace13 and
 /// the experts' output share memory, both from offset 0: an implementation writes `output` only
-/// after its last read of workspace13. workspace2 is disjoint from both.
+/// after its last read of workspace13 and, as forwards may be in place, of the hidden states.
+/// workspace2 is disjoint from both.
 struct WorkspacePlan {
   std::size_t workspace13_bytes = 0;
   std::size_t workspace2_bytes = 0;
@@ -174,7 +177,8 @@ struct ExpertsArgs {
 struct MonolithicArgs {
   const PackedWeights* weights = nullptr;
   TensorView output;         ///< (num_tokens, hidden)
-  TensorView hidden_states;  ///< (num_tokens, hidden)
+  TensorView hidden_states;  ///< (num_tokens, hidden), prepared
+  TensorView hidden_scales;  ///< as in ExpertsArgs
   TensorView router_logits;  ///< (num_tokens, num_experts) f32
   const RouterConfig* router = nullptr;
   TensorView score_correction_bias;
@@ -196,6 +200,10 @@ class FUSEDMOE_API Experts {
   virtual std::string_view name() const = 0;
   virtual ActivationFormat activation_format() const = 0;
   virtual bool is_monolithic() const = 0;
+  /// True for the plain loops with sums in double that all others are compared with.
+  virtual bool is_reference() const { return false; }
+  /// Whether apply() calls ExpertsHooks; answers MoeConfig::hooks.
+  virtual bool has_hooks() const { return false; }
   virtual Support supports(const MoeConfig& config) const = 0;
   /// True if apply() quantizes the hidden states of such a scheme by itself, as block-scaled FP4
   /// does after the permutation; false if prepare must have done it. Meaningless without quantized
@@ -204,6 +212,8 @@ class FUSEDMOE_API Experts {
   /// True if finalize's sum is already in the output (kNoOp), else who does it.
   virtual WeightAndReduce weight_and_reduce() const = 0;
   virtual WorkspacePlan plan(const ProblemSize& problem) const = 0;
+  /// Of the packed weights; another number is another layout.
+  virtual int layout_version() const { return 1; }
 
   /// Published layout -> this implementation's layout, expert by expert: extra memory beyond the
   /// result is at most one expert. Throws Error for weights it cannot pack.

@@ -9,6 +9,7 @@
 #include "fusedmoe/experts.h"
 #include "fusedmoe/formats.h"
 #include "fusedmoe/layer.h"
+#include "fusedmoe/load_statistics.h"
 #include "fusedmoe/machine.h"
 #include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/prepare_finalize.h"

@@ -32,7 +32,10 @@ struct LayerOptions {
   Device device;
   DType dtype = DType::kBF16;  ///< of hidden states and output
   std::string require;         ///< see select(); empty = best
+  std::string plan;            ///< JSON of MoeLayer::plan_json(): exactly that, or an Error
   bool batch_invariant = false;
+  bool inplace = false;  ///< forward may be given the hidden states themselves as output
+  bool hooks = false;    ///< only experts that call ExpertsHooks (the routed ones)
   PackProgress progress;
 };
 
@@ -64,21 +67,25 @@ class FUSEDMOE_API MoeLayer {
   /// One line: experts, prepare_finalize, scheme, dtype, instruction set, threads; for example
   /// "cpu+no_ep mxfp4_w4a16 bf16 isa=avx512_bf16 threads=2".
   std::string plan_line() const;
+  /// The same as a JSON object that LayerOptions::plan pins; see Plan.
+  std::string plan_json() const;
 
   /// Bytes of scratch that forward(num_tokens) needs: monotone, and a function of num_tokens
   /// and, on the CPU, of the number of threads.
   std::size_t workspace_bytes(std::int64_t num_tokens) const;
 
   /// output = MoE(hidden_states); both (num_tokens, hidden) of LayerOptions::dtype, not
-  /// overlapping. `workspace`: workspace_bytes(num_tokens), 64-byte aligned. Checks every argument
-  /// before it touches any output; allocates nothing.
+  /// overlapping unless `inplace` is set and they are the same. `workspace`:
+  /// workspace_bytes(num_tokens), 64-byte aligned. `hooks`: of the routed experts, which must have
+  /// injection points. Checks every argument before it touches any output; allocates nothing.
   void forward(const TensorView& hidden_states, const TensorView& output, Workspace workspace,
-               const ForwardDetails& details = {}) const;
+               const ForwardDetails& details = {}, const ExpertsHooks* hooks = nullptr) const;
 
   /// As forward, with routing given by the caller (precomputed or replayed ids): global ids or -1.
   /// An Error if the chosen experts are monolithic.
   void forward_routed(const TensorView& hidden_states, const Routing& routing,
-                      const TensorView& output, Workspace workspace) const;
+                      const TensorView& output, Workspace workspace,
+                      const ExpertsHooks* hooks = nullptr) const;
 
   /// Convenience: allocates output and workspace.
   Tensor forward(const TensorView& hidden_states) const;

@@ -22,7 +22,7 @@ struct Workspace {
 struct KernelArgs {
   const PackedWeights* weights = nullptr;
   TensorView output;                     ///< (num_tokens, hidden), same dtype as hidden_states
-  TensorView hidden_states;              ///< (num_tokens, hidden); may not overlap output
+  TensorView hidden_states;              ///< (num_tokens, hidden); see inplace
   TensorView topk_ids;                   ///< (num_tokens, topk) i32; modular kernels
   TensorView topk_weights;               ///< (num_tokens, topk) f32; modular kernels
   TensorView router_logits;              ///< (num_tokens, num_experts) f32; monolithic kernels
@@ -31,6 +31,9 @@ struct KernelArgs {
   TensorView expert_map;                 ///< (num_experts) i32; optional
   std::int64_t num_experts = 0;          ///< global; 0 = number of local experts
   bool apply_router_weight_on_input = false;
+  bool inplace =
+      false;  ///< output may be hidden_states; else they may not overlap, ever not in part
+  const ExpertsHooks* hooks = nullptr;  ///< for experts that have hooks; others throw Error
   Stream stream;
 };
 
@@ -55,9 +58,6 @@ class FUSEDMOE_API ModularKernel {
   void apply(const KernelArgs& args, Workspace workspace) const;
 
  private:
-  void apply_modular(const KernelArgs& args, const ProblemSize& problem, void* workspace) const;
-  void apply_monolithic(const KernelArgs& args, const ProblemSize& problem, void* workspace) const;
-
   std::shared_ptr<const PrepareAndFinalize> prepare_finalize_;
   std::shared_ptr<const Experts> experts_;
 };

@@ -5,10 +5,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string_view>
 
 #include "fusedmoe/experts.h"
 #include "fusedmoe/export.h"
+#include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
@@ -22,13 +24,25 @@ struct Prepared {
   TensorView topk_weights;
 };
 
+/// What prepare does to the hidden states on their way to the experts, out of place, in this order.
+struct Preparation {
+  bool apply_router_weight_on_input = false;  ///< topk = 1: multiply by the weight
+  std::optional<QuantKey> quant;              ///< quantize; none: they keep their dtype
+  std::optional<float> scale;                 ///< of a static key
+};
+
+/// What `experts` leave to prepare; `a1_scale`: see PackedWeights::Info.
+FUSEDMOE_API Preparation make_preparation(const Experts& experts, const QuantScheme& scheme,
+                                          bool apply_router_weight_on_input,
+                                          std::optional<float> a1_scale = {});
+
 struct PrepareArgs {
   TensorView hidden_states;  ///< (num_tokens, hidden); never modified
-  TensorView topk_ids;       ///< (num_tokens, topk) i32
-  TensorView topk_weights;   ///< (num_tokens, topk) f32
+  TensorView topk_ids;       ///< (num_tokens, topk) i32; no_ep needs neither ids ...
+  TensorView topk_weights;   ///< (num_tokens, topk) f32; ... nor weights unless on the input
   TensorView expert_map;     ///< optional
   std::int64_t num_local_experts = 0;
-  bool apply_router_weight_on_input = false;  ///< topk = 1: hidden_states * weight, out of place
+  Preparation preparation;
   /// workspace_bytes(), 64-byte aligned; holds what prepare returns, until finalize is done.
   void* workspace = nullptr;
   Stream stream;
@@ -67,7 +81,8 @@ class FUSEDMOE_API PrepareAndFinalize {
   /// Whether finalize knows what to do with the output of such experts.
   virtual bool accepts(WeightAndReduce kind) const = 0;
   /// Scratch that prepare needs until finalize returns.
-  virtual std::size_t workspace_bytes(const ProblemSize& caller, bool weight_on_input) const = 0;
+  virtual std::size_t workspace_bytes(const ProblemSize& caller,
+                                      const Preparation& preparation) const = 0;
   virtual Prepared prepare(const PrepareArgs& args) const = 0;
   virtual void finalize(const FinalizeArgs& args) const = 0;
 };

@@ -76,6 +76,9 @@ struct QuantScheme {
   bool operator==(const QuantScheme&) const = default;
 };
 
+/// Whether a row's result depends on its batch: activations with one dynamic scale per tensor.
+FUSEDMOE_API bool batch_dependent(const QuantScheme& scheme);
+
 namespace schemes {
 FUSEDMOE_API QuantScheme unquantized(DType weights);  ///< f32, f16 or bf16
 FUSEDMOE_API QuantScheme mxfp4_w4a16();  ///< E2M1 in blocks of 32 with E8M0 scales (gpt-oss)

@@ -30,10 +30,6 @@ std::string_view code(Reason reason) {
       return "quant_scheme";
     case Reason::kActivation:
       return "activation";
-    case Reason::kNonGated:
-      return "non_gated";
-    case Reason::kBias:
-      return "bias";
     case Reason::kShape:
       return "shape";
     case Reason::kActivationFormat:
@@ -68,6 +64,17 @@ std::string_view name(WeightAndReduce kind) {
       return "delegate";
   }
   return "unknown";
+}
+
+ProblemSize ProblemSize::of(const MoeConfig& config, std::int64_t num_tokens) {
+  return {num_tokens,   config.topk,  config.num_local_experts, config.hidden, config.intermediate,
+          config.dtype, config.scheme};
+}
+
+ProblemSize ProblemSize::of(const PackedWeights::Info& weights, std::int64_t num_tokens,
+                            std::int64_t topk, DType dtype) {
+  return {num_tokens,           topk,  weights.num_experts, weights.hidden,
+          weights.intermediate, dtype, weights.scheme};
 }
 
 bool Experts::expects_unquantized_inputs(const QuantScheme& scheme) const {

@@ -147,6 +147,9 @@ ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs&
   FUSEDMOE_CHECK(args.weights && experts.accepts(*args.weights), "weights",
                  args.weights ? args.weights->info().implementation : "null",
                  fmt::format("packed by {}", experts.name()));
+  FUSEDMOE_CHECK(!args.hooks || experts.has_hooks(), "hooks",
+                 fmt::format("given to {}", experts.name()),
+                 "given to experts with injection points only");
   const bool batched = experts.activation_format() == ActivationFormat::kBatchedExperts;
   const PackedWeights::Info& info = args.weights->info();
   const TensorView& x = args.hidden_states;
@@ -164,16 +167,10 @@ ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs&
   }
   FUSEDMOE_CHECK(args.output.defined() && is_activation_dtype(args.output.dtype()), "output",
                  describe(args.output), "f32, bf16 or f16");
-  ProblemSize problem;
-  problem.num_local_experts = info.num_experts;
-  problem.hidden = info.hidden;
-  problem.intermediate = info.intermediate;
-  problem.dtype = args.output.dtype();
-  problem.scheme = info.scheme;
+  ProblemSize problem = ProblemSize::of(info, 0, 1, args.output.dtype());
   if (batched) {
     check_tensor(x, "hidden_states", x.dtype(), {info.num_experts, -1, info.hidden});
     problem.num_tokens = x.size(1);
-    problem.topk = 1;
     check_batched(args, problem);
   } else {
     check_tensor(x, "hidden_states", x.dtype(), {-1, info.hidden});

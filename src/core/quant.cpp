@@ -104,6 +104,11 @@ QuantKey int8_group(std::int64_t group) {
 
 }  // namespace keys
 
+bool batch_dependent(const QuantScheme& scheme) {
+  return scheme.activations && scheme.activations->dynamic &&
+         scheme.activations->group == GroupShape{-1, -1};
+}
+
 namespace schemes {
 
 QuantScheme unquantized(DType weights) {

@@ -16,6 +16,7 @@ class CpuExperts final : public ModularExperts {
     return batched() ? "cpu_batched" : mode_.unfused ? "cpu_unfused" : "cpu";
   }
   ActivationFormat activation_format() const override { return mode_.format; }
+  bool has_hooks() const override { return mode_.unfused; }
   WeightAndReduce weight_and_reduce() const override {
     return batched() ? WeightAndReduce::kDelegate : WeightAndReduce::kNoOp;
   }
@@ -50,9 +51,6 @@ bool is_named(QuantScheme scheme) {
 }
 
 Support CpuExperts::supports(const MoeConfig& config) const {
-  if (config.hooks && !mode_.unfused) {
-    return Support::no(Reason::kHooks, "fused: nothing can be injected; see cpu_unfused");
-  }
   return core::supports_on_cpu(config, mode_.format,
                                is_named(config.scheme) && has_codes(config.scheme.weights),
                                "every named scheme but f16");

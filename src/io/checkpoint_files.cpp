@@ -94,6 +94,17 @@ void open_without_index(const fs::path& directory, CheckpointFiles& result) {
   }
 }
 
+// ModelOpt writes the quantization beside a config.json that may not mention it.
+void merge_quantization(const fs::path& path, CheckpointFiles& result) {
+  constexpr const char* kKey = "quantization_config";
+  nlohmann::json config = parse_json_object(result.config_json, kMaxConfigBytes, "config");
+  if (config.contains(kKey)) return;
+  config[kKey] =
+      parse_json_object(read_text(path, kMaxConfigBytes), kMaxConfigBytes, path.string());
+  result.config_json = config.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  result.json_paths.push_back(path.string());
+}
+
 CheckpointFiles open_directory(const fs::path& directory) {
   CheckpointFiles result;
   const fs::path config = directory / "config.json";
@@ -101,7 +112,9 @@ CheckpointFiles open_directory(const fs::path& directory) {
                  "a checkpoint: config.json and *.safetensors");
   result.config_json = read_text(config, kMaxConfigBytes);
   result.json_paths.push_back(config.string());
-  const fs::path index = directory / "model.safetensors.index.json";
+  const fs::path quantization = directory / "hf_quant_config.json";
+  if (fs::exists(quantization)) merge_quantization(quantization, result);
+  const fs::path index = directory / kIndexName;
   if (fs::exists(index)) {
     result.json_paths.push_back(index.string());
     open_shards(directory, index, result);
@@ -113,17 +126,21 @@ CheckpointFiles open_directory(const fs::path& directory) {
 
 }  // namespace
 
+CheckpointFiles single_file(CheckpointFile file) {
+  CheckpointFiles result;
+  const auto& metadata = file.contents.metadata();
+  const auto config = metadata.find("config");
+  FUSEDMOE_CHECK(config != metadata.end(), file.path, "a file without metadata key config",
+                 "one that holds its config.json there, or a directory with config.json");
+  result.config_json = config->second;
+  result.files.push_back(std::move(file));
+  return result;
+}
+
 CheckpointFiles open_checkpoint_files(const fs::path& path) {
   try {
     if (fs::is_directory(path)) return open_directory(path);
-    CheckpointFiles result;
-    result.files.push_back({path.string(), SafetensorsFile::open(path)});
-    const auto& metadata = result.files.front().contents.metadata();
-    const auto config = metadata.find("config");
-    FUSEDMOE_CHECK(config != metadata.end(), path.string(), "a file without metadata key config",
-                   "one that holds its config.json there, or a directory with config.json");
-    result.config_json = config->second;
-    return result;
+    return single_file({path.string(), SafetensorsFile::open(path)});
   } catch (const fs::filesystem_error& error) {
     throw Error(path.string(), error.code().message(), "readable");
   }

@@ -10,6 +10,9 @@
 
 namespace fusedmoe::io {
 
+/// Which shard holds which tensor.
+inline constexpr const char* kIndexName = "model.safetensors.index.json";
+
 struct CheckpointFile {
   std::string path;
   SafetensorsFile contents;
@@ -28,5 +31,8 @@ struct CheckpointFiles {
 /// with model tensors. A shard that the index names and that is absent is an Error, and so is a
 /// tensor in two files.
 CheckpointFiles open_checkpoint_files(const std::filesystem::path& path);
+
+/// A checkpoint of one file, whose metadata key `config` holds the config.
+CheckpointFiles single_file(CheckpointFile file);
 
 }  // namespace fusedmoe::io

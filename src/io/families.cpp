@@ -19,21 +19,23 @@ constexpr ExpertLayout kFused{.storage = kStacked,
                               .w1 = "experts.gate_up_proj",
                               .w2 = "experts.down_proj"};
 
-constexpr std::array<ExpertLayout, 2> kProjections{{{.storage = kPerExpert,
-                                                     .gate_up = GateUpLayout::kGateUp,
-                                                     .w1 = "experts.*.gate_proj.weight",
-                                                     .w3 = "experts.*.up_proj.weight",
-                                                     .w2 = "experts.*.down_proj.weight"},
-                                                    kFused}};
+// Also what quantization tools make of families that publish stacked tensors.
+constexpr ExpertLayout kPerProjection{.storage = kPerExpert,
+                                      .gate_up = GateUpLayout::kGateUp,
+                                      .w1 = "experts.*.gate_proj",
+                                      .w3 = "experts.*.up_proj",
+                                      .w2 = "experts.*.down_proj"};
+
+constexpr std::array<ExpertLayout, 2> kProjections{kPerProjection, kFused};
 
 constexpr std::array<ExpertLayout, 2> kMixtralExperts{{{.storage = kPerExpert,
                                                         .gate_up = GateUpLayout::kGateUp,
-                                                        .w1 = "experts.*.w1.weight",
-                                                        .w3 = "experts.*.w3.weight",
-                                                        .w2 = "experts.*.w2.weight"},
+                                                        .w1 = "experts.*.w1",
+                                                        .w3 = "experts.*.w3",
+                                                        .w2 = "experts.*.w2"},
                                                        kFused}};
 
-constexpr std::array<ExpertLayout, 2> kGptOssExperts{{{.storage = kMxfp4,
+constexpr std::array<ExpertLayout, 3> kGptOssExperts{{{.storage = kMxfp4,
                                                        .gate_up = GateUpLayout::kInterleaved,
                                                        .w1 = "experts.gate_up_proj_blocks",
                                                        .w2 = "experts.down_proj_blocks",
@@ -46,17 +48,20 @@ constexpr std::array<ExpertLayout, 2> kGptOssExperts{{{.storage = kMxfp4,
                                                        .w1 = "experts.gate_up_proj",
                                                        .w2 = "experts.down_proj",
                                                        .w13_bias = "experts.gate_up_proj_bias",
-                                                       .w2_bias = "experts.down_proj_bias"}}};
+                                                       .w2_bias = "experts.down_proj_bias"},
+                                                      kPerProjection}};
 
-constexpr std::array<ExpertLayout, 1> kLlama4Experts{{{.storage = kStackedTransposed,
+constexpr std::array<ExpertLayout, 2> kLlama4Experts{{{.storage = kStackedTransposed,
                                                        .gate_up = GateUpLayout::kGateUp,
                                                        .w1 = "experts.gate_up_proj",
-                                                       .w2 = "experts.down_proj"}}};
+                                                       .w2 = "experts.down_proj"},
+                                                      kPerProjection}};
 
-constexpr std::array<ExpertLayout, 1> kGraniteExperts{{{.storage = kStacked,
+constexpr std::array<ExpertLayout, 2> kGraniteExperts{{{.storage = kStacked,
                                                         .gate_up = GateUpLayout::kGateUp,
                                                         .w1 = "input_linear.weight",
-                                                        .w2 = "output_linear.weight"}}};
+                                                        .w2 = "output_linear.weight"},
+                                                       kPerProjection}};
 
 constexpr std::array<FamilyRow, 10> kTable{{
     {.family = Family::kGptOss,
@@ -173,22 +178,32 @@ constexpr std::array<FamilyRow, 10> kTable{{
      .topk_method = "noaux_tc"},
 }};
 
+void add_linear(const LinearLayer& layer, const LinearLayout* layout, const QuantScheme& scheme,
+                TensorRole role, std::vector<TensorSpec>& specs) {
+  for (TensorSpec& spec : linear_tensors(layer, layout, scheme, role)) {
+    specs.push_back(std::move(spec));
+  }
+}
+
 void add_experts(const ModelConfig& model, std::string_view block, const ExpertLayout& layout,
-                 std::vector<TensorSpec>& specs) {
+                 const LinearLayout* linear, std::vector<TensorSpec>& specs) {
   constexpr std::int64_t kBlock = 32;
   const std::int64_t experts = model.router.num_experts, hidden = model.hidden,
                      inner = model.intermediate;
-  const auto add = [&](std::string_view pattern, Shape shape, TensorRole role, std::int64_t fan_in,
-                       std::int64_t expert = 0) {
+  const auto add = [&](std::string_view pattern, Shape shape, TensorRole role,
+                       std::int64_t fan_in) {
     if (pattern.empty()) return;
-    specs.push_back({tensor_name(block, pattern, expert), shape, role, fan_in});
+    specs.push_back({tensor_name(block, pattern), shape, role, fan_in});
   };
   switch (layout.storage) {
     case kPerExpert:
       for (std::int64_t e = 0; e < experts; ++e) {
-        add(layout.w1, {inner, hidden}, TensorRole::kExpertWeight, hidden, e);
-        add(layout.w3, {inner, hidden}, TensorRole::kExpertWeight, hidden, e);
-        add(layout.w2, {hidden, inner}, TensorRole::kExpertWeight, inner, e);
+        for (const LinearLayer& layer : expert_layers(model, block, layout, e)) {
+          add_linear(layer, linear, model.scheme, TensorRole::kExpertWeight, specs);
+          if (!model.has_bias) continue;
+          specs.push_back(
+              {layer.name + ".bias", {layer.shape.out}, TensorRole::kExpertBias, layer.shape.in});
+        }
       }
       break;
     case kStacked:
@@ -241,11 +256,40 @@ std::string tensor_name(std::string_view block, std::string_view pattern, std::i
   return result;
 }
 
+std::array<LinearLayer, 3> expert_layers(const ModelConfig& model, std::string_view block,
+                                         const ExpertLayout& layout, std::int64_t expert) {
+  const std::int64_t hidden = model.hidden, inner = model.intermediate;
+  return {{{tensor_name(block, layout.w1, expert), {inner, hidden}},
+           {tensor_name(block, layout.w3, expert), {inner, hidden}},
+           {tensor_name(block, layout.w2, expert), {hidden, inner}}}};
+}
+
+std::array<LinearLayer, 3> shared_layers(const ModelConfig& model, std::string_view block) {
+  const std::int64_t hidden = model.hidden, inner = model.shared_intermediate;
+  const std::string prefix = fmt::format("{}.{}", block, family_row(model.family).shared);
+  return {{{prefix + ".gate_proj", {inner, hidden}},
+           {prefix + ".up_proj", {inner, hidden}},
+           {prefix + ".down_proj", {hidden, inner}}}};
+}
+
+std::vector<TensorSpec> linear_tensors(const LinearLayer& layer, const LinearLayout* layout,
+                                       const QuantScheme& scheme, TensorRole role) {
+  const auto [out, in] = layer.shape;
+  if (!layout) return {{layer.name + ".weight", {out, in}, role, in}};
+  std::vector<TensorSpec> specs;
+  for (const StoredTensor& stored : layout->tensors) {
+    if (!is_allowed(stored, scheme)) continue;
+    specs.push_back({layer.name + std::string(stored.suffix),
+                     stored_shape(stored, scheme.weights, layer.shape), TensorRole::kQuantized, in,
+                     &stored, is_required(stored, scheme)});
+  }
+  return specs;
+}
+
 std::vector<TensorSpec> block_tensors(const ModelConfig& model, std::string_view block,
-                                      const ExpertLayout& layout) {
+                                      const ExpertLayout& layout, const BlockStorage& storage) {
   const FamilyRow& row = family_row(model.family);
-  const std::int64_t experts = model.router.num_experts, hidden = model.hidden,
-                     shared = model.shared_intermediate;
+  const std::int64_t experts = model.router.num_experts, hidden = model.hidden;
   std::vector<TensorSpec> specs;
   const auto add = [&](std::string_view pattern, Shape shape, TensorRole role,
                        std::int64_t fan_in) {
@@ -256,14 +300,11 @@ std::vector<TensorSpec> block_tensors(const ModelConfig& model, std::string_view
   if (model.has_correction_bias) {
     add(row.correction_bias, {experts}, TensorRole::kCorrectionBias, hidden);
   }
-  add_experts(model, block, layout, specs);
-  if (shared > 0) {
-    const auto projection = [&](const char* name) {
-      return fmt::format("{}.{}.weight", row.shared, name);
-    };
-    add(projection("gate_proj"), {shared, hidden}, TensorRole::kSharedWeight, hidden);
-    add(projection("up_proj"), {shared, hidden}, TensorRole::kSharedWeight, hidden);
-    add(projection("down_proj"), {hidden, shared}, TensorRole::kSharedWeight, shared);
+  add_experts(model, block, layout, storage.experts, specs);
+  if (model.shared_intermediate > 0) {
+    for (const LinearLayer& layer : shared_layers(model, block)) {
+      add_linear(layer, storage.shared, model.scheme, TensorRole::kSharedWeight, specs);
+    }
   }
   if (model.shared_expert_gate) {
     add(row.shared_gate, {1, hidden}, TensorRole::kSharedGate, hidden);
@@ -272,7 +313,7 @@ std::vector<TensorSpec> block_tensors(const ModelConfig& model, std::string_view
 }
 
 const ExpertLayout& published_layout(const ModelConfig& model) {
-  const bool mxfp4 = model.scheme == schemes::mxfp4_w4a16();
+  const bool mxfp4 = model.layout == CheckpointLayout::kGptOss;
   const FamilyRow& row = family_row(model.family);
   for (const ExpertLayout& layout : row.layouts) {
     if ((layout.storage == kMxfp4) == mxfp4) return layout;

@@ -2,6 +2,7 @@
 // router settings. A family is one row of the table in families.cpp.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -10,17 +11,19 @@
 #include <vector>
 
 #include "fusedmoe/checkpoint.h"
+#include "io/linear_layouts.h"
 
 namespace fusedmoe::io {
 
 enum class ExpertStorage {
-  kPerExpert,          ///< w1, w3 (I, H) and w2 (H, I) for every expert
+  kPerExpert,          ///< linear layers w1, w3 (I, H) and w2 (H, I) for every expert
   kStacked,            ///< w13 (E, 2I, H), w2 (E, H, I)
   kStackedTransposed,  ///< w13 (E, H, 2I), w2 (E, I, H)
   kMxfp4,              ///< blocks (E, 2I, H / 32, 16) and scales (E, 2I, H / 32); same for w2
 };
 
-/// Tensor names below the MoE block. In per-expert layouts the segment `*` is the expert's index.
+/// Tensor names below the MoE block. In per-expert layouts they are names of linear layers, without
+/// ".weight" and the like, and the segment `*` is the expert's index.
 struct ExpertLayout {
   ExpertStorage storage;
   GateUpLayout gate_up;      ///< of stacked tensors
@@ -72,6 +75,13 @@ enum class TensorRole {
   kMxfp4Scales,
   kSharedWeight,
   kSharedGate,
+  kQuantized,  ///< TensorSpec::stored says which part of a linear layer
+};
+
+/// A linear layer that a tensor belongs to.
+struct LinearLayer {
+  std::string name;  ///< "mlp.experts.0.up_proj"
+  LinearShape shape;
 };
 
 struct TensorSpec {
@@ -79,14 +89,32 @@ struct TensorSpec {
   Shape shape;
   TensorRole role;
   std::int64_t fan_in;
+  const StoredTensor* stored = nullptr;
+  bool required = true;
+};
+
+/// How the linear layers of the experts and of the shared experts are stored; null: not quantized.
+struct BlockStorage {
+  const LinearLayout* experts = nullptr;
+  const LinearLayout* shared = nullptr;
 };
 
 /// "block.pattern" with `*` replaced by the expert's index.
 std::string tensor_name(std::string_view block, std::string_view pattern, std::int64_t expert = 0);
 
+/// Gate, up and down of one expert (per-expert layouts), and of the shared experts.
+std::array<LinearLayer, 3> expert_layers(const ModelConfig& model, std::string_view block,
+                                         const ExpertLayout& layout, std::int64_t expert);
+std::array<LinearLayer, 3> shared_layers(const ModelConfig& model, std::string_view block);
+
+/// The tensors of a linear layer: "<name>.weight" of this role, or those of the layout for weights
+/// of `scheme`.
+std::vector<TensorSpec> linear_tensors(const LinearLayer& layer, const LinearLayout* layout,
+                                       const QuantScheme& scheme, TensorRole role);
+
 /// Every tensor that an MoE block of this model holds in this layout.
 std::vector<TensorSpec> block_tensors(const ModelConfig& model, std::string_view block,
-                                      const ExpertLayout& layout);
+                                      const ExpertLayout& layout, const BlockStorage& storage = {});
 
 /// The layout in which the family publishes weights of the model's scheme.
 const ExpertLayout& published_layout(const ModelConfig& model);

@@ -72,15 +72,26 @@ FileWriter::~FileWriter() {
 }
 
 void FileWriter::write(const void* data, std::size_t size) {
-  const char* next = static_cast<const char*>(data);
-  while (size > 0) {
-    const ssize_t written = ::write(descriptor_, next, size);
+  write_all(data, size, [&](const char* next, std::size_t left, std::size_t) {
+    return ::write(descriptor_, next, left);
+  });
+}
+
+void FileWriter::write_at(std::int64_t offset, const void* data, std::size_t size) {
+  write_all(data, size, [&](const char* next, std::size_t left, std::size_t done) {
+    return ::pwrite(descriptor_, next, left, offset + static_cast<off_t>(done));
+  });
+}
+
+template <typename Write>
+void FileWriter::write_all(const void* data, std::size_t size, const Write& write) {
+  for (std::size_t done = 0; done < size;) {
+    const ssize_t written = write(static_cast<const char*>(data) + done, size - done, done);
     if (written < 0) {
       if (errno == EINTR) continue;
       fail_system(path_, "writing");
     }
-    next += written;
-    size -= static_cast<std::size_t>(written);
+    done += static_cast<std::size_t>(written);
   }
 }
 

@@ -39,10 +39,15 @@ class FileWriter {
 
   void write(const void* data, std::size_t size);
   void write(std::string_view text) { write(text.data(), text.size()); }
+  /// At a position of the file, which grows as needed; does not move where write() goes on.
+  void write_at(std::int64_t offset, const void* data, std::size_t size);
   /// Flushes to the disk and closes.
   void finish();
 
  private:
+  template <typename Write>
+  void write_all(const void* data, std::size_t size, const Write& write);
+
   std::filesystem::path path_;
   int descriptor_ = -1;
 };

@@ -25,12 +25,14 @@ struct Block {
 struct BlockLayout {
   std::string_view block;  ///< path segment, "mlp"
   const ExpertLayout* experts;
+  BlockStorage storage;
 };
 
 /// The layout that most tensors of the block follow; the published one if none does.
 BlockLayout find_layout(const ModelConfig& model, const Block& block);
 
-/// The scheme the tensors have, whatever the config says; the config's if they tell none.
+/// The scheme of the experts: the config's if it is quantized or the tensors tell none, else that
+/// of the tensors.
 QuantScheme stored_scheme(const ModelConfig& model, const Block& block);
 
 /// Views of the block's tensors. Every tensor that is missing, unclaimed, or of a wrong shape or

@@ -1,18 +1,20 @@
 // config.json -> ModelConfig, driven by the family table.
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
 #include "fusedmoe/checkpoint.h"
+#include "io/config_keys.h"
 #include "io/families.h"
 #include "io/json.h"
+#include "io/quant_config.h"
 #include "io/safetensors_header.h"
 
 namespace fusedmoe {
 namespace {
 
+using Keys = io::ConfigKeys;
 using io::FamilyRow;
 using io::Renormalize;
 using io::SharedWidth;
@@ -21,69 +23,6 @@ using io::SharedWidth;
 constexpr std::int64_t kMaxWidth = std::int64_t{1} << 18;
 constexpr std::int64_t kMaxExperts = RouterConfig::kMaxExperts;
 constexpr std::int64_t kMaxLayers = std::int64_t{1} << 10;
-
-// Typed access to one object; a key that is absent or null counts as not given.
-class Keys {
- public:
-  explicit Keys(const nlohmann::json& node) : node_(node) {}
-
-  const nlohmann::json* find(std::string_view key) const {
-    const auto found = node_.find(key);
-    return found == node_.end() || found->is_null() ? nullptr : &*found;
-  }
-
-  std::int64_t integer(std::string_view key, std::int64_t low, std::int64_t high,
-                       std::optional<std::int64_t> otherwise = {}) const {
-    const nlohmann::json* value = find(key);
-    if (!value && otherwise) return *otherwise;
-    const std::string range = fmt::format("an integer from {} to {}", low, high);
-    FUSEDMOE_CHECK(value, label(key), "absent", range);
-    FUSEDMOE_CHECK(value->is_number_integer() && in_range(*value, low, high), label(key),
-                   text(*value), range);
-    return value->get<std::int64_t>();
-  }
-
-  bool boolean(std::string_view key, bool otherwise) const {
-    const nlohmann::json* value = find(key);
-    if (!value) return otherwise;
-    FUSEDMOE_CHECK(value->is_boolean(), label(key), text(*value), "true or false");
-    return value->get<bool>();
-  }
-
-  float number(std::string_view key, float otherwise) const {
-    const nlohmann::json* value = find(key);
-    if (!value) return otherwise;
-    FUSEDMOE_CHECK(value->is_number() && std::isfinite(value->get<float>()), label(key),
-                   text(*value), "a finite number");
-    return value->get<float>();
-  }
-
-  std::string string(std::string_view key, std::string_view otherwise) const {
-    const nlohmann::json* value = find(key);
-    if (!value) return std::string(otherwise);
-    FUSEDMOE_CHECK(value->is_string(), label(key), text(*value), "a string");
-    return value->get<std::string>();
-  }
-
-  static std::string label(std::string_view key) { return fmt::format("config.{}", key); }
-
-  static std::string text(const nlohmann::json& value) {
-    if (value.is_structured()) return value.type_name();
-    return io::quote(value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
-  }
-
- private:
-  static bool in_range(const nlohmann::json& value, std::int64_t low, std::int64_t high) {
-    if (value.is_number_unsigned() &&
-        value.get<std::uint64_t>() > static_cast<std::uint64_t>(high)) {
-      return false;
-    }
-    const auto number = value.get<std::int64_t>();
-    return number >= low && number <= high;
-  }
-
-  const nlohmann::json& node_;
-};
 
 const FamilyRow* find_row(std::string_view model_type) {
   for (const FamilyRow& row : io::family_table()) {
@@ -210,33 +149,20 @@ void read_shared(const FamilyRow& row, const Keys& keys, ModelConfig& model) {
 
 // The keys of a scheme are data: schemes without an implementation are described all the same, so
 // that a selection can say what it lacks.
-QuantScheme read_scheme(const Keys& root, const Keys& keys) {
-  const nlohmann::json* quantization = root.find("quantization_config");
-  if (!quantization) quantization = keys.find("quantization_config");
-  if (!quantization) {
-    const std::string dtype = keys.string("dtype", keys.string("torch_dtype", "bfloat16"));
-    const std::optional<DType> parsed = parse_dtype(dtype);
-    FUSEDMOE_CHECK(parsed == DType::kBF16 || parsed == DType::kF16 || parsed == DType::kF32,
-                   "config.dtype", io::quote(dtype), "bfloat16, float16 or float32");
-    return schemes::unquantized(*parsed);
+void read_scheme(const Keys& root, const Keys& keys, ModelConfig& model) {
+  std::optional<Keys> quantization = root.object("quantization_config");
+  if (!quantization) quantization = keys.object("quantization_config");
+  if (quantization) {
+    const io::StoredQuantization stored = io::parse_quantization(*quantization);
+    model.layout = stored.layout;
+    model.scheme = stored.scheme;
+    return;
   }
-  FUSEDMOE_CHECK(quantization->is_object(), "config.quantization_config", Keys::text(*quantization),
-                 "an object");
-  const std::string method = Keys(*quantization).string("quant_method", "");
-  if (method == "mxfp4") return schemes::mxfp4_w4a16();
-  FUSEDMOE_CHECK(method == "fp8", "config.quantization_config.quant_method", io::quote(method),
-                 "mxfp4 or fp8");
-  constexpr std::int64_t kFp8Block = 128;
-  QuantScheme scheme;
-  scheme.weights.value = DType::kE4M3;
-  scheme.weights.scale = DType::kF32;
-  scheme.weights.group = {kFp8Block, kFp8Block};
-  scheme.activations = QuantKey{.value = DType::kE4M3,
-                                .scale = DType::kF32,
-                                .group = {1, kFp8Block},
-                                .global_scale = {},
-                                .dynamic = true};
-  return scheme;
+  const std::string dtype = keys.string("dtype", keys.string("torch_dtype", "bfloat16"));
+  const std::optional<DType> parsed = parse_dtype(dtype);
+  FUSEDMOE_CHECK(parsed == DType::kBF16 || parsed == DType::kF16 || parsed == DType::kF32,
+                 "config.dtype", io::quote(dtype), "bfloat16, float16 or float32");
+  model.scheme = schemes::unquantized(*parsed);
 }
 
 }  // namespace
@@ -254,7 +180,7 @@ ModelConfig parse_model_config(std::string_view config_json) {
   read_router(row, keys, model);
   read_activation(row, keys, model);
   read_shared(row, keys, model);
-  model.scheme = read_scheme(Keys(root), keys);
+  read_scheme(Keys(root), keys, model);
   return model;
 }
 

@@ -1,4 +1,4 @@
-// Synthetic checkpoints: plans every file (names, shapes, offsets), then streams random values.
+// Synthetic checkpoints: plans every tensor, then streams random values.
 //
 // Weights ~ N(0, 1 / fan-in), so that outputs are of order one; router weights 1.5 times that, for
 // a visible preference. MXFP4: uniform random codes (rms 2.93) with scales 2^e, where e varies by
@@ -13,16 +13,15 @@
 #include "core/check.h"
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/formats.h"
+#include "io/checkpoint_files.h"
+#include "io/checkpoint_writer.h"
 #include "io/families.h"
-#include "io/file.h"
 #include "io/json.h"
-#include "io/safetensors_header.h"
 
 namespace fusedmoe {
 namespace {
 
 namespace fs = std::filesystem;
-using io::HeaderEntry;
 using io::TensorRole;
 
 // SplitMix64: one multiply-xorshift chain per 8 bytes, and any seed is a good one.
@@ -73,6 +72,7 @@ class Filler {
     constexpr double kRms = 2.93 * 1.25;  // of code times scale, in units of 2^e
     switch (role_) {
       case TensorRole::kMxfp4Blocks:
+      case TensorRole::kQuantized:
         return;
       case TensorRole::kMxfp4Scales:
         scale_code_ =
@@ -156,74 +156,26 @@ DType published_dtype(TensorRole role) {
   return role == TensorRole::kCorrectionBias ? DType::kF32 : DType::kBF16;
 }
 
-std::int64_t published_bytes(const io::TensorSpec& spec) {
-  return bytes(published_dtype(spec.role), spec.shape.numel());
-}
-
-// One file: tensors with full names, wide elements first so that all are aligned.
-struct PlannedFile {
-  std::string name;
-  std::vector<io::TensorSpec> specs;
-  std::vector<HeaderEntry> entries;  ///< same order
-  std::int64_t data_bytes = 0;
-
-  PlannedFile(std::string file_name, std::vector<io::TensorSpec> tensors)
-      : name(std::move(file_name)), specs(std::move(tensors)) {
-    std::stable_sort(specs.begin(), specs.end(), [](const auto& a, const auto& b) {
-      return bits(published_dtype(a.role)) > bits(published_dtype(b.role));
-    });
-    for (const io::TensorSpec& spec : specs) {
-      const std::int64_t end = data_bytes + published_bytes(spec);
-      entries.push_back({spec.name, published_dtype(spec.role), spec.shape, data_bytes, end});
-      data_bytes = end;
-    }
-  }
-};
-
-std::vector<PlannedFile> plan_weights(const ModelConfig& model, const SynthOptions& options) {
+std::vector<io::TensorSpec> all_tensors(const ModelConfig& model, std::int64_t num_layers) {
   const io::FamilyRow& row = io::family_row(model.family);
   const std::vector<io::TensorSpec> block =
       io::block_tensors(model, row.blocks.front(), io::published_layout(model));
-  std::vector<std::vector<io::TensorSpec>> shards(1);
-  std::int64_t shard_bytes = 0;
-  for (std::int64_t layer = 0; layer < options.num_layers; ++layer) {
+  std::vector<io::TensorSpec> tensors;
+  for (std::int64_t layer = 0; layer < num_layers; ++layer) {
     for (io::TensorSpec spec : block) {
       spec.name = fmt::format("{}{}.{}", row.prefix, layer, spec.name);
-      const std::int64_t size = published_bytes(spec);
-      if (shard_bytes > 0 && shard_bytes + size > options.max_shard_bytes) {
-        shards.emplace_back();
-        shard_bytes = 0;
-      }
-      shard_bytes += size;
-      shards.back().push_back(std::move(spec));
+      tensors.push_back(std::move(spec));
     }
   }
-  std::vector<PlannedFile> files;
-  for (std::size_t i = 0; i < shards.size(); ++i) {
-    files.emplace_back(shards.size() == 1
-                           ? "model.safetensors"
-                           : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, shards.size()),
-                       std::move(shards[i]));
-  }
-  return files;
+  return tensors;
 }
 
-PlannedFile plan_input(const ModelConfig& model, std::int64_t num_tokens) {
-  // Fan-in 1 makes it N(0, 1).
-  return {"input.safetensors",
-          {{"hidden_states", {num_tokens, model.hidden}, TensorRole::kExpertWeight, 1}}};
-}
-
-std::string index_json(const std::vector<PlannedFile>& files) {
-  nlohmann::ordered_json map = nlohmann::ordered_json::object();
-  std::int64_t total = 0;
-  for (const PlannedFile& file : files) {
-    total += file.data_bytes;
-    for (const HeaderEntry& entry : file.entries) map[entry.name] = file.name;
+std::vector<io::PlannedTensor> planned(const std::vector<io::TensorSpec>& specs) {
+  std::vector<io::PlannedTensor> tensors;
+  for (const io::TensorSpec& spec : specs) {
+    tensors.push_back({spec.name, published_dtype(spec.role), spec.shape});
   }
-  return nlohmann::ordered_json{{"metadata", {{"total_size", total}}}, {"weight_map", map}}.dump(
-             2) +
-         "\n";
+  return tensors;
 }
 
 // The config of what is really written: as many layers, none of them dense, bf16 or MXFP4.
@@ -246,7 +198,7 @@ std::string written_config(const SynthOptions& options, const ModelConfig& model
   change("torch_dtype", "bfloat16");
   change("dtype", "bfloat16");
   node.erase("moe_layers");
-  if (model.scheme != schemes::mxfp4_w4a16()) {
+  if (model.layout != CheckpointLayout::kGptOss) {
     root.erase("quantization_config");
     node.erase("quantization_config");
   }
@@ -262,92 +214,20 @@ std::uint64_t hash(std::string_view text, std::uint64_t seed) {
   return value;
 }
 
-class CheckpointWriter {
- public:
-  CheckpointWriter(const SynthOptions& options, fs::path directory, std::int64_t total)
-      : options_(options), directory_(std::move(directory)), total_(total), buffer_(kWords) {}
-
-  void write(const PlannedFile& plan) {
-    io::FileWriter file(directory_ / plan.name);
-    const std::string header = io::serialize_header(plan.entries, {{"format", "pt"}});
-    file.write(header);
-    done_ += static_cast<std::int64_t>(header.size());
-    for (std::size_t i = 0; i < plan.specs.size(); ++i) {
-      filler_.begin(plan.specs[i], hash(plan.specs[i].name, options_.seed));
-      auto left = static_cast<std::size_t>(plan.entries[i].end - plan.entries[i].begin);
-      while (left > 0) {
-        const std::size_t size = std::min(left, kWords * sizeof(std::uint64_t));
-        filler_.fill({buffer_.data(), (size + 7) / 8});
-        file.write(buffer_.data(), size);
-        left -= size;
-        advance(static_cast<std::int64_t>(size));
-      }
+void write_random(const std::vector<io::TensorSpec>& specs, std::uint64_t seed,
+                  io::CheckpointWriter& writer) {
+  constexpr std::int64_t kBufferBytes = std::int64_t{1} << 20;
+  Filler filler;
+  std::vector<std::uint64_t> buffer(kBufferBytes / sizeof(std::uint64_t));
+  for (const io::TensorSpec& spec : specs) {
+    filler.begin(spec, hash(spec.name, seed));
+    const std::int64_t total = bytes(published_dtype(spec.role), spec.shape.numel());
+    for (std::int64_t offset = 0; offset < total; offset += kBufferBytes) {
+      const auto size = static_cast<std::size_t>(std::min(kBufferBytes, total - offset));
+      filler.fill({buffer.data(), (size + 7) / 8});
+      writer.write(spec.name, offset, buffer.data(), size);
     }
-    file.finish();
   }
-
-  void write(const std::string& name, const std::string& text) {
-    io::FileWriter file(directory_ / name);
-    file.write(text);
-    file.finish();
-    advance(static_cast<std::int64_t>(text.size()));
-  }
-
-  std::int64_t done() const { return done_; }
-
- private:
-  static constexpr std::size_t kWords = (std::size_t{1} << 20) / sizeof(std::uint64_t);
-
-  void advance(std::int64_t size) {
-    done_ += size;
-    if (options_.progress) options_.progress(std::min(done_, total_), total_);
-  }
-
-  const SynthOptions& options_;
-  const fs::path directory_;
-  const std::int64_t total_;
-  std::int64_t done_ = 0;
-  Filler filler_;
-  std::vector<std::uint64_t> buffer_;
-};
-
-// A directory that vanishes unless it is moved to its final name.
-class PartialDirectory {
- public:
-  explicit PartialDirectory(const fs::path& target)
-      : target_(target), path_(io::temporary_name(target)) {
-    fs::create_directories(path_);
-  }
-  ~PartialDirectory() {
-    std::error_code ignored;
-    if (!path_.empty()) fs::remove_all(path_, ignored);
-  }
-  PartialDirectory(const PartialDirectory&) = delete;
-  PartialDirectory& operator=(const PartialDirectory&) = delete;
-
-  const fs::path& path() const { return path_; }
-  void commit() {
-    fs::rename(path_, target_);
-    path_.clear();
-    io::sync_directory(target_.parent_path());
-  }
-
- private:
-  const fs::path target_;
-  fs::path path_;
-};
-
-void check_target(const fs::path& target, std::int64_t needed) {
-  if (fs::exists(target)) {
-    FUSEDMOE_CHECK(fs::is_directory(target) && fs::is_empty(target), target.string(),
-                   "something that exists", "a new or empty directory");
-  }
-  const fs::path parent = target.has_parent_path() ? target.parent_path() : fs::path(".");
-  fs::create_directories(parent);
-  const auto available = fs::space(parent).available;
-  FUSEDMOE_CHECK(static_cast<std::uintmax_t>(needed) <= available, target.string(),
-                 fmt::format("on a disk with {} bytes free", available),
-                 fmt::format("where {} bytes fit", needed));
 }
 
 }  // namespace
@@ -362,28 +242,28 @@ std::int64_t synthesize_checkpoint(const SynthOptions& options, const fs::path& 
                  fmt::to_string(options.max_shard_bytes), "positive");
   FUSEDMOE_CHECK(!directory.empty(), "directory", "empty", "a path");
   ModelConfig model = parse_model_config(options.config_json);
-  if (model.scheme != schemes::mxfp4_w4a16()) model.scheme = schemes::unquantized(DType::kBF16);
+  if (model.layout != CheckpointLayout::kGptOss) {
+    model.scheme = schemes::unquantized(DType::kBF16);
+    model.layout = CheckpointLayout::kPlain;
+  }
 
-  const std::vector<PlannedFile> files = plan_weights(model, options);
-  const PlannedFile input = plan_input(model, options.num_tokens);
-  std::int64_t total = input.data_bytes;
-  for (const PlannedFile& file : files) total += file.data_bytes;
-
-  // Without a trailing slash, so that the last component is the directory's name.
-  fs::path target = directory.lexically_normal();
-  if (!target.has_filename()) target = target.parent_path();
+  const std::vector<io::TensorSpec> weights = all_tensors(model, options.num_layers);
+  // Fan-in 1 makes it N(0, 1).
+  const std::vector<io::TensorSpec> input{
+      {"hidden_states", {options.num_tokens, model.hidden}, TensorRole::kExpertWeight, 1}};
+  const std::vector<io::PlannedFile> shards =
+      io::plan_shards(planned(weights), options.max_shard_bytes);
+  std::vector<io::PlannedFile> files = shards;
+  files.emplace_back("input.safetensors", planned(input));
   try {
-    check_target(target, total);
-    PartialDirectory partial(target);
-    CheckpointWriter writer(options, partial.path(), total);
-    for (const PlannedFile& file : files) writer.write(file);
-    if (files.size() > 1) writer.write("model.safetensors.index.json", index_json(files));
-    writer.write(input);
-    writer.write("config.json", written_config(options, model));
-    partial.commit();
-    return writer.done();
+    io::CheckpointWriter writer(directory, files, options.progress);
+    write_random(weights, options.seed, writer);
+    write_random(input, options.seed, writer);
+    if (shards.size() > 1) writer.write_file(io::kIndexName, io::index_json(shards));
+    writer.write_file("config.json", written_config(options, model));
+    return writer.commit();
   } catch (const fs::filesystem_error& error) {
-    throw Error(target.string(), error.code().message(), "a directory that can be written");
+    throw Error(directory.string(), error.code().message(), "a directory that can be written");
   }
 }
 

@@ -133,6 +133,11 @@ void check_disjoint(NamedView written, std::initializer_list<NamedView> others) 
   }
 }
 
+void check_output(const TensorView& output, const TensorView& hidden_states, bool inplace) {
+  if (inplace && output.data() == hidden_states.data()) return;
+  check_disjoint({"output", &output}, {{"hidden_states", &hidden_states}});
+}
+
 void check_workspace(Workspace workspace, std::size_t needed,
                      std::initializer_list<NamedView> tensors) {
   if (needed == 0) return;
@@ -153,6 +158,9 @@ ProblemSize check_kernel_args(const ModularKernel& kernel, const KernelArgs& arg
   const std::int64_t num_experts = check_experts(args, kernel.experts());
   const PackedWeights::Info& info = args.weights->info();
 
+  FUSEDMOE_CHECK(!args.hooks || kernel.experts().has_hooks(), "hooks",
+                 fmt::format("given to {}", kernel.experts().name()),
+                 "given to experts with injection points only");
   check_activations(args.hidden_states, "hidden_states", device);
   const std::int64_t num_tokens = args.hidden_states.size(0);
   FUSEDMOE_CHECK(args.hidden_states.size(1) == info.hidden, "hidden_states",
@@ -163,15 +171,10 @@ ProblemSize check_kernel_args(const ModularKernel& kernel, const KernelArgs& arg
   check_buffer(args.output, "output", args.hidden_states.dtype(), {num_tokens, info.hidden},
                device);
 
-  ProblemSize problem;
-  problem.num_tokens = num_tokens;
-  problem.num_local_experts = info.num_experts;
-  problem.hidden = info.hidden;
-  problem.intermediate = info.intermediate;
-  problem.dtype = args.hidden_states.dtype();
   const bool monolithic = kernel.experts().is_monolithic();
-  problem.topk = monolithic ? check_router(args, num_tokens, num_experts)
-                            : check_routing(args, num_tokens, num_experts);
+  const std::int64_t topk = monolithic ? check_router(args, num_tokens, num_experts)
+                                       : check_routing(args, num_tokens, num_experts);
+  const ProblemSize problem = ProblemSize::of(info, num_tokens, topk, args.hidden_states.dtype());
 
   const NamedView hidden_states{"hidden_states", &args.hidden_states};
   const NamedView expert_map{"expert_map", &args.expert_map};
@@ -181,7 +184,8 @@ ProblemSize check_kernel_args(const ModularKernel& kernel, const KernelArgs& arg
   const NamedView second = monolithic
                                ? NamedView{"score_correction_bias", &args.score_correction_bias}
                                : NamedView{"topk_weights", &args.topk_weights};
-  check_disjoint(output, {hidden_states, first, second, expert_map});
+  check_output(args.output, args.hidden_states, args.inplace);
+  check_disjoint(output, {first, second, expert_map});
   check_workspace(workspace, kernel.workspace_bytes(problem, args.apply_router_weight_on_input),
                   {output, hidden_states, first, second, expert_map});
   // Values last: they mean nothing in memory that another argument claims.

@@ -27,6 +27,10 @@ void check_activations(const TensorView& view, const char* name, Device device);
 /// The memory of `written` overlaps none of the others; undefined views are skipped.
 void check_disjoint(NamedView written, std::initializer_list<NamedView> others);
 
+/// Apart from the hidden states, or, where `inplace` allows it, exactly them (same dtype and
+/// shape).
+void check_output(const TensorView& output, const TensorView& hidden_states, bool inplace);
+
 /// At least `needed` bytes, 64-byte aligned, apart from all these tensors.
 void check_workspace(Workspace workspace, std::size_t needed,
                      std::initializer_list<NamedView> tensors);

@@ -79,12 +79,48 @@ MoeConfig layer_config(const LayerWeights& weights, const LayerOptions& options)
   config.apply_router_weight_on_input = weights.router.apply_router_weight_on_input;
   config.routing_method =
       routing_method(weights.router, weights.router_weights.score_correction_bias.defined());
+  config.hooks = options.hooks;
   return config;
 }
 
-// "cpu_batched+batched" -> "cpu": shared experts see every token, in the standard format.
-std::string standard_experts(std::string_view require) {
-  return std::string(require.substr(0, require.find_first_of("_+")));
+Selection select_routed(const LayerWeights& weights, const LayerOptions& options) {
+  const MoeConfig config = layer_config(weights, options);
+  if (options.plan.empty()) return select(config, options.require);
+  FUSEDMOE_CHECK(options.require.empty(), "options.require", fmt::format("\"{}\"", options.require),
+                 "empty: the plan says what runs");
+  const Plan plan = Plan::parse(options.plan);
+  FUSEDMOE_CHECK(
+      plan.shared_experts.empty() == !weights.shared_experts, "plan.shared_experts",
+      fmt::format("\"{}\"", plan.shared_experts),
+      weights.shared_experts ? "set: the layer has shared experts" : "absent: the layer has none");
+  return select(config, plan);
+}
+
+std::string pair_name(const PrepareAndFinalize& prepare_finalize, const Experts& experts) {
+  return fmt::format("{}+{}", experts.name(), prepare_finalize.name());
+}
+
+// Shared experts see every token, in the standard format. Where the routed ones are required they
+// come from the same backend, the reference or not.
+Selection select_shared(const ExpertWeights& weights, const LayerOptions& options,
+                        const Experts& routed) {
+  const MoeConfig config = experts_config(weights, options);
+  if (!options.plan.empty()) {
+    const Plan plan = Plan::parse(options.plan);
+    FUSEDMOE_CHECK(plan.shared_scheme == name(config.scheme), "plan.shared_scheme",
+                   fmt::format("\"{}\"", plan.shared_scheme),
+                   fmt::format("\"{}\", that of the weights", name(config.scheme)));
+    return select(config, plan.shared_experts);
+  }
+  if (options.require.empty()) return select(config);
+  const Selection all = explain(config);
+  for (const Candidate& candidate : all.candidates) {
+    if (candidate.support && candidate.experts->is_reference() == routed.is_reference()) {
+      return select(config, pair_name(*candidate.prepare_finalize, *candidate.experts));
+    }
+  }
+  throw Error("require", fmt::format("\"{}\"", options.require),
+              "a backend that can serve the shared experts; none of it can:\n" + all.table());
 }
 
 // target[i] = rnd(target[i] + source[i]), the sum in fp32.
@@ -134,22 +170,26 @@ struct MoeLayer::Impl {
   ModularKernel kernel;
   std::shared_ptr<const PackedWeights> packed;
   std::optional<Shared> shared;
-  bool reference_router;  // logits summed in double, like the rest of "reference"
+  bool inplace;
 
   Impl(const LayerWeights& weights, const LayerOptions& options, Selection chosen);
   void pack(const LayerWeights& weights, const LayerOptions& options);
 
-  ProblemSize problem(const PackedWeights& weights, std::int64_t num_tokens,
-                      std::int64_t topk) const;
+  Plan plan() const;
   /// With a null workspace only `bytes` is meaningful.
   Buffers cut(std::int64_t num_tokens, void* workspace) const;
   std::int64_t check(const TensorView& hidden_states, const TensorView& output, Workspace workspace,
                      const Routing& routing, const ForwardDetails& details) const;
+  /// The reference sums its logits in double, like everything else.
   void logits(const RouterWeights& weights, const TensorView& x, const TensorView& out) const;
-  void apply_kernel(const TensorView& hidden_states, const TensorView& output,
-                    const Routing& routing, const Buffers& buffers) const;
-  void add_shared_experts(const TensorView& hidden_states, const TensorView& output,
-                          const Buffers& buffers) const;
+  void check_hooks(const ExpertsHooks* hooks) const;
+  void apply_routed(const TensorView& hidden_states, const TensorView& output,
+                    const Routing& routing, const Buffers& buffers,
+                    const ExpertsHooks* hooks) const;
+  void apply_shared(const TensorView& hidden_states, const Buffers& buffers) const;
+  void apply_experts(const TensorView& hidden_states, const TensorView& output,
+                     const Routing& routing, const Buffers& buffers,
+                     const ExpertsHooks* hooks) const;
 };
 
 MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options, Selection chosen)
@@ -158,7 +198,7 @@ MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options, S
       router_weights{own(weights.router_weights.weight), own(weights.router_weights.bias),
                      own(weights.router_weights.score_correction_bias)},
       kernel(selection.prepare_finalize, selection.experts),
-      reference_router(selection.experts->name().starts_with("reference")) {
+      inplace(options.inplace) {
   config = layer_config(weights, options);
   config.activation_format = selection.experts->activation_format();
   pack(weights, options);
@@ -176,23 +216,18 @@ void MoeLayer::Impl::pack(const LayerWeights& weights, const LayerOptions& optio
   packed = selection.experts->pack(weights.experts, progress_from(0));
   if (!weights.shared_experts) return;
   const SharedExperts& source = *weights.shared_experts;
-  const Selection choice =
-      select(experts_config(source.weights, options), standard_experts(options.require));
+  const Selection choice = select_shared(source.weights, options, *selection.experts);
   shared.emplace(Shared{ModularKernel(choice.prepare_finalize, choice.experts),
                         choice.experts->pack(source.weights, progress_from(num_experts)),
                         own(source.gate)});
 }
 
-ProblemSize MoeLayer::Impl::problem(const PackedWeights& weights, std::int64_t num_tokens,
-                                    std::int64_t topk) const {
-  ProblemSize size;
-  size.num_tokens = num_tokens;
-  size.topk = topk;
-  size.num_local_experts = weights.info().num_experts;
-  size.hidden = weights.info().hidden;
-  size.intermediate = weights.info().intermediate;
-  size.dtype = config.dtype;
-  return size;
+Plan MoeLayer::Impl::plan() const {
+  Plan plan = selection.plan();
+  if (!shared) return plan;
+  plan.shared_experts = pair_name(shared->kernel.prepare_finalize(), shared->kernel.experts());
+  plan.shared_scheme = name(shared->packed->info().scheme);
+  return plan;
 }
 
 MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* workspace) const {
@@ -206,14 +241,15 @@ MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* works
   };
   buffers.router_logits = tensor(DType::kF32, router.num_experts);
   buffers.routing = {tensor(DType::kI32, router.topk), tensor(DType::kF32, router.topk)};
-  buffers.kernel.bytes = kernel.workspace_bytes(problem(*packed, num_tokens, router.topk),
-                                                router.apply_router_weight_on_input);
+  buffers.kernel.bytes =
+      kernel.workspace_bytes(ProblemSize::of(packed->info(), num_tokens, router.topk, config.dtype),
+                             router.apply_router_weight_on_input);
   if (shared) {
     buffers.shared_routing = {tensor(DType::kI32, 1), tensor(DType::kF32, 1)};
     buffers.shared_output = tensor(config.dtype, config.hidden);
     buffers.kernel.bytes =
-        std::max(buffers.kernel.bytes,
-                 shared->kernel.workspace_bytes(problem(*shared->packed, num_tokens, 1)));
+        std::max(buffers.kernel.bytes, shared->kernel.workspace_bytes(ProblemSize::of(
+                                           shared->packed->info(), num_tokens, 1, config.dtype)));
   }
   buffers.kernel.data = cutter.take(buffers.kernel.bytes);
   buffers.bytes = cutter.used();
@@ -247,7 +283,7 @@ std::int64_t MoeLayer::Impl::check(const TensorView& hidden_states, const Tensor
     check_buffer(details.topk_weights, weights_out.name, DType::kF32, {num_tokens, router.topk},
                  device);
   }
-  layer::check_disjoint(out, {in});
+  layer::check_output(output, hidden_states, inplace);
   layer::check_disjoint(logits_out, {in, out});
   layer::check_disjoint(ids_out, {in, out, logits_out});
   layer::check_disjoint(weights_out, {in, out, logits_out, ids_out});
@@ -256,9 +292,15 @@ std::int64_t MoeLayer::Impl::check(const TensorView& hidden_states, const Tensor
   return num_tokens;
 }
 
+void MoeLayer::Impl::check_hooks(const ExpertsHooks* hooks) const {
+  FUSEDMOE_CHECK(!hooks || selection.experts->has_hooks(), "hooks",
+                 fmt::format("given to {}", selection.experts->name()),
+                 "given to experts with injection points only");
+}
+
 void MoeLayer::Impl::logits(const RouterWeights& weights, const TensorView& x,
                             const TensorView& out) const {
-  if (!reference_router) {
+  if (!selection.experts->is_reference()) {
     router_logits(weights, x, out);
     return;
   }
@@ -273,8 +315,9 @@ void MoeLayer::Impl::logits(const RouterWeights& weights, const TensorView& x,
   }
 }
 
-void MoeLayer::Impl::apply_kernel(const TensorView& hidden_states, const TensorView& output,
-                                  const Routing& routing, const Buffers& buffers) const {
+void MoeLayer::Impl::apply_routed(const TensorView& hidden_states, const TensorView& output,
+                                  const Routing& routing, const Buffers& buffers,
+                                  const ExpertsHooks* hooks) const {
   KernelArgs args;
   args.weights = packed.get();
   args.output = output;
@@ -285,12 +328,12 @@ void MoeLayer::Impl::apply_kernel(const TensorView& hidden_states, const TensorV
   args.router = &router;
   args.score_correction_bias = router_weights.score_correction_bias;
   args.apply_router_weight_on_input = router.apply_router_weight_on_input;
+  args.inplace = inplace;
+  args.hooks = hooks;
   kernel.apply(args, buffers.kernel);
 }
 
-void MoeLayer::Impl::add_shared_experts(const TensorView& hidden_states, const TensorView& output,
-                                        const Buffers& buffers) const {
-  if (!shared) return;
+void MoeLayer::Impl::apply_shared(const TensorView& hidden_states, const Buffers& buffers) const {
   const std::int64_t num_tokens = hidden_states.size(0);
   auto* ids = buffers.shared_routing.topk_ids.as<std::int32_t>();
   auto* weights = buffers.shared_routing.topk_weights.as<float>();
@@ -312,15 +355,23 @@ void MoeLayer::Impl::add_shared_experts(const TensorView& hidden_states, const T
   args.topk_ids = buffers.shared_routing.topk_ids;
   args.topk_weights = buffers.shared_routing.topk_weights;
   shared->kernel.apply(args, buffers.kernel);
-  add(output, buffers.shared_output);
+}
+
+// Shared experts first: the routed ones may overwrite the hidden states.
+void MoeLayer::Impl::apply_experts(const TensorView& hidden_states, const TensorView& output,
+                                   const Routing& routing, const Buffers& buffers,
+                                   const ExpertsHooks* hooks) const {
+  const bool add_shared = shared && hidden_states.size(0) > 0;
+  if (add_shared) apply_shared(hidden_states, buffers);
+  apply_routed(hidden_states, output, routing, buffers, hooks);
+  if (add_shared) add(output, buffers.shared_output);
 }
 
 MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
   FUSEDMOE_CHECK(core::is_activation_dtype(options.dtype), "options.dtype",
                  std::string(name(options.dtype)), "f32, bf16 or f16");
   check_weights(weights);
-  Selection chosen = select(layer_config(weights, options), options.require);
-  impl_ = std::make_unique<Impl>(weights, options, std::move(chosen));
+  impl_ = std::make_unique<Impl>(weights, options, select_routed(weights, options));
 }
 
 MoeLayer::~MoeLayer() = default;
@@ -342,14 +393,15 @@ const PackedWeights& MoeLayer::packed_weights() const {
 
 std::string MoeLayer::plan_line() const {
   const Impl& impl = *impl_;
-  const auto pair = [](const ModularKernel& kernel) {
-    return fmt::format("{}+{}", kernel.experts().name(), kernel.prepare_finalize().name());
-  };
+  const Plan plan = impl.plan();
   std::string line =
-      fmt::format("{} {} {}", pair(impl.kernel), name(impl.config.scheme), name(impl.config.dtype));
-  if (impl.shared) line += fmt::format(" shared={}", pair(impl.shared->kernel));
-  return line + fmt::format(" isa={} threads={}", impl.reference_router ? "generic" : cpu_isa(),
-                            num_threads());
+      fmt::format("{}+{} {} {}", plan.experts, plan.prepare_finalize, plan.scheme, plan.dtype);
+  if (impl.shared) line += fmt::format(" shared={}", plan.shared_experts);
+  return line + fmt::format(" isa={} threads={}", plan.isa, num_threads());
+}
+
+std::string MoeLayer::plan_json() const {
+  return impl_->plan().json();
 }
 
 std::size_t MoeLayer::workspace_bytes(std::int64_t num_tokens) const {
@@ -358,8 +410,10 @@ std::size_t MoeLayer::workspace_bytes(std::int64_t num_tokens) const {
 }
 
 void MoeLayer::forward(const TensorView& hidden_states, const TensorView& output,
-                       Workspace workspace, const ForwardDetails& details) const {
+                       Workspace workspace, const ForwardDetails& details,
+                       const ExpertsHooks* hooks) const {
   const Impl& impl = *impl_;
+  impl.check_hooks(hooks);
   const std::int64_t num_tokens = impl.check(hidden_states, output, workspace, {}, details);
   if (num_tokens == 0) return;
   const Impl::Buffers buffers = impl.cut(num_tokens, workspace.data);
@@ -369,23 +423,23 @@ void MoeLayer::forward(const TensorView& hidden_states, const TensorView& output
     route(impl.router, buffers.router_logits, impl.router_weights.score_correction_bias,
           buffers.routing);
   }
-  impl.apply_kernel(hidden_states, output, buffers.routing, buffers);
-  impl.add_shared_experts(hidden_states, output, buffers);
+  impl.apply_experts(hidden_states, output, buffers.routing, buffers, hooks);
   copy(buffers.router_logits, details.router_logits);
   copy(buffers.routing.topk_ids, details.topk_ids);
   copy(buffers.routing.topk_weights, details.topk_weights);
 }
 
 void MoeLayer::forward_routed(const TensorView& hidden_states, const Routing& routing,
-                              const TensorView& output, Workspace workspace) const {
+                              const TensorView& output, Workspace workspace,
+                              const ExpertsHooks* hooks) const {
   const Impl& impl = *impl_;
   FUSEDMOE_CHECK(!impl.kernel.experts().is_monolithic(), "routing", "given",
                  fmt::format("computed by the monolithic {}", impl.kernel.experts().name()));
+  impl.check_hooks(hooks);
   const std::int64_t num_tokens = impl.check(hidden_states, output, workspace, routing, {});
   core::check_tensor(routing.topk_ids, "topk_ids", DType::kI32, {num_tokens, impl.router.topk});
   const Impl::Buffers buffers = impl.cut(num_tokens, workspace.data);
-  impl.apply_kernel(hidden_states, output, routing, buffers);
-  if (num_tokens) impl.add_shared_experts(hidden_states, output, buffers);
+  impl.apply_experts(hidden_states, output, routing, buffers, hooks);
 }
 
 Tensor MoeLayer::forward(const TensorView& hidden_states) const {

@@ -30,6 +30,42 @@ ExpertsBuffers cut_buffers(core::WorkspaceCutter& cutter, const WorkspacePlan& p
   return buffers;
 }
 
+void apply_modular(const ModularExperts& implementation, const KernelArgs& args,
+                   const Prepared& prepared, const ExpertsBuffers& buffers) {
+  ExpertsArgs experts;
+  experts.weights = args.weights;
+  experts.output = buffers.output;
+  experts.hidden_states = prepared.hidden_states;
+  experts.hidden_scales = prepared.hidden_scales;
+  experts.topk_ids = prepared.topk_ids ? prepared.topk_ids : args.topk_ids;
+  experts.topk_weights = prepared.topk_weights ? prepared.topk_weights : args.topk_weights;
+  experts.expert_map = args.expert_map;
+  experts.expert_num_tokens = prepared.expert_num_tokens;
+  experts.router_weight_on_input = args.apply_router_weight_on_input;
+  experts.hooks = args.hooks;
+  experts.workspace13 = buffers.common;
+  experts.workspace2 = buffers.workspace2;
+  experts.stream = args.stream;
+  implementation.apply(experts);
+}
+
+void apply_monolithic(const MonolithicExperts& implementation, const KernelArgs& args,
+                      const Prepared& prepared, const ExpertsBuffers& buffers) {
+  MonolithicArgs experts;
+  experts.weights = args.weights;
+  experts.output = buffers.output;
+  experts.hidden_states = prepared.hidden_states;
+  experts.hidden_scales = prepared.hidden_scales;
+  experts.router_logits = args.router_logits;
+  experts.router = args.router;
+  experts.score_correction_bias = args.score_correction_bias;
+  experts.expert_map = args.expert_map;
+  experts.workspace13 = buffers.common;
+  experts.workspace2 = buffers.workspace2;
+  experts.stream = args.stream;
+  implementation.apply(experts);
+}
+
 }  // namespace
 
 ModularKernel::ModularKernel(std::shared_ptr<const PrepareAndFinalize> prepare_finalize,
@@ -55,9 +91,8 @@ ModularKernel::ModularKernel(std::shared_ptr<const PrepareAndFinalize> prepare_f
 std::size_t ModularKernel::workspace_bytes(const ProblemSize& problem, bool weight_on_input) const {
   if (problem.num_tokens == 0) return 0;
   core::WorkspaceCutter cutter(nullptr);
-  if (!experts_->is_monolithic()) {
-    cutter.take(prepare_finalize_->workspace_bytes(problem, weight_on_input));
-  }
+  cutter.take(prepare_finalize_->workspace_bytes(
+      problem, make_preparation(*experts_, problem.scheme, weight_on_input)));
   cutter.take(experts_->plan(prepare_finalize_->problem_size(problem)).total_bytes());
   return cutter.used();
 }
@@ -65,83 +100,41 @@ std::size_t ModularKernel::workspace_bytes(const ProblemSize& problem, bool weig
 void ModularKernel::apply(const KernelArgs& args, Workspace workspace) const {
   const ProblemSize problem = layer::check_kernel_args(*this, args, workspace);
   if (problem.num_tokens == 0) return;
-  if (experts_->is_monolithic()) {
-    apply_monolithic(args, problem, workspace.data);
-  } else {
-    apply_modular(args, problem, workspace.data);
-  }
-}
-
-void ModularKernel::apply_modular(const KernelArgs& args, const ProblemSize& problem,
-                                  void* workspace) const {
-  core::WorkspaceCutter cutter(workspace);
-  void* prepare_workspace =
-      cutter.take(prepare_finalize_->workspace_bytes(problem, args.apply_router_weight_on_input));
-  const ProblemSize experts_problem = prepare_finalize_->problem_size(problem);
-  const ExpertsBuffers buffers = cut_buffers(cutter, experts_->plan(experts_problem), args.output);
+  const bool monolithic = experts_->is_monolithic();
+  core::WorkspaceCutter cutter(workspace.data);
 
   PrepareArgs prepare;
   prepare.hidden_states = args.hidden_states;
-  prepare.topk_ids = args.topk_ids;
-  prepare.topk_weights = args.topk_weights;
-  prepare.expert_map = args.expert_map;
+  if (!monolithic) {
+    prepare.topk_ids = args.topk_ids;
+    prepare.topk_weights = args.topk_weights;
+    prepare.expert_map = args.expert_map;
+  }
   prepare.num_local_experts = problem.num_local_experts;
-  prepare.apply_router_weight_on_input = args.apply_router_weight_on_input;
-  prepare.workspace = prepare_workspace;
+  prepare.preparation = make_preparation(
+      *experts_, problem.scheme, args.apply_router_weight_on_input, args.weights->info().a1_scale);
+  prepare.workspace = cutter.take(prepare_finalize_->workspace_bytes(problem, prepare.preparation));
   prepare.stream = args.stream;
-  const Prepared prepared = prepare_finalize_->prepare(prepare);
+  const ExpertsBuffers buffers =
+      cut_buffers(cutter, experts_->plan(prepare_finalize_->problem_size(problem)), args.output);
 
-  ExpertsArgs experts;
-  experts.weights = args.weights;
-  experts.output = buffers.output;
-  experts.hidden_states = prepared.hidden_states;
-  experts.hidden_scales = prepared.hidden_scales;
-  experts.topk_ids = prepared.topk_ids ? prepared.topk_ids : args.topk_ids;
-  experts.topk_weights = prepared.topk_weights ? prepared.topk_weights : args.topk_weights;
-  experts.expert_map = args.expert_map;
-  experts.expert_num_tokens = prepared.expert_num_tokens;
-  experts.router_weight_on_input = args.apply_router_weight_on_input;
-  experts.workspace13 = buffers.common;
-  experts.workspace2 = buffers.workspace2;
-  experts.stream = args.stream;
-  static_cast<const ModularExperts&>(*experts_).apply(experts);
+  const Prepared prepared = prepare_finalize_->prepare(prepare);
+  if (monolithic) {
+    apply_monolithic(static_cast<const MonolithicExperts&>(*experts_), args, prepared, buffers);
+  } else {
+    apply_modular(static_cast<const ModularExperts&>(*experts_), args, prepared, buffers);
+  }
 
   FinalizeArgs finalize;
   finalize.output = args.output;
   finalize.fused_output = buffers.output;
-  finalize.topk_ids = experts.topk_ids;
-  finalize.topk_weights = experts.topk_weights;
+  finalize.topk_ids = prepared.topk_ids ? prepared.topk_ids : prepare.topk_ids;
+  finalize.topk_weights = prepared.topk_weights ? prepared.topk_weights : prepare.topk_weights;
   finalize.expert_map = args.expert_map;
   finalize.num_local_experts = problem.num_local_experts;
   finalize.router_weight_on_input = args.apply_router_weight_on_input;
   finalize.weight_and_reduce = experts_->weight_and_reduce();
-  finalize.workspace = prepare_workspace;
-  finalize.stream = args.stream;
-  prepare_finalize_->finalize(finalize);
-}
-
-void ModularKernel::apply_monolithic(const KernelArgs& args, const ProblemSize& problem,
-                                     void* workspace) const {
-  core::WorkspaceCutter cutter(workspace);
-  const ExpertsBuffers buffers = cut_buffers(cutter, experts_->plan(problem), args.output);
-
-  MonolithicArgs experts;
-  experts.weights = args.weights;
-  experts.output = buffers.output;
-  experts.hidden_states = args.hidden_states;
-  experts.router_logits = args.router_logits;
-  experts.router = args.router;
-  experts.score_correction_bias = args.score_correction_bias;
-  experts.expert_map = args.expert_map;
-  experts.workspace13 = buffers.common;
-  experts.workspace2 = buffers.workspace2;
-  experts.stream = args.stream;
-  static_cast<const MonolithicExperts&>(*experts_).apply(experts);
-
-  FinalizeArgs finalize;
-  finalize.output = args.output;
-  finalize.fused_output = buffers.output;
-  finalize.weight_and_reduce = WeightAndReduce::kNoOp;
+  finalize.workspace = prepare.workspace;
   finalize.stream = args.stream;
   prepare_finalize_->finalize(finalize);
 }

@@ -35,6 +35,8 @@ class Monolithic final : public MonolithicExperts {
 
   std::string_view name() const override { return name_; }
   ActivationFormat activation_format() const override { return ActivationFormat::kStandard; }
+  bool is_reference() const override { return experts_->is_reference(); }
+  int layout_version() const override { return experts_->layout_version(); }
   WeightAndReduce weight_and_reduce() const override { return WeightAndReduce::kNoOp; }
 
   Support supports(const MoeConfig& config) const override {
@@ -42,7 +44,15 @@ class Monolithic final : public MonolithicExperts {
       return Support::no(Reason::kRouterWeightOnInput,
                          "the experts see logits: nobody weights the input");
     }
+    if (config.routing_method == RoutingMethod::kUnspecified) {
+      return Support::no(Reason::kRoutingMethod,
+                         "unspecified: ids come from the caller, the experts see logits");
+    }
     return experts_->supports(config);
+  }
+
+  bool expects_unquantized_inputs(const QuantScheme& scheme) const override {
+    return experts_->expects_unquantized_inputs(scheme);
   }
 
   WorkspacePlan plan(const ProblemSize& problem) const override {
@@ -75,6 +85,7 @@ class Monolithic final : public MonolithicExperts {
     experts.weights = args.weights;
     experts.output = args.output;
     experts.hidden_states = args.hidden_states;
+    experts.hidden_scales = args.hidden_scales;
     experts.topk_ids = routing.topk_ids;
     experts.topk_weights = routing.topk_weights;
     experts.expert_map = args.expert_map;

@@ -23,6 +23,8 @@ ExpertsList make_all_experts() {
     list.push_back(make(ActivationFormat::kBatchedExperts));
     list.push_back(make_monolithic(std::move(standard)));
   }
+  list.push_back(cpu::make_unfused_experts());
+  list.push_back(reference::make_unfused_experts());
   return list;
 }
 
@@ -31,6 +33,9 @@ Support pair_support(const MoeConfig& config, const PrepareAndFinalize& prepare_
   if (!config.device.is_cpu()) {
     return Support::no(Reason::kDevice,
                        fmt::format("{}: this build has no CUDA kernels", to_string(config.device)));
+  }
+  if (config.hooks && !experts.has_hooks()) {
+    return Support::no(Reason::kHooks, fmt::format("{} has no injection points", experts.name()));
   }
   const ActivationFormat format = experts.activation_format();
   if (prepare_finalize.activation_format() != format) {
@@ -107,6 +112,7 @@ Selection select_required(MoeConfig config, std::string_view require) {
   config.activation_format = experts->activation_format();
 
   Selection selection;
+  selection.config = config;
   selection.candidates = make_candidates(config);
   const Candidate* refused = nullptr;
   for (Candidate& candidate : selection.candidates) {
@@ -147,6 +153,7 @@ std::span<const std::shared_ptr<const Experts>> all_experts() {
 
 Selection explain(const MoeConfig& config) {
   Selection selection;
+  selection.config = config;
   selection.candidates = make_candidates(config);
   const auto first =
       std::find_if(selection.candidates.begin(), selection.candidates.end(),

@@ -13,30 +13,14 @@
 #include "core/workspace.h"
 #include "reference/activation.h"
 #include "reference/matrix.h"
+#include "reference/packed_weights.h"
+#include "reference/unfused.h"
 
 namespace fusedmoe::reference {
 namespace {
 
 /// Multiplications below which waking the threads costs more than it saves.
 constexpr std::int64_t kParallelWork = 1 << 16;
-
-/// Keeps the published weights as they are.
-class ReferenceWeights final : public PackedWeights {
- public:
-  ReferenceWeights(Info info, ExpertWeights weights)
-      : PackedWeights(std::move(info)),
-        source(std::move(weights)),
-        replaced(source.experts.size()) {}
-
-  std::int64_t nbytes() const override {
-    std::int64_t total = 0;
-    for (const ExpertWeights& expert : replaced) total += expert.nbytes();
-    return total;
-  }
-
-  ExpertWeights source;
-  std::vector<ExpertWeights> replaced;  // what repack has copied: owns the memory of those experts
-};
 
 /// Sizes of one apply. The batched format has num_experts * max_tokens rows and as many slots.
 struct Sizes {
@@ -137,10 +121,14 @@ std::int64_t local_expert(const ExpertsArgs& args, std::int64_t num_experts, std
 
 class ReferenceExperts final : public ModularExperts {
  public:
-  explicit ReferenceExperts(ActivationFormat format) : format_(format) {}
+  ReferenceExperts(ActivationFormat format, bool unfused) : format_(format), unfused_(unfused) {}
 
-  std::string_view name() const override { return batched() ? "reference_batched" : "reference"; }
+  std::string_view name() const override {
+    return unfused_ ? "reference_unfused" : batched() ? "reference_batched" : "reference";
+  }
   ActivationFormat activation_format() const override { return format_; }
+  bool is_reference() const override { return true; }
+  bool has_hooks() const override { return unfused_; }
   WeightAndReduce weight_and_reduce() const override {
     return batched() ? WeightAndReduce::kDelegate : WeightAndReduce::kNoOp;
   }
@@ -162,6 +150,7 @@ class ReferenceExperts final : public ModularExperts {
   Sizes sizes(const ProblemSize& problem) const;
 
   const ActivationFormat format_;
+  const bool unfused_;
 };
 
 Support ReferenceExperts::supports(const MoeConfig& config) const {
@@ -182,6 +171,7 @@ WorkspacePlan ReferenceExperts::plan(const ProblemSize& problem) const {
   WorkspacePlan plan;
   plan.workspace13_bytes = buffers.bytes13;
   plan.workspace2_bytes = buffers.bytes2;
+  if (unfused_) plan.workspace2_bytes += UnfusedRows(problem, nullptr).bytes();
   plan.output_shape = batched()
                           ? Shape{problem.num_local_experts, problem.num_tokens, problem.hidden}
                           : Shape{problem.num_tokens, problem.hidden};
@@ -197,37 +187,6 @@ std::shared_ptr<PackedWeights> ReferenceExperts::pack(const ExpertWeights& weigh
     for (std::int64_t e = 1; e <= weights.num_experts(); ++e) progress(e, weights.num_experts());
   }
   return packed;
-}
-
-/// A view's elements in memory of its own.
-TensorView owned_copy(const TensorView& view, std::vector<std::shared_ptr<const void>>& owners) {
-  if (!view) return {};
-  const Tensor copy = Tensor::empty(view.shape(), view.dtype());
-  const std::int64_t width = bytes(view.dtype(), 1);
-  const std::int64_t columns = view.rank() == 2 ? view.size(1) : 1;
-  for (std::int64_t i = 0; i < view.numel(); ++i) {
-    const std::int64_t column = view.rank() == 2 ? i % columns * view.stride(1) : 0;
-    std::copy_n(view.as<const char>() + (i / columns * view.stride(0) + column) * width, width,
-                copy.as<char>() + i * width);
-  }
-  owners.push_back(copy.owner());
-  return copy;
-}
-
-/// One expert in tensors of its own.
-ExpertWeights copy_expert(const ExpertWeights& weights, std::int64_t expert) {
-  ExpertWeights result = weights;
-  result.owners.clear();
-  result.experts = {weights.experts[static_cast<std::size_t>(expert)]};
-  ExpertMatrices& matrices = result.experts.front();
-  for (WeightMatrix* matrix : {&matrices.gate, &matrices.up, &matrices.down}) {
-    for (TensorView WeightMatrix::*part :
-         {&WeightMatrix::values, &WeightMatrix::scales, &WeightMatrix::zero_points,
-          &WeightMatrix::global_scale, &WeightMatrix::input_scale, &WeightMatrix::bias}) {
-      matrix->*part = owned_copy(matrix->*part, result.owners);
-    }
-  }
-  return result;
 }
 
 ExpertWeights ReferenceExperts::unpack(const PackedWeights& packed, std::int64_t expert) const {
@@ -293,14 +252,30 @@ class Forward {
         key_(weights_.scheme.activations),
         b_(n, key_, args.workspace13, args.workspace2) {}
 
+  /// Steps whose results are rounded and pass the hooks, behind the other buffers in workspace 2.
+  void set_unfused(const ProblemSize& problem) {
+    unfused_.emplace(problem, static_cast<char*>(args_.workspace2) + b_.bytes2);
+    hooks_ = args_.hooks ? args_.hooks : &kNoHooks;
+  }
+
   void run() {
     group_slots();
+    if (unfused_) unfused_->set_order(b_.slots, b_.offsets);
     for (std::int64_t e = 0; e < n_.num_experts; ++e) {
       if (count(e) == 0) continue;
       load_inputs(e);
       multiply_gate_and_up(e);
-      activate_rows(e);
     }
+    if (unfused_) {
+      const std::int64_t width = (gated() ? 2 : 1) * n_.intermediate;
+      unfused_->after_gemm1(*hooks_, quantized_inputs_ ? TensorView() : args_.hidden_states,
+                            {b_.gate_up, 2 * n_.intermediate, width});
+    }
+    for (std::int64_t e = 0; e < n_.num_experts; ++e) activate_rows(e);
+    if (unfused_) {
+      unfused_->after_activation(*hooks_, {b_.operand, n_.operand_width(), n_.intermediate});
+    }
+    if (key_) keep_unquantized();
     const float tensor_scale = scale_of_activated();
     for (std::int64_t e = 0; e < n_.num_experts; ++e) {
       if (count(e) == 0) continue;
@@ -308,6 +283,7 @@ class Forward {
       multiply(weights_.experts[static_cast<std::size_t>(e)].down, e, n_.hidden, n_.intermediate,
                b_.y, n_.hidden);
     }
+    if (unfused_) unfused_->after_gemm2(*hooks_, {b_.y, n_.hidden, n_.hidden});
     if (batched_) {
       store_batched(args_, n_, b_.y);
     } else {
@@ -420,9 +396,18 @@ class Forward {
       const double* gate = b_.gate_up + slot * 2 * inner;
       for (std::int64_t i = 0; i < inner; ++i) {
         const double up = gated() ? gate[inner + i] : 0;
-        const double h = round_to(dtype_, activate(activation, gate[i], up));
-        b_.operand[slot * width + i] = h;
-        if (key_) b_.unquantized[slot * width + i] = static_cast<float>(h);
+        b_.operand[slot * width + i] = round_to(dtype_, activate(activation, gate[i], up));
+      }
+    }
+  }
+
+  /// The activated rows as the quantizers read them.
+  void keep_unquantized() const {
+    const std::int64_t width = n_.operand_width();
+    for (std::int64_t r = 0; r < b_.offsets[n_.num_experts]; ++r) {
+      const std::int64_t begin = b_.slots[r] * width;
+      for (std::int64_t i = begin; i < begin + n_.intermediate; ++i) {
+        b_.unquantized[i] = static_cast<float>(b_.operand[i]);
       }
     }
   }
@@ -447,6 +432,9 @@ class Forward {
   const ExpertWeights& weights_;
   const std::optional<QuantKey>& key_;
   const Buffers b_;
+  static inline const ExpertsHooks kNoHooks{};
+  const ExpertsHooks* hooks_ = nullptr;
+  std::optional<UnfusedRows> unfused_;
 };
 
 void ReferenceExperts::apply(const ExpertsArgs& args) const {
@@ -455,13 +443,19 @@ void ReferenceExperts::apply(const ExpertsArgs& args) const {
   const Sizes n = sizes(problem);
   const bool quantized_inputs =
       problem.scheme.activations && !expects_unquantized_inputs(problem.scheme);
-  Forward(args, n, problem, batched(), quantized_inputs).run();
+  Forward forward(args, n, problem, batched(), quantized_inputs);
+  if (unfused_) forward.set_unfused(problem);
+  forward.run();
 }
 
 }  // namespace
 
 std::shared_ptr<const ModularExperts> make_experts(ActivationFormat format) {
-  return std::make_shared<const ReferenceExperts>(format);
+  return std::make_shared<const ReferenceExperts>(format, false);
+}
+
+std::shared_ptr<const ModularExperts> make_unfused_experts() {
+  return std::make_shared<const ReferenceExperts>(ActivationFormat::kStandard, true);
 }
 
 }  // namespace fusedmoe::reference

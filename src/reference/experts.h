@@ -16,4 +16,8 @@ namespace fusedmoe::reference {
 /// "reference" or "reference_batched".
 std::shared_ptr<const ModularExperts> make_experts(ActivationFormat format);
 
+/// "reference_unfused": the outputs of both GEMMs are rounded to the layer's dtype too, and every
+/// step's output passes the ExpertsHooks. Standard format. Uses the same packed weights.
+std::shared_ptr<const ModularExperts> make_unfused_experts();
+
 }  // namespace fusedmoe::reference

@@ -102,6 +102,7 @@ MoeConfig make_config(const Case& spec, DType dtype) {
   config.has_bias = spec.bias;
   config.has_expert_map = spec.expert_map;
   config.apply_router_weight_on_input = spec.weight_on_input;
+  config.routing_method = RoutingMethod::kCustom;  // run_experts replays the ids of the problem
   return config;
 }
 

@@ -7,7 +7,6 @@
 
 #include "fusedmoe/error.h"
 #include "fusedmoe/formats.h"
-#include "fusedmoe/quantize.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
 
@@ -69,62 +68,14 @@ struct ExpertsBuffers {
         output(common.get(), plan.output_dtype, plan.output_shape) {}
 };
 
-/// What prepare returned, quantized here where the experts expect that and prepare has not done it.
-struct QuantizedInputs {
-  TensorView hidden_states, hidden_scales;
-  std::shared_ptr<const void> values_owner, scales_owner;
-};
-
-QuantizedInputs quantized_inputs(const Prepared& prepared, const Experts& experts,
-                                 const PackedWeights::Info& info) {
-  QuantizedInputs result{prepared.hidden_states, prepared.hidden_scales, {}, {}};
-  const std::optional<QuantKey>& key = info.scheme.activations;
-  if (!key || experts.expects_unquantized_inputs(info.scheme) || prepared.hidden_scales) {
-    return result;
-  }
-  // Rows of an expert behind expert_num_tokens hold anything; a scale of the tensor is of the real
-  // ones, which a copy with zeros in the others has too.
-  TensorView x = prepared.hidden_states;
-  const Shape shape = x.shape();
-  const std::int64_t hidden = shape[shape.rank() - 1],
-                     rows = x.numel() / std::max<std::int64_t>(hidden, 1);
-  const Tensor copy = exact_copy(x);
-  if (prepared.expert_num_tokens) {
-    const std::int64_t capacity = shape[1];
-    for (std::int64_t row = 0; row < rows; ++row) {
-      const auto real = prepared.expert_num_tokens.as<const std::int32_t>()[row / capacity];
-      if (row % capacity < real) continue;
-      const std::int64_t row_bytes = bytes(x.dtype(), hidden);
-      std::memset(copy.as<char>() + row * row_bytes, 0, static_cast<std::size_t>(row_bytes));
-    }
-  }
-  const QuantizedShape sizes = quantized_shape(*key, rows, hidden);
-  const Tensor values = exact_tensor(sizes.values, sizes.values_dtype);
-  const Tensor scales = exact_tensor(sizes.scales, sizes.scales_dtype);
-  quantize(copy.reshape({rows, hidden}), *key, values, scales,
-           key->dynamic ? std::nullopt : info.a1_scale);
-  result.values_owner = values.owner();
-  result.scales_owner = scales.owner();
-  result.hidden_states = values.reshape(shape);
-  result.hidden_scales = scales;
-  if (key->group.rows == 1 && shape.rank() == 3) {
-    result.hidden_scales = scales.reshape({shape[0], shape[1], sizes.scales[1]});
-  }
-  return result;
-}
-
 void run_modular(const Inputs& in, const PrepareAndFinalize& prepare_finalize,
                  const ModularExperts& experts, const PackedWeights& packed, bool weight_on_input,
                  const TensorView& output) {
-  ProblemSize caller;
-  caller.num_tokens = in.topk_ids.size(0);
-  caller.topk = in.topk_ids.size(1);
-  caller.num_local_experts = packed.info().num_experts;
-  caller.hidden = packed.info().hidden;
-  caller.intermediate = packed.info().intermediate;
-  caller.dtype = in.hidden_states.dtype();
-  caller.scheme = packed.info().scheme;
-  const auto workspace = exact_buffer(prepare_finalize.workspace_bytes(caller, weight_on_input));
+  const ProblemSize caller = ProblemSize::of(packed.info(), in.topk_ids.size(0),
+                                             in.topk_ids.size(1), in.hidden_states.dtype());
+  const Preparation preparation =
+      make_preparation(experts, caller.scheme, weight_on_input, packed.info().a1_scale);
+  const auto workspace = exact_buffer(prepare_finalize.workspace_bytes(caller, preparation));
   const ExpertsBuffers buffers(experts.plan(prepare_finalize.problem_size(caller)));
 
   PrepareArgs prepare;
@@ -133,17 +84,15 @@ void run_modular(const Inputs& in, const PrepareAndFinalize& prepare_finalize,
   prepare.topk_weights = in.topk_weights;
   prepare.expert_map = in.expert_map;
   prepare.num_local_experts = caller.num_local_experts;
-  prepare.apply_router_weight_on_input = weight_on_input;
+  prepare.preparation = preparation;
   prepare.workspace = workspace.get();
   const Prepared prepared = prepare_finalize.prepare(prepare);
-
-  const QuantizedInputs inputs = quantized_inputs(prepared, experts, packed.info());
 
   ExpertsArgs args;
   args.weights = &packed;
   args.output = buffers.output;
-  args.hidden_states = inputs.hidden_states;
-  args.hidden_scales = inputs.hidden_scales;
+  args.hidden_states = prepared.hidden_states;
+  args.hidden_scales = prepared.hidden_scales;
   args.topk_ids = prepared.topk_ids ? prepared.topk_ids : in.topk_ids;
   args.topk_weights = prepared.topk_weights ? prepared.topk_weights : in.topk_weights;
   args.expert_map = in.expert_map;
@@ -166,23 +115,26 @@ void run_modular(const Inputs& in, const PrepareAndFinalize& prepare_finalize,
   prepare_finalize.finalize(finalize);
 }
 
-void run_monolithic(const Inputs& in, const MonolithicExperts& experts, const PackedWeights& packed,
+void run_monolithic(const Inputs& in, const PrepareAndFinalize& prepare_finalize,
+                    const MonolithicExperts& experts, const PackedWeights& packed,
                     const RouterConfig& router, const TensorView& output) {
-  ProblemSize problem;
-  problem.num_tokens = in.topk_ids.size(0);
-  problem.topk = router.topk;
-  problem.num_local_experts = packed.info().num_experts;
-  problem.hidden = packed.info().hidden;
-  problem.intermediate = packed.info().intermediate;
-  problem.dtype = in.hidden_states.dtype();
-  problem.scheme = packed.info().scheme;
+  const ProblemSize problem =
+      ProblemSize::of(packed.info(), in.topk_ids.size(0), router.topk, in.hidden_states.dtype());
+  PrepareArgs prepare;
+  prepare.hidden_states = in.hidden_states;
+  prepare.preparation = make_preparation(experts, problem.scheme, false, packed.info().a1_scale);
+  const auto workspace =
+      exact_buffer(prepare_finalize.workspace_bytes(problem, prepare.preparation));
+  prepare.workspace = workspace.get();
+  const Prepared prepared = prepare_finalize.prepare(prepare);
   const ExpertsBuffers buffers(experts.plan(problem));
   const Tensor logits = exact_tensor({problem.num_tokens, router.num_experts}, DType::kF32);
 
   MonolithicArgs args;
   args.weights = &packed;
   args.output = output;
-  args.hidden_states = in.hidden_states;
+  args.hidden_states = prepared.hidden_states;
+  args.hidden_scales = prepared.hidden_scales;
   args.router_logits = logits;
   args.router = &router;
   args.expert_map = in.expert_map;
@@ -213,7 +165,8 @@ Tensor run_experts(const Problem& problem, const PrepareAndFinalize& prepare_fin
       std::memcpy(weights.data(), in.topk_weights.data(),
                   static_cast<std::size_t>(weights.nbytes()));
     };
-    run_monolithic(in, static_cast<const MonolithicExperts&>(experts), packed, router, output);
+    run_monolithic(in, prepare_finalize, static_cast<const MonolithicExperts&>(experts), packed,
+                   router, output);
   } else {
     run_modular(in, prepare_finalize, static_cast<const ModularExperts&>(experts), packed,
                 problem.spec.weight_on_input, output);

@@ -222,8 +222,8 @@ std::vector<BadConfig> bad_configs() {
       {"bad_norm", with("olmoe", sizes + experts + R"(, "norm_topk_prob": "yes")"),
        "config.norm_topk_prob"},
       {"bad_quantization",
-       with("olmoe", sizes + experts + R"(, "quantization_config": {"quant_method": "awq"})"),
-       "config.quantization_config.quant_method: was \"awq\""},
+       with("olmoe", sizes + experts + R"(, "quantization_config": {"quant_method": "hqq"})"),
+       "config.quantization_config.quant_method: was \"hqq\""},
       {"groups_absent", with("deepseek_v3", deepseek), "config.n_group: was absent"},
       {"groups_do_not_divide", with("deepseek_v3", deepseek + R"(, "n_group": 3, "topk_group": 1)"),
        "config.n_group: was 3; must be a divisor of the 8 experts"},
@@ -263,7 +263,8 @@ TEST(ConfigTest, Fp8IsDescribed) {
   const ModelConfig model = parse_model_config(
       R"({"model_type": "deepseek_v3", "num_hidden_layers": 2, "hidden_size": 64,
           "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 4,
-          "n_group": 4, "topk_group": 2, "quantization_config": {"quant_method": "fp8"}})");
+          "n_group": 4, "topk_group": 2, "quantization_config": {
+            "quant_method": "fp8", "weight_block_size": [128, 128]}})");
   EXPECT_EQ(model.scheme.weights.value, DType::kE4M3);
   EXPECT_EQ(model.scheme.weights.group, (GroupShape{128, 128}));
   EXPECT_TRUE(model.has_correction_bias);

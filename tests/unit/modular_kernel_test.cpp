@@ -353,7 +353,7 @@ class Recording : public PrepareAndFinalize {
   ActivationFormat activation_format() const override { return ActivationFormat::kStandard; }
   Support supports(const MoeConfig&) const override { return Support::yes(); }
   bool accepts(WeightAndReduce) const override { return true; }
-  std::size_t workspace_bytes(const ProblemSize&, bool) const override { return 8; }
+  std::size_t workspace_bytes(const ProblemSize&, const Preparation&) const override { return 8; }
   Prepared prepare(const PrepareArgs& args) const override {
     events_.push_back("prepare");
     // Dispatched routing must replace the caller's from here on.

@@ -10,6 +10,7 @@
 #include "fake_experts.h"
 #include "fusedmoe/device.h"
 #include "fusedmoe/error.h"
+#include "fusedmoe/quantize.h"
 #include "testing/compare.h"
 
 namespace fusedmoe {
@@ -28,7 +29,7 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 struct Call {
   Tensor hidden_states, topk_ids, topk_weights, expert_map;
   std::int64_t num_local_experts = 4;
-  bool weight_on_input = false;
+  Preparation preparation;
   Tensor workspace;
 
   ProblemSize problem() const {
@@ -42,7 +43,7 @@ struct Call {
   }
 
   Prepared prepare(const PrepareAndFinalize& object) {
-    const auto size = static_cast<std::int64_t>(object.workspace_bytes(problem(), weight_on_input));
+    const auto size = static_cast<std::int64_t>(object.workspace_bytes(problem(), preparation));
     workspace = Tensor::empty({size}, DType::kU8);
     std::memset(workspace.data(), 0xff, static_cast<std::size_t>(size));
     PrepareArgs args;
@@ -51,7 +52,7 @@ struct Call {
     args.topk_weights = topk_weights;
     args.expert_map = expert_map;
     args.num_local_experts = num_local_experts;
-    args.apply_router_weight_on_input = weight_on_input;
+    args.preparation = preparation;
     args.workspace = workspace.data();
     return object.prepare(args);
   }
@@ -68,7 +69,7 @@ struct Call {
     args.topk_weights = topk_weights;
     args.expert_map = expert_map;
     args.num_local_experts = num_local_experts;
-    args.router_weight_on_input = weight_on_input;
+    args.router_weight_on_input = preparation.apply_router_weight_on_input;
     args.weight_and_reduce = kind;
     args.workspace = workspace.data();
     object.finalize(args);
@@ -85,7 +86,7 @@ TEST(NoEpTest, HiddenStatesPassThrough) {
   Call call{make_sample(DType::kBF16, {3, 5}), make_ids({3, 2}, {0, 1, 2, 3, -1, 0}),
             make_sample(DType::kF32, {3, 2})};
   const auto no_ep = make_no_ep();
-  EXPECT_EQ(no_ep->workspace_bytes(call.problem(), false), 0u);
+  EXPECT_EQ(no_ep->workspace_bytes(call.problem(), {}), 0u);
   const Prepared prepared = call.prepare(*no_ep);
   EXPECT_EQ(prepared.hidden_states.data(), call.hidden_states.data());
   EXPECT_FALSE(prepared.topk_ids.defined());
@@ -96,7 +97,7 @@ TEST_P(DTypes, NoEpWeightsTheInputWithARoundedWeight) {
   const DType dtype = GetParam();
   Call call{make_sample(dtype, {3, 7}), make_ids({3, 1}, {0, 1, 2}),
             make_f32({3, 1}, {0.7310586f, 1.0f / 3, -2.1f})};
-  call.weight_on_input = true;
+  call.preparation.apply_router_weight_on_input = true;
   const Tensor before = make_sample(dtype, {3, 7});
   const Prepared prepared = call.prepare(*make_no_ep());
   EXPECT_TRUE(bitwise_equal(call.hidden_states, before)) << "prepare must not touch its input";
@@ -114,7 +115,7 @@ TEST_P(DTypes, NoEpWeightsTheInputWithARoundedWeight) {
 TEST(NoEpTest, WeightOnInputIsForTopOneOnly) {
   Call call{make_sample(DType::kF32, {2, 4}), make_ids({2, 2}, {0, 1, 2, 3}),
             make_sample(DType::kF32, {2, 2})};
-  call.weight_on_input = true;
+  call.preparation.apply_router_weight_on_input = true;
   for (const auto& object : {make_no_ep(), make_batched()}) {
     try {
       call.prepare(*object);
@@ -175,7 +176,7 @@ TEST(NoEpTest, NaNWeightReachesItsTokenOnly) {
 TEST(NoEpTest, ContiguousLeavesOutWeightsThatAreOnTheInput) {
   Call call{make_sample(DType::kF32, {2, 1}), make_ids({2, 1}, {0, 1}),
             make_f32({2, 1}, {kNaN, 5})};
-  call.weight_on_input = true;
+  call.preparation.apply_router_weight_on_input = true;
   EXPECT_EQ(to_vector(call.finalize(*make_no_ep(), make_f32({2, 1}, {3, 4}),
                                     WeightAndReduce::kContiguous)),
             (std::vector<float>{3, 4}));
@@ -256,7 +257,7 @@ TEST(BatchedTest, WeightsTheInputOnDispatch) {
   Call call{make_floats(DType::kBF16, {2, 2}, {1, 2, 3, 4}), make_ids({2, 1}, {1, 0}),
             make_f32({2, 1}, {0.5f, 2})};
   call.num_local_experts = 2;
-  call.weight_on_input = true;
+  call.preparation.apply_router_weight_on_input = true;
   const Prepared prepared = call.prepare(*make_batched());
   EXPECT_EQ(to_vector(prepared.hidden_states.select(0, 0).select(0, 0)),
             (std::vector<float>{6, 8}));
@@ -322,14 +323,124 @@ TEST(PrepareAndFinalizeTest, RefusalsHaveReasons) {
   EXPECT_EQ(reason([](MoeConfig&) {}), Reason::kSupported);
   EXPECT_EQ(reason([](MoeConfig& c) { c.device = {DeviceKind::kCuda, 0}; }), Reason::kDevice);
   EXPECT_EQ(reason([](MoeConfig& c) { c.dtype = DType::kE4M3; }), Reason::kDType);
+  EXPECT_EQ(reason([](MoeConfig& c) { c.batch_invariant = true; }), Reason::kSupported);
   EXPECT_EQ(reason([](MoeConfig& c) {
-              c.scheme.activations = QuantKey{DType::kE4M3, DType::kF32, {1, -1}, {}, true, true};
+              c.scheme = parse_scheme("fp8_channel_token");
+              c.batch_invariant = true;
             }),
-            Reason::kQuantScheme);
+            Reason::kSupported);
+  EXPECT_EQ(reason([](MoeConfig& c) {
+              c.scheme = parse_scheme("fp8_tensor_static");
+              c.batch_invariant = true;
+            }),
+            Reason::kSupported);
+  EXPECT_EQ(reason([](MoeConfig& c) { c.scheme = parse_scheme("fp8_tensor"); }),
+            Reason::kSupported);
+  EXPECT_EQ(reason([](MoeConfig& c) {
+              c.scheme = parse_scheme("fp8_tensor");
+              c.batch_invariant = true;
+            }),
+            Reason::kBatchInvariance);
   EXPECT_EQ(reason([](MoeConfig& c) { c.parallel.ep_size = 2; }), Reason::kParallelConfig);
   EXPECT_EQ(reason([](MoeConfig& c) { c.parallel.dp_size = 2; }), Reason::kParallelConfig);
   EXPECT_EQ(reason([](MoeConfig& c) { c.apply_router_weight_on_input = true; }),
             Reason::kRouterWeightOnInput);
+}
+
+/// What the whole rows give; each token's are then copied.
+struct Expected {
+  Tensor values, scales;
+};
+Expected quantize_all(const TensorView& x, const Preparation& preparation) {
+  const QuantizedShape shape = quantized_shape(*preparation.quant, x.size(0), x.size(1));
+  Expected expected{Tensor::empty(shape.values, shape.values_dtype),
+                    Tensor::empty(shape.scales, shape.scales_dtype)};
+  quantize(x, *preparation.quant, expected.values, expected.scales, preparation.scale);
+  return expected;
+}
+
+/// Keys that prepare quantizes by: every kind of scale, both element types.
+std::vector<Preparation> quantizing_preparations() {
+  return {{false, keys::e4m3_tensor(true), {}}, {false, keys::e4m3_tensor(false), 0.01f},
+          {false, keys::e4m3_row(true), {}},    {false, keys::e4m3_group(), {}},
+          {false, keys::e4m3_group(true), {}},  {false, keys::mxfp8(true), {}},
+          {false, keys::int8_row(true), {}},    {false, keys::int8_group(32), {}}};
+}
+
+TEST_P(DTypes, NoEpQuantizesAsTheKeySays) {
+  for (const Preparation& preparation : quantizing_preparations()) {
+    Call call{make_sample(GetParam(), {5, 160}), Tensor(), Tensor()};
+    call.topk_ids = make_ids({5, 1}, {0, 1, 2, 3, 0});
+    call.preparation = preparation;
+    const Tensor before = make_sample(GetParam(), {5, 160});
+    const Prepared prepared = call.prepare(*make_no_ep());
+    EXPECT_TRUE(bitwise_equal(call.hidden_states, before)) << "prepare must not touch its input";
+    const Expected expected = quantize_all(before, preparation);
+    EXPECT_TRUE(bitwise_equal(prepared.hidden_states, expected.values));
+    EXPECT_TRUE(bitwise_equal(prepared.hidden_scales, expected.scales));
+  }
+}
+
+TEST(NoEpTest, QuantizesWhatTheWeightGave) {
+  Call call{make_sample(DType::kBF16, {3, 64}), make_ids({3, 1}, {0, 1, 2}),
+            make_f32({3, 1}, {0.3f, 5, -2})};
+  call.preparation.apply_router_weight_on_input = true;
+  const Prepared weighted = call.prepare(*make_no_ep());
+  Tensor x = Tensor::empty({3, 64}, DType::kBF16);
+  std::memcpy(x.data(), weighted.hidden_states.data(), static_cast<std::size_t>(x.nbytes()));
+  call.preparation.quant = keys::e4m3_row(true);
+  const Prepared prepared = call.prepare(*make_no_ep());
+  const Expected expected = quantize_all(x, call.preparation);
+  EXPECT_TRUE(bitwise_equal(prepared.hidden_states, expected.values));
+  EXPECT_TRUE(bitwise_equal(prepared.hidden_scales, expected.scales));
+}
+
+TEST(PrepareAndFinalizeTest, StaticScaleMustBeGiven) {
+  for (const auto& object : {make_no_ep(), make_batched()}) {
+    Call call{make_sample(DType::kBF16, {1, 4}), make_ids({1, 1}, {0}), make_f32({1, 1}, {1})};
+    call.preparation.quant = keys::e4m3_tensor(false);
+    EXPECT_THROW(call.prepare(*object), Error);
+  }
+}
+
+TEST_P(DTypes, BatchedDispatchesCodesAndScales) {
+  for (const Preparation& preparation : quantizing_preparations()) {
+    Call call{make_sample(GetParam(), {4, 160}), make_ids({4, 2}, {3, 0, 0, 2, -1, 0, 1, 3}),
+              make_sample(DType::kF32, {4, 2})};
+    call.preparation = preparation;
+    const Prepared prepared = call.prepare(*make_batched());
+    const Expected expected = quantize_all(call.hidden_states, preparation);
+    ASSERT_EQ(prepared.hidden_states.shape(), (Shape{4, 4, 160}));
+    const bool row_scales = preparation.quant->group.rows == 1;
+    if (row_scales) {
+      ASSERT_EQ(prepared.hidden_scales.shape(), (Shape{4, 4, expected.scales.size(1)}));
+    } else {
+      EXPECT_TRUE(bitwise_equal(prepared.hidden_scales, expected.scales));
+    }
+    const std::vector<std::vector<std::int64_t>> tokens{{0, 1, 2}, {3}, {1}, {0, 3}};
+    for (std::int64_t e = 0; e < 4; ++e) {
+      const auto& rows = tokens[static_cast<std::size_t>(e)];
+      for (std::int64_t row = 0; row < static_cast<std::int64_t>(rows.size()); ++row) {
+        const std::int64_t token = rows[static_cast<std::size_t>(row)];
+        EXPECT_TRUE(bitwise_equal(prepared.hidden_states.select(0, e).select(0, row),
+                                  expected.values.select(0, token)));
+        if (!row_scales) continue;
+        EXPECT_TRUE(bitwise_equal(prepared.hidden_scales.select(0, e).select(0, row),
+                                  expected.scales.select(0, token)));
+      }
+    }
+  }
+}
+
+TEST(PrepareAndFinalizeTest, ExpertsSayWhatTheyLeaveToPrepare) {
+  const testing::FakeExperts experts;
+  EXPECT_FALSE(make_preparation(experts, parse_scheme("bf16"), false).quant);
+  EXPECT_FALSE(make_preparation(experts, parse_scheme("nvfp4"), false).quant)
+      << "quantized after the permutation";
+  const Preparation fp8 = make_preparation(experts, parse_scheme("fp8_tensor_static"), true, 0.5f);
+  EXPECT_EQ(fp8.quant, keys::e4m3_tensor(false));
+  EXPECT_EQ(fp8.scale, 0.5f);
+  EXPECT_TRUE(fp8.apply_router_weight_on_input);
 }
 
 TEST(PrepareAndFinalizeTest, NoTokensNeedNothing) {

@@ -48,9 +48,9 @@ std::string error_text(const std::function<void()>& call) {
 TEST(RegistryTest, NamesAreUniqueAndInOrderOfPreference) {
   std::vector<std::string_view> names;
   for (const auto& experts : all_experts()) names.push_back(experts->name());
-  EXPECT_EQ(names,
-            (std::vector<std::string_view>{"cpu", "cpu_batched", "cpu_monolithic", "reference",
-                                           "reference_batched", "reference_monolithic"}));
+  EXPECT_EQ(names, (std::vector<std::string_view>{
+                       "cpu", "cpu_batched", "cpu_monolithic", "reference", "reference_batched",
+                       "reference_monolithic", "cpu_unfused", "reference_unfused"}));
   std::vector<std::string_view> transports;
   for (const auto& object : all_prepare_finalize()) transports.push_back(object->name());
   EXPECT_EQ(transports, (std::vector<std::string_view>{"no_ep", "batched"}));
@@ -171,7 +171,7 @@ TEST(SelectionTest, ReasonsNameWhatFailed) {
     return find(selection, "reference", "no_ep")->support.reason;
   };
   EXPECT_EQ(reason([](MoeConfig& c) { c.dtype = DType::kI8; }), Reason::kDType);
-  EXPECT_EQ(reason([](MoeConfig& c) { c.scheme.weights.value = DType::kI8; }),
+  EXPECT_EQ(reason([](MoeConfig& c) { c.scheme.weights.value = DType::kI64; }),
             Reason::kQuantScheme);
   EXPECT_EQ(reason([](MoeConfig& c) { c.activation = Activation::kSitu; }), Reason::kActivation);
   EXPECT_EQ(reason([](MoeConfig& c) { c.parallel.ep_size = 4; }), Reason::kParallelConfig);
@@ -236,7 +236,7 @@ TEST(SelectionTest, EveryCandidateThatSaysYesRuns) {
                                            *packed, DType::kBF16));
       ++ran;
     }
-    EXPECT_EQ(ran, format == ActivationFormat::kStandard ? 4 : 2);
+    EXPECT_EQ(ran, format == ActivationFormat::kStandard ? 6 : 2);
   }
 }
 

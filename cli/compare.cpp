@@ -1,0 +1,178 @@
+// fusedmoe compare: the same float layer in several schemes, each against f32 on the same input.
+#include "compare.h"
+
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "commands.h"
+#include "fusedmoe/fusedmoe.h"
+#include "support.h"
+#include "testing/cases.h"
+
+namespace fusedmoe::cli {
+namespace {
+
+struct Options {
+  std::string checkpoint, model, input;
+  std::string input_name = "hidden_states";
+  std::int64_t layer = -1, tokens = 64, max_experts = 8;
+  std::uint64_t seed = 0;
+  std::vector<std::string> schemes;
+  std::string dtype = "bf16", experts;
+  int threads = 0, repeat = 5;
+  bool json = false;
+};
+
+LayerWeights load_layer(const Options& options) {
+  if (!options.model.empty()) {
+    return random_layer(parse_model_config(model_preset(options.model)), options.max_experts,
+                        options.seed);
+  }
+  const Checkpoint checkpoint = Checkpoint::open(options.checkpoint);
+  const std::vector<std::int64_t> layers = checkpoint.moe_layers();
+  if (layers.empty()) throw Error(options.checkpoint, "without MoE layers", "at least one");
+  const std::int64_t index = options.layer < 0 ? layers.front() : options.layer;
+  return first_experts(checkpoint.load_layer(index), options.max_experts);
+}
+
+/// Hidden states in f32, holding values that `dtype` has.
+Tensor load_input(const Options& options, std::int64_t hidden, DType dtype) {
+  Tensor x = Tensor::empty({options.tokens, hidden}, dtype);
+  if (options.input.empty()) {
+    testing::Random random(options.seed + 2);
+    for (std::int64_t i = 0; i < x.numel(); ++i) {
+      store_f32(x.data(), dtype, i, static_cast<float>(random.normal()));
+    }
+  } else {
+    const Tensor stored = load_tensor(options.input, options.input_name, hidden);
+    x = Tensor::empty(stored.shape(), dtype);
+    convert(stored, x);
+  }
+  if (x.size(0) == 0) throw Error("--input", "no tokens", "at least one");
+  Tensor wide = Tensor::empty(x.shape(), DType::kF32);
+  convert(x, wide);
+  return wide;
+}
+
+void print_table(const std::vector<SchemeError>& rows) {
+  std::size_t width = 6;
+  for (const SchemeError& row : rows) width = std::max(width, row.scheme.size());
+  fmt::print("{:<{}}  {:>10}  {:>11}  {:>9}  {:>9}  {:>10}  {:>11}  {:>6}  {}\n", "scheme", width,
+             "bytes", "bits/weight", "ms", "rel_error", "cosine", "worst_error", "token", "plan");
+  for (const SchemeError& row : rows) {
+    fmt::print("{:<{}}  {:>10}  {:>11.2f}  {:>9.3f}  {:>9.2e}  {:>10.7f}  {:>11.2e}  {:>6}  {}\n",
+               row.scheme, width, format_bytes(row.bytes), row.bits_per_weight, row.ms,
+               row.relative_error, row.cosine, row.worst_token_error, row.worst_token, row.plan);
+  }
+}
+
+void print_json(const Options& options, const LayerWeights& layer, std::int64_t num_tokens,
+                const std::vector<SchemeError>& rows) {
+  nlohmann::ordered_json all = nlohmann::ordered_json::array();
+  for (const SchemeError& row : rows) {
+    all.push_back({{"scheme", row.scheme},
+                   {"plan", row.plan},
+                   {"bytes", row.bytes},
+                   {"bits_per_weight", row.bits_per_weight},
+                   {"ms", row.ms},
+                   {"relative_error", row.relative_error},
+                   {"cosine", row.cosine},
+                   {"worst_token", row.worst_token},
+                   {"worst_token_error", row.worst_token_error}});
+  }
+  const nlohmann::ordered_json object{
+      {"version", FUSEDMOE_VERSION},
+      {"layer", options.model.empty() ? options.checkpoint : options.model},
+      {"num_tokens", num_tokens},
+      {"num_experts", layer.experts.num_experts()},
+      {"topk", layer.router.topk},
+      {"hidden", layer.experts.hidden},
+      {"intermediate", layer.experts.intermediate},
+      {"dtype", options.dtype},
+      {"rows", all}};
+  fmt::print("{}\n", object.dump(2));
+}
+
+/// Those asked for, or all that are served.
+std::vector<std::string> schemes_of(const Options& options) {
+  if (options.schemes != std::vector<std::string>{"all"}) return options.schemes;
+  std::vector<std::string> names;
+  for (const NamedScheme& entry : named_schemes()) names.push_back(entry.name);
+  return names;
+}
+
+void run(const Options& options) {
+  const DType dtype = parse_float_dtype(options.dtype);
+  set_num_threads(options.threads);
+  std::vector<QuantScheme> schemes;
+  for (const std::string& scheme : schemes_of(options)) schemes.push_back(parse_scheme(scheme));
+  LayerWeights layer = load_layer(options);
+  const Tensor x = load_input(options, layer.experts.hidden, dtype);
+  const SchemeComparison comparison(std::move(layer), x);
+  const bool all = options.schemes == std::vector<std::string>{"all"};
+
+  std::vector<SchemeError> rows;
+  Progress progress("Comparing");
+  for (std::size_t i = 0; i < schemes.size(); ++i) {
+    progress.update(static_cast<std::int64_t>(i), static_cast<std::int64_t>(schemes.size()));
+    try {
+      rows.push_back(comparison.run(schemes[i], dtype, options.experts, options.repeat));
+    } catch (const Error& error) {
+      if (!all) throw;
+      spdlog::warn("{} is left out: {}", name(schemes[i]), error.argument());
+    }
+  }
+  if (options.json) {
+    print_json(options, comparison.layer(), x.size(0), rows);
+  } else {
+    print_table(rows);
+  }
+}
+
+}  // namespace
+
+void add_compare(CLI::App& app) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command = app.add_subcommand(
+      "compare", "Quantize one layer to several schemes and show their errors against f32");
+  CLI::Option_group* source = command->add_option_group("layer");
+  source->add_option("--checkpoint", options->checkpoint, "Directory or safetensors file");
+  source->add_option("--model", options->model, "Random weights of a model that synth knows")
+      ->check(CLI::IsMember(model_preset_names()));
+  source->require_option(1);
+  command->add_option("--schemes", options->schemes, "Schemes to compare, or all")
+      ->delimiter(',')
+      ->required();
+  command->add_option("--layer", options->layer, "Layer index; default: the first MoE layer")
+      ->check(CLI::NonNegativeNumber);
+  command->add_option("--max-experts", options->max_experts, "Take so many experts; 0: all")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  command->add_option("--input", options->input,
+                      "Safetensors file with the hidden states; default: random ones");
+  command->add_option("--input-name", options->input_name, "Name of the tensor in it")
+      ->capture_default_str();
+  command->add_option("--tokens", options->tokens, "Number of random hidden states")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20))
+      ->capture_default_str();
+  command->add_option("--seed", options->seed, "Of the random numbers")->capture_default_str();
+  command->add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
+      ->capture_default_str();
+  command->add_option("--experts", options->experts,
+                      "Implementation that must run (see explain); default: the best");
+  command->add_option("--threads", options->threads, "CPU threads; default: all")
+      ->check(CLI::Range(1, kMaxThreads));
+  command->add_option("--repeat", options->repeat, "Forwards to take the median time of")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command->add_flag("--json", options->json,
+                    "Print one JSON object, which scripts/plot_compare.py draws");
+  command->callback([options] { run(*options); });
+}
+
+}  // namespace fusedmoe::cli

@@ -1,0 +1,84 @@
+// fusedmoe quantize: a checkpoint with its experts in another number format, in a published layout.
+#include <fmt/format.h>
+
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "commands.h"
+#include "fusedmoe/quantize_checkpoint.h"
+#include "support.h"
+
+namespace fusedmoe::cli {
+namespace {
+
+struct Options {
+  std::string checkpoint, scheme, layout, output, calibrate;
+  QuantizeCheckpointOptions quantize;
+  bool json = false;
+};
+
+void run(const Options& options) {
+  QuantizeCheckpointOptions quantize = options.quantize;
+  quantize.scheme = parse_scheme(options.scheme);
+  quantize.calibration = options.calibrate;
+  if (!options.layout.empty()) quantize.layout = parse_checkpoint_layout(options.layout);
+  std::int64_t bytes = 0;
+  double ms = 0;
+  {
+    Progress progress("Writing " + options.output);
+    quantize.progress = [&](std::int64_t done, std::int64_t total) {
+      progress.update(done, total);
+    };
+    ms =
+        time_ms([&] { bytes = quantize_checkpoint(options.checkpoint, quantize, options.output); });
+  }
+  const ModelConfig config = Checkpoint::open(options.output).config();
+  const std::string scheme = name(config.scheme), layout(name(config.layout));
+  if (options.json) {
+    fmt::print("{}\n", nlohmann::json{{"path", options.output},
+                                      {"scheme", scheme},
+                                      {"layout", layout},
+                                      {"bytes", bytes},
+                                      {"ms", ms}}
+                           .dump());
+  } else {
+    fmt::print("{}: {} in the layout of {}, {} in {:.1f} s\n", options.output, scheme, layout,
+               format_bytes(bytes), ms / 1000);
+  }
+}
+
+}  // namespace
+
+void add_quantize(CLI::App& app) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command = app.add_subcommand(
+      "quantize", "Quantize the experts of an f32, bf16 or f16 checkpoint into a published layout");
+  command->add_option("--checkpoint", options->checkpoint, "Directory or safetensors file to read")
+      ->required();
+  command
+      ->add_option("--scheme", options->scheme,
+                   "fp8_block, nvfp4, int4_g128, ...; a wrong one lists all")
+      ->required();
+  command->add_option(
+      "--layout", options->layout,
+      "gpt-oss, fp8 (deepseek), compressed-tensors, modelopt, gptq, gptq_v2 or awq; "
+      "default: the scheme's usual one");
+  const std::map<std::string, MxScaleRule> rules{{"ocp", MxScaleRule::kOcp},
+                                                 {"even", MxScaleRule::kEven},
+                                                 {"ceil", MxScaleRule::kCeil},
+                                                 {"floor", MxScaleRule::kFloor}};
+  command
+      ->add_option("--scale-rule", options->quantize.scale_rule,
+                   "How MXFP4 and MXFP8 weights choose scales: ocp (default), even, ceil or floor")
+      ->transform(CLI::CheckedTransformer(rules).description(""));
+  command->add_option("--calibrate", options->calibrate,
+                      "File with hidden_states for static activation scales; default: "
+                      "input.safetensors of the checkpoint");
+  command->add_option("--output", options->output, "Directory to make")->required();
+  command->add_flag("--json", options->json, "Print one JSON object instead of text");
+  command->callback([options] { run(*options); });
+}
+
+}  // namespace fusedmoe::cli

@@ -1,0 +1,33 @@
+// The weights of the reference experts: the published ones as they are.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "fusedmoe/weights.h"
+
+namespace fusedmoe::reference {
+
+/// Keeps the published weights as they are.
+class ReferenceWeights final : public PackedWeights {
+ public:
+  ReferenceWeights(Info info, ExpertWeights weights)
+      : PackedWeights(std::move(info)),
+        source(std::move(weights)),
+        replaced(source.experts.size()) {}
+
+  std::int64_t nbytes() const override {
+    std::int64_t total = 0;
+    for (const ExpertWeights& expert : replaced) total += expert.nbytes();
+    return total;
+  }
+
+  ExpertWeights source;
+  std::vector<ExpertWeights> replaced;  // what repack has copied: owns the memory of those experts
+};
+
+/// One expert in tensors of its own.
+ExpertWeights copy_expert(const ExpertWeights& weights, std::int64_t expert);
+
+}  // namespace fusedmoe::reference

@@ -1,0 +1,175 @@
+// The fast CPU experts on every scheme: against the reference, twice, alone and in a batch. Runs
+// once for each instruction set of the machine (tests/CMakeLists.txt).
+#include <gtest/gtest.h>
+
+#include "cpu/experts.h"
+#include "cpu/pack.h"
+#include "fusedmoe/prepare_finalize.h"
+#include "reference/experts.h"
+#include "testing/cases.h"
+#include "testing/compare.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::bitwise_equal;
+using testing::Case;
+using testing::compare;
+using testing::Problem;
+
+/// All but the dispatch, of an Experts with its packed weights.
+class Runner {
+ public:
+  Runner(std::shared_ptr<const ModularExperts> experts, const ExpertWeights& weights)
+      : experts_(std::move(experts)), packed_(experts_->pack(weights)) {}
+
+  const ModularExperts& experts() const { return *experts_; }
+  Tensor run(const Problem& problem, DType dtype) const {
+    const bool batched = experts_->activation_format() == ActivationFormat::kBatchedExperts;
+    return testing::run_experts(problem, batched ? *make_batched() : *make_no_ep(), *experts_,
+                                *packed_, dtype);
+  }
+
+ private:
+  std::shared_ptr<const ModularExperts> experts_;
+  std::shared_ptr<const PackedWeights> packed_;
+};
+
+/// Without quantized activations: spec "tolerances", section 5, as in cpu_experts_test.cpp; zero
+/// points are subtracted from the sums of whole groups, which cancels up to half of their bits.
+///
+/// With them, the two sides' activated rows differ by their own rounding, and where that carries an
+/// element over a tie its code differs: by 1/16 of an E4M3 value, 1/127 of the largest of an int8
+/// group, and up to a third of the largest of an E2M1 block. Rare (1 in 1000 at most in bf16, whose
+/// ulp is 1/16 of an E4M3 step), so the rms hardly sees it; one element of the output sees one of
+/// `intermediate` terms.
+struct Tolerance {
+  double max, rms;
+};
+Tolerance tolerance(const QuantScheme& scheme, DType dtype) {
+  const bool f32 = dtype == DType::kF32;
+  if (!scheme.activations)
+    return f32 ? Tolerance{2e-5, scheme.weights.symmetric ? 2e-6 : 4e-6} : Tolerance{2e-2, 4e-3};
+  switch (scheme.activations->value) {
+    case DType::kE2M1:
+      return {1.5e-1, 1.5e-2};
+    case DType::kE4M3:
+      return {f32 ? 1e-2 : 2e-2, 4e-3};
+    default:
+      return {f32 ? 5e-3 : 2e-2, 4e-3};
+  }
+}
+
+std::vector<Case> cases(const QuantScheme& scheme) {
+  Case odd;  // sizes that no block divides
+  odd.name = "odd";
+  odd.num_tokens = 23;
+  odd.num_experts = 5;
+  odd.topk = 2;
+  odd.hidden = 360;
+  odd.intermediate = 90;
+  odd.bias = true;
+  odd.negative_ids = true;
+  Case mapped;
+  mapped.name = "mapped";
+  mapped.num_tokens = 9;
+  mapped.num_experts = 7;
+  mapped.topk = 3;
+  mapped.hidden = 192;
+  mapped.intermediate = 256;
+  mapped.activation = Activation::kSwigluOai;
+  mapped.expert_map = true;
+  Case skewed;  // a full block of rows, and experts without any
+  skewed.name = "one_expert";
+  skewed.num_tokens = 40;
+  skewed.num_experts = 4;
+  skewed.topk = 1;
+  skewed.hidden = 64;
+  skewed.intermediate = 1368;
+  skewed.activation = Activation::kRelu2NoMul;
+  skewed.skew = testing::RoutingSkew::kOneExpert;
+  std::vector<Case> result{odd, mapped, skewed};
+  for (Case& spec : result) spec.scheme = scheme;
+  return result;
+}
+
+class CpuSchemesTest : public ::testing::TestWithParam<NamedScheme> {
+ protected:
+  void SetUp() override {
+    if (!cpu::has_codes(scheme().weights)) GTEST_SKIP() << "no tiles for it";
+  }
+  const QuantScheme& scheme() const { return GetParam().scheme; }
+};
+
+TEST_P(CpuSchemesTest, MatchesReference) {
+  for (const Case& spec : cases(scheme())) {
+    const Problem problem = testing::make_problem(spec);
+    const Runner reference(reference::make_experts(ActivationFormat::kStandard), problem.weights);
+    for (const auto& experts :
+         {cpu::make_experts(ActivationFormat::kStandard),
+          cpu::make_experts(ActivationFormat::kBatchedExperts), cpu::make_unfused_experts()}) {
+      const Runner runner(experts, problem.weights);
+      for (DType dtype : {DType::kF32, DType::kBF16}) {
+        // Unfused experts round once more, before the activation. Quantized, that is another
+        // problem, for another reference.
+        const bool unfused = experts->name() == "cpu_unfused";
+        if (unfused && dtype == DType::kBF16 && scheme().activations) continue;
+        MoeConfig config = testing::make_config(spec, dtype);
+        config.activation_format = experts->activation_format();
+        ASSERT_TRUE(experts->supports(config)) << experts->supports(config).text;
+        const Tensor actual = runner.run(problem, dtype);
+        const testing::Difference difference = compare(actual, reference.run(problem, dtype));
+        SCOPED_TRACE(spec.name + " " + std::string(experts->name()) + " " +
+                     std::string(name(dtype)) + ": " + difference.to_string());
+        EXPECT_FALSE(difference.nonfinite_mismatch);
+        // Batched experts round their rows before the weighted sum.
+        const double factor = experts->name() == "cpu" ? 1 : 2;
+        EXPECT_LE(difference.max_element, factor * tolerance(scheme(), dtype).max);
+        EXPECT_LE(difference.rms_element, factor * tolerance(scheme(), dtype).rms);
+        EXPECT_TRUE(bitwise_equal(runner.run(problem, dtype), actual)) << "second run";
+      }
+    }
+  }
+}
+
+/// The first rows of a problem, as a problem.
+Problem head(const Problem& problem, std::int64_t num_tokens) {
+  Problem result = problem;
+  result.spec.num_tokens = num_tokens;
+  for (Tensor* tensor : {&result.hidden_states, &result.topk_ids, &result.topk_weights}) {
+    *tensor = Tensor(tensor->slice(0, 0, num_tokens), tensor->owner());
+  }
+  return result;
+}
+
+TEST_P(CpuSchemesTest, RowDoesNotDependOnItsBatch) {
+  const auto& key = scheme().activations;
+  if (key && key->dynamic && key->group == GroupShape{-1, -1}) {
+    GTEST_SKIP() << "dynamic per tensor: one scale for the batch";
+  }
+  Case spec;
+  spec.num_tokens = 40;
+  spec.num_experts = 3;
+  spec.topk = 2;
+  spec.hidden = 1696;  // more than one panel of every element type
+  spec.intermediate = 72;
+  spec.scheme = scheme();
+  spec.bias = true;
+  const Problem problem = testing::make_problem(spec);
+  for (const auto& experts :
+       {cpu::make_experts(ActivationFormat::kStandard), cpu::make_unfused_experts()}) {
+    const Runner runner(experts, problem.weights);
+    const Tensor whole = runner.run(problem, DType::kBF16);
+    for (std::int64_t num_tokens : {1, 2, 3, 4, 5, 9}) {
+      EXPECT_TRUE(bitwise_equal(runner.run(head(problem, num_tokens), DType::kBF16),
+                                whole.slice(0, 0, num_tokens)))
+          << experts->name() << " M = " << num_tokens;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CpuSchemesTest, ::testing::ValuesIn(named_schemes()),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace fusedmoe

@@ -1,0 +1,26 @@
+// The text of an expected Error.
+#pragma once
+
+#include <string>
+
+#include "fusedmoe/error.h"
+
+namespace fusedmoe::testing {
+
+template <typename Function>
+std::string error_text(Function&& function) {
+  try {
+    function();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+inline std::size_t occurrences(const std::string& text, const std::string& part) {
+  std::size_t count = 0;
+  for (std::size_t p = text.find(part); p != std::string::npos; p = text.find(part, p + 1)) ++count;
+  return count;
+}
+
+}  // namespace fusedmoe::testing

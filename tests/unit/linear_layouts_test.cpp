@@ -1,0 +1,433 @@
+// Quantized linear layers as published: what the bits mean, what configs say, and hostile files.
+#include "io/linear_layouts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "fusedmoe/device.h"
+#include "fusedmoe/formats.h"
+#include "fusedmoe/quantize.h"
+#include "gtest/gtest.h"
+#include "testing/compare.h"
+#include "tiny_checkpoint.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::error_text;
+using testing::read_json;
+using testing::tensors_of;
+using testing::TinyCheckpoints;
+
+const std::string kExperts = "model.layers.0.mlp.experts.";
+constexpr auto kCt = CheckpointLayout::kCompressedTensors;
+
+/// A quantized checkpoint in memory, to be changed and written as one file.
+struct Parts {
+  Parts(const std::string& scheme, CheckpointLayout layout,
+        const std::string& family = "qwen3_moe") {
+    const auto path = TinyCheckpoints::instance().quantized(family, scheme, layout);
+    tensors = tensors_of(path);
+    config = read_json(path / "config.json");
+  }
+
+  Tensor copy(const std::string& name) {
+    const Tensor& from = tensors.at(name);
+    Tensor to = Tensor::empty(from.shape(), from.dtype());
+    std::copy_n(from.as<const char>(), from.nbytes(), to.as<char>());
+    tensors[name] = to;
+    return to;
+  }
+
+  LayerWeights load() const {
+    const testing::TemporaryDirectory directory;
+    std::map<std::string, TensorView> views(tensors.begin(), tensors.end());
+    save_safetensors(directory / "x.safetensors", views, {{"config", config.dump()}});
+    return Checkpoint::open(directory / "x.safetensors").load_layer(0);
+  }
+
+  std::string error() const {
+    return error_text([&] { load(); });
+  }
+
+  nlohmann::json& quantization() { return config["quantization_config"]; }
+
+  std::map<std::string, Tensor, std::less<>> tensors;
+  nlohmann::json config;
+};
+
+float value_of(const Tensor& tensor, std::int64_t row, std::int64_t col) {
+  return load_f32(tensor.data(), tensor.dtype(), row * tensor.size(1) + col);
+}
+
+std::uint32_t word_of(const Tensor& tensor, std::int64_t row, std::int64_t col) {
+  return tensor.as<const std::uint32_t>()[row * tensor.size(1) + col];
+}
+
+/// Every weight of expert 1's gate (96, 160) as the file's tensors define it.
+using Formula = std::function<float(const Parts&, const std::string&, std::int64_t, std::int64_t)>;
+
+void expect_bits(const std::string& scheme, CheckpointLayout layout, const Formula& formula) {
+  const Parts parts(scheme, layout);
+  const LayerWeights layer = parts.load();
+  const Tensor actual = dequantize_weights(layer.experts.experts[1].gate,
+                                           layer.experts.scheme.weights, layer.experts.hidden);
+  for (std::int64_t out = 0; out < 96; ++out) {
+    for (std::int64_t in = 0; in < 160; ++in) {
+      ASSERT_EQ(value_of(actual, out, in), formula(parts, kExperts + "1.gate_proj.", out, in))
+          << scheme << " at " << out << ", " << in;
+    }
+  }
+}
+
+TEST(PublishedBitsTest, Gptq) {
+  // Words along the input; zero points along the output, stored minus one.
+  const auto formula = [](std::int64_t offset) {
+    return [offset](const Parts& p, const std::string& name, std::int64_t out, std::int64_t in) {
+      const std::uint32_t code =
+          word_of(p.tensors.at(name + "qweight"), in / 8, out) >> (4 * (in % 8)) & 15;
+      const std::uint32_t zero =
+          word_of(p.tensors.at(name + "qzeros"), in / 32, out / 8) >> (4 * (out % 8)) & 15;
+      const auto difference = static_cast<float>(code) - static_cast<float>((zero + offset) & 15);
+      return difference * value_of(p.tensors.at(name + "scales"), in / 32, out);
+    };
+  };
+  expect_bits("int4_g32_zp", CheckpointLayout::kGptq, formula(1));
+  expect_bits("int4_g32", CheckpointLayout::kGptq, formula(1));
+  expect_bits("int4_g32_zp", CheckpointLayout::kGptqV2, formula(0));
+}
+
+TEST(PublishedBitsTest, Awq) {
+  // Nibble i of a word, from the low end, is column {0, 2, 4, 6, 1, 3, 5, 7}[i] of its eight.
+  constexpr std::array<std::int64_t, 8> kOrder{0, 2, 4, 6, 1, 3, 5, 7};
+  const auto nibble = [&](const Tensor& words, std::int64_t row, std::int64_t column) {
+    const auto position = std::find(kOrder.begin(), kOrder.end(), column % 8) - kOrder.begin();
+    return word_of(words, row, column / 8) >> (4 * position) & 15;
+  };
+  expect_bits("int4_g32_zp", CheckpointLayout::kAwq,
+              [&](const Parts& p, const std::string& name, std::int64_t out, std::int64_t in) {
+                const std::uint32_t code = nibble(p.tensors.at(name + "qweight"), in, out);
+                const std::uint32_t zero = nibble(p.tensors.at(name + "qzeros"), in / 32, out);
+                return (static_cast<float>(code) - static_cast<float>(zero)) *
+                       value_of(p.tensors.at(name + "scales"), in / 32, out);
+              });
+}
+
+TEST(PublishedBitsTest, PackQuantized) {
+  expect_bits(
+      "int8_g32_zp", kCt,
+      [](const Parts& p, const std::string& name, std::int64_t out, std::int64_t in) {
+        const std::uint32_t code =
+            word_of(p.tensors.at(name + "weight_packed"), out, in / 4) >> (8 * (in % 4)) & 255;
+        const std::uint32_t zero =
+            word_of(p.tensors.at(name + "weight_zero_point"), out / 4, in / 32) >> (8 * (out % 4)) &
+            255;
+        return (static_cast<float>(code) - static_cast<float>(zero)) *
+               value_of(p.tensors.at(name + "weight_scale"), out, in / 32);
+      });
+}
+
+TEST(PublishedBitsTest, Nvfp4GlobalScalesAreReciprocal) {
+  const auto formula = [](const char* values, bool reciprocal, const char* global) {
+    return [=](const Parts& p, const std::string& name, std::int64_t out, std::int64_t in) {
+      const Tensor& codes = p.tensors.at(name + values);
+      const std::uint8_t byte = codes.as<const std::uint8_t>()[out * 80 + in / 2];
+      const float value = e2m1_to_f32(in % 2 ? byte >> 4 : byte & 15) *
+                          value_of(p.tensors.at(name + "weight_scale"), out, in / 16);
+      const float stored = *p.tensors.at(name + global).as<const float>();
+      return value * (reciprocal ? 1 / stored : stored);
+    };
+  };
+  expect_bits("nvfp4", CheckpointLayout::kModelOpt, formula("weight", false, "weight_scale_2"));
+  expect_bits("nvfp4", kCt, formula("weight_packed", true, "weight_global_scale"));
+}
+
+TEST(PublishedBitsTest, BlockScalesMultiply) {
+  expect_bits("fp8_block", CheckpointLayout::kFp8,
+              [](const Parts& p, const std::string& name, std::int64_t out, std::int64_t in) {
+                return value_of(p.tensors.at(name + "weight"), out, in) *
+                       value_of(p.tensors.at(name + "weight_scale_inv"), out / 128, in / 128);
+              });
+}
+
+// ------------------------------------------------------------------------------------------------
+
+// llm-compressor's W4A8: bf16 group scales; they become E4M3 and a channel scale on loading.
+TEST(LinearLayoutTest, W4A8WithPlainGroupScales) {
+  Parts parts("w4a8", kCt);
+  for (std::int64_t e = 0; e < 4; ++e) {
+    for (const char* layer : {"gate_proj", "up_proj", "down_proj"}) {
+      const std::string name = kExperts + std::to_string(e) + "." + layer + ".weight_";
+      const Tensor groups = parts.tensors.at(name + "scale");
+      Tensor plain = Tensor::empty(groups.shape(), DType::kBF16);
+      for (std::int64_t i = 0; i < groups.numel(); ++i) {
+        store_f32(plain.data(), DType::kBF16, i, 0.01F * static_cast<float>(1 + i % 7));
+      }
+      parts.tensors[name + "scale"] = plain;
+      parts.tensors.erase(name + "chan_scale");
+    }
+  }
+  const LayerWeights layer = parts.load();
+  EXPECT_EQ(name(layer.experts.scheme), "w4a8");
+  const WeightMatrix& gate = layer.experts.experts[0].gate;
+  // Two groups of a row: the larger scale becomes 448 / 8, and its eighth goes to the channel.
+  const float first =
+      load_f32(parts.tensors.at(kExperts + "0.gate_proj.weight_scale").data(), DType::kBF16, 0);
+  const float second =
+      load_f32(parts.tensors.at(kExperts + "0.gate_proj.weight_scale").data(), DType::kBF16, 1);
+  const float channel = std::max(first, second) / 448;
+  EXPECT_EQ(*gate.global_scale.as<const float>(), channel * 8);
+  EXPECT_EQ(load_f32(gate.scales.data(), DType::kE4M3, 1), 56);
+  EXPECT_EQ(load_f32(gate.scales.data(), DType::kE4M3, 0),
+            e4m3_to_f32(f32_to_e4m3(e4m3_to_f32(f32_to_e4m3(first / channel)) / 8)));
+
+  Parts both("w4a8", kCt);
+  both.tensors[kExperts + "0.up_proj.weight_scale"] = Tensor::zeros({96, 2}, DType::kBF16);
+  EXPECT_NE(both.error().find("bf16 beside weight_chan_scale"), std::string::npos) << both.error();
+}
+
+TEST(LinearLayoutTest, ScalarsOfAnyRank) {
+  Parts parts("nvfp4", CheckpointLayout::kModelOpt);
+  const std::string name = kExperts + "2.down_proj.weight_scale_2";
+  parts.tensors[name] = Tensor(parts.tensors.at(name).reshape({1}), parts.tensors.at(name).owner());
+  EXPECT_EQ(parts.load().experts.num_experts(), 4);
+}
+
+// An expert without tokens in calibration: 0, of which the reciprocal is infinite.
+TEST(LinearLayoutTest, UncalibratedExpertsTakeTheLargestInputScale) {
+  Parts parts("nvfp4", kCt);
+  const LayerWeights before = parts.load();
+  float largest = 0;
+  for (std::size_t e = 1; e < 4; ++e) {
+    largest = std::max(largest, *before.experts.experts[e].down.input_scale.as<const float>());
+  }
+  *parts.copy(kExperts + "0.down_proj.input_global_scale").as<float>() = 0;
+  const LayerWeights after = parts.load();
+  EXPECT_EQ(*after.experts.experts[0].down.input_scale.as<const float>(), largest);
+}
+
+TEST(LinearLayoutTest, UnusedInputScalesAreAllowed) {
+  Parts parts("fp8_tensor", CheckpointLayout::kFp8);
+  parts.tensors[kExperts + "2.down_proj.input_scale"] = Tensor::zeros({}, DType::kF32);
+  EXPECT_FALSE(parts.load().experts.experts[2].down.input_scale.defined());
+}
+
+TEST(LinearLayoutTest, ModelOptFileBesideTheConfig) {
+  const testing::TemporaryDirectory directory;
+  const auto source =
+      TinyCheckpoints::instance().quantized("qwen3_moe", "nvfp4", CheckpointLayout::kModelOpt);
+  std::filesystem::copy(source, directory / "x");
+  nlohmann::json config = read_json(source / "config.json");
+  config.erase("quantization_config");
+  testing::write_file(directory / "x" / "config.json", config.dump());
+  testing::write_file(
+      directory / "x" / "hf_quant_config.json",
+      R"({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}})");
+  const Checkpoint checkpoint = Checkpoint::open(directory / "x");
+  EXPECT_EQ(name(checkpoint.config().scheme), "nvfp4");
+  EXPECT_EQ(checkpoint.load_layer(0).experts.num_experts(), 4);
+}
+
+// DeepSeek quantizes its shared experts like the others.
+TEST(LinearLayoutTest, QuantizedSharedExperts) {
+  Parts parts("fp8_block", CheckpointLayout::kFp8, "deepseek_v3");
+  const std::string shared = "model.layers.0.mlp.shared_experts.";
+  for (const char* layer : {"gate_proj", "up_proj", "down_proj"}) {
+    for (const char* suffix : {".weight", ".weight_scale_inv"}) {
+      parts.tensors[shared + layer + suffix] = parts.tensors.at(kExperts + "1." + layer + suffix);
+    }
+  }
+  const LayerWeights layer = parts.load();
+  ASSERT_TRUE(layer.shared_experts);
+  EXPECT_EQ(name(layer.shared_experts->weights.scheme), "fp8_block");
+  EXPECT_TRUE(testing::bitwise_equal(
+      dequantize_weights(layer.shared_experts->weights.experts[0].down, keys::e4m3_block(), 96),
+      dequantize_weights(layer.experts.experts[1].down, keys::e4m3_block(), 96)));
+
+  parts.tensors.erase(shared + "up_proj.weight_scale_inv");
+  EXPECT_NE(parts.error().find("shared_experts.up_proj.weight_scale_inv: missing"),
+            std::string::npos);
+}
+
+// ------------------------------------------------------------------------------------------------
+
+struct Hostile {
+  const char* name;
+  const char* scheme;
+  CheckpointLayout layout;
+  std::function<void(Parts&)> change;
+  const char* fault;
+};
+
+void erase(Parts& parts, const std::string& name) {
+  parts.tensors.erase(kExperts + name);
+}
+
+template <typename T>
+void set(Parts& parts, const std::string& name, std::int64_t index, T value) {
+  parts.copy(kExperts + name).as<T>()[index] = value;
+}
+
+std::vector<Hostile> hostile() {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  return {
+      {"missing_scale", "fp8_block", CheckpointLayout::kFp8,
+       [](Parts& p) { erase(p, "3.up_proj.weight_scale_inv"); },
+       "experts.3.up_proj.weight_scale_inv: missing, must be [1, 2]"},
+      {"missing_input_scale", "fp8_tensor_static", CheckpointLayout::kFp8,
+       [](Parts& p) { erase(p, "3.up_proj.input_scale"); },
+       "experts.3.up_proj.input_scale: missing, must be []"},
+      {"missing_zero_points", "int4_g32_zp", kCt,
+       [](Parts& p) { erase(p, "0.up_proj.weight_zero_point"); },
+       "experts.0.up_proj.weight_zero_point: missing, must be [12, 5]"},
+      {"wrong_shape", "nvfp4", CheckpointLayout::kModelOpt,
+       [](Parts& p) {
+         p.tensors[kExperts + "2.down_proj.weight_scale"] = Tensor::zeros({160, 7}, DType::kE4M3);
+       },
+       "experts.2.down_proj.weight_scale: shape [160, 7], must be [160, 6]"},
+      {"wrong_dtype", "nvfp4", CheckpointLayout::kModelOpt,
+       [](Parts& p) {
+         p.tensors[kExperts + "2.down_proj.weight_scale"] = Tensor::zeros({160, 6}, DType::kBF16);
+       },
+       "experts.2.down_proj.weight_scale: dtype bf16, must be e4m3"},
+      {"nan_scale", "fp8_channel_token", kCt,
+       [=](Parts& p) { set(p, "2.down_proj.weight_scale", 7, nan); }, "experts[2].down.scales"},
+      {"nan_e4m3_scale", "nvfp4", CheckpointLayout::kModelOpt,
+       [](Parts& p) { set<std::uint8_t>(p, "1.up_proj.weight_scale", 9, 0x7f); },
+       "experts[1].up.scales"},
+      {"zero_global_scale", "nvfp4", kCt,
+       [](Parts& p) { set(p, "1.up_proj.weight_global_scale", 0, 0.0F); },
+       "experts[1].up.global_scale"},
+      {"permuted_columns", "int4_g32", CheckpointLayout::kGptq,
+       [](Parts& p) { set(p, "1.up_proj.g_idx", 33, 0); },
+       "experts.1.up_proj.g_idx: group index 0 at column 33, must be 1: columns permuted"},
+      {"zero_points_of_symmetric", "int4_g32", CheckpointLayout::kGptq,
+       [](Parts& p) { set(p, "1.up_proj.qzeros", 5, 0x77777767); },
+       "experts.1.up_proj.qzeros: zero point 7, must be 8, as the config says symmetric"},
+      {"other_matrix_shape", "int4_g32", kCt,
+       [](Parts& p) { set<std::int64_t>(p, "1.up_proj.weight_shape", 0, 95); },
+       "experts.1.up_proj.weight_shape: contents [95, 160], must be [96, 160]"},
+      {"unclaimed", "int4_g32", kCt,
+       [](Parts& p) {
+         p.tensors[kExperts + "1.up_proj.weight_zero_point"] = Tensor::zeros({12, 5}, DType::kI32);
+       },
+       "weight_zero_point: not claimed by any rule"},
+      {"config_without_quantization", "fp8_block", CheckpointLayout::kFp8,
+       [](Parts& p) { p.config.erase("quantization_config"); },
+       "weight_scale_inv: not claimed by any rule"},
+      {"config_of_another_method", "fp8_block", CheckpointLayout::kFp8,
+       [](Parts& p) {
+         p.quantization() = {{"quant_method", "fp8"}};
+       },
+       "weight_scale: missing"},
+      {"config_of_gpt_oss", "fp8_block", CheckpointLayout::kFp8,
+       [](Parts& p) {
+         p.quantization() = {{"quant_method", "mxfp4"}};
+       },
+       "mxfp4_w4a16 in the layout gpt-oss, but experts are stored as mlp.experts.0.gate_proj"},
+      {"activation_order", "int4_g32", CheckpointLayout::kGptq,
+       [](Parts& p) { p.quantization()["desc_act"] = true; },
+       "quantization_config.desc_act: was true; must be false"},
+      {"awq_gemv", "int4_g32_zp", CheckpointLayout::kAwq,
+       [](Parts& p) { p.quantization()["version"] = "gemv"; }, "version: was \"gemv\""},
+      {"three_bits", "int4_g32", CheckpointLayout::kGptq,
+       [](Parts& p) { p.quantization()["bits"] = 3; }, "bits: was 3; must be 4 or 8"},
+      {"other_block", "fp8_block", CheckpointLayout::kFp8,
+       [](Parts& p) {
+         p.quantization()["weight_block_size"] = {64, 64};
+       },
+       "weight_block_size: was [64,64]; must be [128, 128]"},
+      {"unknown_algorithm", "nvfp4", CheckpointLayout::kModelOpt,
+       [](Parts& p) { p.quantization()["quant_algo"] = "INT3"; }, "quant_algo: was \"INT3\""},
+      {"no_groups", "nvfp4", kCt, [](Parts& p) { p.quantization()["config_groups"] = {}; },
+       "config_groups: was absent"},
+      {"unknown_weights", "nvfp4", kCt,
+       [](Parts& p) { p.quantization()["config_groups"]["group_0"]["weights"]["num_bits"] = 6; },
+       "6 bits, float, tensor_group, group_size 16"},
+  };
+}
+
+class HostileTest : public ::testing::TestWithParam<Hostile> {
+ protected:
+  void SetUp() override { set_num_threads(1); }
+};
+
+TEST_P(HostileTest, IsAClearError) {
+  Parts parts(GetParam().scheme, GetParam().layout);
+  EXPECT_EQ(parts.error(), "no error");
+  GetParam().change(parts);
+  EXPECT_NE(parts.error().find(GetParam().fault), std::string::npos) << parts.error();
+}
+
+INSTANTIATE_TEST_SUITE_P(All, HostileTest, ::testing::ValuesIn(hostile()),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+// ------------------------------------------------------------------------------------------------
+
+struct Published {
+  const char* name;
+  const char* json;
+  const char* scheme;
+};
+
+class PublishedConfigTest : public ::testing::TestWithParam<Published> {};
+
+TEST_P(PublishedConfigTest, MeansThisScheme) {
+  nlohmann::json config = nlohmann::json::parse(testing::tiny_config("qwen3_moe"));
+  config["quantization_config"] = nlohmann::json::parse(GetParam().json);
+  EXPECT_EQ(name(parse_model_config(config.dump()).scheme), GetParam().scheme);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, PublishedConfigTest,
+    ::testing::Values(
+        Published{"DeepseekV31",
+                  R"({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                      "scale_fmt": "ue8m0", "weight_block_size": [128, 128]})",
+                  "fp8_block_ue8m0"},
+        Published{"KimiK2Thinking",
+                  R"({"quant_method": "compressed-tensors", "format": "pack-quantized",
+                      "config_groups": {"group_0": {"input_activations": null, "targets": ["Linear"],
+                      "weights": {"actorder": null, "block_structure": null, "dynamic": false,
+                      "group_size": 32, "num_bits": 4, "strategy": "group", "symmetric": true,
+                      "type": "int"}}}, "ignore": ["re:.*self_attn.*"]})",
+                  "int4_g32"},
+        Published{"Fp8Dynamic",
+                  R"({"quant_method": "compressed-tensors", "format": "float-quantized",
+                      "config_groups": {"group_0": {"targets": ["Linear"],
+                      "input_activations": {"dynamic": true, "num_bits": 8, "strategy": "token",
+                      "symmetric": true, "type": "float", "group_size": null},
+                      "weights": {"dynamic": false, "num_bits": 8, "strategy": "channel",
+                      "symmetric": true, "type": "float", "group_size": null}}}})",
+                  "fp8_channel_token"},
+        Published{"GroupForExpertsFirst",
+                  R"({"quant_method": "compressed-tensors", "format": "mixed-precision",
+                      "config_groups": {
+                      "group_0": {"targets": ["Linear"], "format": "float-quantized",
+                      "weights": {"num_bits": 8, "strategy": "channel", "type": "float"}},
+                      "group_1": {"targets": ["re:.*mlp.experts.*"], "format": "pack-quantized",
+                      "weights": {"num_bits": 4, "strategy": "group", "group_size": 128,
+                      "type": "int", "symmetric": false}}}})",
+                  "int4_g128_zp"},
+        Published{"W4AFp8",
+                  R"({"quant_method": "compressed-tensors", "format": "pack-quantized",
+                      "config_groups": {"group_0": {"targets": ["Linear"],
+                      "input_activations": {"dynamic": true, "num_bits": 8, "strategy": "token",
+                      "type": "float"}, "weights": {"num_bits": 4, "strategy": "group",
+                      "group_size": 128, "type": "int", "symmetric": true}}}})",
+                  "w4a8"},
+        Published{"ModelOpt",
+                  R"({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]})",
+                  "fp8_tensor_static"},
+        Published{"Gptq", R"({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": true,
+                              "desc_act": false, "damp_percent": 0.1})",
+                  "int4_g128"},
+        Published{"Awq", R"({"quant_method": "awq", "bits": 4, "group_size": 128,
+                             "zero_point": true, "version": "gemm"})",
+                  "int4_g128_zp"}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+}  // namespace
+}  // namespace fusedmoe
