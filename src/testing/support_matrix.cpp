@@ -50,7 +50,7 @@ std::vector<SupportRow> support_matrix() {
       Case spec;
       spec.name = entry.name;
       spec.num_tokens = 4;
-      spec.num_experts = 3;
+      spec.num_experts = 2;
       spec.hidden = 128;
       spec.intermediate = 128;
       spec.scheme = entry.scheme;

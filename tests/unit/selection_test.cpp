@@ -48,10 +48,9 @@ std::string error_text(const std::function<void()>& call) {
 TEST(RegistryTest, NamesAreUniqueAndInOrderOfPreference) {
   std::vector<std::string_view> names;
   for (const auto& experts : all_experts()) names.push_back(experts->name());
-  EXPECT_EQ(names,
-            (std::vector<std::string_view>{
-                "cpu", "cpu_batched", "cpu_monolithic", "cpu_unfused", "reference",
-                "reference_batched", "reference_monolithic", "reference_unfused"}));
+  EXPECT_EQ(names, (std::vector<std::string_view>{"cpu", "cpu_batched", "cpu_monolithic",
+                                                  "cpu_unfused", "reference", "reference_batched",
+                                                  "reference_monolithic", "reference_unfused"}));
   std::vector<std::string_view> transports;
   for (const auto& object : all_prepare_finalize()) transports.push_back(object->name());
   EXPECT_EQ(transports, (std::vector<std::string_view>{"no_ep", "batched"}));
