@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fusedmoe/activation.h"
+#include "fusedmoe/calibrate.h"
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/device.h"
 #include "fusedmoe/dtype.h"
@@ -15,9 +16,11 @@
 #include "fusedmoe/prepare_finalize.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/quantize.h"
+#include "fusedmoe/quantize_checkpoint.h"
 #include "fusedmoe/router.h"
 #include "fusedmoe/routing_data.h"
 #include "fusedmoe/safetensors.h"
+#include "fusedmoe/scale_layout.h"
 #include "fusedmoe/selection.h"
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/version.h"

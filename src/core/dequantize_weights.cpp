@@ -1,8 +1,7 @@
 // Weight matrices of every key decoded to f32, and the merging of two FP8 scales into one.
 #include <algorithm>
 #include <array>
-#include <cmath>
-#include <functional>
+#include <vector>
 
 #include "core/check.h"
 #include "core/quantize.h"
@@ -16,6 +15,8 @@ namespace {
 
 using core::GlobalScale;
 using core::WeightLayout;
+
+constexpr std::int64_t kParallelElements = 1 << 18;
 
 template <std::size_t kCodes>
 std::array<float, kCodes> table_of(float (*decode)(std::uint8_t)) {
@@ -120,7 +121,8 @@ void take_scale(WeightMatrix& half, const WeightMatrix& other,
   const float to = scale_value(other.scales, DType::kF32, 0);
   const std::int64_t out = old.size(0), in = old.size(1);
   const Tensor values = Tensor::empty({out, in}, DType::kE4M3);
-#pragma omp parallel for schedule(static) num_threads(num_threads())
+#pragma omp parallel for schedule(static) \
+    num_threads(num_threads()) if (out * in >= kParallelElements)
   for (std::int64_t r = 0; r < out; ++r) {
     for (std::int64_t i = 0; i < in; ++i) {
       const float value = stored_value(half, keys::e4m3_tensor(), r, i) * from;
@@ -143,7 +145,8 @@ Tensor dequantize_weights(const WeightMatrix& matrix, const QuantKey& key, std::
   core::check_matrix(matrix, key, "matrix", values.size(0), in);
   Tensor result = Tensor::empty({values.size(0), in}, DType::kF32);
   const Decoder decoder(matrix, key, in);
-#pragma omp parallel for schedule(static) num_threads(num_threads())
+#pragma omp parallel for schedule(static) \
+    num_threads(num_threads()) if (result.numel() >= kParallelElements)
   for (std::int64_t r = 0; r < values.size(0); ++r) decoder.row(r, result.as<float>() + r * in);
   return result;
 }

@@ -22,6 +22,7 @@ using core::WeightLayout;
 
 constexpr float kE4M3Max = 448.0F;
 constexpr float kMinBlockAmax = 1e-4F;
+constexpr std::int64_t kParallelElements = 1 << 18;
 constexpr float kMinRange = 1e-5F;  // of an asymmetric integer group
 
 void load_row(const TensorView& values, std::int64_t row, float* out) {
@@ -94,7 +95,7 @@ class WeightQuantizer {
 
   template <typename Function>
   void for_each_row(const Function& function) const {
-#pragma omp parallel num_threads(num_threads())
+#pragma omp parallel num_threads(num_threads()) if (values_.numel() >= kParallelElements)
     {
       std::vector<float> x(static_cast<std::size_t>(in_));
 #pragma omp for schedule(static)

@@ -51,9 +51,6 @@ bool is_named(QuantScheme scheme) {
 }
 
 Support CpuExperts::supports(const MoeConfig& config) const {
-  if (config.hooks && !mode_.unfused) {
-    return Support::no(Reason::kHooks, "fused: nothing can be injected; see cpu_unfused");
-  }
   return core::supports_on_cpu(config, mode_.format,
                                is_named(config.scheme) && has_codes(config.scheme.weights),
                                "every named scheme but f16");

@@ -46,11 +46,14 @@ struct DotAmx : DotBf16 {
     const int low = num_rows < kTileRows ? num_rows : kTileRows, high = num_rows - low;
     const std::int64_t stride = num_rows > 1 ? rows[1] - rows[0] : 0;
     const TileConfig config(low, high);
+    // GCC's tile intrinsics do not say that they read and write memory.
+    asm volatile("" ::: "memory");
     for (int half = 0; half < 2; ++half) {
       float* left = sums + half * kTileColumns / 2;
       high ? multiply_half<true>(rows[0], stride, panel, steps, accumulate, left, half, prefetch)
            : multiply_half<false>(rows[0], stride, panel, steps, accumulate, left, half, prefetch);
     }
+    asm volatile("" ::: "memory");
   }
 
  private:

@@ -1,6 +1,7 @@
 #include "reference/matrix.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -42,7 +43,7 @@ double decode_e8m0(std::uint8_t code) {
 }
 
 /// Sign, 4 exponent bits of bias 7, 3 fraction bits; all ones is NaN.
-double decode_e4m3(std::uint8_t code) {
+double compute_e4m3(std::uint8_t code) {
   const int exponent = code >> 3 & 0xf, fraction = code & 7;
   double magnitude = 0;
   if ((code & 0x7f) == 0x7f) {
@@ -53,6 +54,15 @@ double decode_e4m3(std::uint8_t code) {
     magnitude = std::ldexp(8 + fraction, exponent - 10);
   }
   return code & 0x80 ? -magnitude : magnitude;
+}
+
+double decode_e4m3(std::uint8_t code) {
+  static const std::array<double, 256> kTable = [] {
+    std::array<double, 256> table{};
+    for (int i = 0; i < 256; ++i) table[i] = compute_e4m3(static_cast<std::uint8_t>(i));
+    return table;
+  }();
+  return kTable[code];
 }
 
 /// Inverse of decode_f16 for values that f16 has.

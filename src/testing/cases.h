@@ -46,6 +46,13 @@ struct Case {
 /// of a token are distinct, so every case suits the batched format too.
 std::vector<Case> awkward_cases();
 
+/// The same for one scheme: sizes that divide no block (360, 90, 192, 1368, 2), every layout it
+/// has, biases, maps, ids of -1, weights on the input, and activations that go round from scheme to
+/// scheme. Small enough for the reference.
+std::vector<Case> scheme_cases(const NamedScheme& scheme);
+/// Of every named scheme.
+std::vector<Case> scheme_cases();
+
 /// A case with its tensors. Weights ~ N(0, 1 / fan-in), so outputs are of order one, quantized
 /// where the scheme says so; MXFP4 blocks have random codes and scales around 1 / sqrt(fan-in).
 /// Biases ~ N(0, 1/4). Hidden states ~ N(0, 1) are bf16 values. The same case gives the same
@@ -73,7 +80,8 @@ void poison(const TensorView& view);
 /// byte beyond it, and is poisoned. Monolithic experts get a router that returns the problem's ids.
 /// Throws Error when an input changed on the way.
 Tensor run_experts(const Problem& problem, const PrepareAndFinalize& prepare_finalize,
-                   const Experts& experts, const PackedWeights& packed, DType dtype);
+                   const Experts& experts, const PackedWeights& packed, DType dtype,
+                   const ExpertsHooks* hooks = nullptr);
 
 /// Deterministic random numbers, the same on every machine.
 class Random {

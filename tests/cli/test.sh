@@ -195,6 +195,20 @@ case $situation in
     refuses 'typo' compare --checkpoint model --schemes bf16 \
       --input model/input.safetensors --input-name typo
     ;;
+  quantize)
+    succeeds synth --config "$configs/qwen3_tiny.json" --tokens 9 --out plain
+    succeeds quantize --checkpoint plain --scheme nvfp4 --output model
+    says '^model: nvfp4 in the layout of modelopt, .* in .* s$'
+    succeeds "${run_args[@]}" --check 9
+    says '^9 of 9 rows against reference .*: passed$'
+    succeeds quantize --checkpoint plain --scheme int4_g32_zp --layout awq --output awq --json
+    says '"layout":"awq".*"scheme":"int4_g32_zp"'
+    refuses 'layout: was awq' quantize --checkpoint plain --scheme fp8_block --layout awq \
+      --output other
+    refuses 'one of .*nvfp4' quantize --checkpoint plain --scheme int3 --output other
+    refuses 'a new or empty directory' quantize --checkpoint plain --scheme nvfp4 --output awq
+    [[ ! -e other ]] || fail "a directory left behind"
+    ;;
   synth_refuses)
     refuses 'gpt-9.*gpt-oss-20b' synth --model gpt-9 --out model
     refuses 'nowhere.json' synth --config nowhere.json --out model

@@ -11,8 +11,9 @@ namespace fusedmoe {
 namespace {
 
 TEST(QuantTest, NamedSchemesParseBack) {
-  for (const char* text : {"f32", "bf16", "f16", "mxfp4_w4a16"}) {
-    EXPECT_EQ(name(parse_scheme(text)), text);
+  for (const NamedScheme& named : named_schemes()) {
+    EXPECT_EQ(parse_scheme(named.name), named.scheme) << named.name;
+    EXPECT_EQ(name(named.scheme), named.name);
   }
   EXPECT_EQ(parse_scheme("bf16"), schemes::unquantized(DType::kBF16));
 }
@@ -26,14 +27,23 @@ TEST(QuantTest, Mxfp4IsE2m1InBlocksOf32WithE8m0Scales) {
   EXPECT_FALSE(scheme.activations);
 }
 
+TEST(QuantTest, ScaleRuleIsPartOfTheName) {
+  const QuantScheme even = parse_scheme("mxfp4:even");
+  EXPECT_EQ(even.activations->scale_rule, MxScaleRule::kEven);
+  EXPECT_EQ(name(even), "mxfp4:even");
+  EXPECT_EQ(parse_scheme("mxfp4:ocp"), parse_scheme("mxfp4"));
+  EXPECT_THROW(parse_scheme("mxfp4:up"), Error);
+  EXPECT_THROW(parse_scheme("mxfp4_w4a16:even"), Error);
+}
+
 TEST(QuantTest, UnnamedSchemeIsDescribed) {
   QuantScheme scheme;
   scheme.weights.value = DType::kE4M3;
   scheme.weights.scale = DType::kF32;
-  scheme.weights.group = {128, 128};
+  scheme.weights.group = {128, 64};
   const std::string text = name(scheme);
   EXPECT_NE(text.find("e4m3"), std::string::npos) << text;
-  EXPECT_NE(text.find("(128, 128)"), std::string::npos) << text;
+  EXPECT_NE(text.find("(128, 64)"), std::string::npos) << text;
 }
 
 TEST(QuantTest, UnknownNameListsTheKnownOnes) {

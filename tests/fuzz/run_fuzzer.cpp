@@ -1,0 +1,331 @@
+// Random layers, valid and not: each works and agrees with the reference, or throws Error.
+// run_fuzzer [--runs N] [--seconds S] [--seed S] [--verbose]: run i has seed S + i; a failure
+// prints its seed and problem. Built like the tests, also with sanitizers; clang's fuzzers cannot
+// compile the CPU kernels.
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "fusedmoe/fusedmoe.h"
+#include "testing/cases.h"
+#include "testing/compare.h"
+
+namespace {
+
+using namespace fusedmoe;
+using fusedmoe::testing::Case;
+using fusedmoe::testing::Problem;
+using fusedmoe::testing::Random;
+
+/// A wrong result, as opposed to a refusal.
+struct Failure {
+  std::string text;
+};
+
+struct Statistics {
+  std::int64_t compared = 0, refused = 0;
+};
+
+// ------------------------------------------------------------------------------------------------
+// Problems
+
+std::int64_t size(Random& random) {
+  switch (random.below(4)) {
+    case 0:
+      return 1 + random.below(40);
+    case 1:
+      return 32 * (1 + random.below(8));
+    case 2:
+      return 128 * (1 + random.below(2)) + random.below(3);
+    default:
+      return 16 * (1 + random.below(12));
+  }
+}
+
+Case random_case(Random& random) {
+  constexpr std::array kActivations{
+      Activation::kSilu,          Activation::kGelu,       Activation::kGeluTanh,
+      Activation::kSwigluOai,     Activation::kSwigluStep, Activation::kSwigluOaiUninterleave,
+      Activation::kSitu,          Activation::kSiluNoMul,  Activation::kGeluNoMul,
+      Activation::kGeluTanhNoMul, Activation::kRelu2NoMul};
+  Case spec;
+  const auto& schemes = named_schemes();
+  spec.num_tokens = random.below(5) == 0 ? random.below(2) : random.below(40);
+  spec.num_experts = 1 + random.below(9);
+  spec.topk = 1 + random.below(std::min<std::int64_t>(spec.num_experts, 4));
+  spec.hidden = size(random);
+  spec.intermediate = size(random);
+  spec.scheme =
+      schemes[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(schemes.size())))]
+          .scheme;
+  spec.activation = kActivations[static_cast<std::size_t>(random.below(kActivations.size()))];
+  if (spec.activation == Activation::kSitu) spec.activation_params.situ_beta = 2.0F;
+  spec.bias = random.below(2) == 0;
+  spec.skew = static_cast<fusedmoe::testing::RoutingSkew>(random.below(4));
+  spec.negative_ids = random.below(3) == 0;
+  spec.expert_map = random.below(4) == 0;
+  spec.weight_on_input = random.below(5) == 0;
+  if (spec.weight_on_input && random.below(4) != 0) spec.topk = 1;
+  spec.gate_up_layout = static_cast<GateUpLayout>(random.below(3));
+  spec.transposed = !spec.scheme.weights.quantized() && random.below(2) == 0;
+  spec.seed = random.bits();
+  return spec;
+}
+
+DType random_dtype(Random& random) {
+  constexpr std::array kDTypes{DType::kF32, DType::kBF16, DType::kF16};
+  return kDTypes[static_cast<std::size_t>(random.below(3))];
+}
+
+std::string describe(const Case& spec, DType dtype) {
+  char text[400];
+  std::snprintf(text, sizeof text,
+                "%s %s %s tokens=%lld experts=%lld topk=%lld hidden=%lld intermediate=%lld bias=%d "
+                "negative_ids=%d map=%d weight_on_input=%d",
+                name(spec.scheme).c_str(), std::string(name(dtype)).c_str(),
+                std::string(name(spec.activation)).c_str(), static_cast<long long>(spec.num_tokens),
+                static_cast<long long>(spec.num_experts), static_cast<long long>(spec.topk),
+                static_cast<long long>(spec.hidden), static_cast<long long>(spec.intermediate),
+                spec.bias, spec.negative_ids, spec.expert_map, spec.weight_on_input);
+  return text;
+}
+
+/// One value that is not finite somewhere in the hidden states.
+void poison_one(Random& random, const Tensor& hidden_states) {
+  if (hidden_states.numel() == 0) return;
+  const float value = random.below(2) == 0 ? NAN : INFINITY;
+  hidden_states.as<float>()[random.below(hidden_states.numel())] = value;
+}
+
+/// One tensor of one matrix that does not fit.
+void damage(Random& random, ExpertWeights& weights) {
+  ExpertMatrices& expert = weights.experts[static_cast<std::size_t>(
+      random.below(static_cast<std::int64_t>(weights.experts.size())))];
+  WeightMatrix& matrix = random.below(2) == 0 ? expert.gate : expert.down;
+  const std::array views{&matrix.values,       &matrix.scales,      &matrix.zero_points,
+                         &matrix.global_scale, &matrix.input_scale, &matrix.bias};
+  TensorView& view = *views[static_cast<std::size_t>(random.below(views.size()))];
+  static const Tensor other = Tensor::zeros({3, 5}, DType::kF32);
+  if (!view.defined() || random.below(3) == 0) {
+    view = other;
+  } else if (random.below(2) == 0) {
+    view = TensorView();
+  } else {
+    view = view.slice(0, 0, view.size(0) / 2);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------
+// Comparison
+
+/// Relative to an element or to a typical one, outputs being of order one. Rounding in the layer's
+/// dtype; and where activations are quantized, their code may be another one after a tie: by 1/16
+/// of an E4M3 value, 1/127 of the largest of an int8 group, a third of an E2M1 value. Here a row
+/// may consist of one element, so all of it shows.
+double tolerance(const QuantScheme& scheme, DType dtype, std::string_view experts) {
+  double result = dtype == DType::kF32 ? 2e-4 : 5e-2;
+  if (scheme.activations) {
+    const DType value = scheme.activations->value;
+    result = value == DType::kE2M1 ? 1.0 : 0.15;
+  }
+  const bool batched = experts.find("batched") != std::string_view::npos;
+  return batched ? 2 * result : result;
+}
+
+void expect_close(const TensorView& actual, const TensorView& expected, double limit,
+                  const std::string& what) {
+  constexpr double kTypical = 0.25;
+  double sum = 0;
+  std::int64_t finite = 0;
+  for (std::int64_t i = 0; i < expected.numel(); ++i) {
+    const double e = load_f32(expected.data(), expected.dtype(), i);
+    if (!std::isfinite(e)) continue;
+    sum += e * e;
+    ++finite;
+  }
+  const double rms = finite > 0 ? std::sqrt(sum / static_cast<double>(finite)) : 0;
+  for (std::int64_t i = 0; i < expected.numel(); ++i) {
+    const double e = load_f32(expected.data(), expected.dtype(), i);
+    const double a = load_f32(actual.data(), actual.dtype(), i);
+    const bool same =
+        std::isfinite(e) == std::isfinite(a) &&
+        (!std::isfinite(e) || std::abs(a - e) <= limit * std::max({std::abs(e), rms, kTypical}));
+    if (!same) {
+      throw Failure{what + ": element " + std::to_string(i) + " is " + std::to_string(a) +
+                    ", not " + std::to_string(e)};
+    }
+  }
+}
+
+/// Unfused experts round once more before activations are quantized: another problem.
+bool comparable(const QuantScheme& scheme, DType dtype, std::string_view experts) {
+  const bool unfused = experts.find("unfused") != std::string_view::npos;
+  return !unfused || !scheme.activations || dtype == DType::kF32;
+}
+
+// ------------------------------------------------------------------------------------------------
+// Runs
+
+/// Every pair that supports the problem, expert maps and all.
+void run_pairs(Random& random, const Problem& problem, DType dtype, Statistics& statistics) {
+  const Case& spec = problem.spec;
+  MoeConfig config = fusedmoe::testing::make_config(spec, dtype);
+  config.activation_format =
+      random.below(2) == 0 ? ActivationFormat::kStandard : ActivationFormat::kBatchedExperts;
+  const Selection selection = explain(config);
+  Tensor expected;
+  // The reference comes last in order of preference.
+  for (auto it = selection.candidates.rbegin(); it != selection.candidates.rend(); ++it) {
+    if (!it->support || it->experts->is_monolithic()) continue;
+    const auto packed = it->experts->pack(problem.weights);
+    const Tensor actual = fusedmoe::testing::run_experts(problem, *it->prepare_finalize,
+                                                         *it->experts, *packed, dtype);
+    const std::string name(it->experts->name());
+    if (!expected) {
+      expected = actual;
+    } else if (comparable(spec.scheme, dtype, name)) {
+      expect_close(actual, expected, tolerance(spec.scheme, dtype, name), name);
+      ++statistics.compared;
+    }
+  }
+}
+
+LayerWeights make_layer(Random& random, const Problem& problem) {
+  const Case& spec = problem.spec;
+  constexpr std::array kScoring{ScoringFunc::kSoftmax,      ScoringFunc::kSigmoid,
+                                ScoringFunc::kSqrtSoftplus, ScoringFunc::kTopkSoftmax,
+                                ScoringFunc::kTopkSigmoid,  ScoringFunc::kLogits};
+  LayerWeights layer;
+  layer.router.num_experts = spec.num_experts;
+  layer.router.topk = spec.topk + (random.below(20) == 0);
+  layer.router.scoring = kScoring[static_cast<std::size_t>(random.below(kScoring.size()))];
+  layer.router.renormalize = random.below(2) == 0;
+  layer.router.apply_router_weight_on_input = spec.weight_on_input;
+  if (random.below(8) == 0) {
+    layer.router.num_expert_group = 1 + random.below(3);
+    layer.router.topk_group = 1 + random.below(2);
+  }
+  layer.router_weights.weight = Tensor::empty({spec.num_experts, spec.hidden}, DType::kF32);
+  for (std::int64_t i = 0; i < layer.router_weights.weight.numel(); ++i) {
+    layer.router_weights.weight.as<float>()[i] =
+        static_cast<float>(random.normal() / std::sqrt(static_cast<double>(spec.hidden)));
+  }
+  layer.experts = problem.weights;
+  if (random.below(4) == 0) damage(random, layer.experts);
+  return layer;
+}
+
+/// A whole layer with any implementation, also one that does not exist, by router or given ids.
+void run_layer(Random& random, const Problem& problem, DType dtype, Statistics& statistics) {
+  const LayerWeights weights = make_layer(random, problem);
+  std::vector<std::string> names{"", "nonsense", "cpu+nonsense"};
+  for (const auto& experts : all_experts()) names.emplace_back(experts->name());
+  LayerOptions options;
+  options.dtype = dtype;
+  options.batch_invariant = random.below(6) == 0;
+  options.require =
+      names[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(names.size())))];
+  const MoeLayer layer(weights, options);
+  LayerOptions plain;
+  plain.dtype = dtype;
+  plain.require = "reference";
+  const MoeLayer reference(weights, plain);
+
+  Tensor x = Tensor::empty(problem.hidden_states.shape(), dtype);
+  convert(problem.hidden_states, x);
+  Tensor actual = Tensor::empty(x.shape(), dtype), expected = Tensor::empty(x.shape(), dtype);
+  const bool routed = random.below(2) == 0;
+  Tensor ids = problem.topk_ids;
+  if (random.below(6) == 0 && ids.numel() > 0) {
+    ids.as<std::int32_t>()[0] = static_cast<std::int32_t>(random.below(1000)) - 500;
+  }
+  const auto forward = [&](const MoeLayer& which, const Tensor& output, std::size_t less) {
+    const std::size_t bytes = which.workspace_bytes(x.size(0));
+    const Tensor memory = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
+    const Workspace workspace{memory.data(), bytes - std::min(bytes, less)};
+    if (routed) {
+      which.forward_routed(x, {ids, problem.topk_weights}, output, workspace);
+    } else {
+      which.forward(x, output, workspace);
+    }
+  };
+  forward(layer, actual, random.below(10) == 0 ? 256 : 0);
+  forward(reference, expected, 0);
+  const std::string name(layer.selection().experts->name());
+  if (!comparable(problem.spec.scheme, dtype, name)) return;
+  expect_close(actual, expected, tolerance(problem.spec.scheme, dtype, name), "layer with " + name);
+  ++statistics.compared;
+}
+
+void run(std::uint64_t seed, Statistics& statistics, std::string& what) {
+  Random random(seed);
+  const DType dtype = random_dtype(random);
+  const Case spec = random_case(random);
+  what = describe(spec, dtype);
+  set_num_threads(static_cast<int>(1 + random.below(2)));
+  try {
+    const Problem problem = fusedmoe::testing::make_problem(spec);
+    if (random.below(8) == 0) poison_one(random, problem.hidden_states);
+    if (spec.expert_map || random.below(2) == 0) {
+      run_pairs(random, problem, dtype, statistics);
+    } else {
+      run_layer(random, problem, dtype, statistics);
+    }
+  } catch (const Error&) {
+    ++statistics.refused;
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::uint64_t seed = 0;
+  double seconds = 1e9;
+  long long runs = -1;
+  bool verbose = false;
+  for (int i = 1; i < argc; ++i) {
+    const std::string option = argv[i];
+    const char* value = i + 1 < argc ? argv[i + 1] : "0";
+    if (option == "--verbose") {
+      verbose = true;
+      continue;
+    }
+    if (option == "--runs") runs = std::stoll(value);
+    if (option == "--seconds") seconds = std::stod(value);
+    if (option == "--seed") seed = std::stoull(value);
+    ++i;
+  }
+  if (runs < 0 && seconds == 1e9) runs = 1000;
+  const auto start = std::chrono::steady_clock::now();
+  Statistics statistics;
+  long long done = 0;
+  for (; runs < 0 || done < runs; ++done, ++seed) {
+    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - start;
+    if (passed.count() > seconds) break;
+    std::string what;
+    std::string failure;
+    if (verbose) std::fprintf(stderr, "seed %llu\n", static_cast<unsigned long long>(seed));
+    try {
+      run(seed, statistics, what);
+    } catch (const Failure& wrong) {
+      failure = wrong.text;
+    } catch (const std::exception& error) {
+      failure = std::string("not an Error: ") + error.what();
+    }
+    if (!failure.empty()) {
+      std::fprintf(stderr, "seed %llu: %s\n  %s\n", static_cast<unsigned long long>(seed),
+                   what.c_str(), failure.c_str());
+      return 1;
+    }
+  }
+  std::printf("%lld runs: %lld results compared, %lld problems refused\n", done,
+              static_cast<long long>(statistics.compared),
+              static_cast<long long>(statistics.refused));
+  return 0;
+}
