@@ -32,11 +32,16 @@ std::size_t workspace_bytes(const Selection& selection, const MoeConfig& config,
 }
 
 /// With the shared experts that a layer of the model would have besides.
-std::string plan_json(const ModelConfig& model, const MoeConfig& config,
+std::string plan_json(const Options& options, const ModelConfig& model,
                       const Selection& selection) {
   Plan plan = selection.plan();
   if (model.shared_intermediate > 0) {
-    MoeConfig shared = config;
+    MoeConfig shared = selection.config;
+    if (!options.checkpoint.empty()) {
+      const Checkpoint checkpoint = Checkpoint::open(options.checkpoint);
+      const auto experts = checkpoint.load_layer(checkpoint.moe_layers().front()).shared_experts;
+      if (experts) shared.scheme = experts->weights.scheme;
+    }
     shared.num_experts = shared.num_local_experts = shared.topk = 1;
     shared.intermediate = model.shared_intermediate;
     shared.routing_method = RoutingMethod::kUnspecified;
@@ -63,6 +68,9 @@ void run(const Options& options) {
   config.batch_invariant = options.batch_invariant;
   const Selection selection =
       options.experts.empty() ? explain(config) : select(config, options.experts);
+  if (selection && !options.save_plan.empty()) {
+    write_text(options.save_plan, plan_json(options, model, selection));
+  }
   const std::size_t workspace =
       selection ? workspace_bytes(selection, config, options.num_tokens) : 0;
   if (options.json) {
@@ -84,8 +92,6 @@ void run(const Options& options) {
                  format_bytes(static_cast<std::int64_t>(workspace)));
     }
   }
-  if (selection && !options.save_plan.empty())
-    write_text(options.save_plan, plan_json(model, config, selection));
   if (!selection) {
     throw Error("configuration", "served by no implementation", "one that a row above supports");
   }

@@ -14,7 +14,8 @@
 namespace fusedmoe {
 
 /// Every PrepareAndFinalize and Experts this build has, best first, reference last. A monolithic
-/// adapter follows the modular experts it wraps, so it is chosen on demand only.
+/// adapter and unfused experts follow the modular experts that serve the same without them, so
+/// they are chosen on demand only: by name, or for MoeConfig::hooks.
 FUSEDMOE_API std::span<const std::shared_ptr<const PrepareAndFinalize>> all_prepare_finalize();
 FUSEDMOE_API std::span<const std::shared_ptr<const Experts>> all_experts();
 

@@ -133,12 +133,13 @@ struct BlocksToF32 {
   std::int32_t zero_;
 };
 
+// NOTE: `auto` would drop the attribute.
 typedef std::uint32_t AnyBits __attribute__((may_alias));
 
 /// (2 pairs, 64) fp32 values as bf16 pairs; exact, because none has more than 8 significant bits.
 inline void to_bf16_pairs(const float* source, int pairs, std::byte* target) {
-  const auto* __restrict values = reinterpret_cast<const AnyBits*>(source);
-  auto* __restrict out = reinterpret_cast<AnyBits*>(target);
+  const AnyBits* values = reinterpret_cast<const AnyBits*>(source);
+  AnyBits* out = reinterpret_cast<AnyBits*>(target);
   for (int pair = 0; pair < pairs; ++pair) {
     for (int c = 0; c < kTileColumns; ++c) {
       out[pair * kTileColumns + c] = values[2 * pair * kTileColumns + c] >> 16 |

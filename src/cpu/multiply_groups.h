@@ -17,9 +17,9 @@ inline constexpr std::int64_t kGroupPanelSteps = 64;
 /// A part of a tile, decoded: `count` groups of `steps` steps each, the last of `last_steps`.
 struct GroupPanel {
   std::int64_t row_offset;  // of the first group in a row, in bytes
-  const std::byte* data;  // groups follow each other
-  const float* scales;    // (count, 64)
-  const float* zeros;     // (count, 64) or null
+  const std::byte* data;    // groups follow each other
+  const float* scales;      // (count, 64)
+  const float* zeros;       // (count, 64) or null
   std::int64_t first, count, steps, last_steps;
 };
 
@@ -89,8 +89,8 @@ inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, 
           const auto scale = S::set1(rows[r].scales[(panel.first + g) >> group_shift]);
 #pragma GCC unroll 4
           for (int v = 0; v < kVectors; ++v) {
-            total[r][v] = S::fma(D::to_float(acc[r][v]), S::load(scales + v * kW) * scale,
-                                 total[r][v]);
+            total[r][v] =
+                S::fma(D::to_float(acc[r][v]), S::load(scales + v * kW) * scale, total[r][v]);
           }
         } else {
 #pragma GCC unroll 4

@@ -3,6 +3,8 @@
 // multiply_groups.h, bit for bit. Included by isa_avx512_bf16.cpp only.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/dot_bf16.h"
 #include "cpu/multiply_groups.h"
 
@@ -51,82 +53,136 @@ inline void stream_blocks(const Codec& codec, const std::byte* block, std::int64
   }
 }
 
-template <class D, class Codec, ScaleType kScale, int T, int R>
-void stream_tiles(const TileJob& job, int first_tile) {
-  constexpr bool kGrouped = kScale != ScaleType::kNone;
-  const Codec codec(job.format);
-  const std::byte* rows[R];
-  GroupRow meta[R];
-  for (int r = 0; r < R; ++r) {
-    meta[r] = group_row(job, r);
-    rows[r] = meta[r].elements;
+/// R rows x T tiles, whose streams advance in turn by parts of at most 32 k.
+///
+/// Groups of one part keep their totals in registers; of longer ones the sums of all tiles are in
+/// registers and the totals in memory, so that every stream keeps moving.
+template <class D, class Codec, ScaleType kScale, bool kLongGroups, int T, int R>
+class TileStreams {
+ public:
+  TileStreams(const TileJob& job, int first_tile)
+      : job_(job),
+        first_tile_(first_tile),
+        codec_(job.format),
+        header_bytes_(kGrouped ? job.format.header_bytes() : 0) {
+    for (int r = 0; r < R; ++r) rows_[r] = group_row(job, r);
   }
-  const std::byte* tile = job.tiles + first_tile * job.tile_bytes;
-  __m512 sums[T][R][4];
+
+  void run() {
+    Sums sums, totals;
+    const std::byte* elements[R];
+    for (int r = 0; r < R; ++r) elements[r] = rows_[r].elements;
+    clear(sums);
+    clear(totals);
+    const std::byte* group = job_.tiles + first_tile_ * job_.tile_bytes;
+    const std::int64_t group_k = kGrouped ? job_.format.group : job_.k;
+    for (std::int64_t first = 0, g = 0; first < job_.k; first += group_k, ++g) {
+      const std::int64_t end = job_.k - first < group_k ? job_.k : first + group_k;
+      const std::byte* blocks = group + header_bytes_;
+      if constexpr (kGrouped && kLongGroups) {
 #pragma GCC unroll 4
-  for (int t = 0; t < T; ++t) {
+        for (int t = 0; t < T; ++t) start(g, group + t * job_.tile_bytes, sums[t]);
+      }
+      for (std::int64_t k = first; k < end; k += kGroup) {
+        const std::int64_t count = end - k < kGroup ? end - k : kGroup;
+        prefetch_heads<T>(job_, (job_.k - k) / kGroup);
+#pragma GCC unroll 4
+        for (int t = 0; t < T; ++t) {
+          // Loading a row's elements again for each tile is free; kept, they would spill the sums.
+          // So the compiler must not know that the pointers are the same.
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) asm volatile("" : "+r"(elements[r]));
+          const std::int64_t tile = t * job_.tile_bytes;
+          if (kGrouped && !kLongGroups) start(g, group + tile, sums[t]);
+          stream_blocks<D, Codec, R>(codec_, blocks + tile, count, elements,
+                                     k / Codec::kK * Codec::kSteps * 4, sums[t]);
+          if (kGrouped && !kLongGroups) add_scaled(g, group + tile, sums[t], totals[t]);
+        }
+        blocks += count / Codec::kK * kStepBytes;
+      }
+      if constexpr (kGrouped && kLongGroups) {
+        asm volatile("" : : "r"(&totals) : "memory");  // totals stay in memory
+        for (int t = 0; t < T; ++t) {
+          add_scaled(g, group + t * job_.tile_bytes, sums[t], totals[t]);
+        }
+      }
+      group = blocks;
+    }
+    store(kGrouped ? totals : sums);
+  }
+
+ private:
+  static constexpr bool kGrouped = kScale != ScaleType::kNone;
+  static_assert(kGrouped || std::is_same_v<typename D::Acc, __m512>);
+  using Sums = __m512[T][R][4];
+
+  static void clear(Sums& sums) {
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) sums[t][r][v] = _mm512_setzero_ps();
+      }
+    }
+  }
+
+  [[gnu::always_inline]] void start(std::int64_t g, const std::byte* header,
+                                    __m512 (&sums)[R][4]) const {
+    const std::byte* zeros = job_.format.zeros ? header + job_.format.scale_bytes() : nullptr;
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) sums[t][r][v] = _mm512_setzero_ps();
+      for (int v = 0; v < 4; ++v) {
+        sums[r][v] = stream_start<D>(rows_[r].starts, g, zeros, v);
+      }
     }
   }
-  // Without groups: a few KiB of each stream in turn.
-  const std::int64_t part = kGrouped ? job.format.group : kGroup;
-  for (std::int64_t k = 0, g = 0; k < job.k; k += part, ++g) {
-    const std::int64_t count = job.k - k < part ? job.k - k : part;
-    const std::int64_t a = k / Codec::kK * Codec::kSteps * 4;
-    prefetch_heads<T>(job, (job.k - k) / kGroup);
+
+  [[gnu::always_inline]] void add_scaled(std::int64_t g, const std::byte* header,
+                                         const __m512 (&sums)[R][4], __m512 (&totals)[R][4]) const {
+    if constexpr (kGrouped) {
 #pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) {
-      // Loading a row's elements again for each tile is free; kept, they would spill the sums. So
-      // the compiler must not know that the pointers are the same.
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) asm volatile("" : "+r"(rows[r]));
-      const std::byte* group = tile + t * job.tile_bytes;
-      if constexpr (!kGrouped) {
-        stream_blocks<D, Codec, R>(codec, group, count, rows, a, sums[t]);
-      } else {
-        const std::byte* zeros = job.format.zeros ? group + job.format.scale_bytes() : nullptr;
-        typename D::Acc part_sums[R][4];
+      for (int v = 0; v < 4; ++v) {
+        const __m512 scale = load_scales<kScale>(header, v);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-          for (int v = 0; v < 4; ++v) {
-            part_sums[r][v] = stream_start<D>(meta[r].starts, g, zeros, v);
-          }
-        }
-        stream_blocks<D, Codec, R>(codec, group + job.format.header_bytes(), count, rows, a,
-                                   part_sums);
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) {
-          const __m512 scale = load_scales<kScale>(group, v);
-#pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) {
-            const __m512 both =
-                meta[r].scales
-                    ? _mm512_mul_ps(scale,
-                                    _mm512_set1_ps(meta[r].scales[g >> job.row_scales.group_shift]))
-                    : scale;
-            sums[t][r][v] = _mm512_fmadd_ps(D::to_float(part_sums[r][v]), both, sums[t][r][v]);
-          }
+          const float* row = rows_[r].scales;
+          const __m512 both =
+              row ? _mm512_mul_ps(scale, _mm512_set1_ps(row[g >> job_.row_scales.group_shift]))
+                  : scale;
+          totals[r][v] = _mm512_fmadd_ps(D::to_float(sums[r][v]), both, totals[r][v]);
         }
       }
     }
-    tile += (kGrouped ? job.format.header_bytes() : 0) + count / Codec::kK * kStepBytes;
   }
-  for (int t = 0; t < T; ++t) {
-    for (int r = 0; r < R; ++r) {
-      alignas(64) float row[kTileColumns];
-      for (int v = 0; v < 4; ++v) _mm512_store_ps(row + 16 * v, sums[t][r][v]);
-      store_row<D>(job, first_tile + t, r, row);
+
+  void store(const Sums& sums) const {
+    for (int t = 0; t < T; ++t) {
+      for (int r = 0; r < R; ++r) {
+        alignas(64) float row[kTileColumns];
+        for (int v = 0; v < 4; ++v) _mm512_store_ps(row + 16 * v, sums[t][r][v]);
+        store_row<D>(job_, first_tile_ + t, r, row);
+      }
     }
   }
-}
+
+  const TileJob& job_;
+  const int first_tile_;
+  const Codec codec_;
+  const std::int64_t header_bytes_;
+  GroupRow rows_[R];
+};
 
 template <class D, class Codec, ScaleType kScale, int T, int R>
 void stream_all(const TileJob& job, int tile = 0) {
-  for (; tile + T <= job.num_tiles; tile += T) stream_tiles<D, Codec, kScale, T, R>(job, tile);
+  for (; tile + T <= job.num_tiles; tile += T) {
+    if (job.format.group > kGroup) {
+      TileStreams<D, Codec, kScale, true, T, R>(job, tile).run();
+    } else {
+      TileStreams<D, Codec, kScale, false, T, R>(job, tile).run();
+    }
+  }
   if constexpr (T > 1) stream_all<D, Codec, kScale, T / 2, R>(job, tile);
 }
 

@@ -15,16 +15,20 @@ namespace {
 
 using ExpertsList = std::vector<std::shared_ptr<const Experts>>;
 
+/// A backend's experts: standard, batched, and the two that are chosen on demand only.
+template <typename Make, typename MakeUnfused>
+void add_backend(ExpertsList& list, const Make& make, const MakeUnfused& make_unfused) {
+  std::shared_ptr<const ModularExperts> standard = make(ActivationFormat::kStandard);
+  list.push_back(standard);
+  list.push_back(make(ActivationFormat::kBatchedExperts));
+  list.push_back(make_monolithic(std::move(standard)));
+  list.push_back(make_unfused());
+}
+
 ExpertsList make_all_experts() {
   ExpertsList list;
-  for (const auto make : {cpu::make_experts, reference::make_experts}) {
-    auto standard = make(ActivationFormat::kStandard);
-    list.push_back(standard);
-    list.push_back(make(ActivationFormat::kBatchedExperts));
-    list.push_back(make_monolithic(std::move(standard)));
-  }
-  list.push_back(cpu::make_unfused_experts());
-  list.push_back(reference::make_unfused_experts());
+  add_backend(list, cpu::make_experts, cpu::make_unfused_experts);
+  add_backend(list, reference::make_experts, reference::make_unfused_experts);
   return list;
 }
 

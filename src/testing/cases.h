@@ -46,8 +46,8 @@ struct Case {
 /// of a token are distinct, so every case suits the batched format too.
 std::vector<Case> awkward_cases();
 
-/// The same for one scheme: sizes that divide no block (360, 90, 192, 1368, 2), every layout it has,
-/// biases, maps, ids of -1, weights on the input, and activations that go round from scheme to
+/// The same for one scheme: sizes that divide no block (360, 90, 192, 1368, 2), every layout it
+/// has, biases, maps, ids of -1, weights on the input, and activations that go round from scheme to
 /// scheme. Small enough for the reference.
 std::vector<Case> scheme_cases(const NamedScheme& scheme);
 /// Of every named scheme.
@@ -80,7 +80,8 @@ void poison(const TensorView& view);
 /// byte beyond it, and is poisoned. Monolithic experts get a router that returns the problem's ids.
 /// Throws Error when an input changed on the way.
 Tensor run_experts(const Problem& problem, const PrepareAndFinalize& prepare_finalize,
-                   const Experts& experts, const PackedWeights& packed, DType dtype);
+                   const Experts& experts, const PackedWeights& packed, DType dtype,
+                   const ExpertsHooks* hooks = nullptr);
 
 /// Deterministic random numbers, the same on every machine.
 class Random {

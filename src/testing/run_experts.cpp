@@ -70,7 +70,7 @@ struct ExpertsBuffers {
 
 void run_modular(const Inputs& in, const PrepareAndFinalize& prepare_finalize,
                  const ModularExperts& experts, const PackedWeights& packed, bool weight_on_input,
-                 const TensorView& output) {
+                 const ExpertsHooks* hooks, const TensorView& output) {
   const ProblemSize caller = ProblemSize::of(packed.info(), in.topk_ids.size(0),
                                              in.topk_ids.size(1), in.hidden_states.dtype());
   const Preparation preparation =
@@ -98,6 +98,7 @@ void run_modular(const Inputs& in, const PrepareAndFinalize& prepare_finalize,
   args.expert_map = in.expert_map;
   args.expert_num_tokens = prepared.expert_num_tokens;
   args.router_weight_on_input = weight_on_input;
+  args.hooks = hooks;
   args.workspace13 = buffers.common.get();
   args.workspace2 = buffers.workspace2.get();
   experts.apply(args);
@@ -152,7 +153,8 @@ void poison(const TensorView& view) {
 }
 
 Tensor run_experts(const Problem& problem, const PrepareAndFinalize& prepare_finalize,
-                   const Experts& experts, const PackedWeights& packed, DType dtype) {
+                   const Experts& experts, const PackedWeights& packed, DType dtype,
+                   const ExpertsHooks* hooks) {
   const Inputs in(problem, dtype);
   Tensor output = exact_tensor(problem.hidden_states.shape(), dtype);
   if (experts.is_monolithic()) {
@@ -169,7 +171,7 @@ Tensor run_experts(const Problem& problem, const PrepareAndFinalize& prepare_fin
                    router, output);
   } else {
     run_modular(in, prepare_finalize, static_cast<const ModularExperts&>(experts), packed,
-                problem.spec.weight_on_input, output);
+                problem.spec.weight_on_input, hooks, output);
   }
   in.check_unchanged(problem);
   return output;

@@ -49,9 +49,9 @@ std::vector<SupportRow> support_matrix() {
     for (const NamedScheme& entry : named_schemes()) {
       Case spec;
       spec.name = entry.name;
-      spec.num_tokens = 5;
-      spec.num_experts = 4;
-      spec.hidden = 256;
+      spec.num_tokens = 4;
+      spec.num_experts = 2;
+      spec.hidden = 128;
       spec.intermediate = 128;
       spec.scheme = entry.scheme;
       MoeConfig config = make_config(spec, DType::kBF16);

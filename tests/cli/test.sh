@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# test.sh PROGRAM CONFIG_DIR WORK_DIR CASE EXAMPLE: one situation of the real program (or of the
-# README's example) on a tiny checkpoint.
+# test.sh PROGRAM CONFIG_DIR WORK_DIR CASE EXAMPLES: one situation of the real program (or of one of
+# the examples in that directory) on a tiny checkpoint.
 set -euo pipefail
-program=$1 configs=$2 work=$3/$4 situation=$4 example=$5
+program=$1 configs=$2 work=$3/$4 situation=$4 examples=$5
 rm -rf "$work"
 mkdir -p "$work"
 cd "$work"
@@ -62,7 +62,7 @@ case $situation in
     ;;
   run_every_dtype_and_experts)
     synth gpt_oss_tiny
-    for experts in cpu reference cpu_batched reference_batched cpu_monolithic; do
+    for experts in cpu reference cpu_batched reference_batched cpu_monolithic cpu_unfused; do
       for dtype in f32 bf16 f16; do
         succeeds "${run_args[@]}" --experts "$experts" --dtype "$dtype" --check 3 \
           --threads 1
@@ -84,7 +84,7 @@ case $situation in
     synth gpt_oss_tiny
     succeeds "${run_args[@]}" --json --check 2 --repeat 3
     [[ $(wc -l <out) -eq 1 ]] || fail "more than one line"
-    says '"passed":true.*"expert_load":\[.*"ms":'
+    says '"passed":true.*"load":\{.*"rows_per_expert":\[.*"ms":'
     ;;
   run_leaves_no_output_on_failure)
     synth gpt_oss_tiny
@@ -130,6 +130,70 @@ case $situation in
     truncate -s 4 model/model.safetensors
     refuses 'model.safetensors' "${run_args[@]}"
     [[ ! -e out.safetensors ]] || fail "an output file was left"
+    ;;
+  run_replays_routing)
+    synth qwen3_tiny
+    succeeds "${run_args[@]}" --record-routing routing.safetensors --load --heat-map
+    says '^ +tokens +rows +experts +distinct +expected +most +mean +balance$'
+    says '^ +9 +27 +100 +[0-9]+ '
+    says '^experts +64 - +99 \|.{36}\|$'
+    succeeds "${run_args[@]}" --replay-routing routing.safetensors --check 9 \
+      --output again.safetensors
+    says '^9 of 9 rows .*: passed$'
+    # The replayed run has no router logits, which would come first: the rest is the same.
+    size=$(stat -c %s out.safetensors)
+    [[ $size -gt $(stat -c %s again.safetensors) ]] || fail "router logits of a replayed run"
+    succeeds "${run_args[@]}" --replay-routing out.safetensors --output third.safetensors
+    cmp <(tensor_data again.safetensors) <(tensor_data third.safetensors) || fail "other bits"
+    synth_other=(synth --config "$configs/gpt_oss_tiny.json" --tokens 9 --out other)
+    succeeds "${synth_other[@]}"
+    refuses 'routing.safetensors' run --checkpoint other --input other/input.safetensors \
+      --output fourth.safetensors --replay-routing routing.safetensors
+    refuses '--record-routing.*--output' "${run_args[@]}" --record-routing ./out.safetensors
+    refuses '--output.*--replay-routing' "${run_args[@]}" --replay-routing routing.safetensors \
+      --output routing.safetensors
+    succeeds synth --config "$configs/qwen3_tiny.json" --tokens 4 --out fewer
+    refuses '--replay-routing: was 9 rows' "${run_args[@]}" --input fewer/input.safetensors \
+      --replay-routing routing.safetensors
+    ;;
+  run_pinned_plan)
+    synth gpt_oss_tiny
+    succeeds explain --checkpoint model --experts cpu_batched --save-plan plan.json
+    succeeds "${run_args[@]}" --plan plan.json
+    says '^cpu_batched\+batched mxfp4_w4a16 bf16'
+    refuses 'plan.dtype: was "bf16"' "${run_args[@]}" --plan plan.json --dtype f32
+    refuses 'excludes' "${run_args[@]}" --plan plan.json --experts cpu
+    sed 's/"isa": "[a-z0-9_]*"/"isa": "sse2"/' plan.json >other.json
+    refuses 'plan.isa: was "sse2"' "${run_args[@]}" --plan other.json
+    echo '{' >broken.json
+    refuses 'plan: was not JSON' "${run_args[@]}" --plan broken.json
+    refuses 'nowhere' "${run_args[@]}" --plan nowhere.json
+    refuses 'no/such' explain --checkpoint model --save-plan no/such/plan.json
+    ;;
+  run_quantized_checkpoint)
+    succeeds synth --config "$configs/qwen3_tiny.json" --tokens 9 --out float
+    for scheme in fp8_channel_token int4_g32 nvfp4; do
+      rm -rf model
+      succeeds quantize --checkpoint float --scheme "$scheme" --output model \
+        --calibrate float/input.safetensors
+      for experts in cpu cpu_batched cpu_monolithic reference; do
+        succeeds "${run_args[@]}" --input float/input.safetensors --experts "$experts" --check 9
+        says "^$experts\\+.* $scheme bf16"
+      done
+    done
+    ;;
+  compare)
+    succeeds synth --config "$configs/qwen3_tiny.json" --tokens 9 --out model
+    succeeds compare --checkpoint model --input model/input.safetensors --max-experts 0 \
+      --schemes f32,bf16,fp8_channel_token,int4_g32,nvfp4 --json
+    says '"num_experts": 100'
+    [[ $(grep -c '"relative_error"' out) -eq 5 ]] || fail "expected five schemes"
+    succeeds compare --checkpoint model --tokens 3 --repeat 1 --schemes bf16,mxfp8 --dtype f32
+    says '^mxfp8 +[0-9.]+ kB +8\.[0-9]+ '
+    refuses 'fp9' compare --checkpoint model --schemes bf16,fp9
+    refuses 'nowhere' compare --checkpoint nowhere --schemes bf16
+    refuses 'typo' compare --checkpoint model --schemes bf16 \
+      --input model/input.safetensors --input-name typo
     ;;
   quantize)
     succeeds synth --config "$configs/qwen3_tiny.json" --tokens 9 --out plain
@@ -177,17 +241,36 @@ case $situation in
     if "$program" explain --model gpt-oss-20b --device cuda:0 >out 2>err; then fail "cuda"; fi
     says 'no CUDA kernels'
     grep -q '^error: ' err || fail "no error on stderr"
+    succeeds explain --matrix
+    says '^\| reference_batched +\| batched +\| batched_experts +\| modular .*\| w4a8 +\| yes'
+    succeeds explain --checkpoint model --hooks
+    says '^\* +cpu_unfused '
+    says '^ +cpu +no_ep +standard +hooks '
+    if "$program" explain --checkpoint model --scheme fp8_tensor --batch-invariant >out 2>err; then
+      fail "batch invariant"
+    fi
+    says 'batch_invariance +fp8_tensor: one activation scale'
+    grep -q '^error: ' err || fail "no error on stderr"
     ;;
   bench)
     cell=(bench --model qwen3-30b-a3b --scheme mxfp4_w4a16 --dtype f32
       --min-samples 1 --max-seconds 0.2)
     succeeds "${cell[@]}" --tokens 1,3 --json
     [[ $(grep -c '"num_tokens": [13],' out) -eq 2 ]] || fail "expected rows of 1 and 3 tokens"
+    grep -q '"rows_per_expert":' out || fail "no load"
     # Compared even where no sample was kept; sums in f32 never agree to the last bit.
     [[ $(grep -Ec '"relative_error": ([1-9]|0\.0*[1-9])' out) -eq 2 ]] || fail "not compared"
     for threads in -1 0 1025 99999999999; do
       refuses '--threads' "${cell[@]}" --threads "$threads"
     done
+    small=(bench --shape 64x64x8x2 --min-samples 1 --max-seconds 0.05)
+    succeeds "${small[@]}" --scheme all --md --tokens 1 --load --heat-map
+    says '^\| +64x64x8x2 \| +nvfp4 \|'
+    ! grep -q nan out || fail "nan"
+    refuses '--shape' "${small[@]}" --shape 64x64x8
+    refuses '--shape' "${small[@]}" --shape 64x64x8x2x1
+    refuses 'topk' "${small[@]}" --shape 64x64x8x9
+    refuses 'fp9' "${small[@]}" --scheme fp9
     ;;
   doctor)
     succeeds doctor
@@ -198,9 +281,18 @@ case $situation in
     ;;
   example)
     synth gpt_oss_tiny
-    program=$example
+    program=$examples/example_layer
     succeeds model model/input.safetensors
     says '^cpu\+no_ep mxfp4_w4a16 bf16'
+    refuses 'nowhere' nowhere model/input.safetensors
+    ;;
+  example_lora)
+    synth gpt_oss_tiny
+    program=$examples/example_lora
+    succeeds model model/input.safetensors
+    says '^cpu_unfused\+no_ep mxfp4_w4a16 bf16'
+    says '^adapter -1: largest change of an output 0$'
+    says '^adapter  1: largest change of an output [0-9.]*[1-9]'
     refuses 'nowhere' nowhere model/input.safetensors
     ;;
   usage)

@@ -40,17 +40,10 @@ TEST(QuantTest, UnnamedSchemeIsDescribed) {
   QuantScheme scheme;
   scheme.weights.value = DType::kE4M3;
   scheme.weights.scale = DType::kF32;
-<<<<<<< HEAD
   scheme.weights.group = {128, 64};
   const std::string text = name(scheme);
   EXPECT_NE(text.find("e4m3"), std::string::npos) << text;
   EXPECT_NE(text.find("(128, 64)"), std::string::npos) << text;
-=======
-  scheme.weights.group = {64, 128};
-  const std::string text = name(scheme);
-  EXPECT_NE(text.find("e4m3"), std::string::npos) << text;
-  EXPECT_NE(text.find("(64, 128)"), std::string::npos) << text;
->>>>>>> quant
 }
 
 TEST(QuantTest, UnknownNameListsTheKnownOnes) {

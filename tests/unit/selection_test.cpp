@@ -48,9 +48,9 @@ std::string error_text(const std::function<void()>& call) {
 TEST(RegistryTest, NamesAreUniqueAndInOrderOfPreference) {
   std::vector<std::string_view> names;
   for (const auto& experts : all_experts()) names.push_back(experts->name());
-  EXPECT_EQ(names, (std::vector<std::string_view>{
-                       "cpu", "cpu_batched", "cpu_monolithic", "reference", "reference_batched",
-                       "reference_monolithic", "cpu_unfused", "reference_unfused"}));
+  EXPECT_EQ(names, (std::vector<std::string_view>{"cpu", "cpu_batched", "cpu_monolithic",
+                                                  "cpu_unfused", "reference", "reference_batched",
+                                                  "reference_monolithic", "reference_unfused"}));
   std::vector<std::string_view> transports;
   for (const auto& object : all_prepare_finalize()) transports.push_back(object->name());
   EXPECT_EQ(transports, (std::vector<std::string_view>{"no_ep", "batched"}));
@@ -134,7 +134,7 @@ TEST(SelectionTest, RequireFailsWithTheReasonInsteadOfDegrading) {
   EXPECT_NE(text.find("pairing"), std::string::npos) << text;
 
   MoeConfig config = gpt_oss_config();
-  config.scheme.weights.group = {1, 16};
+  config.scheme.weights.group = {1, 17};
   text = error_text([&] { select(config, "reference"); });
   EXPECT_NE(text.find("reference+no_ep"), std::string::npos) << text;
   EXPECT_NE(text.find("quant_scheme"), std::string::npos) << text;
@@ -171,12 +171,42 @@ TEST(SelectionTest, ReasonsNameWhatFailed) {
     return find(selection, "reference", "no_ep")->support.reason;
   };
   EXPECT_EQ(reason([](MoeConfig& c) { c.dtype = DType::kI8; }), Reason::kDType);
-  EXPECT_EQ(reason([](MoeConfig& c) { c.scheme.weights.value = DType::kI64; }),
+  EXPECT_EQ(reason([](MoeConfig& c) { c.scheme.weights.value = DType::kE5M2; }),
             Reason::kQuantScheme);
   EXPECT_EQ(reason([](MoeConfig& c) { c.activation = Activation::kSitu; }), Reason::kActivation);
   EXPECT_EQ(reason([](MoeConfig& c) { c.parallel.ep_size = 4; }), Reason::kParallelConfig);
   EXPECT_EQ(reason([](MoeConfig& c) { c.apply_router_weight_on_input = true; }),
             Reason::kRouterWeightOnInput);
+}
+
+TEST(SelectionTest, HooksChooseUnfusedExperts) {
+  MoeConfig config = gpt_oss_config();
+  config.hooks = true;
+  const Selection selection = explain(config);
+  EXPECT_EQ(selection.experts->name(), "cpu_unfused");
+  for (const Candidate& candidate : selection.candidates) {
+    if (candidate.support.reason == Reason::kPairing) continue;
+    EXPECT_EQ(static_cast<bool>(candidate.support), candidate.experts->has_hooks());
+  }
+  EXPECT_EQ(find(selection, "reference", "no_ep")->support.reason, Reason::kHooks);
+}
+
+TEST(SelectionTest, MonolithicExpertsMustKnowTheRoutingMethod) {
+  MoeConfig config = gpt_oss_config();
+  config.routing_method = RoutingMethod::kUnspecified;
+  const Selection selection = explain(config);
+  EXPECT_EQ(find(selection, "cpu_monolithic", "no_ep")->support.reason, Reason::kRoutingMethod);
+  EXPECT_TRUE(find(selection, "cpu", "no_ep")->support);
+}
+
+TEST(SelectionTest, BatchInvarianceRefusesDynamicScalesPerTensor) {
+  MoeConfig config = gpt_oss_config();
+  config.batch_invariant = true;
+  EXPECT_TRUE(explain(config));
+  config.scheme = parse_scheme("fp8_tensor");
+  const Selection selection = explain(config);
+  EXPECT_FALSE(selection);
+  EXPECT_EQ(find(selection, "reference", "no_ep")->support.reason, Reason::kBatchInvariance);
 }
 
 TEST(SelectionTest, TableHasARowPerCandidate) {

@@ -1,0 +1,198 @@
+// MoeLayer in place, and with pinned plans.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <nlohmann/json.hpp>
+
+#include "fusedmoe/error.h"
+#include "fusedmoe/layer.h"
+#include "layer_problem.h"
+#include "testing/compare.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::bitwise_equal;
+using testing::layer_options;
+using testing::LayerSpec;
+using testing::make_hidden_states;
+using testing::make_layer_weights;
+
+std::string argument_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.argument();
+  }
+  return {};
+}
+
+struct Scratch {
+  Tensor memory;
+  Workspace workspace;
+  Scratch(const MoeLayer& layer, std::int64_t num_tokens)
+      : memory(Tensor::empty({static_cast<std::int64_t>(layer.workspace_bytes(num_tokens))},
+                             DType::kU8)),
+        workspace{memory.data(), static_cast<std::size_t>(memory.nbytes())} {}
+};
+
+std::vector<std::string> implementations() {
+  std::vector<std::string> names;
+  for (const auto& experts : all_experts()) names.emplace_back(experts->name());
+  return names;
+}
+
+class InPlace : public ::testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(Layer, InPlace, ::testing::ValuesIn(implementations()),
+                         [](const auto& info) { return info.param; });
+
+TEST_P(InPlace, GivesTheSameBits) {
+  LayerSpec shared;
+  shared.shared_experts = shared.shared_gate = true;
+  LayerSpec weight_on_input;
+  weight_on_input.experts.topk = 1;
+  weight_on_input.experts.weight_on_input = true;
+  LayerSpec quantized = shared;
+  quantized.experts.scheme = parse_scheme("fp8_channel_token");
+  for (const LayerSpec& spec : {LayerSpec{}, shared, weight_on_input, quantized}) {
+    if (spec.experts.weight_on_input && GetParam().ends_with("_monolithic")) continue;
+    LayerOptions options = layer_options(DType::kBF16, GetParam());
+    const MoeLayer apart(make_layer_weights(spec), options);
+    options.inplace = true;
+    const MoeLayer layer(make_layer_weights(spec), options);
+    const Tensor x = make_hidden_states(DType::kBF16, 9, 64);
+    const Tensor expected = apart.forward(x);
+    EXPECT_TRUE(bitwise_equal(layer.forward(x), expected)) << "another output is still allowed";
+    const Scratch scratch(layer, 9);
+    layer.forward(x, x, scratch.workspace);
+    EXPECT_TRUE(bitwise_equal(x, expected));
+  }
+}
+
+TEST_P(InPlace, OnlyWhenAskedForAndOnlyTheSameView) {
+  LayerOptions options = layer_options(DType::kBF16, GetParam());
+  const Tensor x = make_hidden_states(DType::kBF16, 6, 64);
+  const MoeLayer apart(make_layer_weights({}), options);
+  const Scratch scratch(apart, 6);
+  EXPECT_EQ(argument_of([&] { apart.forward(x, x, scratch.workspace); }), "output");
+  options.inplace = true;
+  const MoeLayer layer(make_layer_weights({}), options);
+  const Tensor before = make_hidden_states(DType::kBF16, 6, 64);
+  EXPECT_EQ(
+      argument_of([&] { layer.forward(x.slice(0, 0, 4), x.slice(0, 1, 5), scratch.workspace); }),
+      "output");
+  EXPECT_EQ(
+      argument_of([&] {
+        layer.forward(x, x, scratch.workspace, {{}, TensorView(x.data(), DType::kI32, {6, 2})});
+      }),
+      "details.topk_ids");
+  EXPECT_TRUE(bitwise_equal(x, before));
+}
+
+TEST(InPlaceTest, RoutedForwardToo) {
+  LayerSpec spec;
+  spec.shared_experts = true;
+  LayerOptions options = layer_options(DType::kF32, "cpu");
+  options.inplace = true;
+  const MoeLayer layer(make_layer_weights(spec), options);
+  const Tensor x = make_hidden_states(DType::kF32, 2, 64);
+  const Tensor expected = Tensor::empty(x.shape(), DType::kF32);
+  const Tensor ids = Tensor::zeros({2, 2}, DType::kI32),
+               weights = Tensor::zeros({2, 2}, DType::kF32);
+  ids.as<std::int32_t>()[1] = ids.as<std::int32_t>()[2] = 5;
+  weights.as<float>()[0] = weights.as<float>()[3] = 0.75f;
+  const Scratch scratch(layer, 2);
+  layer.forward_routed(x, {ids, weights}, expected, scratch.workspace);
+  layer.forward_routed(x, {ids, weights}, x, scratch.workspace);
+  EXPECT_TRUE(bitwise_equal(x, expected));
+}
+
+// ------------------------------------------------------------------------------------------------
+// Plans
+
+LayerSpec shared_spec() {
+  LayerSpec spec;
+  spec.shared_experts = true;
+  return spec;
+}
+
+TEST(PlanTest, PinnedPlanIsWhatRuns) {
+  for (const std::string& require : implementations()) {
+    for (const LayerSpec& spec : {LayerSpec{}, shared_spec()}) {
+      const MoeLayer layer(make_layer_weights(spec), layer_options(DType::kF16, require));
+      LayerOptions options = layer_options(DType::kF16, "");
+      options.plan = layer.plan_json();
+      const MoeLayer pinned(make_layer_weights(spec), options);
+      EXPECT_EQ(pinned.plan_line(), layer.plan_line());
+      EXPECT_EQ(pinned.plan_json(), layer.plan_json());
+      EXPECT_EQ(pinned.selection().experts->name(), require);
+    }
+  }
+}
+
+TEST(PlanTest, HoldsWhatIsChosen) {
+  const MoeLayer layer(make_layer_weights(shared_spec()),
+                       layer_options(DType::kBF16, "cpu_batched"));
+  const auto plan = nlohmann::json::parse(layer.plan_json());
+  const nlohmann::json expected{{"experts", "cpu_batched"},
+                                {"prepare_finalize", "batched"},
+                                {"scheme", "bf16"},
+                                {"dtype", "bf16"},
+                                {"device", "cpu"},
+                                {"isa", cpu_isa()},
+                                {"shared_experts", "cpu+no_ep"},
+                                {"shared_scheme", "bf16"},
+                                {"layout_version", layer.selection().experts->layout_version()}};
+  EXPECT_EQ(plan, expected);
+  EXPECT_EQ(Plan::parse(layer.plan_json()).json(), layer.plan_json());
+}
+
+TEST(PlanTest, AnythingElseIsAnErrorThatNamesIt) {
+  const LayerSpec spec = shared_spec();
+  const MoeLayer layer(make_layer_weights(spec), layer_options(DType::kBF16, ""));
+  const auto pin = [&](const char* key, const nlohmann::json& value) {
+    auto plan = nlohmann::json::parse(layer.plan_json());
+    if (value.is_null()) {
+      plan.erase(key);
+    } else {
+      plan[key] = value;
+    }
+    LayerOptions options = layer_options(DType::kBF16, "");
+    options.plan = plan.dump();
+    return argument_of([&] { MoeLayer(make_layer_weights(spec), options); });
+  };
+  EXPECT_EQ(pin("isa", cpu_isa()), "");
+  EXPECT_EQ(pin("isa", "sse2"), "plan.isa");
+  EXPECT_EQ(pin("scheme", "mxfp4"), "plan.scheme");
+  EXPECT_EQ(pin("dtype", "f32"), "plan.dtype");
+  EXPECT_EQ(pin("device", "cuda:0"), "plan.device");
+  EXPECT_EQ(pin("layout_version", 999), "plan.layout_version");
+  EXPECT_EQ(pin("layout_version", "1"), "plan.layout_version");
+  EXPECT_EQ(pin("experts", "gpu"), "require");
+  EXPECT_EQ(pin("prepare_finalize", "batched"), "require");
+  EXPECT_EQ(pin("experts", nullptr), "plan.experts");
+  EXPECT_EQ(pin("experts", 7), "plan.experts");
+  EXPECT_EQ(pin("shared_experts", nullptr), "plan.shared_experts");
+  EXPECT_EQ(pin("shared_experts", "gpu+no_ep"), "require");
+  EXPECT_EQ(pin("shared_scheme", "f32"), "plan.shared_scheme");
+  EXPECT_EQ(pin("threads", 4), "plan");
+
+  LayerOptions options = layer_options(DType::kBF16, "");
+  for (const char* text : {"{", "[]", "7", "\"cpu\""}) {
+    options.plan = text;
+    EXPECT_EQ(argument_of([&] { MoeLayer(make_layer_weights(spec), options); }), "plan") << text;
+  }
+  options.plan = layer.plan_json();
+  EXPECT_EQ(argument_of([&] { MoeLayer(make_layer_weights({}), options); }), "plan.shared_experts");
+  options.require = "cpu";
+  EXPECT_EQ(argument_of([&] { MoeLayer(make_layer_weights(spec), options); }), "options.require");
+}
+
+TEST(PlanTest, EmptySelectionHasNone) {
+  MoeConfig config;
+  config.device = {DeviceKind::kCuda, 0};
+  EXPECT_EQ(argument_of([&] { explain(config).plan(); }), "selection");
+}
+
+}  // namespace
+}  // namespace fusedmoe
