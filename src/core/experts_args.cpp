@@ -92,11 +92,12 @@ Support supports_on_cpu(const MoeConfig& config, ActivationFormat format, bool s
   return Support::yes();
 }
 
-PackedWeights::Info make_packed_info(std::string_view implementation,
-                                     const ExpertWeights& weights) {
+namespace {
+
+/// All but the implementation.
+PackedWeights::Info info_of(const ExpertWeights& weights) {
   weights.validate();
   PackedWeights::Info info;
-  info.implementation = implementation;
   info.scheme = weights.scheme;
   info.num_experts = weights.num_experts();
   info.hidden = weights.hidden;
@@ -116,6 +117,15 @@ PackedWeights::Info make_packed_info(std::string_view implementation,
   return info;
 }
 
+}  // namespace
+
+PackedWeights::Info make_packed_info(const Experts& experts, const ExpertWeights& weights) {
+  PackedWeights::Info info = info_of(weights);
+  info.implementation = experts.name();
+  info.layout_version = experts.layout_version();
+  return info;
+}
+
 void check_expert(const Experts& experts, const PackedWeights& packed, std::int64_t expert) {
   FUSEDMOE_CHECK(experts.accepts(packed), "packed", packed.info().implementation,
                  fmt::format("packed by {}", experts.name()));
@@ -124,7 +134,7 @@ void check_expert(const Experts& experts, const PackedWeights& packed, std::int6
 }
 
 void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& packed) {
-  const PackedWeights::Info info = make_packed_info(packed.implementation, weights);
+  const PackedWeights::Info info = info_of(weights);
   FUSEDMOE_CHECK(info.scheme == packed.scheme, "weights.scheme", name(info.scheme),
                  name(packed.scheme));
   FUSEDMOE_CHECK(info.hidden == packed.hidden && info.intermediate == packed.intermediate,

@@ -17,7 +17,7 @@ Support supports_on_cpu(const MoeConfig& config, ActivationFormat format, bool s
                         std::string_view known_schemes);
 
 /// What every implementation keeps of the weights it packs; validates them.
-PackedWeights::Info make_packed_info(std::string_view implementation, const ExpertWeights& weights);
+PackedWeights::Info make_packed_info(const Experts& experts, const ExpertWeights& weights);
 
 /// Throws Error unless `experts` accept the weights and they have this expert.
 void check_expert(const Experts& experts, const PackedWeights& packed, std::int64_t expert);

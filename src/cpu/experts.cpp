@@ -24,6 +24,7 @@ class CpuExperts final : public ModularExperts {
     return dynamic_cast<const CpuPackedWeights*>(&weights) != nullptr;
   }
 
+  int layout_version() const override { return kLayoutVersion; }
   Support supports(const MoeConfig& config) const override;
   WorkspacePlan plan(const ProblemSize& problem) const override;
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
@@ -70,32 +71,24 @@ WorkspacePlan CpuExperts::plan(const ProblemSize& problem) const {
 
 std::shared_ptr<PackedWeights> CpuExperts::pack(const ExpertWeights& weights,
                                                 const PackProgress& progress) const {
-  return std::make_shared<CpuPackedWeights>(core::make_packed_info(name(), weights), weights,
+  return std::make_shared<CpuPackedWeights>(core::make_packed_info(*this, weights), weights,
                                             progress);
 }
 
-const CpuPackedWeights& checked(const PackedWeights& packed, std::int64_t expert) {
-  const auto* weights = dynamic_cast<const CpuPackedWeights*>(&packed);
-  FUSEDMOE_CHECK(weights, "packed", packed.info().implementation, "packed by the CPU experts");
-  FUSEDMOE_CHECK(expert >= 0 && expert < packed.info().num_experts, "expert",
-                 fmt::to_string(expert), fmt::format("in [0, {})", packed.info().num_experts));
-  return *weights;
-}
-
 ExpertWeights CpuExperts::unpack(const PackedWeights& packed, std::int64_t expert) const {
-  return checked(packed, expert).unpack(expert);
+  core::check_expert(*this, packed, expert);
+  return static_cast<const CpuPackedWeights&>(packed).unpack(expert);
 }
 
 void CpuExperts::repack(const ExpertWeights& weights, std::int64_t expert,
                         PackedWeights& packed) const {
-  checked(packed, expert);
-  weights.validate();
-  const PackedWeights::Info& info = packed.info();
-  FUSEDMOE_CHECK(weights.scheme == info.scheme && weights.hidden == info.hidden &&
-                     weights.intermediate == info.intermediate &&
-                     weights.activation == info.activation.kind,
-                 "weights", "of another scheme, activation or size", "like the packed ones");
-  static_cast<CpuPackedWeights&>(packed).replace(expert, weights.experts.front());
+  core::check_expert(*this, packed, expert);
+  core::check_replacement(weights, packed.info());
+  ExpertWeights first = weights;
+  first.experts.resize(1);
+  // Packed apart first: what cannot be packed must not leave an expert half replaced.
+  const CpuPackedWeights one(core::make_packed_info(*this, first), first, {});
+  static_cast<CpuPackedWeights&>(packed).replace(expert, one);
 }
 
 void CpuExperts::apply(const ExpertsArgs& args) const {

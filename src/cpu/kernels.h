@@ -2,7 +2,7 @@
 // function pointers, so that no inline function of the standard library is compiled with flags
 // that the machine may lack. Each src/cpu/isa_<name>.cpp provides one Kernels table.
 //
-// Packed layout (version 2), the same for every instruction set. A tile is 64 output columns over
+// Packed layout (kLayoutVersion), the same for every instruction set. A tile is 64 output columns over
 // the whole inner size k, padded with zeros to a multiple of 32; it is one sequential stream. The
 // unit of what the dot products read is the step: 64 columns x 4 bytes.
 //   f32    k steps of one fp32 value per column
@@ -25,6 +25,7 @@
 
 namespace fusedmoe::cpu {
 
+inline constexpr int kLayoutVersion = 2;
 inline constexpr int kTileColumns = 64;
 inline constexpr int kStepBytes = kTileColumns * 4;
 inline constexpr int kGroup = 32;  // inner size is padded to this

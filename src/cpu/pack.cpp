@@ -1,6 +1,7 @@
 #include "cpu/pack.h"
 
 #include <algorithm>
+#include <cstring>
 #include <exception>
 
 #include "core/check.h"
@@ -354,23 +355,26 @@ ExpertWeights CpuPackedWeights::unpack(std::int64_t expert) const {
   return weights;
 }
 
-void CpuPackedWeights::check_fits(const ExpertMatrices& source) const {
-  ExpertWeights one;
-  one.experts.push_back(source);
-  FUSEDMOE_CHECK(bias1_ || !one.has_bias(), "weights.experts[0].bias", "given",
-                 "absent, as in the weights that were packed");
-  for (const bool first : {true, false}) {
-    const TileFormat format = format_of(info().scheme.weights, all_matrices(one, first));
-    const TileFormat& packed = (first ? gemm1_ : gemm2_).shape.format;
-    FUSEDMOE_CHECK(format.scales == packed.scales && format.group == packed.group, "weights",
-                   "scales of another type or offset",
-                   "scales as those of the weights that were packed");
-  }
-}
-
-void CpuPackedWeights::replace(std::int64_t expert, const ExpertMatrices& source) {
-  check_fits(source);
-  pack_expert(expert, source);
+void CpuPackedWeights::replace(std::int64_t expert, const CpuPackedWeights& one) {
+  const auto same = [](const TileFormat& a, const TileFormat& b) {
+    return a.scales == b.scales && a.group == b.group;
+  };
+  FUSEDMOE_CHECK(same(gemm1_.shape.format, one.gemm1_.shape.format) &&
+                     same(gemm2_.shape.format, one.gemm2_.shape.format),
+                 "weights.scales", "of another dtype, or beginning elsewhere in a block",
+                 "as in the weights that were packed");
+  const auto bytes = static_cast<std::size_t>(expert_bytes_);
+  std::memcpy(data_.as<std::byte>() + expert * expert_bytes_, one.data_.data(), bytes);
+  const auto copy = [&](const Tensor& target, const Tensor& source) {
+    if (!target) return;
+    const std::int64_t columns = target.size(1);
+    std::copy_n(source.as<const float>(), columns, target.as<float>() + expert * columns);
+  };
+  copy(bias1_, one.bias1_);
+  copy(bias2_, one.bias2_);
+  copy(scales1_, one.scales1_);
+  copy(scales2_, one.scales2_);
+  origins_[static_cast<std::size_t>(expert)] = one.origins_.front();
 }
 
 }  // namespace fusedmoe::cpu

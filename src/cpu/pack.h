@@ -58,8 +58,8 @@ class CpuPackedWeights final : public PackedWeights {
 
   /// The expert as it was given, in tensors of its own.
   ExpertWeights unpack(std::int64_t expert) const;
-  /// Replaces an expert by another that fits.
-  void replace(std::int64_t expert, const ExpertMatrices& source);
+  /// Replaces an expert by the only one of `one`, which is of the same sizes and scheme.
+  void replace(std::int64_t expert, const CpuPackedWeights& one);
 
  private:
   /// What packing would lose of a matrix.
@@ -75,7 +75,6 @@ class CpuPackedWeights final : public PackedWeights {
   std::int64_t outputs_per_tile() const { return gated_ ? kTileColumns / 2 : kTileColumns; }
   Columns columns_of(const ExpertMatrices& source, bool first, std::int64_t tile) const;
   void pack_expert(std::int64_t expert, const ExpertMatrices& source);
-  void check_fits(const ExpertMatrices& source) const;
   static const float* columns(const Tensor& tensor, std::int64_t expert, const PackedGemm& gemm) {
     return tensor ? tensor.as<const float>() + expert * gemm.padded_columns() : nullptr;
   }

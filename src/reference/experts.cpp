@@ -181,8 +181,7 @@ WorkspacePlan ReferenceExperts::plan(const ProblemSize& problem) const {
 
 std::shared_ptr<PackedWeights> ReferenceExperts::pack(const ExpertWeights& weights,
                                                       const PackProgress& progress) const {
-  auto packed =
-      std::make_shared<ReferenceWeights>(core::make_packed_info(name(), weights), weights);
+  auto packed = std::make_shared<ReferenceWeights>(core::make_packed_info(*this, weights), weights);
   if (progress) {
     for (std::int64_t e = 1; e <= weights.num_experts(); ++e) progress(e, weights.num_experts());
   }
