@@ -80,7 +80,9 @@ class ExpertQuantizer {
     const QuantKey& key = result_.scheme.weights;
     std::optional<float> global;
     if (key.global_scale && key.global_group == GroupShape{-1, -1}) global = largest;
-    const QuantizedMatrix quantized = quantize_weights(values, key, {}, global);
+    QuantizeOptions options;
+    options.scale_dtype = DType::kBF16;  // as published checkpoints have them
+    const QuantizedMatrix quantized = quantize_weights(values, key, options, global);
     WeightMatrix matrix = quantized.view();
     for (const Tensor* tensor :
          {&quantized.values, &quantized.scales, &quantized.zero_points, &quantized.global_scale}) {

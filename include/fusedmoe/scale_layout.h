@@ -14,7 +14,7 @@
 
 namespace fusedmoe {
 
-/// Of all layouts here; packed files that hold one of them store it.
+/// Of all layouts here: who stores one of them stores this beside it.
 inline constexpr int kScaleLayoutVersion = 1;
 
 // ------------------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ inline float e4m3_value(std::uint32_t code) {
   const std::uint32_t magnitude = code & 0x7F;
   const float normal = float_of_bits((magnitude << 20) + (kExponentShift << 23));
   const float subnormal = static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-9f;
-  const float value = magnitude < 8 ? subnormal : normal;
+  const float finite = magnitude < 8 ? subnormal : normal;
+  const float value = magnitude == 0x7F ? float_of_bits(0x7FC00000) : finite;
   return code & 0x80 ? -value : value;
 }
 
@@ -38,8 +39,11 @@ inline float e2m1_value(std::uint32_t code) {
   return code & 8 ? -value : value;
 }
 
-/// Nearest E4M3 value, ties to even, of a value that is at most 448.
+/// Nearest E4M3 value, ties to even; saturates.
 inline float round_to_e4m3(float value) {
+  constexpr float kLargest = 448;
+  value = value > kLargest ? kLargest : value;
+  value = value < -kLargest ? -kLargest : value;
   std::uint32_t bits;
   std::memcpy(&bits, &value, 4);
   const std::uint32_t exponent = bits & 0x7F800000u, smallest = (127u - 6) << 23;

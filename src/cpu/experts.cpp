@@ -54,7 +54,7 @@ bool is_named(QuantScheme scheme) {
 Support CpuExperts::supports(const MoeConfig& config) const {
   return core::supports_on_cpu(config, mode_.format,
                                is_named(config.scheme) && has_codes(config.scheme.weights),
-                               "every named scheme but f16");
+                               "every named scheme but those with f16 weights");
 }
 
 WorkspacePlan CpuExperts::plan(const ProblemSize& problem) const {

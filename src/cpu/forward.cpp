@@ -296,7 +296,7 @@ void Forward::call_hook(const std::function<void(const HookArgs&)> ExpertsHooks:
                         const TensorView& input, const TensorView& output) const {
   if (!args_.hooks || !(args_.hooks->*hook)) return;
 #pragma omp single
-  {
+  if (!hook_failure_) {
     HookArgs hook_args;
     hook_args.input = input;
     hook_args.output = output;
@@ -305,7 +305,11 @@ void Forward::call_hook(const std::function<void(const HookArgs&)> ExpertsHooks:
     hook_args.permuted_to_slot =
         TensorView(const_cast<std::int32_t*>(slots_), DType::kI32, {num_rows()});
     hook_args.topk = problem_.topk;
-    (args_.hooks->*hook)(hook_args);
+    try {
+      (args_.hooks->*hook)(hook_args);
+    } catch (...) {
+      hook_failure_ = std::current_exception();  // must not leave the parallel region
+    }
   }
 }
 
@@ -439,13 +443,15 @@ void Forward::run() {
     gemm2.run(multiply, scratch.panels(), [this](const Task& task) { return job(task, false); });
 #pragma omp barrier
     if (mode_.unfused) unfused_output(scratch);
+    const std::int64_t output_rows = hook_failure_ ? 0 : x_rows_;
 #pragma omp for schedule(static) collapse(2) nowait
-    for (std::int64_t row = 0; row < x_rows_; ++row) {
+    for (std::int64_t row = 0; row < output_rows; ++row) {
       for (std::int64_t column = 0; column < problem_.hidden; column += kReduceColumns) {
         reduce(row, column);
       }
     }
   }
+  if (hook_failure_) std::rethrow_exception(hook_failure_);
 }
 
 }  // namespace fusedmoe::cpu

@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 
 #include "cpu/grouped_gemm.h"
 #include "cpu/operand_rows.h"
@@ -81,6 +82,8 @@ class Forward {
   const OperandRows operands_[2];
   const Epilogue activation_;
   const Epilogue store_;
+
+  mutable std::exception_ptr hook_failure_;  // of the first hook that threw
 
   std::byte* gemm1_rows_ = nullptr;  // workspace 13
 

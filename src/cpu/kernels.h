@@ -2,9 +2,9 @@
 // function pointers, so that no inline function of the standard library is compiled with flags
 // that the machine may lack. Each src/cpu/isa_<name>.cpp provides one Kernels table.
 //
-// Packed layout (kLayoutVersion), the same for every instruction set. A tile is 64 output columns over
-// the whole inner size k, padded with zeros to a multiple of 32; it is one sequential stream. The
-// unit of what the dot products read is the step: 64 columns x 4 bytes.
+// Packed layout (kLayoutVersion), the same for every instruction set. A tile is 64 output columns
+// over the whole inner size k, padded with zeros to a multiple of 32; it is one sequential stream.
+// The unit of what the dot products read is the step: 64 columns x 4 bytes.
 //   f32    k steps of one fp32 value per column
 //   bf16   k / 2 steps of two bf16 values per column (k even, k odd)
 //   codes  blocks of 256 bytes. 4-bit codes: 8 k; a column's 32-bit word has the code at

@@ -63,7 +63,7 @@ ScaleType common_type(const std::vector<const WeightMatrix*>& matrices) {
 TileFormat format_of(const QuantKey& key, const std::vector<const WeightMatrix*>& matrices) {
   TileFormat format;
   format.codes = *codes_of(key);
-  if (format.codes == Codes::kMxfp4 || !key.quantized()) return format;
+  if (!key.quantized()) return format;
   const bool integer = key.value == DType::kI4 || key.value == DType::kU8;
   if (!per_group(key) && !integer) return format;
   constexpr std::int64_t kChannelGroup = 128;  // scales per channel are repeated
@@ -88,6 +88,8 @@ TileFormat format_of(const QuantKey& key, const std::vector<const WeightMatrix*>
         "'reference' take any");
     format.group = kGroup;
   }
+  // Its scales are part of the codes.
+  if (format.codes == Codes::kMxfp4) format = {.codes = Codes::kMxfp4};
   return format;
 }
 

@@ -248,6 +248,13 @@ void store_scale(ScaleType type, const TensorView& scales, std::int64_t index, s
     case ScaleType::kBF16:
       std::memcpy(header + 2 * c, source + 2 * index, 2);
       return;
+    case ScaleType::kE4M3: {
+      const auto code = static_cast<std::uint8_t>(source[index]);
+      FUSEDMOE_CHECK(code <= 0x80, "scales", fmt::format("E4M3 code {:#x}, negative", code),
+                     "not negative; experts 'reference' take any");
+      header[c] = static_cast<std::byte>(code & 0x7F);
+      return;
+    }
     default:
       header[c] = source[index];
   }
@@ -301,7 +308,7 @@ void pack_codes(const TileShape& shape, const Columns& columns, std::byte* tile)
                        const TensorView& scales = column.matrix->scales;
                        const std::int64_t index =
                            scale_index(shape.key, *column.matrix, scales, column.row, k);
-                       store_scale(stored_scales(format), scales, index, header, c);
+                       store_scale(format.scales, scales, index, header, c);
                      }
                      if (format.zeros) {
                        const TensorView& zeros = column.matrix->zero_points;

@@ -109,8 +109,10 @@ bool targets(const nlohmann::json& group, std::string_view word) {
   const auto list = group.find("targets");
   if (list == group.end() || !list->is_array()) return false;
   for (const nlohmann::json& target : *list) {
-    if (target.is_string() && target.get_ref<const std::string&>().find(word) != std::string::npos)
-      return true;
+    if (!target.is_string()) continue;
+    const auto& text = target.get_ref<const std::string&>();
+    if (text.find("shared_expert") != std::string::npos) continue;  // a group of their own
+    if (text.find(word) != std::string::npos) return true;
   }
   return false;
 }

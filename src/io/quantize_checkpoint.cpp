@@ -86,6 +86,13 @@ class CheckpointQuantizer {
     FUSEDMOE_CHECK(model.scheme.weights.quantized(), "scheme", name(model.scheme),
                    "a quantized one");
     model.layout = options_.layout.value_or(io::usual_layout(model.family, model.scheme));
+    const std::string text = name(model.scheme);
+    FUSEDMOE_CHECK(text.find(':') == std::string::npos, "scheme", text,
+                   "without a scale rule of the activations, which no layout can store");
+    FUSEDMOE_CHECK(
+        options_.scale_rule == MxScaleRule::kOcp || model.scheme.weights.scale == DType::kE8M0,
+        "scale_rule", std::string(name(options_.scale_rule)),
+        "ocp, for weights without E8M0 scales");
     FUSEDMOE_CHECK(io::quantization_config({model.layout, model.scheme}, {}), "layout",
                    std::string(name(model.layout)),
                    fmt::format("one that can hold {}, such as {}", name(model.scheme),

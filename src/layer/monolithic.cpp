@@ -67,6 +67,13 @@ class Monolithic final : public MonolithicExperts {
     return experts_->pack(weights, progress);
   }
   bool accepts(const PackedWeights& weights) const override { return experts_->accepts(weights); }
+  ExpertWeights unpack(const PackedWeights& packed, std::int64_t expert) const override {
+    return experts_->unpack(packed, expert);
+  }
+  void repack(const ExpertWeights& weights, std::int64_t expert,
+              PackedWeights& packed) const override {
+    experts_->repack(weights, expert, packed);
+  }
 
   void apply(const MonolithicArgs& args) const override {
     const RouterConfig& router = *args.router;

@@ -197,7 +197,11 @@ class QuantizedStacks {
 
   void add(std::int64_t e) {
     const ExpertMatrices& expert = source_.experts[static_cast<std::size_t>(e)];
-    const auto quantize = [&](const TensorView& values) { return quantize_weights(values, key_); };
+    QuantizeOptions options;
+    options.scale_dtype = spec_.scale_dtype;
+    const auto quantize = [&](const TensorView& values) {
+      return quantize_weights(values, key_, options);
+    };
     const QuantizedMatrix down = quantize(expert.down.values);
     put(stacked_.w2, e, down.values, Half::kWhole, stacked_.transposed);
     put(stacked_.w2_scales, e, down.scales, Half::kWhole);

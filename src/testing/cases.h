@@ -38,6 +38,7 @@ struct Case {
   bool weight_on_input = false;  ///< topk = 1
   GateUpLayout gate_up_layout = GateUpLayout::kGateUp;
   bool transposed = false;  ///< (E, in, out) instead of (E, out, in); not for packed values
+  DType scale_dtype = DType::kBF16;  ///< of int4 and int8 groups, as published checkpoints have it
   std::uint64_t seed = 0;
 };
 

@@ -4,6 +4,7 @@
 
 #include "cpu/experts.h"
 #include "cpu/pack.h"
+#include "fusedmoe/error.h"
 #include "fusedmoe/prepare_finalize.h"
 #include "reference/experts.h"
 #include "testing/cases.h"
@@ -70,6 +71,7 @@ std::vector<Case> cases(const QuantScheme& scheme) {
   odd.intermediate = 90;
   odd.bias = true;
   odd.negative_ids = true;
+  odd.scale_dtype = DType::kF16;
   Case mapped;
   mapped.name = "mapped";
   mapped.num_tokens = 9;
@@ -79,6 +81,7 @@ std::vector<Case> cases(const QuantScheme& scheme) {
   mapped.intermediate = 256;
   mapped.activation = Activation::kSwigluOai;
   mapped.expert_map = true;
+  mapped.scale_dtype = DType::kF32;
   Case skewed;  // a full block of rows, and experts without any
   skewed.name = "one_expert";
   skewed.num_tokens = 40;
@@ -168,8 +171,91 @@ TEST_P(CpuSchemesTest, RowDoesNotDependOnItsBatch) {
   }
 }
 
+/// Shards whose first element lies inside a block of scales.
+TEST_P(CpuSchemesTest, ShardsMatchReference) {
+  const GroupShape group = scheme().weights.group;
+  if (!scheme().weights.quantized() || group.cols <= 32) GTEST_SKIP() << "no block to begin in";
+  if (scheme().weights == keys::int4_e4m3()) GTEST_SKIP() << "whole groups only";
+  Case spec;
+  spec.num_tokens = 5;
+  spec.num_experts = 2;
+  spec.topk = 1;
+  spec.hidden = 256;
+  spec.intermediate = 256;
+  spec.scheme = scheme();
+  Problem problem = testing::make_problem(spec);
+  // Hidden columns and intermediate rows from 32 on: what is left of a larger matrix.
+  constexpr std::int64_t kFirst = 32;
+  for (ExpertMatrices& expert : problem.weights.experts) {
+    for (WeightMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
+      const std::int64_t stored = matrix->values.size(1) * kFirst / 256;
+      matrix->values = matrix->values.slice(1, stored, matrix->values.size(1));
+      matrix->first_col = kFirst;
+      matrix->values = matrix->values.slice(0, kFirst, 256);
+      if (group.rows > 1) {
+        matrix->first_row = kFirst;
+      } else {
+        matrix->scales = matrix->scales.slice(0, kFirst, 256);
+        if (matrix->zero_points) matrix->zero_points = matrix->zero_points.slice(0, kFirst, 256);
+      }
+    }
+  }
+  problem.weights.hidden = problem.weights.intermediate = 256 - kFirst;
+  problem.spec.hidden = problem.spec.intermediate = 256 - kFirst;
+  problem.hidden_states = Tensor::empty({5, 256 - kFirst}, DType::kF32);
+  for (std::int64_t i = 0; i < problem.hidden_states.numel(); ++i) {
+    problem.hidden_states.as<float>()[i] = static_cast<float>(i * 37 % 101 - 50) / 32;
+  }
+  const Runner reference(reference::make_experts(ActivationFormat::kStandard), problem.weights);
+  const Runner runner(cpu::make_experts(ActivationFormat::kStandard), problem.weights);
+  const testing::Difference difference =
+      compare(runner.run(problem, DType::kF32), reference.run(problem, DType::kF32));
+  SCOPED_TRACE(difference.to_string());
+  EXPECT_FALSE(difference.nonfinite_mismatch);
+  EXPECT_LE(difference.max_element, tolerance(scheme(), DType::kF32).max);
+  EXPECT_LE(difference.rms_element, tolerance(scheme(), DType::kF32).rms);
+}
+
 INSTANTIATE_TEST_SUITE_P(All, CpuSchemesTest, ::testing::ValuesIn(named_schemes()),
                          [](const auto& info) { return info.param.name; });
+
+/// Codes that no quantizer writes, but a file may hold.
+TEST(CpuCodesTest, UnusualScalesAndValuesAreTheReferencesOrRefused) {
+  struct Change {
+    const char* scheme;
+    bool values;  // else scales
+    std::uint8_t code;
+    bool refused;
+  };
+  for (const Change& change :
+       {Change{"nvfp4_w4a16", false, 0x80, false},  // -0
+        Change{"nvfp4_w4a16", false, 0xC8, true},   // negative
+        Change{"w4a8", false, 0x7E, false},         // saturates
+        Change{"w4a8", false, 0xB9, false}, Change{"fp8_channel_w8a16", true, 0x7F, false},  // NaN
+        Change{"mxfp8_w8a16", true, 0xFF, false}}) {
+    SCOPED_TRACE(change.scheme);
+    Case spec;
+    spec.hidden = 128;
+    spec.intermediate = 128;
+    spec.scheme = parse_scheme(change.scheme);
+    const Problem problem = testing::make_problem(spec);
+    const WeightMatrix& down = problem.weights.experts[0].down;
+    const TensorView& changed = change.values ? down.values : down.scales;
+    changed.as<std::uint8_t>()[3] = change.code;
+    const auto experts = cpu::make_experts(ActivationFormat::kStandard);
+    if (change.refused) {
+      EXPECT_THROW(experts->pack(problem.weights), Error);
+      continue;
+    }
+    const Runner reference(reference::make_experts(ActivationFormat::kStandard), problem.weights);
+    for (DType dtype : {DType::kF32, DType::kBF16}) {
+      const testing::Difference difference = compare(
+          Runner(experts, problem.weights).run(problem, dtype), reference.run(problem, dtype));
+      EXPECT_FALSE(difference.nonfinite_mismatch) << difference.to_string();
+      EXPECT_LE(difference.max_element, 2e-2) << difference.to_string();
+    }
+  }
+}
 
 }  // namespace
 }  // namespace fusedmoe

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <string>
+#include <stdexcept>
 #include <vector>
 
 #include "../../examples/lora.h"
@@ -249,6 +250,19 @@ TEST_P(UnfusedExperts, LoraThroughHooksEqualsMergedWeights) {
       EXPECT_LE(compare(actual.select(0, token), expected.select(0, token)).max_norm_relative, 2e-5)
           << "token " << token << ", adapter " << adapter;
     }
+  }
+}
+
+TEST_P(UnfusedExperts, WhatHooksThrowLeavesTheForward) {
+  LayerSpec spec;
+  const MoeLayer layer(make_layer_weights(spec), layer_options(DType::kF32, GetParam()));
+  const Tensor x = make_hidden_states(DType::kF32, 4, kHidden);
+  const auto fail = [](const HookArgs&) { throw std::runtime_error("from a hook"); };
+  for (const auto hook : {&ExpertsHooks::after_gemm1, &ExpertsHooks::after_activation,
+                          &ExpertsHooks::after_gemm2}) {
+    ExpertsHooks hooks;
+    hooks.*hook = fail;
+    EXPECT_THROW(run(layer, x, &hooks), std::runtime_error);
   }
 }
 
