@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The CPU figures of docs/performance.md: whole layers of two models, in two formats, as JSON and as a
-# table. Real-time priority, where it is allowed, keeps neighbours out of the samples.
+# table; and a layer of gpt-oss's width with fewer experts in every scheme, as Markdown. Real-time
+# priority, where it is allowed, keeps neighbours out of the samples.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cmake --preset default --log-level=WARNING
@@ -14,3 +15,9 @@ mkdir -p bench/results
   --json >"bench/results/$name.json.part"
 mv "bench/results/$name.json.part" "bench/results/$name.json"
 echo "bench/results/$name.json"
+
+schemes=cpu-schemes-$(git rev-parse --short HEAD)
+"${priority[@]}" build/cli/fusedmoe bench --shape 2880x2880x12x4 --scheme "${SCHEMES:-all}" \
+  --max-seconds 1.5 --md >"bench/results/$schemes.md.part"
+mv "bench/results/$schemes.md.part" "bench/results/$schemes.md"
+echo "bench/results/$schemes.md"
