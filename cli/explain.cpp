@@ -106,8 +106,9 @@ void add_explain(CLI::App& app) {
   CLI::Option_group* source = command->add_option_group("model");
   source->add_option("--checkpoint", options->checkpoint, "Checkpoint directory or file");
   source->add_option("--model", options->model, "A model that synth knows");
-  source->add_flag("--matrix", options->matrix,
-                   "Print docs/support-matrix.md: every implementation, every scheme");
+  CLI::Option* matrix =
+      source->add_flag("--matrix", options->matrix,
+                       "Print docs/support-matrix.md: every implementation, every scheme");
   source->require_option(1);
   command->add_option("--scheme", options->scheme, "Of the experts; default: as published");
   command->add_option("--experts", options->experts,
@@ -124,6 +125,9 @@ void add_explain(CLI::App& app) {
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   command->add_flag("--json", options->json, "Print one JSON object instead of text");
+  for (const char* other : {"--scheme", "--experts", "--hooks", "--json", "--save-plan"}) {
+    command->get_option(other)->excludes(matrix);
+  }
   command->callback([options] { run(*options); });
 }
 

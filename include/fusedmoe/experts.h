@@ -141,8 +141,9 @@ struct HookArgs {
 };
 
 /// Callbacks that unfused experts call between their steps: to add a LoRA delta, to observe. Called
-/// once per forward by one thread, but not for no tokens; they must not allocate if the forward must
-/// not. What they throw leaves the forward, with its output untouched. Unset ones cost nothing.
+/// once per forward by one thread, but not for no tokens; they must not allocate if the forward
+/// must not. What they throw leaves the forward, with its output untouched. Unset ones cost
+/// nothing.
 struct ExpertsHooks {
   /// After GEMM 1. input: hidden states as the experts got them, (num_tokens, hidden), dequantized
   /// never: undefined when they are quantized. output: (rows, 2 I), gate then up; or (rows, I).

@@ -1,6 +1,8 @@
 // The CPU experts: standard, unfused (with injection points) and batched.
 #include "cpu/experts.h"
 
+#include <algorithm>
+
 #include "core/check.h"
 #include "core/experts_args.h"
 #include "cpu/forward.h"
@@ -52,6 +54,11 @@ bool is_named(QuantScheme scheme) {
 }
 
 Support CpuExperts::supports(const MoeConfig& config) const {
+  const std::int64_t widest = std::max(config.hidden, config.intermediate);
+  if (config.scheme.weights.value == DType::kI8 && widest > kMaxInt8Size) {
+    return Support::no(Reason::kShape, fmt::format("size {}: int32 sums of int8 hold up to {}",
+                                                   widest, kMaxInt8Size));
+  }
   return core::supports_on_cpu(config, mode_.format,
                                is_named(config.scheme) && has_codes(config.scheme.weights),
                                "every named scheme but those with f16 weights");

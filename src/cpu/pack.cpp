@@ -210,6 +210,10 @@ CpuPackedWeights::CpuPackedWeights(Info info, const ExpertWeights& weights,
       origins_(static_cast<std::size_t>(weights.num_experts())) {
   const QuantKey& key = weights.scheme.weights;
   FUSEDMOE_CHECK(has_codes(key), "scheme", name(weights.scheme), "one that the CPU experts have");
+  const std::int64_t widest = std::max(weights.hidden, weights.intermediate);
+  FUSEDMOE_CHECK(key.value != DType::kI8 || widest <= kMaxInt8Size, "weights",
+                 fmt::format("{} wide", widest),
+                 fmt::format("at most {} wide for int8 sums", kMaxInt8Size));
   const auto gemm = [&](bool first, std::int64_t k, std::int64_t padded_k, std::int64_t tiles) {
     PackedGemm result;
     result.shape = {format_of(key, all_matrices(weights, first)), key, k, padded_k};

@@ -12,6 +12,9 @@
 
 namespace fusedmoe::cpu {
 
+/// Inner size up to which int32 sums of unsigned codes times int8 cannot overflow.
+inline constexpr std::int64_t kMaxInt8Size = 65536;
+
 /// Whether the CPU experts have tiles for weights of a key.
 bool has_codes(const QuantKey& weights);
 /// Element type that rows enter the GEMMs with, on this machine.

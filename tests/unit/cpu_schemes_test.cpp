@@ -160,7 +160,8 @@ TEST_P(CpuSchemesTest, RowDoesNotDependOnItsBatch) {
   spec.bias = true;
   const Problem problem = testing::make_problem(spec);
   for (const auto& experts :
-       {cpu::make_experts(ActivationFormat::kStandard), cpu::make_unfused_experts()}) {
+       {cpu::make_experts(ActivationFormat::kStandard),
+        cpu::make_experts(ActivationFormat::kBatchedExperts), cpu::make_unfused_experts()}) {
     const Runner runner(experts, problem.weights);
     const Tensor whole = runner.run(problem, DType::kBF16);
     for (std::int64_t num_tokens : {1, 2, 3, 4, 5, 9}) {
