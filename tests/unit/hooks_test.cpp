@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <string>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "../../examples/lora.h"
@@ -258,8 +258,8 @@ TEST_P(UnfusedExperts, WhatHooksThrowLeavesTheForward) {
   const MoeLayer layer(make_layer_weights(spec), layer_options(DType::kF32, GetParam()));
   const Tensor x = make_hidden_states(DType::kF32, 4, kHidden);
   const auto fail = [](const HookArgs&) { throw std::runtime_error("from a hook"); };
-  for (const auto hook : {&ExpertsHooks::after_gemm1, &ExpertsHooks::after_activation,
-                          &ExpertsHooks::after_gemm2}) {
+  for (const auto hook :
+       {&ExpertsHooks::after_gemm1, &ExpertsHooks::after_activation, &ExpertsHooks::after_gemm2}) {
     ExpertsHooks hooks;
     hooks.*hook = fail;
     EXPECT_THROW(run(layer, x, &hooks), std::runtime_error);
