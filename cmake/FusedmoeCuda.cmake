@@ -1,16 +1,33 @@
-# Sets FUSEDMOE_HAVE_CUDA from FUSEDMOE_CUDA (ON, OFF, AUTO) and, with CUDA, enables the language.
+# Sets FUSEDMOE_HAVE_CUDA from FUSEDMOE_CUDA (ON, OFF, AUTO) and, with CUDA, enables the language
+# and finds CUTLASS's headers: in CUTLASS_ROOT, or where scripts/install-deps.sh unpacks the
+# nvidia-cutlass wheel. AUTO needs nvcc and them; ON fails without.
+set(CUTLASS_ROOT "" CACHE PATH "Folder with include/cute and include/cutlass; default: the wheel's")
+
 set(FUSEDMOE_HAVE_CUDA OFF)
-if(FUSEDMOE_CUDA STREQUAL "AUTO")
-  include(CheckLanguage)
-  check_language(CUDA)
-  if(CMAKE_CUDA_COMPILER)
+if(FUSEDMOE_CUDA)
+  find_path(FUSEDMOE_CUTLASS_INCLUDE_DIR cute/tensor.hpp
+    HINTS ${CUTLASS_ROOT} $ENV{CUTLASS_ROOT} ${PROJECT_SOURCE_DIR}/.deps/cutlass
+    PATH_SUFFIXES include cutlass_library/source/include)
+  if(FUSEDMOE_CUDA STREQUAL "AUTO")
+    include(CheckLanguage)
+    check_language(CUDA)
+    if(CMAKE_CUDA_COMPILER AND FUSEDMOE_CUTLASS_INCLUDE_DIR)
+      set(FUSEDMOE_HAVE_CUDA ON)
+    elseif(CMAKE_CUDA_COMPILER)
+      message(WARNING "nvcc is here but CUTLASS's headers are not: building without CUDA. "
+        "scripts/install-deps.sh fetches them; CUTLASS_ROOT names another copy.")
+    endif()
+  else()
     set(FUSEDMOE_HAVE_CUDA ON)
+    if(NOT FUSEDMOE_CUTLASS_INCLUDE_DIR)
+      message(FATAL_ERROR "FUSEDMOE_CUDA=ON needs CUTLASS's headers: run scripts/install-deps.sh, "
+        "or set CUTLASS_ROOT.")
+    endif()
   endif()
-elseif(FUSEDMOE_CUDA)
-  set(FUSEDMOE_HAVE_CUDA ON)
 endif()
 
 if(FUSEDMOE_HAVE_CUDA)
+  # Machine code for Hopper alone: no PTX that a driver would have to compile at start.
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
     set(CMAKE_CUDA_ARCHITECTURES 90a-real)
   endif()

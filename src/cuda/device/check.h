@@ -1,0 +1,15 @@
+// Return codes of the CUDA runtime as fusedmoe::Error.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "fusedmoe/error.h"
+
+/// Throws Error naming the call unless it returned cudaSuccess.
+#define FUSEDMOE_CUDA_CHECK(call)                                                            \
+  do {                                                                                       \
+    const cudaError_t fusedmoe_cuda_error = (call);                                          \
+    if (fusedmoe_cuda_error != cudaSuccess) {                                                \
+      throw ::fusedmoe::Error(#call, cudaGetErrorString(fusedmoe_cuda_error), "successful"); \
+    }                                                                                        \
+  } while (false)
