@@ -160,8 +160,13 @@ struct Operands {
   Raw<W> weight[Shape::kExpertTiles];
 };
 
+/// Two levels: products of first pieces, and the small rest of the products, which would lose most
+/// of its digits if it were added to the large sum bit by bit.
+template <typename X, typename W>
+constexpr int kLevels = kPieces<X>* kPieces<W> == 1 ? 1 : 2;
+
 template <typename X, typename W, typename Shape>
-using Sums = float[Shape::kTokenTiles][Shape::kExpertTiles][kAccumulators];
+using Sums = float[kLevels<X, W>][Shape::kTokenTiles][Shape::kExpertTiles][kAccumulators];
 
 /// sums += one chunk. Pieces and columns in an order that is the same in every tile.
 template <typename X, typename W, typename Shape>
@@ -180,8 +185,9 @@ __device__ void multiply(const Operands<X, W, Shape>& operands, Sums<X, W, Shape
         for (int j = 0; j < kPieces<W>; ++j) {
 #pragma unroll
           for (int e = 0; e < Shape::kExpertTiles; ++e) {
-            mma(sums[t][e], upper.pairs[i][step], lower.pairs[i][step], upper.pairs[i][step + 1],
-                lower.pairs[i][step + 1], weight[e].pairs[j][step], weight[e].pairs[j][step + 1]);
+            mma(sums[i + j > 0 ? 1 : 0][t][e], upper.pairs[i][step], lower.pairs[i][step],
+                upper.pairs[i][step + 1], lower.pairs[i][step + 1], weight[e].pairs[j][step],
+                weight[e].pairs[j][step + 1]);
           }
         }
       }
@@ -227,6 +233,26 @@ __device__ void multiply_part(const LaneRows<X, W, Shape>& rows, int begin, int 
       operands.x[i] = load_some(rows.x[i] + offset, count);
     }
     multiply<X, W, Shape>(operands, sums);
+  }
+}
+
+/// Stores the sums of one warp, (tokens, kPitch).
+template <typename X, typename W, typename Shape>
+__device__ void store_part(const Sums<X, W, Shape>& sums, float* part, int lane) {
+#pragma unroll
+  for (int t = 0; t < Shape::kTokenTiles; ++t) {
+#pragma unroll
+    for (int e = 0; e < Shape::kExpertTiles; ++e) {
+#pragma unroll
+      for (int i = 0; i < kAccumulators; ++i) {
+        // Lane 4 g + t holds columns 2 t, 2 t + 1 of row g, then of row g + 8.
+        const int row = t * kTokenTile + lane / 4 + i / 2 * 8;
+        const int column = e * kExpertTile + lane % 4 * 2 + i % 2;
+        float sum = sums[0][t][e][i];
+        if constexpr (kLevels<X, W> == 2) sum += sums[1][t][e][i];
+        part[row * Shape::kPitch + column] = sum;
+      }
+    }
   }
 }
 
@@ -282,20 +308,7 @@ __global__ void __launch_bounds__(kThreads)
   Sums<X, W, Shape> sums = {};
   multiply_part<X, W, Shape>(rows, begin, end, aligned_chunks, p.hidden, sums);
 
-  // Lane 4 g + t holds columns 2 t, 2 t + 1 of rows g and g + 8.
-  float* part = partial + warp * Shape::kNumTokens * Shape::kPitch;
-#pragma unroll
-  for (int t = 0; t < Shape::kTokenTiles; ++t) {
-#pragma unroll
-    for (int e = 0; e < Shape::kExpertTiles; ++e) {
-      float* to =
-          part + (t * kTokenTile + lane / 4) * Shape::kPitch + e * kExpertTile + lane % 4 * 2;
-      to[0] = sums[t][e][0];
-      to[1] = sums[t][e][1];
-      to[8 * Shape::kPitch] = sums[t][e][2];
-      to[8 * Shape::kPitch + 1] = sums[t][e][3];
-    }
-  }
+  store_part<X, W, Shape>(sums, partial + warp * Shape::kNumTokens * Shape::kPitch, lane);
   __syncthreads();
   store_logits<Shape>(p, partial, first_token, first_expert);
 }
