@@ -55,4 +55,17 @@ struct LogitsParams {
 
 void launch_router_logits(const LogitsParams& params, Stream stream);
 
+struct BitmatrixParams {
+  const std::int32_t* ids;         // (num_tokens, topk)
+  const std::int32_t* expert_map;  // (num_ids), or null
+  std::uint32_t* bits;             // (num_tokens, num_words)
+  std::int64_t num_tokens;
+  std::int64_t num_words;
+  std::int64_t topk;
+  std::int64_t num_ids;  // global experts
+  std::int64_t num_local_experts;
+};
+
+void launch_bitmatrix(const BitmatrixParams& params, Stream stream);
+
 }  // namespace fusedmoe::cuda

@@ -153,6 +153,18 @@ struct LaneRows {
   }
 };
 
+/// Fetches the weights of a part into the L2 cache. They are there to be read before the kernels in
+/// front have ended, as x is not.
+template <typename X, typename W, typename Shape>
+__device__ void prefetch_weights(const LaneRows<X, W, Shape>& rows, int begin, int end, int lane) {
+  for (int chunk = begin + lane % 4; chunk < end; chunk += 4) {
+#pragma unroll
+    for (int i = 0; i < Shape::kExpertTiles; ++i) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(rows.weight[i] + chunk * kChunk));
+    }
+  }
+}
+
 /// A chunk of both operands.
 template <typename X, typename W, typename Shape>
 struct Operands {
@@ -304,6 +316,9 @@ __global__ void __launch_bounds__(kThreads)
   const LaneRows<X, W, Shape> rows(p, first_token, first_expert, lane);
 
   cudaTriggerProgrammaticLaunchCompletion();
+  if constexpr (Shape::kTokenTiles == 1) {
+    prefetch_weights(rows, begin, min(end, p.hidden / kChunk), lane);
+  }
   cudaGridDependencySynchronize();
   Sums<X, W, Shape> sums = {};
   multiply_part<X, W, Shape>(rows, begin, end, aligned_chunks, p.hidden, sums);
