@@ -18,6 +18,12 @@ __device__ inline float clamp_or_nan(float x, float limit) {
   return x > limit ? limit : x < -limit ? -limit : x;
 }
 
+/// As fusedmoe::is_gated().
+__device__ inline bool is_gated_kind(Activation kind) {
+  return kind != Activation::kSiluNoMul && kind != Activation::kGeluNoMul &&
+         kind != Activation::kGeluTanhNoMul && kind != Activation::kRelu2NoMul;
+}
+
 /// The gate half: everything that does not depend on `up`; all of a non-gated activation.
 __device__ inline float activate_gate(const ResolvedActivation& a, float g) {
   switch (a.kind) {

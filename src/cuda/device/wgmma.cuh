@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cute/arch/mma_sm90_desc.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
+#include <cute/arch/util.hpp>
 #include <utility>
 
 namespace fusedmoe::cuda {

@@ -90,7 +90,4 @@ inline constexpr int kMaxExperts = 2048;
 void grouped_gemm(const GroupedGemm& problem, WeightFormat format, const TileConfig& config,
                   const Stream& stream);
 
-/// Bytes of dynamic shared memory and number of pipeline stages, for people.
-std::string describe(WeightFormat format, const TileConfig& config);
-
 }  // namespace fusedmoe::cuda

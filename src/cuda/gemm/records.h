@@ -9,7 +9,7 @@
 //               g = lane / 4 and q = lane % 4, the word has
 //                 low half: (row 16 w + g, K 2 q), (row + 8, K), (row, K + 8), (row + 8, K + 8)
 //                 high half: the same at K + 1
-//               with sign and exponent-mantissa bits of the four spread as kCodeBits says, so that
+//               with sign and exponent-mantissa bits of the four spread as code_bits() says, so that
 //               a shift and a mask leave each pair as two bf16 numbers (times 2^-126).
 //               Scales: 4 bytes for each (w, g): exponents f of rows (g, g + 8) of K 0-31, 32-63
 //               in the order g:0, g:1, g+8:0, g+8:1; the multiplier is the bf16 with exponent
@@ -71,7 +71,11 @@ FUSEDMOE_HD constexpr RecordGrid record_grid(std::int64_t width, std::int64_t k,
 struct CodeBits {
   int sign, exponent_high, exponent_low, mantissa;
 };
-inline constexpr CodeBits kCodeBits[4] = {{15, 8, 7, 6}, {12, 5, 4, 3}, {9, 2, 1, 0},
-                                          {14, 11, 10, 13}};
+FUSEDMOE_HD constexpr CodeBits code_bits(int pair) {
+  return pair == 0   ? CodeBits{15, 8, 7, 6}
+         : pair == 1 ? CodeBits{12, 5, 4, 3}
+         : pair == 2 ? CodeBits{9, 2, 1, 0}
+                     : CodeBits{14, 11, 10, 13};
+}
 
 }  // namespace fusedmoe::cuda

@@ -5,7 +5,11 @@
 
 namespace fusedmoe::cuda {
 
+// Policies of gemm/weights.cuh.
+struct Bf16Weights;
+struct Mxfp4Weights;
+
 template <typename Weights, int kConfig>
-void launch_instance(const GroupedGemm& problem, int num_blocks, void* stream);
+void launch_instance(const GroupedGemm& problem, void* stream);
 
 }  // namespace fusedmoe::cuda

@@ -1,33 +1,26 @@
 // One kernel of the grouped GEMM and its launch: what each file of instances/ defines once.
 #pragma once
 
-#include <algorithm>
-
-#include "cuda/device/check.h"
+#include "cuda/device/launch.h"
 #include "cuda/gemm/grouped_gemm_sm90.cuh"
 #include "cuda/gemm/instances/instances.h"
 
 namespace fusedmoe::cuda {
 
+/// Blocks of a persistent kernel that fills the current device.
+inline unsigned num_multiprocessors() {
+  int device = 0, count = 0;
+  FUSEDMOE_CUDA_CHECK(cudaGetDevice(&device));
+  FUSEDMOE_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return static_cast<unsigned>(count);
+}
+
 template <typename Weights, int kConfig>
-void launch_instance(const GroupedGemm& problem, int num_blocks, void* stream) {
+void launch_instance(const GroupedGemm& problem, void* stream) {
   using Kernel = GemmKernel<Weights, kTileConfigs[kConfig]>;
-  constexpr std::size_t kSharedBytes = sizeof(typename Kernel::Shared);
-  const auto kernel = grouped_gemm_kernel<Weights, kConfig>;
-  static const cudaError_t attribute = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
-  FUSEDMOE_CUDA_CHECK(attribute);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(num_blocks));
-  config.blockDim = dim3(Kernel::Config::kThreads);
-  config.dynamicSmemBytes = kSharedBytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
-  FUSEDMOE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, problem));
+  launch(grouped_gemm_kernel<Weights, kConfig>, dim3(num_multiprocessors()),
+         dim3(Kernel::Config::kThreads), sizeof(typename Kernel::Shared),
+         static_cast<cudaStream_t>(stream), true, problem);
 }
 
 }  // namespace fusedmoe::cuda
