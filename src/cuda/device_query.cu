@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <string>
+#include <vector>
 
 #include "fusedmoe/device.h"
 
@@ -19,7 +20,48 @@ cudaError_t count_devices(int& count) {
   return error;
 }
 
+/// What device_problem() answers for each device, and for those that there are not.
+struct Problems {
+  std::vector<std::string> of_device;
+  std::string otherwise;
+
+  Problems() {
+    int count = 0;
+    const cudaError_t error = count_devices(count);
+    for (int index = 0; index < count; ++index) of_device.push_back(query(index));
+    if (count == 0) {
+      otherwise = error == cudaSuccess ? "no CUDA device" : cudaGetErrorString(error);
+    } else {
+      otherwise = "there are " + std::to_string(count) + " CUDA devices, counted from 0";
+    }
+  }
+
+  // The kernels are machine code for compute capability 9.0 alone.
+  static std::string query(int index) {
+    int major = 0, minor = 0;
+    cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
+    if (error == cudaSuccess) {
+      error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
+    }
+    if (error != cudaSuccess) {
+      cudaGetLastError();
+      return cudaGetErrorString(error);
+    }
+    if (major == 9 && minor == 0) return {};
+    return "compute capability " + std::to_string(major) + '.' + std::to_string(minor) +
+           ", the kernels need 9.0";
+  }
+};
+
 }  // namespace
+
+std::string device_problem(Device device) {
+  if (device.is_cpu()) return {};
+  static const Problems problems;
+  const auto index = static_cast<std::size_t>(device.index);
+  if (device.index < 0 || index >= problems.of_device.size()) return problems.otherwise;
+  return problems.of_device[index];
+}
 
 int cuda_device_count() {
   int count = 0;
