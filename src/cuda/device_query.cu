@@ -20,6 +20,15 @@ cudaError_t count_devices(int& count) {
   return error;
 }
 
+/// Why there are 0 devices. Without a driver the runtime's own text speaks of an old one.
+std::string reason_for_none(cudaError_t error) {
+  int driver_version = 0;
+  if (cudaDriverGetVersion(&driver_version) == cudaSuccess && driver_version == 0) {
+    return "no CUDA driver";
+  }
+  return error == cudaSuccess ? "no CUDA device" : cudaGetErrorString(error);
+}
+
 /// What device_problem() answers for each device, and for those that there are not.
 struct Problems {
   std::vector<std::string> of_device;
@@ -30,7 +39,7 @@ struct Problems {
     const cudaError_t error = count_devices(count);
     for (int index = 0; index < count; ++index) of_device.push_back(query(index));
     if (count == 0) {
-      otherwise = error == cudaSuccess ? "no CUDA device" : cudaGetErrorString(error);
+      otherwise = reason_for_none(error);
     } else {
       otherwise = "there are " + std::to_string(count) + " CUDA devices, counted from 0";
     }
@@ -72,10 +81,7 @@ int cuda_device_count() {
 std::string cuda_device_summary() {
   int count = 0;
   const cudaError_t error = count_devices(count);
-  if (count == 0) {
-    return std::string("none: ") +
-           (error == cudaSuccess ? "no CUDA device" : cudaGetErrorString(error));
-  }
+  if (count == 0) return "none: " + reason_for_none(error);
   std::string summary;
   for (int index = 0; index < count; ++index) {
     cudaDeviceProp properties{};
