@@ -118,7 +118,8 @@ void add_explain(CLI::App& app) {
                     "Ask for rows that do not depend on their batch");
   command->add_option("--save-plan", options->save_plan,
                       "File to write: what would run, as JSON that run --plan pins");
-  command->add_option("--device", options->device, "cpu or cuda:<index>")->capture_default_str();
+  command->add_option("--device", options->device, "cpu, cuda or cuda:<index>")
+      ->capture_default_str();
   command->add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
       ->capture_default_str();
   command->add_option("--tokens", options->num_tokens, "Tokens the workspace is computed for")

@@ -73,7 +73,7 @@ void check_outputs(const Options& options, const Checkpoint& checkpoint) {
   }
 }
 
-/// Everything a forward leaves behind.
+/// Everything a forward leaves behind, on the device of the layer until it is fetched.
 struct Results {
   Tensor output;         // (num_tokens, hidden)
   Tensor router_logits;  // (num_tokens, num_experts) f32; undefined when the routing was replayed
@@ -87,12 +87,19 @@ struct Results {
     std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2, sorted.end());
     return sorted[sorted.size() / 2];
   }
+  /// Brings the tensors to host memory.
+  void fetch() {
+    for (Tensor* tensor : {&output, &router_logits, &routing.topk_ids, &routing.topk_weights}) {
+      if (*tensor) *tensor = to_device(*tensor, {});
+    }
+  }
 };
 
 Results make_results(const Options& options, const MoeConfig& config, const Tensor& x) {
   const std::int64_t num_tokens = x.size(0);
+  const Device device = config.device;
   Results results;
-  results.output = Tensor::empty(x.shape(), x.dtype());
+  results.output = Tensor::empty(x.shape(), x.dtype(), device);
   results.replayed = !options.replay_routing.empty();
   if (results.replayed) {
     results.routing = replay_routing(options.replay_routing, config.num_experts, config.topk);
@@ -100,18 +107,23 @@ Results make_results(const Options& options, const MoeConfig& config, const Tens
       throw Error("--replay-routing", fmt::format("{} rows", results.routing.topk_ids.size(0)),
                   fmt::format("{}, one for each row of --input", num_tokens));
     }
+    results.routing = {to_device(results.routing.topk_ids, device),
+                       to_device(results.routing.topk_weights, device)};
     return results;
   }
-  results.router_logits = Tensor::empty({num_tokens, config.num_experts}, DType::kF32);
-  results.routing = {Tensor::empty({num_tokens, config.topk}, DType::kI32),
-                     Tensor::empty({num_tokens, config.topk}, DType::kF32)};
+  results.router_logits = Tensor::empty({num_tokens, config.num_experts}, DType::kF32, device);
+  results.routing = {Tensor::empty({num_tokens, config.topk}, DType::kI32, device),
+                     Tensor::empty({num_tokens, config.topk}, DType::kF32, device)};
   return results;
 }
 
-Results forward(const Options& options, const MoeLayer& layer, const Tensor& x) {
+Results forward(const Options& options, const MoeLayer& layer, const Tensor& hidden_states) {
+  const Stream stream{layer.config().device};
+  const Tensor x = to_device(hidden_states, stream.device);
   Results results = make_results(options, layer.config(), x);
   const std::size_t bytes = layer.workspace_bytes(x.size(0));
-  const Tensor memory = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
+  const Tensor memory =
+      Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, stream.device);
   const Workspace workspace{memory.data(), bytes};
   const Routing routing{results.routing.topk_ids, results.routing.topk_weights};
   const ForwardDetails details{results.router_logits, routing.topk_ids, routing.topk_weights};
@@ -123,9 +135,11 @@ Results forward(const Options& options, const MoeLayer& layer, const Tensor& x) 
       } else {
         layer.forward(x, results.output, workspace, details);
       }
+      synchronize(stream);
     }));
     progress.update(i + 1, options.repeat);
   }
+  results.fetch();
   results.load = load_statistics(results.routing.topk_ids, layer.config().num_experts);
   return results;
 }
@@ -231,7 +245,8 @@ void add_run(CLI::App& app) {
       ->add_option("--output", options->output,
                    "Safetensors file to write: output, topk_ids, topk_weights, router_logits")
       ->required();
-  command->add_option("--device", options->device, "cpu or cuda:<index>")->capture_default_str();
+  command->add_option("--device", options->device, "cpu, cuda or cuda:<index>")
+      ->capture_default_str();
   command->add_option("--experts", options->experts,
                       "Implementation that must run (see explain); default: the best");
   command->add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")

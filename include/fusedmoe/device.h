@@ -26,7 +26,7 @@ FUSEDMOE_API std::string to_string(Device device);
 FUSEDMOE_API Device parse_device(std::string_view text);
 
 /// An ordered queue of work on a device. On the CPU work is synchronous and the handle unused; on
-/// CUDA the handle is a `cudaStream_t`.
+/// CUDA the handle is a `cudaStream_t`, null for the device's default stream.
 struct Stream {
   Device device;
   void* handle = nullptr;
@@ -34,6 +34,11 @@ struct Stream {
 
 /// CUDA devices this build can see; 0 without CUDA, without a driver, or without a GPU.
 FUSEDMOE_API int cuda_device_count();
+
+/// Why the kernels of this build cannot run on the device: "built without CUDA", what the driver
+/// says, "compute capability 8.0, needs 9.0", ... Empty if they can; always so for the CPU. Never
+/// throws.
+FUSEDMOE_API std::string device_problem(Device device);
 
 /// One line per device: name, compute capability, memory; or one line "none: <why>".
 FUSEDMOE_API std::string cuda_device_summary();

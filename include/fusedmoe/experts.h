@@ -131,13 +131,16 @@ struct WorkspacePlan {
 
 /// Rows at an injection point, in the order of the grouped GEMM: those of local expert e are
 /// [expert_offsets[e], expert_offsets[e + 1]). Row r belongs to slot permuted_to_slot[r], that is,
-/// to token slot / topk.
+/// to token slot / topk. On CUDA the views are of device memory that earlier work of the stream
+/// fills, so a callback enqueues its own there; `rows` is then the number of slots, of which those
+/// behind the last offset belong to nobody and have slot -1.
 struct HookArgs {
   TensorView input;   ///< what the step before read: see ExpertsHooks
   TensorView output;  ///< (rows, width) of the layer's dtype, contiguous; to be changed in place
   TensorView expert_offsets;    ///< (num_local_experts + 1) i32
   TensorView permuted_to_slot;  ///< (rows) i32
   std::int64_t topk = 1;
+  Stream stream;  ///< of the forward
 };
 
 /// Callbacks that unfused experts call between their steps: to add a LoRA delta, to observe. Called
@@ -217,7 +220,8 @@ class FUSEDMOE_API Experts {
   virtual int layout_version() const { return 1; }
 
   /// Published layout -> this implementation's layout, expert by expert: extra memory beyond the
-  /// result is at most one expert. Throws Error for weights it cannot pack.
+  /// result is at most one expert. Throws Error for weights it cannot pack. Experts on CUDA pack
+  /// into memory of the calling thread's current CUDA device.
   virtual std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                               const PackProgress& progress = {}) const = 0;
   /// The inverse for one expert, in tensors of its own, as WeightMatrix describes them; zero codes

@@ -19,6 +19,7 @@
 #include "fusedmoe/quantize_checkpoint.h"
 #include "fusedmoe/router.h"
 #include "fusedmoe/routing_data.h"
+#include "fusedmoe/runtime.h"
 #include "fusedmoe/safetensors.h"
 #include "fusedmoe/scale_layout.h"
 #include "fusedmoe/selection.h"

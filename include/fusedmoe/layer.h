@@ -29,7 +29,7 @@ struct LayerWeights {
 };
 
 struct LayerOptions {
-  Device device;
+  Device device;               ///< that holds the weights and runs the layer
   DType dtype = DType::kBF16;  ///< of hidden states and output
   std::string require;         ///< see select(); empty = best
   std::string plan;            ///< JSON of MoeLayer::plan_json(): exactly that, or an Error
@@ -53,8 +53,9 @@ struct ForwardDetails {
 /// each kernel, as in inference engines.
 class FUSEDMOE_API MoeLayer {
  public:
-  /// Selects an implementation and packs the weights; the source weights are not needed after.
-  /// Throws Error for weights that do not fit each other, and as select() does.
+  /// Selects an implementation and packs the weights; the source weights, which are in host memory,
+  /// are not needed after. Throws Error for weights that do not fit each other, for custom routing
+  /// on CUDA (its callback runs on the host), and as select() does.
   MoeLayer(LayerWeights weights, LayerOptions options = {});
   ~MoeLayer();
   MoeLayer(MoeLayer&&) noexcept;
@@ -64,8 +65,8 @@ class FUSEDMOE_API MoeLayer {
   const Selection& selection() const;
   const RouterConfig& router() const;
   const PackedWeights& packed_weights() const;
-  /// One line: experts, prepare_finalize, scheme, dtype, instruction set, threads; for example
-  /// "cpu+no_ep mxfp4_w4a16 bf16 isa=avx512_bf16 threads=2".
+  /// One line: experts, prepare_finalize, scheme, dtype, instruction set, and threads or the
+  /// device; for example "cpu+no_ep mxfp4_w4a16 bf16 isa=avx512_bf16 threads=2".
   std::string plan_line() const;
   /// The same as a JSON object that LayerOptions::plan pins; see Plan.
   std::string plan_json() const;
@@ -76,18 +77,22 @@ class FUSEDMOE_API MoeLayer {
 
   /// output = MoE(hidden_states); both (num_tokens, hidden) of LayerOptions::dtype, not
   /// overlapping unless `inplace` is set and they are the same. `workspace`:
-  /// workspace_bytes(num_tokens), 64-byte aligned. `hooks`: of the routed experts, which must have
-  /// injection points. Checks every argument before it touches any output; allocates nothing.
+  /// workspace_bytes(num_tokens), 64-byte aligned. All on LayerOptions::device. `hooks`: of the
+  /// routed experts, which must have injection points. `stream`: of that device; none is its
+  /// default stream. Checks every argument before it touches any output; allocates nothing. On CUDA
+  /// it only enqueues, waits for nothing, and can be captured in a Graph.
   void forward(const TensorView& hidden_states, const TensorView& output, Workspace workspace,
-               const ForwardDetails& details = {}, const ExpertsHooks* hooks = nullptr) const;
+               const ForwardDetails& details = {}, const ExpertsHooks* hooks = nullptr,
+               std::optional<Stream> stream = {}) const;
 
   /// As forward, with routing given by the caller (precomputed or replayed ids): global ids or -1.
-  /// An Error if the chosen experts are monolithic.
+  /// Other ids are an Error; on CUDA, where they cannot be seen, they select nothing. An Error if
+  /// the chosen experts are monolithic.
   void forward_routed(const TensorView& hidden_states, const Routing& routing,
                       const TensorView& output, Workspace workspace,
-                      const ExpertsHooks* hooks = nullptr) const;
+                      const ExpertsHooks* hooks = nullptr, std::optional<Stream> stream = {}) const;
 
-  /// Convenience: allocates output and workspace.
+  /// Convenience: allocates output and workspace on the device, and waits.
   Tensor forward(const TensorView& hidden_states) const;
 
  private:

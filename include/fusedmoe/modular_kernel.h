@@ -17,7 +17,8 @@ struct Workspace {
   std::size_t bytes = 0;
 };
 
-/// Arguments of ModularKernel::apply: contiguous views, all on the stream's device. Modular kernels
+/// Arguments of ModularKernel::apply: contiguous views, all on the stream's device, which must be
+/// that of the packed weights. Modular kernels
 /// ignore what is for monolithic ones, and the other way round.
 struct KernelArgs {
   const PackedWeights* weights = nullptr;
@@ -51,8 +52,10 @@ class FUSEDMOE_API ModularKernel {
   /// tokens; monotone in num_tokens; on the CPU it depends on the number of threads.
   std::size_t workspace_bytes(const ProblemSize& problem, bool weight_on_input = false) const;
 
-  /// prepare -> experts -> finalize. Checks every argument first; allocates nothing. Ids outside
-  /// [0, num_experts) other than -1 are an Error, router weights that are not finite are not: they
+  /// prepare -> experts -> finalize, on `stream`: on CUDA asynchronous, and capturable in a graph.
+  /// Checks every argument first; allocates nothing. Ids outside [0, num_experts) other than -1 are
+  /// an Error, and so is an expert_map with such values. On CUDA, where values cannot be checked
+  /// without waiting, they select nothing. Router weights that are not finite are no error: they
   /// reach the rows of their token. `workspace` must be 64-byte aligned. Where the experts' output
   /// has the shape and dtype of `output`, they write there.
   void apply(const KernelArgs& args, Workspace workspace) const;

@@ -61,6 +61,8 @@ struct FinalizeArgs {
   Stream stream;
 };
 
+/// Both halves work on the stream of their arguments, which must be of the device of all views.
+/// Quantization, so far, is done on the CPU only.
 class FUSEDMOE_API PrepareAndFinalize {
  public:
   virtual ~PrepareAndFinalize() = default;
@@ -91,7 +93,8 @@ class FUSEDMOE_API PrepareAndFinalize {
 FUSEDMOE_API std::shared_ptr<const PrepareAndFinalize> make_no_ep();
 /// One rank, batched format: tokens are copied to (num_local_experts, capacity, hidden), capacity
 /// = the number of tokens of the call, in ascending token order per expert. A token may therefore
-/// name an expert once only: prepare throws Error for a duplicate id. Rows of an expert behind
+/// name an expert once only: prepare throws Error for a duplicate id, or on CUDA, where it cannot
+/// see the ids, drops all slots of the token but the first that name it. Rows of an expert behind
 /// expert_num_tokens are neither written nor read.
 FUSEDMOE_API std::shared_ptr<const PrepareAndFinalize> make_batched();
 

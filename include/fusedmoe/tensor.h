@@ -102,9 +102,10 @@ class FUSEDMOE_API Tensor : public TensorView {
   Tensor() = default;
   Tensor(TensorView view, std::shared_ptr<const void> owner);
 
-  /// Uninitialised host memory, 64-byte aligned, with 2 MiB pages where it is large.
-  static Tensor empty(Shape shape, DType dtype);
-  static Tensor zeros(Shape shape, DType dtype);
+  /// Uninitialised memory: of the host, 64-byte aligned, with 2 MiB pages where it is large; or of
+  /// a CUDA device, 256-byte aligned. Throws Error for a device that cannot be used.
+  static Tensor empty(Shape shape, DType dtype, Device device = {});
+  static Tensor zeros(Shape shape, DType dtype, Device device = {});
 
   const std::shared_ptr<const void>& owner() const { return owner_; }
 

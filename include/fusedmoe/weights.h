@@ -100,6 +100,7 @@ class FUSEDMOE_API PackedWeights {
   struct Info {
     std::string implementation;  ///< name of the Experts that packed them, e.g. "cpu"
     int layout_version = 1;
+    Device device;  ///< that holds them, and that runs what they are for
     QuantScheme scheme;
     std::int64_t num_experts = 0;  ///< local experts
     std::int64_t hidden = 0;

@@ -17,6 +17,7 @@ void check_batched(const ExpertsArgs& args, const ProblemSize& problem) {
   check_row_count(problem.num_local_experts * problem.num_tokens, "hidden_states");
   check_tensor(args.expert_num_tokens, "expert_num_tokens", DType::kI32,
                {problem.num_local_experts});
+  if (!args.expert_num_tokens.device().is_cpu()) return;  // would have to wait for the values
   for (std::int64_t e = 0; e < problem.num_local_experts; ++e) {
     const std::int32_t count = args.expert_num_tokens.as<const std::int32_t>()[e];
     FUSEDMOE_CHECK(count >= 0 && count <= problem.num_tokens, "expert_num_tokens",
@@ -65,17 +66,24 @@ Support supports_on_cpu(const MoeConfig& config, ActivationFormat format, bool s
     return no(Reason::kQuantScheme,
               fmt::format("scheme is {}, takes {}", name(config.scheme), known_schemes));
   }
+  const std::int64_t unit = config.scheme.weights.value == DType::kE2M1 ? 2 : 1;
+  return supports_anywhere(config, format, {unit, unit});
+}
+
+Support supports_anywhere(const MoeConfig& config, ActivationFormat format, SizeUnits units) {
+  const auto no = [](Reason reason, std::string text) {
+    return Support::no(reason, std::move(text));
+  };
   try {
     resolve(config.activation, config.activation_params);
   } catch (const Error& error) {
     return no(Reason::kActivation, error.what());
   }
-  const std::int64_t unit = config.scheme.weights.value == DType::kE2M1 ? 2 : 1;
-  if (config.hidden < 1 || config.intermediate < 1 || config.hidden % unit != 0 ||
-      config.intermediate % unit != 0) {
+  if (config.hidden < 1 || config.intermediate < 1 || config.hidden % units.hidden != 0 ||
+      config.intermediate % units.intermediate != 0) {
     return no(Reason::kShape,
-              fmt::format("hidden {}, intermediate {}; takes positive{} numbers", config.hidden,
-                          config.intermediate, unit == 2 ? ", even" : ""));
+              fmt::format("hidden {}, intermediate {}; takes positive multiples of {} and {}",
+                          config.hidden, config.intermediate, units.hidden, units.intermediate));
   }
   if (config.activation_format != format) {
     return no(Reason::kActivationFormat,

@@ -1,14 +1,12 @@
 #include "fusedmoe/tensor.h"
 
 #include <fmt/ranges.h>
-#include <sys/mman.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
-#include <new>
+#include <utility>
 
 #include "core/check.h"
+#include "core/device_runtime.h"
 
 namespace fusedmoe {
 
@@ -129,22 +127,18 @@ TensorView TensorView::reshape(Shape shape) const {
 Tensor::Tensor(TensorView view, std::shared_ptr<const void> owner)
     : TensorView(view), owner_(std::move(owner)) {}
 
-Tensor Tensor::empty(Shape shape, DType dtype) {
-  constexpr std::size_t kHugePage = std::size_t{2} << 20;
+Tensor Tensor::empty(Shape shape, DType dtype, Device device) {
   const auto size = static_cast<std::size_t>(bytes(dtype, shape.numel()));
-  // A 4 KiB page walk costs 5 to 15 % of the memory bandwidth on large streams.
-  const std::size_t alignment = size >= 2 * kHugePage ? kHugePage : 64;
-  const std::size_t rounded =
-      (std::max<std::size_t>(size, 1) + alignment - 1) / alignment * alignment;
-  void* memory = std::aligned_alloc(alignment, rounded);
-  if (!memory) throw std::bad_alloc();
-  if (alignment == kHugePage) madvise(memory, rounded, MADV_HUGEPAGE);
-  return Tensor(TensorView(memory, dtype, shape), std::shared_ptr<const void>(memory, std::free));
+  auto memory = core::runtime_of(device).allocate(size, device);
+  void* data = memory.get();
+  return Tensor(TensorView(data, dtype, shape, device), std::move(memory));
 }
 
-Tensor Tensor::zeros(Shape shape, DType dtype) {
-  Tensor result = empty(shape, dtype);
-  std::memset(result.data(), 0, static_cast<std::size_t>(result.nbytes()));
+Tensor Tensor::zeros(Shape shape, DType dtype, Device device) {
+  Tensor result = empty(shape, dtype, device);
+  const core::DeviceRuntime& runtime = core::runtime_of(device);
+  runtime.fill(result.data(), 0, static_cast<std::size_t>(result.nbytes()), Stream{device});
+  runtime.synchronize(Stream{device});
   return result;
 }
 

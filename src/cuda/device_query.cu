@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <string>
+#include <vector>
 
 #include "fusedmoe/device.h"
 
@@ -19,7 +20,57 @@ cudaError_t count_devices(int& count) {
   return error;
 }
 
+/// Why there are 0 devices. Without a driver the runtime's own text speaks of an old one.
+std::string reason_for_none(cudaError_t error) {
+  int driver_version = 0;
+  if (cudaDriverGetVersion(&driver_version) == cudaSuccess && driver_version == 0) {
+    return "no CUDA driver";
+  }
+  return error == cudaSuccess ? "no CUDA device" : cudaGetErrorString(error);
+}
+
+/// What device_problem() answers for each device, and for those that there are not.
+struct Problems {
+  std::vector<std::string> of_device;
+  std::string otherwise;
+
+  Problems() {
+    int count = 0;
+    const cudaError_t error = count_devices(count);
+    for (int index = 0; index < count; ++index) of_device.push_back(query(index));
+    if (count == 0) {
+      otherwise = reason_for_none(error);
+    } else {
+      otherwise = "there are " + std::to_string(count) + " CUDA devices, counted from 0";
+    }
+  }
+
+  // The kernels are machine code for compute capability 9.0 alone.
+  static std::string query(int index) {
+    int major = 0, minor = 0;
+    cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
+    if (error == cudaSuccess) {
+      error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
+    }
+    if (error != cudaSuccess) {
+      cudaGetLastError();
+      return cudaGetErrorString(error);
+    }
+    if (major == 9 && minor == 0) return {};
+    return "compute capability " + std::to_string(major) + '.' + std::to_string(minor) +
+           ", the kernels need 9.0";
+  }
+};
+
 }  // namespace
+
+std::string device_problem(Device device) {
+  if (device.is_cpu()) return {};
+  static const Problems problems;
+  const auto index = static_cast<std::size_t>(device.index);
+  if (device.index < 0 || index >= problems.of_device.size()) return problems.otherwise;
+  return problems.of_device[index];
+}
 
 int cuda_device_count() {
   int count = 0;
@@ -30,10 +81,7 @@ int cuda_device_count() {
 std::string cuda_device_summary() {
   int count = 0;
   const cudaError_t error = count_devices(count);
-  if (count == 0) {
-    return std::string("none: ") +
-           (error == cudaSuccess ? "no CUDA device" : cudaGetErrorString(error));
-  }
+  if (count == 0) return "none: " + reason_for_none(error);
   std::string summary;
   for (int index = 0; index < count; ++index) {
     cudaDeviceProp properties{};

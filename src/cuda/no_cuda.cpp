@@ -1,14 +1,43 @@
-// The CUDA queries of a build without CUDA.
+// The CUDA part of a build without CUDA: queries are answered, everything else is an Error.
+#include "core/device_runtime.h"
+#include "cuda/backend.h"
+#include "cuda/experts.h"
 #include "fusedmoe/device.h"
+#include "fusedmoe/error.h"
 
 namespace fusedmoe {
+namespace {
+
+constexpr const char* kWithoutCuda = "built without CUDA";
+
+[[noreturn]] void fail() {
+  throw Error("device", "cuda", std::string("cpu: ") + kWithoutCuda);
+}
+
+}  // namespace
 
 int cuda_device_count() {
   return 0;
 }
 
 std::string cuda_device_summary() {
-  return "none: built without CUDA";
+  return std::string("none: ") + kWithoutCuda;
+}
+
+std::string device_problem(Device device) {
+  return device.is_cpu() ? "" : kWithoutCuda;
+}
+
+const core::DeviceRuntime& core::cuda_runtime() {
+  fail();
+}
+
+const core::Backend& cuda::backend() {
+  fail();
+}
+
+std::vector<std::shared_ptr<const Experts>> cuda::make_all_experts() {
+  return {};
 }
 
 }  // namespace fusedmoe

@@ -2,15 +2,15 @@
 #include "fusedmoe/layer.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 
 #include "core/check.h"
+#include "core/device_runtime.h"
 #include "core/experts_args.h"
 #include "core/workspace.h"
 #include "fusedmoe/formats.h"
+#include "fusedmoe/runtime.h"
+#include "layer/backend.h"
 #include "layer/checks.h"
-#include "layer/element.h"
 #include "reference/router.h"
 
 namespace fusedmoe {
@@ -18,11 +18,11 @@ namespace {
 
 // The layer keeps its own contiguous copy: checkpoints may hand out strided or unaligned views of
 // memory that does not outlive them.
-Tensor own(const Tensor& tensor) {
+Tensor own(const Tensor& tensor, Device device) {
   if (!tensor) return {};
-  Tensor copy = Tensor::empty(tensor.shape(), tensor.dtype());
+  const Tensor copy = Tensor::empty(tensor.shape(), tensor.dtype());
   convert(tensor, copy);
-  return copy;
+  return to_device(copy, device);
 }
 
 void check_parameter(const Tensor& tensor, const char* name, const Shape& shape) {
@@ -123,34 +123,13 @@ Selection select_shared(const ExpertWeights& weights, const LayerOptions& option
               "a backend that can serve the shared experts; none of it can:\n" + all.table());
 }
 
-// target[i] = rnd(target[i] + source[i]), the sum in fp32.
-void add(const TensorView& target, const TensorView& source) {
-  layer::dispatch_element(target.dtype(), [&](auto element) {
-    using Element = decltype(element);
-    using Storage = typename Element::Storage;
-    auto* to = target.as<Storage>();
-    const auto* from = source.as<const Storage>();
-    const std::int64_t count = target.numel();
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (count >= layer::kParallelElements)
-    for (std::int64_t i = 0; i < count; ++i) {
-      to[i] = Element::store(Element::load(to[i]) + Element::load(from[i]));
-    }
-  });
-}
-
-void copy(const TensorView& source, const TensorView& destination) {
-  if (!destination || destination.numel() == 0) return;
-  std::memcpy(destination.data(), source.data(), static_cast<std::size_t>(destination.nbytes()));
-}
-
 }  // namespace
 
 struct MoeLayer::Impl {
   struct Shared {
     ModularKernel kernel;
     std::shared_ptr<const PackedWeights> packed;
-    Tensor gate;  // (1, hidden), or undefined
+    Tensor gate;  // (1, hidden) on the device, or undefined
   };
 
   // The workspace of one forward.
@@ -163,10 +142,18 @@ struct MoeLayer::Impl {
     std::size_t bytes = 0;
   };
 
+  // What a forward is about.
+  struct Call {
+    TensorView hidden_states, output;
+    const ExpertsHooks* hooks;
+    Stream stream;
+  };
+
   MoeConfig config;
   Selection selection;
+  const core::Backend& backend;
   RouterConfig router;
-  RouterWeights router_weights;
+  RouterWeights router_weights;  // on the device
   ModularKernel kernel;
   std::shared_ptr<const PackedWeights> packed;
   std::optional<Shared> shared;
@@ -178,25 +165,27 @@ struct MoeLayer::Impl {
   Plan plan() const;
   /// With a null workspace only `bytes` is meaningful.
   Buffers cut(std::int64_t num_tokens, void* workspace) const;
-  std::int64_t check(const TensorView& hidden_states, const TensorView& output, Workspace workspace,
-                     const Routing& routing, const ForwardDetails& details) const;
+  std::int64_t check(const Call& call, Workspace workspace, const Routing& routing,
+                     const ForwardDetails& details) const;
   /// The reference sums its logits in double, like everything else.
-  void logits(const RouterWeights& weights, const TensorView& x, const TensorView& out) const;
-  void check_hooks(const ExpertsHooks* hooks) const;
-  void apply_routed(const TensorView& hidden_states, const TensorView& output,
-                    const Routing& routing, const Buffers& buffers,
-                    const ExpertsHooks* hooks) const;
-  void apply_shared(const TensorView& hidden_states, const Buffers& buffers) const;
-  void apply_experts(const TensorView& hidden_states, const TensorView& output,
-                     const Routing& routing, const Buffers& buffers,
-                     const ExpertsHooks* hooks) const;
+  void logits(const RouterWeights& weights, const TensorView& x, const TensorView& out,
+              Stream stream) const;
+  void apply_routed(const Call& call, const Routing& routing, const Buffers& buffers) const;
+  void apply_shared(const Call& call, const Buffers& buffers) const;
+  void apply_experts(const Call& call, const Routing& routing, const Buffers& buffers) const;
+  Call make_call(const TensorView& hidden_states, const TensorView& output,
+                 const ExpertsHooks* hooks, const std::optional<Stream>& stream) const {
+    return {hidden_states, output, hooks, stream.value_or(Stream{config.device})};
+  }
 };
 
 MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options, Selection chosen)
     : selection(std::move(chosen)),
+      backend(layer::backend_of(options.device)),
       router(weights.router),
-      router_weights{own(weights.router_weights.weight), own(weights.router_weights.bias),
-                     own(weights.router_weights.score_correction_bias)},
+      router_weights{own(weights.router_weights.weight, options.device),
+                     own(weights.router_weights.bias, options.device),
+                     own(weights.router_weights.score_correction_bias, options.device)},
       kernel(selection.prepare_finalize, selection.experts),
       inplace(options.inplace) {
   config = layer_config(weights, options);
@@ -213,13 +202,14 @@ void MoeLayer::Impl::pack(const LayerWeights& weights, const LayerOptions& optio
       options.progress(first + done, total);
     };
   };
+  const core::CurrentDevice current(options.device);
   packed = selection.experts->pack(weights.experts, progress_from(0));
   if (!weights.shared_experts) return;
   const SharedExperts& source = *weights.shared_experts;
   const Selection choice = select_shared(source.weights, options, *selection.experts);
   shared.emplace(Shared{ModularKernel(choice.prepare_finalize, choice.experts),
                         choice.experts->pack(source.weights, progress_from(num_experts)),
-                        own(source.gate)});
+                        own(source.gate, options.device)});
 }
 
 Plan MoeLayer::Impl::plan() const {
@@ -237,7 +227,7 @@ MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* works
   const auto tensor = [&](DType dtype, std::int64_t columns) {
     const Shape shape{num_tokens, columns};
     void* data = cutter.take(static_cast<std::size_t>(bytes(dtype, shape.numel())));
-    return data ? TensorView(data, dtype, shape) : TensorView();
+    return data ? TensorView(data, dtype, shape, config.device) : TensorView();
   };
   buffers.router_logits = tensor(DType::kF32, router.num_experts);
   buffers.routing = {tensor(DType::kI32, router.topk), tensor(DType::kF32, router.topk)};
@@ -256,12 +246,18 @@ MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* works
   return buffers;
 }
 
-std::int64_t MoeLayer::Impl::check(const TensorView& hidden_states, const TensorView& output,
-                                   Workspace workspace, const Routing& routing,
+std::int64_t MoeLayer::Impl::check(const Call& call, Workspace workspace, const Routing& routing,
                                    const ForwardDetails& details) const {
   using layer::check_buffer;
   using layer::NamedView;
   const Device device = config.device;
+  const TensorView &hidden_states = call.hidden_states, &output = call.output;
+  FUSEDMOE_CHECK(call.stream.device == device, "stream",
+                 fmt::format("of {}", to_string(call.stream.device)),
+                 fmt::format("of {}, the device of the layer", to_string(device)));
+  FUSEDMOE_CHECK(!call.hooks || selection.experts->has_hooks(), "hooks",
+                 fmt::format("given to {}", selection.experts->name()),
+                 "given to experts with injection points only");
   check_buffer(hidden_states, "hidden_states", config.dtype, {-1, config.hidden}, device);
   const std::int64_t num_tokens = hidden_states.size(0);
   check_buffer(output, "output", config.dtype, {num_tokens, config.hidden}, device);
@@ -292,16 +288,10 @@ std::int64_t MoeLayer::Impl::check(const TensorView& hidden_states, const Tensor
   return num_tokens;
 }
 
-void MoeLayer::Impl::check_hooks(const ExpertsHooks* hooks) const {
-  FUSEDMOE_CHECK(!hooks || selection.experts->has_hooks(), "hooks",
-                 fmt::format("given to {}", selection.experts->name()),
-                 "given to experts with injection points only");
-}
-
 void MoeLayer::Impl::logits(const RouterWeights& weights, const TensorView& x,
-                            const TensorView& out) const {
+                            const TensorView& out, Stream stream) const {
   if (!selection.experts->is_reference()) {
-    router_logits(weights, x, out);
+    backend.router_logits(weights, x, out, stream);
     return;
   }
   const std::int64_t num_tokens = out.size(0), num_experts = out.size(1);
@@ -315,13 +305,12 @@ void MoeLayer::Impl::logits(const RouterWeights& weights, const TensorView& x,
   }
 }
 
-void MoeLayer::Impl::apply_routed(const TensorView& hidden_states, const TensorView& output,
-                                  const Routing& routing, const Buffers& buffers,
-                                  const ExpertsHooks* hooks) const {
+void MoeLayer::Impl::apply_routed(const Call& call, const Routing& routing,
+                                  const Buffers& buffers) const {
   KernelArgs args;
   args.weights = packed.get();
-  args.output = output;
-  args.hidden_states = hidden_states;
+  args.output = call.output;
+  args.hidden_states = call.hidden_states;
   args.topk_ids = routing.topk_ids;
   args.topk_weights = routing.topk_weights;
   args.router_logits = buffers.router_logits;
@@ -329,48 +318,44 @@ void MoeLayer::Impl::apply_routed(const TensorView& hidden_states, const TensorV
   args.score_correction_bias = router_weights.score_correction_bias;
   args.apply_router_weight_on_input = router.apply_router_weight_on_input;
   args.inplace = inplace;
-  args.hooks = hooks;
+  args.hooks = call.hooks;
+  args.stream = call.stream;
   kernel.apply(args, buffers.kernel);
 }
 
-void MoeLayer::Impl::apply_shared(const TensorView& hidden_states, const Buffers& buffers) const {
-  const std::int64_t num_tokens = hidden_states.size(0);
-  auto* ids = buffers.shared_routing.topk_ids.as<std::int32_t>();
-  auto* weights = buffers.shared_routing.topk_weights.as<float>();
-  std::fill_n(ids, num_tokens, 0);
+void MoeLayer::Impl::apply_shared(const Call& call, const Buffers& buffers) const {
+  const Routing& routing = buffers.shared_routing;
   if (shared->gate) {
-    RouterWeights gate;
-    gate.weight = shared->gate;
-    logits(gate, hidden_states, buffers.shared_routing.topk_weights);
-    for (std::int64_t token = 0; token < num_tokens; ++token) {
-      weights[token] = static_cast<float>(1 / (1 + std::exp(-static_cast<double>(weights[token]))));
-    }
-  } else {
-    std::fill_n(weights, num_tokens, 1.0f);
+    logits(RouterWeights{shared->gate, {}, {}}, call.hidden_states, routing.topk_weights,
+           call.stream);
   }
+  backend.route_shared(routing, shared->gate.defined(), call.stream);
   KernelArgs args;
   args.weights = shared->packed.get();
   args.output = buffers.shared_output;
-  args.hidden_states = hidden_states;
-  args.topk_ids = buffers.shared_routing.topk_ids;
-  args.topk_weights = buffers.shared_routing.topk_weights;
+  args.hidden_states = call.hidden_states;
+  args.topk_ids = routing.topk_ids;
+  args.topk_weights = routing.topk_weights;
+  args.stream = call.stream;
   shared->kernel.apply(args, buffers.kernel);
 }
 
 // Shared experts first: the routed ones may overwrite the hidden states.
-void MoeLayer::Impl::apply_experts(const TensorView& hidden_states, const TensorView& output,
-                                   const Routing& routing, const Buffers& buffers,
-                                   const ExpertsHooks* hooks) const {
-  const bool add_shared = shared && hidden_states.size(0) > 0;
-  if (add_shared) apply_shared(hidden_states, buffers);
-  apply_routed(hidden_states, output, routing, buffers, hooks);
-  if (add_shared) add(output, buffers.shared_output);
+void MoeLayer::Impl::apply_experts(const Call& call, const Routing& routing,
+                                   const Buffers& buffers) const {
+  const bool add_shared = shared && call.hidden_states.size(0) > 0;
+  if (add_shared) apply_shared(call, buffers);
+  apply_routed(call, routing, buffers);
+  if (add_shared) backend.add(call.output, buffers.shared_output, call.stream);
 }
 
 MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
   FUSEDMOE_CHECK(core::is_activation_dtype(options.dtype), "options.dtype",
                  std::string(name(options.dtype)), "f32, bf16 or f16");
   check_weights(weights);
+  FUSEDMOE_CHECK(!weights.router.custom || options.device.is_cpu(), "router.custom",
+                 fmt::format("set on {}", to_string(options.device)),
+                 "unset: the callback of a custom routing runs on the cpu");
   impl_ = std::make_unique<Impl>(weights, options, select_routed(weights, options));
 }
 
@@ -397,7 +382,9 @@ std::string MoeLayer::plan_line() const {
   std::string line =
       fmt::format("{}+{} {} {}", plan.experts, plan.prepare_finalize, plan.scheme, plan.dtype);
   if (impl.shared) line += fmt::format(" shared={}", plan.shared_experts);
-  return line + fmt::format(" isa={} threads={}", plan.isa, num_threads());
+  line += fmt::format(" isa={}", plan.isa);
+  return line + (impl.config.device.is_cpu() ? fmt::format(" threads={}", num_threads())
+                                             : fmt::format(" device={}", plan.device));
 }
 
 std::string MoeLayer::plan_json() const {
@@ -411,45 +398,52 @@ std::size_t MoeLayer::workspace_bytes(std::int64_t num_tokens) const {
 
 void MoeLayer::forward(const TensorView& hidden_states, const TensorView& output,
                        Workspace workspace, const ForwardDetails& details,
-                       const ExpertsHooks* hooks) const {
+                       const ExpertsHooks* hooks, std::optional<Stream> stream) const {
   const Impl& impl = *impl_;
-  impl.check_hooks(hooks);
-  const std::int64_t num_tokens = impl.check(hidden_states, output, workspace, {}, details);
+  const Impl::Call call = impl.make_call(hidden_states, output, hooks, stream);
+  const std::int64_t num_tokens = impl.check(call, workspace, {}, details);
   if (num_tokens == 0) return;
+  const core::CurrentDevice current(impl.config.device);
   const Impl::Buffers buffers = impl.cut(num_tokens, workspace.data);
-  impl.logits(impl.router_weights, hidden_states, buffers.router_logits);
+  impl.logits(impl.router_weights, hidden_states, buffers.router_logits, call.stream);
   // Monolithic experts route by themselves; then only the details ask for it here.
   if (!impl.kernel.experts().is_monolithic() || details.topk_ids || details.topk_weights) {
-    route(impl.router, buffers.router_logits, impl.router_weights.score_correction_bias,
-          buffers.routing);
+    impl.backend.route(impl.router, buffers.router_logits,
+                       impl.router_weights.score_correction_bias, buffers.routing, call.stream);
   }
-  impl.apply_experts(hidden_states, output, buffers.routing, buffers, hooks);
-  copy(buffers.router_logits, details.router_logits);
-  copy(buffers.routing.topk_ids, details.topk_ids);
-  copy(buffers.routing.topk_weights, details.topk_weights);
+  impl.apply_experts(call, buffers.routing, buffers);
+  const auto copy_detail = [&](const TensorView& source, const TensorView& destination) {
+    if (destination) impl.backend.copy(source, destination, call.stream);
+  };
+  copy_detail(buffers.router_logits, details.router_logits);
+  copy_detail(buffers.routing.topk_ids, details.topk_ids);
+  copy_detail(buffers.routing.topk_weights, details.topk_weights);
 }
 
 void MoeLayer::forward_routed(const TensorView& hidden_states, const Routing& routing,
                               const TensorView& output, Workspace workspace,
-                              const ExpertsHooks* hooks) const {
+                              const ExpertsHooks* hooks, std::optional<Stream> stream) const {
   const Impl& impl = *impl_;
   FUSEDMOE_CHECK(!impl.kernel.experts().is_monolithic(), "routing", "given",
                  fmt::format("computed by the monolithic {}", impl.kernel.experts().name()));
-  impl.check_hooks(hooks);
-  const std::int64_t num_tokens = impl.check(hidden_states, output, workspace, routing, {});
+  const Impl::Call call = impl.make_call(hidden_states, output, hooks, stream);
+  const std::int64_t num_tokens = impl.check(call, workspace, routing, {});
   core::check_tensor(routing.topk_ids, "topk_ids", DType::kI32, {num_tokens, impl.router.topk});
+  const core::CurrentDevice current(impl.config.device);
   const Impl::Buffers buffers = impl.cut(num_tokens, workspace.data);
-  impl.apply_experts(hidden_states, output, routing, buffers, hooks);
+  impl.apply_experts(call, routing, buffers);
 }
 
 Tensor MoeLayer::forward(const TensorView& hidden_states) const {
+  const Device device = impl_->config.device;
   layer::check_buffer(hidden_states, "hidden_states", impl_->config.dtype,
-                      {-1, impl_->config.hidden}, impl_->config.device);
+                      {-1, impl_->config.hidden}, device);
   const std::int64_t num_tokens = hidden_states.size(0);
-  Tensor output = Tensor::empty(hidden_states.shape(), impl_->config.dtype);
+  Tensor output = Tensor::empty(hidden_states.shape(), impl_->config.dtype, device);
   const std::size_t bytes = workspace_bytes(num_tokens);
-  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
+  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
   forward(hidden_states, output, Workspace{workspace.data(), bytes});
+  synchronize(Stream{device});
   return output;
 }
 

@@ -6,6 +6,7 @@
 #include "fusedmoe/modular_kernel.h"
 
 #include "core/check.h"
+#include "core/device_runtime.h"
 #include "core/workspace.h"
 #include "layer/checks.h"
 
@@ -100,6 +101,7 @@ std::size_t ModularKernel::workspace_bytes(const ProblemSize& problem, bool weig
 void ModularKernel::apply(const KernelArgs& args, Workspace workspace) const {
   const ProblemSize problem = layer::check_kernel_args(*this, args, workspace);
   if (problem.num_tokens == 0) return;
+  const core::CurrentDevice current(args.stream.device);
   const bool monolithic = experts_->is_monolithic();
   core::WorkspaceCutter cutter(workspace.data);
 

@@ -5,6 +5,7 @@
 #include "core/check.h"
 #include "core/workspace.h"
 #include "fusedmoe/router.h"
+#include "layer/backend.h"
 
 namespace fusedmoe {
 namespace {
@@ -48,6 +49,9 @@ class Monolithic final : public MonolithicExperts {
       return Support::no(Reason::kRoutingMethod,
                          "unspecified: ids come from the caller, the experts see logits");
     }
+    if (config.routing_method == RoutingMethod::kCustom && !config.device.is_cpu()) {
+      return Support::no(Reason::kRoutingMethod, "custom: its callback runs on the cpu");
+    }
     return experts_->supports(config);
   }
 
@@ -86,7 +90,8 @@ class Monolithic final : public MonolithicExperts {
     const Shape shape{num_tokens, router.topk};
     const Routing routing{TensorView(workspace.topk_ids, DType::kI32, shape, device),
                           TensorView(workspace.topk_weights, DType::kF32, shape, device)};
-    route(router, args.router_logits, args.score_correction_bias, routing);
+    layer::backend_of(device).route(router, args.router_logits, args.score_correction_bias, routing,
+                                    args.stream);
 
     ExpertsArgs experts;
     experts.weights = args.weights;

@@ -1,8 +1,9 @@
 // MonolithicExperts over a modular implementation: routes the logits in its own workspace, then
 // applies the experts.
 //
-// Serves every method that route() does, custom callbacks included. Refuses router weights on the
-// input: that would scale the hidden states before the experts, which is prepare's work.
+// Serves every method that route() does, on the CPU custom callbacks included. Refuses router
+// weights on the input: that would scale the hidden states before the experts, which is prepare's
+// work.
 #pragma once
 
 #include <memory>

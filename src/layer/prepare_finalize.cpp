@@ -4,28 +4,24 @@
 // their experts. Both are stateless; what finalize must know of prepare lies in the workspace.
 #include "fusedmoe/prepare_finalize.h"
 
-#include <algorithm>
-#include <cstring>
+#include <limits>
+#include <utility>
 
 #include "core/check.h"
 #include "core/experts_args.h"
 #include "core/workspace.h"
 #include "fusedmoe/quantize.h"
-#include "layer/element.h"
-#include "layer/weight_and_reduce.h"
+#include "layer/backend.h"
 
 namespace fusedmoe {
 namespace {
 
-using layer::dispatch_element;
-using layer::kParallelElements;
-using layer::local_expert;
+using layer::backend_of;
 
-// What holds for every PrepareAndFinalize of one CPU rank.
+// What holds for every PrepareAndFinalize of one rank.
 Support supports_one_rank(const MoeConfig& config) {
-  if (!config.device.is_cpu()) {
-    return Support::no(Reason::kDevice,
-                       fmt::format("{}: this build has no CUDA kernels", to_string(config.device)));
+  if (const std::string problem = device_problem(config.device); !problem.empty()) {
+    return Support::no(Reason::kDevice, fmt::format("{}: {}", to_string(config.device), problem));
   }
   if (!core::is_activation_dtype(config.dtype)) {
     return Support::no(Reason::kDType,
@@ -50,6 +46,10 @@ Support supports_one_rank(const MoeConfig& config) {
 }
 
 void check_preparation(const PrepareArgs& args) {
+  const Device device = args.hidden_states.device();
+  FUSEDMOE_CHECK(args.stream.device == device, "stream",
+                 fmt::format("of {}", to_string(args.stream.device)),
+                 fmt::format("of {}, as the hidden states", to_string(device)));
   if (args.preparation.apply_router_weight_on_input) {
     const std::int64_t topk = args.topk_ids.size(1);
     FUSEDMOE_CHECK(topk == 1, "apply_router_weight_on_input", fmt::format("set with topk {}", topk),
@@ -58,24 +58,6 @@ void check_preparation(const PrepareArgs& args) {
   const std::optional<QuantKey>& key = args.preparation.quant;
   FUSEDMOE_CHECK(!key || key->dynamic || args.preparation.scale, "preparation.scale", "none",
                  "that of the static activations");
-}
-
-// target = rnd(source * rnd(weight)) in the dtype of the hidden states.
-template <typename Element>
-void weight_rows(const PrepareArgs& args, const TensorView& weighted) {
-  using Storage = typename Element::Storage;
-  const std::int64_t num_tokens = weighted.size(0), hidden = weighted.size(1);
-  const auto* weights = args.topk_weights.as<const float>();
-  const auto* source = args.hidden_states.as<const Storage>();
-  auto* target = weighted.as<Storage>();
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (num_tokens * hidden >= kParallelElements)
-  for (std::int64_t token = 0; token < num_tokens; ++token) {
-    const float weight = Element::load(Element::store(weights[token]));
-    for (std::int64_t i = token * hidden; i < (token + 1) * hidden; ++i) {
-      target[i] = Element::store(Element::load(source[i]) * weight);
-    }
-  }
 }
 
 std::size_t workspace_bytes_of(DType dtype, const Shape& shape) {
@@ -116,17 +98,18 @@ class Rows {
   }
 
   Prepared run(const PrepareArgs& args) const {
-    check_preparation(args);
+    const core::Backend& backend = backend_of(args.stream.device);
+    const bool any = args.hidden_states.size(0) > 0;
     Prepared prepared;
     prepared.hidden_states = args.hidden_states;
     if (preparation_.apply_router_weight_on_input) {
-      dispatch_element(args.hidden_states.dtype(),
-                       [&](auto element) { weight_rows<decltype(element)>(args, weighted_); });
+      if (any) backend.weight_rows(args.hidden_states, args.topk_weights, weighted_, args.stream);
       prepared.hidden_states = weighted_;
     }
     if (!preparation_.quant) return prepared;
-    if (prepared.hidden_states.size(0) > 0) {
-      quantize(prepared.hidden_states, *preparation_.quant, values_, scales_, preparation_.scale);
+    if (any) {
+      backend.quantize(prepared.hidden_states, *preparation_.quant, preparation_.scale, values_,
+                       scales_, args.stream);
     }
     prepared.hidden_states = values_;
     prepared.hidden_scales = scales_;
@@ -169,6 +152,7 @@ class NoEp final : public PrepareAndFinalize {
   }
 
   Prepared prepare(const PrepareArgs& args) const override {
+    check_preparation(args);
     core::WorkspaceCutter cutter(args.workspace);
     const Rows rows(cutter, problem_of(args), args.preparation, args.hidden_states.device());
     return rows.run(args);
@@ -178,34 +162,33 @@ class NoEp final : public PrepareAndFinalize {
     FUSEDMOE_CHECK(accepts(args.weight_and_reduce), "weight_and_reduce",
                    std::string(fusedmoe::name(args.weight_and_reduce)),
                    "no_op, contiguous or delegate");
-    if (args.weight_and_reduce == WeightAndReduce::kNoOp) {
-      layer::copy_reduced(args);
-    } else {
-      layer::reduce_contiguous(args);
+    const core::Backend& backend = backend_of(args.stream.device);
+    if (args.weight_and_reduce != WeightAndReduce::kNoOp) {
+      backend.reduce(args, {});
+    } else if (args.fused_output.data() != args.output.data()) {
+      backend.copy(args.fused_output, args.output, args.stream);
     }
   }
 };
 
-// What finalize must know: rows per expert, and the row of each slot inside its expert (meaningless
-// for slots without a local expert). First in the workspace.
-struct Assignment {
-  std::int32_t* expert_num_tokens;  // (num_local_experts)
-  std::int32_t* slot_rows;          // (num_tokens * topk)
-
-  Assignment(core::WorkspaceCutter& cutter, std::int64_t num_tokens, std::int64_t topk,
-             std::int64_t num_local_experts) {
-    const auto part = [&](const Shape& shape) {
-      return static_cast<std::int32_t*>(cutter.take(workspace_bytes_of(DType::kI32, shape)));
-    };
-    expert_num_tokens = part({num_local_experts});
-    slot_rows = part({num_tokens, topk});
-  }
-};
+// The assignment, which finalize must know, first in the workspace.
+core::RowAssignment cut_assignment(core::WorkspaceCutter& cutter, std::int64_t num_tokens,
+                                   std::int64_t topk, std::int64_t num_local_experts,
+                                   Device device) {
+  const auto part = [&](const Shape& shape) {
+    void* data = cutter.take(workspace_bytes_of(DType::kI32, shape));
+    return data ? TensorView(data, DType::kI32, shape, device) : TensorView();
+  };
+  core::RowAssignment assignment;
+  assignment.expert_num_tokens = part({num_local_experts});
+  assignment.slot_rows = part({num_tokens, topk});
+  return assignment;
+}
 
 // All that prepare needs: the assignment, the rows before and behind the dispatch.
 struct BatchedLayout {
   core::WorkspaceCutter cutter;
-  Assignment assignment;
+  core::RowAssignment assignment;
   Rows rows;
   Shape values_shape, scales_shape;  // (num_local_experts, capacity, ...)
   void* values;
@@ -214,7 +197,8 @@ struct BatchedLayout {
   BatchedLayout(void* workspace, const ProblemSize& problem, const Preparation& preparation,
                 Device device)
       : cutter(workspace),
-        assignment(cutter, problem.num_tokens, problem.topk, problem.num_local_experts),
+        assignment(cut_assignment(cutter, problem.num_tokens, problem.topk,
+                                  problem.num_local_experts, device)),
         rows(cutter, problem, preparation, device),
         values_shape{problem.num_local_experts, problem.num_tokens, rows.value_columns()},
         scales_shape{problem.num_local_experts, problem.num_tokens, rows.scale_columns()} {
@@ -240,20 +224,21 @@ class Batched final : public PrepareAndFinalize {
   }
 
   Prepared prepare(const PrepareArgs& args) const override {
-    const Device device = args.hidden_states.device();
+    check_preparation(args);
+    check_row_count(args);
+    const core::Backend& backend = backend_of(args.stream.device);
+    const Device device = args.stream.device;
     const BatchedLayout layout(args.workspace, problem_of(args), args.preparation, device);
-    assign_rows(args, layout.assignment);
     Prepared prepared = layout.rows.run(args);
-    prepared.hidden_states = dispatch(
-        args, layout.assignment, prepared.hidden_states,
-        TensorView(layout.values, layout.rows.values_dtype(), layout.values_shape, device));
-    if (layout.rows.scale_columns() > 0) {
-      prepared.hidden_scales = dispatch(
-          args, layout.assignment, prepared.hidden_scales,
-          TensorView(layout.scales, layout.rows.scales_dtype(), layout.scales_shape, device));
-    }
-    prepared.expert_num_tokens = TensorView(layout.assignment.expert_num_tokens, DType::kI32,
-                                            Shape{args.num_local_experts}, device);
+    const TensorView values(layout.values, layout.rows.values_dtype(), layout.values_shape, device);
+    const TensorView rows = std::exchange(prepared.hidden_states, values);
+    prepared.expert_num_tokens = layout.assignment.expert_num_tokens;
+    backend.assign_rows(args.topk_ids, args.expert_map, layout.assignment, args.stream);
+    backend.dispatch(layout.assignment.slot_rows, rows, values, args.stream);
+    if (layout.rows.scale_columns() == 0) return prepared;
+    const TensorView scales(layout.scales, layout.rows.scales_dtype(), layout.scales_shape, device);
+    const TensorView row_scales = std::exchange(prepared.hidden_scales, scales);
+    backend.dispatch(layout.assignment.slot_rows, row_scales, scales, args.stream);
     return prepared;
   }
 
@@ -262,50 +247,21 @@ class Batched final : public PrepareAndFinalize {
                    std::string(fusedmoe::name(args.weight_and_reduce)),
                    "naive_batched or delegate");
     core::WorkspaceCutter cutter(args.workspace);
-    const Assignment assignment(cutter, args.topk_ids.size(0), args.topk_ids.size(1),
-                                args.num_local_experts);
-    layer::reduce_batched(args, assignment.slot_rows);
+    const core::RowAssignment assignment =
+        cut_assignment(cutter, args.topk_ids.size(0), args.topk_ids.size(1), args.num_local_experts,
+                       args.stream.device);
+    backend_of(args.stream.device).reduce(args, assignment.slot_rows);
   }
 
  private:
-  /// Rows in ascending token order, so a row's place depends on earlier tokens only. Serial: it is
-  /// a few operations per slot against a copy of `hidden` elements.
-  static void assign_rows(const PrepareArgs& args, const Assignment& assignment) {
-    const std::int64_t num_tokens = args.topk_ids.size(0), topk = args.topk_ids.size(1);
-    const auto* ids = args.topk_ids.as<const std::int32_t>();
-    std::fill_n(assignment.expert_num_tokens, args.num_local_experts, 0);
-    for (std::int64_t token = 0; token < num_tokens; ++token) {
-      const std::int32_t* row = ids + token * topk;
-      for (std::int64_t slot = 0; slot < topk; ++slot) {
-        const std::int64_t local = local_expert(row[slot], args.expert_map, args.num_local_experts);
-        if (local < 0) continue;
-        FUSEDMOE_CHECK(std::find(row, row + slot, row[slot]) == row + slot, "topk_ids",
-                       fmt::format("expert {} twice for token {}", row[slot], token),
-                       "distinct within a token in the batched format");
-        assignment.slot_rows[token * topk + slot] = assignment.expert_num_tokens[local]++;
-      }
-    }
-  }
-
-  /// Row of each token (num_tokens, n) to its experts' rows (num_local_experts, capacity, n).
-  static TensorView dispatch(const PrepareArgs& args, const Assignment& assignment,
-                             const TensorView& from, const TensorView& to) {
-    const std::int64_t num_tokens = args.topk_ids.size(0), topk = args.topk_ids.size(1);
-    const std::int64_t row_bytes = bytes(from.dtype(), from.size(1)), capacity = to.size(1);
-    const auto* ids = args.topk_ids.as<const std::int32_t>();
-    const auto* source = from.as<const std::byte>();
-    auto* target = to.as<std::byte>();
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (num_tokens * topk * row_bytes >= 2 * kParallelElements)
-    for (std::int64_t token = 0; token < num_tokens; ++token) {
-      for (std::int64_t flat = token * topk; flat < (token + 1) * topk; ++flat) {
-        const std::int64_t local = local_expert(ids[flat], args.expert_map, args.num_local_experts);
-        if (local < 0) continue;
-        std::memcpy(target + (local * capacity + assignment.slot_rows[flat]) * row_bytes,
-                    source + token * row_bytes, static_cast<std::size_t>(row_bytes));
-      }
-    }
-    return to;
+  // Rows are numbered in 32 bits, across experts.
+  static void check_row_count(const PrepareArgs& args) {
+    constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max();
+    const std::int64_t num_tokens = args.hidden_states.size(0);
+    FUSEDMOE_CHECK(
+        num_tokens * args.num_local_experts <= kMaxRows, "hidden_states",
+        fmt::format("{} rows for each of {} experts", num_tokens, args.num_local_experts),
+        fmt::format("at most {} rows of all experts", kMaxRows));
   }
 };
 

@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "cpu/experts.h"
+#include "cuda/experts.h"
 #include "layer/monolithic.h"
 #include "reference/experts.h"
 
@@ -25,18 +26,30 @@ void add_backend(ExpertsList& list, const Make& make, const MakeUnfused& make_un
   list.push_back(make_unfused());
 }
 
+/// Those of a build with CUDA, and adapters for all that can have one.
+void add_cuda(ExpertsList& list) {
+  const ExpertsList experts = cuda::make_all_experts();
+  list.insert(list.end(), experts.begin(), experts.end());
+  for (const auto& each : experts) {
+    const bool standard = each->activation_format() == ActivationFormat::kStandard &&
+                          each->weight_and_reduce() == WeightAndReduce::kNoOp;
+    if (each->is_monolithic() || each->has_hooks() || !standard) continue;
+    list.push_back(make_monolithic(std::static_pointer_cast<const ModularExperts>(each)));
+  }
+}
+
 ExpertsList make_all_experts() {
   ExpertsList list;
   add_backend(list, cpu::make_experts, cpu::make_unfused_experts);
+  add_cuda(list);
   add_backend(list, reference::make_experts, reference::make_unfused_experts);
   return list;
 }
 
 Support pair_support(const MoeConfig& config, const PrepareAndFinalize& prepare_finalize,
                      const Experts& experts) {
-  if (!config.device.is_cpu()) {
-    return Support::no(Reason::kDevice,
-                       fmt::format("{}: this build has no CUDA kernels", to_string(config.device)));
+  if (const std::string problem = device_problem(config.device); !problem.empty()) {
+    return Support::no(Reason::kDevice, fmt::format("{}: {}", to_string(config.device), problem));
   }
   if (config.hooks && !experts.has_hooks()) {
     return Support::no(Reason::kHooks, fmt::format("{} has no injection points", experts.name()));
@@ -52,6 +65,11 @@ Support pair_support(const MoeConfig& config, const PrepareAndFinalize& prepare_
   asked.activation_format = format;
   if (Support support = experts.supports(asked); !support) return support;
   if (Support support = prepare_finalize.supports(asked); !support) return support;
+  if (!config.device.is_cpu() && make_preparation(experts, config.scheme, false).quant) {
+    return Support::no(Reason::kQuantScheme,
+                       fmt::format("{}: {} quantizes activations on the cpu only",
+                                   name(config.scheme), prepare_finalize.name()));
+  }
   if (!prepare_finalize.accepts(experts.weight_and_reduce())) {
     return Support::no(Reason::kPairing,
                        fmt::format("{} cannot finalize \"{}\"", prepare_finalize.name(),

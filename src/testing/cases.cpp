@@ -88,7 +88,7 @@ Problem make_problem(const Case& spec) {
   return problem;
 }
 
-MoeConfig make_config(const Case& spec, DType dtype) {
+MoeConfig make_config(const Case& spec, DType dtype, Device device) {
   MoeConfig config;
   config.num_experts = spec.num_experts;
   config.num_local_experts = num_local_experts(spec);
@@ -102,7 +102,9 @@ MoeConfig make_config(const Case& spec, DType dtype) {
   config.has_bias = spec.bias;
   config.has_expert_map = spec.expert_map;
   config.apply_router_weight_on_input = spec.weight_on_input;
-  config.routing_method = RoutingMethod::kCustom;  // run_experts replays the ids of the problem
+  config.device = device;
+  // run_experts replays the ids of the problem.
+  config.routing_method = device.is_cpu() ? RoutingMethod::kCustom : RoutingMethod::kTopK;
   return config;
 }
 

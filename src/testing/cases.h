@@ -71,15 +71,16 @@ struct Problem {
 Problem make_problem(const Case& spec);
 
 /// The configuration that the case asks implementations about.
-MoeConfig make_config(const Case& spec, DType dtype);
+MoeConfig make_config(const Case& spec, DType dtype, Device device = {});
 
 /// Fills floating tensors with NaN and integers with 0x7f bytes: what was not written shows.
 void poison(const TensorView& view);
 
-/// Runs one Experts with a PrepareAndFinalize on the problem in `dtype`; returns (num_tokens,
-/// hidden) of dtype. Every buffer has exactly the planned size, so that a sanitizer sees the first
-/// byte beyond it, and is poisoned. Monolithic experts get a router that returns the problem's ids.
-/// Throws Error when an input changed on the way.
+/// Runs one Experts with a PrepareAndFinalize on the problem in `dtype`, on the device of the
+/// packed weights; returns (num_tokens, hidden) of dtype in host memory. Every buffer has exactly
+/// the planned size, so that a sanitizer sees the first byte beyond it, and is poisoned. Monolithic
+/// experts get a router that returns the problem's ids, on CUDA by descending weight. Throws Error
+/// when an input changed on the way.
 Tensor run_experts(const Problem& problem, const PrepareAndFinalize& prepare_finalize,
                    const Experts& experts, const PackedWeights& packed, DType dtype,
                    const ExpertsHooks* hooks = nullptr);

@@ -13,7 +13,8 @@
 
 namespace fusedmoe::testing {
 
-inline const Device kCuda{DeviceKind::kCuda, 0};
+/// A device that no machine has.
+inline const Device kCuda{DeviceKind::kCuda, 999};
 
 /// The same memory, seen from byte `offset` on.
 inline TensorView shifted(const TensorView& view, std::ptrdiff_t offset) {

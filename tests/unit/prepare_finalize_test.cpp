@@ -321,7 +321,7 @@ TEST(PrepareAndFinalizeTest, RefusalsHaveReasons) {
     return no_ep.reason;
   };
   EXPECT_EQ(reason([](MoeConfig&) {}), Reason::kSupported);
-  EXPECT_EQ(reason([](MoeConfig& c) { c.device = {DeviceKind::kCuda, 0}; }), Reason::kDevice);
+  EXPECT_EQ(reason([](MoeConfig& c) { c.device = {DeviceKind::kCuda, 999}; }), Reason::kDevice);
   EXPECT_EQ(reason([](MoeConfig& c) { c.dtype = DType::kE4M3; }), Reason::kDType);
   EXPECT_EQ(reason([](MoeConfig& c) { c.batch_invariant = true; }), Reason::kSupported);
   EXPECT_EQ(reason([](MoeConfig& c) {

@@ -7,7 +7,7 @@
 #include "fusedmoe/dtype.h"
 #include "fusedmoe/formats.h"
 
-namespace fusedmoe::layer {
+namespace fusedmoe::cpu {
 
 struct F32Element {
   using Storage = float;
@@ -45,4 +45,4 @@ void dispatch_element(DType dtype, const Function& function) {
 /// Elements below which a loop over rows is not worth waking the threads.
 inline constexpr std::int64_t kParallelElements = 32768;
 
-}  // namespace fusedmoe::layer
+}  // namespace fusedmoe::cpu

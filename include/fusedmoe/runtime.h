@@ -1,0 +1,84 @@
+// Work on a device, for programs that include nothing of CUDA: copies, streams, events, graphs.
+//
+// On the CPU everything is done when the call returns. On CUDA, work is enqueued on a stream and
+// the calls return at once, unless they say that they wait. All throw Error for a device that
+// cannot be used, with the text of device_problem().
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "fusedmoe/device.h"
+#include "fusedmoe/export.h"
+#include "fusedmoe/tensor.h"
+
+namespace fusedmoe {
+
+/// destination = source, asynchronous on `stream`; both contiguous, of one dtype and shape, apart
+/// from each other, on any devices. Where one is on CUDA so is the stream. A copy to or from host
+/// memory that is not pinned may wait for the stream.
+FUSEDMOE_API void copy(const TensorView& source, const TensorView& destination, Stream stream);
+
+/// Every byte of a contiguous view = value, asynchronous on the stream of its device.
+FUSEDMOE_API void fill_bytes(const TensorView& view, std::uint8_t value, Stream stream);
+
+/// The tensor itself if it lies on `device`, else a contiguous copy there. Contiguous; waits.
+FUSEDMOE_API Tensor to_device(const Tensor& tensor, Device device);
+
+/// Uninitialised host memory that `device` copies from and to without staging; for the CPU the same
+/// as Tensor::empty.
+FUSEDMOE_API Tensor empty_pinned(Shape shape, DType dtype, Device device);
+
+/// Waits for all work of the stream.
+FUSEDMOE_API void synchronize(Stream stream);
+
+/// A stream of its own, independent of the default stream and of all others. Copies share it; the
+/// last one destroys it, which does not wait for its work.
+class FUSEDMOE_API OwnedStream {
+ public:
+  explicit OwnedStream(Device device);
+  operator Stream() const { return {device_, handle_.get()}; }  // NOLINT(google-explicit-*)
+
+ private:
+  Device device_;
+  std::shared_ptr<void> handle_;
+};
+
+/// A point in the work of a stream, with its time.
+class FUSEDMOE_API Event {
+ public:
+  explicit Event(Device device);
+  /// The event is what `stream` has to do at this moment.
+  void record(Stream stream);
+  /// Waits until it is done; at once if it was never recorded.
+  void synchronize() const;
+  /// Work enqueued on `stream` from now on starts after it.
+  void wait(Stream stream) const;
+
+ private:
+  friend FUSEDMOE_API double elapsed_ms(const Event& start, const Event& end);
+  Device device_;
+  std::shared_ptr<void> handle_;
+};
+
+/// Milliseconds between two recorded events of one device; waits for both.
+FUSEDMOE_API double elapsed_ms(const Event& start, const Event& end);
+
+/// What a function enqueues, recorded once and replayed at the cost of one launch. On the CPU it is
+/// the function itself.
+class FUSEDMOE_API Graph {
+ public:
+  /// Calls `work`, which enqueues on `stream` and neither allocates device memory nor waits;
+  /// nothing of it runs yet. The default stream of a CUDA device cannot be captured: see
+  /// OwnedStream.
+  Graph(Stream stream, const std::function<void()>& work);
+  /// Runs the recorded work on the memory it was recorded with; not twice at the same time.
+  void launch(Stream stream) const;
+
+ private:
+  Device device_;
+  std::shared_ptr<void> handle_;
+};
+
+}  // namespace fusedmoe

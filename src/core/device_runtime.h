@@ -1,0 +1,65 @@
+// What a device does besides computing, behind plain functions: memory, copies, streams, events,
+// graphs. The public classes of runtime.h and Tensor are made of it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "fusedmoe/device.h"
+
+namespace fusedmoe::core {
+
+/// Handles are owned by shared pointers and passed as what these point to.
+class DeviceRuntime {
+ public:
+  virtual ~DeviceRuntime() = default;
+
+  /// Throws std::bad_alloc. Not null, also for 0 bytes.
+  virtual std::shared_ptr<void> allocate(std::size_t bytes, Device device) const = 0;
+  virtual std::shared_ptr<void> allocate_pinned(std::size_t bytes, Device device) const = 0;
+  virtual void copy(void* destination, const void* source, std::size_t bytes,
+                    Stream stream) const = 0;
+  virtual void fill(void* memory, std::uint8_t value, std::size_t bytes, Stream stream) const = 0;
+
+  virtual std::shared_ptr<void> make_stream(Device device) const = 0;
+  virtual void synchronize(Stream stream) const = 0;
+
+  virtual std::shared_ptr<void> make_event(Device device) const = 0;
+  virtual void record(void* event, Stream stream) const = 0;
+  virtual void synchronize_event(void* event) const = 0;
+  virtual void wait(void* event, Stream stream) const = 0;
+  virtual double elapsed_ms(void* start, void* end) const = 0;
+
+  virtual std::shared_ptr<void> capture(Stream stream, const std::function<void()>& work) const = 0;
+  virtual void launch(void* graph, Stream stream) const = 0;
+
+  /// Makes the device the calling thread's current one and returns the index that was; -1 where
+  /// there is nothing to restore.
+  virtual int exchange_current(Device device) const = 0;
+  virtual void restore_current(int index) const noexcept = 0;
+};
+
+const DeviceRuntime& cpu_runtime();
+/// Throws Error in a build without CUDA.
+const DeviceRuntime& cuda_runtime();
+const DeviceRuntime& runtime_of(Device device);
+
+/// While it lives, `device` is the calling thread's current one: CUDA launches and allocates on
+/// that. Nothing for the CPU.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(Device device)
+      : previous_(device.is_cpu() ? -1 : cuda_runtime().exchange_current(device)) {}
+  ~CurrentDevice() {
+    if (previous_ >= 0) cuda_runtime().restore_current(previous_);
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  int previous_;
+};
+
+}  // namespace fusedmoe::core

@@ -1,0 +1,190 @@
+#include "cpu/backend.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+
+#include "core/check.h"
+#include "cpu/element.h"
+#include "fusedmoe/quantize.h"
+
+namespace fusedmoe::cpu {
+namespace {
+
+/// Local expert of a global id, or -1: negative id, id outside of the map, mapped to -1, or
+/// (without a map) not below num_local_experts.
+std::int64_t local_expert(std::int32_t id, const TensorView& expert_map,
+                          std::int64_t num_local_experts) {
+  if (id < 0) return -1;
+  if (!expert_map) return id < num_local_experts ? id : -1;
+  return id < expert_map.size(0) ? expert_map.as<const std::int32_t>()[id] : -1;
+}
+
+// target = rnd(source * rnd(weight)) in the dtype of the hidden states.
+template <typename Element>
+void weight_rows_of(const TensorView& x, const TensorView& topk_weights,
+                    const TensorView& weighted) {
+  using Storage = typename Element::Storage;
+  const std::int64_t num_tokens = weighted.size(0), hidden = weighted.size(1);
+  const auto* weights = topk_weights.as<const float>();
+  const auto* source = x.as<const Storage>();
+  auto* target = weighted.as<Storage>();
+#pragma omp parallel for schedule(static) \
+    num_threads(num_threads()) if (num_tokens * hidden >= kParallelElements)
+  for (std::int64_t token = 0; token < num_tokens; ++token) {
+    const float weight = Element::load(Element::store(weights[token]));
+    for (std::int64_t i = token * hidden; i < (token + 1) * hidden; ++i) {
+      target[i] = Element::store(Element::load(source[i]) * weight);
+    }
+  }
+}
+
+/// row_of(flat slot) is the index of the slot's row in fused_output, or -1.
+template <typename Element, typename RowOf>
+void reduce_rows(const FinalizeArgs& args, const RowOf& row_of) {
+  using Storage = typename Element::Storage;
+  const std::int64_t num_tokens = args.topk_ids.size(0), topk = args.topk_ids.size(1);
+  const std::int64_t hidden = args.output.size(1);
+  const auto* rows = args.fused_output.as<const Storage>();
+  const auto* weights = args.topk_weights.as<const float>();
+  auto* output = args.output.as<Storage>();
+  // The accumulators of one column block stay in registers and L1.
+  constexpr std::int64_t kBlock = 256;
+
+#pragma omp parallel for schedule(static) \
+    num_threads(num_threads()) if (num_tokens * topk * hidden >= kParallelElements)
+  for (std::int64_t token = 0; token < num_tokens; ++token) {
+    std::array<float, kBlock> sums;
+    for (std::int64_t begin = 0; begin < hidden; begin += kBlock) {
+      const std::int64_t width = std::min(kBlock, hidden - begin);
+      sums.fill(0);
+      for (std::int64_t flat = token * topk; flat < (token + 1) * topk; ++flat) {
+        const std::int64_t row = row_of(flat);
+        if (row < 0) continue;
+        const float weight = args.router_weight_on_input ? 1.0f : weights[flat];
+        const Storage* source = rows + row * hidden + begin;
+        for (std::int64_t i = 0; i < width; ++i) sums[i] += weight * Element::load(source[i]);
+      }
+      Storage* target = output + token * hidden + begin;
+      for (std::int64_t i = 0; i < width; ++i) target[i] = Element::store(sums[i]);
+    }
+  }
+}
+
+class CpuBackend final : public core::Backend {
+ public:
+  void router_logits(const RouterWeights& weights, const TensorView& x, const TensorView& logits,
+                     Stream) const override {
+    fusedmoe::router_logits(weights, x, logits);
+  }
+
+  void route(const RouterConfig& config, const TensorView& logits,
+             const TensorView& correction_bias, const Routing& out, Stream) const override {
+    fusedmoe::route(config, logits, correction_bias, out);
+  }
+
+  void route_shared(const Routing& out, bool gated, Stream) const override {
+    const std::int64_t num_tokens = out.topk_ids.numel();
+    auto* weights = out.topk_weights.as<float>();
+    std::fill_n(out.topk_ids.as<std::int32_t>(), num_tokens, 0);
+    for (std::int64_t token = 0; token < num_tokens; ++token) {
+      const auto logit = static_cast<double>(weights[token]);
+      weights[token] = gated ? static_cast<float>(1 / (1 + std::exp(-logit))) : 1.0f;
+    }
+  }
+
+  void weight_rows(const TensorView& x, const TensorView& topk_weights, const TensorView& weighted,
+                   Stream) const override {
+    dispatch_element(x.dtype(), [&](auto element) {
+      weight_rows_of<decltype(element)>(x, topk_weights, weighted);
+    });
+  }
+
+  void quantize(const TensorView& x, const QuantKey& key, std::optional<float> scale,
+                const TensorView& values, const TensorView& scales, Stream) const override {
+    fusedmoe::quantize(x, key, values, scales, scale);
+  }
+
+  // Serial: it is a few operations per slot against a copy of `hidden` elements.
+  void assign_rows(const TensorView& topk_ids, const TensorView& expert_map,
+                   const core::RowAssignment& out, Stream) const override {
+    const std::int64_t num_tokens = topk_ids.size(0), topk = topk_ids.size(1);
+    const std::int64_t num_local_experts = out.expert_num_tokens.numel();
+    auto* counts = out.expert_num_tokens.as<std::int32_t>();
+    auto* slot_rows = out.slot_rows.as<std::int32_t>();
+    std::fill_n(counts, num_local_experts, 0);
+    for (std::int64_t token = 0; token < num_tokens; ++token) {
+      const auto* row = topk_ids.as<const std::int32_t>() + token * topk;
+      for (std::int64_t slot = 0; slot < topk; ++slot) {
+        const std::int64_t local = local_expert(row[slot], expert_map, num_local_experts);
+        slot_rows[token * topk + slot] = -1;
+        if (local < 0) continue;
+        FUSEDMOE_CHECK(std::find(row, row + slot, row[slot]) == row + slot, "topk_ids",
+                       fmt::format("expert {} twice for token {}", row[slot], token),
+                       "distinct within a token in the batched format");
+        slot_rows[token * topk + slot] =
+            static_cast<std::int32_t>(local * num_tokens + counts[local]++);
+      }
+    }
+  }
+
+  void dispatch(const TensorView& slot_rows, const TensorView& from, const TensorView& to,
+                Stream) const override {
+    const std::int64_t num_tokens = slot_rows.size(0), topk = slot_rows.size(1);
+    const std::int64_t row_bytes = bytes(from.dtype(), from.size(1));
+    const auto* rows = slot_rows.as<const std::int32_t>();
+    const auto* source = from.as<const std::byte>();
+    auto* target = to.as<std::byte>();
+#pragma omp parallel for schedule(static) \
+    num_threads(num_threads()) if (num_tokens * topk * row_bytes >= 2 * kParallelElements)
+    for (std::int64_t token = 0; token < num_tokens; ++token) {
+      for (std::int64_t flat = token * topk; flat < (token + 1) * topk; ++flat) {
+        if (rows[flat] < 0) continue;
+        std::memcpy(target + rows[flat] * row_bytes, source + token * row_bytes,
+                    static_cast<std::size_t>(row_bytes));
+      }
+    }
+  }
+
+  void reduce(const FinalizeArgs& args, const TensorView& slot_rows) const override {
+    const auto* ids = args.topk_ids.as<const std::int32_t>();
+    const auto* rows = slot_rows ? slot_rows.as<const std::int32_t>() : nullptr;
+    const auto row_of = [&](std::int64_t flat) -> std::int64_t {
+      if (rows) return rows[flat];
+      const bool local = local_expert(ids[flat], args.expert_map, args.num_local_experts) >= 0;
+      return local ? flat : -1;
+    };
+    dispatch_element(args.output.dtype(),
+                     [&](auto element) { reduce_rows<decltype(element)>(args, row_of); });
+  }
+
+  void add(const TensorView& target, const TensorView& source, Stream) const override {
+    dispatch_element(target.dtype(), [&](auto element) {
+      using Element = decltype(element);
+      using Storage = typename Element::Storage;
+      auto* to = target.as<Storage>();
+      const auto* from = source.as<const Storage>();
+      const std::int64_t count = target.numel();
+#pragma omp parallel for schedule(static) num_threads(num_threads()) if (count >= kParallelElements)
+      for (std::int64_t i = 0; i < count; ++i) {
+        to[i] = Element::store(Element::load(to[i]) + Element::load(from[i]));
+      }
+    });
+  }
+
+  void copy(const TensorView& source, const TensorView& destination, Stream) const override {
+    if (source.numel() == 0) return;
+    std::memcpy(destination.data(), source.data(), static_cast<std::size_t>(source.nbytes()));
+  }
+};
+
+}  // namespace
+
+const core::Backend& backend() {
+  static const CpuBackend backend;
+  return backend;
+}
+
+}  // namespace fusedmoe::cpu

@@ -1,0 +1,84 @@
+#include "cuda/backend.h"
+
+#include "core/check.h"
+#include "core/device_runtime.h"
+#include "cuda/router/router.h"
+#include "cuda/rows/rows.h"
+
+namespace fusedmoe::cuda {
+namespace {
+
+using core::CurrentDevice;
+
+class CudaBackend final : public core::Backend {
+ public:
+  void router_logits(const RouterWeights& weights, const TensorView& x, const TensorView& logits,
+                     Stream stream) const override {
+    const CurrentDevice current(stream.device);
+    cuda::router_logits(weights.weight, weights.bias, x, logits, stream);
+  }
+
+  void route(const RouterConfig& config, const TensorView& logits,
+             const TensorView& correction_bias, const Routing& out, Stream stream) const override {
+    FUSEDMOE_CHECK(!config.custom, "router.custom",
+                   fmt::format("set on {}", to_string(stream.device)),
+                   "unset: the callback of a custom routing runs on the cpu");
+    const CurrentDevice current(stream.device);
+    cuda::route(config, logits, correction_bias, out, {}, stream);
+  }
+
+  void route_shared(const Routing& out, bool gated, Stream stream) const override {
+    const CurrentDevice current(stream.device);
+    cuda::route_shared(out, gated, stream);
+  }
+
+  void weight_rows(const TensorView& x, const TensorView& topk_weights, const TensorView& weighted,
+                   Stream stream) const override {
+    const CurrentDevice current(stream.device);
+    cuda::weight_rows(x, topk_weights, weighted, stream);
+  }
+
+  void quantize(const TensorView&, const QuantKey& key, std::optional<float>, const TensorView&,
+                const TensorView&, Stream stream) const override {
+    throw Error("preparation.quant",
+                fmt::format("{} on {}", name(key.value), to_string(stream.device)),
+                "none: activations are quantized on the cpu only");
+  }
+
+  void assign_rows(const TensorView& topk_ids, const TensorView& expert_map,
+                   const core::RowAssignment& out, Stream stream) const override {
+    const CurrentDevice current(stream.device);
+    cuda::assign_rows(topk_ids, expert_map, out, stream);
+  }
+
+  void dispatch(const TensorView& slot_rows, const TensorView& from, const TensorView& to,
+                Stream stream) const override {
+    const CurrentDevice current(stream.device);
+    dispatch_rows(slot_rows, from, to, stream);
+  }
+
+  void reduce(const FinalizeArgs& args, const TensorView& slot_rows) const override {
+    const CurrentDevice current(args.stream.device);
+    reduce_rows(args, slot_rows);
+  }
+
+  void add(const TensorView& target, const TensorView& source, Stream stream) const override {
+    const CurrentDevice current(stream.device);
+    add_rows(target, source, stream);
+  }
+
+  void copy(const TensorView& source, const TensorView& destination, Stream stream) const override {
+    if (source.numel() == 0) return;
+    core::cuda_runtime().copy(destination.data(), source.data(),
+                              static_cast<std::size_t>(source.nbytes()), stream);
+  }
+};
+
+}  // namespace
+
+const core::Backend& backend() {
+  static const CudaBackend backend;
+  return backend;
+}
+
+}  // namespace fusedmoe::cuda

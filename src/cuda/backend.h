@@ -1,0 +1,11 @@
+// core::Backend on CUDA.
+#pragma once
+
+#include "core/backend.h"
+
+namespace fusedmoe::cuda {
+
+/// Throws Error in a build without CUDA.
+const core::Backend& backend();
+
+}  // namespace fusedmoe::cuda

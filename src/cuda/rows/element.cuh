@@ -1,0 +1,107 @@
+// One row element, and 16 bytes of them at once.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "fusedmoe/tensor.h"
+
+namespace fusedmoe::cuda {
+
+__device__ inline float to_f32(float value) {
+  return value;
+}
+__device__ inline float to_f32(__nv_bfloat16 value) {
+  return __bfloat162float(value);
+}
+__device__ inline float to_f32(__half value) {
+  return __half2float(value);
+}
+
+/// To nearest, ties to even.
+template <typename Storage>
+__device__ Storage from_f32(float value) {
+  if constexpr (std::is_same_v<Storage, __nv_bfloat16>) {
+    return __float2bfloat16_rn(value);
+  } else if constexpr (std::is_same_v<Storage, __half>) {
+    return __float2half_rn(value);
+  } else {
+    return value;
+  }
+}
+
+/// kWidth neighbours of a row, loaded and stored as one.
+template <typename Storage, int kWidth>
+struct alignas(sizeof(Storage) * kWidth) Pack {
+  Storage values[kWidth];
+
+  __device__ static Pack load(const Storage* from) { return *reinterpret_cast<const Pack*>(from); }
+  __device__ void store(Storage* to) const { *reinterpret_cast<Pack*>(to) = *this; }
+};
+
+/// Local expert of a global id, or -1: negative id, id outside of the map, mapped outside of the
+/// local experts, or (without a map) not below their number.
+struct LocalExperts {
+  const std::int32_t* expert_map;  // (num_experts), or null
+  std::int64_t num_experts;
+  std::int64_t num_local_experts;
+
+  LocalExperts(const TensorView& map, std::int64_t local)
+      : expert_map(map ? map.as<const std::int32_t>() : nullptr),
+        num_experts(map ? map.size(0) : local),
+        num_local_experts(local) {}
+
+  __device__ std::int64_t operator()(std::int32_t id) const {
+    if (id < 0 || id >= num_experts) return -1;
+    const std::int64_t local = expert_map ? expert_map[id] : id;
+    return local >= 0 && local < num_local_experts ? local : -1;
+  }
+};
+
+/// Calls function(Storage{}) for an activation dtype.
+template <typename Function>
+void dispatch_storage(DType dtype, const Function& function) {
+  if (dtype == DType::kF32) {
+    function(float{});
+  } else if (dtype == DType::kBF16) {
+    function(__nv_bfloat16{});
+  } else {
+    function(__half{});
+  }
+}
+
+/// Calls function(width) with the elements of a 16-byte access, if rows of `columns` elements can
+/// be cut into them at all these addresses, else with 1.
+template <typename Storage, typename Function, typename... Pointers>
+void dispatch_width(std::int64_t columns, const Function& function, Pointers... rows) {
+  constexpr int kWidth = 16 / static_cast<int>(sizeof(Storage));
+  const bool aligned = ((reinterpret_cast<std::uintptr_t>(rows) % 16 == 0) && ...);
+  if (aligned && columns % kWidth == 0) {
+    function(std::integral_constant<int, kWidth>{});
+  } else {
+    function(std::integral_constant<int, 1>{});
+  }
+}
+
+/// Threads of a block over the columns of one row, and blocks: (row, chunk of columns).
+inline constexpr int kRowThreads = 128;
+inline dim3 row_grid(std::int64_t rows, std::int64_t accesses) {
+  return dim3(static_cast<unsigned>(rows),
+              static_cast<unsigned>((accesses + kRowThreads - 1) / kRowThreads));
+}
+/// Which access of its row this thread does.
+__device__ inline std::int64_t row_access() {
+  return static_cast<std::int64_t>(blockIdx.y) * kRowThreads + threadIdx.x;
+}
+
+/// First in every kernel that is launched with overlap_previous: lets the next kernel start and
+/// waits for the one before.
+__device__ inline void order_after_previous() {
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
+}
+
+}  // namespace fusedmoe::cuda

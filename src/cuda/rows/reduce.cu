@@ -1,0 +1,76 @@
+// Weight and reduce: output[t] = sum over j of topk_weights[t, j] * row of slot (t, j).
+//
+// Sums run in fp32 in slot order, product and sum rounded one after the other as on the CPU, and
+// are rounded once to the dtype. Slots without a row are skipped, whatever that row holds.
+#include "cuda/device/launch.h"
+#include "cuda/rows/element.cuh"
+#include "cuda/rows/rows.h"
+
+namespace fusedmoe::cuda {
+namespace {
+
+template <typename Storage>
+struct ReduceParams {
+  const std::int32_t* topk_ids;   // (num_tokens, topk)
+  const float* topk_weights;      // (num_tokens, topk), or null: sum without them
+  const std::int32_t* slot_rows;  // (num_tokens, topk), or null: row f is slot f
+  LocalExperts local_expert;
+  std::int64_t topk;
+  std::int64_t hidden;
+  const Storage* rows;  // may be `output`: every element is read by the thread that writes it
+  Storage* output;      // (num_tokens, hidden)
+};
+
+/// Block (token, chunk of columns).
+template <typename Storage, int kWidth>
+__global__ __launch_bounds__(kRowThreads) void reduce_rows_kernel(ReduceParams<Storage> p) {
+  order_after_previous();
+  const std::int64_t token = blockIdx.x, column = row_access() * kWidth;
+  if (column >= p.hidden) return;
+  float sums[kWidth] = {};
+  for (std::int64_t flat = token * p.topk; flat < (token + 1) * p.topk; ++flat) {
+    const std::int64_t row = p.slot_rows                            ? p.slot_rows[flat]
+                             : p.local_expert(p.topk_ids[flat]) < 0 ? -1
+                                                                    : flat;
+    if (row < 0) continue;
+    const float weight = p.topk_weights ? p.topk_weights[flat] : 1.0f;
+    const auto pack = Pack<Storage, kWidth>::load(p.rows + row * p.hidden + column);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      sums[i] = __fadd_rn(sums[i], __fmul_rn(weight, to_f32(pack.values[i])));
+    }
+  }
+  Pack<Storage, kWidth> result;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) result.values[i] = from_f32<Storage>(sums[i]);
+  result.store(p.output + token * p.hidden + column);
+}
+
+}  // namespace
+
+void reduce_rows(const FinalizeArgs& args, const TensorView& slot_rows) {
+  if (args.output.numel() == 0) return;
+  const std::int64_t num_tokens = args.output.size(0), hidden = args.output.size(1);
+  dispatch_storage(args.output.dtype(), [&](auto element) {
+    using Storage = decltype(element);
+    ReduceParams<Storage> params{
+        args.topk_ids.as<const std::int32_t>(),
+        args.router_weight_on_input ? nullptr : args.topk_weights.as<const float>(),
+        slot_rows ? slot_rows.as<const std::int32_t>() : nullptr,
+        LocalExperts(args.expert_map, args.num_local_experts),
+        args.topk_ids.size(1),
+        hidden,
+        args.fused_output.as<const Storage>(),
+        args.output.as<Storage>()};
+    dispatch_width<Storage>(
+        hidden,
+        [&](auto width) {
+          constexpr int kWidth = decltype(width)::value;
+          launch(reduce_rows_kernel<Storage, kWidth>, row_grid(num_tokens, hidden / kWidth),
+                 kRowThreads, 0, static_cast<cudaStream_t>(args.stream.handle), true, params);
+        },
+        params.rows, params.output);
+  });
+}
+
+}  // namespace fusedmoe::cuda
