@@ -6,7 +6,7 @@
 #include <cstring>
 #include <string>
 
-#include "cuda/device_memory.h"
+#include "cuda_test.h"
 #include "fusedmoe/error.h"
 #include "fusedmoe/routing_data.h"
 #include "testing/cases.h"
@@ -14,22 +14,22 @@
 namespace fusedmoe {
 namespace {
 
-constexpr Device kGpu{DeviceKind::kCuda, 0};
-constexpr Stream kStream{kGpu};
+const Stream kStream{testing::kGpu};
 
 void expect_cpu_result(const Tensor& ids, const Tensor& map, std::int64_t num_local_experts) {
   const Tensor expected = Tensor::empty({ids.size(0), (num_local_experts + 31) / 32}, DType::kI32);
   testing::poison(expected);
-  const Tensor actual = testing::to_device(expected), device_ids = testing::to_device(ids);
-  const Tensor device_map = map ? testing::to_device(map) : Tensor();
+  const Tensor actual = testing::to_gpu(expected), device_ids = testing::to_gpu(ids);
+  const Tensor device_map = map ? testing::to_gpu(map) : Tensor();
   build_bitmatrix(ids, map, num_local_experts, expected);
   cuda::build_bitmatrix(device_ids, device_map, num_local_experts, actual, kStream);
   EXPECT_EQ(0, std::memcmp(testing::to_host(actual).data(), expected.data(),
                            static_cast<std::size_t>(expected.nbytes())));
 }
 
-TEST(CudaBitmatrixTest, IsThatOfTheCpu) {
-  if (cuda_device_count() == 0) GTEST_SKIP() << cuda_device_summary();
+using CudaBitmatrixTest = testing::CudaTest;
+
+TEST_F(CudaBitmatrixTest, IsThatOfTheCpu) {
   testing::Random random(1);
   for (std::int64_t experts : {1, 31, 32, 33, 128, 257}) {
     // Local ids run backwards, every third expert is elsewhere.
@@ -54,10 +54,10 @@ TEST(CudaBitmatrixTest, IsThatOfTheCpu) {
 }
 
 // Needs no device: nothing is launched, and nothing reads the memory.
-TEST(CudaBitmatrixTest, BadArgumentsAreNamed) {
+TEST(CudaBitmatrixArgumentsTest, AreNamed) {
   std::int32_t memory[32];
   const auto view = [&](const Shape& shape, int offset = 0) {
-    return TensorView(memory + offset, DType::kI32, shape, kGpu);
+    return TensorView(memory + offset, DType::kI32, shape, testing::kGpu);
   };
   const auto fault = [](const TensorView& ids, const TensorView& map, std::int64_t experts,
                         const TensorView& bits) -> std::string {

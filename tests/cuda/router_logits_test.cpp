@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/device_memory.h"
 #include "cuda/router/router.h"
+#include "cuda_test.h"
 #include "fusedmoe/error.h"
 #include "fusedmoe/formats.h"
 #include "testing/cases.h"
@@ -15,11 +15,10 @@
 namespace fusedmoe {
 namespace {
 
-using testing::to_device;
+using testing::to_gpu;
 using testing::to_host;
 
-constexpr Device kGpu{DeviceKind::kCuda, 0};
-constexpr Stream kStream{kGpu};
+const Stream kStream{testing::kGpu};
 
 Tensor random_tensor(const Shape& shape, DType dtype, std::uint64_t seed) {
   testing::Random random(seed);
@@ -33,8 +32,8 @@ Tensor random_tensor(const Shape& shape, DType dtype, std::uint64_t seed) {
 Tensor run(const RouterWeights& weights, const Tensor& x) {
   const Tensor host = Tensor::empty({x.size(0), weights.weight.size(0)}, DType::kF32);
   testing::poison(host);
-  const Tensor logits = to_device(host), weight = to_device(weights.weight), rows = to_device(x);
-  const Tensor bias = weights.bias ? to_device(weights.bias) : Tensor();
+  const Tensor logits = to_gpu(host), weight = to_gpu(weights.weight), rows = to_gpu(x);
+  const Tensor bias = weights.bias ? to_gpu(weights.bias) : Tensor();
   cuda::router_logits(weight, bias, rows, logits, kStream);
   return to_host(logits);
 }
@@ -58,12 +57,7 @@ std::string describe(std::int64_t tokens, std::int64_t experts, std::int64_t hid
   return std::to_string(tokens) + " x " + std::to_string(experts) + " x " + std::to_string(hidden);
 }
 
-class CudaRouterLogitsTest : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (cuda_device_count() == 0) GTEST_SKIP() << cuda_device_summary();
-  }
-};
+using CudaRouterLogitsTest = testing::CudaTest;
 
 TEST_F(CudaRouterLogitsTest, EveryShape) {
   for (std::int64_t hidden : {1, 7, 8, 31, 32, 33, 40, 255, 256, 257, 360, 2880}) {
@@ -156,16 +150,16 @@ TEST_F(CudaRouterLogitsTest, RoutingFollowsOnTheSameStream) {
   config.num_experts = experts;
   config.topk = topk;
   config.scoring = ScoringFunc::kTopkSoftmax;
-  const Tensor weight = to_device(random_tensor({experts, hidden}, DType::kBF16, 13));
+  const Tensor weight = to_gpu(random_tensor({experts, hidden}, DType::kBF16, 13));
   for (std::int64_t tokens : {1, 5, 40, 3000}) {
     std::vector<Tensor> rows, ids, counts;
-    const Tensor logits = to_device(Tensor::zeros({tokens, experts}, DType::kF32));
-    const Tensor topk_weights = to_device(Tensor::zeros({tokens, topk}, DType::kF32));
+    const Tensor logits = to_gpu(Tensor::zeros({tokens, experts}, DType::kF32));
+    const Tensor topk_weights = to_gpu(Tensor::zeros({tokens, topk}, DType::kF32));
     for (std::uint64_t i = 0; i < 8; ++i) {
       rows.push_back(random_tensor({tokens, hidden}, DType::kBF16, 14 + i));
-      rows.push_back(to_device(rows.back()));
-      ids.push_back(to_device(Tensor::zeros({tokens, topk}, DType::kI32)));
-      counts.push_back(to_device(Tensor::zeros({experts}, DType::kI32)));
+      rows.push_back(to_gpu(rows.back()));
+      ids.push_back(to_gpu(Tensor::zeros({tokens, topk}, DType::kI32)));
+      counts.push_back(to_gpu(Tensor::zeros({experts}, DType::kI32)));
     }
     for (std::size_t i = 0; i < ids.size(); ++i) {
       cuda::router_logits(weight, {}, rows[2 * i + 1], logits, kStream);
@@ -196,7 +190,7 @@ TEST_F(CudaRouterLogitsTest, NoTokensIsLegal) {
 TEST(CudaRouterLogitsArgumentsTest, AreNamed) {
   std::vector<float> memory(256);
   const auto view = [&](DType dtype, const Shape& shape, int offset = 0) {
-    return TensorView(memory.data() + offset, dtype, shape, kGpu);
+    return TensorView(memory.data() + offset, dtype, shape, testing::kGpu);
   };
   const TensorView weight = view(DType::kBF16, {4, 8}), x = view(DType::kF32, {3, 8}, 32),
                    logits = view(DType::kF32, {3, 4}, 64);

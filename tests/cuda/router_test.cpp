@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/device_memory.h"
+#include "cuda_test.h"
 #include "fusedmoe/error.h"
 #include "testing/cases.h"
 
@@ -19,13 +19,12 @@ namespace fusedmoe {
 namespace {
 
 using testing::Random;
-using testing::to_device;
+using testing::to_gpu;
 using testing::to_host;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-constexpr Device kGpu{DeviceKind::kCuda, 0};
-constexpr Stream kStream{kGpu};
+const Stream kStream{testing::kGpu};
 constexpr std::array kScorings = {ScoringFunc::kSoftmax,      ScoringFunc::kSigmoid,
                                   ScoringFunc::kSqrtSoftplus, ScoringFunc::kTopkSoftmax,
                                   ScoringFunc::kTopkSigmoid,  ScoringFunc::kLogits};
@@ -54,9 +53,9 @@ Routed route_on_cpu(const RouterConfig& config, const Tensor& logits, const Tens
 Routed route_on_gpu(const RouterConfig& config, const Tensor& logits, const Tensor& bias,
                     bool with_counts = true) {
   const Routed host = make_outputs(logits.size(0), config);
-  const Routed device{to_device(host.ids), to_device(host.weights), to_device(host.counts)};
-  const Tensor device_logits = to_device(logits);
-  const Tensor device_bias = bias ? to_device(bias) : Tensor();
+  const Routed device{to_gpu(host.ids), to_gpu(host.weights), to_gpu(host.counts)};
+  const Tensor device_logits = to_gpu(logits);
+  const Tensor device_bias = bias ? to_gpu(bias) : Tensor();
   cuda::route(config, device_logits, device_bias, {device.ids, device.weights},
               with_counts ? TensorView(device.counts) : TensorView(), kStream);
   return {to_host(device.ids), to_host(device.weights), to_host(device.counts)};
@@ -138,12 +137,8 @@ std::string describe(const RouterConfig& config, std::int64_t num_tokens) {
          std::to_string(config.num_expert_group);
 }
 
-class CudaRouterSizesTest : public ::testing::TestWithParam<std::int64_t> {
+class CudaRouterSizesTest : public testing::CudaTestWith<std::int64_t> {
  protected:
-  void SetUp() override {
-    if (cuda_device_count() == 0) GTEST_SKIP() << cuda_device_summary();
-  }
-
   /// Calls check(config) for every scoring and k, normalized or not.
   template <typename Check>
   static void for_each_config(Check check) {
@@ -229,12 +224,7 @@ TEST_P(CudaRouterSizesTest, StrangeValues) {
 INSTANTIATE_TEST_SUITE_P(Experts, CudaRouterSizesTest,
                          ::testing::Values(1, 8, 31, 32, 60, 128, 256, 257, 384, 512, 2048));
 
-class CudaRouterTest : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (cuda_device_count() == 0) GTEST_SKIP() << cuda_device_summary();
-  }
-};
+using CudaRouterTest = testing::CudaTest;
 
 TEST_F(CudaRouterTest, OneExpertTakesAll) {
   Tensor logits = random_logits({5000, 64}, 12);
@@ -290,7 +280,7 @@ std::optional<std::string> failing_argument(Call call) {
 TEST(CudaRouterArgumentsTest, AreNamed) {
   std::array<float, 64> memory{};
   const auto view = [&](DType dtype, const Shape& shape, int offset = 0) {
-    return TensorView(memory.data() + offset, dtype, shape, kGpu);
+    return TensorView(memory.data() + offset, dtype, shape, testing::kGpu);
   };
   const TensorView logits = view(DType::kF32, {3, 4}), ids = view(DType::kI32, {3, 2}, 16),
                    weights = view(DType::kF32, {3, 2}, 32), counts = view(DType::kI32, {4}, 48);

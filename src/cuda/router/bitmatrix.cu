@@ -13,13 +13,6 @@
 namespace fusedmoe::cuda {
 namespace {
 
-/// Global id -> local expert, or -1.
-__device__ std::int32_t local_expert(const BitmatrixParams& p, std::int32_t id) {
-  if (id < 0 || id >= p.num_ids) return -1;
-  const std::int32_t local = p.expert_map ? p.expert_map[id] : id;
-  return local >= 0 && local < p.num_local_experts ? local : -1;
-}
-
 __global__ void bitmatrix_kernel(const BitmatrixParams p) {
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
@@ -29,7 +22,7 @@ __global__ void bitmatrix_kernel(const BitmatrixParams p) {
     const std::int64_t token = i / p.num_words, word = i % p.num_words;
     std::uint32_t bits = 0;
     for (std::int64_t j = 0; j < p.topk; ++j) {
-      const std::int32_t expert = local_expert(p, p.ids[token * p.topk + j]);
+      const std::int32_t expert = p.local_expert(p.ids[token * p.topk + j]);
       // An arithmetic shift: -1 stays negative and matches no word.
       if (expert >> 5 == word) bits |= 1u << (expert % 32);
     }

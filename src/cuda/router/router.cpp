@@ -142,17 +142,12 @@ void build_bitmatrix(const TensorView& topk_ids, const TensorView& expert_map,
   FUSEDMOE_CHECK(!core::overlap(bitmatrix, topk_ids), "bitmatrix", "overlapping topk_ids",
                  "in memory of its own");
   if (num_tokens == 0) return;
-  BitmatrixParams params{.ids = topk_ids.as<const std::int32_t>(),
-                         .bits = bitmatrix.as<std::uint32_t>(),
-                         .num_tokens = num_tokens,
-                         .num_words = num_words,
-                         .topk = topk_ids.size(1),
-                         .num_ids = num_local_experts,
-                         .num_local_experts = num_local_experts};
-  if (expert_map) {
-    params.expert_map = expert_map.as<const std::int32_t>();
-    params.num_ids = expert_map.size(0);
-  }
+  const BitmatrixParams params{.ids = topk_ids.as<const std::int32_t>(),
+                               .local_expert = {expert_map, num_local_experts},
+                               .bits = bitmatrix.as<std::uint32_t>(),
+                               .num_tokens = num_tokens,
+                               .num_words = num_words,
+                               .topk = topk_ids.size(1)};
   launch_bitmatrix(params, stream);
 }
 
