@@ -97,6 +97,11 @@ void check_packable(WeightFormat format, const ExpertMatrices& expert, bool gate
   exponent_shift(expert.down, nullptr);
 }
 
+PackedWeights::Info on_current_device(PackedWeights::Info info) {
+  info.device = current_device();
+  return info;
+}
+
 float read_bias(const TensorView& bias, std::int64_t index) {
   return bias ? load_f32(bias.data(), bias.dtype(), index * bias.stride(0)) : 0.0f;
 }
@@ -167,9 +172,9 @@ std::int64_t PackedMatrices::nbytes() const {
 
 CudaPackedWeights::CudaPackedWeights(Info info, WeightFormat format, const ExpertWeights& weights,
                                      const PackProgress& progress)
-    : PackedWeights(std::move(info)), format_(format) {
+    : PackedWeights(on_current_device(std::move(info))), format_(format) {
   const Info& made = this->info();
-  const Device device = current_device();
+  const Device device = made.device;
   w13_ = PackedMatrices(format, made.num_experts, made.intermediate, made.hidden,
                         is_gated(made.activation.kind), made.has_bias, device);
   w2_ = PackedMatrices(format, made.num_experts, made.hidden, made.intermediate, false,
