@@ -12,12 +12,16 @@
 namespace fusedmoe::cuda {
 namespace {
 
+/// An undefined view passes.
 void check_on_device(const TensorView& view, const char* argument, Stream stream) {
   if (!view) return;
   FUSEDMOE_CHECK(
       view.device() == stream.device && !view.device().is_cpu(), argument,
       "on " + to_string(view.device()),
       fmt::format("on the CUDA device of the stream, which is on {}", to_string(stream.device)));
+  const auto alignment = static_cast<std::uintptr_t>(bytes(view.dtype(), 1));
+  FUSEDMOE_CHECK(reinterpret_cast<std::uintptr_t>(view.data()) % alignment == 0, argument,
+                 "misaligned", fmt::format("{}-byte aligned", alignment));
 }
 
 void check_route(const RouterConfig& config, const TensorView& logits, const TensorView& bias,
