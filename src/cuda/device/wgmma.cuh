@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <cute/arch/mma_sm90_desc.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
-#include <cute/arch/util.hpp>
 #include <utility>
 
 namespace fusedmoe::cuda {
@@ -35,18 +34,22 @@ FUSEDMOE_WGMMA_ATOM(256)
 #undef FUSEDMOE_WGMMA_ATOM
 
 /// Descriptor of a K-major operand in the 128-byte swizzle: rows of 128 bytes, 8 rows to 1 KiB.
-/// 16 of K further on is kDescriptorK16 more.
-__device__ inline std::uint64_t make_descriptor(const void* shared) {
-  cute::GmmaDescriptor descriptor;
-  descriptor.bitfield.start_address_ =
-      static_cast<std::uint16_t>(cute::cast_smem_ptr_to_uint(shared) >> 4);
-  descriptor.bitfield.leading_byte_offset_ = 1;
-  descriptor.bitfield.stride_byte_offset_ = 1024 >> 4;
-  descriptor.bitfield.base_offset_ = 0;
-  descriptor.bitfield.layout_type_ = static_cast<std::uint8_t>(cute::SM90::GMMA::LayoutType::B128);
-  return descriptor.desc_;
-}
-inline constexpr std::uint64_t kDescriptorK16 = 32 >> 4;
+/// Only its low half varies; arithmetic on that alone is half the instructions.
+class Descriptor {
+ public:
+  __device__ explicit Descriptor(std::uint32_t shared_address)
+      : low_((shared_address >> 4 & 0x3fff) | kLeadingOffset) {}
+  /// The next 16 columns of K, `steps` times.
+  __device__ std::uint64_t at(int steps) const {
+    return static_cast<std::uint64_t>(kHigh) << 32 | (low_ + steps * (32 >> 4));
+  }
+
+ private:
+  static constexpr std::uint32_t kLeadingOffset = 1 << 16;  // unused with a swizzle, but 1
+  static constexpr std::uint32_t kHigh =
+      (1024 >> 4) | static_cast<std::uint32_t>(cute::SM90::GMMA::LayoutType::B128) << 30;
+  std::uint32_t low_;
+};
 
 /// sums += A (64, 16) B (16, kN).
 template <int kN>

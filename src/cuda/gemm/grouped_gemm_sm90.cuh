@@ -1,7 +1,7 @@
 // The grouped GEMM kernel: persistent, warp-specialised, both GEMMs of a layer in one launch.
 //
 // Warpgroup 0 loads. Its first thread claims tiles in order from a counter and streams their
-// weights (bulk copies of records); its warps 1 to 3 gather the rows of the tile (cp.async, in the
+// weights (bulk copies of records); two of its warps gather the rows of the tile (cp.async, in the
 // 128-byte swizzle). The other warpgroups multiply and store. Weights never wait for rows: those of
 // GEMM 2 are under way while the last tiles of GEMM 1 are still computed, and only the row loaders
 // wait until the tile of GEMM 1 that they read is complete. A block claims tiles in order, so one
@@ -32,8 +32,9 @@ struct GemmConfig {
   static constexpr int kWarpgroups = kTile.warpgroups();
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kMultiplyWarps = 4 * kWarpgroups;
-  static constexpr int kRowWarps = 3;  // that load rows
+  static constexpr int kRowWarps = 2;  // that load rows: the last two of the first warpgroup
   static constexpr int kRowThreads = 32 * kRowWarps;
+  static constexpr int kFirstRowThread = 128 - kRowThreads;
   static constexpr int kGroupThreads = 128 * kTile.k_groups;
 
   // Registers of a block are 64 Ki; at launch every thread has the same share of them.
@@ -57,6 +58,8 @@ struct GemmConfig {
   static constexpr int kFixedBytes = kWarpgroups * kStoreTokens * kStorePitch * 4 +
                                      2 * kTile.max_tokens * 4 + (kMaxExperts + 1) * 4 + 2048;
   static constexpr int kStages = (kSharedLimit - kFixedBytes) / kStageBytes;
+  // Stages that row loaders keep in flight before they wait for the oldest.
+  static constexpr int kLag = kStages >= 12 ? 3 : kStages >= 8 ? 2 : 1;
 
   static_assert(kTile.max_tokens % 8 == 0 && kTile.max_tokens <= 256, "N of wgmma");
   static_assert(kStages >= 3, "a pipeline needs stages");
@@ -84,7 +87,7 @@ struct SharedStorage {
   std::uint64_t item_full[Config::kItemSlots];
   std::uint64_t item_free[Config::kItemSlots];
   Item items[Config::kItemSlots];
-  std::int32_t row_index[2][(Config::kTokenBytes / kRecordK) / 2];
+  std::uint32_t row_offsets[2][Config::kTokenBytes / kRecordK / 2];  // in 16 bytes
   std::int32_t tile_prefix[kMaxExperts + 1];
 };
 
@@ -110,6 +113,7 @@ struct GemmKernel {
   using StageState = RingState<Config::kStages>;
   using ItemState = RingState<Config::kItemSlots>;
   static_assert(sizeof(Shared) <= Config::kSharedLimit);
+  static constexpr int kRecordStride = kTile.k_groups * Config::kRecordBytes;  // of row blocks
 
   __device__ static std::uint8_t* tokens_of(Shared& shared, int stage, int k_block) {
     return shared.stages[stage] + k_block * Config::kTokenBytes;
@@ -189,20 +193,25 @@ struct GemmKernel {
       const int claimed = atomicAdd(p.counters, 1);  // its latency hides behind the stream
 
       const GemmPhase& phase = p.phases[item.phase];
-      const auto* weights =
-          static_cast<const std::uint8_t*>(phase.weights) + item.expert * phase.expert_bytes;
       const int row_blocks = min(kTile.tile_row_blocks(), phase.row_blocks - item.row_block);
-      for (int k = item.k_begin; k < item.k_end; k += kTile.k_groups) {
-        const int bytes = min(kTile.k_groups, item.k_end - k) * Config::kRecordBytes;
+      const std::int64_t row_pitch =
+          static_cast<std::int64_t>(phase.k_blocks) * Config::kRecordBytes;
+      const auto* weights = static_cast<const std::uint8_t*>(phase.weights) +
+                            item.expert * phase.expert_bytes + item.row_block * row_pitch +
+                            item.k_begin * Config::kRecordBytes;
+      for (int left = item.k_end - item.k_begin; left > 0; left -= kTile.k_groups) {
+        const int bytes = min(kTile.k_groups, left) * Config::kRecordBytes;
+        std::uint64_t* full = &shared.stage_full[stage.index];
+        std::uint8_t* records = record_of(shared, stage.index, 0, 0);
         Barrier::wait(&shared.stage_free[stage.index], stage.phase ^ 1);
-        Barrier::arrive_and_expect_tx(&shared.stage_full[stage.index], row_blocks * bytes);
-        for (int b = 0; b < row_blocks; ++b) {
-          const std::int64_t record =
-              static_cast<std::int64_t>(item.row_block + b) * phase.k_blocks + k;
-          cute::SM90_BULK_COPY_G2S::copy(weights + record * Config::kRecordBytes,
-                                         &shared.stage_full[stage.index],
-                                         record_of(shared, stage.index, b, 0), bytes);
+        Barrier::arrive_and_expect_tx(full, row_blocks * bytes);
+#pragma unroll
+        for (int b = 0; b < kTile.tile_row_blocks(); ++b) {
+          if (b >= row_blocks) break;
+          cute::SM90_BULK_COPY_G2S::copy(weights + b * row_pitch, full, records + b * kRecordStride,
+                                         bytes);
         }
+        weights += bytes;
         stage.advance();
       }
       number = static_cast<std::int64_t>(gridDim.x) + claimed;
@@ -220,13 +229,26 @@ struct GemmKernel {
     }
   }
 
-  /// Three warps: rows of the tiles, K block by K block.
+  /// Two warps: rows of the tiles, K block by K block, 16 bytes to a thread. Rows of one thread are
+  /// a multiple of 8 apart, so that its place in the swizzle stays.
   __device__ static void load_tokens(Shared& shared, const GroupedGemm& p) {
-    const int thread = threadIdx.x - 32;
-    const int chunk = thread % 8;
-    StageState stage;
+    constexpr int kChunkElements = 8;
+    constexpr int kRowStep = Config::kRowThreads / 8;
+    static_assert(kRowStep % 8 == 0);
+    const int thread = threadIdx.x - Config::kFirstRowThread;
+    const int first = thread / 8, chunk = thread % 8;
+    const std::uint32_t offset = first * 128 + ((chunk ^ first) << 4);
+    StageState stage, arrived;
     ItemState slot;
     int buffer = 0;
+    int behind = 0;  // stages whose copies are under way
+    // The rows of the oldest such stage are there. wgmma reads by another path than they came.
+    const auto announce = [&] {
+      cutlass::arch::fence_view_async_shared();
+      __syncwarp();
+      if (thread % 32 == 0) Barrier::arrive(&shared.stage_full[arrived.index]);
+      arrived.advance();
+    };
     while (true) {
       Barrier::wait(&shared.item_full[slot.index], slot.phase);
       const Item item = shared.items[slot.index];
@@ -236,35 +258,46 @@ struct GemmKernel {
       if (item.phase < 0) return;
 
       const GemmPhase& phase = p.phases[item.phase];
-      std::int32_t* rows = shared.row_index[buffer];
+      std::uint32_t* rows = shared.row_offsets[buffer];
       buffer ^= 1;
+      const auto pitch = static_cast<std::uint32_t>(phase.x_pitch / kChunkElements);
       for (int n = thread; n < item.num_tokens; n += Config::kRowThreads) {
         const int row = item.first_row + n;
-        rows[n] = phase.gather ? phase.gather[row] / phase.gather_divisor : row;
+        rows[n] = (phase.gather ? phase.gather[row] / phase.gather_divisor : row) * pitch;
       }
       if (item.phase == 1 && thread == 0) wait_for_rows(p, item);
       cutlass::arch::NamedBarrier::sync(Config::kRowThreads, 0);
 
-      const auto* x = static_cast<const __nv_bfloat16*>(phase.x);
-      for (int k = item.k_begin; k < item.k_end; k += kTile.k_groups) {
-        const int k_blocks = min(kTile.k_groups, item.k_end - k);
+      const auto* x = static_cast<const uint4*>(phase.x);
+      const int k = phase.k;
+      for (int block = item.k_begin; block < item.k_end; block += kTile.k_groups) {
         Barrier::wait(&shared.stage_free[stage.index], stage.phase ^ 1);
-        for (int b = 0; b < k_blocks; ++b) {
+#pragma unroll
+        for (int b = 0; b < kTile.k_groups; ++b) {
+          if (block + b >= item.k_end) break;
+          const int column = (block + b) * kRecordK + chunk * kChunkElements;
+          const int valid = max(0, min(16, (k - column) * 2));
+          const uint4* source = x + (valid > 0 ? column / kChunkElements : 0);
           const std::uint32_t target =
-              cute::cast_smem_ptr_to_uint(tokens_of(shared, stage.index, b));
-          const int column = (k + b) * kRecordK + chunk * 8;
-          const int valid = max(0, min(16, (phase.k - column) * 2));
-          for (int n = thread / 8; n < item.num_tokens; n += Config::kRowThreads / 8) {
-            const auto* source = x + rows[n] * phase.x_pitch + (valid > 0 ? column : 0);
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                             target + n * 128 + ((chunk ^ (n & 7)) << 4)),
-                         "l"(source), "r"(valid)
-                         : "memory");
+              cute::cast_smem_ptr_to_uint(tokens_of(shared, stage.index, b)) + offset;
+#pragma unroll 4
+          for (int n = first; n < item.num_tokens; n += kRowStep) {
+            asm volatile(
+                "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target + (n - first) * 128),
+                "l"(source + rows[n]), "r"(valid)
+                : "memory");
           }
         }
-        cutlass::arch::cpasync_barrier_arrive_noinc(&shared.stage_full[stage.index]);
+        asm volatile("cp.async.commit_group;" ::: "memory");
         stage.advance();
+        if (++behind > Config::kLag) {
+          asm volatile("cp.async.wait_group %0;" ::"n"(Config::kLag) : "memory");
+          announce();
+          --behind;
+        }
       }
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      for (; behind > 0; --behind) announce();
     }
   }
 
@@ -295,14 +328,12 @@ struct GemmKernel {
   /// Waits for a stage; what it holds of this thread's row blocks and K group.
   struct Operands {
     const std::uint8_t* record;  // of the first row block; kRecordStride to the next
-    std::uint64_t tokens;
+    Descriptor tokens;
   };
-  static constexpr int kRecordStride = kTile.k_groups * Config::kRecordBytes;
   __device__ static Operands acquire(Shared& shared, const StageState& stage, const Place& place) {
     Barrier::wait(&shared.stage_full[stage.index], stage.phase);
-    cutlass::arch::fence_view_async_shared();  // rows came by ordinary copies
     return {record_of(shared, stage.index, place.row_group * kTile.row_blocks, place.k_group),
-            make_descriptor(tokens_of(shared, stage.index, place.k_group))};
+            Descriptor(cute::cast_smem_ptr_to_uint(tokens_of(shared, stage.index, place.k_group)))};
   }
 
   /// Weights as they are: the tensor cores read both operands from shared memory, one stage while
@@ -317,10 +348,10 @@ struct GemmKernel {
       cute::warpgroup_arrive();
 #pragma unroll
       for (int b = 0; b < kTile.row_blocks; ++b) {
-        const std::uint64_t weights = make_descriptor(operands.record + b * kRecordStride);
+        const Descriptor weights(cute::cast_smem_ptr_to_uint(operands.record + b * kRecordStride));
 #pragma unroll
         for (int j = 0; j < kRecordK / 16; ++j) {
-          multiply<kN>(weights + j * kDescriptorK16, operands.tokens + j * kDescriptorK16, sums[b]);
+          multiply<kN>(weights.at(j), operands.tokens.at(j), sums[b]);
         }
       }
       cute::warpgroup_commit_batch();
@@ -351,7 +382,7 @@ struct GemmKernel {
       cute::warpgroup_arrive();
 #pragma unroll
       for (int j = 0; j < kRecordK / 16; ++j) {
-        multiply<kN>(codes[kSet][j], operands.tokens + j * kDescriptorK16, sums[kBlock]);
+        multiply<kN>(codes[kSet][j], operands.tokens.at(j), sums[kBlock]);
       }
       cute::warpgroup_commit_batch();
       const int current = stage.index;
@@ -594,7 +625,7 @@ __global__ __launch_bounds__(
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Config::kStages; ++s) {
-      Barrier::init(&shared.stage_full[s], 1 + Config::kRowThreads);
+      Barrier::init(&shared.stage_full[s], 1 + Config::kRowWarps);
       Barrier::init(&shared.stage_free[s], Config::kMultiplyWarps);
     }
     for (int s = 0; s < Config::kItemSlots; ++s) {
@@ -610,7 +641,7 @@ __global__ __launch_bounds__(
     cutlass::arch::warpgroup_reg_dealloc<Config::kLoadRegisters>();
     if (threadIdx.x == 0) {
       Kernel::load_weights(shared, problem);
-    } else if (threadIdx.x >= 32) {
+    } else if (threadIdx.x >= Config::kFirstRowThread) {
       Kernel::load_tokens(shared, problem);
     }
   } else {

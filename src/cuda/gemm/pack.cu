@@ -41,11 +41,16 @@ __device__ std::uint32_t code_at(const PackSource& s, std::int64_t row, std::int
   return bytes[row * ((s.k + 1) / 2) + k / 2] >> (k % 2 * 4) & 0xf;
 }
 
-/// Sign, exponent and mantissa bits of a code to their places for `pair`.
-__device__ std::uint32_t spread(std::uint32_t code, int pair) {
-  const CodeBits bits = code_bits(pair);
-  return (code >> 3 & 1) << bits.sign | (code >> 2 & 1) << bits.exponent_high |
-         (code >> 1 & 1) << bits.exponent_low | (code & 1) << bits.mantissa;
+/// Adds a code of word `word` of two to their halves at `shift`.
+__device__ void spread(std::uint32_t code, int word, int pair, int shift, std::uint32_t* words) {
+  const CodeBits bits = code_bits(word, pair);
+  const auto add = [&](int from, CodeBit to) {
+    words[to.word] |= (code >> from & 1) << (to.bit + shift);
+  };
+  add(3, bits.sign);
+  add(2, bits.exponent_high);
+  add(1, bits.exponent_low);
+  add(0, bits.mantissa);
 }
 
 __device__ std::uint8_t exponent_at(const PackSource& s, std::int64_t row, std::int64_t k) {
@@ -68,8 +73,9 @@ __global__ void pack_mxfp4_kernel(const PackSource s, const RecordGrid grid,
   for (int step = 0; step < 4; ++step) {
     for (int pair = 0; pair < 4; ++pair) {
       const std::int64_t k = first_k + step * 16 + q * 2 + pair / 2 * 8;
-      words[step] |= spread(code_at(s, rows[pair % 2], k), pair) |
-                     spread(code_at(s, rows[pair % 2], k + 1), pair) << 16;
+      std::uint32_t* two_words = words + step / 2 * 2;
+      spread(code_at(s, rows[pair % 2], k), step % 2, pair, 0, two_words);
+      spread(code_at(s, rows[pair % 2], k + 1), step % 2, pair, 16, two_words);
     }
   }
   reinterpret_cast<uint4*>(target)[threadIdx.x] =

@@ -67,15 +67,22 @@ FUSEDMOE_HD constexpr RecordGrid record_grid(std::int64_t width, std::int64_t k,
   return {ceil_div(width, gated ? kRecordRows / 2 : kRecordRows), ceil_div(k, kRecordK)};
 }
 
-/// Bits of a 16-bit half that hold code `pair` (0 to 3): sign, exponent (2), mantissa.
-struct CodeBits {
-  int sign, exponent_high, exponent_low, mantissa;
+/// A bit of a 16-bit half of one of two neighbouring words.
+struct CodeBit {
+  int word, bit;
 };
-FUSEDMOE_HD constexpr CodeBits code_bits(int pair) {
-  return pair == 0   ? CodeBits{15, 8, 7, 6}
-         : pair == 1 ? CodeBits{12, 5, 4, 3}
-         : pair == 2 ? CodeBits{9, 2, 1, 0}
-                     : CodeBits{14, 11, 10, 13};
+/// Bits that hold the code of `pair` (0 to 3) of word `word` (0 or 1) of two: sign, the exponent's
+/// high and low bit, mantissa.
+struct CodeBits {
+  CodeBit sign, exponent_high, exponent_low, mantissa;
+};
+FUSEDMOE_HD constexpr CodeBits code_bits(int word, int pair) {
+  if (pair < 3) {
+    const int shift = 3 * pair;
+    return {{word, 15 - shift}, {word, 8 - shift}, {word, 7 - shift}, {word, 6 - shift}};
+  }
+  return word == 0 ? CodeBits{{0, 14}, {1, 14}, {1, 13}, {0, 13}}
+                   : CodeBits{{0, 11}, {1, 11}, {1, 10}, {0, 10}};
 }
 
 }  // namespace fusedmoe::cuda

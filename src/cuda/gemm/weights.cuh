@@ -26,16 +26,23 @@ struct Mxfp4Weights {
     return product;
   }
 
-  /// 8 codes of two rows (see records.h) and the rows' multipliers -> one register operand.
-  __device__ static void decode_word(std::uint32_t word, std::uint32_t low, std::uint32_t high,
-                                     std::uint32_t (&a)[4]) {
-    constexpr std::uint32_t kMask = 0x81C081C0;  // sign and the three bits below the exponent's
-    const std::uint32_t last =
-        ((word << 1) & 0x80008000) | ((word >> 3) & 0x01800180) | ((word >> 7) & 0x00400040);
-    a[0] = multiply_bf16x2(word & kMask, low);
-    a[1] = multiply_bf16x2((word << 3) & kMask, high);
-    a[2] = multiply_bf16x2((word << 6) & kMask, low);
-    a[3] = multiply_bf16x2(last, high);
+  static constexpr std::uint32_t kMask = 0x81C081C0;  // sign, and three bits around the point
+
+  /// The codes of two words (see records.h), whose left-over bits make up two more pairs, times the
+  /// rows' multipliers -> two register operands. Shifts to the left go to another pipe than masks.
+  __device__ static void decode_words(std::uint32_t x, std::uint32_t y, std::uint32_t low,
+                                      std::uint32_t high, std::uint32_t (&a)[4],
+                                      std::uint32_t (&b)[4]) {
+    const std::uint32_t rest =
+        ((x << 1) & 0x90009000) | ((y >> 6) & 0x01B001B0) | ((x >> 7) & 0x00480048);
+    a[0] = multiply_bf16x2(x & kMask, low);
+    a[1] = multiply_bf16x2((x << 3) & kMask, high);
+    a[2] = multiply_bf16x2((x << 6) & kMask, low);
+    a[3] = multiply_bf16x2(rest & kMask, high);
+    b[0] = multiply_bf16x2(y & kMask, low);
+    b[1] = multiply_bf16x2((y << 3) & kMask, high);
+    b[2] = multiply_bf16x2((y << 6) & kMask, low);
+    b[3] = multiply_bf16x2((rest << 3) & kMask, high);
   }
 
   /// One record -> the register operands of four steps of 16 of K, for one thread of 128.
@@ -46,11 +53,9 @@ struct Mxfp4Weights {
         record + kMxfp4CodeBytes + (thread / 32 * 8 + thread % 32 / 4) * 4);
     std::uint32_t scale[4];  // a bf16 of that exponent field, twice
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scale[i] = (exponents >> (8 * i) & 0xff) * 0x00800080u;
-    decode_word(codes.x, scale[0], scale[2], a[0]);
-    decode_word(codes.y, scale[0], scale[2], a[1]);
-    decode_word(codes.z, scale[1], scale[3], a[2]);
-    decode_word(codes.w, scale[1], scale[3], a[3]);
+    for (int i = 0; i < 4; ++i) scale[i] = __byte_perm(exponents, 0, 0x4440 + i) * 0x00800080u;
+    decode_words(codes.x, codes.y, scale[0], scale[2], a[0], a[1]);
+    decode_words(codes.z, codes.w, scale[1], scale[3], a[2], a[3]);
   }
 };
 
