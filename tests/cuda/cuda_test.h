@@ -1,0 +1,43 @@
+// What the GPU tests share: they skip where there is no usable GPU, and say why.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "fusedmoe/device.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
+#include "testing/compare.h"
+
+namespace fusedmoe::testing {
+
+inline const Device kGpu{DeviceKind::kCuda, 0};
+inline const Device kHost{};
+
+#define FUSEDMOE_SKIP_WITHOUT_GPU()                                        \
+  do {                                                                     \
+    if (cuda_device_count() == 0) GTEST_SKIP() << cuda_device_summary();   \
+    const std::string problem = device_problem(::fusedmoe::testing::kGpu); \
+    if (!problem.empty()) GTEST_SKIP() << problem;                         \
+  } while (false)
+
+/// Suites derive from it.
+class CudaTest : public ::testing::Test {
+ protected:
+  void SetUp() override { FUSEDMOE_SKIP_WITHOUT_GPU(); }
+};
+template <typename Param>
+class CudaTestWith : public ::testing::TestWithParam<Param> {
+ protected:
+  void SetUp() override { FUSEDMOE_SKIP_WITHOUT_GPU(); }
+};
+
+inline Tensor to_gpu(const Tensor& tensor) {
+  return to_device(tensor, kGpu);
+}
+inline Tensor to_host(const Tensor& tensor) {
+  return to_device(tensor, kHost);
+}
+
+}  // namespace fusedmoe::testing
