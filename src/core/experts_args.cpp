@@ -66,17 +66,24 @@ Support supports_on_cpu(const MoeConfig& config, ActivationFormat format, bool s
     return no(Reason::kQuantScheme,
               fmt::format("scheme is {}, takes {}", name(config.scheme), known_schemes));
   }
+  const std::int64_t unit = config.scheme.weights.value == DType::kE2M1 ? 2 : 1;
+  return supports_anywhere(config, format, {unit, unit});
+}
+
+Support supports_anywhere(const MoeConfig& config, ActivationFormat format, SizeUnits units) {
+  const auto no = [](Reason reason, std::string text) {
+    return Support::no(reason, std::move(text));
+  };
   try {
     resolve(config.activation, config.activation_params);
   } catch (const Error& error) {
     return no(Reason::kActivation, error.what());
   }
-  const std::int64_t unit = config.scheme.weights.value == DType::kE2M1 ? 2 : 1;
-  if (config.hidden < 1 || config.intermediate < 1 || config.hidden % unit != 0 ||
-      config.intermediate % unit != 0) {
+  if (config.hidden < 1 || config.intermediate < 1 || config.hidden % units.hidden != 0 ||
+      config.intermediate % units.intermediate != 0) {
     return no(Reason::kShape,
-              fmt::format("hidden {}, intermediate {}; takes positive{} numbers", config.hidden,
-                          config.intermediate, unit == 2 ? ", even" : ""));
+              fmt::format("hidden {}, intermediate {}; takes positive multiples of {} and {}",
+                          config.hidden, config.intermediate, units.hidden, units.intermediate));
   }
   if (config.activation_format != format) {
     return no(Reason::kActivationFormat,

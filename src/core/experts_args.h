@@ -1,5 +1,4 @@
-// What the experts on the CPU share: which configurations they serve, and checks of their
-// arguments.
+// What experts share: which configurations they serve, and checks of their arguments.
 #pragma once
 
 #include <string_view>
@@ -11,8 +10,16 @@ namespace fusedmoe::core {
 /// f32, bf16 or f16: what hidden states may be.
 bool is_activation_dtype(DType dtype);
 
-/// Device, dtype, activation, shape, format, router weight and expert map of a configuration; then
-/// the scheme, of which the caller says whether it is known, and which ones are.
+/// Sizes must be multiples of these.
+struct SizeUnits {
+  std::int64_t hidden, intermediate;
+};
+
+/// Activation, sizes, format, router weight and expert map of a configuration.
+Support supports_anywhere(const MoeConfig& config, ActivationFormat format, SizeUnits units);
+
+/// The CPU's device and dtypes; the scheme, of which the caller says whether it is known and which
+/// ones are; and supports_anywhere().
 Support supports_on_cpu(const MoeConfig& config, ActivationFormat format, bool scheme_known,
                         std::string_view known_schemes);
 

@@ -1,9 +1,333 @@
+// The Hopper experts: sm90_bf16 and sm90_mxfp4, each standard, batched, unfused (with injection
+// points), and batch-invariant: without splits of K, so that a row has the same bits in any batch.
 #include "cuda/experts.h"
 
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+#include "core/check.h"
+#include "core/experts_args.h"
+#include "core/workspace.h"
+#include "cuda/activation.h"
+#include "cuda/combine.h"
+#include "cuda/gemm/grouped_gemm.h"
+#include "cuda/gemm/heuristic.h"
+#include "cuda/packed_weights.h"
+#include "cuda/routing_data.h"
+#include "fusedmoe/runtime.h"
+
 namespace fusedmoe::cuda {
+namespace {
+
+enum class Variant { kStandard, kBatched, kUnfused, kBatchInvariant };
+
+std::string_view suffix(Variant variant) {
+  switch (variant) {
+    case Variant::kStandard:
+      return "";
+    case Variant::kBatched:
+      return "_batched";
+    case Variant::kUnfused:
+      return "_unfused";
+    case Variant::kBatchInvariant:
+      return "_batch_invariant";
+  }
+  return "";
+}
+
+constexpr std::int64_t kPitchUnit = 8;  // elements: rows of activations start at 16 bytes
+
+std::int64_t round_up(std::int64_t value, std::int64_t unit) {
+  return ceil_div(value, unit) * unit;
+}
+
+void check_alignment(const TensorView& view, const char* argument) {
+  FUSEDMOE_CHECK(reinterpret_cast<std::uintptr_t>(view.data()) % 16 == 0, argument, "misaligned",
+                 "16-byte aligned");
+}
+
+std::size_t bytes_of(std::int64_t rows, std::int64_t pitch, DType dtype) {
+  return static_cast<std::size_t>(bytes(dtype, Shape({rows, pitch}).numel()));
+}
+
+/// Scratch of one forward. With a null block only the size is meaningful.
+struct Scratch {
+  std::int64_t rows = 0;             // of the grouped GEMM, at most
+  std::int64_t activated_pitch = 0;  // elements
+  void* routing = nullptr;
+  std::int32_t* counters = nullptr;
+  void* gate_up = nullptr;    // unfused: GEMM 1's rows
+  void* activated = nullptr;  // (rows, activated_pitch)
+  void* rows_out = nullptr;   // (splits, rows, hidden): GEMM 2's rows, for the combine
+  std::size_t bytes = 0;
+
+  Scratch(const ProblemSize& problem, Variant variant, const GemmPlan& plan, void* block) {
+    const bool batched = variant == Variant::kBatched;
+    const std::int64_t experts = problem.num_local_experts;
+    core::WorkspaceCutter cutter(block);
+    rows = problem.num_tokens * (batched ? experts : problem.topk);
+    activated_pitch = round_up(problem.intermediate, kPitchUnit);
+    counters = static_cast<std::int32_t*>(
+        cutter.take(4 * static_cast<std::size_t>(work_counters(plan.tile, rows, experts))));
+    if (!batched) {
+      routing = cutter.take(routing_data_bytes(problem.num_tokens, problem.topk, experts));
+      rows_out = cutter.take(plan.splits * bytes_of(rows, problem.hidden,
+                                                    plan.rows_f32 ? DType::kF32 : DType::kBF16));
+    }
+    if (variant == Variant::kUnfused) {
+      gate_up = cutter.take(bytes_of(rows, 2 * problem.intermediate, DType::kBF16));
+    }
+    activated = cutter.take(bytes_of(rows, activated_pitch, DType::kBF16));
+    bytes = cutter.used();
+  }
+};
+
+class Sm90Experts final : public ModularExperts {
+ public:
+  Sm90Experts(WeightFormat format, Variant variant)
+      : format_(format), variant_(variant), name_("sm90_") {
+    name_ += format == WeightFormat::kBF16 ? "bf16" : "mxfp4";
+    name_ += suffix(variant);
+  }
+
+  std::string_view name() const override { return name_; }
+  ActivationFormat activation_format() const override {
+    return batched() ? ActivationFormat::kBatchedExperts : ActivationFormat::kStandard;
+  }
+  bool has_hooks() const override { return variant_ == Variant::kUnfused; }
+  WeightAndReduce weight_and_reduce() const override {
+    return batched() ? WeightAndReduce::kDelegate : WeightAndReduce::kNoOp;
+  }
+  bool accepts(const PackedWeights& weights) const override {
+    const auto* packed = dynamic_cast<const CudaPackedWeights*>(&weights);
+    return packed && packed->format() == format_;
+  }
+
+  Support supports(const MoeConfig& config) const override;
+  WorkspacePlan plan(const ProblemSize& problem) const override;
+  std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
+                                      const PackProgress& progress) const override {
+    return std::make_shared<CudaPackedWeights>(core::make_packed_info(*this, weights), format_,
+                                               weights, progress);
+  }
+  void repack(const ExpertWeights& weights, std::int64_t expert,
+              PackedWeights& packed) const override {
+    core::check_expert(*this, packed, expert);
+    core::check_replacement(weights, packed.info());
+    static_cast<CudaPackedWeights&>(packed).replace(expert, weights.experts.front());
+  }
+  void apply(const ExpertsArgs& args) const override;
+
+ private:
+  bool batched() const { return variant_ == Variant::kBatched; }
+  GemmPlan plan_for(const ProblemSize& problem) const {
+    GemmShape shape;
+    shape.format = format_;
+    shape.batched = batched();
+    shape.batch_invariant = variant_ == Variant::kBatchInvariant;
+    shape.num_tokens = problem.num_tokens;
+    shape.topk = batched() ? 1 : problem.topk;
+    shape.num_local_experts = problem.num_local_experts;
+    shape.hidden = problem.hidden;
+    shape.intermediate = problem.intermediate;
+    return choose_plan(shape);
+  }
+  QuantScheme scheme() const {
+    return format_ == WeightFormat::kBF16 ? schemes::unquantized(DType::kBF16)
+                                          : schemes::mxfp4_w4a16();
+  }
+  GroupedGemm make_problem(const ExpertsArgs& args, const Scratch& scratch,
+                           const GemmPlan& plan) const;
+  void apply_unfused(const ExpertsArgs& args, const GroupedGemm& gemm, const Scratch& scratch,
+                     const GemmPlan& plan, const RoutingData& routing) const;
+
+  WeightFormat format_;
+  Variant variant_;
+  std::string name_;
+};
+
+Support Sm90Experts::supports(const MoeConfig& config) const {
+  const auto no = [](Reason reason, std::string text) {
+    return Support::no(reason, std::move(text));
+  };
+  if (config.device.is_cpu()) return no(Reason::kDevice, "device is cpu, runs on cuda");
+  if (std::string problem = device_problem(config.device); !problem.empty()) {
+    return no(Reason::kDevice, fmt::format("{}: {}", to_string(config.device), problem));
+  }
+  if (config.dtype != DType::kBF16) {
+    return no(Reason::kDType, fmt::format("dtype is {}, takes bf16", fusedmoe::name(config.dtype)));
+  }
+  if (config.scheme != scheme()) {
+    return no(Reason::kQuantScheme, fmt::format("scheme is {}, takes {}",
+                                                fusedmoe::name(config.scheme),
+                                                fusedmoe::name(scheme())));
+  }
+  // The rows that hooks see have no padding.
+  const std::int64_t unit = variant_ == Variant::kUnfused ? kPitchUnit : 1;
+  if (Support common =
+          core::supports_anywhere(config, activation_format(), {kPitchUnit, unit});
+      !common) {
+    return common;
+  }
+  if (config.batch_invariant && variant_ != Variant::kBatchInvariant) {
+    return no(Reason::kBatchInvariance, "the order of its sums depends on the batch");
+  }
+  if (config.num_local_experts > kMaxExperts) {
+    return no(Reason::kShape,
+              fmt::format("{} experts; takes up to {}", config.num_local_experts, kMaxExperts));
+  }
+  return Support::yes();
+}
+
+WorkspacePlan Sm90Experts::plan(const ProblemSize& problem) const {
+  WorkspacePlan plan;
+  plan.output_shape = batched()
+                          ? Shape{problem.num_local_experts, problem.num_tokens, problem.hidden}
+                          : Shape{problem.num_tokens, problem.hidden};
+  plan.output_dtype = problem.dtype;
+  if (problem.num_tokens == 0) return plan;
+  // Fewer tokens may run in a way that needs more: the size is that of the worst.
+  for (ProblemSize smaller = problem;; smaller.num_tokens /= 2) {
+    const Scratch scratch(smaller, variant_, plan_for(smaller), nullptr);
+    plan.workspace2_bytes = std::max(plan.workspace2_bytes, scratch.bytes);
+    if (smaller.num_tokens <= 1) break;
+  }
+  return plan;
+}
+
+GroupedGemm Sm90Experts::make_problem(const ExpertsArgs& args, const Scratch& scratch,
+                                      const GemmPlan& plan) const {
+  const auto& weights = static_cast<const CudaPackedWeights&>(*args.weights);
+  const PackedWeights::Info& info = weights.info();
+  const bool gated = is_gated(info.activation.kind);
+  GroupedGemm gemm;
+  gemm.num_experts = static_cast<int>(info.num_experts);
+  gemm.counters = scratch.counters;
+  gemm.activation = info.activation;
+
+  GemmPhase& first = gemm.phases[0];
+  weights.w13().set(first);
+  first.k = static_cast<int>(info.hidden);
+  first.x = args.hidden_states.data();
+  first.x_pitch = info.hidden;
+  first.out = scratch.activated;
+  first.out_pitch = scratch.activated_pitch;
+  first.width = static_cast<int>(info.intermediate);
+  first.epilogue = gated ? Epilogue::kActivate : Epilogue::kStore;
+
+  GemmPhase& second = gemm.phases[1];
+  weights.w2().set(second);
+  second.k = static_cast<int>(info.intermediate);
+  second.x = scratch.activated;
+  second.x_pitch = scratch.activated_pitch;
+  second.out = batched() ? args.output.data() : scratch.rows_out;
+  second.out_pitch = info.hidden;
+  second.split_pitch = scratch.rows * info.hidden;
+  second.width = static_cast<int>(info.hidden);
+  second.splits = plan.splits;
+  second.out_f32 = plan.rows_f32;
+  return gemm;
+}
+
+void Sm90Experts::apply_unfused(const ExpertsArgs& args, const GroupedGemm& gemm,
+                                const Scratch& scratch, const GemmPlan& plan,
+                                const RoutingData& routing) const {
+  static const ExpertsHooks kNone;
+  const ExpertsHooks& hooks = args.hooks ? *args.hooks : kNone;
+  const bool gated = is_gated(gemm.activation.kind);
+  const std::int64_t width = gemm.phases[0].width, hidden = gemm.phases[1].width;
+  const auto view = [&](void* data, std::int64_t columns) {
+    return TensorView(data, DType::kBF16, {scratch.rows, columns}, args.output.device());
+  };
+  HookArgs hook;
+  hook.expert_offsets = routing.expert_offsets;
+  hook.permuted_to_slot = routing.permuted_to_slot;
+  hook.topk = args.topk_ids.size(1);
+  hook.stream = args.stream;
+  const auto call = [&](const std::function<void(const HookArgs&)>& function,
+                        const TensorView& input, const TensorView& output) {
+    if (!function) return;
+    hook.input = input;
+    hook.output = output;
+    function(hook);
+  };
+
+  GroupedGemm step = gemm;
+  step.num_phases = 1;
+  step.phases[0].out = scratch.gate_up;
+  step.phases[0].out_pitch = (gated ? 2 : 1) * width;
+  step.phases[0].epilogue = gated ? Epilogue::kStoreGateUp : Epilogue::kStore;
+  grouped_gemm(step, format_, plan.tile, args.stream);
+  const TensorView gate_up = view(scratch.gate_up, step.phases[0].out_pitch);
+  call(hooks.after_gemm1, args.hidden_states, gate_up);
+
+  const TensorView activated = view(scratch.activated, width);
+  activate_rows(gemm.activation, gate_up.data(), activated.data(), scratch.rows, width,
+                routing.expert_offsets.as<const std::int32_t>() + gemm.num_experts, args.stream);
+  call(hooks.after_activation, gate_up, activated);
+
+  step.phases[0] = gemm.phases[1];
+  step.counters = gemm.counters + 1;  // the first has moved its own
+  grouped_gemm(step, format_, plan.tile, args.stream);
+  call(hooks.after_gemm2, activated, view(scratch.rows_out, hidden));
+}
+
+void Sm90Experts::apply(const ExpertsArgs& args) const {
+  const ProblemSize problem = core::check_experts_args(*this, args);
+  check_alignment(args.hidden_states, "hidden_states");
+  check_alignment(args.output, "output");
+  if (problem.num_tokens == 0) return;
+  const GemmPlan plan = plan_for(problem);
+  const Scratch scratch(problem, variant_, plan, args.workspace2);
+  GroupedGemm gemm = make_problem(args, scratch, plan);
+  const std::int64_t counters = work_counters(plan.tile, scratch.rows, problem.num_local_experts);
+
+  if (batched()) {
+    fill_bytes(TensorView(scratch.counters, DType::kI32, {counters}, args.output.device()), 0,
+               args.stream);
+    gemm.expert_num_tokens = args.expert_num_tokens.as<const std::int32_t>();
+    gemm.capacity = problem.num_tokens;
+    grouped_gemm(gemm, format_, plan.tile, args.stream);
+    return;
+  }
+
+  const RoutingData routing =
+      build_routing_data(args.topk_ids, args.expert_map, problem.num_local_experts,
+                         scratch.routing, scratch.counters, counters, args.stream);
+  gemm.expert_num_tokens = routing.expert_num_tokens.as<const std::int32_t>();
+  gemm.expert_offsets = routing.expert_offsets.as<const std::int32_t>();
+  gemm.phases[0].gather = routing.permuted_to_slot.as<const std::int32_t>();
+  gemm.phases[0].gather_divisor = static_cast<int>(problem.topk);
+  if (variant_ == Variant::kUnfused) {
+    apply_unfused(args, gemm, scratch, plan, routing);
+  } else {
+    grouped_gemm(gemm, format_, plan.tile, args.stream);
+  }
+
+  Combine end;
+  end.output = args.output;
+  end.rows = scratch.rows_out;
+  end.rows_f32 = plan.rows_f32;
+  end.splits = plan.splits;
+  end.split_pitch = scratch.rows * problem.hidden;
+  end.slot_to_permuted = routing.slot_to_permuted;
+  end.topk_weights = args.router_weight_on_input ? nullptr : args.topk_weights.as<const float>();
+  end.topk = problem.topk;
+  combine(end, args.stream);
+}
+
+}  // namespace
 
 std::vector<std::shared_ptr<const Experts>> make_all_experts() {
-  return {};
+  std::vector<std::shared_ptr<const Experts>> list;
+  for (const WeightFormat format : {WeightFormat::kBF16, WeightFormat::kMXFP4}) {
+    for (const Variant variant : {Variant::kStandard, Variant::kBatchInvariant, Variant::kBatched,
+                                  Variant::kUnfused}) {
+      list.push_back(std::make_shared<Sm90Experts>(format, variant));
+    }
+  }
+  return list;
 }
 
 }  // namespace fusedmoe::cuda

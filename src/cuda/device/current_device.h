@@ -1,0 +1,10 @@
+// The CUDA device that the calling thread's launches and allocations go to.
+#pragma once
+
+#include "fusedmoe/device.h"
+
+namespace fusedmoe::cuda {
+
+Device current_device();
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,93 @@
+// The grouped GEMMs of one layer on Hopper: problem, configuration, and the call. Plain C++.
+//
+// One persistent kernel works off the tiles of GEMM 1 and then those of GEMM 2, so that weights
+// stream without a pause between them. Rows of an expert are the columns (N, in steps of 8) of
+// wgmma and weights its 64-row operand.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "cuda/gemm/records.h"
+#include "fusedmoe/activation.h"
+#include "fusedmoe/device.h"
+
+namespace fusedmoe::cuda {
+
+/// Shape of the work of one thread block. Warpgroups that multiply: row_groups * k_groups. Each
+/// row group has row_blocks blocks of 64 weight rows; the k_groups of one split the blocks of K
+/// among them in turn and add their sums at the end, in order.
+struct TileConfig {
+  int max_tokens = 0;  ///< rows of one expert in a tile, at most
+  int row_groups = 0;
+  int k_groups = 0;
+  int row_blocks = 0;
+
+  constexpr int warpgroups() const { return row_groups * k_groups; }
+  constexpr int tile_row_blocks() const { return row_groups * row_blocks; }
+  constexpr bool operator==(const TileConfig&) const = default;
+};
+
+/// "128x256k1": weight rows x tokens, K groups.
+std::string to_string(const TileConfig& config);
+
+/// Configurations that are compiled, from few tokens to many.
+inline constexpr TileConfig kTileConfigs[] = {
+    {16, 1, 4, 1}, {32, 2, 2, 1}, {64, 4, 1, 1}, {128, 2, 1, 2}, {256, 2, 1, 1},
+};
+std::span<const TileConfig> tile_configs();
+
+enum class Epilogue {
+  kStore,        ///< the sums (activated where the activation is not gated)
+  kActivate,     ///< gated activation
+  kStoreGateUp,  ///< (rows, 2 width): gate sums, then up sums
+};
+
+/// One of the two GEMMs. `rows` are those of all experts, in the order of the grouped GEMM.
+struct GemmPhase {
+  const void* weights = nullptr;  ///< records of all experts
+  std::int64_t expert_bytes = 0;
+  int row_blocks = 0;               ///< of one expert
+  int k_blocks = 0;
+  int k = 0;                        ///< columns of `x`; what is behind them counts as 0
+  const float* bias = nullptr;      ///< (experts, row_blocks * 64) in packed row order, or null
+  const float* scales = nullptr;    ///< (experts): power of two that all sums are multiplied by
+  const void* x = nullptr;          ///< rows of bf16, 16-byte aligned
+  std::int64_t x_pitch = 0;         ///< elements, a multiple of 8
+  const std::int32_t* gather = nullptr;  ///< row r reads x[gather[r] / gather_divisor]; null: x[r]
+  int gather_divisor = 1;
+  void* out = nullptr;              ///< (splits, rows, out_pitch)
+  std::int64_t out_pitch = 0;       ///< elements, even
+  std::int64_t split_pitch = 0;     ///< elements between the partial sums of splits
+  int width = 0;                    ///< columns written of each row
+  int splits = 1;                   ///< K is cut into so many parts; the reader adds them
+  bool out_f32 = false;             ///< else bf16
+  Epilogue epilogue = Epilogue::kStore;
+};
+
+/// Device pointers throughout.
+struct GroupedGemm {
+  GemmPhase phases[2];
+  int num_phases = 2;  ///< the second reads what the first writes
+  int num_experts = 0;
+  const std::int32_t* expert_num_tokens = nullptr;  ///< (experts)
+  const std::int32_t* expert_offsets = nullptr;     ///< (experts): first row; null: e * capacity
+  std::int64_t capacity = 0;
+  /// work_counters(...) words, zero when the kernel begins.
+  std::int32_t* counters = nullptr;
+  ResolvedActivation activation{};
+};
+
+/// Words of GroupedGemm::counters for so many rows.
+std::int64_t work_counters(const TileConfig& config, std::int64_t rows, std::int64_t num_experts);
+
+/// Largest number of experts.
+inline constexpr int kMaxExperts = 2048;
+
+/// Enqueues; bf16 activations. Throws Error for a configuration that is not compiled.
+void grouped_gemm(const GroupedGemm& problem, WeightFormat format, const TileConfig& config,
+                  const Stream& stream);
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,195 @@
+#include "cuda/packed_weights.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "core/check.h"
+#include "cuda/device/current_device.h"
+#include "cuda/gemm/pack.h"
+#include "fusedmoe/formats.h"
+#include "fusedmoe/runtime.h"
+
+namespace fusedmoe::cuda {
+namespace {
+
+constexpr int kLargestScale = 128;  // E8M0 code whose multiplier, 2^126 times the scale, is a bf16
+constexpr int kExponentOffset = 126;
+
+/// Copies a strided matrix of `size`-byte elements to contiguous rows.
+void copy_rows(const TensorView& from, std::int64_t size, std::byte* to) {
+  const std::int64_t rows = from.size(0), columns = from.size(1);
+  const auto* source = from.as<const std::byte>();
+#pragma omp parallel for schedule(static) num_threads(num_threads())
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const std::byte* row = source + r * from.stride(0) * size;
+    std::byte* target = to + r * columns * size;
+    if (from.stride(1) == 1) {
+      std::memcpy(target, row, static_cast<std::size_t>(columns * size));
+      continue;
+    }
+    for (std::int64_t c = 0; c < columns; ++c) {
+      std::memcpy(target + c * size, row + c * from.stride(1) * size,
+                  static_cast<std::size_t>(size));
+    }
+  }
+}
+
+/// The same matrix of gate and, where there is one, of up, one behind the other, on the device.
+Tensor upload(const TensorView& gate, const TensorView* up, std::int64_t size, Device device) {
+  const std::int64_t bytes = gate.numel() * size;
+  const Tensor host = Tensor::empty({bytes * (up ? 2 : 1)}, DType::kU8);
+  copy_rows(gate, size, host.as<std::byte>());
+  if (up) copy_rows(*up, size, host.as<std::byte>() + bytes);
+  return to_device(host, device);
+}
+
+std::uint8_t largest_scale(const TensorView& scales) {
+  std::uint8_t largest = 0;
+  for (std::int64_t r = 0; r < scales.size(0); ++r) {
+    for (std::int64_t c = 0; c < scales.size(1); ++c) {
+      largest = std::max(
+          largest, scales.as<const std::uint8_t>()[r * scales.stride(0) + c * scales.stride(1)]);
+    }
+  }
+  return largest;
+}
+
+std::uint8_t smallest_scale(const TensorView& scales) {
+  std::uint8_t smallest = 255;
+  for (std::int64_t r = 0; r < scales.size(0); ++r) {
+    for (std::int64_t c = 0; c < scales.size(1); ++c) {
+      smallest = std::min(
+          smallest, scales.as<const std::uint8_t>()[r * scales.stride(0) + c * scales.stride(1)]);
+    }
+  }
+  return smallest;
+}
+
+/// Power of two by which scales must shrink so that all multipliers are bf16 numbers.
+int exponent_shift(const WeightMatrix& gate, const WeightMatrix* up) {
+  int largest = largest_scale(gate.scales), smallest = smallest_scale(gate.scales);
+  if (up) {
+    largest = std::max<int>(largest, largest_scale(up->scales));
+    smallest = std::min<int>(smallest, smallest_scale(up->scales));
+  }
+  const int shift = std::max(0, largest - kLargestScale);
+  FUSEDMOE_CHECK(smallest + kExponentOffset - shift >= 1, "weights.scales",
+                 fmt::format("from 2^{} to 2^{} in one expert", smallest - 127, largest - 127),
+                 "within a factor of 2^253");
+  return shift;
+}
+
+void check_shard(const WeightMatrix& matrix) {
+  FUSEDMOE_CHECK(matrix.first_col % 32 == 0, "weights.first_col", fmt::to_string(matrix.first_col),
+                 "a multiple of 32: scale blocks begin at the first column");
+}
+
+/// Throws Error for weights that have no records.
+void check_packable(WeightFormat format, const ExpertMatrices& expert, bool gated) {
+  if (format != WeightFormat::kMXFP4) return;
+  const WeightMatrix* up = gated ? &expert.up : nullptr;
+  check_shard(expert.gate);
+  if (up) check_shard(*up);
+  check_shard(expert.down);
+  exponent_shift(expert.gate, up);
+  exponent_shift(expert.down, nullptr);
+}
+
+PackedWeights::Info on_current_device(PackedWeights::Info info) {
+  info.device = current_device();
+  return info;
+}
+
+float read_bias(const TensorView& bias, std::int64_t index) {
+  return bias ? load_f32(bias.data(), bias.dtype(), index * bias.stride(0)) : 0.0f;
+}
+
+}  // namespace
+
+PackedMatrices::PackedMatrices(WeightFormat format, std::int64_t num_experts, std::int64_t width,
+                               std::int64_t k, bool gated, bool bias, Device device)
+    : format_(format),
+      width_(width),
+      k_(k),
+      gated_(gated),
+      grid_(record_grid(width, k, gated)),
+      records_(Tensor::empty({num_experts, grid_.bytes(format)}, DType::kU8, device)) {
+  if (bias) {
+    bias_ = Tensor::empty({num_experts, grid_.row_blocks * kRecordRows}, DType::kF32, device);
+  }
+  if (format == WeightFormat::kMXFP4) scales_ = Tensor::empty({num_experts}, DType::kF32, device);
+}
+
+void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up) {
+  const Device device = records_.device();
+  const Stream stream{device, nullptr};
+  PackSource source;
+  source.width = width_;
+  source.k = k_;
+  source.gated = gated_;
+  Tensor values, scales;
+  if (format_ == WeightFormat::kBF16) {
+    values = upload(gate.values, up ? &up->values : nullptr, 2, device);
+  } else {
+    source.exponent_shift = exponent_shift(gate, up);
+    values = upload(gate.values, up ? &up->values : nullptr, 1, device);
+    scales = upload(gate.scales, up ? &up->scales : nullptr, 1, device);
+    source.scales = scales.as<const std::uint8_t>();
+    const Tensor factor = Tensor::empty({1}, DType::kF32);
+    *factor.as<float>() = std::ldexp(1.0f, source.exponent_shift);
+    copy(factor, scales_.slice(0, expert, expert + 1), stream);
+  }
+  source.values = values.data();
+  pack_records(format_, source, records_.select(0, expert).data(), stream);
+  if (bias_) {
+    const std::int64_t rows = bias_.size(1);
+    const Tensor packed = Tensor::zeros({rows}, DType::kF32);
+    for (std::int64_t row = 0; row < rows; ++row) {
+      const std::int64_t index = gated_ ? gated_feature(row) : row;
+      if (index >= width_) continue;
+      const bool is_up = gated_ && gated_is_up(row);
+      packed.as<float>()[row] = read_bias(is_up ? up->bias : gate.bias, index);
+    }
+    copy(packed, bias_.select(0, expert), stream);
+  }
+  synchronize(stream);  // the uploads end here
+}
+
+void PackedMatrices::set(GemmPhase& phase) const {
+  phase.weights = records_.data();
+  phase.expert_bytes = records_.stride(0);
+  phase.row_blocks = static_cast<int>(grid_.row_blocks);
+  phase.k_blocks = static_cast<int>(grid_.k_blocks);
+  phase.bias = bias_ ? bias_.as<const float>() : nullptr;
+  phase.scales = scales_ ? scales_.as<const float>() : nullptr;
+}
+
+std::int64_t PackedMatrices::nbytes() const {
+  return records_.nbytes() + (bias_ ? bias_.nbytes() : 0) + (scales_ ? scales_.nbytes() : 0);
+}
+
+CudaPackedWeights::CudaPackedWeights(Info info, WeightFormat format, const ExpertWeights& weights,
+                                     const PackProgress& progress)
+    : PackedWeights(on_current_device(std::move(info))), format_(format) {
+  const Info& made = this->info();
+  const Device device = made.device;
+  w13_ = PackedMatrices(format, made.num_experts, made.intermediate, made.hidden,
+                        is_gated(made.activation.kind), made.has_bias, device);
+  w2_ = PackedMatrices(format, made.num_experts, made.hidden, made.intermediate, false,
+                       made.has_bias, device);
+  for (std::int64_t e = 0; e < made.num_experts; ++e) {
+    replace(e, weights.experts[static_cast<std::size_t>(e)]);
+    if (progress) progress(e + 1, made.num_experts);
+  }
+}
+
+void CudaPackedWeights::replace(std::int64_t expert, const ExpertMatrices& matrices) {
+  const bool gated = is_gated(info().activation.kind);
+  check_packable(format_, matrices, gated);
+  w13_.pack(expert, matrices.gate, gated ? &matrices.up : nullptr);
+  w2_.pack(expert, matrices.down, nullptr);
+}
+
+}  // namespace fusedmoe::cuda

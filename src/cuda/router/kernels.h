@@ -1,0 +1,58 @@
+// Launchers of the router's kernels, in plain C++. Arguments are checked by router.cpp.
+#pragma once
+
+#include <cstdint>
+
+#include "fusedmoe/device.h"
+#include "fusedmoe/dtype.h"
+#include "fusedmoe/router.h"
+
+namespace fusedmoe::cuda {
+
+inline constexpr int kMaxRouterExperts = 2048;
+inline constexpr int kMaxRouterTopk = 64;
+
+struct RouteParams {
+  const float* logits;   // (num_tokens, num_experts)
+  const float* bias;     // (num_experts), or null
+  std::int32_t* ids;     // (num_tokens, topk)
+  float* weights;        // (num_tokens, topk)
+  std::int32_t* counts;  // (num_experts), or null
+  std::int64_t num_tokens;
+  int num_experts;
+  int topk;
+  int num_groups;  // 0 where all groups stay
+  int topk_group;
+  ScoringFunc scoring;
+  bool renormalize;
+  float scaling_factor;
+};
+
+/// Blocks and warps of a launch. One block stores the histogram; several add theirs to one that
+/// the launcher clears first.
+struct RouteLaunch {
+  std::int64_t blocks, warps, shared_bytes;
+};
+RouteLaunch plan_route(const RouteParams& params);
+
+void launch_route(const RouteParams& params, const RouteLaunch& plan, Stream stream);
+
+/// Rows of one dtype: f32, bf16 or f16.
+struct LogitsOperand {
+  const void* data;
+  DType dtype;
+};
+
+struct LogitsParams {
+  LogitsOperand x;       // (num_tokens, hidden)
+  LogitsOperand weight;  // (num_experts, hidden)
+  LogitsOperand bias;    // (num_experts), or null
+  float* logits;         // (num_tokens, num_experts)
+  std::int64_t num_tokens;
+  int num_experts;
+  int hidden;
+};
+
+void launch_router_logits(const LogitsParams& params, Stream stream);
+
+}  // namespace fusedmoe::cuda

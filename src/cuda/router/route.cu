@@ -1,0 +1,377 @@
+// The router's second half on Hopper: logits (num_tokens, num_experts) -> top-k ids and weights,
+// and the histogram of the ids. Semantics: fusedmoe/router.h; the same steps as src/cpu/router.cpp.
+//
+// One warp per token. Its choice scores are ordered 32-bit keys in shared memory, number i in the
+// care of lane i % 32, and choosing is k times the largest of the lanes' best: two warp reductions,
+// and a new search by the lane that lost its best.
+//
+// Ids equal the CPU's because scores do, as bits: the same fp32 operations in the same order, on
+// exp and log1p that are computed in fp64 and rounded once. What remains: the C library's fp32 exp
+// and log1p are off by one unit in the last place in about 0.1 % and 5 % of all calls, and the sum
+// of a softmax is added in another order, though in fp64. So ids may differ, and only by changing
+// places, where two choice scores lie within about one such unit of each other, in that share of
+// cases. Logits that are equal give scores that are equal, here as there.
+#include <cuda_runtime.h>
+
+#include <climits>
+#include <cstdint>
+#include <limits>
+
+#include "cuda/device/launch.h"
+#include "cuda/router/kernels.h"
+
+namespace fusedmoe::cuda {
+namespace {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kWarpSize = 32;
+constexpr int kSlotsPerLane = kMaxRouterTopk / kWarpSize;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr std::uint32_t kTaken = 0;  // a key below that of every score
+
+/// exp(x), correctly rounded but for about one argument in a million: Taylor's series in fp64 of
+/// the fraction left by multiples of ln 2, to 2^-46. No branches, so that several run side by side.
+__device__ float exp_rounded(float x) {
+  const double clamped = x < -110.0f ? -110.0 : x > 100.0f ? 100.0 : static_cast<double>(x);
+  const double multiple = rint(clamped * 1.4426950408889634);
+  double r = fma(multiple, -0.6931471805599453, clamped);
+  r = fma(multiple, -2.3190468138462996e-17, r);  // ln 2 minus its double
+  double sum = 1.0 / 39916800;                    // 1 / 11!
+  sum = fma(sum, r, 1.0 / 3628800);
+  sum = fma(sum, r, 1.0 / 362880);
+  sum = fma(sum, r, 1.0 / 40320);
+  sum = fma(sum, r, 1.0 / 5040);
+  sum = fma(sum, r, 1.0 / 720);
+  sum = fma(sum, r, 1.0 / 120);
+  sum = fma(sum, r, 1.0 / 24);
+  sum = fma(sum, r, 1.0 / 6);
+  sum = fma(sum, r, 0.5);
+  sum = fma(sum, r, 1.0);
+  sum = fma(sum, r, 1.0);
+  // Times 2^multiple, through the exponent; a NaN stays one.
+  const int exponent = __double2int_rn(multiple);
+  return static_cast<float>(
+      __hiloint2double(__double2hiint(sum) + (exponent << 20), __double2loint(sum)));
+}
+
+__device__ float sigmoid(float x) {
+  return 1.0f / (1.0f + exp_rounded(-x));
+}
+
+__device__ float finite_or(float score, float substitute) {
+  return isfinite(score) ? score : substitute;
+}
+
+/// Larger for a larger score, never kTaken. -0 counts as 0, NaN as -infinity.
+__device__ std::uint32_t sort_key(float score) {
+  const std::uint32_t bits = __float_as_uint(isnan(score) ? -kInfinity : score + 0.0f);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+__device__ float score_of_key(std::uint32_t key) {
+  return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
+}
+
+__device__ float warp_max(float value) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, offset));
+  }
+  return value;
+}
+
+__device__ double warp_sum(double value) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(kAllLanes, value, offset);
+  }
+  return value;
+}
+
+/// The largest logit of a row and the sum of exp(logit - largest).
+struct Softmax {
+  float largest;
+  float sum;
+};
+
+/// Score of one expert from its logit.
+__device__ float score(ScoringFunc scoring, float logit, const Softmax& softmax) {
+  switch (scoring) {
+    case ScoringFunc::kSoftmax:
+      return finite_or(exp_rounded(logit - softmax.largest) / softmax.sum, 0);
+    case ScoringFunc::kSigmoid:
+      return finite_or(sigmoid(logit), 0);
+    case ScoringFunc::kSqrtSoftplus: {
+      const float tail = static_cast<float>(log1p(static_cast<double>(exp_rounded(-fabsf(logit)))));
+      return finite_or(sqrtf(fmaxf(logit, 0.0f) + tail), 0);
+    }
+    default:
+      return finite_or(logit, -kInfinity);
+  }
+}
+
+/// Copies a row to `values`; returns its largest element, NaNs apart, over all lanes.
+__device__ float copy_row(const float* row, int count, float* values, int lane) {
+  constexpr int kInFlight = 8;
+  float largest = -kInfinity;
+  for (int begin = lane; begin < count; begin += kInFlight * kWarpSize) {
+    float loaded[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int e = begin + i * kWarpSize;
+      loaded[i] = e < count ? row[e] : -kInfinity;
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int e = begin + i * kWarpSize;
+      if (e < count) values[e] = loaded[i];
+      largest = fmaxf(largest, loaded[i]);
+    }
+  }
+  return warp_max(largest);
+}
+
+/// Turns logits into keys in place. `to_score` gets what `keys` holds, as a float.
+template <typename ToScore>
+__device__ void make_keys(const RouteParams& p, std::uint32_t* keys, int lane, ToScore to_score) {
+#pragma unroll 4
+  for (int e = lane; e < p.num_experts; e += kWarpSize) {
+    const float expert_score = to_score(__uint_as_float(keys[e]));
+    keys[e] = sort_key(p.bias ? expert_score + p.bias[e] : expert_score);
+  }
+}
+
+/// Fills keys (num_experts) from a row of logits.
+__device__ Softmax compute_keys(const RouteParams& p, const float* row, std::uint32_t* keys,
+                                int lane) {
+  auto* values = reinterpret_cast<float*>(keys);
+  Softmax softmax{copy_row(row, p.num_experts, values, lane), 1};
+  switch (p.scoring) {
+    case ScoringFunc::kSoftmax: {
+      double sum = 0;
+#pragma unroll 4
+      for (int e = lane; e < p.num_experts; e += kWarpSize) {
+        const float exponential = exp_rounded(values[e] - softmax.largest);
+        values[e] = exponential;
+        sum += exponential;
+      }
+      softmax.sum = static_cast<float>(warp_sum(sum));
+      make_keys(p, keys, lane,
+                [&](float exponential) { return finite_or(exponential / softmax.sum, 0); });
+      break;
+    }
+    case ScoringFunc::kSigmoid:
+      make_keys(p, keys, lane,
+                [&](float logit) { return score(ScoringFunc::kSigmoid, logit, softmax); });
+      break;
+    case ScoringFunc::kSqrtSoftplus:
+      make_keys(p, keys, lane,
+                [&](float logit) { return score(ScoringFunc::kSqrtSoftplus, logit, softmax); });
+      break;
+    default:
+      make_keys(p, keys, lane,
+                [&](float logit) { return score(ScoringFunc::kLogits, logit, softmax); });
+  }
+  return softmax;
+}
+
+/// A lane's best key and where it is.
+struct Candidate {
+  std::uint32_t key = kTaken;
+  int index = INT_MAX;
+};
+
+__device__ Candidate best_of_lane(const std::uint32_t* keys, int count, int lane) {
+  Candidate best;
+#pragma unroll 4
+  for (int i = lane; i < count; i += kWarpSize) {
+    const std::uint32_t key = keys[i];
+    if (key > best.key) best = {key, i};
+  }
+  return best;
+}
+
+/// Takes the largest key of all, of equal ones the first, and returns its index. `mine` is the
+/// lane's best_of_lane.
+__device__ int take_best(std::uint32_t* keys, int count, int lane, Candidate& mine) {
+  const std::uint32_t largest = __reduce_max_sync(kAllLanes, mine.key);
+  const int index = __reduce_min_sync(kAllLanes, mine.key == largest ? mine.index : INT_MAX);
+  if (mine.index == index) {
+    keys[index] = kTaken;
+    mine = best_of_lane(keys, count, lane);
+  }
+  return index;
+}
+
+/// Fills group_keys (num_groups): a group's score is its largest choice score, or with a correction
+/// bias the sum of the two largest. 32 / num_groups lanes share a group, at least one.
+__device__ void score_groups(const RouteParams& p, const std::uint32_t* keys,
+                             std::uint32_t* group_keys, int lane) {
+  const int group_size = p.num_experts / p.num_groups;
+  int sharers = 1;
+  while (2 * sharers * p.num_groups <= kWarpSize) sharers *= 2;
+  for (int first = 0; first < p.num_groups; first += kWarpSize / sharers) {
+    const int group = first + lane / sharers;
+    std::uint32_t best = sort_key(-kInfinity), second = best;
+    if (group < p.num_groups) {
+      for (int i = lane % sharers; i < group_size; i += sharers) {
+        const std::uint32_t key = keys[group * group_size + i];
+        second = max(second, min(best, key));
+        best = max(best, key);
+      }
+    }
+    for (int offset = sharers / 2; offset > 0; offset /= 2) {
+      const std::uint32_t other_best = __shfl_xor_sync(kAllLanes, best, offset);
+      const std::uint32_t other_second = __shfl_xor_sync(kAllLanes, second, offset);
+      second = max(max(second, other_second), min(best, other_best));
+      best = max(best, other_best);
+    }
+    if (group < p.num_groups && lane % sharers == 0) {
+      const bool use_two = p.bias && group_size > 1;
+      group_keys[group] = use_two ? sort_key(score_of_key(best) + score_of_key(second)) : best;
+    }
+  }
+}
+
+/// Takes away the experts of all but the topk_group best groups.
+__device__ void drop_groups(const RouteParams& p, std::uint32_t* keys, std::uint32_t* group_keys,
+                            int lane) {
+  __syncwarp();
+  score_groups(p, keys, group_keys, lane);
+  __syncwarp();
+  Candidate mine = best_of_lane(group_keys, p.num_groups, lane);
+  for (int i = 0; i < p.topk_group; ++i) take_best(group_keys, p.num_groups, lane, mine);
+  __syncwarp();
+  const int group_size = p.num_experts / p.num_groups;
+  for (int e = lane; e < p.num_experts; e += kWarpSize) {
+    if (group_keys[e / group_size] != kTaken) keys[e] = kTaken;
+  }
+  __syncwarp();
+}
+
+/// Sum over the slots in their order, as the CPU adds them. Slot j is in lane j % 32.
+__device__ double sum_of_slots(const float (&values)[kSlotsPerLane], int topk) {
+  double sum = 0;
+#pragma unroll
+  for (int part = 0; part < kSlotsPerLane; ++part) {
+    const int end = min(topk - part * kWarpSize, kWarpSize);
+    for (int j = 0; j < end; ++j) sum += __shfl_sync(kAllLanes, values[part], j);
+  }
+  return sum;
+}
+
+/// From the scores of the chosen experts to their weights. Slots that are none hold -infinity.
+__device__ void compute_weights(const RouteParams& p, float (&weights)[kSlotsPerLane]) {
+  if (p.scoring == ScoringFunc::kTopkSoftmax) {
+    float largest = -kInfinity;
+    for (float weight : weights) largest = fmaxf(largest, weight);
+    largest = warp_max(largest);
+    // Where nothing is finite, exp(-infinity - 0) makes all weights 0.
+    const float shift = largest == -kInfinity ? 0.0f : largest;
+    for (float& weight : weights) weight = exp_rounded(weight - shift);
+    const auto sum = static_cast<float>(sum_of_slots(weights, p.topk));
+    for (float& weight : weights) weight = sum > 0 ? weight / sum : 0.0f;
+  } else if (p.scoring == ScoringFunc::kTopkSigmoid) {
+    for (float& weight : weights) weight = sigmoid(weight);
+  } else if (p.scoring == ScoringFunc::kLogits) {
+    for (float& weight : weights) weight = weight == -kInfinity ? 0.0f : weight;
+  }
+  if (p.renormalize) {
+    const auto divisor = static_cast<float>(sum_of_slots(weights, p.topk) + 1e-20);
+    for (float& weight : weights) weight /= divisor;
+  }
+  if (p.scaling_factor != 1) {
+    for (float& weight : weights) weight *= p.scaling_factor;
+  }
+}
+
+/// Routes one token with one warp. `counts` (num_experts) of the block may be null.
+__device__ void route_token(const RouteParams& p, std::int64_t token, std::uint32_t* keys,
+                            std::int32_t* counts, int lane) {
+  const float* row = p.logits + token * p.num_experts;
+  const Softmax softmax = compute_keys(p, row, keys, lane);
+  if (p.num_groups > 0) drop_groups(p, keys, keys + p.num_experts, lane);
+
+  int ids[kSlotsPerLane] = {};
+  Candidate mine = best_of_lane(keys, p.num_experts, lane);
+#pragma unroll
+  for (int part = 0; part < kSlotsPerLane; ++part) {
+    const int end = min(p.topk - part * kWarpSize, kWarpSize);
+    for (int j = 0; j < end; ++j) {
+      const int id = take_best(keys, p.num_experts, lane, mine);
+      if (lane == j) ids[part] = id;
+    }
+  }
+
+  float weights[kSlotsPerLane];
+#pragma unroll
+  for (int part = 0; part < kSlotsPerLane; ++part) {
+    const bool used = part * kWarpSize + lane < p.topk;
+    weights[part] = used ? score(p.scoring, row[ids[part]], softmax) : -kInfinity;
+  }
+  compute_weights(p, weights);
+#pragma unroll
+  for (int part = 0; part < kSlotsPerLane; ++part) {
+    const int slot = part * kWarpSize + lane;
+    if (slot >= p.topk) continue;
+    p.ids[token * p.topk + slot] = ids[part];
+    p.weights[token * p.topk + slot] = weights[part];
+    if (counts) atomicAdd(counts + ids[part], 1);
+  }
+}
+
+/// Shared memory: counts (num_experts) if any, then per warp keys (num_experts + num_groups).
+/// A single block stores the histogram; several add theirs to one that was cleared.
+__global__ void __launch_bounds__(1024) route_kernel(const RouteParams p) {
+  extern __shared__ std::uint32_t shared[];
+  const int num_threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+  const int num_warps = num_threads / kWarpSize, warp = thread / kWarpSize;
+  auto* counts = p.counts ? reinterpret_cast<std::int32_t*>(shared) : nullptr;
+  std::uint32_t* keys =
+      shared + (p.counts ? p.num_experts : 0) + warp * (p.num_experts + p.num_groups);
+  if (counts) {
+    for (int e = thread; e < p.num_experts; e += num_threads) counts[e] = 0;
+    __syncthreads();
+  }
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
+  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * num_warps;
+  for (std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * num_warps + warp;
+       token < p.num_tokens; token += step) {
+    route_token(p, token, keys, counts, thread % kWarpSize);
+  }
+  if (!counts) return;
+  __syncthreads();
+  for (int e = thread; e < p.num_experts; e += num_threads) {
+    if (gridDim.x == 1) {
+      p.counts[e] = counts[e];
+    } else if (counts[e] > 0) {
+      atomicAdd(p.counts + e, counts[e]);
+    }
+  }
+}
+
+__global__ void clear_counts_kernel(std::int32_t* counts, int num_experts) {
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
+  for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += static_cast<int>(blockDim.x)) {
+    counts[e] = 0;
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+
+}  // namespace
+
+void launch_route(const RouteParams& params, const RouteLaunch& plan, Stream stream) {
+  auto* cuda_stream = static_cast<cudaStream_t>(stream.handle);
+  if (params.counts && plan.blocks > 1) {
+    launch(clear_counts_kernel, dim3(1), dim3(256), 0, cuda_stream, true, params.counts,
+           params.num_experts);
+  }
+  launch(route_kernel, dim3(static_cast<unsigned>(plan.blocks)),
+         dim3(static_cast<unsigned>(plan.warps * kWarpSize)),
+         static_cast<std::size_t>(plan.shared_bytes), cuda_stream, true, params);
+}
+
+}  // namespace fusedmoe::cuda

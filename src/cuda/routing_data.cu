@@ -1,0 +1,122 @@
+// Routing data on the device: one block for each local expert reads all ids, which counts its rows
+// and, for the offset, those of the experts before it; then it reads them again and places its rows
+// in order. No block waits for another, so one launch does for every size.
+#include <algorithm>
+
+#include "cuda/device/launch.h"
+#include "cuda/local_expert.cuh"
+#include "cuda/routing_data.h"
+
+namespace fusedmoe::cuda {
+namespace {
+
+struct RoutingDataParams {
+  const std::int32_t* topk_ids;
+  std::int64_t slots;
+  LocalExperts local_experts;
+  std::int32_t* expert_num_tokens;
+  std::int32_t* expert_offsets;
+  std::int32_t* permuted_to_slot;
+  std::int32_t* slot_to_permuted;
+  std::int32_t* zeroed;
+  std::int64_t num_zeroed;
+};
+
+constexpr int kMaxThreads = 1024;
+
+/// Sum over the block, in every thread.
+__device__ int block_sum(int value) {
+  __shared__ int sums[kMaxThreads / 32];
+  const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+  const int sum = __reduce_add_sync(~0u, value);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) sums[warp] = sum;
+  __syncthreads();
+  int total = 0;
+  for (int w = 0; w < num_warps; ++w) total += sums[w];
+  return total;
+}
+
+__global__ void routing_data_kernel(const RoutingDataParams p) {
+  __shared__ int warp_rows[kMaxThreads / 32];
+  const int expert = blockIdx.x, num_experts = gridDim.x;
+  const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+  for (std::int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < p.num_zeroed;
+       i += static_cast<std::int64_t>(gridDim.x) * blockDim.x) {
+    p.zeroed[i] = 0;
+  }
+
+  int mine = 0, before = 0;
+  for (std::int64_t slot = threadIdx.x; slot < p.slots; slot += blockDim.x) {
+    const int local = p.local_experts(p.topk_ids[slot]);
+    mine += local == expert;
+    before += local >= 0 && local < expert;
+    // Slots that no block places.
+    if (local < 0 && expert == 0) p.slot_to_permuted[slot] = -1;
+  }
+  mine = block_sum(mine);
+  before = block_sum(before);
+  if (threadIdx.x == 0) {
+    p.expert_num_tokens[expert] = mine;
+    p.expert_offsets[expert] = before;
+    if (expert == num_experts - 1) p.expert_offsets[num_experts] = before + mine;
+  }
+  if (expert == num_experts - 1) {
+    for (std::int64_t row = before + mine + threadIdx.x; row < p.slots; row += blockDim.x) {
+      p.permuted_to_slot[row] = -1;
+    }
+  }
+
+  const int end = before + mine;
+  int next = before;  // row of the first slot that is not placed
+  for (std::int64_t first = 0; first < p.slots && next < end; first += blockDim.x) {
+    const std::int64_t slot = first + threadIdx.x;
+    const bool here = slot < p.slots && p.local_experts(p.topk_ids[slot]) == expert;
+    const unsigned lanes = __ballot_sync(~0u, here);
+    if (threadIdx.x % 32 == 0) warp_rows[warp] = __popc(lanes);
+    __syncthreads();
+    int row = next, total = 0;
+    for (int w = 0; w < num_warps; ++w) {
+      if (w < warp) row += warp_rows[w];
+      total += warp_rows[w];
+    }
+    if (here) {
+      row += __popc(lanes & ((1u << threadIdx.x % 32) - 1));
+      p.permuted_to_slot[row] = static_cast<std::int32_t>(slot);
+      p.slot_to_permuted[slot] = row;
+    }
+    next += total;
+    __syncthreads();
+  }
+}
+
+}  // namespace
+
+RoutingData build_routing_data(const TensorView& topk_ids, const TensorView& expert_map,
+                               std::int64_t num_local_experts, void* memory, std::int32_t* zeroed,
+                               std::int64_t num_zeroed, const Stream& stream) {
+  const std::int64_t slots = topk_ids.numel();
+  RoutingDataParams p{};
+  p.topk_ids = topk_ids.as<const std::int32_t>();
+  p.slots = slots;
+  p.local_experts = LocalExperts(expert_map, num_local_experts);
+  p.expert_num_tokens = static_cast<std::int32_t*>(memory);
+  p.expert_offsets = p.expert_num_tokens + num_local_experts;
+  p.permuted_to_slot = p.expert_offsets + num_local_experts + 1;
+  p.slot_to_permuted = p.permuted_to_slot + slots;
+  p.zeroed = zeroed;
+  p.num_zeroed = num_zeroed;
+  const auto threads = std::clamp<std::int64_t>((slots + 31) / 32 * 32, 32, kMaxThreads);
+  launch(routing_data_kernel, dim3(static_cast<unsigned>(num_local_experts)),
+         dim3(static_cast<unsigned>(threads)), 0, static_cast<cudaStream_t>(stream.handle), true,
+         p);
+  const auto view = [&](std::int32_t* data, std::int64_t count) {
+    return TensorView(data, DType::kI32, {count}, topk_ids.device());
+  };
+  return {view(p.expert_num_tokens, num_local_experts), view(p.expert_offsets, num_local_experts + 1),
+          view(p.permuted_to_slot, slots), view(p.slot_to_permuted, slots)};
+}
+
+}  // namespace fusedmoe::cuda
