@@ -27,6 +27,7 @@ struct Options {
   std::vector<std::string> experts;
   std::vector<std::int64_t> tokens;
   std::string shape, replay_routing;
+  std::string device = "cpu";
   std::string dtype = "bf16";
   std::string skew = "balanced";
   int threads = 0;
@@ -59,7 +60,8 @@ const std::vector<Column>& columns() {
       {"experts", [](const Row& r) { return r.implementation; }},
       {"tokens", [](const Row& r) { return fmt::format("{}", r.result.num_tokens); }},
       {"distinct", [](const Row& r) { return number(r, r.result.distinct_experts, 1); }},
-      {"median_ms", [](const Row& r) { return number(r, r.result.median_ms, 3); }},
+      {"median_ms", [](const Row& r) { return number(r, r.result.median_ms, 4); }},
+      {"floor_ms", [](const Row& r) { return number(r, r.result.floor_ms, 4); }},
       {"min_ms", [](const Row& r) { return number(r, r.result.min_ms, 3); }},
       {"p99_ms", [](const Row& r) { return number(r, r.result.p99_ms, 3); }},
       {"GFLOP/s", [](const Row& r) { return number(r, r.result.gflops, 0); }},
@@ -208,7 +210,8 @@ std::vector<std::string> schemes_of(const Options& options, const Subject& subje
   if (options.schemes != std::vector<std::string>{"all"}) return options.schemes;
   std::vector<std::string> names;
   for (const NamedScheme& entry : named_schemes()) {
-    MoeConfig config = moe_config(subject.model, parse_float_dtype(options.dtype));
+    MoeConfig config =
+        moe_config(subject.model, parse_float_dtype(options.dtype), parse_device(options.device));
     config.scheme = entry.scheme;
     const std::string refusal = why_not_timed(config, experts);
     if (refusal.empty()) {
@@ -226,6 +229,7 @@ bool run_scheme(const Options& options, const Subject& subject, const std::strin
   bench_options.model = subject.model;
   bench_options.scheme = parse_scheme(scheme);
   bench_options.dtype = parse_float_dtype(options.dtype);
+  bench_options.device = parse_device(options.device);
   bench_options.experts = experts;
   bench_options.skew =
       options.skew == "zipf" ? testing::RoutingSkew::kZipf : testing::RoutingSkew::kBalanced;
@@ -240,9 +244,11 @@ bool run_scheme(const Options& options, const Subject& subject, const std::strin
   std::unique_ptr<LayerBench> bench;
   {
     Progress progress("packing " + what);
-    bench = std::make_unique<LayerBench>(
-        std::move(bench_options),
-        [&](std::int64_t done, std::int64_t total) { progress.update(done, total); });
+    const auto update = [&](std::int64_t done, std::int64_t total) {
+      progress.update(done, total);
+    };
+    bench = bench_options.device.is_cpu() ? make_cpu_bench(std::move(bench_options), update)
+                                          : make_device_bench(std::move(bench_options), update);
   }
   std::vector<std::int64_t> tokens = options.tokens;
   if (tokens.empty()) {
@@ -320,6 +326,7 @@ void add_bench(CLI::App& app) {
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20));
   command->add_option("--experts", options->experts, "Implementations (default: the best)")
       ->delimiter(',');
+  command->add_option("--device", options->device, "cpu or cuda:<index>")->capture_default_str();
   command->add_option("--dtype", options->dtype, "dtype of the hidden states")
       ->check(CLI::IsMember({"bf16", "f16", "f32"}));
   command->add_option("--skew", options->skew, "How tokens spread over experts")

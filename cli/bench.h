@@ -18,12 +18,17 @@ struct BenchOptions {
   ModelConfig model;
   QuantScheme scheme;
   DType dtype = DType::kBF16;
+  Device device;
   std::string experts;  ///< as `require` of select(); empty = best
   testing::RoutingSkew skew = testing::RoutingSkew::kBalanced;
   RecordedRouting replay;  ///< ids and weights to take in turn instead of drawing; optional
   std::int64_t min_samples = 11;
   double max_seconds = 10;  ///< of sampling, for each number of tokens
   std::int64_t check_rows = 4;
+  /// On CUDA the floor is that of these limits, measured on one H200 by bench/README.md; the CPU
+  /// measures its own around each sample.
+  double device_bandwidth = 4.5e12;  ///< bytes/s
+  double device_flops = 780e12;      ///< bf16 FLOP/s
 };
 
 /// Medians are over the samples that were kept.
@@ -47,22 +52,17 @@ struct BenchRow {
   double percent_of_flops() const { return 100 * gflops / peak_gflops; }
 };
 
-/// The weights of a model's layer: a few distinct experts of random values, packed as many times
-/// as the layer has experts.
+/// Times the experts of one layer.
 class LayerBench {
  public:
-  LayerBench(BenchOptions options, const PackProgress& progress);
-  ~LayerBench();
-  LayerBench(const LayerBench&) = delete;
-  LayerBench& operator=(const LayerBench&) = delete;
-
+  virtual ~LayerBench() = default;
   /// "cpu+no_ep"
-  std::string implementation() const;
-  BenchRow run(std::int64_t num_tokens);
-
- private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  virtual std::string implementation() const = 0;
+  virtual BenchRow run(std::int64_t num_tokens) = 0;
 };
+
+/// For the device of the options: layer_bench.cpp for the CPU, device_bench.cpp for CUDA.
+std::unique_ptr<LayerBench> make_cpu_bench(BenchOptions options, const PackProgress& progress);
+std::unique_ptr<LayerBench> make_device_bench(BenchOptions options, const PackProgress& progress);
 
 }  // namespace fusedmoe::cli

@@ -22,8 +22,9 @@ __global__ void activate_kernel(const ResolvedActivation activation, const __nv_
     const std::int64_t row = i / width, column = i % width;
     const __nv_bfloat16* from = gate_up + row * (gated ? 2 : 1) * width + column;
     const float gate = __bfloat162float(*from);
-    output[i] = __float2bfloat16_rn(gated ? activate(activation, gate, __bfloat162float(from[width]))
-                                          : activate_gate(activation, gate));
+    output[i] =
+        __float2bfloat16_rn(gated ? activate(activation, gate, __bfloat162float(from[width]))
+                                  : activate_gate(activation, gate));
   }
 }
 

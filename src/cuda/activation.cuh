@@ -65,9 +65,8 @@ __device__ inline float activate(const ResolvedActivation& a, float gate, float 
     case Activation::kSwigluOaiUninterleave:
       return g * (clamp_or_nan(up, a.limit) + a.beta);
     case Activation::kSitu:
-      return g * (a.situ_linear_beta > 0
-                      ? a.situ_linear_beta * tanhf(up / a.situ_linear_beta)
-                      : up);
+      return g *
+             (a.situ_linear_beta > 0 ? a.situ_linear_beta * tanhf(up / a.situ_linear_beta) : up);
     default:
       return g * up;
   }

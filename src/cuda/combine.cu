@@ -23,8 +23,7 @@ struct CombineParams {
 __device__ void add_row(const float* row, float weight, float (&sums)[kColumns]) {
   const auto low = *reinterpret_cast<const float4*>(row);
   const auto high = *reinterpret_cast<const float4*>(row + 4);
-  const float values[kColumns] = {low.x,  low.y,  low.z,  low.w,
-                                  high.x, high.y, high.z, high.w};
+  const float values[kColumns] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) sums[i] = fmaf(weight, values[i], sums[i]);
 }
@@ -86,9 +85,9 @@ void combine(const Combine& args, const Stream& stream) {
   p.hidden = args.output.size(1);
   p.topk = static_cast<int>(args.topk);
   p.splits = args.splits;
-  const dim3 grid(static_cast<unsigned>(args.output.size(0)),
-                  static_cast<unsigned>((p.hidden + kThreads * kColumns - 1) /
-                                        (kThreads * kColumns)));
+  const dim3 grid(
+      static_cast<unsigned>(args.output.size(0)),
+      static_cast<unsigned>((p.hidden + kThreads * kColumns - 1) / (kThreads * kColumns)));
   launch(args.rows_f32 ? combine_kernel<float> : combine_kernel<__nv_bfloat16>, grid,
          dim3(kThreads), 0, static_cast<cudaStream_t>(stream.handle), true, p);
 }

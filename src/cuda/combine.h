@@ -10,12 +10,12 @@ namespace fusedmoe::cuda {
 /// output[t] = sum over j of topk_weights[t, j] * row slot_to_permuted[t, j], in slot order and
 /// fp32, rounded once; slots without a row are left out.
 struct Combine {
-  TensorView output;              ///< (num_tokens, hidden) bf16; hidden a multiple of 8
-  const void* rows = nullptr;     ///< (splits, rows, hidden), f32 or bf16; splits are added first
+  TensorView output;           ///< (num_tokens, hidden) bf16; hidden a multiple of 8
+  const void* rows = nullptr;  ///< (splits, rows, hidden), f32 or bf16; splits are added first
   bool rows_f32 = false;
   int splits = 1;
-  std::int64_t split_pitch = 0;   ///< elements between splits
-  TensorView slot_to_permuted;    ///< (num_tokens * topk) i32
+  std::int64_t split_pitch = 0;         ///< elements between splits
+  TensorView slot_to_permuted;          ///< (num_tokens * topk) i32
   const float* topk_weights = nullptr;  ///< (num_tokens, topk); null: 1
   std::int64_t topk = 1;
 };

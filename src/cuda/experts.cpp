@@ -72,8 +72,8 @@ struct Scratch {
         cutter.take(4 * static_cast<std::size_t>(work_counters(plan.tile, rows, experts))));
     if (!batched) {
       routing = cutter.take(routing_data_bytes(problem.num_tokens, problem.topk, experts));
-      rows_out = cutter.take(plan.splits * bytes_of(rows, problem.hidden,
-                                                    plan.rows_f32 ? DType::kF32 : DType::kBF16));
+      rows_out = cutter.take(
+          plan.splits * bytes_of(rows, problem.hidden, plan.rows_f32 ? DType::kF32 : DType::kBF16));
     }
     if (variant == Variant::kUnfused) {
       gate_up = cutter.take(bytes_of(rows, 2 * problem.intermediate, DType::kBF16));
@@ -159,14 +159,13 @@ Support Sm90Experts::supports(const MoeConfig& config) const {
     return no(Reason::kDType, fmt::format("dtype is {}, takes bf16", fusedmoe::name(config.dtype)));
   }
   if (config.scheme != scheme()) {
-    return no(Reason::kQuantScheme, fmt::format("scheme is {}, takes {}",
-                                                fusedmoe::name(config.scheme),
-                                                fusedmoe::name(scheme())));
+    return no(Reason::kQuantScheme,
+              fmt::format("scheme is {}, takes {}", fusedmoe::name(config.scheme),
+                          fusedmoe::name(scheme())));
   }
   // The rows that hooks see have no padding.
   const std::int64_t unit = variant_ == Variant::kUnfused ? kPitchUnit : 1;
-  if (Support common =
-          core::supports_anywhere(config, activation_format(), {kPitchUnit, unit});
+  if (Support common = core::supports_anywhere(config, activation_format(), {kPitchUnit, unit});
       !common) {
     return common;
   }
@@ -293,8 +292,8 @@ void Sm90Experts::apply(const ExpertsArgs& args) const {
   }
 
   const RoutingData routing =
-      build_routing_data(args.topk_ids, args.expert_map, problem.num_local_experts,
-                         scratch.routing, scratch.counters, counters, args.stream);
+      build_routing_data(args.topk_ids, args.expert_map, problem.num_local_experts, scratch.routing,
+                         scratch.counters, counters, args.stream);
   gemm.expert_num_tokens = routing.expert_num_tokens.as<const std::int32_t>();
   gemm.expert_offsets = routing.expert_offsets.as<const std::int32_t>();
   gemm.phases[0].gather = routing.permuted_to_slot.as<const std::int32_t>();
@@ -322,8 +321,8 @@ void Sm90Experts::apply(const ExpertsArgs& args) const {
 std::vector<std::shared_ptr<const Experts>> make_all_experts() {
   std::vector<std::shared_ptr<const Experts>> list;
   for (const WeightFormat format : {WeightFormat::kBF16, WeightFormat::kMXFP4}) {
-    for (const Variant variant : {Variant::kStandard, Variant::kBatchInvariant, Variant::kBatched,
-                                  Variant::kUnfused}) {
+    for (const Variant variant :
+         {Variant::kStandard, Variant::kBatchInvariant, Variant::kBatched, Variant::kUnfused}) {
       list.push_back(std::make_shared<Sm90Experts>(format, variant));
     }
   }

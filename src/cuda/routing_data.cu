@@ -115,8 +115,9 @@ RoutingData build_routing_data(const TensorView& topk_ids, const TensorView& exp
   const auto view = [&](std::int32_t* data, std::int64_t count) {
     return TensorView(data, DType::kI32, {count}, topk_ids.device());
   };
-  return {view(p.expert_num_tokens, num_local_experts), view(p.expert_offsets, num_local_experts + 1),
-          view(p.permuted_to_slot, slots), view(p.slot_to_permuted, slots)};
+  return {view(p.expert_num_tokens, num_local_experts),
+          view(p.expert_offsets, num_local_experts + 1), view(p.permuted_to_slot, slots),
+          view(p.slot_to_permuted, slots)};
 }
 
 }  // namespace fusedmoe::cuda

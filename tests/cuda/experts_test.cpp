@@ -30,9 +30,8 @@ const Device kGpu{DeviceKind::kCuda, 0};
 constexpr double kMaxElement = 2 * 2e-2, kRmsElement = 2 * 4e-3;
 
 const PrepareAndFinalize& pair_of(const Experts& experts) {
-  return experts.activation_format() == ActivationFormat::kStandard
-             ? *all_prepare_finalize()[0]
-             : *all_prepare_finalize()[1];
+  return experts.activation_format() == ActivationFormat::kStandard ? *all_prepare_finalize()[0]
+                                                                    : *all_prepare_finalize()[1];
 }
 
 Tensor run(const Problem& problem, const Experts& experts) {
@@ -192,9 +191,9 @@ TEST(CudaExpertsInvarianceTest, RowDoesNotDependOnItsBatch) {
     spec.activation = Activation::kSwigluOai;
     spec.bias = true;
     const Problem problem = testing::make_problem(spec);
-    const auto experts = find_experts(scheme == schemes::mxfp4_w4a16()
-                                          ? "sm90_mxfp4_batch_invariant"
-                                          : "sm90_bf16_batch_invariant");
+    const auto experts =
+        find_experts(scheme == schemes::mxfp4_w4a16() ? "sm90_mxfp4_batch_invariant"
+                                                      : "sm90_bf16_batch_invariant");
     const Tensor all = run(problem, *experts);
     for (const std::int64_t rows : {1, 5, 64, 300, 1000}) {
       const Tensor few = run(head(problem, rows), *experts);

@@ -15,13 +15,14 @@ namespace fusedmoe::cuda {
 template <int kN>
 struct WgmmaAtom;
 
-#define FUSEDMOE_WGMMA_ATOM(N)                                                               \
-  template <>                                                                                \
-  struct WgmmaAtom<N> {                                                                      \
-    using SharedA = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K,   \
-                                                                     cute::SM90::GMMA::Major::K>;  \
-    using RegisterA = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, \
-                                                                       cute::SM90::GMMA::Major::K>; \
+#define FUSEDMOE_WGMMA_ATOM(N)                                                                    \
+  template <>                                                                                     \
+  struct WgmmaAtom<N> {                                                                           \
+    using SharedA = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K,  \
+                                                                     cute::SM90::GMMA::Major::K>; \
+    using RegisterA =                                                                             \
+        cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K,              \
+                                                         cute::SM90::GMMA::Major::K>;             \
   };
 FUSEDMOE_WGMMA_ATOM(8)
 FUSEDMOE_WGMMA_ATOM(16)
@@ -52,14 +53,16 @@ template <int kN>
 __device__ inline void multiply(std::uint64_t a, std::uint64_t b, float (&sums)[kN / 2]) {
   [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
     WgmmaAtom<kN>::SharedA::fma(a, b, sums[kIndex]...);
-  }(std::make_index_sequence<kN / 2>());
+  }
+  (std::make_index_sequence<kN / 2>());
 }
 template <int kN>
 __device__ inline void multiply(const std::uint32_t (&a)[4], std::uint64_t b,
                                 float (&sums)[kN / 2]) {
   [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
     WgmmaAtom<kN>::RegisterA::fma(a[0], a[1], a[2], a[3], b, sums[kIndex]...);
-  }(std::make_index_sequence<kN / 2>());
+  }
+  (std::make_index_sequence<kN / 2>());
 }
 
 /// Keeps the compiler from moving reads or writes of the sums across.

@@ -49,21 +49,21 @@ enum class Epilogue {
 struct GemmPhase {
   const void* weights = nullptr;  ///< records of all experts
   std::int64_t expert_bytes = 0;
-  int row_blocks = 0;               ///< of one expert
+  int row_blocks = 0;  ///< of one expert
   int k_blocks = 0;
-  int k = 0;                        ///< columns of `x`; what is behind them counts as 0
-  const float* bias = nullptr;      ///< (experts, row_blocks * 64) in packed row order, or null
-  const float* scales = nullptr;    ///< (experts): power of two that all sums are multiplied by
-  const void* x = nullptr;          ///< rows of bf16, 16-byte aligned
-  std::int64_t x_pitch = 0;         ///< elements, a multiple of 8
+  int k = 0;                      ///< columns of `x`; what is behind them counts as 0
+  const float* bias = nullptr;    ///< (experts, row_blocks * 64) in packed row order, or null
+  const float* scales = nullptr;  ///< (experts): power of two that all sums are multiplied by
+  const void* x = nullptr;        ///< rows of bf16, 16-byte aligned
+  std::int64_t x_pitch = 0;       ///< elements, a multiple of 8
   const std::int32_t* gather = nullptr;  ///< row r reads x[gather[r] / gather_divisor]; null: x[r]
   int gather_divisor = 1;
-  void* out = nullptr;              ///< (splits, rows, out_pitch)
-  std::int64_t out_pitch = 0;       ///< elements, even
-  std::int64_t split_pitch = 0;     ///< elements between the partial sums of splits
-  int width = 0;                    ///< columns written of each row
-  int splits = 1;                   ///< K is cut into so many parts; the reader adds them
-  bool out_f32 = false;             ///< else bf16
+  void* out = nullptr;           ///< (splits, rows, out_pitch)
+  std::int64_t out_pitch = 0;    ///< elements, even
+  std::int64_t split_pitch = 0;  ///< elements between the partial sums of splits
+  int width = 0;                 ///< columns written of each row
+  int splits = 1;                ///< K is cut into so many parts; the reader adds them
+  bool out_f32 = false;          ///< else bf16
   Epilogue epilogue = Epilogue::kStore;
 };
 

@@ -143,7 +143,8 @@ struct GemmKernel {
     __syncthreads();
   }
 
-  __device__ static Item make_item(const Shared& shared, const GroupedGemm& p, std::int64_t number) {
+  __device__ static Item make_item(const Shared& shared, const GroupedGemm& p,
+                                   std::int64_t number) {
     PhaseShape shapes[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -188,8 +189,8 @@ struct GemmKernel {
       const int claimed = atomicAdd(p.counters, 1);  // its latency hides behind the stream
 
       const GemmPhase& phase = p.phases[item.phase];
-      const auto* weights = static_cast<const std::uint8_t*>(phase.weights) +
-                            item.expert * phase.expert_bytes;
+      const auto* weights =
+          static_cast<const std::uint8_t*>(phase.weights) + item.expert * phase.expert_bytes;
       const int row_blocks = min(kTile.tile_row_blocks(), phase.row_blocks - item.row_block);
       for (int k = item.k_begin; k < item.k_end; k += kTile.k_groups) {
         const int bytes = min(kTile.k_groups, item.k_end - k) * Config::kRecordBytes;
@@ -386,8 +387,7 @@ struct GemmKernel {
   /// Sums of one tile.
   template <int kN>
   __device__ static void multiply_tile(Shared& shared, const Item& item, const Place& place,
-                                       StageState& stage,
-                                       float (&sums)[kTile.row_blocks][kN / 2]) {
+                                       StageState& stage, float (&sums)[kTile.row_blocks][kN / 2]) {
 #pragma unroll
     for (int b = 0; b < kTile.row_blocks; ++b) {
 #pragma unroll
@@ -521,8 +521,7 @@ struct GemmKernel {
           buffer[token + 1][row + 8] = block[3];
         }
         sync_group();
-        store_rows(shared, p, item, place, row_block, first,
-                   min(kChunk, item.num_tokens - first));
+        store_rows(shared, p, item, place, row_block, first, min(kChunk, item.num_tokens - first));
         sync_group();
       }
       if (item.phase == 0 && p.num_phases == 2 && place.k_group == 0 && place.thread == 0) {
@@ -585,9 +584,9 @@ struct GemmKernel {
 
 /// kTile by its number: nvcc cannot name kernels with class-type template arguments.
 template <typename Weights, int kConfig>
-__global__ __launch_bounds__((GemmConfig<Weights, kTileConfigs[kConfig]>::kThreads),
-                             1) void grouped_gemm_kernel(
-    const __grid_constant__ GroupedGemm problem) {
+__global__ __launch_bounds__(
+    (GemmConfig<Weights, kTileConfigs[kConfig]>::kThreads),
+    1) void grouped_gemm_kernel(const __grid_constant__ GroupedGemm problem) {
   using Kernel = GemmKernel<Weights, kTileConfigs[kConfig]>;
   using Config = typename Kernel::Config;
   extern __shared__ std::uint8_t memory[];

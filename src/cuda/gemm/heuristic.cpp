@@ -46,8 +46,9 @@ std::vector<GemmPlan> valid_plans(const GemmShape& shape) {
   std::vector<GemmPlan> plans;
   for (const TileConfig& tile : tile_configs()) {
     for (const int splits : {1, 2, 4}) {
-      const GemmPlan plan{tile, splits, splits > 1 || (rows_fit_f32(shape) && !shape.batched &&
-                                                      !shape.batch_invariant)};
+      const GemmPlan plan{
+          tile, splits,
+          splits > 1 || (rows_fit_f32(shape) && !shape.batched && !shape.batch_invariant)};
       if (valid(shape, plan) && (splits == 1 || rows_fit_f32(shape))) plans.push_back(plan);
     }
   }

@@ -55,7 +55,8 @@ __device__ std::uint8_t exponent_at(const PackSource& s, std::int64_t row, std::
 }
 
 /// A block is a record, a thread the 16 bytes of that thread of a warpgroup.
-__global__ void pack_mxfp4_kernel(const PackSource s, const RecordGrid grid, std::uint8_t* records) {
+__global__ void pack_mxfp4_kernel(const PackSource s, const RecordGrid grid,
+                                  std::uint8_t* records) {
   const std::int64_t record = blockIdx.x;
   const std::int64_t row_block = record / grid.k_blocks, k_block = record % grid.k_blocks;
   std::uint8_t* target = records + record * record_bytes(WeightFormat::kMXFP4);

@@ -1,4 +1,5 @@
-// Packing: matrices of one expert, as the checkpoint has them -> records (records.h), on the device.
+// Packing: matrices of one expert, as the checkpoint has them -> records (records.h), on the
+// device.
 #pragma once
 
 #include <cstdint>

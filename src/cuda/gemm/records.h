@@ -9,11 +9,11 @@
 //               g = lane / 4 and q = lane % 4, the word has
 //                 low half: (row 16 w + g, K 2 q), (row + 8, K), (row, K + 8), (row + 8, K + 8)
 //                 high half: the same at K + 1
-//               with sign and exponent-mantissa bits of the four spread as code_bits() says, so that
-//               a shift and a mask leave each pair as two bf16 numbers (times 2^-126).
-//               Scales: 4 bytes for each (w, g): exponents f of rows (g, g + 8) of K 0-31, 32-63
-//               in the order g:0, g:1, g+8:0, g+8:1; the multiplier is the bf16 with exponent
-//               field f, 2^126 times the E8M0 scale over the expert's own power of two.
+//               with sign and exponent-mantissa bits of the four spread as code_bits() says, so
+//               that a shift and a mask leave each pair as two bf16 numbers (times 2^-126). Scales:
+//               4 bytes for each (w, g): exponents f of rows (g, g + 8) of K 0-31, 32-63 in the
+//               order g:0, g:1, g+8:0, g+8:1; the multiplier is the bf16 with exponent field f,
+//               2^126 times the E8M0 scale over the expert's own power of two.
 //
 // Rows of a gated w13: blocks of 16, 8 of gate and then the same 8 of up, so that one thread has
 // both. Non-gated w13 and w2: as they are.

@@ -30,8 +30,8 @@ struct Mxfp4Weights {
   __device__ static void decode_word(std::uint32_t word, std::uint32_t low, std::uint32_t high,
                                      std::uint32_t (&a)[4]) {
     constexpr std::uint32_t kMask = 0x81C081C0;  // sign and the three bits below the exponent's
-    const std::uint32_t last = ((word << 1) & 0x80008000) | ((word >> 3) & 0x01800180) |
-                               ((word >> 7) & 0x00400040);
+    const std::uint32_t last =
+        ((word << 1) & 0x80008000) | ((word >> 3) & 0x01800180) | ((word >> 7) & 0x00400040);
     a[0] = multiply_bf16x2(word & kMask, low);
     a[1] = multiply_bf16x2((word << 3) & kMask, high);
     a[2] = multiply_bf16x2((word << 6) & kMask, low);

@@ -1,0 +1,186 @@
+#include "bench_problem.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "fusedmoe/formats.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/selection.h"
+#include "testing/compare.h"
+
+namespace fusedmoe::cli {
+namespace {
+
+constexpr std::int64_t kDistinctExperts = 3;
+
+/// The first rows of `source`, on the device of `target`.
+void copy_head(const TensorView& source, const TensorView& target) {
+  const Device device = source.device().is_cpu() ? target.device() : source.device();
+  copy(source.slice(0, 0, target.size(0)), target, Stream{device});
+  synchronize(Stream{device});
+}
+
+}  // namespace
+
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+BenchBuffers::BenchBuffers(const ModularKernel& kernel, const PackedWeights& packed,
+                           const testing::Case& spec, DType dtype) {
+  const Device device = packed.info().device;
+  const Tensor host_states = Tensor::empty({spec.num_tokens, spec.hidden}, dtype);
+  const Tensor host_weights = Tensor::empty({spec.num_tokens, spec.topk}, DType::kF32);
+  testing::Random random(2);
+  for (std::int64_t i = 0; i < host_states.numel(); ++i) {
+    store_f32(host_states.data(), dtype, i, static_cast<float>(random.normal()));
+  }
+  for (std::int64_t i = 0; i < host_weights.numel(); ++i) {
+    host_weights.as<float>()[i] =
+        static_cast<float>((0.5 + random.uniform()) / static_cast<double>(spec.topk));
+  }
+  hidden_states = to_device(host_states, device);
+  topk_weights = to_device(host_weights, device);
+  output = Tensor::empty({spec.num_tokens, spec.hidden}, dtype, device);
+  topk_ids = Tensor::empty({spec.num_tokens, spec.topk}, DType::kI32, device);
+  const std::size_t bytes =
+      kernel.workspace_bytes(ProblemSize::of(packed.info(), spec.num_tokens, spec.topk, dtype));
+  workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
+}
+
+void BenchBuffers::run(const ModularKernel& kernel, const PackedWeights& packed,
+                       std::int64_t num_experts, Stream stream) const {
+  KernelArgs args;
+  args.weights = &packed;
+  args.output = output;
+  args.hidden_states = hidden_states;
+  args.topk_ids = topk_ids;
+  args.topk_weights = topk_weights;
+  args.num_experts = num_experts;
+  args.stream = stream;
+  kernel.apply(args, {workspace.data(), static_cast<std::size_t>(workspace.nbytes())});
+}
+
+BenchWork::BenchWork(const testing::Case& spec, std::int64_t weight_bytes) {
+  const double matrices = is_gated(spec.activation) ? 3 : 2;
+  flops = 2.0 * static_cast<double>(spec.num_tokens * spec.topk) * matrices *
+          static_cast<double>(spec.hidden) * static_cast<double>(spec.intermediate);
+  expert_bytes = static_cast<double>(weight_bytes) / static_cast<double>(spec.num_experts);
+}
+
+BenchProblem::BenchProblem(BenchOptions options, const PackProgress& progress)
+    : options_(std::move(options)) {
+  testing::Case few = spec(1);
+  few.num_experts = kDistinctExperts;
+  few.topk = 1;
+  weights_ = testing::make_problem(few).weights;
+  const std::int64_t num_experts = options_.model.router.num_experts;
+  for (std::int64_t e = kDistinctExperts; e < num_experts; ++e) {
+    weights_.experts.push_back(weights_.experts[static_cast<std::size_t>(e % kDistinctExperts)]);
+  }
+  MoeConfig config = moe_config(options_.model, options_.dtype, options_.device);
+  config.scheme = options_.scheme;
+  const Selection selection = select(config, options_.experts);
+  kernel_ = std::make_unique<ModularKernel>(selection.prepare_finalize, selection.experts);
+  packed_ = selection.experts->pack(weights_, progress);
+  expert_order_.resize(static_cast<std::size_t>(num_experts));
+  std::iota(expert_order_.begin(), expert_order_.end(), 0);
+  for (std::size_t i = expert_order_.size(); i > 1; --i) {
+    std::swap(expert_order_[i - 1],
+              expert_order_[static_cast<std::size_t>(random_.below(static_cast<std::int64_t>(i)))]);
+  }
+}
+
+std::string BenchProblem::implementation() const {
+  return fmt::format("{}+{}", kernel_->experts().name(), kernel_->prepare_finalize().name());
+}
+
+testing::Case BenchProblem::spec(std::int64_t num_tokens) const {
+  testing::Case result;
+  result.name = "bench";
+  result.num_tokens = num_tokens;
+  result.num_experts = options_.model.router.num_experts;
+  result.topk = options_.model.router.topk;
+  result.hidden = options_.model.hidden;
+  result.intermediate = options_.model.intermediate;
+  result.scheme = options_.scheme;
+  result.activation = options_.model.activation;
+  result.activation_params = options_.model.activation_params;
+  result.bias = options_.model.has_bias;
+  return result;
+}
+
+std::int32_t BenchProblem::draw_expert(std::int64_t num_tokens) {
+  const auto num_experts = static_cast<std::int64_t>(expert_order_.size());
+  if (options_.skew == testing::RoutingSkew::kZipf) {
+    // Weight 1 / (e + 1), by inversion of the continuous law.
+    const double e = std::pow(static_cast<double>(num_experts + 1), random_.uniform()) - 1;
+    return std::min(static_cast<std::int32_t>(e), static_cast<std::int32_t>(num_experts - 1));
+  }
+  if (num_tokens == 1) return expert_order_[next_expert_++ % expert_order_.size()];
+  return static_cast<std::int32_t>(random_.below(num_experts));
+}
+
+/// The next recorded rows, from the first again after the last.
+void BenchProblem::replay(const TensorView& topk_ids, const TensorView& topk_weights) {
+  const std::int64_t rows = options_.replay.topk_ids.size(0), topk = topk_ids.size(1);
+  for (std::int64_t token = 0; token < topk_ids.size(0); ++token) {
+    const std::int64_t row = next_row_++ % rows;
+    std::copy_n(options_.replay.topk_ids.as<const std::int32_t>() + row * topk, topk,
+                topk_ids.as<std::int32_t>() + token * topk);
+    std::copy_n(options_.replay.topk_weights.as<const float>() + row * topk, topk,
+                topk_weights.as<float>() + token * topk);
+  }
+}
+
+void BenchProblem::draw(const TensorView& topk_ids) {
+  const std::int64_t num_tokens = topk_ids.size(0), topk = topk_ids.size(1);
+  for (std::int64_t token = 0; token < num_tokens; ++token) {
+    std::int32_t* ids = topk_ids.as<std::int32_t>() + token * topk;
+    for (std::int64_t j = 0; j < topk;) {
+      ids[j] = draw_expert(num_tokens);
+      if (std::find(ids, ids + j, ids[j]) == ids + j) ++j;
+    }
+  }
+}
+
+void BenchProblem::route(const TensorView& topk_ids, const TensorView& topk_weights) {
+  if (options_.replay.topk_ids) {
+    replay(topk_ids, topk_weights);
+  } else {
+    draw(topk_ids);
+  }
+}
+
+BenchBuffers BenchProblem::run_head(const ModularKernel& kernel, const PackedWeights& packed,
+                                    testing::Case spec, const BenchBuffers& all) const {
+  spec.num_tokens = std::min(options_.check_rows, spec.num_tokens);
+  BenchBuffers head(kernel, packed, spec, all.output.dtype());
+  copy_head(all.hidden_states, head.hidden_states);
+  copy_head(all.topk_ids, head.topk_ids);
+  copy_head(all.topk_weights, head.topk_weights);
+  const Stream stream{packed.info().device};
+  head.run(kernel, packed, spec.num_experts, stream);
+  synchronize(stream);
+  return head;
+}
+
+double BenchProblem::relative_error(const testing::Case& spec, const BenchBuffers& timed) const {
+  const Selection selection = select(testing::make_config(spec, timed.output.dtype()), "reference");
+  const ModularKernel reference(selection.prepare_finalize, selection.experts);
+  const auto reference_weights = selection.experts->pack(weights_);
+  const BenchBuffers expected = run_head(reference, *reference_weights, spec, timed);
+  Tensor actual(timed.output.slice(0, 0, expected.output.size(0)), timed.output.owner());
+  if (batch_dependent(spec.scheme)) actual = run_head(*kernel_, *packed_, spec, timed).output;
+  const testing::Difference difference = testing::compare(to_device(actual, {}), expected.output);
+  return difference.nonfinite_mismatch ? std::numeric_limits<double>::infinity()
+                                       : difference.max_norm_relative;
+}
+
+}  // namespace fusedmoe::cli

@@ -1,0 +1,116 @@
+// Timing of the experts of one layer on a CUDA device, from given top-k ids to the combined output.
+//
+// A graph of the forward is replayed between two events, each time after 256 MiB were written, so
+// that the L2 is cold, and with another routing than the time before. What an empty graph costs
+// (4.5 us on an H200) is contained.
+#include <algorithm>
+#include <deque>
+
+#include "bench_problem.h"
+#include "fusedmoe/runtime.h"
+
+namespace fusedmoe::cli {
+namespace {
+
+constexpr std::int64_t kFlushBytes = std::int64_t{256} << 20;
+constexpr std::size_t kRoutings = 6;
+
+class DeviceBench final : public LayerBench {
+ public:
+  DeviceBench(BenchOptions options, const PackProgress& progress)
+      : problem_(std::move(options), progress),
+        stream_(problem_.options().device),
+        flushed_(Tensor::empty({kFlushBytes}, DType::kU8, problem_.options().device)) {}
+  std::string implementation() const override { return problem_.implementation(); }
+  BenchRow run(std::int64_t num_tokens) override;
+
+ private:
+  struct Routed {
+    BenchBuffers buffers;
+    double distinct;
+    Graph graph;
+  };
+  double time_us(const Graph& graph);
+
+  BenchProblem problem_;
+  OwnedStream stream_;
+  Tensor flushed_;
+};
+
+double DeviceBench::time_us(const Graph& graph) {
+  const Device device = problem_.options().device;
+  Event start(device), end(device);
+  fill_bytes(flushed_, 0, stream_);
+  start.record(stream_);
+  graph.launch(stream_);
+  end.record(stream_);
+  return 1e3 * elapsed_ms(start, end);
+}
+
+BenchRow DeviceBench::run(std::int64_t num_tokens) {
+  const testing::Case spec = problem_.spec(num_tokens);
+  const BenchOptions& options = problem_.options();
+  const BenchWork work(spec, problem_.weight_bytes());
+  const BenchBuffers first(problem_.kernel(), problem_.packed(), spec, options.dtype);
+  const Tensor ids = Tensor::empty({num_tokens, spec.topk}, DType::kI32);
+  const Tensor weights = to_device(first.topk_weights, {});
+  std::vector<std::int32_t> all_ids;
+  std::deque<Routed> routed;
+  for (std::size_t i = 0; i < kRoutings; ++i) {
+    problem_.route(ids, weights);
+    const auto* values = ids.as<const std::int32_t>();
+    all_ids.insert(all_ids.end(), values, values + ids.numel());
+    BenchBuffers buffers = first;  // all but the routing is shared
+    buffers.topk_ids = to_device(Tensor(ids, nullptr), options.device);
+    buffers.topk_weights = to_device(weights, options.device);
+    const auto forward = [&] {
+      buffers.run(problem_.kernel(), problem_.packed(), spec.num_experts, stream_);
+    };
+    forward();
+    synchronize(stream_);
+    Graph graph(stream_, forward);
+    const auto distinct =
+        static_cast<double>(load_statistics(ids, spec.num_experts).distinct_experts);
+    routed.push_back({std::move(buffers), distinct, std::move(graph)});
+  }
+
+  BenchRow row;
+  row.num_tokens = num_tokens;
+  std::vector<double> times, ratios, floors;
+  const std::int64_t samples = std::max<std::int64_t>(options.min_samples, 5 * kRoutings);
+  for (std::int64_t i = 0; i < samples; ++i) {
+    const Routed& now = routed[static_cast<std::size_t>(i) % kRoutings];
+    const double bytes = now.distinct * work.expert_bytes;
+    floors.push_back(1e6 *
+                     std::max(bytes / options.device_bandwidth, work.flops / options.device_flops));
+    times.push_back(time_us(now.graph));
+    ratios.push_back(times.back() / floors.back());
+    row.distinct_experts += now.distinct / static_cast<double>(samples);
+  }
+  row.samples = samples;
+  row.median_ms = 1e-3 * median(times);
+  row.floor_ms = 1e-3 * median(floors);
+  row.ratio = median(ratios);
+  row.gflops = work.flops / row.median_ms * 1e-6;
+  row.gbytes = row.distinct_experts * work.expert_bytes / row.median_ms * 1e-6;
+  row.read_gbytes = options.device_bandwidth * 1e-9;
+  row.peak_gflops = options.device_flops * 1e-9;
+  std::sort(times.begin(), times.end());
+  row.min_ms = 1e-3 * times.front();
+  row.p99_ms = 1e-3 * times[(times.size() - 1) * 99 / 100];
+  const auto rows = static_cast<std::int64_t>(all_ids.size()) / spec.topk;
+  row.load =
+      load_statistics(TensorView(all_ids.data(), DType::kI32, {rows, spec.topk}), spec.num_experts);
+  routed.front().graph.launch(stream_);
+  synchronize(stream_);
+  row.relative_error = problem_.relative_error(spec, routed.front().buffers);
+  return row;
+}
+
+}  // namespace
+
+std::unique_ptr<LayerBench> make_device_bench(BenchOptions options, const PackProgress& progress) {
+  return std::make_unique<DeviceBench>(std::move(options), progress);
+}
+
+}  // namespace fusedmoe::cli
