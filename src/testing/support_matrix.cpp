@@ -60,6 +60,7 @@ std::vector<SupportRow> support_matrix() {
       // The pair of equal formats comes first.
       const auto pair = std::find_if(selection.candidates.begin(), selection.candidates.end(),
                                      [&](const Candidate& c) { return c.experts == experts; });
+      if (pair->support.reason == Reason::kDevice) continue;
       rows.push_back({entry.name, std::move(spec), *pair});
     }
   }
@@ -82,9 +83,10 @@ std::string support_matrix_markdown() {
       "# Support matrix\n\n"
       "Made from the registry by `scripts/support-matrix.sh`; CI fails when it is stale. Each row "
       "is an\n"
-      "implementation with a prepare/finalize of its activation format, asked about a scheme with "
-      "bf16 hidden\n"
-      "states: \"yes\", or the code of the reason, which `fusedmoe explain` gives in words. Each "
+      "implementation on the CPU with a prepare/finalize of its activation format, asked about a "
+      "scheme with bf16\n"
+      "hidden states: \"yes\", or the code of the reason, which `fusedmoe explain` gives in words. "
+      "Each "
       "\"yes\" is a\n"
       "test, `tests/unit/support_matrix_test.cpp`.\n\n"
       "## Schemes\n\n"
