@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cuda/local_expert.cuh"
 #include "fusedmoe/device.h"
 #include "fusedmoe/dtype.h"
 #include "fusedmoe/router.h"
@@ -54,5 +55,16 @@ struct LogitsParams {
 };
 
 void launch_router_logits(const LogitsParams& params, Stream stream);
+
+struct BitmatrixParams {
+  const std::int32_t* ids;  // (num_tokens, topk)
+  LocalExperts local_expert;
+  std::uint32_t* bits;  // (num_tokens, num_words)
+  std::int64_t num_tokens;
+  std::int64_t num_words;
+  std::int64_t topk;
+};
+
+void launch_bitmatrix(const BitmatrixParams& params, Stream stream);
 
 }  // namespace fusedmoe::cuda

@@ -1,21 +1,27 @@
-// The router on a CUDA device: checks of the arguments, and how many blocks share the work.
+// The router and the bit matrix on a CUDA device: checks of the arguments, and how many blocks
+// share the work.
 #include "cuda/router/router.h"
 
 #include <algorithm>
 #include <limits>
 
 #include "core/check.h"
+#include "cuda/router/bitmatrix.h"
 #include "cuda/router/kernels.h"
 
 namespace fusedmoe::cuda {
 namespace {
 
+/// An undefined view passes.
 void check_on_device(const TensorView& view, const char* argument, Stream stream) {
   if (!view) return;
   FUSEDMOE_CHECK(
       view.device() == stream.device && !view.device().is_cpu(), argument,
       "on " + to_string(view.device()),
       fmt::format("on the CUDA device of the stream, which is on {}", to_string(stream.device)));
+  const auto alignment = static_cast<std::uintptr_t>(bytes(view.dtype(), 1));
+  FUSEDMOE_CHECK(reinterpret_cast<std::uintptr_t>(view.data()) % alignment == 0, argument,
+                 "misaligned", fmt::format("{}-byte aligned", alignment));
 }
 
 void check_route(const RouterConfig& config, const TensorView& logits, const TensorView& bias,
@@ -123,6 +129,30 @@ void router_logits(const TensorView& weight, const TensorView& bias, const Tenso
                       .hidden = static_cast<int>(hidden)};
   if (bias) params.bias = {bias.data(), bias.dtype()};
   launch_router_logits(params, stream);
+}
+
+void build_bitmatrix(const TensorView& topk_ids, const TensorView& expert_map,
+                     std::int64_t num_local_experts, const TensorView& bitmatrix, Stream stream) {
+  core::check_tensor(topk_ids, "topk_ids", DType::kI32, {-1, -1});
+  if (expert_map) core::check_tensor(expert_map, "expert_map", DType::kI32, {-1});
+  FUSEDMOE_CHECK(
+      num_local_experts >= 1 && num_local_experts < std::numeric_limits<std::int32_t>::max(),
+      "num_local_experts", fmt::to_string(num_local_experts), "in [1, 2^31 - 1)");
+  const std::int64_t num_tokens = topk_ids.size(0), num_words = (num_local_experts + 31) / 32;
+  core::check_tensor(bitmatrix, "bitmatrix", DType::kI32, {num_tokens, num_words});
+  check_on_device(topk_ids, "topk_ids", stream);
+  check_on_device(expert_map, "expert_map", stream);
+  check_on_device(bitmatrix, "bitmatrix", stream);
+  FUSEDMOE_CHECK(!core::overlap(bitmatrix, topk_ids), "bitmatrix", "overlapping topk_ids",
+                 "in memory of its own");
+  if (num_tokens == 0) return;
+  const BitmatrixParams params{.ids = topk_ids.as<const std::int32_t>(),
+                               .local_expert = {expert_map, num_local_experts},
+                               .bits = bitmatrix.as<std::uint32_t>(),
+                               .num_tokens = num_tokens,
+                               .num_words = num_words,
+                               .topk = topk_ids.size(1)};
+  launch_bitmatrix(params, stream);
 }
 
 }  // namespace fusedmoe::cuda

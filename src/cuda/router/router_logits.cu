@@ -1,27 +1,21 @@
 // The router's first half on Hopper: logits (num_tokens, num_experts) = x weight^T + bias.
 //
-// Tensor cores multiply bf16 exactly and add in fp32. An f16 or f32 number is first split into the
-// two or three bf16 numbers that add up to it, so every product is exact whatever the dtypes.
-// (Infinities are not split: outside bf16 they give NaN.)
-//
-// A dot product has one order at every num_tokens: hidden is cut into chunks of 32 columns and the
-// chunks into 8 parts, a part is one chain of mma instructions on one accumulator, and the parts
-// are added from first to last, then the bias. The 8 warps of a block compute the parts of one
-// tile (tokens, experts), so one token also streams the weights with many loads in flight; the size
-// of the tile is free.
-//
-// Fragments come straight from global memory: a dot product may take the columns of a chunk in any
-// order that is the same for both operands, so lane t of a quad takes columns 8 t ... 8 t + 7 as
-// one 16-byte load, the first half for one mma, the second for the next.
+// Tensor cores; products are exact whatever the dtypes (fragments.cuh) and added in fp32. A dot
+// product has one order at every num_tokens: hidden is cut into chunks of 32 columns and the chunks
+// into 8 parts, a part is one chain of mma instructions on one accumulator, and the parts are added
+// from first to last, then the bias. The 8 warps of a block compute the parts of one tile (tokens,
+// experts), whose size is free. Operands go from global memory straight to registers, so that one
+// token, too, streams the weights with many loads in flight.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/device/launch.h"
+#include "cuda/device/prefetch.cuh"
+#include "cuda/router/fragments.cuh"
 #include "cuda/router/kernels.h"
 
 namespace fusedmoe::cuda {
@@ -30,17 +24,6 @@ namespace {
 constexpr int kParts = 8;
 constexpr int kWarpSize = 32;
 constexpr int kThreads = kParts * kWarpSize;
-constexpr int kChunk = 32;        // columns
-constexpr int kLaneColumns = 8;   // of a chunk
-constexpr int kTokenTile = 16;    // rows of one mma
-constexpr int kExpertTile = 8;    // columns of one mma
-constexpr int kAccumulators = 4;  // of one mma and lane
-
-/// How many bf16 numbers one element is: significant bits / 8, rounded up.
-template <typename T>
-constexpr int kPieces = std::is_same_v<T, float>    ? 3
-                        : std::is_same_v<T, __half> ? 2
-                                                    : 1;
 
 /// A tile of one block, in instructions; and how many chunks a lane loads at once.
 template <int kTokens, int kExperts, int kChunks>
@@ -54,82 +37,6 @@ struct Tile {
   static constexpr int kPitch = kExperts / 32 * 32 + 8;
   static constexpr int kSharedBytes = kParts * kTokens * kPitch * static_cast<int>(sizeof(float));
 };
-
-/// A lane's columns of one chunk of one row, as loaded.
-template <typename T>
-struct Raw {
-  uint4 words[kLaneColumns * sizeof(T) / sizeof(uint4)];
-};
-
-/// The same as pairs of bf16, per piece.
-template <typename T>
-struct Fragment {
-  std::uint32_t pairs[kPieces<T>][kLaneColumns / 2];
-};
-
-template <typename T>
-__device__ Raw<T> load(const T* from) {
-  Raw<T> raw;
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(raw) / sizeof(uint4)); ++i) {
-    raw.words[i] = reinterpret_cast<const uint4*>(from)[i];
-  }
-  return raw;
-}
-
-/// The same for `count` elements, possibly none, of any alignment; zeros behind them.
-template <typename T>
-__device__ Raw<T> load_some(const T* from, int count) {
-  union {
-    Raw<T> raw;
-    T elements[kLaneColumns];
-  };
-  raw = {};
-#pragma unroll
-  for (int i = 0; i < kLaneColumns; ++i) {
-    if (i < count) elements[i] = from[i];
-  }
-  return raw;
-}
-
-template <typename T>
-__device__ Fragment<T> split(const Raw<T>& raw) {
-  Fragment<T> fragment;
-  if constexpr (kPieces<T> == 1) {
-    fragment.pairs[0][0] = raw.words[0].x;
-    fragment.pairs[0][1] = raw.words[0].y;
-    fragment.pairs[0][2] = raw.words[0].z;
-    fragment.pairs[0][3] = raw.words[0].w;
-  } else {
-    float rest[kLaneColumns];
-    const T* elements = reinterpret_cast<const T*>(raw.words);
-#pragma unroll
-    for (int i = 0; i < kLaneColumns; ++i) rest[i] = static_cast<float>(elements[i]);
-#pragma unroll
-    for (int piece = 0; piece < kPieces<T>; ++piece) {
-#pragma unroll
-      for (int pair = 0; pair < kLaneColumns / 2; ++pair) {
-        // The upper half of an fp32 number is the bf16 number towards 0; what is left is exact.
-        const std::uint32_t low = __float_as_uint(rest[2 * pair]);
-        const std::uint32_t high = __float_as_uint(rest[2 * pair + 1]);
-        fragment.pairs[piece][pair] = __byte_perm(low, high, 0x7632);
-        rest[2 * pair] -= __uint_as_float(low & 0xffff0000u);
-        rest[2 * pair + 1] -= __uint_as_float(high & 0xffff0000u);
-      }
-    }
-  }
-  return fragment;
-}
-
-/// sums (16, 8) += a (16, 16) b (16, 8). Lane 4 g + t has columns (or rows of b) 2 t, 2 t + 1 in
-/// a0, a1, b0 and those plus 8 in a2, a3, b1; of row g in a0, a2 and of row g + 8 in a1, a3.
-__device__ void mma(float (&sums)[kAccumulators], std::uint32_t a0, std::uint32_t a1,
-                    std::uint32_t a2, std::uint32_t a3, std::uint32_t b0, std::uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 /// The rows of one block's tile that a lane loads. Rows behind the last are the last one again:
 /// their results are not stored.
@@ -153,6 +60,18 @@ struct LaneRows {
   }
 };
 
+/// Fetches the weights of a part into the L2 cache. They are there to be read before the kernels in
+/// front have ended, as x is not.
+template <typename X, typename W, typename Shape>
+__device__ void prefetch_weights(const LaneRows<X, W, Shape>& rows, int begin, int end, int lane) {
+  for (int chunk = begin + lane % 4; chunk < end; chunk += 4) {
+#pragma unroll
+    for (int i = 0; i < Shape::kExpertTiles; ++i) {
+      prefetch_l2(rows.weight[i] + chunk * kChunk);
+    }
+  }
+}
+
 /// A chunk of both operands.
 template <typename X, typename W, typename Shape>
 struct Operands {
@@ -160,8 +79,13 @@ struct Operands {
   Raw<W> weight[Shape::kExpertTiles];
 };
 
+/// Two levels: products of first pieces, and the small rest of the products, which would lose most
+/// of its digits if it were added to the large sum bit by bit.
+template <typename X, typename W>
+constexpr int kLevels = kPieces<X>* kPieces<W> == 1 ? 1 : 2;
+
 template <typename X, typename W, typename Shape>
-using Sums = float[Shape::kTokenTiles][Shape::kExpertTiles][kAccumulators];
+using Sums = float[kLevels<X, W>][Shape::kTokenTiles][Shape::kExpertTiles][kAccumulators];
 
 /// sums += one chunk. Pieces and columns in an order that is the same in every tile.
 template <typename X, typename W, typename Shape>
@@ -180,8 +104,9 @@ __device__ void multiply(const Operands<X, W, Shape>& operands, Sums<X, W, Shape
         for (int j = 0; j < kPieces<W>; ++j) {
 #pragma unroll
           for (int e = 0; e < Shape::kExpertTiles; ++e) {
-            mma(sums[t][e], upper.pairs[i][step], lower.pairs[i][step], upper.pairs[i][step + 1],
-                lower.pairs[i][step + 1], weight[e].pairs[j][step], weight[e].pairs[j][step + 1]);
+            mma(sums[i + j > 0 ? 1 : 0][t][e], upper.pairs[i][step], lower.pairs[i][step],
+                upper.pairs[i][step + 1], lower.pairs[i][step + 1], weight[e].pairs[j][step],
+                weight[e].pairs[j][step + 1]);
           }
         }
       }
@@ -230,14 +155,40 @@ __device__ void multiply_part(const LaneRows<X, W, Shape>& rows, int begin, int 
   }
 }
 
+/// Stores the sums of one warp, (tokens, kPitch).
+template <typename X, typename W, typename Shape>
+__device__ void store_part(const Sums<X, W, Shape>& sums, float* part, int lane) {
+#pragma unroll
+  for (int t = 0; t < Shape::kTokenTiles; ++t) {
+#pragma unroll
+    for (int e = 0; e < Shape::kExpertTiles; ++e) {
+#pragma unroll
+      for (int i = 0; i < kAccumulators; ++i) {
+        // Lane 4 g + t holds columns 2 t, 2 t + 1 of row g, then of row g + 8.
+        const int row = t * kTokenTile + lane / 4 + i / 2 * 8;
+        const int column = e * kExpertTile + lane % 4 * 2 + i % 2;
+        float sum = sums[0][t][e][i];
+        if constexpr (kLevels<X, W> == 2) sum += sums[1][t][e][i];
+        part[row * Shape::kPitch + column] = sum;
+      }
+    }
+  }
+}
+
+__device__ const void* address(const LogitsOperand& operand, int index) {
+  const int element_bytes = operand.dtype == DType::kF32 ? 4 : 2;
+  return static_cast<const char*>(operand.data) + index * element_bytes;
+}
+
 __device__ float element(const LogitsOperand& operand, int index) {
+  const void* from = address(operand, index);
   switch (operand.dtype) {
     case DType::kBF16:
-      return static_cast<float>(static_cast<const __nv_bfloat16*>(operand.data)[index]);
+      return static_cast<float>(*static_cast<const __nv_bfloat16*>(from));
     case DType::kF16:
-      return static_cast<float>(static_cast<const __half*>(operand.data)[index]);
+      return static_cast<float>(*static_cast<const __half*>(from));
     default:
-      return static_cast<const float*>(operand.data)[index];
+      return *static_cast<const float*>(from);
   }
 }
 
@@ -278,24 +229,15 @@ __global__ void __launch_bounds__(kThreads)
   const LaneRows<X, W, Shape> rows(p, first_token, first_expert, lane);
 
   cudaTriggerProgrammaticLaunchCompletion();
+  if constexpr (Shape::kTokenTiles == 1) {
+    prefetch_weights(rows, begin, min(end, p.hidden / kChunk), lane);
+    if (threadIdx.x == 0 && p.bias.data) prefetch_l2(address(p.bias, first_expert));
+  }
   cudaGridDependencySynchronize();
   Sums<X, W, Shape> sums = {};
   multiply_part<X, W, Shape>(rows, begin, end, aligned_chunks, p.hidden, sums);
 
-  // Lane 4 g + t holds columns 2 t, 2 t + 1 of rows g and g + 8.
-  float* part = partial + warp * Shape::kNumTokens * Shape::kPitch;
-#pragma unroll
-  for (int t = 0; t < Shape::kTokenTiles; ++t) {
-#pragma unroll
-    for (int e = 0; e < Shape::kExpertTiles; ++e) {
-      float* to =
-          part + (t * kTokenTile + lane / 4) * Shape::kPitch + e * kExpertTile + lane % 4 * 2;
-      to[0] = sums[t][e][0];
-      to[1] = sums[t][e][1];
-      to[8 * Shape::kPitch] = sums[t][e][2];
-      to[8 * Shape::kPitch + 1] = sums[t][e][3];
-    }
-  }
+  store_part<X, W, Shape>(sums, partial + warp * Shape::kNumTokens * Shape::kPitch, lane);
   __syncthreads();
   store_logits<Shape>(p, partial, first_token, first_expert);
 }
