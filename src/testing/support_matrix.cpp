@@ -46,6 +46,7 @@ std::string table(const std::vector<Cells>& rows) {
 std::vector<SupportRow> support_matrix() {
   std::vector<SupportRow> rows;
   for (const auto& experts : all_experts()) {
+    if (!runs_on_cpu(*experts)) continue;
     for (const NamedScheme& entry : named_schemes()) {
       Case spec;
       spec.name = entry.name;
@@ -60,7 +61,6 @@ std::vector<SupportRow> support_matrix() {
       // The pair of equal formats comes first.
       const auto pair = std::find_if(selection.candidates.begin(), selection.candidates.end(),
                                      [&](const Candidate& c) { return c.experts == experts; });
-      if (pair->support.reason == Reason::kDevice) continue;
       rows.push_back({entry.name, std::move(spec), *pair});
     }
   }

@@ -45,17 +45,12 @@ std::string error_text(const std::function<void()>& call) {
   return {};
 }
 
-/// A build with CUDA has experts for it too.
-bool runs_on_cpu(const Experts& experts) {
-  return !experts.name().starts_with("sm90_");
-}
-
 TEST(RegistryTest, NamesAreUniqueAndInOrderOfPreference) {
   std::vector<std::string_view> names;
   std::set<std::string_view> unique;
   for (const auto& experts : all_experts()) {
     EXPECT_TRUE(unique.insert(experts->name()).second) << experts->name();
-    if (runs_on_cpu(*experts)) names.push_back(experts->name());
+    if (testing::runs_on_cpu(*experts)) names.push_back(experts->name());
   }
   EXPECT_TRUE(all_experts().back()->is_reference());
   EXPECT_EQ(names, (std::vector<std::string_view>{"cpu", "cpu_batched", "cpu_monolithic",
@@ -107,7 +102,7 @@ TEST(SelectionTest, FormatIsAWish) {
 TEST(SelectionTest, RequireTakesEveryImplementationThatFits) {
   const MoeConfig config = gpt_oss_config();
   for (const auto& experts : all_experts()) {
-    if (!runs_on_cpu(*experts)) {
+    if (!testing::runs_on_cpu(*experts)) {
       EXPECT_NE(error_text([&] { select(config, experts->name()); }).find("(device is cpu"),
                 std::string::npos);
       continue;
@@ -202,7 +197,7 @@ TEST(SelectionTest, HooksChooseUnfusedExperts) {
   for (const Candidate& candidate : selection.candidates) {
     if (candidate.support.reason == Reason::kPairing) continue;
     EXPECT_EQ(static_cast<bool>(candidate.support),
-              candidate.experts->has_hooks() && runs_on_cpu(*candidate.experts));
+              candidate.experts->has_hooks() && testing::runs_on_cpu(*candidate.experts));
   }
   EXPECT_EQ(find(selection, "reference", "no_ep")->support.reason, Reason::kHooks);
 }
