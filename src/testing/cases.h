@@ -73,6 +73,10 @@ Problem make_problem(const Case& spec);
 /// The configuration that the case asks implementations about.
 MoeConfig make_config(const Case& spec, DType dtype, Device device = {});
 
+/// Whether it is an implementation for the CPU, whatever else it serves. A build with CUDA has
+/// others too.
+bool runs_on_cpu(const Experts& experts);
+
 /// Fills floating tensors with NaN and integers with 0x7f bytes: what was not written shows.
 void poison(const TensorView& view);
 

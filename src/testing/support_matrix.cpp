@@ -46,6 +46,7 @@ std::string table(const std::vector<Cells>& rows) {
 std::vector<SupportRow> support_matrix() {
   std::vector<SupportRow> rows;
   for (const auto& experts : all_experts()) {
+    if (!runs_on_cpu(*experts)) continue;
     for (const NamedScheme& entry : named_schemes()) {
       Case spec;
       spec.name = entry.name;
@@ -82,9 +83,10 @@ std::string support_matrix_markdown() {
       "# Support matrix\n\n"
       "Made from the registry by `scripts/support-matrix.sh`; CI fails when it is stale. Each row "
       "is an\n"
-      "implementation with a prepare/finalize of its activation format, asked about a scheme with "
-      "bf16 hidden\n"
-      "states: \"yes\", or the code of the reason, which `fusedmoe explain` gives in words. Each "
+      "implementation on the CPU with a prepare/finalize of its activation format, asked about a "
+      "scheme with bf16\n"
+      "hidden states: \"yes\", or the code of the reason, which `fusedmoe explain` gives in words. "
+      "Each "
       "\"yes\" is a\n"
       "test, `tests/unit/support_matrix_test.cpp`.\n\n"
       "## Schemes\n\n"

@@ -16,7 +16,8 @@ struct SupportRow {
   Candidate candidate;
 };
 
-/// Implementations in order of preference, each with all schemes.
+/// Implementations on the CPU in order of preference, each with all schemes; what a build or a
+/// machine has besides does not show.
 std::vector<SupportRow> support_matrix();
 
 /// docs/support-matrix.md

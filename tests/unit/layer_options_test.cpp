@@ -38,7 +38,9 @@ struct Scratch {
 
 std::vector<std::string> implementations() {
   std::vector<std::string> names;
-  for (const auto& experts : all_experts()) names.emplace_back(experts->name());
+  for (const auto& experts : all_experts()) {
+    if (testing::runs_on_cpu(*experts)) names.emplace_back(experts->name());
+  }
   return names;
 }
 

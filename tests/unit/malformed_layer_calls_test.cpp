@@ -78,7 +78,12 @@ std::vector<LayerFault> layer_faults() {
       {"DTypeOfIntegers", "options.dtype", [](W&, O& o) { o.dtype = DType::kI8; }},
       {"UnknownImplementation", "require", [](W&, O& o) { o.require = "gpu"; }},
       {"ImplementationsThatDoNotFit", "require", [](W&, O& o) { o.require = "cpu+batched"; }},
-      {"DeviceOfAnotherBuild", "config", [](W&, O& o) { o.device = kCuda; }},
+      {"MissingDevice", "config", [](W&, O& o) { o.device = kCuda; }},
+      {"CustomRoutingOnCuda", "router.custom",
+       [](W& w, O& o) {
+         w.router.custom = [](const TensorView&, const TensorView&, const TensorView&) {};
+         o.device = kCuda;
+       }},
       {"WeightOnInputOfTwoSlots", "router.apply_router_weight_on_input",
        [](W& w, O&) { w.router.apply_router_weight_on_input = true; }},
       {"GroupsThatDoNotDivide", "router.num_expert_group",

@@ -47,7 +47,12 @@ std::string error_text(const std::function<void()>& call) {
 
 TEST(RegistryTest, NamesAreUniqueAndInOrderOfPreference) {
   std::vector<std::string_view> names;
-  for (const auto& experts : all_experts()) names.push_back(experts->name());
+  std::set<std::string_view> unique;
+  for (const auto& experts : all_experts()) {
+    EXPECT_TRUE(unique.insert(experts->name()).second) << experts->name();
+    if (testing::runs_on_cpu(*experts)) names.push_back(experts->name());
+  }
+  EXPECT_TRUE(all_experts().back()->is_reference());
   EXPECT_EQ(names, (std::vector<std::string_view>{"cpu", "cpu_batched", "cpu_monolithic",
                                                   "cpu_unfused", "reference", "reference_batched",
                                                   "reference_monolithic", "reference_unfused"}));
@@ -97,6 +102,11 @@ TEST(SelectionTest, FormatIsAWish) {
 TEST(SelectionTest, RequireTakesEveryImplementationThatFits) {
   const MoeConfig config = gpt_oss_config();
   for (const auto& experts : all_experts()) {
+    if (!testing::runs_on_cpu(*experts)) {
+      EXPECT_NE(error_text([&] { select(config, experts->name()); }).find("(device is cpu"),
+                std::string::npos);
+      continue;
+    }
     const Selection selection = select(config, experts->name());
     EXPECT_EQ(selection.experts, experts);
     EXPECT_EQ(selection.prepare_finalize->activation_format(), experts->activation_format());
@@ -186,7 +196,8 @@ TEST(SelectionTest, HooksChooseUnfusedExperts) {
   EXPECT_EQ(selection.experts->name(), "cpu_unfused");
   for (const Candidate& candidate : selection.candidates) {
     if (candidate.support.reason == Reason::kPairing) continue;
-    EXPECT_EQ(static_cast<bool>(candidate.support), candidate.experts->has_hooks());
+    EXPECT_EQ(static_cast<bool>(candidate.support),
+              candidate.experts->has_hooks() && testing::runs_on_cpu(*candidate.experts));
   }
   EXPECT_EQ(find(selection, "reference", "no_ep")->support.reason, Reason::kHooks);
 }

@@ -42,25 +42,6 @@ struct alignas(sizeof(Storage) * kWidth) Pack {
   __device__ void store(Storage* to) const { *reinterpret_cast<Pack*>(to) = *this; }
 };
 
-/// Local expert of a global id, or -1: negative id, id outside of the map, mapped outside of the
-/// local experts, or (without a map) not below their number.
-struct LocalExperts {
-  const std::int32_t* expert_map;  // (num_experts), or null
-  std::int64_t num_experts;
-  std::int64_t num_local_experts;
-
-  LocalExperts(const TensorView& map, std::int64_t local)
-      : expert_map(map ? map.as<const std::int32_t>() : nullptr),
-        num_experts(map ? map.size(0) : local),
-        num_local_experts(local) {}
-
-  __device__ std::int64_t operator()(std::int32_t id) const {
-    if (id < 0 || id >= num_experts) return -1;
-    const std::int64_t local = expert_map ? expert_map[id] : id;
-    return local >= 0 && local < num_local_experts ? local : -1;
-  }
-};
-
 /// Calls function(Storage{}) for an activation dtype.
 template <typename Function>
 void dispatch_storage(DType dtype, const Function& function) {

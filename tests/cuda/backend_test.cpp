@@ -1,0 +1,368 @@
+// Every step of core::Backend on the GPU against the CPU. Their sums are defined to the last bit,
+// so all but the router is compared bit for bit.
+#include "core/backend.h"
+
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "cuda_test.h"
+#include "fusedmoe/error.h"
+#include "fusedmoe/formats.h"
+#include "layer/backend.h"
+#include "testing/cases.h"
+
+namespace fusedmoe {
+namespace {
+
+using layer::backend_of;
+using testing::bitwise_equal;
+using testing::compare;
+using testing::kGpu;
+using testing::kHost;
+using testing::poison;
+using testing::Random;
+using testing::to_gpu;
+using testing::to_host;
+
+const Stream kGpuStream{kGpu};
+
+/// On the GPU, `offset` elements into its allocation, so that vector accesses do not fit.
+Tensor shifted_to_gpu(const Tensor& tensor, std::int64_t offset) {
+  const Tensor memory = Tensor::empty({tensor.numel() + offset}, tensor.dtype(), kGpu);
+  char* begin = memory.as<char>() + bytes(tensor.dtype(), offset);
+  Tensor result(TensorView(begin, tensor.dtype(), tensor.shape(), kGpu), memory.owner());
+  copy(tensor, result, kGpuStream);
+  synchronize(kGpuStream);
+  return result;
+}
+
+Tensor random_floats(DType dtype, Shape shape, std::uint64_t seed) {
+  Random random(seed);
+  Tensor tensor = Tensor::empty(shape, dtype);
+  for (std::int64_t i = 0; i < shape.numel(); ++i) {
+    store_f32(tensor.data(), dtype, i, static_cast<float>(random.normal()));
+  }
+  return tensor;
+}
+
+/// Distinct experts of each token, some slots -1.
+Tensor random_ids(std::int64_t num_tokens, std::int64_t topk, std::int64_t num_experts) {
+  testing::Case spec;
+  spec.num_tokens = num_tokens;
+  spec.num_experts = num_experts;
+  spec.topk = topk;
+  spec.hidden = spec.intermediate = 2;
+  spec.negative_ids = true;
+  return testing::make_problem(spec).topk_ids;
+}
+
+/// Every third expert is remote, local ids run backwards; returns the number of local ones.
+std::pair<Tensor, std::int64_t> make_map(std::int64_t num_experts) {
+  Tensor map = Tensor::empty({num_experts}, DType::kI32);
+  std::int64_t local = 0;
+  for (std::int64_t e = num_experts - 1; e >= 0; --e) {
+    map.as<std::int32_t>()[e] = e % 3 == 2 ? -1 : static_cast<std::int32_t>(local++);
+  }
+  return {map, local};
+}
+
+struct RowCase {
+  DType dtype;
+  std::int64_t num_tokens, hidden, offset;
+};
+void PrintTo(const RowCase& c, std::ostream* stream) {
+  *stream << name(c.dtype) << ' ' << c.num_tokens << " x " << c.hidden << " at " << c.offset;
+}
+
+std::vector<RowCase> row_cases() {
+  std::vector<RowCase> cases;
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    // Below, at and beyond one access of 16 bytes, one block, several blocks; odd ones; none.
+    for (const std::int64_t hidden : {1, 3, 8, 12, 64, 360, 1023, 2880}) {
+      cases.push_back({dtype, 5, hidden, 0});
+      cases.push_back({dtype, 5, hidden, 1});
+    }
+    cases.push_back({dtype, 0, 64, 0});
+    cases.push_back({dtype, 1, 7168, 0});
+    cases.push_back({dtype, 333, 2880, 0});
+  }
+  return cases;
+}
+
+class BackendRows : public testing::CudaTestWith<RowCase> {
+ protected:
+  const RowCase c_ = GetParam();
+  const Shape shape_{c_.num_tokens, c_.hidden};
+
+  /// On the GPU, not aligned if the case says so.
+  Tensor gpu(const Tensor& tensor) const { return shifted_to_gpu(tensor, c_.offset); }
+  Tensor poisoned(const Shape& shape) const {
+    const Tensor tensor = Tensor::empty(shape, c_.dtype);
+    poison(tensor);
+    return tensor;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Rows, BackendRows, ::testing::ValuesIn(row_cases()));
+
+TEST_P(BackendRows, WeightOnInput) {
+  const Tensor x = random_floats(c_.dtype, shape_, 1);
+  const Tensor weights = random_floats(DType::kF32, {c_.num_tokens, 1}, 2);
+  const Tensor expected = poisoned(shape_), actual = gpu(poisoned(shape_));
+  if (c_.num_tokens > 0) backend_of(kHost).weight_rows(x, weights, expected, {});
+  backend_of(kGpu).weight_rows(gpu(x), to_gpu(weights), actual, kGpuStream);
+  EXPECT_TRUE(bitwise_equal(to_host(actual), expected));
+}
+
+TEST_P(BackendRows, Add) {
+  const Tensor target = random_floats(c_.dtype, shape_, 3),
+               source = random_floats(c_.dtype, shape_, 4);
+  const Tensor actual = gpu(target);
+  backend_of(kGpu).add(actual, gpu(source), kGpuStream);
+  backend_of(kHost).add(target, source, {});
+  EXPECT_TRUE(bitwise_equal(to_host(actual), target));
+}
+
+TEST_P(BackendRows, Copy) {
+  const Tensor source = random_floats(c_.dtype, shape_, 5);
+  const Tensor actual = gpu(poisoned(shape_));
+  backend_of(kGpu).copy(gpu(source), actual, kGpuStream);
+  EXPECT_TRUE(bitwise_equal(to_host(actual), source));
+}
+
+/// Rows of slots that select nothing are NaN, here and on the GPU: they must be skipped.
+TEST_P(BackendRows, ReduceOfSlotRows) {
+  constexpr std::int64_t kTopk = 3, kExperts = 7;
+  const auto [map, num_local] = make_map(kExperts);
+  for (const bool weighted : {true, false}) {
+    for (const bool with_map : {true, false}) {
+      FinalizeArgs host;
+      const Tensor ids = random_ids(c_.num_tokens, kTopk, kExperts);
+      const Tensor weights = random_floats(DType::kF32, {c_.num_tokens, kTopk}, 6);
+      const Tensor rows = random_floats(c_.dtype, {c_.num_tokens * kTopk, c_.hidden}, 7);
+      for (std::int64_t slot = 0; slot < ids.numel(); ++slot) {
+        const std::int32_t id = ids.as<const std::int32_t>()[slot];
+        if (id < 0 || (with_map && map.as<const std::int32_t>()[id] < 0)) {
+          poison(rows.slice(0, slot, slot + 1));
+        }
+      }
+      const Tensor expected = poisoned(shape_), actual = gpu(poisoned(shape_));
+      host.output = expected;
+      host.fused_output = rows;
+      host.topk_ids = ids;
+      host.topk_weights = weights;
+      if (with_map) host.expert_map = map;
+      host.num_local_experts = with_map ? num_local : kExperts;
+      host.router_weight_on_input = !weighted;
+      if (c_.num_tokens > 0) backend_of(kHost).reduce(host, {});
+
+      const Tensor gpu_rows = gpu(rows), gpu_ids = to_gpu(ids), gpu_weights = to_gpu(weights);
+      const Tensor gpu_map = to_gpu(map);
+      FinalizeArgs there = host;
+      there.output = actual;
+      there.fused_output = gpu_rows;
+      there.topk_ids = gpu_ids;
+      there.topk_weights = gpu_weights;
+      if (with_map) there.expert_map = gpu_map;
+      there.stream = kGpuStream;
+      backend_of(kGpu).reduce(there, {});
+      EXPECT_TRUE(bitwise_equal(to_host(actual), expected)) << weighted << with_map;
+    }
+  }
+}
+
+/// To the batched format and back: assignment and rows bit for bit, and what nobody owns untouched.
+TEST_P(BackendRows, AssignDispatchReduceBatched) {
+  constexpr std::int64_t kTopk = 4, kExperts = 9;
+  const auto [map, num_local] = make_map(kExperts);
+  const Tensor ids = random_ids(c_.num_tokens, kTopk, kExperts);
+  const Tensor weights = random_floats(DType::kF32, {c_.num_tokens, kTopk}, 8);
+  const Tensor x = random_floats(c_.dtype, shape_, 9);
+  const Shape batched{num_local, c_.num_tokens, c_.hidden};
+  const auto run = [&](Device device) {
+    const Stream stream{device};
+    const core::Backend& backend = backend_of(device);
+    const auto there = [&](const Tensor& tensor) {
+      return device.is_cpu() ? tensor : shifted_to_gpu(tensor, c_.offset);
+    };
+    const Tensor slot_rows = to_device(Tensor::zeros(ids.shape(), DType::kI32), device);
+    const Tensor counts = Tensor::zeros({num_local}, DType::kI32, device);
+    const Tensor rows = there(poisoned(batched)), output = there(poisoned(shape_));
+    const Tensor ids_there = to_device(ids, device), map_there = to_device(map, device);
+    const Tensor weights_there = to_device(weights, device);
+    backend.assign_rows(ids_there, map_there, {slot_rows, counts}, stream);
+    backend.dispatch(slot_rows, there(x), rows, stream);
+    FinalizeArgs args;
+    args.output = output;
+    args.fused_output = rows;
+    args.topk_ids = ids_there;
+    args.topk_weights = weights_there;
+    args.expert_map = map_there;
+    args.num_local_experts = num_local;
+    args.stream = stream;
+    backend.reduce(args, slot_rows);
+    return std::vector<Tensor>{to_host(slot_rows), to_host(counts), to_host(rows), to_host(output)};
+  };
+  const std::vector<Tensor> expected = run(kHost), actual = run(kGpu);
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_TRUE(bitwise_equal(actual[i], expected[i])) << "result " << i;
+  }
+}
+
+using BackendTest = testing::CudaTest;
+
+TEST_F(BackendTest, AssignManySlots) {
+  for (const auto& [num_tokens, topk, num_experts] :
+       std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>{
+           {0, 2, 4}, {1, 1, 1}, {129, 8, 256}, {2000, 8, 64}, {511, 1, 2}}) {
+    const Tensor ids = random_ids(num_tokens, topk, num_experts);
+    const Tensor slot_rows = Tensor::zeros(ids.shape(), DType::kI32);
+    const Tensor counts = Tensor::zeros({num_experts}, DType::kI32);
+    const Tensor gpu_rows = to_gpu(slot_rows), gpu_counts = to_gpu(counts);
+    backend_of(kHost).assign_rows(ids, {}, {slot_rows, counts}, {});
+    backend_of(kGpu).assign_rows(to_gpu(ids), {}, {gpu_rows, gpu_counts}, kGpuStream);
+    EXPECT_TRUE(bitwise_equal(to_host(gpu_rows), slot_rows)) << num_tokens;
+    EXPECT_TRUE(bitwise_equal(to_host(gpu_counts), counts)) << num_tokens;
+  }
+}
+
+/// What the CPU refuses must not reach memory that is not ours: one row per token and expert.
+TEST_F(BackendTest, AssignKeepsTheFirstOfDuplicatesAndIgnoresIdsOutOfRange) {
+  const Tensor ids = Tensor::empty({3, 4}, DType::kI32);
+  const std::vector<std::int32_t> values{1, 1, 0, 1, 7, -5, 2, 2, 0, 1, 3, 2147483647};
+  std::memcpy(ids.data(), values.data(), values.size() * sizeof(std::int32_t));
+  const Tensor slot_rows = Tensor::zeros({3, 4}, DType::kI32, kGpu);
+  const Tensor counts = Tensor::zeros({3}, DType::kI32, kGpu);
+  backend_of(kGpu).assign_rows(to_gpu(ids), {}, {slot_rows, counts}, kGpuStream);
+  const Tensor rows = to_host(slot_rows), host_counts = to_host(counts);
+  // Rows of expert e begin at 3 e.
+  const std::vector<std::int32_t> expected{3, -1, 0, -1, -1, -1, 6, -1, 1, 4, -1, -1};
+  EXPECT_EQ(std::vector<std::int32_t>(rows.as<std::int32_t>(), rows.as<std::int32_t>() + 12),
+            expected);
+  const auto* count = host_counts.as<const std::int32_t>();
+  EXPECT_EQ(std::vector<std::int32_t>(count, count + 3), (std::vector<std::int32_t>{2, 2, 1}));
+}
+
+/// Scales of quantized rows travel like rows: any dtype, any width.
+TEST_F(BackendTest, DispatchOfBytes) {
+  for (const std::int64_t width : {1, 2, 3, 4, 16, 17, 2048}) {
+    const Tensor ids = random_ids(50, 2, 4);
+    const Tensor slot_rows = Tensor::zeros(ids.shape(), DType::kI32);
+    backend_of(kHost).assign_rows(ids, {}, {slot_rows, Tensor::zeros({4}, DType::kI32)}, {});
+    const Tensor x = Tensor::empty({50, width}, DType::kU8);
+    for (std::int64_t i = 0; i < x.numel(); ++i) {
+      x.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(i * 31);
+    }
+    const Tensor expected = Tensor::zeros({4, 50, width}, DType::kU8);
+    const Tensor actual = to_gpu(expected);
+    backend_of(kHost).dispatch(slot_rows, x, expected, {});
+    backend_of(kGpu).dispatch(to_gpu(slot_rows), to_gpu(x), actual, kGpuStream);
+    EXPECT_TRUE(bitwise_equal(to_host(actual), expected)) << width;
+  }
+}
+
+TEST_F(BackendTest, RoutingOfSharedExperts) {
+  for (const bool gated : {false, true}) {
+    const Tensor weights = random_floats(DType::kF32, {1000, 1}, 10);
+    weights.as<float>()[0] = -200;
+    weights.as<float>()[1] = 200;
+    weights.as<float>()[2] = std::numeric_limits<float>::quiet_NaN();
+    const Tensor ids = Tensor::empty({1000, 1}, DType::kI32);
+    poison(ids);
+    const Tensor gpu_weights = to_gpu(weights), gpu_ids = to_gpu(ids);
+    backend_of(kGpu).route_shared({gpu_ids, gpu_weights}, gated, kGpuStream);
+    backend_of(kHost).route_shared({ids, weights}, gated, {});
+    EXPECT_TRUE(bitwise_equal(to_host(gpu_ids), ids));
+    // Both in double; the last bit of exp may differ, which rounding to fp32 hides but at ties.
+    const testing::Difference difference = compare(to_host(gpu_weights), weights);
+    EXPECT_FALSE(difference.nonfinite_mismatch);
+    EXPECT_LE(difference.max_element, 1e-7) << difference.to_string();
+  }
+}
+
+TEST_F(BackendTest, RouterLogits) {
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (const std::int64_t num_tokens : {1, 7, 130}) {
+      const Tensor x = random_floats(dtype, {num_tokens, 720}, 11);
+      const RouterWeights weights{
+          random_floats(DType::kBF16, {33, 720}, 12), random_floats(DType::kF32, {33}, 13), {}};
+      const RouterWeights there{to_gpu(weights.weight), to_gpu(weights.bias), {}};
+      const Tensor expected = Tensor::empty({num_tokens, 33}, DType::kF32);
+      const Tensor actual = to_gpu(expected);
+      backend_of(kHost).router_logits(weights, x, expected, {});
+      backend_of(kGpu).router_logits(there, to_gpu(x), actual, kGpuStream);
+      // 720 fp32 products summed in another order: 720 * 2^-24 = 4.3e-5 is the bound of the worst
+      // case, its square root 1.6e-6 what is to be expected.
+      const testing::Difference difference = compare(to_host(actual), expected);
+      EXPECT_LE(difference.max_element, 1e-5) << difference.to_string();
+    }
+  }
+}
+
+TEST_F(BackendTest, Route) {
+  RouterConfig config;
+  config.num_experts = 64;
+  config.topk = 6;
+  config.scoring = ScoringFunc::kSigmoid;
+  config.renormalize = true;
+  config.num_expert_group = 8;
+  config.topk_group = 3;
+  config.routed_scaling_factor = 2.5f;
+  const Tensor logits = random_floats(DType::kF32, {257, 64}, 14);
+  const Tensor bias = random_floats(DType::kF32, {64}, 15);
+  const Tensor ids = Tensor::zeros({257, 6}, DType::kI32);
+  const Tensor weights = Tensor::zeros({257, 6}, DType::kF32);
+  const Tensor gpu_ids = to_gpu(ids), gpu_weights = to_gpu(weights);
+  backend_of(kHost).route(config, logits, bias, {ids, weights}, {});
+  backend_of(kGpu).route(config, to_gpu(logits), to_gpu(bias), {gpu_ids, gpu_weights}, kGpuStream);
+  EXPECT_TRUE(bitwise_equal(to_host(gpu_ids), ids));
+  EXPECT_LE(compare(to_host(gpu_weights), weights).max_element, 1e-6);
+}
+
+TEST_F(BackendTest, WhatRunsOnTheCpuOnlyIsAnError) {
+  const Tensor x = Tensor::zeros({2, 64}, DType::kBF16, kGpu);
+  EXPECT_THROW(backend_of(kGpu).quantize(x, keys::e4m3_row(true), {}, x, x, kGpuStream), Error);
+  RouterConfig config;
+  config.num_experts = 4;
+  config.topk = 1;
+  config.custom = [](const TensorView&, const TensorView&, const TensorView&) {};
+  const Tensor logits = Tensor::zeros({2, 4}, DType::kF32, kGpu);
+  const Tensor ids = Tensor::zeros({2, 1}, DType::kI32, kGpu);
+  const Tensor weights = Tensor::zeros({2, 1}, DType::kF32, kGpu);
+  EXPECT_THROW(backend_of(kGpu).route(config, logits, {}, {ids, weights}, kGpuStream), Error);
+}
+
+/// A kernel must not start before the one that wrote its input is done, nor overwrite what the one
+/// before still reads: a long chain of small steps, again and again.
+TEST_F(BackendTest, StepsOfAStreamAreInOrder) {
+  const Shape shape{64, 2880};
+  const Tensor x = random_floats(DType::kF32, shape, 16),
+               one = random_floats(DType::kF32, shape, 17);
+  const Tensor weights = random_floats(DType::kF32, {64, 1}, 18);
+  const auto chain = [&](Device device) {
+    const core::Backend& backend = backend_of(device);
+    const Stream stream{device};
+    const Tensor a = Tensor::empty(shape, DType::kF32, device);
+    const Tensor b = Tensor::empty(shape, DType::kF32, device);
+    const Tensor step = to_device(one, device), factors = to_device(weights, device);
+    copy(x, a, stream);
+    for (int i = 0; i < 50; ++i) {
+      backend.weight_rows(a, factors, b, stream);
+      backend.add(b, step, stream);
+      backend.copy(b, a, stream);
+      backend.add(a, b, stream);
+      backend.weight_rows(a, factors, b, stream);
+      backend.copy(b, a, stream);
+      if (i % 5 == 4) backend.copy(step, a, stream);  // keeps the numbers small
+    }
+    return to_host(a);
+  };
+  EXPECT_TRUE(bitwise_equal(chain(kGpu), chain(kHost)));
+}
+
+}  // namespace
+}  // namespace fusedmoe

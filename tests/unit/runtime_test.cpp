@@ -1,0 +1,87 @@
+// Copies, streams, events and graphs on the CPU, and devices that are not there.
+#include "fusedmoe/runtime.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+
+#include "fusedmoe/error.h"
+#include "testing/compare.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::bitwise_equal;
+
+const Device kMissing{DeviceKind::kCuda, 999};
+
+Tensor sequence(std::int64_t count) {
+  Tensor tensor = Tensor::empty({count}, DType::kI32);
+  for (std::int64_t i = 0; i < count; ++i) {
+    tensor.as<std::int32_t>()[i] = static_cast<std::int32_t>(i);
+  }
+  return tensor;
+}
+
+TEST(RuntimeTest, CopiesAndFills) {
+  const Tensor source = sequence(100), target = Tensor::zeros({100}, DType::kI32);
+  copy(source, target, {});
+  EXPECT_TRUE(bitwise_equal(target, source));
+  fill_bytes(target, 0, {});
+  EXPECT_TRUE(bitwise_equal(target, Tensor::zeros({100}, DType::kI32)));
+  EXPECT_EQ(to_device(source, {}).data(), source.data());
+  const Tensor pinned = empty_pinned({100}, DType::kI32, {});
+  copy(source, pinned, {});
+  EXPECT_TRUE(bitwise_equal(pinned, source));
+  EXPECT_NO_THROW(copy(Tensor::empty({0}, DType::kF32), Tensor::empty({0}, DType::kF32), {}));
+}
+
+TEST(RuntimeTest, CopiesOfWhatDoesNotFitAreErrors) {
+  const Tensor a = sequence(8), b = sequence(7), f = Tensor::zeros({8}, DType::kF32);
+  EXPECT_THROW(copy(a, b, {}), Error);
+  EXPECT_THROW(copy(a, f, {}), Error);
+  EXPECT_THROW(copy({}, a, {}), Error);
+  EXPECT_THROW(copy(a.slice(0, 0, 8, 2), a.slice(0, 0, 4), {}), Error);
+  EXPECT_THROW(fill_bytes(a, 0, Stream{kMissing}), Error);
+}
+
+TEST(RuntimeTest, EventsMeasureTime) {
+  const OwnedStream stream{Device{}};
+  Event start{Device{}}, end{Device{}};
+  EXPECT_THROW(elapsed_ms(start, end), Error);
+  start.record(stream);
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  end.record(stream);
+  end.wait(stream);
+  synchronize(stream);
+  EXPECT_GE(elapsed_ms(start, end), 5);
+  EXPECT_THROW(start.record(Stream{kMissing}), Error);
+}
+
+TEST(RuntimeTest, AGraphRunsWhenLaunched) {
+  int runs = 0;
+  const Graph graph(Stream{}, [&] { ++runs; });
+  EXPECT_EQ(runs, 0);
+  graph.launch({});
+  graph.launch({});
+  EXPECT_EQ(runs, 2);
+  EXPECT_THROW(graph.launch(Stream{kMissing}), Error);
+  EXPECT_THROW(Graph(Stream{}, {}), Error);
+}
+
+TEST(RuntimeTest, AMissingDeviceHasAReasonAndIsAnError) {
+  EXPECT_EQ(device_problem({}), "");
+  EXPECT_NE(device_problem(kMissing), "");
+  EXPECT_NE(device_problem({DeviceKind::kCuda, -1}), "");
+  EXPECT_THROW(Tensor::empty({1}, DType::kU8, kMissing), Error);
+  EXPECT_THROW(Tensor::zeros({1}, DType::kU8, kMissing), Error);
+  EXPECT_THROW(empty_pinned({1}, DType::kU8, kMissing), Error);
+  EXPECT_THROW(to_device(sequence(3), kMissing), Error);
+  EXPECT_THROW(OwnedStream{kMissing}, Error);
+  EXPECT_THROW(Event{kMissing}, Error);
+}
+
+}  // namespace
+}  // namespace fusedmoe
