@@ -56,7 +56,7 @@ struct GemmConfig {
   static constexpr int kItemSlots = 8;
   static constexpr int kSharedLimit = 232448;  // of a block, sm_90
   static constexpr int kFixedBytes = kWarpgroups * kStoreTokens * kStorePitch * 4 +
-                                     2 * kTile.max_tokens * 4 + (kMaxExperts + 1) * 4 + 2048;
+                                     2 * (kTile.max_tokens + 64) * 4 + (kMaxExperts + 1) * 4 + 2048;
   static constexpr int kStages = (kSharedLimit - kFixedBytes) / kStageBytes;
   // Stages that row loaders keep in flight before they wait for the oldest.
   static constexpr int kLag = kStages >= 12 ? 3 : kStages >= 8 ? 2 : 1;
@@ -87,7 +87,8 @@ struct SharedStorage {
   std::uint64_t item_full[Config::kItemSlots];
   std::uint64_t item_free[Config::kItemSlots];
   Item items[Config::kItemSlots];
-  std::uint32_t row_offsets[2][Config::kTokenBytes / kRecordK / 2];  // in 16 bytes
+  /// In 16 bytes; read beyond the last row, in batches.
+  std::uint32_t row_offsets[2][Config::kTokenBytes / kRecordK / 2 + 64];
   std::int32_t tile_prefix[kMaxExperts + 1];
 };
 
@@ -229,15 +230,41 @@ struct GemmKernel {
     }
   }
 
+  static constexpr int kChunkElements = 8;  // of 16 bytes
+
+  /// 16 bytes to shared memory, of which the source has `valid`; zeros behind them.
+  __device__ static void copy_chunk(std::uint32_t target, const uint4* source, int valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+                 "r"(valid));
+  }
+
+  /// One K block of rows first, first + 8, ... of a tile: the chunk at `column` of each to `target`
+  /// and 8 rows of 128 bytes on. Offsets are read ahead of the copies, which keep their order.
+  __device__ static void copy_rows(const uint4* x, const std::uint32_t* offsets, int first,
+                                   int num_tokens, int column, int k, std::uint32_t target) {
+    constexpr int kBatch = kTile.max_tokens >= 64 ? 8 : kTile.max_tokens / 8;
+    const int valid = min(16, (k - column) * 2);
+    const uint4* source = x + (valid > 0 ? column / kChunkElements : 0);
+    for (int n = first; n < num_tokens; n += 8 * kBatch) {
+      std::uint32_t offset[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) offset[j] = offsets[n + 8 * j];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (n + 8 * j < num_tokens) {
+          copy_chunk(target + (n - first + 8 * j) * 128, source + offset[j], max(0, valid));
+        }
+      }
+    }
+  }
+
   /// Two warps: rows of the tiles, K block by K block, 16 bytes to a thread. Rows of one thread are
-  /// a multiple of 8 apart, so that its place in the swizzle stays.
+  /// 8 apart, so that its place in the swizzle stays.
   __device__ static void load_tokens(Shared& shared, const GroupedGemm& p) {
-    constexpr int kChunkElements = 8;
-    constexpr int kRowStep = Config::kRowThreads / 8;
-    static_assert(kRowStep % 8 == 0);
+    static_assert(Config::kRowThreads == 64);
     const int thread = threadIdx.x - Config::kFirstRowThread;
     const int first = thread / 8, chunk = thread % 8;
-    const std::uint32_t offset = first * 128 + ((chunk ^ first) << 4);
+    const std::uint32_t place = first * 128 + ((chunk ^ first) << 4);
     StageState stage, arrived;
     ItemState slot;
     int buffer = 0;
@@ -258,12 +285,12 @@ struct GemmKernel {
       if (item.phase < 0) return;
 
       const GemmPhase& phase = p.phases[item.phase];
-      std::uint32_t* rows = shared.row_offsets[buffer];
+      std::uint32_t* offsets = shared.row_offsets[buffer];
       buffer ^= 1;
       const auto pitch = static_cast<std::uint32_t>(phase.x_pitch / kChunkElements);
       for (int n = thread; n < item.num_tokens; n += Config::kRowThreads) {
         const int row = item.first_row + n;
-        rows[n] = (phase.gather ? phase.gather[row] / phase.gather_divisor : row) * pitch;
+        offsets[n] = (phase.gather ? phase.gather[row] / phase.gather_divisor : row) * pitch;
       }
       if (item.phase == 1 && thread == 0) wait_for_rows(p, item);
       cutlass::arch::NamedBarrier::sync(Config::kRowThreads, 0);
@@ -271,22 +298,15 @@ struct GemmKernel {
       const auto* x = static_cast<const uint4*>(phase.x);
       const int k = phase.k;
       for (int block = item.k_begin; block < item.k_end; block += kTile.k_groups) {
+        const std::uint32_t target =
+            cute::cast_smem_ptr_to_uint(tokens_of(shared, stage.index, 0)) + place;
+        const int column = block * kRecordK + chunk * kChunkElements;
         Barrier::wait(&shared.stage_free[stage.index], stage.phase ^ 1);
 #pragma unroll
         for (int b = 0; b < kTile.k_groups; ++b) {
           if (block + b >= item.k_end) break;
-          const int column = (block + b) * kRecordK + chunk * kChunkElements;
-          const int valid = max(0, min(16, (k - column) * 2));
-          const uint4* source = x + (valid > 0 ? column / kChunkElements : 0);
-          const std::uint32_t target =
-              cute::cast_smem_ptr_to_uint(tokens_of(shared, stage.index, b)) + offset;
-#pragma unroll 4
-          for (int n = first; n < item.num_tokens; n += kRowStep) {
-            asm volatile(
-                "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target + (n - first) * 128),
-                "l"(source + rows[n]), "r"(valid)
-                : "memory");
-          }
+          copy_rows(x, offsets, first, item.num_tokens, column + b * kRecordK, k,
+                    target + b * Config::kTokenBytes);
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
         stage.advance();
