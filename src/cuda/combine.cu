@@ -8,7 +8,7 @@ namespace fusedmoe::cuda {
 namespace {
 
 constexpr int kColumns = 8;  // of a thread: 16 bytes of bf16
-constexpr int kThreads = 128;
+constexpr int kThreads = 64;
 
 struct CombineParams {
   __nv_bfloat16* output;
@@ -39,8 +39,9 @@ __device__ void add_row(const __nv_bfloat16* row, float weight, float (&sums)[kC
 }
 
 /// A block is kThreads * kColumns columns of one token.
+/// Few registers, so that its blocks wait beside those of the GEMM.
 template <typename Row>
-__global__ void __launch_bounds__(kThreads) combine_kernel(const CombineParams p) {
+__global__ void __launch_bounds__(kThreads, 16) combine_kernel(const CombineParams p) {
   const std::int64_t token = blockIdx.x;
   const std::int64_t column =
       (static_cast<std::int64_t>(blockIdx.y) * kThreads + threadIdx.x) * kColumns;

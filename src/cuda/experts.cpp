@@ -309,6 +309,12 @@ void Sm90Experts::apply(const ExpertsArgs& args) const {
                          extras, args.stream);
   gemm.expert_num_tokens = routing.expert_num_tokens.as<const std::int32_t>();
   gemm.expert_offsets = routing.expert_offsets.as<const std::int32_t>();
+  const std::int64_t slots = problem.num_tokens * problem.topk;
+  if (variant_ != Variant::kUnfused && may_route_inline(slots, problem.num_local_experts)) {
+    gemm.topk_ids = args.topk_ids.as<const std::int32_t>();
+    gemm.num_slots = static_cast<int>(slots);
+    gemm.local_experts = LocalExperts(args.expert_map, problem.num_local_experts);
+  }
   if (variant_ == Variant::kUnfused) {
     apply_unfused(args, gemm, scratch, plan, routing);
   } else {

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "cuda/device/launch.h"
-#include "cuda/local_expert.cuh"
+#include "cuda/local_expert.h"
 #include "cuda/routing_data.h"
 
 namespace fusedmoe::cuda {

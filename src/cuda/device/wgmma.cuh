@@ -2,6 +2,8 @@
 // CuTe's atoms; this picks the one of a width and spreads the accumulator array.
 #pragma once
 
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // every width, not only the usual ones
+
 #include <cstdint>
 #include <cute/arch/mma_sm90_desc.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
@@ -26,10 +28,19 @@ struct WgmmaAtom;
 FUSEDMOE_WGMMA_ATOM(8)
 FUSEDMOE_WGMMA_ATOM(16)
 FUSEDMOE_WGMMA_ATOM(32)
+FUSEDMOE_WGMMA_ATOM(48)
 FUSEDMOE_WGMMA_ATOM(64)
+FUSEDMOE_WGMMA_ATOM(80)
 FUSEDMOE_WGMMA_ATOM(96)
+FUSEDMOE_WGMMA_ATOM(112)
 FUSEDMOE_WGMMA_ATOM(128)
+FUSEDMOE_WGMMA_ATOM(144)
+FUSEDMOE_WGMMA_ATOM(160)
+FUSEDMOE_WGMMA_ATOM(176)
 FUSEDMOE_WGMMA_ATOM(192)
+FUSEDMOE_WGMMA_ATOM(208)
+FUSEDMOE_WGMMA_ATOM(224)
+FUSEDMOE_WGMMA_ATOM(240)
 FUSEDMOE_WGMMA_ATOM(256)
 #undef FUSEDMOE_WGMMA_ATOM
 
@@ -39,6 +50,12 @@ class Descriptor {
  public:
   __device__ explicit Descriptor(std::uint32_t shared_address)
       : low_((shared_address >> 4 & 0x3fff) | kLeadingOffset) {}
+  /// That of the operand so many bytes further on.
+  __device__ Descriptor after(int bytes) const {
+    Descriptor next = *this;
+    next.low_ += bytes >> 4;
+    return next;
+  }
   /// The next 16 columns of K, `steps` times.
   __device__ std::uint64_t at(int steps) const {
     return static_cast<std::uint64_t>(kHigh) << 32 | (low_ + steps * (32 >> 4));
@@ -51,17 +68,19 @@ class Descriptor {
   std::uint32_t low_;
 };
 
-/// sums += A (64, 16) B (16, kN).
-template <int kN>
-__device__ inline void multiply(std::uint64_t a, std::uint64_t b, float (&sums)[kN / 2]) {
+/// sums += A (64, 16) B (16, kN), in the first kN / 2 sums.
+template <int kN, int kSums>
+__device__ inline void multiply(std::uint64_t a, std::uint64_t b, float (&sums)[kSums]) {
+  static_assert(kN / 2 <= kSums);
   [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
     WgmmaAtom<kN>::SharedA::fma(a, b, sums[kIndex]...);
   }
   (std::make_index_sequence<kN / 2>());
 }
-template <int kN>
+template <int kN, int kSums>
 __device__ inline void multiply(const std::uint32_t (&a)[4], std::uint64_t b,
-                                float (&sums)[kN / 2]) {
+                                float (&sums)[kSums]) {
+  static_assert(kN / 2 <= kSums);
   [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
     WgmmaAtom<kN>::RegisterA::fma(a[0], a[1], a[2], a[3], b, sums[kIndex]...);
   }

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "cuda/gemm/records.h"
+#include "cuda/local_expert.h"
 #include "fusedmoe/activation.h"
 #include "fusedmoe/device.h"
 
@@ -76,6 +77,11 @@ struct GroupedGemm {
   const std::int32_t* expert_num_tokens = nullptr;  ///< (experts)
   const std::int32_t* expert_offsets = nullptr;     ///< (experts): first row; null: e * capacity
   std::int64_t capacity = 0;
+  /// Few slots (may_route_inline) every block counts by itself, from these ids, instead of reading
+  /// expert_num_tokens and expert_offsets; so it starts while they are still made. Null: not so.
+  const std::int32_t* topk_ids = nullptr;
+  int num_slots = 0;
+  LocalExperts local_experts;
   /// work_counters(...) words, zero when the kernel begins.
   std::int32_t* counters = nullptr;
   ResolvedActivation activation{};
@@ -86,6 +92,11 @@ std::int64_t work_counters(const TileConfig& config, std::int64_t rows, std::int
 
 /// Largest number of experts.
 inline constexpr int kMaxExperts = 2048;
+
+/// Whether GroupedGemm::topk_ids may be set.
+constexpr bool may_route_inline(std::int64_t num_slots, std::int64_t num_experts) {
+  return num_slots <= 128 && num_experts < kMaxExperts / 2;
+}
 
 /// Enqueues; bf16 activations. Throws Error for a configuration that is not compiled.
 void grouped_gemm(const GroupedGemm& problem, WeightFormat format, const TileConfig& config,

@@ -55,16 +55,21 @@ struct GemmConfig {
 
   static constexpr int kTokenBytes = kTile.max_tokens * kRecordK * 2;  // of one K block
   static constexpr int kRecordBytes = record_bytes(Weights::kFormat);
-  static constexpr int kRecords = kTile.tile_row_blocks() * kTile.k_groups;  // of a stage
+  // K blocks of a stage: kDepth neighbours for each K group.
+  static constexpr int kDepth =
+      kTile.row_blocks == 1 && kTile.max_tokens <= 64 ? Weights::kDepth : 1;
+  static constexpr int kBlocks = kTile.k_groups * kDepth;
   static constexpr int kStageBytes =
-      static_cast<int>(ceil_div(kTile.k_groups * kTokenBytes + kRecords * kRecordBytes, 1024)) *
+      static_cast<int>(
+          ceil_div(kBlocks * (kTokenBytes + kTile.tile_row_blocks() * kRecordBytes), 1024)) *
       1024;
 
   static constexpr int kStoreTokens = kTile.max_tokens < 32 ? kTile.max_tokens : 32;
   static constexpr int kStorePitch = kRecordRows + 4;  // keeps fragments off each other's banks
 
   static constexpr int kItemSlots = 8;
-  static constexpr int kSharedLimit = 232448;  // of a block, sm_90
+  // Of a block, sm_90, less what a block of the next kernel needs to wait beside it.
+  static constexpr int kSharedLimit = 232448 - 1024;
   static constexpr int kFixedBytes =
       kWarpgroups * kStoreTokens * kStorePitch * 4 + (kMaxExperts + 1) * 4 + 2048;
   static constexpr int kStages = (kSharedLimit - kFixedBytes) / kStageBytes;
@@ -124,42 +129,67 @@ struct GemmKernel {
   using ItemState = RingState<Config::kItemSlots>;
   static_assert(sizeof(Shared) <= Config::kSharedLimit);
   static constexpr int kClusterRowBlocks = kTile.tile_row_blocks() * kTile.cluster;
-  static constexpr int kRecordStride = kTile.k_groups * Config::kRecordBytes;  // of row blocks
+  static constexpr int kRecordStride = Config::kBlocks * Config::kRecordBytes;  // of row blocks
 
   __device__ static std::uint8_t* tokens_of(Shared& shared, int stage, int k_block) {
     return shared.stages[stage] + k_block * Config::kTokenBytes;
   }
   __device__ static std::uint8_t* record_of(Shared& shared, int stage, int row_block, int k_block) {
-    return shared.stages[stage] + kTile.k_groups * Config::kTokenBytes +
-           (row_block * kTile.k_groups + k_block) * Config::kRecordBytes;
+    return shared.stages[stage] + Config::kBlocks * Config::kTokenBytes +
+           (row_block * Config::kBlocks + k_block) * Config::kRecordBytes;
   }
 
-  /// tile_prefix from the rows of each expert; all threads.
-  __device__ static void count_tiles(Shared& shared, const GroupedGemm& p) {
-    for (int e = threadIdx.x; e < p.num_experts; e += Config::kThreads) {
-      shared.tile_prefix[e + 1] = num_token_tiles(p.expert_num_tokens[e], kTile.max_tokens);
-    }
-    __syncthreads();
-    if (threadIdx.x < 32) {
-      const int lane = threadIdx.x;
-      int sum = 0;
-      for (int first = 0; first < p.num_experts; first += 32) {
-        const int e = first + lane;
-        int inclusive = e < p.num_experts ? shared.tile_prefix[e + 1] : 0;
-        for (int distance = 1; distance < 32; distance *= 2) {
-          const int other = __shfl_up_sync(~0u, inclusive, distance);
-          if (lane >= distance) inclusive += other;
-        }
-        if (e < p.num_experts) shared.tile_prefix[e + 1] = sum + inclusive;
-        sum += __shfl_sync(~0u, inclusive, 31);
+  /// First row of each expert where blocks count by themselves; behind the tile prefixes.
+  __device__ static std::int32_t* row_prefix(Shared& shared) {
+    return shared.tile_prefix + kMaxExperts / 2 + 1;
+  }
+
+  /// prefix[1 ... count] = sums up to there of what was in them; one warp.
+  __device__ static void sum_up(std::int32_t* prefix, int count) {
+    const int lane = threadIdx.x % 32;
+    int sum = 0;
+    for (int first = 0; first < count; first += 32) {
+      const int i = first + lane;
+      int inclusive = i < count ? prefix[i + 1] : 0;
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, inclusive, distance);
+        if (lane >= distance) inclusive += other;
       }
-      if (lane == 0) shared.tile_prefix[0] = 0;
+      if (i < count) prefix[i + 1] = sum + inclusive;
+      sum += __shfl_sync(~0u, inclusive, 31);
+    }
+    if (lane == 0) prefix[0] = 0;
+  }
+
+  /// tile_prefix from the rows of each expert, and row_prefix where this block counts them; all
+  /// threads.
+  __device__ static void count_tiles(Shared& shared, const GroupedGemm& p) {
+    std::int32_t* tiles = shared.tile_prefix;
+    std::int32_t* rows = row_prefix(shared);
+    const int thread = threadIdx.x;
+    if (p.topk_ids) {
+      for (int e = thread; e < p.num_experts; e += Config::kThreads) rows[e + 1] = 0;
+      __syncthreads();
+      if (thread < p.num_slots) {
+        const int expert = p.local_experts(p.topk_ids[thread]);
+        if (expert >= 0) atomicAdd(&rows[expert + 1], 1);
+      }
+      __syncthreads();
+    }
+    for (int e = thread; e < p.num_experts; e += Config::kThreads) {
+      const int count = p.topk_ids ? rows[e + 1] : p.expert_num_tokens[e];
+      tiles[e + 1] = num_token_tiles(count, kTile.max_tokens);
+    }
+    __syncthreads();
+    if (thread < 32) {
+      sum_up(tiles, p.num_experts);
+    } else if (thread < 64 && p.topk_ids) {
+      sum_up(rows, p.num_experts);
     }
     __syncthreads();
   }
 
-  __device__ static Item make_item(const Shared& shared, const GroupedGemm& p, int number,
-                                   int rank) {
+  __device__ static Item make_item(Shared& shared, const GroupedGemm& p, int number, int rank) {
     PhaseShape shapes[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -172,12 +202,14 @@ struct GemmKernel {
     item.phase = tile.phase;
     if (tile.phase < 0) return item;
     const GemmPhase& phase = p.phases[tile.phase];
-    const int rows = p.expert_num_tokens[tile.expert];
+    const std::int32_t* counted = row_prefix(shared) + tile.expert;
+    const int rows = p.topk_ids ? counted[1] - counted[0] : p.expert_num_tokens[tile.expert];
+    const int expert_row = p.topk_ids         ? counted[0]
+                           : p.expert_offsets ? p.expert_offsets[tile.expert]
+                                              : static_cast<int>(tile.expert * p.capacity);
     const int first_tile = shared.tile_prefix[tile.expert];
     const int size = token_tile_size(rows, shared.tile_prefix[tile.expert + 1] - first_tile);
     const int begin = tile.token_tile * size;
-    const int expert_row = p.expert_offsets ? p.expert_offsets[tile.expert]
-                                            : static_cast<int>(tile.expert * p.capacity);
     item.expert = tile.expert;
     item.row_block = tile.row_tile * kClusterRowBlocks + rank * kTile.tile_row_blocks();
     item.k_begin = split_begin(phase.k_blocks, phase.splits, tile.split);
@@ -233,7 +265,8 @@ struct GemmKernel {
   __device__ static void load_weights(Shared& shared, const GroupedGemm& p, int rank) {
     StageState stage;
     ItemState slot;
-    int number = blockIdx.x / kTile.cluster;
+    const int first_number = blockIdx.x / kTile.cluster;
+    int number = first_number;
     while (true) {
       number = share_number(shared, slot, rank, number);
       Barrier::wait(&shared.item_free[slot.index], slot.phase ^ 1);
@@ -242,8 +275,10 @@ struct GemmKernel {
       Barrier::arrive(&shared.item_full[slot.index]);
       slot.advance();
       if (item.phase < 0) return;
-      // Its latency hides behind the stream.
-      const int claimed = rank == 0 ? atomicAdd(p.counters, 1) : 0;
+      // Its latency hides behind the stream. But the first tile does not wait for the kernel that
+      // makes the counters.
+      const bool late = p.topk_ids && number == first_number;
+      int claimed = rank == 0 && !late ? atomicAdd(p.counters, 1) : 0;
 
       const GemmPhase& phase = p.phases[item.phase];
       const int row_blocks =
@@ -253,8 +288,8 @@ struct GemmKernel {
       const auto* weights = static_cast<const std::uint8_t*>(phase.weights) +
                             item.expert * phase.expert_bytes + item.row_block * row_pitch +
                             item.k_begin * Config::kRecordBytes;
-      for (int left = item.k_end - item.k_begin; left > 0; left -= kTile.k_groups) {
-        const int bytes = min(kTile.k_groups, left) * Config::kRecordBytes;
+      for (int left = item.k_end - item.k_begin; left > 0; left -= Config::kBlocks) {
+        const int bytes = min(Config::kBlocks, left) * Config::kRecordBytes;
         std::uint64_t* full = &shared.stage_full[stage.index];
         std::uint8_t* records = record_of(shared, stage.index, 0, 0);
         Barrier::wait(&shared.stage_free[stage.index], stage.phase ^ 1);
@@ -267,6 +302,10 @@ struct GemmKernel {
         }
         weights += bytes;
         stage.advance();
+      }
+      if (rank == 0 && late) {
+        cudaGridDependencySynchronize();
+        claimed = atomicAdd(p.counters, 1);
       }
       number = static_cast<int>(gridDim.x) / kTile.cluster + claimed;
     }
@@ -307,6 +346,8 @@ struct GemmKernel {
       slot.advance();
       if (item.phase < 0) return;
 
+      if (p.topk_ids && (item.phase == 1 || p.phases[0].x_rows > 1))
+        cudaGridDependencySynchronize();
       if (item.phase == 1) {
         wait_for_rows(p, item);
         asm volatile("fence.proxy.async.global;" ::: "memory");  // they were stored another way
@@ -317,8 +358,8 @@ struct GemmKernel {
       const int num_many = kTile.max_tokens >= kManyRows ? item.num_tokens / kManyRows : 0;
       const int num_few = (item.num_tokens - num_many * kManyRows + kFewRows - 1) / kFewRows;
       const int bytes = (num_many * kManyRows + num_few * kFewRows) * kRecordK * 2;
-      for (int block = item.k_begin; block < item.k_end; block += kTile.k_groups) {
-        const int k_blocks = min(kTile.k_groups, item.k_end - block);
+      for (int block = item.k_begin; block < item.k_end; block += Config::kBlocks) {
+        const int k_blocks = min(Config::kBlocks, item.k_end - block);
         std::uint64_t* full = &shared.stage_full[stage.index];
         Barrier::wait(&shared.stage_free[stage.index], stage.phase ^ 1);
         Barrier::arrive_and_expect_tx(full, k_blocks * bytes);
@@ -356,16 +397,19 @@ struct GemmKernel {
     }
   }
 
-  /// The K blocks of an item that a K group multiplies: k_group, k_group + k_groups, ..., one to a
-  /// stage.
+  using Sums = float[kTile.row_blocks][kTile.max_tokens / 2];
+
+  /// The K blocks of an item that a K group multiplies: kDepth of each stage, less in the last.
   struct Share {
     int stages;  // of the item
-    int mine;    // of them with a block for this K group: all, or all but the last
+    int last;    // blocks of the last stage for this K group
     __device__ Share(const Item& item, const Place& place) {
       const int blocks = item.k_end - item.k_begin;
-      stages = (blocks + kTile.k_groups - 1) / kTile.k_groups;
-      mine = (blocks - place.k_group + kTile.k_groups - 1) / kTile.k_groups;
+      stages = (blocks + Config::kBlocks - 1) / Config::kBlocks;
+      const int left = blocks - (stages - 1) * Config::kBlocks - place.k_group * Config::kDepth;
+      last = max(0, min(Config::kDepth, left));
     }
+    __device__ int blocks(int stage) const { return stage + 1 < stages ? Config::kDepth : last; }
   };
 
   /// Waits for a stage; what it holds of this thread's row blocks and K group.
@@ -375,93 +419,93 @@ struct GemmKernel {
   };
   __device__ static Operands acquire(Shared& shared, const StageState& stage, const Place& place) {
     Barrier::wait(&shared.stage_full[stage.index], stage.phase);
-    return {record_of(shared, stage.index, place.row_group * kTile.row_blocks, place.k_group),
-            Descriptor(cute::cast_smem_ptr_to_uint(tokens_of(shared, stage.index, place.k_group)))};
+    const int block = place.k_group * Config::kDepth;
+    return {record_of(shared, stage.index, place.row_group * kTile.row_blocks, block),
+            Descriptor(cute::cast_smem_ptr_to_uint(tokens_of(shared, stage.index, block)))};
   }
 
   /// Weights as they are: the tensor cores read both operands from shared memory, one stage while
   /// the next is awaited.
   template <int kN>
-  __device__ static void multiply_shared(Shared& shared, const Share& share, const Place& place,
-                                         StageState& stage,
-                                         float (&sums)[kTile.row_blocks][kN / 2]) {
+  __device__ __forceinline__ static void multiply_shared(Shared& shared, const Share& share,
+                                                         const Place& place, StageState& stage,
+                                                         Sums& sums) {
     int previous = -1;
-    for (int i = 0; i < share.mine; ++i) {
+    for (int i = 0; i < share.stages; ++i) {
       const Operands operands = acquire(shared, stage, place);
-      cute::warpgroup_arrive();
+      if (share.blocks(i) > 0) {
+        cute::warpgroup_arrive();
 #pragma unroll
-      for (int b = 0; b < kTile.row_blocks; ++b) {
-        const Descriptor weights(cute::cast_smem_ptr_to_uint(operands.record + b * kRecordStride));
+        for (int b = 0; b < kTile.row_blocks; ++b) {
+          const Descriptor weights(
+              cute::cast_smem_ptr_to_uint(operands.record + b * kRecordStride));
 #pragma unroll
-        for (int j = 0; j < kRecordK / 16; ++j) {
-          multiply<kN>(weights.at(j), operands.tokens.at(j), sums[b]);
+          for (int j = 0; j < kRecordK / 16; ++j) {
+            multiply<kN>(weights.at(j), operands.tokens.at(j), sums[b]);
+          }
         }
+        cute::warpgroup_commit_batch();
       }
-      cute::warpgroup_commit_batch();
       cute::warpgroup_wait<1>();
       if (previous >= 0) release(shared, previous);
       previous = stage.index;
       stage.advance();
     }
     cute::warpgroup_wait<0>();
-    if (previous >= 0) release(shared, previous);
+    release(shared, previous);
   }
 
-  /// Weights to be decoded: one record in registers is multiplied while the next is decoded into
-  /// the other set. Nothing is in flight at the end of a step, or else ptxas serializes it all.
+  /// Weights to be decoded: the codes of a stage are read while the tensor cores work on the stage
+  /// before, and decoded while they work for the other warpgroups.
   template <int kN>
-  __device__ static void multiply_decoded(Shared& shared, const Share& share, const Place& place,
-                                          StageState& stage,
-                                          float (&sums)[kTile.row_blocks][kN / 2]) {
-    if (share.mine == 0) return;
-    std::uint32_t codes[2][kRecordK / 16][4];
-    int left = share.mine - 1;  // stages behind this one
+  __device__ __forceinline__ static void multiply_decoded(Shared& shared, const Share& share,
+                                                          const Place& place, StageState& stage,
+                                                          Sums& sums) {
+    constexpr int kRecords = kTile.row_blocks * Config::kDepth;
+    constexpr int kPitch = kTile.row_blocks > 1 ? kRecordStride : Config::kRecordBytes;
+    static_assert(kTile.row_blocks == 1 || Config::kDepth == 1);
+    typename Weights::Codes codes[kRecords];
+    const auto load = [&](const Operands& operands) {
+#pragma unroll
+      for (int r = 0; r < kRecords; ++r) {
+        codes[r] = Weights::load(operands.record + r * kPitch, place.thread);
+      }
+    };
     Operands operands = acquire(shared, stage, place);
-    Weights::decode(operands.record, place.thread, codes[0]);
-    // Multiplies row block kBlock of this stage, decodes the record behind it.
-    const auto step = [&](auto set, auto block) {
-      constexpr int kSet = decltype(set)::value, kBlock = decltype(block)::value;
-      constexpr bool kLast = kBlock + 1 == kTile.row_blocks;
+    load(operands);
+    for (int i = 0; i < share.stages; ++i) {
+      std::uint32_t weights[kRecords][kRecordK / 16][4];
+#pragma unroll
+      for (int r = 0; r < kRecords; ++r) Weights::decode(codes[r], weights[r]);
+      const int blocks = share.blocks(i);
       cute::warpgroup_arrive();
 #pragma unroll
-      for (int j = 0; j < kRecordK / 16; ++j) {
-        multiply<kN>(codes[kSet][j], operands.tokens.at(j), sums[kBlock]);
+      for (int r = 0; r < kRecords; ++r) {
+        const int block = kTile.row_blocks > 1 ? 0 : r;
+        if (block >= blocks) break;
+        const Descriptor tokens = operands.tokens.after(block * Config::kTokenBytes);
+#pragma unroll
+        for (int j = 0; j < kRecordK / 16; ++j) {
+          multiply<kN>(weights[r][j], tokens.at(j), sums[kTile.row_blocks > 1 ? r : 0]);
+        }
       }
       cute::warpgroup_commit_batch();
       const int current = stage.index;
-      if constexpr (kLast) {
-        stage.advance();
-        if (left > 0) {
-          operands = acquire(shared, stage, place);
-          Weights::decode(operands.record, place.thread, codes[1 - kSet]);
-        }
-      } else {
-        Weights::decode(operands.record + kRecordStride, place.thread, codes[1 - kSet]);
+      stage.advance();
+      if (i + 1 < share.stages) {
+        operands = acquire(shared, stage, place);
+        load(operands);
       }
       cute::warpgroup_wait<0>();
-      if constexpr (kLast) release(shared, current);
-    };
-    using First = std::integral_constant<int, 0>;
-    using Second = std::integral_constant<int, 1>;
-    if constexpr (kTile.row_blocks == 2) {
-      for (; left >= 0; --left) {
-        step(First(), First());
-        step(Second(), Second());
-      }
-    } else {
-      while (true) {
-        step(First(), First());
-        if (--left < 0) break;
-        step(Second(), First());
-        if (--left < 0) break;
-      }
+      release(shared, current);
     }
   }
 
   /// Sums of one tile.
   template <int kN>
-  __device__ static void multiply_tile(Shared& shared, const Item& item, const Place& place,
-                                       StageState& stage, float (&sums)[kTile.row_blocks][kN / 2]) {
+  __device__ __forceinline__ static void multiply_tile(Shared& shared, const Item& item,
+                                                       const Place& place, StageState& stage,
+                                                       Sums& sums) {
 #pragma unroll
     for (int b = 0; b < kTile.row_blocks; ++b) {
 #pragma unroll
@@ -476,11 +520,6 @@ struct GemmKernel {
     }
 #pragma unroll
     for (int b = 0; b < kTile.row_blocks; ++b) fence_sums(sums[b]);
-    if (share.mine < share.stages) {
-      Barrier::wait(&shared.stage_full[stage.index], stage.phase);
-      release(shared, stage.index);
-      stage.advance();
-    }
   }
 
   struct Pair {
@@ -567,14 +606,12 @@ struct GemmKernel {
 
   /// Sums -> shared memory -> output, kStoreTokens at a time. The threads of a row group share
   /// the work; those of other row groups do not wait.
-  template <int kN>
   __device__ static void store_tile(Shared& shared, const GroupedGemm& p, const Item& item,
-                                    const Place& place,
-                                    const float (&sums)[kTile.row_blocks][kN / 2]) {
+                                    const Place& place, const Sums& sums) {
     const auto sync_group = [&] {
       cutlass::arch::NamedBarrier::sync(Config::kGroupThreads, 1 + place.row_group);
     };
-    constexpr int kChunk = kN < Config::kStoreTokens ? kN : Config::kStoreTokens;
+    constexpr int kN = kTile.max_tokens, kChunk = Config::kStoreTokens;
     const int warp = place.thread / 32, lane = place.thread % 32;
     const int row = warp * 16 + lane / 4;
     auto& buffer = shared.sums[place.warpgroup];
@@ -605,33 +642,27 @@ struct GemmKernel {
     }
   }
 
-  template <int kN>
-  __device__ static void process(Shared& shared, const GroupedGemm& p, const Item& item,
-                                 const Place& place, StageState& stage) {
-    float sums[kTile.row_blocks][kN / 2];
-    multiply_tile<kN>(shared, item, place, stage, sums);
-    store_tile<kN>(shared, p, item, place, sums);
+  /// Widths of wgmma that are compiled: every 16 columns, but few where tiles that narrow are rare.
+  static constexpr int kFirstWidth = kTile.max_tokens <= 32    ? 8
+                                     : kTile.max_tokens <= 64  ? 16
+                                     : kTile.max_tokens <= 128 ? 32
+                                                               : 64;
+  static constexpr int next_width(int width) {
+    return width == 8 ? 16 : width == 32 ? 64 : width + 16;
   }
 
-  /// The narrowest wgmma that covers the tile, so that few rows cost little.
-  __device__ static void process_any(Shared& shared, const GroupedGemm& p, const Item& item,
-                                     const Place& place, StageState& stage) {
-    constexpr int kMax = kTile.max_tokens;
-    if (kMax > 8 && kMax <= 32 && item.num_tokens <= 8) {
-      process<8>(shared, p, item, place, stage);
-    } else if (kMax > 16 && kMax <= 64 && item.num_tokens <= 16) {
-      process<16>(shared, p, item, place, stage);
-    } else if (kMax > 32 && kMax <= 128 && item.num_tokens <= 32) {
-      process<32>(shared, p, item, place, stage);
-    } else if (kMax > 64 && item.num_tokens <= 64) {
-      process<64>(shared, p, item, place, stage);
-    } else if (kMax > 128 && item.num_tokens <= 128) {
-      process<128>(shared, p, item, place, stage);
-    } else if (kMax > 192 && item.num_tokens <= 192) {
-      process<192>(shared, p, item, place, stage);
-    } else {
-      process<kMax>(shared, p, item, place, stage);
+  /// The narrowest that covers the tile, so that padding costs little.
+  template <int kN = kFirstWidth>
+  __device__ __forceinline__ static void multiply_narrowest(Shared& shared, const Item& item,
+                                                            const Place& place, StageState& stage,
+                                                            Sums& sums) {
+    if constexpr (kN < kTile.max_tokens) {
+      if (item.num_tokens > kN) {
+        multiply_narrowest<next_width(kN)>(shared, item, place, stage, sums);
+        return;
+      }
     }
+    multiply_tile<kN>(shared, item, place, stage, sums);
   }
 
   __device__ static void multiply_tiles(Shared& shared, const GroupedGemm& p) {
@@ -649,7 +680,10 @@ struct GemmKernel {
       if (threadIdx.x % 32 == 0) Barrier::arrive(&shared.item_free[slot.index]);
       slot.advance();
       if (item.phase < 0) return;
-      process_any(shared, p, item, place, stage);
+      Sums sums;
+      multiply_narrowest(shared, item, place, stage, sums);
+      if (p.topk_ids) cudaGridDependencySynchronize();
+      store_tile(shared, p, item, place, sums);
     }
   }
 };
@@ -682,7 +716,9 @@ __global__ __launch_bounds__((GemmConfig<Weights, kTileConfigs[kConfig]>::kThrea
     }
     cutlass::arch::fence_barrier_init();
   }
-  cudaGridDependencySynchronize();
+  // What the kernels before the one that makes the routing data wrote is there: that waited for it.
+  if (!problem.topk_ids) cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
   Kernel::count_tiles(shared, problem);
   if constexpr (kTile.cluster > 1) cute::cluster_sync();
 

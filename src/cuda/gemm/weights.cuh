@@ -13,12 +13,15 @@ namespace fusedmoe::cuda {
 struct Bf16Weights {
   static constexpr WeightFormat kFormat = WeightFormat::kBF16;
   static constexpr bool kDecoded = false;
+  static constexpr int kDepth = 1;
 };
 
 /// Decoded to bf16 in registers, exactly.
 struct Mxfp4Weights {
   static constexpr WeightFormat kFormat = WeightFormat::kMXFP4;
   static constexpr bool kDecoded = true;
+  /// Records that a warpgroup takes at once: what a stage costs beside them is shared.
+  static constexpr int kDepth = 2;
 
   __device__ static std::uint32_t multiply_bf16x2(std::uint32_t a, std::uint32_t b) {
     std::uint32_t product;
@@ -45,17 +48,25 @@ struct Mxfp4Weights {
     b[3] = multiply_bf16x2((rest << 3) & kMask, high);
   }
 
-  /// One record -> the register operands of four steps of 16 of K, for one thread of 128.
-  __device__ static void decode(const std::uint8_t* record, int thread,
-                                std::uint32_t (&a)[kRecordK / 16][4]) {
-    const auto codes = *reinterpret_cast<const uint4*>(record + thread * 16);
-    const std::uint32_t exponents = *reinterpret_cast<const std::uint32_t*>(
-        record + kMxfp4CodeBytes + (thread / 32 * 8 + thread % 32 / 4) * 4);
+  /// What one thread of 128 needs of a record.
+  struct Codes {
+    uint4 words;
+    std::uint32_t exponents;
+  };
+  __device__ static Codes load(const std::uint8_t* record, int thread) {
+    return {*reinterpret_cast<const uint4*>(record + thread * 16),
+            *reinterpret_cast<const std::uint32_t*>(record + kMxfp4CodeBytes +
+                                                    (thread / 32 * 8 + thread % 32 / 4) * 4)};
+  }
+
+  /// -> the register operands of four steps of 16 of K.
+  __device__ static void decode(const Codes& codes, std::uint32_t (&a)[kRecordK / 16][4]) {
     std::uint32_t scale[4];  // a bf16 of that exponent field, twice
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scale[i] = __byte_perm(exponents, 0, 0x4440 + i) * 0x00800080u;
-    decode_words(codes.x, codes.y, scale[0], scale[2], a[0], a[1]);
-    decode_words(codes.z, codes.w, scale[1], scale[3], a[2], a[3]);
+    for (int i = 0; i < 4; ++i)
+      scale[i] = __byte_perm(codes.exponents, 0, 0x4440 + i) * 0x00800080u;
+    decode_words(codes.words.x, codes.words.y, scale[0], scale[2], a[0], a[1]);
+    decode_words(codes.words.z, codes.words.w, scale[1], scale[3], a[2], a[3]);
   }
 };
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cuda/local_expert.cuh"
+#include "cuda/local_expert.h"
 #include "fusedmoe/device.h"
 #include "fusedmoe/dtype.h"
 #include "fusedmoe/router.h"

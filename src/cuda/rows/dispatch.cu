@@ -6,7 +6,7 @@
 #include <cstddef>
 
 #include "cuda/device/launch.h"
-#include "cuda/local_expert.cuh"
+#include "cuda/local_expert.h"
 #include "cuda/rows/element.cuh"
 #include "cuda/rows/rows.h"
 

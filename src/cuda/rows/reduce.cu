@@ -3,7 +3,7 @@
 // Sums run in fp32 in slot order, product and sum rounded one after the other as on the CPU, and
 // are rounded once to the dtype. Slots without a row are skipped, whatever that row holds.
 #include "cuda/device/launch.h"
-#include "cuda/local_expert.cuh"
+#include "cuda/local_expert.h"
 #include "cuda/rows/element.cuh"
 #include "cuda/rows/rows.h"
 
