@@ -133,6 +133,13 @@ struct Guarded {
   }
 };
 
+/// One launch; `zeroed` may have no words.
+RoutingData build(const Tensor& ids, const Tensor& map, std::int64_t num_local_experts,
+                  const Guarded& memory, const Guarded& zeroed, Stream stream) {
+  return cuda::build_routing_data(ids, map, num_local_experts, memory.data(),
+                                  zeroed.count > 0 ? zeroed.data() : nullptr, zeroed.count, stream);
+}
+
 /// All words of the routing data, in the order of its views.
 Ints expected_words(const Tensor& ids, const Tensor& map, std::int64_t num_local_experts) {
   const std::size_t bytes = routing_data_bytes(ids.size(0), ids.size(1), num_local_experts);
@@ -160,9 +167,7 @@ TEST_P(CudaRoutingData, EqualsTheCpus) {
   const Ints expected = expected_words(ids, map, spec.num_local_experts);
   const Guarded memory(std::ssize(expected)), zeroed(spec.num_zeroed);
   const Stream stream{kGpu};
-  const RoutingData data = cuda::build_routing_data(
-      gpu_ids, gpu_map, spec.num_local_experts, memory.data(),
-      spec.num_zeroed > 0 ? zeroed.data() : nullptr, spec.num_zeroed, stream);
+  const RoutingData data = build(gpu_ids, gpu_map, spec.num_local_experts, memory, zeroed, stream);
   synchronize(stream);
   expect_equal(memory.words("routing data"), expected);
   EXPECT_EQ(zeroed.words("zeroed"), Ints(static_cast<std::size_t>(spec.num_zeroed), 0));
@@ -186,12 +191,11 @@ TEST_P(CudaRoutingData, TheLastOfManyWins) {
   const Tensor gpu_first = to_gpu(first), gpu_last = to_gpu(last);
   const Tensor gpu_map = map ? to_gpu(map) : Tensor();
   const Ints expected = expected_words(last, map, spec.num_local_experts);
-  const Guarded memory(std::ssize(expected)), zeroed(std::max<std::int64_t>(spec.num_zeroed, 1));
+  const Guarded memory(std::ssize(expected)), zeroed(spec.num_zeroed);
   const OwnedStream stream(kGpu);
   for (int i = 0; i < 10; ++i) {
     for (const Tensor* ids : {&gpu_first, &gpu_last}) {
-      cuda::build_routing_data(*ids, gpu_map, spec.num_local_experts, memory.data(), zeroed.data(),
-                               zeroed.count, stream);
+      build(*ids, gpu_map, spec.num_local_experts, memory, zeroed, stream);
     }
   }
   synchronize(stream);
