@@ -234,6 +234,33 @@ TEST_F(CudaExpertsLoads, SlotsWithoutAnExpertAreNotMultiplied) {
   }
 }
 
+// A token may name an expert twice: one row for each, with the weight of its slot.
+TEST_F(CudaExpertsLoads, DuplicateIdsCountTwice) {
+  for (const QuantScheme& scheme : gpu_schemes()) {
+    for (const std::int64_t num_tokens : {1, 2, 70}) {
+      Case spec;
+      spec.num_tokens = num_tokens;
+      spec.num_experts = 5;
+      spec.topk = 4;
+      spec.hidden = 136;
+      spec.intermediate = 72;
+      spec.scheme = scheme;
+      spec.bias = true;
+      const Problem problem = make_problem(spec);
+      for (std::int64_t slot = 0; slot < problem.topk_ids.numel(); ++slot) {
+        auto* ids = problem.topk_ids.as<std::int32_t>();
+        if (slot % 4 == 3) ids[slot] = ids[slot - 2];
+      }
+      const Tensor expected =
+          run_bf16(problem, *reference::make_experts(ActivationFormat::kStandard));
+      for (const char* suffix : {"", "_batch_invariant", "_unfused"}) {
+        SCOPED_TRACE(suffix + std::string(" ") + std::to_string(num_tokens) + " tokens");
+        expect_close(run_bf16(problem, *find_experts(suffix, scheme)), expected);
+      }
+    }
+  }
+}
+
 // A token of NaN reaches no other token, whatever shares a tile with it.
 TEST_F(CudaExpertsLoads, ANaNStaysInItsToken) {
   constexpr std::int64_t kWild = 11;

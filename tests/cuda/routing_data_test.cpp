@@ -136,8 +136,10 @@ struct Guarded {
 /// One launch; `zeroed` may have no words.
 RoutingData build(const Tensor& ids, const Tensor& map, std::int64_t num_local_experts,
                   const Guarded& memory, const Guarded& zeroed, Stream stream) {
-  return cuda::build_routing_data(ids, map, num_local_experts, memory.data(),
-                                  zeroed.count > 0 ? zeroed.data() : nullptr, zeroed.count, stream);
+  cuda::RoutingDataExtras extras;
+  extras.zeroed = zeroed.count > 0 ? zeroed.data() : nullptr;
+  extras.num_zeroed = zeroed.count;
+  return cuda::build_routing_data(ids, map, num_local_experts, memory.data(), extras, stream);
 }
 
 /// All words of the routing data, in the order of its views.
@@ -182,6 +184,47 @@ TEST_P(CudaRoutingData, EqualsTheCpus) {
   EXPECT_EQ(data.expert_offsets.shape(), Shape{experts + 1});
   EXPECT_EQ(data.slot_to_permuted.shape(), Shape{slots});
   EXPECT_EQ(data.slot_to_permuted.device(), kGpu);
+}
+
+// The rows of the grouped GEMM besides: each the row of its token, byte for byte.
+TEST_P(CudaRoutingData, CopiesRowsInTheirOrder) {
+  const RoutingCase& spec = GetParam();
+  const Tensor ids = make_ids(spec, 1), map = make_map(spec);
+  const Tensor gpu_ids = to_gpu(ids), gpu_map = map ? to_gpu(map) : Tensor();
+  const std::int64_t slots = ids.numel(), experts = spec.num_local_experts;
+  const Ints expected = expected_words(ids, map, experts);
+  for (const std::int64_t row_bytes : {16, 48, 5760}) {  // 5760: 2880 of bf16
+    if (slots * row_bytes > (std::int64_t{16} << 20)) continue;
+    SCOPED_TRACE(row_bytes);
+    const std::int64_t row_words = row_bytes / 4;
+    Tensor rows = Tensor::empty({spec.num_tokens, row_words}, DType::kI32);
+    Random random(4);
+    for (std::int64_t i = 0; i < rows.numel(); ++i) {
+      rows.as<std::int32_t>()[i] = static_cast<std::int32_t>(random.bits());
+    }
+    const Tensor gpu_rows = to_gpu(rows);
+    const Guarded memory(std::ssize(expected)), zeroed(spec.num_zeroed);
+    const Guarded permuted(slots * row_words);
+    cuda::RoutingDataExtras extras;
+    extras.zeroed = zeroed.data();
+    extras.num_zeroed = zeroed.count;
+    extras.rows = gpu_rows.data();
+    extras.permuted = permuted.data();
+    extras.row_bytes = row_bytes;
+    cuda::build_routing_data(gpu_ids, gpu_map, experts, memory.data(), extras, Stream{kGpu});
+    synchronize(Stream{kGpu});
+    expect_equal(memory.words("routing data"), expected);
+    EXPECT_EQ(zeroed.words("zeroed"), Ints(static_cast<std::size_t>(spec.num_zeroed), 0));
+
+    const Ints actual = permuted.words("permuted rows");
+    const std::int32_t* permuted_to_slot = expected.data() + 2 * experts + 1;
+    for (std::int64_t row = 0; row < slots && permuted_to_slot[row] >= 0; ++row) {
+      const std::int64_t token = permuted_to_slot[row] / spec.topk;
+      const auto* source = rows.as<const std::int32_t>() + token * row_words;
+      ASSERT_TRUE(std::equal(source, source + row_words, actual.data() + row * row_words))
+          << "row " << row << " of token " << token;
+    }
+  }
 }
 
 // Launches overlap (programmatic dependent launch): none may overtake the one before it.
