@@ -116,6 +116,10 @@ class Sm90Experts final : public ModularExperts {
     return std::make_shared<CudaPackedWeights>(core::make_packed_info(*this, weights), format_,
                                                weights, progress);
   }
+  ExpertWeights unpack(const PackedWeights& packed, std::int64_t expert) const override {
+    core::check_expert(*this, packed, expert);
+    return static_cast<const CudaPackedWeights&>(packed).unpack(expert);
+  }
   void repack(const ExpertWeights& weights, std::int64_t expert,
               PackedWeights& packed) const override {
     core::check_expert(*this, packed, expert);

@@ -8,6 +8,7 @@
 #include "core/check.h"
 #include "cuda/device/current_device.h"
 #include "cuda/gemm/pack.h"
+#include "cuda/gemm/unpack.h"
 #include "fusedmoe/formats.h"
 #include "fusedmoe/runtime.h"
 
@@ -157,6 +158,38 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
   synchronize(stream);  // the uploads end here
 }
 
+void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatrix* up,
+                            std::vector<std::shared_ptr<const void>>& owners) const {
+  const auto download = [&](const Tensor& all) {
+    return to_device(Tensor(all.slice(0, expert, expert + 1), all.owner()), {});
+  };
+  const auto make = [&](Shape shape, DType dtype) {
+    const Tensor tensor = Tensor::empty(shape, dtype);
+    owners.push_back(tensor.owner());
+    return tensor;
+  };
+  const bool codes = format_ == WeightFormat::kMXFP4;
+  for (WeightMatrix* matrix : {&gate, up}) {
+    if (!matrix) continue;
+    matrix->values =
+        codes ? make({width_, ceil_div(k_, 2)}, DType::kU8) : make({width_, k_}, DType::kBF16);
+    if (codes) matrix->scales = make({width_, ceil_div(k_, 32)}, DType::kU8);
+    if (bias_) matrix->bias = make({width_}, DType::kF32);
+  }
+  const Tensor records = download(records_), bias = bias_ ? download(bias_) : Tensor();
+  RecordView source{format_, records.as<const std::byte>(), grid_.k_blocks, k_};
+  if (codes) source.exponent_shift = std::ilogb(*download(scales_).as<const float>());
+#pragma omp parallel for schedule(static) num_threads(num_threads())
+  for (std::int64_t row = 0; row < grid_.row_blocks * kRecordRows; ++row) {
+    const std::int64_t index = gated_ ? gated_feature(row) : row;
+    if (index >= width_) continue;
+    const WeightMatrix& matrix = gated_ && gated_is_up(row) ? *up : gate;
+    unpack_row(source, row, matrix.values.select(0, index).data(),
+               codes ? matrix.scales.select(0, index).as<std::uint8_t>() : nullptr);
+    if (bias) matrix.bias.as<float>()[index] = bias.as<const float>()[row];
+  }
+}
+
 void PackedMatrices::set(GemmPhase& phase) const {
   phase.weights = records_.data();
   phase.expert_bytes = records_.stride(0);
@@ -172,7 +205,9 @@ std::int64_t PackedMatrices::nbytes() const {
 
 CudaPackedWeights::CudaPackedWeights(Info info, WeightFormat format, const ExpertWeights& weights,
                                      const PackProgress& progress)
-    : PackedWeights(on_current_device(std::move(info))), format_(format) {
+    : PackedWeights(on_current_device(std::move(info))),
+      format_(format),
+      activation_params_(weights.activation_params) {
   const Info& made = this->info();
   const Device device = made.device;
   w13_ = PackedMatrices(format, made.num_experts, made.intermediate, made.hidden,
@@ -190,6 +225,21 @@ void CudaPackedWeights::replace(std::int64_t expert, const ExpertMatrices& matri
   check_packable(format_, matrices, gated);
   w13_.pack(expert, matrices.gate, gated ? &matrices.up : nullptr);
   w2_.pack(expert, matrices.down, nullptr);
+}
+
+ExpertWeights CudaPackedWeights::unpack(std::int64_t expert) const {
+  ExpertWeights weights;
+  weights.scheme = info().scheme;
+  weights.hidden = info().hidden;
+  weights.intermediate = info().intermediate;
+  weights.activation = info().activation.kind;
+  weights.activation_params = activation_params_;
+  ExpertMatrices& target = weights.experts.emplace_back();
+  w13_.unpack(expert, target.gate, is_gated(weights.activation) ? &target.up : nullptr,
+              weights.owners);
+  w2_.unpack(expert, target.down, nullptr, weights.owners);
+  weights.validate();
+  return weights;
 }
 
 }  // namespace fusedmoe::cuda

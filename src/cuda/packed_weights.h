@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <vector>
 
 #include "cuda/gemm/grouped_gemm.h"
 #include "cuda/gemm/records.h"
@@ -20,6 +22,9 @@ class PackedMatrices {
 
   /// `up` is null unless gated. Waits.
   void pack(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up);
+  /// The inverse, into host tensors that `owners` keep. Waits.
+  void unpack(std::int64_t expert, WeightMatrix& gate, WeightMatrix* up,
+              std::vector<std::shared_ptr<const void>>& owners) const;
   /// Fills what a phase must know of its weights.
   void set(GemmPhase& phase) const;
   std::int64_t nbytes() const;
@@ -45,9 +50,12 @@ class CudaPackedWeights final : public PackedWeights {
   const PackedMatrices& w2() const { return w2_; }
   std::int64_t nbytes() const override { return w13_.nbytes() + w2_.nbytes(); }
   void replace(std::int64_t expert, const ExpertMatrices& matrices);
+  /// One expert as it was packed, in host tensors of its own; biases come back in f32.
+  ExpertWeights unpack(std::int64_t expert) const;
 
  private:
   WeightFormat format_;
+  ActivationParams activation_params_;
   PackedMatrices w13_, w2_;
 };
 

@@ -1,0 +1,189 @@
+// The weighted sum of GEMM 2's rows on the GPU against a plain loop in the same order, bit for bit.
+#include "cuda/combine.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "cuda_test.h"
+#include "fusedmoe/formats.h"
+#include "testing/cases.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::kGpu;
+using testing::Random;
+using testing::to_gpu;
+using testing::to_host;
+
+constexpr std::int64_t kGuardRows = 2;     // of output, before and behind
+constexpr std::int64_t kSplitPadding = 8;  // elements between splits that belong to nobody
+
+struct CombineCase {
+  std::string name;
+  std::int64_t num_tokens, topk, hidden;
+  bool rows_f32 = true;
+  int splits = 1;
+  bool weights = true;
+  bool missing = false;  // every third slot has no row
+};
+void PrintTo(const CombineCase& spec, std::ostream* stream) {
+  *stream << spec.name;
+}
+
+std::vector<CombineCase> combine_cases() {
+  std::vector<CombineCase> cases;
+  struct Sizes {
+    std::int64_t num_tokens, topk, hidden;
+  };
+  // Hidden sizes: the smallest, around the 1024 columns of a block, and those of models.
+  const Sizes sizes[] = {{1, 1, 8},    {3, 2, 24},    {5, 8, 1016},   {2, 3, 1024},  {7, 4, 1032},
+                         {1, 4, 2880}, {33, 8, 7168}, {300, 4, 2880}, {4, 64, 2048}, {1000, 1, 64}};
+  for (const Sizes& size : sizes) {
+    for (const bool rows_f32 : {true, false}) {
+      for (const int splits : {1, 2, 4}) {
+        if (splits > 1 && !rows_f32) continue;  // partial sums are in f32
+        for (const bool weights : {true, false}) {
+          for (const bool missing : {false, true}) {
+            CombineCase spec{"",       size.num_tokens, size.topk, size.hidden,
+                             rows_f32, splits,          weights,   missing};
+            spec.name = std::to_string(size.num_tokens) + "x" + std::to_string(size.topk) + "x" +
+                        std::to_string(size.hidden) + (rows_f32 ? "_f32" : "_bf16") + "_splits" +
+                        std::to_string(splits) + (weights ? "" : "_unweighted") +
+                        (missing ? "_missing" : "");
+            cases.push_back(spec);
+          }
+        }
+      }
+    }
+  }
+  return cases;
+}
+
+/// Rows in a random order; what no slot names is NaN, and so are the weights of missing slots.
+struct CombineProblem {
+  CombineCase spec;
+  std::int64_t rows, split_pitch;
+  Tensor values;            // (splits * split_pitch) f32 or bf16
+  Tensor slot_to_permuted;  // (num_tokens * topk)
+  Tensor weights;           // (num_tokens, topk)
+
+  explicit CombineProblem(const CombineCase& wanted) : spec(wanted) {
+    Random random(5);
+    rows = spec.num_tokens * spec.topk;
+    split_pitch = rows * spec.hidden + (spec.splits > 1 ? kSplitPadding : 0);
+    values = Tensor::empty({spec.splits * split_pitch}, spec.rows_f32 ? DType::kF32 : DType::kBF16);
+    testing::poison(values);
+    slot_to_permuted = Tensor::empty({rows}, DType::kI32);
+    weights = Tensor::empty({spec.num_tokens, spec.topk}, DType::kF32);
+    auto* map = slot_to_permuted.as<std::int32_t>();
+    for (std::int64_t slot = 0; slot < rows; ++slot) map[slot] = static_cast<std::int32_t>(slot);
+    for (std::int64_t slot = rows - 1; slot > 0; --slot) {
+      std::swap(map[slot], map[random.below(slot + 1)]);
+    }
+    for (std::int64_t slot = 0; slot < rows; ++slot) {
+      weights.as<float>()[slot] = static_cast<float>(random.uniform() * 1.5 - 0.25);
+      if (spec.missing && slot % 3 == 1) {
+        map[slot] = -1;
+        weights.as<float>()[slot] = std::numeric_limits<float>::quiet_NaN();
+        continue;
+      }
+      for (int split = 0; split < spec.splits; ++split) {
+        const std::int64_t first = split * split_pitch + map[slot] * spec.hidden;
+        for (std::int64_t c = 0; c < spec.hidden; ++c) {
+          store_f32(values.data(), values.dtype(), first + c, static_cast<float>(random.normal()));
+        }
+      }
+    }
+  }
+
+  /// fp32, slots in order, the splits of a slot first; one rounding to bf16 at the end.
+  Tensor expected() const {
+    Tensor output = Tensor::empty({spec.num_tokens, spec.hidden}, DType::kBF16);
+    const auto* map = slot_to_permuted.as<const std::int32_t>();
+    for (std::int64_t token = 0; token < spec.num_tokens; ++token) {
+      for (std::int64_t c = 0; c < spec.hidden; ++c) {
+        float sum = 0;
+        for (std::int64_t slot = token * spec.topk; slot < (token + 1) * spec.topk; ++slot) {
+          if (map[slot] < 0) continue;
+          const std::int64_t index = map[slot] * spec.hidden + c;
+          float value = load_f32(values.data(), values.dtype(), index);
+          for (int split = 1; split < spec.splits; ++split) {
+            value += load_f32(values.data(), values.dtype(), split * split_pitch + index);
+          }
+          // One rounding for product and sum, as the GPU's multiply-add has.
+          sum = std::fmaf(spec.weights ? weights.as<const float>()[slot] : 1.0F, value, sum);
+        }
+        output.as<std::uint16_t>()[token * spec.hidden + c] = f32_to_bf16(sum);
+      }
+    }
+    return output;
+  }
+};
+
+class CudaCombine : public testing::CudaTestWith<CombineCase> {};
+INSTANTIATE_TEST_SUITE_P(Cases, CudaCombine, ::testing::ValuesIn(combine_cases()),
+                         [](const auto& info) { return info.param.name; });
+
+TEST_P(CudaCombine, EqualsAPlainLoop) {
+  const CombineProblem problem(GetParam());
+  const CombineCase& spec = problem.spec;
+  const Tensor values = to_gpu(problem.values), map = to_gpu(problem.slot_to_permuted);
+  const Tensor weights = to_gpu(problem.weights);
+  const Tensor memory =
+      Tensor::empty({spec.num_tokens + 2 * kGuardRows, spec.hidden}, DType::kBF16, kGpu);
+  testing::poison(memory);
+
+  cuda::Combine args;
+  args.output = memory.slice(0, kGuardRows, kGuardRows + spec.num_tokens);
+  args.rows = values.data();
+  args.rows_f32 = spec.rows_f32;
+  args.splits = spec.splits;
+  args.split_pitch = problem.split_pitch;
+  args.slot_to_permuted = map;
+  args.topk_weights = spec.weights ? weights.as<const float>() : nullptr;
+  args.topk = spec.topk;
+  const OwnedStream stream(kGpu);
+  cuda::combine(args, stream);
+  synchronize(stream);
+
+  const Tensor all = to_host(memory), expected = problem.expected();
+  const auto* rows = all.as<const std::uint16_t>();
+  const std::int64_t guard = kGuardRows * spec.hidden;
+  for (std::int64_t i = 0; i < guard; ++i) {
+    ASSERT_EQ(rows[i], 0xffff) << "written before the output";
+    ASSERT_EQ(rows[guard + expected.numel() + i], 0xffff) << "written behind the output";
+  }
+  for (std::int64_t i = 0; i < expected.numel(); ++i) {
+    ASSERT_EQ(rows[guard + i], expected.as<const std::uint16_t>()[i])
+        << "token " << i / spec.hidden << ", column " << i % spec.hidden;
+  }
+}
+
+class CudaCombineTest : public testing::CudaTest {};
+
+// No row of a token is there: the output is 0, whatever was in the memory before.
+TEST_F(CudaCombineTest, NoRowsAtAll) {
+  const Tensor map = Tensor::empty({12}, DType::kI32, kGpu);
+  fill_bytes(map, 0xff, Stream{kGpu});
+  const Tensor output = Tensor::empty({3, 512}, DType::kBF16, kGpu);
+  const Tensor values = Tensor::empty({12 * 512}, DType::kF32, kGpu);
+  testing::poison(output);
+  testing::poison(values);
+  cuda::Combine args;
+  args.output = output;
+  args.rows = values.data();
+  args.rows_f32 = true;
+  args.split_pitch = values.numel();
+  args.slot_to_permuted = map;
+  args.topk = 4;
+  cuda::combine(args, Stream{kGpu});
+  EXPECT_TRUE(testing::bitwise_equal(to_host(output), Tensor::zeros({3, 512}, DType::kBF16)));
+}
+
+}  // namespace
+}  // namespace fusedmoe
