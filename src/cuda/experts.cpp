@@ -73,10 +73,7 @@ struct Scratch {
         cutter.take(4 * static_cast<std::size_t>(work_counters(plan.tile, rows, experts))));
     if (!batched) {
       routing = cutter.take(routing_data_bytes(problem.num_tokens, problem.topk, experts));
-      // A single token is every expert's row.
-      if (problem.num_tokens > 1) {
-        permuted = cutter.take(bytes_of(rows, problem.hidden, DType::kBF16));
-      }
+      permuted = cutter.take(bytes_of(rows, problem.hidden, DType::kBF16));
       rows_out = cutter.take(
           plan.splits * bytes_of(rows, problem.hidden, plan.rows_f32 ? DType::kF32 : DType::kBF16));
     }
@@ -217,8 +214,8 @@ GroupedGemm Sm90Experts::make_problem(const ExpertsArgs& args, const Scratch& sc
   GemmPhase& first = gemm.phases[0];
   weights.w13().set(first);
   first.k = static_cast<int>(info.hidden);
-  first.x = scratch.permuted ? scratch.permuted : args.hidden_states.data();
-  first.x_rows = batched() || scratch.permuted ? scratch.rows : 1;
+  first.x = batched() ? args.hidden_states.data() : scratch.permuted;
+  first.x_rows = scratch.rows;
   first.x_pitch = info.hidden;
   first.out = scratch.activated;
   first.out_pitch = scratch.activated_pitch;

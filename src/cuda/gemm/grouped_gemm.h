@@ -58,7 +58,7 @@ struct GemmPhase {
   const float* bias = nullptr;    ///< (experts, row_blocks * 64) in packed row order, or null
   const float* scales = nullptr;  ///< (experts): power of two that all sums are multiplied by
   const void* x = nullptr;        ///< (x_rows, x_pitch) bf16, 16-byte aligned
-  std::int64_t x_rows = 0;        ///< those of the grouped GEMM; or 1, which all tiles share
+  std::int64_t x_rows = 0;        ///< those of the grouped GEMM
   std::int64_t x_pitch = 0;       ///< elements, a multiple of 8
   void* out = nullptr;            ///< (splits, rows, out_pitch)
   std::int64_t out_pitch = 0;     ///< elements, even

@@ -346,15 +346,14 @@ struct GemmKernel {
       slot.advance();
       if (item.phase < 0) return;
 
-      if (p.topk_ids && (item.phase == 1 || p.phases[0].x_rows > 1))
-        cudaGridDependencySynchronize();
+      if (p.topk_ids) cudaGridDependencySynchronize();
       if (item.phase == 1) {
         wait_for_rows(p, item);
         asm volatile("fence.proxy.async.global;" ::: "memory");  // they were stored another way
       }
       const CUtensorMap* few = &maps.few[item.phase];
       const CUtensorMap* many = &maps.many[item.phase];
-      const int first_row = p.phases[item.phase].x_rows == 1 ? 0 : item.first_row;
+      const int first_row = item.first_row;
       const int num_many = kTile.max_tokens >= kManyRows ? item.num_tokens / kManyRows : 0;
       const int num_few = (item.num_tokens - num_many * kManyRows + kFewRows - 1) / kFewRows;
       const int bytes = (num_many * kManyRows + num_few * kFewRows) * kRecordK * 2;
