@@ -3,13 +3,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
-#include <optional>
 
 namespace fusedmoe::cuda {
 namespace {
 
-thread_local std::optional<GemmPlan> pinned;
+constexpr int kSplits[] = {1, 2, 4};
 
 /// Rows of an expert that has any, on average, when every token draws topk experts at random. In
 /// the batched format anything up to the capacity is possible: a quarter of it.
@@ -22,17 +22,16 @@ double rows_per_hit_expert(const GemmShape& shape) {
   return tokens * topk / std::max(1.0, experts * (1 - missed));
 }
 
-bool valid(const GemmShape& shape, const GemmPlan& plan) {
-  const bool one_order = plan.tile.k_groups == 1 && plan.splits == 1 && !plan.rows_f32;
-  if (shape.batch_invariant && !one_order) return false;
-  // The batched format's rows are the output.
-  return !shape.batched || (plan.splits == 1 && !plan.rows_f32);
-}
+/// Rows in f32 up to so many bytes stay in the L2, where they cost little.
+constexpr std::int64_t kBytesF32 = std::int64_t{16} << 20;
 
-/// Whether rows in f32 stay in the L2, where they cost little.
-bool rows_fit_f32(const GemmShape& shape) {
-  constexpr std::int64_t kBytes = std::int64_t{16} << 20;
-  return shape.num_tokens * shape.topk * shape.hidden * 4 <= kBytes;
+/// Takes a number behind `prefix` off the front.
+bool take(std::string_view& text, std::string_view prefix, int& value) {
+  if (!text.starts_with(prefix)) return false;
+  const char* const begin = text.data() + prefix.size();
+  const auto [rest, error] = std::from_chars(begin, text.data() + text.size(), value);
+  text.remove_prefix(static_cast<std::size_t>(rest - text.data()));
+  return error == std::errc();
 }
 
 }  // namespace
@@ -42,21 +41,53 @@ std::string to_string(const GemmPlan& plan) {
                      plan.rows_f32 ? "f32" : "bf16");
 }
 
+std::optional<GemmPlan> parse_plan(std::string_view text) {
+  int rows = 0, max_tokens = 0, k_groups = 0;
+  GemmPlan plan;
+  if (!take(text, "", rows) || !take(text, "x", max_tokens) || !take(text, "k", k_groups) ||
+      !take(text, " splits ", plan.splits)) {
+    return std::nullopt;
+  }
+  plan.rows_f32 = text == " f32";
+  if (!plan.rows_f32 && text != " bf16") return std::nullopt;
+  for (const TileConfig& tile : tile_configs()) {
+    if (tile.tile_row_blocks() * kRecordRows == rows && tile.max_tokens == max_tokens &&
+        tile.k_groups == k_groups) {
+      plan.tile = tile;
+      return plan;
+    }
+  }
+  return std::nullopt;
+}
+
+std::int64_t max_tokens_f32(const GemmShape& shape) {
+  return shape.batched || shape.batch_invariant ? 0 : kBytesF32 / (shape.topk * shape.hidden * 4);
+}
+
+bool valid(const GemmShape& shape, const GemmPlan& plan) {
+  const auto tiles = tile_configs();
+  return std::find(tiles.begin(), tiles.end(), plan.tile) != tiles.end() &&
+         std::find(std::begin(kSplits), std::end(kSplits), plan.splits) != std::end(kSplits) &&
+         // One order of the sums for all sizes.
+         (!shape.batch_invariant || plan.tile.k_groups == 1) &&
+         // The batched format's rows are the output, in bf16.
+         (!plan.rows_f32 || shape.num_tokens <= max_tokens_f32(shape)) &&
+         (plan.rows_f32 || plan.splits == 1);
+}
+
 std::vector<GemmPlan> valid_plans(const GemmShape& shape) {
+  const bool rows_f32 = shape.num_tokens <= max_tokens_f32(shape);
   std::vector<GemmPlan> plans;
   for (const TileConfig& tile : tile_configs()) {
-    for (const int splits : {1, 2, 4}) {
-      const GemmPlan plan{
-          tile, splits,
-          splits > 1 || (rows_fit_f32(shape) && !shape.batched && !shape.batch_invariant)};
-      if (valid(shape, plan) && (splits == 1 || rows_fit_f32(shape))) plans.push_back(plan);
+    for (const int splits : kSplits) {
+      const GemmPlan plan{tile, splits, rows_f32};
+      if (valid(shape, plan)) plans.push_back(plan);
     }
   }
   return plans;
 }
 
 GemmPlan choose_plan(const GemmShape& shape) {
-  if (pinned) return *pinned;
   // Counts of a random routing spread by about the square root of their mean.
   const double mean = rows_per_hit_expert(shape);
   const double rows = mean + std::sqrt(mean);
@@ -66,13 +97,6 @@ GemmPlan choose_plan(const GemmShape& shape) {
   };
   const auto found = std::find_if(plans.begin(), plans.end(), wide_enough);
   return found != plans.end() ? *found : plans.back();
-}
-
-PinnedPlan::PinnedPlan(const GemmPlan& plan) {
-  pinned = plan;
-}
-PinnedPlan::~PinnedPlan() {
-  pinned.reset();
 }
 
 }  // namespace fusedmoe::cuda
