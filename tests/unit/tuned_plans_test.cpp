@@ -7,6 +7,7 @@
 
 #include "core/tuning.h"
 #include "error_text.h"
+#include "fusedmoe/selection.h"
 #include "fusedmoe/tune.h"
 
 namespace fusedmoe {
@@ -195,6 +196,14 @@ TEST(TunedPlansTest, FileOfTheVariableIsLoadedOnceAndMustBeThere) {
     EXPECT_EQ(preferred(), "");
   }
   EXPECT_EQ(preferred(), "outer");
+}
+
+TEST(TilePlansTest, ExpertsOnTheCpuHaveOneWay) {
+  for (const auto& experts : all_experts()) {
+    if (experts->name().starts_with("cpu") || experts->is_reference()) {
+      EXPECT_TRUE(experts->tile_plans(problem_of(plan_for(1, "any"), 8), {}).empty());
+    }
+  }
 }
 
 }  // namespace
