@@ -58,6 +58,7 @@ struct Scratch {
   std::int64_t activated_pitch = 0;  // elements
   void* routing = nullptr;
   std::int32_t* counters = nullptr;
+  void* permuted = nullptr;   // (rows, hidden): hidden states in the order of the grouped GEMM
   void* gate_up = nullptr;    // unfused: GEMM 1's rows
   void* activated = nullptr;  // (rows, activated_pitch)
   void* rows_out = nullptr;   // (splits, rows, hidden): GEMM 2's rows, for the combine
@@ -73,6 +74,10 @@ struct Scratch {
         cutter.take(4 * static_cast<std::size_t>(work_counters(plan.tile, rows, experts))));
     if (!batched) {
       routing = cutter.take(routing_data_bytes(problem.num_tokens, problem.topk, experts));
+      // A single token is every expert's row.
+      if (problem.num_tokens > 1) {
+        permuted = cutter.take(bytes_of(rows, problem.hidden, DType::kBF16));
+      }
       rows_out = cutter.take(
           plan.splits * bytes_of(rows, problem.hidden, plan.rows_f32 ? DType::kF32 : DType::kBF16));
     }
@@ -241,7 +246,8 @@ GroupedGemm Sm90Experts::make_problem(const ExpertsArgs& args, const Scratch& sc
   GemmPhase& first = gemm.phases[0];
   weights.w13().set(first);
   first.k = static_cast<int>(info.hidden);
-  first.x = args.hidden_states.data();
+  first.x = scratch.permuted ? scratch.permuted : args.hidden_states.data();
+  first.x_rows = batched() || scratch.permuted ? scratch.rows : 1;
   first.x_pitch = info.hidden;
   first.out = scratch.activated;
   first.out_pitch = scratch.activated_pitch;
@@ -252,6 +258,7 @@ GroupedGemm Sm90Experts::make_problem(const ExpertsArgs& args, const Scratch& sc
   weights.w2().set(second);
   second.k = static_cast<int>(info.intermediate);
   second.x = scratch.activated;
+  second.x_rows = scratch.rows;
   second.x_pitch = scratch.activated_pitch;
   second.out = batched() ? args.output.data() : scratch.rows_out;
   second.out_pitch = info.hidden;
@@ -324,13 +331,17 @@ void Sm90Experts::apply(const ExpertsArgs& args) const {
     return;
   }
 
+  RoutingDataExtras extras;
+  extras.zeroed = scratch.counters;
+  extras.num_zeroed = counters;
+  extras.rows = args.hidden_states.data();
+  extras.permuted = scratch.permuted;
+  extras.row_bytes = bytes(DType::kBF16, problem.hidden);
   const RoutingData routing =
       build_routing_data(args.topk_ids, args.expert_map, problem.num_local_experts, scratch.routing,
-                         scratch.counters, counters, args.stream);
+                         extras, args.stream);
   gemm.expert_num_tokens = routing.expert_num_tokens.as<const std::int32_t>();
   gemm.expert_offsets = routing.expert_offsets.as<const std::int32_t>();
-  gemm.phases[0].gather = routing.permuted_to_slot.as<const std::int32_t>();
-  gemm.phases[0].gather_divisor = static_cast<int>(problem.topk);
   if (variant_ == Variant::kUnfused) {
     apply_unfused(args, gemm, scratch, plan, routing);
   } else {

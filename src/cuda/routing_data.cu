@@ -1,6 +1,7 @@
 // Routing data on the device: one block for each local expert reads all ids, which counts its rows
 // and, for the offset, those of the experts before it; then it reads them again and places its rows
-// in order. No block waits for another, so one launch does for every size.
+// in order. No block waits for another, so one launch does for every size; few rows it copies as
+// well, many are a launch of their own.
 #include <algorithm>
 
 #include "cuda/device/launch.h"
@@ -18,8 +19,9 @@ struct RoutingDataParams {
   std::int32_t* expert_offsets;
   std::int32_t* permuted_to_slot;
   std::int32_t* slot_to_permuted;
-  std::int32_t* zeroed;
-  std::int64_t num_zeroed;
+  RoutingDataExtras extras;
+  int topk;
+  bool copy;  // the rows, here
 };
 
 constexpr int kMaxThreads = 1024;
@@ -37,15 +39,30 @@ __device__ int block_sum(int value) {
   return total;
 }
 
+constexpr int kCopyThreads = 128;
+/// Bytes of rows that blocks of the first launch copy, on average, at most.
+constexpr std::int64_t kCopiedBytes = 128 << 10;
+
+/// Rows [begin, end), whose slots are known, by the threads of a block.
+__device__ void copy_rows(const RoutingDataParams& p, std::int64_t begin, std::int64_t end) {
+  const std::int64_t chunks = p.extras.row_bytes / 16;
+  const auto* from = static_cast<const uint4*>(p.extras.rows);
+  auto* to = static_cast<uint4*>(p.extras.permuted);
+  for (std::int64_t i = threadIdx.x; i < (end - begin) * chunks; i += blockDim.x) {
+    const std::int64_t row = begin + i / chunks, chunk = i % chunks;
+    to[row * chunks + chunk] = from[p.permuted_to_slot[row] / p.topk * chunks + chunk];
+  }
+}
+
 __global__ void routing_data_kernel(const RoutingDataParams p) {
   __shared__ int warp_rows[kMaxThreads / 32];
   const int expert = blockIdx.x, num_experts = gridDim.x;
   const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
-  for (std::int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < p.num_zeroed;
+  for (std::int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < p.extras.num_zeroed;
        i += static_cast<std::int64_t>(gridDim.x) * blockDim.x) {
-    p.zeroed[i] = 0;
+    p.extras.zeroed[i] = 0;
   }
 
   int mine = 0, before = 0;
@@ -90,13 +107,21 @@ __global__ void routing_data_kernel(const RoutingDataParams p) {
     next += total;
     __syncthreads();
   }
+  if (p.copy) copy_rows(p, before, end);
+}
+
+/// A block is a row.
+__global__ void __launch_bounds__(kCopyThreads) permute_rows_kernel(const RoutingDataParams p) {
+  cudaGridDependencySynchronize();
+  const std::int64_t row = blockIdx.x;
+  if (p.permuted_to_slot[row] >= 0) copy_rows(p, row, row + 1);
 }
 
 }  // namespace
 
 RoutingData build_routing_data(const TensorView& topk_ids, const TensorView& expert_map,
-                               std::int64_t num_local_experts, void* memory, std::int32_t* zeroed,
-                               std::int64_t num_zeroed, const Stream& stream) {
+                               std::int64_t num_local_experts, void* memory,
+                               const RoutingDataExtras& extras, const Stream& stream) {
   const std::int64_t slots = topk_ids.numel();
   RoutingDataParams p{};
   p.topk_ids = topk_ids.as<const std::int32_t>();
@@ -106,12 +131,18 @@ RoutingData build_routing_data(const TensorView& topk_ids, const TensorView& exp
   p.expert_offsets = p.expert_num_tokens + num_local_experts;
   p.permuted_to_slot = p.expert_offsets + num_local_experts + 1;
   p.slot_to_permuted = p.permuted_to_slot + slots;
-  p.zeroed = zeroed;
-  p.num_zeroed = num_zeroed;
-  const auto threads = std::clamp<std::int64_t>((slots + 31) / 32 * 32, 32, kMaxThreads);
+  p.extras = extras;
+  p.topk = static_cast<int>(topk_ids.size(1));
+  p.copy = extras.permuted && slots * extras.row_bytes <= num_local_experts * kCopiedBytes;
+  const auto handle = static_cast<cudaStream_t>(stream.handle);
+  const std::int64_t wanted = p.copy ? std::max<std::int64_t>(slots, 512) : slots;
+  const auto threads = std::clamp<std::int64_t>((wanted + 31) / 32 * 32, 32, kMaxThreads);
   launch(routing_data_kernel, dim3(static_cast<unsigned>(num_local_experts)),
-         dim3(static_cast<unsigned>(threads)), 0, static_cast<cudaStream_t>(stream.handle), true,
-         p);
+         dim3(static_cast<unsigned>(threads)), 0, handle, true, p);
+  if (extras.permuted && !p.copy) {
+    launch(permute_rows_kernel, dim3(static_cast<unsigned>(slots)), dim3(kCopyThreads), 0, handle,
+           true, p);
+  }
   const auto view = [&](std::int32_t* data, std::int64_t count) {
     return TensorView(data, DType::kI32, {count}, topk_ids.device());
   };

@@ -24,18 +24,20 @@ struct TileConfig {
   int row_groups = 0;
   int k_groups = 0;
   int row_blocks = 0;
+  int cluster = 1;  ///< blocks that work side by side on the same rows and share them
 
   constexpr int warpgroups() const { return row_groups * k_groups; }
   constexpr int tile_row_blocks() const { return row_groups * row_blocks; }
   constexpr bool operator==(const TileConfig&) const = default;
 };
 
-/// "128x256k1": weight rows x tokens, K groups.
+/// "128x256k1c2": weight rows x tokens of a block, K groups, blocks of a cluster.
 std::string to_string(const TileConfig& config);
 
 /// Configurations that are compiled, from few tokens to many.
 inline constexpr TileConfig kTileConfigs[] = {
-    {16, 1, 4, 1}, {32, 2, 2, 1}, {64, 4, 1, 1}, {128, 2, 1, 2}, {256, 2, 1, 1},
+    {16, 1, 4, 1, 1},  {32, 2, 2, 1, 1},  {64, 4, 1, 1, 1},
+    {128, 2, 1, 2, 1}, {128, 2, 1, 2, 2}, {256, 2, 1, 1, 2},
 };
 std::span<const TileConfig> tile_configs();
 
@@ -54,16 +56,15 @@ struct GemmPhase {
   int k = 0;                      ///< columns of `x`; what is behind them counts as 0
   const float* bias = nullptr;    ///< (experts, row_blocks * 64) in packed row order, or null
   const float* scales = nullptr;  ///< (experts): power of two that all sums are multiplied by
-  const void* x = nullptr;        ///< rows of bf16, 16-byte aligned
+  const void* x = nullptr;        ///< (x_rows, x_pitch) bf16, 16-byte aligned
+  std::int64_t x_rows = 0;        ///< those of the grouped GEMM; or 1, which all tiles share
   std::int64_t x_pitch = 0;       ///< elements, a multiple of 8
-  const std::int32_t* gather = nullptr;  ///< row r reads x[gather[r] / gather_divisor]; null: x[r]
-  int gather_divisor = 1;
-  void* out = nullptr;           ///< (splits, rows, out_pitch)
-  std::int64_t out_pitch = 0;    ///< elements, even
-  std::int64_t split_pitch = 0;  ///< elements between the partial sums of splits
-  int width = 0;                 ///< columns written of each row
-  int splits = 1;                ///< K is cut into so many parts; the reader adds them
-  bool out_f32 = false;          ///< else bf16
+  void* out = nullptr;            ///< (splits, rows, out_pitch)
+  std::int64_t out_pitch = 0;     ///< elements, even
+  std::int64_t split_pitch = 0;   ///< elements between the partial sums of splits
+  int width = 0;                  ///< columns written of each row
+  int splits = 1;                 ///< K is cut into so many parts; the reader adds them
+  bool out_f32 = false;           ///< else bf16
   Epilogue epilogue = Epilogue::kStore;
 };
 

@@ -1,11 +1,14 @@
 // The grouped GEMM kernel: persistent, warp-specialised, both GEMMs of a layer in one launch.
 //
-// Warpgroup 0 loads. Its first thread claims tiles in order from a counter and streams their
-// weights (bulk copies of records); two of its warps gather the rows of the tile (cp.async, in the
+// Warpgroup 0 loads. One of its threads claims tiles in order from a counter and streams their
+// weights (bulk copies of records); another brings the rows of the tile (tensor copies in the
 // 128-byte swizzle). The other warpgroups multiply and store. Weights never wait for rows: those of
-// GEMM 2 are under way while the last tiles of GEMM 1 are still computed, and only the row loaders
-// wait until the tile of GEMM 1 that they read is complete. A block claims tiles in order, so one
-// that waits always waits for blocks that run: no launch order can lock up.
+// GEMM 2 are under way while the last tiles of GEMM 1 are still computed, and only the rows wait
+// until the tile of GEMM 1 that they are is complete. Tiles are claimed in order, so a block that
+// waits always waits for blocks that run: no order of launches can lock up.
+//
+// The blocks of a cluster take neighbouring row tiles of the same tokens: each loads a part of the
+// rows for all. Its first block claims, and tells the others.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,9 +16,11 @@
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "cuda/activation.cuh"
+#include "cuda/device/tensor_map.h"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/gemm/grouped_gemm.h"
 #include "cuda/gemm/schedule.h"
@@ -25,6 +30,14 @@ namespace fusedmoe::cuda {
 
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
+/// Rows of one tensor copy: many where a tile has them, else few.
+inline constexpr int kFewRows = 8, kManyRows = 64;
+
+/// Of the rows of both GEMMs.
+struct RowMaps {
+  CUtensorMap few[2], many[2];
+};
+
 // ---- Configuration ------------------------------------------------------------------------------
 
 template <typename Weights, TileConfig kTile>
@@ -32,9 +45,6 @@ struct GemmConfig {
   static constexpr int kWarpgroups = kTile.warpgroups();
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kMultiplyWarps = 4 * kWarpgroups;
-  static constexpr int kRowWarps = 2;  // that load rows: the last two of the first warpgroup
-  static constexpr int kRowThreads = 32 * kRowWarps;
-  static constexpr int kFirstRowThread = 128 - kRowThreads;
   static constexpr int kGroupThreads = 128 * kTile.k_groups;
 
   // Registers of a block are 64 Ki; at launch every thread has the same share of them.
@@ -55,12 +65,9 @@ struct GemmConfig {
 
   static constexpr int kItemSlots = 8;
   static constexpr int kSharedLimit = 232448;  // of a block, sm_90
-  static constexpr int kFixedBytes = kWarpgroups * kStoreTokens * kStorePitch * 4 +
-                                     2 * kTile.max_tokens * 4 + (kMaxExperts + 1) * 4 + 2048;
+  static constexpr int kFixedBytes =
+      kWarpgroups * kStoreTokens * kStorePitch * 4 + (kMaxExperts + 1) * 4 + 2048;
   static constexpr int kStages = (kSharedLimit - kFixedBytes) / kStageBytes;
-  // Stages that row loaders keep in flight before they wait for the oldest.
-  static constexpr int kLag = kStages >= 12 ? 3 : kStages >= 8 ? 2 : 1;
-
   static_assert(kTile.max_tokens % 8 == 0 && kTile.max_tokens <= 256, "N of wgmma");
   static_assert(kStages >= 3, "a pipeline needs stages");
   static_assert(kStageBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
@@ -87,7 +94,10 @@ struct SharedStorage {
   std::uint64_t item_full[Config::kItemSlots];
   std::uint64_t item_free[Config::kItemSlots];
   Item items[Config::kItemSlots];
-  std::uint32_t row_offsets[2][Config::kTokenBytes / kRecordK / 2];  // in 16 bytes
+  // What the first block of a cluster has claimed.
+  std::uint64_t number_full[Config::kItemSlots];
+  std::uint64_t number_free[Config::kItemSlots];
+  int numbers[Config::kItemSlots];
   std::int32_t tile_prefix[kMaxExperts + 1];
 };
 
@@ -113,6 +123,7 @@ struct GemmKernel {
   using StageState = RingState<Config::kStages>;
   using ItemState = RingState<Config::kItemSlots>;
   static_assert(sizeof(Shared) <= Config::kSharedLimit);
+  static constexpr int kClusterRowBlocks = kTile.tile_row_blocks() * kTile.cluster;
   static constexpr int kRecordStride = kTile.k_groups * Config::kRecordBytes;  // of row blocks
 
   __device__ static std::uint8_t* tokens_of(Shared& shared, int stage, int k_block) {
@@ -147,12 +158,12 @@ struct GemmKernel {
     __syncthreads();
   }
 
-  __device__ static Item make_item(const Shared& shared, const GroupedGemm& p,
-                                   std::int64_t number) {
+  __device__ static Item make_item(const Shared& shared, const GroupedGemm& p, int number,
+                                   int rank) {
     PhaseShape shapes[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      shapes[i] = {static_cast<int>(ceil_div(p.phases[i].row_blocks, kTile.tile_row_blocks())),
+      shapes[i] = {static_cast<int>(ceil_div(p.phases[i].row_blocks, kClusterRowBlocks)),
                    p.phases[i].splits};
     }
     const TileIndex tile =
@@ -168,7 +179,7 @@ struct GemmKernel {
     const int expert_row = p.expert_offsets ? p.expert_offsets[tile.expert]
                                             : static_cast<int>(tile.expert * p.capacity);
     item.expert = tile.expert;
-    item.row_block = tile.row_tile * kTile.tile_row_blocks();
+    item.row_block = tile.row_tile * kClusterRowBlocks + rank * kTile.tile_row_blocks();
     item.k_begin = split_begin(phase.k_blocks, phase.splits, tile.split);
     item.k_end = split_begin(phase.k_blocks, phase.splits, tile.split + 1);
     item.first_row = expert_row + begin;
@@ -178,22 +189,65 @@ struct GemmKernel {
     return item;
   }
 
+  /// As Barrier::wait, for what other blocks of the cluster wrote.
+  __device__ static void wait_in_cluster(const std::uint64_t* barrier, std::uint32_t phase) {
+    std::uint32_t done = 0;
+    while (!done) {
+      asm volatile(
+          "{ .reg .pred p;\n"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, p; }"
+          : "=r"(done)
+          : "r"(cute::cast_smem_ptr_to_uint(barrier)), "r"(phase)
+          : "memory");
+    }
+  }
+
+  /// The number that the first block of the cluster claimed, for all of its blocks.
+  __device__ static int share_number(Shared& shared, const ItemState& slot, int rank, int number) {
+    if constexpr (kTile.cluster > 1) {
+      std::uint64_t* full = &shared.number_full[slot.index];
+      std::uint64_t* free = &shared.number_free[slot.index];
+      if (rank == 0) {
+        Barrier::wait(free, slot.phase ^ 1);
+        for (int r = 1; r < kTile.cluster; ++r) {
+          const std::uint32_t target =
+              cute::set_block_rank(cute::cast_smem_ptr_to_uint(&shared.numbers[slot.index]), r);
+          const std::uint32_t barrier = cute::set_block_rank(cute::cast_smem_ptr_to_uint(full), r);
+          asm volatile(
+              "st.shared::cluster.s32 [%0], %1;\n"
+              "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%2];" ::"r"(target),
+              "r"(number), "r"(barrier)
+              : "memory");
+        }
+      } else {
+        wait_in_cluster(full, slot.phase);
+        number = *static_cast<volatile int*>(&shared.numbers[slot.index]);
+        Barrier::arrive(free, 0, true);
+      }
+    }
+    return number;
+  }
+
   /// One thread: claims items and streams their weights.
-  __device__ static void load_weights(Shared& shared, const GroupedGemm& p) {
+  __device__ static void load_weights(Shared& shared, const GroupedGemm& p, int rank) {
     StageState stage;
     ItemState slot;
-    std::int64_t number = blockIdx.x;
+    int number = blockIdx.x / kTile.cluster;
     while (true) {
+      number = share_number(shared, slot, rank, number);
       Barrier::wait(&shared.item_free[slot.index], slot.phase ^ 1);
-      const Item item = make_item(shared, p, number);
+      const Item item = make_item(shared, p, number, rank);
       shared.items[slot.index] = item;
       Barrier::arrive(&shared.item_full[slot.index]);
       slot.advance();
       if (item.phase < 0) return;
-      const int claimed = atomicAdd(p.counters, 1);  // its latency hides behind the stream
+      // Its latency hides behind the stream.
+      const int claimed = rank == 0 ? atomicAdd(p.counters, 1) : 0;
 
       const GemmPhase& phase = p.phases[item.phase];
-      const int row_blocks = min(kTile.tile_row_blocks(), phase.row_blocks - item.row_block);
+      const int row_blocks =
+          max(0, min(kTile.tile_row_blocks(), phase.row_blocks - item.row_block));
       const std::int64_t row_pitch =
           static_cast<std::int64_t>(phase.k_blocks) * Config::kRecordBytes;
       const auto* weights = static_cast<const std::uint8_t*>(phase.weights) +
@@ -214,7 +268,7 @@ struct GemmKernel {
         weights += bytes;
         stage.advance();
       }
-      number = static_cast<std::int64_t>(gridDim.x) + claimed;
+      number = static_cast<int>(gridDim.x) / kTile.cluster + claimed;
     }
   }
 
@@ -229,75 +283,58 @@ struct GemmKernel {
     }
   }
 
-  /// Two warps: rows of the tiles, K block by K block, 16 bytes to a thread. Rows of one thread are
-  /// a multiple of 8 apart, so that its place in the swizzle stays.
-  __device__ static void load_tokens(Shared& shared, const GroupedGemm& p) {
-    constexpr int kChunkElements = 8;
-    constexpr int kRowStep = Config::kRowThreads / 8;
-    static_assert(kRowStep % 8 == 0);
-    const int thread = threadIdx.x - Config::kFirstRowThread;
-    const int first = thread / 8, chunk = thread % 8;
-    const std::uint32_t offset = first * 128 + ((chunk ^ first) << 4);
-    StageState stage, arrived;
+  /// One tensor copy, to all blocks of the cluster.
+  __device__ static void copy_rows(const CUtensorMap* map, std::uint64_t* full, void* target,
+                                   int column, int row) {
+    constexpr auto kHint = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
+    if constexpr (kTile.cluster == 1) {
+      cute::SM90_TMA_LOAD_2D::copy(map, full, kHint, target, column, row);
+    } else {
+      constexpr std::uint16_t kAll = (1 << kTile.cluster) - 1;
+      cute::SM90_TMA_LOAD_MULTICAST_2D::copy(map, full, kAll, kHint, target, column, row);
+    }
+  }
+
+  /// One thread: rows of the tiles, K block by K block.
+  __device__ static void load_tokens(Shared& shared, const GroupedGemm& p, const RowMaps& maps,
+                                     int rank) {
+    StageState stage;
     ItemState slot;
-    int buffer = 0;
-    int behind = 0;  // stages whose copies are under way
-    // The rows of the oldest such stage are there. wgmma reads by another path than they came.
-    const auto announce = [&] {
-      cutlass::arch::fence_view_async_shared();
-      __syncwarp();
-      if (thread % 32 == 0) Barrier::arrive(&shared.stage_full[arrived.index]);
-      arrived.advance();
-    };
     while (true) {
       Barrier::wait(&shared.item_full[slot.index], slot.phase);
       const Item item = shared.items[slot.index];
-      __syncwarp();
-      if (thread % 32 == 0) Barrier::arrive(&shared.item_free[slot.index]);
+      Barrier::arrive(&shared.item_free[slot.index]);
       slot.advance();
       if (item.phase < 0) return;
 
-      const GemmPhase& phase = p.phases[item.phase];
-      std::uint32_t* rows = shared.row_offsets[buffer];
-      buffer ^= 1;
-      const auto pitch = static_cast<std::uint32_t>(phase.x_pitch / kChunkElements);
-      for (int n = thread; n < item.num_tokens; n += Config::kRowThreads) {
-        const int row = item.first_row + n;
-        rows[n] = (phase.gather ? phase.gather[row] / phase.gather_divisor : row) * pitch;
+      if (item.phase == 1) {
+        wait_for_rows(p, item);
+        asm volatile("fence.proxy.async.global;" ::: "memory");  // they were stored another way
       }
-      if (item.phase == 1 && thread == 0) wait_for_rows(p, item);
-      cutlass::arch::NamedBarrier::sync(Config::kRowThreads, 0);
-
-      const auto* x = static_cast<const uint4*>(phase.x);
-      const int k = phase.k;
+      const CUtensorMap* few = &maps.few[item.phase];
+      const CUtensorMap* many = &maps.many[item.phase];
+      const int first_row = p.phases[item.phase].x_rows == 1 ? 0 : item.first_row;
+      const int num_many = kTile.max_tokens >= kManyRows ? item.num_tokens / kManyRows : 0;
+      const int num_few = (item.num_tokens - num_many * kManyRows + kFewRows - 1) / kFewRows;
+      const int bytes = (num_many * kManyRows + num_few * kFewRows) * kRecordK * 2;
       for (int block = item.k_begin; block < item.k_end; block += kTile.k_groups) {
+        const int k_blocks = min(kTile.k_groups, item.k_end - block);
+        std::uint64_t* full = &shared.stage_full[stage.index];
         Barrier::wait(&shared.stage_free[stage.index], stage.phase ^ 1);
-#pragma unroll
-        for (int b = 0; b < kTile.k_groups; ++b) {
-          if (block + b >= item.k_end) break;
-          const int column = (block + b) * kRecordK + chunk * kChunkElements;
-          const int valid = max(0, min(16, (k - column) * 2));
-          const uint4* source = x + (valid > 0 ? column / kChunkElements : 0);
-          const std::uint32_t target =
-              cute::cast_smem_ptr_to_uint(tokens_of(shared, stage.index, b)) + offset;
-#pragma unroll 4
-          for (int n = first; n < item.num_tokens; n += kRowStep) {
-            asm volatile(
-                "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target + (n - first) * 128),
-                "l"(source + rows[n]), "r"(valid)
-                : "memory");
+        Barrier::arrive_and_expect_tx(full, k_blocks * bytes);
+        for (int b = 0; b < k_blocks; ++b) {
+          std::uint8_t* target = tokens_of(shared, stage.index, b);
+          const int column = (block + b) * kRecordK;
+          for (int i = rank; i < num_many; i += kTile.cluster) {
+            copy_rows(many, full, target + i * kManyRows * 128, column, first_row + i * kManyRows);
+          }
+          for (int i = rank; i < num_few; i += kTile.cluster) {
+            const int n = num_many * kManyRows + i * kFewRows;
+            copy_rows(few, full, target + n * 128, column, first_row + n);
           }
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
         stage.advance();
-        if (++behind > Config::kLag) {
-          asm volatile("cp.async.wait_group %0;" ::"n"(Config::kLag) : "memory");
-          announce();
-          --behind;
-        }
       }
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
-      for (; behind > 0; --behind) announce();
     }
   }
 
@@ -308,9 +345,15 @@ struct GemmKernel {
     int row_group, k_group;
   };
 
+  /// To all blocks of the cluster: each loads rows for this one.
   __device__ static void release(Shared& shared, int stage) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) Barrier::arrive(&shared.stage_free[stage]);
+    const int lane = threadIdx.x % 32;
+    if constexpr (kTile.cluster == 1) {
+      if (lane == 0) Barrier::arrive(&shared.stage_free[stage]);
+    } else {
+      Barrier::arrive(&shared.stage_free[stage], lane, lane < kTile.cluster);
+    }
   }
 
   /// The K blocks of an item that a K group multiplies: k_group, k_group + k_groups, ..., one to a
@@ -615,38 +658,49 @@ struct GemmKernel {
 
 /// kTile by its number: nvcc cannot name kernels with class-type template arguments.
 template <typename Weights, int kConfig>
-__global__ __launch_bounds__(
-    (GemmConfig<Weights, kTileConfigs[kConfig]>::kThreads),
-    1) void grouped_gemm_kernel(const __grid_constant__ GroupedGemm problem) {
-  using Kernel = GemmKernel<Weights, kTileConfigs[kConfig]>;
+__global__ __launch_bounds__((GemmConfig<Weights, kTileConfigs[kConfig]>::kThreads),
+                             1) void grouped_gemm_kernel(const __grid_constant__ GroupedGemm
+                                                             problem,
+                                                         const __grid_constant__ RowMaps maps) {
+  constexpr TileConfig kTile = kTileConfigs[kConfig];
+  using Kernel = GemmKernel<Weights, kTile>;
   using Config = typename Kernel::Config;
   extern __shared__ std::uint8_t memory[];
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
+  const int rank = kTile.cluster > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Config::kStages; ++s) {
-      Barrier::init(&shared.stage_full[s], 1 + Config::kRowWarps);
-      Barrier::init(&shared.stage_free[s], Config::kMultiplyWarps);
+      Barrier::init(&shared.stage_full[s], 2);  // weights and rows
+      Barrier::init(&shared.stage_free[s], Config::kMultiplyWarps * kTile.cluster);
     }
     for (int s = 0; s < Config::kItemSlots; ++s) {
       Barrier::init(&shared.item_full[s], 1);
-      Barrier::init(&shared.item_free[s], Config::kRowWarps + Config::kMultiplyWarps);
+      Barrier::init(&shared.item_free[s], 1 + Config::kMultiplyWarps);
+      Barrier::init(&shared.number_full[s], 1);
+      Barrier::init(&shared.number_free[s], kTile.cluster > 1 ? kTile.cluster - 1 : 1);
     }
     cutlass::arch::fence_barrier_init();
   }
   cudaGridDependencySynchronize();
   Kernel::count_tiles(shared, problem);
+  if constexpr (kTile.cluster > 1) cute::cluster_sync();
 
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kLoadRegisters>();
-    if (threadIdx.x == 0) {
-      Kernel::load_weights(shared, problem);
-    } else if (threadIdx.x >= Config::kFirstRowThread) {
-      Kernel::load_tokens(shared, problem);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (warp == 0 && cute::elect_one_sync()) {
+      Kernel::load_weights(shared, problem, rank);
+    } else if (warp == 1 && cute::elect_one_sync()) {
+      Kernel::load_tokens(shared, problem, maps, rank);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kMultiplyRegisters>();
     Kernel::multiply_tiles(shared, problem);
+  }
+  if constexpr (kTile.cluster > 1) {  // others may still arrive at this block's barriers
+    __syncwarp();
+    cute::cluster_sync();
   }
 }
 

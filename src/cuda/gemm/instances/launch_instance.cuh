@@ -17,10 +17,19 @@ inline unsigned num_multiprocessors() {
 
 template <typename Weights, int kConfig>
 void launch_instance(const GroupedGemm& problem, void* stream) {
-  using Kernel = GemmKernel<Weights, kTileConfigs[kConfig]>;
-  launch(grouped_gemm_kernel<Weights, kConfig>, dim3(num_multiprocessors()),
-         dim3(Kernel::Config::kThreads), sizeof(typename Kernel::Shared),
-         static_cast<cudaStream_t>(stream), true, problem);
+  constexpr TileConfig kTile = kTileConfigs[kConfig];
+  using Kernel = GemmKernel<Weights, kTile>;
+  RowMaps maps{};
+  for (int i = 0; i < problem.num_phases; ++i) {
+    const GemmPhase& phase = problem.phases[i];
+    const MappedRows rows{phase.x, phase.x_rows, phase.k, phase.x_pitch};
+    maps.few[i] = make_tensor_map(rows, kFewRows);
+    if (kTile.max_tokens >= kManyRows) maps.many[i] = make_tensor_map(rows, kManyRows);
+  }
+  const unsigned blocks = num_multiprocessors() / kTile.cluster * kTile.cluster;
+  launch_clusters(grouped_gemm_kernel<Weights, kConfig>, kTile.cluster, dim3(blocks),
+                  dim3(Kernel::Config::kThreads), sizeof(typename Kernel::Shared),
+                  static_cast<cudaStream_t>(stream), true, problem, maps);
 }
 
 }  // namespace fusedmoe::cuda

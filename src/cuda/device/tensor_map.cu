@@ -1,0 +1,44 @@
+#include "cuda/device/tensor_map.h"
+
+#include <string>
+
+#include "cuda/device/check.h"
+
+namespace fusedmoe::cuda {
+namespace {
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+/// From the driver at run time: a build must start where there is none.
+Encode find_encode() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  FUSEDMOE_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                       cudaEnableDefault, &result));
+  if (result != cudaDriverEntryPointSuccess) {
+    throw Error("cuTensorMapEncodeTiled", "missing in the driver", "there: CUDA 12 or later");
+  }
+  return reinterpret_cast<Encode>(function);
+}
+
+}  // namespace
+
+CUtensorMap make_tensor_map(const MappedRows& rows, int box_rows) {
+  static const Encode encode = find_encode();
+  const cuuint64_t extents[2] = {static_cast<cuuint64_t>(rows.columns),
+                                 static_cast<cuuint64_t>(rows.rows)};
+  const cuuint64_t pitch[1] = {static_cast<cuuint64_t>(rows.pitch) * 2};
+  const cuuint32_t box[2] = {64, static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[2] = {1, 1};
+  CUtensorMap map;
+  const CUresult result =
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(rows.data), extents,
+             pitch, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw Error("cuTensorMapEncodeTiled", "error " + std::to_string(result), "successful");
+  }
+  return map;
+}
+
+}  // namespace fusedmoe::cuda

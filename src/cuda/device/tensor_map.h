@@ -1,0 +1,22 @@
+// Tensor maps of the bulk tensor copy engine (TMA).
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace fusedmoe::cuda {
+
+/// Rows of bf16 in device memory, 16-byte aligned.
+struct MappedRows {
+  const void* data = nullptr;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  std::int64_t pitch = 0;  ///< elements, a multiple of 8
+};
+
+/// Copies boxes of `box_rows` rows by 64 columns in the 128-byte swizzle; zeros beyond the edges.
+/// Throws Error when the driver refuses.
+CUtensorMap make_tensor_map(const MappedRows& rows, int box_rows);
+
+}  // namespace fusedmoe::cuda
