@@ -3,8 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
+#include <utility>
 
 namespace fusedmoe::cuda {
 namespace {
@@ -25,15 +25,6 @@ double rows_per_hit_expert(const GemmShape& shape) {
 /// Rows in f32 up to so many bytes stay in the L2, where they cost little.
 constexpr std::int64_t kBytesF32 = std::int64_t{16} << 20;
 
-/// Takes a number behind `prefix` off the front.
-bool take(std::string_view& text, std::string_view prefix, int& value) {
-  if (!text.starts_with(prefix)) return false;
-  const char* const begin = text.data() + prefix.size();
-  const auto [rest, error] = std::from_chars(begin, text.data() + text.size(), value);
-  text.remove_prefix(static_cast<std::size_t>(rest - text.data()));
-  return error == std::errc();
-}
-
 }  // namespace
 
 std::string to_string(const GemmPlan& plan) {
@@ -42,20 +33,20 @@ std::string to_string(const GemmPlan& plan) {
 }
 
 std::optional<GemmPlan> parse_plan(std::string_view text) {
-  int rows = 0, max_tokens = 0, k_groups = 0;
-  GemmPlan plan;
-  if (!take(text, "", rows) || !take(text, "x", max_tokens) || !take(text, "k", k_groups) ||
-      !take(text, " splits ", plan.splits)) {
-    return std::nullopt;
-  }
-  plan.rows_f32 = text == " f32";
-  if (!plan.rows_f32 && text != " bf16") return std::nullopt;
-  for (const TileConfig& tile : tile_configs()) {
-    if (tile.tile_row_blocks() * kRecordRows == rows && tile.max_tokens == max_tokens &&
-        tile.k_groups == k_groups) {
-      plan.tile = tile;
-      return plan;
+  static const auto kPlans = [] {
+    std::vector<std::pair<std::string, GemmPlan>> plans;
+    for (const TileConfig& tile : tile_configs()) {
+      for (const int splits : kSplits) {
+        for (const bool rows_f32 : {false, true}) {
+          const GemmPlan plan{tile, splits, rows_f32};
+          plans.emplace_back(to_string(plan), plan);
+        }
+      }
     }
+    return plans;
+  }();
+  for (const auto& [name, plan] : kPlans) {
+    if (name == text) return plan;
   }
   return std::nullopt;
 }

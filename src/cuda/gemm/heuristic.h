@@ -20,9 +20,9 @@ struct GemmPlan {
   constexpr bool operator==(const GemmPlan&) const = default;
 };
 
-/// "64x16k4 splits 2 f32"
+/// "64x16k4c1 splits 2 f32"
 std::string to_string(const GemmPlan& plan);
-/// Inverse; none for anything else. Allocates nothing.
+/// Inverse, of plans whose tile is compiled; none for anything else.
 std::optional<GemmPlan> parse_plan(std::string_view text);
 
 /// What the choice depends on.
