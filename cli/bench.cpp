@@ -7,11 +7,12 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
-#include <charconv>
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "bench_problem.h"
+#include "bench_subject.h"
 #include "commands.h"
 #include "fusedmoe/error.h"
 #include "fusedmoe/selection.h"
@@ -22,11 +23,11 @@ namespace fusedmoe::cli {
 namespace {
 
 struct Options {
-  std::vector<std::string> models;
+  BenchSubjects subjects;
   std::vector<std::string> schemes;
   std::vector<std::string> experts;
   std::vector<std::int64_t> tokens;
-  std::string shape, replay_routing;
+  std::string replay_routing;
   std::string device = "cpu";
   std::string dtype = "bf16";
   std::string skew = "balanced";
@@ -52,6 +53,10 @@ std::string number(const Row& row, double value, int digits) {
   return row.result.samples ? fmt::format("{:.{}f}", value, digits) : "-";
 }
 
+std::string or_dash(const std::string& text) {
+  return text.empty() ? "-" : text;
+}
+
 const std::vector<Column>& columns() {
   static const std::vector<Column> table{
       {"model", [](const Row& r) { return r.model; }},
@@ -59,6 +64,7 @@ const std::vector<Column>& columns() {
       {"dtype", [](const Row& r) { return r.dtype; }},
       {"experts", [](const Row& r) { return r.implementation; }},
       {"tokens", [](const Row& r) { return fmt::format("{}", r.result.num_tokens); }},
+      {"tile_plan", [](const Row& r) { return or_dash(r.result.tile_plan); }},
       {"distinct", [](const Row& r) { return number(r, r.result.distinct_experts, 1); }},
       {"median_ms", [](const Row& r) { return number(r, r.result.median_ms, 4); }},
       {"floor_ms", [](const Row& r) { return number(r, r.result.floor_ms, 4); }},
@@ -116,6 +122,7 @@ void print_json(const std::vector<Row>& rows) {
                    {"dtype", row.dtype},
                    {"experts", row.implementation},
                    {"num_tokens", r.num_tokens},
+                   {"tile_plan", r.tile_plan},
                    {"distinct_experts", r.distinct_experts},
                    {"median_ms", r.median_ms},
                    {"min_ms", r.min_ms},
@@ -153,40 +160,6 @@ void print_load(const Options& options, const std::vector<Row>& rows) {
   }
 }
 
-/// Largest accepted error of a timed configuration: the bound of the golden tests for bf16, and
-/// likewise for the sums of f32 and the rounding of f16. Sums of another order may quantize a value
-/// at a tie to the other neighbour, which moves it by a whole step.
-double error_bound(DType dtype, const QuantScheme& scheme) {
-  if (scheme.activations) return 2e-2;
-  return dtype == DType::kBF16 ? 1e-2 : dtype == DType::kF16 ? 2e-3 : 2e-5;
-}
-
-/// What is timed: a model's layer or a given shape.
-struct Subject {
-  std::string name;
-  ModelConfig model;
-};
-
-/// "2880x2880x32x4": hidden, intermediate, experts, topk.
-Subject parse_shape(const std::string& text) {
-  Subject subject{text, {}};
-  ModelConfig& model = subject.model;
-  std::int64_t* const sizes[] = {&model.hidden, &model.intermediate, &model.router.num_experts,
-                                 &model.router.topk};
-  const char* begin = text.data();
-  const char* const end = begin + text.size();
-  for (std::int64_t* size : sizes) {
-    const auto [rest, error] = std::from_chars(begin, end, *size);
-    const bool last = size == sizes[3];
-    if (error != std::errc() || *size < 1 || (last ? rest != end : rest == end || *rest != 'x')) {
-      throw Error("--shape", text, "HIDDENxINTERMEDIATExEXPERTSxTOPK, positive numbers");
-    }
-    begin = rest + 1;
-  }
-  model.router.validate();
-  return subject;
-}
-
 /// Why a configuration is left out of "all" schemes; empty when it is timed. The reference is timed
 /// only by name.
 std::string why_not_timed(const MoeConfig& config, const std::string& experts) {
@@ -204,7 +177,7 @@ std::string why_not_timed(const MoeConfig& config, const std::string& experts) {
 }
 
 /// Names of the schemes to time; "all": those that the experts serve, and a word on the others.
-std::vector<std::string> schemes_of(const Options& options, const Subject& subject,
+std::vector<std::string> schemes_of(const Options& options, const BenchSubject& subject,
                                     const std::string& experts) {
   if (options.schemes.empty()) return {name(subject.model.scheme)};
   if (options.schemes != std::vector<std::string>{"all"}) return options.schemes;
@@ -223,7 +196,7 @@ std::vector<std::string> schemes_of(const Options& options, const Subject& subje
   return names;
 }
 
-bool run_scheme(const Options& options, const Subject& subject, const std::string& scheme,
+bool run_scheme(const Options& options, const BenchSubject& subject, const std::string& scheme,
                 const std::string& experts, std::vector<Row>& rows) {
   BenchOptions bench_options;
   bench_options.model = subject.model;
@@ -277,13 +250,8 @@ void run(const Options& options) {
   if (options.threads > 0) set_num_threads(options.threads);
   bool right = true;
   std::vector<Row> rows;
-  std::vector<Subject> subjects;
-  if (!options.shape.empty()) subjects.push_back(parse_shape(options.shape));
-  for (const std::string& model : options.models) {
-    subjects.push_back({model, parse_model_config(model_preset(model))});
-  }
   const std::vector<std::string> best{""};
-  for (const Subject& subject : subjects) {
+  for (const BenchSubject& subject : options.subjects.get()) {
     for (const std::string& experts : options.experts.empty() ? best : options.experts) {
       for (const std::string& scheme : schemes_of(options, subject, experts)) {
         right = run_scheme(options, subject, scheme, experts, rows) && right;
@@ -311,12 +279,7 @@ void run(const Options& options) {
 void add_bench(CLI::App& app) {
   auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand("bench", "Time the experts of a model's MoE layer");
-  CLI::Option_group* subject = command->add_option_group("subject");
-  subject->require_option(1);
-  subject->add_option("--model", options->models, "Model presets")
-      ->delimiter(',')
-      ->check(CLI::IsMember(model_preset_names()));
-  subject->add_option("--shape", options->shape, "HIDDENxINTERMEDIATExEXPERTSxTOPK");
+  options->subjects.add_to(*command);
   command->add_option("--scheme", options->schemes, "Schemes, or all (default: as published; bf16)")
       ->delimiter(',');
   command

@@ -44,6 +44,7 @@ struct BenchRow {
   double floor_ms = 0;          ///< max(bytes / bandwidth, FLOP / rate) of the median sample
   double ratio = 0;             ///< median over samples of time / floor
   double relative_error = 0;    ///< max-norm, of check_rows tokens against `reference`
+  std::string tile_plan;        ///< that ran; empty where the experts have one way only
   LoadStatistics load;          ///< of the tokens of all samples together
   std::string note;             ///< why there is nothing to see, otherwise empty
 
@@ -59,6 +60,9 @@ class LayerBench {
   /// "cpu+no_ep"
   virtual std::string implementation() const = 0;
   virtual BenchRow run(std::int64_t num_tokens) = 0;
+  /// A row for each tile plan, all with the same inputs; first the one that the experts choose
+  /// without tuned plans. None where they have one way only.
+  virtual std::vector<BenchRow> run_tile_plans(std::int64_t) { return {}; }
 };
 
 /// For the device of the options: layer_bench.cpp for the CPU, device_bench.cpp for CUDA.

@@ -15,6 +15,11 @@ namespace fusedmoe::cli {
 
 double median(std::vector<double> values);
 
+/// Largest accepted error of a timed configuration: the bound of the golden tests for bf16, and
+/// likewise for the sums of f32 and the rounding of f16. Sums of another order may quantize a value
+/// at a tie to the other neighbour, which moves it by a whole step.
+double error_bound(DType dtype, const QuantScheme& scheme);
+
 /// Tensors of one number of tokens, on one device.
 struct BenchBuffers {
   Tensor hidden_states, output, topk_ids, topk_weights, workspace;
@@ -48,10 +53,12 @@ class BenchProblem {
   /// The next routing, into host tensors: drawn or replayed. Distinct experts for each token;
   /// single tokens walk through all experts, so that weights are cold.
   void route(const TensorView& topk_ids, const TensorView& topk_weights);
-  /// Error of the first rows against `reference` with the same inputs; infinite where only one of
-  /// them has a NaN or an infinity. Rows that depend on their batch are computed again in a smaller
-  /// one.
-  double relative_error(const testing::Case& spec, const BenchBuffers& timed) const;
+  /// The first rows as `reference` computes them from the same inputs.
+  Tensor expected_rows(const testing::Case& spec, const BenchBuffers& timed) const;
+  /// Error of the first rows against those; infinite where only one of them has a NaN or an
+  /// infinity. Rows that depend on their batch are computed again in a smaller one.
+  double relative_error(const testing::Case& spec, const BenchBuffers& timed,
+                        const Tensor& expected) const;
 
  private:
   std::int32_t draw_expert(std::int64_t num_tokens);

@@ -14,5 +14,6 @@ void add_explain(CLI::App& app);
 void add_doctor(CLI::App& app);
 void add_bench(CLI::App& app);
 void add_compare(CLI::App& app);
+void add_tune(CLI::App& app);
 
 }  // namespace fusedmoe::cli

@@ -8,6 +8,7 @@
 
 #include "bench_problem.h"
 #include "fusedmoe/runtime.h"
+#include "fusedmoe/tune.h"
 
 namespace fusedmoe::cli {
 namespace {
@@ -22,14 +23,22 @@ class DeviceBench final : public LayerBench {
         stream_(problem_.options().device),
         flushed_(Tensor::empty({kFlushBytes}, DType::kU8, problem_.options().device)) {}
   std::string implementation() const override { return problem_.implementation(); }
-  BenchRow run(std::int64_t num_tokens) override;
+  BenchRow run(std::int64_t num_tokens) override { return measure(make_inputs(num_tokens)); }
+  std::vector<BenchRow> run_tile_plans(std::int64_t num_tokens) override;
 
  private:
-  struct Routed {
-    BenchBuffers buffers;
-    double distinct;
-    Graph graph;
+  /// One number of tokens.
+  struct Inputs {
+    testing::Case spec;
+    std::vector<BenchBuffers> routed;  // one for each routing; the rest is shared
+    std::vector<double> distinct;      // experts hit by each
+    LoadStatistics load;
+    Tensor expected;  // rows of the first, by the reference
   };
+  Inputs make_inputs(std::int64_t num_tokens);
+  std::vector<std::string> tile_plans(std::int64_t num_tokens) const;
+  /// The plan that the thread has pinned, or the chosen one.
+  BenchRow measure(const Inputs& inputs);
   double time_us(const Graph& graph);
 
   BenchProblem problem_;
@@ -47,45 +56,69 @@ double DeviceBench::time_us(const Graph& graph) {
   return 1e3 * elapsed_ms(start, end);
 }
 
-BenchRow DeviceBench::run(std::int64_t num_tokens) {
-  const testing::Case spec = problem_.spec(num_tokens);
+DeviceBench::Inputs DeviceBench::make_inputs(std::int64_t num_tokens) {
   const BenchOptions& options = problem_.options();
-  const BenchWork work(spec, problem_.weight_bytes());
+  Inputs inputs;
+  inputs.spec = problem_.spec(num_tokens);
+  const testing::Case& spec = inputs.spec;
   const BenchBuffers first(problem_.kernel(), problem_.packed(), spec, options.dtype);
   const Tensor ids = Tensor::empty({num_tokens, spec.topk}, DType::kI32);
   const Tensor weights = to_device(first.topk_weights, {});
   std::vector<std::int32_t> all_ids;
-  std::deque<Routed> routed;
   for (std::size_t i = 0; i < kRoutings; ++i) {
     problem_.route(ids, weights);
     const auto* values = ids.as<const std::int32_t>();
     all_ids.insert(all_ids.end(), values, values + ids.numel());
-    BenchBuffers buffers = first;  // all but the routing is shared
+    BenchBuffers buffers = first;
     buffers.topk_ids = to_device(Tensor(ids, nullptr), options.device);
     buffers.topk_weights = to_device(weights, options.device);
+    inputs.routed.push_back(std::move(buffers));
+    inputs.distinct.push_back(
+        static_cast<double>(load_statistics(ids, spec.num_experts).distinct_experts));
+  }
+  const auto rows = static_cast<std::int64_t>(all_ids.size()) / spec.topk;
+  inputs.load =
+      load_statistics(TensorView(all_ids.data(), DType::kI32, {rows, spec.topk}), spec.num_experts);
+  inputs.expected = problem_.expected_rows(spec, inputs.routed.front());
+  return inputs;
+}
+
+std::vector<std::string> DeviceBench::tile_plans(std::int64_t num_tokens) const {
+  const BenchOptions& options = problem_.options();
+  const ModularKernel& kernel = problem_.kernel();
+  const ProblemSize size = ProblemSize::of(problem_.packed().info(), num_tokens,
+                                           options.model.router.topk, options.dtype);
+  return kernel.experts().tile_plans(kernel.prepare_finalize().problem_size(size), options.device);
+}
+
+BenchRow DeviceBench::measure(const Inputs& inputs) {
+  const testing::Case& spec = inputs.spec;
+  const BenchOptions& options = problem_.options();
+  const BenchWork work(spec, problem_.weight_bytes());
+  std::deque<Graph> graphs;
+  for (const BenchBuffers& buffers : inputs.routed) {
     const auto forward = [&] {
       buffers.run(problem_.kernel(), problem_.packed(), spec.num_experts, stream_);
     };
     forward();
     synchronize(stream_);
-    Graph graph(stream_, forward);
-    const auto distinct =
-        static_cast<double>(load_statistics(ids, spec.num_experts).distinct_experts);
-    routed.push_back({std::move(buffers), distinct, std::move(graph)});
+    graphs.emplace_back(stream_, forward);
   }
 
   BenchRow row;
-  row.num_tokens = num_tokens;
+  row.num_tokens = spec.num_tokens;
+  row.load = inputs.load;
+  if (const auto plans = tile_plans(spec.num_tokens); !plans.empty()) row.tile_plan = plans.front();
   std::vector<double> times, ratios, floors;
   const std::int64_t samples = std::max<std::int64_t>(options.min_samples, 5 * kRoutings);
   for (std::int64_t i = 0; i < samples; ++i) {
-    const Routed& now = routed[static_cast<std::size_t>(i) % kRoutings];
-    const double bytes = now.distinct * work.expert_bytes;
+    const std::size_t now = static_cast<std::size_t>(i) % kRoutings;
+    const double bytes = inputs.distinct[now] * work.expert_bytes;
     floors.push_back(1e6 *
                      std::max(bytes / options.device_bandwidth, work.flops / options.device_flops));
-    times.push_back(time_us(now.graph));
+    times.push_back(time_us(graphs[now]));
     ratios.push_back(times.back() / floors.back());
-    row.distinct_experts += now.distinct / static_cast<double>(samples);
+    row.distinct_experts += inputs.distinct[now] / static_cast<double>(samples);
   }
   row.samples = samples;
   row.median_ms = 1e-3 * median(times);
@@ -98,13 +131,25 @@ BenchRow DeviceBench::run(std::int64_t num_tokens) {
   std::sort(times.begin(), times.end());
   row.min_ms = 1e-3 * times.front();
   row.p99_ms = 1e-3 * times[(times.size() - 1) * 99 / 100];
-  const auto rows = static_cast<std::int64_t>(all_ids.size()) / spec.topk;
-  row.load =
-      load_statistics(TensorView(all_ids.data(), DType::kI32, {rows, spec.topk}), spec.num_experts);
-  routed.front().graph.launch(stream_);
+  // What another plan left there must not pass for a result.
+  fill_bytes(inputs.routed.front().output, 0xff, stream_);
+  graphs.front().launch(stream_);
   synchronize(stream_);
-  row.relative_error = problem_.relative_error(spec, routed.front().buffers);
+  row.relative_error = problem_.relative_error(spec, inputs.routed.front(), inputs.expected);
   return row;
+}
+
+std::vector<BenchRow> DeviceBench::run_tile_plans(std::int64_t num_tokens) {
+  const PinnedTilePlan untuned("");
+  std::vector<BenchRow> rows;
+  const std::vector<std::string> plans = tile_plans(num_tokens);
+  if (plans.empty()) return rows;
+  const Inputs inputs = make_inputs(num_tokens);
+  for (const std::string& plan : plans) {
+    const PinnedTilePlan pinned(plan);
+    rows.push_back(measure(inputs));
+  }
+  return rows;
 }
 
 }  // namespace

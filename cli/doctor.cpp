@@ -1,6 +1,7 @@
 // fusedmoe doctor: what this build finds on this machine.
 #include <fmt/format.h>
 
+#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -10,7 +11,9 @@
 
 #include "commands.h"
 #include "fusedmoe/device.h"
+#include "fusedmoe/error.h"
 #include "fusedmoe/selection.h"
+#include "fusedmoe/tune.h"
 #include "fusedmoe/version.h"
 #include "support.h"
 
@@ -44,6 +47,19 @@ std::string experts_names() {
   return names;
 }
 
+std::string tuned_plans_text() {
+  const std::string path = tuned_plans_path().string();
+  if (path.empty()) return "none";
+  try {
+    // Not tuned_plans(), which is silent about a cached file that cannot be read.
+    return std::filesystem::exists(path)
+               ? fmt::format("{} in {}", TunedPlans::load(path).plans().size(), path)
+               : fmt::format("none in {}", path);
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
 std::vector<std::pair<std::string, std::string>> findings() {
   return {
       {"fusedmoe", FUSEDMOE_VERSION},
@@ -56,6 +72,7 @@ std::vector<std::pair<std::string, std::string>> findings() {
       {"huge pages", first_line("/sys/kernel/mm/transparent_hugepage/enabled")},
       {"cuda", cuda_device_summary()},
       {"experts", experts_names()},
+      {"tuned plans", tuned_plans_text()},
   };
 }
 

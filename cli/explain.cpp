@@ -31,6 +31,14 @@ std::size_t workspace_bytes(const Selection& selection, const MoeConfig& config,
                                 config.apply_router_weight_on_input);
 }
 
+/// Of the experts, for these tokens; empty where they have one way to run.
+std::string tile_plan(const Selection& selection, std::int64_t num_tokens) {
+  const ProblemSize size =
+      selection.prepare_finalize->problem_size(ProblemSize::of(selection.config, num_tokens));
+  const auto plans = selection.experts->tile_plans(size, selection.config.device);
+  return plans.empty() ? "" : plans.front();
+}
+
 /// With the shared experts that a layer of the model would have besides.
 std::string plan_json(const Options& options, const ModelConfig& model,
                       const Selection& selection) {
@@ -73,6 +81,7 @@ void run(const Options& options) {
   }
   const std::size_t workspace =
       selection ? workspace_bytes(selection, config, options.num_tokens) : 0;
+  const std::string tiles = selection ? tile_plan(selection, options.num_tokens) : "";
   if (options.json) {
     fmt::print("{}\n", nlohmann::json{{"family", name(model.family)},
                                       {"scheme", name(config.scheme)},
@@ -80,6 +89,7 @@ void run(const Options& options) {
                                       {"device", to_string(device)},
                                       {"num_tokens", options.num_tokens},
                                       {"workspace_bytes", workspace},
+                                      {"tile_plan", tiles},
                                       {"candidates", nlohmann::json::parse(selection.json())}}
                            .dump());
   } else {
@@ -90,6 +100,7 @@ void run(const Options& options) {
     if (selection) {
       fmt::print("\nworkspace for {} tokens: {}\n", options.num_tokens,
                  format_bytes(static_cast<std::int64_t>(workspace)));
+      if (!tiles.empty()) fmt::print("tile plan for {} tokens: {}\n", options.num_tokens, tiles);
     }
   }
   if (!selection) {
@@ -122,7 +133,9 @@ void add_explain(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
       ->capture_default_str();
-  command->add_option("--tokens", options->num_tokens, "Tokens the workspace is computed for")
+  command
+      ->add_option("--tokens", options->num_tokens,
+                   "Tokens the workspace and the tile plan are for")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   command->add_flag("--json", options->json, "Print one JSON object instead of text");

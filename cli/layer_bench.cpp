@@ -135,7 +135,8 @@ BenchRow CpuBench::run(std::int64_t num_tokens) {
   const auto rows = static_cast<std::int64_t>(all_ids.size()) / spec.topk;
   row.load =
       load_statistics(TensorView(all_ids.data(), DType::kI32, {rows, spec.topk}), spec.num_experts);
-  row.relative_error = problem_.relative_error(spec, buffers);
+  row.relative_error =
+      problem_.relative_error(spec, buffers, problem_.expected_rows(spec, buffers));
   summarize(std::move(samples), work, row);
   return row;
 }

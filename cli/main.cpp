@@ -35,6 +35,7 @@ int main(int argc, char** argv) {
   fusedmoe::cli::add_doctor(app);
   fusedmoe::cli::add_bench(app);
   fusedmoe::cli::add_compare(app);
+  fusedmoe::cli::add_tune(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -40,6 +40,10 @@ FUSEDMOE_API int cuda_device_count();
 /// throws.
 FUSEDMOE_API std::string device_problem(Device device);
 
+/// The device's own name: "NVIDIA H200"; "cpu". Empty where device_problem() has an answer. Lives
+/// as long as the program. Never throws.
+FUSEDMOE_API std::string_view device_name(Device device);
+
 /// One line per device: name, compute capability, memory; or one line "none: <why>".
 FUSEDMOE_API std::string cuda_device_summary();
 

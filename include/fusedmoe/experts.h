@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "fusedmoe/activation.h"
 #include "fusedmoe/device.h"
@@ -215,7 +216,11 @@ class FUSEDMOE_API Experts {
   virtual bool expects_unquantized_inputs(const QuantScheme& scheme) const;
   /// True if finalize's sum is already in the output (kNoOp), else who does it.
   virtual WeightAndReduce weight_and_reduce() const = 0;
+  /// Enough for every tile plan of the problem, so that pinned and tuned ones never change it.
   virtual WorkspacePlan plan(const ProblemSize& problem) const = 0;
+  /// Names of the ways in which apply() can run the problem on `device`, the one that it would run
+  /// now first; see tune.h. Empty: there is one way.
+  virtual std::vector<std::string> tile_plans(const ProblemSize& problem, Device device) const;
   /// Of the packed weights; another number is another layout.
   virtual int layout_version() const { return 1; }
 

@@ -24,5 +24,6 @@
 #include "fusedmoe/scale_layout.h"
 #include "fusedmoe/selection.h"
 #include "fusedmoe/tensor.h"
+#include "fusedmoe/tune.h"
 #include "fusedmoe/version.h"
 #include "fusedmoe/weights.h"

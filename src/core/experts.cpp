@@ -81,6 +81,10 @@ bool Experts::expects_unquantized_inputs(const QuantScheme& scheme) const {
   return !scheme.activations || scheme.activations->value == DType::kE2M1;
 }
 
+std::vector<std::string> Experts::tile_plans(const ProblemSize&, Device) const {
+  return {};
+}
+
 ExpertWeights Experts::unpack(const PackedWeights&, std::int64_t) const {
   throw Error("experts", std::string(name()), "an implementation that can unpack weights");
 }

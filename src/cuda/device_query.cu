@@ -72,6 +72,25 @@ std::string device_problem(Device device) {
   return problems.of_device[index];
 }
 
+std::string_view device_name(Device device) {
+  if (device.is_cpu()) return "cpu";
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> list(static_cast<std::size_t>(cuda_device_count()));
+    for (std::size_t index = 0; index < list.size(); ++index) {
+      cudaDeviceProp properties{};
+      const Device device{DeviceKind::kCuda, static_cast<int>(index)};
+      if (device_problem(device).empty() &&
+          cudaGetDeviceProperties(&properties, device.index) == cudaSuccess) {
+        list[index] = properties.name;
+      }
+    }
+    return list;
+  }();
+  const auto index = static_cast<std::size_t>(device.index);
+  if (device.index < 0 || index >= names.size()) return {};
+  return names[index];
+}
+
 int cuda_device_count() {
   int count = 0;
   count_devices(count);

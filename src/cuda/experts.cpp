@@ -8,6 +8,7 @@
 
 #include "core/check.h"
 #include "core/experts_args.h"
+#include "core/tuning.h"
 #include "core/workspace.h"
 #include "cuda/activation.h"
 #include "cuda/combine.h"
@@ -108,6 +109,7 @@ class Sm90Experts final : public ModularExperts {
 
   Support supports(const MoeConfig& config) const override;
   WorkspacePlan plan(const ProblemSize& problem) const override;
+  std::vector<std::string> tile_plans(const ProblemSize& problem, Device device) const override;
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                       const PackProgress& progress) const override {
     return std::make_shared<CudaPackedWeights>(core::make_packed_info(*this, weights), format_,
@@ -127,18 +129,8 @@ class Sm90Experts final : public ModularExperts {
 
  private:
   bool batched() const { return variant_ == Variant::kBatched; }
-  GemmPlan plan_for(const ProblemSize& problem) const {
-    GemmShape shape;
-    shape.format = format_;
-    shape.batched = batched();
-    shape.batch_invariant = variant_ == Variant::kBatchInvariant;
-    shape.num_tokens = problem.num_tokens;
-    shape.topk = batched() ? 1 : problem.topk;
-    shape.num_local_experts = problem.num_local_experts;
-    shape.hidden = problem.hidden;
-    shape.intermediate = problem.intermediate;
-    return choose_plan(shape);
-  }
+  GemmShape shape_of(const ProblemSize& problem) const;
+  GemmPlan plan_for(const ProblemSize& problem, Device device) const;
   QuantScheme scheme() const {
     return format_ == WeightFormat::kBF16 ? schemes::unquantized(DType::kBF16)
                                           : schemes::mxfp4_w4a16();
@@ -192,13 +184,54 @@ WorkspacePlan Sm90Experts::plan(const ProblemSize& problem) const {
                           : Shape{problem.num_tokens, problem.hidden};
   plan.output_dtype = problem.dtype;
   if (problem.num_tokens == 0) return plan;
-  // Fewer tokens may run in a way that needs more: the size is that of the worst.
-  for (ProblemSize smaller = problem;; smaller.num_tokens /= 2) {
-    const Scratch scratch(smaller, variant_, plan_for(smaller), nullptr);
-    plan.workspace2_bytes = std::max(plan.workspace2_bytes, scratch.bytes);
-    if (smaller.num_tokens <= 1) break;
+  // The worst of all plans, for these and, as rows in f32 take more, for fewer tokens.
+  const std::int64_t most_f32 = max_tokens_f32(shape_of(problem));
+  for (const std::int64_t num_tokens :
+       {problem.num_tokens, std::min(problem.num_tokens, most_f32)}) {
+    if (num_tokens == 0) continue;
+    ProblemSize smaller = problem;
+    smaller.num_tokens = num_tokens;
+    for (const GemmPlan& tiles : valid_plans(shape_of(smaller))) {
+      const Scratch scratch(smaller, variant_, tiles, nullptr);
+      plan.workspace2_bytes = std::max(plan.workspace2_bytes, scratch.bytes);
+    }
   }
   return plan;
+}
+
+GemmShape Sm90Experts::shape_of(const ProblemSize& problem) const {
+  GemmShape shape;
+  shape.format = format_;
+  shape.batched = batched();
+  shape.batch_invariant = variant_ == Variant::kBatchInvariant;
+  shape.num_tokens = problem.num_tokens;
+  shape.topk = batched() ? 1 : problem.topk;
+  shape.num_local_experts = problem.num_local_experts;
+  shape.hidden = problem.hidden;
+  shape.intermediate = problem.intermediate;
+  return shape;
+}
+
+/// What is pinned, else what was tuned, else what the heuristic chooses. Tuned plans are for one
+/// number of tokens, so the batch-invariant experts do not look at them.
+GemmPlan Sm90Experts::plan_for(const ProblemSize& problem, Device device) const {
+  const GemmShape shape = shape_of(problem);
+  ProblemSize key = problem;
+  key.topk = shape.topk;
+  const std::string_view name = shape.batch_invariant
+                                    ? core::pinned_tile_plan().value_or("")
+                                    : core::preferred_tile_plan(device_name(device), name_, key);
+  const std::optional<GemmPlan> preferred = parse_plan(name);
+  return preferred && valid(shape, *preferred) ? *preferred : choose_plan(shape);
+}
+
+std::vector<std::string> Sm90Experts::tile_plans(const ProblemSize& problem, Device device) const {
+  if (problem.num_tokens == 0) return {};
+  std::vector<std::string> names{to_string(plan_for(problem, device))};
+  for (const GemmPlan& plan : valid_plans(shape_of(problem))) {
+    if (std::string name = to_string(plan); name != names.front()) names.push_back(std::move(name));
+  }
+  return names;
 }
 
 GroupedGemm Sm90Experts::make_problem(const ExpertsArgs& args, const Scratch& scratch,
@@ -285,7 +318,7 @@ void Sm90Experts::apply(const ExpertsArgs& args) const {
   check_alignment(args.hidden_states, "hidden_states");
   check_alignment(args.output, "output");
   if (problem.num_tokens == 0) return;
-  const GemmPlan plan = plan_for(problem);
+  const GemmPlan plan = plan_for(problem, args.output.device());
   const Scratch scratch(problem, variant_, plan, args.workspace2);
   GroupedGemm gemm = make_problem(args, scratch, plan);
   const std::int64_t counters = work_counters(plan.tile, scratch.rows, problem.num_local_experts);

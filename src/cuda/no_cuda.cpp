@@ -28,6 +28,10 @@ std::string device_problem(Device device) {
   return device.is_cpu() ? "" : kWithoutCuda;
 }
 
+std::string_view device_name(Device device) {
+  return device.is_cpu() ? "cpu" : "";
+}
+
 const core::DeviceRuntime& core::cuda_runtime() {
   fail();
 }

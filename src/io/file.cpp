@@ -111,6 +111,17 @@ std::filesystem::path temporary_name(const std::filesystem::path& path) {
          fmt::format(".{}.{}-{}.tmp", path.filename().string(), ::getpid(), counter++);
 }
 
+void rename_file(const std::filesystem::path& from, const std::filesystem::path& to) {
+  std::error_code failure;
+  std::filesystem::rename(from, to, failure);
+  if (failure) {
+    std::error_code ignored;
+    std::filesystem::remove(from, ignored);
+    throw Error(to.string(), "renaming failed: " + failure.message(), "a path for a file");
+  }
+  sync_directory(to.parent_path());
+}
+
 void sync_directory(const std::filesystem::path& directory) {
   const Descriptor descriptor(directory.empty() ? "." : directory, O_RDONLY | O_CLOEXEC);
   if (descriptor.value() >= 0) ::fsync(descriptor.value());

@@ -55,6 +55,9 @@ class FileWriter {
 /// A name beside `path` that nobody else uses.
 std::filesystem::path temporary_name(const std::filesystem::path& path);
 
+/// Gives a finished file its name, in the place of what has it; removes it where that fails.
+void rename_file(const std::filesystem::path& from, const std::filesystem::path& to);
+
 /// Flushes a directory entry, so that a rename survives a crash. Best effort.
 void sync_directory(const std::filesystem::path& directory);
 

@@ -147,13 +147,7 @@ void save_safetensors(const std::filesystem::path& path,
     }
     writer.finish();
   }
-  std::filesystem::rename(temporary, path, failure);
-  if (failure) {
-    std::error_code ignored;
-    std::filesystem::remove(temporary, ignored);
-    throw Error(path.string(), "renaming failed: " + failure.message(), "a path for a file");
-  }
-  io::sync_directory(path.parent_path());
+  io::rename_file(temporary, path);
 }
 
 }  // namespace fusedmoe

@@ -66,6 +66,10 @@ class Monolithic final : public MonolithicExperts {
     return plan;
   }
 
+  std::vector<std::string> tile_plans(const ProblemSize& problem, Device device) const override {
+    return experts_->tile_plans(problem, device);
+  }
+
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                       const PackProgress& progress) const override {
     return experts_->pack(weights, progress);

@@ -272,6 +272,20 @@ case $situation in
     refuses 'topk' "${small[@]}" --shape 64x64x8x9
     refuses 'fp9' "${small[@]}" --scheme fp9
     ;;
+  tune)
+    # Measuring needs a GPU; what comes before does not.
+    small=(tune --shape 64x64x8x2 --output plans.json)
+    refuses 'tile plans' "${small[@]}" --device cpu
+    refuses 'cuda:99' "${small[@]}" --device cuda:99
+    refuses '--tokens' "${small[@]}" --tokens 0
+    [[ ! -e plans.json ]] || fail "a file without plans"
+    echo '{"version": 1, "plans": [{}]}' >plans.json
+    refuses 'plans.json.plans\[0\]' "${small[@]}" --device cpu
+    FUSEDMOE_TUNED_PLANS=plans.json succeeds doctor
+    says '^tuned plans +plans.json.plans\[0\]'
+    FUSEDMOE_TUNED_PLANS='' succeeds doctor
+    says '^tuned plans +none$'
+    ;;
   doctor)
     succeeds doctor
     says '^instruction set +[a-z]'

@@ -4,12 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
+#include <utility>
 
 namespace fusedmoe::cuda {
 namespace {
 
-thread_local std::optional<GemmPlan> pinned;
+constexpr int kSplits[] = {1, 2, 4};
 
 /// Rows of an expert that has any, on average, when every token draws topk experts at random. In
 /// the batched format anything up to the capacity is possible: a quarter of it.
@@ -22,18 +22,8 @@ double rows_per_hit_expert(const GemmShape& shape) {
   return tokens * topk / std::max(1.0, experts * (1 - missed));
 }
 
-bool valid(const GemmShape& shape, const GemmPlan& plan) {
-  const bool one_order = plan.tile.k_groups == 1 && plan.splits == 1 && !plan.rows_f32;
-  if (shape.batch_invariant && !one_order) return false;
-  // The batched format's rows are the output.
-  return !shape.batched || (plan.splits == 1 && !plan.rows_f32);
-}
-
-/// Whether rows in f32 stay in the L2, where they cost little.
-bool rows_fit_f32(const GemmShape& shape) {
-  constexpr std::int64_t kBytes = std::int64_t{16} << 20;
-  return shape.num_tokens * shape.topk * shape.hidden * 4 <= kBytes;
-}
+/// Rows in f32 up to so many bytes stay in the L2, where they cost little.
+constexpr std::int64_t kBytesF32 = std::int64_t{16} << 20;
 
 }  // namespace
 
@@ -42,21 +32,53 @@ std::string to_string(const GemmPlan& plan) {
                      plan.rows_f32 ? "f32" : "bf16");
 }
 
+std::optional<GemmPlan> parse_plan(std::string_view text) {
+  static const auto kPlans = [] {
+    std::vector<std::pair<std::string, GemmPlan>> plans;
+    for (const TileConfig& tile : tile_configs()) {
+      for (const int splits : kSplits) {
+        for (const bool rows_f32 : {false, true}) {
+          const GemmPlan plan{tile, splits, rows_f32};
+          plans.emplace_back(to_string(plan), plan);
+        }
+      }
+    }
+    return plans;
+  }();
+  for (const auto& [name, plan] : kPlans) {
+    if (name == text) return plan;
+  }
+  return std::nullopt;
+}
+
+std::int64_t max_tokens_f32(const GemmShape& shape) {
+  return shape.batched || shape.batch_invariant ? 0 : kBytesF32 / (shape.topk * shape.hidden * 4);
+}
+
+bool valid(const GemmShape& shape, const GemmPlan& plan) {
+  const auto tiles = tile_configs();
+  return std::find(tiles.begin(), tiles.end(), plan.tile) != tiles.end() &&
+         std::find(std::begin(kSplits), std::end(kSplits), plan.splits) != std::end(kSplits) &&
+         // One order of the sums for all sizes.
+         (!shape.batch_invariant || plan.tile.k_groups == 1) &&
+         // The batched format's rows are the output, in bf16.
+         (!plan.rows_f32 || shape.num_tokens <= max_tokens_f32(shape)) &&
+         (plan.rows_f32 || plan.splits == 1);
+}
+
 std::vector<GemmPlan> valid_plans(const GemmShape& shape) {
+  const bool rows_f32 = shape.num_tokens <= max_tokens_f32(shape);
   std::vector<GemmPlan> plans;
   for (const TileConfig& tile : tile_configs()) {
-    for (const int splits : {1, 2, 4}) {
-      const GemmPlan plan{
-          tile, splits,
-          splits > 1 || (rows_fit_f32(shape) && !shape.batched && !shape.batch_invariant)};
-      if (valid(shape, plan) && (splits == 1 || rows_fit_f32(shape))) plans.push_back(plan);
+    for (const int splits : kSplits) {
+      const GemmPlan plan{tile, splits, rows_f32};
+      if (valid(shape, plan)) plans.push_back(plan);
     }
   }
   return plans;
 }
 
 GemmPlan choose_plan(const GemmShape& shape) {
-  if (pinned) return *pinned;
   // Counts of a random routing spread by about the square root of their mean.
   const double mean = rows_per_hit_expert(shape);
   const double rows = mean + std::sqrt(mean);
@@ -66,13 +88,6 @@ GemmPlan choose_plan(const GemmShape& shape) {
   };
   const auto found = std::find_if(plans.begin(), plans.end(), wide_enough);
   return found != plans.end() ? *found : plans.back();
-}
-
-PinnedPlan::PinnedPlan(const GemmPlan& plan) {
-  pinned = plan;
-}
-PinnedPlan::~PinnedPlan() {
-  pinned.reset();
 }
 
 }  // namespace fusedmoe::cuda

@@ -2,10 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cuda/gemm/grouped_gemm.h"
+#include "fusedmoe/tune.h"
 
 namespace fusedmoe::cuda {
 
@@ -17,8 +20,10 @@ struct GemmPlan {
   constexpr bool operator==(const GemmPlan&) const = default;
 };
 
-/// "64x16k4 splits 2 f32"
+/// "64x16k4c1 splits 2 f32"
 std::string to_string(const GemmPlan& plan);
+/// Inverse, of plans whose tile is compiled; none for anything else.
+std::optional<GemmPlan> parse_plan(std::string_view text);
 
 /// What the choice depends on.
 struct GemmShape {
@@ -33,16 +38,21 @@ struct GemmShape {
 };
 
 GemmPlan choose_plan(const GemmShape& shape);
-/// Every plan that computes the shape, the chosen one among them.
+/// Whether the plan computes the shape.
+bool valid(const GemmShape& shape, const GemmPlan& plan);
+/// Every plan worth measuring, the chosen one among them: the valid ones, but rows in bf16 only
+/// where they cannot be in f32, which is more exact.
 std::vector<GemmPlan> valid_plans(const GemmShape& shape);
+/// Tokens up to which rows may be in f32: where the scratch of the worst plan is largest.
+std::int64_t max_tokens_f32(const GemmShape& shape);
 
-/// While it lives, choose_plan() of this thread returns `plan`: to measure and to test each.
+/// While it lives, experts of this thread run `plan` where it is valid: to test each.
 class PinnedPlan {
  public:
-  explicit PinnedPlan(const GemmPlan& plan);
-  ~PinnedPlan();
-  PinnedPlan(const PinnedPlan&) = delete;
-  PinnedPlan& operator=(const PinnedPlan&) = delete;
+  explicit PinnedPlan(const GemmPlan& plan) : pin_(to_string(plan)) {}
+
+ private:
+  PinnedTilePlan pin_;
 };
 
 }  // namespace fusedmoe::cuda

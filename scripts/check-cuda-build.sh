@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Looks through the log of a build for what makes CUDA kernels slow without making them wrong, and at
+# the sizes of what was built:
+#
+#   scripts/check-cuda-build.sh LOG [PROGRAM...]
+#
+# * registers spilled to local memory: the GEMM kernels are compiled so that this already fails the
+#   build (src/CMakeLists.txt); all others are looked for here;
+# * wgmma instructions that ptxas serializes, or setmaxnreg that it ignores (its advices C7508 to
+#   C7519);
+# * a program of more than 60 MB.
+set -euo pipefail
+max_bytes=60000000
+status=0
+log=$1
+shift
+if grep -nE 'Registers are spilled|[1-9][0-9]* bytes spill|\(C75[01][0-9]\)|instructions are serialized|setmaxnreg. ignored' \
+  "$log"; then
+  echo "$log: kernels that spill or whose wgmma instructions are serialized" >&2
+  status=1
+fi
+for program in "$@"; do
+  bytes=$(stat -c %s "$program")
+  echo "$program: $((bytes / 1000000)) MB"
+  if ((bytes > max_bytes)); then
+    echo "$program: more than $max_bytes bytes" >&2
+    status=1
+  fi
+done
+exit $status

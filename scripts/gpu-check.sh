@@ -1,0 +1,167 @@
+#!/usr/bin/env bash
+# What a machine with a Hopper GPU can say of this tree: builds it, runs every GPU test, runs some of
+# them under each tool of compute-sanitizer, then the benchmark, and prints one table of times
+# against floors and peers. Results go to a folder, with the commit in their names.
+#
+#   scripts/gpu-check.sh [--steps build,tests,sanitizers,bench] [--output bench/results]
+#                        [--build build-cuda] [--commit NAME] [--seconds 480]
+#
+# Exit status: 0 only when everything passed. What has not begun after --seconds, or does not end
+# then, has failed.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
+
+steps=build,tests,sanitizers,bench
+output=bench/results
+build="build-cuda"
+commit=$(git describe --always --dirty --abbrev=7 2>/dev/null || echo unknown)
+jobs=$(nproc)
+seconds=480
+
+# tool of compute-sanitizer | test program | cases: each tool makes kernels 10 to 100 times slower
+checks=(
+  "memcheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*:*CudaExpertsTest*expert_map*:*CudaExpertsTest*size_360*:*CudaTileConfigTest*_9:*CudaTileConfigTest*_129"
+  "memcheck|cuda_router_test|CudaRouterTest.*:-*ManyTokens"
+  "memcheck|cuda_router_logits_test|*ANanToken*:*RoutingFollows*"
+  "memcheck|cuda_backend_test|*:-*AssignManySlots"
+  "memcheck|cuda_bitmatrix_test|*"
+  "memcheck|cuda_layer_test|CudaLayerTest.*"
+  "memcheck|cuda_runtime_test|*"
+  "racecheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*:*CudaTileConfigTest*_9"
+  "racecheck|cuda_router_test|CudaRouterTest.OneExpert*:CudaRouterTest.TheHistogram*"
+  "racecheck|cuda_backend_test|*Duplicates*:*RoutingOfShared*"
+  "initcheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*:*CudaExpertsTest*negative_ids*"
+  "initcheck|cuda_router_test|CudaRouterTest.OneExpert*:CudaRouterTest.TheHistogram*"
+  "initcheck|cuda_layer_test|CudaLayerTest.InPlace:CudaLayerTest.RoutedIds*"
+  "synccheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*:*CudaTileConfigTest*_129"
+  "synccheck|cuda_router_test|CudaRouterTest.*:-*ManyTokens"
+  "synccheck|cuda_backend_test|*Duplicates*:*RoutingOfShared*"
+)
+build_seconds=300
+test_seconds=150
+check_seconds=40   # each
+bench_seconds=120  # each model
+
+tokens=1,8,32,128,512,2048,8192
+# name of the result | scheme | routing | models
+benches=(
+  "mxfp4|mxfp4_w4a16|balanced|gpt-oss-20b gpt-oss-120b"
+  "bf16|bf16|balanced|gpt-oss-20b gpt-oss-120b mixtral-8x7b qwen3-30b-a3b qwen3-235b-a22b deepseek-v3 llama4-scout"
+  "mxfp4-zipf|mxfp4_w4a16|zipf|gpt-oss-20b gpt-oss-120b"
+)
+
+usage() {
+  sed -n '2,/^set /{s/^# \{0,1\}//;/^set /d;p}' "$0"
+  exit 2
+}
+while (($#)); do
+  (($# >= 2)) || usage
+  case $1 in
+    --steps) steps=$2 ;;
+    --output) output=$2 ;;
+    --build) build=$2 ;;
+    --commit) commit=$2 ;;
+    --seconds) seconds=$2 ;;
+    *) usage ;;
+  esac
+  shift 2
+done
+for step in ${steps//,/ }; do
+  [[ $step =~ ^(build|tests|sanitizers|bench)$ ]] || usage
+done
+wants() { [[ ,$steps, == *,$1,* ]]; }
+
+failures=()
+# step NAME COMMAND...: runs it, and remembers its name if it fails.
+step() {
+  local name=$1 start=$SECONDS status=0
+  shift
+  "$@" || status=$?
+  ((status == 0)) || failures+=("$name")
+  printf '=== %-44s %4d s  %s\n' "$name" $((SECONDS - start)) \
+    "$(case $status in 0) echo ok ;; 124) echo "TIMED OUT" ;; *) echo FAILED ;; esac)"
+  return $status
+}
+# within LIMIT COMMAND...: for so many seconds, and not longer than all of it may take.
+within() {
+  local limit=$1 left=$((seconds - SECONDS))
+  shift
+  ((left > 0)) || return 124
+  timeout $((limit < left ? limit : left)) "$@"
+}
+# The output of a command, if it fails.
+quietly() {
+  local status=0
+  "$@" >"$log" 2>&1 || status=$?
+  ((status == 0)) || tail -n 60 "$log"
+  return $status
+}
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+mkdir -p "$output"
+result=$output/h200-$commit
+
+build_all() {
+  cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DFUSEDMOE_CUDA=ON -Wno-dev \
+    --log-level=WARNING && within "$build_seconds" cmake --build "$build" -j "$jobs"
+}
+if wants build; then
+  step build quietly build_all || exit 1
+  step "registers and sizes" scripts/check-cuda-build.sh "$log" "$build/cli/fusedmoe"
+fi
+
+program=$build/cli/fusedmoe
+step "a usable GPU" quietly "$program" explain --model gpt-oss-20b --device cuda || exit 1
+device=$("$program" doctor | sed -n 's/^.*cuda:0 //p')
+
+if wants tests; then
+  # 4 at a time: each process starts a context, and large cases take memory.
+  step "ctest -L cuda" quietly within "$test_seconds" \
+    ctest --test-dir "$build" -L cuda -j 4 --output-on-failure
+  grep -E 'tests passed|Total Test time' "$log"
+fi
+
+if wants sanitizers; then
+  sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+  for check in "${checks[@]}"; do
+    IFS='|' read -r tool test filter <<<"$check"
+    options=(--error-exitcode 9)
+    # Failing calls are what some tests are about.
+    [[ $tool == memcheck ]] && options+=(--report-api-errors no)
+    step "$tool $test" quietly within "$check_seconds" "$sanitizer" --tool "$tool" "${options[@]}" \
+      "$build/tests/$test" --gtest_brief=1 --gtest_filter="$filter"
+    grep -qE 'Running 0 tests|^\[==========\] 0 tests' "$log" && failures+=("$tool $test: no case")
+  done
+fi
+
+# One model at several numbers of tokens, added to a CSV.
+bench_model() {
+  local scheme=$1 routing=$2 model=$3 csv=$4 status=0
+  within "$bench_seconds" "$program" bench --device cuda --model "$model" --scheme "$scheme" \
+    --skew "$routing" --tokens "$tokens" --csv >"$log" || status=$?
+  if [[ -s $csv ]]; then sed 1d "$log" >>"$csv"; else cat "$log" >"$csv"; fi
+  return $status
+}
+write_table() {
+  printf 'Commit %s, %s, %s.\n\n' "$commit" "$(date -u +%F)" "$device" >"$result.md"
+  python3 bench/peer_table.py --peers bench/peers-h200.csv "$@" >>"$result.md"
+}
+if wants bench; then
+  csvs=()
+  for entry in "${benches[@]}"; do
+    IFS='|' read -r name scheme routing models <<<"$entry"
+    csv=$result-$name.csv
+    csvs+=("$csv")
+    : >"$csv"
+    for model in $models; do
+      step "bench $name $model" bench_model "$scheme" "$routing" "$model" "$csv"
+    done
+  done
+  step table write_table "${csvs[@]}"
+  cat "$result.md"
+fi
+
+if ((${#failures[@]})); then
+  printf 'failed: %s\n' "${failures[@]}" >&2
+  exit 1
+fi

@@ -1,0 +1,178 @@
+// The choice of tile plans for the Hopper experts, on the host: no GPU is needed.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <set>
+
+#include "cuda/experts.h"
+#include "cuda/gemm/heuristic.h"
+#include "fusedmoe/checkpoint.h"
+#include "fusedmoe/tune.h"
+
+namespace fusedmoe::cuda {
+namespace {
+
+const Device kGpu{DeviceKind::kCuda, 0};
+
+/// The MoE layers of the published models, in both formats and all kinds of experts.
+std::vector<GemmShape> shapes_of(std::int64_t num_tokens) {
+  std::vector<GemmShape> shapes;
+  for (const std::string& name : model_preset_names()) {
+    const ModelConfig model = parse_model_config(model_preset(name));
+    for (const WeightFormat format : {WeightFormat::kBF16, WeightFormat::kMXFP4}) {
+      for (const int kind : {0, 1, 2}) {
+        GemmShape shape;
+        shape.format = format;
+        shape.batched = kind == 1;
+        shape.batch_invariant = kind == 2;
+        shape.num_tokens = num_tokens;
+        shape.topk = shape.batched ? 1 : model.router.topk;
+        shape.num_local_experts = model.router.num_experts;
+        shape.hidden = model.hidden;
+        shape.intermediate = model.intermediate;
+        shapes.push_back(shape);
+      }
+    }
+  }
+  return shapes;
+}
+
+std::vector<std::int64_t> numbers_of_tokens() {
+  std::vector<std::int64_t> tokens;
+  for (std::int64_t n = 1; n <= 1 << 19; n *= 2) {
+    for (const std::int64_t near : {n - 1, n, n + 1, n + n / 3}) {
+      if (near > 0) tokens.push_back(near);
+    }
+  }
+  std::sort(tokens.begin(), tokens.end());
+  return tokens;
+}
+
+TEST(GemmPlanTest, NamesAreUniqueAndParse) {
+  std::set<std::string> names;
+  for (const TileConfig& tile : tile_configs()) {
+    for (const int splits : {1, 2, 4}) {
+      for (const bool rows_f32 : {false, true}) {
+        const GemmPlan plan{tile, splits, rows_f32};
+        const std::string name = to_string(plan);
+        EXPECT_TRUE(names.insert(name).second) << name;
+        EXPECT_EQ(parse_plan(name), plan) << name;
+      }
+    }
+  }
+  const std::string name = to_string(GemmPlan{tile_configs().front(), 1, true});
+  for (const std::string& other : {std::string(), std::string("1x1k1 splits 1 f32"), name + " ",
+                                   " " + name, name.substr(0, name.size() - 1), name.substr(1),
+                                   std::string("-") + name, std::string("cpu")}) {
+    EXPECT_FALSE(parse_plan(other)) << other;
+  }
+}
+
+TEST(GemmPlanTest, ChosenPlanIsValidForEverySize) {
+  for (const std::int64_t num_tokens : numbers_of_tokens()) {
+    for (const GemmShape& shape : shapes_of(num_tokens)) {
+      const std::vector<GemmPlan> plans = valid_plans(shape);
+      ASSERT_FALSE(plans.empty());
+      const GemmPlan chosen = choose_plan(shape);
+      EXPECT_NE(std::find(plans.begin(), plans.end(), chosen), plans.end()) << to_string(chosen);
+      EXPECT_EQ(choose_plan(shape), chosen);
+      for (const GemmPlan& plan : plans) {
+        EXPECT_TRUE(valid(shape, plan)) << to_string(plan);
+        EXPECT_EQ(std::count(plans.begin(), plans.end(), plan), 1) << to_string(plan);
+        if (shape.batched || shape.batch_invariant) {
+          EXPECT_EQ(plan.splits, 1);
+          EXPECT_FALSE(plan.rows_f32);
+        }
+        if (shape.batch_invariant) {
+          EXPECT_EQ(plan.tile.k_groups, 1);
+        }
+      }
+    }
+  }
+}
+
+TEST(GemmPlanTest, MoreTokensNeverGetNarrowerTiles) {
+  std::vector<int> widest(shapes_of(1).size(), 0);
+  for (const std::int64_t num_tokens : numbers_of_tokens()) {
+    const std::vector<GemmShape> shapes = shapes_of(num_tokens);
+    for (std::size_t i = 0; i < shapes.size(); ++i) {
+      const int width = choose_plan(shapes[i]).tile.max_tokens;
+      EXPECT_GE(width, widest[i]) << num_tokens << " tokens";
+      widest[i] = width;
+    }
+  }
+  const int largest = std::prev(tile_configs().end())->max_tokens;
+  for (const int width : widest) EXPECT_EQ(width, largest);
+}
+
+TEST(GemmPlanTest, InvalidPlansAreRefused) {
+  GemmShape shape = shapes_of(8).front();
+  const TileConfig tile = tile_configs().front();
+  ASSERT_TRUE(valid(shape, {tile, 4, true}));
+  EXPECT_FALSE(valid(shape, {tile, 3, true}));
+  EXPECT_FALSE(valid(shape, {tile, 2, false})) << "partial sums in bf16";
+  EXPECT_FALSE(valid(shape, {TileConfig{24, 1, 1, 1}, 1, true})) << "not compiled";
+  shape.num_tokens = max_tokens_f32(shape);
+  EXPECT_TRUE(valid(shape, {tile, 1, true}));
+  ++shape.num_tokens;
+  EXPECT_FALSE(valid(shape, {tile, 1, true}));
+  EXPECT_TRUE(valid(shape, {tile, 1, false}));
+}
+
+class Sm90TilePlansTest : public ::testing::Test {
+ protected:
+  // What was tuned on this machine is not looked at.
+  static void SetUpTestSuite() { ::setenv("FUSEDMOE_TUNED_PLANS", "", 1); }
+  static std::shared_ptr<const Experts> experts(std::string_view wanted) {
+    for (const auto& one : make_all_experts()) {
+      if (one->name() == wanted) return one;
+    }
+    return nullptr;
+  }
+  static ProblemSize problem(std::int64_t num_tokens) {
+    ProblemSize result;
+    result.num_tokens = num_tokens;
+    result.topk = 4;
+    result.num_local_experts = 32;
+    result.hidden = result.intermediate = 2880;
+    return result;
+  }
+};
+
+TEST_F(Sm90TilePlansTest, PinnedPlanComesFirstWhereItIsValid) {
+  for (const auto& one : make_all_experts()) {
+    for (const std::int64_t num_tokens : {1, 64, 8192}) {
+      const auto plans = one->tile_plans(problem(num_tokens), kGpu);
+      ASSERT_FALSE(plans.empty()) << one->name();
+      for (const std::string& plan : plans) {
+        const PinnedTilePlan pinned(plan);
+        const auto now = one->tile_plans(problem(num_tokens), kGpu);
+        EXPECT_EQ(now.front(), plan);
+        EXPECT_EQ(std::set(now.begin(), now.end()), std::set(plans.begin(), plans.end()));
+      }
+      const PinnedTilePlan unknown("of another implementation");
+      EXPECT_EQ(one->tile_plans(problem(num_tokens), kGpu), plans);
+    }
+    EXPECT_TRUE(one->tile_plans(problem(0), kGpu).empty());
+  }
+}
+
+TEST_F(Sm90TilePlansTest, WorkspaceIsMonotoneAndKnowsNoPins) {
+  for (const auto& one : make_all_experts()) {
+    std::size_t largest = 0;
+    for (const std::int64_t num_tokens : numbers_of_tokens()) {
+      const std::size_t bytes = one->plan(problem(num_tokens)).workspace2_bytes;
+      EXPECT_GE(bytes, largest) << one->name() << " " << num_tokens;
+      largest = bytes;
+      for (const std::string& plan : one->tile_plans(problem(num_tokens), kGpu)) {
+        const PinnedTilePlan pinned(plan);
+        EXPECT_EQ(one->plan(problem(num_tokens)).workspace2_bytes, bytes);
+      }
+    }
+    EXPECT_EQ(one->plan(problem(0)).workspace2_bytes, 0u);
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cuda
