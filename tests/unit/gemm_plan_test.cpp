@@ -106,6 +106,17 @@ TEST(GemmPlanTest, MoreTokensNeverGetNarrowerTiles) {
   for (const int width : widest) EXPECT_EQ(width, largest);
 }
 
+TEST(GemmPlanTest, ManyNarrowRowsAreNotSplit) {
+  GemmShape shape = shapes_of(2048).front();
+  shape.num_local_experts = 2;
+  shape.topk = 1;
+  shape.hidden = shape.intermediate = 256;
+  ASSERT_LE(shape.num_tokens, max_tokens_f32(shape));
+  const GemmPlan chosen = choose_plan(shape);
+  EXPECT_EQ(chosen.tile.max_tokens, std::prev(tile_configs().end())->max_tokens);
+  EXPECT_EQ(chosen.splits, 1) << "more tiles than multiprocessors, and four times the rows to add";
+}
+
 TEST(GemmPlanTest, InvalidPlansAreRefused) {
   GemmShape shape = shapes_of(8).front();
   const TileConfig tile = tile_configs().front();

@@ -82,12 +82,13 @@ GemmPlan choose_plan(const GemmShape& shape) {
   // Counts of a random routing spread by about the square root of their mean.
   const double mean = rows_per_hit_expert(shape);
   const double rows = mean + std::sqrt(mean);
-  const std::vector<GemmPlan> plans = valid_plans(shape);
-  const auto wide_enough = [&](const GemmPlan& plan) {
-    return plan.splits == 1 && static_cast<double>(plan.tile.max_tokens) >= rows;
-  };
-  const auto found = std::find_if(plans.begin(), plans.end(), wide_enough);
-  return found != plans.end() ? *found : plans.back();
+  GemmPlan chosen;
+  for (const GemmPlan& plan : valid_plans(shape)) {
+    if (plan.splits != 1) continue;
+    chosen = plan;
+    if (static_cast<double>(plan.tile.max_tokens) >= rows) break;
+  }
+  return chosen;
 }
 
 }  // namespace fusedmoe::cuda
