@@ -7,14 +7,14 @@
 # * registers spilled to local memory: the GEMM kernels are compiled so that this already fails the
 #   build (src/CMakeLists.txt); all others are looked for here;
 # * wgmma instructions that ptxas serializes, or setmaxnreg that it ignores (its advices C7508 to
-#   C7519);
+#   C7518; C7519 is harmless: one more warpgroup.arrive);
 # * a program of more than 60 MB.
 set -euo pipefail
 max_bytes=60000000
 status=0
 log=$1
 shift
-if grep -nE 'Registers are spilled|[1-9][0-9]* bytes spill|\(C75[01][0-9]\)|instructions are serialized|setmaxnreg. ignored' \
+if grep -nE 'Registers are spilled|[1-9][0-9]* bytes spill|\(C75[01][0-8]\)|instructions are serialized|setmaxnreg. ignored' \
   "$log"; then
   echo "$log: kernels that spill or whose wgmma instructions are serialized" >&2
   status=1

@@ -13,7 +13,6 @@ constexpr int kThreads = 256;
 __global__ void activate_kernel(const ResolvedActivation activation, const __nv_bfloat16* gate_up,
                                 __nv_bfloat16* output, std::int64_t width,
                                 const std::int32_t* num_rows) {
-  cudaGridDependencySynchronize();
   const bool gated = is_gated_kind(activation.kind);
   const std::int64_t count = *num_rows * width;
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * kThreads;
@@ -36,7 +35,7 @@ void activate_rows(const ResolvedActivation& activation, const void* gate_up, vo
   constexpr std::int64_t kMaxBlocks = 4096;
   const std::int64_t blocks = (rows * width + kThreads - 1) / kThreads;
   launch(activate_kernel, dim3(static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks)),
-         dim3(kThreads), 0, static_cast<cudaStream_t>(stream.handle), true, activation,
+         dim3(kThreads), 0, static_cast<cudaStream_t>(stream.handle), false, activation,
          static_cast<const __nv_bfloat16*>(gate_up), static_cast<__nv_bfloat16*>(output), width,
          num_rows);
 }

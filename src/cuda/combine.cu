@@ -90,7 +90,7 @@ void combine(const Combine& args, const Stream& stream) {
       static_cast<unsigned>(args.output.size(0)),
       static_cast<unsigned>((p.hidden + kThreads * kColumns - 1) / (kThreads * kColumns)));
   launch(args.rows_f32 ? combine_kernel<float> : combine_kernel<__nv_bfloat16>, grid,
-         dim3(kThreads), 0, static_cast<cudaStream_t>(stream.handle), true, p);
+         dim3(kThreads), 0, static_cast<cudaStream_t>(stream.handle), args.overlap_previous, p);
 }
 
 }  // namespace fusedmoe::cuda

@@ -18,6 +18,7 @@ struct Combine {
   TensorView slot_to_permuted;          ///< (num_tokens * topk) i32
   const float* topk_weights = nullptr;  ///< (num_tokens, topk); null: 1
   std::int64_t topk = 1;
+  bool overlap_previous = false;  ///< see GroupedGemm
 };
 void combine(const Combine& args, const Stream& stream);
 

@@ -161,8 +161,10 @@ Support Sm90Experts::supports(const MoeConfig& config) const {
               fmt::format("scheme is {}, takes {}", fusedmoe::name(config.scheme),
                           fusedmoe::name(scheme())));
   }
-  // The rows that hooks see have no padding.
-  const std::int64_t unit = variant_ == Variant::kUnfused ? kPitchUnit : 1;
+  // The rows that hooks see have no padding; two MXFP4 codes share a byte.
+  const std::int64_t unit = variant_ == Variant::kUnfused     ? kPitchUnit
+                            : format_ == WeightFormat::kMXFP4 ? 2
+                                                              : 1;
   if (Support common = core::supports_anywhere(config, activation_format(), {kPitchUnit, unit});
       !common) {
     return common;
@@ -308,6 +310,7 @@ void Sm90Experts::apply_unfused(const ExpertsArgs& args, const GroupedGemm& gemm
   call(hooks.after_activation, gate_up, activated);
 
   step.phases[0] = gemm.phases[1];
+  step.overlap_previous = false;      // the hooks' work comes before
   step.counters = gemm.counters + 1;  // the first has moved its own
   grouped_gemm(step, format_, plan.tile, args.stream);
   call(hooks.after_gemm2, activated, view(scratch.rows_out, hidden));
@@ -349,6 +352,7 @@ void Sm90Experts::apply(const ExpertsArgs& args) const {
     gemm.num_slots = static_cast<int>(slots);
     gemm.local_experts = LocalExperts(args.expert_map, problem.num_local_experts);
   }
+  gemm.overlap_previous = true;
   if (variant_ == Variant::kUnfused) {
     apply_unfused(args, gemm, scratch, plan, routing);
   } else {
@@ -356,6 +360,7 @@ void Sm90Experts::apply(const ExpertsArgs& args) const {
   }
 
   Combine end;
+  end.overlap_previous = variant_ != Variant::kUnfused;
   end.output = args.output;
   end.rows = scratch.rows_out;
   end.rows_f32 = plan.rows_f32;

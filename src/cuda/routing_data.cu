@@ -58,7 +58,6 @@ __global__ void routing_data_kernel(const RoutingDataParams p) {
   __shared__ int warp_rows[kMaxThreads / 32];
   const int expert = blockIdx.x, num_experts = gridDim.x;
   const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
-  cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
   for (std::int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < p.extras.num_zeroed;
        i += static_cast<std::int64_t>(gridDim.x) * blockDim.x) {
@@ -137,8 +136,9 @@ RoutingData build_routing_data(const TensorView& topk_ids, const TensorView& exp
   const auto handle = static_cast<cudaStream_t>(stream.handle);
   const std::int64_t wanted = p.copy ? std::max<std::int64_t>(slots, 512) : slots;
   const auto threads = std::clamp<std::int64_t>((wanted + 31) / 32 * 32, 32, kMaxThreads);
+  // What comes before is the caller's, and may be a copy.
   launch(routing_data_kernel, dim3(static_cast<unsigned>(num_local_experts)),
-         dim3(static_cast<unsigned>(threads)), 0, handle, true, p);
+         dim3(static_cast<unsigned>(threads)), 0, handle, false, p);
   if (extras.permuted && !p.copy) {
     launch(permute_rows_kernel, dim3(static_cast<unsigned>(slots)), dim3(kCopyThreads), 0, handle,
            true, p);

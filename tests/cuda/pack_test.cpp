@@ -159,6 +159,7 @@ std::vector<Case> pack_cases() {
   for (const QuantScheme& scheme : testing::gpu_schemes()) {
     for (const Sizes size : {Sizes{64, 64}, Sizes{128, 32}, Sizes{360, 90}, Sizes{96, 45},
                              Sizes{360, 360}, Sizes{8, 1}, Sizes{200, 136}}) {
+      if (is_mxfp4(scheme) && size.intermediate % 2 != 0) continue;  // two codes in a byte
       for (const bool gated : {true, false}) {
         Case spec;
         spec.num_tokens = 1;

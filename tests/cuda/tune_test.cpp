@@ -1,6 +1,7 @@
 // Tuned and pinned tile plans on the GPU: what the file says runs, and every plan fits in the
 // workspace that was sized without it.
 #include "fusedmoe/tune.h"
+#include "fusedmoe/formats.h"
 
 #include <unistd.h>
 
@@ -95,7 +96,9 @@ TEST_F(TuneTest, EveryPlanRunsInTheWorkspaceOfFewerAndOfMoreTokens) {
   const ModularKernel kernel(make_no_ep(), experts);
   const testing::Problem problem = testing::make_problem(spec_of(200));
   const auto packed = experts->pack(problem.weights);
-  const Tensor states = to_gpu(problem.hidden_states), ids = to_gpu(problem.topk_ids),
+  const Tensor rounded = Tensor::empty(problem.hidden_states.shape(), DType::kBF16);
+  convert(problem.hidden_states, rounded);
+  const Tensor states = to_gpu(rounded), ids = to_gpu(problem.topk_ids),
                weights = to_gpu(problem.topk_weights);
   for (const std::int64_t num_tokens : {1, 64, 200}) {
     const Tensor output = Tensor::empty({num_tokens, 512}, DType::kBF16, kGpu);

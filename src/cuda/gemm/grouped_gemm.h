@@ -85,6 +85,9 @@ struct GroupedGemm {
   /// work_counters(...) words, zero when the kernel begins.
   std::int32_t* counters = nullptr;
   ResolvedActivation activation{};
+  /// The operation of the stream before is a kernel that may still run when this one starts. Copies
+  /// and whatever a caller enqueues must not: a kernel that starts early waits for kernels only.
+  bool overlap_previous = false;
 };
 
 /// Words of GroupedGemm::counters for so many rows.

@@ -261,24 +261,42 @@ struct GemmKernel {
     return number;
   }
 
+  /// Brings the first records of an item to the L2, for the block that will claim it.
+  __device__ static void prefetch_weights(Shared& shared, const GroupedGemm& p, int number,
+                                          int rank) {
+    const Item item = make_item(shared, p, number, rank);
+    if (item.phase < 0) return;
+    const GemmPhase& phase = p.phases[item.phase];
+    const int bytes =
+        min(Config::kStages * Config::kBlocks, item.k_end - item.k_begin) * Config::kRecordBytes;
+    for (int b = 0; b < kTile.tile_row_blocks(); ++b) {
+      const std::int64_t row_block = item.row_block + b;
+      if (row_block >= phase.row_blocks) break;
+      cute::SM90_BULK_COPY_G2S::PREFETCH::copy(
+          static_cast<const std::uint8_t*>(phase.weights) + item.expert * phase.expert_bytes +
+              (row_block * phase.k_blocks + item.k_begin) * Config::kRecordBytes,
+          bytes);
+    }
+  }
+
   /// One thread: claims items and streams their weights.
   __device__ static void load_weights(Shared& shared, const GroupedGemm& p, int rank) {
     StageState stage;
     ItemState slot;
-    const int first_number = blockIdx.x / kTile.cluster;
-    int number = first_number;
+    if (p.topk_ids) {
+      prefetch_weights(shared, p, static_cast<int>(blockIdx.x) / kTile.cluster, rank);
+      cudaGridDependencySynchronize();  // for the counters
+    }
+    int claimed = rank == 0 ? atomicAdd(p.counters, 1) : 0;
     while (true) {
-      number = share_number(shared, slot, rank, number);
+      const int number = share_number(shared, slot, rank, claimed);
       Barrier::wait(&shared.item_free[slot.index], slot.phase ^ 1);
       const Item item = make_item(shared, p, number, rank);
       shared.items[slot.index] = item;
       Barrier::arrive(&shared.item_full[slot.index]);
       slot.advance();
       if (item.phase < 0) return;
-      // Its latency hides behind the stream. But the first tile does not wait for the kernel that
-      // makes the counters.
-      const bool late = p.topk_ids && number == first_number;
-      int claimed = rank == 0 && !late ? atomicAdd(p.counters, 1) : 0;
+      if (rank == 0) claimed = atomicAdd(p.counters, 1);  // its latency hides behind the stream
 
       const GemmPhase& phase = p.phases[item.phase];
       const int row_blocks =
@@ -303,11 +321,6 @@ struct GemmKernel {
         weights += bytes;
         stage.advance();
       }
-      if (rank == 0 && late) {
-        cudaGridDependencySynchronize();
-        claimed = atomicAdd(p.counters, 1);
-      }
-      number = static_cast<int>(gridDim.x) / kTile.cluster + claimed;
     }
   }
 
@@ -429,6 +442,7 @@ struct GemmKernel {
   __device__ __forceinline__ static void multiply_shared(Shared& shared, const Share& share,
                                                          const Place& place, StageState& stage,
                                                          Sums& sums) {
+    if (share.stages == 0) return;  // more splits than K blocks
     int previous = -1;
     for (int i = 0; i < share.stages; ++i) {
       const Operands operands = acquire(shared, stage, place);
@@ -470,6 +484,7 @@ struct GemmKernel {
         codes[r] = Weights::load(operands.record + r * kPitch, place.thread);
       }
     };
+    if (share.stages == 0) return;  // more splits than K blocks
     Operands operands = acquire(shared, stage, place);
     load(operands);
     for (int i = 0; i < share.stages; ++i) {
@@ -477,11 +492,11 @@ struct GemmKernel {
 #pragma unroll
       for (int r = 0; r < kRecords; ++r) Weights::decode(codes[r], weights[r]);
       const int blocks = share.blocks(i);
-      cute::warpgroup_arrive();
 #pragma unroll
       for (int r = 0; r < kRecords; ++r) {
         const int block = kTile.row_blocks > 1 ? 0 : r;
         if (block >= blocks) break;
+        cute::warpgroup_arrive();
         const Descriptor tokens = operands.tokens.after(block * Config::kTokenBytes);
 #pragma unroll
         for (int j = 0; j < kRecordK / 16; ++j) {

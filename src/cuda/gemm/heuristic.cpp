@@ -81,14 +81,23 @@ std::vector<GemmPlan> valid_plans(const GemmShape& shape) {
 GemmPlan choose_plan(const GemmShape& shape) {
   // Counts of a random routing spread by about the square root of their mean.
   const double mean = rows_per_hit_expert(shape);
-  const double rows = mean + std::sqrt(mean);
+  // Decoding costs the same whatever a tile's rows, and copies of wide tiles are fewer.
+  const double least = shape.format == WeightFormat::kMXFP4 ? 64 : 0;
+  const double rows = std::max(least, mean + std::sqrt(mean));
   GemmPlan chosen;
   for (const GemmPlan& plan : valid_plans(shape)) {
     if (plan.splits != 1) continue;
     chosen = plan;
     if (static_cast<double>(plan.tile.max_tokens) >= rows) break;
   }
-  return chosen;
+  // Tiles of GEMM 2 that all run at once end at once, and late.
+  constexpr double kMultiprocessors = 132;
+  const double tiles =
+      static_cast<double>(shape.num_tokens * shape.topk) / mean *
+      static_cast<double>(ceil_div(shape.hidden, chosen.tile.tile_row_blocks() * kRecordRows));
+  GemmPlan split = chosen;
+  split.splits = 2;
+  return tiles < kMultiprocessors && valid(shape, split) ? split : chosen;
 }
 
 }  // namespace fusedmoe::cuda

@@ -29,7 +29,7 @@ void launch_instance(const GroupedGemm& problem, void* stream) {
   const unsigned blocks = num_multiprocessors() / kTile.cluster * kTile.cluster;
   launch_clusters(grouped_gemm_kernel<Weights, kConfig>, kTile.cluster, dim3(blocks),
                   dim3(Kernel::Config::kThreads), sizeof(typename Kernel::Shared),
-                  static_cast<cudaStream_t>(stream), true, problem, maps);
+                  static_cast<cudaStream_t>(stream), problem.overlap_previous, problem, maps);
 }
 
 }  // namespace fusedmoe::cuda
