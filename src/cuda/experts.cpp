@@ -205,6 +205,7 @@ GemmShape Sm90Experts::shape_of(const ProblemSize& problem) const {
   GemmShape shape;
   shape.format = format_;
   shape.batched = batched();
+  shape.unfused = variant_ == Variant::kUnfused;
   shape.batch_invariant = variant_ == Variant::kBatchInvariant;
   shape.num_tokens = problem.num_tokens;
   shape.topk = batched() ? 1 : problem.topk;

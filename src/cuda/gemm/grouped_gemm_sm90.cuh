@@ -587,7 +587,6 @@ struct GemmKernel {
       if (column >= phase.width) return;
       const bool activated = item.phase == 0 && p.num_phases == 2;
       const Pair b = read_pair(bias, row);
-#pragma unroll 2
       for (int token = thread / 32; token < count; token += Config::kGroupThreads / 32) {
         Pair v = read_sums(shared, place, token, row);
         v = {v.x * scale + b.x, v.y * scale + b.y};
@@ -603,7 +602,6 @@ struct GemmKernel {
     const int column = row_block * (kRecordRows / 2) + pair * 2;
     if (column >= phase.width) return;
     const Pair gate_bias = read_pair(bias, row), up_bias = read_pair(bias, row + 8);
-#pragma unroll 2
     for (int token = thread / 16; token < count; token += Config::kGroupThreads / 16) {
       const Pair g = read_sums(shared, place, token, row);
       const Pair u = read_sums(shared, place, token, row + 8);

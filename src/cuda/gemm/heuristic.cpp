@@ -52,7 +52,8 @@ std::optional<GemmPlan> parse_plan(std::string_view text) {
 }
 
 std::int64_t max_tokens_f32(const GemmShape& shape) {
-  return shape.batched || shape.batch_invariant ? 0 : kBytesF32 / (shape.topk * shape.hidden * 4);
+  if (shape.batched || shape.unfused || shape.batch_invariant) return 0;
+  return kBytesF32 / (shape.topk * shape.hidden * 4);
 }
 
 bool valid(const GemmShape& shape, const GemmPlan& plan) {
@@ -61,7 +62,7 @@ bool valid(const GemmShape& shape, const GemmPlan& plan) {
          std::find(std::begin(kSplits), std::end(kSplits), plan.splits) != std::end(kSplits) &&
          // One order of the sums for all sizes.
          (!shape.batch_invariant || plan.tile.k_groups == 1) &&
-         // The batched format's rows are the output, in bf16.
+         // Rows that are an output, or that hooks see, are bf16.
          (!plan.rows_f32 || shape.num_tokens <= max_tokens_f32(shape)) &&
          (plan.rows_f32 || plan.splits == 1);
 }

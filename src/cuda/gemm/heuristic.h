@@ -29,6 +29,7 @@ std::optional<GemmPlan> parse_plan(std::string_view text);
 struct GemmShape {
   WeightFormat format = WeightFormat::kBF16;
   bool batched = false;          ///< num_tokens is the capacity of each expert
+  bool unfused = false;          ///< hooks see the rows of GEMM 2
   bool batch_invariant = false;  ///< only plans whose sums have one order for all sizes
   std::int64_t num_tokens = 0;
   std::int64_t topk = 0;
