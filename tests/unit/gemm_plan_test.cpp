@@ -21,11 +21,12 @@ std::vector<GemmShape> shapes_of(std::int64_t num_tokens) {
   for (const std::string& name : model_preset_names()) {
     const ModelConfig model = parse_model_config(model_preset(name));
     for (const WeightFormat format : {WeightFormat::kBF16, WeightFormat::kMXFP4}) {
-      for (const int kind : {0, 1, 2}) {
+      for (const int kind : {0, 1, 2, 3}) {
         GemmShape shape;
         shape.format = format;
         shape.batched = kind == 1;
         shape.batch_invariant = kind == 2;
+        shape.unfused = kind == 3;
         shape.num_tokens = num_tokens;
         shape.topk = shape.batched ? 1 : model.router.topk;
         shape.num_local_experts = model.router.num_experts;
