@@ -18,7 +18,7 @@ inline unsigned num_multiprocessors() {
 template <typename Weights, int kConfig>
 void launch_instance(const GroupedGemm& problem, void* stream) {
   constexpr TileConfig kTile = kTileConfigs[kConfig];
-  using Kernel = GemmKernel<Weights, kTile>;
+  using Types = GemmTypes<Weights, kTile>;
   RowMaps maps{};
   for (int i = 0; i < problem.num_phases; ++i) {
     const GemmPhase& phase = problem.phases[i];
@@ -28,7 +28,7 @@ void launch_instance(const GroupedGemm& problem, void* stream) {
   }
   const unsigned blocks = num_multiprocessors() / kTile.cluster * kTile.cluster;
   launch_clusters(grouped_gemm_kernel<Weights, kConfig>, kTile.cluster, dim3(blocks),
-                  dim3(Kernel::Config::kThreads), sizeof(typename Kernel::Shared),
+                  dim3(Types::Config::kThreads), sizeof(typename Types::Shared),
                   static_cast<cudaStream_t>(stream), problem.overlap_previous, problem, maps);
 }
 

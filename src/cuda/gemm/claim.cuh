@@ -1,0 +1,143 @@
+// Which work a block of the grouped GEMM kernel does: rows and tiles of each expert, and the items
+// behind the numbers that blocks claim.
+#pragma once
+
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "cuda/gemm/schedule.h"
+#include "cuda/gemm/tile.cuh"
+
+namespace fusedmoe::cuda {
+
+template <typename Weights, TileConfig kTile>
+struct Claims : GemmTypes<Weights, kTile> {
+  using Base = GemmTypes<Weights, kTile>;
+  using Base::kClusterRowBlocks;
+  using typename Base::Config;
+  using typename Base::ItemState;
+  using typename Base::Shared;
+
+  /// First row of each expert where blocks count by themselves; behind the tile prefixes.
+  __device__ static std::int32_t* row_prefix(Shared& shared) {
+    return shared.tile_prefix + kMaxExperts / 2 + 1;
+  }
+
+  /// prefix[1 ... count] = sums up to there of what was in them; one warp.
+  __device__ static void sum_up(std::int32_t* prefix, int count) {
+    const int lane = threadIdx.x % 32;
+    int sum = 0;
+    for (int first = 0; first < count; first += 32) {
+      const int i = first + lane;
+      int inclusive = i < count ? prefix[i + 1] : 0;
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, inclusive, distance);
+        if (lane >= distance) inclusive += other;
+      }
+      if (i < count) prefix[i + 1] = sum + inclusive;
+      sum += __shfl_sync(~0u, inclusive, 31);
+    }
+    if (lane == 0) prefix[0] = 0;
+  }
+
+  /// tile_prefix from the rows of each expert, and row_prefix where this block counts them; all
+  /// threads.
+  __device__ static void count_tiles(Shared& shared, const GroupedGemm& p) {
+    std::int32_t* tiles = shared.tile_prefix;
+    std::int32_t* rows = row_prefix(shared);
+    const int thread = threadIdx.x;
+    if (p.topk_ids) {
+      for (int e = thread; e < p.num_experts; e += Config::kThreads) rows[e + 1] = 0;
+      __syncthreads();
+      if (thread < p.num_slots) {
+        const int expert = p.local_experts(p.topk_ids[thread]);
+        if (expert >= 0) atomicAdd(&rows[expert + 1], 1);
+      }
+      __syncthreads();
+    }
+    for (int e = thread; e < p.num_experts; e += Config::kThreads) {
+      const int count = p.topk_ids ? rows[e + 1] : p.expert_num_tokens[e];
+      tiles[e + 1] = num_token_tiles(count, kTile.max_tokens);
+    }
+    __syncthreads();
+    if (thread < 32) {
+      sum_up(tiles, p.num_experts);
+    } else if (thread < 64 && p.topk_ids) {
+      sum_up(rows, p.num_experts);
+    }
+    __syncthreads();
+  }
+
+  __device__ static Item make_item(Shared& shared, const GroupedGemm& p, int number, int rank) {
+    PhaseShape shapes[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      shapes[i] = {static_cast<int>(ceil_div(p.phases[i].row_blocks, kClusterRowBlocks)),
+                   p.phases[i].splits};
+    }
+    const TileIndex tile =
+        find_tile(number, shapes, p.num_phases, shared.tile_prefix, p.num_experts);
+    Item item{};
+    item.phase = tile.phase;
+    if (tile.phase < 0) return item;
+    const GemmPhase& phase = p.phases[tile.phase];
+    const std::int32_t* counted = row_prefix(shared) + tile.expert;
+    const int rows = p.topk_ids ? counted[1] - counted[0] : p.expert_num_tokens[tile.expert];
+    const int expert_row = p.topk_ids         ? counted[0]
+                           : p.expert_offsets ? p.expert_offsets[tile.expert]
+                                              : static_cast<int>(tile.expert * p.capacity);
+    const int first_tile = shared.tile_prefix[tile.expert];
+    const int size = token_tile_size(rows, shared.tile_prefix[tile.expert + 1] - first_tile);
+    const int begin = tile.token_tile * size;
+    item.expert = tile.expert;
+    item.row_block = tile.row_tile * kClusterRowBlocks + rank * kTile.tile_row_blocks();
+    item.k_begin = split_begin(phase.k_blocks, phase.splits, tile.split);
+    item.k_end = split_begin(phase.k_blocks, phase.splits, tile.split + 1);
+    item.first_row = expert_row + begin;
+    item.num_tokens = min(size, rows - begin);
+    item.split = tile.split;
+    item.counter = first_tile + tile.token_tile;
+    return item;
+  }
+
+  /// As Barrier::wait, for what other blocks of the cluster wrote.
+  __device__ static void wait_in_cluster(const std::uint64_t* barrier, std::uint32_t phase) {
+    std::uint32_t done = 0;
+    while (!done) {
+      asm volatile(
+          "{ .reg .pred p;\n"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, p; }"
+          : "=r"(done)
+          : "r"(cute::cast_smem_ptr_to_uint(barrier)), "r"(phase)
+          : "memory");
+    }
+  }
+
+  /// The number that the first block of the cluster claimed, for all of its blocks.
+  __device__ static int share_number(Shared& shared, const ItemState& slot, int rank, int number) {
+    if constexpr (kTile.cluster > 1) {
+      std::uint64_t* full = &shared.number_full[slot.index];
+      std::uint64_t* free = &shared.number_free[slot.index];
+      if (rank == 0) {
+        Barrier::wait(free, slot.phase ^ 1);
+        for (int r = 1; r < kTile.cluster; ++r) {
+          const std::uint32_t target =
+              cute::set_block_rank(cute::cast_smem_ptr_to_uint(&shared.numbers[slot.index]), r);
+          const std::uint32_t barrier = cute::set_block_rank(cute::cast_smem_ptr_to_uint(full), r);
+          asm volatile(
+              "st.shared::cluster.s32 [%0], %1;\n"
+              "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%2];" ::"r"(target),
+              "r"(number), "r"(barrier)
+              : "memory");
+        }
+      } else {
+        wait_in_cluster(full, slot.phase);
+        number = *static_cast<volatile int*>(&shared.numbers[slot.index]);
+        Barrier::arrive(free, 0, true);
+      }
+    }
+    return number;
+  }
+};
+
+}  // namespace fusedmoe::cuda

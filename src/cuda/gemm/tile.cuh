@@ -1,0 +1,137 @@
+// What the roles of the grouped GEMM kernel share: the sizes of a configuration, shared memory, the
+// items of work.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <cutlass/arch/barrier.h>
+
+#include <cstdint>
+
+#include "cuda/gemm/grouped_gemm.h"
+#include "cuda/gemm/records.h"
+
+namespace fusedmoe::cuda {
+
+using Barrier = cutlass::arch::ClusterTransactionBarrier;
+
+template <typename Weights, TileConfig kTile>
+struct GemmConfig {
+  static constexpr int kWarpgroups = kTile.warpgroups();
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kMultiplyWarps = 4 * kWarpgroups;
+  static constexpr int kGroupThreads = 128 * kTile.k_groups;
+
+  // Registers of a block are 64 Ki; at launch every thread has the same share of them.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kAllRegisters = kLaunchRegisters * (kWarpgroups + 1);
+  static constexpr int kMultiplyRegisters = (kAllRegisters - 56) / kWarpgroups / 8 * 8;
+  static constexpr int kLoadRegisters = kAllRegisters - kWarpgroups * kMultiplyRegisters;
+
+  static constexpr int kTokenBytes = kTile.max_tokens * kRecordK * 2;  // of one K block
+  static constexpr int kRecordBytes = record_bytes(Weights::kFormat);
+  // K blocks of a stage: kDepth neighbours for each K group.
+  static constexpr int kDepth =
+      kTile.row_blocks == 1 && kTile.max_tokens <= 64 ? Weights::kDepth : 1;
+  static constexpr int kBlocks = kTile.k_groups * kDepth;
+  static constexpr int kStageBytes =
+      static_cast<int>(
+          ceil_div(kBlocks * (kTokenBytes + kTile.tile_row_blocks() * kRecordBytes), 1024)) *
+      1024;
+
+  static constexpr int kStoreTokens = kTile.max_tokens < 32 ? kTile.max_tokens : 32;
+  static constexpr int kStorePitch = kRecordRows + 4;  // keeps fragments off each other's banks
+
+  static constexpr int kItemSlots = 8;
+  // Of a block, sm_90, less what a block of the next kernel needs to wait beside it.
+  static constexpr int kSharedLimit = 232448 - 1024;
+  static constexpr int kFixedBytes =
+      kWarpgroups * kStoreTokens * kStorePitch * 4 + (kMaxExperts + 1) * 4 + 2048;
+  static constexpr int kStages = (kSharedLimit - kFixedBytes) / kStageBytes;
+  static_assert(kTile.max_tokens % 8 == 0 && kTile.max_tokens <= 256, "N of wgmma");
+  static_assert(kStages >= 3, "a pipeline needs stages");
+  static_assert(kStageBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
+};
+
+/// One tile, as every role needs it.
+struct Item {
+  int phase;  // -1: no work left
+  int expert;
+  int row_block;  // first of the tile
+  int k_begin, k_end;
+  int first_row;   // of the grouped GEMM
+  int num_tokens;  // rows of the tile
+  int split;
+  int counter;  // of the token tile: row blocks of GEMM 1 that are stored
+};
+
+template <typename Config>
+struct SharedStorage {
+  alignas(1024) std::uint8_t stages[Config::kStages][Config::kStageBytes];
+  alignas(16) float sums[Config::kWarpgroups][Config::kStoreTokens][Config::kStorePitch];
+  std::uint64_t stage_full[Config::kStages];
+  std::uint64_t stage_free[Config::kStages];
+  std::uint64_t item_full[Config::kItemSlots];
+  std::uint64_t item_free[Config::kItemSlots];
+  Item items[Config::kItemSlots];
+  // What the first block of a cluster has claimed.
+  std::uint64_t number_full[Config::kItemSlots];
+  std::uint64_t number_free[Config::kItemSlots];
+  int numbers[Config::kItemSlots];
+  std::int32_t tile_prefix[kMaxExperts + 1];
+};
+
+/// Position in a ring of barriers.
+template <int kCount>
+struct RingState {
+  int index = 0;
+  std::uint32_t phase = 0;
+  __device__ void advance() {
+    if (++index == kCount) {
+      index = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+/// Types and places of one kernel; the roles derive from it.
+template <typename Weights, TileConfig kTile>
+struct GemmTypes {
+  using Config = GemmConfig<Weights, kTile>;
+  using Shared = SharedStorage<Config>;
+  using StageState = RingState<Config::kStages>;
+  using ItemState = RingState<Config::kItemSlots>;
+  static_assert(sizeof(Shared) <= Config::kSharedLimit);
+  static constexpr int kClusterRowBlocks = kTile.tile_row_blocks() * kTile.cluster;
+  static constexpr int kRecordStride = Config::kBlocks * Config::kRecordBytes;  // of row blocks
+
+  __device__ static std::uint8_t* tokens_of(Shared& shared, int stage, int k_block) {
+    return shared.stages[stage] + k_block * Config::kTokenBytes;
+  }
+  __device__ static std::uint8_t* record_of(Shared& shared, int stage, int row_block, int k_block) {
+    return shared.stages[stage] + Config::kBlocks * Config::kTokenBytes +
+           (row_block * Config::kBlocks + k_block) * Config::kRecordBytes;
+  }
+
+  /// Of one thread: row blocks by tokens, as wgmma leaves them.
+  using Sums = float[kTile.row_blocks][kTile.max_tokens / 2];
+
+  /// What a multiplying thread knows of itself.
+  struct Place {
+    int thread;     // in its warpgroup
+    int warpgroup;  // 0 is the first that multiplies
+    int row_group, k_group;
+  };
+
+  /// To all blocks of the cluster: each loads rows for this one.
+  __device__ static void release(Shared& shared, int stage) {
+    __syncwarp();
+    const int lane = threadIdx.x % 32;
+    if constexpr (kTile.cluster == 1) {
+      if (lane == 0) Barrier::arrive(&shared.stage_free[stage]);
+    } else {
+      Barrier::arrive(&shared.stage_free[stage], lane, lane < kTile.cluster);
+    }
+  }
+};
+
+}  // namespace fusedmoe::cuda
