@@ -32,8 +32,7 @@ struct KernelArgs {
   TensorView expert_map;                 ///< (num_experts) i32; optional
   std::int64_t num_experts = 0;          ///< global; 0 = number of local experts
   bool apply_router_weight_on_input = false;
-  bool inplace =
-      false;  ///< output may be hidden_states; else they may not overlap, ever not in part
+  bool inplace = false;                 ///< output may be hidden_states; they never overlap in part
   const ExpertsHooks* hooks = nullptr;  ///< for experts that have hooks; others throw Error
   Stream stream;
 };

@@ -46,7 +46,7 @@ __device__ void multiply_tiles(typename GemmTypes<Weights, kTile>::Shared& share
     slot.advance();
     if (item.phase < 0) return;
     typename Types::Sums sums;
-    Multiplier<Weights, kTile>::multiply_narrowest(shared, item, place, stage, sums);
+    Multiplier<Weights, kTile>::multiply_tile(shared, item, place, stage, sums);
     if (p.topk_ids) cudaGridDependencySynchronize();
     Store<Weights, kTile>::store_tile(shared, p, item, place, sums);
   }

@@ -126,27 +126,6 @@ struct Multiplier : GemmTypes<Weights, kTile> {
     }
   }
 
-  /// Sums of one tile.
-  template <int kN>
-  __device__ __forceinline__ static void multiply_tile(Shared& shared, const Item& item,
-                                                       const Place& place, StageState& stage,
-                                                       Sums& sums) {
-#pragma unroll
-    for (int b = 0; b < kTile.row_blocks; ++b) {
-#pragma unroll
-      for (int i = 0; i < kN / 2; ++i) sums[b][i] = 0;
-      fence_sums(sums[b]);
-    }
-    const Share share(item, place);
-    if constexpr (Weights::kDecoded) {
-      multiply_decoded<kN>(shared, share, place, stage, sums);
-    } else {
-      multiply_shared<kN>(shared, share, place, stage, sums);
-    }
-#pragma unroll
-    for (int b = 0; b < kTile.row_blocks; ++b) fence_sums(sums[b]);
-  }
-
   /// Widths of wgmma that are compiled: every 16 columns, but few where tiles that narrow are rare.
   static constexpr int kFirstWidth = kTile.max_tokens <= 32    ? 8
                                      : kTile.max_tokens <= 64  ? 16
@@ -156,7 +135,7 @@ struct Multiplier : GemmTypes<Weights, kTile> {
     return width == 8 ? 16 : width == 32 ? 64 : width + 16;
   }
 
-  /// The narrowest that covers the tile, so that padding costs little.
+  /// With the narrowest that covers the tile, so that padding costs little.
   template <int kN = kFirstWidth>
   __device__ __forceinline__ static void multiply_narrowest(Shared& shared, const Item& item,
                                                             const Place& place, StageState& stage,
@@ -167,7 +146,27 @@ struct Multiplier : GemmTypes<Weights, kTile> {
         return;
       }
     }
-    multiply_tile<kN>(shared, item, place, stage, sums);
+    const Share share(item, place);
+    if constexpr (Weights::kDecoded) {
+      multiply_decoded<kN>(shared, share, place, stage, sums);
+    } else {
+      multiply_shared<kN>(shared, share, place, stage, sums);
+    }
+  }
+
+  /// Sums of one tile.
+  __device__ __forceinline__ static void multiply_tile(Shared& shared, const Item& item,
+                                                       const Place& place, StageState& stage,
+                                                       Sums& sums) {
+#pragma unroll
+    for (int b = 0; b < kTile.row_blocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < kTile.max_tokens / 2; ++i) sums[b][i] = 0;
+      fence_sums(sums[b]);
+    }
+    multiply_narrowest(shared, item, place, stage, sums);
+#pragma unroll
+    for (int b = 0; b < kTile.row_blocks; ++b) fence_sums(sums[b]);
   }
 };
 

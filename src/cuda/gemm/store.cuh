@@ -98,35 +98,58 @@ struct Store : GemmTypes<Weights, kTile> {
     }
   }
 
+  static constexpr int kChunks = kTile.max_tokens / Config::kStoreTokens;
+
+  /// Chunk kChunk of the sums, which holds kStoreTokens columns of a row block, to shared memory.
+  template <int kChunk>
+  __device__ __forceinline__ static void spread_chunk(Shared& shared, const Place& place,
+                                                      const Sums& sums) {
+    auto& buffer = shared.sums[place.warpgroup];
+    const int warp = place.thread / 32, lane = place.thread % 32;
+    const int row = warp * 16 + lane / 4;
+#pragma unroll
+    for (int n = 0; n < Config::kStoreTokens; n += 8) {
+      const float* block =
+          &sums[kChunk / kChunks][(kChunk % kChunks * Config::kStoreTokens + n) / 2];
+      const int token = n + lane % 4 * 2;
+      buffer[token][row] = block[0];
+      buffer[token + 1][row] = block[1];
+      buffer[token][row + 8] = block[2];
+      buffer[token + 1][row + 8] = block[3];
+    }
+  }
+
+  /// The same by number: registers have no index.
+  template <int kChunk = 0>
+  __device__ __forceinline__ static void spread(Shared& shared, const Place& place,
+                                                const Sums& sums, int chunk) {
+    if constexpr (kChunk < kTile.row_blocks * kChunks) {
+      if (chunk == kChunk) {
+        spread_chunk<kChunk>(shared, place, sums);
+      } else {
+        spread<kChunk + 1>(shared, place, sums, chunk);
+      }
+    }
+  }
+
   /// Sums -> shared memory -> output, kStoreTokens at a time. The threads of a row group share
-  /// the work; those of other row groups do not wait.
+  /// the work; those of other row groups do not wait. One copy of the code for all chunks: the
+  /// kernel is as large as the instruction cache.
   __device__ static void store_tile(Shared& shared, const GroupedGemm& p, const Item& item,
                                     const Place& place, const Sums& sums) {
     const auto sync_group = [&] {
       cutlass::arch::NamedBarrier::sync(Config::kGroupThreads, 1 + place.row_group);
     };
-    constexpr int kN = kTile.max_tokens, kChunk = Config::kStoreTokens;
-    const int warp = place.thread / 32, lane = place.thread % 32;
-    const int row = warp * 16 + lane / 4;
-    auto& buffer = shared.sums[place.warpgroup];
-#pragma unroll
-    for (int b = 0; b < kTile.row_blocks; ++b) {
-      const int row_block = item.row_block + place.row_group * kTile.row_blocks + b;
-      if (row_block >= p.phases[item.phase].row_blocks) break;
-#pragma unroll
-      for (int first = 0; first < kN; first += kChunk) {
-        if (first >= item.num_tokens) break;
-#pragma unroll
-        for (int n = 0; n < kChunk; n += 8) {
-          const float* block = &sums[b][(first + n) / 2];
-          const int token = n + lane % 4 * 2;
-          buffer[token][row] = block[0];
-          buffer[token + 1][row] = block[1];
-          buffer[token][row + 8] = block[2];
-          buffer[token + 1][row + 8] = block[3];
-        }
+    const int first_row_block = item.row_block + place.row_group * kTile.row_blocks;
+    const int row_blocks = min(kTile.row_blocks, p.phases[item.phase].row_blocks - first_row_block);
+#pragma unroll 1
+    for (int b = 0; b < row_blocks; ++b) {
+#pragma unroll 1
+      for (int first = 0; first < item.num_tokens; first += Config::kStoreTokens) {
+        spread(shared, place, sums, b * kChunks + first / Config::kStoreTokens);
         sync_group();
-        store_rows(shared, p, item, place, row_block, first, min(kChunk, item.num_tokens - first));
+        store_rows(shared, p, item, place, first_row_block + b, first,
+                   min(Config::kStoreTokens, item.num_tokens - first));
         sync_group();
       }
       if (item.phase == 0 && p.num_phases == 2 && place.k_group == 0 && place.thread == 0) {
