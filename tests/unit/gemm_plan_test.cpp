@@ -115,7 +115,8 @@ TEST(GemmPlanTest, ManyNarrowRowsAreNotSplit) {
   ASSERT_LE(shape.num_tokens, max_tokens_f32(shape));
   const GemmPlan chosen = choose_plan(shape);
   EXPECT_EQ(chosen.tile.max_tokens, std::prev(tile_configs().end())->max_tokens);
-  EXPECT_EQ(chosen.splits, 1) << "more tiles than multiprocessors, and four times the rows to add";
+  EXPECT_EQ(chosen.splits, 1)
+      << "the tensor cores are what it waits for, and there are more rows to add";
 }
 
 TEST(GemmPlanTest, InvalidPlansAreRefused) {

@@ -91,14 +91,16 @@ GemmPlan choose_plan(const GemmShape& shape) {
     chosen = plan;
     if (static_cast<double>(plan.tile.max_tokens) >= rows) break;
   }
-  // Tiles of GEMM 2 that all run at once end at once, and late.
+  // Few tiles of GEMM 2, bound by their weights, all run at once and end late.
   constexpr double kMultiprocessors = 132;
-  const double tiles =
-      static_cast<double>(shape.num_tokens * shape.topk) / mean *
-      static_cast<double>(ceil_div(shape.hidden, chosen.tile.tile_row_blocks() * kRecordRows));
+  constexpr int kFewRows = 64;
+  const double hit_experts = static_cast<double>(shape.num_tokens * shape.topk) / mean;
+  const auto row_tiles = ceil_div(shape.hidden, chosen.tile.tile_row_blocks() * kRecordRows);
   GemmPlan split = chosen;
   split.splits = 2;
-  return tiles < kMultiprocessors && valid(shape, split) ? split : chosen;
+  const bool few = chosen.tile.max_tokens <= kFewRows &&
+                   hit_experts * static_cast<double>(row_tiles) < kMultiprocessors;
+  return few && valid(shape, split) ? split : chosen;
 }
 
 }  // namespace fusedmoe::cuda
