@@ -39,7 +39,7 @@ __device__ void add_row(const __nv_bfloat16* row, float weight, float (&sums)[kC
 }
 
 /// A block is kThreads * kColumns columns of one token.
-/// Few registers, so that its blocks wait beside those of the GEMM.
+/// Few registers, so that its blocks wait beside those of a GEMM with tiles of few tokens.
 template <typename Row>
 __global__ void __launch_bounds__(kThreads, 16) combine_kernel(const CombineParams p) {
   const std::int64_t token = blockIdx.x;

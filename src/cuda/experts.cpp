@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/device_runtime.h"
 #include "core/experts_args.h"
 #include "core/tuning.h"
 #include "core/workspace.h"
@@ -17,6 +18,7 @@
 #include "cuda/packed_weights.h"
 #include "cuda/routing_data.h"
 #include "fusedmoe/runtime.h"
+#include "fusedmoe/tune.h"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -37,15 +39,48 @@ std::string_view suffix(Variant variant) {
   return "";
 }
 
+constexpr std::int64_t kMaxTopk = 64;   // of the router's kernels
 constexpr std::int64_t kPitchUnit = 8;  // elements: rows of activations start at 16 bytes
 
 std::int64_t round_up(std::int64_t value, std::int64_t unit) {
   return ceil_div(value, unit) * unit;
 }
 
-void check_alignment(const TensorView& view, const char* argument) {
+void check_rows(const TensorView& view, const char* argument) {
+  FUSEDMOE_CHECK(view.dtype() == DType::kBF16, argument, std::string(fusedmoe::name(view.dtype())),
+                 "bf16");
   FUSEDMOE_CHECK(reinterpret_cast<std::uintptr_t>(view.data()) % 16 == 0, argument, "misaligned",
                  "16-byte aligned");
+}
+
+void check_device(const TensorView& view, const char* argument, Device device) {
+  FUSEDMOE_CHECK(!view || view.device() == device, argument,
+                 fmt::format("on {}", to_string(view.device())),
+                 fmt::format("on {}", to_string(device)));
+}
+
+void check_sizes(const ExpertWeights& weights) {
+  FUSEDMOE_CHECK(weights.hidden % kPitchUnit == 0, "weights.hidden", fmt::to_string(weights.hidden),
+                 fmt::format("a multiple of {}", kPitchUnit));
+  FUSEDMOE_CHECK(weights.num_experts() <= kMaxExperts, "weights",
+                 fmt::format("of {} experts", weights.num_experts()),
+                 fmt::format("of up to {}", kMaxExperts));
+}
+
+/// What check_experts_args() does not ask for.
+void check_args(const ExpertsArgs& args) {
+  const Device device = args.weights->info().device;
+  FUSEDMOE_CHECK(args.stream.device == device, "stream",
+                 fmt::format("of {}", to_string(args.stream.device)),
+                 fmt::format("of {}, where the packed weights are", to_string(device)));
+  check_device(args.hidden_states, "hidden_states", device);
+  check_device(args.output, "output", device);
+  check_device(args.topk_ids, "topk_ids", device);
+  check_device(args.topk_weights, "topk_weights", device);
+  check_device(args.expert_map, "expert_map", device);
+  check_device(args.expert_num_tokens, "expert_num_tokens", device);
+  check_rows(args.hidden_states, "hidden_states");
+  check_rows(args.output, "output");
 }
 
 std::size_t bytes_of(std::int64_t rows, std::int64_t pitch, DType dtype) {
@@ -112,6 +147,8 @@ class Sm90Experts final : public ModularExperts {
   std::vector<std::string> tile_plans(const ProblemSize& problem, Device device) const override;
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                       const PackProgress& progress) const override {
+    check_sizes(weights);
+    if (variant_ != Variant::kBatchInvariant) tuned_plans();  // a broken file shows now
     return std::make_shared<CudaPackedWeights>(core::make_packed_info(*this, weights), format_,
                                                weights, progress);
   }
@@ -171,6 +208,9 @@ Support Sm90Experts::supports(const MoeConfig& config) const {
   }
   if (config.batch_invariant && variant_ != Variant::kBatchInvariant) {
     return no(Reason::kBatchInvariance, "the order of its sums depends on the batch");
+  }
+  if (config.topk > kMaxTopk) {
+    return no(Reason::kShape, fmt::format("topk {}; takes up to {}", config.topk, kMaxTopk));
   }
   if (config.num_local_experts > kMaxExperts) {
     return no(Reason::kShape,
@@ -319,9 +359,12 @@ void Sm90Experts::apply_unfused(const ExpertsArgs& args, const GroupedGemm& gemm
 
 void Sm90Experts::apply(const ExpertsArgs& args) const {
   const ProblemSize problem = core::check_experts_args(*this, args);
-  check_alignment(args.hidden_states, "hidden_states");
-  check_alignment(args.output, "output");
+  check_args(args);
+  FUSEDMOE_CHECK(variant_ != Variant::kUnfused || problem.intermediate % kPitchUnit == 0, "weights",
+                 fmt::format("of intermediate size {}", problem.intermediate),
+                 fmt::format("of a multiple of {}: hooks see rows without padding", kPitchUnit));
   if (problem.num_tokens == 0) return;
+  const core::CurrentDevice current(args.stream.device);
   const GemmPlan plan = plan_for(problem, args.output.device());
   const Scratch scratch(problem, variant_, plan, args.workspace2);
   GroupedGemm gemm = make_problem(args, scratch, plan);

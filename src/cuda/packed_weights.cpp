@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/device_runtime.h"
 #include "cuda/device/current_device.h"
 #include "cuda/gemm/pack.h"
 #include "cuda/gemm/unpack.h"
@@ -223,6 +224,7 @@ CudaPackedWeights::CudaPackedWeights(Info info, WeightFormat format, const Exper
 void CudaPackedWeights::replace(std::int64_t expert, const ExpertMatrices& matrices) {
   const bool gated = is_gated(info().activation.kind);
   check_packable(format_, matrices, gated);
+  const core::CurrentDevice current(info().device);
   w13_.pack(expert, matrices.gate, gated ? &matrices.up : nullptr);
   w2_.pack(expert, matrices.down, nullptr);
 }

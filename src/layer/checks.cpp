@@ -18,9 +18,12 @@ bool aligned(const void* data, std::size_t alignment) {
 void check_memory(const TensorView& view, const char* name, Device device) {
   FUSEDMOE_CHECK(view.device() == device, name, fmt::format("on {}", to_string(view.device())),
                  fmt::format("on {}", to_string(device)));
-  const auto width = static_cast<std::size_t>(std::max(bits(view.dtype()) / 8, 1));
+  // Kernels on CUDA read and write rows of 16-bit elements 16 bytes at a time.
+  const bool rows = !device.is_cpu() && bits(view.dtype()) == 16;
+  const auto width =
+      rows ? std::size_t{16} : static_cast<std::size_t>(std::max(bits(view.dtype()) / 8, 1));
   FUSEDMOE_CHECK(aligned(view.data(), width), name, fmt::format("at {}", view.data()),
-                 fmt::format("aligned to its {}-byte elements", width));
+                 fmt::format("aligned to {} bytes", width));
 }
 
 void check_ids(const TensorView& topk_ids, std::int64_t num_experts) {

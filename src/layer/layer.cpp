@@ -428,7 +428,9 @@ void MoeLayer::forward_routed(const TensorView& hidden_states, const Routing& ro
                  fmt::format("computed by the monolithic {}", impl.kernel.experts().name()));
   const Impl::Call call = impl.make_call(hidden_states, output, hooks, stream);
   const std::int64_t num_tokens = impl.check(call, workspace, routing, {});
-  core::check_tensor(routing.topk_ids, "topk_ids", DType::kI32, {num_tokens, impl.router.topk});
+  const Shape shape{num_tokens, impl.router.topk};
+  layer::check_buffer(routing.topk_ids, "topk_ids", DType::kI32, shape, impl.config.device);
+  layer::check_buffer(routing.topk_weights, "topk_weights", DType::kF32, shape, impl.config.device);
   const core::CurrentDevice current(impl.config.device);
   const Impl::Buffers buffers = impl.cut(num_tokens, workspace.data);
   impl.apply_experts(call, routing, buffers);

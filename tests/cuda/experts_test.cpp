@@ -60,6 +60,24 @@ INSTANTIATE_TEST_SUITE_P(Cases, CudaExpertsTest, ::testing::ValuesIn(awkward_cas
                            return info.param.name;
                          });
 
+TEST(CudaExpertsRefuse, RowsOfAnotherDtype) {
+  FUSEDMOE_SKIP_WITHOUT_GPU();
+  const Problem problem = testing::make_problem(Case{});
+  const auto experts = testing::find_experts("sm90_bf16");
+  const auto packed = experts->pack(problem.weights);
+  for (const DType dtype : {DType::kF32, DType::kF16}) {
+    EXPECT_THROW(testing::run_experts(problem, *make_no_ep(), *experts, *packed, dtype), Error);
+  }
+}
+
+TEST(CudaExpertsRefuse, HiddenSizesThatRowsCannotHave) {
+  FUSEDMOE_SKIP_WITHOUT_GPU();
+  Case spec;
+  spec.hidden = 36;
+  EXPECT_THROW(testing::find_experts("sm90_bf16")->pack(testing::make_problem(spec).weights),
+               Error);
+}
+
 /// Rows per expert around the edges of tiles, with sizes that end inside a record.
 std::vector<Case> tile_cases() {
   std::vector<Case> result;

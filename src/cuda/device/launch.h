@@ -45,12 +45,13 @@ void launch_clusters(void (*kernel)(Params...), int cluster, dim3 grid, dim3 blo
 /// Launches `kernel` on `stream`; throws Error when the launch is refused. Dynamic shared memory
 /// beyond 48 KiB is allowed for by itself.
 ///
-/// With `overlap_previous` the grid may start while the previous kernel of the stream still runs.
-/// Such a kernel calls cudaGridDependencySynchronize() in every thread, before it reads what
-/// earlier kernels wrote and before it writes what they read or write; that call waits until they
-/// have completed, so the order also holds over a chain of such kernels. A kernel that calls
-/// cudaTriggerProgrammaticLaunchCompletion() early lets the next one start as soon as all its own
-/// blocks have got that far.
+/// With `overlap_previous`, for kernels whose predecessor in the stream is one of ours and no copy
+/// of a caller's, so never for the first of a forward, the grid may start while the previous kernel
+/// of the stream still runs. Such a kernel calls cudaGridDependencySynchronize() in every thread,
+/// before it reads what earlier kernels wrote and before it writes what they read or write; that
+/// call waits until they have completed, so the order also holds over a chain of such kernels. A
+/// kernel that calls cudaTriggerProgrammaticLaunchCompletion() early lets the next one start as
+/// soon as all its own blocks have got that far.
 template <typename... Params, typename... Args>
 void launch(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t shared_bytes,
             cudaStream_t stream, bool overlap_previous, Args&&... args) {

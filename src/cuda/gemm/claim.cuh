@@ -39,6 +39,12 @@ struct Claims : GemmTypes<Weights, kTile> {
     if (lane == 0) prefix[0] = 0;
   }
 
+  /// Rows of an expert; in the batched format the caller's word for it, within the capacity.
+  __device__ static int read_rows(const GroupedGemm& p, int expert) {
+    const int rows = p.expert_num_tokens[expert];
+    return p.expert_offsets ? rows : max(0, min(rows, static_cast<int>(p.capacity)));
+  }
+
   /// tile_prefix from the rows of each expert, and row_prefix where this block counts them; all
   /// threads.
   __device__ static void count_tiles(Shared& shared, const GroupedGemm& p) {
@@ -55,7 +61,7 @@ struct Claims : GemmTypes<Weights, kTile> {
       __syncthreads();
     }
     for (int e = thread; e < p.num_experts; e += Config::kThreads) {
-      const int count = p.topk_ids ? rows[e + 1] : p.expert_num_tokens[e];
+      const int count = p.topk_ids ? rows[e + 1] : read_rows(p, e);
       tiles[e + 1] = num_token_tiles(count, kTile.max_tokens);
     }
     __syncthreads();
@@ -81,7 +87,7 @@ struct Claims : GemmTypes<Weights, kTile> {
     if (tile.phase < 0) return item;
     const GemmPhase& phase = p.phases[tile.phase];
     const std::int32_t* counted = row_prefix(shared) + tile.expert;
-    const int rows = p.topk_ids ? counted[1] - counted[0] : p.expert_num_tokens[tile.expert];
+    const int rows = p.topk_ids ? counted[1] - counted[0] : read_rows(p, tile.expert);
     const int expert_row = p.topk_ids         ? counted[0]
                            : p.expert_offsets ? p.expert_offsets[tile.expert]
                                               : static_cast<int>(tile.expert * p.capacity);

@@ -61,7 +61,7 @@ __global__ __launch_bounds__((GemmConfig<Weights, kTileConfigs[kConfig]>::kThrea
   constexpr TileConfig kTile = kTileConfigs[kConfig];
   using Load = Loaders<Weights, kTile>;
   using Config = typename Load::Config;
-  extern __shared__ std::uint8_t memory[];
+  extern __shared__ __align__(1024) std::uint8_t memory[];
   auto& shared = *reinterpret_cast<typename Load::Shared*>(memory);
   const int rank = kTile.cluster > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
 

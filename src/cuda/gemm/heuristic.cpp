@@ -53,13 +53,15 @@ std::optional<GemmPlan> parse_plan(std::string_view text) {
 
 std::int64_t max_tokens_f32(const GemmShape& shape) {
   if (shape.batched || shape.unfused || shape.batch_invariant) return 0;
-  return kBytesF32 / (shape.topk * shape.hidden * 4);
+  return kBytesF32 / std::max<std::int64_t>(1, shape.topk * shape.hidden * 4);
 }
 
 bool valid(const GemmShape& shape, const GemmPlan& plan) {
   const auto tiles = tile_configs();
   return std::find(tiles.begin(), tiles.end(), plan.tile) != tiles.end() &&
          std::find(std::begin(kSplits), std::end(kSplits), plan.splits) != std::end(kSplits) &&
+         // A split has a block of K.
+         plan.splits <= std::max<std::int64_t>(1, ceil_div(shape.intermediate, kRecordK)) &&
          // One order of the sums for all sizes.
          (!shape.batch_invariant || plan.tile.k_groups == 1) &&
          // Rows that are an output, or that hooks see, are bf16.

@@ -38,6 +38,7 @@ struct Loaders : Claims<Weights, kTile> {
     const GemmPhase& phase = p.phases[item.phase];
     const int bytes =
         min(Config::kStages * Config::kBlocks, item.k_end - item.k_begin) * Config::kRecordBytes;
+    if (bytes == 0) return;  // more splits than K blocks
     for (int b = 0; b < kTile.tile_row_blocks(); ++b) {
       const std::int64_t row_block = item.row_block + b;
       if (row_block >= phase.row_blocks) break;

@@ -68,8 +68,9 @@ struct Multiplier : GemmTypes<Weights, kTile> {
             multiply<kN>(weights.at(j), operands.tokens.at(j), sums[b]);
           }
         }
-        cute::warpgroup_commit_batch();
       }
+      // Empty where the last stage has no block for this K group: the wait counts batches.
+      cute::warpgroup_commit_batch();
       cute::warpgroup_wait<1>();
       if (previous >= 0) release(shared, previous);
       previous = stage.index;

@@ -2,7 +2,7 @@
 // contiguous block of memory that one bulk copy brings to shared memory as the tensor cores want
 // it. A matrix is records[row_block][k_block], rows and K padded to 64 with zeros.
 //
-//   bf16, f16   (64, 64) rows of 128 bytes, the 16-byte chunk c of row r at chunk c ^ (r % 8): the
+//   bf16        (64, 64) rows of 128 bytes, the 16-byte chunk c of row r at chunk c ^ (r % 8): the
 //               128-byte swizzle of wgmma's shared-memory operands
 //   mxfp4       2048 bytes of codes, then 128 of scales, as wgmma's register operand A has them:
 //               thread t of 128 owns the 16 bytes at 16 t, word j for the j-th 16 of K; of warp w,

@@ -282,12 +282,12 @@ __global__ void clear_counts_kernel(std::int32_t* counts, int num_experts) {
 void launch_route(const RouteParams& params, const RouteLaunch& plan, Stream stream) {
   auto* cuda_stream = static_cast<cudaStream_t>(stream.handle);
   if (params.counts && plan.blocks > 1) {
-    launch(clear_counts_kernel, dim3(1), dim3(256), 0, cuda_stream, true, params.counts,
+    launch(clear_counts_kernel, dim3(1), dim3(256), 0, cuda_stream, false, params.counts,
            params.num_experts);
   }
   launch(route_kernel, dim3(static_cast<unsigned>(plan.blocks)),
          dim3(static_cast<unsigned>(plan.warps * kWarpSize)),
-         static_cast<std::size_t>(plan.shared_bytes), cuda_stream, true, params);
+         static_cast<std::size_t>(plan.shared_bytes), cuda_stream, false, params);
 }
 
 }  // namespace fusedmoe::cuda

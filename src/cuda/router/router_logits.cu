@@ -263,7 +263,7 @@ void launch_tiles(const LogitsParams& p, Stream stream) {
   const std::int64_t blocks = num_blocks(p, Shape::kNumTokens, Shape::kNumExperts);
   const int expert_blocks = (p.num_experts + Shape::kNumExperts - 1) / Shape::kNumExperts;
   launch(router_logits_kernel<X, W, Shape>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
-         Shape::kSharedBytes, static_cast<cudaStream_t>(stream.handle), true, p, expert_blocks,
+         Shape::kSharedBytes, static_cast<cudaStream_t>(stream.handle), false, p, expert_blocks,
          aligned_chunks<X, W>(p));
 }
 

@@ -105,7 +105,7 @@ void assign_rows(const TensorView& topk_ids, const TensorView& expert_map,
                             out.slot_rows.as<std::int32_t>(),
                             out.expert_num_tokens.as<std::int32_t>()};
   launch(assign_rows_kernel, dim3(static_cast<unsigned>(num_local_experts)), kAssignThreads, 0,
-         static_cast<cudaStream_t>(stream.handle), true, params);
+         static_cast<cudaStream_t>(stream.handle), false, params);
 }
 
 void dispatch_rows(const TensorView& slot_rows, const TensorView& from, const TensorView& to,

@@ -75,7 +75,7 @@ void weight_rows(const TensorView& x, const TensorView& topk_weights, const Tens
         [&](auto width) {
           constexpr int kWidth = decltype(width)::value;
           launch(weight_rows_kernel<Storage, kWidth>, row_grid(num_tokens, hidden / kWidth),
-                 kRowThreads, 0, static_cast<cudaStream_t>(stream.handle), true,
+                 kRowThreads, 0, static_cast<cudaStream_t>(stream.handle), false,
                  x.as<const Storage>(), topk_weights.as<const float>(), weighted.as<Storage>(),
                  hidden);
         },
@@ -104,7 +104,7 @@ void route_shared(const Routing& out, bool gated, Stream stream) {
   const std::int64_t num_tokens = out.topk_ids.numel();
   if (num_tokens == 0) return;
   launch(route_shared_kernel, flat_grid(num_tokens), kThreads, 0,
-         static_cast<cudaStream_t>(stream.handle), true, out.topk_ids.as<std::int32_t>(),
+         static_cast<cudaStream_t>(stream.handle), false, out.topk_ids.as<std::int32_t>(),
          out.topk_weights.as<float>(), num_tokens, gated);
 }
 
