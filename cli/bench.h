@@ -23,8 +23,8 @@ struct BenchOptions {
   testing::RoutingSkew skew = testing::RoutingSkew::kBalanced;
   RecordedRouting replay;  ///< ids and weights to take in turn instead of drawing; optional
   std::int64_t min_samples = 11;
-  double max_seconds = 10;  ///< of sampling, for each number of tokens
-  std::int64_t check_rows = 4;
+  double max_seconds = 10;      ///< of sampling, for each number of tokens
+  std::int64_t check_rows = 4;  ///< spread over the batch
   /// On CUDA the floor is that of these limits, measured on one H200 by bench/README.md; the CPU
   /// measures its own around each sample.
   double device_bandwidth = 4.5e12;  ///< bytes/s

@@ -17,11 +17,15 @@ namespace {
 
 constexpr std::int64_t kDistinctExperts = 3;
 
-/// The first rows of `source`, on the device of `target`.
-void copy_head(const TensorView& source, const TensorView& target) {
-  const Device device = source.device().is_cpu() ? target.device() : source.device();
-  copy(source.slice(0, 0, target.size(0)), target, Stream{device});
-  synchronize(Stream{device});
+/// Rows of `source` spread over all of it, to that of `target`.
+void copy_sample(const TensorView& source, const TensorView& target) {
+  const Stream stream{source.device().is_cpu() ? target.device() : source.device()};
+  const std::int64_t rows = target.size(0);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const std::int64_t from = r * source.size(0) / rows;
+    copy(source.slice(0, from, from + 1), target.slice(0, r, r + 1), stream);
+  }
+  synchronize(stream);
 }
 
 }  // namespace
@@ -93,7 +97,10 @@ BenchProblem::BenchProblem(BenchOptions options, const PackProgress& progress)
   config.scheme = options_.scheme;
   const Selection selection = select(config, options_.experts);
   kernel_ = std::make_unique<ModularKernel>(selection.prepare_finalize, selection.experts);
-  packed_ = selection.experts->pack(weights_, progress);
+  {
+    const CurrentDevice current(options_.device);
+    packed_ = selection.experts->pack(weights_, progress);
+  }
   expert_order_.resize(static_cast<std::size_t>(num_experts));
   std::iota(expert_order_.begin(), expert_order_.end(), 0);
   for (std::size_t i = expert_order_.size(); i > 1; --i) {
@@ -163,30 +170,34 @@ void BenchProblem::route(const TensorView& topk_ids, const TensorView& topk_weig
   }
 }
 
-BenchBuffers BenchProblem::run_head(const ModularKernel& kernel, const PackedWeights& packed,
-                                    testing::Case spec, const BenchBuffers& all) const {
+BenchBuffers BenchProblem::run_sample(const ModularKernel& kernel, const PackedWeights& packed,
+                                      testing::Case spec, const BenchBuffers& all) const {
   spec.num_tokens = std::min(options_.check_rows, spec.num_tokens);
-  BenchBuffers head(kernel, packed, spec, all.output.dtype());
-  copy_head(all.hidden_states, head.hidden_states);
-  copy_head(all.topk_ids, head.topk_ids);
-  copy_head(all.topk_weights, head.topk_weights);
+  BenchBuffers sample(kernel, packed, spec, all.output.dtype());
+  copy_sample(all.hidden_states, sample.hidden_states);
+  copy_sample(all.topk_ids, sample.topk_ids);
+  copy_sample(all.topk_weights, sample.topk_weights);
   const Stream stream{packed.info().device};
-  head.run(kernel, packed, spec.num_experts, stream);
+  sample.run(kernel, packed, spec.num_experts, stream);
   synchronize(stream);
-  return head;
+  return sample;
 }
 
 Tensor BenchProblem::expected_rows(const testing::Case& spec, const BenchBuffers& timed) const {
   const Selection selection = select(testing::make_config(spec, timed.output.dtype()), "reference");
   const ModularKernel reference(selection.prepare_finalize, selection.experts);
-  return run_head(reference, *selection.experts->pack(weights_), spec, timed).output;
+  return run_sample(reference, *selection.experts->pack(weights_), spec, timed).output;
 }
 
 double BenchProblem::relative_error(const testing::Case& spec, const BenchBuffers& timed,
                                     const Tensor& expected) const {
-  Tensor actual(timed.output.slice(0, 0, expected.size(0)), timed.output.owner());
-  if (batch_dependent(spec.scheme)) actual = run_head(*kernel_, *packed_, spec, timed).output;
-  const testing::Difference difference = testing::compare(to_device(actual, {}), expected);
+  Tensor actual = Tensor::empty(expected.shape(), expected.dtype());
+  if (batch_dependent(spec.scheme)) {
+    actual = to_device(run_sample(*kernel_, *packed_, spec, timed).output, {});
+  } else {
+    copy_sample(timed.output, actual);
+  }
+  const testing::Difference difference = testing::compare(actual, expected);
   return difference.nonfinite_mismatch ? std::numeric_limits<double>::infinity()
                                        : difference.max_norm_relative;
 }

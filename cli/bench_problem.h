@@ -53,9 +53,9 @@ class BenchProblem {
   /// The next routing, into host tensors: drawn or replayed. Distinct experts for each token;
   /// single tokens walk through all experts, so that weights are cold.
   void route(const TensorView& topk_ids, const TensorView& topk_weights);
-  /// The first rows as `reference` computes them from the same inputs.
+  /// Rows from all over the batch, as `reference` computes them from the same inputs.
   Tensor expected_rows(const testing::Case& spec, const BenchBuffers& timed) const;
-  /// Error of the first rows against those; infinite where only one of them has a NaN or an
+  /// Error of those rows; infinite where only one of them has a NaN or an
   /// infinity. Rows that depend on their batch are computed again in a smaller one.
   double relative_error(const testing::Case& spec, const BenchBuffers& timed,
                         const Tensor& expected) const;
@@ -64,8 +64,8 @@ class BenchProblem {
   std::int32_t draw_expert(std::int64_t num_tokens);
   void draw(const TensorView& topk_ids);
   void replay(const TensorView& topk_ids, const TensorView& topk_weights);
-  BenchBuffers run_head(const ModularKernel& kernel, const PackedWeights& packed,
-                        testing::Case spec, const BenchBuffers& all) const;
+  BenchBuffers run_sample(const ModularKernel& kernel, const PackedWeights& packed,
+                          testing::Case spec, const BenchBuffers& all) const;
 
   BenchOptions options_;
   ExpertWeights weights_;

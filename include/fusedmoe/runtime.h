@@ -33,6 +33,19 @@ FUSEDMOE_API Tensor empty_pinned(Shape shape, DType dtype, Device device);
 /// Waits for all work of the stream.
 FUSEDMOE_API void synchronize(Stream stream);
 
+/// While it lives, `device` is the calling thread's current one, where Experts::pack puts weights.
+/// Nothing for the CPU.
+class FUSEDMOE_API CurrentDevice {
+ public:
+  explicit CurrentDevice(Device device);
+  ~CurrentDevice();
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  int previous_;  // index of the device before; -1: nothing to restore
+};
+
 /// A stream of its own, independent of the default stream and of all others. Copies share it; the
 /// last one destroys it, which does not wait for its work.
 class FUSEDMOE_API OwnedStream {

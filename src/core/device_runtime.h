@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "fusedmoe/device.h"
+#include "fusedmoe/runtime.h"
 
 namespace fusedmoe::core {
 
@@ -46,20 +47,6 @@ const DeviceRuntime& cpu_runtime();
 const DeviceRuntime& cuda_runtime();
 const DeviceRuntime& runtime_of(Device device);
 
-/// While it lives, `device` is the calling thread's current one: CUDA launches and allocates on
-/// that. Nothing for the CPU.
-class CurrentDevice {
- public:
-  explicit CurrentDevice(Device device)
-      : previous_(device.is_cpu() ? -1 : cuda_runtime().exchange_current(device)) {}
-  ~CurrentDevice() {
-    if (previous_ >= 0) cuda_runtime().restore_current(previous_);
-  }
-  CurrentDevice(const CurrentDevice&) = delete;
-  CurrentDevice& operator=(const CurrentDevice&) = delete;
-
- private:
-  int previous_;
-};
+using fusedmoe::CurrentDevice;
 
 }  // namespace fusedmoe::core

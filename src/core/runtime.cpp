@@ -68,6 +68,12 @@ void synchronize(Stream stream) {
   runtime_of(stream.device).synchronize(stream);
 }
 
+CurrentDevice::CurrentDevice(Device device)
+    : previous_(device.is_cpu() ? -1 : core::cuda_runtime().exchange_current(device)) {}
+CurrentDevice::~CurrentDevice() {
+  if (previous_ >= 0) core::cuda_runtime().restore_current(previous_);
+}
+
 OwnedStream::OwnedStream(Device device)
     : device_(device), handle_(runtime_of(device).make_stream(device)) {}
 

@@ -47,34 +47,26 @@ Tensor upload(const TensorView& gate, const TensorView* up, std::int64_t size, D
   return to_device(host, device);
 }
 
-std::uint8_t largest_scale(const TensorView& scales) {
-  std::uint8_t largest = 0;
+/// Smallest and largest code.
+std::pair<int, int> range_of(const TensorView& scales) {
+  int smallest = 255, largest = 0;
   for (std::int64_t r = 0; r < scales.size(0); ++r) {
+    const auto* row = scales.as<const std::uint8_t>() + r * scales.stride(0);
     for (std::int64_t c = 0; c < scales.size(1); ++c) {
-      largest = std::max(
-          largest, scales.as<const std::uint8_t>()[r * scales.stride(0) + c * scales.stride(1)]);
+      smallest = std::min<int>(smallest, row[c * scales.stride(1)]);
+      largest = std::max<int>(largest, row[c * scales.stride(1)]);
     }
   }
-  return largest;
-}
-
-std::uint8_t smallest_scale(const TensorView& scales) {
-  std::uint8_t smallest = 255;
-  for (std::int64_t r = 0; r < scales.size(0); ++r) {
-    for (std::int64_t c = 0; c < scales.size(1); ++c) {
-      smallest = std::min(
-          smallest, scales.as<const std::uint8_t>()[r * scales.stride(0) + c * scales.stride(1)]);
-    }
-  }
-  return smallest;
+  return {smallest, largest};
 }
 
 /// Power of two by which scales must shrink so that all multipliers are bf16 numbers.
 int exponent_shift(const WeightMatrix& gate, const WeightMatrix* up) {
-  int largest = largest_scale(gate.scales), smallest = smallest_scale(gate.scales);
+  auto [smallest, largest] = range_of(gate.scales);
   if (up) {
-    largest = std::max<int>(largest, largest_scale(up->scales));
-    smallest = std::min<int>(smallest, smallest_scale(up->scales));
+    const auto [least, most] = range_of(up->scales);
+    smallest = std::min(smallest, least);
+    largest = std::max(largest, most);
   }
   const int shift = std::max(0, largest - kLargestScale);
   FUSEDMOE_CHECK(smallest + kExponentOffset - shift >= 1, "weights.scales",
