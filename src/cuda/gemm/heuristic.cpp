@@ -5,11 +5,10 @@
 #include <algorithm>
 #include <cmath>
 #include <utility>
+#include <vector>
 
 namespace fusedmoe::cuda {
 namespace {
-
-constexpr int kSplits[] = {1, 2, 4};
 
 /// Rows of an expert that has any, on average, when every token draws topk experts at random. In
 /// the batched format anything up to the capacity is possible: a quarter of it.
@@ -69,9 +68,9 @@ bool valid(const GemmShape& shape, const GemmPlan& plan) {
          (plan.rows_f32 || plan.splits == 1);
 }
 
-std::vector<GemmPlan> valid_plans(const GemmShape& shape) {
+PlanList valid_plans(const GemmShape& shape) {
   const bool rows_f32 = shape.num_tokens <= max_tokens_f32(shape);
-  std::vector<GemmPlan> plans;
+  PlanList plans;
   for (const TileConfig& tile : tile_configs()) {
     for (const int splits : kSplits) {
       const GemmPlan plan{tile, splits, rows_f32};

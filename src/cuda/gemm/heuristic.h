@@ -1,11 +1,13 @@
 // The choice of tile configuration: a pure function of the problem's sizes.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "cuda/gemm/grouped_gemm.h"
 #include "fusedmoe/tune.h"
@@ -25,6 +27,21 @@ std::string to_string(const GemmPlan& plan);
 /// Inverse, of plans whose tile is compiled; none for anything else.
 std::optional<GemmPlan> parse_plan(std::string_view text);
 
+inline constexpr int kSplits[] = {1, 2, 4};
+
+/// Plans in place: a forward allocates nothing.
+class PlanList {
+ public:
+  void push_back(const GemmPlan& plan) { plans_[size_++] = plan; }
+  std::size_t size() const { return size_; }
+  const GemmPlan* begin() const { return plans_.data(); }
+  const GemmPlan* end() const { return plans_.data() + size_; }
+
+ private:
+  std::array<GemmPlan, std::size(kTileConfigs) * std::size(kSplits)> plans_;
+  std::size_t size_ = 0;
+};
+
 /// What the choice depends on.
 struct GemmShape {
   WeightFormat format = WeightFormat::kBF16;
@@ -43,7 +60,7 @@ GemmPlan choose_plan(const GemmShape& shape);
 bool valid(const GemmShape& shape, const GemmPlan& plan);
 /// Every plan worth measuring, the chosen one among them: the valid ones, but rows in bf16 only
 /// where they cannot be in f32, which is more exact.
-std::vector<GemmPlan> valid_plans(const GemmShape& shape);
+PlanList valid_plans(const GemmShape& shape);
 /// Tokens up to which rows may be in f32: where the scratch of the worst plan is largest.
 std::int64_t max_tokens_f32(const GemmShape& shape);
 
