@@ -7,6 +7,7 @@
 #include "fusedmoe/error.h"
 #include "fusedmoe/prepare_finalize.h"
 #include "reference/experts.h"
+#include "schemes_with_codes.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
 
@@ -98,9 +99,6 @@ std::vector<Case> cases(const QuantScheme& scheme) {
 
 class CpuSchemesTest : public ::testing::TestWithParam<NamedScheme> {
  protected:
-  void SetUp() override {
-    if (!cpu::has_codes(scheme().weights)) GTEST_SKIP() << "no tiles for it";
-  }
   const QuantScheme& scheme() const { return GetParam().scheme; }
 };
 
@@ -148,7 +146,11 @@ Problem head(const Problem& problem, std::int64_t num_tokens) {
 TEST_P(CpuSchemesTest, RowDoesNotDependOnItsBatch) {
   const auto& key = scheme().activations;
   if (key && key->dynamic && key->group == GroupShape{-1, -1}) {
-    GTEST_SKIP() << "dynamic per tensor: one scale for the batch";
+    // One scale for the batch: refused where rows may not depend on it.
+    MoeConfig config = testing::make_config(cases(scheme()).front(), DType::kBF16);
+    config.batch_invariant = true;
+    EXPECT_EQ(make_no_ep()->supports(config).reason, Reason::kBatchInvariance);
+    return;
   }
   Case spec;
   spec.num_tokens = 40;
@@ -217,8 +219,21 @@ TEST_P(CpuSchemesTest, ShardsMatchReference) {
   EXPECT_LE(difference.rms_element, tolerance(scheme(), DType::kF32).rms);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, CpuSchemesTest, ::testing::ValuesIn(named_schemes()),
+INSTANTIATE_TEST_SUITE_P(All, CpuSchemesTest, ::testing::ValuesIn(schemes_with_codes()),
                          [](const auto& info) { return info.param.name; });
+
+TEST(CpuSchemesRefuseTest, SchemesWithoutCodes) {
+  std::size_t refused = 0;
+  for (const NamedScheme& entry : named_schemes()) {
+    if (cpu::has_codes(entry.scheme.weights)) continue;
+    ++refused;
+    const MoeConfig config = testing::make_config(cases(entry.scheme).front(), DType::kBF16);
+    const auto experts = cpu::make_experts(ActivationFormat::kStandard);
+    EXPECT_EQ(experts->supports(config).reason, Reason::kQuantScheme) << entry.name;
+  }
+  EXPECT_EQ(refused + schemes_with_codes().size(), named_schemes().size());
+  EXPECT_GT(refused, 0u);
+}
 
 /// Codes that no quantizer writes, but a file may hold.
 TEST(CpuCodesTest, UnusualScalesAndValuesAreTheReferencesOrRefused) {

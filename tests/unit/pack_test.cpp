@@ -9,6 +9,7 @@
 #include "fusedmoe/error.h"
 #include "fusedmoe/formats.h"
 #include "fusedmoe/quantize.h"
+#include "schemes_with_codes.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
 
@@ -68,9 +69,6 @@ void expect_same(const ExpertMatrices& actual, const ExpertMatrices& expected,
 
 class PackTest : public ::testing::TestWithParam<NamedScheme> {
  protected:
-  void SetUp() override {
-    if (!cpu::has_codes(GetParam().scheme.weights)) GTEST_SKIP() << "no tiles for it";
-  }
   const std::shared_ptr<const ModularExperts> experts_ =
       cpu::make_experts(ActivationFormat::kStandard);
 };
@@ -112,7 +110,7 @@ TEST_P(PackTest, UnpackedWeightsPackToTheSameBytes) {
   EXPECT_EQ(std::memcmp(first.tiles1(2), second.tiles1(0), static_cast<std::size_t>(bytes)), 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, PackTest, ::testing::ValuesIn(named_schemes()),
+INSTANTIATE_TEST_SUITE_P(All, PackTest, ::testing::ValuesIn(schemes_with_codes()),
                          [](const auto& info) { return info.param.name; });
 
 TEST(RepackTest, RefusesWhatDoesNotFit) {
