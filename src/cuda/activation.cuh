@@ -7,15 +7,30 @@ namespace fusedmoe::cuda {
 
 /// 1 / (1 + exp(-x)), to a few units in the last place: far less than bf16 shows.
 __device__ inline float fast_sigmoid(float x) {
-  return __fdividef(1.0f, 1.0f + __expf(-x));
+  constexpr float kLog2e = 1.44269504f;
+  float power, result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -kLog2e));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + power));
+  return result;
 }
 
-// fminf and fmaxf drop a NaN; these pass that of the first argument through.
+/// To a relative 2^-11.
+__device__ inline float fast_tanh(float x) {
+  float result;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// fminf and fmaxf drop a NaN; these pass it through.
 __device__ inline float min_or_nan(float x, float limit) {
-  return x > limit ? limit : x;
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(limit));
+  return result;
 }
 __device__ inline float clamp_or_nan(float x, float limit) {
-  return x > limit ? limit : x < -limit ? -limit : x;
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(min_or_nan(x, limit)), "f"(-limit));
+  return result;
 }
 
 /// As fusedmoe::is_gated().
@@ -47,7 +62,7 @@ __device__ inline float activate_gate(const ResolvedActivation& a, float g) {
     case Activation::kSwigluStep:
       return min_or_nan(g * fast_sigmoid(g), a.limit);
     case Activation::kSitu:
-      return a.situ_beta * tanhf(g / a.situ_beta) * fast_sigmoid(g);
+      return a.situ_beta * fast_tanh(__fdividef(g, a.situ_beta)) * fast_sigmoid(g);
     case Activation::kRelu2NoMul:
       g = g < 0.0f ? 0.0f : g;
       return g * g;
@@ -65,11 +80,40 @@ __device__ inline float activate(const ResolvedActivation& a, float gate, float 
     case Activation::kSwigluOaiUninterleave:
       return g * (clamp_or_nan(up, a.limit) + a.beta);
     case Activation::kSitu:
-      return g *
-             (a.situ_linear_beta > 0 ? a.situ_linear_beta * tanhf(up / a.situ_linear_beta) : up);
+      return g * (a.situ_linear_beta > 0
+                      ? a.situ_linear_beta * fast_tanh(__fdividef(up, a.situ_linear_beta))
+                      : up);
     default:
       return g * up;
   }
+}
+
+/// function(activation), in whose code for each kind of the list the kind is a constant: the choice
+/// is made once instead of for every number.
+template <Activation... kKinds, typename Function>
+__device__ __forceinline__ void call_for_kind(const ResolvedActivation& activation,
+                                              const Function& function) {
+  const auto call_if = [&](Activation kind) {
+    if (activation.kind != kind) return;
+    ResolvedActivation known = activation;
+    known.kind = kind;
+    function(known);
+  };
+  (call_if(kKinds), ...);
+}
+
+template <typename Function>
+__device__ __forceinline__ void call_for_gated(const ResolvedActivation& activation,
+                                               const Function& function) {
+  using enum Activation;
+  call_for_kind<kSilu, kGelu, kGeluTanh, kSwigluOai, kSwigluOaiUninterleave, kSwigluStep, kSitu>(
+      activation, function);
+}
+template <typename Function>
+__device__ __forceinline__ void call_for_not_gated(const ResolvedActivation& activation,
+                                                   const Function& function) {
+  using enum Activation;
+  call_for_kind<kSiluNoMul, kGeluNoMul, kGeluTanhNoMul, kRelu2NoMul>(activation, function);
 }
 
 }  // namespace fusedmoe::cuda

@@ -60,12 +60,12 @@ struct GemmPhase {
   const void* x = nullptr;        ///< (x_rows, x_pitch) bf16, 16-byte aligned
   std::int64_t x_rows = 0;        ///< those of the grouped GEMM
   std::int64_t x_pitch = 0;       ///< elements, a multiple of 8
-  void* out = nullptr;            ///< (splits, rows, out_pitch)
-  std::int64_t out_pitch = 0;     ///< elements, even
+  void* out = nullptr;            ///< (splits, rows, out_pitch), 16-byte aligned
+  std::int64_t out_pitch = 0;     ///< elements, a multiple of 8
   std::int64_t split_pitch = 0;   ///< elements between the partial sums of splits
-  int width = 0;                  ///< columns written of each row
+  int width = 0;                  ///< columns of each row; written are up to a multiple of 8
   int splits = 1;                 ///< K is cut into so many parts; the reader adds them
-  bool out_f32 = false;           ///< else bf16
+  bool out_f32 = false;           ///< else bf16; with Epilogue::kStore
   Epilogue epilogue = Epilogue::kStore;
 };
 

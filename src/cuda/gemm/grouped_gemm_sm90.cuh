@@ -31,6 +31,7 @@ template <typename Weights, TileConfig kTile>
 __device__ void multiply_tiles(typename GemmTypes<Weights, kTile>::Shared& shared,
                                const GroupedGemm& p) {
   using Types = GemmTypes<Weights, kTile>;
+  using Stores = Store<Weights, kTile>;
   typename Types::Place place;
   place.thread = threadIdx.x % 128;
   place.warpgroup = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);
@@ -45,10 +46,11 @@ __device__ void multiply_tiles(typename GemmTypes<Weights, kTile>::Shared& share
     if (threadIdx.x % 32 == 0) Barrier::arrive(&shared.item_free[slot.index]);
     slot.advance();
     if (item.phase < 0) return;
+    const auto affine = Stores::read_affine(p, item, place);  // on its way while sums are made
     typename Types::Sums sums;
     Multiplier<Weights, kTile>::multiply_tile(shared, item, place, stage, sums);
     if (p.topk_ids) cudaGridDependencySynchronize();
-    Store<Weights, kTile>::store_tile(shared, p, item, place, sums);
+    Stores::store_tile(shared, p, item, place, affine, sums);
   }
 }
 

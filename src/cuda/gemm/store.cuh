@@ -1,9 +1,14 @@
 // The epilogue of the grouped GEMM kernel: sums -> scale, bias, activation -> rows.
+//
+// wgmma leaves a thread the sums of two neighbouring tokens for weight rows r and r + 8, of a gated
+// w13 gate and up of one feature. There they become results. Rows in bf16 then pass through shared
+// memory, as threads next to each other hold features of one token only 8 apart.
 #pragma once
 
 #include <cuda_bf16.h>
 
 #include "cuda/activation.cuh"
+#include "cuda/device/stmatrix.cuh"
 #include "cuda/gemm/tile.cuh"
 
 namespace fusedmoe::cuda {
@@ -16,146 +21,219 @@ struct Store : GemmTypes<Weights, kTile> {
   using typename Base::Shared;
   using typename Base::Sums;
 
-  struct Pair {
-    float x, y;
+  // Tokens are finished a chunk at a time, 8 together as wgmma has them. Of each 8, a thread has
+  // numbers (row r, token t), (r, t + 1), (r + 8, t), (r + 8, t + 1).
+  static constexpr int kTokens = Config::kStoreTokens;
+  static constexpr int kEights = kTokens / 8;
+  static constexpr int kChunks = kTile.max_tokens / kTokens;
+  using Chunk = float[4 * kEights];
+
+  /// Weight row r of a thread in its row block.
+  __device__ static int weight_row(const Place& place) {
+    return place.thread / 32 * 16 + place.thread % 32 / 4;
+  }
+
+  /// What a thread's sums of each row block are multiplied by, and what is added for r and r + 8.
+  struct Affine {
+    float scale;
+    float bias[kTile.row_blocks][2];
   };
-
-  /// Two neighbouring rows of one token, summed over the K groups.
-  __device__ static Pair read_sums(const Shared& shared, const Place& place, int token, int row) {
-    Pair sum{0, 0};
-#pragma unroll
-    for (int k = 0; k < kTile.k_groups; ++k) {
-      const auto part = *reinterpret_cast<const float2*>(
-          &shared.sums[place.row_group * kTile.k_groups + k][token][row]);
-      sum.x += part.x;
-      sum.y += part.y;
-    }
-    return sum;
-  }
-
-  __device__ static Pair read_pair(const float* bias, int row) {
-    if (!bias) return {0, 0};
-    const auto pair = *reinterpret_cast<const float2*>(bias + row);
-    return {pair.x, pair.y};
-  }
-
-  __device__ static void write_pair(const GemmPhase& phase, std::int64_t index, float x, float y) {
-    if (phase.out_f32) {
-      *reinterpret_cast<float2*>(static_cast<float*>(phase.out) + index) = make_float2(x, y);
-    } else {
-      *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(phase.out) + index) =
-          __floats2bfloat162_rn(x, y);
-    }
-  }
-
-  /// Tokens [first, first + count) of a row block, from the sums in shared memory.
-  __device__ static void store_rows(const Shared& shared, const GroupedGemm& p, const Item& item,
-                                    const Place& place, int row_block, int first, int count) {
+  __device__ static Affine read_affine(const GroupedGemm& p, const Item& item, const Place& place) {
     const GemmPhase& phase = p.phases[item.phase];
-    const float scale = phase.scales ? phase.scales[item.expert] : 1.0f;
-    const float* bias =
-        phase.bias && item.split == 0
-            ? phase.bias + (static_cast<std::int64_t>(item.expert) * phase.row_blocks + row_block) *
-                               kRecordRows
-            : nullptr;
-    const int thread = place.k_group * 128 + place.thread;
-    const std::int64_t out = item.split * phase.split_pitch +
-                             static_cast<std::int64_t>(item.first_row + first) * phase.out_pitch;
-    if (phase.epilogue == Epilogue::kStore) {
-      const int row = thread % 32 * 2;
-      const int column = row_block * kRecordRows + row;
-      if (column >= phase.width) return;
-      const bool activated = item.phase == 0 && p.num_phases == 2;
-      const Pair b = read_pair(bias, row);
-      for (int token = thread / 32; token < count; token += Config::kGroupThreads / 32) {
-        Pair v = read_sums(shared, place, token, row);
-        v = {v.x * scale + b.x, v.y * scale + b.y};
-        if (activated) {
-          v = {activate_gate(p.activation, v.x), activate_gate(p.activation, v.y)};
-        }
-        write_pair(phase, out + token * phase.out_pitch + column, v.x, v.y);
-      }
-      return;
-    }
-    const int pair = thread % 16;
-    const int row = pair / 4 * 16 + pair % 4 * 2;  // of gate; up is 8 further on
-    const int column = row_block * (kRecordRows / 2) + pair * 2;
-    if (column >= phase.width) return;
-    const Pair gate_bias = read_pair(bias, row), up_bias = read_pair(bias, row + 8);
-    for (int token = thread / 16; token < count; token += Config::kGroupThreads / 16) {
-      const Pair g = read_sums(shared, place, token, row);
-      const Pair u = read_sums(shared, place, token, row + 8);
-      const Pair gate{g.x * scale + gate_bias.x, g.y * scale + gate_bias.y};
-      const Pair up{u.x * scale + up_bias.x, u.y * scale + up_bias.y};
-      const std::int64_t index = out + token * phase.out_pitch + column;
-      if (phase.epilogue == Epilogue::kActivate) {
-        write_pair(phase, index, activate(p.activation, gate.x, up.x),
-                   activate(p.activation, gate.y, up.y));
-      } else {
-        write_pair(phase, index, gate.x, gate.y);
-        write_pair(phase, index + phase.width, up.x, up.y);
-      }
-    }
-  }
-
-  static constexpr int kChunks = kTile.max_tokens / Config::kStoreTokens;
-
-  /// Chunk kChunk of the sums, which holds kStoreTokens columns of a row block, to shared memory.
-  template <int kChunk>
-  __device__ __forceinline__ static void spread_chunk(Shared& shared, const Place& place,
-                                                      const Sums& sums) {
-    auto& buffer = shared.sums[place.warpgroup];
-    const int warp = place.thread / 32, lane = place.thread % 32;
-    const int row = warp * 16 + lane / 4;
+    Affine affine;
+    affine.scale = phase.scales ? phase.scales[item.expert] : 1.0f;
 #pragma unroll
-    for (int n = 0; n < Config::kStoreTokens; n += 8) {
-      const float* block =
-          &sums[kChunk / kChunks][(kChunk % kChunks * Config::kStoreTokens + n) / 2];
-      const int token = n + lane % 4 * 2;
-      buffer[token][row] = block[0];
-      buffer[token + 1][row] = block[1];
-      buffer[token][row + 8] = block[2];
-      buffer[token + 1][row + 8] = block[3];
+    for (int b = 0; b < kTile.row_blocks; ++b) {
+      const int row_block = item.row_block + place.row_group * kTile.row_blocks + b;
+      const bool biased = phase.bias && item.split == 0 && row_block < phase.row_blocks;
+      const std::int64_t row =
+          (static_cast<std::int64_t>(item.expert) * phase.row_blocks + row_block) * kRecordRows +
+          weight_row(place);
+      affine.bias[b][0] = biased ? phase.bias[row] : 0;
+      affine.bias[b][1] = biased ? phase.bias[row + 8] : 0;
     }
+    return affine;
   }
 
-  /// The same by number: registers have no index.
+  __device__ static void sync_row_group(const Place& place) {
+    cutlass::arch::NamedBarrier::sync(128 * kTile.k_groups, 1 + place.row_group);
+  }
+  __device__ static void sync_warpgroup(const Place& place) {
+    cutlass::arch::NamedBarrier::sync(128, 1 + kTile.row_groups + place.row_group);
+  }
+
+  /// The sums of a row group to its first K group, in their order.
+  __device__ static void add_k_groups(Shared& shared, const Item& item, const Place& place,
+                                      Sums& sums) {
+    const int first_part = place.row_group * Config::kOtherKGroups;
+    if (place.k_group > 0) {
+#pragma unroll
+      for (int i = 0; i < Config::kPartSums; ++i) {
+        if (i / 4 * 8 >= item.num_tokens) break;
+        shared.parts[first_part + place.k_group - 1][i][place.thread] = sums[0][i];
+      }
+    }
+    sync_row_group(place);
+    if (place.k_group == 0) {
+#pragma unroll
+      for (int i = 0; i < Config::kPartSums; ++i) {
+        if (i / 4 * 8 >= item.num_tokens) break;
+#pragma unroll
+        for (int k = 0; k < Config::kOtherKGroups; ++k) {
+          sums[0][i] += shared.parts[first_part + k][i][place.thread];
+        }
+      }
+    }
+    sync_row_group(place);
+  }
+
+  /// Scaled and biased sums of a chunk by its number, chunks of the first row block before those of
+  /// the next: registers have no index.
   template <int kChunk = 0>
-  __device__ __forceinline__ static void spread(Shared& shared, const Place& place,
-                                                const Sums& sums, int chunk) {
+  __device__ __forceinline__ static void read_chunk(const Sums& sums, const Affine& affine,
+                                                    int chunk, Chunk& values) {
     if constexpr (kChunk < kTile.row_blocks * kChunks) {
-      if (chunk == kChunk) {
-        spread_chunk<kChunk>(shared, place, sums);
-      } else {
-        spread<kChunk + 1>(shared, place, sums, chunk);
+      if (chunk != kChunk) {
+        read_chunk<kChunk + 1>(sums, affine, chunk, values);
+        return;
+      }
+      constexpr int kBlock = kChunk / kChunks, kFirst = kChunk % kChunks * 4 * kEights;
+#pragma unroll
+      for (int i = 0; i < 4 * kEights; ++i) {
+        values[i] = sums[kBlock][kFirst + i] * affine.scale + affine.bias[kBlock][i % 4 / 2];
       }
     }
   }
 
-  /// Sums -> shared memory -> output, kStoreTokens at a time. The threads of a row group share
-  /// the work; those of other row groups do not wait. One copy of the code for all chunks: the
-  /// kernel is as large as the instruction cache.
+  __device__ static std::uint32_t to_bf16(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const std::uint32_t*>(&pair);
+  }
+
+  using Rows = std::uint16_t[Config::kStoreTokens][Config::kStorePitch];
+
+  /// Features of gate and up -> `rows` of the activated ones.
+  __device__ static void put_activated(const ResolvedActivation& activation, const Place& place,
+                                       const Chunk& values, Rows& rows) {
+    const int warp = place.thread / 32, lane = place.thread % 32;
+    std::uint32_t pairs[kEights];
+    call_for_gated(activation, [&](const ResolvedActivation& known) {
+#pragma unroll
+      for (int n = 0; n < kEights; ++n) {
+        const float* v = &values[4 * n];
+        pairs[n] = to_bf16(activate(known, v[0], v[2]), activate(known, v[1], v[3]));
+      }
+    });
+#pragma unroll
+    for (int n = 0; n < kEights; n += 2) {
+      store_transposed(&rows[8 * n + lane % 16][warp * 8], pairs[n], pairs[n + 1]);
+    }
+  }
+
+  /// Weight rows r and r + 8 -> `rows`, features `distance` apart.
+  __device__ static void put_both(const Place& place, const Chunk& values, int feature,
+                                  int distance, Rows& rows) {
+    const int lane = place.thread % 32;
+#pragma unroll
+    for (int n = 0; n < kEights; ++n) {
+      const float* v = &values[4 * n];
+      store_transposed(&rows[8 * n + lane % 8][feature + lane / 8 % 2 * distance],
+                       to_bf16(v[0], v[1]), to_bf16(v[2], v[3]));
+    }
+  }
+
+  /// `rows` of one row block -> tokens [first, first + count) of the output, 16 bytes at a time.
+  __device__ static void write_rows(const GemmPhase& phase, const Place& place, int row_block,
+                                    std::int64_t first, int count, const Rows& rows) {
+    const int units_log2 = phase.epilogue == Epilogue::kActivate ? 2 : 3;  // of 8 features
+    auto* out = static_cast<std::uint16_t*>(phase.out) + first;
+    for (int i = place.thread; i < count << units_log2; i += 128) {
+      const int token = i >> units_log2;
+      int unit = i & ((1 << units_log2) - 1);
+      const auto value = *reinterpret_cast<const uint4*>(&rows[token][unit * 8]);
+      int begin = 0;
+      int column = row_block << (units_log2 + 3);
+      if (phase.epilogue == Epilogue::kStoreGateUp) {
+        begin = unit / 4 * phase.width;
+        column = row_block * (kRecordRows / 2);
+        unit %= 4;
+      }
+      column += unit * 8;
+      if (column < phase.width) {
+        *reinterpret_cast<uint4*>(out + token * phase.out_pitch + begin + column) = value;
+      }
+    }
+  }
+
+  /// The same of rows in f32, from registers: eight features of a token are a sector of memory.
+  __device__ static void write_f32(const GemmPhase& phase, const Place& place, int row_block,
+                                   std::int64_t first, int count, const Chunk& values) {
+    const int row = row_block * kRecordRows + weight_row(place);
+    const bool has_row = row < phase.width, has_next = row + 8 < phase.width;
+    const int token = place.thread % 4 * 2;
+    float* out = static_cast<float*>(phase.out) + first + token * phase.out_pitch + row;
+#pragma unroll
+    for (int n = 0; n < kEights; ++n) {
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        if (8 * n + token + t >= count) return;
+        if (has_row) out[t * phase.out_pitch] = values[4 * n + t];
+        if (has_next) out[t * phase.out_pitch + 8] = values[4 * n + 2 + t];
+      }
+      out += 8 * phase.out_pitch;
+    }
+  }
+
+  /// One copy of the code for all chunks: the kernel is as large as the instruction cache.
   __device__ static void store_tile(Shared& shared, const GroupedGemm& p, const Item& item,
-                                    const Place& place, const Sums& sums) {
-    const auto sync_group = [&] {
-      cutlass::arch::NamedBarrier::sync(Config::kGroupThreads, 1 + place.row_group);
-    };
+                                    const Place& place, const Affine& affine, Sums& sums) {
+    if constexpr (kTile.k_groups > 1) {
+      add_k_groups(shared, item, place, sums);
+      if (place.k_group > 0) return;
+    }
+    const GemmPhase& phase = p.phases[item.phase];
+    const bool inner = item.phase == 0 && p.num_phases == 2;  // GEMM 2 waits for it
     const int first_row_block = item.row_block + place.row_group * kTile.row_blocks;
-    const int row_blocks = min(kTile.row_blocks, p.phases[item.phase].row_blocks - first_row_block);
+    const int row_blocks = min(kTile.row_blocks, phase.row_blocks - first_row_block);
+    const int warp_row = place.thread / 32 * 16;
+    int buffer = 0;
 #pragma unroll 1
     for (int b = 0; b < row_blocks; ++b) {
 #pragma unroll 1
-      for (int first = 0; first < item.num_tokens; first += Config::kStoreTokens) {
-        spread(shared, place, sums, b * kChunks + first / Config::kStoreTokens);
-        sync_group();
-        store_rows(shared, p, item, place, first_row_block + b, first,
-                   min(Config::kStoreTokens, item.num_tokens - first));
-        sync_group();
+      for (int first = 0; first < item.num_tokens; first += kTokens) {
+        Chunk values;
+        read_chunk(sums, affine, b * kChunks + first / kTokens, values);
+        const std::int64_t out =
+            item.split * phase.split_pitch +
+            static_cast<std::int64_t>(item.first_row + first) * phase.out_pitch;
+        const int count = min(kTokens, item.num_tokens - first);
+        if (phase.out_f32) {
+          write_f32(phase, place, first_row_block + b, out, count, values);
+          continue;
+        }
+        Rows& rows = shared.rows[place.row_group][buffer];
+        buffer ^= 1;
+        if (phase.epilogue == Epilogue::kActivate) {
+          put_activated(p.activation, place, values, rows);
+        } else if (phase.epilogue == Epilogue::kStoreGateUp) {
+          put_both(place, values, warp_row / 2, kRecordRows / 2, rows);
+        } else {
+          if (inner) {
+            call_for_not_gated(p.activation, [&](const ResolvedActivation& known) {
+#pragma unroll
+              for (float& value : values) value = activate_gate(known, value);
+            });
+          }
+          put_both(place, values, warp_row, 8, rows);
+        }
+        sync_warpgroup(place);
+        write_rows(phase, place, first_row_block + b, out, count, rows);
       }
-      if (item.phase == 0 && p.num_phases == 2 && place.k_group == 0 && place.thread == 0) {
-        __threadfence();
-        atomicAdd(p.counters + 1 + item.counter, 1);
-      }
+    }
+    sync_warpgroup(place);  // all is written, and all buffers are read
+    if (inner && row_blocks > 0 && place.thread == 0) {
+      __threadfence();
+      atomicAdd(p.counters + 1 + item.counter, row_blocks);
     }
   }
 };

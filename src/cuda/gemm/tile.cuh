@@ -18,6 +18,7 @@ template <typename Weights, TileConfig kTile>
 struct GemmConfig {
   static constexpr int kWarpgroups = kTile.warpgroups();
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kRowGroups = kTile.row_groups;
   static constexpr int kMultiplyWarps = 4 * kWarpgroups;
   static constexpr int kGroupThreads = 128 * kTile.k_groups;
 
@@ -39,13 +40,20 @@ struct GemmConfig {
       1024;
 
   static constexpr int kStoreTokens = kTile.max_tokens < 32 ? kTile.max_tokens : 32;
-  static constexpr int kStorePitch = kRecordRows + 4;  // keeps fragments off each other's banks
+  // Elements of a row on its way out; eight rows of 16 bytes lie on different banks.
+  static constexpr int kStorePitch = kRecordRows + 8;
 
   static constexpr int kItemSlots = 8;
   // Of a block, sm_90, less what a block of the next kernel needs to wait beside it.
   static constexpr int kSharedLimit = 232448 - 1024;
-  static constexpr int kFixedBytes =
-      kWarpgroups * kStoreTokens * kStorePitch * 4 + (kMaxExperts + 1) * 4 + 2048;
+  // Warpgroups that leave their sums to the first of their row group, and a thread's sums; at least
+  // 1, as there is no array of nothing.
+  static constexpr int kOtherKGroups = kTile.k_groups - 1;
+  static constexpr int kParts = kOtherKGroups > 0 ? kRowGroups* kOtherKGroups : 1;
+  static constexpr int kPartSums = kOtherKGroups > 0 ? kTile.max_tokens / 2 : 1;
+
+  static constexpr int kFixedBytes = kRowGroups * 2 * kStoreTokens * kStorePitch * 2 +
+                                     kParts * kPartSums * 128 * 4 + (kMaxExperts + 1) * 4 + 2048;
   static constexpr int kStages = (kSharedLimit - kFixedBytes) / kStageBytes;
   static_assert(kTile.max_tokens % 8 == 0 && kTile.max_tokens <= 256, "N of wgmma");
   static_assert(kStages >= 3, "a pipeline needs stages");
@@ -67,7 +75,10 @@ struct Item {
 template <typename Config>
 struct SharedStorage {
   alignas(1024) std::uint8_t stages[Config::kStages][Config::kStageBytes];
-  alignas(16) float sums[Config::kWarpgroups][Config::kStoreTokens][Config::kStorePitch];
+  // Rows on their way out, of each row group: one buffer is filled while the other is read.
+  // bf16 rows on their way out, of each row group: one buffer is filled while the other is read.
+  alignas(16) std::uint16_t rows[Config::kRowGroups][2][Config::kStoreTokens][Config::kStorePitch];
+  float parts[Config::kParts][Config::kPartSums][128];
   std::uint64_t stage_full[Config::kStages];
   std::uint64_t stage_free[Config::kStages];
   std::uint64_t item_full[Config::kItemSlots];
