@@ -2,12 +2,13 @@
 
 #include <cuda_bf16.h>
 
+#include <type_traits>
+
 #include "cuda/device/launch.h"
 
 namespace fusedmoe::cuda {
 namespace {
 
-constexpr int kColumns = 8;  // of a thread: 16 bytes of bf16
 constexpr int kThreads = 64;
 
 struct CombineParams {
@@ -20,58 +21,74 @@ struct CombineParams {
   int topk, splits;
 };
 
-__device__ void add_row(const float* row, float weight, float (&sums)[kColumns]) {
-  const auto low = *reinterpret_cast<const float4*>(row);
-  const auto high = *reinterpret_cast<const float4*>(row + 4);
-  const float values[kColumns] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i) sums[i] = fmaf(weight, values[i], sums[i]);
+constexpr int kColumns = 4;  // of a thread
+
+__device__ void load(const float* from, float4& raw) {
+  raw = *reinterpret_cast<const float4*>(from);
+}
+__device__ void load(const __nv_bfloat16* from, uint2& raw) {
+  raw = *reinterpret_cast<const uint2*>(from);
+}
+__device__ void add(float4 raw, float (&sums)[kColumns]) {
+  sums[0] += raw.x;
+  sums[1] += raw.y;
+  sums[2] += raw.z;
+  sums[3] += raw.w;
+}
+__device__ void add(uint2 raw, float (&sums)[kColumns]) {
+  sums[0] += __uint_as_float(raw.x << 16);
+  sums[1] += __uint_as_float(raw.x & 0xffff0000u);
+  sums[2] += __uint_as_float(raw.y << 16);
+  sums[3] += __uint_as_float(raw.y & 0xffff0000u);
 }
 
-__device__ void add_row(const __nv_bfloat16* row, float weight, float (&sums)[kColumns]) {
-  const auto raw = *reinterpret_cast<const uint4*>(row);
-  const std::uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    sums[2 * i] = fmaf(weight, __uint_as_float(words[i] << 16), sums[2 * i]);
-    sums[2 * i + 1] = fmaf(weight, __uint_as_float(words[i] & 0xffff0000u), sums[2 * i + 1]);
-  }
-}
-
-/// A block is kThreads * kColumns columns of one token.
-/// Few registers, so that its blocks wait beside those of a GEMM with tiles of few tokens.
+/// A block is kThreads * kColumns columns of one token. The rows of kBatch slots are on their way
+/// at the same time: one after the other, each would wait for memory twice. Few registers, so that
+/// its blocks wait beside those of a GEMM with tiles of few tokens.
 template <typename Row>
 __global__ void __launch_bounds__(kThreads, 16) combine_kernel(const CombineParams p) {
+  constexpr int kBatch = 4;
+  using Raw = std::conditional_t<std::is_same_v<Row, float>, float4, uint2>;
   const std::int64_t token = blockIdx.x;
   const std::int64_t column =
       (static_cast<std::int64_t>(blockIdx.y) * kThreads + threadIdx.x) * kColumns;
   cudaGridDependencySynchronize();
   if (column >= p.hidden) return;
-  const auto* rows = static_cast<const Row*>(p.rows);
+  const auto* rows = static_cast<const Row*>(p.rows) + column;
   float sums[kColumns] = {};
-  for (int j = 0; j < p.topk; ++j) {
-    const std::int64_t slot = token * p.topk + j;
-    const std::int64_t row = p.slot_to_permuted[slot];
-    if (row < 0) continue;
-    const float weight = p.topk_weights ? p.topk_weights[slot] : 1.0f;
-    if (p.splits == 1) {
-      add_row(rows + row * p.hidden + column, weight, sums);
-      continue;
+#pragma unroll 1
+  for (int first = 0; first < p.topk; first += kBatch) {
+    std::int32_t row[kBatch];
+    float weight[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const std::int64_t slot = token * p.topk + first + j;
+      row[j] = first + j < p.topk ? p.slot_to_permuted[slot] : -1;
+      weight[j] = first + j < p.topk && p.topk_weights ? p.topk_weights[slot] : 1.0f;
     }
-    float value[kColumns] = {};
+    float values[kBatch][kColumns] = {};
+#pragma unroll 1
     for (int s = 0; s < p.splits; ++s) {
-      add_row(rows + s * p.split_pitch + row * p.hidden + column, 1.0f, value);
+      Raw raw[kBatch] = {};
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (row[j] >= 0) load(rows + s * p.split_pitch + row[j] * p.hidden, raw[j]);
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) add(raw[j], values[j]);
     }
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) sums[i] = fmaf(weight, value[i], sums[i]);
-  }
-  uint4 packed;
-  auto* pairs = reinterpret_cast<__nv_bfloat162*>(&packed);
+    for (int j = 0; j < kBatch; ++j) {
+      // The weight of a slot without a row need not be finite.
+      const float factor = row[j] >= 0 ? weight[j] : 0.0f;
 #pragma unroll
-  for (int i = 0; i < kColumns / 2; ++i) {
-    pairs[i] = __floats2bfloat162_rn(sums[2 * i], sums[2 * i + 1]);
+      for (int i = 0; i < kColumns; ++i) sums[i] = fmaf(factor, values[j][i], sums[i]);
+    }
   }
-  *reinterpret_cast<uint4*>(p.output + token * p.hidden + column) = packed;
+  const __nv_bfloat162 pairs[] = {__floats2bfloat162_rn(sums[0], sums[1]),
+                                  __floats2bfloat162_rn(sums[2], sums[3])};
+  *reinterpret_cast<uint2*>(p.output + token * p.hidden + column) =
+      *reinterpret_cast<const uint2*>(pairs);
 }
 
 }  // namespace
