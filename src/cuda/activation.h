@@ -5,14 +5,15 @@
 
 #include "fusedmoe/activation.h"
 #include "fusedmoe/device.h"
+#include "fusedmoe/dtype.h"
 
 namespace fusedmoe::cuda {
 
 /// output (rows, width) = activation of gate_up (rows, 2 width), gate then up, or (rows, width);
-/// bf16 device memory. Rows behind *num_rows (device memory) are left alone. Starts when all work
-/// before it is done.
-void activate_rows(const ResolvedActivation& activation, const void* gate_up, void* output,
-                   std::int64_t rows, std::int64_t width, const std::int32_t* num_rows,
-                   const Stream& stream);
+/// bf16 or f16 device memory. Rows behind *num_rows (device memory) are left alone. Starts when all
+/// work before it is done.
+void activate_rows(const ResolvedActivation& activation, DType dtype, const void* gate_up,
+                   void* output, std::int64_t rows, std::int64_t width,
+                   const std::int32_t* num_rows, const Stream& stream);
 
 }  // namespace fusedmoe::cuda

@@ -1,10 +1,7 @@
 #include "cuda/combine.h"
 
-#include <cuda_bf16.h>
-
-#include <type_traits>
-
 #include "cuda/device/launch.h"
+#include "cuda/rows/element.cuh"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -12,7 +9,7 @@ namespace {
 constexpr int kThreads = 64;
 
 struct CombineParams {
-  __nv_bfloat16* output;
+  void* output;
   const void* rows;
   const std::int32_t* slot_to_permuted;
   const float* topk_weights;
@@ -23,32 +20,16 @@ struct CombineParams {
 
 constexpr int kColumns = 4;  // of a thread
 
-__device__ void load(const float* from, float4& raw) {
-  raw = *reinterpret_cast<const float4*>(from);
-}
-__device__ void load(const __nv_bfloat16* from, uint2& raw) {
-  raw = *reinterpret_cast<const uint2*>(from);
-}
-__device__ void add(float4 raw, float (&sums)[kColumns]) {
-  sums[0] += raw.x;
-  sums[1] += raw.y;
-  sums[2] += raw.z;
-  sums[3] += raw.w;
-}
-__device__ void add(uint2 raw, float (&sums)[kColumns]) {
-  sums[0] += __uint_as_float(raw.x << 16);
-  sums[1] += __uint_as_float(raw.x & 0xffff0000u);
-  sums[2] += __uint_as_float(raw.y << 16);
-  sums[3] += __uint_as_float(raw.y & 0xffff0000u);
-}
+/// They are loaded and stored as one.
+template <typename Element>
+using Columns = Pack<Element, kColumns>;
 
 /// A block is kThreads * kColumns columns of one token. The rows of kBatch slots are on their way
 /// at the same time: one after the other, each would wait for memory twice. Few registers, so that
 /// its blocks wait beside those of a GEMM with tiles of few tokens.
-template <typename Row>
+template <typename Row, typename Output>
 __global__ void __launch_bounds__(kThreads, 16) combine_kernel(const CombineParams p) {
   constexpr int kBatch = 4;
-  using Raw = std::conditional_t<std::is_same_v<Row, float>, float4, uint2>;
   const std::int64_t token = blockIdx.x;
   const std::int64_t column =
       (static_cast<std::int64_t>(blockIdx.y) * kThreads + threadIdx.x) * kColumns;
@@ -69,13 +50,17 @@ __global__ void __launch_bounds__(kThreads, 16) combine_kernel(const CombinePara
     float values[kBatch][kColumns] = {};
 #pragma unroll 1
     for (int s = 0; s < p.splits; ++s) {
-      Raw raw[kBatch] = {};
+      Columns<Row> columns[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        if (row[j] >= 0) load(rows + s * p.split_pitch + row[j] * p.hidden, raw[j]);
+        columns[j] = row[j] >= 0 ? Columns<Row>::load(rows + s * p.split_pitch + row[j] * p.hidden)
+                                 : Columns<Row>{};
       }
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) add(raw[j], values[j]);
+      for (int j = 0; j < kBatch; ++j) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) values[j][i] += to_f32(columns[j].values[i]);
+      }
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
@@ -85,17 +70,17 @@ __global__ void __launch_bounds__(kThreads, 16) combine_kernel(const CombinePara
       for (int i = 0; i < kColumns; ++i) sums[i] = fmaf(factor, values[j][i], sums[i]);
     }
   }
-  const __nv_bfloat162 pairs[] = {__floats2bfloat162_rn(sums[0], sums[1]),
-                                  __floats2bfloat162_rn(sums[2], sums[3])};
-  *reinterpret_cast<uint2*>(p.output + token * p.hidden + column) =
-      *reinterpret_cast<const uint2*>(pairs);
+  Columns<Output> result;
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) result.values[i] = from_f32<Output>(sums[i]);
+  result.store(static_cast<Output*>(p.output) + token * p.hidden + column);
 }
 
 }  // namespace
 
 void combine(const Combine& args, const Stream& stream) {
   CombineParams p{};
-  p.output = args.output.as<__nv_bfloat16>();
+  p.output = args.output.data();
   p.rows = args.rows;
   p.slot_to_permuted = args.slot_to_permuted.as<const std::int32_t>();
   p.topk_weights = args.topk_weights;
@@ -106,8 +91,16 @@ void combine(const Combine& args, const Stream& stream) {
   const dim3 grid(
       static_cast<unsigned>(args.output.size(0)),
       static_cast<unsigned>((p.hidden + kThreads * kColumns - 1) / (kThreads * kColumns)));
-  launch(args.rows_f32 ? combine_kernel<float> : combine_kernel<__nv_bfloat16>, grid,
-         dim3(kThreads), 0, static_cast<cudaStream_t>(stream.handle), args.overlap_previous, p);
+  const auto launch_kernel = [&](auto kernel) {
+    launch(kernel, grid, dim3(kThreads), 0, static_cast<cudaStream_t>(stream.handle),
+           args.overlap_previous, p);
+  };
+  if (args.output.dtype() == DType::kF16) {
+    launch_kernel(args.rows_f32 ? combine_kernel<float, __half> : combine_kernel<__half, __half>);
+  } else {
+    launch_kernel(args.rows_f32 ? combine_kernel<float, __nv_bfloat16>
+                                : combine_kernel<__nv_bfloat16, __nv_bfloat16>);
+  }
 }
 
 }  // namespace fusedmoe::cuda

@@ -1,5 +1,6 @@
-// The Hopper experts: sm90_bf16 and sm90_mxfp4, each standard, batched, unfused (with injection
-// points), and batch-invariant: without splits of K, so that a row has the same bits in any batch.
+// The Hopper experts: sm90_bf16, sm90_f16 and sm90_mxfp4, each standard, batched, unfused (with
+// injection points), and batch-invariant: without splits of K, so that a row has the same bits in
+// any batch.
 #include "cuda/experts.h"
 
 #include <algorithm>
@@ -42,13 +43,29 @@ std::string_view suffix(Variant variant) {
 constexpr std::int64_t kMaxTopk = 64;   // of the router's kernels
 constexpr std::int64_t kPitchUnit = 8;  // elements: rows of activations start at 16 bytes
 
+std::string_view name(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kBF16:
+      return "bf16";
+    case WeightFormat::kF16:
+      return "f16";
+    case WeightFormat::kMXFP4:
+      return "mxfp4";
+  }
+  return "";
+}
+
+QuantScheme scheme_of(WeightFormat format) {
+  return is_decoded(format) ? schemes::mxfp4_w4a16() : schemes::unquantized(row_dtype(format));
+}
+
 std::int64_t round_up(std::int64_t value, std::int64_t unit) {
   return ceil_div(value, unit) * unit;
 }
 
-void check_rows(const TensorView& view, const char* argument) {
-  FUSEDMOE_CHECK(view.dtype() == DType::kBF16, argument, std::string(fusedmoe::name(view.dtype())),
-                 "bf16");
+void check_rows(const TensorView& view, const char* argument, DType dtype) {
+  FUSEDMOE_CHECK(view.dtype() == dtype, argument, std::string(fusedmoe::name(view.dtype())),
+                 std::string(fusedmoe::name(dtype)));
   FUSEDMOE_CHECK(reinterpret_cast<std::uintptr_t>(view.data()) % 16 == 0, argument, "misaligned",
                  "16-byte aligned");
 }
@@ -68,7 +85,7 @@ void check_sizes(const ExpertWeights& weights) {
 }
 
 /// What check_experts_args() does not ask for.
-void check_args(const ExpertsArgs& args) {
+void check_args(const ExpertsArgs& args, DType dtype) {
   const Device device = args.weights->info().device;
   FUSEDMOE_CHECK(args.stream.device == device, "stream",
                  fmt::format("of {}", to_string(args.stream.device)),
@@ -79,12 +96,13 @@ void check_args(const ExpertsArgs& args) {
   check_device(args.topk_weights, "topk_weights", device);
   check_device(args.expert_map, "expert_map", device);
   check_device(args.expert_num_tokens, "expert_num_tokens", device);
-  check_rows(args.hidden_states, "hidden_states");
-  check_rows(args.output, "output");
+  check_rows(args.hidden_states, "hidden_states", dtype);
+  check_rows(args.output, "output", dtype);
 }
 
-std::size_t bytes_of(std::int64_t rows, std::int64_t pitch, DType dtype) {
-  return static_cast<std::size_t>(bytes(dtype, Shape({rows, pitch}).numel()));
+/// Of rows in 16-bit numbers or f32.
+std::size_t bytes_of(std::int64_t rows, std::int64_t pitch, bool f32 = false) {
+  return static_cast<std::size_t>(Shape({rows, pitch}).numel() * (f32 ? 4 : 2));
 }
 
 /// Scratch of one forward. With a null block only the size is meaningful.
@@ -109,14 +127,13 @@ struct Scratch {
         cutter.take(4 * static_cast<std::size_t>(work_counters(plan.tile, rows, experts))));
     if (!batched) {
       routing = cutter.take(routing_data_bytes(problem.num_tokens, problem.topk, experts));
-      permuted = cutter.take(bytes_of(rows, problem.hidden, DType::kBF16));
-      rows_out = cutter.take(
-          plan.splits * bytes_of(rows, problem.hidden, plan.rows_f32 ? DType::kF32 : DType::kBF16));
+      permuted = cutter.take(bytes_of(rows, problem.hidden));
+      rows_out = cutter.take(plan.splits * bytes_of(rows, problem.hidden, plan.rows_f32));
     }
     if (variant == Variant::kUnfused) {
-      gate_up = cutter.take(bytes_of(rows, 2 * problem.intermediate, DType::kBF16));
+      gate_up = cutter.take(bytes_of(rows, 2 * problem.intermediate));
     }
-    activated = cutter.take(bytes_of(rows, activated_pitch, DType::kBF16));
+    activated = cutter.take(bytes_of(rows, activated_pitch));
     bytes = cutter.used();
   }
 };
@@ -125,7 +142,7 @@ class Sm90Experts final : public ModularExperts {
  public:
   Sm90Experts(WeightFormat format, Variant variant)
       : format_(format), variant_(variant), name_("sm90_") {
-    name_ += format == WeightFormat::kBF16 ? "bf16" : "mxfp4";
+    name_ += cuda::name(format);
     name_ += suffix(variant);
   }
 
@@ -168,10 +185,7 @@ class Sm90Experts final : public ModularExperts {
   bool batched() const { return variant_ == Variant::kBatched; }
   GemmShape shape_of(const ProblemSize& problem) const;
   GemmPlan plan_for(const ProblemSize& problem, Device device) const;
-  QuantScheme scheme() const {
-    return format_ == WeightFormat::kBF16 ? schemes::unquantized(DType::kBF16)
-                                          : schemes::mxfp4_w4a16();
-  }
+  DType dtype() const { return row_dtype(format_); }
   GroupedGemm make_problem(const ExpertsArgs& args, const Scratch& scratch,
                            const GemmPlan& plan) const;
   void apply_unfused(const ExpertsArgs& args, const GroupedGemm& gemm, const Scratch& scratch,
@@ -190,18 +204,19 @@ Support Sm90Experts::supports(const MoeConfig& config) const {
   if (std::string problem = device_problem(config.device); !problem.empty()) {
     return no(Reason::kDevice, fmt::format("{}: {}", to_string(config.device), problem));
   }
-  if (config.dtype != DType::kBF16) {
-    return no(Reason::kDType, fmt::format("dtype is {}, takes bf16", fusedmoe::name(config.dtype)));
+  if (config.dtype != dtype()) {
+    return no(Reason::kDType, fmt::format("dtype is {}, takes {}", fusedmoe::name(config.dtype),
+                                          fusedmoe::name(dtype())));
   }
-  if (config.scheme != scheme()) {
+  if (const QuantScheme scheme = scheme_of(format_); config.scheme != scheme) {
     return no(Reason::kQuantScheme,
               fmt::format("scheme is {}, takes {}", fusedmoe::name(config.scheme),
-                          fusedmoe::name(scheme())));
+                          fusedmoe::name(scheme)));
   }
   // The rows that hooks see have no padding; two MXFP4 codes share a byte.
-  const std::int64_t unit = variant_ == Variant::kUnfused     ? kPitchUnit
-                            : format_ == WeightFormat::kMXFP4 ? 2
-                                                              : 1;
+  const std::int64_t unit = variant_ == Variant::kUnfused ? kPitchUnit
+                            : is_decoded(format_)         ? 2
+                                                          : 1;
   if (Support common = core::supports_anywhere(config, activation_format(), {kPitchUnit, unit});
       !common) {
     return common;
@@ -321,7 +336,7 @@ void Sm90Experts::apply_unfused(const ExpertsArgs& args, const GroupedGemm& gemm
   const bool gated = is_gated(gemm.activation.kind);
   const std::int64_t width = gemm.phases[0].width, hidden = gemm.phases[1].width;
   const auto view = [&](void* data, std::int64_t columns) {
-    return TensorView(data, DType::kBF16, {scratch.rows, columns}, args.output.device());
+    return TensorView(data, dtype(), {scratch.rows, columns}, args.output.device());
   };
   HookArgs hook;
   hook.expert_offsets = routing.expert_offsets;
@@ -346,7 +361,7 @@ void Sm90Experts::apply_unfused(const ExpertsArgs& args, const GroupedGemm& gemm
   call(hooks.after_gemm1, args.hidden_states, gate_up);
 
   const TensorView activated = view(scratch.activated, width);
-  activate_rows(gemm.activation, gate_up.data(), activated.data(), scratch.rows, width,
+  activate_rows(gemm.activation, dtype(), gate_up.data(), activated.data(), scratch.rows, width,
                 routing.expert_offsets.as<const std::int32_t>() + gemm.num_experts, args.stream);
   call(hooks.after_activation, gate_up, activated);
 
@@ -359,7 +374,7 @@ void Sm90Experts::apply_unfused(const ExpertsArgs& args, const GroupedGemm& gemm
 
 void Sm90Experts::apply(const ExpertsArgs& args) const {
   const ProblemSize problem = core::check_experts_args(*this, args);
-  check_args(args);
+  check_args(args, dtype());
   FUSEDMOE_CHECK(variant_ != Variant::kUnfused || problem.intermediate % kPitchUnit == 0, "weights",
                  fmt::format("of intermediate size {}", problem.intermediate),
                  fmt::format("of a multiple of {}: hooks see rows without padding", kPitchUnit));
@@ -384,7 +399,7 @@ void Sm90Experts::apply(const ExpertsArgs& args) const {
   extras.num_zeroed = counters;
   extras.rows = args.hidden_states.data();
   extras.permuted = scratch.permuted;
-  extras.row_bytes = bytes(DType::kBF16, problem.hidden);
+  extras.row_bytes = bytes(dtype(), problem.hidden);
   const RoutingData routing =
       build_routing_data(args.topk_ids, args.expert_map, problem.num_local_experts, scratch.routing,
                          extras, args.stream);
@@ -420,7 +435,8 @@ void Sm90Experts::apply(const ExpertsArgs& args) const {
 
 std::vector<std::shared_ptr<const Experts>> make_all_experts() {
   std::vector<std::shared_ptr<const Experts>> list;
-  for (const WeightFormat format : {WeightFormat::kBF16, WeightFormat::kMXFP4}) {
+  for (const WeightFormat format :
+       {WeightFormat::kBF16, WeightFormat::kF16, WeightFormat::kMXFP4}) {
     for (const Variant variant :
          {Variant::kStandard, Variant::kBatchInvariant, Variant::kBatched, Variant::kUnfused}) {
       list.push_back(std::make_shared<Sm90Experts>(format, variant));

@@ -124,7 +124,7 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
   source.k = k_;
   source.gated = gated_;
   Tensor values, scales;
-  if (format_ == WeightFormat::kBF16) {
+  if (!is_decoded(format_)) {
     values = upload(gate.values, up ? &up->values : nullptr, 2, device);
   } else {
     source.exponent_shift = exponent_shift(gate, up);
@@ -164,8 +164,8 @@ void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatri
   const bool codes = format_ == WeightFormat::kMXFP4;
   for (WeightMatrix* matrix : {&gate, up}) {
     if (!matrix) continue;
-    matrix->values =
-        codes ? make({width_, ceil_div(k_, 2)}, DType::kU8) : make({width_, k_}, DType::kBF16);
+    matrix->values = codes ? make({width_, ceil_div(k_, 2)}, DType::kU8)
+                           : make({width_, k_}, row_dtype(format_));
     if (codes) matrix->scales = make({width_, ceil_div(k_, 32)}, DType::kU8);
     if (bias_) matrix->bias = make({width_}, DType::kF32);
   }

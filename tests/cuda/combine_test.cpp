@@ -30,6 +30,7 @@ struct CombineCase {
   int splits = 1;
   bool weights = true;
   bool missing = false;  // every third slot has no row
+  DType dtype = DType::kBF16;
 };
 void PrintTo(const CombineCase& spec, std::ostream* stream) {
   *stream << spec.name;
@@ -51,10 +52,11 @@ std::vector<CombineCase> combine_cases() {
           for (const bool missing : {false, true}) {
             CombineCase spec{"",       size.num_tokens, size.topk, size.hidden,
                              rows_f32, splits,          weights,   missing};
+            spec.dtype = cases.size() % 3 == 0 ? DType::kF16 : DType::kBF16;
             spec.name = std::to_string(size.num_tokens) + "x" + std::to_string(size.topk) + "x" +
-                        std::to_string(size.hidden) + (rows_f32 ? "_f32" : "_bf16") + "_splits" +
-                        std::to_string(splits) + (weights ? "" : "_unweighted") +
-                        (missing ? "_missing" : "");
+                        std::to_string(size.hidden) + "_" + std::string(name(spec.dtype)) +
+                        (rows_f32 ? "_from_f32" : "") + "_splits" + std::to_string(splits) +
+                        (weights ? "" : "_unweighted") + (missing ? "_missing" : "");
             cases.push_back(spec);
           }
         }
@@ -68,7 +70,7 @@ std::vector<CombineCase> combine_cases() {
 struct CombineProblem {
   CombineCase spec;
   std::int64_t rows, split_pitch;
-  Tensor values;            // (splits * split_pitch) f32 or bf16
+  Tensor values;            // (splits * split_pitch) f32 or as the output
   Tensor slot_to_permuted;  // (num_tokens * topk)
   Tensor weights;           // (num_tokens, topk)
 
@@ -76,7 +78,7 @@ struct CombineProblem {
     Random random(5);
     rows = spec.num_tokens * spec.topk;
     split_pitch = rows * spec.hidden + (spec.splits > 1 ? kSplitPadding : 0);
-    values = Tensor::empty({spec.splits * split_pitch}, spec.rows_f32 ? DType::kF32 : DType::kBF16);
+    values = Tensor::empty({spec.splits * split_pitch}, spec.rows_f32 ? DType::kF32 : spec.dtype);
     testing::poison(values);
     slot_to_permuted = Tensor::empty({rows}, DType::kI32);
     weights = Tensor::empty({spec.num_tokens, spec.topk}, DType::kF32);
@@ -101,9 +103,9 @@ struct CombineProblem {
     }
   }
 
-  /// fp32, slots in order, the splits of a slot first; one rounding to bf16 at the end.
+  /// fp32, slots in order, the splits of a slot first; one rounding at the end.
   Tensor expected() const {
-    Tensor output = Tensor::empty({spec.num_tokens, spec.hidden}, DType::kBF16);
+    Tensor output = Tensor::empty({spec.num_tokens, spec.hidden}, spec.dtype);
     const auto* map = slot_to_permuted.as<const std::int32_t>();
     for (std::int64_t token = 0; token < spec.num_tokens; ++token) {
       for (std::int64_t c = 0; c < spec.hidden; ++c) {
@@ -118,7 +120,7 @@ struct CombineProblem {
           // One rounding for product and sum, as the GPU's multiply-add has.
           sum = std::fmaf(spec.weights ? weights.as<const float>()[slot] : 1.0F, value, sum);
         }
-        output.as<std::uint16_t>()[token * spec.hidden + c] = f32_to_bf16(sum);
+        store_f32(output.data(), spec.dtype, token * spec.hidden + c, sum);
       }
     }
     return output;
@@ -135,7 +137,7 @@ TEST_P(CudaCombine, EqualsAPlainLoop) {
   const Tensor values = to_gpu(problem.values), map = to_gpu(problem.slot_to_permuted);
   const Tensor weights = to_gpu(problem.weights);
   const Tensor memory =
-      Tensor::empty({spec.num_tokens + 2 * kGuardRows, spec.hidden}, DType::kBF16, kGpu);
+      Tensor::empty({spec.num_tokens + 2 * kGuardRows, spec.hidden}, spec.dtype, kGpu);
   testing::poison(memory);
 
   cuda::Combine args;

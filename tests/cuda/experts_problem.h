@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/gemm/records.h"
 #include "cuda_test.h"
 #include "fusedmoe/error.h"
 #include "fusedmoe/formats.h"
@@ -35,10 +36,21 @@ inline void expect_close(const TensorView& actual, const TensorView& expected) {
 }
 
 inline std::vector<QuantScheme> gpu_schemes() {
-  return {schemes::unquantized(DType::kBF16), schemes::mxfp4_w4a16()};
+  return {schemes::unquantized(DType::kBF16), schemes::unquantized(DType::kF16),
+          schemes::mxfp4_w4a16()};
 }
 inline bool is_mxfp4(const QuantScheme& scheme) {
   return scheme == schemes::mxfp4_w4a16();
+}
+
+/// Of the rows that the GPU's experts take for a scheme.
+inline DType row_dtype(const QuantScheme& scheme) {
+  return scheme == schemes::unquantized(DType::kF16) ? DType::kF16 : DType::kBF16;
+}
+
+inline cuda::WeightFormat format_of(const QuantScheme& scheme) {
+  if (is_mxfp4(scheme)) return cuda::WeightFormat::kMXFP4;
+  return row_dtype(scheme) == DType::kF16 ? cuda::WeightFormat::kF16 : cuda::WeightFormat::kBF16;
 }
 
 /// Of the registry, with monolithic adapters, by name.
@@ -52,24 +64,27 @@ inline std::shared_ptr<const Experts> find_experts(std::string_view wanted) {
 /// "sm90_bf16_unfused" for ("_unfused", bf16)
 inline std::shared_ptr<const Experts> find_experts(std::string_view suffix,
                                                    const QuantScheme& scheme) {
-  return find_experts((is_mxfp4(scheme) ? "sm90_mxfp4" : "sm90_bf16") + std::string(suffix));
+  const std::string name =
+      is_mxfp4(scheme) ? "mxfp4" : std::string(fusedmoe::name(row_dtype(scheme)));
+  return find_experts("sm90_" + name + std::string(suffix));
 }
 
 inline std::shared_ptr<const PrepareAndFinalize> pair_of(const Experts& experts) {
   return experts.activation_format() == ActivationFormat::kStandard ? make_no_ep() : make_batched();
 }
 
-inline Tensor run_bf16(const Problem& problem, const Experts& experts,
+/// With rows as the GPU's experts take them for the scheme.
+inline Tensor run_rows(const Problem& problem, const Experts& experts,
                        const ExpertsHooks* hooks = nullptr) {
   return run_experts(problem, *pair_of(experts), experts, *experts.pack(problem.weights),
-                     DType::kBF16, hooks);
+                     row_dtype(problem.spec.scheme), hooks);
 }
 
 /// Every implementation on the GPU that serves the case, with adapters and unfused ones.
 inline std::vector<std::shared_ptr<const Experts>> experts_for(const Case& spec) {
   std::vector<std::shared_ptr<const Experts>> result;
   for (const auto& experts : all_experts()) {
-    MoeConfig config = make_config(spec, DType::kBF16, kGpu);
+    MoeConfig config = make_config(spec, row_dtype(spec.scheme), kGpu);
     config.activation_format = experts->activation_format();
     if (experts->supports(config)) result.push_back(experts);
   }
@@ -84,14 +99,14 @@ class KernelRun {
             std::shared_ptr<const PackedWeights> packed)
       : kernel_(kernel), packed_(std::move(packed)) {
     const Case& spec = problem.spec;
-    x_ = Tensor::empty({spec.num_tokens, spec.hidden}, DType::kBF16, kGpu);
+    const DType dtype = row_dtype(spec.scheme);
+    x_ = Tensor::empty({spec.num_tokens, spec.hidden}, dtype, kGpu);
     ids_ = Tensor::empty({spec.num_tokens, spec.topk}, DType::kI32, kGpu);
     weights_ = Tensor::empty({spec.num_tokens, spec.topk}, DType::kF32, kGpu);
-    output_ = Tensor::empty({spec.num_tokens + kGuardRows, spec.hidden}, DType::kBF16, kGpu);
+    output_ = Tensor::empty({spec.num_tokens + kGuardRows, spec.hidden}, dtype, kGpu);
     if (problem.expert_map) map_ = to_gpu(problem.expert_map);
     bytes_ = static_cast<std::int64_t>(kernel_.workspace_bytes(
-        ProblemSize::of(packed_->info(), spec.num_tokens, spec.topk, DType::kBF16),
-        spec.weight_on_input));
+        ProblemSize::of(packed_->info(), spec.num_tokens, spec.topk, dtype), spec.weight_on_input));
     workspace_ = Tensor::empty({bytes_ + kGuardBytes}, DType::kU8, kGpu);
     num_experts_ = spec.num_experts;
     weight_on_input_ = spec.weight_on_input;
@@ -101,7 +116,7 @@ class KernelRun {
 
   /// Other inputs in the same memory.
   void set(const Problem& problem) const {
-    const Tensor rounded = Tensor::empty(problem.hidden_states.shape(), DType::kBF16);
+    const Tensor rounded = Tensor::empty(problem.hidden_states.shape(), x_.dtype());
     convert(problem.hidden_states, rounded);
     copy(rounded, x_, Stream{kGpu});
     copy(problem.topk_ids, ids_, Stream{kGpu});

@@ -204,9 +204,10 @@ TEST(CudaExpertsPlanTest, WorkspacesGrowWithTheTokens) {
     problem.num_local_experts = 32;
     problem.hidden = 2880;
     problem.intermediate = 2880;
-    problem.scheme = experts->name().find("mxfp4") == std::string_view::npos
-                         ? schemes::unquantized(DType::kBF16)
-                         : schemes::mxfp4_w4a16();
+    for (const QuantScheme& scheme : testing::gpu_schemes()) {
+      if (experts->name().starts_with(find_experts("", scheme)->name())) problem.scheme = scheme;
+    }
+    problem.dtype = testing::row_dtype(problem.scheme);
     std::size_t before = 0;
     for (problem.num_tokens = 0; problem.num_tokens <= 2000; ++problem.num_tokens) {
       const std::size_t bytes = experts->plan(problem).total_bytes();

@@ -22,13 +22,13 @@ using testing::gpu_schemes;
 using testing::make_problem;
 using testing::Problem;
 using testing::RoutingSkew;
-using testing::run_bf16;
+using testing::run_rows;
 
 struct Size {
   std::int64_t num_tokens, num_experts, topk, hidden, intermediate;
 };
 
-/// Each size in both schemes; layouts, biases and activations go round.
+/// Each size in every scheme; layouts, biases and activations go round.
 std::vector<Case> size_cases() {
   constexpr Size kSizes[] = {
       {5, 4, 2, 256, 90},  {70, 4, 2, 64, 90},    {9, 5, 3, 120, 360},   {33, 3, 2, 360, 360},
@@ -105,16 +105,16 @@ INSTANTIATE_TEST_SUITE_P(Loads, CudaExpertsShapes, ::testing::ValuesIn(load_case
 TEST_P(CudaExpertsShapes, EveryImplementationMatchesTheReference) {
   const Case& spec = GetParam();
   const Problem problem = make_problem(spec);
-  const Tensor expected = run_bf16(problem, *reference::make_experts(ActivationFormat::kStandard));
+  const Tensor expected = run_rows(problem, *reference::make_experts(ActivationFormat::kStandard));
   const auto all = testing::experts_for(spec);
   // Standard, batch-invariant, batched, two adapters; unfused ones where rows need no padding.
   const std::size_t adapters = spec.weight_on_input ? 0 : 2;
   EXPECT_EQ(all.size(), 3 + adapters + (spec.intermediate % 8 == 0 ? 1 : 0));
   for (const auto& experts : all) {
     SCOPED_TRACE(std::string(experts->name()));
-    const Tensor actual = run_bf16(problem, *experts);
+    const Tensor actual = run_rows(problem, *experts);
     expect_close(actual, expected);
-    EXPECT_TRUE(bitwise_equal(run_bf16(problem, *experts), actual)) << "second run";
+    EXPECT_TRUE(bitwise_equal(run_rows(problem, *experts), actual)) << "second run";
   }
 }
 
@@ -133,8 +133,8 @@ struct BatchedRun {
   Tensor run(const Experts& experts, const PackedWeights& packed) const {
     const Device device = packed.info().device;
     const Tensor x = to_device(hidden_states, device), num_rows = to_device(counts, device);
-    const WorkspacePlan plan =
-        experts.plan(ProblemSize::of(packed.info(), hidden_states.size(1), 1, DType::kBF16));
+    const WorkspacePlan plan = experts.plan(
+        ProblemSize::of(packed.info(), hidden_states.size(1), 1, hidden_states.dtype()));
     const auto buffer = [&](std::size_t bytes) {
       Tensor result = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
       fill_bytes(result, 0xff, Stream{device});
@@ -182,7 +182,8 @@ TEST_F(CudaExpertsLoads, BatchedRowsFromNoneToAll) {
         std::vector<std::int32_t>(kExperts, kCapacity)};
     for (const std::vector<std::int32_t>& load : loads) {
       BatchedRun run;
-      run.hidden_states = Tensor::empty({kExperts, kCapacity, spec.hidden}, DType::kBF16);
+      run.hidden_states =
+          Tensor::empty({kExperts, kCapacity, spec.hidden}, testing::row_dtype(scheme));
       run.counts = Tensor::empty({kExperts}, DType::kI32);
       convert(problem.hidden_states.reshape(run.hidden_states.shape()), run.hidden_states);
       for (std::int64_t e = 0; e < kExperts; ++e) {
@@ -220,7 +221,7 @@ TEST_F(CudaExpertsLoads, SlotsWithoutAnExpertAreNotMultiplied) {
     for (const char* suffix : {"", "_batch_invariant", "_batched", "_unfused"}) {
       SCOPED_TRACE(suffix);
       const auto experts = find_experts(suffix, scheme);
-      const Tensor expected = run_bf16(problem, *experts);
+      const Tensor expected = run_rows(problem, *experts);
       Problem wild = problem;
       wild.topk_weights = Tensor::empty(problem.topk_weights.shape(), DType::kF32);
       for (std::int64_t slot = 0; slot < wild.topk_weights.numel(); ++slot) {
@@ -229,7 +230,7 @@ TEST_F(CudaExpertsLoads, SlotsWithoutAnExpertAreNotMultiplied) {
                                                   ? std::numeric_limits<float>::quiet_NaN()
                                                   : problem.topk_weights.as<const float>()[slot];
       }
-      EXPECT_TRUE(bitwise_equal(run_bf16(wild, *experts), expected));
+      EXPECT_TRUE(bitwise_equal(run_rows(wild, *experts), expected));
     }
   }
 }
@@ -252,10 +253,10 @@ TEST_F(CudaExpertsLoads, DuplicateIdsCountTwice) {
         if (slot % 4 == 3) ids[slot] = ids[slot - 2];
       }
       const Tensor expected =
-          run_bf16(problem, *reference::make_experts(ActivationFormat::kStandard));
+          run_rows(problem, *reference::make_experts(ActivationFormat::kStandard));
       for (const char* suffix : {"", "_batch_invariant", "_unfused"}) {
         SCOPED_TRACE(suffix + std::string(" ") + std::to_string(num_tokens) + " tokens");
-        expect_close(run_bf16(problem, *find_experts(suffix, scheme)), expected);
+        expect_close(run_rows(problem, *find_experts(suffix, scheme)), expected);
       }
     }
   }
@@ -275,15 +276,15 @@ TEST_F(CudaExpertsLoads, ANaNStaysInItsToken) {
     for (const char* suffix : {"", "_batch_invariant", "_batched", "_unfused"}) {
       SCOPED_TRACE(suffix);
       const auto experts = find_experts(suffix, scheme);
-      const Tensor expected = run_bf16(problem, *experts);
+      const Tensor expected = run_rows(problem, *experts);
       Problem wild = problem;
       wild.hidden_states = Tensor::empty(problem.hidden_states.shape(), DType::kF32);
       copy(problem.hidden_states, wild.hidden_states, {});
       testing::poison(wild.hidden_states.select(0, kWild));
-      const Tensor actual = run_bf16(wild, *experts);
+      const Tensor actual = run_rows(wild, *experts);
       for (std::int64_t token = 0; token < spec.num_tokens; ++token) {
         if (token == kWild) {
-          EXPECT_TRUE(std::isnan(load_f32(actual.data(), DType::kBF16, token * spec.hidden)));
+          EXPECT_TRUE(std::isnan(load_f32(actual.data(), actual.dtype(), token * spec.hidden)));
         } else {
           EXPECT_TRUE(bitwise_equal(actual.select(0, token), expected.select(0, token))) << token;
         }

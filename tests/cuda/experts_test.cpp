@@ -18,7 +18,7 @@ using testing::gpu_schemes;
 using testing::is_mxfp4;
 using testing::kGpu;
 using testing::Problem;
-using testing::run_bf16;
+using testing::run_rows;
 
 /// Every case in every scheme that has a form for its sizes.
 std::vector<Case> awkward_cases() {
@@ -42,14 +42,14 @@ class CudaExpertsTest : public testing::CudaTestWith<Case> {};
 
 TEST_P(CudaExpertsTest, MatchesReference) {
   const Problem problem = testing::make_problem(GetParam());
-  const Tensor fused = run_bf16(problem, *reference::make_experts(ActivationFormat::kStandard));
-  const Tensor unfused = run_bf16(problem, *reference::make_unfused_experts());
+  const Tensor fused = run_rows(problem, *reference::make_experts(ActivationFormat::kStandard));
+  const Tensor unfused = run_rows(problem, *reference::make_unfused_experts());
   const auto all = testing::experts_for(GetParam());
   for (const auto& experts : all) {
     SCOPED_TRACE(std::string(experts->name()));
-    const Tensor actual = run_bf16(problem, *experts);
+    const Tensor actual = run_rows(problem, *experts);
     expect_close(actual, experts->has_hooks() ? unfused : fused);
-    EXPECT_TRUE(bitwise_equal(run_bf16(problem, *experts), actual)) << "second run";
+    EXPECT_TRUE(bitwise_equal(run_rows(problem, *experts), actual)) << "second run";
   }
   // Hidden sizes that are no multiple of 8 are for the CPU.
   EXPECT_EQ(all.empty(), GetParam().hidden % 8 != 0);
@@ -107,10 +107,10 @@ class CudaTileConfigTest : public CudaExpertsTest {};
 TEST_P(CudaTileConfigTest, EveryPlanMatchesReference) {
   const Case& spec = GetParam();
   const Problem problem = testing::make_problem(spec);
-  const Tensor expected = run_bf16(problem, *reference::make_experts(ActivationFormat::kStandard));
+  const Tensor expected = run_rows(problem, *reference::make_experts(ActivationFormat::kStandard));
   const auto experts = find_experts("", spec.scheme);
   cuda::GemmShape shape;
-  shape.format = is_mxfp4(spec.scheme) ? cuda::WeightFormat::kMXFP4 : cuda::WeightFormat::kBF16;
+  shape.format = testing::format_of(spec.scheme);
   shape.num_tokens = spec.num_tokens;
   shape.topk = spec.topk;
   shape.num_local_experts = spec.num_experts;
@@ -122,9 +122,9 @@ TEST_P(CudaTileConfigTest, EveryPlanMatchesReference) {
       plan.rows_f32 = rows_f32;
       SCOPED_TRACE(to_string(plan));
       const cuda::PinnedPlan pin(plan);
-      const Tensor actual = run_bf16(problem, *experts);
+      const Tensor actual = run_rows(problem, *experts);
       expect_close(actual, expected);
-      EXPECT_TRUE(bitwise_equal(run_bf16(problem, *experts), actual)) << "second run";
+      EXPECT_TRUE(bitwise_equal(run_rows(problem, *experts), actual)) << "second run";
     }
   }
 }
@@ -159,9 +159,9 @@ TEST_F(CudaExpertsInvarianceTest, RowDoesNotDependOnItsBatch) {
     spec.bias = true;
     const Problem problem = testing::make_problem(spec);
     const auto experts = find_experts("_batch_invariant", scheme);
-    const Tensor all = run_bf16(problem, *experts);
+    const Tensor all = run_rows(problem, *experts);
     for (const std::int64_t rows : {1, 5, 64, 300, 1000}) {
-      const Tensor few = run_bf16(head(problem, rows), *experts);
+      const Tensor few = run_rows(head(problem, rows), *experts);
       EXPECT_TRUE(bitwise_equal(few, all.slice(0, 0, rows))) << name(scheme) << " " << rows;
     }
   }

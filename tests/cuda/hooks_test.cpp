@@ -61,6 +61,7 @@ class CudaHooks : public testing::CudaTestWith<Case> {
     packed_ = experts_->pack(problem_.weights);
     kernel_ = std::make_unique<ModularKernel>(make_no_ep(), experts_);
   }
+  static DType dtype() { return testing::row_dtype(GetParam().scheme); }
   std::int64_t slots() const { return problem_.topk_ids.numel(); }
   /// Columns at the three points.
   std::array<std::int64_t, 3> widths() const {
@@ -110,7 +111,7 @@ TEST_P(CudaHooks, CallbacksSeeEveryStepInOrder) {
     EXPECT_EQ(args.stream.device, kGpu);
     EXPECT_EQ(args.topk, spec.topk);
     EXPECT_EQ(args.output.shape(), (Shape{slots(), widths()[step]}));
-    EXPECT_EQ(args.output.dtype(), DType::kBF16);
+    EXPECT_EQ(args.output.dtype(), dtype());
     EXPECT_EQ(args.output.device(), kGpu);
     EXPECT_TRUE(args.output.contiguous());
     EXPECT_EQ(args.input.data(),
@@ -161,7 +162,7 @@ TEST_P(CudaHooks, WhatCallbacksEnqueueIsUsed) {
       };
     }
     if (step < kHooks.size()) {
-      snapshot = Tensor::empty({slots(), widths()[step]}, DType::kBF16, kGpu);
+      snapshot = Tensor::empty({slots(), widths()[step]}, dtype(), kGpu);
       hooks.*kHooks[step] = [&](const HookArgs& args) {
         copy(args.output, snapshot, args.stream);
         copy(args.permuted_to_slot, slots_of_rows, args.stream);
@@ -186,8 +187,7 @@ TEST_P(CudaHooks, WhatCallbacksEnqueueIsUsed) {
         add_deltas(step, args.output, args.permuted_to_slot);
       };
     }
-    return testing::run_experts(problem_, *make_no_ep(), *reference, *host_packed, DType::kBF16,
-                                &hooks);
+    return testing::run_experts(problem_, *make_no_ep(), *reference, *host_packed, dtype(), &hooks);
   };
   expect_close(actual, expected(true));
   EXPECT_GT(testing::compare(actual, expected(false)).max_norm_relative, 0.1)
@@ -197,7 +197,7 @@ TEST_P(CudaHooks, WhatCallbacksEnqueueIsUsed) {
 TEST_P(CudaHooks, AGraphHoldsWhatCallbacksEnqueue) {
   const KernelRun run(problem_, *kernel_, packed_);
   const OwnedStream stream(kGpu);
-  const Tensor zeros = Tensor::zeros({slots(), widths()[2]}, DType::kBF16, kGpu);
+  const Tensor zeros = Tensor::zeros({slots(), widths()[2]}, dtype(), kGpu);
   int calls = 0;
   ExpertsHooks hooks;
   hooks.after_gemm2 = [&](const HookArgs& args) {
@@ -211,14 +211,15 @@ TEST_P(CudaHooks, AGraphHoldsWhatCallbacksEnqueue) {
     synchronize(stream);
     // Sums of products with 0; the sign of a zero has no meaning.
     const Tensor output = run.output();
-    EXPECT_EQ(testing::compare(output, Tensor::zeros(output.shape(), DType::kBF16)).max_element, 0);
+    EXPECT_EQ(testing::compare(output, Tensor::zeros(output.shape(), output.dtype())).max_element,
+              0);
   }
   EXPECT_EQ(calls, 1) << "callbacks run when the graph is made";
 }
 
 TEST_P(CudaHooks, WhatTheyThrowLeavesTheOutputAlone) {
   const KernelRun run(problem_, *kernel_, packed_);
-  const Tensor untouched = Tensor::empty(problem_.hidden_states.shape(), DType::kBF16);
+  const Tensor untouched = Tensor::empty(problem_.hidden_states.shape(), dtype());
   fill_bytes(untouched, 0xff, {});
   for (const auto hook : kHooks) {
     ExpertsHooks hooks;
@@ -235,11 +236,11 @@ TEST_P(CudaHooks, WhatTheyThrowLeavesTheOutputAlone) {
 TEST_P(CudaHooks, UnfusedExpertsAgreeWithFusedOnes) {
   const auto fused = find_experts("", GetParam().scheme);
   // Rows of GEMM 1 are rounded to bf16 before the activation.
-  expect_close(testing::run_bf16(problem_, *experts_), testing::run_bf16(problem_, *fused));
+  expect_close(testing::run_rows(problem_, *experts_), testing::run_rows(problem_, *fused));
   const ExpertsHooks none;
-  EXPECT_TRUE(bitwise_equal(testing::run_bf16(problem_, *experts_, &none),
-                            testing::run_bf16(problem_, *experts_)));
-  EXPECT_EQ(testing::argument_of([&] { testing::run_bf16(problem_, *fused, &none); }), "hooks");
+  EXPECT_TRUE(bitwise_equal(testing::run_rows(problem_, *experts_, &none),
+                            testing::run_rows(problem_, *experts_)));
+  EXPECT_EQ(testing::argument_of([&] { testing::run_rows(problem_, *fused, &none); }), "hooks");
 }
 
 }  // namespace

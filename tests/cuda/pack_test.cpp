@@ -59,7 +59,7 @@ struct Downloaded {
 
   const std::uint8_t* record(std::int64_t expert, std::int64_t row, std::int64_t k) const {
     const std::int64_t index = row / 64 * k_blocks + k / 64;
-    const std::int64_t size = format == WeightFormat::kBF16 ? 8192 : 2176;
+    const std::int64_t size = is_decoded(format) ? 2176 : 8192;
     return records.as<const std::uint8_t>() + expert * expert_bytes + index * size;
   }
 
@@ -67,10 +67,10 @@ struct Downloaded {
   double value(std::int64_t expert, std::int64_t row, std::int64_t k) const {
     const std::uint8_t* base = record(expert, row, k);
     const std::int64_t r = row % 64, c = k % 64;
-    if (format == WeightFormat::kBF16) {
+    if (!is_decoded(format)) {
       std::uint16_t bits;
       std::memcpy(&bits, base + r * 128 + (c / 8 ^ r % 8) * 16 + c % 8 * 2, 2);
-      return bf16_to_f32(bits);
+      return load_f32(&bits, row_dtype(format), 0);
     }
     // Thread 32 w + 4 g + q has rows 16 w + g and 8 more, columns 2 q, 2 q + 1 and 8 more.
     const std::int64_t w = r / 16, g = r % 8, q = c % 8 / 2;
@@ -182,7 +182,7 @@ std::vector<Case> pack_cases() {
 }
 
 std::shared_ptr<const Experts> experts_of(const QuantScheme& scheme) {
-  return find_experts(is_mxfp4(scheme) ? "sm90_mxfp4" : "sm90_bf16");
+  return find_experts("", scheme);
 }
 
 /// The last nibble of a row of odd length belongs to nobody.

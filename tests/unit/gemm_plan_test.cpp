@@ -15,12 +15,13 @@ namespace {
 
 const Device kGpu{DeviceKind::kCuda, 0};
 
-/// The MoE layers of the published models, in both formats and all kinds of experts.
+/// The MoE layers of the published models, in every format and all kinds of experts.
 std::vector<GemmShape> shapes_of(std::int64_t num_tokens) {
   std::vector<GemmShape> shapes;
   for (const std::string& name : model_preset_names()) {
     const ModelConfig model = parse_model_config(model_preset(name));
-    for (const WeightFormat format : {WeightFormat::kBF16, WeightFormat::kMXFP4}) {
+    for (const WeightFormat format :
+         {WeightFormat::kBF16, WeightFormat::kF16, WeightFormat::kMXFP4}) {
       for (const int kind : {0, 1, 2, 3}) {
         GemmShape shape;
         shape.format = format;

@@ -7,7 +7,7 @@
 
 namespace fusedmoe::cuda {
 
-/// Rows of bf16 in device memory, 16-byte aligned.
+/// Rows of 16-bit numbers in device memory, 16-byte aligned.
 struct MappedRows {
   const void* data = nullptr;
   std::int64_t rows = 0;

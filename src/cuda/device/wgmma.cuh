@@ -1,8 +1,11 @@
-// wgmma m64nNk16 on bf16 with fp32 sums, and its shared-memory operand. The instructions are
+// wgmma m64nNk16 on bf16 or f16 with fp32 sums, and its shared-memory operand. The instructions are
 // CuTe's atoms; this picks the one of a width and spreads the accumulator array.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // every width, not only the usual ones
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
 #include <cute/arch/mma_sm90_desc.hpp>
@@ -11,19 +14,24 @@
 
 namespace fusedmoe::cuda {
 
-/// The atoms of width kN: `SharedA` with both operands in shared memory, `RegisterA` with the
-/// 64-row operand in registers.
-template <int kN>
+/// The atoms of width kN: `SharedA` with both operands in shared memory; `RegisterA` with the
+/// 64-row operand, of bf16, in registers.
+template <typename Element, int kN>
 struct WgmmaAtom;
 
 #define FUSEDMOE_WGMMA_ATOM(N)                                                                    \
   template <>                                                                                     \
-  struct WgmmaAtom<N> {                                                                           \
+  struct WgmmaAtom<__nv_bfloat16, N> {                                                            \
     using SharedA = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K,  \
                                                                      cute::SM90::GMMA::Major::K>; \
     using RegisterA =                                                                             \
         cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K,              \
                                                          cute::SM90::GMMA::Major::K>;             \
+  };                                                                                              \
+  template <>                                                                                     \
+  struct WgmmaAtom<__half, N> {                                                                   \
+    using SharedA = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_SS<cute::SM90::GMMA::Major::K,    \
+                                                                   cute::SM90::GMMA::Major::K>;   \
   };
 FUSEDMOE_WGMMA_ATOM(8)
 FUSEDMOE_WGMMA_ATOM(16)
@@ -68,11 +76,11 @@ class Descriptor {
 };
 
 /// sums += A (64, 16) B (16, kN), in the first kN / 2 sums.
-template <int kN, int kSums>
+template <typename Element, int kN, int kSums>
 __device__ inline void multiply(std::uint64_t a, std::uint64_t b, float (&sums)[kSums]) {
   static_assert(kN / 2 <= kSums);
   [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
-    WgmmaAtom<kN>::SharedA::fma(a, b, sums[kIndex]...);
+    WgmmaAtom<Element, kN>::SharedA::fma(a, b, sums[kIndex]...);
   }
   (std::make_index_sequence<kN / 2>());
 }
@@ -81,7 +89,7 @@ __device__ inline void multiply(const std::uint32_t (&a)[4], std::uint64_t b,
                                 float (&sums)[kSums]) {
   static_assert(kN / 2 <= kSums);
   [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
-    WgmmaAtom<kN>::RegisterA::fma(a[0], a[1], a[2], a[3], b, sums[kIndex]...);
+    WgmmaAtom<__nv_bfloat16, kN>::RegisterA::fma(a[0], a[1], a[2], a[3], b, sums[kIndex]...);
   }
   (std::make_index_sequence<kN / 2>());
 }

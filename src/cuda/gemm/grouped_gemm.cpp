@@ -43,9 +43,14 @@ void grouped_gemm(const GroupedGemm& problem, WeightFormat format, const TileCon
   FUSEDMOE_CHECK(found != std::end(kTileConfigs), "tile config", to_string(config),
                  "one that is compiled");
   const auto index = static_cast<std::size_t>(found - std::begin(kTileConfigs));
-  const Launch launch = format == WeightFormat::kBF16 ? kLaunches<Bf16Weights>[index]
-                                                      : kLaunches<Mxfp4Weights>[index];
-  launch(problem, stream.handle);
+  switch (format) {
+    case WeightFormat::kBF16:
+      return kLaunches<Bf16Weights>[index](problem, stream.handle);
+    case WeightFormat::kF16:
+      return kLaunches<F16Weights>[index](problem, stream.handle);
+    case WeightFormat::kMXFP4:
+      return kLaunches<Mxfp4Weights>[index](problem, stream.handle);
+  }
 }
 
 }  // namespace fusedmoe::cuda

@@ -14,6 +14,7 @@
 #include "cuda/local_expert.h"
 #include "fusedmoe/activation.h"
 #include "fusedmoe/device.h"
+#include "fusedmoe/dtype.h"
 
 namespace fusedmoe::cuda {
 
@@ -57,7 +58,7 @@ struct GemmPhase {
   int k = 0;                      ///< columns of `x`; what is behind them counts as 0
   const float* bias = nullptr;    ///< (experts, row_blocks * 64) in packed row order, or null
   const float* scales = nullptr;  ///< (experts): power of two that all sums are multiplied by
-  const void* x = nullptr;        ///< (x_rows, x_pitch) bf16, 16-byte aligned
+  const void* x = nullptr;        ///< (x_rows, x_pitch) 16-bit numbers, 16-byte aligned
   std::int64_t x_rows = 0;        ///< those of the grouped GEMM
   std::int64_t x_pitch = 0;       ///< elements, a multiple of 8
   void* out = nullptr;            ///< (splits, rows, out_pitch), 16-byte aligned
@@ -65,7 +66,7 @@ struct GemmPhase {
   std::int64_t split_pitch = 0;   ///< elements between the partial sums of splits
   int width = 0;                  ///< columns of each row; written are up to a multiple of 8
   int splits = 1;                 ///< K is cut into so many parts; the reader adds them
-  bool out_f32 = false;           ///< else bf16; with Epilogue::kStore
+  bool out_f32 = false;           ///< else as `x`; with Epilogue::kStore
   Epilogue epilogue = Epilogue::kStore;
 };
 
@@ -101,7 +102,13 @@ constexpr bool may_route_inline(std::int64_t num_slots, std::int64_t num_experts
   return num_slots <= 128 && num_experts < kMaxExperts / 2;
 }
 
-/// Enqueues; bf16 activations. Throws Error for a configuration that is not compiled.
+/// dtype of the rows that weights of a format are multiplied by, and of results.
+constexpr DType row_dtype(WeightFormat format) {
+  return format == WeightFormat::kF16 ? DType::kF16 : DType::kBF16;
+}
+
+/// Enqueues; rows are of row_dtype(format), or f32. Throws Error for a configuration that is not
+/// compiled.
 void grouped_gemm(const GroupedGemm& problem, WeightFormat format, const TileConfig& config,
                   const Stream& stream);
 

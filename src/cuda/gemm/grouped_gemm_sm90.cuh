@@ -46,11 +46,11 @@ __device__ void multiply_tiles(typename GemmTypes<Weights, kTile>::Shared& share
     if (threadIdx.x % 32 == 0) Barrier::arrive(&shared.item_free[slot.index]);
     slot.advance();
     if (item.phase < 0) return;
-    const auto affine = Stores::read_affine(p, item, place);  // on its way while sums are made
+    Stores::prefetch_affine(p.phases[item.phase], item, place);
     typename Types::Sums sums;
     Multiplier<Weights, kTile>::multiply_tile(shared, item, place, stage, sums);
     if (p.topk_ids) cudaGridDependencySynchronize();
-    Stores::store_tile(shared, p, item, place, affine, sums);
+    Stores::store_tile(shared, p, item, place, sums);
   }
 }
 

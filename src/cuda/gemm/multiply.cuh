@@ -65,7 +65,7 @@ struct Multiplier : GemmTypes<Weights, kTile> {
               cute::cast_smem_ptr_to_uint(operands.record + b * kRecordStride));
 #pragma unroll
           for (int j = 0; j < kRecordK / 16; ++j) {
-            multiply<kN>(weights.at(j), operands.tokens.at(j), sums[b]);
+            multiply<typename Weights::Element, kN>(weights.at(j), operands.tokens.at(j), sums[b]);
           }
         }
       }
@@ -148,7 +148,7 @@ struct Multiplier : GemmTypes<Weights, kTile> {
       }
     }
     const Share share(item, place);
-    if constexpr (Weights::kDecoded) {
+    if constexpr (is_decoded(Weights::kFormat)) {
       multiply_decoded<kN>(shared, share, place, stage, sums);
     } else {
       multiply_shared<kN>(shared, share, place, stage, sums);

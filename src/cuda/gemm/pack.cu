@@ -16,7 +16,7 @@ __device__ std::int64_t source_row(const PackSource& s, std::int64_t row) {
 }
 
 /// A block is a record; a thread writes 16 bytes at a time.
-__global__ void pack_bf16_kernel(const PackSource s, const RecordGrid grid, uint4* records) {
+__global__ void pack_plain_kernel(const PackSource s, const RecordGrid grid, uint4* records) {
   const std::int64_t record = blockIdx.x;
   const std::int64_t row_block = record / grid.k_blocks, k_block = record % grid.k_blocks;
   constexpr int kChunks = kRecordRows * kRecordK / 8;
@@ -92,12 +92,12 @@ void pack_records(WeightFormat format, const PackSource& source, void* records,
   const RecordGrid grid = record_grid(source.width, source.k, source.gated);
   const dim3 blocks(static_cast<unsigned>(grid.row_blocks * grid.k_blocks));
   const auto handle = static_cast<cudaStream_t>(stream.handle);
-  if (format == WeightFormat::kBF16) {
-    launch(pack_bf16_kernel, blocks, dim3(kThreads), 0, handle, false, source, grid,
-           static_cast<uint4*>(records));
-  } else {
+  if (is_decoded(format)) {
     launch(pack_mxfp4_kernel, blocks, dim3(kThreads), 0, handle, false, source, grid,
            static_cast<std::uint8_t*>(records));
+  } else {
+    launch(pack_plain_kernel, blocks, dim3(kThreads), 0, handle, false, source, grid,
+           static_cast<uint4*>(records));
   }
 }
 

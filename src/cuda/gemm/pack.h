@@ -11,7 +11,8 @@ namespace fusedmoe::cuda {
 
 /// Device memory. Rows of w13: gate, then up; of w2 or a non-gated w13: one matrix.
 struct PackSource {
-  /// bf16: (rows, k) elements. mxfp4: (rows, ceil(k / 2)) bytes, element 2 i in the low nibble.
+  /// bf16, f16: (rows, k) elements. mxfp4: (rows, ceil(k / 2)) bytes, element 2 i in the low
+  /// nibble.
   const void* values = nullptr;
   const std::uint8_t* scales = nullptr;  ///< mxfp4: (rows, ceil(k / 32)) E8M0
   std::int64_t width = 0;                ///< rows of one of the matrices

@@ -2,7 +2,7 @@
 // contiguous block of memory that one bulk copy brings to shared memory as the tensor cores want
 // it. A matrix is records[row_block][k_block], rows and K padded to 64 with zeros.
 //
-//   bf16        (64, 64) rows of 128 bytes, the 16-byte chunk c of row r at chunk c ^ (r % 8): the
+//   bf16, f16   (64, 64) rows of 128 bytes, the 16-byte chunk c of row r at chunk c ^ (r % 8): the
 //               128-byte swizzle of wgmma's shared-memory operands
 //   mxfp4       2048 bytes of codes, then 128 of scales, as wgmma's register operand A has them:
 //               thread t of 128 owns the 16 bytes at 16 t, word j for the j-th 16 of K; of warp w,
@@ -29,15 +29,19 @@
 
 namespace fusedmoe::cuda {
 
-enum class WeightFormat { kBF16, kMXFP4 };
+enum class WeightFormat { kBF16, kF16, kMXFP4 };
+
+/// Whether records hold codes that become bf16 on their way to the tensor cores.
+FUSEDMOE_HD constexpr bool is_decoded(WeightFormat format) {
+  return format == WeightFormat::kMXFP4;
+}
 
 inline constexpr int kRecordRows = 64;
 inline constexpr int kRecordK = 64;
 inline constexpr int kMxfp4CodeBytes = kRecordRows * kRecordK / 2;
 
 FUSEDMOE_HD constexpr int record_bytes(WeightFormat format) {
-  return format == WeightFormat::kBF16 ? kRecordRows * kRecordK * 2
-                                       : kMxfp4CodeBytes + kRecordRows * 2;
+  return is_decoded(format) ? kMxfp4CodeBytes + kRecordRows * 2 : kRecordRows * kRecordK * 2;
 }
 
 FUSEDMOE_HD constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) {

@@ -1,13 +1,17 @@
 // The epilogue of the grouped GEMM kernel: sums -> scale, bias, activation -> rows.
 //
 // wgmma leaves a thread the sums of two neighbouring tokens for weight rows r and r + 8, of a gated
-// w13 gate and up of one feature. There they become results. Rows in bf16 then pass through shared
-// memory, as threads next to each other hold features of one token only 8 apart.
+// w13 gate and up of one feature. There they become results. Rows of 16 bits then pass through
+// shared memory, as threads next to each other hold features of one token only 8 apart.
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
 
 #include "cuda/activation.cuh"
+#include "cuda/device/prefetch.cuh"
 #include "cuda/device/stmatrix.cuh"
 #include "cuda/gemm/tile.cuh"
 
@@ -35,23 +39,39 @@ struct Store : GemmTypes<Weights, kTile> {
 
   /// What a thread's sums of each row block are multiplied by, and what is added for r and r + 8.
   struct Affine {
-    float scale;
-    float bias[kTile.row_blocks][2];
+    float scale = 1;
+    float bias[kTile.row_blocks][2] = {};
   };
-  __device__ static Affine read_affine(const GroupedGemm& p, const Item& item, const Place& place) {
-    const GemmPhase& phase = p.phases[item.phase];
-    Affine affine;
-    affine.scale = phase.scales ? phase.scales[item.expert] : 1.0f;
+
+  /// Calls function(b, address of the bias of row r) for the thread's row blocks b that have one.
+  template <typename Function>
+  __device__ __forceinline__ static void for_biases(const GemmPhase& phase, const Item& item,
+                                                    const Place& place, const Function& function) {
+    if (!phase.bias || item.split > 0) return;
+    const int first = item.row_block + place.row_group * kTile.row_blocks;
 #pragma unroll
     for (int b = 0; b < kTile.row_blocks; ++b) {
-      const int row_block = item.row_block + place.row_group * kTile.row_blocks + b;
-      const bool biased = phase.bias && item.split == 0 && row_block < phase.row_blocks;
-      const std::int64_t row =
-          (static_cast<std::int64_t>(item.expert) * phase.row_blocks + row_block) * kRecordRows +
-          weight_row(place);
-      affine.bias[b][0] = biased ? phase.bias[row] : 0;
-      affine.bias[b][1] = biased ? phase.bias[row + 8] : 0;
+      if (first + b >= phase.row_blocks) return;
+      const auto block = static_cast<std::int64_t>(item.expert) * phase.row_blocks + first + b;
+      function(b, phase.bias + block * kRecordRows + weight_row(place));
     }
+  }
+
+  /// To the L2, while the sums are made: there are no registers to keep them in.
+  __device__ static void prefetch_affine(const GemmPhase& phase, const Item& item,
+                                         const Place& place) {
+    if (phase.scales) prefetch_l2(phase.scales + item.expert);
+    for_biases(phase, item, place, [](int, const float* bias) { prefetch_l2(bias); });
+  }
+
+  __device__ static Affine read_affine(const GemmPhase& phase, const Item& item,
+                                       const Place& place) {
+    Affine affine;
+    if (phase.scales) affine.scale = phase.scales[item.expert];
+    for_biases(phase, item, place, [&](int b, const float* bias) {
+      affine.bias[b][0] = bias[0];
+      affine.bias[b][1] = bias[8];
+    });
     return affine;
   }
 
@@ -105,8 +125,15 @@ struct Store : GemmTypes<Weights, kTile> {
     }
   }
 
-  __device__ static std::uint32_t to_bf16(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  /// Two results, rounded.
+  __device__ static std::uint32_t round(float low, float high) {
+    const auto pair = [&] {
+      if constexpr (std::is_same_v<typename Weights::Element, __half>) {
+        return __floats2half2_rn(low, high);
+      } else {
+        return __floats2bfloat162_rn(low, high);
+      }
+    }();
     return *reinterpret_cast<const std::uint32_t*>(&pair);
   }
 
@@ -121,7 +148,7 @@ struct Store : GemmTypes<Weights, kTile> {
 #pragma unroll
       for (int n = 0; n < kEights; ++n) {
         const float* v = &values[4 * n];
-        pairs[n] = to_bf16(activate(known, v[0], v[2]), activate(known, v[1], v[3]));
+        pairs[n] = round(activate(known, v[0], v[2]), activate(known, v[1], v[3]));
       }
     });
 #pragma unroll
@@ -138,7 +165,7 @@ struct Store : GemmTypes<Weights, kTile> {
     for (int n = 0; n < kEights; ++n) {
       const float* v = &values[4 * n];
       store_transposed(&rows[8 * n + lane % 8][feature + lane / 8 % 2 * distance],
-                       to_bf16(v[0], v[1]), to_bf16(v[2], v[3]));
+                       round(v[0], v[1]), round(v[2], v[3]));
     }
   }
 
@@ -186,12 +213,13 @@ struct Store : GemmTypes<Weights, kTile> {
 
   /// One copy of the code for all chunks: the kernel is as large as the instruction cache.
   __device__ static void store_tile(Shared& shared, const GroupedGemm& p, const Item& item,
-                                    const Place& place, const Affine& affine, Sums& sums) {
+                                    const Place& place, Sums& sums) {
+    const GemmPhase& phase = p.phases[item.phase];
+    const Affine affine = read_affine(phase, item, place);
     if constexpr (kTile.k_groups > 1) {
       add_k_groups(shared, item, place, sums);
       if (place.k_group > 0) return;
     }
-    const GemmPhase& phase = p.phases[item.phase];
     const bool inner = item.phase == 0 && p.num_phases == 2;  // GEMM 2 waits for it
     const int first_row_block = item.row_block + place.row_group * kTile.row_blocks;
     const int row_blocks = min(kTile.row_blocks, phase.row_blocks - first_row_block);

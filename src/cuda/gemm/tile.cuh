@@ -39,7 +39,8 @@ struct GemmConfig {
           ceil_div(kBlocks * (kTokenBytes + kTile.tile_row_blocks() * kRecordBytes), 1024)) *
       1024;
 
-  static constexpr int kStoreTokens = kTile.max_tokens < 32 ? kTile.max_tokens : 32;
+  // Tokens that are finished together; more of them take more registers.
+  static constexpr int kStoreTokens = kTile.max_tokens <= 64 ? 16 : 32;
   // Elements of a row on its way out; eight rows of 16 bytes lie on different banks.
   static constexpr int kStorePitch = kRecordRows + 8;
 
@@ -76,7 +77,8 @@ template <typename Config>
 struct SharedStorage {
   alignas(1024) std::uint8_t stages[Config::kStages][Config::kStageBytes];
   // Rows on their way out, of each row group: one buffer is filled while the other is read.
-  // bf16 rows on their way out, of each row group: one buffer is filled while the other is read.
+  // Rows of 16-bit numbers on their way out, of each row group: one buffer is filled while the
+  // other is read.
   alignas(16) std::uint16_t rows[Config::kRowGroups][2][Config::kStoreTokens][Config::kStorePitch];
   float parts[Config::kParts][Config::kPartSums][128];
   std::uint64_t stage_full[Config::kStages];

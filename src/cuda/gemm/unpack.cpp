@@ -11,7 +11,7 @@ const std::byte* record_of(const RecordView& source, std::int64_t row, std::int6
   return source.records + record * record_bytes(source.format);
 }
 
-void unpack_bf16(const RecordView& source, std::int64_t row, std::byte* values) {
+void unpack_plain(const RecordView& source, std::int64_t row, std::byte* values) {
   constexpr std::int64_t kChunk = 8;  // elements
   const std::int64_t r = row % kRecordRows;
   for (std::int64_t k = 0; k < source.k; k += kChunk) {
@@ -59,10 +59,10 @@ void unpack_mxfp4(const RecordView& source, std::int64_t row, std::uint8_t* valu
 }  // namespace
 
 void unpack_row(const RecordView& source, std::int64_t row, void* values, std::uint8_t* scales) {
-  if (source.format == WeightFormat::kBF16) {
-    unpack_bf16(source, row, static_cast<std::byte*>(values));
-  } else {
+  if (is_decoded(source.format)) {
     unpack_mxfp4(source, row, static_cast<std::uint8_t*>(values), scales);
+  } else {
+    unpack_plain(source, row, static_cast<std::byte*>(values));
   }
 }
 

@@ -17,8 +17,8 @@ struct RecordView {
   int exponent_shift = 0;  ///< mxfp4: see PackSource
 };
 
-/// Row `row` of the packed matrix. bf16: `values` gets k elements. mxfp4: ceil(k / 2) bytes and
-/// ceil(k / 32) E8M0 `scales`; an odd k leaves the last high nibble 0.
+/// Row `row` of the packed matrix. bf16, f16: `values` gets k elements. mxfp4: ceil(k / 2) bytes
+/// and ceil(k / 32) E8M0 `scales`; an odd k leaves the last high nibble 0.
 void unpack_row(const RecordView& source, std::int64_t row, void* values, std::uint8_t* scales);
 
 }  // namespace fusedmoe::cuda

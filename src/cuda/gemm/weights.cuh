@@ -2,6 +2,9 @@
 // operand of wgmma. A new format is a new policy here and a new packer.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
 
 #include "cuda/device/wgmma.cuh"
@@ -12,14 +15,19 @@ namespace fusedmoe::cuda {
 /// As they are: wgmma reads the record itself.
 struct Bf16Weights {
   static constexpr WeightFormat kFormat = WeightFormat::kBF16;
-  static constexpr bool kDecoded = false;
+  using Element = __nv_bfloat16;  ///< of the rows that are multiplied, and of results
+  static constexpr int kDepth = 1;
+};
+struct F16Weights {
+  static constexpr WeightFormat kFormat = WeightFormat::kF16;
+  using Element = __half;
   static constexpr int kDepth = 1;
 };
 
 /// Decoded to bf16 in registers, exactly.
 struct Mxfp4Weights {
   static constexpr WeightFormat kFormat = WeightFormat::kMXFP4;
-  static constexpr bool kDecoded = true;
+  using Element = __nv_bfloat16;
   /// Records that a warpgroup takes at once: what a stage costs beside them is shared.
   static constexpr int kDepth = 2;
 

@@ -7,6 +7,7 @@ namespace fusedmoe::cuda {
 
 // Policies of gemm/weights.cuh.
 struct Bf16Weights;
+struct F16Weights;
 struct Mxfp4Weights;
 
 template <typename Weights, int kConfig>
