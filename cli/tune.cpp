@@ -70,6 +70,20 @@ TunedPlan key_of(const BenchOptions& options, const Experts& experts) {
   return key;
 }
 
+void check_reads_tuned_plans(const Experts& experts, MoeConfig config) {
+  const auto refuse = [&](const char* expected) {
+    throw Error("experts", std::string(experts.name()), expected);
+  };
+  if (experts.tile_plans(ProblemSize::of(config, 1), config.device).empty()) {
+    refuse("experts that have tile plans");
+  }
+  if (dynamic_cast<const MonolithicExperts*>(&experts)) {
+    refuse("the experts inside of it, whose plans it runs");
+  }
+  config.batch_invariant = true;
+  if (experts.supports(config)) refuse("experts whose sums may depend on the number of tokens");
+}
+
 void tune(const Options& options, const BenchSubject& subject, const std::string& path,
           TunedPlans& plans) {
   BenchOptions bench_options;
@@ -84,11 +98,9 @@ void tune(const Options& options, const BenchSubject& subject, const std::string
   MoeConfig config = moe_config(subject.model, bench_options.dtype, bench_options.device);
   config.scheme = bench_options.scheme;
   const auto experts = select(config, options.experts).experts;
+  check_reads_tuned_plans(*experts, config);
   const TunedPlan key = key_of(bench_options, *experts);
   const std::string what = fmt::format("{} {}", subject.name, experts->name());
-  if (experts->tile_plans(ProblemSize::of(config, 1), bench_options.device).empty()) {
-    throw Error("experts", std::string(experts->name()), "experts that have tile plans");
-  }
 
   std::unique_ptr<LayerBench> bench;
   {

@@ -82,7 +82,7 @@ TEST(CudaExpertsRefuse, HiddenSizesThatRowsCannotHave) {
 std::vector<Case> tile_cases() {
   std::vector<Case> result;
   for (const QuantScheme& scheme : gpu_schemes()) {
-    for (const std::int64_t tokens : {1, 8, 9, 31, 65, 129, 257, 520}) {
+    for (const std::int64_t tokens : {1, 8, 9, 31, 65, 97, 129, 257, 520}) {
       Case spec;
       spec.name = std::string(name(scheme)) + "_" + std::to_string(tokens);
       spec.num_tokens = tokens;

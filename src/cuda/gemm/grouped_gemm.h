@@ -38,7 +38,7 @@ std::string to_string(const TileConfig& config);
 
 /// Configurations that are compiled, from few tokens to many.
 inline constexpr TileConfig kTileConfigs[] = {
-    {16, 1, 4, 1, 1},  {32, 2, 2, 1, 1},  {64, 4, 1, 1, 1},
+    {16, 1, 4, 1, 1},  {32, 2, 2, 1, 1},  {64, 4, 1, 1, 1},  {96, 4, 1, 1, 1},
     {128, 2, 1, 2, 1}, {128, 2, 1, 2, 2}, {256, 2, 1, 1, 2},
 };
 std::span<const TileConfig> tile_configs();

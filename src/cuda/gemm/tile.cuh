@@ -40,7 +40,7 @@ struct GemmConfig {
       1024;
 
   // Tokens that are finished together; more of them take more registers.
-  static constexpr int kStoreTokens = kTile.max_tokens <= 64 ? 16 : 32;
+  static constexpr int kStoreTokens = kTile.max_tokens < 128 ? 16 : 32;
   // Elements of a row on its way out; eight rows of 16 bytes lie on different banks.
   static constexpr int kStorePitch = kRecordRows + 8;
 
