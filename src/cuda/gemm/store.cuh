@@ -75,11 +75,13 @@ struct Store : GemmTypes<Weights, kTile> {
     return affine;
   }
 
-  __device__ static void sync_row_group(const Place& place) {
-    cutlass::arch::NamedBarrier::sync(128 * kTile.k_groups, 1 + place.row_group);
-  }
+  // CUTLASS leaves 8 of the 16 named barriers to others.
+  static_assert(kTile.row_groups * (kTile.k_groups > 1 ? 2 : 1) <= 8);
   __device__ static void sync_warpgroup(const Place& place) {
-    cutlass::arch::NamedBarrier::sync(128, 1 + kTile.row_groups + place.row_group);
+    cutlass::arch::NamedBarrier::sync(128, place.row_group);
+  }
+  __device__ static void sync_row_group(const Place& place) {
+    cutlass::arch::NamedBarrier::sync(128 * kTile.k_groups, kTile.row_groups + place.row_group);
   }
 
   /// The sums of a row group to its first K group, in their order.
