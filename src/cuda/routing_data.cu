@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cuda/device/launch.h"
+#include "cuda/device/prefetch.cuh"
 #include "cuda/local_expert.h"
 #include "cuda/routing_data.h"
 
@@ -26,16 +27,18 @@ struct RoutingDataParams {
 
 constexpr int kMaxThreads = 1024;
 
-/// Sum over the block, in every thread.
-__device__ int block_sum(int value) {
-  __shared__ int sums[kMaxThreads / 32];
+/// Sums over the block, in every thread; called once.
+__device__ int2 block_sums(int2 value) {
+  __shared__ int2 sums[kMaxThreads / 32];
   const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
-  const int sum = __reduce_add_sync(~0u, value);
-  __syncthreads();
+  const int2 sum = {__reduce_add_sync(~0u, value.x), __reduce_add_sync(~0u, value.y)};
   if (threadIdx.x % 32 == 0) sums[warp] = sum;
   __syncthreads();
-  int total = 0;
-  for (int w = 0; w < num_warps; ++w) total += sums[w];
+  int2 total{};
+  for (int w = 0; w < num_warps; ++w) {
+    total.x += sums[w].x;
+    total.y += sums[w].y;
+  }
   return total;
 }
 
@@ -43,14 +46,16 @@ constexpr int kCopyThreads = 128;
 /// Bytes of rows that blocks of the first launch copy, on average, at most.
 constexpr std::int64_t kCopiedBytes = 128 << 10;
 
-/// Rows [begin, end), whose slots are known, by the threads of a block.
-__device__ void copy_rows(const RoutingDataParams& p, std::int64_t begin, std::int64_t end) {
-  const std::int64_t chunks = p.extras.row_bytes / 16;
+/// `count` rows from `begin` on, whose slots are known, by the threads of a block.
+__device__ void copy_rows(const RoutingDataParams& p, std::int64_t begin, unsigned count) {
+  const auto chunks = static_cast<unsigned>(p.extras.row_bytes / 16);
   const auto* from = static_cast<const uint4*>(p.extras.rows);
   auto* to = static_cast<uint4*>(p.extras.permuted);
-  for (std::int64_t i = threadIdx.x; i < (end - begin) * chunks; i += blockDim.x) {
-    const std::int64_t row = begin + i / chunks, chunk = i % chunks;
-    to[row * chunks + chunk] = from[p.permuted_to_slot[row] / p.topk * chunks + chunk];
+  for (unsigned i = threadIdx.x; i < count * chunks; i += blockDim.x) {
+    const std::int64_t row = begin + i / chunks;
+    const unsigned chunk = i % chunks;
+    const std::int64_t token = p.permuted_to_slot[row] / p.topk;
+    to[row * chunks + chunk] = from[token * chunks + chunk];
   }
 }
 
@@ -64,16 +69,26 @@ __global__ void routing_data_kernel(const RoutingDataParams p) {
     p.extras.zeroed[i] = 0;
   }
 
-  int mine = 0, before = 0;
+  if (p.copy) {  // the rows' way from memory, while ids are read
+    const std::int64_t bytes = p.slots / p.topk * p.extras.row_bytes;
+    const auto thread = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    constexpr int kLine = 128;
+    for (std::int64_t at = thread * kLine; at < bytes;
+         at += static_cast<std::int64_t>(gridDim.x) * blockDim.x * kLine) {
+      prefetch_l2(static_cast<const char*>(p.extras.rows) + at);
+    }
+  }
+
+  int2 count{};  // rows of this expert, and of those before
   for (std::int64_t slot = threadIdx.x; slot < p.slots; slot += blockDim.x) {
     const int local = p.local_experts(p.topk_ids[slot]);
-    mine += local == expert;
-    before += local >= 0 && local < expert;
+    count.x += local == expert;
+    count.y += local >= 0 && local < expert;
     // Slots that no block places.
     if (local < 0 && expert == 0) p.slot_to_permuted[slot] = -1;
   }
-  mine = block_sum(mine);
-  before = block_sum(before);
+  count = block_sums(count);
+  const int mine = count.x, before = count.y;
   if (threadIdx.x == 0) {
     p.expert_num_tokens[expert] = mine;
     p.expert_offsets[expert] = before;
@@ -106,14 +121,14 @@ __global__ void routing_data_kernel(const RoutingDataParams p) {
     next += total;
     __syncthreads();
   }
-  if (p.copy) copy_rows(p, before, end);
+  if (p.copy) copy_rows(p, before, static_cast<unsigned>(mine));
 }
 
 /// A block is a row.
 __global__ void __launch_bounds__(kCopyThreads) permute_rows_kernel(const RoutingDataParams p) {
   cudaGridDependencySynchronize();
   const std::int64_t row = blockIdx.x;
-  if (p.permuted_to_slot[row] >= 0) copy_rows(p, row, row + 1);
+  if (p.permuted_to_slot[row] >= 0) copy_rows(p, row, 1);
 }
 
 }  // namespace
