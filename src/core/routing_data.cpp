@@ -5,29 +5,10 @@
 #include <limits>
 
 #include "core/check.h"
+#include "core/local_experts.h"
 
 namespace fusedmoe {
 namespace {
-
-/// Global id -> local expert, or -1.
-class LocalExperts {
- public:
-  LocalExperts(const TensorView& expert_map, std::int64_t num_local_experts)
-      : map_(expert_map ? expert_map.as<const std::int32_t>() : nullptr),
-        num_ids_(expert_map ? expert_map.size(0) : num_local_experts),
-        num_local_experts_(num_local_experts) {}
-
-  std::int32_t operator()(std::int32_t id) const {
-    if (id < 0 || id >= num_ids_) return -1;
-    const std::int32_t local = map_ ? map_[id] : id;
-    return local >= 0 && local < num_local_experts_ ? local : -1;
-  }
-
- private:
-  const std::int32_t* map_;
-  std::int64_t num_ids_;
-  std::int64_t num_local_experts_;
-};
 
 void check_inputs(const TensorView& topk_ids, const TensorView& expert_map,
                   std::int64_t num_local_experts) {
@@ -65,7 +46,7 @@ RoutingData build_routing_data(const TensorView& topk_ids, const TensorView& exp
   auto* to_slot = offsets + num_local_experts + 1;      // (slots)
   auto* to_row = to_slot + slots;                       // (slots)
   const auto* ids = topk_ids.as<const std::int32_t>();
-  const LocalExperts local_expert(expert_map, num_local_experts);
+  const core::LocalExperts local_expert(expert_map, num_local_experts);
 
   std::fill(num_rows, num_rows + num_local_experts, 0);
   for (std::int64_t f = 0; f < slots; ++f) {
@@ -100,7 +81,7 @@ void build_bitmatrix(const TensorView& topk_ids, const TensorView& expert_map,
 
   const auto* ids = topk_ids.as<const std::int32_t>();
   auto* bits = bitmatrix.as<std::uint32_t>();
-  const LocalExperts local_expert(expert_map, num_local_experts);
+  const core::LocalExperts local_expert(expert_map, num_local_experts);
   std::fill(bits, bits + num_tokens * words, 0u);
   for (std::int64_t f = 0; f < num_tokens * topk; ++f) {
     const std::int32_t expert = local_expert(ids[f]);

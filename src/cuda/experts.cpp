@@ -409,7 +409,7 @@ void Sm90Experts::apply(const ExpertsArgs& args) const {
   if (variant_ != Variant::kUnfused && may_route_inline(slots, problem.num_local_experts)) {
     gemm.topk_ids = args.topk_ids.as<const std::int32_t>();
     gemm.num_slots = static_cast<int>(slots);
-    gemm.local_experts = LocalExperts(args.expert_map, problem.num_local_experts);
+    gemm.local_experts = core::LocalExperts(args.expert_map, problem.num_local_experts);
   }
   gemm.overlap_previous = true;
   if (variant_ == Variant::kUnfused) {

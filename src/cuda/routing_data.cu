@@ -4,9 +4,9 @@
 // well, many are a launch of their own.
 #include <algorithm>
 
+#include "core/local_experts.h"
 #include "cuda/device/launch.h"
 #include "cuda/device/prefetch.cuh"
-#include "cuda/local_expert.h"
 #include "cuda/routing_data.h"
 
 namespace fusedmoe::cuda {
@@ -15,7 +15,7 @@ namespace {
 struct RoutingDataParams {
   const std::int32_t* topk_ids;
   std::int64_t slots;
-  LocalExperts local_experts;
+  core::LocalExperts local_experts;
   std::int32_t* expert_num_tokens;
   std::int32_t* expert_offsets;
   std::int32_t* permuted_to_slot;
@@ -140,7 +140,7 @@ RoutingData build_routing_data(const TensorView& topk_ids, const TensorView& exp
   RoutingDataParams p{};
   p.topk_ids = topk_ids.as<const std::int32_t>();
   p.slots = slots;
-  p.local_experts = LocalExperts(expert_map, num_local_experts);
+  p.local_experts = core::LocalExperts(expert_map, num_local_experts);
   p.expert_num_tokens = static_cast<std::int32_t*>(memory);
   p.expert_offsets = p.expert_num_tokens + num_local_experts;
   p.permuted_to_slot = p.expert_offsets + num_local_experts + 1;

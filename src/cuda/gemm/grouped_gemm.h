@@ -10,8 +10,8 @@
 #include <span>
 #include <string>
 
+#include "core/local_experts.h"
 #include "cuda/gemm/records.h"
-#include "cuda/local_expert.h"
 #include "fusedmoe/activation.h"
 #include "fusedmoe/device.h"
 #include "fusedmoe/dtype.h"
@@ -82,7 +82,7 @@ struct GroupedGemm {
   /// expert_num_tokens and expert_offsets; so it starts while they are still made. Null: not so.
   const std::int32_t* topk_ids = nullptr;
   int num_slots = 0;
-  LocalExperts local_experts;
+  core::LocalExperts local_experts;
   /// work_counters(...) words, zero when the kernel begins.
   std::int32_t* counters = nullptr;
   ResolvedActivation activation{};

@@ -21,11 +21,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define FUSEDMOE_HD __host__ __device__
-#else
-#define FUSEDMOE_HD
-#endif
+#include "core/host_device.h"
 
 namespace fusedmoe::cuda {
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cuda/local_expert.h"
+#include "core/local_experts.h"
 #include "fusedmoe/device.h"
 #include "fusedmoe/dtype.h"
 #include "fusedmoe/router.h"
@@ -58,7 +58,7 @@ void launch_router_logits(const LogitsParams& params, Stream stream);
 
 struct BitmatrixParams {
   const std::int32_t* ids;  // (num_tokens, topk)
-  LocalExperts local_expert;
+  core::LocalExperts local_expert;
   std::uint32_t* bits;  // (num_tokens, num_words)
   std::int64_t num_tokens;
   std::int64_t num_words;

@@ -5,8 +5,8 @@
 // an expert never gets more than num_tokens rows.
 #include <cstddef>
 
+#include "core/local_experts.h"
 #include "cuda/device/launch.h"
-#include "cuda/local_expert.h"
 #include "cuda/rows/element.cuh"
 #include "cuda/rows/rows.h"
 
@@ -20,7 +20,7 @@ struct AssignParams {
   const std::int32_t* topk_ids;  // (num_tokens, topk)
   std::int64_t num_tokens;
   std::int64_t topk;
-  LocalExperts local_expert;
+  core::LocalExperts local_expert;
   std::int32_t* slot_rows;          // (num_tokens, topk)
   std::int32_t* expert_num_tokens;  // (num_local_experts)
 };
@@ -101,7 +101,7 @@ void assign_rows(const TensorView& topk_ids, const TensorView& expert_map,
   const AssignParams params{topk_ids.as<const std::int32_t>(),
                             topk_ids.size(0),
                             topk_ids.size(1),
-                            LocalExperts(expert_map, num_local_experts),
+                            core::LocalExperts(expert_map, num_local_experts),
                             out.slot_rows.as<std::int32_t>(),
                             out.expert_num_tokens.as<std::int32_t>()};
   launch(assign_rows_kernel, dim3(static_cast<unsigned>(num_local_experts)), kAssignThreads, 0,

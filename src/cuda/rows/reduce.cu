@@ -2,8 +2,8 @@
 //
 // Sums run in fp32 in slot order, product and sum rounded one after the other as on the CPU, and
 // are rounded once to the dtype. Slots without a row are skipped, whatever that row holds.
+#include "core/local_experts.h"
 #include "cuda/device/launch.h"
-#include "cuda/local_expert.h"
 #include "cuda/rows/element.cuh"
 #include "cuda/rows/rows.h"
 
@@ -15,7 +15,7 @@ struct ReduceParams {
   const std::int32_t* topk_ids;   // (num_tokens, topk)
   const float* topk_weights;      // (num_tokens, topk), or null: sum without them
   const std::int32_t* slot_rows;  // (num_tokens, topk), or null: row f is slot f
-  LocalExperts local_expert;
+  core::LocalExperts local_expert;
   std::int64_t topk;
   std::int64_t hidden;
   const Storage* rows;  // may be `output`: every element is read by the thread that writes it
@@ -58,7 +58,7 @@ void reduce_rows(const FinalizeArgs& args, const TensorView& slot_rows) {
         args.topk_ids.as<const std::int32_t>(),
         args.router_weight_on_input ? nullptr : args.topk_weights.as<const float>(),
         slot_rows ? slot_rows.as<const std::int32_t>() : nullptr,
-        LocalExperts(args.expert_map, args.num_local_experts),
+        core::LocalExperts(args.expert_map, args.num_local_experts),
         args.topk_ids.size(1),
         hidden,
         args.fused_output.as<const Storage>(),
