@@ -25,8 +25,7 @@ template <typename Element>
 using Columns = Pack<Element, kColumns>;
 
 /// A block is kThreads * kColumns columns of one token. The rows of kBatch slots are on their way
-/// at the same time: one after the other, each would wait for memory twice. Few registers, so that
-/// its blocks wait beside those of a GEMM with tiles of few tokens.
+/// at the same time: one after the other, each would wait for memory twice.
 template <typename Row, typename Output>
 __global__ void __launch_bounds__(kThreads, 16) combine_kernel(const CombineParams p) {
   constexpr int kBatch = 4;

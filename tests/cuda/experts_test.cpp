@@ -2,6 +2,9 @@
 // edges, the same bits twice and in any batch.
 #include "cuda/experts.h"
 
+#include <set>
+#include <string>
+
 #include "cuda/gemm/heuristic.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
@@ -62,11 +65,16 @@ INSTANTIATE_TEST_SUITE_P(Cases, CudaExpertsTest, ::testing::ValuesIn(awkward_cas
 
 TEST(CudaExpertsRefuse, RowsOfAnotherDtype) {
   FUSEDMOE_SKIP_WITHOUT_GPU();
-  const Problem problem = testing::make_problem(Case{});
-  const auto experts = testing::find_experts("sm90_bf16");
-  const auto packed = experts->pack(problem.weights);
-  for (const DType dtype : {DType::kF32, DType::kF16}) {
-    EXPECT_THROW(testing::run_experts(problem, *make_no_ep(), *experts, *packed, dtype), Error);
+  for (const QuantScheme& scheme : gpu_schemes()) {
+    Case spec;
+    spec.scheme = scheme;
+    const Problem problem = testing::make_problem(spec);
+    const auto experts = find_experts("", scheme);
+    const auto packed = experts->pack(problem.weights);
+    for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+      if (dtype == testing::row_dtype(scheme)) continue;
+      EXPECT_THROW(testing::run_experts(problem, *make_no_ep(), *experts, *packed, dtype), Error);
+    }
   }
 }
 
@@ -78,39 +86,62 @@ TEST(CudaExpertsRefuse, HiddenSizesThatRowsCannotHave) {
                Error);
 }
 
-/// Rows per expert around the edges of tiles, with sizes that end inside a record.
-std::vector<Case> tile_cases() {
-  std::vector<Case> result;
+struct TileCase {
+  Case spec;
+  std::string suffix;  // of the experts
+};
+void PrintTo(const TileCase& each, std::ostream* stream) {
+  *stream << each.spec.name << each.suffix;
+}
+
+/// Rows per expert around the edges of tiles, with sizes that end inside a record; each epilogue.
+std::vector<TileCase> tile_cases() {
+  std::vector<TileCase> result;
   for (const QuantScheme& scheme : gpu_schemes()) {
-    for (const std::int64_t tokens : {1, 8, 9, 31, 65, 97, 129, 257, 520}) {
+    const auto add = [&](std::int64_t tokens, Activation activation, std::int64_t intermediate,
+                         const char* suffix) {
       Case spec;
-      spec.name = std::string(name(scheme)) + "_" + std::to_string(tokens);
+      spec.name = std::string(name(scheme)) + "_" + std::to_string(tokens) + "_" +
+                  std::string(name(activation));
       spec.num_tokens = tokens;
       spec.num_experts = 5;
       spec.topk = 2;
       spec.hidden = 480;
-      spec.intermediate = 160;
+      spec.intermediate = intermediate;
       spec.scheme = scheme;
-      spec.activation = Activation::kSwigluOai;
+      spec.activation = activation;
       spec.bias = true;
       // All rows on two experts, so that their number is that of the tokens.
       spec.skew = testing::RoutingSkew::kOneExpert;
       spec.negative_ids = tokens == 65;
-      result.push_back(spec);
+      result.push_back({spec, suffix});
+    };
+    for (const std::int64_t tokens : {1, 8, 9, 31, 64, 65, 96, 97, 128, 129, 256, 257, 520}) {
+      add(tokens, Activation::kSwigluOai, 160, "");
+    }
+    for (const std::int64_t tokens : {3, 77, 256, 300}) {
+      add(tokens, Activation::kRelu2NoMul, 90, "");  // rows end in the middle of 16 bytes
+      add(tokens, Activation::kSilu, 72, "_unfused");
+      add(tokens, Activation::kGeluTanhNoMul, 72, "_unfused");
     }
   }
   return result;
 }
 
-class CudaTileConfigTest : public CudaExpertsTest {};
+class CudaTileConfigTest : public testing::CudaTestWith<TileCase> {};
 
 TEST_P(CudaTileConfigTest, EveryPlanMatchesReference) {
-  const Case& spec = GetParam();
+  const auto& [spec, suffix] = GetParam();
   const Problem problem = testing::make_problem(spec);
-  const Tensor expected = run_rows(problem, *reference::make_experts(ActivationFormat::kStandard));
-  const auto experts = find_experts("", spec.scheme);
+  const auto experts = find_experts(suffix, spec.scheme);
+  const Tensor expected = run_rows(
+      problem, experts->has_hooks() ? *reference::make_unfused_experts()
+                                    : *reference::make_experts(ActivationFormat::kStandard));
+  const ModularKernel kernel(make_no_ep(), experts);
+  const testing::KernelRun run(problem, kernel, experts->pack(problem.weights));
   cuda::GemmShape shape;
   shape.format = testing::format_of(spec.scheme);
+  shape.unfused = experts->has_hooks();
   shape.num_tokens = spec.num_tokens;
   shape.topk = spec.topk;
   shape.num_local_experts = spec.num_experts;
@@ -118,20 +149,21 @@ TEST_P(CudaTileConfigTest, EveryPlanMatchesReference) {
   shape.intermediate = spec.intermediate;
   for (cuda::GemmPlan plan : cuda::valid_plans(shape)) {
     for (const bool rows_f32 : {true, false}) {
-      if (plan.splits > 1 && !rows_f32) continue;
       plan.rows_f32 = rows_f32;
+      if (!valid(shape, plan)) continue;
       SCOPED_TRACE(to_string(plan));
       const cuda::PinnedPlan pin(plan);
-      const Tensor actual = run_rows(problem, *experts);
+      const Tensor actual = run.run();
       expect_close(actual, expected);
-      EXPECT_TRUE(bitwise_equal(run_rows(problem, *experts), actual)) << "second run";
+      run.poison(0xff);
+      EXPECT_TRUE(bitwise_equal(run.run(), actual)) << "second run";
     }
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, CudaTileConfigTest, ::testing::ValuesIn(tile_cases()),
-                         [](const ::testing::TestParamInfo<Case>& info) {
-                           return info.param.name;
+                         [](const ::testing::TestParamInfo<TileCase>& info) {
+                           return info.param.spec.name + info.param.suffix;
                          });
 
 /// The first rows of a problem, as a problem.
@@ -160,10 +192,16 @@ TEST_F(CudaExpertsInvarianceTest, RowDoesNotDependOnItsBatch) {
     const Problem problem = testing::make_problem(spec);
     const auto experts = find_experts("_batch_invariant", scheme);
     const Tensor all = run_rows(problem, *experts);
-    for (const std::int64_t rows : {1, 5, 64, 300, 1000}) {
-      const Tensor few = run_rows(head(problem, rows), *experts);
+    std::set<std::string> plans;
+    for (const std::int64_t rows : {1, 5, 64, 140, 200, 300, 1000}) {
+      const Problem first = head(problem, rows);
+      const Tensor few = run_rows(first, *experts);
       EXPECT_TRUE(bitwise_equal(few, all.slice(0, 0, rows))) << name(scheme) << " " << rows;
+      const ProblemSize size =
+          ProblemSize::of(testing::make_config(first.spec, testing::row_dtype(scheme), kGpu), rows);
+      plans.insert(experts->tile_plans(size, kGpu).front());
     }
+    EXPECT_GE(plans.size(), 4u) << "tiles of 64, 96, 128 and 256 tokens";
   }
 }
 

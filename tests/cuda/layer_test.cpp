@@ -29,6 +29,7 @@ struct Family {
   LayerSpec spec;
   ScoringFunc scoring = ScoringFunc::kSoftmax;
   bool groups_and_bias = false;
+  DType dtype = DType::kBF16;
 };
 void PrintTo(const Family& family, std::ostream* stream) {
   *stream << family.name;
@@ -48,7 +49,11 @@ std::vector<Family> families() {
   gpt_oss.spec.experts.scheme = schemes::mxfp4_w4a16();
   gpt_oss.spec.experts.activation = Activation::kSwigluOai;
   gpt_oss.spec.experts.bias = true;
-  std::vector<Family> all{mixtral, qwen2, deepseek, llama4, gpt_oss};
+  Family f16 = qwen2;
+  f16.name = "qwen2_f16";
+  f16.dtype = DType::kF16;
+  f16.spec.experts.scheme = schemes::unquantized(DType::kF16);
+  std::vector<Family> all{mixtral, qwen2, deepseek, llama4, gpt_oss, f16};
   for (Family& family : all) {
     family.spec.experts.num_experts = 16;
     if (family.spec.experts.topk > 1) family.spec.experts.topk = 4;
@@ -72,8 +77,8 @@ LayerWeights make_weights(const Family& family) {
   return weights;
 }
 
-LayerOptions gpu_options(std::string require = "") {
-  LayerOptions options = testing::layer_options(DType::kBF16, std::move(require));
+LayerOptions gpu_options(std::string require = "", DType dtype = DType::kBF16) {
+  LayerOptions options = testing::layer_options(dtype, std::move(require));
   options.device = kGpu;
   return options;
 }
@@ -114,20 +119,20 @@ INSTANTIATE_TEST_SUITE_P(Families, CudaLayer, ::testing::ValuesIn(families()),
 
 TEST_P(CudaLayer, AgreesWithTheReference) {
   const LayerWeights weights = make_weights(GetParam());
-  const MoeLayer layer(weights, gpu_options());
+  const MoeLayer layer(weights, gpu_options("", GetParam().dtype));
   EXPECT_EQ(layer.config().device, kGpu);
   EXPECT_NE(layer.plan_line().find("cuda:0"), std::string::npos) << layer.plan_line();
-  const MoeLayer reference(weights, testing::layer_options(DType::kBF16, "reference"));
+  const MoeLayer reference(weights, testing::layer_options(GetParam().dtype, "reference"));
   for (const std::int64_t num_tokens : {1, 2, 7, 64, 300}) {
     SCOPED_TRACE(num_tokens);
-    const Tensor x = make_hidden_states(DType::kBF16, num_tokens, layer.config().hidden);
+    const Tensor x = make_hidden_states(GetParam().dtype, num_tokens, layer.config().hidden);
     const Buffers buffers(layer, num_tokens);
     const Tensor gpu_x = to_gpu(x);
     layer.forward(gpu_x, buffers.output, buffers.scratch(), buffers.details());
 
     const Tensor ids = Tensor::empty(buffers.ids.shape(), DType::kI32);
     const Tensor logits = Tensor::empty(buffers.logits.shape(), DType::kF32);
-    const Tensor expected = Tensor::empty(x.shape(), DType::kBF16);
+    const Tensor expected = Tensor::empty(x.shape(), x.dtype());
     const Tensor memory = Tensor::empty(
         {static_cast<std::int64_t>(reference.workspace_bytes(num_tokens))}, DType::kU8);
     reference.forward(x, expected, {memory.data(), static_cast<std::size_t>(memory.numel())},
@@ -147,9 +152,10 @@ TEST_P(CudaLayer, AgreesWithTheReference) {
 }
 
 TEST_P(CudaLayer, AGraphReplaysTheSameBits) {
-  const MoeLayer layer(make_weights(GetParam()), gpu_options());
+  const MoeLayer layer(make_weights(GetParam()), gpu_options("", GetParam().dtype));
   for (const std::int64_t num_tokens : {1, 33}) {
-    const Tensor x = to_gpu(make_hidden_states(DType::kBF16, num_tokens, layer.config().hidden));
+    const Tensor x =
+        to_gpu(make_hidden_states(GetParam().dtype, num_tokens, layer.config().hidden));
     const Tensor expected = run(layer, x);
     const Buffers buffers(layer, num_tokens);
     const OwnedStream stream(kGpu);
@@ -164,7 +170,7 @@ TEST_P(CudaLayer, AGraphReplaysTheSameBits) {
       EXPECT_TRUE(bitwise_equal(to_host(buffers.output), expected)) << "launch " << i;
     }
     // The graph reads its input when it is launched.
-    const Tensor other = testing::random_tensor(DType::kBF16, x.shape(), 1, 106);
+    const Tensor other = testing::random_tensor(x.dtype(), x.shape(), 1, 106);
     copy(other, x, stream);
     graph.launch(stream);
     synchronize(stream);
@@ -173,8 +179,8 @@ TEST_P(CudaLayer, AGraphReplaysTheSameBits) {
 }
 
 TEST_P(CudaLayer, TheSameBitsAgain) {
-  const MoeLayer layer(make_weights(GetParam()), gpu_options());
-  const Tensor x = to_gpu(make_hidden_states(DType::kBF16, 200, layer.config().hidden));
+  const MoeLayer layer(make_weights(GetParam()), gpu_options("", GetParam().dtype));
+  const Tensor x = to_gpu(make_hidden_states(GetParam().dtype, 200, layer.config().hidden));
   const Tensor first = run(layer, x);
   for (int i = 0; i < 5; ++i) EXPECT_TRUE(bitwise_equal(run(layer, x), first));
 }
@@ -182,27 +188,28 @@ TEST_P(CudaLayer, TheSameBitsAgain) {
 TEST_P(CudaLayer, MonolithicExpertsDoTheSame) {
   const Family& family = GetParam();
   const LayerWeights weights = make_weights(family);
-  const MoeLayer modular(weights, gpu_options());
+  const MoeLayer modular(weights, gpu_options("", GetParam().dtype));
   const std::string name = std::string(modular.selection().experts->name()) + "_monolithic";
   if (family.spec.experts.weight_on_input) {
-    EXPECT_THROW(MoeLayer(weights, gpu_options(name)), Error);
+    EXPECT_THROW(MoeLayer(weights, gpu_options(name, GetParam().dtype)), Error);
     return;
   }
-  const MoeLayer monolithic(weights, gpu_options(name));
-  const Tensor x = to_gpu(make_hidden_states(DType::kBF16, 19, modular.config().hidden));
+  const MoeLayer monolithic(weights, gpu_options(name, GetParam().dtype));
+  const Tensor x = to_gpu(make_hidden_states(GetParam().dtype, 19, modular.config().hidden));
   EXPECT_TRUE(bitwise_equal(run(monolithic, x), run(modular, x)));
 }
 
 TEST_P(CudaLayer, BatchedExpertsAgree) {
   const LayerWeights weights = make_weights(GetParam());
-  const MoeLayer standard(weights, gpu_options());
+  const MoeLayer standard(weights, gpu_options("", GetParam().dtype));
   MoeConfig config = standard.config();
   config.activation_format = ActivationFormat::kBatchedExperts;
   const Selection selection = explain(config);
   ASSERT_TRUE(selection) << selection.table();
-  const MoeLayer batched(weights, gpu_options(std::string(selection.experts->name())));
+  const MoeLayer batched(weights,
+                         gpu_options(std::string(selection.experts->name()), GetParam().dtype));
   for (const std::int64_t num_tokens : {0, 1, 40}) {
-    const Tensor x = to_gpu(make_hidden_states(DType::kBF16, num_tokens, config.hidden));
+    const Tensor x = to_gpu(make_hidden_states(GetParam().dtype, num_tokens, config.hidden));
     // One more rounding to bf16: of each expert's row.
     EXPECT_LE(compare(run(batched, x), run(standard, x)).max_norm_relative, 1e-2) << num_tokens;
   }
