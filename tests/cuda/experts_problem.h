@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/gemm/records.h"
+#include "cuda/gemm/grouped_gemm.h"
 #include "cuda_test.h"
 #include "fusedmoe/error.h"
 #include "fusedmoe/formats.h"
@@ -43,14 +43,14 @@ inline bool is_mxfp4(const QuantScheme& scheme) {
   return scheme == schemes::mxfp4_w4a16();
 }
 
-/// Of the rows that the GPU's experts take for a scheme.
-inline DType row_dtype(const QuantScheme& scheme) {
-  return scheme == schemes::unquantized(DType::kF16) ? DType::kF16 : DType::kBF16;
-}
-
 inline cuda::WeightFormat format_of(const QuantScheme& scheme) {
   if (is_mxfp4(scheme)) return cuda::WeightFormat::kMXFP4;
-  return row_dtype(scheme) == DType::kF16 ? cuda::WeightFormat::kF16 : cuda::WeightFormat::kBF16;
+  return scheme == schemes::unquantized(DType::kF16) ? cuda::WeightFormat::kF16
+                                                     : cuda::WeightFormat::kBF16;
+}
+/// Of the rows that the GPU's experts take for a scheme.
+inline DType row_dtype(const QuantScheme& scheme) {
+  return cuda::row_dtype(format_of(scheme));
 }
 
 /// Of the registry, with monolithic adapters, by name.

@@ -34,9 +34,9 @@ __device__ void multiply_tiles(typename GemmTypes<Weights, kTile>::Shared& share
   using Stores = Store<Weights, kTile>;
   typename Types::Place place;
   place.thread = threadIdx.x % 128;
-  place.warpgroup = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);
-  place.row_group = place.warpgroup / kTile.k_groups;
-  place.k_group = place.warpgroup % kTile.k_groups;
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0);
+  place.row_group = warpgroup / kTile.k_groups;
+  place.k_group = warpgroup % kTile.k_groups;
   typename Types::StageState stage;
   typename Types::ItemState slot;
   while (true) {
@@ -46,7 +46,7 @@ __device__ void multiply_tiles(typename GemmTypes<Weights, kTile>::Shared& share
     if (threadIdx.x % 32 == 0) Barrier::arrive(&shared.item_free[slot.index]);
     slot.advance();
     if (item.phase < 0) return;
-    Stores::prefetch_affine(p.phases[item.phase], item, place);
+    Stores::prefetch_scale_and_bias(p.phases[item.phase], item, place);
     typename Types::Sums sums;
     Multiplier<Weights, kTile>::multiply_tile(shared, item, place, stage, sums);
     if (p.topk_ids) cudaGridDependencySynchronize();

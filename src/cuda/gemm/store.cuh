@@ -38,7 +38,7 @@ struct Store : GemmTypes<Weights, kTile> {
   }
 
   /// What a thread's sums of each row block are multiplied by, and what is added for r and r + 8.
-  struct Affine {
+  struct ScaleAndBias {
     float scale = 1;
     float bias[kTile.row_blocks][2] = {};
   };
@@ -58,21 +58,21 @@ struct Store : GemmTypes<Weights, kTile> {
   }
 
   /// To the L2, while the sums are made: there are no registers to keep them in.
-  __device__ static void prefetch_affine(const GemmPhase& phase, const Item& item,
-                                         const Place& place) {
+  __device__ static void prefetch_scale_and_bias(const GemmPhase& phase, const Item& item,
+                                                 const Place& place) {
     if (phase.scales) prefetch_l2(phase.scales + item.expert);
     for_biases(phase, item, place, [](int, const float* bias) { prefetch_l2(bias); });
   }
 
-  __device__ static Affine read_affine(const GemmPhase& phase, const Item& item,
-                                       const Place& place) {
-    Affine affine;
-    if (phase.scales) affine.scale = phase.scales[item.expert];
+  __device__ static ScaleAndBias read_scale_and_bias(const GemmPhase& phase, const Item& item,
+                                                     const Place& place) {
+    ScaleAndBias factors;
+    if (phase.scales) factors.scale = phase.scales[item.expert];
     for_biases(phase, item, place, [&](int b, const float* bias) {
-      affine.bias[b][0] = bias[0];
-      affine.bias[b][1] = bias[8];
+      factors.bias[b][0] = bias[0];
+      factors.bias[b][1] = bias[8];
     });
-    return affine;
+    return factors;
   }
 
   // CUTLASS leaves 8 of the 16 named barriers to others.
@@ -112,17 +112,17 @@ struct Store : GemmTypes<Weights, kTile> {
   /// Scaled and biased sums of a chunk by its number, chunks of the first row block before those of
   /// the next: registers have no index.
   template <int kChunk = 0>
-  __device__ __forceinline__ static void read_chunk(const Sums& sums, const Affine& affine,
+  __device__ __forceinline__ static void read_chunk(const Sums& sums, const ScaleAndBias& factors,
                                                     int chunk, Chunk& values) {
     if constexpr (kChunk < kTile.row_blocks * kChunks) {
       if (chunk != kChunk) {
-        read_chunk<kChunk + 1>(sums, affine, chunk, values);
+        read_chunk<kChunk + 1>(sums, factors, chunk, values);
         return;
       }
       constexpr int kBlock = kChunk / kChunks, kFirst = kChunk % kChunks * 4 * kEights;
 #pragma unroll
       for (int i = 0; i < 4 * kEights; ++i) {
-        values[i] = sums[kBlock][kFirst + i] * affine.scale + affine.bias[kBlock][i % 4 / 2];
+        values[i] = sums[kBlock][kFirst + i] * factors.scale + factors.bias[kBlock][i % 4 / 2];
       }
     }
   }
@@ -217,7 +217,7 @@ struct Store : GemmTypes<Weights, kTile> {
   __device__ static void store_tile(Shared& shared, const GroupedGemm& p, const Item& item,
                                     const Place& place, Sums& sums) {
     const GemmPhase& phase = p.phases[item.phase];
-    const Affine affine = read_affine(phase, item, place);
+    const ScaleAndBias factors = read_scale_and_bias(phase, item, place);
     if constexpr (kTile.k_groups > 1) {
       add_k_groups(shared, item, place, sums);
       if (place.k_group > 0) return;
@@ -232,7 +232,7 @@ struct Store : GemmTypes<Weights, kTile> {
 #pragma unroll 1
       for (int first = 0; first < item.num_tokens; first += kTokens) {
         Chunk values;
-        read_chunk(sums, affine, b * kChunks + first / kTokens, values);
+        read_chunk(sums, factors, b * kChunks + first / kTokens, values);
         const std::int64_t out =
             item.split * phase.split_pitch +
             static_cast<std::int64_t>(item.first_row + first) * phase.out_pitch;

@@ -20,7 +20,6 @@ struct GemmConfig {
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kRowGroups = kTile.row_groups;
   static constexpr int kMultiplyWarps = 4 * kWarpgroups;
-  static constexpr int kGroupThreads = 128 * kTile.k_groups;
 
   // Registers of a block are 64 Ki; at launch every thread has the same share of them.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
@@ -45,7 +44,8 @@ struct GemmConfig {
   static constexpr int kStorePitch = kRecordRows + 8;
 
   static constexpr int kItemSlots = 8;
-  // Of a block, sm_90, less what a block of the next kernel needs to wait beside it.
+  // Of a block, sm_90, less what the system keeps for a block of the next kernel, should registers
+  // ever be left for one.
   static constexpr int kSharedLimit = 232448 - 1024;
   // Warpgroups that leave their sums to the first of their row group, and a thread's sums; at least
   // 1, as there is no array of nothing.
@@ -130,8 +130,7 @@ struct GemmTypes {
 
   /// What a multiplying thread knows of itself.
   struct Place {
-    int thread;     // in its warpgroup
-    int warpgroup;  // 0 is the first that multiplies
+    int thread;  // in its warpgroup
     int row_group, k_group;
   };
 
