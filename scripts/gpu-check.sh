@@ -20,7 +20,7 @@ seconds=480
 
 # tool of compute-sanitizer | test program | cases: each tool makes kernels 10 to 100 times slower
 checks=(
-  "memcheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*:*CudaExpertsTest*expert_map*:*CudaExpertsTest*size_360*:*CudaTileConfigTest*_9_*:*CudaTileConfigTest*_77_*:*CudaTileConfigTest*_129_*"
+  "memcheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*:*CudaExpertsTest*expert_map*:*CudaExpertsTest*size_360*:*CudaTileConfigTest*_9_*:*CudaTileConfigTest*_77_*:*CudaTileConfigTest*_145_*"
   "memcheck|cuda_router_test|CudaRouterTest.*:-*ManyTokens"
   "memcheck|cuda_router_logits_test|*ANanToken*:*RoutingFollows*"
   "memcheck|cuda_backend_test|*:-*AssignManySlots"
@@ -40,7 +40,7 @@ checks=(
   "initcheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*:*CudaExpertsTest*negative_ids*"
   "initcheck|cuda_router_test|CudaRouterTest.OneExpert*:CudaRouterTest.TheHistogram*"
   "initcheck|cuda_layer_test|CudaLayerTest.InPlace:CudaLayerTest.RoutedIds*"
-  "synccheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*:*CudaTileConfigTest*_129_*"
+  "synccheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*:*CudaTileConfigTest*_145_*"
   "synccheck|cuda_router_test|CudaRouterTest.*:-*ManyTokens"
   "synccheck|cuda_backend_test|*Duplicates*:*RoutingOfShared*"
 )

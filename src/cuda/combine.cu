@@ -18,17 +18,15 @@ struct CombineParams {
   int topk, splits;
 };
 
-constexpr int kColumns = 4;  // of a thread
-
-/// They are loaded and stored as one.
-template <typename Element>
-using Columns = Pack<Element, kColumns>;
+/// Columns of a thread: 16 bytes of a row.
+template <typename Row>
+constexpr int kColumnsOf = 16 / static_cast<int>(sizeof(Row));
 
 /// A block is kThreads * kColumns columns of one token. The rows of kBatch slots are on their way
 /// at the same time: one after the other, each would wait for memory twice.
 template <typename Row, typename Output>
-__global__ void __launch_bounds__(kThreads, 16) combine_kernel(const CombineParams p) {
-  constexpr int kBatch = 4;
+__global__ void __launch_bounds__(kThreads, 12) combine_kernel(const CombineParams p) {
+  constexpr int kBatch = 4, kColumns = kColumnsOf<Row>;
   const std::int64_t token = blockIdx.x;
   const std::int64_t column =
       (static_cast<std::int64_t>(blockIdx.y) * kThreads + threadIdx.x) * kColumns;
@@ -49,11 +47,13 @@ __global__ void __launch_bounds__(kThreads, 16) combine_kernel(const CombinePara
     float values[kBatch][kColumns] = {};
 #pragma unroll 1
     for (int s = 0; s < p.splits; ++s) {
-      Columns<Row> columns[kBatch];
+      Pack<Row, kColumns> columns[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        columns[j] = row[j] >= 0 ? Columns<Row>::load(rows + s * p.split_pitch + row[j] * p.hidden)
-                                 : Columns<Row>{};
+        columns[j] = {};
+        if (row[j] >= 0) {
+          columns[j] = columns[j].load(rows + s * p.split_pitch + row[j] * p.hidden);
+        }
       }
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 16) combine_kernel(const CombinePara
       for (int i = 0; i < kColumns; ++i) sums[i] = fmaf(factor, values[j][i], sums[i]);
     }
   }
-  Columns<Output> result;
+  Pack<Output, kColumns> result;
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) result.values[i] = from_f32<Output>(sums[i]);
   result.store(static_cast<Output*>(p.output) + token * p.hidden + column);
@@ -87,9 +87,9 @@ void combine(const Combine& args, const Stream& stream) {
   p.hidden = args.output.size(1);
   p.topk = static_cast<int>(args.topk);
   p.splits = args.splits;
-  const dim3 grid(
-      static_cast<unsigned>(args.output.size(0)),
-      static_cast<unsigned>((p.hidden + kThreads * kColumns - 1) / (kThreads * kColumns)));
+  const int columns = kThreads * (args.rows_f32 ? kColumnsOf<float> : kColumnsOf<__nv_bfloat16>);
+  const dim3 grid(static_cast<unsigned>(args.output.size(0)),
+                  static_cast<unsigned>((p.hidden + columns - 1) / columns));
   const auto launch_kernel = [&](auto kernel) {
     launch(kernel, grid, dim3(kThreads), 0, static_cast<cudaStream_t>(stream.handle),
            args.overlap_previous, p);

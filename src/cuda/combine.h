@@ -10,7 +10,7 @@ namespace fusedmoe::cuda {
 /// output[t] = sum over j of topk_weights[t, j] * row slot_to_permuted[t, j], in slot order and
 /// fp32, rounded once; slots without a row are left out.
 struct Combine {
-  TensorView output;           ///< (num_tokens, hidden) bf16 or f16; hidden a multiple of 4
+  TensorView output;           ///< (num_tokens, hidden) bf16 or f16; hidden a multiple of 8
   const void* rows = nullptr;  ///< (splits, rows, hidden), f32 or as output; splits are added first
   bool rows_f32 = false;
   int splits = 1;

@@ -1,7 +1,7 @@
 // Routing data on the device: one block for each local expert reads all ids, which counts its rows
 // and, for the offset, those of the experts before it; then it reads them again and places its rows
-// in order. No block waits for another, so one launch does for every size; few rows it copies as
-// well, many are a launch of their own.
+// in order, each warp those of a range of slots. No block waits for another, so one launch does for
+// every size; few rows it copies as well, many are a launch of their own.
 #include <algorithm>
 
 #include "core/local_experts.h"
@@ -59,10 +59,55 @@ __device__ void copy_rows(const RoutingDataParams& p, std::int64_t begin, unsign
   }
 }
 
-__global__ void routing_data_kernel(const RoutingDataParams p) {
+/// Bit i of the result: whether slot `first` + i is of `expert`. One warp.
+__device__ unsigned slots_of(const RoutingDataParams& p, std::int64_t first, int expert) {
+  const std::int64_t slot = first + threadIdx.x % 32;
+  return __ballot_sync(~0u, slot < p.slots && p.local_experts(p.topk_ids[slot]) == expert);
+}
+
+/// Places the rows of one expert, from row `next` to `end`, in the order of their slots.
+__device__ void place_rows(const RoutingDataParams& p, int expert, int next, int end) {
   __shared__ int warp_rows[kMaxThreads / 32];
+  constexpr int kMaxWords = 32;  // of 32 slots each: a lane keeps one
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+  const std::int64_t wanted = (p.slots + blockDim.x - 1) / blockDim.x;
+  const int words = static_cast<int>(min(wanted, static_cast<std::int64_t>(kMaxWords)));
+  for (std::int64_t first = 0; first < p.slots && next < end;
+       first += static_cast<std::int64_t>(words) * blockDim.x) {
+    const std::int64_t warp_first = first + static_cast<std::int64_t>(warp) * words * 32;
+    unsigned word = 0;
+#pragma unroll 8
+    for (int i = 0; i < words; ++i) {
+      const unsigned slots = slots_of(p, warp_first + i * 32, expert);
+      if (lane == i) word = slots;
+    }
+    int inclusive = __popc(word);  // rows up to this lane's word
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(~0u, inclusive, distance);
+      if (lane >= distance) inclusive += other;
+    }
+    if (lane == 31) warp_rows[warp] = inclusive;
+    __syncthreads();
+    const int rows = lane < num_warps ? warp_rows[lane] : 0;
+    const int word_row =
+        next + __reduce_add_sync(~0u, lane < warp ? rows : 0) + inclusive - __popc(word);
+    for (unsigned left = __ballot_sync(~0u, word != 0); left != 0; left &= left - 1) {
+      const int i = __ffs(static_cast<int>(left)) - 1;
+      const unsigned slots = __shfl_sync(~0u, word, i);
+      const int row = __shfl_sync(~0u, word_row, i) + __popc(slots & ((1u << lane) - 1));
+      if (slots >> lane & 1) {
+        const auto slot = static_cast<std::int32_t>(warp_first + i * 32 + lane);
+        p.permuted_to_slot[row] = slot;
+        p.slot_to_permuted[slot] = row;
+      }
+    }
+    next += __reduce_add_sync(~0u, rows);
+    __syncthreads();
+  }
+}
+
+__global__ void routing_data_kernel(const RoutingDataParams p) {
   const int expert = blockIdx.x, num_experts = gridDim.x;
-  const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
   cudaTriggerProgrammaticLaunchCompletion();
   for (std::int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < p.extras.num_zeroed;
        i += static_cast<std::int64_t>(gridDim.x) * blockDim.x) {
@@ -80,6 +125,7 @@ __global__ void routing_data_kernel(const RoutingDataParams p) {
   }
 
   int2 count{};  // rows of this expert, and of those before
+#pragma unroll 8
   for (std::int64_t slot = threadIdx.x; slot < p.slots; slot += blockDim.x) {
     const int local = p.local_experts(p.topk_ids[slot]);
     count.x += local == expert;
@@ -100,35 +146,35 @@ __global__ void routing_data_kernel(const RoutingDataParams p) {
     }
   }
 
-  const int end = before + mine;
-  int next = before;  // row of the first slot that is not placed
-  for (std::int64_t first = 0; first < p.slots && next < end; first += blockDim.x) {
-    const std::int64_t slot = first + threadIdx.x;
-    const bool here = slot < p.slots && p.local_experts(p.topk_ids[slot]) == expert;
-    const unsigned lanes = __ballot_sync(~0u, here);
-    if (threadIdx.x % 32 == 0) warp_rows[warp] = __popc(lanes);
-    __syncthreads();
-    int row = next, total = 0;
-    for (int w = 0; w < num_warps; ++w) {
-      if (w < warp) row += warp_rows[w];
-      total += warp_rows[w];
-    }
-    if (here) {
-      row += __popc(lanes & ((1u << threadIdx.x % 32) - 1));
-      p.permuted_to_slot[row] = static_cast<std::int32_t>(slot);
-      p.slot_to_permuted[slot] = row;
-    }
-    next += total;
-    __syncthreads();
-  }
+  place_rows(p, expert, before, before + mine);
   if (p.copy) copy_rows(p, before, static_cast<unsigned>(mine));
 }
 
-/// A block is a row.
+/// A block reads the row of a token, and writes it wherever it belongs.
 __global__ void __launch_bounds__(kCopyThreads) permute_rows_kernel(const RoutingDataParams p) {
+  constexpr int kChunks = 4;  // of a thread, on their way at the same time
+  const std::int64_t token = blockIdx.x;
+  const auto chunks = static_cast<int>(p.extras.row_bytes / 16);
+  const auto* from = static_cast<const uint4*>(p.extras.rows) + token * chunks;
   cudaGridDependencySynchronize();
-  const std::int64_t row = blockIdx.x;
-  if (p.permuted_to_slot[row] >= 0) copy_rows(p, row, 1);
+  for (int first = threadIdx.x; first < chunks; first += kChunks * kCopyThreads) {
+    uint4 values[kChunks];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int chunk = first + c * kCopyThreads;
+      if (chunk < chunks) values[c] = from[chunk];
+    }
+    for (int j = 0; j < p.topk; ++j) {
+      const std::int64_t row = p.slot_to_permuted[token * p.topk + j];
+      if (row < 0) continue;
+      auto* to = static_cast<uint4*>(p.extras.permuted) + row * chunks;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        const int chunk = first + c * kCopyThreads;
+        if (chunk < chunks) to[chunk] = values[c];
+      }
+    }
+  }
 }
 
 }  // namespace
@@ -155,8 +201,8 @@ RoutingData build_routing_data(const TensorView& topk_ids, const TensorView& exp
   launch(routing_data_kernel, dim3(static_cast<unsigned>(num_local_experts)),
          dim3(static_cast<unsigned>(threads)), 0, handle, false, p);
   if (extras.permuted && !p.copy) {
-    launch(permute_rows_kernel, dim3(static_cast<unsigned>(slots)), dim3(kCopyThreads), 0, handle,
-           true, p);
+    launch(permute_rows_kernel, dim3(static_cast<unsigned>(topk_ids.size(0))), dim3(kCopyThreads),
+           0, handle, true, p);
   }
   const auto view = [&](std::int32_t* data, std::int64_t count) {
     return TensorView(data, DType::kI32, {count}, topk_ids.device());

@@ -116,7 +116,7 @@ std::vector<TileCase> tile_cases() {
       spec.negative_ids = tokens == 65;
       result.push_back({spec, suffix});
     };
-    for (const std::int64_t tokens : {1, 8, 9, 31, 64, 65, 96, 97, 128, 129, 256, 257, 520}) {
+    for (const std::int64_t tokens : {1, 8, 9, 31, 64, 65, 96, 97, 144, 145, 161, 288, 289, 580}) {
       add(tokens, Activation::kSwigluOai, 160, "");
     }
     for (const std::int64_t tokens : {3, 77, 256, 300}) {
@@ -201,7 +201,7 @@ TEST_F(CudaExpertsInvarianceTest, RowDoesNotDependOnItsBatch) {
           ProblemSize::of(testing::make_config(first.spec, testing::row_dtype(scheme), kGpu), rows);
       plans.insert(experts->tile_plans(size, kGpu).front());
     }
-    EXPECT_GE(plans.size(), 4u) << "tiles of 64, 96, 128 and 256 tokens";
+    EXPECT_GE(plans.size(), 4u) << "tiles of 64, 96, 144 and 288 tokens";
   }
 }
 

@@ -252,12 +252,12 @@ TEST_F(CudaLayerTest, RoutedIdsOutOfRangeSelectNothing) {
 }
 
 TEST_F(CudaLayerTest, InPlace) {
-  LayerOptions options = gpu_options();
-  options.inplace = true;
   for (const Family& family : families()) {
     SCOPED_TRACE(family.name);
+    LayerOptions options = gpu_options("", family.dtype);
+    options.inplace = true;
     const MoeLayer layer(make_weights(family), options);
-    const Tensor x = to_gpu(make_hidden_states(DType::kBF16, 21, kHidden));
+    const Tensor x = to_gpu(make_hidden_states(family.dtype, 21, kHidden));
     const Tensor expected = run(layer, x);
     const Buffers buffers(layer, 21);
     layer.forward(x, x, buffers.scratch());

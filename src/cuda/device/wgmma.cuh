@@ -36,6 +36,7 @@ struct WgmmaAtom;
 FUSEDMOE_WGMMA_ATOM(8)
 FUSEDMOE_WGMMA_ATOM(16)
 FUSEDMOE_WGMMA_ATOM(32)
+FUSEDMOE_WGMMA_ATOM(48)
 FUSEDMOE_WGMMA_ATOM(64)
 FUSEDMOE_WGMMA_ATOM(80)
 FUSEDMOE_WGMMA_ATOM(96)
@@ -75,23 +76,40 @@ class Descriptor {
   std::uint32_t low_;
 };
 
+/// Calls function(sums, first column, width) for the one or two instructions of a width. The first
+/// takes the same columns whatever the width: instructions of which one has sums of two others
+/// would have them moved around.
+inline constexpr int kFirstColumns = 144;
+template <int kN, int kSums, typename Function>
+__device__ inline void for_instructions(float (&sums)[kSums], const Function& function) {
+  static_assert(kN / 2 <= kSums && kN <= 2 * kFirstColumns);
+  constexpr int kFirst = kSums > 128 && kN > kFirstColumns ? kFirstColumns : kN;
+  function(sums, 0, std::integral_constant<int, kFirst>());
+  if constexpr (kN > kFirst) {
+    function(sums + kFirst / 2, kFirst, std::integral_constant<int, kN - kFirst>());
+  }
+}
+
 /// sums += A (64, 16) B (16, kN), in the first kN / 2 sums.
 template <typename Element, int kN, int kSums>
 __device__ inline void multiply(std::uint64_t a, std::uint64_t b, float (&sums)[kSums]) {
-  static_assert(kN / 2 <= kSums);
-  [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
-    WgmmaAtom<Element, kN>::SharedA::fma(a, b, sums[kIndex]...);
-  }
-  (std::make_index_sequence<kN / 2>());
+  for_instructions<kN>(sums, [&](float* of_columns, int first, auto width) {
+    [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
+      WgmmaAtom<Element, width>::SharedA::fma(a, b + (first * 128 >> 4), of_columns[kIndex]...);
+    }
+    (std::make_index_sequence<width / 2>());
+  });
 }
 template <int kN, int kSums>
 __device__ inline void multiply(const std::uint32_t (&a)[4], std::uint64_t b,
                                 float (&sums)[kSums]) {
-  static_assert(kN / 2 <= kSums);
-  [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
-    WgmmaAtom<__nv_bfloat16, kN>::RegisterA::fma(a[0], a[1], a[2], a[3], b, sums[kIndex]...);
-  }
-  (std::make_index_sequence<kN / 2>());
+  for_instructions<kN>(sums, [&](float* of_columns, int first, auto width) {
+    [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
+      WgmmaAtom<__nv_bfloat16, width>::RegisterA::fma(
+          a[0], a[1], a[2], a[3], b + (first * 128 >> 4), of_columns[kIndex]...);
+    }
+    (std::make_index_sequence<width / 2>());
+  });
 }
 
 /// Keeps the compiler from moving reads or writes of the sums across.

@@ -33,13 +33,13 @@ struct TileConfig {
   constexpr bool operator==(const TileConfig&) const = default;
 };
 
-/// "128x256k1c2": weight rows x tokens of a block, K groups, blocks of a cluster.
+/// "128x288k1c2": weight rows x tokens of a block, K groups, blocks of a cluster.
 std::string to_string(const TileConfig& config);
 
 /// Configurations that are compiled, from few tokens to many.
 inline constexpr TileConfig kTileConfigs[] = {
     {16, 1, 4, 1, 1},  {32, 2, 2, 1, 1},  {64, 4, 1, 1, 1},  {96, 4, 1, 1, 1},
-    {128, 2, 1, 2, 1}, {128, 2, 1, 2, 2}, {256, 2, 1, 1, 2},
+    {144, 2, 1, 2, 1}, {144, 2, 1, 2, 2}, {288, 2, 1, 1, 2},
 };
 std::span<const TileConfig> tile_configs();
 

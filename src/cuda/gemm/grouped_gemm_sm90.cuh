@@ -28,29 +28,25 @@ namespace fusedmoe::cuda {
 
 /// The multiplying warpgroups: item by item.
 template <typename Weights, TileConfig kTile>
-__device__ void multiply_tiles(typename GemmTypes<Weights, kTile>::Shared& shared,
-                               const GroupedGemm& p) {
+__device__ __forceinline__ void multiply_tiles(typename GemmTypes<Weights, kTile>::Shared& shared,
+                                               const GroupedGemm& p) {
   using Types = GemmTypes<Weights, kTile>;
   using Stores = Store<Weights, kTile>;
-  typename Types::Place place;
-  place.thread = threadIdx.x % 128;
-  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0);
-  place.row_group = warpgroup / kTile.k_groups;
-  place.k_group = warpgroup % kTile.k_groups;
+  const typename Types::Place place{__shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0)};
   typename Types::StageState stage;
-  typename Types::ItemState slot;
-  while (true) {
-    Barrier::wait(&shared.item_full[slot.index], slot.phase);
-    const Item item = shared.items[slot.index];
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) Barrier::arrive(&shared.item_free[slot.index]);
-    slot.advance();
+  constexpr unsigned kSlots = Types::Config::kItemSlots;
+  for (unsigned count = 0;; ++count) {  // one register, where ItemState takes two
+    const unsigned slot = count % kSlots;
+    Barrier::wait(&shared.item_full[slot], count / kSlots % 2);
+    const Item& item = shared.items[slot];  // read where needed: registers are scarce
     if (item.phase < 0) return;
     Stores::prefetch_scale_and_bias(p.phases[item.phase], item, place);
     typename Types::Sums sums;
     Multiplier<Weights, kTile>::multiply_tile(shared, item, place, stage, sums);
     if (p.topk_ids) cudaGridDependencySynchronize();
     Stores::store_tile(shared, p, item, place, sums);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) Barrier::arrive(&shared.item_free[slot]);
   }
 }
 

@@ -22,18 +22,16 @@ struct Multiplier : GemmTypes<Weights, kTile> {
   using typename Base::StageState;
   using typename Base::Sums;
 
-  /// The K blocks of an item that a K group multiplies: kDepth of each stage, less in the last.
-  struct Share {
-    int stages;  // of the item
-    int last;    // blocks of the last stage for this K group
-    __device__ Share(const Item& item, const Place& place) {
-      const int blocks = item.k_end - item.k_begin;
-      stages = (blocks + Config::kBlocks - 1) / Config::kBlocks;
-      const int left = blocks - (stages - 1) * Config::kBlocks - place.k_group * Config::kDepth;
-      last = max(0, min(Config::kDepth, left));
-    }
-    __device__ int blocks(int stage) const { return stage + 1 < stages ? Config::kDepth : last; }
-  };
+  __device__ static int num_stages(const Item& item) {
+    return (item.k_end - item.k_begin + Config::kBlocks - 1) / Config::kBlocks;
+  }
+  /// K blocks of the last stage of an item that a K group multiplies; of the others kDepth.
+  __device__ static int last_blocks(const Item& item, const Place& place) {
+    const int blocks = item.k_end - item.k_begin;
+    const int left =
+        blocks - (num_stages(item) - 1) * Config::kBlocks - place.k_group() * Config::kDepth;
+    return max(0, min(Config::kDepth, left));
+  }
 
   /// Waits for a stage; what it holds of this thread's row blocks and K group.
   struct Operands {
@@ -42,96 +40,140 @@ struct Multiplier : GemmTypes<Weights, kTile> {
   };
   __device__ static Operands acquire(Shared& shared, const StageState& stage, const Place& place) {
     Barrier::wait(&shared.stage_full[stage.index], stage.phase);
-    const int block = place.k_group * Config::kDepth;
-    return {record_of(shared, stage.index, place.row_group * kTile.row_blocks, block),
+    const int block = place.k_group() * Config::kDepth;
+    return {record_of(shared, stage.index, place.row_group() * kTile.row_blocks, block),
             Descriptor(cute::cast_smem_ptr_to_uint(tokens_of(shared, stage.index, block)))};
   }
 
+  /// The stage before this one, which the tensor cores have read.
+  __device__ static void release_previous(Shared& shared, const StageState& stage) {
+    release(shared, (stage.index == 0 ? Config::kStages : stage.index) - 1);
+  }
+
   /// Weights as they are: the tensor cores read both operands from shared memory, one stage while
-  /// the next is awaited.
+  /// the next is awaited. The last stage, which may have no block for this K group, is apart: with
+  /// branches around them wgmma groups would be waited for one by one.
   template <int kN>
-  __device__ __forceinline__ static void multiply_shared(Shared& shared, const Share& share,
+  __device__ __forceinline__ static void multiply_shared(Shared& shared, const Item& item,
                                                          const Place& place, StageState& stage,
                                                          Sums& sums) {
-    if (share.stages == 0) return;  // more splits than K blocks
-    int previous = -1;
-    for (int i = 0; i < share.stages; ++i) {
+    if (num_stages(item) == 0) return;  // more splits than K blocks
+    const auto multiply_stage = [&] {
       const Operands operands = acquire(shared, stage, place);
-      if (share.blocks(i) > 0) {
-        cute::warpgroup_arrive();
+      cute::warpgroup_arrive();
 #pragma unroll
-        for (int b = 0; b < kTile.row_blocks; ++b) {
-          const Descriptor weights(
-              cute::cast_smem_ptr_to_uint(operands.record + b * kRecordStride));
-#pragma unroll
-          for (int j = 0; j < kRecordK / 16; ++j) {
-            multiply<typename Weights::Element, kN>(weights.at(j), operands.tokens.at(j), sums[b]);
-          }
-        }
-      }
-      // Empty where the last stage has no block for this K group: the wait counts batches.
-      cute::warpgroup_commit_batch();
-      cute::warpgroup_wait<1>();
-      if (previous >= 0) release(shared, previous);
-      previous = stage.index;
-      stage.advance();
-    }
-    cute::warpgroup_wait<0>();
-    release(shared, previous);
-  }
-
-  /// Weights to be decoded: the codes of a stage are read while the tensor cores work on the stage
-  /// before, and decoded while they work for the other warpgroups.
-  template <int kN>
-  __device__ __forceinline__ static void multiply_decoded(Shared& shared, const Share& share,
-                                                          const Place& place, StageState& stage,
-                                                          Sums& sums) {
-    constexpr int kRecords = kTile.row_blocks * Config::kDepth;
-    constexpr int kPitch = kTile.row_blocks > 1 ? kRecordStride : Config::kRecordBytes;
-    static_assert(kTile.row_blocks == 1 || Config::kDepth == 1);
-    typename Weights::Codes codes[kRecords];
-    const auto load = [&](const Operands& operands) {
-#pragma unroll
-      for (int r = 0; r < kRecords; ++r) {
-        codes[r] = Weights::load(operands.record + r * kPitch, place.thread);
-      }
-    };
-    if (share.stages == 0) return;  // more splits than K blocks
-    Operands operands = acquire(shared, stage, place);
-    load(operands);
-    for (int i = 0; i < share.stages; ++i) {
-      std::uint32_t weights[kRecords][kRecordK / 16][4];
-#pragma unroll
-      for (int r = 0; r < kRecords; ++r) Weights::decode(codes[r], weights[r]);
-      const int blocks = share.blocks(i);
-#pragma unroll
-      for (int r = 0; r < kRecords; ++r) {
-        const int block = kTile.row_blocks > 1 ? 0 : r;
-        if (block >= blocks) break;
-        cute::warpgroup_arrive();
-        const Descriptor tokens = operands.tokens.after(block * Config::kTokenBytes);
+      for (int b = 0; b < kTile.row_blocks; ++b) {
+        const Descriptor weights(cute::cast_smem_ptr_to_uint(operands.record + b * kRecordStride));
 #pragma unroll
         for (int j = 0; j < kRecordK / 16; ++j) {
-          multiply<kN>(weights[r][j], tokens.at(j), sums[kTile.row_blocks > 1 ? r : 0]);
+          multiply<typename Weights::Element, kN>(weights.at(j), operands.tokens.at(j), sums[b]);
         }
       }
       cute::warpgroup_commit_batch();
-      const int current = stage.index;
+    };
+    bool is_first = true;
+    for (int left = num_stages(item) - 1; left > 0; --left) {
+      multiply_stage();
+      cute::warpgroup_wait<1>();
+      if (!is_first) release_previous(shared, stage);
+      is_first = false;
       stage.advance();
-      if (i + 1 < share.stages) {
-        operands = acquire(shared, stage, place);
-        load(operands);
+    }
+    if (last_blocks(item, place) > 0) {
+      multiply_stage();
+    } else {
+      Barrier::wait(&shared.stage_full[stage.index], stage.phase);
+    }
+    cute::warpgroup_wait<0>();
+    if (!is_first) release_previous(shared, stage);
+    release(shared, stage.index);
+    stage.advance();
+  }
+
+  /// Weights to be decoded, half a record at a time: where the compiler finds the registers, while
+  /// the tensor cores work on the half before, whose operands are the other of two sets.
+  template <int kN>
+  __device__ __forceinline__ static void multiply_decoded(Shared& shared, const Item& item,
+                                                          const Place& place, StageState& stage,
+                                                          Sums& sums) {
+    constexpr int kRecords = kTile.row_blocks * Config::kDepth;  // of a stage
+    constexpr int kPitch = kTile.row_blocks > 1 ? kRecordStride : Config::kRecordBytes;
+    constexpr int kSteps = kRecordK / 16 / 2;  // of half a record
+    constexpr bool kOverlap = Config::kDepth > 1;
+    constexpr int kSets = kOverlap ? 2 : 2 * kRecords;
+    static_assert(kTile.row_blocks == 1 || Config::kDepth == 1);
+    const int stages = num_stages(item);
+    if (stages == 0) return;  // more splits than K blocks
+    typename Weights::Codes codes[kRecords];
+    std::uint32_t weights[kSets][kSteps][4];
+    Operands operands = acquire(shared, stage, place);
+    const auto load = [&] {
+#pragma unroll
+      for (int r = 0; r < kRecords; ++r) {
+        codes[r] = Weights::load(operands.record + r * kPitch, place.thread());
       }
+    };
+    load();
+    const auto multiply_half = [&](int r, int half) {
+      const int block = kTile.row_blocks > 1 ? 0 : r;
+      const Descriptor tokens = operands.tokens.after(block * Config::kTokenBytes);
+      cute::warpgroup_arrive();
+#pragma unroll
+      for (int j = 0; j < kSteps; ++j) {
+        multiply<kN>(weights[(2 * r + half) % kSets][j], tokens.at(half * kSteps + j),
+                     sums[kTile.row_blocks > 1 ? r : 0]);
+      }
+      cute::warpgroup_commit_batch();
+    };
+    // The first `records` of the stage; before() when the stage before is read.
+    const auto multiply_stage = [&](int records, const auto& before) {
+      if constexpr (kOverlap) {
+#pragma unroll
+        for (int r = 0; r < kRecords; ++r) {
+          if (r >= records) break;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            Weights::decode(codes[r], half, weights[half]);
+            multiply_half(r, half);
+            cute::warpgroup_wait<1>();
+            if (r == 0 && half == 0) before();
+          }
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kSets; ++i) Weights::decode(codes[i / 2], i % 2, weights[i]);
+#pragma unroll
+        for (int i = 0; i < kSets; ++i) multiply_half(i / 2, i % 2);
+      }
+    };
+    const int last = last_blocks(item, place);
+    const int full_stages = last < Config::kDepth ? stages - 1 : stages;
+    for (int i = 0; i < full_stages; ++i) {
+      multiply_stage(kRecords, [&] {
+        if (i > 0) release_previous(shared, stage);
+      });
+      stage.advance();
+      if (i + 1 < stages) {
+        operands = acquire(shared, stage, place);
+        load();
+      }
+      if constexpr (!kOverlap) {
+        cute::warpgroup_wait<0>();
+        release_previous(shared, stage);
+      }
+    }
+    cute::warpgroup_wait<0>();
+    if (kOverlap && full_stages > 0) release_previous(shared, stage);
+    if (Config::kBlocks > 1 && full_stages < stages) {
+      multiply_stage(last, [] {});
       cute::warpgroup_wait<0>();
-      release(shared, current);
+      release(shared, stage.index);
+      stage.advance();
     }
   }
 
-  /// Widths of wgmma that are compiled: every 16 columns, but few where tiles that narrow are rare.
-  static constexpr int kFirstWidth = kTile.max_tokens <= 32    ? 8
-                                     : kTile.max_tokens <= 64  ? 16
-                                     : kTile.max_tokens <= 128 ? 32
-                                                               : 64;
+  /// Widths that are compiled: every 16 columns, but few where tiles that narrow are rare.
+  static constexpr int kFirstWidth = kTile.max_tokens <= 32 ? 8 : kTile.max_tokens <= 64 ? 32 : 64;
   static constexpr int next_width(int width) {
     return width == 8 ? 16 : width == 32 ? 64 : width + 16;
   }
@@ -147,11 +189,10 @@ struct Multiplier : GemmTypes<Weights, kTile> {
         return;
       }
     }
-    const Share share(item, place);
     if constexpr (is_decoded(Weights::kFormat)) {
-      multiply_decoded<kN>(shared, share, place, stage, sums);
+      multiply_decoded<kN>(shared, item, place, stage, sums);
     } else {
-      multiply_shared<kN>(shared, share, place, stage, sums);
+      multiply_shared<kN>(shared, item, place, stage, sums);
     }
   }
 

@@ -34,7 +34,7 @@ struct Store : GemmTypes<Weights, kTile> {
 
   /// Weight row r of a thread in its row block.
   __device__ static int weight_row(const Place& place) {
-    return place.thread / 32 * 16 + place.thread % 32 / 4;
+    return place.thread() / 32 * 16 + place.thread() % 32 / 4;
   }
 
   /// What a thread's sums of each row block are multiplied by, and what is added for r and r + 8.
@@ -48,7 +48,7 @@ struct Store : GemmTypes<Weights, kTile> {
   __device__ __forceinline__ static void for_biases(const GemmPhase& phase, const Item& item,
                                                     const Place& place, const Function& function) {
     if (!phase.bias || item.split > 0) return;
-    const int first = item.row_block + place.row_group * kTile.row_blocks;
+    const int first = item.row_block + place.row_group() * kTile.row_blocks;
 #pragma unroll
     for (int b = 0; b < kTile.row_blocks; ++b) {
       if (first + b >= phase.row_blocks) return;
@@ -78,31 +78,31 @@ struct Store : GemmTypes<Weights, kTile> {
   // CUTLASS leaves 8 of the 16 named barriers to others.
   static_assert(kTile.row_groups * (kTile.k_groups > 1 ? 2 : 1) <= 8);
   __device__ static void sync_warpgroup(const Place& place) {
-    cutlass::arch::NamedBarrier::sync(128, place.row_group);
+    cutlass::arch::NamedBarrier::sync(128, place.row_group());
   }
   __device__ static void sync_row_group(const Place& place) {
-    cutlass::arch::NamedBarrier::sync(128 * kTile.k_groups, kTile.row_groups + place.row_group);
+    cutlass::arch::NamedBarrier::sync(128 * kTile.k_groups, kTile.row_groups + place.row_group());
   }
 
   /// The sums of a row group to its first K group, in their order.
   __device__ static void add_k_groups(Shared& shared, const Item& item, const Place& place,
                                       Sums& sums) {
-    const int first_part = place.row_group * Config::kOtherKGroups;
-    if (place.k_group > 0) {
+    const int first_part = place.row_group() * Config::kOtherKGroups;
+    if (place.k_group() > 0) {
 #pragma unroll
       for (int i = 0; i < Config::kPartSums; ++i) {
         if (i / 4 * 8 >= item.num_tokens) break;
-        shared.parts[first_part + place.k_group - 1][i][place.thread] = sums[0][i];
+        shared.parts[first_part + place.k_group() - 1][i][place.thread()] = sums[0][i];
       }
     }
     sync_row_group(place);
-    if (place.k_group == 0) {
+    if (place.k_group() == 0) {
 #pragma unroll
       for (int i = 0; i < Config::kPartSums; ++i) {
         if (i / 4 * 8 >= item.num_tokens) break;
 #pragma unroll
         for (int k = 0; k < Config::kOtherKGroups; ++k) {
-          sums[0][i] += shared.parts[first_part + k][i][place.thread];
+          sums[0][i] += shared.parts[first_part + k][i][place.thread()];
         }
       }
     }
@@ -144,7 +144,7 @@ struct Store : GemmTypes<Weights, kTile> {
   /// Features of gate and up -> `rows` of the activated ones.
   __device__ static void put_activated(const ResolvedActivation& activation, const Place& place,
                                        const Chunk& values, Rows& rows) {
-    const int warp = place.thread / 32, lane = place.thread % 32;
+    const int warp = place.thread() / 32, lane = place.thread() % 32;
     std::uint32_t pairs[kEights];
     call_for_gated(activation, [&](const ResolvedActivation& known) {
 #pragma unroll
@@ -162,7 +162,7 @@ struct Store : GemmTypes<Weights, kTile> {
   /// Weight rows r and r + 8 -> `rows`, features `distance` apart.
   __device__ static void put_both(const Place& place, const Chunk& values, int feature,
                                   int distance, Rows& rows) {
-    const int lane = place.thread % 32;
+    const int lane = place.thread() % 32;
 #pragma unroll
     for (int n = 0; n < kEights; ++n) {
       const float* v = &values[4 * n];
@@ -176,7 +176,7 @@ struct Store : GemmTypes<Weights, kTile> {
                                     std::int64_t first, int count, const Rows& rows) {
     const int units_log2 = phase.epilogue == Epilogue::kActivate ? 2 : 3;  // of 8 features
     auto* out = static_cast<std::uint16_t*>(phase.out) + first;
-    for (int i = place.thread; i < count << units_log2; i += 128) {
+    for (int i = place.thread(); i < count << units_log2; i += 128) {
       const int token = i >> units_log2;
       int unit = i & ((1 << units_log2) - 1);
       const auto value = *reinterpret_cast<const uint4*>(&rows[token][unit * 8]);
@@ -199,7 +199,7 @@ struct Store : GemmTypes<Weights, kTile> {
                                    std::int64_t first, int count, const Chunk& values) {
     const int row = row_block * kRecordRows + weight_row(place);
     const bool has_row = row < phase.width, has_next = row + 8 < phase.width;
-    const int token = place.thread % 4 * 2;
+    const int token = place.thread() % 4 * 2;
     float* out = static_cast<float*>(phase.out) + first + token * phase.out_pitch + row;
 #pragma unroll
     for (int n = 0; n < kEights; ++n) {
@@ -220,13 +220,13 @@ struct Store : GemmTypes<Weights, kTile> {
     const ScaleAndBias factors = read_scale_and_bias(phase, item, place);
     if constexpr (kTile.k_groups > 1) {
       add_k_groups(shared, item, place, sums);
-      if (place.k_group > 0) return;
+      if (place.k_group() > 0) return;
     }
     const bool inner = item.phase == 0 && p.num_phases == 2;  // GEMM 2 waits for it
-    const int first_row_block = item.row_block + place.row_group * kTile.row_blocks;
+    const int first_row_block = item.row_block + place.row_group() * kTile.row_blocks;
     const int row_blocks = min(kTile.row_blocks, phase.row_blocks - first_row_block);
-    const int warp_row = place.thread / 32 * 16;
-    int buffer = 0;
+    const int warp_row = place.thread() / 32 * 16;
+    Rows& rows = shared.rows[place.row_group()];
 #pragma unroll 1
     for (int b = 0; b < row_blocks; ++b) {
 #pragma unroll 1
@@ -241,8 +241,7 @@ struct Store : GemmTypes<Weights, kTile> {
           write_f32(phase, place, first_row_block + b, out, count, values);
           continue;
         }
-        Rows& rows = shared.rows[place.row_group][buffer];
-        buffer ^= 1;
+        sync_warpgroup(place);  // the rows before are written
         if (phase.epilogue == Epilogue::kActivate) {
           put_activated(p.activation, place, values, rows);
         } else if (phase.epilogue == Epilogue::kStoreGateUp) {
@@ -260,10 +259,12 @@ struct Store : GemmTypes<Weights, kTile> {
         write_rows(phase, place, first_row_block + b, out, count, rows);
       }
     }
-    sync_warpgroup(place);  // all is written, and all buffers are read
-    if (inner && row_blocks > 0 && place.thread == 0) {
-      __threadfence();
-      atomicAdd(p.counters + 1 + item.counter, row_blocks);
+    sync_warpgroup(place);  // all is written
+    if (inner && row_blocks > 0 && place.thread() == 0) {
+      // The warpgroup's rows become visible with it: the barrier ordered them before.
+      asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p.counters + 1 + item.counter),
+                   "r"(row_blocks)
+                   : "memory");
     }
   }
 };

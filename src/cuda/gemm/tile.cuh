@@ -39,24 +39,25 @@ struct GemmConfig {
       1024;
 
   // Tokens that are finished together; more of them take more registers.
-  static constexpr int kStoreTokens = kTile.max_tokens < 128 ? 16 : 32;
+  static constexpr int kStoreTokens = kTile.max_tokens < 128       ? 16
+                                      : kTile.max_tokens % 32 == 0 ? 32
+                                                                   : 48;
   // Elements of a row on its way out; eight rows of 16 bytes lie on different banks.
   static constexpr int kStorePitch = kRecordRows + 8;
 
   static constexpr int kItemSlots = 8;
-  // Of a block, sm_90, less what the system keeps for a block of the next kernel, should registers
-  // ever be left for one.
-  static constexpr int kSharedLimit = 232448 - 1024;
+  static constexpr int kSharedLimit = 232448;  // of a block, sm_90
   // Warpgroups that leave their sums to the first of their row group, and a thread's sums; at least
   // 1, as there is no array of nothing.
   static constexpr int kOtherKGroups = kTile.k_groups - 1;
   static constexpr int kParts = kOtherKGroups > 0 ? kRowGroups* kOtherKGroups : 1;
   static constexpr int kPartSums = kOtherKGroups > 0 ? kTile.max_tokens / 2 : 1;
 
-  static constexpr int kFixedBytes = kRowGroups * 2 * kStoreTokens * kStorePitch * 2 +
-                                     kParts * kPartSums * 128 * 4 + (kMaxExperts + 1) * 4 + 2048;
+  static constexpr int kFixedBytes = kRowGroups * kStoreTokens * kStorePitch * 2 +
+                                     kParts * kPartSums * 128 * 4 + (kMaxExperts + 1) * 4 + 1024;
   static constexpr int kStages = (kSharedLimit - kFixedBytes) / kStageBytes;
-  static_assert(kTile.max_tokens % 8 == 0 && kTile.max_tokens <= 256, "N of wgmma");
+  static_assert(kTile.max_tokens % 16 == 0 && kTile.max_tokens <= 2 * 256, "N of wgmma, twice");
+  static_assert(kTile.max_tokens % kStoreTokens == 0);
   static_assert(kStages >= 3, "a pipeline needs stages");
   static_assert(kStageBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
 };
@@ -76,10 +77,8 @@ struct Item {
 template <typename Config>
 struct SharedStorage {
   alignas(1024) std::uint8_t stages[Config::kStages][Config::kStageBytes];
-  // Rows on their way out, of each row group: one buffer is filled while the other is read.
-  // Rows of 16-bit numbers on their way out, of each row group: one buffer is filled while the
-  // other is read.
-  alignas(16) std::uint16_t rows[Config::kRowGroups][2][Config::kStoreTokens][Config::kStorePitch];
+  // Rows of 16-bit numbers on their way out, of each row group.
+  alignas(16) std::uint16_t rows[Config::kRowGroups][Config::kStoreTokens][Config::kStorePitch];
   float parts[Config::kParts][Config::kPartSums][128];
   std::uint64_t stage_full[Config::kStages];
   std::uint64_t stage_free[Config::kStages];
@@ -130,8 +129,10 @@ struct GemmTypes {
 
   /// What a multiplying thread knows of itself.
   struct Place {
-    int thread;  // in its warpgroup
-    int row_group, k_group;
+    int warpgroup;  // of those that multiply
+    __device__ static int thread() { return threadIdx.x % 128; }
+    __device__ int row_group() const { return warpgroup / kTile.k_groups; }
+    __device__ int k_group() const { return warpgroup % kTile.k_groups; }
   };
 
   /// To all blocks of the cluster: each loads rows for this one.

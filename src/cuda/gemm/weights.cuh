@@ -31,29 +31,32 @@ struct Mxfp4Weights {
   /// Records that a warpgroup takes at once: what a stage costs beside them is shared.
   static constexpr int kDepth = 2;
 
-  __device__ static std::uint32_t multiply_bf16x2(std::uint32_t a, std::uint32_t b) {
-    std::uint32_t product;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-  }
-
   static constexpr std::uint32_t kMask = 0x81C081C0;  // sign, and three bits around the point
+
+  /// The pair in the masked bits, times a multiplier.
+  __device__ static std::uint32_t decode_pair(std::uint32_t bits, __nv_bfloat162 multiplier) {
+    bits &= kMask;
+    const __nv_bfloat162 pair = __hmul2(reinterpret_cast<const __nv_bfloat162&>(bits), multiplier);
+    return reinterpret_cast<const std::uint32_t&>(pair);
+  }
 
   /// The codes of two words (see records.h), whose left-over bits make up two more pairs, times the
   /// rows' multipliers -> two register operands. Shifts to the left go to another pipe than masks.
-  __device__ static void decode_words(std::uint32_t x, std::uint32_t y, std::uint32_t low,
-                                      std::uint32_t high, std::uint32_t (&a)[4],
-                                      std::uint32_t (&b)[4]) {
+  __device__ static void decode_words(std::uint32_t x, std::uint32_t y, std::uint32_t multipliers,
+                                      std::uint32_t (&a)[4], std::uint32_t (&b)[4]) {
+    // Both halves of a pair from one: the multiplication takes it so, at no cost.
+    const auto& both = reinterpret_cast<const __nv_bfloat162&>(multipliers);
+    const __nv_bfloat162 row = __low2bfloat162(both), next = __high2bfloat162(both);
     const std::uint32_t rest =
         ((x << 1) & 0x90009000) | ((y >> 6) & 0x01B001B0) | ((x >> 7) & 0x00480048);
-    a[0] = multiply_bf16x2(x & kMask, low);
-    a[1] = multiply_bf16x2((x << 3) & kMask, high);
-    a[2] = multiply_bf16x2((x << 6) & kMask, low);
-    a[3] = multiply_bf16x2(rest & kMask, high);
-    b[0] = multiply_bf16x2(y & kMask, low);
-    b[1] = multiply_bf16x2((y << 3) & kMask, high);
-    b[2] = multiply_bf16x2((y << 6) & kMask, low);
-    b[3] = multiply_bf16x2((rest << 3) & kMask, high);
+    a[0] = decode_pair(x, row);
+    a[1] = decode_pair(x << 3, next);
+    a[2] = decode_pair(x << 6, row);
+    a[3] = decode_pair(rest, next);
+    b[0] = decode_pair(y, row);
+    b[1] = decode_pair(y << 3, next);
+    b[2] = decode_pair(y << 6, row);
+    b[3] = decode_pair(rest << 3, next);
   }
 
   /// What one thread of 128 needs of a record.
@@ -67,14 +70,14 @@ struct Mxfp4Weights {
                                                     (thread / 32 * 8 + thread % 32 / 4) * 4)};
   }
 
-  /// -> the register operands of four steps of 16 of K.
-  __device__ static void decode(const Codes& codes, std::uint32_t (&a)[kRecordK / 16][4]) {
-    std::uint32_t scale[4];  // a bf16 of that exponent field, twice
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      scale[i] = __byte_perm(codes.exponents, 0, 0x4440 + i) * 0x00800080u;
-    decode_words(codes.words.x, codes.words.y, scale[0], scale[2], a[0], a[1]);
-    decode_words(codes.words.z, codes.words.w, scale[1], scale[3], a[2], a[3]);
+  /// -> the register operands of two steps of 16 of K, of the first or second half of the record.
+  __device__ static void decode(const Codes& codes, int half, std::uint32_t (&a)[2][4]) {
+    constexpr std::uint32_t kExponents = 0x7F807F80;  // of two bf16: rows (g, g + 8)
+    if (half == 0) {
+      decode_words(codes.words.x, codes.words.y, codes.exponents << 7 & kExponents, a[0], a[1]);
+    } else {
+      decode_words(codes.words.z, codes.words.w, codes.exponents >> 1 & kExponents, a[0], a[1]);
+    }
   }
 };
 
