@@ -301,6 +301,7 @@ GroupedGemm Sm90Experts::make_problem(const ExpertsArgs& args, const Scratch& sc
   gemm.num_experts = static_cast<int>(info.num_experts);
   gemm.counters = scratch.counters;
   gemm.activation = info.activation;
+  gemm.batch_invariant = variant_ == Variant::kBatchInvariant;
 
   GemmPhase& first = gemm.phases[0];
   weights.w13().set(first);

@@ -8,6 +8,8 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cute/arch/copy_sm75.hpp>
+#include <cute/arch/mma_sm80.hpp>
 #include <cute/arch/mma_sm90_desc.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <utility>
@@ -58,12 +60,6 @@ class Descriptor {
  public:
   __device__ explicit Descriptor(std::uint32_t shared_address)
       : low_((shared_address >> 4 & 0x3fff) | kLeadingOffset) {}
-  /// That of the operand so many bytes further on.
-  __device__ Descriptor after(int bytes) const {
-    Descriptor next = *this;
-    next.low_ += bytes >> 4;
-    return next;
-  }
   /// The next 16 columns of K, `steps` times.
   __device__ std::uint64_t at(int steps) const {
     return static_cast<std::uint64_t>(kHigh) << 32 | (low_ + steps * (32 >> 4));
@@ -110,6 +106,21 @@ __device__ inline void multiply(const std::uint32_t (&a)[4], std::uint64_t b,
     }
     (std::make_index_sequence<width / 2>());
   });
+}
+
+/// sums += A (16, 32) B (32, 8) of one warp, as two instructions have them: `a` as wgmma's register
+/// operand, `b` the lane's row of four 8 x 8 matrices.
+__device__ inline void multiply_8(const std::uint32_t (&a)[2][4], const std::uint8_t* b,
+                                  float* sums) {
+  std::uint32_t k[4];
+  cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(b), k[0], k[1], k[2],
+                                k[3]);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(sums[0], sums[1], sums[2], sums[3], a[i][0], a[i][1],
+                                              a[i][2], a[i][3], k[2 * i], k[2 * i + 1], sums[0],
+                                              sums[1], sums[2], sums[3]);
+  }
 }
 
 /// Keeps the compiler from moving reads or writes of the sums across.

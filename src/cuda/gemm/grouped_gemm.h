@@ -86,6 +86,8 @@ struct GroupedGemm {
   /// work_counters(...) words, zero when the kernel begins.
   std::int32_t* counters = nullptr;
   ResolvedActivation activation{};
+  /// Sums of a row in one order, whatever else is in its tile.
+  bool batch_invariant = false;
   /// The operation of the stream before is a kernel that may still run when this one starts. Copies
   /// and whatever a caller enqueues must not: a kernel that starts early waits for kernels only.
   bool overlap_previous = false;

@@ -31,8 +31,10 @@ template <typename Weights, TileConfig kTile>
 __device__ __forceinline__ void multiply_tiles(typename GemmTypes<Weights, kTile>::Shared& shared,
                                                const GroupedGemm& p) {
   using Types = GemmTypes<Weights, kTile>;
+  using Multiply = Multiplier<Weights, kTile>;
   using Stores = Store<Weights, kTile>;
   const typename Types::Place place{__shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0)};
+  Multiply::begin(place);
   typename Types::StageState stage;
   constexpr unsigned kSlots = Types::Config::kItemSlots;
   for (unsigned count = 0;; ++count) {  // one register, where ItemState takes two
@@ -42,7 +44,7 @@ __device__ __forceinline__ void multiply_tiles(typename GemmTypes<Weights, kTile
     if (item.phase < 0) return;
     Stores::prefetch_scale_and_bias(p.phases[item.phase], item, place);
     typename Types::Sums sums;
-    Multiplier<Weights, kTile>::multiply_tile(shared, item, place, stage, sums);
+    Multiply::multiply_tile(shared, p, item, place, stage, sums);
     if (p.topk_ids) cudaGridDependencySynchronize();
     Stores::store_tile(shared, p, item, place, sums);
     __syncwarp();

@@ -27,6 +27,7 @@ struct Multiplier : GemmTypes<Weights, kTile> {
   }
   /// K blocks of the last stage of an item that a K group multiplies; of the others kDepth.
   __device__ static int last_blocks(const Item& item, const Place& place) {
+    if constexpr (Config::kBlocks == 1) return 1;
     const int blocks = item.k_end - item.k_begin;
     const int left =
         blocks - (num_stages(item) - 1) * Config::kBlocks - place.k_group() * Config::kDepth;
@@ -36,13 +37,33 @@ struct Multiplier : GemmTypes<Weights, kTile> {
   /// Waits for a stage; what it holds of this thread's row blocks and K group.
   struct Operands {
     const std::uint8_t* record;  // of the first row block; kRecordStride to the next
-    Descriptor tokens;
+    const std::uint8_t* tokens;  // kTokenBytes to those of the next K block
+    __device__ Descriptor tokens_of(int block) const {
+      return Descriptor(cute::cast_smem_ptr_to_uint(tokens + block * Config::kTokenBytes));
+    }
   };
   __device__ static Operands acquire(Shared& shared, const StageState& stage, const Place& place) {
     Barrier::wait(&shared.stage_full[stage.index], stage.phase);
     const int block = place.k_group() * Config::kDepth;
     return {record_of(shared, stage.index, place.row_group() * kTile.row_blocks, block),
-            Descriptor(cute::cast_smem_ptr_to_uint(tokens_of(shared, stage.index, block)))};
+            tokens_of(shared, stage.index, block)};
+  }
+
+  static constexpr int kHalfSteps = kRecordK / 16 / 2;  // of wgmma and mma, in half a record
+
+  /// A thread's codes of a stage, by row blocks or K blocks.
+  struct StageCodes {
+    static constexpr int kCount = kTile.row_blocks * Config::kDepth;
+    typename Weights::Codes records[kCount];
+  };
+  __device__ static StageCodes load_codes(const Operands& operands, const Place& place) {
+    constexpr int kPitch = kTile.row_blocks > 1 ? kRecordStride : Config::kRecordBytes;
+    StageCodes codes;
+#pragma unroll
+    for (int r = 0; r < StageCodes::kCount; ++r) {
+      codes.records[r] = Weights::load(operands.record + r * kPitch, place.thread());
+    }
+    return codes;
   }
 
   /// The stage before this one, which the tensor cores have read.
@@ -60,13 +81,14 @@ struct Multiplier : GemmTypes<Weights, kTile> {
     if (num_stages(item) == 0) return;  // more splits than K blocks
     const auto multiply_stage = [&] {
       const Operands operands = acquire(shared, stage, place);
+      const Descriptor tokens = operands.tokens_of(0);
       cute::warpgroup_arrive();
 #pragma unroll
       for (int b = 0; b < kTile.row_blocks; ++b) {
         const Descriptor weights(cute::cast_smem_ptr_to_uint(operands.record + b * kRecordStride));
 #pragma unroll
         for (int j = 0; j < kRecordK / 16; ++j) {
-          multiply<typename Weights::Element, kN>(weights.at(j), operands.tokens.at(j), sums[b]);
+          multiply<typename Weights::Element, kN>(weights.at(j), tokens.at(j), sums[b]);
         }
       }
       cute::warpgroup_commit_batch();
@@ -90,83 +112,98 @@ struct Multiplier : GemmTypes<Weights, kTile> {
     stage.advance();
   }
 
-  /// Weights to be decoded, half a record at a time: where the compiler finds the registers, while
-  /// the tensor cores work on the half before, whose operands are the other of two sets.
+  // Warpgroups that decode take turns at the tensor cores, each for a stage. Left to themselves
+  // they share them evenly, so that all finish at the same time, and then all decode.
+  static constexpr bool kTakesTurns = is_decoded(Weights::kFormat) && kTile.k_groups == 1;
+  __device__ static void pass_turn(int to) {
+    if constexpr (kTakesTurns) {
+      cutlass::arch::NamedBarrier::arrive(256, Base::turn_barrier(to % kTile.row_groups));
+    }
+  }
+  __device__ static void wait_for_turn(const Place& place) {
+    if constexpr (kTakesTurns) {
+      cutlass::arch::NamedBarrier::sync(256, Base::turn_barrier(place.row_group()));
+    }
+  }
+
+  /// Weights to be decoded: the codes of a stage are read while the tensor cores work on the stage
+  /// before, and decoded while they work for the other warpgroups.
   template <int kN>
   __device__ __forceinline__ static void multiply_decoded(Shared& shared, const Item& item,
                                                           const Place& place, StageState& stage,
                                                           Sums& sums) {
     constexpr int kRecords = kTile.row_blocks * Config::kDepth;  // of a stage
-    constexpr int kPitch = kTile.row_blocks > 1 ? kRecordStride : Config::kRecordBytes;
-    constexpr int kSteps = kRecordK / 16 / 2;  // of half a record
-    constexpr bool kOverlap = Config::kDepth > 1;
-    constexpr int kSets = kOverlap ? 2 : 2 * kRecords;
     static_assert(kTile.row_blocks == 1 || Config::kDepth == 1);
     const int stages = num_stages(item);
     if (stages == 0) return;  // more splits than K blocks
-    typename Weights::Codes codes[kRecords];
-    std::uint32_t weights[kSets][kSteps][4];
+    const int last = last_blocks(item, place);
     Operands operands = acquire(shared, stage, place);
-    const auto load = [&] {
+    StageCodes codes = load_codes(operands, place);
+    for (int i = 0; i < stages; ++i) {
+      std::uint32_t weights[kRecords][2][kHalfSteps][4];
 #pragma unroll
       for (int r = 0; r < kRecords; ++r) {
-        codes[r] = Weights::load(operands.record + r * kPitch, place.thread());
-      }
-    };
-    load();
-    const auto multiply_half = [&](int r, int half) {
-      const int block = kTile.row_blocks > 1 ? 0 : r;
-      const Descriptor tokens = operands.tokens.after(block * Config::kTokenBytes);
-      cute::warpgroup_arrive();
 #pragma unroll
-      for (int j = 0; j < kSteps; ++j) {
-        multiply<kN>(weights[(2 * r + half) % kSets][j], tokens.at(half * kSteps + j),
-                     sums[kTile.row_blocks > 1 ? r : 0]);
+        for (int half = 0; half < 2; ++half) {
+          Weights::decode(codes.records[r], half, weights[r][half]);
+        }
+      }
+      const int blocks = i + 1 < stages ? Config::kDepth : last;
+      wait_for_turn(place);
+#pragma unroll
+      for (int r = 0; r < kRecords; ++r) {
+        const int block = kTile.row_blocks > 1 ? 0 : r;
+        if (block >= blocks) break;
+        cute::warpgroup_arrive();
+        const Descriptor tokens = operands.tokens_of(block);
+#pragma unroll
+        for (int j = 0; j < 2 * kHalfSteps; ++j) {
+          multiply<kN>(weights[r][j / kHalfSteps][j % kHalfSteps], tokens.at(j),
+                       sums[kTile.row_blocks > 1 ? r : 0]);
+        }
       }
       cute::warpgroup_commit_batch();
-    };
-    // The first `records` of the stage; before() when the stage before is read.
-    const auto multiply_stage = [&](int records, const auto& before) {
-      if constexpr (kOverlap) {
-#pragma unroll
-        for (int r = 0; r < kRecords; ++r) {
-          if (r >= records) break;
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            Weights::decode(codes[r], half, weights[half]);
-            multiply_half(r, half);
-            cute::warpgroup_wait<1>();
-            if (r == 0 && half == 0) before();
-          }
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < kSets; ++i) Weights::decode(codes[i / 2], i % 2, weights[i]);
-#pragma unroll
-        for (int i = 0; i < kSets; ++i) multiply_half(i / 2, i % 2);
-      }
-    };
-    const int last = last_blocks(item, place);
-    const int full_stages = last < Config::kDepth ? stages - 1 : stages;
-    for (int i = 0; i < full_stages; ++i) {
-      multiply_stage(kRecords, [&] {
-        if (i > 0) release_previous(shared, stage);
-      });
+      pass_turn(place.row_group() + 1);
+      const int current = stage.index;
       stage.advance();
       if (i + 1 < stages) {
         operands = acquire(shared, stage, place);
-        load();
+        codes = load_codes(operands, place);
       }
-      if constexpr (!kOverlap) {
-        cute::warpgroup_wait<0>();
-        release_previous(shared, stage);
-      }
-    }
-    cute::warpgroup_wait<0>();
-    if (kOverlap && full_stages > 0) release_previous(shared, stage);
-    if (Config::kBlocks > 1 && full_stages < stages) {
-      multiply_stage(last, [] {});
       cute::warpgroup_wait<0>();
+      release(shared, current);
+    }
+  }
+
+  /// The same of few columns by warps of their own: wgmma takes as long for 8 columns as for 64.
+  template <int kN>
+  __device__ __forceinline__ static void multiply_narrow(Shared& shared, const Item& item,
+                                                         const Place& place, StageState& stage,
+                                                         Sums& sums) {
+    static_assert(kTile.row_blocks == 1);
+    const int lane = place.thread() % 32;
+    // Of a lane in a matrix of 8 tokens by 16 bytes, of four next to each other (see Descriptor).
+    const int lane_token = lane % 8 * 128, lane_chunk = lane / 8 ^ lane % 8;
+    const int stages = num_stages(item), last = last_blocks(item, place);
+    for (int i = 0; i < stages; ++i) {
+      const Operands operands = acquire(shared, stage, place);
+      const StageCodes codes = load_codes(operands, place);
+      const int blocks = i + 1 < stages ? Config::kDepth : last;
+#pragma unroll
+      for (int r = 0; r < Config::kDepth; ++r) {
+        if (r >= blocks) break;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          std::uint32_t weights[kHalfSteps][4];
+          Weights::decode(codes.records[r], half, weights);
+#pragma unroll
+          for (int n = 0; n < kN / 8; ++n) {
+            const std::uint8_t* tokens = operands.tokens + r * Config::kTokenBytes + n * 1024 +
+                                         lane_token + (lane_chunk ^ half * 4) * 16;
+            multiply_8(weights, tokens, &sums[0][4 * n]);
+          }
+        }
+      }
       release(shared, stage.index);
       stage.advance();
     }
@@ -196,17 +233,47 @@ struct Multiplier : GemmTypes<Weights, kTile> {
     }
   }
 
+  /// Columns up to which multiply_narrow() is faster.
+  static constexpr int kMostNarrow = !is_decoded(Weights::kFormat) || kTile.max_tokens > 64 ? 0
+                                     : kTile.max_tokens < 24 ? kTile.max_tokens
+                                                             : 24;
+
+  template <int kN = 8>
+  __device__ __forceinline__ static void multiply_few(Shared& shared, const Item& item,
+                                                      const Place& place, StageState& stage,
+                                                      Sums& sums) {
+    if constexpr (kN < kMostNarrow) {
+      if (item.num_tokens > kN) {
+        multiply_few<kN + 8>(shared, item, place, stage, sums);
+        return;
+      }
+    }
+    multiply_narrow<kN>(shared, item, place, stage, sums);
+  }
+
+  /// Before the first tile.
+  __device__ static void begin(const Place& place) {
+    if (place.row_group() == kTile.row_groups - 1) pass_turn(0);
+  }
+
   /// Sums of one tile.
-  __device__ __forceinline__ static void multiply_tile(Shared& shared, const Item& item,
-                                                       const Place& place, StageState& stage,
-                                                       Sums& sums) {
+  __device__ __forceinline__ static void multiply_tile(Shared& shared, const GroupedGemm& p,
+                                                       const Item& item, const Place& place,
+                                                       StageState& stage, Sums& sums) {
 #pragma unroll
     for (int b = 0; b < kTile.row_blocks; ++b) {
 #pragma unroll
       for (int i = 0; i < kTile.max_tokens / 2; ++i) sums[b][i] = 0;
       fence_sums(sums[b]);
     }
-    multiply_narrowest(shared, item, place, stage, sums);
+    bool is_done = false;
+    if constexpr (kMostNarrow > 0) {
+      if (item.num_tokens <= kMostNarrow && !p.batch_invariant) {
+        multiply_few(shared, item, place, stage, sums);
+        is_done = true;
+      }
+    }
+    if (!is_done) multiply_narrowest(shared, item, place, stage, sums);
 #pragma unroll
     for (int b = 0; b < kTile.row_blocks; ++b) fence_sums(sums[b]);
   }

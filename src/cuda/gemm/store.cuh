@@ -75,13 +75,11 @@ struct Store : GemmTypes<Weights, kTile> {
     return factors;
   }
 
-  // CUTLASS leaves 8 of the 16 named barriers to others.
-  static_assert(kTile.row_groups * (kTile.k_groups > 1 ? 2 : 1) <= 8);
   __device__ static void sync_warpgroup(const Place& place) {
-    cutlass::arch::NamedBarrier::sync(128, place.row_group());
+    cutlass::arch::NamedBarrier::sync(128, Base::warpgroup_barrier(place));
   }
   __device__ static void sync_row_group(const Place& place) {
-    cutlass::arch::NamedBarrier::sync(128 * kTile.k_groups, kTile.row_groups + place.row_group());
+    cutlass::arch::NamedBarrier::sync(128 * kTile.k_groups, Base::row_group_barrier(place));
   }
 
   /// The sums of a row group to its first K group, in their order.

@@ -135,6 +135,19 @@ struct GemmTypes {
     __device__ int k_group() const { return warpgroup % kTile.k_groups; }
   };
 
+  // Named barriers. CUTLASS leaves 8 of the 16 to others.
+  static_assert(2 * kTile.row_groups <= 8);
+  __device__ static int warpgroup_barrier(const Place& place) { return place.row_group(); }
+  /// Of all K groups of a row group.
+  __device__ static int row_group_barrier(const Place& place) {
+    return kTile.row_groups + place.row_group();
+  }
+  /// Where there is one K group: of the turn of a row group.
+  __device__ static int turn_barrier(int row_group) {
+    static_assert(kTile.k_groups == 1);
+    return kTile.row_groups + row_group;
+  }
+
   /// To all blocks of the cluster: each loads rows for this one.
   __device__ static void release(Shared& shared, int stage) {
     __syncwarp();
