@@ -181,32 +181,47 @@ struct Multiplier : GemmTypes<Weights, kTile> {
                                                          const Place& place, StageState& stage,
                                                          Sums& sums) {
     static_assert(kTile.row_blocks == 1);
-    const int lane = place.thread() % 32;
+    const int stages = num_stages(item);
+    if (stages == 0) return;  // more splits than K blocks
     // Of a lane in a matrix of 8 tokens by 16 bytes, of four next to each other (see Descriptor).
-    const int lane_token = lane % 8 * 128, lane_chunk = lane / 8 ^ lane % 8;
-    const int stages = num_stages(item), last = last_blocks(item, place);
-    for (int i = 0; i < stages; ++i) {
-      const Operands operands = acquire(shared, stage, place);
-      const StageCodes codes = load_codes(operands, place);
-      const int blocks = i + 1 < stages ? Config::kDepth : last;
+    const int lane = place.thread() % 32;
+    int lane_bytes = lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
+    asm volatile("" : "+r"(lane_bytes));  // a register is cheaper than to make it each time
+    const auto multiply_record = [&](const Operands& operands, const StageCodes& codes, int r) {
 #pragma unroll
-      for (int r = 0; r < Config::kDepth; ++r) {
-        if (r >= blocks) break;
+      for (int half = 0; half < 2; ++half) {
+        std::uint32_t weights[kHalfSteps][4];
+        Weights::decode(codes.records[r], half, weights);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          std::uint32_t weights[kHalfSteps][4];
-          Weights::decode(codes.records[r], half, weights);
-#pragma unroll
-          for (int n = 0; n < kN / 8; ++n) {
-            const std::uint8_t* tokens = operands.tokens + r * Config::kTokenBytes + n * 1024 +
-                                         lane_token + (lane_chunk ^ half * 4) * 16;
-            multiply_8(weights, tokens, &sums[0][4 * n]);
-          }
+        for (int n = 0; n < kN / 8; ++n) {
+          const std::uint8_t* tokens = operands.tokens + r * Config::kTokenBytes + n * 1024;
+          multiply_8(weights, tokens + (lane_bytes ^ half * 64), &sums[0][4 * n]);
         }
       }
+    };
+    Operands operands = acquire(shared, stage, place);
+    StageCodes codes = load_codes(operands, place);
+#pragma unroll 2
+    for (int left = stages - 1; left > 0; --left) {
+      multiply_record(operands, codes, 0);
+      StageState next = stage;
+      next.advance();
+      const Operands next_operands = acquire(shared, next, place);
+      const StageCodes next_codes = load_codes(next_operands, place);
+#pragma unroll
+      for (int r = 1; r < Config::kDepth; ++r) multiply_record(operands, codes, r);
       release(shared, stage.index);
-      stage.advance();
+      stage = next;
+      operands = next_operands;
+      codes = next_codes;
     }
+    const int last = last_blocks(item, place);
+#pragma unroll
+    for (int r = 0; r < Config::kDepth; ++r) {
+      if (r < last) multiply_record(operands, codes, r);
+    }
+    release(shared, stage.index);
+    stage.advance();
   }
 
   /// Widths that are compiled: every 16 columns, but few where tiles that narrow are rare.
