@@ -34,7 +34,6 @@ __device__ __forceinline__ void multiply_tiles(typename GemmTypes<Weights, kTile
   using Multiply = Multiplier<Weights, kTile>;
   using Stores = Store<Weights, kTile>;
   const typename Types::Place place{__shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0)};
-  Multiply::begin(place);
   typename Types::StageState stage;
   constexpr unsigned kSlots = Types::Config::kItemSlots;
   for (unsigned count = 0;; ++count) {  // one register, where ItemState takes two

@@ -112,20 +112,6 @@ struct Multiplier : GemmTypes<Weights, kTile> {
     stage.advance();
   }
 
-  // Warpgroups that decode take turns at the tensor cores, each for a stage. Left to themselves
-  // they share them evenly, so that all finish at the same time, and then all decode.
-  static constexpr bool kTakesTurns = is_decoded(Weights::kFormat) && kTile.k_groups == 1;
-  __device__ static void pass_turn(int to) {
-    if constexpr (kTakesTurns) {
-      cutlass::arch::NamedBarrier::arrive(256, Base::turn_barrier(to % kTile.row_groups));
-    }
-  }
-  __device__ static void wait_for_turn(const Place& place) {
-    if constexpr (kTakesTurns) {
-      cutlass::arch::NamedBarrier::sync(256, Base::turn_barrier(place.row_group()));
-    }
-  }
-
   /// Weights to be decoded: the codes of a stage are read while the tensor cores work on the stage
   /// before, and decoded while they work for the other warpgroups.
   template <int kN>
@@ -149,7 +135,6 @@ struct Multiplier : GemmTypes<Weights, kTile> {
         }
       }
       const int blocks = i + 1 < stages ? Config::kDepth : last;
-      wait_for_turn(place);
 #pragma unroll
       for (int r = 0; r < kRecords; ++r) {
         const int block = kTile.row_blocks > 1 ? 0 : r;
@@ -163,7 +148,6 @@ struct Multiplier : GemmTypes<Weights, kTile> {
         }
       }
       cute::warpgroup_commit_batch();
-      pass_turn(place.row_group() + 1);
       const int current = stage.index;
       stage.advance();
       if (i + 1 < stages) {
@@ -264,11 +248,6 @@ struct Multiplier : GemmTypes<Weights, kTile> {
       }
     }
     multiply_narrow<kN>(shared, item, place, stage, sums);
-  }
-
-  /// Before the first tile.
-  __device__ static void begin(const Place& place) {
-    if (place.row_group() == kTile.row_groups - 1) pass_turn(0);
   }
 
   /// Sums of one tile.

@@ -90,6 +90,9 @@ struct SharedStorage {
   std::uint64_t number_free[Config::kItemSlots];
   int numbers[Config::kItemSlots];
   std::int32_t tile_prefix[kMaxExperts + 1];
+  // Where rows are gathered: the expert of each slot, the token of each row.
+  std::int16_t slot_experts[kMaxGathered];
+  std::uint8_t row_tokens[kMaxGathered];
 };
 
 /// Position in a ring of barriers.
@@ -136,18 +139,12 @@ struct GemmTypes {
   };
 
   // Named barriers. CUTLASS leaves 8 of the 16 to others.
-  static_assert(2 * kTile.row_groups <= 8);
+  static_assert(kTile.row_groups * (kTile.k_groups > 1 ? 2 : 1) <= 8);
   __device__ static int warpgroup_barrier(const Place& place) { return place.row_group(); }
   /// Of all K groups of a row group.
   __device__ static int row_group_barrier(const Place& place) {
     return kTile.row_groups + place.row_group();
   }
-  /// Where there is one K group: of the turn of a row group.
-  __device__ static int turn_barrier(int row_group) {
-    static_assert(kTile.k_groups == 1);
-    return kTile.row_groups + row_group;
-  }
-
   /// To all blocks of the cluster: each loads rows for this one.
   __device__ static void release(Shared& shared, int stage) {
     __syncwarp();
