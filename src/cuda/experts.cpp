@@ -395,30 +395,22 @@ void Sm90Experts::apply(const ExpertsArgs& args) const {
     return;
   }
 
-  const std::int64_t slots = problem.num_tokens * problem.topk;
-  const bool inline_routing =
-      variant_ != Variant::kUnfused && may_route_inline(slots, problem.num_local_experts);
-  const bool gathers = inline_routing && slots <= kMaxGathered;
   RoutingDataExtras extras;
   extras.zeroed = scratch.counters;
   extras.num_zeroed = counters;
   extras.rows = args.hidden_states.data();
-  extras.permuted = gathers ? nullptr : scratch.permuted;
+  extras.permuted = scratch.permuted;
   extras.row_bytes = bytes(dtype(), problem.hidden);
   const RoutingData routing =
       build_routing_data(args.topk_ids, args.expert_map, problem.num_local_experts, scratch.routing,
                          extras, args.stream);
   gemm.expert_num_tokens = routing.expert_num_tokens.as<const std::int32_t>();
   gemm.expert_offsets = routing.expert_offsets.as<const std::int32_t>();
-  if (inline_routing) {
+  const std::int64_t slots = problem.num_tokens * problem.topk;
+  if (variant_ != Variant::kUnfused && may_route_inline(slots, problem.num_local_experts)) {
     gemm.topk_ids = args.topk_ids.as<const std::int32_t>();
     gemm.num_slots = static_cast<int>(slots);
     gemm.local_experts = core::LocalExperts(args.expert_map, problem.num_local_experts);
-  }
-  if (gathers) {
-    gemm.topk = static_cast<int>(problem.topk);
-    gemm.phases[0].x = args.hidden_states.data();
-    gemm.phases[0].x_rows = problem.num_tokens;
   }
   gemm.overlap_previous = true;
   if (variant_ == Variant::kUnfused) {

@@ -108,14 +108,11 @@ __device__ void place_rows(const RoutingDataParams& p, int expert, int next, int
 
 __global__ void routing_data_kernel(const RoutingDataParams p) {
   const int expert = blockIdx.x, num_experts = gridDim.x;
+  cudaTriggerProgrammaticLaunchCompletion();
   for (std::int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < p.extras.num_zeroed;
        i += static_cast<std::int64_t>(gridDim.x) * blockDim.x) {
     p.extras.zeroed[i] = 0;
   }
-  // The next kernel may count on the zeros as soon as it starts.
-  __threadfence();
-  __syncthreads();
-  cudaTriggerProgrammaticLaunchCompletion();
 
   if (p.copy) {  // the rows' way from memory, while ids are read
     const std::int64_t bytes = p.slots / p.topk * p.extras.row_bytes;

@@ -9,7 +9,7 @@ namespace fusedmoe::cuda {
 
 /// What else the launch does.
 struct RoutingDataExtras {
-  std::int32_t* zeroed = nullptr;  ///< words that are set to 0, before the next kernel may start
+  std::int32_t* zeroed = nullptr;  ///< words that are set to 0
   std::int64_t num_zeroed = 0;
   /// Rows in the order of the grouped GEMM: permuted[r] = rows[slot / topk] of its slot. Where
   /// `permuted` is null nothing is copied. 16-byte aligned, row_bytes a multiple of 16.

@@ -57,7 +57,6 @@ struct Claims : GemmTypes<Weights, kTile> {
       if (thread < p.num_slots) {
         const int expert = p.local_experts(p.topk_ids[thread]);
         if (expert >= 0) atomicAdd(&rows[expert + 1], 1);
-        if (p.topk > 0) shared.slot_experts[thread] = static_cast<std::int16_t>(expert);
       }
       __syncthreads();
     }
@@ -72,15 +71,6 @@ struct Claims : GemmTypes<Weights, kTile> {
       sum_up(rows, p.num_experts);
     }
     __syncthreads();
-    if (p.topk > 0) {
-      const int expert = thread < p.num_slots ? shared.slot_experts[thread] : -1;
-      if (expert >= 0) {
-        int row = rows[expert];
-        for (int slot = 0; slot < thread; ++slot) row += shared.slot_experts[slot] == expert;
-        shared.row_tokens[row] = static_cast<std::uint8_t>(thread / p.topk);
-      }
-      __syncthreads();
-    }
   }
 
   __device__ static Item make_item(Shared& shared, const GroupedGemm& p, int number, int rank) {

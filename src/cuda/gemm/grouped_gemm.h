@@ -38,7 +38,7 @@ std::string to_string(const TileConfig& config);
 
 /// Configurations that are compiled, from few tokens to many.
 inline constexpr TileConfig kTileConfigs[] = {
-    {16, 1, 4, 1, 1},  {32, 2, 2, 1, 1},  {64, 3, 1, 1, 1},  {64, 4, 1, 1, 1},
+    {16, 1, 4, 1, 1},  {32, 2, 2, 1, 1},  {64, 4, 1, 1, 1},  {96, 4, 1, 1, 1},
     {144, 2, 1, 2, 1}, {144, 2, 1, 2, 2}, {288, 2, 1, 1, 2},
 };
 std::span<const TileConfig> tile_configs();
@@ -83,12 +83,7 @@ struct GroupedGemm {
   const std::int32_t* topk_ids = nullptr;
   int num_slots = 0;
   core::LocalExperts local_experts;
-  /// With topk_ids and very few slots (kMaxGathered), slots of a token; the rows of GEMM 1 are then
-  /// phases[0].x[slot / topk] of their slots, the caller's hidden states. 0: they are phases[0].x
-  /// in the order of the grouped GEMM.
-  int topk = 0;
-  /// work_counters(...) words, zero when the kernel begins: where it gathers, before the kernel
-  /// that it overlaps lets it start.
+  /// work_counters(...) words, zero when the kernel begins.
   std::int32_t* counters = nullptr;
   ResolvedActivation activation{};
   /// Sums of a row in one order, whatever else is in its tile.
@@ -108,10 +103,6 @@ inline constexpr int kMaxExperts = 2048;
 constexpr bool may_route_inline(std::int64_t num_slots, std::int64_t num_experts) {
   return num_slots <= 128 && num_experts < kMaxExperts / 2;
 }
-
-/// Slots up to which GroupedGemm::topk may be set besides: each row costs a copy for each block of
-/// K.
-inline constexpr int kMaxGathered = 32;
 
 /// dtype of the rows that weights of a format are multiplied by, and of results.
 constexpr DType row_dtype(WeightFormat format) {

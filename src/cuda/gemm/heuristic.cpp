@@ -88,7 +88,7 @@ GemmPlan choose_plan(const GemmShape& shape) {
   const double rows = std::max(least, mean + std::sqrt(mean));
   GemmPlan chosen;
   for (const GemmPlan& plan : valid_plans(shape)) {
-    if (plan.splits != 1 || plan.tile.row_groups == 3) continue;
+    if (plan.splits != 1) continue;
     chosen = plan;
     if (static_cast<double>(plan.tile.max_tokens) >= rows) break;
   }

@@ -12,9 +12,9 @@ namespace fusedmoe::cuda {
 /// Rows of one tensor copy: many where a tile has them, else few.
 inline constexpr int kFewRows = 8, kManyRows = 64;
 
-/// Of the rows of both GEMMs, and of those of GEMM 1 one by one, where they are gathered.
+/// Of the rows of both GEMMs.
 struct RowMaps {
-  CUtensorMap few[2], many[2], one;
+  CUtensorMap few[2], many[2];
 };
 
 template <typename Weights, TileConfig kTile>
@@ -53,7 +53,7 @@ struct Loaders : Claims<Weights, kTile> {
   __device__ static void load_weights(Shared& shared, const GroupedGemm& p, int rank) {
     StageState stage;
     ItemState slot;
-    if (p.topk_ids && p.topk == 0) {
+    if (p.topk_ids) {
       prefetch_weights(shared, p, static_cast<int>(blockIdx.x) / kTile.cluster, rank);
       cudaGridDependencySynchronize();  // for the counters
     }
@@ -129,8 +129,7 @@ struct Loaders : Claims<Weights, kTile> {
       slot.advance();
       if (item.phase < 0) return;
 
-      const bool gathered = p.topk > 0 && item.phase == 0;
-      if (p.topk_ids && !gathered) cudaGridDependencySynchronize();
+      if (p.topk_ids) cudaGridDependencySynchronize();
       if (item.phase == 1) {
         wait_for_rows(p, item);
         asm volatile("fence.proxy.async.global;" ::: "memory");  // they were stored another way
@@ -138,11 +137,9 @@ struct Loaders : Claims<Weights, kTile> {
       const CUtensorMap* few = &maps.few[item.phase];
       const CUtensorMap* many = &maps.many[item.phase];
       const int first_row = item.first_row;
-      const int num_one = gathered ? item.num_tokens : 0;
-      const int num_together = item.num_tokens - num_one;
-      const int num_many = kTile.max_tokens >= kManyRows ? num_together / kManyRows : 0;
-      const int num_few = (num_together - num_many * kManyRows + kFewRows - 1) / kFewRows;
-      const int bytes = (num_many * kManyRows + num_few * kFewRows + num_one) * kRecordK * 2;
+      const int num_many = kTile.max_tokens >= kManyRows ? item.num_tokens / kManyRows : 0;
+      const int num_few = (item.num_tokens - num_many * kManyRows + kFewRows - 1) / kFewRows;
+      const int bytes = (num_many * kManyRows + num_few * kFewRows) * kRecordK * 2;
       for (int block = item.k_begin; block < item.k_end; block += Config::kBlocks) {
         const int k_blocks = min(Config::kBlocks, item.k_end - block);
         std::uint64_t* full = &shared.stage_full[stage.index];
@@ -157,9 +154,6 @@ struct Loaders : Claims<Weights, kTile> {
           for (int i = rank; i < num_few; i += kTile.cluster) {
             const int n = num_many * kManyRows + i * kFewRows;
             copy_rows(few, full, target + n * 128, column, first_row + n);
-          }
-          for (int i = rank; i < num_one; i += kTile.cluster) {
-            copy_rows(&maps.one, full, target + i * 128, column, shared.row_tokens[first_row + i]);
           }
         }
         stage.advance();

@@ -34,7 +34,7 @@ struct Multiplier : GemmTypes<Weights, kTile> {
     return max(0, min(Config::kDepth, left));
   }
 
-  /// Waits for a stage; what it holds of this thread's row blocks and K group.
+  /// What a stage holds of a thread's row blocks and K group, once it is full.
   struct Operands {
     const std::uint8_t* record;  // of the first row block; kRecordStride to the next
     const std::uint8_t* tokens;  // kTokenBytes to those of the next K block
@@ -183,29 +183,18 @@ struct Multiplier : GemmTypes<Weights, kTile> {
         }
       }
     };
-    Operands operands = acquire(shared, stage, place);
-    StageCodes codes = load_codes(operands, place);
-#pragma unroll 2
-    for (int left = stages - 1; left > 0; --left) {
-      multiply_record(operands, codes, 0);
-      StageState next = stage;
-      next.advance();
-      const Operands next_operands = acquire(shared, next, place);
-      const StageCodes next_codes = load_codes(next_operands, place);
+    const auto multiply_stage = [&](int records) {
+      const Operands operands = acquire(shared, stage, place);
+      const StageCodes codes = load_codes(operands, place);
 #pragma unroll
-      for (int r = 1; r < Config::kDepth; ++r) multiply_record(operands, codes, r);
+      for (int r = 0; r < Config::kDepth; ++r) {
+        if (r < records) multiply_record(operands, codes, r);
+      }
       release(shared, stage.index);
-      stage = next;
-      operands = next_operands;
-      codes = next_codes;
-    }
-    const int last = last_blocks(item, place);
-#pragma unroll
-    for (int r = 0; r < Config::kDepth; ++r) {
-      if (r < last) multiply_record(operands, codes, r);
-    }
-    release(shared, stage.index);
-    stage.advance();
+      stage.advance();
+    };
+    for (int left = stages - 1; left > 0; --left) multiply_stage(Config::kDepth);
+    multiply_stage(last_blocks(item, place));
   }
 
   /// Widths that are compiled: every 16 columns, but few where tiles that narrow are rare.

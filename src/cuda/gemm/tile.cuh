@@ -90,9 +90,6 @@ struct SharedStorage {
   std::uint64_t number_free[Config::kItemSlots];
   int numbers[Config::kItemSlots];
   std::int32_t tile_prefix[kMaxExperts + 1];
-  // Where rows are gathered: the expert of each slot, the token of each row.
-  std::int16_t slot_experts[kMaxGathered];
-  std::uint8_t row_tokens[kMaxGathered];
 };
 
 /// Position in a ring of barriers.

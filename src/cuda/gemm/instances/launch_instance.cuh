@@ -25,7 +25,6 @@ void launch_instance(const GroupedGemm& problem, void* stream) {
     const MappedRows rows{phase.x, phase.x_rows, phase.k, phase.x_pitch};
     maps.few[i] = make_tensor_map(rows, kFewRows);
     if (kTile.max_tokens >= kManyRows) maps.many[i] = make_tensor_map(rows, kManyRows);
-    if (i == 0 && problem.topk > 0) maps.one = make_tensor_map(rows, 1);
   }
   const unsigned blocks = num_multiprocessors() / kTile.cluster * kTile.cluster;
   launch_clusters(grouped_gemm_kernel<Weights, kConfig>, kTile.cluster, dim3(blocks),
