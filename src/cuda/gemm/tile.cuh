@@ -6,6 +6,7 @@
 #include <cutlass/arch/barrier.h>
 
 #include <cstdint>
+#include <cute/arch/cluster_sm90.hpp>
 
 #include "cuda/gemm/grouped_gemm.h"
 #include "cuda/gemm/records.h"
@@ -146,10 +147,10 @@ struct GemmTypes {
   __device__ static void release(Shared& shared, int stage) {
     __syncwarp();
     const int lane = threadIdx.x % 32;
-    if constexpr (kTile.cluster == 1) {
-      if (lane == 0) Barrier::arrive(&shared.stage_free[stage]);
-    } else {
-      Barrier::arrive(&shared.stage_free[stage], lane, lane < kTile.cluster);
+    if (lane == 0) Barrier::arrive(&shared.stage_free[stage]);
+    if constexpr (kTile.cluster > 1) {
+      const unsigned other = (cute::block_rank_in_cluster() + lane) % kTile.cluster;
+      Barrier::arrive(&shared.stage_free[stage], other, lane > 0 && lane < kTile.cluster);
     }
   }
 };
