@@ -105,7 +105,7 @@ struct Claims : GemmTypes<Weights, kTile> {
     return item;
   }
 
-  /// As Barrier::wait, for what other blocks of the cluster wrote.
+  /// As wait(), for what other blocks of the cluster wrote.
   __device__ static void wait_in_cluster(const std::uint64_t* barrier, std::uint32_t phase) {
     std::uint32_t done = 0;
     while (!done) {
@@ -125,7 +125,7 @@ struct Claims : GemmTypes<Weights, kTile> {
       std::uint64_t* full = &shared.number_full[slot.index];
       std::uint64_t* free = &shared.number_free[slot.index];
       if (rank == 0) {
-        Barrier::wait(free, slot.phase ^ 1);
+        wait(free, slot.phase ^ 1);
         for (int r = 1; r < kTile.cluster; ++r) {
           const std::uint32_t target =
               cute::set_block_rank(cute::cast_smem_ptr_to_uint(&shared.numbers[slot.index]), r);

@@ -38,7 +38,7 @@ __device__ __forceinline__ void multiply_tiles(typename GemmTypes<Weights, kTile
   constexpr unsigned kSlots = Types::Config::kItemSlots;
   for (unsigned count = 0;; ++count) {  // one register, where ItemState takes two
     const unsigned slot = count % kSlots;
-    Barrier::wait(&shared.item_full[slot], count / kSlots % 2);
+    wait(&shared.item_full[slot], count / kSlots % 2);
     const Item& item = shared.items[slot];  // read where needed: registers are scarce
     if (item.phase < 0) return;
     Stores::prefetch_scale_and_bias(p.phases[item.phase], item, place);

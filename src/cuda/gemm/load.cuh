@@ -63,7 +63,7 @@ struct Loaders : Claims<Weights, kTile> {
     int claimed = rank == 0 ? atomicAdd(p.counters, 1) : 0;
     while (true) {
       const int number = share_number(shared, slot, rank, claimed);
-      Barrier::wait(&shared.item_free[slot.index], slot.phase ^ 1);
+      wait(&shared.item_free[slot.index], slot.phase ^ 1);
       const Item item = make_item(shared, p, number, rank);
       shared.items[slot.index] = item;
       Barrier::arrive(&shared.item_full[slot.index]);
@@ -83,7 +83,7 @@ struct Loaders : Claims<Weights, kTile> {
         const int bytes = min(Config::kBlocks, left) * Config::kRecordBytes;
         std::uint64_t* full = &shared.stage_full[stage.index];
         std::uint8_t* records = record_of(shared, stage.index, 0, 0);
-        Barrier::wait(&shared.stage_free[stage.index], stage.phase ^ 1);
+        wait(&shared.stage_free[stage.index], stage.phase ^ 1);
         Barrier::arrive_and_expect_tx(full, row_blocks * bytes);
 #pragma unroll
         for (int b = 0; b < kTile.tile_row_blocks(); ++b) {
@@ -126,7 +126,7 @@ struct Loaders : Claims<Weights, kTile> {
     StageState stage;
     ItemState slot;
     while (true) {
-      Barrier::wait(&shared.item_full[slot.index], slot.phase);
+      wait(&shared.item_full[slot.index], slot.phase);
       const Item item = shared.items[slot.index];
       Barrier::arrive(&shared.item_free[slot.index]);
       slot.advance();
@@ -146,7 +146,7 @@ struct Loaders : Claims<Weights, kTile> {
       for (int block = item.k_begin; block < item.k_end; block += Config::kBlocks) {
         const int k_blocks = min(Config::kBlocks, item.k_end - block);
         std::uint64_t* full = &shared.stage_full[stage.index];
-        Barrier::wait(&shared.stage_free[stage.index], stage.phase ^ 1);
+        wait(&shared.stage_free[stage.index], stage.phase ^ 1);
         Barrier::arrive_and_expect_tx(full, k_blocks * bytes);
         for (int b = 0; b < k_blocks; ++b) {
           std::uint8_t* target = tokens_of(shared, stage.index, b);

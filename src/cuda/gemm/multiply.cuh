@@ -43,7 +43,7 @@ struct Multiplier : GemmTypes<Weights, kTile> {
     }
   };
   __device__ static Operands acquire(Shared& shared, const StageState& stage, const Place& place) {
-    Barrier::wait(&shared.stage_full[stage.index], stage.phase);
+    wait(&shared.stage_full[stage.index], stage.phase);
     const int block = place.k_group() * Config::kDepth;
     return {record_of(shared, stage.index, place.row_group() * kTile.row_blocks, block),
             tokens_of(shared, stage.index, block)};
@@ -104,7 +104,7 @@ struct Multiplier : GemmTypes<Weights, kTile> {
     if (last_blocks(item, place) > 0) {
       multiply_stage();
     } else {
-      Barrier::wait(&shared.stage_full[stage.index], stage.phase);
+      wait(&shared.stage_full[stage.index], stage.phase);
     }
     cute::warpgroup_wait<0>();
     if (!is_first) release_previous(shared, stage);

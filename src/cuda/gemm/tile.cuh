@@ -6,7 +6,6 @@
 #include <cutlass/arch/barrier.h>
 
 #include <cstdint>
-#include <cute/arch/cluster_sm90.hpp>
 
 #include "cuda/gemm/grouped_gemm.h"
 #include "cuda/gemm/records.h"
@@ -14,6 +13,12 @@
 namespace fusedmoe::cuda {
 
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
+
+/// Barrier::wait, behind which the compiler also leaves reads of what the barrier guards.
+__device__ inline void wait(const std::uint64_t* barrier, std::uint32_t phase) {
+  Barrier::wait(barrier, phase);
+  asm volatile("" ::: "memory");
+}
 
 template <typename Weights, TileConfig kTile>
 struct GemmConfig {
@@ -147,10 +152,10 @@ struct GemmTypes {
   __device__ static void release(Shared& shared, int stage) {
     __syncwarp();
     const int lane = threadIdx.x % 32;
-    if (lane == 0) Barrier::arrive(&shared.stage_free[stage]);
-    if constexpr (kTile.cluster > 1) {
-      const unsigned other = (cute::block_rank_in_cluster() + lane) % kTile.cluster;
-      Barrier::arrive(&shared.stage_free[stage], other, lane > 0 && lane < kTile.cluster);
+    if constexpr (kTile.cluster == 1) {
+      if (lane == 0) Barrier::arrive(&shared.stage_free[stage]);
+    } else {
+      Barrier::arrive(&shared.stage_free[stage], lane, lane < kTile.cluster);
     }
   }
 };
