@@ -116,7 +116,8 @@ std::vector<TileCase> tile_cases() {
       spec.negative_ids = tokens == 65;
       result.push_back({spec, suffix});
     };
-    for (const std::int64_t tokens : {1, 8, 9, 31, 64, 65, 96, 97, 144, 145, 161, 288, 289, 580}) {
+    for (const std::int64_t tokens :
+         {1, 8, 9, 17, 24, 25, 31, 64, 65, 96, 97, 144, 145, 161, 288, 289, 580}) {
       add(tokens, Activation::kSwigluOai, 160, "");
     }
     for (const std::int64_t tokens : {3, 77, 256, 300}) {
