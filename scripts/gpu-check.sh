@@ -134,26 +134,29 @@ run_tests() {
       '{} --gtest_brief=1 >{}.log 2>&1 || { cat {}.log; echo "{} failed"; exit 1; }'
 }
 if wants tests; then
+  rm -f "$build"/tests/cuda_*_test.log
   step "GPU tests" quietly within "$test_seconds" bash -c "$(declare -f run_tests); build=$build \
     jobs=$jobs run_tests"
   grep -hE '^\[  (PASSED|SKIPPED)' "$build"/tests/cuda_*_test.log |
     awk '{ count[$2] += $4 } END { for (what in count) print count[what], "tests", what }'
+  grep -L PASSED "$build"/tests/cuda_*_test.log | sed 's/$/: did not end/'
 fi
 
 # One tool on some cases of one program; its output and its exit status to files.
 sanitize() {
-  local tool=$1 test=$2 filter=$3 options=(--error-exitcode 9) status=0
+  local tool=$1 test=$2 filter=$3 options=(--error-exitcode 9) status=0 start=$SECONDS
   # Failing calls are what some tests are about.
   [[ $tool == memcheck ]] && options+=(--report-api-errors no)
   OMP_NUM_THREADS=2 within "$check_seconds" "$sanitizer" --tool "$tool" "${options[@]}" \
     "$build/tests/$test" --gtest_brief=1 --gtest_filter="$filter" >"$log.$tool.$test" 2>&1 ||
     status=$?
   grep -qE 'Running 0 tests|^\[==========\] 0 tests' "$log.$tool.$test" && status=3  # no case
-  echo "$status $SECONDS" >"$log.$tool.$test.status"
+  echo "$status $((SECONDS - start))" >"$log.$tool.$test.status"
 }
 sanitized() {
-  local status
-  read -r status _ <"$log.$1.$2.status"
+  local status=1 elapsed=0
+  read -r status elapsed <"$log.$1.$2.status"
+  echo "$1 $2: $elapsed s"
   ((status == 0)) || tail -n 40 "$log.$1.$2"
   return "$status"
 }
@@ -161,7 +164,7 @@ if wants sanitizers; then
   sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
   for check in "${checks[@]}"; do
     IFS='|' read -r tool test filter <<<"$check"
-    (($(jobs -rp | wc -l) < side_by_side)) || wait -n
+    while (($(jobs -rp | wc -l) >= side_by_side)); do wait -n; done
     sanitize "$tool" "$test" "$filter" &
   done
   wait

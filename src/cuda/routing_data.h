@@ -1,4 +1,5 @@
-// The index structures of routing_data.h on the device, in one launch.
+// The index structures of routing_data.h on the device, in one launch, two where there are many
+// rows to copy.
 #pragma once
 
 #include <cstdint>

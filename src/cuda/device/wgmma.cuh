@@ -12,6 +12,7 @@
 #include <cute/arch/mma_sm80.hpp>
 #include <cute/arch/mma_sm90_desc.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
+#include <type_traits>
 #include <utility>
 
 namespace fusedmoe::cuda {
@@ -45,13 +46,6 @@ FUSEDMOE_WGMMA_ATOM(96)
 FUSEDMOE_WGMMA_ATOM(112)
 FUSEDMOE_WGMMA_ATOM(128)
 FUSEDMOE_WGMMA_ATOM(144)
-FUSEDMOE_WGMMA_ATOM(160)
-FUSEDMOE_WGMMA_ATOM(176)
-FUSEDMOE_WGMMA_ATOM(192)
-FUSEDMOE_WGMMA_ATOM(208)
-FUSEDMOE_WGMMA_ATOM(224)
-FUSEDMOE_WGMMA_ATOM(240)
-FUSEDMOE_WGMMA_ATOM(256)
 #undef FUSEDMOE_WGMMA_ATOM
 
 /// Descriptor of a K-major operand in the 128-byte swizzle: rows of 128 bytes, 8 rows to 1 KiB.
@@ -79,7 +73,7 @@ inline constexpr int kFirstColumns = 144;
 template <int kN, int kSums, typename Function>
 __device__ inline void for_instructions(float (&sums)[kSums], const Function& function) {
   static_assert(kN / 2 <= kSums && kN <= 2 * kFirstColumns);
-  constexpr int kFirst = kSums > 128 && kN > kFirstColumns ? kFirstColumns : kN;
+  constexpr int kFirst = kN < kFirstColumns ? kN : kFirstColumns;
   function(sums, 0, std::integral_constant<int, kFirst>());
   if constexpr (kN > kFirst) {
     function(sums + kFirst / 2, kFirst, std::integral_constant<int, kN - kFirst>());

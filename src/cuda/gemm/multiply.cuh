@@ -161,9 +161,9 @@ struct Multiplier : GemmTypes<Weights, kTile> {
 
   /// The same of few columns by warps of their own: wgmma takes as long for 8 columns as for 64.
   template <int kN>
-  __device__ __forceinline__ static void multiply_narrow(Shared& shared, const Item& item,
-                                                         const Place& place, StageState& stage,
-                                                         Sums& sums) {
+  __device__ __forceinline__ static void multiply_mma_sync(Shared& shared, const Item& item,
+                                                           const Place& place, StageState& stage,
+                                                           Sums& sums) {
     static_assert(kTile.row_blocks == 1);
     const int stages = num_stages(item);
     if (stages == 0) return;  // more splits than K blocks
@@ -221,7 +221,7 @@ struct Multiplier : GemmTypes<Weights, kTile> {
     }
   }
 
-  /// Columns up to which multiply_narrow() is faster.
+  /// Columns up to which multiply_mma_sync() is faster.
   static constexpr int kMostNarrow = !is_decoded(Weights::kFormat) || kTile.max_tokens > 64 ? 0
                                      : kTile.max_tokens < 24 ? kTile.max_tokens
                                                              : 24;
@@ -236,7 +236,7 @@ struct Multiplier : GemmTypes<Weights, kTile> {
         return;
       }
     }
-    multiply_narrow<kN>(shared, item, place, stage, sums);
+    multiply_mma_sync<kN>(shared, item, place, stage, sums);
   }
 
   /// Sums of one tile.

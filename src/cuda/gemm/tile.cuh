@@ -62,7 +62,7 @@ struct GemmConfig {
   static constexpr int kFixedBytes = kRowGroups * kStoreTokens * kStorePitch * 2 +
                                      kParts * kPartSums * 128 * 4 + (kMaxExperts + 1) * 4 + 1024;
   static constexpr int kStages = (kSharedLimit - kFixedBytes) / kStageBytes;
-  static_assert(kTile.max_tokens % 16 == 0 && kTile.max_tokens <= 2 * 256, "N of wgmma, twice");
+  static_assert(kTile.max_tokens % 16 == 0, "N of wgmma");
   static_assert(kTile.max_tokens % kStoreTokens == 0);
   static_assert(kStages >= 3, "a pipeline needs stages");
   static_assert(kStageBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
