@@ -1,8 +1,8 @@
 // The grouped GEMMs of one layer on Hopper: problem, configuration, and the call. Plain C++.
 //
 // One persistent kernel works off the tiles of GEMM 1 and then those of GEMM 2, so that weights
-// stream without a pause between them. Rows of an expert are the columns (N, in steps of 8 to 16) of
-// wgmma and weights its 64-row operand.
+// stream without a pause between them. Rows of an expert are the columns (N, in steps of 8 to 16)
+// of wgmma and weights its 64-row operand.
 #pragma once
 
 #include <cstddef>
