@@ -41,7 +41,7 @@ std::vector<CombineCase> combine_cases() {
   struct Sizes {
     std::int64_t num_tokens, topk, hidden;
   };
-  // Hidden sizes: the smallest, around the 1024 columns of a block, and those of models.
+  // Hidden sizes: the smallest, around a multiple of the columns of a block, and those of models.
   const Sizes sizes[] = {{1, 1, 8},    {3, 2, 24},    {5, 8, 1016},   {2, 3, 1024},  {7, 4, 1032},
                          {1, 4, 2880}, {33, 8, 7168}, {300, 4, 2880}, {4, 64, 2048}, {1000, 1, 64}};
   for (const Sizes& size : sizes) {

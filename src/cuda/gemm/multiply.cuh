@@ -159,7 +159,7 @@ struct Multiplier : GemmTypes<Weights, kTile> {
     }
   }
 
-  /// The same of few columns by warps of their own: wgmma takes as long for 8 columns as for 64.
+  /// The same of few columns, each warp by itself: wgmma takes as long for 8 columns as for 64.
   template <int kN>
   __device__ __forceinline__ static void multiply_mma_sync(Shared& shared, const Item& item,
                                                            const Place& place, StageState& stage,
@@ -222,17 +222,17 @@ struct Multiplier : GemmTypes<Weights, kTile> {
   }
 
   /// Columns up to which multiply_mma_sync() is faster.
-  static constexpr int kMostNarrow = !is_decoded(Weights::kFormat) || kTile.max_tokens > 64 ? 0
-                                     : kTile.max_tokens < 24 ? kTile.max_tokens
-                                                             : 24;
+  static constexpr int kMmaSyncColumns = !is_decoded(Weights::kFormat) || kTile.max_tokens > 64 ? 0
+                                         : kTile.max_tokens < 24 ? kTile.max_tokens
+                                                                 : 24;
 
+  /// As multiply_narrowest().
   template <int kN = 8>
-  __device__ __forceinline__ static void multiply_few(Shared& shared, const Item& item,
-                                                      const Place& place, StageState& stage,
-                                                      Sums& sums) {
-    if constexpr (kN < kMostNarrow) {
+  __device__ __forceinline__ static void multiply_narrowest_mma_sync(
+      Shared& shared, const Item& item, const Place& place, StageState& stage, Sums& sums) {
+    if constexpr (kN < kMmaSyncColumns) {
       if (item.num_tokens > kN) {
-        multiply_few<kN + 8>(shared, item, place, stage, sums);
+        multiply_narrowest_mma_sync<kN + 8>(shared, item, place, stage, sums);
         return;
       }
     }
@@ -250,9 +250,9 @@ struct Multiplier : GemmTypes<Weights, kTile> {
       fence_sums(sums[b]);
     }
     bool is_done = false;
-    if constexpr (kMostNarrow > 0) {
-      if (item.num_tokens <= kMostNarrow && !p.batch_invariant) {
-        multiply_few(shared, item, place, stage, sums);
+    if constexpr (kMmaSyncColumns > 0) {
+      if (item.num_tokens <= kMmaSyncColumns && !p.batch_invariant) {
+        multiply_narrowest_mma_sync(shared, item, place, stage, sums);
         is_done = true;
       }
     }
