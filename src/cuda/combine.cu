@@ -11,7 +11,9 @@ constexpr int kThreads = 64;
 struct CombineParams {
   void* output;
   const void* rows;
-  const std::int32_t* slot_to_permuted;
+  const std::int32_t* slot_to_permuted;  // or null
+  const std::int32_t* topk_ids;
+  core::LocalExperts local_experts;
   const float* topk_weights;
   std::int64_t split_pitch;
   std::int64_t hidden;
@@ -30,20 +32,31 @@ __global__ void __launch_bounds__(kThreads, 12) combine_kernel(const CombinePara
   const std::int64_t token = blockIdx.x;
   const std::int64_t column =
       (static_cast<std::int64_t>(blockIdx.y) * kThreads + threadIdx.x) * kColumns;
+  std::int32_t row[kBatch];
+  float weight[kBatch];
+  const auto read_slots = [&](int first) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const std::int64_t slot = token * p.topk + first + j;
+      const bool is_slot = first + j < p.topk;
+      row[j] = -1;
+      if (is_slot && p.slot_to_permuted) {
+        row[j] = p.slot_to_permuted[slot];
+      } else if (is_slot && p.local_experts(p.topk_ids[slot]) >= 0) {
+        row[j] = static_cast<std::int32_t>(slot);
+      }
+      weight[j] = is_slot && p.topk_weights ? p.topk_weights[slot] : 1.0f;
+    }
+  };
+  // Ids and weights are older than the routing data, which nothing overlaps.
+  if (!p.slot_to_permuted) read_slots(0);
   cudaGridDependencySynchronize();
   if (column >= p.hidden) return;
   const auto* rows = static_cast<const Row*>(p.rows) + column;
   float sums[kColumns] = {};
 #pragma unroll 1
   for (int first = 0; first < p.topk; first += kBatch) {
-    std::int32_t row[kBatch];
-    float weight[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const std::int64_t slot = token * p.topk + first + j;
-      row[j] = first + j < p.topk ? p.slot_to_permuted[slot] : -1;
-      weight[j] = first + j < p.topk && p.topk_weights ? p.topk_weights[slot] : 1.0f;
-    }
+    if (first > 0 || p.slot_to_permuted) read_slots(first);
     float values[kBatch][kColumns] = {};
 #pragma unroll 1
     for (int s = 0; s < p.splits; ++s) {
@@ -81,7 +94,10 @@ void combine(const Combine& args, const Stream& stream) {
   CombineParams p{};
   p.output = args.output.data();
   p.rows = args.rows;
-  p.slot_to_permuted = args.slot_to_permuted.as<const std::int32_t>();
+  p.slot_to_permuted =
+      args.slot_to_permuted ? args.slot_to_permuted.as<const std::int32_t>() : nullptr;
+  p.topk_ids = args.topk_ids ? args.topk_ids.as<const std::int32_t>() : nullptr;
+  p.local_experts = args.local_experts;
   p.topk_weights = args.topk_weights;
   p.split_pitch = args.split_pitch;
   p.hidden = args.output.size(1);

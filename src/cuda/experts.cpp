@@ -40,7 +40,8 @@ std::string_view suffix(Variant variant) {
   return "";
 }
 
-constexpr std::int64_t kMaxTopk = 64;   // of the router's kernels
+constexpr std::int64_t kMaxTopk = 64;                              // of the router's kernels
+constexpr std::int64_t kFewWeightBytes = std::int64_t{256} << 20;  // a few times the L2
 constexpr std::int64_t kPitchUnit = 8;  // elements: rows of activations start at 16 bytes
 
 std::string_view name(WeightFormat format) {
@@ -326,6 +327,11 @@ GroupedGemm Sm90Experts::make_problem(const ExpertsArgs& args, const Scratch& sc
   second.width = static_cast<int>(info.hidden);
   second.splits = plan.splits;
   second.out_f32 = plan.rows_f32;
+
+  const std::int64_t most_hit = std::min(scratch.rows, info.num_experts);
+  gemm.weights_evict_first =
+      is_decoded(format_) ||
+      most_hit * (first.expert_bytes + second.expert_bytes) <= kFewWeightBytes;
   return gemm;
 }
 
@@ -411,6 +417,7 @@ void Sm90Experts::apply(const ExpertsArgs& args) const {
     gemm.topk_ids = args.topk_ids.as<const std::int32_t>();
     gemm.num_slots = static_cast<int>(slots);
     gemm.local_experts = core::LocalExperts(args.expert_map, problem.num_local_experts);
+    if (plan.rows_f32) gemm.phases[1].out_rows = routing.permuted_to_slot.as<const std::int32_t>();
   }
   gemm.overlap_previous = true;
   if (variant_ == Variant::kUnfused) {
@@ -426,7 +433,9 @@ void Sm90Experts::apply(const ExpertsArgs& args) const {
   end.rows_f32 = plan.rows_f32;
   end.splits = plan.splits;
   end.split_pitch = scratch.rows * problem.hidden;
-  end.slot_to_permuted = routing.slot_to_permuted;
+  if (!gemm.phases[1].out_rows) end.slot_to_permuted = routing.slot_to_permuted;
+  end.topk_ids = args.topk_ids;
+  end.local_experts = core::LocalExperts(args.expert_map, problem.num_local_experts);
   end.topk_weights = args.router_weight_on_input ? nullptr : args.topk_weights.as<const float>();
   end.topk = problem.topk;
   combine(end, args.stream);

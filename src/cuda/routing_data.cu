@@ -14,7 +14,7 @@ namespace {
 
 struct RoutingDataParams {
   const std::int32_t* topk_ids;
-  std::int64_t slots;
+  int slots;
   core::LocalExperts local_experts;
   std::int32_t* expert_num_tokens;
   std::int32_t* expert_offsets;
@@ -60,8 +60,8 @@ __device__ void copy_rows(const RoutingDataParams& p, std::int64_t begin, unsign
 }
 
 /// Bit i of the result: whether slot `first` + i is of `expert`. One warp.
-__device__ unsigned slots_of(const RoutingDataParams& p, std::int64_t first, int expert) {
-  const std::int64_t slot = first + threadIdx.x % 32;
+__device__ unsigned slots_of(const RoutingDataParams& p, int first, int expert) {
+  const int slot = first + static_cast<int>(threadIdx.x % 32);
   return __ballot_sync(~0u, slot < p.slots && p.local_experts(p.topk_ids[slot]) == expert);
 }
 
@@ -70,11 +70,10 @@ __device__ void place_rows(const RoutingDataParams& p, int expert, int next, int
   __shared__ int warp_rows[kMaxThreads / 32];
   constexpr int kMaxWords = 32;  // of 32 slots each: a lane keeps one
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
-  const std::int64_t wanted = (p.slots + blockDim.x - 1) / blockDim.x;
-  const int words = static_cast<int>(min(wanted, static_cast<std::int64_t>(kMaxWords)));
-  for (std::int64_t first = 0; first < p.slots && next < end;
-       first += static_cast<std::int64_t>(words) * blockDim.x) {
-    const std::int64_t warp_first = first + static_cast<std::int64_t>(warp) * words * 32;
+  const int threads = static_cast<int>(blockDim.x);
+  const int words = min((p.slots + threads - 1) / threads, kMaxWords);
+  for (int first = 0; first < p.slots && next < end; first += words * threads) {
+    const int warp_first = first + warp * words * 32;
     unsigned word = 0;
 #pragma unroll 8
     for (int i = 0; i < words; ++i) {
@@ -96,7 +95,7 @@ __device__ void place_rows(const RoutingDataParams& p, int expert, int next, int
       const unsigned slots = __shfl_sync(~0u, word, i);
       const int row = __shfl_sync(~0u, word_row, i) + __popc(slots & ((1u << lane) - 1));
       if (slots >> lane & 1) {
-        const auto slot = static_cast<std::int32_t>(warp_first + i * 32 + lane);
+        const int slot = warp_first + i * 32 + lane;
         p.permuted_to_slot[row] = slot;
         p.slot_to_permuted[slot] = row;
       }
@@ -107,26 +106,23 @@ __device__ void place_rows(const RoutingDataParams& p, int expert, int next, int
 }
 
 __global__ void routing_data_kernel(const RoutingDataParams p) {
-  const int expert = blockIdx.x, num_experts = gridDim.x;
+  const int expert = static_cast<int>(blockIdx.x), num_experts = static_cast<int>(gridDim.x);
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int first = expert * threads + thread, step = num_experts * threads;  // of the grid
   cudaTriggerProgrammaticLaunchCompletion();
-  for (std::int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < p.extras.num_zeroed;
-       i += static_cast<std::int64_t>(gridDim.x) * blockDim.x) {
-    p.extras.zeroed[i] = 0;
-  }
+  for (std::int64_t i = first; i < p.extras.num_zeroed; i += step) p.extras.zeroed[i] = 0;
 
   if (p.copy) {  // the rows' way from memory, while ids are read
     const std::int64_t bytes = p.slots / p.topk * p.extras.row_bytes;
-    const auto thread = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    constexpr int kLine = 128;
-    for (std::int64_t at = thread * kLine; at < bytes;
-         at += static_cast<std::int64_t>(gridDim.x) * blockDim.x * kLine) {
+    constexpr std::int64_t kLine = 128;
+    for (std::int64_t at = first * kLine; at < bytes; at += step * kLine) {
       prefetch_l2(static_cast<const char*>(p.extras.rows) + at);
     }
   }
 
   int2 count{};  // rows of this expert, and of those before
 #pragma unroll 8
-  for (std::int64_t slot = threadIdx.x; slot < p.slots; slot += blockDim.x) {
+  for (int slot = thread; slot < p.slots; slot += threads) {
     const int local = p.local_experts(p.topk_ids[slot]);
     count.x += local == expert;
     count.y += local >= 0 && local < expert;
@@ -141,7 +137,7 @@ __global__ void routing_data_kernel(const RoutingDataParams p) {
     if (expert == num_experts - 1) p.expert_offsets[num_experts] = before + mine;
   }
   if (expert == num_experts - 1) {
-    for (std::int64_t row = before + mine + threadIdx.x; row < p.slots; row += blockDim.x) {
+    for (int row = before + mine + thread; row < p.slots; row += threads) {
       p.permuted_to_slot[row] = -1;
     }
   }
@@ -185,7 +181,7 @@ RoutingData build_routing_data(const TensorView& topk_ids, const TensorView& exp
   const std::int64_t slots = topk_ids.numel();
   RoutingDataParams p{};
   p.topk_ids = topk_ids.as<const std::int32_t>();
-  p.slots = slots;
+  p.slots = static_cast<int>(slots);
   p.local_experts = core::LocalExperts(expert_map, num_local_experts);
   p.expert_num_tokens = static_cast<std::int32_t*>(memory);
   p.expert_offsets = p.expert_num_tokens + num_local_experts;

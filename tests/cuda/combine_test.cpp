@@ -31,6 +31,7 @@ struct CombineCase {
   bool weights = true;
   bool missing = false;  // every third slot has no row
   DType dtype = DType::kBF16;
+  bool by_slot = false;  // rows in the order of the slots, which ids tell of
 };
 void PrintTo(const CombineCase& spec, std::ostream* stream) {
   *stream << spec.name;
@@ -58,6 +59,10 @@ std::vector<CombineCase> combine_cases() {
                         (rows_f32 ? "_from_f32" : "") + "_splits" + std::to_string(splits) +
                         (weights ? "" : "_unweighted") + (missing ? "_missing" : "");
             cases.push_back(spec);
+            if (!rows_f32) continue;
+            spec.by_slot = true;
+            spec.name += "_by_slot";
+            cases.push_back(spec);
           }
         }
       }
@@ -84,7 +89,7 @@ struct CombineProblem {
     weights = Tensor::empty({spec.num_tokens, spec.topk}, DType::kF32);
     auto* map = slot_to_permuted.as<std::int32_t>();
     for (std::int64_t slot = 0; slot < rows; ++slot) map[slot] = static_cast<std::int32_t>(slot);
-    for (std::int64_t slot = rows - 1; slot > 0; --slot) {
+    for (std::int64_t slot = spec.by_slot ? 0 : rows - 1; slot > 0; --slot) {
       std::swap(map[slot], map[random.below(slot + 1)]);
     }
     for (std::int64_t slot = 0; slot < rows; ++slot) {
@@ -146,7 +151,21 @@ TEST_P(CudaCombine, EqualsAPlainLoop) {
   args.rows_f32 = spec.rows_f32;
   args.splits = spec.splits;
   args.split_pitch = problem.split_pitch;
-  args.slot_to_permuted = map;
+  constexpr std::int32_t kExperts = 7;
+  Tensor ids = Tensor::empty({spec.num_tokens, spec.topk}, DType::kI32);
+  for (std::int64_t slot = 0; slot < problem.rows; ++slot) {
+    const bool has_row = problem.slot_to_permuted.as<const std::int32_t>()[slot] >= 0;
+    ids.as<std::int32_t>()[slot] = has_row    ? static_cast<std::int32_t>(slot % kExperts)
+                                   : slot % 2 ? -1
+                                              : kExperts;
+  }
+  const Tensor gpu_ids = to_gpu(ids);
+  if (spec.by_slot) {
+    args.topk_ids = gpu_ids;
+    args.local_experts = core::LocalExperts(TensorView(), kExperts);
+  } else {
+    args.slot_to_permuted = map;
+  }
   args.topk_weights = spec.weights ? weights.as<const float>() : nullptr;
   args.topk = spec.topk;
   const OwnedStream stream(kGpu);

@@ -62,9 +62,9 @@ TEST_P(GemmScheduleTest, EveryTileOnceInAnOrderThatSharesWeights) {
       for (int p = 0; p < num_phases; ++p) {
         seen[p].resize(static_cast<std::size_t>(prefix.back()) * shapes[p].items_per_token_tile());
       }
-      const auto items = static_cast<std::int64_t>(seen[0].size() + seen[1].size());
+      const auto items = static_cast<int>(seen[0].size() + seen[1].size());
       int phase = 0, expert = 0;
-      for (std::int64_t item = 0; item < items; ++item) {
+      for (int item = 0; item < items; ++item) {
         const TileIndex index = find_tile(item, shapes, num_phases, prefix.data(), num_experts);
         ASSERT_GE(index.phase, phase) << "back to GEMM 1";
         if (index.phase > phase) expert = 0;
@@ -86,7 +86,7 @@ TEST_P(GemmScheduleTest, EveryTileOnceInAnOrderThatSharesWeights) {
       for (const auto& counts : seen) {
         EXPECT_TRUE(std::all_of(counts.begin(), counts.end(), [](int n) { return n == 1; }));
       }
-      for (const std::int64_t behind : {0, 1, 1000000}) {
+      for (const int behind : {0, 1, 1000000}) {
         EXPECT_EQ(find_tile(items + behind, shapes, num_phases, prefix.data(), num_experts).phase,
                   -1);
       }
@@ -130,11 +130,10 @@ TEST(GemmScheduleTest, SplitsCoverKInOrder) {
 TEST(GemmScheduleTest, LargestProblem) {
   // 300,000 tokens x 8 slots in tiles of 16, all on one expert; 1024 row tiles, then 112 in 4
   // splits.
-  const std::int64_t tiles = 300000 * 8 / 16;
-  const std::vector<std::int32_t> prefix{0, 0, static_cast<std::int32_t>(tiles),
-                                         static_cast<std::int32_t>(tiles)};
+  constexpr int tiles = 300000 * 8 / 16;
+  const std::vector<std::int32_t> prefix{0, 0, tiles, tiles};
   const PhaseShape shapes[2] = {{1024, 1}, {112, 4}};
-  const std::int64_t first = tiles * 1024, second = tiles * 112 * 4;
+  constexpr int first = tiles * 1024, second = tiles * 112 * 4;
   const TileIndex last = find_tile(first - 1, shapes, 2, prefix.data(), 3);
   EXPECT_EQ(last.phase, 0);
   EXPECT_EQ(last.expert, 1);

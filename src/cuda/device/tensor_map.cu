@@ -1,5 +1,6 @@
 #include "cuda/device/tensor_map.h"
 
+#include <algorithm>
 #include <string>
 
 #include "cuda/device/check.h"
@@ -23,18 +24,22 @@ Encode find_encode() {
 
 }  // namespace
 
-CUtensorMap make_tensor_map(const MappedRows& rows, int box_rows) {
+CUtensorMap make_tensor_map(const MappedRows& rows, int box_rows, int box_k_blocks) {
   static const Encode encode = find_encode();
-  const cuuint64_t extents[2] = {static_cast<cuuint64_t>(rows.columns),
-                                 static_cast<cuuint64_t>(rows.rows)};
-  const cuuint64_t pitch[1] = {static_cast<cuuint64_t>(rows.pitch) * 2};
-  const cuuint32_t box[2] = {64, static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[2] = {1, 1};
+  constexpr cuuint64_t kColumns = 64;
+  const auto columns = static_cast<cuuint64_t>(rows.columns);
+  const bool is_deep = box_k_blocks > 1;
+  const cuuint64_t extents[3] = {is_deep ? kColumns : columns, static_cast<cuuint64_t>(rows.rows),
+                                 std::max<cuuint64_t>(1, columns / kColumns)};
+  const cuuint64_t pitches[2] = {static_cast<cuuint64_t>(rows.pitch) * 2, kColumns * 2};
+  const cuuint32_t box[3] = {kColumns, static_cast<cuuint32_t>(box_rows),
+                             static_cast<cuuint32_t>(box_k_blocks)};
+  const cuuint32_t steps[3] = {1, 1, 1};
   CUtensorMap map;
-  const CUresult result =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(rows.data), extents,
-             pitch, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, is_deep ? 3 : 2, const_cast<void*>(rows.data),
+      extents, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw Error("cuTensorMapEncodeTiled", "error " + std::to_string(result), "successful");
   }

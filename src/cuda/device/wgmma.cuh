@@ -48,8 +48,10 @@ FUSEDMOE_WGMMA_ATOM(128)
 FUSEDMOE_WGMMA_ATOM(144)
 #undef FUSEDMOE_WGMMA_ATOM
 
-/// Descriptor of a K-major operand in the 128-byte swizzle: rows of 128 bytes, 8 rows to 1 KiB.
-/// Only its low half varies; arithmetic on that alone is half the instructions.
+/// Descriptor of a K-major operand in the 128-byte swizzle: rows of 128 bytes, 8 rows to 1 KiB, and
+/// kPitch bytes to the next 8. Only its low half varies; arithmetic on that alone is half the
+/// instructions.
+template <int kPitch = 1024>
 class Descriptor {
  public:
   __device__ explicit Descriptor(std::uint32_t shared_address)
@@ -62,7 +64,7 @@ class Descriptor {
  private:
   static constexpr std::uint32_t kLeadingOffset = 1 << 16;  // unused with a swizzle, but 1
   static constexpr std::uint32_t kHigh =
-      (1024 >> 4) | static_cast<std::uint32_t>(cute::SM90::GMMA::LayoutType::B128) << 30;
+      (kPitch >> 4) | static_cast<std::uint32_t>(cute::SM90::GMMA::LayoutType::B128) << 30;
   std::uint32_t low_;
 };
 

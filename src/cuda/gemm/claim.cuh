@@ -22,55 +22,59 @@ struct Claims : GemmTypes<Weights, kTile> {
     return shared.tile_prefix + kMaxExperts / 2 + 1;
   }
 
-  /// prefix[1 ... count] = sums up to there of what was in them; one warp.
-  __device__ static void sum_up(std::int32_t* prefix, int count) {
-    const int lane = threadIdx.x % 32;
-    int sum = 0;
-    for (int first = 0; first < count; first += 32) {
-      const int i = first + lane;
-      int inclusive = i < count ? prefix[i + 1] : 0;
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(~0u, inclusive, distance);
-        if (lane >= distance) inclusive += other;
-      }
-      if (i < count) prefix[i + 1] = sum + inclusive;
-      sum += __shfl_sync(~0u, inclusive, 31);
-    }
-    if (lane == 0) prefix[0] = 0;
-  }
-
   /// Rows of an expert; in the batched format the caller's word for it, within the capacity.
   __device__ static int read_rows(const GroupedGemm& p, int expert) {
     const int rows = p.expert_num_tokens[expert];
     return p.expert_offsets ? rows : max(0, min(rows, static_cast<int>(p.capacity)));
   }
 
-  /// tile_prefix from the rows of each expert, and row_prefix where this block counts them; all
-  /// threads.
-  __device__ static void count_tiles(Shared& shared, const GroupedGemm& p) {
-    std::int32_t* tiles = shared.tile_prefix;
-    std::int32_t* rows = row_prefix(shared);
+  /// The local expert of this thread's slot where blocks count by themselves, else -1. To be asked
+  /// for first: it comes from memory.
+  __device__ static int read_expert(const GroupedGemm& p) {
     const int thread = threadIdx.x;
-    if (p.topk_ids) {
-      for (int e = thread; e < p.num_experts; e += Config::kThreads) rows[e + 1] = 0;
-      __syncthreads();
-      if (thread < p.num_slots) {
-        const int expert = p.local_experts(p.topk_ids[thread]);
-        if (expert >= 0) atomicAdd(&rows[expert + 1], 1);
-      }
-      __syncthreads();
-    }
+    return p.topk_ids && thread < p.num_slots ? p.local_experts(p.topk_ids[thread]) : -1;
+  }
+
+  /// tile_prefix, and row_prefix where this block counts by itself; all threads.
+  __device__ static void count_tiles(Shared& shared, const GroupedGemm& p, int expert) {
+    std::int32_t* tiles = shared.tile_prefix;  // until the sums, [e + 1] are the rows of e
+    const int thread = threadIdx.x;
     for (int e = thread; e < p.num_experts; e += Config::kThreads) {
-      const int count = p.topk_ids ? rows[e + 1] : read_rows(p, e);
-      tiles[e + 1] = num_token_tiles(count, kTile.max_tokens);
+      tiles[e + 1] = p.topk_ids ? 0 : read_rows(p, e);
     }
     __syncthreads();
-    if (thread < 32) {
-      sum_up(tiles, p.num_experts);
-    } else if (thread < 64 && p.topk_ids) {
-      sum_up(rows, p.num_experts);
+    if (p.topk_ids) {
+      if (expert >= 0) atomicAdd(&tiles[expert + 1], 1);
+      __syncthreads();
     }
+    if (thread < 32) sum_up(tiles, p.topk_ids ? row_prefix(shared) : nullptr, p.num_experts);
     __syncthreads();
+  }
+
+  /// tiles[e + 1], so far the rows of e -> token tiles of the experts up to e; `rows`, if there,
+  /// the same sums of rows. One warp.
+  __device__ static void sum_up(std::int32_t* tiles, std::int32_t* rows, int num_experts) {
+    const int lane = threadIdx.x;
+    int2 sum{};
+    for (int first = 0; first < num_experts; first += 32) {
+      const int e = first + lane;
+      const int count = e < num_experts ? tiles[e + 1] : 0;
+      int2 inclusive{num_token_tiles(count, kTile.max_tokens), count};
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int x = __shfl_up_sync(~0u, inclusive.x, distance);
+        const int y = __shfl_up_sync(~0u, inclusive.y, distance);
+        if (lane >= distance) inclusive = {inclusive.x + x, inclusive.y + y};
+      }
+      if (e < num_experts) {
+        tiles[e + 1] = sum.x + inclusive.x;
+        if (rows) rows[e + 1] = sum.y + inclusive.y;
+      }
+      sum = {sum.x + __shfl_sync(~0u, inclusive.x, 31), sum.y + __shfl_sync(~0u, inclusive.y, 31)};
+    }
+    if (lane == 0) {
+      tiles[0] = 0;
+      if (rows) rows[0] = 0;
+    }
   }
 
   __device__ static Item make_item(Shared& shared, const GroupedGemm& p, int number, int rank) {

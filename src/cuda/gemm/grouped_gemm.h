@@ -38,7 +38,7 @@ std::string to_string(const TileConfig& config);
 
 /// Configurations that are compiled, from few tokens to many.
 inline constexpr TileConfig kTileConfigs[] = {
-    {16, 1, 4, 1, 1},  {32, 2, 2, 1, 1},  {64, 4, 1, 1, 1},  {96, 4, 1, 1, 1},
+    {16, 1, 4, 1, 1},  {32, 4, 1, 1, 1},  {64, 4, 1, 1, 1},  {96, 4, 1, 1, 1},
     {144, 2, 1, 2, 1}, {144, 2, 1, 2, 2}, {288, 2, 1, 1, 2},
 };
 std::span<const TileConfig> tile_configs();
@@ -67,6 +67,7 @@ struct GemmPhase {
   int width = 0;                  ///< columns of each row; written are up to a multiple of 8
   int splits = 1;                 ///< K is cut into so many parts; the reader adds them
   bool out_f32 = false;           ///< else as `x`; with Epilogue::kStore
+  const std::int32_t* out_rows = nullptr;  ///< with out_f32: rows of `out`; null: the same order
   Epilogue epilogue = Epilogue::kStore;
 };
 
@@ -88,6 +89,9 @@ struct GroupedGemm {
   ResolvedActivation activation{};
   /// Sums of a row in one order, whatever else is in its tile.
   bool batch_invariant = false;
+  /// Weights that only one tile of tokens reads need not stay in the L2. Good where all of them
+  /// are few times its size (what they would push out is written back first), else 2 % worse.
+  bool weights_evict_first = false;
   /// The operation of the stream before is a kernel that may still run when this one starts. Copies
   /// and whatever a caller enqueues must not: a kernel that starts early waits for kernels only.
   bool overlap_previous = false;

@@ -41,14 +41,74 @@ __device__ __forceinline__ void multiply_tiles(typename GemmTypes<Weights, kTile
     wait(&shared.item_full[slot], count / kSlots % 2);
     const Item& item = shared.items[slot];  // read where needed: registers are scarce
     if (item.phase < 0) return;
-    Stores::prefetch_scale_and_bias(p.phases[item.phase], item, place);
+    if constexpr (!Types::Config::kHasFinisher) {
+      Stores::prefetch_scale_and_bias(p.phases[item.phase], item, place);
+    }
     typename Types::Sums sums;
     Multiply::multiply_tile(shared, p, item, place, stage, sums);
-    if (p.topk_ids) cudaGridDependencySynchronize();
-    Stores::store_tile(shared, p, item, place, sums);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) Barrier::arrive(&shared.item_free[slot]);
+    if constexpr (Types::Config::kHasFinisher) {
+      Stores::hand_over(shared, item, place, sums, count % 2 ^ 1);
+    } else {
+      if (p.topk_ids) cudaGridDependencySynchronize();
+      Stores::store_tile(shared, p, item, place, sums);
+      if (place.thread() == 0) Barrier::arrive(&shared.item_stored[slot]);
+    }
   }
+}
+
+/// The finishing warpgroup of tiles that have one.
+template <typename Weights, TileConfig kTile>
+__device__ __forceinline__ void finish_tiles(typename GemmTypes<Weights, kTile>::Shared& shared,
+                                             const GroupedGemm& p) {
+  constexpr unsigned kSlots = GemmTypes<Weights, kTile>::Config::kItemSlots;
+  for (unsigned count = 0;; ++count) {
+    const unsigned slot = count % kSlots;
+    wait(&shared.item_full[slot], count / kSlots % 2);
+    const Item& item = shared.items[slot];
+    if (item.phase < 0) return;
+    Store<Weights, kTile>::finish_tile(shared, p, item, count % 2);
+    if (threadIdx.x % 128 == 0) Barrier::arrive(&shared.item_stored[slot]);
+  }
+}
+
+/// By a thread of each of some warps, as each barrier takes a while.
+template <typename Weights, TileConfig kTile>
+__device__ __forceinline__ void init_barriers(typename GemmTypes<Weights, kTile>::Shared& shared) {
+  using Config = typename GemmTypes<Weights, kTile>::Config;
+  if (threadIdx.x % 32 != 0) return;
+  const auto init = [](auto& barriers, int arrivals) {
+    for (std::uint64_t& barrier : barriers) Barrier::init(&barrier, arrivals);
+  };
+  switch (threadIdx.x / 32) {
+    case 1:
+      init(shared.stage_full, 2);  // weights and rows
+      break;
+    case 2:
+      init(shared.stage_free, Config::kMultiplyWarps * kTile.cluster);
+      break;
+    case 3:
+      init(shared.item_full, 1);
+      break;
+    case 4:
+      init(shared.item_stored, Config::kStorers);
+      break;
+    case 5:
+      init(shared.item_free, 2);  // rows loaded, sums stored
+      break;
+    case 6:
+      Barrier::init(&shared.parts_full, Config::kMultiplyWarps);
+      Barrier::init(&shared.parts_free, 1);
+      break;
+    case 7:
+      if constexpr (kTile.cluster > 1) {
+        init(shared.number_full, 1);
+        init(shared.number_free, kTile.cluster - 1);
+      }
+      break;
+    default:
+      return;
+  }
+  cutlass::arch::fence_barrier_init();
 }
 
 /// kTile by its number: nvcc cannot name kernels with class-type template arguments.
@@ -64,23 +124,15 @@ __global__ __launch_bounds__((GemmConfig<Weights, kTileConfigs[kConfig]>::kThrea
   auto& shared = *reinterpret_cast<typename Load::Shared*>(memory);
   const int rank = kTile.cluster > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
 
+  const int expert = Load::read_expert(problem);
+  init_barriers<Weights, kTile>(shared);
   if (threadIdx.x == 0) {
-    for (int s = 0; s < Config::kStages; ++s) {
-      Barrier::init(&shared.stage_full[s], 2);  // weights and rows
-      Barrier::init(&shared.stage_free[s], Config::kMultiplyWarps * kTile.cluster);
-    }
-    for (int s = 0; s < Config::kItemSlots; ++s) {
-      Barrier::init(&shared.item_full[s], 1);
-      Barrier::init(&shared.item_free[s], 1 + Config::kMultiplyWarps);
-      Barrier::init(&shared.number_full[s], 1);
-      Barrier::init(&shared.number_free[s], kTile.cluster > 1 ? kTile.cluster - 1 : 1);
-    }
-    cutlass::arch::fence_barrier_init();
+    for (int i = 0; i < problem.num_phases; ++i) cute::prefetch_tma_descriptor(maps.boxes[i]);
   }
   // What the kernels before the one that makes the routing data wrote is there: that waited for it.
   if (!problem.topk_ids) cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
-  Load::count_tiles(shared, problem);
+  Load::count_tiles(shared, problem, expert);
   if constexpr (kTile.cluster > 1) cute::cluster_sync();
 
   if (threadIdx.x < 128) {
@@ -90,10 +142,17 @@ __global__ __launch_bounds__((GemmConfig<Weights, kTileConfigs[kConfig]>::kThrea
       Load::load_weights(shared, problem, rank);
     } else if (warp == 1 && cute::elect_one_sync()) {
       Load::load_tokens(shared, problem, maps, rank);
+    } else if (warp == 2 && cute::elect_one_sync()) {
+      Load::release_tiles(shared, problem);
     }
-  } else {
+  } else if (!Config::kHasFinisher || threadIdx.x < Config::kThreads - 128) {
     cutlass::arch::warpgroup_reg_alloc<Config::kMultiplyRegisters>();
     multiply_tiles<Weights, kTile>(shared, problem);
+  } else {
+    if constexpr (Config::kHasFinisher) {
+      cutlass::arch::warpgroup_reg_alloc<Config::kFinishRegisters>();
+      finish_tiles<Weights, kTile>(shared, problem);
+    }
   }
   if constexpr (kTile.cluster > 1) {  // others may still arrive at this block's barriers
     __syncwarp();

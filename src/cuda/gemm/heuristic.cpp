@@ -61,8 +61,9 @@ bool valid(const GemmShape& shape, const GemmPlan& plan) {
          std::find(std::begin(kSplits), std::end(kSplits), plan.splits) != std::end(kSplits) &&
          // A split has a block of K.
          plan.splits <= std::max<std::int64_t>(1, ceil_div(shape.intermediate, kRecordK)) &&
-         // One order of the sums for all sizes.
-         (!shape.batch_invariant || plan.tile.k_groups == 1) &&
+         // One order of the sums for all sizes, and one instruction.
+         (!shape.batch_invariant ||
+          (plan.tile.k_groups == 1 && (!is_decoded(shape.format) || plan.tile.max_tokens > 32))) &&
          // Rows that are an output, or that hooks see, are bf16.
          (!plan.rows_f32 || shape.num_tokens <= max_tokens_f32(shape)) &&
          (plan.rows_f32 || plan.splits == 1);
@@ -83,9 +84,21 @@ PlanList valid_plans(const GemmShape& shape) {
 GemmPlan choose_plan(const GemmShape& shape) {
   // Counts of a random routing spread by about the square root of their mean.
   const double mean = rows_per_hit_expert(shape);
-  // Decoding costs the same whatever a tile's rows, and copies of wide tiles are fewer.
-  const double least = shape.format == WeightFormat::kMXFP4 ? 64 : 0;
-  const double rows = std::max(least, mean + std::sqrt(mean));
+  const auto slots = static_cast<double>(shape.num_tokens * shape.topk);
+  const double hit_experts =
+      shape.batched ? static_cast<double>(shape.num_local_experts) : slots / mean;
+  constexpr double kMultiprocessors = 132;
+  const auto tiles_of = [&](std::int64_t width, const TileConfig& tile) {
+    return hit_experts * static_cast<double>(ceil_div(width, tile.tile_row_blocks() * kRecordRows));
+  };
+  // Rows that tiles should have room for. Decoding costs the same whatever a tile's rows, and wide
+  // tiles share what a stage costs; only where those of GEMM 1 leave multiprocessors without work
+  // small ones are better.
+  double rows = mean + std::sqrt(mean);
+  constexpr TileConfig kWide = kTileConfigs[1];
+  if (is_decoded(shape.format) && tiles_of(2 * shape.intermediate, kWide) > kMultiprocessors) {
+    rows = std::max<double>(rows, kWide.max_tokens);
+  }
   GemmPlan chosen;
   for (const GemmPlan& plan : valid_plans(shape)) {
     if (plan.splits != 1) continue;
@@ -93,14 +106,11 @@ GemmPlan choose_plan(const GemmShape& shape) {
     if (static_cast<double>(plan.tile.max_tokens) >= rows) break;
   }
   // Few tiles of GEMM 2, bound by their weights, all run at once and end late.
-  constexpr double kMultiprocessors = 132;
   constexpr int kFewRows = 64;
-  const double hit_experts = static_cast<double>(shape.num_tokens * shape.topk) / mean;
-  const auto row_tiles = ceil_div(shape.hidden, chosen.tile.tile_row_blocks() * kRecordRows);
   GemmPlan split = chosen;
   split.splits = 2;
   const bool few = chosen.tile.max_tokens <= kFewRows &&
-                   hit_experts * static_cast<double>(row_tiles) < kMultiprocessors;
+                   tiles_of(shape.hidden, chosen.tile) < 1.5 * kMultiprocessors;
   return few && valid(shape, split) ? split : chosen;
 }
 

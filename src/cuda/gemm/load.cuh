@@ -4,17 +4,19 @@
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "cuda/device/bulk_copy.cuh"
 #include "cuda/device/tensor_map.h"
 #include "cuda/gemm/claim.cuh"
 
 namespace fusedmoe::cuda {
 
-/// Rows of one tensor copy: many where a tile has them, else few.
-inline constexpr int kFewRows = 8, kManyRows = 64;
-
-/// Of the rows of both GEMMs.
+/// Tensor maps of the rows of both GEMMs, by the rows of a box: 64, 32, 16, 8 of a K block. A copy
+/// costs much the same whatever it brings. With Config::kWideCopies only the last, and first the
+/// one of 8 rows of a whole stage.
+inline constexpr int kRowBoxes = 4;
 struct RowMaps {
-  CUtensorMap few[2], many[2];
+  CUtensorMap boxes[2][kRowBoxes];
+  static constexpr int rows(int box) { return kMostRows >> box; }
 };
 
 template <typename Weights, TileConfig kTile>
@@ -31,9 +33,7 @@ struct Loaders : Claims<Weights, kTile> {
   using typename Base::StageState;
 
   /// Brings the first records of an item to the L2, for the block that will claim it.
-  __device__ static void prefetch_weights(Shared& shared, const GroupedGemm& p, int number,
-                                          int rank) {
-    const Item item = make_item(shared, p, number, rank);
+  __device__ static void prefetch_weights(const GroupedGemm& p, const Item& item) {
     if (item.phase < 0) return;
     const GemmPhase& phase = p.phases[item.phase];
     const int bytes =
@@ -42,10 +42,10 @@ struct Loaders : Claims<Weights, kTile> {
     for (int b = 0; b < kTile.tile_row_blocks(); ++b) {
       const std::int64_t row_block = item.row_block + b;
       if (row_block >= phase.row_blocks) break;
-      cute::SM90_BULK_COPY_G2S::PREFETCH::copy(
-          static_cast<const std::uint8_t*>(phase.weights) + item.expert * phase.expert_bytes +
-              (row_block * phase.k_blocks + item.k_begin) * Config::kRecordBytes,
-          bytes);
+      bulk_prefetch_l2(static_cast<const std::uint8_t*>(phase.weights) +
+                           item.expert * phase.expert_bytes +
+                           (row_block * phase.k_blocks + item.k_begin) * Config::kRecordBytes,
+                       bytes);
     }
   }
 
@@ -53,23 +53,28 @@ struct Loaders : Claims<Weights, kTile> {
   __device__ static void load_weights(Shared& shared, const GroupedGemm& p, int rank) {
     StageState stage;
     ItemState slot;
-    if (p.topk_ids) {
-      // Measured: half a microsecond less for weights as they are, six more for MXFP4.
-      if constexpr (!is_decoded(Weights::kFormat)) {
-        prefetch_weights(shared, p, static_cast<int>(blockIdx.x) / kTile.cluster, rank);
-      }
-      cudaGridDependencySynchronize();  // for the counters
-    }
-    int claimed = rank == 0 ? atomicAdd(p.counters, 1) : 0;
+    const auto claim = [&] { return rank == 0 ? atomicAdd(p.counters, 1) : 0; };
+    bool is_guess = p.topk_ids != nullptr;
+    int claimed = is_guess ? static_cast<int>(blockIdx.x) / kTile.cluster : claim();
     while (true) {
-      const int number = share_number(shared, slot, rank, claimed);
-      wait(&shared.item_free[slot.index], slot.phase ^ 1);
+      int number = claimed;
+      if (!is_guess) {
+        number = share_number(shared, slot, rank, claimed);
+        wait(&shared.item_free[slot.index], slot.phase ^ 1);
+      }
       const Item item = make_item(shared, p, number, rank);
+      if (is_guess) {
+        prefetch_weights(p, item);
+        cudaGridDependencySynchronize();  // for the counters
+        claimed = claim();
+        is_guess = false;
+        continue;
+      }
       shared.items[slot.index] = item;
       Barrier::arrive(&shared.item_full[slot.index]);
       slot.advance();
       if (item.phase < 0) return;
-      if (rank == 0) claimed = atomicAdd(p.counters, 1);  // its latency hides behind the stream
+      claimed = claim();  // its latency hides behind the stream
 
       const GemmPhase& phase = p.phases[item.phase];
       const int row_blocks =
@@ -79,6 +84,9 @@ struct Loaders : Claims<Weights, kTile> {
       const auto* weights = static_cast<const std::uint8_t*>(phase.weights) +
                             item.expert * phase.expert_bytes + item.row_block * row_pitch +
                             item.k_begin * Config::kRecordBytes;
+      const std::int32_t* tiles = shared.tile_prefix + item.expert;
+      const bool read_once = tiles[1] - tiles[0] == 1;
+      const auto hint = p.weights_evict_first && read_once ? kEvictFirst : kEvictNormal;
       for (int left = item.k_end - item.k_begin; left > 0; left -= Config::kBlocks) {
         const int bytes = min(Config::kBlocks, left) * Config::kRecordBytes;
         std::uint64_t* full = &shared.stage_full[stage.index];
@@ -88,8 +96,7 @@ struct Loaders : Claims<Weights, kTile> {
 #pragma unroll
         for (int b = 0; b < kTile.tile_row_blocks(); ++b) {
           if (b >= row_blocks) break;
-          cute::SM90_BULK_COPY_G2S::copy(weights + b * row_pitch, full, records + b * kRecordStride,
-                                         bytes);
+          bulk_copy(records + b * kRecordStride, weights + b * row_pitch, bytes, full, hint);
         }
         weights += bytes;
         stage.advance();
@@ -108,15 +115,62 @@ struct Loaders : Claims<Weights, kTile> {
     }
   }
 
+  /// One thread: tells of tiles that are stored. It waits for the memory, not those that store.
+  __device__ static void release_tiles(Shared& shared, const GroupedGemm& p) {
+    ItemState slot;
+    while (true) {
+      wait(&shared.item_full[slot.index], slot.phase);
+      const Item& item = shared.items[slot.index];
+      if (item.phase < 0) return;
+      const int counter = item.counter;
+      const int row_blocks =
+          min(kTile.tile_row_blocks(), p.phases[item.phase].row_blocks - item.row_block);
+      const bool inner = item.phase == 0 && p.num_phases == 2;  // GEMM 2 waits for it
+      wait(&shared.item_stored[slot.index], slot.phase);
+      Barrier::arrive(&shared.item_free[slot.index]);
+      slot.advance();
+      if (inner && row_blocks > 0) {
+        asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p.counters + 1 + counter),
+                     "r"(row_blocks)
+                     : "memory");
+      }
+    }
+  }
+
+  static constexpr auto kKeep = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
+
   /// One tensor copy, to all blocks of the cluster.
   __device__ static void copy_rows(const CUtensorMap* map, std::uint64_t* full, void* target,
                                    int column, int row) {
-    constexpr auto kHint = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
     if constexpr (kTile.cluster == 1) {
-      cute::SM90_TMA_LOAD_2D::copy(map, full, kHint, target, column, row);
+      cute::SM90_TMA_LOAD_2D::copy(map, full, kKeep, target, column, row);
     } else {
       constexpr std::uint16_t kAll = (1 << kTile.cluster) - 1;
-      cute::SM90_TMA_LOAD_MULTICAST_2D::copy(map, full, kAll, kHint, target, column, row);
+      cute::SM90_TMA_LOAD_MULTICAST_2D::copy(map, full, kAll, kKeep, target, column, row);
+    }
+  }
+
+  /// `count` rows, a multiple of 8, of a K block in as few copies as there are boxes for; the
+  /// blocks of a cluster take turns.
+  __device__ static void copy_k_block(const CUtensorMap* boxes, std::uint64_t* full,
+                                      std::uint8_t* target, int column, int first_row, int count,
+                                      int rank) {
+    int turn = 0;
+    const auto copy = [&](int box, int n) {
+      if (turn == rank) {
+        copy_rows(&boxes[box], full, target + n / kRowUnit * Config::kRowPitch, column,
+                  first_row + n);
+      }
+      turn = turn + 1 < kTile.cluster ? turn + 1 : 0;
+    };
+    int n = 0;
+    for (; count - n >= kMostRows; n += kMostRows) copy(0, n);
+#pragma unroll
+    for (int box = 1; box < kRowBoxes; ++box) {
+      if (count & RowMaps::rows(box)) {
+        copy(box, n);
+        n += RowMaps::rows(box);
+      }
     }
   }
 
@@ -137,26 +191,37 @@ struct Loaders : Claims<Weights, kTile> {
         wait_for_rows(p, item);
         asm volatile("fence.proxy.async.global;" ::: "memory");  // they were stored another way
       }
-      const CUtensorMap* few = &maps.few[item.phase];
-      const CUtensorMap* many = &maps.many[item.phase];
-      const int first_row = item.first_row;
-      const int num_many = kTile.max_tokens >= kManyRows ? item.num_tokens / kManyRows : 0;
-      const int num_few = (item.num_tokens - num_many * kManyRows + kFewRows - 1) / kFewRows;
-      const int bytes = (num_many * kManyRows + num_few * kFewRows) * kRecordK * 2;
+      const CUtensorMap* boxes = maps.boxes[item.phase];
+      const int k = p.phases[item.phase].k;
+      const int count = (item.num_tokens + kRowUnit - 1) / kRowUnit * kRowUnit;
+      const int bytes = count * kRecordK * 2;
       for (int block = item.k_begin; block < item.k_end; block += Config::kBlocks) {
-        const int k_blocks = min(Config::kBlocks, item.k_end - block);
         std::uint64_t* full = &shared.stage_full[stage.index];
         wait(&shared.stage_free[stage.index], stage.phase ^ 1);
-        Barrier::arrive_and_expect_tx(full, k_blocks * bytes);
-        for (int b = 0; b < k_blocks; ++b) {
-          std::uint8_t* target = tokens_of(shared, stage.index, b);
-          const int column = (block + b) * kRecordK;
-          for (int i = rank; i < num_many; i += kTile.cluster) {
-            copy_rows(many, full, target + i * kManyRows * 128, column, first_row + i * kManyRows);
+        // Boxes of whole K blocks do not know where the last ends.
+        if (Config::kWideCopies &&
+            (k % kRecordK == 0 || (block + Config::kBlocks) * kRecordK <= k)) {
+          Barrier::arrive_and_expect_tx(full, Config::kBlocks * bytes);
+          for (int n = 0; n < count; n += kRowUnit) {
+            cute::SM90_TMA_LOAD_3D::copy(
+                boxes, full, kKeep,
+                tokens_of(shared, stage.index, 0) + n / kRowUnit * Config::kRowPitch, 0,
+                item.first_row + n, block);
           }
-          for (int i = rank; i < num_few; i += kTile.cluster) {
-            const int n = num_many * kManyRows + i * kFewRows;
-            copy_rows(few, full, target + n * 128, column, first_row + n);
+        } else {
+          const int k_blocks = min(Config::kBlocks, item.k_end - block);
+          Barrier::arrive_and_expect_tx(full, k_blocks * bytes);
+          for (int b = 0; b < k_blocks; ++b) {
+            std::uint8_t* target = tokens_of(shared, stage.index, b);
+            const int column = (block + b) * kRecordK;
+            if constexpr (Config::kWideCopies) {
+              for (int n = 0; n < count; n += kRowUnit) {
+                copy_rows(&boxes[kRowBoxes - 1], full, target + n / kRowUnit * Config::kRowPitch,
+                          column, item.first_row + n);
+              }
+            } else {
+              copy_k_block(boxes, full, target, column, item.first_row, count, rank);
+            }
           }
         }
         stage.advance();

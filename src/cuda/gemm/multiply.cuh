@@ -37,9 +37,10 @@ struct Multiplier : GemmTypes<Weights, kTile> {
   /// What a stage holds of a thread's row blocks and K group, once it is full.
   struct Operands {
     const std::uint8_t* record;  // of the first row block; kRecordStride to the next
-    const std::uint8_t* tokens;  // kTokenBytes to those of the next K block
-    __device__ Descriptor tokens_of(int block) const {
-      return Descriptor(cute::cast_smem_ptr_to_uint(tokens + block * Config::kTokenBytes));
+    const std::uint8_t* tokens;  // kTokenPitch to those of the next K block
+    __device__ Descriptor<Config::kRowPitch> tokens_of(int block) const {
+      return Descriptor<Config::kRowPitch>(
+          cute::cast_smem_ptr_to_uint(tokens + block * Config::kTokenPitch));
     }
   };
   __device__ static Operands acquire(Shared& shared, const StageState& stage, const Place& place) {
@@ -81,11 +82,12 @@ struct Multiplier : GemmTypes<Weights, kTile> {
     if (num_stages(item) == 0) return;  // more splits than K blocks
     const auto multiply_stage = [&] {
       const Operands operands = acquire(shared, stage, place);
-      const Descriptor tokens = operands.tokens_of(0);
+      const auto tokens = operands.tokens_of(0);
       cute::warpgroup_arrive();
 #pragma unroll
       for (int b = 0; b < kTile.row_blocks; ++b) {
-        const Descriptor weights(cute::cast_smem_ptr_to_uint(operands.record + b * kRecordStride));
+        const Descriptor<> weights(
+            cute::cast_smem_ptr_to_uint(operands.record + b * kRecordStride));
 #pragma unroll
         for (int j = 0; j < kRecordK / 16; ++j) {
           multiply<typename Weights::Element, kN>(weights.at(j), tokens.at(j), sums[b]);
@@ -140,7 +142,7 @@ struct Multiplier : GemmTypes<Weights, kTile> {
         const int block = kTile.row_blocks > 1 ? 0 : r;
         if (block >= blocks) break;
         cute::warpgroup_arrive();
-        const Descriptor tokens = operands.tokens_of(block);
+        const auto tokens = operands.tokens_of(block);
 #pragma unroll
         for (int j = 0; j < 2 * kHalfSteps; ++j) {
           multiply<kN>(weights[r][j / kHalfSteps][j % kHalfSteps], tokens.at(j),
@@ -178,7 +180,8 @@ struct Multiplier : GemmTypes<Weights, kTile> {
         Weights::decode(codes.records[r], half, weights);
 #pragma unroll
         for (int n = 0; n < kN / 8; ++n) {
-          const std::uint8_t* tokens = operands.tokens + r * Config::kTokenBytes + n * 1024;
+          const std::uint8_t* tokens =
+              operands.tokens + r * Config::kTokenPitch + n * Config::kRowPitch;
           multiply_8(weights, tokens + (lane_bytes ^ half * 64), &sums[0][4 * n]);
         }
       }
@@ -221,10 +224,12 @@ struct Multiplier : GemmTypes<Weights, kTile> {
     }
   }
 
-  /// Columns up to which multiply_mma_sync() is faster.
-  static constexpr int kMmaSyncColumns = !is_decoded(Weights::kFormat) || kTile.max_tokens > 64 ? 0
-                                         : kTile.max_tokens < 24 ? kTile.max_tokens
-                                                                 : 24;
+  /// Columns up to which multiply_mma_sync() is faster. Tiles up to 32 tokens have nothing else,
+  /// nor registers for it.
+  static constexpr int kMmaSyncColumns = !is_decoded(Weights::kFormat) ? 0
+                                         : Config::kHasFinisher        ? kTile.max_tokens
+                                         : kTile.max_tokens <= 64      ? 24
+                                                                       : 0;
 
   /// As multiply_narrowest().
   template <int kN = 8>
@@ -249,14 +254,13 @@ struct Multiplier : GemmTypes<Weights, kTile> {
       for (int i = 0; i < kTile.max_tokens / 2; ++i) sums[b][i] = 0;
       fence_sums(sums[b]);
     }
-    bool is_done = false;
-    if constexpr (kMmaSyncColumns > 0) {
-      if (item.num_tokens <= kMmaSyncColumns && !p.batch_invariant) {
+    if (item.num_tokens <= kMmaSyncColumns && !p.batch_invariant) {
+      if constexpr (kMmaSyncColumns > 0) {
         multiply_narrowest_mma_sync(shared, item, place, stage, sums);
-        is_done = true;
       }
+    } else if constexpr (kMmaSyncColumns < kTile.max_tokens) {
+      multiply_narrowest(shared, item, place, stage, sums);
     }
-    if (!is_done) multiply_narrowest(shared, item, place, stage, sums);
 #pragma unroll
     for (int b = 0; b < kTile.row_blocks; ++b) fence_sums(sums[b]);
   }

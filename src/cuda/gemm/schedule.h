@@ -39,46 +39,45 @@ struct TileIndex {
 };
 
 /// tile_prefix[e]: token tiles of the experts before e; (num_experts + 1).
-FUSEDMOE_HD inline TileIndex find_tile(std::int64_t item, const PhaseShape* shapes, int num_phases,
+FUSEDMOE_HD inline TileIndex find_tile(int item, const PhaseShape* shapes, int num_phases,
                                        const std::int32_t* tile_prefix, int num_experts) {
-  const std::int64_t total_tiles = tile_prefix[num_experts];
+  const int total_tiles = tile_prefix[num_experts];
   TileIndex index;
-  int phase = 0;
-  for (; phase < num_phases; ++phase) {
-    const std::int64_t items = total_tiles * shapes[phase].items_per_token_tile();
-    if (item < items) break;
-    item -= items;
-  }
-  if (phase == num_phases) return index;
-  const PhaseShape shape = shapes[phase];
+  const int first_items = total_tiles * shapes[0].items_per_token_tile();
+  const bool is_second = item >= first_items;
+  // Not shapes[phase]: an array that is indexed would live in memory.
+  const PhaseShape shape = is_second ? shapes[1] : shapes[0];
+  if (is_second) item -= first_items;
   const int per_tile = shape.items_per_token_tile();
+  if (is_second && (num_phases == 1 || item >= total_tiles * per_tile)) return index;
 
-  const auto tile = static_cast<std::int32_t>(item / per_tile);
+  const int tile = item / per_tile;
   int low = 0, high = num_experts;  // prefix[low] <= tile < prefix[high]
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     (tile_prefix[middle] <= tile ? low : high) = middle;
   }
-  const auto local =
-      static_cast<std::int32_t>(item - static_cast<std::int64_t>(tile_prefix[low]) * per_tile);
+  const int local = item - tile_prefix[low] * per_tile;
   const int tiles = tile_prefix[low + 1] - tile_prefix[low];
-  const int group = local / (kTokenTileGroup * per_tile);
-  const int in_group = local - group * kTokenTileGroup * per_tile;
-  const int left = tiles - group * kTokenTileGroup;
-  const int group_tiles = left < kTokenTileGroup ? left : kTokenTileGroup;
-
-  index.phase = phase;
+  index.phase = is_second ? 1 : 0;
   index.expert = low;
-  index.token_tile = group * kTokenTileGroup + in_group % group_tiles;
-  const int row_and_split = in_group / group_tiles;
-  index.row_tile = row_and_split % shape.row_tiles;
+  int row_and_split = local;
+  if (tiles > 1) {  // else without the divisions
+    const int group = local / (kTokenTileGroup * per_tile);
+    const int in_group = local - group * kTokenTileGroup * per_tile;
+    const int left = tiles - group * kTokenTileGroup;
+    const int group_tiles = left < kTokenTileGroup ? left : kTokenTileGroup;
+    row_and_split = in_group / group_tiles;
+    index.token_tile = group * kTokenTileGroup + in_group - row_and_split * group_tiles;
+  }
   index.split = row_and_split / shape.row_tiles;
+  index.row_tile = row_and_split - index.split * shape.row_tiles;
   return index;
 }
 
 /// K blocks [begin, end) of one split.
 FUSEDMOE_HD constexpr int split_begin(int k_blocks, int splits, int split) {
-  return static_cast<int>(static_cast<std::int64_t>(k_blocks) * split / splits);
+  return k_blocks * split / splits;
 }
 
 }  // namespace fusedmoe::cuda

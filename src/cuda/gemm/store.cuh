@@ -37,10 +37,16 @@ struct Store : GemmTypes<Weights, kTile> {
     return place.thread() / 32 * 16 + place.thread() % 32 / 4;
   }
 
+  /// Row blocks that a warpgroup stores, at most, and the first of an item.
+  static constexpr int kRowBlocks = Config::kHasFinisher ? kTile.row_groups : kTile.row_blocks;
+  __device__ static int first_row_block(const Item& item, const Place& place) {
+    return item.row_block + place.row_group() * kTile.row_blocks;
+  }
+
   /// What a thread's sums of each row block are multiplied by, and what is added for r and r + 8.
   struct ScaleAndBias {
     float scale = 1;
-    float bias[kTile.row_blocks][2] = {};
+    float bias[kRowBlocks][2] = {};
   };
 
   /// Calls function(b, address of the bias of row r) for the thread's row blocks b that have one.
@@ -48,9 +54,9 @@ struct Store : GemmTypes<Weights, kTile> {
   __device__ __forceinline__ static void for_biases(const GemmPhase& phase, const Item& item,
                                                     const Place& place, const Function& function) {
     if (!phase.bias || item.split > 0) return;
-    const int first = item.row_block + place.row_group() * kTile.row_blocks;
+    const int first = first_row_block(item, place);
 #pragma unroll
-    for (int b = 0; b < kTile.row_blocks; ++b) {
+    for (int b = 0; b < kRowBlocks; ++b) {
       if (first + b >= phase.row_blocks) return;
       const auto block = static_cast<std::int64_t>(item.expert) * phase.row_blocks + first + b;
       function(b, phase.bias + block * kRecordRows + weight_row(place));
@@ -78,51 +84,45 @@ struct Store : GemmTypes<Weights, kTile> {
   __device__ static void sync_warpgroup(const Place& place) {
     cutlass::arch::NamedBarrier::sync(128, Base::warpgroup_barrier(place));
   }
-  __device__ static void sync_row_group(const Place& place) {
-    cutlass::arch::NamedBarrier::sync(128 * kTile.k_groups, Base::row_group_barrier(place));
-  }
-
-  /// The sums of a row group to its first K group, in their order.
-  __device__ static void add_k_groups(Shared& shared, const Item& item, const Place& place,
-                                      Sums& sums) {
-    const int first_part = place.row_group() * Config::kOtherKGroups;
-    if (place.k_group() > 0) {
-#pragma unroll
-      for (int i = 0; i < Config::kPartSums; ++i) {
-        if (i / 4 * 8 >= item.num_tokens) break;
-        shared.parts[first_part + place.k_group() - 1][i][place.thread()] = sums[0][i];
-      }
-    }
-    sync_row_group(place);
-    if (place.k_group() == 0) {
-#pragma unroll
-      for (int i = 0; i < Config::kPartSums; ++i) {
-        if (i / 4 * 8 >= item.num_tokens) break;
-#pragma unroll
-        for (int k = 0; k < Config::kOtherKGroups; ++k) {
-          sums[0][i] += shared.parts[first_part + k][i][place.thread()];
-        }
-      }
-    }
-    sync_row_group(place);
-  }
-
-  /// Scaled and biased sums of a chunk by its number, chunks of the first row block before those of
-  /// the next: registers have no index.
+  /// Sums of a chunk by its number, chunks of the first row block before those of the next.
+  /// Registers have no index.
   template <int kChunk = 0>
-  __device__ __forceinline__ static void read_chunk(const Sums& sums, const ScaleAndBias& factors,
-                                                    int chunk, Chunk& values) {
+  __device__ __forceinline__ static void read_sums(const Sums& sums, int chunk, Chunk& values) {
     if constexpr (kChunk < kTile.row_blocks * kChunks) {
       if (chunk != kChunk) {
-        read_chunk<kChunk + 1>(sums, factors, chunk, values);
+        read_sums<kChunk + 1>(sums, chunk, values);
         return;
       }
       constexpr int kBlock = kChunk / kChunks, kFirst = kChunk % kChunks * 4 * kEights;
 #pragma unroll
+      for (int i = 0; i < 4 * kEights; ++i) values[i] = sums[kBlock][kFirst + i];
+    }
+  }
+  /// The same of those left to the finisher: of all K groups, in their order.
+  __device__ static void read_parts(const Shared& shared, int chunk, Chunk& values) {
+    const int first = chunk % kChunks * 4 * kEights;
+    const auto* parts = &shared.parts[chunk / kChunks * kTile.k_groups];
+#pragma unroll
+    for (int k = 0; k < kTile.k_groups; ++k) {
+#pragma unroll
       for (int i = 0; i < 4 * kEights; ++i) {
-        values[i] = sums[kBlock][kFirst + i] * factors.scale + factors.bias[kBlock][i % 4 / 2];
+        const float sum = parts[k][first + i][Place::thread()];
+        values[i] = k == 0 ? sum : values[i] + sum;
       }
     }
+  }
+
+  /// Of row block b.
+  __device__ __forceinline__ static void scale_and_add(const ScaleAndBias& factors, int b,
+                                                       Chunk& values) {
+    float bias[2] = {factors.bias[0][0], factors.bias[0][1]};
+#pragma unroll
+    for (int i = 1; i < kRowBlocks; ++i) {  // registers have no index
+      bias[0] = b == i ? factors.bias[i][0] : bias[0];
+      bias[1] = b == i ? factors.bias[i][1] : bias[1];
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * kEights; ++i) values[i] = values[i] * factors.scale + bias[i % 4 / 2];
   }
 
   /// Two results, rounded.
@@ -194,35 +194,34 @@ struct Store : GemmTypes<Weights, kTile> {
 
   /// The same of rows in f32, from registers: eight features of a token are a sector of memory.
   __device__ static void write_f32(const GemmPhase& phase, const Place& place, int row_block,
-                                   std::int64_t first, int count, const Chunk& values) {
-    const int row = row_block * kRecordRows + weight_row(place);
-    const bool has_row = row < phase.width, has_next = row + 8 < phase.width;
-    const int token = place.thread() % 4 * 2;
-    float* out = static_cast<float*>(phase.out) + first + token * phase.out_pitch + row;
+                                   const Item& item, int first, const Chunk& values) {
+    const int feature = row_block * kRecordRows + weight_row(place);
+    const bool has_feature = feature < phase.width, has_next = feature + 8 < phase.width;
+    float* out = static_cast<float*>(phase.out) + item.split * phase.split_pitch + feature;
 #pragma unroll
     for (int n = 0; n < kEights; ++n) {
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
-        if (8 * n + token + t >= count) return;
-        if (has_row) out[t * phase.out_pitch] = values[4 * n + t];
-        if (has_next) out[t * phase.out_pitch + 8] = values[4 * n + 2 + t];
+        const int token = first + 8 * n + place.thread() % 4 * 2 + t;
+        if (token >= item.num_tokens) return;
+        std::int64_t row = item.first_row + token;
+        if (phase.out_rows) row = phase.out_rows[row];
+        if (has_feature) out[row * phase.out_pitch] = values[4 * n + t];
+        if (has_next) out[row * phase.out_pitch + 8] = values[4 * n + 2 + t];
       }
-      out += 8 * phase.out_pitch;
     }
   }
 
-  /// One copy of the code for all chunks: the kernel is as large as the instruction cache.
-  __device__ static void store_tile(Shared& shared, const GroupedGemm& p, const Item& item,
-                                    const Place& place, Sums& sums) {
+  /// What `read` gives for each chunk -> rows. One copy of the code for all chunks: the kernel is
+  /// as large as the instruction cache.
+  template <typename Read>
+  __device__ __forceinline__ static void store_rows(Shared& shared, const GroupedGemm& p,
+                                                    const Item& item, const Place& place,
+                                                    const ScaleAndBias& factors, const Read& read) {
     const GemmPhase& phase = p.phases[item.phase];
-    const ScaleAndBias factors = read_scale_and_bias(phase, item, place);
-    if constexpr (kTile.k_groups > 1) {
-      add_k_groups(shared, item, place, sums);
-      if (place.k_group() > 0) return;
-    }
-    const bool inner = item.phase == 0 && p.num_phases == 2;  // GEMM 2 waits for it
-    const int first_row_block = item.row_block + place.row_group() * kTile.row_blocks;
-    const int row_blocks = min(kTile.row_blocks, phase.row_blocks - first_row_block);
+    const bool inner = item.phase == 0 && p.num_phases == 2;  // GEMM 2 reads it
+    const int first_block = first_row_block(item, place);
+    const int row_blocks = min(kRowBlocks, phase.row_blocks - first_block);
     const int warp_row = place.thread() / 32 * 16;
     Rows& rows = shared.rows[place.row_group()];
 #pragma unroll 1
@@ -230,15 +229,16 @@ struct Store : GemmTypes<Weights, kTile> {
 #pragma unroll 1
       for (int first = 0; first < item.num_tokens; first += kTokens) {
         Chunk values;
-        read_chunk(sums, factors, b * kChunks + first / kTokens, values);
+        read(b * kChunks + first / kTokens, values);
+        scale_and_add(factors, b, values);
+        if (phase.out_f32) {
+          write_f32(phase, place, first_block + b, item, first, values);
+          continue;
+        }
         const std::int64_t out =
             item.split * phase.split_pitch +
             static_cast<std::int64_t>(item.first_row + first) * phase.out_pitch;
         const int count = min(kTokens, item.num_tokens - first);
-        if (phase.out_f32) {
-          write_f32(phase, place, first_row_block + b, out, count, values);
-          continue;
-        }
         sync_warpgroup(place);  // the rows before are written
         if (phase.epilogue == Epilogue::kActivate) {
           put_activated(p.activation, place, values, rows);
@@ -254,16 +254,48 @@ struct Store : GemmTypes<Weights, kTile> {
           put_both(place, values, warp_row, 8, rows);
         }
         sync_warpgroup(place);
-        write_rows(phase, place, first_row_block + b, out, count, rows);
+        write_rows(phase, place, first_block + b, out, count, rows);
       }
     }
     sync_warpgroup(place);  // all is written
-    if (inner && row_blocks > 0 && place.thread() == 0) {
-      // The warpgroup's rows become visible with it: the barrier ordered them before.
-      asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p.counters + 1 + item.counter),
-                   "r"(row_blocks)
-                   : "memory");
+  }
+
+  /// The warpgroup's own sums, before it goes on to the next tile.
+  __device__ static void store_tile(Shared& shared, const GroupedGemm& p, const Item& item,
+                                    const Place& place, const Sums& sums) {
+    const ScaleAndBias factors = read_scale_and_bias(p.phases[item.phase], item, place);
+    store_rows(shared, p, item, place, factors,
+               [&](int chunk, Chunk& values) { read_sums(sums, chunk, values); });
+  }
+
+  /// A multiplying warpgroup's sums, to the finisher. `phase`: of the tile before.
+  __device__ static void hand_over(Shared& shared, const Item& item, const Place& place,
+                                   const Sums& sums, std::uint32_t phase) {
+    const int num_tokens = item.num_tokens;
+    wait(&shared.parts_free, phase);
+#pragma unroll
+    for (int i = 0; i < Config::kPartSums; ++i) {
+      if (i / 4 * 8 >= num_tokens) break;
+      shared.parts[place.warpgroup][i][place.thread()] = sums[0][i];
     }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) Barrier::arrive(&shared.parts_full);
+  }
+
+  /// The finisher's part.
+  __device__ static void finish_tile(Shared& shared, const GroupedGemm& p, const Item& item,
+                                     std::uint32_t phase) {
+    const Place place{0};
+    const ScaleAndBias factors = read_scale_and_bias(p.phases[item.phase], item, place);
+    if (p.topk_ids) cudaGridDependencySynchronize();
+    if (const std::int32_t* rows = p.phases[item.phase].out_rows) {  // brings them to the L1
+      int row;
+      asm volatile("ld.global.s32 %0, [%1];" : "=r"(row) : "l"(rows + item.first_row));
+    }
+    wait(&shared.parts_full, phase);
+    store_rows(shared, p, item, place, factors,
+               [&](int chunk, Chunk& values) { read_parts(shared, chunk, values); });
+    if (place.thread() == 0) Barrier::arrive(&shared.parts_free);
   }
 };
 

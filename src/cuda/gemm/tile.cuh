@@ -12,6 +12,9 @@
 
 namespace fusedmoe::cuda {
 
+/// Rows of a tensor copy, at least and at most.
+inline constexpr int kRowUnit = 8, kMostRows = 64;
+
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
 /// Barrier::wait, behind which the compiler also leaves reads of what the barrier guards.
@@ -22,16 +25,23 @@ __device__ inline void wait(const std::uint64_t* barrier, std::uint32_t phase) {
 
 template <typename Weights, TileConfig kTile>
 struct GemmConfig {
-  static constexpr int kWarpgroups = kTile.warpgroups();
-  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kWarpgroups = kTile.warpgroups();  // that multiply
   static constexpr int kRowGroups = kTile.row_groups;
   static constexpr int kMultiplyWarps = 4 * kWarpgroups;
+  // Tiles of few tokens leave their sums in shared memory to a warpgroup that finishes them, while
+  // the next tile is multiplied: its latencies would be a good part of the time.
+  static constexpr bool kHasFinisher = kTile.row_blocks == 1 && kTile.max_tokens <= 32;
+  static_assert(kHasFinisher || kTile.k_groups == 1, "K groups meet in shared memory");
+  static constexpr int kThreads = 128 * (1 + kWarpgroups + (kHasFinisher ? 1 : 0));
 
   // Registers of a block are 64 Ki; at launch every thread has the same share of them.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kAllRegisters = kLaunchRegisters * (kWarpgroups + 1);
-  static constexpr int kMultiplyRegisters = (kAllRegisters - 56) / kWarpgroups / 8 * 8;
-  static constexpr int kLoadRegisters = kAllRegisters - kWarpgroups * kMultiplyRegisters;
+  static constexpr int kAllRegisters = kLaunchRegisters * (kThreads / 128);
+  static constexpr int kFinishRegisters = kHasFinisher ? 104 : 0;
+  static constexpr int kMultiplyRegisters =
+      (kAllRegisters - kFinishRegisters - 56) / kWarpgroups / 8 * 8;
+  static constexpr int kLoadRegisters =
+      kAllRegisters - kFinishRegisters - kWarpgroups * kMultiplyRegisters;
 
   static constexpr int kTokenBytes = kTile.max_tokens * kRecordK * 2;  // of one K block
   static constexpr int kRecordBytes = record_bytes(Weights::kFormat);
@@ -39,6 +49,13 @@ struct GemmConfig {
   static constexpr int kDepth =
       kTile.row_blocks == 1 && kTile.max_tokens <= 64 ? Weights::kDepth : 1;
   static constexpr int kBlocks = kTile.k_groups * kDepth;
+  // Rows lie in blocks of 8 rows by 64 of K. Where tiles are small, one copy brings 8 rows of a
+  // whole stage: each copy costs as much as a record's multiplication.
+  static constexpr int kRowBlockBytes = kRowUnit * kRecordK * 2;
+  static constexpr bool kWideCopies = kBlocks > 1 && kTile.max_tokens < kMostRows;
+  static constexpr int kRowPitch = kWideCopies ? kBlocks * kRowBlockBytes : kRowBlockBytes;
+  static constexpr int kTokenPitch = kWideCopies ? kRowBlockBytes : kTokenBytes;  // of K blocks
+  static_assert(!kWideCopies || kTile.cluster == 1);
   static constexpr int kStageBytes =
       static_cast<int>(
           ceil_div(kBlocks * (kTokenBytes + kTile.tile_row_blocks() * kRecordBytes), 1024)) *
@@ -53,13 +70,13 @@ struct GemmConfig {
 
   static constexpr int kItemSlots = 8;
   static constexpr int kSharedLimit = 232448;  // of a block, sm_90
-  // Warpgroups that leave their sums to the first of their row group, and a thread's sums; at least
-  // 1, as there is no array of nothing.
-  static constexpr int kOtherKGroups = kTile.k_groups - 1;
-  static constexpr int kParts = kOtherKGroups > 0 ? kRowGroups* kOtherKGroups : 1;
-  static constexpr int kPartSums = kOtherKGroups > 0 ? kTile.max_tokens / 2 : 1;
+  // Warpgroups that leave their sums to the finisher, and a thread's sums; at least 1, as there is
+  // no array of nothing.
+  static constexpr int kParts = kHasFinisher ? kWarpgroups : 1;
+  static constexpr int kPartSums = kHasFinisher ? kTile.max_tokens / 2 : 1;
+  static constexpr int kStorers = kHasFinisher ? 1 : kRowGroups;  // warpgroups
 
-  static constexpr int kFixedBytes = kRowGroups * kStoreTokens * kStorePitch * 2 +
+  static constexpr int kFixedBytes = kStorers * kStoreTokens * kStorePitch * 2 +
                                      kParts * kPartSums * 128 * 4 + (kMaxExperts + 1) * 4 + 1024;
   static constexpr int kStages = (kSharedLimit - kFixedBytes) / kStageBytes;
   static_assert(kTile.max_tokens % 16 == 0, "N of wgmma");
@@ -83,12 +100,15 @@ struct Item {
 template <typename Config>
 struct SharedStorage {
   alignas(1024) std::uint8_t stages[Config::kStages][Config::kStageBytes];
-  // Rows of 16-bit numbers on their way out, of each row group.
-  alignas(16) std::uint16_t rows[Config::kRowGroups][Config::kStoreTokens][Config::kStorePitch];
+  // Rows of 16-bit numbers on their way out, of each storing warpgroup.
+  alignas(16) std::uint16_t rows[Config::kStorers][Config::kStoreTokens][Config::kStorePitch];
   float parts[Config::kParts][Config::kPartSums][128];
   std::uint64_t stage_full[Config::kStages];
   std::uint64_t stage_free[Config::kStages];
+  std::uint64_t parts_full;
+  std::uint64_t parts_free;
   std::uint64_t item_full[Config::kItemSlots];
+  std::uint64_t item_stored[Config::kItemSlots];
   std::uint64_t item_free[Config::kItemSlots];
   Item items[Config::kItemSlots];
   // What the first block of a cluster has claimed.
@@ -123,7 +143,7 @@ struct GemmTypes {
   static constexpr int kRecordStride = Config::kBlocks * Config::kRecordBytes;  // of row blocks
 
   __device__ static std::uint8_t* tokens_of(Shared& shared, int stage, int k_block) {
-    return shared.stages[stage] + k_block * Config::kTokenBytes;
+    return shared.stages[stage] + k_block * Config::kTokenPitch;
   }
   __device__ static std::uint8_t* record_of(Shared& shared, int stage, int row_block, int k_block) {
     return shared.stages[stage] + Config::kBlocks * Config::kTokenBytes +
@@ -141,13 +161,9 @@ struct GemmTypes {
     __device__ int k_group() const { return warpgroup % kTile.k_groups; }
   };
 
-  // Named barriers. CUTLASS leaves 8 of the 16 to others.
-  static_assert(kTile.row_groups * (kTile.k_groups > 1 ? 2 : 1) <= 8);
+  // Named barrier of a storing warpgroup. CUTLASS leaves 8 of the 16 to others.
+  static_assert(kTile.row_groups <= 8);
   __device__ static int warpgroup_barrier(const Place& place) { return place.row_group(); }
-  /// Of all K groups of a row group.
-  __device__ static int row_group_barrier(const Place& place) {
-    return kTile.row_groups + place.row_group();
-  }
   /// To all blocks of the cluster: each loads rows for this one.
   __device__ static void release(Shared& shared, int stage) {
     __syncwarp();

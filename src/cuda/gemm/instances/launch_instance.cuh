@@ -18,17 +18,19 @@ inline unsigned num_multiprocessors() {
 template <typename Weights, int kConfig>
 void launch_instance(const GroupedGemm& problem, void* stream) {
   constexpr TileConfig kTile = kTileConfigs[kConfig];
-  using Types = GemmTypes<Weights, kTile>;
+  using Config = GemmConfig<Weights, kTile>;
   RowMaps maps{};
   for (int i = 0; i < problem.num_phases; ++i) {
     const GemmPhase& phase = problem.phases[i];
     const MappedRows rows{phase.x, phase.x_rows, phase.k, phase.x_pitch};
-    maps.few[i] = make_tensor_map(rows, kFewRows);
-    if (kTile.max_tokens >= kManyRows) maps.many[i] = make_tensor_map(rows, kManyRows);
+    for (int box = Config::kWideCopies ? kRowBoxes - 1 : 0; box < kRowBoxes; ++box) {
+      maps.boxes[i][box] = make_tensor_map(rows, RowMaps::rows(box));
+    }
+    if (Config::kWideCopies) maps.boxes[i][0] = make_tensor_map(rows, kRowUnit, Config::kBlocks);
   }
   const unsigned blocks = num_multiprocessors() / kTile.cluster * kTile.cluster;
   launch_clusters(grouped_gemm_kernel<Weights, kConfig>, kTile.cluster, dim3(blocks),
-                  dim3(Types::Config::kThreads), sizeof(typename Types::Shared),
+                  dim3(Config::kThreads), sizeof(SharedStorage<Config>),
                   static_cast<cudaStream_t>(stream), problem.overlap_previous, problem, maps);
 }
 
