@@ -12,7 +12,8 @@ inline constexpr auto kEvictNormal =
 inline constexpr auto kEvictFirst =
     static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
 
-/// `bytes`, a multiple of 16, from global to shared memory, both aligned to 16; completes on `full`.
+/// `bytes`, a multiple of 16, from global to shared memory, both aligned to 16; completes on
+/// `full`.
 __device__ inline void bulk_copy(void* target, const void* source, int bytes, std::uint64_t* full,
                                  std::uint64_t hint) {
   asm volatile(

@@ -2,10 +2,12 @@
 //
 // Warpgroup 0 loads. One of its threads claims tiles in order from a counter and streams their
 // weights (bulk copies of records); another brings the rows of the tile (tensor copies in the
-// 128-byte swizzle). The other warpgroups multiply and store. Weights never wait for rows: those of
-// GEMM 2 are under way while the last tiles of GEMM 1 are still computed, and only the rows wait
-// until the tile of GEMM 1 that they are is complete. Tiles are claimed in order, so a block that
-// waits always waits for blocks that run: no order of launches can lock up.
+// 128-byte swizzle); a third tells other blocks of tiles that are stored. The other warpgroups
+// multiply and store; with few tokens to a tile one of them finishes what the others have
+// multiplied, so that they need not wait. Weights never wait for rows: those of GEMM 2 are under
+// way while the last tiles of GEMM 1 are still computed, and only the rows wait until the tile of
+// GEMM 1 that they are is complete. Tiles are claimed in order, so a block that waits always waits
+// for blocks that run: no order of launches can lock up.
 //
 // The blocks of a cluster take neighbouring row tiles of the same tokens: each loads a part of the
 // rows for all. Its first block claims, and tells the others.
@@ -84,7 +86,7 @@ __device__ __forceinline__ void init_barriers(typename GemmTypes<Weights, kTile>
       init(shared.stage_full, 2);  // weights and rows
       break;
     case 2:
-      init(shared.stage_free, Config::kMultiplyWarps * kTile.cluster);
+      init(shared.stage_free, Config::kMultiplyThreads * kTile.cluster);
       break;
     case 3:
       init(shared.item_full, 1);
@@ -96,8 +98,8 @@ __device__ __forceinline__ void init_barriers(typename GemmTypes<Weights, kTile>
       init(shared.item_free, 2);  // rows loaded, sums stored
       break;
     case 6:
-      Barrier::init(&shared.parts_full, Config::kMultiplyWarps);
-      Barrier::init(&shared.parts_free, 1);
+      Barrier::init(&shared.parts_full, Config::kMultiplyThreads);
+      Barrier::init(&shared.parts_free, 128);
       break;
     case 7:
       if constexpr (kTile.cluster > 1) {

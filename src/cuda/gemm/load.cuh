@@ -54,20 +54,22 @@ struct Loaders : Claims<Weights, kTile> {
     StageState stage;
     ItemState slot;
     const auto claim = [&] { return rank == 0 ? atomicAdd(p.counters, 1) : 0; };
-    bool is_guess = p.topk_ids != nullptr;
-    int claimed = is_guess ? static_cast<int>(blockIdx.x) / kTile.cluster : claim();
+    // While the counters are still made, each block brings some tile's first records near, for
+    // whichever claims it. In the loop: code is slow when it runs for the first time.
+    bool is_ahead = p.topk_ids != nullptr;
+    int claimed = is_ahead ? static_cast<int>(blockIdx.x) / kTile.cluster : claim();
     while (true) {
       int number = claimed;
-      if (!is_guess) {
+      if (!is_ahead) {
         number = share_number(shared, slot, rank, claimed);
         wait(&shared.item_free[slot.index], slot.phase ^ 1);
       }
       const Item item = make_item(shared, p, number, rank);
-      if (is_guess) {
+      if (is_ahead) {
         prefetch_weights(p, item);
         cudaGridDependencySynchronize();  // for the counters
         claimed = claim();
-        is_guess = false;
+        is_ahead = false;
         continue;
       }
       shared.items[slot.index] = item;

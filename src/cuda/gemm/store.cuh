@@ -278,8 +278,7 @@ struct Store : GemmTypes<Weights, kTile> {
       if (i / 4 * 8 >= num_tokens) break;
       shared.parts[place.warpgroup][i][place.thread()] = sums[0][i];
     }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) Barrier::arrive(&shared.parts_full);
+    Barrier::arrive(&shared.parts_full);
   }
 
   /// The finisher's part.
@@ -295,7 +294,7 @@ struct Store : GemmTypes<Weights, kTile> {
     wait(&shared.parts_full, phase);
     store_rows(shared, p, item, place, factors,
                [&](int chunk, Chunk& values) { read_parts(shared, chunk, values); });
-    if (place.thread() == 0) Barrier::arrive(&shared.parts_free);
+    Barrier::arrive(&shared.parts_free);
   }
 };
 

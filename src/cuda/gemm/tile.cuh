@@ -27,7 +27,7 @@ template <typename Weights, TileConfig kTile>
 struct GemmConfig {
   static constexpr int kWarpgroups = kTile.warpgroups();  // that multiply
   static constexpr int kRowGroups = kTile.row_groups;
-  static constexpr int kMultiplyWarps = 4 * kWarpgroups;
+  static constexpr int kMultiplyThreads = 128 * kWarpgroups;
   // Tiles of few tokens leave their sums in shared memory to a warpgroup that finishes them, while
   // the next tile is multiplied: its latencies would be a good part of the time.
   static constexpr bool kHasFinisher = kTile.row_blocks == 1 && kTile.max_tokens <= 32;
@@ -164,14 +164,13 @@ struct GemmTypes {
   // Named barrier of a storing warpgroup. CUTLASS leaves 8 of the 16 to others.
   static_assert(kTile.row_groups <= 8);
   __device__ static int warpgroup_barrier(const Place& place) { return place.row_group(); }
-  /// To all blocks of the cluster: each loads rows for this one.
+  /// To all blocks of the cluster: each loads rows for this one. Every thread arrives for itself;
+  /// one for its warp is not faster, and racecheck does not know what it stands for.
   __device__ static void release(Shared& shared, int stage) {
-    __syncwarp();
-    const int lane = threadIdx.x % 32;
     if constexpr (kTile.cluster == 1) {
-      if (lane == 0) Barrier::arrive(&shared.stage_free[stage]);
+      Barrier::arrive(&shared.stage_free[stage]);
     } else {
-      Barrier::arrive(&shared.stage_free[stage], lane, lane < kTile.cluster);
+      for (int r = 0; r < kTile.cluster; ++r) Barrier::arrive(&shared.stage_free[stage], r, true);
     }
   }
 };
