@@ -20,6 +20,9 @@ seconds=480
 
 # tool of compute-sanitizer | test program | cases: each tool makes kernels 10 to 100 times slower
 checks=(
+  "racecheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*mxfp4_w4a16:*CudaTileConfigTest*/mxfp4_w4a16_3_*"
+  "racecheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*_bf16:*CudaTileConfigTest*/bf16_3_*"
+  "racecheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*_f16:*CudaTileConfigTest*/f16_3_*"
   "memcheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*:*CudaExpertsTest*expert_map*:*CudaExpertsTest*size_360*:*CudaTileConfigTest*_9_*:*CudaTileConfigTest*_77_*:*CudaTileConfigTest*_145_*"
   "memcheck|cuda_router_test|CudaRouterTest.*:-*ManyTokens"
   "memcheck|cuda_router_logits_test|*ANanToken*:*RoutingFollows*"
@@ -34,7 +37,6 @@ checks=(
   "memcheck|cuda_hooks_test|*"
   "memcheck|cuda_golden_test|*mixtral*:*gpt_oss*"
   "racecheck|cuda_routing_data_test|*one_*:*warp*"
-  "racecheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*:*CudaTileConfigTest*_3_*"
   "racecheck|cuda_router_test|CudaRouterTest.OneExpert*:CudaRouterTest.TheHistogram*"
   "racecheck|cuda_backend_test|*Duplicates*:*RoutingOfShared*"
   "initcheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*:*CudaExpertsTest*negative_ids*"
@@ -46,7 +48,7 @@ checks=(
 )
 build_seconds=300
 test_seconds=150
-check_seconds=100  # each
+check_seconds=150  # each
 side_by_side=6     # checks
 bench_seconds=120  # each model
 
@@ -56,6 +58,7 @@ benches=(
   "mxfp4|mxfp4_w4a16|balanced|gpt-oss-20b gpt-oss-120b"
   "bf16|bf16|balanced|gpt-oss-20b gpt-oss-120b mixtral-8x7b qwen3-30b-a3b qwen3-235b-a22b deepseek-v3 llama4-scout"
   "mxfp4-zipf|mxfp4_w4a16|zipf|gpt-oss-20b gpt-oss-120b"
+  "bf16-zipf|bf16|zipf|gpt-oss-20b qwen3-30b-a3b"
 )
 
 usage() {
@@ -142,35 +145,35 @@ if wants tests; then
   grep -L PASSED "$build"/tests/cuda_*_test.log | sed 's/$/: did not end/'
 fi
 
-# One tool on some cases of one program; its output and its exit status to files.
+# One tool on some cases of one program, by its place in the list; its output and its exit status to
+# files.
 sanitize() {
-  local tool=$1 test=$2 filter=$3 options=(--error-exitcode 9) status=0 start=$SECONDS
+  local log=$log.$1 tool=$2 test=$3 filter=$4 options=(--error-exitcode 9) status=0 start=$SECONDS
   # Failing calls are what some tests are about.
   [[ $tool == memcheck ]] && options+=(--report-api-errors no)
   OMP_NUM_THREADS=2 within "$check_seconds" "$sanitizer" --tool "$tool" "${options[@]}" \
-    "$build/tests/$test" --gtest_brief=1 --gtest_filter="$filter" >"$log.$tool.$test" 2>&1 ||
-    status=$?
-  grep -qE 'Running 0 tests|^\[==========\] 0 tests' "$log.$tool.$test" && status=3  # no case
-  echo "$status $((SECONDS - start))" >"$log.$tool.$test.status"
+    "$build/tests/$test" --gtest_brief=1 --gtest_filter="$filter" >"$log" 2>&1 || status=$?
+  grep -qE 'Running 0 tests|^\[==========\] 0 tests' "$log" && status=3  # no case
+  echo "$status $((SECONDS - start))" >"$log.status"
 }
 sanitized() {
-  local status=1 elapsed=0
-  read -r status elapsed <"$log.$1.$2.status"
-  echo "$1 $2: $elapsed s"
-  ((status == 0)) || tail -n 40 "$log.$1.$2"
+  local log=$log.$1 status=1 elapsed=0
+  read -r status elapsed <"$log.status"
+  echo "$2 $3 $4: $elapsed s"
+  ((status == 0)) || tail -n 40 "$log"
   return "$status"
 }
 if wants sanitizers; then
   sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-  for check in "${checks[@]}"; do
-    IFS='|' read -r tool test filter <<<"$check"
+  for i in "${!checks[@]}"; do
+    IFS='|' read -r tool test filter <<<"${checks[i]}"
     while (($(jobs -rp | wc -l) >= side_by_side)); do wait -n; done
-    sanitize "$tool" "$test" "$filter" &
+    sanitize "$i" "$tool" "$test" "$filter" &
   done
   wait
-  for check in "${checks[@]}"; do
-    IFS='|' read -r tool test filter <<<"$check"
-    step "$tool $test" sanitized "$tool" "$test"
+  for i in "${!checks[@]}"; do
+    IFS='|' read -r tool test filter <<<"${checks[i]}"
+    step "$tool $test" sanitized "$i" "$tool" "$test" "$filter"
   done
 fi
 
