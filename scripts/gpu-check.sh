@@ -23,6 +23,8 @@ checks=(
   "racecheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*mxfp4_w4a16:*CudaTileConfigTest*/mxfp4_w4a16_3_*"
   "racecheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*_bf16:*CudaTileConfigTest*/bf16_3_*"
   "racecheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*_f16:*CudaTileConfigTest*/f16_3_*"
+  "racecheck|cuda_experts_test|*CudaTileConfigTest*/mxfp4_w4a16_77_relu2*"
+  "racecheck|cuda_experts_test|*CudaTileConfigTest*/bf16_77_relu2*"
   "memcheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*:*CudaExpertsTest*expert_map*:*CudaExpertsTest*size_360*:*CudaTileConfigTest*_9_*:*CudaTileConfigTest*_77_*:*CudaTileConfigTest*_145_*"
   "memcheck|cuda_router_test|CudaRouterTest.*:-*ManyTokens"
   "memcheck|cuda_router_logits_test|*ANanToken*:*RoutingFollows*"

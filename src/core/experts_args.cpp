@@ -8,7 +8,8 @@ namespace fusedmoe::core {
 namespace {
 
 void check_row_count(std::int64_t rows, const char* argument) {
-  constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max();
+  // Kernels count them in 32 bits, in steps of up to 2^15.
+  constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max() - (1 << 16);
   FUSEDMOE_CHECK(rows <= kMaxRows, argument, fmt::format("{} rows", rows),
                  fmt::format("at most {} rows of all experts", kMaxRows));
 }

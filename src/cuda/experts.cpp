@@ -1,6 +1,6 @@
 // The Hopper experts: sm90_bf16, sm90_f16 and sm90_mxfp4, each standard, batched, unfused (with
-// injection points), and batch-invariant: without splits of K, so that a row has the same bits in
-// any batch.
+// injection points), and batch-invariant: K in one piece and one kind of instruction, so that a row
+// has the same bits in any batch.
 #include "cuda/experts.h"
 
 #include <algorithm>
@@ -328,6 +328,8 @@ GroupedGemm Sm90Experts::make_problem(const ExpertsArgs& args, const Scratch& sc
   second.splits = plan.splits;
   second.out_f32 = plan.rows_f32;
 
+  // Measured: MXFP4 gains 3 to 5 % up to 32 tokens and loses nowhere; 16-bit weights, which come at
+  // the memory's full rate, gain up to 8 % where they are few and lose 2 % where they are many.
   const std::int64_t most_hit = std::min(scratch.rows, info.num_experts);
   gemm.weights_evict_first =
       is_decoded(format_) ||

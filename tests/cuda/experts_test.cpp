@@ -99,26 +99,30 @@ std::vector<TileCase> tile_cases() {
   std::vector<TileCase> result;
   for (const QuantScheme& scheme : gpu_schemes()) {
     const auto add = [&](std::int64_t tokens, Activation activation, std::int64_t intermediate,
-                         const char* suffix) {
+                         const char* suffix, std::int64_t hidden = 480) {
       Case spec;
       spec.name = std::string(name(scheme)) + "_" + std::to_string(tokens) + "_" +
                   std::string(name(activation));
+      if (hidden % 64 == 0) spec.name += "_whole_records";
       spec.num_tokens = tokens;
       spec.num_experts = 5;
       spec.topk = 2;
-      spec.hidden = 480;
+      spec.hidden = hidden;
       spec.intermediate = intermediate;
       spec.scheme = scheme;
       spec.activation = activation;
       spec.bias = true;
       // All rows on two experts, so that their number is that of the tokens.
       spec.skew = testing::RoutingSkew::kOneExpert;
-      spec.negative_ids = tokens == 65;
+      spec.negative_ids = tokens == 9 || tokens == 65;  // few slots, and more than few
       result.push_back({spec, suffix});
     };
     for (const std::int64_t tokens :
-         {1, 8, 9, 17, 24, 25, 31, 64, 65, 96, 97, 144, 145, 161, 288, 289, 580}) {
+         {1, 8, 9, 17, 24, 25, 31, 33, 64, 65, 96, 97, 144, 145, 161, 288, 289, 580}) {
       add(tokens, Activation::kSwigluOai, 160, "");
+    }
+    for (const std::int64_t tokens : {9, 33}) {  // splits end inside a stage
+      add(tokens, Activation::kSwigluOai, 320, "", 448);
     }
     for (const std::int64_t tokens : {3, 77, 256, 300}) {
       add(tokens, Activation::kRelu2NoMul, 90, "");  // rows end in the middle of 16 bytes
@@ -194,7 +198,7 @@ TEST_F(CudaExpertsInvarianceTest, RowDoesNotDependOnItsBatch) {
     const auto experts = find_experts("_batch_invariant", scheme);
     const Tensor all = run_rows(problem, *experts);
     std::set<std::string> plans;
-    for (const std::int64_t rows : {1, 5, 64, 140, 200, 300, 1000}) {
+    for (const std::int64_t rows : {1, 5, 24, 44, 64, 140, 200, 300, 1000}) {
       const Problem first = head(problem, rows);
       const Tensor few = run_rows(first, *experts);
       EXPECT_TRUE(bitwise_equal(few, all.slice(0, 0, rows))) << name(scheme) << " " << rows;
@@ -202,7 +206,8 @@ TEST_F(CudaExpertsInvarianceTest, RowDoesNotDependOnItsBatch) {
           ProblemSize::of(testing::make_config(first.spec, testing::row_dtype(scheme), kGpu), rows);
       plans.insert(experts->tile_plans(size, kGpu).front());
     }
-    EXPECT_GE(plans.size(), 4u) << "tiles of 64, 96, 144 and 288 tokens";
+    const bool is_decoded = cuda::is_decoded(testing::format_of(scheme));
+    EXPECT_GE(plans.size(), is_decoded ? 4u : 5u) << "tiles of 64 (32), 96, 144 and 288 tokens";
   }
 }
 

@@ -1,4 +1,4 @@
-// Bulk copies with a hint of how long the L2 should keep what is read; CuTe's have none.
+// How long the L2 should keep what is copied, and bulk copies that say so: CuTe's do not.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,7 @@ inline constexpr auto kEvictNormal =
     static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
 inline constexpr auto kEvictFirst =
     static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+inline constexpr auto kEvictLast = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
 
 /// `bytes`, a multiple of 16, from global to shared memory, both aligned to 16; completes on
 /// `full`.
@@ -21,11 +22,6 @@ __device__ inline void bulk_copy(void* target, const void* source, int bytes, st
       "[%0], [%1], %2, [%3], %4;" ::"r"(cute::cast_smem_ptr_to_uint(target)),
       "l"(source), "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(full)), "l"(hint)
       : "memory");
-}
-
-/// The same to the L2.
-__device__ inline void bulk_prefetch_l2(const void* source, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
 
 }  // namespace fusedmoe::cuda

@@ -29,7 +29,8 @@ CUtensorMap make_tensor_map(const MappedRows& rows, int box_rows, int box_k_bloc
   constexpr cuuint64_t kColumns = 64;
   const auto columns = static_cast<cuuint64_t>(rows.columns);
   const bool is_deep = box_k_blocks > 1;
-  const cuuint64_t extents[3] = {is_deep ? kColumns : columns, static_cast<cuuint64_t>(rows.rows),
+  const cuuint64_t extents[3] = {is_deep ? std::min(columns, kColumns) : columns,
+                                 static_cast<cuuint64_t>(rows.rows),
                                  std::max<cuuint64_t>(1, columns / kColumns)};
   const cuuint64_t pitches[2] = {static_cast<cuuint64_t>(rows.pitch) * 2, kColumns * 2};
   const cuuint32_t box[3] = {kColumns, static_cast<cuuint32_t>(box_rows),

@@ -20,7 +20,7 @@ namespace fusedmoe::cuda {
 
 /// Shape of the work of one thread block. Warpgroups that multiply: row_groups * k_groups. Each
 /// row group has row_blocks blocks of 64 weight rows; the k_groups of one split the blocks of K
-/// among them in turn and add their sums at the end, in order.
+/// among them in turn, and their sums are added at the end, in order.
 struct TileConfig {
   int max_tokens = 0;  ///< rows of one expert in a tile, at most
   int row_groups = 0;
@@ -29,6 +29,9 @@ struct TileConfig {
   int cluster = 1;  ///< blocks that work side by side on the same rows and share them
 
   constexpr int warpgroups() const { return row_groups * k_groups; }
+  /// Whether a warpgroup of its own finishes what the others have multiplied. Weights that are
+  /// decoded have only `mma.sync` there, so no batch invariance.
+  constexpr bool has_finisher() const { return row_blocks == 1 && max_tokens <= 32; }
   constexpr int tile_row_blocks() const { return row_groups * row_blocks; }
   constexpr bool operator==(const TileConfig&) const = default;
 };
@@ -87,10 +90,10 @@ struct GroupedGemm {
   /// work_counters(...) words, zero when the kernel begins.
   std::int32_t* counters = nullptr;
   ResolvedActivation activation{};
-  /// Sums of a row in one order, whatever else is in its tile.
+  /// Sums of a row in one order, whatever else is in its tile; see TileConfig::has_finisher().
   bool batch_invariant = false;
-  /// Weights that only one tile of tokens reads need not stay in the L2. Good where all of them
-  /// are few times its size (what they would push out is written back first), else 2 % worse.
+  /// Weights that only one tile of tokens reads need not stay in the L2: what they would push out
+  /// may have to be written back first.
   bool weights_evict_first = false;
   /// The operation of the stream before is a kernel that may still run when this one starts. Copies
   /// and whatever a caller enqueues must not: a kernel that starts early waits for kernels only.

@@ -53,7 +53,7 @@ __device__ __forceinline__ void multiply_tiles(typename GemmTypes<Weights, kTile
     } else {
       if (p.topk_ids) cudaGridDependencySynchronize();
       Stores::store_tile(shared, p, item, place, sums);
-      if (place.thread() == 0) Barrier::arrive(&shared.item_stored[slot]);
+      if (place.thread() == 0) arrive(&shared.item_stored[slot]);
     }
   }
 }
@@ -69,7 +69,7 @@ __device__ __forceinline__ void finish_tiles(typename GemmTypes<Weights, kTile>:
     const Item& item = shared.items[slot];
     if (item.phase < 0) return;
     Store<Weights, kTile>::finish_tile(shared, p, item, count % 2);
-    if (threadIdx.x % 128 == 0) Barrier::arrive(&shared.item_stored[slot]);
+    if (threadIdx.x % 128 == 0) arrive(&shared.item_stored[slot]);
   }
 }
 
@@ -129,7 +129,10 @@ __global__ __launch_bounds__((GemmConfig<Weights, kTileConfigs[kConfig]>::kThrea
   const int expert = Load::read_expert(problem);
   init_barriers<Weights, kTile>(shared);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < problem.num_phases; ++i) cute::prefetch_tma_descriptor(maps.boxes[i]);
+    for (int i = 0; i < problem.num_phases; ++i) {
+      constexpr int kFirst = Config::kWideCopies ? 0 : RowMaps::first_box(kTile.max_tokens);
+      cute::prefetch_tma_descriptor(&maps.boxes[i][kFirst]);
+    }
   }
   // What the kernels before the one that makes the routing data wrote is there: that waited for it.
   if (!problem.topk_ids) cudaGridDependencySynchronize();

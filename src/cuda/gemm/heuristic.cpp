@@ -63,7 +63,7 @@ bool valid(const GemmShape& shape, const GemmPlan& plan) {
          plan.splits <= std::max<std::int64_t>(1, ceil_div(shape.intermediate, kRecordK)) &&
          // One order of the sums for all sizes, and one instruction.
          (!shape.batch_invariant ||
-          (plan.tile.k_groups == 1 && (!is_decoded(shape.format) || plan.tile.max_tokens > 32))) &&
+          (plan.tile.k_groups == 1 && !(is_decoded(shape.format) && plan.tile.has_finisher()))) &&
          // Rows that are an output, or that hooks see, are bf16.
          (!plan.rows_f32 || shape.num_tokens <= max_tokens_f32(shape)) &&
          (plan.rows_f32 || plan.splits == 1);
@@ -96,7 +96,9 @@ GemmPlan choose_plan(const GemmShape& shape) {
   // small ones are better.
   double rows = mean + std::sqrt(mean);
   constexpr TileConfig kWide = kTileConfigs[1];
-  if (is_decoded(shape.format) && tiles_of(2 * shape.intermediate, kWide) > kMultiprocessors) {
+  static_assert(kWide.has_finisher() && !kTileConfigs[2].has_finisher());
+  const std::int64_t gate_and_up = 2 * shape.intermediate;  // most weights are gated
+  if (is_decoded(shape.format) && tiles_of(gate_and_up, kWide) > kMultiprocessors) {
     rows = std::max<double>(rows, kWide.max_tokens);
   }
   GemmPlan chosen;
@@ -105,7 +107,8 @@ GemmPlan choose_plan(const GemmShape& shape) {
     chosen = plan;
     if (static_cast<double>(plan.tile.max_tokens) >= rows) break;
   }
-  // Few tiles of GEMM 2, bound by their weights, all run at once and end late.
+  // Few tiles of GEMM 2, up to one and a half for each multiprocessor, are bound by their weights
+  // and end late.
   constexpr int kFewRows = 64;
   GemmPlan split = chosen;
   split.splits = 2;

@@ -1,4 +1,5 @@
-// The loading roles of the grouped GEMM kernel, a thread each: weights, and rows.
+// The roles of single threads of the grouped GEMM kernel: they load weights, load rows, and tell of
+// tiles that are stored.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -17,6 +18,12 @@ inline constexpr int kRowBoxes = 4;
 struct RowMaps {
   CUtensorMap boxes[2][kRowBoxes];
   static constexpr int rows(int box) { return kMostRows >> box; }
+  /// The largest box of which a tile has the rows.
+  static constexpr int first_box(int max_tokens) {
+    int box = 0;
+    while (rows(box) > max_tokens) ++box;
+    return box;
+  }
 };
 
 template <typename Weights, TileConfig kTile>
@@ -42,10 +49,10 @@ struct Loaders : Claims<Weights, kTile> {
     for (int b = 0; b < kTile.tile_row_blocks(); ++b) {
       const std::int64_t row_block = item.row_block + b;
       if (row_block >= phase.row_blocks) break;
-      bulk_prefetch_l2(static_cast<const std::uint8_t*>(phase.weights) +
-                           item.expert * phase.expert_bytes +
-                           (row_block * phase.k_blocks + item.k_begin) * Config::kRecordBytes,
-                       bytes);
+      cute::SM90_BULK_COPY_G2S::PREFETCH::copy(
+          static_cast<const std::uint8_t*>(phase.weights) + item.expert * phase.expert_bytes +
+              (row_block * phase.k_blocks + item.k_begin) * Config::kRecordBytes,
+          bytes);
     }
   }
 
@@ -73,7 +80,7 @@ struct Loaders : Claims<Weights, kTile> {
         continue;
       }
       shared.items[slot.index] = item;
-      Barrier::arrive(&shared.item_full[slot.index]);
+      arrive(&shared.item_full[slot.index]);
       slot.advance();
       if (item.phase < 0) return;
       claimed = claim();  // its latency hides behind the stream
@@ -129,7 +136,7 @@ struct Loaders : Claims<Weights, kTile> {
           min(kTile.tile_row_blocks(), p.phases[item.phase].row_blocks - item.row_block);
       const bool inner = item.phase == 0 && p.num_phases == 2;  // GEMM 2 waits for it
       wait(&shared.item_stored[slot.index], slot.phase);
-      Barrier::arrive(&shared.item_free[slot.index]);
+      arrive(&shared.item_free[slot.index]);
       slot.advance();
       if (inner && row_blocks > 0) {
         asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p.counters + 1 + counter),
@@ -139,16 +146,14 @@ struct Loaders : Claims<Weights, kTile> {
     }
   }
 
-  static constexpr auto kKeep = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
-
   /// One tensor copy, to all blocks of the cluster.
   __device__ static void copy_rows(const CUtensorMap* map, std::uint64_t* full, void* target,
                                    int column, int row) {
     if constexpr (kTile.cluster == 1) {
-      cute::SM90_TMA_LOAD_2D::copy(map, full, kKeep, target, column, row);
+      cute::SM90_TMA_LOAD_2D::copy(map, full, kEvictLast, target, column, row);
     } else {
       constexpr std::uint16_t kAll = (1 << kTile.cluster) - 1;
-      cute::SM90_TMA_LOAD_MULTICAST_2D::copy(map, full, kAll, kKeep, target, column, row);
+      cute::SM90_TMA_LOAD_MULTICAST_2D::copy(map, full, kAll, kEvictLast, target, column, row);
     }
   }
 
@@ -184,7 +189,7 @@ struct Loaders : Claims<Weights, kTile> {
     while (true) {
       wait(&shared.item_full[slot.index], slot.phase);
       const Item item = shared.items[slot.index];
-      Barrier::arrive(&shared.item_free[slot.index]);
+      arrive(&shared.item_free[slot.index]);
       slot.advance();
       if (item.phase < 0) return;
 
@@ -206,7 +211,7 @@ struct Loaders : Claims<Weights, kTile> {
           Barrier::arrive_and_expect_tx(full, Config::kBlocks * bytes);
           for (int n = 0; n < count; n += kRowUnit) {
             cute::SM90_TMA_LOAD_3D::copy(
-                boxes, full, kKeep,
+                boxes, full, kEvictLast,
                 tokens_of(shared, stage.index, 0) + n / kRowUnit * Config::kRowPitch, 0,
                 item.first_row + n, block);
           }

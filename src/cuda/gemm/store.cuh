@@ -82,7 +82,9 @@ struct Store : GemmTypes<Weights, kTile> {
   }
 
   __device__ static void sync_warpgroup(const Place& place) {
+    asm volatile("" ::: "memory");  // as arrive() and wait()
     cutlass::arch::NamedBarrier::sync(128, Base::warpgroup_barrier(place));
+    asm volatile("" ::: "memory");
   }
   /// Sums of a chunk by its number, chunks of the first row block before those of the next.
   /// Registers have no index.
@@ -278,7 +280,7 @@ struct Store : GemmTypes<Weights, kTile> {
       if (i / 4 * 8 >= num_tokens) break;
       shared.parts[place.warpgroup][i][place.thread()] = sums[0][i];
     }
-    Barrier::arrive(&shared.parts_full);
+    arrive(&shared.parts_full);
   }
 
   /// The finisher's part.
@@ -294,7 +296,7 @@ struct Store : GemmTypes<Weights, kTile> {
     wait(&shared.parts_full, phase);
     store_rows(shared, p, item, place, factors,
                [&](int chunk, Chunk& values) { read_parts(shared, chunk, values); });
-    Barrier::arrive(&shared.parts_free);
+    arrive(&shared.parts_free);
   }
 };
 

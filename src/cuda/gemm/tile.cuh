@@ -17,10 +17,14 @@ inline constexpr int kRowUnit = 8, kMostRows = 64;
 
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
-/// Barrier::wait, behind which the compiler also leaves reads of what the barrier guards.
+/// Barrier::wait and arrive, across which the compiler also moves no accesses to what is guarded.
 __device__ inline void wait(const std::uint64_t* barrier, std::uint32_t phase) {
   Barrier::wait(barrier, phase);
   asm volatile("" ::: "memory");
+}
+__device__ inline void arrive(const std::uint64_t* barrier) {
+  asm volatile("" ::: "memory");
+  Barrier::arrive(barrier);
 }
 
 template <typename Weights, TileConfig kTile>
@@ -30,7 +34,7 @@ struct GemmConfig {
   static constexpr int kMultiplyThreads = 128 * kWarpgroups;
   // Tiles of few tokens leave their sums in shared memory to a warpgroup that finishes them, while
   // the next tile is multiplied: its latencies would be a good part of the time.
-  static constexpr bool kHasFinisher = kTile.row_blocks == 1 && kTile.max_tokens <= 32;
+  static constexpr bool kHasFinisher = kTile.has_finisher();
   static_assert(kHasFinisher || kTile.k_groups == 1, "K groups meet in shared memory");
   static constexpr int kThreads = 128 * (1 + kWarpgroups + (kHasFinisher ? 1 : 0));
 
@@ -153,7 +157,7 @@ struct GemmTypes {
   /// Of one thread: row blocks by tokens, as wgmma leaves them.
   using Sums = float[kTile.row_blocks][kTile.max_tokens / 2];
 
-  /// What a multiplying thread knows of itself.
+  /// What a multiplying thread knows of itself; the finisher takes the place of the first.
   struct Place {
     int warpgroup;  // of those that multiply
     __device__ static int thread() { return threadIdx.x % 128; }
@@ -168,8 +172,9 @@ struct GemmTypes {
   /// one for its warp is not faster, and racecheck does not know what it stands for.
   __device__ static void release(Shared& shared, int stage) {
     if constexpr (kTile.cluster == 1) {
-      Barrier::arrive(&shared.stage_free[stage]);
+      arrive(&shared.stage_free[stage]);
     } else {
+      asm volatile("" ::: "memory");
       for (int r = 0; r < kTile.cluster; ++r) Barrier::arrive(&shared.stage_free[stage], r, true);
     }
   }

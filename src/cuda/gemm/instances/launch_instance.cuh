@@ -23,7 +23,9 @@ void launch_instance(const GroupedGemm& problem, void* stream) {
   for (int i = 0; i < problem.num_phases; ++i) {
     const GemmPhase& phase = problem.phases[i];
     const MappedRows rows{phase.x, phase.x_rows, phase.k, phase.x_pitch};
-    for (int box = Config::kWideCopies ? kRowBoxes - 1 : 0; box < kRowBoxes; ++box) {
+    constexpr int kFirst =
+        Config::kWideCopies ? kRowBoxes - 1 : RowMaps::first_box(kTile.max_tokens);
+    for (int box = kFirst; box < kRowBoxes; ++box) {
       maps.boxes[i][box] = make_tensor_map(rows, RowMaps::rows(box));
     }
     if (Config::kWideCopies) maps.boxes[i][0] = make_tensor_map(rows, kRowUnit, Config::kBlocks);
