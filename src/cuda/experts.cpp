@@ -329,7 +329,7 @@ GroupedGemm Sm90Experts::make_problem(const ExpertsArgs& args, const Scratch& sc
   second.out_f32 = plan.rows_f32;
 
   // Measured: MXFP4 gains 3 to 5 % up to 32 tokens and loses nowhere; 16-bit weights, which come at
-  // the memory's full rate, gain up to 8 % where they are few and lose 2 % where they are many.
+  // the memory's full rate, gain up to 6 % where they are few and lose 2 % where they are many.
   const std::int64_t most_hit = std::min(scratch.rows, info.num_experts);
   gemm.weights_evict_first =
       is_decoded(format_) ||

@@ -86,6 +86,7 @@ struct Store : GemmTypes<Weights, kTile> {
     cutlass::arch::NamedBarrier::sync(128, Base::warpgroup_barrier(place));
     asm volatile("" ::: "memory");
   }
+
   /// Sums of a chunk by its number, chunks of the first row block before those of the next.
   /// Registers have no index.
   template <int kChunk = 0>
