@@ -88,7 +88,7 @@ TEST(GemmPlanTest, ChosenPlanIsValidForEverySize) {
         }
         if (shape.batch_invariant) {
           EXPECT_EQ(plan.tile.k_groups, 1);
-          EXPECT_FALSE(is_decoded(shape.format) && plan.tile.has_finisher())
+          EXPECT_FALSE(is_decoded(shape.format) && plan.tile.has_epilogue_warpgroup())
               << "another instruction than in wider tiles";
         }
       }
@@ -131,11 +131,11 @@ TEST(GemmPlanTest, InvalidPlansAreRefused) {
   EXPECT_FALSE(valid(shape, {TileConfig{24, 1, 1, 1}, 1, true})) << "not compiled";
   GemmShape invariant = shape;
   invariant.batch_invariant = true;
-  const TileConfig finished = tile_configs()[1];
-  ASSERT_TRUE(finished.has_finisher() && finished.k_groups == 1);
+  const TileConfig tile_apart = tile_configs()[1];
+  ASSERT_TRUE(tile_apart.has_epilogue_warpgroup() && tile_apart.k_groups == 1);
   for (const WeightFormat format : {WeightFormat::kBF16, WeightFormat::kMXFP4}) {
     invariant.format = format;
-    EXPECT_EQ(valid(invariant, {finished, 1, false}), !is_decoded(format));
+    EXPECT_EQ(valid(invariant, {tile_apart, 1, false}), !is_decoded(format));
   }
   shape.num_tokens = max_tokens_f32(shape);
   EXPECT_TRUE(valid(shape, {tile, 1, true}));

@@ -42,8 +42,9 @@ void grouped_gemm(const GroupedGemm& problem, WeightFormat format, const TileCon
   const auto* found = std::find(std::begin(kTileConfigs), std::end(kTileConfigs), config);
   FUSEDMOE_CHECK(found != std::end(kTileConfigs), "tile config", to_string(config),
                  "one that is compiled");
-  FUSEDMOE_CHECK(!(problem.batch_invariant && is_decoded(format) && config.has_finisher()),
-                 "tile config", to_string(config), "one of more than 32 tokens: batch invariance");
+  FUSEDMOE_CHECK(
+      !(problem.batch_invariant && is_decoded(format) && config.has_epilogue_warpgroup()),
+      "tile config", to_string(config), "one of more than 32 tokens: batch invariance");
   const auto index = static_cast<std::size_t>(found - std::begin(kTileConfigs));
   switch (format) {
     case WeightFormat::kBF16:

@@ -29,9 +29,9 @@ struct TileConfig {
   int cluster = 1;  ///< blocks that work side by side on the same rows and share them
 
   constexpr int warpgroups() const { return row_groups * k_groups; }
-  /// Whether a warpgroup of its own finishes what the others have multiplied. Weights that are
-  /// decoded have only `mma.sync` there, so no batch invariance.
-  constexpr bool has_finisher() const { return row_blocks == 1 && max_tokens <= 32; }
+  /// Whether a warpgroup of its own runs the epilogues of what the others multiply. Weights that
+  /// are decoded have only `mma.sync` there, so no batch invariance.
+  constexpr bool has_epilogue_warpgroup() const { return row_blocks == 1 && max_tokens <= 32; }
   constexpr int tile_row_blocks() const { return row_groups * row_blocks; }
   constexpr bool operator==(const TileConfig&) const = default;
 };
@@ -90,7 +90,8 @@ struct GroupedGemm {
   /// work_counters(...) words, zero when the kernel begins.
   std::int32_t* counters = nullptr;
   ResolvedActivation activation{};
-  /// Sums of a row in one order, whatever else is in its tile; see TileConfig::has_finisher().
+  /// Sums of a row in one order, whatever else is in its tile; see
+  /// TileConfig::has_epilogue_warpgroup().
   bool batch_invariant = false;
   /// Weights that only one tile of tokens reads need not stay in the L2: what they would push out
   /// may have to be written back first.

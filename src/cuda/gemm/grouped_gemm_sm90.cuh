@@ -43,12 +43,12 @@ __device__ __forceinline__ void multiply_tiles(typename GemmTypes<Weights, kTile
     wait(&shared.item_full[slot], count / kSlots % 2);
     const Item& item = shared.items[slot];  // read where needed: registers are scarce
     if (item.phase < 0) return;
-    if constexpr (!Types::Config::kHasFinisher) {
+    if constexpr (!Types::Config::kHasEpilogueWarpgroup) {
       Stores::prefetch_scale_and_bias(p.phases[item.phase], item, place);
     }
     typename Types::Sums sums;
     Multiply::multiply_tile(shared, p, item, place, stage, sums);
-    if constexpr (Types::Config::kHasFinisher) {
+    if constexpr (Types::Config::kHasEpilogueWarpgroup) {
       Stores::hand_over(shared, item, place, sums, count % 2 ^ 1);
     } else {
       if (p.topk_ids) cudaGridDependencySynchronize();
@@ -58,17 +58,17 @@ __device__ __forceinline__ void multiply_tiles(typename GemmTypes<Weights, kTile
   }
 }
 
-/// The finishing warpgroup of tiles that have one.
+/// The epilogue warpgroup of tiles that have one.
 template <typename Weights, TileConfig kTile>
-__device__ __forceinline__ void finish_tiles(typename GemmTypes<Weights, kTile>::Shared& shared,
-                                             const GroupedGemm& p) {
+__device__ __forceinline__ void run_epilogues(typename GemmTypes<Weights, kTile>::Shared& shared,
+                                              const GroupedGemm& p) {
   constexpr unsigned kSlots = GemmTypes<Weights, kTile>::Config::kItemSlots;
   for (unsigned count = 0;; ++count) {
     const unsigned slot = count % kSlots;
     wait(&shared.item_full[slot], count / kSlots % 2);
     const Item& item = shared.items[slot];
     if (item.phase < 0) return;
-    Store<Weights, kTile>::finish_tile(shared, p, item, count % 2);
+    Store<Weights, kTile>::run_epilogue(shared, p, item, count % 2);
     if (threadIdx.x % 128 == 0) arrive(&shared.item_stored[slot]);
   }
 }
@@ -150,13 +150,13 @@ __global__ __launch_bounds__((GemmConfig<Weights, kTileConfigs[kConfig]>::kThrea
     } else if (warp == 2 && cute::elect_one_sync()) {
       Load::release_tiles(shared, problem);
     }
-  } else if (!Config::kHasFinisher || threadIdx.x < Config::kThreads - 128) {
+  } else if (!Config::kHasEpilogueWarpgroup || threadIdx.x < Config::kThreads - 128) {
     cutlass::arch::warpgroup_reg_alloc<Config::kMultiplyRegisters>();
     multiply_tiles<Weights, kTile>(shared, problem);
   } else {
-    if constexpr (Config::kHasFinisher) {
-      cutlass::arch::warpgroup_reg_alloc<Config::kFinishRegisters>();
-      finish_tiles<Weights, kTile>(shared, problem);
+    if constexpr (Config::kHasEpilogueWarpgroup) {
+      cutlass::arch::warpgroup_reg_alloc<Config::kEpilogueRegisters>();
+      run_epilogues<Weights, kTile>(shared, problem);
     }
   }
   if constexpr (kTile.cluster > 1) {  // others may still arrive at this block's barriers

@@ -63,7 +63,8 @@ bool valid(const GemmShape& shape, const GemmPlan& plan) {
          plan.splits <= std::max<std::int64_t>(1, ceil_div(shape.intermediate, kRecordK)) &&
          // One order of the sums for all sizes, and one instruction.
          (!shape.batch_invariant ||
-          (plan.tile.k_groups == 1 && !(is_decoded(shape.format) && plan.tile.has_finisher()))) &&
+          (plan.tile.k_groups == 1 &&
+           !(is_decoded(shape.format) && plan.tile.has_epilogue_warpgroup()))) &&
          // Rows that are an output, or that hooks see, are bf16.
          (!plan.rows_f32 || shape.num_tokens <= max_tokens_f32(shape)) &&
          (plan.rows_f32 || plan.splits == 1);
@@ -96,7 +97,7 @@ GemmPlan choose_plan(const GemmShape& shape) {
   // small ones are better.
   double rows = mean + std::sqrt(mean);
   constexpr TileConfig kWide = kTileConfigs[1];
-  static_assert(kWide.has_finisher() && !kTileConfigs[2].has_finisher());
+  static_assert(kWide.has_epilogue_warpgroup() && !kTileConfigs[2].has_epilogue_warpgroup());
   const std::int64_t gate_and_up = 2 * shape.intermediate;  // most weights are gated
   if (is_decoded(shape.format) && tiles_of(gate_and_up, kWide) > kMultiprocessors) {
     rows = std::max<double>(rows, kWide.max_tokens);

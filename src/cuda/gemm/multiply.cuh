@@ -226,10 +226,10 @@ struct Multiplier : GemmTypes<Weights, kTile> {
 
   /// Columns up to which multiply_mma_sync() is faster. Tiles up to 32 tokens have nothing else,
   /// nor registers for it.
-  static constexpr int kMmaSyncColumns = !is_decoded(Weights::kFormat) ? 0
-                                         : Config::kHasFinisher        ? kTile.max_tokens
-                                         : kTile.max_tokens <= 64      ? 24
-                                                                       : 0;
+  static constexpr int kMmaSyncColumns = !is_decoded(Weights::kFormat)   ? 0
+                                         : Config::kHasEpilogueWarpgroup ? kTile.max_tokens
+                                         : kTile.max_tokens <= 64        ? 24
+                                                                         : 0;
 
   /// As multiply_narrowest().
   template <int kN = 8>

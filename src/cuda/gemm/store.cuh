@@ -38,7 +38,8 @@ struct Store : GemmTypes<Weights, kTile> {
   }
 
   /// Row blocks that a warpgroup stores, at most, and the first of an item.
-  static constexpr int kRowBlocks = Config::kHasFinisher ? kTile.row_groups : kTile.row_blocks;
+  static constexpr int kRowBlocks =
+      Config::kHasEpilogueWarpgroup ? kTile.row_groups : kTile.row_blocks;
   __device__ static int first_row_block(const Item& item, const Place& place) {
     return item.row_block + place.row_group() * kTile.row_blocks;
   }
@@ -101,7 +102,7 @@ struct Store : GemmTypes<Weights, kTile> {
       for (int i = 0; i < 4 * kEights; ++i) values[i] = sums[kBlock][kFirst + i];
     }
   }
-  /// The same of those left to the finisher: of all K groups, in their order.
+  /// The same of those left to the epilogue warpgroup: of all K groups, in their order.
   __device__ static void read_parts(const Shared& shared, int chunk, Chunk& values) {
     const int first = chunk % kChunks * 4 * kEights;
     const auto* parts = &shared.parts[chunk / kChunks * kTile.k_groups];
@@ -271,7 +272,7 @@ struct Store : GemmTypes<Weights, kTile> {
                [&](int chunk, Chunk& values) { read_sums(sums, chunk, values); });
   }
 
-  /// A multiplying warpgroup's sums, to the finisher. `phase`: of the tile before.
+  /// A multiplying warpgroup's sums, to the epilogue warpgroup. `phase`: of the tile before.
   __device__ static void hand_over(Shared& shared, const Item& item, const Place& place,
                                    const Sums& sums, std::uint32_t phase) {
     const int num_tokens = item.num_tokens;
@@ -284,9 +285,9 @@ struct Store : GemmTypes<Weights, kTile> {
     arrive(&shared.parts_full);
   }
 
-  /// The finisher's part.
-  __device__ static void finish_tile(Shared& shared, const GroupedGemm& p, const Item& item,
-                                     std::uint32_t phase) {
+  /// The epilogue warpgroup's part.
+  __device__ static void run_epilogue(Shared& shared, const GroupedGemm& p, const Item& item,
+                                      std::uint32_t phase) {
     const Place place{0};
     const ScaleAndBias factors = read_scale_and_bias(p.phases[item.phase], item, place);
     if (p.topk_ids) cudaGridDependencySynchronize();

@@ -34,18 +34,18 @@ struct GemmConfig {
   static constexpr int kMultiplyThreads = 128 * kWarpgroups;
   // Tiles of few tokens leave their sums in shared memory to a warpgroup that finishes them, while
   // the next tile is multiplied: its latencies would be a good part of the time.
-  static constexpr bool kHasFinisher = kTile.has_finisher();
-  static_assert(kHasFinisher || kTile.k_groups == 1, "K groups meet in shared memory");
-  static constexpr int kThreads = 128 * (1 + kWarpgroups + (kHasFinisher ? 1 : 0));
+  static constexpr bool kHasEpilogueWarpgroup = kTile.has_epilogue_warpgroup();
+  static_assert(kHasEpilogueWarpgroup || kTile.k_groups == 1, "K groups meet in shared memory");
+  static constexpr int kThreads = 128 * (1 + kWarpgroups + (kHasEpilogueWarpgroup ? 1 : 0));
 
   // Registers of a block are 64 Ki; at launch every thread has the same share of them.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kAllRegisters = kLaunchRegisters * (kThreads / 128);
-  static constexpr int kFinishRegisters = kHasFinisher ? 104 : 0;
+  static constexpr int kEpilogueRegisters = kHasEpilogueWarpgroup ? 104 : 0;
   static constexpr int kMultiplyRegisters =
-      (kAllRegisters - kFinishRegisters - 56) / kWarpgroups / 8 * 8;
+      (kAllRegisters - kEpilogueRegisters - 56) / kWarpgroups / 8 * 8;
   static constexpr int kLoadRegisters =
-      kAllRegisters - kFinishRegisters - kWarpgroups * kMultiplyRegisters;
+      kAllRegisters - kEpilogueRegisters - kWarpgroups * kMultiplyRegisters;
 
   static constexpr int kTokenBytes = kTile.max_tokens * kRecordK * 2;  // of one K block
   static constexpr int kRecordBytes = record_bytes(Weights::kFormat);
@@ -74,11 +74,11 @@ struct GemmConfig {
 
   static constexpr int kItemSlots = 8;
   static constexpr int kSharedLimit = 232448;  // of a block, sm_90
-  // Warpgroups that leave their sums to the finisher, and a thread's sums; at least 1, as there is
-  // no array of nothing.
-  static constexpr int kParts = kHasFinisher ? kWarpgroups : 1;
-  static constexpr int kPartSums = kHasFinisher ? kTile.max_tokens / 2 : 1;
-  static constexpr int kStorers = kHasFinisher ? 1 : kRowGroups;  // warpgroups
+  // Warpgroups that leave their sums to the epilogue warpgroup, and a thread's sums; at least 1, as
+  // there is no array of nothing.
+  static constexpr int kParts = kHasEpilogueWarpgroup ? kWarpgroups : 1;
+  static constexpr int kPartSums = kHasEpilogueWarpgroup ? kTile.max_tokens / 2 : 1;
+  static constexpr int kStorers = kHasEpilogueWarpgroup ? 1 : kRowGroups;  // warpgroups
 
   static constexpr int kFixedBytes = kStorers * kStoreTokens * kStorePitch * 2 +
                                      kParts * kPartSums * 128 * 4 + (kMaxExperts + 1) * 4 + 1024;
@@ -157,7 +157,8 @@ struct GemmTypes {
   /// Of one thread: row blocks by tokens, as wgmma leaves them.
   using Sums = float[kTile.row_blocks][kTile.max_tokens / 2];
 
-  /// What a multiplying thread knows of itself; the finisher takes the place of the first.
+  /// What a multiplying thread knows of itself; the epilogue warpgroup takes the place of the
+  /// first.
   struct Place {
     int warpgroup;  // of those that multiply
     __device__ static int thread() { return threadIdx.x % 128; }
