@@ -79,7 +79,11 @@ TEST(GemmPlanTest, ChosenPlanIsValidForEverySize) {
       const GemmPlan chosen = choose_plan(shape);
       EXPECT_NE(std::find(plans.begin(), plans.end(), chosen), plans.end()) << to_string(chosen);
       EXPECT_EQ(choose_plan(shape), chosen);
+      const GemmPlan largest = largest_plan(shape);
       for (const GemmPlan& plan : plans) {
+        EXPECT_LE(largest.tile.max_tokens, plan.tile.max_tokens);
+        EXPECT_GE(largest.splits, plan.splits);
+        EXPECT_GE(largest.rows_f32, plan.rows_f32);
         EXPECT_TRUE(valid(shape, plan)) << to_string(plan);
         EXPECT_EQ(std::count(plans.begin(), plans.end(), plan), 1) << to_string(plan);
         if (shape.batched || shape.batch_invariant) {

@@ -82,6 +82,15 @@ PlanList valid_plans(const GemmShape& shape) {
   return plans;
 }
 
+GemmPlan largest_plan(const GemmShape& shape) {
+  static_assert(std::is_sorted(
+      std::begin(kTileConfigs), std::end(kTileConfigs),
+      [](const TileConfig& a, const TileConfig& b) { return a.max_tokens < b.max_tokens; }));
+  static_assert(std::is_sorted(std::begin(kSplits), std::end(kSplits)));
+  const bool rows_f32 = shape.num_tokens <= max_tokens_f32(shape);
+  return {kTileConfigs[0], rows_f32 ? *std::rbegin(kSplits) : 1, rows_f32};
+}
+
 GemmPlan choose_plan(const GemmShape& shape) {
   // Counts of a random routing spread by about the square root of their mean.
   const double mean = rows_per_hit_expert(shape);

@@ -61,7 +61,10 @@ bool valid(const GemmShape& shape, const GemmPlan& plan);
 /// Every plan worth measuring, the chosen one among them: the valid ones, but rows in bf16 only
 /// where they cannot be in f32, which is more exact.
 PlanList valid_plans(const GemmShape& shape);
-/// Tokens up to which rows may be in f32: where the scratch of the worst plan is largest.
+/// A plan, not always a valid one, that takes no less scratch than any valid one: fewest tokens to
+/// a tile, most splits. Every forward asks for it several times.
+GemmPlan largest_plan(const GemmShape& shape);
+/// Tokens up to which rows may be in f32: where the scratch of the largest plan is largest.
 std::int64_t max_tokens_f32(const GemmShape& shape);
 
 /// While it lives, experts of this thread run `plan` where it is valid: to test each.
