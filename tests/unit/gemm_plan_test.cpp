@@ -126,6 +126,24 @@ TEST(GemmPlanTest, ManyNarrowRowsAreNotSplit) {
       << "the tensor cores are what it waits for, and there are more rows to add";
 }
 
+TEST(GemmPlanTest, FewTilesAreSplitUntilTheyFillTheMultiprocessors) {
+  GemmShape shape;
+  shape.num_tokens = 1;
+  shape.num_local_experts = 16;
+  shape.intermediate = 8192;
+  const auto splits = [&](std::int64_t topk, std::int64_t hidden) {
+    shape.topk = topk;
+    shape.hidden = hidden;
+    return choose_plan(shape).splits;
+  };
+  EXPECT_EQ(splits(1, 5120), 4) << "80 tiles, 320 units (llama4-scout)";
+  EXPECT_EQ(splits(2, 4096), 2) << "128 tiles, 256 units (mixtral-8x7b)";
+  EXPECT_EQ(splits(8, 2048), 1) << "256 tiles";
+  EXPECT_EQ(splits(1, 64), 4) << "at most";
+  shape.intermediate = 192;
+  EXPECT_EQ(splits(1, 5120), 2) << "3 blocks of K";
+}
+
 TEST(GemmPlanTest, InvalidPlansAreRefused) {
   GemmShape shape = shapes_of(8).front();
   const TileConfig tile = tile_configs().front();

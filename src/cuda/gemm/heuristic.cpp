@@ -117,14 +117,18 @@ GemmPlan choose_plan(const GemmShape& shape) {
     chosen = plan;
     if (static_cast<double>(plan.tile.max_tokens) >= rows) break;
   }
-  // Few tiles of GEMM 2, up to one and a half for each multiprocessor, are bound by their weights
-  // and end late.
+  // Few tiles of GEMM 2, less than one and a half for each multiprocessor, are bound by their
+  // weights and end late.
   constexpr int kFewRows = 64;
-  GemmPlan split = chosen;
-  split.splits = 2;
-  const bool few = chosen.tile.max_tokens <= kFewRows &&
-                   tiles_of(shape.hidden, chosen.tile) < 1.5 * kMultiprocessors;
-  return few && valid(shape, split) ? split : chosen;
+  if (chosen.tile.max_tokens > kFewRows) return chosen;
+  for (const int splits : kSplits) {
+    GemmPlan split = chosen;
+    split.splits = splits;
+    if (!valid(shape, split)) break;
+    chosen = split;
+    if (splits * tiles_of(shape.hidden, chosen.tile) >= 1.5 * kMultiprocessors) break;
+  }
+  return chosen;
 }
 
 }  // namespace fusedmoe::cuda
