@@ -52,24 +52,30 @@ struct Claims : GemmTypes<Weights, kTile> {
   }
 
   /// tiles[e + 1], so far the rows of e -> token tiles of the experts up to e; `rows`, if there,
-  /// the same sums of rows. One warp.
+  /// the same sums of rows. One warp: each lane has neighbouring experts, for one scan over all.
   __device__ static void sum_up(std::int32_t* tiles, std::int32_t* rows, int num_experts) {
     const int lane = threadIdx.x;
-    int2 sum{};
-    for (int first = 0; first < num_experts; first += 32) {
-      const int e = first + lane;
-      const int count = e < num_experts ? tiles[e + 1] : 0;
-      int2 inclusive{num_token_tiles(count, kTile.max_tokens), count};
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const int x = __shfl_up_sync(~0u, inclusive.x, distance);
-        const int y = __shfl_up_sync(~0u, inclusive.y, distance);
-        if (lane >= distance) inclusive = {inclusive.x + x, inclusive.y + y};
-      }
-      if (e < num_experts) {
-        tiles[e + 1] = sum.x + inclusive.x;
-        if (rows) rows[e + 1] = sum.y + inclusive.y;
-      }
-      sum = {sum.x + __shfl_sync(~0u, inclusive.x, 31), sum.y + __shfl_sync(~0u, inclusive.y, 31)};
+    const int share = (num_experts + 31) / 32;
+    const int begin = min(lane * share, num_experts), end = min(begin + share, num_experts);
+    int2 sum{};  // up to this lane's experts, then up to each of them
+#pragma unroll 4
+    for (int e = begin; e < end; ++e) {
+      const int count = tiles[e + 1];
+      sum = {sum.x + num_token_tiles(count, kTile.max_tokens), sum.y + count};
+    }
+    const int2 own = sum;
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int x = __shfl_up_sync(~0u, sum.x, distance);
+      const int y = __shfl_up_sync(~0u, sum.y, distance);
+      if (lane >= distance) sum = {sum.x + x, sum.y + y};
+    }
+    sum = {sum.x - own.x, sum.y - own.y};
+#pragma unroll 4
+    for (int e = begin; e < end; ++e) {
+      const int count = tiles[e + 1];
+      sum = {sum.x + num_token_tiles(count, kTile.max_tokens), sum.y + count};
+      tiles[e + 1] = sum.x;
+      if (rows) rows[e + 1] = sum.y;
     }
     if (lane == 0) {
       tiles[0] = 0;
