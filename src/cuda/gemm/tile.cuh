@@ -66,7 +66,7 @@ struct GemmConfig {
       1024;
 
   // Tokens that are finished together; more of them take more registers.
-  static constexpr int kStoreTokens = kTile.max_tokens < 128       ? 16
+  static constexpr int kStoreTokens = kTile.max_tokens < 64        ? 16
                                       : kTile.max_tokens % 32 == 0 ? 32
                                                                    : 48;
   // Elements of a row on its way out; eight rows of 16 bytes lie on different banks.
