@@ -86,7 +86,7 @@ BenchWork::BenchWork(const testing::Case& spec, std::int64_t weight_bytes) {
 BenchProblem::BenchProblem(BenchOptions options, const PackProgress& progress)
     : options_(std::move(options)) {
   testing::Case few = spec(1);
-  few.num_experts = kDistinctExperts;
+  few.num_experts = std::min(few.num_experts, kDistinctExperts);
   few.topk = 1;
   weights_ = testing::make_problem(few).weights;
   const std::int64_t num_experts = options_.model.router.num_experts;

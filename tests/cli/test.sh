@@ -267,6 +267,8 @@ case $situation in
     succeeds "${small[@]}" --scheme all --md --tokens 1 --load --heat-map
     says '^\| +64x64x8x2 \| +nvfp4 \|'
     ! grep -q nan out || fail "nan"
+    succeeds bench --shape 64x64x1x1 --min-samples 1 --max-seconds 0.05 --tokens 1,3
+    says '^64x64x1x1 '
     refuses '--shape' "${small[@]}" --shape 64x64x8
     refuses '--shape' "${small[@]}" --shape 64x64x8x2x1
     refuses 'topk' "${small[@]}" --shape 64x64x8x9
