@@ -46,6 +46,9 @@ inline constexpr TileConfig kTileConfigs[] = {
 };
 std::span<const TileConfig> tile_configs();
 
+/// Tokens of a tile up to which `mma.sync` multiplies weights that are decoded faster than wgmma.
+inline constexpr int kMmaSyncTokens = 24;
+
 enum class Epilogue {
   kStore,        ///< the sums (activated where the activation is not gated)
   kActivate,     ///< gated activation

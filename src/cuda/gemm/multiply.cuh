@@ -228,7 +228,7 @@ struct Multiplier : GemmTypes<Weights, kTile> {
   /// nor registers for it.
   static constexpr int kMmaSyncColumns = !is_decoded(Weights::kFormat)   ? 0
                                          : Config::kHasEpilogueWarpgroup ? kTile.max_tokens
-                                         : kTile.max_tokens <= 64        ? 24
+                                         : kTile.max_tokens <= 64        ? kMmaSyncTokens
                                                                          : 0;
 
   /// As multiply_narrowest().
