@@ -82,6 +82,9 @@ std::vector<Case> load_cases() {
     add("256_experts_one_token", {1, 256, 8, 128, 64}, RoutingSkew::kSparse);
     add("256_experts_skewed", {400, 256, 8, 64, 32}, RoutingSkew::kZipf);
     add("256_experts_all_on_two", {600, 256, 2, 64, 32}, RoutingSkew::kOneExpert);
+    add("1_expert", {33, 1, 1, 64, 64}, RoutingSkew::kBalanced);
+    add("100_experts", {3, 100, 4, 64, 32}, RoutingSkew::kBalanced);
+    add("1023_experts", {2, 1023, 8, 64, 32}, RoutingSkew::kBalanced);
     add("2048_experts", {9, 2048, 4, 32, 16}, RoutingSkew::kBalanced);
     add("all_experts_chosen", {100, 8, 8, 64, 64}, RoutingSkew::kBalanced);
     add("64_slots", {5, 96, 64, 64, 32}, RoutingSkew::kBalanced);

@@ -15,27 +15,43 @@ namespace {
 
 const Device kGpu{DeviceKind::kCuda, 0};
 
-/// The MoE layers of the published models, in every format and all kinds of experts.
-std::vector<GemmShape> shapes_of(std::int64_t num_tokens) {
+/// Standard format.
+GemmShape shape_of(std::int64_t hidden, std::int64_t intermediate, std::int64_t num_experts,
+                   std::int64_t topk, std::int64_t num_tokens,
+                   WeightFormat format = WeightFormat::kBF16) {
+  GemmShape shape;
+  shape.format = format;
+  shape.hidden = hidden;
+  shape.intermediate = intermediate;
+  shape.num_local_experts = num_experts;
+  shape.topk = topk;
+  shape.num_tokens = num_tokens;
+  return shape;
+}
+
+/// A layer in every format and for all kinds of experts.
+void add_shapes(const GemmShape& layer, std::vector<GemmShape>& shapes) {
+  for (const WeightFormat format :
+       {WeightFormat::kBF16, WeightFormat::kF16, WeightFormat::kMXFP4}) {
+    for (const int kind : {0, 1, 2, 3}) {
+      GemmShape shape = layer;
+      shape.format = format;
+      shape.batched = kind == 1;
+      shape.batch_invariant = kind == 2;
+      shape.unfused = kind == 3;
+      if (shape.batched) shape.topk = 1;
+      shapes.push_back(shape);
+    }
+  }
+}
+
+std::vector<GemmShape> published_shapes(std::int64_t num_tokens) {
   std::vector<GemmShape> shapes;
   for (const std::string& name : model_preset_names()) {
     const ModelConfig model = parse_model_config(model_preset(name));
-    for (const WeightFormat format :
-         {WeightFormat::kBF16, WeightFormat::kF16, WeightFormat::kMXFP4}) {
-      for (const int kind : {0, 1, 2, 3}) {
-        GemmShape shape;
-        shape.format = format;
-        shape.batched = kind == 1;
-        shape.batch_invariant = kind == 2;
-        shape.unfused = kind == 3;
-        shape.num_tokens = num_tokens;
-        shape.topk = shape.batched ? 1 : model.router.topk;
-        shape.num_local_experts = model.router.num_experts;
-        shape.hidden = model.hidden;
-        shape.intermediate = model.intermediate;
-        shapes.push_back(shape);
-      }
-    }
+    add_shapes(shape_of(model.hidden, model.intermediate, model.router.num_experts,
+                        model.router.topk, num_tokens),
+               shapes);
   }
   return shapes;
 }
@@ -73,7 +89,13 @@ TEST(GemmPlanTest, NamesAreUniqueAndParse) {
 
 TEST(GemmPlanTest, ChosenPlanIsValidForEverySize) {
   for (const std::int64_t num_tokens : numbers_of_tokens()) {
-    for (const GemmShape& shape : shapes_of(num_tokens)) {
+    std::vector<GemmShape> shapes = published_shapes(num_tokens);
+    add_shapes(shape_of(7168, 2048, 1, 1, num_tokens), shapes);
+    add_shapes(shape_of(2880, 2880, 2, 1, num_tokens), shapes);
+    add_shapes(shape_of(2048, 192, 128, 8, num_tokens), shapes);
+    add_shapes(shape_of(64, 64, 1, 1, num_tokens), shapes);
+    add_shapes(shape_of(64, 64, 4, 0, num_tokens), shapes);
+    for (const GemmShape& shape : shapes) {
       const PlanList plans = valid_plans(shape);
       ASSERT_GT(plans.size(), 0u);
       const GemmPlan chosen = choose_plan(shape);
@@ -100,38 +122,48 @@ TEST(GemmPlanTest, ChosenPlanIsValidForEverySize) {
   }
 }
 
-TEST(GemmPlanTest, MoreTokensNeverGetNarrowerTiles) {
-  std::vector<int> widest(shapes_of(1).size(), 0);
+TEST(GemmPlanTest, NothingToDoHasAValidPlanToo) {
+  for (const GemmShape& shape : {shape_of(2880, 2880, 32, 4, 0), shape_of(2880, 2880, 32, 0, 4)}) {
+    EXPECT_TRUE(valid(shape, choose_plan(shape)));
+  }
+}
+
+TEST(GemmPlanTest, MoreTokensOfPublishedModelsNeverGetNarrowerTiles) {
+  std::vector<int> widest(published_shapes(1).size(), 0);
   for (const std::int64_t num_tokens : numbers_of_tokens()) {
-    const std::vector<GemmShape> shapes = shapes_of(num_tokens);
+    const std::vector<GemmShape> shapes = published_shapes(num_tokens);
     for (std::size_t i = 0; i < shapes.size(); ++i) {
-      if (shapes[i].batch_invariant) continue;  // few of their tiles may be short and wide
+      // Without K groups a few tokens may have tiles of many tokens and few weight rows.
+      if (shapes[i].batch_invariant) continue;
       const int width = choose_plan(shapes[i]).tile.max_tokens;
       EXPECT_GE(width, widest[i]) << num_tokens << " tokens";
       widest[i] = width;
     }
   }
-  const int largest = std::prev(tile_configs().end())->max_tokens;
-  for (const int width : widest) EXPECT_TRUE(width == 0 || width == largest) << width;
+  const std::vector<GemmShape> shapes = published_shapes(1);
+  for (std::size_t i = 0; i < shapes.size(); ++i) {
+    if (shapes[i].batch_invariant) continue;
+    EXPECT_EQ(widest[i], std::prev(tile_configs().end())->max_tokens);
+  }
 }
 
-/// Standard format, bf16.
-GemmShape shape_of(std::int64_t hidden, std::int64_t intermediate, std::int64_t num_experts,
-                   std::int64_t topk, std::int64_t num_tokens) {
-  GemmShape shape;
-  shape.hidden = hidden;
-  shape.intermediate = intermediate;
-  shape.num_local_experts = num_experts;
-  shape.topk = topk;
-  shape.num_tokens = num_tokens;
-  return shape;
-}
-
-TEST(GemmPlanTest, ManyNarrowRowsAreNotSplit) {
-  const GemmShape shape = shape_of(256, 256, 2, 1, 2048);
-  ASSERT_LE(shape.num_tokens, max_tokens_f32(shape));
-  EXPECT_EQ(choose_plan(shape).splits, 1)
-      << "the tensor cores are what it waits for, and there are more rows to add";
+TEST(GemmPlanTest, PublishedModelsGetThePlansThatWereFastest) {
+  const auto plan = [](const GemmShape& shape) { return to_string(choose_plan(shape)); };
+  const auto gpt_oss_20b = [&](std::int64_t num_tokens) {
+    return plan(shape_of(2880, 2880, 32, 4, num_tokens, WeightFormat::kMXFP4));
+  };
+  EXPECT_EQ(gpt_oss_20b(1), "64x16k4c1 splits 2 f32");
+  EXPECT_EQ(gpt_oss_20b(6), "64x16k4c1 splits 1 f32");
+  EXPECT_EQ(gpt_oss_20b(8), "256x32k1c1 splits 1 f32");
+  EXPECT_EQ(gpt_oss_20b(128), "256x32k1c1 splits 1 f32");
+  EXPECT_EQ(gpt_oss_20b(160), "256x64k1c1 splits 1 f32");
+  EXPECT_EQ(gpt_oss_20b(8192), "128x288k1c2 splits 1 bf16");
+  const auto mixtral = [&](std::int64_t num_tokens) {
+    return plan(shape_of(4096, 14336, 8, 2, num_tokens));
+  };
+  EXPECT_EQ(mixtral(16), "64x16k4c1 splits 1 f32");
+  EXPECT_EQ(mixtral(512), "256x144k1c1 splits 2 f32") << "128 tiles of GEMM 2";
+  EXPECT_EQ(mixtral(1024), "128x288k1c2 splits 1 bf16");
 }
 
 TEST(GemmPlanTest, FewTilesAreSplitUntilTheyFillTheMultiprocessors) {
@@ -163,14 +195,22 @@ TEST(GemmPlanTest, OneExpertFillsARoundOfMultiprocessors) {
 }
 
 TEST(GemmPlanTest, ShortKHasNoTimeForAnEpilogueWarpgroupOrClusters) {
-  EXPECT_FALSE(choose_plan(shape_of(2048, 192, 128, 8, 64)).tile.has_epilogue_warpgroup());
-  EXPECT_TRUE(choose_plan(shape_of(2048, 768, 128, 8, 64)).tile.has_epilogue_warpgroup());
-  EXPECT_EQ(choose_plan(shape_of(2048, 192, 128, 8, 8192)).tile.cluster, 1);
-  EXPECT_EQ(choose_plan(shape_of(2048, 768, 128, 8, 8192)).tile.cluster, 2);
+  const auto tile = [](std::int64_t intermediate, std::int64_t num_tokens,
+                       WeightFormat format = WeightFormat::kBF16) {
+    return choose_plan(shape_of(2048, intermediate, 128, 8, num_tokens, format)).tile;
+  };
+  EXPECT_TRUE(tile(256, 8).has_epilogue_warpgroup());
+  EXPECT_FALSE(tile(256, 32).has_epilogue_warpgroup()) << "enough tiles without K groups";
+  EXPECT_TRUE(tile(768, 64).has_epilogue_warpgroup());
+  EXPECT_TRUE(tile(384, 64, WeightFormat::kMXFP4).has_epilogue_warpgroup());
+  EXPECT_FALSE(tile(384, 256, WeightFormat::kMXFP4).has_epilogue_warpgroup())
+      << "20 rows take longer than 6 blocks of K";
+  EXPECT_EQ(tile(192, 8192).cluster, 1);
+  EXPECT_EQ(tile(768, 8192).cluster, 2);
 }
 
 TEST(GemmPlanTest, InvalidPlansAreRefused) {
-  GemmShape shape = shapes_of(8).front();
+  GemmShape shape = published_shapes(8).front();
   const TileConfig tile = tile_configs().front();
   ASSERT_TRUE(valid(shape, {tile, 4, true}));
   EXPECT_FALSE(valid(shape, {tile, 3, true}));

@@ -57,7 +57,7 @@ struct Claims : GemmTypes<Weights, kTile> {
     const int lane = threadIdx.x;
     const int share = (num_experts + 31) / 32;
     const int begin = min(lane * share, num_experts), end = min(begin + share, num_experts);
-    int2 sum{};  // up to this lane's experts, then up to each of them
+    int2 sum{};  // of this lane's experts; from the scan on, up to some expert
 #pragma unroll 4
     for (int e = begin; e < end; ++e) {
       const int count = tiles[e + 1];

@@ -46,7 +46,7 @@ inline constexpr TileConfig kTileConfigs[] = {
 };
 std::span<const TileConfig> tile_configs();
 
-/// Tokens of a tile up to which `mma.sync` multiplies weights that are decoded faster than wgmma.
+/// Tokens of a tile up to which `mma.sync` multiplies decoded weights faster than wgmma.
 inline constexpr int kMmaSyncTokens = 24;
 
 enum class Epilogue {

@@ -12,7 +12,9 @@ namespace fusedmoe::cuda {
 namespace {
 
 constexpr double kMultiprocessors = 132;
-constexpr TileConfig kNarrow = kTileConfigs[0], kWide = kTileConfigs[1];
+constexpr TileConfig kKGroups = kTileConfigs[0], kEpilogueWarpgroup = kTileConfigs[1];
+static_assert(kKGroups.k_groups > 1 && kEpilogueWarpgroup.has_epilogue_warpgroup() &&
+              !kTileConfigs[2].has_epilogue_warpgroup());
 
 /// What a routing at random makes of a shape.
 struct Load {
@@ -21,8 +23,8 @@ struct Load {
   double spread;       // of their rows: standard deviation
 };
 
-/// Every token draws topk experts. In the batched format anything up to the capacity is possible: a
-/// quarter of it.
+/// Every token draws topk of the local experts; with an expert map it would draw fewer. In the
+/// batched format anything up to the capacity is possible: a quarter of it.
 Load expected_load(const GemmShape& shape) {
   const auto tokens = static_cast<double>(shape.num_tokens);
   const auto experts = static_cast<double>(shape.num_local_experts);
@@ -33,14 +35,16 @@ Load expected_load(const GemmShape& shape) {
   const auto topk = static_cast<double>(shape.topk);
   const double share = std::min(1.0, topk / experts);
   const double hit = std::max(1.0, experts * (1 - std::pow(1 - share, tokens)));
-  const double rows = tokens * topk / hit;
+  const double rows = std::max(1.0, tokens * topk / hit);
   return {hit, rows, std::sqrt(rows * (1 - share))};
 }
 
-/// Tiles of a GEMM of so many outputs, `rows` to an expert; those of a cluster are one.
-double num_tiles(const Load& load, double rows, std::int64_t width, const TileConfig& tile) {
+/// How many times the tiles of a GEMM of so many outputs, `rows` to an expert, occupy all
+/// multiprocessors.
+double waves(const Load& load, double rows, std::int64_t width, const TileConfig& tile) {
+  const std::int64_t cluster_rows = tile.tile_row_blocks() * tile.cluster * kRecordRows;
   return load.hit_experts * std::ceil(rows / tile.max_tokens) *
-         static_cast<double>(ceil_div(width, tile.tile_row_blocks() * tile.cluster * kRecordRows));
+         static_cast<double>(ceil_div(width, cluster_rows)) * tile.cluster / kMultiprocessors;
 }
 
 std::int64_t gate_and_up(const GemmShape& shape) {
@@ -51,6 +55,65 @@ std::int64_t gate_and_up(const GemmShape& shape) {
 bool is_long_enough(const GemmShape& shape, int splits) {
   constexpr int kLeastBlocks = 8;
   return splits == 1 || splits * kLeastBlocks <= ceil_div(shape.intermediate, kRecordK);
+}
+
+/// The narrowest tiles that have room for an expert's rows. Thresholds are fitted to what `fusedmoe
+/// tune` measured for 21 layers (docs/performance.md).
+TileConfig choose_tile(const GemmShape& shape, const Load& load, const PlanList& plans) {
+  const std::int64_t k_blocks = ceil_div(shape.intermediate, kRecordK);
+  const auto k = static_cast<double>(k_blocks);
+  const bool decoded = is_decoded(shape.format);
+  // K groups keep all multiprocessors at work while larger tiles of GEMM 1 are few. When they are
+  // more, K groups do not pay for weights that are decoded, which costs the same whatever a tile's
+  // rows; nor, with a short K, does any tile with an epilogue warpgroup for those that are not.
+  const double large = waves(load, load.rows, gate_and_up(shape), kEpilogueWarpgroup);
+  const bool few = large <= (decoded ? 1 + k / 20 : std::max(1.0, k * k / 15));
+  const auto room = [&](const TileConfig& tile) {
+    const double tokens = tile.max_tokens;
+    if (!tile.has_epilogue_warpgroup()) return tokens;
+    if (!few && (tile == kKGroups || !decoded)) return 0.0;
+    // An epilogue warpgroup takes longer over many rows than a short K takes to multiply.
+    return std::min({tokens, 1.5 * k, decoded ? double{kMmaSyncTokens} : tokens});
+  };
+  constexpr int kShort = 8;
+  TileConfig chosen;
+  for (const GemmPlan& plan : plans) {
+    // Blocks of a cluster wait for each other at the end of each tile.
+    if (plan.tile.cluster > 1 && k_blocks < kShort) continue;
+    chosen = plan.tile;
+    if (room(chosen) >= load.rows + load.spread) break;
+  }
+  return chosen;
+}
+
+/// Where tiles do not occupy all multiprocessors for long, the plan of the fewest whole waves, by
+/// what a tile costs. Constants fitted as above.
+GemmPlan fill_waves(const GemmShape& shape, const Load& load, const PlanList& plans) {
+  // In columns of one record: it costs those of its tile and kColumnsOfWeights more, and each
+  // number that the combine adds kColumnsOfSum.
+  constexpr double kColumnsOfWeights = 60, kColumnsOfSum = 1.0 / 64;
+  const double most_rows = load.rows + load.spread / 2;
+  const auto all_rows = static_cast<double>(shape.num_tokens * shape.topk);
+  GemmPlan best = *plans.begin();
+  double least = std::numeric_limits<double>::infinity();
+  for (const GemmPlan& plan : plans) {
+    if (!is_long_enough(shape, plan.splits)) continue;
+    const TileConfig& tile = plan.tile;
+    const double columns = std::ceil(load.rows / std::ceil(most_rows / tile.max_tokens) / 16) * 16;
+    const auto k_blocks = [&](std::int64_t width, std::int64_t k, int splits) {
+      return std::ceil(splits * waves(load, most_rows, width, tile)) *
+             static_cast<double>(ceil_div(ceil_div(k, kRecordK), splits));
+    };
+    const double cost = (k_blocks(gate_and_up(shape), shape.hidden, 1) +
+                         k_blocks(shape.hidden, shape.intermediate, plan.splits)) *
+                            tile.tile_row_blocks() * (kColumnsOfWeights + columns) +
+                        kColumnsOfSum * plan.splits * all_rows * static_cast<double>(shape.hidden);
+    if (cost < least) {
+      least = cost;
+      best = plan;
+    }
+  }
+  return best;
 }
 
 /// Rows in f32 up to so many bytes stay in the L2, where they cost little.
@@ -123,91 +186,26 @@ GemmPlan largest_plan(const GemmShape& shape) {
   return {kTileConfigs[0], rows_f32 ? *std::rbegin(kSplits) : 1, rows_f32};
 }
 
-namespace {
-
-/// The narrowest tiles that have room for an expert's rows. Thresholds are fitted to what `fusedmoe
-/// tune` measured for 21 layers (docs/performance.md).
-TileConfig choose_tile(const GemmShape& shape, const Load& load) {
-  const std::int64_t k_blocks = ceil_div(shape.intermediate, kRecordK);
-  const auto k = static_cast<double>(k_blocks);
-  const bool decoded = is_decoded(shape.format);
-  // While the wide tiles of GEMM 1 are few, narrow ones keep all multiprocessors at work. When they
-  // are more, wide ones are better for weights that are decoded, which costs the same whatever a
-  // tile's rows, and where K is so short that K groups have little of it.
-  const double rounds = num_tiles(load, load.rows, gate_and_up(shape), kWide) / kMultiprocessors;
-  const bool narrow = rounds <= (decoded ? 1 + k / 20 : std::max(1.0, k * k / 15));
-  const auto room = [&](const TileConfig& tile) {
-    const double tokens = tile.max_tokens;
-    if (!tile.has_epilogue_warpgroup()) return tokens;
-    if (!narrow && (tile == kNarrow || !decoded)) return 0.0;
-    // An epilogue warpgroup takes longer over many rows than a short K takes to multiply.
-    return std::min({tokens, 1.5 * k, decoded ? double{kMmaSyncTokens} : tokens});
-  };
-  constexpr int kShort = 8;
-  TileConfig chosen;
-  for (const GemmPlan& plan : valid_plans(shape)) {
-    // Blocks of a cluster wait for each other at the end of each tile.
-    if (plan.tile.cluster > 1 && k_blocks < kShort) break;
-    chosen = plan.tile;
-    if (room(chosen) >= load.rows + load.spread) break;
-  }
-  return chosen;
-}
-
-/// Where there are not enough tiles for all multiprocessors, how they fill them decides.
-GemmPlan fill_rounds(const GemmShape& shape, const Load& load) {
-  // A K block of 64 weight rows takes as long as its tokens and so many more; a number that the
-  // combine adds, as long as a part of one.
-  constexpr double kTokensOfWeights = 60, kTokensOfSum = 1.0 / 64;
-  const auto all_rows = static_cast<double>(shape.num_tokens * shape.topk);
-  GemmPlan best;
-  double least = std::numeric_limits<double>::infinity();
-  for (const GemmPlan& plan : valid_plans(shape)) {
-    if (!is_long_enough(shape, plan.splits)) continue;
-    const TileConfig& tile = plan.tile;
-    const double most = load.rows + load.spread / 2;
-    const double columns = std::ceil(load.rows / std::ceil(most / tile.max_tokens) / 16) * 16;
-    const auto rounds = [&](std::int64_t width, int splits) {
-      const double at_once = std::floor(kMultiprocessors / tile.cluster);
-      return std::ceil(splits * num_tiles(load, most, width, tile) / at_once);
-    };
-    const auto k_blocks = [](std::int64_t k, int splits) {
-      return static_cast<double>(ceil_div(ceil_div(k, kRecordK), splits));
-    };
-    const double blocks =
-        rounds(gate_and_up(shape), 1) * k_blocks(shape.hidden, 1) +
-        rounds(shape.hidden, plan.splits) * k_blocks(shape.intermediate, plan.splits);
-    const double cost = blocks * tile.tile_row_blocks() * (kTokensOfWeights + columns) +
-                        kTokensOfSum * plan.splits * all_rows * static_cast<double>(shape.hidden);
-    if (cost < least) {
-      least = cost;
-      best = plan;
-    }
-  }
-  return best;
-}
-
-}  // namespace
-
 GemmPlan choose_plan(const GemmShape& shape) {
   const Load load = expected_load(shape);
-  const TileConfig tile = choose_tile(shape, load);
-  const auto rounds = [&](std::int64_t width, const TileConfig& of) {
-    return of.cluster * num_tiles(load, load.rows, width, of) / kMultiprocessors;
-  };
+  const PlanList plans = valid_plans(shape);
+  const TileConfig tile = choose_tile(shape, load, plans);
   constexpr double kFew = 0.6;
-  if (rounds(gate_and_up(shape), tile) <= kFew || rounds(gate_and_up(shape), kNarrow) <= 1) {
-    return fill_rounds(shape, load);
+  const auto waves_of_gemm1 = [&](const TileConfig& of) {
+    return waves(load, load.rows, gate_and_up(shape), of);
+  };
+  if (waves_of_gemm1(tile) <= kFew || waves_of_gemm1(kKGroups) <= 1) {
+    return fill_waves(shape, load, plans);
   }
   // Few tiles of GEMM 2 end late: one and a half for each multiprocessor where they are bound by
   // their weights, one where there are more rows to add.
   constexpr int kFewTokens = 64;
   const double wanted = tile.max_tokens <= kFewTokens ? 1.5 : 1;
   GemmPlan chosen;
-  for (const GemmPlan& plan : valid_plans(shape)) {
+  for (const GemmPlan& plan : plans) {
     if (plan.tile != tile || !is_long_enough(shape, plan.splits)) continue;
     chosen = plan;
-    if (plan.splits * rounds(shape.hidden, tile) >= wanted) break;
+    if (plan.splits * waves(load, load.rows, shape.hidden, tile) >= wanted) break;
   }
   return chosen;
 }
