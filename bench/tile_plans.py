@@ -66,7 +66,8 @@ def main():
     for scheme, layer in LAYERS:
         option, name = layer.split()
         losses = []
-        for num_tokens, rows in measure(arguments.program, scheme, option, name, arguments.tokens).items():
+        cells = measure(arguments.program, scheme, option, name, arguments.tokens)
+        for num_tokens, rows in cells.items():
             best, chosen = min(rows), next(row for row in rows if row[2])
             losses.append(100 * (chosen[0] / best[0] - 1))
             if losses[-1] > arguments.limit:

@@ -19,14 +19,12 @@ const Device kGpu{DeviceKind::kCuda, 0};
 GemmShape shape_of(std::int64_t hidden, std::int64_t intermediate, std::int64_t num_experts,
                    std::int64_t topk, std::int64_t num_tokens,
                    WeightFormat format = WeightFormat::kBF16) {
-  GemmShape shape;
-  shape.format = format;
-  shape.hidden = hidden;
-  shape.intermediate = intermediate;
-  shape.num_local_experts = num_experts;
-  shape.topk = topk;
-  shape.num_tokens = num_tokens;
-  return shape;
+  return {.format = format,
+          .num_tokens = num_tokens,
+          .topk = topk,
+          .num_local_experts = num_experts,
+          .hidden = hidden,
+          .intermediate = intermediate};
 }
 
 /// A layer in every format and for all kinds of experts.
