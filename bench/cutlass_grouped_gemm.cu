@@ -24,8 +24,8 @@
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/group_array_problem_shape.hpp"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
-#include "fusedmoe/error.h"
 #include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 #include "testing/cases.h"
 
 namespace {

@@ -3,7 +3,6 @@
 #include <benchmark/benchmark.h>
 
 #include "fusedmoe/router.h"
-#include "fusedmoe/routing_data.h"
 #include "testing/cases.h"
 
 namespace {

@@ -14,8 +14,9 @@
 #include "bench_problem.h"
 #include "bench_subject.h"
 #include "commands.h"
-#include "fusedmoe/error.h"
+#include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
+#include "fusedmoe/tensor.h"
 #include "fusedmoe/version.h"
 #include "support.h"
 

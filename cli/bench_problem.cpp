@@ -7,7 +7,7 @@
 #include <limits>
 #include <numeric>
 
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
 #include "testing/compare.h"

@@ -2,7 +2,7 @@
 
 #include <charconv>
 
-#include "fusedmoe/error.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cli {
 namespace {

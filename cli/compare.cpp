@@ -10,7 +10,9 @@
 #include <vector>
 
 #include "commands.h"
-#include "fusedmoe/fusedmoe.h"
+#include "fusedmoe/layer.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/version.h"
 #include "support.h"
 #include "testing/cases.h"
 

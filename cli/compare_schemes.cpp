@@ -8,12 +8,11 @@
 #include <utility>
 
 #include "compare.h"
-#include "fusedmoe/calibrate.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
-#include "fusedmoe/quantize.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/tensor.h"
 #include "support.h"
 #include "testing/cases.h"
+#include "tools/calibrate.h"
 
 namespace fusedmoe::cli {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "bench_problem.h"
 #include "fusedmoe/runtime.h"
-#include "fusedmoe/tune.h"
+#include "tools/tune.h"
 
 namespace fusedmoe::cli {
 namespace {

@@ -10,12 +10,12 @@
 #include <vector>
 
 #include "commands.h"
-#include "fusedmoe/device.h"
-#include "fusedmoe/error.h"
+#include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
-#include "fusedmoe/tune.h"
+#include "fusedmoe/tensor.h"
 #include "fusedmoe/version.h"
 #include "support.h"
+#include "tools/tune.h"
 
 namespace fusedmoe::cli {
 namespace {

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "commands.h"
-#include "fusedmoe/fusedmoe.h"
+#include "fusedmoe/layer.h"
 #include "support.h"
 #include "testing/support_matrix.h"
 

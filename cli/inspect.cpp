@@ -13,7 +13,7 @@
 
 #include "commands.h"
 #include "fusedmoe/checkpoint.h"
-#include "fusedmoe/error.h"
+#include "fusedmoe/tensor.h"
 #include "support.h"
 
 namespace fusedmoe::cli {

@@ -9,8 +9,8 @@
 #include <cmath>
 
 #include "bench_problem.h"
-#include "fusedmoe/machine.h"
 #include "support.h"
+#include "tools/machine.h"
 
 namespace fusedmoe::cli {
 namespace {

@@ -8,8 +8,8 @@
 #include <string_view>
 #include <vector>
 
-#include "fusedmoe/error.h"
 #include "fusedmoe/safetensors.h"
+#include "fusedmoe/tensor.h"
 #include "fusedmoe/version.h"
 
 namespace fusedmoe::cli {

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <string>
 
-#include "fusedmoe/load_statistics.h"
 #include "fusedmoe/tensor.h"
+#include "tools/load_statistics.h"
 
 namespace fusedmoe::cli {
 

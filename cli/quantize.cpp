@@ -7,8 +7,8 @@
 #include <string>
 
 #include "commands.h"
-#include "fusedmoe/quantize_checkpoint.h"
 #include "support.h"
+#include "tools/quantize_checkpoint.h"
 
 namespace fusedmoe::cli {
 namespace {

@@ -7,7 +7,7 @@
 #include <numeric>
 #include <set>
 
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
 #include "support.h"
 
 namespace fusedmoe::cli {

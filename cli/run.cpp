@@ -12,7 +12,10 @@
 #include <vector>
 
 #include "commands.h"
-#include "fusedmoe/fusedmoe.h"
+#include "fusedmoe/layer.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/safetensors.h"
+#include "fusedmoe/version.h"
 #include "load.h"
 #include "report.h"
 #include "support.h"

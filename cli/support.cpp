@@ -10,8 +10,8 @@
 #include <iterator>
 #include <utility>
 
-#include "fusedmoe/error.h"
 #include "fusedmoe/safetensors.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cli {
 

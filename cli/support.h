@@ -8,7 +8,7 @@
 #include <string_view>
 
 #include "fusedmoe/checkpoint.h"
-#include "fusedmoe/dtype.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cli {
 

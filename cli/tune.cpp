@@ -11,8 +11,10 @@
 #include "bench_problem.h"
 #include "bench_subject.h"
 #include "commands.h"
-#include "fusedmoe/fusedmoe.h"
+#include "fusedmoe/layer.h"
+#include "fusedmoe/runtime.h"
 #include "support.h"
+#include "tools/tune.h"
 
 namespace fusedmoe::cli {
 namespace {

@@ -1,6 +1,8 @@
 // One MoE layer of a published checkpoint, without a copy of the weights on the way and without
 // allocation in the forward. Usage: layer CHECKPOINT INPUT.safetensors
-#include <fusedmoe/fusedmoe.h>
+#include <fusedmoe/checkpoint.h>
+#include <fusedmoe/layer.h>
+#include <fusedmoe/safetensors.h>
 
 #include <cstdio>
 #include <exception>

@@ -2,6 +2,9 @@
 // Usage: lora CHECKPOINT INPUT.safetensors
 #include "lora.h"
 
+#include <fusedmoe/checkpoint.h>
+#include <fusedmoe/layer.h>
+#include <fusedmoe/safetensors.h>
 #include <algorithm>
 #include <cmath>
 #include <cstdio>

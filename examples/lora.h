@@ -2,7 +2,7 @@
 // that each token has selected. The expert weights may be in any format and stay as they are.
 #pragma once
 
-#include <fusedmoe/fusedmoe.h>
+#include <fusedmoe/layer.h>
 
 #include <cstdint>
 #include <utility>

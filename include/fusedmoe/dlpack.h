@@ -4,7 +4,6 @@
 
 #include <string>
 
-#include "fusedmoe/error.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe {

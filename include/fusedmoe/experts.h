@@ -12,8 +12,6 @@
 #include <string_view>
 #include <vector>
 
-#include "fusedmoe/activation.h"
-#include "fusedmoe/device.h"
 #include "fusedmoe/export.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/router.h"

@@ -1,18 +1,20 @@
-// Quantization schemes as data: one operand's format is a QuantKey, weights + activations a
-// QuantScheme. A new scheme is a new value, never a new class.
+// Number formats as data, and the conversions between them.
 //
-// Operands are matrices of rows along which a GEMM sums: weights (out, in), activations (tokens,
-// in). A scale belongs to a block of GroupShape elements, counted from the matrix's first one.
+// One operand's format is a QuantKey, weights + activations a QuantScheme. A new scheme is a new
+// value, never a new class. Operands are matrices of rows along which a GEMM sums: weights (out,
+// in), activations (tokens, in). A scale belongs to a block of GroupShape elements, counted from
+// the matrix's first one. Formulas: docs/number-formats.md.
 #pragma once
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "fusedmoe/dtype.h"
 #include "fusedmoe/export.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
 
@@ -97,5 +99,196 @@ FUSEDMOE_API std::string name(const QuantScheme& scheme);
 /// Inverse; "name:rule" ("mxfp4:even") changes the scale rule of the activations. Throws Error
 /// listing the names.
 FUSEDMOE_API QuantScheme parse_scheme(std::string_view text);
+
+/// One linear map of one expert: out = values (out, in) x + bias. Every published layout (separate
+/// or fused tensors, gate/up in halves or interleaved, transposed) is a matter of strides, so no
+/// weight is copied on the way from the file to pack().
+///
+/// Values by the element type of the scheme's weights:
+///   f32, f16, bf16, e4m3, i8  (out, in), any strides; e4m3 also as u8
+///   e2m1  u8 (out, ceil(in / 2)), rows contiguous; element 2i in the low nibble of byte i
+///   i4    i32 (out, ceil(in / 8)), any strides; element i of a word in bits 4i: unsigned codes
+///   u8    i32 (out, ceil(in / 4)), any strides; element i of a word in bits 8i: unsigned codes
+/// A weight is (code - zero point) * scale * global scale; the zero point of symmetric integer
+/// codes is 8 (4 bits) or 128 (8 bits). What is not used must be undefined.
+struct WeightMatrix {
+  TensorView values;
+  /// One per block of the key's GroupShape: (ceil(out / rows), ceil(in / cols)), where -1 is the
+  /// whole extent; any strides. f32 keys: f32, f16 or bf16. e4m3 and e8m0: that, or u8.
+  TensorView scales;
+  TensorView zero_points;   ///< u8, shape of scales; asymmetric keys only
+  TensorView global_scale;  ///< f32; NVFP4: (1), the multiplier of the block scales; W4A8: (out)
+  /// f32 (1): static scale of the activations that this matrix multiplies: x = code * scale; for
+  /// NVFP4 activations x = code * block scale * this. Undefined for dynamic ones.
+  TensorView input_scale;
+  TensorView bias;  ///< (out), f32, bf16 or f16; optional
+  /// Where values(0, 0) lies in the grid of scale blocks, for shards that begin inside a block:
+  /// element (r, c) has the scale at ((first_row + r) / rows, (first_col + c) / cols).
+  std::int64_t first_row = 0, first_col = 0;
+};
+
+/// Elements and scales of activations (rows, cols) quantized with `key`: e4m3 and i8 as such, e2m1
+/// as u8 (rows, ceil(cols / 2)); scales of the key's type: (1, 1), (rows, 1) or (rows, groups).
+struct QuantizedShape {
+  DType values_dtype;
+  Shape values;
+  DType scales_dtype;
+  Shape scales;
+};
+FUSEDMOE_API QuantizedShape quantized_shape(const QuantKey& key, std::int64_t rows,
+                                            std::int64_t cols);
+
+/// Quantizes activations. x: (rows, cols) f32, f16 or bf16, rows contiguous; values, scales: as
+/// quantized_shape says, contiguous. `scale` is the static scale of a key that is not dynamic
+/// (values = x / scale), and the global scale of NVFP4 (the multiplier of its block scales: amax /
+/// 2688); it is written to a static key's scales. Allocates nothing.
+FUSEDMOE_API void quantize(const TensorView& x, const QuantKey& key, const TensorView& values,
+                           const TensorView& scales, std::optional<float> scale = {});
+
+/// How quantize_weights chooses scales.
+struct QuantizeOptions {
+  MxScaleRule scale_rule = MxScaleRule::kOcp;  ///< of MXFP4 and MXFP8 weights
+  /// Of the scales of int4 and int8 groups (f32, f16, bf16); they are rounded to it before the
+  /// codes are chosen.
+  DType scale_dtype = DType::kF32;
+};
+
+/// A matrix in tensors of its own, in the form that WeightMatrix describes.
+struct QuantizedMatrix {
+  Tensor values, scales, zero_points, global_scale;
+  WeightMatrix view() const {
+    WeightMatrix matrix;
+    matrix.values = values;
+    matrix.scales = scales;
+    matrix.zero_points = zero_points;
+    matrix.global_scale = global_scale;
+    return matrix;
+  }
+};
+/// Quantizes one matrix: (out, in) f32, f16 or bf16, any strides, all finite. NVFP4 takes its
+/// global scale from `global_amax` where given (w1 and w3 share one), else from the matrix. A key
+/// without scales converts. Throws Error for keys that no weights have.
+FUSEDMOE_API QuantizedMatrix quantize_weights(const TensorView& values, const QuantKey& key,
+                                              const QuantizeOptions& options = {},
+                                              std::optional<float> global_amax = {});
+
+/// Element (row, column) of every row, decoded to f32 (out, in): (code - zero point) * scale *
+/// global scale, products rounded once each. W4A8: e4m3(code * group scale) * channel scale.
+FUSEDMOE_API Tensor dequantize_weights(const WeightMatrix& matrix, const QuantKey& key,
+                                       std::int64_t in);
+
+FUSEDMOE_API float bf16_to_f32(std::uint16_t code);
+FUSEDMOE_API std::uint16_t f32_to_bf16(float value);  ///< NaN stays NaN (quiet), sign kept
+
+FUSEDMOE_API float f16_to_f32(std::uint16_t code);
+FUSEDMOE_API std::uint16_t f32_to_f16(float value);  ///< overflow gives infinity
+
+/// E4M3FN: 1-4-3, bias 7, no infinity, maximum 448 (0x7E), NaN 0x7F and 0xFF.
+FUSEDMOE_API float e4m3_to_f32(std::uint8_t code);
+/// Saturates at +-448 (infinities too); NaN gives 0x7F.
+FUSEDMOE_API std::uint8_t f32_to_e4m3(float value);
+
+/// E5M2: 1-5-2, bias 15, with infinities; maximum 57344.
+FUSEDMOE_API float e5m2_to_f32(std::uint8_t code);
+/// Saturates at +-57344 (infinities too); NaN gives 0x7F.
+FUSEDMOE_API std::uint8_t f32_to_e5m2(float value);
+
+/// E2M1 code in the low nibble: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and the negatives (8 = -0).
+FUSEDMOE_API float e2m1_to_f32(std::uint8_t code);
+/// Ties to the even code; saturates at +-6; NaN gives +6 (7); the sign of a zero is kept.
+FUSEDMOE_API std::uint8_t f32_to_e2m1(float value);
+
+/// E8M0: 2^(code - 127); code 0 is 2^-127 (not 0); 255 is NaN.
+FUSEDMOE_API float e8m0_to_f32(std::uint8_t code);
+/// Rounds up to a power of two; 0 and negative give 0, infinity 254, NaN 255.
+FUSEDMOE_API std::uint8_t f32_to_e8m0(float value);
+
+/// Two's complement nibble, -8 to 7.
+FUSEDMOE_API int int4_to_int(std::uint8_t code);
+/// Ties to even; saturates; NaN gives 0.
+FUSEDMOE_API std::uint8_t f32_to_int4(float value);
+
+/// Element at linear position `index` of memory of a floating-point, FP8, E8M0, FP4 or integer
+/// dtype, as fp32.
+FUSEDMOE_API float load_f32(const void* data, DType dtype, std::int64_t index);
+/// Rounds `value` to dtype (f32, f16, bf16) and stores it.
+FUSEDMOE_API void store_f32(void* data, DType dtype, std::int64_t index, float value);
+
+/// Contiguous copy with conversion between any of f64, f32, f16, bf16; `source` may be strided.
+FUSEDMOE_API void convert(const TensorView& source, const TensorView& destination);
+
+// ------------------------------------------------------------------------------------------------
+// Layouts of scales and of 4-bit codes that kernels and checkpoints use, to and from the flat ones
+// of WeightMatrix. Every pair of functions is an inverse pair; what pads is zero. Matrices are
+// views in host memory of any strides unless said otherwise; "flat" is (rows, columns) or, for the
+// stack of E experts, (E, rows, columns). Functions throw Error for shapes and dtypes that do not
+// fit, before they write.
+
+/// Of all layouts here: who stores one of them stores this beside it.
+inline constexpr int kScaleLayoutVersion = 1;
+
+// ------------------------------------------------------------------------------------------------
+// 128 x 4 tiles of one-byte scales (MXFP4, MXFP8, NVFP4), as block-scaled tensor cores read them.
+// A tile is 512 bytes; rows 32 apart lie 4 bytes apart, neighbours 16: (tiles_m, tiles_k, 32, 4, 4)
+// with tiles_m = ceil(rows / 128), tiles_k = ceil(columns / 4).
+
+/// Bytes of a tiled matrix: rows and columns rounded up to 128 and 4.
+FUSEDMOE_API std::int64_t tiled_scales_bytes(std::int64_t rows, std::int64_t columns);
+/// Where scale (row, column) of a matrix with that many columns lies.
+FUSEDMOE_API std::int64_t tiled_scale_offset(std::int64_t row, std::int64_t column,
+                                             std::int64_t columns);
+
+/// flat (rows, columns) or (E, rows, columns), one byte each -> tiled, contiguous (tiles_m,
+/// tiles_k, 32, 4, 4) or (E, ...) of the same dtype.
+FUSEDMOE_API void tile_scales(const TensorView& flat, const TensorView& tiled);
+FUSEDMOE_API void untile_scales(const TensorView& tiled, const TensorView& flat);
+/// Shape of the tiled form of `flat`.
+FUSEDMOE_API Shape tiled_scales_shape(const Shape& flat);
+
+/// First tiled row of each expert's activations in a grouped GEMM, and the number of all of them:
+/// the running sum of rows rounded up to 128. offsets has one element more than rows.
+FUSEDMOE_API void tiled_row_offsets(std::span<const std::int32_t> rows,
+                                    std::span<std::int64_t> offsets);
+
+// ------------------------------------------------------------------------------------------------
+// f32 scales of groups along a row, column by column for TMA: group g of row m at g *
+// round_up(rows, 4) + m.
+
+/// flat (rows, groups) f32 -> contiguous (groups, round_up(rows, 4)) f32.
+FUSEDMOE_API void scales_to_columns(const TensorView& flat, const TensorView& columns);
+FUSEDMOE_API void columns_to_scales(const TensorView& columns, const TensorView& flat);
+
+/// Power-of-two scales (rows, groups), e8m0 or u8, four neighbouring groups per word, the first in
+/// the low byte -> contiguous (ceil(groups / 4), round_up(rows, 4)) i32.
+FUSEDMOE_API void pack_e8m0_columns(const TensorView& flat, const TensorView& columns);
+FUSEDMOE_API void unpack_e8m0_columns(const TensorView& columns, const TensorView& flat);
+
+// ------------------------------------------------------------------------------------------------
+// Integer codes in words.
+
+/// Order of the 8 nibbles of a word, from the low one up, by column: 0 to 7, or AWQ's 0, 2, 4, 6,
+/// 1, 3, 5, 7. Bytes of 8-bit codes are sequential.
+enum class CodeOrder { kSequential, kAwq };
+
+/// codes (rows, columns) u8 -> words (rows, ceil(columns * width / 32)) i32; width 4 or 8 bits.
+/// With transposed views: WeightMatrix and pack-quantized words lie along `in`; GPTQ's qweight is
+/// (in / 8, out), the transpose of such words; AWQ's is (in, out / 8), and its and GPTQ's zero
+/// points (groups, out / 8).
+FUSEDMOE_API void pack_codes(const TensorView& codes, const TensorView& words, int width = 4,
+                             CodeOrder order = CodeOrder::kSequential);
+FUSEDMOE_API void unpack_codes(const TensorView& words, const TensorView& codes, int width = 4,
+                               CodeOrder order = CodeOrder::kSequential);
+
+/// Unsigned nibbles n (value n - 8) to two's complement ones and back, in place: n ^ 8. Contiguous
+/// i32.
+FUSEDMOE_API void flip_int4_sign(const TensorView& words);
+/// Two's complement nibbles to W4A8's unified encoding and back, in place: 1 to 7 become 8 - v, so
+/// that +v and -v share the low three bits. Contiguous i32.
+FUSEDMOE_API void unify_int4(const TensorView& words);
+
+/// W4A8's table of products: e4m3 group scales (rows, groups) -> contiguous (groups, rows, 8) e4m3,
+/// scale * -8, ..., scale * -1, each rounded. The inverse reads the last of the eight.
+FUSEDMOE_API void pack_w4a8_scales(const TensorView& scales, const TensorView& packed);
+FUSEDMOE_API void unpack_w4a8_scales(const TensorView& packed, const TensorView& scales);
 
 }  // namespace fusedmoe

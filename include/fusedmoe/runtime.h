@@ -8,12 +8,39 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
+#include <string_view>
 
-#include "fusedmoe/device.h"
 #include "fusedmoe/export.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
+
+/// CUDA devices this build can see; 0 without CUDA, without a driver, or without a GPU.
+FUSEDMOE_API int cuda_device_count();
+
+/// Why the kernels of this build cannot run on the device: "built without CUDA", what the driver
+/// says, "compute capability 8.0, needs 9.0", ... Empty if they can; always so for the CPU. Never
+/// throws.
+FUSEDMOE_API std::string device_problem(Device device);
+
+/// The device's own name: "NVIDIA H200"; "cpu". Empty where device_problem() has an answer. Lives
+/// as long as the program. Never throws.
+FUSEDMOE_API std::string_view device_name(Device device);
+
+/// One line per device: name, compute capability, memory; or one line "none: <why>".
+FUSEDMOE_API std::string cuda_device_summary();
+
+/// Threads used by CPU work of this process; 0 restores the default (OMP_NUM_THREADS, else all
+/// cores given to it). Parallel regions take the number from num_threads(), whichever thread of
+/// the caller they start on.
+FUSEDMOE_API void set_num_threads(int num_threads);
+FUSEDMOE_API int num_threads();
+
+/// Name of the instruction set the CPU kernels run with: "generic", "avx2", "avx512",
+/// "avx512_bf16" or "amx". Chosen once from the processor; the environment variable
+/// FUSEDMOE_CPU_ISA may name a lower one.
+FUSEDMOE_API std::string_view cpu_isa();
 
 /// destination = source, asynchronous on `stream`; both contiguous, of one dtype and shape, apart
 /// from each other, on any devices. Where one is on CUDA so is the stream. A copy to or from host

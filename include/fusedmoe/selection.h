@@ -9,7 +9,7 @@
 
 #include "fusedmoe/experts.h"
 #include "fusedmoe/export.h"
-#include "fusedmoe/prepare_finalize.h"
+#include "fusedmoe/modular_kernel.h"
 
 namespace fusedmoe {
 

@@ -1,4 +1,4 @@
-// Tensors: a non-owning typed view, and the same with ownership.
+// The ground: element types, devices, streams, and tensors as views and with ownership.
 #pragma once
 
 #include <array>
@@ -6,14 +6,78 @@
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 
-#include "fusedmoe/device.h"
-#include "fusedmoe/dtype.h"
+#include "fusedmoe/error.h"
 #include "fusedmoe/export.h"
 
 namespace fusedmoe {
+
+/// Element type of a tensor. Floating-point formats follow `docs/architecture.md`, "Formats".
+enum class DType : std::uint8_t {
+  kF64,
+  kF32,
+  kF16,
+  kBF16,
+  kE4M3,  ///< FP8 E4M3FN: no infinity, maximum 448
+  kE5M2,  ///< FP8 E5M2
+  kE8M0,  ///< power-of-two scale, 2^(code - 127), 255 = NaN
+  kE2M1,  ///< FP4; two elements per byte, element 2i in the low nibble
+  kI4,    ///< two's complement nibble; packed like kE2M1
+  kI8,
+  kU8,
+  kI16,
+  kI32,
+  kI64,
+  kBool,
+};
+
+/// Width of one element in bits (4 for the packed types).
+FUSEDMOE_API int bits(DType dtype);
+
+/// Bytes that `count` consecutive elements take; packed types round up to whole bytes.
+FUSEDMOE_API std::int64_t bytes(DType dtype, std::int64_t count);
+
+/// Short lower-case name: "f32", "bf16", "e4m3", ...
+FUSEDMOE_API std::string_view name(DType dtype);
+
+/// Inverse of `name`; also accepts "float32", "bfloat16", "float16".
+FUSEDMOE_API std::optional<DType> parse_dtype(std::string_view text);
+
+/// `DLDataType` of DLPack 1.1 (code, bits; lanes is always 1).
+struct DlpackType {
+  std::uint8_t code;
+  std::uint8_t bits;
+};
+FUSEDMOE_API DlpackType dlpack_type(DType dtype);
+FUSEDMOE_API std::optional<DType> dtype_from_dlpack(DlpackType type);
+
+enum class DeviceKind { kCpu, kCuda };
+
+/// `cpu` or `cuda:i`.
+struct Device {
+  DeviceKind kind = DeviceKind::kCpu;
+  int index = 0;
+
+  bool is_cpu() const { return kind == DeviceKind::kCpu; }
+  bool operator==(const Device&) const = default;
+};
+
+/// "cpu" or "cuda:0".
+FUSEDMOE_API std::string to_string(Device device);
+
+/// Accepts "cpu", "cuda" (= "cuda:0") and "cuda:i"; throws Error otherwise.
+FUSEDMOE_API Device parse_device(std::string_view text);
+
+/// An ordered queue of work on a device. On the CPU work is synchronous and the handle unused; on
+/// CUDA the handle is a `cudaStream_t`, null for the device's default stream.
+struct Stream {
+  Device device;
+  void* handle = nullptr;
+};
 
 /// Up to kMaxRank extents (or strides), stored inline.
 class FUSEDMOE_API Shape {

@@ -1,4 +1,5 @@
-// Expert weights in their published layout, and packed for one implementation.
+// Expert weights in their published layout, and packed for one implementation; the activation
+// between their two GEMMs.
 #pragma once
 
 #include <cstdint>
@@ -8,39 +9,62 @@
 #include <string_view>
 #include <vector>
 
-#include "fusedmoe/activation.h"
 #include "fusedmoe/export.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
 
-/// One linear map of one expert: out = values (out, in) x + bias. Every published layout (separate
-/// or fused tensors, gate/up in halves or interleaved, transposed) is a matter of strides, so no
-/// weight is copied on the way from the file to pack().
-///
-/// Values by the element type of the scheme's weights:
-///   f32, f16, bf16, e4m3, i8  (out, in), any strides; e4m3 also as u8
-///   e2m1  u8 (out, ceil(in / 2)), rows contiguous; element 2i in the low nibble of byte i
-///   i4    i32 (out, ceil(in / 8)), any strides; element i of a word in bits 4i: unsigned codes
-///   u8    i32 (out, ceil(in / 4)), any strides; element i of a word in bits 8i: unsigned codes
-/// A weight is (code - zero point) * scale * global scale; the zero point of symmetric integer
-/// codes is 8 (4 bits) or 128 (8 bits). What is not used must be undefined.
-struct WeightMatrix {
-  TensorView values;
-  /// One per block of the key's GroupShape: (ceil(out / rows), ceil(in / cols)), where -1 is the
-  /// whole extent; any strides. f32 keys: f32, f16 or bf16. e4m3 and e8m0: that, or u8.
-  TensorView scales;
-  TensorView zero_points;   ///< u8, shape of scales; asymmetric keys only
-  TensorView global_scale;  ///< f32; NVFP4: (1), the multiplier of the block scales; W4A8: (out)
-  /// f32 (1): static scale of the activations that this matrix multiplies: x = code * scale; for
-  /// NVFP4 activations x = code * block scale * this. Undefined for dynamic ones.
-  TensorView input_scale;
-  TensorView bias;  ///< (out), f32, bf16 or f16; optional
-  /// Where values(0, 0) lies in the grid of scale blocks, for shards that begin inside a block:
-  /// element (r, c) has the scale at ((first_row + r) / rows, (first_col + c) / cols).
-  std::int64_t first_row = 0, first_col = 0;
+// Activation functions: g is the gate, u the up projection, s(x) = 1 / (1 + exp(-x)). Everything is
+// computed in fp32 on the unrounded GEMM accumulator (plus bias) and rounded once. Source: vLLM's
+// MoEActivation and its kernels; docs/number-formats.md, "Activations".
+
+enum class Activation {
+  kSilu,                   ///< g s(g) u; with a limit: g = min(g, limit), u = clamp(u, +-limit)
+  kGelu,                   ///< g (1 + erf(g / sqrt 2)) / 2 u
+  kGeluTanh,               ///< tanh form of kGelu
+  kSwigluOai,              ///< gpt-oss: g = min(g, L), u = clamp(u, +-L): (u + 1) g s(alpha g)
+  kSwigluOaiUninterleave,  ///< g = min(g, L), u = clamp(u, +-L): (u + beta) g s(alpha g)
+  kSwigluStep,             ///< min(g s(g), L) clamp(u, +-L)
+  kSitu,                   ///< b tanh(g / b) s(g) up, up = lb tanh(u / lb) if lb > 0, else u
+  kSiluNoMul,              ///< non-gated: g s(g)
+  kGeluNoMul,
+  kGeluTanhNoMul,
+  kRelu2NoMul,  ///< non-gated: max(g, 0)^2
 };
+
+/// Parameters; unset ones take the activation's own default (kSwigluOai: alpha 1.702, beta 1,
+/// limit 7; kSwigluStep: limit 7; alpha 1, beta 0 and no limit otherwise).
+struct ActivationParams {
+  std::optional<float> alpha = std::nullopt;
+  std::optional<float> beta = std::nullopt;
+  std::optional<float> limit = std::nullopt;
+  std::optional<float> situ_beta = std::nullopt;         ///< required by kSitu
+  std::optional<float> situ_linear_beta = std::nullopt;  ///< optional for kSitu
+
+  bool operator==(const ActivationParams&) const = default;
+};
+
+/// An activation with every default filled in. `limit` is infinity when there is none.
+struct ResolvedActivation {
+  Activation kind;
+  float alpha, beta, limit, situ_beta, situ_linear_beta;
+  bool operator==(const ResolvedActivation&) const = default;
+};
+
+/// Throws Error when a required parameter is missing, one is not finite, or one is set that the
+/// activation does not have.
+FUSEDMOE_API ResolvedActivation resolve(Activation kind, const ActivationParams& params);
+
+/// True if GEMM 1 yields a gate and an up half, that is, if the name does not end in `_no_mul`.
+FUSEDMOE_API bool is_gated(Activation activation);
+
+/// vLLM's names: "silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave",
+/// "swiglustep", "situ", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul".
+FUSEDMOE_API std::string_view name(Activation activation);
+
+/// Inverse of `name`; also "gelu_pytorch_tanh". Throws Error listing the valid names.
+FUSEDMOE_API Activation parse_activation(std::string_view text);
 
 /// One expert. Non-gated activations use `gate` as the only first matrix and leave `up` undefined.
 struct ExpertMatrices {
@@ -91,6 +115,13 @@ struct FUSEDMOE_API ExpertWeights {
   static ExpertWeights from_stacked(const Stacked& stacked, QuantScheme scheme,
                                     Activation activation, ActivationParams params = {});
 };
+
+/// FP8 per-tensor weights whose gate and up differ in scale, as engines hold them that keep one
+/// scale for the fused w13: the half with the smaller scale becomes codes e4m3(code * own scale *
+/// (1 / larger scale)), fp32 products from left to right, in a tensor of its own; both halves then
+/// have the larger scale. It loses precision, which is why nothing here does it unasked. Throws
+/// Error for weights of another format. Experts without `up` stay as they are.
+FUSEDMOE_API void merge_gate_up_scales(ExpertWeights& weights);
 
 /// Weights in the layout that one Experts implementation streams, made once by Experts::pack.
 /// Immutable and shareable between layers and threads.

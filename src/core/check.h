@@ -1,15 +1,14 @@
 // Argument checks that end in Error, with values.
 #pragma once
 
-#include <fmt/format.h>
+#include "core/format.h"
 
 #include <string>
 
-#include "fusedmoe/error.h"
 #include "fusedmoe/tensor.h"
 
 /// Throws Error(argument, was, must_be) unless the condition holds. The texts are evaluated only
-/// then, so they may call fmt::format freely.
+/// then, so they may call core::format freely.
 #define FUSEDMOE_CHECK(condition, argument, was, must_be) \
   do {                                                    \
     if (!(condition)) {                                   \

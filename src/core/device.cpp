@@ -1,12 +1,12 @@
-#include "fusedmoe/device.h"
+#include "fusedmoe/tensor.h"
 
-#include <fmt/format.h>
 #include <omp.h>
 
 #include <atomic>
 #include <charconv>
 
 #include "core/check.h"
+#include "fusedmoe/runtime.h"
 
 namespace fusedmoe {
 namespace {
@@ -22,7 +22,7 @@ int default_threads() {
 }  // namespace
 
 std::string to_string(Device device) {
-  return device.is_cpu() ? "cpu" : fmt::format("cuda:{}", device.index);
+  return device.is_cpu() ? "cpu" : core::format("cuda:{}", device.index);
 }
 
 Device parse_device(std::string_view text) {
@@ -36,14 +36,14 @@ Device parse_device(std::string_view text) {
     const auto [stop, error] = std::from_chars(begin, end, index);
     if (error == std::errc() && stop == end) return {DeviceKind::kCuda, index};
   }
-  throw Error("device", fmt::format("\"{}\"", text), "cpu, cuda or cuda:<index>");
+  throw Error("device", core::format("\"{}\"", text), "cpu, cuda or cuda:<index>");
 }
 
 void set_num_threads(int num_threads) {
   constexpr int kMaxThreads = 4096;
   FUSEDMOE_CHECK(num_threads >= 0 && num_threads <= kMaxThreads, "num_threads",
-                 fmt::to_string(num_threads),
-                 fmt::format("in [1, {}], or 0 for the default", kMaxThreads));
+                 core::to_string(num_threads),
+                 core::format("in [1, {}], or 0 for the default", kMaxThreads));
   const int otherwise = default_threads();
   requested_threads = num_threads;
   // For parallel regions of this thread that name no number themselves.

@@ -7,8 +7,8 @@
 #include <functional>
 #include <memory>
 
-#include "fusedmoe/device.h"
 #include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::core {
 

@@ -1,4 +1,4 @@
-#include "fusedmoe/dtype.h"
+#include "fusedmoe/tensor.h"
 
 #include <array>
 

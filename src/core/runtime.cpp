@@ -17,13 +17,13 @@ std::size_t size_of(const TensorView& view) {
 void check_contiguous(const TensorView& view, const char* argument) {
   FUSEDMOE_CHECK(
       view.defined() && view.contiguous(), argument,
-      view.defined() ? fmt::format("strided {}", to_string(view.strides())) : "undefined",
+      view.defined() ? core::format("strided {}", to_string(view.strides())) : "undefined",
       "contiguous");
 }
 
 void check_stream(Stream stream, Device device) {
-  FUSEDMOE_CHECK(stream.device == device, "stream", fmt::format("of {}", to_string(stream.device)),
-                 fmt::format("of {}", to_string(device)));
+  FUSEDMOE_CHECK(stream.device == device, "stream", core::format("of {}", to_string(stream.device)),
+                 core::format("of {}", to_string(device)));
 }
 
 }  // namespace
@@ -90,13 +90,13 @@ void Event::synchronize() const {
 
 void Event::wait(Stream stream) const {
   FUSEDMOE_CHECK(stream.device.kind == device_.kind, "stream",
-                 fmt::format("of {}", to_string(stream.device)), "of the event's kind of device");
+                 core::format("of {}", to_string(stream.device)), "of the event's kind of device");
   runtime_of(device_).wait(handle_.get(), stream);
 }
 
 double elapsed_ms(const Event& start, const Event& end) {
-  FUSEDMOE_CHECK(start.device_ == end.device_, "end", fmt::format("on {}", to_string(end.device_)),
-                 fmt::format("on {}, as start", to_string(start.device_)));
+  FUSEDMOE_CHECK(start.device_ == end.device_, "end", core::format("on {}", to_string(end.device_)),
+                 core::format("on {}, as start", to_string(start.device_)));
   start.synchronize();
   end.synchronize();
   return runtime_of(start.device_).elapsed_ms(start.handle_.get(), end.handle_.get());

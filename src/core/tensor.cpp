@@ -1,7 +1,5 @@
 #include "fusedmoe/tensor.h"
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -14,8 +12,8 @@ Shape::Shape(std::initializer_list<std::int64_t> extents)
     : Shape(std::span<const std::int64_t>(extents.begin(), extents.size())) {}
 
 Shape::Shape(std::span<const std::int64_t> extents) {
-  FUSEDMOE_CHECK(extents.size() <= kMaxRank, "shape", fmt::format("rank {}", extents.size()),
-                 fmt::format("of rank at most {}", kMaxRank));
+  FUSEDMOE_CHECK(extents.size() <= kMaxRank, "shape", core::format("rank {}", extents.size()),
+                 core::format("of rank at most {}", kMaxRank));
   for (std::int64_t extent : extents) extents_[rank_++] = extent;
 }
 
@@ -33,7 +31,7 @@ bool Shape::operator==(const Shape& other) const {
 }
 
 std::string to_string(const Shape& shape) {
-  return fmt::format("[{}]", fmt::join(shape.begin(), shape.end(), ", "));
+  return "[" + core::join(shape, ", ") + "]";
 }
 
 Shape contiguous_strides(const Shape& shape) {
@@ -57,7 +55,7 @@ TensorView::TensorView(void* data, DType dtype, Shape shape, Shape strides, Devi
       device_(device),
       defined_(true) {
   FUSEDMOE_CHECK(shape.rank() == strides.rank(), "strides", to_string(strides),
-                 fmt::format("of rank {}", shape.rank()));
+                 core::format("of rank {}", shape.rank()));
   FUSEDMOE_CHECK(data != nullptr || shape.numel() == 0, "data", "null",
                  "a valid pointer, for a shape with elements");
 }
@@ -72,10 +70,10 @@ bool TensorView::contiguous() const {
 }
 
 TensorView TensorView::select(int dim, std::int64_t index) const {
-  FUSEDMOE_CHECK(dim >= 0 && dim < rank(), "dim", fmt::to_string(dim),
-                 fmt::format("below the rank {}", rank()));
-  FUSEDMOE_CHECK(index >= 0 && index < shape_[dim], "index", fmt::to_string(index),
-                 fmt::format("in [0, {})", shape_[dim]));
+  FUSEDMOE_CHECK(dim >= 0 && dim < rank(), "dim", core::to_string(dim),
+                 core::format("below the rank {}", rank()));
+  FUSEDMOE_CHECK(index >= 0 && index < shape_[dim], "index", core::to_string(index),
+                 core::format("in [0, {})", shape_[dim]));
   TensorView result = slice(dim, index, index + 1);
   std::array<std::int64_t, Shape::kMaxRank> kept_shape{}, kept_strides{};
   std::size_t kept = 0;
@@ -91,13 +89,13 @@ TensorView TensorView::select(int dim, std::int64_t index) const {
 
 TensorView TensorView::slice(int dim, std::int64_t begin, std::int64_t end,
                              std::int64_t step) const {
-  FUSEDMOE_CHECK(dim >= 0 && dim < rank(), "dim", fmt::to_string(dim),
-                 fmt::format("below the rank {}", rank()));
+  FUSEDMOE_CHECK(dim >= 0 && dim < rank(), "dim", core::to_string(dim),
+                 core::format("below the rank {}", rank()));
   FUSEDMOE_CHECK(begin >= 0 && begin <= end && end <= shape_[dim] && step >= 1, "slice",
-                 fmt::format("[{}, {}) step {}", begin, end, step),
-                 fmt::format("within [0, {}) with a positive step", shape_[dim]));
+                 core::format("[{}, {}) step {}", begin, end, step),
+                 core::format("within [0, {}) with a positive step", shape_[dim]));
   const std::int64_t offset_bits = begin * strides_[dim] * bits(dtype_);
-  FUSEDMOE_CHECK(offset_bits % 8 == 0, "slice", fmt::format("begin {}", begin), "on a whole byte");
+  FUSEDMOE_CHECK(offset_bits % 8 == 0, "slice", core::format("begin {}", begin), "on a whole byte");
   TensorView result = *this;
   if (data_) result.data_ = static_cast<char*>(data_) + offset_bits / 8;
   result.shape_[dim] = (end - begin + step - 1) / step;
@@ -107,7 +105,7 @@ TensorView TensorView::slice(int dim, std::int64_t begin, std::int64_t end,
 
 TensorView TensorView::transpose(int a, int b) const {
   FUSEDMOE_CHECK(a >= 0 && b >= 0 && a < rank() && b < rank(), "dim",
-                 fmt::format("{} and {}", a, b), fmt::format("below the rank {}", rank()));
+                 core::format("{} and {}", a, b), core::format("below the rank {}", rank()));
   TensorView result = *this;
   std::swap(result.shape_[a], result.shape_[b]);
   std::swap(result.strides_[a], result.strides_[b]);
@@ -117,7 +115,7 @@ TensorView TensorView::transpose(int a, int b) const {
 TensorView TensorView::reshape(Shape shape) const {
   FUSEDMOE_CHECK(contiguous(), "reshape", "a strided view", "contiguous");
   FUSEDMOE_CHECK(shape.numel() == numel(), "reshape", to_string(shape),
-                 fmt::format("of {} elements", numel()));
+                 core::format("of {} elements", numel()));
   TensorView result = *this;
   result.shape_ = shape;
   result.strides_ = contiguous_strides(shape);
@@ -145,7 +143,7 @@ Tensor Tensor::zeros(Shape shape, DType dtype, Device device) {
 namespace core {
 
 std::string describe(const TensorView& view) {
-  return view.defined() ? fmt::format("{} {}", name(view.dtype()), to_string(view.shape()))
+  return view.defined() ? core::format("{} {}", name(view.dtype()), to_string(view.shape()))
                         : "undefined";
 }
 
@@ -155,8 +153,8 @@ void check_tensor(const TensorView& view, const char* argument, DType dtype, con
     fits = shape[dim] == -1 || shape[dim] == view.size(dim);
   }
   FUSEDMOE_CHECK(fits, argument, describe(view),
-                 fmt::format("{} {} (-1: any)", name(dtype), to_string(shape)));
-  FUSEDMOE_CHECK(view.contiguous(), argument, fmt::format("strided {}", to_string(view.strides())),
+                 core::format("{} {} (-1: any)", name(dtype), to_string(shape)));
+  FUSEDMOE_CHECK(view.contiguous(), argument, core::format("strided {}", to_string(view.strides())),
                  "contiguous");
 }
 

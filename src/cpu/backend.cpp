@@ -8,7 +8,8 @@
 
 #include "core/check.h"
 #include "cpu/element.h"
-#include "fusedmoe/quantize.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -122,7 +123,7 @@ class CpuBackend final : public core::Backend {
         slot_rows[token * topk + slot] = -1;
         if (local < 0) continue;
         FUSEDMOE_CHECK(std::find(row, row + slot, row[slot]) == row + slot, "topk_ids",
-                       fmt::format("expert {} twice for token {}", row[slot], token),
+                       core::format("expert {} twice for token {}", row[slot], token),
                        "distinct within a token in the batched format");
         slot_rows[token * topk + slot] =
             static_cast<std::int32_t>(local * num_tokens + counts[local]++);

@@ -4,8 +4,8 @@
 #include <bit>
 #include <cstdint>
 
-#include "fusedmoe/dtype.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cpu {
 

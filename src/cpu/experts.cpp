@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "core/check.h"
-#include "core/experts_args.h"
 #include "cpu/forward.h"
+#include "moe/experts_args.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -56,8 +56,8 @@ bool is_named(QuantScheme scheme) {
 Support CpuExperts::supports(const MoeConfig& config) const {
   const std::int64_t widest = std::max(config.hidden, config.intermediate);
   if (config.scheme.weights.value == DType::kI8 && widest > kMaxInt8Size) {
-    return Support::no(Reason::kShape, fmt::format("size {}: int32 sums of int8 hold up to {}",
-                                                   widest, kMaxInt8Size));
+    return Support::no(Reason::kShape, core::format("size {}: int32 sums of int8 hold up to {}",
+                                                    widest, kMaxInt8Size));
   }
   return core::supports_on_cpu(config, mode_.format,
                                is_named(config.scheme) && has_codes(config.scheme.weights),

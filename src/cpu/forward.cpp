@@ -6,10 +6,11 @@
 #include <cstring>
 
 #include "core/check.h"
-#include "core/experts_args.h"
-#include "core/quantize.h"
 #include "core/workspace.h"
-#include "fusedmoe/routing_data.h"
+#include "fusedmoe/router.h"
+#include "fusedmoe/runtime.h"
+#include "moe/experts_args.h"
+#include "quant/quantize.h"
 
 namespace fusedmoe::cpu {
 namespace {

@@ -10,7 +10,8 @@
 
 #include "core/check.h"
 #include "cpu/kernels.h"
-#include "fusedmoe/device.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
 namespace cpu {

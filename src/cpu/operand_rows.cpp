@@ -4,8 +4,8 @@
 #include <bit>
 #include <cstring>
 
-#include "core/quantize.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
+#include "quant/quantize.h"
 
 namespace fusedmoe::cpu {
 namespace {

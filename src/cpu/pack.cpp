@@ -5,8 +5,9 @@
 #include <exception>
 
 #include "core/check.h"
-#include "fusedmoe/device.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -83,7 +84,7 @@ TileFormat format_of(const QuantKey& key, const std::vector<const WeightMatrix*>
     if (matrix->first_col % format.group == 0) continue;
     FUSEDMOE_CHECK(
         matrix->first_col % kGroup == 0 && format.group > kGroup && format.codes != Codes::kW4A8,
-        "first_col", fmt::to_string(matrix->first_col),
+        "first_col", core::to_string(matrix->first_col),
         "a multiple of 32, and of the group for groups of up to 32 and W4A8; experts "
         "'reference' take any");
     format.group = kGroup;
@@ -212,8 +213,8 @@ CpuPackedWeights::CpuPackedWeights(Info info, const ExpertWeights& weights,
   FUSEDMOE_CHECK(has_codes(key), "scheme", name(weights.scheme), "one that the CPU experts have");
   const std::int64_t widest = std::max(weights.hidden, weights.intermediate);
   FUSEDMOE_CHECK(key.value != DType::kI8 || widest <= kMaxInt8Size, "weights",
-                 fmt::format("{} wide", widest),
-                 fmt::format("at most {} wide for int8 sums", kMaxInt8Size));
+                 core::format("{} wide", widest),
+                 core::format("at most {} wide for int8 sums", kMaxInt8Size));
   const auto gemm = [&](bool first, std::int64_t k, std::int64_t padded_k, std::int64_t tiles) {
     PackedGemm result;
     result.shape = {format_of(key, all_matrices(weights, first)), key, k, padded_k};

@@ -14,6 +14,7 @@
 #include <limits>
 
 #include "core/check.h"
+#include "fusedmoe/runtime.h"
 
 namespace fusedmoe {
 namespace {
@@ -189,8 +190,8 @@ void route_custom(const RouterConfig& config, const TensorView& logits, const Ro
   const auto* ids = out.topk_ids.as<const std::int32_t>();
   for (std::int64_t i = 0; i < out.topk_ids.numel(); ++i) {
     FUSEDMOE_CHECK(ids[i] >= -1 && ids[i] < config.num_experts, "router.custom",
-                   fmt::format("a function that returned id {} in slot {}", ids[i], i),
-                   fmt::format("one that returns ids in [-1, {})", config.num_experts));
+                   core::format("a function that returned id {} in slot {}", ids[i], i),
+                   core::format("one that returns ids in [-1, {})", config.num_experts));
   }
 }
 

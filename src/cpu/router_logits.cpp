@@ -9,8 +9,9 @@
 #include <cstring>
 
 #include "core/check.h"
-#include "fusedmoe/device.h"
 #include "fusedmoe/router.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "core/check.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -61,17 +61,17 @@ class ColumnScales {
   /// Takes the stored code of a block with a non-zero value.
   int use(int stored, std::int64_t row, std::int64_t block) {
     FUSEDMOE_CHECK(stored >= kMinScaleCode && stored <= kMaxScaleCode, "scales",
-                   fmt::format("E8M0 code {} (row {}, block {})", stored, row, block),
-                   fmt::format("in [{}, {}] for a block with non-zero values; experts "
-                               "'reference' take any",
-                               kMinScaleCode, kMaxScaleCode));
+                   core::format("E8M0 code {} (row {}, block {})", stored, row, block),
+                   core::format("in [{}, {}] for a block with non-zero values; experts "
+                                "'reference' take any",
+                                kMinScaleCode, kMaxScaleCode));
     if (first_ < 0) first_ = low_ = high_ = stored;
     low_ = std::min(low_, stored);
     high_ = std::max(high_, stored);
     FUSEDMOE_CHECK(
         high_ - low_ <= kMaxScaleSpread, "scales",
-        fmt::format("E8M0 codes {} to {} in row {}", low_, high_, row),
-        fmt::format("within {} of each other; experts 'reference' take any", kMaxScaleSpread));
+        core::format("E8M0 codes {} to {} in row {}", low_, high_, row),
+        core::format("within {} of each other; experts 'reference' take any", kMaxScaleSpread));
     return stored;
   }
   int first() const { return first_ < 0 ? 127 : first_; }
@@ -250,7 +250,7 @@ void store_scale(ScaleType type, const TensorView& scales, std::int64_t index, s
       return;
     case ScaleType::kE4M3: {
       const auto code = static_cast<std::uint8_t>(source[index]);
-      FUSEDMOE_CHECK(code <= 0x80, "scales", fmt::format("E4M3 code {:#x}, negative", code),
+      FUSEDMOE_CHECK(code <= 0x80, "scales", core::format("E4M3 code {:#x}, negative", code),
                      "not negative; experts 'reference' take any");
       header[c] = static_cast<std::byte>(code & 0x7F);
       return;

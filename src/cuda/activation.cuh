@@ -1,7 +1,7 @@
 // The activations of fusedmoe/activation.h in fp32, for one gate and up pair.
 #pragma once
 
-#include "fusedmoe/activation.h"
+#include "fusedmoe/weights.h"
 
 namespace fusedmoe::cuda {
 

@@ -3,9 +3,8 @@
 
 #include <cstdint>
 
-#include "fusedmoe/activation.h"
-#include "fusedmoe/device.h"
-#include "fusedmoe/dtype.h"
+#include "fusedmoe/tensor.h"
+#include "fusedmoe/weights.h"
 
 namespace fusedmoe::cuda {
 

@@ -1,7 +1,7 @@
 // core::Backend on CUDA.
 #pragma once
 
-#include "core/backend.h"
+#include "moe/backend.h"
 
 namespace fusedmoe::cuda {
 

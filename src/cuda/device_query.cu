@@ -5,7 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "fusedmoe/device.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
 namespace {

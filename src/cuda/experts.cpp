@@ -9,17 +9,17 @@
 
 #include "core/check.h"
 #include "core/device_runtime.h"
-#include "core/experts_args.h"
-#include "core/tuning.h"
 #include "core/workspace.h"
 #include "cuda/activation.h"
-#include "cuda/combine.h"
 #include "cuda/gemm/grouped_gemm.h"
 #include "cuda/gemm/heuristic.h"
 #include "cuda/packed_weights.h"
-#include "cuda/routing_data.h"
+#include "cuda/rows/combine.h"
+#include "cuda/rows/routing_data.h"
 #include "fusedmoe/runtime.h"
-#include "fusedmoe/tune.h"
+#include "moe/experts_args.h"
+#include "moe/tuning.h"
+#include "tools/tune.h"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -73,24 +73,24 @@ void check_rows(const TensorView& view, const char* argument, DType dtype) {
 
 void check_device(const TensorView& view, const char* argument, Device device) {
   FUSEDMOE_CHECK(!view || view.device() == device, argument,
-                 fmt::format("on {}", to_string(view.device())),
-                 fmt::format("on {}", to_string(device)));
+                 core::format("on {}", to_string(view.device())),
+                 core::format("on {}", to_string(device)));
 }
 
 void check_sizes(const ExpertWeights& weights) {
-  FUSEDMOE_CHECK(weights.hidden % kPitchUnit == 0, "weights.hidden", fmt::to_string(weights.hidden),
-                 fmt::format("a multiple of {}", kPitchUnit));
+  FUSEDMOE_CHECK(weights.hidden % kPitchUnit == 0, "weights.hidden",
+                 core::to_string(weights.hidden), core::format("a multiple of {}", kPitchUnit));
   FUSEDMOE_CHECK(weights.num_experts() <= kMaxExperts, "weights",
-                 fmt::format("of {} experts", weights.num_experts()),
-                 fmt::format("of up to {}", kMaxExperts));
+                 core::format("of {} experts", weights.num_experts()),
+                 core::format("of up to {}", kMaxExperts));
 }
 
 /// What check_experts_args() does not ask for.
 void check_args(const ExpertsArgs& args, DType dtype) {
   const Device device = args.weights->info().device;
   FUSEDMOE_CHECK(args.stream.device == device, "stream",
-                 fmt::format("of {}", to_string(args.stream.device)),
-                 fmt::format("of {}, where the packed weights are", to_string(device)));
+                 core::format("of {}", to_string(args.stream.device)),
+                 core::format("of {}, where the packed weights are", to_string(device)));
   check_device(args.hidden_states, "hidden_states", device);
   check_device(args.output, "output", device);
   check_device(args.topk_ids, "topk_ids", device);
@@ -203,16 +203,16 @@ Support Sm90Experts::supports(const MoeConfig& config) const {
   };
   if (config.device.is_cpu()) return no(Reason::kDevice, "device is cpu, runs on cuda");
   if (std::string problem = device_problem(config.device); !problem.empty()) {
-    return no(Reason::kDevice, fmt::format("{}: {}", to_string(config.device), problem));
+    return no(Reason::kDevice, core::format("{}: {}", to_string(config.device), problem));
   }
   if (config.dtype != dtype()) {
-    return no(Reason::kDType, fmt::format("dtype is {}, takes {}", fusedmoe::name(config.dtype),
-                                          fusedmoe::name(dtype())));
+    return no(Reason::kDType, core::format("dtype is {}, takes {}", fusedmoe::name(config.dtype),
+                                           fusedmoe::name(dtype())));
   }
   if (const QuantScheme scheme = scheme_of(format_); config.scheme != scheme) {
     return no(Reason::kQuantScheme,
-              fmt::format("scheme is {}, takes {}", fusedmoe::name(config.scheme),
-                          fusedmoe::name(scheme)));
+              core::format("scheme is {}, takes {}", fusedmoe::name(config.scheme),
+                           fusedmoe::name(scheme)));
   }
   // The rows that hooks see have no padding; two MXFP4 codes share a byte.
   const std::int64_t unit = variant_ == Variant::kUnfused ? kPitchUnit
@@ -226,11 +226,11 @@ Support Sm90Experts::supports(const MoeConfig& config) const {
     return no(Reason::kBatchInvariance, "the order of its sums depends on the batch");
   }
   if (config.topk > kMaxTopk) {
-    return no(Reason::kShape, fmt::format("topk {}; takes up to {}", config.topk, kMaxTopk));
+    return no(Reason::kShape, core::format("topk {}; takes up to {}", config.topk, kMaxTopk));
   }
   if (config.num_local_experts > kMaxExperts) {
     return no(Reason::kShape,
-              fmt::format("{} experts; takes up to {}", config.num_local_experts, kMaxExperts));
+              core::format("{} experts; takes up to {}", config.num_local_experts, kMaxExperts));
   }
   return Support::yes();
 }
@@ -383,8 +383,8 @@ void Sm90Experts::apply(const ExpertsArgs& args) const {
   const ProblemSize problem = core::check_experts_args(*this, args);
   check_args(args, dtype());
   FUSEDMOE_CHECK(variant_ != Variant::kUnfused || problem.intermediate % kPitchUnit == 0, "weights",
-                 fmt::format("of intermediate size {}", problem.intermediate),
-                 fmt::format("of a multiple of {}: hooks see rows without padding", kPitchUnit));
+                 core::format("of intermediate size {}", problem.intermediate),
+                 core::format("of a multiple of {}: hooks see rows without padding", kPitchUnit));
   if (problem.num_tokens == 0) return;
   const core::CurrentDevice current(args.stream.device);
   const GemmPlan plan = plan_for(problem, args.output.device());

@@ -2,8 +2,8 @@
 #include "core/device_runtime.h"
 #include "cuda/backend.h"
 #include "cuda/experts.h"
-#include "fusedmoe/device.h"
-#include "fusedmoe/error.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
 namespace {

@@ -10,7 +10,7 @@
 #include "cuda/device/current_device.h"
 #include "cuda/gemm/pack.h"
 #include "cuda/gemm/unpack.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 
 namespace fusedmoe::cuda {
@@ -70,13 +70,13 @@ int exponent_shift(const WeightMatrix& gate, const WeightMatrix* up) {
   }
   const int shift = std::max(0, largest - kLargestScale);
   FUSEDMOE_CHECK(smallest + kExponentOffset - shift >= 1, "weights.scales",
-                 fmt::format("from 2^{} to 2^{} in one expert", smallest - 127, largest - 127),
+                 core::format("from 2^{} to 2^{} in one expert", smallest - 127, largest - 127),
                  "within a factor of 2^253");
   return shift;
 }
 
 void check_shard(const WeightMatrix& matrix) {
-  FUSEDMOE_CHECK(matrix.first_col % 32 == 0, "weights.first_col", fmt::to_string(matrix.first_col),
+  FUSEDMOE_CHECK(matrix.first_col % 32 == 0, "weights.first_col", core::to_string(matrix.first_col),
                  "a multiple of 32: scale blocks begin at the first column");
 }
 

@@ -7,6 +7,7 @@
 
 #include "core/device_runtime.h"
 #include "cuda/device/check.h"
+#include "fusedmoe/runtime.h"
 
 namespace fusedmoe::cuda {
 namespace {

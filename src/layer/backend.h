@@ -1,7 +1,7 @@
 // The backend of a device.
 #pragma once
 
-#include "core/backend.h"
+#include "moe/backend.h"
 
 namespace fusedmoe::layer {
 

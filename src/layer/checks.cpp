@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "core/check.h"
-#include "core/experts_args.h"
+#include "moe/experts_args.h"
 
 namespace fusedmoe::layer {
 namespace {
@@ -16,14 +16,14 @@ bool aligned(const void* data, std::size_t alignment) {
 }
 
 void check_memory(const TensorView& view, const char* name, Device device) {
-  FUSEDMOE_CHECK(view.device() == device, name, fmt::format("on {}", to_string(view.device())),
-                 fmt::format("on {}", to_string(device)));
+  FUSEDMOE_CHECK(view.device() == device, name, core::format("on {}", to_string(view.device())),
+                 core::format("on {}", to_string(device)));
   // Kernels on CUDA read and write rows of 16-bit elements 16 bytes at a time.
   const bool rows = !device.is_cpu() && bits(view.dtype()) == 16;
   const auto width =
       rows ? std::size_t{16} : static_cast<std::size_t>(std::max(bits(view.dtype()) / 8, 1));
-  FUSEDMOE_CHECK(aligned(view.data(), width), name, fmt::format("at {}", view.data()),
-                 fmt::format("aligned to {} bytes", width));
+  FUSEDMOE_CHECK(aligned(view.data(), width), name, core::format("at {}", view.data()),
+                 core::format("aligned to {} bytes", width));
 }
 
 void check_ids(const TensorView& topk_ids, std::int64_t num_experts) {
@@ -33,8 +33,8 @@ void check_ids(const TensorView& topk_ids, std::int64_t num_experts) {
       std::find_if(ids, ids + count, [&](std::int32_t id) { return id < -1 || id >= num_experts; });
   if (bad == ids + count) return;
   const std::int64_t flat = bad - ids;
-  throw Error("topk_ids", fmt::format("{} at [{}, {}]", *bad, flat / topk, flat % topk),
-              fmt::format("-1 or in [0, {})", num_experts));
+  throw Error("topk_ids", core::format("{} at [{}, {}]", *bad, flat / topk, flat % topk),
+              core::format("-1 or in [0, {})", num_experts));
 }
 
 void check_expert_map(const TensorView& expert_map, std::int64_t num_local_experts) {
@@ -42,8 +42,8 @@ void check_expert_map(const TensorView& expert_map, std::int64_t num_local_exper
   const std::int64_t num_experts = expert_map.size(0);
   for (std::int64_t expert = 0; expert < num_experts; ++expert) {
     FUSEDMOE_CHECK(map[expert] >= -1 && map[expert] < num_local_experts, "expert_map",
-                   fmt::format("{} at [{}]", map[expert], expert),
-                   fmt::format("-1 or in [0, {})", num_local_experts));
+                   core::format("{} at [{}]", map[expert], expert),
+                   core::format("-1 or in [0, {})", num_local_experts));
   }
   // Windows of a fixed size, because forward allocates nothing.
   constexpr std::int64_t kWindow = 4096;
@@ -53,7 +53,7 @@ void check_expert_map(const TensorView& expert_map, std::int64_t num_local_exper
       const std::int64_t local = map[expert] - begin;
       if (local < 0 || local >= kWindow || map[expert] < 0) continue;
       FUSEDMOE_CHECK(!seen[static_cast<std::size_t>(local)], "expert_map",
-                     fmt::format("local expert {} again at [{}]", map[expert], expert),
+                     core::format("local expert {} again at [{}]", map[expert], expert),
                      "a map that names every local expert at most once");
       seen.set(static_cast<std::size_t>(local));
     }
@@ -67,11 +67,11 @@ std::int64_t check_routing(const KernelArgs& args, std::int64_t num_tokens,
   check_buffer(args.topk_ids, "topk_ids", DType::kI32, {num_tokens, -1}, device);
   const std::int64_t topk = args.topk_ids.size(1);
   FUSEDMOE_CHECK(topk >= 1 && topk <= num_experts, "topk_ids",
-                 fmt::format("{} experts per token", topk),
-                 fmt::format("1 to {} (num_experts) columns", num_experts));
+                 core::format("{} experts per token", topk),
+                 core::format("1 to {} (num_experts) columns", num_experts));
   check_buffer(args.topk_weights, "topk_weights", DType::kF32, {num_tokens, topk}, device);
   FUSEDMOE_CHECK(!args.apply_router_weight_on_input || topk == 1, "apply_router_weight_on_input",
-                 fmt::format("set with topk {}", topk), "set with topk = 1 only");
+                 core::format("set with topk {}", topk), "set with topk = 1 only");
   return topk;
 }
 
@@ -82,11 +82,11 @@ std::int64_t check_router(const KernelArgs& args, std::int64_t num_tokens,
   FUSEDMOE_CHECK(args.router, "router", "null", "given to a monolithic kernel");
   args.router->validate();
   FUSEDMOE_CHECK(args.router->num_experts == num_experts, "router.num_experts",
-                 fmt::to_string(args.router->num_experts), fmt::format("{}", num_experts));
+                 core::to_string(args.router->num_experts), core::format("{}", num_experts));
   FUSEDMOE_CHECK(!args.apply_router_weight_on_input && !args.router->apply_router_weight_on_input,
                  "apply_router_weight_on_input", "set", "unset for a monolithic kernel");
   FUSEDMOE_CHECK(!args.router->custom || device.is_cpu(), "router.custom",
-                 fmt::format("set on {}", to_string(device)),
+                 core::format("set on {}", to_string(device)),
                  "unset: the callback of a custom routing runs on the cpu");
   check_buffer(args.router_logits, "router_logits", DType::kF32, {num_tokens, num_experts}, device);
   if (args.score_correction_bias) {
@@ -101,20 +101,20 @@ std::int64_t check_experts(const KernelArgs& args, const Experts& experts) {
   FUSEDMOE_CHECK(args.weights, "weights", "null", "packed weights");
   const PackedWeights::Info& info = args.weights->info();
   FUSEDMOE_CHECK(experts.accepts(*args.weights), "weights",
-                 fmt::format("packed by \"{}\"", info.implementation),
-                 fmt::format("packed by \"{}\"", experts.name()));
+                 core::format("packed by \"{}\"", info.implementation),
+                 core::format("packed by \"{}\"", experts.name()));
   FUSEDMOE_CHECK(args.stream.device == info.device, "stream",
-                 fmt::format("of {}", to_string(args.stream.device)),
-                 fmt::format("of {}, where the packed weights are", to_string(info.device)));
+                 core::format("of {}", to_string(args.stream.device)),
+                 core::format("of {}, where the packed weights are", to_string(info.device)));
   const std::int64_t num_experts = args.num_experts ? args.num_experts : info.num_experts;
   if (!args.expert_map) {
     FUSEDMOE_CHECK(
-        num_experts == info.num_experts, "num_experts", fmt::to_string(num_experts),
-        fmt::format("{}, the number of local experts, without an expert_map", info.num_experts));
+        num_experts == info.num_experts, "num_experts", core::to_string(num_experts),
+        core::format("{}, the number of local experts, without an expert_map", info.num_experts));
     return num_experts;
   }
-  FUSEDMOE_CHECK(num_experts >= info.num_experts, "num_experts", fmt::to_string(num_experts),
-                 fmt::format("at least {}, the number of local experts", info.num_experts));
+  FUSEDMOE_CHECK(num_experts >= info.num_experts, "num_experts", core::to_string(num_experts),
+                 core::format("at least {}, the number of local experts", info.num_experts));
   check_buffer(args.expert_map, "expert_map", DType::kI32, {num_experts}, args.stream.device);
   return num_experts;
 }
@@ -137,7 +137,7 @@ void check_disjoint(NamedView written, std::initializer_list<NamedView> others) 
   for (const NamedView& other : others) {
     if (!written.view->defined() || !other.view->defined()) continue;
     FUSEDMOE_CHECK(!core::overlap(*written.view, *other.view), written.name,
-                   fmt::format("overlapping {}", other.name), "memory of its own");
+                   core::format("overlapping {}", other.name), "memory of its own");
   }
 }
 
@@ -149,10 +149,10 @@ void check_output(const TensorView& output, const TensorView& hidden_states, boo
 void check_workspace(Workspace workspace, std::size_t needed,
                      std::initializer_list<NamedView> tensors) {
   if (needed == 0) return;
-  FUSEDMOE_CHECK(workspace.data, "workspace", "null", fmt::format("{} bytes", needed));
-  FUSEDMOE_CHECK(workspace.bytes >= needed, "workspace", fmt::format("{} bytes", workspace.bytes),
-                 fmt::format("at least {} bytes", needed));
-  FUSEDMOE_CHECK(aligned(workspace.data, 64), "workspace", fmt::format("at {}", workspace.data),
+  FUSEDMOE_CHECK(workspace.data, "workspace", "null", core::format("{} bytes", needed));
+  FUSEDMOE_CHECK(workspace.bytes >= needed, "workspace", core::format("{} bytes", workspace.bytes),
+                 core::format("at least {} bytes", needed));
+  FUSEDMOE_CHECK(aligned(workspace.data, 64), "workspace", core::format("at {}", workspace.data),
                  "64-byte aligned");
   const TensorView block(workspace.data, DType::kU8, {static_cast<std::int64_t>(needed)});
   for (const NamedView& tensor : tensors) check_disjoint({"workspace", &block}, {tensor});
@@ -165,15 +165,15 @@ ProblemSize check_kernel_args(const ModularKernel& kernel, const KernelArgs& arg
   const PackedWeights::Info& info = args.weights->info();
 
   FUSEDMOE_CHECK(!args.hooks || kernel.experts().has_hooks(), "hooks",
-                 fmt::format("given to {}", kernel.experts().name()),
+                 core::format("given to {}", kernel.experts().name()),
                  "given to experts with injection points only");
   check_activations(args.hidden_states, "hidden_states", device);
   const std::int64_t num_tokens = args.hidden_states.size(0);
   FUSEDMOE_CHECK(args.hidden_states.size(1) == info.hidden, "hidden_states",
                  core::describe(args.hidden_states),
-                 fmt::format("of {} columns, the hidden size of the weights", info.hidden));
+                 core::format("of {} columns, the hidden size of the weights", info.hidden));
   FUSEDMOE_CHECK(num_tokens <= std::numeric_limits<std::int32_t>::max(), "hidden_states",
-                 fmt::format("{} tokens", num_tokens), "fewer than 2^31 tokens");
+                 core::format("{} tokens", num_tokens), "fewer than 2^31 tokens");
   check_buffer(args.output, "output", args.hidden_states.dtype(), {num_tokens, info.hidden},
                device);
 

@@ -5,12 +5,12 @@
 
 #include "core/check.h"
 #include "core/device_runtime.h"
-#include "core/experts_args.h"
 #include "core/workspace.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 #include "layer/backend.h"
 #include "layer/checks.h"
+#include "moe/experts_args.h"
 #include "reference/router.h"
 
 namespace fusedmoe {
@@ -28,7 +28,7 @@ Tensor own(const Tensor& tensor, Device device) {
 void check_parameter(const Tensor& tensor, const char* name, const Shape& shape) {
   FUSEDMOE_CHECK(
       tensor.defined() && core::is_activation_dtype(tensor.dtype()) && tensor.shape() == shape,
-      name, core::describe(tensor), fmt::format("f32, bf16 or f16 {}", to_string(shape)));
+      name, core::describe(tensor), core::format("f32, bf16 or f16 {}", to_string(shape)));
 }
 
 void check_weights(const LayerWeights& weights) {
@@ -36,8 +36,8 @@ void check_weights(const LayerWeights& weights) {
   weights.experts.validate();
   const std::int64_t num_experts = weights.router.num_experts, hidden = weights.experts.hidden;
   FUSEDMOE_CHECK(weights.experts.num_experts() == num_experts, "experts",
-                 fmt::format("{} experts", weights.experts.num_experts()),
-                 fmt::format("{}, as router.num_experts", num_experts));
+                 core::format("{} experts", weights.experts.num_experts()),
+                 core::format("{}, as router.num_experts", num_experts));
   const RouterWeights& router = weights.router_weights;
   check_parameter(router.weight, "router_weights.weight", {num_experts, hidden});
   if (router.bias) check_parameter(router.bias, "router_weights.bias", {num_experts});
@@ -50,9 +50,9 @@ void check_weights(const LayerWeights& weights) {
   shared.weights.validate();
   FUSEDMOE_CHECK(shared.weights.num_experts() == 1 && shared.weights.hidden == hidden,
                  "shared_experts",
-                 fmt::format("{} experts of hidden size {}", shared.weights.num_experts(),
-                             shared.weights.hidden),
-                 fmt::format("1 expert of hidden size {}", hidden));
+                 core::format("{} experts of hidden size {}", shared.weights.num_experts(),
+                              shared.weights.hidden),
+                 core::format("1 expert of hidden size {}", hidden));
   if (shared.gate) check_parameter(shared.gate, "shared_experts.gate", {1, hidden});
 }
 
@@ -86,18 +86,18 @@ MoeConfig layer_config(const LayerWeights& weights, const LayerOptions& options)
 Selection select_routed(const LayerWeights& weights, const LayerOptions& options) {
   const MoeConfig config = layer_config(weights, options);
   if (options.plan.empty()) return select(config, options.require);
-  FUSEDMOE_CHECK(options.require.empty(), "options.require", fmt::format("\"{}\"", options.require),
-                 "empty: the plan says what runs");
+  FUSEDMOE_CHECK(options.require.empty(), "options.require",
+                 core::format("\"{}\"", options.require), "empty: the plan says what runs");
   const Plan plan = Plan::parse(options.plan);
   FUSEDMOE_CHECK(
       plan.shared_experts.empty() == !weights.shared_experts, "plan.shared_experts",
-      fmt::format("\"{}\"", plan.shared_experts),
+      core::format("\"{}\"", plan.shared_experts),
       weights.shared_experts ? "set: the layer has shared experts" : "absent: the layer has none");
   return select(config, plan);
 }
 
 std::string pair_name(const PrepareAndFinalize& prepare_finalize, const Experts& experts) {
-  return fmt::format("{}+{}", experts.name(), prepare_finalize.name());
+  return core::format("{}+{}", experts.name(), prepare_finalize.name());
 }
 
 // Shared experts see every token, in the standard format. Where the routed ones are required they
@@ -108,8 +108,8 @@ Selection select_shared(const ExpertWeights& weights, const LayerOptions& option
   if (!options.plan.empty()) {
     const Plan plan = Plan::parse(options.plan);
     FUSEDMOE_CHECK(plan.shared_scheme == name(config.scheme), "plan.shared_scheme",
-                   fmt::format("\"{}\"", plan.shared_scheme),
-                   fmt::format("\"{}\", that of the weights", name(config.scheme)));
+                   core::format("\"{}\"", plan.shared_scheme),
+                   core::format("\"{}\", that of the weights", name(config.scheme)));
     return select(config, plan.shared_experts);
   }
   if (options.require.empty()) return select(config);
@@ -119,7 +119,7 @@ Selection select_shared(const ExpertWeights& weights, const LayerOptions& option
       return select(config, pair_name(*candidate.prepare_finalize, *candidate.experts));
     }
   }
-  throw Error("require", fmt::format("\"{}\"", options.require),
+  throw Error("require", core::format("\"{}\"", options.require),
               "a backend that can serve the shared experts; none of it can:\n" + all.table());
 }
 
@@ -253,10 +253,10 @@ std::int64_t MoeLayer::Impl::check(const Call& call, Workspace workspace, const 
   const Device device = config.device;
   const TensorView &hidden_states = call.hidden_states, &output = call.output;
   FUSEDMOE_CHECK(call.stream.device == device, "stream",
-                 fmt::format("of {}", to_string(call.stream.device)),
-                 fmt::format("of {}, the device of the layer", to_string(device)));
+                 core::format("of {}", to_string(call.stream.device)),
+                 core::format("of {}, the device of the layer", to_string(device)));
   FUSEDMOE_CHECK(!call.hooks || selection.experts->has_hooks(), "hooks",
-                 fmt::format("given to {}", selection.experts->name()),
+                 core::format("given to {}", selection.experts->name()),
                  "given to experts with injection points only");
   check_buffer(hidden_states, "hidden_states", config.dtype, {-1, config.hidden}, device);
   const std::int64_t num_tokens = hidden_states.size(0);
@@ -354,7 +354,7 @@ MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
                  std::string(name(options.dtype)), "f32, bf16 or f16");
   check_weights(weights);
   FUSEDMOE_CHECK(!weights.router.custom || options.device.is_cpu(), "router.custom",
-                 fmt::format("set on {}", to_string(options.device)),
+                 core::format("set on {}", to_string(options.device)),
                  "unset: the callback of a custom routing runs on the cpu");
   impl_ = std::make_unique<Impl>(weights, options, select_routed(weights, options));
 }
@@ -380,11 +380,11 @@ std::string MoeLayer::plan_line() const {
   const Impl& impl = *impl_;
   const Plan plan = impl.plan();
   std::string line =
-      fmt::format("{}+{} {} {}", plan.experts, plan.prepare_finalize, plan.scheme, plan.dtype);
-  if (impl.shared) line += fmt::format(" shared={}", plan.shared_experts);
-  line += fmt::format(" isa={}", plan.isa);
-  return line + (impl.config.device.is_cpu() ? fmt::format(" threads={}", num_threads())
-                                             : fmt::format(" device={}", plan.device));
+      core::format("{}+{} {} {}", plan.experts, plan.prepare_finalize, plan.scheme, plan.dtype);
+  if (impl.shared) line += core::format(" shared={}", plan.shared_experts);
+  line += core::format(" isa={}", plan.isa);
+  return line + (impl.config.device.is_cpu() ? core::format(" threads={}", num_threads())
+                                             : core::format(" device={}", plan.device));
 }
 
 std::string MoeLayer::plan_json() const {
@@ -392,7 +392,7 @@ std::string MoeLayer::plan_json() const {
 }
 
 std::size_t MoeLayer::workspace_bytes(std::int64_t num_tokens) const {
-  FUSEDMOE_CHECK(num_tokens >= 0, "num_tokens", fmt::to_string(num_tokens), "not negative");
+  FUSEDMOE_CHECK(num_tokens >= 0, "num_tokens", core::to_string(num_tokens), "not negative");
   return impl_->cut(num_tokens, nullptr).bytes;
 }
 
@@ -425,7 +425,7 @@ void MoeLayer::forward_routed(const TensorView& hidden_states, const Routing& ro
                               const ExpertsHooks* hooks, std::optional<Stream> stream) const {
   const Impl& impl = *impl_;
   FUSEDMOE_CHECK(!impl.kernel.experts().is_monolithic(), "routing", "given",
-                 fmt::format("computed by the monolithic {}", impl.kernel.experts().name()));
+                 core::format("computed by the monolithic {}", impl.kernel.experts().name()));
   const Impl::Call call = impl.make_call(hidden_states, output, hooks, stream);
   const std::int64_t num_tokens = impl.check(call, workspace, routing, {});
   const Shape shape{num_tokens, impl.router.topk};

@@ -77,15 +77,16 @@ ModularKernel::ModularKernel(std::shared_ptr<const PrepareAndFinalize> prepare_f
   const ActivationFormat format = prepare_finalize_->activation_format();
   FUSEDMOE_CHECK(
       experts_->activation_format() == format, "experts",
-      fmt::format("{}, of format {}", experts_->name(), name(experts_->activation_format())),
-      fmt::format("of format {}, that of {}", name(format), prepare_finalize_->name()));
+      core::format("{}, of format {}", experts_->name(), name(experts_->activation_format())),
+      core::format("of format {}, that of {}", name(format), prepare_finalize_->name()));
   const WeightAndReduce reduce = experts_->weight_and_reduce();
-  FUSEDMOE_CHECK(prepare_finalize_->accepts(reduce), "experts",
-                 fmt::format("{}, which leaves \"{}\" to finalize", experts_->name(), name(reduce)),
-                 fmt::format("one whose output {} can finalize", prepare_finalize_->name()));
+  FUSEDMOE_CHECK(
+      prepare_finalize_->accepts(reduce), "experts",
+      core::format("{}, which leaves \"{}\" to finalize", experts_->name(), name(reduce)),
+      core::format("one whose output {} can finalize", prepare_finalize_->name()));
   if (!experts_->is_monolithic()) return;
   FUSEDMOE_CHECK(format == ActivationFormat::kStandard && reduce == WeightAndReduce::kNoOp,
-                 "experts", fmt::format("monolithic, {}, {}", name(format), name(reduce)),
+                 "experts", core::format("monolithic, {}, {}", name(format), name(reduce)),
                  "of standard format and no_op when monolithic");
 }
 

@@ -124,8 +124,8 @@ std::shared_ptr<const MonolithicExperts> make_monolithic(
   FUSEDMOE_CHECK(experts->activation_format() == ActivationFormat::kStandard &&
                      experts->weight_and_reduce() == WeightAndReduce::kNoOp,
                  "experts",
-                 fmt::format("{}: {}, {}", experts->name(), name(experts->activation_format()),
-                             name(experts->weight_and_reduce())),
+                 core::format("{}: {}, {}", experts->name(), name(experts->activation_format()),
+                              name(experts->weight_and_reduce())),
                  "of standard format and no_op");
   return std::make_shared<Monolithic>(std::move(experts));
 }

@@ -1,10 +1,10 @@
 // Plans: a selection as JSON, and pinned.
-#include <fmt/format.h>
 
 #include <array>
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
+#include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
 
 namespace fusedmoe {
@@ -41,7 +41,7 @@ void check_keys(const Json& object) {
   for (const auto& item : object.items()) {
     bool known = item.key() == kLayoutVersion;
     for (const TextMember& member : kTextMembers) known = known || item.key() == member.key;
-    FUSEDMOE_CHECK(known, "plan", fmt::format("with \"{}\"", item.key()),
+    FUSEDMOE_CHECK(known, "plan", core::format("with \"{}\"", item.key()),
                    "without members that a plan does not have");
   }
 }
@@ -65,13 +65,13 @@ Plan Plan::parse(std::string_view json) {
   for (const TextMember& member : kTextMembers) {
     const auto found = object.find(member.key);
     if (found == object.end() && !member.required) continue;
-    FUSEDMOE_CHECK(found != object.end() && found->is_string(), fmt::format("plan.{}", member.key),
+    FUSEDMOE_CHECK(found != object.end() && found->is_string(), core::format("plan.{}", member.key),
                    found == object.end() ? "missing" : found->dump(), "a string");
     plan.*member.member = found->get<std::string>();
   }
   const auto version = object.find(kLayoutVersion);
   FUSEDMOE_CHECK(version != object.end() && version->is_number_integer(),
-                 fmt::format("plan.{}", kLayoutVersion),
+                 core::format("plan.{}", kLayoutVersion),
                  version == object.end() ? "missing" : version->dump(), "an integer");
   plan.layout_version = version->get<int>();
   return plan;
@@ -91,17 +91,17 @@ Plan Selection::plan() const {
 }
 
 Selection select(const MoeConfig& config, const Plan& plan) {
-  Selection selection = select(config, fmt::format("{}+{}", plan.experts, plan.prepare_finalize));
+  Selection selection = select(config, core::format("{}+{}", plan.experts, plan.prepare_finalize));
   const Plan now = selection.plan();
   for (const TextMember& member : kTextMembers) {
     if (!member.required) continue;
-    FUSEDMOE_CHECK(plan.*member.member == now.*member.member, fmt::format("plan.{}", member.key),
-                   fmt::format("\"{}\"", plan.*member.member),
-                   fmt::format("\"{}\", as it is here", now.*member.member));
+    FUSEDMOE_CHECK(plan.*member.member == now.*member.member, core::format("plan.{}", member.key),
+                   core::format("\"{}\"", plan.*member.member),
+                   core::format("\"{}\", as it is here", now.*member.member));
   }
-  FUSEDMOE_CHECK(plan.layout_version == now.layout_version, fmt::format("plan.{}", kLayoutVersion),
-                 fmt::to_string(plan.layout_version),
-                 fmt::format("{}, as it is here", now.layout_version));
+  FUSEDMOE_CHECK(plan.layout_version == now.layout_version, core::format("plan.{}", kLayoutVersion),
+                 core::to_string(plan.layout_version),
+                 core::format("{}, as it is here", now.layout_version));
   return selection;
 }
 

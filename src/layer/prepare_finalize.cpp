@@ -2,16 +2,17 @@
 //
 // Both weight and quantize the rows of the caller, once per token; "batched" then copies them to
 // their experts. Both are stateless; what finalize must know of prepare lies in the workspace.
-#include "fusedmoe/prepare_finalize.h"
+#include "fusedmoe/modular_kernel.h"
 
 #include <limits>
 #include <utility>
 
 #include "core/check.h"
-#include "core/experts_args.h"
 #include "core/workspace.h"
-#include "fusedmoe/quantize.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
 #include "layer/backend.h"
+#include "moe/experts_args.h"
 
 namespace fusedmoe {
 namespace {
@@ -21,26 +22,26 @@ using layer::backend_of;
 // What holds for every PrepareAndFinalize of one rank.
 Support supports_one_rank(const MoeConfig& config) {
   if (const std::string problem = device_problem(config.device); !problem.empty()) {
-    return Support::no(Reason::kDevice, fmt::format("{}: {}", to_string(config.device), problem));
+    return Support::no(Reason::kDevice, core::format("{}: {}", to_string(config.device), problem));
   }
   if (!core::is_activation_dtype(config.dtype)) {
     return Support::no(Reason::kDType,
-                       fmt::format("{}: hidden states are f32, bf16 or f16", name(config.dtype)));
+                       core::format("{}: hidden states are f32, bf16 or f16", name(config.dtype)));
   }
   if (config.batch_invariant && batch_dependent(config.scheme)) {
     return Support::no(
         Reason::kBatchInvariance,
-        fmt::format("{}: one activation scale for all rows of a batch", name(config.scheme)));
+        core::format("{}: one activation scale for all rows of a batch", name(config.scheme)));
   }
   const ParallelConfig& parallel = config.parallel;
   if (parallel.dp_size != 1 || parallel.ep_size != 1) {
     return Support::no(Reason::kParallelConfig,
-                       fmt::format("dp_size {}, ep_size {}: tokens stay on their rank",
-                                   parallel.dp_size, parallel.ep_size));
+                       core::format("dp_size {}, ep_size {}: tokens stay on their rank",
+                                    parallel.dp_size, parallel.ep_size));
   }
   if (config.apply_router_weight_on_input && config.topk != 1) {
     return Support::no(Reason::kRouterWeightOnInput,
-                       fmt::format("topk {}: only for topk = 1", config.topk));
+                       core::format("topk {}: only for topk = 1", config.topk));
   }
   return Support::yes();
 }
@@ -48,12 +49,12 @@ Support supports_one_rank(const MoeConfig& config) {
 void check_preparation(const PrepareArgs& args) {
   const Device device = args.hidden_states.device();
   FUSEDMOE_CHECK(args.stream.device == device, "stream",
-                 fmt::format("of {}", to_string(args.stream.device)),
-                 fmt::format("of {}, as the hidden states", to_string(device)));
+                 core::format("of {}", to_string(args.stream.device)),
+                 core::format("of {}, as the hidden states", to_string(device)));
   if (args.preparation.apply_router_weight_on_input) {
     const std::int64_t topk = args.topk_ids.size(1);
-    FUSEDMOE_CHECK(topk == 1, "apply_router_weight_on_input", fmt::format("set with topk {}", topk),
-                   "set with topk = 1 only");
+    FUSEDMOE_CHECK(topk == 1, "apply_router_weight_on_input",
+                   core::format("set with topk {}", topk), "set with topk = 1 only");
   }
   const std::optional<QuantKey>& key = args.preparation.quant;
   FUSEDMOE_CHECK(!key || key->dynamic || args.preparation.scale, "preparation.scale", "none",
@@ -260,8 +261,8 @@ class Batched final : public PrepareAndFinalize {
     const std::int64_t num_tokens = args.hidden_states.size(0);
     FUSEDMOE_CHECK(
         num_tokens * args.num_local_experts <= kMaxRows, "hidden_states",
-        fmt::format("{} rows for each of {} experts", num_tokens, args.num_local_experts),
-        fmt::format("at most {} rows of all experts", kMaxRows));
+        core::format("{} rows for each of {} experts", num_tokens, args.num_local_experts),
+        core::format("at most {} rows of all experts", kMaxRows));
   }
 };
 

@@ -8,6 +8,7 @@
 #include "core/check.h"
 #include "cpu/experts.h"
 #include "cuda/experts.h"
+#include "fusedmoe/runtime.h"
 #include "layer/monolithic.h"
 #include "reference/experts.h"
 
@@ -49,16 +50,16 @@ ExpertsList make_all_experts() {
 Support pair_support(const MoeConfig& config, const PrepareAndFinalize& prepare_finalize,
                      const Experts& experts) {
   if (const std::string problem = device_problem(config.device); !problem.empty()) {
-    return Support::no(Reason::kDevice, fmt::format("{}: {}", to_string(config.device), problem));
+    return Support::no(Reason::kDevice, core::format("{}: {}", to_string(config.device), problem));
   }
   if (config.hooks && !experts.has_hooks()) {
-    return Support::no(Reason::kHooks, fmt::format("{} has no injection points", experts.name()));
+    return Support::no(Reason::kHooks, core::format("{} has no injection points", experts.name()));
   }
   const ActivationFormat format = experts.activation_format();
   if (prepare_finalize.activation_format() != format) {
     return Support::no(Reason::kPairing,
-                       fmt::format("{} experts, {} prepare/finalize", name(format),
-                                   name(prepare_finalize.activation_format())));
+                       core::format("{} experts, {} prepare/finalize", name(format),
+                                    name(prepare_finalize.activation_format())));
   }
   // The wish is compared below; an implementation is asked about what it would have to do.
   MoeConfig asked = config;
@@ -67,17 +68,17 @@ Support pair_support(const MoeConfig& config, const PrepareAndFinalize& prepare_
   if (Support support = prepare_finalize.supports(asked); !support) return support;
   if (!config.device.is_cpu() && make_preparation(experts, config.scheme, false).quant) {
     return Support::no(Reason::kQuantScheme,
-                       fmt::format("{}: {} quantizes activations on the cpu only",
-                                   name(config.scheme), prepare_finalize.name()));
+                       core::format("{}: {} quantizes activations on the cpu only",
+                                    name(config.scheme), prepare_finalize.name()));
   }
   if (!prepare_finalize.accepts(experts.weight_and_reduce())) {
     return Support::no(Reason::kPairing,
-                       fmt::format("{} cannot finalize \"{}\"", prepare_finalize.name(),
-                                   name(experts.weight_and_reduce())));
+                       core::format("{} cannot finalize \"{}\"", prepare_finalize.name(),
+                                    name(experts.weight_and_reduce())));
   }
   if (config.activation_format != format) {
-    return Support::no(Reason::kActivationFormat, fmt::format("{}: {} is asked for", name(format),
-                                                              name(config.activation_format)));
+    return Support::no(Reason::kActivationFormat, core::format("{}: {} is asked for", name(format),
+                                                               name(config.activation_format)));
   }
   return Support::yes();
 }
@@ -119,8 +120,8 @@ auto find_by_name(const Implementations& implementations, std::string_view wante
   for (const auto& implementation : implementations) {
     if (implementation->name() == wanted) return implementation;
   }
-  throw Error("require", fmt::format("\"{}\"", wanted),
-              fmt::format("{} of this build: {}", what, list_names(implementations)));
+  throw Error("require", core::format("\"{}\"", wanted),
+              core::format("{} of this build: {}", what, list_names(implementations)));
 }
 
 Selection select_required(MoeConfig config, std::string_view require) {
@@ -147,17 +148,17 @@ Selection select_required(MoeConfig config, std::string_view require) {
     // Pairs that fit come first: their reason says more than a mismatch of formats.
     if (!refused) refused = &candidate;
   }
-  throw Error("require", fmt::format("\"{}\"", require),
-              fmt::format("able to serve the configuration; {}+{} is not: {} ({})",
-                          refused->experts->name(), refused->prepare_finalize->name(),
-                          code(refused->support.reason), refused->support.text));
+  throw Error("require", core::format("\"{}\"", require),
+              core::format("able to serve the configuration; {}+{} is not: {} ({})",
+                           refused->experts->name(), refused->prepare_finalize->name(),
+                           code(refused->support.reason), refused->support.text));
 }
 
 std::string describe(const MoeConfig& config) {
-  return fmt::format("{} experts, topk {}, hidden {}, intermediate {}, {}, {}, {} on {}",
-                     config.num_experts, config.topk, config.hidden, config.intermediate,
-                     name(config.scheme), name(config.activation), name(config.dtype),
-                     to_string(config.device));
+  return core::format("{} experts, topk {}, hidden {}, intermediate {}, {}, {}, {} on {}",
+                      config.num_experts, config.topk, config.hidden, config.intermediate,
+                      name(config.scheme), name(config.activation), name(config.dtype),
+                      to_string(config.device));
 }
 
 }  // namespace
@@ -209,7 +210,7 @@ std::string Selection::table() const {
   for (const Row& row : rows) {
     std::string line;
     for (std::size_t i = 0; i < row.size(); ++i) {
-      line += fmt::format("{:<{}}  ", row[i], widths[i]);
+      line += core::format("{:<{}}  ", row[i], widths[i]);
     }
     line.erase(line.find_last_not_of(' ') + 1);
     text += line + '\n';

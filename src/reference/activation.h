@@ -1,7 +1,7 @@
 // The activations between the two GEMMs, in double, from the formulas of fusedmoe/activation.h.
 #pragma once
 
-#include "fusedmoe/activation.h"
+#include "fusedmoe/weights.h"
 
 namespace fusedmoe::reference {
 

@@ -7,10 +7,11 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/experts_args.h"
-#include "core/quantize.h"
-#include "core/weight_layout.h"
 #include "core/workspace.h"
+#include "fusedmoe/runtime.h"
+#include "moe/experts_args.h"
+#include "quant/quantize.h"
+#include "quant/weight_layout.h"
 #include "reference/activation.h"
 #include "reference/matrix.h"
 #include "reference/packed_weights.h"

@@ -5,9 +5,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "core/weight_layout.h"
-#include "fusedmoe/formats.h"
-#include "fusedmoe/quantize.h"
+#include "fusedmoe/quant.h"
+#include "quant/weight_layout.h"
 
 namespace fusedmoe::testing {
 namespace {

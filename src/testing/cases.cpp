@@ -3,8 +3,8 @@
 
 #include <numeric>
 
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/tensor.h"
 #include "testing/case_weights.h"
 
 namespace fusedmoe::testing {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "fusedmoe/experts.h"
-#include "fusedmoe/prepare_finalize.h"
+#include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/weights.h"
 

@@ -1,13 +1,13 @@
 #include "testing/compare.h"
 
-#include <fmt/format.h>
+#include "core/format.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::testing {
 
@@ -66,7 +66,7 @@ Difference compare(const TensorView& actual, const TensorView& expected) {
 }
 
 std::string Difference::to_string() const {
-  return fmt::format(
+  return core::format(
       "max-norm {:.3g}, rms {:.3g}, element max {:.3g} rms {:.3g}{}; worst at {}: {} against {}",
       max_norm_relative, rms_relative, max_element, rms_element,
       nonfinite_mismatch ? ", NON-FINITE MISMATCH" : "", worst_index, worst_actual, worst_expected);

@@ -5,9 +5,9 @@
 #include <cstring>
 #include <new>
 
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
 

@@ -1,6 +1,6 @@
 // Every step of core::Backend on the GPU against the CPU. Their sums are defined to the last bit,
 // so all but the router is compared bit for bit.
-#include "core/backend.h"
+#include "moe/backend.h"
 
 #include <cmath>
 #include <cstring>
@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "cuda_test.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/tensor.h"
 #include "layer/backend.h"
 #include "testing/cases.h"
 

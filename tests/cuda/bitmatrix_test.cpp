@@ -7,8 +7,8 @@
 #include <string>
 
 #include "cuda_test.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/routing_data.h"
+#include "fusedmoe/router.h"
+#include "fusedmoe/tensor.h"
 #include "testing/cases.h"
 
 namespace fusedmoe {

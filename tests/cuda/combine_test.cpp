@@ -1,5 +1,5 @@
 // The weighted sum of GEMM 2's rows on the GPU against a plain loop in the same order, bit for bit.
-#include "cuda/combine.h"
+#include "cuda/rows/combine.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cuda_test.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
 #include "testing/cases.h"
 
 namespace fusedmoe {

@@ -5,7 +5,6 @@
 
 #include <string>
 
-#include "fusedmoe/device.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
 #include "testing/compare.h"

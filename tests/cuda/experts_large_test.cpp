@@ -8,7 +8,7 @@
 
 #include "cuda_test.h"
 #include "experts_problem.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
 #include "reference/experts.h"
 
 namespace fusedmoe {

@@ -15,10 +15,10 @@
 
 #include "cuda/gemm/grouped_gemm.h"
 #include "cuda_test.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
 #include "fusedmoe/modular_kernel.h"
+#include "fusedmoe/quant.h"
 #include "fusedmoe/selection.h"
+#include "fusedmoe/tensor.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
 

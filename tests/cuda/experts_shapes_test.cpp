@@ -7,7 +7,7 @@
 
 #include "cuda_test.h"
 #include "experts_problem.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 #include "reference/experts.h"
 

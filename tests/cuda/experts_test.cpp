@@ -8,8 +8,8 @@
 #include "cuda/gemm/heuristic.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
-#include "fusedmoe/tune.h"
 #include "reference/experts.h"
+#include "tools/tune.h"
 
 namespace fusedmoe {
 namespace {

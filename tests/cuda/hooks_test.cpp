@@ -8,8 +8,8 @@
 
 #include "cuda_test.h"
 #include "experts_problem.h"
-#include "fusedmoe/formats.h"
-#include "fusedmoe/routing_data.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/router.h"
 #include "reference/experts.h"
 
 namespace fusedmoe {

@@ -8,8 +8,8 @@
 
 #include "../unit/layer_problem.h"
 #include "cuda_test.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
 namespace {

@@ -11,9 +11,8 @@
 #include "cuda/packed_weights.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
-#include "fusedmoe/quantize.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/tensor.h"
 #include "testing/cases.h"
 
 namespace fusedmoe {

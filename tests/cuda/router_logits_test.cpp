@@ -8,8 +8,8 @@
 
 #include "cuda/router/router.h"
 #include "cuda_test.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/tensor.h"
 #include "testing/cases.h"
 
 namespace fusedmoe {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "cuda_test.h"
-#include "fusedmoe/error.h"
+#include "fusedmoe/tensor.h"
 #include "testing/cases.h"
 
 namespace fusedmoe {

@@ -1,5 +1,5 @@
 // Routing data built on the GPU against fusedmoe::build_routing_data, word for word.
-#include "cuda/routing_data.h"
+#include "cuda/rows/routing_data.h"
 
 #include <algorithm>
 #include <cstring>

@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 #include "cuda_test.h"
-#include "fusedmoe/error.h"
+#include "fusedmoe/tensor.h"
 #include "testing/cases.h"
 
 namespace fusedmoe {

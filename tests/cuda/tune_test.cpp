@@ -1,7 +1,7 @@
 // Tuned and pinned tile plans on the GPU: what the file says runs, and every plan fits in the
 // workspace that was sized without it.
-#include "fusedmoe/tune.h"
-#include "fusedmoe/formats.h"
+#include "tools/tune.h"
+#include "fusedmoe/quant.h"
 
 #include <unistd.h>
 
@@ -11,6 +11,7 @@
 
 #include "cuda_test.h"
 #include "fusedmoe/modular_kernel.h"
+#include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
 #include "testing/cases.h"
 

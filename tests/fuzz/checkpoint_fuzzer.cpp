@@ -7,13 +7,13 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/families.h"
+#include "checkpoint/quant_config.h"
+#include "files/safetensors_header.h"
 #include "fusedmoe/checkpoint.h"
-#include "fusedmoe/device.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/quantize.h"
-#include "io/families.h"
-#include "io/quant_config.h"
-#include "io/safetensors_header.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 
 namespace {
 
@@ -39,7 +39,7 @@ class Source {
 constexpr DType kStored[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kE4M3, DType::kE8M0,
                              DType::kU8,  DType::kI8,   DType::kI32, DType::kI64};
 
-nlohmann::json base_config(const io::FamilyRow& row, Source& source) {
+nlohmann::json base_config(const checkpoint::FamilyRow& row, Source& source) {
   nlohmann::json config{{"model_type", row.text_type},
                         {"num_hidden_layers", 1},
                         {"hidden_size", 32 * (1 + source.below(2))},
@@ -54,22 +54,23 @@ nlohmann::json base_config(const io::FamilyRow& row, Source& source) {
 }
 
 /// What a correct checkpoint holds.
-std::vector<io::HeaderEntry> correct_tensors(const ModelConfig& model, const io::FamilyRow& row,
-                                             Source& source) {
+std::vector<files::HeaderEntry> correct_tensors(const ModelConfig& model,
+                                                const checkpoint::FamilyRow& row, Source& source) {
   const auto& layout = row.layouts[static_cast<std::size_t>(
       source.below(static_cast<std::int64_t>(row.layouts.size())))];
-  const io::LinearLayout* linear = io::find_linear_layout(model.layout, model.scheme.weights);
-  io::BlockStorage storage;
-  if (layout.storage == io::ExpertStorage::kPerExpert) storage.experts = linear;
+  const checkpoint::LinearLayout* linear =
+      checkpoint::find_linear_layout(model.layout, model.scheme.weights);
+  checkpoint::BlockStorage storage;
+  if (layout.storage == checkpoint::ExpertStorage::kPerExpert) storage.experts = linear;
   if (source.below(2)) storage.shared = linear;
-  std::vector<io::HeaderEntry> entries;
-  for (const auto& spec : io::block_tensors(model, row.blocks.front(), layout, storage)) {
+  std::vector<files::HeaderEntry> entries;
+  for (const auto& spec : checkpoint::block_tensors(model, row.blocks.front(), layout, storage)) {
     DType dtype = DType::kBF16;
     if (spec.stored) {
       dtype = spec.stored->dtypes[static_cast<std::size_t>(
           source.below(static_cast<std::int64_t>(spec.stored->dtypes.size())))];
-    } else if (spec.role == io::TensorRole::kMxfp4Blocks ||
-               spec.role == io::TensorRole::kMxfp4Scales) {
+    } else if (spec.role == checkpoint::TensorRole::kMxfp4Blocks ||
+               spec.role == checkpoint::TensorRole::kMxfp4Scales) {
       dtype = DType::kU8;
     }
     if (!spec.required && source.below(2)) continue;
@@ -78,10 +79,10 @@ std::vector<io::HeaderEntry> correct_tensors(const ModelConfig& model, const io:
   return entries;
 }
 
-void damage(std::vector<io::HeaderEntry>& entries, Source& source) {
+void damage(std::vector<files::HeaderEntry>& entries, Source& source) {
   if (entries.empty()) return;
   const auto at = static_cast<std::size_t>(source.below(256)) % entries.size();
-  io::HeaderEntry& entry = entries[at];
+  files::HeaderEntry& entry = entries[at];
   switch (source.below(6)) {
     case 0:
       entries.erase(entries.begin() + static_cast<std::ptrdiff_t>(at));
@@ -127,15 +128,15 @@ void damage_config(nlohmann::json& config, Source& source) {
   }
 }
 
-std::vector<std::uint8_t> file_bytes(std::vector<io::HeaderEntry> entries,
+std::vector<std::uint8_t> file_bytes(std::vector<files::HeaderEntry> entries,
                                      const std::string& config, Source& source) {
   std::int64_t total = 0;
-  for (io::HeaderEntry& entry : entries) {
+  for (files::HeaderEntry& entry : entries) {
     entry.begin = total;
     total += bytes(entry.dtype, entry.shape.numel());
     entry.end = total;
   }
-  const std::string header = io::serialize_header(entries, {{"config", config}});
+  const std::string header = files::serialize_header(entries, {{"config", config}});
   std::vector<std::uint8_t> file(header.begin(), header.end());
   // A short pattern repeated: scales are mostly sane where it is.
   std::uint8_t pattern[16];
@@ -158,19 +159,19 @@ void read_every_weight(const ExpertWeights& weights) {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   set_num_threads(1);
   Source source(data, size);
-  const auto families = io::family_table();
-  const io::FamilyRow& row =
+  const auto families = checkpoint::family_table();
+  const checkpoint::FamilyRow& row =
       families[static_cast<std::size_t>(source.below(static_cast<std::int64_t>(families.size())))];
   const auto& named = named_schemes();
   const QuantScheme scheme = named[source.byte() % named.size()].scheme;
   const auto layout = static_cast<CheckpointLayout>(source.below(8));
   try {
     nlohmann::json config = base_config(row, source);
-    if (auto quantization = io::quantization_config({layout, scheme}, {})) {
+    if (auto quantization = checkpoint::quantization_config({layout, scheme}, {})) {
       config["quantization_config"] = *quantization;
     }
     const ModelConfig model = parse_model_config(config.dump());
-    std::vector<io::HeaderEntry> entries = correct_tensors(model, row, source);
+    std::vector<files::HeaderEntry> entries = correct_tensors(model, row, source);
     for (std::int64_t i = source.below(4); i > 0; --i) damage(entries, source);
     if (source.below(4) == 3) damage_config(config, source);
     const std::vector<std::uint8_t> file = file_bytes(entries, config.dump(), source);

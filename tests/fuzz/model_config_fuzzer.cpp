@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <string_view>
 
+#include "checkpoint/families.h"
 #include "fusedmoe/checkpoint.h"
-#include "fusedmoe/error.h"
-#include "io/families.h"
+#include "fusedmoe/tensor.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   try {
@@ -13,9 +13,10 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     // Per-expert layouts list every expert; some thousands are enough.
     constexpr std::int64_t kMaxExperts = 64;
     if (model.router.num_experts > kMaxExperts) return 0;
-    const auto& row = fusedmoe::io::family_row(model.family);
+    const auto& row = fusedmoe::checkpoint::family_row(model.family);
     for (const auto& layout : row.layouts) {
-      for (const auto& spec : fusedmoe::io::block_tensors(model, row.blocks.front(), layout)) {
+      for (const auto& spec :
+           fusedmoe::checkpoint::block_tensors(model, row.blocks.front(), layout)) {
         if (spec.shape.numel() <= 0) __builtin_trap();
       }
     }

@@ -12,7 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "fusedmoe/fusedmoe.h"
+#include "fusedmoe/layer.h"
+#include "fusedmoe/runtime.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
 

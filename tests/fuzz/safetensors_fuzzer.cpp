@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "fusedmoe/error.h"
 #include "fusedmoe/safetensors.h"
+#include "fusedmoe/tensor.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-#include <fusedmoe/fusedmoe.h>
+#include <fusedmoe/layer.h>
 
 #include <cstdio>
 

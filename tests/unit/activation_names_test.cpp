@@ -6,8 +6,8 @@
 #include <set>
 #include <string>
 
-#include "fusedmoe/activation.h"
-#include "fusedmoe/error.h"
+#include "fusedmoe/tensor.h"
+#include "fusedmoe/weights.h"
 
 namespace fusedmoe {
 namespace {

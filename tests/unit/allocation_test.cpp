@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "fusedmoe/modular_kernel.h"
-#include "fusedmoe/routing_data.h"
+#include "fusedmoe/router.h"
 #include "reference/experts.h"
 #include "testing/cases.h"
 

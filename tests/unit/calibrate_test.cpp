@@ -1,10 +1,10 @@
 // Activation ranges against plain sums in double, and the scales that quantize makes of them.
-#include "fusedmoe/calibrate.h"
+#include "tools/calibrate.h"
 
 #include <algorithm>
 #include <cmath>
 
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
 #include "gtest/gtest.h"
 #include "reference/activation.h"
 #include "tiny_checkpoint.h"

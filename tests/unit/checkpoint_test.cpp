@@ -5,7 +5,7 @@
 #include <map>
 
 #include "checkpoint_parts.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
 #include "gtest/gtest.h"
 #include "safetensors_bytes.h"
 

@@ -7,8 +7,9 @@
 #include <cstring>
 
 #include "cpu/kernels.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/prepare_finalize.h"
+#include "fusedmoe/modular_kernel.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 #include "reference/experts.h"
 #include "testing/cases.h"
 #include "testing/compare.h"

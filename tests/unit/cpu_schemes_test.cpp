@@ -4,8 +4,8 @@
 
 #include "cpu/experts.h"
 #include "cpu/pack.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/prepare_finalize.h"
+#include "fusedmoe/modular_kernel.h"
+#include "fusedmoe/tensor.h"
 #include "reference/experts.h"
 #include "schemes_with_codes.h"
 #include "testing/cases.h"

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "fusedmoe/error.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::testing {
 

@@ -7,8 +7,7 @@
 #include <vector>
 
 #include "cpu/experts.h"
-#include "fusedmoe/formats.h"
-#include "fusedmoe/quantize.h"
+#include "fusedmoe/quant.h"
 #include "testing/cases.h"
 
 namespace fusedmoe {

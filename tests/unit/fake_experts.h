@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "fusedmoe/experts.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe::testing {

@@ -1,7 +1,7 @@
 // Conversions of every storage format: all codes, every tie and both of its neighbours, and what
 // lies beyond the largest value. The expected values come from the formats' definition in double
 // arithmetic (sign * mantissa * 2^exponent), not from the bit tricks under test.
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
 
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "fusedmoe/error.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
 namespace {

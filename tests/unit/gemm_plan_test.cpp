@@ -8,7 +8,7 @@
 #include "cuda/experts.h"
 #include "cuda/gemm/heuristic.h"
 #include "fusedmoe/checkpoint.h"
-#include "fusedmoe/tune.h"
+#include "tools/tune.h"
 
 namespace fusedmoe::cuda {
 namespace {

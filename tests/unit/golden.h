@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "fusedmoe/checkpoint.h"
-#include "fusedmoe/formats.h"
 #include "fusedmoe/layer.h"
+#include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/safetensors.h"
 #include "testing/cases.h"

@@ -4,7 +4,8 @@
 
 #include <cstdio>
 
-#include "fusedmoe/fusedmoe.h"
+#include "fusedmoe/layer.h"
+#include "fusedmoe/version.h"
 
 namespace {
 

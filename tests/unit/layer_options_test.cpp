@@ -4,8 +4,9 @@
 #include <functional>
 #include <nlohmann/json.hpp>
 
-#include "fusedmoe/error.h"
 #include "fusedmoe/layer.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 #include "layer_problem.h"
 #include "testing/compare.h"
 

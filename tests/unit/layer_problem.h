@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <utility>
 
-#include "fusedmoe/formats.h"
 #include "fusedmoe/layer.h"
+#include "fusedmoe/quant.h"
 #include "testing/cases.h"
 
 namespace fusedmoe::testing {

@@ -12,8 +12,8 @@
 #include <thread>
 #include <vector>
 
-#include "fusedmoe/device.h"
-#include "fusedmoe/error.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 #include "layer_problem.h"
 #include "testing/compare.h"
 

@@ -1,14 +1,14 @@
 // Quantized linear layers as published: what the bits mean, what configs say, and hostile files.
-#include "io/linear_layouts.h"
+#include "checkpoint/linear_layouts.h"
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
 #include <limits>
 
-#include "fusedmoe/device.h"
-#include "fusedmoe/formats.h"
-#include "fusedmoe/quantize.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 #include "gtest/gtest.h"
 #include "testing/compare.h"
 #include "tiny_checkpoint.h"

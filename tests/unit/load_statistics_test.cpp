@@ -1,10 +1,10 @@
 // Load statistics on ids whose counts are known.
-#include "fusedmoe/load_statistics.h"
+#include "tools/load_statistics.h"
 
 #include <gtest/gtest.h>
 
 #include "fake_experts.h"
-#include "fusedmoe/error.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
 namespace {

@@ -8,7 +8,6 @@
 #include <functional>
 #include <string>
 
-#include "fusedmoe/error.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe::testing {

@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "fusedmoe/checkpoint.h"
-#include "fusedmoe/error.h"
 #include "fusedmoe/safetensors.h"
+#include "fusedmoe/tensor.h"
 #include "gtest/gtest.h"
 #include "safetensors_bytes.h"
 

@@ -8,7 +8,7 @@
 #include <limits>
 
 #include "fake_experts.h"
-#include "fusedmoe/error.h"
+#include "fusedmoe/tensor.h"
 #include "testing/compare.h"
 
 namespace fusedmoe {

@@ -6,9 +6,8 @@
 
 #include "cpu/experts.h"
 #include "cpu/pack.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
-#include "fusedmoe/quantize.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/tensor.h"
 #include "schemes_with_codes.h"
 #include "testing/cases.h"
 #include "testing/compare.h"

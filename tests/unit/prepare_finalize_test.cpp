@@ -1,5 +1,5 @@
 // prepare and finalize of "no_ep" and "batched", by themselves.
-#include "fusedmoe/prepare_finalize.h"
+#include "fusedmoe/modular_kernel.h"
 
 #include <gtest/gtest.h>
 
@@ -8,9 +8,9 @@
 #include <limits>
 
 #include "fake_experts.h"
-#include "fusedmoe/device.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/quantize.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 #include "testing/compare.h"
 
 namespace fusedmoe {

@@ -3,9 +3,9 @@
 
 #include <string>
 
-#include "fusedmoe/device.h"
-#include "fusedmoe/error.h"
 #include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
 namespace {

@@ -1,17 +1,16 @@
 // quantize -> write -> load -> dequantize is exact, for every layout, scheme and kind of family.
-#include "fusedmoe/quantize_checkpoint.h"
+#include "tools/quantize_checkpoint.h"
 
 #include <array>
 #include <cmath>
 #include <map>
 
-#include "fusedmoe/device.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
-#include "fusedmoe/quantize.h"
+#include "checkpoint/linear_layouts.h"
+#include "checkpoint/quant_config.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 #include "gtest/gtest.h"
-#include "io/linear_layouts.h"
-#include "io/quant_config.h"
 #include "nlohmann/json.hpp"
 #include "testing/compare.h"
 #include "tiny_checkpoint.h"
@@ -50,7 +49,7 @@ std::vector<RoundTrip> round_trips() {
     for (const CheckpointLayout layout : kLayouts) {
       const bool stacked = layout == CheckpointLayout::kGptOss;
       if (stacked && family != "gpt_oss") continue;
-      if (io::quantization_config({layout, parse_scheme(scheme)}, {})) {
+      if (checkpoint::quantization_config({layout, parse_scheme(scheme)}, {})) {
         cases.push_back({family, scheme, layout});
       }
     }
@@ -87,11 +86,11 @@ Tensor expected_values(const WeightMatrix& source, DType dtype, const RoundTrip&
   const QuantKey key = parse_scheme(trip.scheme).weights;
   const std::int64_t in = source.values.size(1);
   QuantizeOptions options;
-  if (const io::LinearLayout* layout = io::find_linear_layout(trip.layout, key)) {
-    options.scale_dtype = io::scale_dtype(*layout);
+  if (const checkpoint::LinearLayout* layout = checkpoint::find_linear_layout(trip.layout, key)) {
+    options.scale_dtype = checkpoint::scale_dtype(*layout);
   }
   std::optional<float> global;
-  if (key == keys::nvfp4()) global = io::amax_with_reciprocal(amax);
+  if (key == keys::nvfp4()) global = checkpoint::amax_with_reciprocal(amax);
   const Tensor values = dequantize_weights(source, schemes::unquantized(dtype).weights, in);
   return dequantize_weights(quantize_weights(values, key, options, global).view(), key, in);
 }
@@ -115,7 +114,7 @@ TEST_P(RoundTripTest, IsExact) {
   EXPECT_EQ(after.experts.scheme, parse_scheme(trip.scheme));
   const QuantKey key = after.experts.scheme.weights;
   const DType dtype = before.experts.scheme.weights.value;
-  const bool input_scale = io::has_input_scale(after.experts.scheme);
+  const bool input_scale = checkpoint::has_input_scale(after.experts.scheme);
   for (std::size_t e = 0; e < before.experts.experts.size(); ++e) {
     const ExpertMatrices &from = before.experts.experts[e], &to = after.experts.experts[e];
     const float amax13 = std::max(amax_of(from.gate, dtype), amax_of(from.up, dtype));
@@ -312,7 +311,7 @@ TEST(QuantizeCheckpointTest, ConfigNamesWhatIsNotQuantized) {
 
 TEST(QuantizeCheckpointTest, UsualLayouts) {
   const auto usual = [](Family family, const char* scheme) {
-    return std::string(name(io::usual_layout(family, parse_scheme(scheme))));
+    return std::string(name(checkpoint::usual_layout(family, parse_scheme(scheme))));
   };
   EXPECT_EQ(usual(Family::kGptOss, "mxfp4_w4a16"), "gpt-oss");
   EXPECT_EQ(usual(Family::kQwen3Moe, "mxfp4_w4a16"), "compressed-tensors");

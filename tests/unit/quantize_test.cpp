@@ -1,6 +1,6 @@
 // Quantizers of activations, bit for bit: scalar codes on every rounding boundary, random blocks
 // against the formulas, and the worked examples.
-#include "fusedmoe/quantize.h"
+#include "fusedmoe/quant.h"
 
 #include <gtest/gtest.h>
 
@@ -11,11 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "core/quantize.h"
-#include "core/quantize_elements.h"
-#include "fusedmoe/device.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
+#include "quant/quantize.h"
+#include "quant/quantize_elements.h"
 #include "quantize_oracle.h"
 #include "testing/cases.h"
 

@@ -9,10 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "core/weight_layout.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
-#include "fusedmoe/quantize.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/tensor.h"
+#include "quant/weight_layout.h"
 #include "quantize_oracle.h"
 #include "testing/cases.h"
 

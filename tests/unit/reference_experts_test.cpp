@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
-#include "fusedmoe/prepare_finalize.h"
+#include "fusedmoe/modular_kernel.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/tensor.h"
 #include "reference/activation.h"
 #include "reference/matrix.h"
 #include "testing/cases.h"

@@ -6,13 +6,12 @@
 #include <string>
 #include <vector>
 
-#include "core/quantize.h"
-#include "core/weight_layout.h"
-#include "fusedmoe/device.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
-#include "fusedmoe/prepare_finalize.h"
-#include "fusedmoe/quantize.h"
+#include "fusedmoe/modular_kernel.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
+#include "quant/quantize.h"
+#include "quant/weight_layout.h"
 #include "reference/activation.h"
 #include "reference/experts.h"
 #include "reference/matrix.h"

@@ -6,8 +6,8 @@
 #include <string>
 #include <string_view>
 
-#include "fusedmoe/error.h"
 #include "fusedmoe/router.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
 namespace {

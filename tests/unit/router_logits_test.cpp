@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
 #include "fusedmoe/router.h"
+#include "fusedmoe/tensor.h"
 #include "reference/router.h"
 #include "testing/cases.h"
 

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "fusedmoe/error.h"
+#include "fusedmoe/tensor.h"
 #include "reference/router.h"
 #include "testing/cases.h"
 

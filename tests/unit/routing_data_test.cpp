@@ -1,5 +1,5 @@
 // Routing data: counts, offsets, the stable permutation and its inverse, and the bitmatrix.
-#include "fusedmoe/routing_data.h"
+#include "fusedmoe/router.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "fusedmoe/error.h"
+#include "fusedmoe/tensor.h"
 #include "testing/cases.h"
 
 namespace fusedmoe {

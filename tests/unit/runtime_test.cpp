@@ -7,7 +7,7 @@
 #include <string>
 #include <thread>
 
-#include "fusedmoe/error.h"
+#include "fusedmoe/tensor.h"
 #include "testing/compare.h"
 
 namespace fusedmoe {

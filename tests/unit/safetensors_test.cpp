@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "fusedmoe/error.h"
+#include "fusedmoe/tensor.h"
 #include "gtest/gtest.h"
 #include "safetensors_bytes.h"
 

@@ -1,6 +1,6 @@
 // Layouts of scales and packed codes: published offsets, examples by hand, and round trips of odd
 // sizes.
-#include "fusedmoe/scale_layout.h"
+#include "fusedmoe/quant.h"
 
 #include <gtest/gtest.h>
 
@@ -9,8 +9,7 @@
 #include <set>
 #include <vector>
 
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/tensor.h"
 #include "testing/cases.h"
 
 namespace fusedmoe {

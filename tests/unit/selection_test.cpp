@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "fusedmoe/error.h"
+#include "fusedmoe/tensor.h"
 #include "testing/cases.h"
 
 namespace fusedmoe {

@@ -7,10 +7,10 @@
 #include <functional>
 #include <string>
 
-#include "core/weight_layout.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/tensor.h"
 #include "fusedmoe/weights.h"
+#include "quant/weight_layout.h"
 
 namespace fusedmoe {
 namespace {

@@ -4,9 +4,9 @@
 #include <map>
 
 #include "fusedmoe/checkpoint.h"
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
 #include "fusedmoe/safetensors.h"
+#include "fusedmoe/tensor.h"
 #include "gtest/gtest.h"
 #include "safetensors_bytes.h"
 

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "core/check.h"
-#include "fusedmoe/error.h"
 
 namespace fusedmoe {
 namespace {

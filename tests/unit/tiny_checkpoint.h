@@ -10,10 +10,10 @@
 
 #include "error_text.h"
 #include "fusedmoe/checkpoint.h"
-#include "fusedmoe/quantize_checkpoint.h"
 #include "fusedmoe/safetensors.h"
 #include "nlohmann/json.hpp"
 #include "safetensors_bytes.h"
+#include "tools/quantize_checkpoint.h"
 
 namespace fusedmoe::testing {
 

@@ -5,10 +5,10 @@
 #include <filesystem>
 #include <fstream>
 
-#include "core/tuning.h"
 #include "error_text.h"
 #include "fusedmoe/selection.h"
-#include "fusedmoe/tune.h"
+#include "moe/tuning.h"
+#include "tools/tune.h"
 
 namespace fusedmoe {
 namespace {

@@ -4,8 +4,8 @@
 #include <functional>
 #include <limits>
 
-#include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/tensor.h"
 #include "gtest/gtest.h"
 
 namespace fusedmoe {

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "fusedmoe/error.h"
+#include "fusedmoe/tensor.h"
 
 /// Throws Error naming the call unless it returned cudaSuccess. Clears the error, which later calls
 /// would report as theirs.

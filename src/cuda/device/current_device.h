@@ -1,7 +1,7 @@
 // The CUDA device that the calling thread's launches and allocations go to.
 #pragma once
 
-#include "fusedmoe/device.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {
 

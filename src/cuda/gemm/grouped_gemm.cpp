@@ -25,8 +25,8 @@ constexpr auto kLaunches = make_launches<Weights>(std::make_index_sequence<kNumC
 }  // namespace
 
 std::string to_string(const TileConfig& config) {
-  return fmt::format("{}x{}k{}c{}", config.tile_row_blocks() * kRecordRows, config.max_tokens,
-                     config.k_groups, config.cluster);
+  return core::format("{}x{}k{}c{}", config.tile_row_blocks() * kRecordRows, config.max_tokens,
+                      config.k_groups, config.cluster);
 }
 
 std::span<const TileConfig> tile_configs() {

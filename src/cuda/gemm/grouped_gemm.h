@@ -10,11 +10,10 @@
 #include <span>
 #include <string>
 
-#include "core/local_experts.h"
 #include "cuda/gemm/records.h"
-#include "fusedmoe/activation.h"
-#include "fusedmoe/device.h"
-#include "fusedmoe/dtype.h"
+#include "fusedmoe/tensor.h"
+#include "fusedmoe/weights.h"
+#include "moe/local_experts.h"
 
 namespace fusedmoe::cuda {
 

@@ -1,6 +1,6 @@
 #include "cuda/gemm/heuristic.h"
 
-#include <fmt/format.h>
+#include "core/format.h"
 
 #include <algorithm>
 #include <cmath>
@@ -122,8 +122,8 @@ constexpr std::int64_t kBytesF32 = std::int64_t{16} << 20;
 }  // namespace
 
 std::string to_string(const GemmPlan& plan) {
-  return fmt::format("{} splits {} {}", to_string(plan.tile), plan.splits,
-                     plan.rows_f32 ? "f32" : "bf16");
+  return core::format("{} splits {} {}", to_string(plan.tile), plan.splits,
+                      plan.rows_f32 ? "f32" : "bf16");
 }
 
 std::optional<GemmPlan> parse_plan(std::string_view text) {

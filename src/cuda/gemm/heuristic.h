@@ -10,7 +10,7 @@
 #include <string_view>
 
 #include "cuda/gemm/grouped_gemm.h"
-#include "fusedmoe/tune.h"
+#include "tools/tune.h"
 
 namespace fusedmoe::cuda {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "cuda/gemm/records.h"
-#include "fusedmoe/device.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {
 

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "fusedmoe/device.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {

@@ -3,10 +3,9 @@
 
 #include <cstdint>
 
-#include "core/local_experts.h"
-#include "fusedmoe/device.h"
-#include "fusedmoe/dtype.h"
 #include "fusedmoe/router.h"
+#include "fusedmoe/tensor.h"
+#include "moe/local_experts.h"
 
 namespace fusedmoe::cuda {
 

@@ -1,7 +1,6 @@
 // The router on a CUDA device: the interface of fusedmoe/router.h for device memory.
 #pragma once
 
-#include "fusedmoe/device.h"
 #include "fusedmoe/router.h"
 #include "fusedmoe/tensor.h"
 

@@ -5,10 +5,10 @@
 // an expert never gets more than num_tokens rows.
 #include <cstddef>
 
-#include "core/local_experts.h"
 #include "cuda/device/launch.h"
 #include "cuda/rows/element.cuh"
 #include "cuda/rows/rows.h"
+#include "moe/local_experts.h"
 
 namespace fusedmoe::cuda {
 namespace {

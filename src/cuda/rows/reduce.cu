@@ -2,10 +2,10 @@
 //
 // Sums run in fp32 in slot order, product and sum rounded one after the other as on the CPU, and
 // are rounded once to the dtype. Slots without a row are skipped, whatever that row holds.
-#include "core/local_experts.h"
 #include "cuda/device/launch.h"
 #include "cuda/rows/element.cuh"
 #include "cuda/rows/rows.h"
+#include "moe/local_experts.h"
 
 namespace fusedmoe::cuda {
 namespace {

@@ -2,7 +2,7 @@
 // the stream, whose device must be the current one.
 #pragma once
 
-#include "core/backend.h"
+#include "moe/backend.h"
 
 namespace fusedmoe::cuda {
 

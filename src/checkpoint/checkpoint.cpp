@@ -1,0 +1,62 @@
+#include "fusedmoe/checkpoint.h"
+
+#include "checkpoint/opened_checkpoint.h"
+#include "core/check.h"
+
+namespace fusedmoe {
+
+struct Checkpoint::Impl {
+  checkpoint::OpenedCheckpoint opened;
+  std::vector<std::string> files;  ///< config, index, tensors
+
+  static Checkpoint make(checkpoint::CheckpointFiles files, std::string label) {
+    auto impl = std::make_shared<Impl>();
+    impl->files = files.json_paths;
+    for (const checkpoint::CheckpointFile& file : files.files) impl->files.push_back(file.path);
+    impl->opened = checkpoint::open_checkpoint(std::move(files), std::move(label));
+    Checkpoint checkpoint;
+    checkpoint.impl_ = std::move(impl);
+    return checkpoint;
+  }
+};
+
+Checkpoint Checkpoint::open(const std::filesystem::path& path) {
+  return Impl::make(checkpoint::open_checkpoint_files(path), path.string());
+}
+
+Checkpoint Checkpoint::parse(const void* data, std::size_t size, std::string label) {
+  return Impl::make(checkpoint::single_file({label, SafetensorsFile::parse(data, size, label)}),
+                    label);
+}
+
+const std::vector<std::string>& Checkpoint::files() const {
+  return impl_->files;
+}
+
+const ModelConfig& Checkpoint::config() const {
+  return impl_->opened.config;
+}
+
+std::vector<std::int64_t> Checkpoint::moe_layers() const {
+  std::vector<std::int64_t> numbers;
+  for (const auto& [number, block] : impl_->opened.layers) numbers.push_back(number);
+  return numbers;
+}
+
+LayerWeights Checkpoint::load_layer(std::int64_t layer) const {
+  const checkpoint::OpenedCheckpoint& opened = impl_->opened;
+  return checkpoint::load_block(opened.config, opened.layer(layer),
+                                core::format("{}: layer {}", opened.label, layer));
+}
+
+std::vector<Checkpoint::TensorInfo> Checkpoint::layer_tensors(std::int64_t layer) const {
+  const checkpoint::Block& block = impl_->opened.layer(layer);
+  std::vector<TensorInfo> result;
+  for (const auto& [name, entry] : block.tensors) {
+    result.push_back({block.prefix + name, entry.tensor.dtype(), entry.tensor.shape(),
+                      entry.tensor.nbytes(), impl_->opened.files.files[entry.file].path});
+  }
+  return result;
+}
+
+}  // namespace fusedmoe

@@ -1,0 +1,152 @@
+#include "checkpoint/checkpoint_files.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "core/check.h"
+#include "files/file.h"
+#include "files/json.h"
+#include "files/safetensors_header.h"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+
+// A hostile index must not reach files outside its directory.
+bool is_plain_name(const std::string& name) {
+  return !name.empty() && name != "." && name != ".." &&
+         name.find_first_of(std::string_view("/\\\0", 3)) == std::string::npos;
+}
+
+void open_shards(const fs::path& directory, const fs::path& index_path, CheckpointFiles& result) {
+  const nlohmann::json index =
+      files::parse_json_object(files::read_text(index_path, files::kMaxIndexBytes),
+                               files::kMaxIndexBytes, index_path.string());
+  const auto weight_map = index.find("weight_map");
+  FUSEDMOE_CHECK(weight_map != index.end() && weight_map->is_object(),
+                 index_path.string() + ": weight_map",
+                 weight_map == index.end() ? "absent" : weight_map->type_name(),
+                 "an object of tensor names and file names");
+  std::map<std::string, std::size_t> positions;
+  for (const auto& [tensor, file] : weight_map->items()) {
+    FUSEDMOE_CHECK(
+        file.is_string() && is_plain_name(file.get_ref<const std::string&>()),
+        index_path.string() + ": weight_map." + files::quote(tensor),
+        files::quote(file.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)),
+        "the name of a file in the same directory");
+    const std::string& name = file.get_ref<const std::string&>();
+    const auto [position, is_new] = positions.emplace(name, result.files.size());
+    if (is_new) {
+      const fs::path path = directory / name;
+      result.files.push_back({path.string(), SafetensorsFile::open(path)});
+    }
+    result.weight_map.emplace(tensor, position->second);
+  }
+
+  constexpr std::size_t kMaxListed = 20;
+  std::size_t num_missing = 0;
+  std::string missing;
+  for (const auto& [tensor, position] : result.weight_map) {
+    if (result.files[position].contents.contains(tensor)) continue;
+    if (num_missing++ < kMaxListed) {
+      missing += core::format("\n  {} in {}", files::quote(tensor), result.files[position].path);
+    }
+  }
+  FUSEDMOE_CHECK(
+      num_missing == 0, index_path.string(),
+      core::format("naming {} tensors that are not in their files:{}", num_missing, missing),
+      "in agreement with the files");
+}
+
+std::vector<fs::path> safetensors_in(const fs::path& directory) {
+  std::vector<fs::path> paths;
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
+    const bool hidden = entry.path().filename().string().starts_with('.');
+    if (!hidden && entry.path().extension() == ".safetensors") paths.push_back(entry.path());
+  }
+  std::sort(paths.begin(), paths.end());
+  return paths;
+}
+
+// Names of a model's tensors are paths. Hidden states and results of `fusedmoe run`, which may lie
+// in the same directory, have plain names.
+bool holds_model_tensors(const SafetensorsFile& file) {
+  const auto& tensors = file.tensors();
+  return std::any_of(tensors.begin(), tensors.end(), [](const auto& tensor) {
+    return tensor.first.find('.') != std::string::npos;
+  });
+}
+
+void open_without_index(const fs::path& directory, CheckpointFiles& result) {
+  const std::vector<fs::path> paths = safetensors_in(directory);
+  FUSEDMOE_CHECK(!paths.empty(), directory.string(), "a directory without *.safetensors",
+                 "a checkpoint: config.json and *.safetensors");
+  for (const fs::path& path : paths) {
+    SafetensorsFile file = SafetensorsFile::open(path);
+    if (!holds_model_tensors(file)) continue;
+    for (const auto& [name, tensor] : file.tensors()) {
+      const auto [position, is_new] = result.weight_map.emplace(name, result.files.size());
+      FUSEDMOE_CHECK(
+          is_new, directory.string() + ": " + files::quote(name),
+          core::format("in {} and in {}", result.files[position->second].path, path.string()),
+          "in one file");
+    }
+    result.files.push_back({path.string(), std::move(file)});
+  }
+}
+
+// ModelOpt writes the quantization beside a config.json that may not mention it.
+void merge_quantization(const fs::path& path, CheckpointFiles& result) {
+  constexpr const char* kKey = "quantization_config";
+  nlohmann::json config =
+      files::parse_json_object(result.config_json, files::kMaxConfigBytes, "config");
+  if (config.contains(kKey)) return;
+  config[kKey] = files::parse_json_object(files::read_text(path, files::kMaxConfigBytes),
+                                          files::kMaxConfigBytes, path.string());
+  result.config_json = config.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  result.json_paths.push_back(path.string());
+}
+
+CheckpointFiles open_directory(const fs::path& directory) {
+  CheckpointFiles result;
+  const fs::path config = directory / "config.json";
+  FUSEDMOE_CHECK(fs::exists(config), directory.string(), "a directory without config.json",
+                 "a checkpoint: config.json and *.safetensors");
+  result.config_json = files::read_text(config, files::kMaxConfigBytes);
+  result.json_paths.push_back(config.string());
+  const fs::path quantization = directory / "hf_quant_config.json";
+  if (fs::exists(quantization)) merge_quantization(quantization, result);
+  const fs::path index = directory / kIndexName;
+  if (fs::exists(index)) {
+    result.json_paths.push_back(index.string());
+    open_shards(directory, index, result);
+    return result;
+  }
+  open_without_index(directory, result);
+  return result;
+}
+
+}  // namespace
+
+CheckpointFiles single_file(CheckpointFile file) {
+  CheckpointFiles result;
+  const auto& metadata = file.contents.metadata();
+  const auto config = metadata.find("config");
+  FUSEDMOE_CHECK(config != metadata.end(), file.path, "a file without metadata key config",
+                 "one that holds its config.json there, or a directory with config.json");
+  result.config_json = config->second;
+  result.files.push_back(std::move(file));
+  return result;
+}
+
+CheckpointFiles open_checkpoint_files(const fs::path& path) {
+  try {
+    if (fs::is_directory(path)) return open_directory(path);
+    return single_file({path.string(), SafetensorsFile::open(path)});
+  } catch (const fs::filesystem_error& error) {
+    throw Error(path.string(), error.code().message(), "readable");
+  }
+}
+
+}  // namespace fusedmoe::checkpoint

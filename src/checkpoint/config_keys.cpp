@@ -1,0 +1,76 @@
+#include "checkpoint/config_keys.h"
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "core/check.h"
+#include "files/safetensors_header.h"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+bool in_range(const nlohmann::json& value, std::int64_t low, std::int64_t high) {
+  if (value.is_number_unsigned() && value.get<std::uint64_t>() > static_cast<std::uint64_t>(high)) {
+    return false;
+  }
+  const auto number = value.get<std::int64_t>();
+  return number >= low && number <= high;
+}
+
+}  // namespace
+
+const nlohmann::json* ConfigKeys::find(std::string_view key) const {
+  const auto found = node_->find(key);
+  return found == node_->end() || found->is_null() ? nullptr : &*found;
+}
+
+std::int64_t ConfigKeys::integer(std::string_view key, std::int64_t low, std::int64_t high,
+                                 std::optional<std::int64_t> otherwise) const {
+  const nlohmann::json* value = find(key);
+  if (!value && otherwise) return *otherwise;
+  const std::string range = core::format("an integer from {} to {}", low, high);
+  FUSEDMOE_CHECK(value, label(key), "absent", range);
+  FUSEDMOE_CHECK(value->is_number_integer() && in_range(*value, low, high), label(key),
+                 text(*value), range);
+  return value->get<std::int64_t>();
+}
+
+bool ConfigKeys::boolean(std::string_view key, bool otherwise) const {
+  const nlohmann::json* value = find(key);
+  if (!value) return otherwise;
+  FUSEDMOE_CHECK(value->is_boolean(), label(key), text(*value), "true or false");
+  return value->get<bool>();
+}
+
+float ConfigKeys::number(std::string_view key, float otherwise) const {
+  const nlohmann::json* value = find(key);
+  if (!value) return otherwise;
+  FUSEDMOE_CHECK(value->is_number() && std::isfinite(value->get<float>()), label(key), text(*value),
+                 "a finite number");
+  return value->get<float>();
+}
+
+std::string ConfigKeys::string(std::string_view key, std::string_view otherwise) const {
+  const nlohmann::json* value = find(key);
+  if (!value) return std::string(otherwise);
+  FUSEDMOE_CHECK(value->is_string(), label(key), text(*value), "a string");
+  return value->get<std::string>();
+}
+
+std::optional<ConfigKeys> ConfigKeys::object(std::string_view key) const {
+  const nlohmann::json* value = find(key);
+  if (!value) return std::nullopt;
+  FUSEDMOE_CHECK(value->is_object(), label(key), text(*value), "an object");
+  return ConfigKeys(*value, label(key));
+}
+
+std::string ConfigKeys::label(std::string_view key) const {
+  return core::format("{}.{}", path_, key);
+}
+
+std::string ConfigKeys::text(const nlohmann::json& value) {
+  if (value.is_structured()) return value.type_name();
+  return files::quote(value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+}
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,37 @@
+// Typed access to the keys of one JSON object of a config.json.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace fusedmoe::checkpoint {
+
+/// A key that is absent or null counts as not given. Errors name `<path>.<key>`, the value and what
+/// it must be.
+class ConfigKeys {
+ public:
+  explicit ConfigKeys(const nlohmann::json& node, std::string path = "config")
+      : node_(&node), path_(std::move(path)) {}
+
+  const nlohmann::json* find(std::string_view key) const;
+  std::int64_t integer(std::string_view key, std::int64_t low, std::int64_t high,
+                       std::optional<std::int64_t> otherwise = {}) const;
+  bool boolean(std::string_view key, bool otherwise) const;
+  float number(std::string_view key, float otherwise) const;
+  std::string string(std::string_view key, std::string_view otherwise) const;
+  /// The object under the key; nothing if it is not given.
+  std::optional<ConfigKeys> object(std::string_view key) const;
+
+  std::string label(std::string_view key) const;
+  /// A value for a message.
+  static std::string text(const nlohmann::json& value);
+
+ private:
+  const nlohmann::json* node_;
+  std::string path_;
+};
+
+}  // namespace fusedmoe::checkpoint

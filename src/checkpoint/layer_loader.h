@@ -1,0 +1,42 @@
+// One MoE block's tensors -> LayerWeights, strictly.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "checkpoint/families.h"
+#include "fusedmoe/checkpoint.h"
+
+namespace fusedmoe::checkpoint {
+
+struct BlockTensor {
+  Tensor tensor;
+  std::size_t file;  ///< position in CheckpointFiles::files
+};
+
+/// The tensors under one layer's MoE block.
+struct Block {
+  std::string prefix;  ///< "model.layers.3.", or "" in a file without prefixes
+  std::map<std::string, BlockTensor, std::less<>> tensors;  ///< names without the prefix
+};
+
+/// Where the block's expert tensors lie.
+struct BlockLayout {
+  std::string_view block;  ///< path segment, "mlp"
+  const ExpertLayout* experts;
+  BlockStorage storage;
+};
+
+/// The layout that most tensors of the block follow; the published one if none does.
+BlockLayout find_layout(const ModelConfig& model, const Block& block);
+
+/// The scheme of the experts: the config's if it is quantized or the tensors tell none, else that
+/// of the tensors.
+QuantScheme stored_scheme(const ModelConfig& model, const Block& block);
+
+/// Views of the block's tensors. Every tensor that is missing, unclaimed, or of a wrong shape or
+/// dtype is collected and reported in one Error; `label` names checkpoint and layer.
+LayerWeights load_block(const ModelConfig& model, const Block& block, const std::string& label);
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,431 @@
+// Stored tensor <-> part of a WeightMatrix. Views wherever the bits already lie as WeightMatrix has
+// them; AWQ words, packed zero points and reciprocals are unpacked into memory of their own.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "checkpoint/linear_layouts.h"
+#include "core/check.h"
+#include "fusedmoe/quant.h"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+using enum Form;
+
+constexpr std::int64_t kWordBits = 32;
+constexpr std::array<int, 8> kAwqOrder{0, 2, 4, 6, 1, 3, 5, 7};  // of the columns in a word
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
+
+/// Integer codes in a word.
+std::int64_t per_word(const QuantKey& key) {
+  return key.value == DType::kU8 ? 4 : 8;
+}
+
+Shape values_shape(const QuantKey& key, LinearShape shape) {
+  std::int64_t in = shape.in;
+  if (key.value == DType::kE2M1) in = ceil_div(in, 2);
+  if (key.value == DType::kI4 || key.value == DType::kU8) in = ceil_div(in, per_word(key));
+  return {shape.out, in};
+}
+
+Shape scales_shape(const QuantKey& key, LinearShape shape) {
+  const GroupShape group = key.group;
+  return {group.rows < 0 ? 1 : ceil_div(shape.out, group.rows),
+          group.cols < 0 ? 1 : ceil_div(shape.in, group.cols)};
+}
+
+/// What WeightMatrix has in this place.
+Shape part_shape(Part part, const QuantKey& key, LinearShape shape) {
+  switch (part) {
+    case Part::kValues:
+      return values_shape(key, shape);
+    case Part::kScales:
+    case Part::kZeroPoints:
+      return scales_shape(key, shape);
+    case Part::kGlobalScale:
+      return {key.global_group.rows == 1 ? shape.out : 1};
+    case Part::kInputScale:
+      return {1};
+    case Part::kNothing:
+      return {};
+  }
+  return {};
+}
+
+TensorView& part_of(WeightMatrix& matrix, Part part) {
+  switch (part) {
+    case Part::kScales:
+      return matrix.scales;
+    case Part::kZeroPoints:
+      return matrix.zero_points;
+    case Part::kGlobalScale:
+      return matrix.global_scale;
+    case Part::kInputScale:
+      return matrix.input_scale;
+    case Part::kValues:
+    case Part::kNothing:
+      break;
+  }
+  return matrix.values;
+}
+
+bool is_float(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
+}
+
+/// A contiguous copy in another dtype: converted between floating types, else the same bytes.
+Tensor copy_as(const TensorView& source, DType dtype) {
+  Tensor result = Tensor::empty(source.shape(), dtype);
+  if (is_float(dtype)) {
+    convert(source, result);
+    return result;
+  }
+  const std::int64_t width = bits(dtype) / 8;
+  FUSEDMOE_CHECK(bits(source.dtype()) == bits(dtype) && source.rank() == 2, "tensor",
+                 core::describe(source), core::format("a matrix of {}", name(dtype)));
+  char* next = result.as<char>();
+  for (std::int64_t row = 0; row < source.size(0); ++row) {
+    const char* from = source.as<const char>() + row * source.stride(0) * width;
+    if (source.stride(1) == 1) {
+      std::memcpy(next, from, static_cast<std::size_t>(source.size(1) * width));
+      next += source.size(1) * width;
+      continue;
+    }
+    for (std::int64_t col = 0; col < source.size(1); ++col, next += width) {
+      std::memcpy(next, from + col * source.stride(1) * width, static_cast<std::size_t>(width));
+    }
+  }
+  return result;
+}
+
+// ------------------------------------------------------------------------------------------------
+// Packed integers
+
+/// Position in an AWQ word of column `column` of its eight.
+int awq_position(int column) {
+  return static_cast<int>(std::find(kAwqOrder.begin(), kAwqOrder.end(), column) -
+                          kAwqOrder.begin());
+}
+
+/// Bits of the zero point of output `out` in group `group`: word index and shift.
+struct ZeroPlace {
+  std::int64_t word;
+  int shift;
+};
+ZeroPlace zero_place(Form form, const QuantKey& key, std::int64_t out, std::int64_t group,
+                     LinearShape shape) {
+  const std::int64_t per = per_word(key), groups = scales_shape(key, shape)[1];
+  const auto inside = static_cast<int>(out % per);
+  const int position = form == kAwqZeros ? awq_position(inside) : inside;
+  const std::int64_t word = form == kZerosByRow ? out / per * groups + group
+                                                : group * ceil_div(shape.out, per) + out / per;
+  return {word, position * static_cast<int>(kWordBits / per)};
+}
+
+/// Zero points (out, groups) u8.
+Tensor unpack_zeros(Form form, const TensorView& tensor, const QuantKey& key, LinearShape shape) {
+  Tensor zeros = Tensor::empty(scales_shape(key, shape), DType::kU8);
+  const std::uint32_t mask = key.value == DType::kU8 ? 0xff : 0xf;
+  auto* next = zeros.as<std::uint8_t>();
+  for (std::int64_t out = 0; out < shape.out; ++out) {
+    for (std::int64_t group = 0; group < zeros.size(1); ++group) {
+      const ZeroPlace place = zero_place(form, key, out, group, shape);
+      const std::uint32_t code = tensor.as<const std::uint32_t>()[place.word] >> place.shift;
+      *next++ = static_cast<std::uint8_t>((code + (form == kZerosMinusOne)) & mask);
+    }
+  }
+  return zeros;
+}
+
+Tensor pack_zeros(Form form, const TensorView& zeros, const QuantKey& key, LinearShape shape,
+                  const Shape& words) {
+  Tensor result = Tensor::zeros(words, DType::kI32);
+  const std::uint32_t mask = key.value == DType::kU8 ? 0xff : 0xf;
+  const std::uint32_t middle = (mask + 1) / 2;  // of symmetric codes
+  for (std::int64_t out = 0; out < shape.out; ++out) {
+    for (std::int64_t group = 0; group < scales_shape(key, shape)[1]; ++group) {
+      std::uint32_t code = middle;
+      if (zeros.defined()) {
+        code = zeros.as<const std::uint8_t>()[out * zeros.stride(0) + group * zeros.stride(1)];
+      }
+      const ZeroPlace place = zero_place(form, key, out, group, shape);
+      result.as<std::uint32_t>()[place.word] |= ((code - (form == kZerosMinusOne)) & mask)
+                                                << place.shift;
+    }
+  }
+  return result;
+}
+
+void check_middle(const Tensor& zeros, const QuantKey& key) {
+  const unsigned middle = key.value == DType::kU8 ? 128 : 8;
+  const auto* codes = zeros.as<const std::uint8_t>();
+  for (std::int64_t i = 0; i < zeros.numel(); ++i) {
+    FUSEDMOE_CHECK(codes[i] == middle, "zero point", core::to_string(codes[i]),
+                   core::format("{}, as the config says symmetric", middle));
+  }
+}
+
+/// AWQ words (in, out / 8) -> words (out, in / 8), eight by eight nibbles at a time; or the
+/// inverse.
+void transpose_awq(const std::uint32_t* awq, std::uint32_t* words, LinearShape shape, bool inverse,
+                   std::uint32_t* awq_out) {
+  const std::int64_t awq_cols = ceil_div(shape.out, 8), word_cols = ceil_div(shape.in, 8);
+  std::array<int, 8> shifts{};
+  for (int i = 0; i < 8; ++i) shifts[static_cast<std::size_t>(i)] = 4 * awq_position(i);
+  for (std::int64_t out = 0; out < shape.out; ++out) {
+    const int shift = shifts[static_cast<std::size_t>(out % 8)];
+    for (std::int64_t col = 0; col < word_cols; ++col) {
+      const std::int64_t count = std::min<std::int64_t>(8, shape.in - 8 * col);
+      std::uint32_t& word = words[out * word_cols + col];
+      if (!inverse) word = 0;
+      for (std::int64_t i = 0; i < count; ++i) {
+        const std::int64_t at = (8 * col + i) * awq_cols + out / 8;
+        if (inverse) {
+          awq_out[at] |= (word >> (4 * i) & 15) << shift;
+        } else {
+          word |= (awq[at] >> shift & 15) << (4 * i);
+        }
+      }
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------
+// Tensors without values
+
+void check_matrix_shape(const TensorView& tensor, LinearShape shape) {
+  const auto at = [&](int i) {
+    return tensor.dtype() == DType::kI64 ? tensor.as<const std::int64_t>()[i]
+                                         : tensor.as<const std::int32_t>()[i];
+  };
+  FUSEDMOE_CHECK(at(0) == shape.out && at(1) == shape.in, "contents",
+                 core::format("[{}, {}]", at(0), at(1)),
+                 core::format("[{}, {}]", shape.out, shape.in));
+}
+
+std::int64_t group_of(const QuantKey& key, std::int64_t column) {
+  return key.group.cols < 0 ? 0 : column / key.group.cols;
+}
+
+void check_group_index(const TensorView& tensor, const QuantKey& key) {
+  for (std::int64_t i = 0; i < tensor.size(0); ++i) {
+    const std::int32_t group = tensor.as<const std::int32_t>()[i];
+    FUSEDMOE_CHECK(
+        group == group_of(key, i), "group index", core::format("{} at column {}", group, i),
+        core::format("{}: columns permuted by activation order (desc_act) are not supported",
+                     group_of(key, i)));
+  }
+}
+
+}  // namespace
+
+Shape stored_shape(const StoredTensor& stored, const QuantKey& weights, LinearShape shape) {
+  const Shape same = part_shape(stored.part, weights, shape);
+  const std::int64_t per = per_word(weights), groups = scales_shape(weights, shape)[1];
+  switch (stored.form) {
+    case kSame:
+      return same;
+    case kTransposed:
+      return {same[1], same[0]};
+    case kScalar:
+      return {};
+    case kSingle:
+    case kReciprocal:
+      return {1};
+    case kVector:
+      return {shape.out};
+    case kColumn:
+      return {shape.out, 1};
+    case kAwqValues:
+      return {shape.in, ceil_div(shape.out, 8)};
+    case kAwqZeros:
+    case kZerosByColumn:
+    case kZerosMinusOne:
+      return {groups, ceil_div(shape.out, per)};
+    case kZerosByRow:
+      return {ceil_div(shape.out, per), groups};
+    case kMatrixShape:
+      return {2};
+    case kTrivialGroupIndex:
+      return {shape.in};
+  }
+  return {};
+}
+
+bool accepts_shape(const StoredTensor& stored, const Shape& expected, const Shape& actual) {
+  if (actual == expected) return true;
+  switch (stored.form) {
+    case kScalar:
+    case kSingle:
+    case kReciprocal:
+      return actual.rank() <= 2 && actual.numel() == 1;
+    case kVector:
+    case kColumn:
+      return actual == Shape{expected[0]} || actual == Shape{expected[0], 1};
+    default:
+      return false;
+  }
+}
+
+void decode(const StoredTensor& stored, const TensorView& tensor, const QuantScheme& scheme,
+            LinearShape shape, WeightMatrix& matrix,
+            std::vector<std::shared_ptr<const void>>& owners) {
+  const QuantKey& key = scheme.weights;
+  if (stored.part == Part::kInputScale && !has_input_scale(scheme)) return;
+  TensorView& part = part_of(matrix, stored.part);
+  const auto own = [&](const Tensor& made) {
+    part = made;
+    owners.push_back(made.owner());
+  };
+  switch (stored.form) {
+    case kSame:
+      part = tensor;
+      break;
+    case kTransposed:
+      part = tensor.transpose(0, 1);
+      break;
+    case kScalar:
+    case kSingle:
+    case kVector:
+    case kColumn:
+      part = tensor.reshape(part_shape(stored.part, key, shape));
+      break;
+    case kReciprocal: {
+      const Tensor one = Tensor::empty({1}, DType::kF32);
+      *one.as<float>() = 1.0F / *tensor.as<const float>();
+      own(one);
+      break;
+    }
+    case kAwqValues: {
+      const Tensor words = Tensor::empty(values_shape(key, shape), DType::kI32);
+      transpose_awq(tensor.as<const std::uint32_t>(), words.as<std::uint32_t>(), shape, false,
+                    nullptr);
+      own(words);
+      break;
+    }
+    case kAwqZeros:
+    case kZerosByRow:
+    case kZerosByColumn:
+    case kZerosMinusOne: {
+      const Tensor zeros = unpack_zeros(stored.form, tensor, key, shape);
+      if (key.symmetric) {
+        check_middle(zeros, key);
+      } else {
+        own(zeros);
+      }
+      break;
+    }
+    case kMatrixShape:
+      check_matrix_shape(tensor, shape);
+      break;
+    case kTrivialGroupIndex:
+      check_group_index(tensor, key);
+      break;
+  }
+}
+
+Tensor encode(const StoredTensor& stored, const WeightMatrix& matrix, const QuantKey& weights,
+              LinearShape shape) {
+  WeightMatrix copy = matrix;
+  const TensorView part = part_of(copy, stored.part);
+  const Shape expected = stored_shape(stored, weights, shape);
+  const DType dtype = stored.dtypes.front();
+  const auto reshaped = [&](const Tensor& tensor) {
+    return Tensor(tensor.reshape(expected), tensor.owner());
+  };
+  switch (stored.form) {
+    case kSame:
+      return copy_as(part, dtype);
+    case kTransposed:
+      return copy_as(part.transpose(0, 1), dtype);
+    case kScalar:
+    case kSingle:
+    case kVector:
+    case kColumn:
+      return reshaped(copy_as(part, dtype));
+    case kReciprocal: {
+      Tensor one = copy_as(part, dtype);
+      *one.as<float>() = 1.0F / *one.as<float>();
+      return one;
+    }
+    case kAwqValues: {
+      Tensor awq = Tensor::zeros(expected, dtype);
+      const Tensor words = copy_as(part, DType::kI32);
+      transpose_awq(nullptr, words.as<std::uint32_t>(), shape, true, awq.as<std::uint32_t>());
+      return awq;
+    }
+    case kAwqZeros:
+    case kZerosByRow:
+    case kZerosByColumn:
+    case kZerosMinusOne:
+      return pack_zeros(stored.form, part, weights, shape, expected);
+    case kMatrixShape: {
+      Tensor pair = Tensor::empty(expected, DType::kI64);
+      pair.as<std::int64_t>()[0] = shape.out;
+      pair.as<std::int64_t>()[1] = shape.in;
+      return pair;
+    }
+    case kTrivialGroupIndex: {
+      Tensor index = Tensor::empty(expected, DType::kI32);
+      for (std::int64_t i = 0; i < shape.in; ++i) {
+        index.as<std::int32_t>()[i] = static_cast<std::int32_t>(group_of(weights, i));
+      }
+      return index;
+    }
+  }
+  return {};
+}
+
+DType scale_dtype(const LinearLayout& layout) {
+  for (const StoredTensor& stored : layout.tensors) {
+    if (stored.part == Part::kScales && is_float(stored.dtypes.front())) {
+      return stored.dtypes.front();
+    }
+  }
+  return DType::kF32;
+}
+
+float amax_with_reciprocal(float amax) {
+  const Tensor block = Tensor::zeros({1, 16}, DType::kF32);
+  for (float next = amax;; next = std::nextafter(next, std::numeric_limits<float>::infinity())) {
+    const QuantizedMatrix matrix = quantize_weights(block, keys::nvfp4(), {}, next);
+    const float scale = *matrix.global_scale.as<const float>();
+    const float reciprocal = 1.0F / scale;
+    if (1.0F / reciprocal == scale) return next;
+  }
+}
+
+void split_group_scales(const QuantKey& weights, WeightMatrix& matrix,
+                        std::vector<std::shared_ptr<const void>>& owners) {
+  if (weights != keys::int4_e4m3()) return;
+  const bool split = matrix.global_scale.defined();
+  FUSEDMOE_CHECK(is_float(matrix.scales.dtype()) != split, "weight_scale",
+                 core::format("{} {} weight_chan_scale", name(matrix.scales.dtype()),
+                              split ? "beside" : "without"),
+                 "e4m3 beside weight_chan_scale, or a floating type without");
+  if (split) return;
+  // The scales of a row become E4M3 with a scale of their own; an eighth of their size, so that
+  // -8 times a scale stays in range.
+  const Tensor groups = copy_as(matrix.scales, DType::kF32);
+  const std::int64_t rows = groups.size(0);
+  const Tensor codes = Tensor::empty(groups.shape(), DType::kE4M3);
+  const Tensor channels = Tensor::empty({rows, 1}, DType::kF32);
+  quantize(groups, keys::e4m3_row(true), codes, channels);
+  for (std::int64_t i = 0; i < codes.numel(); ++i) {
+    std::uint8_t& code = codes.as<std::uint8_t>()[i];
+    code = f32_to_e4m3(e4m3_to_f32(code) / 8);
+  }
+  for (std::int64_t row = 0; row < rows; ++row) channels.as<float>()[row] *= 8;
+  matrix.scales = codes;
+  matrix.global_scale = channels.reshape({rows});
+  owners.push_back(codes.owner());
+  owners.push_back(channels.owner());
+}
+
+}  // namespace fusedmoe::checkpoint

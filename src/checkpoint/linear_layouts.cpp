@@ -1,0 +1,223 @@
+// Sources: config.json and tensor tables of published checkpoints: DeepSeek-V3 (fp8),
+// llm-compressor (compressed-tensors), NVIDIA ModelOpt, AutoGPTQ / GPTQModel, AutoAWQ.
+#include "checkpoint/linear_layouts.h"
+
+#include <algorithm>
+#include <array>
+
+#include "core/check.h"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+using Layout = CheckpointLayout;
+
+constexpr std::array kF32{DType::kF32};
+constexpr std::array kScaleTypes{DType::kF32, DType::kBF16, DType::kF16};
+constexpr std::array kModelTypes{DType::kBF16, DType::kF16, DType::kF32};
+constexpr std::array kHalf{DType::kF16, DType::kBF16, DType::kF32};
+constexpr std::array kE4M3{DType::kE4M3};
+constexpr std::array kE8M0{DType::kU8, DType::kE8M0};
+constexpr std::array kBytes{DType::kU8};
+constexpr std::array kSignedBytes{DType::kI8};
+constexpr std::array kWords{DType::kI32};
+constexpr std::array kIndices{DType::kI64, DType::kI32};
+constexpr std::array kGroupScales{DType::kE4M3, DType::kBF16, DType::kF16, DType::kF32};
+
+using enum Part;
+using enum Form;
+using enum Presence;
+
+constexpr StoredTensor kInput{".input_scale", kInputScale, kScalar, kF32, kIfStatic};
+constexpr StoredTensor kMatrix{".weight_shape", kNothing, kMatrixShape, kIndices, kOptional};
+constexpr StoredTensor kGroups{".g_idx", kNothing, kTrivialGroupIndex, kWords, kOptional};
+
+// quant_method fp8. weight_scale_inv multiplies, in spite of its name.
+constexpr std::array<StoredTensor, 2> kFp8Block{{
+    {".weight", kValues, kSame, kE4M3},
+    {".weight_scale_inv", kScales, kSame, kScaleTypes},
+}};
+// Also ModelOpt's.
+constexpr std::array<StoredTensor, 3> kFp8Tensor{{
+    {".weight", kValues, kSame, kE4M3},
+    {".weight_scale", kScales, kScalar, kScaleTypes},
+    kInput,
+}};
+
+// compressed-tensors
+constexpr std::array<StoredTensor, 3> kFp8TensorCt{{
+    {".weight", kValues, kSame, kE4M3},
+    {".weight_scale", kScales, kSingle, kScaleTypes},
+    {".input_scale", kInputScale, kSingle, kScaleTypes, kIfStatic},
+}};
+constexpr std::array<StoredTensor, 2> kFp8Channel{{
+    {".weight", kValues, kSame, kE4M3},
+    {".weight_scale", kScales, kColumn, kScaleTypes},
+}};
+constexpr std::array<StoredTensor, 2> kFp8BlockCt{{
+    {".weight", kValues, kSame, kE4M3},
+    {".weight_scale", kScales, kSame, kScaleTypes},
+}};
+constexpr std::array<StoredTensor, 2> kInt8Channel{{
+    {".weight", kValues, kSame, kSignedBytes},
+    {".weight_scale", kScales, kColumn, kScaleTypes},
+}};
+constexpr std::array<StoredTensor, 5> kPacked{{
+    {".weight_packed", kValues, kSame, kWords},
+    {".weight_scale", kScales, kSame, kModelTypes},
+    {".weight_zero_point", kZeroPoints, kZerosByRow, kWords, kIfZeroPoints},
+    kMatrix,
+    {".weight_g_idx", kNothing, kTrivialGroupIndex, kWords, kOptional, false},
+}};
+constexpr std::array<StoredTensor, 4> kW4A8{{
+    {".weight_packed", kValues, kSame, kWords},
+    {".weight_scale", kScales, kSame, kGroupScales},
+    {".weight_chan_scale", kGlobalScale, kColumn, kF32, kOptional},
+    kMatrix,
+}};
+constexpr std::array<StoredTensor, 4> kNvfp4Ct{{
+    {".weight_packed", kValues, kSame, kBytes},
+    {".weight_scale", kScales, kSame, kE4M3},
+    {".weight_global_scale", kGlobalScale, kReciprocal, kF32},
+    {".input_global_scale", kInputScale, kReciprocal, kF32, kIfStatic},
+}};
+constexpr std::array<StoredTensor, 2> kMxfp4{{
+    {".weight_packed", kValues, kSame, kBytes},
+    {".weight_scale", kScales, kSame, kE8M0},
+}};
+// Also ModelOpt's.
+constexpr std::array<StoredTensor, 2> kMxfp8{{
+    {".weight", kValues, kSame, kE4M3},
+    {".weight_scale", kScales, kSame, kE8M0},
+}};
+
+// ModelOpt
+constexpr std::array<StoredTensor, 2> kFp8ChannelModelOpt{{
+    {".weight", kValues, kSame, kE4M3},
+    {".weight_scale", kScales, kVector, kScaleTypes},
+}};
+constexpr std::array<StoredTensor, 4> kNvfp4{{
+    {".weight", kValues, kSame, kBytes},
+    {".weight_scale", kScales, kSame, kE4M3},
+    {".weight_scale_2", kGlobalScale, kScalar, kF32},
+    kInput,
+}};
+
+// GPTQ and AWQ. Symmetric GPTQ stores zero points, too.
+constexpr std::array<StoredTensor, 4> kGptq{{
+    {".qweight", kValues, kTransposed, kWords},
+    {".qzeros", kZeroPoints, kZerosMinusOne, kWords},
+    {".scales", kScales, kTransposed, kHalf},
+    kGroups,
+}};
+constexpr std::array<StoredTensor, 4> kGptqV2{{
+    {".qweight", kValues, kTransposed, kWords},
+    {".qzeros", kZeroPoints, kZerosByColumn, kWords},
+    {".scales", kScales, kTransposed, kHalf},
+    kGroups,
+}};
+constexpr std::array<StoredTensor, 3> kAwq{{
+    {".qweight", kValues, kAwqValues, kWords},
+    {".qzeros", kZeroPoints, kAwqZeros, kWords},
+    {".scales", kScales, kTransposed, kHalf},
+}};
+
+/// What decides about the layout of weights: more than a type, less than a key.
+enum class Kind {
+  kFp8Tensor,
+  kFp8Row,
+  kFp8Block,
+  kMxfp8,
+  kMxfp4,
+  kNvfp4,
+  kW4A8,
+  kInt4,
+  kInt8Words,
+  kInt8,
+  kOther
+};
+
+Kind kind_of(const QuantKey& key) {
+  switch (key.value) {
+    case DType::kE4M3:
+      if (key == keys::e4m3_tensor()) return Kind::kFp8Tensor;
+      if (key == keys::e4m3_row()) return Kind::kFp8Row;
+      if (key == keys::e4m3_block()) return Kind::kFp8Block;
+      return key == keys::mxfp8() ? Kind::kMxfp8 : Kind::kOther;
+    case DType::kE2M1:
+      if (key == keys::mxfp4()) return Kind::kMxfp4;
+      return key == keys::nvfp4() ? Kind::kNvfp4 : Kind::kOther;
+    case DType::kI4:
+      if (key == keys::int4_e4m3()) return Kind::kW4A8;
+      return key == keys::int4(key.group.cols, key.symmetric) ? Kind::kInt4 : Kind::kOther;
+    case DType::kU8:
+      return key == keys::int8(key.group.cols, key.symmetric) ? Kind::kInt8Words : Kind::kOther;
+    case DType::kI8:
+      return key == keys::int8_row() ? Kind::kInt8 : Kind::kOther;
+    default:
+      return Kind::kOther;
+  }
+}
+
+struct Row {
+  Kind kind;
+  LinearLayout layout;
+};
+
+constexpr std::array<Row, 21> kTable{{
+    {Kind::kFp8Block, {Layout::kFp8, kFp8Block}},
+    {Kind::kFp8Tensor, {Layout::kFp8, kFp8Tensor}},
+    {Kind::kFp8Tensor, {Layout::kCompressedTensors, kFp8TensorCt}},
+    {Kind::kFp8Row, {Layout::kCompressedTensors, kFp8Channel}},
+    {Kind::kFp8Block, {Layout::kCompressedTensors, kFp8BlockCt}},
+    {Kind::kInt8, {Layout::kCompressedTensors, kInt8Channel}},
+    {Kind::kInt4, {Layout::kCompressedTensors, kPacked}},
+    {Kind::kInt8Words, {Layout::kCompressedTensors, kPacked}},
+    {Kind::kW4A8, {Layout::kCompressedTensors, kW4A8}},
+    {Kind::kNvfp4, {Layout::kCompressedTensors, kNvfp4Ct}},
+    {Kind::kMxfp4, {Layout::kCompressedTensors, kMxfp4}},
+    {Kind::kMxfp8, {Layout::kCompressedTensors, kMxfp8}},
+    {Kind::kFp8Tensor, {Layout::kModelOpt, kFp8Tensor}},
+    {Kind::kFp8Row, {Layout::kModelOpt, kFp8ChannelModelOpt}},
+    {Kind::kMxfp8, {Layout::kModelOpt, kMxfp8}},
+    {Kind::kNvfp4, {Layout::kModelOpt, kNvfp4}},
+    {Kind::kInt4, {Layout::kGptq, kGptq}},
+    {Kind::kInt8Words, {Layout::kGptq, kGptq}},
+    {Kind::kInt4, {Layout::kGptqV2, kGptqV2}},
+    {Kind::kInt8Words, {Layout::kGptqV2, kGptqV2}},
+    {Kind::kInt4, {Layout::kAwq, kAwq}},
+}};
+
+}  // namespace
+
+const LinearLayout* find_linear_layout(CheckpointLayout layout, const QuantKey& weights) {
+  const Kind kind = kind_of(weights);
+  for (const Row& row : kTable) {
+    if (row.kind == kind && row.layout.layout == layout) return &row.layout;
+  }
+  return nullptr;
+}
+
+bool has_input_scale(const QuantScheme& scheme) {
+  return scheme.activations && (!scheme.activations->dynamic || scheme.activations->global_scale);
+}
+
+bool is_required(const StoredTensor& stored, const QuantScheme& scheme) {
+  switch (stored.presence) {
+    case kAlways:
+      return true;
+    case kIfZeroPoints:
+      return !scheme.weights.symmetric;
+    case kIfStatic:
+      return has_input_scale(scheme);
+    case kOptional:
+      return false;
+  }
+  return false;
+}
+
+bool is_allowed(const StoredTensor& stored, const QuantScheme& scheme) {
+  return stored.presence != kIfZeroPoints || is_required(stored, scheme);
+}
+
+}  // namespace fusedmoe::checkpoint

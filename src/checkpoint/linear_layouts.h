@@ -1,0 +1,99 @@
+// How published checkpoints store one quantized linear layer: a table of layouts, each a list of
+// tensors (name, dtypes, shape), and the way from a stored tensor to its part of a WeightMatrix and
+// back. Orthogonal to the families, which say where the layers are.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "fusedmoe/checkpoint.h"
+
+namespace fusedmoe::checkpoint {
+
+/// out and in of a linear layer.
+struct LinearShape {
+  std::int64_t out, in;
+};
+
+/// What of a WeightMatrix a tensor holds.
+enum class Part { kValues, kScales, kZeroPoints, kGlobalScale, kInputScale, kNothing };
+
+/// How the tensor holds it.
+enum class Form {
+  kSame,              ///< as WeightMatrix describes the part
+  kTransposed,        ///< with its two dimensions exchanged
+  kScalar,            ///< one number, of shape () or (1)
+  kSingle,            ///< the same, written as (1)
+  kReciprocal,        ///< kSingle; one over the number
+  kVector,            ///< one per output, (out) or (out, 1)
+  kColumn,            ///< the same, written as (out, 1)
+  kAwqValues,         ///< i32 (in, out / 8), eight outputs in a word in the order of kAwqOrder
+  kAwqZeros,          ///< i32 (groups, out / 8), likewise
+  kZerosByRow,        ///< i32 (out / n, groups), n = 32 / bits outputs in a word
+  kZerosByColumn,     ///< i32 (groups, out / n)
+  kZerosMinusOne,     ///< kZerosByColumn of zero points minus one, modulo 2^bits
+  kMatrixShape,       ///< i64 (2): out, in
+  kTrivialGroupIndex  ///< i32 (in): the group of every column
+};
+
+enum class Presence {
+  kAlways,
+  kIfZeroPoints,  ///< with zero points only
+  kIfStatic,      ///< required for static activation scales; otherwise allowed and not used
+  kOptional,      ///< checked where present, written where `written`
+};
+
+struct StoredTensor {
+  std::string_view suffix;  ///< after the layer's name
+  Part part;
+  Form form;
+  std::span<const DType> dtypes;  ///< accepted; the first one is written
+  Presence presence = Presence::kAlways;
+  bool written = true;
+};
+
+struct LinearLayout {
+  CheckpointLayout layout;
+  std::span<const StoredTensor> tensors;
+};
+
+/// The row of the table; null if the layout does not store such weights.
+const LinearLayout* find_linear_layout(CheckpointLayout layout, const QuantKey& weights);
+
+/// Whether the scheme's activations need a scale in the file: static ones and NVFP4.
+bool has_input_scale(const QuantScheme& scheme);
+
+/// Whether a layer of this scheme must have the tensor, and whether it may.
+bool is_required(const StoredTensor& stored, const QuantScheme& scheme);
+bool is_allowed(const StoredTensor& stored, const QuantScheme& scheme);
+
+/// The shape in which it is written, and whether another one is accepted for it.
+Shape stored_shape(const StoredTensor& stored, const QuantKey& weights, LinearShape shape);
+bool accepts_shape(const StoredTensor& stored, const Shape& expected, const Shape& actual);
+
+/// Fills the part of `matrix` that the tensor holds: with a view, or where bits must move with
+/// memory that `owners` gets. Throws Error for contents that contradict the layout.
+void decode(const StoredTensor& stored, const TensorView& tensor, const QuantScheme& scheme,
+            LinearShape shape, WeightMatrix& matrix,
+            std::vector<std::shared_ptr<const void>>& owners);
+
+/// The tensor to write for `matrix`: contiguous, of stored_shape and the written dtype.
+Tensor encode(const StoredTensor& stored, const WeightMatrix& matrix, const QuantKey& weights,
+              LinearShape shape);
+
+/// The dtype in which the layout stores the scales of integer weights.
+DType scale_dtype(const LinearLayout& layout);
+
+/// `amax`, or the next larger one whose NVFP4 global scale is its own reciprocal's reciprocal in
+/// fp32: compressed-tensors stores the reciprocal, and both layouts shall hold the same weights.
+float amax_with_reciprocal(float amax);
+
+/// W4A8 weights with bf16 group scales, as llm-compressor publishes them, get E4M3 group scales and
+/// channel scales. Other matrices stay as they are.
+void split_group_scales(const QuantKey& weights, WeightMatrix& matrix,
+                        std::vector<std::shared_ptr<const void>>& owners);
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,27 @@
+// A checkpoint with its files open and its MoE blocks found.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "checkpoint/checkpoint_files.h"
+#include "checkpoint/layer_loader.h"
+#include "fusedmoe/checkpoint.h"
+
+namespace fusedmoe::checkpoint {
+
+struct OpenedCheckpoint {
+  std::string label;
+  CheckpointFiles files;
+  ModelConfig config;
+  std::map<std::int64_t, Block> layers;  ///< those that hold experts
+
+  /// Throws Error listing the layers with experts.
+  const Block& layer(std::int64_t number) const;
+};
+
+/// Parses the config and finds the blocks.
+OpenedCheckpoint open_checkpoint(CheckpointFiles files, std::string label);
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,121 @@
+#include "cuda/rows/combine.h"
+
+#include "cuda/device/launch.h"
+#include "cuda/rows/element.cuh"
+
+namespace fusedmoe::cuda {
+namespace {
+
+constexpr int kThreads = 64;
+
+struct CombineParams {
+  void* output;
+  const void* rows;
+  const std::int32_t* slot_to_permuted;  // or null
+  const std::int32_t* topk_ids;
+  core::LocalExperts local_experts;
+  const float* topk_weights;
+  std::int64_t split_pitch;
+  std::int64_t hidden;
+  int topk, splits;
+};
+
+/// Columns of a thread: 16 bytes of a row.
+template <typename Row>
+constexpr int kColumnsOf = 16 / static_cast<int>(sizeof(Row));
+
+/// A block is kThreads * kColumns columns of one token. The rows of kBatch slots are on their way
+/// at the same time: one after the other, each would wait for memory twice.
+template <typename Row, typename Output>
+__global__ void __launch_bounds__(kThreads, 12) combine_kernel(const CombineParams p) {
+  constexpr int kBatch = 4, kColumns = kColumnsOf<Row>;
+  const std::int64_t token = blockIdx.x;
+  const std::int64_t column =
+      (static_cast<std::int64_t>(blockIdx.y) * kThreads + threadIdx.x) * kColumns;
+  std::int32_t row[kBatch];
+  float weight[kBatch];
+  const auto read_slots = [&](int first) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const std::int64_t slot = token * p.topk + first + j;
+      const bool is_slot = first + j < p.topk;
+      row[j] = -1;
+      if (is_slot && p.slot_to_permuted) {
+        row[j] = p.slot_to_permuted[slot];
+      } else if (is_slot && p.local_experts(p.topk_ids[slot]) >= 0) {
+        row[j] = static_cast<std::int32_t>(slot);
+      }
+      weight[j] = is_slot && p.topk_weights ? p.topk_weights[slot] : 1.0f;
+    }
+  };
+  // Ids and weights are older than the routing data, which nothing overlaps.
+  if (!p.slot_to_permuted) read_slots(0);
+  cudaGridDependencySynchronize();
+  if (column >= p.hidden) return;
+  const auto* rows = static_cast<const Row*>(p.rows) + column;
+  float sums[kColumns] = {};
+#pragma unroll 1
+  for (int first = 0; first < p.topk; first += kBatch) {
+    if (first > 0 || p.slot_to_permuted) read_slots(first);
+    float values[kBatch][kColumns] = {};
+#pragma unroll 1
+    for (int s = 0; s < p.splits; ++s) {
+      Pack<Row, kColumns> columns[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        columns[j] = {};
+        if (row[j] >= 0) {
+          columns[j] = columns[j].load(rows + s * p.split_pitch + row[j] * p.hidden);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) values[j][i] += to_f32(columns[j].values[i]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      // The weight of a slot without a row need not be finite.
+      const float factor = row[j] >= 0 ? weight[j] : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) sums[i] = fmaf(factor, values[j][i], sums[i]);
+    }
+  }
+  Pack<Output, kColumns> result;
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) result.values[i] = from_f32<Output>(sums[i]);
+  result.store(static_cast<Output*>(p.output) + token * p.hidden + column);
+}
+
+}  // namespace
+
+void combine(const Combine& args, const Stream& stream) {
+  CombineParams p{};
+  p.output = args.output.data();
+  p.rows = args.rows;
+  p.slot_to_permuted =
+      args.slot_to_permuted ? args.slot_to_permuted.as<const std::int32_t>() : nullptr;
+  p.topk_ids = args.topk_ids ? args.topk_ids.as<const std::int32_t>() : nullptr;
+  p.local_experts = args.local_experts;
+  p.topk_weights = args.topk_weights;
+  p.split_pitch = args.split_pitch;
+  p.hidden = args.output.size(1);
+  p.topk = static_cast<int>(args.topk);
+  p.splits = args.splits;
+  const int columns = kThreads * (args.rows_f32 ? kColumnsOf<float> : kColumnsOf<__nv_bfloat16>);
+  const dim3 grid(static_cast<unsigned>(args.output.size(0)),
+                  static_cast<unsigned>((p.hidden + columns - 1) / columns));
+  const auto launch_kernel = [&](auto kernel) {
+    launch(kernel, grid, dim3(kThreads), 0, static_cast<cudaStream_t>(stream.handle),
+           args.overlap_previous, p);
+  };
+  if (args.output.dtype() == DType::kF16) {
+    launch_kernel(args.rows_f32 ? combine_kernel<float, __half> : combine_kernel<__half, __half>);
+  } else {
+    launch_kernel(args.rows_f32 ? combine_kernel<float, __nv_bfloat16>
+                                : combine_kernel<__nv_bfloat16, __nv_bfloat16>);
+  }
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,154 @@
+// Tensors are views of the mapped file. One whose data is not aligned to its element size (the
+// format does not promise it; files of old writers and crafted ones) is copied to aligned memory.
+#include "fusedmoe/safetensors.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/check.h"
+#include "files/file.h"
+#include "files/safetensors_header.h"
+
+namespace fusedmoe {
+namespace {
+
+bool aligned(const void* data, DType dtype) {
+  const auto size = static_cast<std::uintptr_t>(std::max(bits(dtype) / 8, 1));
+  return reinterpret_cast<std::uintptr_t>(data) % size == 0;
+}
+
+struct Contents {
+  std::map<std::string, Tensor, std::less<>> tensors;
+  std::map<std::string, std::string, std::less<>> metadata;
+};
+
+Contents read(const void* data, std::size_t size, const std::string& label,
+              const std::shared_ptr<const void>& owner) {
+  constexpr std::size_t kLengthBytes = 8;
+  FUSEDMOE_CHECK(size >= kLengthBytes, label, core::format("{} bytes", size),
+                 "at least 8 bytes, the length of the header");
+  const auto* file_bytes = static_cast<const unsigned char*>(data);
+  std::uint64_t header_bytes = 0;
+  for (std::size_t i = 0; i < kLengthBytes; ++i) {
+    header_bytes |= static_cast<std::uint64_t>(file_bytes[i]) << (8 * i);
+  }
+  const auto length_label = [&] { return label + ": header length"; };
+  FUSEDMOE_CHECK(header_bytes >= 2 && header_bytes <= files::kMaxHeaderBytes, length_label(),
+                 core::to_string(header_bytes),
+                 core::format("from 2 to {}", files::kMaxHeaderBytes));
+  FUSEDMOE_CHECK(header_bytes <= size - kLengthBytes, length_label(), core::to_string(header_bytes),
+                 core::format("at most {}, what is left of the file", size - kLengthBytes));
+
+  const unsigned char* body = file_bytes + kLengthBytes + header_bytes;
+  const auto body_bytes = static_cast<std::int64_t>(size - kLengthBytes - header_bytes);
+  files::Header header = files::parse_header(
+      {reinterpret_cast<const char*>(file_bytes + kLengthBytes), header_bytes}, body_bytes, label);
+
+  Contents contents;
+  contents.metadata = std::move(header.metadata);
+  for (files::HeaderEntry& entry : header.tensors) {
+    const unsigned char* begin = body + entry.begin;
+    Tensor tensor;
+    if (aligned(begin, entry.dtype)) {
+      tensor = Tensor(TensorView(begin, entry.dtype, entry.shape), owner);
+    } else {
+      tensor = Tensor::empty(entry.shape, entry.dtype);
+      if (entry.end > entry.begin) {
+        std::memcpy(tensor.data(), begin, static_cast<std::size_t>(entry.end - entry.begin));
+      }
+    }
+    contents.tensors.emplace(std::move(entry.name), std::move(tensor));
+  }
+  return contents;
+}
+
+}  // namespace
+
+SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) {
+  const auto mapping = std::make_shared<const files::MappedFile>(path);
+  Contents contents = read(mapping->data(), mapping->size(), path.string(), mapping);
+  SafetensorsFile file;
+  file.tensors_ = std::move(contents.tensors);
+  file.metadata_ = std::move(contents.metadata);
+  return file;
+}
+
+SafetensorsFile SafetensorsFile::parse(const void* data, std::size_t size, std::string label) {
+  Contents contents = read(data, size, label, nullptr);
+  SafetensorsFile file;
+  file.tensors_ = std::move(contents.tensors);
+  file.metadata_ = std::move(contents.metadata);
+  return file;
+}
+
+std::vector<std::string> SafetensorsFile::names() const {
+  std::vector<std::string> result;
+  for (const auto& [name, tensor] : tensors_) result.push_back(name);
+  return result;
+}
+
+bool SafetensorsFile::contains(std::string_view name) const {
+  return tensors_.find(name) != tensors_.end();
+}
+
+Tensor SafetensorsFile::tensor(std::string_view name) const {
+  const auto found = tensors_.find(name);
+  if (found == tensors_.end()) {
+    std::string held;
+    constexpr std::size_t kMaxListed = 8;
+    std::size_t listed = 0;
+    for (const auto& [other, tensor] : tensors_) {
+      if (listed == kMaxListed) break;
+      held += (listed++ ? ", " : "") + files::quote(other);
+    }
+    if (tensors_.size() > kMaxListed) held += ", ...";
+    throw Error("tensor name", files::quote(name),
+                core::format("one of the {} tensors of the file: {}", tensors_.size(), held));
+  }
+  return found->second;
+}
+
+void save_safetensors(const std::filesystem::path& path,
+                      const std::map<std::string, TensorView>& tensors,
+                      const std::map<std::string, std::string>& metadata) {
+  // The rename below would put a file in the place of a device or a pipe.
+  std::error_code failure;
+  const std::filesystem::file_status status = std::filesystem::status(path, failure);
+  FUSEDMOE_CHECK(!std::filesystem::exists(status) || std::filesystem::is_regular_file(status),
+                 path.string(), "not a regular file", "a new or a regular file");
+  std::vector<files::HeaderEntry> entries;
+  for (const auto& [name, view] : tensors) {
+    const std::string label = "tensor " + files::quote(name);
+    FUSEDMOE_CHECK(name != "__metadata__", label, "a reserved name", "another name");
+    FUSEDMOE_CHECK(view.defined() && view.device().is_cpu() && view.contiguous(), label,
+                   view.defined() ? "strided or not in host memory" : "undefined",
+                   "a contiguous tensor in host memory");
+    FUSEDMOE_CHECK(view.numel() * bits(view.dtype()) % 8 == 0, label, core::describe(view),
+                   "of whole bytes");
+    entries.push_back({name, view.dtype(), view.shape(), 0, 0});
+  }
+  // Wide elements first: then every tensor is aligned to its element size without padding.
+  std::stable_sort(entries.begin(), entries.end(),
+                   [](const auto& a, const auto& b) { return bits(a.dtype) > bits(b.dtype); });
+  std::int64_t offset = 0;
+  for (files::HeaderEntry& entry : entries) {
+    entry.begin = offset;
+    offset += tensors.at(entry.name).nbytes();
+    entry.end = offset;
+  }
+
+  const std::string header = files::serialize_header(entries, metadata);
+  const std::filesystem::path temporary = files::temporary_name(path);
+  {
+    files::FileWriter writer(temporary);
+    writer.write(header);
+    for (const files::HeaderEntry& entry : entries) {
+      writer.write(tensors.at(entry.name).data(),
+                   static_cast<std::size_t>(entry.end - entry.begin));
+    }
+    writer.finish();
+  }
+  files::rename_file(temporary, path);
+}
+
+}  // namespace fusedmoe

@@ -1,0 +1,300 @@
+// ExpertWeights as views into stacked tensors: every expert's part of w13, w2 and what belongs to
+// them.
+#include <algorithm>
+
+#include "core/check.h"
+#include "fusedmoe/weights.h"
+#include "quant/weight_layout.h"
+
+namespace fusedmoe {
+namespace {
+
+using core::GlobalScale;
+using core::num_blocks;
+using core::WeightLayout;
+
+struct Halves {
+  TensorView gate, up;
+};
+
+// Rows [begin, end) step `step` of a fused matrix.
+struct Rows {
+  std::int64_t begin, end, step;
+};
+
+// Where gate (or the only first matrix) and up lie in the rows of w13.
+struct Split {
+  Rows gate, up;
+  bool gated;
+
+  Split(std::int64_t rows, bool is_gated, GateUpLayout layout) : gated(is_gated) {
+    const std::int64_t half = rows / 2;
+    gate = up = {0, rows, 1};
+    if (!gated) return;
+    switch (layout) {
+      case GateUpLayout::kGateUp:
+        gate = {0, half, 1};
+        up = {half, rows, 1};
+        return;
+      case GateUpLayout::kUpGate:
+        gate = {half, rows, 1};
+        up = {0, half, 1};
+        return;
+      case GateUpLayout::kInterleaved:
+        gate = {0, rows, 2};
+        up = {1, rows, 2};
+        return;
+    }
+    throw Error("gate_up_layout", core::to_string(static_cast<int>(layout)), "a GateUpLayout");
+  }
+
+  // Tensors with one entry along dimension 0 per row.
+  Halves operator()(const TensorView& fused) const {
+    if (!fused.defined()) return {};
+    Halves halves{fused.slice(0, gate.begin, gate.end, gate.step), {}};
+    if (gated) halves.up = fused.slice(0, up.begin, up.end, up.step);
+    return halves;
+  }
+};
+
+// Values as (E, out, stored in).
+TensorView matrix_stack(const Tensor& stacked, const char* argument, bool transposed,
+                        const WeightLayout& layout) {
+  FUSEDMOE_CHECK(stacked.defined(), argument, "undefined", "given");
+  const auto dtypes = layout.values_dtypes;
+  FUSEDMOE_CHECK(layout.packing == 1 || stacked.dtype() == dtypes.front(), argument,
+                 core::describe(stacked), std::string(name(dtypes.front())));
+  FUSEDMOE_CHECK(!transposed || layout.packing == 1, "transposed", "true",
+                 "false for packed values");
+  if (stacked.rank() == 4 && layout.rows_contiguous) {
+    constexpr std::int64_t kBlockBytes = 16;  // 32 elements
+    FUSEDMOE_CHECK(stacked.size(3) == kBlockBytes && stacked.contiguous(), argument,
+                   core::describe(stacked), "contiguous (E, rows, blocks, 16)");
+    return stacked.reshape({stacked.size(0), stacked.size(1), stacked.size(2) * kBlockBytes});
+  }
+  FUSEDMOE_CHECK(stacked.rank() == 3, argument, core::describe(stacked), "of rank 3");
+  return transposed ? stacked.transpose(1, 2) : static_cast<const TensorView&>(stacked);
+}
+
+void check_given(const Tensor& stacked, const char* argument, bool needed, const QuantScheme& s) {
+  if (needed) {
+    FUSEDMOE_CHECK(stacked.defined(), argument, "undefined", "given for " + name(s));
+  } else {
+    FUSEDMOE_CHECK(!stacked.defined(), argument, "given", "undefined for " + name(s));
+  }
+}
+
+void check_companion(const Tensor& stacked, const char* argument, const Shape& shape) {
+  if (!stacked.defined()) return;
+  FUSEDMOE_CHECK(stacked.shape() == shape, argument, core::describe(stacked),
+                 "of shape " + to_string(shape));
+}
+
+// Numbers of which each expert has one, or one each for gate and up, as (E, 1) or (E, 2).
+TensorView scalar_stack(const Tensor& stacked, const char* argument, std::int64_t num_experts,
+                        bool pairs, bool shared = false) {
+  if (!stacked.defined()) return {};
+  const std::int64_t count = stacked.numel();
+  const bool one_for_all = shared && count == 1 && stacked.rank() <= 1;
+  const bool has_experts = stacked.rank() >= 1 && stacked.size(0) == num_experts;
+  const bool single = has_experts && count == num_experts;
+  const bool pair = pairs && stacked.rank() == 2 && has_experts && stacked.size(1) == 2;
+  FUSEDMOE_CHECK(
+      stacked.contiguous() && (one_for_all || single || pair), argument, core::describe(stacked),
+      core::format("({0}){1}{2}", num_experts,
+                   pairs ? core::format(" or ({}, 2)", num_experts) : "", shared ? " or (1)" : ""));
+  if (one_for_all && !single) {
+    return TensorView(stacked.data(), stacked.dtype(), {num_experts, 1}, {0, 1}, stacked.device());
+  }
+  return stacked.reshape({num_experts, pair ? 2 : 1});
+}
+
+TensorView expert_of(const TensorView& stacked, std::int64_t index) {
+  return stacked.defined() ? stacked.select(0, index) : TensorView();
+}
+
+// Element `which` of an expert's (1) or (2) numbers, as (1).
+TensorView scalar_of(const TensorView& stacked, std::int64_t expert, std::int64_t which) {
+  if (!stacked.defined()) return {};
+  const TensorView row = stacked.select(0, expert);
+  const std::int64_t index = std::min(which, row.size(0) - 1);
+  return row.slice(0, index, index + 1);
+}
+
+class Stacks {
+ public:
+  Stacks(const ExpertWeights::Stacked& stacked, const QuantScheme& scheme, bool gated)
+      : source_(stacked),
+        scheme_(scheme),
+        key_(scheme.weights),
+        layout_(core::weight_layout(key_, "scheme")),
+        w13_(matrix_stack(stacked.w13, "w13", stacked.transposed, layout_)),
+        w2_(matrix_stack(stacked.w2, "w2", stacked.transposed, layout_)),
+        num_experts_(w13_.size(0)),
+        rows_(w13_.size(1)),
+        split_(rows_, gated, stacked.gate_up_layout) {
+    FUSEDMOE_CHECK(!gated || rows_ % 2 == 0, "w13", core::describe(stacked.w13),
+                   "of an even number of gate and up rows");
+    check_values();
+    check_companion(stacked.w13_bias, "w13_bias", {num_experts_, rows_});
+    check_companion(stacked.w2_bias, "w2_bias", {num_experts_, hidden()});
+    check_scales();
+  }
+
+  std::int64_t num_experts() const { return num_experts_; }
+  std::int64_t hidden() const { return w2_.size(1); }
+  std::int64_t intermediate() const { return split_.gated ? rows_ / 2 : rows_; }
+
+  ExpertMatrices expert(std::int64_t e) const {
+    ExpertMatrices result;
+    const auto each = [&](const Halves& halves, TensorView WeightMatrix::*member) {
+      result.gate.*member = halves.gate;
+      result.up.*member = halves.up;
+    };
+    each(split_(w13_.select(0, e)), &WeightMatrix::values);
+    each(split_(expert_of(source_.w13_bias, e)), &WeightMatrix::bias);
+    place_scales(e, result);
+    const bool global_per_row = layout_.global_scale == GlobalScale::kPerRow;
+    each(global_per_row ? split_(expert_of(source_.w13_global_scales, e)) : scalars(w13_global_, e),
+         &WeightMatrix::global_scale);
+    each(scalars(w13_input_, e), &WeightMatrix::input_scale);
+
+    WeightMatrix& down = result.down;
+    down.values = w2_.select(0, e);
+    down.bias = expert_of(source_.w2_bias, e);
+    down.scales = expert_of(w2_scales_, e);
+    down.zero_points = expert_of(source_.w2_zero_points, e);
+    down.global_scale =
+        global_per_row ? expert_of(source_.w2_global_scales, e) : scalar_of(w2_global_, e, 0);
+    down.input_scale = scalar_of(w2_input_, e, 0);
+    return result;
+  }
+
+ private:
+  void check_values() const {
+    const Shape w13 = layout_.values_shape(rows_, hidden());
+    const Shape w2 = layout_.values_shape(hidden(), intermediate());
+    check_companion(source_.w13, "w13", stacked_shape(source_.w13, w13));
+    check_companion(source_.w2, "w2", stacked_shape(source_.w2, w2));
+  }
+
+  // (E, rows, stored columns) in the order of dimensions of `stacked`.
+  Shape stacked_shape(const Tensor& stacked, const Shape& matrix) const {
+    if (source_.transposed) return {num_experts_, matrix[1], matrix[0]};
+    if (stacked.rank() == 3) return {num_experts_, matrix[0], matrix[1]};
+    return {num_experts_, matrix[0], matrix[1] / stacked.size(3), stacked.size(3)};
+  }
+
+  void check_scales() {
+    const auto& s = source_;
+    check_given(s.w13_scales, "w13_scales", layout_.quantized(), scheme_);
+    check_given(s.w2_scales, "w2_scales", layout_.quantized(), scheme_);
+    check_given(s.w13_zero_points, "w13_zero_points", layout_.zero_points, scheme_);
+    check_given(s.w2_zero_points, "w2_zero_points", layout_.zero_points, scheme_);
+    const bool global = layout_.global_scale != GlobalScale::kNone;
+    check_given(s.w13_global_scales, "w13_global_scales", global, scheme_);
+    check_given(s.w2_global_scales, "w2_global_scales", global, scheme_);
+    w13_input_ =
+        scalar_stack(s.w13_input_scales, "w13_input_scales", num_experts_, split_.gated, true);
+    w2_input_ = scalar_stack(s.w2_input_scales, "w2_input_scales", num_experts_, false, true);
+    if (layout_.global_scale == GlobalScale::kPerRow) {
+      check_companion(s.w13_global_scales, "w13_global_scales", {num_experts_, rows_});
+      check_companion(s.w2_global_scales, "w2_global_scales", {num_experts_, hidden()});
+    } else {
+      w13_global_ =
+          scalar_stack(s.w13_global_scales, "w13_global_scales", num_experts_, split_.gated);
+      w2_global_ = scalar_stack(s.w2_global_scales, "w2_global_scales", num_experts_, false);
+    }
+    if (!layout_.quantized()) return;
+    if (per_tensor()) {
+      const TensorView w2 = scalar_stack(s.w2_scales, "w2_scales", num_experts_, false);
+      w13_scales_ = scalar_stack(s.w13_scales, "w13_scales", num_experts_, split_.gated);
+      w2_scales_ = w2.reshape({num_experts_, 1, 1});
+      return;
+    }
+    const Shape w13 = grid(rows_, hidden()), w2 = grid(hidden(), intermediate());
+    check_companion(s.w13_scales, "w13_scales", w13);
+    check_companion(s.w2_scales, "w2_scales", w2);
+    check_companion(s.w13_zero_points, "w13_zero_points", w13);
+    check_companion(s.w2_zero_points, "w2_zero_points", w2);
+    w13_scales_ = s.w13_scales;
+    w2_scales_ = s.w2_scales;
+    FUSEDMOE_CHECK(
+        !split_.gated || s.gate_up_layout != GateUpLayout::kInterleaved || key_.group.rows <= 1,
+        "gate_up_layout", "interleaved", "in halves: scale blocks span several rows");
+  }
+
+  bool per_tensor() const { return key_.group == GroupShape{-1, -1}; }
+
+  Shape grid(std::int64_t out, std::int64_t in) const {
+    return {num_experts_, num_blocks(out, key_.group.rows), num_blocks(in, key_.group.cols)};
+  }
+
+  Halves scalars(const TensorView& stack, std::int64_t e) const {
+    return {scalar_of(stack, e, 0), split_.gated ? scalar_of(stack, e, 1) : TensorView()};
+  }
+
+  void place_scales(std::int64_t e, ExpertMatrices& result) const {
+    if (!layout_.quantized()) return;
+    if (per_tensor()) {
+      const Halves halves = scalars(w13_scales_, e);
+      result.gate.scales = halves.gate.reshape({1, 1});
+      if (split_.gated) result.up.scales = halves.up.reshape({1, 1});
+      return;
+    }
+    place_blocks(e, split_.gate, result.gate);
+    if (split_.gated) place_blocks(e, split_.up, result.up);
+  }
+
+  // The blocks that hold `rows`; the first row may lie inside its block.
+  void place_blocks(std::int64_t e, const Rows& rows, WeightMatrix& matrix) const {
+    const std::int64_t extent = key_.group.rows;
+    const auto part = [&](const TensorView& stack) {
+      if (!stack.defined()) return TensorView();
+      const TensorView blocks = stack.select(0, e);
+      if (extent < 0) return blocks;
+      if (extent == 1) return blocks.slice(0, rows.begin, rows.end, rows.step);
+      return blocks.slice(0, rows.begin / extent, num_blocks(rows.end, extent));
+    };
+    matrix.scales = part(w13_scales_);
+    matrix.zero_points = part(source_.w13_zero_points);
+    if (extent > 1) matrix.first_row = rows.begin % extent;
+  }
+
+  const ExpertWeights::Stacked& source_;
+  const QuantScheme& scheme_;
+  const QuantKey& key_;
+  WeightLayout layout_;
+  TensorView w13_, w2_;  // (E, out, stored in)
+  std::int64_t num_experts_, rows_;
+  Split split_;
+  TensorView w13_scales_, w2_scales_;  // (E, blocks, blocks); w13 per tensor (E, 1) or (E, 2)
+  TensorView w13_global_, w2_global_, w13_input_, w2_input_;  // (E, 1) or (E, 2)
+};
+
+}  // namespace
+
+ExpertWeights ExpertWeights::from_stacked(const Stacked& stacked, QuantScheme scheme,
+                                          Activation activation, ActivationParams params) {
+  const Stacks stacks(stacked, scheme, is_gated(activation));
+  ExpertWeights weights;
+  weights.scheme = scheme;
+  weights.hidden = stacks.hidden();
+  weights.intermediate = stacks.intermediate();
+  weights.activation = activation;
+  weights.activation_params = params;
+  for (std::int64_t e = 0; e < stacks.num_experts(); ++e) {
+    weights.experts.push_back(stacks.expert(e));
+  }
+  for (const Tensor* tensor :
+       {&stacked.w13, &stacked.w13_scales, &stacked.w13_zero_points, &stacked.w13_global_scales,
+        &stacked.w13_input_scales, &stacked.w13_bias, &stacked.w2, &stacked.w2_scales,
+        &stacked.w2_zero_points, &stacked.w2_global_scales, &stacked.w2_input_scales,
+        &stacked.w2_bias}) {
+    if (tensor->owner()) weights.owners.push_back(tensor->owner());
+  }
+  weights.validate();
+  return weights;
+}
+
+}  // namespace fusedmoe

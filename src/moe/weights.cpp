@@ -1,0 +1,255 @@
+// ExpertWeights: checks, sizes, and views into stacked tensors.
+#include "fusedmoe/weights.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "core/check.h"
+#include "fusedmoe/quant.h"
+#include "quant/weight_layout.h"
+
+namespace fusedmoe {
+namespace {
+
+using core::GlobalScale;
+using core::num_blocks;
+using core::WeightLayout;
+
+bool is_bias_dtype(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
+}
+
+std::string names(std::span<const DType> dtypes) {
+  std::string text;
+  for (std::size_t i = 0; i < dtypes.size(); ++i) {
+    if (i > 0) text += i + 1 < dtypes.size() ? ", " : " or ";
+    text += name(dtypes[i]);
+  }
+  return text;
+}
+
+void check_shape(const TensorView& view, const std::string& argument, const Shape& shape) {
+  FUSEDMOE_CHECK(view.defined(), argument, "undefined", "given, of shape " + to_string(shape));
+  FUSEDMOE_CHECK(view.shape() == shape, argument, core::describe(view),
+                 "of shape " + to_string(shape));
+}
+
+void check_dtype(const TensorView& view, const std::string& argument,
+                 std::span<const DType> dtypes) {
+  FUSEDMOE_CHECK(std::find(dtypes.begin(), dtypes.end(), view.dtype()) != dtypes.end(), argument,
+                 core::describe(view), names(dtypes));
+}
+
+void check_undefined(const TensorView& view, const std::string& argument, const QuantKey& key) {
+  FUSEDMOE_CHECK(!view.defined(), argument, core::describe(view),
+                 "undefined for " + name(QuantScheme{key, {}}));
+}
+
+// What every view must satisfy so that reading an element through its strides is defined.
+void check_memory(const TensorView& view, const std::string& argument) {
+  FUSEDMOE_CHECK(view.device().is_cpu(), argument, to_string(view.device()), "in host memory");
+  for (std::int64_t stride : view.strides()) {
+    FUSEDMOE_CHECK(stride >= 0, argument, "strides " + to_string(view.strides()), "not negative");
+  }
+  const auto width = static_cast<std::uintptr_t>(std::max(bits(view.dtype()) / 8, 1));
+  FUSEDMOE_CHECK(reinterpret_cast<std::uintptr_t>(view.data()) % width == 0, argument, "misaligned",
+                 core::format("aligned to its element size, {} bytes", width));
+}
+
+void check_rows_contiguous(const TensorView& view, const std::string& argument) {
+  FUSEDMOE_CHECK(view.stride(1) == 1 || view.size(1) == 1, argument,
+                 "strides " + to_string(view.strides()), "contiguous along a row");
+}
+
+// `code` is the dtype that the bytes of u8 scales stand for.
+void check_scales_finite(const TensorView& scales, DType code, const std::string& argument) {
+  const std::int64_t rows = scales.size(0), cols = scales.size(1), step = scales.stride(1);
+  const DType dtype = scales.dtype() == DType::kU8 ? code : scales.dtype();
+  const bool e8m0 = dtype == DType::kE8M0;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const std::int64_t begin = row * scales.stride(0);
+    // Millions of bytes of which none should be 255.
+    if (e8m0 && step == 1 &&
+        !std::memchr(scales.as<const char>() + begin, 255, static_cast<std::size_t>(cols))) {
+      continue;
+    }
+    for (std::int64_t block = 0; block < cols; ++block) {
+      const float value = load_f32(scales.data(), dtype, begin + block * step);
+      FUSEDMOE_CHECK(std::isfinite(value), argument,
+                     core::format("{} at row {}, block {}",
+                                  e8m0 ? "255 (NaN)" : core::to_string(value), row, block),
+                     e8m0 ? "E8M0 codes from 0 to 254" : "finite");
+    }
+  }
+}
+
+class MatrixChecker {
+ public:
+  explicit MatrixChecker(const QuantKey& key)
+      : key_(key), layout_(core::weight_layout(key, "weights.scheme")) {}
+
+  // out x in is the shape of the matrix before packing.
+  void check(const WeightMatrix& matrix, const std::string& argument, std::int64_t out,
+             std::int64_t in) const {
+    const std::string values = argument + ".values";
+    check_shape(matrix.values, values, layout_.values_shape(out, in));
+    check_dtype(matrix.values, values, layout_.values_dtypes);
+    check_memory(matrix.values, values);
+    if (layout_.rows_contiguous) check_rows_contiguous(matrix.values, values);
+    check_scales(matrix, argument, out, in);
+    check_global_scale(matrix.global_scale, argument + ".global_scale", out);
+    if (!matrix.bias.defined()) return;
+    const std::string bias = argument + ".bias";
+    check_shape(matrix.bias, bias, {out});
+    FUSEDMOE_CHECK(is_bias_dtype(matrix.bias.dtype()), bias, core::describe(matrix.bias),
+                   "f32, bf16 or f16");
+    check_memory(matrix.bias, bias);
+  }
+
+ private:
+  void check_scales(const WeightMatrix& matrix, const std::string& argument, std::int64_t out,
+                    std::int64_t in) const {
+    const std::string scales = argument + ".scales", zero_points = argument + ".zero_points";
+    if (!layout_.zero_points) check_undefined(matrix.zero_points, zero_points, key_);
+    if (!layout_.quantized()) return check_undefined(matrix.scales, scales, key_);
+    check_first(matrix.first_row, argument + ".first_row", key_.group.rows);
+    check_first(matrix.first_col, argument + ".first_col", key_.group.cols);
+    const Shape grid{num_blocks(out, key_.group.rows, matrix.first_row),
+                     num_blocks(in, key_.group.cols, matrix.first_col)};
+    check_shape(matrix.scales, scales, grid);
+    check_dtype(matrix.scales, scales, layout_.scales_dtypes);
+    check_memory(matrix.scales, scales);
+    check_scales_finite(matrix.scales, *key_.scale, scales);
+    if (!layout_.zero_points) return;
+    check_shape(matrix.zero_points, zero_points, grid);
+    FUSEDMOE_CHECK(matrix.zero_points.dtype() == DType::kU8, zero_points,
+                   core::describe(matrix.zero_points), "u8");
+    check_memory(matrix.zero_points, zero_points);
+  }
+
+  static void check_first(std::int64_t first, const std::string& argument, std::int64_t extent) {
+    const std::int64_t limit = std::max<std::int64_t>(extent, 1);
+    FUSEDMOE_CHECK(first >= 0 && first < limit, argument, core::to_string(first),
+                   core::format("in [0, {}), the extent of a scale block", limit));
+  }
+
+  void check_global_scale(const TensorView& view, const std::string& argument,
+                          std::int64_t out) const {
+    if (layout_.global_scale == GlobalScale::kNone) return check_undefined(view, argument, key_);
+    check_shape(view, argument, {layout_.global_scale == GlobalScale::kPerRow ? out : 1});
+    FUSEDMOE_CHECK(view.dtype() == DType::kF32, argument, core::describe(view), "f32");
+    check_memory(view, argument);
+    for (std::int64_t row = 0; row < view.size(0); ++row) {
+      const float value = view.as<const float>()[row * view.stride(0)];
+      FUSEDMOE_CHECK(std::isfinite(value), argument, core::format("{} at {}", value, row),
+                     "finite");
+    }
+  }
+
+  const QuantKey& key_;
+  WeightLayout layout_;
+};
+
+// A scale that the scheme does not use is not looked at: checkpoints for static scales have them.
+class InputScaleChecker {
+ public:
+  explicit InputScaleChecker(const std::optional<QuantKey>& activations)
+      : needed_(activations && (!activations->dynamic || activations->global_scale)) {}
+
+  void check(const TensorView& view, const std::string& argument) const {
+    if (!needed_) return;
+    check_shape(view, argument, {1});
+    FUSEDMOE_CHECK(view.dtype() == DType::kF32, argument, core::describe(view), "f32");
+    check_memory(view, argument);
+    const float value = *view.as<const float>();
+    FUSEDMOE_CHECK(std::isfinite(value) && value > 0, argument, core::to_string(value),
+                   "finite and positive");
+  }
+
+ private:
+  bool needed_;
+};
+
+std::int64_t stored_bytes(const WeightMatrix& matrix) {
+  std::int64_t total = 0;
+  for (const TensorView* view : {&matrix.values, &matrix.scales, &matrix.zero_points,
+                                 &matrix.global_scale, &matrix.input_scale, &matrix.bias}) {
+    if (view->defined()) total += view->nbytes();
+  }
+  return total;
+}
+
+void check_even(std::int64_t size, const char* argument) {
+  FUSEDMOE_CHECK(size % 2 == 0, argument, core::to_string(size), "even: e2m1 packs two per byte");
+}
+
+}  // namespace
+
+namespace core {
+
+void check_matrix(const WeightMatrix& matrix, const QuantKey& key, const std::string& argument,
+                  std::int64_t out, std::int64_t in) {
+  MatrixChecker(key).check(matrix, argument, out, in);
+}
+
+}  // namespace core
+
+bool ExpertWeights::has_bias() const {
+  for (const ExpertMatrices& expert : experts) {
+    if (expert.gate.bias.defined() || expert.up.bias.defined() || expert.down.bias.defined()) {
+      return true;
+    }
+  }
+  return false;
+}
+
+std::int64_t ExpertWeights::nbytes() const {
+  std::int64_t total = 0;
+  for (const ExpertMatrices& expert : experts) {
+    total += stored_bytes(expert.gate) + stored_bytes(expert.up) + stored_bytes(expert.down);
+  }
+  return total;
+}
+
+void ExpertWeights::validate() const {
+  FUSEDMOE_CHECK(!experts.empty(), "weights.experts", "0 experts", "at least 1");
+  FUSEDMOE_CHECK(hidden > 0, "weights.hidden", core::to_string(hidden), "positive");
+  FUSEDMOE_CHECK(intermediate > 0, "weights.intermediate", core::to_string(intermediate),
+                 "positive");
+  const MatrixChecker checker(scheme.weights);
+  const InputScaleChecker input_scale(scheme.activations);
+  if (scheme.weights.value == DType::kE2M1) {
+    check_even(hidden, "weights.hidden");
+    check_even(intermediate, "weights.intermediate");
+  }
+  resolve(activation, activation_params);
+  const bool gated = is_gated(activation);
+  const ExpertMatrices& first = experts.front();
+  for (std::size_t e = 0; e < experts.size(); ++e) {
+    const ExpertMatrices& expert = experts[e];
+    const std::string prefix = core::format("weights.experts[{}]", e);
+    const auto check = [&](const WeightMatrix& matrix, const char* part, std::int64_t out,
+                           std::int64_t in) {
+      checker.check(matrix, prefix + part, out, in);
+      input_scale.check(matrix.input_scale, prefix + part + ".input_scale");
+    };
+    check(expert.gate, ".gate", intermediate, hidden);
+    if (gated) {
+      check(expert.up, ".up", intermediate, hidden);
+    } else {
+      FUSEDMOE_CHECK(!expert.up.values.defined(), prefix + ".up.values",
+                     core::describe(expert.up.values),
+                     core::format("undefined for {}", name(activation)));
+    }
+    check(expert.down, ".down", hidden, intermediate);
+    const bool bias13 = first.gate.bias.defined();
+    FUSEDMOE_CHECK(expert.gate.bias.defined() == bias13 &&
+                       expert.up.bias.defined() == (bias13 && gated) &&
+                       expert.down.bias.defined() == first.down.bias.defined(),
+                   prefix + ".bias", "given for some matrices only",
+                   "given for both or none of gate and up, and alike for every expert");
+  }
+}
+
+}  // namespace fusedmoe

@@ -1,0 +1,168 @@
+// Weight matrices of every key decoded to f32, and the merging of two FP8 scales into one.
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "core/check.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
+#include "quant/quantize.h"
+#include "quant/weight_layout.h"
+
+namespace fusedmoe {
+namespace {
+
+using core::GlobalScale;
+using core::WeightLayout;
+
+constexpr std::int64_t kParallelElements = 1 << 18;
+
+template <std::size_t kCodes>
+std::array<float, kCodes> table_of(float (*decode)(std::uint8_t)) {
+  std::array<float, kCodes> table{};
+  for (std::size_t code = 0; code < kCodes; ++code) {
+    table[code] = decode(static_cast<std::uint8_t>(code));
+  }
+  return table;
+}
+
+float e4m3_value(std::uint8_t code) {
+  static const auto kTable = table_of<256>(e4m3_to_f32);
+  return kTable[code];
+}
+
+/// Element `column` of a row before its scale: a value of the format, or an unsigned code.
+float stored_value(const WeightMatrix& matrix, const QuantKey& key, std::int64_t row,
+                   std::int64_t column) {
+  const TensorView& values = matrix.values;
+  const auto index = [&](std::int64_t packing) {
+    return row * values.stride(0) + column / packing * values.stride(1);
+  };
+  switch (key.value) {
+    case DType::kE4M3:
+      return e4m3_value(values.as<const std::uint8_t>()[index(1)]);
+    case DType::kE2M1: {
+      static const auto kTable = table_of<16>(e2m1_to_f32);
+      return kTable[values.as<const std::uint8_t>()[index(2)] >> (column % 2 * 4) & 15];
+    }
+    case DType::kI4:
+      return static_cast<float>(values.as<const std::uint32_t>()[index(8)] >> (column % 8 * 4) &
+                                15);
+    case DType::kU8:
+      return static_cast<float>(values.as<const std::uint32_t>()[index(4)] >> (column % 4 * 8) &
+                                255);
+    default:
+      return load_f32(values.data(), values.dtype(), index(1));
+  }
+}
+
+float scale_value(const TensorView& scales, DType code, std::int64_t index) {
+  return load_f32(scales.data(), scales.dtype() == DType::kU8 ? code : scales.dtype(), index);
+}
+
+class Decoder {
+ public:
+  Decoder(const WeightMatrix& matrix, const QuantKey& key, std::int64_t in)
+      : matrix_(matrix), key_(key), layout_(core::weight_layout(key, "key")), in_(in) {}
+
+  void row(std::int64_t r, float* out) const {
+    if (!layout_.quantized()) {
+      for (std::int64_t i = 0; i < in_; ++i) out[i] = stored_value(matrix_, key_, r, i);
+      return;
+    }
+    const std::int64_t width = key_.group.cols;
+    std::int64_t begin = 0;
+    while (begin < in_) {
+      const std::int64_t block = core::block_of(begin, width, matrix_.first_col);
+      const std::int64_t next = width < 0 ? in_ : (block + 1) * width - matrix_.first_col;
+      const std::int64_t end = std::min(in_, next);
+      decode_block(r, block, begin, end, out);
+      begin = end;
+    }
+  }
+
+ private:
+  void decode_block(std::int64_t r, std::int64_t block, std::int64_t begin, std::int64_t end,
+                    float* out) const {
+    const std::int64_t block_row = core::block_of(r, key_.group.rows, matrix_.first_row);
+    const auto index = [&](const TensorView& view) {
+      return block_row * view.stride(0) + block * view.stride(1);
+    };
+    const float scale = scale_value(matrix_.scales, *key_.scale, index(matrix_.scales));
+    const float zero =
+        layout_.zero_points
+            ? matrix_.zero_points.as<const std::uint8_t>()[index(matrix_.zero_points)]
+            : static_cast<float>(layout_.zero);
+    const bool per_row = layout_.global_scale == GlobalScale::kPerRow;
+    const float global =
+        layout_.global_scale == GlobalScale::kNone
+            ? 1
+            : matrix_.global_scale
+                  .as<const float>()[per_row ? r * matrix_.global_scale.stride(0) : 0];
+    for (std::int64_t i = begin; i < end; ++i) {
+      float value = (stored_value(matrix_, key_, r, i) - zero) * scale;
+      if (per_row) value = e4m3_value(f32_to_e4m3(value));
+      out[i] = value * global;
+    }
+  }
+
+  const WeightMatrix& matrix_;
+  const QuantKey& key_;
+  const WeightLayout layout_;
+  const std::int64_t in_;
+};
+
+/// Codes of `half` for the scale of the other one.
+void take_scale(WeightMatrix& half, const WeightMatrix& other,
+                std::vector<std::shared_ptr<const void>>& owners) {
+  const TensorView& old = half.values;
+  const float from = scale_value(half.scales, DType::kF32, 0);
+  const float to = scale_value(other.scales, DType::kF32, 0);
+  const std::int64_t out = old.size(0), in = old.size(1);
+  const Tensor values = Tensor::empty({out, in}, DType::kE4M3);
+#pragma omp parallel for schedule(static) \
+    num_threads(num_threads()) if (out * in >= kParallelElements)
+  for (std::int64_t r = 0; r < out; ++r) {
+    for (std::int64_t i = 0; i < in; ++i) {
+      const float value = stored_value(half, keys::e4m3_tensor(), r, i) * from;
+      core::quantize_row(&value, 1, keys::e4m3_tensor(), to, values.as<std::uint8_t>() + r * in + i,
+                         nullptr);
+    }
+  }
+  owners.push_back(values.owner());
+  half.values = values;
+  half.scales = other.scales;
+}
+
+}  // namespace
+
+Tensor dequantize_weights(const WeightMatrix& matrix, const QuantKey& key, std::int64_t in) {
+  const TensorView& values = matrix.values;
+  FUSEDMOE_CHECK(values.defined() && values.rank() == 2, "matrix.values", core::describe(values),
+                 "of rank 2");
+  FUSEDMOE_CHECK(in > 0, "in", core::to_string(in), "positive");
+  core::check_matrix(matrix, key, "matrix", values.size(0), in);
+  Tensor result = Tensor::empty({values.size(0), in}, DType::kF32);
+  const Decoder decoder(matrix, key, in);
+#pragma omp parallel for schedule(static) \
+    num_threads(num_threads()) if (result.numel() >= kParallelElements)
+  for (std::int64_t r = 0; r < values.size(0); ++r) decoder.row(r, result.as<float>() + r * in);
+  return result;
+}
+
+void merge_gate_up_scales(ExpertWeights& weights) {
+  const QuantKey& key = weights.scheme.weights;
+  FUSEDMOE_CHECK(key == keys::e4m3_tensor(), "weights.scheme", name(weights.scheme),
+                 "with e4m3 weights that have one scale per matrix");
+  weights.validate();
+  for (ExpertMatrices& expert : weights.experts) {
+    if (!expert.up.values.defined()) continue;
+    const float gate = scale_value(expert.gate.scales, DType::kF32, 0);
+    const float up = scale_value(expert.up.scales, DType::kF32, 0);
+    if (gate < up) take_scale(expert.gate, expert.up, weights.owners);
+    if (up < gate) take_scale(expert.up, expert.gate, weights.owners);
+  }
+}
+
+}  // namespace fusedmoe

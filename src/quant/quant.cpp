@@ -1,0 +1,237 @@
+// Number formats and schemes as values, and their names.
+#include "fusedmoe/quant.h"
+
+#include <array>
+
+#include "core/check.h"
+
+namespace fusedmoe {
+
+namespace {
+
+constexpr std::array kScaleRules{MxScaleRule::kOcp, MxScaleRule::kEven, MxScaleRule::kCeil,
+                                 MxScaleRule::kFloor};
+
+QuantKey key(DType value, DType scale, GroupShape group, bool dynamic = false) {
+  QuantKey result;
+  result.value = value;
+  result.scale = scale;
+  result.group = group;
+  result.dynamic = dynamic;
+  return result;
+}
+
+}  // namespace
+
+std::string_view name(MxScaleRule rule) {
+  switch (rule) {
+    case MxScaleRule::kOcp:
+      return "ocp";
+    case MxScaleRule::kEven:
+      return "even";
+    case MxScaleRule::kCeil:
+      return "ceil";
+    case MxScaleRule::kFloor:
+      return "floor";
+  }
+  return "unknown";
+}
+
+namespace keys {
+
+QuantKey e4m3_tensor(bool dynamic) {
+  return key(DType::kE4M3, DType::kF32, {-1, -1}, dynamic);
+}
+
+QuantKey e4m3_row(bool dynamic) {
+  return key(DType::kE4M3, DType::kF32, {1, -1}, dynamic);
+}
+
+QuantKey e4m3_block() {
+  return key(DType::kE4M3, DType::kF32, {128, 128});
+}
+
+QuantKey e4m3_group(bool power_of_two) {
+  return key(DType::kE4M3, power_of_two ? DType::kE8M0 : DType::kF32, {1, 128}, true);
+}
+
+QuantKey mxfp4(bool dynamic, MxScaleRule rule) {
+  QuantKey result = key(DType::kE2M1, DType::kE8M0, {1, 32}, dynamic);
+  result.scale_rule = rule;
+  return result;
+}
+
+QuantKey mxfp8(bool dynamic) {
+  QuantKey result = key(DType::kE4M3, DType::kE8M0, {1, 32}, dynamic);
+  result.scale_rule = dynamic ? MxScaleRule::kCeil : MxScaleRule::kOcp;
+  return result;
+}
+
+QuantKey nvfp4(bool dynamic) {
+  QuantKey result = key(DType::kE2M1, DType::kE4M3, {1, 16}, dynamic);
+  result.global_scale = DType::kF32;
+  return result;
+}
+
+QuantKey int4(std::int64_t group, bool symmetric) {
+  QuantKey result = key(DType::kI4, DType::kF32, {1, group});
+  result.symmetric = symmetric;
+  return result;
+}
+
+QuantKey int8(std::int64_t group, bool symmetric) {
+  QuantKey result = key(DType::kU8, DType::kF32, {1, group});
+  result.symmetric = symmetric;
+  return result;
+}
+
+QuantKey int4_e4m3() {
+  QuantKey result = key(DType::kI4, DType::kE4M3, {1, 128});
+  result.global_scale = DType::kF32;
+  result.global_group = {1, -1};
+  return result;
+}
+
+QuantKey int8_row(bool dynamic) {
+  return key(DType::kI8, DType::kF32, {1, -1}, dynamic);
+}
+
+QuantKey int8_group(std::int64_t group) {
+  return key(DType::kI8, DType::kF32, {1, group}, true);
+}
+
+}  // namespace keys
+
+bool batch_dependent(const QuantScheme& scheme) {
+  return scheme.activations && scheme.activations->dynamic &&
+         scheme.activations->group == GroupShape{-1, -1};
+}
+
+namespace schemes {
+
+QuantScheme unquantized(DType weights) {
+  FUSEDMOE_CHECK(weights == DType::kF32 || weights == DType::kF16 || weights == DType::kBF16,
+                 "weights", std::string(name(weights)), "f32, f16 or bf16");
+  QuantScheme scheme;
+  scheme.weights.value = weights;
+  return scheme;
+}
+
+QuantScheme mxfp4_w4a16() {
+  return {keys::mxfp4(), std::nullopt};
+}
+
+}  // namespace schemes
+
+namespace {
+
+std::vector<NamedScheme> make_named_schemes() {
+  std::vector<NamedScheme> table{
+      {"f32", schemes::unquantized(DType::kF32)},
+      {"bf16", schemes::unquantized(DType::kBF16)},
+      {"f16", schemes::unquantized(DType::kF16)},
+      {"fp8_tensor", {keys::e4m3_tensor(), keys::e4m3_tensor(true)}},
+      {"fp8_tensor_static", {keys::e4m3_tensor(), keys::e4m3_tensor(false)}},
+      {"fp8_tensor_token", {keys::e4m3_tensor(), keys::e4m3_row(true)}},
+      {"fp8_tensor_w8a16", {keys::e4m3_tensor(), std::nullopt}},
+      {"fp8_channel_token", {keys::e4m3_row(), keys::e4m3_row(true)}},
+      {"fp8_channel_w8a16", {keys::e4m3_row(), std::nullopt}},
+      {"fp8_block", {keys::e4m3_block(), keys::e4m3_group()}},
+      {"fp8_block_ue8m0", {keys::e4m3_block(), keys::e4m3_group(true)}},
+      {"fp8_block_w8a16", {keys::e4m3_block(), std::nullopt}},
+      {"mxfp4_w4a16", schemes::mxfp4_w4a16()},
+      {"mxfp4", {keys::mxfp4(), keys::mxfp4(true)}},
+      {"mxfp4_mxfp8", {keys::mxfp4(), keys::mxfp8(true)}},
+      {"mxfp4_int8", {keys::mxfp4(), keys::int8_group(32)}},
+      {"mxfp8", {keys::mxfp8(), keys::mxfp8(true)}},
+      {"mxfp8_w8a16", {keys::mxfp8(), std::nullopt}},
+      {"nvfp4", {keys::nvfp4(), keys::nvfp4(true)}},
+      {"nvfp4_w4a16", {keys::nvfp4(), std::nullopt}},
+      {"nvfp4_int8", {keys::nvfp4(), keys::int8_group(32)}},
+      {"w4a8", {keys::int4_e4m3(), keys::e4m3_row(true)}},
+  };
+  // Weight-only integers: "int4_g128", with zero points "int4_g128_zp", and for the 4-bit ones an
+  // int8 activation mode.
+  for (const bool four : {true, false}) {
+    for (const std::int64_t group : {32, 64, 128, -1}) {
+      const std::string base = core::format("int{}_{}", four ? 4 : 8,
+                                            group < 0 ? "channel" : core::format("g{}", group));
+      for (const bool symmetric : {true, false}) {
+        const QuantKey weights = four ? keys::int4(group, symmetric) : keys::int8(group, symmetric);
+        const std::string text = base + (symmetric ? "" : "_zp");
+        table.push_back({text, {weights, std::nullopt}});
+        if (four && group > 0) {
+          table.push_back({text + "_int8", {weights, keys::int8_group(group)}});
+        }
+      }
+    }
+  }
+  table.push_back({"int8_w8a8", {keys::int8_row(), keys::int8_row(true)}});
+  return table;
+}
+
+std::string describe(const QuantKey& key) {
+  std::string text(name(key.value));
+  if (key.scale) {
+    text += core::format(" with {} {} scale per ({}, {})", key.dynamic ? "dynamic" : "static",
+                         name(*key.scale), key.group.rows, key.group.cols);
+  }
+  if (key.global_scale) text += core::format(", {} global scale", name(*key.global_scale));
+  if (!key.symmetric) text += ", zero points";
+  return text;
+}
+
+/// The scheme with the scale rule that its name implies.
+QuantScheme with_rule(QuantScheme scheme, MxScaleRule rule) {
+  if (scheme.activations) scheme.activations->scale_rule = rule;
+  return scheme;
+}
+
+bool has_scale_rule(const QuantScheme& scheme) {
+  return scheme.activations && scheme.activations->scale == DType::kE8M0 &&
+         scheme.activations->group == GroupShape{1, 32};
+}
+
+}  // namespace
+
+const std::vector<NamedScheme>& named_schemes() {
+  static const std::vector<NamedScheme> table = make_named_schemes();
+  return table;
+}
+
+std::string name(const QuantScheme& scheme) {
+  for (const NamedScheme& entry : named_schemes()) {
+    if (entry.scheme == scheme) return entry.name;
+    if (!has_scale_rule(scheme) || !entry.scheme.activations) continue;
+    const MxScaleRule rule = scheme.activations->scale_rule;
+    if (with_rule(entry.scheme, rule) == scheme) {
+      return core::format("{}:{}", entry.name, name(rule));
+    }
+  }
+  return core::format("weights {}; activations {}", describe(scheme.weights),
+                      scheme.activations ? describe(*scheme.activations) : "unquantized");
+}
+
+QuantScheme parse_scheme(std::string_view text) {
+  const std::size_t colon = text.find(':');
+  const std::string_view base = text.substr(0, colon);
+  std::string names;
+  for (const NamedScheme& entry : named_schemes()) {
+    if (entry.name != base) {
+      names += names.empty() ? "" : ", ";
+      names += entry.name;
+      continue;
+    }
+    if (colon == std::string_view::npos) return entry.scheme;
+    FUSEDMOE_CHECK(has_scale_rule(entry.scheme), "scheme", core::format("\"{}\"", text),
+                   core::format("\"{}\": it has no scale rule", base));
+    for (const MxScaleRule rule : kScaleRules) {
+      if (name(rule) == text.substr(colon + 1)) return with_rule(entry.scheme, rule);
+    }
+    throw Error("scheme", core::format("\"{}\"", text),
+                "with the scale rule ocp, even, ceil or floor");
+  }
+  throw Error("scheme", core::format("\"{}\"", text), core::format("one of {}", names));
+}
+
+}  // namespace fusedmoe

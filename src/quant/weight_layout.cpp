@@ -1,0 +1,108 @@
+#include "quant/weight_layout.h"
+
+#include <array>
+
+#include "core/check.h"
+
+namespace fusedmoe::core {
+namespace {
+
+constexpr std::array kF32Values{DType::kF32};
+constexpr std::array kF16Values{DType::kF16};
+constexpr std::array kBF16Values{DType::kBF16};
+constexpr std::array kE4M3Codes{DType::kE4M3, DType::kU8};
+constexpr std::array kE8M0Codes{DType::kE8M0, DType::kU8};
+constexpr std::array kI8Codes{DType::kI8};
+constexpr std::array kBytes{DType::kU8};
+constexpr std::array kWords{DType::kI32};
+constexpr std::array kFloats{DType::kF32, DType::kF16, DType::kBF16};
+
+constexpr std::int64_t kAny = 0;  // any extent of a block
+
+struct Row {
+  DType value;
+  std::optional<DType> scale;
+  GroupShape group;
+  GlobalScale global_scale;
+  bool may_have_zero_points;
+  WeightLayout layout;
+};
+
+const std::array<Row, 11> kRows{{
+    {DType::kF32, {}, {}, GlobalScale::kNone, false, {kF32Values}},
+    {DType::kF16, {}, {}, GlobalScale::kNone, false, {kF16Values}},
+    {DType::kBF16, {}, {}, GlobalScale::kNone, false, {kBF16Values}},
+    {DType::kE4M3,
+     DType::kF32,
+     {kAny, kAny},
+     GlobalScale::kNone,
+     false,
+     {kE4M3Codes, 1, false, kFloats}},
+    {DType::kE4M3,
+     DType::kE8M0,
+     {1, 32},
+     GlobalScale::kNone,
+     false,
+     {kE4M3Codes, 1, false, kE8M0Codes}},
+    {DType::kE2M1, DType::kE8M0, {1, 32}, GlobalScale::kNone, false, {kBytes, 2, true, kE8M0Codes}},
+    {DType::kE2M1,
+     DType::kE4M3,
+     {1, 16},
+     GlobalScale::kPerMatrix,
+     false,
+     {kBytes, 2, true, kE4M3Codes}},
+    {DType::kI4, DType::kF32, {1, kAny}, GlobalScale::kNone, true, {kWords, 8, false, kFloats}},
+    {DType::kI4,
+     DType::kE4M3,
+     {1, kAny},
+     GlobalScale::kPerRow,
+     false,
+     {kWords, 8, false, kE4M3Codes}},
+    {DType::kU8, DType::kF32, {1, kAny}, GlobalScale::kNone, true, {kWords, 4, false, kFloats}},
+    {DType::kI8, DType::kF32, {1, kAny}, GlobalScale::kNone, false, {kI8Codes, 1, false, kFloats}},
+}};
+
+bool fits(std::int64_t extent, std::int64_t allowed) {
+  return allowed == kAny ? extent == -1 || extent > 0 : extent == allowed;
+}
+
+bool global_fits(const QuantKey& key, GlobalScale global) {
+  switch (global) {
+    case GlobalScale::kNone:
+      return !key.global_scale;
+    case GlobalScale::kPerMatrix:
+      return key.global_scale == DType::kF32 && key.global_group == GroupShape{-1, -1};
+    case GlobalScale::kPerRow:
+      return key.global_scale == DType::kF32 && key.global_group == GroupShape{1, -1};
+  }
+  return false;
+}
+
+}  // namespace
+
+std::optional<WeightLayout> find_weight_layout(const QuantKey& key) {
+  for (const Row& row : kRows) {
+    if (key.value != row.value || key.scale != row.scale || key.dynamic) continue;
+    if (key.scale &&
+        !(fits(key.group.rows, row.group.rows) && fits(key.group.cols, row.group.cols))) {
+      continue;
+    }
+    if (!global_fits(key, row.global_scale)) continue;
+    if (!key.symmetric && !row.may_have_zero_points) continue;
+    WeightLayout layout = row.layout;
+    layout.global_scale = row.global_scale;
+    layout.zero_points = !key.symmetric;
+    if (key.symmetric && key.value == DType::kI4) layout.zero = 8;
+    if (key.symmetric && key.value == DType::kU8) layout.zero = 128;
+    return layout;
+  }
+  return std::nullopt;
+}
+
+WeightLayout weight_layout(const QuantKey& key, const char* argument) {
+  const std::optional<WeightLayout> layout = find_weight_layout(key);
+  FUSEDMOE_CHECK(layout, argument, name(QuantScheme{key, {}}), "a number format of weights");
+  return *layout;
+}
+
+}  // namespace fusedmoe::core

@@ -1,0 +1,369 @@
+// Plans every tensor of the quantized checkpoint, then fills it expert by expert.
+#include "tools/quantize_checkpoint.h"
+
+#include <algorithm>
+#include <array>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "checkpoint/checkpoint_writer.h"
+#include "checkpoint/opened_checkpoint.h"
+#include "checkpoint/quant_config.h"
+#include "core/check.h"
+#include "files/json.h"
+#include "fusedmoe/quant.h"
+#include "quant/quantize.h"
+#include "tools/calibrate.h"
+
+namespace fusedmoe {
+namespace {
+
+namespace fs = std::filesystem;
+using checkpoint::Block;
+using checkpoint::ExpertStorage;
+using checkpoint::LinearLayer;
+using checkpoint::PlannedTensor;
+
+constexpr float kE4M3Max = 448, kNvfp4Max = 448 * 6;
+
+/// One expert's matrix, quantized.
+struct Quantized {
+  QuantizedMatrix tensors;
+  Tensor input_scale, bias;
+
+  WeightMatrix view() const {
+    WeightMatrix matrix = tensors.view();
+    matrix.input_scale = input_scale;
+    return matrix;
+  }
+};
+
+Tensor one_float(float value) {
+  Tensor result = Tensor::empty({1}, DType::kF32);
+  *result.as<float>() = value;
+  return result;
+}
+
+class CheckpointQuantizer {
+ public:
+  CheckpointQuantizer(checkpoint::OpenedCheckpoint source, const QuantizeCheckpointOptions& options)
+      : source_(std::move(source)), options_(options), model_(target_model()) {
+    FUSEDMOE_CHECK(!source_.layers.empty(), source_.label, "without layers of experts",
+                   "a checkpoint with at least one");
+    FUSEDMOE_CHECK(!source_.config.scheme.weights.quantized(), source_.label,
+                   "in " + name(source_.config.scheme), "in f32, bf16 or f16");
+    const checkpoint::FamilyRow& row = checkpoint::family_row(model_.family);
+    const bool stacked = model_.layout == CheckpointLayout::kGptOss;
+    for (const checkpoint::ExpertLayout& layout : row.layouts) {
+      if (layout.storage == (stacked ? ExpertStorage::kMxfp4 : ExpertStorage::kPerExpert)) {
+        layout_ = &layout;
+      }
+    }
+    linear_ = checkpoint::find_linear_layout(model_.layout, model_.scheme.weights);
+    FUSEDMOE_CHECK(layout_ && (stacked || linear_), "layout", std::string(name(model_.layout)),
+                   core::format("one for {} and {}", name(model_.family), name(model_.scheme)));
+    plan();
+  }
+
+  std::int64_t write(const fs::path& directory) {
+    const std::vector<checkpoint::PlannedFile> shards =
+        checkpoint::plan_shards(std::move(planned_), options_.max_shard_bytes);
+    if (checkpoint::has_input_scale(model_.scheme)) load_calibration();
+    checkpoint::CheckpointWriter writer(directory, shards, options_.progress);
+    for (const auto& [name, tensor] : copied_) write_copy(name, tensor, writer);
+    for (const auto& [number, block] : source_.layers) write_layer(number, block, writer);
+    if (shards.size() > 1)
+      writer.write_file(checkpoint::kIndexName, checkpoint::index_json(shards));
+    writer.write_file("config.json", config_text());
+    copy_other_files(writer);
+    return writer.commit();
+  }
+
+ private:
+  ModelConfig target_model() const {
+    ModelConfig model = source_.config;
+    model.scheme = options_.scheme;
+    FUSEDMOE_CHECK(model.scheme.weights.quantized(), "scheme", name(model.scheme),
+                   "a quantized one");
+    model.layout = options_.layout.value_or(checkpoint::usual_layout(model.family, model.scheme));
+    const std::string text = name(model.scheme);
+    FUSEDMOE_CHECK(text.find(':') == std::string::npos, "scheme", text,
+                   "without a scale rule of the activations, which no layout can store");
+    FUSEDMOE_CHECK(
+        options_.scale_rule == MxScaleRule::kOcp || model.scheme.weights.scale == DType::kE8M0,
+        "scale_rule", std::string(name(options_.scale_rule)),
+        "ocp, for weights without E8M0 scales");
+    FUSEDMOE_CHECK(checkpoint::quantization_config({model.layout, model.scheme}, {}), "layout",
+                   std::string(name(model.layout)),
+                   core::format("one that can hold {}, such as {}", name(model.scheme),
+                                name(checkpoint::usual_layout(model.family, model.scheme))));
+    return model;
+  }
+
+  LayerWeights load(std::int64_t number, const Block& block) const {
+    return checkpoint::load_block(source_.config, block,
+                                  core::format("{}: layer {}", source_.label, number));
+  }
+
+  // ---------------------------------------------------------------------------------------------
+  // Plan
+
+  void plan() {
+    std::set<std::string, std::less<>> replaced;
+    for (const auto& [number, block] : source_.layers) {
+      const checkpoint::BlockLayout from = checkpoint::find_layout(source_.config, block);
+      for (const checkpoint::TensorSpec& spec :
+           checkpoint::block_tensors(source_.config, from.block, *from.experts)) {
+        const bool bias = spec.role == checkpoint::TensorRole::kExpertBias;
+        // Both stacked layouts of gpt-oss have the same biases.
+        if (spec.role == checkpoint::TensorRole::kExpertWeight || (bias && linear_)) {
+          replaced.insert(block.prefix + spec.name);
+        }
+      }
+    }
+    for (std::size_t file = 0; file < source_.files.files.size(); ++file) {
+      for (const auto& [name, tensor] : source_.files.files[file].contents.tensors()) {
+        const auto mapped = source_.files.weight_map.find(name);
+        const bool elsewhere = mapped != source_.files.weight_map.end() && mapped->second != file;
+        if (!elsewhere && !replaced.contains(name)) copied_.emplace(name, tensor);
+      }
+    }
+    for (const auto& [name, tensor] : copied_) {
+      planned_.push_back({name, tensor.dtype(), tensor.shape()});
+    }
+    for (const auto& [number, block] : source_.layers) plan_layer(load(number, block), block);
+  }
+
+  void plan_layer(const LayerWeights& layer, const Block& block) {
+    const std::string_view segment = checkpoint::find_layout(source_.config, block).block;
+    if (!linear_) {
+      for (const checkpoint::TensorSpec& spec :
+           checkpoint::block_tensors(model_, segment, *layout_)) {
+        if (spec.role == checkpoint::TensorRole::kMxfp4Blocks ||
+            spec.role == checkpoint::TensorRole::kMxfp4Scales) {
+          planned_.push_back({block.prefix + spec.name, DType::kU8, spec.shape});
+        }
+      }
+      return;
+    }
+    for (std::int64_t e = 0; e < layer.experts.num_experts(); ++e) {
+      const ExpertMatrices& expert = layer.experts.experts[static_cast<std::size_t>(e)];
+      const std::array matrices{&expert.gate, &expert.up, &expert.down};
+      const auto layers = checkpoint::expert_layers(model_, segment, *layout_, e);
+      for (std::size_t i = 0; i < layers.size(); ++i) {
+        for (const checkpoint::TensorSpec& spec : written_tensors(layers[i])) {
+          planned_.push_back({block.prefix + spec.name, spec.stored->dtypes.front(), spec.shape});
+        }
+        if (!model_.has_bias) continue;
+        planned_.push_back({block.prefix + layers[i].name + ".bias",
+                            matrices[i]->bias.dtype(),
+                            {layers[i].shape.out}});
+      }
+    }
+  }
+
+  std::vector<checkpoint::TensorSpec> written_tensors(const LinearLayer& layer) const {
+    std::vector<checkpoint::TensorSpec> specs = checkpoint::linear_tensors(
+        layer, linear_, model_.scheme, checkpoint::TensorRole::kQuantized);
+    std::erase_if(specs, [&](const checkpoint::TensorSpec& spec) {
+      const bool optional = spec.stored->presence == checkpoint::Presence::kOptional;
+      return !spec.stored->written || (!spec.required && !optional);
+    });
+    return specs;
+  }
+
+  std::string config_text() const {
+    std::vector<std::string> plain;
+    constexpr std::string_view kWeight = ".weight";
+    for (const auto& [name, tensor] : copied_) {
+      if (tensor.rank() < 2 || !name.ends_with(kWeight)) continue;
+      plain.push_back(name.substr(0, name.size() - kWeight.size()));
+    }
+    nlohmann::json root =
+        files::parse_json_object(source_.files.config_json, files::kMaxConfigBytes, "config");
+    root["quantization_config"] =
+        *checkpoint::quantization_config({model_.layout, model_.scheme}, plain);
+    return root.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  }
+
+  // ---------------------------------------------------------------------------------------------
+  // Contents
+
+  void load_calibration() {
+    const fs::path path = !options_.calibration.empty()
+                              ? options_.calibration
+                              : fs::path(source_.label) / "input.safetensors";
+    FUSEDMOE_CHECK(fs::is_regular_file(path), "calibration", path.string() + ", which is not there",
+                   core::format("a file with hidden_states: {} has static activation scales",
+                                name(model_.scheme)));
+    calibration_ = SafetensorsFile::open(path).tensor("hidden_states");
+  }
+
+  void write_copy(const std::string& name, const Tensor& tensor,
+                  checkpoint::CheckpointWriter& writer) {
+    constexpr std::int64_t kChunk = std::int64_t{16} << 20;
+    for (std::int64_t begin = 0; begin < tensor.nbytes(); begin += kChunk) {
+      const std::int64_t size = std::min(kChunk, tensor.nbytes() - begin);
+      writer.write(name, begin, tensor.as<const char>() + begin, static_cast<std::size_t>(size));
+    }
+  }
+
+  void write_layer(std::int64_t number, const Block& block, checkpoint::CheckpointWriter& writer) {
+    const LayerWeights layer = load(number, block);
+    const std::string_view segment = checkpoint::find_layout(source_.config, block).block;
+    ActivationRange range;
+    if (calibration_) range = activation_range(layer, calibration_);
+    for (std::int64_t e = 0; e < layer.experts.num_experts(); ++e) {
+      const std::array<Quantized, 3> expert = quantize_expert(layer.experts, e, range);
+      if (!linear_) {
+        write_gpt_oss(block.prefix, segment, expert, e, writer);
+        continue;
+      }
+      const auto layers = checkpoint::expert_layers(model_, segment, *layout_, e);
+      for (std::size_t i = 0; i < layers.size(); ++i) {
+        write_linear(block.prefix, layers[i], expert[i], writer);
+      }
+    }
+  }
+
+  std::array<Quantized, 3> quantize_expert(const ExpertWeights& weights, std::int64_t index,
+                                           const ActivationRange& range) const {
+    const ExpertMatrices& expert = weights.experts[static_cast<std::size_t>(index)];
+    const QuantKey& from = weights.scheme.weights;
+    const std::array sources{&expert.gate, &expert.up, &expert.down};
+    std::array<Tensor, 3> values;
+    std::array<float, 3> amax{};
+    for (std::size_t i = 0; i < sources.size(); ++i) {
+      values[i] = dequantize_weights(*sources[i], from, sources[i]->values.size(1));
+      amax[i] = core::amax(values[i].as<const float>(), values[i].numel());
+    }
+    // Engines keep one global scale for the fused gate and up.
+    amax[0] = amax[1] = std::max(amax[0], amax[1]);
+    std::array<Quantized, 3> result;
+    for (std::size_t i = 0; i < sources.size(); ++i) {
+      std::optional<float> global;
+      if (model_.scheme.weights == keys::nvfp4())
+        global = checkpoint::amax_with_reciprocal(amax[i]);
+      result[i].tensors =
+          quantize_weights(values[i], model_.scheme.weights, quantize_options(), global);
+      values[i] = Tensor();
+      if (sources[i]->bias.defined()) result[i].bias = contiguous(sources[i]->bias);
+      if (calibration_) result[i].input_scale = one_float(input_scale(range, index, i == 2));
+    }
+    return result;
+  }
+
+  QuantizeOptions quantize_options() const {
+    QuantizeOptions options;
+    options.scale_rule = options_.scale_rule;
+    if (linear_) options.scale_dtype = checkpoint::scale_dtype(*linear_);
+    return options;
+  }
+
+  static Tensor contiguous(const TensorView& bias) {
+    Tensor result = Tensor::empty(bias.shape(), bias.dtype());
+    convert(bias, result);
+    return result;
+  }
+
+  // An expert without tokens takes the largest of the others.
+  float input_scale(const ActivationRange& range, std::int64_t expert, bool down) const {
+    float amax = range.hidden;
+    if (down) {
+      amax = range.intermediate[static_cast<std::size_t>(expert)];
+      if (amax == 0) {
+        amax = *std::max_element(range.intermediate.begin(), range.intermediate.end());
+      }
+    }
+    const float scale = amax / (model_.scheme.activations->global_scale ? kNvfp4Max : kE4M3Max);
+    FUSEDMOE_CHECK(std::isfinite(1 / scale), "calibration", core::format("largest value {}", amax),
+                   "hidden states that are not all zero");
+    return scale;
+  }
+
+  void write_linear(const std::string& prefix, const LinearLayer& layer, const Quantized& matrix,
+                    checkpoint::CheckpointWriter& writer) const {
+    for (const checkpoint::TensorSpec& spec : written_tensors(layer)) {
+      const Tensor tensor =
+          checkpoint::encode(*spec.stored, matrix.view(), model_.scheme.weights, layer.shape);
+      writer.write(prefix + spec.name, 0, tensor.data(), static_cast<std::size_t>(tensor.nbytes()));
+    }
+    if (!model_.has_bias) return;
+    writer.write(prefix + layer.name + ".bias", 0, matrix.bias.data(),
+                 static_cast<std::size_t>(matrix.bias.nbytes()));
+  }
+
+  // Blocks and scales of one expert at its place in the stack, gate and up rows interleaved.
+  void write_gpt_oss(const std::string& prefix, std::string_view segment,
+                     const std::array<Quantized, 3>& expert, std::int64_t index,
+                     checkpoint::CheckpointWriter& writer) const {
+    const auto write = [&](std::string_view pattern, const Tensor& tensor) {
+      writer.write(prefix + checkpoint::tensor_name(segment, pattern), index * tensor.nbytes(),
+                   tensor.data(), static_cast<std::size_t>(tensor.nbytes()));
+    };
+    const auto& [gate, up, down] = expert;
+    write(layout_->w1, interleave(gate.tensors.values, up.tensors.values));
+    write(layout_->w13_scales, interleave(gate.tensors.scales, up.tensors.scales));
+    write(layout_->w2, down.tensors.values);
+    write(layout_->w2_scales, down.tensors.scales);
+  }
+
+  static Tensor interleave(const Tensor& gate, const Tensor& up) {
+    const std::int64_t rows = gate.size(0), width = gate.size(1);
+    Tensor result = Tensor::empty({2 * rows, width}, gate.dtype());
+    for (std::int64_t row = 0; row < rows; ++row) {
+      std::copy_n(gate.as<const char>() + row * width, width, result.as<char>() + 2 * row * width);
+      std::copy_n(up.as<const char>() + row * width, width,
+                  result.as<char>() + (2 * row + 1) * width);
+    }
+    return result;
+  }
+
+  // What else a model's directory holds: the tokenizer and generation settings, input.safetensors.
+  void copy_other_files(checkpoint::CheckpointWriter& writer) const {
+    if (!fs::is_directory(source_.label)) return;
+    constexpr std::array<std::string_view, 4> kExtensions{".json", ".txt", ".model", ".jinja"};
+    std::set<fs::path> paths;
+    for (const fs::directory_entry& entry : fs::directory_iterator(source_.label)) {
+      const std::string name = entry.path().filename().string();
+      const std::string extension = entry.path().extension().string();
+      if (!entry.is_regular_file() || name == "config.json" || name == checkpoint::kIndexName)
+        continue;
+      if (name.starts_with('.')) continue;
+      const bool known =
+          std::find(kExtensions.begin(), kExtensions.end(), extension) != kExtensions.end();
+      if (known || name == "input.safetensors") paths.insert(entry.path());
+    }
+    for (const fs::path& path : paths) {
+      const files::MappedFile file(path);
+      writer.write_file(path.filename().string(), file.data(), file.size());
+    }
+  }
+
+  const checkpoint::OpenedCheckpoint source_;
+  const QuantizeCheckpointOptions& options_;
+  const ModelConfig model_;  ///< of the result
+  const checkpoint::ExpertLayout* layout_ = nullptr;
+  const checkpoint::LinearLayout* linear_ = nullptr;  ///< null: gpt-oss
+  std::map<std::string, Tensor> copied_;
+  std::vector<PlannedTensor> planned_;
+  Tensor calibration_;  ///< undefined for dynamic scales
+};
+
+}  // namespace
+
+std::int64_t quantize_checkpoint(const fs::path& source, const QuantizeCheckpointOptions& options,
+                                 const fs::path& directory) {
+  FUSEDMOE_CHECK(options.max_shard_bytes >= 1, "max_shard_bytes",
+                 core::to_string(options.max_shard_bytes), "positive");
+  FUSEDMOE_CHECK(!directory.empty(), "directory", "empty", "a path");
+  try {
+    checkpoint::OpenedCheckpoint opened =
+        checkpoint::open_checkpoint(checkpoint::open_checkpoint_files(source), source.string());
+    return CheckpointQuantizer(std::move(opened), options).write(directory);
+  } catch (const fs::filesystem_error& error) {
+    throw Error(directory.string(), error.code().message(), "a directory that can be written");
+  }
+}
+
+}  // namespace fusedmoe

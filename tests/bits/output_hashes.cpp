@@ -1,0 +1,125 @@
+// A hash of every implementation's output, bit for bit: what a change that must not change results
+// is held against. Prints a line per case, with a hash for each experts over all dtypes:
+//
+//   output_hashes [--device cuda]
+//
+// Those of this tree lie beside this file; scripts/output-hashes.sh makes and compares them.
+#include <cstdint>
+#include <cstdio>
+#include <map>
+#include <string>
+#include <string_view>
+
+#include "../unit/layer_problem.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/selection.h"
+#include "fusedmoe/tensor.h"
+#include "testing/cases.h"
+
+namespace {
+
+using namespace fusedmoe;
+
+/// FNV-1a of every output of one case, by experts.
+class Hashes {
+ public:
+  void add(const std::string& experts, const TensorView& output) {
+    std::uint32_t& hash = hashes_.try_emplace(experts, 0x811c9dc5U).first->second;
+    const auto* bytes = output.as<const unsigned char>();
+    for (std::int64_t i = 0; i < output.nbytes(); ++i) hash = (hash ^ bytes[i]) * 0x01000193U;
+  }
+  void print(const std::string& name) const {
+    std::printf("%s", name.c_str());
+    for (const auto& [experts, hash] : hashes_) std::printf(" %s=%08x", experts.c_str(), hash);
+    std::printf("\n");
+  }
+
+ private:
+  std::map<std::string, std::uint32_t> hashes_;
+};
+
+/// The backend and what is special: "cpu", "sm90 batched". Formats are in the name of the case.
+std::string key_of(const Experts& experts) {
+  std::string key(experts.name());
+  for (const std::string_view format : {"_bf16", "_f16", "_mxfp4"}) {
+    if (const auto at = key.find(format); at != std::string::npos) key.erase(at, format.size());
+  }
+  return key;
+}
+
+void hash_case(const testing::Case& spec, Device device) {
+  const testing::Problem problem = testing::make_problem(spec);
+  Hashes hashes;
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    const MoeConfig config = testing::make_config(spec, dtype, device);
+    for (const auto& experts : all_experts()) {
+      MoeConfig asked = config;
+      asked.activation_format = experts->activation_format();
+      asked.batch_invariant = experts->name().find("batch_invariant") != std::string_view::npos;
+      if (!experts->supports(asked)) continue;
+      for (const auto& prepare_finalize : all_prepare_finalize()) {
+        if (prepare_finalize->activation_format() != experts->activation_format()) continue;
+        const CurrentDevice current(device);
+        const auto packed = experts->pack(problem.weights);
+        hashes.add(key_of(*experts),
+                   testing::run_experts(problem, *prepare_finalize, *experts, *packed, dtype));
+      }
+    }
+  }
+  hashes.print(spec.name);
+}
+
+/// A whole layer: router, routed and shared experts.
+void hash_layer(const testing::Case& spec, bool gate, Device device) {
+  Hashes hashes;
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    testing::LayerSpec layer_spec{spec, true, gate};
+    LayerOptions options;
+    options.dtype = dtype;
+    options.device = device;
+    for (const char* require : {"", "reference"}) {
+      options.require = require;
+      try {
+        const MoeLayer layer(testing::make_layer_weights(layer_spec), options);
+        const Tensor x =
+            to_device(testing::make_hidden_states(dtype, spec.num_tokens, spec.hidden), device);
+        hashes.add(*require ? require : "layer", to_device(layer.forward(x), {}));
+      } catch (const Error&) {  // not served: the same before and after
+      }
+    }
+  }
+  hashes.print(spec.name + (gate ? "_gate" : ""));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const Device device = argc == 3 ? parse_device(argv[2]) : Device{};
+  std::vector<testing::Case> cases = testing::awkward_cases();
+  if (!device.is_cpu()) {
+    const std::vector<testing::Case> plain = cases;
+    for (const QuantScheme& scheme : {schemes::unquantized(DType::kF16), schemes::mxfp4_w4a16()}) {
+      for (testing::Case spec : plain) {
+        if (spec.hidden % 2 != 0 || spec.intermediate % 2 != 0) continue;
+        spec.scheme = scheme;
+        spec.transposed = false;
+        spec.name += "_" + name(scheme);
+        cases.push_back(spec);
+      }
+    }
+  }
+  const std::vector<testing::Case> more = testing::scheme_cases();
+  cases.insert(cases.end(), more.begin(), more.end());
+  for (const testing::Case& spec : cases) hash_case(spec, device);
+  for (const std::int64_t num_tokens : {1, 5, 70}) {
+    for (const bool gate : {false, true}) {
+      testing::Case spec;
+      spec.name = "layer_" + std::to_string(num_tokens);
+      spec.num_tokens = num_tokens;
+      hash_layer(spec, gate, device);
+      spec.name += "_mxfp4";
+      spec.scheme = schemes::mxfp4_w4a16();
+      hash_layer(spec, gate, device);
+    }
+  }
+}
