@@ -57,7 +57,7 @@ class CudaBackend final : public core::Backend {
     dispatch_rows(slot_rows, from, to, stream);
   }
 
-  void reduce(const FinalizeArgs& args, const TensorView& slot_rows) const override {
+  void reduce(const core::ReduceArgs& args, const TensorView& slot_rows) const override {
     const CurrentDevice current(args.stream.device);
     reduce_rows(args, slot_rows);
   }

@@ -49,7 +49,7 @@ __global__ __launch_bounds__(kRowThreads) void reduce_rows_kernel(ReduceParams<S
 
 }  // namespace
 
-void reduce_rows(const FinalizeArgs& args, const TensorView& slot_rows) {
+void reduce_rows(const core::ReduceArgs& args, const TensorView& slot_rows) {
   if (args.output.numel() == 0) return;
   const std::int64_t num_tokens = args.output.size(0), hidden = args.output.size(1);
   dispatch_storage(args.output.dtype(), [&](auto element) {

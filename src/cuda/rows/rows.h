@@ -10,7 +10,7 @@ void assign_rows(const TensorView& topk_ids, const TensorView& expert_map,
                  const core::RowAssignment& out, Stream stream);
 void dispatch_rows(const TensorView& slot_rows, const TensorView& from, const TensorView& to,
                    Stream stream);
-void reduce_rows(const FinalizeArgs& args, const TensorView& slot_rows);
+void reduce_rows(const core::ReduceArgs& args, const TensorView& slot_rows);
 
 void weight_rows(const TensorView& x, const TensorView& topk_weights, const TensorView& weighted,
                  Stream stream);

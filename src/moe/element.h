@@ -7,7 +7,7 @@
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
 
-namespace fusedmoe::cpu {
+namespace fusedmoe::core {
 
 struct F32Element {
   using Storage = float;
@@ -45,4 +45,4 @@ void dispatch_element(DType dtype, const Function& function) {
 /// Elements below which a loop over rows is not worth waking the threads.
 inline constexpr std::int64_t kParallelElements = 32768;
 
-}  // namespace fusedmoe::cpu
+}  // namespace fusedmoe::core

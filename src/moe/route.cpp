@@ -2,7 +2,8 @@
 //
 // One token at a time: score, add the correction bias, drop the losing groups, choose, weight.
 // Choosing is a partial sort of 64-bit keys that hold score and index, so ties need no second
-// thought. Checked against src/reference/router.cpp.
+// thought. Checked against src/reference/router.cpp. The same on every
+// processor.
 #include "fusedmoe/router.h"
 
 #include <algorithm>
@@ -14,7 +15,9 @@
 #include <limits>
 
 #include "core/check.h"
+#include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
+#include "moe/experts_args.h"
 
 namespace fusedmoe {
 namespace {
@@ -200,7 +203,12 @@ void route_custom(const RouterConfig& config, const TensorView& logits, const Ro
 void route(const RouterConfig& config, const TensorView& logits, const TensorView& correction_bias,
            const Routing& out) {
   config.validate();
-  core::check_tensor(logits, "router_logits", DType::kF32, {-1, config.num_experts});
+  const bool wide = logits.defined() && logits.dtype() == DType::kF32;
+  FUSEDMOE_CHECK(logits.defined() && core::is_activation_dtype(logits.dtype()), "router_logits",
+                 core::describe(logits), "f32, bf16 or f16");
+  FUSEDMOE_CHECK(wide || !config.custom, "router_logits", core::describe(logits),
+                 "f32 for a custom routing");
+  core::check_tensor(logits, "router_logits", logits.dtype(), {-1, config.num_experts});
   const std::int64_t num_tokens = logits.size(0);
   core::check_tensor(out.topk_ids, "topk_ids", DType::kI32, {num_tokens, config.topk});
   core::check_tensor(out.topk_weights, "topk_weights", DType::kF32, {num_tokens, config.topk});
@@ -220,7 +228,6 @@ void route(const RouterConfig& config, const TensorView& logits, const TensorVie
     return;
   }
 
-  const auto* rows = logits.as<const float>();
   const auto* bias = correction_bias ? correction_bias.as<const float>() : nullptr;
   auto* ids = out.topk_ids.as<std::int32_t>();
   auto* weights = out.topk_weights.as<float>();
@@ -228,9 +235,15 @@ void route(const RouterConfig& config, const TensorView& logits, const TensorVie
 #pragma omp parallel num_threads(num_threads()) if (num_tokens * config.num_experts >= 8192)
   {
     TokenRouter router(config, bias);
+    std::array<float, kMaxExperts> widened;
 #pragma omp for schedule(static)
     for (std::int64_t t = 0; t < num_tokens; ++t) {
-      router.route(rows + t * config.num_experts, ids + t * config.topk, weights + t * config.topk);
+      const std::int64_t first = t * config.num_experts;
+      const float* row = wide ? logits.as<const float>() + first : widened.data();
+      for (std::int64_t e = 0; !wide && e < config.num_experts; ++e) {
+        widened[static_cast<std::size_t>(e)] = load_f32(logits.data(), logits.dtype(), first + e);
+      }
+      router.route(row, ids + t * config.topk, weights + t * config.topk);
     }
   }
 }
