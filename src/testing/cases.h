@@ -85,6 +85,8 @@ struct Variant {
   /// `config` with the variant's wishes.
   MoeConfig of(MoeConfig config) const;
   bool supports(const MoeConfig& config) const;
+  /// What runs of(config).
+  ModularKernel create(const MoeConfig& config, const Context& context = {}) const;
 };
 /// Each with at most one of the wishes.
 std::vector<Variant> all_variants();

@@ -36,6 +36,11 @@ bool Variant::supports(const MoeConfig& config) const {
                      });
 }
 
+ModularKernel Variant::create(const MoeConfig& config, const Context& context) const {
+  const MoeConfig asked = of(config);
+  return {prepare_finalize->create(asked, context), experts->create(asked, context)};
+}
+
 std::vector<Variant> all_variants() {
   std::vector<Variant> variants;
   for (const ExpertsDescriptor* experts : all_experts()) {
