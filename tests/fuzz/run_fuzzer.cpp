@@ -183,33 +183,24 @@ bool comparable(const Case& spec, DType dtype, std::string_view experts) {
 // ------------------------------------------------------------------------------------------------
 // Runs
 
-/// Every pair that supports the problem, expert maps and all.
-void run_pairs(Random& random, const Problem& problem, DType dtype, Statistics& statistics) {
+/// Every variant of one format that supports the problem, expert maps and all.
+void run_variants(Random& random, const Problem& problem, DType dtype, Statistics& statistics) {
   const Case& spec = problem.spec;
-  MoeConfig config = fusedmoe::testing::make_config(spec, dtype);
-  config.activation_format =
+  const auto format =
       random.below(2) == 0 ? ActivationFormat::kStandard : ActivationFormat::kBatchedExperts;
-  const Selection selection = explain(config);
-  const auto run = [&](const Candidate& candidate) {
-    const auto packed = candidate.experts->pack(problem.weights);
-    return fusedmoe::testing::run_experts(problem, *candidate.prepare_finalize, *candidate.experts,
-                                          *packed, dtype);
-  };
-  const auto is_reference = [](const Candidate& candidate) {
-    const std::string_view name = candidate.experts->name();
-    return name == "reference" || name == "reference_batched";
-  };
-  Tensor expected;
-  for (const Candidate& candidate : selection.candidates) {
-    if (candidate.support && is_reference(candidate)) expected = run(candidate);
-  }
-  if (!expected) return;
-  for (const Candidate& candidate : selection.candidates) {
-    if (!candidate.support || is_reference(candidate) || candidate.experts->is_monolithic())
+  const bool batched = format == ActivationFormat::kBatchedExperts;
+  const testing::Variant reference =
+      testing::find_variant(batched ? "reference_batched" : "reference");
+  const MoeConfig config = testing::make_config(spec, dtype);
+  if (!reference.supports(config)) return;
+  const Tensor expected = testing::run_variant(problem, reference, dtype);
+  for (const testing::Variant& variant : testing::variants_for(config)) {
+    const std::string name = variant.name();
+    if (variant.prepare_finalize->activation_format() != format || name == reference.name() ||
+        variant.batch_invariant || !comparable(spec, dtype, name)) {
       continue;
-    const Tensor actual = run(candidate);
-    const std::string name(candidate.experts->name());
-    if (!comparable(spec, dtype, name)) continue;
+    }
+    const Tensor actual = testing::run_variant(problem, variant, dtype);
     expect_close(actual, expected, tolerance(spec.scheme, dtype, name), name);
     ++statistics.compared;
   }
@@ -243,15 +234,19 @@ LayerWeights make_layer(Random& random, const Problem& problem) {
 /// A whole layer with any implementation, also one that does not exist, by router or given ids.
 void run_layer(Random& random, const Problem& problem, DType dtype, Statistics& statistics) {
   const LayerWeights weights = make_layer(random, problem);
-  std::vector<std::string> names{"", "nonsense", "cpu+nonsense"};
-  for (const auto& experts : all_experts()) {
-    if (testing::runs_on_cpu(*experts)) names.emplace_back(experts->name());
-  }
+  constexpr std::array kRequired{
+      "",          "nonsense",         "cpu+nonsense", "cpu", "cpu+no_ep", "cpu", "cpu+batched",
+      "reference", "reference+batched"};
   LayerOptions options;
   options.dtype = dtype;
   options.batch_invariant = random.below(6) == 0;
-  options.require =
-      names[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(names.size())))];
+  options.require = kRequired[static_cast<std::size_t>(random.below(kRequired.size()))];
+  options.hooks = random.below(6) == 0;
+  options.monolithic = random.below(6) == 0;
+  options.num_threads = static_cast<int>(random.below(4));
+  if (random.below(4) == 0) {
+    options.max_workspace_bytes = static_cast<std::size_t>(1 + random.below(1 << 20));
+  }
   const MoeLayer layer(weights, options);
   LayerOptions plain;
   plain.dtype = dtype;
@@ -278,7 +273,9 @@ void run_layer(Random& random, const Problem& problem, DType dtype, Statistics& 
   };
   forward(layer, actual, random.below(10) == 0 ? 256 : 0);
   forward(reference, expected, 0);
-  const std::string name(layer.selection().experts->name());
+  const std::string name =
+      testing::Variant{layer.selection().experts, layer.selection().prepare_finalize, options.hooks}
+          .name();
   if (!comparable(problem.spec, dtype, name)) return;
   expect_close(actual, expected, tolerance(problem.spec.scheme, dtype, name), "layer with " + name);
   ++statistics.compared;
@@ -291,10 +288,10 @@ void run(std::uint64_t seed, Statistics& statistics, std::string& what) {
   what = describe(spec, dtype);
   set_num_threads(static_cast<int>(1 + random.below(2)));
   try {
-    Problem problem = fusedmoe::testing::make_problem(spec);
+    Problem problem = testing::make_problem(spec);
     if (random.below(8) == 0) poison_one(random, problem);
     if (spec.expert_map || random.below(2) == 0) {
-      run_pairs(random, problem, dtype, statistics);
+      run_variants(random, problem, dtype, statistics);
     } else {
       run_layer(random, problem, dtype, statistics);
     }

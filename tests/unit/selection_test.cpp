@@ -182,9 +182,10 @@ TEST(SelectionTest, ImpossibleSizesAreRefusedForTheirShape) {
   const struct {
     std::int64_t topk, num_experts, num_local_experts;
     const char* text;
-  } cases[] = {{0, 8, 8, "topk 0 of 8"},   {-1, 8, 8, "topk -1 of 8"}, {9, 8, 8, "topk 9 of 8"},
-               {2, 8, 0, "0 local experts of 8"}, {2, 8, 9, "9 local experts of 8"},
-               {1, 0, 0, "topk 1 of 0 experts"}, {0, 0, 0, "topk 0 of 0 experts"}};
+  } cases[] = {{0, 8, 8, "topk 0 of 8"},          {-1, 8, 8, "topk -1 of 8"},
+               {9, 8, 8, "topk 9 of 8"},          {2, 8, 0, "0 local experts of 8"},
+               {2, 8, 9, "9 local experts of 8"}, {1, 0, 0, "topk 1 of 0 experts"},
+               {0, 0, 0, "topk 0 of 0 experts"}};
   for (const auto& wrong : cases) {
     MoeConfig config = gpt_oss_config();
     config.topk = wrong.topk;
@@ -331,18 +332,17 @@ TEST(SelectionTest, EveryVariantThatSaysYesRuns) {
   for (const testing::Variant& variant : testing::variants_for(config)) {
     SCOPED_TRACE(variant.name());
     names.push_back(variant.name());
-    const Selection selection =
-        select(variant.of(config), variant.experts->name());
+    const Selection selection = select(variant.of(config), variant.experts->name());
     EXPECT_EQ(selection.prepare_finalize, variant.prepare_finalize);
     const ModularKernel kernel = selection.create(make_context());
     const auto packed = kernel.experts().pack(problem.weights);
     EXPECT_NO_THROW(testing::run_experts(problem, kernel, *packed));
   }
   EXPECT_EQ(names, (std::vector<std::string>{
-                       "cpu", "cpu_unfused", "cpu_monolithic", "cpu_batch_invariant",
-                       "cpu_batched", "cpu_batched_batch_invariant", "reference",
-                       "reference_unfused", "reference_monolithic", "reference_batch_invariant",
-                       "reference_batched", "reference_batched_batch_invariant"}));
+                       "cpu", "cpu_unfused", "cpu_monolithic", "cpu_batch_invariant", "cpu_batched",
+                       "cpu_batched_batch_invariant", "reference", "reference_unfused",
+                       "reference_monolithic", "reference_batch_invariant", "reference_batched",
+                       "reference_batched_batch_invariant"}));
 }
 
 TEST(WorkspacePlanTest, PartsAreRoundedUpTo256Bytes) {

@@ -87,7 +87,8 @@ TEST(TunedConfigsTest, SetReplacesTheConfigurationOfTheSameProblem) {
 
 TEST(TunedConfigsTest, FileKeepsEverything) {
   TunedConfigs configs;
-  for (const std::int64_t tokens : {1, 64, 8192}) configs.set(config_for(tokens, "64x16k4 \"\n\u00e9"));
+  for (const std::int64_t tokens : {1, 64, 8192})
+    configs.set(config_for(tokens, "64x16k4 \"\n\u00e9"));
   const auto folder = std::filesystem::path(::testing::TempDir()) / "tuned_configs_test";
   std::filesystem::remove_all(folder);
   const auto path = folder / "below" / "configs.json";
