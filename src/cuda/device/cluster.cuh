@@ -12,10 +12,10 @@ __device__ inline int cluster_rank() {
 /// The two halves of a barrier of all threads of a cluster: what a thread wrote before it arrived,
 /// others see after they have waited.
 __device__ inline void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
 __device__ inline void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
 /// The same place in the shared memory of the block of rank `rank`.

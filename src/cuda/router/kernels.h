@@ -52,7 +52,7 @@ struct LogitsParams {
   std::int64_t num_tokens;
   int num_experts;
   int hidden;
-  std::int64_t x_stride;  // elements between rows of x
+  unsigned x_stride;  // elements between rows of x, less than 2^26
 };
 
 void launch_router_logits(const LogitsParams& params, Stream stream);

@@ -41,15 +41,17 @@ struct Tile {
 /// their results are not stored.
 template <typename X, typename W, typename Shape>
 struct LaneRows {
-  const X* x[2 * Shape::kTokenTiles];
+  const X* first_x;                           // of the tile's first token
+  unsigned x_offset[2 * Shape::kTokenTiles];  // elements behind it
   const W* weight[Shape::kExpertTiles];
 
   __device__ LaneRows(const LogitsParams& p, std::int64_t first_token, int first_expert, int lane) {
     const int row = lane / 4, column = lane % 4 * kLaneColumns;
+    first_x = static_cast<const X*>(p.x.data) + first_token * p.x_stride;
 #pragma unroll
     for (int i = 0; i < 2 * Shape::kTokenTiles; ++i) {
       const std::int64_t token = min(first_token + 8 * i + row, p.num_tokens - 1);
-      x[i] = static_cast<const X*>(p.x.data) + token * p.x_stride + column;
+      x_offset[i] = static_cast<unsigned>(token - first_token) * p.x_stride + column;
     }
 #pragma unroll
     for (int i = 0; i < Shape::kExpertTiles; ++i) {
@@ -130,7 +132,8 @@ __device__ void multiply_part(const LaneRows<X, W, Shape>& rows, int begin, int 
         operands[b].weight[i] = load(rows.weight[i] + offset);
       }
 #pragma unroll
-      for (int i = 0; i < 2 * Shape::kTokenTiles; ++i) operands[b].x[i] = load(rows.x[i] + offset);
+      for (int i = 0; i < 2 * Shape::kTokenTiles; ++i)
+        operands[b].x[i] = load(rows.first_x + (rows.x_offset[i] + offset));
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
@@ -148,7 +151,7 @@ __device__ void multiply_part(const LaneRows<X, W, Shape>& rows, int begin, int 
     }
 #pragma unroll
     for (int i = 0; i < 2 * Shape::kTokenTiles; ++i) {
-      operands.x[i] = load_some(rows.x[i] + offset, count);
+      operands.x[i] = load_some(rows.first_x + (rows.x_offset[i] + offset), count);
     }
     multiply<X, W, Shape>(operands, sums);
   }
@@ -214,8 +217,9 @@ int aligned_chunks(const LogitsParams& p) {
                sizeof(uint4) ==
            0;
   };
-  return aligned(p.x.data, p.x_stride * static_cast<std::int64_t>(sizeof(X))) &&
-                 aligned(p.weight.data, p.hidden * static_cast<std::int64_t>(sizeof(W)))
+  return aligned(p.x.data, std::int64_t{p.x_stride} * static_cast<std::int64_t>(sizeof(X))) &&
+                 aligned(p.weight.data,
+                         std::int64_t{p.hidden} * static_cast<std::int64_t>(sizeof(W)))
              ? p.hidden / kChunk
              : 0;
 }

@@ -124,7 +124,9 @@ LogitsParams check_router_logits(const TensorView& weight, const TensorView& bia
   FUSEDMOE_CHECK(std::max(num_experts, hidden) <= std::numeric_limits<int>::max() / 2,
                  "router.weight", core::describe(weight), "of less than 2^30 rows and columns");
   check_operand(first_row(x), "hidden_states", {-1, hidden}, stream);
-  const std::int64_t num_tokens = x.size(0);
+  const std::int64_t num_tokens = x.size(0), x_stride = num_tokens > 1 ? x.stride(0) : hidden;
+  FUSEDMOE_CHECK(x_stride < 1 << 26, "hidden_states", fmt::format("rows {} apart", x_stride),
+                 "of rows less than 2^26 elements apart");
   if (bias) check_operand(bias, "router.bias", {num_experts}, stream);
   core::check_tensor(logits, "router_logits", DType::kF32, {num_tokens, num_experts});
   check_on_device(logits, "router_logits", stream);
@@ -137,7 +139,7 @@ LogitsParams check_router_logits(const TensorView& weight, const TensorView& bia
                       .num_tokens = num_tokens,
                       .num_experts = static_cast<int>(num_experts),
                       .hidden = static_cast<int>(hidden),
-                      .x_stride = num_tokens > 1 ? x.stride(0) : hidden};
+                      .x_stride = static_cast<unsigned>(x_stride)};
   if (bias) params.bias = {bias.data(), bias.dtype()};
   return params;
 }
