@@ -20,8 +20,8 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kTilesAtOnce = kWarps / kParts;  // of logits, in a block
-constexpr int kClusterBlocks = 8;              // the most that every device can run as a cluster
+constexpr int kTilesAtOnce = kWarps / kSlices;  // of logits, in a block
+constexpr int kClusterBlocks = 8;               // the most that every device can run as a cluster
 constexpr std::int64_t kMaxTokens = 32, kMaxSlots = 512;
 constexpr std::int64_t kMaxSharedBytes = 128 << 10;
 
@@ -106,11 +106,11 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
   const FusedMemory memory(p, shared);
   const int rank = cluster_rank(), thread = static_cast<int>(threadIdx.x);
   const int lane = thread % kWarpSize, warp = thread / kWarpSize;
-  const int group = warp / kParts, part = warp % kParts;
+  const int group = warp / kSlices, slice = warp % kSlices;
   const int num_chunks = (p.logits.hidden + kChunk - 1) / kChunk;
-  const int part_chunks = (num_chunks + kParts - 1) / kParts;
-  const int begin = min(part * part_chunks, num_chunks);
-  const int end = min(begin + part_chunks, num_chunks);
+  const int slice_chunks = (num_chunks + kSlices - 1) / kSlices;
+  const int begin = min(slice * slice_chunks, num_chunks);
+  const int end = min(begin + slice_chunks, num_chunks);
   const int num_tiles = (p.logits.num_experts + kExpertTile - 1) / kExpertTile;
   cluster_arrive();  // runs: the others may write to its shared memory
   cudaTriggerProgrammaticLaunchCompletion();
@@ -122,21 +122,22 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
   zero_words(p.data, rank, kClusterBlocks);
 
   auto* partial = reinterpret_cast<float*>(memory.scratch);
-  const float* of_group = partial + group * kParts * Shape::kNumTokens * Shape::kPitch;
+  const float* of_group = partial + group * kSlices * Shape::kNumTokens * Shape::kPitch;
   for (int first = 0; first < num_tiles; first += kStep) {
     const int first_expert = (first + group * kClusterBlocks + rank) * kExpertTile;
     if (first_expert < p.logits.num_experts) {
       const LaneRows<X, W, Shape> rows(p.logits, 0, first_expert, lane);
-      Sums<X, W, Shape> sums = {};
-      multiply_part<X, W, Shape>(rows, begin, end, aligned_chunks, p.logits.hidden, sums);
-      store_part<X, W, Shape>(sums, partial + warp * Shape::kNumTokens * Shape::kPitch, lane);
+      Accumulators<X, W, Shape> accumulators = {};
+      multiply_slice<X, W, Shape>(rows, begin, end, aligned_chunks, p.logits.hidden, accumulators);
+      store_accumulators<X, W, Shape>(accumulators,
+                                      partial + warp * Shape::kNumTokens * Shape::kPitch, lane);
     }
     __syncthreads();
     if (first == 0) cluster_wait();  // all blocks run
-    const int value = thread % (kParts * kWarpSize);
+    const int value = thread % (kSlices * kWarpSize);
     const int token = value / kExpertTile, expert = first_expert + value % kExpertTile;
     if (token < p.logits.num_tokens && expert < p.logits.num_experts) {
-      const float logit = add_parts<Shape>(p.logits, of_group, token, value % kExpertTile, expert);
+      const float logit = add_slices<Shape>(p.logits, of_group, token, value % kExpertTile, expert);
       const int index = token * p.logits.num_experts + expert;
       p.logits.logits[index] = logit;
       for (int r = 0; r < kClusterBlocks; ++r) in_block(memory.logits, r)[index] = logit;

@@ -3,8 +3,8 @@
 //
 // Products are exact whatever the dtypes (fragments.cuh) and added in fp32. A dot product has one
 // order in every kernel and at every num_tokens: hidden is cut into chunks of 32 columns and the
-// chunks into 8 parts, a part is one chain of mma instructions on one accumulator, and the parts
-// are added from first to last, then the bias. 8 warps compute the parts of one tile (tokens,
+// chunks into 8 slices, a slice is one chain of mma instructions on one accumulator, and the slices
+// are added from first to last, then the bias. 8 warps compute the slices of one tile (tokens,
 // experts), whose size is free. Operands go from global memory straight to registers, so that one
 // token, too, streams the weights with many loads in flight.
 #pragma once
@@ -22,7 +22,7 @@
 
 namespace fusedmoe::cuda {
 
-constexpr int kParts = 8;
+constexpr int kSlices = 8;
 
 /// A tile of one block, in instructions; and how many chunks a lane loads at once.
 template <int kTokens, int kExperts, int kChunks>
@@ -34,7 +34,7 @@ struct Tile {
   static constexpr int kNumExperts = kExperts;
   // Rows of partial sums that are 8 apart modulo 32 words: no bank is hit twice.
   static constexpr int kPitch = kExperts / 32 * 32 + 8;
-  static constexpr int kSharedBytes = kParts * kTokens * kPitch * static_cast<int>(sizeof(float));
+  static constexpr int kSharedBytes = kSlices * kTokens * kPitch * static_cast<int>(sizeof(float));
 };
 
 /// The rows of one block's tile that a lane loads. Rows behind the last are the last one again:
@@ -61,8 +61,8 @@ struct LaneRows {
   }
 };
 
-/// Fetches the weights of a part into the L2 cache. They are there to be read before the kernels in
-/// front have ended, as x is not.
+/// Fetches the weights of a slice into the L2 cache. They are older than the forward, so this may
+/// happen before the kernels in front have ended; x must wait.
 template <typename X, typename W, typename Shape>
 __device__ void prefetch_weights(const LaneRows<X, W, Shape>& rows, int begin, int end, int lane) {
   for (int chunk = begin + lane % 4; chunk < end; chunk += 4) {
@@ -86,11 +86,13 @@ template <typename X, typename W>
 constexpr int kLevels = kPieces<X>* kPieces<W> == 1 ? 1 : 2;
 
 template <typename X, typename W, typename Shape>
-using Sums = float[kLevels<X, W>][Shape::kTokenTiles][Shape::kExpertTiles][kAccumulators];
+using Accumulators =
+    float[kLevels<X, W>][Shape::kTokenTiles][Shape::kExpertTiles][kLaneAccumulators];
 
-/// sums += one chunk. Pieces and columns in an order that is the same in every tile.
+/// accumulators += one chunk. Pieces and columns in an order that is the same in every tile.
 template <typename X, typename W, typename Shape>
-__device__ void multiply(const Operands<X, W, Shape>& operands, Sums<X, W, Shape>& sums) {
+__device__ void multiply(const Operands<X, W, Shape>& operands,
+                         Accumulators<X, W, Shape>& accumulators) {
   Fragment<W> weight[Shape::kExpertTiles];
 #pragma unroll
   for (int e = 0; e < Shape::kExpertTiles; ++e) weight[e] = split(operands.weight[e]);
@@ -105,7 +107,7 @@ __device__ void multiply(const Operands<X, W, Shape>& operands, Sums<X, W, Shape
         for (int j = 0; j < kPieces<W>; ++j) {
 #pragma unroll
           for (int e = 0; e < Shape::kExpertTiles; ++e) {
-            mma(sums[i + j > 0 ? 1 : 0][t][e], upper.pairs[i][step], lower.pairs[i][step],
+            mma(accumulators[i + j > 0 ? 1 : 0][t][e], upper.pairs[i][step], lower.pairs[i][step],
                 upper.pairs[i][step + 1], lower.pairs[i][step + 1], weight[e].pairs[j][step],
                 weight[e].pairs[j][step + 1]);
           }
@@ -115,10 +117,12 @@ __device__ void multiply(const Operands<X, W, Shape>& operands, Sums<X, W, Shape
   }
 }
 
-/// sums = the chunks [begin, end), of which those from `aligned_end` on cannot be loaded at once.
+/// accumulators = the chunks [begin, end), of which those from `aligned_end` on cannot be loaded at
+/// once.
 template <typename X, typename W, typename Shape>
-__device__ void multiply_part(const LaneRows<X, W, Shape>& rows, int begin, int end,
-                              int aligned_end, int hidden, Sums<X, W, Shape>& sums) {
+__device__ void multiply_slice(const LaneRows<X, W, Shape>& rows, int begin, int end,
+                               int aligned_end, int hidden,
+                               Accumulators<X, W, Shape>& accumulators) {
   constexpr int kBatch = Shape::kChunksInFlight;
   int chunk = begin;
   for (; chunk < min(end, aligned_end); chunk += kBatch) {
@@ -137,7 +141,7 @@ __device__ void multiply_part(const LaneRows<X, W, Shape>& rows, int begin, int 
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      if (chunk + b < min(end, aligned_end)) multiply<X, W, Shape>(operands[b], sums);
+      if (chunk + b < min(end, aligned_end)) multiply<X, W, Shape>(operands[b], accumulators);
     }
   }
   const int lane_column = static_cast<int>(threadIdx.x) % 4 * kLaneColumns;
@@ -153,25 +157,26 @@ __device__ void multiply_part(const LaneRows<X, W, Shape>& rows, int begin, int 
     for (int i = 0; i < 2 * Shape::kTokenTiles; ++i) {
       operands.x[i] = load_some(rows.first_x + (rows.x_offset[i] + offset), count);
     }
-    multiply<X, W, Shape>(operands, sums);
+    multiply<X, W, Shape>(operands, accumulators);
   }
 }
 
-/// Stores the sums of one warp, (tokens, kPitch).
+/// Stores the accumulators of one warp, (tokens, kPitch).
 template <typename X, typename W, typename Shape>
-__device__ void store_part(const Sums<X, W, Shape>& sums, float* part, int lane) {
+__device__ void store_accumulators(const Accumulators<X, W, Shape>& accumulators, float* partial,
+                                   int lane) {
 #pragma unroll
   for (int t = 0; t < Shape::kTokenTiles; ++t) {
 #pragma unroll
     for (int e = 0; e < Shape::kExpertTiles; ++e) {
 #pragma unroll
-      for (int i = 0; i < kAccumulators; ++i) {
+      for (int i = 0; i < kLaneAccumulators; ++i) {
         // Lane 4 g + t holds columns 2 t, 2 t + 1 of row g, then of row g + 8.
         const int row = t * kTokenTile + lane / 4 + i / 2 * 8;
         const int column = e * kExpertTile + lane % 4 * 2 + i % 2;
-        float sum = sums[0][t][e][i];
-        if constexpr (kLevels<X, W> == 2) sum += sums[1][t][e][i];
-        part[row * Shape::kPitch + column] = sum;
+        float sum = accumulators[0][t][e][i];
+        if constexpr (kLevels<X, W> == 2) sum += accumulators[1][t][e][i];
+        partial[row * Shape::kPitch + column] = sum;
       }
     }
   }
@@ -194,16 +199,16 @@ __device__ inline float element(const LogitsOperand& operand, int index) {
   }
 }
 
-/// The logit in a row and column of a tile: the parts (kParts, tokens, kPitch) in shared memory,
-/// added up in order, and the bias.
+/// The logit in a row and column of a tile: the slices (kSlices, tokens, kPitch) in shared
+/// memory, added in order, and the bias.
 template <typename Shape>
-__device__ float add_parts(const LogitsParams& p, const float* partial, int row, int column,
-                           int expert) {
+__device__ float add_slices(const LogitsParams& p, const float* partial, int row, int column,
+                            int expert) {
   const float* sums = partial + row * Shape::kPitch + column;
   float logit = sums[0];
 #pragma unroll
-  for (int part = 1; part < kParts; ++part) {
-    logit += sums[part * Shape::kNumTokens * Shape::kPitch];
+  for (int slice = 1; slice < kSlices; ++slice) {
+    logit += sums[slice * Shape::kNumTokens * Shape::kPitch];
   }
   if (p.bias.data) logit += element(p.bias, expert);
   return logit;

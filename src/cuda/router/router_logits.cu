@@ -6,9 +6,9 @@
 namespace fusedmoe::cuda {
 namespace {
 
-constexpr int kThreads = kParts * kWarpSize;
+constexpr int kThreads = kSlices * kWarpSize;
 
-/// Grid: the tiles, experts first. Warp w computes part w.
+/// Grid: the tiles, experts first. Warp w computes slice w of K.
 template <typename X, typename W, typename Shape>
 __global__ void __launch_bounds__(kThreads)
     router_logits_kernel(const LogitsParams p, int expert_blocks, int aligned_chunks) {
@@ -19,9 +19,9 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t first_token =
       static_cast<std::int64_t>(static_cast<int>(blockIdx.x) / expert_blocks) * Shape::kNumTokens;
   const int num_chunks = (p.hidden + kChunk - 1) / kChunk;
-  const int part_chunks = (num_chunks + kParts - 1) / kParts;
-  const int begin = min(warp * part_chunks, num_chunks);
-  const int end = min(begin + part_chunks, num_chunks);
+  const int slice_chunks = (num_chunks + kSlices - 1) / kSlices;
+  const int begin = min(warp * slice_chunks, num_chunks);
+  const int end = min(begin + slice_chunks, num_chunks);
   const LaneRows<X, W, Shape> rows(p, first_token, first_expert, lane);
 
   cudaTriggerProgrammaticLaunchCompletion();
@@ -30,10 +30,11 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0 && p.bias.data) prefetch_l2(address(p.bias, first_expert));
   }
   cudaGridDependencySynchronize();
-  Sums<X, W, Shape> sums = {};
-  multiply_part<X, W, Shape>(rows, begin, end, aligned_chunks, p.hidden, sums);
+  Accumulators<X, W, Shape> accumulators = {};
+  multiply_slice<X, W, Shape>(rows, begin, end, aligned_chunks, p.hidden, accumulators);
 
-  store_part<X, W, Shape>(sums, partial + warp * Shape::kNumTokens * Shape::kPitch, lane);
+  store_accumulators<X, W, Shape>(accumulators, partial + warp * Shape::kNumTokens * Shape::kPitch,
+                                  lane);
   __syncthreads();
   for (int i = static_cast<int>(threadIdx.x); i < Shape::kNumTokens * Shape::kNumExperts;
        i += kThreads) {
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(kThreads)
     const std::int64_t token = first_token + row;
     const int expert = first_expert + column;
     if (token >= p.num_tokens || expert >= p.num_experts) continue;
-    p.logits[token * p.num_experts + expert] = add_parts<Shape>(p, partial, row, column, expert);
+    p.logits[token * p.num_experts + expert] = add_slices<Shape>(p, partial, row, column, expert);
   }
 }
 

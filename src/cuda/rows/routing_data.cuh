@@ -78,10 +78,10 @@ __device__ inline void write_counts(const RoutingDataParams& p, const SlotCounte
   }
 }
 
-/// This block's share of the permuted rows, a warp at a time.
-template <typename Transform>
-__device__ void permute_share(const Transform& transform, const int* permuted_to_slot, int rows,
-                              int topk, int rank, int num_ranks) {
+/// This block's share of the permuted rows, a warp at a time. Whole warps call slot_of(row).
+template <typename Transform, typename SlotOf>
+__device__ void permute_share(const Transform& transform, int rows, int topk, int rank,
+                              int num_ranks, const SlotOf& slot_of) {
   constexpr int kBatch = 4;  // reads of a lane at the same time
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int warps = static_cast<int>(blockDim.x / 32), warp = static_cast<int>(threadIdx.x / 32);
@@ -92,7 +92,7 @@ __device__ void permute_share(const Transform& transform, const int* permuted_to
     for (int b = 0; b < kBatch; ++b) {
       const int i = first + b * num_ranks * warps;
       if (i < count) {
-        values[b] = transform.read(permuted_to_slot[i / spans] / topk, i % spans * 32 + lane);
+        values[b] = transform.read(slot_of(i / spans) / topk, i % spans * 32 + lane);
       }
     }
 #pragma unroll
@@ -108,11 +108,55 @@ inline int few_slots_words(std::int64_t slots, int num_experts, int warps) {
   return SlotCounters::words(num_experts, warps) + static_cast<int>(slots);
 }
 
+/// Up to 32 slots, by every warp on its own: it compares all of them with each other. A warp of
+/// block 0 writes a part of the routing data; all permute their rows.
+template <typename ExpertOf>
+__device__ void sort_warp_of_slots(const RoutingDataParams& p, int rank, int num_ranks,
+                                   const ExpertOf& expert_of) {
+  const int slots = static_cast<int>(p.slots), lane = static_cast<int>(threadIdx.x % 32);
+  const int expert = lane < slots ? expert_of(lane) : -1;
+  const int rows = __popc(__ballot_sync(~0u, expert >= 0));
+  int offset = 0, number = 0;  // of this lane's slot: first row of its expert, rows before it there
+  for (int slot = 0; slot < slots; ++slot) {
+    const int other = __shfl_sync(~0u, expert, slot);
+    offset += other >= 0 && other < expert;
+    number += other == expert && slot < lane;
+  }
+  const int sorted = expert < 0 ? -1 : offset + number;
+  int slot_of_lane = -1;  // of row `lane`
+  for (int slot = 0; slot < slots; ++slot) {
+    if (__shfl_sync(~0u, sorted, slot) == lane) slot_of_lane = slot;
+  }
+  permute_share(p.rows, rows, p.topk, rank, num_ranks,
+                [&](int row) { return __shfl_sync(~0u, slot_of_lane, row); });
+  if (rank > 0) return;
+  if (threadIdx.x < slots) {
+    const bool has_gaps = p.capacity > 0 && expert >= 0;
+    p.slot_to_row[lane] = has_gaps ? static_cast<int>(expert * p.capacity + number) : sorted;
+    if (p.permuted_to_slot) p.permuted_to_slot[lane] = slot_of_lane;
+  }
+  for (int first = 0; first <= p.num_experts; first += static_cast<int>(blockDim.x)) {
+    const int e = first + static_cast<int>(threadIdx.x);
+    int count = 0, before = 0;
+    for (int slot = 0; slot < slots; ++slot) {
+      const int other = __shfl_sync(~0u, expert, slot);
+      count += other == e;
+      before += other >= 0 && other < e;
+    }
+    if (e < p.num_experts) p.expert_num_tokens[e] = count;
+    if (e <= p.num_experts && p.expert_offsets) p.expert_offsets[e] = before;
+  }
+}
+
 /// All of the routing data, by block 0 of num_ranks, and a share of the permuted rows by each: all
 /// sort all slots, so that none waits for another.
 template <typename ExpertOf>
 __device__ void sort_few_slots(const RoutingDataParams& p, int* memory, int rank, int num_ranks,
                                const ExpertOf& expert_of) {
+  if (p.slots <= 32) {
+    sort_warp_of_slots(p, rank, num_ranks, expert_of);
+    return;
+  }
   const SlotCounters counters(p.num_experts, p.warps, memory);
   int* permuted_to_slot = memory + SlotCounters::words(p.num_experts, p.warps);
   sort_slots<1>(counters, 0, p.slots, expert_of, [&](std::int64_t slot, int expert, int number) {
@@ -124,7 +168,8 @@ __device__ void sort_few_slots(const RoutingDataParams& p, int* memory, int rank
   });
   if (rank == 0) write_counts(p, counters);
   __syncthreads();
-  permute_share(p.rows, permuted_to_slot, counters.offsets[p.num_experts], p.topk, rank, num_ranks);
+  permute_share(p.rows, counters.offsets[p.num_experts], p.topk, rank, num_ranks,
+                [&](int row) { return permuted_to_slot[row]; });
 }
 
 }  // namespace fusedmoe::cuda
