@@ -430,7 +430,7 @@ void Sm90Experts::apply(const ExpertsArgs& args) const {
   end.overlap_previous = variant_ != Variant::kUnfused;
   end.output = args.output;
   end.rows = scratch.rows_out;
-  end.rows_f32 = plan.rows_f32;
+  end.rows_dtype = plan.rows_f32 ? DType::kF32 : dtype();
   end.splits = plan.splits;
   end.split_pitch = scratch.rows * problem.hidden;
   if (!gemm.phases[1].out_rows) end.slot_to_permuted = routing.slot_to_permuted;
