@@ -20,9 +20,9 @@ struct Combine {
   TensorView slot_to_permuted;          ///< (num_tokens * topk) i32, or none
   TensorView topk_ids;                  ///< (num_tokens, topk) i32, without slot_to_permuted
   core::LocalExperts local_experts;     ///< of topk_ids
-  const float* topk_weights = nullptr;  ///< (num_tokens, topk); null: 1
+  const float* topk_weights = nullptr;  ///< (num_tokens, topk); null: rows are weighted already
   std::int64_t topk = 1;
-  bool overlap_previous = false;  ///< see GroupedGemm
+  bool overlap_previous = false;  ///< see FusedMlpParams
 };
 void combine(const Combine& args, const Stream& stream);
 
