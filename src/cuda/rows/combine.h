@@ -23,7 +23,7 @@ struct Combine {
   TensorView slot_to_permuted;          ///< (num_tokens * topk) i32, or none
   TensorView topk_ids;                  ///< (num_tokens, topk) i32, without slot_to_permuted
   core::LocalExperts local_experts;     ///< of topk_ids
-  const float* topk_weights = nullptr;  ///< (num_tokens, topk); null: 1
+  const float* topk_weights = nullptr;  ///< (num_tokens, topk); null: rows are weighted already
   std::int64_t topk = 1;
   /// The operation of the stream before is a kernel that waits for the routing data: see launch().
   bool overlap_previous = false;

@@ -1,35 +1,18 @@
-// Weight formats of the Hopper GEMMs as policies: how a record in shared memory becomes the 64-row
-// operand of wgmma. A new format is a new policy here and a new packer.
+// Operands of MXFP4 weights with bf16 activations: weights are decoded to bf16 in registers,
+// exactly, and are wgmma's register operand.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
-
-#include "cuda/device/wgmma.cuh"
-#include "cuda/gemm/records.h"
+#include "cuda/gemm/operands/activations.cuh"
+#include "cuda/gemm/operands/mxfp4_block.h"
 
 namespace fusedmoe::cuda {
 
-/// As they are: wgmma reads the record itself.
-struct Bf16Weights {
-  static constexpr WeightFormat kFormat = WeightFormat::kBF16;
-  using Element = __nv_bfloat16;  ///< of the rows that are multiplied, and of results
-  static constexpr int kDepth = 1;
-};
-struct F16Weights {
-  static constexpr WeightFormat kFormat = WeightFormat::kF16;
-  using Element = __half;
-  static constexpr int kDepth = 1;
-};
-
-/// Decoded to bf16 in registers, exactly.
-struct Mxfp4Weights {
-  static constexpr WeightFormat kFormat = WeightFormat::kMXFP4;
-  using Element = __nv_bfloat16;
-  /// Records that a warpgroup takes at once: what a stage costs beside them is shared.
-  static constexpr int kDepth = 2;
+struct Mxfp4Operands : Operands16Bit<__nv_bfloat16> {
+  static constexpr PackedBlock kBlock{kMxfp4BlockBytes, kMxfp4BlockK};
+  /// K blocks of a stage for each K group: what a stage costs beside them is shared.
+  static constexpr int kBlocksPerGroup = 2;
+  static constexpr bool kDecodes = true;
+  static constexpr int kMmaSyncTokens = 24;
 
   static constexpr std::uint32_t kMask = 0x81C081C0;  // sign, and three bits around the point
 
@@ -40,8 +23,9 @@ struct Mxfp4Weights {
     return reinterpret_cast<const std::uint32_t&>(pair);
   }
 
-  /// The codes of two words (see records.h), whose left-over bits make up two more pairs, times the
-  /// rows' multipliers -> two register operands. Shifts to the left go to another pipe than masks.
+  /// The codes of two words (see mxfp4_block.h), whose left-over bits make up two more pairs, times
+  /// the rows' multipliers -> two register operands. Shifts to the left go to another pipe than
+  /// masks.
   __device__ static void decode_words(std::uint32_t x, std::uint32_t y, std::uint32_t multipliers,
                                       std::uint32_t (&a)[4], std::uint32_t (&b)[4]) {
     // Both halves of a pair from one: the multiplication takes it so, at no cost.
@@ -59,18 +43,18 @@ struct Mxfp4Weights {
     b[3] = decode_pair(rest << 3, next);
   }
 
-  /// What one thread of 128 needs of a record.
+  /// What one thread of 128 needs of a packed block.
   struct Codes {
     uint4 words;
     std::uint32_t exponents;
   };
-  __device__ static Codes load(const std::uint8_t* record, int thread) {
-    return {*reinterpret_cast<const uint4*>(record + thread * 16),
-            *reinterpret_cast<const std::uint32_t*>(record + kMxfp4CodeBytes +
+  __device__ static Codes load(const std::uint8_t* block, int thread) {
+    return {*reinterpret_cast<const uint4*>(block + thread * 16),
+            *reinterpret_cast<const std::uint32_t*>(block + kMxfp4CodeBytes +
                                                     (thread / 32 * 8 + thread % 32 / 4) * 4)};
   }
 
-  /// -> the register operands of two steps of 16 of K, of the first or second half of the record.
+  /// -> the register operands of two steps of 16 of K, of the first or second half of the block.
   __device__ static void decode(const Codes& codes, int half, std::uint32_t (&a)[2][4]) {
     constexpr std::uint32_t kExponents = 0x7F807F80;  // of two bf16: rows (g, g + 8)
     if (half == 0) {
