@@ -8,7 +8,7 @@
 
 #include "bench_problem.h"
 #include "fusedmoe/runtime.h"
-#include "tools/tune.h"
+#include "moe/tuned_configs.h"
 
 namespace fusedmoe::cli {
 namespace {

@@ -15,7 +15,7 @@
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/version.h"
 #include "support.h"
-#include "tools/tune.h"
+#include "moe/tuned_configs.h"
 
 namespace fusedmoe::cli {
 namespace {

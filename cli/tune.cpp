@@ -14,7 +14,7 @@
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
 #include "support.h"
-#include "tools/tune.h"
+#include "moe/tuned_configs.h"
 
 namespace fusedmoe::cli {
 namespace {

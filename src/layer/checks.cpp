@@ -62,6 +62,18 @@ std::int64_t check_router(const ForwardArgs& args, std::int64_t num_tokens,
     check_buffer(args.score_correction_bias, "score_correction_bias", DType::kF32, {num_experts},
                  device);
   }
+  if (args.expert_load) {
+    check_buffer(args.expert_load, "expert_load", DType::kI32, {num_experts}, device);
+  }
+  check_buffer(args.topk_ids, "topk_ids", DType::kI32, {num_tokens, args.router->topk}, device);
+  check_buffer(args.topk_weights, "topk_weights", DType::kF32, args.topk_ids.shape(), device);
+  const NamedView ids{"topk_ids", &args.topk_ids}, weights{"topk_weights", &args.topk_weights};
+  const NamedView logits{"router_logits", &args.router_logits};
+  const NamedView hidden_states{"hidden_states", &args.hidden_states};
+  const NamedView output{"output", &args.output};
+  check_disjoint(ids, {weights, logits, hidden_states, output});
+  check_disjoint(weights, {logits, hidden_states, output});
+  if (args.router_weights) check_disjoint(logits, {hidden_states, output});
   return args.router->topk;
 }
 
@@ -252,15 +264,12 @@ ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& a
   const NamedView hidden_states{"hidden_states", &args.hidden_states};
   const NamedView expert_map{"expert_map", &args.expert_map};
   const NamedView output{"output", &args.output};
-  const NamedView first = config.monolithic ? NamedView{"router_logits", &args.router_logits}
-                                            : NamedView{"topk_ids", &args.topk_ids};
-  const NamedView second = config.monolithic
-                               ? NamedView{"score_correction_bias", &args.score_correction_bias}
-                               : NamedView{"topk_weights", &args.topk_weights};
+  const NamedView ids{"topk_ids", &args.topk_ids}, weights{"topk_weights", &args.topk_weights};
+  const NamedView logits{"router_logits", &args.router_logits};
   check_output(args.output, args.hidden_states, args.inplace);
-  check_disjoint(output, {first, second, expert_map});
+  check_disjoint(output, {ids, weights, logits, expert_map});
   check_workspace(workspace, kernel.workspace_bytes(problem),
-                  {output, hidden_states, first, second, expert_map});
+                  {output, hidden_states, ids, weights, logits, expert_map});
   // Values last: they mean nothing in memory that another argument claims. On a device they cannot
   // be read without waiting for it.
   if (!device.is_cpu()) return problem;

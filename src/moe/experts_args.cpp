@@ -65,12 +65,11 @@ void check_routing(const Experts& experts, const ForwardArgs& args, const Proble
   if (args.expert_map) check_tensor(args.expert_map, "expert_map", DType::kI32, {-1});
   check_row_count(problem.num_tokens * problem.topk, "topk_ids");
   if (config.monolithic) {
-    FUSEDMOE_CHECK(args.router, "router", "null", "given to monolithic experts");
-    FUSEDMOE_CHECK(args.router_logits.defined() && is_activation_dtype(args.router_logits.dtype()),
-                   "router_logits", describe(args.router_logits), "f32, bf16 or f16");
+    FUSEDMOE_CHECK_FAULT(args.router, kNull, "router", "null", "given to monolithic experts");
+    check_activation_dtype(args.router_logits, "router_logits");
     check_tensor(args.router_logits, "router_logits", args.router_logits.dtype(),
                  {problem.num_tokens, config.num_experts});
-    return;
+    check_tensor(args.topk_ids, "topk_ids", DType::kI32, {problem.num_tokens, args.router->topk});
   }
   check_tensor(args.topk_ids, "topk_ids", DType::kI32, {problem.num_tokens, -1});
   check_tensor(args.topk_weights, "topk_weights", DType::kF32, args.topk_ids.shape());
@@ -99,7 +98,8 @@ void check_places(const ForwardArgs& args, Device device) {
       {&args.expert_map, "expert_map"},
       {&args.router_logits, "router_logits"},
       {&args.expert_num_tokens, "expert_num_tokens"},
-      {&args.score_correction_bias, "score_correction_bias"}};
+      {&args.score_correction_bias, "score_correction_bias"},
+      {&args.expert_load, "expert_load"}};
   for (const auto& [view, argument] : others) check_place(*view, argument, device, false);
 }
 

@@ -19,10 +19,10 @@ void check_on_device(const TensorView& view, const char* argument, Stream stream
   FUSEDMOE_CHECK(
       view.device() == stream.device && !view.device().is_cpu(), argument,
       "on " + to_string(view.device()),
-      fmt::format("on the CUDA device of the stream, which is on {}", to_string(stream.device)));
+      core::format("on the CUDA device of the stream, which is on {}", to_string(stream.device)));
   const auto alignment = static_cast<std::uintptr_t>(bytes(view.dtype(), 1));
   FUSEDMOE_CHECK(reinterpret_cast<std::uintptr_t>(view.data()) % alignment == 0, argument,
-                 "misaligned", fmt::format("{}-byte aligned", alignment));
+                 "misaligned", core::format("{}-byte aligned", alignment));
 }
 
 bool is_float(const TensorView& view) {
@@ -52,10 +52,10 @@ RouteParams check_route(const RouterConfig& config, const TensorView& logits,
   config.validate();
   FUSEDMOE_CHECK(!config.custom, "router.custom", "set", "unset: it runs on the CPU alone");
   FUSEDMOE_CHECK(config.num_experts <= kMaxRouterExperts, "router.num_experts",
-                 fmt::to_string(config.num_experts),
-                 fmt::format("at most {} on a CUDA device", kMaxRouterExperts));
-  FUSEDMOE_CHECK(config.topk <= kMaxRouterTopk, "router.topk", fmt::to_string(config.topk),
-                 fmt::format("at most {} on a CUDA device", kMaxRouterTopk));
+                 core::to_string(config.num_experts),
+                 core::format("at most {} on a CUDA device", kMaxRouterExperts));
+  FUSEDMOE_CHECK(config.topk <= kMaxRouterTopk, "router.topk", core::to_string(config.topk),
+                 core::format("at most {} on a CUDA device", kMaxRouterTopk));
   check_operand(logits, "router_logits", {-1, config.num_experts}, stream);
   const std::int64_t num_tokens = logits.size(0);
   core::check_tensor(out.topk_ids, "topk_ids", DType::kI32, {num_tokens, config.topk});
@@ -113,7 +113,7 @@ RouteLaunch plan_route(const RouteParams& params, Device device) {
 void route(const RouterConfig& config, const TensorView& logits, const TensorView& correction_bias,
            const Routing& out, const TensorView& expert_load, Stream stream) {
   const RouteParams params = check_route(config, logits, correction_bias, out, expert_load, stream);
-  if (params.num_tokens == 0 && !expert_load) return;
+  if (params.num_tokens == 0) return;
   launch_route(params, plan_route(params, stream.device), stream);
 }
 
@@ -125,7 +125,7 @@ LogitsParams check_router_logits(const TensorView& weight, const TensorView& bia
                  "router.weight", core::describe(weight), "of less than 2^30 rows and columns");
   check_operand(first_row(x), "hidden_states", {-1, hidden}, stream);
   const std::int64_t num_tokens = x.size(0), x_stride = num_tokens > 1 ? x.stride(0) : hidden;
-  FUSEDMOE_CHECK(x_stride < 1 << 26, "hidden_states", fmt::format("rows {} apart", x_stride),
+  FUSEDMOE_CHECK(x_stride < 1 << 26, "hidden_states", core::format("rows {} apart", x_stride),
                  "of rows less than 2^26 elements apart");
   if (bias) check_operand(bias, "router.bias", {num_experts}, stream);
   core::check_tensor(logits, "router_logits", DType::kF32, {num_tokens, num_experts});
@@ -156,7 +156,7 @@ void build_bitmatrix(const TensorView& topk_ids, const TensorView& expert_map,
   if (expert_map) core::check_tensor(expert_map, "expert_map", DType::kI32, {-1});
   FUSEDMOE_CHECK(
       num_local_experts >= 1 && num_local_experts < std::numeric_limits<std::int32_t>::max(),
-      "num_local_experts", fmt::to_string(num_local_experts), "in [1, 2^31 - 1)");
+      "num_local_experts", core::to_string(num_local_experts), "in [1, 2^31 - 1)");
   const std::int64_t num_tokens = topk_ids.size(0), num_words = (num_local_experts + 31) / 32;
   core::check_tensor(bitmatrix, "bitmatrix", DType::kI32, {num_tokens, num_words});
   check_on_device(topk_ids, "topk_ids", stream);

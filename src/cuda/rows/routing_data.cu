@@ -1,7 +1,7 @@
 // Routing data on the device, always in one launch: few slots are sorted by every block, which then
 // copies a share of the rows; many are shared by the blocks of one cluster. Neither needs memory
 // that somebody has cleared.
-#include "cuda/routing_data.h"
+#include "cuda/rows/routing_data.h"
 
 #include <algorithm>
 #include <string>
