@@ -58,26 +58,6 @@ struct MoeConfig {
   bool hooks = false;            ///< require injection points, see ExpertsHooks
 };
 
-/// Why an implementation cannot serve a MoeConfig. Codes are stable; texts are for people.
-enum class Reason {
-  kSupported,
-  kDevice,
-  kDType,
-  kQuantScheme,
-  kActivation,
-  kShape,
-  kActivationFormat,
-  kRoutingMethod,
-  kRouterWeightOnInput,
-  kExpertMap,
-  kParallelConfig,
-  kBatchInvariance,
-  kHooks,
-  kPairing,  ///< PrepareAndFinalize and Experts do not fit each other
-};
-/// "supported", "device", "quant_scheme", ...
-FUSEDMOE_API std::string_view code(Reason reason);
-
 /// Yes, or a reason with the value that failed.
 struct Support {
   Reason reason = Reason::kSupported;

@@ -87,8 +87,8 @@ Tensor copy_as(const TensorView& source, DType dtype) {
     return result;
   }
   const std::int64_t width = bits(dtype) / 8;
-  FUSEDMOE_CHECK(bits(source.dtype()) == bits(dtype) && source.rank() == 2, "tensor",
-                 core::describe(source), core::format("a matrix of {}", name(dtype)));
+  FUSEDMOE_CHECK_FILE(bits(source.dtype()) == bits(dtype) && source.rank() == 2, "tensor",
+                      core::describe(source), core::format("a matrix of {}", name(dtype)));
   char* next = result.as<char>();
   for (std::int64_t row = 0; row < source.size(0); ++row) {
     const char* from = source.as<const char>() + row * source.stride(0) * width;
@@ -166,8 +166,8 @@ void check_middle(const Tensor& zeros, const QuantKey& key) {
   const unsigned middle = key.value == DType::kU8 ? 128 : 8;
   const auto* codes = zeros.as<const std::uint8_t>();
   for (std::int64_t i = 0; i < zeros.numel(); ++i) {
-    FUSEDMOE_CHECK(codes[i] == middle, "zero point", core::to_string(codes[i]),
-                   core::format("{}, as the config says symmetric", middle));
+    FUSEDMOE_CHECK_FILE(codes[i] == middle, "zero point", core::to_string(codes[i]),
+                        core::format("{}, as the config says symmetric", middle));
   }
 }
 
@@ -204,9 +204,9 @@ void check_matrix_shape(const TensorView& tensor, LinearShape shape) {
     return tensor.dtype() == DType::kI64 ? tensor.as<const std::int64_t>()[i]
                                          : tensor.as<const std::int32_t>()[i];
   };
-  FUSEDMOE_CHECK(at(0) == shape.out && at(1) == shape.in, "contents",
-                 core::format("[{}, {}]", at(0), at(1)),
-                 core::format("[{}, {}]", shape.out, shape.in));
+  FUSEDMOE_CHECK_FILE(at(0) == shape.out && at(1) == shape.in, "contents",
+                      core::format("[{}, {}]", at(0), at(1)),
+                      core::format("[{}, {}]", shape.out, shape.in));
 }
 
 std::int64_t group_of(const QuantKey& key, std::int64_t column) {
@@ -216,7 +216,7 @@ std::int64_t group_of(const QuantKey& key, std::int64_t column) {
 void check_group_index(const TensorView& tensor, const QuantKey& key) {
   for (std::int64_t i = 0; i < tensor.size(0); ++i) {
     const std::int32_t group = tensor.as<const std::int32_t>()[i];
-    FUSEDMOE_CHECK(
+    FUSEDMOE_CHECK_FILE(
         group == group_of(key, i), "group index", core::format("{} at column {}", group, i),
         core::format("{}: columns permuted by activation order (desc_act) are not supported",
                      group_of(key, i)));
@@ -405,10 +405,10 @@ void split_group_scales(const QuantKey& weights, WeightMatrix& matrix,
                         std::vector<std::shared_ptr<const void>>& owners) {
   if (weights != keys::int4_e4m3()) return;
   const bool split = matrix.global_scale.defined();
-  FUSEDMOE_CHECK(is_float(matrix.scales.dtype()) != split, "weight_scale",
-                 core::format("{} {} weight_chan_scale", name(matrix.scales.dtype()),
-                              split ? "beside" : "without"),
-                 "e4m3 beside weight_chan_scale, or a floating type without");
+  FUSEDMOE_CHECK_FILE(is_float(matrix.scales.dtype()) != split, "weight_scale",
+                      core::format("{} {} weight_chan_scale", name(matrix.scales.dtype()),
+                                   split ? "beside" : "without"),
+                      "e4m3 beside weight_chan_scale, or a floating type without");
   if (split) return;
   // The scales of a row become E4M3 with a scale of their own; an eighth of their size, so that
   // -8 times a scale stays in range.

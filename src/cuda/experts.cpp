@@ -65,32 +65,34 @@ std::int64_t round_up(std::int64_t value, std::int64_t unit) {
 }
 
 void check_rows(const TensorView& view, const char* argument, DType dtype) {
-  FUSEDMOE_CHECK(view.dtype() == dtype, argument, std::string(fusedmoe::name(view.dtype())),
-                 std::string(fusedmoe::name(dtype)));
-  FUSEDMOE_CHECK(reinterpret_cast<std::uintptr_t>(view.data()) % 16 == 0, argument, "misaligned",
-                 "16-byte aligned");
+  FUSEDMOE_CHECK_FAULT(view.dtype() == dtype, kDType, argument,
+                       std::string(fusedmoe::name(view.dtype())),
+                       std::string(fusedmoe::name(dtype)));
+  FUSEDMOE_CHECK_FAULT(reinterpret_cast<std::uintptr_t>(view.data()) % 16 == 0, kAlignment,
+                       argument, "misaligned", "16-byte aligned");
 }
 
 void check_device(const TensorView& view, const char* argument, Device device) {
-  FUSEDMOE_CHECK(!view || view.device() == device, argument,
-                 core::format("on {}", to_string(view.device())),
-                 core::format("on {}", to_string(device)));
+  FUSEDMOE_CHECK_FAULT(!view || view.device() == device, kDevice, argument,
+                       core::format("on {}", to_string(view.device())),
+                       core::format("on {}", to_string(device)));
 }
 
 void check_sizes(const ExpertWeights& weights) {
-  FUSEDMOE_CHECK(weights.hidden % kPitchUnit == 0, "weights.hidden",
-                 core::to_string(weights.hidden), core::format("a multiple of {}", kPitchUnit));
-  FUSEDMOE_CHECK(weights.num_experts() <= kMaxExperts, "weights",
-                 core::format("of {} experts", weights.num_experts()),
-                 core::format("of up to {}", kMaxExperts));
+  FUSEDMOE_CHECK_SUPPORTED(weights.hidden % kPitchUnit == 0, kShape, "weights.hidden",
+                           core::to_string(weights.hidden),
+                           core::format("a multiple of {}", kPitchUnit));
+  FUSEDMOE_CHECK_SUPPORTED(weights.num_experts() <= kMaxExperts, kShape, "weights",
+                           core::format("of {} experts", weights.num_experts()),
+                           core::format("of up to {}", kMaxExperts));
 }
 
 /// What check_experts_args() does not ask for.
 void check_args(const ExpertsArgs& args, DType dtype) {
   const Device device = args.weights->info().device;
-  FUSEDMOE_CHECK(args.stream.device == device, "stream",
-                 core::format("of {}", to_string(args.stream.device)),
-                 core::format("of {}, where the packed weights are", to_string(device)));
+  FUSEDMOE_CHECK_FAULT(args.stream.device == device, kDevice, "stream",
+                       core::format("of {}", to_string(args.stream.device)),
+                       core::format("of {}, where the packed weights are", to_string(device)));
   check_device(args.hidden_states, "hidden_states", device);
   check_device(args.output, "output", device);
   check_device(args.topk_ids, "topk_ids", device);
@@ -382,9 +384,10 @@ void Sm90Experts::apply_unfused(const ExpertsArgs& args, const GroupedGemm& gemm
 void Sm90Experts::apply(const ExpertsArgs& args) const {
   const ProblemSize problem = core::check_experts_args(*this, args);
   check_args(args, dtype());
-  FUSEDMOE_CHECK(variant_ != Variant::kUnfused || problem.intermediate % kPitchUnit == 0, "weights",
-                 core::format("of intermediate size {}", problem.intermediate),
-                 core::format("of a multiple of {}: hooks see rows without padding", kPitchUnit));
+  FUSEDMOE_CHECK_SUPPORTED(
+      variant_ != Variant::kUnfused || problem.intermediate % kPitchUnit == 0, kHooks, "weights",
+      core::format("of intermediate size {}", problem.intermediate),
+      core::format("of a multiple of {}: hooks see rows without padding", kPitchUnit));
   if (problem.num_tokens == 0) return;
   const core::CurrentDevice current(args.stream.device);
   const GemmPlan plan = plan_for(problem, args.output.device());

@@ -11,7 +11,7 @@ namespace {
 constexpr const char* kWithoutCuda = "built without CUDA";
 
 [[noreturn]] void fail() {
-  throw Error("device", "cuda", std::string("cpu: ") + kWithoutCuda);
+  throw Error::unsupported(Reason::kDevice, "device", "cuda", std::string("cpu: ") + kWithoutCuda);
 }
 
 }  // namespace

@@ -69,15 +69,17 @@ int exponent_shift(const WeightMatrix& gate, const WeightMatrix* up) {
     largest = std::max(largest, most);
   }
   const int shift = std::max(0, largest - kLargestScale);
-  FUSEDMOE_CHECK(smallest + kExponentOffset - shift >= 1, "weights.scales",
-                 core::format("from 2^{} to 2^{} in one expert", smallest - 127, largest - 127),
-                 "within a factor of 2^253");
+  FUSEDMOE_CHECK_SUPPORTED(
+      smallest + kExponentOffset - shift >= 1, kQuantScheme, "weights.scales",
+      core::format("from 2^{} to 2^{} in one expert", smallest - 127, largest - 127),
+      "within a factor of 2^253");
   return shift;
 }
 
 void check_shard(const WeightMatrix& matrix) {
-  FUSEDMOE_CHECK(matrix.first_col % 32 == 0, "weights.first_col", core::to_string(matrix.first_col),
-                 "a multiple of 32: scale blocks begin at the first column");
+  FUSEDMOE_CHECK_SUPPORTED(matrix.first_col % 32 == 0, kQuantScheme, "weights.first_col",
+                           core::to_string(matrix.first_col),
+                           "a multiple of 32: scale blocks begin at the first column");
 }
 
 /// Throws Error for weights that have no records.

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cctype>
 #include <cerrno>
 #include <cstring>
 
@@ -14,9 +15,11 @@
 namespace fusedmoe::files {
 namespace {
 
+/// "cannot open /x: no such file or directory"
 [[noreturn]] void fail_system(const std::filesystem::path& path, const char* action) {
-  throw Error(path.string(), core::format("{} failed: {}", action, std::strerror(errno)),
-              "a file that can be read or written");
+  std::string reason = std::strerror(errno);
+  if (!reason.empty()) reason[0] = static_cast<char>(std::tolower(reason[0]));
+  throw Error::io(path.string(), core::format("cannot {} {}: {}", action, path.string(), reason));
 }
 
 class Descriptor {
@@ -38,14 +41,15 @@ class Descriptor {
 MappedFile::MappedFile(const std::filesystem::path& path) {
   // O_NONBLOCK: opening a named pipe must fail below, not wait for a writer.
   const Descriptor descriptor(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (descriptor.value() < 0) fail_system(path, "opening");
+  if (descriptor.value() < 0) fail_system(path, "open");
   struct stat status {};
-  if (::fstat(descriptor.value(), &status) != 0) fail_system(path, "reading the size");
-  FUSEDMOE_CHECK(S_ISREG(status.st_mode), path.string(), "not a regular file", "a regular file");
+  if (::fstat(descriptor.value(), &status) != 0) fail_system(path, "read the size of");
+  FUSEDMOE_CHECK_IO(S_ISREG(status.st_mode), path.string(),
+                    core::format("cannot read {}: not a regular file", path.string()));
   size_ = static_cast<std::size_t>(status.st_size);
   if (size_ == 0) return;
   void* mapping = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, descriptor.value(), 0);
-  if (mapping == MAP_FAILED) fail_system(path, "mapping");
+  if (mapping == MAP_FAILED) fail_system(path, "map");
   data_ = mapping;
 }
 
@@ -55,14 +59,15 @@ MappedFile::~MappedFile() {
 
 std::string read_text(const std::filesystem::path& path, std::size_t max_bytes) {
   const MappedFile file(path);
-  FUSEDMOE_CHECK(file.size() <= max_bytes, path.string(), core::format("{} bytes", file.size()),
-                 core::format("at most {} bytes", max_bytes));
+  FUSEDMOE_CHECK_IO(file.size() <= max_bytes, path.string(),
+                    core::format("cannot read {}: it has {} bytes, more than the {} allowed",
+                                 path.string(), file.size(), max_bytes));
   return std::string(static_cast<const char*>(file.data()), file.size());
 }
 
 FileWriter::FileWriter(std::filesystem::path path) : path_(std::move(path)) {
   descriptor_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (descriptor_ < 0) fail_system(path_, "creating");
+  if (descriptor_ < 0) fail_system(path_, "create");
 }
 
 FileWriter::~FileWriter() {
@@ -89,19 +94,19 @@ void FileWriter::write_all(const void* data, std::size_t size, const Write& writ
     const ssize_t written = write(static_cast<const char*>(data) + done, size - done, done);
     if (written < 0) {
       if (errno == EINTR) continue;
-      fail_system(path_, "writing");
+      fail_system(path_, "write");
     }
     done += static_cast<std::size_t>(written);
   }
 }
 
 void FileWriter::finish() {
-  if (::fsync(descriptor_) != 0) fail_system(path_, "flushing");
+  if (::fsync(descriptor_) != 0) fail_system(path_, "flush");
   const int descriptor = descriptor_;
   descriptor_ = -1;
   if (::close(descriptor) != 0) {
     ::unlink(path_.c_str());
-    fail_system(path_, "closing");
+    fail_system(path_, "close");
   }
 }
 
@@ -117,7 +122,8 @@ void rename_file(const std::filesystem::path& from, const std::filesystem::path&
   if (failure) {
     std::error_code ignored;
     std::filesystem::remove(from, ignored);
-    throw Error(to.string(), "renaming failed: " + failure.message(), "a path for a file");
+    errno = failure.value();
+    fail_system(to, "rename a file to");
   }
   sync_directory(to.parent_path());
 }

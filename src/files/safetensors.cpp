@@ -25,19 +25,20 @@ struct Contents {
 Contents read(const void* data, std::size_t size, const std::string& label,
               const std::shared_ptr<const void>& owner) {
   constexpr std::size_t kLengthBytes = 8;
-  FUSEDMOE_CHECK(size >= kLengthBytes, label, core::format("{} bytes", size),
-                 "at least 8 bytes, the length of the header");
+  FUSEDMOE_CHECK_FILE(size >= kLengthBytes, label, core::format("{} bytes", size),
+                      "at least 8 bytes, the length of the header");
   const auto* file_bytes = static_cast<const unsigned char*>(data);
   std::uint64_t header_bytes = 0;
   for (std::size_t i = 0; i < kLengthBytes; ++i) {
     header_bytes |= static_cast<std::uint64_t>(file_bytes[i]) << (8 * i);
   }
   const auto length_label = [&] { return label + ": header length"; };
-  FUSEDMOE_CHECK(header_bytes >= 2 && header_bytes <= files::kMaxHeaderBytes, length_label(),
-                 core::to_string(header_bytes),
-                 core::format("from 2 to {}", files::kMaxHeaderBytes));
-  FUSEDMOE_CHECK(header_bytes <= size - kLengthBytes, length_label(), core::to_string(header_bytes),
-                 core::format("at most {}, what is left of the file", size - kLengthBytes));
+  FUSEDMOE_CHECK_FILE(header_bytes >= 2 && header_bytes <= files::kMaxHeaderBytes, length_label(),
+                      core::to_string(header_bytes),
+                      core::format("from 2 to {}", files::kMaxHeaderBytes));
+  FUSEDMOE_CHECK_FILE(header_bytes <= size - kLengthBytes, length_label(),
+                      core::to_string(header_bytes),
+                      core::format("at most {}, what is left of the file", size - kLengthBytes));
 
   const unsigned char* body = file_bytes + kLengthBytes + header_bytes;
   const auto body_bytes = static_cast<std::int64_t>(size - kLengthBytes - header_bytes);
@@ -102,8 +103,7 @@ Tensor SafetensorsFile::tensor(std::string_view name) const {
       held += (listed++ ? ", " : "") + files::quote(other);
     }
     if (tensors_.size() > kMaxListed) held += ", ...";
-    throw Error("tensor name", files::quote(name),
-                core::format("one of the {} tensors of the file: {}", tensors_.size(), held));
+    throw Error::unknown_name("tensor", name, held);
   }
   return found->second;
 }
@@ -114,8 +114,9 @@ void save_safetensors(const std::filesystem::path& path,
   // The rename below would put a file in the place of a device or a pipe.
   std::error_code failure;
   const std::filesystem::file_status status = std::filesystem::status(path, failure);
-  FUSEDMOE_CHECK(!std::filesystem::exists(status) || std::filesystem::is_regular_file(status),
-                 path.string(), "not a regular file", "a new or a regular file");
+  FUSEDMOE_CHECK_IO(
+      !std::filesystem::exists(status) || std::filesystem::is_regular_file(status), path.string(),
+      core::format("cannot write {}: it exists and is not a regular file", path.string()));
   std::vector<files::HeaderEntry> entries;
   for (const auto& [name, view] : tensors) {
     const std::string label = "tensor " + files::quote(name);

@@ -16,14 +16,16 @@ bool aligned(const void* data, std::size_t alignment) {
 }
 
 void check_memory(const TensorView& view, const char* name, Device device) {
-  FUSEDMOE_CHECK(view.device() == device, name, core::format("on {}", to_string(view.device())),
-                 core::format("on {}", to_string(device)));
+  FUSEDMOE_CHECK_FAULT(view.device() == device, kDevice, name,
+                       core::format("on {}", to_string(view.device())),
+                       core::format("on {}", to_string(device)));
   // Kernels on CUDA read and write rows of 16-bit elements 16 bytes at a time.
   const bool rows = !device.is_cpu() && bits(view.dtype()) == 16;
   const auto width =
       rows ? std::size_t{16} : static_cast<std::size_t>(std::max(bits(view.dtype()) / 8, 1));
-  FUSEDMOE_CHECK(aligned(view.data(), width), name, core::format("at {}", view.data()),
-                 core::format("aligned to {} bytes", width));
+  FUSEDMOE_CHECK_FAULT(aligned(view.data(), width), kAlignment, name,
+                       core::format("at {}", view.data()),
+                       core::format("aligned to {} bytes", width));
 }
 
 void check_ids(const TensorView& topk_ids, std::int64_t num_experts) {
@@ -66,9 +68,9 @@ std::int64_t check_routing(const KernelArgs& args, std::int64_t num_tokens,
   const Device device = args.stream.device;
   check_buffer(args.topk_ids, "topk_ids", DType::kI32, {num_tokens, -1}, device);
   const std::int64_t topk = args.topk_ids.size(1);
-  FUSEDMOE_CHECK(topk >= 1 && topk <= num_experts, "topk_ids",
-                 core::format("{} experts per token", topk),
-                 core::format("1 to {} (num_experts) columns", num_experts));
+  FUSEDMOE_CHECK_FAULT(topk >= 1 && topk <= num_experts, kShape, "topk_ids",
+                       core::format("{} experts per token", topk),
+                       core::format("1 to {} (num_experts) columns", num_experts));
   check_buffer(args.topk_weights, "topk_weights", DType::kF32, {num_tokens, topk}, device);
   FUSEDMOE_CHECK(!args.apply_router_weight_on_input || topk == 1, "apply_router_weight_on_input",
                  core::format("set with topk {}", topk), "set with topk = 1 only");
@@ -79,7 +81,7 @@ std::int64_t check_routing(const KernelArgs& args, std::int64_t num_tokens,
 std::int64_t check_router(const KernelArgs& args, std::int64_t num_tokens,
                           std::int64_t num_experts) {
   const Device device = args.stream.device;
-  FUSEDMOE_CHECK(args.router, "router", "null", "given to a monolithic kernel");
+  FUSEDMOE_CHECK_FAULT(args.router, kNull, "router", "null", "given to a monolithic kernel");
   args.router->validate();
   FUSEDMOE_CHECK(args.router->num_experts == num_experts, "router.num_experts",
                  core::to_string(args.router->num_experts), core::format("{}", num_experts));
@@ -98,14 +100,14 @@ std::int64_t check_router(const KernelArgs& args, std::int64_t num_tokens,
 
 /// Global number of experts, from the argument, the map, or the local experts.
 std::int64_t check_experts(const KernelArgs& args, const Experts& experts) {
-  FUSEDMOE_CHECK(args.weights, "weights", "null", "packed weights");
+  FUSEDMOE_CHECK_FAULT(args.weights, kNull, "weights", "null", "packed weights");
   const PackedWeights::Info& info = args.weights->info();
   FUSEDMOE_CHECK(experts.accepts(*args.weights), "weights",
                  core::format("packed by \"{}\"", info.implementation),
                  core::format("packed by \"{}\"", experts.name()));
-  FUSEDMOE_CHECK(args.stream.device == info.device, "stream",
-                 core::format("of {}", to_string(args.stream.device)),
-                 core::format("of {}, where the packed weights are", to_string(info.device)));
+  FUSEDMOE_CHECK_FAULT(args.stream.device == info.device, kDevice, "stream",
+                       core::format("of {}", to_string(args.stream.device)),
+                       core::format("of {}, where the packed weights are", to_string(info.device)));
   const std::int64_t num_experts = args.num_experts ? args.num_experts : info.num_experts;
   if (!args.expert_map) {
     FUSEDMOE_CHECK(
@@ -128,16 +130,15 @@ void check_buffer(const TensorView& view, const char* name, DType dtype, const S
 }
 
 void check_activations(const TensorView& view, const char* name, Device device) {
-  FUSEDMOE_CHECK(view.defined() && core::is_activation_dtype(view.dtype()), name,
-                 core::describe(view), "f32, bf16 or f16");
+  core::check_activation_dtype(view, name);
   check_buffer(view, name, view.dtype(), {-1, -1}, device);
 }
 
 void check_disjoint(NamedView written, std::initializer_list<NamedView> others) {
   for (const NamedView& other : others) {
     if (!written.view->defined() || !other.view->defined()) continue;
-    FUSEDMOE_CHECK(!core::overlap(*written.view, *other.view), written.name,
-                   core::format("overlapping {}", other.name), "memory of its own");
+    FUSEDMOE_CHECK_FAULT(!core::overlap(*written.view, *other.view), kOverlap, written.name,
+                         core::format("overlapping {}", other.name), "memory of its own");
   }
 }
 
@@ -149,11 +150,13 @@ void check_output(const TensorView& output, const TensorView& hidden_states, boo
 void check_workspace(Workspace workspace, std::size_t needed,
                      std::initializer_list<NamedView> tensors) {
   if (needed == 0) return;
-  FUSEDMOE_CHECK(workspace.data, "workspace", "null", core::format("{} bytes", needed));
-  FUSEDMOE_CHECK(workspace.bytes >= needed, "workspace", core::format("{} bytes", workspace.bytes),
-                 core::format("at least {} bytes", needed));
-  FUSEDMOE_CHECK(aligned(workspace.data, 64), "workspace", core::format("at {}", workspace.data),
-                 "64-byte aligned");
+  FUSEDMOE_CHECK_FAULT(workspace.data, kWorkspace, "workspace", "null",
+                       core::format("{} bytes", needed));
+  FUSEDMOE_CHECK_FAULT(workspace.bytes >= needed, kWorkspace, "workspace",
+                       core::format("{} bytes", workspace.bytes),
+                       core::format("at least {} bytes", needed));
+  FUSEDMOE_CHECK_FAULT(aligned(workspace.data, 64), kAlignment, "workspace",
+                       core::format("at {}", workspace.data), "64-byte aligned");
   const TensorView block(workspace.data, DType::kU8, {static_cast<std::int64_t>(needed)});
   for (const NamedView& tensor : tensors) check_disjoint({"workspace", &block}, {tensor});
 }
@@ -164,16 +167,17 @@ ProblemSize check_kernel_args(const ModularKernel& kernel, const KernelArgs& arg
   const std::int64_t num_experts = check_experts(args, kernel.experts());
   const PackedWeights::Info& info = args.weights->info();
 
-  FUSEDMOE_CHECK(!args.hooks || kernel.experts().has_hooks(), "hooks",
-                 core::format("given to {}", kernel.experts().name()),
-                 "given to experts with injection points only");
+  FUSEDMOE_CHECK_SUPPORTED(!args.hooks || kernel.experts().has_hooks(), kHooks, "hooks",
+                           core::format("given to {}", kernel.experts().name()),
+                           "given to experts with injection points only");
   check_activations(args.hidden_states, "hidden_states", device);
   const std::int64_t num_tokens = args.hidden_states.size(0);
-  FUSEDMOE_CHECK(args.hidden_states.size(1) == info.hidden, "hidden_states",
-                 core::describe(args.hidden_states),
-                 core::format("of {} columns, the hidden size of the weights", info.hidden));
-  FUSEDMOE_CHECK(num_tokens <= std::numeric_limits<std::int32_t>::max(), "hidden_states",
-                 core::format("{} tokens", num_tokens), "fewer than 2^31 tokens");
+  FUSEDMOE_CHECK_FAULT(args.hidden_states.size(1) == info.hidden, kShape, "hidden_states",
+                       core::describe(args.hidden_states),
+                       core::format("of {} columns, the hidden size of the weights", info.hidden));
+  FUSEDMOE_CHECK_FAULT(num_tokens <= std::numeric_limits<std::int32_t>::max(), kShape,
+                       "hidden_states", core::format("{} tokens", num_tokens),
+                       "fewer than 2^31 tokens");
   check_buffer(args.output, "output", args.hidden_states.dtype(), {num_tokens, info.hidden},
                device);
 

@@ -26,9 +26,9 @@ Tensor own(const Tensor& tensor, Device device) {
 }
 
 void check_parameter(const Tensor& tensor, const char* name, const Shape& shape) {
-  FUSEDMOE_CHECK(
-      tensor.defined() && core::is_activation_dtype(tensor.dtype()) && tensor.shape() == shape,
-      name, core::describe(tensor), core::format("f32, bf16 or f16 {}", to_string(shape)));
+  core::check_activation_dtype(tensor, name);
+  FUSEDMOE_CHECK_FAULT(tensor.shape() == shape, kShape, name, core::describe(tensor),
+                       to_string(shape));
 }
 
 void check_weights(const LayerWeights& weights) {
@@ -119,8 +119,10 @@ Selection select_shared(const ExpertWeights& weights, const LayerOptions& option
       return select(config, pair_name(*candidate.prepare_finalize, *candidate.experts));
     }
   }
-  throw Error("require", core::format("\"{}\"", options.require),
-              "a backend that can serve the shared experts; none of it can:\n" + all.table());
+  throw Error::unsupported(
+      all.candidates.front().support.reason, "require", core::format("\"{}\"", options.require),
+      core::format("a backend that can serve the shared experts; none of it can:\n{}",
+                   all.table()));
 }
 
 }  // namespace
@@ -252,12 +254,12 @@ std::int64_t MoeLayer::Impl::check(const Call& call, Workspace workspace, const 
   using layer::NamedView;
   const Device device = config.device;
   const TensorView &hidden_states = call.hidden_states, &output = call.output;
-  FUSEDMOE_CHECK(call.stream.device == device, "stream",
-                 core::format("of {}", to_string(call.stream.device)),
-                 core::format("of {}, the device of the layer", to_string(device)));
-  FUSEDMOE_CHECK(!call.hooks || selection.experts->has_hooks(), "hooks",
-                 core::format("given to {}", selection.experts->name()),
-                 "given to experts with injection points only");
+  FUSEDMOE_CHECK_FAULT(call.stream.device == device, kDevice, "stream",
+                       core::format("of {}", to_string(call.stream.device)),
+                       core::format("of {}, the device of the layer", to_string(device)));
+  FUSEDMOE_CHECK_SUPPORTED(!call.hooks || selection.experts->has_hooks(), kHooks, "hooks",
+                           core::format("given to {}", selection.experts->name()),
+                           "given to experts with injection points only");
   check_buffer(hidden_states, "hidden_states", config.dtype, {-1, config.hidden}, device);
   const std::int64_t num_tokens = hidden_states.size(0);
   check_buffer(output, "output", config.dtype, {num_tokens, config.hidden}, device);
@@ -353,9 +355,9 @@ MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
   FUSEDMOE_CHECK(core::is_activation_dtype(options.dtype), "options.dtype",
                  std::string(name(options.dtype)), "f32, bf16 or f16");
   check_weights(weights);
-  FUSEDMOE_CHECK(!weights.router.custom || options.device.is_cpu(), "router.custom",
-                 core::format("set on {}", to_string(options.device)),
-                 "unset: the callback of a custom routing runs on the cpu");
+  FUSEDMOE_CHECK_SUPPORTED(!weights.router.custom || options.device.is_cpu(), kDevice,
+                           "router.custom", core::format("set on {}", to_string(options.device)),
+                           "unset: the callback of a custom routing runs on the cpu");
   impl_ = std::make_unique<Impl>(weights, options, select_routed(weights, options));
 }
 

@@ -72,16 +72,16 @@ void apply_monolithic(const MonolithicExperts& implementation, const KernelArgs&
 ModularKernel::ModularKernel(std::shared_ptr<const PrepareAndFinalize> prepare_finalize,
                              std::shared_ptr<const Experts> experts)
     : prepare_finalize_(std::move(prepare_finalize)), experts_(std::move(experts)) {
-  FUSEDMOE_CHECK(prepare_finalize_, "prepare_finalize", "null", "an implementation");
-  FUSEDMOE_CHECK(experts_, "experts", "null", "an implementation");
+  FUSEDMOE_CHECK_FAULT(prepare_finalize_, kNull, "prepare_finalize", "null", "an implementation");
+  FUSEDMOE_CHECK_FAULT(experts_, kNull, "experts", "null", "an implementation");
   const ActivationFormat format = prepare_finalize_->activation_format();
-  FUSEDMOE_CHECK(
-      experts_->activation_format() == format, "experts",
+  FUSEDMOE_CHECK_SUPPORTED(
+      experts_->activation_format() == format, kPairing, "experts",
       core::format("{}, of format {}", experts_->name(), name(experts_->activation_format())),
       core::format("of format {}, that of {}", name(format), prepare_finalize_->name()));
   const WeightAndReduce reduce = experts_->weight_and_reduce();
-  FUSEDMOE_CHECK(
-      prepare_finalize_->accepts(reduce), "experts",
+  FUSEDMOE_CHECK_SUPPORTED(
+      prepare_finalize_->accepts(reduce), kPairing, "experts",
       core::format("{}, which leaves \"{}\" to finalize", experts_->name(), name(reduce)),
       core::format("one whose output {} can finalize", prepare_finalize_->name()));
   if (!experts_->is_monolithic()) return;

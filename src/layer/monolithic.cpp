@@ -120,7 +120,7 @@ class Monolithic final : public MonolithicExperts {
 
 std::shared_ptr<const MonolithicExperts> make_monolithic(
     std::shared_ptr<const ModularExperts> experts) {
-  FUSEDMOE_CHECK(experts, "experts", "null", "modular experts");
+  FUSEDMOE_CHECK_FAULT(experts, kNull, "experts", "null", "modular experts");
   FUSEDMOE_CHECK(experts->activation_format() == ActivationFormat::kStandard &&
                      experts->weight_and_reduce() == WeightAndReduce::kNoOp,
                  "experts",

@@ -48,17 +48,17 @@ Support supports_one_rank(const MoeConfig& config) {
 
 void check_preparation(const PrepareArgs& args) {
   const Device device = args.hidden_states.device();
-  FUSEDMOE_CHECK(args.stream.device == device, "stream",
-                 core::format("of {}", to_string(args.stream.device)),
-                 core::format("of {}, as the hidden states", to_string(device)));
+  FUSEDMOE_CHECK_FAULT(args.stream.device == device, kDevice, "stream",
+                       core::format("of {}", to_string(args.stream.device)),
+                       core::format("of {}, as the hidden states", to_string(device)));
   if (args.preparation.apply_router_weight_on_input) {
     const std::int64_t topk = args.topk_ids.size(1);
     FUSEDMOE_CHECK(topk == 1, "apply_router_weight_on_input",
                    core::format("set with topk {}", topk), "set with topk = 1 only");
   }
   const std::optional<QuantKey>& key = args.preparation.quant;
-  FUSEDMOE_CHECK(!key || key->dynamic || args.preparation.scale, "preparation.scale", "none",
-                 "that of the static activations");
+  FUSEDMOE_CHECK_FAULT(!key || key->dynamic || args.preparation.scale, kNull, "preparation.scale",
+                       "none", "that of the static activations");
 }
 
 std::size_t workspace_bytes_of(DType dtype, const Shape& shape) {
@@ -259,8 +259,8 @@ class Batched final : public PrepareAndFinalize {
   static void check_row_count(const PrepareArgs& args) {
     constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max();
     const std::int64_t num_tokens = args.hidden_states.size(0);
-    FUSEDMOE_CHECK(
-        num_tokens * args.num_local_experts <= kMaxRows, "hidden_states",
+    FUSEDMOE_CHECK_FAULT(
+        num_tokens * args.num_local_experts <= kMaxRows, kShape, "hidden_states",
         core::format("{} rows for each of {} experts", num_tokens, args.num_local_experts),
         core::format("at most {} rows of all experts", kMaxRows));
   }

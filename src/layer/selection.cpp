@@ -116,21 +116,19 @@ std::string list_names(const Implementations& implementations) {
 
 template <typename Implementations>
 auto find_by_name(const Implementations& implementations, std::string_view wanted,
-                  const char* what) {
+                  const char* argument) {
   for (const auto& implementation : implementations) {
     if (implementation->name() == wanted) return implementation;
   }
-  throw Error("require", core::format("\"{}\"", wanted),
-              core::format("{} of this build: {}", what, list_names(implementations)));
+  throw Error::unknown_name(argument, wanted, list_names(implementations));
 }
 
 Selection select_required(MoeConfig config, std::string_view require) {
   const std::size_t plus = require.find('+');
-  const auto experts = find_by_name(all_experts(), require.substr(0, plus), "experts");
+  const auto experts = find_by_name(all_experts(), require.substr(0, plus), "require");
   std::shared_ptr<const PrepareAndFinalize> prepare_finalize;
   if (plus != std::string_view::npos) {
-    prepare_finalize =
-        find_by_name(all_prepare_finalize(), require.substr(plus + 1), "a prepare/finalize");
+    prepare_finalize = find_by_name(all_prepare_finalize(), require.substr(plus + 1), "require");
   }
   config.activation_format = experts->activation_format();
 
@@ -148,10 +146,10 @@ Selection select_required(MoeConfig config, std::string_view require) {
     // Pairs that fit come first: their reason says more than a mismatch of formats.
     if (!refused) refused = &candidate;
   }
-  throw Error("require", core::format("\"{}\"", require),
-              core::format("able to serve the configuration; {}+{} is not: {} ({})",
-                           refused->experts->name(), refused->prepare_finalize->name(),
-                           code(refused->support.reason), refused->support.text));
+  throw Error::unsupported(refused->support.reason, "require",
+                           core::format("{}+{} cannot serve this: {} ({})",
+                                        refused->experts->name(), refused->prepare_finalize->name(),
+                                        refused->support.text, code(refused->support.reason)));
 }
 
 std::string describe(const MoeConfig& config) {
@@ -188,9 +186,10 @@ Selection explain(const MoeConfig& config) {
 Selection select(const MoeConfig& config, std::string_view require) {
   if (!require.empty()) return select_required(config, require);
   Selection selection = explain(config);
-  FUSEDMOE_CHECK(selection, "config", describe(config),
-                 "served by an implementation; none is:\n" + selection.table());
-  return selection;
+  if (selection) return selection;
+  throw Error::unsupported(
+      selection.candidates.front().support.reason, "config",
+      core::format("no implementation serves {}:\n{}", describe(config), selection.table()));
 }
 
 std::string Selection::table() const {

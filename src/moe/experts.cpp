@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/format.h"
 #include "core/workspace.h"
 #include "fusedmoe/tensor.h"
 
@@ -14,40 +15,6 @@ std::string_view name(ActivationFormat format) {
       return "standard";
     case ActivationFormat::kBatchedExperts:
       return "batched_experts";
-  }
-  return "unknown";
-}
-
-std::string_view code(Reason reason) {
-  switch (reason) {
-    case Reason::kSupported:
-      return "supported";
-    case Reason::kDevice:
-      return "device";
-    case Reason::kDType:
-      return "dtype";
-    case Reason::kQuantScheme:
-      return "quant_scheme";
-    case Reason::kActivation:
-      return "activation";
-    case Reason::kShape:
-      return "shape";
-    case Reason::kActivationFormat:
-      return "activation_format";
-    case Reason::kRoutingMethod:
-      return "routing_method";
-    case Reason::kRouterWeightOnInput:
-      return "router_weight_on_input";
-    case Reason::kExpertMap:
-      return "expert_map";
-    case Reason::kParallelConfig:
-      return "parallel_config";
-    case Reason::kBatchInvariance:
-      return "batch_invariance";
-    case Reason::kHooks:
-      return "hooks";
-    case Reason::kPairing:
-      return "pairing";
   }
   return "unknown";
 }
@@ -86,11 +53,13 @@ std::vector<std::string> Experts::tile_plans(const ProblemSize&, Device) const {
 }
 
 ExpertWeights Experts::unpack(const PackedWeights&, std::int64_t) const {
-  throw Error("experts", std::string(name()), "an implementation that can unpack weights");
+  throw Error::unsupported(Reason::kOperation, "experts",
+                           core::format("{} cannot unpack weights", name()));
 }
 
 void Experts::repack(const ExpertWeights&, std::int64_t, PackedWeights&) const {
-  throw Error("experts", std::string(name()), "an implementation that can repack weights");
+  throw Error::unsupported(Reason::kOperation, "experts",
+                           core::format("{} cannot repack weights", name()));
 }
 
 std::size_t WorkspacePlan::common_bytes() const {

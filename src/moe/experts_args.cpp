@@ -10,8 +10,8 @@ namespace {
 void check_row_count(std::int64_t rows, const char* argument) {
   // Kernels count them in 32 bits, in steps of up to 2^15.
   constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max() - (1 << 16);
-  FUSEDMOE_CHECK(rows <= kMaxRows, argument, core::format("{} rows", rows),
-                 core::format("at most {} rows of all experts", kMaxRows));
+  FUSEDMOE_CHECK_FAULT(rows <= kMaxRows, kShape, argument, core::format("{} rows", rows),
+                       core::format("at most {} rows of all experts", kMaxRows));
 }
 
 void check_batched(const ExpertsArgs& args, const ProblemSize& problem) {
@@ -47,10 +47,6 @@ void check_hidden_scales(const ExpertsArgs& args, const QuantKey& key) {
 }
 
 }  // namespace
-
-bool is_activation_dtype(DType dtype) {
-  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
-}
 
 Support supports_on_cpu(const MoeConfig& config, ActivationFormat format, bool scheme_known,
                         std::string_view known_schemes) {
@@ -147,9 +143,9 @@ void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& 
   const PackedWeights::Info info = info_of(weights);
   FUSEDMOE_CHECK(info.scheme == packed.scheme, "weights.scheme", name(info.scheme),
                  name(packed.scheme));
-  FUSEDMOE_CHECK(info.hidden == packed.hidden && info.intermediate == packed.intermediate,
-                 "weights", core::format("{} x {}", info.hidden, info.intermediate),
-                 core::format("{} x {}", packed.hidden, packed.intermediate));
+  FUSEDMOE_CHECK_FAULT(info.hidden == packed.hidden && info.intermediate == packed.intermediate,
+                       kShape, "weights", core::format("{} x {}", info.hidden, info.intermediate),
+                       core::format("{} x {}", packed.hidden, packed.intermediate));
   FUSEDMOE_CHECK(info.activation == packed.activation, "weights.activation",
                  core::format("{}, or other parameters", name(info.activation.kind)),
                  core::format("{} as packed", name(packed.activation.kind)));
@@ -164,12 +160,12 @@ void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& 
 }
 
 ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs& args) {
-  FUSEDMOE_CHECK(args.weights && experts.accepts(*args.weights), "weights",
-                 args.weights ? args.weights->info().implementation : "null",
+  FUSEDMOE_CHECK_FAULT(args.weights, kNull, "weights", "null", "packed weights");
+  FUSEDMOE_CHECK(experts.accepts(*args.weights), "weights", args.weights->info().implementation,
                  core::format("packed by {}", experts.name()));
-  FUSEDMOE_CHECK(!args.hooks || experts.has_hooks(), "hooks",
-                 core::format("given to {}", experts.name()),
-                 "given to experts with injection points only");
+  FUSEDMOE_CHECK_SUPPORTED(!args.hooks || experts.has_hooks(), kHooks, "hooks",
+                           core::format("given to {}", experts.name()),
+                           "given to experts with injection points only");
   const bool batched = experts.activation_format() == ActivationFormat::kBatchedExperts;
   const PackedWeights::Info& info = args.weights->info();
   const TensorView& x = args.hidden_states;
@@ -177,16 +173,14 @@ ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs&
       info.scheme.activations && !experts.expects_unquantized_inputs(info.scheme);
   const std::optional<QuantKey>& key = info.scheme.activations;
   if (quantized) {
-    FUSEDMOE_CHECK(x.defined() && x.dtype() == key->value, "hidden_states", describe(x),
-                   core::format("{}, quantized", name(key->value)));
+    FUSEDMOE_CHECK_FAULT(x.dtype() == key->value, kDType, "hidden_states", describe(x),
+                         core::format("{}, quantized", name(key->value)));
   } else {
-    FUSEDMOE_CHECK(x.defined() && is_activation_dtype(x.dtype()), "hidden_states", describe(x),
-                   "f32, bf16 or f16");
+    core::check_activation_dtype(x, "hidden_states");
     FUSEDMOE_CHECK(!args.hidden_scales, "hidden_scales", describe(args.hidden_scales),
                    "undefined: hidden_states are not quantized");
   }
-  FUSEDMOE_CHECK(args.output.defined() && is_activation_dtype(args.output.dtype()), "output",
-                 describe(args.output), "f32, bf16 or f16");
+  core::check_activation_dtype(args.output, "output");
   ProblemSize problem = ProblemSize::of(info, 0, 1, args.output.dtype());
   if (batched) {
     check_tensor(x, "hidden_states", x.dtype(), {info.num_experts, -1, info.hidden});
@@ -201,10 +195,10 @@ ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs&
   const WorkspacePlan plan = experts.plan(problem);
   check_tensor(args.output, "output", plan.output_dtype, plan.output_shape);
   if (problem.num_tokens == 0) return problem;
-  FUSEDMOE_CHECK(args.workspace13 || plan.workspace13_bytes == 0, "workspace13", "null",
-                 core::format("of {} bytes", plan.workspace13_bytes));
-  FUSEDMOE_CHECK(args.workspace2 || plan.workspace2_bytes == 0, "workspace2", "null",
-                 core::format("of {} bytes", plan.workspace2_bytes));
+  FUSEDMOE_CHECK_FAULT(args.workspace13 || plan.workspace13_bytes == 0, kWorkspace, "workspace13",
+                       "null", core::format("of {} bytes", plan.workspace13_bytes));
+  FUSEDMOE_CHECK_FAULT(args.workspace2 || plan.workspace2_bytes == 0, kWorkspace, "workspace2",
+                       "null", core::format("of {} bytes", plan.workspace2_bytes));
   return problem;
 }
 

@@ -7,9 +7,6 @@
 
 namespace fusedmoe::core {
 
-/// f32, bf16 or f16: what hidden states may be.
-bool is_activation_dtype(DType dtype);
-
 /// Sizes must be multiples of these.
 struct SizeUnits {
   std::int64_t hidden, intermediate;

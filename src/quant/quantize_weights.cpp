@@ -265,10 +265,10 @@ class WeightQuantizer {
 
 QuantizedMatrix quantize_weights(const TensorView& values, const QuantKey& key,
                                  const QuantizeOptions& options, std::optional<float> global_amax) {
-  FUSEDMOE_CHECK(values.defined() && values.rank() == 2 &&
-                     core::is_activation_dtype(values.dtype()) && values.device().is_cpu() &&
-                     values.numel() > 0,
-                 "values", core::describe(values), "(out, in) f32, f16 or bf16");
+  FUSEDMOE_CHECK_FAULT(values.defined() && values.rank() == 2 &&
+                           core::is_activation_dtype(values.dtype()) && values.device().is_cpu() &&
+                           values.numel() > 0,
+                       kShape, "values", core::describe(values), "(out, in) f32, f16 or bf16");
   FUSEDMOE_CHECK(core::is_activation_dtype(options.scale_dtype), "options.scale_dtype",
                  std::string(name(options.scale_dtype)), "f32, f16 or bf16");
   FUSEDMOE_CHECK(!global_amax || (*global_amax >= 0 && std::isfinite(*global_amax)), "global_amax",

@@ -20,19 +20,19 @@ constexpr std::int64_t round_up(std::int64_t a, std::int64_t b) {
 }
 
 void check_bytes(const TensorView& view, const char* argument) {
-  FUSEDMOE_CHECK(view.defined() && bits(view.dtype()) == 8 && view.device().is_cpu(), argument,
-                 core::describe(view), "one-byte elements in host memory");
+  FUSEDMOE_CHECK_FAULT(view.defined() && bits(view.dtype()) == 8 && view.device().is_cpu(), kDType,
+                       argument, core::describe(view), "one-byte elements in host memory");
 }
 
 void check_matrix(const TensorView& view, const char* argument, DType dtype) {
-  FUSEDMOE_CHECK(
-      view.defined() && view.rank() == 2 && view.dtype() == dtype && view.device().is_cpu(),
+  FUSEDMOE_CHECK_FAULT(
+      view.defined() && view.rank() == 2 && view.dtype() == dtype && view.device().is_cpu(), kShape,
       argument, core::describe(view), core::format("{} of rank 2", name(dtype)));
 }
 
 void check_shape(const TensorView& view, const char* argument, const Shape& shape) {
-  FUSEDMOE_CHECK(view.shape() == shape, argument, core::describe(view),
-                 "of shape " + to_string(shape));
+  FUSEDMOE_CHECK_FAULT(view.shape() == shape, kShape, argument, core::describe(view),
+                       "of shape " + to_string(shape));
 }
 
 std::int64_t position(const TensorView& view, std::int64_t row, std::int64_t column) {
@@ -41,8 +41,8 @@ std::int64_t position(const TensorView& view, std::int64_t row, std::int64_t col
 
 void check_tiles(const TensorView& flat, const TensorView& tiled) {
   check_bytes(flat, "flat");
-  FUSEDMOE_CHECK(flat.rank() == 2 || flat.rank() == 3, "flat", core::describe(flat),
-                 "(rows, columns) or (E, rows, columns)");
+  FUSEDMOE_CHECK_FAULT(flat.rank() == 2 || flat.rank() == 3, kShape, "flat", core::describe(flat),
+                       "(rows, columns) or (E, rows, columns)");
   core::check_tensor(tiled, "tiled", flat.dtype(), tiled_scales_shape(flat.shape()));
 }
 
@@ -73,7 +73,7 @@ void check_columns(const TensorView& flat, const TensorView& columns, DType dtyp
 
 void check_e8m0(const TensorView& flat, const TensorView& columns) {
   check_bytes(flat, "flat");
-  FUSEDMOE_CHECK(flat.rank() == 2, "flat", core::describe(flat), "of rank 2");
+  FUSEDMOE_CHECK_FAULT(flat.rank() == 2, kShape, "flat", core::describe(flat), "of rank 2");
   check_columns(flat, columns, DType::kI32, 4);
 }
 
@@ -95,9 +95,9 @@ void check_codes(const TensorView& codes, const TensorView& words, int width, Co
 }
 
 void check_words(const TensorView& words) {
-  FUSEDMOE_CHECK(words.defined() && words.dtype() == DType::kI32 && words.contiguous() &&
-                     words.device().is_cpu(),
-                 "words", core::describe(words), "contiguous i32");
+  FUSEDMOE_CHECK_FAULT(words.defined() && words.dtype() == DType::kI32 && words.contiguous() &&
+                           words.device().is_cpu(),
+                       kDType, "words", core::describe(words), "contiguous i32");
 }
 
 void check_w4a8(const TensorView& scales, const TensorView& packed) {
@@ -118,8 +118,8 @@ std::int64_t tiled_scale_offset(std::int64_t row, std::int64_t column, std::int6
 }
 
 Shape tiled_scales_shape(const Shape& flat) {
-  FUSEDMOE_CHECK(flat.rank() == 2 || flat.rank() == 3, "flat", to_string(flat),
-                 "(rows, columns) or (E, rows, columns)");
+  FUSEDMOE_CHECK_FAULT(flat.rank() == 2 || flat.rank() == 3, kShape, "flat", to_string(flat),
+                       "(rows, columns) or (E, rows, columns)");
   const int first = flat.rank() - 2;
   const std::int64_t m = ceil_div(flat[first], kTileRows);
   const std::int64_t k = ceil_div(flat[first + 1], kTileColumns);
@@ -139,8 +139,9 @@ void untile_scales(const TensorView& tiled, const TensorView& flat) {
 }
 
 void tiled_row_offsets(std::span<const std::int32_t> rows, std::span<std::int64_t> offsets) {
-  FUSEDMOE_CHECK(offsets.size() == rows.size() + 1, "offsets",
-                 core::format("{} elements", offsets.size()), core::format("{}", rows.size() + 1));
+  FUSEDMOE_CHECK_FAULT(offsets.size() == rows.size() + 1, kShape, "offsets",
+                       core::format("{} elements", offsets.size()),
+                       core::format("{}", rows.size() + 1));
   std::int64_t offset = 0;
   for (std::size_t e = 0; e < rows.size(); ++e) {
     offsets[e] = offset;

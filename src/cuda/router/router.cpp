@@ -15,24 +15,26 @@ namespace {
 /// An undefined view passes.
 void check_on_device(const TensorView& view, const char* argument, Stream stream) {
   if (!view) return;
-  FUSEDMOE_CHECK(
-      view.device() == stream.device && !view.device().is_cpu(), argument,
+  FUSEDMOE_CHECK_FAULT(
+      view.device() == stream.device && !view.device().is_cpu(), kDevice, argument,
       "on " + to_string(view.device()),
       core::format("on the CUDA device of the stream, which is on {}", to_string(stream.device)));
   const auto alignment = static_cast<std::uintptr_t>(bytes(view.dtype(), 1));
-  FUSEDMOE_CHECK(reinterpret_cast<std::uintptr_t>(view.data()) % alignment == 0, argument,
-                 "misaligned", core::format("{}-byte aligned", alignment));
+  FUSEDMOE_CHECK_FAULT(reinterpret_cast<std::uintptr_t>(view.data()) % alignment == 0, kAlignment,
+                       argument, "misaligned", core::format("{}-byte aligned", alignment));
 }
 
 void check_route(const RouterConfig& config, const TensorView& logits, const TensorView& bias,
                  const Routing& out, const TensorView& counts, Stream stream) {
   config.validate();
-  FUSEDMOE_CHECK(!config.custom, "router.custom", "set", "unset: it runs on the CPU alone");
-  FUSEDMOE_CHECK(config.num_experts <= kMaxRouterExperts, "router.num_experts",
-                 core::to_string(config.num_experts),
-                 core::format("at most {} on a CUDA device", kMaxRouterExperts));
-  FUSEDMOE_CHECK(config.topk <= kMaxRouterTopk, "router.topk", core::to_string(config.topk),
-                 core::format("at most {} on a CUDA device", kMaxRouterTopk));
+  FUSEDMOE_CHECK_SUPPORTED(!config.custom, kDevice, "router.custom", "set",
+                           "unset: it runs on the CPU alone");
+  FUSEDMOE_CHECK_SUPPORTED(config.num_experts <= kMaxRouterExperts, kShape, "router.num_experts",
+                           core::to_string(config.num_experts),
+                           core::format("at most {} on a CUDA device", kMaxRouterExperts));
+  FUSEDMOE_CHECK_SUPPORTED(config.topk <= kMaxRouterTopk, kShape, "router.topk",
+                           core::to_string(config.topk),
+                           core::format("at most {} on a CUDA device", kMaxRouterTopk));
   core::check_tensor(logits, "router_logits", DType::kF32, {-1, config.num_experts});
   const std::int64_t num_tokens = logits.size(0);
   core::check_tensor(out.topk_ids, "topk_ids", DType::kI32, {num_tokens, config.topk});
@@ -44,14 +46,14 @@ void check_route(const RouterConfig& config, const TensorView& logits, const Ten
   check_on_device(out.topk_ids, "topk_ids", stream);
   check_on_device(out.topk_weights, "topk_weights", stream);
   check_on_device(counts, "expert_num_tokens", stream);
-  FUSEDMOE_CHECK(!core::overlap(out.topk_ids, out.topk_weights) &&
-                     !core::overlap(out.topk_ids, logits) &&
-                     !core::overlap(out.topk_weights, logits),
-                 "topk_ids", "overlapping memory", "apart from topk_weights and the logits");
+  FUSEDMOE_CHECK_FAULT(
+      !core::overlap(out.topk_ids, out.topk_weights) && !core::overlap(out.topk_ids, logits) &&
+          !core::overlap(out.topk_weights, logits),
+      kOverlap, "topk_ids", "overlapping memory", "apart from topk_weights and the logits");
   if (!counts) return;
-  FUSEDMOE_CHECK(!core::overlap(counts, logits) && !core::overlap(counts, out.topk_ids) &&
-                     !core::overlap(counts, out.topk_weights),
-                 "expert_num_tokens", "overlapping memory", "in memory of its own");
+  FUSEDMOE_CHECK_FAULT(!core::overlap(counts, logits) && !core::overlap(counts, out.topk_ids) &&
+                           !core::overlap(counts, out.topk_weights),
+                       kOverlap, "expert_num_tokens", "overlapping memory", "in memory of its own");
 }
 
 void check_operand(const TensorView& view, const char* argument, const Shape& shape,
@@ -111,15 +113,16 @@ void router_logits(const TensorView& weight, const TensorView& bias, const Tenso
                    const TensorView& logits, Stream stream) {
   check_operand(weight, "router.weight", {-1, -1}, stream);
   const std::int64_t num_experts = weight.size(0), hidden = weight.size(1);
-  FUSEDMOE_CHECK(std::max(num_experts, hidden) <= std::numeric_limits<int>::max() / 2,
-                 "router.weight", core::describe(weight), "of less than 2^30 rows and columns");
+  FUSEDMOE_CHECK_FAULT(std::max(num_experts, hidden) <= std::numeric_limits<int>::max() / 2, kShape,
+                       "router.weight", core::describe(weight),
+                       "of less than 2^30 rows and columns");
   check_operand(x, "hidden_states", {-1, hidden}, stream);
   const std::int64_t num_tokens = x.size(0);
   if (bias) check_operand(bias, "router.bias", {num_experts}, stream);
   core::check_tensor(logits, "router_logits", DType::kF32, {num_tokens, num_experts});
   check_on_device(logits, "router_logits", stream);
-  FUSEDMOE_CHECK(!core::overlap(x, logits), "router_logits", "overlapping hidden_states",
-                 "in memory of its own");
+  FUSEDMOE_CHECK_FAULT(!core::overlap(x, logits), kOverlap, "router_logits",
+                       "overlapping hidden_states", "in memory of its own");
   if (num_tokens == 0 || num_experts == 0) return;
   LogitsParams params{.x = {x.data(), x.dtype()},
                       .weight = {weight.data(), weight.dtype()},
@@ -143,8 +146,8 @@ void build_bitmatrix(const TensorView& topk_ids, const TensorView& expert_map,
   check_on_device(topk_ids, "topk_ids", stream);
   check_on_device(expert_map, "expert_map", stream);
   check_on_device(bitmatrix, "bitmatrix", stream);
-  FUSEDMOE_CHECK(!core::overlap(bitmatrix, topk_ids), "bitmatrix", "overlapping topk_ids",
-                 "in memory of its own");
+  FUSEDMOE_CHECK_FAULT(!core::overlap(bitmatrix, topk_ids), kOverlap, "bitmatrix",
+                       "overlapping topk_ids", "in memory of its own");
   if (num_tokens == 0) return;
   const BitmatrixParams params{.ids = topk_ids.as<const std::int32_t>(),
                                .local_expert = {expert_map, num_local_experts},
