@@ -19,7 +19,8 @@ bool is_plain_name(const std::string& name) {
          name.find_first_of(std::string_view("/\\\0", 3)) == std::string::npos;
 }
 
-void open_shards(const fs::path& directory, const fs::path& index_path, CheckpointFiles& result) {
+void open_shards(const fs::path& directory, const fs::path& index_path, OpenOptions options,
+                 CheckpointFiles& result) {
   const nlohmann::json index =
       files::parse_json_object(files::read_text(index_path, files::kMaxIndexBytes),
                                files::kMaxIndexBytes, index_path.string());
@@ -39,7 +40,7 @@ void open_shards(const fs::path& directory, const fs::path& index_path, Checkpoi
     const auto [position, is_new] = positions.emplace(name, result.files.size());
     if (is_new) {
       const fs::path path = directory / name;
-      result.files.push_back({path.string(), SafetensorsFile::open(path)});
+      result.files.push_back({path.string(), SafetensorsFile::open(path, options)});
     }
     result.weight_map.emplace(tensor, position->second);
   }
@@ -78,13 +79,13 @@ bool holds_model_tensors(const SafetensorsFile& file) {
   });
 }
 
-void open_without_index(const fs::path& directory, CheckpointFiles& result) {
+void open_without_index(const fs::path& directory, OpenOptions options, CheckpointFiles& result) {
   const std::vector<fs::path> paths = safetensors_in(directory);
   FUSEDMOE_CHECK_IO(
       !paths.empty(), directory.string(),
       core::format("no checkpoint in {}: there is no *.safetensors", directory.string()));
   for (const fs::path& path : paths) {
-    SafetensorsFile file = SafetensorsFile::open(path);
+    SafetensorsFile file = SafetensorsFile::open(path, options);
     if (!holds_model_tensors(file)) continue;
     for (const auto& [name, tensor] : file.tensors()) {
       const auto [position, is_new] = result.weight_map.emplace(name, result.files.size());
@@ -109,7 +110,7 @@ void merge_quantization(const fs::path& path, CheckpointFiles& result) {
   result.json_paths.push_back(path.string());
 }
 
-CheckpointFiles open_directory(const fs::path& directory) {
+CheckpointFiles open_directory(const fs::path& directory, OpenOptions options) {
   CheckpointFiles result;
   const fs::path config = directory / "config.json";
   FUSEDMOE_CHECK_IO(
@@ -122,10 +123,10 @@ CheckpointFiles open_directory(const fs::path& directory) {
   const fs::path index = directory / kIndexName;
   if (fs::exists(index)) {
     result.json_paths.push_back(index.string());
-    open_shards(directory, index, result);
+    open_shards(directory, index, options, result);
     return result;
   }
-  open_without_index(directory, result);
+  open_without_index(directory, options, result);
   return result;
 }
 
@@ -144,10 +145,10 @@ CheckpointFiles single_file(CheckpointFile file) {
   return result;
 }
 
-CheckpointFiles open_checkpoint_files(const fs::path& path) {
+CheckpointFiles open_checkpoint_files(const fs::path& path, OpenOptions options) {
   try {
-    if (fs::is_directory(path)) return open_directory(path);
-    return single_file({path.string(), SafetensorsFile::open(path)});
+    if (fs::is_directory(path)) return open_directory(path, options);
+    return single_file({path.string(), SafetensorsFile::open(path, options)});
   } catch (const fs::filesystem_error& error) {
     throw Error::io(path.string(),
                     core::format("cannot read {}: {}", path.string(), error.code().message()));

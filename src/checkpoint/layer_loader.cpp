@@ -295,8 +295,10 @@ class Loader {
     try {
       function();
     } catch (const Error& error) {
-      problems_.add(block_.prefix + name, core::format("{} {}, must be {}", error.argument(),
-                                                       error.was(), error.must_be()));
+      problems_.add(block_.prefix + name, error.was().empty()
+                                              ? std::string(error.what())
+                                              : core::format("{} {}, must be {}", error.argument(),
+                                                             error.was(), error.must_be()));
     }
   }
 

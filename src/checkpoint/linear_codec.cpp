@@ -9,6 +9,7 @@
 #include "checkpoint/linear_layouts.h"
 #include "core/check.h"
 #include "fusedmoe/quant.h"
+#include "quant/quantize.h"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -392,11 +393,9 @@ DType scale_dtype(const LinearLayout& layout) {
 }
 
 float amax_with_reciprocal(float amax) {
-  const Tensor block = Tensor::zeros({1, 16}, DType::kF32);
+  // Of any four neighbouring floats one has such a scale.
   for (float next = amax;; next = std::nextafter(next, std::numeric_limits<float>::infinity())) {
-    const QuantizedMatrix matrix = quantize_weights(block, keys::nvfp4(), {}, next);
-    const float scale = *matrix.global_scale.as<const float>();
-    const float reciprocal = 1.0F / scale;
+    const float scale = core::nvfp4_global_scale(next), reciprocal = 1.0F / scale;
     if (1.0F / reciprocal == scale) return next;
   }
 }

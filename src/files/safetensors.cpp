@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
 
 #include "core/check.h"
 #include "files/file.h"
@@ -22,12 +23,14 @@ struct Contents {
   std::map<std::string, std::string, std::less<>> metadata;
 };
 
-Contents read(const void* data, std::size_t size, const std::string& label,
-              const std::shared_ptr<const void>& owner) {
+/// `owner` keeps the bytes alive. Misaligned tensors are copied if `align`.
+Contents read(std::span<const unsigned char> bytes, const std::string& label,
+              const std::shared_ptr<const void>& owner, bool align) {
+  const std::size_t size = bytes.size();
   constexpr std::size_t kLengthBytes = 8;
   FUSEDMOE_CHECK_FILE(size >= kLengthBytes, label, core::format("{} bytes", size),
                       "at least 8 bytes, the length of the header");
-  const auto* file_bytes = static_cast<const unsigned char*>(data);
+  const unsigned char* file_bytes = bytes.data();
   std::uint64_t header_bytes = 0;
   for (std::size_t i = 0; i < kLengthBytes; ++i) {
     header_bytes |= static_cast<std::uint64_t>(file_bytes[i]) << (8 * i);
@@ -50,7 +53,7 @@ Contents read(const void* data, std::size_t size, const std::string& label,
   for (files::HeaderEntry& entry : header.tensors) {
     const unsigned char* begin = body + entry.begin;
     Tensor tensor;
-    if (aligned(begin, entry.dtype)) {
+    if (!align || aligned(begin, entry.dtype)) {
       tensor = Tensor(TensorView(begin, entry.dtype, entry.shape), owner);
     } else {
       tensor = Tensor::empty(entry.shape, entry.dtype);
@@ -65,17 +68,20 @@ Contents read(const void* data, std::size_t size, const std::string& label,
 
 }  // namespace
 
-SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) {
+SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path, OpenOptions options) {
   const auto mapping = std::make_shared<const files::MappedFile>(path);
-  Contents contents = read(mapping->data(), mapping->size(), path.string(), mapping);
+  Contents contents = read({static_cast<const unsigned char*>(mapping->data()), mapping->size()},
+                           path.string(), mapping, options.access == FileAccess::kMap);
   SafetensorsFile file;
+  file.file_ = mapping;
+  file.access_ = options.access;
   file.tensors_ = std::move(contents.tensors);
   file.metadata_ = std::move(contents.metadata);
   return file;
 }
 
 SafetensorsFile SafetensorsFile::parse(const void* data, std::size_t size, std::string label) {
-  Contents contents = read(data, size, label, nullptr);
+  Contents contents = read({static_cast<const unsigned char*>(data), size}, label, nullptr, true);
   SafetensorsFile file;
   file.tensors_ = std::move(contents.tensors);
   file.metadata_ = std::move(contents.metadata);
@@ -105,7 +111,15 @@ Tensor SafetensorsFile::tensor(std::string_view name) const {
     if (tensors_.size() > kMaxListed) held += ", ...";
     throw Error::unknown_name("tensor", name, held);
   }
-  return found->second;
+  const Tensor& view = found->second;
+  if (!file_) return view;
+  file_->check_unchanged();
+  if (access_ == FileAccess::kMap) return view;
+  Tensor result = Tensor::empty(view.shape(), view.dtype());
+  const auto offset = view.as<const char>() - static_cast<const char*>(file_->data());
+  file_->read(static_cast<std::size_t>(offset), result.data(),
+              static_cast<std::size_t>(view.nbytes()));
+  return result;
 }
 
 void save_safetensors(const std::filesystem::path& path,

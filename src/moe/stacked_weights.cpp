@@ -175,6 +175,13 @@ class Stacks {
   void check_values() const {
     const Shape w13 = layout_.values_shape(rows_, hidden());
     const Shape w2 = layout_.values_shape(hidden(), intermediate());
+    // The hidden size comes from w2, so one with its dimensions exchanged would look like a wrong
+    // w13.
+    const std::int64_t columns = w13_.size(2);
+    FUSEDMOE_CHECK_FAULT(w13[1] == columns || w2_.size(1) != intermediate(), kShape, "w2",
+                         core::describe(source_.w2),
+                         core::format("of {} rows for each expert, the hidden size of w13",
+                                      columns * layout_.packing));
     check_companion(source_.w13, "w13", stacked_shape(source_.w13, w13));
     check_companion(source_.w2, "w2", stacked_shape(source_.w2, w2));
   }

@@ -180,6 +180,12 @@ float tensor_scale(float amax) {
   return amax / kE4M3Max;
 }
 
+float nvfp4_global_scale(float amax) {
+  constexpr float kLargest = 6.0F * kE4M3Max;
+  const float scale = amax / kLargest;
+  return std::isfinite(1.0F / scale) ? scale : 1.0F;
+}
+
 std::uint8_t mx_scale(float amax, DType element, MxScaleRule rule) {
   if (amax == 0) return 0;
   const bool e2m1 = element == DType::kE2M1;

@@ -78,7 +78,7 @@ class WeightQuantizer {
     }
     const float largest = check_finite();
     if (layout_.global_scale == GlobalScale::kPerMatrix) {
-      set_global_scale(global_amax.value_or(largest));
+      *result_.global_scale.as<float>() = core::nvfp4_global_scale(global_amax.value_or(largest));
     }
     for_each_row([&](std::int64_t row, const float* x) {
       if (integer()) {
@@ -118,13 +118,6 @@ class WeightQuantizer {
     FUSEDMOE_CHECK(std::isfinite(*worst), "values",
                    core::format("NaN or infinite in row {}", worst - largest.begin()), "finite");
     return *worst;
-  }
-
-  // The multiplier of the block scales; 1 where that would have no reciprocal.
-  void set_global_scale(float amax) {
-    constexpr float kLargest = 6.0F * kE4M3Max;
-    const float scale = amax / kLargest;
-    *result_.global_scale.as<float>() = std::isfinite(1.0F / scale) ? scale : 1.0F;
   }
 
   // e4m3 with scales that span rows: per tensor, or blocks.
