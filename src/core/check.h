@@ -56,6 +56,8 @@ bool is_activation_dtype(DType dtype);
 
 /// Defined, of this dtype, contiguous, and of this shape, where -1 stands for any extent.
 void check_tensor(const TensorView& view, const char* argument, DType dtype, const Shape& shape);
+/// The same for a matrix whose rows may have a stride of at least their length.
+void check_rows(const TensorView& view, const char* argument, DType dtype, const Shape& shape);
 /// Defined and f32, bf16 or f16.
 void check_activation_dtype(const TensorView& view, const std::string& argument);
 void check_device(const TensorView& view, const std::string& argument, Device device);

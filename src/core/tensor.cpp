@@ -182,7 +182,10 @@ bool is_activation_dtype(DType dtype) {
   return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
 }
 
-void check_tensor(const TensorView& view, const char* argument, DType dtype, const Shape& shape) {
+namespace {
+
+void check_shape(const TensorView& view, const std::string& argument, DType dtype,
+                 const Shape& shape) {
   bool fits = view.rank() == shape.rank();
   for (int dim = 0; fits && dim < shape.rank(); ++dim) {
     fits = shape[dim] == -1 || shape[dim] == view.size(dim);
@@ -193,7 +196,22 @@ void check_tensor(const TensorView& view, const char* argument, DType dtype, con
   FUSEDMOE_CHECK_FAULT(view.defined(), kNull, argument, describe(view), wanted());
   FUSEDMOE_CHECK_FAULT(view.dtype() == dtype, kDType, argument, describe(view), wanted());
   FUSEDMOE_CHECK_FAULT(fits, kShape, argument, describe(view), wanted());
+}
+
+}  // namespace
+
+void check_tensor(const TensorView& view, const char* argument, DType dtype, const Shape& shape) {
+  check_shape(view, argument, dtype, shape);
   check_contiguous(view, argument);
+}
+
+void check_rows(const TensorView& view, const char* argument, DType dtype, const Shape& shape) {
+  check_shape(view, argument, dtype, shape);
+  if (view.contiguous()) return;
+  FUSEDMOE_CHECK_FAULT(
+      view.rank() == 2 && view.stride(1) == 1 && view.stride(0) >= view.size(1), kLayout, argument,
+      core::format("strided {}", to_string(view.strides())),
+      "of contiguous rows that do not overlap");
 }
 
 void check_activation_dtype(const TensorView& view, const std::string& argument) {

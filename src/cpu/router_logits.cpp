@@ -182,9 +182,7 @@ TileFunction select_tile() {
 }
 
 void check_operand(const TensorView& view, const char* argument, const Shape& shape) {
-  const bool is_float =
-      view.dtype() == DType::kF32 || view.dtype() == DType::kBF16 || view.dtype() == DType::kF16;
-  FUSEDMOE_CHECK(view.defined() && is_float, argument, core::describe(view), "f32, bf16 or f16");
+  core::check_activation_dtype(view, argument);
   core::check_tensor(view, argument, view.dtype(), shape);
   FUSEDMOE_CHECK_FAULT(view.device().is_cpu(), kDevice, argument, to_string(view.device()),
                        "on the cpu");

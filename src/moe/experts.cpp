@@ -5,7 +5,9 @@
 
 #include "core/format.h"
 #include "core/workspace.h"
+#include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
+#include "moe/experts_args.h"
 
 namespace fusedmoe {
 
@@ -34,32 +36,64 @@ std::string_view name(WeightAndReduce kind) {
 }
 
 ProblemSize ProblemSize::of(const MoeConfig& config, std::int64_t num_tokens) {
-  return {num_tokens,   config.topk,  config.num_local_experts, config.hidden, config.intermediate,
-          config.dtype, config.scheme};
+  ProblemSize problem;
+  problem.num_tokens = num_tokens;
+  problem.topk = config.topk;
+  problem.num_local_experts = config.num_local_experts;
+  problem.hidden = config.hidden;
+  problem.intermediate = config.intermediate;
+  problem.dtype = problem.output_dtype = config.dtype;
+  problem.scheme = config.scheme;
+  return problem;
 }
 
-ProblemSize ProblemSize::of(const PackedWeights::Info& weights, std::int64_t num_tokens,
-                            std::int64_t topk, DType dtype) {
-  return {num_tokens,           topk,  weights.num_experts, weights.hidden,
-          weights.intermediate, dtype, weights.scheme};
+MoeConfig moe_config(const ExpertWeights& weights, std::int64_t topk, DType dtype, Device device) {
+  MoeConfig config;
+  config.num_experts = config.num_local_experts = weights.num_experts();
+  config.topk = topk;
+  config.hidden = weights.hidden;
+  config.intermediate = weights.intermediate;
+  config.dtype = dtype;
+  config.scheme = weights.scheme;
+  config.activation = weights.activation;
+  config.activation_params = weights.activation_params;
+  config.has_bias = weights.has_bias();
+  config.device = device;
+  return config;
 }
 
-bool Experts::expects_unquantized_inputs(const QuantScheme& scheme) const {
+bool ExpertsDescriptor::expects_unquantized_inputs(const QuantScheme& scheme) const {
   return !scheme.activations || scheme.activations->value == DType::kE2M1;
 }
 
-std::vector<std::string> Experts::tile_plans(const ProblemSize&, Device) const {
+Experts::Experts(const ExpertsDescriptor& descriptor, MoeConfig config, Context context)
+    : descriptor_(descriptor), config_(std::move(config)), context_(context) {
+  context_.device = config_.device;
+  if (context_.num_threads == 0) context_.num_threads = num_threads();
+}
+
+std::vector<std::string> Experts::kernel_configs(const ProblemSize&) const {
   return {};
+}
+
+int Experts::find_kernel_config(std::string_view) const {
+  return -1;
 }
 
 ExpertWeights Experts::unpack(const PackedWeights&, std::int64_t) const {
   throw Error::unsupported(Reason::kOperation, "experts",
-                           core::format("{} cannot unpack weights", name()));
+                           core::format("{} cannot unpack weights", descriptor_.name()));
 }
 
 void Experts::repack(const ExpertWeights&, std::int64_t, PackedWeights&) const {
   throw Error::unsupported(Reason::kOperation, "experts",
-                           core::format("{} cannot repack weights", name()));
+                           core::format("{} cannot repack weights", descriptor_.name()));
+}
+
+void Experts::apply(const ForwardArgs& args) const {
+  core::check_experts_args(*this, args);
+  const CurrentDevice current(args.stream.device);
+  run(args);
 }
 
 std::size_t WorkspacePlan::common_bytes() const {
