@@ -224,14 +224,8 @@ class WeightQuantizer {
   }
 
   void pack_words(std::int64_t row, const std::vector<std::uint8_t>& codes) {
-    const std::int64_t words = result_.values.size(1), packing = layout_.packing;
-    auto* target = result_.values.as<std::uint32_t>() + row * words;
-    std::fill_n(target, words, 0U);
-    for (std::size_t i = 0; i < codes.size(); ++i) {
-      const auto shift = static_cast<int>(static_cast<std::int64_t>(i) % packing * (32 / packing));
-      target[static_cast<std::int64_t>(i) / packing] |= static_cast<std::uint32_t>(codes[i])
-                                                        << shift;
-    }
+    pack_codes(TensorView(codes.data(), DType::kU8, {1, in_}),
+               result_.values.slice(0, row, row + 1), static_cast<int>(32 / layout_.packing));
   }
 
   // W4A8: group scales become e4m3 with room for a code of -8, and one f32 per row.
