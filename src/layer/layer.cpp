@@ -27,9 +27,9 @@ Tensor own(const Tensor& tensor, Device device) {
 }
 
 void check_parameter(const Tensor& tensor, const char* name, const Shape& shape) {
-  FUSEDMOE_CHECK(
+  FUSEDMOE_CHECK_FAULT(
       tensor.defined() && core::is_activation_dtype(tensor.dtype()) && tensor.shape() == shape,
-      name, core::describe(tensor), core::format("f32, bf16 or f16 {}", to_string(shape)));
+      kDType, name, core::describe(tensor), core::format("f32, bf16 or f16 {}", to_string(shape)));
 }
 
 void check_router_weights(const LayerWeights& weights) {
@@ -297,11 +297,11 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
   using layer::NamedView;
   const Device device = config.device;
   const ForwardOptions& options = call.options;
-  FUSEDMOE_CHECK(call.stream.device == device, "stream",
-                 core::format("of {}", to_string(call.stream.device)),
-                 core::format("of {}, the device of the layer", to_string(device)));
-  FUSEDMOE_CHECK(!options.hooks || config.hooks, "hooks", "given",
-                 "given to a layer made with LayerOptions::hooks only");
+  FUSEDMOE_CHECK_FAULT(call.stream.device == device, kDevice, "stream",
+                       core::format("of {}", to_string(call.stream.device)),
+                       core::format("of {}, the device of the layer", to_string(device)));
+  FUSEDMOE_CHECK_SUPPORTED(!options.hooks || config.hooks, kHooks, "hooks", "given",
+                           "given to a layer made with LayerOptions::hooks only");
   layer::check_row_buffer(call.hidden_states, "hidden_states", config.dtype, {-1, config.hidden},
                           device);
   const std::int64_t num_tokens = call.hidden_states.size(0);
@@ -434,15 +434,16 @@ void MoeLayer::Impl::run(const Call& call, void* workspace) const {
 }
 
 MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
-  FUSEDMOE_CHECK(core::is_activation_dtype(options.dtype), "options.dtype",
-                 std::string(name(options.dtype)), "f32, bf16 or f16");
+  FUSEDMOE_CHECK_FAULT(core::is_activation_dtype(options.dtype), kDType, "options.dtype",
+                       std::string(name(options.dtype)), "f32, bf16 or f16");
   const DType output = options.output_dtype.value_or(options.dtype);
-  FUSEDMOE_CHECK(output == options.dtype || output == DType::kF32, "options.output_dtype",
-                 std::string(name(output)), core::format("{} or f32", name(options.dtype)));
+  FUSEDMOE_CHECK_FAULT(output == options.dtype || output == DType::kF32, kDType,
+                       "options.output_dtype", std::string(name(output)),
+                       core::format("{} or f32", name(options.dtype)));
   check_weights(weights);
-  FUSEDMOE_CHECK(!weights.router.custom || options.device.is_cpu(), "router.custom",
-                 core::format("set on {}", to_string(options.device)),
-                 "unset: the callback of a custom routing runs on the cpu");
+  FUSEDMOE_CHECK_SUPPORTED(!weights.router.custom || options.device.is_cpu(), kDevice,
+                           "router.custom", core::format("set on {}", to_string(options.device)),
+                           "unset: the callback of a custom routing runs on the cpu");
   impl_ = std::make_unique<Impl>(weights, options, select_routed(weights, options));
 }
 
@@ -491,8 +492,8 @@ std::size_t MoeLayer::workspace_bytes(std::int64_t num_tokens) const {
 void MoeLayer::forward(const TensorView& hidden_states, const TensorView& output,
                        Workspace workspace, const ForwardOptions& options) const {
   const Impl& impl = this->impl();
-  FUSEDMOE_CHECK(impl.router_weights.weight, "router_weights.weight", "not given to this layer",
-                 "given, or forward_routed() be called");
+  FUSEDMOE_CHECK_FAULT(impl.router_weights.weight, kNull, "router_weights.weight",
+                       "not given to this layer", "given, or forward_routed() be called");
   const Impl::Call call{
       hidden_states, output, {}, options, options.stream.value_or(Stream{impl.config.device})};
   impl.check(call, workspace);
@@ -503,7 +504,7 @@ void MoeLayer::forward_routed(const TensorView& hidden_states, const Routing& ro
                               const TensorView& output, Workspace workspace,
                               const ForwardOptions& options) const {
   const Impl& impl = this->impl();
-  FUSEDMOE_CHECK(routing.topk_ids, "topk_ids", "undefined", "given");
+  FUSEDMOE_CHECK_FAULT(routing.topk_ids, kNull, "topk_ids", "undefined", "given");
   FUSEDMOE_CHECK(!options.router_logits && !options.expert_load,
                  options.router_logits ? "options.router_logits" : "options.expert_load", "given",
                  "undefined: the router does not run");
