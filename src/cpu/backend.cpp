@@ -7,9 +7,10 @@
 #include <cstring>
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "cpu/element.h"
-#include "fusedmoe/quant.h"
-#include "fusedmoe/runtime.h"
+#include "cpu/router.h"
+#include "quant/quantize.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -25,21 +26,20 @@ std::int64_t local_expert(std::int32_t id, const TensorView& expert_map,
 
 // target = rnd(source * rnd(weight)) in the dtype of the hidden states.
 template <typename Element>
-void weight_rows_of(const TensorView& x, const TensorView& topk_weights,
+void weight_rows_of(Executor& executor, const TensorView& x, const TensorView& topk_weights,
                     const TensorView& weighted) {
   using Storage = typename Element::Storage;
   const std::int64_t num_tokens = weighted.size(0), hidden = weighted.size(1);
   const auto* weights = topk_weights.as<const float>();
   const auto* source = x.as<const Storage>();
   auto* target = weighted.as<Storage>();
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (num_tokens * hidden >= kParallelElements)
-  for (std::int64_t token = 0; token < num_tokens; ++token) {
+  const bool worthwhile = num_tokens * hidden >= kParallelElements;
+  core::parallel_for(executor, num_tokens, worthwhile, [&](std::int64_t token) {
     const float weight = Element::load(Element::store(weights[token]));
     for (std::int64_t i = token * hidden; i < (token + 1) * hidden; ++i) {
       target[i] = Element::store(Element::load(source[i]) * weight);
     }
-  }
+  });
 }
 
 /// row_of(flat slot) is the index of the slot's row in fused_output, or -1.
@@ -53,10 +53,10 @@ void reduce_rows(const FinalizeArgs& args, const RowOf& row_of) {
   auto* output = args.output.as<Storage>();
   // The accumulators of one column block stay in registers and L1.
   constexpr std::int64_t kBlock = 256;
+  const bool worthwhile = num_tokens * topk * hidden >= kParallelElements;
+  Executor& executor = core::executor_of(args.stream);
 
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (num_tokens * topk * hidden >= kParallelElements)
-  for (std::int64_t token = 0; token < num_tokens; ++token) {
+  core::parallel_for(executor, num_tokens, worthwhile, [&](std::int64_t token) {
     std::array<float, kBlock> sums;
     for (std::int64_t begin = 0; begin < hidden; begin += kBlock) {
       const std::int64_t width = std::min(kBlock, hidden - begin);
@@ -71,19 +71,19 @@ void reduce_rows(const FinalizeArgs& args, const RowOf& row_of) {
       Storage* target = output + token * hidden + begin;
       for (std::int64_t i = 0; i < width; ++i) target[i] = Element::store(sums[i]);
     }
-  }
+  });
 }
 
 class CpuBackend final : public core::Backend {
  public:
   void router_logits(const RouterWeights& weights, const TensorView& x, const TensorView& logits,
-                     Stream) const override {
-    fusedmoe::router_logits(weights, x, logits);
+                     Stream stream) const override {
+    cpu::router_logits(core::executor_of(stream), weights, x, logits);
   }
 
   void route(const RouterConfig& config, const TensorView& logits,
-             const TensorView& correction_bias, const Routing& out, Stream) const override {
-    fusedmoe::route(config, logits, correction_bias, out);
+             const TensorView& correction_bias, const Routing& out, Stream stream) const override {
+    cpu::route(core::executor_of(stream), config, logits, correction_bias, out);
   }
 
   void route_shared(const Routing& out, bool gated, Stream) const override {
@@ -97,15 +97,15 @@ class CpuBackend final : public core::Backend {
   }
 
   void weight_rows(const TensorView& x, const TensorView& topk_weights, const TensorView& weighted,
-                   Stream) const override {
+                   Stream stream) const override {
     dispatch_element(x.dtype(), [&](auto element) {
-      weight_rows_of<decltype(element)>(x, topk_weights, weighted);
+      weight_rows_of<decltype(element)>(core::executor_of(stream), x, topk_weights, weighted);
     });
   }
 
   void quantize(const TensorView& x, const QuantKey& key, std::optional<float> scale,
-                const TensorView& values, const TensorView& scales, Stream) const override {
-    fusedmoe::quantize(x, key, values, scales, scale);
+                const TensorView& values, const TensorView& scales, Stream stream) const override {
+    core::quantize(core::executor_of(stream), x, key, scale, {values, scales});
   }
 
   // Serial: it is a few operations per slot against a copy of `hidden` elements.
@@ -132,21 +132,20 @@ class CpuBackend final : public core::Backend {
   }
 
   void dispatch(const TensorView& slot_rows, const TensorView& from, const TensorView& to,
-                Stream) const override {
+                Stream stream) const override {
     const std::int64_t num_tokens = slot_rows.size(0), topk = slot_rows.size(1);
     const std::int64_t row_bytes = bytes(from.dtype(), from.size(1));
     const auto* rows = slot_rows.as<const std::int32_t>();
     const auto* source = from.as<const std::byte>();
     auto* target = to.as<std::byte>();
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (num_tokens * topk * row_bytes >= 2 * kParallelElements)
-    for (std::int64_t token = 0; token < num_tokens; ++token) {
+    const bool worthwhile = num_tokens * topk * row_bytes >= 2 * kParallelElements;
+    core::parallel_for(core::executor_of(stream), num_tokens, worthwhile, [&](std::int64_t token) {
       for (std::int64_t flat = token * topk; flat < (token + 1) * topk; ++flat) {
         if (rows[flat] < 0) continue;
         std::memcpy(target + rows[flat] * row_bytes, source + token * row_bytes,
                     static_cast<std::size_t>(row_bytes));
       }
-    }
+    });
   }
 
   void reduce(const FinalizeArgs& args, const TensorView& slot_rows) const override {
@@ -161,17 +160,17 @@ class CpuBackend final : public core::Backend {
                      [&](auto element) { reduce_rows<decltype(element)>(args, row_of); });
   }
 
-  void add(const TensorView& target, const TensorView& source, Stream) const override {
+  void add(const TensorView& target, const TensorView& source, Stream stream) const override {
     dispatch_element(target.dtype(), [&](auto element) {
       using Element = decltype(element);
       using Storage = typename Element::Storage;
       auto* to = target.as<Storage>();
       const auto* from = source.as<const Storage>();
       const std::int64_t count = target.numel();
-#pragma omp parallel for schedule(static) num_threads(num_threads()) if (count >= kParallelElements)
-      for (std::int64_t i = 0; i < count; ++i) {
-        to[i] = Element::store(Element::load(to[i]) + Element::load(from[i]));
-      }
+      core::parallel_for(core::executor_of(stream), count, count >= kParallelElements,
+                         [to, from](std::int64_t i) {
+                           to[i] = Element::store(Element::load(to[i]) + Element::load(from[i]));
+                         });
     });
   }
 

@@ -3,7 +3,7 @@
 // One token at a time: score, add the correction bias, drop the losing groups, choose, weight.
 // Choosing is a partial sort of 64-bit keys that hold score and index, so ties need no second
 // thought. Checked against src/reference/router.cpp.
-#include "fusedmoe/router.h"
+#include "cpu/router.h"
 
 #include <algorithm>
 #include <array>
@@ -14,7 +14,7 @@
 #include <limits>
 
 #include "core/check.h"
-#include "fusedmoe/runtime.h"
+#include "core/parallel.h"
 
 namespace fusedmoe {
 namespace {
@@ -197,8 +197,8 @@ void route_custom(const RouterConfig& config, const TensorView& logits, const Ro
 
 }  // namespace
 
-void route(const RouterConfig& config, const TensorView& logits, const TensorView& correction_bias,
-           const Routing& out) {
+void cpu::route(Executor& executor, const RouterConfig& config, const TensorView& logits,
+                const TensorView& correction_bias, const Routing& out) {
   config.validate();
   core::check_tensor(logits, "router_logits", DType::kF32, {-1, config.num_experts});
   const std::int64_t num_tokens = logits.size(0);
@@ -225,14 +225,20 @@ void route(const RouterConfig& config, const TensorView& logits, const TensorVie
   auto* ids = out.topk_ids.as<std::int32_t>();
   auto* weights = out.topk_weights.as<float>();
   // Waking the threads costs more than a few thousand scores.
-#pragma omp parallel num_threads(num_threads()) if (num_tokens * config.num_experts >= 8192)
-  {
-    TokenRouter router(config, bias);
-#pragma omp for schedule(static)
-    for (std::int64_t t = 0; t < num_tokens; ++t) {
-      router.route(rows + t * config.num_experts, ids + t * config.topk, weights + t * config.topk);
-    }
-  }
+  const bool worthwhile = num_tokens * config.num_experts >= 8192;
+  core::parallel_ranges(executor, num_tokens, worthwhile,
+                        [&](std::int64_t begin, std::int64_t end) {
+                          TokenRouter router(config, bias);
+                          for (std::int64_t t = begin; t < end; ++t) {
+                            router.route(rows + t * config.num_experts, ids + t * config.topk,
+                                         weights + t * config.topk);
+                          }
+                        });
+}
+
+void route(const RouterConfig& config, const TensorView& logits, const TensorView& correction_bias,
+           const Routing& out) {
+  cpu::route(default_executor(), config, logits, correction_bias, out);
 }
 
 }  // namespace fusedmoe

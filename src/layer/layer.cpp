@@ -5,6 +5,7 @@
 
 #include "core/check.h"
 #include "core/device_runtime.h"
+#include "core/parallel.h"
 #include "core/workspace.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
@@ -296,13 +297,12 @@ void MoeLayer::Impl::logits(const RouterWeights& weights, const TensorView& x,
   }
   const std::int64_t num_tokens = out.size(0), num_experts = out.size(1);
   auto* values = out.as<float>();
-#pragma omp parallel for schedule(static) num_threads(num_threads())
-  for (std::int64_t token = 0; token < num_tokens; ++token) {
+  core::parallel_for(core::executor_of(stream), num_tokens, true, [&](std::int64_t token) {
     for (std::int64_t expert = 0; expert < num_experts; ++expert) {
       values[token * num_experts + expert] =
           static_cast<float>(reference::router_logit(weights, x, token, expert));
     }
-  }
+  });
 }
 
 void MoeLayer::Impl::apply_routed(const Call& call, const Routing& routing,

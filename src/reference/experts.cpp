@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "core/workspace.h"
-#include "fusedmoe/runtime.h"
 #include "moe/experts_args.h"
 #include "quant/quantize.h"
 #include "quant/weight_layout.h"
@@ -74,6 +74,7 @@ struct Buffers {
 
 /// y[slot] = x[slot] matrix^T + bias for the `count` slots of one expert.
 struct Linear {
+  Executor& executor;
   const WeightMatrix& matrix;  // (out, in)
   const QuantKey& key;
   std::int64_t out, in;
@@ -94,9 +95,8 @@ double dot(const double* x, const double* w, std::int64_t count) {
 
 void apply_linear(const Linear& a) {
   constexpr std::int64_t kChunk = 512;  // columns decoded at a time, once for all slots
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (a.out * a.in * a.count >= kParallelWork)
-  for (std::int64_t o = 0; o < a.out; ++o) {
+  const bool worthwhile = a.out * a.in * a.count >= kParallelWork;
+  core::parallel_for(a.executor, a.out, worthwhile, [&](std::int64_t o) {
     for (std::int64_t r = 0; r < a.count; ++r) {
       a.y[a.slots[r] * a.y_stride + o] = bias(a.matrix, o);
     }
@@ -109,7 +109,7 @@ void apply_linear(const Linear& a) {
         a.y[slot * a.y_stride + o] += dot(a.x + slot * a.x_stride + begin, w, columns);
       }
     }
-  }
+  });
 }
 
 /// Global id -> local expert, or -1.
@@ -209,9 +209,9 @@ void weight_and_sum(const ExpertsArgs& args, const Sizes& n, const double* y) {
   const std::int64_t topk = args.topk_ids.size(1);
   const auto* ids = args.topk_ids.as<const std::int32_t>();
   const auto* weights = args.topk_weights.as<const float>();
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (n.slots * n.hidden >= kParallelWork)
-  for (std::int64_t token = 0; token < n.rows; ++token) {
+  const bool worthwhile = n.slots * n.hidden >= kParallelWork;
+  Executor& executor = core::executor_of(args.stream);
+  core::parallel_for(executor, n.rows, worthwhile, [&](std::int64_t token) {
     for (std::int64_t column = 0; column < n.hidden; ++column) {
       double sum = 0;
       for (std::int64_t slot = token * topk; slot < (token + 1) * topk; ++slot) {
@@ -221,7 +221,7 @@ void weight_and_sum(const ExpertsArgs& args, const Sizes& n, const double* y) {
       }
       store(args.output.data(), args.output.dtype(), token * n.hidden + column, sum);
     }
-  }
+  });
 }
 
 /// out[expert, i] = y, rounded once; zeros behind the expert's last row.
@@ -371,8 +371,8 @@ class Forward {
 
   void multiply(const WeightMatrix& matrix, std::int64_t e, std::int64_t out, std::int64_t in,
                 double* y, std::int64_t y_stride) const {
-    apply_linear({matrix, weights_.scheme.weights, out, in, slots(e), count(e), b_.operand,
-                  n_.operand_width(), y, y_stride});
+    apply_linear({core::executor_of(args_.stream), matrix, weights_.scheme.weights, out, in,
+                  slots(e), count(e), b_.operand, n_.operand_width(), y, y_stride});
   }
 
   bool gated() const { return is_gated(args_.weights->info().activation.kind); }
@@ -389,16 +389,15 @@ class Forward {
     const ResolvedActivation& activation = args_.weights->info().activation;
     const std::int64_t inner = n_.intermediate, width = n_.operand_width();
     const std::int64_t rows = count(e);
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (rows * inner >= kParallelWork / 16)
-    for (std::int64_t r = 0; r < rows; ++r) {
+    const bool worthwhile = rows * inner >= kParallelWork / 16;
+    core::parallel_for(core::executor_of(args_.stream), rows, worthwhile, [&](std::int64_t r) {
       const std::int64_t slot = slots(e)[r];
       const double* gate = b_.gate_up + slot * 2 * inner;
       for (std::int64_t i = 0; i < inner; ++i) {
         const double up = gated() ? gate[inner + i] : 0;
         b_.operand[slot * width + i] = round_to(dtype_, activate(activation, gate[i], up));
       }
-    }
+    });
   }
 
   /// The activated rows as the quantizers read them.
