@@ -2,6 +2,7 @@
 // order.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -18,7 +19,7 @@ Executor& executor_of(Stream stream);
 /// thrown again when all have ended. A single task runs on the calling thread.
 template <typename Function>
 void run_tasks(Executor& executor, int num_tasks, const Function& function) {
-  if (num_tasks == 1) {
+  if (num_tasks <= 1) {
     function(0);
     return;
   }
@@ -42,7 +43,7 @@ void run_tasks(Executor& executor, int num_tasks, const Function& function) {
 template <typename Function>
 void parallel_ranges(Executor& executor, std::int64_t count, bool worthwhile,
                      const Function& function) {
-  const int num_tasks = worthwhile && count > 1 ? executor.concurrency() : 1;
+  const int num_tasks = worthwhile && count > 1 ? std::max(1, executor.concurrency()) : 1;
   run_tasks(executor, num_tasks, [&](int task) {
     const std::int64_t begin = count * task / num_tasks, end = count * (task + 1) / num_tasks;
     if (begin < end) function(begin, end);
@@ -58,16 +59,20 @@ void parallel_for(Executor& executor, std::int64_t count, bool worthwhile,
   });
 }
 
+/// largest = max(largest, value), also while other threads do so.
+inline void raise(std::atomic<float>& largest, float value) {
+  float current = largest;
+  while (value > current && !largest.compare_exchange_weak(current, value)) {
+  }
+}
+
 /// The largest of 0 and function(begin, end) over such ranges.
 template <typename Function>
 float parallel_max(Executor& executor, std::int64_t count, bool worthwhile,
                    const Function& function) {
   std::atomic<float> largest{0};
   parallel_ranges(executor, count, worthwhile, [&](std::int64_t begin, std::int64_t end) {
-    const float value = function(begin, end);
-    float current = largest;
-    while (value > current && !largest.compare_exchange_weak(current, value)) {
-    }
+    raise(largest, function(begin, end));
   });
   return largest;
 }

@@ -5,6 +5,7 @@
 
 #include "core/check.h"
 #include "cpu/forward.h"
+#include "fusedmoe/runtime.h"
 #include "moe/experts_args.h"
 
 namespace fusedmoe::cpu {
@@ -105,11 +106,12 @@ void CpuExperts::apply(const ExpertsArgs& args) const {
 }  // namespace
 
 std::shared_ptr<const ModularExperts> make_experts(ActivationFormat format) {
-  return std::make_shared<CpuExperts>(ForwardMode{format, false});
+  return std::make_shared<CpuExperts>(ForwardMode{format, false, num_threads()});
 }
 
 std::shared_ptr<const ModularExperts> make_unfused_experts() {
-  return std::make_shared<CpuExperts>(ForwardMode{ActivationFormat::kStandard, true});
+  return std::make_shared<CpuExperts>(
+      ForwardMode{ActivationFormat::kStandard, true, num_threads()});
 }
 
 }  // namespace fusedmoe::cpu
