@@ -10,19 +10,11 @@
 #include "core/parallel.h"
 #include "cpu/element.h"
 #include "cpu/router.h"
+#include "moe/local_experts.h"
 #include "quant/quantize.h"
 
 namespace fusedmoe::cpu {
 namespace {
-
-/// Local expert of a global id, or -1: negative id, id outside of the map, mapped to -1, or
-/// (without a map) not below num_local_experts.
-std::int64_t local_expert(std::int32_t id, const TensorView& expert_map,
-                          std::int64_t num_local_experts) {
-  if (id < 0) return -1;
-  if (!expert_map) return id < num_local_experts ? id : -1;
-  return id < expert_map.size(0) ? expert_map.as<const std::int32_t>()[id] : -1;
-}
 
 // target = rnd(source * rnd(weight)) in the dtype of the hidden states.
 template <typename Element>
@@ -115,16 +107,18 @@ class CpuBackend final : public core::Backend {
     const std::int64_t num_local_experts = out.expert_num_tokens.numel();
     auto* counts = out.expert_num_tokens.as<std::int32_t>();
     auto* slot_rows = out.slot_rows.as<std::int32_t>();
+    const core::LocalExperts local_expert(expert_map, num_local_experts);
     std::fill_n(counts, num_local_experts, 0);
     for (std::int64_t token = 0; token < num_tokens; ++token) {
       const auto* row = topk_ids.as<const std::int32_t>() + token * topk;
       for (std::int64_t slot = 0; slot < topk; ++slot) {
-        const std::int64_t local = local_expert(row[slot], expert_map, num_local_experts);
+        const std::int64_t local = local_expert(row[slot]);
         slot_rows[token * topk + slot] = -1;
         if (local < 0) continue;
-        FUSEDMOE_CHECK(std::find(row, row + slot, row[slot]) == row + slot, "topk_ids",
+        const auto same = [&](std::int32_t id) { return local_expert(id) == local; };
+        FUSEDMOE_CHECK(std::none_of(row, row + slot, same), "topk_ids",
                        core::format("expert {} twice for token {}", row[slot], token),
-                       "distinct within a token in the batched format");
+                       "on distinct local experts within a token in the batched format");
         slot_rows[token * topk + slot] =
             static_cast<std::int32_t>(local * num_tokens + counts[local]++);
       }
@@ -151,10 +145,10 @@ class CpuBackend final : public core::Backend {
   void reduce(const FinalizeArgs& args, const TensorView& slot_rows) const override {
     const auto* ids = args.topk_ids.as<const std::int32_t>();
     const auto* rows = slot_rows ? slot_rows.as<const std::int32_t>() : nullptr;
+    const core::LocalExperts local_expert(args.expert_map, args.num_local_experts);
     const auto row_of = [&](std::int64_t flat) -> std::int64_t {
       if (rows) return rows[flat];
-      const bool local = local_expert(ids[flat], args.expert_map, args.num_local_experts) >= 0;
-      return local ? flat : -1;
+      return local_expert(ids[flat]) >= 0 ? flat : -1;
     };
     dispatch_element(args.output.dtype(),
                      [&](auto element) { reduce_rows<decltype(element)>(args, row_of); });

@@ -10,6 +10,7 @@
 #include "core/parallel.h"
 #include "core/workspace.h"
 #include "moe/experts_args.h"
+#include "moe/local_experts.h"
 #include "quant/quantize.h"
 #include "quant/weight_layout.h"
 #include "reference/activation.h"
@@ -112,14 +113,6 @@ void apply_linear(const Linear& a) {
   });
 }
 
-/// Global id -> local expert, or -1.
-std::int64_t local_expert(const ExpertsArgs& args, std::int64_t num_experts, std::int32_t id) {
-  const std::int64_t num_ids = args.expert_map ? args.expert_map.size(0) : num_experts;
-  if (id < 0 || id >= num_ids) return -1;
-  const std::int32_t local = args.expert_map ? args.expert_map.as<const std::int32_t>()[id] : id;
-  return local < num_experts ? local : -1;
-}
-
 class ReferenceExperts final : public ModularExperts {
  public:
   ReferenceExperts(ActivationFormat format, bool unfused) : format_(format), unfused_(unfused) {}
@@ -209,13 +202,14 @@ void weight_and_sum(const ExpertsArgs& args, const Sizes& n, const double* y) {
   const std::int64_t topk = args.topk_ids.size(1);
   const auto* ids = args.topk_ids.as<const std::int32_t>();
   const auto* weights = args.topk_weights.as<const float>();
+  const core::LocalExperts local_expert(args.expert_map, n.num_experts);
   const bool worthwhile = n.slots * n.hidden >= kParallelWork;
   Executor& executor = core::executor_of(args.stream);
   core::parallel_for(executor, n.rows, worthwhile, [&](std::int64_t token) {
     for (std::int64_t column = 0; column < n.hidden; ++column) {
       double sum = 0;
       for (std::int64_t slot = token * topk; slot < (token + 1) * topk; ++slot) {
-        if (local_expert(args, n.num_experts, ids[slot]) < 0) continue;
+        if (local_expert(ids[slot]) < 0) continue;
         const double weight = args.router_weight_on_input ? 1 : weights[slot];
         sum += weight * y[slot * n.hidden + column];
       }
@@ -296,6 +290,7 @@ class Forward {
   const std::int64_t* slots(std::int64_t e) const { return b_.slots + b_.offsets[e]; }
 
   void group_slots() {
+    const core::LocalExperts local_expert(args_.expert_map, n_.num_experts);
     std::int64_t count = 0;
     for (std::int64_t e = 0; e < n_.num_experts; ++e) {
       b_.offsets[e] = count;
@@ -307,7 +302,7 @@ class Forward {
       } else {
         const auto* ids = args_.topk_ids.as<const std::int32_t>();
         for (std::int64_t slot = 0; slot < n_.slots; ++slot) {
-          if (local_expert(args_, n_.num_experts, ids[slot]) == e) b_.slots[count++] = slot;
+          if (local_expert(ids[slot]) == e) b_.slots[count++] = slot;
         }
       }
     }
