@@ -71,12 +71,6 @@ void check_rows(const TensorView& view, const char* argument, DType dtype) {
                  "16-byte aligned");
 }
 
-void check_device(const TensorView& view, const char* argument, Device device) {
-  FUSEDMOE_CHECK(!view || view.device() == device, argument,
-                 core::format("on {}", to_string(view.device())),
-                 core::format("on {}", to_string(device)));
-}
-
 void check_sizes(const ExpertWeights& weights) {
   FUSEDMOE_CHECK(weights.hidden % kPitchUnit == 0, "weights.hidden",
                  core::to_string(weights.hidden), core::format("a multiple of {}", kPitchUnit));
@@ -87,16 +81,6 @@ void check_sizes(const ExpertWeights& weights) {
 
 /// What check_experts_args() does not ask for.
 void check_args(const ExpertsArgs& args, DType dtype) {
-  const Device device = args.weights->info().device;
-  FUSEDMOE_CHECK(args.stream.device == device, "stream",
-                 core::format("of {}", to_string(args.stream.device)),
-                 core::format("of {}, where the packed weights are", to_string(device)));
-  check_device(args.hidden_states, "hidden_states", device);
-  check_device(args.output, "output", device);
-  check_device(args.topk_ids, "topk_ids", device);
-  check_device(args.topk_weights, "topk_weights", device);
-  check_device(args.expert_map, "expert_map", device);
-  check_device(args.expert_num_tokens, "expert_num_tokens", device);
   check_rows(args.hidden_states, "hidden_states", dtype);
   check_rows(args.output, "output", dtype);
 }

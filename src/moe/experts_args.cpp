@@ -14,6 +14,26 @@ void check_row_count(std::int64_t rows, const char* argument) {
                  core::format("at most {} rows of all experts", kMaxRows));
 }
 
+/// Before anything is read: all arguments where the packed weights are.
+void check_devices(const ExpertsArgs& args) {
+  const Device device = args.weights->info().device;
+  FUSEDMOE_CHECK(args.stream.device == device, "stream",
+                 core::format("of {}", to_string(args.stream.device)),
+                 core::format("of {}, where the packed weights are", to_string(device)));
+  const auto check = [device](const TensorView& view, const char* argument) {
+    FUSEDMOE_CHECK(!view || view.device() == device, argument,
+                   core::format("on {}", to_string(view.device())),
+                   core::format("on {}, where the packed weights are", to_string(device)));
+  };
+  check(args.hidden_states, "hidden_states");
+  check(args.hidden_scales, "hidden_scales");
+  check(args.output, "output");
+  check(args.topk_ids, "topk_ids");
+  check(args.topk_weights, "topk_weights");
+  check(args.expert_map, "expert_map");
+  check(args.expert_num_tokens, "expert_num_tokens");
+}
+
 void check_batched(const ExpertsArgs& args, const ProblemSize& problem) {
   check_row_count(problem.num_local_experts * problem.num_tokens, "hidden_states");
   check_tensor(args.expert_num_tokens, "expert_num_tokens", DType::kI32,
@@ -170,6 +190,7 @@ ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs&
   FUSEDMOE_CHECK(!args.hooks || experts.has_hooks(), "hooks",
                  core::format("given to {}", experts.name()),
                  "given to experts with injection points only");
+  check_devices(args);
   const bool batched = experts.activation_format() == ActivationFormat::kBatchedExperts;
   const PackedWeights::Info& info = args.weights->info();
   const TensorView& x = args.hidden_states;

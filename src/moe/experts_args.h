@@ -35,7 +35,8 @@ void check_expert(const Experts& experts, const PackedWeights& packed, std::int6
 void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& packed);
 
 /// The size of the problem that `args` describe. Throws Error for weights that `experts` do not
-/// accept, shapes, dtypes or counts that do not fit them, and missing workspaces.
+/// accept, arguments on another device than theirs, shapes, dtypes or counts that do not fit them,
+/// and missing workspaces.
 ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs& args);
 
 }  // namespace fusedmoe::core
