@@ -73,8 +73,9 @@ FUSEDMOE_API std::string to_string(Device device);
 /// Accepts "cpu", "cuda" (= "cuda:0") and "cuda:i"; throws Error otherwise.
 FUSEDMOE_API Device parse_device(std::string_view text);
 
-/// An ordered queue of work on a device. On the CPU work is synchronous and the handle unused; on
-/// CUDA the handle is a `cudaStream_t`, null for the device's default stream.
+/// An ordered queue of work on a device. On CUDA the handle is a `cudaStream_t`, null for the
+/// device's default stream. On the CPU work is done when the call returns; the handle is an
+/// `Executor*` (cpu_stream() in runtime.h), null for the default one.
 struct Stream {
   Device device;
   void* handle = nullptr;

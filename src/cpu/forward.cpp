@@ -1,14 +1,13 @@
 #include "cpu/forward.h"
 
-#include <omp.h>
-
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "core/workspace.h"
 #include "fusedmoe/router.h"
-#include "fusedmoe/runtime.h"
 #include "moe/experts_args.h"
 #include "quant/quantize.h"
 
@@ -68,13 +67,12 @@ std::int64_t floats_per_row(const QuantScheme& scheme, std::int64_t padded_k) {
 WorkspaceLayout::WorkspaceLayout(const ProblemSize& problem, ForwardMode mode, void* workspace2)
     : rows(problem.num_tokens *
            (mode.format == ActivationFormat::kStandard ? problem.topk : problem.num_local_experts)),
-      threads(num_threads()),
       index_bytes(routing_data_bytes(problem.num_tokens, problem.topk, problem.num_local_experts)) {
   const auto size = [](std::int64_t count) { return static_cast<std::size_t>(count); };
   const std::int64_t hidden = round_up(problem.hidden, kTileColumns);
   const std::int64_t intermediate = round_up(problem.intermediate, kTileColumns);
   const std::int64_t most_rows = std::max(rows, problem.num_tokens);
-  // A row as fp32, its codes and its scales.
+  // A row in fp32, its codes and its scales.
   const std::int64_t row_scratch = 6 * std::max(hidden, intermediate);
   const bool quantized = problem.scheme.activations.has_value();
   scratch_bytes = core::round_up_workspace(kScratchBytes +
@@ -86,7 +84,7 @@ WorkspaceLayout::WorkspaceLayout(const ProblemSize& problem, ForwardMode mode, v
     offsets = static_cast<std::int64_t*>(
         cutter.take(size(problem.num_local_experts + 1) * sizeof(std::int64_t)));
   }
-  scratch = static_cast<std::byte*>(cutter.take(scratch_bytes * size(threads)));
+  scratch = static_cast<std::byte*>(cutter.take(scratch_bytes * size(mode.max_threads)));
   for (int i = 0; i < 2; ++i) {
     const std::int64_t floats = floats_per_row(problem.scheme, i == 0 ? hidden : intermediate);
     row_floats[i] = static_cast<float*>(cutter.take(size(most_rows * floats) * sizeof(float)));
@@ -101,13 +99,12 @@ WorkspaceLayout::WorkspaceLayout(const ProblemSize& problem, ForwardMode mode, v
   bytes13 = size(rows * intermediate * 4 * (mode.unfused ? 2 : 1));
 }
 
-/// Parts of a thread's scratch memory.
-class Forward::ThreadScratch {
+/// Scratch memory of one task, in parts.
+class Forward::TaskScratch {
  public:
-  ThreadScratch(const WorkspaceLayout& layout, std::int64_t longest_row)
-      : panels_(layout.scratch +
-                static_cast<std::size_t>(omp_get_thread_num()) * layout.scratch_bytes),
-        longest_row_(longest_row) {}
+  TaskScratch(const WorkspaceLayout& layout, const ProblemSize& problem, int task)
+      : panels_(layout.scratch + static_cast<std::size_t>(task) * layout.scratch_bytes),
+        longest_row_(round_up(std::max(problem.hidden, problem.intermediate), kTileColumns)) {}
 
   std::byte* panels() const { return panels_; }
   float* row() const { return reinterpret_cast<float*>(panels_ + kScratchBytes); }
@@ -119,13 +116,26 @@ class Forward::ThreadScratch {
   std::int64_t longest_row_;  // a multiple of kTileColumns
 };
 
+template <typename Function>
+void Forward::for_rows(std::int64_t rows, std::int64_t work, const Function& function) const {
+  constexpr std::int64_t kWorthwhile = 8192;  // a few microseconds of one thread
+  const int num_tasks = work >= kWorthwhile ? num_threads_ : 1;
+  core::run_tasks(executor_, num_tasks, [&](int task) {
+    const TaskScratch scratch(layout_, problem_, task);
+    const std::int64_t end = rows * (task + 1) / num_tasks;
+    for (std::int64_t row = rows * task / num_tasks; row < end; ++row) function(row, scratch);
+  });
+}
+
 Forward::Forward(const Experts& experts, const ForwardArgs& args)
     : args_(args),
-      mode_(mode_of(experts.config())),
+      mode_(mode_of(experts)),
       problem_(core::problem_of(experts, args)),
       weights_(static_cast<const CpuPackedWeights&>(*args.weights)),
       batched_(mode_.format == ActivationFormat::kBatchedExperts),
       layout_(problem_, mode_, args.workspace2),
+      executor_(core::executor_of(args.stream)),
+      num_threads_(std::min(mode_.max_threads, executor_.concurrency())),
       key_(problem_.scheme.activations),
       hidden_quantized_(key_ && !experts.descriptor().expects_unquantized_inputs(problem_.scheme)),
       compute_(compute_of(problem_.scheme, problem_.dtype)),
@@ -178,20 +188,18 @@ std::int64_t Forward::expert_of(std::int64_t row) const {
   return std::upper_bound(expert_offsets_, end, row) - expert_offsets_ - 1;
 }
 
-/// Hidden states as GEMM 1 reads them: converted or quantized, padded, token by token or permuted.
-void Forward::prepare_rows(const ThreadScratch& scratch) const {
-#pragma omp for schedule(static)
-  for (std::int64_t row = 0; row < a_rows_; ++row) {
-    if (batched_ &&
-        row % problem_.num_tokens >=
-            args_.expert_num_tokens.as<const std::int32_t>()[row / problem_.num_tokens]) {
-      continue;
-    }
-    prepare_row(row, scratch);
-  }
+/// Makes the rows that GEMM 1 reads: hidden states converted or quantized, padded, in the order of
+/// the tokens or permuted.
+void Forward::prepare_rows() const {
+  const auto* counts = batched_ ? args_.expert_num_tokens.as<const std::int32_t>() : nullptr;
+  const std::int64_t work = a_rows_ * problem_.hidden * (quantizes_here() ? kQuantizeWork : 1);
+  for_rows(a_rows_, work, [&](std::int64_t row, const TaskScratch& scratch) {
+    const bool unused = counts && row % problem_.num_tokens >= counts[row / problem_.num_tokens];
+    if (!unused) prepare_row(row, scratch);
+  });
 }
 
-void Forward::prepare_row(std::int64_t row, const ThreadScratch& scratch) const {
+void Forward::prepare_row(std::int64_t row, const TaskScratch& scratch) const {
   const std::int64_t source = permute_ ? slots_[row] / problem_.topk : row;
   const auto* x = args_.hidden_states.as<const std::byte>() + source * x_bytes_;
   std::byte* target = layout_.gemm2_rows + row * a_bytes_;
@@ -266,15 +274,30 @@ TileJob Forward::job(const Task& task, bool first) const {
   return job;
 }
 
-/// The activation's output as GEMM 2 reads it, in place.
-void Forward::activated_rows(float tensor_scale, const ThreadScratch& scratch) const {
+/// Turns activated rows into what GEMM 2 reads, in place.
+void Forward::finish_activated_rows() const {
   if (!key_ && !operands_[1].has_starts()) return;
-#pragma omp for schedule(static)
-  for (std::int64_t row = 0; row < num_rows(); ++row) activated_row(row, tensor_scale, scratch);
+  const float tensor_scale = activated_scale();
+  for_rows(num_rows(), num_rows() * problem_.intermediate * kQuantizeWork,
+           [&](std::int64_t row, const TaskScratch& scratch) {
+             activated_row(row, tensor_scale, scratch);
+           });
+}
+
+/// The scale that all activated rows share, if there is one.
+float Forward::activated_scale() const {
+  if (!key_ || !per_tensor(*key_) || !key_->dynamic) return weights_.info().a2_scale.value_or(1);
+  std::atomic<float> largest{0};
+  for_rows(num_rows(), num_rows() * problem_.intermediate,
+           [&](std::int64_t row, const TaskScratch&) {
+             const auto* values = reinterpret_cast<const float*>(gemm1_rows_ + row * gemm1_bytes_);
+             core::raise(largest, core::amax(values, problem_.intermediate));
+           });
+  return core::tensor_scale(largest);
 }
 
 void Forward::activated_row(std::int64_t row, float tensor_scale,
-                            const ThreadScratch& scratch) const {
+                            const TaskScratch& scratch) const {
   std::byte* target = gemm1_rows_ + row * gemm1_bytes_;
   float* floats = layout_.row_floats[1];
   if (!key_) return operands_[1].start(target, floats, num_rows(), row);
@@ -301,27 +324,21 @@ void Forward::to_layer_dtype(const float* source, std::int64_t count, std::byte*
 void Forward::call_hook(const std::function<void(const HookArgs&)> ExpertsHooks::*hook,
                         const TensorView& input, const TensorView& output) const {
   if (!args_.hooks || !(args_.hooks->*hook)) return;
-#pragma omp single
-  if (!hook_failure_) {
-    HookArgs hook_args;
-    hook_args.input = input;
-    hook_args.output = output;
-    hook_args.expert_offsets = TensorView(const_cast<std::int32_t*>(expert_offsets_), DType::kI32,
-                                          {problem_.num_local_experts + 1});
-    hook_args.permuted_to_slot =
-        TensorView(const_cast<std::int32_t*>(slots_), DType::kI32, {num_rows()});
-    hook_args.topk = problem_.topk;
-    try {
-      (args_.hooks->*hook)(hook_args);
-    } catch (...) {
-      hook_failure_ = std::current_exception();  // must not leave the parallel region
-    }
-  }
+  HookArgs hook_args;
+  hook_args.input = input;
+  hook_args.output = output;
+  hook_args.expert_offsets = TensorView(const_cast<std::int32_t*>(expert_offsets_), DType::kI32,
+                                        {problem_.num_local_experts + 1});
+  hook_args.permuted_to_slot =
+      TensorView(const_cast<std::int32_t*>(slots_), DType::kI32, {num_rows()});
+  hook_args.topk = problem_.topk;
+  hook_args.stream = args_.stream;
+  (args_.hooks->*hook)(hook_args);
 }
 
-/// GEMM 1's sums, in tile order -> rows of the layer's dtype, activation, rows for GEMM 2 as fp32
-/// or as the layer's dtype; hooks between.
-void Forward::unfused_activation(const ThreadScratch& scratch) const {
+/// GEMM 1's fp32 output is in tile order. Rounds it to rows of the layer's dtype, calls the hook,
+/// activates, calls the hook, and converts the activated rows to what the next step reads.
+void Forward::unfused_activation() const {
   const Epilogue epilogue = epilogue_of(weights_.info().activation, problem_.dtype, true);
   const std::int64_t intermediate = problem_.intermediate;
   const std::int64_t width = epilogue.gated ? 2 * intermediate : intermediate;
@@ -332,8 +349,8 @@ void Forward::unfused_activation(const ThreadScratch& scratch) const {
   const TensorView gate_up_rows(gate_up, problem_.dtype, {num_rows(), width});
   const TensorView activated_view(activated, problem_.dtype, {num_rows(), intermediate});
   const auto to_f32 = isa_.convert[static_cast<int>(Compute::kF32)];
-#pragma omp for schedule(static)
-  for (std::int64_t row = 0; row < num_rows(); ++row) {
+  const std::int64_t rows = num_rows();
+  for_rows(rows, rows * width, [&](std::int64_t row, const TaskScratch& scratch) {
     const auto* tiles = reinterpret_cast<const float*>(gemm1_rows_ + row * gemm1_bytes_);
     for (std::int64_t part = 0; part * intermediate < width; ++part) {
       for (std::int64_t i = 0; i < intermediate; i += outputs) {
@@ -344,11 +361,10 @@ void Forward::unfused_activation(const ThreadScratch& scratch) const {
       to_layer_dtype(scratch.row(), intermediate,
                      gate_up + (row * width + part * intermediate) * element);
     }
-  }
+  });
   const TensorView hidden = hidden_quantized_ ? TensorView() : args_.hidden_states;
   call_hook(&ExpertsHooks::after_gemm1, hidden, gate_up_rows);
-#pragma omp for schedule(static)
-  for (std::int64_t row = 0; row < num_rows(); ++row) {
+  for_rows(rows, rows * width, [&](std::int64_t row, const TaskScratch& scratch) {
     float* values = scratch.row();
     const auto half_row = [&](std::int64_t part, float* target) {
       to_f32(gate_up + (row * width + part * intermediate) * element, rounding_of(problem_.dtype),
@@ -359,35 +375,33 @@ void Forward::unfused_activation(const ThreadScratch& scratch) const {
     if (epilogue.gated) half_row(1, up);
     isa_.activate(epilogue, values, up, round_up(intermediate, kTileColumns), values);
     to_layer_dtype(values, intermediate, activated + row * intermediate * element);
-  }
+  });
   call_hook(&ExpertsHooks::after_activation, gate_up_rows, activated_view);
-#pragma omp for schedule(static)
-  for (std::int64_t row = 0; row < num_rows(); ++row) {
+  for_rows(rows, rows * intermediate, [&](std::int64_t row, const TaskScratch&) {
     const Compute target = key_ ? Compute::kF32 : compute_;
     isa_.convert[static_cast<int>(target)](activated + row * intermediate * element,
                                            rounding_of(problem_.dtype), intermediate,
                                            weights_.gemm2().k, gemm1_rows_ + row * gemm1_bytes_);
-  }
+  });
 }
 
-/// GEMM 2's rows rounded to the layer's dtype, with a hook, and back.
-void Forward::unfused_output(const ThreadScratch&) const {
+/// Rounds GEMM 2's output to the layer's dtype, calls the hook, and converts it back to fp32.
+void Forward::unfused_output() const {
   const std::int64_t hidden = problem_.hidden, element = bytes(problem_.dtype, 1);
   auto* rows = static_cast<std::byte*>(layout_.hook_rows[0]);
-#pragma omp for schedule(static)
-  for (std::int64_t row = 0; row < num_rows(); ++row) {
+  const std::int64_t elements = num_rows() * hidden;
+  for_rows(num_rows(), elements, [&](std::int64_t row, const TaskScratch&) {
     to_layer_dtype(reinterpret_cast<const float*>(layout_.gemm2_rows + row * gemm2_bytes_), hidden,
                    rows + row * hidden * element);
-  }
+  });
   call_hook(&ExpertsHooks::after_gemm2,
             TensorView(layout_.hook_rows[1], problem_.dtype, {num_rows(), problem_.intermediate}),
             TensorView(rows, problem_.dtype, {num_rows(), hidden}));
-#pragma omp for schedule(static)
-  for (std::int64_t row = 0; row < num_rows(); ++row) {
+  for_rows(num_rows(), elements, [&](std::int64_t row, const TaskScratch&) {
     isa_.convert[static_cast<int>(Compute::kF32)](
         rows + row * hidden * element, rounding_of(problem_.dtype), hidden,
         weights_.gemm2().padded_columns(), layout_.gemm2_rows + row * gemm2_bytes_);
-  }
+  });
 }
 
 /// The weighted sum of a token's rows, or one row of the batched format (zero behind the last).
@@ -419,46 +433,31 @@ void Forward::reduce(std::int64_t row, std::int64_t first_column) const {
   isa_.reduce(job);
 }
 
+/// One of the two grouped GEMMs.
+void Forward::multiply(bool first) const {
+  const PackedGemm& packed = first ? weights_.gemm1() : weights_.gemm2();
+  const auto kernel =
+      isa_.multiply[static_cast<int>(packed.shape.format.codes)][static_cast<int>(compute_)];
+  GroupedGemm gemm(packed, expert_offsets_, problem_.num_local_experts,
+                   layout_.task_offsets[first ? 0 : 1]);
+  core::run_tasks(executor_, num_threads_, [&](int task) {
+    const TaskScratch scratch(layout_, problem_, task);
+    gemm.run(kernel, scratch.panels(), [&](const Task& tile) { return job(tile, first); });
+  });
+}
+
 void Forward::run() {
   if (problem_.num_tokens == 0) return;
-  const Codes codes = weights_.gemm1().shape.format.codes;
-  const auto multiply = isa_.multiply[static_cast<int>(codes)][static_cast<int>(compute_)];
-  const std::int64_t num_experts = problem_.num_local_experts;
-  GroupedGemm gemm1(weights_.gemm1(), expert_offsets_, num_experts, layout_.task_offsets[0]);
-  GroupedGemm gemm2(weights_.gemm2(), expert_offsets_, num_experts, layout_.task_offsets[1]);
-  const bool find_scale = key_ && per_tensor(*key_) && key_->dynamic;
-  float tensor_scale = weights_.info().a2_scale.value_or(1), largest = 0;
-  const std::int64_t longest =
-      round_up(std::max(problem_.hidden, problem_.intermediate), kTileColumns);
-#pragma omp parallel num_threads(layout_.threads)
-  {
-    const ThreadScratch scratch(layout_, longest);
-    if (!direct_) prepare_rows(scratch);
-    gemm1.run(multiply, scratch.panels(), [this](const Task& task) { return job(task, true); });
-#pragma omp barrier
-    if (mode_.unfused) unfused_activation(scratch);
-    if (find_scale) {
-#pragma omp for schedule(static) reduction(max : largest)
-      for (std::int64_t row = 0; row < num_rows(); ++row) {
-        const auto* values = reinterpret_cast<const float*>(gemm1_rows_ + row * gemm1_bytes_);
-        largest = std::max(largest, core::amax(values, problem_.intermediate));
-      }
-#pragma omp single
-      tensor_scale = core::tensor_scale(largest);
-    }
-    activated_rows(tensor_scale, scratch);
-    gemm2.run(multiply, scratch.panels(), [this](const Task& task) { return job(task, false); });
-#pragma omp barrier
-    if (mode_.unfused) unfused_output(scratch);
-    const std::int64_t output_rows = hook_failure_ ? 0 : x_rows_;
-#pragma omp for schedule(static) collapse(2) nowait
-    for (std::int64_t row = 0; row < output_rows; ++row) {
-      for (std::int64_t column = 0; column < problem_.hidden; column += kReduceColumns) {
-        reduce(row, column);
-      }
-    }
-  }
-  if (hook_failure_) std::rethrow_exception(hook_failure_);
+  if (!direct_) prepare_rows();
+  multiply(true);
+  if (mode_.unfused) unfused_activation();
+  finish_activated_rows();
+  multiply(false);
+  if (mode_.unfused) unfused_output();
+  const std::int64_t blocks = (problem_.hidden + kReduceColumns - 1) / kReduceColumns;
+  for_rows(
+      x_rows_ * blocks, x_rows_ * problem_.topk * problem_.hidden,
+      [&](std::int64_t i, const TaskScratch&) { reduce(i / blocks, i % blocks * kReduceColumns); });
 }
 
 }  // namespace fusedmoe::cpu

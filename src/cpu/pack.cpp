@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "fusedmoe/quant.h"
-#include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cpu {
@@ -292,20 +291,14 @@ void CpuPackedWeights::pack_expert(std::int64_t expert, const ExpertMatrices& so
   origins_[static_cast<std::size_t>(expert)] = {origin(source.gate), origin(source.up),
                                                 origin(source.down)};
   std::byte* base = data_.as<std::byte>() + expert * expert_bytes_;
-  std::exception_ptr failure;
-#pragma omp parallel for schedule(dynamic, 4) num_threads(num_threads())
-  for (std::int64_t index = 0; index < gemm1_.num_tiles + gemm2_.num_tiles; ++index) {
+  const std::int64_t num_tiles = gemm1_.num_tiles + gemm2_.num_tiles;
+  core::parallel_for(default_executor(), num_tiles, true, [&](std::int64_t index) {
     const bool first = index < gemm1_.num_tiles;
     const PackedGemm& gemm = first ? gemm1_ : gemm2_;
     const std::int64_t tile = first ? index : index - gemm1_.num_tiles;
     const Columns columns = columns_of(source, first, tile);
-    try {
-      pack_tile(gemm.shape, columns,
-                base + (first ? 0 : gemm1_.expert_bytes()) + tile * gemm.tile_bytes);
-    } catch (...) {
-#pragma omp critical(fusedmoe_pack_failure)
-      failure = std::current_exception();
-    }
+    pack_tile(gemm.shape, columns,
+              base + (first ? 0 : gemm1_.expert_bytes()) + tile * gemm.tile_bytes);
     const auto fill = [&](const Tensor& tensor, auto value) {
       if (!tensor) return;
       float* target = tensor.as<float>() + expert * gemm.padded_columns() + tile * kTileColumns;
@@ -314,8 +307,7 @@ void CpuPackedWeights::pack_expert(std::int64_t expert, const ExpertMatrices& so
     fill(first ? bias1_ : bias2_, bias_at);
     fill(first ? scales1_ : scales2_,
          [&](const Column& column) { return column_scale(gemm.shape.key, column); });
-  }
-  if (failure) std::rethrow_exception(failure);
+  });
 }
 
 ExpertWeights CpuPackedWeights::unpack(std::int64_t expert) const {

@@ -9,8 +9,8 @@
 #include <cstring>
 
 #include "core/check.h"
-#include "fusedmoe/router.h"
-#include "fusedmoe/runtime.h"
+#include "core/parallel.h"
+#include "cpu/router.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
@@ -194,13 +194,16 @@ Rows rows_of(const TensorView& view) {
 
 }  // namespace
 
-void router_logits(const RouterWeights& weights, const TensorView& x, const TensorView& logits) {
+void cpu::router_logits(Executor& executor, const RouterWeights& weights, const TensorView& x,
+                        const TensorView& logits) {
   check_operand(weights.weight, "router.weight", {-1, -1});
   const std::int64_t num_experts = weights.weight.size(0), hidden = weights.weight.size(1);
   check_operand(x, "hidden_states", {-1, hidden});
   const std::int64_t num_tokens = x.size(0);
   if (weights.bias) check_operand(weights.bias, "router.bias", {num_experts});
   core::check_tensor(logits, "router_logits", DType::kF32, {num_tokens, num_experts});
+  FUSEDMOE_CHECK_FAULT(logits.device().is_cpu(), kDevice, "router_logits",
+                       to_string(logits.device()), "on the cpu");
   FUSEDMOE_CHECK_FAULT(!core::overlap(x, logits), kOverlap, "router_logits",
                        "overlapping hidden_states", "in memory of its own");
 
@@ -210,11 +213,14 @@ void router_logits(const RouterWeights& weights, const TensorView& x, const Tens
   static const TileFunction tile = select_tile();
   const std::int64_t expert_tiles = (num_experts + kTile - 1) / kTile;
   const std::int64_t tiles = (num_tokens + kTile - 1) / kTile * expert_tiles;
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (num_tokens * num_experts * hidden >= kParallelWork)
-  for (std::int64_t i = 0; i < tiles; ++i) {
+  const bool worthwhile = num_tokens * num_experts * hidden >= kParallelWork;
+  core::parallel_for(executor, tiles, worthwhile, [&](std::int64_t i) {
     tile(problem, i / expert_tiles * kTile, i % expert_tiles * kTile);
-  }
+  });
+}
+
+void router_logits(const RouterWeights& weights, const TensorView& x, const TensorView& logits) {
+  cpu::router_logits(default_executor(), weights, x, logits);
 }
 
 }  // namespace fusedmoe
