@@ -86,8 +86,12 @@ void check_args(const ExpertsArgs& args, DType dtype) {
   check_rows(args.output, "output", dtype);
 }
 
-std::size_t bytes_of(std::int64_t rows, std::int64_t pitch, DType dtype) {
-  return static_cast<std::size_t>(bytes(dtype, Shape({rows, pitch}).numel()));
+/// The configuration that the caller asks for: the one place where it enters. A name that no format
+/// has is a configuration that is never valid, so that experts choose by themselves.
+std::optional<KernelConfig> requested_config() {
+  const std::optional<std::string_view> name = core::pinned_tile_plan();
+  if (!name) return std::nullopt;
+  return parse_config(*name).value_or(KernelConfig{});
 }
 
 /// Scratch of one forward. With a null block only the size is meaningful.
@@ -108,19 +112,20 @@ struct Scratch {
     core::WorkspaceCutter cutter(block);
     rows = problem.num_tokens * (batched ? experts : problem.topk);
     activated_pitch = round_up(problem.intermediate, kPitchUnit);
+    const auto take_rows = [&](std::int64_t pitch, DType dtype) {
+      return cutter.take(
+          static_cast<std::size_t>(fusedmoe::bytes(dtype, Shape({rows, pitch}).numel())));
+    };
     counters = static_cast<std::int32_t*>(
         cutter.take(4 * static_cast<std::size_t>(num_counters(config.tile, rows, experts))));
     if (!batched) {
+      const DType rows_dtype = config.rows_f32 ? DType::kF32 : problem.dtype;
       routing = cutter.take(routing_data_bytes(problem.num_tokens, problem.topk, experts));
-      permuted = cutter.take(bytes_of(rows, problem.hidden, problem.dtype));
-      rows_out =
-          cutter.take(config.splits * bytes_of(rows, problem.hidden,
-                                               config.rows_f32 ? DType::kF32 : problem.dtype));
+      permuted = take_rows(problem.hidden, problem.dtype);
+      rows_out = take_rows(config.splits * problem.hidden, rows_dtype);
     }
-    if (variant == Variant::kUnfused) {
-      gate_up = cutter.take(bytes_of(rows, 2 * problem.intermediate, problem.dtype));
-    }
-    activated = cutter.take(bytes_of(rows, activated_pitch, problem.dtype));
+    if (variant == Variant::kUnfused) gate_up = take_rows(2 * problem.intermediate, problem.dtype);
+    activated = take_rows(activated_pitch, problem.dtype);
     bytes = cutter.used();
   }
 };
@@ -172,7 +177,7 @@ class Sm90Experts final : public ModularExperts {
   bool batched() const { return variant_ == Variant::kBatched; }
   MlpShape shape_of(const ProblemSize& problem, Device device = {}) const;
   KernelConfig config_for(const ProblemSize& problem, Device device,
-                          std::optional<std::string_view> requested) const;
+                          const std::optional<KernelConfig>& requested) const;
   DType dtype() const { return format_.row_dtype; }
   FusedMlpParams make_params(const ExpertsArgs& args, const Scratch& scratch,
                              const KernelConfig& config) const;
@@ -260,12 +265,10 @@ MlpShape Sm90Experts::shape_of(const ProblemSize& problem, Device device) const 
 /// What the caller requests, else what was tuned, else what the heuristic chooses. Tuned
 /// configurations are for one number of tokens, so the batch-invariant experts do not look at them.
 KernelConfig Sm90Experts::config_for(const ProblemSize& problem, Device device,
-                                     std::optional<std::string_view> requested) const {
+                                     const std::optional<KernelConfig>& requested) const {
   const MlpShape shape = shape_of(problem, device);
-  std::optional<KernelConfig> preferred;
-  if (requested) {
-    preferred = parse_config(*requested);
-  } else if (!shape.batch_invariant) {
+  std::optional<KernelConfig> preferred = requested;
+  if (!requested && !shape.batch_invariant) {
     ProblemSize key = problem;
     key.topk = shape.topk;
     preferred = tuned_config(device_name(device), name_, key);
@@ -275,7 +278,7 @@ KernelConfig Sm90Experts::config_for(const ProblemSize& problem, Device device,
 
 std::vector<std::string> Sm90Experts::tile_plans(const ProblemSize& problem, Device device) const {
   if (problem.num_tokens == 0) return {};
-  std::vector<std::string> names{to_string(config_for(problem, device, core::pinned_tile_plan()))};
+  std::vector<std::string> names{to_string(config_for(problem, device, requested_config()))};
   for (const KernelConfig& config : valid_configs(shape_of(problem, device))) {
     if (std::string name = to_string(config); name != names.front()) {
       names.push_back(std::move(name));
@@ -379,8 +382,7 @@ void Sm90Experts::apply(const ExpertsArgs& args) const {
                  fmt::format("of a multiple of {}: hooks see rows without padding", kPitchUnit));
   if (problem.num_tokens == 0) return;
   const core::CurrentDevice current(args.stream.device);
-  // The one place where the caller's choice of configuration enters.
-  const KernelConfig config = config_for(problem, args.output.device(), core::pinned_tile_plan());
+  const KernelConfig config = config_for(problem, args.output.device(), requested_config());
   const Scratch scratch(problem, variant_, config, args.workspace2);
   FusedMlpParams params = make_params(args, scratch, config);
   const std::int64_t counters = num_counters(config.tile, scratch.rows, problem.num_local_experts);

@@ -7,7 +7,7 @@
 
 #include "core/check.h"
 #include "core/device_runtime.h"
-#include "cuda/device/current_device.h"
+#include "cuda/device/properties.h"
 #include "fusedmoe/formats.h"
 #include "fusedmoe/runtime.h"
 

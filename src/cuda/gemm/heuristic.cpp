@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "fusedmoe/tune.h"
+
 namespace fusedmoe::cuda {
 namespace {
 

@@ -11,7 +11,6 @@
 
 #include "cuda/gemm/weight_format.h"
 #include "fusedmoe/experts.h"
-#include "fusedmoe/tune.h"
 
 namespace fusedmoe::cuda {
 
@@ -73,14 +72,5 @@ std::int64_t max_tokens_f32(const MlpShape& shape);
 /// The configuration in tuned_plans() for the problem, if there is one. Names are parsed once.
 std::optional<KernelConfig> tuned_config(std::string_view device, std::string_view experts,
                                          const ProblemSize& problem);
-
-/// While it lives, experts of this thread run `config` where it is valid: to test each.
-class PinnedConfig {
- public:
-  explicit PinnedConfig(const KernelConfig& config) : pin_(to_string(config)) {}
-
- private:
-  PinnedTilePlan pin_;
-};
 
 }  // namespace fusedmoe::cuda
