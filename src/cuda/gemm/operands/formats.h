@@ -13,7 +13,7 @@ WeightFormat bf16_format();
 WeightFormat f16_format();
 WeightFormat mxfp4_format();
 
-/// Defined by the generated file of the policy and the tile shape (src/CMakeLists.txt).
+/// Defined by the generated file of the policy and the tile shape (cmake/FusedmoeKernels.cmake).
 template <typename Operands, int kIndex>
 void launch_kernel(const FusedMlpParams& params, const Stream& stream);
 
