@@ -11,7 +11,6 @@
 #include "core/check.h"
 #include "core/device_runtime.h"
 #include "core/experts_args.h"
-#include "core/tuning.h"
 #include "core/workspace.h"
 #include "cuda/activation.h"
 #include "cuda/combine.h"
@@ -84,14 +83,6 @@ void check_args(const ExpertsArgs& args, DType dtype) {
   check_device(args.expert_num_tokens, "expert_num_tokens", device);
   check_rows(args.hidden_states, "hidden_states", dtype);
   check_rows(args.output, "output", dtype);
-}
-
-/// The configuration that the caller asks for: the one place where it enters. A name that no format
-/// has is a configuration that is never valid, so that experts choose by themselves.
-std::optional<KernelConfig> requested_config() {
-  const std::optional<std::string_view> name = core::pinned_tile_plan();
-  if (!name) return std::nullopt;
-  return parse_config(*name).value_or(KernelConfig{});
 }
 
 /// Scratch of one forward. With a null block only the size is meaningful.

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "fusedmoe/tune.h"
+#include "core/tuning.h"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -158,6 +158,12 @@ std::optional<KernelConfig> parse_config(std::string_view text) {
     if (name == text) return config;
   }
   return std::nullopt;
+}
+
+std::optional<KernelConfig> requested_config() {
+  const std::optional<std::string_view> name = core::pinned_tile_plan();
+  if (!name) return std::nullopt;
+  return parse_config(*name).value_or(KernelConfig{});
 }
 
 std::optional<KernelConfig> tuned_config(std::string_view device, std::string_view experts,

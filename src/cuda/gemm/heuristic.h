@@ -69,6 +69,9 @@ KernelConfig largest_config(const MlpShape& shape);
 /// Tokens up to which rows may be in f32: where the scratch of the largest configuration is
 /// largest.
 std::int64_t max_tokens_f32(const MlpShape& shape);
+/// The configuration that the caller asks for: the one place where it enters. A name that no format
+/// has is a configuration that is never valid, so that experts choose by themselves.
+std::optional<KernelConfig> requested_config();
 /// The configuration in tuned_plans() for the problem, if there is one. Names are parsed once.
 std::optional<KernelConfig> tuned_config(std::string_view device, std::string_view experts,
                                          const ProblemSize& problem);
