@@ -153,7 +153,7 @@ void for_each_config(const Case& spec, const Experts& experts,
       config.rows_f32 = rows_f32;
       if (!valid(shape, config)) continue;
       SCOPED_TRACE(to_string(config));
-      const cuda::PinnedConfig pin(config);
+      const PinnedTilePlan pin(to_string(config));
       function();
     }
   }
