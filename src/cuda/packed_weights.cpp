@@ -10,6 +10,7 @@
 #include "cuda/device/current_device.h"
 #include "fusedmoe/formats.h"
 #include "fusedmoe/runtime.h"
+#include "quant/weight_layout.h"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -169,7 +170,9 @@ CudaPackedWeights::CudaPackedWeights(Info info, const WeightFormat& format,
   }
 }
 
-void CudaPackedWeights::replace(std::int64_t expert, const ExpertMatrices& matrices) {
+void CudaPackedWeights::replace(std::int64_t expert, const ExpertMatrices& given) {
+  const ExpertMatrices matrices = core::stored_form(given);
+  core::check_device(matrices.gate.values, "weights", {});
   const bool gated = is_gated(info().activation.kind);
   check_packable(*format_, matrices, gated);
   const core::CurrentDevice current(info().device);
