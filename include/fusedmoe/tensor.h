@@ -164,7 +164,8 @@ class FUSEDMOE_API TensorView {
 };
 
 /// A view that keeps its memory alive: its own allocation, a mapped file, or anything else a
-/// shared pointer can hold. Copies share the memory.
+/// shared pointer can hold. Copies share the memory. Without an owner, as borrow() makes it, the
+/// caller keeps the memory alive.
 class FUSEDMOE_API Tensor : public TensorView {
  public:
   Tensor() = default;
@@ -180,5 +181,9 @@ class FUSEDMOE_API Tensor : public TensorView {
  private:
   std::shared_ptr<const void> owner_;
 };
+
+/// Memory of the caller as a contiguous tensor that owns nothing; Tensor(view, nullptr) is the same
+/// for a strided view.
+FUSEDMOE_API Tensor borrow(const void* data, DType dtype, Shape shape, Device device = {});
 
 }  // namespace fusedmoe

@@ -7,6 +7,7 @@
 #include "core/parallel.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
+#include "quant/weight_layout.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -282,7 +283,8 @@ Columns CpuPackedWeights::columns_of(const ExpertMatrices& source, bool first,
   return columns;
 }
 
-void CpuPackedWeights::pack_expert(std::int64_t expert, const ExpertMatrices& source) {
+void CpuPackedWeights::pack_expert(std::int64_t expert, const ExpertMatrices& given) {
+  const ExpertMatrices source = core::stored_form(given);
   const auto origin = [](const WeightMatrix& matrix) {
     return Origin{matrix.first_row, matrix.first_col,
                   matrix.scales ? matrix.scales.dtype() : DType::kF32,

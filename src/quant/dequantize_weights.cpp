@@ -64,7 +64,10 @@ float scale_value(const TensorView& scales, DType code, std::int64_t index) {
 class Decoder {
  public:
   Decoder(const WeightMatrix& matrix, const QuantKey& key, std::int64_t in)
-      : matrix_(matrix), key_(key), layout_(core::weight_layout(key, "key")), in_(in) {}
+      : matrix_(core::stored_form(matrix)),
+        key_(key),
+        layout_(core::weight_layout(key, "key")),
+        in_(in) {}
 
   void row(std::int64_t r, float* out) const {
     if (!layout_.quantized()) {
@@ -107,7 +110,7 @@ class Decoder {
     }
   }
 
-  const WeightMatrix& matrix_;
+  const WeightMatrix matrix_;
   const QuantKey& key_;
   const WeightLayout layout_;
   const std::int64_t in_;
@@ -141,6 +144,7 @@ Tensor dequantize_weights(const WeightMatrix& matrix, const QuantKey& key, std::
                        core::describe(values), "of rank 2");
   FUSEDMOE_CHECK(in > 0, "in", core::to_string(in), "positive");
   core::check_matrix(matrix, key, "matrix", values.size(0), in);
+  core::check_device(values, "matrix.values", {});
   Tensor result = Tensor::empty({values.size(0), in}, DType::kF32);
   const Decoder decoder(matrix, key, in);
   const bool worthwhile = result.numel() >= kParallelElements;
