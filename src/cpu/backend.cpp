@@ -34,7 +34,7 @@ void weight_rows_of(Executor& executor, const TensorView& x, const TensorView& t
   });
 }
 
-/// row_of(flat slot) is the index of the slot's row in fused_output, or -1.
+/// row_of(slot) is the index of the slot's row in fused_output, or -1.
 template <typename Element, typename RowOf>
 void reduce_rows(const FinalizeArgs& args, const RowOf& row_of) {
   using Storage = typename Element::Storage;
@@ -49,19 +49,20 @@ void reduce_rows(const FinalizeArgs& args, const RowOf& row_of) {
   Executor& executor = core::executor_of(args.stream);
 
   core::parallel_for(executor, num_tokens, worthwhile, [&](std::int64_t token) {
-    std::array<float, kBlock> sums;
+    std::array<float, kBlock> accumulators;
     for (std::int64_t begin = 0; begin < hidden; begin += kBlock) {
       const std::int64_t width = std::min(kBlock, hidden - begin);
-      sums.fill(0);
+      accumulators.fill(0);
       for (std::int64_t flat = token * topk; flat < (token + 1) * topk; ++flat) {
         const std::int64_t row = row_of(flat);
         if (row < 0) continue;
         const float weight = args.router_weight_on_input ? 1.0f : weights[flat];
         const Storage* source = rows + row * hidden + begin;
-        for (std::int64_t i = 0; i < width; ++i) sums[i] += weight * Element::load(source[i]);
+        for (std::int64_t i = 0; i < width; ++i)
+          accumulators[i] += weight * Element::load(source[i]);
       }
       Storage* target = output + token * hidden + begin;
-      for (std::int64_t i = 0; i < width; ++i) target[i] = Element::store(sums[i]);
+      for (std::int64_t i = 0; i < width; ++i) target[i] = Element::store(accumulators[i]);
     }
   });
 }
@@ -100,7 +101,7 @@ class CpuBackend final : public core::Backend {
     core::quantize(core::executor_of(stream), x, key, scale, {values, scales});
   }
 
-  // Serial: it is a few operations per slot against a copy of `hidden` elements.
+  // On one thread: a few operations a slot, while dispatch copies `hidden` elements for each.
   void assign_rows(const TensorView& topk_ids, const TensorView& expert_map,
                    const core::RowAssignment& out, Stream) const override {
     const std::int64_t num_tokens = topk_ids.size(0), topk = topk_ids.size(1);

@@ -1,8 +1,8 @@
 // The router's second half: logits (num_tokens, num_experts) -> top-k ids and weights, fp32.
 //
-// One token at a time: score, add the correction bias, drop the losing groups, choose, weight.
-// Choosing is a partial sort of 64-bit keys that hold score and index, so ties need no second
-// thought. Checked against src/reference/router.cpp.
+// One token at a time: compute scores, add the correction bias, drop the groups with the lowest
+// scores, choose experts, compute weights. Choosing is a partial sort of 64-bit keys that hold
+// score and index, so that ties go to the lowest index. Checked against src/reference/router.cpp.
 #include "cpu/router.h"
 
 #include <algorithm>
@@ -224,7 +224,7 @@ void cpu::route(Executor& executor, const RouterConfig& config, const TensorView
   const auto* bias = correction_bias ? correction_bias.as<const float>() : nullptr;
   auto* ids = out.topk_ids.as<std::int32_t>();
   auto* weights = out.topk_weights.as<float>();
-  // Waking the threads costs more than a few thousand scores.
+  // A few thousand scores cost less than waking the threads.
   const bool worthwhile = num_tokens * config.num_experts >= 8192;
   core::parallel_ranges(executor, num_tokens, worthwhile,
                         [&](std::int64_t begin, std::int64_t end) {
