@@ -113,7 +113,7 @@ class Forward::TaskScratch {
 
 template <typename Function>
 void Forward::for_rows(std::int64_t rows, std::int64_t work, const Function& function) const {
-  constexpr std::int64_t kWorthwhile = 8192;  // a few microseconds of one thread
+  constexpr std::int64_t kWorthwhile = 16384;  // a few microseconds of one thread
   const int num_tasks = work >= kWorthwhile ? num_threads_ : 1;
   core::run_tasks(executor_, num_tasks, [&](int task) {
     const TaskScratch scratch(layout_, problem_, task);
