@@ -64,8 +64,9 @@ bool is_named(QuantScheme scheme) {
 Support CpuDescriptor::supports(const MoeConfig& config) const {
   const std::int64_t widest = std::max(config.hidden, config.intermediate);
   if (config.scheme.weights.value == DType::kI8 && widest > kMaxInt8Size) {
-    return Support::no(Reason::kShape, core::format("size {}: int32 sums of int8 hold up to {}",
-                                                    widest, kMaxInt8Size));
+    return Support::no(
+        Reason::kShape,
+        core::format("size {}: int32 accumulators of int8 hold up to {}", widest, kMaxInt8Size));
   }
   if (config.device.is_cpu() && config.scheme.weights.value == DType::kF16) {
     return Support::no(Reason::kQuantScheme,

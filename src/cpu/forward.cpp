@@ -56,7 +56,7 @@ std::int64_t row_bytes(const TensorView& rows) {
   return bytes(rows.dtype(), rows.stride(rows.rank() - 2));
 }
 
-/// An upper bound of OperandRows::floats_per_row() for any weights of the scheme.
+/// Upper bound of OperandRows::floats_per_row() for all weights of the scheme.
 std::int64_t floats_per_row(const QuantScheme& scheme, std::int64_t padded_k) {
   if (!scheme.activations && scheme.weights.symmetric) return 0;
   return 1 + padded_k / TileFormat::kMinGroup + padded_k / kGroup;
@@ -80,7 +80,7 @@ WorkspaceLayout::WorkspaceLayout(const ProblemSize& problem, ForwardMode mode, v
 
   core::WorkspaceCutter cutter(workspace2);
   index = static_cast<std::byte*>(cutter.take(index_bytes));
-  for (auto& offsets : task_offsets) {
+  for (auto& offsets : work_offsets) {
     offsets = static_cast<std::int64_t*>(
         cutter.take(size(problem.num_local_experts + 1) * sizeof(std::int64_t)));
   }
@@ -118,7 +118,7 @@ class Forward::TaskScratch {
 
 template <typename Function>
 void Forward::for_rows(std::int64_t rows, std::int64_t work, const Function& function) const {
-  constexpr std::int64_t kWorthwhile = 8192;  // a few microseconds of one thread
+  constexpr std::int64_t kWorthwhile = 16384;  // a few microseconds of one thread
   const int num_tasks = work >= kWorthwhile ? num_threads_ : 1;
   core::run_tasks(executor_, num_tasks, [&](int task) {
     const TaskScratch scratch(layout_, problem_, task);
@@ -156,14 +156,14 @@ Forward::Forward(const Experts& experts, const ForwardArgs& args)
   const bool per_expert = quantizes_here() && key_->global_scale;
   permute_ = !batched_ && ((isa_.contiguous_rows && compute_ == Compute::kBF16) || per_expert);
   const bool same_type = (problem_.dtype == DType::kF32) == (compute_ == Compute::kF32);
-  direct_ = !key_ && !permute_ && same_type && x_bytes_ == a_bytes_ && !operands_[0].has_starts();
+  direct_ = !key_ && !permute_ && same_type && x_bytes_ == a_bytes_ && !operands_[0].has_initial();
   a_ = direct_ ? args.hidden_states.as<const std::byte>() : layout_.gemm2_rows;
   index_rows();
   a_rows_ = permute_ ? num_rows() : x_rows_;
 }
 
-/// Rows of each expert. In the batched format they are compacted: row i of expert e is
-/// expert_offsets[e] + i.
+/// Numbers the rows of all experts. In the batched format row i of expert e is number
+/// expert_offsets[e] + i, without gaps.
 void Forward::index_rows() {
   if (batched_) {
     auto* offsets = reinterpret_cast<std::int32_t*>(layout_.index);
@@ -182,7 +182,7 @@ void Forward::index_rows() {
   slot_to_permuted_ = routing.slot_to_permuted.as<const std::int32_t>();
 }
 
-/// The local expert of a row in the order of the grouped GEMM.
+/// The local expert of a row, numbered as the grouped GEMM has it.
 std::int64_t Forward::expert_of(std::int64_t row) const {
   const std::int32_t* end = expert_offsets_ + problem_.num_local_experts + 1;
   return std::upper_bound(expert_offsets_, end, row) - expert_offsets_ - 1;
@@ -207,7 +207,7 @@ void Forward::prepare_row(std::int64_t row, const TaskScratch& scratch) const {
   if (!key_) {
     isa_.convert[static_cast<int>(compute_)](x, rounding_of(problem_.dtype), problem_.hidden,
                                              weights_.gemm1().k, target);
-    operands.start(target, layout_.row_floats[0], a_rows_, row);
+    operands.set_initial(target, layout_.row_floats[0], a_rows_, row);
     return;
   }
   const auto* codes = reinterpret_cast<const std::uint8_t*>(x);
@@ -232,43 +232,43 @@ void Forward::prepare_row(std::int64_t row, const TaskScratch& scratch) const {
   operands.expand(codes, scales, row_scale, target, layout_.row_floats[0], a_rows_, row);
 }
 
-TileJob Forward::job(const Task& task, bool first) const {
+TileJob Forward::job(const WorkTile& work, bool first) const {
   const PackedGemm& gemm = first ? weights_.gemm1() : weights_.gemm2();
-  const std::int64_t row = expert_offsets_[task.expert] + task.first_row;
+  const std::int64_t row = expert_offsets_[work.expert] + work.first_row;
   const auto of_tile = [&](const float* columns) {
-    return columns ? columns + task.first_tile * kTileColumns : nullptr;
+    return columns ? columns + work.first_tile * kTileColumns : nullptr;
   };
   TileJob job;
-  job.tiles = (first ? weights_.tiles1(task.expert) : weights_.tiles2(task.expert)) +
-              task.first_tile * gemm.tile_bytes;
+  job.tiles = (first ? weights_.tiles1(work.expert) : weights_.tiles2(work.expert)) +
+              work.first_tile * gemm.tile_bytes;
   job.tile_bytes = gemm.tile_bytes;
-  job.num_tiles = task.tiles;
+  job.num_tiles = work.tiles;
   job.k = gemm.k;
   job.format = gemm.shape.format;
-  job.num_rows = task.rows;
+  job.num_rows = work.rows;
   if (first) {
-    const std::int64_t batched_row = task.expert * problem_.num_tokens + task.first_row;
+    const std::int64_t batched_row = work.expert * problem_.num_tokens + work.first_row;
     const std::int64_t first_row = batched_ ? batched_row : permute_ ? row : 0;
     job.rows = a_ + first_row * a_bytes_;
     job.row_bytes = a_bytes_;
     job.slots = slots_ && !permute_ ? slots_ + row : nullptr;
     job.topk = problem_.topk;
     job.row_scales = operands_[0].scales(layout_.row_floats[0], a_rows_, first_row);
-    job.column_scales = of_tile(weights_.column_scales1(task.expert));
-    job.bias = of_tile(weights_.bias1(task.expert));
+    job.column_scales = of_tile(weights_.column_scales1(work.expert));
+    job.bias = of_tile(weights_.bias1(work.expert));
     job.epilogue = &activation_;
     const std::int64_t columns = activation_.gated ? kTileColumns / 2 : kTileColumns;
     const std::int64_t element = key_ || mode_.unfused ? 4 : element_bytes(compute_);
-    job.output = gemm1_rows_ + row * gemm1_bytes_ + task.first_tile * columns * element;
+    job.output = gemm1_rows_ + row * gemm1_bytes_ + work.first_tile * columns * element;
     job.output_bytes = gemm1_bytes_;
   } else {
     job.rows = gemm1_rows_ + row * gemm1_bytes_;
     job.row_bytes = gemm1_bytes_;
     job.row_scales = operands_[1].scales(layout_.row_floats[1], num_rows(), row);
-    job.column_scales = of_tile(weights_.column_scales2(task.expert));
-    job.bias = of_tile(weights_.bias2(task.expert));
+    job.column_scales = of_tile(weights_.column_scales2(work.expert));
+    job.bias = of_tile(weights_.bias2(work.expert));
     job.epilogue = &store_;
-    job.output = layout_.gemm2_rows + row * gemm2_bytes_ + task.first_tile * kStepBytes;
+    job.output = layout_.gemm2_rows + row * gemm2_bytes_ + work.first_tile * kStepBytes;
     job.output_bytes = gemm2_bytes_;
   }
   return job;
@@ -276,7 +276,7 @@ TileJob Forward::job(const Task& task, bool first) const {
 
 /// Turns activated rows into what GEMM 2 reads, in place.
 void Forward::finish_activated_rows() const {
-  if (!key_ && !operands_[1].has_starts()) return;
+  if (!key_ && !operands_[1].has_initial()) return;
   const float tensor_scale = activated_scale();
   for_rows(num_rows(), num_rows() * problem_.intermediate * kQuantizeWork,
            [&](std::int64_t row, const TaskScratch& scratch) {
@@ -300,7 +300,7 @@ void Forward::activated_row(std::int64_t row, float tensor_scale,
                             const TaskScratch& scratch) const {
   std::byte* target = gemm1_rows_ + row * gemm1_bytes_;
   float* floats = layout_.row_floats[1];
-  if (!key_) return operands_[1].start(target, floats, num_rows(), row);
+  if (!key_) return operands_[1].set_initial(target, floats, num_rows(), row);
   float scale = tensor_scale;
   if (key_->global_scale) scale = weights_.input_scale2(expert_of(row));
   core::quantize_row(reinterpret_cast<const float*>(target), problem_.intermediate, *key_, scale,
@@ -404,7 +404,8 @@ void Forward::unfused_output() const {
   });
 }
 
-/// The weighted sum of a token's rows, or one row of the batched format (zero behind the last).
+/// Writes up to kReduceColumns columns of an output row: the weighted sum of a token's rows, or in
+/// the batched format one row, which is zero behind the expert's last.
 void Forward::reduce(std::int64_t row, std::int64_t first_column) const {
   ReduceJob job;
   job.rows = layout_.gemm2_rows;
@@ -439,10 +440,10 @@ void Forward::multiply(bool first) const {
   const auto kernel =
       isa_.multiply[static_cast<int>(packed.shape.format.codes)][static_cast<int>(compute_)];
   GroupedGemm gemm(packed, expert_offsets_, problem_.num_local_experts,
-                   layout_.task_offsets[first ? 0 : 1]);
+                   layout_.work_offsets[first ? 0 : 1]);
   core::run_tasks(executor_, num_threads_, [&](int task) {
     const TaskScratch scratch(layout_, problem_, task);
-    gemm.run(kernel, scratch.panels(), [&](const Task& tile) { return job(tile, first); });
+    gemm.run(kernel, scratch.panels(), [&](const WorkTile& work) { return job(work, first); });
   });
 }
 

@@ -38,10 +38,10 @@ struct WorkspaceLayout {
   std::int64_t rows;  // upper bound of (token, expert) pairs
   std::size_t index_bytes;
   std::byte* index = nullptr;          // routing data, or expert offsets
-  std::int64_t* task_offsets[2] = {};  // of GEMM 1 and 2
+  std::int64_t* work_offsets[2] = {};  // GroupedGemm's, of GEMM 1 and 2
   std::byte* scratch = nullptr;        // scratch_bytes for each task
   std::size_t scratch_bytes = 0;
-  float* row_floats[2] = {};  // scales and initial sums of the rows of GEMM 1 and 2 (OperandRows)
+  float* row_floats[2] = {};  // OperandRows's, of the rows of GEMM 1 and 2
   void* hook_rows[2] = {};    // (rows, 2 I) or (rows, hidden), and (rows, I), of the layer's dtype
   std::byte* gemm2_rows = nullptr;
   std::size_t bytes13 = 0, bytes2 = 0;
@@ -55,7 +55,7 @@ class Forward {
   void run();
 
  private:
-  using Task = GroupedGemm::Task;
+  using WorkTile = GroupedGemm::WorkTile;
   class TaskScratch;
 
   /// Calls function(row, scratch) for every row in [0, rows), on all threads if so much work is
@@ -66,7 +66,7 @@ class Forward {
   void prepare_rows() const;
   void prepare_row(std::int64_t row, const TaskScratch& scratch) const;
   void multiply(bool first) const;
-  TileJob job(const Task& task, bool first) const;
+  TileJob job(const WorkTile& work, bool first) const;
   void finish_activated_rows() const;
   float activated_scale() const;
   void activated_row(std::int64_t row, float tensor_scale, const TaskScratch& scratch) const;

@@ -229,7 +229,7 @@ void core::route(Executor& executor, const RouterConfig& config, const TensorVie
   const auto* bias = correction_bias ? correction_bias.as<const float>() : nullptr;
   auto* ids = out.topk_ids.as<std::int32_t>();
   auto* weights = out.topk_weights.as<float>();
-  // Waking the threads costs more than a few thousand scores.
+  // A few thousand scores cost less than waking the threads.
   const bool worthwhile = num_tokens * config.num_experts >= 8192;
   core::parallel_ranges(
       executor, num_tokens, worthwhile, [&](std::int64_t begin, std::int64_t end) {
