@@ -110,6 +110,7 @@ std::vector<std::string> schemes_of(const Options& options) {
 
 void run(const Options& options) {
   const DType dtype = parse_float_dtype(options.dtype);
+  check_experts_name(options.experts);
   set_num_threads(options.threads);
   std::vector<QuantScheme> schemes;
   for (const std::string& scheme : schemes_of(options)) schemes.push_back(parse_scheme(scheme));
@@ -126,7 +127,9 @@ void run(const Options& options) {
       rows.push_back(comparison.run(schemes[i], dtype, options.experts, options.repeat));
     } catch (const Error& error) {
       if (!all) throw;
-      spdlog::warn("{} is left out: {}", name(schemes[i]), error.argument());
+      const bool refused = error.kind() == ErrorKind::kUnsupported;
+      spdlog::warn("{} is left out: {}", name(schemes[i]),
+                   refused ? code(error.reason()) : std::string_view(error.what()));
     }
   }
   if (options.json) {

@@ -34,6 +34,9 @@ class Progress {
 /// Of --threads: more than any machine has, few enough to start.
 inline constexpr int kMaxThreads = 1024;
 
+/// Throws Error unless `require` of --experts begins with a name of the registry; empty: the best.
+void check_experts_name(const std::string& require);
+
 /// "421.3 MB", decimal units.
 std::string format_bytes(std::int64_t bytes);
 
