@@ -1,11 +1,12 @@
 #include "support.h"
 
+#include <fmt/color.h>
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 #include <unistd.h>
 
 #include <array>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <utility>
@@ -38,7 +39,7 @@ void Progress::update(std::int64_t done, std::int64_t total) {
   const double elapsed = duration<double>(now - start_).count();
   const double left = share > 0 ? elapsed / share - elapsed : 0;
   if (!terminal_) {
-    spdlog::info("{}: {:.0f} %, about {:.0f} s left", what_, 100 * share, left);
+    log(Level::kInfo, fmt::format("{}: {:.0f} %, about {:.0f} s left", what_, 100 * share, left));
     return;
   }
   constexpr int kWidth = 40;
@@ -47,6 +48,21 @@ void Progress::update(std::int64_t done, std::int64_t total) {
              kWidth - filled, 100 * share, left);
   std::fflush(stderr);
   drawn_ = true;
+}
+
+void log(Level level, const std::string& text) {
+  struct Style {
+    const char* name;
+    fmt::terminal_color color;
+  };
+  constexpr std::array<Style, 3> kStyles{{{"info", fmt::terminal_color::green},
+                                          {"warning", fmt::terminal_color::yellow},
+                                          {"error", fmt::terminal_color::red}}};
+  const Style style = kStyles[static_cast<std::size_t>(level)];
+  const char* no_color = std::getenv("NO_COLOR");
+  const bool plain = isatty(STDERR_FILENO) != 1 || (no_color && *no_color);
+  fmt::print(stderr, plain ? fmt::text_style() : fmt::fg(style.color), "{}:", style.name);
+  fmt::print(stderr, " {}\n", text);
 }
 
 std::string format_bytes(std::int64_t bytes) {

@@ -16,34 +16,34 @@ namespace fusedmoe {
 
 /// Dense experts that see every token (DeepSeek, Qwen2, Llama 4, GLM).
 struct SharedExperts {
-  ExpertWeights weights;  ///< one expert of width intermediate * number of shared experts
-  Tensor gate;            ///< (1, hidden): output *= sigmoid(x gate^T) (Qwen2); optional
+  ExpertWeights weights{};  ///< one expert of width intermediate * number of shared experts
+  Tensor gate{};            ///< (1, hidden): output *= sigmoid(x gate^T) (Qwen2); optional
 };
 
 /// One layer's parameters as a checkpoint holds them.
 struct LayerWeights {
-  RouterConfig router;
-  RouterWeights router_weights;
-  ExpertWeights experts;
-  std::optional<SharedExperts> shared_experts;
+  RouterConfig router{};
+  RouterWeights router_weights{};
+  ExpertWeights experts{};
+  std::optional<SharedExperts> shared_experts{};
 };
 
 struct LayerOptions {
-  Device device;               ///< that holds the weights and runs the layer
+  Device device{};             ///< that holds the weights and runs the layer
   DType dtype = DType::kBF16;  ///< of hidden states and output
-  std::string require;         ///< see select(); empty = best
-  std::string plan;            ///< JSON of MoeLayer::plan_json(): exactly that, or an Error
+  std::string require{};       ///< see select(); empty = best
+  std::string plan{};          ///< JSON of MoeLayer::plan_json(): exactly that, or an Error
   bool batch_invariant = false;
   bool inplace = false;  ///< forward may be given the hidden states themselves as output
   bool hooks = false;    ///< only experts that call ExpertsHooks (the routed ones)
-  PackProgress progress;
+  PackProgress progress{};
 };
 
 /// Optional results of a forward; undefined views are not filled.
 struct ForwardDetails {
-  TensorView router_logits;  ///< (num_tokens, num_experts) f32
-  TensorView topk_ids;       ///< (num_tokens, topk) i32
-  TensorView topk_weights;   ///< (num_tokens, topk) f32
+  TensorView router_logits{};  ///< (num_tokens, num_experts) f32
+  TensorView topk_ids{};       ///< (num_tokens, topk) i32
+  TensorView topk_weights{};   ///< (num_tokens, topk) f32
 };
 
 /// Immutable after construction; forward may run on several threads with separate workspaces.

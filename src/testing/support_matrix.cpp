@@ -1,6 +1,6 @@
 #include "testing/support_matrix.h"
 
-#include "core/format.h"
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
@@ -12,11 +12,11 @@ std::string describe(const std::optional<QuantKey>& key) {
   if (!key || !key->quantized()) return key ? std::string(name(key->value)) : "-";
   const GroupShape group = key->group;
   std::string scale = "tensor";
-  if (group.rows == 1) scale = group.cols < 0 ? "row" : core::format("{}", group.cols);
-  if (group.rows > 1) scale = core::format("{} x {}", group.rows, group.cols);
-  return core::format("{}, {} per {}{}{}{}", name(key->value), name(*key->scale), scale,
-                      key->global_scale ? ", f32" : "", key->symmetric ? "" : ", zero points",
-                      key->dynamic ? ", dynamic" : "");
+  if (group.rows == 1) scale = group.cols < 0 ? "row" : fmt::format("{}", group.cols);
+  if (group.rows > 1) scale = fmt::format("{} x {}", group.rows, group.cols);
+  return fmt::format("{}, {} per {}{}{}{}", name(key->value), name(*key->scale), scale,
+                     key->global_scale ? ", f32" : "", key->symmetric ? "" : ", zero points",
+                     key->dynamic ? ", dynamic" : "");
 }
 
 using Cells = std::array<std::string, 7>;
@@ -31,7 +31,7 @@ std::string table(const std::vector<Cells>& rows) {
   std::string text;
   const auto add = [&](const Cells& row) {
     for (std::size_t i = 0; i < row.size(); ++i) {
-      text += core::format("| {:<{}} ", row[i], widths[i]);
+      text += fmt::format("| {:<{}} ", row[i], widths[i]);
     }
     text += "|\n";
   };
@@ -92,8 +92,8 @@ std::string support_matrix_markdown() {
       "## Schemes\n\n"
       "| scheme | weights | activations |\n| --- | --- | --- |\n";
   for (const NamedScheme& entry : named_schemes()) {
-    text += core::format("| {} | {} | {} |\n", entry.name, describe(entry.scheme.weights),
-                         describe(entry.scheme.activations));
+    text += fmt::format("| {} | {} | {} |\n", entry.name, describe(entry.scheme.weights),
+                        describe(entry.scheme.activations));
   }
   return text + "\n## Implementations\n\n" + table(rows);
 }

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "fusedmoe/export.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
@@ -23,6 +22,6 @@ struct LoadStatistics {
 };
 
 /// topk_ids: (num_tokens, topk) i32, global ids or -1. Throws Error for ids out of range.
-FUSEDMOE_API LoadStatistics load_statistics(const TensorView& topk_ids, std::int64_t num_experts);
+LoadStatistics load_statistics(const TensorView& topk_ids, std::int64_t num_experts);
 
 }  // namespace fusedmoe

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "fusedmoe/experts.h"
-#include "fusedmoe/export.h"
 #include "fusedmoe/runtime.h"
 
 namespace fusedmoe {
@@ -20,7 +19,7 @@ namespace fusedmoe {
 /// While it lives, experts that the calling thread applies run the plan of this name, which counts
 /// more than tuned plans do; an empty name turns those off. Experts choose by themselves where they
 /// have no such plan for a problem: Experts::tile_plans tells. The innermost one counts.
-class FUSEDMOE_API PinnedTilePlan {
+class PinnedTilePlan {
  public:
   explicit PinnedTilePlan(std::string name);
   ~PinnedTilePlan();
@@ -47,7 +46,7 @@ struct TunedPlan {
 };
 
 /// Tuned plans of any number of devices, experts and problems.
-class FUSEDMOE_API TunedPlans {
+class TunedPlans {
  public:
   /// {"version": 1, "plans": [objects with the members of TunedPlan]}. Throws Error for anything
   /// else: other members or types, sizes below 1, a key that comes twice.
@@ -73,10 +72,10 @@ class FUSEDMOE_API TunedPlans {
 /// The file that the library reads: what the environment variable FUSEDMOE_TUNED_PLANS says, else
 /// fusedmoe/tuned_plans.json in $XDG_CACHE_HOME or ~/.cache. Empty where the variable is, or where
 /// there is no home: no file is read.
-FUSEDMOE_API std::filesystem::path tuned_plans_path();
+std::filesystem::path tuned_plans_path();
 
 /// Those of that file, read once, when experts that have tile plans are first asked. Throws Error
 /// if the variable names a file that cannot be read; a cached one that cannot counts as empty.
-FUSEDMOE_API const TunedPlans& tuned_plans();
+const TunedPlans& tuned_plans();
 
 }  // namespace fusedmoe
