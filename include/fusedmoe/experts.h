@@ -1,13 +1,15 @@
 // Experts: permute, grouped GEMM, activation, grouped GEMM, unpermute.
 //
-// Modular implementations take top-k ids and weights; monolithic ones take router logits. After
-// vLLM's FusedMoEExpertsModular / FusedMoEExpertsMonolithic.
+// A descriptor answers for a configuration; the instance that it creates runs it. Modular experts
+// take top-k ids and weights, monolithic ones router logits. After vLLM's FusedMoEExpertsModular
+// and FusedMoEExpertsMonolithic.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -19,6 +21,8 @@
 #include "fusedmoe/weights.h"
 
 namespace fusedmoe {
+
+class TunedConfigs;
 
 /// Shape of the activations that travel between prepare, experts and finalize.
 enum class ActivationFormat {
@@ -54,29 +58,26 @@ struct MoeConfig {
   ActivationFormat activation_format = ActivationFormat::kStandard;
   ParallelConfig parallel;
   Device device;
+  /// Of a CUDA device that need not be here, as major * 10 + minor: 90 is Hopper. None: that of
+  /// `device`, which must then be usable.
+  std::optional<int> compute_capability;
   bool batch_invariant = false;  ///< require rows that do not depend on their batch
   bool hooks = false;            ///< require injection points, see ExpertsHooks
+  bool monolithic = false;       ///< the experts get router logits and route by themselves
 };
 
-/// Why an implementation cannot serve a MoeConfig. Codes are stable; texts are for people.
-enum class Reason {
-  kSupported,
-  kDevice,
-  kDType,
-  kQuantScheme,
-  kActivation,
-  kShape,
-  kActivationFormat,
-  kRoutingMethod,
-  kRouterWeightOnInput,
-  kExpertMap,
-  kParallelConfig,
-  kBatchInvariance,
-  kHooks,
-  kPairing,  ///< PrepareAndFinalize and Experts do not fit each other
+/// What `weights` say of the configuration; the experts are all local. `topk`: experts per token.
+FUSEDMOE_API MoeConfig moe_config(const ExpertWeights& weights, std::int64_t topk, DType dtype,
+                                  Device device = {});
+
+/// What an instance is bound to, beside its configuration.
+struct Context {
+  Device device;
+  /// Threads of the CPU; 0: num_threads() when the instance is made.
+  int num_threads = 0;
+  /// Kernel configurations that were measured before; null: the experts choose by themselves.
+  const TunedConfigs* tuned = nullptr;
 };
-/// "supported", "device", "quant_scheme", ...
-FUSEDMOE_API std::string_view code(Reason reason);
 
 /// Yes, or a reason with the value that failed.
 struct Support {
@@ -97,19 +98,22 @@ enum class WeightAndReduce {
 };
 FUSEDMOE_API std::string_view name(WeightAndReduce kind);
 
-/// Size of one forward. For the batched format num_tokens is the row capacity per expert.
+/// Size of one forward.
 struct ProblemSize {
+  /// Rows that there must be room for: tokens, or in the batched format rows of each expert.
   std::int64_t num_tokens = 0;
+  /// Rows of all local experts together that are likely, by which kernel configurations are chosen;
+  /// 0: as many as routing at random gives.
+  std::int64_t expected_rows = 0;
   std::int64_t topk = 0;
   std::int64_t num_local_experts = 0;
   std::int64_t hidden = 0;
   std::int64_t intermediate = 0;
-  DType dtype = DType::kBF16;  ///< of the layer: hidden states before quantization, and output
+  DType dtype = DType::kBF16;         ///< of the hidden states before quantization
+  DType output_dtype = DType::kBF16;  ///< dtype, or f32
   QuantScheme scheme;
 
   FUSEDMOE_API static ProblemSize of(const MoeConfig& config, std::int64_t num_tokens);
-  FUSEDMOE_API static ProblemSize of(const PackedWeights::Info& weights, std::int64_t num_tokens,
-                                     std::int64_t topk, DType dtype);
 };
 
 /// Scratch memory of one apply(), known before it starts; monotone in num_tokens. workspace13 and
@@ -157,76 +161,118 @@ struct ExpertsHooks {
   std::function<void(const HookArgs&)> after_gemm2;
 };
 
-/// Arguments of ModularExperts::apply. Views of memory the caller owns.
-struct ExpertsArgs {
+/// What prepare does to the hidden states on their way to the experts, out of place, in this order.
+struct Preparation {
+  bool apply_router_weight_on_input = false;  ///< topk = 1: multiply by the weight
+  std::optional<QuantKey> quant;              ///< quantize; none: they keep their dtype
+  std::optional<float> scale;                 ///< of a static key
+};
+
+/// The arguments of one forward: they travel from the caller through prepare, experts and finalize.
+/// Views are contiguous but for the rows of hidden_states and output, which may have a stride, and
+/// lie on the stream's device.
+struct ForwardArgs {
+  // What the caller gives.
   const PackedWeights* weights = nullptr;
-  TensorView output;         ///< WorkspacePlan::output_shape; written completely
-  TensorView hidden_states;  ///< (num_tokens, hidden) or (E, max_tokens, hidden), prepared
+  TensorView hidden_states;  ///< (num_tokens, hidden); prepare replaces it by what the experts read
+  TensorView output;         ///< (num_tokens, hidden) of the dtype of hidden_states, or f32
+  TensorView topk_ids;       ///< (num_tokens, topk) i32 global ids; -1 selects nothing
+  TensorView topk_weights;   ///< (num_tokens, topk) f32
+  TensorView expert_map;     ///< (num_experts) i32 global -> local or -1; optional
+  std::int64_t num_experts = 0;  ///< global; 0 = number of local experts
+  bool apply_router_weight_on_input = false;
+  bool inplace = false;                 ///< output may be hidden_states; they never overlap in part
+  bool accumulate = false;              ///< output += instead of output =
+  const ExpertsHooks* hooks = nullptr;  ///< only of a configuration with hooks
+  /// Number of an Experts::kernel_configs() name; -1: the experts choose.
+  int kernel_config = -1;
+  std::int64_t expected_rows = 0;  ///< see ProblemSize
+  Stream stream;
+
+  // Only monolithic experts: they route by themselves. topk_ids and topk_weights are then
+  // undefined.
+  TensorView router_logits;  ///< (num_tokens, num_experts) f32, bf16 or f16
+  const RouterConfig* router = nullptr;
+  TensorView score_correction_bias;  ///< (num_experts) f32; optional
+
+  // What the steps leave for those behind them; ModularKernel fills it.
+  Preparation preparation;
   /// Scales of quantized hidden states (e4m3 or i8): (1, 1) per tensor, (num_tokens, 1) per token,
   /// (num_tokens, groups) per group; batched (1, 1) and (E, max_tokens, ...). Undefined otherwise.
   TensorView hidden_scales;
-  TensorView topk_ids;                  ///< (num_tokens, topk) i32 global ids; -1 selects nothing
-  TensorView topk_weights;              ///< (num_tokens, topk) f32
-  TensorView expert_map;                ///< (num_experts) i32 global -> local or -1; optional
-  TensorView expert_num_tokens;         ///< (E) i32: rows that are real; batched format only
-  bool router_weight_on_input = false;  ///< already applied: do not weight again
-  const ExpertsHooks* hooks = nullptr;  ///< unfused experts only; null = none
+  TensorView expert_num_tokens;  ///< (E) i32: rows that are real; batched format only
+  WeightAndReduce weight_and_reduce = WeightAndReduce::kNoOp;  ///< of the experts, for finalize
+  TensorView fused_output;       ///< what the experts write: `output`, or for finalize to reduce
+  void* prepare_workspace = nullptr;  ///< untouched from prepare to finalize
   void* workspace13 = nullptr;
   void* workspace2 = nullptr;
-  Stream stream;
-};
-
-/// Arguments of MonolithicExperts::apply.
-struct MonolithicArgs {
-  const PackedWeights* weights = nullptr;
-  TensorView output;         ///< (num_tokens, hidden)
-  TensorView hidden_states;  ///< (num_tokens, hidden), prepared
-  TensorView hidden_scales;  ///< as in ExpertsArgs
-  TensorView router_logits;  ///< (num_tokens, num_experts) f32
-  const RouterConfig* router = nullptr;
-  TensorView score_correction_bias;
-  TensorView expert_map;
-  void* workspace13 = nullptr;
-  void* workspace2 = nullptr;
-  Stream stream;
 };
 
 /// Called after each expert: (done, total).
 using PackProgress = std::function<void(std::int64_t, std::int64_t)>;
 
-/// What both kinds share. Objects are immutable and may be used from several threads at once.
-class FUSEDMOE_API Experts {
- public:
-  virtual ~Experts() = default;
+/// How Experts::pack works.
+struct PackOptions {
+  PackProgress progress;
+  /// On CUDA: the stream of the copies and of the packing kernels. pack() waits for it.
+  std::optional<Stream> stream;
+};
 
-  /// Stable name: "reference", "cpu", "cpu_batched", ...
+class Experts;
+
+/// What can be asked about experts without weights and without a device: a row of the registry.
+/// Lives as long as the program.
+class FUSEDMOE_API ExpertsDescriptor {
+ public:
+  virtual ~ExpertsDescriptor() = default;
+
+  /// Stable name: "reference", "cpu", "sm90".
   virtual std::string_view name() const = 0;
-  virtual ActivationFormat activation_format() const = 0;
-  virtual bool is_monolithic() const = 0;
-  /// True for the plain loops with sums in double that all others are compared with.
-  virtual bool is_reference() const { return false; }
-  /// Whether apply() calls ExpertsHooks; answers MoeConfig::hooks.
-  virtual bool has_hooks() const { return false; }
   virtual Support supports(const MoeConfig& config) const = 0;
+  /// True if select() takes it only where its name is asked for.
+  virtual bool on_request_only() const { return false; }
+  /// What the kernels are compiled for: "avx512_bf16", "sm_90a", "generic".
+  virtual std::string_view instruction_set() const = 0;
+  /// Of the packed weights; another number is another layout.
+  virtual int layout_version() const = 0;
   /// True if apply() quantizes the hidden states of such a scheme by itself, as block-scaled FP4
   /// does after the permutation; false if prepare must have done it. Meaningless without quantized
   /// activations.
   virtual bool expects_unquantized_inputs(const QuantScheme& scheme) const;
-  /// True if finalize's sum is already in the output (kNoOp), else who does it.
-  virtual WeightAndReduce weight_and_reduce() const = 0;
-  /// Enough for every tile plan of the problem, so that pinned and tuned ones never change it.
+  /// Who applies the router weights and reduces over top-k, by the activation format.
+  virtual WeightAndReduce weight_and_reduce(ActivationFormat format) const = 0;
+  /// The experts that run this configuration. Throws Error where supports() says no, or the device
+  /// of the context cannot be used.
+  virtual std::shared_ptr<const Experts> create(const MoeConfig& config,
+                                                const Context& context) const = 0;
+};
+
+/// Experts for one configuration, bound to their resources. Immutable: several threads may use one.
+class FUSEDMOE_API Experts {
+ public:
+  Experts(const ExpertsDescriptor& descriptor, MoeConfig config, Context context);
+  virtual ~Experts() = default;
+  Experts(const Experts&) = delete;
+  Experts& operator=(const Experts&) = delete;
+
+  const ExpertsDescriptor& descriptor() const { return descriptor_; }
+  const MoeConfig& config() const { return config_; }
+  const Context& context() const { return context_; }
+  bool batched() const { return config_.activation_format == ActivationFormat::kBatchedExperts; }
+
+  /// Workspace sizes: an upper bound over all kernel configurations.
   virtual WorkspacePlan plan(const ProblemSize& problem) const = 0;
-  /// Names of the ways in which apply() can run the problem on `device`, the one that it would run
-  /// now first; see tune.h. Empty: there is one way.
-  virtual std::vector<std::string> tile_plans(const ProblemSize& problem, Device device) const;
-  /// Of the packed weights; another number is another layout.
-  virtual int layout_version() const { return 1; }
+  /// Names of the kernel configurations that can run the problem, the one that would run now first.
+  /// Empty: there is only one.
+  virtual std::vector<std::string> kernel_configs(const ProblemSize& problem) const;
+  /// Number of a name, for ForwardArgs::kernel_config; -1: there is none such.
+  virtual int find_kernel_config(std::string_view name) const;
 
   /// Published layout -> this implementation's layout, expert by expert: extra memory beyond the
-  /// result is at most one expert. Throws Error for weights it cannot pack. Experts on CUDA pack
-  /// into memory of the calling thread's current CUDA device.
+  /// result is at most one expert. The source may lie in host memory or on the context's device.
+  /// Throws Error for weights that are not of the configuration or cannot be packed. Waits.
   virtual std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
-                                              const PackProgress& progress = {}) const = 0;
+                                              const PackOptions& options = {}) const = 0;
   /// The inverse for one expert, in tensors of its own, as WeightMatrix describes them; zero codes
   /// may come back with the other sign, scales of blocks of zeros as any scale.
   /// The default throws Error: the implementation cannot.
@@ -236,24 +282,21 @@ class FUSEDMOE_API Experts {
   /// The default throws Error: the implementation cannot.
   virtual void repack(const ExpertWeights& weights, std::int64_t expert,
                       PackedWeights& packed) const;
-  /// Whether apply() can use these weights: those that this implementation packed, unless it
-  /// shares another's layout.
-  virtual bool accepts(const PackedWeights& weights) const {
-    return weights.info().implementation == name();
-  }
-};
+  /// Whether apply() can use these weights.
+  virtual bool accepts(const PackedWeights& weights) const = 0;
 
-class FUSEDMOE_API ModularExperts : public Experts {
- public:
-  bool is_monolithic() const final { return false; }
-  /// Allocates nothing. num_tokens = 0 is legal.
-  virtual void apply(const ExpertsArgs& args) const = 0;
-};
+  /// hidden_states -> fused_output, of WorkspacePlan::output_shape, written completely. Checks
+  /// every argument first; allocates nothing. num_tokens = 0 is legal.
+  void apply(const ForwardArgs& args) const;
 
-class FUSEDMOE_API MonolithicExperts : public Experts {
- public:
-  bool is_monolithic() const final { return true; }
-  virtual void apply(const MonolithicArgs& args) const = 0;
+ private:
+  friend class ModularKernel;
+  /// The same with arguments that were checked.
+  virtual void run(const ForwardArgs& args) const = 0;
+
+  const ExpertsDescriptor& descriptor_;
+  MoeConfig config_;
+  Context context_;
 };
 
 }  // namespace fusedmoe

@@ -1,4 +1,5 @@
-// MoeLayer: router + shared experts + modular kernel + weights. What most users hold.
+// MoeLayer: router + shared experts + modular kernel + weights. What most users hold. And
+// fused_experts(): the experts alone, on an engine's own tensors and routing.
 #pragma once
 
 #include <cstdint>
@@ -16,46 +17,66 @@ namespace fusedmoe {
 
 /// Dense experts that see every token (DeepSeek, Qwen2, Llama 4, GLM).
 struct SharedExperts {
-  ExpertWeights weights{};  ///< one expert of width intermediate * number of shared experts
-  Tensor gate{};            ///< (1, hidden): output *= sigmoid(x gate^T) (Qwen2); optional
+  ExpertWeights weights;  ///< one expert of width intermediate * number of shared experts
+  Tensor gate;            ///< (1, hidden): output *= sigmoid(x gate^T) (Qwen2); optional
 };
 
 /// One layer's parameters as a checkpoint holds them.
 struct LayerWeights {
-  RouterConfig router{};
-  RouterWeights router_weights{};
-  ExpertWeights experts{};
-  std::optional<SharedExperts> shared_experts{};
+  RouterConfig router;
+  /// Without a `weight` the layer has no router: only forward_routed() then works.
+  RouterWeights router_weights;
+  ExpertWeights experts;  ///< those of this rank
+  /// (num_experts) i32: global expert -> its place in `experts`, or -1; needed unless all are here.
+  Tensor expert_map;
+  std::optional<SharedExperts> shared_experts;
 };
 
 struct LayerOptions {
-  Device device{};             ///< that holds the weights and runs the layer
-  DType dtype = DType::kBF16;  ///< of hidden states and output
-  std::string require{};       ///< see select(); empty = best
-  std::string plan{};          ///< JSON of MoeLayer::plan_json(): exactly that, or an Error
+  Device device = {};          ///< that holds the weights and runs the layer
+  DType dtype = DType::kBF16;  ///< of hidden states
+  /// Of the output, where it is not dtype: f32, unrounded, for sums over ranks.
+  std::optional<DType> output_dtype = std::nullopt;
+  std::string require = {};  ///< see select(); empty = best
+  std::string plan = {};     ///< JSON of MoeLayer::plan_json(): exactly that, or an Error
   bool batch_invariant = false;
-  bool inplace = false;  ///< forward may be given the hidden states themselves as output
-  bool hooks = false;    ///< only experts that call ExpertsHooks (the routed ones)
-  PackProgress progress{};
+  bool inplace = false;     ///< forward may be given the hidden states themselves as output
+  bool hooks = false;       ///< only experts that call ExpertsHooks (the routed ones)
+  bool monolithic = false;  ///< the experts route by themselves, from router logits
+  /// Of the ranks that share the layer. With ep_size > 1 the output holds the sum over the experts
+  /// of this rank, and somebody has to add those of the others.
+  ParallelConfig parallel = {};
+  int num_threads = 0;  ///< of the CPU; 0: num_threads() when the layer is made
+  /// Most bytes of scratch that a forward may ask for; 0: no limit. Longer inputs then run in
+  /// chunks of tokens.
+  std::size_t max_workspace_bytes = 0;
+  PackProgress progress = {};
 };
 
-/// Optional results of a forward; undefined views are not filled.
-struct ForwardDetails {
-  TensorView router_logits{};  ///< (num_tokens, num_experts) f32
-  TensorView topk_ids{};       ///< (num_tokens, topk) i32
-  TensorView topk_weights{};   ///< (num_tokens, topk) f32
+/// What a forward may be given beside its tensors.
+struct ForwardOptions {
+  /// Results that are wanted; undefined views are not filled.
+  TensorView router_logits = {};  ///< (num_tokens, num_experts) f32
+  TensorView topk_ids = {};       ///< (num_tokens, topk) i32
+  TensorView topk_weights = {};   ///< (num_tokens, topk) f32
+  /// (num_experts) i32: how many tokens chose each expert.
+  TensorView expert_load = {};
+  bool accumulate = false;                      ///< output += instead of output =
+  const ExpertsHooks* hooks = nullptr;          ///< of a layer made with LayerOptions::hooks
+  std::optional<Stream> stream = std::nullopt;  ///< none: the default stream of the device
 };
 
-/// Immutable after construction; forward may run on several threads with separate workspaces.
+/// Immutable after construction; forward may run on several threads with separate workspaces. A
+/// layer that was moved from throws Error when it is used.
 ///
 /// Shared experts run through a kernel of their own, as one expert that every token chooses, and
 /// are added to the routed output in fp32: below f32 that sum is the third rounding, after one in
 /// each kernel, as in inference engines.
 class FUSEDMOE_API MoeLayer {
  public:
-  /// Selects an implementation and packs the weights; the source weights, which are in host memory,
-  /// are not needed after. Throws Error for weights that do not fit each other, for custom routing
-  /// on CUDA (its callback runs on the host), and as select() does.
+  /// Selects an implementation and packs the weights; the sources are not needed after. Throws
+  /// Error for weights that do not fit each other, for custom routing on CUDA (its callback runs on
+  /// the host), and as select() does.
   MoeLayer(LayerWeights weights, LayerOptions options = {});
   ~MoeLayer();
   MoeLayer(MoeLayer&&) noexcept;
@@ -71,33 +92,75 @@ class FUSEDMOE_API MoeLayer {
   /// The same as a JSON object that LayerOptions::plan pins; see Plan.
   std::string plan_json() const;
 
-  /// Bytes of scratch that forward(num_tokens) needs: monotone, and a function of num_tokens
-  /// and, on the CPU, of the number of threads.
+  /// Bytes of scratch that forward(num_tokens) needs: monotone, a function of num_tokens alone, and
+  /// at most LayerOptions::max_workspace_bytes.
   std::size_t workspace_bytes(std::int64_t num_tokens) const;
 
-  /// output = MoE(hidden_states); both (num_tokens, hidden) of LayerOptions::dtype, not
+  /// output = MoE(hidden_states); both (num_tokens, hidden), rows may have a stride, not
   /// overlapping unless `inplace` is set and they are the same. `workspace`:
-  /// workspace_bytes(num_tokens), 64-byte aligned. All on LayerOptions::device. `hooks`: of the
-  /// routed experts, which must have injection points. `stream`: of that device; none is its
-  /// default stream. Checks every argument before it touches any output; allocates nothing. On CUDA
-  /// it only enqueues, waits for nothing, and can be captured in a Graph.
+  /// workspace_bytes(num_tokens), 64-byte aligned. All on LayerOptions::device. Checks every
+  /// argument before it touches any output; allocates nothing. On CUDA it only enqueues, waits for
+  /// nothing, and can be captured in a Graph; the first forward of a process must not be a captured
+  /// one, as it loads the kernels.
   void forward(const TensorView& hidden_states, const TensorView& output, Workspace workspace,
-               const ForwardDetails& details = {}, const ExpertsHooks* hooks = nullptr,
-               std::optional<Stream> stream = {}) const;
+               const ForwardOptions& options = {}) const;
 
   /// As forward, with routing given by the caller (precomputed or replayed ids): global ids or -1.
   /// Other ids are an Error; on CUDA, where they cannot be seen, they select nothing. An Error if
-  /// the chosen experts are monolithic.
+  /// the layer is monolithic.
   void forward_routed(const TensorView& hidden_states, const Routing& routing,
                       const TensorView& output, Workspace workspace,
-                      const ExpertsHooks* hooks = nullptr, std::optional<Stream> stream = {}) const;
+                      const ForwardOptions& options = {}) const;
 
   /// Convenience: allocates output and workspace on the device, and waits.
   Tensor forward(const TensorView& hidden_states) const;
 
  private:
   struct Impl;
+  const Impl& impl() const;
   std::unique_ptr<Impl> impl_;
 };
+
+/// Weights that fused_experts() has packed, and its scratch memory. Owned by the caller, used by
+/// one thread and on one stream at a time.
+class FUSEDMOE_API PackCache {
+ public:
+  PackCache();
+  ~PackCache();
+  PackCache(PackCache&&) noexcept;
+  PackCache& operator=(PackCache&&) noexcept;
+
+  /// Forgets everything: after the weights in memory have changed.
+  void clear();
+  /// Layers that it holds.
+  std::size_t size() const;
+
+ private:
+  friend FUSEDMOE_API void fused_experts(const struct FusedExpertsArgs& args, PackCache& cache);
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Arguments of fused_experts(), with vLLM's names and meanings.
+struct FusedExpertsArgs {
+  TensorView hidden_states;        ///< (num_tokens, hidden)
+  ExpertWeights::Stacked weights;  ///< w13 and w2 and what belongs to them
+  TensorView topk_weights;         ///< (num_tokens, topk) f32
+  TensorView topk_ids;             ///< (num_tokens, topk) i32, global ids or -1
+  TensorView output;               ///< (num_tokens, hidden); hidden_states itself: in place
+  std::optional<QuantScheme> scheme = std::nullopt;  ///< none: unquantized, the dtype of w13
+  Activation activation = Activation::kSilu;
+  ActivationParams activation_params = {};
+  bool apply_router_weight_on_input = false;
+  std::int64_t global_num_experts = 0;  ///< 0: those of w13
+  TensorView expert_map = {};           ///< (global_num_experts) i32
+  std::optional<Stream> stream = std::nullopt;
+  std::string require = {};  ///< see select()
+};
+
+/// output = the experts' weighted sum over the routed tokens. The first call with some w13 and w2
+/// packs them, which takes long, on CUDA waits, and cannot be captured; later calls with the same
+/// addresses, shapes and settings reuse the result.
+FUSEDMOE_API void fused_experts(const FusedExpertsArgs& args, PackCache& cache);
 
 }  // namespace fusedmoe

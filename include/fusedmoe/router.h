@@ -86,9 +86,9 @@ struct Routing {
   TensorView topk_weights;  ///< (num_tokens, topk) f32
 };
 
-/// Fills `out` from logits (num_tokens, num_experts) f32. `correction_bias` (num_experts) f32 may
-/// be undefined. Throws Error on shapes or dtypes that do not fit, and when a custom routing
-/// returns an id outside [-1, num_experts); allocates nothing.
+/// Fills `out` from logits (num_tokens, num_experts) f32, bf16 or f16. `correction_bias`
+/// (num_experts) f32 may be undefined. Throws Error on shapes or dtypes that do not fit, and when a
+/// custom routing returns an id outside [-1, num_experts); allocates nothing.
 FUSEDMOE_API void route(const RouterConfig& config, const TensorView& logits,
                         const TensorView& correction_bias, const Routing& out);
 

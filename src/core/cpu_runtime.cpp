@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
-#include <new>
 #include <optional>
 
 #include "core/check.h"
@@ -27,7 +26,7 @@ class CpuRuntime final : public DeviceRuntime {
     const std::size_t rounded =
         (std::max<std::size_t>(bytes, 1) + alignment - 1) / alignment * alignment;
     void* memory = std::aligned_alloc(alignment, rounded);
-    if (!memory) throw std::bad_alloc();
+    if (!memory) throw Error::out_of_memory(bytes, "cpu");
     if (alignment == kHugePage) madvise(memory, rounded, MADV_HUGEPAGE);
     return {memory, std::free};
   }

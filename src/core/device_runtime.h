@@ -17,7 +17,7 @@ class DeviceRuntime {
  public:
   virtual ~DeviceRuntime() = default;
 
-  /// Throws std::bad_alloc. Not null, also for 0 bytes.
+  /// Throws an Error of kind out of memory. Not null, also for 0 bytes.
   virtual std::shared_ptr<void> allocate(std::size_t bytes, Device device) const = 0;
   virtual std::shared_ptr<void> allocate_pinned(std::size_t bytes, Device device) const = 0;
   virtual void copy(void* destination, const void* source, std::size_t bytes,

@@ -8,22 +8,17 @@
 namespace fusedmoe {
 namespace {
 
+using core::check_contiguous;
 using core::runtime_of;
 
 std::size_t size_of(const TensorView& view) {
   return static_cast<std::size_t>(view.nbytes());
 }
 
-void check_contiguous(const TensorView& view, const char* argument) {
-  FUSEDMOE_CHECK(
-      view.defined() && view.contiguous(), argument,
-      view.defined() ? core::format("strided {}", to_string(view.strides())) : "undefined",
-      "contiguous");
-}
-
 void check_stream(Stream stream, Device device) {
-  FUSEDMOE_CHECK(stream.device == device, "stream", core::format("of {}", to_string(stream.device)),
-                 core::format("of {}", to_string(device)));
+  FUSEDMOE_CHECK_FAULT(stream.device == device, kDevice, "stream",
+                       core::format("of {}", to_string(stream.device)),
+                       core::format("of {}", to_string(device)));
 }
 
 }  // namespace
@@ -31,11 +26,10 @@ void check_stream(Stream stream, Device device) {
 void copy(const TensorView& source, const TensorView& destination, Stream stream) {
   check_contiguous(source, "source");
   check_contiguous(destination, "destination");
-  FUSEDMOE_CHECK(source.dtype() == destination.dtype() && source.shape() == destination.shape(),
-                 "destination", core::describe(destination), core::describe(source));
+  core::check_tensor(destination, "destination", source.dtype(), source.shape());
   const bool on_cuda = !source.device().is_cpu() || !destination.device().is_cpu();
-  FUSEDMOE_CHECK(!on_cuda || !stream.device.is_cpu(), "stream", "of cpu",
-                 "of cuda, as one of the tensors");
+  FUSEDMOE_CHECK_FAULT(!on_cuda || !stream.device.is_cpu(), kDevice, "stream", "of cpu",
+                       "of cuda, as one of the tensors");
   if (source.numel() == 0) return;
   runtime_of(stream.device).copy(destination.data(), source.data(), size_of(source), stream);
 }
@@ -89,21 +83,23 @@ void Event::synchronize() const {
 }
 
 void Event::wait(Stream stream) const {
-  FUSEDMOE_CHECK(stream.device.kind == device_.kind, "stream",
-                 core::format("of {}", to_string(stream.device)), "of the event's kind of device");
+  FUSEDMOE_CHECK_FAULT(stream.device.kind == device_.kind, kDevice, "stream",
+                       core::format("of {}", to_string(stream.device)),
+                       "of the event's kind of device");
   runtime_of(device_).wait(handle_.get(), stream);
 }
 
 double elapsed_ms(const Event& start, const Event& end) {
-  FUSEDMOE_CHECK(start.device_ == end.device_, "end", core::format("on {}", to_string(end.device_)),
-                 core::format("on {}, as start", to_string(start.device_)));
+  FUSEDMOE_CHECK_FAULT(start.device_ == end.device_, kDevice, "end",
+                       core::format("on {}", to_string(end.device_)),
+                       core::format("on {}, as start", to_string(start.device_)));
   start.synchronize();
   end.synchronize();
   return runtime_of(start.device_).elapsed_ms(start.handle_.get(), end.handle_.get());
 }
 
 Graph::Graph(Stream stream, const std::function<void()>& work) : device_(stream.device) {
-  FUSEDMOE_CHECK(work, "work", "empty", "a function");
+  FUSEDMOE_CHECK_FAULT(work, kNull, "work", "empty", "a function");
   FUSEDMOE_CHECK(device_.is_cpu() || stream.handle, "stream", "the default stream",
                  "a stream of its own, which can be captured");
   handle_ = runtime_of(device_).capture(stream, work);

@@ -12,16 +12,18 @@ Shape::Shape(std::initializer_list<std::int64_t> extents)
     : Shape(std::span<const std::int64_t>(extents.begin(), extents.size())) {}
 
 Shape::Shape(std::span<const std::int64_t> extents) {
-  FUSEDMOE_CHECK(extents.size() <= kMaxRank, "shape", core::format("rank {}", extents.size()),
-                 core::format("of rank at most {}", kMaxRank));
+  FUSEDMOE_CHECK_FAULT(extents.size() <= kMaxRank, kShape, "shape",
+                       core::format("rank {}", extents.size()),
+                       core::format("of rank at most {}", kMaxRank));
   for (std::int64_t extent : extents) extents_[rank_++] = extent;
 }
 
 std::int64_t Shape::numel() const {
   std::int64_t product = 1;
   for (std::int64_t extent : *this) {
-    FUSEDMOE_CHECK(extent >= 0 && !__builtin_mul_overflow(product, extent, &product), "shape",
-                   to_string(*this), "non-negative extents whose product fits in 63 bits");
+    FUSEDMOE_CHECK_FAULT(extent >= 0 && !__builtin_mul_overflow(product, extent, &product), kShape,
+                         "shape", to_string(*this),
+                         "non-negative extents whose product fits in 63 bits");
   }
   return product;
 }
@@ -54,10 +56,10 @@ TensorView::TensorView(void* data, DType dtype, Shape shape, Shape strides, Devi
       strides_(strides),
       device_(device),
       defined_(true) {
-  FUSEDMOE_CHECK(shape.rank() == strides.rank(), "strides", to_string(strides),
-                 core::format("of rank {}", shape.rank()));
-  FUSEDMOE_CHECK(data != nullptr || shape.numel() == 0, "data", "null",
-                 "a valid pointer, for a shape with elements");
+  FUSEDMOE_CHECK_FAULT(shape.rank() == strides.rank(), kShape, "strides", to_string(strides),
+                       core::format("of rank {}", shape.rank()));
+  FUSEDMOE_CHECK_FAULT(data != nullptr || shape.numel() == 0, kNull, "data", "null",
+                       "a valid pointer, for a shape with elements");
 }
 
 bool TensorView::contiguous() const {
@@ -113,9 +115,9 @@ TensorView TensorView::transpose(int a, int b) const {
 }
 
 TensorView TensorView::reshape(Shape shape) const {
-  FUSEDMOE_CHECK(contiguous(), "reshape", "a strided view", "contiguous");
-  FUSEDMOE_CHECK(shape.numel() == numel(), "reshape", to_string(shape),
-                 core::format("of {} elements", numel()));
+  FUSEDMOE_CHECK_FAULT(contiguous(), kLayout, "reshape", "a strided view", "contiguous");
+  FUSEDMOE_CHECK_FAULT(shape.numel() == numel(), kShape, "reshape", to_string(shape),
+                       core::format("of {} elements", numel()));
   TensorView result = *this;
   result.shape_ = shape;
   result.strides_ = contiguous_strides(shape);
@@ -147,15 +149,64 @@ std::string describe(const TensorView& view) {
                         : "undefined";
 }
 
-void check_tensor(const TensorView& view, const char* argument, DType dtype, const Shape& shape) {
-  bool fits = view.defined() && view.dtype() == dtype && view.rank() == shape.rank();
+bool is_activation_dtype(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
+}
+
+namespace {
+
+void check_shape(const TensorView& view, const std::string& argument, DType dtype,
+                 const Shape& shape) {
+  bool fits = view.rank() == shape.rank();
   for (int dim = 0; fits && dim < shape.rank(); ++dim) {
     fits = shape[dim] == -1 || shape[dim] == view.size(dim);
   }
-  FUSEDMOE_CHECK(fits, argument, describe(view),
-                 core::format("{} {} (-1: any)", name(dtype), to_string(shape)));
-  FUSEDMOE_CHECK(view.contiguous(), argument, core::format("strided {}", to_string(view.strides())),
-                 "contiguous");
+  const auto wanted = [&] {
+    return core::format("{} {} (-1: any)", name(dtype), to_string(shape));
+  };
+  FUSEDMOE_CHECK_FAULT(view.defined(), kNull, argument, describe(view), wanted());
+  FUSEDMOE_CHECK_FAULT(view.dtype() == dtype, kDType, argument, describe(view), wanted());
+  FUSEDMOE_CHECK_FAULT(fits, kShape, argument, describe(view), wanted());
+}
+
+}  // namespace
+
+void check_tensor(const TensorView& view, const char* argument, DType dtype, const Shape& shape) {
+  check_shape(view, argument, dtype, shape);
+  check_contiguous(view, argument);
+}
+
+void check_rows(const TensorView& view, const char* argument, DType dtype, const Shape& shape) {
+  check_shape(view, argument, dtype, shape);
+  if (view.contiguous()) return;
+  FUSEDMOE_CHECK_FAULT(
+      view.rank() == 2 && view.stride(1) == 1 && view.stride(0) >= view.size(1), kLayout, argument,
+      core::format("strided {}", to_string(view.strides())),
+      "of contiguous rows that do not overlap");
+}
+
+void check_activation_dtype(const TensorView& view, const std::string& argument) {
+  FUSEDMOE_CHECK_FAULT(view.defined(), kNull, argument, "undefined", "f32, bf16 or f16");
+  FUSEDMOE_CHECK_FAULT(is_activation_dtype(view.dtype()), kDType, argument, describe(view),
+                       "f32, bf16 or f16");
+}
+
+void check_device(const TensorView& view, const std::string& argument, Device device) {
+  FUSEDMOE_CHECK_FAULT(view.device() == device, kDevice, argument,
+                       core::format("on {}", to_string(view.device())),
+                       core::format("on {}", to_string(device)));
+}
+
+void check_contiguous(const TensorView& view, const std::string& argument) {
+  FUSEDMOE_CHECK_FAULT(view.defined(), kNull, argument, "undefined", "given, and contiguous");
+  FUSEDMOE_CHECK_FAULT(view.contiguous(), kLayout, argument,
+                       core::format("strided {}", to_string(view.strides())), "contiguous");
+}
+
+void check_aligned(const void* data, const std::string& argument, std::size_t alignment) {
+  FUSEDMOE_CHECK_FAULT(reinterpret_cast<std::uintptr_t>(data) % alignment == 0, kAlignment,
+                       argument, core::format("at {}", data),
+                       core::format("aligned to {} bytes", alignment));
 }
 
 bool overlap(const TensorView& a, const TensorView& b) {

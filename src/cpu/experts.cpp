@@ -1,45 +1,53 @@
-// The CPU experts: standard, unfused (with injection points) and batched.
+// The CPU experts: standard, with injection points, and batched.
 #include "cpu/experts.h"
 
 #include <algorithm>
 
 #include "core/check.h"
+#include "cpu/backend.h"
 #include "cpu/forward.h"
+#include "fusedmoe/runtime.h"
 #include "moe/experts_args.h"
+#include "moe/routed_experts.h"
 
 namespace fusedmoe::cpu {
 namespace {
 
-class CpuExperts final : public ModularExperts {
+class CpuExperts final : public core::RoutedExperts {
  public:
-  explicit CpuExperts(ForwardMode mode) : mode_(mode) {}
+  CpuExperts(const ExpertsDescriptor& descriptor, const MoeConfig& config, const Context& context)
+      : RoutedExperts(descriptor, config, context, backend()) {}
 
-  std::string_view name() const override {
-    return batched() ? "cpu_batched" : mode_.unfused ? "cpu_unfused" : "cpu";
-  }
-  ActivationFormat activation_format() const override { return mode_.format; }
-  bool has_hooks() const override { return mode_.unfused; }
-  WeightAndReduce weight_and_reduce() const override {
-    return batched() ? WeightAndReduce::kDelegate : WeightAndReduce::kNoOp;
-  }
   bool accepts(const PackedWeights& weights) const override {
-    return dynamic_cast<const CpuPackedWeights*>(&weights) != nullptr;
+    return dynamic_cast<const CpuPackedWeights*>(&weights) &&
+           core::matches(weights.info(), config());
   }
-
-  int layout_version() const override { return kLayoutVersion; }
-  Support supports(const MoeConfig& config) const override;
-  WorkspacePlan plan(const ProblemSize& problem) const override;
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
-                                      const PackProgress& progress) const override;
+                                      const PackOptions& options) const override;
   ExpertWeights unpack(const PackedWeights& packed, std::int64_t expert) const override;
   void repack(const ExpertWeights& weights, std::int64_t expert,
               PackedWeights& packed) const override;
-  void apply(const ExpertsArgs& args) const override;
 
  private:
-  bool batched() const { return mode_.format == ActivationFormat::kBatchedExperts; }
+  WorkspacePlan plan_routed(const ProblemSize& problem) const override;
+  void run_routed(const ForwardArgs& args) const override { Forward(*this, args).run(); }
+};
 
-  ForwardMode mode_;
+class CpuDescriptor final : public ExpertsDescriptor {
+ public:
+  std::string_view name() const override { return "cpu"; }
+  Support supports(const MoeConfig& config) const override;
+  std::string_view instruction_set() const override { return cpu_isa(); }
+  int layout_version() const override { return kLayoutVersion; }
+  WeightAndReduce weight_and_reduce(ActivationFormat format) const override {
+    return format == ActivationFormat::kBatchedExperts ? WeightAndReduce::kDelegate
+                                                       : WeightAndReduce::kNoOp;
+  }
+  std::shared_ptr<const Experts> create(const MoeConfig& config,
+                                        const Context& context) const override {
+    core::check_supported(*this, config);
+    return std::make_shared<CpuExperts>(*this, config, context);
+  }
 };
 
 /// One of the named schemes, with any scale rule.
@@ -53,33 +61,32 @@ bool is_named(QuantScheme scheme) {
   return false;
 }
 
-Support CpuExperts::supports(const MoeConfig& config) const {
+Support CpuDescriptor::supports(const MoeConfig& config) const {
   const std::int64_t widest = std::max(config.hidden, config.intermediate);
   if (config.scheme.weights.value == DType::kI8 && widest > kMaxInt8Size) {
     return Support::no(Reason::kShape, core::format("size {}: int32 sums of int8 hold up to {}",
                                                     widest, kMaxInt8Size));
   }
-  return core::supports_on_cpu(config, mode_.format,
-                               is_named(config.scheme) && has_codes(config.scheme.weights),
+  return core::supports_on_cpu(config, is_named(config.scheme) && has_codes(config.scheme.weights),
                                "every named scheme but those with f16 weights");
 }
 
-WorkspacePlan CpuExperts::plan(const ProblemSize& problem) const {
-  const WorkspaceLayout layout(problem, mode_);
+WorkspacePlan CpuExperts::plan_routed(const ProblemSize& problem) const {
+  const WorkspaceLayout layout(problem, mode_of(config()));
   WorkspacePlan plan;
   plan.workspace13_bytes = layout.bytes13;
   plan.workspace2_bytes = layout.bytes2;
   plan.output_shape = batched()
                           ? Shape{problem.num_local_experts, problem.num_tokens, problem.hidden}
                           : Shape{problem.num_tokens, problem.hidden};
-  plan.output_dtype = problem.dtype;
+  plan.output_dtype = problem.output_dtype;
   return plan;
 }
 
 std::shared_ptr<PackedWeights> CpuExperts::pack(const ExpertWeights& weights,
-                                                const PackProgress& progress) const {
+                                                const PackOptions& options) const {
   return std::make_shared<CpuPackedWeights>(core::make_packed_info(*this, weights), weights,
-                                            progress);
+                                            options.progress);
 }
 
 ExpertWeights CpuExperts::unpack(const PackedWeights& packed, std::int64_t expert) const {
@@ -94,22 +101,17 @@ void CpuExperts::repack(const ExpertWeights& weights, std::int64_t expert,
   ExpertWeights first = weights;
   first.experts.resize(1);
   // Packed apart first: what cannot be packed must not leave an expert half replaced.
-  const CpuPackedWeights one(core::make_packed_info(*this, first), first, {});
+  PackedWeights::Info info = packed.info();
+  info.num_experts = 1;
+  const CpuPackedWeights one(info, first, {});
   static_cast<CpuPackedWeights&>(packed).replace(expert, one);
-}
-
-void CpuExperts::apply(const ExpertsArgs& args) const {
-  Forward(*this, mode_, args).run();
 }
 
 }  // namespace
 
-std::shared_ptr<const ModularExperts> make_experts(ActivationFormat format) {
-  return std::make_shared<CpuExperts>(ForwardMode{format, false});
-}
-
-std::shared_ptr<const ModularExperts> make_unfused_experts() {
-  return std::make_shared<CpuExperts>(ForwardMode{ActivationFormat::kStandard, true});
+const ExpertsDescriptor& descriptor() {
+  static const CpuDescriptor descriptor;
+  return descriptor;
 }
 
 }  // namespace fusedmoe::cpu

@@ -52,6 +52,11 @@ bool per_tensor(const QuantKey& key) {
   return key.group == GroupShape{-1, -1};
 }
 
+/// From one row to the next; rows of the batched format have no stride of their own.
+std::int64_t row_bytes(const TensorView& rows) {
+  return bytes(rows.dtype(), rows.stride(rows.rank() - 2));
+}
+
 /// An upper bound of OperandRows::floats_per_row() for any weights of the scheme.
 std::int64_t floats_per_row(const QuantScheme& scheme, std::int64_t padded_k) {
   if (!scheme.activations && scheme.weights.symmetric) return 0;
@@ -114,26 +119,26 @@ class Forward::ThreadScratch {
   std::int64_t longest_row_;  // a multiple of kTileColumns
 };
 
-Forward::Forward(const ModularExperts& experts, ForwardMode mode, const ExpertsArgs& args)
+Forward::Forward(const Experts& experts, const ForwardArgs& args)
     : args_(args),
-      mode_(mode),
-      problem_(core::check_experts_args(experts, args)),
+      mode_(mode_of(experts.config())),
+      problem_(core::problem_of(experts, args)),
       weights_(static_cast<const CpuPackedWeights&>(*args.weights)),
-      batched_(mode.format == ActivationFormat::kBatchedExperts),
-      layout_(problem_, mode, args.workspace2),
+      batched_(mode_.format == ActivationFormat::kBatchedExperts),
+      layout_(problem_, mode_, args.workspace2),
       key_(problem_.scheme.activations),
-      hidden_quantized_(key_ && !experts.expects_unquantized_inputs(problem_.scheme)),
+      hidden_quantized_(key_ && !experts.descriptor().expects_unquantized_inputs(problem_.scheme)),
       compute_(compute_of(problem_.scheme, problem_.dtype)),
       operands_{OperandRows(problem_.scheme, weights_.gemm1(), compute_),
                 OperandRows(problem_.scheme, weights_.gemm2(), compute_)},
-      activation_(mode.unfused
+      activation_(mode_.unfused
                       ? Epilogue{}
                       : epilogue_of(weights_.info().activation, problem_.dtype, key_.has_value())) {
   if (problem_.num_tokens == 0) return;
   gemm1_rows_ = static_cast<std::byte*>(args.workspace13);
   x_rows_ = problem_.num_tokens * (batched_ ? problem_.num_local_experts : 1);
-  x_bytes_ = problem_.hidden * bytes(args.hidden_states.dtype(), 1);
-  output_bytes_ = problem_.hidden * bytes(problem_.dtype, 1);
+  x_bytes_ = row_bytes(args.hidden_states);
+  output_bytes_ = row_bytes(args.fused_output);
   a_bytes_ = operands_[0].row_bytes();
   gemm1_bytes_ = weights_.gemm2().k * (key_ ? 4 : element_bytes(compute_));
   if (mode_.unfused) gemm1_bytes_ = weights_.gemm1().padded_columns() * 4;
@@ -392,8 +397,9 @@ void Forward::reduce(std::int64_t row, std::int64_t first_column) const {
   job.row_bytes = gemm2_bytes_;
   job.begin = first_column;
   job.end = std::min(problem_.hidden, first_column + kReduceColumns);
-  job.output = args_.output.as<std::byte>() + row * output_bytes_;
-  job.dtype = rounding_of(problem_.dtype);
+  job.output = args_.fused_output.as<std::byte>() + row * output_bytes_;
+  job.dtype = rounding_of(problem_.output_dtype);
+  job.accumulate = args_.accumulate && !batched_;
   std::int32_t batched_row = -1;
   if (batched_) {
     const std::int64_t expert = row / problem_.num_tokens;
@@ -406,7 +412,7 @@ void Forward::reduce(std::int64_t row, std::int64_t first_column) const {
   } else {
     job.indices = slot_to_permuted_ + row * problem_.topk;
     job.num_indices = problem_.topk;
-    if (!args_.router_weight_on_input) {
+    if (!args_.apply_router_weight_on_input) {
       job.weights = args_.topk_weights.as<const float>() + row * problem_.topk;
     }
   }

@@ -19,11 +19,14 @@
 
 namespace fusedmoe::cpu {
 
-/// How an experts object runs.
+/// How experts run.
 struct ForwardMode {
   ActivationFormat format = ActivationFormat::kStandard;
   bool unfused = false;  ///< with injection points; standard format
 };
+inline ForwardMode mode_of(const MoeConfig& config) {
+  return {config.activation_format, config.hooks};
+}
 
 /// Where things lie in the workspaces: a function of the problem and the number of threads.
 struct WorkspaceLayout {
@@ -44,7 +47,7 @@ struct WorkspaceLayout {
 
 class Forward {
  public:
-  Forward(const ModularExperts& experts, ForwardMode mode, const ExpertsArgs& args);
+  Forward(const Experts& experts, const ForwardArgs& args);
   void run();
 
  private:
@@ -69,7 +72,7 @@ class Forward {
 
   static constexpr std::int64_t kReduceColumns = 512;
 
-  const ExpertsArgs& args_;
+  const ForwardArgs& args_;
   const ForwardMode mode_;
   const ProblemSize problem_;
   const CpuPackedWeights& weights_;

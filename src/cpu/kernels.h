@@ -197,6 +197,7 @@ struct ReduceJob {
   std::int64_t begin = 0, end = 0;                       // columns; begin is a multiple of 64
   void* output = nullptr;                                // column 0 of the output row
   Epilogue::Rounding dtype = Epilogue::Rounding::kNone;  // element type of output; kNone = fp32
+  bool accumulate = false;                               // output += the sum
 };
 
 struct Kernels {

@@ -35,6 +35,12 @@ inline typename S::F round_to(typename S::F value, Epilogue::Rounding rounding) 
 
 // ------------------------------------------------------------------
 
+/// What the output row has in a column.
+inline float element_of(const ReduceJob& job, std::int64_t column) {
+  if (job.dtype == Epilogue::Rounding::kNone) return static_cast<const float*>(job.output)[column];
+  return half_to_f32(static_cast<const std::uint16_t*>(job.output)[column], job.dtype);
+}
+
 template <class S>
 void reduce(const ReduceJob& job) {
   for (std::int64_t i = job.begin; i < job.end; i += S::kWidth) {
@@ -50,6 +56,13 @@ void reduce(const ReduceJob& job) {
     alignas(64) std::uint16_t codes[S::kWidth];
     const std::int64_t left = job.end - i;
     const auto count = static_cast<std::size_t>(left < S::kWidth ? left : S::kWidth);
+    if (job.accumulate) {
+      S::store(lanes, S::set1(0.0f));
+      for (std::size_t c = 0; c < count; ++c) {
+        lanes[c] = element_of(job, i + static_cast<std::int64_t>(c));
+      }
+      sum = S::fma(sum, S::set1(1.0f), S::load(lanes));
+    }
     switch (job.dtype) {
       case Epilogue::Rounding::kNone:
         S::store(lanes, sum);

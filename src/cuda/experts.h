@@ -1,15 +1,11 @@
 // The experts on CUDA.
 #pragma once
 
-#include <memory>
-#include <vector>
-
 #include "fusedmoe/experts.h"
 
 namespace fusedmoe::cuda {
 
-/// Best first; none in a build without CUDA. They are there without a GPU too, and then answer a
-/// configuration with Reason::kDevice.
-std::vector<std::shared_ptr<const Experts>> make_all_experts();
+/// It answers without a GPU too, where the configuration names a compute capability.
+const ExpertsDescriptor& descriptor();
 
 }  // namespace fusedmoe::cuda

@@ -11,7 +11,7 @@ namespace {
 constexpr const char* kWithoutCuda = "built without CUDA";
 
 [[noreturn]] void fail() {
-  throw Error("device", "cuda", std::string("cpu: ") + kWithoutCuda);
+  throw Error::unsupported(Reason::kDevice, "device", std::string("cuda: ") + kWithoutCuda);
 }
 
 }  // namespace
@@ -40,8 +40,31 @@ const core::Backend& cuda::backend() {
   fail();
 }
 
-std::vector<std::shared_ptr<const Experts>> cuda::make_all_experts() {
-  return {};
+namespace {
+
+/// Answers that nothing runs.
+class NoCudaDescriptor final : public ExpertsDescriptor {
+ public:
+  std::string_view name() const override { return "sm90"; }
+  Support supports(const MoeConfig& config) const override {
+    return Support::no(Reason::kDevice,
+                       config.device.is_cpu() ? "device is cpu, runs on cuda" : kWithoutCuda);
+  }
+  std::string_view instruction_set() const override { return "sm_90a"; }
+  int layout_version() const override { return 1; }
+  WeightAndReduce weight_and_reduce(ActivationFormat) const override {
+    return WeightAndReduce::kDelegate;
+  }
+  std::shared_ptr<const Experts> create(const MoeConfig&, const Context&) const override {
+    fail();
+  }
+};
+
+}  // namespace
+
+const ExpertsDescriptor& cuda::descriptor() {
+  static const NoCudaDescriptor descriptor;
+  return descriptor;
 }
 
 }  // namespace fusedmoe

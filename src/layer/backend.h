@@ -5,7 +5,9 @@
 
 namespace fusedmoe::layer {
 
-/// Throws Error for a CUDA device in a build without CUDA.
+/// The one that belongs to these experts; for experts that the registry does not know, that of the
+/// device. Throws Error for a CUDA device in a build without CUDA.
+const core::Backend& backend_of(const ExpertsDescriptor& experts, Device device);
 const core::Backend& backend_of(Device device);
 
 }  // namespace fusedmoe::layer

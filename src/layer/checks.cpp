@@ -26,6 +26,81 @@ void check_memory(const TensorView& view, const char* name, Device device) {
                  core::format("aligned to {} bytes", width));
 }
 
+/// Routing arguments of a modular kernel; returns topk.
+std::int64_t check_routing(const ForwardArgs& args, std::int64_t num_tokens,
+                           std::int64_t num_experts) {
+  const Device device = args.stream.device;
+  check_buffer(args.topk_ids, "topk_ids", DType::kI32, {num_tokens, -1}, device);
+  const std::int64_t topk = args.topk_ids.size(1);
+  FUSEDMOE_CHECK(topk >= 1 && topk <= num_experts, "topk_ids",
+                 core::format("{} experts per token", topk),
+                 core::format("1 to {} (num_experts) columns", num_experts));
+  check_buffer(args.topk_weights, "topk_weights", DType::kF32, {num_tokens, topk}, device);
+  FUSEDMOE_CHECK(!args.apply_router_weight_on_input || topk == 1, "apply_router_weight_on_input",
+                 core::format("set with topk {}", topk), "set with topk = 1 only");
+  return topk;
+}
+
+/// Router arguments of a monolithic kernel; returns topk.
+std::int64_t check_router(const ForwardArgs& args, std::int64_t num_tokens,
+                          std::int64_t num_experts) {
+  const Device device = args.stream.device;
+  FUSEDMOE_CHECK(args.router, "router", "null", "given to a monolithic kernel");
+  args.router->validate();
+  FUSEDMOE_CHECK(args.router->num_experts == num_experts, "router.num_experts",
+                 core::to_string(args.router->num_experts), core::format("{}", num_experts));
+  FUSEDMOE_CHECK(!args.apply_router_weight_on_input && !args.router->apply_router_weight_on_input,
+                 "apply_router_weight_on_input", "set", "unset for a monolithic kernel");
+  FUSEDMOE_CHECK(!args.router->custom || device.is_cpu(), "router.custom",
+                 core::format("set on {}", to_string(device)),
+                 "unset: the callback of a custom routing runs on the cpu");
+  FUSEDMOE_CHECK(args.router_logits && core::is_activation_dtype(args.router_logits.dtype()),
+                 "router_logits", core::describe(args.router_logits), "f32, bf16 or f16");
+  check_buffer(args.router_logits, "router_logits", args.router_logits.dtype(),
+               {num_tokens, num_experts}, device);
+  if (args.score_correction_bias) {
+    check_buffer(args.score_correction_bias, "score_correction_bias", DType::kF32, {num_experts},
+                 device);
+  }
+  return args.router->topk;
+}
+
+/// Global number of experts, from the argument, the map, or the local experts.
+std::int64_t check_experts(const ForwardArgs& args, const Experts& experts) {
+  FUSEDMOE_CHECK(args.weights, "weights", "null", "packed weights");
+  const PackedWeights::Info& info = args.weights->info();
+  FUSEDMOE_CHECK(experts.accepts(*args.weights), "weights",
+                 core::format("packed by \"{}\": {} experts of {} x {}, {}", info.implementation,
+                              info.num_experts, info.hidden, info.intermediate, name(info.scheme)),
+                 core::format("packed by \"{}\" for the configuration that was selected",
+                              experts.descriptor().name()));
+  FUSEDMOE_CHECK(args.stream.device == info.device, "stream",
+                 core::format("of {}", to_string(args.stream.device)),
+                 core::format("of {}, where the packed weights are", to_string(info.device)));
+  const MoeConfig& config = experts.config();
+  const std::int64_t num_experts = args.num_experts ? args.num_experts : config.num_experts;
+  FUSEDMOE_CHECK(num_experts == config.num_experts, "num_experts", core::to_string(num_experts),
+                 core::format("{}, for which the experts were selected", config.num_experts));
+  if (!args.expert_map) {
+    FUSEDMOE_CHECK(
+        num_experts == info.num_experts, "expert_map", "undefined",
+        core::format("given: {} of {} experts are local", info.num_experts, num_experts));
+    return num_experts;
+  }
+  check_buffer(args.expert_map, "expert_map", DType::kI32, {num_experts}, args.stream.device);
+  return num_experts;
+}
+
+/// Rows are numbered in 32 bits, across experts.
+void check_row_count(std::int64_t num_tokens, std::int64_t num_local_experts) {
+  constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max();
+  FUSEDMOE_CHECK(num_tokens * num_local_experts <= kMaxRows, "hidden_states",
+                 core::format("{} rows for each of {} experts", num_tokens, num_local_experts),
+                 core::format("at most {} rows of all experts", kMaxRows));
+}
+
+}  // namespace
+
 void check_ids(const TensorView& topk_ids, std::int64_t num_experts) {
   const auto* ids = topk_ids.as<const std::int32_t>();
   const std::int64_t topk = topk_ids.size(1), count = topk_ids.numel();
@@ -60,77 +135,16 @@ void check_expert_map(const TensorView& expert_map, std::int64_t num_local_exper
   }
 }
 
-/// Routing arguments of a modular kernel; returns topk.
-std::int64_t check_routing(const KernelArgs& args, std::int64_t num_tokens,
-                           std::int64_t num_experts) {
-  const Device device = args.stream.device;
-  check_buffer(args.topk_ids, "topk_ids", DType::kI32, {num_tokens, -1}, device);
-  const std::int64_t topk = args.topk_ids.size(1);
-  FUSEDMOE_CHECK(topk >= 1 && topk <= num_experts, "topk_ids",
-                 core::format("{} experts per token", topk),
-                 core::format("1 to {} (num_experts) columns", num_experts));
-  check_buffer(args.topk_weights, "topk_weights", DType::kF32, {num_tokens, topk}, device);
-  FUSEDMOE_CHECK(!args.apply_router_weight_on_input || topk == 1, "apply_router_weight_on_input",
-                 core::format("set with topk {}", topk), "set with topk = 1 only");
-  return topk;
-}
-
-/// Router arguments of a monolithic kernel; returns topk.
-std::int64_t check_router(const KernelArgs& args, std::int64_t num_tokens,
-                          std::int64_t num_experts) {
-  const Device device = args.stream.device;
-  FUSEDMOE_CHECK(args.router, "router", "null", "given to a monolithic kernel");
-  args.router->validate();
-  FUSEDMOE_CHECK(args.router->num_experts == num_experts, "router.num_experts",
-                 core::to_string(args.router->num_experts), core::format("{}", num_experts));
-  FUSEDMOE_CHECK(!args.apply_router_weight_on_input && !args.router->apply_router_weight_on_input,
-                 "apply_router_weight_on_input", "set", "unset for a monolithic kernel");
-  FUSEDMOE_CHECK(!args.router->custom || device.is_cpu(), "router.custom",
-                 core::format("set on {}", to_string(device)),
-                 "unset: the callback of a custom routing runs on the cpu");
-  check_buffer(args.router_logits, "router_logits", DType::kF32, {num_tokens, num_experts}, device);
-  if (args.score_correction_bias) {
-    check_buffer(args.score_correction_bias, "score_correction_bias", DType::kF32, {num_experts},
-                 device);
-  }
-  return args.router->topk;
-}
-
-/// Global number of experts, from the argument, the map, or the local experts.
-std::int64_t check_experts(const KernelArgs& args, const Experts& experts) {
-  FUSEDMOE_CHECK(args.weights, "weights", "null", "packed weights");
-  const PackedWeights::Info& info = args.weights->info();
-  FUSEDMOE_CHECK(experts.accepts(*args.weights), "weights",
-                 core::format("packed by \"{}\"", info.implementation),
-                 core::format("packed by \"{}\"", experts.name()));
-  FUSEDMOE_CHECK(args.stream.device == info.device, "stream",
-                 core::format("of {}", to_string(args.stream.device)),
-                 core::format("of {}, where the packed weights are", to_string(info.device)));
-  const std::int64_t num_experts = args.num_experts ? args.num_experts : info.num_experts;
-  if (!args.expert_map) {
-    FUSEDMOE_CHECK(
-        num_experts == info.num_experts, "num_experts", core::to_string(num_experts),
-        core::format("{}, the number of local experts, without an expert_map", info.num_experts));
-    return num_experts;
-  }
-  FUSEDMOE_CHECK(num_experts >= info.num_experts, "num_experts", core::to_string(num_experts),
-                 core::format("at least {}, the number of local experts", info.num_experts));
-  check_buffer(args.expert_map, "expert_map", DType::kI32, {num_experts}, args.stream.device);
-  return num_experts;
-}
-
-}  // namespace
-
 void check_buffer(const TensorView& view, const char* name, DType dtype, const Shape& shape,
                   Device device) {
   core::check_tensor(view, name, dtype, shape);
   check_memory(view, name, device);
 }
 
-void check_activations(const TensorView& view, const char* name, Device device) {
-  FUSEDMOE_CHECK(view.defined() && core::is_activation_dtype(view.dtype()), name,
-                 core::describe(view), "f32, bf16 or f16");
-  check_buffer(view, name, view.dtype(), {-1, -1}, device);
+void check_row_buffer(const TensorView& view, const char* name, DType dtype, const Shape& shape,
+                      Device device) {
+  core::check_rows(view, name, dtype, shape);
+  check_memory(view, name, device);
 }
 
 void check_disjoint(NamedView written, std::initializer_list<NamedView> others) {
@@ -158,47 +172,100 @@ void check_workspace(Workspace workspace, std::size_t needed,
   for (const NamedView& tensor : tensors) check_disjoint({"workspace", &block}, {tensor});
 }
 
-ProblemSize check_kernel_args(const ModularKernel& kernel, const KernelArgs& args,
-                              Workspace workspace) {
+void check_prepare_args(const PrepareFinalizeDescriptor& descriptor, const ForwardArgs& args) {
+  FUSEDMOE_CHECK(args.weights, "weights", "null", "packed weights");
   const Device device = args.stream.device;
-  const std::int64_t num_experts = check_experts(args, kernel.experts());
-  const PackedWeights::Info& info = args.weights->info();
+  const TensorView& x = args.hidden_states;
+  FUSEDMOE_CHECK(x.defined() && core::is_activation_dtype(x.dtype()), "hidden_states",
+                 core::describe(x), "f32, bf16 or f16");
+  check_row_buffer(x, "hidden_states", x.dtype(), {-1, args.weights->info().hidden}, device);
+  const std::optional<QuantKey>& key = args.preparation.quant;
+  FUSEDMOE_CHECK(!key || key->dynamic || args.preparation.scale, "preparation.scale", "none",
+                 "that of the static activations");
+  const bool batched = descriptor.activation_format() == ActivationFormat::kBatchedExperts;
+  if (batched || args.preparation.apply_router_weight_on_input) {
+    check_buffer(args.topk_ids, "topk_ids", DType::kI32, {x.size(0), -1}, device);
+  }
+  if (args.preparation.apply_router_weight_on_input) {
+    const std::int64_t topk = args.topk_ids.size(1);
+    FUSEDMOE_CHECK(topk == 1, "apply_router_weight_on_input",
+                   core::format("set with topk {}", topk), "set with topk = 1 only");
+    check_buffer(args.topk_weights, "topk_weights", DType::kF32, {x.size(0), 1}, device);
+  }
+  if (args.expert_map) check_buffer(args.expert_map, "expert_map", DType::kI32, {-1}, device);
+  if (batched) check_row_count(x.size(0), args.weights->info().num_experts);
+}
 
-  FUSEDMOE_CHECK(!args.hooks || kernel.experts().has_hooks(), "hooks",
-                 core::format("given to {}", kernel.experts().name()),
-                 "given to experts with injection points only");
-  check_activations(args.hidden_states, "hidden_states", device);
+void check_finalize_args(const PrepareFinalizeDescriptor& descriptor, const ForwardArgs& args) {
+  FUSEDMOE_CHECK(args.weights, "weights", "null", "packed weights");
+  const Device device = args.stream.device;
+  const std::int64_t hidden = args.weights->info().hidden;
+  FUSEDMOE_CHECK(args.output && core::is_activation_dtype(args.output.dtype()), "output",
+                 core::describe(args.output), "f32, bf16 or f16");
+  check_row_buffer(args.output, "output", args.output.dtype(), {-1, hidden}, device);
+  FUSEDMOE_CHECK(args.fused_output.defined() && args.fused_output.device() == device,
+                 "fused_output", core::describe(args.fused_output),
+                 core::format("on {}", to_string(device)));
+  FUSEDMOE_CHECK(descriptor.accepts(args.weight_and_reduce), "weight_and_reduce",
+                 std::string(name(args.weight_and_reduce)),
+                 core::format("one that {} can finalize", descriptor.name()));
+  if (args.weight_and_reduce == WeightAndReduce::kNoOp) {
+    return check_row_buffer(args.fused_output, "fused_output", args.output.dtype(),
+                            args.output.shape(), device);
+  }
+  check_buffer(args.topk_ids, "topk_ids", DType::kI32, {args.output.size(0), -1}, device);
+  check_buffer(args.topk_weights, "topk_weights", DType::kF32, args.topk_ids.shape(), device);
+  const bool batched = descriptor.activation_format() == ActivationFormat::kBatchedExperts;
+  const Shape rows = batched ? Shape{args.weights->info().num_experts, -1, hidden}
+                             : Shape{args.topk_ids.numel(), hidden};
+  check_buffer(args.fused_output, "fused_output", args.fused_output.dtype(), rows, device);
+}
+
+ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& args,
+                               Workspace workspace) {
+  const Device device = args.stream.device;
+  const Experts& experts = kernel.experts();
+  const MoeConfig& config = experts.config();
+  const std::int64_t num_experts = check_experts(args, experts);
+  FUSEDMOE_CHECK(!args.hooks || config.hooks, "hooks",
+                 core::format("given to {}", experts.descriptor().name()),
+                 "given to experts of a configuration with hooks only");
+  check_row_buffer(args.hidden_states, "hidden_states", config.dtype, {-1, config.hidden}, device);
   const std::int64_t num_tokens = args.hidden_states.size(0);
-  FUSEDMOE_CHECK(args.hidden_states.size(1) == info.hidden, "hidden_states",
-                 core::describe(args.hidden_states),
-                 core::format("of {} columns, the hidden size of the weights", info.hidden));
   FUSEDMOE_CHECK(num_tokens <= std::numeric_limits<std::int32_t>::max(), "hidden_states",
                  core::format("{} tokens", num_tokens), "fewer than 2^31 tokens");
-  check_buffer(args.output, "output", args.hidden_states.dtype(), {num_tokens, info.hidden},
-               device);
+  const bool widened = args.output && args.output.dtype() == DType::kF32;
+  check_row_buffer(args.output, "output", widened ? DType::kF32 : config.dtype,
+                   {num_tokens, config.hidden}, device);
+  FUSEDMOE_CHECK(args.apply_router_weight_on_input == config.apply_router_weight_on_input,
+                 "apply_router_weight_on_input",
+                 args.apply_router_weight_on_input ? "set" : "not set",
+                 "as in the configuration that was selected");
 
-  const bool monolithic = kernel.experts().is_monolithic();
-  const std::int64_t topk = monolithic ? check_router(args, num_tokens, num_experts)
-                                       : check_routing(args, num_tokens, num_experts);
-  const ProblemSize problem = ProblemSize::of(info, num_tokens, topk, args.hidden_states.dtype());
+  ProblemSize problem = ProblemSize::of(config, num_tokens);
+  problem.output_dtype = args.output.dtype();
+  problem.expected_rows = args.expected_rows;
+  problem.topk = config.monolithic ? check_router(args, num_tokens, num_experts)
+                                   : check_routing(args, num_tokens, num_experts);
+  if (experts.batched()) check_row_count(num_tokens, config.num_local_experts);
 
   const NamedView hidden_states{"hidden_states", &args.hidden_states};
   const NamedView expert_map{"expert_map", &args.expert_map};
   const NamedView output{"output", &args.output};
-  const NamedView first = monolithic ? NamedView{"router_logits", &args.router_logits}
-                                     : NamedView{"topk_ids", &args.topk_ids};
-  const NamedView second = monolithic
+  const NamedView first = config.monolithic ? NamedView{"router_logits", &args.router_logits}
+                                            : NamedView{"topk_ids", &args.topk_ids};
+  const NamedView second = config.monolithic
                                ? NamedView{"score_correction_bias", &args.score_correction_bias}
                                : NamedView{"topk_weights", &args.topk_weights};
   check_output(args.output, args.hidden_states, args.inplace);
   check_disjoint(output, {first, second, expert_map});
-  check_workspace(workspace, kernel.workspace_bytes(problem, args.apply_router_weight_on_input),
+  check_workspace(workspace, kernel.workspace_bytes(problem),
                   {output, hidden_states, first, second, expert_map});
   // Values last: they mean nothing in memory that another argument claims. On a device they cannot
   // be read without waiting for it.
   if (!device.is_cpu()) return problem;
-  if (args.expert_map) check_expert_map(args.expert_map, info.num_experts);
-  if (!monolithic) check_ids(args.topk_ids, num_experts);
+  if (args.expert_map) check_expert_map(args.expert_map, config.num_local_experts);
+  if (!config.monolithic) check_ids(args.topk_ids, num_experts);
   return problem;
 }
 

@@ -21,8 +21,9 @@ struct NamedView {
 void check_buffer(const TensorView& view, const char* name, DType dtype, const Shape& shape,
                   Device device);
 
-/// The same with f32, bf16 or f16 elements, rank 2.
-void check_activations(const TensorView& view, const char* name, Device device);
+/// The same for rows that may have a stride.
+void check_row_buffer(const TensorView& view, const char* name, DType dtype, const Shape& shape,
+                      Device device);
 
 /// The memory of `written` overlaps none of the others; undefined views are skipped.
 void check_disjoint(NamedView written, std::initializer_list<NamedView> others);
@@ -31,12 +32,22 @@ void check_disjoint(NamedView written, std::initializer_list<NamedView> others);
 /// shape).
 void check_output(const TensorView& output, const TensorView& hidden_states, bool inplace);
 
+/// Values of arguments in host memory: ids that are -1 or in [0, num_experts); a map to local
+/// experts or -1 that names each at most once.
+void check_ids(const TensorView& topk_ids, std::int64_t num_experts);
+void check_expert_map(const TensorView& expert_map, std::int64_t num_local_experts);
+
 /// At least `needed` bytes, 64-byte aligned, apart from all these tensors.
 void check_workspace(Workspace workspace, std::size_t needed,
                      std::initializer_list<NamedView> tensors);
 
-/// Checks every argument of an apply() and returns its problem, sizes as the caller sees them.
-ProblemSize check_kernel_args(const ModularKernel& kernel, const KernelArgs& args,
-                              Workspace workspace);
+/// Arguments of one step of a PrepareAndFinalize.
+void check_prepare_args(const PrepareFinalizeDescriptor& descriptor, const ForwardArgs& args);
+void check_finalize_args(const PrepareFinalizeDescriptor& descriptor, const ForwardArgs& args);
+
+/// Checks every argument of ModularKernel::apply() and returns its problem, sizes as the caller
+/// sees them.
+ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& args,
+                               Workspace workspace);
 
 }  // namespace fusedmoe::layer

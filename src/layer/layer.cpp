@@ -2,6 +2,8 @@
 #include "fusedmoe/layer.h"
 
 #include <algorithm>
+#include <limits>
+#include <utility>
 
 #include "core/check.h"
 #include "core/device_runtime.h"
@@ -11,7 +13,6 @@
 #include "layer/backend.h"
 #include "layer/checks.h"
 #include "moe/experts_args.h"
-#include "reference/router.h"
 
 namespace fusedmoe {
 namespace {
@@ -21,7 +22,7 @@ namespace {
 Tensor own(const Tensor& tensor, Device device) {
   if (!tensor) return {};
   const Tensor copy = Tensor::empty(tensor.shape(), tensor.dtype());
-  convert(tensor, copy);
+  convert(to_device(tensor, {}), copy);
   return to_device(copy, device);
 }
 
@@ -31,20 +32,33 @@ void check_parameter(const Tensor& tensor, const char* name, const Shape& shape)
       name, core::describe(tensor), core::format("f32, bf16 or f16 {}", to_string(shape)));
 }
 
-void check_weights(const LayerWeights& weights) {
-  weights.router.validate();
-  weights.experts.validate();
-  const std::int64_t num_experts = weights.router.num_experts, hidden = weights.experts.hidden;
-  FUSEDMOE_CHECK(weights.experts.num_experts() == num_experts, "experts",
-                 core::format("{} experts", weights.experts.num_experts()),
-                 core::format("{}, as router.num_experts", num_experts));
+void check_router_weights(const LayerWeights& weights) {
+  const std::int64_t num_experts = weights.router.num_experts;
   const RouterWeights& router = weights.router_weights;
-  check_parameter(router.weight, "router_weights.weight", {num_experts, hidden});
+  if (router.weight) {
+    check_parameter(router.weight, "router_weights.weight", {num_experts, weights.experts.hidden});
+  }
   if (router.bias) check_parameter(router.bias, "router_weights.bias", {num_experts});
   if (router.score_correction_bias) {
     core::check_tensor(router.score_correction_bias, "router_weights.score_correction_bias",
                        DType::kF32, {num_experts});
   }
+}
+
+void check_weights(const LayerWeights& weights) {
+  weights.router.validate();
+  weights.experts.validate();
+  const std::int64_t num_experts = weights.router.num_experts, hidden = weights.experts.hidden;
+  if (weights.expert_map) {
+    core::check_tensor(weights.expert_map, "expert_map", DType::kI32, {num_experts});
+    layer::check_expert_map(to_device(weights.expert_map, {}), weights.experts.num_experts());
+  } else {
+    FUSEDMOE_CHECK(
+        weights.experts.num_experts() == num_experts, "experts",
+        core::format("{} experts", weights.experts.num_experts()),
+        core::format("{}, as router.num_experts, or given with an expert_map", num_experts));
+  }
+  check_router_weights(weights);
   if (!weights.shared_experts) return;
   const SharedExperts& shared = *weights.shared_experts;
   shared.weights.validate();
@@ -56,30 +70,24 @@ void check_weights(const LayerWeights& weights) {
   if (shared.gate) check_parameter(shared.gate, "shared_experts.gate", {1, hidden});
 }
 
-MoeConfig experts_config(const ExpertWeights& experts, const LayerOptions& options) {
-  MoeConfig config;
-  config.num_experts = experts.num_experts();
-  config.num_local_experts = experts.num_experts();
-  config.topk = 1;
-  config.hidden = experts.hidden;
-  config.intermediate = experts.intermediate;
-  config.dtype = options.dtype;
-  config.scheme = experts.scheme;
-  config.activation = experts.activation;
-  config.activation_params = experts.activation_params;
-  config.has_bias = experts.has_bias();
-  config.device = options.device;
+MoeConfig shared_config(const ExpertWeights& experts, const LayerOptions& options) {
+  MoeConfig config = moe_config(experts, 1, options.dtype, options.device);
   config.batch_invariant = options.batch_invariant;
   return config;
 }
 
 MoeConfig layer_config(const LayerWeights& weights, const LayerOptions& options) {
-  MoeConfig config = experts_config(weights.experts, options);
-  config.topk = weights.router.topk;
+  MoeConfig config =
+      moe_config(weights.experts, weights.router.topk, options.dtype, options.device);
+  config.num_experts = weights.router.num_experts;
+  config.has_expert_map = weights.expert_map.defined();
   config.apply_router_weight_on_input = weights.router.apply_router_weight_on_input;
   config.routing_method =
       routing_method(weights.router, weights.router_weights.score_correction_bias.defined());
+  config.batch_invariant = options.batch_invariant;
   config.hooks = options.hooks;
+  config.monolithic = options.monolithic;
+  config.parallel = options.parallel;
   return config;
 }
 
@@ -96,15 +104,11 @@ Selection select_routed(const LayerWeights& weights, const LayerOptions& options
   return select(config, plan);
 }
 
-std::string pair_name(const PrepareAndFinalize& prepare_finalize, const Experts& experts) {
-  return core::format("{}+{}", experts.name(), prepare_finalize.name());
-}
-
-// Shared experts see every token, in the standard format. Where the routed ones are required they
-// come from the same backend, the reference or not.
+/// Shared experts see every token, in the standard format. Where experts are required by name, they
+/// are the same.
 Selection select_shared(const ExpertWeights& weights, const LayerOptions& options,
-                        const Experts& routed) {
-  const MoeConfig config = experts_config(weights, options);
+                        const Selection& routed) {
+  const MoeConfig config = shared_config(weights, options);
   if (!options.plan.empty()) {
     const Plan plan = Plan::parse(options.plan);
     FUSEDMOE_CHECK(plan.shared_scheme == name(config.scheme), "plan.shared_scheme",
@@ -113,20 +117,20 @@ Selection select_shared(const ExpertWeights& weights, const LayerOptions& option
     return select(config, plan.shared_experts);
   }
   if (options.require.empty()) return select(config);
-  const Selection all = explain(config);
-  for (const Candidate& candidate : all.candidates) {
-    if (candidate.support && candidate.experts->is_reference() == routed.is_reference()) {
-      return select(config, pair_name(*candidate.prepare_finalize, *candidate.experts));
-    }
-  }
-  throw Error("require", core::format("\"{}\"", options.require),
-              "a backend that can serve the shared experts; none of it can:\n" + all.table());
+  return select(config, core::format("{}+no_ep", routed.experts->name()));
+}
+
+Context layer_context(const LayerOptions& options) {
+  Context context = make_context(options.device);
+  context.num_threads = options.num_threads;
+  return context;
 }
 
 }  // namespace
 
 struct MoeLayer::Impl {
   struct Shared {
+    std::string pair;
     ModularKernel kernel;
     std::shared_ptr<const PackedWeights> packed;
     Tensor gate;  // (1, hidden) on the device, or undefined
@@ -138,14 +142,15 @@ struct MoeLayer::Impl {
     Routing routing;           // (num_tokens, topk)
     Routing shared_routing;    // (num_tokens, 1): expert 0 with the gate's weight, or 1
     TensorView shared_output;  // (num_tokens, hidden)
-    Workspace kernel;          // one after the other: routed experts, shared experts
+    void* kernel = nullptr;    // one after the other: routed experts, shared experts
     std::size_t bytes = 0;
   };
 
   // What a forward is about.
   struct Call {
     TensorView hidden_states, output;
-    const ExpertsHooks* hooks;
+    Routing routing;  // of the caller; undefined: the layer routes
+    const ForwardOptions& options;
     Stream stream;
   };
 
@@ -154,70 +159,103 @@ struct MoeLayer::Impl {
   const core::Backend& backend;
   RouterConfig router;
   RouterWeights router_weights;  // on the device
+  Tensor expert_map;             // on the device
   ModularKernel kernel;
   std::shared_ptr<const PackedWeights> packed;
   std::optional<Shared> shared;
+  DType output_dtype;
   bool inplace;
+  std::int64_t chunk = std::numeric_limits<std::int64_t>::max();  // tokens at a time, at most
 
-  Impl(const LayerWeights& weights, const LayerOptions& options, Selection chosen);
+  Impl(const LayerWeights& weights, const LayerOptions& options, const Selection& chosen);
   void pack(const LayerWeights& weights, const LayerOptions& options);
+  void limit_chunk(std::size_t max_bytes);
 
   Plan plan() const;
   /// With a null workspace only `bytes` is meaningful.
   Buffers cut(std::int64_t num_tokens, void* workspace) const;
-  std::int64_t check(const Call& call, Workspace workspace, const Routing& routing,
-                     const ForwardDetails& details) const;
-  /// The reference sums its logits in double, like everything else.
-  void logits(const RouterWeights& weights, const TensorView& x, const TensorView& out,
-              Stream stream) const;
+  ProblemSize problem(std::int64_t num_tokens) const;
+  void check(const Call& call, Workspace workspace) const;
+  void run(const Call& call, void* workspace) const;
+  void run_chunk(const Call& call, void* workspace) const;
+  Routing route(const Call& call, const Buffers& buffers) const;
   void apply_routed(const Call& call, const Routing& routing, const Buffers& buffers) const;
   void apply_shared(const Call& call, const Buffers& buffers) const;
-  void apply_experts(const Call& call, const Routing& routing, const Buffers& buffers) const;
-  Call make_call(const TensorView& hidden_states, const TensorView& output,
-                 const ExpertsHooks* hooks, const std::optional<Stream>& stream) const {
-    return {hidden_states, output, hooks, stream.value_or(Stream{config.device})};
-  }
 };
 
-MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options, Selection chosen)
-    : selection(std::move(chosen)),
-      backend(layer::backend_of(options.device)),
+MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options,
+                     const Selection& chosen)
+    : config(layer_config(weights, options)),
+      selection(chosen),
+      backend(layer::backend_of(*chosen.experts, options.device)),
       router(weights.router),
       router_weights{own(weights.router_weights.weight, options.device),
                      own(weights.router_weights.bias, options.device),
                      own(weights.router_weights.score_correction_bias, options.device)},
-      kernel(selection.prepare_finalize, selection.experts),
+      expert_map(to_device(weights.expert_map, options.device)),
+      kernel(chosen.create(layer_context(options))),
+      output_dtype(options.output_dtype.value_or(options.dtype)),
       inplace(options.inplace) {
-  config = layer_config(weights, options);
-  config.activation_format = selection.experts->activation_format();
+  config.activation_format = chosen.prepare_finalize->activation_format();
   pack(weights, options);
+  if (options.max_workspace_bytes > 0) limit_chunk(options.max_workspace_bytes);
 }
 
 void MoeLayer::Impl::pack(const LayerWeights& weights, const LayerOptions& options) {
   const std::int64_t num_experts = weights.experts.num_experts();
   const std::int64_t total = num_experts + (weights.shared_experts ? 1 : 0);
-  const auto progress_from = [&](std::int64_t first) -> PackProgress {
-    if (!options.progress) return {};
-    return [&options, first, total](std::int64_t done, std::int64_t) {
-      options.progress(first + done, total);
-    };
+  const auto progress_from = [&](std::int64_t first) {
+    PackOptions pack_options;
+    if (options.progress) {
+      pack_options.progress = [&options, first, total](std::int64_t done, std::int64_t) {
+        options.progress(first + done, total);
+      };
+    }
+    return pack_options;
   };
-  const core::CurrentDevice current(options.device);
-  packed = selection.experts->pack(weights.experts, progress_from(0));
+  packed = kernel.experts().pack(weights.experts, progress_from(0));
   if (!weights.shared_experts) return;
   const SharedExperts& source = *weights.shared_experts;
-  const Selection choice = select_shared(source.weights, options, *selection.experts);
-  shared.emplace(Shared{ModularKernel(choice.prepare_finalize, choice.experts),
-                        choice.experts->pack(source.weights, progress_from(num_experts)),
+  const Selection choice = select_shared(source.weights, options, selection);
+  ModularKernel shared_kernel = choice.create(layer_context(options));
+  auto shared_packed = shared_kernel.experts().pack(source.weights, progress_from(num_experts));
+  shared.emplace(Shared{choice.pair(), std::move(shared_kernel), std::move(shared_packed),
                         own(source.gate, options.device)});
+}
+
+/// The most tokens whose workspace stays below the limit.
+void MoeLayer::Impl::limit_chunk(std::size_t max_bytes) {
+  FUSEDMOE_CHECK(!batch_dependent(config.scheme), "options.max_workspace_bytes",
+                 core::format("{} for {}", max_bytes, name(config.scheme)),
+                 "0: one activation scale for all rows of a batch does not allow chunks");
+  FUSEDMOE_CHECK(cut(1, nullptr).bytes <= max_bytes, "options.max_workspace_bytes",
+                 core::format("{}", max_bytes),
+                 core::format("at least {}, for one token", cut(1, nullptr).bytes));
+  std::int64_t fits = 1, too_many = 2;
+  constexpr std::int64_t kMost = std::int64_t{1} << 31;
+  while (too_many < kMost && cut(too_many, nullptr).bytes <= max_bytes) {
+    fits = std::exchange(too_many, 2 * too_many);
+  }
+  if (too_many >= kMost) return;
+  while (too_many - fits > 1) {
+    const std::int64_t middle = (fits + too_many) / 2;
+    (cut(middle, nullptr).bytes <= max_bytes ? fits : too_many) = middle;
+  }
+  chunk = fits;
 }
 
 Plan MoeLayer::Impl::plan() const {
   Plan plan = selection.plan();
   if (!shared) return plan;
-  plan.shared_experts = pair_name(shared->kernel.prepare_finalize(), shared->kernel.experts());
+  plan.shared_experts = shared->pair;
   plan.shared_scheme = name(shared->packed->info().scheme);
   return plan;
+}
+
+ProblemSize MoeLayer::Impl::problem(std::int64_t num_tokens) const {
+  ProblemSize size = ProblemSize::of(config, num_tokens);
+  size.output_dtype = output_dtype;
+  return size;
 }
 
 MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* workspace) const {
@@ -231,127 +269,172 @@ MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* works
   };
   buffers.router_logits = tensor(DType::kF32, router.num_experts);
   buffers.routing = {tensor(DType::kI32, router.topk), tensor(DType::kF32, router.topk)};
-  buffers.kernel.bytes =
-      kernel.workspace_bytes(ProblemSize::of(packed->info(), num_tokens, router.topk, config.dtype),
-                             router.apply_router_weight_on_input);
+  std::size_t kernel_bytes = kernel.workspace_bytes(problem(num_tokens));
   if (shared) {
     buffers.shared_routing = {tensor(DType::kI32, 1), tensor(DType::kF32, 1)};
-    buffers.shared_output = tensor(config.dtype, config.hidden);
-    buffers.kernel.bytes =
-        std::max(buffers.kernel.bytes, shared->kernel.workspace_bytes(ProblemSize::of(
-                                           shared->packed->info(), num_tokens, 1, config.dtype)));
+    buffers.shared_output = tensor(output_dtype, config.hidden);
+    ProblemSize size = ProblemSize::of(shared->kernel.experts().config(), num_tokens);
+    size.output_dtype = output_dtype;
+    kernel_bytes = std::max(kernel_bytes, shared->kernel.workspace_bytes(size));
   }
-  buffers.kernel.data = cutter.take(buffers.kernel.bytes);
+  buffers.kernel = cutter.take(kernel_bytes);
   buffers.bytes = cutter.used();
   return buffers;
 }
 
-std::int64_t MoeLayer::Impl::check(const Call& call, Workspace workspace, const Routing& routing,
-                                   const ForwardDetails& details) const {
-  using layer::check_buffer;
+void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
   using layer::NamedView;
   const Device device = config.device;
-  const TensorView &hidden_states = call.hidden_states, &output = call.output;
+  const ForwardOptions& options = call.options;
   FUSEDMOE_CHECK(call.stream.device == device, "stream",
                  core::format("of {}", to_string(call.stream.device)),
                  core::format("of {}, the device of the layer", to_string(device)));
-  FUSEDMOE_CHECK(!call.hooks || selection.experts->has_hooks(), "hooks",
-                 core::format("given to {}", selection.experts->name()),
-                 "given to experts with injection points only");
-  check_buffer(hidden_states, "hidden_states", config.dtype, {-1, config.hidden}, device);
-  const std::int64_t num_tokens = hidden_states.size(0);
-  check_buffer(output, "output", config.dtype, {num_tokens, config.hidden}, device);
+  FUSEDMOE_CHECK(!options.hooks || config.hooks, "hooks", "given",
+                 "given to a layer made with LayerOptions::hooks only");
+  layer::check_row_buffer(call.hidden_states, "hidden_states", config.dtype, {-1, config.hidden},
+                          device);
+  const std::int64_t num_tokens = call.hidden_states.size(0);
+  layer::check_row_buffer(call.output, "output", output_dtype, {num_tokens, config.hidden}, device);
 
-  const NamedView in{"hidden_states", &hidden_states}, out{"output", &output};
-  const NamedView ids{"topk_ids", &routing.topk_ids},
-      weights{"topk_weights", &routing.topk_weights};
-  const NamedView logits_out{"details.router_logits", &details.router_logits};
-  const NamedView ids_out{"details.topk_ids", &details.topk_ids};
-  const NamedView weights_out{"details.topk_weights", &details.topk_weights};
-  if (details.router_logits) {
-    check_buffer(details.router_logits, logits_out.name, DType::kF32,
-                 {num_tokens, router.num_experts}, device);
+  const Shape choice{num_tokens, router.topk};
+  const bool routed = call.routing.topk_ids.defined();
+  if (routed) {
+    layer::check_buffer(call.routing.topk_ids, "topk_ids", DType::kI32, choice, device);
+    layer::check_buffer(call.routing.topk_weights, "topk_weights", DType::kF32, choice, device);
   }
-  if (details.topk_ids) {
-    check_buffer(details.topk_ids, ids_out.name, DType::kI32, {num_tokens, router.topk}, device);
-  }
-  if (details.topk_weights) {
-    check_buffer(details.topk_weights, weights_out.name, DType::kF32, {num_tokens, router.topk},
-                 device);
-  }
-  layer::check_output(output, hidden_states, inplace);
-  layer::check_disjoint(logits_out, {in, out});
-  layer::check_disjoint(ids_out, {in, out, logits_out});
-  layer::check_disjoint(weights_out, {in, out, logits_out, ids_out});
-  layer::check_workspace(workspace, cut(num_tokens, nullptr).bytes,
-                         {in, out, ids, weights, logits_out, ids_out, weights_out});
-  return num_tokens;
-}
-
-void MoeLayer::Impl::logits(const RouterWeights& weights, const TensorView& x,
-                            const TensorView& out, Stream stream) const {
-  if (!selection.experts->is_reference()) {
-    backend.router_logits(weights, x, out, stream);
-    return;
-  }
-  const std::int64_t num_tokens = out.size(0), num_experts = out.size(1);
-  auto* values = out.as<float>();
-#pragma omp parallel for schedule(static) num_threads(num_threads())
-  for (std::int64_t token = 0; token < num_tokens; ++token) {
-    for (std::int64_t expert = 0; expert < num_experts; ++expert) {
-      values[token * num_experts + expert] =
-          static_cast<float>(reference::router_logit(weights, x, token, expert));
+  const NamedView in{"hidden_states", &call.hidden_states}, out{"output", &call.output};
+  const NamedView ids{"topk_ids", &call.routing.topk_ids};
+  const NamedView weights{"topk_weights", &call.routing.topk_weights};
+  const struct {
+    NamedView view;
+    DType dtype;
+    Shape shape;
+  } results[] = {
+      {{"options.router_logits", &options.router_logits},
+       DType::kF32,
+       {num_tokens, router.num_experts}},
+      {{"options.topk_ids", &options.topk_ids}, DType::kI32, choice},
+      {{"options.topk_weights", &options.topk_weights}, DType::kF32, choice},
+      {{"options.expert_load", &options.expert_load}, DType::kI32, {router.num_experts}},
+  };
+  layer::check_output(call.output, call.hidden_states, inplace);
+  layer::check_disjoint(out, {ids, weights});
+  layer::check_workspace(workspace, cut(std::min(num_tokens, chunk), nullptr).bytes,
+                         {in, out, ids, weights});
+  const TensorView block(workspace.data, DType::kU8,
+                         {static_cast<std::int64_t>(workspace.data ? workspace.bytes : 0)});
+  for (const auto& result : results) {
+    if (!result.view.view->defined()) continue;
+    layer::check_buffer(*result.view.view, result.view.name, result.dtype, result.shape, device);
+    layer::check_disjoint(result.view, {in, out, ids, weights, {"workspace", &block}});
+    for (const auto& other : results) {
+      if (&other != &result) layer::check_disjoint(result.view, {other.view});
     }
   }
+  if (routed && device.is_cpu()) layer::check_ids(call.routing.topk_ids, router.num_experts);
 }
 
 void MoeLayer::Impl::apply_routed(const Call& call, const Routing& routing,
                                   const Buffers& buffers) const {
-  KernelArgs args;
+  ForwardArgs args;
   args.weights = packed.get();
   args.output = call.output;
   args.hidden_states = call.hidden_states;
-  args.topk_ids = routing.topk_ids;
-  args.topk_weights = routing.topk_weights;
-  args.router_logits = buffers.router_logits;
-  args.router = &router;
-  args.score_correction_bias = router_weights.score_correction_bias;
+  args.expert_map = expert_map;
+  if (config.monolithic) {
+    args.router_logits = buffers.router_logits;
+    args.router = &router;
+    args.score_correction_bias = router_weights.score_correction_bias;
+  } else {
+    args.topk_ids = routing.topk_ids;
+    args.topk_weights = routing.topk_weights;
+  }
   args.apply_router_weight_on_input = router.apply_router_weight_on_input;
-  args.inplace = inplace;
-  args.hooks = call.hooks;
+  args.accumulate = call.options.accumulate;
+  args.hooks = call.options.hooks;
   args.stream = call.stream;
-  kernel.apply(args, buffers.kernel);
+  kernel.run(args, problem(call.hidden_states.size(0)), buffers.kernel);
 }
 
 void MoeLayer::Impl::apply_shared(const Call& call, const Buffers& buffers) const {
   const Routing& routing = buffers.shared_routing;
   if (shared->gate) {
-    logits(RouterWeights{shared->gate, {}, {}}, call.hidden_states, routing.topk_weights,
-           call.stream);
+    backend.router_logits(RouterWeights{shared->gate, {}, {}}, call.hidden_states,
+                          routing.topk_weights, call.stream);
   }
   backend.route_shared(routing, shared->gate.defined(), call.stream);
-  KernelArgs args;
+  ForwardArgs args;
   args.weights = shared->packed.get();
   args.output = buffers.shared_output;
   args.hidden_states = call.hidden_states;
   args.topk_ids = routing.topk_ids;
   args.topk_weights = routing.topk_weights;
   args.stream = call.stream;
-  shared->kernel.apply(args, buffers.kernel);
+  ProblemSize size = ProblemSize::of(shared->kernel.experts().config(), call.hidden_states.size(0));
+  size.output_dtype = output_dtype;
+  shared->kernel.run(args, size, buffers.kernel);
 }
 
-// Shared experts first: the routed ones may overwrite the hidden states.
-void MoeLayer::Impl::apply_experts(const Call& call, const Routing& routing,
-                                   const Buffers& buffers) const {
-  const bool add_shared = shared && call.hidden_states.size(0) > 0;
-  if (add_shared) apply_shared(call, buffers);
+Routing MoeLayer::Impl::route(const Call& call, const Buffers& buffers) const {
+  if (call.routing.topk_ids) return call.routing;
+  const ForwardOptions& options = call.options;
+  backend.router_logits(router_weights, call.hidden_states, buffers.router_logits, call.stream);
+  // Monolithic experts route by themselves; then only the results that are wanted ask for it here.
+  if (!config.monolithic || options.topk_ids || options.topk_weights || options.expert_load) {
+    backend.route(router, buffers.router_logits, router_weights.score_correction_bias,
+                  buffers.routing, call.stream);
+  }
+  return buffers.routing;
+}
+
+void MoeLayer::Impl::run_chunk(const Call& call, void* workspace) const {
+  const ForwardOptions& options = call.options;
+  const Buffers buffers = cut(call.hidden_states.size(0), workspace);
+  const Routing routing = route(call, buffers);
+  // Shared experts first: the routed ones may overwrite the hidden states.
+  if (shared) apply_shared(call, buffers);
   apply_routed(call, routing, buffers);
-  if (add_shared) backend.add(call.output, buffers.shared_output, call.stream);
+  if (shared) backend.add(call.output, buffers.shared_output, call.stream);
+  const auto copy_result = [&](const TensorView& source, const TensorView& destination) {
+    if (destination) backend.copy(source, destination, call.stream);
+  };
+  copy_result(buffers.router_logits, options.router_logits);
+  copy_result(routing.topk_ids, options.topk_ids);
+  copy_result(routing.topk_weights, options.topk_weights);
+  if (options.expert_load) backend.count_tokens(routing.topk_ids, options.expert_load, call.stream);
+}
+
+void MoeLayer::Impl::run(const Call& call, void* workspace) const {
+  const core::CurrentDevice current(config.device);
+  const std::int64_t num_tokens = call.hidden_states.size(0);
+  const ForwardOptions& whole = call.options;
+  if (whole.expert_load) fill_bytes(whole.expert_load, 0, call.stream);
+  if (num_tokens == 0) return;
+  if (num_tokens <= chunk) return run_chunk(call, workspace);
+  for (std::int64_t begin = 0; begin < num_tokens; begin += chunk) {
+    const std::int64_t end = std::min(num_tokens, begin + chunk);
+    const auto part = [&](const TensorView& view) {
+      return view ? view.slice(0, begin, end) : TensorView();
+    };
+    ForwardOptions options = whole;
+    options.router_logits = part(whole.router_logits);
+    options.topk_ids = part(whole.topk_ids);
+    options.topk_weights = part(whole.topk_weights);
+    run_chunk({part(call.hidden_states),
+               part(call.output),
+               {part(call.routing.topk_ids), part(call.routing.topk_weights)},
+               options,
+               call.stream},
+              workspace);
+  }
 }
 
 MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
   FUSEDMOE_CHECK(core::is_activation_dtype(options.dtype), "options.dtype",
                  std::string(name(options.dtype)), "f32, bf16 or f16");
+  const DType output = options.output_dtype.value_or(options.dtype);
+  FUSEDMOE_CHECK(output == options.dtype || output == DType::kF32, "options.output_dtype",
+                 std::string(name(output)), core::format("{} or f32", name(options.dtype)));
   check_weights(weights);
   FUSEDMOE_CHECK(!weights.router.custom || options.device.is_cpu(), "router.custom",
                  core::format("set on {}", to_string(options.device)),
@@ -363,86 +446,76 @@ MoeLayer::~MoeLayer() = default;
 MoeLayer::MoeLayer(MoeLayer&&) noexcept = default;
 MoeLayer& MoeLayer::operator=(MoeLayer&&) noexcept = default;
 
+const MoeLayer::Impl& MoeLayer::impl() const {
+  FUSEDMOE_CHECK(impl_, "layer", "moved from", "a layer that still holds its weights");
+  return *impl_;
+}
+
 const MoeConfig& MoeLayer::config() const {
-  return impl_->config;
+  return impl().config;
 }
 const Selection& MoeLayer::selection() const {
-  return impl_->selection;
+  return impl().selection;
 }
 const RouterConfig& MoeLayer::router() const {
-  return impl_->router;
+  return impl().router;
 }
 const PackedWeights& MoeLayer::packed_weights() const {
-  return *impl_->packed;
+  return *impl().packed;
 }
 
 std::string MoeLayer::plan_line() const {
-  const Impl& impl = *impl_;
-  const Plan plan = impl.plan();
+  const Plan plan = impl().plan();
   std::string line =
       core::format("{}+{} {} {}", plan.experts, plan.prepare_finalize, plan.scheme, plan.dtype);
-  if (impl.shared) line += core::format(" shared={}", plan.shared_experts);
+  if (impl().shared) line += core::format(" shared={}", plan.shared_experts);
   line += core::format(" isa={}", plan.isa);
-  return line + (impl.config.device.is_cpu() ? core::format(" threads={}", num_threads())
-                                             : core::format(" device={}", plan.device));
+  const Context& context = impl().kernel.experts().context();
+  return line + (context.device.is_cpu() ? core::format(" threads={}", context.num_threads)
+                                         : core::format(" device={}", plan.device));
 }
 
 std::string MoeLayer::plan_json() const {
-  return impl_->plan().json();
+  return impl().plan().json();
 }
 
 std::size_t MoeLayer::workspace_bytes(std::int64_t num_tokens) const {
   FUSEDMOE_CHECK(num_tokens >= 0, "num_tokens", core::to_string(num_tokens), "not negative");
-  return impl_->cut(num_tokens, nullptr).bytes;
+  return impl().cut(std::min(num_tokens, impl().chunk), nullptr).bytes;
 }
 
 void MoeLayer::forward(const TensorView& hidden_states, const TensorView& output,
-                       Workspace workspace, const ForwardDetails& details,
-                       const ExpertsHooks* hooks, std::optional<Stream> stream) const {
-  const Impl& impl = *impl_;
-  const Impl::Call call = impl.make_call(hidden_states, output, hooks, stream);
-  const std::int64_t num_tokens = impl.check(call, workspace, {}, details);
-  if (num_tokens == 0) return;
-  const core::CurrentDevice current(impl.config.device);
-  const Impl::Buffers buffers = impl.cut(num_tokens, workspace.data);
-  impl.logits(impl.router_weights, hidden_states, buffers.router_logits, call.stream);
-  // Monolithic experts route by themselves; then only the details ask for it here.
-  if (!impl.kernel.experts().is_monolithic() || details.topk_ids || details.topk_weights) {
-    impl.backend.route(impl.router, buffers.router_logits,
-                       impl.router_weights.score_correction_bias, buffers.routing, call.stream);
-  }
-  impl.apply_experts(call, buffers.routing, buffers);
-  const auto copy_detail = [&](const TensorView& source, const TensorView& destination) {
-    if (destination) impl.backend.copy(source, destination, call.stream);
-  };
-  copy_detail(buffers.router_logits, details.router_logits);
-  copy_detail(buffers.routing.topk_ids, details.topk_ids);
-  copy_detail(buffers.routing.topk_weights, details.topk_weights);
+                       Workspace workspace, const ForwardOptions& options) const {
+  const Impl& impl = this->impl();
+  FUSEDMOE_CHECK(impl.router_weights.weight, "router_weights.weight", "not given to this layer",
+                 "given, or forward_routed() be called");
+  const Impl::Call call{
+      hidden_states, output, {}, options, options.stream.value_or(Stream{impl.config.device})};
+  impl.check(call, workspace);
+  impl.run(call, workspace.data);
 }
 
 void MoeLayer::forward_routed(const TensorView& hidden_states, const Routing& routing,
                               const TensorView& output, Workspace workspace,
-                              const ExpertsHooks* hooks, std::optional<Stream> stream) const {
-  const Impl& impl = *impl_;
-  FUSEDMOE_CHECK(!impl.kernel.experts().is_monolithic(), "routing", "given",
-                 core::format("computed by the monolithic {}", impl.kernel.experts().name()));
-  const Impl::Call call = impl.make_call(hidden_states, output, hooks, stream);
-  const std::int64_t num_tokens = impl.check(call, workspace, routing, {});
-  const Shape shape{num_tokens, impl.router.topk};
-  layer::check_buffer(routing.topk_ids, "topk_ids", DType::kI32, shape, impl.config.device);
-  layer::check_buffer(routing.topk_weights, "topk_weights", DType::kF32, shape, impl.config.device);
-  const core::CurrentDevice current(impl.config.device);
-  const Impl::Buffers buffers = impl.cut(num_tokens, workspace.data);
-  impl.apply_experts(call, routing, buffers);
+                              const ForwardOptions& options) const {
+  const Impl& impl = this->impl();
+  FUSEDMOE_CHECK(!impl.config.monolithic, "routing", "given", "left to a monolithic layer");
+  FUSEDMOE_CHECK(routing.topk_ids, "topk_ids", "undefined", "given");
+  FUSEDMOE_CHECK(!options.router_logits, "options.router_logits", "given",
+                 "undefined: the router does not run");
+  const Impl::Call call{hidden_states, output, routing, options,
+                        options.stream.value_or(Stream{impl.config.device})};
+  impl.check(call, workspace);
+  impl.run(call, workspace.data);
 }
 
 Tensor MoeLayer::forward(const TensorView& hidden_states) const {
-  const Device device = impl_->config.device;
-  layer::check_buffer(hidden_states, "hidden_states", impl_->config.dtype,
-                      {-1, impl_->config.hidden}, device);
-  const std::int64_t num_tokens = hidden_states.size(0);
-  Tensor output = Tensor::empty(hidden_states.shape(), impl_->config.dtype, device);
-  const std::size_t bytes = workspace_bytes(num_tokens);
+  const Impl& impl = this->impl();
+  const Device device = impl.config.device;
+  layer::check_row_buffer(hidden_states, "hidden_states", impl.config.dtype,
+                          {-1, impl.config.hidden}, device);
+  Tensor output = Tensor::empty(hidden_states.shape(), impl.output_dtype, device);
+  const std::size_t bytes = workspace_bytes(hidden_states.size(0));
   const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
   forward(hidden_states, output, Workspace{workspace.data(), bytes});
   synchronize(Stream{device});

@@ -11,135 +11,65 @@
 #include "layer/checks.h"
 
 namespace fusedmoe {
-namespace {
-
-struct ExpertsBuffers {
-  void* common;  // workspace13 and, unless the experts write to the caller's output, their output
-  void* workspace2;
-  TensorView output;  // what the experts write
-};
-
-ExpertsBuffers cut_buffers(core::WorkspaceCutter& cutter, const WorkspacePlan& plan,
-                           const TensorView& output) {
-  ExpertsBuffers buffers;
-  buffers.common = cutter.take(plan.common_bytes());
-  buffers.workspace2 = cutter.take(plan.workspace2_bytes);
-  const bool direct = plan.output_shape == output.shape() && plan.output_dtype == output.dtype();
-  buffers.output =
-      direct ? output
-             : TensorView(buffers.common, plan.output_dtype, plan.output_shape, output.device());
-  return buffers;
-}
-
-void apply_modular(const ModularExperts& implementation, const KernelArgs& args,
-                   const Prepared& prepared, const ExpertsBuffers& buffers) {
-  ExpertsArgs experts;
-  experts.weights = args.weights;
-  experts.output = buffers.output;
-  experts.hidden_states = prepared.hidden_states;
-  experts.hidden_scales = prepared.hidden_scales;
-  experts.topk_ids = prepared.topk_ids ? prepared.topk_ids : args.topk_ids;
-  experts.topk_weights = prepared.topk_weights ? prepared.topk_weights : args.topk_weights;
-  experts.expert_map = args.expert_map;
-  experts.expert_num_tokens = prepared.expert_num_tokens;
-  experts.router_weight_on_input = args.apply_router_weight_on_input;
-  experts.hooks = args.hooks;
-  experts.workspace13 = buffers.common;
-  experts.workspace2 = buffers.workspace2;
-  experts.stream = args.stream;
-  implementation.apply(experts);
-}
-
-void apply_monolithic(const MonolithicExperts& implementation, const KernelArgs& args,
-                      const Prepared& prepared, const ExpertsBuffers& buffers) {
-  MonolithicArgs experts;
-  experts.weights = args.weights;
-  experts.output = buffers.output;
-  experts.hidden_states = prepared.hidden_states;
-  experts.hidden_scales = prepared.hidden_scales;
-  experts.router_logits = args.router_logits;
-  experts.router = args.router;
-  experts.score_correction_bias = args.score_correction_bias;
-  experts.expert_map = args.expert_map;
-  experts.workspace13 = buffers.common;
-  experts.workspace2 = buffers.workspace2;
-  experts.stream = args.stream;
-  implementation.apply(experts);
-}
-
-}  // namespace
 
 ModularKernel::ModularKernel(std::shared_ptr<const PrepareAndFinalize> prepare_finalize,
                              std::shared_ptr<const Experts> experts)
     : prepare_finalize_(std::move(prepare_finalize)), experts_(std::move(experts)) {
-  FUSEDMOE_CHECK(prepare_finalize_, "prepare_finalize", "null", "an implementation");
-  FUSEDMOE_CHECK(experts_, "experts", "null", "an implementation");
-  const ActivationFormat format = prepare_finalize_->activation_format();
-  FUSEDMOE_CHECK(
-      experts_->activation_format() == format, "experts",
-      core::format("{}, of format {}", experts_->name(), name(experts_->activation_format())),
-      core::format("of format {}, that of {}", name(format), prepare_finalize_->name()));
-  const WeightAndReduce reduce = experts_->weight_and_reduce();
-  FUSEDMOE_CHECK(
-      prepare_finalize_->accepts(reduce), "experts",
-      core::format("{}, which leaves \"{}\" to finalize", experts_->name(), name(reduce)),
-      core::format("one whose output {} can finalize", prepare_finalize_->name()));
-  if (!experts_->is_monolithic()) return;
-  FUSEDMOE_CHECK(format == ActivationFormat::kStandard && reduce == WeightAndReduce::kNoOp,
-                 "experts", core::format("monolithic, {}, {}", name(format), name(reduce)),
-                 "of standard format and no_op when monolithic");
+  FUSEDMOE_CHECK(prepare_finalize_, "prepare_finalize", "null", "an instance");
+  FUSEDMOE_CHECK(experts_, "experts", "null", "an instance");
+  const PrepareFinalizeDescriptor& prepare = prepare_finalize_->descriptor();
+  const ActivationFormat format = prepare.activation_format();
+  const ActivationFormat theirs = experts_->config().activation_format;
+  FUSEDMOE_CHECK(theirs == format, "experts",
+                 core::format("{}, of format {}", experts_->descriptor().name(), name(theirs)),
+                 core::format("of format {}, that of {}", name(format), prepare.name()));
+  const WeightAndReduce reduce = experts_->descriptor().weight_and_reduce(format);
+  FUSEDMOE_CHECK(prepare.accepts(reduce), "experts",
+                 core::format("{}, which leaves \"{}\" to finalize", experts_->descriptor().name(),
+                              name(reduce)),
+                 core::format("one whose output {} can finalize", prepare.name()));
 }
 
-std::size_t ModularKernel::workspace_bytes(const ProblemSize& problem, bool weight_on_input) const {
-  if (problem.num_tokens == 0) return 0;
+std::size_t ModularKernel::workspace_bytes(const ProblemSize& problem) const {
   core::WorkspaceCutter cutter(nullptr);
   cutter.take(prepare_finalize_->workspace_bytes(
-      problem, make_preparation(*experts_, problem.scheme, weight_on_input)));
+      problem, make_preparation(experts_->descriptor(), problem.scheme,
+                                experts_->config().apply_router_weight_on_input)));
   cutter.take(experts_->plan(prepare_finalize_->problem_size(problem)).total_bytes());
   return cutter.used();
 }
 
-void ModularKernel::apply(const KernelArgs& args, Workspace workspace) const {
-  const ProblemSize problem = layer::check_kernel_args(*this, args, workspace);
-  if (problem.num_tokens == 0) return;
+std::size_t ModularKernel::workspace_bytes(std::int64_t num_tokens) const {
+  return workspace_bytes(ProblemSize::of(experts_->config(), num_tokens));
+}
+
+void ModularKernel::apply(const ForwardArgs& args, Workspace workspace) const {
+  const ProblemSize problem = layer::check_forward_args(*this, args, workspace);
   const core::CurrentDevice current(args.stream.device);
-  const bool monolithic = experts_->is_monolithic();
-  core::WorkspaceCutter cutter(workspace.data);
+  run(args, problem, workspace.data);
+}
 
-  PrepareArgs prepare;
-  prepare.hidden_states = args.hidden_states;
-  if (!monolithic) {
-    prepare.topk_ids = args.topk_ids;
-    prepare.topk_weights = args.topk_weights;
-    prepare.expert_map = args.expert_map;
-  }
-  prepare.num_local_experts = problem.num_local_experts;
-  prepare.preparation = make_preparation(
-      *experts_, problem.scheme, args.apply_router_weight_on_input, args.weights->info().a1_scale);
-  prepare.workspace = cutter.take(prepare_finalize_->workspace_bytes(problem, prepare.preparation));
-  prepare.stream = args.stream;
-  const ExpertsBuffers buffers =
-      cut_buffers(cutter, experts_->plan(prepare_finalize_->problem_size(problem)), args.output);
-
-  const Prepared prepared = prepare_finalize_->prepare(prepare);
-  if (monolithic) {
-    apply_monolithic(static_cast<const MonolithicExperts&>(*experts_), args, prepared, buffers);
-  } else {
-    apply_modular(static_cast<const ModularExperts&>(*experts_), args, prepared, buffers);
-  }
-
-  FinalizeArgs finalize;
-  finalize.output = args.output;
-  finalize.fused_output = buffers.output;
-  finalize.topk_ids = prepared.topk_ids ? prepared.topk_ids : prepare.topk_ids;
-  finalize.topk_weights = prepared.topk_weights ? prepared.topk_weights : prepare.topk_weights;
-  finalize.expert_map = args.expert_map;
-  finalize.num_local_experts = problem.num_local_experts;
-  finalize.router_weight_on_input = args.apply_router_weight_on_input;
-  finalize.weight_and_reduce = experts_->weight_and_reduce();
-  finalize.workspace = prepare.workspace;
-  finalize.stream = args.stream;
-  prepare_finalize_->finalize(finalize);
+void ModularKernel::run(ForwardArgs args, const ProblemSize& problem, void* workspace) const {
+  core::WorkspaceCutter cutter(workspace);
+  args.preparation =
+      make_preparation(experts_->descriptor(), problem.scheme, args.apply_router_weight_on_input,
+                       args.weights->info().a1_scale);
+  args.prepare_workspace =
+      cutter.take(prepare_finalize_->workspace_bytes(problem, args.preparation));
+  const WorkspacePlan plan = experts_->plan(prepare_finalize_->problem_size(problem));
+  args.workspace13 = cutter.take(plan.common_bytes());
+  args.workspace2 = cutter.take(plan.workspace2_bytes);
+  const bool direct = plan.output_shape == args.output.shape();
+  args.fused_output = direct ? args.output
+                             : TensorView(args.workspace13, plan.output_dtype, plan.output_shape,
+                                          args.output.device());
+  args.weight_and_reduce =
+      experts_->descriptor().weight_and_reduce(experts_->config().activation_format);
+  prepare_finalize_->do_start_prepare(args);
+  prepare_finalize_->do_finish_prepare(args);
+  experts_->run(args);
+  prepare_finalize_->do_start_finalize(args);
+  prepare_finalize_->do_finish_finalize(args);
 }
 
 }  // namespace fusedmoe

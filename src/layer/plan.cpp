@@ -85,7 +85,7 @@ Plan Selection::plan() const {
   plan.scheme = name(config.scheme);
   plan.dtype = name(config.dtype);
   plan.device = to_string(config.device);
-  plan.isa = !config.device.is_cpu() ? "sm_90a" : experts->is_reference() ? "generic" : cpu_isa();
+  plan.isa = experts->instruction_set();
   plan.layout_version = experts->layout_version();
   return plan;
 }

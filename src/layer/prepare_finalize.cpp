@@ -4,7 +4,6 @@
 // their experts. Both are stateless; what finalize must know of prepare lies in the workspace.
 #include "fusedmoe/modular_kernel.h"
 
-#include <limits>
 #include <utility>
 
 #include "core/check.h"
@@ -12,18 +11,14 @@
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 #include "layer/backend.h"
+#include "layer/checks.h"
 #include "moe/experts_args.h"
 
 namespace fusedmoe {
 namespace {
 
-using layer::backend_of;
-
 // What holds for every PrepareAndFinalize of one rank.
 Support supports_one_rank(const MoeConfig& config) {
-  if (const std::string problem = device_problem(config.device); !problem.empty()) {
-    return Support::no(Reason::kDevice, core::format("{}: {}", to_string(config.device), problem));
-  }
   if (!core::is_activation_dtype(config.dtype)) {
     return Support::no(Reason::kDType,
                        core::format("{}: hidden states are f32, bf16 or f16", name(config.dtype)));
@@ -34,9 +29,11 @@ Support supports_one_rank(const MoeConfig& config) {
         core::format("{}: one activation scale for all rows of a batch", name(config.scheme)));
   }
   const ParallelConfig& parallel = config.parallel;
-  if (parallel.dp_size != 1 || parallel.ep_size != 1) {
+  // Other ranks' experts are left out by the map; their partial sums are for the caller to add.
+  if (parallel.dp_size != 1 || (parallel.ep_size != 1 && !config.has_expert_map)) {
     return Support::no(Reason::kParallelConfig,
-                       core::format("dp_size {}, ep_size {}: tokens stay on their rank",
+                       core::format("dp_size {}, ep_size {} without an expert map: tokens stay on "
+                                    "their rank",
                                     parallel.dp_size, parallel.ep_size));
   }
   if (config.apply_router_weight_on_input && config.topk != 1) {
@@ -44,21 +41,6 @@ Support supports_one_rank(const MoeConfig& config) {
                        core::format("topk {}: only for topk = 1", config.topk));
   }
   return Support::yes();
-}
-
-void check_preparation(const PrepareArgs& args) {
-  const Device device = args.hidden_states.device();
-  FUSEDMOE_CHECK(args.stream.device == device, "stream",
-                 core::format("of {}", to_string(args.stream.device)),
-                 core::format("of {}, as the hidden states", to_string(device)));
-  if (args.preparation.apply_router_weight_on_input) {
-    const std::int64_t topk = args.topk_ids.size(1);
-    FUSEDMOE_CHECK(topk == 1, "apply_router_weight_on_input",
-                   core::format("set with topk {}", topk), "set with topk = 1 only");
-  }
-  const std::optional<QuantKey>& key = args.preparation.quant;
-  FUSEDMOE_CHECK(!key || key->dynamic || args.preparation.scale, "preparation.scale", "none",
-                 "that of the static activations");
 }
 
 std::size_t workspace_bytes_of(DType dtype, const Shape& shape) {
@@ -98,23 +80,21 @@ class Rows {
     return preparation_.quant && preparation_.quant->group.rows == 1 ? scales_shape_[1] : 0;
   }
 
-  Prepared run(const PrepareArgs& args) const {
-    const core::Backend& backend = backend_of(args.stream.device);
+  /// Replaces the hidden states of `args` by what the experts read, and sets their scales.
+  void run(ForwardArgs& args) const {
+    const core::Backend& backend = layer::backend_of(args.stream.device);
     const bool any = args.hidden_states.size(0) > 0;
-    Prepared prepared;
-    prepared.hidden_states = args.hidden_states;
     if (preparation_.apply_router_weight_on_input) {
       if (any) backend.weight_rows(args.hidden_states, args.topk_weights, weighted_, args.stream);
-      prepared.hidden_states = weighted_;
+      args.hidden_states = weighted_;
     }
-    if (!preparation_.quant) return prepared;
+    if (!preparation_.quant) return;
     if (any) {
-      backend.quantize(prepared.hidden_states, *preparation_.quant, preparation_.scale, values_,
+      backend.quantize(args.hidden_states, *preparation_.quant, preparation_.scale, values_,
                        scales_, args.stream);
     }
-    prepared.hidden_states = values_;
-    prepared.hidden_scales = scales_;
-    return prepared;
+    args.hidden_states = values_;
+    args.hidden_scales = scales_;
   }
 
  private:
@@ -124,26 +104,35 @@ class Rows {
   TensorView weighted_, values_, scales_;
 };
 
-ProblemSize problem_of(const PrepareArgs& args) {
+ProblemSize problem_of(const ForwardArgs& args) {
   ProblemSize problem;
   problem.num_tokens = args.hidden_states.size(0);
   problem.topk = args.topk_ids ? args.topk_ids.size(1) : 0;
-  problem.num_local_experts = args.num_local_experts;
+  problem.num_local_experts = args.weights->info().num_experts;
   problem.hidden = args.hidden_states.size(1);
   problem.dtype = args.hidden_states.dtype();
   return problem;
 }
 
+core::ReduceArgs reduce_args(const ForwardArgs& args) {
+  core::ReduceArgs reduce;
+  reduce.output = args.output;
+  reduce.fused_output = args.fused_output;
+  reduce.topk_ids = args.topk_ids;
+  reduce.topk_weights = args.topk_weights;
+  reduce.expert_map = args.expert_map;
+  reduce.num_local_experts = args.weights->info().num_experts;
+  reduce.router_weight_on_input = args.apply_router_weight_on_input;
+  reduce.accumulate = args.accumulate;
+  reduce.stream = args.stream;
+  return reduce;
+}
+
+/// Standard format: experts that reduce by themselves have written `output`; other output is rows
+/// of slots.
 class NoEp final : public PrepareAndFinalize {
  public:
-  std::string_view name() const override { return "no_ep"; }
-  ActivationFormat activation_format() const override { return ActivationFormat::kStandard; }
-  Support supports(const MoeConfig& config) const override { return supports_one_rank(config); }
-  // Knows no other rank: with tensor parallelism a reduction must follow.
-  bool output_is_reduced() const override { return false; }
-  bool accepts(WeightAndReduce kind) const override {
-    return kind != WeightAndReduce::kNaiveBatched;
-  }
+  using PrepareAndFinalize::PrepareAndFinalize;
 
   std::size_t workspace_bytes(const ProblemSize& caller,
                               const Preparation& preparation) const override {
@@ -152,41 +141,37 @@ class NoEp final : public PrepareAndFinalize {
     return cutter.used();
   }
 
-  Prepared prepare(const PrepareArgs& args) const override {
-    check_preparation(args);
-    core::WorkspaceCutter cutter(args.workspace);
+ private:
+  void do_start_prepare(ForwardArgs& args) const override {
+    core::WorkspaceCutter cutter(args.prepare_workspace);
     const Rows rows(cutter, problem_of(args), args.preparation, args.hidden_states.device());
-    return rows.run(args);
+    rows.run(args);
   }
 
-  void finalize(const FinalizeArgs& args) const override {
-    FUSEDMOE_CHECK(accepts(args.weight_and_reduce), "weight_and_reduce",
-                   std::string(fusedmoe::name(args.weight_and_reduce)),
-                   "no_op, contiguous or delegate");
-    const core::Backend& backend = backend_of(args.stream.device);
+  void do_start_finalize(const ForwardArgs& args) const override {
+    const core::Backend& backend = layer::backend_of(args.stream.device);
     if (args.weight_and_reduce != WeightAndReduce::kNoOp) {
-      backend.reduce(args, {});
+      if (args.output.size(0) > 0) backend.reduce(reduce_args(args), {});
     } else if (args.fused_output.data() != args.output.data()) {
       backend.copy(args.fused_output, args.output, args.stream);
     }
   }
 };
 
-// The assignment, which finalize must know, first in the workspace.
-core::RowAssignment cut_assignment(core::WorkspaceCutter& cutter, std::int64_t num_tokens,
-                                   std::int64_t topk, std::int64_t num_local_experts,
+/// Where the batched format keeps its parts: first the assignment, which finalize must know.
+core::RowAssignment cut_assignment(core::WorkspaceCutter& cutter, const ProblemSize& problem,
                                    Device device) {
   const auto part = [&](const Shape& shape) {
     void* data = cutter.take(workspace_bytes_of(DType::kI32, shape));
     return data ? TensorView(data, DType::kI32, shape, device) : TensorView();
   };
   core::RowAssignment assignment;
-  assignment.expert_num_tokens = part({num_local_experts});
-  assignment.slot_rows = part({num_tokens, topk});
+  assignment.expert_num_tokens = part({problem.num_local_experts});
+  assignment.slot_rows = part({problem.num_tokens, problem.topk});
   return assignment;
 }
 
-// All that prepare needs: the assignment, the rows before and behind the dispatch.
+/// All that prepare needs: the assignment, the rows before and behind the dispatch.
 struct BatchedLayout {
   core::WorkspaceCutter cutter;
   core::RowAssignment assignment;
@@ -198,8 +183,7 @@ struct BatchedLayout {
   BatchedLayout(void* workspace, const ProblemSize& problem, const Preparation& preparation,
                 Device device)
       : cutter(workspace),
-        assignment(cut_assignment(cutter, problem.num_tokens, problem.topk,
-                                  problem.num_local_experts, device)),
+        assignment(cut_assignment(cutter, problem, device)),
         rows(cutter, problem, preparation, device),
         values_shape{problem.num_local_experts, problem.num_tokens, rows.value_columns()},
         scales_shape{problem.num_local_experts, problem.num_tokens, rows.scale_columns()} {
@@ -210,65 +194,83 @@ struct BatchedLayout {
 
 class Batched final : public PrepareAndFinalize {
  public:
-  std::string_view name() const override { return "batched"; }
-  ActivationFormat activation_format() const override { return ActivationFormat::kBatchedExperts; }
-  Support supports(const MoeConfig& config) const override { return supports_one_rank(config); }
-  // Knows no other rank: with tensor parallelism a reduction must follow.
-  bool output_is_reduced() const override { return false; }
-  bool accepts(WeightAndReduce kind) const override {
-    return kind == WeightAndReduce::kNaiveBatched || kind == WeightAndReduce::kDelegate;
-  }
+  using PrepareAndFinalize::PrepareAndFinalize;
 
   std::size_t workspace_bytes(const ProblemSize& caller,
                               const Preparation& preparation) const override {
     return BatchedLayout(nullptr, caller, preparation, {}).cutter.used();
   }
 
-  Prepared prepare(const PrepareArgs& args) const override {
-    check_preparation(args);
-    check_row_count(args);
-    const core::Backend& backend = backend_of(args.stream.device);
+ private:
+  void do_start_prepare(ForwardArgs& args) const override {
+    const core::Backend& backend = layer::backend_of(args.stream.device);
     const Device device = args.stream.device;
-    const BatchedLayout layout(args.workspace, problem_of(args), args.preparation, device);
-    Prepared prepared = layout.rows.run(args);
+    const BatchedLayout layout(args.prepare_workspace, problem_of(args), args.preparation, device);
+    layout.rows.run(args);
     const TensorView values(layout.values, layout.rows.values_dtype(), layout.values_shape, device);
-    const TensorView rows = std::exchange(prepared.hidden_states, values);
-    prepared.expert_num_tokens = layout.assignment.expert_num_tokens;
+    const TensorView rows = std::exchange(args.hidden_states, values);
+    args.expert_num_tokens = layout.assignment.expert_num_tokens;
     backend.assign_rows(args.topk_ids, args.expert_map, layout.assignment, args.stream);
     backend.dispatch(layout.assignment.slot_rows, rows, values, args.stream);
-    if (layout.rows.scale_columns() == 0) return prepared;
+    if (layout.rows.scale_columns() == 0) return;
     const TensorView scales(layout.scales, layout.rows.scales_dtype(), layout.scales_shape, device);
-    const TensorView row_scales = std::exchange(prepared.hidden_scales, scales);
+    const TensorView row_scales = std::exchange(args.hidden_scales, scales);
     backend.dispatch(layout.assignment.slot_rows, row_scales, scales, args.stream);
-    return prepared;
   }
 
-  void finalize(const FinalizeArgs& args) const override {
-    FUSEDMOE_CHECK(accepts(args.weight_and_reduce), "weight_and_reduce",
-                   std::string(fusedmoe::name(args.weight_and_reduce)),
-                   "naive_batched or delegate");
-    core::WorkspaceCutter cutter(args.workspace);
-    const core::RowAssignment assignment =
-        cut_assignment(cutter, args.topk_ids.size(0), args.topk_ids.size(1), args.num_local_experts,
-                       args.stream.device);
-    backend_of(args.stream.device).reduce(args, assignment.slot_rows);
+  void do_start_finalize(const ForwardArgs& args) const override {
+    if (args.output.size(0) == 0) return;
+    core::WorkspaceCutter cutter(args.prepare_workspace);
+    ProblemSize problem;
+    problem.num_tokens = args.topk_ids.size(0);
+    problem.topk = args.topk_ids.size(1);
+    problem.num_local_experts = args.weights->info().num_experts;
+    const core::RowAssignment assignment = cut_assignment(cutter, problem, args.stream.device);
+    layer::backend_of(args.stream.device).reduce(reduce_args(args), assignment.slot_rows);
   }
+};
 
- private:
-  // Rows are numbered in 32 bits, across experts.
-  static void check_row_count(const PrepareArgs& args) {
-    constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max();
-    const std::int64_t num_tokens = args.hidden_states.size(0);
-    FUSEDMOE_CHECK(
-        num_tokens * args.num_local_experts <= kMaxRows, "hidden_states",
-        core::format("{} rows for each of {} experts", num_tokens, args.num_local_experts),
-        core::format("at most {} rows of all experts", kMaxRows));
+class NoEpDescriptor final : public PrepareFinalizeDescriptor {
+ public:
+  std::string_view name() const override { return "no_ep"; }
+  ActivationFormat activation_format() const override { return ActivationFormat::kStandard; }
+  Support supports(const MoeConfig& config) const override { return supports_one_rank(config); }
+  bool accepts(WeightAndReduce kind) const override {
+    return kind != WeightAndReduce::kNaiveBatched;
+  }
+  std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig&,
+                                                   const Context&) const override {
+    return std::make_shared<NoEp>(*this);
+  }
+};
+
+class BatchedDescriptor final : public PrepareFinalizeDescriptor {
+ public:
+  std::string_view name() const override { return "batched"; }
+  ActivationFormat activation_format() const override { return ActivationFormat::kBatchedExperts; }
+  Support supports(const MoeConfig& config) const override { return supports_one_rank(config); }
+  bool accepts(WeightAndReduce kind) const override {
+    return kind == WeightAndReduce::kNaiveBatched || kind == WeightAndReduce::kDelegate;
+  }
+  std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig&,
+                                                   const Context&) const override {
+    return std::make_shared<Batched>(*this);
   }
 };
 
 }  // namespace
 
-Preparation make_preparation(const Experts& experts, const QuantScheme& scheme,
+void PrepareAndFinalize::start_prepare(ForwardArgs& args) const {
+  layer::check_prepare_args(descriptor_, args);
+  do_start_prepare(args);
+}
+
+void PrepareAndFinalize::start_finalize(const ForwardArgs& args) const {
+  layer::check_finalize_args(descriptor_, args);
+  do_start_finalize(args);
+}
+
+Preparation make_preparation(const ExpertsDescriptor& experts, const QuantScheme& scheme,
                              bool apply_router_weight_on_input, std::optional<float> a1_scale) {
   Preparation preparation;
   preparation.apply_router_weight_on_input = apply_router_weight_on_input;
@@ -279,12 +281,14 @@ Preparation make_preparation(const Experts& experts, const QuantScheme& scheme,
   return preparation;
 }
 
-std::shared_ptr<const PrepareAndFinalize> make_no_ep() {
-  return std::make_shared<NoEp>();
+const PrepareFinalizeDescriptor& no_ep() {
+  static const NoEpDescriptor descriptor;
+  return descriptor;
 }
 
-std::shared_ptr<const PrepareAndFinalize> make_batched() {
-  return std::make_shared<Batched>();
+const PrepareFinalizeDescriptor& batched() {
+  static const BatchedDescriptor descriptor;
+  return descriptor;
 }
 
 }  // namespace fusedmoe

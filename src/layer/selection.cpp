@@ -9,59 +9,21 @@
 #include "cpu/experts.h"
 #include "cuda/experts.h"
 #include "fusedmoe/runtime.h"
-#include "layer/monolithic.h"
+#include "layer/tuned_configs.h"
 #include "reference/experts.h"
 
 namespace fusedmoe {
 namespace {
 
-using ExpertsList = std::vector<std::shared_ptr<const Experts>>;
-
-/// A backend's experts: standard, batched, and the two that are chosen on demand only.
-template <typename Make, typename MakeUnfused>
-void add_backend(ExpertsList& list, const Make& make, const MakeUnfused& make_unfused) {
-  std::shared_ptr<const ModularExperts> standard = make(ActivationFormat::kStandard);
-  list.push_back(standard);
-  list.push_back(make(ActivationFormat::kBatchedExperts));
-  list.push_back(make_monolithic(std::move(standard)));
-  list.push_back(make_unfused());
+/// Whether experts of this name could ever take part: formats that they never have make no row.
+bool can_pair(const PrepareFinalizeDescriptor& prepare_finalize, const ExpertsDescriptor& experts) {
+  return prepare_finalize.accepts(experts.weight_and_reduce(prepare_finalize.activation_format()));
 }
 
-/// Those of a build with CUDA, and adapters for all that can have one.
-void add_cuda(ExpertsList& list) {
-  const ExpertsList experts = cuda::make_all_experts();
-  list.insert(list.end(), experts.begin(), experts.end());
-  for (const auto& each : experts) {
-    const bool standard = each->activation_format() == ActivationFormat::kStandard &&
-                          each->weight_and_reduce() == WeightAndReduce::kNoOp;
-    if (each->is_monolithic() || each->has_hooks() || !standard) continue;
-    list.push_back(make_monolithic(std::static_pointer_cast<const ModularExperts>(each)));
-  }
-}
-
-ExpertsList make_all_experts() {
-  ExpertsList list;
-  add_backend(list, cpu::make_experts, cpu::make_unfused_experts);
-  add_cuda(list);
-  add_backend(list, reference::make_experts, reference::make_unfused_experts);
-  return list;
-}
-
-Support pair_support(const MoeConfig& config, const PrepareAndFinalize& prepare_finalize,
-                     const Experts& experts) {
-  if (const std::string problem = device_problem(config.device); !problem.empty()) {
-    return Support::no(Reason::kDevice, core::format("{}: {}", to_string(config.device), problem));
-  }
-  if (config.hooks && !experts.has_hooks()) {
-    return Support::no(Reason::kHooks, core::format("{} has no injection points", experts.name()));
-  }
-  const ActivationFormat format = experts.activation_format();
-  if (prepare_finalize.activation_format() != format) {
-    return Support::no(Reason::kPairing,
-                       core::format("{} experts, {} prepare/finalize", name(format),
-                                    name(prepare_finalize.activation_format())));
-  }
+Support pair_support(const MoeConfig& config, const PrepareFinalizeDescriptor& prepare_finalize,
+                     const ExpertsDescriptor& experts) {
   // The wish is compared below; an implementation is asked about what it would have to do.
+  const ActivationFormat format = prepare_finalize.activation_format();
   MoeConfig asked = config;
   asked.activation_format = format;
   if (Support support = experts.supports(asked); !support) return support;
@@ -70,11 +32,6 @@ Support pair_support(const MoeConfig& config, const PrepareAndFinalize& prepare_
     return Support::no(Reason::kQuantScheme,
                        core::format("{}: {} quantizes activations on the cpu only",
                                     name(config.scheme), prepare_finalize.name()));
-  }
-  if (!prepare_finalize.accepts(experts.weight_and_reduce())) {
-    return Support::no(Reason::kPairing,
-                       core::format("{} cannot finalize \"{}\"", prepare_finalize.name(),
-                                    name(experts.weight_and_reduce())));
   }
   if (config.activation_format != format) {
     return Support::no(Reason::kActivationFormat, core::format("{}: {} is asked for", name(format),
@@ -85,16 +42,13 @@ Support pair_support(const MoeConfig& config, const PrepareAndFinalize& prepare_
 
 std::vector<Candidate> make_candidates(const MoeConfig& config) {
   std::vector<Candidate> candidates;
-  for (const auto& experts : all_experts()) {
-    for (const auto& prepare_finalize : all_prepare_finalize()) {
+  for (const ExpertsDescriptor* experts : all_experts()) {
+    for (const PrepareFinalizeDescriptor* prepare_finalize : all_prepare_finalize()) {
+      if (!can_pair(*prepare_finalize, *experts)) continue;
       candidates.push_back(
           {prepare_finalize, experts, pair_support(config, *prepare_finalize, *experts), false});
     }
   }
-  std::stable_partition(candidates.begin(), candidates.end(), [](const Candidate& candidate) {
-    return candidate.prepare_finalize->activation_format() ==
-           candidate.experts->activation_format();
-  });
   return candidates;
 }
 
@@ -114,25 +68,31 @@ std::string list_names(const Implementations& implementations) {
   return names;
 }
 
+std::string describe(const MoeConfig& config) {
+  return core::format("{} experts, topk {}, hidden {}, intermediate {}, {}, {}, {} on {}",
+                      config.num_experts, config.topk, config.hidden, config.intermediate,
+                      name(config.scheme), name(config.activation), name(config.dtype),
+                      to_string(config.device));
+}
+
 template <typename Implementations>
-auto find_by_name(const Implementations& implementations, std::string_view wanted,
-                  const char* what) {
-  for (const auto& implementation : implementations) {
+auto find_by_name(const Implementations& implementations, std::string_view wanted) {
+  for (const auto* implementation : implementations) {
     if (implementation->name() == wanted) return implementation;
   }
-  throw Error("require", core::format("\"{}\"", wanted),
-              core::format("{} of this build: {}", what, list_names(implementations)));
+  throw Error::unsupported(Reason::kPairing, "require",
+                           core::format("{}: no such implementation; there are: {}", wanted,
+                                        list_names(implementations)));
 }
 
 Selection select_required(MoeConfig config, std::string_view require) {
   const std::size_t plus = require.find('+');
-  const auto experts = find_by_name(all_experts(), require.substr(0, plus), "experts");
-  std::shared_ptr<const PrepareAndFinalize> prepare_finalize;
+  const ExpertsDescriptor* experts = find_by_name(all_experts(), require.substr(0, plus));
+  const PrepareFinalizeDescriptor* prepare_finalize = nullptr;
   if (plus != std::string_view::npos) {
-    prepare_finalize =
-        find_by_name(all_prepare_finalize(), require.substr(plus + 1), "a prepare/finalize");
+    prepare_finalize = find_by_name(all_prepare_finalize(), require.substr(plus + 1));
+    config.activation_format = prepare_finalize->activation_format();
   }
-  config.activation_format = experts->activation_format();
 
   Selection selection;
   selection.config = config;
@@ -145,32 +105,29 @@ Selection select_required(MoeConfig config, std::string_view require) {
       choose(selection, candidate);
       return selection;
     }
-    // Pairs that fit come first: their reason says more than a mismatch of formats.
-    if (!refused) refused = &candidate;
+    // The format that is asked for says more than the other one.
+    if (!refused || candidate.prepare_finalize->activation_format() == config.activation_format) {
+      refused = &candidate;
+    }
   }
-  throw Error("require", core::format("\"{}\"", require),
-              core::format("able to serve the configuration; {}+{} is not: {} ({})",
-                           refused->experts->name(), refused->prepare_finalize->name(),
-                           code(refused->support.reason), refused->support.text));
-}
-
-std::string describe(const MoeConfig& config) {
-  return core::format("{} experts, topk {}, hidden {}, intermediate {}, {}, {}, {} on {}",
-                      config.num_experts, config.topk, config.hidden, config.intermediate,
-                      name(config.scheme), name(config.activation), name(config.dtype),
-                      to_string(config.device));
+  FUSEDMOE_CHECK(refused, "require", core::format("\"{}\"", require),
+                 "a pair of one activation format");
+  throw Error::unsupported(refused->support.reason, "require",
+                           core::format("{}+{} cannot serve {}: {} ({})", refused->experts->name(),
+                                        refused->prepare_finalize->name(), describe(config),
+                                        refused->support.text, code(refused->support.reason)));
 }
 
 }  // namespace
 
-std::span<const std::shared_ptr<const PrepareAndFinalize>> all_prepare_finalize() {
-  static const std::array<std::shared_ptr<const PrepareAndFinalize>, 2> list{make_no_ep(),
-                                                                             make_batched()};
+std::span<const PrepareFinalizeDescriptor* const> all_prepare_finalize() {
+  static const std::array<const PrepareFinalizeDescriptor*, 2> list{&no_ep(), &batched()};
   return list;
 }
 
-std::span<const std::shared_ptr<const Experts>> all_experts() {
-  static const ExpertsList list = make_all_experts();
+std::span<const ExpertsDescriptor* const> all_experts() {
+  static const std::array<const ExpertsDescriptor*, 3> list{&cpu::descriptor(), &cuda::descriptor(),
+                                                            &reference::descriptor()};
   return list;
 }
 
@@ -178,9 +135,10 @@ Selection explain(const MoeConfig& config) {
   Selection selection;
   selection.config = config;
   selection.candidates = make_candidates(config);
-  const auto first =
-      std::find_if(selection.candidates.begin(), selection.candidates.end(),
-                   [](const Candidate& candidate) { return static_cast<bool>(candidate.support); });
+  const auto first = std::find_if(
+      selection.candidates.begin(), selection.candidates.end(), [](const Candidate& candidate) {
+        return candidate.support && !candidate.experts->on_request_only();
+      });
   if (first != selection.candidates.end()) choose(selection, *first);
   return selection;
 }
@@ -188,9 +146,32 @@ Selection explain(const MoeConfig& config) {
 Selection select(const MoeConfig& config, std::string_view require) {
   if (!require.empty()) return select_required(config, require);
   Selection selection = explain(config);
-  FUSEDMOE_CHECK(selection, "config", describe(config),
-                 "served by an implementation; none is:\n" + selection.table());
-  return selection;
+  if (selection) return selection;
+  if (const std::string problem = device_problem(config.device); !problem.empty()) {
+    throw Error::unsupported(Reason::kDevice, "config.device",
+                             core::format("{}: {}", to_string(config.device), problem));
+  }
+  throw Error::unsupported(
+      selection.candidates.front().support.reason, "config",
+      core::format("nothing here runs {}:\n{}", describe(config), selection.table()));
+}
+
+std::string Selection::pair() const {
+  return core::format("{}+{}", experts->name(), prepare_finalize->name());
+}
+
+ModularKernel Selection::create(const Context& context) const {
+  FUSEDMOE_CHECK(experts, "selection", "empty: no implementation fits", "one that chose a pair");
+  MoeConfig chosen = config;
+  chosen.activation_format = prepare_finalize->activation_format();
+  return ModularKernel(prepare_finalize->create(chosen, context), experts->create(chosen, context));
+}
+
+Context make_context(Device device) {
+  Context context;
+  context.device = device;
+  context.tuned = &tuned_configs();
+  return context;
 }
 
 std::string Selection::table() const {
@@ -199,7 +180,7 @@ std::string Selection::table() const {
   for (const Candidate& candidate : candidates) {
     rows.push_back({candidate.chosen ? "*" : "", std::string(candidate.experts->name()),
                     std::string(candidate.prepare_finalize->name()),
-                    std::string(name(candidate.experts->activation_format())),
+                    std::string(name(candidate.prepare_finalize->activation_format())),
                     std::string(code(candidate.support.reason)), candidate.support.text});
   }
   std::array<std::size_t, 6> widths{};
@@ -225,8 +206,7 @@ std::string Selection::json() const {
     row["chosen"] = candidate.chosen;
     row["experts"] = candidate.experts->name();
     row["prepare_finalize"] = candidate.prepare_finalize->name();
-    row["activation_format"] = name(candidate.experts->activation_format());
-    row["monolithic"] = candidate.experts->is_monolithic();
+    row["activation_format"] = name(candidate.prepare_finalize->activation_format());
     row["supported"] = static_cast<bool>(candidate.support);
     row["code"] = code(candidate.support.reason);
     row["reason"] = candidate.support.text;

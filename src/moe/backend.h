@@ -21,6 +21,19 @@ struct RowAssignment {
   TensorView expert_num_tokens;  ///< (num_local_experts) i32
 };
 
+/// What finalize reduces; views as in ForwardArgs.
+struct ReduceArgs {
+  TensorView output;        ///< (num_tokens, hidden), written completely
+  TensorView fused_output;  ///< what the experts wrote; may be `output` itself
+  TensorView topk_ids;
+  TensorView topk_weights;
+  TensorView expert_map;
+  std::int64_t num_local_experts = 0;
+  bool router_weight_on_input = false;  ///< prepare has applied the weights: sum without them
+  bool accumulate = false;              ///< output += instead of output =
+  Stream stream;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -35,6 +48,10 @@ class Backend {
   /// Routing of shared experts, (num_tokens, 1): expert 0 with weight 1, or if `gated` with the
   /// sigmoid, in double, of the logit that topk_weights hold.
   virtual void route_shared(const Routing& out, bool gated, Stream stream) const = 0;
+
+  /// load[e] += how many slots of topk_ids name expert e; load (num_experts) i32.
+  virtual void count_tokens(const TensorView& topk_ids, const TensorView& load,
+                            Stream stream) const = 0;
 
   /// weighted = rnd(x * rnd(weight)) in the dtype of x (num_tokens, hidden); weights
   /// (num_tokens, 1) f32.
@@ -58,7 +75,7 @@ class Backend {
   /// the weights if router_weight_on_input. The row of a flat slot is slot_rows[slot], or, where
   /// slot_rows are undefined, the slot's own number if its expert is local. A slot without a row is
   /// skipped. With topk = 1 and no slot_rows, fused_output may be `output`.
-  virtual void reduce(const FinalizeArgs& args, const TensorView& slot_rows) const = 0;
+  virtual void reduce(const ReduceArgs& args, const TensorView& slot_rows) const = 0;
   /// target = rnd(target + source), in f32, bf16 or f16.
   virtual void add(const TensorView& target, const TensorView& source, Stream stream) const = 0;
   /// destination = source.

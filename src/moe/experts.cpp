@@ -4,7 +4,9 @@
 #include <algorithm>
 
 #include "core/workspace.h"
+#include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
+#include "moe/experts_args.h"
 
 namespace fusedmoe {
 
@@ -14,40 +16,6 @@ std::string_view name(ActivationFormat format) {
       return "standard";
     case ActivationFormat::kBatchedExperts:
       return "batched_experts";
-  }
-  return "unknown";
-}
-
-std::string_view code(Reason reason) {
-  switch (reason) {
-    case Reason::kSupported:
-      return "supported";
-    case Reason::kDevice:
-      return "device";
-    case Reason::kDType:
-      return "dtype";
-    case Reason::kQuantScheme:
-      return "quant_scheme";
-    case Reason::kActivation:
-      return "activation";
-    case Reason::kShape:
-      return "shape";
-    case Reason::kActivationFormat:
-      return "activation_format";
-    case Reason::kRoutingMethod:
-      return "routing_method";
-    case Reason::kRouterWeightOnInput:
-      return "router_weight_on_input";
-    case Reason::kExpertMap:
-      return "expert_map";
-    case Reason::kParallelConfig:
-      return "parallel_config";
-    case Reason::kBatchInvariance:
-      return "batch_invariance";
-    case Reason::kHooks:
-      return "hooks";
-    case Reason::kPairing:
-      return "pairing";
   }
   return "unknown";
 }
@@ -67,30 +35,64 @@ std::string_view name(WeightAndReduce kind) {
 }
 
 ProblemSize ProblemSize::of(const MoeConfig& config, std::int64_t num_tokens) {
-  return {num_tokens,   config.topk,  config.num_local_experts, config.hidden, config.intermediate,
-          config.dtype, config.scheme};
+  ProblemSize problem;
+  problem.num_tokens = num_tokens;
+  problem.topk = config.topk;
+  problem.num_local_experts = config.num_local_experts;
+  problem.hidden = config.hidden;
+  problem.intermediate = config.intermediate;
+  problem.dtype = problem.output_dtype = config.dtype;
+  problem.scheme = config.scheme;
+  return problem;
 }
 
-ProblemSize ProblemSize::of(const PackedWeights::Info& weights, std::int64_t num_tokens,
-                            std::int64_t topk, DType dtype) {
-  return {num_tokens,           topk,  weights.num_experts, weights.hidden,
-          weights.intermediate, dtype, weights.scheme};
+MoeConfig moe_config(const ExpertWeights& weights, std::int64_t topk, DType dtype, Device device) {
+  MoeConfig config;
+  config.num_experts = config.num_local_experts = weights.num_experts();
+  config.topk = topk;
+  config.hidden = weights.hidden;
+  config.intermediate = weights.intermediate;
+  config.dtype = dtype;
+  config.scheme = weights.scheme;
+  config.activation = weights.activation;
+  config.activation_params = weights.activation_params;
+  config.has_bias = weights.has_bias();
+  config.device = device;
+  return config;
 }
 
-bool Experts::expects_unquantized_inputs(const QuantScheme& scheme) const {
+bool ExpertsDescriptor::expects_unquantized_inputs(const QuantScheme& scheme) const {
   return !scheme.activations || scheme.activations->value == DType::kE2M1;
 }
 
-std::vector<std::string> Experts::tile_plans(const ProblemSize&, Device) const {
+Experts::Experts(const ExpertsDescriptor& descriptor, MoeConfig config, Context context)
+    : descriptor_(descriptor), config_(std::move(config)), context_(context) {
+  context_.device = config_.device;
+  if (context_.num_threads == 0) context_.num_threads = num_threads();
+}
+
+std::vector<std::string> Experts::kernel_configs(const ProblemSize&) const {
   return {};
 }
 
+int Experts::find_kernel_config(std::string_view) const {
+  return -1;
+}
+
 ExpertWeights Experts::unpack(const PackedWeights&, std::int64_t) const {
-  throw Error("experts", std::string(name()), "an implementation that can unpack weights");
+  throw Error("experts", std::string(descriptor_.name()),
+              "an implementation that can unpack weights");
 }
 
 void Experts::repack(const ExpertWeights&, std::int64_t, PackedWeights&) const {
-  throw Error("experts", std::string(name()), "an implementation that can repack weights");
+  throw Error("experts", std::string(descriptor_.name()),
+              "an implementation that can repack weights");
+}
+
+void Experts::apply(const ForwardArgs& args) const {
+  core::check_experts_args(*this, args);
+  const CurrentDevice current(args.stream.device);
+  run(args);
 }
 
 std::size_t WorkspacePlan::common_bytes() const {

@@ -14,7 +14,7 @@ void check_row_count(std::int64_t rows, const char* argument) {
                  core::format("at most {} rows of all experts", kMaxRows));
 }
 
-void check_batched(const ExpertsArgs& args, const ProblemSize& problem) {
+void check_counts(const ForwardArgs& args, const ProblemSize& problem) {
   check_row_count(problem.num_local_experts * problem.num_tokens, "hidden_states");
   check_tensor(args.expert_num_tokens, "expert_num_tokens", DType::kI32,
                {problem.num_local_experts});
@@ -27,15 +27,7 @@ void check_batched(const ExpertsArgs& args, const ProblemSize& problem) {
   }
 }
 
-void check_standard(const ExpertsArgs& args, ProblemSize& problem) {
-  check_tensor(args.topk_ids, "topk_ids", DType::kI32, {problem.num_tokens, -1});
-  problem.topk = args.topk_ids.size(1);
-  check_row_count(problem.num_tokens * problem.topk, "topk_ids");
-  check_tensor(args.topk_weights, "topk_weights", DType::kF32, {problem.num_tokens, problem.topk});
-  if (args.expert_map) check_tensor(args.expert_map, "expert_map", DType::kI32, {-1});
-}
-
-void check_hidden_scales(const ExpertsArgs& args, const QuantKey& key) {
+void check_hidden_scales(const ForwardArgs& args, const QuantKey& key) {
   const TensorView& x = args.hidden_states;
   const std::int64_t hidden = x.size(x.rank() - 1), group = key.group.cols;
   Shape shape{1, 1};
@@ -46,13 +38,74 @@ void check_hidden_scales(const ExpertsArgs& args, const QuantKey& key) {
   check_tensor(args.hidden_scales, "hidden_scales", *key.scale, shape);
 }
 
-}  // namespace
-
-bool is_activation_dtype(DType dtype) {
-  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
+/// Rank and dtype of the hidden states, and the scales beside them.
+void check_hidden_states(const Experts& experts, const ForwardArgs& args) {
+  const QuantScheme& scheme = experts.config().scheme;
+  const TensorView& x = args.hidden_states;
+  const bool quantized =
+      scheme.activations && !experts.descriptor().expects_unquantized_inputs(scheme);
+  const DType dtype = quantized ? scheme.activations->value : experts.config().dtype;
+  const std::int64_t hidden = experts.config().hidden;
+  if (experts.batched()) {
+    check_tensor(x, "hidden_states", dtype, {experts.config().num_local_experts, -1, hidden});
+  } else {
+    check_rows(x, "hidden_states", dtype, {-1, hidden});
+  }
+  if (quantized) {
+    check_hidden_scales(args, *scheme.activations);
+  } else {
+    FUSEDMOE_CHECK(!args.hidden_scales, "hidden_scales", describe(args.hidden_scales),
+                   "undefined: hidden_states are not quantized");
+  }
 }
 
-Support supports_on_cpu(const MoeConfig& config, ActivationFormat format, bool scheme_known,
+/// topk_ids and topk_weights, or what monolithic experts make them from.
+void check_routing(const Experts& experts, const ForwardArgs& args, const ProblemSize& problem) {
+  const MoeConfig& config = experts.config();
+  if (args.expert_map) check_tensor(args.expert_map, "expert_map", DType::kI32, {-1});
+  check_row_count(problem.num_tokens * problem.topk, "topk_ids");
+  if (config.monolithic) {
+    FUSEDMOE_CHECK(args.router, "router", "null", "given to monolithic experts");
+    FUSEDMOE_CHECK(args.router_logits.defined() && is_activation_dtype(args.router_logits.dtype()),
+                   "router_logits", describe(args.router_logits), "f32, bf16 or f16");
+    check_tensor(args.router_logits, "router_logits", args.router_logits.dtype(),
+                 {problem.num_tokens, config.num_experts});
+    return;
+  }
+  check_tensor(args.topk_ids, "topk_ids", DType::kI32, {problem.num_tokens, -1});
+  check_tensor(args.topk_weights, "topk_weights", DType::kF32, args.topk_ids.shape());
+}
+
+/// Kernels on CUDA read and write rows 16 bytes at a time.
+void check_place(const TensorView& view, const char* argument, Device device, bool rows) {
+  if (!view) return;
+  FUSEDMOE_CHECK(view.device() == device, argument, core::format("on {}", to_string(view.device())),
+                 core::format("on {}", to_string(device)));
+  const int width = !device.is_cpu() && rows ? 16 : std::max(bits(view.dtype()) / 8, 1);
+  FUSEDMOE_CHECK(reinterpret_cast<std::uintptr_t>(view.data()) % width == 0, argument,
+                 core::format("at {}", view.data()), core::format("aligned to {} bytes", width));
+}
+
+void check_places(const ForwardArgs& args, Device device) {
+  FUSEDMOE_CHECK(args.stream.device == device, "stream",
+                 core::format("of {}", to_string(args.stream.device)),
+                 core::format("of {}, the device of the experts", to_string(device)));
+  check_place(args.hidden_states, "hidden_states", device, true);
+  check_place(args.fused_output, "fused_output", device, true);
+  const std::pair<const TensorView*, const char*> others[] = {
+      {&args.hidden_scales, "hidden_scales"},
+      {&args.topk_ids, "topk_ids"},
+      {&args.topk_weights, "topk_weights"},
+      {&args.expert_map, "expert_map"},
+      {&args.router_logits, "router_logits"},
+      {&args.expert_num_tokens, "expert_num_tokens"},
+      {&args.score_correction_bias, "score_correction_bias"}};
+  for (const auto& [view, argument] : others) check_place(*view, argument, device, false);
+}
+
+}  // namespace
+
+Support supports_on_cpu(const MoeConfig& config, bool scheme_known,
                         std::string_view known_schemes) {
   const auto no = [](Reason reason, std::string text) {
     return Support::no(reason, std::move(text));
@@ -69,10 +122,34 @@ Support supports_on_cpu(const MoeConfig& config, ActivationFormat format, bool s
               core::format("scheme is {}, takes {}", name(config.scheme), known_schemes));
   }
   const std::int64_t unit = config.scheme.weights.value == DType::kE2M1 ? 2 : 1;
-  return supports_anywhere(config, format, {unit, unit});
+  return supports_anywhere(config, {unit, unit});
 }
 
-Support supports_anywhere(const MoeConfig& config, ActivationFormat format, SizeUnits units) {
+namespace {
+
+/// Whether monolithic experts can route what the configuration asks for.
+Support supports_routing(const MoeConfig& config) {
+  if (config.activation_format == ActivationFormat::kBatchedExperts) {
+    return Support::no(Reason::kActivationFormat,
+                       "batched: monolithic experts see all tokens, not those of each expert");
+  }
+  if (config.apply_router_weight_on_input) {
+    return Support::no(Reason::kRouterWeightOnInput,
+                       "the experts see logits: nobody weights the input");
+  }
+  if (config.routing_method == RoutingMethod::kUnspecified) {
+    return Support::no(Reason::kRoutingMethod,
+                       "unspecified: ids come from the caller, monolithic experts see logits");
+  }
+  if (config.routing_method == RoutingMethod::kCustom && !config.device.is_cpu()) {
+    return Support::no(Reason::kRoutingMethod, "custom: its callback runs on the cpu");
+  }
+  return Support::yes();
+}
+
+}  // namespace
+
+Support supports_anywhere(const MoeConfig& config, SizeUnits units) {
   const auto no = [](Reason reason, std::string text) {
     return Support::no(reason, std::move(text));
   };
@@ -87,9 +164,14 @@ Support supports_anywhere(const MoeConfig& config, ActivationFormat format, Size
               core::format("hidden {}, intermediate {}; takes positive multiples of {} and {}",
                            config.hidden, config.intermediate, units.hidden, units.intermediate));
   }
-  if (config.activation_format != format) {
-    return no(Reason::kActivationFormat,
-              core::format("format is {}, takes {}", name(config.activation_format), name(format)));
+  if (config.num_experts < 1 || config.topk < 1 || config.topk > config.num_experts) {
+    return no(Reason::kShape, core::format("topk {} of {} experts; takes 1 to all of at least one",
+                                           config.topk, config.num_experts));
+  }
+  if (config.num_local_experts < 1 || config.num_local_experts > config.num_experts) {
+    return no(Reason::kShape,
+              core::format("{} local experts of {}; takes at least one, and no more than there are",
+                           config.num_local_experts, config.num_experts));
   }
   if (config.apply_router_weight_on_input && config.topk != 1) {
     return no(Reason::kRouterWeightOnInput,
@@ -99,6 +181,11 @@ Support supports_anywhere(const MoeConfig& config, ActivationFormat format, Size
     return no(Reason::kExpertMap, core::format("{} of {} experts are local without an expert map",
                                                config.num_local_experts, config.num_experts));
   }
+  const bool batched = config.activation_format == ActivationFormat::kBatchedExperts;
+  if (config.hooks && batched) {
+    return no(Reason::kHooks, "the batched format has no injection points");
+  }
+  if (config.monolithic) return supports_routing(config);
   return Support::yes();
 }
 
@@ -129,16 +216,39 @@ PackedWeights::Info info_of(const ExpertWeights& weights) {
 
 }  // namespace
 
+void check_supported(const ExpertsDescriptor& descriptor, const MoeConfig& config) {
+  const Support support = descriptor.supports(config);
+  if (!support)
+    throw Error::unsupported(support.reason, std::string(descriptor.name()), support.text);
+}
+
 PackedWeights::Info make_packed_info(const Experts& experts, const ExpertWeights& weights) {
   PackedWeights::Info info = info_of(weights);
-  info.implementation = experts.name();
-  info.layout_version = experts.layout_version();
+  info.implementation = experts.descriptor().name();
+  info.layout_version = experts.descriptor().layout_version();
+  info.device = experts.config().device;
+  const MoeConfig& config = experts.config();
+  FUSEDMOE_CHECK(info.scheme == config.scheme, "weights.scheme", name(info.scheme),
+                 core::format("{}, for which the experts were made", name(config.scheme)));
+  FUSEDMOE_CHECK(matches(info, config), "weights",
+                 core::format("{} experts of {} x {}, {}", info.num_experts, info.hidden,
+                              info.intermediate, name(info.activation.kind)),
+                 core::format("{} experts of {} x {}, {}, for which the experts were made",
+                              config.num_local_experts, config.hidden, config.intermediate,
+                              name(config.activation)));
   return info;
+}
+
+bool matches(const PackedWeights::Info& weights, const MoeConfig& config) {
+  return weights.scheme == config.scheme && weights.num_experts == config.num_local_experts &&
+         weights.hidden == config.hidden && weights.intermediate == config.intermediate &&
+         weights.activation == resolve(config.activation, config.activation_params) &&
+         weights.has_bias == config.has_bias && weights.device == config.device;
 }
 
 void check_expert(const Experts& experts, const PackedWeights& packed, std::int64_t expert) {
   FUSEDMOE_CHECK(experts.accepts(packed), "packed", packed.info().implementation,
-                 core::format("packed by {}", experts.name()));
+                 core::format("packed by {} for this configuration", experts.descriptor().name()));
   FUSEDMOE_CHECK(expert >= 0 && expert < packed.info().num_experts, "expert",
                  core::to_string(expert), core::format("in [0, {})", packed.info().num_experts));
 }
@@ -163,49 +273,42 @@ void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& 
   check_scale(info.a2_scale, packed.a2_scale);
 }
 
-ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs& args) {
+ProblemSize problem_of(const Experts& experts, const ForwardArgs& args) {
+  const bool batched = experts.batched();
+  ProblemSize problem = ProblemSize::of(experts.config(), args.hidden_states.size(batched ? 1 : 0));
+  problem.expected_rows = args.expected_rows;
+  problem.output_dtype = args.fused_output.dtype();
+  if (args.topk_ids && !batched) problem.topk = args.topk_ids.size(1);
+  return problem;
+}
+
+void check_experts_args(const Experts& experts, const ForwardArgs& args) {
+  const std::string_view name = experts.descriptor().name();
   FUSEDMOE_CHECK(args.weights && experts.accepts(*args.weights), "weights",
                  args.weights ? args.weights->info().implementation : "null",
-                 core::format("packed by {}", experts.name()));
-  FUSEDMOE_CHECK(!args.hooks || experts.has_hooks(), "hooks",
-                 core::format("given to {}", experts.name()),
-                 "given to experts with injection points only");
-  const bool batched = experts.activation_format() == ActivationFormat::kBatchedExperts;
-  const PackedWeights::Info& info = args.weights->info();
-  const TensorView& x = args.hidden_states;
-  const bool quantized =
-      info.scheme.activations && !experts.expects_unquantized_inputs(info.scheme);
-  const std::optional<QuantKey>& key = info.scheme.activations;
-  if (quantized) {
-    FUSEDMOE_CHECK(x.defined() && x.dtype() == key->value, "hidden_states", describe(x),
-                   core::format("{}, quantized", name(key->value)));
+                 core::format("packed by {} for this configuration", name));
+  FUSEDMOE_CHECK(!args.hooks || experts.config().hooks, "hooks", core::format("given to {}", name),
+                 "given to experts of a configuration with hooks only");
+  check_hidden_states(experts, args);
+  FUSEDMOE_CHECK(args.fused_output.defined(), "fused_output", "undefined", "given");
+  const ProblemSize problem = problem_of(experts, args);
+  if (experts.batched()) {
+    check_counts(args, problem);
   } else {
-    FUSEDMOE_CHECK(x.defined() && is_activation_dtype(x.dtype()), "hidden_states", describe(x),
-                   "f32, bf16 or f16");
-    FUSEDMOE_CHECK(!args.hidden_scales, "hidden_scales", describe(args.hidden_scales),
-                   "undefined: hidden_states are not quantized");
+    check_routing(experts, args, problem);
   }
-  FUSEDMOE_CHECK(args.output.defined() && is_activation_dtype(args.output.dtype()), "output",
-                 describe(args.output), "f32, bf16 or f16");
-  ProblemSize problem = ProblemSize::of(info, 0, 1, args.output.dtype());
-  if (batched) {
-    check_tensor(x, "hidden_states", x.dtype(), {info.num_experts, -1, info.hidden});
-    problem.num_tokens = x.size(1);
-    check_batched(args, problem);
-  } else {
-    check_tensor(x, "hidden_states", x.dtype(), {-1, info.hidden});
-    problem.num_tokens = x.size(0);
-    check_standard(args, problem);
-  }
-  if (quantized) check_hidden_scales(args, *key);
   const WorkspacePlan plan = experts.plan(problem);
-  check_tensor(args.output, "output", plan.output_dtype, plan.output_shape);
-  if (problem.num_tokens == 0) return problem;
+  FUSEDMOE_CHECK(args.fused_output.dtype() == experts.config().dtype ||
+                     args.fused_output.dtype() == DType::kF32,
+                 "fused_output", describe(args.fused_output),
+                 core::format("{} or f32", fusedmoe::name(experts.config().dtype)));
+  check_rows(args.fused_output, "fused_output", plan.output_dtype, plan.output_shape);
+  check_places(args, experts.config().device);
+  if (problem.num_tokens == 0) return;
   FUSEDMOE_CHECK(args.workspace13 || plan.workspace13_bytes == 0, "workspace13", "null",
                  core::format("of {} bytes", plan.workspace13_bytes));
   FUSEDMOE_CHECK(args.workspace2 || plan.workspace2_bytes == 0, "workspace2", "null",
                  core::format("of {} bytes", plan.workspace2_bytes));
-  return problem;
 }
 
 }  // namespace fusedmoe::core

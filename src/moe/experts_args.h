@@ -7,24 +7,27 @@
 
 namespace fusedmoe::core {
 
-/// f32, bf16 or f16: what hidden states may be.
-bool is_activation_dtype(DType dtype);
-
 /// Sizes must be multiples of these.
 struct SizeUnits {
   std::int64_t hidden, intermediate;
 };
 
-/// Activation, sizes, format, router weight and expert map of a configuration.
-Support supports_anywhere(const MoeConfig& config, ActivationFormat format, SizeUnits units);
+/// Activation, numbers of experts, sizes, router and expert map of a configuration.
+Support supports_anywhere(const MoeConfig& config, SizeUnits units);
 
 /// The CPU's device and dtypes; the scheme, of which the caller says whether it is known and which
 /// ones are; and supports_anywhere().
-Support supports_on_cpu(const MoeConfig& config, ActivationFormat format, bool scheme_known,
-                        std::string_view known_schemes);
+Support supports_on_cpu(const MoeConfig& config, bool scheme_known, std::string_view known_schemes);
 
-/// What every implementation keeps of the weights it packs; validates them.
+/// Throws Error unless `descriptor` supports the configuration: for ExpertsDescriptor::create.
+void check_supported(const ExpertsDescriptor& descriptor, const MoeConfig& config);
+
+/// What every implementation keeps of the weights it packs. Validates them and throws Error where
+/// they are not of the configuration of `experts`.
 PackedWeights::Info make_packed_info(const Experts& experts, const ExpertWeights& weights);
+
+/// Whether packed weights are of a configuration: scheme, sizes, activation, biases, device.
+bool matches(const PackedWeights::Info& weights, const MoeConfig& config);
 
 /// Throws Error unless `experts` accept the weights and they have this expert.
 void check_expert(const Experts& experts, const PackedWeights& packed, std::int64_t expert);
@@ -34,8 +37,11 @@ void check_expert(const Experts& experts, const PackedWeights& packed, std::int6
 /// packing, so its input scales may not be larger.
 void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& packed);
 
-/// The size of the problem that `args` describe. Throws Error for weights that `experts` do not
-/// accept, shapes, dtypes or counts that do not fit them, and missing workspaces.
-ProblemSize check_experts_args(const ModularExperts& experts, const ExpertsArgs& args);
+/// The size of the problem that arguments describe, as the experts see it: behind prepare.
+ProblemSize problem_of(const Experts& experts, const ForwardArgs& args);
+
+/// Throws Error for weights that `experts` do not accept; for views of another device, shape, dtype
+/// or alignment, counts that do not fit; and for missing workspaces.
+void check_experts_args(const Experts& experts, const ForwardArgs& args);
 
 }  // namespace fusedmoe::core

@@ -10,9 +10,12 @@
 #include "core/workspace.h"
 #include "fusedmoe/runtime.h"
 #include "moe/experts_args.h"
+#include "moe/local_experts.h"
+#include "moe/routed_experts.h"
 #include "quant/quantize.h"
 #include "quant/weight_layout.h"
 #include "reference/activation.h"
+#include "reference/backend.h"
 #include "reference/matrix.h"
 #include "reference/packed_weights.h"
 #include "reference/unfused.h"
@@ -112,54 +115,50 @@ void apply_linear(const Linear& a) {
   }
 }
 
-/// Global id -> local expert, or -1.
-std::int64_t local_expert(const ExpertsArgs& args, std::int64_t num_experts, std::int32_t id) {
-  const std::int64_t num_ids = args.expert_map ? args.expert_map.size(0) : num_experts;
-  if (id < 0 || id >= num_ids) return -1;
-  const std::int32_t local = args.expert_map ? args.expert_map.as<const std::int32_t>()[id] : id;
-  return local < num_experts ? local : -1;
-}
-
-class ReferenceExperts final : public ModularExperts {
+class ReferenceExperts final : public core::RoutedExperts {
  public:
-  ReferenceExperts(ActivationFormat format, bool unfused) : format_(format), unfused_(unfused) {}
+  ReferenceExperts(const ExpertsDescriptor& descriptor, const MoeConfig& config,
+                   const Context& context)
+      : RoutedExperts(descriptor, config, context, backend()) {}
 
-  std::string_view name() const override {
-    return unfused_ ? "reference_unfused" : batched() ? "reference_batched" : "reference";
-  }
-  ActivationFormat activation_format() const override { return format_; }
-  bool is_reference() const override { return true; }
-  bool has_hooks() const override { return unfused_; }
-  WeightAndReduce weight_and_reduce() const override {
-    return batched() ? WeightAndReduce::kDelegate : WeightAndReduce::kNoOp;
-  }
   bool accepts(const PackedWeights& weights) const override {
-    return dynamic_cast<const ReferenceWeights*>(&weights) != nullptr;
+    return dynamic_cast<const ReferenceWeights*>(&weights) &&
+           core::matches(weights.info(), config());
   }
-
-  Support supports(const MoeConfig& config) const override;
-  WorkspacePlan plan(const ProblemSize& problem) const override;
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
-                                      const PackProgress& progress) const override;
+                                      const PackOptions& options) const override;
   ExpertWeights unpack(const PackedWeights& packed, std::int64_t expert) const override;
   void repack(const ExpertWeights& weights, std::int64_t expert,
               PackedWeights& packed) const override;
-  void apply(const ExpertsArgs& args) const override;
 
  private:
-  bool batched() const { return format_ == ActivationFormat::kBatchedExperts; }
+  WorkspacePlan plan_routed(const ProblemSize& problem) const override;
+  void run_routed(const ForwardArgs& args) const override;
   Sizes sizes(const ProblemSize& problem) const;
-
-  const ActivationFormat format_;
-  const bool unfused_;
 };
 
-Support ReferenceExperts::supports(const MoeConfig& config) const {
-  const std::optional<QuantKey>& activations = config.scheme.activations;
-  const bool known = core::find_weight_layout(config.scheme.weights) &&
-                     (!activations || core::has_quantizer(*activations));
-  return core::supports_on_cpu(config, format_, known, "every named scheme");
-}
+class ReferenceDescriptor final : public ExpertsDescriptor {
+ public:
+  std::string_view name() const override { return "reference"; }
+  Support supports(const MoeConfig& config) const override {
+    const std::optional<QuantKey>& activations = config.scheme.activations;
+    const bool known = core::find_weight_layout(config.scheme.weights) &&
+                       (!activations || core::has_quantizer(*activations));
+    return core::supports_on_cpu(config, known, "every named scheme");
+  }
+  bool on_request_only() const override { return true; }
+  std::string_view instruction_set() const override { return "generic"; }
+  int layout_version() const override { return 1; }
+  WeightAndReduce weight_and_reduce(ActivationFormat format) const override {
+    return format == ActivationFormat::kBatchedExperts ? WeightAndReduce::kDelegate
+                                                       : WeightAndReduce::kNoOp;
+  }
+  std::shared_ptr<const Experts> create(const MoeConfig& config,
+                                        const Context& context) const override {
+    core::check_supported(*this, config);
+    return std::make_shared<ReferenceExperts>(*this, config, context);
+  }
+};
 
 Sizes ReferenceExperts::sizes(const ProblemSize& p) const {
   const std::int64_t rows = p.num_tokens * (batched() ? p.num_local_experts : 1);
@@ -167,24 +166,26 @@ Sizes ReferenceExperts::sizes(const ProblemSize& p) const {
           p.intermediate};
 }
 
-WorkspacePlan ReferenceExperts::plan(const ProblemSize& problem) const {
+WorkspacePlan ReferenceExperts::plan_routed(const ProblemSize& problem) const {
   const Buffers buffers(sizes(problem), problem.scheme.activations, nullptr, nullptr);
   WorkspacePlan plan;
   plan.workspace13_bytes = buffers.bytes13;
   plan.workspace2_bytes = buffers.bytes2;
-  if (unfused_) plan.workspace2_bytes += UnfusedRows(problem, nullptr).bytes();
+  if (config().hooks) plan.workspace2_bytes += UnfusedRows(problem, nullptr).bytes();
   plan.output_shape = batched()
                           ? Shape{problem.num_local_experts, problem.num_tokens, problem.hidden}
                           : Shape{problem.num_tokens, problem.hidden};
-  plan.output_dtype = problem.dtype;
+  plan.output_dtype = problem.output_dtype;
   return plan;
 }
 
 std::shared_ptr<PackedWeights> ReferenceExperts::pack(const ExpertWeights& weights,
-                                                      const PackProgress& progress) const {
+                                                      const PackOptions& options) const {
   auto packed = std::make_shared<ReferenceWeights>(core::make_packed_info(*this, weights), weights);
-  if (progress) {
-    for (std::int64_t e = 1; e <= weights.num_experts(); ++e) progress(e, weights.num_experts());
+  if (options.progress) {
+    for (std::int64_t e = 1; e <= weights.num_experts(); ++e) {
+      options.progress(e, weights.num_experts());
+    }
   }
   return packed;
 }
@@ -204,35 +205,43 @@ void ReferenceExperts::repack(const ExpertWeights& weights, std::int64_t expert,
   target.source.experts[index] = target.replaced[index].experts.front();
 }
 
+/// Writes one rounded element of row `row`, or adds it to what is there.
+void write(const TensorView& output, std::int64_t row, std::int64_t column, double value,
+           bool accumulate) {
+  const std::int64_t index = row * output.stride(output.rank() - 2) + column;
+  if (accumulate) value += load(output.data(), output.dtype(), index);
+  store(output.data(), output.dtype(), index, value);
+}
+
 /// out[token] = sum over its slots of weight * y, rounded once.
-void weight_and_sum(const ExpertsArgs& args, const Sizes& n, const double* y) {
+void weight_and_sum(const ForwardArgs& args, const Sizes& n, const double* y) {
   const std::int64_t topk = args.topk_ids.size(1);
   const auto* ids = args.topk_ids.as<const std::int32_t>();
   const auto* weights = args.topk_weights.as<const float>();
+  const core::LocalExperts local_expert(args.expert_map, n.num_experts);
 #pragma omp parallel for schedule(static) \
     num_threads(num_threads()) if (n.slots * n.hidden >= kParallelWork)
   for (std::int64_t token = 0; token < n.rows; ++token) {
     for (std::int64_t column = 0; column < n.hidden; ++column) {
       double sum = 0;
       for (std::int64_t slot = token * topk; slot < (token + 1) * topk; ++slot) {
-        if (local_expert(args, n.num_experts, ids[slot]) < 0) continue;
-        const double weight = args.router_weight_on_input ? 1 : weights[slot];
+        if (local_expert(ids[slot]) < 0) continue;
+        const double weight = args.apply_router_weight_on_input ? 1 : weights[slot];
         sum += weight * y[slot * n.hidden + column];
       }
-      store(args.output.data(), args.output.dtype(), token * n.hidden + column, sum);
+      write(args.fused_output, token, column, sum, args.accumulate);
     }
   }
 }
 
 /// out[expert, i] = y, rounded once; zeros behind the expert's last row.
-void store_batched(const ExpertsArgs& args, const Sizes& n, const double* y) {
+void store_batched(const ForwardArgs& args, const Sizes& n, const double* y) {
   const std::int64_t max_tokens = args.hidden_states.size(1);
   for (std::int64_t slot = 0; slot < n.slots; ++slot) {
     const std::int64_t expert = slot / max_tokens, row = slot % max_tokens;
     const bool real = row < args.expert_num_tokens.as<const std::int32_t>()[expert];
     for (std::int64_t column = 0; column < n.hidden; ++column) {
-      const std::int64_t index = slot * n.hidden + column;
-      store(args.output.data(), args.output.dtype(), index, real ? y[index] : 0);
+      write(args.fused_output, slot, column, real ? y[slot * n.hidden + column] : 0, false);
     }
   }
 }
@@ -240,7 +249,7 @@ void store_batched(const ExpertsArgs& args, const Sizes& n, const double* y) {
 /// One apply(): the steps in the order they are taken.
 class Forward {
  public:
-  Forward(const ExpertsArgs& args, const Sizes& n, const ProblemSize& problem, bool batched,
+  Forward(const ForwardArgs& args, const Sizes& n, const ProblemSize& problem, bool batched,
           bool quantized_inputs)
       : args_(args),
         n_(n),
@@ -297,6 +306,7 @@ class Forward {
 
   void group_slots() {
     std::int64_t count = 0;
+    const core::LocalExperts local_expert(args_.expert_map, n_.num_experts);
     for (std::int64_t e = 0; e < n_.num_experts; ++e) {
       b_.offsets[e] = count;
       if (batched_) {
@@ -307,7 +317,7 @@ class Forward {
       } else {
         const auto* ids = args_.topk_ids.as<const std::int32_t>();
         for (std::int64_t slot = 0; slot < n_.slots; ++slot) {
-          if (local_expert(args_, n_.num_experts, ids[slot]) == e) b_.slots[count++] = slot;
+          if (local_expert(ids[slot]) == e) b_.slots[count++] = slot;
         }
       }
     }
@@ -327,7 +337,7 @@ class Forward {
       }
       const TensorView& states = args_.hidden_states;
       for (std::int64_t i = 0; i < n_.hidden; ++i) {
-        x[i] = load(states.data(), states.dtype(), row * n_.hidden + i);
+        x[i] = load(states.data(), states.dtype(), row * states.stride(states.rank() - 2) + i);
         if (key_) b_.unquantized[slot * width + i] = static_cast<float>(x[i]);
       }
     }
@@ -424,7 +434,7 @@ class Forward {
     return core::tensor_scale(largest);
   }
 
-  const ExpertsArgs& args_;
+  const ForwardArgs& args_;
   const Sizes& n_;
   const DType dtype_;
   const std::int64_t topk_;
@@ -437,25 +447,22 @@ class Forward {
   std::optional<UnfusedRows> unfused_;
 };
 
-void ReferenceExperts::apply(const ExpertsArgs& args) const {
-  const ProblemSize problem = core::check_experts_args(*this, args);
+void ReferenceExperts::run_routed(const ForwardArgs& args) const {
+  const ProblemSize problem = core::problem_of(*this, args);
   if (problem.num_tokens == 0) return;
   const Sizes n = sizes(problem);
   const bool quantized_inputs =
-      problem.scheme.activations && !expects_unquantized_inputs(problem.scheme);
+      problem.scheme.activations && !descriptor().expects_unquantized_inputs(problem.scheme);
   Forward forward(args, n, problem, batched(), quantized_inputs);
-  if (unfused_) forward.set_unfused(problem);
+  if (config().hooks) forward.set_unfused(problem);
   forward.run();
 }
 
 }  // namespace
 
-std::shared_ptr<const ModularExperts> make_experts(ActivationFormat format) {
-  return std::make_shared<const ReferenceExperts>(format, false);
-}
-
-std::shared_ptr<const ModularExperts> make_unfused_experts() {
-  return std::make_shared<const ReferenceExperts>(ActivationFormat::kStandard, true);
+const ExpertsDescriptor& descriptor() {
+  static const ReferenceDescriptor descriptor;
+  return descriptor;
 }
 
 }  // namespace fusedmoe::reference

@@ -7,17 +7,12 @@
 //   rounded once; weights are left to finalize
 #pragma once
 
-#include <memory>
-
 #include "fusedmoe/experts.h"
 
 namespace fusedmoe::reference {
 
-/// "reference" or "reference_batched".
-std::shared_ptr<const ModularExperts> make_experts(ActivationFormat format);
-
-/// "reference_unfused": the outputs of both GEMMs are rounded to the layer's dtype too, and every
-/// step's output passes the ExpertsHooks. Standard format. Uses the same packed weights.
-std::shared_ptr<const ModularExperts> make_unfused_experts();
+/// The outputs of both GEMMs are rounded to the layer's dtype too where the configuration has hooks:
+/// every step's output then passes the ExpertsHooks.
+const ExpertsDescriptor& descriptor();
 
 }  // namespace fusedmoe::reference

@@ -108,8 +108,4 @@ MoeConfig make_config(const Case& spec, DType dtype, Device device) {
   return config;
 }
 
-bool runs_on_cpu(const Experts& experts) {
-  return experts.supports(make_config({}, DType::kBF16)).reason != Reason::kDevice;
-}
-
 }  // namespace fusedmoe::testing

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "fusedmoe/experts.h"
@@ -73,21 +74,45 @@ Problem make_problem(const Case& spec);
 /// The configuration that the case asks implementations about.
 MoeConfig make_config(const Case& spec, DType dtype, Device device = {});
 
-/// Whether it is an implementation for the CPU, whatever else it serves. A build with CUDA has
-/// others too.
-bool runs_on_cpu(const Experts& experts);
+/// One way to run a layer: a pair of the registry, and what a configuration asks of it.
+struct Variant {
+  const ExpertsDescriptor* experts = nullptr;
+  const PrepareFinalizeDescriptor* prepare_finalize = nullptr;
+  bool hooks = false, monolithic = false, batch_invariant = false;
+
+  /// "cpu", "cpu_batched", "cpu_unfused", "cpu_monolithic", "sm90_batch_invariant".
+  std::string name() const;
+  /// `config` with the variant's wishes.
+  MoeConfig of(MoeConfig config) const;
+  bool supports(const MoeConfig& config) const;
+};
+/// Each with at most one of the wishes.
+std::vector<Variant> all_variants();
+/// Those that serve a configuration.
+std::vector<Variant> variants_for(const MoeConfig& config);
+/// By Variant::name(). Throws std::out_of_range for any other.
+Variant find_variant(std::string_view name);
 
 /// Fills floating tensors with NaN and integers with 0x7f bytes: what was not written shows.
 void poison(const TensorView& view);
 
-/// Runs one Experts with a PrepareAndFinalize on the problem in `dtype`, on the device of the
-/// packed weights; returns (num_tokens, hidden) of dtype in host memory. Every buffer has exactly
-/// the planned size, so that a sanitizer sees the first byte beyond it, and is poisoned. Monolithic
-/// experts get a router that returns the problem's ids, on CUDA by descending weight. Throws Error
-/// when an input changed on the way.
-Tensor run_experts(const Problem& problem, const PrepareAndFinalize& prepare_finalize,
-                   const Experts& experts, const PackedWeights& packed, DType dtype,
-                   const ExpertsHooks* hooks = nullptr);
+/// What run_experts() needs not.
+struct RunOptions {
+  const ExpertsHooks* hooks = nullptr;
+  int kernel_config = -1;
+};
+
+/// Runs experts and a prepare/finalize on the problem, step by step, in the dtype and on the device
+/// of their configuration; returns (num_tokens, hidden) of that dtype in host memory. Every buffer
+/// has exactly the planned size, so that a sanitizer sees the first byte beyond it, and is
+/// poisoned. Monolithic experts get a router that returns the problem's ids, on CUDA by descending
+/// weight. Throws Error when an input changed on the way.
+Tensor run_experts(const Problem& problem, const ModularKernel& kernel, const PackedWeights& packed,
+                   const RunOptions& options = {});
+
+/// The same from the beginning: makes the instances and packs the weights.
+Tensor run_variant(const Problem& problem, const Variant& variant, DType dtype, Device device = {},
+                   const RunOptions& options = {});
 
 /// Deterministic random numbers, the same on every machine.
 class Random {

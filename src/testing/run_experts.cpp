@@ -71,70 +71,6 @@ struct Inputs {
   }
 };
 
-/// workspace13 and the experts' output share memory, as in ModularKernel.
-struct ExpertsBuffers {
-  Tensor common, workspace2;
-  TensorView output;
-
-  ExpertsBuffers(const WorkspacePlan& plan, Device device)
-      : common(exact_buffer(plan.common_bytes(), device)),
-        workspace2(exact_buffer(plan.workspace2_bytes, device)),
-        output(common.data(), plan.output_dtype, plan.output_shape, device) {}
-};
-
-void run_modular(const Inputs& in, const PrepareAndFinalize& prepare_finalize,
-                 const ModularExperts& experts, const PackedWeights& packed, bool weight_on_input,
-                 const ExpertsHooks* hooks, const TensorView& output) {
-  const ProblemSize caller = ProblemSize::of(packed.info(), in.topk_ids.size(0),
-                                             in.topk_ids.size(1), in.hidden_states.dtype());
-  const Preparation preparation =
-      make_preparation(experts, caller.scheme, weight_on_input, packed.info().a1_scale);
-  const Device device = in.stream.device;
-  const Tensor workspace =
-      exact_buffer(prepare_finalize.workspace_bytes(caller, preparation), device);
-  const ExpertsBuffers buffers(experts.plan(prepare_finalize.problem_size(caller)), device);
-
-  PrepareArgs prepare;
-  prepare.hidden_states = in.hidden_states;
-  prepare.topk_ids = in.topk_ids;
-  prepare.topk_weights = in.topk_weights;
-  prepare.expert_map = in.expert_map;
-  prepare.num_local_experts = caller.num_local_experts;
-  prepare.preparation = preparation;
-  prepare.workspace = workspace.data();
-  prepare.stream = in.stream;
-  const Prepared prepared = prepare_finalize.prepare(prepare);
-
-  ExpertsArgs args;
-  args.weights = &packed;
-  args.output = buffers.output;
-  args.hidden_states = prepared.hidden_states;
-  args.hidden_scales = prepared.hidden_scales;
-  args.topk_ids = prepared.topk_ids ? prepared.topk_ids : in.topk_ids;
-  args.topk_weights = prepared.topk_weights ? prepared.topk_weights : in.topk_weights;
-  args.expert_map = in.expert_map;
-  args.expert_num_tokens = prepared.expert_num_tokens;
-  args.router_weight_on_input = weight_on_input;
-  args.hooks = hooks;
-  args.workspace13 = buffers.common.data();
-  args.workspace2 = buffers.workspace2.data();
-  args.stream = in.stream;
-  experts.apply(args);
-
-  FinalizeArgs finalize;
-  finalize.output = output;
-  finalize.fused_output = buffers.output;
-  finalize.topk_ids = args.topk_ids;
-  finalize.topk_weights = args.topk_weights;
-  finalize.expert_map = in.expert_map;
-  finalize.num_local_experts = caller.num_local_experts;
-  finalize.router_weight_on_input = weight_on_input;
-  finalize.weight_and_reduce = experts.weight_and_reduce();
-  finalize.workspace = workspace.data();
-  finalize.stream = in.stream;
-  prepare_finalize.finalize(finalize);
-}
-
 /// Logits that make a router that takes the topk best ones as weights return the routing of the
 /// problem, but for the order of a token's slots. It has no -1: such a slot becomes an expert that
 /// the token did not choose, with weight 0.
@@ -177,36 +113,32 @@ RouterConfig make_router(const Problem& problem, const Inputs& in) {
   return router;
 }
 
-void run_monolithic(const Problem& source, const Inputs& in,
-                    const PrepareAndFinalize& prepare_finalize, const MonolithicExperts& experts,
-                    const PackedWeights& packed, const TensorView& output) {
-  const RouterConfig router = make_router(source, in);
-  const Device device = in.stream.device;
-  const ProblemSize problem =
-      ProblemSize::of(packed.info(), in.topk_ids.size(0), router.topk, in.hidden_states.dtype());
-  PrepareArgs prepare;
-  prepare.hidden_states = in.hidden_states;
-  prepare.preparation = make_preparation(experts, problem.scheme, false, packed.info().a1_scale);
+/// The steps of ModularKernel::apply, each in buffers of its own.
+void run_steps(ForwardArgs args, const ModularKernel& kernel) {
+  const Experts& experts = kernel.experts();
+  const PrepareAndFinalize& prepare_finalize = kernel.prepare_finalize();
+  const Device device = args.stream.device;
+  const ProblemSize caller = ProblemSize::of(experts.config(), args.hidden_states.size(0));
+  args.preparation =
+      make_preparation(experts.descriptor(), caller.scheme, args.apply_router_weight_on_input,
+                       args.weights->info().a1_scale);
   const Tensor workspace =
-      exact_buffer(prepare_finalize.workspace_bytes(problem, prepare.preparation), device);
-  prepare.workspace = workspace.data();
-  prepare.stream = in.stream;
-  const Prepared prepared = prepare_finalize.prepare(prepare);
-  const ExpertsBuffers buffers(experts.plan(problem), device);
-  const Tensor logits = exact_copy(make_logits(source), device);
-
-  MonolithicArgs args;
-  args.weights = &packed;
-  args.output = output;
-  args.hidden_states = prepared.hidden_states;
-  args.hidden_scales = prepared.hidden_scales;
-  args.router_logits = logits;
-  args.router = &router;
-  args.expert_map = in.expert_map;
-  args.workspace13 = buffers.common.data();
-  args.workspace2 = buffers.workspace2.data();
-  args.stream = in.stream;
+      exact_buffer(prepare_finalize.workspace_bytes(caller, args.preparation), device);
+  args.prepare_workspace = workspace.data();
+  // workspace13 and the experts' output share memory, as in ModularKernel.
+  const WorkspacePlan plan = experts.plan(prepare_finalize.problem_size(caller));
+  const Tensor common = exact_buffer(plan.common_bytes(), device);
+  const Tensor workspace2 = exact_buffer(plan.workspace2_bytes, device);
+  args.workspace13 = common.data();
+  args.workspace2 = workspace2.data();
+  args.fused_output = TensorView(common.data(), plan.output_dtype, plan.output_shape, device);
+  args.weight_and_reduce =
+      experts.descriptor().weight_and_reduce(experts.config().activation_format);
+  prepare_finalize.start_prepare(args);
+  prepare_finalize.finish_prepare(args);
   experts.apply(args);
+  prepare_finalize.start_finalize(args);
+  prepare_finalize.finish_finalize(args);
 }
 
 }  // namespace
@@ -218,22 +150,45 @@ void poison(const TensorView& view) {
   synchronize(Stream{view.device()});
 }
 
-Tensor run_experts(const Problem& problem, const PrepareAndFinalize& prepare_finalize,
-                   const Experts& experts, const PackedWeights& packed, DType dtype,
-                   const ExpertsHooks* hooks) {
-  const Device device = packed.info().device;
-  const Inputs in(problem, dtype, device);
-  const Tensor output = exact_tensor(problem.hidden_states.shape(), dtype, device);
-  if (experts.is_monolithic()) {
-    run_monolithic(problem, in, prepare_finalize, static_cast<const MonolithicExperts&>(experts),
-                   packed, output);
+Tensor run_experts(const Problem& problem, const ModularKernel& kernel, const PackedWeights& packed,
+                   const RunOptions& options) {
+  const MoeConfig& config = kernel.experts().config();
+  const Inputs in(problem, config.dtype, config.device);
+  const Tensor output = exact_tensor(problem.hidden_states.shape(), config.dtype, config.device);
+  ForwardArgs args;
+  args.weights = &packed;
+  args.hidden_states = in.hidden_states;
+  args.output = output;
+  args.expert_map = in.expert_map;
+  args.apply_router_weight_on_input = problem.spec.weight_on_input;
+  args.hooks = options.hooks;
+  args.kernel_config = options.kernel_config;
+  args.stream = in.stream;
+  RouterConfig router;
+  Tensor logits;
+  if (config.monolithic) {
+    router = make_router(problem, in);
+    logits = exact_copy(make_logits(problem), config.device);
+    args.router_logits = logits;
+    args.router = &router;
   } else {
-    run_modular(in, prepare_finalize, static_cast<const ModularExperts&>(experts), packed,
-                problem.spec.weight_on_input, hooks, output);
+    args.topk_ids = in.topk_ids;
+    args.topk_weights = in.topk_weights;
   }
+  run_steps(args, kernel);
   synchronize(in.stream);
   in.check_unchanged(problem);
   return to_device(output, {});
+}
+
+Tensor run_variant(const Problem& problem, const Variant& variant, DType dtype, Device device,
+                   const RunOptions& options) {
+  const MoeConfig config = variant.of(make_config(problem.spec, dtype, device));
+  const Context context{.device = device};
+  const ModularKernel kernel(variant.prepare_finalize->create(config, context),
+                             variant.experts->create(config, context));
+  const auto packed = kernel.experts().pack(problem.weights);
+  return run_experts(problem, kernel, *packed, options);
 }
 
 }  // namespace fusedmoe::testing

@@ -38,32 +38,15 @@ class Hashes {
   std::map<std::string, std::uint32_t> hashes_;
 };
 
-/// The backend and what is special: "cpu", "sm90 batched". Formats are in the name of the case.
-std::string key_of(const Experts& experts) {
-  std::string key(experts.name());
-  for (const std::string_view format : {"_bf16", "_f16", "_mxfp4"}) {
-    if (const auto at = key.find(format); at != std::string::npos) key.erase(at, format.size());
-  }
-  return key;
-}
-
 void hash_case(const testing::Case& spec, Device device) {
   const testing::Problem problem = testing::make_problem(spec);
   Hashes hashes;
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     const MoeConfig config = testing::make_config(spec, dtype, device);
-    for (const auto& experts : all_experts()) {
-      MoeConfig asked = config;
-      asked.activation_format = experts->activation_format();
-      asked.batch_invariant = experts->name().find("batch_invariant") != std::string_view::npos;
-      if (!experts->supports(asked)) continue;
-      for (const auto& prepare_finalize : all_prepare_finalize()) {
-        if (prepare_finalize->activation_format() != experts->activation_format()) continue;
-        const CurrentDevice current(device);
-        const auto packed = experts->pack(problem.weights);
-        hashes.add(key_of(*experts),
-                   testing::run_experts(problem, *prepare_finalize, *experts, *packed, dtype));
-      }
+    for (const testing::Variant& variant : testing::variants_for(config)) {
+      // On the host every variant is batch invariant: it would be the same once more.
+      if (variant.batch_invariant && device.is_cpu()) continue;
+      hashes.add(variant.name(), testing::run_variant(problem, variant, dtype, device));
     }
   }
   hashes.print(spec.name);

@@ -1,5 +1,5 @@
-// The schedule of the Hopper GEMMs, enumerated on the host: every tile of every expert exactly
-// once, nothing for an expert without rows, and splits that cover K.
+// The order of work tiles of the fused MLP kernel, enumerated on the host: every tile of every
+// expert exactly once, nothing for an expert without rows, and splits that cover K.
 #include "cuda/gemm/schedule.h"
 
 #include <gtest/gtest.h>
@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/gemm/grouped_gemm.h"
+#include "cuda/gemm/fused_mlp.h"
 #include "testing/cases.h"
 
 namespace fusedmoe::cuda {
@@ -53,42 +53,43 @@ class GemmScheduleTest : public ::testing::TestWithParam<ScheduleCase> {};
 TEST_P(GemmScheduleTest, EveryTileOnceInAnOrderThatSharesWeights) {
   const std::vector<std::int32_t>& rows = GetParam().rows;
   const int num_experts = static_cast<int>(rows.size());
-  const PhaseShape shapes[2] = {{5, 1}, {3, 4}};
-  for (const TileConfig& tile : kTileConfigs) {
+  const GemmTiles shapes[2] = {{5, 1}, {3, 4}};
+  for (const TileShape& tile : kTiles16Bit) {
     const auto prefix = prefix_of(rows, tile.max_tokens);
-    for (const int num_phases : {1, 2}) {
-      // Times each tile came, by phase, token tile of all experts, row tile and split.
+    for (const int num_gemms : {1, 2}) {
+      // Times each tile came, by GEMM, token tile of all experts, row tile and split.
       std::vector<std::vector<int>> seen(2);
-      for (int p = 0; p < num_phases; ++p) {
-        seen[p].resize(static_cast<std::size_t>(prefix.back()) * shapes[p].items_per_token_tile());
+      for (int p = 0; p < num_gemms; ++p) {
+        seen[p].resize(static_cast<std::size_t>(prefix.back()) * shapes[p].per_token_tile());
       }
-      const auto items = static_cast<int>(seen[0].size() + seen[1].size());
-      int phase = 0, expert = 0;
-      for (int item = 0; item < items; ++item) {
-        const TileIndex index = find_tile(item, shapes, num_phases, prefix.data(), num_experts);
-        ASSERT_GE(index.phase, phase) << "back to GEMM 1";
-        if (index.phase > phase) expert = 0;
-        phase = index.phase;
-        ASSERT_GE(index.expert, expert) << "back to an earlier expert";
-        expert = index.expert;
+      const auto tiles_in_all = static_cast<int>(seen[0].size() + seen[1].size());
+      int gemm = 0, expert = 0;
+      for (int i = 0; i < tiles_in_all; ++i) {
+        const TileCoords found = find_tile(i, shapes, num_gemms, prefix.data(), num_experts);
+        ASSERT_GE(found.gemm, gemm) << "back to GEMM 1";
+        if (found.gemm > gemm) expert = 0;
+        gemm = found.gemm;
+        ASSERT_GE(found.expert, expert) << "back to an earlier expert";
+        expert = found.expert;
         ASSERT_LT(expert, num_experts);
         ASSERT_GT(rows[expert], 0);
-        const PhaseShape& shape = shapes[phase];
+        const GemmTiles& shape = shapes[gemm];
         const int tiles = prefix[expert + 1] - prefix[expert];
-        ASSERT_TRUE(index.token_tile >= 0 && index.token_tile < tiles);
-        ASSERT_TRUE(index.row_tile >= 0 && index.row_tile < shape.row_tiles);
-        ASSERT_TRUE(index.split >= 0 && index.split < shape.splits);
-        ++seen[phase][static_cast<std::size_t>(
-            ((prefix[expert] + index.token_tile) * shape.row_tiles + index.row_tile) *
+        ASSERT_TRUE(found.token_tile >= 0 && found.token_tile < tiles);
+        ASSERT_TRUE(found.row_tile >= 0 && found.row_tile < shape.row_tiles);
+        ASSERT_TRUE(found.split >= 0 && found.split < shape.splits);
+        ++seen[gemm][static_cast<std::size_t>(
+            ((prefix[expert] + found.token_tile) * shape.row_tiles + found.row_tile) *
                 shape.splits +
-            index.split)];
+            found.split)];
       }
       for (const auto& counts : seen) {
         EXPECT_TRUE(std::all_of(counts.begin(), counts.end(), [](int n) { return n == 1; }));
       }
       for (const int behind : {0, 1, 1000000}) {
-        EXPECT_EQ(find_tile(items + behind, shapes, num_phases, prefix.data(), num_experts).phase,
-                  -1);
+        EXPECT_EQ(
+            find_tile(tiles_in_all + behind, shapes, num_gemms, prefix.data(), num_experts).gemm,
+            -1);
       }
     }
   }
@@ -98,7 +99,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, GemmScheduleTest, ::testing::ValuesIn(schedule_c
                          [](const auto& info) { return info.param.name; });
 
 TEST(GemmScheduleTest, TokenTilesCutAnExpertsRowsEvenly) {
-  for (const TileConfig& tile : kTileConfigs) {
+  for (const TileShape& tile : kTiles16Bit) {
     for (int rows = 1; rows <= 5 * tile.max_tokens + 1; ++rows) {
       const int tiles = num_token_tiles(rows, tile.max_tokens);
       const int size = token_tile_size(rows, tiles);
@@ -132,19 +133,19 @@ TEST(GemmScheduleTest, LargestProblem) {
   // splits.
   constexpr int tiles = 300000 * 8 / 16;
   const std::vector<std::int32_t> prefix{0, 0, tiles, tiles};
-  const PhaseShape shapes[2] = {{1024, 1}, {112, 4}};
+  const GemmTiles shapes[2] = {{1024, 1}, {112, 4}};
   constexpr int first = tiles * 1024, second = tiles * 112 * 4;
-  const TileIndex last = find_tile(first - 1, shapes, 2, prefix.data(), 3);
-  EXPECT_EQ(last.phase, 0);
+  const TileCoords last = find_tile(first - 1, shapes, 2, prefix.data(), 3);
+  EXPECT_EQ(last.gemm, 0);
   EXPECT_EQ(last.expert, 1);
   EXPECT_EQ(last.token_tile, tiles - 1);
   EXPECT_EQ(last.row_tile, 1023);
-  const TileIndex end = find_tile(first + second - 1, shapes, 2, prefix.data(), 3);
-  EXPECT_EQ(end.phase, 1);
+  const TileCoords end = find_tile(first + second - 1, shapes, 2, prefix.data(), 3);
+  EXPECT_EQ(end.gemm, 1);
   EXPECT_EQ(end.token_tile, tiles - 1);
   EXPECT_EQ(end.row_tile, 111);
   EXPECT_EQ(end.split, 3);
-  EXPECT_EQ(find_tile(first + second, shapes, 2, prefix.data(), 3).phase, -1);
+  EXPECT_EQ(find_tile(first + second, shapes, 2, prefix.data(), 3).gemm, -1);
 }
 
 }  // namespace

@@ -1,0 +1,201 @@
+#include "moe/host_backend.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <span>
+
+#include "core/check.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
+#include "moe/element.h"
+#include "moe/local_experts.h"
+
+namespace fusedmoe::core {
+namespace {
+
+// target = rnd(source * rnd(weight)) in the dtype of the hidden states.
+template <typename Element>
+void weight_rows_of(const TensorView& x, const TensorView& topk_weights,
+                    const TensorView& weighted) {
+  using Storage = typename Element::Storage;
+  const std::int64_t num_tokens = weighted.size(0), hidden = weighted.size(1);
+  const auto* weights = topk_weights.as<const float>();
+  const auto* source = x.as<const Storage>();
+  auto* target = weighted.as<Storage>();
+#pragma omp parallel for schedule(static) \
+    num_threads(num_threads()) if (num_tokens * hidden >= kParallelElements)
+  for (std::int64_t token = 0; token < num_tokens; ++token) {
+    const float weight = Element::load(Element::store(weights[token]));
+    const Storage* from = source + token * x.stride(0);
+    Storage* to = target + token * hidden;
+    for (std::int64_t i = 0; i < hidden; ++i)
+      to[i] = Element::store(Element::load(from[i]) * weight);
+  }
+}
+
+/// Writes columns of one output row, or adds them to what is there. The output is in the dtype of
+/// `Element` or in f32.
+template <typename Element>
+void write_columns(const ReduceArgs& args, std::int64_t row, std::int64_t begin,
+                   std::span<const float> values) {
+  const auto write = [&]<typename Output>(Output) {
+    auto* target = args.output.as<typename Output::Storage>() + row * args.output.stride(0) + begin;
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      const float before = args.accumulate ? Output::load(target[i]) : 0.0f;
+      target[i] = Output::store(args.accumulate ? before + values[i] : values[i]);
+    }
+  };
+  if (args.output.dtype() == DType::kF32) {
+    write(F32Element{});
+  } else {
+    write(Element{});
+  }
+}
+
+/// row_of(flat slot) is the index of the slot's row in fused_output, or -1.
+template <typename Element, typename RowOf>
+void reduce_rows(const ReduceArgs& args, const RowOf& row_of) {
+  using Storage = typename Element::Storage;
+  const std::int64_t num_tokens = args.topk_ids.size(0), topk = args.topk_ids.size(1);
+  const std::int64_t hidden = args.output.size(1);
+  const auto* rows = args.fused_output.as<const Storage>();
+  const auto* weights = args.topk_weights.as<const float>();
+  // The accumulators of one column block stay in registers and L1.
+  constexpr std::int64_t kBlock = 256;
+
+#pragma omp parallel for schedule(static) \
+    num_threads(num_threads()) if (num_tokens * topk * hidden >= kParallelElements)
+  for (std::int64_t token = 0; token < num_tokens; ++token) {
+    std::array<float, kBlock> sums;
+    for (std::int64_t begin = 0; begin < hidden; begin += kBlock) {
+      const std::int64_t width = std::min(kBlock, hidden - begin);
+      sums.fill(0);
+      for (std::int64_t flat = token * topk; flat < (token + 1) * topk; ++flat) {
+        const std::int64_t row = row_of(flat);
+        if (row < 0) continue;
+        const float weight = args.router_weight_on_input ? 1.0f : weights[flat];
+        const Storage* source = rows + row * hidden + begin;
+        for (std::int64_t i = 0; i < width; ++i) sums[i] += weight * Element::load(source[i]);
+      }
+      // Rows of an output may have a stride; a partial sum of a rank stays in f32.
+      write_columns<Element>(args, token, begin, {sums.data(), static_cast<std::size_t>(width)});
+    }
+  }
+}
+
+}  // namespace
+
+void HostBackend::route(const RouterConfig& config, const TensorView& logits,
+                        const TensorView& correction_bias, const Routing& out, Stream) const {
+  fusedmoe::route(config, logits, correction_bias, out);
+}
+
+void HostBackend::route_shared(const Routing& out, bool gated, Stream) const {
+  const std::int64_t num_tokens = out.topk_ids.numel();
+  auto* weights = out.topk_weights.as<float>();
+  std::fill_n(out.topk_ids.as<std::int32_t>(), num_tokens, 0);
+  for (std::int64_t token = 0; token < num_tokens; ++token) {
+    const auto logit = static_cast<double>(weights[token]);
+    weights[token] = gated ? static_cast<float>(1 / (1 + std::exp(-logit))) : 1.0f;
+  }
+}
+
+void HostBackend::count_tokens(const TensorView& topk_ids, const TensorView& load, Stream) const {
+  const auto* ids = topk_ids.as<const std::int32_t>();
+  auto* counts = load.as<std::int32_t>();
+  for (std::int64_t slot = 0; slot < topk_ids.numel(); ++slot) {
+    if (ids[slot] >= 0 && ids[slot] < load.numel()) ++counts[ids[slot]];
+  }
+}
+
+void HostBackend::weight_rows(const TensorView& x, const TensorView& topk_weights,
+                              const TensorView& weighted, Stream) const {
+  dispatch_element(x.dtype(), [&](auto element) {
+    weight_rows_of<decltype(element)>(x, topk_weights, weighted);
+  });
+}
+
+void HostBackend::quantize(const TensorView& x, const QuantKey& key, std::optional<float> scale,
+                           const TensorView& values, const TensorView& scales, Stream) const {
+  fusedmoe::quantize(x, key, values, scales, scale);
+}
+
+// Serial: it is a few operations per slot against a copy of `hidden` elements.
+void HostBackend::assign_rows(const TensorView& topk_ids, const TensorView& expert_map,
+                              const RowAssignment& out, Stream) const {
+  const std::int64_t num_tokens = topk_ids.size(0), topk = topk_ids.size(1);
+  const std::int64_t num_local_experts = out.expert_num_tokens.numel();
+  auto* counts = out.expert_num_tokens.as<std::int32_t>();
+  auto* slot_rows = out.slot_rows.as<std::int32_t>();
+  const LocalExperts local_expert(expert_map, num_local_experts);
+  std::fill_n(counts, num_local_experts, 0);
+  for (std::int64_t token = 0; token < num_tokens; ++token) {
+    const auto* row = topk_ids.as<const std::int32_t>() + token * topk;
+    for (std::int64_t slot = 0; slot < topk; ++slot) {
+      const std::int32_t local = local_expert(row[slot]);
+      slot_rows[token * topk + slot] = -1;
+      if (local < 0) continue;
+      FUSEDMOE_CHECK(std::find(row, row + slot, row[slot]) == row + slot, "topk_ids",
+                     core::format("expert {} twice for token {}", row[slot], token),
+                     "distinct within a token in the batched format");
+      slot_rows[token * topk + slot] =
+          static_cast<std::int32_t>(local * num_tokens + counts[local]++);
+    }
+  }
+}
+
+void HostBackend::dispatch(const TensorView& slot_rows, const TensorView& from,
+                           const TensorView& to, Stream) const {
+  const std::int64_t num_tokens = slot_rows.size(0), topk = slot_rows.size(1);
+  const std::int64_t row_bytes = bytes(from.dtype(), from.size(1));
+  const auto* rows = slot_rows.as<const std::int32_t>();
+  const std::int64_t stride_bytes = bytes(from.dtype(), from.stride(0));
+  const auto* source = from.as<const std::byte>();
+  auto* target = to.as<std::byte>();
+#pragma omp parallel for schedule(static) \
+    num_threads(num_threads()) if (num_tokens * topk * row_bytes >= 2 * kParallelElements)
+  for (std::int64_t token = 0; token < num_tokens; ++token) {
+    for (std::int64_t flat = token * topk; flat < (token + 1) * topk; ++flat) {
+      if (rows[flat] < 0) continue;
+      std::memcpy(target + rows[flat] * row_bytes, source + token * stride_bytes,
+                  static_cast<std::size_t>(row_bytes));
+    }
+  }
+}
+
+void HostBackend::reduce(const ReduceArgs& args, const TensorView& slot_rows) const {
+  const auto* ids = args.topk_ids.as<const std::int32_t>();
+  const auto* rows = slot_rows ? slot_rows.as<const std::int32_t>() : nullptr;
+  const LocalExperts local_expert(args.expert_map, args.num_local_experts);
+  const auto row_of = [&](std::int64_t flat) -> std::int64_t {
+    if (rows) return rows[flat];
+    const bool local = local_expert(ids[flat]) >= 0;
+    return local ? flat : -1;
+  };
+  dispatch_element(args.fused_output.dtype(),
+                   [&](auto element) { reduce_rows<decltype(element)>(args, row_of); });
+}
+
+void HostBackend::add(const TensorView& target, const TensorView& source, Stream) const {
+  dispatch_element(target.dtype(), [&](auto element) {
+    using Element = decltype(element);
+    using Storage = typename Element::Storage;
+    auto* to = target.as<Storage>();
+    const auto* from = source.as<const Storage>();
+    const std::int64_t count = target.numel();
+#pragma omp parallel for schedule(static) num_threads(num_threads()) if (count >= kParallelElements)
+    for (std::int64_t i = 0; i < count; ++i) {
+      to[i] = Element::store(Element::load(to[i]) + Element::load(from[i]));
+    }
+  });
+}
+
+void HostBackend::copy(const TensorView& source, const TensorView& destination, Stream) const {
+  if (source.numel() == 0) return;
+  std::memcpy(destination.data(), source.data(), static_cast<std::size_t>(source.nbytes()));
+}
+
+}  // namespace fusedmoe::core

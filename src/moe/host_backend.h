@@ -1,0 +1,28 @@
+// The steps beside the experts on the host, for every backend that runs there.
+#pragma once
+
+#include "moe/backend.h"
+
+namespace fusedmoe::core {
+
+/// All steps but the router's logits, which each backend sums in its own way.
+class HostBackend : public Backend {
+ public:
+  void route(const RouterConfig& config, const TensorView& logits,
+             const TensorView& correction_bias, const Routing& out, Stream) const override;
+  void route_shared(const Routing& out, bool gated, Stream) const override;
+  void count_tokens(const TensorView& topk_ids, const TensorView& load, Stream) const override;
+  void weight_rows(const TensorView& x, const TensorView& topk_weights, const TensorView& weighted,
+                   Stream) const override;
+  void quantize(const TensorView& x, const QuantKey& key, std::optional<float> scale,
+                const TensorView& values, const TensorView& scales, Stream) const override;
+  void assign_rows(const TensorView& topk_ids, const TensorView& expert_map,
+                   const RowAssignment& out, Stream) const override;
+  void dispatch(const TensorView& slot_rows, const TensorView& from, const TensorView& to,
+                Stream) const override;
+  void reduce(const ReduceArgs& args, const TensorView& slot_rows) const override;
+  void add(const TensorView& target, const TensorView& source, Stream) const override;
+  void copy(const TensorView& source, const TensorView& destination, Stream) const override;
+};
+
+}  // namespace fusedmoe::core

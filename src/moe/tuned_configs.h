@@ -1,0 +1,49 @@
+// Kernel configurations that were measured to be the fastest of their problems.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "fusedmoe/experts.h"
+
+namespace fusedmoe {
+
+/// The fastest configuration of one problem. All but the last two members are the key.
+struct TunedConfig {
+  std::string device;       ///< device_name()
+  std::string experts;      ///< ExpertsDescriptor::name()
+  std::string scheme;       ///< of the weights and activations
+  std::int64_t hidden = 0;  ///< this and the next four: of the ProblemSize
+  std::int64_t intermediate = 0;
+  std::int64_t num_local_experts = 0;
+  std::int64_t topk = 0;  ///< 1 for the batched format
+  std::int64_t num_tokens = 0;
+  std::string config;  ///< of Experts::kernel_configs
+  double time_us = 0;  ///< that it took
+
+  bool operator==(const TunedConfig&) const = default;
+};
+
+/// Those of any number of devices, experts and problems.
+class FUSEDMOE_API TunedConfigs {
+ public:
+  /// Adds a configuration, or replaces the one of the same key. Throws Error for empty names, sizes
+  /// below 1, and times that are not finite or negative.
+  void set(TunedConfig config);
+  /// Those of one device, experts and layer, ascending by number of tokens; num_tokens, config and
+  /// time_us of `layer` do not count.
+  std::span<const TunedConfig> of_layer(const TunedConfig& layer) const;
+  std::span<const TunedConfig> all() const { return configs_; }
+
+ private:
+  std::vector<TunedConfig> configs_;  // ascending keys
+};
+
+/// The one for num_tokens, or for the nearest number of tokens, up to twice or half as many, the
+/// larger of two equally near; none: null. `configs`: those of one layer.
+const TunedConfig* nearest(std::span<const TunedConfig> configs, std::int64_t num_tokens);
+
+}  // namespace fusedmoe

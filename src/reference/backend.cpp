@@ -1,0 +1,34 @@
+#include "reference/backend.h"
+
+#include "fusedmoe/runtime.h"
+#include "moe/host_backend.h"
+#include "reference/router.h"
+
+namespace fusedmoe::reference {
+namespace {
+
+class ReferenceBackend final : public core::HostBackend {
+ public:
+  /// Sums in double, like everything else of the reference.
+  void router_logits(const RouterWeights& weights, const TensorView& x, const TensorView& logits,
+                     Stream) const override {
+    const std::int64_t num_tokens = logits.size(0), num_experts = logits.size(1);
+    auto* values = logits.as<float>();
+#pragma omp parallel for schedule(static) num_threads(num_threads())
+    for (std::int64_t token = 0; token < num_tokens; ++token) {
+      for (std::int64_t expert = 0; expert < num_experts; ++expert) {
+        values[token * num_experts + expert] =
+            static_cast<float>(router_logit(weights, x, token, expert));
+      }
+    }
+  }
+};
+
+}  // namespace
+
+const core::Backend& backend() {
+  static const ReferenceBackend backend;
+  return backend;
+}
+
+}  // namespace fusedmoe::reference
