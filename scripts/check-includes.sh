@@ -6,9 +6,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 known='
-src/cuda/experts.cpp tools
-src/cuda/gemm/heuristic.h tools
-src/moe/tuning.h tools
 src/moe/backend.h layer
 src/quant/quantize.cpp moe
 src/quant/quantize_weights.cpp moe
