@@ -4,7 +4,6 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <iostream>
@@ -189,7 +188,7 @@ std::vector<std::string> schemes_of(const Options& options, const BenchSubject& 
     if (refusal.empty()) {
       names.push_back(entry.name);
     } else {
-      spdlog::warn("{} is left out: {}", entry.name, refusal);
+      log(Level::kWarning, fmt::format("{} is left out: {}", entry.name, refusal));
     }
   }
   return names;
@@ -234,10 +233,10 @@ bool run_scheme(const Options& options, const BenchSubject& subject, const std::
     progress.update(static_cast<std::int64_t>(i), static_cast<std::int64_t>(tokens.size()));
     Row row{subject.name, scheme, options.dtype, bench->implementation(), bench->run(tokens[i])};
     if (!row.result.note.empty())
-      spdlog::warn("{} {} tokens: {}", what, tokens[i], row.result.note);
+      log(Level::kWarning, fmt::format("{} {} tokens: {}", what, tokens[i], row.result.note));
     if (!(row.result.relative_error <= bound)) {
-      spdlog::error("{} {} tokens: relative error {:.2e} against reference", what, tokens[i],
-                    row.result.relative_error);
+      log(Level::kError, fmt::format("{} {} tokens: relative error {:.2e} against reference", what,
+                                     tokens[i], row.result.relative_error));
       right = false;
     }
     rows.push_back(std::move(row));
@@ -258,9 +257,10 @@ void run(const Options& options) {
       }
     }
   }
-  spdlog::info("isa {}, {} threads, version {}; routing {}, cold weights, given top-k ids",
-               cpu_isa(), num_threads(), FUSEDMOE_VERSION,
-               options.replay_routing.empty() ? options.skew : options.replay_routing);
+  log(Level::kInfo,
+      fmt::format("isa {}, {} threads, version {}; routing {}, cold weights, given top-k ids",
+                  cpu_isa(), num_threads(), FUSEDMOE_VERSION,
+                  options.replay_routing.empty() ? options.skew : options.replay_routing));
   if (options.json) {
     print_json(rows);
   } else if (options.csv) {
@@ -276,39 +276,39 @@ void run(const Options& options) {
 
 }  // namespace
 
-void add_bench(CLI::App& app) {
+void add_bench(Command& program) {
   auto options = std::make_shared<Options>();
-  CLI::App* command = app.add_subcommand("bench", "Time the experts of a model's MoE layer");
-  options->subjects.add_to(*command);
-  command->add_option("--scheme", options->schemes, "Schemes, or all (default: as published; bf16)")
-      ->delimiter(',');
+  Command command = program.add_command("bench", "Time the experts of a model's MoE layer");
+  options->subjects.add_to(command);
+  command.add_option("--scheme", options->schemes, "Schemes, or all (default: as published; bf16)")
+      .list();
   command
-      ->add_option("--tokens", options->tokens,
-                   "Numbers of tokens (default: 1,8,32,128,512; of given schemes 1,512)")
-      ->delimiter(',')
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20));
-  command->add_option("--experts", options->experts, "Implementations (default: the best)")
-      ->delimiter(',');
-  command->add_option("--device", options->device, "cpu or cuda:<index>")->capture_default_str();
-  command->add_option("--dtype", options->dtype, "dtype of the hidden states")
-      ->check(CLI::IsMember({"bf16", "f16", "f32"}));
-  command->add_option("--skew", options->skew, "How tokens spread over experts")
-      ->check(CLI::IsMember({"balanced", "zipf"}));
-  command->add_option("--replay-routing", options->replay_routing,
-                      "Take ids and weights in turn from a file of run --record-routing");
-  command->add_option("--threads", options->threads, "CPU threads (default: all cores)")
-      ->check(CLI::Range(1, kMaxThreads));
-  command->add_option("--min-samples", options->min_samples, "Samples for each number of tokens")
-      ->check(CLI::PositiveNumber);
-  command->add_option("--max-seconds", options->max_seconds, "Time for each number of tokens")
-      ->check(CLI::PositiveNumber);
-  auto* format = command->add_option_group("format")->require_option(0, 1);
-  format->add_flag("--json", options->json, "JSON");
-  format->add_flag("--csv", options->csv, "CSV");
-  format->add_flag("--md", options->markdown, "Markdown");
-  command->add_flag("--load", options->load, "Print the load of the experts below the table");
-  command->add_flag("--heat-map", options->heat_map, "Print it as shades");
-  command->callback([options] { run(*options); });
+      .add_option("--tokens", options->tokens,
+                  "Numbers of tokens (default: 1,8,32,128,512; of given schemes 1,512)")
+      .list()
+      .between(std::int64_t{1}, std::int64_t{1} << 20);
+  command.add_option("--experts", options->experts, "Implementations (default: the best)").list();
+  command.add_option("--device", options->device, "cpu or cuda:<index>").show_default();
+  command.add_option("--dtype", options->dtype, "dtype of the hidden states")
+      .one_of({"bf16", "f16", "f32"});
+  command.add_option("--skew", options->skew, "How tokens spread over experts")
+      .one_of({"balanced", "zipf"});
+  command.add_option("--replay-routing", options->replay_routing,
+                     "Take ids and weights in turn from a file of run --record-routing");
+  command.add_option("--threads", options->threads, "CPU threads (default: all cores)")
+      .between(1, kMaxThreads);
+  command.add_option("--min-samples", options->min_samples, "Samples for each number of tokens")
+      .positive();
+  command.add_option("--max-seconds", options->max_seconds, "Time for each number of tokens")
+      .positive();
+  Command format = command.add_group("format");
+  format.require(0, 1);
+  format.add_flag("--json", options->json, "JSON");
+  format.add_flag("--csv", options->csv, "CSV");
+  format.add_flag("--md", options->markdown, "Markdown");
+  command.add_flag("--load", options->load, "Print the load of the experts below the table");
+  command.add_flag("--heat-map", options->heat_map, "Print it as shades");
+  command.runs([options] { run(*options); });
 }
 
 }  // namespace fusedmoe::cli

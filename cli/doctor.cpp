@@ -90,12 +90,12 @@ void run(bool json) {
 
 }  // namespace
 
-void add_doctor(CLI::App& app) {
+void add_doctor(Command& program) {
   auto json = std::make_shared<bool>(false);
-  CLI::App* command = app.add_subcommand(
+  Command command = program.add_command(
       "doctor", "Show what this build finds here: instruction set, threads, memory, devices");
-  command->add_flag("--json", *json, "Print one JSON object instead of text");
-  command->callback([json] { run(*json); });
+  command.add_flag("--json", *json, "Print one JSON object instead of text");
+  command.runs([json] { run(*json); });
 }
 
 }  // namespace fusedmoe::cli

@@ -144,48 +144,51 @@ void run(const Options& options) {
 
 }  // namespace
 
-void add_explain(CLI::App& app) {
+void add_explain(Command& program) {
   auto options = std::make_shared<Options>();
-  CLI::App* command = app.add_subcommand(
+  Command command = program.add_command(
       "explain", "Show which implementation would run a model, and why not the others");
-  CLI::Option_group* source = command->add_option_group("model");
-  source->add_option("--checkpoint", options->checkpoint, "Checkpoint directory or file");
-  source->add_option("--model", options->model, "A model that synth knows");
-  CLI::Option* matrix =
-      source->add_flag("--matrix", options->matrix,
-                       "Print docs/support-matrix.md: every implementation, every scheme");
-  source->require_option(1);
-  command->add_option("--scheme", options->scheme, "Of the experts; default: as published");
-  command->add_option("--experts", options->experts,
-                      "Implementation that must run; default: the best");
-  command->add_flag("--hooks", options->hooks, "Ask for injection points");
-  command->add_flag("--monolithic", options->monolithic,
-                    "Ask for experts that route by themselves");
-  command->add_flag("--batch-invariant", options->batch_invariant,
-                    "Ask for rows that do not depend on their batch");
-  command->add_option("--save-plan", options->save_plan,
-                      "File to write: what would run, as JSON that run --plan pins");
-  CLI::Option* device =
-      command->add_option("--device", options->device, "cpu, cuda or cuda:<index>")
-          ->capture_default_str();
+  Command source = command.add_group("model");
+  source.add_option("--checkpoint", options->checkpoint, "Checkpoint directory or file");
+  source.add_option("--model", options->model, "A model that synth knows");
+  const Option matrix =
+      source.add_flag("--matrix", options->matrix,
+                      "Print docs/support-matrix.md: every implementation, every scheme");
+  source.require(1, 1);
+  command.add_option("--scheme", options->scheme, "Of the experts; default: as published")
+      .excludes(matrix);
   command
-      ->add_option("--compute-capability", options->compute_capability,
-                   "Answer for a CUDA device that need not be here: 9.0 is Hopper")
-      ->check(CLI::Range(1.0, 99.9))
-      ->excludes(device);
-  command->add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
-      ->capture_default_str();
+      .add_option("--experts", options->experts, "Implementation that must run; default: the best")
+      .excludes(matrix);
+  command.add_flag("--hooks", options->hooks, "Ask for injection points").excludes(matrix);
+  command.add_flag("--monolithic", options->monolithic, "Ask for experts that route by themselves")
+      .excludes(matrix);
   command
-      ->add_option("--tokens", options->num_tokens,
-                   "Tokens that the workspace and the kernel configuration are for")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
-  command->add_flag("--json", options->json, "Print one JSON object instead of text");
-  for (const char* other : {"--scheme", "--experts", "--hooks", "--json", "--save-plan",
-                            "--monolithic", "--batch-invariant", "--compute-capability"}) {
-    command->get_option(other)->excludes(matrix);
-  }
-  command->callback([options] { run(*options); });
+      .add_flag("--batch-invariant", options->batch_invariant,
+                "Ask for rows that do not depend on their batch")
+      .excludes(matrix);
+  command
+      .add_option("--save-plan", options->save_plan,
+                  "File to write: what would run, as JSON that run --plan pins")
+      .excludes(matrix);
+  const Option device =
+      command.add_option("--device", options->device, "cpu, cuda or cuda:<index>").show_default();
+  command
+      .add_option("--compute-capability", options->compute_capability,
+                  "Answer for a CUDA device that need not be here: 9.0 is Hopper")
+      .positive()
+      .excludes(device)
+      .excludes(matrix);
+  command.add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
+      .show_default();
+  command
+      .add_option("--tokens", options->num_tokens,
+                  "Tokens that the workspace and the kernel configuration are for")
+      .not_negative()
+      .show_default();
+  command.add_flag("--json", options->json, "Print one JSON object instead of text")
+      .excludes(matrix);
+  command.runs([options] { run(*options); });
 }
 
 }  // namespace fusedmoe::cli

@@ -1,6 +1,5 @@
 // fusedmoe run: hidden states from a file through one MoE layer of a checkpoint, results to a file.
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -202,10 +201,10 @@ void save(const Options& options, const MoeLayer& layer, const Results& results)
   if (results.router_logits) tensors["router_logits"] = results.router_logits;
   save_safetensors(options.output, tensors,
                    {{"fusedmoe_version", FUSEDMOE_VERSION}, {"plan", layer.plan_line()}});
-  spdlog::info("wrote {}", options.output);
+  log(Level::kInfo, fmt::format("wrote {}", options.output));
   if (options.record_routing.empty()) return;
   record_routing(options.record_routing, results.routing, layer.config().num_experts);
-  spdlog::info("wrote {}", options.record_routing);
+  log(Level::kInfo, fmt::format("wrote {}", options.record_routing));
 }
 
 MoeLayer make_layer(const Options& options, const LayerWeights& weights, DType dtype) {
@@ -252,58 +251,57 @@ void run(const Options& options) {
 
 }  // namespace
 
-void add_run(CLI::App& app) {
+void add_run(Command& program) {
   auto options = std::make_shared<Options>();
-  CLI::App* command = app.add_subcommand(
+  Command command = program.add_command(
       "run", "Run hidden states through one MoE layer of a checkpoint and write the output");
   command
-      ->add_option("--checkpoint", options->checkpoint,
-                   "Directory (config.json + *.safetensors) or one safetensors file")
-      ->required();
-  command->add_option("--layer", options->layer, "Layer index; default: the first MoE layer")
-      ->check(CLI::NonNegativeNumber);
-  command->add_option("--input", options->input, "Safetensors file with the hidden states")
-      ->required();
-  command->add_option("--input-name", options->input_name, "Name of the tensor in it")
-      ->capture_default_str();
+      .add_option("--checkpoint", options->checkpoint,
+                  "Directory (config.json + *.safetensors) or one safetensors file")
+      .required();
+  command.add_option("--layer", options->layer, "Layer index; default: the first MoE layer")
+      .not_negative();
+  command.add_option("--input", options->input, "Safetensors file with the hidden states")
+      .required();
+  command.add_option("--input-name", options->input_name, "Name of the tensor in it")
+      .show_default();
   command
-      ->add_option("--output", options->output,
-                   "Safetensors file to write: output, topk_ids, topk_weights, router_logits")
-      ->required();
-  command->add_option("--device", options->device, "cpu, cuda or cuda:<index>")
-      ->capture_default_str();
-  command->add_option("--experts", options->experts,
-                      "Implementation that must run (see explain); default: the best");
-  command->add_flag("--hooks", options->hooks, "Only experts that have injection points");
-  command->add_flag("--monolithic", options->monolithic, "The experts route by themselves");
-  command->add_flag("--batch-invariant", options->batch_invariant,
-                    "Only experts whose rows do not depend on their batch");
-  command->add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
-      ->capture_default_str();
-  command->add_option("--threads", options->threads, "CPU threads; default: all")
-      ->check(CLI::Range(1, kMaxThreads));
+      .add_option("--output", options->output,
+                  "Safetensors file to write: output, topk_ids, topk_weights, router_logits")
+      .required();
+  command.add_option("--device", options->device, "cpu, cuda or cuda:<index>").show_default();
+  const Option experts =
+      command.add_option("--experts", options->experts,
+                         "Implementation that must run (see explain); default: the best");
+  command.add_flag("--hooks", options->hooks, "Only experts that have injection points");
+  command.add_flag("--monolithic", options->monolithic, "The experts route by themselves");
+  command.add_flag("--batch-invariant", options->batch_invariant,
+                   "Only experts whose rows do not depend on their batch");
+  command.add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
+      .show_default();
+  command.add_option("--threads", options->threads, "CPU threads; default: all")
+      .between(1, kMaxThreads);
   command
-      ->add_option("--max-workspace", options->max_workspace_mib,
-                   "Most MiB of scratch memory: longer inputs run in chunks of tokens")
-      ->check(CLI::Range(1, 1 << 30));
-  command->add_option("--repeat", options->repeat, "Run so many times and print the median time")
-      ->check(CLI::PositiveNumber);
+      .add_option("--max-workspace", options->max_workspace_mib,
+                  "Most MiB of scratch memory: longer inputs run in chunks of tokens")
+      .between(1, 1 << 30);
+  command.add_option("--repeat", options->repeat, "Run so many times and print the median time")
+      .positive();
   command
-      ->add_option("--check", options->check_rows,
-                   "Compare so many rows with the reference implementation; fail on excess")
-      ->check(CLI::PositiveNumber);
-  CLI::Option* plan =
-      command->add_option("--plan", options->plan, "Pin the plan that explain --save-plan wrote");
-  plan->excludes(command->get_option("--experts"));
-  command->add_option("--record-routing", options->record_routing,
-                      "Safetensors file to write: topk_ids, topk_weights");
-  command->add_option("--replay-routing", options->replay_routing,
-                      "Take ids and weights from such a file instead of the router");
-  command->add_flag("--load", options->load, "Print the load of the experts as a table");
-  command->add_flag("--load-chart", options->load_chart, "Print the tokens per expert as bars");
-  command->add_flag("--heat-map", options->heat_map, "Print the tokens per expert as shades");
-  command->add_flag("--json", options->json, "Print one JSON object instead of text");
-  command->callback([options] { run(*options); });
+      .add_option("--check", options->check_rows,
+                  "Compare so many rows with the reference implementation; fail on excess")
+      .positive();
+  command.add_option("--plan", options->plan, "Pin the plan that explain --save-plan wrote")
+      .excludes(experts);
+  command.add_option("--record-routing", options->record_routing,
+                     "Safetensors file to write: topk_ids, topk_weights");
+  command.add_option("--replay-routing", options->replay_routing,
+                     "Take ids and weights from such a file instead of the router");
+  command.add_flag("--load", options->load, "Print the load of the experts as a table");
+  command.add_flag("--load-chart", options->load_chart, "Print the tokens per expert as bars");
+  command.add_flag("--heat-map", options->heat_map, "Print the tokens per expert as shades");
+  command.add_flag("--json", options->json, "Print one JSON object instead of text");
+  command.runs([options] { run(*options); });
 }
 
 }  // namespace fusedmoe::cli

@@ -1,13 +1,14 @@
 #include "support.h"
 
+#include <fmt/color.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <spdlog/spdlog.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <utility>
@@ -42,7 +43,7 @@ void Progress::update(std::int64_t done, std::int64_t total) {
   const double elapsed = duration<double>(now - start_).count();
   const double left = share > 0 ? elapsed / share - elapsed : 0;
   if (!terminal_) {
-    spdlog::info("{}: {:.0f} %, about {:.0f} s left", what_, 100 * share, left);
+    log(Level::kInfo, fmt::format("{}: {:.0f} %, about {:.0f} s left", what_, 100 * share, left));
     return;
   }
   constexpr int kWidth = 40;
@@ -62,6 +63,21 @@ void check_experts_name(const std::string& require) {
   throw Error::unsupported(Reason::kPairing, "--experts",
                            fmt::format("--experts {}: no such implementation; there are: {}",
                                        wanted, fmt::join(names, ", ")));
+}
+
+void log(Level level, const std::string& text) {
+  struct Style {
+    const char* name;
+    fmt::terminal_color color;
+  };
+  constexpr std::array<Style, 3> kStyles{{{"info", fmt::terminal_color::green},
+                                          {"warning", fmt::terminal_color::yellow},
+                                          {"error", fmt::terminal_color::red}}};
+  const Style style = kStyles[static_cast<std::size_t>(level)];
+  const char* no_color = std::getenv("NO_COLOR");
+  const bool plain = isatty(STDERR_FILENO) != 1 || (no_color && *no_color);
+  fmt::print(stderr, plain ? fmt::text_style() : fmt::fg(style.color), "{}:", style.name);
+  fmt::print(stderr, " {}\n", text);
 }
 
 std::string format_bytes(std::int64_t bytes) {

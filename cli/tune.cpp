@@ -2,7 +2,6 @@
 // does; the fastest of each number of tokens goes to the file of tuned configurations. One whose
 // result does not agree with `reference` is an Error.
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -125,35 +124,33 @@ void run(const Options& options) {
   if (path.empty()) throw Error("--output", "not given, and there is no home", "a file");
   TunedConfigs configs;
   if (std::filesystem::exists(path)) configs = load_tuned_configs(path);
-  for (const BenchSubject& subject : options.subjects.get()) {
-    tune(options, subject, path, configs);
-  }
-  spdlog::info("{} configurations in {}", configs.all().size(), path);
+  for (const BenchSubject& subject : options.subjects.get()) tune(options, subject, path, configs);
+  log(Level::kInfo, fmt::format("{} configurations in {}", configs.all().size(), path));
 }
 
 }  // namespace
 
-void add_tune(CLI::App& app) {
+void add_tune(Command& program) {
   auto options = std::make_shared<Options>();
   for (std::int64_t tokens = 1; tokens <= 8192; tokens *= 2) options->tokens.push_back(tokens);
-  CLI::App* command = app.add_subcommand(
+  Command command = program.add_command(
       "tune", "Measure the kernel configurations of a model's experts and keep the fastest");
-  options->subjects.add_to(*command);
-  command->add_option("--scheme", options->scheme, "Of the experts; default: as published; bf16");
+  options->subjects.add_to(command);
+  command.add_option("--scheme", options->scheme, "Of the experts; default: as published; bf16");
   command
-      ->add_option("--tokens", options->tokens,
-                   "Numbers of tokens (default: powers of two up to 8192)")
-      ->delimiter(',')
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20));
-  command->add_option("--experts", options->experts, "Implementation (default: the best)");
-  command->add_option("--device", options->device, "cuda or cuda:<index>")->capture_default_str();
-  command->add_option("--dtype", options->dtype, "dtype of the hidden states")
-      ->check(CLI::IsMember({"bf16", "f16", "f32"}));
-  command->add_option("--min-samples", options->min_samples, "Samples for each configuration")
-      ->check(CLI::PositiveNumber);
-  command->add_option("--output", options->output,
-                      "File to add them to (default: the one that the library reads)");
-  command->callback([options] { run(*options); });
+      .add_option("--tokens", options->tokens,
+                  "Numbers of tokens (default: powers of two up to 8192)")
+      .list()
+      .between(std::int64_t{1}, std::int64_t{1} << 20);
+  command.add_option("--experts", options->experts, "Implementation (default: the best)");
+  command.add_option("--device", options->device, "cuda or cuda:<index>").show_default();
+  command.add_option("--dtype", options->dtype, "dtype of the hidden states")
+      .one_of({"bf16", "f16", "f32"});
+  command.add_option("--min-samples", options->min_samples, "Samples for each configuration")
+      .positive();
+  command.add_option("--output", options->output,
+                     "File to add them to (default: the one that the library reads)");
+  command.runs([options] { run(*options); });
 }
 
 }  // namespace fusedmoe::cli

@@ -68,9 +68,9 @@ FUSEDMOE_API Activation parse_activation(std::string_view text);
 
 /// One expert. Non-gated activations use `gate` as the only first matrix and leave `up` undefined.
 struct ExpertMatrices {
-  WeightMatrix gate;  ///< (intermediate, hidden)
-  WeightMatrix up;    ///< (intermediate, hidden)
-  WeightMatrix down;  ///< (hidden, intermediate)
+  WeightMatrix gate{};  ///< (intermediate, hidden)
+  WeightMatrix up{};    ///< (intermediate, hidden)
+  WeightMatrix down{};  ///< (hidden, intermediate)
 };
 
 /// Where gate (w1) and up (w3) rows lie in a fused w13.
@@ -106,8 +106,9 @@ struct FUSEDMOE_API ExpertWeights {
   /// or (E, 2); W4A8 (E, 2I). Input scales (E), (E, 2) or (1). Biases (E, 2I) and (E, H).
   /// Undefined views stand for absent tensors.
   struct Stacked {
-    Tensor w13, w13_scales, w13_zero_points, w13_global_scales, w13_input_scales, w13_bias;
-    Tensor w2, w2_scales, w2_zero_points, w2_global_scales, w2_input_scales, w2_bias;
+    Tensor w13{}, w13_scales{}, w13_zero_points{}, w13_global_scales{}, w13_input_scales{},
+        w13_bias{};
+    Tensor w2{}, w2_scales{}, w2_zero_points{}, w2_global_scales{}, w2_input_scales{}, w2_bias{};
     GateUpLayout gate_up_layout = GateUpLayout::kGateUp;
     bool transposed = false;
   };

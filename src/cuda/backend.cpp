@@ -3,6 +3,8 @@
 #include "core/check.h"
 #include "core/device_runtime.h"
 #include "cuda/router/router.h"
+#include "cuda/routing_data.h"
+#include "cuda/rows/permute.h"
 #include "cuda/rows/rows.h"
 
 namespace fusedmoe::cuda {
@@ -54,7 +56,10 @@ class CudaBackend final : public core::Backend {
   void dispatch(const TensorView& slot_rows, const TensorView& from, const TensorView& to,
                 Stream stream) const override {
     const CurrentDevice current(stream.device);
-    dispatch_rows(slot_rows, from, to, stream);
+    permute_rows({from.data(), bytes(from.dtype(), from.stride(0)), to.data(),
+                  bytes(from.dtype(), from.size(1)), slot_rows.as<const std::int32_t>(),
+                  from.size(0), slot_rows.size(1)},
+                 stream);
   }
 
   void reduce(const core::ReduceArgs& args, const TensorView& slot_rows) const override {

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "fusedmoe/runtime.h"
-#include "fusedmoe/tensor.h"
+#include "cuda/device/properties.h"
+#include "fusedmoe/device.h"
 
 namespace fusedmoe {
 namespace {
@@ -48,18 +48,10 @@ struct Problems {
 
   // The kernels are machine code for compute capability 9.0 alone.
   static std::string query(int index) {
-    int major = 0, minor = 0;
-    cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
-    if (error == cudaSuccess) {
-      error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
-    }
-    if (error != cudaSuccess) {
-      cudaGetLastError();
-      return cudaGetErrorString(error);
-    }
-    if (major == 9 && minor == 0) return {};
-    return "compute capability " + std::to_string(major) + '.' + std::to_string(minor) +
-           ", the kernels need 9.0";
+    const cuda::DeviceProperties& device = *cuda::device_properties(index);
+    if (!device.problem.empty() || (device.major == 9 && device.minor == 0)) return device.problem;
+    return "compute capability " + std::to_string(device.major) + '.' +
+           std::to_string(device.minor) + ", the kernels need 9.0";
   }
 };
 
@@ -75,21 +67,9 @@ std::string device_problem(Device device) {
 
 std::string_view device_name(Device device) {
   if (device.is_cpu()) return "cpu";
-  static const std::vector<std::string> names = [] {
-    std::vector<std::string> list(static_cast<std::size_t>(cuda_device_count()));
-    for (std::size_t index = 0; index < list.size(); ++index) {
-      cudaDeviceProp properties{};
-      const Device device{DeviceKind::kCuda, static_cast<int>(index)};
-      if (device_problem(device).empty() &&
-          cudaGetDeviceProperties(&properties, device.index) == cudaSuccess) {
-        list[index] = properties.name;
-      }
-    }
-    return list;
-  }();
-  const auto index = static_cast<std::size_t>(device.index);
-  if (device.index < 0 || index >= names.size()) return {};
-  return names[index];
+  const cuda::DeviceProperties* found = cuda::device_properties(device.index);
+  return found && device_problem(device).empty() ? std::string_view(found->name)
+                                                 : std::string_view();
 }
 
 int cuda_device_count() {
@@ -104,18 +84,16 @@ std::string cuda_device_summary() {
   if (count == 0) return "none: " + reason_for_none(error);
   std::string summary;
   for (int index = 0; index < count; ++index) {
-    cudaDeviceProp properties{};
+    const cuda::DeviceProperties& device = *cuda::device_properties(index);
     if (!summary.empty()) summary += '\n';
     summary += "cuda:" + std::to_string(index) + ' ';
-    const cudaError_t query = cudaGetDeviceProperties(&properties, index);
-    if (query != cudaSuccess) {
-      summary += cudaGetErrorString(query);
+    if (!device.problem.empty()) {
+      summary += device.problem;
       continue;
     }
-    summary += std::string(properties.name) + ", compute capability " +
-               std::to_string(properties.major) + '.' + std::to_string(properties.minor) + ", " +
-               std::to_string(properties.totalGlobalMem >> 20) + " MiB, " +
-               std::to_string(properties.multiProcessorCount) + " multiprocessors";
+    summary += device.name + ", compute capability " + std::to_string(device.major) + '.' +
+               std::to_string(device.minor) + ", " + std::to_string(device.bytes >> 20) + " MiB, " +
+               std::to_string(device.multiprocessors) + " multiprocessors";
   }
   return summary;
 }

@@ -1,9 +1,8 @@
 // What the implementations serve: every descriptor of the registry asked about every named scheme.
-// Needs no device, so every build gives the same page.
+// It needs no device.
 #pragma once
 
 #include <string>
-#include <string_view>
 
 #include "testing/cases.h"
 
@@ -11,9 +10,9 @@ namespace fusedmoe::testing {
 
 /// A small problem of the scheme, of sizes that every block divides.
 Case support_case(const NamedScheme& scheme);
-/// The configuration that the page asks about: hidden states in f16 for f16 weights, else in bf16;
-/// for experts of a GPU compute capability 9.0.
-MoeConfig support_config(const NamedScheme& scheme, std::string_view experts);
+/// The configuration that `experts` are asked about: hidden states in f16 for f16 weights, else in
+/// bf16; for those that do not run on the CPU a device of compute capability 9.0.
+MoeConfig support_config(const NamedScheme& scheme, const ExpertsDescriptor& experts);
 
 /// docs/support-matrix.md
 std::string support_matrix_markdown();

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/gemm/grouped_gemm.h"
+#include "cuda/gemm/weight_format.h"
 #include "cuda_test.h"
 #include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/quant.h"
@@ -43,14 +43,14 @@ inline bool is_mxfp4(const QuantScheme& scheme) {
   return scheme == schemes::mxfp4_w4a16();
 }
 
-inline cuda::WeightFormat format_of(const QuantScheme& scheme) {
-  if (is_mxfp4(scheme)) return cuda::WeightFormat::kMXFP4;
-  return scheme == schemes::unquantized(DType::kF16) ? cuda::WeightFormat::kF16
-                                                     : cuda::WeightFormat::kBF16;
+inline const cuda::WeightFormat& format_of(const QuantScheme& scheme) {
+  const cuda::WeightFormat* format = cuda::find_weight_format(scheme);
+  if (!format) throw Error("scheme", std::string(name(scheme)), "one of the GPU");
+  return *format;
 }
 /// Of the rows that the GPU's experts take for a scheme.
 inline DType row_dtype(const QuantScheme& scheme) {
-  return cuda::row_dtype(format_of(scheme));
+  return format_of(scheme).row_dtype;
 }
 
 /// Of the registry, with monolithic adapters, by name.
@@ -64,9 +64,7 @@ inline std::shared_ptr<const Experts> find_experts(std::string_view wanted) {
 /// "sm90_bf16_unfused" for ("_unfused", bf16)
 inline std::shared_ptr<const Experts> find_experts(std::string_view suffix,
                                                    const QuantScheme& scheme) {
-  const std::string name =
-      is_mxfp4(scheme) ? "mxfp4" : std::string(fusedmoe::name(row_dtype(scheme)));
-  return find_experts("sm90_" + name + std::string(suffix));
+  return find_experts("sm90_" + std::string(format_of(scheme).name) + std::string(suffix));
 }
 
 inline std::shared_ptr<const PrepareAndFinalize> pair_of(const Experts& experts) {

@@ -54,8 +54,8 @@ class CudaExpertsRuns : public testing::CudaTestWith<Implementation> {
     kernel_ = std::make_unique<ModularKernel>(pair_of(*experts_), experts_);
     packed_ = experts_->pack(make_problem(spec(1)).weights);
   }
-  /// Sizes that end inside tiles and records. Weights depend on the seed of hidden states too, so
-  /// only those of spec(1) are packed.
+  /// Sizes that end inside tiles and packed blocks. Weights depend on the seed of hidden states
+  /// too, so only those of spec(1) are packed.
   static Case spec(std::int64_t num_tokens, std::uint64_t seed = 1,
                    RoutingSkew skew = RoutingSkew::kBalanced) {
     Case result;

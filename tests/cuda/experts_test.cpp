@@ -2,14 +2,16 @@
 // edges, the same bits twice and in any batch.
 #include "cuda/experts.h"
 
+#include <functional>
 #include <set>
 #include <string>
 
 #include "cuda/gemm/heuristic.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
+#include "fusedmoe/formats.h"
+#include "fusedmoe/tune.h"
 #include "reference/experts.h"
-#include "tools/tune.h"
 
 namespace fusedmoe {
 namespace {
@@ -95,7 +97,8 @@ void PrintTo(const TileCase& each, std::ostream* stream) {
   *stream << each.spec.name << each.suffix;
 }
 
-/// Rows per expert around the edges of tiles, with sizes that end inside a record; each epilogue.
+/// Rows per expert around the edges of tiles, with sizes that end inside a packed block; each
+/// epilogue.
 std::vector<TileCase> tile_cases() {
   std::vector<TileCase> result;
   for (const QuantScheme& scheme : gpu_schemes()) {
@@ -104,7 +107,7 @@ std::vector<TileCase> tile_cases() {
       Case spec;
       spec.name = std::string(name(scheme)) + "_" + std::to_string(tokens) + "_" +
                   std::string(name(activation));
-      if (hidden % 64 == 0) spec.name += "_whole_records";
+      if (hidden % 64 == 0) spec.name += "_whole_blocks";
       spec.num_tokens = tokens;
       spec.num_experts = 5;
       spec.topk = 2;
@@ -134,6 +137,28 @@ std::vector<TileCase> tile_cases() {
   return result;
 }
 
+/// Calls function() while each configuration that is valid for the case is pinned.
+void for_each_config(const Case& spec, const Experts& experts,
+                     const std::function<void()>& function) {
+  cuda::MlpShape shape;
+  shape.format = &testing::format_of(spec.scheme);
+  shape.unfused = experts.has_hooks();
+  shape.num_tokens = spec.num_tokens;
+  shape.topk = spec.topk;
+  shape.num_local_experts = spec.num_experts;
+  shape.hidden = spec.hidden;
+  shape.intermediate = spec.intermediate;
+  for (cuda::KernelConfig config : cuda::valid_configs(shape)) {
+    for (const bool rows_f32 : {true, false}) {
+      config.rows_f32 = rows_f32;
+      if (!valid(shape, config)) continue;
+      SCOPED_TRACE(to_string(config));
+      const cuda::PinnedConfig pin(config);
+      function();
+    }
+  }
+}
+
 class CudaTileConfigTest : public testing::CudaTestWith<TileCase> {};
 
 TEST_P(CudaTileConfigTest, EveryPlanMatchesReference) {
@@ -145,26 +170,12 @@ TEST_P(CudaTileConfigTest, EveryPlanMatchesReference) {
                                     : *reference::make_experts(ActivationFormat::kStandard));
   const ModularKernel kernel(make_no_ep(), experts);
   const testing::KernelRun run(problem, kernel, experts->pack(problem.weights));
-  cuda::GemmShape shape;
-  shape.format = testing::format_of(spec.scheme);
-  shape.unfused = experts->has_hooks();
-  shape.num_tokens = spec.num_tokens;
-  shape.topk = spec.topk;
-  shape.num_local_experts = spec.num_experts;
-  shape.hidden = spec.hidden;
-  shape.intermediate = spec.intermediate;
-  for (cuda::GemmPlan plan : cuda::valid_plans(shape)) {
-    for (const bool rows_f32 : {true, false}) {
-      plan.rows_f32 = rows_f32;
-      if (!valid(shape, plan)) continue;
-      SCOPED_TRACE(to_string(plan));
-      const cuda::PinnedPlan pin(plan);
-      const Tensor actual = run.run();
-      expect_close(actual, expected);
-      run.poison(0xff);
-      EXPECT_TRUE(bitwise_equal(run.run(), actual)) << "second run";
-    }
-  }
+  for_each_config(spec, *experts, [&] {
+    const Tensor actual = run.run();
+    expect_close(actual, expected);
+    run.poison(0xff);
+    EXPECT_TRUE(bitwise_equal(run.run(), actual)) << "second run";
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, CudaTileConfigTest, ::testing::ValuesIn(tile_cases()),
@@ -210,9 +221,46 @@ TEST_F(CudaExpertsInvarianceTest, RowDoesNotDependOnItsBatch) {
         plans.insert(plan);
       }
     }
-    const bool is_decoded = cuda::is_decoded(testing::format_of(scheme));
-    EXPECT_EQ(plans.size(), is_decoded ? 5u : 6u)
+    EXPECT_EQ(plans.size(), testing::format_of(scheme).decodes ? 5u : 6u)
         << "all but those with K groups and, decoded, epilogue warpgroups";
+  }
+}
+
+class CudaExpertsF16Test : public testing::CudaTest {};
+
+TEST_F(CudaExpertsF16Test, AnExpertsOutputMayBeLargerThanF16) {
+  for (const std::int64_t num_tokens : {5, 100, 700}) {  // slots few enough to count inline, or not
+    SCOPED_TRACE(std::to_string(num_tokens) + " tokens");
+    Case spec;
+    spec.num_tokens = num_tokens;
+    spec.num_experts = 5;
+    spec.topk = 3;
+    spec.hidden = 136;
+    spec.intermediate = 72;
+    spec.scheme = schemes::unquantized(DType::kF16);
+    spec.bias = true;
+    spec.negative_ids = true;
+    const Problem problem = testing::make_problem(spec);
+    // Outputs are around 65504, the largest number of f16, give or take a few thousand.
+    for (const ExpertMatrices& expert : problem.weights.experts) {
+      const WeightMatrix& down = expert.down;
+      for (std::int64_t row = 0; row < spec.hidden; ++row) {
+        store_f32(down.bias.data(), DType::kF16, row * down.bias.stride(0), 65504);
+        for (std::int64_t c = 0; c < spec.intermediate; ++c) {
+          const std::int64_t at = row * down.values.stride(0) + c * down.values.stride(1);
+          const float value = load_f32(down.values.data(), DType::kF16, at);
+          store_f32(down.values.data(), DType::kF16, at, 8192 * value);
+        }
+      }
+    }
+    for (std::int64_t slot = 0; slot < problem.topk_weights.numel(); ++slot) {
+      problem.topk_weights.as<float>()[slot] = 1.0F / static_cast<float>(16 << slot % 3);
+    }
+    const Tensor expected =
+        run_rows(problem, *reference::make_experts(ActivationFormat::kStandard));
+    const auto experts = find_experts("", spec.scheme);
+    for_each_config(spec, *experts, [&] { expect_close(run_rows(problem, *experts), expected); });
+    expect_close(run_rows(problem, *find_experts("_batch_invariant", spec.scheme)), expected);
   }
 }
 

@@ -2,16 +2,15 @@
 // the stream, whose device must be the current one.
 #pragma once
 
-#include "moe/backend.h"
+#include "core/backend.h"
 
 namespace fusedmoe::cuda {
 
-void assign_rows(const TensorView& topk_ids, const TensorView& expert_map,
-                 const core::RowAssignment& out, Stream stream);
-void dispatch_rows(const TensorView& slot_rows, const TensorView& from, const TensorView& to,
-                   Stream stream);
-void reduce_rows(const core::ReduceArgs& args, const TensorView& slot_rows);
+/// The output may be f32 whatever the rows are, and its rows may have a stride. With `accumulate`
+/// the sum is added to what the output holds, in fp32, before the one rounding.
+void reduce_rows(const FinalizeArgs& args, const TensorView& slot_rows, bool accumulate = false);
 
+/// Rows of `x` may have a stride.
 void weight_rows(const TensorView& x, const TensorView& topk_weights, const TensorView& weighted,
                  Stream stream);
 void add_rows(const TensorView& target, const TensorView& source, Stream stream);

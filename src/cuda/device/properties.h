@@ -1,0 +1,25 @@
+// What the code asks of CUDA devices, queried once for each.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "fusedmoe/device.h"
+
+namespace fusedmoe::cuda {
+
+struct DeviceProperties {
+  std::string name;
+  std::string problem;       ///< why the device cannot be asked; else empty
+  std::size_t bytes = 0;     ///< of memory
+  int multiprocessors = 0;   ///< H200 and H100 SXM 132, H100 PCIe 114, H20 78, fewer with MIG
+  int major = 0, minor = 0;  ///< compute capability
+};
+
+/// Null for a device that is not there.
+const DeviceProperties* device_properties(int index);
+
+/// Of the calling thread's current device. Throws Error where there is none.
+const DeviceProperties& current_properties();
+
+}  // namespace fusedmoe::cuda
