@@ -40,9 +40,10 @@ struct LayerOptions {
   std::string require = {};  ///< see select(); empty = best
   std::string plan = {};     ///< JSON of MoeLayer::plan_json(): exactly that, or an Error
   bool batch_invariant = false;
-  bool inplace = false;     ///< forward may be given the hidden states themselves as output
-  bool hooks = false;       ///< only experts that call ExpertsHooks (the routed ones)
-  bool monolithic = false;  ///< the experts route by themselves, from router logits
+  bool inplace = false;  ///< forward may be given the hidden states themselves as output
+  bool hooks = false;    ///< only experts that call ExpertsHooks (the routed ones)
+  /// The experts route by themselves, or an Error; false: where that is faster.
+  bool monolithic = false;
   /// Of the ranks that share the layer. With ep_size > 1 the output holds the sum over the experts
   /// of this rank, and somebody has to add those of the others.
   ParallelConfig parallel = {};
@@ -106,8 +107,7 @@ class FUSEDMOE_API MoeLayer {
                const ForwardOptions& options = {}) const;
 
   /// As forward, with routing given by the caller (precomputed or replayed ids): global ids or -1.
-  /// Other ids are an Error; on CUDA, where they cannot be seen, they select nothing. An Error if
-  /// the layer is monolithic.
+  /// Other ids are an Error; on CUDA, where they cannot be seen, they select nothing.
   void forward_routed(const TensorView& hidden_states, const Routing& routing,
                       const TensorView& output, Workspace workspace,
                       const ForwardOptions& options = {}) const;

@@ -38,7 +38,8 @@ enum class DType : std::uint8_t {
 /// Width of one element in bits (4 for the packed types).
 FUSEDMOE_API int bits(DType dtype);
 
-/// Bytes that `count` consecutive elements take; packed types round up to whole bytes.
+/// Bytes that `count` consecutive elements take; packed types round up to whole bytes. Throws Error
+/// for more than fit in 63 bits.
 FUSEDMOE_API std::int64_t bytes(DType dtype, std::int64_t count);
 
 /// Short lower-case name: "f32", "bf16", "e4m3", ...
@@ -93,7 +94,8 @@ class FUSEDMOE_API Shape {
   std::int64_t& operator[](int dim) { return extents_[dim]; }
   const std::int64_t* begin() const { return extents_.data(); }
   const std::int64_t* end() const { return extents_.data() + rank_; }
-  /// Product of the extents; throws Error on a negative extent or 64-bit overflow.
+  /// Product of the extents. Throws Error for a negative extent, and where the product of those
+  /// that are not 0 does not fit in 63 bits.
   std::int64_t numel() const;
   bool operator==(const Shape& other) const;
 
@@ -105,13 +107,14 @@ class FUSEDMOE_API Shape {
 /// "[2, 3, 4]"
 FUSEDMOE_API std::string to_string(const Shape& shape);
 
-/// Row-major strides, in elements.
+/// Row-major strides, in elements. Throws Error for a shape that has no numel().
 FUSEDMOE_API Shape contiguous_strides(const Shape& shape);
 
 /// A typed, strided view of memory somebody else owns. Shape and strides count elements, also for
 /// the packed 4-bit types (whose last dimension must be contiguous). A default-constructed view is
 /// empty and stands for "not given". Copying is cheap; constness of the elements is a matter of
-/// the function that takes the view: outputs are documented as such.
+/// the function that takes the view: outputs are documented as such. Extents and strides are
+/// checked here, so that no arithmetic on a view overflows.
 class FUSEDMOE_API TensorView {
  public:
   TensorView() = default;

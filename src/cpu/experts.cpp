@@ -24,12 +24,12 @@ class CpuExperts final : public core::RoutedExperts {
   }
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                       const PackOptions& options) const override;
+  WorkspacePlan plan(const ProblemSize& problem) const override;
   ExpertWeights unpack(const PackedWeights& packed, std::int64_t expert) const override;
   void repack(const ExpertWeights& weights, std::int64_t expert,
               PackedWeights& packed) const override;
 
  private:
-  WorkspacePlan plan_routed(const ProblemSize& problem) const override;
   void run_routed(const ForwardArgs& args) const override { Forward(*this, args).run(); }
 };
 
@@ -71,7 +71,7 @@ Support CpuDescriptor::supports(const MoeConfig& config) const {
                                "every named scheme but those with f16 weights");
 }
 
-WorkspacePlan CpuExperts::plan_routed(const ProblemSize& problem) const {
+WorkspacePlan CpuExperts::plan(const ProblemSize& problem) const {
   const WorkspaceLayout layout(problem, mode_of(config()));
   WorkspacePlan plan;
   plan.workspace13_bytes = layout.bytes13;

@@ -82,9 +82,9 @@ TileFormat format_of(const QuantKey& key, const std::vector<const WeightMatrix*>
   if (!per_group(key)) return format;
   for (const WeightMatrix* matrix : matrices) {
     if (matrix->first_col % format.group == 0) continue;
-    FUSEDMOE_CHECK(
+    FUSEDMOE_CHECK_SUPPORTED(
         matrix->first_col % kGroup == 0 && format.group > kGroup && format.codes != Codes::kW4A8,
-        "first_col", core::to_string(matrix->first_col),
+        kShape, "first_col", core::to_string(matrix->first_col),
         "a multiple of 32, and of the group for groups of up to 32 and W4A8; experts "
         "'reference' take any");
     format.group = kGroup;
@@ -210,11 +210,12 @@ CpuPackedWeights::CpuPackedWeights(Info info, const ExpertWeights& weights,
       activation_params_(weights.activation_params),
       origins_(static_cast<std::size_t>(weights.num_experts())) {
   const QuantKey& key = weights.scheme.weights;
-  FUSEDMOE_CHECK(has_codes(key), "scheme", name(weights.scheme), "one that the CPU experts have");
+  FUSEDMOE_CHECK_SUPPORTED(has_codes(key), kQuantScheme, "scheme", name(weights.scheme),
+                           "one that the CPU experts have");
   const std::int64_t widest = std::max(weights.hidden, weights.intermediate);
-  FUSEDMOE_CHECK(key.value != DType::kI8 || widest <= kMaxInt8Size, "weights",
-                 core::format("{} wide", widest),
-                 core::format("at most {} wide for int8 sums", kMaxInt8Size));
+  FUSEDMOE_CHECK_SUPPORTED(key.value != DType::kI8 || widest <= kMaxInt8Size, kShape, "weights",
+                           core::format("{} wide", widest),
+                           core::format("at most {} wide for int8 sums", kMaxInt8Size));
   const auto gemm = [&](bool first, std::int64_t k, std::int64_t padded_k, std::int64_t tiles) {
     PackedGemm result;
     result.shape = {format_of(key, all_matrices(weights, first)), key, k, padded_k};

@@ -182,11 +182,10 @@ TileFunction select_tile() {
 }
 
 void check_operand(const TensorView& view, const char* argument, const Shape& shape) {
-  const bool is_float =
-      view.dtype() == DType::kF32 || view.dtype() == DType::kBF16 || view.dtype() == DType::kF16;
-  FUSEDMOE_CHECK(view.defined() && is_float, argument, core::describe(view), "f32, bf16 or f16");
+  core::check_activation_dtype(view, argument);
   core::check_tensor(view, argument, view.dtype(), shape);
-  FUSEDMOE_CHECK(view.device().is_cpu(), argument, to_string(view.device()), "on the cpu");
+  FUSEDMOE_CHECK_FAULT(view.device().is_cpu(), kDevice, argument, to_string(view.device()),
+                       "on the cpu");
 }
 
 Rows rows_of(const TensorView& view) {
@@ -202,8 +201,8 @@ void router_logits(const RouterWeights& weights, const TensorView& x, const Tens
   const std::int64_t num_tokens = x.size(0);
   if (weights.bias) check_operand(weights.bias, "router.bias", {num_experts});
   core::check_tensor(logits, "router_logits", DType::kF32, {num_tokens, num_experts});
-  FUSEDMOE_CHECK(!core::overlap(x, logits), "router_logits", "overlapping hidden_states",
-                 "in memory of its own");
+  FUSEDMOE_CHECK_FAULT(!core::overlap(x, logits), kOverlap, "router_logits",
+                       "overlapping hidden_states", "in memory of its own");
 
   Problem problem{rows_of(x), rows_of(weights.weight), {}, num_tokens, num_experts,
                   hidden,     logits.as<float>()};

@@ -60,16 +60,17 @@ class ColumnScales {
  public:
   /// Takes the stored code of a block with a non-zero value.
   int use(int stored, std::int64_t row, std::int64_t block) {
-    FUSEDMOE_CHECK(stored >= kMinScaleCode && stored <= kMaxScaleCode, "scales",
-                   core::format("E8M0 code {} (row {}, block {})", stored, row, block),
-                   core::format("in [{}, {}] for a block with non-zero values; experts "
-                                "'reference' take any",
-                                kMinScaleCode, kMaxScaleCode));
+    FUSEDMOE_CHECK_SUPPORTED(stored >= kMinScaleCode && stored <= kMaxScaleCode, kQuantScheme,
+                             "scales",
+                             core::format("E8M0 code {} (row {}, block {})", stored, row, block),
+                             core::format("in [{}, {}] for a block with non-zero values; experts "
+                                          "'reference' take any",
+                                          kMinScaleCode, kMaxScaleCode));
     if (first_ < 0) first_ = low_ = high_ = stored;
     low_ = std::min(low_, stored);
     high_ = std::max(high_, stored);
-    FUSEDMOE_CHECK(
-        high_ - low_ <= kMaxScaleSpread, "scales",
+    FUSEDMOE_CHECK_SUPPORTED(
+        high_ - low_ <= kMaxScaleSpread, kQuantScheme, "scales",
         core::format("E8M0 codes {} to {} in row {}", low_, high_, row),
         core::format("within {} of each other; experts 'reference' take any", kMaxScaleSpread));
     return stored;
@@ -250,8 +251,9 @@ void store_scale(ScaleType type, const TensorView& scales, std::int64_t index, s
       return;
     case ScaleType::kE4M3: {
       const auto code = static_cast<std::uint8_t>(source[index]);
-      FUSEDMOE_CHECK(code <= 0x80, "scales", core::format("E4M3 code {:#x}, negative", code),
-                     "not negative; experts 'reference' take any");
+      FUSEDMOE_CHECK_SUPPORTED(code <= 0x80, kQuantScheme, "scales",
+                               core::format("E4M3 code {:#x}, negative", code),
+                               "not negative; experts 'reference' take any");
       header[c] = static_cast<std::byte>(code & 0x7F);
       return;
     }

@@ -6,7 +6,8 @@
 #include <vector>
 
 #include "cuda/device/properties.h"
-#include "fusedmoe/device.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
 namespace {

@@ -89,8 +89,15 @@ void reduce_rows(const ReduceArgs& args, const RowOf& row_of) {
 }  // namespace
 
 void HostBackend::route(const RouterConfig& config, const TensorView& logits,
-                        const TensorView& correction_bias, const Routing& out, Stream) const {
+                        const TensorView& correction_bias, const Routing& out,
+                        const TensorView& expert_load, Stream) const {
   fusedmoe::route(config, logits, correction_bias, out);
+  if (!expert_load) return;
+  const auto* ids = out.topk_ids.as<const std::int32_t>();
+  auto* load = expert_load.as<std::int32_t>();
+  for (std::int64_t slot = 0; slot < out.topk_ids.numel(); ++slot) {
+    if (ids[slot] >= 0) ++load[ids[slot]];
+  }
 }
 
 void HostBackend::route_shared(const Routing& out, bool gated, Stream) const {
@@ -100,14 +107,6 @@ void HostBackend::route_shared(const Routing& out, bool gated, Stream) const {
   for (std::int64_t token = 0; token < num_tokens; ++token) {
     const auto logit = static_cast<double>(weights[token]);
     weights[token] = gated ? static_cast<float>(1 / (1 + std::exp(-logit))) : 1.0f;
-  }
-}
-
-void HostBackend::count_tokens(const TensorView& topk_ids, const TensorView& load, Stream) const {
-  const auto* ids = topk_ids.as<const std::int32_t>();
-  auto* counts = load.as<std::int32_t>();
-  for (std::int64_t slot = 0; slot < topk_ids.numel(); ++slot) {
-    if (ids[slot] >= 0 && ids[slot] < load.numel()) ++counts[ids[slot]];
   }
 }
 

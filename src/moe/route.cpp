@@ -204,8 +204,7 @@ void route(const RouterConfig& config, const TensorView& logits, const TensorVie
            const Routing& out) {
   config.validate();
   const bool wide = logits.defined() && logits.dtype() == DType::kF32;
-  FUSEDMOE_CHECK(logits.defined() && core::is_activation_dtype(logits.dtype()), "router_logits",
-                 core::describe(logits), "f32, bf16 or f16");
+  core::check_activation_dtype(logits, "router_logits");
   FUSEDMOE_CHECK(wide || !config.custom, "router_logits", core::describe(logits),
                  "f32 for a custom routing");
   core::check_tensor(logits, "router_logits", logits.dtype(), {-1, config.num_experts});
@@ -216,13 +215,13 @@ void route(const RouterConfig& config, const TensorView& logits, const TensorVie
     core::check_tensor(correction_bias, "score_correction_bias", DType::kF32, {config.num_experts});
   }
   for (const TensorView& view : {logits, correction_bias, out.topk_ids, out.topk_weights}) {
-    FUSEDMOE_CHECK(view.device().is_cpu(), "router_logits.device", to_string(view.device()),
-                   "cpu, as every tensor of route()");
+    FUSEDMOE_CHECK_FAULT(view.device().is_cpu(), kDevice, "router_logits.device",
+                         to_string(view.device()), "cpu, as every tensor of route()");
   }
-  FUSEDMOE_CHECK(!core::overlap(out.topk_ids, out.topk_weights) &&
-                     !core::overlap(out.topk_ids, logits) &&
-                     !core::overlap(out.topk_weights, logits),
-                 "topk_ids", "overlapping memory", "apart from topk_weights and the logits");
+  FUSEDMOE_CHECK_FAULT(
+      !core::overlap(out.topk_ids, out.topk_weights) && !core::overlap(out.topk_ids, logits) &&
+          !core::overlap(out.topk_weights, logits),
+      kOverlap, "topk_ids", "overlapping memory", "apart from topk_weights and the logits");
   if (config.custom) {
     route_custom(config, logits, out);
     return;

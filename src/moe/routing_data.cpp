@@ -13,8 +13,8 @@ namespace {
 void check_inputs(const TensorView& topk_ids, const TensorView& expert_map,
                   std::int64_t num_local_experts) {
   core::check_tensor(topk_ids, "topk_ids", DType::kI32, {-1, -1});
-  FUSEDMOE_CHECK(topk_ids.numel() <= std::numeric_limits<std::int32_t>::max(), "topk_ids",
-                 core::describe(topk_ids), "of less than 2^31 slots");
+  FUSEDMOE_CHECK_FAULT(topk_ids.numel() <= std::numeric_limits<std::int32_t>::max(), kShape,
+                       "topk_ids", core::describe(topk_ids), "of less than 2^31 slots");
   if (expert_map) core::check_tensor(expert_map, "expert_map", DType::kI32, {-1});
   FUSEDMOE_CHECK(
       num_local_experts >= 1 && num_local_experts < std::numeric_limits<std::int32_t>::max(),
@@ -36,8 +36,8 @@ RoutingData build_routing_data(const TensorView& topk_ids, const TensorView& exp
   const std::int64_t slots = topk_ids.numel();
   const std::size_t needed =
       routing_data_bytes(topk_ids.size(0), topk_ids.size(1), num_local_experts);
-  FUSEDMOE_CHECK(memory_bytes >= needed, "memory_bytes", core::to_string(memory_bytes),
-                 core::format("at least {}", needed));
+  FUSEDMOE_CHECK_FAULT(memory_bytes >= needed, kWorkspace, "memory_bytes",
+                       core::to_string(memory_bytes), core::format("at least {}", needed));
   FUSEDMOE_CHECK(memory && reinterpret_cast<std::uintptr_t>(memory) % sizeof(std::int32_t) == 0,
                  "memory", memory ? "misaligned" : "null", "4-byte aligned");
 

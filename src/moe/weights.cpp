@@ -30,15 +30,16 @@ std::string names(std::span<const DType> dtypes) {
 }
 
 void check_shape(const TensorView& view, const std::string& argument, const Shape& shape) {
-  FUSEDMOE_CHECK(view.defined(), argument, "undefined", "given, of shape " + to_string(shape));
-  FUSEDMOE_CHECK(view.shape() == shape, argument, core::describe(view),
-                 "of shape " + to_string(shape));
+  FUSEDMOE_CHECK_FAULT(view.defined(), kNull, argument, "undefined",
+                       "given, of shape " + to_string(shape));
+  FUSEDMOE_CHECK_FAULT(view.shape() == shape, kShape, argument, core::describe(view),
+                       "of shape " + to_string(shape));
 }
 
 void check_dtype(const TensorView& view, const std::string& argument,
                  std::span<const DType> dtypes) {
-  FUSEDMOE_CHECK(std::find(dtypes.begin(), dtypes.end(), view.dtype()) != dtypes.end(), argument,
-                 core::describe(view), names(dtypes));
+  FUSEDMOE_CHECK_FAULT(std::find(dtypes.begin(), dtypes.end(), view.dtype()) != dtypes.end(),
+                       kDType, argument, core::describe(view), names(dtypes));
 }
 
 void check_undefined(const TensorView& view, const std::string& argument, const QuantKey& key) {
@@ -48,18 +49,21 @@ void check_undefined(const TensorView& view, const std::string& argument, const 
 
 // What every view must satisfy so that reading an element through its strides is defined.
 void check_memory(const TensorView& view, const std::string& argument) {
-  FUSEDMOE_CHECK(view.device().is_cpu(), argument, to_string(view.device()), "in host memory");
+  FUSEDMOE_CHECK_FAULT(view.device().is_cpu(), kDevice, argument, to_string(view.device()),
+                       "in host memory");
   for (std::int64_t stride : view.strides()) {
-    FUSEDMOE_CHECK(stride >= 0, argument, "strides " + to_string(view.strides()), "not negative");
+    FUSEDMOE_CHECK_FAULT(stride >= 0, kLayout, argument, "strides " + to_string(view.strides()),
+                         "not negative");
   }
   const auto width = static_cast<std::uintptr_t>(std::max(bits(view.dtype()) / 8, 1));
-  FUSEDMOE_CHECK(reinterpret_cast<std::uintptr_t>(view.data()) % width == 0, argument, "misaligned",
-                 core::format("aligned to its element size, {} bytes", width));
+  FUSEDMOE_CHECK_FAULT(reinterpret_cast<std::uintptr_t>(view.data()) % width == 0, kAlignment,
+                       argument, "misaligned",
+                       core::format("aligned to its element size, {} bytes", width));
 }
 
 void check_rows_contiguous(const TensorView& view, const std::string& argument) {
-  FUSEDMOE_CHECK(view.stride(1) == 1 || view.size(1) == 1, argument,
-                 "strides " + to_string(view.strides()), "contiguous along a row");
+  FUSEDMOE_CHECK_FAULT(view.stride(1) == 1 || view.size(1) == 1, kLayout, argument,
+                       "strides " + to_string(view.strides()), "contiguous along a row");
 }
 
 // `code` is the dtype that the bytes of u8 scales stand for.
@@ -102,8 +106,8 @@ class MatrixChecker {
     if (!matrix.bias.defined()) return;
     const std::string bias = argument + ".bias";
     check_shape(matrix.bias, bias, {out});
-    FUSEDMOE_CHECK(is_bias_dtype(matrix.bias.dtype()), bias, core::describe(matrix.bias),
-                   "f32, bf16 or f16");
+    FUSEDMOE_CHECK_FAULT(is_bias_dtype(matrix.bias.dtype()), kDType, bias,
+                         core::describe(matrix.bias), "f32, bf16 or f16");
     check_memory(matrix.bias, bias);
   }
 
@@ -123,8 +127,8 @@ class MatrixChecker {
     check_scales_finite(matrix.scales, *key_.scale, scales);
     if (!layout_.zero_points) return;
     check_shape(matrix.zero_points, zero_points, grid);
-    FUSEDMOE_CHECK(matrix.zero_points.dtype() == DType::kU8, zero_points,
-                   core::describe(matrix.zero_points), "u8");
+    FUSEDMOE_CHECK_FAULT(matrix.zero_points.dtype() == DType::kU8, kDType, zero_points,
+                         core::describe(matrix.zero_points), "u8");
     check_memory(matrix.zero_points, zero_points);
   }
 
@@ -138,7 +142,8 @@ class MatrixChecker {
                           std::int64_t out) const {
     if (layout_.global_scale == GlobalScale::kNone) return check_undefined(view, argument, key_);
     check_shape(view, argument, {layout_.global_scale == GlobalScale::kPerRow ? out : 1});
-    FUSEDMOE_CHECK(view.dtype() == DType::kF32, argument, core::describe(view), "f32");
+    FUSEDMOE_CHECK_FAULT(view.dtype() == DType::kF32, kDType, argument, core::describe(view),
+                         "f32");
     check_memory(view, argument);
     for (std::int64_t row = 0; row < view.size(0); ++row) {
       const float value = view.as<const float>()[row * view.stride(0)];
@@ -160,7 +165,8 @@ class InputScaleChecker {
   void check(const TensorView& view, const std::string& argument) const {
     if (!needed_) return;
     check_shape(view, argument, {1});
-    FUSEDMOE_CHECK(view.dtype() == DType::kF32, argument, core::describe(view), "f32");
+    FUSEDMOE_CHECK_FAULT(view.dtype() == DType::kF32, kDType, argument, core::describe(view),
+                         "f32");
     check_memory(view, argument);
     const float value = *view.as<const float>();
     FUSEDMOE_CHECK(std::isfinite(value) && value > 0, argument, core::to_string(value),
@@ -181,7 +187,8 @@ std::int64_t stored_bytes(const WeightMatrix& matrix) {
 }
 
 void check_even(std::int64_t size, const char* argument) {
-  FUSEDMOE_CHECK(size % 2 == 0, argument, core::to_string(size), "even: e2m1 packs two per byte");
+  FUSEDMOE_CHECK_FAULT(size % 2 == 0, kShape, argument, core::to_string(size),
+                       "even: e2m1 packs two per byte");
 }
 
 }  // namespace
@@ -213,7 +220,7 @@ std::int64_t ExpertWeights::nbytes() const {
 }
 
 void ExpertWeights::validate() const {
-  FUSEDMOE_CHECK(!experts.empty(), "weights.experts", "0 experts", "at least 1");
+  FUSEDMOE_CHECK_FAULT(!experts.empty(), kNull, "weights.experts", "0 experts", "at least 1");
   FUSEDMOE_CHECK(hidden > 0, "weights.hidden", core::to_string(hidden), "positive");
   FUSEDMOE_CHECK(intermediate > 0, "weights.intermediate", core::to_string(intermediate),
                  "positive");

@@ -139,8 +139,8 @@ void take_scale(WeightMatrix& half, const WeightMatrix& other,
 
 Tensor dequantize_weights(const WeightMatrix& matrix, const QuantKey& key, std::int64_t in) {
   const TensorView& values = matrix.values;
-  FUSEDMOE_CHECK(values.defined() && values.rank() == 2, "matrix.values", core::describe(values),
-                 "of rank 2");
+  FUSEDMOE_CHECK_FAULT(values.defined() && values.rank() == 2, kShape, "matrix.values",
+                       core::describe(values), "of rank 2");
   FUSEDMOE_CHECK(in > 0, "in", core::to_string(in), "positive");
   core::check_matrix(matrix, key, "matrix", values.size(0), in);
   Tensor result = Tensor::empty({values.size(0), in}, DType::kF32);

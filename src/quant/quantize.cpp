@@ -180,6 +180,12 @@ float tensor_scale(float amax) {
   return amax / kE4M3Max;
 }
 
+float nvfp4_global_scale(float amax) {
+  constexpr float kLargest = 6.0F * kE4M3Max;
+  const float scale = amax / kLargest;
+  return std::isfinite(1.0F / scale) ? scale : 1.0F;
+}
+
 std::uint8_t mx_scale(float amax, DType element, MxScaleRule rule) {
   if (amax == 0) return 0;
   const bool e2m1 = element == DType::kE2M1;
@@ -307,9 +313,10 @@ QuantizedShape quantized_shape(const QuantKey& key, std::int64_t rows, std::int6
 
 void quantize(const TensorView& x, const QuantKey& key, const TensorView& values,
               const TensorView& scales, std::optional<float> scale) {
-  FUSEDMOE_CHECK(x.defined() && x.rank() == 2 && core::is_activation_dtype(x.dtype()) &&
-                     (x.stride(1) == 1 || x.size(1) <= 1) && x.device().is_cpu(),
-                 "x", core::describe(x), "(rows, cols) f32, f16 or bf16, rows contiguous");
+  FUSEDMOE_CHECK_FAULT(x.defined() && x.rank() == 2 && core::is_activation_dtype(x.dtype()) &&
+                           (x.stride(1) == 1 || x.size(1) <= 1) && x.device().is_cpu(),
+                       kShape, "x", core::describe(x),
+                       "(rows, cols) f32, f16 or bf16, rows contiguous");
   const QuantizedShape shape = quantized_shape(key, x.size(0), x.size(1));
   core::check_tensor(values, "values", shape.values_dtype, shape.values);
   core::check_tensor(scales, "scales", shape.scales_dtype, shape.scales);

@@ -30,4 +30,8 @@ float tensor_scale(float amax);
 /// `amax`.
 std::uint8_t mx_scale(float amax, DType element, MxScaleRule rule);
 
+/// The global scale (multiplier of the block scales) of an NVFP4 tensor whose largest magnitude is
+/// `amax`; 1 where that would have no reciprocal.
+float nvfp4_global_scale(float amax);
+
 }  // namespace fusedmoe::core

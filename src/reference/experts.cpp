@@ -127,12 +127,12 @@ class ReferenceExperts final : public core::RoutedExperts {
   }
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                       const PackOptions& options) const override;
+  WorkspacePlan plan(const ProblemSize& problem) const override;
   ExpertWeights unpack(const PackedWeights& packed, std::int64_t expert) const override;
   void repack(const ExpertWeights& weights, std::int64_t expert,
               PackedWeights& packed) const override;
 
  private:
-  WorkspacePlan plan_routed(const ProblemSize& problem) const override;
   void run_routed(const ForwardArgs& args) const override;
   Sizes sizes(const ProblemSize& problem) const;
 };
@@ -166,7 +166,7 @@ Sizes ReferenceExperts::sizes(const ProblemSize& p) const {
           p.intermediate};
 }
 
-WorkspacePlan ReferenceExperts::plan_routed(const ProblemSize& problem) const {
+WorkspacePlan ReferenceExperts::plan(const ProblemSize& problem) const {
   const Buffers buffers(sizes(problem), problem.scheme.activations, nullptr, nullptr);
   WorkspacePlan plan;
   plan.workspace13_bytes = buffers.bytes13;

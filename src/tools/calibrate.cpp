@@ -107,10 +107,10 @@ float largest_activated(const ExpertWeights& weights, const ExpertMatrices& expe
 
 ActivationRange activation_range(const LayerWeights& layer, const TensorView& hidden_states) {
   const ExpertWeights& weights = layer.experts;
-  FUSEDMOE_CHECK(hidden_states.defined() && hidden_states.rank() == 2 &&
-                     hidden_states.size(1) == weights.hidden && hidden_states.size(0) > 0,
-                 "hidden_states", core::describe(hidden_states),
-                 core::format("(num_tokens, {}) of at least one token", weights.hidden));
+  FUSEDMOE_CHECK_FAULT(hidden_states.defined() && hidden_states.rank() == 2 &&
+                           hidden_states.size(1) == weights.hidden && hidden_states.size(0) > 0,
+                       kShape, "hidden_states", core::describe(hidden_states),
+                       core::format("(num_tokens, {}) of at least one token", weights.hidden));
   FUSEDMOE_CHECK(weights.num_experts() == layer.router.num_experts, "layer.experts",
                  core::to_string(weights.num_experts()),
                  core::format("all {} experts of the router", layer.router.num_experts));

@@ -218,8 +218,8 @@ case $situation in
     says '"layout":"awq".*"scheme":"int4_g32_zp"'
     refuses 'layout: was awq' quantize --checkpoint plain --scheme fp8_block --layout awq \
       --output other
-    refuses 'one of .*nvfp4' quantize --checkpoint plain --scheme int3 --output other
-    refuses 'a new or empty directory' quantize --checkpoint plain --scheme nvfp4 --output awq
+    refuses 'there are: .*nvfp4' quantize --checkpoint plain --scheme int3 --output other
+    refuses 'exists and is no empty directory' quantize --checkpoint plain --scheme nvfp4 --output awq
     [[ ! -e other ]] || fail "a directory left behind"
     ;;
   synth_refuses)

@@ -9,8 +9,8 @@
 #include "cuda/gemm/heuristic.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
-#include "fusedmoe/formats.h"
-#include "fusedmoe/tune.h"
+#include "fusedmoe/quant.h"
+#include "moe/tuned_configs.h"
 #include "reference/experts.h"
 
 namespace fusedmoe {

@@ -1,6 +1,6 @@
 // Tuned and pinned tile plans on the GPU: what the file says runs, and every plan fits in the
 // workspace that was sized without it.
-#include "tools/tune.h"
+#include "moe/tuned_configs.h"
 #include "fusedmoe/quant.h"
 
 #include <unistd.h>

@@ -270,5 +270,15 @@ TEST(ExpertWeightsTest, StackedShapesMustAgree) {
             std::string::npos);
 }
 
+TEST(FromStackedTest, SaysThatW2IsTransposed) {
+  ExpertWeights::Stacked stacked;
+  stacked.w13 = Tensor::zeros({3, 2 * kInner, kHidden}, DType::kBF16);
+  stacked.w2 = Tensor::zeros({3, kInner, kHidden}, DType::kBF16);
+  const std::string text = error_of([&] {
+    ExpertWeights::from_stacked(stacked, schemes::unquantized(DType::kBF16), Activation::kSilu);
+  });
+  EXPECT_EQ(text.find("w2: was bf16 [3, 32, 64]"), 0U) << text;
+}
+
 }  // namespace
 }  // namespace fusedmoe

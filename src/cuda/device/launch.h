@@ -9,7 +9,7 @@
 
 #include "cuda/device/check.h"
 #include "cuda/device/current_device.h"
-#include "fusedmoe/device.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {
 

@@ -4,6 +4,7 @@
 
 #include "cuda/device/check.h"
 #include "cuda/device/current_device.h"
+#include "fusedmoe/runtime.h"
 
 namespace fusedmoe::cuda {
 namespace {

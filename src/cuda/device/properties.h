@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <string>
 
-#include "fusedmoe/device.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {
 

@@ -5,7 +5,7 @@
 #include "cuda/device/properties.h"
 #include "cuda/gemm/fused_mlp_kernel.cuh"
 #include "cuda/gemm/operands/activations.cuh"
-#include "fusedmoe/device.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {
 

@@ -8,9 +8,8 @@
 #include <string_view>
 
 #include "cuda/gemm/fused_mlp.h"
-#include "fusedmoe/device.h"
-#include "fusedmoe/dtype.h"
 #include "fusedmoe/quant.h"
+#include "fusedmoe/tensor.h"
 #include "fusedmoe/weights.h"
 
 namespace fusedmoe::cuda {

@@ -9,7 +9,7 @@
 #include <span>
 
 #include "cuda/gemm/tile_shape.h"
-#include "fusedmoe/dtype.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {
 
