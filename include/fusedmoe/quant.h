@@ -39,13 +39,13 @@ FUSEDMOE_API std::string_view name(MxScaleRule rule);
 
 /// One operand's number format.
 struct QuantKey {
-  DType value = DType::kBF16;         ///< element type
-  std::optional<DType> scale;         ///< type of the scales; none when not quantized
-  GroupShape group;                   ///< of one scale; meaningful with a scale
-  std::optional<DType> global_scale;  ///< second-level scale (NVFP4: f32; W4A8: f32 per channel)
-  GroupShape global_group;            ///< of one second-level scale
-  bool dynamic = false;               ///< scale computed from the data at run time
-  bool symmetric = true;              ///< false: has zero points
+  DType value = DType::kBF16;           ///< element type
+  std::optional<DType> scale{};         ///< type of the scales; none when not quantized
+  GroupShape group{};                   ///< of one scale; meaningful with a scale
+  std::optional<DType> global_scale{};  ///< second-level scale (NVFP4: f32; W4A8: f32 per channel)
+  GroupShape global_group{};            ///< of one second-level scale
+  bool dynamic = false;                 ///< scale computed from the data at run time
+  bool symmetric = true;                ///< false: has zero points
   MxScaleRule scale_rule = MxScaleRule::kOcp;  ///< of dynamic E8M0 scales per group of 32
 
   bool quantized() const { return scale.has_value(); }
@@ -73,8 +73,8 @@ FUSEDMOE_API QuantKey int8_group(std::int64_t group);  ///< dynamic, f32 per gro
 /// Formats of the expert weights and of the activations between router and output. Activations
 /// without a value keep the dtype of the hidden states.
 struct QuantScheme {
-  QuantKey weights;
-  std::optional<QuantKey> activations;
+  QuantKey weights{};
+  std::optional<QuantKey> activations{};
   bool operator==(const QuantScheme&) const = default;
 };
 
@@ -113,16 +113,16 @@ FUSEDMOE_API QuantScheme parse_scheme(std::string_view text);
 /// A weight is (code - zero point) * scale * global scale; the zero point of symmetric integer
 /// codes is 8 (4 bits) or 128 (8 bits). What is not used must be undefined.
 struct WeightMatrix {
-  TensorView values;
+  TensorView values{};
   /// One per block of the key's GroupShape: (ceil(out / rows), ceil(in / cols)), where -1 is the
   /// whole extent; any strides. f32 keys: f32, f16 or bf16. e4m3 and e8m0: that, or u8.
-  TensorView scales;
-  TensorView zero_points;   ///< u8, shape of scales; asymmetric keys only
-  TensorView global_scale;  ///< f32; NVFP4: (1), the multiplier of the block scales; W4A8: (out)
+  TensorView scales{};
+  TensorView zero_points{};   ///< u8, shape of scales; asymmetric keys only
+  TensorView global_scale{};  ///< f32; NVFP4: (1), the multiplier of the block scales; W4A8: (out)
   /// f32 (1): static scale of the activations that this matrix multiplies: x = code * scale; for
   /// NVFP4 activations x = code * block scale * this. Undefined for dynamic ones.
-  TensorView input_scale;
-  TensorView bias;  ///< (out), f32, bf16 or f16; optional
+  TensorView input_scale{};
+  TensorView bias{};  ///< (out), f32, bf16 or f16; optional
   /// Where values(0, 0) lies in the grid of scale blocks, for shards that begin inside a block:
   /// element (r, c) has the scale at ((first_row + r) / rows, (first_col + c) / cols).
   std::int64_t first_row = 0, first_col = 0;

@@ -68,9 +68,9 @@ FUSEDMOE_API Activation parse_activation(std::string_view text);
 
 /// One expert. Non-gated activations use `gate` as the only first matrix and leave `up` undefined.
 struct ExpertMatrices {
-  WeightMatrix gate;  ///< (intermediate, hidden)
-  WeightMatrix up;    ///< (intermediate, hidden)
-  WeightMatrix down;  ///< (hidden, intermediate)
+  WeightMatrix gate{};  ///< (intermediate, hidden)
+  WeightMatrix up{};    ///< (intermediate, hidden)
+  WeightMatrix down{};  ///< (hidden, intermediate)
 };
 
 /// Where gate (w1) and up (w3) rows lie in a fused w13.
@@ -122,8 +122,9 @@ struct FUSEDMOE_API ExpertWeights {
   /// they lie and must live until the weights are packed. e2m1 may be given as e2m1 (E, 2I, H) or
   /// as its bytes.
   struct Stacked {
-    Tensor w13, w13_scales, w13_zero_points, w13_global_scales, w13_input_scales, w13_bias;
-    Tensor w2, w2_scales, w2_zero_points, w2_global_scales, w2_input_scales, w2_bias;
+    Tensor w13{}, w13_scales{}, w13_zero_points{}, w13_global_scales{}, w13_input_scales{},
+        w13_bias{};
+    Tensor w2{}, w2_scales{}, w2_zero_points{}, w2_global_scales{}, w2_input_scales{}, w2_bias{};
     GateUpLayout gate_up_layout = GateUpLayout::kGateUp;
     bool transposed = false;
     /// Of w13_scales and w2_scales. Tiled ones are copied to flat ones and must be in host memory.

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/half.h"
 #include "cpu/kernels.h"
 
 namespace fusedmoe::cpu {
@@ -13,11 +14,7 @@ namespace {
 
 /// Decodes a bf16 or f16 code.
 inline float half_to_f32(std::uint16_t code, Epilogue::Rounding format) {
-  if (format == Epilogue::Rounding::kF16) {
-    _Float16 half;
-    std::memcpy(&half, &code, 2);
-    return static_cast<float>(half);
-  }
+  if (format == Epilogue::Rounding::kF16) return load_half(code);
   const std::uint32_t bits = static_cast<std::uint32_t>(code) << 16;
   float value;
   std::memcpy(&value, &bits, 4);

@@ -3,6 +3,8 @@
 // Weights ~ N(0, 1 / fan-in), so that outputs are of order one; router weights 1.5 times that, for
 // a visible preference. MXFP4: uniform random codes (rms 2.93) with scales 2^e, where e varies by
 // one from block to block (rms factor 1.25): the 2^e nearest to 1 / (3.66 sqrt(fan-in)).
+#include "tools/synth.h"
+
 #include <algorithm>
 #include <array>
 #include <cmath>

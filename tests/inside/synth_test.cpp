@@ -9,6 +9,7 @@
 #include "fusedmoe/tensor.h"
 #include "gtest/gtest.h"
 #include "safetensors_bytes.h"
+#include "tools/synth.h"
 
 namespace fusedmoe {
 namespace {

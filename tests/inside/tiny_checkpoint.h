@@ -14,6 +14,7 @@
 #include "nlohmann/json.hpp"
 #include "safetensors_bytes.h"
 #include "tools/quantize_checkpoint.h"
+#include "tools/synth.h"
 
 namespace fusedmoe::testing {
 
