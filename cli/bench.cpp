@@ -64,7 +64,7 @@ const std::vector<Column>& columns() {
       {"dtype", [](const Row& r) { return r.dtype; }},
       {"experts", [](const Row& r) { return r.implementation; }},
       {"tokens", [](const Row& r) { return fmt::format("{}", r.result.num_tokens); }},
-      {"tile_plan", [](const Row& r) { return or_dash(r.result.tile_plan); }},
+      {"kernel_config", [](const Row& r) { return or_dash(r.result.kernel_config); }},
       {"distinct", [](const Row& r) { return number(r, r.result.distinct_experts, 1); }},
       {"median_ms", [](const Row& r) { return number(r, r.result.median_ms, 4); }},
       {"floor_ms", [](const Row& r) { return number(r, r.result.floor_ms, 4); }},
@@ -122,7 +122,7 @@ void print_json(const std::vector<Row>& rows) {
                    {"dtype", row.dtype},
                    {"experts", row.implementation},
                    {"num_tokens", r.num_tokens},
-                   {"tile_plan", r.tile_plan},
+                   {"kernel_config", r.kernel_config},
                    {"distinct_experts", r.distinct_experts},
                    {"median_ms", r.median_ms},
                    {"min_ms", r.min_ms},
@@ -160,13 +160,11 @@ void print_load(const Options& options, const std::vector<Row>& rows) {
   }
 }
 
-/// Why a configuration is left out of "all" schemes; empty when it is timed. The reference is timed
-/// only by name.
+/// Why a configuration is left out of "all" schemes; empty when it is timed.
 std::string why_not_timed(const MoeConfig& config, const std::string& experts) {
   if (experts.empty()) {
     const Selection selection = explain(config);
-    if (selection && !selection.experts->is_reference()) return {};
-    return selection.candidates.front().support.text;
+    return selection ? "" : selection.candidates.front().support.text;
   }
   try {
     select(config, experts);
@@ -248,6 +246,7 @@ bool run_scheme(const Options& options, const BenchSubject& subject, const std::
 
 void run(const Options& options) {
   if (options.threads > 0) set_num_threads(options.threads);
+  for (const std::string& experts : options.experts) check_experts_name(experts);
   bool right = true;
   std::vector<Row> rows;
   const std::vector<std::string> best{""};

@@ -109,6 +109,7 @@ std::vector<std::string> schemes_of(const Options& options) {
 
 void run(const Options& options) {
   const DType dtype = parse_float_dtype(options.dtype);
+  check_experts_name(options.experts);
   set_num_threads(options.threads);
   std::vector<QuantScheme> schemes;
   for (const std::string& scheme : schemes_of(options)) schemes.push_back(parse_scheme(scheme));
@@ -125,7 +126,10 @@ void run(const Options& options) {
       rows.push_back(comparison.run(schemes[i], dtype, options.experts, options.repeat));
     } catch (const Error& error) {
       if (!all) throw;
-      log(Level::kWarning, fmt::format("{} is left out: {}", name(schemes[i]), error.argument()));
+      const bool refused = error.kind() == ErrorKind::kUnsupported;
+      log(Level::kWarning,
+          fmt::format("{} is left out: {}", name(schemes[i]),
+                      refused ? code(error.reason()) : std::string_view(error.what())));
     }
   }
   if (options.json) {

@@ -2,16 +2,20 @@
 
 #include <fmt/color.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <utility>
+#include <vector>
 
 #include "fusedmoe/safetensors.h"
+#include "fusedmoe/selection.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cli {
@@ -48,6 +52,17 @@ void Progress::update(std::int64_t done, std::int64_t total) {
              kWidth - filled, 100 * share, left);
   std::fflush(stderr);
   drawn_ = true;
+}
+
+void check_experts_name(const std::string& require) {
+  const std::string wanted = require.substr(0, require.find('+'));
+  std::vector<std::string_view> names;
+  for (const ExpertsDescriptor* experts : all_experts()) names.push_back(experts->name());
+  if (require.empty() || std::find(names.begin(), names.end(), wanted) != names.end()) return;
+  std::sort(names.begin(), names.end());
+  throw Error::unsupported(Reason::kPairing, "--experts",
+                           fmt::format("--experts {}: no such implementation; there are: {}",
+                                       wanted, fmt::join(names, ", ")));
 }
 
 void log(Level level, const std::string& text) {

@@ -14,6 +14,7 @@
 
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
+#include "fusedmoe/selection.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
 
@@ -23,6 +24,7 @@ using namespace fusedmoe;
 using fusedmoe::testing::Case;
 using fusedmoe::testing::Problem;
 using fusedmoe::testing::Random;
+using fusedmoe::testing::Variant;
 
 /// A wrong result, as opposed to a refusal.
 struct Failure {
@@ -133,16 +135,15 @@ void damage(Random& random, ExpertWeights& weights) {
 /// dtype; and where activations are quantized, their code may be another one after a tie: by 1/16
 /// of an E4M3 value, 1/127 of the largest of an int8 group, a third of an E2M1 value. Here a row
 /// may consist of one element, so all of it shows.
-double tolerance(const QuantScheme& scheme, DType dtype, std::string_view experts) {
+double tolerance(const QuantScheme& scheme, DType dtype, const Selection& ran) {
   double result = dtype == DType::kF32 ? 2e-4 : 5e-2;
   if (scheme.activations) {
     const DType value = scheme.activations->value;
     result = value == DType::kE2M1 ? 1.0 : 0.15;
   }
-  // Batched experts round their rows before the sum, unfused ones also what the activation reads.
-  const bool batched = experts.find("batched") != std::string_view::npos;
-  const bool unfused = experts.find("unfused") != std::string_view::npos;
-  return unfused ? 4 * result : batched ? 2 * result : result;
+  // Batched experts round their rows before the sum, those with hooks also what the activation
+  // reads.
+  return ran.config.hooks ? 4 * result : ran.prepare_finalize == &batched() ? 2 * result : result;
 }
 
 void expect_close(const TensorView& actual, const TensorView& expected, double limit,
@@ -170,47 +171,34 @@ void expect_close(const TensorView& actual, const TensorView& expected, double l
   }
 }
 
-/// Unfused experts round once more before activations are quantized: another problem. Quantized
+/// Experts with hooks round once more before activations are quantized: another problem. Quantized
 /// infinities are large numbers, which overflow in fp32 but not in the reference's double.
-bool comparable(const Case& spec, DType dtype, std::string_view experts) {
+bool comparable(const Case& spec, DType dtype, const Selection& ran) {
   if (spec.name == kInfinite && spec.scheme.activations) return false;
   // Fast experts subtract zero points from the sums: infinity less infinity.
   if (spec.name == kInfinite && !spec.scheme.weights.symmetric) return false;
-  const bool unfused = experts.find("unfused") != std::string_view::npos;
-  return !unfused || !spec.scheme.activations || dtype == DType::kF32;
+  return !ran.config.hooks || !spec.scheme.activations || dtype == DType::kF32;
 }
 
 // ------------------------------------------------------------------------------------------------
 // Runs
 
-/// Every pair that supports the problem, expert maps and all.
-void run_pairs(Random& random, const Problem& problem, DType dtype, Statistics& statistics) {
+/// Every variant that supports the problem, expert maps and all.
+void run_variants(Random& random, const Problem& problem, DType dtype, Statistics& statistics) {
   const Case& spec = problem.spec;
-  MoeConfig config = fusedmoe::testing::make_config(spec, dtype);
-  config.activation_format =
-      random.below(2) == 0 ? ActivationFormat::kStandard : ActivationFormat::kBatchedExperts;
-  const Selection selection = explain(config);
-  const auto run = [&](const Candidate& candidate) {
-    const auto packed = candidate.experts->pack(problem.weights);
-    return fusedmoe::testing::run_experts(problem, *candidate.prepare_finalize, *candidate.experts,
-                                          *packed, dtype);
-  };
-  const auto is_reference = [](const Candidate& candidate) {
-    const std::string_view name = candidate.experts->name();
-    return name == "reference" || name == "reference_batched";
-  };
-  Tensor expected;
-  for (const Candidate& candidate : selection.candidates) {
-    if (candidate.support && is_reference(candidate)) expected = run(candidate);
-  }
-  if (!expected) return;
-  for (const Candidate& candidate : selection.candidates) {
-    if (!candidate.support || is_reference(candidate) || candidate.experts->is_monolithic())
-      continue;
-    const Tensor actual = run(candidate);
-    const std::string name(candidate.experts->name());
-    if (!comparable(spec, dtype, name)) continue;
-    expect_close(actual, expected, tolerance(spec.scheme, dtype, name), name);
+  const MoeConfig config = fusedmoe::testing::make_config(spec, dtype);
+  const PrepareFinalizeDescriptor* transport = random.below(2) == 0 ? &no_ep() : &batched();
+  const Variant reference{all_experts().back(), transport};
+  if (!reference.supports(config)) return;
+  const Tensor expected = fusedmoe::testing::run_variant(problem, reference, dtype);
+  for (const Variant& variant : fusedmoe::testing::variants_for(config)) {
+    if (variant.prepare_finalize != transport || variant.name() == reference.name()) continue;
+    const Tensor actual = fusedmoe::testing::run_variant(problem, variant, dtype);
+    Selection ran;
+    ran.prepare_finalize = transport;
+    ran.config = variant.of(config);
+    if (!comparable(spec, dtype, ran)) continue;
+    expect_close(actual, expected, tolerance(spec.scheme, dtype, ran), variant.name());
     ++statistics.compared;
   }
 }
@@ -244,12 +232,14 @@ LayerWeights make_layer(Random& random, const Problem& problem) {
 void run_layer(Random& random, const Problem& problem, DType dtype, Statistics& statistics) {
   const LayerWeights weights = make_layer(random, problem);
   std::vector<std::string> names{"", "nonsense", "cpu+nonsense"};
-  for (const auto& experts : all_experts()) {
-    if (testing::runs_on_cpu(*experts)) names.emplace_back(experts->name());
+  for (const char* experts : {"cpu", "reference"}) {
+    names.insert(names.end(), {experts, std::string(experts) + "+batched"});
   }
   LayerOptions options;
   options.dtype = dtype;
   options.batch_invariant = random.below(6) == 0;
+  options.hooks = random.below(6) == 0;
+  options.monolithic = random.below(6) == 0;
   options.require =
       names[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(names.size())))];
   const MoeLayer layer(weights, options);
@@ -278,9 +268,10 @@ void run_layer(Random& random, const Problem& problem, DType dtype, Statistics& 
   };
   forward(layer, actual, random.below(10) == 0 ? 256 : 0);
   forward(reference, expected, 0);
-  const std::string name(layer.selection().experts->name());
-  if (!comparable(problem.spec, dtype, name)) return;
-  expect_close(actual, expected, tolerance(problem.spec.scheme, dtype, name), "layer with " + name);
+  const Selection& ran = layer.selection();
+  if (!comparable(problem.spec, dtype, ran)) return;
+  expect_close(actual, expected, tolerance(problem.spec.scheme, dtype, ran),
+               "layer with " + ran.pair());
   ++statistics.compared;
 }
 
@@ -294,7 +285,7 @@ void run(std::uint64_t seed, Statistics& statistics, std::string& what) {
     Problem problem = fusedmoe::testing::make_problem(spec);
     if (random.below(8) == 0) poison_one(random, problem);
     if (spec.expert_map || random.below(2) == 0) {
-      run_pairs(random, problem, dtype, statistics);
+      run_variants(random, problem, dtype, statistics);
     } else {
       run_layer(random, problem, dtype, statistics);
     }
