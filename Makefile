@@ -1,18 +1,19 @@
 # Thin names for the commands that people and CI run; the build itself is CMake's.
 JOBS ?= $(shell nproc)
+CONFIGURE = cmake -Wno-dev --log-level=WARNING
 
-.PHONY: demo test build format format-check install-deps clean
+.PHONY: demo test build format format-check check-clang check-tidy check-aarch64 install-deps clean
 
 demo: install-deps
-	cmake --preset default -Wno-dev --log-level=WARNING
-	cmake --build --preset default --target fusedmoe_cli -j $(JOBS)
+	$(CONFIGURE) --preset default
+	cmake --build --preset default --target fusedmoe_cpu -j $(JOBS)
 	scripts/demo.sh
 
 test: build
 	ctest --preset default -j $(JOBS) $(CTEST_FLAGS)
 
 build: install-deps
-	cmake --preset default -Wno-dev --log-level=WARNING
+	$(CONFIGURE) --preset default
 	cmake --build --preset default -j $(JOBS)
 
 format:
@@ -20,6 +21,21 @@ format:
 
 format-check:
 	scripts/format.sh --check
+
+# Other compilers and another processor: run before a larger change is closed (CONTRIBUTING.md).
+check-clang: install-deps
+	$(CONFIGURE) --preset clang
+	cmake --build --preset clang -j $(JOBS)
+	ctest --preset clang -j $(JOBS) $(CTEST_FLAGS)
+
+check-tidy: install-deps
+	$(CONFIGURE) --preset tidy
+	cmake --build --preset tidy -j $(JOBS) -- -k 0
+
+check-aarch64: install-deps
+	$(CONFIGURE) --preset aarch64
+	cmake --build --preset aarch64 -j $(JOBS)
+	ctest --preset aarch64 -j $(JOBS) $(CTEST_FLAGS)
 
 install-deps:
 	@scripts/install-deps.sh

@@ -4,7 +4,6 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <iostream>
@@ -65,7 +64,7 @@ const std::vector<Column>& columns() {
       {"dtype", [](const Row& r) { return r.dtype; }},
       {"experts", [](const Row& r) { return r.implementation; }},
       {"tokens", [](const Row& r) { return fmt::format("{}", r.result.num_tokens); }},
-      {"tile_plan", [](const Row& r) { return or_dash(r.result.tile_plan); }},
+      {"kernel_config", [](const Row& r) { return or_dash(r.result.kernel_config); }},
       {"distinct", [](const Row& r) { return number(r, r.result.distinct_experts, 1); }},
       {"median_ms", [](const Row& r) { return number(r, r.result.median_ms, 4); }},
       {"floor_ms", [](const Row& r) { return number(r, r.result.floor_ms, 4); }},
@@ -123,7 +122,7 @@ void print_json(const std::vector<Row>& rows) {
                    {"dtype", row.dtype},
                    {"experts", row.implementation},
                    {"num_tokens", r.num_tokens},
-                   {"tile_plan", r.tile_plan},
+                   {"kernel_config", r.kernel_config},
                    {"distinct_experts", r.distinct_experts},
                    {"median_ms", r.median_ms},
                    {"min_ms", r.min_ms},
@@ -161,13 +160,11 @@ void print_load(const Options& options, const std::vector<Row>& rows) {
   }
 }
 
-/// Why a configuration is left out of "all" schemes; empty when it is timed. The reference is timed
-/// only by name.
+/// Why a configuration is left out of "all" schemes; empty when it is timed.
 std::string why_not_timed(const MoeConfig& config, const std::string& experts) {
   if (experts.empty()) {
     const Selection selection = explain(config);
-    if (selection && !selection.experts->is_reference()) return {};
-    return selection.candidates.front().support.text;
+    return selection ? "" : selection.candidates.front().support.text;
   }
   try {
     select(config, experts);
@@ -191,7 +188,7 @@ std::vector<std::string> schemes_of(const Options& options, const BenchSubject& 
     if (refusal.empty()) {
       names.push_back(entry.name);
     } else {
-      spdlog::warn("{} is left out: {}", entry.name, refusal);
+      log(Level::kWarning, fmt::format("{} is left out: {}", entry.name, refusal));
     }
   }
   return names;
@@ -236,10 +233,10 @@ bool run_scheme(const Options& options, const BenchSubject& subject, const std::
     progress.update(static_cast<std::int64_t>(i), static_cast<std::int64_t>(tokens.size()));
     Row row{subject.name, scheme, options.dtype, bench->implementation(), bench->run(tokens[i])};
     if (!row.result.note.empty())
-      spdlog::warn("{} {} tokens: {}", what, tokens[i], row.result.note);
+      log(Level::kWarning, fmt::format("{} {} tokens: {}", what, tokens[i], row.result.note));
     if (!(row.result.relative_error <= bound)) {
-      spdlog::error("{} {} tokens: relative error {:.2e} against reference", what, tokens[i],
-                    row.result.relative_error);
+      log(Level::kError, fmt::format("{} {} tokens: relative error {:.2e} against reference", what,
+                                     tokens[i], row.result.relative_error));
       right = false;
     }
     rows.push_back(std::move(row));
@@ -249,6 +246,7 @@ bool run_scheme(const Options& options, const BenchSubject& subject, const std::
 
 void run(const Options& options) {
   if (options.threads > 0) set_num_threads(options.threads);
+  for (const std::string& experts : options.experts) check_experts_name(experts);
   bool right = true;
   std::vector<Row> rows;
   const std::vector<std::string> best{""};
@@ -259,9 +257,10 @@ void run(const Options& options) {
       }
     }
   }
-  spdlog::info("isa {}, {} threads, version {}; routing {}, cold weights, given top-k ids",
-               cpu_isa(), num_threads(), FUSEDMOE_VERSION,
-               options.replay_routing.empty() ? options.skew : options.replay_routing);
+  log(Level::kInfo,
+      fmt::format("isa {}, {} threads, version {}; routing {}, cold weights, given top-k ids",
+                  cpu_isa(), num_threads(), FUSEDMOE_VERSION,
+                  options.replay_routing.empty() ? options.skew : options.replay_routing));
   if (options.json) {
     print_json(rows);
   } else if (options.csv) {
@@ -277,39 +276,39 @@ void run(const Options& options) {
 
 }  // namespace
 
-void add_bench(CLI::App& app) {
+void add_bench(Command& program) {
   auto options = std::make_shared<Options>();
-  CLI::App* command = app.add_subcommand("bench", "Time the experts of a model's MoE layer");
-  options->subjects.add_to(*command);
-  command->add_option("--scheme", options->schemes, "Schemes, or all (default: as published; bf16)")
-      ->delimiter(',');
+  Command command = program.add_command("bench", "Time the experts of a model's MoE layer");
+  options->subjects.add_to(command);
+  command.add_option("--scheme", options->schemes, "Schemes, or all (default: as published; bf16)")
+      .list();
   command
-      ->add_option("--tokens", options->tokens,
-                   "Numbers of tokens (default: 1,8,32,128,512; of given schemes 1,512)")
-      ->delimiter(',')
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20));
-  command->add_option("--experts", options->experts, "Implementations (default: the best)")
-      ->delimiter(',');
-  command->add_option("--device", options->device, "cpu or cuda:<index>")->capture_default_str();
-  command->add_option("--dtype", options->dtype, "dtype of the hidden states")
-      ->check(CLI::IsMember({"bf16", "f16", "f32"}));
-  command->add_option("--skew", options->skew, "How tokens spread over experts")
-      ->check(CLI::IsMember({"balanced", "zipf"}));
-  command->add_option("--replay-routing", options->replay_routing,
-                      "Take ids and weights in turn from a file of run --record-routing");
-  command->add_option("--threads", options->threads, "CPU threads (default: all cores)")
-      ->check(CLI::Range(1, kMaxThreads));
-  command->add_option("--min-samples", options->min_samples, "Samples for each number of tokens")
-      ->check(CLI::PositiveNumber);
-  command->add_option("--max-seconds", options->max_seconds, "Time for each number of tokens")
-      ->check(CLI::PositiveNumber);
-  auto* format = command->add_option_group("format")->require_option(0, 1);
-  format->add_flag("--json", options->json, "JSON");
-  format->add_flag("--csv", options->csv, "CSV");
-  format->add_flag("--md", options->markdown, "Markdown");
-  command->add_flag("--load", options->load, "Print the load of the experts below the table");
-  command->add_flag("--heat-map", options->heat_map, "Print it as shades");
-  command->callback([options] { run(*options); });
+      .add_option("--tokens", options->tokens,
+                  "Numbers of tokens (default: 1,8,32,128,512; of given schemes 1,512)")
+      .list()
+      .between(std::int64_t{1}, std::int64_t{1} << 20);
+  command.add_option("--experts", options->experts, "Implementations (default: the best)").list();
+  command.add_option("--device", options->device, "cpu or cuda:<index>").show_default();
+  command.add_option("--dtype", options->dtype, "dtype of the hidden states")
+      .one_of({"bf16", "f16", "f32"});
+  command.add_option("--skew", options->skew, "How tokens spread over experts")
+      .one_of({"balanced", "zipf"});
+  command.add_option("--replay-routing", options->replay_routing,
+                     "Take ids and weights in turn from a file of run --record-routing");
+  command.add_option("--threads", options->threads, "CPU threads (default: all cores)")
+      .between(1, kMaxThreads);
+  command.add_option("--min-samples", options->min_samples, "Samples for each number of tokens")
+      .positive();
+  command.add_option("--max-seconds", options->max_seconds, "Time for each number of tokens")
+      .positive();
+  Command format = command.add_group("format");
+  format.require(0, 1);
+  format.add_flag("--json", options->json, "JSON");
+  format.add_flag("--csv", options->csv, "CSV");
+  format.add_flag("--md", options->markdown, "Markdown");
+  command.add_flag("--load", options->load, "Print the load of the experts below the table");
+  command.add_flag("--heat-map", options->heat_map, "Print it as shades");
+  command.runs([options] { run(*options); });
 }
 
 }  // namespace fusedmoe::cli

@@ -20,6 +20,7 @@ struct BenchOptions {
   DType dtype = DType::kBF16;
   Device device;
   std::string experts;  ///< as `require` of select(); empty = best
+  bool tuned = true;    ///< with the kernel configurations tuned on this machine
   testing::RoutingSkew skew = testing::RoutingSkew::kBalanced;
   RecordedRouting replay;  ///< ids and weights to take in turn instead of drawing; optional
   std::int64_t min_samples = 11;
@@ -29,6 +30,9 @@ struct BenchOptions {
   /// measures its own around each sample.
   double device_bandwidth = 4.5e12;  ///< bytes/s
   double device_flops = 780e12;      ///< bf16 FLOP/s
+
+  /// Of the layer that is timed.
+  MoeConfig config() const;
 };
 
 /// Medians are over the samples that were kept.
@@ -44,7 +48,7 @@ struct BenchRow {
   double floor_ms = 0;          ///< max(bytes / bandwidth, FLOP / rate) of the median sample
   double ratio = 0;             ///< median over samples of time / floor
   double relative_error = 0;    ///< max-norm, of check_rows tokens against `reference`
-  std::string tile_plan;        ///< that ran; empty where the experts have one way only
+  std::string kernel_config;    ///< that ran; empty where the experts have only one
   LoadStatistics load;          ///< of the tokens of all samples together
   std::string note;             ///< why there is nothing to see, otherwise empty
 
@@ -60,9 +64,9 @@ class LayerBench {
   /// "cpu+no_ep"
   virtual std::string implementation() const = 0;
   virtual BenchRow run(std::int64_t num_tokens) = 0;
-  /// A row for each tile plan, all with the same inputs; first the one that the experts choose
-  /// without tuned plans. None where they have one way only.
-  virtual std::vector<BenchRow> run_tile_plans(std::int64_t) { return {}; }
+  /// A row for each kernel configuration, all with the same inputs; first the one that the experts
+  /// choose. None where they have only one.
+  virtual std::vector<BenchRow> run_kernel_configs(std::int64_t) { return {}; }
 };
 
 /// For the device of the options: layer_bench.cpp for the CPU, device_bench.cpp for CUDA.

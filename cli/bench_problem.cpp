@@ -41,9 +41,15 @@ double error_bound(DType dtype, const QuantScheme& scheme) {
   return dtype == DType::kBF16 ? 1e-2 : dtype == DType::kF16 ? 2e-3 : 2e-5;
 }
 
-BenchBuffers::BenchBuffers(const ModularKernel& kernel, const PackedWeights& packed,
-                           const testing::Case& spec, DType dtype) {
-  const Device device = packed.info().device;
+MoeConfig BenchOptions::config() const {
+  MoeConfig config = moe_config(model, dtype, device);
+  config.scheme = scheme;
+  return config;
+}
+
+BenchBuffers::BenchBuffers(const ModularKernel& kernel, const testing::Case& spec) {
+  const Device device = kernel.experts().config().device;
+  const DType dtype = kernel.experts().config().dtype;
   const Tensor host_states = Tensor::empty({spec.num_tokens, spec.hidden}, dtype);
   const Tensor host_weights = Tensor::empty({spec.num_tokens, spec.topk}, DType::kF32);
   testing::Random random(2);
@@ -58,20 +64,19 @@ BenchBuffers::BenchBuffers(const ModularKernel& kernel, const PackedWeights& pac
   topk_weights = to_device(host_weights, device);
   output = Tensor::empty({spec.num_tokens, spec.hidden}, dtype, device);
   topk_ids = Tensor::empty({spec.num_tokens, spec.topk}, DType::kI32, device);
-  const std::size_t bytes =
-      kernel.workspace_bytes(ProblemSize::of(packed.info(), spec.num_tokens, spec.topk, dtype));
+  const std::size_t bytes = kernel.workspace_bytes(spec.num_tokens);
   workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
 }
 
-void BenchBuffers::run(const ModularKernel& kernel, const PackedWeights& packed,
-                       std::int64_t num_experts, Stream stream) const {
-  KernelArgs args;
+void BenchBuffers::run(const ModularKernel& kernel, const PackedWeights& packed, Stream stream,
+                       int kernel_config) const {
+  ForwardArgs args;
   args.weights = &packed;
   args.output = output;
   args.hidden_states = hidden_states;
   args.topk_ids = topk_ids;
   args.topk_weights = topk_weights;
-  args.num_experts = num_experts;
+  args.kernel_config = kernel_config;
   args.stream = stream;
   kernel.apply(args, {workspace.data(), static_cast<std::size_t>(workspace.nbytes())});
 }
@@ -93,14 +98,11 @@ BenchProblem::BenchProblem(BenchOptions options, const PackProgress& progress)
   for (std::int64_t e = kDistinctExperts; e < num_experts; ++e) {
     weights_.experts.push_back(weights_.experts[static_cast<std::size_t>(e % kDistinctExperts)]);
   }
-  MoeConfig config = moe_config(options_.model, options_.dtype, options_.device);
-  config.scheme = options_.scheme;
-  const Selection selection = select(config, options_.experts);
-  kernel_ = std::make_unique<ModularKernel>(selection.prepare_finalize, selection.experts);
-  {
-    const CurrentDevice current(options_.device);
-    packed_ = selection.experts->pack(weights_, progress);
-  }
+  Context context = make_context(options_.device);
+  if (!options_.tuned) context.tuned = nullptr;
+  kernel_ =
+      std::make_unique<ModularKernel>(select(options_.config(), options_.experts).create(context));
+  packed_ = kernel_->experts().pack(weights_, {.progress = progress});
   expert_order_.resize(static_cast<std::size_t>(num_experts));
   std::iota(expert_order_.begin(), expert_order_.end(), 0);
   for (std::size_t i = expert_order_.size(); i > 1; --i) {
@@ -110,7 +112,8 @@ BenchProblem::BenchProblem(BenchOptions options, const PackProgress& progress)
 }
 
 std::string BenchProblem::implementation() const {
-  return fmt::format("{}+{}", kernel_->experts().name(), kernel_->prepare_finalize().name());
+  return fmt::format("{}+{}", kernel_->experts().descriptor().name(),
+                     kernel_->prepare_finalize().descriptor().name());
 }
 
 testing::Case BenchProblem::spec(std::int64_t num_tokens) const {
@@ -173,20 +176,20 @@ void BenchProblem::route(const TensorView& topk_ids, const TensorView& topk_weig
 BenchBuffers BenchProblem::run_sample(const ModularKernel& kernel, const PackedWeights& packed,
                                       testing::Case spec, const BenchBuffers& all) const {
   spec.num_tokens = std::min(options_.check_rows, spec.num_tokens);
-  BenchBuffers sample(kernel, packed, spec, all.output.dtype());
+  BenchBuffers sample(kernel, spec);
   copy_sample(all.hidden_states, sample.hidden_states);
   copy_sample(all.topk_ids, sample.topk_ids);
   copy_sample(all.topk_weights, sample.topk_weights);
   const Stream stream{packed.info().device};
-  sample.run(kernel, packed, spec.num_experts, stream);
+  sample.run(kernel, packed, stream);
   synchronize(stream);
   return sample;
 }
 
 Tensor BenchProblem::expected_rows(const testing::Case& spec, const BenchBuffers& timed) const {
-  const Selection selection = select(testing::make_config(spec, timed.output.dtype()), "reference");
-  const ModularKernel reference(selection.prepare_finalize, selection.experts);
-  return run_sample(reference, *selection.experts->pack(weights_), spec, timed).output;
+  const MoeConfig config = testing::make_config(spec, timed.output.dtype());
+  const ModularKernel reference = select(config, "reference").create({});
+  return run_sample(reference, *reference.experts().pack(weights_), spec, timed).output;
 }
 
 double BenchProblem::relative_error(const testing::Case& spec, const BenchBuffers& timed,

@@ -25,10 +25,10 @@ struct BenchBuffers {
   Tensor hidden_states, output, topk_ids, topk_weights, workspace;
 
   /// Random hidden states and weights; no ids yet.
-  BenchBuffers(const ModularKernel& kernel, const PackedWeights& packed, const testing::Case& spec,
-               DType dtype);
-  void run(const ModularKernel& kernel, const PackedWeights& packed, std::int64_t num_experts,
-           Stream stream) const;
+  BenchBuffers(const ModularKernel& kernel, const testing::Case& spec);
+  /// `kernel_config`: see ForwardArgs.
+  void run(const ModularKernel& kernel, const PackedWeights& packed, Stream stream,
+           int kernel_config = -1) const;
 };
 
 /// What a number of tokens costs at least.

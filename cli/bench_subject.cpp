@@ -29,13 +29,11 @@ BenchSubject parse_shape(const std::string& text) {
 
 }  // namespace
 
-void BenchSubjects::add_to(CLI::App& command) {
-  CLI::Option_group* subject = command.add_option_group("subject");
-  subject->require_option(1);
-  subject->add_option("--model", models_, "Model presets")
-      ->delimiter(',')
-      ->check(CLI::IsMember(model_preset_names()));
-  subject->add_option("--shape", shape_, "HIDDENxINTERMEDIATExEXPERTSxTOPK");
+void BenchSubjects::add_to(Command& command) {
+  Command subject = command.add_group("subject");
+  subject.require(1, 1);
+  subject.add_option("--model", models_, "Model presets").list().one_of(model_preset_names());
+  subject.add_option("--shape", shape_, "HIDDENxINTERMEDIATExEXPERTSxTOPK");
 }
 
 std::vector<BenchSubject> BenchSubjects::get() const {

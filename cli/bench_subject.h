@@ -1,10 +1,10 @@
 // What bench and tune measure: models by name, or a shape.
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <string>
 #include <vector>
 
+#include "command_line.h"
 #include "fusedmoe/checkpoint.h"
 
 namespace fusedmoe::cli {
@@ -17,7 +17,7 @@ struct BenchSubject {
 /// The options --model and --shape, of which a command needs one.
 class BenchSubjects {
  public:
-  void add_to(CLI::App& command);
+  void add_to(Command& command);
   /// Throws Error for a shape that is none.
   std::vector<BenchSubject> get() const;
 

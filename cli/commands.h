@@ -2,18 +2,18 @@
 // when it is chosen; a failure is an Error that main() prints.
 #pragma once
 
-#include <CLI/CLI.hpp>
+#include "command_line.h"
 
 namespace fusedmoe::cli {
 
-void add_run(CLI::App& app);
-void add_synth(CLI::App& app);
-void add_quantize(CLI::App& app);
-void add_inspect(CLI::App& app);
-void add_explain(CLI::App& app);
-void add_doctor(CLI::App& app);
-void add_bench(CLI::App& app);
-void add_compare(CLI::App& app);
-void add_tune(CLI::App& app);
+void add_run(Command& program);
+void add_synth(Command& program);
+void add_quantize(Command& program);
+void add_inspect(Command& program);
+void add_explain(Command& program);
+void add_doctor(Command& program);
+void add_bench(Command& program);
+void add_compare(Command& program);
+void add_tune(Command& program);
 
 }  // namespace fusedmoe::cli

@@ -2,7 +2,6 @@
 #include "compare.h"
 
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -110,6 +109,7 @@ std::vector<std::string> schemes_of(const Options& options) {
 
 void run(const Options& options) {
   const DType dtype = parse_float_dtype(options.dtype);
+  check_experts_name(options.experts);
   set_num_threads(options.threads);
   std::vector<QuantScheme> schemes;
   for (const std::string& scheme : schemes_of(options)) schemes.push_back(parse_scheme(scheme));
@@ -126,7 +126,10 @@ void run(const Options& options) {
       rows.push_back(comparison.run(schemes[i], dtype, options.experts, options.repeat));
     } catch (const Error& error) {
       if (!all) throw;
-      spdlog::warn("{} is left out: {}", name(schemes[i]), error.argument());
+      const bool refused = error.kind() == ErrorKind::kUnsupported;
+      log(Level::kWarning,
+          fmt::format("{} is left out: {}", name(schemes[i]),
+                      refused ? code(error.reason()) : std::string_view(error.what())));
     }
   }
   if (options.json) {
@@ -138,43 +141,41 @@ void run(const Options& options) {
 
 }  // namespace
 
-void add_compare(CLI::App& app) {
+void add_compare(Command& program) {
   auto options = std::make_shared<Options>();
-  CLI::App* command = app.add_subcommand(
+  Command command = program.add_command(
       "compare", "Quantize one layer to several schemes and show their errors against f32");
-  CLI::Option_group* source = command->add_option_group("layer");
-  source->add_option("--checkpoint", options->checkpoint, "Directory or safetensors file");
-  source->add_option("--model", options->model, "Random weights of a model that synth knows")
-      ->check(CLI::IsMember(model_preset_names()));
-  source->require_option(1);
-  command->add_option("--schemes", options->schemes, "Schemes to compare, or all")
-      ->delimiter(',')
-      ->required();
-  command->add_option("--layer", options->layer, "Layer index; default: the first MoE layer")
-      ->check(CLI::NonNegativeNumber);
-  command->add_option("--max-experts", options->max_experts, "Take so many experts; 0: all")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
-  command->add_option("--input", options->input,
-                      "Safetensors file with the hidden states; default: random ones");
-  command->add_option("--input-name", options->input_name, "Name of the tensor in it")
-      ->capture_default_str();
-  command->add_option("--tokens", options->tokens, "Number of random hidden states")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20))
-      ->capture_default_str();
-  command->add_option("--seed", options->seed, "Of the random numbers")->capture_default_str();
-  command->add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
-      ->capture_default_str();
-  command->add_option("--experts", options->experts,
-                      "Implementation that must run (see explain); default: the best");
-  command->add_option("--threads", options->threads, "CPU threads; default: all")
-      ->check(CLI::Range(1, kMaxThreads));
-  command->add_option("--repeat", options->repeat, "Forwards to take the median time of")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  command->add_flag("--json", options->json,
-                    "Print one JSON object, which scripts/plot_compare.py draws");
-  command->callback([options] { run(*options); });
+  Command source = command.add_group("layer");
+  source.add_option("--checkpoint", options->checkpoint, "Directory or safetensors file");
+  source.add_option("--model", options->model, "Random weights of a model that synth knows")
+      .one_of(model_preset_names());
+  source.require(1, 1);
+  command.add_option("--schemes", options->schemes, "Schemes to compare, or all").list().required();
+  command.add_option("--layer", options->layer, "Layer index; default: the first MoE layer")
+      .not_negative();
+  command.add_option("--max-experts", options->max_experts, "Take so many experts; 0: all")
+      .not_negative()
+      .show_default();
+  command.add_option("--input", options->input,
+                     "Safetensors file with the hidden states; default: random ones");
+  command.add_option("--input-name", options->input_name, "Name of the tensor in it")
+      .show_default();
+  command.add_option("--tokens", options->tokens, "Number of random hidden states")
+      .between(std::int64_t{1}, std::int64_t{1} << 20)
+      .show_default();
+  command.add_option("--seed", options->seed, "Of the random numbers").show_default();
+  command.add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
+      .show_default();
+  command.add_option("--experts", options->experts,
+                     "Implementation that must run (see explain); default: the best");
+  command.add_option("--threads", options->threads, "CPU threads; default: all")
+      .between(1, kMaxThreads);
+  command.add_option("--repeat", options->repeat, "Forwards to take the median time of")
+      .positive()
+      .show_default();
+  command.add_flag("--json", options->json,
+                   "Print one JSON object, which scripts/plot_compare.py draws");
+  command.runs([options] { run(*options); });
 }
 
 }  // namespace fusedmoe::cli

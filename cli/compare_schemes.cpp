@@ -200,7 +200,8 @@ SchemeComparison::SchemeComparison(LayerWeights layer, Tensor x)
   const MoeLayer f32(std::move(exact), options);
   const std::size_t bytes = f32.workspace_bytes(num_tokens);
   const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
-  f32.forward(x_, truth_, {workspace.data(), bytes}, {{}, topk_ids_, topk_weights_});
+  f32.forward(x_, truth_, {workspace.data(), bytes},
+              {.topk_ids = topk_ids_, .topk_weights = topk_weights_});
 }
 
 SchemeError SchemeComparison::run(const QuantScheme& scheme, DType dtype,

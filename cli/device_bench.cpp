@@ -8,7 +8,6 @@
 
 #include "bench_problem.h"
 #include "fusedmoe/runtime.h"
-#include "tools/tune.h"
 
 namespace fusedmoe::cli {
 namespace {
@@ -23,8 +22,8 @@ class DeviceBench final : public LayerBench {
         stream_(problem_.options().device),
         flushed_(Tensor::empty({kFlushBytes}, DType::kU8, problem_.options().device)) {}
   std::string implementation() const override { return problem_.implementation(); }
-  BenchRow run(std::int64_t num_tokens) override { return measure(make_inputs(num_tokens)); }
-  std::vector<BenchRow> run_tile_plans(std::int64_t num_tokens) override;
+  BenchRow run(std::int64_t num_tokens) override;
+  std::vector<BenchRow> run_kernel_configs(std::int64_t num_tokens) override;
 
  private:
   /// One number of tokens.
@@ -36,9 +35,9 @@ class DeviceBench final : public LayerBench {
     Tensor expected;  // rows of the first, by the reference
   };
   Inputs make_inputs(std::int64_t num_tokens);
-  std::vector<std::string> tile_plans(std::int64_t num_tokens) const;
-  /// The plan that the thread has pinned, or the chosen one.
-  BenchRow measure(const Inputs& inputs);
+  /// Their names, the chosen one first.
+  std::vector<std::string> kernel_configs(std::int64_t num_tokens) const;
+  BenchRow measure(const Inputs& inputs, const std::string& kernel_config);
   double time_us(const Graph& graph);
 
   BenchProblem problem_;
@@ -61,7 +60,7 @@ DeviceBench::Inputs DeviceBench::make_inputs(std::int64_t num_tokens) {
   Inputs inputs;
   inputs.spec = problem_.spec(num_tokens);
   const testing::Case& spec = inputs.spec;
-  const BenchBuffers first(problem_.kernel(), problem_.packed(), spec, options.dtype);
+  const BenchBuffers first(problem_.kernel(), spec);
   const Tensor ids = Tensor::empty({num_tokens, spec.topk}, DType::kI32);
   const Tensor weights = to_device(first.topk_weights, {});
   std::vector<std::int32_t> all_ids;
@@ -83,22 +82,35 @@ DeviceBench::Inputs DeviceBench::make_inputs(std::int64_t num_tokens) {
   return inputs;
 }
 
-std::vector<std::string> DeviceBench::tile_plans(std::int64_t num_tokens) const {
-  const BenchOptions& options = problem_.options();
+std::vector<std::string> DeviceBench::kernel_configs(std::int64_t num_tokens) const {
   const ModularKernel& kernel = problem_.kernel();
-  const ProblemSize size = ProblemSize::of(problem_.packed().info(), num_tokens,
-                                           options.model.router.topk, options.dtype);
-  return kernel.experts().tile_plans(kernel.prepare_finalize().problem_size(size), options.device);
+  const ProblemSize size = ProblemSize::of(kernel.experts().config(), num_tokens);
+  return kernel.experts().kernel_configs(kernel.prepare_finalize().problem_size(size));
 }
 
-BenchRow DeviceBench::measure(const Inputs& inputs) {
+BenchRow DeviceBench::run(std::int64_t num_tokens) {
+  const std::vector<std::string> configs = kernel_configs(num_tokens);
+  return measure(make_inputs(num_tokens), configs.empty() ? "" : configs.front());
+}
+
+std::vector<BenchRow> DeviceBench::run_kernel_configs(std::int64_t num_tokens) {
+  const Inputs inputs = make_inputs(num_tokens);
+  std::vector<BenchRow> rows;
+  for (const std::string& config : kernel_configs(num_tokens)) {
+    rows.push_back(measure(inputs, config));
+  }
+  return rows;
+}
+
+BenchRow DeviceBench::measure(const Inputs& inputs, const std::string& kernel_config) {
   const testing::Case& spec = inputs.spec;
   const BenchOptions& options = problem_.options();
   const BenchWork work(spec, problem_.weight_bytes());
+  const int config = problem_.kernel().experts().find_kernel_config(kernel_config);
   std::deque<Graph> graphs;
   for (const BenchBuffers& buffers : inputs.routed) {
     const auto forward = [&] {
-      buffers.run(problem_.kernel(), problem_.packed(), spec.num_experts, stream_);
+      buffers.run(problem_.kernel(), problem_.packed(), stream_, config);
     };
     forward();
     synchronize(stream_);
@@ -108,7 +120,7 @@ BenchRow DeviceBench::measure(const Inputs& inputs) {
   BenchRow row;
   row.num_tokens = spec.num_tokens;
   row.load = inputs.load;
-  if (const auto plans = tile_plans(spec.num_tokens); !plans.empty()) row.tile_plan = plans.front();
+  row.kernel_config = kernel_config;
   std::vector<double> times, ratios, floors;
   const std::int64_t samples = std::max<std::int64_t>(options.min_samples, 5 * kRoutings);
   for (std::int64_t i = 0; i < samples; ++i) {
@@ -131,25 +143,12 @@ BenchRow DeviceBench::measure(const Inputs& inputs) {
   std::sort(times.begin(), times.end());
   row.min_ms = 1e-3 * times.front();
   row.p99_ms = 1e-3 * times[(times.size() - 1) * 99 / 100];
-  // What another plan left there must not pass for a result.
+  // What another configuration left there must not pass for a result.
   fill_bytes(inputs.routed.front().output, 0xff, stream_);
   graphs.front().launch(stream_);
   synchronize(stream_);
   row.relative_error = problem_.relative_error(spec, inputs.routed.front(), inputs.expected);
   return row;
-}
-
-std::vector<BenchRow> DeviceBench::run_tile_plans(std::int64_t num_tokens) {
-  const PinnedTilePlan untuned("");
-  std::vector<BenchRow> rows;
-  const std::vector<std::string> plans = tile_plans(num_tokens);
-  if (plans.empty()) return rows;
-  const Inputs inputs = make_inputs(num_tokens);
-  for (const std::string& plan : plans) {
-    const PinnedTilePlan pinned(plan);
-    rows.push_back(measure(inputs));
-  }
-  return rows;
 }
 
 }  // namespace

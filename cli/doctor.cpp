@@ -14,8 +14,8 @@
 #include "fusedmoe/selection.h"
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/version.h"
+#include "layer/tuned_configs.h"
 #include "support.h"
-#include "tools/tune.h"
 
 namespace fusedmoe::cli {
 namespace {
@@ -47,13 +47,13 @@ std::string experts_names() {
   return names;
 }
 
-std::string tuned_plans_text() {
-  const std::string path = tuned_plans_path().string();
+std::string tuned_configs_text() {
+  const std::string path = tuned_configs_path().string();
   if (path.empty()) return "none";
   try {
-    // Not tuned_plans(), which is silent about a cached file that cannot be read.
+    // Not tuned_configs(), which is silent about a cached file that cannot be read.
     return std::filesystem::exists(path)
-               ? fmt::format("{} in {}", TunedPlans::load(path).plans().size(), path)
+               ? fmt::format("{} in {}", load_tuned_configs(path).all().size(), path)
                : fmt::format("none in {}", path);
   } catch (const Error& error) {
     return error.what();
@@ -72,7 +72,7 @@ std::vector<std::pair<std::string, std::string>> findings() {
       {"huge pages", first_line("/sys/kernel/mm/transparent_hugepage/enabled")},
       {"cuda", cuda_device_summary()},
       {"experts", experts_names()},
-      {"tuned plans", tuned_plans_text()},
+      {"tuned configurations", tuned_configs_text()},
   };
 }
 
@@ -82,7 +82,7 @@ void run(bool json) {
     if (json) {
       object[what] = value;
     } else {
-      fmt::print("{:<18}{}\n", what, value);
+      fmt::print("{:<22}{}\n", what, value);
     }
   }
   if (json) fmt::print("{}\n", object.dump());
@@ -90,12 +90,12 @@ void run(bool json) {
 
 }  // namespace
 
-void add_doctor(CLI::App& app) {
+void add_doctor(Command& program) {
   auto json = std::make_shared<bool>(false);
-  CLI::App* command = app.add_subcommand(
+  Command command = program.add_command(
       "doctor", "Show what this build finds here: instruction set, threads, memory, devices");
-  command->add_flag("--json", *json, "Print one JSON object instead of text");
-  command->callback([json] { run(*json); });
+  command.add_flag("--json", *json, "Print one JSON object instead of text");
+  command.runs([json] { run(*json); });
 }
 
 }  // namespace fusedmoe::cli

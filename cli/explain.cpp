@@ -1,12 +1,15 @@
 // fusedmoe explain: every implementation, whether it can serve a model, and the one that would run.
 #include <fmt/format.h>
 
+#include <cmath>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 
 #include "commands.h"
 #include "fusedmoe/layer.h"
+#include "fusedmoe/runtime.h"
 #include "support.h"
 #include "testing/support_matrix.h"
 
@@ -18,25 +21,42 @@ struct Options {
   std::string device = "cpu";
   std::string dtype = "bf16";
   std::int64_t num_tokens = 64;
+  double compute_capability = 0;  // 0: that of the device
   std::string scheme, experts, save_plan;
-  bool hooks = false, batch_invariant = false;
+  bool hooks = false, monolithic = false, batch_invariant = false;
   bool json = false, matrix = false;
 };
 
-/// Scratch that one forward needs beside weights, input and output.
-std::size_t workspace_bytes(const Selection& selection, const MoeConfig& config,
-                            std::int64_t num_tokens) {
-  const ModularKernel kernel(selection.prepare_finalize, selection.experts);
-  return kernel.workspace_bytes(ProblemSize::of(config, num_tokens),
-                                config.apply_router_weight_on_input);
-}
+/// What only the instances of a device that is here can say.
+struct Resources {
+  std::size_t workspace_bytes = 0;  // scratch of one forward beside weights, input and output
+  std::string kernel_config;        // empty where the experts have only one
 
-/// Of the experts, for these tokens; empty where they have one way to run.
-std::string tile_plan(const Selection& selection, std::int64_t num_tokens) {
-  const ProblemSize size =
-      selection.prepare_finalize->problem_size(ProblemSize::of(selection.config, num_tokens));
-  const auto plans = selection.experts->tile_plans(size, selection.config.device);
-  return plans.empty() ? "" : plans.front();
+  Resources(const Selection& selection, std::int64_t num_tokens) {
+    const ModularKernel kernel = selection.create(make_context(selection.config.device));
+    workspace_bytes = kernel.workspace_bytes(num_tokens);
+    const ProblemSize size = ProblemSize::of(kernel.experts().config(), num_tokens);
+    const auto configs =
+        kernel.experts().kernel_configs(kernel.prepare_finalize().problem_size(size));
+    if (!configs.empty()) kernel_config = configs.front();
+  }
+};
+
+MoeConfig make_config(const Options& options, const ModelConfig& model) {
+  const bool elsewhere = options.compute_capability > 0;
+  const Device device = elsewhere ? Device{DeviceKind::kCuda, 0} : parse_device(options.device);
+  MoeConfig config = moe_config(model, parse_float_dtype(options.dtype), device);
+  if (elsewhere) {
+    config.compute_capability = static_cast<int>(std::lround(10 * options.compute_capability));
+  } else if (const std::string problem = device_problem(device); !problem.empty()) {
+    throw Error::unsupported(Reason::kDevice, "--device",
+                             fmt::format("{}: {}", to_string(device), problem));
+  }
+  if (!options.scheme.empty()) config.scheme = parse_scheme(options.scheme);
+  config.hooks = options.hooks;
+  config.monolithic = options.monolithic;
+  config.batch_invariant = options.batch_invariant;
+  return config;
 }
 
 /// With the shared experts that a layer of the model would have besides.
@@ -53,13 +73,50 @@ std::string plan_json(const Options& options, const ModelConfig& model,
     shared.num_experts = shared.num_local_experts = shared.topk = 1;
     shared.intermediate = model.shared_intermediate;
     shared.routing_method = RoutingMethod::kUnspecified;
-    shared.apply_router_weight_on_input = shared.hooks = shared.has_bias = false;
+    shared.apply_router_weight_on_input = shared.hooks = shared.monolithic = shared.has_bias =
+        false;
     shared.activation_format = ActivationFormat::kStandard;
-    const Plan pair = select(shared).plan();
-    plan.shared_experts = fmt::format("{}+{}", pair.experts, pair.prepare_finalize);
-    plan.shared_scheme = pair.scheme;
+    const Selection chosen = select(
+        shared, options.experts.empty() ? "" : fmt::format("{}+no_ep", selection.experts->name()));
+    plan.shared_experts = chosen.pair();
+    plan.shared_scheme = name(shared.scheme);
   }
   return plan.json() + "\n";
+}
+
+void print_json(const Options& options, const ModelConfig& model, const Selection& selection,
+                const std::optional<Resources>& resources) {
+  const MoeConfig& config = selection.config;
+  nlohmann::json object{
+      {"family", name(model.family)},     {"scheme", name(config.scheme)},
+      {"dtype", name(config.dtype)},      {"device", to_string(config.device)},
+      {"num_tokens", options.num_tokens}, {"candidates", nlohmann::json::parse(selection.json())}};
+  if (config.compute_capability) object["compute_capability"] = options.compute_capability;
+  if (resources) {
+    object["workspace_bytes"] = resources->workspace_bytes;
+    object["kernel_config"] = resources->kernel_config;
+  }
+  fmt::print("{}\n", object.dump());
+}
+
+void print_text(const Options& options, const ModelConfig& model, const Selection& selection,
+                const std::optional<Resources>& resources) {
+  const MoeConfig& config = selection.config;
+  fmt::print("{}: {} experts, top-{}, {} x {}, {}, {}, {} on {}{}\n\n{}", name(model.family),
+             config.num_experts, config.topk, config.hidden, config.intermediate,
+             name(config.scheme), name(config.activation), name(config.dtype),
+             to_string(config.device),
+             config.compute_capability
+                 ? fmt::format(" of compute capability {:.1f}", options.compute_capability)
+                 : "",
+             selection.table());
+  if (!resources) return;
+  fmt::print("\nworkspace for {} tokens: {}\n", options.num_tokens,
+             format_bytes(static_cast<std::int64_t>(resources->workspace_bytes)));
+  if (!resources->kernel_config.empty()) {
+    fmt::print("kernel configuration for {} tokens: {}\n", options.num_tokens,
+               resources->kernel_config);
+  }
 }
 
 void run(const Options& options) {
@@ -67,82 +124,71 @@ void run(const Options& options) {
     fmt::print("{}", testing::support_matrix_markdown());
     return;
   }
-  const Device device = parse_device(options.device);
+  check_experts_name(options.experts);
   const ModelConfig model = options.model.empty() ? Checkpoint::open(options.checkpoint).config()
                                                   : parse_model_config(model_preset(options.model));
-  MoeConfig config = moe_config(model, parse_float_dtype(options.dtype), device);
-  if (!options.scheme.empty()) config.scheme = parse_scheme(options.scheme);
-  config.hooks = options.hooks;
-  config.batch_invariant = options.batch_invariant;
+  const MoeConfig config = make_config(options, model);
   const Selection selection =
       options.experts.empty() ? explain(config) : select(config, options.experts);
   if (selection && !options.save_plan.empty()) {
     write_text(options.save_plan, plan_json(options, model, selection));
   }
-  const std::size_t workspace =
-      selection ? workspace_bytes(selection, config, options.num_tokens) : 0;
-  const std::string tiles = selection ? tile_plan(selection, options.num_tokens) : "";
-  if (options.json) {
-    fmt::print("{}\n", nlohmann::json{{"family", name(model.family)},
-                                      {"scheme", name(config.scheme)},
-                                      {"dtype", name(config.dtype)},
-                                      {"device", to_string(device)},
-                                      {"num_tokens", options.num_tokens},
-                                      {"workspace_bytes", workspace},
-                                      {"tile_plan", tiles},
-                                      {"candidates", nlohmann::json::parse(selection.json())}}
-                           .dump());
-  } else {
-    fmt::print("{}: {} experts, top-{}, {} x {}, {}, {}, {} on {}\n\n{}", name(model.family),
-               config.num_experts, config.topk, config.hidden, config.intermediate,
-               name(config.scheme), name(config.activation), name(config.dtype), to_string(device),
-               selection.table());
-    if (selection) {
-      fmt::print("\nworkspace for {} tokens: {}\n", options.num_tokens,
-                 format_bytes(static_cast<std::int64_t>(workspace)));
-      if (!tiles.empty()) fmt::print("tile plan for {} tokens: {}\n", options.num_tokens, tiles);
-    }
-  }
+  std::optional<Resources> resources;
+  if (selection && !config.compute_capability) resources.emplace(selection, options.num_tokens);
+  (options.json ? print_json : print_text)(options, model, selection, resources);
   if (!selection) {
-    throw Error("configuration", "served by no implementation", "one that a row above supports");
+    throw Error::unsupported(selection.candidates.front().support.reason, "model",
+                             "nothing here runs this model: the rows above say why");
   }
 }
 
 }  // namespace
 
-void add_explain(CLI::App& app) {
+void add_explain(Command& program) {
   auto options = std::make_shared<Options>();
-  CLI::App* command = app.add_subcommand(
+  Command command = program.add_command(
       "explain", "Show which implementation would run a model, and why not the others");
-  CLI::Option_group* source = command->add_option_group("model");
-  source->add_option("--checkpoint", options->checkpoint, "Checkpoint directory or file");
-  source->add_option("--model", options->model, "A model that synth knows");
-  CLI::Option* matrix =
-      source->add_flag("--matrix", options->matrix,
-                       "Print docs/support-matrix.md: every implementation, every scheme");
-  source->require_option(1);
-  command->add_option("--scheme", options->scheme, "Of the experts; default: as published");
-  command->add_option("--experts", options->experts,
-                      "Implementation that must run; default: the best");
-  command->add_flag("--hooks", options->hooks, "Ask for injection points");
-  command->add_flag("--batch-invariant", options->batch_invariant,
-                    "Ask for rows that do not depend on their batch");
-  command->add_option("--save-plan", options->save_plan,
-                      "File to write: what would run, as JSON that run --plan pins");
-  command->add_option("--device", options->device, "cpu, cuda or cuda:<index>")
-      ->capture_default_str();
-  command->add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
-      ->capture_default_str();
+  Command source = command.add_group("model");
+  source.add_option("--checkpoint", options->checkpoint, "Checkpoint directory or file");
+  source.add_option("--model", options->model, "A model that synth knows");
+  const Option matrix =
+      source.add_flag("--matrix", options->matrix,
+                      "Print docs/support-matrix.md: every implementation, every scheme");
+  source.require(1, 1);
+  command.add_option("--scheme", options->scheme, "Of the experts; default: as published")
+      .excludes(matrix);
   command
-      ->add_option("--tokens", options->num_tokens,
-                   "Tokens the workspace and the tile plan are for")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
-  command->add_flag("--json", options->json, "Print one JSON object instead of text");
-  for (const char* other : {"--scheme", "--experts", "--hooks", "--json", "--save-plan"}) {
-    command->get_option(other)->excludes(matrix);
-  }
-  command->callback([options] { run(*options); });
+      .add_option("--experts", options->experts, "Implementation that must run; default: the best")
+      .excludes(matrix);
+  command.add_flag("--hooks", options->hooks, "Ask for injection points").excludes(matrix);
+  command.add_flag("--monolithic", options->monolithic, "Ask for experts that route by themselves")
+      .excludes(matrix);
+  command
+      .add_flag("--batch-invariant", options->batch_invariant,
+                "Ask for rows that do not depend on their batch")
+      .excludes(matrix);
+  command
+      .add_option("--save-plan", options->save_plan,
+                  "File to write: what would run, as JSON that run --plan pins")
+      .excludes(matrix);
+  const Option device =
+      command.add_option("--device", options->device, "cpu, cuda or cuda:<index>").show_default();
+  command
+      .add_option("--compute-capability", options->compute_capability,
+                  "Answer for a CUDA device that need not be here: 9.0 is Hopper")
+      .positive()
+      .excludes(device)
+      .excludes(matrix);
+  command.add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
+      .show_default();
+  command
+      .add_option("--tokens", options->num_tokens,
+                  "Tokens that the workspace and the kernel configuration are for")
+      .not_negative()
+      .show_default();
+  command.add_flag("--json", options->json, "Print one JSON object instead of text")
+      .excludes(matrix);
+  command.runs([options] { run(*options); });
 }
 
 }  // namespace fusedmoe::cli

@@ -154,16 +154,15 @@ void run(const Options& options) {
 
 }  // namespace
 
-void add_inspect(CLI::App& app) {
+void add_inspect(Command& program) {
   auto options = std::make_shared<Options>();
-  CLI::App* command = app.add_subcommand(
+  Command command = program.add_command(
       "inspect", "Show a checkpoint's family, layers, experts, shapes, scheme and bytes");
-  command->add_option("path", options->path, "Checkpoint directory or safetensors file")
-      ->required();
-  command->add_option("--layer", options->layer, "Layer whose tensors are listed; default: first")
-      ->check(CLI::NonNegativeNumber);
-  command->add_flag("--json", options->json, "Print one JSON object instead of text");
-  command->callback([options] { run(*options); });
+  command.add_option("path", options->path, "Checkpoint directory or safetensors file").required();
+  command.add_option("--layer", options->layer, "Layer whose tensors are listed; default: first")
+      .not_negative();
+  command.add_flag("--json", options->json, "Print one JSON object instead of text");
+  command.runs([options] { run(*options); });
 }
 
 }  // namespace fusedmoe::cli

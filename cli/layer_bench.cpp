@@ -92,11 +92,9 @@ void summarize(std::vector<Sample> samples, const BenchWork& work, BenchRow& row
 BenchRow CpuBench::run(std::int64_t num_tokens) {
   const testing::Case spec = problem_.spec(num_tokens);
   const BenchOptions& options = problem_.options();
-  const BenchBuffers buffers(problem_.kernel(), problem_.packed(), spec, options.dtype);
+  const BenchBuffers buffers(problem_.kernel(), spec);
   const BenchWork work(spec, problem_.weight_bytes());
-  const auto forward = [&] {
-    buffers.run(problem_.kernel(), problem_.packed(), spec.num_experts, {});
-  };
+  const auto forward = [&] { buffers.run(problem_.kernel(), problem_.packed(), {}); };
 
   BenchRow row;
   row.num_tokens = num_tokens;

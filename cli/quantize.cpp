@@ -1,7 +1,6 @@
 // fusedmoe quantize: a checkpoint with its experts in another number format, in a published layout.
 #include <fmt/format.h>
 
-#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -15,12 +14,16 @@ namespace {
 
 struct Options {
   std::string checkpoint, scheme, layout, output, calibrate;
-  QuantizeCheckpointOptions quantize;
+  std::string scale_rule = "ocp";
   bool json = false;
 };
 
 void run(const Options& options) {
-  QuantizeCheckpointOptions quantize = options.quantize;
+  QuantizeCheckpointOptions quantize;
+  for (const MxScaleRule rule :
+       {MxScaleRule::kOcp, MxScaleRule::kEven, MxScaleRule::kCeil, MxScaleRule::kFloor}) {
+    if (name(rule) == options.scale_rule) quantize.scale_rule = rule;
+  }
   quantize.scheme = parse_scheme(options.scheme);
   quantize.calibration = options.calibrate;
   if (!options.layout.empty()) quantize.layout = parse_checkpoint_layout(options.layout);
@@ -51,34 +54,29 @@ void run(const Options& options) {
 
 }  // namespace
 
-void add_quantize(CLI::App& app) {
+void add_quantize(Command& program) {
   auto options = std::make_shared<Options>();
-  CLI::App* command = app.add_subcommand(
+  Command command = program.add_command(
       "quantize", "Quantize the experts of an f32, bf16 or f16 checkpoint into a published layout");
-  command->add_option("--checkpoint", options->checkpoint, "Directory or safetensors file to read")
-      ->required();
+  command.add_option("--checkpoint", options->checkpoint, "Directory or safetensors file to read")
+      .required();
   command
-      ->add_option("--scheme", options->scheme,
-                   "fp8_block, nvfp4, int4_g128, ...; a wrong one lists all")
-      ->required();
-  command->add_option(
-      "--layout", options->layout,
-      "gpt-oss, fp8 (deepseek), compressed-tensors, modelopt, gptq, gptq_v2 or awq; "
-      "default: the scheme's usual one");
-  const std::map<std::string, MxScaleRule> rules{{"ocp", MxScaleRule::kOcp},
-                                                 {"even", MxScaleRule::kEven},
-                                                 {"ceil", MxScaleRule::kCeil},
-                                                 {"floor", MxScaleRule::kFloor}};
+      .add_option("--scheme", options->scheme,
+                  "fp8_block, nvfp4, int4_g128, ...; a wrong one lists all")
+      .required();
+  command.add_option("--layout", options->layout,
+                     "gpt-oss, fp8 (deepseek), compressed-tensors, modelopt, gptq, gptq_v2 or awq; "
+                     "default: the scheme's usual one");
   command
-      ->add_option("--scale-rule", options->quantize.scale_rule,
-                   "How MXFP4 and MXFP8 weights choose scales: ocp (default), even, ceil or floor")
-      ->transform(CLI::CheckedTransformer(rules).description(""));
-  command->add_option("--calibrate", options->calibrate,
-                      "File with hidden_states for static activation scales; default: "
-                      "input.safetensors of the checkpoint");
-  command->add_option("--output", options->output, "Directory to make")->required();
-  command->add_flag("--json", options->json, "Print one JSON object instead of text");
-  command->callback([options] { run(*options); });
+      .add_option("--scale-rule", options->scale_rule,
+                  "How MXFP4 and MXFP8 weights choose scales: ocp (default), even, ceil or floor")
+      .one_of({"ocp", "even", "ceil", "floor"});
+  command.add_option("--calibrate", options->calibrate,
+                     "File with hidden_states for static activation scales; default: "
+                     "input.safetensors of the checkpoint");
+  command.add_option("--output", options->output, "Directory to make").required();
+  command.add_flag("--json", options->json, "Print one JSON object instead of text");
+  command.runs([options] { run(*options); });
 }
 
 }  // namespace fusedmoe::cli

@@ -1,6 +1,5 @@
 // fusedmoe run: hidden states from a file through one MoE layer of a checkpoint, results to a file.
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -33,7 +32,9 @@ struct Options {
   int threads = 0;
   int repeat = 1;
   std::int64_t check_rows = 0;
+  std::int64_t max_workspace_mib = 0;
   std::string plan, record_routing, replay_routing;
+  bool hooks = false, monolithic = false, batch_invariant = false;
   bool load = false, load_chart = false, heat_map = false;
   bool json = false;
 };
@@ -81,8 +82,10 @@ struct Results {
   Tensor output;         // (num_tokens, hidden)
   Tensor router_logits;  // (num_tokens, num_experts) f32; undefined when the routing was replayed
   RecordedRouting routing;  // (num_tokens, topk)
+  Tensor expert_load;       // (num_experts) i32
   bool replayed = false;
   LoadStatistics load;
+  double shared_with_previous = 0;  // see shared_with_previous()
   std::vector<double> times_ms;
 
   double median_ms() const {
@@ -92,7 +95,8 @@ struct Results {
   }
   /// Brings the tensors to host memory.
   void fetch() {
-    for (Tensor* tensor : {&output, &router_logits, &routing.topk_ids, &routing.topk_weights}) {
+    for (Tensor* tensor :
+         {&output, &router_logits, &routing.topk_ids, &routing.topk_weights, &expert_load}) {
       if (*tensor) *tensor = to_device(*tensor, {});
     }
   }
@@ -103,6 +107,7 @@ Results make_results(const Options& options, const MoeConfig& config, const Tens
   const Device device = config.device;
   Results results;
   results.output = Tensor::empty(x.shape(), x.dtype(), device);
+  results.expert_load = Tensor::empty({config.num_experts}, DType::kI32, device);
   results.replayed = !options.replay_routing.empty();
   if (results.replayed) {
     results.routing = replay_routing(options.replay_routing, config.num_experts, config.topk);
@@ -129,21 +134,28 @@ Results forward(const Options& options, const MoeLayer& layer, const Tensor& hid
       Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, stream.device);
   const Workspace workspace{memory.data(), bytes};
   const Routing routing{results.routing.topk_ids, results.routing.topk_weights};
-  const ForwardDetails details{results.router_logits, routing.topk_ids, routing.topk_weights};
+  ForwardOptions wanted{.expert_load = results.expert_load};
+  if (!results.replayed) {
+    wanted.router_logits = results.router_logits;
+    wanted.topk_ids = routing.topk_ids;
+    wanted.topk_weights = routing.topk_weights;
+  }
   Progress progress("Running");
   for (int i = 0; i < options.repeat; ++i) {
     results.times_ms.push_back(time_ms([&] {
       if (results.replayed) {
-        layer.forward_routed(x, routing, results.output, workspace);
+        layer.forward_routed(x, routing, results.output, workspace, wanted);
       } else {
-        layer.forward(x, results.output, workspace, details);
+        layer.forward(x, results.output, workspace, wanted);
       }
       synchronize(stream);
     }));
     progress.update(i + 1, options.repeat);
   }
   results.fetch();
-  results.load = load_statistics(results.routing.topk_ids, layer.config().num_experts);
+  const MoeConfig& config = layer.config();
+  results.load = load_statistics(results.expert_load, x.size(0), config.topk);
+  results.shared_with_previous = shared_with_previous(results.routing.topk_ids, config.num_experts);
   return results;
 }
 
@@ -155,7 +167,10 @@ void print_text(const Options& options, const MoeLayer& layer, const Results& re
     time += fmt::format(" (median of {})", results.times_ms.size());
   }
   fmt::print("{}  tokens={}  {}\n", layer.plan_line(), num_tokens, time);
-  if (options.load) fmt::print("{}", load_table(results.load));
+  if (options.load) {
+    fmt::print("{}a token shares {:.2f} of its {} experts with the token before\n",
+               load_table(results.load), results.shared_with_previous, results.load.topk);
+  }
   if (options.load_chart) fmt::print("{}", load_chart(results.load));
   if (options.heat_map) fmt::print("{}", load_heat_map(results.load));
   if (check) fmt::print("{}\n", check->text());
@@ -169,6 +184,7 @@ void print_json(const MoeLayer& layer, const Results& results, const RowCheck* c
                         {"ms", results.median_ms()},
                         {"times_ms", results.times_ms},
                         {"load", nlohmann::json::parse(load_json(results.load))}};
+  object["load"]["shared_with_previous"] = results.shared_with_previous;
   if (check) {
     object["check"] = {{"rows", check->rows},
                        {"max_norm_relative", check->difference.max_norm_relative},
@@ -185,10 +201,10 @@ void save(const Options& options, const MoeLayer& layer, const Results& results)
   if (results.router_logits) tensors["router_logits"] = results.router_logits;
   save_safetensors(options.output, tensors,
                    {{"fusedmoe_version", FUSEDMOE_VERSION}, {"plan", layer.plan_line()}});
-  spdlog::info("wrote {}", options.output);
+  log(Level::kInfo, fmt::format("wrote {}", options.output));
   if (options.record_routing.empty()) return;
   record_routing(options.record_routing, results.routing, layer.config().num_experts);
-  spdlog::info("wrote {}", options.record_routing);
+  log(Level::kInfo, fmt::format("wrote {}", options.record_routing));
 }
 
 MoeLayer make_layer(const Options& options, const LayerWeights& weights, DType dtype) {
@@ -197,6 +213,10 @@ MoeLayer make_layer(const Options& options, const LayerWeights& weights, DType d
   layer.device = parse_device(options.device);
   layer.dtype = dtype;
   layer.require = options.experts;
+  layer.hooks = options.hooks;
+  layer.monolithic = options.monolithic;
+  layer.batch_invariant = options.batch_invariant;
+  layer.max_workspace_bytes = static_cast<std::size_t>(options.max_workspace_mib) << 20;
   if (!options.plan.empty()) layer.plan = read_text(options.plan);
   layer.progress = [&](std::int64_t done, std::int64_t total) { progress.update(done, total); };
   return {weights, layer};
@@ -205,6 +225,7 @@ MoeLayer make_layer(const Options& options, const LayerWeights& weights, DType d
 void run(const Options& options) {
   const DType dtype = parse_float_dtype(options.dtype);
   parse_device(options.device);
+  check_experts_name(options.experts);
   set_num_threads(options.threads);
   const Checkpoint checkpoint = Checkpoint::open(options.checkpoint);
   check_outputs(options, checkpoint);
@@ -230,50 +251,57 @@ void run(const Options& options) {
 
 }  // namespace
 
-void add_run(CLI::App& app) {
+void add_run(Command& program) {
   auto options = std::make_shared<Options>();
-  CLI::App* command = app.add_subcommand(
+  Command command = program.add_command(
       "run", "Run hidden states through one MoE layer of a checkpoint and write the output");
   command
-      ->add_option("--checkpoint", options->checkpoint,
-                   "Directory (config.json + *.safetensors) or one safetensors file")
-      ->required();
-  command->add_option("--layer", options->layer, "Layer index; default: the first MoE layer")
-      ->check(CLI::NonNegativeNumber);
-  command->add_option("--input", options->input, "Safetensors file with the hidden states")
-      ->required();
-  command->add_option("--input-name", options->input_name, "Name of the tensor in it")
-      ->capture_default_str();
+      .add_option("--checkpoint", options->checkpoint,
+                  "Directory (config.json + *.safetensors) or one safetensors file")
+      .required();
+  command.add_option("--layer", options->layer, "Layer index; default: the first MoE layer")
+      .not_negative();
+  command.add_option("--input", options->input, "Safetensors file with the hidden states")
+      .required();
+  command.add_option("--input-name", options->input_name, "Name of the tensor in it")
+      .show_default();
   command
-      ->add_option("--output", options->output,
-                   "Safetensors file to write: output, topk_ids, topk_weights, router_logits")
-      ->required();
-  command->add_option("--device", options->device, "cpu, cuda or cuda:<index>")
-      ->capture_default_str();
-  command->add_option("--experts", options->experts,
-                      "Implementation that must run (see explain); default: the best");
-  command->add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
-      ->capture_default_str();
-  command->add_option("--threads", options->threads, "CPU threads; default: all")
-      ->check(CLI::Range(1, kMaxThreads));
-  command->add_option("--repeat", options->repeat, "Run so many times and print the median time")
-      ->check(CLI::PositiveNumber);
+      .add_option("--output", options->output,
+                  "Safetensors file to write: output, topk_ids, topk_weights, router_logits")
+      .required();
+  command.add_option("--device", options->device, "cpu, cuda or cuda:<index>").show_default();
+  const Option experts =
+      command.add_option("--experts", options->experts,
+                         "Implementation that must run (see explain); default: the best");
+  command.add_flag("--hooks", options->hooks, "Only experts that have injection points");
+  command.add_flag("--monolithic", options->monolithic, "The experts route by themselves");
+  command.add_flag("--batch-invariant", options->batch_invariant,
+                   "Only experts whose rows do not depend on their batch");
+  command.add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
+      .show_default();
+  command.add_option("--threads", options->threads, "CPU threads; default: all")
+      .between(1, kMaxThreads);
   command
-      ->add_option("--check", options->check_rows,
-                   "Compare so many rows with the reference implementation; fail on excess")
-      ->check(CLI::PositiveNumber);
-  CLI::Option* plan =
-      command->add_option("--plan", options->plan, "Pin the plan that explain --save-plan wrote");
-  plan->excludes(command->get_option("--experts"));
-  command->add_option("--record-routing", options->record_routing,
-                      "Safetensors file to write: topk_ids, topk_weights");
-  command->add_option("--replay-routing", options->replay_routing,
-                      "Take ids and weights from such a file instead of the router");
-  command->add_flag("--load", options->load, "Print the load of the experts as a table");
-  command->add_flag("--load-chart", options->load_chart, "Print the tokens per expert as bars");
-  command->add_flag("--heat-map", options->heat_map, "Print the tokens per expert as shades");
-  command->add_flag("--json", options->json, "Print one JSON object instead of text");
-  command->callback([options] { run(*options); });
+      .add_option("--max-workspace", options->max_workspace_mib,
+                  "Most MiB of scratch memory: longer inputs run in chunks of tokens")
+      .between(1, 1 << 30);
+  command.add_option("--repeat", options->repeat, "Run so many times and print the median time")
+      .positive();
+  command
+      .add_option("--check", options->check_rows,
+                  "Compare so many rows with the reference implementation; fail on excess")
+      .positive();
+  command.add_option("--plan", options->plan, "Pin the plan that explain --save-plan wrote")
+      .excludes(experts);
+  command.add_option("--record-routing", options->record_routing,
+                     "Safetensors file to write: topk_ids, topk_weights");
+  command.add_option("--replay-routing", options->replay_routing,
+                     "Take ids and weights from such a file instead of the router");
+  command.add_flag("--load", options->load, "Print the load of the experts as a table");
+  command.add_flag("--load-chart", options->load_chart, "Print the tokens per expert as bars");
+  command.add_flag("--heat-map", options->heat_map, "Print the tokens per expert as shades");
+  command.add_flag("--json", options->json, "Print one JSON object instead of text");
+  command.runs([options] { run(*options); });
 }
 
 }  // namespace fusedmoe::cli

@@ -1,16 +1,21 @@
 #include "support.h"
 
+#include <fmt/color.h>
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <utility>
+#include <vector>
 
 #include "fusedmoe/safetensors.h"
+#include "fusedmoe/selection.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cli {
@@ -38,7 +43,7 @@ void Progress::update(std::int64_t done, std::int64_t total) {
   const double elapsed = duration<double>(now - start_).count();
   const double left = share > 0 ? elapsed / share - elapsed : 0;
   if (!terminal_) {
-    spdlog::info("{}: {:.0f} %, about {:.0f} s left", what_, 100 * share, left);
+    log(Level::kInfo, fmt::format("{}: {:.0f} %, about {:.0f} s left", what_, 100 * share, left));
     return;
   }
   constexpr int kWidth = 40;
@@ -47,6 +52,32 @@ void Progress::update(std::int64_t done, std::int64_t total) {
              kWidth - filled, 100 * share, left);
   std::fflush(stderr);
   drawn_ = true;
+}
+
+void check_experts_name(const std::string& require) {
+  const std::string wanted = require.substr(0, require.find('+'));
+  std::vector<std::string_view> names;
+  for (const ExpertsDescriptor* experts : all_experts()) names.push_back(experts->name());
+  if (require.empty() || std::find(names.begin(), names.end(), wanted) != names.end()) return;
+  std::sort(names.begin(), names.end());
+  throw Error::unsupported(Reason::kPairing, "--experts",
+                           fmt::format("--experts {}: no such implementation; there are: {}",
+                                       wanted, fmt::join(names, ", ")));
+}
+
+void log(Level level, const std::string& text) {
+  struct Style {
+    const char* name;
+    fmt::terminal_color color;
+  };
+  constexpr std::array<Style, 3> kStyles{{{"info", fmt::terminal_color::green},
+                                          {"warning", fmt::terminal_color::yellow},
+                                          {"error", fmt::terminal_color::red}}};
+  const Style style = kStyles[static_cast<std::size_t>(level)];
+  const char* no_color = std::getenv("NO_COLOR");
+  const bool plain = isatty(STDERR_FILENO) != 1 || (no_color && *no_color);
+  fmt::print(stderr, plain ? fmt::text_style() : fmt::fg(style.color), "{}:", style.name);
+  fmt::print(stderr, " {}\n", text);
 }
 
 std::string format_bytes(std::int64_t bytes) {

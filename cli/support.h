@@ -34,6 +34,14 @@ class Progress {
 /// Of --threads: more than any machine has, few enough to start.
 inline constexpr int kMaxThreads = 1024;
 
+/// Throws Error unless `require` of --experts begins with a name of the registry; empty: the best.
+void check_experts_name(const std::string& require);
+
+enum class Level { kInfo, kWarning, kError };
+
+/// One line on stderr, "info: wrote x"; in color on a terminal, unless NO_COLOR is set.
+void log(Level level, const std::string& text);
+
 /// "421.3 MB", decimal units.
 std::string format_bytes(std::int64_t bytes);
 

@@ -9,6 +9,7 @@
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/tensor.h"
 #include "support.h"
+#include "tools/synth.h"
 
 namespace fusedmoe::cli {
 namespace {
@@ -39,29 +40,28 @@ void run(const Options& options) {
 
 }  // namespace
 
-void add_synth(CLI::App& app) {
+void add_synth(Command& program) {
   auto options = std::make_shared<Options>();
-  CLI::App* command = app.add_subcommand(
+  Command command = program.add_command(
       "synth", "Write a checkpoint of true size in its published layout, with random weights");
   std::string models;
   for (const std::string& model : model_preset_names()) {
     models += (models.empty() ? "" : ", ") + model;
   }
-  CLI::Option_group* source = command->add_option_group("model");
-  source->add_option("--model", options->model, "One of " + models);
-  source->add_option("--config", options->config, "Any config.json of a supported family");
-  source->require_option(1);
-  command->add_option("--layers", options->synth.num_layers, "Number of MoE layers")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  command->add_option("--tokens", options->synth.num_tokens, "Rows of input.safetensors")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
-  command->add_option("--seed", options->synth.seed, "Of the random numbers")
-      ->capture_default_str();
-  command->add_option("--out", options->out, "Directory to make")->required();
-  command->add_flag("--json", options->json, "Print one JSON object instead of text");
-  command->callback([options] { run(*options); });
+  Command source = command.add_group("model");
+  source.add_option("--model", options->model, "One of " + models);
+  source.add_option("--config", options->config, "Any config.json of a supported family");
+  source.require(1, 1);
+  command.add_option("--layers", options->synth.num_layers, "Number of MoE layers")
+      .positive()
+      .show_default();
+  command.add_option("--tokens", options->synth.num_tokens, "Rows of input.safetensors")
+      .not_negative()
+      .show_default();
+  command.add_option("--seed", options->synth.seed, "Of the random numbers").show_default();
+  command.add_option("--out", options->out, "Directory to make").required();
+  command.add_flag("--json", options->json, "Print one JSON object instead of text");
+  command.runs([options] { run(*options); });
 }
 
 }  // namespace fusedmoe::cli

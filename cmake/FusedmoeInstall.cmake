@@ -3,7 +3,11 @@ include(CMakePackageConfigHelpers)
 include(GNUInstallDirs)
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/fusedmoe)
-install(TARGETS fusedmoe EXPORT fusedmoeTargets
+set(library fusedmoe_static)
+if(BUILD_SHARED_LIBS)
+  set(library fusedmoe_shared)
+endif()
+install(TARGETS ${library} EXPORT fusedmoeTargets
   INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/fusedmoe ${PROJECT_BINARY_DIR}/include/fusedmoe
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
@@ -23,10 +27,8 @@ write_basic_package_version_file(${PROJECT_BINARY_DIR}/fusedmoeConfigVersion.cma
 install(FILES ${PROJECT_BINARY_DIR}/fusedmoeConfig.cmake
   ${PROJECT_BINARY_DIR}/fusedmoeConfigVersion.cmake DESTINATION ${package_dir})
 
-set(FUSEDMOE_PC_CFLAGS)
 set(FUSEDMOE_PC_LIBS)
 if(NOT BUILD_SHARED_LIBS)
-  set(FUSEDMOE_PC_CFLAGS " -DFUSEDMOE_STATIC_DEFINE")
   set(FUSEDMOE_PC_LIBS " ${OpenMP_CXX_FLAGS} -lstdc++ -lm")
   if(FUSEDMOE_HAVE_CUDA)
     string(APPEND FUSEDMOE_PC_LIBS " -L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -ldl -lrt -lpthread")

@@ -4,7 +4,7 @@
 # reference implementation.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-program=build/cli/fusedmoe
+program=build/cli/fusedmoe_cpu
 layer=build/demo/gpt-oss-20b
 if [[ ! -d $layer ]]; then
   mkdir -p build/demo

@@ -16,7 +16,6 @@ needed=(
   "nlohmann-json3-dev:nlohmann/json.hpp"
   "libcli11-dev:CLI/CLI.hpp"
   "libfmt-dev:fmt/format.h"
-  "libspdlog-dev:spdlog/spdlog.h"
   "libdlpack-dev:dlpack/dlpack.h"
   "libgtest-dev:gtest/gtest.h"
 )

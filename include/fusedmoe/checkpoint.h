@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
-#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -12,6 +11,7 @@
 
 #include "fusedmoe/export.h"
 #include "fusedmoe/layer.h"
+#include "fusedmoe/safetensors.h"
 
 namespace fusedmoe {
 
@@ -75,10 +75,11 @@ FUSEDMOE_API std::vector<std::string> model_preset_names();
 FUSEDMOE_API MoeConfig moe_config(const ModelConfig& model, DType dtype, Device device = {});
 
 /// A directory (config.json + *.safetensors, with or without an index) or one safetensors file
-/// whose metadata key `config` holds the config. Memory-mapped; opening reads headers only.
+/// whose metadata key `config` holds the config. Opening reads headers only. See SafetensorsFile
+/// for what must not happen to mapped files while weights of them live, and for reading instead.
 class FUSEDMOE_API Checkpoint {
  public:
-  static Checkpoint open(const std::filesystem::path& path);
+  static Checkpoint open(const std::filesystem::path& path, OpenOptions options = {});
   /// The same for one safetensors file in memory, which must outlive every tensor (used by the
   /// fuzzer).
   static Checkpoint parse(const void* data, std::size_t size, std::string label);
@@ -91,7 +92,7 @@ class FUSEDMOE_API Checkpoint {
   /// Layers that hold experts, ascending; a file without the `model.layers.N.` prefix is layer 0.
   std::vector<std::int64_t> moe_layers() const;
   /// Strict: an expert tensor of the layer that nothing claims, a missing one, or a wrong shape or
-  /// dtype is an Error that lists all of them.
+  /// dtype is an Error that lists all of them; and so is a file that has changed since the opening.
   LayerWeights load_layer(std::int64_t layer) const;
   /// Name, dtype, shape and file of every tensor of the layer's MoE block.
   struct TensorInfo {
@@ -107,22 +108,5 @@ class FUSEDMOE_API Checkpoint {
   struct Impl;
   std::shared_ptr<const Impl> impl_;
 };
-
-/// Random weights of plausible scale in the published names and layout: config.json,
-/// model.safetensors (or shards with an index), and input.safetensors with `hidden_states`
-/// (num_tokens, hidden) bf16, N(0, 1). MXFP4 stays MXFP4; everything else is written in bf16, also
-/// models published in FP8. Layers are numbered from 0 and all have experts; config.json says so.
-struct SynthOptions {
-  std::string config_json;  ///< see model_preset
-  std::int64_t num_layers = 1;
-  std::int64_t num_tokens = 64;
-  std::uint64_t seed = 0;
-  std::int64_t max_shard_bytes = 5'000'000'000;  ///< one tensor is never split
-  std::function<void(std::int64_t done, std::int64_t total)> progress;  ///< bytes
-};
-/// Returns the bytes written. The directory, which must be new or empty, appears complete or not at
-/// all. Memory stays bounded whatever the model's size; the same options give the same bytes.
-FUSEDMOE_API std::int64_t synthesize_checkpoint(const SynthOptions& options,
-                                                const std::filesystem::path& directory);
 
 }  // namespace fusedmoe

@@ -63,7 +63,7 @@ struct RouterConfig {
   std::int64_t topk_group = 0;        ///< groups kept
   float routed_scaling_factor = 1;    ///< multiplies the weights, after renormalizing
   bool apply_router_weight_on_input = false;  ///< topk = 1 only: x * weight enters the experts
-  CustomRouting custom;                       ///< replaces scoring and selection when set
+  CustomRouting custom{};                     ///< replaces scoring and selection when set
 
   /// Throws Error naming the field.
   FUSEDMOE_API void validate() const;
@@ -75,9 +75,9 @@ FUSEDMOE_API std::string_view name(RoutingMethod method);
 
 /// Parameters of the gate. Floating-point tensors of any 16- or 32-bit type.
 struct RouterWeights {
-  Tensor weight;                 ///< (num_experts, hidden)
-  Tensor bias;                   ///< (num_experts), added to the logits; optional
-  Tensor score_correction_bias;  ///< (num_experts) f32, used for the choice only; optional
+  Tensor weight{};                 ///< (num_experts, hidden)
+  Tensor bias{};                   ///< (num_experts), added to the logits; optional
+  Tensor score_correction_bias{};  ///< (num_experts) f32, used for the choice only; optional
 };
 
 /// Where each token goes. Views; see route().

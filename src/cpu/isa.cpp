@@ -36,13 +36,19 @@ bool amx_available() {
   return false;
 #endif
 }
+
+/// Clang 14 does not know the name "f16c" in __builtin_cpu_supports.
+bool f16c_available() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
 #endif
 
 const Kernels& choose() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
+  const bool avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c_available();
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512dq");
@@ -66,7 +72,8 @@ const Kernels& choose() {
     }
     known += (known.empty() ? "" : ", ") + std::string(level.kernels->name);
   }
-  throw Error("FUSEDMOE_CPU_ISA", wanted, "one that this machine has: " + known);
+  throw Error::unsupported(Reason::kDevice, "FUSEDMOE_CPU_ISA", wanted,
+                           "one that this machine has: " + known);
 }
 
 }  // namespace

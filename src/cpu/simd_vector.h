@@ -3,7 +3,8 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
+
+#include "cpu/half.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -49,10 +50,7 @@ struct SimdVector {
     for (int i = 0; i < kLanes; ++i) codes[i] = static_cast<std::uint16_t>(code[i]);
   }
   static void to_f16(std::uint16_t* codes, F value) {
-    for (int i = 0; i < kLanes; ++i) {
-      const auto half = static_cast<_Float16>(value[i]);
-      std::memcpy(&codes[i], &half, 2);
-    }
+    for (int i = 0; i < kLanes; ++i) codes[i] = store_half(value[i]);
   }
 };
 

@@ -7,17 +7,13 @@
 
 #include "core/check.h"
 #include "core/device_runtime.h"
-#include "cuda/device/current_device.h"
-#include "cuda/gemm/pack.h"
-#include "cuda/gemm/unpack.h"
+#include "cuda/device/strided_copy.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
+#include "quant/weight_layout.h"
 
 namespace fusedmoe::cuda {
 namespace {
-
-constexpr int kLargestScale = 128;  // E8M0 code whose multiplier, 2^126 times the scale, is a bf16
-constexpr int kExponentOffset = 126;
 
 /// Copies a strided matrix of `size`-byte elements to contiguous rows.
 void copy_rows(const TensorView& from, std::int64_t size, std::byte* to) {
@@ -38,63 +34,51 @@ void copy_rows(const TensorView& from, std::int64_t size, std::byte* to) {
   }
 }
 
+/// A matrix of the source weights in contiguous device memory at `to`. Waits for host sources only.
+void copy_to_device(const TensorView& from, std::byte* to, Stream stream) {
+  if (!from.device().is_cpu()) return copy_strided(from, to, stream);
+  const std::int64_t total = from.numel() * bytes(from.dtype(), 1);
+  const Tensor host = Tensor::empty({total}, DType::kU8);
+  copy_rows(from, bytes(from.dtype(), 1), host.as<std::byte>());
+  copy(host, TensorView(to, DType::kU8, {total}, stream.device), stream);
+  synchronize(stream);
+}
+
 /// The same matrix of gate and, where there is one, of up, one behind the other, on the device.
-Tensor upload(const TensorView& gate, const TensorView* up, std::int64_t size, Device device) {
-  const std::int64_t bytes = gate.numel() * size;
-  const Tensor host = Tensor::empty({bytes * (up ? 2 : 1)}, DType::kU8);
-  copy_rows(gate, size, host.as<std::byte>());
-  if (up) copy_rows(*up, size, host.as<std::byte>() + bytes);
-  return to_device(host, device);
+Tensor gather(const TensorView& gate, const TensorView* up, Stream stream) {
+  const std::int64_t total = gate.numel() * bytes(gate.dtype(), 1);
+  Tensor both = Tensor::empty({total * (up ? 2 : 1)}, DType::kU8, stream.device);
+  copy_to_device(gate, both.as<std::byte>(), stream);
+  if (up) copy_to_device(*up, both.as<std::byte>() + total, stream);
+  return both;
 }
 
-/// Smallest and largest code.
-std::pair<int, int> range_of(const TensorView& scales) {
-  int smallest = 255, largest = 0;
-  for (std::int64_t r = 0; r < scales.size(0); ++r) {
-    const auto* row = scales.as<const std::uint8_t>() + r * scales.stride(0);
-    for (std::int64_t c = 0; c < scales.size(1); ++c) {
-      smallest = std::min<int>(smallest, row[c * scales.stride(1)]);
-      largest = std::max<int>(largest, row[c * scales.stride(1)]);
-    }
+/// Scales and biases, which the host reads, where they lie on the device: a contiguous copy.
+Tensor on_host(const TensorView& view, Stream stream) {
+  if (!view || view.device().is_cpu()) return Tensor(view, nullptr);
+  const bool vector = view.rank() == 1;
+  const Tensor contiguous = Tensor::empty(view.shape(), view.dtype(), view.device());
+  const TensorView matrix = vector ? TensorView(view.data(), view.dtype(), {view.size(0), 1},
+                                                {view.stride(0), 1}, view.device())
+                                   : view;
+  copy_strided(matrix, contiguous.data(), stream);
+  const Tensor host = Tensor::empty(view.shape(), view.dtype());
+  copy(contiguous, host, stream);
+  synchronize(stream);
+  return host;
+}
+
+/// A matrix of which the host may read scales and biases.
+struct HostParts {
+  Tensor scales, bias;
+  WeightMatrix matrix;
+
+  HostParts(const WeightMatrix& source, Stream stream)
+      : scales(on_host(source.scales, stream)), bias(on_host(source.bias, stream)), matrix(source) {
+    matrix.scales = scales;
+    matrix.bias = bias;
   }
-  return {smallest, largest};
-}
-
-/// Power of two by which scales must shrink so that all multipliers are bf16 numbers.
-int exponent_shift(const WeightMatrix& gate, const WeightMatrix* up) {
-  auto [smallest, largest] = range_of(gate.scales);
-  if (up) {
-    const auto [least, most] = range_of(up->scales);
-    smallest = std::min(smallest, least);
-    largest = std::max(largest, most);
-  }
-  const int shift = std::max(0, largest - kLargestScale);
-  FUSEDMOE_CHECK(smallest + kExponentOffset - shift >= 1, "weights.scales",
-                 core::format("from 2^{} to 2^{} in one expert", smallest - 127, largest - 127),
-                 "within a factor of 2^253");
-  return shift;
-}
-
-void check_shard(const WeightMatrix& matrix) {
-  FUSEDMOE_CHECK(matrix.first_col % 32 == 0, "weights.first_col", core::to_string(matrix.first_col),
-                 "a multiple of 32: scale blocks begin at the first column");
-}
-
-/// Throws Error for weights that have no records.
-void check_packable(WeightFormat format, const ExpertMatrices& expert, bool gated) {
-  if (format != WeightFormat::kMXFP4) return;
-  const WeightMatrix* up = gated ? &expert.up : nullptr;
-  check_shard(expert.gate);
-  if (up) check_shard(*up);
-  check_shard(expert.down);
-  exponent_shift(expert.gate, up);
-  exponent_shift(expert.down, nullptr);
-}
-
-PackedWeights::Info on_current_device(PackedWeights::Info info) {
-  info.device = current_device();
-  return info;
-}
+};
 
 float read_bias(const TensorView& bias, std::int64_t index) {
   return bias ? load_f32(bias.data(), bias.dtype(), index * bias.stride(0)) : 0.0f;
@@ -102,41 +86,40 @@ float read_bias(const TensorView& bias, std::int64_t index) {
 
 }  // namespace
 
-PackedMatrices::PackedMatrices(WeightFormat format, std::int64_t num_experts, std::int64_t width,
-                               std::int64_t k, bool gated, bool bias, Device device)
-    : format_(format),
+PackedMatrices::PackedMatrices(const WeightFormat& format, std::int64_t num_experts,
+                               std::int64_t width, std::int64_t k, bool gated, bool bias,
+                               Device device)
+    : format_(&format),
       width_(width),
       k_(k),
       gated_(gated),
-      grid_(record_grid(width, k, gated)),
-      records_(Tensor::empty({num_experts, grid_.bytes(format)}, DType::kU8, device)) {
+      grid_(format.grid(width, k, gated)),
+      blocks_(
+          Tensor::empty({num_experts, grid_.count() * format.block.bytes}, DType::kU8, device)) {
   if (bias) {
-    bias_ = Tensor::empty({num_experts, grid_.row_blocks * kRecordRows}, DType::kF32, device);
+    bias_ = Tensor::empty({num_experts, grid_.row_blocks * kBlockRows}, DType::kF32, device);
   }
-  if (format == WeightFormat::kMXFP4) scales_ = Tensor::empty({num_experts}, DType::kF32, device);
+  if (format.scale_group > 0) scales_ = Tensor::empty({num_experts}, DType::kF32, device);
 }
 
-void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up) {
-  const Device device = records_.device();
-  const Stream stream{device, nullptr};
+void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up,
+                          Stream stream) {
   PackSource source;
   source.width = width_;
   source.k = k_;
   source.gated = gated_;
-  Tensor values, scales;
-  if (!is_decoded(format_)) {
-    values = upload(gate.values, up ? &up->values : nullptr, 2, device);
-  } else {
-    source.exponent_shift = exponent_shift(gate, up);
-    values = upload(gate.values, up ? &up->values : nullptr, 1, device);
-    scales = upload(gate.scales, up ? &up->scales : nullptr, 1, device);
+  source.exponent_shift = format_->exponent_shift(gate, up);
+  const Tensor values = gather(gate.values, up ? &up->values : nullptr, stream);
+  source.values = values.data();
+  Tensor scales;
+  if (scales_) {
+    scales = gather(gate.scales, up ? &up->scales : nullptr, stream);
     source.scales = scales.as<const std::uint8_t>();
     const Tensor factor = Tensor::empty({1}, DType::kF32);
     *factor.as<float>() = std::ldexp(1.0f, source.exponent_shift);
     copy(factor, scales_.slice(0, expert, expert + 1), stream);
   }
-  source.values = values.data();
-  pack_records(format_, source, records_.select(0, expert).data(), stream);
+  format_->pack(source, grid_, blocks_.select(0, expert).data(), stream);
   if (bias_) {
     const std::int64_t rows = bias_.size(1);
     const Tensor packed = Tensor::zeros({rows}, DType::kF32);
@@ -148,7 +131,7 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
     }
     copy(packed, bias_.select(0, expert), stream);
   }
-  synchronize(stream);  // the uploads end here
+  synchronize(stream);  // what was gathered ends here
 }
 
 void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatrix* up,
@@ -161,64 +144,67 @@ void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatri
     owners.push_back(tensor.owner());
     return tensor;
   };
-  const bool codes = format_ == WeightFormat::kMXFP4;
   for (WeightMatrix* matrix : {&gate, up}) {
     if (!matrix) continue;
-    matrix->values = codes ? make({width_, ceil_div(k_, 2)}, DType::kU8)
-                           : make({width_, k_}, row_dtype(format_));
-    if (codes) matrix->scales = make({width_, ceil_div(k_, 32)}, DType::kU8);
+    matrix->values = make({width_, ceil_div(k_, format_->codes_per_value)}, format_->values);
+    if (scales_) matrix->scales = make({width_, ceil_div(k_, format_->scale_group)}, DType::kU8);
     if (bias_) matrix->bias = make({width_}, DType::kF32);
   }
-  const Tensor records = download(records_), bias = bias_ ? download(bias_) : Tensor();
-  RecordView source{format_, records.as<const std::byte>(), grid_.k_blocks, k_};
-  if (codes) source.exponent_shift = std::ilogb(*download(scales_).as<const float>());
+  const Tensor blocks = download(blocks_), bias = bias_ ? download(bias_) : Tensor();
+  PackedView source{blocks.as<const std::byte>(), grid_.k_blocks, k_};
+  if (scales_) source.exponent_shift = std::ilogb(*download(scales_).as<const float>());
 #pragma omp parallel for schedule(static) num_threads(num_threads())
-  for (std::int64_t row = 0; row < grid_.row_blocks * kRecordRows; ++row) {
+  for (std::int64_t row = 0; row < grid_.row_blocks * kBlockRows; ++row) {
     const std::int64_t index = gated_ ? gated_feature(row) : row;
     if (index >= width_) continue;
     const WeightMatrix& matrix = gated_ && gated_is_up(row) ? *up : gate;
-    unpack_row(source, row, matrix.values.select(0, index).data(),
-               codes ? matrix.scales.select(0, index).as<std::uint8_t>() : nullptr);
+    format_->unpack_row(source, row, matrix.values.select(0, index).data(),
+                        scales_ ? matrix.scales.select(0, index).as<std::uint8_t>() : nullptr);
     if (bias) matrix.bias.as<float>()[index] = bias.as<const float>()[row];
   }
 }
 
-void PackedMatrices::set(GemmPhase& phase) const {
-  phase.weights = records_.data();
-  phase.expert_bytes = records_.stride(0);
-  phase.row_blocks = static_cast<int>(grid_.row_blocks);
-  phase.k_blocks = static_cast<int>(grid_.k_blocks);
-  phase.bias = bias_ ? bias_.as<const float>() : nullptr;
-  phase.scales = scales_ ? scales_.as<const float>() : nullptr;
+void PackedMatrices::set(GemmParams& gemm) const {
+  gemm.weights = blocks_.data();
+  gemm.expert_bytes = blocks_.stride(0);
+  gemm.row_blocks = static_cast<int>(grid_.row_blocks);
+  gemm.k_blocks = static_cast<int>(grid_.k_blocks);
+  gemm.bias = bias_ ? bias_.as<const float>() : nullptr;
+  gemm.scales = scales_ ? scales_.as<const float>() : nullptr;
 }
 
 std::int64_t PackedMatrices::nbytes() const {
-  return records_.nbytes() + (bias_ ? bias_.nbytes() : 0) + (scales_ ? scales_.nbytes() : 0);
+  return blocks_.nbytes() + (bias_ ? bias_.nbytes() : 0) + (scales_ ? scales_.nbytes() : 0);
 }
 
-CudaPackedWeights::CudaPackedWeights(Info info, WeightFormat format, const ExpertWeights& weights,
-                                     const PackProgress& progress)
-    : PackedWeights(on_current_device(std::move(info))),
-      format_(format),
+CudaPackedWeights::CudaPackedWeights(Info info, const WeightFormat& format,
+                                     const ExpertWeights& weights, const PackOptions& options)
+    : PackedWeights(std::move(info)),
+      format_(&format),
       activation_params_(weights.activation_params) {
   const Info& made = this->info();
-  const Device device = made.device;
   w13_ = PackedMatrices(format, made.num_experts, made.intermediate, made.hidden,
-                        is_gated(made.activation.kind), made.has_bias, device);
+                        is_gated(made.activation.kind), made.has_bias, made.device);
   w2_ = PackedMatrices(format, made.num_experts, made.hidden, made.intermediate, false,
-                       made.has_bias, device);
+                       made.has_bias, made.device);
+  const Stream stream = options.stream.value_or(Stream{made.device});
   for (std::int64_t e = 0; e < made.num_experts; ++e) {
-    replace(e, weights.experts[static_cast<std::size_t>(e)]);
-    if (progress) progress(e + 1, made.num_experts);
+    replace(e, weights.experts[static_cast<std::size_t>(e)], stream);
+    if (options.progress) options.progress(e + 1, made.num_experts);
   }
 }
 
-void CudaPackedWeights::replace(std::int64_t expert, const ExpertMatrices& matrices) {
-  const bool gated = is_gated(info().activation.kind);
-  check_packable(format_, matrices, gated);
+void CudaPackedWeights::replace(std::int64_t expert, const ExpertMatrices& given, Stream stream) {
+  const ExpertMatrices matrices = core::stored_form(given);
   const core::CurrentDevice current(info().device);
-  w13_.pack(expert, matrices.gate, gated ? &matrices.up : nullptr);
-  w2_.pack(expert, matrices.down, nullptr);
+  const bool gated = is_gated(info().activation.kind);
+  const HostParts gate(matrices.gate, stream), up(matrices.up, stream), down(matrices.down, stream);
+  const WeightMatrix* second = gated ? &up.matrix : nullptr;
+  // What cannot be packed is refused before anything is written.
+  format_->exponent_shift(gate.matrix, second);
+  format_->exponent_shift(down.matrix, nullptr);
+  w13_.pack(expert, gate.matrix, second, stream);
+  w2_.pack(expert, down.matrix, nullptr, stream);
 }
 
 ExpertWeights CudaPackedWeights::unpack(std::int64_t expert) const {

@@ -6,7 +6,6 @@
 #include <cstring>
 
 #include "fusedmoe/quant.h"
-#include "quant/weight_layout.h"
 
 namespace fusedmoe::testing {
 namespace {
@@ -155,16 +154,17 @@ void copy_elements(const TensorView& from, const TensorView& to) {
   }
 }
 
+/// Several elements in one stored value.
+bool packed(DType dtype) {
+  return dtype == DType::kE2M1 || dtype == DType::kI4 || dtype == DType::kU8;
+}
+
 class QuantizedStacks {
  public:
   QuantizedStacks(const Case& spec, const ExpertWeights& source)
-      : spec_(spec),
-        key_(spec.scheme.weights),
-        layout_(core::weight_layout(key_, "case.scheme")),
-        source_(source),
-        gated_(is_gated(spec.activation)) {
+      : spec_(spec), key_(spec.scheme.weights), source_(source), gated_(is_gated(spec.activation)) {
     stacked_.gate_up_layout = spec.gate_up_layout;
-    stacked_.transposed = spec.transposed && layout_.packing == 1;
+    stacked_.transposed = spec.transposed && !packed(key_.value);
     for (std::int64_t e = 0; e < source.num_experts(); ++e) add(e);
   }
 
@@ -220,7 +220,7 @@ class QuantizedStacks {
 
   void put_w13(std::int64_t e, const QuantizedMatrix& q, Half half) {
     const Half scales = key_.group.rows < 0 ? pair(half) : half;
-    const bool per_row = layout_.global_scale == core::GlobalScale::kPerRow;
+    const bool per_row = key_.global_scale && key_.global_group.rows == 1;
     put(stacked_.w13, e, q.values, half, stacked_.transposed);
     put(stacked_.w13_scales, e, q.scales, scales);
     put(stacked_.w13_zero_points, e, q.zero_points, scales);
@@ -256,7 +256,6 @@ class QuantizedStacks {
 
   const Case& spec_;
   const QuantKey& key_;
-  const core::WeightLayout layout_;
   const ExpertWeights& source_;
   const bool gated_;
   ExpertWeights::Stacked stacked_;
@@ -278,7 +277,17 @@ ExpertWeights make_quantized(const Case& spec, Random& random) {
   ExpertWeights::Stacked stacked = stacks.stacked();
   drop_last(stacked.w13_global_scales);
   drop_last(stacked.w2_global_scales);
-  if (spec.scheme.weights.group == GroupShape{-1, -1}) drop_last(stacked.w13_scales);
+  const QuantKey& key = spec.scheme.weights;
+  if (key.group == GroupShape{-1, -1}) drop_last(stacked.w13_scales);
+  const bool tiles = key.group.rows == 1 && bits(*key.scale) == 8 && key.value != DType::kI4;
+  if (tiles && spec.seed % 2 == 1) {
+    stacked.scale_layout = ScaleLayout::kTiled128x4;
+    for (Tensor* scales : {&stacked.w13_scales, &stacked.w2_scales}) {
+      const Tensor flat = *scales;
+      *scales = Tensor::empty(tiled_scales_shape(flat.shape()), flat.dtype());
+      tile_scales(flat, *scales);
+    }
+  }
   ExpertWeights weights =
       ExpertWeights::from_stacked(stacked, spec.scheme, spec.activation, spec.activation_params);
   for (std::size_t e = 0; e < weights.experts.size(); ++e) {

@@ -84,7 +84,8 @@ struct Variant {
   std::string name() const;
   /// `config` with the variant's wishes.
   MoeConfig of(MoeConfig config) const;
-  bool supports(const MoeConfig& config) const;
+  /// Whether the pair serves `config` with the variant's wishes.
+  Support supports(const MoeConfig& config) const;
   /// What runs of(config).
   ModularKernel create(const MoeConfig& config, const Context& context = {}) const;
 };

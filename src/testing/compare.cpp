@@ -1,6 +1,6 @@
 #include "testing/compare.h"
 
-#include "core/format.h"
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
@@ -66,7 +66,7 @@ Difference compare(const TensorView& actual, const TensorView& expected) {
 }
 
 std::string Difference::to_string() const {
-  return core::format(
+  return fmt::format(
       "max-norm {:.3g}, rms {:.3g}, element max {:.3g} rms {:.3g}{}; worst at {}: {} against {}",
       max_norm_relative, rms_relative, max_element, rms_element,
       nonfinite_mismatch ? ", NON-FINITE MISMATCH" : "", worst_index, worst_actual, worst_expected);

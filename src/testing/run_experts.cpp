@@ -165,12 +165,16 @@ Tensor run_experts(const Problem& problem, const ModularKernel& kernel, const Pa
   args.kernel_config = options.kernel_config;
   args.stream = in.stream;
   RouterConfig router;
-  Tensor logits;
+  Tensor logits, ids, weights;
   if (config.monolithic) {
     router = make_router(problem, in);
     logits = exact_copy(make_logits(problem), config.device);
     args.router_logits = logits;
     args.router = &router;
+    ids = exact_tensor(problem.topk_ids.shape(), DType::kI32, config.device);
+    weights = exact_tensor(problem.topk_weights.shape(), DType::kF32, config.device);
+    args.topk_ids = ids;
+    args.topk_weights = weights;
   } else {
     args.topk_ids = in.topk_ids;
     args.topk_weights = in.topk_weights;

@@ -1,101 +1,129 @@
 #include "testing/support_matrix.h"
 
-#include "core/format.h"
+#include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
+#include <iterator>
+#include <vector>
+
+#include "fusedmoe/selection.h"
 
 namespace fusedmoe::testing {
 namespace {
+
+constexpr const char* kIntroduction =
+    R"(# Support matrix
+
+Which experts run which scheme. `scripts/support-matrix.sh` writes this page from the registry; CI fails when
+it is stale. The question to each descriptor: 2 experts of 128 x 128 with SiLU, top-2, transport `no_ep`,
+hidden states in f16 for f16 weights and in bf16 for all others, and for `sm90` a device of compute capability
+9.0. A cell is
+
+* `yes`: it runs, and so do its variants: the **b**atched format (transport `batched`), **h**ooks between the
+  steps, **m**onolithic experts that get router logits, batch **i**nvariance;
+* `yes -i`: it runs, but not the variants whose letters follow the minus;
+* else the code of the reason. `fusedmoe explain` says it in words.
+
+Each `yes` of `reference` and `cpu`, with each of its variants, is a test:
+`tests/unit/support_matrix_test.cpp`. Those of `sm90` are tested on a GPU, in `tests/cuda/`.
+
+)";
+
+constexpr const char* kLimits =
+    R"(
+Beyond the scheme, an implementation may refuse a layer for its sizes (`shape`), among others:
+
+| experts | limits |
+| --- | --- |
+| `reference` | chosen only when asked for by name |
+| `cpu` | `int8_w8a8`: sizes whose int32 accumulators cannot overflow |
+| `sm90` | compute capability 9.0; hidden states f16 for f16 weights, else bf16; hidden size a multiple of 8, with hooks the intermediate size too; MXFP4: even intermediate size; at most 2048 local experts; top-k at most 64; `hidden_states` and `output` start at 16 bytes |
+
+`-`: not quantized; activations stay as the hidden states are. "dynamic": the scale is computed from the data.
+)";
 
 std::string describe(const std::optional<QuantKey>& key) {
   if (!key || !key->quantized()) return key ? std::string(name(key->value)) : "-";
   const GroupShape group = key->group;
   std::string scale = "tensor";
-  if (group.rows == 1) scale = group.cols < 0 ? "row" : core::format("{}", group.cols);
-  if (group.rows > 1) scale = core::format("{} x {}", group.rows, group.cols);
-  return core::format("{}, {} per {}{}{}{}", name(key->value), name(*key->scale), scale,
-                      key->global_scale ? ", f32" : "", key->symmetric ? "" : ", zero points",
-                      key->dynamic ? ", dynamic" : "");
+  if (group.rows == 1) scale = group.cols < 0 ? "row" : fmt::format("{}", group.cols);
+  if (group.rows > 1) scale = fmt::format("{} x {}", group.rows, group.cols);
+  return fmt::format("{}, {} per {}{}{}{}", name(key->value), name(*key->scale), scale,
+                     key->global_scale ? ", f32" : "", key->symmetric ? "" : ", zero points",
+                     key->dynamic ? ", dynamic" : "");
 }
 
-using Cells = std::array<std::string, 7>;
+/// "yes", with the letters of the variants that are refused, or the code of the reason.
+std::string cell(const NamedScheme& scheme, const ExpertsDescriptor& experts) {
+  const Variant plain{&experts, &no_ep()};
+  const MoeConfig config = support_config(scheme, experts);
+  if (const Support support = plain.supports(config); !support) {
+    return std::string(code(support.reason));
+  }
+  std::string refused;
+  const auto ask = [&](char letter, const Variant& variant) {
+    if (!variant.supports(config)) refused += letter;
+  };
+  ask('b', {&experts, &batched()});
+  ask('h', {.experts = &experts, .prepare_finalize = &no_ep(), .hooks = true});
+  ask('m', {.experts = &experts, .prepare_finalize = &no_ep(), .monolithic = true});
+  ask('i', {.experts = &experts, .prepare_finalize = &no_ep(), .batch_invariant = true});
+  return refused.empty() ? "yes" : "yes -" + refused;
+}
 
-std::string table(const std::vector<Cells>& rows) {
-  Cells rule;
-  std::array<std::size_t, rule.size()> widths{};
-  for (const Cells& row : rows) {
+using Row = std::vector<std::string>;
+
+std::string table(const std::vector<Row>& rows) {
+  std::vector<std::size_t> widths(rows.front().size());
+  for (const Row& row : rows) {
     for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
   }
-  for (std::size_t i = 0; i < rule.size(); ++i) rule[i] = std::string(widths[i], '-');
   std::string text;
-  const auto add = [&](const Cells& row) {
+  for (const Row& row : rows) {
     for (std::size_t i = 0; i < row.size(); ++i) {
-      text += core::format("| {:<{}} ", row[i], widths[i]);
+      text += fmt::format("| {:<{}} ", row[i], widths[i]);
     }
     text += "|\n";
-  };
-  add(rows.front());
-  add(rule);
-  std::for_each(rows.begin() + 1, rows.end(), add);
+    if (&row != &rows.front()) continue;
+    for (const std::size_t width : widths) text += fmt::format("| {:-<{}} ", "", width);
+    text += "|\n";
+  }
   return text;
 }
 
 }  // namespace
 
-std::vector<SupportRow> support_matrix() {
-  std::vector<SupportRow> rows;
-  for (const auto& experts : all_experts()) {
-    if (!runs_on_cpu(*experts)) continue;
-    for (const NamedScheme& entry : named_schemes()) {
-      Case spec;
-      spec.name = entry.name;
-      spec.num_tokens = 4;
-      spec.num_experts = 2;
-      spec.hidden = 128;
-      spec.intermediate = 128;
-      spec.scheme = entry.scheme;
-      MoeConfig config = make_config(spec, DType::kBF16);
-      config.activation_format = experts->activation_format();
-      const Selection selection = explain(config);
-      // The pair of equal formats comes first.
-      const auto pair = std::find_if(selection.candidates.begin(), selection.candidates.end(),
-                                     [&](const Candidate& c) { return c.experts == experts; });
-      rows.push_back({entry.name, std::move(spec), *pair});
-    }
-  }
-  return rows;
+Case support_case(const NamedScheme& scheme) {
+  Case spec;
+  spec.name = scheme.name;
+  spec.num_tokens = 4;
+  spec.num_experts = 2;
+  spec.hidden = 128;
+  spec.intermediate = 128;
+  spec.scheme = scheme.scheme;
+  return spec;
+}
+
+MoeConfig support_config(const NamedScheme& scheme, const ExpertsDescriptor& experts) {
+  const DType dtype = scheme.scheme.weights.value == DType::kF16 ? DType::kF16 : DType::kBF16;
+  const MoeConfig on_cpu = make_config(support_case(scheme), dtype);
+  if (experts.supports(on_cpu).reason != Reason::kDevice) return on_cpu;
+  MoeConfig on_gpu = make_config(support_case(scheme), dtype, {DeviceKind::kCuda, 0});
+  on_gpu.compute_capability = 90;
+  return on_gpu;
 }
 
 std::string support_matrix_markdown() {
-  std::vector<Cells> rows{
-      {"experts", "prepare_finalize", "format", "kind", "hooks", "scheme", "support"}};
-  for (const SupportRow& row : support_matrix()) {
-    const Experts& experts = *row.candidate.experts;
-    const Support& support = row.candidate.support;
-    rows.push_back(
-        {std::string(experts.name()), std::string(row.candidate.prepare_finalize->name()),
-         std::string(name(experts.activation_format())),
-         experts.is_monolithic() ? "monolithic" : "modular", experts.has_hooks() ? "yes" : "no",
-         row.scheme, support ? "yes" : std::string(code(support.reason))});
-  }
-  std::string text =
-      "# Support matrix\n\n"
-      "Made from the registry by `scripts/support-matrix.sh`; CI fails when it is stale. Each row "
-      "is an\n"
-      "implementation on the CPU with a prepare/finalize of its activation format, asked about a "
-      "scheme with bf16\n"
-      "hidden states: \"yes\", or the code of the reason, which `fusedmoe explain` gives in words. "
-      "Each "
-      "\"yes\" is a\n"
-      "test, `tests/unit/support_matrix_test.cpp`.\n\n"
-      "## Schemes\n\n"
-      "| scheme | weights | activations |\n| --- | --- | --- |\n";
+  std::vector<const ExpertsDescriptor*> columns(all_experts().begin(), all_experts().end());
+  std::rotate(columns.begin(), std::prev(columns.end()), columns.end());  // the reference first
+  std::vector<Row> rows{{"scheme", "weights", "activations"}};
+  for (const ExpertsDescriptor* experts : columns) rows[0].emplace_back(experts->name());
   for (const NamedScheme& entry : named_schemes()) {
-    text += core::format("| {} | {} | {} |\n", entry.name, describe(entry.scheme.weights),
-                         describe(entry.scheme.activations));
+    Row row{entry.name, describe(entry.scheme.weights), describe(entry.scheme.activations)};
+    for (const ExpertsDescriptor* experts : columns) row.push_back(cell(entry, *experts));
+    rows.push_back(std::move(row));
   }
-  return text + "\n## Implementations\n\n" + table(rows);
+  return kIntroduction + table(rows) + kLimits;
 }
 
 }  // namespace fusedmoe::testing

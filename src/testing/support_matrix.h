@@ -1,24 +1,18 @@
-// What every implementation of this build serves: the registry asked about every named scheme.
+// What the implementations serve: every descriptor of the registry asked about every named scheme.
+// It needs no device.
 #pragma once
 
 #include <string>
-#include <vector>
 
-#include "fusedmoe/selection.h"
 #include "testing/cases.h"
 
 namespace fusedmoe::testing {
 
-/// One implementation, in its activation format, and one scheme.
-struct SupportRow {
-  std::string scheme;
-  Case spec;  ///< a small problem of that scheme, of sizes that every block divides
-  Candidate candidate;
-};
-
-/// Implementations on the CPU in order of preference, each with all schemes; what a build or a
-/// machine has besides does not show.
-std::vector<SupportRow> support_matrix();
+/// A small problem of the scheme, of sizes that every block divides.
+Case support_case(const NamedScheme& scheme);
+/// The configuration that `experts` are asked about: hidden states in f16 for f16 weights, else in
+/// bf16; for those that do not run on the CPU a device of compute capability 9.0.
+MoeConfig support_config(const NamedScheme& scheme, const ExpertsDescriptor& experts);
 
 /// docs/support-matrix.md
 std::string support_matrix_markdown();

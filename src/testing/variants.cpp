@@ -26,14 +26,13 @@ MoeConfig Variant::of(MoeConfig config) const {
   return config;
 }
 
-bool Variant::supports(const MoeConfig& config) const {
-  const MoeConfig asked = of(config);
-  const Selection selection = explain(asked);
-  return std::any_of(selection.candidates.begin(), selection.candidates.end(),
-                     [&](const Candidate& candidate) {
-                       return candidate.experts == experts &&
-                              candidate.prepare_finalize == prepare_finalize && candidate.support;
-                     });
+Support Variant::supports(const MoeConfig& config) const {
+  for (const Candidate& candidate : explain(of(config)).candidates) {
+    if (candidate.experts == experts && candidate.prepare_finalize == prepare_finalize) {
+      return candidate.support;
+    }
+  }
+  return Support::no(Reason::kPairing, "no pair of the registry");
 }
 
 ModularKernel Variant::create(const MoeConfig& config, const Context& context) const {

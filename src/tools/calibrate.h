@@ -3,7 +3,6 @@
 
 #include <vector>
 
-#include "fusedmoe/export.h"
 #include "fusedmoe/layer.h"
 #include "fusedmoe/tensor.h"
 
@@ -19,7 +18,6 @@ struct ActivationRange {
 /// Routes hidden_states (num_tokens, hidden) f32, f16 or bf16 as the layer does and computes every
 /// expert's activated rows in fp32 on its decoded weights. Memory: two matrices of one expert.
 /// Throws Error for values that are not finite and for what does not fit.
-FUSEDMOE_API ActivationRange activation_range(const LayerWeights& layer,
-                                              const TensorView& hidden_states);
+ActivationRange activation_range(const LayerWeights& layer, const TensorView& hidden_states);
 
 }  // namespace fusedmoe

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "fusedmoe/export.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
@@ -23,6 +22,13 @@ struct LoadStatistics {
 };
 
 /// topk_ids: (num_tokens, topk) i32, global ids or -1. Throws Error for ids out of range.
-FUSEDMOE_API LoadStatistics load_statistics(const TensorView& topk_ids, std::int64_t num_experts);
+LoadStatistics load_statistics(const TensorView& topk_ids, std::int64_t num_experts);
+/// The same from ForwardOptions::expert_load in host memory.
+LoadStatistics load_statistics(const TensorView& expert_load, std::int64_t num_tokens,
+                               std::int64_t topk);
+
+/// How many experts a token shares with the one before it, on average: weights that are still in a
+/// cache when tokens come one by one. 0 for fewer than two tokens.
+double shared_with_previous(const TensorView& topk_ids, std::int64_t num_experts);
 
 }  // namespace fusedmoe

@@ -3,18 +3,17 @@
 
 #include <cstdint>
 
-#include "fusedmoe/export.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
 
 /// Bytes per second that all threads together read from `memory` (host, contiguous), each its own
 /// part, from front to back. Some 10 MB and more: what lies in a cache is read at its speed.
-FUSEDMOE_API double measure_read_bandwidth(const TensorView& memory);
+double measure_read_bandwidth(const TensorView& memory);
 
 /// FLOP per second of all threads together, with operands in registers: bf16 dot products for
 /// DType::kBF16 where the instruction set has them, fp32 multiply-adds otherwise. Takes about a
 /// millisecond.
-FUSEDMOE_API double measure_flop_rate(DType dtype);
+double measure_flop_rate(DType dtype);
 
 }  // namespace fusedmoe

@@ -7,7 +7,6 @@
 #include <optional>
 
 #include "fusedmoe/checkpoint.h"
-#include "fusedmoe/export.h"
 #include "fusedmoe/quant.h"
 
 namespace fusedmoe {
@@ -31,8 +30,8 @@ struct QuantizeCheckpointOptions {
 /// or empty, appears complete or not at all; memory is bounded by one expert. Returns the bytes
 /// written. Throws Error for a layout that cannot hold the scheme, for weights that are not finite,
 /// and for static scales without calibration data.
-FUSEDMOE_API std::int64_t quantize_checkpoint(const std::filesystem::path& source,
-                                              const QuantizeCheckpointOptions& options,
-                                              const std::filesystem::path& directory);
+std::int64_t quantize_checkpoint(const std::filesystem::path& source,
+                                 const QuantizeCheckpointOptions& options,
+                                 const std::filesystem::path& directory);
 
 }  // namespace fusedmoe

@@ -3,6 +3,8 @@
 // Weights ~ N(0, 1 / fan-in), so that outputs are of order one; router weights 1.5 times that, for
 // a visible preference. MXFP4: uniform random codes (rms 2.93) with scales 2^e, where e varies by
 // one from block to block (rms factor 1.25): the 2^e nearest to 1 / (3.66 sqrt(fan-in)).
+#include "tools/synth.h"
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -264,7 +266,8 @@ std::int64_t synthesize_checkpoint(const SynthOptions& options, const fs::path& 
     writer.write_file("config.json", written_config(options, model));
     return writer.commit();
   } catch (const fs::filesystem_error& error) {
-    throw Error(directory.string(), error.code().message(), "a directory that can be written");
+    throw Error::io(directory.string(), core::format("cannot write {}: {}", directory.string(),
+                                                     error.code().message()));
   }
 }
 

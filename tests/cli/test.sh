@@ -62,12 +62,16 @@ case $situation in
     ;;
   run_every_dtype_and_experts)
     synth gpt_oss_tiny
-    for experts in cpu reference cpu_batched reference_batched cpu_monolithic cpu_unfused; do
+    for experts in cpu+no_ep reference+no_ep cpu+batched reference+batched; do
       for dtype in f32 bf16 f16; do
         succeeds "${run_args[@]}" --experts "$experts" --dtype "$dtype" --check 3 \
           --threads 1
-        says "^$experts\\+.* $dtype "
+        says "^${experts/+/\\+} .* $dtype "
       done
+    done
+    for wish in --hooks --monolithic --batch-invariant; do
+      succeeds "${run_args[@]}" "$wish" --check 3 --threads 1
+      says '^cpu\+no_ep '
     done
     ;;
   run_chosen_layer)
@@ -79,6 +83,13 @@ case $situation in
     succeeds synth --config "$configs/gpt_oss_tiny.json" --tokens 0 --out model
     succeeds "${run_args[@]}" --check 3 --load-chart
     says '^0 rows on 0 of 5 experts'
+    ;;
+  run_bounded_workspace)
+    succeeds synth --config "$configs/qwen3_tiny.json" --tokens 3000 --out model
+    succeeds "${run_args[@]}"
+    succeeds "${run_args[@]}" --output again.safetensors --max-workspace 1 --check 3
+    cmp <(tensor_data out.safetensors) <(tensor_data again.safetensors) || fail "other bits"
+    refuses '--max-workspace' "${run_args[@]}" --max-workspace 0
     ;;
   run_json)
     synth gpt_oss_tiny
@@ -94,7 +105,8 @@ case $situation in
     refuses 'cuda' "${run_args[@]}" --device cuda:99
     refuses 'device.*tpu' "${run_args[@]}" --device tpu
     refuses 'dtype.*fp8' "${run_args[@]}" --dtype fp8
-    refuses 'fastest' "${run_args[@]}" --experts fastest
+    refuses '^error: --experts fastest: no such implementation; there are: cpu, reference, sm90$' \
+      "${run_args[@]}" --experts fastest
     for threads in -1 0 1025 99999999999; do
       refuses '--threads' "${run_args[@]}" --threads "$threads"
     done
@@ -137,6 +149,7 @@ case $situation in
     says '^ +tokens +rows +experts +distinct +expected +most +mean +balance$'
     says '^ +9 +27 +100 +[0-9]+ '
     says '^experts +64 - +99 \|.{36}\|$'
+    says '^a token shares [0-3]\.[0-9]{2} of its 3 experts with the token before$'
     succeeds "${run_args[@]}" --replay-routing routing.safetensors --check 9 \
       --output again.safetensors
     says '^9 of 9 rows .*: passed$'
@@ -158,9 +171,9 @@ case $situation in
     ;;
   run_pinned_plan)
     synth gpt_oss_tiny
-    succeeds explain --checkpoint model --experts cpu_batched --save-plan plan.json
+    succeeds explain --checkpoint model --experts cpu+batched --save-plan plan.json
     succeeds "${run_args[@]}" --plan plan.json
-    says '^cpu_batched\+batched mxfp4_w4a16 bf16'
+    says '^cpu\+batched mxfp4_w4a16 bf16'
     refuses 'plan.dtype: was "bf16"' "${run_args[@]}" --plan plan.json --dtype f32
     refuses 'excludes' "${run_args[@]}" --plan plan.json --experts cpu
     sed 's/"isa": "[a-z0-9_]*"/"isa": "sse2"/' plan.json >other.json
@@ -176,9 +189,9 @@ case $situation in
       rm -rf model
       succeeds quantize --checkpoint float --scheme "$scheme" --output model \
         --calibrate float/input.safetensors
-      for experts in cpu cpu_batched cpu_monolithic reference; do
+      for experts in cpu+no_ep cpu+batched reference+no_ep; do
         succeeds "${run_args[@]}" --input float/input.safetensors --experts "$experts" --check 9
-        says "^$experts\\+.* $scheme bf16"
+        says "^${experts/+/\\+} $scheme bf16"
       done
     done
     ;;
@@ -205,8 +218,8 @@ case $situation in
     says '"layout":"awq".*"scheme":"int4_g32_zp"'
     refuses 'layout: was awq' quantize --checkpoint plain --scheme fp8_block --layout awq \
       --output other
-    refuses 'one of .*nvfp4' quantize --checkpoint plain --scheme int3 --output other
-    refuses 'a new or empty directory' quantize --checkpoint plain --scheme nvfp4 --output awq
+    refuses 'there are: .*nvfp4' quantize --checkpoint plain --scheme int3 --output other
+    refuses 'exists and is no empty directory' quantize --checkpoint plain --scheme nvfp4 --output awq
     [[ ! -e other ]] || fail "a directory left behind"
     ;;
   synth_refuses)
@@ -238,14 +251,20 @@ case $situation in
     says '^workspace for 64 tokens: '
     succeeds explain --model deepseek-v3 --json --tokens 5
     says '"num_tokens":5'
-    if "$program" explain --model gpt-oss-20b --device cuda:99 >out 2>err; then fail "cuda"; fi
-    says '^ +cpu +no_ep +standard +device +cuda:99: '
-    grep -q '^error: ' err || fail "no error on stderr"
+    refuses '^error: cuda:99: ' explain --model gpt-oss-20b --device cuda:99
+    [[ $(wc -l <err) -eq 1 ]] || fail "more than one sentence"
+    refuses '^error: --experts fast: no such' explain --model gpt-oss-20b --experts fast
+    # In a build without CUDA the answer is no, but there is one.
+    "$program" explain --model gpt-oss-20b --compute-capability 9.0 >out 2>err || true
+    says 'on cuda:0 of compute capability 9\.0$'
+    says '^[* ] +sm90 +no_ep +standard +'
+    [[ $(grep -c '_ep\|batched' out) -le 12 ]] || fail "more than a dozen rows"
     succeeds explain --matrix
-    says '^\| reference_batched +\| batched +\| batched_experts +\| modular .*\| w4a8 +\| yes'
-    succeeds explain --checkpoint model --hooks
-    says '^\* +cpu_unfused '
-    says '^ +cpu +no_ep +standard +hooks '
+    says '^\| w4a8 +\| i4, .* \| yes +\| yes +\| '
+    for wish in --hooks --monolithic; do
+      succeeds explain --checkpoint model "$wish"
+      says '^\* +cpu +no_ep '
+    done
     if "$program" explain --checkpoint model --scheme fp8_tensor --batch-invariant >out 2>err; then
       fail "batch invariant"
     fi
@@ -276,17 +295,17 @@ case $situation in
     ;;
   tune)
     # Measuring needs a GPU; what comes before does not.
-    small=(tune --shape 64x64x8x2 --output plans.json)
-    refuses 'tile plans' "${small[@]}" --device cpu
+    small=(tune --shape 64x64x8x2 --output tuned.json)
+    refuses 'kernel configurations' "${small[@]}" --device cpu
     refuses 'cuda:99' "${small[@]}" --device cuda:99
     refuses '--tokens' "${small[@]}" --tokens 0
-    [[ ! -e plans.json ]] || fail "a file without plans"
-    echo '{"version": 1, "plans": [{}]}' >plans.json
-    refuses 'plans.json.plans\[0\]' "${small[@]}" --device cpu
-    FUSEDMOE_TUNED_PLANS=plans.json succeeds doctor
-    says '^tuned plans +plans.json.plans\[0\]'
-    FUSEDMOE_TUNED_PLANS='' succeeds doctor
-    says '^tuned plans +none$'
+    [[ ! -e tuned.json ]] || fail "a file without configurations"
+    echo '{"version": 2, "configs": [{}]}' >tuned.json
+    refuses 'tuned.json.configs\[0\]' "${small[@]}" --device cpu
+    FUSEDMOE_TUNED_CONFIGS=tuned.json succeeds doctor
+    says '^tuned configurations +tuned.json.configs\[0\]'
+    FUSEDMOE_TUNED_CONFIGS='' succeeds doctor
+    says '^tuned configurations +none$'
     ;;
   doctor)
     succeeds doctor
@@ -295,21 +314,29 @@ case $situation in
     FUSEDMOE_CPU_ISA=generic succeeds doctor --json
     says '"instruction set":"generic"'
     ;;
-  example)
+  examples)
     synth gpt_oss_tiny
     program=$examples/example_layer
     succeeds model model/input.safetensors
     says '^cpu\+no_ep mxfp4_w4a16 bf16'
-    refuses 'nowhere' nowhere model/input.safetensors
-    ;;
-  example_lora)
-    synth gpt_oss_tiny
     program=$examples/example_lora
     succeeds model model/input.safetensors
-    says '^cpu_unfused\+no_ep mxfp4_w4a16 bf16'
+    says '^cpu\+no_ep mxfp4_w4a16 bf16'
     says '^adapter -1: largest change of an output 0$'
     says '^adapter  1: largest change of an output [0-9.]*[1-9]'
-    refuses 'nowhere' nowhere model/input.safetensors
+    program=$examples/example_engine_routing
+    succeeds model model/input.safetensors
+    says '^after rank 1: first output -?[0-9]'
+    program=$examples/example_cuda_graph
+    succeeds model model/input.safetensors
+    says '^nothing to do without a GPU: |^sm90\+no_ep mxfp4_w4a16 bf16 .*: first output '
+    program=$examples/example_raw_tensors
+    succeeds
+    says '^layers packed: 1; first outputs: -?[0-9]'
+    for example in layer lora engine_routing; do
+      program=$examples/example_$example
+      refuses 'nowhere' nowhere model/input.safetensors
+    done
     ;;
   usage)
     succeeds --help

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/rows/rows.h"
 #include "cuda_test.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
@@ -175,6 +176,72 @@ TEST_P(BackendRows, ReduceOfSlotRows) {
   }
 }
 
+/// f32 output, an output that is added to, and rows with gaps: the sum of slots in f32 on the CPU,
+/// then what is defined for each.
+TEST_P(BackendRows, ReduceToOtherOutputs) {
+  constexpr std::int64_t kTopk = 3, kExperts = 7;
+  const Tensor ids = random_ids(c_.num_tokens, kTopk, kExperts);
+  const Tensor weights = random_floats(DType::kF32, {c_.num_tokens, kTopk}, 6);
+  const Tensor rows = random_floats(c_.dtype, {c_.num_tokens * kTopk, c_.hidden}, 7);
+  const Tensor gpu_rows = gpu(rows), gpu_ids = to_gpu(ids), gpu_weights = to_gpu(weights);
+  for (const DType dtype : {c_.dtype, DType::kF32}) {
+    for (const bool accumulate : {false, true}) {
+      const Tensor wide = random_floats(dtype, {c_.num_tokens, c_.hidden + 16 + c_.offset}, 8);
+      const Tensor memory = to_gpu(wide);
+      FinalizeArgs args;
+      args.output = memory.slice(1, c_.offset, c_.offset + c_.hidden);
+      args.fused_output = gpu_rows;
+      args.topk_ids = gpu_ids;
+      args.topk_weights = gpu_weights;
+      args.num_local_experts = kExperts;
+      args.stream = kGpuStream;
+      cuda::reduce_rows(args, {}, accumulate);
+      for (std::int64_t token = 0; token < c_.num_tokens; ++token) {
+        for (std::int64_t column = 0; column < c_.hidden; ++column) {
+          float sum = 0;
+          for (std::int64_t slot = token * kTopk; slot < (token + 1) * kTopk; ++slot) {
+            if (ids.as<const std::int32_t>()[slot] < 0) continue;
+            const float product = weights.as<const float>()[slot] *
+                                  load_f32(rows.data(), c_.dtype, slot * c_.hidden + column);
+            sum += product;
+          }
+          const std::int64_t index = token * wide.size(1) + c_.offset + column;
+          if (accumulate) sum += load_f32(wide.data(), dtype, index);
+          store_f32(wide.data(), dtype, index, sum);
+        }
+      }
+      EXPECT_TRUE(bitwise_equal(to_host(memory), wide)) << name(dtype) << accumulate;
+    }
+  }
+}
+
+/// Rows of the input with gaps between them.
+TEST_P(BackendRows, WeightAndDispatchOfStridedRows) {
+  if (c_.num_tokens < 2) return;  // one row has no stride
+  const Tensor wide = random_floats(c_.dtype, {c_.num_tokens, c_.hidden + 8}, 19);
+  const Tensor x = random_floats(c_.dtype, shape_, 20);
+  for (std::int64_t token = 0; token < c_.num_tokens; ++token) {
+    std::memcpy(x.as<char>() + bytes(c_.dtype, token * c_.hidden),
+                wide.as<char>() + bytes(c_.dtype, token * wide.size(1)),
+                static_cast<std::size_t>(bytes(c_.dtype, c_.hidden)));
+  }
+  const Tensor memory = gpu(wide);
+  const TensorView strided = memory.slice(1, 0, c_.hidden);
+  const Tensor weights = random_floats(DType::kF32, {c_.num_tokens, 1}, 2);
+  const Tensor expected = poisoned(shape_), actual = gpu(poisoned(shape_));
+  backend_of(kHost).weight_rows(x, weights, expected, {});
+  backend_of(kGpu).weight_rows(strided, to_gpu(weights), actual, kGpuStream);
+  EXPECT_TRUE(bitwise_equal(to_host(actual), expected));
+
+  const Tensor ids = random_ids(c_.num_tokens, 2, 4),
+               slot_rows = Tensor::zeros(ids.shape(), DType::kI32);
+  backend_of(kHost).assign_rows(ids, {}, {slot_rows, Tensor::zeros({4}, DType::kI32)}, {});
+  const Tensor dispatched = poisoned({4, c_.num_tokens, c_.hidden}), there = gpu(dispatched);
+  backend_of(kHost).dispatch(slot_rows, x, dispatched, {});
+  backend_of(kGpu).dispatch(to_gpu(slot_rows), strided, there, kGpuStream);
+  EXPECT_TRUE(bitwise_equal(to_host(there), dispatched));
+}
+
 /// To the batched format and back: assignment and rows bit for bit, and what nobody owns untouched.
 TEST_P(BackendRows, AssignDispatchReduceBatched) {
   constexpr std::int64_t kTopk = 4, kExperts = 9;
@@ -217,8 +284,13 @@ using BackendTest = testing::CudaTest;
 
 TEST_F(BackendTest, AssignManySlots) {
   for (const auto& [num_tokens, topk, num_experts] :
-       std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>{
-           {0, 2, 4}, {1, 1, 1}, {129, 8, 256}, {2000, 8, 64}, {511, 1, 2}}) {
+       std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>{{0, 2, 4},
+                                                                         {1, 1, 1},
+                                                                         {129, 8, 256},
+                                                                         {256, 8, 64},
+                                                                         {257, 8, 64},
+                                                                         {20000, 8, 64},
+                                                                         {511, 1, 2}}) {
     const Tensor ids = random_ids(num_tokens, topk, num_experts);
     const Tensor slot_rows = Tensor::zeros(ids.shape(), DType::kI32);
     const Tensor counts = Tensor::zeros({num_experts}, DType::kI32);

@@ -32,6 +32,9 @@ struct CombineCase {
   bool missing = false;  // every third slot has no row
   DType dtype = DType::kBF16;
   bool by_slot = false;  // rows in the order of the slots, which ids tell of
+  DType output = DType::kBF16;
+  bool accumulate = false;
+  std::int64_t padding = 0;  // elements between rows of the output
 };
 void PrintTo(const CombineCase& spec, std::ostream* stream) {
   *stream << spec.name;
@@ -54,10 +57,15 @@ std::vector<CombineCase> combine_cases() {
             CombineCase spec{"",       size.num_tokens, size.topk, size.hidden,
                              rows_f32, splits,          weights,   missing};
             spec.dtype = cases.size() % 3 == 0 ? DType::kF16 : DType::kBF16;
+            spec.output = cases.size() % 5 == 0 ? DType::kF32 : spec.dtype;
+            spec.accumulate = cases.size() % 4 == 1;
+            spec.padding = cases.size() % 7 == 2 ? 24 : 0;
             spec.name = std::to_string(size.num_tokens) + "x" + std::to_string(size.topk) + "x" +
                         std::to_string(size.hidden) + "_" + std::string(name(spec.dtype)) +
                         (rows_f32 ? "_from_f32" : "") + "_splits" + std::to_string(splits) +
-                        (weights ? "" : "_unweighted") + (missing ? "_missing" : "");
+                        (weights ? "" : "_unweighted") + (missing ? "_missing" : "") +
+                        (spec.output == DType::kF32 ? "_to_f32" : "") +
+                        (spec.accumulate ? "_added" : "") + (spec.padding > 0 ? "_strided" : "");
             cases.push_back(spec);
             if (!rows_f32) continue;
             spec.by_slot = true;
@@ -78,6 +86,7 @@ struct CombineProblem {
   Tensor values;            // (splits * split_pitch) f32 or as the output
   Tensor slot_to_permuted;  // (num_tokens * topk)
   Tensor weights;           // (num_tokens, topk)
+  Tensor before;            // (num_tokens, hidden): what the output holds
 
   explicit CombineProblem(const CombineCase& wanted) : spec(wanted) {
     Random random(5);
@@ -91,6 +100,11 @@ struct CombineProblem {
     for (std::int64_t slot = 0; slot < rows; ++slot) map[slot] = static_cast<std::int32_t>(slot);
     for (std::int64_t slot = spec.by_slot ? 0 : rows - 1; slot > 0; --slot) {
       std::swap(map[slot], map[random.below(slot + 1)]);
+    }
+    before = Tensor::empty({spec.num_tokens, spec.hidden}, spec.output);
+    testing::poison(before);
+    for (std::int64_t i = 0; spec.accumulate && i < before.numel(); ++i) {
+      store_f32(before.data(), spec.output, i, static_cast<float>(random.normal()));
     }
     for (std::int64_t slot = 0; slot < rows; ++slot) {
       weights.as<float>()[slot] = static_cast<float>(random.uniform() * 1.5 - 0.25);
@@ -110,7 +124,7 @@ struct CombineProblem {
 
   /// fp32, slots in order, the splits of a slot first; one rounding at the end.
   Tensor expected() const {
-    Tensor output = Tensor::empty({spec.num_tokens, spec.hidden}, spec.dtype);
+    Tensor output = Tensor::empty({spec.num_tokens, spec.hidden}, spec.output);
     const auto* map = slot_to_permuted.as<const std::int32_t>();
     for (std::int64_t token = 0; token < spec.num_tokens; ++token) {
       for (std::int64_t c = 0; c < spec.hidden; ++c) {
@@ -125,7 +139,9 @@ struct CombineProblem {
           // One rounding for product and sum, as the GPU's multiply-add has.
           sum = std::fmaf(spec.weights ? weights.as<const float>()[slot] : 1.0F, value, sum);
         }
-        store_f32(output.data(), spec.dtype, token * spec.hidden + c, sum);
+        const std::int64_t index = token * spec.hidden + c;
+        if (spec.accumulate) sum += load_f32(before.data(), spec.output, index);
+        store_f32(output.data(), spec.output, index, sum);
       }
     }
     return output;
@@ -141,14 +157,24 @@ TEST_P(CudaCombine, EqualsAPlainLoop) {
   const CombineCase& spec = problem.spec;
   const Tensor values = to_gpu(problem.values), map = to_gpu(problem.slot_to_permuted);
   const Tensor weights = to_gpu(problem.weights);
-  const Tensor memory =
-      Tensor::empty({spec.num_tokens + 2 * kGuardRows, spec.hidden}, spec.dtype, kGpu);
-  testing::poison(memory);
+  // Guards before and behind the output, and between its rows.
+  const std::int64_t pitch = spec.hidden + spec.padding;
+  const Tensor host = Tensor::empty({spec.num_tokens + 2 * kGuardRows, pitch}, spec.output);
+  testing::poison(host);
+  const auto row_of = [&](const Tensor& tensor, std::int64_t token) {
+    return tensor.as<char>() + bytes(spec.output, (kGuardRows + token) * pitch);
+  };
+  const auto row_bytes = static_cast<std::size_t>(bytes(spec.output, spec.hidden));
+  for (std::int64_t token = 0; token < spec.num_tokens; ++token) {
+    std::memcpy(row_of(host, token), problem.before.as<char>() + token * row_bytes, row_bytes);
+  }
+  const Tensor memory = to_gpu(host);
 
   cuda::Combine args;
-  args.output = memory.slice(0, kGuardRows, kGuardRows + spec.num_tokens);
+  args.output = memory.slice(0, kGuardRows, kGuardRows + spec.num_tokens).slice(1, 0, spec.hidden);
+  args.accumulate = spec.accumulate;
   args.rows = values.data();
-  args.rows_f32 = spec.rows_f32;
+  args.rows_dtype = spec.rows_f32 ? DType::kF32 : spec.dtype;
   args.splits = spec.splits;
   args.split_pitch = problem.split_pitch;
   constexpr std::int32_t kExperts = 7;
@@ -172,17 +198,13 @@ TEST_P(CudaCombine, EqualsAPlainLoop) {
   cuda::combine(args, stream);
   synchronize(stream);
 
-  const Tensor all = to_host(memory), expected = problem.expected();
-  const auto* rows = all.as<const std::uint16_t>();
-  const std::int64_t guard = kGuardRows * spec.hidden;
-  for (std::int64_t i = 0; i < guard; ++i) {
-    ASSERT_EQ(rows[i], 0xffff) << "written before the output";
-    ASSERT_EQ(rows[guard + expected.numel() + i], 0xffff) << "written behind the output";
+  const Tensor actual = to_host(memory), expected = problem.expected();
+  for (std::int64_t token = 0; token < spec.num_tokens; ++token) {
+    const char* wanted = expected.as<char>() + token * row_bytes;
+    ASSERT_EQ(0, std::memcmp(row_of(actual, token), wanted, row_bytes)) << "token " << token;
+    std::memcpy(row_of(host, token), wanted, row_bytes);
   }
-  for (std::int64_t i = 0; i < expected.numel(); ++i) {
-    ASSERT_EQ(rows[guard + i], expected.as<const std::uint16_t>()[i])
-        << "token " << i / spec.hidden << ", column " << i % spec.hidden;
-  }
+  EXPECT_TRUE(testing::bitwise_equal(actual, host)) << "written outside of the rows";
 }
 
 class CudaCombineTest : public testing::CudaTest {};
@@ -198,7 +220,6 @@ TEST_F(CudaCombineTest, NoRowsAtAll) {
   cuda::Combine args;
   args.output = output;
   args.rows = values.data();
-  args.rows_f32 = true;
   args.split_pitch = values.numel();
   args.slot_to_permuted = map;
   args.topk = 4;

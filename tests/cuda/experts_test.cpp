@@ -1,15 +1,13 @@
 // The Hopper experts against the reference: every awkward case, every tile configuration around its
 // edges, the same bits twice and in any batch.
-#include "cuda/experts.h"
-
+#include <functional>
 #include <set>
 #include <string>
 
 #include "cuda/gemm/heuristic.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
-#include "reference/experts.h"
-#include "tools/tune.h"
+#include "fusedmoe/quant.h"
 
 namespace fusedmoe {
 namespace {
@@ -17,12 +15,14 @@ namespace {
 using testing::bitwise_equal;
 using testing::Case;
 using testing::expect_close;
-using testing::find_experts;
 using testing::gpu_schemes;
+using testing::gpu_variant;
 using testing::is_mxfp4;
 using testing::kGpu;
 using testing::Problem;
+using testing::run_reference;
 using testing::run_rows;
+using testing::Variant;
 
 /// Every case in every scheme that has a form for its sizes.
 std::vector<Case> awkward_cases() {
@@ -46,14 +46,13 @@ class CudaExpertsTest : public testing::CudaTestWith<Case> {};
 
 TEST_P(CudaExpertsTest, MatchesReference) {
   const Problem problem = testing::make_problem(GetParam());
-  const Tensor fused = run_rows(problem, *reference::make_experts(ActivationFormat::kStandard));
-  const Tensor unfused = run_rows(problem, *reference::make_unfused_experts());
-  const auto all = testing::experts_for(GetParam());
-  for (const auto& experts : all) {
-    SCOPED_TRACE(std::string(experts->name()));
-    const Tensor actual = run_rows(problem, *experts);
-    expect_close(actual, experts->has_hooks() ? unfused : fused);
-    EXPECT_TRUE(bitwise_equal(run_rows(problem, *experts), actual)) << "second run";
+  const Tensor fused = run_reference(problem), unfused = run_reference(problem, true);
+  const std::vector<Variant> all = testing::gpu_variants(GetParam());
+  for (const Variant& variant : all) {
+    SCOPED_TRACE(variant.name());
+    const Tensor actual = run_rows(problem, variant);
+    expect_close(actual, variant.hooks ? unfused : fused);
+    EXPECT_TRUE(bitwise_equal(run_rows(problem, variant), actual)) << "second run";
   }
   // Hidden sizes that are no multiple of 8 are for the CPU.
   EXPECT_EQ(all.empty(), GetParam().hidden % 8 != 0);
@@ -70,11 +69,9 @@ TEST(CudaExpertsRefuse, RowsOfAnotherDtype) {
     Case spec;
     spec.scheme = scheme;
     const Problem problem = testing::make_problem(spec);
-    const auto experts = find_experts("", scheme);
-    const auto packed = experts->pack(problem.weights);
     for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
       if (dtype == testing::row_dtype(scheme)) continue;
-      EXPECT_THROW(testing::run_experts(problem, *make_no_ep(), *experts, *packed, dtype), Error);
+      EXPECT_THROW(testing::run_variant(problem, gpu_variant(), dtype, kGpu), Error);
     }
   }
 }
@@ -83,8 +80,7 @@ TEST(CudaExpertsRefuse, HiddenSizesThatRowsCannotHave) {
   FUSEDMOE_SKIP_WITHOUT_GPU();
   Case spec;
   spec.hidden = 36;
-  EXPECT_THROW(testing::find_experts("sm90_bf16")->pack(testing::make_problem(spec).weights),
-               Error);
+  EXPECT_THROW(testing::make_experts(spec), Error);
 }
 
 struct TileCase {
@@ -95,7 +91,8 @@ void PrintTo(const TileCase& each, std::ostream* stream) {
   *stream << each.spec.name << each.suffix;
 }
 
-/// Rows per expert around the edges of tiles, with sizes that end inside a record; each epilogue.
+/// Rows per expert around the edges of tiles, with sizes that end inside a packed block; each
+/// epilogue.
 std::vector<TileCase> tile_cases() {
   std::vector<TileCase> result;
   for (const QuantScheme& scheme : gpu_schemes()) {
@@ -104,7 +101,7 @@ std::vector<TileCase> tile_cases() {
       Case spec;
       spec.name = std::string(name(scheme)) + "_" + std::to_string(tokens) + "_" +
                   std::string(name(activation));
-      if (hidden % 64 == 0) spec.name += "_whole_records";
+      if (hidden % 64 == 0) spec.name += "_whole_blocks";
       spec.num_tokens = tokens;
       spec.num_experts = 5;
       spec.topk = 2;
@@ -134,37 +131,42 @@ std::vector<TileCase> tile_cases() {
   return result;
 }
 
-class CudaTileConfigTest : public testing::CudaTestWith<TileCase> {};
-
-TEST_P(CudaTileConfigTest, EveryPlanMatchesReference) {
-  const auto& [spec, suffix] = GetParam();
-  const Problem problem = testing::make_problem(spec);
-  const auto experts = find_experts(suffix, spec.scheme);
-  const Tensor expected = run_rows(
-      problem, experts->has_hooks() ? *reference::make_unfused_experts()
-                                    : *reference::make_experts(ActivationFormat::kStandard));
-  const ModularKernel kernel(make_no_ep(), experts);
-  const testing::KernelRun run(problem, kernel, experts->pack(problem.weights));
-  cuda::GemmShape shape;
-  shape.format = testing::format_of(spec.scheme);
-  shape.unfused = experts->has_hooks();
+/// Calls function() with each configuration that is valid for the case.
+void for_each_config(const Case& spec, const Variant& variant,
+                     const std::function<void(const testing::RunOptions&)>& function) {
+  cuda::MlpShape shape;
+  shape.format = &testing::format_of(spec.scheme);
+  shape.unfused = variant.hooks;
   shape.num_tokens = spec.num_tokens;
   shape.topk = spec.topk;
   shape.num_local_experts = spec.num_experts;
   shape.hidden = spec.hidden;
   shape.intermediate = spec.intermediate;
-  for (cuda::GemmPlan plan : cuda::valid_plans(shape)) {
+  for (cuda::KernelConfig config : cuda::valid_configs(shape)) {
     for (const bool rows_f32 : {true, false}) {
-      plan.rows_f32 = rows_f32;
-      if (!valid(shape, plan)) continue;
-      SCOPED_TRACE(to_string(plan));
-      const cuda::PinnedPlan pin(plan);
-      const Tensor actual = run.run();
-      expect_close(actual, expected);
-      run.poison(0xff);
-      EXPECT_TRUE(bitwise_equal(run.run(), actual)) << "second run";
+      config.rows_f32 = rows_f32;
+      if (!valid(shape, config)) continue;
+      SCOPED_TRACE(to_string(config));
+      function({.kernel_config = cuda::find_config(to_string(config))});
     }
   }
+}
+
+class CudaTileConfigTest : public testing::CudaTestWith<TileCase> {};
+
+TEST_P(CudaTileConfigTest, EveryConfigurationMatchesReference) {
+  const auto& [spec, suffix] = GetParam();
+  const Problem problem = testing::make_problem(spec);
+  const Variant variant = gpu_variant(suffix);
+  const Tensor expected = run_reference(problem, variant.hooks);
+  const ModularKernel kernel = testing::make_kernel(spec, variant);
+  const testing::KernelRun run(problem, kernel, kernel.experts().pack(problem.weights));
+  for_each_config(spec, variant, [&](const testing::RunOptions& options) {
+    const Tensor actual = run.run(options);
+    expect_close(actual, expected);
+    run.poison(0xff);
+    EXPECT_TRUE(bitwise_equal(run.run(options), actual)) << "second run";
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, CudaTileConfigTest, ::testing::ValuesIn(tile_cases()),
@@ -196,23 +198,61 @@ TEST_F(CudaExpertsInvarianceTest, RowDoesNotDependOnItsBatch) {
     spec.activation = Activation::kSwigluOai;
     spec.bias = true;
     const Problem problem = testing::make_problem(spec);
-    const auto experts = find_experts("_batch_invariant", scheme);
-    const Tensor all = run_rows(problem, *experts);
-    std::set<std::string> plans;
+    const ModularKernel kernel = testing::make_kernel(spec, gpu_variant("_batch_invariant"));
+    const auto packed = kernel.experts().pack(problem.weights);
+    const Tensor all = testing::run_experts(problem, kernel, *packed);
+    std::set<std::string> configs;
     for (const std::int64_t rows : {1, 5, 24, 44, 64, 140, 200, 300, 1000}) {
       const Problem first = head(problem, rows);
-      const ProblemSize size =
-          ProblemSize::of(testing::make_config(first.spec, testing::row_dtype(scheme), kGpu), rows);
-      for (const std::string& plan : experts->tile_plans(size, kGpu)) {
-        const PinnedTilePlan pin(plan);
-        EXPECT_TRUE(bitwise_equal(run_rows(first, *experts), all.slice(0, 0, rows)))
-            << name(scheme) << ", " << rows << " rows, " << plan;
-        plans.insert(plan);
+      const ProblemSize size = ProblemSize::of(kernel.experts().config(), rows);
+      for (const std::string& config : kernel.experts().kernel_configs(size)) {
+        const int number = kernel.experts().find_kernel_config(config);
+        const Tensor some = testing::run_experts(first, kernel, *packed, {.kernel_config = number});
+        EXPECT_TRUE(bitwise_equal(some, all.slice(0, 0, rows)))
+            << name(scheme) << ", " << rows << " rows, " << config;
+        configs.insert(config);
       }
     }
-    const bool is_decoded = cuda::is_decoded(testing::format_of(scheme));
-    EXPECT_EQ(plans.size(), is_decoded ? 5u : 6u)
+    EXPECT_EQ(configs.size(), testing::format_of(scheme).decodes ? 5u : 6u)
         << "all but those with K groups and, decoded, epilogue warpgroups";
+  }
+}
+
+class CudaExpertsF16Test : public testing::CudaTest {};
+
+TEST_F(CudaExpertsF16Test, AnExpertsOutputMayBeLargerThanF16) {
+  for (const std::int64_t num_tokens : {5, 100, 700}) {  // slots few enough to count inline, or not
+    SCOPED_TRACE(std::to_string(num_tokens) + " tokens");
+    Case spec;
+    spec.num_tokens = num_tokens;
+    spec.num_experts = 5;
+    spec.topk = 3;
+    spec.hidden = 136;
+    spec.intermediate = 72;
+    spec.scheme = schemes::unquantized(DType::kF16);
+    spec.bias = true;
+    spec.negative_ids = true;
+    const Problem problem = testing::make_problem(spec);
+    // Outputs are around 65504, the largest number of f16, give or take a few thousand.
+    for (const ExpertMatrices& expert : problem.weights.experts) {
+      const WeightMatrix& down = expert.down;
+      for (std::int64_t row = 0; row < spec.hidden; ++row) {
+        store_f32(down.bias.data(), DType::kF16, row * down.bias.stride(0), 65504);
+        for (std::int64_t c = 0; c < spec.intermediate; ++c) {
+          const std::int64_t at = row * down.values.stride(0) + c * down.values.stride(1);
+          const float value = load_f32(down.values.data(), DType::kF16, at);
+          store_f32(down.values.data(), DType::kF16, at, 8192 * value);
+        }
+      }
+    }
+    for (std::int64_t slot = 0; slot < problem.topk_weights.numel(); ++slot) {
+      problem.topk_weights.as<float>()[slot] = 1.0F / static_cast<float>(16 << slot % 3);
+    }
+    const Tensor expected = run_reference(problem);
+    for_each_config(spec, gpu_variant(), [&](const testing::RunOptions& options) {
+      expect_close(run_rows(problem, gpu_variant(), options), expected);
+    });
+    expect_close(run_rows(problem, gpu_variant("_batch_invariant")), expected);
   }
 }
 

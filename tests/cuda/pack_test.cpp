@@ -1,13 +1,13 @@
-// Packed weights on the GPU: every element lies where records.h says, padding is zero, what cannot
-// be packed is refused, one expert can be replaced, and unpacking is the inverse.
+// Packed weights on the GPU: every element lies where the policies in cuda/gemm/operands/ say,
+// padding is zero, what cannot be packed is refused, one expert can be replaced, and unpacking is
+// the inverse.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
 #include <vector>
 
-#include "cuda/experts.h"
-#include "cuda/gemm/records.h"
+#include "cuda/gemm/operands/mxfp4_block.h"
 #include "cuda/packed_weights.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
@@ -19,57 +19,56 @@ namespace fusedmoe {
 namespace {
 
 using cuda::CudaPackedWeights;
-using cuda::GemmPhase;
+using cuda::GemmParams;
 using cuda::PackedMatrices;
-using cuda::RecordGrid;
 using cuda::WeightFormat;
 using testing::argument_of;
 using testing::Case;
-using testing::find_experts;
 using testing::is_mxfp4;
 using testing::kGpu;
+using testing::make_experts;
 using testing::make_problem;
 using testing::Problem;
 using testing::to_host;
 
 // ------------------------------------------------------------------------------------------------
-// Records, read on the host after the description in records.h
+// Packed blocks, read on the host after their description
 
-/// The records, biases and scales of w13 or w2, in host memory.
+/// The packed blocks, biases and scales of w13 or w2, in host memory.
 struct Downloaded {
-  WeightFormat format;
+  const WeightFormat& format;
   std::int64_t row_blocks, k_blocks, expert_bytes;
-  Tensor records, bias, scales;
+  Tensor blocks, bias, scales;
 
-  Downloaded(const PackedMatrices& matrices, WeightFormat of, std::int64_t num_experts)
+  Downloaded(const PackedMatrices& matrices, const WeightFormat& of, std::int64_t num_experts)
       : format(of) {
-    GemmPhase phase;
-    matrices.set(phase);
-    row_blocks = phase.row_blocks;
-    k_blocks = phase.k_blocks;
-    expert_bytes = phase.expert_bytes;
+    GemmParams gemm;
+    matrices.set(gemm);
+    row_blocks = gemm.row_blocks;
+    k_blocks = gemm.k_blocks;
+    expert_bytes = gemm.expert_bytes;
     const auto download = [](const void* data, DType dtype, Shape shape) {
       return data ? to_host(Tensor(TensorView(data, dtype, shape, kGpu), nullptr)) : Tensor();
     };
-    records = download(phase.weights, DType::kU8, {num_experts, expert_bytes});
-    bias = download(phase.bias, DType::kF32, {num_experts, row_blocks * cuda::kRecordRows});
-    scales = download(phase.scales, DType::kF32, {num_experts});
+    blocks = download(gemm.weights, DType::kU8, {num_experts, expert_bytes});
+    bias = download(gemm.bias, DType::kF32, {num_experts, row_blocks * cuda::kBlockRows});
+    scales = download(gemm.scales, DType::kF32, {num_experts});
   }
 
-  const std::uint8_t* record(std::int64_t expert, std::int64_t row, std::int64_t k) const {
+  const std::uint8_t* block(std::int64_t expert, std::int64_t row, std::int64_t k) const {
     const std::int64_t index = row / 64 * k_blocks + k / 64;
-    const std::int64_t size = is_decoded(format) ? 2176 : 8192;
-    return records.as<const std::uint8_t>() + expert * expert_bytes + index * size;
+    const std::int64_t size = format.decodes ? 2176 : 8192;
+    return blocks.as<const std::uint8_t>() + expert * expert_bytes + index * size;
   }
 
   /// Value of a packed element, as the GEMM sees it; the MXFP4 scale of its block besides.
   double value(std::int64_t expert, std::int64_t row, std::int64_t k) const {
-    const std::uint8_t* base = record(expert, row, k);
+    const std::uint8_t* base = block(expert, row, k);
     const std::int64_t r = row % 64, c = k % 64;
-    if (!is_decoded(format)) {
+    if (!format.decodes) {
       std::uint16_t bits;
       std::memcpy(&bits, base + r * 128 + (c / 8 ^ r % 8) * 16 + c % 8 * 2, 2);
-      return load_f32(&bits, row_dtype(format), 0);
+      return load_f32(&bits, format.row_dtype, 0);
     }
     // Thread 32 w + 4 g + q has rows 16 w + g and 8 more, columns 2 q, 2 q + 1 and 8 more.
     const std::int64_t w = r / 16, g = r % 8, q = c % 8 / 2;
@@ -180,10 +179,6 @@ std::vector<Case> pack_cases() {
   return cases;
 }
 
-std::shared_ptr<const Experts> experts_of(const QuantScheme& scheme) {
-  return find_experts("", scheme);
-}
-
 /// The last nibble of a row of odd length belongs to nobody.
 void clear_padding(const ExpertWeights& weights) {
   if (!is_mxfp4(weights.scheme)) return;
@@ -202,9 +197,9 @@ class CudaPack : public testing::CudaTestWith<Case> {};
 INSTANTIATE_TEST_SUITE_P(Cases, CudaPack, ::testing::ValuesIn(pack_cases()),
                          [](const auto& info) { return info.param.name; });
 
-TEST_P(CudaPack, EveryElementIsInItsRecord) {
+TEST_P(CudaPack, EveryElementIsInItsBlock) {
   const Problem problem = make_problem(GetParam());
-  expect_packed(*experts_of(GetParam().scheme)->pack(problem.weights), problem.weights);
+  expect_packed(*make_experts(GetParam())->pack(problem.weights), problem.weights);
 }
 
 /// Contiguous rows of a matrix of any strides.
@@ -245,7 +240,7 @@ void expect_same(const ExpertMatrices& actual, const ExpertMatrices& expected) {
 TEST_P(CudaPack, UnpackIsTheInverse) {
   const Problem problem = make_problem(GetParam());
   clear_padding(problem.weights);
-  const auto experts = experts_of(GetParam().scheme);
+  const auto experts = make_experts(GetParam());
   const auto packed = experts->pack(problem.weights);
   for (std::int64_t e = 0; e < 3; ++e) {
     const ExpertWeights unpacked = experts->unpack(*packed, e);
@@ -266,7 +261,7 @@ TEST_P(CudaPack, RepackReplacesOneExpert) {
   other.seed += 1000;
   Problem problem = make_problem(GetParam());
   const Problem replacement = make_problem(other);
-  const auto experts = experts_of(GetParam().scheme);
+  const auto experts = make_experts(GetParam());
   const auto packed = experts->pack(problem.weights);
   ExpertWeights one = replacement.weights;
   one.experts.erase(one.experts.begin(), one.experts.begin() + 2);
@@ -303,7 +298,12 @@ void set_scales(const TensorView& scales, int low, int high) {
 
 class CudaPackTest : public testing::CudaTest {
  protected:
-  const std::shared_ptr<const Experts> experts_ = find_experts("sm90_mxfp4");
+  void SetUp() override {
+    testing::CudaTest::SetUp();
+    if (!IsSkipped()) experts_ = make_experts(mxfp4_case());
+  }
+
+  std::shared_ptr<const Experts> experts_;
 };
 
 // From where a multiplier is no bf16 number any more: scales above 2^1.
@@ -323,7 +323,7 @@ TEST_F(CudaPackTest, LargeScalesMoveTheExponents) {
     const auto packed = experts_->pack(problem.weights);
     if (range.high < 250) expect_packed(*packed, problem.weights);  // decoded values fit in f32
     const auto& scales = static_cast<const CudaPackedWeights&>(*packed).w2();
-    const Downloaded w2(scales, WeightFormat::kMXFP4, 2);
+    const Downloaded w2(scales, static_cast<const CudaPackedWeights&>(*packed).format(), 2);
     EXPECT_EQ(w2.scales.as<const float>()[0], 1);
     EXPECT_EQ(w2.scales.as<const float>()[1], std::ldexp(1.0F, std::max(0, range.high - 128)));
     const ExpertWeights unpacked = experts_->unpack(*packed, 1);
@@ -362,8 +362,9 @@ TEST_F(CudaPackTest, ARefusedRepackLeavesTheExpertWhole) {
             "weights.bias");
   const Problem fine = make_problem(mxfp4_case());
   EXPECT_EQ(argument_of([&] { experts_->repack(fine.weights, 2, *packed); }), "expert");
-  EXPECT_EQ(argument_of([&] { find_experts("sm90_bf16")->repack(fine.weights, 0, *packed); }),
-            "packed");
+  Case bf16 = mxfp4_case();
+  bf16.scheme = schemes::unquantized(DType::kBF16);
+  EXPECT_EQ(argument_of([&] { make_experts(bf16)->repack(fine.weights, 0, *packed); }), "packed");
   expect_packed(*packed, problem.weights);
 }
 

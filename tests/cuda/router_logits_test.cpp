@@ -181,6 +181,27 @@ TEST_F(CudaRouterLogitsTest, RoutingFollowsOnTheSameStream) {
   }
 }
 
+// Rows with gaps between them, which are not read: they hold NaN.
+TEST_F(CudaRouterLogitsTest, RowStride) {
+  for (const std::int64_t padding : {1, 8}) {  // with 1, 16-byte loads do not fit
+    for (const std::int64_t tokens : {1, 9, 100, 2000}) {
+      const RouterWeights weights{random_tensor({64, 96}, DType::kBF16, 40), {}, {}};
+      const Tensor x = random_tensor({tokens, 96}, DType::kBF16, 41);
+      const Tensor wide = Tensor::empty({tokens, 96 + padding}, DType::kBF16);
+      testing::poison(wide);
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        std::memcpy(wide.as<std::uint16_t>() + t * (96 + padding),
+                    x.as<const std::uint16_t>() + t * 96, 96 * sizeof(std::uint16_t));
+      }
+      const Tensor expected = run(weights, x),
+                   logits = to_gpu(Tensor::zeros({tokens, 64}, DType::kF32));
+      const Tensor memory = to_gpu(wide), weight = to_gpu(weights.weight);
+      cuda::router_logits(weight, {}, memory.slice(1, 0, 96), logits, kStream);
+      EXPECT_TRUE(testing::bitwise_equal(to_host(logits), expected)) << tokens << ' ' << padding;
+    }
+  }
+}
+
 TEST_F(CudaRouterLogitsTest, NoTokensIsLegal) {
   const RouterWeights weights{Tensor::zeros({4, 8}, DType::kF32), {}, {}};
   EXPECT_EQ(run(weights, Tensor::empty({0, 8}, DType::kF32)).numel(), 0);

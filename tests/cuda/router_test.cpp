@@ -12,7 +12,8 @@
 #include <vector>
 
 #include "cuda_test.h"
-#include "fusedmoe/tensor.h"
+#include "fusedmoe/error.h"
+#include "fusedmoe/quant.h"
 #include "testing/cases.h"
 
 namespace fusedmoe {
@@ -252,6 +253,25 @@ TEST_F(CudaRouterTest, TheHistogramIsOptional) {
   }
 }
 
+// Logits in 16 bits are those numbers in f32.
+TEST_F(CudaRouterTest, LogitsOfSixteenBits) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const std::int64_t num_tokens : {1, 7, 300}) {
+      for (const ScoringFunc scoring : kScorings) {
+        const RouterConfig config = make_config(60, 4, scoring, true);
+        SCOPED_TRACE(describe(config, num_tokens));
+        const Tensor random = random_logits({num_tokens, 60}, 16);
+        const Tensor logits = Tensor::empty(random.shape(), dtype);
+        for (std::int64_t i = 0; i < random.numel(); ++i) {
+          store_f32(logits.data(), dtype, i, random.as<float>()[i]);
+          random.as<float>()[i] = load_f32(logits.data(), dtype, i);
+        }
+        expect_same(route_on_gpu(config, logits, {}), route_on_cpu(config, random, {}));
+      }
+    }
+  }
+}
+
 TEST_F(CudaRouterTest, ARowDoesNotDependOnItsBatch) {
   const Tensor logits = random_logits({1000, 128}, 15);
   const RouterConfig config = make_config(128, 8, ScoringFunc::kSoftmax, true);
@@ -294,6 +314,7 @@ TEST(CudaRouterArgumentsTest, AreNamed) {
   EXPECT_EQ(fault({}, {}, {ids, weights}, {}), "router_logits");
   EXPECT_EQ(fault(on_cpu, {}, {ids, weights}, {}), "router_logits");
   EXPECT_EQ(fault(view(DType::kF32, {3, 5}), {}, {ids, weights}, {}), "router_logits");
+  EXPECT_EQ(fault(view(DType::kI32, {3, 4}), {}, {ids, weights}, {}), "router_logits");
   const TensorView misaligned(reinterpret_cast<char*>(memory.data()) + 2, DType::kF32, {3, 4},
                               testing::kGpu);
   EXPECT_EQ(fault(misaligned, {}, {ids, weights}, {}), "router_logits");
@@ -301,8 +322,8 @@ TEST(CudaRouterArgumentsTest, AreNamed) {
   EXPECT_EQ(fault(logits, {}, {view(DType::kI64, {3, 2}), weights}, {}), "topk_ids");
   EXPECT_EQ(fault(logits, {}, {ids, view(DType::kF32, {2, 2}, 32)}, {}), "topk_weights");
   EXPECT_EQ(fault(logits, {}, {view(DType::kI32, {3, 2}), weights}, {}), "topk_ids");
-  EXPECT_EQ(fault(logits, {}, {ids, weights}, view(DType::kI32, {5}, 48)), "expert_num_tokens");
-  EXPECT_EQ(fault(logits, {}, {ids, weights}, view(DType::kI32, {4}, 16)), "expert_num_tokens");
+  EXPECT_EQ(fault(logits, {}, {ids, weights}, view(DType::kI32, {5}, 48)), "expert_load");
+  EXPECT_EQ(fault(logits, {}, {ids, weights}, view(DType::kI32, {4}, 16)), "expert_load");
   config.custom = [](const TensorView&, const TensorView&, const TensorView&) {};
   EXPECT_EQ(fault(logits, {}, {ids, weights}, counts), "router.custom");
   config = make_config(2049, 2, ScoringFunc::kSoftmax);

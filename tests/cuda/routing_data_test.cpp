@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cuda_test.h"
+#include "fusedmoe/error.h"
 #include "testing/cases.h"
 
 namespace fusedmoe {
@@ -68,6 +69,13 @@ std::vector<RoutingCase> routing_cases() {
       {"slots_100000_wild", 25000, 4, 1000, Ids::kWild, 1500, 50000},
       {"slots_100000_one_expert", 100000, 1, 2048, Ids::kOneExpert, 0, 12345},
       {"slots_99999_few_experts", 33333, 3, 2, Ids::kRandom, 0, 99999},
+      // The last that every block sorts, and the first that a cluster shares.
+      {"slots_2048", 256, 8, 128, Ids::kRandom, 0, 77},
+      {"slots_2049", 683, 3, 128, Ids::kWild, 0, 77},
+      {"few_slots_of_16384_experts", 20, 8, 16384, Ids::kRandom, 0, 100},
+      {"many_slots_of_16384_experts", 1000, 8, 16384, Ids::kWild, 20000},
+      {"slots_4000000", 500000, 8, 256, Ids::kRandom},
+      {"slots_3000000_one_expert", 3000000, 1, 8, Ids::kOneExpert},
   };
 }
 
@@ -197,7 +205,8 @@ TEST_P(CudaRoutingData, CopiesRowsInTheirOrder) {
     if (slots * row_bytes > (std::int64_t{16} << 20)) continue;
     SCOPED_TRACE(row_bytes);
     const std::int64_t row_words = row_bytes / 4;
-    Tensor rows = Tensor::empty({spec.num_tokens, row_words}, DType::kI32);
+    const std::int64_t pitch_words = row_words + (row_bytes == 48 ? 4 : 0);  // a gap between rows
+    Tensor rows = Tensor::empty({spec.num_tokens, pitch_words}, DType::kI32);
     Random random(4);
     for (std::int64_t i = 0; i < rows.numel(); ++i) {
       rows.as<std::int32_t>()[i] = static_cast<std::int32_t>(random.bits());
@@ -211,6 +220,7 @@ TEST_P(CudaRoutingData, CopiesRowsInTheirOrder) {
     extras.rows = gpu_rows.data();
     extras.permuted = permuted.data();
     extras.row_bytes = row_bytes;
+    extras.row_pitch = pitch_words == row_words ? 0 : 4 * pitch_words;
     cuda::build_routing_data(gpu_ids, gpu_map, experts, memory.data(), extras, Stream{kGpu});
     synchronize(Stream{kGpu});
     expect_equal(memory.words("routing data"), expected);
@@ -220,14 +230,14 @@ TEST_P(CudaRoutingData, CopiesRowsInTheirOrder) {
     const std::int32_t* permuted_to_slot = expected.data() + 2 * experts + 1;
     for (std::int64_t row = 0; row < slots && permuted_to_slot[row] >= 0; ++row) {
       const std::int64_t token = permuted_to_slot[row] / spec.topk;
-      const auto* source = rows.as<const std::int32_t>() + token * row_words;
+      const auto* source = rows.as<const std::int32_t>() + token * pitch_words;
       ASSERT_TRUE(std::equal(source, source + row_words, actual.data() + row * row_words))
           << "row " << row << " of token " << token;
     }
   }
 }
 
-// Launches overlap (programmatic dependent launch): none may overtake the one before it.
+// None may overtake the one before it, and none depends on what the memory held.
 TEST_P(CudaRoutingData, TheLastOfManyWins) {
   const RoutingCase& spec = GetParam();
   const Tensor first = make_ids(spec, 2), last = make_ids(spec, 3), map = make_map(spec);
@@ -244,6 +254,13 @@ TEST_P(CudaRoutingData, TheLastOfManyWins) {
   synchronize(stream);
   expect_equal(memory.words("routing data"), expected);
   EXPECT_EQ(zeroed.words("zeroed"), Ints(static_cast<std::size_t>(zeroed.count), 0));
+}
+
+// Needs no device: nothing is launched.
+TEST(CudaRoutingDataSizesTest, TooManyExpertsAreAnError) {
+  std::int32_t id = 0;
+  const TensorView ids(&id, DType::kI32, {1, 1}, kGpu);
+  EXPECT_THROW(cuda::build_routing_data(ids, {}, 16385, &id, {}, Stream{kGpu}), Error);
 }
 
 }  // namespace

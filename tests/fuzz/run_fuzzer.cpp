@@ -14,6 +14,7 @@
 
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
+#include "fusedmoe/selection.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
 
@@ -23,6 +24,7 @@ using namespace fusedmoe;
 using fusedmoe::testing::Case;
 using fusedmoe::testing::Problem;
 using fusedmoe::testing::Random;
+using fusedmoe::testing::Variant;
 
 /// A wrong result, as opposed to a refusal.
 struct Failure {
@@ -133,16 +135,15 @@ void damage(Random& random, ExpertWeights& weights) {
 /// dtype; and where activations are quantized, their code may be another one after a tie: by 1/16
 /// of an E4M3 value, 1/127 of the largest of an int8 group, a third of an E2M1 value. Here a row
 /// may consist of one element, so all of it shows.
-double tolerance(const QuantScheme& scheme, DType dtype, std::string_view experts) {
+double tolerance(const QuantScheme& scheme, DType dtype, const Selection& ran) {
   double result = dtype == DType::kF32 ? 2e-4 : 5e-2;
   if (scheme.activations) {
     const DType value = scheme.activations->value;
     result = value == DType::kE2M1 ? 1.0 : 0.15;
   }
-  // Batched experts round their rows before the sum, unfused ones also what the activation reads.
-  const bool batched = experts.find("batched") != std::string_view::npos;
-  const bool unfused = experts.find("unfused") != std::string_view::npos;
-  return unfused ? 4 * result : batched ? 2 * result : result;
+  // Batched experts round their rows before the sum, those with hooks also what the activation
+  // reads.
+  return ran.config.hooks ? 4 * result : ran.prepare_finalize == &batched() ? 2 * result : result;
 }
 
 void expect_close(const TensorView& actual, const TensorView& expected, double limit,
@@ -170,38 +171,34 @@ void expect_close(const TensorView& actual, const TensorView& expected, double l
   }
 }
 
-/// Unfused experts round once more before activations are quantized: another problem. Quantized
+/// Experts with hooks round once more before activations are quantized: another problem. Quantized
 /// infinities are large numbers, which overflow in fp32 but not in the reference's double.
-bool comparable(const Case& spec, DType dtype, std::string_view experts) {
+bool comparable(const Case& spec, DType dtype, const Selection& ran) {
   if (spec.name == kInfinite && spec.scheme.activations) return false;
   // Fast experts subtract zero points from the sums: infinity less infinity.
   if (spec.name == kInfinite && !spec.scheme.weights.symmetric) return false;
-  const bool unfused = experts.find("unfused") != std::string_view::npos;
-  return !unfused || !spec.scheme.activations || dtype == DType::kF32;
+  return !ran.config.hooks || !spec.scheme.activations || dtype == DType::kF32;
 }
 
 // ------------------------------------------------------------------------------------------------
 // Runs
 
-/// Every variant of one format that supports the problem, expert maps and all.
+/// Every variant that supports the problem, expert maps and all.
 void run_variants(Random& random, const Problem& problem, DType dtype, Statistics& statistics) {
   const Case& spec = problem.spec;
-  const auto format =
-      random.below(2) == 0 ? ActivationFormat::kStandard : ActivationFormat::kBatchedExperts;
-  const bool batched = format == ActivationFormat::kBatchedExperts;
-  const testing::Variant reference =
-      testing::find_variant(batched ? "reference_batched" : "reference");
-  const MoeConfig config = testing::make_config(spec, dtype);
+  const MoeConfig config = fusedmoe::testing::make_config(spec, dtype);
+  const PrepareFinalizeDescriptor* transport = random.below(2) == 0 ? &no_ep() : &batched();
+  const Variant reference{all_experts().back(), transport};
   if (!reference.supports(config)) return;
-  const Tensor expected = testing::run_variant(problem, reference, dtype);
-  for (const testing::Variant& variant : testing::variants_for(config)) {
-    const std::string name = variant.name();
-    if (variant.prepare_finalize->activation_format() != format || name == reference.name() ||
-        variant.batch_invariant || !comparable(spec, dtype, name)) {
-      continue;
-    }
-    const Tensor actual = testing::run_variant(problem, variant, dtype);
-    expect_close(actual, expected, tolerance(spec.scheme, dtype, name), name);
+  const Tensor expected = fusedmoe::testing::run_variant(problem, reference, dtype);
+  for (const Variant& variant : fusedmoe::testing::variants_for(config)) {
+    if (variant.prepare_finalize != transport || variant.name() == reference.name()) continue;
+    const Tensor actual = fusedmoe::testing::run_variant(problem, variant, dtype);
+    Selection ran;
+    ran.prepare_finalize = transport;
+    ran.config = variant.of(config);
+    if (!comparable(spec, dtype, ran)) continue;
+    expect_close(actual, expected, tolerance(spec.scheme, dtype, ran), variant.name());
     ++statistics.compared;
   }
 }
@@ -234,19 +231,21 @@ LayerWeights make_layer(Random& random, const Problem& problem) {
 /// A whole layer with any implementation, also one that does not exist, by router or given ids.
 void run_layer(Random& random, const Problem& problem, DType dtype, Statistics& statistics) {
   const LayerWeights weights = make_layer(random, problem);
-  constexpr std::array kRequired{
-      "",          "nonsense",         "cpu+nonsense", "cpu", "cpu+no_ep", "cpu", "cpu+batched",
-      "reference", "reference+batched"};
+  std::vector<std::string> names{"", "nonsense", "cpu+nonsense"};
+  for (const char* experts : {"cpu", "reference"}) {
+    names.insert(names.end(), {experts, std::string(experts) + "+batched"});
+  }
   LayerOptions options;
   options.dtype = dtype;
   options.batch_invariant = random.below(6) == 0;
-  options.require = kRequired[static_cast<std::size_t>(random.below(kRequired.size()))];
   options.hooks = random.below(6) == 0;
   options.monolithic = random.below(6) == 0;
   options.num_threads = static_cast<int>(random.below(4));
   if (random.below(4) == 0) {
     options.max_workspace_bytes = static_cast<std::size_t>(1 + random.below(1 << 20));
   }
+  options.require =
+      names[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(names.size())))];
   const MoeLayer layer(weights, options);
   LayerOptions plain;
   plain.dtype = dtype;
@@ -273,11 +272,10 @@ void run_layer(Random& random, const Problem& problem, DType dtype, Statistics& 
   };
   forward(layer, actual, random.below(10) == 0 ? 256 : 0);
   forward(reference, expected, 0);
-  const std::string name =
-      testing::Variant{layer.selection().experts, layer.selection().prepare_finalize, options.hooks}
-          .name();
-  if (!comparable(problem.spec, dtype, name)) return;
-  expect_close(actual, expected, tolerance(problem.spec.scheme, dtype, name), "layer with " + name);
+  const Selection& ran = layer.selection();
+  if (!comparable(problem.spec, dtype, ran)) return;
+  expect_close(actual, expected, tolerance(problem.spec.scheme, dtype, ran),
+               "layer with " + ran.pair());
   ++statistics.compared;
 }
 
@@ -288,7 +286,7 @@ void run(std::uint64_t seed, Statistics& statistics, std::string& what) {
   what = describe(spec, dtype);
   set_num_threads(static_cast<int>(1 + random.below(2)));
   try {
-    Problem problem = testing::make_problem(spec);
+    Problem problem = fusedmoe::testing::make_problem(spec);
     if (random.below(8) == 0) poison_one(random, problem);
     if (spec.expert_map || random.below(2) == 0) {
       run_variants(random, problem, dtype, statistics);

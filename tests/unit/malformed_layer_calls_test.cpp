@@ -98,7 +98,11 @@ std::vector<LayerFault> layer_faults() {
        }},
       {"DTypeOfIntegers", "options.dtype", [](W&, O& o) { o.dtype = DType::kI8; }},
       {"UnknownImplementation", "require", [](W&, O& o) { o.require = "gpu"; }},
-      {"ImplementationsThatDoNotFit", "require", [](W&, O& o) { o.require = "cpu+batched"; }},
+      {"ImplementationsThatDoNotFit", "require",
+       [](W&, O& o) {
+         o.require = "cpu+batched";
+         o.hooks = true;
+       }},
       {"MissingDevice", "config.device", [](W&, O& o) { o.device = kCuda; }},
       {"CustomRoutingOnCuda", "router.custom",
        [](W& w, O& o) {

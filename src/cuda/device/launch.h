@@ -1,4 +1,5 @@
-// Kernel launches, checked, with programmatic dependent launch where the kernel is made for it.
+// Kernel launches, checked, with programmatic dependent launch (PDL) where the kernel is made for
+// it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,20 +8,36 @@
 #include <utility>
 
 #include "cuda/device/check.h"
+#include "cuda/device/properties.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {
+
+/// Lets a kernel use so many bytes of dynamic shared memory on a device. Only the first call for a
+/// kernel and device reaches the CUDA runtime, where it takes a microsecond.
+void allow_shared_bytes(const void* kernel, std::size_t bytes, Device device);
+
+/// Where a kernel is enqueued.
+struct LaunchStream {
+  cudaStream_t handle;
+  Device device;
+
+  LaunchStream(const Stream& stream)  // NOLINT: launches take either kind of stream
+      : handle(static_cast<cudaStream_t>(stream.handle)), device(stream.device) {}
+  LaunchStream(cudaStream_t stream)  // NOLINT: see above
+      : handle(stream), device(current_device()) {}
+};
 
 /// As launch(), below, in clusters of `cluster` neighbouring blocks.
 template <typename... Params, typename... Args>
 void launch_clusters(void (*kernel)(Params...), int cluster, dim3 grid, dim3 block,
-                     std::size_t shared_bytes, cudaStream_t stream, bool overlap_previous,
+                     std::size_t shared_bytes, const LaunchStream& stream, bool overlap_previous,
                      Args&&... args) {
   constexpr std::size_t kDefaultSharedBytes = 48 * 1024;
   if (shared_bytes > kDefaultSharedBytes) {
-    FUSEDMOE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             static_cast<int>(shared_bytes)));
+    allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes, stream.device);
   }
-  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchAttribute attributes[2];
   unsigned count = 0;
   if (overlap_previous) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -36,25 +53,34 @@ void launch_clusters(void (*kernel)(Params...), int cluster, dim3 grid, dim3 blo
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
+  config.stream = stream.handle;
   config.attrs = attributes;
   config.numAttrs = count;
   FUSEDMOE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
 }
 
-/// Launches `kernel` on `stream`; throws Error when the launch is refused. Dynamic shared memory
-/// beyond 48 KiB is allowed for by itself.
+/// Launches `kernel` on `stream`, whose device is the current one; throws Error when the launch is
+/// refused. Dynamic shared memory beyond 48 KiB is allowed for by itself.
 ///
-/// With `overlap_previous`, for kernels whose predecessor in the stream is one of ours and no copy
-/// of a caller's, so never for the first of a forward, the grid may start while the previous kernel
-/// of the stream still runs. Such a kernel calls cudaGridDependencySynchronize() in every thread,
-/// before it reads what earlier kernels wrote and before it writes what they read or write; that
-/// call waits until they have completed, so the order also holds over a chain of such kernels. A
-/// kernel that calls cudaTriggerProgrammaticLaunchCompletion() early lets the next one start as
-/// soon as all its own blocks have got that far.
+/// Without `overlap_previous` the kernel starts when all work before it in the stream has
+/// completed.
+///
+/// With `overlap_previous` it may start while the previous kernel of the stream still runs: as soon
+/// as every block of that one has exited or called cudaTriggerProgrammaticLaunchCompletion(). The
+/// rules that keep this correct:
+///  - The operation before must be one of our kernels, never a copy or a caller's kernel. So the
+///    first kernel of a forward is launched without overlap.
+///  - Every thread calls cudaGridDependencySynchronize() before it reads what the kernel before
+///    wrote, and before it writes what earlier kernels read or write. That call waits for one
+///    kernel only: the previous one of the stream, completed and its writes visible.
+///  - Since each kernel of such a chain waits for the one before, its completion means that all
+///    earlier ones have completed. A kernel that exits without that call breaks the chain.
+///  - Before that call a kernel may read only what was complete when the previous kernel triggered:
+///    everything before the last launch without overlap, and what the previous kernel itself had
+///    waited for before it triggered.
 template <typename... Params, typename... Args>
 void launch(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t shared_bytes,
-            cudaStream_t stream, bool overlap_previous, Args&&... args) {
+            const LaunchStream& stream, bool overlap_previous, Args&&... args) {
   launch_clusters(kernel, 1, grid, block, shared_bytes, stream, overlap_previous,
                   std::forward<Args>(args)...);
 }

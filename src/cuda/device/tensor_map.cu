@@ -17,7 +17,8 @@ Encode find_encode() {
   FUSEDMOE_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
                                                        cudaEnableDefault, &result));
   if (result != cudaDriverEntryPointSuccess) {
-    throw Error("cuTensorMapEncodeTiled", "missing in the driver", "there: CUDA 12 or later");
+    throw Error::device(result,
+                        "the driver has no cuTensorMapEncodeTiled; CUDA 12 or later is needed");
   }
   return reinterpret_cast<Encode>(function);
 }
@@ -26,23 +27,26 @@ Encode find_encode() {
 
 CUtensorMap make_tensor_map(const MappedRows& rows, int box_rows, int box_k_blocks) {
   static const Encode encode = find_encode();
-  constexpr cuuint64_t kColumns = 64;
+  constexpr cuuint64_t kBlockBytes = 128;
+  const auto element_bytes = static_cast<cuuint64_t>(rows.element_bytes);
+  const cuuint64_t block_k = kBlockBytes / element_bytes;
   const auto columns = static_cast<cuuint64_t>(rows.columns);
   const bool is_deep = box_k_blocks > 1;
-  const cuuint64_t extents[3] = {is_deep ? std::min(columns, kColumns) : columns,
+  const cuuint64_t extents[3] = {is_deep ? std::min(columns, block_k) : columns,
                                  static_cast<cuuint64_t>(rows.rows),
-                                 std::max<cuuint64_t>(1, columns / kColumns)};
-  const cuuint64_t pitches[2] = {static_cast<cuuint64_t>(rows.pitch) * 2, kColumns * 2};
-  const cuuint32_t box[3] = {kColumns, static_cast<cuuint32_t>(box_rows),
+                                 std::max<cuuint64_t>(1, columns / block_k)};
+  const cuuint64_t pitches[2] = {static_cast<cuuint64_t>(rows.pitch) * element_bytes, kBlockBytes};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(block_k), static_cast<cuuint32_t>(box_rows),
                              static_cast<cuuint32_t>(box_k_blocks)};
   const cuuint32_t steps[3] = {1, 1, 1};
   CUtensorMap map;
-  const CUresult result = encode(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, is_deep ? 3 : 2, const_cast<void*>(rows.data),
-      extents, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(&map, rows.type, is_deep ? 3 : 2, const_cast<void*>(rows.data), extents, pitches, box,
+             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    throw Error("cuTensorMapEncodeTiled", "error " + std::to_string(result), "successful");
+    throw Error::device(result,
+                        "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(result));
   }
   return map;
 }

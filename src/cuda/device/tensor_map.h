@@ -7,17 +7,19 @@
 
 namespace fusedmoe::cuda {
 
-/// Rows of 16-bit numbers in device memory, 16-byte aligned.
+/// Rows of elements in device memory, 16-byte aligned.
 struct MappedRows {
   const void* data = nullptr;
+  CUtensorMapDataType type{};
+  int element_bytes = 0;
   std::int64_t rows = 0;
   std::int64_t columns = 0;
-  std::int64_t pitch = 0;  ///< elements, a multiple of 8
+  std::int64_t pitch = 0;  ///< elements; rows start at 16 bytes
 };
 
-/// Copies boxes of `box_rows` rows by 64 columns in the 128-byte swizzle; zeros beyond the edges.
-/// With `box_k_blocks` above 1 a box is so many of these, 64 columns apart, and coordinates are
-/// (0, row, columns / 64); whole blocks of columns only, zeros instead of one that is not.
+/// Copies boxes of `box_rows` rows by one K block, 128 bytes of columns, in the 128-byte swizzle;
+/// zeros beyond the edges. With `box_k_blocks` above 1 a box is so many neighbouring K blocks, and
+/// coordinates are (0, row, K block); whole K blocks only, zeros instead of one that is not.
 /// Throws Error when the driver refuses.
 CUtensorMap make_tensor_map(const MappedRows& rows, int box_rows, int box_k_blocks = 1);
 

@@ -1,5 +1,6 @@
-// wgmma m64nNk16 on bf16 or f16 with fp32 sums, and its shared-memory operand. The instructions are
-// CuTe's atoms; this picks the one of a width and spreads the accumulator array.
+// wgmma and mma.sync with fp32 accumulators, and wgmma's shared-memory operand. The instructions
+// are CuTe's atoms; this picks the one of an element type and width and spreads the accumulator
+// array.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // every width, not only the usual ones
@@ -56,7 +57,7 @@ class Descriptor {
  public:
   __device__ explicit Descriptor(std::uint32_t shared_address)
       : low_((shared_address >> 4 & 0x3fff) | kLeadingOffset) {}
-  /// The next 16 columns of K, `steps` times.
+  /// The next 32 bytes of K, what one instruction takes, `steps` times.
   __device__ std::uint64_t at(int steps) const {
     return static_cast<std::uint64_t>(kHigh) << 32 | (low_ + steps * (32 >> 4));
   }
@@ -68,44 +69,51 @@ class Descriptor {
   std::uint32_t low_;
 };
 
-/// Calls function(sums, first column, width) for the one or two instructions of a width. The first
-/// takes the same columns whatever the width: instructions of which one has sums of two others
-/// would have them moved around.
+/// Calls function(accumulators, first column, width) for the one or two instructions of a width.
+/// The first one ends at the same column whatever the width, else ptxas inserts register moves.
 inline constexpr int kFirstColumns = 144;
-template <int kN, int kSums, typename Function>
-__device__ inline void for_instructions(float (&sums)[kSums], const Function& function) {
-  static_assert(kN / 2 <= kSums && kN <= 2 * kFirstColumns);
+template <int kN, int kCount, typename Function>
+__device__ inline void for_instructions(float (&accumulators)[kCount], const Function& function) {
+  static_assert(kN / 2 <= kCount && kN <= 2 * kFirstColumns);
   constexpr int kFirst = kN < kFirstColumns ? kN : kFirstColumns;
-  function(sums, 0, std::integral_constant<int, kFirst>());
+  function(accumulators, 0, std::integral_constant<int, kFirst>());
   if constexpr (kN > kFirst) {
-    function(sums + kFirst / 2, kFirst, std::integral_constant<int, kN - kFirst>());
+    function(accumulators + kFirst / 2, kFirst, std::integral_constant<int, kN - kFirst>());
   }
 }
 
-/// sums += A (64, 16) B (16, kN), in the first kN / 2 sums.
-template <typename Element, int kN, int kSums>
-__device__ inline void multiply(std::uint64_t a, std::uint64_t b, float (&sums)[kSums]) {
-  for_instructions<kN>(sums, [&](float* of_columns, int first, auto width) {
+/// accumulators += A (64 rows) B (kN columns) of one instruction's K, in the first kN / 2. A and B
+/// are descriptors, in the second form A is in registers.
+template <typename Element, int kN, int kCount>
+__device__ inline void multiply(std::uint64_t a, std::uint64_t b, float (&accumulators)[kCount]) {
+  for_instructions<kN>(accumulators, [&](float* of_columns, int first, auto width) {
     [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
       WgmmaAtom<Element, width>::SharedA::fma(a, b + (first * 128 >> 4), of_columns[kIndex]...);
     }
     (std::make_index_sequence<width / 2>());
   });
 }
-template <int kN, int kSums>
+template <typename Element, int kN, int kCount>
 __device__ inline void multiply(const std::uint32_t (&a)[4], std::uint64_t b,
-                                float (&sums)[kSums]) {
-  for_instructions<kN>(sums, [&](float* of_columns, int first, auto width) {
+                                float (&accumulators)[kCount]) {
+  for_instructions<kN>(accumulators, [&](float* of_columns, int first, auto width) {
     [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
-      WgmmaAtom<__nv_bfloat16, width>::RegisterA::fma(
-          a[0], a[1], a[2], a[3], b + (first * 128 >> 4), of_columns[kIndex]...);
+      WgmmaAtom<Element, width>::RegisterA::fma(a[0], a[1], a[2], a[3], b + (first * 128 >> 4),
+                                                of_columns[kIndex]...);
     }
     (std::make_index_sequence<width / 2>());
   });
 }
 
+/// mma.sync of one warp: (16, 16) by (16, 8).
+template <typename Element>
+struct MmaSyncAtom;
+template <>
+struct MmaSyncAtom<__nv_bfloat16> : cute::SM80_16x8x16_F32BF16BF16F32_TN {};
+
 /// sums += A (16, 32) B (32, 8) of one warp, as two instructions have them: `a` as wgmma's register
 /// operand, `b` the lane's row of four 8 x 8 matrices.
+template <typename Element>
 __device__ inline void multiply_8(const std::uint32_t (&a)[2][4], const std::uint8_t* b,
                                   float* sums) {
   std::uint32_t k[4];
@@ -113,17 +121,16 @@ __device__ inline void multiply_8(const std::uint32_t (&a)[2][4], const std::uin
                                 k[3]);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(sums[0], sums[1], sums[2], sums[3], a[i][0], a[i][1],
-                                              a[i][2], a[i][3], k[2 * i], k[2 * i + 1], sums[0],
-                                              sums[1], sums[2], sums[3]);
+    MmaSyncAtom<Element>::fma(sums[0], sums[1], sums[2], sums[3], a[i][0], a[i][1], a[i][2],
+                              a[i][3], k[2 * i], k[2 * i + 1], sums[0], sums[1], sums[2], sums[3]);
   }
 }
 
-/// Keeps the compiler from moving reads or writes of the sums across.
+/// Keeps the compiler from moving reads or writes of the accumulators across.
 template <int kCount>
-__device__ inline void fence_sums(float (&sums)[kCount]) {
+__device__ inline void fence_accumulators(float (&accumulators)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(accumulators[i])::"memory");
 }
 
 }  // namespace fusedmoe::cuda

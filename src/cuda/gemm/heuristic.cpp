@@ -8,13 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include "moe/tuned_configs.h"
+
 namespace fusedmoe::cuda {
 namespace {
-
-constexpr double kMultiprocessors = 132;
-constexpr TileConfig kKGroups = kTileConfigs[0], kEpilogueWarpgroup = kTileConfigs[1];
-static_assert(kKGroups.k_groups > 1 && kEpilogueWarpgroup.has_epilogue_warpgroup() &&
-              !kTileConfigs[2].has_epilogue_warpgroup());
 
 /// What a routing at random makes of a shape.
 struct Load {
@@ -23,13 +20,19 @@ struct Load {
   double spread;       // of their rows: standard deviation
 };
 
+/// Tokens to choose for, at most the capacity.
+std::int64_t likely_tokens(const MlpShape& shape) {
+  return shape.expected_tokens > 0 ? std::min(shape.expected_tokens, shape.num_tokens)
+                                   : shape.num_tokens;
+}
+
 /// Every token draws topk of the local experts; with an expert map it would draw fewer. In the
-/// batched format anything up to the capacity is possible: a quarter of it.
-Load expected_load(const GemmShape& shape) {
-  const auto tokens = static_cast<double>(shape.num_tokens);
+/// batched format anything up to the capacity is possible: a quarter of it unless the caller knows.
+Load expected_load(const MlpShape& shape) {
+  const auto tokens = static_cast<double>(likely_tokens(shape));
   const auto experts = static_cast<double>(shape.num_local_experts);
   if (shape.batched) {
-    const double rows = std::max(1.0, tokens / 4);
+    const double rows = std::max(1.0, shape.expected_tokens > 0 ? tokens : tokens / 4);
     return {experts, rows, std::sqrt(rows)};
   }
   const auto topk = static_cast<double>(shape.topk);
@@ -41,76 +44,86 @@ Load expected_load(const GemmShape& shape) {
 
 /// How many times the tiles of a GEMM of so many outputs, `rows` to an expert, occupy all
 /// multiprocessors.
-double waves(const Load& load, double rows, std::int64_t width, const TileConfig& tile) {
-  const std::int64_t cluster_rows = tile.tile_row_blocks() * tile.cluster * kRecordRows;
+double waves(const MlpShape& shape, const Load& load, double rows, std::int64_t width,
+             const TileShape& tile) {
+  const std::int64_t cluster_rows = tile.tile_row_blocks() * tile.cluster * kBlockRows;
   return load.hit_experts * std::ceil(rows / tile.max_tokens) *
-         static_cast<double>(ceil_div(width, cluster_rows)) * tile.cluster / kMultiprocessors;
+         static_cast<double>(ceil_div(width, cluster_rows)) * tile.cluster / shape.multiprocessors;
 }
 
-std::int64_t gate_and_up(const GemmShape& shape) {
+std::int64_t k_blocks_of(const MlpShape& shape, std::int64_t k) {
+  return ceil_div(k, shape.format->block.k);
+}
+
+std::int64_t gate_and_up(const MlpShape& shape) {
   return 2 * shape.intermediate;  // most weights are gated
 }
 
 /// Whether each split has enough of K to be worth it.
-bool is_long_enough(const GemmShape& shape, int splits) {
+bool is_long_enough(const MlpShape& shape, int splits) {
   constexpr int kLeastBlocks = 8;
-  return splits == 1 || splits * kLeastBlocks <= ceil_div(shape.intermediate, kRecordK);
+  return splits == 1 || splits * kLeastBlocks <= k_blocks_of(shape, shape.intermediate);
 }
 
 /// The narrowest tiles that have room for an expert's rows. Thresholds are fitted to what `fusedmoe
 /// tune` measured for 21 layers (docs/performance.md).
-TileConfig choose_tile(const GemmShape& shape, const Load& load, const PlanList& plans) {
-  const std::int64_t k_blocks = ceil_div(shape.intermediate, kRecordK);
+TileShape choose_tile(const MlpShape& shape, const Load& load, const ConfigList& configs) {
+  const WeightFormat& format = *shape.format;
+  const TileShape &with_k_groups = format.tiles[0], &with_epilogue_warpgroup = format.tiles[1];
+  const std::int64_t k_blocks = k_blocks_of(shape, shape.intermediate);
   const auto k = static_cast<double>(k_blocks);
-  const bool decoded = is_decoded(shape.format);
-  // K groups keep all multiprocessors at work while larger tiles of GEMM 1 are few. When they are
-  // more, K groups do not pay for weights that are decoded, which costs the same whatever a tile's
-  // rows; nor, with a short K, does any tile with an epilogue warpgroup for those that are not.
-  const double large = waves(load, load.rows, gate_and_up(shape), kEpilogueWarpgroup);
-  const bool few = large <= (decoded ? 1 + k / 20 : std::max(1.0, k * k / 15));
-  const auto room = [&](const TileConfig& tile) {
+  // Up to how many waves of larger tiles the small tiles pay, and which pay beyond:
+  //             limit             beyond it
+  //   decoded   1 + k / 20        tiles with an epilogue warpgroup, but no K groups: decoding costs
+  //                               the same whatever a tile's rows
+  //   as is     k k / 15, least 1 none of either: a short K is over too soon for another warpgroup
+  const double large = waves(shape, load, load.rows, gate_and_up(shape), with_epilogue_warpgroup);
+  const bool few = large <= (format.decodes ? 1 + k / 20 : std::max(1.0, k * k / 15));
+  const auto room = [&](const TileShape& tile) {
     const double tokens = tile.max_tokens;
     if (!tile.has_epilogue_warpgroup()) return tokens;
-    if (!few && (tile == kKGroups || !decoded)) return 0.0;
+    if (!few && (tile == with_k_groups || !format.decodes)) return 0.0;
     // An epilogue warpgroup takes longer over many rows than a short K takes to multiply.
-    return std::min({tokens, 1.5 * k, decoded ? double{kMmaSyncTokens} : tokens});
+    return std::min(
+        {tokens, 1.5 * k, format.mma_sync_tokens > 0 ? double(format.mma_sync_tokens) : tokens});
   };
   constexpr int kShort = 8;
-  TileConfig chosen;
-  for (const GemmPlan& plan : plans) {
+  TileShape chosen;
+  for (const KernelConfig& config : configs) {
     // Blocks of a cluster wait for each other at the end of each tile.
-    if (plan.tile.cluster > 1 && k_blocks < kShort) continue;
-    chosen = plan.tile;
+    if (config.tile.cluster > 1 && k_blocks < kShort) continue;
+    chosen = config.tile;
     if (room(chosen) >= load.rows + load.spread) break;
   }
   return chosen;
 }
 
-/// Where tiles do not occupy all multiprocessors for long, the plan of the fewest whole waves, by
-/// what a tile costs. Constants fitted as above.
-GemmPlan fill_waves(const GemmShape& shape, const Load& load, const PlanList& plans) {
-  // In columns of one record: it costs those of its tile and kColumnsOfWeights more, and each
-  // number that the combine adds kColumnsOfSum.
+/// Where tiles do not occupy all multiprocessors for long, the configuration of the fewest whole
+/// waves, by what a tile costs. Constants fitted as above.
+KernelConfig fill_waves(const MlpShape& shape, const Load& load, const ConfigList& configs) {
+  // The unit is one wgmma column of one packed block. A block costs the columns of its tile and 60
+  // more, each value that the combine adds 1/64.
   constexpr double kColumnsOfWeights = 60, kColumnsOfSum = 1.0 / 64;
   const double most_rows = load.rows + load.spread / 2;
-  const auto all_rows = static_cast<double>(shape.num_tokens * shape.topk);
-  GemmPlan best = *plans.begin();
+  const auto all_rows = static_cast<double>(likely_tokens(shape) * shape.topk);
+  KernelConfig best = *configs.begin();
   double least = std::numeric_limits<double>::infinity();
-  for (const GemmPlan& plan : plans) {
-    if (!is_long_enough(shape, plan.splits)) continue;
-    const TileConfig& tile = plan.tile;
+  for (const KernelConfig& config : configs) {
+    if (!is_long_enough(shape, config.splits)) continue;
+    const TileShape& tile = config.tile;
     const double columns = std::ceil(load.rows / std::ceil(most_rows / tile.max_tokens) / 16) * 16;
     const auto k_blocks = [&](std::int64_t width, std::int64_t k, int splits) {
-      return std::ceil(splits * waves(load, most_rows, width, tile)) *
-             static_cast<double>(ceil_div(ceil_div(k, kRecordK), splits));
+      return std::ceil(splits * waves(shape, load, most_rows, width, tile)) *
+             static_cast<double>(ceil_div(k_blocks_of(shape, k), splits));
     };
-    const double cost = (k_blocks(gate_and_up(shape), shape.hidden, 1) +
-                         k_blocks(shape.hidden, shape.intermediate, plan.splits)) *
-                            tile.tile_row_blocks() * (kColumnsOfWeights + columns) +
-                        kColumnsOfSum * plan.splits * all_rows * static_cast<double>(shape.hidden);
+    const double cost =
+        (k_blocks(gate_and_up(shape), shape.hidden, 1) +
+         k_blocks(shape.hidden, shape.intermediate, config.splits)) *
+            tile.tile_row_blocks() * (kColumnsOfWeights + columns) +
+        kColumnsOfSum * config.splits * all_rows * static_cast<double>(shape.hidden);
     if (cost < least) {
       least = cost;
-      best = plan;
+      best = config;
     }
   }
   return best;
@@ -121,91 +134,92 @@ constexpr std::int64_t kBytesF32 = std::int64_t{16} << 20;
 
 }  // namespace
 
-std::string to_string(const GemmPlan& plan) {
-  return core::format("{} splits {} {}", to_string(plan.tile), plan.splits,
-                      plan.rows_f32 ? "f32" : "bf16");
+std::string to_string(const KernelConfig& config) {
+  return core::format("{} splits {} {}", to_string(config.tile), config.splits,
+                      config.rows_f32 ? "f32" : "bf16");
 }
 
-std::optional<GemmPlan> parse_plan(std::string_view text) {
-  static const auto kPlans = [] {
-    std::vector<std::pair<std::string, GemmPlan>> plans;
-    for (const TileConfig& tile : tile_configs()) {
-      for (const int splits : kSplits) {
-        for (const bool rows_f32 : {false, true}) {
-          const GemmPlan plan{tile, splits, rows_f32};
-          plans.emplace_back(to_string(plan), plan);
+std::span<const KernelConfig> all_configs() {
+  static const std::vector<KernelConfig> configs = [] {
+    std::vector<KernelConfig> list;
+    for (const WeightFormat& format : weight_formats()) {
+      for (const TileShape& tile : format.tiles) {
+        for (const int splits : kSplits) {
+          for (const bool rows_f32 : {false, true}) {
+            const KernelConfig config{tile, splits, rows_f32};
+            if (std::find(list.begin(), list.end(), config) == list.end()) list.push_back(config);
+          }
         }
       }
     }
-    return plans;
+    return list;
   }();
-  for (const auto& [name, plan] : kPlans) {
-    if (name == text) return plan;
-  }
-  return std::nullopt;
+  return configs;
 }
 
-std::int64_t max_tokens_f32(const GemmShape& shape) {
+int find_config(std::string_view name) {
+  const auto configs = all_configs();
+  const auto found = std::find_if(configs.begin(), configs.end(), [&](const KernelConfig& config) {
+    return to_string(config) == name;
+  });
+  return found == configs.end() ? -1 : static_cast<int>(found - configs.begin());
+}
+
+std::int64_t max_tokens_f32(const MlpShape& shape) {
   if (shape.batched || shape.unfused || shape.batch_invariant) return 0;
   return kBytesF32 / std::max<std::int64_t>(1, shape.topk * shape.hidden * 4);
 }
 
-bool valid(const GemmShape& shape, const GemmPlan& plan) {
-  const auto tiles = tile_configs();
-  return std::find(tiles.begin(), tiles.end(), plan.tile) != tiles.end() &&
-         std::find(std::begin(kSplits), std::end(kSplits), plan.splits) != std::end(kSplits) &&
+bool valid(const MlpShape& shape, const KernelConfig& config) {
+  const auto tiles = shape.format->tiles;
+  return std::find(tiles.begin(), tiles.end(), config.tile) != tiles.end() &&
+         std::find(std::begin(kSplits), std::end(kSplits), config.splits) != std::end(kSplits) &&
          // A split has a block of K.
-         plan.splits <= std::max<std::int64_t>(1, ceil_div(shape.intermediate, kRecordK)) &&
-         // One order of the sums for all sizes, and one instruction.
-         (!shape.batch_invariant ||
-          (plan.tile.k_groups == 1 &&
-           !(is_decoded(shape.format) && plan.tile.has_epilogue_warpgroup()))) &&
-         // Rows that are an output, or that hooks see, are bf16.
-         (!plan.rows_f32 || shape.num_tokens <= max_tokens_f32(shape)) &&
-         (plan.rows_f32 || plan.splits == 1);
+         config.splits <= std::max<std::int64_t>(1, k_blocks_of(shape, shape.intermediate)) &&
+         (!shape.batch_invariant || shape.format->keeps_order(config.tile)) &&
+         // Rows that are an output, or that hooks see, have 16 bits.
+         (!config.rows_f32 || shape.num_tokens <= max_tokens_f32(shape)) &&
+         (config.rows_f32 || config.splits == 1);
 }
 
-PlanList valid_plans(const GemmShape& shape) {
+ConfigList valid_configs(const MlpShape& shape) {
   const bool rows_f32 = shape.num_tokens <= max_tokens_f32(shape);
-  PlanList plans;
-  for (const TileConfig& tile : tile_configs()) {
+  ConfigList configs;
+  for (const TileShape& tile : shape.format->tiles) {
     for (const int splits : kSplits) {
-      const GemmPlan plan{tile, splits, rows_f32};
-      if (valid(shape, plan)) plans.push_back(plan);
+      const KernelConfig config{tile, splits, rows_f32};
+      if (valid(shape, config)) configs.push_back(config);
     }
   }
-  return plans;
+  return configs;
 }
 
-GemmPlan largest_plan(const GemmShape& shape) {
-  static_assert(std::is_sorted(
-      std::begin(kTileConfigs), std::end(kTileConfigs),
-      [](const TileConfig& a, const TileConfig& b) { return a.max_tokens < b.max_tokens; }));
+KernelConfig largest_config(const MlpShape& shape) {
   static_assert(std::is_sorted(std::begin(kSplits), std::end(kSplits)));
   const bool rows_f32 = shape.num_tokens <= max_tokens_f32(shape);
-  return {kTileConfigs[0], rows_f32 ? *std::rbegin(kSplits) : 1, rows_f32};
+  return {shape.format->tiles[0], rows_f32 ? *std::rbegin(kSplits) : 1, rows_f32};
 }
 
-GemmPlan choose_plan(const GemmShape& shape) {
+KernelConfig choose_config(const MlpShape& shape) {
   const Load load = expected_load(shape);
-  const PlanList plans = valid_plans(shape);
-  const TileConfig tile = choose_tile(shape, load, plans);
+  const ConfigList configs = valid_configs(shape);
+  const TileShape tile = choose_tile(shape, load, configs);
   constexpr double kFew = 0.6;  // fitted as the others
-  const auto waves_of_gemm1 = [&](const TileConfig& of) {
-    return waves(load, load.rows, gate_and_up(shape), of);
+  const auto waves_of_gemm1 = [&](const TileShape& of) {
+    return waves(shape, load, load.rows, gate_and_up(shape), of);
   };
-  if (waves_of_gemm1(tile) <= kFew || waves_of_gemm1(kKGroups) <= 1) {
-    return fill_waves(shape, load, plans);
+  if (waves_of_gemm1(tile) <= kFew || waves_of_gemm1(shape.format->tiles[0]) <= 1) {
+    return fill_waves(shape, load, configs);
   }
   // Few tiles of GEMM 2 end late: one and a half for each multiprocessor where they are bound by
   // their weights, one where there are more rows to add.
   constexpr int kFewTokens = 64;
   const double wanted = tile.max_tokens <= kFewTokens ? 1.5 : 1;
-  GemmPlan chosen;
-  for (const GemmPlan& plan : plans) {
-    if (plan.tile != tile || !is_long_enough(shape, plan.splits)) continue;
-    chosen = plan;
-    if (plan.splits * waves(load, load.rows, shape.hidden, tile) >= wanted) break;
+  KernelConfig chosen;
+  for (const KernelConfig& config : configs) {
+    if (config.tile != tile || !is_long_enough(shape, config.splits)) continue;
+    chosen = config;
+    if (config.splits * waves(shape, load, load.rows, shape.hidden, tile) >= wanted) break;
   }
   return chosen;
 }

@@ -1,13 +1,13 @@
-// Which work item is which tile. The same code runs in the kernel and, in tests, on the host.
+// The order of work tiles. The same code runs in the kernel and, in tests, on the host.
 //
-// Items count through GEMM 1 and then GEMM 2; within one by expert, then by groups of
-// kTokenTileGroup token tiles, then by row tile, and token tiles innermost: blocks that run at the
-// same time share weights and rows in the L2.
+// Tile indexes count through GEMM 1 and then GEMM 2; within one by expert, then by groups of
+// kTokenTileGroup token tiles, then by row tile, and token tiles innermost: thread blocks that run
+// at the same time share weights and token rows in the L2.
 #pragma once
 
 #include <cstdint>
 
-#include "cuda/gemm/records.h"
+#include "core/host_device.h"
 
 namespace fusedmoe::cuda {
 
@@ -23,15 +23,15 @@ FUSEDMOE_HD constexpr int token_tile_size(int rows, int tiles) {
 }
 
 /// Row tiles and splits of the two GEMMs.
-struct PhaseShape {
+struct GemmTiles {
   int row_tiles = 0;
   int splits = 1;
-  FUSEDMOE_HD constexpr int items_per_token_tile() const { return row_tiles * splits; }
+  FUSEDMOE_HD constexpr int per_token_tile() const { return row_tiles * splits; }
 };
 
-/// A tile: everything but what depends on the expert's rows.
-struct TileIndex {
-  int phase = -1;  // -1: no work left
+/// Which tile an index stands for: everything but what depends on the expert's rows.
+struct TileCoords {
+  int gemm = -1;  // 0 or 1; -1: no work left
   int expert = 0;
   int token_tile = 0;
   int row_tile = 0;
@@ -39,28 +39,28 @@ struct TileIndex {
 };
 
 /// tile_prefix[e]: token tiles of the experts before e; (num_experts + 1).
-FUSEDMOE_HD inline TileIndex find_tile(int item, const PhaseShape* shapes, int num_phases,
-                                       const std::int32_t* tile_prefix, int num_experts) {
+FUSEDMOE_HD inline TileCoords find_tile(int index, const GemmTiles* shapes, int num_gemms,
+                                        const std::int32_t* tile_prefix, int num_experts) {
   const int total_tiles = tile_prefix[num_experts];
-  TileIndex index;
-  const int first_items = total_tiles * shapes[0].items_per_token_tile();
-  const bool is_second = item >= first_items;
-  // Not shapes[phase]: an array that is indexed would live in memory.
-  const PhaseShape shape = is_second ? shapes[1] : shapes[0];
-  if (is_second) item -= first_items;
-  const int per_tile = shape.items_per_token_tile();
-  if (is_second && (num_phases == 1 || item >= total_tiles * per_tile)) return index;
+  TileCoords tile;
+  const int tiles_of_gemm1 = total_tiles * shapes[0].per_token_tile();
+  const bool is_second = index >= tiles_of_gemm1;
+  // Not shapes[gemm]: an array that is indexed would live in memory.
+  const GemmTiles shape = is_second ? shapes[1] : shapes[0];
+  if (is_second) index -= tiles_of_gemm1;
+  const int per_tile = shape.per_token_tile();
+  if (is_second && (num_gemms == 1 || index >= total_tiles * per_tile)) return tile;
 
-  const int tile = item / per_tile;
-  int low = 0, high = num_experts;  // prefix[low] <= tile < prefix[high]
+  const int token_tile = index / per_tile;
+  int low = 0, high = num_experts;  // prefix[low] <= token_tile < prefix[high]
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    (tile_prefix[middle] <= tile ? low : high) = middle;
+    (tile_prefix[middle] <= token_tile ? low : high) = middle;
   }
-  const int local = item - tile_prefix[low] * per_tile;
+  const int local = index - tile_prefix[low] * per_tile;
   const int tiles = tile_prefix[low + 1] - tile_prefix[low];
-  index.phase = is_second ? 1 : 0;
-  index.expert = low;
+  tile.gemm = is_second ? 1 : 0;
+  tile.expert = low;
   int row_and_split = local;
   if (tiles > 1) {  // else without the divisions
     const int group = local / (kTokenTileGroup * per_tile);
@@ -68,11 +68,11 @@ FUSEDMOE_HD inline TileIndex find_tile(int item, const PhaseShape* shapes, int n
     const int left = tiles - group * kTokenTileGroup;
     const int group_tiles = left < kTokenTileGroup ? left : kTokenTileGroup;
     row_and_split = in_group / group_tiles;
-    index.token_tile = group * kTokenTileGroup + in_group - row_and_split * group_tiles;
+    tile.token_tile = group * kTokenTileGroup + in_group - row_and_split * group_tiles;
   }
-  index.split = row_and_split / shape.row_tiles;
-  index.row_tile = row_and_split - index.split * shape.row_tiles;
-  return index;
+  tile.split = row_and_split / shape.row_tiles;
+  tile.row_tile = row_and_split - tile.split * shape.row_tiles;
+  return tile;
 }
 
 /// K blocks [begin, end) of one split.

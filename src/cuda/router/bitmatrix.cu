@@ -39,8 +39,7 @@ void launch_bitmatrix(const BitmatrixParams& params, Stream stream) {
   const std::int64_t words = params.num_tokens * params.num_words;
   const std::int64_t blocks = std::min((words + kThreads - 1) / kThreads, kMaxBlocks);
   launch(bitmatrix_kernel, dim3(static_cast<unsigned>(blocks)),
-         dim3(static_cast<unsigned>(kThreads)), 0, static_cast<cudaStream_t>(stream.handle), false,
-         params);
+         dim3(static_cast<unsigned>(kThreads)), 0, stream, false, params);
 }
 
 }  // namespace fusedmoe::cuda

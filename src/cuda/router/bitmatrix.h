@@ -1,4 +1,7 @@
-// The bit matrix of fusedmoe/routing_data.h on a CUDA device.
+// The bit matrix of fusedmoe/routing_data.h on a CUDA device: a utility for transports and tools
+// that ask which experts a token chose. The routing data is not made from it: that sort reads 8
+// bytes a slot, while the matrix takes as much to make, its columns would have to be counted again,
+// and it forgets the order of a token's slots and its duplicates.
 #pragma once
 
 #include <cstdint>

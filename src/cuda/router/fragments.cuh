@@ -17,11 +17,11 @@
 
 namespace fusedmoe::cuda {
 
-constexpr int kChunk = 32;        // columns
-constexpr int kLaneColumns = 8;   // of a chunk
-constexpr int kTokenTile = 16;    // rows of one mma
-constexpr int kExpertTile = 8;    // columns of one mma
-constexpr int kAccumulators = 4;  // of one mma and lane
+constexpr int kChunk = 32;            // columns
+constexpr int kLaneColumns = 8;       // of a chunk
+constexpr int kTokenTile = 16;        // rows of one mma
+constexpr int kExpertTile = 8;        // columns of one mma
+constexpr int kLaneAccumulators = 4;  // of one mma and lane
 
 /// How many bf16 numbers one element is: significant bits / 8, rounded up.
 template <typename T>
@@ -95,13 +95,14 @@ __device__ Fragment<T> split(const Raw<T>& raw) {
   return fragment;
 }
 
-/// sums (16, 8) += a (16, 16) b (16, 8). Lane 4 g + t has columns (or rows of b) 2 t, 2 t + 1 in
-/// a0, a1, b0 and those plus 8 in a2, a3, b1; of row g in a0, a2 and of row g + 8 in a1, a3.
-__device__ inline void mma(float (&sums)[kAccumulators], std::uint32_t a0, std::uint32_t a1,
-                           std::uint32_t a2, std::uint32_t a3, std::uint32_t b0, std::uint32_t b1) {
+/// accumulators (16, 8) += a (16, 16) b (16, 8). Lane 4 g + t has columns (or rows of b) 2 t, 2 t +
+/// 1 in a0, a1, b0 and those plus 8 in a2, a3, b1; of row g in a0, a2 and of row g + 8 in a1, a3.
+__device__ inline void mma(float (&accumulators)[kLaneAccumulators], std::uint32_t a0,
+                           std::uint32_t a1, std::uint32_t a2, std::uint32_t a3, std::uint32_t b0,
+                           std::uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "+f"(accumulators[0]), "+f"(accumulators[1]), "+f"(accumulators[2]), "+f"(accumulators[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 

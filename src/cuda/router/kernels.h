@@ -12,8 +12,14 @@ namespace fusedmoe::cuda {
 inline constexpr int kMaxRouterExperts = 2048;
 inline constexpr int kMaxRouterTopk = 64;
 
+/// Rows of one dtype: f32, bf16 or f16.
+struct LogitsOperand {
+  const void* data;
+  DType dtype;
+};
+
 struct RouteParams {
-  const float* logits;   // (num_tokens, num_experts)
+  LogitsOperand logits;  // (num_tokens, num_experts)
   const float* bias;     // (num_experts), or null
   std::int32_t* ids;     // (num_tokens, topk)
   float* weights;        // (num_tokens, topk)
@@ -28,20 +34,13 @@ struct RouteParams {
   float scaling_factor;
 };
 
-/// Blocks and warps of a launch. One block stores the histogram; several add theirs to one that
-/// the launcher clears first.
+/// Blocks and warps of a launch.
 struct RouteLaunch {
   std::int64_t blocks, warps, shared_bytes;
 };
-RouteLaunch plan_route(const RouteParams& params);
+RouteLaunch plan_route(const RouteParams& params, Device device);
 
 void launch_route(const RouteParams& params, const RouteLaunch& plan, Stream stream);
-
-/// Rows of one dtype: f32, bf16 or f16.
-struct LogitsOperand {
-  const void* data;
-  DType dtype;
-};
 
 struct LogitsParams {
   LogitsOperand x;       // (num_tokens, hidden)
@@ -51,9 +50,17 @@ struct LogitsParams {
   std::int64_t num_tokens;
   int num_experts;
   int hidden;
+  unsigned x_stride;  // elements between rows of x, less than 2^26
 };
 
 void launch_router_logits(const LogitsParams& params, Stream stream);
+
+/// The parameters of checked arguments of route() and router_logits(); both throw Error.
+RouteParams check_route(const RouterConfig& config, const TensorView& logits,
+                        const TensorView& correction_bias, const Routing& out,
+                        const TensorView& expert_load, Stream stream);
+LogitsParams check_router_logits(const TensorView& weight, const TensorView& bias,
+                                 const TensorView& x, const TensorView& logits, Stream stream);
 
 struct BitmatrixParams {
   const std::int32_t* ids;  // (num_tokens, topk)

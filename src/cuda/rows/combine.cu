@@ -17,7 +17,9 @@ struct CombineParams {
   const float* topk_weights;
   std::int64_t split_pitch;
   std::int64_t hidden;
+  std::int64_t output_stride;
   int topk, splits;
+  bool accumulate;
 };
 
 /// Columns of a thread: 16 bytes of a row.
@@ -48,7 +50,8 @@ __global__ void __launch_bounds__(kThreads, 12) combine_kernel(const CombinePara
       weight[j] = is_slot && p.topk_weights ? p.topk_weights[slot] : 1.0f;
     }
   };
-  // Ids and weights are older than the routing data, which nothing overlaps.
+  // Ids and weights are older than the routing data, whose kernel GEMM 2 waited for, or which was
+  // launched without overlap.
   if (!p.slot_to_permuted) read_slots(0);
   cudaGridDependencySynchronize();
   if (column >= p.hidden) return;
@@ -82,10 +85,8 @@ __global__ void __launch_bounds__(kThreads, 12) combine_kernel(const CombinePara
       for (int i = 0; i < kColumns; ++i) sums[i] = fmaf(factor, values[j][i], sums[i]);
     }
   }
-  Pack<Output, kColumns> result;
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i) result.values[i] = from_f32<Output>(sums[i]);
-  result.store(static_cast<Output*>(p.output) + token * p.hidden + column);
+  auto* output = static_cast<Output*>(p.output) + token * p.output_stride + column;
+  store_sums(sums, output, p.accumulate);
 }
 
 }  // namespace
@@ -101,20 +102,22 @@ void combine(const Combine& args, const Stream& stream) {
   p.topk_weights = args.topk_weights;
   p.split_pitch = args.split_pitch;
   p.hidden = args.output.size(1);
+  p.output_stride = args.output.stride(0);
+  p.accumulate = args.accumulate;
   p.topk = static_cast<int>(args.topk);
   p.splits = args.splits;
-  const int columns = kThreads * (args.rows_f32 ? kColumnsOf<float> : kColumnsOf<__nv_bfloat16>);
-  const dim3 grid(static_cast<unsigned>(args.output.size(0)),
-                  static_cast<unsigned>((p.hidden + columns - 1) / columns));
-  const auto launch_kernel = [&](auto kernel) {
-    launch(kernel, grid, dim3(kThreads), 0, static_cast<cudaStream_t>(stream.handle),
+  const auto launch_kernel = [&](auto row, auto result) {
+    using Row = decltype(row);
+    constexpr int kColumns = kThreads * kColumnsOf<Row>;
+    const dim3 grid(static_cast<unsigned>(args.output.size(0)),
+                    static_cast<unsigned>((p.hidden + kColumns - 1) / kColumns));
+    launch(combine_kernel<Row, decltype(result)>, grid, dim3(kThreads), 0, stream,
            args.overlap_previous, p);
   };
-  if (args.output.dtype() == DType::kF16) {
-    launch_kernel(args.rows_f32 ? combine_kernel<float, __half> : combine_kernel<__half, __half>);
+  if (args.rows_dtype == DType::kF32) {
+    dispatch_storage(args.output.dtype(), [&](auto result) { launch_kernel(float{}, result); });
   } else {
-    launch_kernel(args.rows_f32 ? combine_kernel<float, __nv_bfloat16>
-                                : combine_kernel<__nv_bfloat16, __nv_bfloat16>);
+    dispatch_row_and_output(args.rows_dtype, args.output.dtype(), launch_kernel);
   }
 }
 

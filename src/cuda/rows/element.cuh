@@ -42,6 +42,28 @@ struct alignas(sizeof(Storage) * kWidth) Pack {
   __device__ void store(Storage* to) const { *reinterpret_cast<Pack*>(to) = *this; }
 };
 
+/// sums rounded to Output and stored, 16 bytes at a time or fewer; with `accumulate` what is there
+/// is added first.
+template <typename Output, int kWidth>
+__device__ void store_sums(float (&sums)[kWidth], Output* to, bool accumulate) {
+  constexpr int kPart = kWidth < 16 / static_cast<int>(sizeof(Output))
+                            ? kWidth
+                            : 16 / static_cast<int>(sizeof(Output));
+#pragma unroll
+  for (int first = 0; first < kWidth; first += kPart) {
+    using Part = Pack<Output, kPart>;
+    if (accumulate) {
+      const Part old = Part::load(to + first);
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) sums[first + i] += to_f32(old.values[i]);
+    }
+    Part part;
+#pragma unroll
+    for (int i = 0; i < kPart; ++i) part.values[i] = from_f32<Output>(sums[first + i]);
+    part.store(to + first);
+  }
+}
+
 /// Calls function(Storage{}) for an activation dtype.
 template <typename Function>
 void dispatch_storage(DType dtype, const Function& function) {
@@ -52,6 +74,18 @@ void dispatch_storage(DType dtype, const Function& function) {
   } else {
     function(__half{});
   }
+}
+
+/// Calls function(Row{}, Output{}): the output has the dtype of the rows, or f32.
+template <typename Function>
+void dispatch_row_and_output(DType rows, DType output, const Function& function) {
+  dispatch_storage(rows, [&](auto row) {
+    if (output == DType::kF32) {
+      function(row, float{});
+    } else {
+      function(row, row);
+    }
+  });
 }
 
 /// Calls function(width) with the elements of a 16-byte access, if rows of `columns` elements can

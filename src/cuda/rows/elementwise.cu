@@ -22,12 +22,13 @@ template <typename Storage, int kWidth>
 __global__ __launch_bounds__(kRowThreads) void weight_rows_kernel(const Storage* x,
                                                                   const float* topk_weights,
                                                                   Storage* weighted,
-                                                                  std::int64_t hidden) {
+                                                                  std::int64_t hidden,
+                                                                  std::int64_t x_stride) {
   order_after_previous();
   const std::int64_t token = blockIdx.x, column = row_access() * kWidth;
   if (column >= hidden) return;
   const float weight = to_f32(from_f32<Storage>(topk_weights[token]));
-  auto pack = Pack<Storage, kWidth>::load(x + token * hidden + column);
+  auto pack = Pack<Storage, kWidth>::load(x + token * x_stride + column);
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     pack.values[i] = from_f32<Storage>(__fmul_rn(to_f32(pack.values[i]), weight));
@@ -75,11 +76,10 @@ void weight_rows(const TensorView& x, const TensorView& topk_weights, const Tens
         [&](auto width) {
           constexpr int kWidth = decltype(width)::value;
           launch(weight_rows_kernel<Storage, kWidth>, row_grid(num_tokens, hidden / kWidth),
-                 kRowThreads, 0, static_cast<cudaStream_t>(stream.handle), false,
-                 x.as<const Storage>(), topk_weights.as<const float>(), weighted.as<Storage>(),
-                 hidden);
+                 kRowThreads, 0, stream, false, x.as<const Storage>(),
+                 topk_weights.as<const float>(), weighted.as<Storage>(), hidden, x.stride(0));
         },
-        x.data(), weighted.data());
+        x.data(), x.as<const Storage>() + x.stride(0), weighted.data());
   });
 }
 
@@ -92,9 +92,8 @@ void add_rows(const TensorView& target, const TensorView& source, Stream stream)
         count,
         [&](auto width) {
           constexpr int kWidth = decltype(width)::value;
-          launch(add_rows_kernel<Storage, kWidth>, flat_grid(count / kWidth), kThreads, 0,
-                 static_cast<cudaStream_t>(stream.handle), true, target.as<Storage>(),
-                 source.as<const Storage>(), count);
+          launch(add_rows_kernel<Storage, kWidth>, flat_grid(count / kWidth), kThreads, 0, stream,
+                 true, target.as<Storage>(), source.as<const Storage>(), count);
         },
         target.data(), source.data());
   });
@@ -103,9 +102,8 @@ void add_rows(const TensorView& target, const TensorView& source, Stream stream)
 void route_shared(const Routing& out, bool gated, Stream stream) {
   const std::int64_t num_tokens = out.topk_ids.numel();
   if (num_tokens == 0) return;
-  launch(route_shared_kernel, flat_grid(num_tokens), kThreads, 0,
-         static_cast<cudaStream_t>(stream.handle), false, out.topk_ids.as<std::int32_t>(),
-         out.topk_weights.as<float>(), num_tokens, gated);
+  launch(route_shared_kernel, flat_grid(num_tokens), kThreads, 0, stream, false,
+         out.topk_ids.as<std::int32_t>(), out.topk_weights.as<float>(), num_tokens, gated);
 }
 
 }  // namespace fusedmoe::cuda

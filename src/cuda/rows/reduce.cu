@@ -1,7 +1,8 @@
 // Weight and reduce: output[t] = sum over j of topk_weights[t, j] * row of slot (t, j).
 //
 // Sums run in fp32 in slot order, product and sum rounded one after the other as on the CPU, and
-// are rounded once to the dtype. Slots without a row are skipped, whatever that row holds.
+// are rounded once to the dtype of the output. Slots without a row are skipped, whatever that row
+// holds.
 #include "cuda/device/launch.h"
 #include "cuda/rows/element.cuh"
 #include "cuda/rows/rows.h"
@@ -10,7 +11,7 @@
 namespace fusedmoe::cuda {
 namespace {
 
-template <typename Storage>
+template <typename Row, typename Output>
 struct ReduceParams {
   const std::int32_t* topk_ids;   // (num_tokens, topk)
   const float* topk_weights;      // (num_tokens, topk), or null: sum without them
@@ -18,13 +19,15 @@ struct ReduceParams {
   core::LocalExperts local_expert;
   std::int64_t topk;
   std::int64_t hidden;
-  const Storage* rows;  // may be `output`: every element is read by the thread that writes it
-  Storage* output;      // (num_tokens, hidden)
+  const Row* rows;  // may be `output`: every element is read by the thread that writes it
+  Output* output;   // (num_tokens, hidden)
+  std::int64_t output_stride;
+  bool accumulate;
 };
 
 /// Block (token, chunk of columns).
-template <typename Storage, int kWidth>
-__global__ __launch_bounds__(kRowThreads) void reduce_rows_kernel(ReduceParams<Storage> p) {
+template <typename Row, typename Output, int kWidth>
+__global__ __launch_bounds__(kRowThreads) void reduce_rows_kernel(ReduceParams<Row, Output> p) {
   order_after_previous();
   const std::int64_t token = blockIdx.x, column = row_access() * kWidth;
   if (column >= p.hidden) return;
@@ -35,16 +38,13 @@ __global__ __launch_bounds__(kRowThreads) void reduce_rows_kernel(ReduceParams<S
                                                                     : flat;
     if (row < 0) continue;
     const float weight = p.topk_weights ? p.topk_weights[flat] : 1.0f;
-    const auto pack = Pack<Storage, kWidth>::load(p.rows + row * p.hidden + column);
+    const auto pack = Pack<Row, kWidth>::load(p.rows + row * p.hidden + column);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       sums[i] = __fadd_rn(sums[i], __fmul_rn(weight, to_f32(pack.values[i])));
     }
   }
-  Pack<Storage, kWidth> result;
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) result.values[i] = from_f32<Storage>(sums[i]);
-  result.store(p.output + token * p.hidden + column);
+  store_sums(sums, p.output + token * p.output_stride + column, p.accumulate);
 }
 
 }  // namespace
@@ -52,26 +52,30 @@ __global__ __launch_bounds__(kRowThreads) void reduce_rows_kernel(ReduceParams<S
 void reduce_rows(const core::ReduceArgs& args, const TensorView& slot_rows) {
   if (args.output.numel() == 0) return;
   const std::int64_t num_tokens = args.output.size(0), hidden = args.output.size(1);
-  dispatch_storage(args.output.dtype(), [&](auto element) {
-    using Storage = decltype(element);
-    ReduceParams<Storage> params{
+  const auto launch_kernel = [&](auto row, auto result) {
+    using Row = decltype(row);
+    using Output = decltype(result);
+    const ReduceParams<Row, Output> params{
         args.topk_ids.as<const std::int32_t>(),
         args.router_weight_on_input ? nullptr : args.topk_weights.as<const float>(),
         slot_rows ? slot_rows.as<const std::int32_t>() : nullptr,
         core::LocalExperts(args.expert_map, args.num_local_experts),
         args.topk_ids.size(1),
         hidden,
-        args.fused_output.as<const Storage>(),
-        args.output.as<Storage>()};
-    dispatch_width<Storage>(
+        args.fused_output.as<const Row>(),
+        args.output.as<Output>(),
+        args.output.stride(0),
+        accumulate};
+    dispatch_width<Row>(
         hidden,
         [&](auto width) {
           constexpr int kWidth = decltype(width)::value;
-          launch(reduce_rows_kernel<Storage, kWidth>, row_grid(num_tokens, hidden / kWidth),
-                 kRowThreads, 0, static_cast<cudaStream_t>(args.stream.handle), true, params);
+          launch(reduce_rows_kernel<Row, Output, kWidth>, row_grid(num_tokens, hidden / kWidth),
+                 kRowThreads, 0, args.stream, true, params);
         },
-        params.rows, params.output);
-  });
+        params.rows, params.output, params.output + params.output_stride);
+  };
+  dispatch_row_and_output(args.fused_output.dtype(), args.output.dtype(), launch_kernel);
 }
 
 }  // namespace fusedmoe::cuda

@@ -1,211 +1,164 @@
-// Routing data on the device: one block for each local expert reads all ids, which counts its rows
-// and, for the offset, those of the experts before it; then it reads them again and places its rows
-// in order, each warp those of a range of slots. No block waits for another, so one launch does for
-// every size; few rows it copies as well, many are a launch of their own.
+// Routing data on the device, always in one launch: few slots are sorted by every block, which then
+// copies a share of the rows; many are shared by the blocks of one cluster. Neither needs memory
+// that somebody has cleared.
+#include "cuda/rows/routing_data.h"
+
 #include <algorithm>
+#include <string>
+#include <utility>
 
 #include "cuda/device/launch.h"
 #include "cuda/device/prefetch.cuh"
-#include "cuda/rows/routing_data.h"
-#include "moe/local_experts.h"
+#include "cuda/rows/permute.h"
+#include "cuda/rows/routing_data.cuh"
 
 namespace fusedmoe::cuda {
 namespace {
 
-struct RoutingDataParams {
-  const std::int32_t* topk_ids;
-  int slots;
-  core::LocalExperts local_experts;
-  std::int32_t* expert_num_tokens;
-  std::int32_t* expert_offsets;
-  std::int32_t* permuted_to_slot;
-  std::int32_t* slot_to_permuted;
-  RoutingDataExtras extras;
-  int topk;
-  bool copy;  // the rows, here
-};
-
 constexpr int kMaxThreads = 1024;
+constexpr int kClusterBlocks = 8;  // the most that every device can run as a cluster
 
-/// Sums over the block, in every thread; called once.
-__device__ int2 block_sums(int2 value) {
-  __shared__ int2 sums[kMaxThreads / 32];
-  const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
-  const int2 sum = {__reduce_add_sync(~0u, value.x), __reduce_add_sync(~0u, value.y)};
-  if (threadIdx.x % 32 == 0) sums[warp] = sum;
-  __syncthreads();
-  int2 total{};
-  for (int w = 0; w < num_warps; ++w) {
-    total.x += sums[w].x;
-    total.y += sums[w].y;
+/// The local expert of a slot. Where rows have a capacity, a token has at most one row of an
+/// expert, for its first slot that names it.
+__device__ int expert_of_slot(const RoutingDataParams& p, std::int64_t slot) {
+  const int expert = p.local_experts(p.topk_ids[slot]);
+  if (p.capacity == 0 || expert < 0) return expert;
+  for (std::int64_t other = slot - slot % p.topk; other < slot; ++other) {
+    if (p.local_experts(p.topk_ids[other]) == expert) return -1;
   }
-  return total;
+  return expert;
 }
 
-constexpr int kCopyThreads = 128;
-/// Bytes of rows that blocks of the first launch copy, on average, at most.
-constexpr std::int64_t kCopiedBytes = 128 << 10;
-
-/// `count` rows from `begin` on, whose slots are known, by the threads of a block.
-__device__ void copy_rows(const RoutingDataParams& p, std::int64_t begin, unsigned count) {
-  const auto chunks = static_cast<unsigned>(p.extras.row_bytes / 16);
-  const auto* from = static_cast<const uint4*>(p.extras.rows);
-  auto* to = static_cast<uint4*>(p.extras.permuted);
-  for (unsigned i = threadIdx.x; i < count * chunks; i += blockDim.x) {
-    const std::int64_t row = begin + i / chunks;
-    const unsigned chunk = i % chunks;
-    const std::int64_t token = p.permuted_to_slot[row] / p.topk;
-    to[row * chunks + chunk] = from[token * chunks + chunk];
+/// Fetches a share of the rows into the L2 cache, while the slots are sorted.
+__device__ void prefetch_rows(const RoutingDataParams& p, const RoutingDataExtras& extras) {
+  constexpr std::int64_t kLine = 128;
+  const std::int64_t lines = (extras.row_bytes + kLine - 1) / kLine;
+  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+       i < p.slots / p.topk * lines; i += step) {
+    prefetch_l2(static_cast<const char*>(extras.rows) + i / lines * extras.row_pitch +
+                i % lines * kLine);
   }
 }
 
-/// Bit i of the result: whether slot `first` + i is of `expert`. One warp.
-__device__ unsigned slots_of(const RoutingDataParams& p, int first, int expert) {
-  const int slot = first + static_cast<int>(threadIdx.x % 32);
-  return __ballot_sync(~0u, slot < p.slots && p.local_experts(p.topk_ids[slot]) == expert);
-}
-
-/// Places the rows of one expert, from row `next` to `end`, in the order of their slots.
-__device__ void place_rows(const RoutingDataParams& p, int expert, int next, int end) {
-  __shared__ int warp_rows[kMaxThreads / 32];
-  constexpr int kMaxWords = 32;  // of 32 slots each: a lane keeps one
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
-  const int threads = static_cast<int>(blockDim.x);
-  const int words = min((p.slots + threads - 1) / threads, kMaxWords);
-  for (int first = 0; first < p.slots && next < end; first += words * threads) {
-    const int warp_first = first + warp * words * 32;
-    unsigned word = 0;
-#pragma unroll 8
-    for (int i = 0; i < words; ++i) {
-      const unsigned slots = slots_of(p, warp_first + i * 32, expert);
-      if (lane == i) word = slots;
-    }
-    int inclusive = __popc(word);  // rows up to this lane's word
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = __shfl_up_sync(~0u, inclusive, distance);
-      if (lane >= distance) inclusive += other;
-    }
-    if (lane == 31) warp_rows[warp] = inclusive;
-    __syncthreads();
-    const int rows = lane < num_warps ? warp_rows[lane] : 0;
-    const int word_row =
-        next + __reduce_add_sync(~0u, lane < warp ? rows : 0) + inclusive - __popc(word);
-    for (unsigned left = __ballot_sync(~0u, word != 0); left != 0; left &= left - 1) {
-      const int i = __ffs(static_cast<int>(left)) - 1;
-      const unsigned slots = __shfl_sync(~0u, word, i);
-      const int row = __shfl_sync(~0u, word_row, i) + __popc(slots & ((1u << lane) - 1));
-      if (slots >> lane & 1) {
-        const int slot = warp_first + i * 32 + lane;
-        p.permuted_to_slot[row] = slot;
-        p.slot_to_permuted[slot] = row;
-      }
-    }
-    next += __reduce_add_sync(~0u, rows);
-    __syncthreads();
-  }
-}
-
-__global__ void routing_data_kernel(const RoutingDataParams p) {
-  const int expert = static_cast<int>(blockIdx.x), num_experts = static_cast<int>(gridDim.x);
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  const int first = expert * threads + thread, step = num_experts * threads;  // of the grid
+__global__ void __launch_bounds__(kMaxThreads)
+    sort_few_slots_kernel(const RoutingDataParams p, const RoutingDataExtras extras) {
+  extern __shared__ int memory[];
+  const int rank = static_cast<int>(blockIdx.x), num_ranks = static_cast<int>(gridDim.x);
   cudaTriggerProgrammaticLaunchCompletion();
-  for (std::int64_t i = first; i < p.extras.num_zeroed; i += step) p.extras.zeroed[i] = 0;
-
-  if (p.copy) {  // the rows' way from memory, while ids are read
-    const std::int64_t bytes = p.slots / p.topk * p.extras.row_bytes;
-    constexpr std::int64_t kLine = 128;
-    for (std::int64_t at = first * kLine; at < bytes; at += step * kLine) {
-      prefetch_l2(static_cast<const char*>(p.extras.rows) + at);
-    }
-  }
-
-  int2 count{};  // rows of this expert, and of those before
-#pragma unroll 8
-  for (int slot = thread; slot < p.slots; slot += threads) {
-    const int local = p.local_experts(p.topk_ids[slot]);
-    count.x += local == expert;
-    count.y += local >= 0 && local < expert;
-    // Slots that no block places.
-    if (local < 0 && expert == 0) p.slot_to_permuted[slot] = -1;
-  }
-  count = block_sums(count);
-  const int mine = count.x, before = count.y;
-  if (threadIdx.x == 0) {
-    p.expert_num_tokens[expert] = mine;
-    p.expert_offsets[expert] = before;
-    if (expert == num_experts - 1) p.expert_offsets[num_experts] = before + mine;
-  }
-  if (expert == num_experts - 1) {
-    for (int row = before + mine + thread; row < p.slots; row += threads) {
-      p.permuted_to_slot[row] = -1;
-    }
-  }
-
-  place_rows(p, expert, before, before + mine);
-  if (p.copy) copy_rows(p, before, static_cast<unsigned>(mine));
+  zero_words(p, rank, num_ranks);
+  if (p.rows.units() > 0) prefetch_rows(p, extras);
+  sort_few_slots(p, memory, rank, num_ranks,
+                 [&](std::int64_t slot) { return expert_of_slot(p, slot); });
 }
 
-/// A block reads the row of a token, and writes it wherever it belongs.
-__global__ void __launch_bounds__(kCopyThreads) permute_rows_kernel(const RoutingDataParams p) {
-  constexpr int kChunks = 4;  // of a thread, on their way at the same time
-  const std::int64_t token = blockIdx.x;
-  const auto chunks = static_cast<int>(p.extras.row_bytes / 16);
-  const auto* from = static_cast<const uint4*>(p.extras.rows) + token * chunks;
-  cudaGridDependencySynchronize();
-  for (int first = threadIdx.x; first < chunks; first += kChunks * kCopyThreads) {
-    uint4 values[kChunks];
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const int chunk = first + c * kCopyThreads;
-      if (chunk < chunks) values[c] = from[chunk];
-    }
-    for (int j = 0; j < p.topk; ++j) {
-      const std::int64_t row = p.slot_to_permuted[token * p.topk + j];
-      if (row < 0) continue;
-      auto* to = static_cast<uint4*>(p.extras.permuted) + row * chunks;
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        const int chunk = first + c * kCopyThreads;
-        if (chunk < chunks) to[chunk] = values[c];
-      }
-    }
+/// One cluster; each block sorts a range of the slots.
+__global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kMaxThreads)
+    sort_many_slots_kernel(const RoutingDataParams p) {
+  extern __shared__ int memory[];
+  const int rank = cluster_rank();
+  const SlotCounters counters(p.num_experts, p.warps, memory);
+  cudaTriggerProgrammaticLaunchCompletion();
+  zero_words(p, rank, kClusterBlocks);
+  const std::int64_t share = (p.slots + kClusterBlocks - 1) / kClusterBlocks;
+  sort_slots<kClusterBlocks>(
+      counters, min(rank * share, p.slots), min((rank + 1) * share, p.slots),
+      [&](std::int64_t slot) { return expert_of_slot(p, slot); },
+      [&](std::int64_t slot, int expert, int number) {
+        const int row = p.row_of(counters, expert, number);
+        p.slot_to_row[slot] = row;
+        if (row >= 0 && p.permuted_to_slot) p.permuted_to_slot[row] = static_cast<int>(slot);
+      });
+  if (rank == 0) write_counts(p, counters);
+}
+
+/// Whether the rows were permuted.
+bool sort_slots_of(RoutingDataParams& p, const RoutingDataExtras& extras, const Stream& stream) {
+  if (p.num_experts > kMaxSortedExperts) {
+    throw Error::unsupported(Reason::kShape, "num_local_experts", std::to_string(p.num_experts),
+                "at most " + std::to_string(kMaxSortedExperts) + " on a CUDA device");
   }
+  const bool few = p.slots <= kMaxFewSlots;
+  // What comes before is the caller's, and may be a copy: no overlap.
+  if (!few) {
+    p.warps = sorting_warps(p.slots / kClusterBlocks, p.num_experts, kMaxThreads);
+    launch(sort_many_slots_kernel, dim3(kClusterBlocks), dim3(kMaxThreads),
+           sizeof(int) * static_cast<std::size_t>(SlotCounters::words(p.num_experts, p.warps)),
+           stream, false, p);
+    return false;
+  }
+  constexpr std::int64_t kBlockBytes = 4 << 10, kMostBlockBytes = 128 << 10;  // of rows
+  const std::int64_t bytes = extras.permuted ? p.slots * extras.row_bytes : 0;
+  const std::int64_t most_blocks = bytes > 0 ? multiprocessor_count(stream.device) : 1;
+  const bool copy = bytes > 0 && bytes <= most_blocks * kMostBlockBytes;
+  if (copy) p.rows = copy_of_rows(extras);
+  const std::int64_t blocks =
+      copy ? std::clamp<std::int64_t>(bytes / kBlockBytes, 1, most_blocks) : 1;
+  const auto threads =
+      static_cast<int>(std::clamp<std::int64_t>((p.slots + 31) / 32 * 32, 256, kMaxThreads));
+  p.warps = sorting_warps(p.slots, p.num_experts, threads);
+  launch(sort_few_slots_kernel, dim3(static_cast<unsigned>(blocks)),
+         dim3(static_cast<unsigned>(threads)),
+         sizeof(int) * static_cast<std::size_t>(few_slots_words(p.slots, p.num_experts, p.warps)),
+         stream, false, p, extras);
+  return copy;
+}
+
+RoutingDataParams make_params(const TensorView& topk_ids, const TensorView& expert_map,
+                              std::int64_t num_local_experts) {
+  RoutingDataParams p{};
+  p.topk_ids = topk_ids.as<const std::int32_t>();
+  p.slots = topk_ids.numel();
+  p.topk = static_cast<int>(topk_ids.size(1));
+  p.num_experts = static_cast<int>(num_local_experts);
+  p.local_experts = core::LocalExperts(expert_map, num_local_experts);
+  return p;
 }
 
 }  // namespace
 
+RoutingData routing_data_views(const TensorView& topk_ids, std::int64_t num_local_experts,
+                               void* memory) {
+  const std::int64_t slots = topk_ids.numel();
+  auto* next = static_cast<std::int32_t*>(memory);
+  const auto view = [&](std::int64_t count) {
+    return TensorView(std::exchange(next, next + count), DType::kI32, {count}, topk_ids.device());
+  };
+  RoutingData data;
+  data.expert_num_tokens = view(num_local_experts);
+  data.expert_offsets = view(num_local_experts + 1);
+  data.permuted_to_slot = view(slots);
+  data.slot_to_permuted = view(slots);
+  return data;
+}
+
 RoutingData build_routing_data(const TensorView& topk_ids, const TensorView& expert_map,
                                std::int64_t num_local_experts, void* memory,
                                const RoutingDataExtras& extras, const Stream& stream) {
-  const std::int64_t slots = topk_ids.numel();
-  RoutingDataParams p{};
-  p.topk_ids = topk_ids.as<const std::int32_t>();
-  p.slots = static_cast<int>(slots);
-  p.local_experts = core::LocalExperts(expert_map, num_local_experts);
-  p.expert_num_tokens = static_cast<std::int32_t*>(memory);
-  p.expert_offsets = p.expert_num_tokens + num_local_experts;
-  p.permuted_to_slot = p.expert_offsets + num_local_experts + 1;
-  p.slot_to_permuted = p.permuted_to_slot + slots;
-  p.extras = extras;
-  p.topk = static_cast<int>(topk_ids.size(1));
-  p.copy = extras.permuted && slots * extras.row_bytes <= num_local_experts * kCopiedBytes;
-  const auto handle = static_cast<cudaStream_t>(stream.handle);
-  const std::int64_t wanted = p.copy ? std::max<std::int64_t>(slots, 512) : slots;
-  const auto threads = std::clamp<std::int64_t>((wanted + 31) / 32 * 32, 32, kMaxThreads);
-  // What comes before is the caller's, and may be a copy.
-  launch(routing_data_kernel, dim3(static_cast<unsigned>(num_local_experts)),
-         dim3(static_cast<unsigned>(threads)), 0, handle, false, p);
-  if (extras.permuted && !p.copy) {
-    launch(permute_rows_kernel, dim3(static_cast<unsigned>(topk_ids.size(0))), dim3(kCopyThreads),
-           0, handle, true, p);
-  }
-  const auto view = [&](std::int32_t* data, std::int64_t count) {
-    return TensorView(data, DType::kI32, {count}, topk_ids.device());
-  };
-  return {view(p.expert_num_tokens, num_local_experts),
-          view(p.expert_offsets, num_local_experts + 1), view(p.permuted_to_slot, slots),
-          view(p.slot_to_permuted, slots)};
+  const RoutingData data = routing_data_views(topk_ids, num_local_experts, memory);
+  RoutingDataParams p = make_params(topk_ids, expert_map, num_local_experts);
+  p.expert_num_tokens = data.expert_num_tokens.as<std::int32_t>();
+  p.expert_offsets = data.expert_offsets.as<std::int32_t>();
+  p.permuted_to_slot = data.permuted_to_slot.as<std::int32_t>();
+  p.slot_to_row = data.slot_to_permuted.as<std::int32_t>();
+  p.zeroed = extras.zeroed;
+  p.num_zeroed = extras.num_zeroed;
+  RoutingDataExtras with_pitch = extras;
+  if (extras.row_pitch == 0) with_pitch.row_pitch = extras.row_bytes;
+  if (sort_slots_of(p, with_pitch, stream) || !extras.permuted) return data;
+  permute_rows({extras.rows, with_pitch.row_pitch, extras.permuted, extras.row_bytes, p.slot_to_row,
+                topk_ids.size(0), topk_ids.size(1)},
+               stream);
+  return data;
+}
+
+void assign_rows(const TensorView& topk_ids, const TensorView& expert_map,
+                 const core::RowAssignment& out, Stream stream) {
+  RoutingDataParams p = make_params(topk_ids, expert_map, out.expert_num_tokens.numel());
+  p.expert_num_tokens = out.expert_num_tokens.as<std::int32_t>();
+  p.slot_to_row = out.slot_rows.as<std::int32_t>();
+  p.capacity = std::max<std::int64_t>(topk_ids.size(0), 1);
+  sort_slots_of(p, {}, stream);
 }
 
 }  // namespace fusedmoe::cuda

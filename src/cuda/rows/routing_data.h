@@ -1,10 +1,11 @@
-// The index structures of routing_data.h on the device, in one launch, two where there are many
-// rows to copy.
+// The index structures of routing_data.h on the device, in one launch; where many rows are permuted
+// as well, in two.
 #pragma once
 
 #include <cstdint>
 
 #include "fusedmoe/router.h"
+#include "moe/backend.h"
 
 namespace fusedmoe::cuda {
 
@@ -12,17 +13,27 @@ namespace fusedmoe::cuda {
 struct RoutingDataExtras {
   std::int32_t* zeroed = nullptr;  ///< words that are set to 0
   std::int64_t num_zeroed = 0;
-  /// Rows in the order of the grouped GEMM: permuted[r] = rows[slot / topk] of its slot. Where
-  /// `permuted` is null nothing is copied. 16-byte aligned, row_bytes a multiple of 16.
+  /// Rows in the order of their experts: permuted[r] = rows[slot / topk] of its slot. Where
+  /// `permuted` is null nothing is copied. 16-byte aligned; row_bytes and row_pitch are multiples
+  /// of 16.
   const void* rows = nullptr;
   void* permuted = nullptr;
   std::int64_t row_bytes = 0;
+  std::int64_t row_pitch = 0;  ///< bytes between `rows`; 0: row_bytes
 };
 
 /// As fusedmoe::build_routing_data(): the same views into `memory`, of routing_data_bytes().
-/// Asynchronous on the stream.
+/// Asynchronous on the stream. Up to 16384 local experts.
 RoutingData build_routing_data(const TensorView& topk_ids, const TensorView& expert_map,
                                std::int64_t num_local_experts, void* memory,
                                const RoutingDataExtras& extras, const Stream& stream);
+
+/// As core::Backend::assign_rows(): the rows of the batched format.
+void assign_rows(const TensorView& topk_ids, const TensorView& expert_map,
+                 const core::RowAssignment& out, Stream stream);
+
+/// The views of the routing data in `memory`.
+RoutingData routing_data_views(const TensorView& topk_ids, std::int64_t num_local_experts,
+                               void* memory);
 
 }  // namespace fusedmoe::cuda

@@ -6,12 +6,11 @@
 
 namespace fusedmoe::cuda {
 
-void assign_rows(const TensorView& topk_ids, const TensorView& expert_map,
-                 const core::RowAssignment& out, Stream stream);
-void dispatch_rows(const TensorView& slot_rows, const TensorView& from, const TensorView& to,
-                   Stream stream);
+/// The output may be f32 whatever the rows are, and its rows may have a stride. With
+/// args.accumulate the sum is added to what the output holds, in fp32, before the one rounding.
 void reduce_rows(const core::ReduceArgs& args, const TensorView& slot_rows);
 
+/// Rows of `x` may have a stride.
 void weight_rows(const TensorView& x, const TensorView& topk_weights, const TensorView& weighted,
                  Stream stream);
 void add_rows(const TensorView& target, const TensorView& source, Stream stream);

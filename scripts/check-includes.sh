@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Who may include whom (docs/architecture.md): every #include "folder/..." goes along its own floor
+# or down, never up; a public header counts as the floor that defines what it declares. Prints each
+# one that does not, and fails. The list `known` holds what is still to be mended, file and floor.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+known='
+src/moe/backend.h layer
+src/quant/quantize.cpp moe
+src/quant/quantize_weights.cpp moe
+src/quant/weight_layout.h moe
+'
+
+find src include cli bench tests/unit -name '*.h' -o -name '*.cpp' -o -name '*.cu*' |
+  xargs grep -nE '^#include "' |
+  awk -v known="$known" '
+    function allow(folder, others) { allowed[folder] = " " folder " " others " " }
+    function floor(name, headers,   list, i) {
+      for (i = split(headers, list, " "); i > 0; --i) floor_of[list[i] ".h"] = name
+    }
+    BEGIN {
+      FS = "[:\"]"
+      allow("core"); allow("quant", "core"); allow("moe", "quant core"); allow("files", "core")
+      below = "moe quant core"
+      allow("checkpoint", "files layer " below)  # layer.h declares the weights of a layer
+      allow("reference", below); allow("cpu", below); allow("cuda", below); allow("comm", below)
+      below = "reference cpu cuda comm " below
+      allow("layer", "files " below)  # a saved plan is JSON
+      below = "layer checkpoint files " below
+      allow("tools", below)
+      allow("cli", "fusedmoe testing tools " below); allow("bench", "fusedmoe testing tools " below)
+      # The public interface alone, so that the tests of it can use src/testing.
+      allow("include", "fusedmoe"); allow("testing", "fusedmoe")
+      allow("tests", "fusedmoe testing ..")
+      floor("core", "error tensor runtime dlpack export version")
+      floor("quant", "quant"); floor("files", "safetensors"); floor("checkpoint", "checkpoint")
+      floor("moe", "weights router experts"); floor("layer", "modular_kernel selection layer")
+    }
+    {
+      file = $1; header = $4
+      split(file, path, "/")
+      folder = path[1] == "src" ? path[2] : path[1]
+      if (split(header, parts, "/") < 2 || header ~ /^(gtest|nlohmann|cute|cutlass)\//) next
+      target = parts[1]
+      if (target == "fusedmoe" && !index(allowed[folder], "fusedmoe")) target = floor_of[parts[2]]
+      if (target != "" && index(allowed[folder], " " target " ")) next
+      if (index(known, "\n" file " " target "\n")) { seen[file " " target] = 1; next }
+      print file ":" $2 ": " folder " may not include " header
+      bad = 1
+    }
+    END {
+      for (i = split(known, list, "\n"); i > 0; --i) {
+        if (list[i] == "" || list[i] in seen) continue
+        print list[i] ": mended; take it off the list in scripts/check-includes.sh"
+        bad = 1
+      }
+      exit bad
+    }'

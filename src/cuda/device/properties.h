@@ -1,0 +1,28 @@
+// What the code asks of CUDA devices, queried once for each.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "fusedmoe/tensor.h"
+
+namespace fusedmoe::cuda {
+
+struct DeviceProperties {
+  std::string name;
+  std::string problem;       ///< why the device cannot be asked; else empty
+  std::size_t bytes = 0;     ///< of memory
+  int multiprocessors = 0;   ///< H200 and H100 SXM 132, H100 PCIe 114, H20 78, fewer with MIG
+  int major = 0, minor = 0;  ///< compute capability
+};
+
+/// Null for a device that is not there.
+const DeviceProperties* device_properties(int index);
+
+/// Of a usable device. Throws Error for another.
+int multiprocessor_count(Device device);
+
+/// Where the calling thread's launches and allocations go. Throws Error where there is no device.
+Device current_device();
+
+}  // namespace fusedmoe::cuda

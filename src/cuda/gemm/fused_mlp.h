@@ -1,0 +1,91 @@
+// Parameters of the fused MLP kernel: GEMM 1, activation and GEMM 2 of all experts. Plain C++.
+//
+// One persistent kernel works off the tiles of GEMM 1 and then those of GEMM 2, so that weights
+// stream without a pause between them. Weights are the 64-row operand of wgmma; the token rows of
+// an expert are its columns (N, in steps of 8 to 16).
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/gemm/packed_block.h"
+#include "cuda/gemm/tile_shape.h"
+#include "fusedmoe/weights.h"
+#include "moe/local_experts.h"
+
+namespace fusedmoe::cuda {
+
+enum class Epilogue {
+  kStore,        ///< the accumulators (activated where the activation is not gated)
+  kActivate,     ///< gated activation
+  kStoreGateUp,  ///< (rows, 2 width): gate, then up
+};
+
+/// One of the two GEMMs. "Elements" are those of the operands' activations. Rows are the token rows
+/// of all experts, in expert order.
+struct GemmParams {
+  const void* weights = nullptr;  ///< packed blocks of all experts
+  std::int64_t expert_bytes = 0;
+  int row_blocks = 0;  ///< of one expert
+  int k_blocks = 0;
+  int k = 0;                          ///< columns of `activations`; behind them counts as 0
+  const float* bias = nullptr;        ///< (experts, row_blocks * 64) in packed row order, or null
+  const float* scales = nullptr;      ///< (experts): power of two that multiplies all results
+  const void* activations = nullptr;  ///< (num_rows, row_pitch) elements, 16-byte aligned
+  std::int64_t num_rows = 0;
+  std::int64_t row_pitch = 0;    ///< elements; rows start at 16 bytes
+  void* out = nullptr;           ///< (splits, rows, out_pitch), 16-byte aligned
+  std::int64_t out_pitch = 0;    ///< elements; rows start at 16 bytes
+  std::int64_t split_pitch = 0;  ///< elements between the partial results of splits
+  int width = 0;                 ///< columns of each row; written are up to a multiple of 8
+  int splits = 1;                ///< K is cut into so many parts; the reader adds them
+  bool out_f32 = false;          ///< else as `activations`; with Epilogue::kStore
+  const std::int32_t* out_rows = nullptr;  ///< with out_f32: rows of `out`; null: the same order
+  Epilogue epilogue = Epilogue::kStore;
+};
+
+/// Device pointers throughout.
+struct FusedMlpParams {
+  GemmParams gemms[2];
+  int num_gemms = 2;  ///< the second reads what the first writes
+  int num_experts = 0;
+  const std::int32_t* expert_num_tokens = nullptr;  ///< (experts)
+  const std::int32_t* expert_offsets = nullptr;     ///< (experts): first row; null: e * capacity
+  std::int64_t capacity = 0;
+  /// Few slots (may_route_inline): every thread block counts the rows of experts itself, from these
+  /// ids. So it starts while expert_num_tokens and expert_offsets are still made. Null: it reads
+  /// those.
+  const std::int32_t* topk_ids = nullptr;
+  int num_slots = 0;
+  core::LocalExperts local_experts;
+  /// num_counters(...) words, zero when the kernel begins.
+  std::int32_t* counters = nullptr;
+  ResolvedActivation activation{};
+  /// Add up each row in one order, whatever else is in its tile (WeightFormat::keeps_order).
+  bool batch_invariant = false;
+  /// Weights that only one token tile reads need not stay in the L2: what they would push out may
+  /// have to be written back first.
+  bool weights_evict_first = false;
+  /// The stream's previous operation is one of our kernels, and this one may start before that
+  /// ends. Never true after a copy or a caller's own work: an early start waits for kernels only.
+  bool overlap_previous = false;
+  /// If not null, GEMM 2 multiplies row r by topk_weights[row_slots[r]] before it rounds to the
+  /// elements' type. For operands whose WeightFormat::weights_rows is set.
+  const float* topk_weights = nullptr;
+  const std::int32_t* row_slots = nullptr;
+};
+
+/// Words of FusedMlpParams::counters for so many rows.
+constexpr std::int64_t num_counters(const TileShape& tile, std::int64_t rows,
+                                    std::int64_t num_experts) {
+  return 1 + ceil_div(rows, tile.max_tokens) + num_experts;
+}
+
+/// Largest number of experts.
+inline constexpr int kMaxExperts = 2048;
+
+/// Whether FusedMlpParams::topk_ids may be set.
+constexpr bool may_route_inline(std::int64_t num_slots, std::int64_t num_experts) {
+  return num_slots <= 128 && num_experts < kMaxExperts / 2;
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,215 @@
+// The fused MLP kernel: persistent, warp-specialised, both GEMMs of a layer in one launch. Its
+// roles stand below in the order in which data passes them:
+//
+//   schedule_and_load_weights  one thread  draws tile indexes from a counter, in order, tells the
+//                                          others of the work tiles, and streams their weights
+//   load_activations           one thread  brings the token rows of each tile
+//   multiply_tiles             warpgroups  multiply; without an epilogue warpgroup they also store
+//   run_epilogues              a warpgroup stores small tiles while the next is multiplied
+//   publish_tiles              one thread  tells other thread blocks which tiles are stored
+//
+// Weights never wait for activations: those of GEMM 2 are under way while the last tiles of GEMM 1
+// are still computed. Only GEMM 2's activation loads wait for the GEMM 1 tiles that produce them.
+// Tile indexes are drawn in order, so a thread block that waits always waits for blocks that run:
+// no order of launches can lock up.
+//
+// The blocks of a cluster take neighbouring row tiles of the same tokens: each loads a part of the
+// token rows for all. Its first block draws the tile index, and tells the others.
+//
+// Files: kernel.cuh (sizes, shared memory, barriers), tile_scheduler.cuh (which tile is next),
+// copies.cuh, mainloop.cuh and epilogue.cuh (what the roles do for one tile).
+#pragma once
+
+#include <cuda_runtime.h>
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "cuda/gemm/copies.cuh"
+#include "cuda/gemm/epilogue.cuh"
+#include "cuda/gemm/mainloop.cuh"
+#include "cuda/gemm/tile_scheduler.cuh"
+
+namespace fusedmoe::cuda {
+
+template <typename K>
+__device__ inline void schedule_and_load_weights(SharedMemory<K>& shared, const FusedMlpParams& p,
+                                                 int rank) {
+  StageState<K> stage;
+  TileState<K> slot;
+  const auto draw = [&] { return rank == 0 ? atomicAdd(p.counters, 1) : 0; };
+  // While the counters are still made, each block brings some tile's first packed blocks near, for
+  // whichever draws it. In the loop: code is slow when it runs for the first time.
+  bool is_ahead = p.topk_ids != nullptr;
+  int drawn = is_ahead ? static_cast<int>(blockIdx.x) / K::kCluster : draw();
+  while (true) {
+    int index = drawn;
+    if (!is_ahead) {
+      index = share_index(shared, slot, rank, drawn);
+      wait(&shared.tile_free[slot.index], slot.phase ^ 1);
+    }
+    const WorkTile tile = make_tile(shared, p, index, rank);
+    if (is_ahead) {
+      prefetch_weights<K>(p, tile);
+      cudaGridDependencySynchronize();  // for the counters
+      drawn = draw();
+      is_ahead = false;
+      continue;
+    }
+    shared.tiles[slot.index] = tile;
+    arrive(&shared.tile_full[slot.index]);
+    slot.advance();
+    if (tile.gemm < 0) return;
+    drawn = draw();  // its latency hides behind the stream
+    copy_weights(shared, p, tile, stage);
+  }
+}
+
+/// Returns once GEMM 1 has stored all row blocks of the token tile. A build with assertions gives
+/// up after some seconds: another forward uses the same workspace at the same time. It traps, as a
+/// call of assert() would have ptxas serialize all wgmma.
+__device__ inline void wait_for_rows(const FusedMlpParams& p, const WorkTile& tile) {
+  const std::int32_t* counter = p.counters + 1 + tile.token_tile;
+  int stored = 0;
+  for (int tries = 0;; ++tries) {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(stored) : "l"(counter) : "memory");
+    if (stored >= p.gemms[0].row_blocks) return;
+#ifndef NDEBUG
+    if (tries == 1 << 24) __trap();
+#endif
+    __nanosleep(20);
+  }
+}
+
+template <typename K>
+__device__ inline void load_activations(SharedMemory<K>& shared, const FusedMlpParams& p,
+                                        const ActivationMaps& maps, int rank) {
+  StageState<K> stage;
+  TileState<K> slot;
+  while (true) {
+    wait(&shared.tile_full[slot.index], slot.phase);
+    const WorkTile tile = shared.tiles[slot.index];
+    arrive(&shared.tile_free[slot.index]);
+    slot.advance();
+    if (tile.gemm < 0) return;
+
+    if (p.topk_ids) cudaGridDependencySynchronize();
+    if (tile.gemm == 1) {
+      wait_for_rows(p, tile);
+      // They were stored by ordinary writes, and tensor copies read them.
+      asm volatile("fence.proxy.async.global;" ::: "memory");
+    }
+    copy_activations(shared, p, maps.boxes[tile.gemm], tile, rank, stage);
+  }
+}
+
+template <typename K>
+__device__ __forceinline__ void multiply_tiles(SharedMemory<K>& shared, const FusedMlpParams& p) {
+  const WarpgroupCoords<K> coords{__shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0)};
+  StageState<K> stage;
+  constexpr unsigned kSlots = K::kTileSlots;
+  for (unsigned count = 0;; ++count) {  // one register, where TileState takes two
+    const unsigned slot = count % kSlots;
+    wait(&shared.tile_full[slot], count / kSlots % 2);
+    const WorkTile& tile = shared.tiles[slot];  // read where needed: registers are scarce
+    if (tile.gemm < 0) return;
+    if constexpr (!K::kHasEpilogueWarpgroup) {
+      prefetch_scale_and_bias<K>(p.gemms[tile.gemm], tile, coords);
+    }
+    typename K::Accumulators accumulators;
+    multiply_tile(shared, p, tile, coords, stage, accumulators);
+    if constexpr (K::kHasEpilogueWarpgroup) {
+      publish_accumulators(shared, tile, coords, accumulators, count % 2 ^ 1);
+    } else {
+      if (p.topk_ids) cudaGridDependencySynchronize();
+      store_tile(shared, p, tile, coords, accumulators);
+      if (coords.thread() == 0) arrive(&shared.tile_stored[slot]);
+    }
+  }
+}
+
+template <typename K>
+__device__ __forceinline__ void run_epilogues(SharedMemory<K>& shared, const FusedMlpParams& p) {
+  constexpr unsigned kSlots = K::kTileSlots;
+  for (unsigned count = 0;; ++count) {
+    const unsigned slot = count % kSlots;
+    wait(&shared.tile_full[slot], count / kSlots % 2);
+    const WorkTile& tile = shared.tiles[slot];
+    if (tile.gemm < 0) return;
+    store_published_tile(shared, p, tile, count % 2);
+    if (threadIdx.x % 128 == 0) arrive(&shared.tile_stored[slot]);
+  }
+}
+
+/// Counts stored row blocks of GEMM 1 with a release, so that the storing warps need not fence.
+template <typename K>
+__device__ inline void publish_tiles(SharedMemory<K>& shared, const FusedMlpParams& p) {
+  TileState<K> slot;
+  while (true) {
+    wait(&shared.tile_full[slot.index], slot.phase);
+    const WorkTile& tile = shared.tiles[slot.index];
+    if (tile.gemm < 0) return;
+    const int token_tile = tile.token_tile;
+    const int row_blocks = min(K::kTileRowBlocks, p.gemms[tile.gemm].row_blocks - tile.row_block);
+    const bool inner = tile.gemm == 0 && p.num_gemms == 2;  // GEMM 2 waits for it
+    wait(&shared.tile_stored[slot.index], slot.phase);
+    arrive(&shared.tile_free[slot.index]);
+    slot.advance();
+    if (inner && row_blocks > 0) {
+      asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p.counters + 1 + token_tile),
+                   "r"(row_blocks)
+                   : "memory");
+    }
+  }
+}
+
+/// K is a Kernel<Operands, index of the tile shape>.
+template <typename K>
+__global__ __launch_bounds__(K::kThreads,
+                             1) void fused_mlp_kernel(const __grid_constant__ FusedMlpParams params,
+                                                      const __grid_constant__ ActivationMaps maps) {
+  extern __shared__ __align__(1024) std::uint8_t memory[];
+  auto& shared = *reinterpret_cast<SharedMemory<K>*>(memory);
+  const int rank = K::kCluster > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
+
+  const int expert = read_expert(params);
+  init_barriers(shared);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < params.num_gemms; ++i) {
+      constexpr int kFirst = K::kWideCopies ? 0 : ActivationMaps::first_box(K::kMaxTokens);
+      cute::prefetch_tma_descriptor(&maps.boxes[i][kFirst]);
+    }
+  }
+  // routing_data was launched without PDL, so what came before it has completed; only what
+  // routing_data itself writes must be waited for.
+  if (!params.topk_ids) cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+  count_tiles(shared, params, expert);
+  if constexpr (K::kCluster > 1) cute::cluster_sync();
+
+  if (threadIdx.x < 128) {
+    cutlass::arch::warpgroup_reg_dealloc<K::kLoadRegisters>();
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (warp == 0 && cute::elect_one_sync()) {
+      schedule_and_load_weights(shared, params, rank);
+    } else if (warp == 1 && cute::elect_one_sync()) {
+      load_activations(shared, params, maps, rank);
+    } else if (warp == 2 && cute::elect_one_sync()) {
+      publish_tiles(shared, params);
+    }
+  } else if (!K::kHasEpilogueWarpgroup || threadIdx.x < K::kThreads - 128) {
+    cutlass::arch::warpgroup_reg_alloc<K::kMultiplyRegisters>();
+    multiply_tiles(shared, params);
+  } else {
+    if constexpr (K::kHasEpilogueWarpgroup) {
+      cutlass::arch::warpgroup_reg_alloc<K::kEpilogueRegisters>();
+      run_epilogues(shared, params);
+    }
+  }
+  if constexpr (K::kCluster > 1) {  // others may still arrive at this block's barriers
+    __syncwarp();
+    cute::cluster_sync();
+  }
+}
+
+}  // namespace fusedmoe::cuda

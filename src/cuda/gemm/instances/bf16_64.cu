@@ -1,4 +1,0 @@
-#include "cuda/gemm/instances/launch_instance.cuh"
-
-template void fusedmoe::cuda::launch_instance<fusedmoe::cuda::Bf16Weights, 2>(
-    const fusedmoe::cuda::GroupedGemm&, void*);

@@ -1,4 +1,0 @@
-#include "cuda/gemm/instances/launch_instance.cuh"
-
-template void fusedmoe::cuda::launch_instance<fusedmoe::cuda::F16Weights, 4>(
-    const fusedmoe::cuda::GroupedGemm&, void*);

@@ -1,0 +1,225 @@
+// What the roles of the fused MLP kernel share: its sizes, shared memory, work tiles, barriers.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <cutlass/arch/barrier.h>
+
+#include <cstdint>
+
+#include "cuda/gemm/fused_mlp.h"
+
+namespace fusedmoe::cuda {
+
+/// Rows of a tensor copy, at least and at most.
+inline constexpr int kRowUnit = 8, kMostRows = 64;
+/// A row of a K block in shared memory: what the swizzle of wgmma's operands permutes.
+inline constexpr int kSwizzleBytes = 128;
+
+using Barrier = cutlass::arch::ClusterTransactionBarrier;
+
+/// Barrier::wait and arrive, across which the compiler also moves no accesses to what is guarded.
+__device__ inline void wait(const std::uint64_t* barrier, std::uint32_t phase) {
+  Barrier::wait(barrier, phase);
+  asm volatile("" ::: "memory");
+}
+__device__ inline void arrive(const std::uint64_t* barrier) {
+  asm volatile("" ::: "memory");
+  Barrier::arrive(barrier);
+}
+
+/// Sizes of one kernel: policies of operands (operands/) and one of their tile shapes.
+template <typename OperandsT, int kIndex>
+struct Kernel {
+  using Operands = OperandsT;
+  using Activation = typename Operands::Activation;
+  using Output = typename Operands::Output;
+
+  static constexpr TileShape kTile = Operands::kTiles[kIndex];
+  static constexpr int kMaxTokens = kTile.max_tokens, kCluster = kTile.cluster;
+  static constexpr int kRowGroups = kTile.row_groups, kKGroups = kTile.k_groups;
+  static constexpr int kRowBlocks = kTile.row_blocks;             // of a row group
+  static constexpr int kTileRowBlocks = kTile.tile_row_blocks();  // of a thread block
+  static constexpr int kClusterRowBlocks = kTileRowBlocks * kCluster;
+
+  static constexpr int kWarpgroups = kTile.warpgroups();  // that multiply
+  static constexpr int kMultiplyThreads = 128 * kWarpgroups;
+  // In tiles of few tokens the multiplying warpgroups publish their accumulators in shared memory,
+  // and another one finishes them while the next tile is multiplied. Its latencies would otherwise
+  // be a good part of the time.
+  static constexpr bool kHasEpilogueWarpgroup = kTile.has_epilogue_warpgroup();
+  static_assert(kHasEpilogueWarpgroup || kKGroups == 1, "K groups meet in shared memory");
+  static constexpr int kThreads = 128 * (1 + kWarpgroups + (kHasEpilogueWarpgroup ? 1 : 0));
+
+  // Registers of a thread block are 64 Ki; at launch every thread has the same share of them.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kAllRegisters = kLaunchRegisters * (kThreads / 128);
+  static constexpr int kEpilogueRegisters = kHasEpilogueWarpgroup ? 104 : 0;
+  static constexpr int kMultiplyRegisters =
+      (kAllRegisters - kEpilogueRegisters - 56) / kWarpgroups / 8 * 8;
+  static constexpr int kLoadRegisters =
+      kAllRegisters - kEpilogueRegisters - kWarpgroups * kMultiplyRegisters;
+
+  // A thread's accumulators: row blocks by tokens, as wgmma leaves them.
+  static constexpr int kAccumulators = kMaxTokens / 2;
+  using Accumulators = float[kRowBlocks][kAccumulators];
+  static_assert((kRowBlocks + Operands::kPromotedRowBlocks) * kAccumulators + 48 <=
+                    kMultiplyRegisters,
+                "the tile's accumulators leave no registers");
+
+  // Of one K block:
+  static constexpr int kBlockBytes = Operands::kBlock.bytes;  // 64 weight rows
+  static constexpr int kBlockK = Operands::kBlock.k;
+  static_assert(kBlockK * sizeof(Activation) == kSwizzleBytes);
+  static constexpr int kActivationBytes = kMaxTokens * kSwizzleBytes;
+  // A stage holds neighbouring K blocks for each K group.
+  static constexpr int kBlocksPerGroup =
+      kRowBlocks == 1 && kMaxTokens <= 64 ? Operands::kBlocksPerGroup : 1;
+  static constexpr int kBlocksPerStage = kKGroups * kBlocksPerGroup;
+  static constexpr int kRowBlockPitch = kBlocksPerStage * kBlockBytes;  // of weights in a stage
+  // Token rows lie in units of 8 rows of a K block. Where tiles are small, one copy brings 8 rows
+  // of a whole stage: each copy takes as long as the multiplication of a packed block.
+  static constexpr int kUnitBytes = kRowUnit * kSwizzleBytes;
+  static constexpr bool kWideCopies = kBlocksPerStage > 1 && kMaxTokens < kMostRows;
+  static constexpr int kUnitPitch = kWideCopies ? kBlocksPerStage * kUnitBytes : kUnitBytes;
+  static constexpr int kKBlockPitch = kWideCopies ? kUnitBytes : kActivationBytes;
+  static_assert(!kWideCopies || kCluster == 1);
+  static constexpr int kStageBytes =
+      static_cast<int>(
+          ceil_div(kBlocksPerStage * (kActivationBytes + kTileRowBlocks * kBlockBytes), 1024)) *
+      1024;
+
+  static_assert(sizeof(typename Output::Element) == 2, "stmatrix stages 16 bits");
+  // Token rows that the epilogue finishes together; more of them take more registers.
+  static constexpr int kChunkTokens = kMaxTokens < 64 ? 16 : kMaxTokens % 32 == 0 ? 32 : 48;
+  // Elements of a staged row on its way out; eight rows lie on different banks.
+  static constexpr int kStagedPitch =
+      kBlockRows + 16 / static_cast<int>(sizeof(typename Output::Element));
+
+  static constexpr int kTileSlots = 8;
+  static constexpr int kSharedLimit = 232448;  // of a thread block, sm_90
+  // Warpgroups that publish partial accumulators, and a thread's; at least 1, as there is no array
+  // of nothing.
+  static constexpr int kPartials = kHasEpilogueWarpgroup ? kWarpgroups : 1;
+  static constexpr int kPartialAccumulators = kHasEpilogueWarpgroup ? kAccumulators : 1;
+  static constexpr int kStoringWarpgroups = kHasEpilogueWarpgroup ? 1 : kRowGroups;
+
+  static constexpr int kFixedBytes =
+      kStoringWarpgroups * kChunkTokens * kStagedPitch * sizeof(typename Output::Element) +
+      kPartials * kPartialAccumulators * 128 * 4 + (kMaxExperts + 1) * 4 + 1024;
+  static constexpr int kStages = (kSharedLimit - kFixedBytes) / kStageBytes;
+  static_assert(kMaxTokens % 16 == 0, "N of wgmma");
+  static_assert(kMaxTokens % kChunkTokens == 0);
+  static_assert(kStages >= 3, "a pipeline needs stages");
+  static_assert(kStageBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
+};
+
+/// One work tile, as every role needs it.
+struct WorkTile {
+  int gemm;  // 0 or 1; -1: no work left
+  int expert;
+  int row_block;  // first of the tile
+  int k_begin, k_end;
+  int first_row;   // of the token rows of all experts
+  int num_tokens;  // token rows of the tile
+  int split;
+  int token_tile;  // of all experts: where its stored row blocks of GEMM 1 are counted
+};
+
+template <typename K>
+struct SharedMemory {
+  // The ring of operands: per stage the token rows, then the packed blocks.
+  alignas(1024) std::uint8_t stages[K::kStages][K::kStageBytes];
+  // Token rows on their way out, of each storing warpgroup.
+  alignas(16)
+      typename K::Output::Element rows[K::kStoringWarpgroups][K::kChunkTokens][K::kStagedPitch];
+  float partials[K::kPartials][K::kPartialAccumulators][128];
+  std::uint64_t stage_full[K::kStages];
+  std::uint64_t stage_free[K::kStages];
+  std::uint64_t partials_full;
+  std::uint64_t partials_free;
+  // The ring of work tiles, from the tile scheduler to all other roles.
+  std::uint64_t tile_full[K::kTileSlots];
+  std::uint64_t tile_stored[K::kTileSlots];
+  std::uint64_t tile_free[K::kTileSlots];
+  WorkTile tiles[K::kTileSlots];
+  // The tile index that the first block of a cluster drew, for the others.
+  std::uint64_t index_full[K::kTileSlots];
+  std::uint64_t index_free[K::kTileSlots];
+  int tile_indexes[K::kTileSlots];
+  std::int32_t tile_prefix[kMaxExperts + 1];
+
+  __device__ std::uint8_t* activations_at(int stage, int k_block) {
+    return stages[stage] + k_block * K::kKBlockPitch;
+  }
+  __device__ std::uint8_t* weights_at(int stage, int row_block, int k_block) {
+    return stages[stage] + K::kBlocksPerStage * K::kActivationBytes +
+           (row_block * K::kBlocksPerStage + k_block) * K::kBlockBytes;
+  }
+};
+
+/// Position in a ring of barriers.
+template <int kCount>
+struct RingState {
+  int index = 0;
+  std::uint32_t phase = 0;
+  __device__ void advance() {
+    if (++index == kCount) {
+      index = 0;
+      phase ^= 1;
+    }
+  }
+};
+template <typename K>
+using StageState = RingState<K::kStages>;
+template <typename K>
+using TileState = RingState<K::kTileSlots>;
+
+/// Which multiplying warpgroup a thread is in. The epilogue warpgroup takes the place of the first.
+template <typename K>
+struct WarpgroupCoords {
+  int warpgroup;
+  __device__ static int thread() { return threadIdx.x % 128; }
+  __device__ int row_group() const { return warpgroup / K::kKGroups; }
+  __device__ int k_group() const { return warpgroup % K::kKGroups; }
+};
+
+/// By a thread of each of some warps, as each barrier takes a while.
+template <typename K>
+__device__ __forceinline__ void init_barriers(SharedMemory<K>& shared) {
+  if (threadIdx.x % 32 != 0) return;
+  const auto init = [](auto& barriers, int arrivals) {
+    for (std::uint64_t& barrier : barriers) Barrier::init(&barrier, arrivals);
+  };
+  switch (threadIdx.x / 32) {
+    case 1:
+      init(shared.stage_full, 2);  // weights and activations
+      break;
+    case 2:
+      init(shared.stage_free, K::kMultiplyThreads * K::kCluster);
+      break;
+    case 3:
+      init(shared.tile_full, 1);
+      break;
+    case 4:
+      init(shared.tile_stored, K::kStoringWarpgroups);
+      break;
+    case 5:
+      init(shared.tile_free, 2);  // activations loaded, results stored
+      break;
+    case 6:
+      Barrier::init(&shared.partials_full, K::kMultiplyThreads);
+      Barrier::init(&shared.partials_free, 128);
+      break;
+    case 7:
+      if constexpr (K::kCluster > 1) {
+        init(shared.index_full, 1);
+        init(shared.index_free, K::kCluster - 1);
+      }
+      break;
+    default:
+      return;
+  }
+  cutlass::arch::fence_barrier_init();
+}
+
+}  // namespace fusedmoe::cuda

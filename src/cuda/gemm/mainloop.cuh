@@ -1,0 +1,293 @@
+// The main loop of the fused MLP kernel: a warpgroup's accumulators of one tile.
+#pragma once
+
+#include "cuda/device/wgmma.cuh"
+#include "cuda/gemm/kernel.cuh"
+
+namespace fusedmoe::cuda {
+
+template <typename K>
+__device__ inline int num_stages(const WorkTile& tile) {
+  return (tile.k_end - tile.k_begin + K::kBlocksPerStage - 1) / K::kBlocksPerStage;
+}
+
+/// K blocks of the last stage of a tile that a K group multiplies; of the others kBlocksPerGroup.
+template <typename K>
+__device__ inline int last_blocks(const WorkTile& tile, const WarpgroupCoords<K>& coords) {
+  if constexpr (K::kBlocksPerStage == 1) return 1;
+  const int blocks = tile.k_end - tile.k_begin;
+  const int left = blocks - (num_stages<K>(tile) - 1) * K::kBlocksPerStage -
+                   coords.k_group() * K::kBlocksPerGroup;
+  return max(0, min(K::kBlocksPerGroup, left));
+}
+
+/// To all blocks of the cluster: each loads token rows for this one. Every thread arrives for
+/// itself; one for its warp is not faster, and racecheck does not know what it stands for.
+template <typename K>
+__device__ inline void release_stage(SharedMemory<K>& shared, int stage) {
+  if constexpr (K::kCluster == 1) {
+    arrive(&shared.stage_free[stage]);
+  } else {
+    asm volatile("" ::: "memory");
+    for (int r = 0; r < K::kCluster; ++r) Barrier::arrive(&shared.stage_free[stage], r, true);
+  }
+}
+
+/// The stage before this one, which the tensor cores have read.
+template <typename K>
+__device__ inline void release_previous(SharedMemory<K>& shared, const StageState<K>& stage) {
+  release_stage(shared, (stage.index == 0 ? K::kStages : stage.index) - 1);
+}
+
+/// What a full stage holds of a warpgroup's row blocks and K group.
+template <typename K>
+struct StageOperands {
+  const std::uint8_t* weights;      // of the first row block; kRowBlockPitch to the next
+  const std::uint8_t* activations;  // kKBlockPitch to those of the next K block
+  __device__ Descriptor<K::kUnitPitch> activations_of(int block) const {
+    return Descriptor<K::kUnitPitch>(
+        cute::cast_smem_ptr_to_uint(activations + block * K::kKBlockPitch));
+  }
+};
+template <typename K>
+__device__ inline StageOperands<K> acquire(SharedMemory<K>& shared, const StageState<K>& stage,
+                                           const WarpgroupCoords<K>& coords) {
+  wait(&shared.stage_full[stage.index], stage.phase);
+  const int block = coords.k_group() * K::kBlocksPerGroup;
+  return {shared.weights_at(stage.index, coords.row_group() * K::kRowBlocks, block),
+          shared.activations_at(stage.index, block)};
+}
+
+/// wgmma instructions of a K block.
+template <typename K>
+inline constexpr int kSteps = K::kBlockK / K::Operands::kInstructionK;
+
+/// A thread's codes of a stage, by row blocks or K blocks.
+template <typename K>
+struct StageCodes {
+  static constexpr int kCount = K::kRowBlocks * K::kBlocksPerGroup;
+  typename K::Operands::Codes blocks[kCount];
+};
+template <typename K>
+__device__ inline StageCodes<K> load_codes(const StageOperands<K>& operands,
+                                           const WarpgroupCoords<K>& coords) {
+  constexpr int kPitch = K::kRowBlocks > 1 ? K::kRowBlockPitch : K::kBlockBytes;
+  StageCodes<K> codes;
+#pragma unroll
+  for (int r = 0; r < StageCodes<K>::kCount; ++r) {
+    codes.blocks[r] = K::Operands::load(operands.weights + r * kPitch, coords.thread());
+  }
+  return codes;
+}
+
+/// Weights as they are: the tensor cores read both operands from shared memory, one stage while the
+/// next is awaited. The last stage, which may have no block for this K group, stands apart: with
+/// branches around them wgmma groups would be waited for one by one.
+template <int kN, typename K>
+__device__ __forceinline__ void multiply_shared(SharedMemory<K>& shared, const WorkTile& tile,
+                                                const WarpgroupCoords<K>& coords,
+                                                StageState<K>& stage,
+                                                typename K::Accumulators& accumulators) {
+  if (num_stages<K>(tile) == 0) return;  // more splits than K blocks
+  const auto multiply_stage = [&] {
+    const StageOperands<K> operands = acquire(shared, stage, coords);
+    const auto activations = operands.activations_of(0);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int b = 0; b < K::kRowBlocks; ++b) {
+      const Descriptor<> weights(
+          cute::cast_smem_ptr_to_uint(operands.weights + b * K::kRowBlockPitch));
+#pragma unroll
+      for (int j = 0; j < kSteps<K>; ++j) {
+        multiply<typename K::Activation, kN>(weights.at(j), activations.at(j), accumulators[b]);
+      }
+    }
+    cute::warpgroup_commit_batch();
+  };
+  bool is_first = true;
+  for (int left = num_stages<K>(tile) - 1; left > 0; --left) {
+    multiply_stage();
+    cute::warpgroup_wait<1>();
+    if (!is_first) release_previous(shared, stage);
+    is_first = false;
+    stage.advance();
+  }
+  if (last_blocks(tile, coords) > 0) {
+    multiply_stage();
+  } else {
+    wait(&shared.stage_full[stage.index], stage.phase);
+  }
+  cute::warpgroup_wait<0>();
+  if (!is_first) release_previous(shared, stage);
+  release_stage(shared, stage.index);
+  stage.advance();
+}
+
+/// Weights to be decoded: the codes of a stage are read while the tensor cores work on the stage
+/// before, and decoded while they work for the other warpgroups.
+template <int kN, typename K>
+__device__ __forceinline__ void multiply_decoded(SharedMemory<K>& shared, const WorkTile& tile,
+                                                 const WarpgroupCoords<K>& coords,
+                                                 StageState<K>& stage,
+                                                 typename K::Accumulators& accumulators) {
+  constexpr int kBlocks = StageCodes<K>::kCount, kHalfSteps = kSteps<K> / 2;
+  static_assert(K::kRowBlocks == 1 || K::kBlocksPerGroup == 1);
+  const int stages = num_stages<K>(tile);
+  if (stages == 0) return;  // more splits than K blocks
+  const int last = last_blocks(tile, coords);
+  StageOperands<K> operands = acquire(shared, stage, coords);
+  StageCodes<K> codes = load_codes(operands, coords);
+  for (int i = 0; i < stages; ++i) {
+    std::uint32_t weights[kBlocks][2][kHalfSteps][4];
+#pragma unroll
+    for (int r = 0; r < kBlocks; ++r) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        K::Operands::decode(codes.blocks[r], half, weights[r][half]);
+      }
+    }
+    const int blocks = i + 1 < stages ? K::kBlocksPerGroup : last;
+#pragma unroll
+    for (int r = 0; r < kBlocks; ++r) {
+      const int block = K::kRowBlocks > 1 ? 0 : r;
+      if (block >= blocks) break;
+      cute::warpgroup_arrive();
+      const auto activations = operands.activations_of(block);
+#pragma unroll
+      for (int j = 0; j < 2 * kHalfSteps; ++j) {
+        multiply<typename K::Activation, kN>(weights[r][j / kHalfSteps][j % kHalfSteps],
+                                             activations.at(j),
+                                             accumulators[K::kRowBlocks > 1 ? r : 0]);
+      }
+    }
+    cute::warpgroup_commit_batch();
+    const int current = stage.index;
+    stage.advance();
+    if (i + 1 < stages) {
+      operands = acquire(shared, stage, coords);
+      codes = load_codes(operands, coords);
+    }
+    cute::warpgroup_wait<0>();
+    release_stage(shared, current);
+  }
+}
+
+/// The same of few tokens, each warp by itself: wgmma takes as long for 8 columns as for 64.
+template <int kN, typename K>
+__device__ __forceinline__ void multiply_mma_sync(SharedMemory<K>& shared, const WorkTile& tile,
+                                                  const WarpgroupCoords<K>& coords,
+                                                  StageState<K>& stage,
+                                                  typename K::Accumulators& accumulators) {
+  static_assert(K::kRowBlocks == 1);
+  constexpr int kHalfSteps = kSteps<K> / 2;
+  const int stages = num_stages<K>(tile);
+  if (stages == 0) return;  // more splits than K blocks
+  // Of a lane in a matrix of 8 tokens by 16 bytes, of four next to each other (see Descriptor).
+  const int lane = coords.thread() % 32;
+  int lane_bytes = lane % 8 * kSwizzleBytes + (lane / 8 ^ lane % 8) * 16;
+  asm volatile("" : "+r"(lane_bytes));  // a register is cheaper than to make it each time
+  const auto multiply_block = [&](const StageOperands<K>& operands, const StageCodes<K>& codes,
+                                  int r) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      std::uint32_t weights[kHalfSteps][4];
+      K::Operands::decode(codes.blocks[r], half, weights);
+#pragma unroll
+      for (int n = 0; n < kN / 8; ++n) {
+        const std::uint8_t* activations =
+            operands.activations + r * K::kKBlockPitch + n * K::kUnitPitch;
+        multiply_8<typename K::Activation>(weights,
+                                           activations + (lane_bytes ^ half * kSwizzleBytes / 2),
+                                           &accumulators[0][4 * n]);
+      }
+    }
+  };
+  const auto multiply_stage = [&](int blocks) {
+    const StageOperands<K> operands = acquire(shared, stage, coords);
+    const StageCodes<K> codes = load_codes(operands, coords);
+#pragma unroll
+    for (int r = 0; r < K::kBlocksPerGroup; ++r) {
+      if (r < blocks) multiply_block(operands, codes, r);
+    }
+    release_stage(shared, stage.index);
+    stage.advance();
+  };
+  for (int left = stages - 1; left > 0; --left) multiply_stage(K::kBlocksPerGroup);
+  multiply_stage(last_blocks(tile, coords));
+}
+
+/// Widths of wgmma that are compiled: every 16 columns, but few where tiles that narrow are rare.
+template <typename K>
+inline constexpr int kFirstWidth = K::kMaxTokens <= 32   ? 8
+                                   : K::kMaxTokens <= 64 ? 32
+                                                         : 64;
+constexpr int next_width(int width) {
+  return width == 8 ? 16 : width == 32 ? 64 : width + 16;
+}
+
+/// With the narrowest that covers the tile, so that padding costs little.
+template <int kN, typename K>
+__device__ __forceinline__ void multiply_narrowest(SharedMemory<K>& shared, const WorkTile& tile,
+                                                   const WarpgroupCoords<K>& coords,
+                                                   StageState<K>& stage,
+                                                   typename K::Accumulators& accumulators) {
+  if constexpr (kN < K::kMaxTokens) {
+    if (tile.num_tokens > kN) {
+      multiply_narrowest<next_width(kN)>(shared, tile, coords, stage, accumulators);
+      return;
+    }
+  }
+  if constexpr (K::Operands::kDecodes) {
+    multiply_decoded<kN>(shared, tile, coords, stage, accumulators);
+  } else {
+    multiply_shared<kN>(shared, tile, coords, stage, accumulators);
+  }
+}
+
+/// Tokens up to which multiply_mma_sync() is faster. Tiles up to 32 tokens have nothing else, nor
+/// registers for it.
+template <typename K>
+inline constexpr int kMmaSyncColumns = K::Operands::kMmaSyncTokens == 0 ? 0
+                                       : K::kHasEpilogueWarpgroup       ? K::kMaxTokens
+                                       : K::kMaxTokens <= 64 ? K::Operands::kMmaSyncTokens
+                                                             : 0;
+
+/// As multiply_narrowest().
+template <int kN, typename K>
+__device__ __forceinline__ void multiply_narrowest_mma_sync(
+    SharedMemory<K>& shared, const WorkTile& tile, const WarpgroupCoords<K>& coords,
+    StageState<K>& stage, typename K::Accumulators& accumulators) {
+  if constexpr (kN < kMmaSyncColumns<K>) {
+    if (tile.num_tokens > kN) {
+      multiply_narrowest_mma_sync<kN + 8>(shared, tile, coords, stage, accumulators);
+      return;
+    }
+  }
+  multiply_mma_sync<kN>(shared, tile, coords, stage, accumulators);
+}
+
+/// The accumulators of one tile.
+template <typename K>
+__device__ __forceinline__ void multiply_tile(SharedMemory<K>& shared, const FusedMlpParams& p,
+                                              const WorkTile& tile,
+                                              const WarpgroupCoords<K>& coords,
+                                              StageState<K>& stage,
+                                              typename K::Accumulators& accumulators) {
+#pragma unroll
+  for (int b = 0; b < K::kRowBlocks; ++b) {
+#pragma unroll
+    for (int i = 0; i < K::kAccumulators; ++i) accumulators[b][i] = 0;
+    fence_accumulators(accumulators[b]);
+  }
+  if (tile.num_tokens <= kMmaSyncColumns<K> && !p.batch_invariant) {
+    if constexpr (kMmaSyncColumns < K >> 0) {
+      multiply_narrowest_mma_sync<8>(shared, tile, coords, stage, accumulators);
+    }
+  } else if constexpr (kMmaSyncColumns<K> < K::kMaxTokens) {
+    multiply_narrowest<kFirstWidth<K>>(shared, tile, coords, stage, accumulators);
+  }
+#pragma unroll
+  for (int b = 0; b < K::kRowBlocks; ++b) fence_accumulators(accumulators[b]);
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,63 @@
+// What operands of one activation element type share, and the epilogue's policy for it.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <span>
+
+#include "cuda/gemm/tile_shape.h"
+#include "fusedmoe/tensor.h"
+
+namespace fusedmoe::cuda {
+
+/// What is known of an element: its dtype, its tensor map type, and how two results become two.
+template <typename Element>
+struct ElementTraits;
+template <>
+struct ElementTraits<__nv_bfloat16> {
+  static constexpr DType kDType = DType::kBF16;
+  static constexpr CUtensorMapDataType kTensorMapType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  __device__ static __nv_bfloat162 round(float low, float high) {
+    return __floats2bfloat162_rn(low, high);
+  }
+};
+template <>
+struct ElementTraits<__half> {
+  static constexpr DType kDType = DType::kF16;
+  static constexpr CUtensorMapDataType kTensorMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  __device__ static __half2 round(float low, float high) { return __floats2half2_rn(low, high); }
+};
+
+/// The epilogue's policy for results that leave as 16-bit elements. An output quantizer is another
+/// such policy.
+template <typename ElementT>
+struct RoundedOutput {
+  using Element = ElementT;
+  /// Whether GEMM 2 applies router weights before it rounds: f16 overflows at 65504, where the
+  /// weighted result may be finite.
+  static constexpr bool kWeightsRows = ElementTraits<Element>::kDType == DType::kF16;
+  /// Two results.
+  __device__ static std::uint32_t round(float low, float high) {
+    const auto pair = ElementTraits<Element>::round(low, high);
+    return *reinterpret_cast<const std::uint32_t*>(&pair);
+  }
+};
+
+/// Base of the policies of operands with 16-bit activations.
+template <typename Element>
+struct Operands16Bit {
+  using Activation = Element;
+  using Output = RoundedOutput<Element>;
+  static constexpr DType kRowDType = ElementTraits<Element>::kDType;
+  static constexpr int kInstructionK = 16;  ///< of one wgmma
+  static constexpr int kBlockK = 64;        ///< activations of a K block are 128 bytes
+  /// Row blocks whose accumulators a thread holds twice, to promote the sums of some of K to
+  /// others.
+  static constexpr int kPromotedRowBlocks = 0;
+  static constexpr std::span<const TileShape> kTiles = kTiles16Bit;
+};
+
+}  // namespace fusedmoe::cuda

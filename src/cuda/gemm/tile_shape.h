@@ -1,0 +1,34 @@
+// Shapes of a thread block's tile: each is one compiled kernel.
+#pragma once
+
+#include <string>
+
+namespace fusedmoe::cuda {
+
+/// row_groups * k_groups warpgroups multiply. Each row group has row_blocks blocks of 64 weight
+/// rows; its K groups take the K blocks in turns, and the epilogue adds their accumulators in
+/// order.
+struct TileShape {
+  int max_tokens = 0;  ///< token rows of one expert in a tile, at most
+  int row_groups = 0;
+  int k_groups = 0;
+  int row_blocks = 0;
+  int cluster = 1;  ///< thread blocks side by side that share the same token rows
+
+  constexpr int warpgroups() const { return row_groups * k_groups; }
+  /// Whether a warpgroup of its own runs the epilogue while the others multiply the next tile.
+  constexpr bool has_epilogue_warpgroup() const { return row_blocks == 1 && max_tokens <= 32; }
+  constexpr int tile_row_blocks() const { return row_groups * row_blocks; }
+  constexpr bool operator==(const TileShape&) const = default;
+};
+
+/// "128x288k1c2": weight rows x tokens of a block, K groups, blocks of a cluster.
+std::string to_string(const TileShape& tile);
+
+/// The tiles of operands with 16-bit activations, from few tokens to many.
+inline constexpr TileShape kTiles16Bit[] = {
+    {16, 1, 4, 1, 1},  {32, 4, 1, 1, 1},  {64, 4, 1, 1, 1},  {96, 4, 1, 1, 1},
+    {144, 2, 1, 2, 1}, {144, 2, 1, 2, 2}, {288, 2, 1, 1, 2},
+};
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,329 @@
+// The choice of kernel configurations for the Hopper experts, on the host: no GPU is needed.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <set>
+
+#include "cuda/experts.h"
+#include "cuda/gemm/heuristic.h"
+#include "fusedmoe/checkpoint.h"
+#include "fusedmoe/error.h"
+#include "moe/tuned_configs.h"
+
+namespace fusedmoe::cuda {
+namespace {
+
+const Device kGpu{DeviceKind::kCuda, 0};
+
+const WeightFormat& format_named(std::string_view name) {
+  for (const WeightFormat& format : weight_formats()) {
+    if (format.name == name) return format;
+  }
+  throw Error("format", std::string(name), "in the table");
+}
+
+/// The tiles that the formats share.
+std::span<const TileShape> tile_shapes() {
+  return kTiles16Bit;
+}
+
+/// Standard format.
+MlpShape shape_of(std::int64_t hidden, std::int64_t intermediate, std::int64_t num_experts,
+                  std::int64_t topk, std::int64_t num_tokens, std::string_view format = "bf16") {
+  return {.format = &format_named(format),
+          .num_tokens = num_tokens,
+          .topk = topk,
+          .num_local_experts = num_experts,
+          .hidden = hidden,
+          .intermediate = intermediate};
+}
+
+/// A layer in every format and for all kinds of experts.
+void add_shapes(const MlpShape& layer, std::vector<MlpShape>& shapes) {
+  for (const WeightFormat& format : weight_formats()) {
+    for (const int kind : {0, 1, 2, 3}) {
+      MlpShape shape = layer;
+      shape.format = &format;
+      shape.batched = kind == 1;
+      shape.batch_invariant = kind == 2;
+      shape.unfused = kind == 3;
+      if (shape.batched) shape.topk = 1;
+      shapes.push_back(shape);
+    }
+  }
+}
+
+std::vector<MlpShape> published_shapes(std::int64_t num_tokens) {
+  std::vector<MlpShape> shapes;
+  for (const std::string& name : model_preset_names()) {
+    const ModelConfig model = parse_model_config(model_preset(name));
+    add_shapes(shape_of(model.hidden, model.intermediate, model.router.num_experts,
+                        model.router.topk, num_tokens),
+               shapes);
+  }
+  return shapes;
+}
+
+std::vector<std::int64_t> numbers_of_tokens() {
+  std::vector<std::int64_t> tokens;
+  for (std::int64_t n = 1; n <= 1 << 19; n *= 2) {
+    for (const std::int64_t near : {n - 1, n, n + 1, n + n / 3}) {
+      if (near > 0) tokens.push_back(near);
+    }
+  }
+  std::sort(tokens.begin(), tokens.end());
+  return tokens;
+}
+
+TEST(GemmPlanTest, NamesAreUniqueAndParse) {
+  std::set<std::string> names;
+  for (const TileShape& tile : tile_shapes()) {
+    for (const int splits : {1, 2, 4}) {
+      for (const bool rows_f32 : {false, true}) {
+        const KernelConfig config{tile, splits, rows_f32};
+        const std::string name = to_string(config);
+        EXPECT_TRUE(names.insert(name).second) << name;
+        EXPECT_EQ(parse_config(name), config) << name;
+      }
+    }
+  }
+  const std::string name = to_string(KernelConfig{tile_shapes().front(), 1, true});
+  for (const std::string& other : {std::string(), std::string("1x1k1 splits 1 f32"), name + " ",
+                                   " " + name, name.substr(0, name.size() - 1), name.substr(1),
+                                   std::string("-") + name, std::string("cpu")}) {
+    EXPECT_FALSE(parse_config(other)) << other;
+  }
+}
+
+TEST(GemmPlanTest, ChosenPlanIsValidForEverySize) {
+  for (const std::int64_t num_tokens : numbers_of_tokens()) {
+    std::vector<MlpShape> shapes = published_shapes(num_tokens);
+    add_shapes(shape_of(7168, 2048, 1, 1, num_tokens), shapes);
+    add_shapes(shape_of(2880, 2880, 2, 1, num_tokens), shapes);
+    add_shapes(shape_of(2048, 192, 128, 8, num_tokens), shapes);
+    add_shapes(shape_of(64, 64, 1, 1, num_tokens), shapes);
+    add_shapes(shape_of(64, 64, 4, 0, num_tokens), shapes);
+    for (const MlpShape& shape : shapes) {
+      const ConfigList configs = valid_configs(shape);
+      ASSERT_GT(configs.size(), 0u);
+      const KernelConfig chosen = choose_config(shape);
+      EXPECT_NE(std::find(configs.begin(), configs.end(), chosen), configs.end())
+          << to_string(chosen);
+      EXPECT_EQ(choose_config(shape), chosen);
+      const KernelConfig largest = largest_config(shape);
+      for (const KernelConfig& config : configs) {
+        EXPECT_LE(largest.tile.max_tokens, config.tile.max_tokens);
+        EXPECT_GE(largest.splits, config.splits);
+        EXPECT_GE(largest.rows_f32, config.rows_f32);
+        EXPECT_TRUE(valid(shape, config)) << to_string(config);
+        EXPECT_EQ(std::count(configs.begin(), configs.end(), config), 1) << to_string(config);
+        if (shape.batched || shape.batch_invariant) {
+          EXPECT_EQ(config.splits, 1);
+          EXPECT_FALSE(config.rows_f32);
+        }
+        if (shape.batch_invariant) {
+          EXPECT_EQ(config.tile.k_groups, 1);
+          EXPECT_FALSE(shape.format->decodes && config.tile.has_epilogue_warpgroup())
+              << "another instruction than in wider tiles";
+        }
+      }
+    }
+  }
+}
+
+TEST(GemmPlanTest, NothingToDoHasAValidPlanToo) {
+  for (const MlpShape& shape : {shape_of(2880, 2880, 32, 4, 0), shape_of(2880, 2880, 32, 0, 4)}) {
+    EXPECT_TRUE(valid(shape, choose_config(shape)));
+  }
+}
+
+TEST(GemmPlanTest, MoreTokensOfPublishedModelsNeverGetNarrowerTiles) {
+  std::vector<int> widest(published_shapes(1).size(), 0);
+  for (const std::int64_t num_tokens : numbers_of_tokens()) {
+    const std::vector<MlpShape> shapes = published_shapes(num_tokens);
+    for (std::size_t i = 0; i < shapes.size(); ++i) {
+      // Without K groups a few tokens may have tiles of many tokens and few weight rows.
+      if (shapes[i].batch_invariant) continue;
+      const int width = choose_config(shapes[i]).tile.max_tokens;
+      EXPECT_GE(width, widest[i]) << num_tokens << " tokens";
+      widest[i] = width;
+    }
+  }
+  const std::vector<MlpShape> shapes = published_shapes(1);
+  for (std::size_t i = 0; i < shapes.size(); ++i) {
+    if (shapes[i].batch_invariant) continue;
+    EXPECT_EQ(widest[i], std::prev(tile_shapes().end())->max_tokens);
+  }
+}
+
+TEST(GemmPlanTest, PublishedModelsGetThePlansThatWereFastest) {
+  const auto config = [](const MlpShape& shape) { return to_string(choose_config(shape)); };
+  const auto gpt_oss_20b = [&](std::int64_t num_tokens) {
+    return config(shape_of(2880, 2880, 32, 4, num_tokens, "mxfp4"));
+  };
+  EXPECT_EQ(gpt_oss_20b(1), "64x16k4c1 splits 2 f32");
+  EXPECT_EQ(gpt_oss_20b(6), "64x16k4c1 splits 1 f32");
+  EXPECT_EQ(gpt_oss_20b(8), "256x32k1c1 splits 1 f32");
+  EXPECT_EQ(gpt_oss_20b(128), "256x32k1c1 splits 1 f32");
+  EXPECT_EQ(gpt_oss_20b(160), "256x64k1c1 splits 1 f32");
+  EXPECT_EQ(gpt_oss_20b(8192), "128x288k1c2 splits 1 bf16");
+  const auto mixtral = [&](std::int64_t num_tokens) {
+    return config(shape_of(4096, 14336, 8, 2, num_tokens));
+  };
+  EXPECT_EQ(mixtral(16), "64x16k4c1 splits 1 f32");
+  EXPECT_EQ(mixtral(512), "256x144k1c1 splits 2 f32") << "128 tiles of GEMM 2";
+  EXPECT_EQ(mixtral(1024), "128x288k1c2 splits 1 bf16");
+}
+
+TEST(GemmPlanTest, FewTilesAreSplitUntilTheyFillTheMultiprocessors) {
+  const auto splits = [](std::int64_t hidden, std::int64_t intermediate, std::int64_t topk) {
+    return choose_config(shape_of(hidden, intermediate, 16, topk, 1)).splits;
+  };
+  EXPECT_EQ(splits(5120, 8192, 1), 4) << "80 tiles, 320 units (llama4-scout)";
+  EXPECT_EQ(splits(4096, 8192, 2), 2) << "128 tiles, 256 units";
+  EXPECT_EQ(splits(2048, 8192, 8), 1) << "256 tiles";
+  EXPECT_EQ(splits(512, 2048, 8), 4) << "at most";
+  EXPECT_EQ(splits(512, 1024, 8), 2) << "of at least 8 blocks of K";
+  EXPECT_EQ(splits(512, 576, 8), 1);
+}
+
+TEST(GemmPlanTest, OneExpertFillsARoundOfMultiprocessors) {
+  constexpr std::int64_t kHidden = 7168, kIntermediate = 2048;
+  for (const std::int64_t num_tokens : {256, 512}) {
+    const KernelConfig config = choose_config(shape_of(kHidden, kIntermediate, 1, 1, num_tokens));
+    const std::int64_t tiles =
+        ceil_div(2 * kIntermediate, config.tile.tile_row_blocks() * kBlockRows) *
+        ceil_div(num_tokens, config.tile.max_tokens);
+    EXPECT_EQ(tiles, 128) << num_tokens << " tokens: " << to_string(config);
+    EXPECT_EQ(config.splits, 1);
+  }
+  for (const std::int64_t num_tokens : {1, 16, 64}) {
+    EXPECT_EQ(choose_config(shape_of(kHidden, kIntermediate, 1, 1, num_tokens)).tile,
+              tile_shapes().front());
+  }
+}
+
+TEST(GemmPlanTest, ShortKHasNoTimeForAnEpilogueWarpgroupOrClusters) {
+  const auto tile = [](std::int64_t intermediate, std::int64_t num_tokens,
+                       std::string_view format = "bf16") {
+    return choose_config(shape_of(2048, intermediate, 128, 8, num_tokens, format)).tile;
+  };
+  EXPECT_TRUE(tile(256, 8).has_epilogue_warpgroup());
+  EXPECT_FALSE(tile(256, 32).has_epilogue_warpgroup()) << "enough tiles without K groups";
+  EXPECT_TRUE(tile(768, 64).has_epilogue_warpgroup());
+  EXPECT_TRUE(tile(384, 64, "mxfp4").has_epilogue_warpgroup());
+  EXPECT_FALSE(tile(384, 256, "mxfp4").has_epilogue_warpgroup())
+      << "20 rows take longer than 6 blocks of K";
+  EXPECT_EQ(tile(192, 8192).cluster, 1);
+  EXPECT_EQ(tile(768, 8192).cluster, 2);
+}
+
+TEST(GemmPlanTest, InvalidPlansAreRefused) {
+  MlpShape shape = published_shapes(8).front();
+  const TileShape tile = tile_shapes().front();
+  ASSERT_TRUE(valid(shape, {tile, 4, true}));
+  EXPECT_FALSE(valid(shape, {tile, 3, true}));
+  EXPECT_FALSE(valid(shape, {tile, 2, false})) << "partial sums in bf16";
+  EXPECT_FALSE(valid(shape, {TileShape{24, 1, 1, 1}, 1, true})) << "not compiled";
+  MlpShape invariant = shape;
+  invariant.batch_invariant = true;
+  const TileShape tile_apart = tile_shapes()[1];
+  ASSERT_TRUE(tile_apart.has_epilogue_warpgroup() && tile_apart.k_groups == 1);
+  for (const WeightFormat& format : weight_formats()) {
+    invariant.format = &format;
+    EXPECT_EQ(valid(invariant, {tile_apart, 1, false}), !format.decodes);
+  }
+  shape.num_tokens = max_tokens_f32(shape);
+  EXPECT_TRUE(valid(shape, {tile, 1, true}));
+  ++shape.num_tokens;
+  EXPECT_FALSE(valid(shape, {tile, 1, true}));
+  EXPECT_TRUE(valid(shape, {tile, 1, false}));
+}
+
+TEST(GemmPlanTest, MultiprocessorsDecideHowManyTilesAreFew) {
+  // 80 tiles of GEMM 2 are split until there are one and a half for each multiprocessor.
+  MlpShape shape = shape_of(5120, 8192, 16, 1, 1);
+  ASSERT_EQ(shape.multiprocessors, 132);
+  EXPECT_EQ(choose_config(shape).splits, 4);
+  shape.multiprocessors = 78;
+  EXPECT_EQ(choose_config(shape).splits, 2);
+  shape.multiprocessors = 40;
+  EXPECT_EQ(choose_config(shape).splits, 1);
+}
+
+TEST(GemmPlanTest, ExpectedTokensChooseWithinTheCapacity) {
+  for (const std::int64_t capacity : {64, 512, 8192}) {
+    for (const MlpShape& known : published_shapes(capacity)) {
+      MlpShape shape = known;
+      // What is assumed of each, said explicitly.
+      shape.expected_tokens = shape.batched ? capacity / 4 : capacity;
+      EXPECT_EQ(choose_config(shape), choose_config(known));
+      shape.expected_tokens = 4 * capacity;
+      MlpShape full = known;
+      full.expected_tokens = capacity;
+      EXPECT_EQ(choose_config(shape), choose_config(full)) << "more than there is room for";
+      shape.expected_tokens = 8;
+      EXPECT_TRUE(valid(shape, choose_config(shape)));
+      if (known.batch_invariant) continue;
+      EXPECT_LE(choose_config(shape).tile.max_tokens, choose_config(full).tile.max_tokens);
+    }
+  }
+}
+
+class Sm90TilePlansTest : public ::testing::Test {
+ protected:
+  // What was tuned on this machine is not looked at.
+  static void SetUpTestSuite() { ::setenv("FUSEDMOE_TUNED_PLANS", "", 1); }
+  static std::shared_ptr<const Experts> experts(std::string_view wanted) {
+    for (const auto& one : make_all_experts()) {
+      if (one->name() == wanted) return one;
+    }
+    return nullptr;
+  }
+  static ProblemSize problem(std::int64_t num_tokens) {
+    ProblemSize result;
+    result.num_tokens = num_tokens;
+    result.topk = 4;
+    result.num_local_experts = 32;
+    result.hidden = result.intermediate = 2880;
+    return result;
+  }
+};
+
+TEST_F(Sm90TilePlansTest, PinnedPlanComesFirstWhereItIsValid) {
+  for (const auto& one : make_all_experts()) {
+    for (const std::int64_t num_tokens : {1, 64, 8192}) {
+      const auto plans = one->tile_plans(problem(num_tokens), kGpu);
+      ASSERT_FALSE(plans.empty()) << one->name();
+      for (const std::string& plan : plans) {
+        const PinnedTilePlan pinned(plan);
+        const auto now = one->tile_plans(problem(num_tokens), kGpu);
+        EXPECT_EQ(now.front(), plan);
+        EXPECT_EQ(std::set(now.begin(), now.end()), std::set(plans.begin(), plans.end()));
+      }
+      const PinnedTilePlan unknown("of another implementation");
+      EXPECT_EQ(one->tile_plans(problem(num_tokens), kGpu), plans);
+    }
+    EXPECT_TRUE(one->tile_plans(problem(0), kGpu).empty());
+  }
+}
+
+TEST_F(Sm90TilePlansTest, WorkspaceIsMonotoneAndKnowsNoPins) {
+  for (const auto& one : make_all_experts()) {
+    std::size_t largest = 0;
+    for (const std::int64_t num_tokens : numbers_of_tokens()) {
+      const std::size_t bytes = one->plan(problem(num_tokens)).workspace2_bytes;
+      EXPECT_GE(bytes, largest) << one->name() << " " << num_tokens;
+      largest = bytes;
+      for (const std::string& plan : one->tile_plans(problem(num_tokens), kGpu)) {
+        const PinnedTilePlan pinned(plan);
+        EXPECT_EQ(one->plan(problem(num_tokens)).workspace2_bytes, bytes);
+      }
+    }
+    EXPECT_EQ(one->plan(problem(0)).workspace2_bytes, 0u);
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cuda

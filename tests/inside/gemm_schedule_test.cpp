@@ -1,0 +1,152 @@
+// The order of work tiles of the fused MLP kernel, enumerated on the host: every tile of every
+// expert exactly once, nothing for an expert without rows, and splits that cover K.
+#include "cuda/gemm/schedule.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "cuda/gemm/fused_mlp.h"
+#include "testing/cases.h"
+
+namespace fusedmoe::cuda {
+namespace {
+
+struct ScheduleCase {
+  std::string name;
+  std::vector<std::int32_t> rows;  // of each expert
+};
+
+std::vector<std::int32_t> prefix_of(const std::vector<std::int32_t>& rows, int max_tokens) {
+  std::vector<std::int32_t> prefix{0};
+  for (const std::int32_t count : rows) {
+    prefix.push_back(prefix.back() + num_token_tiles(count, max_tokens));
+  }
+  return prefix;
+}
+
+std::vector<ScheduleCase> schedule_cases() {
+  std::vector<ScheduleCase> cases;
+  cases.push_back({"OneRow", {1}});
+  cases.push_back({"NoRows", {0, 0, 0}});
+  cases.push_back({"EdgesOfTiles", {1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 255, 256, 257, 513}});
+  cases.push_back({"AllOnTheLast", std::vector<std::int32_t>(127, 0)});
+  cases.back().rows.push_back(20000);
+  cases.push_back({"AllOnTheFirst", std::vector<std::int32_t>(128, 0)});
+  cases.back().rows.front() = 20000;
+  cases.push_back({"EverySecondEmpty", {}});
+  for (int e = 0; e < 300; ++e) cases.back().rows.push_back(e % 2 ? 0 : e);
+  testing::Random random(3);
+  cases.push_back({"MostExperts", {}});
+  for (int e = 0; e < kMaxExperts; ++e) {
+    cases.back().rows.push_back(static_cast<std::int32_t>(random.below(40)));
+  }
+  cases.push_back({"Zipf", {}});
+  for (int e = 0; e < 256; ++e) cases.back().rows.push_back(3000 / (e + 1));
+  return cases;
+}
+
+class GemmScheduleTest : public ::testing::TestWithParam<ScheduleCase> {};
+
+TEST_P(GemmScheduleTest, EveryTileOnceInAnOrderThatSharesWeights) {
+  const std::vector<std::int32_t>& rows = GetParam().rows;
+  const int num_experts = static_cast<int>(rows.size());
+  const GemmTiles shapes[2] = {{5, 1}, {3, 4}};
+  for (const TileShape& tile : kTiles16Bit) {
+    const auto prefix = prefix_of(rows, tile.max_tokens);
+    for (const int num_gemms : {1, 2}) {
+      // Times each tile came, by GEMM, token tile of all experts, row tile and split.
+      std::vector<std::vector<int>> seen(2);
+      for (int p = 0; p < num_gemms; ++p) {
+        seen[p].resize(static_cast<std::size_t>(prefix.back()) * shapes[p].per_token_tile());
+      }
+      const auto tiles_in_all = static_cast<int>(seen[0].size() + seen[1].size());
+      int gemm = 0, expert = 0;
+      for (int i = 0; i < tiles_in_all; ++i) {
+        const TileCoords found = find_tile(i, shapes, num_gemms, prefix.data(), num_experts);
+        ASSERT_GE(found.gemm, gemm) << "back to GEMM 1";
+        if (found.gemm > gemm) expert = 0;
+        gemm = found.gemm;
+        ASSERT_GE(found.expert, expert) << "back to an earlier expert";
+        expert = found.expert;
+        ASSERT_LT(expert, num_experts);
+        ASSERT_GT(rows[expert], 0);
+        const GemmTiles& shape = shapes[gemm];
+        const int tiles = prefix[expert + 1] - prefix[expert];
+        ASSERT_TRUE(found.token_tile >= 0 && found.token_tile < tiles);
+        ASSERT_TRUE(found.row_tile >= 0 && found.row_tile < shape.row_tiles);
+        ASSERT_TRUE(found.split >= 0 && found.split < shape.splits);
+        ++seen[gemm][static_cast<std::size_t>(
+            ((prefix[expert] + found.token_tile) * shape.row_tiles + found.row_tile) *
+                shape.splits +
+            found.split)];
+      }
+      for (const auto& counts : seen) {
+        EXPECT_TRUE(std::all_of(counts.begin(), counts.end(), [](int n) { return n == 1; }));
+      }
+      for (const int behind : {0, 1, 1000000}) {
+        EXPECT_EQ(
+            find_tile(tiles_in_all + behind, shapes, num_gemms, prefix.data(), num_experts).gemm,
+            -1);
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, GemmScheduleTest, ::testing::ValuesIn(schedule_cases()),
+                         [](const auto& info) { return info.param.name; });
+
+TEST(GemmScheduleTest, TokenTilesCutAnExpertsRowsEvenly) {
+  for (const TileShape& tile : kTiles16Bit) {
+    for (int rows = 1; rows <= 5 * tile.max_tokens + 1; ++rows) {
+      const int tiles = num_token_tiles(rows, tile.max_tokens);
+      const int size = token_tile_size(rows, tiles);
+      ASSERT_LE(size, tile.max_tokens) << rows;
+      ASSERT_EQ(size % 8, 0) << rows;
+      ASSERT_GE(tiles * size, rows) << "rows are left out";
+      ASSERT_GT(rows - (tiles - 1) * size, 0) << rows << ": the last tile is empty";
+      ASSERT_LT(size - (rows + tiles - 1) / tiles, 8) << rows << ": uneven";
+    }
+    EXPECT_EQ(num_token_tiles(0, tile.max_tokens), 0);
+  }
+}
+
+TEST(GemmScheduleTest, SplitsCoverKInOrder) {
+  for (int k_blocks = 1; k_blocks < 130; ++k_blocks) {
+    for (const int splits : {1, 2, 4}) {
+      EXPECT_EQ(split_begin(k_blocks, splits, 0), 0);
+      EXPECT_EQ(split_begin(k_blocks, splits, splits), k_blocks);
+      for (int split = 0; split < splits; ++split) {
+        const int length =
+            split_begin(k_blocks, splits, split + 1) - split_begin(k_blocks, splits, split);
+        EXPECT_GE(length, k_blocks / splits);
+        EXPECT_LE(length, (k_blocks + splits - 1) / splits);
+      }
+    }
+  }
+}
+
+TEST(GemmScheduleTest, LargestProblem) {
+  // 300,000 tokens x 8 slots in tiles of 16, all on one expert; 1024 row tiles, then 112 in 4
+  // splits.
+  constexpr int tiles = 300000 * 8 / 16;
+  const std::vector<std::int32_t> prefix{0, 0, tiles, tiles};
+  const GemmTiles shapes[2] = {{1024, 1}, {112, 4}};
+  constexpr int first = tiles * 1024, second = tiles * 112 * 4;
+  const TileCoords last = find_tile(first - 1, shapes, 2, prefix.data(), 3);
+  EXPECT_EQ(last.gemm, 0);
+  EXPECT_EQ(last.expert, 1);
+  EXPECT_EQ(last.token_tile, tiles - 1);
+  EXPECT_EQ(last.row_tile, 1023);
+  const TileCoords end = find_tile(first + second - 1, shapes, 2, prefix.data(), 3);
+  EXPECT_EQ(end.gemm, 1);
+  EXPECT_EQ(end.token_tile, tiles - 1);
+  EXPECT_EQ(end.row_tile, 111);
+  EXPECT_EQ(end.split, 3);
+  EXPECT_EQ(find_tile(first + second, shapes, 2, prefix.data(), 3).gemm, -1);
+}
+
+}  // namespace
+}  // namespace fusedmoe::cuda
