@@ -44,19 +44,16 @@ std::int64_t check_routing(const ForwardArgs& args, std::int64_t num_tokens,
 }
 
 /// Router arguments of a monolithic kernel; returns topk.
-std::int64_t check_router(const ForwardArgs& args, std::int64_t num_tokens,
-                          std::int64_t num_experts) {
+std::int64_t check_router(const MoeConfig& config, const ForwardArgs& args,
+                          std::int64_t num_tokens) {
   const Device device = args.stream.device;
-  FUSEDMOE_CHECK_FAULT(args.router, kNull, "router", "null", "given to a monolithic kernel");
-  args.router->validate();
-  FUSEDMOE_CHECK(args.router->num_experts == num_experts, "router.num_experts",
-                 core::to_string(args.router->num_experts), core::format("{}", num_experts));
+  const std::int64_t num_experts = config.num_experts;
+  core::check_router_args(config, args, num_tokens);
   FUSEDMOE_CHECK(!args.apply_router_weight_on_input && !args.router->apply_router_weight_on_input,
                  "apply_router_weight_on_input", "set", "unset for a monolithic kernel");
   FUSEDMOE_CHECK_SUPPORTED(!args.router->custom || device.is_cpu(), kDevice, "router.custom",
                            core::format("set on {}", to_string(device)),
                            "unset: the callback of a custom routing runs on the cpu");
-  core::check_activation_dtype(args.router_logits, "router_logits");
   check_buffer(args.router_logits, "router_logits", args.router_logits.dtype(),
                {num_tokens, num_experts}, device);
   if (args.score_correction_bias) {
@@ -75,6 +72,7 @@ std::int64_t check_router(const ForwardArgs& args, std::int64_t num_tokens,
   check_disjoint(ids, {weights, logits, hidden_states, output});
   check_disjoint(weights, {logits, hidden_states, output});
   if (args.router_weights) check_disjoint(logits, {hidden_states, output});
+  check_disjoint({"expert_load", &args.expert_load}, {ids, weights, logits, hidden_states, output});
   return args.router->topk;
 }
 
@@ -260,7 +258,7 @@ ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& a
   ProblemSize problem = ProblemSize::of(config, num_tokens);
   problem.output_dtype = args.output.dtype();
   problem.expected_rows = args.expected_rows;
-  problem.topk = config.monolithic ? check_router(args, num_tokens, num_experts)
+  problem.topk = config.monolithic ? check_router(config, args, num_tokens)
                                    : check_routing(args, num_tokens, num_experts);
   if (experts.batched()) check_row_count(num_tokens, config.num_local_experts);
 

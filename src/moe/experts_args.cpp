@@ -66,10 +66,7 @@ void check_routing(const Experts& experts, const ForwardArgs& args, const Proble
   if (args.expert_map) check_tensor(args.expert_map, "expert_map", DType::kI32, {-1});
   check_row_count(problem.num_tokens * problem.topk, "topk_ids");
   if (config.monolithic) {
-    FUSEDMOE_CHECK_FAULT(args.router, kNull, "router", "null", "given to monolithic experts");
-    check_activation_dtype(args.router_logits, "router_logits");
-    check_tensor(args.router_logits, "router_logits", args.router_logits.dtype(),
-                 {problem.num_tokens, config.num_experts});
+    check_router_args(config, args, problem.num_tokens);
     check_tensor(args.topk_ids, "topk_ids", DType::kI32, {problem.num_tokens, args.router->topk});
   }
   check_tensor(args.topk_ids, "topk_ids", DType::kI32, {problem.num_tokens, -1});
@@ -107,6 +104,31 @@ void check_places(const ForwardArgs& args, Device device) {
 }
 
 }  // namespace
+
+void check_router_args(const MoeConfig& config, const ForwardArgs& args, std::int64_t num_tokens) {
+  FUSEDMOE_CHECK_FAULT(args.router, kNull, "router", "null", "given to monolithic experts");
+  args.router->validate();
+  const std::int64_t num_experts = config.num_experts;
+  FUSEDMOE_CHECK(args.router->num_experts == num_experts, "router.num_experts",
+                 core::to_string(args.router->num_experts), core::format("{}", num_experts));
+  check_activation_dtype(args.router_logits, "router_logits");
+  const DType logits = args.router_weights ? DType::kF32 : args.router_logits.dtype();
+  check_tensor(args.router_logits, "router_logits", logits, {num_tokens, num_experts});
+  const auto check_f32 = [&](const TensorView& view, const char* argument) {
+    if (view) check_tensor(view, argument, DType::kF32, {num_experts});
+  };
+  check_f32(args.score_correction_bias, "score_correction_bias");
+  if (args.expert_load) check_tensor(args.expert_load, "expert_load", DType::kI32, {num_experts});
+  if (!args.router_weights) return;
+  const auto& [weight, bias, correction_bias] = *args.router_weights;
+  check_activation_dtype(weight, "router_weights.weight");
+  check_tensor(weight, "router_weights.weight", weight.dtype(), {num_experts, config.hidden});
+  if (bias) {
+    check_activation_dtype(bias, "router_weights.bias");
+    check_tensor(bias, "router_weights.bias", bias.dtype(), {num_experts});
+  }
+  check_f32(correction_bias, "router_weights.score_correction_bias");
+}
 
 Support supports_on_cpu(const MoeConfig& config, bool scheme_known,
                         std::string_view known_schemes) {

@@ -40,6 +40,10 @@ void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& 
 /// The size of the problem that arguments describe, as the experts see it: behind prepare.
 ProblemSize problem_of(const Experts& experts, const ForwardArgs& args);
 
+/// Throws Error unless monolithic experts can route with these arguments: a router of as many
+/// experts as they have, and tensors of its shapes.
+void check_router_args(const MoeConfig& config, const ForwardArgs& args, std::int64_t num_tokens);
+
 /// Throws Error for weights that `experts` do not accept; for views of another device, shape, dtype
 /// or alignment, counts that do not fit; and for missing workspaces.
 void check_experts_args(const Experts& experts, const ForwardArgs& args);
