@@ -10,6 +10,7 @@
 #include "fusedmoe/export.h"
 #include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/router.h"
+#include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
 #include "fusedmoe/weights.h"
 
@@ -47,7 +48,10 @@ struct LayerOptions {
   /// Of the ranks that share the layer. With ep_size > 1 the output holds the sum over the experts
   /// of this rank, and somebody has to add those of the others.
   ParallelConfig parallel = {};
-  int num_threads = 0;  ///< of the CPU; 0: num_threads() when the layer is made
+  int num_threads = 0;  ///< of the CPU; 0: those of the executor when the layer is made
+  /// Runs the layer's work on the CPU, unless a forward's stream names another; must outlive it.
+  /// Null: OpenMP's threads.
+  Executor* executor = nullptr;
   /// Most bytes of scratch that a forward may ask for; 0: no limit. Longer inputs then run in
   /// chunks of tokens.
   std::size_t max_workspace_bytes = 0;

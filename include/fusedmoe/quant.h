@@ -106,7 +106,8 @@ FUSEDMOE_API QuantScheme parse_scheme(std::string_view text);
 ///
 /// Values by the element type of the scheme's weights:
 ///   f32, f16, bf16, e4m3, i8  (out, in), any strides; e4m3 also as u8
-///   e2m1  u8 (out, ceil(in / 2)), rows contiguous; element 2i in the low nibble of byte i
+///   e2m1  u8 (out, ceil(in / 2)), rows contiguous; element 2i in the low nibble of byte i; or e2m1
+///         (out, in), the same bytes
 ///   i4    i32 (out, ceil(in / 8)), any strides; element i of a word in bits 4i: unsigned codes
 ///   u8    i32 (out, ceil(in / 4)), any strides; element i of a word in bits 8i: unsigned codes
 /// A weight is (code - zero point) * scale * global scale; the zero point of symmetric integer

@@ -73,8 +73,9 @@ FUSEDMOE_API std::string to_string(Device device);
 /// Accepts "cpu", "cuda" (= "cuda:0") and "cuda:i"; throws Error otherwise.
 FUSEDMOE_API Device parse_device(std::string_view text);
 
-/// An ordered queue of work on a device. On the CPU work is synchronous and the handle unused; on
-/// CUDA the handle is a `cudaStream_t`, null for the device's default stream.
+/// An ordered queue of work on a device. On CUDA the handle is a `cudaStream_t`, null for the
+/// device's default stream. On the CPU work is done when the call returns; the handle is an
+/// `Executor*` (cpu_stream() in runtime.h), null for the default one.
 struct Stream {
   Device device;
   void* handle = nullptr;
@@ -163,7 +164,8 @@ class FUSEDMOE_API TensorView {
 };
 
 /// A view that keeps its memory alive: its own allocation, a mapped file, or anything else a
-/// shared pointer can hold. Copies share the memory.
+/// shared pointer can hold. Copies share the memory. Without an owner, as borrow() makes it, the
+/// caller keeps the memory alive.
 class FUSEDMOE_API Tensor : public TensorView {
  public:
   Tensor() = default;
@@ -179,5 +181,9 @@ class FUSEDMOE_API Tensor : public TensorView {
  private:
   std::shared_ptr<const void> owner_;
 };
+
+/// Memory of the caller as a contiguous tensor that owns nothing; Tensor(view, nullptr) is the same
+/// for a strided view.
+FUSEDMOE_API Tensor borrow(const void* data, DType dtype, Shape shape, Device device = {});
 
 }  // namespace fusedmoe

@@ -156,6 +156,10 @@ TensorView TensorView::reshape(Shape shape) const {
 Tensor::Tensor(TensorView view, std::shared_ptr<const void> owner)
     : TensorView(view), owner_(std::move(owner)) {}
 
+Tensor borrow(const void* data, DType dtype, Shape shape, Device device) {
+  return Tensor(TensorView(data, dtype, shape, device), nullptr);
+}
+
 Tensor Tensor::empty(Shape shape, DType dtype, Device device) {
   const auto size = static_cast<std::size_t>(bytes(dtype, shape.numel()));
   auto memory = core::runtime_of(device).allocate(size, device);
@@ -208,10 +212,9 @@ void check_tensor(const TensorView& view, const char* argument, DType dtype, con
 void check_rows(const TensorView& view, const char* argument, DType dtype, const Shape& shape) {
   check_shape(view, argument, dtype, shape);
   if (view.contiguous()) return;
-  FUSEDMOE_CHECK_FAULT(
-      view.rank() == 2 && view.stride(1) == 1 && view.stride(0) >= view.size(1), kLayout, argument,
-      core::format("strided {}", to_string(view.strides())),
-      "of contiguous rows that do not overlap");
+  FUSEDMOE_CHECK_FAULT(view.rank() == 2 && view.stride(1) == 1 && view.stride(0) >= view.size(1),
+                       kLayout, argument, core::format("strided {}", to_string(view.strides())),
+                       "of contiguous rows that do not overlap");
 }
 
 void check_activation_dtype(const TensorView& view, const std::string& argument) {

@@ -13,7 +13,6 @@
 #include "core/workspace.h"
 #include "cuda/activation.h"
 #include "cuda/backend.h"
-#include "cuda/device/current_device.h"
 #include "cuda/device/properties.h"
 #include "cuda/gemm/heuristic.h"
 #include "cuda/packed_weights.h"
@@ -68,19 +67,20 @@ struct Scratch {
     core::WorkspaceCutter cutter(block);
     rows = problem.num_tokens * (batched ? experts : problem.topk);
     activated_pitch = round_up(problem.intermediate, kPitchUnit);
+    const auto take_rows = [&](std::int64_t pitch, DType dtype) {
+      return cutter.take(
+          static_cast<std::size_t>(fusedmoe::bytes(dtype, Shape({rows, pitch}).numel())));
+    };
     counters = static_cast<std::int32_t*>(
         cutter.take(4 * static_cast<std::size_t>(num_counters(config.tile, rows, experts))));
     if (!batched) {
+      const DType rows_dtype = config.rows_f32 ? DType::kF32 : problem.dtype;
       routing = cutter.take(routing_data_bytes(problem.num_tokens, problem.topk, experts));
-      permuted = cutter.take(bytes_of(rows, problem.hidden, problem.dtype));
-      rows_out =
-          cutter.take(config.splits * bytes_of(rows, problem.hidden,
-                                               config.rows_f32 ? DType::kF32 : problem.dtype));
+      permuted = take_rows(problem.hidden, problem.dtype);
+      rows_out = take_rows(config.splits * problem.hidden, rows_dtype);
     }
-    if (variant == Variant::kUnfused) {
-      gate_up = cutter.take(bytes_of(rows, 2 * problem.intermediate, problem.dtype));
-    }
-    activated = cutter.take(bytes_of(rows, activated_pitch, problem.dtype));
+    if (variant == Variant::kUnfused) gate_up = take_rows(2 * problem.intermediate, problem.dtype);
+    activated = take_rows(activated_pitch, problem.dtype);
     bytes = cutter.used();
   }
 };

@@ -10,6 +10,7 @@
 #include "cuda/device/strided_copy.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
+#include "quant/weight_layout.h"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -193,8 +194,8 @@ CudaPackedWeights::CudaPackedWeights(Info info, const WeightFormat& format,
   }
 }
 
-void CudaPackedWeights::replace(std::int64_t expert, const ExpertMatrices& matrices,
-                                Stream stream) {
+void CudaPackedWeights::replace(std::int64_t expert, const ExpertMatrices& given, Stream stream) {
+  const ExpertMatrices matrices = core::stored_form(given);
   const core::CurrentDevice current(info().device);
   const bool gated = is_gated(info().activation.kind);
   const HostParts gate(matrices.gate, stream), up(matrices.up, stream), down(matrices.down, stream);

@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "core/device_runtime.h"
+#include "core/parallel.h"
 #include "core/workspace.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
@@ -119,9 +120,18 @@ Selection select_shared(const ExpertWeights& weights, const LayerOptions& option
   return select(config, core::format("{}+no_ep", routed.experts->name()));
 }
 
+/// Null where the caller leaves the threads to the default executor.
+std::shared_ptr<Executor> executor_for(const LayerOptions& options) {
+  if (options.executor) return {std::shared_ptr<void>(), options.executor};  // not ours
+  return options.num_threads > 0 ? make_executor(options.num_threads) : nullptr;
+}
+
 Context layer_context(const LayerOptions& options) {
   Context context = make_context(options.device);
   context.num_threads = options.num_threads;
+  if (options.executor && options.num_threads == 0) {
+    context.num_threads = options.executor->concurrency();
+  }
   return context;
 }
 
@@ -165,6 +175,8 @@ struct MoeLayer::Impl {
   std::optional<Shared> shared;
   DType output_dtype;
   bool inplace;
+  std::shared_ptr<Executor> executor;  // of the CPU; null: the default one
+  Stream stream;                       // of forwards that name none
   std::int64_t chunk = std::numeric_limits<std::int64_t>::max();  // tokens at a time, at most
 
   Impl(const LayerWeights& weights, const LayerOptions& options, const Selection& chosen);
@@ -194,7 +206,10 @@ MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options,
       expert_map(to_device(weights.expert_map, options.device)),
       kernel(chosen.create(layer_context(options))),
       output_dtype(options.output_dtype.value_or(options.dtype)),
-      inplace(options.inplace) {
+      inplace(options.inplace),
+      executor(executor_for(options)),
+      stream{options.device} {
+  if (executor && options.device.is_cpu()) stream = cpu_stream(*executor);
   config.activation_format = chosen.prepare_finalize->activation_format();
   if (options.monolithic || chosen.experts->routes_faster()) {
     Selection routing = chosen;
@@ -494,8 +509,7 @@ void MoeLayer::forward(const TensorView& hidden_states, const TensorView& output
   const Impl& impl = this->impl();
   FUSEDMOE_CHECK_FAULT(impl.router_weights.weight, kNull, "router_weights.weight",
                        "not given to this layer", "given, or forward_routed() be called");
-  const Impl::Call call{
-      hidden_states, output, {}, options, options.stream.value_or(Stream{impl.config.device})};
+  const Impl::Call call{hidden_states, output, {}, options, options.stream.value_or(impl.stream)};
   impl.check(call, workspace);
   impl.run(call, workspace.data);
 }
@@ -509,7 +523,7 @@ void MoeLayer::forward_routed(const TensorView& hidden_states, const Routing& ro
                  options.router_logits ? "options.router_logits" : "options.expert_load", "given",
                  "undefined: the router does not run");
   const Impl::Call call{hidden_states, output, routing, options,
-                        options.stream.value_or(Stream{impl.config.device})};
+                        options.stream.value_or(impl.stream)};
   impl.check(call, workspace);
   impl.run(call, workspace.data);
 }

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "core/check.h"
+#include "fusedmoe/runtime.h"
 
 namespace fusedmoe::core {
 namespace {
@@ -193,9 +194,14 @@ Support supports_anywhere(const MoeConfig& config, SizeUnits units) {
 
 namespace {
 
-/// All but the implementation.
-PackedWeights::Info info_of(const ExpertWeights& weights) {
+/// All but the implementation. `device`: where the weights will be packed.
+PackedWeights::Info info_of(const ExpertWeights& weights, Device device) {
   weights.validate();
+  const Device source = weights.device();
+  FUSEDMOE_CHECK_FAULT(
+      source.is_cpu() || source == device, kDevice, "weights",
+      core::format("on {}", to_string(source)),
+      device.is_cpu() ? std::string("on cpu") : core::format("on cpu or {}", to_string(device)));
   PackedWeights::Info info;
   info.scheme = weights.scheme;
   info.num_experts = weights.num_experts();
@@ -206,7 +212,9 @@ PackedWeights::Info info_of(const ExpertWeights& weights) {
   const std::optional<QuantKey>& key = weights.scheme.activations;
   if (!key || key->dynamic || key->group != GroupShape{-1, -1}) return info;
   const auto include = [](std::optional<float>& largest, const TensorView& scale) {
-    if (scale) largest = std::max(largest.value_or(0), *scale.as<const float>());
+    if (!scale) return;
+    const Tensor host = to_device(Tensor(scale, nullptr), {});
+    largest = std::max(largest.value_or(0), *host.as<const float>());
   };
   for (const ExpertMatrices& expert : weights.experts) {
     include(info.a1_scale, expert.gate.input_scale);
@@ -225,9 +233,8 @@ void check_supported(const ExpertsDescriptor& descriptor, const MoeConfig& confi
 }
 
 PackedWeights::Info make_packed_info(const Experts& experts, const ExpertWeights& weights) {
-  PackedWeights::Info info = info_of(weights);
+  PackedWeights::Info info = info_of(weights, experts.config().device);
   info.implementation = experts.descriptor().name();
-  info.layout_version = experts.descriptor().layout_version();
   info.device = experts.config().device;
   const MoeConfig& config = experts.config();
   FUSEDMOE_CHECK(info.scheme == config.scheme, "weights.scheme", name(info.scheme),
@@ -256,7 +263,7 @@ void check_expert(const Experts& experts, const PackedWeights& packed, std::int6
 }
 
 void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& packed) {
-  const PackedWeights::Info info = info_of(weights);
+  const PackedWeights::Info info = info_of(weights, packed.device);
   FUSEDMOE_CHECK(info.scheme == packed.scheme, "weights.scheme", name(info.scheme),
                  name(packed.scheme));
   FUSEDMOE_CHECK_FAULT(info.hidden == packed.hidden && info.intermediate == packed.intermediate,

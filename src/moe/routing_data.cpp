@@ -16,6 +16,10 @@ void check_inputs(const TensorView& topk_ids, const TensorView& expert_map,
   FUSEDMOE_CHECK_FAULT(topk_ids.numel() <= std::numeric_limits<std::int32_t>::max(), kShape,
                        "topk_ids", core::describe(topk_ids), "of less than 2^31 slots");
   if (expert_map) core::check_tensor(expert_map, "expert_map", DType::kI32, {-1});
+  FUSEDMOE_CHECK(topk_ids.device().is_cpu() && expert_map.device().is_cpu(), "topk_ids",
+                 core::format("on {}, the expert map on {}", to_string(topk_ids.device()),
+                              to_string(expert_map.device())),
+                 "on the cpu, as the expert map");
   FUSEDMOE_CHECK(
       num_local_experts >= 1 && num_local_experts < std::numeric_limits<std::int32_t>::max(),
       "num_local_experts", core::to_string(num_local_experts), "in [1, 2^31 - 1)");
@@ -78,6 +82,8 @@ void build_bitmatrix(const TensorView& topk_ids, const TensorView& expert_map,
   const std::int64_t num_tokens = topk_ids.size(0), topk = topk_ids.size(1);
   const std::int64_t words = (num_local_experts + 31) / 32;
   core::check_tensor(bitmatrix, "bitmatrix", DType::kI32, {num_tokens, words});
+  FUSEDMOE_CHECK(bitmatrix.device().is_cpu(), "bitmatrix", to_string(bitmatrix.device()),
+                 "on the cpu");
 
   const auto* ids = topk_ids.as<const std::int32_t>();
   auto* bits = bitmatrix.as<std::uint32_t>();

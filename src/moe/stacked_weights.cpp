@@ -282,8 +282,55 @@ class Stacks {
 
 }  // namespace
 
-ExpertWeights ExpertWeights::from_stacked(const Stacked& stacked, QuantScheme scheme,
+namespace {
+
+/// Tiled scales of a matrix of `rows` x `columns` for each expert as flat ones.
+Tensor untiled(const Tensor& tiled, const char* argument, const Shape& flat) {
+  FUSEDMOE_CHECK_FAULT(tiled.defined() && bits(tiled.dtype()) == 8, kDType, argument,
+                       core::describe(tiled), "tiles of one-byte scales");
+  const Shape shape = tiled_scales_shape(flat);
+  FUSEDMOE_CHECK_FAULT(tiled.numel() == shape.numel() && tiled.contiguous(), kShape, argument,
+                       core::describe(tiled),
+                       core::format("contiguous, {} bytes for {} in tiles of 128 x 4",
+                                    shape.numel(), to_string(flat)));
+  core::check_device(tiled, argument, {});
+  const Tensor result = Tensor::empty(flat, tiled.dtype());
+  untile_scales(tiled.reshape(shape), result);
+  return result;
+}
+
+/// The stack with e2m1 as bytes and flat scales.
+ExpertWeights::Stacked stored_form(const ExpertWeights::Stacked& stacked, const QuantKey& key,
+                                   bool gated) {
+  ExpertWeights::Stacked result = stacked;
+  result.scale_layout = ScaleLayout::kFlat;
+  if (key.value == DType::kE2M1) {
+    result.w13 = Tensor(core::as_bytes(stacked.w13, "w13"), stacked.w13.owner());
+    result.w2 = Tensor(core::as_bytes(stacked.w2, "w2"), stacked.w2.owner());
+  }
+  if (stacked.scale_layout == ScaleLayout::kFlat) return result;
+  FUSEDMOE_CHECK(key.scale && bits(*key.scale) == 8 && key.group.rows == 1 && key.group.cols > 0,
+                 "scale_layout", "kTiled128x4", "kFlat for " + name(QuantScheme{key, {}}));
+  for (const auto& [values, argument] :
+       {std::pair{&result.w13, "w13"}, std::pair{&result.w2, "w2"}}) {
+    FUSEDMOE_CHECK_FAULT(values->rank() >= 3, kShape, argument, core::describe(*values),
+                         "of rank 3");
+  }
+  const int row_dim = stacked.transposed ? 2 : 1;
+  const std::int64_t experts = result.w13.size(0), rows = result.w13.size(row_dim);
+  const std::int64_t hidden = result.w2.size(row_dim), inner = gated ? rows / 2 : rows;
+  result.w13_scales = untiled(stacked.w13_scales, "w13_scales",
+                              {experts, rows, num_blocks(hidden, key.group.cols)});
+  result.w2_scales =
+      untiled(stacked.w2_scales, "w2_scales", {experts, hidden, num_blocks(inner, key.group.cols)});
+  return result;
+}
+
+}  // namespace
+
+ExpertWeights ExpertWeights::from_stacked(const Stacked& given, QuantScheme scheme,
                                           Activation activation, ActivationParams params) {
+  const Stacked stacked = stored_form(given, scheme.weights, is_gated(activation));
   const Stacks stacks(stacked, scheme, is_gated(activation));
   ExpertWeights weights;
   weights.scheme = scheme;
@@ -300,6 +347,7 @@ ExpertWeights ExpertWeights::from_stacked(const Stacked& stacked, QuantScheme sc
         &stacked.w2_zero_points, &stacked.w2_global_scales, &stacked.w2_input_scales,
         &stacked.w2_bias}) {
     if (tensor->owner()) weights.owners.push_back(tensor->owner());
+    weights.borrowed |= tensor->defined() && !tensor->owner() && tensor->numel() > 0;
   }
   weights.validate();
   return weights;

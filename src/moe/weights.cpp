@@ -48,9 +48,8 @@ void check_undefined(const TensorView& view, const std::string& argument, const 
 }
 
 // What every view must satisfy so that reading an element through its strides is defined.
-void check_memory(const TensorView& view, const std::string& argument) {
-  FUSEDMOE_CHECK_FAULT(view.device().is_cpu(), kDevice, argument, to_string(view.device()),
-                       "in host memory");
+void check_memory(const TensorView& view, const std::string& argument, Device device) {
+  core::check_device(view, argument, device);
   for (std::int64_t stride : view.strides()) {
     FUSEDMOE_CHECK_FAULT(stride >= 0, kLayout, argument, "strides " + to_string(view.strides()),
                          "not negative");
@@ -68,6 +67,7 @@ void check_rows_contiguous(const TensorView& view, const std::string& argument) 
 
 // `code` is the dtype that the bytes of u8 scales stand for.
 void check_scales_finite(const TensorView& scales, DType code, const std::string& argument) {
+  if (!scales.device().is_cpu()) return;
   const std::int64_t rows = scales.size(0), cols = scales.size(1), step = scales.stride(1);
   const DType dtype = scales.dtype() == DType::kU8 ? code : scales.dtype();
   const bool e8m0 = dtype == DType::kE8M0;
@@ -90,17 +90,19 @@ void check_scales_finite(const TensorView& scales, DType code, const std::string
 
 class MatrixChecker {
  public:
-  explicit MatrixChecker(const QuantKey& key)
-      : key_(key), layout_(core::weight_layout(key, "weights.scheme")) {}
+  MatrixChecker(const QuantKey& key, Device device)
+      : key_(key), layout_(core::weight_layout(key, "weights.scheme")), device_(device) {}
 
   // out x in is the shape of the matrix before packing.
   void check(const WeightMatrix& matrix, const std::string& argument, std::int64_t out,
              std::int64_t in) const {
     const std::string values = argument + ".values";
-    check_shape(matrix.values, values, layout_.values_shape(out, in));
-    check_dtype(matrix.values, values, layout_.values_dtypes);
-    check_memory(matrix.values, values);
-    if (layout_.rows_contiguous) check_rows_contiguous(matrix.values, values);
+    const bool e2m1 = key_.value == DType::kE2M1;
+    const TensorView stored = e2m1 ? core::as_bytes(matrix.values, values) : matrix.values;
+    check_shape(stored, values, layout_.values_shape(out, in));
+    check_dtype(stored, values, layout_.values_dtypes);
+    check_memory(stored, values);
+    if (layout_.rows_contiguous) check_rows_contiguous(stored, values);
     check_scales(matrix, argument, out, in);
     check_global_scale(matrix.global_scale, argument + ".global_scale", out);
     if (!matrix.bias.defined()) return;
@@ -112,6 +114,10 @@ class MatrixChecker {
   }
 
  private:
+  void check_memory(const TensorView& view, const std::string& argument) const {
+    fusedmoe::check_memory(view, argument, device_);
+  }
+
   void check_scales(const WeightMatrix& matrix, const std::string& argument, std::int64_t out,
                     std::int64_t in) const {
     const std::string scales = argument + ".scales", zero_points = argument + ".zero_points";
@@ -145,7 +151,7 @@ class MatrixChecker {
     FUSEDMOE_CHECK_FAULT(view.dtype() == DType::kF32, kDType, argument, core::describe(view),
                          "f32");
     check_memory(view, argument);
-    for (std::int64_t row = 0; row < view.size(0); ++row) {
+    for (std::int64_t row = 0; device_.is_cpu() && row < view.size(0); ++row) {
       const float value = view.as<const float>()[row * view.stride(0)];
       FUSEDMOE_CHECK(std::isfinite(value), argument, core::format("{} at {}", value, row),
                      "finite");
@@ -154,20 +160,23 @@ class MatrixChecker {
 
   const QuantKey& key_;
   WeightLayout layout_;
+  Device device_;
 };
 
 // A scale that the scheme does not use is not looked at: checkpoints for static scales have them.
 class InputScaleChecker {
  public:
-  explicit InputScaleChecker(const std::optional<QuantKey>& activations)
-      : needed_(activations && (!activations->dynamic || activations->global_scale)) {}
+  InputScaleChecker(const std::optional<QuantKey>& activations, Device device)
+      : needed_(activations && (!activations->dynamic || activations->global_scale)),
+        device_(device) {}
 
   void check(const TensorView& view, const std::string& argument) const {
     if (!needed_) return;
     check_shape(view, argument, {1});
     FUSEDMOE_CHECK_FAULT(view.dtype() == DType::kF32, kDType, argument, core::describe(view),
                          "f32");
-    check_memory(view, argument);
+    check_memory(view, argument, device_);
+    if (!device_.is_cpu()) return;
     const float value = *view.as<const float>();
     FUSEDMOE_CHECK(std::isfinite(value) && value > 0, argument, core::to_string(value),
                    "finite and positive");
@@ -175,6 +184,7 @@ class InputScaleChecker {
 
  private:
   bool needed_;
+  Device device_;
 };
 
 std::int64_t stored_bytes(const WeightMatrix& matrix) {
@@ -197,7 +207,7 @@ namespace core {
 
 void check_matrix(const WeightMatrix& matrix, const QuantKey& key, const std::string& argument,
                   std::int64_t out, std::int64_t in) {
-  MatrixChecker(key).check(matrix, argument, out, in);
+  MatrixChecker(key, matrix.values.device()).check(matrix, argument, out, in);
 }
 
 }  // namespace core
@@ -219,13 +229,17 @@ std::int64_t ExpertWeights::nbytes() const {
   return total;
 }
 
+Device ExpertWeights::device() const {
+  return experts.empty() ? Device{} : experts.front().gate.values.device();
+}
+
 void ExpertWeights::validate() const {
   FUSEDMOE_CHECK_FAULT(!experts.empty(), kNull, "weights.experts", "0 experts", "at least 1");
   FUSEDMOE_CHECK(hidden > 0, "weights.hidden", core::to_string(hidden), "positive");
   FUSEDMOE_CHECK(intermediate > 0, "weights.intermediate", core::to_string(intermediate),
                  "positive");
-  const MatrixChecker checker(scheme.weights);
-  const InputScaleChecker input_scale(scheme.activations);
+  const MatrixChecker checker(scheme.weights, device());
+  const InputScaleChecker input_scale(scheme.activations, device());
   if (scheme.weights.value == DType::kE2M1) {
     check_even(hidden, "weights.hidden");
     check_even(intermediate, "weights.intermediate");

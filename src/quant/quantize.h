@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
 
 namespace fusedmoe::core {
 
@@ -19,6 +21,14 @@ std::int64_t scales_per_row(const QuantKey& key, std::int64_t count);
 /// global scale (multiplier) of NVFP4; ignored otherwise.
 void quantize_row(const float* x, std::int64_t count, const QuantKey& key, float scale,
                   std::uint8_t* codes, void* scales);
+
+/// What quantize() writes.
+struct QuantizedViews {
+  TensorView values, scales;
+};
+/// fusedmoe::quantize() on the threads of an executor.
+void quantize(Executor& executor, const TensorView& x, const QuantKey& key,
+              std::optional<float> scale, const QuantizedViews& out);
 
 /// Largest magnitude; NaN counts as 0.
 float amax(const float* x, std::int64_t count);

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "fusedmoe/quant.h"
-#include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
 #include "moe/experts_args.h"
 #include "quant/quantize.h"
@@ -95,15 +95,15 @@ class WeightQuantizer {
 
   template <typename Function>
   void for_each_row(const Function& function) const {
-#pragma omp parallel num_threads(num_threads()) if (values_.numel() >= kParallelElements)
-    {
-      std::vector<float> x(static_cast<std::size_t>(in_));
-#pragma omp for schedule(static)
-      for (std::int64_t row = 0; row < out_; ++row) {
-        load_row(values_, row, x.data());
-        function(row, x.data());
-      }
-    }
+    const bool worthwhile = values_.numel() >= kParallelElements;
+    core::parallel_ranges(default_executor(), out_, worthwhile,
+                          [&](std::int64_t begin, std::int64_t end) {
+                            std::vector<float> x(static_cast<std::size_t>(in_));
+                            for (std::int64_t row = begin; row < end; ++row) {
+                              load_row(values_, row, x.data());
+                              function(row, x.data());
+                            }
+                          });
   }
 
   /// Largest magnitude; throws Error for a value that is not finite.

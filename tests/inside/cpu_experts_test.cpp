@@ -5,11 +5,14 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <functional>
+#include <utility>
 
 #include "cpu/kernels.h"
 #include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
+#include "malformed.h"
 #include "reference/experts.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
@@ -20,6 +23,7 @@ namespace {
 using testing::bitwise_equal;
 using testing::Case;
 using testing::compare;
+using testing::on_cuda;
 using testing::Problem;
 
 /// Bounds of spec "tolerances", section 5, against a reference that rounds at the same points:
@@ -143,13 +147,68 @@ TEST(CpuExpertsInvarianceTest, NumberOfThreadsDoesNotMatter) {
   spec.hidden = 96;
   spec.intermediate = 160;
   const Problem problem = testing::make_problem(spec);
-  const auto experts = cpu::make_experts(ActivationFormat::kStandard);
   set_num_threads(1);
-  const Tensor one = run(problem, *experts, DType::kBF16);
+  const Tensor one = run(problem, *cpu::make_experts(ActivationFormat::kStandard), DType::kBF16);
   set_num_threads(5);
-  const Tensor five = run(problem, *experts, DType::kBF16);
+  const Tensor five = run(problem, *cpu::make_experts(ActivationFormat::kStandard), DType::kBF16);
   set_num_threads(0);
   EXPECT_TRUE(bitwise_equal(one, five));
+}
+
+TEST(CpuExpertsTest, MapEntriesBeyondTheLocalExpertsAreNotLocal) {
+  Case spec;
+  spec.expert_map = true;
+  for (const ActivationFormat format :
+       {ActivationFormat::kStandard, ActivationFormat::kBatchedExperts}) {
+    const Problem problem = testing::make_problem(spec);
+    const auto experts = cpu::make_experts(format);
+    const Tensor expected = run(problem, *experts, DType::kF32);
+    auto* map = problem.expert_map.as<std::int32_t>();
+    std::int32_t beyond = static_cast<std::int32_t>(problem.weights.num_experts());
+    for (std::int64_t id = 0; id < problem.expert_map.numel(); ++id) {
+      if (map[id] < 0) map[id] = std::exchange(beyond, 1 << 30);
+    }
+    EXPECT_TRUE(bitwise_equal(run(problem, *experts, DType::kF32), expected));
+  }
+}
+
+TEST(CpuExpertsTest, ArgumentsOnAnotherDeviceAreErrors) {
+  const Problem problem = testing::make_problem({});
+  const auto experts = cpu::make_experts(ActivationFormat::kStandard);
+  const auto packed = experts->pack(problem.weights);
+  const Tensor output = Tensor::empty(problem.hidden_states.shape(), DType::kF32);
+  const Tensor map = Tensor::zeros({8}, DType::kI32);
+  const std::pair<const char*, std::function<void(ExpertsArgs&)>> faults[] = {
+      {"hidden_states", [](auto& args) { args.hidden_states = on_cuda(args.hidden_states); }},
+      {"output", [](auto& args) { args.output = on_cuda(args.output); }},
+      {"topk_ids", [](auto& args) { args.topk_ids = on_cuda(args.topk_ids); }},
+      {"topk_weights", [](auto& args) { args.topk_weights = on_cuda(args.topk_weights); }},
+      {"expert_map", [&](auto& args) { args.expert_map = on_cuda(map); }},
+      {"hidden_scales", [&](auto& args) { args.hidden_scales = on_cuda(map); }},
+      {"expert_num_tokens", [&](auto& args) { args.expert_num_tokens = on_cuda(map); }},
+      {"stream",
+       [](auto& args) {
+         args.stream = {testing::kCuda, &args};
+       }},
+  };
+  for (const auto& [argument, spoil] : faults) {
+    ExpertsArgs args;
+    args.weights = packed.get();
+    args.output = output;
+    args.hidden_states = problem.hidden_states;
+    args.topk_ids = problem.topk_ids;
+    args.topk_weights = problem.topk_weights;
+    spoil(args);
+    testing::expect_error(argument, output, [&] { experts->apply(args); });
+  }
+}
+
+TEST(CpuExpertsTest, F16WeightsAreRefusedWithTheWayOut) {
+  MoeConfig config = testing::make_config({}, DType::kF16);
+  config.scheme = schemes::unquantized(DType::kF16);
+  const Support support = cpu::make_experts(ActivationFormat::kStandard)->supports(config);
+  EXPECT_EQ(support.reason, Reason::kQuantScheme);
+  EXPECT_NE(support.text.find("`reference` by name"), std::string::npos) << support.text;
 }
 
 TEST(CpuExpertsNanTest, StayInTheirTokens) {

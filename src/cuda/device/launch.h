@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "cuda/device/check.h"
-#include "cuda/device/current_device.h"
+#include "cuda/device/properties.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "moe/tuned_configs.h"
+
 namespace fusedmoe::cuda {
 namespace {
 

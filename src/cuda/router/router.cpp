@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "core/check.h"
-#include "cuda/device/current_device.h"
+#include "cuda/device/properties.h"
 #include "cuda/router/bitmatrix.h"
 #include "cuda/router/kernels.h"
 
