@@ -27,11 +27,12 @@ find src include cli bench tests/unit -name '*.h' -o -name '*.cpp' -o -name '*.c
       allow("reference", below); allow("cpu", below); allow("cuda", below); allow("comm", below)
       below = "reference cpu cuda comm " below
       allow("layer", "files " below)  # a saved plan is JSON
-      allow("tools", "layer checkpoint files " below)
+      below = "layer checkpoint files " below
+      allow("tools", below)
+      allow("cli", "fusedmoe testing tools " below); allow("bench", "fusedmoe testing tools " below)
       # The public interface alone, so that the tests of it can use src/testing.
       allow("include", "fusedmoe"); allow("testing", "fusedmoe")
       allow("tests", "fusedmoe testing ..")
-      allow("cli", "fusedmoe testing tools"); allow("bench", "fusedmoe testing cuda")
       floor("core", "error tensor runtime dlpack export version")
       floor("quant", "quant"); floor("files", "safetensors"); floor("checkpoint", "checkpoint")
       floor("moe", "weights router experts"); floor("layer", "modular_kernel selection layer")

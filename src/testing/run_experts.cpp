@@ -187,10 +187,8 @@ Tensor run_experts(const Problem& problem, const ModularKernel& kernel, const Pa
 
 Tensor run_variant(const Problem& problem, const Variant& variant, DType dtype, Device device,
                    const RunOptions& options) {
-  const MoeConfig config = variant.of(make_config(problem.spec, dtype, device));
-  const Context context{.device = device};
-  const ModularKernel kernel(variant.prepare_finalize->create(config, context),
-                             variant.experts->create(config, context));
+  const ModularKernel kernel =
+      variant.create(make_config(problem.spec, dtype, device), {.device = device});
   const auto packed = kernel.experts().pack(problem.weights);
   return run_experts(problem, kernel, *packed, options);
 }
