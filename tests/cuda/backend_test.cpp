@@ -195,7 +195,8 @@ TEST_P(BackendRows, ReduceToOtherOutputs) {
       args.topk_weights = gpu_weights;
       args.num_local_experts = kExperts;
       args.stream = kGpuStream;
-      cuda::reduce_rows(args, {}, accumulate);
+      args.accumulate = accumulate;
+      cuda::reduce_rows(args, {});
       for (std::int64_t token = 0; token < c_.num_tokens; ++token) {
         for (std::int64_t column = 0; column < c_.hidden; ++column) {
           float sum = 0;
@@ -389,9 +390,14 @@ TEST_F(BackendTest, Route) {
   const Tensor ids = Tensor::zeros({257, 6}, DType::kI32);
   const Tensor weights = Tensor::zeros({257, 6}, DType::kF32);
   const Tensor gpu_ids = to_gpu(ids), gpu_weights = to_gpu(weights);
-  backend_of(kHost).route(config, logits, bias, {ids, weights}, {}, {});
-  backend_of(kGpu).route(config, to_gpu(logits), to_gpu(bias), {gpu_ids, gpu_weights}, {}, kGpuStream);
+  const Tensor load = Tensor::zeros({64}, DType::kI32), gpu_load = to_gpu(load);
+  for (int i = 0; i < 2; ++i) {  // tokens are added to the load
+    backend_of(kHost).route(config, logits, bias, {ids, weights}, load, {});
+    backend_of(kGpu).route(config, to_gpu(logits), to_gpu(bias), {gpu_ids, gpu_weights}, gpu_load,
+                           kGpuStream);
+  }
   EXPECT_TRUE(bitwise_equal(to_host(gpu_ids), ids));
+  EXPECT_TRUE(bitwise_equal(to_host(gpu_load), load));
   EXPECT_LE(compare(to_host(gpu_weights), weights).max_element, 1e-6);
 }
 
