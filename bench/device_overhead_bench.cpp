@@ -41,18 +41,6 @@ const ExpertWeights& gpt_oss_20b(bool mxfp4) {
   return mxfp4 ? codes : bf16;
 }
 
-MoeConfig config_of(const ExpertWeights& weights) {
-  MoeConfig config;
-  config.num_experts = config.num_local_experts = config.topk = kExperts;
-  config.hidden = weights.hidden;
-  config.intermediate = weights.intermediate;
-  config.scheme = weights.scheme;
-  config.activation = weights.activation;
-  config.has_bias = true;
-  config.device = kGpu;
-  return config;
-}
-
 /// Times bursts of `enqueue`; one iteration is one call.
 template <typename Enqueue>
 void measure(benchmark::State& state, Stream stream, const Enqueue& enqueue) {
@@ -83,26 +71,24 @@ void BM_ModularKernelApply(benchmark::State& state) {
   if (!usable(state)) return;
   const bool mxfp4 = state.range(0) != 0, replay = state.range(1) != 0;
   const ExpertWeights& weights = gpt_oss_20b(mxfp4);
-  const Selection selection = select(config_of(weights));
-  const ModularKernel kernel(selection.prepare_finalize, selection.experts);
-  const auto packed = selection.experts->pack(weights);
+  const Selection selection = select(moe_config(weights, kExperts, DType::kBF16, kGpu));
+  const ModularKernel kernel = selection.create(make_context(kGpu));
+  const auto packed = kernel.experts().pack(weights);
   const Tensor x = Tensor::zeros({1, weights.hidden}, DType::kBF16, kGpu);
   const Tensor host_ids = Tensor::empty({1, kExperts}, DType::kI32);
   std::iota(host_ids.as<std::int32_t>(), host_ids.as<std::int32_t>() + kExperts, 0);
   const Tensor ids = to_device(host_ids, kGpu);
   const Tensor topk_weights = Tensor::zeros({1, kExperts}, DType::kF32, kGpu);
   const Tensor output = Tensor::empty(x.shape(), DType::kBF16, kGpu);
-  const std::size_t bytes =
-      kernel.workspace_bytes(ProblemSize::of(packed->info(), 1, kExperts, DType::kBF16));
+  const std::size_t bytes = kernel.workspace_bytes(1);
   const Tensor workspace = device_bytes(bytes);
   const OwnedStream stream(kGpu);
-  KernelArgs args;
+  ForwardArgs args;
   args.weights = packed.get();
   args.output = output;
   args.hidden_states = x;
   args.topk_ids = ids;
   args.topk_weights = topk_weights;
-  args.num_experts = kExperts;
   args.stream = stream;
   const auto eager = [&] { kernel.apply(args, {workspace.data(), bytes}); };
   state.SetLabel(std::string(selection.experts->name()));
@@ -130,7 +116,7 @@ void BM_MoeLayerForward(benchmark::State& state) {
   const OwnedStream stream(kGpu);
   state.SetLabel(layer.plan_line());
   measure(state, stream, [&] {
-    layer.forward(x, output, {workspace.data(), bytes}, {}, nullptr, stream);
+    layer.forward(x, output, {workspace.data(), bytes}, {.stream = stream});
   });
 }
 

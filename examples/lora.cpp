@@ -60,7 +60,7 @@ int main(int argc, char** argv) try {
   const Tensor base = Tensor::empty(x.shape(), DType::kBF16);
   const Tensor adapted = Tensor::empty(x.shape(), DType::kBF16);
   layer.forward(x, base, {scratch.data(), bytes});
-  layer.forward(x, adapted, {scratch.data(), bytes}, {}, &hooks);
+  layer.forward(x, adapted, {scratch.data(), bytes}, {.hooks = &hooks});
 
   for (int adapter = -1; adapter < 2; ++adapter) {
     float largest = 0;

@@ -11,6 +11,7 @@
 
 #include "fusedmoe/export.h"
 #include "fusedmoe/layer.h"
+#include "fusedmoe/safetensors.h"
 
 namespace fusedmoe {
 
@@ -74,10 +75,11 @@ FUSEDMOE_API std::vector<std::string> model_preset_names();
 FUSEDMOE_API MoeConfig moe_config(const ModelConfig& model, DType dtype, Device device = {});
 
 /// A directory (config.json + *.safetensors, with or without an index) or one safetensors file
-/// whose metadata key `config` holds the config. Memory-mapped; opening reads headers only.
+/// whose metadata key `config` holds the config. Opening reads headers only. See SafetensorsFile
+/// for what must not happen to mapped files while weights of them live, and for reading instead.
 class FUSEDMOE_API Checkpoint {
  public:
-  static Checkpoint open(const std::filesystem::path& path);
+  static Checkpoint open(const std::filesystem::path& path, OpenOptions options = {});
   /// The same for one safetensors file in memory, which must outlive every tensor (used by the
   /// fuzzer).
   static Checkpoint parse(const void* data, std::size_t size, std::string label);
@@ -90,7 +92,7 @@ class FUSEDMOE_API Checkpoint {
   /// Layers that hold experts, ascending; a file without the `model.layers.N.` prefix is layer 0.
   std::vector<std::int64_t> moe_layers() const;
   /// Strict: an expert tensor of the layer that nothing claims, a missing one, or a wrong shape or
-  /// dtype is an Error that lists all of them.
+  /// dtype is an Error that lists all of them; and so is a file that has changed since the opening.
   LayerWeights load_layer(std::int64_t layer) const;
   /// Name, dtype, shape and file of every tensor of the layer's MoE block.
   struct TensorInfo {

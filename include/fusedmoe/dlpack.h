@@ -35,14 +35,15 @@ TensorView from_dlpack(const DLTensorT& in) {
     throw Error("dlpack.dtype",
                 "code " + std::to_string(in.dtype.code) + ", " + std::to_string(in.dtype.bits) +
                     " bits, " + std::to_string(in.dtype.lanes) + " lanes",
-                "a dtype of fusedmoe::DType with one lane");
+                "a dtype of fusedmoe::DType with one lane", Fault::kDType);
   }
   const int device_type = static_cast<int>(in.device.device_type);
   if (device_type != 1 && device_type != 2) {
-    throw Error("dlpack.device", std::to_string(device_type), "kDLCPU (1) or kDLCUDA (2)");
+    throw Error("dlpack.device", std::to_string(device_type), "kDLCPU (1) or kDLCUDA (2)",
+                Fault::kDevice);
   }
   if (in.ndim < 0 || in.ndim > Shape::kMaxRank) {
-    throw Error("dlpack.ndim", std::to_string(in.ndim), "0 to 6");
+    throw Error("dlpack.ndim", std::to_string(in.ndim), "0 to 6", Fault::kShape);
   }
   const Shape shape(std::span<const std::int64_t>(in.shape, static_cast<std::size_t>(in.ndim)));
   const Shape strides =

@@ -189,11 +189,13 @@ struct ForwardArgs {
   std::int64_t expected_rows = 0;  ///< see ProblemSize
   Stream stream;
 
-  // Only monolithic experts: they route by themselves. topk_ids and topk_weights are then
-  // undefined.
-  TensorView router_logits;  ///< (num_tokens, num_experts) f32, bf16 or f16
+  // Only monolithic experts, which route by themselves: they write topk_ids and topk_weights.
   const RouterConfig* router = nullptr;
-  TensorView score_correction_bias;  ///< (num_experts) f32; optional
+  TensorView router_logits;  ///< (num_tokens, num_experts) f32, bf16 or f16
+  /// If given, the experts compute the logits too: router_logits, f32, is then written.
+  const RouterWeights* router_weights = nullptr;
+  TensorView score_correction_bias;  ///< (num_experts) f32; optional; without router_weights
+  TensorView expert_load;  ///< (num_experts) i32, optional: += tokens that chose each expert
 
   // What the steps leave for those behind them; ModularKernel fills it.
   Preparation preparation;
@@ -202,7 +204,7 @@ struct ForwardArgs {
   TensorView hidden_scales;
   TensorView expert_num_tokens;  ///< (E) i32: rows that are real; batched format only
   WeightAndReduce weight_and_reduce = WeightAndReduce::kNoOp;  ///< of the experts, for finalize
-  TensorView fused_output;       ///< what the experts write: `output`, or for finalize to reduce
+  TensorView fused_output;  ///< what the experts write: `output`, or for finalize to reduce
   void* prepare_workspace = nullptr;  ///< untouched from prepare to finalize
   void* workspace13 = nullptr;
   void* workspace2 = nullptr;
@@ -231,6 +233,8 @@ class FUSEDMOE_API ExpertsDescriptor {
   virtual Support supports(const MoeConfig& config) const = 0;
   /// True if select() takes it only where its name is asked for.
   virtual bool on_request_only() const { return false; }
+  /// True if monolithic experts of few tokens are faster than a router and modular ones.
+  virtual bool routes_faster() const { return false; }
   /// What the kernels are compiled for: "avx512_bf16", "sm_90a", "generic".
   virtual std::string_view instruction_set() const = 0;
   /// Of the packed weights; another number is another layout.

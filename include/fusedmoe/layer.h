@@ -10,6 +10,7 @@
 #include "fusedmoe/export.h"
 #include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/router.h"
+#include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
 #include "fusedmoe/weights.h"
 
@@ -40,13 +41,17 @@ struct LayerOptions {
   std::string require = {};  ///< see select(); empty = best
   std::string plan = {};     ///< JSON of MoeLayer::plan_json(): exactly that, or an Error
   bool batch_invariant = false;
-  bool inplace = false;     ///< forward may be given the hidden states themselves as output
-  bool hooks = false;       ///< only experts that call ExpertsHooks (the routed ones)
-  bool monolithic = false;  ///< the experts route by themselves, from router logits
+  bool inplace = false;  ///< forward may be given the hidden states themselves as output
+  bool hooks = false;    ///< only experts that call ExpertsHooks (the routed ones)
+  /// The experts route by themselves, or an Error; false: where that is faster.
+  bool monolithic = false;
   /// Of the ranks that share the layer. With ep_size > 1 the output holds the sum over the experts
   /// of this rank, and somebody has to add those of the others.
   ParallelConfig parallel = {};
-  int num_threads = 0;  ///< of the CPU; 0: num_threads() when the layer is made
+  int num_threads = 0;  ///< of the CPU; 0: those of the executor when the layer is made
+  /// Runs the layer's work on the CPU, unless a forward's stream names another; must outlive it.
+  /// Null: OpenMP's threads.
+  Executor* executor = nullptr;
   /// Most bytes of scratch that a forward may ask for; 0: no limit. Longer inputs then run in
   /// chunks of tokens.
   std::size_t max_workspace_bytes = 0;
@@ -106,8 +111,7 @@ class FUSEDMOE_API MoeLayer {
                const ForwardOptions& options = {}) const;
 
   /// As forward, with routing given by the caller (precomputed or replayed ids): global ids or -1.
-  /// Other ids are an Error; on CUDA, where they cannot be seen, they select nothing. An Error if
-  /// the layer is monolithic.
+  /// Other ids are an Error; on CUDA, where they cannot be seen, they select nothing.
   void forward_routed(const TensorView& hidden_states, const Routing& routing,
                       const TensorView& output, Workspace workspace,
                       const ForwardOptions& options = {}) const;

@@ -106,7 +106,8 @@ FUSEDMOE_API QuantScheme parse_scheme(std::string_view text);
 ///
 /// Values by the element type of the scheme's weights:
 ///   f32, f16, bf16, e4m3, i8  (out, in), any strides; e4m3 also as u8
-///   e2m1  u8 (out, ceil(in / 2)), rows contiguous; element 2i in the low nibble of byte i
+///   e2m1  u8 (out, ceil(in / 2)), rows contiguous; element 2i in the low nibble of byte i; or e2m1
+///         (out, in), the same bytes
 ///   i4    i32 (out, ceil(in / 8)), any strides; element i of a word in bits 4i: unsigned codes
 ///   u8    i32 (out, ceil(in / 4)), any strides; element i of a word in bits 8i: unsigned codes
 /// A weight is (code - zero point) * scale * global scale; the zero point of symmetric integer
@@ -218,14 +219,10 @@ FUSEDMOE_API void store_f32(void* data, DType dtype, std::int64_t index, float v
 FUSEDMOE_API void convert(const TensorView& source, const TensorView& destination);
 
 // ------------------------------------------------------------------------------------------------
-// Layouts of scales and of 4-bit codes that kernels and checkpoints use, to and from the flat ones
-// of WeightMatrix. Every pair of functions is an inverse pair; what pads is zero. Matrices are
-// views in host memory of any strides unless said otherwise; "flat" is (rows, columns) or, for the
-// stack of E experts, (E, rows, columns). Functions throw Error for shapes and dtypes that do not
-// fit, before they write.
-
-/// Of all layouts here: who stores one of them stores this beside it.
-inline constexpr int kScaleLayoutVersion = 1;
+// Layouts of scales and of integer codes in checkpoints and engines, to and from those of
+// WeightMatrix. Each pair of functions is an inverse pair; padding is zero. Matrices are views in
+// host memory of any strides unless said otherwise. Functions throw Error for shapes and dtypes
+// that do not fit, before they write.
 
 // ------------------------------------------------------------------------------------------------
 // 128 x 4 tiles of one-byte scales (MXFP4, MXFP8, NVFP4), as block-scaled tensor cores read them.
@@ -245,24 +242,6 @@ FUSEDMOE_API void untile_scales(const TensorView& tiled, const TensorView& flat)
 /// Shape of the tiled form of `flat`.
 FUSEDMOE_API Shape tiled_scales_shape(const Shape& flat);
 
-/// First tiled row of each expert's activations in a grouped GEMM, and the number of all of them:
-/// the running sum of rows rounded up to 128. offsets has one element more than rows.
-FUSEDMOE_API void tiled_row_offsets(std::span<const std::int32_t> rows,
-                                    std::span<std::int64_t> offsets);
-
-// ------------------------------------------------------------------------------------------------
-// f32 scales of groups along a row, column by column for TMA: group g of row m at g *
-// round_up(rows, 4) + m.
-
-/// flat (rows, groups) f32 -> contiguous (groups, round_up(rows, 4)) f32.
-FUSEDMOE_API void scales_to_columns(const TensorView& flat, const TensorView& columns);
-FUSEDMOE_API void columns_to_scales(const TensorView& columns, const TensorView& flat);
-
-/// Power-of-two scales (rows, groups), e8m0 or u8, four neighbouring groups per word, the first in
-/// the low byte -> contiguous (ceil(groups / 4), round_up(rows, 4)) i32.
-FUSEDMOE_API void pack_e8m0_columns(const TensorView& flat, const TensorView& columns);
-FUSEDMOE_API void unpack_e8m0_columns(const TensorView& columns, const TensorView& flat);
-
 // ------------------------------------------------------------------------------------------------
 // Integer codes in words.
 
@@ -278,17 +257,5 @@ FUSEDMOE_API void pack_codes(const TensorView& codes, const TensorView& words, i
                              CodeOrder order = CodeOrder::kSequential);
 FUSEDMOE_API void unpack_codes(const TensorView& words, const TensorView& codes, int width = 4,
                                CodeOrder order = CodeOrder::kSequential);
-
-/// Unsigned nibbles n (value n - 8) to two's complement ones and back, in place: n ^ 8. Contiguous
-/// i32.
-FUSEDMOE_API void flip_int4_sign(const TensorView& words);
-/// Two's complement nibbles to W4A8's unified encoding and back, in place: 1 to 7 become 8 - v, so
-/// that +v and -v share the low three bits. Contiguous i32.
-FUSEDMOE_API void unify_int4(const TensorView& words);
-
-/// W4A8's table of products: e4m3 group scales (rows, groups) -> contiguous (groups, rows, 8) e4m3,
-/// scale * -8, ..., scale * -1, each rounded. The inverse reads the last of the eight.
-FUSEDMOE_API void pack_w4a8_scales(const TensorView& scales, const TensorView& packed);
-FUSEDMOE_API void unpack_w4a8_scales(const TensorView& packed, const TensorView& scales);
 
 }  // namespace fusedmoe

@@ -31,9 +31,44 @@ FUSEDMOE_API std::string_view device_name(Device device);
 /// One line per device: name, compute capability, memory; or one line "none: <why>".
 FUSEDMOE_API std::string cuda_device_summary();
 
-/// Threads used by CPU work of this process; 0 restores the default (OMP_NUM_THREADS, else all
-/// cores given to it). Parallel regions take the number from num_threads(), whichever thread of
-/// the caller they start on.
+/// Threads that run the parallel steps of CPU work. An engine hands in its own to keep the work on
+/// its threads.
+class FUSEDMOE_API Executor {
+ public:
+  /// Refers to the function that runs a task, while run() has not returned. Does not throw.
+  class Task {
+   public:
+    template <typename Function>
+    explicit Task(const Function& function)
+        : function_(&function), call_([](const void* object, int index) {
+            (*static_cast<const Function*>(object))(index);
+          }) {}
+    void operator()(int index) const { call_(function_, index); }
+
+   private:
+    const void* function_;
+    void (*call_)(const void*, int);
+  };
+
+  virtual ~Executor() = default;
+  /// How many tasks can run at the same time; at least 1.
+  virtual int concurrency() const = 0;
+  /// Calls task(0), ..., task(num_tasks - 1) and returns when all have returned. No task waits for
+  /// another, so they may run in any order, on any threads, or one after the other on the caller's.
+  /// Several threads may call run() at once.
+  virtual void run(int num_tasks, Task task) = 0;
+};
+
+/// OpenMP's threads, `num_threads` of them; 0: as many as num_threads() says at each step. Never
+/// changes the OpenMP settings of the program.
+FUSEDMOE_API std::shared_ptr<Executor> make_executor(int num_threads = 0);
+/// make_executor(0), for work that is given no executor.
+FUSEDMOE_API Executor& default_executor();
+/// A stream of the CPU whose work runs on `executor`, which must outlive it.
+FUSEDMOE_API Stream cpu_stream(Executor& executor);
+
+/// Threads of the default executor; 0 restores the default: OMP_NUM_THREADS, else the cores that
+/// the calling thread may run on (its affinity mask).
 FUSEDMOE_API void set_num_threads(int num_threads);
 FUSEDMOE_API int num_threads();
 

@@ -38,7 +38,8 @@ enum class DType : std::uint8_t {
 /// Width of one element in bits (4 for the packed types).
 FUSEDMOE_API int bits(DType dtype);
 
-/// Bytes that `count` consecutive elements take; packed types round up to whole bytes.
+/// Bytes that `count` consecutive elements take; packed types round up to whole bytes. Throws Error
+/// for more than fit in 63 bits.
 FUSEDMOE_API std::int64_t bytes(DType dtype, std::int64_t count);
 
 /// Short lower-case name: "f32", "bf16", "e4m3", ...
@@ -72,8 +73,9 @@ FUSEDMOE_API std::string to_string(Device device);
 /// Accepts "cpu", "cuda" (= "cuda:0") and "cuda:i"; throws Error otherwise.
 FUSEDMOE_API Device parse_device(std::string_view text);
 
-/// An ordered queue of work on a device. On the CPU work is synchronous and the handle unused; on
-/// CUDA the handle is a `cudaStream_t`, null for the device's default stream.
+/// An ordered queue of work on a device. On CUDA the handle is a `cudaStream_t`, null for the
+/// device's default stream. On the CPU work is done when the call returns; the handle is an
+/// `Executor*` (cpu_stream() in runtime.h), null for the default one.
 struct Stream {
   Device device;
   void* handle = nullptr;
@@ -93,7 +95,8 @@ class FUSEDMOE_API Shape {
   std::int64_t& operator[](int dim) { return extents_[dim]; }
   const std::int64_t* begin() const { return extents_.data(); }
   const std::int64_t* end() const { return extents_.data() + rank_; }
-  /// Product of the extents; throws Error on a negative extent or 64-bit overflow.
+  /// Product of the extents. Throws Error for a negative extent, and where the product of those
+  /// that are not 0 does not fit in 63 bits.
   std::int64_t numel() const;
   bool operator==(const Shape& other) const;
 
@@ -105,13 +108,14 @@ class FUSEDMOE_API Shape {
 /// "[2, 3, 4]"
 FUSEDMOE_API std::string to_string(const Shape& shape);
 
-/// Row-major strides, in elements.
+/// Row-major strides, in elements. Throws Error for a shape that has no numel().
 FUSEDMOE_API Shape contiguous_strides(const Shape& shape);
 
 /// A typed, strided view of memory somebody else owns. Shape and strides count elements, also for
 /// the packed 4-bit types (whose last dimension must be contiguous). A default-constructed view is
 /// empty and stands for "not given". Copying is cheap; constness of the elements is a matter of
-/// the function that takes the view: outputs are documented as such.
+/// the function that takes the view: outputs are documented as such. Extents and strides are
+/// checked here, so that no arithmetic on a view overflows.
 class FUSEDMOE_API TensorView {
  public:
   TensorView() = default;
@@ -160,7 +164,8 @@ class FUSEDMOE_API TensorView {
 };
 
 /// A view that keeps its memory alive: its own allocation, a mapped file, or anything else a
-/// shared pointer can hold. Copies share the memory.
+/// shared pointer can hold. Copies share the memory. Without an owner, as borrow() makes it, the
+/// caller keeps the memory alive.
 class FUSEDMOE_API Tensor : public TensorView {
  public:
   Tensor() = default;
@@ -176,5 +181,9 @@ class FUSEDMOE_API Tensor : public TensorView {
  private:
   std::shared_ptr<const void> owner_;
 };
+
+/// Memory of the caller as a contiguous tensor that owns nothing; Tensor(view, nullptr) is the same
+/// for a strided view.
+FUSEDMOE_API Tensor borrow(const void* data, DType dtype, Shape shape, Device device = {});
 
 }  // namespace fusedmoe

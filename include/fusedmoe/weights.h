@@ -80,7 +80,15 @@ enum class GateUpLayout {
   kInterleaved,  ///< gate, up, gate, up, ... (gpt-oss)
 };
 
-/// All local experts of one layer.
+/// How engines hold the one-byte scales of MXFP4, MXFP8 and NVFP4.
+enum class ScaleLayout {
+  kFlat,        ///< (rows, columns), as in WeightMatrix
+  kTiled128x4,  ///< tile_scales() of every expert, of any shape with that many bytes
+};
+
+/// All local experts of one layer: views of memory that `owners`, or the caller, keeps alive. Once
+/// Experts::pack has returned, neither is needed: implementations copy what they need, and
+/// `reference`, which reads the published form, keeps the owners or copies what is borrowed.
 struct FUSEDMOE_API ExpertWeights {
   QuantScheme scheme;
   std::int64_t hidden = 0;
@@ -88,14 +96,20 @@ struct FUSEDMOE_API ExpertWeights {
   Activation activation = Activation::kSilu;
   ActivationParams activation_params;
   std::vector<ExpertMatrices> experts;
-  std::vector<std::shared_ptr<const void>> owners;  ///< keeps the viewed memory alive
+  /// Keep the viewed memory alive.
+  std::vector<std::shared_ptr<const void>> owners;
+  /// Some of the memory has no owner here: the caller keeps it until the weights are packed.
+  bool borrowed = false;
 
   std::int64_t num_experts() const { return static_cast<std::int64_t>(experts.size()); }
   bool has_bias() const;
   /// Bytes of all values, scales and biases as stored.
   std::int64_t nbytes() const;
-  /// Throws Error naming the first matrix whose shape, dtype or strides do not fit, or whose scales
-  /// hold a NaN, an infinity or, where they divide, a zero. Reads all scales.
+  /// Where the values of the first expert are; everything must be there.
+  Device device() const;
+  /// Throws Error naming the first matrix whose shape, dtype, strides or device do not fit, or
+  /// whose scales hold a NaN, an infinity or, where they divide, a zero. Reads all scales in host
+  /// memory; device memory is not touched, so values there are not checked.
   void validate() const;
 
   /// Stacked tensors as engines hold them: w13 (E, 2I, H) or (E, H, 2I) if transposed, w2
@@ -104,15 +118,19 @@ struct FUSEDMOE_API ExpertWeights {
   /// Scales (E, rows, columns) as in WeightMatrix for the fused matrix; per tensor also (E), and
   /// (E, 2) for one each of gate and up. Zero points like scales. Global scales: NVFP4 (E), (E, 1)
   /// or (E, 2); W4A8 (E, 2I). Input scales (E), (E, 2) or (1). Biases (E, 2I) and (E, H).
-  /// Undefined views stand for absent tensors.
+  /// Undefined views stand for absent tensors; tensors without an owner (borrow()) are used where
+  /// they lie and must live until the weights are packed. e2m1 may be given as e2m1 (E, 2I, H) or
+  /// as its bytes.
   struct Stacked {
     Tensor w13{}, w13_scales{}, w13_zero_points{}, w13_global_scales{}, w13_input_scales{},
         w13_bias{};
     Tensor w2{}, w2_scales{}, w2_zero_points{}, w2_global_scales{}, w2_input_scales{}, w2_bias{};
     GateUpLayout gate_up_layout = GateUpLayout::kGateUp;
     bool transposed = false;
+    /// Of w13_scales and w2_scales. Tiled ones are copied to flat ones and must be in host memory.
+    ScaleLayout scale_layout = ScaleLayout::kFlat;
   };
-  /// The result is validated.
+  /// The result is validated. It is views: nothing else is copied.
   static ExpertWeights from_stacked(const Stacked& stacked, QuantScheme scheme,
                                     Activation activation, ActivationParams params = {});
 };
@@ -131,8 +149,7 @@ class FUSEDMOE_API PackedWeights {
   /// What every implementation keeps beside its own data.
   struct Info {
     std::string implementation;  ///< name of the Experts that packed them, e.g. "cpu"
-    int layout_version = 1;
-    Device device;  ///< that holds them, and that runs what they are for
+    Device device;               ///< that holds them, and that runs what they are for
     QuantScheme scheme;
     std::int64_t num_experts = 0;  ///< local experts
     std::int64_t hidden = 0;

@@ -20,8 +20,8 @@ struct Checkpoint::Impl {
   }
 };
 
-Checkpoint Checkpoint::open(const std::filesystem::path& path) {
-  return Impl::make(checkpoint::open_checkpoint_files(path), path.string());
+Checkpoint Checkpoint::open(const std::filesystem::path& path, OpenOptions options) {
+  return Impl::make(checkpoint::open_checkpoint_files(path, options), path.string());
 }
 
 Checkpoint Checkpoint::parse(const void* data, std::size_t size, std::string label) {
@@ -45,7 +45,11 @@ std::vector<std::int64_t> Checkpoint::moe_layers() const {
 
 LayerWeights Checkpoint::load_layer(std::int64_t layer) const {
   const checkpoint::OpenedCheckpoint& opened = impl_->opened;
-  return checkpoint::load_block(opened.config, opened.layer(layer),
+  checkpoint::Block block = opened.layer(layer);
+  for (auto& [name, entry] : block.tensors) {
+    entry.tensor = opened.files.files[entry.file].contents.tensor(block.prefix + name);
+  }
+  return checkpoint::load_block(opened.config, block,
                                 core::format("{}: layer {}", opened.label, layer));
 }
 

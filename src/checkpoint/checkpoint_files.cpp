@@ -19,18 +19,19 @@ bool is_plain_name(const std::string& name) {
          name.find_first_of(std::string_view("/\\\0", 3)) == std::string::npos;
 }
 
-void open_shards(const fs::path& directory, const fs::path& index_path, CheckpointFiles& result) {
+void open_shards(const fs::path& directory, const fs::path& index_path, OpenOptions options,
+                 CheckpointFiles& result) {
   const nlohmann::json index =
       files::parse_json_object(files::read_text(index_path, files::kMaxIndexBytes),
                                files::kMaxIndexBytes, index_path.string());
   const auto weight_map = index.find("weight_map");
-  FUSEDMOE_CHECK(weight_map != index.end() && weight_map->is_object(),
-                 index_path.string() + ": weight_map",
-                 weight_map == index.end() ? "absent" : weight_map->type_name(),
-                 "an object of tensor names and file names");
+  FUSEDMOE_CHECK_FILE(weight_map != index.end() && weight_map->is_object(),
+                      index_path.string() + ": weight_map",
+                      weight_map == index.end() ? "absent" : weight_map->type_name(),
+                      "an object of tensor names and file names");
   std::map<std::string, std::size_t> positions;
   for (const auto& [tensor, file] : weight_map->items()) {
-    FUSEDMOE_CHECK(
+    FUSEDMOE_CHECK_FILE(
         file.is_string() && is_plain_name(file.get_ref<const std::string&>()),
         index_path.string() + ": weight_map." + files::quote(tensor),
         files::quote(file.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)),
@@ -39,7 +40,7 @@ void open_shards(const fs::path& directory, const fs::path& index_path, Checkpoi
     const auto [position, is_new] = positions.emplace(name, result.files.size());
     if (is_new) {
       const fs::path path = directory / name;
-      result.files.push_back({path.string(), SafetensorsFile::open(path)});
+      result.files.push_back({path.string(), SafetensorsFile::open(path, options)});
     }
     result.weight_map.emplace(tensor, position->second);
   }
@@ -53,7 +54,7 @@ void open_shards(const fs::path& directory, const fs::path& index_path, Checkpoi
       missing += core::format("\n  {} in {}", files::quote(tensor), result.files[position].path);
     }
   }
-  FUSEDMOE_CHECK(
+  FUSEDMOE_CHECK_FILE(
       num_missing == 0, index_path.string(),
       core::format("naming {} tensors that are not in their files:{}", num_missing, missing),
       "in agreement with the files");
@@ -78,16 +79,17 @@ bool holds_model_tensors(const SafetensorsFile& file) {
   });
 }
 
-void open_without_index(const fs::path& directory, CheckpointFiles& result) {
+void open_without_index(const fs::path& directory, OpenOptions options, CheckpointFiles& result) {
   const std::vector<fs::path> paths = safetensors_in(directory);
-  FUSEDMOE_CHECK(!paths.empty(), directory.string(), "a directory without *.safetensors",
-                 "a checkpoint: config.json and *.safetensors");
+  FUSEDMOE_CHECK_IO(
+      !paths.empty(), directory.string(),
+      core::format("no checkpoint in {}: there is no *.safetensors", directory.string()));
   for (const fs::path& path : paths) {
-    SafetensorsFile file = SafetensorsFile::open(path);
+    SafetensorsFile file = SafetensorsFile::open(path, options);
     if (!holds_model_tensors(file)) continue;
     for (const auto& [name, tensor] : file.tensors()) {
       const auto [position, is_new] = result.weight_map.emplace(name, result.files.size());
-      FUSEDMOE_CHECK(
+      FUSEDMOE_CHECK_FILE(
           is_new, directory.string() + ": " + files::quote(name),
           core::format("in {} and in {}", result.files[position->second].path, path.string()),
           "in one file");
@@ -108,11 +110,12 @@ void merge_quantization(const fs::path& path, CheckpointFiles& result) {
   result.json_paths.push_back(path.string());
 }
 
-CheckpointFiles open_directory(const fs::path& directory) {
+CheckpointFiles open_directory(const fs::path& directory, OpenOptions options) {
   CheckpointFiles result;
   const fs::path config = directory / "config.json";
-  FUSEDMOE_CHECK(fs::exists(config), directory.string(), "a directory without config.json",
-                 "a checkpoint: config.json and *.safetensors");
+  FUSEDMOE_CHECK_IO(
+      fs::exists(config), directory.string(),
+      core::format("no checkpoint in {}: there is no config.json", directory.string()));
   result.config_json = files::read_text(config, files::kMaxConfigBytes);
   result.json_paths.push_back(config.string());
   const fs::path quantization = directory / "hf_quant_config.json";
@@ -120,10 +123,10 @@ CheckpointFiles open_directory(const fs::path& directory) {
   const fs::path index = directory / kIndexName;
   if (fs::exists(index)) {
     result.json_paths.push_back(index.string());
-    open_shards(directory, index, result);
+    open_shards(directory, index, options, result);
     return result;
   }
-  open_without_index(directory, result);
+  open_without_index(directory, options, result);
   return result;
 }
 
@@ -133,19 +136,22 @@ CheckpointFiles single_file(CheckpointFile file) {
   CheckpointFiles result;
   const auto& metadata = file.contents.metadata();
   const auto config = metadata.find("config");
-  FUSEDMOE_CHECK(config != metadata.end(), file.path, "a file without metadata key config",
-                 "one that holds its config.json there, or a directory with config.json");
+  FUSEDMOE_CHECK_IO(config != metadata.end(), file.path,
+                    core::format("{} is no checkpoint: it holds no model config in its metadata, "
+                                 "and there is no directory with config.json",
+                                 file.path));
   result.config_json = config->second;
   result.files.push_back(std::move(file));
   return result;
 }
 
-CheckpointFiles open_checkpoint_files(const fs::path& path) {
+CheckpointFiles open_checkpoint_files(const fs::path& path, OpenOptions options) {
   try {
-    if (fs::is_directory(path)) return open_directory(path);
-    return single_file({path.string(), SafetensorsFile::open(path)});
+    if (fs::is_directory(path)) return open_directory(path, options);
+    return single_file({path.string(), SafetensorsFile::open(path, options)});
   } catch (const fs::filesystem_error& error) {
-    throw Error(path.string(), error.code().message(), "readable");
+    throw Error::io(path.string(),
+                    core::format("cannot read {}: {}", path.string(), error.code().message()));
   }
 }
 

@@ -30,7 +30,7 @@ struct CheckpointFiles {
 /// directory: the shards that model.safetensors.index.json names, else every *.safetensors
 /// with model tensors. A shard that the index names and that is absent is an Error, and so is a
 /// tensor in two files.
-CheckpointFiles open_checkpoint_files(const std::filesystem::path& path);
+CheckpointFiles open_checkpoint_files(const std::filesystem::path& path, OpenOptions options = {});
 
 /// A checkpoint of one file, whose metadata key `config` holds the config.
 CheckpointFiles single_file(CheckpointFile file);

@@ -18,15 +18,16 @@ fs::path without_slash(const fs::path& directory) {
 
 void check_target(const fs::path& target, std::int64_t needed) {
   if (fs::exists(target)) {
-    FUSEDMOE_CHECK(fs::is_directory(target) && fs::is_empty(target), target.string(),
-                   "something that exists", "a new or empty directory");
+    FUSEDMOE_CHECK_IO(
+        fs::is_directory(target) && fs::is_empty(target), target.string(),
+        core::format("cannot write to {}: it exists and is no empty directory", target.string()));
   }
   const fs::path parent = target.has_parent_path() ? target.parent_path() : fs::path(".");
   fs::create_directories(parent);
   const auto available = fs::space(parent).available;
-  FUSEDMOE_CHECK(static_cast<std::uintmax_t>(needed) <= available, target.string(),
-                 core::format("on a disk with {} bytes free", available),
-                 core::format("where {} bytes fit", needed));
+  FUSEDMOE_CHECK_IO(static_cast<std::uintmax_t>(needed) <= available, target.string(),
+                    core::format("cannot write {}: {} bytes are needed, {} are free",
+                                 target.string(), needed, available));
 }
 
 }  // namespace

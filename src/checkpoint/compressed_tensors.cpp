@@ -43,12 +43,14 @@ Args read_args(const ConfigKeys& keys) {
   args.dynamic = dynamic && *dynamic == "local" ? true : keys.boolean("dynamic", false);
   if (args.strategy == "block") {
     constexpr std::int64_t kBlock = 128;
-    FUSEDMOE_CHECK(square_block(keys, kBlock), keys.label("block_structure"),
-                   keys.find("block_structure") ? "another block" : "absent", "[128, 128]");
+    FUSEDMOE_CHECK_SUPPORTED(
+        square_block(keys, kBlock), kQuantScheme, keys.label("block_structure"),
+        keys.find("block_structure") ? "another block" : "absent", "[128, 128]");
   }
-  FUSEDMOE_CHECK(keys.string("actorder", "").empty() || keys.string("actorder", "") == "static",
-                 keys.label("actorder"), files::quote(keys.string("actorder", "")),
-                 "absent or \"static\": groups of consecutive columns");
+  FUSEDMOE_CHECK_SUPPORTED(
+      keys.string("actorder", "").empty() || keys.string("actorder", "") == "static", kQuantScheme,
+      keys.label("actorder"), files::quote(keys.string("actorder", "")),
+      "absent or \"static\": groups of consecutive columns");
   return args;
 }
 
@@ -121,11 +123,11 @@ bool targets(const nlohmann::json& group, std::string_view word) {
 std::string experts_group(const nlohmann::json& groups, const std::string& label) {
   for (const char* word : {"experts", "Linear", ""}) {
     for (const auto& [name, group] : groups.items()) {
-      FUSEDMOE_CHECK(group.is_object(), label + "." + name, group.type_name(), "an object");
+      FUSEDMOE_CHECK_FILE(group.is_object(), label + "." + name, group.type_name(), "an object");
       if (*word == '\0' || targets(group, word)) return name;
     }
   }
-  throw Error(label, "empty", "at least one group");
+  throw Error::malformed(label, "empty", "at least one group");
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -176,13 +178,13 @@ const char* format_of(const QuantKey& key) {
 
 QuantScheme parse_compressed_tensors(const ConfigKeys& config) {
   const nlohmann::json* groups = config.find("config_groups");
-  FUSEDMOE_CHECK(groups && groups->is_object(), config.label("config_groups"),
-                 groups ? ConfigKeys::text(*groups) : "absent", "an object");
+  FUSEDMOE_CHECK_FILE(groups && groups->is_object(), config.label("config_groups"),
+                      groups ? ConfigKeys::text(*groups) : "absent", "an object");
   const std::string label = config.label("config_groups");
   const std::string name = experts_group(*groups, label);
   const ConfigKeys group(groups->at(name), label + "." + files::quote(name));
   const std::optional<ConfigKeys> weights = group.object("weights");
-  FUSEDMOE_CHECK(weights, group.label("weights"), "absent", "an object");
+  FUSEDMOE_CHECK_FILE(weights, group.label("weights"), "absent", "an object");
   const std::optional<ConfigKeys> inputs = group.object("input_activations");
 
   const Args args = read_args(*weights);
@@ -192,14 +194,14 @@ QuantScheme parse_compressed_tensors(const ConfigKeys& config) {
   std::optional<QuantKey> key;
   if (args.type == "float") key = float_weights(args);
   if (args.type == "int") key = int_weights(args, packed);
-  FUSEDMOE_CHECK(key, group.label("weights"), text(args),
-                 "a format of weights that this library has");
+  FUSEDMOE_CHECK_SUPPORTED(key, kQuantScheme, group.label("weights"), text(args),
+                           "a format of weights that this library has");
   QuantScheme scheme{*key, std::nullopt};
   if (!inputs) return scheme;
   const Args input = read_args(*inputs);
   scheme.activations = activations(input);
-  FUSEDMOE_CHECK(scheme.activations, group.label("input_activations"), text(input),
-                 "a format of activations that this library has");
+  FUSEDMOE_CHECK_SUPPORTED(scheme.activations, kQuantScheme, group.label("input_activations"),
+                           text(input), "a format of activations that this library has");
   // INT4 beside E4M3 activations has E4M3 group scales.
   if (scheme.weights == keys::int4(128) && scheme.activations == keys::e4m3_row(true)) {
     scheme.weights = keys::int4_e4m3();

@@ -29,38 +29,38 @@ std::int64_t ConfigKeys::integer(std::string_view key, std::int64_t low, std::in
   const nlohmann::json* value = find(key);
   if (!value && otherwise) return *otherwise;
   const std::string range = core::format("an integer from {} to {}", low, high);
-  FUSEDMOE_CHECK(value, label(key), "absent", range);
-  FUSEDMOE_CHECK(value->is_number_integer() && in_range(*value, low, high), label(key),
-                 text(*value), range);
+  FUSEDMOE_CHECK_FILE(value, label(key), "absent", range);
+  FUSEDMOE_CHECK_FILE(value->is_number_integer() && in_range(*value, low, high), label(key),
+                      text(*value), range);
   return value->get<std::int64_t>();
 }
 
 bool ConfigKeys::boolean(std::string_view key, bool otherwise) const {
   const nlohmann::json* value = find(key);
   if (!value) return otherwise;
-  FUSEDMOE_CHECK(value->is_boolean(), label(key), text(*value), "true or false");
+  FUSEDMOE_CHECK_FILE(value->is_boolean(), label(key), text(*value), "true or false");
   return value->get<bool>();
 }
 
 float ConfigKeys::number(std::string_view key, float otherwise) const {
   const nlohmann::json* value = find(key);
   if (!value) return otherwise;
-  FUSEDMOE_CHECK(value->is_number() && std::isfinite(value->get<float>()), label(key), text(*value),
-                 "a finite number");
+  FUSEDMOE_CHECK_FILE(value->is_number() && std::isfinite(value->get<float>()), label(key),
+                      text(*value), "a finite number");
   return value->get<float>();
 }
 
 std::string ConfigKeys::string(std::string_view key, std::string_view otherwise) const {
   const nlohmann::json* value = find(key);
   if (!value) return std::string(otherwise);
-  FUSEDMOE_CHECK(value->is_string(), label(key), text(*value), "a string");
+  FUSEDMOE_CHECK_FILE(value->is_string(), label(key), text(*value), "a string");
   return value->get<std::string>();
 }
 
 std::optional<ConfigKeys> ConfigKeys::object(std::string_view key) const {
   const nlohmann::json* value = find(key);
   if (!value) return std::nullopt;
-  FUSEDMOE_CHECK(value->is_object(), label(key), text(*value), "an object");
+  FUSEDMOE_CHECK_FILE(value->is_object(), label(key), text(*value), "an object");
   return ConfigKeys(*value, label(key));
 }
 

@@ -215,9 +215,9 @@ void add_experts(const ModelConfig& model, std::string_view block, const ExpertL
       add(layout.w2, {experts, inner, hidden}, TensorRole::kExpertWeight, inner);
       break;
     case kMxfp4:
-      FUSEDMOE_CHECK(hidden % kBlock == 0 && inner % kBlock == 0, "config",
-                     core::format("hidden_size {} and expert width {}", hidden, inner),
-                     "multiples of 32 for MXFP4");
+      FUSEDMOE_CHECK_FILE(hidden % kBlock == 0 && inner % kBlock == 0, "config",
+                          core::format("hidden_size {} and expert width {}", hidden, inner),
+                          "multiples of 32 for MXFP4");
       add(layout.w1, {experts, 2 * inner, hidden / kBlock, kBlock / 2}, TensorRole::kMxfp4Blocks,
           hidden);
       add(layout.w13_scales, {experts, 2 * inner, hidden / kBlock}, TensorRole::kMxfp4Scales,
@@ -318,8 +318,8 @@ const ExpertLayout& published_layout(const ModelConfig& model) {
   for (const ExpertLayout& layout : row.layouts) {
     if ((layout.storage == kMxfp4) == mxfp4) return layout;
   }
-  throw Error("scheme", name(model.scheme),
-              core::format("one that {} is published in", row.model_type));
+  throw Error::unsupported(Reason::kQuantScheme, "scheme", name(model.scheme),
+                           core::format("one that {} is published in", row.model_type));
 }
 
 }  // namespace fusedmoe::checkpoint

@@ -125,7 +125,7 @@ class Loader {
         storage == ExpertStorage::kPerExpert
             ? layout_.storage.experts != nullptr
             : storage == ExpertStorage::kMxfp4 && model_.scheme.weights == keys::mxfp4();
-    FUSEDMOE_CHECK(
+    FUSEDMOE_CHECK_FILE(
         stored, "config.quantization_config",
         core::format("{} in the layout {}, but experts are stored as {}", name(model_.scheme),
                      name(model_.layout), tensor_name(layout_.block, layout_.experts->w1)),
@@ -134,7 +134,7 @@ class Loader {
 
   void report(const std::string& label) const {
     if (problems_.count() == 0) return;
-    throw Error(
+    throw Error::malformed(
         label, core::format("{} tensors that do not fit:{}", problems_.count(), problems_.list()),
         core::format(
             "exactly the tensors of an MoE block of {}{}", name(model_.family),
@@ -295,8 +295,10 @@ class Loader {
     try {
       function();
     } catch (const Error& error) {
-      problems_.add(block_.prefix + name, core::format("{} {}, must be {}", error.argument(),
-                                                       error.was(), error.must_be()));
+      problems_.add(block_.prefix + name, error.was().empty()
+                                              ? std::string(error.what())
+                                              : core::format("{} {}, must be {}", error.argument(),
+                                                             error.was(), error.must_be()));
     }
   }
 
@@ -368,7 +370,7 @@ LayerWeights load_block(const ModelConfig& model, const Block& block, const std:
     layer = Loader(model, block).load(label);
   } catch (const Error& error) {
     if (error.argument() == label) throw;
-    throw Error(label + ": " + error.argument(), error.was(), error.must_be());
+    throw error.within(label);
   }
   return layer;
 }

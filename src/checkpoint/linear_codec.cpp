@@ -9,6 +9,7 @@
 #include "checkpoint/linear_layouts.h"
 #include "core/check.h"
 #include "fusedmoe/quant.h"
+#include "quant/quantize.h"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -16,7 +17,6 @@ namespace {
 using enum Form;
 
 constexpr std::int64_t kWordBits = 32;
-constexpr std::array<int, 8> kAwqOrder{0, 2, 4, 6, 1, 3, 5, 7};  // of the columns in a word
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
@@ -79,6 +79,23 @@ bool is_float(DType dtype) {
   return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
 }
 
+/// Copies the bytes of a matrix to a contiguous one.
+void copy_into(const TensorView& source, const TensorView& target) {
+  const std::int64_t width = bits(target.dtype()) / 8, columns = source.size(1);
+  char* next = target.as<char>();
+  for (std::int64_t row = 0; row < source.size(0); ++row) {
+    const char* from = source.as<const char>() + row * source.stride(0) * width;
+    if (source.stride(1) == 1) {
+      std::memcpy(next, from, static_cast<std::size_t>(columns * width));
+      next += columns * width;
+      continue;
+    }
+    for (std::int64_t col = 0; col < columns; ++col, next += width) {
+      std::memcpy(next, from + col * source.stride(1) * width, static_cast<std::size_t>(width));
+    }
+  }
+}
+
 /// A contiguous copy in another dtype: converted between floating types, else the same bytes.
 Tensor copy_as(const TensorView& source, DType dtype) {
   Tensor result = Tensor::empty(source.shape(), dtype);
@@ -86,79 +103,56 @@ Tensor copy_as(const TensorView& source, DType dtype) {
     convert(source, result);
     return result;
   }
-  const std::int64_t width = bits(dtype) / 8;
-  FUSEDMOE_CHECK(bits(source.dtype()) == bits(dtype) && source.rank() == 2, "tensor",
-                 core::describe(source), core::format("a matrix of {}", name(dtype)));
-  char* next = result.as<char>();
-  for (std::int64_t row = 0; row < source.size(0); ++row) {
-    const char* from = source.as<const char>() + row * source.stride(0) * width;
-    if (source.stride(1) == 1) {
-      std::memcpy(next, from, static_cast<std::size_t>(source.size(1) * width));
-      next += source.size(1) * width;
-      continue;
-    }
-    for (std::int64_t col = 0; col < source.size(1); ++col, next += width) {
-      std::memcpy(next, from + col * source.stride(1) * width, static_cast<std::size_t>(width));
-    }
-  }
+  FUSEDMOE_CHECK_FILE(bits(source.dtype()) == bits(dtype) && source.rank() == 2, "tensor",
+                      core::describe(source), core::format("a matrix of {}", name(dtype)));
+  copy_into(source, result);
   return result;
 }
 
 // ------------------------------------------------------------------------------------------------
 // Packed integers
 
-/// Position in an AWQ word of column `column` of its eight.
-int awq_position(int column) {
-  return static_cast<int>(std::find(kAwqOrder.begin(), kAwqOrder.end(), column) -
-                          kAwqOrder.begin());
+/// A tensor of packed zero points as (groups, words of outputs).
+TensorView zero_words(Form form, const TensorView& tensor) {
+  return form == kZerosByRow ? tensor.transpose(0, 1) : tensor;
 }
 
-/// Bits of the zero point of output `out` in group `group`: word index and shift.
-struct ZeroPlace {
-  std::int64_t word;
-  int shift;
-};
-ZeroPlace zero_place(Form form, const QuantKey& key, std::int64_t out, std::int64_t group,
-                     LinearShape shape) {
-  const std::int64_t per = per_word(key), groups = scales_shape(key, shape)[1];
-  const auto inside = static_cast<int>(out % per);
-  const int position = form == kAwqZeros ? awq_position(inside) : inside;
-  const std::int64_t word = form == kZerosByRow ? out / per * groups + group
-                                                : group * ceil_div(shape.out, per) + out / per;
-  return {word, position * static_cast<int>(kWordBits / per)};
+CodeOrder order_of(Form form) {
+  return form == kAwqZeros ? CodeOrder::kAwq : CodeOrder::kSequential;
+}
+
+/// Adds `step` to every code of that many bits, modulo 2^bits.
+void shift_codes(const Tensor& codes, int step, std::int64_t bits) {
+  const int mask = (1 << bits) - 1;
+  auto* code = codes.as<std::uint8_t>();
+  for (std::int64_t i = 0; i < codes.numel(); ++i) {
+    code[i] = static_cast<std::uint8_t>((code[i] + step) & mask);
+  }
 }
 
 /// Zero points (out, groups) u8.
 Tensor unpack_zeros(Form form, const TensorView& tensor, const QuantKey& key, LinearShape shape) {
+  const std::int64_t width = kWordBits / per_word(key);
   Tensor zeros = Tensor::empty(scales_shape(key, shape), DType::kU8);
-  const std::uint32_t mask = key.value == DType::kU8 ? 0xff : 0xf;
-  auto* next = zeros.as<std::uint8_t>();
-  for (std::int64_t out = 0; out < shape.out; ++out) {
-    for (std::int64_t group = 0; group < zeros.size(1); ++group) {
-      const ZeroPlace place = zero_place(form, key, out, group, shape);
-      const std::uint32_t code = tensor.as<const std::uint32_t>()[place.word] >> place.shift;
-      *next++ = static_cast<std::uint8_t>((code + (form == kZerosMinusOne)) & mask);
-    }
-  }
+  unpack_codes(zero_words(form, tensor), zeros.transpose(0, 1), static_cast<int>(width),
+               order_of(form));
+  if (form == kZerosMinusOne) shift_codes(zeros, 1, width);
   return zeros;
 }
 
 Tensor pack_zeros(Form form, const TensorView& zeros, const QuantKey& key, LinearShape shape,
                   const Shape& words) {
-  Tensor result = Tensor::zeros(words, DType::kI32);
-  const std::uint32_t mask = key.value == DType::kU8 ? 0xff : 0xf;
-  const std::uint32_t middle = (mask + 1) / 2;  // of symmetric codes
-  for (std::int64_t out = 0; out < shape.out; ++out) {
-    for (std::int64_t group = 0; group < scales_shape(key, shape)[1]; ++group) {
-      std::uint32_t code = middle;
-      if (zeros.defined()) {
-        code = zeros.as<const std::uint8_t>()[out * zeros.stride(0) + group * zeros.stride(1)];
-      }
-      const ZeroPlace place = zero_place(form, key, out, group, shape);
-      result.as<std::uint32_t>()[place.word] |= ((code - (form == kZerosMinusOne)) & mask)
-                                                << place.shift;
-    }
+  const std::int64_t width = kWordBits / per_word(key);
+  const Tensor codes = Tensor::empty(scales_shape(key, shape), DType::kU8);
+  if (zeros.defined()) {
+    copy_into(zeros, codes);
+  } else {
+    std::memset(codes.data(), 1 << (width - 1), static_cast<std::size_t>(codes.nbytes()));
   }
+  if (form == kZerosMinusOne) shift_codes(codes, -1, width);
+  Tensor result = Tensor::empty(words, DType::kI32);
+  pack_codes(codes.transpose(0, 1), zero_words(form, result), static_cast<int>(width),
+             order_of(form));
   return result;
 }
 
@@ -166,32 +160,27 @@ void check_middle(const Tensor& zeros, const QuantKey& key) {
   const unsigned middle = key.value == DType::kU8 ? 128 : 8;
   const auto* codes = zeros.as<const std::uint8_t>();
   for (std::int64_t i = 0; i < zeros.numel(); ++i) {
-    FUSEDMOE_CHECK(codes[i] == middle, "zero point", core::to_string(codes[i]),
-                   core::format("{}, as the config says symmetric", middle));
+    FUSEDMOE_CHECK_FILE(codes[i] == middle, "zero point", core::to_string(codes[i]),
+                        core::format("{}, as the config says symmetric", middle));
   }
 }
 
-/// AWQ words (in, out / 8) -> words (out, in / 8), eight by eight nibbles at a time; or the
-/// inverse.
-void transpose_awq(const std::uint32_t* awq, std::uint32_t* words, LinearShape shape, bool inverse,
-                   std::uint32_t* awq_out) {
-  const std::int64_t awq_cols = ceil_div(shape.out, 8), word_cols = ceil_div(shape.in, 8);
-  std::array<int, 8> shifts{};
-  for (int i = 0; i < 8; ++i) shifts[static_cast<std::size_t>(i)] = 4 * awq_position(i);
-  for (std::int64_t out = 0; out < shape.out; ++out) {
-    const int shift = shifts[static_cast<std::size_t>(out % 8)];
-    for (std::int64_t col = 0; col < word_cols; ++col) {
-      const std::int64_t count = std::min<std::int64_t>(8, shape.in - 8 * col);
-      std::uint32_t& word = words[out * word_cols + col];
-      if (!inverse) word = 0;
-      for (std::int64_t i = 0; i < count; ++i) {
-        const std::int64_t at = (8 * col + i) * awq_cols + out / 8;
-        if (inverse) {
-          awq_out[at] |= (word >> (4 * i) & 15) << shift;
-        } else {
-          word |= (awq[at] >> shift & 15) << (4 * i);
-        }
-      }
+/// Exchanges the dimensions of int4 codes in words: (in, out / 8) in AWQ's order and (out, in / 8)
+/// in sequence. `to_awq` says which of the two is the target.
+void transpose_awq(const TensorView& awq, const TensorView& words, LinearShape shape, bool to_awq) {
+  constexpr std::int64_t kRows = 64;  // whose codes stay in the cache
+  const Tensor block = Tensor::empty({kRows, shape.out}, DType::kU8);
+  for (std::int64_t begin = 0; begin < shape.in; begin += kRows) {
+    const std::int64_t end = std::min(shape.in, begin + kRows);
+    const TensorView codes = block.slice(0, 0, end - begin);
+    const TensorView rows = awq.slice(0, begin, end);
+    const TensorView columns = words.slice(1, begin / 8, ceil_div(end, 8));
+    if (to_awq) {
+      unpack_codes(columns, codes.transpose(0, 1));
+      pack_codes(codes, rows, 4, CodeOrder::kAwq);
+    } else {
+      unpack_codes(rows, codes, 4, CodeOrder::kAwq);
+      pack_codes(codes.transpose(0, 1), columns);
     }
   }
 }
@@ -204,9 +193,9 @@ void check_matrix_shape(const TensorView& tensor, LinearShape shape) {
     return tensor.dtype() == DType::kI64 ? tensor.as<const std::int64_t>()[i]
                                          : tensor.as<const std::int32_t>()[i];
   };
-  FUSEDMOE_CHECK(at(0) == shape.out && at(1) == shape.in, "contents",
-                 core::format("[{}, {}]", at(0), at(1)),
-                 core::format("[{}, {}]", shape.out, shape.in));
+  FUSEDMOE_CHECK_FILE(at(0) == shape.out && at(1) == shape.in, "contents",
+                      core::format("[{}, {}]", at(0), at(1)),
+                      core::format("[{}, {}]", shape.out, shape.in));
 }
 
 std::int64_t group_of(const QuantKey& key, std::int64_t column) {
@@ -216,7 +205,7 @@ std::int64_t group_of(const QuantKey& key, std::int64_t column) {
 void check_group_index(const TensorView& tensor, const QuantKey& key) {
   for (std::int64_t i = 0; i < tensor.size(0); ++i) {
     const std::int32_t group = tensor.as<const std::int32_t>()[i];
-    FUSEDMOE_CHECK(
+    FUSEDMOE_CHECK_FILE(
         group == group_of(key, i), "group index", core::format("{} at column {}", group, i),
         core::format("{}: columns permuted by activation order (desc_act) are not supported",
                      group_of(key, i)));
@@ -304,8 +293,7 @@ void decode(const StoredTensor& stored, const TensorView& tensor, const QuantSch
     }
     case kAwqValues: {
       const Tensor words = Tensor::empty(values_shape(key, shape), DType::kI32);
-      transpose_awq(tensor.as<const std::uint32_t>(), words.as<std::uint32_t>(), shape, false,
-                    nullptr);
+      transpose_awq(tensor, words, shape, false);
       own(words);
       break;
     }
@@ -355,9 +343,8 @@ Tensor encode(const StoredTensor& stored, const WeightMatrix& matrix, const Quan
       return one;
     }
     case kAwqValues: {
-      Tensor awq = Tensor::zeros(expected, dtype);
-      const Tensor words = copy_as(part, DType::kI32);
-      transpose_awq(nullptr, words.as<std::uint32_t>(), shape, true, awq.as<std::uint32_t>());
+      Tensor awq = Tensor::empty(expected, dtype);
+      transpose_awq(awq, part, shape, true);
       return awq;
     }
     case kAwqZeros:
@@ -392,11 +379,9 @@ DType scale_dtype(const LinearLayout& layout) {
 }
 
 float amax_with_reciprocal(float amax) {
-  const Tensor block = Tensor::zeros({1, 16}, DType::kF32);
+  // Of any four neighbouring floats one has such a scale.
   for (float next = amax;; next = std::nextafter(next, std::numeric_limits<float>::infinity())) {
-    const QuantizedMatrix matrix = quantize_weights(block, keys::nvfp4(), {}, next);
-    const float scale = *matrix.global_scale.as<const float>();
-    const float reciprocal = 1.0F / scale;
+    const float scale = core::nvfp4_global_scale(next), reciprocal = 1.0F / scale;
     if (1.0F / reciprocal == scale) return next;
   }
 }
@@ -405,10 +390,10 @@ void split_group_scales(const QuantKey& weights, WeightMatrix& matrix,
                         std::vector<std::shared_ptr<const void>>& owners) {
   if (weights != keys::int4_e4m3()) return;
   const bool split = matrix.global_scale.defined();
-  FUSEDMOE_CHECK(is_float(matrix.scales.dtype()) != split, "weight_scale",
-                 core::format("{} {} weight_chan_scale", name(matrix.scales.dtype()),
-                              split ? "beside" : "without"),
-                 "e4m3 beside weight_chan_scale, or a floating type without");
+  FUSEDMOE_CHECK_FILE(is_float(matrix.scales.dtype()) != split, "weight_scale",
+                      core::format("{} {} weight_chan_scale", name(matrix.scales.dtype()),
+                                   split ? "beside" : "without"),
+                      "e4m3 beside weight_chan_scale, or a floating type without");
   if (split) return;
   // The scales of a row become E4M3 with a scale of their own; an eighth of their size, so that
   // -8 times a scale stays in range.

@@ -30,7 +30,7 @@ enum class Form {
   kReciprocal,        ///< kSingle; one over the number
   kVector,            ///< one per output, (out) or (out, 1)
   kColumn,            ///< the same, written as (out, 1)
-  kAwqValues,         ///< i32 (in, out / 8), eight outputs in a word in the order of kAwqOrder
+  kAwqValues,         ///< i32 (in, out / 8), eight outputs in a word in AWQ's order of codes
   kAwqZeros,          ///< i32 (groups, out / 8), likewise
   kZerosByRow,        ///< i32 (out / n, groups), n = 32 / bits outputs in a word
   kZerosByColumn,     ///< i32 (groups, out / n)

@@ -40,8 +40,8 @@ struct Source {
 Source find_source(const nlohmann::json& root) {
   const Keys keys(root);
   const nlohmann::json* nested = keys.find("text_config");
-  FUSEDMOE_CHECK(!nested || nested->is_object(), "config.text_config", Keys::text(*nested),
-                 "an object");
+  FUSEDMOE_CHECK_FILE(!nested || nested->is_object(), "config.text_config", Keys::text(*nested),
+                      "an object");
   std::string types = keys.string("model_type", "");
   if (nested) {
     const std::string nested_type = Keys(*nested).string("model_type", "");
@@ -55,19 +55,20 @@ Source find_source(const nlohmann::json& root) {
   for (const FamilyRow& row : checkpoint::family_table()) {
     known += (known.empty() ? "" : ", ") + std::string(row.model_type);
   }
-  throw Error("config.model_type", files::quote(types), "one of " + known);
+  throw Error::unsupported(Reason::kModel, "config.model_type", files::quote(types),
+                           "one of " + known);
 }
 
 void read_grouping(const FamilyRow& row, const Keys& keys, ModelConfig& model) {
   constexpr std::array<std::string_view, 3> kMethods{"greedy", "group_limited_greedy", "noaux_tc"};
   const std::string method = keys.string("topk_method", row.topk_method);
-  FUSEDMOE_CHECK(std::find(kMethods.begin(), kMethods.end(), method) != kMethods.end(),
-                 "config.topk_method", files::quote(method),
-                 "greedy, group_limited_greedy or noaux_tc");
+  FUSEDMOE_CHECK_SUPPORTED(std::find(kMethods.begin(), kMethods.end(), method) != kMethods.end(),
+                           kRoutingMethod, "config.topk_method", files::quote(method),
+                           "greedy, group_limited_greedy or noaux_tc");
   const bool sigmoid = row.scoring == ScoringFunc::kSigmoid;
   const std::string scoring = keys.string("scoring_func", sigmoid ? "sigmoid" : "softmax");
-  FUSEDMOE_CHECK(scoring == "sigmoid" || scoring == "softmax", "config.scoring_func",
-                 files::quote(scoring), "softmax or sigmoid");
+  FUSEDMOE_CHECK_SUPPORTED(scoring == "sigmoid" || scoring == "softmax", kRoutingMethod,
+                           "config.scoring_func", files::quote(scoring), "softmax or sigmoid");
 
   RouterConfig& router = model.router;
   router.scoring = scoring == "sigmoid" ? ScoringFunc::kSigmoid : ScoringFunc::kSoftmax;
@@ -76,12 +77,13 @@ void read_grouping(const FamilyRow& row, const Keys& keys, ModelConfig& model) {
   if (method == "greedy") return;
   router.num_expert_group = keys.integer("n_group", 1, router.num_experts);
   router.topk_group = keys.integer("topk_group", 1, router.num_expert_group);
-  FUSEDMOE_CHECK(router.num_experts % router.num_expert_group == 0, "config.n_group",
-                 core::to_string(router.num_expert_group),
-                 core::format("a divisor of the {} experts", router.num_experts));
+  FUSEDMOE_CHECK_FILE(router.num_experts % router.num_expert_group == 0, "config.n_group",
+                      core::to_string(router.num_expert_group),
+                      core::format("a divisor of the {} experts", router.num_experts));
   const std::int64_t reachable = router.topk_group * (router.num_experts / router.num_expert_group);
-  FUSEDMOE_CHECK(router.topk <= reachable, "config.topk_group", core::to_string(router.topk_group),
-                 core::format("enough groups for {} experts per token", router.topk));
+  FUSEDMOE_CHECK_FILE(router.topk <= reachable, "config.topk_group",
+                      core::to_string(router.topk_group),
+                      core::format("enough groups for {} experts per token", router.topk));
 }
 
 void read_router(const FamilyRow& row, const Keys& keys, ModelConfig& model) {
@@ -95,9 +97,10 @@ void read_router(const FamilyRow& row, const Keys& keys, ModelConfig& model) {
   router.topk = keys.integer("num_experts_per_tok", 1, router.num_experts);
   router.scoring = row.scoring;
   router.apply_router_weight_on_input = row.weight_on_input;
-  FUSEDMOE_CHECK(!row.weight_on_input || router.topk == 1, "config.num_experts_per_tok",
-                 core::to_string(router.topk),
-                 core::format("1 for {}, whose router weight enters the experts", row.model_type));
+  FUSEDMOE_CHECK_FILE(
+      !row.weight_on_input || router.topk == 1, "config.num_experts_per_tok",
+      core::to_string(router.topk),
+      core::format("1 for {}, whose router weight enters the experts", row.model_type));
   switch (row.renormalize) {
     case Renormalize::kNever:
       break;
@@ -118,13 +121,14 @@ void read_activation(const FamilyRow& row, const Keys& keys, ModelConfig& model)
   if (row.swiglu_oai) {
     model.activation = Activation::kSwigluOai;
     const float limit = keys.number("swiglu_limit", 7);
-    FUSEDMOE_CHECK(limit > 0, "config.swiglu_limit", core::to_string(limit), "positive");
+    FUSEDMOE_CHECK_FILE(limit > 0, "config.swiglu_limit", core::to_string(limit), "positive");
     model.activation_params.limit = limit;
     return;
   }
   const std::string act = keys.string("hidden_act", "silu");
-  FUSEDMOE_CHECK(act == "silu" || act == "gelu" || act == "gelu_pytorch_tanh", "config.hidden_act",
-                 files::quote(act), "silu, gelu or gelu_pytorch_tanh");
+  FUSEDMOE_CHECK_SUPPORTED(act == "silu" || act == "gelu" || act == "gelu_pytorch_tanh",
+                           kActivation, "config.hidden_act", files::quote(act),
+                           "silu, gelu or gelu_pytorch_tanh");
   model.activation = parse_activation(act);
 }
 
@@ -160,8 +164,9 @@ void read_scheme(const Keys& root, const Keys& keys, ModelConfig& model) {
   }
   const std::string dtype = keys.string("dtype", keys.string("torch_dtype", "bfloat16"));
   const std::optional<DType> parsed = parse_dtype(dtype);
-  FUSEDMOE_CHECK(parsed == DType::kBF16 || parsed == DType::kF16 || parsed == DType::kF32,
-                 "config.dtype", files::quote(dtype), "bfloat16, float16 or float32");
+  FUSEDMOE_CHECK_SUPPORTED(parsed == DType::kBF16 || parsed == DType::kF16 || parsed == DType::kF32,
+                           kDType, "config.dtype", files::quote(dtype),
+                           "bfloat16, float16 or float32");
   model.scheme = schemes::unquantized(*parsed);
 }
 

@@ -134,7 +134,7 @@ std::string model_preset(std::string_view model) {
     if (preset.name == model) return std::string(preset.config_json);
     known += (known.empty() ? "" : ", ") + std::string(preset.name);
   }
-  throw Error("model", core::format("\"{}\"", model), "one of " + known);
+  throw Error::unknown_name("model", model, known);
 }
 
 std::vector<std::string> model_preset_names() {

@@ -93,16 +93,16 @@ std::map<std::int64_t, Block> collect_layers(const CheckpointFiles& files, const
       if (!parsed) continue;
       Block& block = layers[parsed->layer];
       if (block.tensors.empty()) block.prefix = parsed->prefix;
-      FUSEDMOE_CHECK(block.prefix == parsed->prefix, label + ": " + files::quote(name),
-                     core::format("layer {} under the prefix \"{}\" and \"{}\"", parsed->layer,
-                                  block.prefix, parsed->prefix),
-                     "under one prefix");
+      FUSEDMOE_CHECK_FILE(block.prefix == parsed->prefix, label + ": " + files::quote(name),
+                          core::format("layer {} under the prefix \"{}\" and \"{}\"", parsed->layer,
+                                       block.prefix, parsed->prefix),
+                          "under one prefix");
       const auto [other, is_new] =
           block.tensors.emplace(std::string(parsed->local), BlockTensor{tensor, file});
-      FUSEDMOE_CHECK(is_new, label + ": " + files::quote(name),
-                     core::format("in {} and in {}", files.files[other->second.file].path,
-                                  files.files[file].path),
-                     "in one file");
+      FUSEDMOE_CHECK_FILE(is_new, label + ": " + files::quote(name),
+                          core::format("in {} and in {}", files.files[other->second.file].path,
+                                       files.files[file].path),
+                          "in one file");
     }
   }
   std::erase_if(layers, [&](const auto& layer) { return !holds_experts(layer.second, row); });
@@ -128,7 +128,7 @@ OpenedCheckpoint open_checkpoint(CheckpointFiles files, std::string label) {
   try {
     result.config = parse_model_config(result.files.config_json);
   } catch (const Error& error) {
-    throw Error(result.label + ": " + error.argument(), error.was(), error.must_be());
+    throw error.within(result.label);
   }
   result.layers = collect_layers(result.files, family_row(result.config.family), result.label);
   if (!result.layers.empty()) {

@@ -40,7 +40,7 @@ CheckpointLayout parse_checkpoint_layout(std::string_view text) {
     names += names.empty() ? "" : ", ";
     names += layout_name;
   }
-  throw Error("layout", files::quote(text), "one of " + names);
+  throw Error::unknown_name("layout", text, names);
 }
 
 }  // namespace fusedmoe
@@ -54,21 +54,24 @@ constexpr std::int64_t kMaxGroup = 1 << 16;
 
 StoredQuantization parse_fp8(const ConfigKeys& config) {
   const std::string activations = config.string("activation_scheme", "dynamic");
-  FUSEDMOE_CHECK(activations == "dynamic" || activations == "static",
-                 config.label("activation_scheme"), files::quote(activations), "dynamic or static");
+  FUSEDMOE_CHECK_SUPPORTED(activations == "dynamic" || activations == "static", kQuantScheme,
+                           config.label("activation_scheme"), files::quote(activations),
+                           "dynamic or static");
   const nlohmann::json* block = config.find("weight_block_size");
   if (!block) {
     return {Layout::kFp8, {keys::e4m3_tensor(), keys::e4m3_tensor(activations == "dynamic")}};
   }
   constexpr std::int64_t kBlock = 128;
-  FUSEDMOE_CHECK(
-      *block == nlohmann::json::array({kBlock, kBlock}), config.label("weight_block_size"),
-      block->dump(-1, ' ', false, nlohmann::json::error_handler_t::replace), "[128, 128]");
-  FUSEDMOE_CHECK(activations == "dynamic", config.label("activation_scheme"),
-                 files::quote(activations), "dynamic for weights in blocks");
+  FUSEDMOE_CHECK_SUPPORTED(*block == nlohmann::json::array({kBlock, kBlock}), kQuantScheme,
+                           config.label("weight_block_size"),
+                           block->dump(-1, ' ', false, nlohmann::json::error_handler_t::replace),
+                           "[128, 128]");
+  FUSEDMOE_CHECK_SUPPORTED(activations == "dynamic", kQuantScheme,
+                           config.label("activation_scheme"), files::quote(activations),
+                           "dynamic for weights in blocks");
   const std::string format = config.string("scale_fmt", "float");
-  FUSEDMOE_CHECK(format == "float" || format == "ue8m0", config.label("scale_fmt"),
-                 files::quote(format), "ue8m0 or absent");
+  FUSEDMOE_CHECK_SUPPORTED(format == "float" || format == "ue8m0", kQuantScheme,
+                           config.label("scale_fmt"), files::quote(format), "ue8m0 or absent");
   return {Layout::kFp8, {keys::e4m3_block(), keys::e4m3_group(format == "ue8m0")}};
 }
 
@@ -94,20 +97,25 @@ StoredQuantization parse_modelopt(const ConfigKeys& config) {
     known += known.empty() ? "" : ", ";
     known += row.name;
   }
-  throw Error(keys.label("quant_algo"), files::quote(algorithm), "one of " + known);
+  throw Error::unsupported(Reason::kQuantScheme, keys.label("quant_algo"), files::quote(algorithm),
+                           "one of " + known);
 }
 
 StoredQuantization parse_gptq(const ConfigKeys& config) {
   const std::int64_t bits = config.integer("bits", 1, 16);
-  FUSEDMOE_CHECK(bits == 4 || bits == 8, config.label("bits"), core::to_string(bits), "4 or 8");
+  FUSEDMOE_CHECK_SUPPORTED(bits == 4 || bits == 8, kQuantScheme, config.label("bits"),
+                           core::to_string(bits), "4 or 8");
   const std::int64_t group = config.integer("group_size", -1, kMaxGroup, -1);
-  FUSEDMOE_CHECK(group != 0, config.label("group_size"), "0", "positive, or -1 for a whole row");
-  FUSEDMOE_CHECK(!config.boolean("desc_act", false), config.label("desc_act"), "true",
-                 "false: groups of consecutive columns");
+  FUSEDMOE_CHECK_FILE(group != 0, config.label("group_size"), "0",
+                      "positive, or -1 for a whole row");
+  FUSEDMOE_CHECK_SUPPORTED(!config.boolean("desc_act", false), kQuantScheme,
+                           config.label("desc_act"), "true",
+                           "false: groups of consecutive columns");
   const bool symmetric = config.boolean("sym", true);
   const std::string format = config.string("checkpoint_format", "gptq");
-  FUSEDMOE_CHECK(format == "gptq" || format == "gptq_v2", config.label("checkpoint_format"),
-                 files::quote(format), "gptq or gptq_v2");
+  FUSEDMOE_CHECK_SUPPORTED(format == "gptq" || format == "gptq_v2", kQuantScheme,
+                           config.label("checkpoint_format"), files::quote(format),
+                           "gptq or gptq_v2");
   const QuantKey key = bits == 4 ? keys::int4(group, symmetric) : keys::int8(group, symmetric);
   return {format == "gptq" ? Layout::kGptq : Layout::kGptqV2, {key, std::nullopt}};
 }
@@ -117,11 +125,12 @@ StoredQuantization parse_awq(const ConfigKeys& config) {
   const std::int64_t bits = config.integer(config.find("w_bit") ? "w_bit" : "bits", 1, 16);
   const char* group_key = config.find("q_group_size") ? "q_group_size" : "group_size";
   const std::int64_t group = config.integer(group_key, -1, kMaxGroup);
-  FUSEDMOE_CHECK(bits == 4, config.label("bits"), core::to_string(bits), "4");
-  FUSEDMOE_CHECK(group != 0, config.label(group_key), "0", "positive, or -1 for a whole row");
+  FUSEDMOE_CHECK_SUPPORTED(bits == 4, kQuantScheme, config.label("bits"), core::to_string(bits),
+                           "4");
+  FUSEDMOE_CHECK_FILE(group != 0, config.label(group_key), "0", "positive, or -1 for a whole row");
   const std::string version = config.string("version", "gemm");
-  FUSEDMOE_CHECK(version == "gemm" || version == "GEMM", config.label("version"),
-                 files::quote(version), "gemm");
+  FUSEDMOE_CHECK_SUPPORTED(version == "gemm" || version == "GEMM", kQuantScheme,
+                           config.label("version"), files::quote(version), "gemm");
   return {Layout::kAwq, {keys::int4(group, !config.boolean("zero_point", true)), std::nullopt}};
 }
 
@@ -204,8 +213,8 @@ StoredQuantization parse_quantization(const ConfigKeys& config) {
   if (method == "awq") return parse_awq(config);
   const bool nested = config.find("quantization") || config.find("quant_algo");
   if (method.starts_with("modelopt") || (method.empty() && nested)) return parse_modelopt(config);
-  throw Error(config.label("quant_method"), files::quote(method),
-              "mxfp4, fp8, compressed-tensors, modelopt, gptq or awq");
+  throw Error::unsupported(Reason::kQuantScheme, config.label("quant_method"), files::quote(method),
+                           "mxfp4, fp8, compressed-tensors, modelopt, gptq or awq");
 }
 
 std::optional<nlohmann::json> quantization_config(const StoredQuantization& quantization,

@@ -1,6 +1,9 @@
 #include "fusedmoe/tensor.h"
 
 #include <array>
+#include <limits>
+
+#include "core/check.h"
 
 namespace fusedmoe {
 namespace {
@@ -43,8 +46,13 @@ int bits(DType dtype) {
 }
 
 std::int64_t bytes(DType dtype, std::int64_t count) {
-  const int width = row(dtype).bits;
-  return width >= 8 ? count * (width / 8) : (count * width + 7) / 8;
+  std::int64_t num_bits = 0;
+  const bool overflow = __builtin_mul_overflow(count, row(dtype).bits, &num_bits) ||
+                        num_bits > std::numeric_limits<std::int64_t>::max() - 7;
+  FUSEDMOE_CHECK_FAULT(!overflow, kShape, "shape",
+                       core::format("{} elements of {}", count, name(dtype)),
+                       "of less than 2^60 bytes");
+  return (num_bits + 7) / 8;
 }
 
 std::string_view name(DType dtype) {

@@ -1,12 +1,33 @@
 #include "fusedmoe/tensor.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <limits>
 #include <utility>
 
 #include "core/check.h"
 #include "core/device_runtime.h"
 
 namespace fusedmoe {
+namespace {
+
+/// Whether every element lies within 2^63 bits of the first one.
+bool within_reach(const Shape& shape, const Shape& strides) {
+  constexpr std::int64_t kLargest = std::numeric_limits<std::int64_t>::max() / 64;
+  std::int64_t reach = 0;
+  for (int dim = 0; dim < shape.rank(); ++dim) {
+    std::int64_t span = 0;
+    if (__builtin_mul_overflow(shape[dim], strides[dim], &span) || span < -kLargest ||
+        span > kLargest) {
+      return false;
+    }
+    reach += std::abs(span);
+    if (reach > kLargest) return false;
+  }
+  return true;
+}
+
+}  // namespace
 
 Shape::Shape(std::initializer_list<std::int64_t> extents)
     : Shape(std::span<const std::int64_t>(extents.begin(), extents.size())) {}
@@ -20,12 +41,15 @@ Shape::Shape(std::span<const std::int64_t> extents) {
 
 std::int64_t Shape::numel() const {
   std::int64_t product = 1;
+  bool empty = false;
   for (std::int64_t extent : *this) {
-    FUSEDMOE_CHECK_FAULT(extent >= 0 && !__builtin_mul_overflow(product, extent, &product), kShape,
-                         "shape", to_string(*this),
-                         "non-negative extents whose product fits in 63 bits");
+    empty |= extent == 0;
+    FUSEDMOE_CHECK_FAULT(
+        extent >= 0 &&
+            !__builtin_mul_overflow(product, std::max<std::int64_t>(extent, 1), &product),
+        kShape, "shape", to_string(*this), "non-negative extents whose product fits in 63 bits");
   }
-  return product;
+  return empty ? 0 : product;
 }
 
 bool Shape::operator==(const Shape& other) const {
@@ -37,11 +61,12 @@ std::string to_string(const Shape& shape) {
 }
 
 Shape contiguous_strides(const Shape& shape) {
+  shape.numel();  // checks the extents
   Shape strides = shape;
   std::int64_t stride = 1;
   for (int dim = shape.rank() - 1; dim >= 0; --dim) {
     strides[dim] = stride;
-    stride *= shape[dim];
+    stride *= std::max<std::int64_t>(shape[dim], 1);
   }
   return strides;
 }
@@ -58,11 +83,15 @@ TensorView::TensorView(void* data, DType dtype, Shape shape, Shape strides, Devi
       defined_(true) {
   FUSEDMOE_CHECK_FAULT(shape.rank() == strides.rank(), kShape, "strides", to_string(strides),
                        core::format("of rank {}", shape.rank()));
-  FUSEDMOE_CHECK_FAULT(data != nullptr || shape.numel() == 0, kNull, "data", "null",
+  FUSEDMOE_CHECK_FAULT(within_reach(shape, strides), kLayout, "strides", to_string(strides),
+                       core::format("within 2^63 bits for the shape {}", to_string(shape)));
+  const std::int64_t elements = shape.numel();
+  FUSEDMOE_CHECK_FAULT(data != nullptr || elements == 0, kNull, "data", "null",
                        "a valid pointer, for a shape with elements");
 }
 
 bool TensorView::contiguous() const {
+  if (std::find(shape_.begin(), shape_.end(), 0) != shape_.end()) return true;
   std::int64_t expected = 1;
   for (int dim = rank() - 1; dim >= 0; --dim) {
     if (shape_[dim] != 1 && strides_[dim] != expected) return false;
@@ -100,8 +129,8 @@ TensorView TensorView::slice(int dim, std::int64_t begin, std::int64_t end,
   FUSEDMOE_CHECK(offset_bits % 8 == 0, "slice", core::format("begin {}", begin), "on a whole byte");
   TensorView result = *this;
   if (data_) result.data_ = static_cast<char*>(data_) + offset_bits / 8;
-  result.shape_[dim] = (end - begin + step - 1) / step;
-  result.strides_[dim] = strides_[dim] * step;
+  result.shape_[dim] = begin == end ? 0 : (end - begin - 1) / step + 1;
+  if (result.shape_[dim] > 1) result.strides_[dim] = strides_[dim] * step;
   return result;
 }
 
@@ -126,6 +155,10 @@ TensorView TensorView::reshape(Shape shape) const {
 
 Tensor::Tensor(TensorView view, std::shared_ptr<const void> owner)
     : TensorView(view), owner_(std::move(owner)) {}
+
+Tensor borrow(const void* data, DType dtype, Shape shape, Device device) {
+  return Tensor(TensorView(data, dtype, shape, device), nullptr);
+}
 
 Tensor Tensor::empty(Shape shape, DType dtype, Device device) {
   const auto size = static_cast<std::size_t>(bytes(dtype, shape.numel()));
@@ -179,10 +212,9 @@ void check_tensor(const TensorView& view, const char* argument, DType dtype, con
 void check_rows(const TensorView& view, const char* argument, DType dtype, const Shape& shape) {
   check_shape(view, argument, dtype, shape);
   if (view.contiguous()) return;
-  FUSEDMOE_CHECK_FAULT(
-      view.rank() == 2 && view.stride(1) == 1 && view.stride(0) >= view.size(1), kLayout, argument,
-      core::format("strided {}", to_string(view.strides())),
-      "of contiguous rows that do not overlap");
+  FUSEDMOE_CHECK_FAULT(view.rank() == 2 && view.stride(1) == 1 && view.stride(0) >= view.size(1),
+                       kLayout, argument, core::format("strided {}", to_string(view.strides())),
+                       "of contiguous rows that do not overlap");
 }
 
 void check_activation_dtype(const TensorView& view, const std::string& argument) {

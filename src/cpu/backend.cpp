@@ -1,5 +1,7 @@
 #include "cpu/backend.h"
 
+#include "core/parallel.h"
+#include "cpu/router.h"
 #include "moe/host_backend.h"
 
 namespace fusedmoe::cpu {
@@ -8,8 +10,8 @@ namespace {
 class CpuBackend final : public core::HostBackend {
  public:
   void router_logits(const RouterWeights& weights, const TensorView& x, const TensorView& logits,
-                     Stream) const override {
-    fusedmoe::router_logits(weights, x, logits);
+                     Stream stream) const override {
+    cpu::router_logits(core::executor_of(stream), weights, x, logits);
   }
 };
 

@@ -21,7 +21,7 @@ inline float float_of_bits(std::uint32_t bits) {
   return value;
 }
 
-/// Without subnormal numbers on the way, so that it does not depend on the thread's modes.
+/// Computes with normal numbers only, so that the thread's denormal modes do not matter.
 inline float e4m3_value(std::uint32_t code) {
   constexpr std::uint32_t kExponentShift = 127 - 7;
   const std::uint32_t magnitude = code & 0x7F;
@@ -47,7 +47,7 @@ inline float round_to_e4m3(float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, 4);
   const std::uint32_t exponent = bits & 0x7F800000u, smallest = (127u - 6) << 23;
-  // 1.5 times 2^20 units in the last place of E4M3, that is, 2^23 of those of the sum.
+  // Adding 1.5 x 2^20 units in the last place of E4M3 leaves the fp32 sum no finer bits.
   const float magic =
       float_of_bits(((exponent > smallest ? exponent : smallest) + (20u << 23)) | 0x400000u);
   return (value + magic) - magic;
@@ -89,7 +89,7 @@ inline void decode_scales(ScaleType type, const std::byte* source, float* __rest
   }
 }
 
-/// 64 zero points as what sums start from: negative.
+/// 64 zero points, negated: factors of the initial accumulators.
 inline void decode_zeros(const std::byte* source, float* __restrict zeros) {
   const auto* codes = reinterpret_cast<const std::uint8_t*>(source);
   for (int c = 0; c < kTileColumns; ++c) {
@@ -168,7 +168,7 @@ struct BlocksToBf16 {
   F32Blocks blocks_;
 };
 
-/// Panels of a stream that is nothing but blocks.
+/// Panels of a stream without scales.
 template <class D, class Blocks>
 class BlockPanels {
  public:
@@ -189,7 +189,7 @@ class BlockPanels {
   Blocks blocks_;
 };
 
-/// Panels of W4A8: e4m3(code * factor) with a factor per group, as fp32 or bf16 pairs.
+/// Panels of W4A8: weights are e4m3(code * factor), with a factor per group; fp32 or bf16 pairs.
 template <class D>
 class W4A8Panels {
  public:

@@ -29,7 +29,7 @@ struct DotBf16 {
   }
   using Acc = __m512;
   static Acc zero() { return _mm512_setzero_ps(); }
-  static Acc start(__m512 start) { return start; }
+  static Acc initial(__m512 value) { return value; }
   static __m512 to_float(Acc acc) { return acc; }
   static constexpr auto scales = decode_scales_avx512;
 
@@ -41,8 +41,8 @@ struct DotBf16 {
 
 // ---- MXFP4 --------------------------------------------------------------------------------------
 
-/// bf16 values of the 16 E2M1 codes, twice: vpermw looks at five bits, the fifth of which belongs
-/// to the next code. Magnitudes are multiplied by 2^bias; -0 becomes 0.
+/// The bf16 values of the 16 E2M1 codes, twice: vpermw takes five bits as index, the fifth of which
+/// belongs to the next code. Values are multiplied by 2^bias; -0 becomes 0.
 inline __m512i e2m1_table(int bias) {
   static constexpr std::uint16_t kMagnitudes[8] = {0,      0x3F00, 0x3F80, 0x3FC0,
                                                    0x4000, 0x4040, 0x4080, 0x40C0};
@@ -62,9 +62,9 @@ inline __m512i decode(__m512i words, __m512i table) {
   return _mm512_permutexvar_epi16(J == 0 ? words : _mm512_srli_epi16(words, 4 * J), table);
 }
 
-/// Panels of MXFP4 with the scales multiplied in, exactly: 6 significant bits at most. The table
-/// carries a bias of 2^kBias, so that every scale is a saturating subtraction from the exponent,
-/// which leaves zeros alone.
+/// Panels of MXFP4 with the scales multiplied in, which is exact. The table's values are multiplied
+/// by 2^kBias, so that a scale can be applied as a subtraction from the exponent bits; it saturates
+/// at 0, which leaves zeros alone.
 class Mxfp4ToBf16 {
  public:
   Mxfp4ToBf16(const std::byte* stream, const TileFormat&) : groups_(stream + kMxfp4HeaderBytes) {
@@ -111,7 +111,7 @@ class Mxfp4ToBf16 {
 
 // ---- Codecs: 64 bytes of codes -> bf16 pairs of 16 columns --------------------------------------
 
-/// A block, vector by vector.
+/// Decodes a block vector by vector.
 template <class Codec>
 class RegisterBlocks {
  public:
@@ -134,7 +134,7 @@ class RegisterBlocks {
   Codec codec_;
 };
 
-/// E2M1, or 4-bit integers minus 8 (minus 0 with zero points): a look-up.
+/// E2M1, or 4-bit integers minus 8 (as they are if there are zero points), by table.
 template <Codes kCodes>
 class NibblesToBf16 {
  public:
@@ -165,7 +165,7 @@ class NibblesToBf16 {
   __m512i table_;
 };
 
-/// The two bytes of each bf16 value by look-up of the magnitude, then the sign.
+/// Looks up the two bytes of the magnitude's bf16 value, then sets the sign.
 class E4m3ToBf16 {
  public:
   static constexpr int kK = 4, kSteps = 2;
@@ -201,8 +201,8 @@ class E4m3ToBf16 {
   __m512i low_[2], high_[2];
 };
 
-/// 8-bit integers minus 128 (minus 0 with zero points). An fp32 value of at most 8 bits has its
-/// bf16 in the upper half.
+/// 8-bit integers minus 128 (as they are if there are zero points). The upper half of an fp32 value
+/// of at most 8 significant bits is its bf16 value.
 class Int8ToBf16 {
  public:
   static constexpr int kK = 4, kSteps = 2;

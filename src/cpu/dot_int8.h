@@ -1,6 +1,6 @@
-// int8 dot products with AVX-512 VNNI (vpdpbusd): unsigned weight codes times signed rows, four per
-// lane, in int32. Zero points are where sums start from (RowScales::starts). Included by
-// isa_avx512_bf16.cpp only.
+// int8 dot products with AVX-512 VNNI (vpdpbusd): unsigned weight codes times signed activations,
+// four products a lane, added in int32. The initial accumulators (RowScales::initial) subtract the
+// zero points. Included by isa_avx512_bf16.cpp only.
 #pragma once
 
 #include "cpu/multiply_groups.h"
@@ -22,7 +22,7 @@ struct DotInt8 {
     std::memcpy(&four, p, 4);
     return _mm512_set1_epi32(four);
   }
-  /// NOTE: not the intrinsic, around which GCC 12 copies the sums.
+  /// NOTE: assembly, because GCC 12 copies the accumulators around the intrinsic.
   static __m512i dot(__m512i acc, B b, B a) {
     asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(b), "v"(a));
     return acc;
@@ -30,14 +30,14 @@ struct DotInt8 {
 
   using Acc = __m512i;
   static Acc zero() { return _mm512_setzero_si512(); }
-  static Acc start(__m512 start) { return _mm512_cvtps_epi32(start); }
+  static Acc initial(__m512 value) { return _mm512_cvtps_epi32(value); }
   static __m512 to_float(Acc acc) { return _mm512_cvtepi32_ps(acc); }
   static constexpr auto scales = decode_scales_avx512;
   static constexpr auto store_element = store_rounded<Simd>;
 };
 
-/// 4-bit codes as unsigned bytes: integers as they are, E2M1 as 2 x value + 12. Two steps of a
-/// block hold k = 0, 4, 1, 5 and 2, 6, 3, 7; rows are permuted alike.
+/// Decodes 4-bit codes to unsigned bytes: integers as they are, E2M1 as 2 x value + 12. The two
+/// steps of a block hold k = 0, 4, 1, 5 and 2, 6, 3, 7; OperandRows permutes activations alike.
 template <Codes kCodes>
 class NibblesToU8 {
  public:
@@ -64,7 +64,7 @@ class NibblesToU8 {
   __m512i table_;
 };
 
-/// Steps as they are.
+/// Codes that are their own decoding.
 class Int8AsIs {
  public:
   static constexpr int kK = 4, kSteps = 1;
@@ -72,7 +72,7 @@ class Int8AsIs {
   void decode(__m512i words, __m512i (&steps)[kSteps]) const { steps[0] = words; }
 };
 
-/// Groups of MXFP4, whose power-of-two scales are chained.
+/// Panels of MXFP4, whose scales are stored as differences between groups.
 class Mxfp4ToU8 {
  public:
   Mxfp4ToU8(const std::byte* stream, const TileFormat& format)
@@ -102,7 +102,7 @@ class Mxfp4ToU8 {
   RegisterBlocks<Codec> blocks_;
 };
 
-/// W8A8: the stream is the panel; one group.
+/// W8A8: needs no decoding, and all of k is one group.
 void multiply_w8a8(const TileJob& job) {
   for (int tile = 0; tile < job.num_tiles; ++tile) {
     multiply_groups_tile<DotInt8, WholePanel<DotInt8>>(job, tile, job.k);

@@ -24,12 +24,12 @@ class CpuExperts final : public core::RoutedExperts {
   }
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                       const PackOptions& options) const override;
+  WorkspacePlan plan(const ProblemSize& problem) const override;
   ExpertWeights unpack(const PackedWeights& packed, std::int64_t expert) const override;
   void repack(const ExpertWeights& weights, std::int64_t expert,
               PackedWeights& packed) const override;
 
  private:
-  WorkspacePlan plan_routed(const ProblemSize& problem) const override;
   void run_routed(const ForwardArgs& args) const override { Forward(*this, args).run(); }
 };
 
@@ -64,15 +64,20 @@ bool is_named(QuantScheme scheme) {
 Support CpuDescriptor::supports(const MoeConfig& config) const {
   const std::int64_t widest = std::max(config.hidden, config.intermediate);
   if (config.scheme.weights.value == DType::kI8 && widest > kMaxInt8Size) {
-    return Support::no(Reason::kShape, core::format("size {}: int32 sums of int8 hold up to {}",
-                                                    widest, kMaxInt8Size));
+    return Support::no(
+        Reason::kShape,
+        core::format("size {}: int32 accumulators of int8 hold up to {}", widest, kMaxInt8Size));
+  }
+  if (config.device.is_cpu() && config.scheme.weights.value == DType::kF16) {
+    return Support::no(Reason::kQuantScheme,
+                       "f16 weights: not yet in the fast CPU kernels; ask for `reference` by name");
   }
   return core::supports_on_cpu(config, is_named(config.scheme) && has_codes(config.scheme.weights),
-                               "every named scheme but those with f16 weights");
+                               "every named scheme");
 }
 
-WorkspacePlan CpuExperts::plan_routed(const ProblemSize& problem) const {
-  const WorkspaceLayout layout(problem, mode_of(config()));
+WorkspacePlan CpuExperts::plan(const ProblemSize& problem) const {
+  const WorkspaceLayout layout(problem, mode_of(*this));
   WorkspacePlan plan;
   plan.workspace13_bytes = layout.bytes13;
   plan.workspace2_bytes = layout.bytes2;

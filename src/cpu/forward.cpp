@@ -1,14 +1,13 @@
 #include "cpu/forward.h"
 
-#include <omp.h>
-
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "core/workspace.h"
 #include "fusedmoe/router.h"
-#include "fusedmoe/runtime.h"
 #include "moe/experts_args.h"
 #include "quant/quantize.h"
 
@@ -57,7 +56,7 @@ std::int64_t row_bytes(const TensorView& rows) {
   return bytes(rows.dtype(), rows.stride(rows.rank() - 2));
 }
 
-/// An upper bound of OperandRows::floats_per_row() for any weights of the scheme.
+/// Upper bound of OperandRows::floats_per_row() for all weights of the scheme.
 std::int64_t floats_per_row(const QuantScheme& scheme, std::int64_t padded_k) {
   if (!scheme.activations && scheme.weights.symmetric) return 0;
   return 1 + padded_k / TileFormat::kMinGroup + padded_k / kGroup;
@@ -68,13 +67,12 @@ std::int64_t floats_per_row(const QuantScheme& scheme, std::int64_t padded_k) {
 WorkspaceLayout::WorkspaceLayout(const ProblemSize& problem, ForwardMode mode, void* workspace2)
     : rows(problem.num_tokens *
            (mode.format == ActivationFormat::kStandard ? problem.topk : problem.num_local_experts)),
-      threads(num_threads()),
       index_bytes(routing_data_bytes(problem.num_tokens, problem.topk, problem.num_local_experts)) {
   const auto size = [](std::int64_t count) { return static_cast<std::size_t>(count); };
   const std::int64_t hidden = round_up(problem.hidden, kTileColumns);
   const std::int64_t intermediate = round_up(problem.intermediate, kTileColumns);
   const std::int64_t most_rows = std::max(rows, problem.num_tokens);
-  // A row as fp32, its codes and its scales.
+  // A row in fp32, its codes and its scales.
   const std::int64_t row_scratch = 6 * std::max(hidden, intermediate);
   const bool quantized = problem.scheme.activations.has_value();
   scratch_bytes = core::round_up_workspace(kScratchBytes +
@@ -82,11 +80,11 @@ WorkspaceLayout::WorkspaceLayout(const ProblemSize& problem, ForwardMode mode, v
 
   core::WorkspaceCutter cutter(workspace2);
   index = static_cast<std::byte*>(cutter.take(index_bytes));
-  for (auto& offsets : task_offsets) {
+  for (auto& offsets : work_offsets) {
     offsets = static_cast<std::int64_t*>(
         cutter.take(size(problem.num_local_experts + 1) * sizeof(std::int64_t)));
   }
-  scratch = static_cast<std::byte*>(cutter.take(scratch_bytes * size(threads)));
+  scratch = static_cast<std::byte*>(cutter.take(scratch_bytes * size(mode.max_threads)));
   for (int i = 0; i < 2; ++i) {
     const std::int64_t floats = floats_per_row(problem.scheme, i == 0 ? hidden : intermediate);
     row_floats[i] = static_cast<float*>(cutter.take(size(most_rows * floats) * sizeof(float)));
@@ -101,13 +99,12 @@ WorkspaceLayout::WorkspaceLayout(const ProblemSize& problem, ForwardMode mode, v
   bytes13 = size(rows * intermediate * 4 * (mode.unfused ? 2 : 1));
 }
 
-/// Parts of a thread's scratch memory.
-class Forward::ThreadScratch {
+/// Scratch memory of one task, in parts.
+class Forward::TaskScratch {
  public:
-  ThreadScratch(const WorkspaceLayout& layout, std::int64_t longest_row)
-      : panels_(layout.scratch +
-                static_cast<std::size_t>(omp_get_thread_num()) * layout.scratch_bytes),
-        longest_row_(longest_row) {}
+  TaskScratch(const WorkspaceLayout& layout, const ProblemSize& problem, int task)
+      : panels_(layout.scratch + static_cast<std::size_t>(task) * layout.scratch_bytes),
+        longest_row_(round_up(std::max(problem.hidden, problem.intermediate), kTileColumns)) {}
 
   std::byte* panels() const { return panels_; }
   float* row() const { return reinterpret_cast<float*>(panels_ + kScratchBytes); }
@@ -119,13 +116,26 @@ class Forward::ThreadScratch {
   std::int64_t longest_row_;  // a multiple of kTileColumns
 };
 
+template <typename Function>
+void Forward::for_rows(std::int64_t rows, std::int64_t work, const Function& function) const {
+  constexpr std::int64_t kWorthwhile = 16384;  // a few microseconds of one thread
+  const int num_tasks = work >= kWorthwhile ? num_threads_ : 1;
+  core::run_tasks(executor_, num_tasks, [&](int task) {
+    const TaskScratch scratch(layout_, problem_, task);
+    const std::int64_t end = rows * (task + 1) / num_tasks;
+    for (std::int64_t row = rows * task / num_tasks; row < end; ++row) function(row, scratch);
+  });
+}
+
 Forward::Forward(const Experts& experts, const ForwardArgs& args)
     : args_(args),
-      mode_(mode_of(experts.config())),
+      mode_(mode_of(experts)),
       problem_(core::problem_of(experts, args)),
       weights_(static_cast<const CpuPackedWeights&>(*args.weights)),
       batched_(mode_.format == ActivationFormat::kBatchedExperts),
       layout_(problem_, mode_, args.workspace2),
+      executor_(core::executor_of(args.stream)),
+      num_threads_(std::min(mode_.max_threads, executor_.concurrency())),
       key_(problem_.scheme.activations),
       hidden_quantized_(key_ && !experts.descriptor().expects_unquantized_inputs(problem_.scheme)),
       compute_(compute_of(problem_.scheme, problem_.dtype)),
@@ -146,14 +156,14 @@ Forward::Forward(const Experts& experts, const ForwardArgs& args)
   const bool per_expert = quantizes_here() && key_->global_scale;
   permute_ = !batched_ && ((isa_.contiguous_rows && compute_ == Compute::kBF16) || per_expert);
   const bool same_type = (problem_.dtype == DType::kF32) == (compute_ == Compute::kF32);
-  direct_ = !key_ && !permute_ && same_type && x_bytes_ == a_bytes_ && !operands_[0].has_starts();
+  direct_ = !key_ && !permute_ && same_type && x_bytes_ == a_bytes_ && !operands_[0].has_initial();
   a_ = direct_ ? args.hidden_states.as<const std::byte>() : layout_.gemm2_rows;
   index_rows();
   a_rows_ = permute_ ? num_rows() : x_rows_;
 }
 
-/// Rows of each expert. In the batched format they are compacted: row i of expert e is
-/// expert_offsets[e] + i.
+/// Numbers the rows of all experts. In the batched format row i of expert e is number
+/// expert_offsets[e] + i, without gaps.
 void Forward::index_rows() {
   if (batched_) {
     auto* offsets = reinterpret_cast<std::int32_t*>(layout_.index);
@@ -172,26 +182,24 @@ void Forward::index_rows() {
   slot_to_permuted_ = routing.slot_to_permuted.as<const std::int32_t>();
 }
 
-/// The local expert of a row in the order of the grouped GEMM.
+/// The local expert of a row, numbered as the grouped GEMM has it.
 std::int64_t Forward::expert_of(std::int64_t row) const {
   const std::int32_t* end = expert_offsets_ + problem_.num_local_experts + 1;
   return std::upper_bound(expert_offsets_, end, row) - expert_offsets_ - 1;
 }
 
-/// Hidden states as GEMM 1 reads them: converted or quantized, padded, token by token or permuted.
-void Forward::prepare_rows(const ThreadScratch& scratch) const {
-#pragma omp for schedule(static)
-  for (std::int64_t row = 0; row < a_rows_; ++row) {
-    if (batched_ &&
-        row % problem_.num_tokens >=
-            args_.expert_num_tokens.as<const std::int32_t>()[row / problem_.num_tokens]) {
-      continue;
-    }
-    prepare_row(row, scratch);
-  }
+/// Makes the rows that GEMM 1 reads: hidden states converted or quantized, padded, in the order of
+/// the tokens or permuted.
+void Forward::prepare_rows() const {
+  const auto* counts = batched_ ? args_.expert_num_tokens.as<const std::int32_t>() : nullptr;
+  const std::int64_t work = a_rows_ * problem_.hidden * (quantizes_here() ? kQuantizeWork : 1);
+  for_rows(a_rows_, work, [&](std::int64_t row, const TaskScratch& scratch) {
+    const bool unused = counts && row % problem_.num_tokens >= counts[row / problem_.num_tokens];
+    if (!unused) prepare_row(row, scratch);
+  });
 }
 
-void Forward::prepare_row(std::int64_t row, const ThreadScratch& scratch) const {
+void Forward::prepare_row(std::int64_t row, const TaskScratch& scratch) const {
   const std::int64_t source = permute_ ? slots_[row] / problem_.topk : row;
   const auto* x = args_.hidden_states.as<const std::byte>() + source * x_bytes_;
   std::byte* target = layout_.gemm2_rows + row * a_bytes_;
@@ -199,7 +207,7 @@ void Forward::prepare_row(std::int64_t row, const ThreadScratch& scratch) const 
   if (!key_) {
     isa_.convert[static_cast<int>(compute_)](x, rounding_of(problem_.dtype), problem_.hidden,
                                              weights_.gemm1().k, target);
-    operands.start(target, layout_.row_floats[0], a_rows_, row);
+    operands.set_initial(target, layout_.row_floats[0], a_rows_, row);
     return;
   }
   const auto* codes = reinterpret_cast<const std::uint8_t*>(x);
@@ -224,60 +232,75 @@ void Forward::prepare_row(std::int64_t row, const ThreadScratch& scratch) const 
   operands.expand(codes, scales, row_scale, target, layout_.row_floats[0], a_rows_, row);
 }
 
-TileJob Forward::job(const Task& task, bool first) const {
+TileJob Forward::job(const WorkTile& work, bool first) const {
   const PackedGemm& gemm = first ? weights_.gemm1() : weights_.gemm2();
-  const std::int64_t row = expert_offsets_[task.expert] + task.first_row;
+  const std::int64_t row = expert_offsets_[work.expert] + work.first_row;
   const auto of_tile = [&](const float* columns) {
-    return columns ? columns + task.first_tile * kTileColumns : nullptr;
+    return columns ? columns + work.first_tile * kTileColumns : nullptr;
   };
   TileJob job;
-  job.tiles = (first ? weights_.tiles1(task.expert) : weights_.tiles2(task.expert)) +
-              task.first_tile * gemm.tile_bytes;
+  job.tiles = (first ? weights_.tiles1(work.expert) : weights_.tiles2(work.expert)) +
+              work.first_tile * gemm.tile_bytes;
   job.tile_bytes = gemm.tile_bytes;
-  job.num_tiles = task.tiles;
+  job.num_tiles = work.tiles;
   job.k = gemm.k;
   job.format = gemm.shape.format;
-  job.num_rows = task.rows;
+  job.num_rows = work.rows;
   if (first) {
-    const std::int64_t batched_row = task.expert * problem_.num_tokens + task.first_row;
+    const std::int64_t batched_row = work.expert * problem_.num_tokens + work.first_row;
     const std::int64_t first_row = batched_ ? batched_row : permute_ ? row : 0;
     job.rows = a_ + first_row * a_bytes_;
     job.row_bytes = a_bytes_;
     job.slots = slots_ && !permute_ ? slots_ + row : nullptr;
     job.topk = problem_.topk;
     job.row_scales = operands_[0].scales(layout_.row_floats[0], a_rows_, first_row);
-    job.column_scales = of_tile(weights_.column_scales1(task.expert));
-    job.bias = of_tile(weights_.bias1(task.expert));
+    job.column_scales = of_tile(weights_.column_scales1(work.expert));
+    job.bias = of_tile(weights_.bias1(work.expert));
     job.epilogue = &activation_;
     const std::int64_t columns = activation_.gated ? kTileColumns / 2 : kTileColumns;
     const std::int64_t element = key_ || mode_.unfused ? 4 : element_bytes(compute_);
-    job.output = gemm1_rows_ + row * gemm1_bytes_ + task.first_tile * columns * element;
+    job.output = gemm1_rows_ + row * gemm1_bytes_ + work.first_tile * columns * element;
     job.output_bytes = gemm1_bytes_;
   } else {
     job.rows = gemm1_rows_ + row * gemm1_bytes_;
     job.row_bytes = gemm1_bytes_;
     job.row_scales = operands_[1].scales(layout_.row_floats[1], num_rows(), row);
-    job.column_scales = of_tile(weights_.column_scales2(task.expert));
-    job.bias = of_tile(weights_.bias2(task.expert));
+    job.column_scales = of_tile(weights_.column_scales2(work.expert));
+    job.bias = of_tile(weights_.bias2(work.expert));
     job.epilogue = &store_;
-    job.output = layout_.gemm2_rows + row * gemm2_bytes_ + task.first_tile * kStepBytes;
+    job.output = layout_.gemm2_rows + row * gemm2_bytes_ + work.first_tile * kStepBytes;
     job.output_bytes = gemm2_bytes_;
   }
   return job;
 }
 
-/// The activation's output as GEMM 2 reads it, in place.
-void Forward::activated_rows(float tensor_scale, const ThreadScratch& scratch) const {
-  if (!key_ && !operands_[1].has_starts()) return;
-#pragma omp for schedule(static)
-  for (std::int64_t row = 0; row < num_rows(); ++row) activated_row(row, tensor_scale, scratch);
+/// Turns activated rows into what GEMM 2 reads, in place.
+void Forward::finish_activated_rows() const {
+  if (!key_ && !operands_[1].has_initial()) return;
+  const float tensor_scale = activated_scale();
+  for_rows(num_rows(), num_rows() * problem_.intermediate * kQuantizeWork,
+           [&](std::int64_t row, const TaskScratch& scratch) {
+             activated_row(row, tensor_scale, scratch);
+           });
+}
+
+/// The scale that all activated rows share, if there is one.
+float Forward::activated_scale() const {
+  if (!key_ || !per_tensor(*key_) || !key_->dynamic) return weights_.info().a2_scale.value_or(1);
+  std::atomic<float> largest{0};
+  for_rows(num_rows(), num_rows() * problem_.intermediate,
+           [&](std::int64_t row, const TaskScratch&) {
+             const auto* values = reinterpret_cast<const float*>(gemm1_rows_ + row * gemm1_bytes_);
+             core::raise(largest, core::amax(values, problem_.intermediate));
+           });
+  return core::tensor_scale(largest);
 }
 
 void Forward::activated_row(std::int64_t row, float tensor_scale,
-                            const ThreadScratch& scratch) const {
+                            const TaskScratch& scratch) const {
   std::byte* target = gemm1_rows_ + row * gemm1_bytes_;
   float* floats = layout_.row_floats[1];
-  if (!key_) return operands_[1].start(target, floats, num_rows(), row);
+  if (!key_) return operands_[1].set_initial(target, floats, num_rows(), row);
   float scale = tensor_scale;
   if (key_->global_scale) scale = weights_.input_scale2(expert_of(row));
   core::quantize_row(reinterpret_cast<const float*>(target), problem_.intermediate, *key_, scale,
@@ -301,27 +324,21 @@ void Forward::to_layer_dtype(const float* source, std::int64_t count, std::byte*
 void Forward::call_hook(const std::function<void(const HookArgs&)> ExpertsHooks::*hook,
                         const TensorView& input, const TensorView& output) const {
   if (!args_.hooks || !(args_.hooks->*hook)) return;
-#pragma omp single
-  if (!hook_failure_) {
-    HookArgs hook_args;
-    hook_args.input = input;
-    hook_args.output = output;
-    hook_args.expert_offsets = TensorView(const_cast<std::int32_t*>(expert_offsets_), DType::kI32,
-                                          {problem_.num_local_experts + 1});
-    hook_args.permuted_to_slot =
-        TensorView(const_cast<std::int32_t*>(slots_), DType::kI32, {num_rows()});
-    hook_args.topk = problem_.topk;
-    try {
-      (args_.hooks->*hook)(hook_args);
-    } catch (...) {
-      hook_failure_ = std::current_exception();  // must not leave the parallel region
-    }
-  }
+  HookArgs hook_args;
+  hook_args.input = input;
+  hook_args.output = output;
+  hook_args.expert_offsets = TensorView(const_cast<std::int32_t*>(expert_offsets_), DType::kI32,
+                                        {problem_.num_local_experts + 1});
+  hook_args.permuted_to_slot =
+      TensorView(const_cast<std::int32_t*>(slots_), DType::kI32, {num_rows()});
+  hook_args.topk = problem_.topk;
+  hook_args.stream = args_.stream;
+  (args_.hooks->*hook)(hook_args);
 }
 
-/// GEMM 1's sums, in tile order -> rows of the layer's dtype, activation, rows for GEMM 2 as fp32
-/// or as the layer's dtype; hooks between.
-void Forward::unfused_activation(const ThreadScratch& scratch) const {
+/// GEMM 1's fp32 output is in tile order. Rounds it to rows of the layer's dtype, calls the hook,
+/// activates, calls the hook, and converts the activated rows to what the next step reads.
+void Forward::unfused_activation() const {
   const Epilogue epilogue = epilogue_of(weights_.info().activation, problem_.dtype, true);
   const std::int64_t intermediate = problem_.intermediate;
   const std::int64_t width = epilogue.gated ? 2 * intermediate : intermediate;
@@ -332,8 +349,8 @@ void Forward::unfused_activation(const ThreadScratch& scratch) const {
   const TensorView gate_up_rows(gate_up, problem_.dtype, {num_rows(), width});
   const TensorView activated_view(activated, problem_.dtype, {num_rows(), intermediate});
   const auto to_f32 = isa_.convert[static_cast<int>(Compute::kF32)];
-#pragma omp for schedule(static)
-  for (std::int64_t row = 0; row < num_rows(); ++row) {
+  const std::int64_t rows = num_rows();
+  for_rows(rows, rows * width, [&](std::int64_t row, const TaskScratch& scratch) {
     const auto* tiles = reinterpret_cast<const float*>(gemm1_rows_ + row * gemm1_bytes_);
     for (std::int64_t part = 0; part * intermediate < width; ++part) {
       for (std::int64_t i = 0; i < intermediate; i += outputs) {
@@ -344,11 +361,10 @@ void Forward::unfused_activation(const ThreadScratch& scratch) const {
       to_layer_dtype(scratch.row(), intermediate,
                      gate_up + (row * width + part * intermediate) * element);
     }
-  }
+  });
   const TensorView hidden = hidden_quantized_ ? TensorView() : args_.hidden_states;
   call_hook(&ExpertsHooks::after_gemm1, hidden, gate_up_rows);
-#pragma omp for schedule(static)
-  for (std::int64_t row = 0; row < num_rows(); ++row) {
+  for_rows(rows, rows * width, [&](std::int64_t row, const TaskScratch& scratch) {
     float* values = scratch.row();
     const auto half_row = [&](std::int64_t part, float* target) {
       to_f32(gate_up + (row * width + part * intermediate) * element, rounding_of(problem_.dtype),
@@ -359,38 +375,37 @@ void Forward::unfused_activation(const ThreadScratch& scratch) const {
     if (epilogue.gated) half_row(1, up);
     isa_.activate(epilogue, values, up, round_up(intermediate, kTileColumns), values);
     to_layer_dtype(values, intermediate, activated + row * intermediate * element);
-  }
+  });
   call_hook(&ExpertsHooks::after_activation, gate_up_rows, activated_view);
-#pragma omp for schedule(static)
-  for (std::int64_t row = 0; row < num_rows(); ++row) {
+  for_rows(rows, rows * intermediate, [&](std::int64_t row, const TaskScratch&) {
     const Compute target = key_ ? Compute::kF32 : compute_;
     isa_.convert[static_cast<int>(target)](activated + row * intermediate * element,
                                            rounding_of(problem_.dtype), intermediate,
                                            weights_.gemm2().k, gemm1_rows_ + row * gemm1_bytes_);
-  }
+  });
 }
 
-/// GEMM 2's rows rounded to the layer's dtype, with a hook, and back.
-void Forward::unfused_output(const ThreadScratch&) const {
+/// Rounds GEMM 2's output to the layer's dtype, calls the hook, and converts it back to fp32.
+void Forward::unfused_output() const {
   const std::int64_t hidden = problem_.hidden, element = bytes(problem_.dtype, 1);
   auto* rows = static_cast<std::byte*>(layout_.hook_rows[0]);
-#pragma omp for schedule(static)
-  for (std::int64_t row = 0; row < num_rows(); ++row) {
+  const std::int64_t elements = num_rows() * hidden;
+  for_rows(num_rows(), elements, [&](std::int64_t row, const TaskScratch&) {
     to_layer_dtype(reinterpret_cast<const float*>(layout_.gemm2_rows + row * gemm2_bytes_), hidden,
                    rows + row * hidden * element);
-  }
+  });
   call_hook(&ExpertsHooks::after_gemm2,
             TensorView(layout_.hook_rows[1], problem_.dtype, {num_rows(), problem_.intermediate}),
             TensorView(rows, problem_.dtype, {num_rows(), hidden}));
-#pragma omp for schedule(static)
-  for (std::int64_t row = 0; row < num_rows(); ++row) {
+  for_rows(num_rows(), elements, [&](std::int64_t row, const TaskScratch&) {
     isa_.convert[static_cast<int>(Compute::kF32)](
         rows + row * hidden * element, rounding_of(problem_.dtype), hidden,
         weights_.gemm2().padded_columns(), layout_.gemm2_rows + row * gemm2_bytes_);
-  }
+  });
 }
 
-/// The weighted sum of a token's rows, or one row of the batched format (zero behind the last).
+/// Writes up to kReduceColumns columns of an output row: the weighted sum of a token's rows, or in
+/// the batched format one row, which is zero behind the expert's last.
 void Forward::reduce(std::int64_t row, std::int64_t first_column) const {
   ReduceJob job;
   job.rows = layout_.gemm2_rows;
@@ -419,46 +434,31 @@ void Forward::reduce(std::int64_t row, std::int64_t first_column) const {
   isa_.reduce(job);
 }
 
+/// One of the two grouped GEMMs.
+void Forward::multiply(bool first) const {
+  const PackedGemm& packed = first ? weights_.gemm1() : weights_.gemm2();
+  const auto kernel =
+      isa_.multiply[static_cast<int>(packed.shape.format.codes)][static_cast<int>(compute_)];
+  GroupedGemm gemm(packed, expert_offsets_, problem_.num_local_experts,
+                   layout_.work_offsets[first ? 0 : 1]);
+  core::run_tasks(executor_, num_threads_, [&](int task) {
+    const TaskScratch scratch(layout_, problem_, task);
+    gemm.run(kernel, scratch.panels(), [&](const WorkTile& work) { return job(work, first); });
+  });
+}
+
 void Forward::run() {
   if (problem_.num_tokens == 0) return;
-  const Codes codes = weights_.gemm1().shape.format.codes;
-  const auto multiply = isa_.multiply[static_cast<int>(codes)][static_cast<int>(compute_)];
-  const std::int64_t num_experts = problem_.num_local_experts;
-  GroupedGemm gemm1(weights_.gemm1(), expert_offsets_, num_experts, layout_.task_offsets[0]);
-  GroupedGemm gemm2(weights_.gemm2(), expert_offsets_, num_experts, layout_.task_offsets[1]);
-  const bool find_scale = key_ && per_tensor(*key_) && key_->dynamic;
-  float tensor_scale = weights_.info().a2_scale.value_or(1), largest = 0;
-  const std::int64_t longest =
-      round_up(std::max(problem_.hidden, problem_.intermediate), kTileColumns);
-#pragma omp parallel num_threads(layout_.threads)
-  {
-    const ThreadScratch scratch(layout_, longest);
-    if (!direct_) prepare_rows(scratch);
-    gemm1.run(multiply, scratch.panels(), [this](const Task& task) { return job(task, true); });
-#pragma omp barrier
-    if (mode_.unfused) unfused_activation(scratch);
-    if (find_scale) {
-#pragma omp for schedule(static) reduction(max : largest)
-      for (std::int64_t row = 0; row < num_rows(); ++row) {
-        const auto* values = reinterpret_cast<const float*>(gemm1_rows_ + row * gemm1_bytes_);
-        largest = std::max(largest, core::amax(values, problem_.intermediate));
-      }
-#pragma omp single
-      tensor_scale = core::tensor_scale(largest);
-    }
-    activated_rows(tensor_scale, scratch);
-    gemm2.run(multiply, scratch.panels(), [this](const Task& task) { return job(task, false); });
-#pragma omp barrier
-    if (mode_.unfused) unfused_output(scratch);
-    const std::int64_t output_rows = hook_failure_ ? 0 : x_rows_;
-#pragma omp for schedule(static) collapse(2) nowait
-    for (std::int64_t row = 0; row < output_rows; ++row) {
-      for (std::int64_t column = 0; column < problem_.hidden; column += kReduceColumns) {
-        reduce(row, column);
-      }
-    }
-  }
-  if (hook_failure_) std::rethrow_exception(hook_failure_);
+  if (!direct_) prepare_rows();
+  multiply(true);
+  if (mode_.unfused) unfused_activation();
+  finish_activated_rows();
+  multiply(false);
+  if (mode_.unfused) unfused_output();
+  const std::int64_t blocks = (problem_.hidden + kReduceColumns - 1) / kReduceColumns;
+  for_rows(
+      x_rows_ * blocks, x_rows_ * problem_.topk * problem_.hidden,
+      [&](std::int64_t i, const TaskScratch&) { reduce(i / blocks, i % blocks * kReduceColumns); });
 }
 
 }  // namespace fusedmoe::cpu

@@ -1,21 +1,22 @@
 // One forward of the CPU experts: permute -> GEMM 1 + activation -> (quantize) -> GEMM 2 ->
-// weighted sum, in one parallel region with a barrier between the steps.
+// weighted sum. Each step is one call of the executor, which returns when the step is done.
 //
-// Workspace 13: the activation's output (rows, padded intermediate); unfused first GEMM 1's. Both
-// f32 where they are quantized afterwards or unfused. Workspace 2: index structures, scratch memory
-// of each thread, what belongs to rows beside their elements, rows of the layer's dtype for hooks,
-// and the hidden states as GEMM 1 reads them, later GEMM 2's output (rows, padded hidden) f32 over
-// them. The output is written last, from workspace 2 only.
+// Workspace 13 holds the activated rows, (rows, padded intermediate); unfused experts first store
+// GEMM 1's output there. Rows are f32 if they are quantized afterwards or if hooks see them.
+// Workspace 2 holds the routing data, scratch memory of each task, the scales of the rows, copies
+// of the rows in the layer's dtype for hooks, and one more buffer: first the hidden states as GEMM
+// 1 reads them, then GEMM 2's output, (rows, padded hidden) f32. The weighted sum reads workspace 2
+// only, as the output may share memory with workspace 13.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 
 #include "cpu/grouped_gemm.h"
 #include "cpu/operand_rows.h"
 #include "cpu/pack.h"
 #include "fusedmoe/experts.h"
+#include "fusedmoe/runtime.h"
 
 namespace fusedmoe::cpu {
 
@@ -23,21 +24,24 @@ namespace fusedmoe::cpu {
 struct ForwardMode {
   ActivationFormat format = ActivationFormat::kStandard;
   bool unfused = false;  ///< with injection points; standard format
+  /// Most tasks of a step. Fixed, so that workspaces have room for all of them whatever the
+  /// executor's concurrency is when a forward starts.
+  int max_threads = 1;
 };
-inline ForwardMode mode_of(const MoeConfig& config) {
-  return {config.activation_format, config.hooks};
+inline ForwardMode mode_of(const Experts& experts) {
+  const MoeConfig& config = experts.config();
+  return {config.activation_format, config.hooks, experts.context().num_threads};
 }
 
-/// Where things lie in the workspaces: a function of the problem and the number of threads.
+/// Where things lie in the workspaces: a function of the problem and the mode.
 struct WorkspaceLayout {
   std::int64_t rows;  // upper bound of (token, expert) pairs
-  int threads;
   std::size_t index_bytes;
   std::byte* index = nullptr;          // routing data, or expert offsets
-  std::int64_t* task_offsets[2] = {};  // of GEMM 1 and 2
-  std::byte* scratch = nullptr;        // scratch_bytes for each thread
+  std::int64_t* work_offsets[2] = {};  // GroupedGemm's, of GEMM 1 and 2
+  std::byte* scratch = nullptr;        // scratch_bytes for each task
   std::size_t scratch_bytes = 0;
-  float* row_floats[2] = {};  // beside the rows of GEMM 1 and 2
+  float* row_floats[2] = {};  // OperandRows's, of the rows of GEMM 1 and 2
   void* hook_rows[2] = {};    // (rows, 2 I) or (rows, hidden), and (rows, I), of the layer's dtype
   std::byte* gemm2_rows = nullptr;
   std::size_t bytes13 = 0, bytes2 = 0;
@@ -51,17 +55,23 @@ class Forward {
   void run();
 
  private:
-  using Task = GroupedGemm::Task;
-  class ThreadScratch;
+  using WorkTile = GroupedGemm::WorkTile;
+  class TaskScratch;
 
+  /// Calls function(row, scratch) for every row in [0, rows), on all threads if so much work is
+  /// worth waking them; a unit of it is the conversion of one element.
+  template <typename Function>
+  void for_rows(std::int64_t rows, std::int64_t work, const Function& function) const;
   void index_rows();
-  void prepare_rows(const ThreadScratch& scratch) const;
-  void prepare_row(std::int64_t row, const ThreadScratch& scratch) const;
-  TileJob job(const Task& task, bool first) const;
-  void activated_rows(float tensor_scale, const ThreadScratch& scratch) const;
-  void activated_row(std::int64_t row, float tensor_scale, const ThreadScratch& scratch) const;
-  void unfused_activation(const ThreadScratch& scratch) const;
-  void unfused_output(const ThreadScratch& scratch) const;
+  void prepare_rows() const;
+  void prepare_row(std::int64_t row, const TaskScratch& scratch) const;
+  void multiply(bool first) const;
+  TileJob job(const WorkTile& work, bool first) const;
+  void finish_activated_rows() const;
+  float activated_scale() const;
+  void activated_row(std::int64_t row, float tensor_scale, const TaskScratch& scratch) const;
+  void unfused_activation() const;
+  void unfused_output() const;
   void call_hook(const std::function<void(const HookArgs&)> ExpertsHooks::*hook,
                  const TensorView& input, const TensorView& output) const;
   void to_layer_dtype(const float* source, std::int64_t count, std::byte* target) const;
@@ -71,6 +81,7 @@ class Forward {
   bool quantizes_here() const { return key_ && !hidden_quantized_; }
 
   static constexpr std::int64_t kReduceColumns = 512;
+  static constexpr std::int64_t kQuantizeWork = 4;  // of one element
 
   const ForwardArgs& args_;
   const ForwardMode mode_;
@@ -79,6 +90,8 @@ class Forward {
   const bool batched_;
   const WorkspaceLayout layout_;
   const Kernels& isa_ = kernels();
+  Executor& executor_;
+  const int num_threads_;              // read once
   const std::optional<QuantKey> key_;  // of the activations
   const bool hidden_quantized_;
   const Compute compute_;
@@ -86,15 +99,13 @@ class Forward {
   const Epilogue activation_;
   const Epilogue store_;
 
-  mutable std::exception_ptr hook_failure_;  // of the first hook that threw
-
   std::byte* gemm1_rows_ = nullptr;  // workspace 13
 
-  // Rows: of the caller (x), as GEMM 1 reads them (a), and the outputs of the GEMMs.
+  // Rows: the caller's (x), what GEMM 1 reads (a), and the outputs of the GEMMs.
   std::int64_t x_rows_ = 0, x_bytes_ = 0, a_rows_ = 0, a_bytes_ = 0;
   std::int64_t gemm1_bytes_ = 0, gemm2_bytes_ = 0, output_bytes_ = 0;
-  bool permute_ = false;  // a is x in the order of the grouped GEMM
-  bool direct_ = false;   // a is x itself
+  bool permute_ = false;  // a has the rows of x in the order of the grouped GEMM
+  bool direct_ = false;   // GEMM 1 reads x itself
   const std::byte* a_ = nullptr;
 
   const std::int32_t* expert_offsets_ = nullptr;

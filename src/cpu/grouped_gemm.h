@@ -1,5 +1,6 @@
-// A grouped GEMM as tasks: (expert, group of tiles, block of rows), claimed from a counter, so that
-// one token and 8192 tokens both use every core. Who runs a task does not change its bits.
+// A grouped GEMM, cut into work tiles: (expert, some weight tiles, block of rows). Threads take the
+// next one from a shared counter, so that one token and 8192 tokens both use every core. Results do
+// not depend on which thread computes a work tile.
 #pragma once
 
 #include <atomic>
@@ -13,7 +14,7 @@ namespace fusedmoe::cpu {
 
 class GroupedGemm {
  public:
-  struct Task {
+  struct WorkTile {
     std::int64_t expert = 0;
     std::int64_t first_tile = 0;
     std::int64_t first_row = 0;  // within the expert
@@ -21,26 +22,28 @@ class GroupedGemm {
     int tiles = 0;
   };
 
-  /// expert_offsets: (num_experts + 1) row offsets; task_offsets: (num_experts + 1) to be filled.
+  /// expert_offsets: (num_experts + 1) row offsets; work_offsets: (num_experts + 1), to be filled
+  /// with the number of work tiles before each expert.
   GroupedGemm(const PackedGemm& gemm, const std::int32_t* expert_offsets, std::int64_t num_experts,
-              std::int64_t* task_offsets);
+              std::int64_t* work_offsets);
 
-  /// Called by every thread: runs tasks until none is left. `job_of(task)` describes one task
-  /// without its scratch memory and prefetch.
+  /// Called by every thread: computes work tiles until none is left. `job_of(work)` describes one,
+  /// but for its scratch memory and prefetch.
   template <class JobOf>
   void run(void (*multiply)(const TileJob&), std::byte* scratch, JobOf job_of) {
-    const std::int64_t total = task_offsets_[num_experts_];
+    const std::int64_t total = work_offsets_[num_experts_];
     for (std::int64_t current = next_.fetch_add(1); current < total;) {
-      const Task task = at(current);
-      TileJob job = job_of(task);
+      const WorkTile work = at(current);
+      TileJob job = job_of(work);
       job.scratch = scratch;
-      // Many rows leave time to prefetch the next weights; one or two prefetch the heads of the
-      // next streams (stream_tiles). Between them a claim ahead would only unbalance the end.
+      // A work tile of many rows has time to prefetch the next weights; one or two rows prefetch
+      // the beginnings of the next streams (prefetch_heads). For numbers between, taking the next
+      // work tile early would only make threads finish less evenly.
       constexpr std::int64_t kComputeBoundRows = 5, kStreamedRows = 2;
-      const bool ahead = task.rows >= kComputeBoundRows || task.rows <= kStreamedRows;
+      const bool ahead = work.rows >= kComputeBoundRows || work.rows <= kStreamedRows;
       const std::int64_t next = ahead ? next_.fetch_add(1) : total;
       if (next < total) {
-        const Task following = at(next);
+        const WorkTile following = at(next);
         if (following.first_row == 0) {
           job.prefetch = job_of(following).tiles;
           job.prefetch_bytes = following.tiles * gemm_.tile_bytes;
@@ -55,12 +58,12 @@ class GroupedGemm {
   std::int64_t num_rows(std::int64_t expert) const {
     return expert_offsets_[expert + 1] - expert_offsets_[expert];
   }
-  Task at(std::int64_t index) const;
+  WorkTile at(std::int64_t index) const;
 
   const PackedGemm& gemm_;
   const std::int32_t* expert_offsets_;
   std::int64_t num_experts_;
-  std::int64_t* task_offsets_;
+  std::int64_t* work_offsets_;
   std::atomic<std::int64_t> next_{0};
 };
 

@@ -72,7 +72,8 @@ const Kernels& choose() {
     }
     known += (known.empty() ? "" : ", ") + std::string(level.kernels->name);
   }
-  throw Error("FUSEDMOE_CPU_ISA", wanted, "one that this machine has: " + known);
+  throw Error::unsupported(Reason::kDevice, "FUSEDMOE_CPU_ISA", wanted,
+                           "one that this machine has: " + known);
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
-// Kernels for AMX: tile registers of 16 rows x 64 bytes, bf16 products, fp32 sums. Everything that
-// is not a bf16 dot product is as with AVX-512.
+// Kernels for AMX: tile registers of 16 rows x 64 bytes, bf16 products, fp32 accumulators.
+// Everything that is not a bf16 dot product is done with AVX-512.
 //
-// Bits: tdpbf16ps sums 16 pairs before it adds to the accumulator, so results differ in rounding
-// from vdpbf16ps; but every number of rows goes through it, so rows still do not depend on their
+// Bits: tdpbf16ps adds up 16 pairs before it adds them to the accumulator, so results are rounded
+// differently from vdpbf16ps. Any number of rows uses it, so a row still does not depend on its
 // batch.
 #include "cpu/dot_bf16.h"
 
@@ -12,10 +12,10 @@ namespace {
 constexpr int kTileRows = 16;
 constexpr int kVectorBytes = 64;  // of a panel: 16 columns
 
-/// Shapes of the eight tile registers: 0-3 sums, 4-5 rows, 6-7 weights.
+/// Shapes of the eight tile registers: 0-3 accumulators, 4-5 rows, 6-7 weights.
 class TileConfig {
  public:
-  /// `low` rows in sums 0, 1 and rows 4; `high` rows in sums 2, 3 and rows 5.
+  /// Registers 0, 1 and 4 have `low` rows; 2, 3 and 5 have `high` rows.
   TileConfig(int low, int high) {
     alignas(64) struct {
       std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -38,10 +38,10 @@ struct DotAmx : DotBf16 {
   static constexpr int kRows = 2 * kTileRows;
   static constexpr int kPasses = 2;
 
-  /// At most 32 rows x 64 columns, 32 columns at a time: 2 x 2 tiles of sums. rows[0] stands for
-  /// all: they follow each other at the distance of the first two.
+  /// At most 32 rows x 64 columns, 32 columns at a time: 2 x 2 tiles of accumulators. All rows are
+  /// as far apart as the first two.
   static void multiply_block(int num_rows, const std::byte* const* rows, const std::byte* panel,
-                             std::int64_t steps, bool accumulate, float* sums,
+                             std::int64_t steps, bool accumulate, float* accumulators,
                              Prefetcher& prefetch) {
     const int low = num_rows < kTileRows ? num_rows : kTileRows, high = num_rows - low;
     const std::int64_t stride = num_rows > 1 ? rows[1] - rows[0] : 0;
@@ -49,7 +49,7 @@ struct DotAmx : DotBf16 {
     // GCC's tile intrinsics do not say that they read and write memory.
     asm volatile("" ::: "memory");
     for (int half = 0; half < 2; ++half) {
-      float* left = sums + half * kTileColumns / 2;
+      float* left = accumulators + half * kTileColumns / 2;
       high ? multiply_half<true>(rows[0], stride, panel, steps, accumulate, left, half, prefetch)
            : multiply_half<false>(rows[0], stride, panel, steps, accumulate, left, half, prefetch);
     }
@@ -118,7 +118,7 @@ double amx_flops(std::int64_t rounds) {
   return 2.0 * 4 * kTileRows * 16 * kGroup * static_cast<double>(rounds);
 }
 
-/// What AMX does better than AVX-512 replaces it.
+/// The AVX-512 kernels, those replaced for which AMX is faster.
 Kernels make_kernels() {
   Kernels table = kAvx512Bf16Kernels;
   constexpr int kBF16 = static_cast<int>(Compute::kBF16);
@@ -127,7 +127,7 @@ Kernels make_kernels() {
   };
   table.name = "amx";
   table.contiguous_rows = true;
-  multiply_of(Codes::kBF16) = multiply<DotAmx, Direct>;
+  multiply_of(Codes::kBF16) = multiply<DotAmx, Undecoded>;
   multiply_of(Codes::kMxfp4) = multiply<DotAmx, Mxfp4ToBf16>;
   multiply_of(Codes::kW4A8) = multiply<DotAmx, W4A8Panels<DotBf16>>;
   table.flops[kBF16] = amx_flops;

@@ -1,5 +1,5 @@
 // Kernels for AVX-512 with BF16, VBMI and VNNI: vdpbf16ps adds two bf16 products per lane to an
-// fp32 sum, vpdpbusd four int8 products to an int32 sum.
+// fp32 accumulator, vpdpbusd four int8 products to an int32 accumulator.
 #include "cpu/dot_bf16.h"
 #include "cpu/dot_int8.h"
 #include "cpu/stream.h"
@@ -15,7 +15,7 @@ inline __m512 power_of_two(__m512i code) {
 /// Step J of the 64 codes in `words`, for R rows. a: the rows' pairs of this step.
 template <int J, int R>
 inline void stream_step(const __m512i (&words)[4], __m512i table, const std::byte* const (&rows)[R],
-                        std::int64_t a, __m512 (&sums)[R][4]) {
+                        std::int64_t a, __m512 (&accumulators)[R][4]) {
   __m512i weights[4];
 #pragma GCC unroll 4
   for (int v = 0; v < 4; ++v) weights[v] = decode<J>(words[v], table);
@@ -23,12 +23,13 @@ inline void stream_step(const __m512i (&words)[4], __m512i table, const std::byt
   for (int r = 0; r < R; ++r) {
     const __m512i pair = DotBf16::broadcast(rows[r] + a + 4 * J);
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) sums[r][v] = DotBf16::dot(sums[r][v], weights[v], pair);
+    for (int v = 0; v < 4; ++v)
+      accumulators[r][v] = DotBf16::dot(accumulators[r][v], weights[v], pair);
   }
 }
 
-/// R rows x T tiles, decoded in registers: T streams side by side keep more lines in flight than
-/// one. Accumulators are in units of the current group's scale.
+/// R rows x T tiles, decoded in registers: T streams read side by side keep more cache lines in
+/// flight than one. Accumulators are in units of the current group's scale.
 template <int T, int R>
 void stream_mxfp4_tiles(const TileJob& job, int first_tile) {
   const __m512i table = e2m1_table(0);
@@ -49,8 +50,8 @@ void stream_mxfp4_tiles(const TileJob& job, int first_tile) {
     prefetch_heads<T>(job, groups - g);
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
-      // Loading a row's pairs again for each tile is free; kept, they would spill the sums. So the
-      // compiler must not know that the pointers are the same.
+      // Loading a row's pairs again for each tile is free; keeping them in registers would spill
+      // accumulators. So the compiler must not know that the pointers are the same.
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) asm volatile("" : "+r"(rows[r]));
       const std::byte* group =
@@ -78,12 +79,12 @@ void stream_mxfp4_tiles(const TileJob& job, int first_tile) {
   for (int t = 0; t < T; ++t) {
     const std::byte* last_codes = tiles + t * job.tile_bytes + kTileColumns;
     for (int r = 0; r < R; ++r) {
-      alignas(64) float sums[kTileColumns];
+      alignas(64) float accumulators[kTileColumns];
       for (int v = 0; v < 4; ++v) {
-        _mm512_store_ps(sums + 16 * v,
+        _mm512_store_ps(accumulators + 16 * v,
                         _mm512_mul_ps(acc[t][r][v], power_of_two(load_codes(last_codes + 16 * v))));
       }
-      store_row<DotBf16>(job, first_tile + t, r, sums);
+      store_row<DotBf16>(job, first_tile + t, r, accumulators);
     }
   }
 }
@@ -116,7 +117,7 @@ void multiply_bf16(const TileJob& job) {
     case 2:
       return stream_all_panels<DotBf16, 2, 2>(job);
     default:
-      return multiply<DotBf16, Direct>(job);
+      return multiply<DotBf16, Undecoded>(job);
   }
 }
 
@@ -128,7 +129,7 @@ using Scale = ScaleType;
 const Kernels kAvx512Bf16Kernels = {
     "avx512_bf16",
     false,
-    {{multiply<Dot, Direct>, nullptr, nullptr},
+    {{multiply<Dot, Undecoded>, nullptr, nullptr},
      {multiply<Dot, Bf16ToF32<Simd>>, multiply_bf16, nullptr},
      {multiply<Dot, Mxfp4ToF32<Simd>>, multiply_mxfp4, multiply_mxfp4_int8},
      {multiply_codes_f32<Simd, Codes::kE2M1>,

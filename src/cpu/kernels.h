@@ -3,8 +3,8 @@
 // that the machine may lack. Each src/cpu/isa_<name>.cpp provides one Kernels table.
 //
 // Packed layout (kLayoutVersion), the same for every instruction set. A tile is 64 output columns
-// over the whole inner size k, padded with zeros to a multiple of 32; it is one sequential stream.
-// The unit of what the dot products read is the step: 64 columns x 4 bytes.
+// over the whole inner size k, padded with zeros to a multiple of 32. It is read front to back: a
+// stream. Dot products read it in steps of 64 columns x 4 bytes.
 //   f32    k steps of one fp32 value per column
 //   bf16   k / 2 steps of two bf16 values per column (k even, k odd)
 //   codes  blocks of 256 bytes. 4-bit codes: 8 k; a column's 32-bit word has the code at
@@ -107,12 +107,12 @@ inline std::int64_t TileFormat::tile_bytes(std::int64_t k) const {
   }
 }
 
-/// Element type of the rows that enter a GEMM, and so of its dot products. Sums are fp32, and int32
-/// within a group.
+/// Element type of the rows that enter a GEMM, and so of its dot products. Accumulators are fp32;
+/// int8 products are added in int32 within a group.
 enum class Compute { kF32, kBF16, kInt8 };
 inline constexpr int kNumComputes = 3;
 
-/// Mirrors fusedmoe::Activation; kNone stores the fp32 sums.
+/// Mirrors fusedmoe::Activation; kNone stores the fp32 accumulators.
 struct Epilogue {
   enum class Kind {
     kNone,
@@ -137,17 +137,18 @@ struct Epilogue {
   bool store_f32 = false;  // rows of fp32 also for an activation: they are quantized afterwards
 };
 
-/// What belongs to the rows beside their elements, indexed like the rows; null where absent.
+/// Scales and initial accumulators of the rows, indexed like the rows; null where absent.
 struct RowScales {
   const float* scales = nullptr;        // of a whole row
   std::int64_t scale_stride = 1;        // 0: one for all
-  const float* group_scales = nullptr;  // (rows, groups), of 2^group_shift groups of the weights
+  const float* group_scales = nullptr;  // (rows, groups), each for 2^group_shift weight groups
   int group_shift = 0;
   std::int64_t num_group_scales = 0;
-  /// (rows, groups of the weights): what sums start from: times the negative zero point where
-  /// weights have zero points in the stream, else as it is. Integers when Compute is.
-  const float* starts = nullptr;
-  std::int64_t num_starts = 0;
+  /// (rows, groups of the weights): initial accumulators. Where the stream holds zero points, the
+  /// row's sum of x over the group, still to be multiplied by the negative zero point. With int8
+  /// they are integers.
+  const float* initial = nullptr;
+  std::int64_t num_initial = 0;
 };
 
 /// Rows x consecutive tiles of one expert.
@@ -172,17 +173,17 @@ struct TileJob {
   std::byte* output = nullptr;  // row r at output + r * output_bytes; first tile's first column
   std::int64_t output_bytes = 0;
 
-  const std::byte* prefetch = nullptr;  // what the thread streams next, or null
+  const std::byte* prefetch = nullptr;  // the tiles of the next job, or null
   std::int64_t prefetch_bytes = 0;
-  std::byte* scratch = nullptr;  // scratch_bytes, one per thread, 64-byte aligned
+  std::byte* scratch = nullptr;  // kScratchBytes of the task's own, 64-byte aligned
 };
 
 inline constexpr std::int64_t kPanelSteps = 768;  // of a panel: 192 KiB of the L2
 // Groups of a panel: 16 elements are 4 steps of 8-bit integers.
 inline constexpr std::int64_t kPanelGroups = kPanelSteps * 4 / TileFormat::kMinGroup;
-/// Scratch of a thread: a panel, the sums of its rows, scales and zero points of its groups.
-inline constexpr std::int64_t kSumsOffset = kPanelSteps * kStepBytes;
-inline constexpr std::int64_t kScalesOffset = kSumsOffset + kMaxRows * kStepBytes;
+/// Scratch of a task: a panel, the accumulators of its rows, scales and zero points of its groups.
+inline constexpr std::int64_t kAccumulatorsOffset = kPanelSteps * kStepBytes;
+inline constexpr std::int64_t kScalesOffset = kAccumulatorsOffset + kMaxRows * kStepBytes;
 inline constexpr std::int64_t kZerosOffset = kScalesOffset + kPanelGroups * kStepBytes;
 inline constexpr std::size_t kScratchBytes = kZerosOffset + kPanelGroups * kStepBytes;
 
@@ -207,7 +208,7 @@ struct Kernels {
   /// Multiply functions, null where the instruction set has none.
   void (*multiply[kNumCodes][kNumComputes])(const TileJob&);
   void (*reduce)(const ReduceJob&);
-  /// Rows of f32, bf16 or f16 (`from`) to padded rows of f32 or bf16; the tail becomes zero.
+  /// Converts rows of f32, bf16 or f16 (`from`) to rows of f32 or bf16, padded with zeros.
   void (*convert[2])(const void* source, Epilogue::Rounding from, std::int64_t count,
                      std::int64_t padded, void* target);
   /// output = activation of gate and up, `count` values each, a multiple of 64; not rounded.

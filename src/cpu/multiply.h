@@ -1,10 +1,10 @@
 // The one grouped-GEMM skeleton of the CPU backend: rows x tile, with policies for the instruction
 // set (Simd), the dot product (Dot) and the weight format (Decoder). Included by isa_*.cpp only.
 //
-// Bits: every output element is one accumulator that takes its products in ascending k, whatever
-// the number of rows. Decoded weights are exact, and kernels that keep MXFP4 scales out of the
-// products rescale their accumulators by powers of two, which is exact too. So a row's result does
-// not depend on the kernel that computed it.
+// Bits: every output element has one accumulator, to which its products are added in ascending k,
+// whatever the number of rows. Decoding weights is exact. Kernels that leave MXFP4 scales out of
+// the products multiply their accumulators by powers of two, which is exact too. So a row's result
+// does not depend on the kernel that computed it.
 #pragma once
 
 #include <cstring>
@@ -19,7 +19,7 @@ namespace {
 
 // ---- Rows ---------------------------------------------------------------------------------------
 
-/// Index of a job's row among rows and their scales.
+/// Where a row of the job is among the rows in memory, and among their scales.
 inline std::int64_t row_index(const TileJob& job, std::int64_t row) {
   return job.slots ? job.slots[row] / job.topk : row;
 }
@@ -28,8 +28,8 @@ inline const std::byte* row_pointer(const TileJob& job, std::int64_t row) {
   return job.rows + row_index(job, row) * job.row_bytes;
 }
 
-/// Spreads the prefetch of the next stream over the work on this one. NOTE: prefetching the stream
-/// in hand hurts; the hardware does that better.
+/// Prefetches the next stream, evenly over the work on this one. NOTE: this stream is left to the
+/// hardware, which prefetches it better.
 class Prefetcher {
  public:
   Prefetcher(const TileJob& job, std::int64_t calls)
@@ -50,25 +50,25 @@ class Prefetcher {
 
 // ---- Epilogue -----------------------------------------------------------------------------------
 
-/// sums = row scale * (column scale * sums)
+/// Multiplies the accumulators by the column scales, then by the row scale.
 template <class S>
-inline void scale_row(const TileJob& job, int tile, std::int64_t row, float* sums) {
+inline void scale_row(const TileJob& job, int tile, std::int64_t row, float* accumulators) {
   if (job.column_scales) {
     const float* scales = job.column_scales + tile * kTileColumns;
     for (int c = 0; c < kTileColumns; c += S::kWidth) {
-      S::store(sums + c, S::load(sums + c) * S::load(scales + c));
+      S::store(accumulators + c, S::load(accumulators + c) * S::load(scales + c));
     }
   }
   if (job.row_scales.scales) {
     const auto scale =
         S::set1(job.row_scales.scales[row_index(job, row) * job.row_scales.scale_stride]);
     for (int c = 0; c < kTileColumns; c += S::kWidth) {
-      S::store(sums + c, S::load(sums + c) * scale);
+      S::store(accumulators + c, S::load(accumulators + c) * scale);
     }
   }
 }
 
-/// An fp32 element of a row, rounded to the dtype of the layer.
+/// Stores fp32 elements, rounded to the dtype of the layer.
 template <class S>
 inline void store_rounded(std::byte* row, std::int64_t column, typename S::F value,
                           Epilogue::Rounding rounding) {
@@ -76,29 +76,29 @@ inline void store_rounded(std::byte* row, std::int64_t column, typename S::F val
   S::store(reinterpret_cast<float*>(row) + column, value);
 }
 
-/// sums: 64 fp32 accumulators of one row and tile, without scales and bias.
+/// Applies scales, bias and activation to the 64 accumulators of one row and tile, and stores them.
 template <class D>
-inline void store_row(const TileJob& job, int tile, std::int64_t row, float* sums) {
+inline void store_row(const TileJob& job, int tile, std::int64_t row, float* accumulators) {
   using S = typename D::Simd;
   constexpr int kW = S::kWidth;
-  scale_row<S>(job, tile, row, sums);
+  scale_row<S>(job, tile, row, accumulators);
   if (job.bias) {
     const float* bias = job.bias + tile * kTileColumns;
     for (int c = 0; c < kTileColumns; c += kW) {
-      S::store(sums + c, S::load(sums + c) + S::load(bias + c));
+      S::store(accumulators + c, S::load(accumulators + c) + S::load(bias + c));
     }
   }
   const Epilogue& e = *job.epilogue;
   std::byte* output = job.output + row * job.output_bytes;
   if (e.kind == Epilogue::Kind::kNone) {
-    std::memcpy(output + std::int64_t{tile} * kStepBytes, sums, kStepBytes);
+    std::memcpy(output + std::int64_t{tile} * kStepBytes, accumulators, kStepBytes);
     return;
   }
   const int columns = e.gated ? kTileColumns / 2 : kTileColumns;
   for (int c = 0; c < columns; c += kW) {
-    const auto gate = S::load(sums + c);
-    const auto value =
-        e.gated ? activate<S>(gate, S::load(sums + columns + c), e) : activate_gate<S>(gate, e);
+    const auto gate = S::load(accumulators + c);
+    const auto value = e.gated ? activate<S>(gate, S::load(accumulators + columns + c), e)
+                               : activate_gate<S>(gate, e);
     const std::int64_t column = std::int64_t{tile} * columns + c;
     if (e.store_f32) {
       store_rounded<S>(output, column, value, e.rounding);
@@ -110,10 +110,11 @@ inline void store_row(const TileJob& job, int tile, std::int64_t row, float* sum
 
 // ---- Panel kernels ------------------------------------------------------------------------------
 
-/// R rows x 64 columns over `steps` steps. sums: (R, 64), read when `accumulate`, written.
+/// R rows x 64 columns over `steps` steps. Writes accumulators (R, 64); adds to what they hold if
+/// `accumulate`.
 template <class D, int R>
 inline void multiply_panel(const std::byte* const* rows, const std::byte* panel, std::int64_t steps,
-                           bool accumulate, float* sums, Prefetcher& prefetch) {
+                           bool accumulate, float* accumulators, Prefetcher& prefetch) {
   using S = typename D::Simd;
   using F = typename S::F;
   constexpr int kW = S::kWidth;
@@ -122,7 +123,8 @@ inline void multiply_panel(const std::byte* const* rows, const std::byte* panel,
     F acc[R][kVectors];
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < kVectors; ++v) {
-        acc[r][v] = accumulate ? S::load(sums + r * kTileColumns + column + v * kW) : S::set1(0.0f);
+        acc[r][v] =
+            accumulate ? S::load(accumulators + r * kTileColumns + column + v * kW) : S::set1(0.0f);
       }
     }
     const std::byte* b = panel + column * 4;
@@ -143,7 +145,7 @@ inline void multiply_panel(const std::byte* const* rows, const std::byte* panel,
     }
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < kVectors; ++v) {
-        S::store(sums + r * kTileColumns + column + v * kW, acc[r][v]);
+        S::store(accumulators + r * kTileColumns + column + v * kW, acc[r][v]);
       }
     }
   }
@@ -151,36 +153,36 @@ inline void multiply_panel(const std::byte* const* rows, const std::byte* panel,
 
 template <class D, int R>
 inline void multiply_at_most(int num_rows, const std::byte* const* rows, const std::byte* panel,
-                             std::int64_t steps, bool accumulate, float* sums,
+                             std::int64_t steps, bool accumulate, float* accumulators,
                              Prefetcher& prefetch) {
   if constexpr (R > 1) {
     if (num_rows < R) {
-      multiply_at_most<D, R - 1>(num_rows, rows, panel, steps, accumulate, sums, prefetch);
+      multiply_at_most<D, R - 1>(num_rows, rows, panel, steps, accumulate, accumulators, prefetch);
       return;
     }
   }
-  multiply_panel<D, R>(rows, panel, steps, accumulate, sums, prefetch);
+  multiply_panel<D, R>(rows, panel, steps, accumulate, accumulators, prefetch);
 }
 
 template <class D>
 inline void multiply_panel_rows(int num_rows, const std::byte* const* rows, const std::byte* panel,
-                                std::int64_t steps, bool accumulate, float* sums,
+                                std::int64_t steps, bool accumulate, float* accumulators,
                                 Prefetcher& prefetch) {
-  multiply_at_most<D, D::kRows>(num_rows, rows, panel, steps, accumulate, sums, prefetch);
+  multiply_at_most<D, D::kRows>(num_rows, rows, panel, steps, accumulate, accumulators, prefetch);
 }
 
-/// All rows of a job x one tile, through panels of at most kPanelSteps steps: rows and weights of a
-/// panel stay in the L2 together, and the sums are carried from panel to panel.
+/// All rows of a job x one tile, in panels of at most kPanelSteps steps, so that the rows and the
+/// weights of a panel fit the L2 together. Accumulators are kept in scratch between panels.
 template <class D, class Decoder>
 void multiply_tile(const TileJob& job, int tile) {
   constexpr int kRows = D::kRows;
   const std::byte* stream = job.tiles + tile * job.tile_bytes;
   const std::int64_t steps = job.k / D::kPerStep;
-  // Panels and blocks of equal size: 8 rows are 4 + 4, not 6 + 2.
+  // Panels and blocks are made about equally large: 8 rows are 4 + 4, not 6 + 2.
   const std::int64_t groups = steps / D::kStepsPerGroup;
   const std::int64_t panels = (steps + kPanelSteps - 1) / kPanelSteps;
   const std::int64_t blocks = (job.num_rows + kRows - 1) / kRows;
-  auto* carried = reinterpret_cast<float*>(job.scratch + kSumsOffset);
+  auto* carried = reinterpret_cast<float*>(job.scratch + kAccumulatorsOffset);
   Prefetcher prefetch(job, tile == job.num_tiles - 1 ? blocks * D::kPasses * groups : 0);
   Decoder decoder(stream, job.format);
   std::int64_t begin = 0;
@@ -193,8 +195,9 @@ void multiply_tile(const TileJob& job, int tile) {
       const std::int64_t end = job.num_rows * (block + 1) / blocks;
       const std::byte* rows[kRows];
       for (std::int64_t r = row; r < end; ++r) rows[r - row] = row_pointer(job, r) + begin * 4;
-      float* sums = carried + row * kTileColumns;
-      D::multiply_block(static_cast<int>(end - row), rows, panel, count, begin > 0, sums, prefetch);
+      float* accumulators = carried + row * kTileColumns;
+      D::multiply_block(static_cast<int>(end - row), rows, panel, count, begin > 0, accumulators,
+                        prefetch);
       if (stop == steps) {
         for (std::int64_t r = row; r < end; ++r) {
           store_row<D>(job, tile, r, carried + r * kTileColumns);
@@ -211,8 +214,8 @@ void multiply(const TileJob& job) {
   for (int tile = 0; tile < job.num_tiles; ++tile) multiply_tile<D, Decoder>(job, tile);
 }
 
-/// R rows x T tiles whose streams are panels, side by side: few rows are bound by memory, and T
-/// streams keep more lines in flight than one.
+/// R rows x T tiles whose streams need no decoding. Few rows are bound by memory; T streams read
+/// side by side keep more cache lines in flight than one.
 template <class D, int T, int R>
 void stream_panels(const TileJob& job, int first_tile) {
   using S = typename D::Simd;
@@ -247,9 +250,9 @@ void stream_panels(const TileJob& job, int first_tile) {
   }
   for (int t = 0; t < T; ++t) {
     for (int r = 0; r < R; ++r) {
-      alignas(64) float sums[kTileColumns];
-      for (int v = 0; v < kVectors; ++v) S::store(sums + v * S::kWidth, acc[t][r][v]);
-      store_row<D>(job, first_tile + t, r, sums);
+      alignas(64) float accumulators[kTileColumns];
+      for (int v = 0; v < kVectors; ++v) S::store(accumulators + v * S::kWidth, acc[t][r][v]);
+      store_row<D>(job, first_tile + t, r, accumulators);
     }
   }
 }
@@ -281,17 +284,17 @@ struct DotF32 {
   static typename S::F dot(typename S::F acc, B b, B a) { return S::fma(b, a, acc); }
   static constexpr auto store_element = store_rounded<S>;
 
-  // Within groups (multiply_groups.h) sums start from zero, or from `start` as RowScales has it.
+  // Accumulators of a group (multiply_groups.h) start at zero or at RowScales::initial.
   using Acc = typename S::F;
   static Acc zero() { return S::set1(0.0f); }
-  static Acc start(typename S::F start) { return start; }
+  static Acc initial(typename S::F value) { return value; }
   static typename S::F to_float(Acc acc) { return acc; }
   static constexpr auto scales = decode_scales;
 };
 
-/// The stream is the panel.
-struct Direct {
-  Direct(const std::byte* stream, const TileFormat&) : stream_(stream) {}
+/// A stream that needs no decoding.
+struct Undecoded {
+  Undecoded(const std::byte* stream, const TileFormat&) : stream_(stream) {}
   const std::byte* panel(std::int64_t begin, std::int64_t, std::byte*) {
     return stream_ + begin * kStepBytes;
   }
@@ -320,7 +323,7 @@ struct Bf16ToF32 {
   const std::byte* stream_;
 };
 
-/// Absolute E8M0 code of each column in the group that is being decoded.
+/// The E8M0 scale code of each column. Streams hold the differences from group to group.
 struct Mxfp4Scales {
   std::int32_t code[kTileColumns];
   explicit Mxfp4Scales(const std::byte* stream) {
@@ -369,8 +372,7 @@ struct Mxfp4ToF32 {
   Mxfp4Scales scales_;
 };
 
-// ---- Peak rate
-// ------------------------------------------------------------------------------------
+// ---- Peak rate ----------------------------------------------------------------------------------
 
 template <class D>
 double flops(std::int64_t rounds) {

@@ -1,5 +1,6 @@
-// Rows x tile for weights with scales in the stream: the sum of each group is scaled, in fp32, and
-// added to the total. sum = total + group sum * (weight scale * row scale), groups ascending.
+// Rows x tile for weights with scales in the stream. The products of a group are accumulated by
+// themselves; then, in fp32 and for groups in ascending order,
+//   total = total + accumulator * (weight scale * row scale).
 // Included by isa_*.cpp only.
 #pragma once
 
@@ -9,37 +10,39 @@
 namespace fusedmoe::cpu {
 namespace {
 
-/// Rows of one block: sums and totals of 3 rows fill the registers, with 16 of them as with 32.
+/// Rows of one block: accumulators and totals of 3 rows fill the registers, whether the instruction
+/// set has 16 or 32.
 inline constexpr int kGroupRows = 3;
-/// Steps of a panel: few rows at a time read it often, so it should lie in the L1.
+/// Steps of a panel, which should fit the L1: blocks of few rows read it often.
 inline constexpr std::int64_t kGroupPanelSteps = 64;
 
-/// A part of a tile, decoded: `count` groups of `steps` steps each, the last of `last_steps`.
+/// A decoded part of a tile: `count` groups of `steps` steps each, the last of `last_steps`.
 struct GroupPanel {
-  std::int64_t row_offset;  // of the first group in a row, in bytes
+  std::int64_t row_offset;  // bytes from the start of a row to the elements of the first group
   const std::byte* data;    // groups follow each other
   const float* scales;      // (count, 64)
   const float* zeros;       // (count, 64) or null
   std::int64_t first, count, steps, last_steps;
 };
 
-/// What one row contributes beside its elements.
+/// One row of activations.
 struct GroupRow {
   const std::byte* elements;
-  const float* scales;  // of group_shift groups each, or null
-  const float* starts;  // or null
+  const float* scales;   // each of 2^group_shift groups of the weights, or null
+  const float* initial;  // initial accumulators, or null
 };
 
-/// What the sums of group g start from, for one row and vector.
+/// The initial accumulators of group g, for one row and vector of columns.
 template <class D>
-inline typename D::Acc group_start(const GroupRow& row, const GroupPanel& panel, std::int64_t g,
-                                   int column) {
+inline typename D::Acc initial_of_group(const GroupRow& row, const GroupPanel& panel,
+                                        std::int64_t g, int column) {
   using S = typename D::Simd;
-  const auto start = S::set1(row.starts[panel.first + g]);
-  return D::start(panel.zeros ? start * S::load(panel.zeros + g * kTileColumns + column) : start);
+  const auto initial = S::set1(row.initial[panel.first + g]);
+  return D::initial(panel.zeros ? initial * S::load(panel.zeros + g * kTileColumns + column)
+                                : initial);
 }
 
-/// R rows x 64 columns, totals in registers; totals: (R, 64), read and written.
+/// R rows x 64 columns. totals (R, 64) are loaded to registers, added to and stored.
 template <class D, int R>
 inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, int group_shift,
                                  float* totals, Prefetcher& prefetch) {
@@ -66,7 +69,7 @@ inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, 
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
           acc[r][v] =
-              rows[0].starts ? group_start<D>(rows[r], panel, g, column + v * kW) : D::zero();
+              rows[0].initial ? initial_of_group<D>(rows[r], panel, g, column + v * kW) : D::zero();
         }
       }
       const std::int64_t steps = g + 1 == panel.count ? panel.last_steps : panel.steps;
@@ -122,7 +125,7 @@ inline void multiply_group_rows(int num_rows, const GroupRow* rows, const GroupP
   multiply_group_panel<D, R>(rows, panel, group_shift, totals, prefetch);
 }
 
-/// Groups of a stream as panels. Blocks decodes one block.
+/// Decodes groups of a stream to panels, block by block.
 template <class D, class Blocks>
 class GroupPanels {
  public:
@@ -165,7 +168,7 @@ class GroupPanels {
   Blocks blocks_;
 };
 
-/// The stream of W8A8: steps as they are, one group without a scale.
+/// The stream of W8A8, which needs no decoding: one group with a scale of 1.
 template <class D>
 class WholePanel {
  public:
@@ -185,7 +188,7 @@ inline GroupRow group_row(const TileJob& job, std::int64_t row) {
   const RowScales& scales = job.row_scales;
   return {job.rows + index * job.row_bytes,
           scales.group_scales ? scales.group_scales + index * scales.num_group_scales : nullptr,
-          scales.starts ? scales.starts + index * scales.num_starts : nullptr};
+          scales.initial ? scales.initial + index * scales.num_initial : nullptr};
 }
 
 /// All rows of a job x one tile. `group`: k of one group.
@@ -199,7 +202,7 @@ void multiply_groups_tile(const TileJob& job, int tile, std::int64_t group) {
   const std::int64_t per_panel = at_most > 1 ? at_most : 1;
   const std::int64_t panels = (groups + per_panel - 1) / per_panel;
   const std::int64_t blocks = (job.num_rows + kRows - 1) / kRows;
-  auto* totals = reinterpret_cast<float*>(job.scratch + kSumsOffset);
+  auto* totals = reinterpret_cast<float*>(job.scratch + kAccumulatorsOffset);
   std::memset(totals, 0, static_cast<std::size_t>(job.num_rows * kStepBytes));
   Prefetcher prefetch(job, tile == job.num_tiles - 1 ? blocks * groups : 0);
   Panels decoder(job.tiles + tile * job.tile_bytes, job.format);
@@ -247,7 +250,7 @@ constexpr Kernels f32_kernels(const char* name) {
   using D = DotF32<S>;
   return {name,
           false,
-          {{multiply<D, Direct>},
+          {{multiply<D, Undecoded>},
            {multiply<D, Bf16ToF32<S>>},
            {multiply<D, Mxfp4ToF32<S>>},
            {multiply_codes_f32<S, Codes::kE2M1>},

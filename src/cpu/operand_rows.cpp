@@ -14,12 +14,12 @@ bool is_nibbles(Codes codes) {
   return codes == Codes::kMxfp4 || codes == Codes::kE2M1 || codes == Codes::kInt4;
 }
 
-/// 2 x value + 12 stands for an E2M1 code (NibblesToU8).
+/// Whether the int8 kernels store an E2M1 weight as 2 x value + 12 (NibblesToU8).
 bool is_doubled(Codes codes) {
   return codes == Codes::kMxfp4 || codes == Codes::kE2M1;
 }
 
-/// Order of 8 elements in two steps of nibbles.
+/// Which of 8 elements each byte of the two steps of a block multiplies (NibblesToU8).
 constexpr int kNibbleOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
 struct CodeTables {
@@ -36,7 +36,7 @@ const CodeTables& tables() {
   return all;
 }
 
-/// Values have at most 8 significant bits where they are stored as bf16.
+/// Exact: values that are stored as bf16 have at most 8 significant bits.
 void store(Compute compute, std::byte* row, std::int64_t i, float value) {
   if (compute == Compute::kF32) {
     std::memcpy(row + 4 * i, &value, 4);
@@ -69,9 +69,9 @@ OperandRows::OperandRows(const QuantScheme& scheme, const PackedGemm& gemm, Comp
   const std::int64_t group = codes_ == Codes::kMxfp4 ? kGroup : format.group;
   weight_group_ = group > 0 ? group : padded_k_;
   const bool int8 = compute == Compute::kInt8;
-  if (int8 || format.zeros) num_starts_ = (padded_k_ + weight_group_ - 1) / weight_group_;
+  if (int8 || format.zeros) num_initial_ = (padded_k_ + weight_group_ - 1) / weight_group_;
   if (int8 && !format.zeros) {
-    start_factor_ = is_doubled(codes_) ? -12.0f : codes_ == Codes::kInt4 ? -8.0f : -128.0f;
+    initial_factor_ = is_doubled(codes_) ? -12.0f : codes_ == Codes::kInt4 ? -8.0f : -128.0f;
   }
   if (!key_ || key_->group.cols < 0) return;
   // MX and NVFP4 values are exact in bf16 with their block scales; fp32 takes any product.
@@ -90,10 +90,10 @@ RowScales OperandRows::scales(const float* memory, std::int64_t num_rows,
   if (num_group_scales_ > 0) result.group_scales = groups + first * num_group_scales_;
   result.num_group_scales = num_group_scales_;
   result.group_shift = group_shift_;
-  if (num_starts_ > 0) {
-    result.starts = groups + num_rows * num_group_scales_ + first * num_starts_;
+  if (num_initial_ > 0) {
+    result.initial = groups + num_rows * num_group_scales_ + first * num_initial_;
   }
-  result.num_starts = num_starts_;
+  result.num_initial = num_initial_;
   return result;
 }
 
@@ -159,23 +159,23 @@ void OperandRows::expand(const std::uint8_t* codes, const void* scales, float ro
     const float scale = g < used ? group_scale(scales, g) : 0.0f;
     groups[g] = compute_ == Compute::kInt8 && is_doubled(codes_) ? 0.5f * scale : scale;
   }
-  start(target, memory, num_rows, row);
+  set_initial(target, memory, num_rows, row);
 }
 
-void OperandRows::start(const std::byte* elements, float* memory, std::int64_t num_rows,
-                        std::int64_t row) const {
-  float* starts = memory + num_rows * (1 + num_group_scales_) + row * num_starts_;
-  for (std::int64_t g = 0; g < num_starts_; ++g) {
+void OperandRows::set_initial(const std::byte* elements, float* memory, std::int64_t num_rows,
+                              std::int64_t row) const {
+  float* initial = memory + num_rows * (1 + num_group_scales_) + row * num_initial_;
+  for (std::int64_t g = 0; g < num_initial_; ++g) {
     const std::int64_t begin = g * weight_group_, end = std::min(begin + weight_group_, padded_k_);
     if (compute_ == Compute::kInt8) {
       std::int32_t sum = 0;
       for (std::int64_t i = begin; i < end; ++i) sum += static_cast<std::int8_t>(elements[i]);
-      starts[g] = start_factor_ * static_cast<float>(sum);
+      initial[g] = initial_factor_ * static_cast<float>(sum);
       continue;
     }
     float sum = 0;
     for (std::int64_t i = begin; i < end; ++i) sum += load(compute_, elements, i);
-    starts[g] = start_factor_ * sum;
+    initial[g] = initial_factor_ * sum;
   }
 }
 

@@ -1,6 +1,6 @@
-// Rows of activations as a grouped GEMM reads them: quantized codes become elements of its dot
-// products (bf16 and fp32 exactly, int8 as they are) with the scales that could not be multiplied
-// in beside them.
+// Makes the rows of activations that a grouped GEMM reads. Quantized codes become the elements of
+// its dot products: int8 stays int8, others become bf16 or fp32, exactly. Scales that cannot be
+// multiplied into the elements are kept beside them.
 #pragma once
 
 #include <cstddef>
@@ -12,28 +12,28 @@
 
 namespace fusedmoe::cpu {
 
-/// The rows that enter one GEMM; a function of scheme, weights and machine.
+/// The rows that enter one GEMM. Their form depends on scheme, weights and instruction set.
 class OperandRows {
  public:
   OperandRows(const QuantScheme& scheme, const PackedGemm& gemm, Compute compute);
 
   std::int64_t row_bytes() const { return padded_k_ * element_bytes(compute_); }
 
-  /// Floats beside each row: [row scale | group scales | starts], all rows of each kind together.
-  std::int64_t floats_per_row() const { return 1 + num_group_scales_ + num_starts_; }
-  /// Where they are for rows from `first` on, of `num_rows` in `memory`.
+  /// Floats beside each row: its scale, its group scales and its initial accumulators. In memory
+  /// they are ordered by kind: the scales of all rows, then the group scales of all rows, ...
+  std::int64_t floats_per_row() const { return 1 + num_group_scales_ + num_initial_; }
+  /// Views of these floats from row `first` on, for `num_rows` rows in `memory`.
   RowScales scales(const float* memory, std::int64_t num_rows, std::int64_t first) const;
 
-  /// Codes and scales of one row (core::quantize_row) -> elements at `target`, and what belongs to
-  /// row `row` of `num_rows` in `memory`. `row_scale`: of the tensor or NVFP4's global scale; where
-  /// scales are per token it is read from `scales`.
+  /// Turns the codes and scales of row `row` (from core::quantize_row) into elements at `target`
+  /// and floats in `memory`. `row_scale` is the tensor's scale or NVFP4's global one; scales per
+  /// token are read from `scales` instead.
   void expand(const std::uint8_t* codes, const void* scales, float row_scale, std::byte* target,
               float* memory, std::int64_t num_rows, std::int64_t row) const;
-  /// The same for a row of unquantized elements that is in place: only its starts.
-  void start(const std::byte* elements, float* memory, std::int64_t num_rows,
-             std::int64_t row) const;
-  /// Whether start() has anything to do.
-  bool has_starts() const { return num_starts_ > 0; }
+  /// Writes the initial accumulators of a row whose elements are in place.
+  void set_initial(const std::byte* elements, float* memory, std::int64_t num_rows,
+                   std::int64_t row) const;
+  bool has_initial() const { return num_initial_ > 0; }
 
  private:
   void expand_int8(const std::uint8_t* codes, std::byte* target) const;
@@ -45,10 +45,10 @@ class OperandRows {
   Codes codes_;
   Compute compute_;
   std::int64_t k_, padded_k_;
-  std::int64_t weight_group_;  // elements of one start
-  float start_factor_ = 1;     // minus the zero point that all weights have
+  std::int64_t weight_group_;  // elements of one initial accumulator
+  float initial_factor_ = 1;   // minus the zero point, if all weights have the same
   bool fold_groups_ = false;   // group scales are multiplied into elements
-  std::int64_t num_group_scales_ = 0, num_starts_ = 0;
+  std::int64_t num_group_scales_ = 0, num_initial_ = 0;
   int group_shift_ = 0;
 };
 

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "fusedmoe/quant.h"
-#include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
+#include "quant/weight_layout.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -16,7 +16,7 @@ std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-/// Codes of a key's elements; none where the CPU experts have no tiles.
+/// How tiles hold the key's elements; nothing if the CPU experts do not know the key.
 std::optional<Codes> codes_of(const QuantKey& key) {
   switch (key.value) {
     case DType::kF32:
@@ -41,14 +41,14 @@ bool per_group(const QuantKey& key) {
   return key.group.cols > 0 && key.group.cols != -1;
 }
 
-/// Scales of one per column or tensor, which are not in the stream.
+/// Whether there is one scale per column or tensor; such scales are not in the stream.
 bool has_column_scales(const QuantKey& key) {
   return key.quantized() &&
          ((!per_group(key) && key.value != DType::kI4 && key.value != DType::kU8) ||
           key.global_scale);
 }
 
-/// The type that all these scales have, or f32.
+/// The type of these scales; f32 if they differ.
 ScaleType common_type(const std::vector<const WeightMatrix*>& matrices) {
   const DType dtype = matrices.front()->scales.dtype();
   for (const WeightMatrix* matrix : matrices) {
@@ -59,8 +59,8 @@ ScaleType common_type(const std::vector<const WeightMatrix*>& matrices) {
                                  : ScaleType::kF32;
 }
 
-/// Format of the tiles of these matrices. Groups that begin inside a block of scales are cut to 32,
-/// so that each has one scale.
+/// Format of the tiles of these matrices. If a matrix begins inside a scale's group, tiles have
+/// groups of 32 instead, each with one scale.
 TileFormat format_of(const QuantKey& key, const std::vector<const WeightMatrix*>& matrices) {
   TileFormat format;
   format.codes = *codes_of(key);
@@ -82,14 +82,14 @@ TileFormat format_of(const QuantKey& key, const std::vector<const WeightMatrix*>
   if (!per_group(key)) return format;
   for (const WeightMatrix* matrix : matrices) {
     if (matrix->first_col % format.group == 0) continue;
-    FUSEDMOE_CHECK(
+    FUSEDMOE_CHECK_SUPPORTED(
         matrix->first_col % kGroup == 0 && format.group > kGroup && format.codes != Codes::kW4A8,
-        "first_col", core::to_string(matrix->first_col),
+        kShape, "first_col", core::to_string(matrix->first_col),
         "a multiple of 32, and of the group for groups of up to 32 and W4A8; experts "
         "'reference' take any");
     format.group = kGroup;
   }
-  // Its scales are part of the codes.
+  // MXFP4 has a stream layout of its own, scales included.
   if (format.codes == Codes::kMxfp4) format = {.codes = Codes::kMxfp4};
   return format;
 }
@@ -210,11 +210,12 @@ CpuPackedWeights::CpuPackedWeights(Info info, const ExpertWeights& weights,
       activation_params_(weights.activation_params),
       origins_(static_cast<std::size_t>(weights.num_experts())) {
   const QuantKey& key = weights.scheme.weights;
-  FUSEDMOE_CHECK(has_codes(key), "scheme", name(weights.scheme), "one that the CPU experts have");
+  FUSEDMOE_CHECK_SUPPORTED(has_codes(key), kQuantScheme, "scheme", name(weights.scheme),
+                           "one that the CPU experts have");
   const std::int64_t widest = std::max(weights.hidden, weights.intermediate);
-  FUSEDMOE_CHECK(key.value != DType::kI8 || widest <= kMaxInt8Size, "weights",
-                 core::format("{} wide", widest),
-                 core::format("at most {} wide for int8 sums", kMaxInt8Size));
+  FUSEDMOE_CHECK_SUPPORTED(key.value != DType::kI8 || widest <= kMaxInt8Size, kShape, "weights",
+                           core::format("{} wide", widest),
+                           core::format("at most {} wide for int32 accumulators", kMaxInt8Size));
   const auto gemm = [&](bool first, std::int64_t k, std::int64_t padded_k, std::int64_t tiles) {
     PackedGemm result;
     result.shape = {format_of(key, all_matrices(weights, first)), key, k, padded_k};
@@ -282,7 +283,8 @@ Columns CpuPackedWeights::columns_of(const ExpertMatrices& source, bool first,
   return columns;
 }
 
-void CpuPackedWeights::pack_expert(std::int64_t expert, const ExpertMatrices& source) {
+void CpuPackedWeights::pack_expert(std::int64_t expert, const ExpertMatrices& given) {
+  const ExpertMatrices source = core::stored_form(given);
   const auto origin = [](const WeightMatrix& matrix) {
     return Origin{matrix.first_row, matrix.first_col,
                   matrix.scales ? matrix.scales.dtype() : DType::kF32,
@@ -291,20 +293,14 @@ void CpuPackedWeights::pack_expert(std::int64_t expert, const ExpertMatrices& so
   origins_[static_cast<std::size_t>(expert)] = {origin(source.gate), origin(source.up),
                                                 origin(source.down)};
   std::byte* base = data_.as<std::byte>() + expert * expert_bytes_;
-  std::exception_ptr failure;
-#pragma omp parallel for schedule(dynamic, 4) num_threads(num_threads())
-  for (std::int64_t index = 0; index < gemm1_.num_tiles + gemm2_.num_tiles; ++index) {
+  const std::int64_t num_tiles = gemm1_.num_tiles + gemm2_.num_tiles;
+  core::parallel_for(default_executor(), num_tiles, true, [&](std::int64_t index) {
     const bool first = index < gemm1_.num_tiles;
     const PackedGemm& gemm = first ? gemm1_ : gemm2_;
     const std::int64_t tile = first ? index : index - gemm1_.num_tiles;
     const Columns columns = columns_of(source, first, tile);
-    try {
-      pack_tile(gemm.shape, columns,
-                base + (first ? 0 : gemm1_.expert_bytes()) + tile * gemm.tile_bytes);
-    } catch (...) {
-#pragma omp critical(fusedmoe_pack_failure)
-      failure = std::current_exception();
-    }
+    pack_tile(gemm.shape, columns,
+              base + (first ? 0 : gemm1_.expert_bytes()) + tile * gemm.tile_bytes);
     const auto fill = [&](const Tensor& tensor, auto value) {
       if (!tensor) return;
       float* target = tensor.as<float>() + expert * gemm.padded_columns() + tile * kTileColumns;
@@ -313,8 +309,7 @@ void CpuPackedWeights::pack_expert(std::int64_t expert, const ExpertMatrices& so
     fill(first ? bias1_ : bias2_, bias_at);
     fill(first ? scales1_ : scales2_,
          [&](const Column& column) { return column_scale(gemm.shape.key, column); });
-  }
-  if (failure) std::rethrow_exception(failure);
+  });
 }
 
 ExpertWeights CpuPackedWeights::unpack(std::int64_t expert) const {

@@ -1,4 +1,4 @@
-// Expert weights in the tile layout of cpu/kernels.h.
+// Expert weights, packed as tiles in the layout of cpu/kernels.h.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@
 
 namespace fusedmoe::cpu {
 
-/// Inner size up to which int32 sums of unsigned codes times int8 cannot overflow.
+/// Inner size up to which int32 accumulators of unsigned codes times int8 cannot overflow.
 inline constexpr std::int64_t kMaxInt8Size = 65536;
 
 /// Whether the CPU experts have tiles for weights of a key.
 bool has_codes(const QuantKey& weights);
-/// Element type that rows enter the GEMMs with, on this machine.
+/// Element type of the rows that enter the GEMMs, with this machine's instruction set.
 Compute compute_of(const QuantScheme& scheme, DType dtype);
 inline std::int64_t element_bytes(Compute compute) {
   return compute == Compute::kF32 ? 4 : compute == Compute::kBF16 ? 2 : 1;
@@ -59,13 +59,13 @@ class CpuPackedWeights final : public PackedWeights {
   float input_scale1(std::int64_t expert) const;
   float input_scale2(std::int64_t expert) const;
 
-  /// The expert as it was given, in tensors of its own.
+  /// Undoes the packing of one expert, into tensors of its own.
   ExpertWeights unpack(std::int64_t expert) const;
   /// Replaces an expert by the only one of `one`, which is of the same sizes and scheme.
   void replace(std::int64_t expert, const CpuPackedWeights& one);
 
  private:
-  /// What packing would lose of a matrix.
+  /// What unpack() must know of a matrix and tiles do not hold.
   struct Origin {
     std::int64_t first_row = 0, first_col = 0;
     DType scales = DType::kF32;

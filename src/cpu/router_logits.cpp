@@ -1,16 +1,16 @@
 // The router's first half: logits (num_tokens, num_experts) = x weight^T + bias, fp32.
 //
-// Every dot product has the same order whatever the batch: 16 running sums, lane i taking the
-// elements i, i + 16, ..., zero-padded at the end, and added up as a tree. Tiles of 4 tokens x 4
-// experts share the loads; 256 columns at a time are widened to fp32 on the stack. The tile is
-// compiled once per instruction set from the same source.
+// Every dot product is computed in the same order whatever the batch: 16 accumulators, the i-th of
+// elements i, i + 16, ... (padded with zeros), which are added up as a tree. A tile of 4 tokens x 4
+// experts loads each operand once; 256 columns at a time are widened to fp32 on the stack. The tile
+// is compiled once per instruction set from the same source.
 #include <algorithm>
 #include <bit>
 #include <cstring>
 
 #include "core/check.h"
-#include "fusedmoe/router.h"
-#include "fusedmoe/runtime.h"
+#include "core/parallel.h"
+#include "cpu/router.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
@@ -37,7 +37,7 @@ struct Problem {
 };
 
 using Chunk = float[kTile][kColumns];
-using Sums = float[kTile][kTile][kLanes];
+using Accumulators = float[kTile][kTile][kLanes];
 
 [[gnu::always_inline]] inline float widen_f16(std::uint16_t code) {
   // The exponent's bias differs by 112; a multiplication also gets subnormal numbers right.
@@ -66,18 +66,19 @@ using Sums = float[kTile][kTile][kLanes];
   for (std::int64_t i = count; i % kLanes != 0; ++i) out[i] = 0;
 }
 
-/// sums[t][e] += x[t] * w[e] for kT tokens and kE experts, `count` columns, in registers of kWidth
-/// floats.
+/// accumulators[t][e] += x[t] * w[e] for kT tokens and kE experts, `count` columns, in registers of
+/// kWidth floats.
 template <int kWidth, int kT, int kE>
 [[gnu::always_inline]] inline void multiply(const float (*x)[kColumns], const float (*w)[kColumns],
-                                            std::int64_t count, float* sums) {
+                                            std::int64_t count, float* accumulators) {
   using Vector [[gnu::vector_size(kWidth * sizeof(float))]] = float;
   constexpr int kParts = kLanes / kWidth;
   Vector acc[kT][kE][kParts];
   for (int t = 0; t < kT; ++t) {
     for (int e = 0; e < kE; ++e) {
       for (int p = 0; p < kParts; ++p) {
-        std::memcpy(&acc[t][e][p], sums + (t * kTile + e) * kLanes + p * kWidth, sizeof(Vector));
+        std::memcpy(&acc[t][e][p], accumulators + (t * kTile + e) * kLanes + p * kWidth,
+                    sizeof(Vector));
       }
     }
   }
@@ -97,14 +98,15 @@ template <int kWidth, int kT, int kE>
   for (int t = 0; t < kT; ++t) {
     for (int e = 0; e < kE; ++e) {
       for (int p = 0; p < kParts; ++p) {
-        std::memcpy(sums + (t * kTile + e) * kLanes + p * kWidth, &acc[t][e][p], sizeof(Vector));
+        std::memcpy(accumulators + (t * kTile + e) * kLanes + p * kWidth, &acc[t][e][p],
+                    sizeof(Vector));
       }
     }
   }
 }
 
 /// Adds up the lanes, as a tree, and the bias.
-void store_logits(const Problem& p, const Sums& sums, std::int64_t first_token,
+void store_logits(const Problem& p, const Accumulators& accumulators, std::int64_t first_token,
                   std::int64_t first_expert) {
   const std::int64_t num_t = std::min(kTile, p.num_tokens - first_token);
   const std::int64_t num_e = std::min(kTile, p.num_experts - first_expert);
@@ -113,7 +115,7 @@ void store_logits(const Problem& p, const Sums& sums, std::int64_t first_token,
   for (std::int64_t t = 0; t < num_t; ++t) {
     for (std::int64_t e = 0; e < num_e; ++e) {
       float lanes[kLanes];
-      std::memcpy(lanes, sums[t][e], sizeof(lanes));
+      std::memcpy(lanes, accumulators[t][e], sizeof(lanes));
       for (std::int64_t half = kLanes / 2; half > 0; half /= 2) {
         for (std::int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
       }
@@ -130,7 +132,7 @@ template <int kWidth, int kT, int kE>
   const std::int64_t num_t = std::min(kTile, p.num_tokens - first_token);
   const std::int64_t num_e = std::min(kTile, p.num_experts - first_expert);
   alignas(64) Chunk x, w;
-  alignas(64) Sums sums = {};
+  alignas(64) Accumulators accumulators = {};
   for (std::int64_t begin = 0; begin < p.hidden; begin += kColumns) {
     const std::int64_t count = std::min(kColumns, p.hidden - begin);
     for (std::int64_t t = 0; t < num_t; ++t) widen(p.x, first_token + t, begin, count, x[t]);
@@ -139,22 +141,22 @@ template <int kWidth, int kT, int kE>
     for (; t + kT <= num_t; t += kT) {
       std::int64_t e = 0;
       for (; e + kE <= num_e; e += kE) {
-        multiply<kWidth, kT, kE>(x + t, w + e, count, sums[t][e]);
+        multiply<kWidth, kT, kE>(x + t, w + e, count, accumulators[t][e]);
       }
-      for (; e < num_e; ++e) multiply<kWidth, kT, 1>(x + t, w + e, count, sums[t][e]);
+      for (; e < num_e; ++e) multiply<kWidth, kT, 1>(x + t, w + e, count, accumulators[t][e]);
     }
     for (; t < num_t; ++t) {
       for (std::int64_t e = 0; e < num_e; ++e) {
-        multiply<kWidth, 1, 1>(x + t, w + e, count, sums[t][e]);
+        multiply<kWidth, 1, 1>(x + t, w + e, count, accumulators[t][e]);
       }
     }
   }
-  store_logits(p, sums, first_token, first_expert);
+  store_logits(p, accumulators, first_token, first_expert);
 }
 
 using TileFunction = void (*)(const Problem&, std::int64_t, std::int64_t);
 
-// The shapes keep all running sums in registers.
+// The shapes keep all accumulators in registers.
 void tile_generic(const Problem& p, std::int64_t token, std::int64_t expert) {
   compute_tile<4, 1, 2>(p, token, expert);
 }
@@ -182,11 +184,10 @@ TileFunction select_tile() {
 }
 
 void check_operand(const TensorView& view, const char* argument, const Shape& shape) {
-  const bool is_float =
-      view.dtype() == DType::kF32 || view.dtype() == DType::kBF16 || view.dtype() == DType::kF16;
-  FUSEDMOE_CHECK(view.defined() && is_float, argument, core::describe(view), "f32, bf16 or f16");
+  core::check_activation_dtype(view, argument);
   core::check_tensor(view, argument, view.dtype(), shape);
-  FUSEDMOE_CHECK(view.device().is_cpu(), argument, to_string(view.device()), "on the cpu");
+  FUSEDMOE_CHECK_FAULT(view.device().is_cpu(), kDevice, argument, to_string(view.device()),
+                       "on the cpu");
 }
 
 Rows rows_of(const TensorView& view) {
@@ -195,15 +196,18 @@ Rows rows_of(const TensorView& view) {
 
 }  // namespace
 
-void router_logits(const RouterWeights& weights, const TensorView& x, const TensorView& logits) {
+void cpu::router_logits(Executor& executor, const RouterWeights& weights, const TensorView& x,
+                        const TensorView& logits) {
   check_operand(weights.weight, "router.weight", {-1, -1});
   const std::int64_t num_experts = weights.weight.size(0), hidden = weights.weight.size(1);
   check_operand(x, "hidden_states", {-1, hidden});
   const std::int64_t num_tokens = x.size(0);
   if (weights.bias) check_operand(weights.bias, "router.bias", {num_experts});
   core::check_tensor(logits, "router_logits", DType::kF32, {num_tokens, num_experts});
-  FUSEDMOE_CHECK(!core::overlap(x, logits), "router_logits", "overlapping hidden_states",
-                 "in memory of its own");
+  FUSEDMOE_CHECK_FAULT(logits.device().is_cpu(), kDevice, "router_logits",
+                       to_string(logits.device()), "on the cpu");
+  FUSEDMOE_CHECK_FAULT(!core::overlap(x, logits), kOverlap, "router_logits",
+                       "overlapping hidden_states", "in memory of its own");
 
   Problem problem{rows_of(x), rows_of(weights.weight), {}, num_tokens, num_experts,
                   hidden,     logits.as<float>()};
@@ -211,11 +215,14 @@ void router_logits(const RouterWeights& weights, const TensorView& x, const Tens
   static const TileFunction tile = select_tile();
   const std::int64_t expert_tiles = (num_experts + kTile - 1) / kTile;
   const std::int64_t tiles = (num_tokens + kTile - 1) / kTile * expert_tiles;
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (num_tokens * num_experts * hidden >= kParallelWork)
-  for (std::int64_t i = 0; i < tiles; ++i) {
+  const bool worthwhile = num_tokens * num_experts * hidden >= kParallelWork;
+  core::parallel_for(executor, tiles, worthwhile, [&](std::int64_t i) {
     tile(problem, i / expert_tiles * kTile, i % expert_tiles * kTile);
-  }
+  });
+}
+
+void router_logits(const RouterWeights& weights, const TensorView& x, const TensorView& logits) {
+  cpu::router_logits(default_executor(), weights, x, logits);
 }
 
 }  // namespace fusedmoe

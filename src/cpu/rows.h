@@ -1,5 +1,5 @@
-// Whole rows, for an instruction-set policy S: the weighted sum of GEMM 2's rows, and hidden states
-// as GEMM 1 reads them. Included by isa_*.cpp only.
+// Steps on whole rows, for an instruction-set policy S: the weighted sum of GEMM 2's rows, and the
+// conversion of hidden states to what GEMM 1 reads. Included by isa_*.cpp only.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 namespace fusedmoe::cpu {
 namespace {
 
-/// A bf16 or f16 code.
+/// Decodes a bf16 or f16 code.
 inline float half_to_f32(std::uint16_t code, Epilogue::Rounding format) {
   if (format == Epilogue::Rounding::kF16) return load_half(code);
   const std::uint32_t bits = static_cast<std::uint32_t>(code) << 16;

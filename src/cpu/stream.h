@@ -1,6 +1,6 @@
-// Few rows x tiles, decoded in registers, with AVX-512: bound by memory, so several streams run
-// side by side to keep more lines in flight than one. The sums are those of multiply.h and
-// multiply_groups.h, bit for bit. Included by isa_avx512_bf16.cpp only.
+// One or two rows x several tiles with AVX-512, decoded in registers. This is bound by memory, so
+// several streams are read side by side, which keeps more cache lines in flight than one. Results
+// are those of multiply.h and multiply_groups.h, bit for bit. Included by isa_avx512_bf16.cpp only.
 #pragma once
 
 #include <type_traits>
@@ -11,8 +11,8 @@
 namespace fusedmoe::cpu {
 namespace {
 
-/// The hardware prefetches a stream once it has seen some of it: towards the end of these tiles,
-/// asks for the first KiB of each of the next T, a line of each at a time.
+/// Prefetches the first KiB of each of the next T streams during the last blocks of these, one line
+/// of each at a call. The hardware prefetches the rest, once it has seen a stream's beginning.
 template <int T>
 inline void prefetch_heads(const TileJob& job, std::int64_t blocks_left) {
   constexpr std::int64_t kLines = 16;
@@ -21,22 +21,22 @@ inline void prefetch_heads(const TileJob& job, std::int64_t blocks_left) {
   for (int t = 0; t < T; ++t, line += job.tile_bytes) __builtin_prefetch(line);
 }
 
-/// What the sums of one group start from.
+/// The initial accumulators of one group, for 16 columns.
 template <class D>
-inline typename D::Acc stream_start(const float* starts, std::int64_t group, const std::byte* zeros,
-                                    int v) {
-  if (!starts) return D::zero();
-  const __m512 start = _mm512_set1_ps(starts[group]);
-  if (!zeros) return D::start(start);
+inline typename D::Acc initial_of_stream(const float* initial, std::int64_t group,
+                                         const std::byte* zeros, int v) {
+  if (!initial) return D::zero();
+  const __m512 value = _mm512_set1_ps(initial[group]);
+  if (!zeros) return D::initial(value);
   const __m512 zero = _mm512_cvtepi32_ps(load_codes(zeros + 16 * v));
-  return D::start(_mm512_mul_ps(start, _mm512_sub_ps(_mm512_setzero_ps(), zero)));
+  return D::initial(_mm512_mul_ps(value, _mm512_sub_ps(_mm512_setzero_ps(), zero)));
 }
 
-/// `k` elements of R rows x one tile, onto sums.
+/// Adds the products of `k` elements of R rows x one tile to accumulators.
 template <class D, class Codec, int R>
 inline void stream_blocks(const Codec& codec, const std::byte* block, std::int64_t k,
                           const std::byte* const (&rows)[R], std::int64_t a,
-                          typename D::Acc (&sums)[R][4]) {
+                          typename D::Acc (&accumulators)[R][4]) {
   for (std::int64_t i = 0; i < k; i += Codec::kK, block += kStepBytes, a += 4 * Codec::kSteps) {
 #pragma GCC unroll 4
     for (int v = 0; v < 4; ++v) {
@@ -46,17 +46,18 @@ inline void stream_blocks(const Codec& codec, const std::byte* block, std::int64
       for (int j = 0; j < Codec::kSteps; ++j) {
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
-          sums[r][v] = D::dot(sums[r][v], weights[j], D::broadcast(rows[r] + a + 4 * j));
+          accumulators[r][v] =
+              D::dot(accumulators[r][v], weights[j], D::broadcast(rows[r] + a + 4 * j));
         }
       }
     }
   }
 }
 
-/// R rows x T tiles, whose streams advance in turn by parts of at most 32 k.
+/// R rows x T tiles, whose streams advance in turn by at most 32 k.
 ///
-/// Groups of one part keep their totals in registers; of longer ones the sums of all tiles are in
-/// registers and the totals in memory, so that every stream keeps moving.
+/// Groups of up to 32 k end within a turn: totals stay in registers. Longer groups last several
+/// turns: then the accumulators of all tiles stay in registers and the totals lie in memory.
 template <class D, class Codec, ScaleType kScale, bool kLongGroups, int T, int R>
 class TileStreams {
  public:
@@ -69,10 +70,10 @@ class TileStreams {
   }
 
   void run() {
-    Sums sums, totals;
+    Accumulators accumulators, totals;
     const std::byte* elements[R];
     for (int r = 0; r < R; ++r) elements[r] = rows_[r].elements;
-    clear(sums);
+    clear(accumulators);
     clear(totals);
     const std::byte* group = job_.tiles + first_tile_ * job_.tile_bytes;
     const std::int64_t group_k = kGrouped ? job_.format.group : job_.k;
@@ -81,66 +82,67 @@ class TileStreams {
       const std::byte* blocks = group + header_bytes_;
       if constexpr (kGrouped && kLongGroups) {
 #pragma GCC unroll 4
-        for (int t = 0; t < T; ++t) start(g, group + t * job_.tile_bytes, sums[t]);
+        for (int t = 0; t < T; ++t) initialize(g, group + t * job_.tile_bytes, accumulators[t]);
       }
       for (std::int64_t k = first; k < end; k += kGroup) {
         const std::int64_t count = end - k < kGroup ? end - k : kGroup;
         prefetch_heads<T>(job_, (job_.k - k) / kGroup);
 #pragma GCC unroll 4
         for (int t = 0; t < T; ++t) {
-          // Loading a row's elements again for each tile is free; kept, they would spill the sums.
-          // So the compiler must not know that the pointers are the same.
+          // Loading a row's elements again for each tile is free; keeping them in registers would
+          // spill accumulators. So the compiler must not know that the pointers are the same.
 #pragma GCC unroll 4
           for (int r = 0; r < R; ++r) asm volatile("" : "+r"(elements[r]));
           const std::int64_t tile = t * job_.tile_bytes;
-          if (kGrouped && !kLongGroups) start(g, group + tile, sums[t]);
+          if (kGrouped && !kLongGroups) initialize(g, group + tile, accumulators[t]);
           stream_blocks<D, Codec, R>(codec_, blocks + tile, count, elements,
-                                     k / Codec::kK * Codec::kSteps * 4, sums[t]);
-          if (kGrouped && !kLongGroups) add_scaled(g, group + tile, sums[t], totals[t]);
+                                     k / Codec::kK * Codec::kSteps * 4, accumulators[t]);
+          if (kGrouped && !kLongGroups) add_scaled(g, group + tile, accumulators[t], totals[t]);
         }
         blocks += count / Codec::kK * kStepBytes;
       }
       if constexpr (kGrouped && kLongGroups) {
         asm volatile("" : : "r"(&totals) : "memory");  // totals stay in memory
         for (int t = 0; t < T; ++t) {
-          add_scaled(g, group + t * job_.tile_bytes, sums[t], totals[t]);
+          add_scaled(g, group + t * job_.tile_bytes, accumulators[t], totals[t]);
         }
       }
       group = blocks;
     }
-    store(kGrouped ? totals : sums);
+    store(kGrouped ? totals : accumulators);
   }
 
  private:
   static constexpr bool kGrouped = kScale != ScaleType::kNone;
   static_assert(kGrouped || std::is_same_v<typename D::Acc, __m512>);
-  using Sums = __m512[T][R][4];
+  using Accumulators = __m512[T][R][4];
 
-  static void clear(Sums& sums) {
+  static void clear(Accumulators& accumulators) {
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) sums[t][r][v] = _mm512_setzero_ps();
+        for (int v = 0; v < 4; ++v) accumulators[t][r][v] = _mm512_setzero_ps();
       }
     }
   }
 
-  [[gnu::always_inline]] void start(std::int64_t g, const std::byte* header,
-                                    __m512 (&sums)[R][4]) const {
+  [[gnu::always_inline]] void initialize(std::int64_t g, const std::byte* header,
+                                         __m512 (&accumulators)[R][4]) const {
     const std::byte* zeros = job_.format.zeros ? header + job_.format.scale_bytes() : nullptr;
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
       for (int v = 0; v < 4; ++v) {
-        sums[r][v] = stream_start<D>(rows_[r].starts, g, zeros, v);
+        accumulators[r][v] = initial_of_stream<D>(rows_[r].initial, g, zeros, v);
       }
     }
   }
 
   [[gnu::always_inline]] void add_scaled(std::int64_t g, const std::byte* header,
-                                         const __m512 (&sums)[R][4], __m512 (&totals)[R][4]) const {
+                                         const __m512 (&accumulators)[R][4],
+                                         __m512 (&totals)[R][4]) const {
     if constexpr (kGrouped) {
 #pragma GCC unroll 4
       for (int v = 0; v < 4; ++v) {
@@ -151,17 +153,17 @@ class TileStreams {
           const __m512 both =
               row ? _mm512_mul_ps(scale, _mm512_set1_ps(row[g >> job_.row_scales.group_shift]))
                   : scale;
-          totals[r][v] = _mm512_fmadd_ps(D::to_float(sums[r][v]), both, totals[r][v]);
+          totals[r][v] = _mm512_fmadd_ps(D::to_float(accumulators[r][v]), both, totals[r][v]);
         }
       }
     }
   }
 
-  void store(const Sums& sums) const {
+  void store(const Accumulators& accumulators) const {
     for (int t = 0; t < T; ++t) {
       for (int r = 0; r < R; ++r) {
         alignas(64) float row[kTileColumns];
-        for (int v = 0; v < 4; ++v) _mm512_store_ps(row + 16 * v, sums[t][r][v]);
+        for (int v = 0; v < 4; ++v) _mm512_store_ps(row + 16 * v, accumulators[t][r][v]);
         store_row<D>(job_, first_tile_ + t, r, row);
       }
     }
@@ -186,7 +188,7 @@ void stream_all(const TileJob& job, int tile = 0) {
   if constexpr (T > 1) stream_all<D, Codec, kScale, T / 2, R>(job, tile);
 }
 
-/// One or two rows as streams; false for more.
+/// Computes jobs of one or two rows; returns false for more.
 template <class D, class Codec, ScaleType kScale>
 bool stream_few_rows(const TileJob& job) {
   if (job.num_rows == 1) {
@@ -199,7 +201,7 @@ bool stream_few_rows(const TileJob& job) {
   return true;
 }
 
-/// Codes whose scales are one of kScales, else per column.
+/// Few rows with scales of a type in kScales as streams, everything else through panels.
 template <class D, class Codec, ScaleType... kScales>
 void multiply_streams(const TileJob& job) {
   const bool done =

@@ -28,7 +28,7 @@ void visit_plain(const Columns& columns, std::int64_t k, Tile* tile, Visit visit
 
 // ---- MXFP4 --------------------------------------------------------------------------------------
 
-/// The even nibbles of 8 codes to the low, the odd ones to the high 16 bits.
+/// Moves the even nibbles of 8 codes to the low 16 bits, the odd ones to the high 16 bits.
 std::uint32_t split_parity(std::uint32_t codes) {
   const auto compress = [](std::uint32_t x) {
     x = (x | (x >> 4)) & 0x00FF00FFu;
@@ -46,30 +46,31 @@ std::uint32_t join_parity(std::uint32_t word) {
   return spread(word & 0xFFFFu) | spread(word >> 16) << 4;
 }
 
-// Scales inside bf16 exponents (Mxfp4ToBf16) and sums in units of a scale (stream_mxfp4) need room
-// in the exponent range: 2^-62 to 2^62, and no more than 2^48 between the blocks of one row, so
-// that such a sum stays finite and normal wherever the plain one is below 2^79 and above 2^-78.
-// Real weights are far inside.
+// The kernels add scales to bf16 exponents (Mxfp4ToBf16) and keep accumulators in units of a scale
+// (stream_mxfp4), so scales must leave room in the exponent: from 2^-62 to 2^62, and within 2^48 of
+// each other in a row. Then an accumulator is finite and normal wherever the plain value is between
+// 2^-78 and 2^79. The weights of real models are far inside these limits.
 constexpr int kMinScaleCode = 127 - 62;
 constexpr int kMaxScaleCode = 127 + 62;
 constexpr int kMaxScaleSpread = 48;
 
-/// The scale codes of one tile column: those of blocks of zeros do not matter and follow their
-/// neighbours.
+/// Checks the scale codes of one tile column. Blocks of zeros, whose scales do not matter, are left
+/// out and take a neighbour's.
 class ColumnScales {
  public:
   /// Takes the stored code of a block with a non-zero value.
   int use(int stored, std::int64_t row, std::int64_t block) {
-    FUSEDMOE_CHECK(stored >= kMinScaleCode && stored <= kMaxScaleCode, "scales",
-                   core::format("E8M0 code {} (row {}, block {})", stored, row, block),
-                   core::format("in [{}, {}] for a block with non-zero values; experts "
-                                "'reference' take any",
-                                kMinScaleCode, kMaxScaleCode));
+    FUSEDMOE_CHECK_SUPPORTED(stored >= kMinScaleCode && stored <= kMaxScaleCode, kQuantScheme,
+                             "scales",
+                             core::format("E8M0 code {} (row {}, block {})", stored, row, block),
+                             core::format("in [{}, {}] for a block with non-zero values; experts "
+                                          "'reference' take any",
+                                          kMinScaleCode, kMaxScaleCode));
     if (first_ < 0) first_ = low_ = high_ = stored;
     low_ = std::min(low_, stored);
     high_ = std::max(high_, stored);
-    FUSEDMOE_CHECK(
-        high_ - low_ <= kMaxScaleSpread, "scales",
+    FUSEDMOE_CHECK_SUPPORTED(
+        high_ - low_ <= kMaxScaleSpread, kQuantScheme, "scales",
         core::format("E8M0 codes {} to {} in row {}", low_, high_, row),
         core::format("within {} of each other; experts 'reference' take any", kMaxScaleSpread));
     return stored;
@@ -144,7 +145,8 @@ void unpack_mxfp4_column(const TileShape& shape, const Column& column, int c,
 
 // ---- Codes in blocks ----------------------------------------------------------------------------
 
-/// Where element k of column c is inside the codes of its group: byte, and bit for 4-bit codes.
+/// Where the code of element k and column c lies within its group: the byte, and for 4-bit codes
+/// the shift in it.
 struct CodePosition {
   std::int64_t byte;
   int shift;
@@ -163,7 +165,7 @@ CodePosition code_position(Codes codes, std::int64_t k, int c) {
   }
 }
 
-/// The code of a zero, for padding.
+/// The code that stands for zero, for padding.
 std::uint8_t zero_code(const TileFormat& format) {
   switch (format.codes) {
     case Codes::kInt4:
@@ -176,7 +178,7 @@ std::uint8_t zero_code(const TileFormat& format) {
   }
 }
 
-/// Codes of one row of a matrix, unsigned as tiles have them.
+/// Reads and writes the codes of one matrix row, as unsigned numbers.
 class RowCodes {
  public:
   RowCodes(const QuantKey& key, const Column& column)
@@ -250,8 +252,9 @@ void store_scale(ScaleType type, const TensorView& scales, std::int64_t index, s
       return;
     case ScaleType::kE4M3: {
       const auto code = static_cast<std::uint8_t>(source[index]);
-      FUSEDMOE_CHECK(code <= 0x80, "scales", core::format("E4M3 code {:#x}, negative", code),
-                     "not negative; experts 'reference' take any");
+      FUSEDMOE_CHECK_SUPPORTED(code <= 0x80, kQuantScheme, "scales",
+                               core::format("E4M3 code {:#x}, negative", code),
+                               "not negative; experts 'reference' take any");
       header[c] = static_cast<std::byte>(code & 0x7F);
       return;
     }

@@ -1,4 +1,4 @@
-// One tile of the packed layout (kernels.h) from 64 rows of weight matrices, and back.
+// Packs 64 rows of weight matrices to one tile of the layout in kernels.h, and unpacks it.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace fusedmoe::cpu {
 
-/// One tile column: a row of a weight matrix, or nothing (padding).
+/// The source of one tile column: a row of a weight matrix, or null for padding.
 struct Column {
   const WeightMatrix* matrix = nullptr;
   std::int64_t row = 0;

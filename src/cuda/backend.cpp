@@ -3,8 +3,8 @@
 #include "core/check.h"
 #include "core/device_runtime.h"
 #include "cuda/router/router.h"
-#include "cuda/routing_data.h"
 #include "cuda/rows/permute.h"
+#include "cuda/rows/routing_data.h"
 #include "cuda/rows/rows.h"
 
 namespace fusedmoe::cuda {
@@ -21,12 +21,13 @@ class CudaBackend final : public core::Backend {
   }
 
   void route(const RouterConfig& config, const TensorView& logits,
-             const TensorView& correction_bias, const Routing& out, Stream stream) const override {
-    FUSEDMOE_CHECK(!config.custom, "router.custom",
-                   core::format("set on {}", to_string(stream.device)),
-                   "unset: the callback of a custom routing runs on the cpu");
+             const TensorView& correction_bias, const Routing& out, const TensorView& expert_load,
+             Stream stream) const override {
+    FUSEDMOE_CHECK_SUPPORTED(!config.custom, kDevice, "router.custom",
+                             core::format("set on {}", to_string(stream.device)),
+                             "unset: the callback of a custom routing runs on the cpu");
     const CurrentDevice current(stream.device);
-    cuda::route(config, logits, correction_bias, out, {}, stream);
+    cuda::route(config, logits, correction_bias, out, expert_load, stream);
   }
 
   void route_shared(const Routing& out, bool gated, Stream stream) const override {
@@ -42,9 +43,9 @@ class CudaBackend final : public core::Backend {
 
   void quantize(const TensorView&, const QuantKey& key, std::optional<float>, const TensorView&,
                 const TensorView&, Stream stream) const override {
-    throw Error("preparation.quant",
-                core::format("{} on {}", name(key.value), to_string(stream.device)),
-                "none: activations are quantized on the cpu only");
+    throw Error::unsupported(Reason::kQuantScheme, "preparation.quant",
+                             core::format("{} on {}", name(key.value), to_string(stream.device)),
+                             "none: activations are quantized on the cpu only");
   }
 
   void assign_rows(const TensorView& topk_ids, const TensorView& expert_map,

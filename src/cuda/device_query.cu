@@ -3,10 +3,10 @@
 #include <cuda_runtime.h>
 
 #include <string>
-#include <vector>
 
 #include "cuda/device/properties.h"
-#include "fusedmoe/device.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
 namespace {
@@ -30,39 +30,20 @@ std::string reason_for_none(cudaError_t error) {
   return error == cudaSuccess ? "no CUDA device" : cudaGetErrorString(error);
 }
 
-/// What device_problem() answers for each device, and for those that there are not.
-struct Problems {
-  std::vector<std::string> of_device;
-  std::string otherwise;
-
-  Problems() {
-    int count = 0;
-    const cudaError_t error = count_devices(count);
-    for (int index = 0; index < count; ++index) of_device.push_back(query(index));
-    if (count == 0) {
-      otherwise = reason_for_none(error);
-    } else {
-      otherwise = "there are " + std::to_string(count) + " CUDA devices, counted from 0";
-    }
-  }
-
-  // The kernels are machine code for compute capability 9.0 alone.
-  static std::string query(int index) {
-    const cuda::DeviceProperties& device = *cuda::device_properties(index);
-    if (!device.problem.empty() || (device.major == 9 && device.minor == 0)) return device.problem;
-    return "compute capability " + std::to_string(device.major) + '.' +
-           std::to_string(device.minor) + ", the kernels need 9.0";
-  }
-};
-
 }  // namespace
 
 std::string device_problem(Device device) {
   if (device.is_cpu()) return {};
-  static const Problems problems;
-  const auto index = static_cast<std::size_t>(device.index);
-  if (device.index < 0 || index >= problems.of_device.size()) return problems.otherwise;
-  return problems.of_device[index];
+  if (const cuda::DeviceProperties* found = cuda::device_properties(device.index)) {
+    // The kernels are machine code for compute capability 9.0 alone.
+    if (!found->problem.empty() || (found->major == 9 && found->minor == 0)) return found->problem;
+    return "compute capability " + std::to_string(found->major) + '.' +
+           std::to_string(found->minor) + ", the kernels need 9.0";
+  }
+  int count = 0;
+  const cudaError_t error = count_devices(count);
+  if (count == 0) return reason_for_none(error);
+  return "there are " + std::to_string(count) + " CUDA devices, counted from 0";
 }
 
 std::string_view device_name(Device device) {

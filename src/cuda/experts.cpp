@@ -1,6 +1,6 @@
-// The Hopper experts: sm90_bf16, sm90_f16 and sm90_mxfp4, each standard, batched, unfused (with
-// injection points), and batch-invariant: K in one piece and one kind of instruction, so that a row
-// has the same bits in any batch.
+// The Hopper experts: standard, batched, with injection points ("unfused"), and batch-invariant: K
+// in one piece and one kind of instruction, so that a row has the same bits in any batch. The
+// scheme decides the format of the weights (gemm/weight_format.h).
 #include "cuda/experts.h"
 
 #include <algorithm>
@@ -10,35 +10,31 @@
 
 #include "core/check.h"
 #include "core/device_runtime.h"
-#include "core/experts_args.h"
-#include "core/tuning.h"
 #include "core/workspace.h"
 #include "cuda/activation.h"
-#include "cuda/combine.h"
+#include "cuda/backend.h"
 #include "cuda/device/properties.h"
 #include "cuda/gemm/heuristic.h"
 #include "cuda/packed_weights.h"
-#include "cuda/routing_data.h"
+#include "cuda/router/fused_route.h"
+#include "cuda/router/router.h"
+#include "cuda/rows/combine.h"
+#include "cuda/rows/routing_data.h"
 #include "fusedmoe/runtime.h"
-#include "fusedmoe/tune.h"
+#include "moe/experts_args.h"
+#include "moe/routed_experts.h"
+#include "moe/tuned_configs.h"
 
 namespace fusedmoe::cuda {
 namespace {
 
+/// How the experts run, by their configuration.
 enum class Variant { kStandard, kBatched, kUnfused, kBatchInvariant };
 
-std::string_view suffix(Variant variant) {
-  switch (variant) {
-    case Variant::kStandard:
-      return "";
-    case Variant::kBatched:
-      return "_batched";
-    case Variant::kUnfused:
-      return "_unfused";
-    case Variant::kBatchInvariant:
-      return "_batch_invariant";
-  }
-  return "";
+Variant variant_of(const MoeConfig& config) {
+  if (config.activation_format == ActivationFormat::kBatchedExperts) return Variant::kBatched;
+  if (config.hooks) return Variant::kUnfused;
+  return config.batch_invariant ? Variant::kBatchInvariant : Variant::kStandard;
 }
 
 constexpr std::int64_t kMaxTopk = 64;                              // of the router's kernels
@@ -47,43 +43,6 @@ constexpr std::int64_t kPitchUnit = 8;  // elements: rows of activations start a
 
 std::int64_t round_up(std::int64_t value, std::int64_t unit) {
   return ceil_div(value, unit) * unit;
-}
-
-void check_rows(const TensorView& view, const char* argument, DType dtype) {
-  FUSEDMOE_CHECK(view.dtype() == dtype, argument, std::string(fusedmoe::name(view.dtype())),
-                 std::string(fusedmoe::name(dtype)));
-  FUSEDMOE_CHECK(reinterpret_cast<std::uintptr_t>(view.data()) % 16 == 0, argument, "misaligned",
-                 "16-byte aligned");
-}
-
-void check_device(const TensorView& view, const char* argument, Device device) {
-  FUSEDMOE_CHECK(!view || view.device() == device, argument,
-                 fmt::format("on {}", to_string(view.device())),
-                 fmt::format("on {}", to_string(device)));
-}
-
-void check_sizes(const ExpertWeights& weights) {
-  FUSEDMOE_CHECK(weights.hidden % kPitchUnit == 0, "weights.hidden", fmt::to_string(weights.hidden),
-                 fmt::format("a multiple of {}", kPitchUnit));
-  FUSEDMOE_CHECK(weights.num_experts() <= kMaxExperts, "weights",
-                 fmt::format("of {} experts", weights.num_experts()),
-                 fmt::format("of up to {}", kMaxExperts));
-}
-
-/// What check_experts_args() does not ask for.
-void check_args(const ExpertsArgs& args, DType dtype) {
-  const Device device = args.weights->info().device;
-  FUSEDMOE_CHECK(args.stream.device == device, "stream",
-                 fmt::format("of {}", to_string(args.stream.device)),
-                 fmt::format("of {}, where the packed weights are", to_string(device)));
-  check_device(args.hidden_states, "hidden_states", device);
-  check_device(args.output, "output", device);
-  check_device(args.topk_ids, "topk_ids", device);
-  check_device(args.topk_weights, "topk_weights", device);
-  check_device(args.expert_map, "expert_map", device);
-  check_device(args.expert_num_tokens, "expert_num_tokens", device);
-  check_rows(args.hidden_states, "hidden_states", dtype);
-  check_rows(args.output, "output", dtype);
 }
 
 std::size_t bytes_of(std::int64_t rows, std::int64_t pitch, DType dtype) {
@@ -108,54 +67,43 @@ struct Scratch {
     core::WorkspaceCutter cutter(block);
     rows = problem.num_tokens * (batched ? experts : problem.topk);
     activated_pitch = round_up(problem.intermediate, kPitchUnit);
+    const auto take_rows = [&](std::int64_t pitch, DType dtype) {
+      return cutter.take(
+          static_cast<std::size_t>(fusedmoe::bytes(dtype, Shape({rows, pitch}).numel())));
+    };
     counters = static_cast<std::int32_t*>(
         cutter.take(4 * static_cast<std::size_t>(num_counters(config.tile, rows, experts))));
     if (!batched) {
+      const DType rows_dtype = config.rows_f32 ? DType::kF32 : problem.dtype;
       routing = cutter.take(routing_data_bytes(problem.num_tokens, problem.topk, experts));
-      permuted = cutter.take(bytes_of(rows, problem.hidden, problem.dtype));
-      rows_out =
-          cutter.take(config.splits * bytes_of(rows, problem.hidden,
-                                               config.rows_f32 ? DType::kF32 : problem.dtype));
+      permuted = take_rows(problem.hidden, problem.dtype);
+      rows_out = take_rows(config.splits * problem.hidden, rows_dtype);
     }
-    if (variant == Variant::kUnfused) {
-      gate_up = cutter.take(bytes_of(rows, 2 * problem.intermediate, problem.dtype));
-    }
-    activated = cutter.take(bytes_of(rows, activated_pitch, problem.dtype));
+    if (variant == Variant::kUnfused) gate_up = take_rows(2 * problem.intermediate, problem.dtype);
+    activated = take_rows(activated_pitch, problem.dtype);
     bytes = cutter.used();
   }
 };
 
-class Sm90Experts final : public ModularExperts {
+/// What was tuned for one layer, by number of tokens.
+struct TunedTokens {
+  std::int64_t num_tokens;
+  KernelConfig config;
+};
+
+class Sm90Experts final : public core::RoutedExperts {
  public:
-  Sm90Experts(const WeightFormat& format, Variant variant)
-      : format_(format), variant_(variant), name_("sm90_") {
-    name_ += format.name;
-    name_ += suffix(variant);
-  }
+  Sm90Experts(const ExpertsDescriptor& descriptor, const MoeConfig& config, const Context& context);
 
-  std::string_view name() const override { return name_; }
-  ActivationFormat activation_format() const override {
-    return batched() ? ActivationFormat::kBatchedExperts : ActivationFormat::kStandard;
-  }
-  bool has_hooks() const override { return variant_ == Variant::kUnfused; }
-  WeightAndReduce weight_and_reduce() const override {
-    return batched() ? WeightAndReduce::kDelegate : WeightAndReduce::kNoOp;
-  }
   bool accepts(const PackedWeights& weights) const override {
-    const auto* packed = dynamic_cast<const CudaPackedWeights*>(&weights);
-    return packed && &packed->format() == &format_;
+    return dynamic_cast<const CudaPackedWeights*>(&weights) &&
+           core::matches(weights.info(), config());
   }
-
-  Support supports(const MoeConfig& config) const override;
   WorkspacePlan plan(const ProblemSize& problem) const override;
-  std::vector<std::string> tile_plans(const ProblemSize& problem, Device device) const override;
+  std::vector<std::string> kernel_configs(const ProblemSize& problem) const override;
+  int find_kernel_config(std::string_view name) const override { return find_config(name); }
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
-                                      const PackProgress& progress) const override {
-    check_sizes(weights);
-    if (variant_ != Variant::kBatchInvariant) tuned_plans();  // a broken file shows now
-    return std::make_shared<CudaPackedWeights>(core::make_packed_info(*this, weights), format_,
-                                               weights, progress);
-  }
+                                      const PackOptions& options) const override;
   ExpertWeights unpack(const PackedWeights& packed, std::int64_t expert) const override {
     core::check_expert(*this, packed, expert);
     return static_cast<const CudaPackedWeights&>(packed).unpack(expert);
@@ -164,61 +112,131 @@ class Sm90Experts final : public ModularExperts {
               PackedWeights& packed) const override {
     core::check_expert(*this, packed, expert);
     core::check_replacement(weights, packed.info());
-    static_cast<CudaPackedWeights&>(packed).replace(expert, weights.experts.front());
+    static_cast<CudaPackedWeights&>(packed).replace(expert, weights.experts.front(),
+                                                    Stream{config().device});
   }
-  void apply(const ExpertsArgs& args) const override;
 
  private:
-  bool batched() const { return variant_ == Variant::kBatched; }
-  MlpShape shape_of(const ProblemSize& problem, Device device = {}) const;
-  KernelConfig config_for(const ProblemSize& problem, Device device,
-                          std::optional<std::string_view> requested) const;
+  void run_routed(const ForwardArgs& args) const override;
+  void route_and_run(const ForwardArgs& args) const override;
+
   DType dtype() const { return format_.row_dtype; }
-  FusedMlpParams make_params(const ExpertsArgs& args, const Scratch& scratch,
+  MlpShape shape_of(const ProblemSize& problem) const;
+  KernelConfig config_for(const ProblemSize& problem, int requested) const;
+  FusedMlpParams make_params(const ForwardArgs& args, const Scratch& scratch,
                              const KernelConfig& config) const;
-  void apply_unfused(const ExpertsArgs& args, const FusedMlpParams& params, const Scratch& scratch,
+  RoutingDataExtras make_extras(const ForwardArgs& args, const Scratch& scratch,
+                                const KernelConfig& config) const;
+  void run_batched(const ForwardArgs& args, const Scratch& scratch,
+                   const KernelConfig& config) const;
+  void run_standard(const ForwardArgs& args, const Scratch& scratch, const KernelConfig& config,
+                    const RoutingData& routing, bool ids_are_old) const;
+  void apply_unfused(const ForwardArgs& args, const FusedMlpParams& params, const Scratch& scratch,
                      const KernelConfig& config, const RoutingData& routing) const;
 
   const WeightFormat& format_;
-  Variant variant_;
-  std::string name_;
+  const Variant variant_;
+  int multiprocessors_;
+  std::vector<TunedTokens> tuned_;  // ascending numbers of tokens
 };
 
-Support Sm90Experts::supports(const MoeConfig& config) const {
+class Sm90Descriptor final : public ExpertsDescriptor {
+ public:
+  std::string_view name() const override { return "sm90"; }
+  Support supports(const MoeConfig& config) const override;
+  bool routes_faster() const override { return true; }
+  std::string_view instruction_set() const override { return "sm_90a"; }
+  int layout_version() const override { return 1; }
+  WeightAndReduce weight_and_reduce(ActivationFormat format) const override {
+    return format == ActivationFormat::kBatchedExperts ? WeightAndReduce::kDelegate
+                                                       : WeightAndReduce::kNoOp;
+  }
+  std::shared_ptr<const Experts> create(const MoeConfig& config,
+                                        const Context& context) const override {
+    MoeConfig here = config;
+    here.compute_capability.reset();  // what runs needs the device itself
+    core::check_supported(*this, here);
+    return std::make_shared<Sm90Experts>(*this, here, context);
+  }
+};
+
+/// Whether the device is one that these kernels are for.
+Support supports_device(const MoeConfig& config) {
+  const auto no = [](std::string text) { return Support::no(Reason::kDevice, std::move(text)); };
+  constexpr int kCapability = 90;
+  if (config.device.is_cpu()) return no("device is cpu, runs on cuda");
+  if (config.compute_capability) {
+    const int given = *config.compute_capability;
+    if (given == kCapability) return Support::yes();
+    return no(core::format("compute capability {}.{}, needs 9.0", given / 10, given % 10));
+  }
+  const std::string problem = device_problem(config.device);
+  return problem.empty() ? Support::yes()
+                         : no(core::format("{}: {}", to_string(config.device), problem));
+}
+
+Support Sm90Descriptor::supports(const MoeConfig& config) const {
   const auto no = [](Reason reason, std::string text) {
     return Support::no(reason, std::move(text));
   };
-  if (config.device.is_cpu()) return no(Reason::kDevice, "device is cpu, runs on cuda");
-  if (std::string problem = device_problem(config.device); !problem.empty()) {
-    return no(Reason::kDevice, fmt::format("{}: {}", to_string(config.device), problem));
-  }
-  if (config.dtype != dtype()) {
-    return no(Reason::kDType, fmt::format("dtype is {}, takes {}", fusedmoe::name(config.dtype),
-                                          fusedmoe::name(dtype())));
-  }
-  if (config.scheme != format_.scheme) {
+  if (Support support = supports_device(config); !support) return support;
+  const WeightFormat* format = find_weight_format(config.scheme);
+  if (!format) {
+    std::string known;
+    for (const WeightFormat& each : weight_formats()) {
+      known += (known.empty() ? "" : ", ") + fusedmoe::name(each.scheme);
+    }
     return no(Reason::kQuantScheme,
-              fmt::format("scheme is {}, takes {}", fusedmoe::name(config.scheme),
-                          fusedmoe::name(format_.scheme)));
+              core::format("scheme is {}, takes {}", fusedmoe::name(config.scheme), known));
+  }
+  if (config.dtype != format->row_dtype) {
+    return no(Reason::kDType, core::format("dtype is {}, takes {}", fusedmoe::name(config.dtype),
+                                           fusedmoe::name(format->row_dtype)));
   }
   // The rows that hooks see have no padding.
-  const std::int64_t unit =
-      variant_ == Variant::kUnfused ? kPitchUnit : std::int64_t{format_.codes_per_value};
-  if (Support common = core::supports_anywhere(config, activation_format(), {kPitchUnit, unit});
-      !common) {
-    return common;
-  }
-  if (config.batch_invariant && variant_ != Variant::kBatchInvariant) {
+  const std::int64_t unit = config.hooks ? kPitchUnit : std::int64_t{format->codes_per_value};
+  if (Support common = core::supports_anywhere(config, {kPitchUnit, unit}); !common) return common;
+  const Variant variant = variant_of(config);
+  if (config.batch_invariant && variant != Variant::kBatchInvariant) {
     return no(Reason::kBatchInvariance, "the order of its sums depends on the batch");
   }
   if (config.topk > kMaxTopk) {
-    return no(Reason::kShape, fmt::format("topk {}; takes up to {}", config.topk, kMaxTopk));
+    return no(Reason::kShape, core::format("topk {}; takes up to {}", config.topk, kMaxTopk));
   }
   if (config.num_local_experts > kMaxExperts) {
     return no(Reason::kShape,
-              fmt::format("{} experts; takes up to {}", config.num_local_experts, kMaxExperts));
+              core::format("{} experts; takes up to {}", config.num_local_experts, kMaxExperts));
   }
   return Support::yes();
+}
+
+Sm90Experts::Sm90Experts(const ExpertsDescriptor& descriptor, const MoeConfig& config,
+                         const Context& context)
+    : RoutedExperts(descriptor, config, context, backend()),
+      format_(*find_weight_format(config.scheme)),
+      variant_(variant_of(config)),
+      multiprocessors_(multiprocessor_count(config.device)) {
+  // Tuned configurations are for one number of tokens: rows would depend on their batch.
+  if (!context.tuned || config.batch_invariant) return;
+  TunedConfig layer;
+  layer.device = device_name(config.device);
+  layer.experts = descriptor.name();
+  layer.scheme = name(config.scheme);
+  layer.hidden = config.hidden;
+  layer.intermediate = config.intermediate;
+  layer.num_local_experts = config.num_local_experts;
+  layer.topk = batched() ? 1 : config.topk;
+  for (const TunedConfig& tuned : context.tuned->of_layer(layer)) {
+    if (const int found = find_config(tuned.config); found >= 0) {
+      tuned_.push_back({tuned.num_tokens, all_configs()[static_cast<std::size_t>(found)]});
+    }
+  }
+}
+
+std::shared_ptr<PackedWeights> Sm90Experts::pack(const ExpertWeights& weights,
+                                                 const PackOptions& options) const {
+  return std::make_shared<CudaPackedWeights>(core::make_packed_info(*this, weights), format_,
+                                             weights, options);
 }
 
 WorkspacePlan Sm90Experts::plan(const ProblemSize& problem) const {
@@ -226,7 +244,7 @@ WorkspacePlan Sm90Experts::plan(const ProblemSize& problem) const {
   plan.output_shape = batched()
                           ? Shape{problem.num_local_experts, problem.num_tokens, problem.hidden}
                           : Shape{problem.num_tokens, problem.hidden};
-  plan.output_dtype = problem.dtype;
+  plan.output_dtype = batched() ? problem.dtype : problem.output_dtype;
   if (problem.num_tokens == 0) return plan;
   // Room for any configuration, for these and, as rows in f32 take more, for fewer tokens.
   const std::int64_t most_f32 = max_tokens_f32(shape_of(problem));
@@ -241,7 +259,7 @@ WorkspacePlan Sm90Experts::plan(const ProblemSize& problem) const {
   return plan;
 }
 
-MlpShape Sm90Experts::shape_of(const ProblemSize& problem, Device device) const {
+MlpShape Sm90Experts::shape_of(const ProblemSize& problem) const {
   MlpShape shape;
   shape.format = &format_;
   shape.batched = batched();
@@ -249,34 +267,34 @@ MlpShape Sm90Experts::shape_of(const ProblemSize& problem, Device device) const 
   shape.batch_invariant = variant_ == Variant::kBatchInvariant;
   shape.num_tokens = problem.num_tokens;
   shape.topk = batched() ? 1 : problem.topk;
+  // As if so many tokens were routed to local experts only.
+  if (problem.expected_rows > 0) {
+    const std::int64_t share = batched() ? problem.num_local_experts : problem.topk;
+    shape.expected_tokens = std::max<std::int64_t>(1, problem.expected_rows / share);
+  }
   shape.num_local_experts = problem.num_local_experts;
   shape.hidden = problem.hidden;
   shape.intermediate = problem.intermediate;
-  const DeviceProperties* found = device.is_cpu() ? nullptr : device_properties(device.index);
-  if (found && found->problem.empty()) shape.multiprocessors = found->multiprocessors;
+  shape.multiprocessors = multiprocessors_;
   return shape;
 }
 
-/// What the caller requests, else what was tuned, else what the heuristic chooses. Tuned
-/// configurations are for one number of tokens, so the batch-invariant experts do not look at them.
-KernelConfig Sm90Experts::config_for(const ProblemSize& problem, Device device,
-                                     std::optional<std::string_view> requested) const {
-  const MlpShape shape = shape_of(problem, device);
-  std::optional<KernelConfig> preferred;
-  if (requested) {
-    preferred = parse_config(*requested);
-  } else if (!shape.batch_invariant) {
-    ProblemSize key = problem;
-    key.topk = shape.topk;
-    preferred = tuned_config(device_name(device), name_, key);
+/// What the caller requests, else what was tuned, else what the heuristic chooses.
+KernelConfig Sm90Experts::config_for(const ProblemSize& problem, int requested) const {
+  const MlpShape shape = shape_of(problem);
+  const auto configs = all_configs();
+  if (requested >= 0 && requested < static_cast<int>(configs.size())) {
+    const KernelConfig& config = configs[static_cast<std::size_t>(requested)];
+    if (valid(shape, config)) return config;
   }
-  return preferred && valid(shape, *preferred) ? *preferred : choose_config(shape);
+  const TunedTokens* tuned = nearest(std::span<const TunedTokens>(tuned_), problem.num_tokens);
+  return tuned && valid(shape, tuned->config) ? tuned->config : choose_config(shape);
 }
 
-std::vector<std::string> Sm90Experts::tile_plans(const ProblemSize& problem, Device device) const {
+std::vector<std::string> Sm90Experts::kernel_configs(const ProblemSize& problem) const {
   if (problem.num_tokens == 0) return {};
-  std::vector<std::string> names{to_string(config_for(problem, device, core::pinned_tile_plan()))};
-  for (const KernelConfig& config : valid_configs(shape_of(problem, device))) {
+  std::vector<std::string> names{to_string(config_for(problem, -1))};
+  for (const KernelConfig& config : valid_configs(shape_of(problem))) {
     if (std::string name = to_string(config); name != names.front()) {
       names.push_back(std::move(name));
     }
@@ -284,7 +302,7 @@ std::vector<std::string> Sm90Experts::tile_plans(const ProblemSize& problem, Dev
   return names;
 }
 
-FusedMlpParams Sm90Experts::make_params(const ExpertsArgs& args, const Scratch& scratch,
+FusedMlpParams Sm90Experts::make_params(const ForwardArgs& args, const Scratch& scratch,
                                         const KernelConfig& config) const {
   const auto& weights = static_cast<const CudaPackedWeights&>(*args.weights);
   const PackedWeights::Info& info = weights.info();
@@ -312,7 +330,7 @@ FusedMlpParams Sm90Experts::make_params(const ExpertsArgs& args, const Scratch& 
   second.activations = scratch.activated;
   second.num_rows = scratch.rows;
   second.row_pitch = scratch.activated_pitch;
-  second.out = batched() ? args.output.data() : scratch.rows_out;
+  second.out = batched() ? args.fused_output.data() : scratch.rows_out;
   second.out_pitch = info.hidden;
   second.split_pitch = scratch.rows * info.hidden;
   second.width = static_cast<int>(info.hidden);
@@ -327,7 +345,7 @@ FusedMlpParams Sm90Experts::make_params(const ExpertsArgs& args, const Scratch& 
   return params;
 }
 
-void Sm90Experts::apply_unfused(const ExpertsArgs& args, const FusedMlpParams& params,
+void Sm90Experts::apply_unfused(const ForwardArgs& args, const FusedMlpParams& params,
                                 const Scratch& scratch, const KernelConfig& config,
                                 const RoutingData& routing) const {
   static const ExpertsHooks kNone;
@@ -335,7 +353,7 @@ void Sm90Experts::apply_unfused(const ExpertsArgs& args, const FusedMlpParams& p
   const bool gated = is_gated(params.activation.kind);
   const std::int64_t width = params.gemms[0].width, hidden = params.gemms[1].width;
   const auto view = [&](void* data, std::int64_t columns) {
-    return TensorView(data, dtype(), {scratch.rows, columns}, args.output.device());
+    return TensorView(data, dtype(), {scratch.rows, columns}, args.stream.device);
   };
   HookArgs hook;
   hook.expert_offsets = routing.expert_offsets;
@@ -371,86 +389,124 @@ void Sm90Experts::apply_unfused(const ExpertsArgs& args, const FusedMlpParams& p
   call(hooks.after_gemm2, activated, view(scratch.rows_out, hidden));
 }
 
-void Sm90Experts::apply(const ExpertsArgs& args) const {
-  const ProblemSize problem = core::check_experts_args(*this, args);
-  check_args(args, dtype());
-  FUSEDMOE_CHECK(variant_ != Variant::kUnfused || problem.intermediate % kPitchUnit == 0, "weights",
-                 fmt::format("of intermediate size {}", problem.intermediate),
-                 fmt::format("of a multiple of {}: hooks see rows without padding", kPitchUnit));
-  if (problem.num_tokens == 0) return;
-  const core::CurrentDevice current(args.stream.device);
-  // The one place where the caller's choice of configuration enters.
-  const KernelConfig config = config_for(problem, args.output.device(), core::pinned_tile_plan());
-  const Scratch scratch(problem, variant_, config, args.workspace2);
-  FusedMlpParams params = make_params(args, scratch, config);
-  const std::int64_t counters = num_counters(config.tile, scratch.rows, problem.num_local_experts);
-
-  if (batched()) {
-    fill_bytes(TensorView(scratch.counters, DType::kI32, {counters}, args.output.device()), 0,
-               args.stream);
-    params.expert_num_tokens = args.expert_num_tokens.as<const std::int32_t>();
-    params.capacity = problem.num_tokens;
-    fused_mlp(params, format_, config.tile, args.stream);
-    return;
-  }
-
+RoutingDataExtras Sm90Experts::make_extras(const ForwardArgs& args, const Scratch& scratch,
+                                           const KernelConfig& config) const {
+  const TensorView& x = args.hidden_states;
   RoutingDataExtras extras;
   extras.zeroed = scratch.counters;
-  extras.num_zeroed = counters;
-  extras.rows = args.hidden_states.data();
+  extras.num_zeroed = num_counters(config.tile, scratch.rows, this->config().num_local_experts);
+  extras.rows = x.data();
   extras.permuted = scratch.permuted;
-  extras.row_bytes = bytes(dtype(), problem.hidden);
-  const RoutingData routing =
-      build_routing_data(args.topk_ids, args.expert_map, problem.num_local_experts, scratch.routing,
-                         extras, args.stream);
+  extras.row_bytes = bytes(dtype(), x.size(1));
+  extras.row_pitch = bytes(dtype(), x.stride(0));
+  return extras;
+}
+
+void Sm90Experts::run_batched(const ForwardArgs& args, const Scratch& scratch,
+                              const KernelConfig& config) const {
+  FusedMlpParams params = make_params(args, scratch, config);
+  const std::int64_t counters =
+      num_counters(config.tile, scratch.rows, this->config().num_local_experts);
+  fill_bytes(TensorView(scratch.counters, DType::kI32, {counters}, args.stream.device), 0,
+             args.stream);
+  params.expert_num_tokens = args.expert_num_tokens.as<const std::int32_t>();
+  params.capacity = args.hidden_states.size(1);
+  fused_mlp(params, format_, config.tile, args.stream);
+}
+
+/// The fused MLP and the combine, behind the launch that makes the routing data. `ids_are_old`: the
+/// ids were there before that launch began.
+void Sm90Experts::run_standard(const ForwardArgs& args, const Scratch& scratch,
+                               const KernelConfig& config, const RoutingData& routing,
+                               bool ids_are_old) const {
+  const std::int64_t topk = args.topk_ids.size(1), hidden = args.fused_output.size(1);
+  const std::int64_t num_local_experts = this->config().num_local_experts;
+  const bool unfused = variant_ == Variant::kUnfused;
+  FusedMlpParams params = make_params(args, scratch, config);
   params.expert_num_tokens = routing.expert_num_tokens.as<const std::int32_t>();
   params.expert_offsets = routing.expert_offsets.as<const std::int32_t>();
   params.row_slots = routing.permuted_to_slot.as<const std::int32_t>();
-  const std::int64_t slots = problem.num_tokens * problem.topk;
-  if (variant_ != Variant::kUnfused && may_route_inline(slots, problem.num_local_experts)) {
+  const std::int64_t slots = args.topk_ids.numel();
+  if (!unfused && ids_are_old && may_route_inline(slots, num_local_experts)) {
     params.topk_ids = args.topk_ids.as<const std::int32_t>();
     params.num_slots = static_cast<int>(slots);
-    params.local_experts = core::LocalExperts(args.expert_map, problem.num_local_experts);
+    params.local_experts = core::LocalExperts(args.expert_map, num_local_experts);
     if (config.rows_f32) params.gemms[1].out_rows = params.row_slots;
   }
   const float* topk_weights =
-      args.router_weight_on_input ? nullptr : args.topk_weights.as<const float>();
-  if (format_.weights_rows && variant_ != Variant::kUnfused && !config.rows_f32) {
+      args.apply_router_weight_on_input ? nullptr : args.topk_weights.as<const float>();
+  if (format_.weights_rows && !unfused && !config.rows_f32) {
     params.topk_weights = std::exchange(topk_weights, nullptr);  // the combine only adds
   }
   params.overlap_previous = true;
-  if (variant_ == Variant::kUnfused) {
+  if (unfused) {
     apply_unfused(args, params, scratch, config, routing);
   } else {
     fused_mlp(params, format_, config.tile, args.stream);
   }
 
   Combine end;
-  end.overlap_previous = variant_ != Variant::kUnfused;
-  end.output = args.output;
+  end.overlap_previous = !unfused;
+  end.output = args.fused_output;
+  end.accumulate = args.accumulate;
   end.rows = scratch.rows_out;
-  end.rows_f32 = config.rows_f32;
+  end.rows_dtype = config.rows_f32 ? DType::kF32 : dtype();
   end.splits = config.splits;
-  end.split_pitch = scratch.rows * problem.hidden;
+  end.split_pitch = scratch.rows * hidden;
   if (!params.gemms[1].out_rows) end.slot_to_permuted = routing.slot_to_permuted;
   end.topk_ids = args.topk_ids;
-  end.local_experts = core::LocalExperts(args.expert_map, problem.num_local_experts);
+  end.local_experts = core::LocalExperts(args.expert_map, num_local_experts);
   end.topk_weights = topk_weights;
-  end.topk = problem.topk;
+  end.topk = topk;
   combine(end, args.stream);
+}
+
+void Sm90Experts::run_routed(const ForwardArgs& args) const {
+  const ProblemSize problem = core::problem_of(*this, args);
+  if (problem.num_tokens == 0) return;
+  const KernelConfig config = config_for(problem, args.kernel_config);
+  const Scratch scratch(problem, variant_, config, args.workspace2);
+  if (batched()) return run_batched(args, scratch, config);
+  const RoutingData routing =
+      build_routing_data(args.topk_ids, args.expert_map, problem.num_local_experts, scratch.routing,
+                         make_extras(args, scratch, config), args.stream);
+  run_standard(args, scratch, config, routing, true);
+}
+
+/// Few tokens: one launch makes logits, ids, weights, routing data and permuted rows.
+void Sm90Experts::route_and_run(const ForwardArgs& args) const {
+  const ProblemSize problem = core::problem_of(*this, args);
+  if (variant_ == Variant::kUnfused ||
+      !may_fuse(*args.router, problem.num_tokens, problem.num_local_experts)) {
+    route(args);
+    return run_routed(args);
+  }
+  const KernelConfig config = config_for(problem, args.kernel_config);
+  const Scratch scratch(problem, variant_, config, args.workspace2);
+  FusedRoute fused;
+  fused.config = args.router;
+  fused.correction_bias = args.score_correction_bias;
+  if (args.router_weights) {
+    fused.weight = args.router_weights->weight;
+    fused.bias = args.router_weights->bias;
+    fused.correction_bias = args.router_weights->score_correction_bias;
+  }
+  fused.hidden_states = args.hidden_states;
+  fused.logits = args.router_logits;
+  fused.out = {args.topk_ids, args.topk_weights};
+  fused.expert_load = args.expert_load;
+  fused.expert_map = args.expert_map;
+  fused.num_local_experts = problem.num_local_experts;
+  fused.routing_data = scratch.routing;
+  fused.extras = make_extras(args, scratch, config);
+  run_standard(args, scratch, config, fused_route(fused, args.stream), false);
 }
 
 }  // namespace
 
-std::vector<std::shared_ptr<const Experts>> make_all_experts() {
-  std::vector<std::shared_ptr<const Experts>> list;
-  for (const WeightFormat& format : weight_formats()) {
-    for (const Variant variant :
-         {Variant::kStandard, Variant::kBatchInvariant, Variant::kBatched, Variant::kUnfused}) {
-      list.push_back(std::make_shared<Sm90Experts>(format, variant));
-    }
-  }
-  return list;
+const ExpertsDescriptor& descriptor() {
+  static const Sm90Descriptor descriptor;
+  return descriptor;
 }
 
 }  // namespace fusedmoe::cuda

@@ -7,9 +7,10 @@
 
 #include "core/check.h"
 #include "core/device_runtime.h"
-#include "cuda/device/current_device.h"
-#include "fusedmoe/formats.h"
+#include "cuda/device/strided_copy.h"
+#include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
+#include "quant/weight_layout.h"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -33,26 +34,51 @@ void copy_rows(const TensorView& from, std::int64_t size, std::byte* to) {
   }
 }
 
+/// A matrix of the source weights in contiguous device memory at `to`. Waits for host sources only.
+void copy_to_device(const TensorView& from, std::byte* to, Stream stream) {
+  if (!from.device().is_cpu()) return copy_strided(from, to, stream);
+  const std::int64_t total = from.numel() * bytes(from.dtype(), 1);
+  const Tensor host = Tensor::empty({total}, DType::kU8);
+  copy_rows(from, bytes(from.dtype(), 1), host.as<std::byte>());
+  copy(host, TensorView(to, DType::kU8, {total}, stream.device), stream);
+  synchronize(stream);
+}
+
 /// The same matrix of gate and, where there is one, of up, one behind the other, on the device.
-Tensor upload(const TensorView& gate, const TensorView* up, Device device) {
-  const std::int64_t size = bytes(gate.dtype(), 1);
-  const std::int64_t total = gate.numel() * size;
-  const Tensor host = Tensor::empty({total * (up ? 2 : 1)}, DType::kU8);
-  copy_rows(gate, size, host.as<std::byte>());
-  if (up) copy_rows(*up, size, host.as<std::byte>() + total);
-  return to_device(host, device);
+Tensor gather(const TensorView& gate, const TensorView* up, Stream stream) {
+  const std::int64_t total = gate.numel() * bytes(gate.dtype(), 1);
+  Tensor both = Tensor::empty({total * (up ? 2 : 1)}, DType::kU8, stream.device);
+  copy_to_device(gate, both.as<std::byte>(), stream);
+  if (up) copy_to_device(*up, both.as<std::byte>() + total, stream);
+  return both;
 }
 
-/// Throws Error for weights that have no packed blocks.
-void check_packable(const WeightFormat& format, const ExpertMatrices& expert, bool gated) {
-  format.exponent_shift(expert.gate, gated ? &expert.up : nullptr);
-  format.exponent_shift(expert.down, nullptr);
+/// Scales and biases, which the host reads, where they lie on the device: a contiguous copy.
+Tensor on_host(const TensorView& view, Stream stream) {
+  if (!view || view.device().is_cpu()) return Tensor(view, nullptr);
+  const bool vector = view.rank() == 1;
+  const Tensor contiguous = Tensor::empty(view.shape(), view.dtype(), view.device());
+  const TensorView matrix = vector ? TensorView(view.data(), view.dtype(), {view.size(0), 1},
+                                                {view.stride(0), 1}, view.device())
+                                   : view;
+  copy_strided(matrix, contiguous.data(), stream);
+  const Tensor host = Tensor::empty(view.shape(), view.dtype());
+  copy(contiguous, host, stream);
+  synchronize(stream);
+  return host;
 }
 
-PackedWeights::Info on_current_device(PackedWeights::Info info) {
-  info.device = current_device();
-  return info;
-}
+/// A matrix of which the host may read scales and biases.
+struct HostParts {
+  Tensor scales, bias;
+  WeightMatrix matrix;
+
+  HostParts(const WeightMatrix& source, Stream stream)
+      : scales(on_host(source.scales, stream)), bias(on_host(source.bias, stream)), matrix(source) {
+    matrix.scales = scales;
+    matrix.bias = bias;
+  }
+};
 
 float read_bias(const TensorView& bias, std::int64_t index) {
   return bias ? load_f32(bias.data(), bias.dtype(), index * bias.stride(0)) : 0.0f;
@@ -76,19 +102,18 @@ PackedMatrices::PackedMatrices(const WeightFormat& format, std::int64_t num_expe
   if (format.scale_group > 0) scales_ = Tensor::empty({num_experts}, DType::kF32, device);
 }
 
-void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up) {
-  const Device device = blocks_.device();
-  const Stream stream{device, nullptr};
+void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up,
+                          Stream stream) {
   PackSource source;
   source.width = width_;
   source.k = k_;
   source.gated = gated_;
   source.exponent_shift = format_->exponent_shift(gate, up);
-  const Tensor values = upload(gate.values, up ? &up->values : nullptr, device);
+  const Tensor values = gather(gate.values, up ? &up->values : nullptr, stream);
   source.values = values.data();
   Tensor scales;
   if (scales_) {
-    scales = upload(gate.scales, up ? &up->scales : nullptr, device);
+    scales = gather(gate.scales, up ? &up->scales : nullptr, stream);
     source.scales = scales.as<const std::uint8_t>();
     const Tensor factor = Tensor::empty({1}, DType::kF32);
     *factor.as<float>() = std::ldexp(1.0f, source.exponent_shift);
@@ -106,7 +131,7 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
     }
     copy(packed, bias_.select(0, expert), stream);
   }
-  synchronize(stream);  // the uploads end here
+  synchronize(stream);  // what was gathered ends here
 }
 
 void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatrix* up,
@@ -153,28 +178,33 @@ std::int64_t PackedMatrices::nbytes() const {
 }
 
 CudaPackedWeights::CudaPackedWeights(Info info, const WeightFormat& format,
-                                     const ExpertWeights& weights, const PackProgress& progress)
-    : PackedWeights(on_current_device(std::move(info))),
+                                     const ExpertWeights& weights, const PackOptions& options)
+    : PackedWeights(std::move(info)),
       format_(&format),
       activation_params_(weights.activation_params) {
   const Info& made = this->info();
-  const Device device = made.device;
   w13_ = PackedMatrices(format, made.num_experts, made.intermediate, made.hidden,
-                        is_gated(made.activation.kind), made.has_bias, device);
+                        is_gated(made.activation.kind), made.has_bias, made.device);
   w2_ = PackedMatrices(format, made.num_experts, made.hidden, made.intermediate, false,
-                       made.has_bias, device);
+                       made.has_bias, made.device);
+  const Stream stream = options.stream.value_or(Stream{made.device});
   for (std::int64_t e = 0; e < made.num_experts; ++e) {
-    replace(e, weights.experts[static_cast<std::size_t>(e)]);
-    if (progress) progress(e + 1, made.num_experts);
+    replace(e, weights.experts[static_cast<std::size_t>(e)], stream);
+    if (options.progress) options.progress(e + 1, made.num_experts);
   }
 }
 
-void CudaPackedWeights::replace(std::int64_t expert, const ExpertMatrices& matrices) {
-  const bool gated = is_gated(info().activation.kind);
-  check_packable(*format_, matrices, gated);
+void CudaPackedWeights::replace(std::int64_t expert, const ExpertMatrices& given, Stream stream) {
+  const ExpertMatrices matrices = core::stored_form(given);
   const core::CurrentDevice current(info().device);
-  w13_.pack(expert, matrices.gate, gated ? &matrices.up : nullptr);
-  w2_.pack(expert, matrices.down, nullptr);
+  const bool gated = is_gated(info().activation.kind);
+  const HostParts gate(matrices.gate, stream), up(matrices.up, stream), down(matrices.down, stream);
+  const WeightMatrix* second = gated ? &up.matrix : nullptr;
+  // What cannot be packed is refused before anything is written.
+  format_->exponent_shift(gate.matrix, second);
+  format_->exponent_shift(down.matrix, nullptr);
+  w13_.pack(expert, gate.matrix, second, stream);
+  w2_.pack(expert, down.matrix, nullptr, stream);
 }
 
 ExpertWeights CudaPackedWeights::unpack(std::int64_t expert) const {

@@ -20,8 +20,8 @@ class PackedMatrices {
   PackedMatrices(const WeightFormat& format, std::int64_t num_experts, std::int64_t width,
                  std::int64_t k, bool gated, bool bias, Device device);
 
-  /// `up` is null unless gated. Waits.
-  void pack(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up);
+  /// `up` is null unless gated; scales and biases are in host memory. Waits.
+  void pack(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up, Stream stream);
   /// The inverse, into host tensors that `owners` keep. Waits.
   void unpack(std::int64_t expert, WeightMatrix& gate, WeightMatrix* up,
               std::vector<std::shared_ptr<const void>>& owners) const;
@@ -41,15 +41,15 @@ class PackedMatrices {
 
 class CudaPackedWeights final : public PackedWeights {
  public:
-  /// On the current device of the calling thread.
+  /// On info.device. Sources lie in host memory or there.
   CudaPackedWeights(Info info, const WeightFormat& format, const ExpertWeights& weights,
-                    const PackProgress& progress);
+                    const PackOptions& options);
 
   const WeightFormat& format() const { return *format_; }
   const PackedMatrices& w13() const { return w13_; }
   const PackedMatrices& w2() const { return w2_; }
   std::int64_t nbytes() const override { return w13_.nbytes() + w2_.nbytes(); }
-  void replace(std::int64_t expert, const ExpertMatrices& matrices);
+  void replace(std::int64_t expert, const ExpertMatrices& matrices, Stream stream);
   /// One expert as it was packed, in host tensors of its own; biases come back in f32.
   ExpertWeights unpack(std::int64_t expert) const;
 

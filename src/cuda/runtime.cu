@@ -2,7 +2,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <new>
 #include <string>
 
 #include "core/device_runtime.h"
@@ -22,16 +21,23 @@ cudaEvent_t event_of(void* event) {
 
 void check_usable(Device device) {
   const std::string problem = device_problem(device);
-  if (!problem.empty())
-    throw Error("device", to_string(device), "usable, which it is not: " + problem);
+  if (problem.empty()) return;
+  throw Error::unsupported(Reason::kDevice, "device",
+                           "cannot use " + to_string(device) + ": " + problem);
 }
 
 /// Memory of cudaMalloc or cudaMallocHost, which the pointer gives back with `free`. What freeing
 /// returns does not matter: at the end of the process the runtime may be gone already.
-std::shared_ptr<void> own_memory(cudaError_t error, void* memory, cudaError_t (*free)(void*)) {
+template <typename Allocate>
+std::shared_ptr<void> allocate(std::size_t bytes, Device device, const Allocate& allocate,
+                               cudaError_t (*free)(void*)) {
+  check_usable(device);
+  const core::CurrentDevice current(device);
+  void* memory = nullptr;
+  const cudaError_t error = allocate(&memory, std::max<std::size_t>(bytes, 1));
   if (error == cudaErrorMemoryAllocation) {
     cudaGetLastError();  // clears the error, which later calls would report as theirs
-    throw std::bad_alloc();
+    throw Error::out_of_memory(bytes, to_string(device));
   }
   FUSEDMOE_CUDA_CHECK(error);
   return {memory, [free](void* owned) { free(owned); }};
@@ -48,19 +54,15 @@ void abandon_capture(cudaStream_t stream) {
 class CudaRuntime final : public core::DeviceRuntime {
  public:
   std::shared_ptr<void> allocate(std::size_t bytes, Device device) const override {
-    check_usable(device);
-    const core::CurrentDevice current(device);
-    void* memory = nullptr;
-    const cudaError_t error = cudaMalloc(&memory, std::max<std::size_t>(bytes, 1));
-    return own_memory(error, memory, cudaFree);
+    return cuda::allocate(
+        bytes, device, [](void** memory, std::size_t size) { return cudaMalloc(memory, size); },
+        cudaFree);
   }
 
   std::shared_ptr<void> allocate_pinned(std::size_t bytes, Device device) const override {
-    check_usable(device);
-    const core::CurrentDevice current(device);
-    void* memory = nullptr;
-    const cudaError_t error = cudaMallocHost(&memory, std::max<std::size_t>(bytes, 1));
-    return own_memory(error, memory, cudaFreeHost);
+    return cuda::allocate(
+        bytes, device, [](void** memory, std::size_t size) { return cudaMallocHost(memory, size); },
+        cudaFreeHost);
   }
 
   void copy(void* destination, const void* source, std::size_t bytes,
@@ -142,6 +144,7 @@ class CudaRuntime final : public core::DeviceRuntime {
   }
 
   int exchange_current(Device device) const override {
+    check_earlier_kernels();
     int previous = 0;
     FUSEDMOE_CUDA_CHECK(cudaGetDevice(&previous));
     if (previous == device.index) return -1;

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cctype>
 #include <cerrno>
 #include <cstring>
 
@@ -14,38 +15,38 @@
 namespace fusedmoe::files {
 namespace {
 
+/// "cannot open /x: no such file or directory"
 [[noreturn]] void fail_system(const std::filesystem::path& path, const char* action) {
-  throw Error(path.string(), core::format("{} failed: {}", action, std::strerror(errno)),
-              "a file that can be read or written");
+  std::string reason = std::strerror(errno);
+  if (!reason.empty()) reason[0] = static_cast<char>(std::tolower(reason[0]));
+  throw Error::io(path.string(), core::format("cannot {} {}: {}", action, path.string(), reason));
 }
 
-class Descriptor {
- public:
-  Descriptor(const std::filesystem::path& path, int flags) : value_(::open(path.c_str(), flags)) {}
-  ~Descriptor() {
-    if (value_ >= 0) ::close(value_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  int value() const { return value_; }
-
- private:
-  int value_;
-};
+struct stat status_of(int descriptor, const std::filesystem::path& path) {
+  struct stat status {};
+  if (::fstat(descriptor, &status) != 0) fail_system(path, "read the size of");
+  return status;
+}
 
 }  // namespace
 
-MappedFile::MappedFile(const std::filesystem::path& path) {
-  // O_NONBLOCK: opening a named pipe must fail below, not wait for a writer.
-  const Descriptor descriptor(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (descriptor.value() < 0) fail_system(path, "opening");
-  struct stat status {};
-  if (::fstat(descriptor.value(), &status) != 0) fail_system(path, "reading the size");
-  FUSEDMOE_CHECK(S_ISREG(status.st_mode), path.string(), "not a regular file", "a regular file");
+Descriptor::~Descriptor() {
+  if (value_ >= 0) ::close(value_);
+}
+
+MappedFile::MappedFile(const std::filesystem::path& path)
+    : path_(path),
+      // O_NONBLOCK: opening a named pipe must fail below, not wait for a writer.
+      descriptor_(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
+  if (descriptor_.value() < 0) fail_system(path, "open");
+  const struct stat status = status_of(descriptor_.value(), path);
+  FUSEDMOE_CHECK_IO(S_ISREG(status.st_mode), path.string(),
+                    core::format("cannot read {}: not a regular file", path.string()));
+  changed_ = status.st_mtim;
   size_ = static_cast<std::size_t>(status.st_size);
   if (size_ == 0) return;
-  void* mapping = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, descriptor.value(), 0);
-  if (mapping == MAP_FAILED) fail_system(path, "mapping");
+  void* mapping = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, descriptor_.value(), 0);
+  if (mapping == MAP_FAILED) fail_system(path, "map");
   data_ = mapping;
 }
 
@@ -53,16 +54,40 @@ MappedFile::~MappedFile() {
   if (data_) ::munmap(data_, size_);
 }
 
+void MappedFile::check_unchanged() const {
+  const struct stat status = status_of(descriptor_.value(), path_);
+  FUSEDMOE_CHECK_IO(static_cast<std::size_t>(status.st_size) == size_, path_.string(),
+                    core::format("{} had {} bytes when it was opened and has {} now",
+                                 path_.string(), size_, static_cast<std::int64_t>(status.st_size)));
+  FUSEDMOE_CHECK_IO(
+      status.st_mtim.tv_sec == changed_.tv_sec && status.st_mtim.tv_nsec == changed_.tv_nsec,
+      path_.string(), core::format("{} was written to after it was opened", path_.string()));
+}
+
+void MappedFile::read(std::size_t offset, void* destination, std::size_t size) const {
+  for (std::size_t done = 0; done < size;) {
+    const ssize_t count = ::pread(descriptor_.value(), static_cast<char*>(destination) + done,
+                                  size - done, static_cast<off_t>(offset + done));
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) fail_system(path_, "read");
+    FUSEDMOE_CHECK_IO(count > 0, path_.string(),
+                      core::format("{} ends at byte {}, before the {} bytes it was opened with",
+                                   path_.string(), offset + done, size_));
+    done += static_cast<std::size_t>(count);
+  }
+}
+
 std::string read_text(const std::filesystem::path& path, std::size_t max_bytes) {
   const MappedFile file(path);
-  FUSEDMOE_CHECK(file.size() <= max_bytes, path.string(), core::format("{} bytes", file.size()),
-                 core::format("at most {} bytes", max_bytes));
+  FUSEDMOE_CHECK_IO(file.size() <= max_bytes, path.string(),
+                    core::format("cannot read {}: it has {} bytes, more than the {} allowed",
+                                 path.string(), file.size(), max_bytes));
   return std::string(static_cast<const char*>(file.data()), file.size());
 }
 
 FileWriter::FileWriter(std::filesystem::path path) : path_(std::move(path)) {
   descriptor_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (descriptor_ < 0) fail_system(path_, "creating");
+  if (descriptor_ < 0) fail_system(path_, "create");
 }
 
 FileWriter::~FileWriter() {
@@ -89,19 +114,19 @@ void FileWriter::write_all(const void* data, std::size_t size, const Write& writ
     const ssize_t written = write(static_cast<const char*>(data) + done, size - done, done);
     if (written < 0) {
       if (errno == EINTR) continue;
-      fail_system(path_, "writing");
+      fail_system(path_, "write");
     }
     done += static_cast<std::size_t>(written);
   }
 }
 
 void FileWriter::finish() {
-  if (::fsync(descriptor_) != 0) fail_system(path_, "flushing");
+  if (::fsync(descriptor_) != 0) fail_system(path_, "flush");
   const int descriptor = descriptor_;
   descriptor_ = -1;
   if (::close(descriptor) != 0) {
     ::unlink(path_.c_str());
-    fail_system(path_, "closing");
+    fail_system(path_, "close");
   }
 }
 
@@ -117,13 +142,15 @@ void rename_file(const std::filesystem::path& from, const std::filesystem::path&
   if (failure) {
     std::error_code ignored;
     std::filesystem::remove(from, ignored);
-    throw Error(to.string(), "renaming failed: " + failure.message(), "a path for a file");
+    errno = failure.value();
+    fail_system(to, "rename a file to");
   }
   sync_directory(to.parent_path());
 }
 
 void sync_directory(const std::filesystem::path& directory) {
-  const Descriptor descriptor(directory.empty() ? "." : directory, O_RDONLY | O_CLOEXEC);
+  const char* path = directory.empty() ? "." : directory.c_str();
+  const Descriptor descriptor(::open(path, O_RDONLY | O_CLOEXEC));
   if (descriptor.value() >= 0) ::fsync(descriptor.value());
 }
 

@@ -10,23 +10,23 @@ namespace fusedmoe::files {
 nlohmann::json parse_json_object(std::string_view text, std::size_t max_bytes,
                                  const std::string& label) {
   constexpr int kMaxDepth = 64;
-  FUSEDMOE_CHECK(text.size() <= max_bytes, label, core::format("{} bytes", text.size()),
-                 core::format("at most {} bytes", max_bytes));
+  FUSEDMOE_CHECK_FILE(text.size() <= max_bytes, label, core::format("{} bytes", text.size()),
+                      core::format("at most {} bytes", max_bytes));
   // The parser takes a NUL for the end and would ignore what follows.
-  FUSEDMOE_CHECK(text.find('\0') == std::string_view::npos, label, "text with a NUL byte",
-                 "valid JSON");
+  FUSEDMOE_CHECK_FILE(text.find('\0') == std::string_view::npos, label, "text with a NUL byte",
+                      "valid JSON");
   const auto limit_depth = [&](int depth, nlohmann::json::parse_event_t, nlohmann::json&) {
-    FUSEDMOE_CHECK(depth <= kMaxDepth, label, core::format("nested {} deep", depth),
-                   core::format("nested at most {} deep", kMaxDepth));
+    FUSEDMOE_CHECK_FILE(depth <= kMaxDepth, label, core::format("nested {} deep", depth),
+                        core::format("nested at most {} deep", kMaxDepth));
     return true;
   };
   nlohmann::json tree;
   try {
     tree = nlohmann::json::parse(text.begin(), text.end(), limit_depth);
   } catch (const nlohmann::json::exception& error) {
-    throw Error(label, quote(error.what()), "valid JSON");
+    throw Error::malformed(label, quote(error.what()), "valid JSON");
   }
-  FUSEDMOE_CHECK(tree.is_object(), label, tree.type_name(), "a JSON object");
+  FUSEDMOE_CHECK_FILE(tree.is_object(), label, tree.type_name(), "a JSON object");
   return tree;
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
 
 #include "core/check.h"
 #include "files/file.h"
@@ -22,22 +23,25 @@ struct Contents {
   std::map<std::string, std::string, std::less<>> metadata;
 };
 
-Contents read(const void* data, std::size_t size, const std::string& label,
-              const std::shared_ptr<const void>& owner) {
+/// `owner` keeps the bytes alive. Misaligned tensors are copied if `align`.
+Contents read(std::span<const unsigned char> bytes, const std::string& label,
+              const std::shared_ptr<const void>& owner, bool align) {
+  const std::size_t size = bytes.size();
   constexpr std::size_t kLengthBytes = 8;
-  FUSEDMOE_CHECK(size >= kLengthBytes, label, core::format("{} bytes", size),
-                 "at least 8 bytes, the length of the header");
-  const auto* file_bytes = static_cast<const unsigned char*>(data);
+  FUSEDMOE_CHECK_FILE(size >= kLengthBytes, label, core::format("{} bytes", size),
+                      "at least 8 bytes, the length of the header");
+  const unsigned char* file_bytes = bytes.data();
   std::uint64_t header_bytes = 0;
   for (std::size_t i = 0; i < kLengthBytes; ++i) {
     header_bytes |= static_cast<std::uint64_t>(file_bytes[i]) << (8 * i);
   }
   const auto length_label = [&] { return label + ": header length"; };
-  FUSEDMOE_CHECK(header_bytes >= 2 && header_bytes <= files::kMaxHeaderBytes, length_label(),
-                 core::to_string(header_bytes),
-                 core::format("from 2 to {}", files::kMaxHeaderBytes));
-  FUSEDMOE_CHECK(header_bytes <= size - kLengthBytes, length_label(), core::to_string(header_bytes),
-                 core::format("at most {}, what is left of the file", size - kLengthBytes));
+  FUSEDMOE_CHECK_FILE(header_bytes >= 2 && header_bytes <= files::kMaxHeaderBytes, length_label(),
+                      core::to_string(header_bytes),
+                      core::format("from 2 to {}", files::kMaxHeaderBytes));
+  FUSEDMOE_CHECK_FILE(header_bytes <= size - kLengthBytes, length_label(),
+                      core::to_string(header_bytes),
+                      core::format("at most {}, what is left of the file", size - kLengthBytes));
 
   const unsigned char* body = file_bytes + kLengthBytes + header_bytes;
   const auto body_bytes = static_cast<std::int64_t>(size - kLengthBytes - header_bytes);
@@ -49,7 +53,7 @@ Contents read(const void* data, std::size_t size, const std::string& label,
   for (files::HeaderEntry& entry : header.tensors) {
     const unsigned char* begin = body + entry.begin;
     Tensor tensor;
-    if (aligned(begin, entry.dtype)) {
+    if (!align || aligned(begin, entry.dtype)) {
       tensor = Tensor(TensorView(begin, entry.dtype, entry.shape), owner);
     } else {
       tensor = Tensor::empty(entry.shape, entry.dtype);
@@ -64,17 +68,20 @@ Contents read(const void* data, std::size_t size, const std::string& label,
 
 }  // namespace
 
-SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) {
+SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path, OpenOptions options) {
   const auto mapping = std::make_shared<const files::MappedFile>(path);
-  Contents contents = read(mapping->data(), mapping->size(), path.string(), mapping);
+  Contents contents = read({static_cast<const unsigned char*>(mapping->data()), mapping->size()},
+                           path.string(), mapping, options.access == FileAccess::kMap);
   SafetensorsFile file;
+  file.file_ = mapping;
+  file.access_ = options.access;
   file.tensors_ = std::move(contents.tensors);
   file.metadata_ = std::move(contents.metadata);
   return file;
 }
 
 SafetensorsFile SafetensorsFile::parse(const void* data, std::size_t size, std::string label) {
-  Contents contents = read(data, size, label, nullptr);
+  Contents contents = read({static_cast<const unsigned char*>(data), size}, label, nullptr, true);
   SafetensorsFile file;
   file.tensors_ = std::move(contents.tensors);
   file.metadata_ = std::move(contents.metadata);
@@ -102,10 +109,17 @@ Tensor SafetensorsFile::tensor(std::string_view name) const {
       held += (listed++ ? ", " : "") + files::quote(other);
     }
     if (tensors_.size() > kMaxListed) held += ", ...";
-    throw Error("tensor name", files::quote(name),
-                core::format("one of the {} tensors of the file: {}", tensors_.size(), held));
+    throw Error::unknown_name("tensor", name, held);
   }
-  return found->second;
+  const Tensor& view = found->second;
+  if (!file_) return view;
+  file_->check_unchanged();
+  if (access_ == FileAccess::kMap) return view;
+  Tensor result = Tensor::empty(view.shape(), view.dtype());
+  const auto offset = view.as<const char>() - static_cast<const char*>(file_->data());
+  file_->read(static_cast<std::size_t>(offset), result.data(),
+              static_cast<std::size_t>(view.nbytes()));
+  return result;
 }
 
 void save_safetensors(const std::filesystem::path& path,
@@ -114,8 +128,9 @@ void save_safetensors(const std::filesystem::path& path,
   // The rename below would put a file in the place of a device or a pipe.
   std::error_code failure;
   const std::filesystem::file_status status = std::filesystem::status(path, failure);
-  FUSEDMOE_CHECK(!std::filesystem::exists(status) || std::filesystem::is_regular_file(status),
-                 path.string(), "not a regular file", "a new or a regular file");
+  FUSEDMOE_CHECK_IO(
+      !std::filesystem::exists(status) || std::filesystem::is_regular_file(status), path.string(),
+      core::format("cannot write {}: it exists and is not a regular file", path.string()));
   std::vector<files::HeaderEntry> entries;
   for (const auto& [name, view] : tensors) {
     const std::string label = "tensor " + files::quote(name);

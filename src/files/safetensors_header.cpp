@@ -157,7 +157,8 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
   enum Field : unsigned { kUnknown = 0, kDType = 1, kShape = 2, kOffsets = 4 };
 
   [[noreturn]] void fail(const std::string& what, std::string was, std::string must_be) const {
-    throw Error(core::format("{}: {}", label_, what), std::move(was), std::move(must_be));
+    throw Error::malformed(core::format("{}: {}", label_, what), std::move(was),
+                           std::move(must_be));
   }
 
   // A value where none of its kind may stand.
@@ -218,14 +219,15 @@ void check_entry(const HeaderEntry& entry, std::int64_t data_bytes, const std::s
     return core::format("{}: tensor {}: {}", label, quote(entry.name), field);
   };
   const std::optional<std::int64_t> size = tensor_bytes(entry);
-  FUSEDMOE_CHECK(size.has_value(), where("shape"),
-                 core::format("{} of {}", to_string(entry.shape), name(entry.dtype)),
-                 "of at most 2^56 elements in whole bytes");
+  FUSEDMOE_CHECK_FILE(size.has_value(), where("shape"),
+                      core::format("{} of {}", to_string(entry.shape), name(entry.dtype)),
+                      "of at most 2^56 elements in whole bytes");
   const std::string offsets = core::format("[{}, {}]", entry.begin, entry.end);
-  FUSEDMOE_CHECK(entry.begin <= entry.end, where("data_offsets"), offsets, "in ascending order");
-  FUSEDMOE_CHECK(entry.end <= data_bytes, where("data_offsets"), offsets,
-                 core::format("within the {} bytes of data in the file", data_bytes));
-  FUSEDMOE_CHECK(
+  FUSEDMOE_CHECK_FILE(entry.begin <= entry.end, where("data_offsets"), offsets,
+                      "in ascending order");
+  FUSEDMOE_CHECK_FILE(entry.end <= data_bytes, where("data_offsets"), offsets,
+                      core::format("within the {} bytes of data in the file", data_bytes));
+  FUSEDMOE_CHECK_FILE(
       entry.end - entry.begin == *size, where("data_offsets"),
       core::format("{}, {} bytes", offsets, entry.end - entry.begin),
       core::format("{} bytes for {} of {}", *size, to_string(entry.shape), name(entry.dtype)));
@@ -248,11 +250,11 @@ std::string quote(std::string_view text) {
 }
 
 Header parse_header(std::string_view json, std::int64_t data_bytes, const std::string& label) {
-  FUSEDMOE_CHECK(!json.empty() && json.front() == '{', label + ": header",
-                 quote(json.substr(0, 16)), "JSON that starts with {");
+  FUSEDMOE_CHECK_FILE(!json.empty() && json.front() == '{', label + ": header",
+                      quote(json.substr(0, 16)), "JSON that starts with {");
   // The parser takes a NUL for the end and would ignore what follows.
-  FUSEDMOE_CHECK(json.find('\0') == std::string_view::npos, label + ": header", "with a NUL byte",
-                 "valid JSON");
+  FUSEDMOE_CHECK_FILE(json.find('\0') == std::string_view::npos, label + ": header",
+                      "with a NUL byte", "valid JSON");
   Header header;
   HeaderReader reader(header, label);
   nlohmann::json::sax_parse(json.begin(), json.end(), &reader);
@@ -263,24 +265,25 @@ Header parse_header(std::string_view json, std::int64_t data_bytes, const std::s
   std::sort(tensors.begin(), tensors.end(),
             [](const auto& a, const auto& b) { return a.name < b.name; });
   for (std::size_t i = 1; i < tensors.size(); ++i) {
-    FUSEDMOE_CHECK(tensors[i].name != tensors[i - 1].name,
-                   core::format("{}: tensor {}", label, quote(tensors[i].name)), "given twice",
-                   "unique");
+    FUSEDMOE_CHECK_FILE(tensors[i].name != tensors[i - 1].name,
+                        core::format("{}: tensor {}", label, quote(tensors[i].name)), "given twice",
+                        "unique");
   }
   std::stable_sort(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) {
     return a.begin != b.begin ? a.begin < b.begin : a.end < b.end;
   });
   std::int64_t covered = 0;
   for (const HeaderEntry& entry : tensors) {
-    FUSEDMOE_CHECK(entry.begin == covered,
-                   core::format("{}: tensor {}: data_offsets", label, quote(entry.name)),
-                   core::format("[{}, {}]", entry.begin, entry.end),
-                   core::format("starting at {}, where the tensor before it ends ({} found)",
-                                covered, entry.begin < covered ? "an overlap was" : "a hole was"));
+    FUSEDMOE_CHECK_FILE(
+        entry.begin == covered,
+        core::format("{}: tensor {}: data_offsets", label, quote(entry.name)),
+        core::format("[{}, {}]", entry.begin, entry.end),
+        core::format("starting at {}, where the tensor before it ends ({} found)", covered,
+                     entry.begin < covered ? "an overlap was" : "a hole was"));
     covered = entry.end;
   }
-  FUSEDMOE_CHECK(covered == data_bytes, label + ": data", core::format("{} bytes", data_bytes),
-                 core::format("{} bytes, the end of the last tensor", covered));
+  FUSEDMOE_CHECK_FILE(covered == data_bytes, label + ": data", core::format("{} bytes", data_bytes),
+                      core::format("{} bytes, the end of the last tensor", covered));
   return header;
 }
 
@@ -291,8 +294,8 @@ std::string serialize_header(std::span<const HeaderEntry> tensors,
   for (const HeaderEntry& entry : tensors) {
     const auto* found = std::find_if(kDTypeNames.begin(), kDTypeNames.end(),
                                      [&](const DTypeName& n) { return n.dtype == entry.dtype; });
-    FUSEDMOE_CHECK(found != kDTypeNames.end(), "tensor " + quote(entry.name),
-                   std::string(name(entry.dtype)), "a dtype of the format: " + dtype_list());
+    FUSEDMOE_CHECK_FAULT(found != kDTypeNames.end(), kDType, "tensor " + quote(entry.name),
+                         std::string(name(entry.dtype)), "a dtype of the format: " + dtype_list());
     header[entry.name] = {
         {"dtype", found->text},
         {"shape", std::vector<std::int64_t>(entry.shape.begin(), entry.shape.end())},

@@ -16,14 +16,16 @@ bool aligned(const void* data, std::size_t alignment) {
 }
 
 void check_memory(const TensorView& view, const char* name, Device device) {
-  FUSEDMOE_CHECK(view.device() == device, name, core::format("on {}", to_string(view.device())),
-                 core::format("on {}", to_string(device)));
+  FUSEDMOE_CHECK_FAULT(view.device() == device, kDevice, name,
+                       core::format("on {}", to_string(view.device())),
+                       core::format("on {}", to_string(device)));
   // Kernels on CUDA read and write rows of 16-bit elements 16 bytes at a time.
   const bool rows = !device.is_cpu() && bits(view.dtype()) == 16;
   const auto width =
       rows ? std::size_t{16} : static_cast<std::size_t>(std::max(bits(view.dtype()) / 8, 1));
-  FUSEDMOE_CHECK(aligned(view.data(), width), name, core::format("at {}", view.data()),
-                 core::format("aligned to {} bytes", width));
+  FUSEDMOE_CHECK_FAULT(aligned(view.data(), width), kAlignment, name,
+                       core::format("at {}", view.data()),
+                       core::format("aligned to {} bytes", width));
 }
 
 /// Routing arguments of a modular kernel; returns topk.
@@ -32,9 +34,9 @@ std::int64_t check_routing(const ForwardArgs& args, std::int64_t num_tokens,
   const Device device = args.stream.device;
   check_buffer(args.topk_ids, "topk_ids", DType::kI32, {num_tokens, -1}, device);
   const std::int64_t topk = args.topk_ids.size(1);
-  FUSEDMOE_CHECK(topk >= 1 && topk <= num_experts, "topk_ids",
-                 core::format("{} experts per token", topk),
-                 core::format("1 to {} (num_experts) columns", num_experts));
+  FUSEDMOE_CHECK_FAULT(topk >= 1 && topk <= num_experts, kShape, "topk_ids",
+                       core::format("{} experts per token", topk),
+                       core::format("1 to {} (num_experts) columns", num_experts));
   check_buffer(args.topk_weights, "topk_weights", DType::kF32, {num_tokens, topk}, device);
   FUSEDMOE_CHECK(!args.apply_router_weight_on_input || topk == 1, "apply_router_weight_on_input",
                  core::format("set with topk {}", topk), "set with topk = 1 only");
@@ -45,45 +47,56 @@ std::int64_t check_routing(const ForwardArgs& args, std::int64_t num_tokens,
 std::int64_t check_router(const ForwardArgs& args, std::int64_t num_tokens,
                           std::int64_t num_experts) {
   const Device device = args.stream.device;
-  FUSEDMOE_CHECK(args.router, "router", "null", "given to a monolithic kernel");
+  FUSEDMOE_CHECK_FAULT(args.router, kNull, "router", "null", "given to a monolithic kernel");
   args.router->validate();
   FUSEDMOE_CHECK(args.router->num_experts == num_experts, "router.num_experts",
                  core::to_string(args.router->num_experts), core::format("{}", num_experts));
   FUSEDMOE_CHECK(!args.apply_router_weight_on_input && !args.router->apply_router_weight_on_input,
                  "apply_router_weight_on_input", "set", "unset for a monolithic kernel");
-  FUSEDMOE_CHECK(!args.router->custom || device.is_cpu(), "router.custom",
-                 core::format("set on {}", to_string(device)),
-                 "unset: the callback of a custom routing runs on the cpu");
-  FUSEDMOE_CHECK(args.router_logits && core::is_activation_dtype(args.router_logits.dtype()),
-                 "router_logits", core::describe(args.router_logits), "f32, bf16 or f16");
+  FUSEDMOE_CHECK_SUPPORTED(!args.router->custom || device.is_cpu(), kDevice, "router.custom",
+                           core::format("set on {}", to_string(device)),
+                           "unset: the callback of a custom routing runs on the cpu");
+  core::check_activation_dtype(args.router_logits, "router_logits");
   check_buffer(args.router_logits, "router_logits", args.router_logits.dtype(),
                {num_tokens, num_experts}, device);
   if (args.score_correction_bias) {
     check_buffer(args.score_correction_bias, "score_correction_bias", DType::kF32, {num_experts},
                  device);
   }
+  if (args.expert_load) {
+    check_buffer(args.expert_load, "expert_load", DType::kI32, {num_experts}, device);
+  }
+  check_buffer(args.topk_ids, "topk_ids", DType::kI32, {num_tokens, args.router->topk}, device);
+  check_buffer(args.topk_weights, "topk_weights", DType::kF32, args.topk_ids.shape(), device);
+  const NamedView ids{"topk_ids", &args.topk_ids}, weights{"topk_weights", &args.topk_weights};
+  const NamedView logits{"router_logits", &args.router_logits};
+  const NamedView hidden_states{"hidden_states", &args.hidden_states};
+  const NamedView output{"output", &args.output};
+  check_disjoint(ids, {weights, logits, hidden_states, output});
+  check_disjoint(weights, {logits, hidden_states, output});
+  if (args.router_weights) check_disjoint(logits, {hidden_states, output});
   return args.router->topk;
 }
 
 /// Global number of experts, from the argument, the map, or the local experts.
 std::int64_t check_experts(const ForwardArgs& args, const Experts& experts) {
-  FUSEDMOE_CHECK(args.weights, "weights", "null", "packed weights");
+  FUSEDMOE_CHECK_FAULT(args.weights, kNull, "weights", "null", "packed weights");
   const PackedWeights::Info& info = args.weights->info();
   FUSEDMOE_CHECK(experts.accepts(*args.weights), "weights",
                  core::format("packed by \"{}\": {} experts of {} x {}, {}", info.implementation,
                               info.num_experts, info.hidden, info.intermediate, name(info.scheme)),
                  core::format("packed by \"{}\" for the configuration that was selected",
                               experts.descriptor().name()));
-  FUSEDMOE_CHECK(args.stream.device == info.device, "stream",
-                 core::format("of {}", to_string(args.stream.device)),
-                 core::format("of {}, where the packed weights are", to_string(info.device)));
+  FUSEDMOE_CHECK_FAULT(args.stream.device == info.device, kDevice, "stream",
+                       core::format("of {}", to_string(args.stream.device)),
+                       core::format("of {}, where the packed weights are", to_string(info.device)));
   const MoeConfig& config = experts.config();
   const std::int64_t num_experts = args.num_experts ? args.num_experts : config.num_experts;
   FUSEDMOE_CHECK(num_experts == config.num_experts, "num_experts", core::to_string(num_experts),
                  core::format("{}, for which the experts were selected", config.num_experts));
   if (!args.expert_map) {
-    FUSEDMOE_CHECK(
-        num_experts == info.num_experts, "expert_map", "undefined",
+    FUSEDMOE_CHECK_FAULT(
+        num_experts == info.num_experts, kNull, "expert_map", "undefined",
         core::format("given: {} of {} experts are local", info.num_experts, num_experts));
     return num_experts;
   }
@@ -94,9 +107,10 @@ std::int64_t check_experts(const ForwardArgs& args, const Experts& experts) {
 /// Rows are numbered in 32 bits, across experts.
 void check_row_count(std::int64_t num_tokens, std::int64_t num_local_experts) {
   constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max();
-  FUSEDMOE_CHECK(num_tokens * num_local_experts <= kMaxRows, "hidden_states",
-                 core::format("{} rows for each of {} experts", num_tokens, num_local_experts),
-                 core::format("at most {} rows of all experts", kMaxRows));
+  FUSEDMOE_CHECK_FAULT(
+      num_tokens * num_local_experts <= kMaxRows, kShape, "hidden_states",
+      core::format("{} rows for each of {} experts", num_tokens, num_local_experts),
+      core::format("at most {} rows of all experts", kMaxRows));
 }
 
 }  // namespace
@@ -150,8 +164,8 @@ void check_row_buffer(const TensorView& view, const char* name, DType dtype, con
 void check_disjoint(NamedView written, std::initializer_list<NamedView> others) {
   for (const NamedView& other : others) {
     if (!written.view->defined() || !other.view->defined()) continue;
-    FUSEDMOE_CHECK(!core::overlap(*written.view, *other.view), written.name,
-                   core::format("overlapping {}", other.name), "memory of its own");
+    FUSEDMOE_CHECK_FAULT(!core::overlap(*written.view, *other.view), kOverlap, written.name,
+                         core::format("overlapping {}", other.name), "memory of its own");
   }
 }
 
@@ -163,25 +177,26 @@ void check_output(const TensorView& output, const TensorView& hidden_states, boo
 void check_workspace(Workspace workspace, std::size_t needed,
                      std::initializer_list<NamedView> tensors) {
   if (needed == 0) return;
-  FUSEDMOE_CHECK(workspace.data, "workspace", "null", core::format("{} bytes", needed));
-  FUSEDMOE_CHECK(workspace.bytes >= needed, "workspace", core::format("{} bytes", workspace.bytes),
-                 core::format("at least {} bytes", needed));
-  FUSEDMOE_CHECK(aligned(workspace.data, 64), "workspace", core::format("at {}", workspace.data),
-                 "64-byte aligned");
+  FUSEDMOE_CHECK_FAULT(workspace.data, kWorkspace, "workspace", "null",
+                       core::format("{} bytes", needed));
+  FUSEDMOE_CHECK_FAULT(workspace.bytes >= needed, kWorkspace, "workspace",
+                       core::format("{} bytes", workspace.bytes),
+                       core::format("at least {} bytes", needed));
+  FUSEDMOE_CHECK_FAULT(aligned(workspace.data, 64), kAlignment, "workspace",
+                       core::format("at {}", workspace.data), "64-byte aligned");
   const TensorView block(workspace.data, DType::kU8, {static_cast<std::int64_t>(needed)});
   for (const NamedView& tensor : tensors) check_disjoint({"workspace", &block}, {tensor});
 }
 
 void check_prepare_args(const PrepareFinalizeDescriptor& descriptor, const ForwardArgs& args) {
-  FUSEDMOE_CHECK(args.weights, "weights", "null", "packed weights");
+  FUSEDMOE_CHECK_FAULT(args.weights, kNull, "weights", "null", "packed weights");
   const Device device = args.stream.device;
   const TensorView& x = args.hidden_states;
-  FUSEDMOE_CHECK(x.defined() && core::is_activation_dtype(x.dtype()), "hidden_states",
-                 core::describe(x), "f32, bf16 or f16");
+  core::check_activation_dtype(x, "hidden_states");
   check_row_buffer(x, "hidden_states", x.dtype(), {-1, args.weights->info().hidden}, device);
   const std::optional<QuantKey>& key = args.preparation.quant;
-  FUSEDMOE_CHECK(!key || key->dynamic || args.preparation.scale, "preparation.scale", "none",
-                 "that of the static activations");
+  FUSEDMOE_CHECK_FAULT(!key || key->dynamic || args.preparation.scale, kNull, "preparation.scale",
+                       "none", "that of the static activations");
   const bool batched = descriptor.activation_format() == ActivationFormat::kBatchedExperts;
   if (batched || args.preparation.apply_router_weight_on_input) {
     check_buffer(args.topk_ids, "topk_ids", DType::kI32, {x.size(0), -1}, device);
@@ -197,15 +212,14 @@ void check_prepare_args(const PrepareFinalizeDescriptor& descriptor, const Forwa
 }
 
 void check_finalize_args(const PrepareFinalizeDescriptor& descriptor, const ForwardArgs& args) {
-  FUSEDMOE_CHECK(args.weights, "weights", "null", "packed weights");
+  FUSEDMOE_CHECK_FAULT(args.weights, kNull, "weights", "null", "packed weights");
   const Device device = args.stream.device;
   const std::int64_t hidden = args.weights->info().hidden;
-  FUSEDMOE_CHECK(args.output && core::is_activation_dtype(args.output.dtype()), "output",
-                 core::describe(args.output), "f32, bf16 or f16");
+  core::check_activation_dtype(args.output, "output");
   check_row_buffer(args.output, "output", args.output.dtype(), {-1, hidden}, device);
-  FUSEDMOE_CHECK(args.fused_output.defined() && args.fused_output.device() == device,
-                 "fused_output", core::describe(args.fused_output),
-                 core::format("on {}", to_string(device)));
+  FUSEDMOE_CHECK_FAULT(args.fused_output.defined() && args.fused_output.device() == device, kDevice,
+                       "fused_output", core::describe(args.fused_output),
+                       core::format("on {}", to_string(device)));
   FUSEDMOE_CHECK(descriptor.accepts(args.weight_and_reduce), "weight_and_reduce",
                  std::string(name(args.weight_and_reduce)),
                  core::format("one that {} can finalize", descriptor.name()));
@@ -227,13 +241,14 @@ ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& a
   const Experts& experts = kernel.experts();
   const MoeConfig& config = experts.config();
   const std::int64_t num_experts = check_experts(args, experts);
-  FUSEDMOE_CHECK(!args.hooks || config.hooks, "hooks",
-                 core::format("given to {}", experts.descriptor().name()),
-                 "given to experts of a configuration with hooks only");
+  FUSEDMOE_CHECK_SUPPORTED(!args.hooks || config.hooks, kHooks, "hooks",
+                           core::format("given to {}", experts.descriptor().name()),
+                           "given to experts of a configuration with hooks only");
   check_row_buffer(args.hidden_states, "hidden_states", config.dtype, {-1, config.hidden}, device);
   const std::int64_t num_tokens = args.hidden_states.size(0);
-  FUSEDMOE_CHECK(num_tokens <= std::numeric_limits<std::int32_t>::max(), "hidden_states",
-                 core::format("{} tokens", num_tokens), "fewer than 2^31 tokens");
+  FUSEDMOE_CHECK_FAULT(num_tokens <= std::numeric_limits<std::int32_t>::max(), kShape,
+                       "hidden_states", core::format("{} tokens", num_tokens),
+                       "fewer than 2^31 tokens");
   const bool widened = args.output && args.output.dtype() == DType::kF32;
   check_row_buffer(args.output, "output", widened ? DType::kF32 : config.dtype,
                    {num_tokens, config.hidden}, device);
@@ -252,15 +267,12 @@ ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& a
   const NamedView hidden_states{"hidden_states", &args.hidden_states};
   const NamedView expert_map{"expert_map", &args.expert_map};
   const NamedView output{"output", &args.output};
-  const NamedView first = config.monolithic ? NamedView{"router_logits", &args.router_logits}
-                                            : NamedView{"topk_ids", &args.topk_ids};
-  const NamedView second = config.monolithic
-                               ? NamedView{"score_correction_bias", &args.score_correction_bias}
-                               : NamedView{"topk_weights", &args.topk_weights};
+  const NamedView ids{"topk_ids", &args.topk_ids}, weights{"topk_weights", &args.topk_weights};
+  const NamedView logits{"router_logits", &args.router_logits};
   check_output(args.output, args.hidden_states, args.inplace);
-  check_disjoint(output, {first, second, expert_map});
+  check_disjoint(output, {ids, weights, logits, expert_map});
   check_workspace(workspace, kernel.workspace_bytes(problem),
-                  {output, hidden_states, first, second, expert_map});
+                  {output, hidden_states, ids, weights, logits, expert_map});
   // Values last: they mean nothing in memory that another argument claims. On a device they cannot
   // be read without waiting for it.
   if (!device.is_cpu()) return problem;

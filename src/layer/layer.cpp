@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "core/device_runtime.h"
+#include "core/parallel.h"
 #include "core/workspace.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
@@ -27,9 +28,9 @@ Tensor own(const Tensor& tensor, Device device) {
 }
 
 void check_parameter(const Tensor& tensor, const char* name, const Shape& shape) {
-  FUSEDMOE_CHECK(
+  FUSEDMOE_CHECK_FAULT(
       tensor.defined() && core::is_activation_dtype(tensor.dtype()) && tensor.shape() == shape,
-      name, core::describe(tensor), core::format("f32, bf16 or f16 {}", to_string(shape)));
+      kDType, name, core::describe(tensor), core::format("f32, bf16 or f16 {}", to_string(shape)));
 }
 
 void check_router_weights(const LayerWeights& weights) {
@@ -86,7 +87,6 @@ MoeConfig layer_config(const LayerWeights& weights, const LayerOptions& options)
       routing_method(weights.router, weights.router_weights.score_correction_bias.defined());
   config.batch_invariant = options.batch_invariant;
   config.hooks = options.hooks;
-  config.monolithic = options.monolithic;
   config.parallel = options.parallel;
   return config;
 }
@@ -120,9 +120,18 @@ Selection select_shared(const ExpertWeights& weights, const LayerOptions& option
   return select(config, core::format("{}+no_ep", routed.experts->name()));
 }
 
+/// Null where the caller leaves the threads to the default executor.
+std::shared_ptr<Executor> executor_for(const LayerOptions& options) {
+  if (options.executor) return {std::shared_ptr<void>(), options.executor};  // not ours
+  return options.num_threads > 0 ? make_executor(options.num_threads) : nullptr;
+}
+
 Context layer_context(const LayerOptions& options) {
   Context context = make_context(options.device);
   context.num_threads = options.num_threads;
+  if (options.executor && options.num_threads == 0) {
+    context.num_threads = options.executor->concurrency();
+  }
   return context;
 }
 
@@ -158,13 +167,16 @@ struct MoeLayer::Impl {
   Selection selection;
   const core::Backend& backend;
   RouterConfig router;
-  RouterWeights router_weights;  // on the device
-  Tensor expert_map;             // on the device
-  ModularKernel kernel;
+  RouterWeights router_weights;             // on the device
+  Tensor expert_map;                        // on the device
+  ModularKernel kernel;                     // takes ids and weights
+  std::optional<ModularKernel> monolithic;  // routes by itself, with the same packed weights
   std::shared_ptr<const PackedWeights> packed;
   std::optional<Shared> shared;
   DType output_dtype;
   bool inplace;
+  std::shared_ptr<Executor> executor;  // of the CPU; null: the default one
+  Stream stream;                       // of forwards that name none
   std::int64_t chunk = std::numeric_limits<std::int64_t>::max();  // tokens at a time, at most
 
   Impl(const LayerWeights& weights, const LayerOptions& options, const Selection& chosen);
@@ -178,7 +190,6 @@ struct MoeLayer::Impl {
   void check(const Call& call, Workspace workspace) const;
   void run(const Call& call, void* workspace) const;
   void run_chunk(const Call& call, void* workspace) const;
-  Routing route(const Call& call, const Buffers& buffers) const;
   void apply_routed(const Call& call, const Routing& routing, const Buffers& buffers) const;
   void apply_shared(const Call& call, const Buffers& buffers) const;
 };
@@ -195,8 +206,20 @@ MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options,
       expert_map(to_device(weights.expert_map, options.device)),
       kernel(chosen.create(layer_context(options))),
       output_dtype(options.output_dtype.value_or(options.dtype)),
-      inplace(options.inplace) {
+      inplace(options.inplace),
+      executor(executor_for(options)),
+      stream{options.device} {
+  if (executor && options.device.is_cpu()) stream = cpu_stream(*executor);
   config.activation_format = chosen.prepare_finalize->activation_format();
+  if (options.monolithic || chosen.experts->routes_faster()) {
+    Selection routing = chosen;
+    routing.config.monolithic = true;
+    const Support support = chosen.experts->supports(routing.config);
+    if (support) monolithic.emplace(routing.create(layer_context(options)));
+    if (options.monolithic && !support) {
+      throw Error::unsupported(support.reason, "options.monolithic", support.text);
+    }
+  }
   pack(weights, options);
   if (options.max_workspace_bytes > 0) limit_chunk(options.max_workspace_bytes);
 }
@@ -270,6 +293,9 @@ MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* works
   buffers.router_logits = tensor(DType::kF32, router.num_experts);
   buffers.routing = {tensor(DType::kI32, router.topk), tensor(DType::kF32, router.topk)};
   std::size_t kernel_bytes = kernel.workspace_bytes(problem(num_tokens));
+  if (monolithic) {
+    kernel_bytes = std::max(kernel_bytes, monolithic->workspace_bytes(problem(num_tokens)));
+  }
   if (shared) {
     buffers.shared_routing = {tensor(DType::kI32, 1), tensor(DType::kF32, 1)};
     buffers.shared_output = tensor(output_dtype, config.hidden);
@@ -286,11 +312,11 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
   using layer::NamedView;
   const Device device = config.device;
   const ForwardOptions& options = call.options;
-  FUSEDMOE_CHECK(call.stream.device == device, "stream",
-                 core::format("of {}", to_string(call.stream.device)),
-                 core::format("of {}, the device of the layer", to_string(device)));
-  FUSEDMOE_CHECK(!options.hooks || config.hooks, "hooks", "given",
-                 "given to a layer made with LayerOptions::hooks only");
+  FUSEDMOE_CHECK_FAULT(call.stream.device == device, kDevice, "stream",
+                       core::format("of {}", to_string(call.stream.device)),
+                       core::format("of {}, the device of the layer", to_string(device)));
+  FUSEDMOE_CHECK_SUPPORTED(!options.hooks || config.hooks, kHooks, "hooks", "given",
+                           "given to a layer made with LayerOptions::hooks only");
   layer::check_row_buffer(call.hidden_states, "hidden_states", config.dtype, {-1, config.hidden},
                           device);
   const std::int64_t num_tokens = call.hidden_states.size(0);
@@ -340,20 +366,26 @@ void MoeLayer::Impl::apply_routed(const Call& call, const Routing& routing,
   args.weights = packed.get();
   args.output = call.output;
   args.hidden_states = call.hidden_states;
+  args.topk_ids = routing.topk_ids;
+  args.topk_weights = routing.topk_weights;
   args.expert_map = expert_map;
-  if (config.monolithic) {
-    args.router_logits = buffers.router_logits;
-    args.router = &router;
-    args.score_correction_bias = router_weights.score_correction_bias;
-  } else {
-    args.topk_ids = routing.topk_ids;
-    args.topk_weights = routing.topk_weights;
-  }
   args.apply_router_weight_on_input = router.apply_router_weight_on_input;
   args.accumulate = call.options.accumulate;
   args.hooks = call.options.hooks;
   args.stream = call.stream;
-  kernel.run(args, problem(call.hidden_states.size(0)), buffers.kernel);
+  const ProblemSize size = problem(call.hidden_states.size(0));
+  if (call.routing.topk_ids) return kernel.run(args, size, buffers.kernel);
+  args.router = &router;
+  args.router_logits = buffers.router_logits;
+  args.expert_load = call.options.expert_load;
+  if (monolithic) {
+    args.router_weights = &router_weights;
+    return monolithic->run(args, size, buffers.kernel);
+  }
+  backend.router_logits(router_weights, args.hidden_states, args.router_logits, args.stream);
+  backend.route(router, args.router_logits, router_weights.score_correction_bias, routing,
+                args.expert_load, args.stream);
+  kernel.run(args, size, buffers.kernel);
 }
 
 void MoeLayer::Impl::apply_shared(const Call& call, const Buffers& buffers) const {
@@ -375,22 +407,10 @@ void MoeLayer::Impl::apply_shared(const Call& call, const Buffers& buffers) cons
   shared->kernel.run(args, size, buffers.kernel);
 }
 
-Routing MoeLayer::Impl::route(const Call& call, const Buffers& buffers) const {
-  if (call.routing.topk_ids) return call.routing;
-  const ForwardOptions& options = call.options;
-  backend.router_logits(router_weights, call.hidden_states, buffers.router_logits, call.stream);
-  // Monolithic experts route by themselves; then only the results that are wanted ask for it here.
-  if (!config.monolithic || options.topk_ids || options.topk_weights || options.expert_load) {
-    backend.route(router, buffers.router_logits, router_weights.score_correction_bias,
-                  buffers.routing, call.stream);
-  }
-  return buffers.routing;
-}
-
 void MoeLayer::Impl::run_chunk(const Call& call, void* workspace) const {
   const ForwardOptions& options = call.options;
   const Buffers buffers = cut(call.hidden_states.size(0), workspace);
-  const Routing routing = route(call, buffers);
+  const Routing routing = call.routing.topk_ids ? call.routing : buffers.routing;
   // Shared experts first: the routed ones may overwrite the hidden states.
   if (shared) apply_shared(call, buffers);
   apply_routed(call, routing, buffers);
@@ -401,7 +421,6 @@ void MoeLayer::Impl::run_chunk(const Call& call, void* workspace) const {
   copy_result(buffers.router_logits, options.router_logits);
   copy_result(routing.topk_ids, options.topk_ids);
   copy_result(routing.topk_weights, options.topk_weights);
-  if (options.expert_load) backend.count_tokens(routing.topk_ids, options.expert_load, call.stream);
 }
 
 void MoeLayer::Impl::run(const Call& call, void* workspace) const {
@@ -430,15 +449,16 @@ void MoeLayer::Impl::run(const Call& call, void* workspace) const {
 }
 
 MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
-  FUSEDMOE_CHECK(core::is_activation_dtype(options.dtype), "options.dtype",
-                 std::string(name(options.dtype)), "f32, bf16 or f16");
+  FUSEDMOE_CHECK_FAULT(core::is_activation_dtype(options.dtype), kDType, "options.dtype",
+                       std::string(name(options.dtype)), "f32, bf16 or f16");
   const DType output = options.output_dtype.value_or(options.dtype);
-  FUSEDMOE_CHECK(output == options.dtype || output == DType::kF32, "options.output_dtype",
-                 std::string(name(output)), core::format("{} or f32", name(options.dtype)));
+  FUSEDMOE_CHECK_FAULT(output == options.dtype || output == DType::kF32, kDType,
+                       "options.output_dtype", std::string(name(output)),
+                       core::format("{} or f32", name(options.dtype)));
   check_weights(weights);
-  FUSEDMOE_CHECK(!weights.router.custom || options.device.is_cpu(), "router.custom",
-                 core::format("set on {}", to_string(options.device)),
-                 "unset: the callback of a custom routing runs on the cpu");
+  FUSEDMOE_CHECK_SUPPORTED(!weights.router.custom || options.device.is_cpu(), kDevice,
+                           "router.custom", core::format("set on {}", to_string(options.device)),
+                           "unset: the callback of a custom routing runs on the cpu");
   impl_ = std::make_unique<Impl>(weights, options, select_routed(weights, options));
 }
 
@@ -487,10 +507,9 @@ std::size_t MoeLayer::workspace_bytes(std::int64_t num_tokens) const {
 void MoeLayer::forward(const TensorView& hidden_states, const TensorView& output,
                        Workspace workspace, const ForwardOptions& options) const {
   const Impl& impl = this->impl();
-  FUSEDMOE_CHECK(impl.router_weights.weight, "router_weights.weight", "not given to this layer",
-                 "given, or forward_routed() be called");
-  const Impl::Call call{
-      hidden_states, output, {}, options, options.stream.value_or(Stream{impl.config.device})};
+  FUSEDMOE_CHECK_FAULT(impl.router_weights.weight, kNull, "router_weights.weight",
+                       "not given to this layer", "given, or forward_routed() be called");
+  const Impl::Call call{hidden_states, output, {}, options, options.stream.value_or(impl.stream)};
   impl.check(call, workspace);
   impl.run(call, workspace.data);
 }
@@ -499,12 +518,12 @@ void MoeLayer::forward_routed(const TensorView& hidden_states, const Routing& ro
                               const TensorView& output, Workspace workspace,
                               const ForwardOptions& options) const {
   const Impl& impl = this->impl();
-  FUSEDMOE_CHECK(!impl.config.monolithic, "routing", "given", "left to a monolithic layer");
-  FUSEDMOE_CHECK(routing.topk_ids, "topk_ids", "undefined", "given");
-  FUSEDMOE_CHECK(!options.router_logits, "options.router_logits", "given",
+  FUSEDMOE_CHECK_FAULT(routing.topk_ids, kNull, "topk_ids", "undefined", "given");
+  FUSEDMOE_CHECK(!options.router_logits && !options.expert_load,
+                 options.router_logits ? "options.router_logits" : "options.expert_load", "given",
                  "undefined: the router does not run");
   const Impl::Call call{hidden_states, output, routing, options,
-                        options.stream.value_or(Stream{impl.config.device})};
+                        options.stream.value_or(impl.stream)};
   impl.check(call, workspace);
   impl.run(call, workspace.data);
 }

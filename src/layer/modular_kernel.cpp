@@ -15,19 +15,20 @@ namespace fusedmoe {
 ModularKernel::ModularKernel(std::shared_ptr<const PrepareAndFinalize> prepare_finalize,
                              std::shared_ptr<const Experts> experts)
     : prepare_finalize_(std::move(prepare_finalize)), experts_(std::move(experts)) {
-  FUSEDMOE_CHECK(prepare_finalize_, "prepare_finalize", "null", "an instance");
-  FUSEDMOE_CHECK(experts_, "experts", "null", "an instance");
+  FUSEDMOE_CHECK_FAULT(prepare_finalize_, kNull, "prepare_finalize", "null", "an instance");
+  FUSEDMOE_CHECK_FAULT(experts_, kNull, "experts", "null", "an instance");
   const PrepareFinalizeDescriptor& prepare = prepare_finalize_->descriptor();
   const ActivationFormat format = prepare.activation_format();
   const ActivationFormat theirs = experts_->config().activation_format;
-  FUSEDMOE_CHECK(theirs == format, "experts",
-                 core::format("{}, of format {}", experts_->descriptor().name(), name(theirs)),
-                 core::format("of format {}, that of {}", name(format), prepare.name()));
+  FUSEDMOE_CHECK_SUPPORTED(
+      theirs == format, kPairing, "experts",
+      core::format("{}, of format {}", experts_->descriptor().name(), name(theirs)),
+      core::format("of format {}, that of {}", name(format), prepare.name()));
   const WeightAndReduce reduce = experts_->descriptor().weight_and_reduce(format);
-  FUSEDMOE_CHECK(prepare.accepts(reduce), "experts",
-                 core::format("{}, which leaves \"{}\" to finalize", experts_->descriptor().name(),
-                              name(reduce)),
-                 core::format("one whose output {} can finalize", prepare.name()));
+  FUSEDMOE_CHECK_SUPPORTED(prepare.accepts(reduce), kPairing, "experts",
+                           core::format("{}, which leaves \"{}\" to finalize",
+                                        experts_->descriptor().name(), name(reduce)),
+                           core::format("one whose output {} can finalize", prepare.name()));
 }
 
 std::size_t ModularKernel::workspace_bytes(const ProblemSize& problem) const {

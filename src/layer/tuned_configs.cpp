@@ -43,14 +43,14 @@ constexpr const char* kTime = "time_us";
 const Json& member(const Json& object, const std::string& label, const char* key,
                    bool (Json::*is)() const noexcept, const char* must_be) {
   const auto found = object.find(key);
-  FUSEDMOE_CHECK(found != object.end() && ((*found).*is)(), core::format("{}.{}", label, key),
-                 found == object.end() ? "missing" : std::string(found->type_name()), must_be);
+  FUSEDMOE_CHECK_FILE(found != object.end() && ((*found).*is)(), core::format("{}.{}", label, key),
+                      found == object.end() ? "missing" : std::string(found->type_name()), must_be);
   return *found;
 }
 
 TunedConfig parse_config(const Json& object, const std::string& label) {
   constexpr std::size_t kMembers = kTexts.size() + kSizes.size() + 1;
-  FUSEDMOE_CHECK(object.is_object(), label, object.type_name(), "an object");
+  FUSEDMOE_CHECK_FILE(object.is_object(), label, object.type_name(), "an object");
   TunedConfig config;
   for (const TextMember& text : kTexts) {
     config.*text.member =
@@ -62,19 +62,19 @@ TunedConfig parse_config(const Json& object, const std::string& label) {
     config.*size.member = value.get<std::int64_t>();
   }
   config.time_us = member(object, label, kTime, &Json::is_number, "a number").get<double>();
-  FUSEDMOE_CHECK(object.size() == kMembers, label, core::format("{} members", object.size()),
-                 core::format("{} members, those of a tuned configuration", kMembers));
+  FUSEDMOE_CHECK_FILE(object.size() == kMembers, label, core::format("{} members", object.size()),
+                      core::format("{} members, those of a tuned configuration", kMembers));
   return config;
 }
 
 TunedConfigs parse_labelled(std::string_view json, const std::string& label) {
   const Json root = files::parse_json_object(json, kMaxBytes, label);
   const Json& version = member(root, label, "version", &Json::is_number_integer, "an integer");
-  FUSEDMOE_CHECK(version == kVersion, label + ".version", version.dump(),
-                 core::to_string(kVersion));
+  FUSEDMOE_CHECK_FILE(version == kVersion, label + ".version", version.dump(),
+                      core::to_string(kVersion));
   const Json& list = member(root, label, "configs", &Json::is_array, "an array");
-  FUSEDMOE_CHECK(root.size() == 2, label, core::format("{} members", root.size()),
-                 "the members version and configs");
+  FUSEDMOE_CHECK_FILE(root.size() == 2, label, core::format("{} members", root.size()),
+                      "the members version and configs");
   TunedConfigs configs;
   for (std::size_t i = 0; i < list.size(); ++i) {
     const std::string name = core::format("{}.configs[{}]", label, i);
@@ -84,8 +84,8 @@ TunedConfigs parse_labelled(std::string_view json, const std::string& label) {
     } catch (const Error& error) {
       throw error.within(name);
     }
-    FUSEDMOE_CHECK(configs.all().size() == i + 1, name, "for the problem of an earlier one",
-                   "for another problem");
+    FUSEDMOE_CHECK_FILE(configs.all().size() == i + 1, name, "for the problem of an earlier one",
+                        "for another problem");
   }
   return configs;
 }

@@ -102,8 +102,7 @@ Activation parse_activation(std::string_view text) {
     names += entry.name;
   }
   if (text == "gelu_pytorch_tanh") return Activation::kGeluTanh;
-  throw Error("activation", core::format("\"{}\"", text),
-              core::format("one of {}, gelu_pytorch_tanh", names));
+  throw Error::unknown_name("activation", text, names + ", gelu_pytorch_tanh");
 }
 
 }  // namespace fusedmoe

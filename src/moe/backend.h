@@ -39,19 +39,15 @@ class Backend {
   virtual ~Backend() = default;
 
   /// As fusedmoe::router_logits() and route(). Custom routing runs on the CPU only; elsewhere it is
-  /// an Error.
+  /// an Error. expert_load (num_experts) i32, if defined: += tokens that chose each expert.
   virtual void router_logits(const RouterWeights& weights, const TensorView& x,
                              const TensorView& logits, Stream stream) const = 0;
   virtual void route(const RouterConfig& config, const TensorView& logits,
                      const TensorView& correction_bias, const Routing& out,
-                     Stream stream) const = 0;
+                     const TensorView& expert_load, Stream stream) const = 0;
   /// Routing of shared experts, (num_tokens, 1): expert 0 with weight 1, or if `gated` with the
   /// sigmoid, in double, of the logit that topk_weights hold.
   virtual void route_shared(const Routing& out, bool gated, Stream stream) const = 0;
-
-  /// load[e] += how many slots of topk_ids name expert e; load (num_experts) i32.
-  virtual void count_tokens(const TensorView& topk_ids, const TensorView& load,
-                            Stream stream) const = 0;
 
   /// weighted = rnd(x * rnd(weight)) in the dtype of x (num_tokens, hidden); weights
   /// (num_tokens, 1) f32.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/format.h"
 #include "core/workspace.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
@@ -80,13 +81,13 @@ int Experts::find_kernel_config(std::string_view) const {
 }
 
 ExpertWeights Experts::unpack(const PackedWeights&, std::int64_t) const {
-  throw Error("experts", std::string(descriptor_.name()),
-              "an implementation that can unpack weights");
+  throw Error::unsupported(Reason::kOperation, "experts",
+                           core::format("{} cannot unpack weights", descriptor_.name()));
 }
 
 void Experts::repack(const ExpertWeights&, std::int64_t, PackedWeights&) const {
-  throw Error("experts", std::string(descriptor_.name()),
-              "an implementation that can repack weights");
+  throw Error::unsupported(Reason::kOperation, "experts",
+                           core::format("{} cannot repack weights", descriptor_.name()));
 }
 
 void Experts::apply(const ForwardArgs& args) const {

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "core/check.h"
+#include "fusedmoe/runtime.h"
 
 namespace fusedmoe::core {
 namespace {
@@ -10,8 +11,8 @@ namespace {
 void check_row_count(std::int64_t rows, const char* argument) {
   // Kernels count them in 32 bits, in steps of up to 2^15.
   constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max() - (1 << 16);
-  FUSEDMOE_CHECK(rows <= kMaxRows, argument, core::format("{} rows", rows),
-                 core::format("at most {} rows of all experts", kMaxRows));
+  FUSEDMOE_CHECK_FAULT(rows <= kMaxRows, kShape, argument, core::format("{} rows", rows),
+                       core::format("at most {} rows of all experts", kMaxRows));
 }
 
 void check_counts(const ForwardArgs& args, const ProblemSize& problem) {
@@ -65,12 +66,11 @@ void check_routing(const Experts& experts, const ForwardArgs& args, const Proble
   if (args.expert_map) check_tensor(args.expert_map, "expert_map", DType::kI32, {-1});
   check_row_count(problem.num_tokens * problem.topk, "topk_ids");
   if (config.monolithic) {
-    FUSEDMOE_CHECK(args.router, "router", "null", "given to monolithic experts");
-    FUSEDMOE_CHECK(args.router_logits.defined() && is_activation_dtype(args.router_logits.dtype()),
-                   "router_logits", describe(args.router_logits), "f32, bf16 or f16");
+    FUSEDMOE_CHECK_FAULT(args.router, kNull, "router", "null", "given to monolithic experts");
+    check_activation_dtype(args.router_logits, "router_logits");
     check_tensor(args.router_logits, "router_logits", args.router_logits.dtype(),
                  {problem.num_tokens, config.num_experts});
-    return;
+    check_tensor(args.topk_ids, "topk_ids", DType::kI32, {problem.num_tokens, args.router->topk});
   }
   check_tensor(args.topk_ids, "topk_ids", DType::kI32, {problem.num_tokens, -1});
   check_tensor(args.topk_weights, "topk_weights", DType::kF32, args.topk_ids.shape());
@@ -79,17 +79,19 @@ void check_routing(const Experts& experts, const ForwardArgs& args, const Proble
 /// Kernels on CUDA read and write rows 16 bytes at a time.
 void check_place(const TensorView& view, const char* argument, Device device, bool rows) {
   if (!view) return;
-  FUSEDMOE_CHECK(view.device() == device, argument, core::format("on {}", to_string(view.device())),
-                 core::format("on {}", to_string(device)));
+  FUSEDMOE_CHECK_FAULT(view.device() == device, kDevice, argument,
+                       core::format("on {}", to_string(view.device())),
+                       core::format("on {}", to_string(device)));
   const int width = !device.is_cpu() && rows ? 16 : std::max(bits(view.dtype()) / 8, 1);
-  FUSEDMOE_CHECK(reinterpret_cast<std::uintptr_t>(view.data()) % width == 0, argument,
-                 core::format("at {}", view.data()), core::format("aligned to {} bytes", width));
+  FUSEDMOE_CHECK_FAULT(reinterpret_cast<std::uintptr_t>(view.data()) % width == 0, kAlignment,
+                       argument, core::format("at {}", view.data()),
+                       core::format("aligned to {} bytes", width));
 }
 
 void check_places(const ForwardArgs& args, Device device) {
-  FUSEDMOE_CHECK(args.stream.device == device, "stream",
-                 core::format("of {}", to_string(args.stream.device)),
-                 core::format("of {}, the device of the experts", to_string(device)));
+  FUSEDMOE_CHECK_FAULT(args.stream.device == device, kDevice, "stream",
+                       core::format("of {}", to_string(args.stream.device)),
+                       core::format("of {}, the device of the experts", to_string(device)));
   check_place(args.hidden_states, "hidden_states", device, true);
   check_place(args.fused_output, "fused_output", device, true);
   const std::pair<const TensorView*, const char*> others[] = {
@@ -99,7 +101,8 @@ void check_places(const ForwardArgs& args, Device device) {
       {&args.expert_map, "expert_map"},
       {&args.router_logits, "router_logits"},
       {&args.expert_num_tokens, "expert_num_tokens"},
-      {&args.score_correction_bias, "score_correction_bias"}};
+      {&args.score_correction_bias, "score_correction_bias"},
+      {&args.expert_load, "expert_load"}};
   for (const auto& [view, argument] : others) check_place(*view, argument, device, false);
 }
 
@@ -191,9 +194,14 @@ Support supports_anywhere(const MoeConfig& config, SizeUnits units) {
 
 namespace {
 
-/// All but the implementation.
-PackedWeights::Info info_of(const ExpertWeights& weights) {
+/// All but the implementation. `device`: where the weights will be packed.
+PackedWeights::Info info_of(const ExpertWeights& weights, Device device) {
   weights.validate();
+  const Device source = weights.device();
+  FUSEDMOE_CHECK_FAULT(
+      source.is_cpu() || source == device, kDevice, "weights",
+      core::format("on {}", to_string(source)),
+      device.is_cpu() ? std::string("on cpu") : core::format("on cpu or {}", to_string(device)));
   PackedWeights::Info info;
   info.scheme = weights.scheme;
   info.num_experts = weights.num_experts();
@@ -204,7 +212,9 @@ PackedWeights::Info info_of(const ExpertWeights& weights) {
   const std::optional<QuantKey>& key = weights.scheme.activations;
   if (!key || key->dynamic || key->group != GroupShape{-1, -1}) return info;
   const auto include = [](std::optional<float>& largest, const TensorView& scale) {
-    if (scale) largest = std::max(largest.value_or(0), *scale.as<const float>());
+    if (!scale) return;
+    const Tensor host = to_device(Tensor(scale, nullptr), {});
+    largest = std::max(largest.value_or(0), *host.as<const float>());
   };
   for (const ExpertMatrices& expert : weights.experts) {
     include(info.a1_scale, expert.gate.input_scale);
@@ -223,9 +233,8 @@ void check_supported(const ExpertsDescriptor& descriptor, const MoeConfig& confi
 }
 
 PackedWeights::Info make_packed_info(const Experts& experts, const ExpertWeights& weights) {
-  PackedWeights::Info info = info_of(weights);
+  PackedWeights::Info info = info_of(weights, experts.config().device);
   info.implementation = experts.descriptor().name();
-  info.layout_version = experts.descriptor().layout_version();
   info.device = experts.config().device;
   const MoeConfig& config = experts.config();
   FUSEDMOE_CHECK(info.scheme == config.scheme, "weights.scheme", name(info.scheme),
@@ -254,12 +263,12 @@ void check_expert(const Experts& experts, const PackedWeights& packed, std::int6
 }
 
 void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& packed) {
-  const PackedWeights::Info info = info_of(weights);
+  const PackedWeights::Info info = info_of(weights, packed.device);
   FUSEDMOE_CHECK(info.scheme == packed.scheme, "weights.scheme", name(info.scheme),
                  name(packed.scheme));
-  FUSEDMOE_CHECK(info.hidden == packed.hidden && info.intermediate == packed.intermediate,
-                 "weights", core::format("{} x {}", info.hidden, info.intermediate),
-                 core::format("{} x {}", packed.hidden, packed.intermediate));
+  FUSEDMOE_CHECK_FAULT(info.hidden == packed.hidden && info.intermediate == packed.intermediate,
+                       kShape, "weights", core::format("{} x {}", info.hidden, info.intermediate),
+                       core::format("{} x {}", packed.hidden, packed.intermediate));
   FUSEDMOE_CHECK(info.activation == packed.activation, "weights.activation",
                  core::format("{}, or other parameters", name(info.activation.kind)),
                  core::format("{} as packed", name(packed.activation.kind)));
@@ -287,10 +296,11 @@ void check_experts_args(const Experts& experts, const ForwardArgs& args) {
   FUSEDMOE_CHECK(args.weights && experts.accepts(*args.weights), "weights",
                  args.weights ? args.weights->info().implementation : "null",
                  core::format("packed by {} for this configuration", name));
-  FUSEDMOE_CHECK(!args.hooks || experts.config().hooks, "hooks", core::format("given to {}", name),
-                 "given to experts of a configuration with hooks only");
+  FUSEDMOE_CHECK_SUPPORTED(!args.hooks || experts.config().hooks, kHooks, "hooks",
+                           core::format("given to {}", name),
+                           "given to experts of a configuration with hooks only");
   check_hidden_states(experts, args);
-  FUSEDMOE_CHECK(args.fused_output.defined(), "fused_output", "undefined", "given");
+  FUSEDMOE_CHECK_FAULT(args.fused_output.defined(), kNull, "fused_output", "undefined", "given");
   const ProblemSize problem = problem_of(experts, args);
   if (experts.batched()) {
     check_counts(args, problem);
@@ -298,17 +308,17 @@ void check_experts_args(const Experts& experts, const ForwardArgs& args) {
     check_routing(experts, args, problem);
   }
   const WorkspacePlan plan = experts.plan(problem);
-  FUSEDMOE_CHECK(args.fused_output.dtype() == experts.config().dtype ||
-                     args.fused_output.dtype() == DType::kF32,
-                 "fused_output", describe(args.fused_output),
-                 core::format("{} or f32", fusedmoe::name(experts.config().dtype)));
+  FUSEDMOE_CHECK_FAULT(args.fused_output.dtype() == experts.config().dtype ||
+                           args.fused_output.dtype() == DType::kF32,
+                       kDType, "fused_output", describe(args.fused_output),
+                       core::format("{} or f32", fusedmoe::name(experts.config().dtype)));
   check_rows(args.fused_output, "fused_output", plan.output_dtype, plan.output_shape);
   check_places(args, experts.config().device);
   if (problem.num_tokens == 0) return;
-  FUSEDMOE_CHECK(args.workspace13 || plan.workspace13_bytes == 0, "workspace13", "null",
-                 core::format("of {} bytes", plan.workspace13_bytes));
-  FUSEDMOE_CHECK(args.workspace2 || plan.workspace2_bytes == 0, "workspace2", "null",
-                 core::format("of {} bytes", plan.workspace2_bytes));
+  FUSEDMOE_CHECK_FAULT(args.workspace13 || plan.workspace13_bytes == 0, kWorkspace, "workspace13",
+                       "null", core::format("of {} bytes", plan.workspace13_bytes));
+  FUSEDMOE_CHECK_FAULT(args.workspace2 || plan.workspace2_bytes == 0, kWorkspace, "workspace2",
+                       "null", core::format("of {} bytes", plan.workspace2_bytes));
 }
 
 }  // namespace fusedmoe::core

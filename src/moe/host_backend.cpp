@@ -8,32 +8,33 @@
 #include <span>
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "fusedmoe/quant.h"
-#include "fusedmoe/runtime.h"
 #include "moe/element.h"
 #include "moe/local_experts.h"
+#include "moe/route.h"
+#include "quant/quantize.h"
 
 namespace fusedmoe::core {
 namespace {
 
 // target = rnd(source * rnd(weight)) in the dtype of the hidden states.
 template <typename Element>
-void weight_rows_of(const TensorView& x, const TensorView& topk_weights,
+void weight_rows_of(Executor& executor, const TensorView& x, const TensorView& topk_weights,
                     const TensorView& weighted) {
   using Storage = typename Element::Storage;
   const std::int64_t num_tokens = weighted.size(0), hidden = weighted.size(1);
   const auto* weights = topk_weights.as<const float>();
   const auto* source = x.as<const Storage>();
   auto* target = weighted.as<Storage>();
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (num_tokens * hidden >= kParallelElements)
-  for (std::int64_t token = 0; token < num_tokens; ++token) {
-    const float weight = Element::load(Element::store(weights[token]));
-    const Storage* from = source + token * x.stride(0);
-    Storage* to = target + token * hidden;
-    for (std::int64_t i = 0; i < hidden; ++i)
-      to[i] = Element::store(Element::load(from[i]) * weight);
-  }
+  parallel_for(executor, num_tokens, num_tokens * hidden >= kParallelElements,
+               [&](std::int64_t token) {
+                 const float weight = Element::load(Element::store(weights[token]));
+                 const Storage* from = source + token * x.stride(0);
+                 Storage* to = target + token * hidden;
+                 for (std::int64_t i = 0; i < hidden; ++i)
+                   to[i] = Element::store(Element::load(from[i]) * weight);
+               });
 }
 
 /// Writes columns of one output row, or adds them to what is there. The output is in the dtype of
@@ -65,10 +66,8 @@ void reduce_rows(const ReduceArgs& args, const RowOf& row_of) {
   const auto* weights = args.topk_weights.as<const float>();
   // The accumulators of one column block stay in registers and L1.
   constexpr std::int64_t kBlock = 256;
-
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (num_tokens * topk * hidden >= kParallelElements)
-  for (std::int64_t token = 0; token < num_tokens; ++token) {
+  const bool worthwhile = num_tokens * topk * hidden >= kParallelElements;
+  parallel_for(executor_of(args.stream), num_tokens, worthwhile, [&](std::int64_t token) {
     std::array<float, kBlock> sums;
     for (std::int64_t begin = 0; begin < hidden; begin += kBlock) {
       const std::int64_t width = std::min(kBlock, hidden - begin);
@@ -83,14 +82,21 @@ void reduce_rows(const ReduceArgs& args, const RowOf& row_of) {
       // Rows of an output may have a stride; a partial sum of a rank stays in f32.
       write_columns<Element>(args, token, begin, {sums.data(), static_cast<std::size_t>(width)});
     }
-  }
+  });
 }
 
 }  // namespace
 
 void HostBackend::route(const RouterConfig& config, const TensorView& logits,
-                        const TensorView& correction_bias, const Routing& out, Stream) const {
-  fusedmoe::route(config, logits, correction_bias, out);
+                        const TensorView& correction_bias, const Routing& out,
+                        const TensorView& expert_load, Stream stream) const {
+  core::route(executor_of(stream), config, logits, correction_bias, out);
+  if (!expert_load) return;
+  const auto* ids = out.topk_ids.as<const std::int32_t>();
+  auto* load = expert_load.as<std::int32_t>();
+  for (std::int64_t slot = 0; slot < out.topk_ids.numel(); ++slot) {
+    if (ids[slot] >= 0) ++load[ids[slot]];
+  }
 }
 
 void HostBackend::route_shared(const Routing& out, bool gated, Stream) const {
@@ -103,24 +109,17 @@ void HostBackend::route_shared(const Routing& out, bool gated, Stream) const {
   }
 }
 
-void HostBackend::count_tokens(const TensorView& topk_ids, const TensorView& load, Stream) const {
-  const auto* ids = topk_ids.as<const std::int32_t>();
-  auto* counts = load.as<std::int32_t>();
-  for (std::int64_t slot = 0; slot < topk_ids.numel(); ++slot) {
-    if (ids[slot] >= 0 && ids[slot] < load.numel()) ++counts[ids[slot]];
-  }
-}
-
 void HostBackend::weight_rows(const TensorView& x, const TensorView& topk_weights,
-                              const TensorView& weighted, Stream) const {
+                              const TensorView& weighted, Stream stream) const {
   dispatch_element(x.dtype(), [&](auto element) {
-    weight_rows_of<decltype(element)>(x, topk_weights, weighted);
+    weight_rows_of<decltype(element)>(executor_of(stream), x, topk_weights, weighted);
   });
 }
 
 void HostBackend::quantize(const TensorView& x, const QuantKey& key, std::optional<float> scale,
-                           const TensorView& values, const TensorView& scales, Stream) const {
-  fusedmoe::quantize(x, key, values, scales, scale);
+                           const TensorView& values, const TensorView& scales,
+                           Stream stream) const {
+  core::quantize(executor_of(stream), x, key, scale, {values, scales});
 }
 
 // Serial: it is a few operations per slot against a copy of `hidden` elements.
@@ -138,9 +137,10 @@ void HostBackend::assign_rows(const TensorView& topk_ids, const TensorView& expe
       const std::int32_t local = local_expert(row[slot]);
       slot_rows[token * topk + slot] = -1;
       if (local < 0) continue;
-      FUSEDMOE_CHECK(std::find(row, row + slot, row[slot]) == row + slot, "topk_ids",
+      const auto same = [&](std::int32_t id) { return local_expert(id) == local; };
+      FUSEDMOE_CHECK(std::none_of(row, row + slot, same), "topk_ids",
                      core::format("expert {} twice for token {}", row[slot], token),
-                     "distinct within a token in the batched format");
+                     "on distinct local experts within a token in the batched format");
       slot_rows[token * topk + slot] =
           static_cast<std::int32_t>(local * num_tokens + counts[local]++);
     }
@@ -148,22 +148,21 @@ void HostBackend::assign_rows(const TensorView& topk_ids, const TensorView& expe
 }
 
 void HostBackend::dispatch(const TensorView& slot_rows, const TensorView& from,
-                           const TensorView& to, Stream) const {
+                           const TensorView& to, Stream stream) const {
   const std::int64_t num_tokens = slot_rows.size(0), topk = slot_rows.size(1);
   const std::int64_t row_bytes = bytes(from.dtype(), from.size(1));
   const auto* rows = slot_rows.as<const std::int32_t>();
   const std::int64_t stride_bytes = bytes(from.dtype(), from.stride(0));
   const auto* source = from.as<const std::byte>();
   auto* target = to.as<std::byte>();
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (num_tokens * topk * row_bytes >= 2 * kParallelElements)
-  for (std::int64_t token = 0; token < num_tokens; ++token) {
+  const bool worthwhile = num_tokens * topk * row_bytes >= 2 * kParallelElements;
+  parallel_for(executor_of(stream), num_tokens, worthwhile, [&](std::int64_t token) {
     for (std::int64_t flat = token * topk; flat < (token + 1) * topk; ++flat) {
       if (rows[flat] < 0) continue;
       std::memcpy(target + rows[flat] * row_bytes, source + token * stride_bytes,
                   static_cast<std::size_t>(row_bytes));
     }
-  }
+  });
 }
 
 void HostBackend::reduce(const ReduceArgs& args, const TensorView& slot_rows) const {
@@ -179,17 +178,17 @@ void HostBackend::reduce(const ReduceArgs& args, const TensorView& slot_rows) co
                    [&](auto element) { reduce_rows<decltype(element)>(args, row_of); });
 }
 
-void HostBackend::add(const TensorView& target, const TensorView& source, Stream) const {
+void HostBackend::add(const TensorView& target, const TensorView& source, Stream stream) const {
   dispatch_element(target.dtype(), [&](auto element) {
     using Element = decltype(element);
     using Storage = typename Element::Storage;
     auto* to = target.as<Storage>();
     const auto* from = source.as<const Storage>();
     const std::int64_t count = target.numel();
-#pragma omp parallel for schedule(static) num_threads(num_threads()) if (count >= kParallelElements)
-    for (std::int64_t i = 0; i < count; ++i) {
-      to[i] = Element::store(Element::load(to[i]) + Element::load(from[i]));
-    }
+    parallel_for(executor_of(stream), count, count >= kParallelElements,
+                 [to, from](std::int64_t i) {
+                   to[i] = Element::store(Element::load(to[i]) + Element::load(from[i]));
+                 });
   });
 }
 

@@ -9,9 +9,9 @@ namespace fusedmoe::core {
 class HostBackend : public Backend {
  public:
   void route(const RouterConfig& config, const TensorView& logits,
-             const TensorView& correction_bias, const Routing& out, Stream) const override;
+             const TensorView& correction_bias, const Routing& out, const TensorView& expert_load,
+             Stream) const override;
   void route_shared(const Routing& out, bool gated, Stream) const override;
-  void count_tokens(const TensorView& topk_ids, const TensorView& load, Stream) const override;
   void weight_rows(const TensorView& x, const TensorView& topk_weights, const TensorView& weighted,
                    Stream) const override;
   void quantize(const TensorView& x, const QuantKey& key, std::optional<float> scale,

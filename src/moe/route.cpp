@@ -4,7 +4,7 @@
 // Choosing is a partial sort of 64-bit keys that hold score and index, so ties need no second
 // thought. Checked against src/reference/router.cpp. The same on every
 // processor.
-#include "fusedmoe/router.h"
+#include "moe/route.h"
 
 #include <algorithm>
 #include <array>
@@ -15,9 +15,8 @@
 #include <limits>
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "fusedmoe/quant.h"
-#include "fusedmoe/runtime.h"
-#include "moe/experts_args.h"
 
 namespace fusedmoe {
 namespace {
@@ -200,12 +199,11 @@ void route_custom(const RouterConfig& config, const TensorView& logits, const Ro
 
 }  // namespace
 
-void route(const RouterConfig& config, const TensorView& logits, const TensorView& correction_bias,
-           const Routing& out) {
+void core::route(Executor& executor, const RouterConfig& config, const TensorView& logits,
+                 const TensorView& correction_bias, const Routing& out) {
   config.validate();
   const bool wide = logits.defined() && logits.dtype() == DType::kF32;
-  FUSEDMOE_CHECK(logits.defined() && core::is_activation_dtype(logits.dtype()), "router_logits",
-                 core::describe(logits), "f32, bf16 or f16");
+  core::check_activation_dtype(logits, "router_logits");
   FUSEDMOE_CHECK(wide || !config.custom, "router_logits", core::describe(logits),
                  "f32 for a custom routing");
   core::check_tensor(logits, "router_logits", logits.dtype(), {-1, config.num_experts});
@@ -216,13 +214,13 @@ void route(const RouterConfig& config, const TensorView& logits, const TensorVie
     core::check_tensor(correction_bias, "score_correction_bias", DType::kF32, {config.num_experts});
   }
   for (const TensorView& view : {logits, correction_bias, out.topk_ids, out.topk_weights}) {
-    FUSEDMOE_CHECK(view.device().is_cpu(), "router_logits.device", to_string(view.device()),
-                   "cpu, as every tensor of route()");
+    FUSEDMOE_CHECK_FAULT(view.device().is_cpu(), kDevice, "router_logits.device",
+                         to_string(view.device()), "cpu, as every tensor of route()");
   }
-  FUSEDMOE_CHECK(!core::overlap(out.topk_ids, out.topk_weights) &&
-                     !core::overlap(out.topk_ids, logits) &&
-                     !core::overlap(out.topk_weights, logits),
-                 "topk_ids", "overlapping memory", "apart from topk_weights and the logits");
+  FUSEDMOE_CHECK_FAULT(
+      !core::overlap(out.topk_ids, out.topk_weights) && !core::overlap(out.topk_ids, logits) &&
+          !core::overlap(out.topk_weights, logits),
+      kOverlap, "topk_ids", "overlapping memory", "apart from topk_weights and the logits");
   if (config.custom) {
     route_custom(config, logits, out);
     return;
@@ -231,21 +229,27 @@ void route(const RouterConfig& config, const TensorView& logits, const TensorVie
   const auto* bias = correction_bias ? correction_bias.as<const float>() : nullptr;
   auto* ids = out.topk_ids.as<std::int32_t>();
   auto* weights = out.topk_weights.as<float>();
-  // Waking the threads costs more than a few thousand scores.
-#pragma omp parallel num_threads(num_threads()) if (num_tokens * config.num_experts >= 8192)
-  {
-    TokenRouter router(config, bias);
-    std::array<float, kMaxExperts> widened;
-#pragma omp for schedule(static)
-    for (std::int64_t t = 0; t < num_tokens; ++t) {
-      const std::int64_t first = t * config.num_experts;
-      const float* row = wide ? logits.as<const float>() + first : widened.data();
-      for (std::int64_t e = 0; !wide && e < config.num_experts; ++e) {
-        widened[static_cast<std::size_t>(e)] = load_f32(logits.data(), logits.dtype(), first + e);
-      }
-      router.route(row, ids + t * config.topk, weights + t * config.topk);
-    }
-  }
+  // A few thousand scores cost less than waking the threads.
+  const bool worthwhile = num_tokens * config.num_experts >= 8192;
+  core::parallel_ranges(
+      executor, num_tokens, worthwhile, [&](std::int64_t begin, std::int64_t end) {
+        TokenRouter router(config, bias);
+        std::array<float, kMaxExperts> widened;
+        for (std::int64_t t = begin; t < end; ++t) {
+          const std::int64_t first = t * config.num_experts;
+          const float* row = wide ? logits.as<const float>() + first : widened.data();
+          for (std::int64_t e = 0; !wide && e < config.num_experts; ++e) {
+            widened[static_cast<std::size_t>(e)] =
+                load_f32(logits.data(), logits.dtype(), first + e);
+          }
+          router.route(row, ids + t * config.topk, weights + t * config.topk);
+        }
+      });
+}
+
+void route(const RouterConfig& config, const TensorView& logits, const TensorView& correction_bias,
+           const Routing& out) {
+  core::route(default_executor(), config, logits, correction_bias, out);
 }
 
 }  // namespace fusedmoe

@@ -1,53 +1,23 @@
 #include "moe/routed_experts.h"
 
-#include "core/workspace.h"
-
 namespace fusedmoe::core {
-namespace {
 
-/// workspace2 of monolithic experts: [ topk_ids | topk_weights | workspace2 of run_routed() ].
-struct RoutedWorkspace {
-  Routing routing;
-  void* workspace2;
-  std::size_t bytes;
-
-  RoutedWorkspace(void* workspace, const Shape& shape, Device device, std::size_t inner_bytes) {
-    WorkspaceCutter cutter(workspace);
-    const auto take = [&](DType dtype) {
-      void* data = cutter.take(static_cast<std::size_t>(fusedmoe::bytes(dtype, shape.numel())));
-      return data ? TensorView(data, dtype, shape, device) : TensorView();
-    };
-    routing = {take(DType::kI32), take(DType::kF32)};
-    workspace2 = cutter.take(inner_bytes);
-    bytes = cutter.used();
+void RoutedExperts::route(const ForwardArgs& args) const {
+  if (args.hidden_states.size(0) == 0) return;
+  if (args.router_weights) {
+    backend_.router_logits(*args.router_weights, args.hidden_states, args.router_logits,
+                           args.stream);
   }
-};
-
-}  // namespace
-
-WorkspacePlan RoutedExperts::plan(const ProblemSize& problem) const {
-  WorkspacePlan plan = plan_routed(problem);
-  if (!config().monolithic) return plan;
-  const Shape shape{problem.num_tokens, problem.topk};
-  plan.workspace2_bytes =
-      RoutedWorkspace(nullptr, shape, config().device, plan.workspace2_bytes).bytes;
-  return plan;
+  const TensorView bias = args.router_weights
+                              ? TensorView(args.router_weights->score_correction_bias)
+                              : args.score_correction_bias;
+  backend_.route(*args.router, args.router_logits, bias, {args.topk_ids, args.topk_weights},
+                 args.expert_load, args.stream);
 }
 
-void RoutedExperts::run(const ForwardArgs& args) const {
-  if (!config().monolithic) return run_routed(args);
-  ForwardArgs routed = args;
-  // What lies before the inner workspace does not depend on its size.
-  const RoutedWorkspace workspace(args.workspace2, {args.hidden_states.size(0), args.router->topk},
-                                  config().device, 0);
-  if (args.hidden_states.size(0) > 0) {
-    backend_.route(*args.router, args.router_logits, args.score_correction_bias, workspace.routing,
-                   args.stream);
-  }
-  routed.topk_ids = workspace.routing.topk_ids;
-  routed.topk_weights = workspace.routing.topk_weights;
-  routed.workspace2 = workspace.workspace2;
-  run_routed(routed);
+void RoutedExperts::route_and_run(const ForwardArgs& args) const {
+  route(args);
+  run_routed(args);
 }
 
 }  // namespace fusedmoe::core

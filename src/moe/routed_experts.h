@@ -1,5 +1,5 @@
-// Experts that serve modular and monolithic configurations alike: where they get router logits,
-// they route in their own workspace and go on with the ids and weights.
+// Experts that serve modular and monolithic configurations alike: with a monolithic one they first
+// route, into the buffers of the caller, and go on with the ids and weights.
 #pragma once
 
 #include "fusedmoe/experts.h"
@@ -13,17 +13,24 @@ class RoutedExperts : public Experts {
                 const Context& context, const Backend& backend)
       : Experts(descriptor, config, context), backend_(backend) {}
 
-  WorkspacePlan plan(const ProblemSize& problem) const final;
-
- protected:
-  /// Scratch of run_routed().
-  virtual WorkspacePlan plan_routed(const ProblemSize& problem) const = 0;
+ private:
+  void run(const ForwardArgs& args) const final {
+    if (config().monolithic) {
+      route_and_run(args);
+    } else {
+      run_routed(args);
+    }
+  }
   /// Experts::run with topk_ids and topk_weights.
   virtual void run_routed(const ForwardArgs& args) const = 0;
+  /// Experts::run of a monolithic configuration. The default routes and calls run_routed().
+  virtual void route_and_run(const ForwardArgs& args) const;
+
+ protected:
+  /// Router logits, where the router's weights are given, ids and weights.
+  void route(const ForwardArgs& args) const;
 
  private:
-  void run(const ForwardArgs& args) const final;
-
   const Backend& backend_;
 };
 

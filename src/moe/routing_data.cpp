@@ -13,9 +13,13 @@ namespace {
 void check_inputs(const TensorView& topk_ids, const TensorView& expert_map,
                   std::int64_t num_local_experts) {
   core::check_tensor(topk_ids, "topk_ids", DType::kI32, {-1, -1});
-  FUSEDMOE_CHECK(topk_ids.numel() <= std::numeric_limits<std::int32_t>::max(), "topk_ids",
-                 core::describe(topk_ids), "of less than 2^31 slots");
+  FUSEDMOE_CHECK_FAULT(topk_ids.numel() <= std::numeric_limits<std::int32_t>::max(), kShape,
+                       "topk_ids", core::describe(topk_ids), "of less than 2^31 slots");
   if (expert_map) core::check_tensor(expert_map, "expert_map", DType::kI32, {-1});
+  FUSEDMOE_CHECK(topk_ids.device().is_cpu() && expert_map.device().is_cpu(), "topk_ids",
+                 core::format("on {}, the expert map on {}", to_string(topk_ids.device()),
+                              to_string(expert_map.device())),
+                 "on the cpu, as the expert map");
   FUSEDMOE_CHECK(
       num_local_experts >= 1 && num_local_experts < std::numeric_limits<std::int32_t>::max(),
       "num_local_experts", core::to_string(num_local_experts), "in [1, 2^31 - 1)");
@@ -36,8 +40,8 @@ RoutingData build_routing_data(const TensorView& topk_ids, const TensorView& exp
   const std::int64_t slots = topk_ids.numel();
   const std::size_t needed =
       routing_data_bytes(topk_ids.size(0), topk_ids.size(1), num_local_experts);
-  FUSEDMOE_CHECK(memory_bytes >= needed, "memory_bytes", core::to_string(memory_bytes),
-                 core::format("at least {}", needed));
+  FUSEDMOE_CHECK_FAULT(memory_bytes >= needed, kWorkspace, "memory_bytes",
+                       core::to_string(memory_bytes), core::format("at least {}", needed));
   FUSEDMOE_CHECK(memory && reinterpret_cast<std::uintptr_t>(memory) % sizeof(std::int32_t) == 0,
                  "memory", memory ? "misaligned" : "null", "4-byte aligned");
 
@@ -78,6 +82,8 @@ void build_bitmatrix(const TensorView& topk_ids, const TensorView& expert_map,
   const std::int64_t num_tokens = topk_ids.size(0), topk = topk_ids.size(1);
   const std::int64_t words = (num_local_experts + 31) / 32;
   core::check_tensor(bitmatrix, "bitmatrix", DType::kI32, {num_tokens, words});
+  FUSEDMOE_CHECK(bitmatrix.device().is_cpu(), "bitmatrix", to_string(bitmatrix.device()),
+                 "on the cpu");
 
   const auto* ids = topk_ids.as<const std::int32_t>();
   auto* bits = bitmatrix.as<std::uint32_t>();

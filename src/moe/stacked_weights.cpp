@@ -60,25 +60,25 @@ struct Split {
 // Values as (E, out, stored in).
 TensorView matrix_stack(const Tensor& stacked, const char* argument, bool transposed,
                         const WeightLayout& layout) {
-  FUSEDMOE_CHECK(stacked.defined(), argument, "undefined", "given");
+  FUSEDMOE_CHECK_FAULT(stacked.defined(), kNull, argument, "undefined", "given");
   const auto dtypes = layout.values_dtypes;
-  FUSEDMOE_CHECK(layout.packing == 1 || stacked.dtype() == dtypes.front(), argument,
-                 core::describe(stacked), std::string(name(dtypes.front())));
+  FUSEDMOE_CHECK_FAULT(layout.packing == 1 || stacked.dtype() == dtypes.front(), kDType, argument,
+                       core::describe(stacked), std::string(name(dtypes.front())));
   FUSEDMOE_CHECK(!transposed || layout.packing == 1, "transposed", "true",
                  "false for packed values");
   if (stacked.rank() == 4 && layout.rows_contiguous) {
     constexpr std::int64_t kBlockBytes = 16;  // 32 elements
-    FUSEDMOE_CHECK(stacked.size(3) == kBlockBytes && stacked.contiguous(), argument,
-                   core::describe(stacked), "contiguous (E, rows, blocks, 16)");
+    FUSEDMOE_CHECK_FAULT(stacked.size(3) == kBlockBytes && stacked.contiguous(), kShape, argument,
+                         core::describe(stacked), "contiguous (E, rows, blocks, 16)");
     return stacked.reshape({stacked.size(0), stacked.size(1), stacked.size(2) * kBlockBytes});
   }
-  FUSEDMOE_CHECK(stacked.rank() == 3, argument, core::describe(stacked), "of rank 3");
+  FUSEDMOE_CHECK_FAULT(stacked.rank() == 3, kShape, argument, core::describe(stacked), "of rank 3");
   return transposed ? stacked.transpose(1, 2) : static_cast<const TensorView&>(stacked);
 }
 
 void check_given(const Tensor& stacked, const char* argument, bool needed, const QuantScheme& s) {
   if (needed) {
-    FUSEDMOE_CHECK(stacked.defined(), argument, "undefined", "given for " + name(s));
+    FUSEDMOE_CHECK_FAULT(stacked.defined(), kNull, argument, "undefined", "given for " + name(s));
   } else {
     FUSEDMOE_CHECK(!stacked.defined(), argument, "given", "undefined for " + name(s));
   }
@@ -86,8 +86,8 @@ void check_given(const Tensor& stacked, const char* argument, bool needed, const
 
 void check_companion(const Tensor& stacked, const char* argument, const Shape& shape) {
   if (!stacked.defined()) return;
-  FUSEDMOE_CHECK(stacked.shape() == shape, argument, core::describe(stacked),
-                 "of shape " + to_string(shape));
+  FUSEDMOE_CHECK_FAULT(stacked.shape() == shape, kShape, argument, core::describe(stacked),
+                       "of shape " + to_string(shape));
 }
 
 // Numbers of which each expert has one, or one each for gate and up, as (E, 1) or (E, 2).
@@ -99,8 +99,9 @@ TensorView scalar_stack(const Tensor& stacked, const char* argument, std::int64_
   const bool has_experts = stacked.rank() >= 1 && stacked.size(0) == num_experts;
   const bool single = has_experts && count == num_experts;
   const bool pair = pairs && stacked.rank() == 2 && has_experts && stacked.size(1) == 2;
-  FUSEDMOE_CHECK(
-      stacked.contiguous() && (one_for_all || single || pair), argument, core::describe(stacked),
+  FUSEDMOE_CHECK_FAULT(
+      stacked.contiguous() && (one_for_all || single || pair), kShape, argument,
+      core::describe(stacked),
       core::format("({0}){1}{2}", num_experts,
                    pairs ? core::format(" or ({}, 2)", num_experts) : "", shared ? " or (1)" : ""));
   if (one_for_all && !single) {
@@ -133,8 +134,8 @@ class Stacks {
         num_experts_(w13_.size(0)),
         rows_(w13_.size(1)),
         split_(rows_, gated, stacked.gate_up_layout) {
-    FUSEDMOE_CHECK(!gated || rows_ % 2 == 0, "w13", core::describe(stacked.w13),
-                   "of an even number of gate and up rows");
+    FUSEDMOE_CHECK_FAULT(!gated || rows_ % 2 == 0, kShape, "w13", core::describe(stacked.w13),
+                         "of an even number of gate and up rows");
     check_values();
     check_companion(stacked.w13_bias, "w13_bias", {num_experts_, rows_});
     check_companion(stacked.w2_bias, "w2_bias", {num_experts_, hidden()});
@@ -174,6 +175,13 @@ class Stacks {
   void check_values() const {
     const Shape w13 = layout_.values_shape(rows_, hidden());
     const Shape w2 = layout_.values_shape(hidden(), intermediate());
+    // The hidden size comes from w2, so one with its dimensions exchanged would look like a wrong
+    // w13.
+    const std::int64_t columns = w13_.size(2);
+    FUSEDMOE_CHECK_FAULT(w13[1] == columns || w2_.size(1) != intermediate(), kShape, "w2",
+                         core::describe(source_.w2),
+                         core::format("of {} rows for each expert, the hidden size of w13",
+                                      columns * layout_.packing));
     check_companion(source_.w13, "w13", stacked_shape(source_.w13, w13));
     check_companion(source_.w2, "w2", stacked_shape(source_.w2, w2));
   }
@@ -274,8 +282,55 @@ class Stacks {
 
 }  // namespace
 
-ExpertWeights ExpertWeights::from_stacked(const Stacked& stacked, QuantScheme scheme,
+namespace {
+
+/// Tiled scales of a matrix of `rows` x `columns` for each expert as flat ones.
+Tensor untiled(const Tensor& tiled, const char* argument, const Shape& flat) {
+  FUSEDMOE_CHECK_FAULT(tiled.defined() && bits(tiled.dtype()) == 8, kDType, argument,
+                       core::describe(tiled), "tiles of one-byte scales");
+  const Shape shape = tiled_scales_shape(flat);
+  FUSEDMOE_CHECK_FAULT(tiled.numel() == shape.numel() && tiled.contiguous(), kShape, argument,
+                       core::describe(tiled),
+                       core::format("contiguous, {} bytes for {} in tiles of 128 x 4",
+                                    shape.numel(), to_string(flat)));
+  core::check_device(tiled, argument, {});
+  const Tensor result = Tensor::empty(flat, tiled.dtype());
+  untile_scales(tiled.reshape(shape), result);
+  return result;
+}
+
+/// The stack with e2m1 as bytes and flat scales.
+ExpertWeights::Stacked stored_form(const ExpertWeights::Stacked& stacked, const QuantKey& key,
+                                   bool gated) {
+  ExpertWeights::Stacked result = stacked;
+  result.scale_layout = ScaleLayout::kFlat;
+  if (key.value == DType::kE2M1) {
+    result.w13 = Tensor(core::as_bytes(stacked.w13, "w13"), stacked.w13.owner());
+    result.w2 = Tensor(core::as_bytes(stacked.w2, "w2"), stacked.w2.owner());
+  }
+  if (stacked.scale_layout == ScaleLayout::kFlat) return result;
+  FUSEDMOE_CHECK(key.scale && bits(*key.scale) == 8 && key.group.rows == 1 && key.group.cols > 0,
+                 "scale_layout", "kTiled128x4", "kFlat for " + name(QuantScheme{key, {}}));
+  for (const auto& [values, argument] :
+       {std::pair{&result.w13, "w13"}, std::pair{&result.w2, "w2"}}) {
+    FUSEDMOE_CHECK_FAULT(values->rank() >= 3, kShape, argument, core::describe(*values),
+                         "of rank 3");
+  }
+  const int row_dim = stacked.transposed ? 2 : 1;
+  const std::int64_t experts = result.w13.size(0), rows = result.w13.size(row_dim);
+  const std::int64_t hidden = result.w2.size(row_dim), inner = gated ? rows / 2 : rows;
+  result.w13_scales = untiled(stacked.w13_scales, "w13_scales",
+                              {experts, rows, num_blocks(hidden, key.group.cols)});
+  result.w2_scales =
+      untiled(stacked.w2_scales, "w2_scales", {experts, hidden, num_blocks(inner, key.group.cols)});
+  return result;
+}
+
+}  // namespace
+
+ExpertWeights ExpertWeights::from_stacked(const Stacked& given, QuantScheme scheme,
                                           Activation activation, ActivationParams params) {
+  const Stacked stacked = stored_form(given, scheme.weights, is_gated(activation));
   const Stacks stacks(stacked, scheme, is_gated(activation));
   ExpertWeights weights;
   weights.scheme = scheme;
@@ -292,6 +347,7 @@ ExpertWeights ExpertWeights::from_stacked(const Stacked& stacked, QuantScheme sc
         &stacked.w2_zero_points, &stacked.w2_global_scales, &stacked.w2_input_scales,
         &stacked.w2_bias}) {
     if (tensor->owner()) weights.owners.push_back(tensor->owner());
+    weights.borrowed |= tensor->defined() && !tensor->owner() && tensor->numel() > 0;
   }
   weights.validate();
   return weights;

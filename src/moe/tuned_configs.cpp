@@ -10,8 +10,6 @@
 namespace fusedmoe {
 namespace {
 
-constexpr double kNearest = 2;  // times or part of the tokens
-
 auto layer_of(const TunedConfig& c) {
   return std::tie(c.device, c.experts, c.scheme, c.hidden, c.intermediate, c.num_local_experts,
                   c.topk);
@@ -42,11 +40,6 @@ void check(const TunedConfig& config) {
                  core::to_string(config.time_us), "finite and not negative");
 }
 
-/// How many times the smaller one the larger one is.
-double distance(std::int64_t a, std::int64_t b) {
-  return static_cast<double>(std::max(a, b)) / static_cast<double>(std::min(a, b));
-}
-
 }  // namespace
 
 void TunedConfigs::set(TunedConfig config) {
@@ -66,17 +59,6 @@ std::span<const TunedConfig> TunedConfigs::of_layer(const TunedConfig& layer) co
       configs_.begin(), configs_.end(), layer,
       [](const TunedConfig& a, const TunedConfig& b) { return layer_of(a) < layer_of(b); });
   return {first, last};
-}
-
-const TunedConfig* nearest(std::span<const TunedConfig> configs, std::int64_t num_tokens) {
-  const TunedConfig* best = nullptr;
-  for (const TunedConfig& config : configs) {
-    const double far = distance(config.num_tokens, num_tokens);
-    if (!(far <= kNearest)) continue;
-    // Ascending: of two equally near the later one is the larger.
-    if (!best || far <= distance(best->num_tokens, num_tokens)) best = &config;
-  }
-  return best;
 }
 
 }  // namespace fusedmoe

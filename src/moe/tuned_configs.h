@@ -1,6 +1,7 @@
 // Kernel configurations that were measured to be the fastest of their problems.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "fusedmoe/experts.h"
+#include "fusedmoe/runtime.h"
 
 namespace fusedmoe {
 
@@ -43,7 +45,19 @@ class FUSEDMOE_API TunedConfigs {
 };
 
 /// The one for num_tokens, or for the nearest number of tokens, up to twice or half as many, the
-/// larger of two equally near; none: null. `configs`: those of one layer.
-const TunedConfig* nearest(std::span<const TunedConfig> configs, std::int64_t num_tokens);
+/// larger of two equally near; none: null. `configs` have a member num_tokens and ascend by it.
+template <typename Config>
+const Config* nearest(std::span<const Config> configs, std::int64_t num_tokens) {
+  const auto times = [num_tokens](std::int64_t tokens) {
+    return static_cast<double>(std::max(tokens, num_tokens)) /
+           static_cast<double>(std::min(tokens, num_tokens));
+  };
+  const Config* best = nullptr;
+  for (const Config& config : configs) {
+    const double far = times(config.num_tokens);
+    if (far <= 2 && (!best || far <= times(best->num_tokens))) best = &config;
+  }
+  return best;
+}
 
 }  // namespace fusedmoe

@@ -30,15 +30,16 @@ std::string names(std::span<const DType> dtypes) {
 }
 
 void check_shape(const TensorView& view, const std::string& argument, const Shape& shape) {
-  FUSEDMOE_CHECK(view.defined(), argument, "undefined", "given, of shape " + to_string(shape));
-  FUSEDMOE_CHECK(view.shape() == shape, argument, core::describe(view),
-                 "of shape " + to_string(shape));
+  FUSEDMOE_CHECK_FAULT(view.defined(), kNull, argument, "undefined",
+                       "given, of shape " + to_string(shape));
+  FUSEDMOE_CHECK_FAULT(view.shape() == shape, kShape, argument, core::describe(view),
+                       "of shape " + to_string(shape));
 }
 
 void check_dtype(const TensorView& view, const std::string& argument,
                  std::span<const DType> dtypes) {
-  FUSEDMOE_CHECK(std::find(dtypes.begin(), dtypes.end(), view.dtype()) != dtypes.end(), argument,
-                 core::describe(view), names(dtypes));
+  FUSEDMOE_CHECK_FAULT(std::find(dtypes.begin(), dtypes.end(), view.dtype()) != dtypes.end(),
+                       kDType, argument, core::describe(view), names(dtypes));
 }
 
 void check_undefined(const TensorView& view, const std::string& argument, const QuantKey& key) {
@@ -47,23 +48,26 @@ void check_undefined(const TensorView& view, const std::string& argument, const 
 }
 
 // What every view must satisfy so that reading an element through its strides is defined.
-void check_memory(const TensorView& view, const std::string& argument) {
-  FUSEDMOE_CHECK(view.device().is_cpu(), argument, to_string(view.device()), "in host memory");
+void check_memory(const TensorView& view, const std::string& argument, Device device) {
+  core::check_device(view, argument, device);
   for (std::int64_t stride : view.strides()) {
-    FUSEDMOE_CHECK(stride >= 0, argument, "strides " + to_string(view.strides()), "not negative");
+    FUSEDMOE_CHECK_FAULT(stride >= 0, kLayout, argument, "strides " + to_string(view.strides()),
+                         "not negative");
   }
   const auto width = static_cast<std::uintptr_t>(std::max(bits(view.dtype()) / 8, 1));
-  FUSEDMOE_CHECK(reinterpret_cast<std::uintptr_t>(view.data()) % width == 0, argument, "misaligned",
-                 core::format("aligned to its element size, {} bytes", width));
+  FUSEDMOE_CHECK_FAULT(reinterpret_cast<std::uintptr_t>(view.data()) % width == 0, kAlignment,
+                       argument, "misaligned",
+                       core::format("aligned to its element size, {} bytes", width));
 }
 
 void check_rows_contiguous(const TensorView& view, const std::string& argument) {
-  FUSEDMOE_CHECK(view.stride(1) == 1 || view.size(1) == 1, argument,
-                 "strides " + to_string(view.strides()), "contiguous along a row");
+  FUSEDMOE_CHECK_FAULT(view.stride(1) == 1 || view.size(1) == 1, kLayout, argument,
+                       "strides " + to_string(view.strides()), "contiguous along a row");
 }
 
 // `code` is the dtype that the bytes of u8 scales stand for.
 void check_scales_finite(const TensorView& scales, DType code, const std::string& argument) {
+  if (!scales.device().is_cpu()) return;
   const std::int64_t rows = scales.size(0), cols = scales.size(1), step = scales.stride(1);
   const DType dtype = scales.dtype() == DType::kU8 ? code : scales.dtype();
   const bool e8m0 = dtype == DType::kE8M0;
@@ -86,28 +90,34 @@ void check_scales_finite(const TensorView& scales, DType code, const std::string
 
 class MatrixChecker {
  public:
-  explicit MatrixChecker(const QuantKey& key)
-      : key_(key), layout_(core::weight_layout(key, "weights.scheme")) {}
+  MatrixChecker(const QuantKey& key, Device device)
+      : key_(key), layout_(core::weight_layout(key, "weights.scheme")), device_(device) {}
 
   // out x in is the shape of the matrix before packing.
   void check(const WeightMatrix& matrix, const std::string& argument, std::int64_t out,
              std::int64_t in) const {
     const std::string values = argument + ".values";
-    check_shape(matrix.values, values, layout_.values_shape(out, in));
-    check_dtype(matrix.values, values, layout_.values_dtypes);
-    check_memory(matrix.values, values);
-    if (layout_.rows_contiguous) check_rows_contiguous(matrix.values, values);
+    const bool e2m1 = key_.value == DType::kE2M1;
+    const TensorView stored = e2m1 ? core::as_bytes(matrix.values, values) : matrix.values;
+    check_shape(stored, values, layout_.values_shape(out, in));
+    check_dtype(stored, values, layout_.values_dtypes);
+    check_memory(stored, values);
+    if (layout_.rows_contiguous) check_rows_contiguous(stored, values);
     check_scales(matrix, argument, out, in);
     check_global_scale(matrix.global_scale, argument + ".global_scale", out);
     if (!matrix.bias.defined()) return;
     const std::string bias = argument + ".bias";
     check_shape(matrix.bias, bias, {out});
-    FUSEDMOE_CHECK(is_bias_dtype(matrix.bias.dtype()), bias, core::describe(matrix.bias),
-                   "f32, bf16 or f16");
+    FUSEDMOE_CHECK_FAULT(is_bias_dtype(matrix.bias.dtype()), kDType, bias,
+                         core::describe(matrix.bias), "f32, bf16 or f16");
     check_memory(matrix.bias, bias);
   }
 
  private:
+  void check_memory(const TensorView& view, const std::string& argument) const {
+    fusedmoe::check_memory(view, argument, device_);
+  }
+
   void check_scales(const WeightMatrix& matrix, const std::string& argument, std::int64_t out,
                     std::int64_t in) const {
     const std::string scales = argument + ".scales", zero_points = argument + ".zero_points";
@@ -123,8 +133,8 @@ class MatrixChecker {
     check_scales_finite(matrix.scales, *key_.scale, scales);
     if (!layout_.zero_points) return;
     check_shape(matrix.zero_points, zero_points, grid);
-    FUSEDMOE_CHECK(matrix.zero_points.dtype() == DType::kU8, zero_points,
-                   core::describe(matrix.zero_points), "u8");
+    FUSEDMOE_CHECK_FAULT(matrix.zero_points.dtype() == DType::kU8, kDType, zero_points,
+                         core::describe(matrix.zero_points), "u8");
     check_memory(matrix.zero_points, zero_points);
   }
 
@@ -138,9 +148,10 @@ class MatrixChecker {
                           std::int64_t out) const {
     if (layout_.global_scale == GlobalScale::kNone) return check_undefined(view, argument, key_);
     check_shape(view, argument, {layout_.global_scale == GlobalScale::kPerRow ? out : 1});
-    FUSEDMOE_CHECK(view.dtype() == DType::kF32, argument, core::describe(view), "f32");
+    FUSEDMOE_CHECK_FAULT(view.dtype() == DType::kF32, kDType, argument, core::describe(view),
+                         "f32");
     check_memory(view, argument);
-    for (std::int64_t row = 0; row < view.size(0); ++row) {
+    for (std::int64_t row = 0; device_.is_cpu() && row < view.size(0); ++row) {
       const float value = view.as<const float>()[row * view.stride(0)];
       FUSEDMOE_CHECK(std::isfinite(value), argument, core::format("{} at {}", value, row),
                      "finite");
@@ -149,19 +160,23 @@ class MatrixChecker {
 
   const QuantKey& key_;
   WeightLayout layout_;
+  Device device_;
 };
 
 // A scale that the scheme does not use is not looked at: checkpoints for static scales have them.
 class InputScaleChecker {
  public:
-  explicit InputScaleChecker(const std::optional<QuantKey>& activations)
-      : needed_(activations && (!activations->dynamic || activations->global_scale)) {}
+  InputScaleChecker(const std::optional<QuantKey>& activations, Device device)
+      : needed_(activations && (!activations->dynamic || activations->global_scale)),
+        device_(device) {}
 
   void check(const TensorView& view, const std::string& argument) const {
     if (!needed_) return;
     check_shape(view, argument, {1});
-    FUSEDMOE_CHECK(view.dtype() == DType::kF32, argument, core::describe(view), "f32");
-    check_memory(view, argument);
+    FUSEDMOE_CHECK_FAULT(view.dtype() == DType::kF32, kDType, argument, core::describe(view),
+                         "f32");
+    check_memory(view, argument, device_);
+    if (!device_.is_cpu()) return;
     const float value = *view.as<const float>();
     FUSEDMOE_CHECK(std::isfinite(value) && value > 0, argument, core::to_string(value),
                    "finite and positive");
@@ -169,6 +184,7 @@ class InputScaleChecker {
 
  private:
   bool needed_;
+  Device device_;
 };
 
 std::int64_t stored_bytes(const WeightMatrix& matrix) {
@@ -181,7 +197,8 @@ std::int64_t stored_bytes(const WeightMatrix& matrix) {
 }
 
 void check_even(std::int64_t size, const char* argument) {
-  FUSEDMOE_CHECK(size % 2 == 0, argument, core::to_string(size), "even: e2m1 packs two per byte");
+  FUSEDMOE_CHECK_FAULT(size % 2 == 0, kShape, argument, core::to_string(size),
+                       "even: e2m1 packs two per byte");
 }
 
 }  // namespace
@@ -190,7 +207,7 @@ namespace core {
 
 void check_matrix(const WeightMatrix& matrix, const QuantKey& key, const std::string& argument,
                   std::int64_t out, std::int64_t in) {
-  MatrixChecker(key).check(matrix, argument, out, in);
+  MatrixChecker(key, matrix.values.device()).check(matrix, argument, out, in);
 }
 
 }  // namespace core
@@ -212,13 +229,17 @@ std::int64_t ExpertWeights::nbytes() const {
   return total;
 }
 
+Device ExpertWeights::device() const {
+  return experts.empty() ? Device{} : experts.front().gate.values.device();
+}
+
 void ExpertWeights::validate() const {
-  FUSEDMOE_CHECK(!experts.empty(), "weights.experts", "0 experts", "at least 1");
+  FUSEDMOE_CHECK_FAULT(!experts.empty(), kNull, "weights.experts", "0 experts", "at least 1");
   FUSEDMOE_CHECK(hidden > 0, "weights.hidden", core::to_string(hidden), "positive");
   FUSEDMOE_CHECK(intermediate > 0, "weights.intermediate", core::to_string(intermediate),
                  "positive");
-  const MatrixChecker checker(scheme.weights);
-  const InputScaleChecker input_scale(scheme.activations);
+  const MatrixChecker checker(scheme.weights, device());
+  const InputScaleChecker input_scale(scheme.activations, device());
   if (scheme.weights.value == DType::kE2M1) {
     check_even(hidden, "weights.hidden");
     check_even(intermediate, "weights.intermediate");

@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "fusedmoe/quant.h"
-#include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
 #include "quant/quantize.h"
 #include "quant/weight_layout.h"
@@ -64,7 +64,10 @@ float scale_value(const TensorView& scales, DType code, std::int64_t index) {
 class Decoder {
  public:
   Decoder(const WeightMatrix& matrix, const QuantKey& key, std::int64_t in)
-      : matrix_(matrix), key_(key), layout_(core::weight_layout(key, "key")), in_(in) {}
+      : matrix_(core::stored_form(matrix)),
+        key_(key),
+        layout_(core::weight_layout(key, "key")),
+        in_(in) {}
 
   void row(std::int64_t r, float* out) const {
     if (!layout_.quantized()) {
@@ -107,7 +110,7 @@ class Decoder {
     }
   }
 
-  const WeightMatrix& matrix_;
+  const WeightMatrix matrix_;
   const QuantKey& key_;
   const WeightLayout layout_;
   const std::int64_t in_;
@@ -121,15 +124,13 @@ void take_scale(WeightMatrix& half, const WeightMatrix& other,
   const float to = scale_value(other.scales, DType::kF32, 0);
   const std::int64_t out = old.size(0), in = old.size(1);
   const Tensor values = Tensor::empty({out, in}, DType::kE4M3);
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (out * in >= kParallelElements)
-  for (std::int64_t r = 0; r < out; ++r) {
+  core::parallel_for(default_executor(), out, out * in >= kParallelElements, [&](std::int64_t r) {
     for (std::int64_t i = 0; i < in; ++i) {
       const float value = stored_value(half, keys::e4m3_tensor(), r, i) * from;
       core::quantize_row(&value, 1, keys::e4m3_tensor(), to, values.as<std::uint8_t>() + r * in + i,
                          nullptr);
     }
-  }
+  });
   owners.push_back(values.owner());
   half.values = values;
   half.scales = other.scales;
@@ -139,15 +140,16 @@ void take_scale(WeightMatrix& half, const WeightMatrix& other,
 
 Tensor dequantize_weights(const WeightMatrix& matrix, const QuantKey& key, std::int64_t in) {
   const TensorView& values = matrix.values;
-  FUSEDMOE_CHECK(values.defined() && values.rank() == 2, "matrix.values", core::describe(values),
-                 "of rank 2");
+  FUSEDMOE_CHECK_FAULT(values.defined() && values.rank() == 2, kShape, "matrix.values",
+                       core::describe(values), "of rank 2");
   FUSEDMOE_CHECK(in > 0, "in", core::to_string(in), "positive");
   core::check_matrix(matrix, key, "matrix", values.size(0), in);
+  core::check_device(values, "matrix.values", {});
   Tensor result = Tensor::empty({values.size(0), in}, DType::kF32);
   const Decoder decoder(matrix, key, in);
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (result.numel() >= kParallelElements)
-  for (std::int64_t r = 0; r < values.size(0); ++r) decoder.row(r, result.as<float>() + r * in);
+  const bool worthwhile = result.numel() >= kParallelElements;
+  core::parallel_for(default_executor(), values.size(0), worthwhile,
+                     [&](std::int64_t r) { decoder.row(r, result.as<float>() + r * in); });
   return result;
 }
 

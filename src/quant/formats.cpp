@@ -241,7 +241,7 @@ float load_f32(const void* data, DType dtype, std::int64_t index) {
     case DType::kBool:
       return load<std::uint8_t>(data, index) ? 1.0F : 0.0F;
   }
-  throw Error("dtype", core::to_string(static_cast<int>(dtype)), "a value of DType");
+  throw Error("dtype", core::to_string(static_cast<int>(dtype)), "a value of DType", Fault::kDType);
 }
 
 void store_f32(void* data, DType dtype, std::int64_t index, float value) {
@@ -253,7 +253,7 @@ void store_f32(void* data, DType dtype, std::int64_t index, float value) {
     case DType::kBF16:
       return store(data, index, narrow_bf16(value));
     default:
-      throw Error("dtype", std::string(name(dtype)), "f32, f16 or bf16");
+      throw Error("dtype", std::string(name(dtype)), "f32, f16 or bf16", Fault::kDType);
   }
 }
 
@@ -322,9 +322,10 @@ int convert_index(DType dtype) {
 }
 
 void check_convert(const TensorView& view, const char* argument) {
-  FUSEDMOE_CHECK(view.defined() && convert_index(view.dtype()) >= 0, argument, core::describe(view),
-                 "a tensor of f64, f32, f16 or bf16");
-  FUSEDMOE_CHECK(view.device().is_cpu(), argument, to_string(view.device()), "on the cpu");
+  FUSEDMOE_CHECK_FAULT(view.defined() && convert_index(view.dtype()) >= 0, kDType, argument,
+                       core::describe(view), "a tensor of f64, f32, f16 or bf16");
+  FUSEDMOE_CHECK_FAULT(view.device().is_cpu(), kDevice, argument, to_string(view.device()),
+                       "on the cpu");
 }
 
 }  // namespace
@@ -332,10 +333,11 @@ void check_convert(const TensorView& view, const char* argument) {
 void convert(const TensorView& source, const TensorView& destination) {
   check_convert(source, "source");
   check_convert(destination, "destination");
-  FUSEDMOE_CHECK(destination.shape() == source.shape(), "destination", core::describe(destination),
-                 core::format("of shape {}", to_string(source.shape())));
-  FUSEDMOE_CHECK(destination.contiguous(), "destination",
-                 core::format("strided {}", to_string(destination.strides())), "contiguous");
+  FUSEDMOE_CHECK_FAULT(destination.shape() == source.shape(), kShape, "destination",
+                       core::describe(destination),
+                       core::format("of shape {}", to_string(source.shape())));
+  FUSEDMOE_CHECK_FAULT(destination.contiguous(), kLayout, "destination",
+                       core::format("strided {}", to_string(destination.strides())), "contiguous");
   const std::int64_t count = source.numel();
   if (count == 0) return;
 

@@ -231,7 +231,7 @@ QuantScheme parse_scheme(std::string_view text) {
     throw Error("scheme", core::format("\"{}\"", text),
                 "with the scale rule ocp, even, ceil or floor");
   }
-  throw Error("scheme", core::format("\"{}\"", text), core::format("one of {}", names));
+  throw Error::unknown_name("scheme", text, names);
 }
 
 }  // namespace fusedmoe

@@ -9,7 +9,7 @@
 #include <cmath>
 
 #include "core/check.h"
-#include "fusedmoe/runtime.h"
+#include "core/parallel.h"
 #include "fusedmoe/tensor.h"
 #include "moe/experts_args.h"
 #include "quant/quantize.h"
@@ -180,6 +180,12 @@ float tensor_scale(float amax) {
   return amax / kE4M3Max;
 }
 
+float nvfp4_global_scale(float amax) {
+  constexpr float kLargest = 6.0F * kE4M3Max;
+  const float scale = amax / kLargest;
+  return std::isfinite(1.0F / scale) ? scale : 1.0F;
+}
+
 std::uint8_t mx_scale(float amax, DType element, MxScaleRule rule) {
   if (amax == 0) return 0;
   const bool e2m1 = element == DType::kE2M1;
@@ -282,13 +288,16 @@ void quantize_groups(const TensorView& x, std::int64_t row, const QuantKey& key,
   }
 }
 
-float scale_of_tensor(const TensorView& x) {
-  float largest = 0;
-#pragma omp parallel for schedule(static) reduction(max        \
-                                                    : largest) \
-    num_threads(num_threads()) if (x.numel() >= kParallelElements)
-  for (std::int64_t row = 0; row < x.size(0); ++row) largest = std::max(largest, row_amax(x, row));
-  return core::tensor_scale(largest);
+float scale_of_tensor(Executor& executor, const TensorView& x) {
+  const bool worthwhile = x.numel() >= kParallelElements;
+  return core::tensor_scale(core::parallel_max(executor, x.size(0), worthwhile,
+                                               [&](std::int64_t begin, std::int64_t end) {
+                                                 float largest = 0;
+                                                 for (std::int64_t row = begin; row < end; ++row) {
+                                                   largest = std::max(largest, row_amax(x, row));
+                                                 }
+                                                 return largest;
+                                               }));
 }
 
 }  // namespace
@@ -305,28 +314,33 @@ QuantizedShape quantized_shape(const QuantKey& key, std::int64_t rows, std::int6
   return result;
 }
 
-void quantize(const TensorView& x, const QuantKey& key, const TensorView& values,
-              const TensorView& scales, std::optional<float> scale) {
-  FUSEDMOE_CHECK(x.defined() && x.rank() == 2 && core::is_activation_dtype(x.dtype()) &&
-                     (x.stride(1) == 1 || x.size(1) <= 1) && x.device().is_cpu(),
-                 "x", core::describe(x), "(rows, cols) f32, f16 or bf16, rows contiguous");
+void core::quantize(Executor& executor, const TensorView& x, const QuantKey& key,
+                    std::optional<float> scale, const QuantizedViews& out) {
+  const auto& [values, scales] = out;
+  FUSEDMOE_CHECK_FAULT(x.defined() && x.rank() == 2 && core::is_activation_dtype(x.dtype()) &&
+                           (x.stride(1) == 1 || x.size(1) <= 1) && x.device().is_cpu(),
+                       kShape, "x", core::describe(x),
+                       "(rows, cols) f32, f16 or bf16, rows contiguous");
   const QuantizedShape shape = quantized_shape(key, x.size(0), x.size(1));
   core::check_tensor(values, "values", shape.values_dtype, shape.values);
   core::check_tensor(scales, "scales", shape.scales_dtype, shape.scales);
+  FUSEDMOE_CHECK(values.device().is_cpu() && scales.device().is_cpu(), "values",
+                 core::format("values on {}, scales on {}", to_string(values.device()),
+                              to_string(scales.device())),
+                 "on the cpu");
   const bool takes_scale = !key.dynamic || is_nvfp4(key);
   FUSEDMOE_CHECK(scale.has_value() == takes_scale, "scale", scale ? "given" : "absent",
                  takes_scale ? "given: the key is static or NVFP4" : "absent: the key is dynamic");
   FUSEDMOE_CHECK(!scale || (*scale > 0 && std::isfinite(*scale)), "scale", core::to_string(*scale),
                  "positive and finite");
   if (per_tensor(key)) {
-    if (!scale) scale = scale_of_tensor(x);
+    if (!scale) scale = scale_of_tensor(executor, x);
     *scales.as<float>() = *scale;
   }
   const std::int64_t row_values = shape.values[1];
   const std::int64_t row_scales = shape.scales[1] * bytes(shape.scales_dtype, 1);
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (x.numel() >= kParallelElements)
-  for (std::int64_t row = 0; row < x.size(0); ++row) {
+  const bool worthwhile = x.numel() >= kParallelElements;
+  core::parallel_for(executor, x.size(0), worthwhile, [&](std::int64_t row) {
     std::uint8_t* codes = values.as<std::uint8_t>() + row * row_values;
     if (key.group == GroupShape{1, -1}) {
       quantize_whole_row(x, row, key, codes, scales.as<float>() + row);
@@ -334,7 +348,12 @@ void quantize(const TensorView& x, const QuantKey& key, const TensorView& values
       quantize_groups(x, row, key, scale.value_or(1), codes,
                       scales.as<std::uint8_t>() + (per_tensor(key) ? 0 : row * row_scales));
     }
-  }
+  });
+}
+
+void quantize(const TensorView& x, const QuantKey& key, const TensorView& values,
+              const TensorView& scales, std::optional<float> scale) {
+  core::quantize(default_executor(), x, key, scale, {values, scales});
 }
 
 }  // namespace fusedmoe

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
 
 namespace fusedmoe::core {
 
@@ -20,6 +22,14 @@ std::int64_t scales_per_row(const QuantKey& key, std::int64_t count);
 void quantize_row(const float* x, std::int64_t count, const QuantKey& key, float scale,
                   std::uint8_t* codes, void* scales);
 
+/// What quantize() writes.
+struct QuantizedViews {
+  TensorView values, scales;
+};
+/// fusedmoe::quantize() on the threads of an executor.
+void quantize(Executor& executor, const TensorView& x, const QuantKey& key,
+              std::optional<float> scale, const QuantizedViews& out);
+
 /// Largest magnitude; NaN counts as 0.
 float amax(const float* x, std::int64_t count);
 
@@ -29,5 +39,9 @@ float tensor_scale(float amax);
 /// Code of the E8M0 scale of an MX block of e2m1 or e4m3 elements whose largest magnitude is
 /// `amax`.
 std::uint8_t mx_scale(float amax, DType element, MxScaleRule rule);
+
+/// The global scale (multiplier of the block scales) of an NVFP4 tensor whose largest magnitude is
+/// `amax`; 1 where that would have no reciprocal.
+float nvfp4_global_scale(float amax);
 
 }  // namespace fusedmoe::core

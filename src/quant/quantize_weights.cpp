@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "fusedmoe/quant.h"
-#include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
 #include "moe/experts_args.h"
 #include "quant/quantize.h"
@@ -78,7 +78,7 @@ class WeightQuantizer {
     }
     const float largest = check_finite();
     if (layout_.global_scale == GlobalScale::kPerMatrix) {
-      set_global_scale(global_amax.value_or(largest));
+      *result_.global_scale.as<float>() = core::nvfp4_global_scale(global_amax.value_or(largest));
     }
     for_each_row([&](std::int64_t row, const float* x) {
       if (integer()) {
@@ -95,15 +95,15 @@ class WeightQuantizer {
 
   template <typename Function>
   void for_each_row(const Function& function) const {
-#pragma omp parallel num_threads(num_threads()) if (values_.numel() >= kParallelElements)
-    {
-      std::vector<float> x(static_cast<std::size_t>(in_));
-#pragma omp for schedule(static)
-      for (std::int64_t row = 0; row < out_; ++row) {
-        load_row(values_, row, x.data());
-        function(row, x.data());
-      }
-    }
+    const bool worthwhile = values_.numel() >= kParallelElements;
+    core::parallel_ranges(default_executor(), out_, worthwhile,
+                          [&](std::int64_t begin, std::int64_t end) {
+                            std::vector<float> x(static_cast<std::size_t>(in_));
+                            for (std::int64_t row = begin; row < end; ++row) {
+                              load_row(values_, row, x.data());
+                              function(row, x.data());
+                            }
+                          });
   }
 
   /// Largest magnitude; throws Error for a value that is not finite.
@@ -118,13 +118,6 @@ class WeightQuantizer {
     FUSEDMOE_CHECK(std::isfinite(*worst), "values",
                    core::format("NaN or infinite in row {}", worst - largest.begin()), "finite");
     return *worst;
-  }
-
-  // The multiplier of the block scales; 1 where that would have no reciprocal.
-  void set_global_scale(float amax) {
-    constexpr float kLargest = 6.0F * kE4M3Max;
-    const float scale = amax / kLargest;
-    *result_.global_scale.as<float>() = std::isfinite(1.0F / scale) ? scale : 1.0F;
   }
 
   // e4m3 with scales that span rows: per tensor, or blocks.
@@ -231,14 +224,8 @@ class WeightQuantizer {
   }
 
   void pack_words(std::int64_t row, const std::vector<std::uint8_t>& codes) {
-    const std::int64_t words = result_.values.size(1), packing = layout_.packing;
-    auto* target = result_.values.as<std::uint32_t>() + row * words;
-    std::fill_n(target, words, 0U);
-    for (std::size_t i = 0; i < codes.size(); ++i) {
-      const auto shift = static_cast<int>(static_cast<std::int64_t>(i) % packing * (32 / packing));
-      target[static_cast<std::int64_t>(i) / packing] |= static_cast<std::uint32_t>(codes[i])
-                                                        << shift;
-    }
+    pack_codes(TensorView(codes.data(), DType::kU8, {1, in_}),
+               result_.values.slice(0, row, row + 1), static_cast<int>(32 / layout_.packing));
   }
 
   // W4A8: group scales become e4m3 with room for a code of -8, and one f32 per row.
@@ -265,10 +252,10 @@ class WeightQuantizer {
 
 QuantizedMatrix quantize_weights(const TensorView& values, const QuantKey& key,
                                  const QuantizeOptions& options, std::optional<float> global_amax) {
-  FUSEDMOE_CHECK(values.defined() && values.rank() == 2 &&
-                     core::is_activation_dtype(values.dtype()) && values.device().is_cpu() &&
-                     values.numel() > 0,
-                 "values", core::describe(values), "(out, in) f32, f16 or bf16");
+  FUSEDMOE_CHECK_FAULT(values.defined() && values.rank() == 2 &&
+                           core::is_activation_dtype(values.dtype()) && values.device().is_cpu() &&
+                           values.numel() > 0,
+                       kShape, "values", core::describe(values), "(out, in) f32, f16 or bf16");
   FUSEDMOE_CHECK(core::is_activation_dtype(options.scale_dtype), "options.scale_dtype",
                  std::string(name(options.scale_dtype)), "f32, f16 or bf16");
   FUSEDMOE_CHECK(!global_amax || (*global_amax >= 0 && std::isfinite(*global_amax)), "global_amax",

@@ -80,6 +80,23 @@ bool global_fits(const QuantKey& key, GlobalScale global) {
 
 }  // namespace
 
+TensorView as_bytes(const TensorView& view, const std::string& argument) {
+  if (!view || view.dtype() != DType::kE2M1) return view;
+  Shape shape = view.shape(), strides = view.strides();
+  const int last = view.rank() - 1;
+  bool whole = last >= 0 && (view.size(last) <= 1 || view.stride(last) == 1);
+  for (int dim = 0; whole && dim < last; ++dim) {
+    whole = strides[dim] % 2 == 0 || shape[dim] <= 1;
+    strides[dim] /= 2;
+  }
+  FUSEDMOE_CHECK_FAULT(
+      whole, kLayout, argument,
+      core::format("{} with strides {}", describe(view), to_string(view.strides())),
+      "e2m1 in contiguous rows of an even number of elements");
+  shape[last] = (shape[last] + 1) / 2;
+  return TensorView(view.data(), DType::kU8, shape, strides, view.device());
+}
+
 std::optional<WeightLayout> find_weight_layout(const QuantKey& key) {
   for (const Row& row : kRows) {
     if (key.value != row.value || key.scale != row.scale || key.dynamic) continue;

@@ -39,6 +39,20 @@ WeightLayout weight_layout(const QuantKey& key, const char* argument);
 void check_matrix(const WeightMatrix& matrix, const QuantKey& key, const std::string& argument,
                   std::int64_t out, std::int64_t in);
 
+/// An e2m1 view as the bytes that hold it; other views as they are. Throws Error where rows do not
+/// begin on whole bytes.
+TensorView as_bytes(const TensorView& view, const std::string& argument);
+
+/// The matrix in the first of the forms that WeightMatrix allows: what packers read.
+inline WeightMatrix stored_form(const WeightMatrix& matrix) {
+  WeightMatrix result = matrix;
+  result.values = as_bytes(matrix.values, "values");
+  return result;
+}
+inline ExpertMatrices stored_form(const ExpertMatrices& expert) {
+  return {stored_form(expert.gate), stored_form(expert.up), stored_form(expert.down)};
+}
+
 /// Grid of blocks that cover `count` elements, the first of them `first` elements into a block of
 /// `extent`; -1 is the whole.
 constexpr std::int64_t num_blocks(std::int64_t count, std::int64_t extent, std::int64_t first = 0) {

@@ -1,6 +1,6 @@
 #include "reference/backend.h"
 
-#include "fusedmoe/runtime.h"
+#include "core/parallel.h"
 #include "moe/host_backend.h"
 #include "reference/router.h"
 
@@ -11,16 +11,15 @@ class ReferenceBackend final : public core::HostBackend {
  public:
   /// Sums in double, like everything else of the reference.
   void router_logits(const RouterWeights& weights, const TensorView& x, const TensorView& logits,
-                     Stream) const override {
+                     Stream stream) const override {
     const std::int64_t num_tokens = logits.size(0), num_experts = logits.size(1);
     auto* values = logits.as<float>();
-#pragma omp parallel for schedule(static) num_threads(num_threads())
-    for (std::int64_t token = 0; token < num_tokens; ++token) {
+    core::parallel_for(core::executor_of(stream), num_tokens, true, [&](std::int64_t token) {
       for (std::int64_t expert = 0; expert < num_experts; ++expert) {
         values[token * num_experts + expert] =
             static_cast<float>(router_logit(weights, x, token, expert));
       }
-    }
+    });
   }
 };
 

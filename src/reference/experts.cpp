@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "core/workspace.h"
-#include "fusedmoe/runtime.h"
 #include "moe/experts_args.h"
 #include "moe/local_experts.h"
 #include "moe/routed_experts.h"
@@ -77,6 +77,7 @@ struct Buffers {
 
 /// y[slot] = x[slot] matrix^T + bias for the `count` slots of one expert.
 struct Linear {
+  Executor& executor;
   const WeightMatrix& matrix;  // (out, in)
   const QuantKey& key;
   std::int64_t out, in;
@@ -97,9 +98,8 @@ double dot(const double* x, const double* w, std::int64_t count) {
 
 void apply_linear(const Linear& a) {
   constexpr std::int64_t kChunk = 512;  // columns decoded at a time, once for all slots
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (a.out * a.in * a.count >= kParallelWork)
-  for (std::int64_t o = 0; o < a.out; ++o) {
+  const bool worthwhile = a.out * a.in * a.count >= kParallelWork;
+  core::parallel_for(a.executor, a.out, worthwhile, [&](std::int64_t o) {
     for (std::int64_t r = 0; r < a.count; ++r) {
       a.y[a.slots[r] * a.y_stride + o] = bias(a.matrix, o);
     }
@@ -112,7 +112,7 @@ void apply_linear(const Linear& a) {
         a.y[slot * a.y_stride + o] += dot(a.x + slot * a.x_stride + begin, w, columns);
       }
     }
-  }
+  });
 }
 
 class ReferenceExperts final : public core::RoutedExperts {
@@ -127,12 +127,12 @@ class ReferenceExperts final : public core::RoutedExperts {
   }
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                       const PackOptions& options) const override;
+  WorkspacePlan plan(const ProblemSize& problem) const override;
   ExpertWeights unpack(const PackedWeights& packed, std::int64_t expert) const override;
   void repack(const ExpertWeights& weights, std::int64_t expert,
               PackedWeights& packed) const override;
 
  private:
-  WorkspacePlan plan_routed(const ProblemSize& problem) const override;
   void run_routed(const ForwardArgs& args) const override;
   Sizes sizes(const ProblemSize& problem) const;
 };
@@ -166,7 +166,7 @@ Sizes ReferenceExperts::sizes(const ProblemSize& p) const {
           p.intermediate};
 }
 
-WorkspacePlan ReferenceExperts::plan_routed(const ProblemSize& problem) const {
+WorkspacePlan ReferenceExperts::plan(const ProblemSize& problem) const {
   const Buffers buffers(sizes(problem), problem.scheme.activations, nullptr, nullptr);
   WorkspacePlan plan;
   plan.workspace13_bytes = buffers.bytes13;
@@ -219,9 +219,9 @@ void weight_and_sum(const ForwardArgs& args, const Sizes& n, const double* y) {
   const auto* ids = args.topk_ids.as<const std::int32_t>();
   const auto* weights = args.topk_weights.as<const float>();
   const core::LocalExperts local_expert(args.expert_map, n.num_experts);
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (n.slots * n.hidden >= kParallelWork)
-  for (std::int64_t token = 0; token < n.rows; ++token) {
+  const bool worthwhile = n.slots * n.hidden >= kParallelWork;
+  Executor& executor = core::executor_of(args.stream);
+  core::parallel_for(executor, n.rows, worthwhile, [&](std::int64_t token) {
     for (std::int64_t column = 0; column < n.hidden; ++column) {
       double sum = 0;
       for (std::int64_t slot = token * topk; slot < (token + 1) * topk; ++slot) {
@@ -231,7 +231,7 @@ void weight_and_sum(const ForwardArgs& args, const Sizes& n, const double* y) {
       }
       write(args.fused_output, token, column, sum, args.accumulate);
     }
-  }
+  });
 }
 
 /// out[expert, i] = y, rounded once; zeros behind the expert's last row.
@@ -305,8 +305,8 @@ class Forward {
   const std::int64_t* slots(std::int64_t e) const { return b_.slots + b_.offsets[e]; }
 
   void group_slots() {
-    std::int64_t count = 0;
     const core::LocalExperts local_expert(args_.expert_map, n_.num_experts);
+    std::int64_t count = 0;
     for (std::int64_t e = 0; e < n_.num_experts; ++e) {
       b_.offsets[e] = count;
       if (batched_) {
@@ -381,8 +381,8 @@ class Forward {
 
   void multiply(const WeightMatrix& matrix, std::int64_t e, std::int64_t out, std::int64_t in,
                 double* y, std::int64_t y_stride) const {
-    apply_linear({matrix, weights_.scheme.weights, out, in, slots(e), count(e), b_.operand,
-                  n_.operand_width(), y, y_stride});
+    apply_linear({core::executor_of(args_.stream), matrix, weights_.scheme.weights, out, in,
+                  slots(e), count(e), b_.operand, n_.operand_width(), y, y_stride});
   }
 
   bool gated() const { return is_gated(args_.weights->info().activation.kind); }
@@ -399,16 +399,15 @@ class Forward {
     const ResolvedActivation& activation = args_.weights->info().activation;
     const std::int64_t inner = n_.intermediate, width = n_.operand_width();
     const std::int64_t rows = count(e);
-#pragma omp parallel for schedule(static) \
-    num_threads(num_threads()) if (rows * inner >= kParallelWork / 16)
-    for (std::int64_t r = 0; r < rows; ++r) {
+    const bool worthwhile = rows * inner >= kParallelWork / 16;
+    core::parallel_for(core::executor_of(args_.stream), rows, worthwhile, [&](std::int64_t r) {
       const std::int64_t slot = slots(e)[r];
       const double* gate = b_.gate_up + slot * 2 * inner;
       for (std::int64_t i = 0; i < inner; ++i) {
         const double up = gated() ? gate[inner + i] : 0;
         b_.operand[slot * width + i] = round_to(dtype_, activate(activation, gate[i], up));
       }
-    }
+    });
   }
 
   /// The activated rows as the quantizers read them.

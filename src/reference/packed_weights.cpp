@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "quant/weight_layout.h"
+
 namespace fusedmoe::reference {
 namespace {
 
@@ -22,10 +24,22 @@ TensorView owned_copy(const TensorView& view, std::vector<std::shared_ptr<const 
 
 }  // namespace
 
+ReferenceWeights::ReferenceWeights(Info info, const ExpertWeights& weights)
+    : PackedWeights(std::move(info)), source(weights), replaced(weights.experts.size()) {
+  const bool owned = !weights.borrowed && !weights.owners.empty();
+  for (std::size_t e = 0; e < source.experts.size(); ++e) {
+    source.experts[e] = core::stored_form(source.experts[e]);
+    if (owned) continue;
+    replaced[e] = copy_expert(source, static_cast<std::int64_t>(e));
+    source.experts[e] = replaced[e].experts.front();
+  }
+}
+
 ExpertWeights copy_expert(const ExpertWeights& weights, std::int64_t expert) {
   ExpertWeights result = weights;
   result.owners.clear();
-  result.experts = {weights.experts[static_cast<std::size_t>(expert)]};
+  result.borrowed = false;
+  result.experts = {core::stored_form(weights.experts[static_cast<std::size_t>(expert)])};
   ExpertMatrices& matrices = result.experts.front();
   for (WeightMatrix* matrix : {&matrices.gate, &matrices.up, &matrices.down}) {
     for (TensorView WeightMatrix::*part :

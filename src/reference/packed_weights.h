@@ -9,13 +9,11 @@
 
 namespace fusedmoe::reference {
 
-/// Keeps the published weights as they are.
+/// Keeps the published weights as they are, with their owners.
 class ReferenceWeights final : public PackedWeights {
  public:
-  ReferenceWeights(Info info, ExpertWeights weights)
-      : PackedWeights(std::move(info)),
-        source(std::move(weights)),
-        replaced(source.experts.size()) {}
+  /// Copies the weights where nobody here owns them.
+  ReferenceWeights(Info info, const ExpertWeights& weights);
 
   std::int64_t nbytes() const override {
     std::int64_t total = 0;
@@ -24,7 +22,7 @@ class ReferenceWeights final : public PackedWeights {
   }
 
   ExpertWeights source;
-  std::vector<ExpertWeights> replaced;  // what repack has copied: owns the memory of those experts
+  std::vector<ExpertWeights> replaced;  // experts that own their memory: copied by pack or repack
 };
 
 /// One expert in tensors of its own.

@@ -277,7 +277,17 @@ ExpertWeights make_quantized(const Case& spec, Random& random) {
   ExpertWeights::Stacked stacked = stacks.stacked();
   drop_last(stacked.w13_global_scales);
   drop_last(stacked.w2_global_scales);
-  if (spec.scheme.weights.group == GroupShape{-1, -1}) drop_last(stacked.w13_scales);
+  const QuantKey& key = spec.scheme.weights;
+  if (key.group == GroupShape{-1, -1}) drop_last(stacked.w13_scales);
+  const bool tiles = key.group.rows == 1 && bits(*key.scale) == 8 && key.value != DType::kI4;
+  if (tiles && spec.seed % 2 == 1) {
+    stacked.scale_layout = ScaleLayout::kTiled128x4;
+    for (Tensor* scales : {&stacked.w13_scales, &stacked.w2_scales}) {
+      const Tensor flat = *scales;
+      *scales = Tensor::empty(tiled_scales_shape(flat.shape()), flat.dtype());
+      tile_scales(flat, *scales);
+    }
+  }
   ExpertWeights weights =
       ExpertWeights::from_stacked(stacked, spec.scheme, spec.activation, spec.activation_params);
   for (std::size_t e = 0; e < weights.experts.size(); ++e) {

@@ -86,6 +86,8 @@ struct Variant {
   MoeConfig of(MoeConfig config) const;
   /// Whether the pair serves `config` with the variant's wishes.
   Support supports(const MoeConfig& config) const;
+  /// What runs of(config).
+  ModularKernel create(const MoeConfig& config, const Context& context = {}) const;
 };
 /// Each with at most one of the wishes.
 std::vector<Variant> all_variants();

@@ -165,12 +165,16 @@ Tensor run_experts(const Problem& problem, const ModularKernel& kernel, const Pa
   args.kernel_config = options.kernel_config;
   args.stream = in.stream;
   RouterConfig router;
-  Tensor logits;
+  Tensor logits, ids, weights;
   if (config.monolithic) {
     router = make_router(problem, in);
     logits = exact_copy(make_logits(problem), config.device);
     args.router_logits = logits;
     args.router = &router;
+    ids = exact_tensor(problem.topk_ids.shape(), DType::kI32, config.device);
+    weights = exact_tensor(problem.topk_weights.shape(), DType::kF32, config.device);
+    args.topk_ids = ids;
+    args.topk_weights = weights;
   } else {
     args.topk_ids = in.topk_ids;
     args.topk_weights = in.topk_weights;
@@ -183,10 +187,8 @@ Tensor run_experts(const Problem& problem, const ModularKernel& kernel, const Pa
 
 Tensor run_variant(const Problem& problem, const Variant& variant, DType dtype, Device device,
                    const RunOptions& options) {
-  const MoeConfig config = variant.of(make_config(problem.spec, dtype, device));
-  const Context context{.device = device};
-  const ModularKernel kernel(variant.prepare_finalize->create(config, context),
-                             variant.experts->create(config, context));
+  const ModularKernel kernel =
+      variant.create(make_config(problem.spec, dtype, device), {.device = device});
   const auto packed = kernel.experts().pack(problem.weights);
   return run_experts(problem, kernel, *packed, options);
 }

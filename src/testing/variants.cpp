@@ -35,6 +35,11 @@ Support Variant::supports(const MoeConfig& config) const {
   return Support::no(Reason::kPairing, "no pair of the registry");
 }
 
+ModularKernel Variant::create(const MoeConfig& config, const Context& context) const {
+  const MoeConfig asked = of(config);
+  return {prepare_finalize->create(asked, context), experts->create(asked, context)};
+}
+
 std::vector<Variant> all_variants() {
   std::vector<Variant> variants;
   for (const ExpertsDescriptor* experts : all_experts()) {

@@ -5,8 +5,8 @@
 #include <cmath>
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "fusedmoe/quant.h"
-#include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
 #include "reference/activation.h"
 
@@ -85,12 +85,10 @@ float largest_activated(const ExpertWeights& weights, const ExpertMatrices& expe
   const Tensor gate = dequantize_weights(expert.gate, key, weights.hidden);
   const bool gated = is_gated(weights.activation);
   const Tensor up = gated ? dequantize_weights(expert.up, key, weights.hidden) : Tensor();
-  float largest = 0;
-#pragma omp parallel num_threads(num_threads()) reduction(max : largest)
-  {
+  const auto largest_of_rows = [&](std::int64_t begin, std::int64_t end) {
     std::vector<float> g(static_cast<std::size_t>(columns.size(1))), u(g.size());
-#pragma omp for schedule(static)
-    for (std::int64_t row = 0; row < weights.intermediate; ++row) {
+    float largest = 0;
+    for (std::int64_t row = begin; row < end; ++row) {
       multiply_row(gate, expert.gate.bias, row, columns, g);
       if (gated) multiply_row(up, expert.up.bias, row, columns, u);
       for (std::size_t i = 0; i < g.size(); ++i) {
@@ -98,7 +96,10 @@ float largest_activated(const ExpertWeights& weights, const ExpertMatrices& expe
         largest = std::max(largest, std::abs(value));
       }
     }
-  }
+    return largest;
+  };
+  const float largest =
+      core::parallel_max(default_executor(), weights.intermediate, true, largest_of_rows);
   FUSEDMOE_CHECK(std::isfinite(largest), "activations", "NaN or infinite", "finite");
   return largest;
 }
@@ -107,10 +108,10 @@ float largest_activated(const ExpertWeights& weights, const ExpertMatrices& expe
 
 ActivationRange activation_range(const LayerWeights& layer, const TensorView& hidden_states) {
   const ExpertWeights& weights = layer.experts;
-  FUSEDMOE_CHECK(hidden_states.defined() && hidden_states.rank() == 2 &&
-                     hidden_states.size(1) == weights.hidden && hidden_states.size(0) > 0,
-                 "hidden_states", core::describe(hidden_states),
-                 core::format("(num_tokens, {}) of at least one token", weights.hidden));
+  FUSEDMOE_CHECK_FAULT(hidden_states.defined() && hidden_states.rank() == 2 &&
+                           hidden_states.size(1) == weights.hidden && hidden_states.size(0) > 0,
+                       kShape, "hidden_states", core::describe(hidden_states),
+                       core::format("(num_tokens, {}) of at least one token", weights.hidden));
   FUSEDMOE_CHECK(weights.num_experts() == layer.router.num_experts, "layer.experts",
                  core::to_string(weights.num_experts()),
                  core::format("all {} experts of the router", layer.router.num_experts));

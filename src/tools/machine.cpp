@@ -1,12 +1,11 @@
 #include "tools/machine.h"
 
-#include <omp.h>
-
+#include <atomic>
 #include <chrono>
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "cpu/kernels.h"
-#include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
@@ -33,14 +32,11 @@ double measure_read_bandwidth(const TensorView& memory) {
   FUSEDMOE_CHECK(memory.defined() && memory.device().is_cpu() && memory.contiguous(), "memory",
                  core::describe(memory), "a contiguous tensor on the host");
   const std::int64_t lines = memory.nbytes() / 64;
-  std::uint64_t sum = 0;
+  std::atomic<std::uint64_t> sum{0};
   const double start = seconds();
-#pragma omp parallel reduction(^ : sum) num_threads(num_threads())
-  {
-    const std::int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    const std::int64_t begin = lines * thread / threads, end = lines * (thread + 1) / threads;
+  core::parallel_ranges(default_executor(), lines, true, [&](std::int64_t begin, std::int64_t end) {
     sum ^= read_lines(memory.as<const std::uint64_t>() + 8 * begin, end - begin);
-  }
+  });
   const double elapsed = seconds() - start;
   [[maybe_unused]] volatile std::uint64_t kept = sum;  // the reads must not be optimised away
   return static_cast<double>(lines * 64) / elapsed;
@@ -53,10 +49,9 @@ double measure_flop_rate(DType dtype) {
   if (dtype == DType::kBF16 && rate(cpu::Compute::kBF16)) work = rate(cpu::Compute::kBF16);
   if (dtype == DType::kI8 && rate(cpu::Compute::kInt8)) work = rate(cpu::Compute::kInt8);
   constexpr std::int64_t kRounds = 150000;
-  double flops = 0;
+  std::atomic<double> flops{0};
   const double start = seconds();
-#pragma omp parallel reduction(+ : flops) num_threads(num_threads())
-  flops += work(kRounds);
+  core::run_tasks(default_executor(), num_threads(), [&](int) { flops += work(kRounds); });
   return flops / (seconds() - start);
 }
 

@@ -48,8 +48,8 @@ class CheckpointQuantizer {
  public:
   CheckpointQuantizer(checkpoint::OpenedCheckpoint source, const QuantizeCheckpointOptions& options)
       : source_(std::move(source)), options_(options), model_(target_model()) {
-    FUSEDMOE_CHECK(!source_.layers.empty(), source_.label, "without layers of experts",
-                   "a checkpoint with at least one");
+    FUSEDMOE_CHECK_FILE(!source_.layers.empty(), source_.label, "without layers of experts",
+                        "a checkpoint with at least one");
     FUSEDMOE_CHECK(!source_.config.scheme.weights.quantized(), source_.label,
                    "in " + name(source_.config.scheme), "in f32, bf16 or f16");
     const checkpoint::FamilyRow& row = checkpoint::family_row(model_.family);
@@ -193,9 +193,10 @@ class CheckpointQuantizer {
     const fs::path path = !options_.calibration.empty()
                               ? options_.calibration
                               : fs::path(source_.label) / "input.safetensors";
-    FUSEDMOE_CHECK(fs::is_regular_file(path), "calibration", path.string() + ", which is not there",
-                   core::format("a file with hidden_states: {} has static activation scales",
-                                name(model_.scheme)));
+    FUSEDMOE_CHECK_FILE(fs::is_regular_file(path), "calibration",
+                        path.string() + ", which is not there",
+                        core::format("a file with hidden_states: {} has static activation scales",
+                                     name(model_.scheme)));
     calibration_ = SafetensorsFile::open(path).tensor("hidden_states");
   }
 
@@ -362,7 +363,8 @@ std::int64_t quantize_checkpoint(const fs::path& source, const QuantizeCheckpoin
         checkpoint::open_checkpoint(checkpoint::open_checkpoint_files(source), source.string());
     return CheckpointQuantizer(std::move(opened), options).write(directory);
   } catch (const fs::filesystem_error& error) {
-    throw Error(directory.string(), error.code().message(), "a directory that can be written");
+    throw Error::io(directory.string(), core::format("cannot write {}: {}", directory.string(),
+                                                     error.code().message()));
   }
 }
 

@@ -266,7 +266,8 @@ std::int64_t synthesize_checkpoint(const SynthOptions& options, const fs::path& 
     writer.write_file("config.json", written_config(options, model));
     return writer.commit();
   } catch (const fs::filesystem_error& error) {
-    throw Error(directory.string(), error.code().message(), "a directory that can be written");
+    throw Error::io(directory.string(), core::format("cannot write {}: {}", directory.string(),
+                                                     error.code().message()));
   }
 }
 

@@ -218,8 +218,8 @@ case $situation in
     says '"layout":"awq".*"scheme":"int4_g32_zp"'
     refuses 'layout: was awq' quantize --checkpoint plain --scheme fp8_block --layout awq \
       --output other
-    refuses 'one of .*nvfp4' quantize --checkpoint plain --scheme int3 --output other
-    refuses 'a new or empty directory' quantize --checkpoint plain --scheme nvfp4 --output awq
+    refuses 'there are: .*nvfp4' quantize --checkpoint plain --scheme int3 --output other
+    refuses 'exists and is no empty directory' quantize --checkpoint plain --scheme nvfp4 --output awq
     [[ ! -e other ]] || fail "a directory left behind"
     ;;
   synth_refuses)
@@ -314,21 +314,29 @@ case $situation in
     FUSEDMOE_CPU_ISA=generic succeeds doctor --json
     says '"instruction set":"generic"'
     ;;
-  example)
+  examples)
     synth gpt_oss_tiny
     program=$examples/example_layer
     succeeds model model/input.safetensors
     says '^cpu\+no_ep mxfp4_w4a16 bf16'
-    refuses 'nowhere' nowhere model/input.safetensors
-    ;;
-  example_lora)
-    synth gpt_oss_tiny
     program=$examples/example_lora
     succeeds model model/input.safetensors
     says '^cpu\+no_ep mxfp4_w4a16 bf16'
     says '^adapter -1: largest change of an output 0$'
     says '^adapter  1: largest change of an output [0-9.]*[1-9]'
-    refuses 'nowhere' nowhere model/input.safetensors
+    program=$examples/example_engine_routing
+    succeeds model model/input.safetensors
+    says '^after rank 1: first output -?[0-9]'
+    program=$examples/example_cuda_graph
+    succeeds model model/input.safetensors
+    says '^nothing to do without a GPU: |^sm90\+no_ep mxfp4_w4a16 bf16 .*: first output '
+    program=$examples/example_raw_tensors
+    succeeds
+    says '^layers packed: 1; first outputs: -?[0-9]'
+    for example in layer lora engine_routing; do
+      program=$examples/example_$example
+      refuses 'nowhere' nowhere model/input.safetensors
+    done
     ;;
   usage)
     succeeds --help

@@ -9,13 +9,11 @@
 #include "cuda_test.h"
 #include "experts_problem.h"
 #include "fusedmoe/quant.h"
-#include "reference/experts.h"
 
 namespace fusedmoe {
 namespace {
 
 using testing::Case;
-using testing::find_experts;
 using testing::KernelRun;
 using testing::kGpu;
 using testing::make_problem;
@@ -111,9 +109,8 @@ INSTANTIATE_TEST_SUITE_P(Cases, CudaExpertsLarge, ::testing::ValuesIn(large_case
 TEST_P(CudaExpertsLarge, SampledTokensMatchTheReference) {
   const Case& spec = GetParam().spec;
   const Problem problem = make_large_problem(spec);
-  const auto experts = find_experts(GetParam().suffix, spec.scheme);
-  const ModularKernel kernel(testing::pair_of(*experts), experts);
-  const KernelRun run(problem, kernel, experts->pack(problem.weights));
+  const ModularKernel kernel = testing::make_kernel(spec, testing::gpu_variant(GetParam().suffix));
+  const KernelRun run(problem, kernel, kernel.experts().pack(problem.weights));
   const Tensor output = run.run();
 
   // Every element is written: the output was NaN before.
@@ -127,8 +124,7 @@ TEST_P(CudaExpertsLarge, SampledTokensMatchTheReference) {
   std::vector<std::int64_t> tokens{0, 1, kTokens / 2, kTokens - 2, kTokens - 1};
   for (std::int64_t token = 4999; token < kTokens; token += 5003) tokens.push_back(token);
   const Problem sample = pick(problem, tokens);
-  const Tensor expected =
-      testing::run_rows(sample, *reference::make_experts(ActivationFormat::kStandard));
+  const Tensor expected = testing::run_reference(sample);
   Tensor actual = Tensor::empty(expected.shape(), expected.dtype());
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     copy(output.select(0, tokens[i]), actual.select(0, static_cast<std::int64_t>(i)), {});

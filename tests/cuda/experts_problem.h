@@ -1,4 +1,4 @@
-// What the tests of the Hopper experts share: finding them, running a problem, and how close to the
+// What the tests of the Hopper experts share: making them, running a problem, and how close to the
 // reference they must be.
 #pragma once
 
@@ -53,40 +53,35 @@ inline DType row_dtype(const QuantScheme& scheme) {
   return format_of(scheme).row_dtype;
 }
 
-/// Of the registry, with monolithic adapters, by name.
-inline std::shared_ptr<const Experts> find_experts(std::string_view wanted) {
-  for (const auto& experts : all_experts()) {
-    if (experts->name() == wanted) return experts;
-  }
-  throw Error("experts", std::string(wanted), "in the registry");
+/// "", "_batched", "_unfused", "_monolithic" or "_batch_invariant": see Variant::name().
+inline Variant gpu_variant(std::string_view suffix = "") {
+  return find_variant("sm90" + std::string(suffix));
+}
+/// Every variant on the GPU that serves the case.
+inline std::vector<Variant> gpu_variants(const Case& spec) {
+  return variants_for(make_config(spec, row_dtype(spec.scheme), kGpu));
 }
 
-/// "sm90_bf16_unfused" for ("_unfused", bf16)
-inline std::shared_ptr<const Experts> find_experts(std::string_view suffix,
-                                                   const QuantScheme& scheme) {
-  return find_experts("sm90_" + std::string(format_of(scheme).name) + std::string(suffix));
+inline std::shared_ptr<const Experts> make_experts(const Case& spec,
+                                                   const Variant& variant = gpu_variant()) {
+  const MoeConfig config = variant.of(make_config(spec, row_dtype(spec.scheme), kGpu));
+  return variant.experts->create(config, Context{.device = kGpu});
+}
+inline ModularKernel make_kernel(const Case& spec, const Variant& variant = gpu_variant()) {
+  const auto experts = make_experts(spec, variant);
+  return {variant.prepare_finalize->create(experts->config(), experts->context()), experts};
 }
 
-inline std::shared_ptr<const PrepareAndFinalize> pair_of(const Experts& experts) {
-  return experts.activation_format() == ActivationFormat::kStandard ? make_no_ep() : make_batched();
+/// On the GPU, with rows as its experts take them for the scheme.
+inline Tensor run_rows(const Problem& problem, const Variant& variant,
+                       const RunOptions& options = {}) {
+  return run_variant(problem, variant, row_dtype(problem.spec.scheme), kGpu, options);
 }
-
-/// With rows as the GPU's experts take them for the scheme.
-inline Tensor run_rows(const Problem& problem, const Experts& experts,
-                       const ExpertsHooks* hooks = nullptr) {
-  return run_experts(problem, *pair_of(experts), experts, *experts.pack(problem.weights),
-                     row_dtype(problem.spec.scheme), hooks);
-}
-
-/// Every implementation on the GPU that serves the case, with adapters and unfused ones.
-inline std::vector<std::shared_ptr<const Experts>> experts_for(const Case& spec) {
-  std::vector<std::shared_ptr<const Experts>> result;
-  for (const auto& experts : all_experts()) {
-    MoeConfig config = make_config(spec, row_dtype(spec.scheme), kGpu);
-    config.activation_format = experts->activation_format();
-    if (experts->supports(config)) result.push_back(experts);
-  }
-  return result;
+/// The same rows by the reference; with `unfused` it rounds where experts with hooks do.
+inline Tensor run_reference(const Problem& problem, bool unfused = false,
+                            const RunOptions& options = {}) {
+  return run_variant(problem, find_variant(unfused ? "reference_unfused" : "reference"),
+                     row_dtype(problem.spec.scheme), kHost, options);
 }
 
 /// A problem's tensors on the GPU, with an output and a workspace of exactly the planned size,
@@ -103,8 +98,7 @@ class KernelRun {
     weights_ = Tensor::empty({spec.num_tokens, spec.topk}, DType::kF32, kGpu);
     output_ = Tensor::empty({spec.num_tokens + kGuardRows, spec.hidden}, dtype, kGpu);
     if (problem.expert_map) map_ = to_gpu(problem.expert_map);
-    bytes_ = static_cast<std::int64_t>(kernel_.workspace_bytes(
-        ProblemSize::of(packed_->info(), spec.num_tokens, spec.topk, dtype), spec.weight_on_input));
+    bytes_ = static_cast<std::int64_t>(kernel_.workspace_bytes(spec.num_tokens));
     workspace_ = Tensor::empty({bytes_ + kGuardBytes}, DType::kU8, kGpu);
     num_experts_ = spec.num_experts;
     weight_on_input_ = spec.weight_on_input;
@@ -128,8 +122,8 @@ class KernelRun {
     fill_bytes(output_, value, Stream{kGpu});
     synchronize(Stream{kGpu});
   }
-  void enqueue(Stream stream, const ExpertsHooks* hooks = nullptr) const {
-    KernelArgs args;
+  void enqueue(Stream stream, const RunOptions& options = {}) const {
+    ForwardArgs args;
     args.weights = packed_.get();
     args.output = output_view();
     args.hidden_states = x_;
@@ -138,7 +132,8 @@ class KernelRun {
     args.expert_map = map_;
     args.num_experts = num_experts_;
     args.apply_router_weight_on_input = weight_on_input_;
-    args.hooks = hooks;
+    args.hooks = options.hooks;
+    args.kernel_config = options.kernel_config;
     args.stream = stream;
     kernel_.apply(args, {workspace_.data(), static_cast<std::size_t>(bytes_)});
   }
@@ -155,9 +150,9 @@ class KernelRun {
         << "behind the workspace";
     return to_host(Tensor(output_.slice(0, 0, rows), output_.owner()));
   }
-  Tensor run(Stream stream = Stream{kGpu}) const {
-    enqueue(stream);
-    synchronize(stream);
+  Tensor run(const RunOptions& options = {}) const {
+    enqueue(Stream{kGpu}, options);
+    synchronize(Stream{kGpu});
     return output();
   }
   const Tensor& hidden_states() const { return x_; }

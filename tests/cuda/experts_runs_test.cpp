@@ -6,7 +6,6 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/experts.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
 #include "fusedmoe/modular_kernel.h"
@@ -16,11 +15,10 @@ namespace {
 
 using testing::bitwise_equal;
 using testing::Case;
-using testing::find_experts;
+using testing::gpu_variant;
 using testing::KernelRun;
 using testing::kGpu;
 using testing::make_problem;
-using testing::pair_of;
 using testing::Problem;
 using testing::RoutingSkew;
 using testing::to_gpu;
@@ -50,9 +48,9 @@ class CudaExpertsRuns : public testing::CudaTestWith<Implementation> {
   void SetUp() override {
     testing::CudaTestWith<Implementation>::SetUp();
     if (IsSkipped()) return;
-    experts_ = find_experts(GetParam().suffix, GetParam().scheme);
-    kernel_ = std::make_unique<ModularKernel>(pair_of(*experts_), experts_);
-    packed_ = experts_->pack(make_problem(spec(1)).weights);
+    kernel_ = std::make_unique<ModularKernel>(
+        testing::make_kernel(spec(1), gpu_variant(GetParam().suffix)));
+    packed_ = kernel_->experts().pack(make_problem(spec(1)).weights);
   }
   /// Sizes that end inside tiles and packed blocks. Weights depend on the seed of hidden states
   /// too, so only those of spec(1) are packed.
@@ -74,7 +72,6 @@ class CudaExpertsRuns : public testing::CudaTestWith<Implementation> {
   }
   KernelRun make_run(const Problem& problem) const { return {problem, *kernel_, packed_}; }
 
-  std::shared_ptr<const Experts> experts_;
   std::unique_ptr<ModularKernel> kernel_;
   std::shared_ptr<const PackedWeights> packed_;
 };
@@ -196,24 +193,18 @@ TEST_P(CudaExpertsRuns, ForwardsOfOneStreamAreOrdered) {
   for (int i = 0; i < 5; ++i) EXPECT_TRUE(bitwise_equal(chain(false), expected));
 }
 
-// A function of the sizes alone, so that it can be asked without a GPU.
-TEST(CudaExpertsPlanTest, WorkspacesGrowWithTheTokens) {
-  for (const auto& experts : cuda::make_all_experts()) {
-    ProblemSize problem;
-    problem.topk = 4;
-    problem.num_local_experts = 32;
-    problem.hidden = 2880;
-    problem.intermediate = 2880;
-    for (const QuantScheme& scheme : testing::gpu_schemes()) {
-      if (experts->name().starts_with(find_experts("", scheme)->name())) problem.scheme = scheme;
-    }
-    problem.dtype = testing::row_dtype(problem.scheme);
-    std::size_t before = 0;
-    for (problem.num_tokens = 0; problem.num_tokens <= 2000; ++problem.num_tokens) {
-      const std::size_t bytes = experts->plan(problem).total_bytes();
-      ASSERT_GE(bytes, before) << experts->name() << ", " << problem.num_tokens << " tokens";
-      before = bytes;
-    }
+TEST_P(CudaExpertsRuns, WorkspacesGrowWithTheTokens) {
+  Case large = spec(1);
+  large.num_experts = 32;
+  large.topk = 4;
+  large.hidden = large.intermediate = 2880;
+  const auto experts = testing::make_experts(large, gpu_variant(GetParam().suffix));
+  std::size_t before = 0;
+  for (std::int64_t num_tokens = 0; num_tokens <= 2000; ++num_tokens) {
+    const ProblemSize problem = ProblemSize::of(experts->config(), num_tokens);
+    const std::size_t bytes = experts->plan(problem).total_bytes();
+    ASSERT_GE(bytes, before) << num_tokens << " tokens";
+    before = bytes;
   }
 }
 

@@ -9,7 +9,6 @@
 #include "experts_problem.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
-#include "reference/experts.h"
 
 namespace fusedmoe {
 namespace {
@@ -17,12 +16,14 @@ namespace {
 using testing::bitwise_equal;
 using testing::Case;
 using testing::expect_close;
-using testing::find_experts;
 using testing::gpu_schemes;
+using testing::gpu_variant;
 using testing::make_problem;
 using testing::Problem;
 using testing::RoutingSkew;
+using testing::run_reference;
 using testing::run_rows;
+using testing::Variant;
 
 struct Size {
   std::int64_t num_tokens, num_experts, topk, hidden, intermediate;
@@ -98,7 +99,7 @@ std::vector<Case> load_cases() {
   return cases;
 }
 
-/// Experts, adapters and unfused ones: all that serve the case.
+/// Every variant that serves the case.
 class CudaExpertsShapes : public testing::CudaTestWith<Case> {};
 INSTANTIATE_TEST_SUITE_P(Sizes, CudaExpertsShapes, ::testing::ValuesIn(size_cases()),
                          [](const auto& info) { return info.param.name; });
@@ -108,16 +109,16 @@ INSTANTIATE_TEST_SUITE_P(Loads, CudaExpertsShapes, ::testing::ValuesIn(load_case
 TEST_P(CudaExpertsShapes, EveryImplementationMatchesTheReference) {
   const Case& spec = GetParam();
   const Problem problem = make_problem(spec);
-  const Tensor expected = run_rows(problem, *reference::make_experts(ActivationFormat::kStandard));
-  const auto all = testing::experts_for(spec);
-  // Standard, batch-invariant, batched, two adapters; unfused ones where rows need no padding.
-  const std::size_t adapters = spec.weight_on_input ? 0 : 2;
-  EXPECT_EQ(all.size(), 3 + adapters + (spec.intermediate % 8 == 0 ? 1 : 0));
-  for (const auto& experts : all) {
-    SCOPED_TRACE(std::string(experts->name()));
-    const Tensor actual = run_rows(problem, *experts);
+  const Tensor expected = run_reference(problem);
+  const std::vector<Variant> all = testing::gpu_variants(spec);
+  // Standard, batch-invariant, batched, monolithic; with hooks where rows need no padding.
+  const std::size_t monolithic = spec.weight_on_input ? 0 : 1;
+  EXPECT_EQ(all.size(), 3 + monolithic + (spec.intermediate % 8 == 0 ? 1 : 0));
+  for (const Variant& variant : all) {
+    SCOPED_TRACE(variant.name());
+    const Tensor actual = run_rows(problem, variant);
     expect_close(actual, expected);
-    EXPECT_TRUE(bitwise_equal(run_rows(problem, *experts), actual)) << "second run";
+    EXPECT_TRUE(bitwise_equal(run_rows(problem, variant), actual)) << "second run";
   }
 }
 
@@ -126,7 +127,7 @@ class CudaExpertsLoads : public testing::CudaTest {};
 TEST_F(CudaExpertsLoads, TooManyExpertsAreRefused) {
   Case spec;
   spec.num_experts = 2049;
-  EXPECT_TRUE(testing::experts_for(spec).empty());
+  EXPECT_TRUE(testing::gpu_variants(spec).empty());
 }
 
 /// The batched experts called directly, with counts that no routing has to give.
@@ -134,10 +135,10 @@ struct BatchedRun {
   Tensor hidden_states, counts;  // in host memory
 
   Tensor run(const Experts& experts, const PackedWeights& packed) const {
-    const Device device = packed.info().device;
+    const Device device = experts.config().device;
     const Tensor x = to_device(hidden_states, device), num_rows = to_device(counts, device);
-    const WorkspacePlan plan = experts.plan(
-        ProblemSize::of(packed.info(), hidden_states.size(1), 1, hidden_states.dtype()));
+    const WorkspacePlan plan =
+        experts.plan(ProblemSize::of(experts.config(), hidden_states.size(1)));
     const auto buffer = [&](std::size_t bytes) {
       Tensor result = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
       fill_bytes(result, 0xff, Stream{device});
@@ -147,15 +148,15 @@ struct BatchedRun {
     const Tensor workspace2 = buffer(plan.workspace2_bytes);
     const Tensor output = Tensor::empty(plan.output_shape, plan.output_dtype, device);
     testing::poison(output);
-    ExpertsArgs args;
+    ForwardArgs args;
     args.weights = &packed;
-    args.output = output;
+    args.fused_output = output;
     args.hidden_states = x;
     args.expert_num_tokens = num_rows;
     args.workspace13 = workspace13.data();
     args.workspace2 = workspace2.data();
     args.stream = Stream{device};
-    static_cast<const ModularExperts&>(experts).apply(args);
+    experts.apply(args);
     synchronize(args.stream);
     return to_device(output, {});
   }
@@ -172,9 +173,11 @@ TEST_F(CudaExpertsLoads, BatchedRowsFromNoneToAll) {
     spec.scheme = scheme;
     spec.bias = true;
     const Problem problem = make_problem(spec);
-    const auto experts = find_experts("_batched", scheme);
+    const auto experts = testing::make_experts(spec, gpu_variant("_batched"));
     const auto packed = experts->pack(problem.weights);
-    const auto reference = reference::make_experts(ActivationFormat::kBatchedExperts);
+    const Variant on_cpu = testing::find_variant("reference_batched");
+    const auto reference = on_cpu.experts->create(
+        on_cpu.of(testing::make_config(spec, testing::row_dtype(scheme))), {});
     const auto reference_packed = reference->pack(problem.weights);
 
     const std::vector<std::vector<std::int32_t>> loads{
@@ -223,8 +226,8 @@ TEST_F(CudaExpertsLoads, SlotsWithoutAnExpertAreNotMultiplied) {
     const Problem problem = make_problem(spec);
     for (const char* suffix : {"", "_batch_invariant", "_batched", "_unfused"}) {
       SCOPED_TRACE(suffix);
-      const auto experts = find_experts(suffix, scheme);
-      const Tensor expected = run_rows(problem, *experts);
+      const Variant variant = gpu_variant(suffix);
+      const Tensor expected = run_rows(problem, variant);
       Problem wild = problem;
       wild.topk_weights = Tensor::empty(problem.topk_weights.shape(), DType::kF32);
       for (std::int64_t slot = 0; slot < wild.topk_weights.numel(); ++slot) {
@@ -233,7 +236,7 @@ TEST_F(CudaExpertsLoads, SlotsWithoutAnExpertAreNotMultiplied) {
                                                   ? std::numeric_limits<float>::quiet_NaN()
                                                   : problem.topk_weights.as<const float>()[slot];
       }
-      EXPECT_TRUE(bitwise_equal(run_rows(wild, *experts), expected));
+      EXPECT_TRUE(bitwise_equal(run_rows(wild, variant), expected));
     }
   }
 }
@@ -255,11 +258,10 @@ TEST_F(CudaExpertsLoads, DuplicateIdsCountTwice) {
         auto* ids = problem.topk_ids.as<std::int32_t>();
         if (slot % 4 == 3) ids[slot] = ids[slot - 2];
       }
-      const Tensor expected =
-          run_rows(problem, *reference::make_experts(ActivationFormat::kStandard));
+      const Tensor expected = run_reference(problem);
       for (const char* suffix : {"", "_batch_invariant", "_unfused"}) {
         SCOPED_TRACE(suffix + std::string(" ") + std::to_string(num_tokens) + " tokens");
-        expect_close(run_rows(problem, *find_experts(suffix, scheme)), expected);
+        expect_close(run_rows(problem, gpu_variant(suffix)), expected);
       }
     }
   }
@@ -278,13 +280,13 @@ TEST_F(CudaExpertsLoads, ANaNStaysInItsToken) {
     const Problem problem = make_problem(spec);
     for (const char* suffix : {"", "_batch_invariant", "_batched", "_unfused"}) {
       SCOPED_TRACE(suffix);
-      const auto experts = find_experts(suffix, scheme);
-      const Tensor expected = run_rows(problem, *experts);
+      const Variant variant = gpu_variant(suffix);
+      const Tensor expected = run_rows(problem, variant);
       Problem wild = problem;
       wild.hidden_states = Tensor::empty(problem.hidden_states.shape(), DType::kF32);
       copy(problem.hidden_states, wild.hidden_states, {});
       testing::poison(wild.hidden_states.select(0, kWild));
-      const Tensor actual = run_rows(wild, *experts);
+      const Tensor actual = run_rows(wild, variant);
       for (std::int64_t token = 0; token < spec.num_tokens; ++token) {
         if (token == kWild) {
           EXPECT_TRUE(std::isnan(load_f32(actual.data(), actual.dtype(), token * spec.hidden)));

@@ -1,7 +1,5 @@
 // The Hopper experts against the reference: every awkward case, every tile configuration around its
 // edges, the same bits twice and in any batch.
-#include "cuda/experts.h"
-
 #include <functional>
 #include <set>
 #include <string>
@@ -9,9 +7,7 @@
 #include "cuda/gemm/heuristic.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
-#include "fusedmoe/formats.h"
-#include "fusedmoe/tune.h"
-#include "reference/experts.h"
+#include "fusedmoe/quant.h"
 
 namespace fusedmoe {
 namespace {
@@ -19,12 +15,14 @@ namespace {
 using testing::bitwise_equal;
 using testing::Case;
 using testing::expect_close;
-using testing::find_experts;
 using testing::gpu_schemes;
+using testing::gpu_variant;
 using testing::is_mxfp4;
 using testing::kGpu;
 using testing::Problem;
+using testing::run_reference;
 using testing::run_rows;
+using testing::Variant;
 
 /// Every case in every scheme that has a form for its sizes.
 std::vector<Case> awkward_cases() {
@@ -48,14 +46,13 @@ class CudaExpertsTest : public testing::CudaTestWith<Case> {};
 
 TEST_P(CudaExpertsTest, MatchesReference) {
   const Problem problem = testing::make_problem(GetParam());
-  const Tensor fused = run_rows(problem, *reference::make_experts(ActivationFormat::kStandard));
-  const Tensor unfused = run_rows(problem, *reference::make_unfused_experts());
-  const auto all = testing::experts_for(GetParam());
-  for (const auto& experts : all) {
-    SCOPED_TRACE(std::string(experts->name()));
-    const Tensor actual = run_rows(problem, *experts);
-    expect_close(actual, experts->has_hooks() ? unfused : fused);
-    EXPECT_TRUE(bitwise_equal(run_rows(problem, *experts), actual)) << "second run";
+  const Tensor fused = run_reference(problem), unfused = run_reference(problem, true);
+  const std::vector<Variant> all = testing::gpu_variants(GetParam());
+  for (const Variant& variant : all) {
+    SCOPED_TRACE(variant.name());
+    const Tensor actual = run_rows(problem, variant);
+    expect_close(actual, variant.hooks ? unfused : fused);
+    EXPECT_TRUE(bitwise_equal(run_rows(problem, variant), actual)) << "second run";
   }
   // Hidden sizes that are no multiple of 8 are for the CPU.
   EXPECT_EQ(all.empty(), GetParam().hidden % 8 != 0);
@@ -72,11 +69,9 @@ TEST(CudaExpertsRefuse, RowsOfAnotherDtype) {
     Case spec;
     spec.scheme = scheme;
     const Problem problem = testing::make_problem(spec);
-    const auto experts = find_experts("", scheme);
-    const auto packed = experts->pack(problem.weights);
     for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
       if (dtype == testing::row_dtype(scheme)) continue;
-      EXPECT_THROW(testing::run_experts(problem, *make_no_ep(), *experts, *packed, dtype), Error);
+      EXPECT_THROW(testing::run_variant(problem, gpu_variant(), dtype, kGpu), Error);
     }
   }
 }
@@ -85,8 +80,7 @@ TEST(CudaExpertsRefuse, HiddenSizesThatRowsCannotHave) {
   FUSEDMOE_SKIP_WITHOUT_GPU();
   Case spec;
   spec.hidden = 36;
-  EXPECT_THROW(testing::find_experts("sm90_bf16")->pack(testing::make_problem(spec).weights),
-               Error);
+  EXPECT_THROW(testing::make_experts(spec), Error);
 }
 
 struct TileCase {
@@ -137,12 +131,12 @@ std::vector<TileCase> tile_cases() {
   return result;
 }
 
-/// Calls function() while each configuration that is valid for the case is pinned.
-void for_each_config(const Case& spec, const Experts& experts,
-                     const std::function<void()>& function) {
+/// Calls function() with each configuration that is valid for the case.
+void for_each_config(const Case& spec, const Variant& variant,
+                     const std::function<void(const testing::RunOptions&)>& function) {
   cuda::MlpShape shape;
   shape.format = &testing::format_of(spec.scheme);
-  shape.unfused = experts.has_hooks();
+  shape.unfused = variant.hooks;
   shape.num_tokens = spec.num_tokens;
   shape.topk = spec.topk;
   shape.num_local_experts = spec.num_experts;
@@ -153,28 +147,25 @@ void for_each_config(const Case& spec, const Experts& experts,
       config.rows_f32 = rows_f32;
       if (!valid(shape, config)) continue;
       SCOPED_TRACE(to_string(config));
-      const cuda::PinnedConfig pin(config);
-      function();
+      function({.kernel_config = cuda::find_config(to_string(config))});
     }
   }
 }
 
 class CudaTileConfigTest : public testing::CudaTestWith<TileCase> {};
 
-TEST_P(CudaTileConfigTest, EveryPlanMatchesReference) {
+TEST_P(CudaTileConfigTest, EveryConfigurationMatchesReference) {
   const auto& [spec, suffix] = GetParam();
   const Problem problem = testing::make_problem(spec);
-  const auto experts = find_experts(suffix, spec.scheme);
-  const Tensor expected = run_rows(
-      problem, experts->has_hooks() ? *reference::make_unfused_experts()
-                                    : *reference::make_experts(ActivationFormat::kStandard));
-  const ModularKernel kernel(make_no_ep(), experts);
-  const testing::KernelRun run(problem, kernel, experts->pack(problem.weights));
-  for_each_config(spec, *experts, [&] {
-    const Tensor actual = run.run();
+  const Variant variant = gpu_variant(suffix);
+  const Tensor expected = run_reference(problem, variant.hooks);
+  const ModularKernel kernel = testing::make_kernel(spec, variant);
+  const testing::KernelRun run(problem, kernel, kernel.experts().pack(problem.weights));
+  for_each_config(spec, variant, [&](const testing::RunOptions& options) {
+    const Tensor actual = run.run(options);
     expect_close(actual, expected);
     run.poison(0xff);
-    EXPECT_TRUE(bitwise_equal(run.run(), actual)) << "second run";
+    EXPECT_TRUE(bitwise_equal(run.run(options), actual)) << "second run";
   });
 }
 
@@ -207,21 +198,22 @@ TEST_F(CudaExpertsInvarianceTest, RowDoesNotDependOnItsBatch) {
     spec.activation = Activation::kSwigluOai;
     spec.bias = true;
     const Problem problem = testing::make_problem(spec);
-    const auto experts = find_experts("_batch_invariant", scheme);
-    const Tensor all = run_rows(problem, *experts);
-    std::set<std::string> plans;
+    const ModularKernel kernel = testing::make_kernel(spec, gpu_variant("_batch_invariant"));
+    const auto packed = kernel.experts().pack(problem.weights);
+    const Tensor all = testing::run_experts(problem, kernel, *packed);
+    std::set<std::string> configs;
     for (const std::int64_t rows : {1, 5, 24, 44, 64, 140, 200, 300, 1000}) {
       const Problem first = head(problem, rows);
-      const ProblemSize size =
-          ProblemSize::of(testing::make_config(first.spec, testing::row_dtype(scheme), kGpu), rows);
-      for (const std::string& plan : experts->tile_plans(size, kGpu)) {
-        const PinnedTilePlan pin(plan);
-        EXPECT_TRUE(bitwise_equal(run_rows(first, *experts), all.slice(0, 0, rows)))
-            << name(scheme) << ", " << rows << " rows, " << plan;
-        plans.insert(plan);
+      const ProblemSize size = ProblemSize::of(kernel.experts().config(), rows);
+      for (const std::string& config : kernel.experts().kernel_configs(size)) {
+        const int number = kernel.experts().find_kernel_config(config);
+        const Tensor some = testing::run_experts(first, kernel, *packed, {.kernel_config = number});
+        EXPECT_TRUE(bitwise_equal(some, all.slice(0, 0, rows)))
+            << name(scheme) << ", " << rows << " rows, " << config;
+        configs.insert(config);
       }
     }
-    EXPECT_EQ(plans.size(), testing::format_of(scheme).decodes ? 5u : 6u)
+    EXPECT_EQ(configs.size(), testing::format_of(scheme).decodes ? 5u : 6u)
         << "all but those with K groups and, decoded, epilogue warpgroups";
   }
 }
@@ -256,11 +248,11 @@ TEST_F(CudaExpertsF16Test, AnExpertsOutputMayBeLargerThanF16) {
     for (std::int64_t slot = 0; slot < problem.topk_weights.numel(); ++slot) {
       problem.topk_weights.as<float>()[slot] = 1.0F / static_cast<float>(16 << slot % 3);
     }
-    const Tensor expected =
-        run_rows(problem, *reference::make_experts(ActivationFormat::kStandard));
-    const auto experts = find_experts("", spec.scheme);
-    for_each_config(spec, *experts, [&] { expect_close(run_rows(problem, *experts), expected); });
-    expect_close(run_rows(problem, *find_experts("_batch_invariant", spec.scheme)), expected);
+    const Tensor expected = run_reference(problem);
+    for_each_config(spec, gpu_variant(), [&](const testing::RunOptions& options) {
+      expect_close(run_rows(problem, gpu_variant(), options), expected);
+    });
+    expect_close(run_rows(problem, gpu_variant("_batch_invariant")), expected);
   }
 }
 

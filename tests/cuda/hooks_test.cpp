@@ -1,4 +1,4 @@
-// Injection points of the unfused Hopper experts: what callbacks see on the stream, that what they
+// Injection points of the Hopper experts: what callbacks see on the stream, that what they
 // enqueue counts (as a LoRA delta does), and what they throw.
 #include <array>
 #include <memory>
@@ -10,7 +10,6 @@
 #include "experts_problem.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/router.h"
-#include "reference/experts.h"
 
 namespace fusedmoe {
 namespace {
@@ -18,7 +17,7 @@ namespace {
 using testing::bitwise_equal;
 using testing::Case;
 using testing::expect_close;
-using testing::find_experts;
+using testing::gpu_variant;
 using testing::KernelRun;
 using testing::kGpu;
 using testing::make_problem;
@@ -57,9 +56,9 @@ class CudaHooks : public testing::CudaTestWith<Case> {
     testing::CudaTestWith<Case>::SetUp();
     if (IsSkipped()) return;
     problem_ = make_problem(GetParam());
-    experts_ = find_experts("_unfused", GetParam().scheme);
-    packed_ = experts_->pack(problem_.weights);
-    kernel_ = std::make_unique<ModularKernel>(make_no_ep(), experts_);
+    kernel_ =
+        std::make_unique<ModularKernel>(testing::make_kernel(GetParam(), gpu_variant("_unfused")));
+    packed_ = kernel_->experts().pack(problem_.weights);
   }
   static DType dtype() { return testing::row_dtype(GetParam().scheme); }
   std::int64_t slots() const { return problem_.topk_ids.numel(); }
@@ -71,7 +70,6 @@ class CudaHooks : public testing::CudaTestWith<Case> {
   }
 
   Problem problem_;
-  std::shared_ptr<const Experts> experts_;
   std::shared_ptr<const PackedWeights> packed_;
   std::unique_ptr<ModularKernel> kernel_;
 };
@@ -99,7 +97,7 @@ TEST_P(CudaHooks, CallbacksSeeEveryStepInOrder) {
       copy(args.permuted_to_slot, rows, args.stream);
     };
   }
-  run.enqueue(stream, &hooks);
+  run.enqueue(stream, {.hooks = &hooks});
   synchronize(stream);
   EXPECT_TRUE(bitwise_equal(run.output(), expected)) << "looking changes nothing";
 
@@ -169,7 +167,7 @@ TEST_P(CudaHooks, WhatCallbacksEnqueueIsUsed) {
       };
     }
     run.poison(0xff);
-    run.enqueue(stream, &hooks);
+    run.enqueue(stream, {.hooks = &hooks});
     synchronize(stream);
     if (step == kHooks.size()) break;
     const Tensor rows = to_host(snapshot);
@@ -178,8 +176,6 @@ TEST_P(CudaHooks, WhatCallbacksEnqueueIsUsed) {
   }
   const Tensor actual = run.output();
 
-  const auto reference = reference::make_unfused_experts();
-  const auto host_packed = reference->pack(problem_.weights);
   const auto expected = [&](bool with_deltas) {
     ExpertsHooks hooks;
     for (std::size_t step = 0; with_deltas && step < kHooks.size(); ++step) {
@@ -187,7 +183,7 @@ TEST_P(CudaHooks, WhatCallbacksEnqueueIsUsed) {
         add_deltas(step, args.output, args.permuted_to_slot);
       };
     }
-    return testing::run_experts(problem_, *make_no_ep(), *reference, *host_packed, dtype(), &hooks);
+    return testing::run_reference(problem_, true, {.hooks = &hooks});
   };
   expect_close(actual, expected(true));
   EXPECT_GT(testing::compare(actual, expected(false)).max_norm_relative, 0.1)
@@ -204,7 +200,7 @@ TEST_P(CudaHooks, AGraphHoldsWhatCallbacksEnqueue) {
     ++calls;
     copy(zeros, args.output, args.stream);
   };
-  const Graph graph(stream, [&] { run.enqueue(stream, &hooks); });
+  const Graph graph(stream, [&] { run.enqueue(stream, {.hooks = &hooks}); });
   for (int i = 0; i < 2; ++i) {
     run.poison(0xff);
     graph.launch(stream);
@@ -224,7 +220,7 @@ TEST_P(CudaHooks, WhatTheyThrowLeavesTheOutputAlone) {
   for (const auto hook : kHooks) {
     ExpertsHooks hooks;
     hooks.*hook = [](const HookArgs&) { throw std::runtime_error("from a hook"); };
-    EXPECT_THROW(run.enqueue(Stream{kGpu}, &hooks), std::runtime_error);
+    EXPECT_THROW(run.enqueue(Stream{kGpu}, {.hooks = &hooks}), std::runtime_error);
     synchronize(Stream{kGpu});
     EXPECT_TRUE(bitwise_equal(run.output(), untouched));
   }
@@ -234,13 +230,14 @@ TEST_P(CudaHooks, WhatTheyThrowLeavesTheOutputAlone) {
 }
 
 TEST_P(CudaHooks, UnfusedExpertsAgreeWithFusedOnes) {
-  const auto fused = find_experts("", GetParam().scheme);
+  const testing::Variant fused = gpu_variant(), unfused = gpu_variant("_unfused");
   // Rows of GEMM 1 are rounded to bf16 before the activation.
-  expect_close(testing::run_rows(problem_, *experts_), testing::run_rows(problem_, *fused));
+  expect_close(testing::run_rows(problem_, unfused), testing::run_rows(problem_, fused));
   const ExpertsHooks none;
-  EXPECT_TRUE(bitwise_equal(testing::run_rows(problem_, *experts_, &none),
-                            testing::run_rows(problem_, *experts_)));
-  EXPECT_EQ(testing::argument_of([&] { testing::run_rows(problem_, *fused, &none); }), "hooks");
+  const testing::RunOptions options{.hooks = &none};
+  EXPECT_TRUE(bitwise_equal(testing::run_rows(problem_, unfused, options),
+                            testing::run_rows(problem_, unfused)));
+  EXPECT_EQ(testing::argument_of([&] { testing::run_rows(problem_, fused, options); }), "hooks");
 }
 
 }  // namespace

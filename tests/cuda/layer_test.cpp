@@ -104,12 +104,15 @@ struct Buffers {
   Workspace scratch() const {
     return {workspace.data(), static_cast<std::size_t>(workspace.numel())};
   }
-  ForwardDetails details() const { return {logits, ids, weights}; }
+  /// All results are wanted.
+  ForwardOptions wanted(std::optional<Stream> stream = std::nullopt) const {
+    return {.router_logits = logits, .topk_ids = ids, .topk_weights = weights, .stream = stream};
+  }
 };
 
 Tensor run(const MoeLayer& layer, const Tensor& x) {
   const Buffers buffers(layer, x.size(0));
-  layer.forward(x, buffers.output, buffers.scratch(), buffers.details());
+  layer.forward(x, buffers.output, buffers.scratch(), buffers.wanted());
   return to_host(buffers.output);
 }
 
@@ -128,7 +131,7 @@ TEST_P(CudaLayer, AgreesWithTheReference) {
     const Tensor x = make_hidden_states(GetParam().dtype, num_tokens, layer.config().hidden);
     const Buffers buffers(layer, num_tokens);
     const Tensor gpu_x = to_gpu(x);
-    layer.forward(gpu_x, buffers.output, buffers.scratch(), buffers.details());
+    layer.forward(gpu_x, buffers.output, buffers.scratch(), buffers.wanted());
 
     const Tensor ids = Tensor::empty(buffers.ids.shape(), DType::kI32);
     const Tensor logits = Tensor::empty(buffers.logits.shape(), DType::kF32);
@@ -136,7 +139,7 @@ TEST_P(CudaLayer, AgreesWithTheReference) {
     const Tensor memory = Tensor::empty(
         {static_cast<std::int64_t>(reference.workspace_bytes(num_tokens))}, DType::kU8);
     reference.forward(x, expected, {memory.data(), static_cast<std::size_t>(memory.numel())},
-                      {logits, ids, {}});
+                      {.router_logits = logits, .topk_ids = ids});
     // fp32 sums of 256 products against double.
     EXPECT_LE(compare(to_host(buffers.logits), logits).max_element, 1e-5);
     EXPECT_TRUE(bitwise_equal(to_host(buffers.ids), ids));
@@ -160,7 +163,7 @@ TEST_P(CudaLayer, AGraphReplaysTheSameBits) {
     const Buffers buffers(layer, num_tokens);
     const OwnedStream stream(kGpu);
     const Graph graph(stream, [&] {
-      layer.forward(x, buffers.output, buffers.scratch(), buffers.details(), nullptr, stream);
+      layer.forward(x, buffers.output, buffers.scratch(), buffers.wanted(stream));
     });
     for (int i = 0; i < 3; ++i) {
       buffers.poison_all();
@@ -189,12 +192,13 @@ TEST_P(CudaLayer, MonolithicExpertsDoTheSame) {
   const Family& family = GetParam();
   const LayerWeights weights = make_weights(family);
   const MoeLayer modular(weights, gpu_options("", GetParam().dtype));
-  const std::string name = std::string(modular.selection().experts->name()) + "_monolithic";
+  LayerOptions options = gpu_options("", GetParam().dtype);
+  options.monolithic = true;
   if (family.spec.experts.weight_on_input) {
-    EXPECT_THROW(MoeLayer(weights, gpu_options(name, GetParam().dtype)), Error);
+    EXPECT_THROW(MoeLayer(weights, options), Error);
     return;
   }
-  const MoeLayer monolithic(weights, gpu_options(name, GetParam().dtype));
+  const MoeLayer monolithic(weights, options);
   const Tensor x = to_gpu(make_hidden_states(GetParam().dtype, 19, modular.config().hidden));
   EXPECT_TRUE(bitwise_equal(run(monolithic, x), run(modular, x)));
 }
@@ -202,14 +206,10 @@ TEST_P(CudaLayer, MonolithicExpertsDoTheSame) {
 TEST_P(CudaLayer, BatchedExpertsAgree) {
   const LayerWeights weights = make_weights(GetParam());
   const MoeLayer standard(weights, gpu_options("", GetParam().dtype));
-  MoeConfig config = standard.config();
-  config.activation_format = ActivationFormat::kBatchedExperts;
-  const Selection selection = explain(config);
-  ASSERT_TRUE(selection) << selection.table();
-  const MoeLayer batched(weights,
-                         gpu_options(std::string(selection.experts->name()), GetParam().dtype));
+  const MoeLayer batched(weights, gpu_options("sm90+batched", GetParam().dtype));
   for (const std::int64_t num_tokens : {0, 1, 40}) {
-    const Tensor x = to_gpu(make_hidden_states(GetParam().dtype, num_tokens, config.hidden));
+    const Tensor x =
+        to_gpu(make_hidden_states(GetParam().dtype, num_tokens, standard.config().hidden));
     // One more rounding to bf16: of each expert's row.
     EXPECT_LE(compare(run(batched, x), run(standard, x)).max_norm_relative, 1e-2) << num_tokens;
   }
@@ -273,8 +273,8 @@ TEST_F(CudaLayerTest, StreamsDoNotDisturbEachOther) {
   const Buffers a(layer, 64), b(layer, 64);
   synchronize(Stream{kGpu});
   for (int i = 0; i < 20; ++i) {
-    layer.forward(x, a.output, a.scratch(), {}, nullptr, first);
-    layer.forward(x, b.output, b.scratch(), {}, nullptr, second);
+    layer.forward(x, a.output, a.scratch(), {.stream = first});
+    layer.forward(x, b.output, b.scratch(), {.stream = second});
   }
   synchronize(first);
   synchronize(second);
@@ -298,9 +298,8 @@ TEST_F(CudaLayerTest, WhatDoesNotFitIsAnError) {
   EXPECT_EQ(argument_of([&] { layer.forward(host_x, buffers.output, buffers.scratch()); }),
             "hidden_states");
   EXPECT_EQ(argument_of([&] { layer.forward(x, host_x, buffers.scratch()); }), "output");
-  EXPECT_EQ(argument_of([&] {
-              layer.forward(x, buffers.output, buffers.scratch(), {}, nullptr, Stream{});
-            }),
+  EXPECT_EQ(argument_of(
+                [&] { layer.forward(x, buffers.output, buffers.scratch(), {.stream = Stream{}}); }),
             "stream");
   EXPECT_EQ(argument_of([&] {
               layer.forward(x, buffers.output, {buffers.workspace.data(), 16});

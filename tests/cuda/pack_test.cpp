@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "cuda/experts.h"
 #include "cuda/gemm/operands/mxfp4_block.h"
 #include "cuda/packed_weights.h"
 #include "cuda_test.h"
@@ -25,9 +24,9 @@ using cuda::PackedMatrices;
 using cuda::WeightFormat;
 using testing::argument_of;
 using testing::Case;
-using testing::find_experts;
 using testing::is_mxfp4;
 using testing::kGpu;
+using testing::make_experts;
 using testing::make_problem;
 using testing::Problem;
 using testing::to_host;
@@ -180,10 +179,6 @@ std::vector<Case> pack_cases() {
   return cases;
 }
 
-std::shared_ptr<const Experts> experts_of(const QuantScheme& scheme) {
-  return find_experts("", scheme);
-}
-
 /// The last nibble of a row of odd length belongs to nobody.
 void clear_padding(const ExpertWeights& weights) {
   if (!is_mxfp4(weights.scheme)) return;
@@ -204,7 +199,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, CudaPack, ::testing::ValuesIn(pack_cases()),
 
 TEST_P(CudaPack, EveryElementIsInItsBlock) {
   const Problem problem = make_problem(GetParam());
-  expect_packed(*experts_of(GetParam().scheme)->pack(problem.weights), problem.weights);
+  expect_packed(*make_experts(GetParam())->pack(problem.weights), problem.weights);
 }
 
 /// Contiguous rows of a matrix of any strides.
@@ -245,7 +240,7 @@ void expect_same(const ExpertMatrices& actual, const ExpertMatrices& expected) {
 TEST_P(CudaPack, UnpackIsTheInverse) {
   const Problem problem = make_problem(GetParam());
   clear_padding(problem.weights);
-  const auto experts = experts_of(GetParam().scheme);
+  const auto experts = make_experts(GetParam());
   const auto packed = experts->pack(problem.weights);
   for (std::int64_t e = 0; e < 3; ++e) {
     const ExpertWeights unpacked = experts->unpack(*packed, e);
@@ -266,7 +261,7 @@ TEST_P(CudaPack, RepackReplacesOneExpert) {
   other.seed += 1000;
   Problem problem = make_problem(GetParam());
   const Problem replacement = make_problem(other);
-  const auto experts = experts_of(GetParam().scheme);
+  const auto experts = make_experts(GetParam());
   const auto packed = experts->pack(problem.weights);
   ExpertWeights one = replacement.weights;
   one.experts.erase(one.experts.begin(), one.experts.begin() + 2);
@@ -303,7 +298,12 @@ void set_scales(const TensorView& scales, int low, int high) {
 
 class CudaPackTest : public testing::CudaTest {
  protected:
-  const std::shared_ptr<const Experts> experts_ = find_experts("sm90_mxfp4");
+  void SetUp() override {
+    testing::CudaTest::SetUp();
+    if (!IsSkipped()) experts_ = make_experts(mxfp4_case());
+  }
+
+  std::shared_ptr<const Experts> experts_;
 };
 
 // From where a multiplier is no bf16 number any more: scales above 2^1.
@@ -362,8 +362,9 @@ TEST_F(CudaPackTest, ARefusedRepackLeavesTheExpertWhole) {
             "weights.bias");
   const Problem fine = make_problem(mxfp4_case());
   EXPECT_EQ(argument_of([&] { experts_->repack(fine.weights, 2, *packed); }), "expert");
-  EXPECT_EQ(argument_of([&] { find_experts("sm90_bf16")->repack(fine.weights, 0, *packed); }),
-            "packed");
+  Case bf16 = mxfp4_case();
+  bf16.scheme = schemes::unquantized(DType::kBF16);
+  EXPECT_EQ(argument_of([&] { make_experts(bf16)->repack(fine.weights, 0, *packed); }), "packed");
   expect_packed(*packed, problem.weights);
 }
 

@@ -11,7 +11,7 @@
 #include "cuda/rows/permute.h"
 #include "cuda_test.h"
 #include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
 #include "testing/cases.h"
 
 namespace fusedmoe {

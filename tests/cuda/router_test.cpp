@@ -13,7 +13,7 @@
 
 #include "cuda_test.h"
 #include "fusedmoe/error.h"
-#include "fusedmoe/formats.h"
+#include "fusedmoe/quant.h"
 #include "testing/cases.h"
 
 namespace fusedmoe {

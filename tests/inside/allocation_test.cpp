@@ -9,7 +9,6 @@
 
 #include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/router.h"
-#include "reference/experts.h"
 #include "testing/cases.h"
 
 namespace {
@@ -79,20 +78,18 @@ TEST(AllocationTest, RoutingData) {
 
 TEST(AllocationTest, KernelWithTheReferenceInBothFormats) {
   const testing::Problem problem = testing::make_problem({.num_tokens = 9, .bias = true});
-  for (auto format : {ActivationFormat::kStandard, ActivationFormat::kBatchedExperts}) {
-    const auto experts = reference::make_experts(format);
-    const ModularKernel kernel(
-        format == ActivationFormat::kStandard ? make_no_ep() : make_batched(), experts);
-    const auto packed = experts->pack(problem.weights);
+  for (const char* variant : {"reference", "reference_batched"}) {
+    const ModularKernel kernel =
+        testing::find_variant(variant).create(testing::make_config(problem.spec, DType::kF32));
+    const auto packed = kernel.experts().pack(problem.weights);
     const Tensor output = Tensor::zeros(problem.hidden_states.shape(), DType::kF32);
-    KernelArgs args;
+    ForwardArgs args;
     args.weights = packed.get();
     args.output = output;
     args.hidden_states = problem.hidden_states;
     args.topk_ids = problem.topk_ids;
     args.topk_weights = problem.topk_weights;
-    const ProblemSize size{9, 2, 8, 64, 48, DType::kF32};
-    const auto bytes = static_cast<std::int64_t>(kernel.workspace_bytes(size));
+    const auto bytes = static_cast<std::int64_t>(kernel.workspace_bytes(9));
     const Tensor workspace = Tensor::empty({bytes}, DType::kU8);
     EXPECT_EQ(allocations_in([&] {
                 kernel.apply(args, {workspace.data(), static_cast<std::size_t>(bytes)});

@@ -5,12 +5,13 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <functional>
+#include <utility>
 
 #include "cpu/kernels.h"
-#include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
-#include "reference/experts.h"
+#include "malformed.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
 
@@ -20,6 +21,7 @@ namespace {
 using testing::bitwise_equal;
 using testing::Case;
 using testing::compare;
+using testing::on_cuda;
 using testing::Problem;
 
 /// Bounds of spec "tolerances", section 5, against a reference that rounds at the same points:
@@ -39,11 +41,14 @@ Tolerance tolerance(DType dtype) {
   }
 }
 
-Tensor run(const Problem& problem, const ModularExperts& experts, DType dtype) {
-  const auto packed = experts.pack(problem.weights);
-  const bool batched = experts.activation_format() == ActivationFormat::kBatchedExperts;
-  return testing::run_experts(problem, batched ? *make_batched() : *make_no_ep(), experts, *packed,
-                              dtype);
+Tensor run(const Problem& problem, const char* variant, DType dtype) {
+  return testing::run_variant(problem, testing::find_variant(variant), dtype);
+}
+
+/// Packs and throws as "cpu" does.
+void pack(const Problem& problem) {
+  const MoeConfig config = testing::make_config(problem.spec, DType::kBF16);
+  cpu::descriptor().create(config, {})->pack(problem.weights);
 }
 
 /// The schemes that the fast experts have, of each case.
@@ -69,25 +74,19 @@ class CpuExpertsTest : public ::testing::TestWithParam<Case> {};
 
 TEST_P(CpuExpertsTest, MatchesReference) {
   const Problem problem = testing::make_problem(GetParam());
-  const auto reference = reference::make_experts(ActivationFormat::kStandard);
   for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
-    const Tensor expected = run(problem, *reference, dtype);
-    for (ActivationFormat format :
-         {ActivationFormat::kStandard, ActivationFormat::kBatchedExperts}) {
-      const auto experts = cpu::make_experts(format);
-      MoeConfig config = testing::make_config(GetParam(), dtype);
-      config.activation_format = format;
-      ASSERT_TRUE(experts->supports(config)) << experts->supports(config).text;
-      const Tensor actual = run(problem, *experts, dtype);
+    const Tensor expected = run(problem, "reference", dtype);
+    for (const char* variant : {"cpu", "cpu_batched"}) {
+      const Tensor actual = run(problem, variant, dtype);
       const testing::Difference difference = compare(actual, expected);
-      SCOPED_TRACE(std::string(experts->name()) + " " + std::string(name(dtype)) + ": " +
+      SCOPED_TRACE(std::string(variant) + " " + std::string(name(dtype)) + ": " +
                    difference.to_string());
       EXPECT_FALSE(difference.nonfinite_mismatch);
       // The batched format rounds each row before the weighted sum: one rounding more.
-      const double factor = format == ActivationFormat::kBatchedExperts ? 2 : 1;
+      const double factor = variant == std::string_view("cpu_batched") ? 2 : 1;
       EXPECT_LE(difference.max_element, factor * tolerance(dtype).max);
       EXPECT_LE(difference.rms_element, factor * tolerance(dtype).rms);
-      EXPECT_TRUE(bitwise_equal(run(problem, *experts, dtype), actual)) << "second run";
+      EXPECT_TRUE(bitwise_equal(run(problem, variant, dtype), actual)) << "second run";
     }
   }
 }
@@ -121,15 +120,12 @@ TEST(CpuExpertsInvarianceTest, RowDoesNotDependOnItsBatch) {
     spec.bias = true;
     const Problem problem = testing::make_problem(spec);
     for (DType dtype : {DType::kBF16, DType::kF32}) {
-      for (ActivationFormat format :
-           {ActivationFormat::kStandard, ActivationFormat::kBatchedExperts}) {
-        const auto experts = cpu::make_experts(format);
-        const Tensor whole = run(problem, *experts, dtype);
+      for (const char* variant : {"cpu", "cpu_batched"}) {
+        const Tensor whole = run(problem, variant, dtype);
         for (std::int64_t num_tokens : {1, 2, 3, 4, 5, 7, 13, 64, 200}) {
-          const Tensor part = run(head(problem, num_tokens), *experts, dtype);
+          const Tensor part = run(head(problem, num_tokens), variant, dtype);
           EXPECT_TRUE(bitwise_equal(part, whole.slice(0, 0, num_tokens)))
-              << name(scheme) << " " << name(dtype) << " " << experts->name()
-              << " M = " << num_tokens;
+              << name(scheme) << " " << name(dtype) << " " << variant << " M = " << num_tokens;
         }
       }
     }
@@ -143,23 +139,77 @@ TEST(CpuExpertsInvarianceTest, NumberOfThreadsDoesNotMatter) {
   spec.hidden = 96;
   spec.intermediate = 160;
   const Problem problem = testing::make_problem(spec);
-  const auto experts = cpu::make_experts(ActivationFormat::kStandard);
   set_num_threads(1);
-  const Tensor one = run(problem, *experts, DType::kBF16);
+  const Tensor one = run(problem, "cpu", DType::kBF16);
   set_num_threads(5);
-  const Tensor five = run(problem, *experts, DType::kBF16);
+  const Tensor five = run(problem, "cpu", DType::kBF16);
   set_num_threads(0);
   EXPECT_TRUE(bitwise_equal(one, five));
+}
+
+TEST(CpuExpertsTest, MapEntriesBeyondTheLocalExpertsAreNotLocal) {
+  Case spec;
+  spec.expert_map = true;
+  for (const ActivationFormat format :
+       {ActivationFormat::kStandard, ActivationFormat::kBatchedExperts}) {
+    const Problem problem = testing::make_problem(spec);
+    const auto experts = cpu::make_experts(format);
+    const Tensor expected = run(problem, *experts, DType::kF32);
+    auto* map = problem.expert_map.as<std::int32_t>();
+    std::int32_t beyond = static_cast<std::int32_t>(problem.weights.num_experts());
+    for (std::int64_t id = 0; id < problem.expert_map.numel(); ++id) {
+      if (map[id] < 0) map[id] = std::exchange(beyond, 1 << 30);
+    }
+    EXPECT_TRUE(bitwise_equal(run(problem, *experts, DType::kF32), expected));
+  }
+}
+
+TEST(CpuExpertsTest, ArgumentsOnAnotherDeviceAreErrors) {
+  const Problem problem = testing::make_problem({});
+  const auto experts = cpu::make_experts(ActivationFormat::kStandard);
+  const auto packed = experts->pack(problem.weights);
+  const Tensor output = Tensor::empty(problem.hidden_states.shape(), DType::kF32);
+  const Tensor map = Tensor::zeros({8}, DType::kI32);
+  const std::pair<const char*, std::function<void(ExpertsArgs&)>> faults[] = {
+      {"hidden_states", [](auto& args) { args.hidden_states = on_cuda(args.hidden_states); }},
+      {"output", [](auto& args) { args.output = on_cuda(args.output); }},
+      {"topk_ids", [](auto& args) { args.topk_ids = on_cuda(args.topk_ids); }},
+      {"topk_weights", [](auto& args) { args.topk_weights = on_cuda(args.topk_weights); }},
+      {"expert_map", [&](auto& args) { args.expert_map = on_cuda(map); }},
+      {"hidden_scales", [&](auto& args) { args.hidden_scales = on_cuda(map); }},
+      {"expert_num_tokens", [&](auto& args) { args.expert_num_tokens = on_cuda(map); }},
+      {"stream",
+       [](auto& args) {
+         args.stream = {testing::kCuda, &args};
+       }},
+  };
+  for (const auto& [argument, spoil] : faults) {
+    ExpertsArgs args;
+    args.weights = packed.get();
+    args.output = output;
+    args.hidden_states = problem.hidden_states;
+    args.topk_ids = problem.topk_ids;
+    args.topk_weights = problem.topk_weights;
+    spoil(args);
+    testing::expect_error(argument, output, [&] { experts->apply(args); });
+  }
+}
+
+TEST(CpuExpertsTest, F16WeightsAreRefusedWithTheWayOut) {
+  MoeConfig config = testing::make_config({}, DType::kF16);
+  config.scheme = schemes::unquantized(DType::kF16);
+  const Support support = cpu::make_experts(ActivationFormat::kStandard)->supports(config);
+  EXPECT_EQ(support.reason, Reason::kQuantScheme);
+  EXPECT_NE(support.text.find("`reference` by name"), std::string::npos) << support.text;
 }
 
 TEST(CpuExpertsNanTest, StayInTheirTokens) {
   Case spec;
   spec.num_tokens = 5;
   const Problem problem = testing::make_problem(spec);
-  const auto experts = cpu::make_experts(ActivationFormat::kStandard);
-  const Tensor clean = run(problem, *experts, DType::kF32);
+  const Tensor clean = run(problem, "cpu", DType::kF32);
   testing::poison(problem.hidden_states.slice(0, 2, 3));
-  const Tensor actual = run(problem, *experts, DType::kF32);
+  const Tensor actual = run(problem, "cpu", DType::kF32);
   for (std::int64_t token = 0; token < 5; ++token) {
     for (std::int64_t i = 0; i < spec.hidden; ++i) {
       const float value = actual.as<const float>()[token * spec.hidden + i];
@@ -187,34 +237,30 @@ TEST(CpuExpertsActivationTest, SaturatesToZero) {
     }
   }
   for (std::int64_t i = 0; i < 4; ++i) problem.hidden_states.as<float>()[i] = 1e18f;
-  const Tensor actual = run(problem, *cpu::make_experts(ActivationFormat::kStandard), DType::kF32);
+  const Tensor actual = run(problem, "cpu", DType::kF32);
   for (std::int64_t i = 0; i < 4; ++i) EXPECT_EQ(actual.as<const float>()[i], 0.0f);
 }
 
 TEST(CpuExpertsArgumentsTest, CountsOfTheBatchedFormatAreChecked) {
   Case spec;
   const Problem problem = testing::make_problem(spec);
-  const auto experts = cpu::make_experts(ActivationFormat::kBatchedExperts);
+  const MoeConfig config =
+      testing::find_variant("cpu_batched").of(testing::make_config(spec, DType::kBF16));
+  const auto experts = cpu::descriptor().create(config, {});
   const auto packed = experts->pack(problem.weights);
-  ProblemSize size;
-  size.num_tokens = 4;
-  size.topk = 1;
-  size.num_local_experts = spec.num_experts;
-  size.hidden = spec.hidden;
-  size.intermediate = spec.intermediate;
-  const WorkspacePlan plan = experts->plan(size);
+  const WorkspacePlan plan = experts->plan(ProblemSize::of(config, 4));
   const auto scratch = [](std::size_t bytes) {
     return Tensor::zeros({static_cast<std::int64_t>(bytes)}, DType::kU8);
   };
   const Tensor workspace13 = scratch(plan.workspace13_bytes);
   const Tensor workspace2 = scratch(plan.workspace2_bytes);
   const Tensor counts = Tensor::zeros({spec.num_experts}, DType::kI32);
-  ExpertsArgs args;
+  ForwardArgs args;
   args.weights = packed.get();
   const Tensor hidden_states = Tensor::zeros(plan.output_shape, DType::kBF16);
   const Tensor output = Tensor::zeros(plan.output_shape, DType::kBF16);
   args.hidden_states = hidden_states;
-  args.output = output;
+  args.fused_output = output;
   args.expert_num_tokens = counts;
   args.workspace13 = workspace13.data();
   args.workspace2 = workspace2.data();
@@ -265,14 +311,12 @@ TEST(CpuExpertsMxfp4Test, ExtremeScales) {
       keep.push_back(scales);
     }
   }
-  const auto experts = cpu::make_experts(ActivationFormat::kStandard);
-  const Tensor expected =
-      run(problem, *reference::make_experts(ActivationFormat::kStandard), DType::kBF16);
-  const testing::Difference difference = compare(run(problem, *experts, DType::kBF16), expected);
+  const Tensor expected = run(problem, "reference", DType::kBF16);
+  const testing::Difference difference = compare(run(problem, "cpu", DType::kBF16), expected);
   EXPECT_LE(difference.max_element, tolerance(DType::kBF16).max) << difference.to_string();
   for (std::int64_t num_tokens = 1; num_tokens < 9; ++num_tokens) {
-    EXPECT_TRUE(bitwise_equal(run(head(problem, num_tokens), *experts, DType::kBF16),
-                              run(problem, *experts, DType::kBF16).slice(0, 0, num_tokens)));
+    EXPECT_TRUE(bitwise_equal(run(head(problem, num_tokens), "cpu", DType::kBF16),
+                              run(problem, "cpu", DType::kBF16).slice(0, 0, num_tokens)));
   }
 }
 
@@ -285,10 +329,8 @@ TEST(CpuExpertsMxfp4Test, NonGatedWithHalfATile) {
   spec.scheme = schemes::mxfp4_w4a16();
   spec.activation = Activation::kRelu2NoMul;
   const Problem problem = testing::make_problem(spec);
-  const Tensor expected =
-      run(problem, *reference::make_experts(ActivationFormat::kStandard), DType::kBF16);
-  const testing::Difference difference = compare(
-      run(problem, *cpu::make_experts(ActivationFormat::kStandard), DType::kBF16), expected);
+  const Tensor expected = run(problem, "reference", DType::kBF16);
+  const testing::Difference difference = compare(run(problem, "cpu", DType::kBF16), expected);
   EXPECT_LE(difference.max_element, tolerance(DType::kBF16).max) << difference.to_string();
 }
 
@@ -301,7 +343,7 @@ TEST(CpuExpertsMxfp4Test, ScalesTooFarApartAreRefused) {
   scales[0] = 160;
   scales[1] = 100;
   try {
-    cpu::make_experts(ActivationFormat::kStandard)->pack(problem.weights);
+    pack(problem);
     FAIL() << "packed";
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("100 to 160"), std::string::npos) << error.what();
@@ -316,7 +358,7 @@ TEST(CpuExpertsMxfp4Test, ScaleOutsideItsRangeIsRefused) {
   std::uint8_t* scale = problem.weights.experts[1].down.scales.as<std::uint8_t>();
   *scale = 20;
   try {
-    cpu::make_experts(ActivationFormat::kStandard)->pack(problem.weights);
+    pack(problem);
     FAIL() << "packed";
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("E8M0 code 20"), std::string::npos) << error.what();

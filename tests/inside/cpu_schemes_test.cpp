@@ -6,7 +6,6 @@
 #include "cpu/pack.h"
 #include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/tensor.h"
-#include "reference/experts.h"
 #include "schemes_with_codes.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
@@ -19,23 +18,27 @@ using testing::Case;
 using testing::compare;
 using testing::Problem;
 
-/// All but the dispatch, of an Experts with its packed weights.
+Tensor run(const Problem& problem, const char* variant, DType dtype) {
+  return testing::run_variant(problem, testing::find_variant(variant), dtype);
+}
+
+/// Of a name of find_variant(), for several runs on weights that are packed once.
 class Runner {
  public:
-  Runner(std::shared_ptr<const ModularExperts> experts, const ExpertWeights& weights)
-      : experts_(std::move(experts)), packed_(experts_->pack(weights)) {}
+  Runner(const Problem& problem, const char* variant, DType dtype)
+      : kernel_(testing::find_variant(variant).create(testing::make_config(problem.spec, dtype))),
+        packed_(kernel_.experts().pack(problem.weights)) {}
 
-  const ModularExperts& experts() const { return *experts_; }
-  Tensor run(const Problem& problem, DType dtype) const {
-    const bool batched = experts_->activation_format() == ActivationFormat::kBatchedExperts;
-    return testing::run_experts(problem, batched ? *make_batched() : *make_no_ep(), *experts_,
-                                *packed_, dtype);
+  Tensor run(const Problem& problem) const {
+    return testing::run_experts(problem, kernel_, *packed_);
   }
 
  private:
-  std::shared_ptr<const ModularExperts> experts_;
+  ModularKernel kernel_;
   std::shared_ptr<const PackedWeights> packed_;
 };
+
+constexpr const char* kVariants[] = {"cpu", "cpu_batched", "cpu_unfused"};
 
 /// Without quantized activations: spec "tolerances", section 5, as in cpu_experts_test.cpp; zero
 /// points are subtracted from the sums of whole groups, which cancels up to half of their bits.
@@ -105,29 +108,24 @@ class CpuSchemesTest : public ::testing::TestWithParam<NamedScheme> {
 TEST_P(CpuSchemesTest, MatchesReference) {
   for (const Case& spec : cases(scheme())) {
     const Problem problem = testing::make_problem(spec);
-    const Runner reference(reference::make_experts(ActivationFormat::kStandard), problem.weights);
-    for (const auto& experts :
-         {cpu::make_experts(ActivationFormat::kStandard),
-          cpu::make_experts(ActivationFormat::kBatchedExperts), cpu::make_unfused_experts()}) {
-      const Runner runner(experts, problem.weights);
-      for (DType dtype : {DType::kF32, DType::kBF16}) {
+    for (DType dtype : {DType::kF32, DType::kBF16}) {
+      const Tensor expected = run(problem, "reference", dtype);
+      for (const std::string variant : kVariants) {
         // Unfused experts round once more, before the activation. Quantized, that is another
         // problem, for another reference.
-        const bool unfused = experts->name() == "cpu_unfused";
+        const bool unfused = variant == "cpu_unfused";
         if (unfused && dtype == DType::kBF16 && scheme().activations) continue;
-        MoeConfig config = testing::make_config(spec, dtype);
-        config.activation_format = experts->activation_format();
-        ASSERT_TRUE(experts->supports(config)) << experts->supports(config).text;
-        const Tensor actual = runner.run(problem, dtype);
-        const testing::Difference difference = compare(actual, reference.run(problem, dtype));
-        SCOPED_TRACE(spec.name + " " + std::string(experts->name()) + " " +
-                     std::string(name(dtype)) + ": " + difference.to_string());
+        const Runner runner(problem, variant.c_str(), dtype);
+        const Tensor actual = runner.run(problem);
+        const testing::Difference difference = compare(actual, expected);
+        SCOPED_TRACE(spec.name + " " + variant + " " + std::string(name(dtype)) + ": " +
+                     difference.to_string());
         EXPECT_FALSE(difference.nonfinite_mismatch);
         // Batched experts round their rows before the weighted sum.
-        const double factor = experts->name() == "cpu" ? 1 : 2;
+        const double factor = variant == "cpu" ? 1 : 2;
         EXPECT_LE(difference.max_element, factor * tolerance(scheme(), dtype).max);
         EXPECT_LE(difference.rms_element, factor * tolerance(scheme(), dtype).rms);
-        EXPECT_TRUE(bitwise_equal(runner.run(problem, dtype), actual)) << "second run";
+        EXPECT_TRUE(bitwise_equal(runner.run(problem), actual)) << "second run";
       }
     }
   }
@@ -149,7 +147,7 @@ TEST_P(CpuSchemesTest, RowDoesNotDependOnItsBatch) {
     // One scale for the batch: refused where rows may not depend on it.
     MoeConfig config = testing::make_config(cases(scheme()).front(), DType::kBF16);
     config.batch_invariant = true;
-    EXPECT_EQ(make_no_ep()->supports(config).reason, Reason::kBatchInvariance);
+    EXPECT_EQ(no_ep().supports(config).reason, Reason::kBatchInvariance);
     return;
   }
   Case spec;
@@ -161,15 +159,13 @@ TEST_P(CpuSchemesTest, RowDoesNotDependOnItsBatch) {
   spec.scheme = scheme();
   spec.bias = true;
   const Problem problem = testing::make_problem(spec);
-  for (const auto& experts :
-       {cpu::make_experts(ActivationFormat::kStandard),
-        cpu::make_experts(ActivationFormat::kBatchedExperts), cpu::make_unfused_experts()}) {
-    const Runner runner(experts, problem.weights);
-    const Tensor whole = runner.run(problem, DType::kBF16);
+  for (const char* variant : kVariants) {
+    const Runner runner(problem, variant, DType::kBF16);
+    const Tensor whole = runner.run(problem);
     for (std::int64_t num_tokens : {1, 2, 3, 4, 5, 9}) {
-      EXPECT_TRUE(bitwise_equal(runner.run(head(problem, num_tokens), DType::kBF16),
-                                whole.slice(0, 0, num_tokens)))
-          << experts->name() << " M = " << num_tokens;
+      EXPECT_TRUE(
+          bitwise_equal(runner.run(head(problem, num_tokens)), whole.slice(0, 0, num_tokens)))
+          << variant << " M = " << num_tokens;
     }
   }
 }
@@ -220,10 +216,8 @@ TEST_P(CpuShardsTest, MatchReference) {
   for (std::int64_t i = 0; i < problem.hidden_states.numel(); ++i) {
     problem.hidden_states.as<float>()[i] = static_cast<float>(i * 37 % 101 - 50) / 32;
   }
-  const Runner reference(reference::make_experts(ActivationFormat::kStandard), problem.weights);
-  const Runner runner(cpu::make_experts(ActivationFormat::kStandard), problem.weights);
   const testing::Difference difference =
-      compare(runner.run(problem, DType::kF32), reference.run(problem, DType::kF32));
+      compare(run(problem, "cpu", DType::kF32), run(problem, "reference", DType::kF32));
   SCOPED_TRACE(difference.to_string());
   EXPECT_FALSE(difference.nonfinite_mismatch);
   EXPECT_LE(difference.max_element, tolerance(scheme(), DType::kF32).max);
@@ -241,8 +235,9 @@ TEST(CpuSchemesRefuseTest, SchemesWithoutCodes) {
     if (cpu::has_codes(entry.scheme.weights)) continue;
     ++refused;
     const MoeConfig config = testing::make_config(cases(entry.scheme).front(), DType::kBF16);
-    const auto experts = cpu::make_experts(ActivationFormat::kStandard);
-    EXPECT_EQ(experts->supports(config).reason, Reason::kQuantScheme) << entry.name;
+    const Support support = cpu::descriptor().supports(config);
+    EXPECT_EQ(support.reason, Reason::kQuantScheme) << entry.name;
+    EXPECT_NE(support.text.find(entry.name), std::string::npos) << support.text;
   }
   EXPECT_EQ(refused + schemes_with_codes().size(), named_schemes().size());
   EXPECT_GT(refused, 0u);
@@ -271,15 +266,13 @@ TEST(CpuCodesTest, UnusualScalesAndValuesAreTheReferencesOrRefused) {
     const WeightMatrix& down = problem.weights.experts[0].down;
     const TensorView& changed = change.values ? down.values : down.scales;
     changed.as<std::uint8_t>()[3] = change.code;
-    const auto experts = cpu::make_experts(ActivationFormat::kStandard);
     if (change.refused) {
-      EXPECT_THROW(experts->pack(problem.weights), Error);
+      EXPECT_THROW(run(problem, "cpu", DType::kF32), Error);
       continue;
     }
-    const Runner reference(reference::make_experts(ActivationFormat::kStandard), problem.weights);
     for (DType dtype : {DType::kF32, DType::kBF16}) {
-      const testing::Difference difference = compare(
-          Runner(experts, problem.weights).run(problem, dtype), reference.run(problem, dtype));
+      const testing::Difference difference =
+          compare(run(problem, "cpu", dtype), run(problem, "reference", dtype));
       EXPECT_FALSE(difference.nonfinite_mismatch) << difference.to_string();
       EXPECT_LE(difference.max_element, 2e-2) << difference.to_string();
     }

@@ -6,7 +6,6 @@
 #include <cmath>
 #include <vector>
 
-#include "cpu/experts.h"
 #include "fusedmoe/quant.h"
 #include "testing/cases.h"
 
@@ -53,9 +52,6 @@ TEST_P(ExactProductsTest, Gemm1IsTheSumInDouble) {
   spec.intermediate = 64;
   spec.scheme = parse_scheme(GetParam());
   const Problem problem = testing::make_problem(spec);
-  const auto experts = cpu::make_unfused_experts();
-  const auto packed = experts->pack(problem.weights);
-
   double worst = 0, largest = 0;
   ExpertsHooks hooks;
   hooks.after_gemm1 = [&](const HookArgs& args) {
@@ -79,7 +75,8 @@ TEST_P(ExactProductsTest, Gemm1IsTheSumInDouble) {
       }
     }
   };
-  testing::run_experts(problem, *make_no_ep(), *experts, *packed, DType::kF32, &hooks);
+  testing::run_variant(problem, testing::find_variant("cpu_unfused"), DType::kF32, {},
+                       {.hooks = &hooks});
   EXPECT_GT(largest, 0);
   EXPECT_LE(worst, 1e-6 * largest);
 }

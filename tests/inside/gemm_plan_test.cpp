@@ -9,7 +9,7 @@
 #include "cuda/gemm/heuristic.h"
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/error.h"
-#include "fusedmoe/tune.h"
+#include "moe/tuned_configs.h"
 
 namespace fusedmoe::cuda {
 namespace {

@@ -38,6 +38,22 @@ TEST(LoadStatisticsTest, NothingChosen) {
   EXPECT_EQ(remote.expected_distinct_experts, 2);
 }
 
+TEST(LoadStatisticsTest, CountsGiveTheSame) {
+  const LoadStatistics load = load_statistics(make_ids({4}, {1, 1, 0, 3}), 3, 2);
+  EXPECT_EQ(load.num_experts(), 4);
+  EXPECT_EQ(load.rows, 5);
+  EXPECT_EQ(load.most, 3);
+  EXPECT_EQ(load.distinct_experts, 3);
+  EXPECT_DOUBLE_EQ(load.expected_distinct_experts, 4 * (1 - 0.5 * 0.5 * 0.5));
+}
+
+TEST(LoadStatisticsTest, ExpertsSharedWithThePreviousToken) {
+  // 2, 0 and 1 experts; ids on both sides of a word's end.
+  const Tensor ids = make_ids({4, 2}, {0, 33, 33, 0, 31, -1, 32, 31});
+  EXPECT_DOUBLE_EQ(shared_with_previous(ids, 40), 1);
+  EXPECT_EQ(shared_with_previous(make_ids({1, 2}, {0, 1}), 40), 0);
+}
+
 TEST(LoadStatisticsTest, RefusesWhatIsNoRouting) {
   EXPECT_THROW(load_statistics(make_ids({1, 2}, {0, 4}), 4), Error);
   EXPECT_THROW(load_statistics(make_ids({1, 2}, {0, -2}), 4), Error);

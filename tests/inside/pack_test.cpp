@@ -66,10 +66,13 @@ void expect_same(const ExpertMatrices& actual, const ExpertMatrices& expected,
   expect_same(actual.down, expected.down, weights.scheme, weights.intermediate);
 }
 
+std::shared_ptr<const Experts> make_experts(const Case& spec) {
+  return cpu::descriptor().create(testing::make_config(spec, DType::kBF16), {});
+}
+
 class PackTest : public ::testing::TestWithParam<NamedScheme> {
  protected:
-  const std::shared_ptr<const ModularExperts> experts_ =
-      cpu::make_experts(ActivationFormat::kStandard);
+  const std::shared_ptr<const Experts> experts_ = make_experts(small_case(GetParam().scheme));
 };
 
 TEST_P(PackTest, UnpackIsTheInverse) {
@@ -102,7 +105,9 @@ TEST_P(PackTest, RepackReplacesOneExpert) {
 TEST_P(PackTest, UnpackedWeightsPackToTheSameBytes) {
   const Problem problem = make_problem(small_case(GetParam().scheme));
   const auto packed = experts_->pack(problem.weights);
-  const auto again = experts_->pack(experts_->unpack(*packed, 2));
+  Case single = small_case(GetParam().scheme);
+  single.num_experts = single.topk = 1;
+  const auto again = make_experts(single)->pack(experts_->unpack(*packed, 2));
   const auto& first = static_cast<const cpu::CpuPackedWeights&>(*packed);
   const auto& second = static_cast<const cpu::CpuPackedWeights&>(*again);
   const std::int64_t bytes = first.gemm1().expert_bytes() + first.gemm2().expert_bytes();
@@ -113,7 +118,7 @@ INSTANTIATE_TEST_SUITE_P(All, PackTest, ::testing::ValuesIn(schemes_with_codes()
                          [](const auto& info) { return info.param.name; });
 
 TEST(RepackTest, RefusesWhatDoesNotFit) {
-  const auto experts = cpu::make_experts(ActivationFormat::kStandard);
+  const auto experts = make_experts(small_case(parse_scheme("int4_g32")));
   const Problem problem = make_problem(small_case(parse_scheme("int4_g32")));
   const auto packed = experts->pack(problem.weights);
   EXPECT_THROW(experts->repack(problem.weights, 3, *packed), Error);
@@ -127,8 +132,11 @@ TEST(RepackTest, RefusesWhatDoesNotFit) {
       Error);
   Case no_bias = small_case(parse_scheme("int4_g32"));
   no_bias.bias = false;
-  const auto without = experts->pack(make_problem(no_bias).weights);
-  EXPECT_THROW(experts->repack(problem.weights, 0, *without), Error);
+  const auto without = make_experts(no_bias);
+  const auto packed_without = without->pack(make_problem(no_bias).weights);
+  EXPECT_THROW(without->repack(problem.weights, 0, *packed_without), Error);
+  EXPECT_THROW(experts->repack(problem.weights, 0, *packed_without), Error)
+      << "weights of another configuration";
 }
 
 }  // namespace

@@ -24,12 +24,15 @@ namespace {
 using testing::Case;
 using testing::Problem;
 
-const auto kStandard = reference::make_experts(ActivationFormat::kStandard);
-const auto kBatched = reference::make_experts(ActivationFormat::kBatchedExperts);
+Tensor run(const Problem& problem, DType dtype = DType::kF32, const char* variant = "reference") {
+  return testing::run_variant(problem, testing::find_variant(variant), dtype);
+}
 
-Tensor run(const Problem& problem, DType dtype = DType::kF32) {
-  return testing::run_experts(problem, *make_no_ep(), *kStandard, *kStandard->pack(problem.weights),
-                              dtype);
+std::shared_ptr<const Experts> make_experts(const Case& spec,
+                                            ActivationFormat format = ActivationFormat::kStandard) {
+  MoeConfig config = testing::make_config(spec, DType::kF32);
+  config.activation_format = format;
+  return reference::descriptor().create(config, {});
 }
 
 double stored(const TensorView& view, std::int64_t index) {
@@ -118,8 +121,7 @@ TEST_P(AwkwardCaseTest, MatchesTheFormula) {
 TEST_P(AwkwardCaseTest, BatchedFormatGivesTheSameWithinARounding) {
   const Problem problem = testing::make_problem(GetParam());
   const Tensor standard = run(problem);
-  const Tensor batched = testing::run_experts(problem, *make_batched(), *kBatched,
-                                              *kBatched->pack(problem.weights), DType::kF32);
+  const Tensor batched = run(problem, DType::kF32, "reference_batched");
   // Rows are rounded to f32 before they are weighted, and summed in fp32.
   const testing::Difference difference = testing::compare(batched, standard);
   EXPECT_FALSE(difference.nonfinite_mismatch);
@@ -134,7 +136,8 @@ TEST_P(AwkwardCaseTest, TwoRunsGiveTheSameBits) {
 
 TEST_P(AwkwardCaseTest, IsSupported) {
   for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
-    const Support support = kStandard->supports(testing::make_config(GetParam(), dtype));
+    const Support support =
+        reference::descriptor().supports(testing::make_config(GetParam(), dtype));
     EXPECT_TRUE(support) << support.text;
   }
 }
@@ -169,20 +172,20 @@ struct Tiny {
   }
 
   std::vector<float> run() {
-    const auto packed = kStandard->pack(weights);
-    ProblemSize problem{2, 2, 2, 2, 1, DType::kF32};
-    const WorkspacePlan plan = kStandard->plan(problem);
+    const auto experts = reference::descriptor().create(moe_config(weights, 2, DType::kF32), {});
+    const auto packed = experts->pack(weights);
+    const WorkspacePlan plan = experts->plan(ProblemSize::of(experts->config(), 2));
     std::vector<double> workspace13(plan.common_bytes() / 8), workspace2(plan.workspace2_bytes / 8);
     std::vector<float> out(4, std::nanf(""));
-    ExpertsArgs args;
+    ForwardArgs args;
     args.weights = packed.get();
-    args.output = TensorView(out.data(), DType::kF32, {2, 2});
+    args.fused_output = TensorView(out.data(), DType::kF32, {2, 2});
     args.hidden_states = TensorView(x.data(), DType::kF32, {2, 2});
     args.topk_ids = TensorView(ids.data(), DType::kI32, {2, 2});
     args.topk_weights = TensorView(router_weights.data(), DType::kF32, {2, 2});
     args.workspace13 = workspace13.data();
     args.workspace2 = workspace2.data();
-    kStandard->apply(args);
+    experts->apply(args);
     return out;
   }
 };
@@ -241,6 +244,7 @@ TEST(ReferenceExpertsTest, HalvesOfTheExpertsSumToTheWhole) {
   std::vector<float> sum(static_cast<std::size_t>(expected.numel()));
   for (std::int64_t half = 0; half < 2; ++half) {
     Problem part = whole;
+    part.spec.expert_map = true;
     part.expert_map = Tensor::empty({6}, DType::kI32);
     part.weights.experts.clear();
     for (std::int64_t e = 0; e < 6; ++e) {
@@ -288,19 +292,20 @@ TEST(ReferenceExpertsTest, BatchedLeavesUnweightedRowsAndZerosBehindThem) {
       x[e * kCapacity * 5 + i] = problem.hidden_states.as<float>()[i];
     }
   }
-  const auto packed = kBatched->pack(problem.weights);
-  const WorkspacePlan plan = kBatched->plan({kCapacity, 1, 3, 5, 4, DType::kF32});
+  const auto experts = make_experts(spec, ActivationFormat::kBatchedExperts);
+  const auto packed = experts->pack(problem.weights);
+  const WorkspacePlan plan = experts->plan(ProblemSize::of(experts->config(), kCapacity));
   EXPECT_EQ(plan.output_shape, (Shape{3, kCapacity, 5}));
   std::vector<char> workspace13(plan.common_bytes()), workspace2(plan.workspace2_bytes);
   std::vector<float> out(x.size(), std::nanf(""));
-  ExpertsArgs args;
+  ForwardArgs args;
   args.weights = packed.get();
-  args.output = TensorView(out.data(), DType::kF32, plan.output_shape);
+  args.fused_output = TensorView(out.data(), DType::kF32, plan.output_shape);
   args.hidden_states = TensorView(x.data(), DType::kF32, plan.output_shape);
   args.expert_num_tokens = TensorView(counts.data(), DType::kI32, {3});
   args.workspace13 = workspace13.data();
   args.workspace2 = workspace2.data();
-  kBatched->apply(args);
+  experts->apply(args);
 
   for (std::int64_t e = 0; e < 3; ++e) {
     for (std::int64_t row = 0; row < kCapacity; ++row) {
@@ -321,40 +326,44 @@ TEST(ReferenceExpertsTest, BatchedLeavesUnweightedRowsAndZerosBehindThem) {
 }
 
 TEST(ReferenceExpertsTest, PlanIsMonotoneAndEmptyForNoTokens) {
-  for (const auto& experts : {kStandard, kBatched}) {
+  for (auto format : {ActivationFormat::kStandard, ActivationFormat::kBatchedExperts}) {
+    const auto experts = make_experts({.topk = 4, .hidden = 2880, .intermediate = 2880}, format);
     std::size_t last = 0;
     for (std::int64_t tokens : {1, 2, 3, 64, 65, 4096}) {
-      const WorkspacePlan plan = experts->plan({tokens, 4, 8, 2880, 2880, DType::kBF16});
+      const WorkspacePlan plan = experts->plan(ProblemSize::of(experts->config(), tokens));
       EXPECT_GT(plan.total_bytes(), last);
       last = plan.total_bytes();
     }
-    EXPECT_EQ(experts->plan({0, 4, 8, 64, 64, DType::kBF16}).workspace13_bytes, 0U);
+    EXPECT_EQ(experts->plan(ProblemSize::of(experts->config(), 0)).workspace13_bytes, 0U);
   }
 }
 
 TEST(ReferenceExpertsTest, PackKeepsThePublishedWeights) {
   const Problem problem = testing::make_problem({.num_experts = 4, .bias = true});
+  const auto experts = make_experts(problem.spec);
   std::vector<std::int64_t> done;
-  const auto packed = kStandard->pack(problem.weights, [&](std::int64_t now, std::int64_t total) {
+  PackOptions options;
+  options.progress = [&](std::int64_t now, std::int64_t total) {
     EXPECT_EQ(total, 4);
     done.push_back(now);
-  });
+  };
+  const auto packed = experts->pack(problem.weights, options);
   EXPECT_EQ(done, (std::vector<std::int64_t>{1, 2, 3, 4}));
   EXPECT_EQ(packed->nbytes(), 0);
   EXPECT_EQ(packed->info().implementation, "reference");
   EXPECT_EQ(packed->info().num_experts, 4);
   EXPECT_TRUE(packed->info().has_bias);
-  EXPECT_TRUE(kBatched->accepts(*packed));
+  EXPECT_TRUE(make_experts(problem.spec, ActivationFormat::kBatchedExperts)->accepts(*packed));
   ExpertWeights bad = problem.weights;
   bad.hidden += 1;
-  EXPECT_THROW(kStandard->pack(bad), Error);
+  EXPECT_THROW(experts->pack(bad), Error);
 }
 
 TEST(ReferenceExpertsTest, RefusalsCarryTheirReason) {
   const auto reason = [](auto change) {
     MoeConfig config = testing::make_config({.num_experts = 6, .topk = 1}, DType::kBF16);
     change(config);
-    const Support support = kStandard->supports(config);
+    const Support support = reference::descriptor().supports(config);
     EXPECT_EQ(support.text.empty(), static_cast<bool>(support));
     return support.reason;
   };
@@ -373,7 +382,13 @@ TEST(ReferenceExpertsTest, RefusalsCarryTheirReason) {
             }),
             Reason::kShape);
   EXPECT_EQ(reason([](C& c) { c.activation_format = ActivationFormat::kBatchedExperts; }),
-            Reason::kActivationFormat);
+            Reason::kSupported);
+  EXPECT_EQ(reason([](C& c) {
+              c.activation_format = ActivationFormat::kBatchedExperts;
+              c.hooks = true;
+            }),
+            Reason::kHooks);
+  EXPECT_EQ(reason([](C& c) { c.monolithic = true; }), Reason::kRoutingMethod);
   EXPECT_EQ(reason([](C& c) {
               c.apply_router_weight_on_input = true;
               c.topk = 2;
@@ -384,14 +399,15 @@ TEST(ReferenceExpertsTest, RefusalsCarryTheirReason) {
 
 TEST(ReferenceExpertsTest, BadArgumentsAreNamed) {
   const Problem problem = testing::make_problem({.num_tokens = 3, .hidden = 8, .intermediate = 4});
-  const auto packed = kStandard->pack(problem.weights);
-  const WorkspacePlan plan = kStandard->plan({3, 2, 8, 8, 4, DType::kF32});
+  const auto experts = make_experts(problem.spec);
+  const auto packed = experts->pack(problem.weights);
+  const WorkspacePlan plan = experts->plan(ProblemSize::of(experts->config(), 3));
   std::vector<char> workspace13(plan.common_bytes()), workspace2(plan.workspace2_bytes);
   const Tensor out = Tensor::zeros({3, 8}, DType::kF32);
   const auto fault = [&](auto change) {
-    ExpertsArgs args;
+    ForwardArgs args;
     args.weights = packed.get();
-    args.output = out;
+    args.fused_output = out;
     args.hidden_states = problem.hidden_states;
     args.topk_ids = problem.topk_ids;
     args.topk_weights = problem.topk_weights;
@@ -399,13 +415,13 @@ TEST(ReferenceExpertsTest, BadArgumentsAreNamed) {
     args.workspace2 = workspace2.data();
     change(args);
     try {
-      kStandard->apply(args);
+      experts->apply(args);
     } catch (const Error& error) {
       return error.argument();
     }
     return std::string();
   };
-  using A = ExpertsArgs;
+  using A = ForwardArgs;
   EXPECT_EQ(fault([](A&) {}), "");
   EXPECT_EQ(fault([](A& a) { a.weights = nullptr; }), "weights");
   EXPECT_EQ(fault([](A& a) { a.hidden_states = {}; }), "hidden_states");
@@ -415,7 +431,7 @@ TEST(ReferenceExpertsTest, BadArgumentsAreNamed) {
   EXPECT_EQ(fault([](A& a) { a.topk_ids = a.topk_weights; }), "topk_ids");
   EXPECT_EQ(fault([](A& a) { a.topk_weights = {}; }), "topk_weights");
   EXPECT_EQ(fault([](A& a) { a.expert_map = a.topk_weights; }), "expert_map");
-  EXPECT_EQ(fault([](A& a) { a.output = a.output.slice(0, 0, 2); }), "output");
+  EXPECT_EQ(fault([](A& a) { a.fused_output = a.fused_output.slice(0, 0, 2); }), "fused_output");
   EXPECT_EQ(fault([](A& a) { a.workspace13 = nullptr; }), "workspace13");
   EXPECT_EQ(fault([](A& a) { a.workspace2 = nullptr; }), "workspace2");
 }

@@ -25,13 +25,13 @@ using testing::bitwise_equal;
 using testing::Case;
 using testing::Problem;
 
-const auto kStandard = reference::make_experts(ActivationFormat::kStandard);
-const auto kBatched = reference::make_experts(ActivationFormat::kBatchedExperts);
+Tensor run(const Problem& problem, DType dtype, const char* variant = "reference") {
+  return testing::run_variant(problem, testing::find_variant(variant), dtype);
+}
 
-Tensor run(const Problem& problem, DType dtype, const ModularExperts& experts = *kStandard) {
-  const bool batched = experts.activation_format() == ActivationFormat::kBatchedExperts;
-  return testing::run_experts(problem, batched ? *make_batched() : *make_no_ep(), experts,
-                              *experts.pack(problem.weights), dtype);
+ModularKernel make_kernel(const Problem& problem) {
+  return testing::find_variant("reference")
+      .create(testing::make_config(problem.spec, DType::kBF16));
 }
 
 /// Rows of doubles.
@@ -196,7 +196,8 @@ class SchemeCaseTest : public ::testing::TestWithParam<Case> {
 
 TEST_P(SchemeCaseTest, MatchesTheFormula) {
   const Problem problem = testing::make_problem(GetParam());
-  const Support support = kStandard->supports(testing::make_config(GetParam(), DType::kF32));
+  const Support support =
+      reference::descriptor().supports(testing::make_config(GetParam(), DType::kF32));
   ASSERT_TRUE(support) << support.text;
   const Tensor expected = Tensor::empty(problem.hidden_states.shape(), DType::kF32);
   const Rows rows = evaluate(problem);
@@ -211,7 +212,7 @@ TEST_P(SchemeCaseTest, MatchesTheFormula) {
   EXPECT_FALSE(difference.nonfinite_mismatch);
   EXPECT_LE(difference.max_element, 1e-6) << difference.to_string();
   // Batched rows are rounded to f32 before they are weighted, and summed in fp32.
-  difference = testing::compare(run(problem, DType::kF32, *kBatched), actual);
+  difference = testing::compare(run(problem, DType::kF32, "reference_batched"), actual);
   EXPECT_FALSE(difference.nonfinite_mismatch);
   EXPECT_LE(difference.max_element, 1e-5) << difference.to_string();
 }
@@ -223,9 +224,11 @@ TEST(ReferenceSchemesTest, UnpackedExpertsGiveTheSameBits) {
   for (const NamedScheme& entry : named_schemes()) {
     Problem problem = testing::make_problem(testing::scheme_cases(entry)[1]);
     const Tensor expected = run(problem, DType::kBF16);
-    const auto packed = kStandard->pack(problem.weights);
+    const ModularKernel kernel = make_kernel(problem);
+    const Experts& experts = kernel.experts();
+    const auto packed = experts.pack(problem.weights);
     for (std::int64_t e = 0; e < problem.weights.num_experts(); ++e) {
-      const ExpertWeights one = kStandard->unpack(*packed, e);
+      const ExpertWeights one = experts.unpack(*packed, e);
       ASSERT_EQ(one.num_experts(), 1);
       EXPECT_TRUE(one.experts[0].down.values.contiguous());
       problem.weights.experts[e] = one.experts.front();
@@ -247,21 +250,22 @@ TEST(ReferenceSchemesTest, RepackReplacesOneExpert) {
     other.hidden_states = problem.hidden_states;
     other.topk_ids = problem.topk_ids;
     other.topk_weights = problem.topk_weights;
-    const auto packed = kStandard->pack(problem.weights);
+    const ModularKernel kernel = make_kernel(problem);
+    const Experts& experts = kernel.experts();
+    const auto packed = experts.pack(problem.weights);
     EXPECT_EQ(packed->nbytes(), 0);
     for (std::int64_t e = 0; e < 3; ++e) {
       ExpertWeights one = other.weights;
       one.experts = {other.weights.experts[e]};
-      kStandard->repack(one, e, *packed);
+      experts.repack(one, e, *packed);
     }
     EXPECT_GT(packed->nbytes(), 0);
-    const Tensor actual =
-        testing::run_experts(problem, *make_no_ep(), *kStandard, *packed, DType::kBF16);
+    const Tensor actual = testing::run_experts(problem, kernel, *packed);
     EXPECT_TRUE(bitwise_equal(actual, run(other, DType::kBF16))) << text;
-    EXPECT_THROW(kStandard->repack(other.weights, 3, *packed), Error);
-    EXPECT_THROW(kStandard->unpack(*packed, -1), Error);
+    EXPECT_THROW(experts.repack(other.weights, 3, *packed), Error);
+    EXPECT_THROW(experts.unpack(*packed, -1), Error);
     ExpertWeights wrong = testing::make_problem({.hidden = 64, .intermediate = 90}).weights;
-    EXPECT_THROW(kStandard->repack(wrong, 0, *packed), Error);
+    EXPECT_THROW(experts.repack(wrong, 0, *packed), Error);
   }
 }
 
@@ -283,7 +287,7 @@ TEST_P(ActivationsByHandTest, TwoElements) {
   Problem p;
   p.spec = Case{.num_tokens = 1, .num_experts = 1, .topk = 1, .hidden = 2, .intermediate = 2};
   p.spec.activation = Activation::kRelu2NoMul;
-  p.weights.scheme = {schemes::unquantized(DType::kF32).weights, GetParam().key};
+  p.spec.scheme = p.weights.scheme = {schemes::unquantized(DType::kF32).weights, GetParam().key};
   p.weights.hidden = p.weights.intermediate = 2;
   p.weights.activation = p.spec.activation;
   ExpertMatrices expert;
@@ -296,8 +300,8 @@ TEST_P(ActivationsByHandTest, TwoElements) {
   p.topk_ids = Tensor::zeros({1, 1}, DType::kI32);
   p.topk_weights = Tensor::empty({1, 1}, DType::kF32);
   *p.topk_weights.as<float>() = 1;
-  for (const auto* experts : {kStandard.get(), kBatched.get()}) {
-    const Tensor out = run(p, DType::kF32, *experts);
+  for (const char* variant : {"reference", "reference_batched"}) {
+    const Tensor out = run(p, DType::kF32, variant);
     // Scales such as 1/448 are rounded to f32, and so are results.
     EXPECT_NEAR(out.as<float>()[0], GetParam().expected[0], 2e-7);
     EXPECT_NEAR(out.as<float>()[1], GetParam().expected[1], 2e-7);

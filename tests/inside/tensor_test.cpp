@@ -91,6 +91,26 @@ TEST(TensorViewTest, ExtentOneNeverBreaksContiguity) {
   EXPECT_EQ(view.reshape({2, 3}).strides(), Shape({3, 1}));
 }
 
+TEST(TensorViewTest, ExtentsAndStridesThatOverflowAreRefused) {
+  float memory[6];
+  constexpr std::int64_t kHuge = std::int64_t{1} << 62;
+  EXPECT_THROW(contiguous_strides({0, kHuge, 4}), Error);
+  EXPECT_THROW(TensorView(memory, DType::kF32, {0, kHuge, 4}), Error);
+  EXPECT_THROW(TensorView(memory, DType::kF32, {-1, 3}), Error);
+  EXPECT_THROW(TensorView(memory, DType::kF32, {2, 3}, {kHuge, 1}, {}), Error);
+  EXPECT_THROW(TensorView(memory, DType::kF32, {kHuge, 3}, {0, -kHuge}, {}), Error);
+  EXPECT_THROW(bytes(DType::kF64, kHuge), Error);
+  EXPECT_EQ(contiguous_strides({2, 0, 3}), Shape({3, 3, 1}));
+  const TensorView view(memory, DType::kF32, {6});
+  EXPECT_EQ(view.slice(0, 4, 5, kHuge).stride(0), 1);
+  EXPECT_EQ(view.slice(0, 6, 6, kHuge).size(0), 0);
+}
+
+TEST(TensorViewTest, WithoutElementsIsContiguous) {
+  EXPECT_TRUE(
+      TensorView(static_cast<void*>(nullptr), DType::kF32, {0, 3}, {7, 5}, {}).contiguous());
+}
+
 TEST(TensorViewTest, PackedSliceMustBeginOnAByte) {
   std::uint8_t memory[8] = {};
   const TensorView view(memory, DType::kE2M1, {2, 8});

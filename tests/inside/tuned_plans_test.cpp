@@ -7,8 +7,7 @@
 
 #include "error_text.h"
 #include "fusedmoe/selection.h"
-#include "moe/tuning.h"
-#include "tools/tune.h"
+#include "moe/tuned_configs.h"
 
 namespace fusedmoe {
 namespace {

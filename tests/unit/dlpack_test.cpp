@@ -89,6 +89,11 @@ TEST(DlpackTest, RefusesWhatTheLibraryDoesNotHave) {
   bad.ndim = 7;
   EXPECT_THROW(from_dlpack(bad), Error);
   bad = good;
+  std::int64_t huge[] = {0, std::int64_t{1} << 62, 4};
+  bad.ndim = 3;
+  bad.shape = huge;
+  EXPECT_THROW(from_dlpack(bad), Error);
+  bad = good;
   bad.data = nullptr;
   EXPECT_THROW(from_dlpack(bad), Error);
 }

@@ -72,14 +72,55 @@ struct FakeOptions {
   std::size_t workspace2_per_token = 12;
 };
 
-class FakeExperts : public ModularExperts {
+class FakeDescriptor : public ExpertsDescriptor {
  public:
-  explicit FakeExperts(FakeOptions options = {}) : options_(options) {}
-
+  explicit FakeDescriptor(WeightAndReduce reduce) : reduce_(reduce) {}
   std::string_view name() const override { return "fake"; }
-  ActivationFormat activation_format() const override { return options_.format; }
   Support supports(const MoeConfig&) const override { return Support::yes(); }
-  WeightAndReduce weight_and_reduce() const override { return options_.reduce; }
+  std::string_view instruction_set() const override { return "generic"; }
+  int layout_version() const override { return 1; }
+  WeightAndReduce weight_and_reduce(ActivationFormat) const override { return reduce_; }
+  std::shared_ptr<const Experts> create(const MoeConfig&, const Context&) const override {
+    return nullptr;
+  }
+
+ private:
+  WeightAndReduce reduce_;
+};
+
+inline const ExpertsDescriptor& fake_descriptor(WeightAndReduce reduce) {
+  static const FakeDescriptor descriptors[] = {
+      FakeDescriptor(WeightAndReduce::kNoOp), FakeDescriptor(WeightAndReduce::kContiguous),
+      FakeDescriptor(WeightAndReduce::kNaiveBatched), FakeDescriptor(WeightAndReduce::kDelegate)};
+  return descriptors[static_cast<std::size_t>(reduce)];
+}
+
+/// Of experts as wide as the hidden size.
+struct FakeSizes {
+  std::int64_t num_experts = 4, num_local_experts = 4, topk = 2, hidden = 5;
+  DType dtype = DType::kF32;
+  bool has_expert_map = false, weight_on_input = false, monolithic = false;
+};
+
+inline MoeConfig fake_config(const FakeSizes& sizes, ActivationFormat format) {
+  MoeConfig config;
+  config.num_experts = sizes.num_experts;
+  config.num_local_experts = sizes.num_local_experts;
+  config.topk = sizes.topk;
+  config.hidden = config.intermediate = sizes.hidden;
+  config.dtype = sizes.dtype;
+  config.has_expert_map = sizes.has_expert_map;
+  config.apply_router_weight_on_input = sizes.weight_on_input;
+  config.monolithic = sizes.monolithic;
+  config.activation_format = format;
+  return config;
+}
+
+class FakeExperts : public Experts {
+ public:
+  explicit FakeExperts(FakeOptions options = {}, const FakeSizes& sizes = {})
+      : Experts(fake_descriptor(options.reduce), fake_config(sizes, options.format), {}),
+        options_(options) {}
 
   WorkspacePlan plan(const ProblemSize& problem) const override {
     WorkspacePlan plan;
@@ -97,8 +138,13 @@ class FakeExperts : public ModularExperts {
     return plan;
   }
 
+  bool accepts(const PackedWeights& weights) const override {
+    const PackedWeights::Info& info = weights.info();
+    return info.implementation == "fake" && info.num_experts == config().num_local_experts &&
+           info.hidden == config().hidden;
+  }
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
-                                      const PackProgress&) const override {
+                                      const PackOptions&) const override {
     return pack_sizes(weights.num_experts(), weights.hidden);
   }
   static std::shared_ptr<PackedWeights> pack_sizes(std::int64_t num_experts, std::int64_t hidden) {
@@ -110,38 +156,41 @@ class FakeExperts : public ModularExperts {
     return std::make_shared<FakePacked>(info);
   }
 
-  void apply(const ExpertsArgs& args) const override {
+  std::function<void(const ForwardArgs&)> on_apply;
+
+ private:
+  void run(const ForwardArgs& args) const override {
     if (on_apply) on_apply(args);
     const std::int64_t tokens = args.hidden_states.size(args.hidden_states.rank() - 2);
     std::memset(args.workspace13, 0xff,
                 options_.workspace13_per_token * static_cast<std::size_t>(tokens));
     std::memset(args.workspace2, 0xff,
                 options_.workspace2_per_token * static_cast<std::size_t>(tokens));
-    fill_nan(args.output);
-    if (options_.format == ActivationFormat::kBatchedExperts) {
+    fill_nan(args.fused_output);
+    if (config().monolithic) {
+      std::memcpy(args.fused_output.data(), args.hidden_states.data(),
+                  static_cast<std::size_t>(args.fused_output.nbytes()));
+    } else if (options_.format == ActivationFormat::kBatchedExperts) {
       apply_batched(args);
     } else {
       apply_standard(args);
     }
   }
 
-  std::function<void(const ExpertsArgs&)> on_apply;
-
- private:
   static float value(const TensorView& view, std::int64_t i) {
     return load_f32(view.data(), view.dtype(), i);
   }
 
-  static std::int64_t local_expert(const ExpertsArgs& args, std::int64_t flat) {
+  static std::int64_t local_expert(const ForwardArgs& args, std::int64_t flat) {
     const std::int32_t id = args.topk_ids.as<const std::int32_t>()[flat];
     if (id < 0 || !args.expert_map) return id;
     return args.expert_map.as<const std::int32_t>()[id];
   }
 
-  void apply_standard(const ExpertsArgs& args) const {
+  void apply_standard(const ForwardArgs& args) const {
     const std::int64_t tokens = args.topk_ids.size(0), topk = args.topk_ids.size(1);
     const std::int64_t hidden = args.hidden_states.size(1);
-    const TensorView& out = args.output;
+    const TensorView& out = args.fused_output;
     for (std::int64_t t = 0; t < tokens; ++t) {
       for (std::int64_t i = 0; i < hidden; ++i) {
         float sum = 0;
@@ -153,7 +202,7 @@ class FakeExperts : public ModularExperts {
           if (options_.reduce != WeightAndReduce::kNoOp) {
             store_f32(out.data(), out.dtype(), flat * hidden + i, row);
           }
-          sum += row * (args.router_weight_on_input ? 1 : value(args.topk_weights, flat));
+          sum += row * (args.apply_router_weight_on_input ? 1 : value(args.topk_weights, flat));
         }
         if (options_.reduce == WeightAndReduce::kNoOp) {
           store_f32(out.data(), out.dtype(), t * hidden + i, sum);
@@ -162,13 +211,13 @@ class FakeExperts : public ModularExperts {
     }
   }
 
-  void apply_batched(const ExpertsArgs& args) const {
+  void apply_batched(const ForwardArgs& args) const {
     const std::int64_t capacity = args.hidden_states.size(1), hidden = args.hidden_states.size(2);
     const auto* counts = args.expert_num_tokens.as<const std::int32_t>();
     for (std::int64_t e = 0; e < args.hidden_states.size(0); ++e) {
       for (std::int64_t i = 0; i < counts[e] * hidden; ++i) {
         const std::int64_t at = e * capacity * hidden + i;
-        store_f32(args.output.data(), args.output.dtype(), at,
+        store_f32(args.fused_output.data(), args.fused_output.dtype(), at,
                   static_cast<float>(e + 1) * value(args.hidden_states, at));
       }
     }

@@ -253,6 +253,26 @@ TEST(BatchedTest, FinalizeGathersInSlotOrderAndSkipsPoison) {
   }
 }
 
+TEST(BatchedTest, MapEntriesBeyondTheLocalExpertsAreNotLocal) {
+  Call call{make_sample(DType::kF32, {3, 2}), make_ids({3, 2}, {0, 1, 2, 0, 3, 1}),
+            make_sample(DType::kF32, {3, 2})};
+  call.expert_map = make_ids({4}, {1, 2, 1 << 30, -7});
+  call.num_local_experts = 2;
+  const Prepared prepared = call.prepare(*make_batched());
+  EXPECT_EQ(prepared.expert_num_tokens.as<const std::int32_t>()[0], 0);
+  EXPECT_EQ(prepared.expert_num_tokens.as<const std::int32_t>()[1], 2);
+  const TensorView rows = prepared.hidden_states.select(0, 1);
+  EXPECT_TRUE(bitwise_equal(rows.slice(0, 0, 2), call.hidden_states.slice(0, 0, 2)));
+}
+
+TEST(BatchedTest, TwoIdsOfATokenOnOneLocalExpertAreAnError) {
+  Call call{make_sample(DType::kF32, {1, 2}), make_ids({1, 2}, {0, 1}),
+            make_sample(DType::kF32, {1, 2})};
+  call.expert_map = make_ids({2}, {0, 0});
+  call.num_local_experts = 1;
+  EXPECT_THROW(call.prepare(*make_batched()), Error);
+}
+
 TEST(BatchedTest, WeightsTheInputOnDispatch) {
   Call call{make_floats(DType::kBF16, {2, 2}, {1, 2, 3, 4}), make_ids({2, 1}, {1, 0}),
             make_f32({2, 1}, {0.5f, 2})};

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <vector>
 
@@ -176,6 +177,53 @@ TEST(SafetensorsTest, SavingRefusesWhatItCannotWrite) {
   EXPECT_THROW(save_safetensors(directory / "d", {{"a", tensor}}), Error);
   EXPECT_FALSE(std::filesystem::exists(directory / "x.safetensors"));
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory.path()), {}), 1);
+}
+
+std::string failure_of(const SafetensorsFile& file) {
+  try {
+    file.tensor("x");
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kIo);
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(SafetensorsTest, NoticesAFileThatChangedUnderIt) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "x.safetensors";
+  for (const FileAccess access : {FileAccess::kMap, FileAccess::kRead}) {
+    const Tensor tensor = pattern({100}, DType::kU8, 5);
+    save_safetensors(path, {{"x", tensor}});
+    const SafetensorsFile file = SafetensorsFile::open(path, {access});
+    const Tensor before = file.tensor("x");
+    EXPECT_TRUE(same_bytes(before, tensor));
+
+    // Under a new name the old file is as it was.
+    save_safetensors(path, {{"x", pattern({100}, DType::kU8, 6)}});
+    EXPECT_TRUE(same_bytes(file.tensor("x"), tensor));
+
+    const SafetensorsFile second = SafetensorsFile::open(path, {access});
+    std::filesystem::last_write_time(
+        path, std::filesystem::file_time_type::clock::now() + std::chrono::hours(1));
+    EXPECT_NE(failure_of(second).find("was written to after it was opened"), std::string::npos);
+    const SafetensorsFile third = SafetensorsFile::open(path, {access});
+    std::filesystem::resize_file(path, 90);
+    EXPECT_NE(failure_of(third).find("and has 90 now"), std::string::npos);
+  }
+}
+
+TEST(SafetensorsTest, ReadTensorsNeedNoFile) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "x.safetensors";
+  const Tensor tensor = pattern({3, 50}, DType::kBF16, 5);
+  save_safetensors(path, {{"x", tensor}, {"empty", Tensor::empty({0, 7}, DType::kBF16)}});
+  const SafetensorsFile file = SafetensorsFile::open(path, {FileAccess::kRead});
+  const Tensor read = file.tensor("x");
+  EXPECT_EQ(file.tensor("empty").numel(), 0);
+  EXPECT_NE(read.data(), file.tensors().at("x").data());
+  std::filesystem::resize_file(path, 0);
+  EXPECT_TRUE(same_bytes(read, tensor));
 }
 
 }  // namespace

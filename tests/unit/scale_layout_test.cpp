@@ -79,45 +79,6 @@ TEST(TiledScalesTest, RoundTripsOfOddSizesAndStacks) {
   EXPECT_TRUE(same(all.select(0, 1), one));
 }
 
-TEST(TiledScalesTest, RowOffsetsOfAGroupedGemm) {
-  const std::vector<std::int32_t> rows = {0, 1, 128, 129, 0, 5};
-  std::vector<std::int64_t> offsets(7);
-  tiled_row_offsets(rows, offsets);
-  EXPECT_EQ(offsets, (std::vector<std::int64_t>{0, 0, 128, 256, 512, 512, 640}));
-  EXPECT_THROW(tiled_row_offsets(rows, std::span(offsets).first(6)), Error);
-}
-
-TEST(ColumnScalesTest, AlignedColumns) {
-  const Tensor flat = Tensor::empty({5, 3}, DType::kF32);
-  for (int i = 0; i < 15; ++i) flat.as<float>()[i] = static_cast<float>(i + 1);
-  const Tensor columns = Tensor::empty({3, 8}, DType::kF32);
-  scales_to_columns(flat, columns);
-  for (int g = 0; g < 3; ++g) {
-    for (int m = 0; m < 8; ++m) {
-      EXPECT_EQ(columns.as<float>()[g * 8 + m], m < 5 ? static_cast<float>(m * 3 + g + 1) : 0.0F);
-    }
-  }
-  const Tensor back = Tensor::zeros({5, 3}, DType::kF32);
-  columns_to_scales(columns, back);
-  EXPECT_TRUE(same(flat, back));
-}
-
-TEST(ColumnScalesTest, FourE8m0PerWord) {
-  const Tensor flat = Tensor::empty({2, 6}, DType::kE8M0);
-  for (int i = 0; i < 12; ++i) flat.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(i + 1);
-  const Tensor columns = Tensor::empty({2, 4}, DType::kI32);
-  pack_e8m0_columns(flat, columns);
-  const auto* words = columns.as<std::uint32_t>();
-  EXPECT_EQ(words[0], 0x04030201U);
-  EXPECT_EQ(words[1], 0x0a090807U);
-  EXPECT_EQ(words[2], 0U);
-  EXPECT_EQ(words[4], 0x0605U);
-  EXPECT_EQ(words[5], 0x0c0bU);
-  const Tensor back = Tensor::zeros({2, 6}, DType::kE8M0);
-  unpack_e8m0_columns(columns, back);
-  EXPECT_TRUE(same(flat, back));
-}
-
 TEST(PackedCodesTest, OrdersByHand) {
   const Tensor codes = Tensor::empty({1, 8}, DType::kU8);
   for (int i = 0; i < 8; ++i) codes.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(i);
@@ -146,52 +107,12 @@ TEST(PackedCodesTest, RoundTripsAndTransposedViews) {
   EXPECT_EQ(qweight.as<std::uint32_t>()[3 + 2] >> 4 & 15, codes.as<std::uint8_t>()[9 * 3 + 2]);
 }
 
-TEST(PackedCodesTest, SignsAndUnifiedEncoding) {
-  const Tensor words = Tensor::empty({2}, DType::kI32);
-  auto* w = words.as<std::uint32_t>();
-  w[0] = 0xfedcba98;
-  w[1] = 0x76543210;
-  flip_int4_sign(words);
-  EXPECT_EQ(w[0], 0x76543210U);
-  EXPECT_EQ(w[1], 0xfedcba98U);
-  unify_int4(words);
-  EXPECT_EQ(w[0], 0x12345670U);  // 7 -> 1, ..., 1 -> 7, 0 -> 0
-  EXPECT_EQ(w[1], 0xfedcba98U);
-  // +v and -v share the low three bits.
-  for (std::uint32_t v = 1; v <= 7; ++v) {
-    EXPECT_EQ(w[0] >> (4 * v) & 7, (16 - v) & 7);
-  }
-  unify_int4(words);
-  EXPECT_EQ(w[0], 0x76543210U);
-}
-
-TEST(PackedCodesTest, W4a8TableOfProducts) {
-  Tensor scales = Tensor::empty({3, 2}, DType::kE4M3);
-  for (int i = 0; i < 6; ++i) {
-    scales.as<std::uint8_t>()[i] = f32_to_e4m3(static_cast<float>(i) * 9 + 1);
-  }
-  const Tensor packed = Tensor::empty({2, 3, 8}, DType::kE4M3);
-  pack_w4a8_scales(scales, packed);
-  const float scale = e4m3_to_f32(scales.as<std::uint8_t>()[2 * 2 + 1]);
-  for (int j = 0; j < 8; ++j) {
-    EXPECT_EQ(packed.as<std::uint8_t>()[(3 + 2) * 8 + j],
-              f32_to_e4m3(scale * static_cast<float>(j - 8)));
-  }
-  const Tensor back = Tensor::zeros({3, 2}, DType::kE4M3);
-  unpack_w4a8_scales(packed, back);
-  EXPECT_TRUE(same(scales, back));
-}
-
 TEST(ScaleLayoutTest, WrongShapesAreRefused) {
   const Tensor flat = Tensor::zeros({5, 6}, DType::kU8), f32 = Tensor::zeros({5, 6}, DType::kF32);
   EXPECT_THROW(tile_scales(flat, Tensor::zeros({1, 1, 32, 4, 4}, DType::kU8)), Error);
   EXPECT_THROW(tile_scales(f32, Tensor::zeros({1, 2, 32, 4, 4}, DType::kF32)), Error);
-  EXPECT_THROW(scales_to_columns(f32, Tensor::zeros({6, 5}, DType::kF32)), Error);
-  EXPECT_THROW(pack_e8m0_columns(flat, Tensor::zeros({6, 8}, DType::kI32)), Error);
   EXPECT_THROW(pack_codes(flat, Tensor::zeros({5, 2}, DType::kI32)), Error);
   EXPECT_THROW(pack_codes(flat, Tensor::zeros({5, 2}, DType::kI32), 8, CodeOrder::kAwq), Error);
-  EXPECT_THROW(unify_int4(flat), Error);
-  EXPECT_THROW(pack_w4a8_scales(flat, Tensor::zeros({6, 5, 8}, DType::kE4M3)), Error);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // ExpertWeights: views into stacked tensors, and the checks.
 #include "fusedmoe/weights.h"
 
+#include <cstring>
 #include <functional>
 #include <limits>
 
@@ -206,10 +207,11 @@ INSTANTIATE_TEST_SUITE_P(
                    "weights.experts[0].gate.bias: was misaligned"},
         BadWeights{"on_a_gpu",
                    [](auto& w) {
-                     TensorView& v = w.experts[0].gate.values;
-                     v = TensorView(v.data(), v.dtype(), v.shape(), Device{DeviceKind::kCuda, 0});
+                     TensorView& v = w.experts[1].up.scales;
+                     v = TensorView(v.data(), v.dtype(), v.shape(), v.strides(),
+                                    Device{DeviceKind::kCuda, 0});
                    },
-                   "weights.experts[0].gate.values: was cuda:0; must be in host memory"},
+                   "weights.experts[1].up.scales: was on cuda:0; must be on cpu"},
         BadWeights{"up_for_a_non_gated_activation",
                    [](auto& w) { w.activation = Activation::kRelu2NoMul; },
                    "weights.experts[0].up.values: was u8 [32, 32]; must be undefined"},
@@ -268,6 +270,103 @@ TEST(ExpertWeightsTest, StackedShapesMustAgree) {
             std::string::npos);
   EXPECT_NE(load([](auto& s) { s.transposed = true; }).find("transposed: was true"),
             std::string::npos);
+}
+
+TEST(FromStackedTest, SaysThatW2IsTransposed) {
+  ExpertWeights::Stacked stacked;
+  stacked.w13 = Tensor::zeros({3, 2 * kInner, kHidden}, DType::kBF16);
+  stacked.w2 = Tensor::zeros({3, kInner, kHidden}, DType::kBF16);
+  const std::string text = error_of([&] {
+    ExpertWeights::from_stacked(stacked, schemes::unquantized(DType::kBF16), Activation::kSilu);
+  });
+  EXPECT_EQ(text.find("w2: was bf16 [3, 32, 64]"), 0U) << text;
+}
+
+/// The same memory under the name of a device; nobody may touch it.
+Tensor on_gpu(const Tensor& tensor) {
+  return borrow(tensor.data(), tensor.dtype(), tensor.shape(), Device{DeviceKind::kCuda, 0});
+}
+
+TEST(FromStackedTest, DeviceMemoryIsNotTouched) {
+  ExpertWeights::Stacked stacked = mxfp4_stack(true);
+  std::memset(stacked.w13_scales.data(), 255, static_cast<std::size_t>(kHidden / 32));  // NaN
+  EXPECT_NE(error_of([&] { mxfp4_weights(stacked); }), "no error");
+  ExpertWeights::Stacked gpu = stacked;
+  for (Tensor ExpertWeights::Stacked::*part :
+       {&ExpertWeights::Stacked::w13, &ExpertWeights::Stacked::w2,
+        &ExpertWeights::Stacked::w13_scales, &ExpertWeights::Stacked::w2_scales,
+        &ExpertWeights::Stacked::w13_bias, &ExpertWeights::Stacked::w2_bias}) {
+    gpu.*part = on_gpu(stacked.*part);
+  }
+  const ExpertWeights weights = mxfp4_weights(gpu);
+  EXPECT_EQ(weights.device(), (Device{DeviceKind::kCuda, 0}));
+  EXPECT_TRUE(weights.borrowed);
+  gpu.w2_bias = stacked.w2_bias;
+  EXPECT_NE(error_of([&] { mxfp4_weights(gpu); }).find("bias: was on cpu; must be on cuda:0"),
+            std::string::npos);
+}
+
+TEST(FromStackedTest, E2m1AndE8m0ViewsAreTheBytesThatHoldThem) {
+  const ExpertWeights::Stacked stacked = mxfp4_stack(true);
+  const ExpertWeights expected = mxfp4_weights(stacked);
+  EXPECT_FALSE(expected.borrowed);
+  for (const bool rank_4 : {false, true}) {
+    ExpertWeights::Stacked typed = stacked;
+    const auto e2m1 = [&](const Tensor& t, std::int64_t rows, std::int64_t in) {
+      return rank_4 ? borrow(t.data(), DType::kE2M1, {kExperts, rows, in / 32, 32})
+                    : borrow(t.data(), DType::kE2M1, {kExperts, rows, in});
+    };
+    typed.w13 = e2m1(stacked.w13, 2 * kInner, kHidden);
+    typed.w2 = e2m1(stacked.w2, kHidden, kInner);
+    typed.w13_scales = borrow(stacked.w13_scales.data(), DType::kE8M0, stacked.w13_scales.shape());
+    const ExpertWeights weights = mxfp4_weights(typed);
+    EXPECT_TRUE(weights.borrowed);
+    const TensorView &a = weights.experts[1].up.values, &b = expected.experts[1].up.values;
+    EXPECT_EQ(a.data(), b.data());
+    EXPECT_EQ(a.shape(), b.shape());
+    EXPECT_EQ(a.strides(), b.strides());
+    EXPECT_EQ(a.dtype(), DType::kU8);
+  }
+  ExpertWeights direct = expected;
+  TensorView& values = direct.experts[2].down.values;
+  values = TensorView(values.data(), DType::kE2M1, {kHidden, kInner});
+  direct.validate();
+  EXPECT_EQ(at(dequantize_weights(direct.experts[2].down, keys::mxfp4(), kInner), 9, 3),
+            at(dequantize_weights(expected.experts[2].down, keys::mxfp4(), kInner), 9, 3));
+  values = TensorView(values.data(), DType::kE2M1, {kHidden, kInner}, {kInner + 1, 1}, {});
+  EXPECT_NE(error_of([&] { direct.validate(); }).find("contiguous rows of an even number"),
+            std::string::npos);
+}
+
+TEST(FromStackedTest, TiledScalesEqualFlatOnes) {
+  const ExpertWeights::Stacked stacked = mxfp4_stack(false);
+  const ExpertWeights flat = mxfp4_weights(stacked);
+  ExpertWeights::Stacked tiled = stacked;
+  tiled.scale_layout = ScaleLayout::kTiled128x4;
+  for (Tensor ExpertWeights::Stacked::*part :
+       {&ExpertWeights::Stacked::w13_scales, &ExpertWeights::Stacked::w2_scales}) {
+    const Tensor& scales = stacked.*part;
+    tiled.*part = Tensor::empty(tiled_scales_shape(scales.shape()), scales.dtype());
+    tile_scales(scales, tiled.*part);
+  }
+  // As engines shape it: rows and columns rounded up.
+  tiled.w13_scales = Tensor(tiled.w13_scales.reshape({kExperts, 128, 4}), tiled.w13_scales.owner());
+  const ExpertWeights weights = mxfp4_weights(tiled);
+  for (std::int64_t e = 0; e < kExperts; ++e) {
+    for (const auto matrix : {&ExpertMatrices::gate, &ExpertMatrices::up, &ExpertMatrices::down}) {
+      const TensorView& a = (weights.experts[static_cast<std::size_t>(e)].*matrix).scales;
+      const TensorView& b = (flat.experts[static_cast<std::size_t>(e)].*matrix).scales;
+      ASSERT_EQ(a.shape(), b.shape());
+      for (std::int64_t r = 0; r < a.size(0); ++r) {
+        for (std::int64_t c = 0; c < a.size(1); ++c) {
+          EXPECT_EQ(a.as<std::uint8_t>()[r * a.stride(0) + c * a.stride(1)],
+                    b.as<std::uint8_t>()[r * b.stride(0) + c * b.stride(1)]);
+        }
+      }
+    }
+  }
+  tiled.w2_scales = stacked.w2_scales;
+  EXPECT_NE(error_of([&] { mxfp4_weights(tiled); }).find("w2_scales: was u8"), std::string::npos);
 }
 
 }  // namespace

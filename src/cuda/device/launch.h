@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "cuda/device/check.h"
-#include "cuda/device/current_device.h"
-#include "fusedmoe/device.h"
+#include "cuda/device/properties.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {
 

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "cuda/device/check.h"
-#include "cuda/device/current_device.h"
+#include "fusedmoe/runtime.h"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -37,13 +37,18 @@ const DeviceProperties* device_properties(int index) {
   return &all[static_cast<std::size_t>(index)];
 }
 
-const DeviceProperties& current_properties() {
-  const Device device = current_device();
-  const DeviceProperties* found = device_properties(device.index);
-  if (!found || !found->problem.empty()) {
-    throw Error("device", to_string(device), "a CUDA device that answers");
+int multiprocessor_count(Device device) {
+  const DeviceProperties* properties = device_properties(device.index);
+  if (!properties || !properties->problem.empty()) {
+    throw Error::unsupported(Reason::kDevice, "device", device_problem(device));
   }
-  return *found;
+  return properties->multiprocessors;
+}
+
+Device current_device() {
+  int index = 0;
+  FUSEDMOE_CUDA_CHECK(cudaGetDevice(&index));
+  return {DeviceKind::kCuda, index};
 }
 
 }  // namespace fusedmoe::cuda

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <string>
 
-#include "fusedmoe/device.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {
 
@@ -19,7 +19,10 @@ struct DeviceProperties {
 /// Null for a device that is not there.
 const DeviceProperties* device_properties(int index);
 
-/// Of the calling thread's current device. Throws Error where there is none.
-const DeviceProperties& current_properties();
+/// Of a usable device. Throws Error for another.
+int multiprocessor_count(Device device);
+
+/// Where the calling thread's launches and allocations go. Throws Error where there is no device.
+Device current_device();
 
 }  // namespace fusedmoe::cuda

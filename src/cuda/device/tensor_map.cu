@@ -17,7 +17,8 @@ Encode find_encode() {
   FUSEDMOE_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
                                                        cudaEnableDefault, &result));
   if (result != cudaDriverEntryPointSuccess) {
-    throw Error("cuTensorMapEncodeTiled", "missing in the driver", "there: CUDA 12 or later");
+    throw Error::device(result,
+                        "the driver has no cuTensorMapEncodeTiled; CUDA 12 or later is needed");
   }
   return reinterpret_cast<Encode>(function);
 }
@@ -44,7 +45,8 @@ CUtensorMap make_tensor_map(const MappedRows& rows, int box_rows, int box_k_bloc
              steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    throw Error("cuTensorMapEncodeTiled", "error " + std::to_string(result), "successful");
+    throw Error::device(result,
+                        "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(result));
   }
   return map;
 }

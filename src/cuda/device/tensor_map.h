@@ -10,8 +10,8 @@ namespace fusedmoe::cuda {
 /// Rows of elements in device memory, 16-byte aligned.
 struct MappedRows {
   const void* data = nullptr;
-  CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  int element_bytes = 2;
+  CUtensorMapDataType type{};
+  int element_bytes = 0;
   std::int64_t rows = 0;
   std::int64_t columns = 0;
   std::int64_t pitch = 0;  ///< elements; rows start at 16 bytes

@@ -7,10 +7,10 @@
 
 #include <cstdint>
 
-#include "core/local_experts.h"
 #include "cuda/gemm/packed_block.h"
 #include "cuda/gemm/tile_shape.h"
-#include "fusedmoe/activation.h"
+#include "fusedmoe/weights.h"
+#include "moe/local_experts.h"
 
 namespace fusedmoe::cuda {
 

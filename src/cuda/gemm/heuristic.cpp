@@ -1,12 +1,14 @@
 #include "cuda/gemm/heuristic.h"
 
-#include <fmt/format.h>
+#include "core/format.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <utility>
 #include <vector>
+
+#include "moe/tuned_configs.h"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -133,42 +135,34 @@ constexpr std::int64_t kBytesF32 = std::int64_t{16} << 20;
 }  // namespace
 
 std::string to_string(const KernelConfig& config) {
-  return fmt::format("{} splits {} {}", to_string(config.tile), config.splits,
-                     config.rows_f32 ? "f32" : "bf16");
+  return core::format("{} splits {} {}", to_string(config.tile), config.splits,
+                      config.rows_f32 ? "f32" : "bf16");
 }
 
-std::optional<KernelConfig> parse_config(std::string_view text) {
-  static const auto kConfigs = [] {
-    std::vector<std::pair<std::string, KernelConfig>> configs;
+std::span<const KernelConfig> all_configs() {
+  static const std::vector<KernelConfig> configs = [] {
+    std::vector<KernelConfig> list;
     for (const WeightFormat& format : weight_formats()) {
       for (const TileShape& tile : format.tiles) {
         for (const int splits : kSplits) {
           for (const bool rows_f32 : {false, true}) {
             const KernelConfig config{tile, splits, rows_f32};
-            configs.emplace_back(to_string(config), config);
+            if (std::find(list.begin(), list.end(), config) == list.end()) list.push_back(config);
           }
         }
       }
     }
-    return configs;
+    return list;
   }();
-  for (const auto& [name, config] : kConfigs) {
-    if (name == text) return config;
-  }
-  return std::nullopt;
+  return configs;
 }
 
-std::optional<KernelConfig> tuned_config(std::string_view device, std::string_view experts,
-                                         const ProblemSize& problem) {
-  static const TunedPlans& tuned = tuned_plans();
-  static const auto kParsed = [] {
-    std::vector<std::optional<KernelConfig>> parsed;
-    for (const TunedPlan& plan : tuned.plans()) parsed.push_back(parse_config(plan.plan));
-    return parsed;
-  }();
-  const TunedPlan* found = tuned.find(device, experts, problem);
-  if (!found) return std::nullopt;
-  return kParsed[static_cast<std::size_t>(found - tuned.plans().data())];
+int find_config(std::string_view name) {
+  const auto configs = all_configs();
+  const auto found = std::find_if(configs.begin(), configs.end(), [&](const KernelConfig& config) {
+    return to_string(config) == name;
+  });
+  return found == configs.end() ? -1 : static_cast<int>(found - configs.begin());
 }
 
 std::int64_t max_tokens_f32(const MlpShape& shape) {

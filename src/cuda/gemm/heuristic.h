@@ -5,13 +5,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
-#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 
 #include "cuda/gemm/weight_format.h"
 #include "fusedmoe/experts.h"
-#include "fusedmoe/tune.h"
 
 namespace fusedmoe::cuda {
 
@@ -25,8 +24,10 @@ struct KernelConfig {
 
 /// "64x16k4c1 splits 2 f32"
 std::string to_string(const KernelConfig& config);
-/// Inverse, of configurations whose tile some format has; none for anything else.
-std::optional<KernelConfig> parse_config(std::string_view text);
+/// Every configuration of every format.
+std::span<const KernelConfig> all_configs();
+/// Place in all_configs() of the one with this name; -1: there is none.
+int find_config(std::string_view name);
 
 inline constexpr int kSplits[] = {1, 2, 4};
 
@@ -70,17 +71,4 @@ KernelConfig largest_config(const MlpShape& shape);
 /// Tokens up to which rows may be in f32: where the scratch of the largest configuration is
 /// largest.
 std::int64_t max_tokens_f32(const MlpShape& shape);
-/// The configuration in tuned_plans() for the problem, if there is one. Names are parsed once.
-std::optional<KernelConfig> tuned_config(std::string_view device, std::string_view experts,
-                                         const ProblemSize& problem);
-
-/// While it lives, experts of this thread run `config` where it is valid: to test each.
-class PinnedConfig {
- public:
-  explicit PinnedConfig(const KernelConfig& config) : pin_(to_string(config)) {}
-
- private:
-  PinnedTilePlan pin_;
-};
-
 }  // namespace fusedmoe::cuda

@@ -62,7 +62,7 @@ struct Kernel {
   // A thread's accumulators: row blocks by tokens, as wgmma leaves them.
   static constexpr int kAccumulators = kMaxTokens / 2;
   using Accumulators = float[kRowBlocks][kAccumulators];
-  static_assert(Operands::kAccumulatorCopies * kRowBlocks * kAccumulators + 48 <=
+  static_assert((kRowBlocks + Operands::kPromotedRowBlocks) * kAccumulators + 48 <=
                     kMultiplyRegisters,
                 "the tile's accumulators leave no registers");
 
@@ -88,6 +88,7 @@ struct Kernel {
           ceil_div(kBlocksPerStage * (kActivationBytes + kTileRowBlocks * kBlockBytes), 1024)) *
       1024;
 
+  static_assert(sizeof(typename Output::Element) == 2, "stmatrix stages 16 bits");
   // Token rows that the epilogue finishes together; more of them take more registers.
   static constexpr int kChunkTokens = kMaxTokens < 64 ? 16 : kMaxTokens % 32 == 0 ? 32 : 48;
   // Elements of a staged row on its way out; eight rows lie on different banks.

@@ -5,7 +5,7 @@
 #include "cuda/device/properties.h"
 #include "cuda/gemm/fused_mlp_kernel.cuh"
 #include "cuda/gemm/operands/activations.cuh"
-#include "fusedmoe/device.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {
 
@@ -30,8 +30,8 @@ void launch_kernel(const FusedMlpParams& params, const Stream& stream) {
     if (K::kWideCopies) maps.boxes[i][0] = make_tensor_map(rows, kRowUnit, K::kBlocksPerStage);
   }
   static_assert(sizeof(SharedMemory<K>) <= K::kSharedLimit);
-  const auto blocks =
-      static_cast<unsigned>(current_properties().multiprocessors / K::kCluster * K::kCluster);
+  const DeviceProperties& device = *device_properties(current_device().index);
+  const auto blocks = static_cast<unsigned>(device.multiprocessors / K::kCluster * K::kCluster);
   launch_clusters(fused_mlp_kernel<K>, K::kCluster, dim3(blocks), dim3(K::kThreads),
                   sizeof(SharedMemory<K>), static_cast<cudaStream_t>(stream.handle),
                   params.overlap_previous, params, maps);

@@ -9,8 +9,8 @@
 namespace fusedmoe::cuda {
 
 std::string to_string(const TileShape& tile) {
-  return fmt::format("{}x{}k{}c{}", tile.tile_row_blocks() * kBlockRows, tile.max_tokens,
-                     tile.k_groups, tile.cluster);
+  return core::format("{}x{}k{}c{}", tile.tile_row_blocks() * kBlockRows, tile.max_tokens,
+                      tile.k_groups, tile.cluster);
 }
 
 std::span<const WeightFormat> weight_formats() {

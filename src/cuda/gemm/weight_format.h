@@ -8,9 +8,8 @@
 #include <string_view>
 
 #include "cuda/gemm/fused_mlp.h"
-#include "fusedmoe/device.h"
-#include "fusedmoe/dtype.h"
 #include "fusedmoe/quant.h"
+#include "fusedmoe/tensor.h"
 #include "fusedmoe/weights.h"
 
 namespace fusedmoe::cuda {
@@ -23,6 +22,14 @@ struct PackSource {
   std::int64_t k = 0;
   bool gated = false;      ///< 2 width rows
   int exponent_shift = 0;  ///< of WeightFormat::exponent_shift
+
+  /// The source row of a packed row; -1 for padding.
+  FUSEDMOE_HD std::int64_t source_row(std::int64_t row) const {
+    if (!gated) return row < width ? row : -1;
+    const std::int64_t feature = gated_feature(row);
+    if (feature >= width) return -1;
+    return gated_is_up(row) ? width + feature : feature;
+  }
 };
 
 /// The packed blocks of one matrix in host memory, 4-byte aligned.

@@ -90,7 +90,7 @@ __device__ void route_and_permute(const FusedParams& p, const FusedMemory& memor
     route.weights[slot] = memory.weights[slot];
   }
   if (load) {
-    for (int e = thread; e < route.num_experts; e += kThreads) route.counts[e] = load[e];
+    for (int e = thread; e < route.num_experts; e += kThreads) route.counts[e] += load[e];
   }
   __syncthreads();
   sort_few_slots(p.data, memory.scratch, rank, num_ranks,

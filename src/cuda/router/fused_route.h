@@ -4,8 +4,7 @@
 
 #include <cstdint>
 
-#include "cuda/routing_data.h"
-#include "fusedmoe/device.h"
+#include "cuda/rows/routing_data.h"
 #include "fusedmoe/router.h"
 #include "fusedmoe/tensor.h"
 
@@ -21,7 +20,7 @@ struct FusedRoute {
   TensorView logits;
   TensorView correction_bias;  ///< (num_experts) f32, optional
   Routing out;                 ///< written
-  TensorView expert_load;      ///< (num_experts) i32, optional: histogram of all ids
+  TensorView expert_load;      ///< (num_experts) i32, optional: += tokens that chose each expert
   TensorView expert_map;       ///< optional
   std::int64_t num_local_experts = 0;
   void* routing_data = nullptr;  ///< routing_data_bytes()

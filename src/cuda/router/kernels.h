@@ -34,8 +34,7 @@ struct RouteParams {
   float scaling_factor;
 };
 
-/// Blocks and warps of a launch. One block stores the histogram; several add theirs to one that
-/// the launcher clears first.
+/// Blocks and warps of a launch.
 struct RouteLaunch {
   std::int64_t blocks, warps, shared_bytes;
 };

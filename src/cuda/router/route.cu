@@ -8,7 +8,7 @@ namespace fusedmoe::cuda {
 namespace {
 
 /// Shared memory: counts (num_experts) if any, then per warp keys (num_experts + num_groups).
-/// A single block stores the histogram; several add theirs to one that was cleared.
+/// Blocks add their histograms to what is there.
 template <typename Logit>
 __global__ void __launch_bounds__(1024) route_kernel(const RouteParams p) {
   extern __shared__ std::uint32_t shared[];
@@ -37,36 +37,17 @@ __global__ void __launch_bounds__(1024) route_kernel(const RouteParams p) {
   if (!counts) return;
   __syncthreads();
   for (int e = thread; e < p.num_experts; e += num_threads) {
-    if (gridDim.x == 1) {
-      p.counts[e] = counts[e];
-    } else if (counts[e] > 0) {
-      atomicAdd(p.counts + e, counts[e]);
-    }
+    if (counts[e] > 0) atomicAdd(p.counts + e, counts[e]);
   }
 }
-
-__global__ void clear_counts_kernel(std::int32_t* counts, int num_experts) {
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();
-  for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += static_cast<int>(blockDim.x)) {
-    counts[e] = 0;
-  }
-}
-
-// ---------------------------------------------------------------------------------------------
 
 }  // namespace
 
 void launch_route(const RouteParams& params, const RouteLaunch& plan, Stream stream) {
-  const bool clears = params.counts && plan.blocks > 1;
-  if (clears) {
-    launch(clear_counts_kernel, dim3(1), dim3(256), 0, stream, false, params.counts,
-           params.num_experts);
-  }
   dispatch_storage(params.logits.dtype, [&](auto logit) {
     launch(route_kernel<decltype(logit)>, dim3(static_cast<unsigned>(plan.blocks)),
            dim3(static_cast<unsigned>(plan.warps * kWarpSize)),
-           static_cast<std::size_t>(plan.shared_bytes), stream, clears, params);
+           static_cast<std::size_t>(plan.shared_bytes), stream, false, params);
   });
 }
 

@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "core/check.h"
-#include "cuda/device/current_device.h"
+#include "cuda/device/properties.h"
 #include "cuda/router/bitmatrix.h"
 #include "cuda/router/kernels.h"
 
@@ -16,23 +16,18 @@ namespace {
 /// An undefined view passes.
 void check_on_device(const TensorView& view, const char* argument, Stream stream) {
   if (!view) return;
-  FUSEDMOE_CHECK(
-      view.device() == stream.device && !view.device().is_cpu(), argument,
+  FUSEDMOE_CHECK_FAULT(
+      view.device() == stream.device && !view.device().is_cpu(), kDevice, argument,
       "on " + to_string(view.device()),
-      fmt::format("on the CUDA device of the stream, which is on {}", to_string(stream.device)));
+      core::format("on the CUDA device of the stream, which is on {}", to_string(stream.device)));
   const auto alignment = static_cast<std::uintptr_t>(bytes(view.dtype(), 1));
-  FUSEDMOE_CHECK(reinterpret_cast<std::uintptr_t>(view.data()) % alignment == 0, argument,
-                 "misaligned", fmt::format("{}-byte aligned", alignment));
-}
-
-bool is_float(const TensorView& view) {
-  return view.dtype() == DType::kF32 || view.dtype() == DType::kBF16 || view.dtype() == DType::kF16;
+  FUSEDMOE_CHECK_FAULT(reinterpret_cast<std::uintptr_t>(view.data()) % alignment == 0, kAlignment,
+                       argument, "misaligned", core::format("{}-byte aligned", alignment));
 }
 
 void check_operand(const TensorView& view, const char* argument, const Shape& shape,
                    Stream stream) {
-  FUSEDMOE_CHECK(view.defined() && is_float(view), argument, core::describe(view),
-                 "f32, bf16 or f16");
+  core::check_activation_dtype(view, argument);
   core::check_tensor(view, argument, view.dtype(), shape);
   check_on_device(view, argument, stream);
 }
@@ -50,12 +45,14 @@ RouteParams check_route(const RouterConfig& config, const TensorView& logits,
                         const TensorView& bias, const Routing& out, const TensorView& load,
                         Stream stream) {
   config.validate();
-  FUSEDMOE_CHECK(!config.custom, "router.custom", "set", "unset: it runs on the CPU alone");
-  FUSEDMOE_CHECK(config.num_experts <= kMaxRouterExperts, "router.num_experts",
-                 fmt::to_string(config.num_experts),
-                 fmt::format("at most {} on a CUDA device", kMaxRouterExperts));
-  FUSEDMOE_CHECK(config.topk <= kMaxRouterTopk, "router.topk", fmt::to_string(config.topk),
-                 fmt::format("at most {} on a CUDA device", kMaxRouterTopk));
+  FUSEDMOE_CHECK_SUPPORTED(!config.custom, kDevice, "router.custom", "set",
+                           "unset: it runs on the CPU alone");
+  FUSEDMOE_CHECK_SUPPORTED(config.num_experts <= kMaxRouterExperts, kShape, "router.num_experts",
+                           core::to_string(config.num_experts),
+                           core::format("at most {} on a CUDA device", kMaxRouterExperts));
+  FUSEDMOE_CHECK_SUPPORTED(config.topk <= kMaxRouterTopk, kShape, "router.topk",
+                           core::to_string(config.topk),
+                           core::format("at most {} on a CUDA device", kMaxRouterTopk));
   check_operand(logits, "router_logits", {-1, config.num_experts}, stream);
   const std::int64_t num_tokens = logits.size(0);
   core::check_tensor(out.topk_ids, "topk_ids", DType::kI32, {num_tokens, config.topk});
@@ -66,13 +63,14 @@ RouteParams check_route(const RouterConfig& config, const TensorView& logits,
   check_on_device(out.topk_ids, "topk_ids", stream);
   check_on_device(out.topk_weights, "topk_weights", stream);
   check_on_device(load, "expert_load", stream);
-  FUSEDMOE_CHECK(!core::overlap(out.topk_ids, out.topk_weights) &&
-                     !core::overlap(out.topk_ids, logits) &&
-                     !core::overlap(out.topk_weights, logits),
-                 "topk_ids", "overlapping memory", "apart from topk_weights and the logits");
-  FUSEDMOE_CHECK(!load || (!core::overlap(load, logits) && !core::overlap(load, out.topk_ids) &&
-                           !core::overlap(load, out.topk_weights)),
-                 "expert_load", "overlapping memory", "in memory of its own");
+  FUSEDMOE_CHECK_FAULT(
+      !core::overlap(out.topk_ids, out.topk_weights) && !core::overlap(out.topk_ids, logits) &&
+          !core::overlap(out.topk_weights, logits),
+      kOverlap, "topk_ids", "overlapping memory", "apart from topk_weights and the logits");
+  FUSEDMOE_CHECK_FAULT(
+      !load || (!core::overlap(load, logits) && !core::overlap(load, out.topk_ids) &&
+                !core::overlap(load, out.topk_weights)),
+      kOverlap, "expert_load", "overlapping memory", "in memory of its own");
   const bool drops_groups = config.num_expert_group > config.topk_group;
   return {.logits = {logits.data(), logits.dtype()},
           .bias = bias ? bias.as<const float>() : nullptr,
@@ -113,7 +111,7 @@ RouteLaunch plan_route(const RouteParams& params, Device device) {
 void route(const RouterConfig& config, const TensorView& logits, const TensorView& correction_bias,
            const Routing& out, const TensorView& expert_load, Stream stream) {
   const RouteParams params = check_route(config, logits, correction_bias, out, expert_load, stream);
-  if (params.num_tokens == 0 && !expert_load) return;
+  if (params.num_tokens == 0) return;
   launch_route(params, plan_route(params, stream.device), stream);
 }
 
@@ -121,17 +119,19 @@ LogitsParams check_router_logits(const TensorView& weight, const TensorView& bia
                                  const TensorView& x, const TensorView& logits, Stream stream) {
   check_operand(weight, "router.weight", {-1, -1}, stream);
   const std::int64_t num_experts = weight.size(0), hidden = weight.size(1);
-  FUSEDMOE_CHECK(std::max(num_experts, hidden) <= std::numeric_limits<int>::max() / 2,
-                 "router.weight", core::describe(weight), "of less than 2^30 rows and columns");
+  FUSEDMOE_CHECK_FAULT(std::max(num_experts, hidden) <= std::numeric_limits<int>::max() / 2, kShape,
+                       "router.weight", core::describe(weight),
+                       "of less than 2^30 rows and columns");
   check_operand(first_row(x), "hidden_states", {-1, hidden}, stream);
   const std::int64_t num_tokens = x.size(0), x_stride = num_tokens > 1 ? x.stride(0) : hidden;
-  FUSEDMOE_CHECK(x_stride < 1 << 26, "hidden_states", fmt::format("rows {} apart", x_stride),
-                 "of rows less than 2^26 elements apart");
+  FUSEDMOE_CHECK_FAULT(x_stride < 1 << 26, kLayout, "hidden_states",
+                       core::format("rows {} apart", x_stride),
+                       "of rows less than 2^26 elements apart");
   if (bias) check_operand(bias, "router.bias", {num_experts}, stream);
   core::check_tensor(logits, "router_logits", DType::kF32, {num_tokens, num_experts});
   check_on_device(logits, "router_logits", stream);
-  FUSEDMOE_CHECK(!core::overlap(x, logits), "router_logits", "overlapping hidden_states",
-                 "in memory of its own");
+  FUSEDMOE_CHECK_FAULT(!core::overlap(x, logits), kOverlap, "router_logits",
+                       "overlapping hidden_states", "in memory of its own");
   LogitsParams params{.x = {x.data(), x.dtype()},
                       .weight = {weight.data(), weight.dtype()},
                       .bias = {},
@@ -156,14 +156,14 @@ void build_bitmatrix(const TensorView& topk_ids, const TensorView& expert_map,
   if (expert_map) core::check_tensor(expert_map, "expert_map", DType::kI32, {-1});
   FUSEDMOE_CHECK(
       num_local_experts >= 1 && num_local_experts < std::numeric_limits<std::int32_t>::max(),
-      "num_local_experts", fmt::to_string(num_local_experts), "in [1, 2^31 - 1)");
+      "num_local_experts", core::to_string(num_local_experts), "in [1, 2^31 - 1)");
   const std::int64_t num_tokens = topk_ids.size(0), num_words = (num_local_experts + 31) / 32;
   core::check_tensor(bitmatrix, "bitmatrix", DType::kI32, {num_tokens, num_words});
   check_on_device(topk_ids, "topk_ids", stream);
   check_on_device(expert_map, "expert_map", stream);
   check_on_device(bitmatrix, "bitmatrix", stream);
-  FUSEDMOE_CHECK(!core::overlap(bitmatrix, topk_ids), "bitmatrix", "overlapping topk_ids",
-                 "in memory of its own");
+  FUSEDMOE_CHECK_FAULT(!core::overlap(bitmatrix, topk_ids), kOverlap, "bitmatrix",
+                       "overlapping topk_ids", "in memory of its own");
   if (num_tokens == 0) return;
   const BitmatrixParams params{.ids = topk_ids.as<const std::int32_t>(),
                                .local_expert = {expert_map, num_local_experts},

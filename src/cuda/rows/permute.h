@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "fusedmoe/device.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {
 

@@ -3,10 +3,10 @@
 // Sums run in fp32 in slot order, product and sum rounded one after the other as on the CPU, and
 // are rounded once to the dtype of the output. Slots without a row are skipped, whatever that row
 // holds.
-#include "core/local_experts.h"
 #include "cuda/device/launch.h"
 #include "cuda/rows/element.cuh"
 #include "cuda/rows/rows.h"
+#include "moe/local_experts.h"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -49,7 +49,7 @@ __global__ __launch_bounds__(kRowThreads) void reduce_rows_kernel(ReduceParams<R
 
 }  // namespace
 
-void reduce_rows(const FinalizeArgs& args, const TensorView& slot_rows, bool accumulate) {
+void reduce_rows(const core::ReduceArgs& args, const TensorView& slot_rows) {
   if (args.output.numel() == 0) return;
   const std::int64_t num_tokens = args.output.size(0), hidden = args.output.size(1);
   const auto launch_kernel = [&](auto row, auto result) {

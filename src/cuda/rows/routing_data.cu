@@ -1,7 +1,7 @@
 // Routing data on the device, always in one launch: few slots are sorted by every block, which then
 // copies a share of the rows; many are shared by the blocks of one cluster. Neither needs memory
 // that somebody has cleared.
-#include "cuda/routing_data.h"
+#include "cuda/rows/routing_data.h"
 
 #include <algorithm>
 #include <string>
@@ -75,7 +75,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kMaxThr
 /// Whether the rows were permuted.
 bool sort_slots_of(RoutingDataParams& p, const RoutingDataExtras& extras, const Stream& stream) {
   if (p.num_experts > kMaxSortedExperts) {
-    throw Error("num_local_experts", std::to_string(p.num_experts),
+    throw Error::unsupported(Reason::kShape, "num_local_experts", std::to_string(p.num_experts),
                 "at most " + std::to_string(kMaxSortedExperts) + " on a CUDA device");
   }
   const bool few = p.slots <= kMaxFewSlots;

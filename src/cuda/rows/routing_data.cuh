@@ -3,10 +3,10 @@
 
 #include <cstdint>
 
-#include "core/local_experts.h"
-#include "cuda/routing_data.h"
+#include "cuda/rows/routing_data.h"
 #include "cuda/rows/row_transform.cuh"
 #include "cuda/rows/sort_slots.cuh"
+#include "moe/local_experts.h"
 
 namespace fusedmoe::cuda {
 

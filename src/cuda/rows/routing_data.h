@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "core/backend.h"
-#include "fusedmoe/routing_data.h"
+#include "fusedmoe/router.h"
+#include "moe/backend.h"
 
 namespace fusedmoe::cuda {
 

@@ -2,13 +2,13 @@
 // the stream, whose device must be the current one.
 #pragma once
 
-#include "core/backend.h"
+#include "moe/backend.h"
 
 namespace fusedmoe::cuda {
 
-/// The output may be f32 whatever the rows are, and its rows may have a stride. With `accumulate`
-/// the sum is added to what the output holds, in fp32, before the one rounding.
-void reduce_rows(const FinalizeArgs& args, const TensorView& slot_rows, bool accumulate = false);
+/// The output may be f32 whatever the rows are, and its rows may have a stride. With
+/// args.accumulate the sum is added to what the output holds, in fp32, before the one rounding.
+void reduce_rows(const core::ReduceArgs& args, const TensorView& slot_rows);
 
 /// Rows of `x` may have a stride.
 void weight_rows(const TensorView& x, const TensorView& topk_weights, const TensorView& weighted,

@@ -9,7 +9,7 @@
 #include <span>
 
 #include "cuda/gemm/tile_shape.h"
-#include "fusedmoe/dtype.h"
+#include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {
 
@@ -54,8 +54,9 @@ struct Operands16Bit {
   static constexpr DType kRowDType = ElementTraits<Element>::kDType;
   static constexpr int kInstructionK = 16;  ///< of one wgmma
   static constexpr int kBlockK = 64;        ///< activations of a K block are 128 bytes
-  /// Accumulators that a thread holds for each result; 2 with promotion to a second sum.
-  static constexpr int kAccumulatorCopies = 1;
+  /// Row blocks whose accumulators a thread holds twice, to promote the sums of some of K to
+  /// others.
+  static constexpr int kPromotedRowBlocks = 0;
   static constexpr std::span<const TileShape> kTiles = kTiles16Bit;
 };
 

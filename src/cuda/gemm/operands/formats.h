@@ -13,18 +13,16 @@ WeightFormat bf16_format();
 WeightFormat f16_format();
 WeightFormat mxfp4_format();
 
-/// Defined by the generated file of the policy and the tile shape (src/CMakeLists.txt).
+/// Defined by the generated file of the policy and the tile shape (cmake/FusedmoeKernels.cmake).
 template <typename Operands, int kIndex>
 void launch_kernel(const FusedMlpParams& params, const Stream& stream);
 
-template <typename Operands, std::size_t... kIndex>
-constexpr auto make_launches(std::index_sequence<kIndex...>) {
+template <typename Operands>
+inline constexpr auto kLaunches = []<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
   return std::array<WeightFormat::Launch, sizeof...(kIndex)>{
       &launch_kernel<Operands, static_cast<int>(kIndex)>...};
 }
-template <typename Operands>
-inline constexpr auto kLaunches =
-    make_launches<Operands>(std::make_index_sequence<Operands::kTiles.size()>());
+(std::make_index_sequence<Operands::kTiles.size()>());
 
 /// What a row takes from its policy.
 template <typename Operands>

@@ -8,12 +8,12 @@
 
 #include "cuda/device/launch.h"
 #include "cuda/gemm/operands/formats.h"
-#include "cuda/gemm/operands/pack.cuh"
 #include "fusedmoe/error.h"
 
 namespace fusedmoe::cuda {
 namespace {
 
+constexpr int kPackThreads = 128;
 constexpr int kBlockK = kMxfp4BlockK, kGroup = kMxfp4Group;
 // The exponent field of a multiplier, in [1, 254], is scale + kExponentOffset - exponent_shift.
 constexpr int kExponentOffset = 126;
@@ -50,7 +50,7 @@ __global__ void pack_kernel(const PackSource s, const BlockGrid grid, std::uint8
   std::uint8_t* target = blocks + block * kMxfp4BlockBytes;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
   const std::int64_t first_row = row_block * kBlockRows + warp * 16 + g;
-  const std::int64_t rows[2] = {source_row(s, first_row), source_row(s, first_row + 8)};
+  const std::int64_t rows[2] = {s.source_row(first_row), s.source_row(first_row + 8)};
   const std::int64_t first_k = k_block * kBlockK;
   std::uint32_t words[4] = {};
   for (int step = 0; step < 4; ++step) {
@@ -124,7 +124,7 @@ std::pair<int, int> range_of(const TensorView& scales) {
 
 void check_shard(const WeightMatrix& matrix) {
   if (matrix.first_col % kGroup == 0) return;
-  throw Error("weights.first_col", std::to_string(matrix.first_col),
+  throw Error::unsupported(Reason::kQuantScheme, "weights.first_col", std::to_string(matrix.first_col),
               "a multiple of 32: scale blocks begin at the first column");
 }
 
@@ -139,7 +139,7 @@ int exponent_shift(const WeightMatrix& gate, const WeightMatrix* up) {
   }
   const int shift = std::max(0, largest - kLargestScale);
   if (smallest + kExponentOffset - shift < 1) {
-    throw Error("weights.scales",
+    throw Error::unsupported(Reason::kQuantScheme, "weights.scales",
                 "from 2^" + std::to_string(smallest - 127) + " to 2^" +
                     std::to_string(largest - 127) + " in one expert",
                 "within a factor of 2^253");

@@ -5,11 +5,11 @@
 
 #include "cuda/device/launch.h"
 #include "cuda/gemm/operands/formats.h"
-#include "cuda/gemm/operands/pack.cuh"
 
 namespace fusedmoe::cuda {
 namespace {
 
+constexpr int kPackThreads = 128;
 constexpr int kChunk = 8;  // elements in 16 bytes
 constexpr int kBlockK = Bf16Operands::kBlockK;
 static_assert(F16Operands::kBlockK == kBlockK);
@@ -23,7 +23,7 @@ __global__ void pack_kernel(const PackSource s, const BlockGrid grid, uint4* blo
   for (int i = threadIdx.x; i < kChunks; i += kPackThreads) {
     const int row = i / 8;
     const int chunk = (i % 8) ^ (row % 8);
-    const std::int64_t from = source_row(s, row_block * kBlockRows + row);
+    const std::int64_t from = s.source_row(row_block * kBlockRows + row);
     const std::int64_t first = k_block * kBlockK + chunk * kChunk;
     std::uint32_t words[4] = {};
     for (int e = 0; e < kChunk; ++e) {

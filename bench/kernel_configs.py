@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Measures every tile plan of some layers with `fusedmoe tune` and prints how much slower the chosen
-one is than the fastest: for each layer the mean and the worst of its numbers of tokens, and those
-above a limit. The fastest of many medians is a little too fast, so the loss is a little too large."""
+"""Measures every kernel configuration of some layers with `fusedmoe tune` and prints how much slower
+the chosen one is than the fastest: for each layer the mean and the worst of its numbers of tokens, and
+those above a limit. The fastest of many medians is a little too fast, so the loss is a little too
+large."""
 
 import argparse
 import os
@@ -38,12 +39,11 @@ LAYERS = [
 
 
 def measure(program, scheme, option, name, tokens):
-    """{num_tokens: [(us, plan, whether chosen)]}"""
+    """{num_tokens: [(us, configuration, whether chosen)]}"""
     with tempfile.TemporaryDirectory() as folder:
         command = [program, "tune", "--scheme", scheme, "--tokens", tokens]
-        command += ["--output", os.path.join(folder, "plans.json"), f"--{option}", name]
-        environment = os.environ | {"FUSEDMOE_TUNED_PLANS": ""}
-        run = subprocess.run(command, capture_output=True, text=True, env=environment)
+        command += ["--output", os.path.join(folder, "tuned.json"), f"--{option}", name]
+        run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
         sys.exit(f"{' '.join(command)}\n{run.stderr}")
     cells = {}

@@ -1,0 +1,180 @@
+// Threads of the CPU: the default number, an engine's own executor, and changes during a forward.
+#include <gtest/gtest.h>
+#include <omp.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "core/parallel.h"
+#include "fusedmoe/layer.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/tensor.h"
+#include "layer_problem.h"
+#include "testing/compare.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::bitwise_equal;
+using testing::layer_options;
+using testing::LayerSpec;
+using testing::make_hidden_states;
+using testing::make_layer_weights;
+
+/// The library reads it when it is first asked for a number of threads: after this.
+const int no_variable = unsetenv("OMP_NUM_THREADS");
+
+int allowed_cores() {
+  cpu_set_t cores;
+  EXPECT_EQ(sched_getaffinity(0, sizeof(cores), &cores), 0);
+  return CPU_COUNT(&cores);
+}
+
+TEST(ExecutorTest, DefaultIsTheCoresOfTheCallingThread) {
+  ASSERT_EQ(no_variable, 0);
+  const int before = num_threads();
+  EXPECT_EQ(before, allowed_cores());
+  set_num_threads(before + 1);
+  set_num_threads(0);
+  EXPECT_EQ(num_threads(), before);
+  std::thread([] {
+    cpu_set_t cores, one;
+    ASSERT_EQ(sched_getaffinity(0, sizeof(cores), &cores), 0);
+    CPU_ZERO(&one);
+    for (int core = 0; CPU_COUNT(&one) == 0; ++core) {
+      if (CPU_ISSET(core, &cores)) CPU_SET(core, &one);
+    }
+    ASSERT_EQ(sched_setaffinity(0, sizeof(one), &one), 0);
+    EXPECT_EQ(num_threads(), 1);
+    EXPECT_EQ(default_executor().concurrency(), 1);
+  }).join();
+  EXPECT_EQ(num_threads(), before);
+}
+
+TEST(ExecutorTest, OpenMpSettingOfTheProgramStays) {
+  omp_set_num_threads(3);
+  set_num_threads(7);
+  EXPECT_EQ(omp_get_max_threads(), 3);
+  EXPECT_EQ(num_threads(), 7);
+  set_num_threads(0);
+  EXPECT_EQ(omp_get_max_threads(), 3);
+  EXPECT_EQ(num_threads(), allowed_cores());
+}
+
+TEST(ExecutorTest, EveryTaskRunsOnce) {
+  for (const int num_tasks : {1, 2, 5, 64}) {
+    std::vector<std::atomic<int>> runs(static_cast<std::size_t>(num_tasks));
+    const auto count = [&](int task) { ++runs[static_cast<std::size_t>(task)]; };
+    make_executor(2)->run(num_tasks, Executor::Task(count));
+    EXPECT_TRUE(std::all_of(runs.begin(), runs.end(), [](const auto& n) { return n == 1; }));
+  }
+}
+
+TEST(ExecutorTest, RangesMakeUpAll) {
+  for (const std::int64_t count : {0, 1, 2, 7, 1000}) {
+    for (const bool worthwhile : {false, true}) {
+      std::vector<int> visits(static_cast<std::size_t>(count));
+      core::parallel_for(*make_executor(3), count, worthwhile,
+                         [&](std::int64_t i) { ++visits[static_cast<std::size_t>(i)]; });
+      EXPECT_TRUE(std::all_of(visits.begin(), visits.end(), [](int n) { return n == 1; }));
+    }
+  }
+}
+
+TEST(ExecutorTest, ExceptionOfATaskReachesTheCaller) {
+  for (const int num_tasks : {1, 4}) {
+    EXPECT_THROW(core::run_tasks(*make_executor(4), num_tasks,
+                                 [&](int task) {
+                                   if (task == num_tasks - 1) throw std::runtime_error("");
+                                 }),
+                 std::runtime_error);
+  }
+}
+
+TEST(ExecutorTest, RefusesImpossibleNumbers) {
+  EXPECT_THROW(make_executor(-1), Error);
+  EXPECT_THROW(make_executor(1 << 20), Error);
+}
+
+/// Runs tasks on the calling thread, the last one first.
+class BackwardExecutor final : public Executor {
+ public:
+  int concurrency() const override { return 3; }
+  void run(int num_tasks, Task task) override {
+    ++runs_;
+    for (int i = num_tasks; i-- > 0;) task(i);
+  }
+  int runs() const { return runs_; }
+
+ private:
+  int runs_ = 0;
+};
+
+/// Starts a thread for each task.
+class ThreadExecutor final : public Executor {
+ public:
+  int concurrency() const override { return 4; }
+  void run(int num_tasks, Task task) override {
+    std::vector<std::thread> threads;
+    for (int i = 0; i < num_tasks; ++i) threads.emplace_back(task, i);
+    for (std::thread& thread : threads) thread.join();
+  }
+};
+
+LayerSpec large_spec() {
+  LayerSpec spec;
+  spec.shared_experts = spec.shared_gate = true;
+  spec.experts.hidden = 256;
+  return spec;
+}
+
+/// A forward in a workspace of exactly workspace_bytes, with a canary behind it.
+Tensor run(const MoeLayer& layer, const TensorView& x, Stream stream = {}) {
+  constexpr std::size_t kCanaryBytes = 4096;
+  const std::size_t bytes = layer.workspace_bytes(x.size(0));
+  const Tensor workspace =
+      Tensor::empty({static_cast<std::int64_t>(bytes + kCanaryBytes)}, DType::kU8);
+  auto* canary = workspace.as<unsigned char>() + bytes;
+  std::memset(canary, 0x5a, kCanaryBytes);
+  Tensor output = Tensor::empty(x.shape(), x.dtype());
+  layer.forward(x, output, {workspace.data(), bytes}, {}, nullptr, stream);
+  EXPECT_TRUE(
+      std::all_of(canary, canary + kCanaryBytes, [](unsigned char c) { return c == 0x5a; }));
+  return output;
+}
+
+TEST(ExecutorTest, EnginesOwnExecutorGivesTheSameBits) {
+  for (const char* experts : {"cpu", "cpu_batched", "cpu_unfused", "reference"}) {
+    const MoeLayer layer(make_layer_weights(large_spec()), layer_options(DType::kBF16, experts));
+    const Tensor x = make_hidden_states(DType::kBF16, 200, 256);
+    const Tensor expected = run(layer, x);
+    BackwardExecutor backward;
+    EXPECT_TRUE(bitwise_equal(run(layer, x, cpu_stream(backward)), expected)) << experts;
+    EXPECT_GT(backward.runs(), 3) << experts;
+    ThreadExecutor threads;
+    EXPECT_TRUE(bitwise_equal(run(layer, x, cpu_stream(threads)), expected)) << experts;
+  }
+}
+
+TEST(ExecutorTest, NumberOfThreadsMayChangeDuringAForward) {
+  const MoeLayer layer(make_layer_weights(large_spec()), layer_options(DType::kBF16, "cpu"));
+  const Tensor x = make_hidden_states(DType::kBF16, 40, 256);
+  const Tensor expected = run(layer, x);
+  std::atomic<bool> done{false};
+  std::thread changer([&] {
+    for (int i = 0; !done; ++i) set_num_threads(i % 2 ? 1 : 24);
+  });
+  for (int i = 0; i < 100; ++i) EXPECT_TRUE(bitwise_equal(run(layer, x), expected));
+  done = true;
+  changer.join();
+  set_num_threads(0);
+}
+
+}  // namespace
+}  // namespace fusedmoe
