@@ -13,6 +13,11 @@
 #include "fusedmoe/safetensors.h"
 #include "fusedmoe/selection.h"
 
+/// AddressSanitizer would otherwise end the process for the allocation that must fail.
+extern "C" const char* __asan_default_options() {
+  return "allocator_may_return_null=1";
+}
+
 namespace fusedmoe {
 namespace {
 
