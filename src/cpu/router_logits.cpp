@@ -21,11 +21,11 @@ constexpr std::int64_t kColumns = 256;           // per chunk
 constexpr std::int64_t kTile = 8;                // tokens and experts of one task
 constexpr std::int64_t kParallelWork = 1 << 18;  // about 20 us on one thread
 
-/// Rows of one dtype, (count, columns).
+/// Rows of one dtype, so many elements apart.
 struct Rows {
   const char* data;
   DType dtype;
-  std::int64_t columns;
+  std::int64_t stride;
 };
 
 struct Problem {
@@ -50,7 +50,7 @@ using Accumulators = float[kTile][kTile][kLanes];
 /// Elements [begin, begin + count) of one row, zero-padded to whole groups of lanes.
 [[gnu::always_inline]] inline void widen(const Rows& rows, std::int64_t row, std::int64_t begin,
                                          std::int64_t count, float* __restrict out) {
-  const std::int64_t first = row * rows.columns + begin;
+  const std::int64_t first = row * rows.stride + begin;
   if (rows.dtype == DType::kF32) {
     std::memcpy(out, rows.data + first * 4, static_cast<std::size_t>(count) * 4);
   } else {

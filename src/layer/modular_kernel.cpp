@@ -8,6 +8,7 @@
 #include "core/check.h"
 #include "core/device_runtime.h"
 #include "core/workspace.h"
+#include "layer/backend.h"
 #include "layer/checks.h"
 
 namespace fusedmoe {
@@ -60,6 +61,13 @@ void ModularKernel::run(ForwardArgs args, const ProblemSize& problem, void* work
   args.preparation =
       make_preparation(experts_->descriptor(), problem.scheme, args.apply_router_weight_on_input,
                        args.weights->info().a1_scale);
+  if (args.router_weights && args.preparation.quant && problem.num_tokens > 0) {
+    // The experts will see quantized hidden states, which are nothing to route by.
+    layer::backend_of(experts_->descriptor(), args.stream.device)
+        .router_logits(*args.router_weights, args.hidden_states, args.router_logits, args.stream);
+    args.score_correction_bias = args.router_weights->score_correction_bias;
+    args.router_weights = nullptr;
+  }
   args.prepare_workspace =
       cutter.take(prepare_finalize_->workspace_bytes(problem, args.preparation));
   const WorkspacePlan plan = experts_->plan(prepare_finalize_->problem_size(problem));
