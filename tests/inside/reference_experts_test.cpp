@@ -244,7 +244,6 @@ TEST(ReferenceExpertsTest, HalvesOfTheExpertsSumToTheWhole) {
   std::vector<float> sum(static_cast<std::size_t>(expected.numel()));
   for (std::int64_t half = 0; half < 2; ++half) {
     Problem part = whole;
-    part.spec.expert_map = true;
     part.expert_map = Tensor::empty({6}, DType::kI32);
     part.weights.experts.clear();
     for (std::int64_t e = 0; e < 6; ++e) {
@@ -253,7 +252,11 @@ TEST(ReferenceExpertsTest, HalvesOfTheExpertsSumToTheWhole) {
           mine ? static_cast<std::int32_t>(part.weights.num_experts()) : -1;
       if (mine) part.weights.experts.push_back(whole.weights.experts[e]);
     }
-    const Tensor out = run(part);
+    MoeConfig config = testing::make_config(spec, DType::kF32);
+    config.num_local_experts = 3;
+    config.has_expert_map = true;
+    const ModularKernel kernel = testing::find_variant("reference").create(config);
+    const Tensor out = testing::run_experts(part, kernel, *kernel.experts().pack(part.weights));
     for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += out.as<float>()[i];
   }
   const testing::Difference difference =
@@ -388,7 +391,11 @@ TEST(ReferenceExpertsTest, RefusalsCarryTheirReason) {
               c.hooks = true;
             }),
             Reason::kHooks);
-  EXPECT_EQ(reason([](C& c) { c.monolithic = true; }), Reason::kRoutingMethod);
+  EXPECT_EQ(reason([](C& c) {
+              c.monolithic = true;
+              c.routing_method = RoutingMethod::kUnspecified;
+            }),
+            Reason::kRoutingMethod);
   EXPECT_EQ(reason([](C& c) {
               c.apply_router_weight_on_input = true;
               c.topk = 2;

@@ -406,6 +406,8 @@ TEST(ModularKernelTest, MonolithicExpertsGetLogitsAndRouter) {
   const auto packed = FakeExperts::pack_sizes(4, 5);
   const Tensor x = make_sample(DType::kF32, {3, 5}), logits = make_sample(DType::kF32, {3, 4});
   const Tensor output = Tensor::zeros({3, 5}, DType::kF32);
+  const Tensor ids = Tensor::zeros({3, 2}, DType::kI32);
+  const Tensor topk_weights = Tensor::zeros({3, 2}, DType::kF32);
   RouterConfig router;
   router.num_experts = 4;
   router.topk = 2;
@@ -413,6 +415,8 @@ TEST(ModularKernelTest, MonolithicExpertsGetLogitsAndRouter) {
   args.weights = packed.get();
   args.hidden_states = x;
   args.output = output;
+  args.topk_ids = ids;
+  args.topk_weights = topk_weights;
   args.router_logits = logits;
   args.router = &router;
   const Tensor workspace =

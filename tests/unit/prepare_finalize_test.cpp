@@ -271,7 +271,7 @@ TEST(BatchedTest, MapEntriesBeyondTheLocalExpertsAreNotLocal) {
             make_sample(DType::kF32, {3, 2})};
   call.expert_map = make_ids({4}, {1, 2, 1 << 30, -7});
   call.num_local_experts = 2;
-  const Prepared prepared = call.prepare(*make_batched());
+  const ForwardArgs prepared = call.prepare(batched());
   EXPECT_EQ(prepared.expert_num_tokens.as<const std::int32_t>()[0], 0);
   EXPECT_EQ(prepared.expert_num_tokens.as<const std::int32_t>()[1], 2);
   const TensorView rows = prepared.hidden_states.select(0, 1);
@@ -283,7 +283,7 @@ TEST(BatchedTest, TwoIdsOfATokenOnOneLocalExpertAreAnError) {
             make_sample(DType::kF32, {1, 2})};
   call.expert_map = make_ids({2}, {0, 0});
   call.num_local_experts = 1;
-  EXPECT_THROW(call.prepare(*make_batched()), Error);
+  EXPECT_THROW(call.prepare(batched()), Error);
 }
 
 TEST(BatchedTest, WeightsTheInputOnDispatch) {
