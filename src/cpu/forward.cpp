@@ -135,7 +135,8 @@ Forward::Forward(const Experts& experts, const ForwardArgs& args)
       batched_(mode_.format == ActivationFormat::kBatchedExperts),
       layout_(problem_, mode_, args.workspace2),
       executor_(core::executor_of(args.stream)),
-      num_threads_(std::min(mode_.max_threads, executor_.concurrency())),
+      num_threads_(args.stream.handle ? std::min(mode_.max_threads, executor_.concurrency())
+                                      : mode_.max_threads),
       key_(problem_.scheme.activations),
       hidden_quantized_(key_ && !experts.descriptor().expects_unquantized_inputs(problem_.scheme)),
       compute_(compute_of(problem_.scheme, problem_.dtype)),

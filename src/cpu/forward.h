@@ -24,8 +24,8 @@ namespace fusedmoe::cpu {
 struct ForwardMode {
   ActivationFormat format = ActivationFormat::kStandard;
   bool unfused = false;  ///< with injection points; standard format
-  /// Most tasks of a step. Fixed, so that workspaces have room for all of them whatever the
-  /// executor's concurrency is when a forward starts.
+  /// Tasks of a step; fewer if the stream's executor runs fewer at a time. Fixed, so that
+  /// workspaces have room for all of them whatever set_num_threads() says when a forward starts.
   int max_threads = 1;
 };
 inline ForwardMode mode_of(const Experts& experts) {

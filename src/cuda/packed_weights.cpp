@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "core/device_runtime.h"
+#include "core/parallel.h"
 #include "cuda/device/strided_copy.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
@@ -19,19 +20,18 @@ namespace {
 void copy_rows(const TensorView& from, std::int64_t size, std::byte* to) {
   const std::int64_t rows = from.size(0), columns = from.size(1);
   const auto* source = from.as<const std::byte>();
-#pragma omp parallel for schedule(static) num_threads(num_threads())
-  for (std::int64_t r = 0; r < rows; ++r) {
+  core::parallel_for(default_executor(), rows, true, [&](std::int64_t r) {
     const std::byte* row = source + r * from.stride(0) * size;
     std::byte* target = to + r * columns * size;
     if (from.stride(1) == 1) {
       std::memcpy(target, row, static_cast<std::size_t>(columns * size));
-      continue;
+      return;
     }
     for (std::int64_t c = 0; c < columns; ++c) {
       std::memcpy(target + c * size, row + c * from.stride(1) * size,
                   static_cast<std::size_t>(size));
     }
-  }
+  });
 }
 
 /// A matrix of the source weights in contiguous device memory at `to`. Waits for host sources only.
@@ -153,15 +153,15 @@ void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatri
   const Tensor blocks = download(blocks_), bias = bias_ ? download(bias_) : Tensor();
   PackedView source{blocks.as<const std::byte>(), grid_.k_blocks, k_};
   if (scales_) source.exponent_shift = std::ilogb(*download(scales_).as<const float>());
-#pragma omp parallel for schedule(static) num_threads(num_threads())
-  for (std::int64_t row = 0; row < grid_.row_blocks * kBlockRows; ++row) {
-    const std::int64_t index = gated_ ? gated_feature(row) : row;
-    if (index >= width_) continue;
-    const WeightMatrix& matrix = gated_ && gated_is_up(row) ? *up : gate;
-    format_->unpack_row(source, row, matrix.values.select(0, index).data(),
-                        scales_ ? matrix.scales.select(0, index).as<std::uint8_t>() : nullptr);
-    if (bias) matrix.bias.as<float>()[index] = bias.as<const float>()[row];
-  }
+  core::parallel_for(
+      default_executor(), grid_.row_blocks * kBlockRows, true, [&](std::int64_t row) {
+        const std::int64_t index = gated_ ? gated_feature(row) : row;
+        if (index >= width_) return;
+        const WeightMatrix& matrix = gated_ && gated_is_up(row) ? *up : gate;
+        format_->unpack_row(source, row, matrix.values.select(0, index).data(),
+                            scales_ ? matrix.scales.select(0, index).as<std::uint8_t>() : nullptr);
+        if (bias) matrix.bias.as<float>()[index] = bias.as<const float>()[row];
+      });
 }
 
 void PackedMatrices::set(GemmParams& gemm) const {

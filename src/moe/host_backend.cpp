@@ -68,19 +68,21 @@ void reduce_rows(const ReduceArgs& args, const RowOf& row_of) {
   constexpr std::int64_t kBlock = 256;
   const bool worthwhile = num_tokens * topk * hidden >= kParallelElements;
   parallel_for(executor_of(args.stream), num_tokens, worthwhile, [&](std::int64_t token) {
-    std::array<float, kBlock> sums;
+    std::array<float, kBlock> accumulators;
     for (std::int64_t begin = 0; begin < hidden; begin += kBlock) {
       const std::int64_t width = std::min(kBlock, hidden - begin);
-      sums.fill(0);
+      accumulators.fill(0);
       for (std::int64_t flat = token * topk; flat < (token + 1) * topk; ++flat) {
         const std::int64_t row = row_of(flat);
         if (row < 0) continue;
         const float weight = args.router_weight_on_input ? 1.0f : weights[flat];
         const Storage* source = rows + row * hidden + begin;
-        for (std::int64_t i = 0; i < width; ++i) sums[i] += weight * Element::load(source[i]);
+        for (std::int64_t i = 0; i < width; ++i)
+          accumulators[i] += weight * Element::load(source[i]);
       }
       // Rows of an output may have a stride; a partial sum of a rank stays in f32.
-      write_columns<Element>(args, token, begin, {sums.data(), static_cast<std::size_t>(width)});
+      write_columns<Element>(args, token, begin,
+                             {accumulators.data(), static_cast<std::size_t>(width)});
     }
   });
 }

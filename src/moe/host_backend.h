@@ -5,7 +5,7 @@
 
 namespace fusedmoe::core {
 
-/// All steps but the router's logits, which each backend sums in its own way.
+/// All steps but the router's logits, which each backend computes in its own way.
 class HostBackend : public Backend {
  public:
   void route(const RouterConfig& config, const TensorView& logits,

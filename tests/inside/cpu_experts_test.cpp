@@ -150,29 +150,28 @@ TEST(CpuExpertsInvarianceTest, NumberOfThreadsDoesNotMatter) {
 TEST(CpuExpertsTest, MapEntriesBeyondTheLocalExpertsAreNotLocal) {
   Case spec;
   spec.expert_map = true;
-  for (const ActivationFormat format :
-       {ActivationFormat::kStandard, ActivationFormat::kBatchedExperts}) {
+  for (const char* variant : {"cpu", "cpu_batched"}) {
     const Problem problem = testing::make_problem(spec);
-    const auto experts = cpu::make_experts(format);
-    const Tensor expected = run(problem, *experts, DType::kF32);
+    const Tensor expected = run(problem, variant, DType::kF32);
     auto* map = problem.expert_map.as<std::int32_t>();
     std::int32_t beyond = static_cast<std::int32_t>(problem.weights.num_experts());
     for (std::int64_t id = 0; id < problem.expert_map.numel(); ++id) {
       if (map[id] < 0) map[id] = std::exchange(beyond, 1 << 30);
     }
-    EXPECT_TRUE(bitwise_equal(run(problem, *experts, DType::kF32), expected));
+    EXPECT_TRUE(bitwise_equal(run(problem, variant, DType::kF32), expected));
   }
 }
 
 TEST(CpuExpertsTest, ArgumentsOnAnotherDeviceAreErrors) {
   const Problem problem = testing::make_problem({});
-  const auto experts = cpu::make_experts(ActivationFormat::kStandard);
+  const MoeConfig config = testing::make_config(problem.spec, DType::kF32);
+  const auto experts = cpu::descriptor().create(config, {});
   const auto packed = experts->pack(problem.weights);
   const Tensor output = Tensor::empty(problem.hidden_states.shape(), DType::kF32);
   const Tensor map = Tensor::zeros({8}, DType::kI32);
-  const std::pair<const char*, std::function<void(ExpertsArgs&)>> faults[] = {
+  const std::pair<const char*, std::function<void(ForwardArgs&)>> faults[] = {
       {"hidden_states", [](auto& args) { args.hidden_states = on_cuda(args.hidden_states); }},
-      {"output", [](auto& args) { args.output = on_cuda(args.output); }},
+      {"fused_output", [](auto& args) { args.fused_output = on_cuda(args.fused_output); }},
       {"topk_ids", [](auto& args) { args.topk_ids = on_cuda(args.topk_ids); }},
       {"topk_weights", [](auto& args) { args.topk_weights = on_cuda(args.topk_weights); }},
       {"expert_map", [&](auto& args) { args.expert_map = on_cuda(map); }},
@@ -184,9 +183,9 @@ TEST(CpuExpertsTest, ArgumentsOnAnotherDeviceAreErrors) {
        }},
   };
   for (const auto& [argument, spoil] : faults) {
-    ExpertsArgs args;
+    ForwardArgs args;
     args.weights = packed.get();
-    args.output = output;
+    args.fused_output = output;
     args.hidden_states = problem.hidden_states;
     args.topk_ids = problem.topk_ids;
     args.topk_weights = problem.topk_weights;
@@ -198,7 +197,7 @@ TEST(CpuExpertsTest, ArgumentsOnAnotherDeviceAreErrors) {
 TEST(CpuExpertsTest, F16WeightsAreRefusedWithTheWayOut) {
   MoeConfig config = testing::make_config({}, DType::kF16);
   config.scheme = schemes::unquantized(DType::kF16);
-  const Support support = cpu::make_experts(ActivationFormat::kStandard)->supports(config);
+  const Support support = cpu::descriptor().supports(config);
   EXPECT_EQ(support.reason, Reason::kQuantScheme);
   EXPECT_NE(support.text.find("`reference` by name"), std::string::npos) << support.text;
 }

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -135,7 +136,7 @@ LayerSpec large_spec() {
 }
 
 /// A forward in a workspace of exactly workspace_bytes, with a canary behind it.
-Tensor run(const MoeLayer& layer, const TensorView& x, Stream stream = {}) {
+Tensor run(const MoeLayer& layer, const TensorView& x, std::optional<Stream> stream = {}) {
   constexpr std::size_t kCanaryBytes = 4096;
   const std::size_t bytes = layer.workspace_bytes(x.size(0));
   const Tensor workspace =
@@ -143,15 +144,20 @@ Tensor run(const MoeLayer& layer, const TensorView& x, Stream stream = {}) {
   auto* canary = workspace.as<unsigned char>() + bytes;
   std::memset(canary, 0x5a, kCanaryBytes);
   Tensor output = Tensor::empty(x.shape(), x.dtype());
-  layer.forward(x, output, {workspace.data(), bytes}, {}, nullptr, stream);
+  ForwardOptions options;
+  options.stream = stream;
+  layer.forward(x, output, {workspace.data(), bytes}, options);
   EXPECT_TRUE(
       std::all_of(canary, canary + kCanaryBytes, [](unsigned char c) { return c == 0x5a; }));
   return output;
 }
 
 TEST(ExecutorTest, EnginesOwnExecutorGivesTheSameBits) {
-  for (const char* experts : {"cpu", "cpu_batched", "cpu_unfused", "reference"}) {
-    const MoeLayer layer(make_layer_weights(large_spec()), layer_options(DType::kBF16, experts));
+  for (const char* experts : {"cpu+no_ep", "cpu+batched", "cpu hooks", "reference+no_ep"}) {
+    LayerOptions options = layer_options(DType::kBF16, experts);
+    options.hooks = options.require == "cpu hooks";
+    if (options.hooks) options.require = "cpu+no_ep";
+    const MoeLayer layer(make_layer_weights(large_spec()), options);
     const Tensor x = make_hidden_states(DType::kBF16, 200, 256);
     const Tensor expected = run(layer, x);
     BackwardExecutor backward;
@@ -160,6 +166,15 @@ TEST(ExecutorTest, EnginesOwnExecutorGivesTheSameBits) {
     ThreadExecutor threads;
     EXPECT_TRUE(bitwise_equal(run(layer, x, cpu_stream(threads)), expected)) << experts;
   }
+}
+
+TEST(ExecutorTest, LayerUsesItsOwn) {
+  LayerOptions options = layer_options(DType::kBF16, "cpu+no_ep");
+  BackwardExecutor backward;
+  options.executor = &backward;
+  const MoeLayer layer(make_layer_weights(large_spec()), options);
+  run(layer, make_hidden_states(DType::kBF16, 200, 256));
+  EXPECT_GT(backward.runs(), 3);
 }
 
 TEST(ExecutorTest, NumberOfThreadsMayChangeDuringAForward) {
