@@ -67,8 +67,7 @@ class FUSEDMOE_API Error : public std::runtime_error {
   /// An invalid argument: "`argument`: was `was`; must be `must_be`".
   Error(std::string argument, std::string was, std::string must_be, Fault fault = Fault::kValue);
 
-  /// A name that `argument` does not have: "`argument`: there is no \"`name`\"; there are:
-  /// `known`".
+  /// A name that `argument` does not have: "`argument` `name`: no such name; there are: `known`".
   static Error unknown_name(std::string argument, std::string_view name, const std::string& known);
   /// What cannot be served; `message` is the whole sentence.
   static Error unsupported(Reason reason, std::string argument, const std::string& message);

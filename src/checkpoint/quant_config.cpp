@@ -40,7 +40,7 @@ CheckpointLayout parse_checkpoint_layout(std::string_view text) {
     names += names.empty() ? "" : ", ";
     names += layout_name;
   }
-  throw Error::unknown_name("layout", text, names);
+  throw Error::unknown_name("layout", files::quote(text), names);
 }
 
 }  // namespace fusedmoe

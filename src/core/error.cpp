@@ -68,7 +68,7 @@ Error::Error(std::string argument, std::string was, std::string must_be, Fault f
 
 Error Error::unknown_name(std::string argument, std::string_view name, const std::string& known) {
   const std::string message =
-      core::format("{}: there is no \"{}\"; there are: {}", argument, name, known);
+      core::format("{} {}: no such name; there are: {}", argument, name, known);
   Error error(ErrorKind::kInvalidArgument, std::move(argument), message);
   error.fault_ = Fault::kValue;
   error.was_ = core::format("\"{}\"", name);

@@ -45,10 +45,6 @@ std::int64_t round_up(std::int64_t value, std::int64_t unit) {
   return ceil_div(value, unit) * unit;
 }
 
-std::size_t bytes_of(std::int64_t rows, std::int64_t pitch, DType dtype) {
-  return static_cast<std::size_t>(bytes(dtype, Shape({rows, pitch}).numel()));
-}
-
 /// Scratch of one forward. With a null block only the size is meaningful.
 struct Scratch {
   std::int64_t rows = 0;             // token rows of all experts, at most

@@ -55,9 +55,7 @@ class NoCudaDescriptor final : public ExpertsDescriptor {
   WeightAndReduce weight_and_reduce(ActivationFormat) const override {
     return WeightAndReduce::kDelegate;
   }
-  std::shared_ptr<const Experts> create(const MoeConfig&, const Context&) const override {
-    fail();
-  }
+  std::shared_ptr<const Experts> create(const MoeConfig&, const Context&) const override { fail(); }
 };
 
 }  // namespace

@@ -109,7 +109,7 @@ Tensor SafetensorsFile::tensor(std::string_view name) const {
       held += (listed++ ? ", " : "") + files::quote(other);
     }
     if (tensors_.size() > kMaxListed) held += ", ...";
-    throw Error::unknown_name("tensor", name, held);
+    throw Error::unknown_name("tensor", files::quote(name), held);
   }
   const Tensor& view = found->second;
   if (!file_) return view;

@@ -29,6 +29,11 @@ ModularKernel::ModularKernel(std::shared_ptr<const PrepareAndFinalize> prepare_f
                            core::format("{}, which leaves \"{}\" to finalize",
                                         experts_->descriptor().name(), name(reduce)),
                            core::format("one whose output {} can finalize", prepare.name()));
+  // Only they know the ids.
+  FUSEDMOE_CHECK_SUPPORTED(!experts_->config().monolithic || reduce == WeightAndReduce::kNoOp,
+                           kPairing, "experts",
+                           core::format("monolithic, and leave \"{}\" to finalize", name(reduce)),
+                           "monolithic ones that reduce by themselves");
 }
 
 std::size_t ModularKernel::workspace_bytes(const ProblemSize& problem) const {

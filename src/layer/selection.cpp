@@ -80,9 +80,7 @@ auto find_by_name(const Implementations& implementations, std::string_view wante
   for (const auto* implementation : implementations) {
     if (implementation->name() == wanted) return implementation;
   }
-  throw Error::unsupported(Reason::kPairing, "require",
-                           core::format("{}: no such implementation; there are: {}", wanted,
-                                        list_names(implementations)));
+  throw Error::unknown_name("require", wanted, list_names(implementations));
 }
 
 Selection select_required(MoeConfig config, std::string_view require) {

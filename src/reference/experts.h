@@ -11,8 +11,8 @@
 
 namespace fusedmoe::reference {
 
-/// The outputs of both GEMMs are rounded to the layer's dtype too where the configuration has hooks:
-/// every step's output then passes the ExpertsHooks.
+/// The outputs of both GEMMs are rounded to the layer's dtype too where the configuration has
+/// hooks: every step's output then passes the ExpertsHooks.
 const ExpertsDescriptor& descriptor();
 
 }  // namespace fusedmoe::reference

@@ -1,7 +1,7 @@
 // A hash of every implementation's output, bit for bit: what a change that must not change results
 // is held against. Prints a line per case, with a hash for each experts over all dtypes:
 //
-//   output_hashes [--device cuda]
+//   output_hashes [--device cuda | --list]
 //
 // Those of this tree lie beside this file; scripts/output-hashes.sh makes and compares them.
 #include <cstdint>
@@ -77,6 +77,10 @@ void hash_layer(const testing::Case& spec, bool gate, Device device) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (argc == 2) {  // --list: whether the instruction set can run here
+    std::printf("%s\n", std::string(cpu_isa()).c_str());
+    return 0;
+  }
   const Device device = argc == 3 ? parse_device(argv[2]) : Device{};
   std::vector<testing::Case> cases = testing::awkward_cases();
   if (!device.is_cpu()) {

@@ -141,7 +141,7 @@ TEST_P(BackendRows, ReduceOfSlotRows) {
   const auto [map, num_local] = make_map(kExperts);
   for (const bool weighted : {true, false}) {
     for (const bool with_map : {true, false}) {
-      FinalizeArgs host;
+      core::ReduceArgs host;
       const Tensor ids = random_ids(c_.num_tokens, kTopk, kExperts);
       const Tensor weights = random_floats(DType::kF32, {c_.num_tokens, kTopk}, 6);
       const Tensor rows = random_floats(c_.dtype, {c_.num_tokens * kTopk, c_.hidden}, 7);
@@ -163,7 +163,7 @@ TEST_P(BackendRows, ReduceOfSlotRows) {
 
       const Tensor gpu_rows = gpu(rows), gpu_ids = to_gpu(ids), gpu_weights = to_gpu(weights);
       const Tensor gpu_map = to_gpu(map);
-      FinalizeArgs there = host;
+      core::ReduceArgs there = host;
       there.output = actual;
       there.fused_output = gpu_rows;
       there.topk_ids = gpu_ids;
@@ -188,14 +188,15 @@ TEST_P(BackendRows, ReduceToOtherOutputs) {
     for (const bool accumulate : {false, true}) {
       const Tensor wide = random_floats(dtype, {c_.num_tokens, c_.hidden + 16 + c_.offset}, 8);
       const Tensor memory = to_gpu(wide);
-      FinalizeArgs args;
+      core::ReduceArgs args;
       args.output = memory.slice(1, c_.offset, c_.offset + c_.hidden);
       args.fused_output = gpu_rows;
       args.topk_ids = gpu_ids;
       args.topk_weights = gpu_weights;
       args.num_local_experts = kExperts;
       args.stream = kGpuStream;
-      cuda::reduce_rows(args, {}, accumulate);
+      args.accumulate = accumulate;
+      cuda::reduce_rows(args, {});
       for (std::int64_t token = 0; token < c_.num_tokens; ++token) {
         for (std::int64_t column = 0; column < c_.hidden; ++column) {
           float sum = 0;
@@ -263,7 +264,7 @@ TEST_P(BackendRows, AssignDispatchReduceBatched) {
     const Tensor weights_there = to_device(weights, device);
     backend.assign_rows(ids_there, map_there, {slot_rows, counts}, stream);
     backend.dispatch(slot_rows, there(x), rows, stream);
-    FinalizeArgs args;
+    core::ReduceArgs args;
     args.output = output;
     args.fused_output = rows;
     args.topk_ids = ids_there;
@@ -389,9 +390,14 @@ TEST_F(BackendTest, Route) {
   const Tensor ids = Tensor::zeros({257, 6}, DType::kI32);
   const Tensor weights = Tensor::zeros({257, 6}, DType::kF32);
   const Tensor gpu_ids = to_gpu(ids), gpu_weights = to_gpu(weights);
-  backend_of(kHost).route(config, logits, bias, {ids, weights}, {});
-  backend_of(kGpu).route(config, to_gpu(logits), to_gpu(bias), {gpu_ids, gpu_weights}, kGpuStream);
+  const Tensor load = Tensor::zeros({64}, DType::kI32), gpu_load = to_gpu(load);
+  for (int i = 0; i < 2; ++i) {  // tokens are added to the load
+    backend_of(kHost).route(config, logits, bias, {ids, weights}, load, {});
+    backend_of(kGpu).route(config, to_gpu(logits), to_gpu(bias), {gpu_ids, gpu_weights}, gpu_load,
+                           kGpuStream);
+  }
   EXPECT_TRUE(bitwise_equal(to_host(gpu_ids), ids));
+  EXPECT_TRUE(bitwise_equal(to_host(gpu_load), load));
   EXPECT_LE(compare(to_host(gpu_weights), weights).max_element, 1e-6);
 }
 
@@ -405,7 +411,7 @@ TEST_F(BackendTest, WhatRunsOnTheCpuOnlyIsAnError) {
   const Tensor logits = Tensor::zeros({2, 4}, DType::kF32, kGpu);
   const Tensor ids = Tensor::zeros({2, 1}, DType::kI32, kGpu);
   const Tensor weights = Tensor::zeros({2, 1}, DType::kF32, kGpu);
-  EXPECT_THROW(backend_of(kGpu).route(config, logits, {}, {ids, weights}, kGpuStream), Error);
+  EXPECT_THROW(backend_of(kGpu).route(config, logits, {}, {ids, weights}, {}, kGpuStream), Error);
 }
 
 /// A kernel must not start before the one that wrote its input is done, nor overwrite what the one

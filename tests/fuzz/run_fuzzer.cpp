@@ -240,6 +240,10 @@ void run_layer(Random& random, const Problem& problem, DType dtype, Statistics& 
   options.batch_invariant = random.below(6) == 0;
   options.hooks = random.below(6) == 0;
   options.monolithic = random.below(6) == 0;
+  options.num_threads = static_cast<int>(random.below(4));
+  if (random.below(4) == 0) {
+    options.max_workspace_bytes = static_cast<std::size_t>(1 + random.below(1 << 20));
+  }
   options.require =
       names[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(names.size())))];
   const MoeLayer layer(weights, options);

@@ -191,9 +191,10 @@ TEST(CheckpointFilesTest, DirectoryWithoutConfigOrWeights) {
   EXPECT_NE(error_text([&] { Checkpoint::open(directory / "absent"); }).find("no such file"),
             std::string::npos);
   save_safetensors(directory / "plain.safetensors", {});
-  EXPECT_NE(
-      error_text([&] { Checkpoint::open(directory / "plain.safetensors"); }).find("no model config in its metadata"),
-      std::string::npos);
+  EXPECT_NE(error_text([&] {
+              Checkpoint::open(directory / "plain.safetensors");
+            }).find("no model config in its metadata"),
+            std::string::npos);
 }
 
 }  // namespace

@@ -162,6 +162,7 @@ class FakeExperts : public Experts {
   void run(const ForwardArgs& args) const override {
     if (on_apply) on_apply(args);
     const std::int64_t tokens = args.hidden_states.size(args.hidden_states.rank() - 2);
+    if (tokens == 0) return;
     std::memset(args.workspace13, 0xff,
                 options_.workspace13_per_token * static_cast<std::size_t>(tokens));
     std::memset(args.workspace2, 0xff,

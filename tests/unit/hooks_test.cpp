@@ -27,7 +27,7 @@ Tensor run(const MoeLayer& layer, const Tensor& x, const ExpertsHooks* hooks = n
   testing::poison(output);
   const std::size_t bytes = layer.workspace_bytes(x.size(0));
   const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
-  layer.forward(x, output, {workspace.data(), bytes}, {}, hooks);
+  layer.forward(x, output, {workspace.data(), bytes}, {.hooks = hooks});
   return output;
 }
 
@@ -148,19 +148,21 @@ TEST_P(UnfusedExperts, CalledForNoRows) {
 TEST(HooksTest, OnlyForExpertsThatHaveThem) {
   const ExpertsHooks hooks;
   const Tensor x = make_hidden_states(DType::kBF16, 2, 64);
-  for (const std::string require : {"cpu", "cpu_batched", "cpu_monolithic", "reference"}) {
-    const MoeLayer layer(make_layer_weights({}), layer_options(DType::kBF16, require));
+  for (const std::string variant : {"cpu", "cpu_batched", "cpu_monolithic", "reference"}) {
+    const MoeLayer layer(make_layer_weights({}), layer_options(DType::kBF16, variant));
     try {
       run(layer, x, &hooks);
-      ADD_FAILURE() << require;
+      ADD_FAILURE() << variant;
     } catch (const Error& error) {
-      EXPECT_EQ(error.argument(), "hooks") << require;
+      EXPECT_EQ(error.argument(), "hooks") << variant;
     }
   }
   LayerOptions options = layer_options(DType::kBF16, "");
   options.hooks = true;
-  EXPECT_EQ(MoeLayer(make_layer_weights({}), options).selection().experts->name(), "cpu_unfused");
-  options.require = "reference";
+  const MoeLayer layer(make_layer_weights({}), options);
+  EXPECT_EQ(layer.selection().pair(), "cpu+no_ep");
+  EXPECT_TRUE(layer.config().hooks);
+  options.require = "cpu+batched";
   try {
     MoeLayer(make_layer_weights({}), options);
     ADD_FAILURE();

@@ -37,16 +37,18 @@ struct Scratch {
         workspace{memory.data(), static_cast<std::size_t>(memory.nbytes())} {}
 };
 
-std::vector<std::string> implementations() {
+std::vector<std::string> variants() {
+  MoeConfig config = testing::make_config({}, DType::kBF16);
+  config.routing_method = RoutingMethod::kRenormalizeNaive;
   std::vector<std::string> names;
-  for (const auto& experts : all_experts()) {
-    if (testing::runs_on_cpu(*experts)) names.emplace_back(experts->name());
+  for (const testing::Variant& variant : testing::variants_for(config)) {
+    names.push_back(variant.name());
   }
   return names;
 }
 
 class InPlace : public ::testing::TestWithParam<std::string> {};
-INSTANTIATE_TEST_SUITE_P(Layer, InPlace, ::testing::ValuesIn(implementations()),
+INSTANTIATE_TEST_SUITE_P(Layer, InPlace, ::testing::ValuesIn(variants()),
                          [](const auto& info) { return info.param; });
 
 TEST_P(InPlace, GivesTheSameBits) {
@@ -84,11 +86,11 @@ TEST_P(InPlace, OnlyWhenAskedForAndOnlyTheSameView) {
   EXPECT_EQ(
       argument_of([&] { layer.forward(x.slice(0, 0, 4), x.slice(0, 1, 5), scratch.workspace); }),
       "output");
-  EXPECT_EQ(
-      argument_of([&] {
-        layer.forward(x, x, scratch.workspace, {{}, TensorView(x.data(), DType::kI32, {6, 2})});
-      }),
-      "details.topk_ids");
+  EXPECT_EQ(argument_of([&] {
+              layer.forward(x, x, scratch.workspace,
+                            {.topk_ids = TensorView(x.data(), DType::kI32, {6, 2})});
+            }),
+            "options.topk_ids");
   EXPECT_TRUE(bitwise_equal(x, before));
 }
 
@@ -120,15 +122,16 @@ LayerSpec shared_spec() {
 }
 
 TEST(PlanTest, PinnedPlanIsWhatRuns) {
-  for (const std::string& require : implementations()) {
+  for (const std::string& variant : variants()) {
     for (const LayerSpec& spec : {LayerSpec{}, shared_spec()}) {
-      const MoeLayer layer(make_layer_weights(spec), layer_options(DType::kF16, require));
-      LayerOptions options = layer_options(DType::kF16, "");
+      LayerOptions options = layer_options(DType::kF16, variant);
+      const MoeLayer layer(make_layer_weights(spec), options);
+      options.require = "";
       options.plan = layer.plan_json();
       const MoeLayer pinned(make_layer_weights(spec), options);
       EXPECT_EQ(pinned.plan_line(), layer.plan_line());
       EXPECT_EQ(pinned.plan_json(), layer.plan_json());
-      EXPECT_EQ(pinned.selection().experts->name(), require);
+      EXPECT_EQ(pinned.selection().pair(), layer.selection().pair());
     }
   }
 }
@@ -137,7 +140,7 @@ TEST(PlanTest, HoldsWhatIsChosen) {
   const MoeLayer layer(make_layer_weights(shared_spec()),
                        layer_options(DType::kBF16, "cpu_batched"));
   const auto plan = nlohmann::json::parse(layer.plan_json());
-  const nlohmann::json expected{{"experts", "cpu_batched"},
+  const nlohmann::json expected{{"experts", "cpu"},
                                 {"prepare_finalize", "batched"},
                                 {"scheme", "bf16"},
                                 {"dtype", "bf16"},
@@ -172,7 +175,8 @@ TEST(PlanTest, AnythingElseIsAnErrorThatNamesIt) {
   EXPECT_EQ(pin("layout_version", 999), "plan.layout_version");
   EXPECT_EQ(pin("layout_version", "1"), "plan.layout_version");
   EXPECT_EQ(pin("experts", "gpu"), "require");
-  EXPECT_EQ(pin("prepare_finalize", "batched"), "require");
+  EXPECT_EQ(pin("prepare_finalize", "batched"), "") << "a pair that also serves the layer";
+  EXPECT_EQ(pin("prepare_finalize", "deepep"), "require");
   EXPECT_EQ(pin("experts", nullptr), "plan.experts");
   EXPECT_EQ(pin("experts", 7), "plan.experts");
   EXPECT_EQ(pin("shared_experts", nullptr), "plan.shared_experts");

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <string>
 #include <utility>
 
 #include "fusedmoe/layer.h"
@@ -53,10 +54,16 @@ inline Tensor make_hidden_states(DType dtype, std::int64_t num_tokens, std::int6
   return random_tensor(dtype, {num_tokens, hidden}, 1, 104);
 }
 
-inline LayerOptions layer_options(DType dtype, std::string require) {
+/// Of a name of find_variant(), or the best.
+inline LayerOptions layer_options(DType dtype, const std::string& variant) {
   LayerOptions options;
   options.dtype = dtype;
-  options.require = std::move(require);
+  if (variant.empty()) return options;
+  const Variant found = find_variant(variant);
+  options.require.append(found.experts->name()).append("+").append(found.prepare_finalize->name());
+  options.hooks = found.hooks;
+  options.monolithic = found.monolithic;
+  options.batch_invariant = found.batch_invariant;
   return options;
 }
 

@@ -77,7 +77,9 @@ Result run(const MoeLayer& layer, const TensorView& x) {
       Tensor::empty({static_cast<std::int64_t>(bytes + kCanaryBytes)}, DType::kU8);
   std::memset(workspace.data(), 0xff, bytes + kCanaryBytes);
   layer.forward(x, result.output, {workspace.data(), bytes},
-                {result.router_logits, result.topk_ids, result.topk_weights});
+                {.router_logits = result.router_logits,
+                 .topk_ids = result.topk_ids,
+                 .topk_weights = result.topk_weights});
   const auto* canary = workspace.as<const unsigned char>() + bytes;
   EXPECT_TRUE(
       std::all_of(canary, canary + kCanaryBytes, [](unsigned char c) { return c == 0xff; }));
@@ -106,9 +108,10 @@ TEST_P(AllExperts, SameInputSameBitsWhateverTheBatchAndThreads) {
     const Result one = run(layer, rows(x, token, token + 1));
     EXPECT_TRUE(bitwise_equal(one.output, rows(all.output, token, token + 1))) << token;
   }
-  set_num_threads(1);
-  EXPECT_TRUE(bitwise_equal(all.output, run(layer, x).output));
-  set_num_threads(0);
+  LayerOptions options = layer_options(DType::kBF16, GetParam());
+  options.num_threads = 1;
+  const MoeLayer alone(make_layer_weights(gated_spec()), options);
+  EXPECT_TRUE(bitwise_equal(all.output, run(alone, x).output));
 }
 
 TEST_P(AllExperts, AgreesWithReferenceInFloat) {
@@ -156,7 +159,7 @@ TEST_P(AllExperts, NoTokens) {
   const Tensor x = Tensor::empty({0, 64}, DType::kBF16);
   EXPECT_NO_THROW(layer.forward(x, x, {}));
   EXPECT_EQ(layer.forward(x).shape(), (Shape{0, 64}));
-  if (layer.selection().experts->is_monolithic()) return;
+  if (layer.config().monolithic) return;
   const Tensor ids = Tensor::empty({0, 2}, DType::kI32),
                weights = Tensor::empty({0, 2}, DType::kF32);
   EXPECT_NO_THROW(layer.forward_routed(x, {ids, weights}, x, {}));
@@ -364,7 +367,7 @@ TEST(LayerTest, ConfigIsComplete) {
   EXPECT_EQ(config.routing_method, RoutingMethod::kDeepSeekV3);
   EXPECT_EQ(config.activation_format, ActivationFormat::kBatchedExperts);
   EXPECT_TRUE(config.batch_invariant);
-  EXPECT_EQ(layer.selection().experts->name(), "cpu_batched");
+  EXPECT_EQ(layer.selection().pair(), "cpu+batched");
   EXPECT_EQ(layer.packed_weights().info().num_experts, 8);
 }
 
@@ -379,7 +382,7 @@ TEST(LayerTest, PlanLineNamesWhatRuns) {
   spec.shared_experts = true;
   const MoeLayer batched(make_layer_weights(spec), layer_options(DType::kF32, "reference_batched"));
   EXPECT_EQ(batched.plan_line(),
-            "reference_batched+batched mxfp4_w4a16 f32 shared=reference+no_ep isa=generic "
+            "reference+batched mxfp4_w4a16 f32 shared=reference+no_ep isa=generic "
             "threads=2");
   set_num_threads(0);
 }
@@ -403,6 +406,20 @@ TEST(LayerTest, Moves) {
   const Tensor before = first.forward(x);
   MoeLayer second = std::move(first);
   EXPECT_TRUE(bitwise_equal(second.forward(x), before));
+
+  const Tensor output = Tensor::empty(x.shape(), DType::kBF16);
+  EXPECT_THROW(first.forward(x), Error);
+  EXPECT_THROW(first.forward(x, output, {}), Error);
+  EXPECT_THROW(first.forward_routed(x, {}, output, {}), Error);
+  EXPECT_THROW(first.workspace_bytes(1), Error);
+  EXPECT_THROW(first.config(), Error);
+  EXPECT_THROW(first.selection(), Error);
+  EXPECT_THROW(first.router(), Error);
+  EXPECT_THROW(first.packed_weights(), Error);
+  EXPECT_THROW(first.plan_line(), Error);
+  EXPECT_THROW(first.plan_json(), Error);
+  first = std::move(second);
+  EXPECT_TRUE(bitwise_equal(first.forward(x), before)) << "it may hold another layer";
 }
 
 }  // namespace

@@ -40,8 +40,10 @@ struct KernelCall {
   RouterConfig router;
   std::shared_ptr<const PackedWeights> packed = FakeExperts::pack_sizes(kLocal, kHidden);
   Tensor memory = Tensor::empty({1 << 16}, DType::kU8);
-  KernelArgs args;
+  ForwardArgs args;
   Workspace workspace{memory.data(), static_cast<std::size_t>(memory.nbytes())};
+
+  TensorView memory_as_f32() const { return {memory.data(), DType::kF32, {kTokens}}; }
 
   KernelCall() {
     router.num_experts = kGlobal;
@@ -90,6 +92,11 @@ std::vector<KernelFault> common_faults() {
        }},
       {"HiddenStatesStrided", "hidden_states",
        [](auto& c) { c.args.hidden_states = transposed(c.args.hidden_states); }},
+      {"HiddenStatesStridedAlongARow", "hidden_states",
+       [](auto& c) {
+         c.args.hidden_states =
+             reshaped(c.memory_as_f32(), {kTokens, 2 * kHidden}).slice(1, 0, 2 * kHidden, 2);
+       }},
       {"HiddenStatesMisaligned", "hidden_states",
        [](auto& c) { c.args.hidden_states = shifted(c.args.hidden_states, 2); }},
       {"HiddenStatesOnAnotherDevice", "hidden_states",
@@ -101,7 +108,7 @@ std::vector<KernelFault> common_faults() {
        [](auto& c) {
          c.args.output = reshaped(c.out, {kTokens - 1, kHidden});
        }},
-      {"OutputStrided", "output", [](auto& c) { c.args.output = c.out.slice(0, 0, 5, 2); }},
+      {"OutputStrided", "output", [](auto& c) { c.args.output = transposed(c.args.output); }},
       {"OutputMisaligned", "output", [](auto& c) { c.args.output = shifted(c.args.output, 1); }},
       {"OutputOnAnotherDevice", "output", [](auto& c) { c.args.output = on_cuda(c.args.output); }},
       {"OutputIsTheInput", "output", [](auto& c) { c.args.hidden_states = c.args.output; }},
@@ -119,10 +126,10 @@ std::vector<KernelFault> common_faults() {
        [](auto& c) { c.map.template as<std::int32_t>()[1] = -2; }},
       {"MapNamesALocalExpertTwice", "expert_map",
        [](auto& c) { c.map.template as<std::int32_t>()[1] = 2; }},
+      {"NoMapWhereSomeAreLocal", "expert_map", [](auto& c) { c.args.expert_map = {}; }},
       {"MapOnAnotherDevice", "expert_map", [](auto& c) { c.args.expert_map = on_cuda(c.map); }},
       {"FewerGlobalThanLocalExperts", "num_experts",
        [](auto& c) { c.args.num_experts = kLocal - 1; }},
-      {"GlobalExpertsWithoutAMap", "num_experts", [](auto& c) { c.args.expert_map = {}; }},
       {"NegativeNumberOfExperts", "num_experts", [](auto& c) { c.args.num_experts = -1; }},
       {"NoWorkspace", "workspace", [](auto& c) { c.workspace = {}; }},
       {"WorkspaceTooSmall", "workspace", [](auto& c) { c.workspace.bytes = 255; }},
@@ -199,8 +206,8 @@ std::vector<KernelFault> monolithic_faults() {
       {"RouterOfOtherExperts", "router.num_experts", [](auto& c) { c.router.num_experts = 7; }},
       {"RouterTakesMoreThanThereAre", "router.topk", [](auto& c) { c.router.topk = 7; }},
       {"NoLogits", "router_logits", [](auto& c) { c.args.router_logits = {}; }},
-      {"LogitsInBF16", "router_logits",
-       [](auto& c) { c.args.router_logits = retyped(c.logits, DType::kBF16); }},
+      {"LogitsOfIntegers", "router_logits",
+       [](auto& c) { c.args.router_logits = retyped(c.logits, DType::kI32); }},
       {"LogitsOfLocalExpertsOnly", "router_logits",
        [](auto& c) {
          c.args.router_logits = reshaped(c.logits, {kTokens, kLocal});
@@ -221,28 +228,15 @@ std::vector<KernelFault> monolithic_faults() {
   return faults;
 }
 
-class FakeMonolithic : public MonolithicExperts {
- public:
-  std::string_view name() const override { return "fake"; }
-  ActivationFormat activation_format() const override { return ActivationFormat::kStandard; }
-  Support supports(const MoeConfig&) const override { return Support::yes(); }
-  WeightAndReduce weight_and_reduce() const override { return WeightAndReduce::kNoOp; }
-  WorkspacePlan plan(const ProblemSize& problem) const override {
-    return FakeExperts().plan(problem);
-  }
-  std::shared_ptr<PackedWeights> pack(const ExpertWeights&, const PackProgress&) const override {
-    return nullptr;
-  }
-  void apply(const MonolithicArgs& args) const override {
-    std::memset(args.output.data(), 0, static_cast<std::size_t>(args.output.nbytes()));
-  }
-};
-
 ModularKernel kernel_of(const std::string& kind) {
-  if (kind == "monolithic") return {make_no_ep(), std::make_shared<FakeMonolithic>()};
-  if (kind == "standard") return {make_no_ep(), std::make_shared<FakeExperts>()};
+  testing::FakeSizes sizes{kGlobal, kLocal, kTopk, kHidden};
+  sizes.has_expert_map = true;
+  sizes.monolithic = kind == "monolithic";
+  if (kind != "batched") {
+    return {no_ep().create({}, {}), std::make_shared<FakeExperts>(FakeOptions{}, sizes)};
+  }
   const FakeOptions options{ActivationFormat::kBatchedExperts, WeightAndReduce::kDelegate};
-  return {make_batched(), std::make_shared<FakeExperts>(options)};
+  return {batched().create({}, {}), std::make_shared<FakeExperts>(options, sizes)};
 }
 
 void expect_fault(const std::string& kind, const KernelFault& fault) {

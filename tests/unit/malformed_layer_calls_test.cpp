@@ -43,7 +43,6 @@ std::vector<LayerFault> layer_faults() {
       {"TopkOfZero", "router.topk", [](W& w, O&) { w.router.topk = 0; }},
       {"TopkBeyondTheExperts", "router.topk", [](W& w, O&) { w.router.topk = 9; }},
       {"FewerExpertsThanTheRouterHas", "experts", [](W& w, O&) { w.experts.experts.pop_back(); }},
-      {"NoRouterWeight", "router_weights.weight", [](W& w, O&) { w.router_weights.weight = {}; }},
       {"RouterWeightOfAnotherHiddenSize", "router_weights.weight",
        [](W& w, O&) {
          w.router_weights.weight = Tensor::zeros({8, 63}, DType::kBF16);
@@ -75,10 +74,36 @@ std::vector<LayerFault> layer_faults() {
        }},
       {"SharedGateOfAnotherShape", "shared_experts.gate",
        [](W& w, O&) { w.shared_experts->gate = Tensor::zeros({64}, DType::kBF16); }},
+      {"MapOfAnotherLength", "expert_map",
+       [](W& w, O&) { w.expert_map = Tensor::zeros({7}, DType::kI32); }},
+      {"MapBeyondTheExperts", "expert_map",
+       [](W& w, O&) {
+         w.expert_map = make_ids({8}, {0, 1, 2, 3, 4, 5, 6, 8});
+       }},
+      {"MapNamesAnExpertTwice", "expert_map",
+       [](W& w, O&) {
+         w.expert_map = make_ids({8}, {0, 1, 2, 3, 4, 5, 6, 6});
+       }},
+      {"RanksWithoutAMap", "config", [](W&, O& o) { o.parallel.ep_size = 2; }},
+      {"OutputInAnotherHalf", "options.output_dtype",
+       [](W&, O& o) { o.output_dtype = DType::kF16; }},
+      {"TooLittleScratch", "options.max_workspace_bytes",
+       [](W&, O& o) { o.max_workspace_bytes = 1; }},
+      {"ChunksOfOneScale", "options.max_workspace_bytes",
+       [](W& w, O& o) {
+         testing::Case spec;
+         spec.scheme = parse_scheme("fp8_tensor");
+         w.experts = testing::make_problem(spec).weights;
+         o.max_workspace_bytes = 1 << 20;
+       }},
       {"DTypeOfIntegers", "options.dtype", [](W&, O& o) { o.dtype = DType::kI8; }},
       {"UnknownImplementation", "require", [](W&, O& o) { o.require = "gpu"; }},
-      {"ImplementationsThatDoNotFit", "require", [](W&, O& o) { o.require = "cpu+batched"; }},
-      {"MissingDevice", "config", [](W&, O& o) { o.device = kCuda; }},
+      {"ImplementationsThatDoNotFit", "require",
+       [](W&, O& o) {
+         o.require = "cpu+batched";
+         o.hooks = true;
+       }},
+      {"MissingDevice", "config.device", [](W&, O& o) { o.device = kCuda; }},
       {"CustomRoutingOnCuda", "router.custom",
        [](W& w, O& o) {
          w.router.custom = [](const TensorView&, const TensorView&, const TensorView&) {};
@@ -136,7 +161,7 @@ struct ForwardCall {
   Tensor weights = make_sample(DType::kF32, {kTokens, 2});
   TensorView hidden_states = x, output = out;
   Workspace workspace{memory.data(), static_cast<std::size_t>(memory.nbytes())};
-  ForwardDetails details;
+  ForwardOptions options;
   Routing routing{ids, weights};
 };
 
@@ -182,31 +207,39 @@ std::vector<ForwardFault> forward_faults() {
   };
 }
 
-std::vector<ForwardFault> details_faults() {
+std::vector<ForwardFault> options_faults() {
   using C = ForwardCall;
   return {
-      {"LogitsOfAnotherShape", "details.router_logits",
+      {"LogitsOfAnotherShape", "options.router_logits",
        [](C& c) {
-         c.details.router_logits = TensorView(c.weights.data(), DType::kF32, {kTokens, 2});
+         c.options.router_logits = TensorView(c.weights.data(), DType::kF32, {kTokens, 2});
        }},
-      {"IdsOf64Bits", "details.topk_ids",
+      {"IdsOf64Bits", "options.topk_ids",
        [](C& c) {
-         c.details.topk_ids = TensorView(c.memory.data(), DType::kI64, {kTokens, 2});
+         c.options.topk_ids = TensorView(c.memory.data(), DType::kI64, {kTokens, 2});
        }},
-      {"WeightsOfAnotherShape", "details.topk_weights",
-       [](C& c) { c.details.topk_weights = c.weights.slice(0, 0, 1); }},
-      {"IdsOverTheOutput", "details.topk_ids",
+      {"WeightsOfAnotherShape", "options.topk_weights",
+       [](C& c) { c.options.topk_weights = c.weights.slice(0, 0, 1); }},
+      {"IdsOverTheOutput", "options.topk_ids",
        [](C& c) {
-         c.details.topk_ids = TensorView(c.out.data(), DType::kI32, {kTokens, 2});
+         c.options.topk_ids = TensorView(c.out.data(), DType::kI32, {kTokens, 2});
        }},
-      {"IdsOverTheWeights", "details.topk_weights",
+      {"LoadOfFewerExperts", "options.expert_load",
+       [](C& c) { c.options.expert_load = TensorView(c.ids.data(), DType::kI32, {6}); }},
+      {"HooksOfAnotherLayer", "hooks",
        [](C& c) {
-         c.details.topk_ids = c.ids;
-         c.details.topk_weights = TensorView(c.ids.data(), DType::kF32, {kTokens, 2});
+         static const ExpertsHooks hooks;
+         c.options.hooks = &hooks;
        }},
-      {"LogitsInTheWorkspace", "workspace",
+      {"StreamOfAnotherDevice", "stream", [](C& c) { c.options.stream = Stream{kCuda}; }},
+      {"IdsOverTheWeights", "options.topk_ids",
        [](C& c) {
-         c.details.router_logits = TensorView(c.memory.data(), DType::kF32, {kTokens, 8});
+         c.options.topk_ids = c.ids;
+         c.options.topk_weights = TensorView(c.ids.data(), DType::kF32, {kTokens, 2});
+       }},
+      {"LogitsInTheWorkspace", "options.router_logits",
+       [](C& c) {
+         c.options.router_logits = TensorView(c.memory.data(), DType::kF32, {kTokens, 8});
        }},
   };
 }
@@ -247,21 +280,21 @@ TEST_P(ForwardFaults, NameTheArgumentAndLeaveTheOutput) {
   ForwardCall call;
   GetParam().spoil(call);
   expect_error(GetParam().argument, call.out, [&] {
-    shared_layer().forward(call.hidden_states, call.output, call.workspace, call.details);
+    shared_layer().forward(call.hidden_states, call.output, call.workspace, call.options);
   });
   expect_error(GetParam().argument, call.out, [&] {
     shared_layer().forward_routed(call.hidden_states, call.routing, call.output, call.workspace);
   });
 }
 
-class DetailsFaults : public ::testing::TestWithParam<ForwardFault> {};
-INSTANTIATE_TEST_SUITE_P(Details, DetailsFaults, ::testing::ValuesIn(details_faults()),
+class OptionsFaults : public ::testing::TestWithParam<ForwardFault> {};
+INSTANTIATE_TEST_SUITE_P(Options, OptionsFaults, ::testing::ValuesIn(options_faults()),
                          [](const auto& info) { return info.param.name; });
-TEST_P(DetailsFaults, NameTheArgumentAndLeaveTheOutput) {
+TEST_P(OptionsFaults, NameTheArgumentAndLeaveTheOutput) {
   ForwardCall call;
   GetParam().spoil(call);
   expect_error(GetParam().argument, call.out, [&] {
-    shared_layer().forward(call.hidden_states, call.output, call.workspace, call.details);
+    shared_layer().forward(call.hidden_states, call.output, call.workspace, call.options);
   });
 }
 

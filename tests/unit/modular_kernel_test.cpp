@@ -17,6 +17,7 @@ namespace {
 using testing::bitwise_equal;
 using testing::FakeExperts;
 using testing::FakeOptions;
+using testing::FakeSizes;
 using testing::fill_nan;
 using testing::make_f32;
 using testing::make_ids;
@@ -35,25 +36,29 @@ struct Call {
   Tensor output, workspace;
   std::size_t workspace_bytes = 0;
 
+  FakeSizes sizes() const {
+    FakeSizes sizes;
+    sizes.num_experts = num_experts;
+    sizes.num_local_experts = num_local_experts;
+    sizes.topk = topk_ids.size(1);
+    sizes.hidden = hidden_states.size(1);
+    sizes.dtype = hidden_states.dtype();
+    sizes.has_expert_map = expert_map.defined();
+    sizes.weight_on_input = weight_on_input;
+    return sizes;
+  }
   void prepare(const ModularKernel& kernel) {
     packed = FakeExperts::pack_sizes(num_local_experts, hidden_states.size(1));
     output = Tensor::empty(hidden_states.shape(), hidden_states.dtype());
     fill_nan(output);
-    ProblemSize problem;
-    problem.num_tokens = hidden_states.size(0);
-    problem.topk = topk_ids.size(1);
-    problem.num_local_experts = num_local_experts;
-    problem.hidden = hidden_states.size(1);
-    problem.intermediate = hidden_states.size(1);
-    problem.dtype = hidden_states.dtype();
-    workspace_bytes = kernel.workspace_bytes(problem, weight_on_input);
+    workspace_bytes = kernel.workspace_bytes(hidden_states.size(0));
     workspace =
         Tensor::empty({static_cast<std::int64_t>(workspace_bytes + kCanaryBytes)}, DType::kU8);
     std::memset(workspace.data(), 0xff, workspace_bytes);
     std::memset(workspace.as<char>() + workspace_bytes, 0x5a, kCanaryBytes);
   }
-  KernelArgs args() const {
-    KernelArgs args;
+  ForwardArgs args() const {
+    ForwardArgs args;
     args.weights = packed.get();
     args.output = output;
     args.hidden_states = hidden_states;
@@ -99,41 +104,18 @@ std::vector<float> expected_of(const Call& call) {
   return expected;
 }
 
-ModularKernel make_kernel(FakeOptions options = {}) {
-  const bool batched = options.format == ActivationFormat::kBatchedExperts;
-  return {batched ? make_batched() : make_no_ep(), std::make_shared<FakeExperts>(options)};
+std::shared_ptr<const PrepareAndFinalize> make_prepare_finalize(ActivationFormat format) {
+  const bool is_batched = format == ActivationFormat::kBatchedExperts;
+  return (is_batched ? batched() : no_ep()).create({}, {});
 }
 
-class FakeMonolithic : public MonolithicExperts {
- public:
-  FakeMonolithic(ActivationFormat format, WeightAndReduce reduce)
-      : format_(format), reduce_(reduce) {}
-  std::string_view name() const override { return "fake"; }
-  ActivationFormat activation_format() const override { return format_; }
-  Support supports(const MoeConfig&) const override { return Support::yes(); }
-  WeightAndReduce weight_and_reduce() const override { return reduce_; }
-  WorkspacePlan plan(const ProblemSize& problem) const override {
-    WorkspacePlan plan;
-    plan.output_shape = {problem.num_tokens, problem.hidden};
-    plan.output_dtype = problem.dtype;
-    return plan;
-  }
-  std::shared_ptr<PackedWeights> pack(const ExpertWeights&, const PackProgress&) const override {
-    return nullptr;
-  }
-  void apply(const MonolithicArgs& args) const override {
-    std::memcpy(args.output.data(), args.hidden_states.data(),
-                static_cast<std::size_t>(args.output.nbytes()));
-    logits = args.router_logits.data();
-    router = args.router;
-  }
-  mutable const void* logits = nullptr;
-  mutable const RouterConfig* router = nullptr;
-
- private:
-  ActivationFormat format_;
-  WeightAndReduce reduce_;
-};
+ModularKernel make_kernel(std::shared_ptr<FakeExperts> experts) {
+  const ActivationFormat format = experts->config().activation_format;
+  return {make_prepare_finalize(format), std::move(experts)};
+}
+ModularKernel make_kernel(const FakeOptions& options, const Call& call) {
+  return make_kernel(std::make_shared<FakeExperts>(options, call.sizes()));
+}
 
 std::string argument_of(const std::function<void()>& call) {
   try {
@@ -154,8 +136,12 @@ TEST(ModularKernelTest, PairsThatDoNotFitAreErrors) {
     return std::make_shared<FakeExperts>(options);
   };
   const auto monolithic = [](ActivationFormat format, WeightAndReduce reduce) {
-    return std::make_shared<FakeMonolithic>(format, reduce);
+    FakeSizes sizes;
+    sizes.monolithic = true;
+    return std::make_shared<FakeExperts>(FakeOptions{format, reduce}, sizes);
   };
+  const auto make_no_ep = [] { return no_ep().create({}, {}); };
+  const auto make_batched = [] { return batched().create({}, {}); };
   const auto pair = [](std::shared_ptr<const PrepareAndFinalize> prepare_finalize,
                        std::shared_ptr<const Experts> experts) {
     return argument_of([&] { ModularKernel(prepare_finalize, experts); });
@@ -197,7 +183,7 @@ TEST_P(Compositions, ResultOnPoisonedMemoryOfExactSize) {
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     Call call = make_call(dtype);
     // Sums of two products of short numbers: exact in every one of the dtypes' fp32 sums.
-    const auto values = to_vector(call.apply(make_kernel(GetParam().options)));
+    const auto values = to_vector(call.apply(make_kernel(GetParam().options, call)));
     const auto expected = expected_of(call);
     for (std::size_t i = 0; i < values.size(); ++i) {
       const float tolerance = dtype == DType::kF32 ? 0 : std::abs(expected[i]) / 64;
@@ -211,12 +197,12 @@ TEST_P(Compositions, ExpertMapLeavesOutRemoteExperts) {
   call.num_experts = 6;
   call.num_local_experts = 2;
   call.expert_map = make_ids({6}, {1, -1, -1, 0, -1, -1});
-  EXPECT_EQ(to_vector(call.apply(make_kernel(GetParam().options))), expected_of(call));
+  EXPECT_EQ(to_vector(call.apply(make_kernel(GetParam().options, call))), expected_of(call));
 }
 
 TEST_P(Compositions, OneByteLessIsAnErrorBeforeAnyWork) {
-  const ModularKernel kernel = make_kernel(GetParam().options);
   Call call = make_call();
+  const ModularKernel kernel = make_kernel(GetParam().options, call);
   call.prepare(kernel);
   EXPECT_EQ(argument_of([&] {
               kernel.apply(call.args(), {call.workspace.data(), call.workspace_bytes - 1});
@@ -226,18 +212,18 @@ TEST_P(Compositions, OneByteLessIsAnErrorBeforeAnyWork) {
 }
 
 TEST_P(Compositions, WorkspaceGrowsWithTokens) {
-  const ModularKernel kernel = make_kernel(GetParam().options);
   for (const bool weight_on_input : {false, true}) {
+    FakeSizes sizes{.topk = 1, .dtype = DType::kBF16, .weight_on_input = weight_on_input};
+    const ModularKernel kernel =
+        make_kernel(std::make_shared<FakeExperts>(GetParam().options, sizes));
     std::size_t last = 0;
     for (std::int64_t tokens = 0; tokens <= 300; ++tokens) {
-      ProblemSize problem{tokens, 1, 4, 5, 5, DType::kBF16};
-      const std::size_t bytes = kernel.workspace_bytes(problem, weight_on_input);
+      const std::size_t bytes = kernel.workspace_bytes(tokens);
       EXPECT_GE(bytes, last) << tokens;
       EXPECT_EQ(bytes % 256, 0u);
       last = bytes;
     }
   }
-  EXPECT_EQ(kernel.workspace_bytes(ProblemSize{0, 1, 4, 5, 5, DType::kBF16}), 0u);
 }
 
 TEST_P(Compositions, WeightOnInputIsAppliedOnce) {
@@ -245,80 +231,85 @@ TEST_P(Compositions, WeightOnInputIsAppliedOnce) {
   call.topk_ids = make_ids({3, 1}, {2, -1, 1});
   call.topk_weights = make_f32({3, 1}, {0.5f, 4, 0.25f});
   call.weight_on_input = true;
-  EXPECT_EQ(to_vector(call.apply(make_kernel(GetParam().options))), expected_of(call));
+  EXPECT_EQ(to_vector(call.apply(make_kernel(GetParam().options, call))), expected_of(call));
 }
 
 TEST_P(Compositions, SameInputSameBits) {
-  const ModularKernel kernel = make_kernel(GetParam().options);
   Call first = make_call(DType::kBF16), second = make_call(DType::kBF16);
+  const ModularKernel kernel = make_kernel(GetParam().options, first);
   EXPECT_TRUE(bitwise_equal(first.apply(kernel), second.apply(kernel)));
 }
 
-TEST_P(Compositions, NoTokensReturnAtOnce) {
+TEST_P(Compositions, NoTokensGoThroughEveryStep) {
   auto experts = std::make_shared<FakeExperts>(GetParam().options);
-  experts->on_apply = [](const ExpertsArgs&) { ADD_FAILURE() << "must not be called"; };
-  const bool batched = experts->activation_format() == ActivationFormat::kBatchedExperts;
-  const ModularKernel kernel(batched ? make_batched() : make_no_ep(), experts);
+  int calls = 0;
+  experts->on_apply = [&](const ForwardArgs& args) {
+    ++calls;
+    EXPECT_EQ(args.fused_output.numel(), 0);
+  };
+  const ModularKernel kernel = make_kernel(experts);
   const auto packed = FakeExperts::pack_sizes(4, 5);
-  KernelArgs args;
+  ForwardArgs args;
   args.weights = packed.get();
   args.output = TensorView(static_cast<void*>(nullptr), DType::kF32, {0, 5});
   args.hidden_states = args.output;
   args.topk_ids = TensorView(static_cast<void*>(nullptr), DType::kI32, {0, 2});
   args.topk_weights = TensorView(static_cast<void*>(nullptr), DType::kF32, {0, 2});
-  kernel.apply(args, {});
+  const std::vector<char> memory(kernel.workspace_bytes(0) + 64);
+  void* aligned =
+      reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(memory.data() + 63) / 64 * 64);
+  kernel.apply(args, {aligned, kernel.workspace_bytes(0)});
+  EXPECT_EQ(calls, 1);
   args.topk_weights = TensorView(static_cast<void*>(nullptr), DType::kF32, {0, 3});
   EXPECT_EQ(argument_of([&] { kernel.apply(args, {}); }), "topk_weights")
       << "arguments are checked all the same";
 }
 
 /// What the experts were given by a kernel of these experts.
-ExpertsArgs seen_by_experts(FakeOptions options, Call& call) {
-  auto experts = std::make_shared<FakeExperts>(options);
-  ExpertsArgs seen;
-  experts->on_apply = [&](const ExpertsArgs& args) { seen = args; };
-  const bool batched = options.format == ActivationFormat::kBatchedExperts;
-  call.apply(ModularKernel(batched ? make_batched() : make_no_ep(), experts));
+ForwardArgs seen_by_experts(FakeOptions options, Call& call) {
+  auto experts = std::make_shared<FakeExperts>(options, call.sizes());
+  ForwardArgs seen;
+  experts->on_apply = [&](const ForwardArgs& args) { seen = args; };
+  call.apply(make_kernel(experts));
   return seen;
 }
 
 TEST(ModularKernelTest, ExpertsWriteToTheCallersOutputWhereItFits) {
   Call call = make_call();
-  ExpertsArgs seen = seen_by_experts({}, call);
-  EXPECT_EQ(seen.output.data(), call.output.data());
+  ForwardArgs seen = seen_by_experts({}, call);
+  EXPECT_EQ(seen.fused_output.data(), call.output.data());
 
   FakeOptions unreduced;
   unreduced.reduce = WeightAndReduce::kContiguous;
   seen = seen_by_experts(unreduced, call);
-  EXPECT_NE(seen.output.data(), call.output.data());
+  EXPECT_NE(seen.fused_output.data(), call.output.data());
 
   // With one slot per token the rows to reduce have the output's shape: reduced in place.
   call.topk_ids = make_ids({3, 1}, {2, -1, 1});
   call.topk_weights = make_f32({3, 1}, {0.5f, 4, 0.25f});
   seen = seen_by_experts(unreduced, call);
-  EXPECT_EQ(seen.output.data(), call.output.data());
+  EXPECT_EQ(seen.fused_output.data(), call.output.data());
   EXPECT_EQ(to_vector(call.output), expected_of(call));
 }
 
 TEST(ModularKernelTest, OutputOfAnotherShapeSharesMemoryWithWorkspace13) {
   Call call = make_call();
   FakeOptions options{ActivationFormat::kBatchedExperts, WeightAndReduce::kDelegate};
-  const ExpertsArgs seen = seen_by_experts(options, call);
-  EXPECT_EQ(seen.output.data(), seen.workspace13);
+  const ForwardArgs seen = seen_by_experts(options, call);
+  EXPECT_EQ(seen.fused_output.data(), seen.workspace13);
 }
 
 TEST(ModularKernelTest, WorkspacePartsAreDisjointAndAligned) {
   for (const Composition& composition : compositions()) {
     SCOPED_TRACE(composition.name);
     Call call = make_call(DType::kBF16);
-    const ExpertsArgs seen = seen_by_experts(composition.options, call);
+    const ForwardArgs seen = seen_by_experts(composition.options, call);
     const auto* begin = call.workspace.as<const char>();
     const auto offset = [&](const void* part) { return static_cast<const char*>(part) - begin; };
     EXPECT_EQ(offset(seen.workspace13) % 256, 0);
     EXPECT_EQ(offset(seen.workspace2) % 256, 0);
-    const FakeExperts experts(composition.options);
-    ProblemSize problem{3, 2, 4, 5, 5, DType::kBF16};
-    const WorkspacePlan plan = experts.plan(problem);
+    const FakeExperts experts(composition.options, call.sizes());
+    const WorkspacePlan plan = experts.plan(ProblemSize::of(experts.config(), 3));
     EXPECT_GE(offset(seen.workspace2),
               offset(seen.workspace13) + static_cast<std::ptrdiff_t>(plan.common_bytes()));
     EXPECT_LE(offset(seen.workspace2) + static_cast<std::ptrdiff_t>(plan.workspace2_bytes),
@@ -328,12 +319,12 @@ TEST(ModularKernelTest, WorkspacePartsAreDisjointAndAligned) {
 
 TEST(ModularKernelTest, ExpertsGetTheCallersRoutingAndFlag) {
   Call call = make_call();
-  ExpertsArgs seen = seen_by_experts({}, call);
+  ForwardArgs seen = seen_by_experts({}, call);
   EXPECT_EQ(seen.topk_ids.data(), call.topk_ids.data());
   EXPECT_EQ(seen.topk_weights.data(), call.topk_weights.data());
   EXPECT_EQ(seen.hidden_states.data(), call.hidden_states.data());
   EXPECT_FALSE(seen.expert_num_tokens.defined());
-  EXPECT_FALSE(seen.router_weight_on_input);
+  EXPECT_FALSE(seen.apply_router_weight_on_input);
 
   seen = seen_by_experts({ActivationFormat::kBatchedExperts, WeightAndReduce::kDelegate}, call);
   EXPECT_EQ(seen.hidden_states.shape(), (Shape{4, 3, 5}));
@@ -342,92 +333,93 @@ TEST(ModularKernelTest, ExpertsGetTheCallersRoutingAndFlag) {
   call.topk_ids = make_ids({3, 1}, {2, -1, 1});
   call.topk_weights = make_f32({3, 1}, {0.5f, 4, 0.25f});
   call.weight_on_input = true;
-  EXPECT_TRUE(seen_by_experts({}, call).router_weight_on_input);
+  EXPECT_TRUE(seen_by_experts({}, call).apply_router_weight_on_input);
 }
 
 /// Writes down what the kernel asks of it, in order.
 class Recording : public PrepareAndFinalize {
  public:
-  explicit Recording(std::vector<std::string>& events) : events_(events) {}
-  std::string_view name() const override { return "recording"; }
-  ActivationFormat activation_format() const override { return ActivationFormat::kStandard; }
-  Support supports(const MoeConfig&) const override { return Support::yes(); }
-  bool accepts(WeightAndReduce) const override { return true; }
+  explicit Recording(std::vector<std::string>& events)
+      : PrepareAndFinalize(no_ep()), events_(events) {}
   std::size_t workspace_bytes(const ProblemSize&, const Preparation&) const override { return 8; }
-  Prepared prepare(const PrepareArgs& args) const override {
-    events_.push_back("prepare");
+
+ private:
+  void do_start_prepare(ForwardArgs& args) const override {
+    events_.push_back("start prepare");
     // Dispatched routing must replace the caller's from here on.
-    auto* ids = static_cast<std::int32_t*>(args.workspace);
+    auto* ids = static_cast<std::int32_t*>(args.prepare_workspace);
     ids[0] = 1;
     auto* weights = reinterpret_cast<float*>(ids + 1);
     weights[0] = 3;
-    Prepared prepared;
-    prepared.hidden_states = args.hidden_states;
-    prepared.topk_ids = TensorView(ids, DType::kI32, {1, 1});
-    prepared.topk_weights = TensorView(weights, DType::kF32, {1, 1});
-    return prepared;
+    args.topk_ids = TensorView(ids, DType::kI32, {1, 1});
+    args.topk_weights = TensorView(weights, DType::kF32, {1, 1});
   }
-  void finalize(const FinalizeArgs& args) const override {
-    events_.push_back("finalize");
-    EXPECT_EQ(args.topk_ids.data(), args.workspace);
+  void do_finish_prepare(ForwardArgs&) const override { events_.push_back("finish prepare"); }
+  void do_start_finalize(const ForwardArgs& args) const override {
+    events_.push_back("start finalize");
+    EXPECT_EQ(args.topk_ids.data(), args.prepare_workspace);
     EXPECT_EQ(args.fused_output.data(), args.output.data());
-    EXPECT_EQ(args.num_local_experts, 4);
     EXPECT_EQ(args.weight_and_reduce, WeightAndReduce::kNoOp);
   }
+  void do_finish_finalize(const ForwardArgs&) const override {
+    events_.push_back("finish finalize");
+  }
 
- private:
   std::vector<std::string>& events_;
 };
 
 TEST(ModularKernelTest, PrepareThenExpertsThenFinalizeOnDispatchedRouting) {
   std::vector<std::string> events;
-  auto experts = std::make_shared<FakeExperts>();
-  experts->on_apply = [&](const ExpertsArgs&) { events.push_back("experts"); };
   Call call{make_f32({1, 2}, {1, 10}), make_ids({1, 1}, {0}), make_f32({1, 1}, {1})};
+  auto experts = std::make_shared<FakeExperts>(FakeOptions{}, call.sizes());
+  experts->on_apply = [&](const ForwardArgs&) { events.push_back("experts"); };
   call.apply(ModularKernel(std::make_shared<Recording>(events), experts));
-  EXPECT_EQ(events, (std::vector<std::string>{"prepare", "experts", "finalize"}));
+  EXPECT_EQ(events, (std::vector<std::string>{"start prepare", "finish prepare", "experts",
+                                              "start finalize", "finish finalize"}));
   EXPECT_EQ(to_vector(call.output), (std::vector<float>{6, 60}));
 }
 
 TEST(ModularKernelTest, NaNWeightsPropagateToTheirTokens) {
   Call call = make_call();
   call.topk_weights.as<float>()[1] = std::numeric_limits<float>::quiet_NaN();
-  const auto values = to_vector(call.apply(make_kernel()));
+  const auto values = to_vector(call.apply(make_kernel({}, call)));
   for (std::size_t i = 0; i < 15; ++i) EXPECT_EQ(std::isnan(values[i]), i < 5) << i;
 }
 
 TEST(ModularKernelTest, DuplicateIdsBelongToTheStandardFormat) {
   Call call = make_call();
   call.topk_ids = make_ids({3, 2}, {2, 2, -1, -1, 1, 1});
-  EXPECT_EQ(to_vector(call.apply(make_kernel())), expected_of(call));
-  const ModularKernel batched =
-      make_kernel({ActivationFormat::kBatchedExperts, WeightAndReduce::kDelegate});
-  EXPECT_EQ(argument_of([&] { call.apply(batched); }), "topk_ids");
+  EXPECT_EQ(to_vector(call.apply(make_kernel({}, call))), expected_of(call));
+  const ModularKernel batched_kernel =
+      make_kernel({ActivationFormat::kBatchedExperts, WeightAndReduce::kDelegate}, call);
+  EXPECT_EQ(argument_of([&] { call.apply(batched_kernel); }), "topk_ids");
   for (float x : to_vector(call.output)) EXPECT_TRUE(std::isnan(x));
 }
 
 TEST(ModularKernelTest, MonolithicExpertsGetLogitsAndRouter) {
-  auto experts =
-      std::make_shared<FakeMonolithic>(ActivationFormat::kStandard, WeightAndReduce::kNoOp);
-  const ModularKernel kernel(make_no_ep(), experts);
+  FakeSizes sizes;
+  sizes.monolithic = true;
+  auto experts = std::make_shared<FakeExperts>(FakeOptions{}, sizes);
+  ForwardArgs seen;
+  experts->on_apply = [&](const ForwardArgs& given) { seen = given; };
+  const ModularKernel kernel = make_kernel(experts);
   const auto packed = FakeExperts::pack_sizes(4, 5);
   const Tensor x = make_sample(DType::kF32, {3, 5}), logits = make_sample(DType::kF32, {3, 4});
   const Tensor output = Tensor::zeros({3, 5}, DType::kF32);
   RouterConfig router;
   router.num_experts = 4;
   router.topk = 2;
-  KernelArgs args;
+  ForwardArgs args;
   args.weights = packed.get();
   args.hidden_states = x;
   args.output = output;
   args.router_logits = logits;
   args.router = &router;
-  const ProblemSize problem{3, 2, 4, 5, 5, DType::kF32};
   const Tensor workspace =
-      Tensor::empty({static_cast<std::int64_t>(kernel.workspace_bytes(problem))}, DType::kU8);
+      Tensor::empty({static_cast<std::int64_t>(kernel.workspace_bytes(3))}, DType::kU8);
   kernel.apply(args, {workspace.data(), static_cast<std::size_t>(workspace.nbytes())});
-  EXPECT_EQ(experts->logits, logits.data());
-  EXPECT_EQ(experts->router, &router);
+  EXPECT_EQ(seen.router_logits.data(), logits.data());
+  EXPECT_EQ(seen.router, &router);
   EXPECT_TRUE(bitwise_equal(output, x));
 }
 

@@ -42,37 +42,50 @@ struct Call {
     return problem;
   }
 
-  Prepared prepare(const PrepareAndFinalize& object) {
-    const auto size = static_cast<std::int64_t>(object.workspace_bytes(problem(), preparation));
+  static std::shared_ptr<const PackedWeights> packed(std::int64_t experts, std::int64_t hidden) {
+    return testing::FakeExperts::pack_sizes(experts, hidden);
+  }
+
+  /// The arguments behind prepare.
+  ForwardArgs prepare(const PrepareFinalizeDescriptor& descriptor) {
+    const auto object = descriptor.create({}, {});
+    const auto size = static_cast<std::int64_t>(object->workspace_bytes(problem(), preparation));
     workspace = Tensor::empty({size}, DType::kU8);
     std::memset(workspace.data(), 0xff, static_cast<std::size_t>(size));
-    PrepareArgs args;
+    const auto weights = packed(num_local_experts, hidden_states.size(1));
+    ForwardArgs args;
+    args.weights = weights.get();
     args.hidden_states = hidden_states;
     args.topk_ids = topk_ids;
     args.topk_weights = topk_weights;
     args.expert_map = expert_map;
-    args.num_local_experts = num_local_experts;
     args.preparation = preparation;
-    args.workspace = workspace.data();
-    return object.prepare(args);
+    args.prepare_workspace = workspace.data();
+    object->start_prepare(args);
+    object->finish_prepare(args);
+    args.weights = nullptr;  // gone with this function
+    return args;
   }
 
-  Tensor finalize(const PrepareAndFinalize& object, const TensorView& fused_output,
+  Tensor finalize(const PrepareFinalizeDescriptor& descriptor, const TensorView& fused_output,
                   WeightAndReduce kind) const {
+    const auto object = descriptor.create({}, {});
+    const auto weights = packed(num_local_experts, fused_output.size(fused_output.rank() - 1));
     Tensor output = Tensor::empty({topk_ids.size(0), fused_output.size(fused_output.rank() - 1)},
                                   fused_output.dtype());
     fill_nan(output);
-    FinalizeArgs args;
+    ForwardArgs args;
+    args.weights = weights.get();
     args.output = output;
     args.fused_output = fused_output;
     args.topk_ids = topk_ids;
     args.topk_weights = topk_weights;
     args.expert_map = expert_map;
-    args.num_local_experts = num_local_experts;
-    args.router_weight_on_input = preparation.apply_router_weight_on_input;
+    args.apply_router_weight_on_input = preparation.apply_router_weight_on_input;
     args.weight_and_reduce = kind;
-    args.workspace = workspace.data();
-    object.finalize(args);
+    args.prepare_workspace = workspace.data();
+    object->start_finalize(args);
+    object->finish_finalize(args);
     return output;
   }
 };
@@ -85,11 +98,12 @@ INSTANTIATE_TEST_SUITE_P(Activations, DTypes,
 TEST(NoEpTest, HiddenStatesPassThrough) {
   Call call{make_sample(DType::kBF16, {3, 5}), make_ids({3, 2}, {0, 1, 2, 3, -1, 0}),
             make_sample(DType::kF32, {3, 2})};
-  const auto no_ep = make_no_ep();
-  EXPECT_EQ(no_ep->workspace_bytes(call.problem(), {}), 0u);
-  const Prepared prepared = call.prepare(*no_ep);
+  EXPECT_EQ(no_ep().create({}, {})->workspace_bytes(call.problem(), {}), 0u);
+  const ForwardArgs prepared = call.prepare(no_ep());
   EXPECT_EQ(prepared.hidden_states.data(), call.hidden_states.data());
-  EXPECT_FALSE(prepared.topk_ids.defined());
+  EXPECT_EQ(prepared.topk_ids.data(), call.topk_ids.data());
+  EXPECT_EQ(prepared.topk_weights.data(), call.topk_weights.data());
+  EXPECT_FALSE(prepared.hidden_scales.defined());
   EXPECT_FALSE(prepared.expert_num_tokens.defined());
 }
 
@@ -99,7 +113,7 @@ TEST_P(DTypes, NoEpWeightsTheInputWithARoundedWeight) {
             make_f32({3, 1}, {0.7310586f, 1.0f / 3, -2.1f})};
   call.preparation.apply_router_weight_on_input = true;
   const Tensor before = make_sample(dtype, {3, 7});
-  const Prepared prepared = call.prepare(*make_no_ep());
+  const ForwardArgs prepared = call.prepare(no_ep());
   EXPECT_TRUE(bitwise_equal(call.hidden_states, before)) << "prepare must not touch its input";
 
   Tensor expected = Tensor::empty({3, 7}, dtype);
@@ -116,7 +130,7 @@ TEST(NoEpTest, WeightOnInputIsForTopOneOnly) {
   Call call{make_sample(DType::kF32, {2, 4}), make_ids({2, 2}, {0, 1, 2, 3}),
             make_sample(DType::kF32, {2, 2})};
   call.preparation.apply_router_weight_on_input = true;
-  for (const auto& object : {make_no_ep(), make_batched()}) {
+  for (const PrepareFinalizeDescriptor* object : {&no_ep(), &batched()}) {
     try {
       call.prepare(*object);
       ADD_FAILURE() << object->name();
@@ -130,8 +144,7 @@ TEST(NoEpTest, FinalizeCopiesWhatIsReduced) {
   const Call call{make_sample(DType::kBF16, {3, 5}), make_ids({3, 1}, {0, 1, -1}),
                   make_f32({3, 1}, {kNaN, kNaN, kNaN})};
   const Tensor reduced = make_sample(DType::kBF16, {3, 5});
-  EXPECT_TRUE(
-      bitwise_equal(call.finalize(*make_no_ep(), reduced, WeightAndReduce::kNoOp), reduced));
+  EXPECT_TRUE(bitwise_equal(call.finalize(no_ep(), reduced, WeightAndReduce::kNoOp), reduced));
 }
 
 TEST(NoEpTest, ContiguousSumsInSlotOrder) {
@@ -140,7 +153,7 @@ TEST(NoEpTest, ContiguousSumsInSlotOrder) {
   // Only left to right, in fp32, gives 0 for the first token and 1 for the second.
   const Tensor rows = make_f32({6, 1}, {1e8f, 1, -1e8f, 1e8f, -1e8f, 1});
   for (const auto kind : {WeightAndReduce::kContiguous, WeightAndReduce::kDelegate}) {
-    EXPECT_EQ(to_vector(call.finalize(*make_no_ep(), rows, kind)), (std::vector<float>{0, 1}));
+    EXPECT_EQ(to_vector(call.finalize(no_ep(), rows, kind)), (std::vector<float>{0, 1}));
   }
 }
 
@@ -149,7 +162,7 @@ TEST(NoEpTest, ContiguousRoundsOnce) {
                   make_f32({1, 3}, {1, 1, 1})};
   // bf16 has 8 bits: 256 + 1 would round back to 256 after each addition.
   const Tensor rows = make_floats(DType::kBF16, {3, 1}, {256, 1, 1});
-  EXPECT_EQ(to_vector(call.finalize(*make_no_ep(), rows, WeightAndReduce::kContiguous)),
+  EXPECT_EQ(to_vector(call.finalize(no_ep(), rows, WeightAndReduce::kContiguous)),
             (std::vector<float>{258}));
 }
 
@@ -160,7 +173,7 @@ TEST(NoEpTest, ContiguousSelectsLocalSlots) {
   call.num_local_experts = 2;
   const Tensor rows =
       make_f32({6, 2}, {kNaN, kNaN, 1, 2, kNaN, kNaN, 3, 4, kNaN, kNaN, kNaN, kNaN});
-  EXPECT_EQ(to_vector(call.finalize(*make_no_ep(), rows, WeightAndReduce::kContiguous)),
+  EXPECT_EQ(to_vector(call.finalize(no_ep(), rows, WeightAndReduce::kContiguous)),
             (std::vector<float>{2, 4, 9, 12, 0, 0}));
 }
 
@@ -168,7 +181,7 @@ TEST(NoEpTest, NaNWeightReachesItsTokenOnly) {
   const Call call{make_sample(DType::kF32, {2, 1}), make_ids({2, 2}, {0, 1, 0, 1}),
                   make_f32({2, 2}, {kNaN, 1, 1, 1})};
   const auto out = to_vector(
-      call.finalize(*make_no_ep(), make_f32({4, 1}, {1, 2, 3, 4}), WeightAndReduce::kContiguous));
+      call.finalize(no_ep(), make_f32({4, 1}, {1, 2, 3, 4}), WeightAndReduce::kContiguous));
   EXPECT_TRUE(std::isnan(out[0]));
   EXPECT_EQ(out[1], 7);
 }
@@ -177,9 +190,9 @@ TEST(NoEpTest, ContiguousLeavesOutWeightsThatAreOnTheInput) {
   Call call{make_sample(DType::kF32, {2, 1}), make_ids({2, 1}, {0, 1}),
             make_f32({2, 1}, {kNaN, 5})};
   call.preparation.apply_router_weight_on_input = true;
-  EXPECT_EQ(to_vector(call.finalize(*make_no_ep(), make_f32({2, 1}, {3, 4}),
-                                    WeightAndReduce::kContiguous)),
-            (std::vector<float>{3, 4}));
+  EXPECT_EQ(
+      to_vector(call.finalize(no_ep(), make_f32({2, 1}, {3, 4}), WeightAndReduce::kContiguous)),
+      (std::vector<float>{3, 4}));
 }
 
 TEST_P(DTypes, NoEpContiguousMatchesPlainLoopsAtEveryWidth) {
@@ -201,15 +214,15 @@ TEST_P(DTypes, NoEpContiguousMatchesPlainLoopsAtEveryWidth) {
       }
       store_f32(expected.data(), dtype, i, sum);
     }
-    const Tensor actual = call.finalize(*make_no_ep(), rows, WeightAndReduce::kContiguous);
+    const Tensor actual = call.finalize(no_ep(), rows, WeightAndReduce::kContiguous);
     EXPECT_TRUE(bitwise_equal(actual, expected)) << "hidden " << hidden;
   }
 }
 
 TEST(NoEpTest, RefusesBatchedReduction) {
   const Call call{make_sample(DType::kF32, {1, 1}), make_ids({1, 1}, {0}), make_f32({1, 1}, {1})};
-  EXPECT_FALSE(make_no_ep()->accepts(WeightAndReduce::kNaiveBatched));
-  EXPECT_THROW(call.finalize(*make_no_ep(), make_f32({1, 1}, {1}), WeightAndReduce::kNaiveBatched),
+  EXPECT_FALSE(no_ep().accepts(WeightAndReduce::kNaiveBatched));
+  EXPECT_THROW(call.finalize(no_ep(), make_f32({1, 1}, {1}), WeightAndReduce::kNaiveBatched),
                Error);
 }
 
@@ -219,7 +232,7 @@ TEST_P(DTypes, BatchedDispatchesInTokenOrder) {
             make_sample(DType::kF32, {4, 2})};
   call.expert_map = make_ids({6}, {2, -1, 0, 1, -1, -1});
   call.num_local_experts = 3;
-  const Prepared prepared = call.prepare(*make_batched());
+  const ForwardArgs prepared = call.prepare(batched());
   ASSERT_EQ(prepared.hidden_states.shape(), (Shape{3, 4, 3}));
   ASSERT_EQ(prepared.expert_num_tokens.shape(), Shape{3});
   const auto* counts = prepared.expert_num_tokens.as<std::int32_t>();
@@ -245,10 +258,10 @@ TEST(BatchedTest, FinalizeGathersInSlotOrderAndSkipsPoison) {
             make_f32({3, 2}, {2, 3, kNaN, 5, 7, kNaN})};
   call.expert_map = make_ids({3}, {0, 1, -1});
   call.num_local_experts = 2;
-  call.prepare(*make_batched());
+  call.prepare(batched());
   const Tensor rows = make_f32({2, 3, 1}, {10, 20, kNaN, 100, 200, kNaN});
   for (const auto kind : {WeightAndReduce::kNaiveBatched, WeightAndReduce::kDelegate}) {
-    EXPECT_EQ(to_vector(call.finalize(*make_batched(), rows, kind)),
+    EXPECT_EQ(to_vector(call.finalize(batched(), rows, kind)),
               (std::vector<float>{2 * 100 + 3 * 10, 5 * 200, 7 * 20}));
   }
 }
@@ -278,7 +291,7 @@ TEST(BatchedTest, WeightsTheInputOnDispatch) {
             make_f32({2, 1}, {0.5f, 2})};
   call.num_local_experts = 2;
   call.preparation.apply_router_weight_on_input = true;
-  const Prepared prepared = call.prepare(*make_batched());
+  const ForwardArgs prepared = call.prepare(batched());
   EXPECT_EQ(to_vector(prepared.hidden_states.select(0, 0).select(0, 0)),
             (std::vector<float>{6, 8}));
   EXPECT_EQ(to_vector(prepared.hidden_states.select(0, 1).select(0, 0)),
@@ -290,7 +303,7 @@ TEST(BatchedTest, DuplicateIdInATokenIsAnError) {
   Call call{make_sample(DType::kF32, {2, 3}), make_ids({2, 3}, {0, 1, 2, 3, -1, 3}),
             make_sample(DType::kF32, {2, 3})};
   try {
-    call.prepare(*make_batched());
+    call.prepare(batched());
     ADD_FAILURE();
   } catch (const Error& error) {
     EXPECT_EQ(error.argument(), "topk_ids");
@@ -299,12 +312,12 @@ TEST(BatchedTest, DuplicateIdInATokenIsAnError) {
   }
   // Several slots of -1 are not duplicates.
   call.topk_ids = make_ids({2, 3}, {0, -1, -1, -1, -1, -1});
-  EXPECT_NO_THROW(call.prepare(*make_batched()));
+  EXPECT_NO_THROW(call.prepare(batched()));
 }
 
 TEST(BatchedTest, RefusesReducedOutput) {
-  EXPECT_FALSE(make_batched()->accepts(WeightAndReduce::kNoOp));
-  EXPECT_FALSE(make_batched()->accepts(WeightAndReduce::kContiguous));
+  EXPECT_FALSE(batched().accepts(WeightAndReduce::kNoOp));
+  EXPECT_FALSE(batched().accepts(WeightAndReduce::kContiguous));
 }
 
 TEST(BatchedTest, ThreadsDoNotChangeBits) {
@@ -318,9 +331,9 @@ TEST(BatchedTest, ThreadsDoNotChangeBits) {
   std::vector<Tensor> results;
   for (const int threads : {1, 2, 3}) {
     set_num_threads(threads);
-    const Prepared prepared = call.prepare(*make_batched());
+    const ForwardArgs prepared = call.prepare(batched());
     results.push_back(
-        call.finalize(*make_batched(), prepared.hidden_states, WeightAndReduce::kNaiveBatched));
+        call.finalize(batched(), prepared.hidden_states, WeightAndReduce::kNaiveBatched));
   }
   set_num_threads(0);
   EXPECT_TRUE(bitwise_equal(results[0], results[1]));
@@ -335,13 +348,17 @@ TEST(PrepareAndFinalizeTest, RefusalsHaveReasons) {
   const auto reason = [&](const std::function<void(MoeConfig&)>& change) {
     MoeConfig changed = config;
     change(changed);
-    const Support no_ep = make_no_ep()->supports(changed);
-    EXPECT_EQ(no_ep.reason, make_batched()->supports(changed).reason);
-    EXPECT_EQ(no_ep.text.empty(), static_cast<bool>(no_ep));
-    return no_ep.reason;
+    const Support support = no_ep().supports(changed);
+    EXPECT_EQ(support.reason, batched().supports(changed).reason);
+    EXPECT_EQ(support.text.empty(), static_cast<bool>(support));
+    return support.reason;
   };
   EXPECT_EQ(reason([](MoeConfig&) {}), Reason::kSupported);
-  EXPECT_EQ(reason([](MoeConfig& c) { c.device = {DeviceKind::kCuda, 999}; }), Reason::kDevice);
+  EXPECT_EQ(reason([](MoeConfig& c) {
+              c.device = {DeviceKind::kCuda, 999};
+            }),
+            Reason::kSupported)
+      << "the device is a question to the experts";
   EXPECT_EQ(reason([](MoeConfig& c) { c.dtype = DType::kE4M3; }), Reason::kDType);
   EXPECT_EQ(reason([](MoeConfig& c) { c.batch_invariant = true; }), Reason::kSupported);
   EXPECT_EQ(reason([](MoeConfig& c) {
@@ -362,6 +379,11 @@ TEST(PrepareAndFinalizeTest, RefusalsHaveReasons) {
             }),
             Reason::kBatchInvariance);
   EXPECT_EQ(reason([](MoeConfig& c) { c.parallel.ep_size = 2; }), Reason::kParallelConfig);
+  EXPECT_EQ(reason([](MoeConfig& c) {
+              c.parallel.ep_size = 2;
+              c.has_expert_map = true;
+            }),
+            Reason::kSupported);
   EXPECT_EQ(reason([](MoeConfig& c) { c.parallel.dp_size = 2; }), Reason::kParallelConfig);
   EXPECT_EQ(reason([](MoeConfig& c) { c.apply_router_weight_on_input = true; }),
             Reason::kRouterWeightOnInput);
@@ -393,7 +415,7 @@ TEST_P(DTypes, NoEpQuantizesAsTheKeySays) {
     call.topk_ids = make_ids({5, 1}, {0, 1, 2, 3, 0});
     call.preparation = preparation;
     const Tensor before = make_sample(GetParam(), {5, 160});
-    const Prepared prepared = call.prepare(*make_no_ep());
+    const ForwardArgs prepared = call.prepare(no_ep());
     EXPECT_TRUE(bitwise_equal(call.hidden_states, before)) << "prepare must not touch its input";
     const Expected expected = quantize_all(before, preparation);
     EXPECT_TRUE(bitwise_equal(prepared.hidden_states, expected.values));
@@ -405,18 +427,18 @@ TEST(NoEpTest, QuantizesWhatTheWeightGave) {
   Call call{make_sample(DType::kBF16, {3, 64}), make_ids({3, 1}, {0, 1, 2}),
             make_f32({3, 1}, {0.3f, 5, -2})};
   call.preparation.apply_router_weight_on_input = true;
-  const Prepared weighted = call.prepare(*make_no_ep());
+  const ForwardArgs weighted = call.prepare(no_ep());
   Tensor x = Tensor::empty({3, 64}, DType::kBF16);
   std::memcpy(x.data(), weighted.hidden_states.data(), static_cast<std::size_t>(x.nbytes()));
   call.preparation.quant = keys::e4m3_row(true);
-  const Prepared prepared = call.prepare(*make_no_ep());
+  const ForwardArgs prepared = call.prepare(no_ep());
   const Expected expected = quantize_all(x, call.preparation);
   EXPECT_TRUE(bitwise_equal(prepared.hidden_states, expected.values));
   EXPECT_TRUE(bitwise_equal(prepared.hidden_scales, expected.scales));
 }
 
 TEST(PrepareAndFinalizeTest, StaticScaleMustBeGiven) {
-  for (const auto& object : {make_no_ep(), make_batched()}) {
+  for (const PrepareFinalizeDescriptor* object : {&no_ep(), &batched()}) {
     Call call{make_sample(DType::kBF16, {1, 4}), make_ids({1, 1}, {0}), make_f32({1, 1}, {1})};
     call.preparation.quant = keys::e4m3_tensor(false);
     EXPECT_THROW(call.prepare(*object), Error);
@@ -428,7 +450,7 @@ TEST_P(DTypes, BatchedDispatchesCodesAndScales) {
     Call call{make_sample(GetParam(), {4, 160}), make_ids({4, 2}, {3, 0, 0, 2, -1, 0, 1, 3}),
               make_sample(DType::kF32, {4, 2})};
     call.preparation = preparation;
-    const Prepared prepared = call.prepare(*make_batched());
+    const ForwardArgs prepared = call.prepare(batched());
     const Expected expected = quantize_all(call.hidden_states, preparation);
     ASSERT_EQ(prepared.hidden_states.shape(), (Shape{4, 4, 160}));
     const bool row_scales = preparation.quant->group.rows == 1;
@@ -453,7 +475,7 @@ TEST_P(DTypes, BatchedDispatchesCodesAndScales) {
 }
 
 TEST(PrepareAndFinalizeTest, ExpertsSayWhatTheyLeaveToPrepare) {
-  const testing::FakeExperts experts;
+  const ExpertsDescriptor& experts = testing::fake_descriptor(WeightAndReduce::kNoOp);
   EXPECT_FALSE(make_preparation(experts, parse_scheme("bf16"), false).quant);
   EXPECT_FALSE(make_preparation(experts, parse_scheme("nvfp4"), false).quant)
       << "quantized after the permutation";
@@ -466,8 +488,8 @@ TEST(PrepareAndFinalizeTest, ExpertsSayWhatTheyLeaveToPrepare) {
 TEST(PrepareAndFinalizeTest, NoTokensNeedNothing) {
   Call call{Tensor::empty({0, 4}, DType::kBF16), Tensor::empty({0, 2}, DType::kI32),
             Tensor::empty({0, 2}, DType::kF32)};
-  EXPECT_EQ(call.prepare(*make_no_ep()).hidden_states.size(0), 0);
-  const Prepared prepared = call.prepare(*make_batched());
+  EXPECT_EQ(call.prepare(no_ep()).hidden_states.size(0), 0);
+  const ForwardArgs prepared = call.prepare(batched());
   for (std::int64_t e = 0; e < 4; ++e) {
     EXPECT_EQ(prepared.expert_num_tokens.as<std::int32_t>()[e], 0);
   }

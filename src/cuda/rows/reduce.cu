@@ -65,7 +65,7 @@ void reduce_rows(const core::ReduceArgs& args, const TensorView& slot_rows) {
         args.fused_output.as<const Row>(),
         args.output.as<Output>(),
         args.output.stride(0),
-        accumulate};
+        args.accumulate};
     dispatch_width<Row>(
         hidden,
         [&](auto width) {

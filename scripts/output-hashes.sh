@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Whether outputs have the bits that they had: hashes of every implementation on every case of the
+# tests, compared with those in tests/bits/.
+#
+#   scripts/output-hashes.sh [--device cuda] [--write] [BUILD]
+#
+# On the CPU once for every instruction set that the machine has. --write keeps the hashes of this
+# build: for a change that is meant to change bits.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+device=cpu write=0 build=build
+while (($#)); do
+  case $1 in
+    --device) device=$2; shift ;;
+    --write) write=1 ;;
+    *) build=$1 ;;
+  esac
+  shift
+done
+cmake --build "$build" --target output_hashes >/dev/null
+status=0
+check() { # FILE COMMAND...
+  local file=tests/bits/$1
+  shift
+  if ((write)); then
+    "$@" | gzip -n9 >"$file"
+    echo "$file: written"
+  elif "$@" | diff <(gunzip -c "$file") - >/tmp/output-hashes.diff; then
+    echo "$file: equal"
+  else
+    echo "$file: $(grep -c '^>' /tmp/output-hashes.diff) cases differ, for example:"
+    head -n 4 /tmp/output-hashes.diff
+    status=1
+  fi
+}
+if [[ $device == cpu ]]; then
+  for isa in generic avx2 avx512 avx512_bf16 amx; do
+    export FUSEDMOE_CPU_ISA=$isa
+    "$build"/tests/output_hashes --list >/dev/null 2>&1 || continue # not on this machine
+    [[ -e tests/bits/cpu-$isa.txt.gz || $write -eq 1 ]] || continue
+    check "cpu-$isa.txt.gz" "$build"/tests/output_hashes
+  done
+else
+  check "$device.txt.gz" "$build"/tests/output_hashes --device "$device"
+fi
+exit $status

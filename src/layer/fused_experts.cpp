@@ -1,0 +1,124 @@
+// fused_experts(): packs an engine's own tensors once and runs the experts on them.
+#include <map>
+#include <utility>
+
+#include "core/check.h"
+#include "fusedmoe/layer.h"
+#include "fusedmoe/runtime.h"
+
+namespace fusedmoe {
+namespace {
+
+/// Everything that the packed weights and the choice of experts depend on: addresses and shapes of
+/// the weights, and the settings, as text.
+std::string key_of(const FusedExpertsArgs& args, const QuantScheme& scheme) {
+  const TensorView& x = args.hidden_states;
+  std::string key =
+      core::format("{} {} {} {} {} {}", name(scheme), name(x.dtype()), to_string(x.device()),
+                   args.topk_ids.size(1), args.global_num_experts, args.require);
+  key += core::format(" {} {} {}", name(args.activation), args.expert_map.defined(),
+                      args.apply_router_weight_on_input);
+  const ActivationParams& params = args.activation_params;
+  for (const std::optional<float>& value :
+       {params.alpha, params.beta, params.limit, params.situ_beta, params.situ_linear_beta}) {
+    key += value ? core::format(" {}", *value) : " -";
+  }
+  const ExpertWeights::Stacked& w = args.weights;
+  key += core::format(" {} {} {}", static_cast<int>(w.gate_up_layout), w.transposed,
+                      static_cast<int>(w.scale_layout));
+  for (const TensorView* view :
+       {&w.w13, &w.w13_scales, &w.w13_zero_points, &w.w13_global_scales, &w.w13_input_scales,
+        &w.w13_bias, &w.w2, &w.w2_scales, &w.w2_zero_points, &w.w2_global_scales,
+        &w.w2_input_scales, &w.w2_bias}) {
+    if (view->defined()) key += core::format(" {}{}", view->data(), to_string(view->shape()));
+  }
+  return key;
+}
+
+MoeConfig config_of(const FusedExpertsArgs& args, const ExpertWeights& weights) {
+  MoeConfig config = moe_config(weights, args.topk_ids.size(1), args.hidden_states.dtype(),
+                                args.hidden_states.device());
+  if (args.global_num_experts > 0) config.num_experts = args.global_num_experts;
+  config.has_expert_map = args.expert_map.defined();
+  config.apply_router_weight_on_input = args.apply_router_weight_on_input;
+  return config;
+}
+
+}  // namespace
+
+struct PackCache::Impl {
+  struct Entry {
+    ModularKernel kernel;
+    std::shared_ptr<const PackedWeights> packed;
+  };
+
+  std::map<std::string, Entry> entries;
+  Tensor workspace;
+
+  const Entry& find_or_pack(const FusedExpertsArgs& args);
+  Workspace workspace_of(std::size_t bytes, Stream stream);
+};
+
+const PackCache::Impl::Entry& PackCache::Impl::find_or_pack(const FusedExpertsArgs& args) {
+  const QuantScheme scheme =
+      args.scheme ? *args.scheme : schemes::unquantized(args.weights.w13.dtype());
+  const std::string key = key_of(args, scheme);
+  if (const auto found = entries.find(key); found != entries.end()) return found->second;
+  const ExpertWeights weights =
+      ExpertWeights::from_stacked(args.weights, scheme, args.activation, args.activation_params);
+  const MoeConfig config = config_of(args, weights);
+  const Selection selection = select(config, args.require);
+  ModularKernel kernel = selection.create(make_context(config.device));
+  PackOptions options;
+  options.stream = args.stream;
+  auto packed = kernel.experts().pack(weights, options);
+  return entries.emplace(key, Entry{std::move(kernel), std::move(packed)}).first->second;
+}
+
+/// Grows where it must; the old memory goes when the work that may use it is done.
+Workspace PackCache::Impl::workspace_of(std::size_t bytes, Stream stream) {
+  if (!workspace || static_cast<std::size_t>(workspace.nbytes()) < bytes ||
+      workspace.device() != stream.device) {
+    synchronize(stream);
+    workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, stream.device);
+  }
+  return {workspace.data(), static_cast<std::size_t>(workspace.nbytes())};
+}
+
+PackCache::PackCache() : impl_(std::make_unique<Impl>()) {}
+PackCache::~PackCache() = default;
+PackCache::PackCache(PackCache&&) noexcept = default;
+PackCache& PackCache::operator=(PackCache&&) noexcept = default;
+
+void PackCache::clear() {
+  if (impl_) impl_->entries.clear();
+}
+
+std::size_t PackCache::size() const {
+  return impl_ ? impl_->entries.size() : 0;
+}
+
+void fused_experts(const FusedExpertsArgs& args, PackCache& cache) {
+  FUSEDMOE_CHECK(cache.impl_, "cache", "moved from", "a cache that was not moved from");
+  core::check_activation_dtype(args.hidden_states, "hidden_states");
+  FUSEDMOE_CHECK_FAULT(args.weights.w13.defined(), kNull, "weights.w13", "undefined", "given");
+  core::check_tensor(args.topk_ids, "topk_ids", DType::kI32, {args.hidden_states.size(0), -1});
+  const Stream stream = args.stream.value_or(Stream{args.hidden_states.device()});
+  const PackCache::Impl::Entry& entry = cache.impl_->find_or_pack(args);
+  ForwardArgs forward;
+  forward.weights = entry.packed.get();
+  forward.hidden_states = args.hidden_states;
+  forward.output = args.output;
+  forward.topk_ids = args.topk_ids;
+  forward.topk_weights = args.topk_weights;
+  forward.expert_map = args.expert_map;
+  forward.apply_router_weight_on_input = args.apply_router_weight_on_input;
+  forward.inplace = true;
+  forward.stream = stream;
+  const ProblemSize problem =
+      ProblemSize::of(entry.kernel.experts().config(), args.hidden_states.size(0));
+  entry.kernel.apply(forward,
+                     cache.impl_->workspace_of(entry.kernel.workspace_bytes(problem), stream));
+}
+
+}  // namespace fusedmoe
