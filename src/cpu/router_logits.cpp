@@ -200,7 +200,10 @@ void cpu::router_logits(Executor& executor, const RouterWeights& weights, const 
                         const TensorView& logits) {
   check_operand(weights.weight, "router.weight", {-1, -1});
   const std::int64_t num_experts = weights.weight.size(0), hidden = weights.weight.size(1);
-  check_operand(x, "hidden_states", {-1, hidden});
+  core::check_activation_dtype(x, "hidden_states");
+  core::check_rows(x, "hidden_states", x.dtype(), {-1, hidden});
+  FUSEDMOE_CHECK_FAULT(x.device().is_cpu(), kDevice, "hidden_states", to_string(x.device()),
+                       "on the cpu");
   const std::int64_t num_tokens = x.size(0);
   if (weights.bias) check_operand(weights.bias, "router.bias", {num_experts});
   core::check_tensor(logits, "router_logits", DType::kF32, {num_tokens, num_experts});
@@ -209,8 +212,9 @@ void cpu::router_logits(Executor& executor, const RouterWeights& weights, const 
   FUSEDMOE_CHECK_FAULT(!core::overlap(x, logits), kOverlap, "router_logits",
                        "overlapping hidden_states", "in memory of its own");
 
-  Problem problem{rows_of(x), rows_of(weights.weight), {}, num_tokens, num_experts,
-                  hidden,     logits.as<float>()};
+  const Rows tokens{x.as<const char>(), x.dtype(), x.stride(0)};
+  Problem problem{tokens, rows_of(weights.weight), {}, num_tokens, num_experts,
+                  hidden, logits.as<float>()};
   if (weights.bias) problem.bias = rows_of(weights.bias);
   static const TileFunction tile = select_tile();
   const std::int64_t expert_tiles = (num_experts + kTile - 1) / kTile;

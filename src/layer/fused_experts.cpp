@@ -9,8 +9,8 @@
 namespace fusedmoe {
 namespace {
 
-/// Everything that the packed weights and the choice of experts depend on: addresses and shapes of
-/// the weights, and the settings, as text.
+/// Everything that the packed weights and the choice of experts depend on: addresses, shapes and
+/// strides of the weights, and the settings, as text.
 std::string key_of(const FusedExpertsArgs& args, const QuantScheme& scheme) {
   const TensorView& x = args.hidden_states;
   std::string key =
@@ -30,7 +30,8 @@ std::string key_of(const FusedExpertsArgs& args, const QuantScheme& scheme) {
        {&w.w13, &w.w13_scales, &w.w13_zero_points, &w.w13_global_scales, &w.w13_input_scales,
         &w.w13_bias, &w.w2, &w.w2_scales, &w.w2_zero_points, &w.w2_global_scales,
         &w.w2_input_scales, &w.w2_bias}) {
-    if (view->defined()) key += core::format(" {}{}", view->data(), to_string(view->shape()));
+    key += view->defined() ? core::format(" {} {}", view->data(), core::describe(*view)) : " -";
+    for (int axis = 0; axis < view->rank(); ++axis) key += core::format(" {}", view->stride(axis));
   }
   return key;
 }
@@ -115,8 +116,9 @@ void fused_experts(const FusedExpertsArgs& args, PackCache& cache) {
   forward.apply_router_weight_on_input = args.apply_router_weight_on_input;
   forward.inplace = true;
   forward.stream = stream;
-  const ProblemSize problem =
+  ProblemSize problem =
       ProblemSize::of(entry.kernel.experts().config(), args.hidden_states.size(0));
+  if (args.output) problem.output_dtype = args.output.dtype();
   entry.kernel.apply(forward,
                      cache.impl_->workspace_of(entry.kernel.workspace_bytes(problem), stream));
 }

@@ -184,19 +184,26 @@ void HostBackend::add(const TensorView& target, const TensorView& source, Stream
   dispatch_element(target.dtype(), [&](auto element) {
     using Element = decltype(element);
     using Storage = typename Element::Storage;
-    auto* to = target.as<Storage>();
-    const auto* from = source.as<const Storage>();
-    const std::int64_t count = target.numel();
-    parallel_for(executor_of(stream), count, count >= kParallelElements,
-                 [to, from](std::int64_t i) {
-                   to[i] = Element::store(Element::load(to[i]) + Element::load(from[i]));
+    const std::int64_t columns = target.size(1);
+    parallel_for(executor_of(stream), target.size(0), target.numel() >= kParallelElements,
+                 [&](std::int64_t row) {
+                   auto* to = target.as<Storage>() + row * target.stride(0);
+                   const auto* from = source.as<const Storage>() + row * source.stride(0);
+                   for (std::int64_t i = 0; i < columns; ++i)
+                     to[i] = Element::store(Element::load(to[i]) + Element::load(from[i]));
                  });
   });
 }
 
 void HostBackend::copy(const TensorView& source, const TensorView& destination, Stream) const {
   if (source.numel() == 0) return;
-  std::memcpy(destination.data(), source.data(), static_cast<std::size_t>(source.nbytes()));
+  const std::int64_t row_bytes = bytes(source.dtype(), source.size(1));
+  for (std::int64_t row = 0; row < source.size(0); ++row) {
+    const auto at = [row](const TensorView& view) {
+      return view.as<std::byte>() + bytes(view.dtype(), row * view.stride(0));
+    };
+    std::memcpy(at(destination), at(source), static_cast<std::size_t>(row_bytes));
+  }
 }
 
 }  // namespace fusedmoe::core

@@ -236,9 +236,9 @@ TEST(PackedForAnotherTest, ConfigurationIsRefused) {
       EXPECT_FALSE(steps.kernel.experts().accepts(*packed));
       steps.args.weights = packed.get();
       expect_error("weights", steps.out, [&] { steps.apply(); });
-      const Tensor memory = Tensor::empty({1 << 16}, DType::kU8);
+      const Tensor memory = Tensor::empty({1 << 20}, DType::kU8);
       expect_error("weights", steps.out, [&] {
-        steps.kernel.apply(steps.args, {memory.data(), 1 << 16});
+        steps.kernel.apply(steps.args, {memory.data(), 1 << 20});
       });
       EXPECT_THROW(steps.kernel.experts().pack(wrong.weights), Error);
     }
@@ -260,8 +260,8 @@ TEST(MonolithicKernelTest, LogitsOfEveryDTypeGiveTheBitsOfModularExperts) {
     const ModularKernel monolithic = testing::find_variant(name + "_monolithic").create(config);
     const auto packed = modular.experts().pack(problem.weights);
     EXPECT_TRUE(monolithic.experts().accepts(*packed));
-    const Tensor memory = Tensor::empty({1 << 16}, DType::kU8);
-    const Workspace workspace{memory.data(), 1 << 16};
+    const Tensor memory = Tensor::empty({1 << 20}, DType::kU8);
+    const Workspace workspace{memory.data(), 1 << 20};
     for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
       const Tensor logits = testing::make_sample(dtype, {3, 4});
       const Tensor ids = Tensor::empty({3, 2}, DType::kI32);

@@ -132,7 +132,12 @@ TEST_P(Variants, OutputInF32IsTheUnroundedOne) {
       const Tensor f32 = MoeLayer(weights, wide).forward(x);
       ASSERT_EQ(f32.dtype(), DType::kF32);
       const Tensor narrow = MoeLayer(weights, options(dtype)).forward(x);
-      if (!shared) {
+      const bool batched =
+          layer_options(dtype, GetParam()).require.find("+batched") != std::string::npos;
+      if (batched) {
+        // Rows are rounded to the narrow dtype before they are weighted, or not at all.
+        EXPECT_LE(compare(f32_copy(narrow), f32).max_norm_relative, 2e-2);
+      } else if (!shared) {
         EXPECT_TRUE(bitwise_equal(rounded(f32, dtype), narrow)) << name(dtype);
       } else {
         // The sum with the shared experts rounds three times in the narrow dtype.
