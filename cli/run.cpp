@@ -82,7 +82,7 @@ struct Results {
   Tensor output;         // (num_tokens, hidden)
   Tensor router_logits;  // (num_tokens, num_experts) f32; undefined when the routing was replayed
   RecordedRouting routing;  // (num_tokens, topk)
-  Tensor expert_load;       // (num_experts) i32
+  Tensor expert_load;       // (num_experts) i32; undefined when the routing was replayed
   bool replayed = false;
   LoadStatistics load;
   double shared_with_previous = 0;  // see shared_with_previous()
@@ -107,7 +107,6 @@ Results make_results(const Options& options, const MoeConfig& config, const Tens
   const Device device = config.device;
   Results results;
   results.output = Tensor::empty(x.shape(), x.dtype(), device);
-  results.expert_load = Tensor::empty({config.num_experts}, DType::kI32, device);
   results.replayed = !options.replay_routing.empty();
   if (results.replayed) {
     results.routing = replay_routing(options.replay_routing, config.num_experts, config.topk);
@@ -119,6 +118,7 @@ Results make_results(const Options& options, const MoeConfig& config, const Tens
                        to_device(results.routing.topk_weights, device)};
     return results;
   }
+  results.expert_load = Tensor::empty({config.num_experts}, DType::kI32, device);
   results.router_logits = Tensor::empty({num_tokens, config.num_experts}, DType::kF32, device);
   results.routing = {Tensor::empty({num_tokens, config.topk}, DType::kI32, device),
                      Tensor::empty({num_tokens, config.topk}, DType::kF32, device)};
@@ -134,17 +134,15 @@ Results forward(const Options& options, const MoeLayer& layer, const Tensor& hid
       Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, stream.device);
   const Workspace workspace{memory.data(), bytes};
   const Routing routing{results.routing.topk_ids, results.routing.topk_weights};
-  ForwardOptions wanted{.expert_load = results.expert_load};
-  if (!results.replayed) {
-    wanted.router_logits = results.router_logits;
-    wanted.topk_ids = routing.topk_ids;
-    wanted.topk_weights = routing.topk_weights;
-  }
+  const ForwardOptions wanted{.router_logits = results.router_logits,
+                              .topk_ids = routing.topk_ids,
+                              .topk_weights = routing.topk_weights,
+                              .expert_load = results.expert_load};
   Progress progress("Running");
   for (int i = 0; i < options.repeat; ++i) {
     results.times_ms.push_back(time_ms([&] {
       if (results.replayed) {
-        layer.forward_routed(x, routing, results.output, workspace, wanted);
+        layer.forward_routed(x, routing, results.output, workspace);
       } else {
         layer.forward(x, results.output, workspace, wanted);
       }
@@ -154,7 +152,8 @@ Results forward(const Options& options, const MoeLayer& layer, const Tensor& hid
   }
   results.fetch();
   const MoeConfig& config = layer.config();
-  results.load = load_statistics(results.expert_load, x.size(0), config.topk);
+  results.load = results.replayed ? load_statistics(results.routing.topk_ids, config.num_experts)
+                                  : load_statistics(results.expert_load, x.size(0), config.topk);
   results.shared_with_previous = shared_with_previous(results.routing.topk_ids, config.num_experts);
   return results;
 }

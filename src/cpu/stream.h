@@ -3,8 +3,6 @@
 // are those of multiply.h and multiply_groups.h, bit for bit. Included by isa_avx512_bf16.cpp only.
 #pragma once
 
-#include <type_traits>
-
 #include "cpu/dot_bf16.h"
 #include "cpu/multiply_groups.h"
 
@@ -114,7 +112,6 @@ class TileStreams {
 
  private:
   static constexpr bool kGrouped = kScale != ScaleType::kNone;
-  static_assert(kGrouped || std::is_same_v<typename D::Acc, __m512>);
   using Accumulators = __m512[T][R][4];
 
   static void clear(Accumulators& accumulators) {

@@ -153,11 +153,8 @@ Tensor run(const MoeLayer& layer, const TensorView& x, std::optional<Stream> str
 }
 
 TEST(ExecutorTest, EnginesOwnExecutorGivesTheSameBits) {
-  for (const char* experts : {"cpu+no_ep", "cpu+batched", "cpu hooks", "reference+no_ep"}) {
-    LayerOptions options = layer_options(DType::kBF16, experts);
-    options.hooks = options.require == "cpu hooks";
-    if (options.hooks) options.require = "cpu+no_ep";
-    const MoeLayer layer(make_layer_weights(large_spec()), options);
+  for (const char* experts : {"cpu", "cpu_batched", "cpu_unfused", "reference"}) {
+    const MoeLayer layer(make_layer_weights(large_spec()), layer_options(DType::kBF16, experts));
     const Tensor x = make_hidden_states(DType::kBF16, 200, 256);
     const Tensor expected = run(layer, x);
     BackwardExecutor backward;
@@ -169,7 +166,7 @@ TEST(ExecutorTest, EnginesOwnExecutorGivesTheSameBits) {
 }
 
 TEST(ExecutorTest, LayerUsesItsOwn) {
-  LayerOptions options = layer_options(DType::kBF16, "cpu+no_ep");
+  LayerOptions options = layer_options(DType::kBF16, "cpu");
   BackwardExecutor backward;
   options.executor = &backward;
   const MoeLayer layer(make_layer_weights(large_spec()), options);
