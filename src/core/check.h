@@ -4,6 +4,7 @@
 #include "core/format.h"
 
 #include <string>
+#include <string_view>
 
 #include "fusedmoe/tensor.h"
 
@@ -13,11 +14,11 @@
   FUSEDMOE_CHECK_FAULT(condition, kValue, argument, was, must_be)
 
 /// The same for another Fault, for example kShape.
-#define FUSEDMOE_CHECK_FAULT(condition, fault, argument, was, must_be)           \
-  do {                                                                           \
-    if (!(condition)) {                                                          \
-      throw ::fusedmoe::Error(argument, was, must_be, ::fusedmoe::Fault::fault); \
-    }                                                                            \
+#define FUSEDMOE_CHECK_FAULT(condition, fault, argument, was, must_be)                        \
+  do {                                                                                        \
+    if (!(condition)) {                                                                       \
+      throw ::fusedmoe::Error(std::string(argument), was, must_be, ::fusedmoe::Fault::fault); \
+    }                                                                                         \
   } while (false)
 
 /// The same for what a file holds: `part` names the file and the place in it.
@@ -55,15 +56,16 @@ bool is_activation_dtype(DType dtype);
 /// Each throws Error with the fault that it finds first: undefined, dtype, shape, strides.
 
 /// Defined, of this dtype, contiguous, and of this shape, where -1 stands for any extent.
-void check_tensor(const TensorView& view, const char* argument, DType dtype, const Shape& shape);
+void check_tensor(const TensorView& view, std::string_view argument, DType dtype,
+                  const Shape& shape);
 /// The same for a matrix whose rows may have a stride of at least their length.
-void check_rows(const TensorView& view, const char* argument, DType dtype, const Shape& shape);
+void check_rows(const TensorView& view, std::string_view argument, DType dtype, const Shape& shape);
 /// Defined and f32, bf16 or f16.
-void check_activation_dtype(const TensorView& view, const std::string& argument);
-void check_device(const TensorView& view, const std::string& argument, Device device);
-void check_contiguous(const TensorView& view, const std::string& argument);
+void check_activation_dtype(const TensorView& view, std::string_view argument);
+void check_device(const TensorView& view, std::string_view argument, Device device);
+void check_contiguous(const TensorView& view, std::string_view argument);
 /// The address is a multiple of `alignment`.
-void check_aligned(const void* data, const std::string& argument, std::size_t alignment);
+void check_aligned(const void* data, std::string_view argument, std::size_t alignment);
 
 /// True if the memory of two contiguous views overlaps.
 bool overlap(const TensorView& a, const TensorView& b);

@@ -188,7 +188,7 @@ bool is_activation_dtype(DType dtype) {
 
 namespace {
 
-void check_shape(const TensorView& view, const std::string& argument, DType dtype,
+void check_shape(const TensorView& view, std::string_view argument, DType dtype,
                  const Shape& shape) {
   bool fits = view.rank() == shape.rank();
   for (int dim = 0; fits && dim < shape.rank(); ++dim) {
@@ -204,12 +204,14 @@ void check_shape(const TensorView& view, const std::string& argument, DType dtyp
 
 }  // namespace
 
-void check_tensor(const TensorView& view, const char* argument, DType dtype, const Shape& shape) {
+void check_tensor(const TensorView& view, std::string_view argument, DType dtype,
+                  const Shape& shape) {
   check_shape(view, argument, dtype, shape);
   check_contiguous(view, argument);
 }
 
-void check_rows(const TensorView& view, const char* argument, DType dtype, const Shape& shape) {
+void check_rows(const TensorView& view, std::string_view argument, DType dtype,
+                const Shape& shape) {
   check_shape(view, argument, dtype, shape);
   if (view.contiguous()) return;
   FUSEDMOE_CHECK_FAULT(view.rank() == 2 && view.stride(1) == 1 && view.stride(0) >= view.size(1),
@@ -217,25 +219,25 @@ void check_rows(const TensorView& view, const char* argument, DType dtype, const
                        "of contiguous rows that do not overlap");
 }
 
-void check_activation_dtype(const TensorView& view, const std::string& argument) {
+void check_activation_dtype(const TensorView& view, std::string_view argument) {
   FUSEDMOE_CHECK_FAULT(view.defined(), kNull, argument, "undefined", "f32, bf16 or f16");
   FUSEDMOE_CHECK_FAULT(is_activation_dtype(view.dtype()), kDType, argument, describe(view),
                        "f32, bf16 or f16");
 }
 
-void check_device(const TensorView& view, const std::string& argument, Device device) {
+void check_device(const TensorView& view, std::string_view argument, Device device) {
   FUSEDMOE_CHECK_FAULT(view.device() == device, kDevice, argument,
                        core::format("on {}", to_string(view.device())),
                        core::format("on {}", to_string(device)));
 }
 
-void check_contiguous(const TensorView& view, const std::string& argument) {
+void check_contiguous(const TensorView& view, std::string_view argument) {
   FUSEDMOE_CHECK_FAULT(view.defined(), kNull, argument, "undefined", "given, and contiguous");
   FUSEDMOE_CHECK_FAULT(view.contiguous(), kLayout, argument,
                        core::format("strided {}", to_string(view.strides())), "contiguous");
 }
 
-void check_aligned(const void* data, const std::string& argument, std::size_t alignment) {
+void check_aligned(const void* data, std::string_view argument, std::size_t alignment) {
   FUSEDMOE_CHECK_FAULT(reinterpret_cast<std::uintptr_t>(data) % alignment == 0, kAlignment,
                        argument, core::format("at {}", data),
                        core::format("aligned to {} bytes", alignment));

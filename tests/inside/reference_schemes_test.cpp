@@ -335,7 +335,7 @@ TEST(ReferenceSchemesTest, DecodedWeightsGiveTheSame) {
     spec.scheme = entry.scheme;
     const Problem problem = testing::make_problem(spec);
     Problem plain = problem;
-    plain.weights.scheme = schemes::unquantized(DType::kF32);
+    plain.spec.scheme = plain.weights.scheme = schemes::unquantized(DType::kF32);
     for (ExpertMatrices& expert : plain.weights.experts) {
       for (auto [matrix, in] : {std::pair(&expert.gate, spec.hidden),
                                 {&expert.up, spec.hidden},

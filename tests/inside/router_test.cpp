@@ -476,7 +476,7 @@ TEST(RouterTest, BadArgumentsAreNamedAndTheOutputIsLeftAlone) {
   testing::poison(weights);
   EXPECT_EQ(fault({}, {}, {ids, weights}), "router_logits");
   EXPECT_EQ(fault(Tensor::zeros({3, 5}, DType::kF32), {}, {ids, weights}), "router_logits");
-  EXPECT_EQ(fault(Tensor::zeros({3, 4}, DType::kBF16), {}, {ids, weights}), "router_logits");
+  EXPECT_EQ(fault(Tensor::zeros({3, 4}, DType::kI32), {}, {ids, weights}), "router_logits");
   EXPECT_EQ(fault(Tensor::zeros({4, 3}, DType::kF32).transpose(0, 1), {}, {ids, weights}),
             "router_logits");
   EXPECT_EQ(fault(logits, Tensor::zeros({5}, DType::kF32), {ids, weights}),

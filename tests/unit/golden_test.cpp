@@ -45,7 +45,9 @@ struct Tolerance {
 void expect_golden(const std::string& name, const std::string& experts, DType dtype,
                    const Tolerance& tolerance) {
   const MoeLayer& layer = layer_of(name, experts, dtype);
-  ASSERT_EQ(layer.selection().experts->name(), experts);
+  const testing::Variant variant = testing::find_variant(experts);
+  ASSERT_EQ(layer.selection().experts, variant.experts);
+  ASSERT_EQ(layer.selection().prepare_finalize, variant.prepare_finalize);
   const SafetensorsFile file = SafetensorsFile::open(golden_path(name));
   for (const std::int64_t num_tokens : kGoldenTokens) {
     SCOPED_TRACE(name + " " + experts + " T=" + std::to_string(num_tokens));

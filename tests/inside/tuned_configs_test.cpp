@@ -169,7 +169,7 @@ TEST(TunedConfigsTest, DefaultPathFollowsTheEnvironment) {
   EXPECT_EQ(tuned_configs_path(), "");
 }
 
-TEST(TunedConfigsTest, FileOfTheVariableIsLoadedOnceAndMustBeThere) {
+void check_file_of_the_variable() {
   const auto path = std::filesystem::path(::testing::TempDir()) / "tuned_configs_of_variable.json";
   std::filesystem::remove(path);
   ::setenv("FUSEDMOE_TUNED_CONFIGS", path.c_str(), 1);
@@ -181,6 +181,16 @@ TEST(TunedConfigsTest, FileOfTheVariableIsLoadedOnceAndMustBeThere) {
   std::filesystem::remove(path);
   EXPECT_EQ(tuned_configs().all().size(), 1u) << "read a second time";
   EXPECT_EQ(make_context().tuned, &tuned_configs());
+}
+
+/// In a process of its own, which has read no file yet.
+TEST(TunedConfigsDeathTest, FileOfTheVariableIsLoadedOnceAndMustBeThere) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto check_and_exit = [] {
+    check_file_of_the_variable();
+    std::exit(::testing::Test::HasFailure() ? 1 : 0);
+  };
+  EXPECT_EXIT(check_and_exit(), ::testing::ExitedWithCode(0), "");
 }
 
 TEST(KernelConfigsTest, ExpertsOnTheCpuHaveOneOfTheirOwn) {
