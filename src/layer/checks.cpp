@@ -222,8 +222,10 @@ void check_finalize_args(const PrepareFinalizeDescriptor& descriptor, const Forw
                  std::string(name(args.weight_and_reduce)),
                  core::format("one that {} can finalize", descriptor.name()));
   if (args.weight_and_reduce == WeightAndReduce::kNoOp) {
-    return check_row_buffer(args.fused_output, "fused_output", args.output.dtype(),
-                            args.output.shape(), device);
+    if (args.fused_output.data() == args.output.data()) return;
+    check_buffer(args.output, "output", args.output.dtype(), args.output.shape(), device);
+    return check_buffer(args.fused_output, "fused_output", args.output.dtype(),
+                        args.output.shape(), device);
   }
   check_buffer(args.topk_ids, "topk_ids", DType::kI32, {args.output.size(0), -1}, device);
   check_buffer(args.topk_weights, "topk_weights", DType::kF32, args.topk_ids.shape(), device);

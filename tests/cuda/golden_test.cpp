@@ -39,8 +39,8 @@ constexpr Wish kWishes[] = {
 
 MoeLayer make_layer(const std::string& golden, const char* experts, Device device,
                     const Wish& wish) {
-  LayerOptions options =
-      testing::layer_options(DType::kBF16, std::string(experts) + "+" + wish.prepare_finalize);
+  LayerOptions options;
+  options.require = std::string(experts) + "+" + wish.prepare_finalize;
   options.device = device;
   if (wish.option) options.*wish.option = true;
   return testing::make_golden_layer(golden, options);

@@ -78,7 +78,9 @@ LayerWeights make_weights(const Family& family) {
 }
 
 LayerOptions gpu_options(std::string require = "", DType dtype = DType::kBF16) {
-  LayerOptions options = testing::layer_options(dtype, std::move(require));
+  LayerOptions options;
+  options.dtype = dtype;
+  options.require = std::move(require);
   options.device = kGpu;
   return options;
 }

@@ -156,7 +156,7 @@ struct Results {
     logits = poisoned({spec.num_tokens, spec.num_experts}, DType::kF32);
     ids = poisoned({spec.num_tokens, spec.topk}, DType::kI32);
     weights = poisoned({spec.num_tokens, spec.topk}, DType::kF32);
-    load = poisoned({spec.num_experts}, DType::kI32);
+    load = to_gpu(Tensor::zeros({spec.num_experts}, DType::kI32));  // the histogram is added
     routing_data = poisoned({2 * in.num_local_experts + 1 + 2 * slots}, DType::kI32);
     zeroed = poisoned({kZeroed + 1}, DType::kI32);
     permuted = poisoned({slots, spec.hidden}, spec.dtype);

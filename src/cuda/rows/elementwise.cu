@@ -36,19 +36,23 @@ __global__ __launch_bounds__(kRowThreads) void weight_rows_kernel(const Storage*
   pack.store(weighted + token * hidden + column);
 }
 
+/// Block (token, chunk of columns); target = rnd(target + source).
 template <typename Storage, int kWidth>
-__global__ __launch_bounds__(kThreads) void add_rows_kernel(Storage* target, const Storage* source,
-                                                            std::int64_t count) {
+__global__ __launch_bounds__(kRowThreads) void add_rows_kernel(Storage* target,
+                                                               const Storage* source,
+                                                               std::int64_t hidden,
+                                                               std::int64_t target_stride) {
   order_after_previous();
-  const std::int64_t begin = flat_thread() * kWidth;
-  if (begin >= count) return;
-  auto sum = Pack<Storage, kWidth>::load(target + begin);
-  const auto addend = Pack<Storage, kWidth>::load(source + begin);
+  const std::int64_t token = blockIdx.x, column = row_access() * kWidth;
+  if (column >= hidden) return;
+  Storage* to = target + token * target_stride + column;
+  auto sum = Pack<Storage, kWidth>::load(to);
+  const auto addend = Pack<Storage, kWidth>::load(source + token * hidden + column);
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     sum.values[i] = from_f32<Storage>(__fadd_rn(to_f32(sum.values[i]), to_f32(addend.values[i])));
   }
-  sum.store(target + begin);
+  sum.store(to);
 }
 
 /// Weights hold the logits of the gate, if there is one.
@@ -84,18 +88,19 @@ void weight_rows(const TensorView& x, const TensorView& topk_weights, const Tens
 }
 
 void add_rows(const TensorView& target, const TensorView& source, Stream stream) {
-  const std::int64_t count = target.numel();
-  if (count == 0) return;
+  if (target.numel() == 0) return;
+  const std::int64_t num_tokens = target.size(0), hidden = target.size(1);
   dispatch_storage(target.dtype(), [&](auto element) {
     using Storage = decltype(element);
     dispatch_width<Storage>(
-        count,
+        hidden,
         [&](auto width) {
           constexpr int kWidth = decltype(width)::value;
-          launch(add_rows_kernel<Storage, kWidth>, flat_grid(count / kWidth), kThreads, 0, stream,
-                 true, target.as<Storage>(), source.as<const Storage>(), count);
+          launch(add_rows_kernel<Storage, kWidth>, row_grid(num_tokens, hidden / kWidth),
+                 kRowThreads, 0, stream, true, target.as<Storage>(), source.as<const Storage>(),
+                 hidden, target.stride(0));
         },
-        target.data(), source.data());
+        target.data(), target.as<const Storage>() + target.stride(0), source.data());
   });
 }
 
