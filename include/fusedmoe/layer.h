@@ -43,7 +43,8 @@ struct LayerOptions {
   bool batch_invariant = false;
   bool inplace = false;  ///< forward may be given the hidden states themselves as output
   bool hooks = false;    ///< only experts that call ExpertsHooks (the routed ones)
-  /// The experts route by themselves, or an Error; false: where that is faster.
+  /// True: the experts must be able to route by themselves, else Error. False: they do so where
+  /// that is faster, as for few tokens on CUDA.
   bool monolithic = false;
   /// Of the ranks that share the layer. With ep_size > 1 the output holds the sum over the experts
   /// of this rank, and somebody has to add those of the others.
@@ -60,7 +61,8 @@ struct LayerOptions {
 
 /// What a forward may be given beside its tensors.
 struct ForwardOptions {
-  /// Results that are wanted; undefined views are not filled.
+  /// Results that are wanted; undefined views are not filled. What the router alone knows, logits
+  /// and load, is an Error in forward_routed().
   TensorView router_logits = {};  ///< (num_tokens, num_experts) f32
   TensorView topk_ids = {};       ///< (num_tokens, topk) i32
   TensorView topk_weights = {};   ///< (num_tokens, topk) f32

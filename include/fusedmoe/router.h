@@ -1,8 +1,8 @@
 // The router: hidden states -> router logits -> top-k expert ids and weights.
 //
-// Semantics (sources: vLLM's routers and Hugging Face's MoE blocks; docs/architecture.md,
-// "Routing"): logits are computed in fp32; ties go to the lowest expert index; the k results of a
-// token are ordered by descending selection score; weights are fp32.
+// Semantics (docs/routing.md; sources: vLLM's routers and Hugging Face's MoE blocks): logits are
+// computed in fp32; ties go to the lowest expert index; the k results of a token are ordered by
+// descending selection score; weights are fp32.
 // A non-finite score counts as 0 for softmax, sigmoid and sqrt-softplus scoring (before any bias is
 // added) and as -infinity when selecting on raw logits; its weight is 0. So without a bias a row of
 // NaN selects experts 0..topk-1 with weight 0. Ids are distinct and in range whatever the logits

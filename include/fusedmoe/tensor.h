@@ -16,7 +16,7 @@
 
 namespace fusedmoe {
 
-/// Element type of a tensor. Floating-point formats follow `docs/architecture.md`, "Formats".
+/// Element type of a tensor. Layouts and rounding: docs/number-formats.md, "Element types".
 enum class DType : std::uint8_t {
   kF64,
   kF32,

@@ -17,7 +17,7 @@ namespace fusedmoe {
 
 // Activation functions: g is the gate, u the up projection, s(x) = 1 / (1 + exp(-x)). Everything is
 // computed in fp32 on the unrounded GEMM accumulator (plus bias) and rounded once. Source: vLLM's
-// MoEActivation and its kernels; docs/number-formats.md, "Activations".
+// MoEActivation and its kernels; docs/number-formats.md, "Activation functions".
 
 enum class Activation {
   kSilu,                   ///< g s(g) u; with a limit: g = min(g, limit), u = clamp(u, +-limit)

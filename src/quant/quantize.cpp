@@ -1,7 +1,7 @@
 // Quantization of activations, row by row: largest magnitude, scale, codes. The order of the
 // floating-point operations is part of the formats: vLLM's kernels for FP8, INT8 and NVFP4, the
-// OCP Microscaling specification and its three published variants for MX; docs/architecture.md,
-// "Quantization", has the formulas.
+// OCP Microscaling specification and its three published variants for MX. Formulas:
+// docs/number-formats.md, "Quantization formulas".
 #include "fusedmoe/quant.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // Quantization of weight matrices: every key as one of three ways to find scales. Formulas:
-// docs/architecture.md, "Quantization".
+// docs/number-formats.md, "Quantization formulas".
 #include <algorithm>
 #include <cmath>
 #include <vector>

@@ -1,4 +1,4 @@
-// Quantizers written straight from the formulas of docs/architecture.md, "Quantization": tables of
+// Quantizers written straight from docs/number-formats.md, "Quantization formulas": tables of
 // values, binary search, std::round and std::ilogb instead of bit patterns. Floating-point
 // operations whose order matters are in that order.
 #pragma once
