@@ -29,7 +29,6 @@ checks=(
   "memcheck|cuda_router_test|CudaRouterTest.*:-*ManyTokens"
   "memcheck|cuda_router_logits_test|*ANanToken*:*RoutingFollows*"
   "memcheck|cuda_backend_test|*:-*AssignManySlots"
-  "memcheck|cuda_bitmatrix_test|*"
   "memcheck|cuda_layer_test|CudaLayerTest.*"
   "memcheck|cuda_runtime_test|*"
   "memcheck|cuda_routing_data_test|*one_*:*map*:*warp*"
