@@ -88,10 +88,6 @@ FUSEDMOE_API void fill_bytes(const TensorView& view, std::uint8_t value, Stream 
 /// The tensor itself if it lies on `device`, else a contiguous copy there. Contiguous; waits.
 FUSEDMOE_API Tensor to_device(const Tensor& tensor, Device device);
 
-/// Uninitialised host memory that `device` copies from and to without staging; for the CPU the same
-/// as Tensor::empty.
-FUSEDMOE_API Tensor empty_pinned(Shape shape, DType dtype, Device device);
-
 /// Waits for all work of the stream.
 FUSEDMOE_API void synchronize(Stream stream);
 

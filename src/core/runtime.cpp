@@ -51,13 +51,6 @@ Tensor to_device(const Tensor& tensor, Device device) {
   return result;
 }
 
-Tensor empty_pinned(Shape shape, DType dtype, Device device) {
-  const auto size = static_cast<std::size_t>(bytes(dtype, shape.numel()));
-  auto memory = runtime_of(device).allocate_pinned(size, device);
-  void* data = memory.get();
-  return Tensor(TensorView(data, dtype, shape), std::move(memory));
-}
-
 void synchronize(Stream stream) {
   runtime_of(stream.device).synchronize(stream);
 }

@@ -139,8 +139,7 @@ struct Epilogue {
 
 /// Scales and initial accumulators of the rows, indexed like the rows; null where absent.
 struct RowScales {
-  const float* scales = nullptr;        // of a whole row
-  std::int64_t scale_stride = 1;        // 0: one for all
+  const float* scales = nullptr;        // one of each row
   const float* group_scales = nullptr;  // (rows, groups), each for 2^group_shift weight groups
   int group_shift = 0;
   std::int64_t num_group_scales = 0;

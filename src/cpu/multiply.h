@@ -60,8 +60,7 @@ inline void scale_row(const TileJob& job, int tile, std::int64_t row, float* acc
     }
   }
   if (job.row_scales.scales) {
-    const auto scale =
-        S::set1(job.row_scales.scales[row_index(job, row) * job.row_scales.scale_stride]);
+    const auto scale = S::set1(job.row_scales.scales[row_index(job, row)]);
     for (int c = 0; c < kTileColumns; c += S::kWidth) {
       S::store(accumulators + c, S::load(accumulators + c) * scale);
     }

@@ -224,8 +224,8 @@ void check_finalize_args(const PrepareFinalizeDescriptor& descriptor, const Forw
   if (args.weight_and_reduce == WeightAndReduce::kNoOp) {
     if (args.fused_output.data() == args.output.data()) return;
     check_buffer(args.output, "output", args.output.dtype(), args.output.shape(), device);
-    return check_buffer(args.fused_output, "fused_output", args.output.dtype(),
-                        args.output.shape(), device);
+    return check_buffer(args.fused_output, "fused_output", args.output.dtype(), args.output.shape(),
+                        device);
   }
   check_buffer(args.topk_ids, "topk_ids", DType::kI32, {args.output.size(0), -1}, device);
   check_buffer(args.topk_weights, "topk_weights", DType::kF32, args.topk_ids.shape(), device);

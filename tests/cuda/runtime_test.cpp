@@ -57,20 +57,6 @@ TEST_F(RuntimeTest, BytesTravelUnchanged) {
   }
 }
 
-TEST_F(RuntimeTest, PinnedMemoryTravels) {
-  const Tensor source = random_bytes(100003, 2);
-  const Tensor pinned = empty_pinned({100003}, DType::kU8, kGpu);
-  EXPECT_TRUE(pinned.device().is_cpu());
-  copy(source, pinned, {});
-  const OwnedStream stream(kGpu);
-  const Tensor there = Tensor::empty(source.shape(), DType::kU8, kGpu);
-  copy(pinned, there, stream);
-  const Tensor back = empty_pinned({100003}, DType::kU8, kGpu);
-  copy(there, back, stream);
-  synchronize(stream);
-  EXPECT_TRUE(bitwise_equal(back, source));
-}
-
 TEST_F(RuntimeTest, ZerosAreZeroAndFillsFill) {
   const Tensor zeros = Tensor::zeros({777}, DType::kF32, kGpu);
   EXPECT_TRUE(bitwise_equal(to_host(zeros), Tensor::zeros({777}, DType::kF32)));

@@ -2,19 +2,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <set>
 
-#include "cuda/experts.h"
 #include "cuda/gemm/heuristic.h"
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/error.h"
-#include "moe/tuned_configs.h"
 
 namespace fusedmoe::cuda {
 namespace {
-
-const Device kGpu{DeviceKind::kCuda, 0};
 
 const WeightFormat& format_named(std::string_view name) {
   for (const WeightFormat& format : weight_formats()) {
@@ -76,7 +71,7 @@ std::vector<std::int64_t> numbers_of_tokens() {
   return tokens;
 }
 
-TEST(GemmPlanTest, NamesAreUniqueAndParse) {
+TEST(GemmPlanTest, NamesAreUniqueAndFound) {
   std::set<std::string> names;
   for (const TileShape& tile : tile_shapes()) {
     for (const int splits : {1, 2, 4}) {
@@ -84,7 +79,9 @@ TEST(GemmPlanTest, NamesAreUniqueAndParse) {
         const KernelConfig config{tile, splits, rows_f32};
         const std::string name = to_string(config);
         EXPECT_TRUE(names.insert(name).second) << name;
-        EXPECT_EQ(parse_config(name), config) << name;
+        const int found = find_config(name);
+        ASSERT_GE(found, 0) << name;
+        EXPECT_EQ(all_configs()[static_cast<std::size_t>(found)], config) << name;
       }
     }
   }
@@ -92,7 +89,7 @@ TEST(GemmPlanTest, NamesAreUniqueAndParse) {
   for (const std::string& other : {std::string(), std::string("1x1k1 splits 1 f32"), name + " ",
                                    " " + name, name.substr(0, name.size() - 1), name.substr(1),
                                    std::string("-") + name, std::string("cpu")}) {
-    EXPECT_FALSE(parse_config(other)) << other;
+    EXPECT_EQ(find_config(other), -1) << other;
   }
 }
 
@@ -268,60 +265,6 @@ TEST(GemmPlanTest, ExpectedTokensChooseWithinTheCapacity) {
       if (known.batch_invariant) continue;
       EXPECT_LE(choose_config(shape).tile.max_tokens, choose_config(full).tile.max_tokens);
     }
-  }
-}
-
-class Sm90TilePlansTest : public ::testing::Test {
- protected:
-  // What was tuned on this machine is not looked at.
-  static void SetUpTestSuite() { ::setenv("FUSEDMOE_TUNED_PLANS", "", 1); }
-  static std::shared_ptr<const Experts> experts(std::string_view wanted) {
-    for (const auto& one : make_all_experts()) {
-      if (one->name() == wanted) return one;
-    }
-    return nullptr;
-  }
-  static ProblemSize problem(std::int64_t num_tokens) {
-    ProblemSize result;
-    result.num_tokens = num_tokens;
-    result.topk = 4;
-    result.num_local_experts = 32;
-    result.hidden = result.intermediate = 2880;
-    return result;
-  }
-};
-
-TEST_F(Sm90TilePlansTest, PinnedPlanComesFirstWhereItIsValid) {
-  for (const auto& one : make_all_experts()) {
-    for (const std::int64_t num_tokens : {1, 64, 8192}) {
-      const auto plans = one->tile_plans(problem(num_tokens), kGpu);
-      ASSERT_FALSE(plans.empty()) << one->name();
-      for (const std::string& plan : plans) {
-        const PinnedTilePlan pinned(plan);
-        const auto now = one->tile_plans(problem(num_tokens), kGpu);
-        EXPECT_EQ(now.front(), plan);
-        EXPECT_EQ(std::set(now.begin(), now.end()), std::set(plans.begin(), plans.end()));
-      }
-      const PinnedTilePlan unknown("of another implementation");
-      EXPECT_EQ(one->tile_plans(problem(num_tokens), kGpu), plans);
-    }
-    EXPECT_TRUE(one->tile_plans(problem(0), kGpu).empty());
-  }
-}
-
-TEST_F(Sm90TilePlansTest, WorkspaceIsMonotoneAndKnowsNoPins) {
-  for (const auto& one : make_all_experts()) {
-    std::size_t largest = 0;
-    for (const std::int64_t num_tokens : numbers_of_tokens()) {
-      const std::size_t bytes = one->plan(problem(num_tokens)).workspace2_bytes;
-      EXPECT_GE(bytes, largest) << one->name() << " " << num_tokens;
-      largest = bytes;
-      for (const std::string& plan : one->tile_plans(problem(num_tokens), kGpu)) {
-        const PinnedTilePlan pinned(plan);
-        EXPECT_EQ(one->plan(problem(num_tokens)).workspace2_bytes, bytes);
-      }
-    }
-    EXPECT_EQ(one->plan(problem(0)).workspace2_bytes, 0u);
   }
 }
 

@@ -32,9 +32,6 @@ TEST(RuntimeTest, CopiesAndFills) {
   fill_bytes(target, 0, {});
   EXPECT_TRUE(bitwise_equal(target, Tensor::zeros({100}, DType::kI32)));
   EXPECT_EQ(to_device(source, {}).data(), source.data());
-  const Tensor pinned = empty_pinned({100}, DType::kI32, {});
-  copy(source, pinned, {});
-  EXPECT_TRUE(bitwise_equal(pinned, source));
   EXPECT_NO_THROW(copy(Tensor::empty({0}, DType::kF32), Tensor::empty({0}, DType::kF32), {}));
 }
 
@@ -77,7 +74,6 @@ TEST(RuntimeTest, AMissingDeviceHasAReasonAndIsAnError) {
   EXPECT_NE(device_problem({DeviceKind::kCuda, -1}), "");
   EXPECT_THROW(Tensor::empty({1}, DType::kU8, kMissing), Error);
   EXPECT_THROW(Tensor::zeros({1}, DType::kU8, kMissing), Error);
-  EXPECT_THROW(empty_pinned({1}, DType::kU8, kMissing), Error);
   EXPECT_THROW(to_device(sequence(3), kMissing), Error);
   EXPECT_THROW(OwnedStream{kMissing}, Error);
   EXPECT_THROW(Event{kMissing}, Error);

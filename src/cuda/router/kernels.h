@@ -62,15 +62,4 @@ RouteParams check_route(const RouterConfig& config, const TensorView& logits,
 LogitsParams check_router_logits(const TensorView& weight, const TensorView& bias,
                                  const TensorView& x, const TensorView& logits, Stream stream);
 
-struct BitmatrixParams {
-  const std::int32_t* ids;  // (num_tokens, topk)
-  core::LocalExperts local_expert;
-  std::uint32_t* bits;  // (num_tokens, num_words)
-  std::int64_t num_tokens;
-  std::int64_t num_words;
-  std::int64_t topk;
-};
-
-void launch_bitmatrix(const BitmatrixParams& params, Stream stream);
-
 }  // namespace fusedmoe::cuda

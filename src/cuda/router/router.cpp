@@ -7,7 +7,6 @@
 
 #include "core/check.h"
 #include "cuda/device/properties.h"
-#include "cuda/router/bitmatrix.h"
 #include "cuda/router/kernels.h"
 
 namespace fusedmoe::cuda {
@@ -148,30 +147,6 @@ void router_logits(const TensorView& weight, const TensorView& bias, const Tenso
                    const TensorView& logits, Stream stream) {
   const LogitsParams params = check_router_logits(weight, bias, x, logits, stream);
   if (params.num_tokens > 0 && params.num_experts > 0) launch_router_logits(params, stream);
-}
-
-void build_bitmatrix(const TensorView& topk_ids, const TensorView& expert_map,
-                     std::int64_t num_local_experts, const TensorView& bitmatrix, Stream stream) {
-  core::check_tensor(topk_ids, "topk_ids", DType::kI32, {-1, -1});
-  if (expert_map) core::check_tensor(expert_map, "expert_map", DType::kI32, {-1});
-  FUSEDMOE_CHECK(
-      num_local_experts >= 1 && num_local_experts < std::numeric_limits<std::int32_t>::max(),
-      "num_local_experts", core::to_string(num_local_experts), "in [1, 2^31 - 1)");
-  const std::int64_t num_tokens = topk_ids.size(0), num_words = (num_local_experts + 31) / 32;
-  core::check_tensor(bitmatrix, "bitmatrix", DType::kI32, {num_tokens, num_words});
-  check_on_device(topk_ids, "topk_ids", stream);
-  check_on_device(expert_map, "expert_map", stream);
-  check_on_device(bitmatrix, "bitmatrix", stream);
-  FUSEDMOE_CHECK_FAULT(!core::overlap(bitmatrix, topk_ids), kOverlap, "bitmatrix",
-                       "overlapping topk_ids", "in memory of its own");
-  if (num_tokens == 0) return;
-  const BitmatrixParams params{.ids = topk_ids.as<const std::int32_t>(),
-                               .local_expert = {expert_map, num_local_experts},
-                               .bits = bitmatrix.as<std::uint32_t>(),
-                               .num_tokens = num_tokens,
-                               .num_words = num_words,
-                               .topk = topk_ids.size(1)};
-  launch_bitmatrix(params, stream);
 }
 
 }  // namespace fusedmoe::cuda

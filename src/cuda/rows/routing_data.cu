@@ -76,7 +76,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kMaxThr
 bool sort_slots_of(RoutingDataParams& p, const RoutingDataExtras& extras, const Stream& stream) {
   if (p.num_experts > kMaxSortedExperts) {
     throw Error::unsupported(Reason::kShape, "num_local_experts", std::to_string(p.num_experts),
-                "at most " + std::to_string(kMaxSortedExperts) + " on a CUDA device");
+                             "at most " + std::to_string(kMaxSortedExperts) + " on a CUDA device");
   }
   const bool few = p.slots <= kMaxFewSlots;
   // What comes before is the caller's, and may be a copy: no overlap.

@@ -124,8 +124,9 @@ std::pair<int, int> range_of(const TensorView& scales) {
 
 void check_shard(const WeightMatrix& matrix) {
   if (matrix.first_col % kGroup == 0) return;
-  throw Error::unsupported(Reason::kQuantScheme, "weights.first_col", std::to_string(matrix.first_col),
-              "a multiple of 32: scale blocks begin at the first column");
+  throw Error::unsupported(Reason::kQuantScheme, "weights.first_col",
+                           std::to_string(matrix.first_col),
+                           "a multiple of 32: scale blocks begin at the first column");
 }
 
 int exponent_shift(const WeightMatrix& gate, const WeightMatrix* up) {
@@ -140,9 +141,9 @@ int exponent_shift(const WeightMatrix& gate, const WeightMatrix* up) {
   const int shift = std::max(0, largest - kLargestScale);
   if (smallest + kExponentOffset - shift < 1) {
     throw Error::unsupported(Reason::kQuantScheme, "weights.scales",
-                "from 2^" + std::to_string(smallest - 127) + " to 2^" +
-                    std::to_string(largest - 127) + " in one expert",
-                "within a factor of 2^253");
+                             "from 2^" + std::to_string(smallest - 127) + " to 2^" +
+                                 std::to_string(largest - 127) + " in one expert",
+                             "within a factor of 2^253");
   }
   return shift;
 }
