@@ -77,6 +77,7 @@ void BenchBuffers::run(const ModularKernel& kernel, const PackedWeights& packed,
   args.topk_ids = topk_ids;
   args.topk_weights = topk_weights;
   args.kernel_config = kernel_config;
+  args.apply_router_weight_on_input = kernel.experts().config().apply_router_weight_on_input;
   args.stream = stream;
   kernel.apply(args, {workspace.data(), static_cast<std::size_t>(workspace.nbytes())});
 }

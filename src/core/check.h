@@ -67,7 +67,8 @@ void check_contiguous(const TensorView& view, std::string_view argument);
 /// The address is a multiple of `alignment`.
 void check_aligned(const void* data, std::string_view argument, std::size_t alignment);
 
-/// True if the memory of two contiguous views overlaps.
+/// True if the memory of two views overlaps. The gaps between rows with a stride are part of it,
+/// but for two matrices of one stride, whose columns are compared.
 bool overlap(const TensorView& a, const TensorView& b);
 
 }  // namespace fusedmoe::core

@@ -36,12 +36,6 @@ int allowed_cores() {
   return std::max(1, static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)));
 }
 
-void check_num_threads(int num_threads) {
-  FUSEDMOE_CHECK(num_threads >= 0 && num_threads <= kMaxThreads, "num_threads",
-                 core::to_string(num_threads),
-                 core::format("in [1, {}], or 0 for the default", kMaxThreads));
-}
-
 class OpenMpExecutor final : public Executor {
  public:
   explicit OpenMpExecutor(int threads) : threads_(threads) {}
@@ -59,8 +53,18 @@ class OpenMpExecutor final : public Executor {
 
 }  // namespace
 
+namespace core {
+
+void check_num_threads(int num_threads) {
+  FUSEDMOE_CHECK(num_threads >= 0 && num_threads <= kMaxThreads, "num_threads",
+                 core::to_string(num_threads),
+                 core::format("in [1, {}], or 0 for the default", kMaxThreads));
+}
+
+}  // namespace core
+
 void set_num_threads(int num_threads) {
-  check_num_threads(num_threads);
+  core::check_num_threads(num_threads);
   requested_threads = num_threads;
 }
 
@@ -71,7 +75,7 @@ int num_threads() {
 }
 
 std::shared_ptr<Executor> make_executor(int num_threads) {
-  check_num_threads(num_threads);
+  core::check_num_threads(num_threads);
   return std::make_shared<OpenMpExecutor>(num_threads);
 }
 

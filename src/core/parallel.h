@@ -15,6 +15,9 @@ namespace fusedmoe::core {
 /// The executor of a CPU stream; the default one if it has none.
 Executor& executor_of(Stream stream);
 
+/// Throws Error unless it is a number of threads, or 0 for the default.
+void check_num_threads(int num_threads);
+
 /// Calls function(task) for every task in [0, num_tasks). If some throw, one of the exceptions is
 /// thrown again when all have ended. A single task runs on the calling thread.
 template <typename Function>

@@ -243,11 +243,37 @@ void check_aligned(const void* data, std::string_view argument, std::size_t alig
                        core::format("aligned to {} bytes", alignment));
 }
 
+namespace {
+
+/// From the first byte of a view to the one behind its last.
+std::int64_t extent_bytes(const TensorView& view) {
+  if (view.numel() == 0) return 0;
+  std::int64_t elements = 1;
+  for (int axis = 0; axis < view.rank(); ++axis) {
+    elements += (view.size(axis) - 1) * view.stride(axis);
+  }
+  return bytes(view.dtype(), elements);
+}
+
+/// Columns of two matrices that lie side by side in the rows of one buffer.
+bool side_by_side(const TensorView& a, const TensorView& b, std::int64_t offset) {
+  if (a.rank() != 2 || b.rank() != 2) return false;
+  const std::int64_t row = bytes(a.dtype(), a.stride(0));
+  if (row <= 0 || row != bytes(b.dtype(), b.stride(0))) return false;
+  const std::int64_t column = ((offset % row) + row) % row;
+  return column >= bytes(a.dtype(), a.size(1)) && column + bytes(b.dtype(), b.size(1)) <= row;
+}
+
+}  // namespace
+
 bool overlap(const TensorView& a, const TensorView& b) {
   const auto* a_begin = a.as<const char>();
   const auto* b_begin = b.as<const char>();
   if (!a_begin || !b_begin) return false;
-  return a_begin < b_begin + b.nbytes() && b_begin < a_begin + a.nbytes();
+  const std::int64_t a_bytes = extent_bytes(a), b_bytes = extent_bytes(b);
+  if (a_bytes == 0 || b_bytes == 0) return false;
+  if (a_begin >= b_begin + b_bytes || b_begin >= a_begin + a_bytes) return false;
+  return !side_by_side(a, b, b_begin - a_begin);
 }
 
 }  // namespace core

@@ -135,7 +135,7 @@ Forward::Forward(const Experts& experts, const ForwardArgs& args)
       batched_(mode_.format == ActivationFormat::kBatchedExperts),
       layout_(problem_, mode_, args.workspace2),
       executor_(core::executor_of(args.stream)),
-      num_threads_(args.stream.handle ? std::min(mode_.max_threads, executor_.concurrency())
+      num_threads_(args.stream.handle ? std::clamp(executor_.concurrency(), 1, mode_.max_threads)
                                       : mode_.max_threads),
       key_(problem_.scheme.activations),
       hidden_quantized_(key_ && !experts.descriptor().expects_unquantized_inputs(problem_.scheme)),
@@ -157,7 +157,10 @@ Forward::Forward(const Experts& experts, const ForwardArgs& args)
   const bool per_expert = quantizes_here() && key_->global_scale;
   permute_ = !batched_ && ((isa_.contiguous_rows && compute_ == Compute::kBF16) || per_expert);
   const bool same_type = (problem_.dtype == DType::kF32) == (compute_ == Compute::kF32);
-  direct_ = !key_ && !permute_ && same_type && x_bytes_ == a_bytes_ && !operands_[0].has_initial();
+  // Rows that end before the tile does need zeros behind them, which the caller's memory lacks.
+  const bool whole_tiles = problem_.hidden == weights_.gemm1().k;
+  direct_ = !key_ && !permute_ && same_type && whole_tiles && x_bytes_ == a_bytes_ &&
+            !operands_[0].has_initial();
   a_ = direct_ ? args.hidden_states.as<const std::byte>() : layout_.gemm2_rows;
   index_rows();
   a_rows_ = permute_ ? num_rows() : x_rows_;

@@ -15,19 +15,6 @@ bool aligned(const void* data, std::size_t alignment) {
   return reinterpret_cast<std::uintptr_t>(data) % alignment == 0;
 }
 
-void check_memory(const TensorView& view, const char* name, Device device) {
-  FUSEDMOE_CHECK_FAULT(view.device() == device, kDevice, name,
-                       core::format("on {}", to_string(view.device())),
-                       core::format("on {}", to_string(device)));
-  // Kernels on CUDA read and write rows of 16-bit elements 16 bytes at a time.
-  const bool rows = !device.is_cpu() && bits(view.dtype()) == 16;
-  const auto width =
-      rows ? std::size_t{16} : static_cast<std::size_t>(std::max(bits(view.dtype()) / 8, 1));
-  FUSEDMOE_CHECK_FAULT(aligned(view.data(), width), kAlignment, name,
-                       core::format("at {}", view.data()),
-                       core::format("aligned to {} bytes", width));
-}
-
 /// Routing arguments of a modular kernel; returns topk.
 std::int64_t check_routing(const ForwardArgs& args, std::int64_t num_tokens,
                            std::int64_t num_experts) {
@@ -150,13 +137,15 @@ void check_expert_map(const TensorView& expert_map, std::int64_t num_local_exper
 void check_buffer(const TensorView& view, const char* name, DType dtype, const Shape& shape,
                   Device device) {
   core::check_tensor(view, name, dtype, shape);
-  check_memory(view, name, device);
+  core::check_place(view, name, device, false);
+  // Kernels on CUDA read logits and rows of 16-bit elements 16 bytes at a time.
+  if (!device.is_cpu() && bits(dtype) == 16) core::check_aligned(view.data(), name, 16);
 }
 
 void check_row_buffer(const TensorView& view, const char* name, DType dtype, const Shape& shape,
                       Device device) {
   core::check_rows(view, name, dtype, shape);
-  check_memory(view, name, device);
+  core::check_place(view, name, device, true);
 }
 
 void check_disjoint(NamedView written, std::initializer_list<NamedView> others) {
@@ -168,7 +157,10 @@ void check_disjoint(NamedView written, std::initializer_list<NamedView> others) 
 }
 
 void check_output(const TensorView& output, const TensorView& hidden_states, bool inplace) {
-  if (inplace && output.data() == hidden_states.data()) return;
+  if (inplace && output.data() == hidden_states.data() && output.dtype() == hidden_states.dtype() &&
+      (output.size(0) < 2 || output.stride(0) == hidden_states.stride(0))) {
+    return;
+  }
   check_disjoint({"output", &output}, {{"hidden_states", &hidden_states}});
 }
 
@@ -230,9 +222,18 @@ void check_finalize_args(const PrepareFinalizeDescriptor& descriptor, const Forw
   check_buffer(args.topk_ids, "topk_ids", DType::kI32, {args.output.size(0), -1}, device);
   check_buffer(args.topk_weights, "topk_weights", DType::kF32, args.topk_ids.shape(), device);
   const bool batched = descriptor.activation_format() == ActivationFormat::kBatchedExperts;
-  const Shape rows = batched ? Shape{args.weights->info().num_experts, -1, hidden}
+  const std::int64_t num_tokens = args.output.size(0);
+  const Shape rows = batched ? Shape{args.weights->info().num_experts, num_tokens, hidden}
                              : Shape{args.topk_ids.numel(), hidden};
-  check_buffer(args.fused_output, "fused_output", args.fused_output.dtype(), rows, device);
+  const DType dtype = args.fused_output.dtype();
+  core::check_activation_dtype(args.fused_output, "fused_output");
+  FUSEDMOE_CHECK_FAULT(args.output.dtype() == dtype || args.output.dtype() == DType::kF32, kDType,
+                       "output", core::describe(args.output),
+                       core::format("f32, or {} as fused_output", name(dtype)));
+  check_buffer(args.fused_output, "fused_output", dtype, rows, device);
+  if (args.expert_map) check_buffer(args.expert_map, "expert_map", DType::kI32, {-1}, device);
+  FUSEDMOE_CHECK_FAULT(!batched || num_tokens == 0 || args.prepare_workspace, kWorkspace,
+                       "prepare_workspace", "null", "that of prepare");
 }
 
 ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& args,
@@ -272,7 +273,14 @@ ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& a
   check_output(args.output, args.hidden_states, args.inplace);
   check_disjoint(output, {ids, weights, logits, expert_map});
   check_workspace(workspace, kernel.workspace_bytes(problem),
-                  {output, hidden_states, ids, weights, logits, expert_map});
+                  {output,
+                   hidden_states,
+                   ids,
+                   weights,
+                   logits,
+                   expert_map,
+                   {"score_correction_bias", &args.score_correction_bias},
+                   {"expert_load", &args.expert_load}});
   // Values last: they mean nothing in memory that another argument claims. On a device they cannot
   // be read without waiting for it.
   if (!device.is_cpu()) return problem;

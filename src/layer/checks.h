@@ -28,8 +28,8 @@ void check_row_buffer(const TensorView& view, const char* name, DType dtype, con
 /// The memory of `written` overlaps none of the others; undefined views are skipped.
 void check_disjoint(NamedView written, std::initializer_list<NamedView> others);
 
-/// Apart from the hidden states, or, where `inplace` allows it, exactly them (same dtype and
-/// shape).
+/// Apart from the hidden states, or, where `inplace` allows it, exactly them (same dtype,
+/// shape and stride).
 void check_output(const TensorView& output, const TensorView& hidden_states, bool inplace);
 
 /// Values of arguments in host memory: ids that are -1 or in [0, num_experts); a map to local

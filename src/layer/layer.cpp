@@ -22,9 +22,14 @@ namespace {
 // memory that does not outlive them.
 Tensor own(const Tensor& tensor, Device device) {
   if (!tensor) return {};
-  const Tensor copy = Tensor::empty(tensor.shape(), tensor.dtype());
-  convert(to_device(tensor, {}), copy);
-  return to_device(copy, device);
+  const Tensor host = to_device(tensor, {});
+  const Tensor result = Tensor::empty(tensor.shape(), tensor.dtype());
+  if (tensor.dtype() == DType::kI32) {
+    copy(host, result, {});
+  } else {
+    convert(host, result);
+  }
+  return to_device(result, device);
 }
 
 void check_parameter(const Tensor& tensor, const char* name, const Shape& shape) {
@@ -203,7 +208,7 @@ MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options,
       router_weights{own(weights.router_weights.weight, options.device),
                      own(weights.router_weights.bias, options.device),
                      own(weights.router_weights.score_correction_bias, options.device)},
-      expert_map(weights.expert_map ? to_device(weights.expert_map, options.device) : Tensor()),
+      expert_map(own(weights.expert_map, options.device)),
       kernel(chosen.create(layer_context(options))),
       output_dtype(options.output_dtype.value_or(options.dtype)),
       inplace(options.inplace),
@@ -211,7 +216,7 @@ MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options,
       stream{options.device} {
   if (executor && options.device.is_cpu()) stream = cpu_stream(*executor);
   config.activation_format = chosen.prepare_finalize->activation_format();
-  if (options.monolithic || chosen.experts->routes_faster()) {
+  if (options.monolithic || (weights.router_weights.weight && chosen.experts->routes_faster())) {
     Selection routing = chosen;
     routing.config.monolithic = true;
     const Support support = chosen.experts->supports(routing.config);
@@ -321,6 +326,12 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
                           device);
   const std::int64_t num_tokens = call.hidden_states.size(0);
   layer::check_row_buffer(call.output, "output", output_dtype, {num_tokens, config.hidden}, device);
+  FUSEDMOE_CHECK(
+      !options.hooks || num_tokens <= chunk, "hooks",
+      core::format("given with {} tokens", num_tokens),
+      core::format("given with at most {}, which fit into max_workspace_bytes: hooks see "
+                   "all tokens at once",
+                   chunk));
 
   const Shape choice{num_tokens, router.topk};
   const bool routed = call.routing.topk_ids.defined();

@@ -73,12 +73,16 @@ void ModularKernel::run(ForwardArgs args, const ProblemSize& problem, void* work
   const WorkspacePlan plan = experts_->plan(prepare_finalize_->problem_size(problem));
   args.workspace13 = cutter.take(plan.common_bytes());
   args.workspace2 = cutter.take(plan.workspace2_bytes);
-  const bool direct = plan.output_shape == args.output.shape();
+  args.weight_and_reduce =
+      experts_->descriptor().weight_and_reduce(experts_->config().activation_format);
+  // finalize can work in place on the output itself if it adds nothing to what was there.
+  const bool in_place =
+      plan.output_dtype == args.output.dtype() && args.output.contiguous() && !args.accumulate;
+  const bool direct = plan.output_shape == args.output.shape() &&
+                      (args.weight_and_reduce == WeightAndReduce::kNoOp || in_place);
   args.fused_output = direct ? args.output
                              : TensorView(args.workspace13, plan.output_dtype, plan.output_shape,
                                           args.output.device());
-  args.weight_and_reduce =
-      experts_->descriptor().weight_and_reduce(experts_->config().activation_format);
   prepare_finalize_->do_start_prepare(args);
   prepare_finalize_->do_finish_prepare(args);
   experts_->run(args);

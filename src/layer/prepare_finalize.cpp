@@ -262,6 +262,9 @@ class BatchedDescriptor final : public PrepareFinalizeDescriptor {
 
 void PrepareAndFinalize::start_prepare(ForwardArgs& args) const {
   layer::check_prepare_args(descriptor_, args);
+  const std::size_t needed = workspace_bytes(problem_of(args), args.preparation);
+  FUSEDMOE_CHECK_FAULT(needed == 0 || args.prepare_workspace, kWorkspace, "prepare_workspace",
+                       "null", core::format("{} bytes", needed));
   do_start_prepare(args);
 }
 

@@ -145,7 +145,10 @@ Selection select(const MoeConfig& config, std::string_view require) {
   if (!require.empty()) return select_required(config, require);
   Selection selection = explain(config);
   if (selection) return selection;
-  if (const std::string problem = device_problem(config.device); !problem.empty()) {
+  // Who names a compute capability asks about a device that need not be here.
+  const std::string problem =
+      config.compute_capability ? std::string() : device_problem(config.device);
+  if (!problem.empty()) {
     throw Error::unsupported(Reason::kDevice, "config.device",
                              core::format("{}: {}", to_string(config.device), problem));
   }

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/format.h"
+#include "core/parallel.h"
 #include "core/workspace.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
@@ -69,6 +70,7 @@ bool ExpertsDescriptor::expects_unquantized_inputs(const QuantScheme& scheme) co
 Experts::Experts(const ExpertsDescriptor& descriptor, MoeConfig config, Context context)
     : descriptor_(descriptor), config_(std::move(config)), context_(context) {
   context_.device = config_.device;
+  core::check_num_threads(context_.num_threads);
   if (context_.num_threads == 0) context_.num_threads = num_threads();
 }
 

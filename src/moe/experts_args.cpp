@@ -73,18 +73,6 @@ void check_routing(const Experts& experts, const ForwardArgs& args, const Proble
   check_tensor(args.topk_weights, "topk_weights", DType::kF32, args.topk_ids.shape());
 }
 
-/// Kernels on CUDA read and write rows 16 bytes at a time.
-void check_place(const TensorView& view, const char* argument, Device device, bool rows) {
-  if (!view) return;
-  FUSEDMOE_CHECK_FAULT(view.device() == device, kDevice, argument,
-                       core::format("on {}", to_string(view.device())),
-                       core::format("on {}", to_string(device)));
-  const int width = !device.is_cpu() && rows ? 16 : std::max(bits(view.dtype()) / 8, 1);
-  FUSEDMOE_CHECK_FAULT(reinterpret_cast<std::uintptr_t>(view.data()) % width == 0, kAlignment,
-                       argument, core::format("at {}", view.data()),
-                       core::format("aligned to {} bytes", width));
-}
-
 void check_places(const ForwardArgs& args, Device device) {
   FUSEDMOE_CHECK_FAULT(args.stream.device == device, kDevice, "stream",
                        core::format("of {}", to_string(args.stream.device)),
@@ -104,6 +92,21 @@ void check_places(const ForwardArgs& args, Device device) {
 }
 
 }  // namespace
+
+void check_place(const TensorView& view, const char* argument, Device device, bool rows) {
+  if (!view) return;
+  FUSEDMOE_CHECK_FAULT(view.device() == device, kDevice, argument,
+                       core::format("on {}", to_string(view.device())),
+                       core::format("on {}", to_string(device)));
+  const bool wide = rows && !device.is_cpu();
+  const auto element = static_cast<std::size_t>(std::max(bits(view.dtype()) / 8, 1));
+  check_aligned(view.data(), argument, wide ? 16 : element);
+  if (!wide || view.rank() < 2 || view.size(view.rank() - 2) < 2) return;
+  const std::int64_t stride = view.stride(view.rank() - 2);
+  FUSEDMOE_CHECK_FAULT(bytes(view.dtype(), stride) % 16 == 0, kLayout, argument,
+                       core::format("rows with a stride of {} elements", stride),
+                       "rows with a stride of a multiple of 16 bytes");
+}
 
 void check_router_args(const MoeConfig& config, const ForwardArgs& args, std::int64_t num_tokens) {
   FUSEDMOE_CHECK_FAULT(args.router, kNull, "router", "null", "given to monolithic experts");

@@ -40,6 +40,10 @@ void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& 
 /// The size of the problem that arguments describe, as the experts see it: behind prepare.
 ProblemSize problem_of(const Experts& experts, const ForwardArgs& args);
 
+/// Throws Error unless a view, where it is defined, is on `device` and aligned to its elements.
+/// Kernels on CUDA read and write `rows` 16 bytes at a time: each must start at such an address.
+void check_place(const TensorView& view, const char* argument, Device device, bool rows);
+
 /// Throws Error unless monolithic experts can route with these arguments: a router of as many
 /// experts as they have, and tensors of its shapes.
 void check_router_args(const MoeConfig& config, const ForwardArgs& args, std::int64_t num_tokens);

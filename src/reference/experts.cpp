@@ -349,7 +349,8 @@ class Forward {
   QuantizedRow input_row(std::int64_t row) const {
     const bool per_tensor = key_->group.rows < 0;
     const std::int64_t row_bytes = core::scales_per_row(*key_, n_.hidden) * bytes(*key_->scale, 1);
-    return {*key_, args_.hidden_states.as<const std::uint8_t>() + row * n_.hidden,
+    const TensorView& states = args_.hidden_states;
+    return {*key_, states.as<const std::uint8_t>() + row * states.stride(states.rank() - 2),
             args_.hidden_scales.as<const char>() + (per_tensor ? 0 : row * row_bytes)};
   }
 

@@ -89,6 +89,7 @@ std::vector<LayerFault> layer_faults() {
        [](W&, O& o) { o.output_dtype = DType::kF16; }},
       {"TooLittleScratch", "options.max_workspace_bytes",
        [](W&, O& o) { o.max_workspace_bytes = 1; }},
+      {"FewerThanNoThreads", "num_threads", [](W&, O& o) { o.num_threads = -1; }},
       {"ChunksOfOneScale", "options.max_workspace_bytes",
        [](W& w, O& o) {
          testing::Case spec;

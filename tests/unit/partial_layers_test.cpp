@@ -193,6 +193,60 @@ TEST_P(Variants, RowsMayHaveAStride) {
   }
 }
 
+// What lies behind a row is no part of it, be it as wide as the padding of a tile.
+TEST_P(Variants, NothingBehindARowIsRead) {
+  constexpr std::int64_t kShort = 40, kStride = 64, kTokens = 3;
+  LayerSpec spec;
+  spec.experts.hidden = kShort;
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    LayerOptions wanted = options();
+    wanted.dtype = dtype;
+    const MoeLayer layer(make_layer_weights(spec), wanted);
+    const Tensor x = make_hidden_states(dtype, kTokens, kShort);
+    const Tensor in = Tensor::empty({kTokens, kStride}, dtype);
+    std::memset(in.data(), 0xff, static_cast<std::size_t>(in.nbytes()));  // NaN
+    const auto row_bytes = static_cast<std::size_t>(bytes(dtype, kShort));
+    for (std::int64_t t = 0; t < kTokens; ++t) {
+      std::memcpy(in.select(0, t).data(), x.select(0, t).data(), row_bytes);
+    }
+    const Tensor output = Tensor::empty(x.shape(), dtype);
+    const Scratch scratch(layer, kTokens);
+    layer.forward(in.slice(1, 0, kShort), output, scratch.workspace);
+    EXPECT_TRUE(bitwise_equal(output, layer.forward(x))) << name(dtype);
+  }
+}
+
+TEST(MoeLayerHooks, SeeAllTokensAtOnce) {
+  LayerOptions options = layer_options(DType::kBF16, "cpu_unfused");
+  const LayerWeights weights = make_layer_weights(LayerSpec{});
+  options.max_workspace_bytes = MoeLayer(weights, options).workspace_bytes(8);
+  const MoeLayer layer(weights, options);
+  const ExpertsHooks hooks;
+  for (const std::int64_t tokens : {8, 9}) {
+    const Tensor x = make_hidden_states(DType::kBF16, tokens, kHidden);
+    const Tensor output = Tensor::empty(x.shape(), DType::kBF16);
+    const Scratch scratch(layer, tokens);
+    const auto forward = [&] { layer.forward(x, output, scratch.workspace, {.hooks = &hooks}); };
+    if (tokens == 8) {
+      EXPECT_NO_THROW(forward());
+    } else {
+      EXPECT_THROW(forward(), Error);
+    }
+  }
+}
+
+TEST(MoeLayerWeights, TheMapIsCopied) {
+  LayerWeights weights = make_layer_weights(LayerSpec{});
+  const Tensor map = Tensor::empty({kExperts}, DType::kI32);
+  for (int e = 0; e < kExperts; ++e) map.as<std::int32_t>()[e] = e;
+  weights.expert_map = map;
+  const MoeLayer layer(weights);
+  const Tensor x = make_hidden_states(DType::kBF16, 4, kHidden);
+  const Tensor expected = layer.forward(x);
+  std::fill_n(map.as<std::int32_t>(), kExperts, -1);
+  EXPECT_TRUE(bitwise_equal(layer.forward(x), expected));
+}
+
 TEST_P(Variants, ChunksGiveTheSameBits) {
   const LayerWeights weights = make_layer_weights(shared_spec());
   const MoeLayer layer(weights, options());
