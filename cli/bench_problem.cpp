@@ -129,6 +129,7 @@ testing::Case BenchProblem::spec(std::int64_t num_tokens) const {
   result.activation = options_.model.activation;
   result.activation_params = options_.model.activation_params;
   result.bias = options_.model.has_bias;
+  result.weight_on_input = options_.model.router.apply_router_weight_on_input;
   return result;
 }
 

@@ -316,7 +316,7 @@ QuantizedShape quantized_shape(const QuantKey& key, std::int64_t rows, std::int6
 
 void core::quantize(Executor& executor, const TensorView& x, const QuantKey& key,
                     std::optional<float> scale, const QuantizedViews& out) {
-  const auto& [values, scales] = out;
+  const TensorView &values = out.values, &scales = out.scales;  // not bindings: clang 14
   FUSEDMOE_CHECK_FAULT(x.defined() && x.rank() == 2 && core::is_activation_dtype(x.dtype()) &&
                            (x.stride(1) == 1 || x.size(1) <= 1) && x.device().is_cpu(),
                        kShape, "x", core::describe(x),
