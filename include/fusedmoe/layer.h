@@ -47,11 +47,12 @@ struct LayerOptions {
   /// that is faster, as for few tokens on CUDA.
   bool monolithic = false;
   /// Of the ranks that share the layer. With ep_size > 1 the output holds the sum over the experts
-  /// of this rank, and somebody has to add those of the others.
+  /// of this rank, and somebody has to add those of the others. Every layer adds the shared experts
+  /// that it is given: give them to one rank.
   ParallelConfig parallel = {};
   int num_threads = 0;  ///< of the CPU; 0: those of the executor when the layer is made
-  /// Runs the layer's work on the CPU, unless a forward's stream names another; must outlive it.
-  /// Null: OpenMP's threads.
+  /// Runs the layer's forwards on the CPU (not the packing), unless a forward's stream names
+  /// another; must outlive it. Null: OpenMP's threads.
   Executor* executor = nullptr;
   /// Most bytes of scratch that a forward may ask for; 0: no limit. Longer inputs then run in
   /// chunks of tokens.
@@ -166,7 +167,8 @@ struct FusedExpertsArgs {
 
 /// output = the experts' weighted sum over the routed tokens. The first call with some w13 and w2
 /// packs them, which takes long, on CUDA waits, and cannot be captured; later calls with the same
-/// addresses, shapes and settings reuse the result.
+/// addresses, shapes and settings reuse the result. A call with more tokens than any before grows
+/// the scratch memory of the cache: graphs captured earlier must then be captured again.
 FUSEDMOE_API void fused_experts(const FusedExpertsArgs& args, PackCache& cache);
 
 }  // namespace fusedmoe

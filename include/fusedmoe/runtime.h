@@ -91,8 +91,7 @@ FUSEDMOE_API Tensor to_device(const Tensor& tensor, Device device);
 /// Waits for all work of the stream.
 FUSEDMOE_API void synchronize(Stream stream);
 
-/// While it lives, `device` is the calling thread's current one, where Experts::pack puts weights.
-/// Nothing for the CPU.
+/// While it lives, `device` is the calling thread's current one. Nothing for the CPU.
 class FUSEDMOE_API CurrentDevice {
  public:
   explicit CurrentDevice(Device device);

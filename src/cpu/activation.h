@@ -1,4 +1,4 @@
-// The activations of fusedmoe/activation.h on fp32 vectors, for an instruction-set policy S (see
+// The activations of fusedmoe/weights.h on fp32 vectors, for an instruction-set policy S (see
 // cpu/simd_vector.h). Included by isa_*.cpp only.
 #pragma once
 

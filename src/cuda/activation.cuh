@@ -1,4 +1,4 @@
-// The activations of fusedmoe/activation.h in fp32, for one gate and up pair.
+// The activations of fusedmoe/weights.h in fp32, for one gate and up pair.
 #pragma once
 
 #include "fusedmoe/weights.h"

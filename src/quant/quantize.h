@@ -1,5 +1,5 @@
 // Quantization of one row of activations, as prepare and the experts do it; see
-// fusedmoe/quantize.h for the formats.
+// fusedmoe/quant.h for the formats.
 #pragma once
 
 #include <cstdint>

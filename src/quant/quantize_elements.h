@@ -1,5 +1,5 @@
 // One element to its code without branches, so that loops over rows vectorize. Equal to the
-// conversions of fusedmoe/formats.h for every fp32 value.
+// conversions of fusedmoe/quant.h for every fp32 value.
 #pragma once
 
 #include <algorithm>

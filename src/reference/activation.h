@@ -1,4 +1,4 @@
-// The activations between the two GEMMs, in double, from the formulas of fusedmoe/activation.h.
+// The activations between the two GEMMs, in double, from the formulas of fusedmoe/weights.h.
 #pragma once
 
 #include "fusedmoe/weights.h"

@@ -41,7 +41,7 @@ struct PackedView {
 };
 
 struct WeightFormat {
-  std::string_view name;  ///< "mxfp4": a part of the experts' names
+  std::string_view name;  ///< "mxfp4"
   QuantScheme scheme;
   DType row_dtype = DType::kBF16;  ///< of hidden states, activated rows and results
   PackedBlock block;

@@ -1,4 +1,4 @@
-// The index structures of routing_data.h on the device, in one launch; where many rows are permuted
+// The index structures of router.h on the device, in one launch; where many rows are permuted
 // as well, in two.
 #pragma once
 
