@@ -1,0 +1,116 @@
+#include "layer/layer_weights.h"
+
+#include "core/check.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
+#include "layer/checks.h"
+
+namespace fusedmoe::layer {
+namespace {
+
+void check_parameter(const Tensor& tensor, const char* name, const Shape& shape) {
+  FUSEDMOE_CHECK_FAULT(
+      tensor.defined() && core::is_activation_dtype(tensor.dtype()) && tensor.shape() == shape,
+      kDType, name, core::describe(tensor), core::format("f32, bf16 or f16 {}", to_string(shape)));
+}
+
+void check_router_weights(const LayerWeights& weights) {
+  const std::int64_t num_experts = weights.router.num_experts;
+  const RouterWeights& router = weights.router_weights;
+  if (router.weight) {
+    check_parameter(router.weight, "router_weights.weight", {num_experts, weights.experts.hidden});
+  }
+  if (router.bias) check_parameter(router.bias, "router_weights.bias", {num_experts});
+  if (router.score_correction_bias) {
+    core::check_tensor(router.score_correction_bias, "router_weights.score_correction_bias",
+                       DType::kF32, {num_experts});
+  }
+}
+
+MoeConfig shared_config(const ExpertWeights& experts, const LayerOptions& options) {
+  MoeConfig config = moe_config(experts, 1, options.dtype, options.device);
+  config.batch_invariant = options.batch_invariant;
+  return config;
+}
+
+}  // namespace
+
+Tensor own(const Tensor& tensor, Device device) {
+  if (!tensor) return {};
+  const Tensor host = to_device(tensor, {});
+  const Tensor result = Tensor::empty(tensor.shape(), tensor.dtype());
+  if (tensor.dtype() == DType::kI32) {
+    copy(host, result, {});
+  } else {
+    convert(host, result);
+  }
+  return to_device(result, device);
+}
+
+void check_weights(const LayerWeights& weights) {
+  weights.router.validate();
+  weights.experts.validate();
+  const std::int64_t num_experts = weights.router.num_experts, hidden = weights.experts.hidden;
+  if (weights.expert_map) {
+    core::check_tensor(weights.expert_map, "expert_map", DType::kI32, {num_experts});
+    layer::check_expert_map(to_device(weights.expert_map, {}), weights.experts.num_experts());
+  } else {
+    FUSEDMOE_CHECK(
+        weights.experts.num_experts() == num_experts, "experts",
+        core::format("{} experts", weights.experts.num_experts()),
+        core::format("{}, as router.num_experts, or given with an expert_map", num_experts));
+  }
+  check_router_weights(weights);
+  if (!weights.shared_experts) return;
+  const SharedExperts& shared = *weights.shared_experts;
+  shared.weights.validate();
+  FUSEDMOE_CHECK(shared.weights.num_experts() == 1 && shared.weights.hidden == hidden,
+                 "shared_experts",
+                 core::format("{} experts of hidden size {}", shared.weights.num_experts(),
+                              shared.weights.hidden),
+                 core::format("1 expert of hidden size {}", hidden));
+  if (shared.gate) check_parameter(shared.gate, "shared_experts.gate", {1, hidden});
+}
+
+MoeConfig layer_config(const LayerWeights& weights, const LayerOptions& options) {
+  MoeConfig config =
+      moe_config(weights.experts, weights.router.topk, options.dtype, options.device);
+  config.num_experts = weights.router.num_experts;
+  config.has_expert_map = weights.expert_map.defined();
+  config.apply_router_weight_on_input = weights.router.apply_router_weight_on_input;
+  config.routing_method =
+      routing_method(weights.router, weights.router_weights.score_correction_bias.defined());
+  config.batch_invariant = options.batch_invariant;
+  config.hooks = options.hooks;
+  config.parallel = options.parallel;
+  return config;
+}
+
+Selection select_routed(const LayerWeights& weights, const LayerOptions& options) {
+  const MoeConfig config = layer_config(weights, options);
+  if (options.plan.empty()) return select(config, options.require);
+  FUSEDMOE_CHECK(options.require.empty(), "options.require",
+                 core::format("\"{}\"", options.require), "empty: the plan says what runs");
+  const Plan plan = Plan::parse(options.plan);
+  FUSEDMOE_CHECK(
+      plan.shared_experts.empty() == !weights.shared_experts, "plan.shared_experts",
+      core::format("\"{}\"", plan.shared_experts),
+      weights.shared_experts ? "set: the layer has shared experts" : "absent: the layer has none");
+  return select(config, plan);
+}
+
+Selection select_shared(const ExpertWeights& weights, const LayerOptions& options,
+                        const Selection& routed) {
+  const MoeConfig config = shared_config(weights, options);
+  if (!options.plan.empty()) {
+    const Plan plan = Plan::parse(options.plan);
+    FUSEDMOE_CHECK(plan.shared_scheme == name(config.scheme), "plan.shared_scheme",
+                   core::format("\"{}\"", plan.shared_scheme),
+                   core::format("\"{}\", that of the weights", name(config.scheme)));
+    return select(config, plan.shared_experts);
+  }
+  if (options.require.empty()) return select(config);
+  return select(config, core::format("{}+no_ep", routed.experts->name()));
+}
+
+}  // namespace fusedmoe::layer
