@@ -10,7 +10,6 @@
 
 #include "core/check.h"
 #include "core/device_runtime.h"
-#include "core/workspace.h"
 #include "cuda/activation.h"
 #include "cuda/backend.h"
 #include "cuda/device/properties.h"
@@ -20,6 +19,7 @@
 #include "cuda/router/router.h"
 #include "cuda/rows/combine.h"
 #include "cuda/rows/routing_data.h"
+#include "cuda/scratch.h"
 #include "fusedmoe/runtime.h"
 #include "moe/experts_args.h"
 #include "moe/routed_experts.h"
@@ -28,58 +28,8 @@
 namespace fusedmoe::cuda {
 namespace {
 
-/// How the experts run, by their configuration.
-enum class Variant { kStandard, kBatched, kUnfused, kBatchInvariant };
-
-Variant variant_of(const MoeConfig& config) {
-  if (config.activation_format == ActivationFormat::kBatchedExperts) return Variant::kBatched;
-  if (config.hooks) return Variant::kUnfused;
-  return config.batch_invariant ? Variant::kBatchInvariant : Variant::kStandard;
-}
-
 constexpr std::int64_t kMaxTopk = 64;                              // of the router's kernels
 constexpr std::int64_t kFewWeightBytes = std::int64_t{256} << 20;  // a few times the L2
-constexpr std::int64_t kPitchUnit = 8;  // elements: rows of activations start at 16 bytes
-
-std::int64_t round_up(std::int64_t value, std::int64_t unit) {
-  return ceil_div(value, unit) * unit;
-}
-
-/// Scratch of one forward. With a null block only the size is meaningful.
-struct Scratch {
-  std::int64_t rows = 0;             // token rows of all experts, at most
-  std::int64_t activated_pitch = 0;  // elements
-  void* routing = nullptr;
-  std::int32_t* counters = nullptr;
-  void* permuted = nullptr;   // (rows, hidden): hidden states in expert order
-  void* gate_up = nullptr;    // unfused: GEMM 1's rows
-  void* activated = nullptr;  // (rows, activated_pitch)
-  void* rows_out = nullptr;   // (splits, rows, hidden): GEMM 2's rows, for the combine
-  std::size_t bytes = 0;
-
-  Scratch(const ProblemSize& problem, Variant variant, const KernelConfig& config, void* block) {
-    const bool batched = variant == Variant::kBatched;
-    const std::int64_t experts = problem.num_local_experts;
-    core::WorkspaceCutter cutter(block);
-    rows = problem.num_tokens * (batched ? experts : problem.topk);
-    activated_pitch = round_up(problem.intermediate, kPitchUnit);
-    const auto take_rows = [&](std::int64_t pitch, DType dtype) {
-      return cutter.take(
-          static_cast<std::size_t>(fusedmoe::bytes(dtype, Shape({rows, pitch}).numel())));
-    };
-    counters = static_cast<std::int32_t*>(
-        cutter.take(4 * static_cast<std::size_t>(num_counters(config.tile, rows, experts))));
-    if (!batched) {
-      const DType rows_dtype = config.rows_f32 ? DType::kF32 : problem.dtype;
-      routing = cutter.take(routing_data_bytes(problem.num_tokens, problem.topk, experts));
-      permuted = take_rows(problem.hidden, problem.dtype);
-      rows_out = take_rows(config.splits * problem.hidden, rows_dtype);
-    }
-    if (variant == Variant::kUnfused) gate_up = take_rows(2 * problem.intermediate, problem.dtype);
-    activated = take_rows(activated_pitch, problem.dtype);
-    bytes = cutter.used();
-  }
-};
 
 /// What was tuned for one layer, by number of tokens.
 struct TunedTokens {

@@ -5,8 +5,8 @@
 
 namespace fusedmoe::layer {
 
-/// A contiguous copy on `device`: checkpoints may hand out strided or unaligned views of memory that
-/// does not outlive them. Undefined for an undefined tensor.
+/// A contiguous copy on `device`: checkpoints may hand out strided or unaligned views of memory
+/// that does not outlive them. Undefined for an undefined tensor.
 Tensor own(const Tensor& tensor, Device device);
 
 /// Throws Error unless the shapes and dtypes of all weights fit each other.
