@@ -18,7 +18,8 @@ Variant variant_of(const MoeConfig& config) {
   return config.batch_invariant ? Variant::kBatchInvariant : Variant::kStandard;
 }
 
-Scratch::Scratch(const ProblemSize& problem, Variant variant, const KernelConfig& config, void* block) {
+Scratch::Scratch(const ProblemSize& problem, Variant variant, const KernelConfig& config,
+                 void* block) {
   const bool batched = variant == Variant::kBatched;
   const std::int64_t experts = problem.num_local_experts;
   core::WorkspaceCutter cutter(block);
