@@ -66,6 +66,7 @@ std::vector<std::pair<std::string, std::string>> findings() {
       {"compiler", __VERSION__},
       {"processor", proc_value("/proc/cpuinfo", "model name")},
       {"instruction set", std::string(cpu_isa())},
+      {"instruction sets", fmt::format("{}", fmt::join(cpu_isas(), ", "))},
       {"threads", fmt::to_string(num_threads())},
       {"memory", proc_value("/proc/meminfo", "MemTotal")},
       {"memory available", proc_value("/proc/meminfo", "MemAvailable")},

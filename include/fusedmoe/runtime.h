@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "fusedmoe/export.h"
 #include "fusedmoe/tensor.h"
@@ -72,10 +73,12 @@ FUSEDMOE_API Stream cpu_stream(Executor& executor);
 FUSEDMOE_API void set_num_threads(int num_threads);
 FUSEDMOE_API int num_threads();
 
-/// Name of the instruction set the CPU kernels run with: "generic", "avx2", "avx512",
-/// "avx512_bf16" or "amx". Chosen once from the processor; the environment variable
-/// FUSEDMOE_CPU_ISA may name a lower one.
+/// Name of the level of instructions that the CPU kernels run with: on x86-64 "generic", "avx2",
+/// "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16" or "amx". Chosen once from the processor;
+/// the environment variable FUSEDMOE_CPU_ISA may name a lower one.
 FUSEDMOE_API std::string_view cpu_isa();
+/// All levels that this machine has, the best first.
+FUSEDMOE_API std::vector<std::string_view> cpu_isas();
 
 /// destination = source, asynchronous on `stream`; both contiguous, of one dtype and shape, apart
 /// from each other, on any devices. Where one is on CUDA so is the stream. A copy to or from host

@@ -2,9 +2,8 @@
 // and isa_amx.cpp only.
 #pragma once
 
-#include "cpu/codes.h"
-#include "cpu/multiply.h"
-#include "cpu/scales_avx512.h"
+#include "cpu/dot_f32.h"
+#include "cpu/simd_avx512.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -31,7 +30,7 @@ struct DotBf16 {
   static Acc zero() { return _mm512_setzero_ps(); }
   static Acc initial(__m512 value) { return value; }
   static __m512 to_float(Acc acc) { return acc; }
-  static constexpr auto scales = decode_scales_avx512;
+  static void store_b(std::byte* p, B value) { _mm512_storeu_si512(p, value); }
 
   static void store_element(std::byte* row, std::int64_t column, __m512 value, Epilogue::Rounding) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + column * 2),
@@ -68,7 +67,7 @@ inline __m512i decode(__m512i words, __m512i table) {
 class Mxfp4ToBf16 {
  public:
   Mxfp4ToBf16(const std::byte* stream, const TileFormat&) : groups_(stream + kMxfp4HeaderBytes) {
-    for (int v = 0; v < 4; ++v) codes_[v] = load_codes(stream + 16 * v);
+    for (int v = 0; v < 4; ++v) codes_[v] = (__m512i)Simd::load_u8(stream + 16 * v);
   }
 
   const std::byte* panel(std::int64_t begin, std::int64_t count, std::byte* scratch) {
@@ -78,7 +77,8 @@ class Mxfp4ToBf16 {
       const std::byte* group = groups_ + (begin / DotBf16::kStepsPerGroup + g) * kMxfp4GroupBytes;
       __m512i excess[4];  // (127 + kBias - code) << 7 in both halves of each column
       for (int v = 0; v < 4; ++v) {
-        const __m512i change = _mm512_sub_epi32(load_codes(group + 16 * v), _mm512_set1_epi32(127));
+        const __m512i change =
+            _mm512_sub_epi32((__m512i)Simd::load_u8(group + 16 * v), _mm512_set1_epi32(127));
         codes_[v] = _mm512_sub_epi32(codes_[v], change);
         const __m512i shift =
             _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(127 + kBias), codes_[v]), 7);
@@ -111,27 +111,17 @@ class Mxfp4ToBf16 {
 
 // ---- Codecs: 64 bytes of codes -> bf16 pairs of 16 columns --------------------------------------
 
-/// Decodes a block vector by vector.
-template <class Codec>
-class RegisterBlocks {
- public:
-  static constexpr int kK = Codec::kK;
-  explicit RegisterBlocks(const TileFormat& format) : codec_(format) {}
+inline __m512i load_block(const std::byte* block, int v) {
+  return _mm512_loadu_si512(block + 64 * v);
+}
 
-  void decode(const std::byte* block, std::byte* target) const {
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) {
-      __m512i steps[Codec::kSteps];
-      codec_.decode(_mm512_loadu_si512(block + 64 * v), steps);
-#pragma GCC unroll 4
-      for (int j = 0; j < Codec::kSteps; ++j) {
-        _mm512_store_si512(target + j * kStepBytes + 64 * v, steps[j]);
-      }
-    }
+/// Weights that are bf16 pairs already.
+struct Bf16AsIs {
+  static constexpr int kK = 2, kSteps = 1;
+  explicit Bf16AsIs(const TileFormat&) {}
+  void decode(const std::byte* block, const std::byte*, int v, __m512i (&steps)[kSteps]) const {
+    steps[0] = load_block(block, v);
   }
-
- private:
-  Codec codec_;
 };
 
 /// E2M1, or 4-bit integers minus 8 (as they are if there are zero points), by table.
@@ -141,9 +131,10 @@ class NibblesToBf16 {
   static constexpr int kK = 8, kSteps = 4;
 
   explicit NibblesToBf16(const TileFormat& format)
-      : table_(kCodes == Codes::kE2M1 ? e2m1_table(0) : integers(format.zeros ? 0 : 8)) {}
+      : table_(kCodes == Codes::kE2M1 ? e2m1_table(0) : integers(implied_zero(format))) {}
 
-  void decode(__m512i words, __m512i (&steps)[kSteps]) const {
+  void decode(const std::byte* block, const std::byte*, int v, __m512i (&steps)[kSteps]) const {
+    const __m512i words = load_block(block, v);
     steps[0] = cpu::decode<0>(words, table_);
     steps[1] = cpu::decode<1>(words, table_);
     steps[2] = cpu::decode<2>(words, table_);
@@ -154,10 +145,7 @@ class NibblesToBf16 {
   static __m512i integers(int zero) {
     alignas(64) std::uint16_t table[32];
     for (int i = 0; i < 32; ++i) {
-      const float value = static_cast<float>(i % 16 - zero);
-      std::uint32_t bits;
-      std::memcpy(&bits, &value, 4);
-      table[i] = static_cast<std::uint16_t>(bits >> 16);
+      table[i] = static_cast<std::uint16_t>(bits_of_float(static_cast<float>(i % 16 - zero)) >> 16);
     }
     return _mm512_load_si512(table);
   }
@@ -173,11 +161,7 @@ class E4m3ToBf16 {
   explicit E4m3ToBf16(const TileFormat&) {
     alignas(64) std::uint8_t low[128], high[128];
     for (std::uint32_t code = 0; code < 128; ++code) {
-      constexpr std::uint16_t kNan = 0x7FC0;
-      const float value = e4m3_value(code);
-      std::uint32_t bits;
-      std::memcpy(&bits, &value, 4);
-      const auto half = code == 127 ? kNan : static_cast<std::uint16_t>(bits >> 16);
+      const auto half = static_cast<std::uint16_t>(bits_of_float(e4m3_value(code)) >> 16);
       low[code] = static_cast<std::uint8_t>(half);
       high[code] = static_cast<std::uint8_t>(half >> 8);
     }
@@ -187,7 +171,8 @@ class E4m3ToBf16 {
     }
   }
 
-  void decode(__m512i codes, __m512i (&steps)[kSteps]) const {
+  void decode(const std::byte* block, const std::byte*, int v, __m512i (&steps)[kSteps]) const {
+    const __m512i codes = load_block(block, v);
     const __m512i low = _mm512_permutex2var_epi8(low_[0], codes, low_[1]);
     const __m512i high = _mm512_permutex2var_epi8(high_[0], codes, high_[1]);
     constexpr int kOrAnd = 0xF8;  // a | (b & c)
@@ -207,10 +192,10 @@ class Int8ToBf16 {
  public:
   static constexpr int kK = 4, kSteps = 2;
 
-  explicit Int8ToBf16(const TileFormat& format)
-      : zero_(_mm512_set1_epi32(format.zeros ? 0 : 128)) {}
+  explicit Int8ToBf16(const TileFormat& format) : zero_(_mm512_set1_epi32(implied_zero(format))) {}
 
-  void decode(__m512i words, __m512i (&steps)[kSteps]) const {
+  void decode(const std::byte* block, const std::byte*, int v, __m512i (&steps)[kSteps]) const {
+    const __m512i words = load_block(block, v);
     const __m512i mask = _mm512_set1_epi32(255);
     const auto value = [&](__m512i code) {
       return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_sub_epi32(code, zero_)));
@@ -226,6 +211,28 @@ class Int8ToBf16 {
 
  private:
   __m512i zero_;
+};
+
+/// W4A8's weights, rounded to E4M3 in fp32.
+class W4A8ToBf16 {
+ public:
+  static constexpr int kK = 8, kSteps = 4;
+
+  explicit W4A8ToBf16(const TileFormat& format) : values_(format) {}
+
+  void decode(const std::byte* block, const std::byte* header, int v,
+              __m512i (&steps)[kSteps]) const {
+    Simd::F values[8];
+    values_.decode(block, header, v, values);
+#pragma GCC unroll 4
+    for (int j = 0; j < kSteps; ++j) {
+      const __m512i even = _mm512_srli_epi32((__m512i)values[2 * j], 16);
+      steps[j] = _mm512_mask_mov_epi16(even, 0xAAAAAAAA, (__m512i)values[2 * j + 1]);
+    }
+  }
+
+ private:
+  W4A8Codec<Simd> values_;
 };
 
 }  // namespace

@@ -68,10 +68,6 @@ Support CpuDescriptor::supports(const MoeConfig& config) const {
         Reason::kShape,
         core::format("size {}: int32 accumulators of int8 hold up to {}", widest, kMaxInt8Size));
   }
-  if (config.device.is_cpu() && config.scheme.weights.value == DType::kF16) {
-    return Support::no(Reason::kQuantScheme,
-                       "f16 weights: not yet in the fast CPU kernels; ask for `reference` by name");
-  }
   return core::supports_on_cpu(config, is_named(config.scheme) && has_codes(config.scheme.weights),
                                "every named scheme");
 }

@@ -5,22 +5,20 @@
 #include <unistd.h>
 #endif
 
+#include <algorithm>
 #include <cstdlib>
 #include <string_view>
+#include <vector>
 
 #include "core/check.h"
 #include "cpu/kernels.h"
+#include "cpu/levels.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe {
 namespace cpu {
 namespace {
-
-struct Level {
-  const Kernels* kernels;
-  bool available;
-};
 
 #if defined(__x86_64__)
 /// AMX with bf16 products, and the kernel's permission to use the tile registers.
@@ -37,6 +35,13 @@ bool amx_available() {
 #endif
 }
 
+/// The 256-bit dot products of processors without AVX-512.
+bool avx_vnni_available() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  constexpr unsigned kAvxVnni = 1u << 4;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & kAvxVnni);
+}
+
 /// Clang 14 does not know the name "f16c" in __builtin_cpu_supports.
 bool f16c_available() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -44,39 +49,48 @@ bool f16c_available() {
 }
 #endif
 
-const Kernels& choose() {
+std::vector<const Kernels*> available_levels() {
+  std::vector<const Kernels*> result{&generic_kernels()};  // from the lowest to the best
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c_available();
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512dq");
-  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") &&
-                    __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
-  const bool amx = bf16 && amx_available();
-  const Level levels[] = {{amx ? &amx_kernels() : nullptr, amx},
-                          {&kAvx512Bf16Kernels, bf16},
-                          {&kAvx512Kernels, avx512},
-                          {&kAvx2Kernels, avx2},
-                          {&kGenericKernels, true}};
-#else
-  const Level levels[] = {{&kGenericKernels, true}};
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !f16c_available()) {
+    return result;
+  }
+  result.push_back(&avx2_kernels());
+  if (avx_vnni_available()) result.push_back(&avx2_vnni_kernels());
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    result.push_back(&avx512_kernels());
+    if (__builtin_cpu_supports("avx512vnni")) {
+      result.push_back(&avx512_vnni_kernels());
+      if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
+        result.push_back(&avx512_bf16_kernels());
+        if (amx_available()) result.push_back(&amx_kernels());
+      }
+    }
+  }
+  std::reverse(result.begin(), result.end());
 #endif
+  return result;
+}
+
+const Kernels& choose() {
   const char* wanted = std::getenv("FUSEDMOE_CPU_ISA");
   std::string known;
-  for (const Level& level : levels) {
-    if (!level.available) continue;
-    if (!wanted || *wanted == '\0' || std::string_view(wanted) == level.kernels->name) {
-      return *level.kernels;
-    }
-    known += (known.empty() ? "" : ", ") + std::string(level.kernels->name);
+  for (const Kernels* level : levels()) {
+    if (!wanted || *wanted == '\0' || std::string_view(wanted) == level->name) return *level;
+    known += (known.empty() ? "" : ", ") + std::string(level->name);
   }
   throw Error::unsupported(Reason::kDevice, "FUSEDMOE_CPU_ISA", wanted,
                            "one that this machine has: " + known);
 }
 
 }  // namespace
+
+std::span<const Kernels* const> levels() {
+  static const std::vector<const Kernels*> all = available_levels();
+  return all;
+}
 
 const Kernels& kernels() {
   static const Kernels& chosen = choose();
@@ -87,6 +101,12 @@ const Kernels& kernels() {
 
 std::string_view cpu_isa() {
   return cpu::kernels().name;
+}
+
+std::vector<std::string_view> cpu_isas() {
+  std::vector<std::string_view> names;
+  for (const cpu::Kernels* level : cpu::levels()) names.emplace_back(level->name);
+  return names;
 }
 
 }  // namespace fusedmoe

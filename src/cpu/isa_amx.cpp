@@ -2,8 +2,8 @@
 // Everything that is not a bf16 dot product is done with AVX-512.
 //
 // Bits: tdpbf16ps adds up 16 pairs before it adds them to the accumulator, so results are rounded
-// differently from vdpbf16ps. Any number of rows uses it, so a row still does not depend on its
-// batch.
+// differently from vdpbf16ps, which is faster for few rows. So a row's bits depend on the number of
+// its expert's rows, unless `batch_invariant` asks for tile registers whatever the number.
 #include "cpu/dot_bf16.h"
 
 namespace fusedmoe::cpu {
@@ -118,18 +118,26 @@ double amx_flops(std::int64_t rounds) {
   return 2.0 * 4 * kTileRows * 16 * kGroup * static_cast<double>(rounds);
 }
 
+/// Few rows as `few` computes them, others with tile registers.
+template <void (*few)(const TileJob&), class Panels>
+void multiply_tiles(const TileJob& job) {
+  job.num_rows <= kStreamedRows && !job.batch_invariant ? few(job) : multiply<DotAmx, Panels>(job);
+}
+
 /// The AVX-512 kernels, those replaced for which AMX is faster.
 Kernels make_kernels() {
-  Kernels table = kAvx512Bf16Kernels;
+  Kernels table = avx512_bf16_kernels();
   constexpr int kBF16 = static_cast<int>(Compute::kBF16);
-  const auto multiply_of = [&](Codes codes) -> auto& {
-    return table.multiply[static_cast<int>(codes)][kBF16];
+  const auto set = [&](Codes codes, void (*multiply)(const TileJob&)) {
+    table.multiply[static_cast<int>(codes)][kBF16] = multiply;
   };
   table.name = "amx";
   table.contiguous_rows = true;
-  multiply_of(Codes::kBF16) = multiply<DotAmx, Undecoded>;
-  multiply_of(Codes::kMxfp4) = multiply<DotAmx, Mxfp4ToBf16>;
-  multiply_of(Codes::kW4A8) = multiply<DotAmx, W4A8Panels<DotBf16>>;
+  using E2m1 = NibblesToBf16<Codes::kE2M1>;
+  set(Codes::kBF16, multiply_tiles<multiply_plain<DotBf16, Bf16AsIs, Undecoded>, Undecoded>);
+  set(Codes::kMxfp4, multiply_tiles<multiply_chained<DotBf16, E2m1, Mxfp4ToBf16>, Mxfp4ToBf16>);
+  set(Codes::kW4A8,
+      multiply_tiles<multiply_plain<DotBf16, W4A8ToBf16>, CodecPanels<DotBf16, W4A8ToBf16>>);
   table.flops[kBF16] = amx_flops;
   return table;
 }

@@ -1,20 +1,21 @@
-// Kernels for AVX2 with FMA.
-#include <immintrin.h>
-
-#include "cpu/multiply_groups.h"
-#include "cpu/simd_vector.h"
+// Kernels for AVX2 with FMA and F16C.
+#include "cpu/dot_int8.h"
+#include "cpu/simd_avx2.h"
 
 namespace fusedmoe::cpu {
 namespace {
 
-struct Simd : SimdVector<8> {
-  static constexpr int kVectors = 2;
-  static constexpr int kRows = 6;
-  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-};
+Kernels make_kernels() {
+  Kernels table = f32_kernels<Simd>("avx2");
+  add_int8_kernels<Simd, SmallProducts<Simd>, WideProducts<Simd>>(table);
+  return table;
+}
 
 }  // namespace
 
-const Kernels kAvx2Kernels = f32_kernels<Simd>("avx2");
+const Kernels& avx2_kernels() {
+  static const Kernels table = make_kernels();
+  return table;
+}
 
 }  // namespace fusedmoe::cpu

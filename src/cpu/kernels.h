@@ -7,6 +7,7 @@
 // stream. Dot products read it in steps of 64 columns x 4 bytes.
 //   f32    k steps of one fp32 value per column
 //   bf16   k / 2 steps of two bf16 values per column (k even, k odd)
+//   f16    k rows of 64 f16 values
 //   codes  blocks of 256 bytes. 4-bit codes: 8 k; a column's 32-bit word has the code at
 //          k = 2 j + p in bits 16 p + 4 j, so that a look-up on 16-bit lanes (vpermw) with shifts
 //          by 0, 4, 8, 12 yields bf16 pairs. 8-bit integers: 4 k, a column's word in order. E4M3:
@@ -31,13 +32,15 @@ inline constexpr int kStepBytes = kTileColumns * 4;
 inline constexpr int kGroup = 32;  // inner size is padded to this
 inline constexpr int kMxfp4GroupBytes = kTileColumns + kTileColumns * kGroup / 2;
 inline constexpr int kMxfp4HeaderBytes = 2 * kTileColumns;
-inline constexpr int kMaxTiles = 4;   // tiles that one task may stream side by side
-inline constexpr int kMaxRows = 192;  // rows of one task
+inline constexpr int kMaxTiles = 4;      // tiles that one task may stream side by side
+inline constexpr int kStreamedRows = 4;  // up to which kernels decode in registers (stream.h)
+inline constexpr int kMaxRows = 192;     // rows of one task
 
 /// Elements of a stream.
 enum class Codes {
   kF32,
   kBF16,
+  kF16,
   kMxfp4,  ///< E2M1, with chained power-of-two scales
   kE2M1,
   kInt4,  ///< unsigned minus 8, or minus a zero point
@@ -45,7 +48,7 @@ enum class Codes {
   kInt8,  ///< unsigned minus 128, or minus a zero point
   kW4A8,  ///< kInt4 times an E4M3 factor per group of 128, rounded to E4M3
 };
-inline constexpr int kNumCodes = 8;
+inline constexpr int kNumCodes = 9;
 
 /// Scales in the stream; kNone where columns have at most one each (TileJob::column_scales).
 enum class ScaleType { kNone, kF32, kF16, kBF16, kE4M3, kE8M0 };
@@ -99,6 +102,7 @@ inline std::int64_t TileFormat::tile_bytes(std::int64_t k) const {
     case Codes::kF32:
       return k * kStepBytes;
     case Codes::kBF16:
+    case Codes::kF16:
       return k / 2 * kStepBytes;
     case Codes::kMxfp4:
       return kMxfp4HeaderBytes + k / kGroup * kMxfp4GroupBytes;
@@ -164,6 +168,8 @@ struct TileJob {
   std::int64_t topk = 1;
   std::int64_t num_rows = 0;
 
+  /// A row's bits must not depend on how many rows the job has.
+  bool batch_invariant = false;
   TileFormat format;
   RowScales row_scales;
   const float* column_scales = nullptr;  // (num_tiles, 64) in tile order, or null
@@ -218,11 +224,14 @@ struct Kernels {
   double (*flops[kNumComputes])(std::int64_t rounds);
 };
 
-extern const Kernels kGenericKernels;
-extern const Kernels kAvx2Kernels;
-extern const Kernels kAvx512Kernels;
-extern const Kernels kAvx512Bf16Kernels;
-/// Made from the table before it when first called, which only machines with AMX may do.
+// One table for each level, made when first called, which only machines that have the level may do.
+// A level above another starts from its table and replaces what it does better.
+const Kernels& generic_kernels();
+const Kernels& avx2_kernels();
+const Kernels& avx2_vnni_kernels();
+const Kernels& avx512_kernels();
+const Kernels& avx512_vnni_kernels();
+const Kernels& avx512_bf16_kernels();
 const Kernels& amx_kernels();
 
 /// The table for this machine, chosen once.

@@ -1,5 +1,5 @@
 // The one grouped-GEMM skeleton of the CPU backend: rows x tile, with policies for the instruction
-// set (Simd), the dot product (Dot) and the weight format (Decoder). Included by isa_*.cpp only.
+// set (Simd), the dot product (Dot) and the weight format (Codec). Included by isa_*.cpp only.
 //
 // Bits: every output element has one accumulator, to which its products are added in ascending k,
 // whatever the number of rows. Decoding weights is exact. Kernels that leave MXFP4 scales out of
@@ -10,7 +10,7 @@
 #include <cstring>
 
 #include "cpu/activation.h"
-#include "cpu/codes.h"
+#include "cpu/codecs.h"
 #include "cpu/kernels.h"
 #include "cpu/rows.h"
 
@@ -213,55 +213,6 @@ void multiply(const TileJob& job) {
   for (int tile = 0; tile < job.num_tiles; ++tile) multiply_tile<D, Decoder>(job, tile);
 }
 
-/// R rows x T tiles whose streams need no decoding. Few rows are bound by memory; T streams read
-/// side by side keep more cache lines in flight than one.
-template <class D, int T, int R>
-void stream_panels(const TileJob& job, int first_tile) {
-  using S = typename D::Simd;
-  constexpr int kVectors = kTileColumns / S::kWidth;
-  const std::byte* rows[R];
-  for (int r = 0; r < R; ++r) rows[r] = row_pointer(job, r);
-  const std::byte* panel = job.tiles + first_tile * job.tile_bytes;
-  typename S::F acc[T][R][kVectors];
-#pragma GCC unroll 4
-  for (int t = 0; t < T; ++t) {
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) acc[t][r][v] = S::set1(0.0f);
-    }
-  }
-  const std::int64_t steps = job.k / D::kPerStep;
-#pragma GCC unroll 2
-  for (std::int64_t step = 0; step < steps; ++step, panel += kStepBytes) {
-    typename D::B a[R];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) a[r] = D::broadcast(rows[r] + step * 4);
-#pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        const auto weights = D::load_b(panel + t * job.tile_bytes + v * S::kWidth * 4);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) acc[t][r][v] = D::dot(acc[t][r][v], weights, a[r]);
-      }
-    }
-  }
-  for (int t = 0; t < T; ++t) {
-    for (int r = 0; r < R; ++r) {
-      alignas(64) float accumulators[kTileColumns];
-      for (int v = 0; v < kVectors; ++v) S::store(accumulators + v * S::kWidth, acc[t][r][v]);
-      store_row<D>(job, first_tile + t, r, accumulators);
-    }
-  }
-}
-
-template <class D, int T, int R>
-void stream_all_panels(const TileJob& job, int tile = 0) {
-  for (; tile + T <= job.num_tiles; tile += T) stream_panels<D, T, R>(job, tile);
-  if constexpr (T > 1) stream_all_panels<D, T / 2, R>(job, tile);
-}
-
 // ---- fp32 dot products --------------------------------------------------------------------------
 
 template <class S>
@@ -288,7 +239,7 @@ struct DotF32 {
   static Acc zero() { return S::set1(0.0f); }
   static Acc initial(typename S::F value) { return value; }
   static typename S::F to_float(Acc acc) { return acc; }
-  static constexpr auto scales = decode_scales;
+  static void store_b(std::byte* p, B value) { S::store(reinterpret_cast<float*>(p), value); }
 };
 
 /// A stream that needs no decoding.
@@ -302,63 +253,69 @@ struct Undecoded {
   const std::byte* stream_;
 };
 
-template <class S>
-struct Bf16ToF32 {
-  Bf16ToF32(const std::byte* stream, const TileFormat&) : stream_(stream) {}
-  const std::byte* panel(std::int64_t begin, std::int64_t count, std::byte* scratch) {
-    const auto* source = reinterpret_cast<const std::uint32_t*>(stream_) + begin / 2 * kTileColumns;
-    auto* target = reinterpret_cast<std::uint32_t*>(scratch);
-    for (std::int64_t pair = 0; pair < count / 2; ++pair) {
-      for (int c = 0; c < kTileColumns; ++c) {
-        const std::uint32_t both = source[pair * kTileColumns + c];
-        target[(2 * pair) * kTileColumns + c] = both << 16;
-        target[(2 * pair + 1) * kTileColumns + c] = both & 0xFFFF0000u;
-      }
+/// Decodes one block to the steps of a panel, vector by vector.
+template <class D, class Codec>
+inline void decode_block(const Codec& codec, const std::byte* block, const std::byte* header,
+                         std::byte* target) {
+  constexpr int kW = D::Simd::kWidth;
+#pragma GCC unroll 4
+  for (int v = 0; v < kTileColumns / kW; ++v) {
+    typename D::B steps[Codec::kSteps];
+    codec.decode(block, header, v, steps);
+#pragma GCC unroll 8
+    for (int j = 0; j < Codec::kSteps; ++j)
+      D::store_b(target + j * kStepBytes + 4 * kW * v, steps[j]);
+  }
+}
+
+/// Panels of a stream whose weights are what its codec says: there are no scales in it, or they are
+/// the codec's affair.
+template <class D, class Codec>
+class CodecPanels {
+ public:
+  CodecPanels(const std::byte* stream, const TileFormat& format)
+      : stream_(stream), format_(format), codec_(format) {}
+
+  const std::byte* panel(std::int64_t begin, std::int64_t count, std::byte* scratch) const {
+    const bool grouped = format_.group > 0;
+    for (std::int64_t step = begin; step < begin + count; step += Codec::kSteps) {
+      const std::int64_t k = step * D::kPerStep, group = grouped ? k / format_.group : 0;
+      const std::byte* header = stream_ + (grouped ? group * format_.group_bytes() : 0);
+      const std::byte* blocks = header + (grouped ? format_.header_bytes() : 0);
+      const std::int64_t in_group = k - group * format_.group;
+      decode_block<D>(codec_, blocks + in_group / Codec::kK * kStepBytes, header,
+                      scratch + (step - begin) * kStepBytes);
     }
     return scratch;
   }
 
  private:
   const std::byte* stream_;
+  const TileFormat format_;
+  Codec codec_;
 };
 
-/// The E8M0 scale code of each column. Streams hold the differences from group to group.
-struct Mxfp4Scales {
-  std::int32_t code[kTileColumns];
-  explicit Mxfp4Scales(const std::byte* stream) {
-    for (int c = 0; c < kTileColumns; ++c) code[c] = static_cast<std::uint8_t>(stream[c]);
-  }
-  void advance(const std::byte* group) {
-    for (int c = 0; c < kTileColumns; ++c) code[c] -= static_cast<std::uint8_t>(group[c]) - 127;
-  }
-};
+/// Panels of MXFP4 in fp32, with the scales multiplied in, which is exact.
+template <class S, class Codec>
+class Mxfp4Panels {
+ public:
+  Mxfp4Panels(const std::byte* stream, const TileFormat& format)
+      : groups_(stream + kMxfp4HeaderBytes), scales_(stream), codec_(format) {}
 
-template <class S>
-struct Mxfp4ToF32 {
-  Mxfp4ToF32(const std::byte* stream, const TileFormat&)
-      : groups_(stream + kMxfp4HeaderBytes), scales_(stream) {}
   const std::byte* panel(std::int64_t begin, std::int64_t count, std::byte* scratch) {
-    static constexpr float kValues[16] = {0, .5f,  1,  1.5f,  2,  3,  4,  6,
-                                          0, -.5f, -1, -1.5f, -2, -3, -4, -6};
     auto* target = reinterpret_cast<float*>(scratch);
-    for (std::int64_t g = begin / kGroup; g < (begin + count) / kGroup;
-         ++g, target += kGroup * kTileColumns) {
+    for (std::int64_t g = begin / kGroup; g < (begin + count) / kGroup; ++g) {
       const std::byte* group = groups_ + g * kMxfp4GroupBytes;
       scales_.advance(group);
-      float scale[kTileColumns];
-      for (int c = 0; c < kTileColumns; ++c) {
-        const std::uint32_t bits = static_cast<std::uint32_t>(scales_.code[c]) << 23;
-        std::memcpy(&scale[c], &bits, 4);
-      }
-      const std::byte* words = group + kTileColumns;
-      for (int q = 0; q < 4; ++q) {
-        for (int c = 0; c < kTileColumns; ++c) {
-          std::uint32_t codes;
-          std::memcpy(&codes, words + (q * kTileColumns + c) * 4, 4);
-          for (int j = 0; j < 4; ++j) {
-            const int k = 8 * q + 2 * j;
-            target[k * kTileColumns + c] = kValues[codes >> (4 * j) & 15] * scale[c];
-            target[(k + 1) * kTileColumns + c] = kValues[codes >> (16 + 4 * j) & 15] * scale[c];
+      for (int q = 0; q < kGroup / Codec::kK; ++q, target += Codec::kSteps * kTileColumns) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kTileColumns / S::kWidth; ++v) {
+          typename S::F steps[Codec::kSteps];
+          codec_.decode(group + kTileColumns + q * kStepBytes, group, v, steps);
+          const auto scale = scales_.scale(v);
+#pragma GCC unroll 8
+          for (int j = 0; j < Codec::kSteps; ++j) {
+            S::store(target + j * kTileColumns + S::kWidth * v, steps[j] * scale);
           }
         }
       }
@@ -368,7 +325,8 @@ struct Mxfp4ToF32 {
 
  private:
   const std::byte* groups_;
-  Mxfp4Scales scales_;
+  Mxfp4Scales<S> scales_;
+  Codec codec_;
 };
 
 // ---- Peak rate ----------------------------------------------------------------------------------
@@ -377,19 +335,19 @@ template <class D>
 double flops(std::int64_t rounds) {
   using S = typename D::Simd;
   constexpr int kAccumulators = S::kRows * S::kVectors;
-  typename S::F acc[kAccumulators];
-  alignas(64) float ones[S::kWidth];
-  for (float& one : ones) one = 1.0f;
-  const auto a = D::load_b(reinterpret_cast<const std::byte*>(ones));
+  typename D::Acc acc[kAccumulators];
+  alignas(64) std::byte zeros[kStepBytes] = {};
+  auto a = D::load_b(zeros);
+  asm volatile("" : "+m"(a));  // unknown to the compiler
 #pragma GCC unroll 32
-  for (int i = 0; i < kAccumulators; ++i) acc[i] = S::set1(static_cast<float>(i));  // all distinct
+  for (int i = 0; i < kAccumulators; ++i) acc[i] = D::initial(S::set1(static_cast<float>(i)));
   for (std::int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 32
     for (int i = 0; i < kAccumulators; ++i) acc[i] = D::dot(acc[i], a, a);
   }
-  auto sum = acc[0];
+  auto sum = D::to_float(acc[0]);
 #pragma GCC unroll 32
-  for (int i = 1; i < kAccumulators; ++i) sum = sum + acc[i];
+  for (int i = 1; i < kAccumulators; ++i) sum = sum + D::to_float(acc[i]);
   alignas(64) float lanes[S::kWidth];
   S::store(lanes, sum);
   [[maybe_unused]] volatile float kept = lanes[0];  // the work must not be optimised away

@@ -4,7 +4,6 @@
 // Included by isa_*.cpp only.
 #pragma once
 
-#include "cpu/codes.h"
 #include "cpu/multiply.h"
 
 namespace fusedmoe::cpu {
@@ -126,11 +125,16 @@ inline void multiply_group_rows(int num_rows, const GroupRow* rows, const GroupP
 }
 
 /// Decodes groups of a stream to panels, block by block.
-template <class D, class Blocks>
+template <class D, class Codec>
 class GroupPanels {
  public:
   GroupPanels(const std::byte* stream, const TileFormat& format)
-      : group_(stream), format_(format), blocks_(format) {}
+      : format_(format), chained_(format.codes == Codes::kMxfp4), codec_(format) {
+    group_ = stream + (chained_ ? kMxfp4HeaderBytes : 0);
+    group_k_ = chained_ ? kGroup : format.group;
+    header_bytes_ = chained_ ? kTileColumns : format.header_bytes();
+    if (chained_) chain_ = Mxfp4Scales<S>(stream);
+  }
 
   /// The next `count` groups; called in order.
   GroupPanel panel(std::int64_t first, std::int64_t count, std::int64_t k, std::byte* scratch) {
@@ -139,33 +143,48 @@ class GroupPanels {
     std::byte* target = scratch;
     std::int64_t last = 0;
     for (std::int64_t g = 0; g < count; ++g) {
-      const std::int64_t left = k - (first + g) * format_.group;
-      last = left < format_.group ? left : format_.group;
-      D::scales(format_.scales, group_, scales + g * kTileColumns);
-      if (format_.zeros) {
-        decode_zeros(group_ + format_.scale_bytes(), zeros + g * kTileColumns);
-      }
-      const std::byte* block = group_ + format_.header_bytes();
-      for (std::int64_t i = 0; i < last; i += Blocks::kK, block += kStepBytes) {
-        blocks_.decode(block, target);
-        target += Blocks::kK / D::kPerStep * kStepBytes;
+      const std::int64_t left = k - (first + g) * group_k_;
+      last = left < group_k_ ? left : group_k_;
+      decode_header(scales + g * kTileColumns, zeros + g * kTileColumns);
+      const std::byte* block = group_ + header_bytes_;
+      for (std::int64_t i = 0; i < last; i += Codec::kK, block += kStepBytes) {
+        decode_block<D>(codec_, block, group_, target);
+        target += Codec::kSteps * kStepBytes;
       }
       group_ = block;
     }
-    return {first * format_.group / D::kPerStep * 4,
+    return {first * group_k_ / D::kPerStep * 4,
             scratch,
             scales,
             format_.zeros ? zeros : nullptr,
             first,
             count,
-            format_.group / D::kPerStep,
+            group_k_ / D::kPerStep,
             last / D::kPerStep};
   }
 
  private:
+  using S = typename D::Simd;
+
+  void decode_header(float* scales, float* zeros) {
+    if (chained_) {
+      chain_.advance(group_);
+      chain_.store(scales);
+      return;
+    }
+    decode_scales<S>(format_.scales, group_, scales);
+    if (!format_.zeros) return;
+    for (int v = 0; v < kTileColumns / S::kWidth; ++v) {
+      S::store(zeros + S::kWidth * v, load_zeros<S>(group_ + format_.scale_bytes(), v));
+    }
+  }
+
   const std::byte* group_;
   const TileFormat format_;
-  Blocks blocks_;
+  const bool chained_;
+  std::int64_t group_k_, header_bytes_;
+  Mxfp4Scales<S> chain_;
+  Codec codec_;
 };
 
 /// The stream of W8A8, which needs no decoding: one group with a scale of 1.
@@ -175,7 +194,7 @@ class WholePanel {
   WholePanel(const std::byte* stream, const TileFormat&) : stream_(stream) {}
   GroupPanel panel(std::int64_t, std::int64_t, std::int64_t k, std::byte* scratch) {
     auto* scales = reinterpret_cast<float*>(scratch + kScalesOffset);
-    decode_scales(ScaleType::kNone, nullptr, scales);
+    decode_scales<typename D::Simd>(ScaleType::kNone, nullptr, scales);
     return {0, stream_, scales, nullptr, 0, 1, k / D::kPerStep, k / D::kPerStep};
   }
 
@@ -224,44 +243,12 @@ void multiply_groups_tile(const TileJob& job, int tile, std::int64_t group) {
   }
 }
 
-template <class D, class Blocks>
+template <class D, class Codec>
 void multiply_groups(const TileJob& job) {
+  const std::int64_t group = job.format.codes == Codes::kMxfp4 ? kGroup : job.format.group;
   for (int tile = 0; tile < job.num_tiles; ++tile) {
-    multiply_groups_tile<D, GroupPanels<D, Blocks>>(job, tile, job.format.group);
+    multiply_groups_tile<D, GroupPanels<D, Codec>>(job, tile, group);
   }
-}
-
-/// Codes with scales per group, or per column.
-template <class D, class Blocks>
-void multiply_codes(const TileJob& job) {
-  if (job.format.scales == ScaleType::kNone) {
-    multiply<D, BlockPanels<D, Blocks>>(job);
-  } else {
-    multiply_groups<D, Blocks>(job);
-  }
-}
-
-template <class S, Codes kCodes>
-inline constexpr auto multiply_codes_f32 = multiply_codes<DotF32<S>, BlocksToF32<kCodes>>;
-
-/// The table of an instruction set with nothing but fp32 dot products.
-template <class S>
-constexpr Kernels f32_kernels(const char* name) {
-  using D = DotF32<S>;
-  return {name,
-          false,
-          {{multiply<D, Undecoded>},
-           {multiply<D, Bf16ToF32<S>>},
-           {multiply<D, Mxfp4ToF32<S>>},
-           {multiply_codes_f32<S, Codes::kE2M1>},
-           {multiply_codes_f32<S, Codes::kInt4>},
-           {multiply_codes_f32<S, Codes::kE4M3>},
-           {multiply_codes_f32<S, Codes::kInt8>},
-           {multiply<D, W4A8Panels<D>>}},
-          reduce<S>,
-          {convert_to_f32, nullptr},
-          activate_rows<S>,
-          {flops<D>}};
 }
 
 }  // namespace

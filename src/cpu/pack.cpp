@@ -23,6 +23,8 @@ std::optional<Codes> codes_of(const QuantKey& key) {
       return Codes::kF32;
     case DType::kBF16:
       return Codes::kBF16;
+    case DType::kF16:
+      return Codes::kF16;
     case DType::kE2M1:
       return key.scale == DType::kE8M0 ? Codes::kMxfp4 : Codes::kE2M1;
     case DType::kI4:

@@ -178,7 +178,7 @@ TileFunction select_tile() {
 #if defined(__x86_64__)
   const std::string_view isa = cpu_isa();
   if (isa.starts_with("avx512") || isa == "amx") return tile_avx512;
-  if (isa == "avx2") return tile_avx2;
+  if (isa.starts_with("avx2")) return tile_avx2;
 #endif
   return tile_generic;
 }

@@ -24,10 +24,13 @@ inline float half_to_f32(std::uint16_t code, Epilogue::Rounding format) {
 template <class S>
 inline typename S::F round_to(typename S::F value, Epilogue::Rounding rounding) {
   alignas(64) std::uint16_t codes[S::kWidth];
-  alignas(64) float lanes[S::kWidth];
-  rounding == Epilogue::Rounding::kBF16 ? S::to_bf16(codes, value) : S::to_f16(codes, value);
-  for (int i = 0; i < S::kWidth; ++i) lanes[i] = half_to_f32(codes[i], rounding);
-  return S::load(lanes);
+  const auto* bytes = reinterpret_cast<const std::byte*>(codes);
+  if (rounding == Epilogue::Rounding::kBF16) {
+    S::to_bf16(codes, value);
+    return S::load_bf16(bytes);
+  }
+  S::to_f16(codes, value);
+  return S::load_f16(bytes);
 }
 
 // ------------------------------------------------------------------
@@ -76,17 +79,26 @@ void reduce(const ReduceJob& job) {
   }
 }
 
-inline void convert_to_f32(const void* source, Epilogue::Rounding from, std::int64_t count,
-                           std::int64_t padded, void* target) {
+template <class S>
+void convert_to_f32(const void* source, Epilogue::Rounding from, std::int64_t count,
+                    std::int64_t padded, void* target) {
   auto* out = static_cast<float*>(target);
+  const auto* in = static_cast<const std::byte*>(source);
+  std::int64_t i = 0;
   if (from == Epilogue::Rounding::kNone) {
     std::memcpy(out, source, static_cast<std::size_t>(4 * count));
-  } else {
-    for (std::int64_t i = 0; i < count; ++i) {
-      out[i] = half_to_f32(static_cast<const std::uint16_t*>(source)[i], from);
-    }
+    i = count;
   }
-  for (std::int64_t i = count; i < padded; ++i) out[i] = 0;
+  for (; i + S::kWidth <= count; i += S::kWidth) {
+    S::store(out + i,
+             from == Epilogue::Rounding::kF16 ? S::load_f16(in + 2 * i) : S::load_bf16(in + 2 * i));
+  }
+  for (; i < count; ++i) {
+    std::uint16_t code;
+    std::memcpy(&code, in + 2 * i, 2);
+    out[i] = half_to_f32(code, from);
+  }
+  for (; i < padded; ++i) out[i] = 0;
 }
 
 /// Rows of a bf16 layer are bf16 already: only the padding is new.

@@ -1,5 +1,4 @@
-// The AVX-512 policy shared by the plain, the BF16 and the AMX kernels. Included by isa_avx512*.cpp
-// and isa_amx.cpp only.
+// The vector policy of all AVX-512 levels. Included by isa_avx512*.cpp and isa_amx.cpp only.
 #pragma once
 
 #include <immintrin.h>
@@ -12,7 +11,52 @@ namespace {
 struct Simd : SimdVector<16> {
   static constexpr int kVectors = 4;
   static constexpr int kRows = 6;  // 24 accumulators, 4 weights, 1 broadcast of 32 registers
+  static constexpr int kStreamTiles = 4;
+  static constexpr int stream_vectors(int) { return 4; }  // of a tile, whatever the rows
+
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F set1(float value) { return _mm512_set1_ps(value); }
+  static I set1_words(std::int32_t value) { return (I)_mm512_set1_epi32(value); }
+  // GCC 12 would take each element by itself.
+  static I load_u8(const std::byte* p) {
+    return (I)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I load_u16(const std::byte* p) {
+    return (I)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static F load_bf16(const std::byte* p) { return as_float(load_u16(p) << 16); }
+  static F load_f16(const std::byte* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static void to_f16(std::uint16_t* codes, F value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm512_cvtps_ph(value, 0));
+  }
+
+  /// The entries of a table of 16, by the last four bits of each lane.
+  static F permute(F table, I indices) { return _mm512_permutexvar_ps((__m512i)indices, table); }
+
+  // Bytes: four in each 32-bit word. Shuffles stay within 16 bytes.
+  using Table = __m512i;
+  static Table table(const std::uint8_t (&bytes)[16]) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+  }
+  static I lookup(Table table, I indices) {
+    return (I)_mm512_shuffle_epi8(table, (__m512i)indices);
+  }
+  /// u8 x s8 products, two of neighbours added in 16 bits with saturation.
+  static I multiply_bytes(I unsigned_bytes, I signed_bytes) {
+    return (I)_mm512_maddubs_epi16((__m512i)unsigned_bytes, (__m512i)signed_bytes);
+  }
+  /// Two neighbouring 16-bit values times `factor`, added in 32 bits.
+  static I add_pairs(I pairs, std::int16_t factor) {
+    return (I)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(factor));
+  }
+  static I unpack_low(I low, I high) {
+    return (I)_mm512_unpacklo_epi8((__m512i)low, (__m512i)high);
+  }
+  static I unpack_high(I low, I high) {
+    return (I)_mm512_unpackhi_epi8((__m512i)low, (__m512i)high);
+  }
 };
 
 }  // namespace

@@ -1,8 +1,11 @@
 // What the instruction-set policies share, written with GCC vector extensions: they differ in the
-// vector width, the fused multiply-add and the rounding. Included by isa_*.cpp only.
+// vector width and in the operations that they replace by instructions of their own. Included by
+// isa_*.cpp only.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "cpu/half.h"
 
@@ -14,6 +17,7 @@ struct VectorTypes {
   typedef float F __attribute__((vector_size(kLanes * 4)));
   typedef std::int32_t I __attribute__((vector_size(kLanes * 4)));
   typedef float Unaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+  typedef std::int32_t UnalignedI __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
 };
 
 template <int kLanes>
@@ -41,6 +45,44 @@ struct SimdVector {
     const I bits = (__builtin_convertvector(n, I) + 127) << 23;
     return x * reinterpret_cast<F>(bits);
   }
+
+  // ---- 32-bit words, and values of fewer bits widened to them ----
+
+  static I load_words(const std::byte* p) {
+    return *reinterpret_cast<const typename VectorTypes<kLanes>::UnalignedI*>(p);
+  }
+  static void store_words(std::byte* p, I words) {
+    *reinterpret_cast<typename VectorTypes<kLanes>::UnalignedI*>(p) = words;
+  }
+  static I load_u8(const std::byte* p) {
+    I result;
+    for (int i = 0; i < kLanes; ++i) result[i] = static_cast<std::uint8_t>(p[i]);
+    return result;
+  }
+  static I load_u16(const std::byte* p) {
+    std::uint16_t codes[kLanes];
+    std::memcpy(codes, p, sizeof(codes));
+    I result;
+    for (int i = 0; i < kLanes; ++i) result[i] = codes[i];
+    return result;
+  }
+  static F load_f16(const std::byte* p) {
+    F result;
+    for (int i = 0; i < kLanes; ++i) {
+      std::uint16_t code;
+      std::memcpy(&code, p + 2 * i, 2);
+      result[i] = load_half(code);
+    }
+    return result;
+  }
+  static F load_bf16(const std::byte* p) { return as_float(load_u16(p) << 16); }
+  static F as_float(I bits) { return reinterpret_cast<F>(bits); }
+  static F to_float(I integers) { return __builtin_convertvector(integers, F); }
+  /// In each lane: if_true where the condition's bits are all set, if_false where none is.
+  static I select(I condition, I if_true, I if_false) {
+    return (condition & if_true) | (~condition & if_false);
+  }
+
   /// Rounds to nearest even; NaN stays NaN.
   static void to_bf16(std::uint16_t* codes, F value) {
     const I bits = reinterpret_cast<I>(value);

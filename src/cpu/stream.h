@@ -1,9 +1,9 @@
-// One or two rows x several tiles with AVX-512, decoded in registers. This is bound by memory, so
-// several streams are read side by side, which keeps more cache lines in flight than one. Results
-// are those of multiply.h and multiply_groups.h, bit for bit. Included by isa_avx512_bf16.cpp only.
+// One to four rows x several tiles, decoded in registers: each weight is read once, and nothing is
+// stored and read back. This is bound by memory, so where registers allow it several tiles are read
+// side by side, which keeps more cache lines in flight than one. Results are those of multiply.h
+// and multiply_groups.h, bit for bit. Included by isa_*.cpp only.
 #pragma once
 
-#include "cpu/dot_bf16.h"
 #include "cpu/multiply_groups.h"
 
 namespace fusedmoe::cpu {
@@ -19,148 +19,234 @@ inline void prefetch_heads(const TileJob& job, std::int64_t blocks_left) {
   for (int t = 0; t < T; ++t, line += job.tile_bytes) __builtin_prefetch(line);
 }
 
-/// The initial accumulators of one group, for 16 columns.
-template <class D>
-inline typename D::Acc initial_of_stream(const float* initial, std::int64_t group,
-                                         const std::byte* zeros, int v) {
-  if (!initial) return D::zero();
-  const __m512 value = _mm512_set1_ps(initial[group]);
-  if (!zeros) return D::initial(value);
-  const __m512 zero = _mm512_cvtepi32_ps(load_codes(zeros + 16 * v));
-  return D::initial(_mm512_mul_ps(value, _mm512_sub_ps(_mm512_setzero_ps(), zero)));
-}
+/// What the scales of a stream do to accumulators.
+enum class Scaling {
+  kNone,     ///< nothing: there are none, or the codec multiplies them into the weights
+  kGroups,   ///< each group's accumulators are scaled and added to totals
+  kChained,  ///< MXFP4: accumulators are kept in units of the current group's scale
+};
 
-/// Adds the products of `k` elements of R rows x one tile to accumulators.
-template <class D, class Codec, int R>
-inline void stream_blocks(const Codec& codec, const std::byte* block, std::int64_t k,
-                          const std::byte* const (&rows)[R], std::int64_t a,
-                          typename D::Acc (&accumulators)[R][4]) {
-  for (std::int64_t i = 0; i < k; i += Codec::kK, block += kStepBytes, a += 4 * Codec::kSteps) {
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) {
-      typename D::B weights[Codec::kSteps];
-      codec.decode(_mm512_loadu_si512(block + 64 * v), weights);
-#pragma GCC unroll 4
-      for (int j = 0; j < Codec::kSteps; ++j) {
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          accumulators[r][v] =
-              D::dot(accumulators[r][v], weights[j], D::broadcast(rows[r] + a + 4 * j));
-        }
-      }
-    }
-  }
-}
-
-/// R rows x T tiles, whose streams advance in turn by at most 32 k.
-///
-/// Groups of up to 32 k end within a turn: totals stay in registers. Longer groups last several
-/// turns: then the accumulators of all tiles stay in registers and the totals lie in memory.
-template <class D, class Codec, ScaleType kScale, bool kLongGroups, int T, int R>
+/// R rows x T tiles, whose streams advance in turn by at most 32 k. A tile is cut into strips whose
+/// accumulators fit the registers; with one strip they stay there.
+template <class D, class Codec, Scaling kScaling, int T, int R>
 class TileStreams {
  public:
   TileStreams(const TileJob& job, int first_tile)
       : job_(job),
         first_tile_(first_tile),
         codec_(job.format),
-        header_bytes_(kGrouped ? job.format.header_bytes() : 0) {
+        tiles_(job.tiles + first_tile * job.tile_bytes) {
     for (int r = 0; r < R; ++r) rows_[r] = group_row(job, r);
   }
 
   void run() {
-    Accumulators accumulators, totals;
+    Tiles accumulators;
+    clear(accumulators);
     const std::byte* elements[R];
     for (int r = 0; r < R; ++r) elements[r] = rows_[r].elements;
-    clear(accumulators);
-    clear(totals);
-    const std::byte* group = job_.tiles + first_tile_ * job_.tile_bytes;
-    const std::int64_t group_k = kGrouped ? job_.format.group : job_.k;
+    const TileFormat& format = job_.format;
+    const bool chained_layout = format.codes == Codes::kMxfp4;
+    const std::int64_t group_k = chained_layout ? kGroup : format.group > 0 ? format.group : job_.k;
+    const std::int64_t header_bytes = chained_layout     ? kTileColumns
+                                      : format.group > 0 ? format.header_bytes()
+                                                         : 0;
+    const std::byte* header = tiles_ + (chained_layout ? kMxfp4HeaderBytes : 0);
     for (std::int64_t first = 0, g = 0; first < job_.k; first += group_k, ++g) {
       const std::int64_t end = job_.k - first < group_k ? job_.k : first + group_k;
-      const std::byte* blocks = group + header_bytes_;
-      if constexpr (kGrouped && kLongGroups) {
-#pragma GCC unroll 4
-        for (int t = 0; t < T; ++t) initialize(g, group + t * job_.tile_bytes, accumulators[t]);
-      }
+      const std::byte* blocks = header + header_bytes;
+      begin_group(g, header, accumulators);
       for (std::int64_t k = first; k < end; k += kGroup) {
         const std::int64_t count = end - k < kGroup ? end - k : kGroup;
         prefetch_heads<T>(job_, (job_.k - k) / kGroup);
-#pragma GCC unroll 4
-        for (int t = 0; t < T; ++t) {
-          // Loading a row's elements again for each tile is free; keeping them in registers would
-          // spill accumulators. So the compiler must not know that the pointers are the same.
-#pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) asm volatile("" : "+r"(elements[r]));
-          const std::int64_t tile = t * job_.tile_bytes;
-          if (kGrouped && !kLongGroups) initialize(g, group + tile, accumulators[t]);
-          stream_blocks<D, Codec, R>(codec_, blocks + tile, count, elements,
-                                     k / Codec::kK * Codec::kSteps * 4, accumulators[t]);
-          if (kGrouped && !kLongGroups) add_scaled(g, group + tile, accumulators[t], totals[t]);
-        }
+        add_blocks(blocks, header, count, elements, k, accumulators);
         blocks += count / Codec::kK * kStepBytes;
       }
-      if constexpr (kGrouped && kLongGroups) {
-        asm volatile("" : : "r"(&totals) : "memory");  // totals stay in memory
-        for (int t = 0; t < T; ++t) {
-          add_scaled(g, group + t * job_.tile_bytes, accumulators[t], totals[t]);
-        }
-      }
-      group = blocks;
+      end_group(g, header, accumulators);
+      header = blocks;
     }
-    store(kGrouped ? totals : accumulators);
+    finish(accumulators);
   }
 
  private:
-  static constexpr bool kGrouped = kScale != ScaleType::kNone;
-  using Accumulators = __m512[T][R][4];
+  using S = typename D::Simd;
+  using F = typename S::F;
+  using Acc = typename D::Acc;
+  static constexpr int kW = S::kWidth;
+  static constexpr int kTileVectors = kTileColumns / kW;
+  static constexpr int kVectors = S::stream_vectors(R);  // of a strip
+  static constexpr int kStrips = kTileVectors / kVectors;
+  using Strip = Acc[R][kVectors];
+  using Tiles = Strip[T][kStrips];
 
-  static void clear(Accumulators& accumulators) {
+  /// Calls visit(tile, strip); with one strip of each tile the loops are unrolled.
+  template <class Visit>
+  [[gnu::always_inline]] static void each_strip(Visit visit) {
+    if constexpr (kStrips == 1) {
 #pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) {
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) accumulators[t][r][v] = _mm512_setzero_ps();
+      for (int t = 0; t < T; ++t) visit(t, 0);
+    } else {
+      for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 1
+        for (int s = 0; s < kStrips; ++s) visit(t, s);
       }
     }
   }
 
-  [[gnu::always_inline]] void initialize(std::int64_t g, const std::byte* header,
-                                         __m512 (&accumulators)[R][4]) const {
-    const std::byte* zeros = job_.format.zeros ? header + job_.format.scale_bytes() : nullptr;
+  /// Calls visit(row, vector of the strip).
+  template <class Visit>
+  [[gnu::always_inline]] static void each(Visit visit) {
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) {
-        accumulators[r][v] = initial_of_stream<D>(rows_[r].initial, g, zeros, v);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) visit(r, v);
+    }
+  }
+
+  [[gnu::always_inline]] void clear(Tiles& accumulators) {
+    each_strip([&](int t, int s) __attribute__((always_inline)) {
+      each([&](int r, int v)
+               __attribute__((always_inline)) { accumulators[t][s][r][v] = D::zero(); });
+    });
+    if constexpr (kScaling == Scaling::kGroups) {
+      std::memset(totals_, 0, sizeof(totals_));
+      if (job_.format.codes == Codes::kMxfp4) {
+        for (int t = 0; t < T; ++t) chain_[t] = Mxfp4Scales<S>(tiles_ + t * job_.tile_bytes);
       }
     }
   }
 
-  [[gnu::always_inline]] void add_scaled(std::int64_t g, const std::byte* header,
-                                         const __m512 (&accumulators)[R][4],
-                                         __m512 (&totals)[R][4]) const {
-    if constexpr (kGrouped) {
+  [[gnu::always_inline]] void begin_group(std::int64_t g, const std::byte* header,
+                                          Tiles& accumulators) const {
+    if constexpr (kScaling == Scaling::kNone) return;
+    each_strip([&](int t, int s) __attribute__((always_inline)) {
+      Strip& strip = accumulators[t][s];
+      const std::byte* at = header + t * job_.tile_bytes;
+      if constexpr (kScaling == Scaling::kChained) {
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) {
+          const F change = load_power_of_two<S>(at, s * kVectors + v);
 #pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) {
-        const __m512 scale = load_scales<kScale>(header, v);
+          for (int r = 0; r < R; ++r) strip[r][v] = strip[r][v] * change;
+        }
+      } else {
+        each([&](int r, int v) __attribute__((always_inline)) {
+          strip[r][v] = initial(rows_[r].initial, g, at, s * kVectors + v);
+        });
+      }
+    });
+  }
+
+  /// The initial accumulators of one group, for one vector of columns.
+  [[gnu::always_inline]] Acc initial(const float* initial, std::int64_t g, const std::byte* header,
+                                     int v) const {
+    if (!initial) return D::zero();
+    const F value = S::set1(initial[g]);
+    if (!job_.format.zeros) return D::initial(value);
+    return D::initial(value * load_zeros<S>(header + job_.format.scale_bytes(), v));
+  }
+
+  /// Adds the products of `k` elements of each row from element `first` on.
+  [[gnu::always_inline]] void add_blocks(const std::byte* blocks, const std::byte* header,
+                                         std::int64_t k, const std::byte* (&elements)[R],
+                                         std::int64_t first, Tiles& accumulators) const {
+    const std::int64_t a = first / Codec::kK * Codec::kSteps * 4;
+    const std::int64_t num_blocks = k / Codec::kK;
+    if constexpr (kStrips == 1) {
+      for (std::int64_t i = 0; i < num_blocks; ++i) {
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          const float* row = rows_[r].scales;
-          const __m512 both =
-              row ? _mm512_mul_ps(scale, _mm512_set1_ps(row[g >> job_.row_scales.group_shift]))
-                  : scale;
-          totals[r][v] = _mm512_fmadd_ps(D::to_float(accumulators[r][v]), both, totals[r][v]);
+        for (int t = 0; t < T; ++t) {
+          add_block(blocks, header, t, 0, i, a, elements, accumulators[t][0]);
+        }
+      }
+    } else {
+      for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 1
+        for (int s = 0; s < kStrips; ++s) {
+          Strip strip;
+          each([&](int r, int v)
+                   __attribute__((always_inline)) { strip[r][v] = accumulators[t][s][r][v]; });
+          for (std::int64_t i = 0; i < num_blocks; ++i) {
+            add_block(blocks, header, t, s, i, a, elements, strip);
+          }
+          each([&](int r, int v)
+                   __attribute__((always_inline)) { accumulators[t][s][r][v] = strip[r][v]; });
         }
       }
     }
   }
 
-  void store(const Accumulators& accumulators) const {
+  /// Adds the products of block `i` with strip `s` of tile `t`.
+  [[gnu::always_inline]] void add_block(const std::byte* blocks, const std::byte* header, int t,
+                                        int s, std::int64_t i, std::int64_t a,
+                                        const std::byte* (&elements)[R], Strip& strip) const {
+    const std::byte* block = blocks + t * job_.tile_bytes + i * kStepBytes;
+    const std::int64_t element = a + i * Codec::kSteps * 4;
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      // Loading a row's elements again for each vector is free; keeping them in registers would
+      // spill accumulators. The empty assembly hides from the compiler that they are the same.
+      if (v % S::kVectors == 0) {
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) asm volatile("" : "+r"(elements[r]));
+      }
+      typename D::B weights[Codec::kSteps];
+      codec_.decode(block, header + t * job_.tile_bytes, s * kVectors + v, weights);
+#pragma GCC unroll 8
+      for (int j = 0; j < Codec::kSteps; ++j) {
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          strip[r][v] =
+              D::dot(strip[r][v], weights[j], D::broadcast(elements[r] + element + 4 * j));
+        }
+      }
+    }
+  }
+
+  [[gnu::always_inline]] void end_group(std::int64_t g, const std::byte* header,
+                                        const Tiles& accumulators) {
+    if constexpr (kScaling == Scaling::kGroups) {
+#pragma GCC unroll 1
+      for (int t = 0; t < T; ++t) load_scales(t, header + t * job_.tile_bytes);
+      each_strip([&](int t, int s) __attribute__((always_inline)) {
+        each([&](int r, int v) __attribute__((always_inline)) {
+          const int column = (s * kVectors + v) * kW;
+          F scale = S::load(scales_[t] + column);
+          if (rows_[r].scales) {
+            scale = scale * S::set1(rows_[r].scales[g >> job_.row_scales.group_shift]);
+          }
+          float* total = totals_[t][r] + column;
+          S::store(total, S::fma(D::to_float(accumulators[t][s][r][v]), scale, S::load(total)));
+        });
+      });
+    }
+  }
+
+  void load_scales(int t, const std::byte* header) {
+    if (job_.format.codes == Codes::kMxfp4) {
+      chain_[t].advance(header);
+      chain_[t].store(scales_[t]);
+    } else {
+      decode_scales<S>(job_.format.scales, header, scales_[t]);
+    }
+  }
+
+  void finish(const Tiles& accumulators) {
     for (int t = 0; t < T; ++t) {
+      const std::byte* last_codes = tiles_ + t * job_.tile_bytes + kTileColumns;
       for (int r = 0; r < R; ++r) {
         alignas(64) float row[kTileColumns];
-        for (int v = 0; v < 4; ++v) _mm512_store_ps(row + 16 * v, accumulators[t][r][v]);
+        for (int s = 0; s < kStrips; ++s) {
+          for (int v = 0; v < kVectors; ++v) {
+            const int vector = s * kVectors + v;
+            F value = D::to_float(accumulators[t][s][r][v]);
+            if constexpr (kScaling == Scaling::kGroups)
+              value = S::load(totals_[t][r] + vector * kW);
+            if constexpr (kScaling == Scaling::kChained) {
+              value = value * load_power_of_two<S>(last_codes, vector);
+            }
+            S::store(row + vector * kW, value);
+          }
+        }
         store_row<D>(job_, first_tile_ + t, r, row);
       }
     }
@@ -169,41 +255,47 @@ class TileStreams {
   const TileJob& job_;
   const int first_tile_;
   const Codec codec_;
-  const std::int64_t header_bytes_;
+  const std::byte* tiles_;
   GroupRow rows_[R];
+  struct Nothing {};
+  static constexpr bool kGrouped = kScaling == Scaling::kGroups;
+  alignas(64) float totals_[kGrouped ? T : 1][kGrouped ? R : 1][kTileColumns];
+  alignas(64) float scales_[kGrouped ? T : 1][kTileColumns];
+  Mxfp4Scales<S> chain_[kGrouped ? T : 1];
 };
 
-template <class D, class Codec, ScaleType kScale, int T, int R>
-void stream_all(const TileJob& job, int tile = 0) {
-  for (; tile + T <= job.num_tiles; tile += T) {
-    if (job.format.group > kGroup) {
-      TileStreams<D, Codec, kScale, true, T, R>(job, tile).run();
-    } else {
-      TileStreams<D, Codec, kScale, false, T, R>(job, tile).run();
-    }
+template <class D, class Codec, Scaling kScaling, int R>
+void stream_rows(const TileJob& job) {
+  constexpr int kT = R == 1 ? D::Simd::kStreamTiles : R == 2 ? (D::Simd::kStreamTiles + 1) / 2 : 1;
+  int tile = 0;
+  for (; tile + kT <= job.num_tiles; tile += kT) {
+    TileStreams<D, Codec, kScaling, kT, R>(job, tile).run();
   }
-  if constexpr (T > 1) stream_all<D, Codec, kScale, T / 2, R>(job, tile);
+  if constexpr (kT > 1) {
+    for (; tile < job.num_tiles; ++tile) TileStreams<D, Codec, kScaling, 1, R>(job, tile).run();
+  }
 }
 
-/// Computes jobs of one or two rows; returns false for more.
-template <class D, class Codec, ScaleType kScale>
+/// Computes jobs of at most kStreamedRows rows; returns false for more.
+template <class D, class Codec, Scaling kScaling>
 bool stream_few_rows(const TileJob& job) {
-  if (job.num_rows == 1) {
-    stream_all<D, Codec, kScale, 4, 1>(job);
-  } else if (job.num_rows == 2) {
-    stream_all<D, Codec, kScale, 2, 2>(job);
-  } else {
-    return false;
+  static_assert(kStreamedRows == 4);
+  switch (job.num_rows) {
+    case 1:
+      stream_rows<D, Codec, kScaling, 1>(job);
+      return true;
+    case 2:
+      stream_rows<D, Codec, kScaling, 2>(job);
+      return true;
+    case 3:
+      stream_rows<D, Codec, kScaling, 3>(job);
+      return true;
+    case 4:
+      stream_rows<D, Codec, kScaling, 4>(job);
+      return true;
+    default:
+      return false;
   }
-  return true;
-}
-
-/// Few rows with scales of a type in kScales as streams, everything else through panels.
-template <class D, class Codec, ScaleType... kScales>
-void multiply_streams(const TileJob& job) {
-  const bool done =
-      ((job.format.scales == kScales && stream_few_rows<D, Codec, kScales>(job)) || ...);
-  if (!done) multiply_codes<D, RegisterBlocks<Codec>>(job);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "core/check.h"
 #include "fusedmoe/quant.h"
@@ -9,7 +10,8 @@
 namespace fusedmoe::cpu {
 namespace {
 
-// ---- f32 and bf16 -------------------------------------------------------------------------------
+// ---- f32, bf16, f16
+// -------------------------------------------------------------------------------
 
 /// Calls visit(element of the matrix, element of the tile): elements of type T in steps of kPair
 /// per column, k fastest inside a step.
@@ -371,46 +373,54 @@ std::int64_t scale_index(const QuantKey& key, const WeightMatrix& matrix, const 
   return i * scales.stride(0) + j * scales.stride(1);
 }
 
-void pack_tile(const TileShape& shape, const Columns& columns, std::byte* tile) {
-  const auto copy = [](const auto& element, auto& packed) { packed = element; };
-  const bool padded =
-      shape.k != shape.padded_k || !columns.back().matrix || !columns.front().matrix;
-  switch (shape.format.codes) {
+namespace {
+
+/// Calls visit(type of an element, elements of a step) for a tile whose elements are no codes.
+template <typename Visit>
+bool visit_elements(Codes codes, Visit visit) {
+  switch (codes) {
     case Codes::kF32:
+      visit(float{}, std::integral_constant<int, 1>{});
+      return true;
     case Codes::kBF16:
-      if (padded) {
-        std::memset(tile, 0, static_cast<std::size_t>(shape.format.tile_bytes(shape.padded_k)));
-      }
-      if (shape.format.codes == Codes::kF32) {
-        visit_plain<const float, 1>(columns, shape.k, reinterpret_cast<float*>(tile), copy);
-      } else {
-        visit_plain<const std::uint16_t, 2>(columns, shape.k,
-                                            reinterpret_cast<std::uint16_t*>(tile), copy);
-      }
-      return;
-    case Codes::kMxfp4:
-      for (int c = 0; c < kTileColumns; ++c) pack_mxfp4_column(shape, columns[c], c, tile);
-      return;
+      visit(std::uint16_t{}, std::integral_constant<int, 2>{});
+      return true;
+    case Codes::kF16:
+      visit(std::uint16_t{}, std::integral_constant<int, 1>{});
+      return true;
     default:
-      pack_codes(shape, columns, tile);
+      return false;
   }
 }
 
+}  // namespace
+
+void pack_tile(const TileShape& shape, const Columns& columns, std::byte* tile) {
+  const bool padded =
+      shape.k != shape.padded_k || !columns.back().matrix || !columns.front().matrix;
+  const bool plain = visit_elements(shape.format.codes, [&](auto element, auto pair) {
+    using T = decltype(element);
+    if (padded) {
+      std::memset(tile, 0, static_cast<std::size_t>(shape.format.tile_bytes(shape.padded_k)));
+    }
+    visit_plain<const T, pair>(columns, shape.k, reinterpret_cast<T*>(tile),
+                               [](const T& value, T& packed) { packed = value; });
+  });
+  if (plain) return;
+  if (shape.format.codes != Codes::kMxfp4) return pack_codes(shape, columns, tile);
+  for (int c = 0; c < kTileColumns; ++c) pack_mxfp4_column(shape, columns[c], c, tile);
+}
+
 void unpack_tile(const TileShape& shape, const Columns& columns, const std::byte* tile) {
-  const auto copy = [](auto& element, const auto& packed) { element = packed; };
-  switch (shape.format.codes) {
-    case Codes::kF32:
-      return visit_plain<float, 1>(columns, shape.k, reinterpret_cast<const float*>(tile), copy);
-    case Codes::kBF16:
-      return visit_plain<std::uint16_t, 2>(columns, shape.k,
-                                           reinterpret_cast<const std::uint16_t*>(tile), copy);
-    case Codes::kMxfp4:
-      for (int c = 0; c < kTileColumns; ++c) {
-        if (columns[c].matrix) unpack_mxfp4_column(shape, columns[c], c, tile);
-      }
-      return;
-    default:
-      unpack_codes(shape, columns, tile);
+  const bool plain = visit_elements(shape.format.codes, [&](auto element, auto pair) {
+    using T = decltype(element);
+    visit_plain<T, pair>(columns, shape.k, reinterpret_cast<const T*>(tile),
+                         [](T& value, const T& packed) { value = packed; });
+  });
+  if (plain) return;
+  if (shape.format.codes != Codes::kMxfp4) return unpack_codes(shape, columns, tile);
+  for (int c = 0; c < kTileColumns; ++c) {
+    if (columns[c].matrix) unpack_mxfp4_column(shape, columns[c], c, tile);
   }
 }
 

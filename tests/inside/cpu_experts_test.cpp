@@ -194,14 +194,6 @@ TEST(CpuExpertsTest, ArgumentsOnAnotherDeviceAreErrors) {
   }
 }
 
-TEST(CpuExpertsTest, F16WeightsAreRefusedWithTheWayOut) {
-  MoeConfig config = testing::make_config({}, DType::kF16);
-  config.scheme = schemes::unquantized(DType::kF16);
-  const Support support = cpu::descriptor().supports(config);
-  EXPECT_EQ(support.reason, Reason::kQuantScheme);
-  EXPECT_NE(support.text.find("`reference` by name"), std::string::npos) << support.text;
-}
-
 TEST(CpuExpertsNanTest, StayInTheirTokens) {
   Case spec;
   spec.num_tokens = 5;

@@ -6,7 +6,6 @@
 #include "cpu/pack.h"
 #include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/tensor.h"
-#include "schemes_with_codes.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
 
@@ -173,7 +172,7 @@ TEST_P(CpuSchemesTest, RowDoesNotDependOnItsBatch) {
 /// Those with blocks to begin inside; W4A8 takes whole groups only.
 std::vector<NamedScheme> schemes_with_blocks() {
   std::vector<NamedScheme> result;
-  for (const NamedScheme& entry : schemes_with_codes()) {
+  for (const NamedScheme& entry : named_schemes()) {
     const QuantKey& weights = entry.scheme.weights;
     const bool blocks = weights.quantized() && weights.group.cols > 32;
     if (blocks && weights != keys::int4_e4m3()) result.push_back(entry);
@@ -226,22 +225,8 @@ TEST_P(CpuShardsTest, MatchReference) {
 
 INSTANTIATE_TEST_SUITE_P(All, CpuShardsTest, ::testing::ValuesIn(schemes_with_blocks()),
                          [](const auto& info) { return info.param.name; });
-INSTANTIATE_TEST_SUITE_P(All, CpuSchemesTest, ::testing::ValuesIn(schemes_with_codes()),
+INSTANTIATE_TEST_SUITE_P(All, CpuSchemesTest, ::testing::ValuesIn(named_schemes()),
                          [](const auto& info) { return info.param.name; });
-
-TEST(CpuSchemesRefuseTest, SchemesWithoutCodes) {
-  std::size_t refused = 0;
-  for (const NamedScheme& entry : named_schemes()) {
-    if (cpu::has_codes(entry.scheme.weights)) continue;
-    ++refused;
-    const MoeConfig config = testing::make_config(cases(entry.scheme).front(), DType::kBF16);
-    const Support support = cpu::descriptor().supports(config);
-    EXPECT_EQ(support.reason, Reason::kQuantScheme) << entry.name;
-    EXPECT_NE(support.text.find(entry.name), std::string::npos) << support.text;
-  }
-  EXPECT_EQ(refused + schemes_with_codes().size(), named_schemes().size());
-  EXPECT_GT(refused, 0u);
-}
 
 /// Codes that no quantizer writes, but a file may hold.
 TEST(CpuCodesTest, UnusualScalesAndValuesAreTheReferencesOrRefused) {

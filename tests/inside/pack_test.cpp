@@ -8,7 +8,6 @@
 #include "cpu/pack.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
-#include "schemes_with_codes.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
 
@@ -114,7 +113,7 @@ TEST_P(PackTest, UnpackedWeightsPackToTheSameBytes) {
   EXPECT_EQ(std::memcmp(first.tiles1(2), second.tiles1(0), static_cast<std::size_t>(bytes)), 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, PackTest, ::testing::ValuesIn(schemes_with_codes()),
+INSTANTIATE_TEST_SUITE_P(All, PackTest, ::testing::ValuesIn(named_schemes()),
                          [](const auto& info) { return info.param.name; });
 
 TEST(RepackTest, RefusesWhatDoesNotFit) {

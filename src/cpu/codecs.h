@@ -1,0 +1,425 @@
+// Decoding of packed codes and scales, in registers. A codec turns one block of a stream
+// (kernels.h) into steps of a dot product, for one vector of columns at a time; those here are for
+// fp32 dot products and exact. Included by isa_*.cpp only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/kernels.h"
+#include "cpu/rows.h"
+
+namespace fusedmoe::cpu {
+namespace {
+
+// ---- Single values, for tables ------------------------------------------------------------------
+
+inline float float_of_bits(std::uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline std::uint32_t bits_of_float(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float e4m3_value(std::uint32_t code) {
+  constexpr std::uint32_t kExponentShift = 127 - 7;
+  const std::uint32_t magnitude = code & 0x7F;
+  const float normal = float_of_bits((magnitude << 20) + (kExponentShift << 23));
+  const float subnormal = static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-9f;
+  const float finite = magnitude < 8 ? subnormal : normal;
+  const float value = magnitude == 0x7F ? float_of_bits(0x7FC00000) : finite;
+  return code & 0x80 ? -value : value;
+}
+
+inline float e2m1_value(std::uint32_t code) {
+  static constexpr float kMagnitudes[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  return code & 8 ? -kMagnitudes[code & 7] : kMagnitudes[code & 7];
+}
+
+/// The value of a 4-bit code: E2M1, or an integer minus `zero`.
+template <Codes kCodes>
+inline float nibble_value(std::uint32_t code, int zero) {
+  if constexpr (kCodes == Codes::kE2M1 || kCodes == Codes::kMxfp4) return e2m1_value(code);
+  return static_cast<float>(static_cast<int>(code) - zero);
+}
+
+/// What is subtracted from integer codes: 0 where the stream has zero points, which initial
+/// accumulators take into account.
+inline int implied_zero(const TileFormat& format) {
+  return format.zeros ? 0 : format.codes == Codes::kInt8 ? 128 : 8;
+}
+
+// ---- Scales -------------------------------------------------------------------------------------
+
+/// Values of E4M3 codes, one in each word.
+template <class S>
+inline typename S::F e4m3_values(typename S::I codes) {
+  using I = typename S::I;
+  const I magnitude = codes & 0x7F;
+  const I subnormal = reinterpret_cast<I>(S::to_float(magnitude) * S::set1(0x1p-9f));
+  const I finite = S::select(magnitude < 8, subnormal, (magnitude << 20) + (120 << 23));
+  const I bits = S::select(magnitude == 0x7F, I{} + 0x7FC00000, finite);
+  return S::as_float(bits | ((codes & 0x80) << 24));
+}
+
+/// Scales of columns W v .. W v + W - 1 of a header. Computes with normal numbers only, so that the
+/// thread's denormal modes do not matter.
+template <class S>
+inline typename S::F load_scale(ScaleType type, const std::byte* header, int v) {
+  using I = typename S::I;
+  constexpr int kW = S::kWidth;
+  switch (type) {
+    case ScaleType::kF32:
+      return S::load(reinterpret_cast<const float*>(header) + kW * v);
+    case ScaleType::kF16:
+      return S::load_f16(header + 2 * kW * v);
+    case ScaleType::kBF16:
+      return S::load_bf16(header + 2 * kW * v);
+    case ScaleType::kE4M3: {
+      return e4m3_values<S>(S::load_u8(header + kW * v));
+    }
+    case ScaleType::kE8M0: {
+      const I codes = S::load_u8(header + kW * v);
+      return S::as_float(S::select(codes == 0, I{} + 0x400000, codes << 23));
+    }
+    case ScaleType::kNone:
+      break;
+  }
+  return S::set1(1.0f);
+}
+
+/// 64 scales as fp32.
+template <class S>
+inline void decode_scales(ScaleType type, const std::byte* header, float* scales) {
+  for (int v = 0; v < kTileColumns / S::kWidth; ++v) {
+    S::store(scales + v * S::kWidth, load_scale<S>(type, header, v));
+  }
+}
+
+/// Zero points of one vector of columns, negated: factors of the initial accumulators.
+template <class S>
+inline typename S::F load_zeros(const std::byte* zeros, int v) {
+  return S::to_float(-S::load_u8(zeros + S::kWidth * v));
+}
+
+/// The E8M0 codes of an MXFP4 tile's columns. Streams hold the differences from group to group.
+template <class S>
+class Mxfp4Scales {
+ public:
+  Mxfp4Scales() = default;
+  explicit Mxfp4Scales(const std::byte* tile) {
+    for (int v = 0; v < kVectors; ++v) code_[v] = S::load_u8(tile + S::kWidth * v);
+  }
+  /// Goes to a group, given its header.
+  void advance(const std::byte* header) {
+    for (int v = 0; v < kVectors; ++v) code_[v] -= S::load_u8(header + S::kWidth * v) - 127;
+  }
+  typename S::F scale(int v) const { return S::as_float(code_[v] << 23); }
+  void store(float* scales) const {
+    for (int v = 0; v < kVectors; ++v) S::store(scales + v * S::kWidth, scale(v));
+  }
+
+ private:
+  static constexpr int kVectors = kTileColumns / S::kWidth;
+  typename S::I code_[kVectors];
+};
+
+/// 2^(code - 127) of E8M0 codes that are normal numbers.
+template <class S>
+inline typename S::F load_power_of_two(const std::byte* codes, int v) {
+  return S::as_float(S::load_u8(codes + S::kWidth * v) << 23);
+}
+
+// ---- Codecs for fp32 dot products ---------------------------------------------------------------
+
+/// Values that need no decoding.
+template <class S>
+struct F32Codec {
+  static constexpr int kK = 1, kSteps = 1;
+  explicit F32Codec(const TileFormat&) {}
+  void decode(const std::byte* block, const std::byte*, int v, typename S::F (&steps)[1]) const {
+    steps[0] = S::load(reinterpret_cast<const float*>(block) + S::kWidth * v);
+  }
+};
+
+/// bf16 pairs (k even, k odd) as two steps.
+template <class S>
+inline void expand_pairs(typename S::I pairs, typename S::F& even, typename S::F& odd) {
+  even = S::as_float(pairs << 16);
+  odd = S::as_float(pairs & static_cast<std::int32_t>(0xFFFF0000u));
+}
+
+template <class S>
+struct Bf16Codec {
+  static constexpr int kK = 2, kSteps = 2;
+  explicit Bf16Codec(const TileFormat&) {}
+  void decode(const std::byte* block, const std::byte*, int v, typename S::F (&steps)[2]) const {
+    expand_pairs<S>(S::load_words(block + 4 * S::kWidth * v), steps[0], steps[1]);
+  }
+};
+
+template <class S>
+struct F16Codec {
+  static constexpr int kK = 2, kSteps = 2;
+  explicit F16Codec(const TileFormat&) {}
+  void decode(const std::byte* block, const std::byte*, int v, typename S::F (&steps)[2]) const {
+    for (int i = 0; i < 2; ++i) {
+      steps[i] = S::load_f16(block + i * kStepBytes / 2 + 2 * S::kWidth * v);
+    }
+  }
+};
+
+/// 8-bit integers. 2^23 + code is the fp32 number whose last bits are the code.
+template <class S>
+class Int8Codec {
+ public:
+  static constexpr int kK = 4, kSteps = 4;
+  explicit Int8Codec(const TileFormat& format)
+      : zero_(S::set1(8388608.0f + static_cast<float>(implied_zero(format)))) {}
+
+  void decode(const std::byte* block, const std::byte*, int v, typename S::F (&steps)[4]) const {
+    const auto words = S::load_words(block + 4 * S::kWidth * v);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      steps[i] = S::as_float(((words >> (8 * i)) & 255) | 0x4B000000) - zero_;
+    }
+  }
+
+ private:
+  typename S::F zero_;
+};
+
+/// 4-bit codes by arithmetic, for instruction sets without a shuffle of bytes.
+template <class S, Codes kCodes>
+class ArithmeticNibbles {
+ public:
+  static constexpr int kK = 8, kSteps = 8;
+  explicit ArithmeticNibbles(const TileFormat& format)
+      : zero_(S::set1(8388608.0f + static_cast<float>(implied_zero(format)))) {}
+
+  void decode(const std::byte* block, const std::byte*, int v, typename S::F (&steps)[8]) const {
+    const auto words = S::load_words(block + 4 * S::kWidth * v);
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; ++k) {
+      const auto code = (words >> (16 * (k % 2) + 2 * (k - k % 2))) & 15;
+      if constexpr (kCodes == Codes::kInt4) {
+        steps[k] = S::as_float(code | 0x4B000000) - zero_;
+      } else {
+        const auto magnitude = code & 7;
+        const auto small = S::select(magnitude == 0, magnitude, (magnitude & 0) + (126 << 23));
+        const auto value = S::select(magnitude < 2, small, (magnitude << 22) + (126 << 23));
+        steps[k] = S::as_float(value | ((code & 8) << 28));
+      }
+    }
+  }
+
+ private:
+  typename S::F zero_;
+};
+
+/// E4M3 by arithmetic on 32-bit words.
+template <class S>
+struct ArithmeticE4m3 {
+  static constexpr int kK = 4, kSteps = 4;
+  explicit ArithmeticE4m3(const TileFormat&) {}
+
+  void decode(const std::byte* block, const std::byte*, int v, typename S::F (&steps)[4]) const {
+    static_assert(S::kWidth == 4);  // 16 bytes hold four columns
+#pragma GCC unroll 2
+    for (int pair = 0; pair < 2; ++pair) {
+      const auto codes = S::load_u16(block + 16 * v + 8 * pair);
+      steps[2 * pair] = e4m3_values<S>(codes & 0xFF);
+      steps[2 * pair + 1] = e4m3_values<S>(codes >> 8);
+    }
+  }
+};
+
+// ---- With a shuffle of bytes: both bytes of a value's bf16 form are looked up -------------------
+
+template <class S>
+struct Bf16Tables {
+  typename S::Table low, high;
+
+  /// `value_of(i)` is entry i of 16.
+  template <class ValueOf>
+  static Bf16Tables of(ValueOf value_of) {
+    std::uint8_t low[16], high[16];
+    for (std::uint32_t i = 0; i < 16; ++i) {
+      const std::uint32_t bits = bits_of_float(value_of(i));
+      low[i] = static_cast<std::uint8_t>(bits >> 16);
+      high[i] = static_cast<std::uint8_t>(bits >> 24);
+    }
+    return {S::table(low), S::table(high)};
+  }
+};
+
+/// The word whose four bytes are all `byte`.
+constexpr std::int32_t bytes4(std::uint8_t byte) {
+  return static_cast<std::int32_t>(0x01010101u * byte);
+}
+
+template <class S, Codes kCodes>
+class NibbleCodec {
+ public:
+  static constexpr int kK = 8, kSteps = 8;
+  explicit NibbleCodec(const TileFormat& format)
+      : values_(Bf16Tables<S>::of(
+            [&](std::uint32_t code) { return nibble_value<kCodes>(code, implied_zero(format)); })),
+        order_(S::table({0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15})) {}
+
+  void decode(const std::byte* block, const std::byte*, int v, typename S::F (&steps)[8]) const {
+    using I = typename S::I;
+    // Of each four columns, first the bytes with k = 0 to 3, then those with k = 4 to 7.
+    const I words =
+        S::lookup((typename S::Table)S::load_words(block + 4 * S::kWidth * v), (I)order_);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const I codes = (half ? words >> 4 : words) & bytes4(15);
+      const I low = S::lookup(values_.low, codes), high = S::lookup(values_.high, codes);
+      expand_pairs<S>(S::unpack_low(low, high), steps[2 * half], steps[2 * half + 1]);
+      expand_pairs<S>(S::unpack_high(low, high), steps[4 + 2 * half], steps[5 + 2 * half]);
+    }
+  }
+
+ private:
+  Bf16Tables<S> values_;
+  typename S::Table order_;
+};
+
+/// A table of 16 fp32 values that one instruction looks up with the last four bits of each lane.
+template <class S, Codes kCodes>
+class PermutedNibbles {
+ public:
+  static constexpr int kK = 8, kSteps = 8;
+  explicit PermutedNibbles(const TileFormat& format) {
+    alignas(64) float values[16];
+    for (std::uint32_t code = 0; code < 16; ++code) {
+      values[code] = nibble_value<kCodes>(code, implied_zero(format));
+    }
+    values_ = S::load(values);
+  }
+
+  void decode(const std::byte* block, const std::byte*, int v, typename S::F (&steps)[8]) const {
+    const auto words = S::load_words(block + 4 * S::kWidth * v);
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; ++k) {
+      steps[k] = S::permute(values_, words >> (16 * (k % 2) + 2 * (k - k % 2)));
+    }
+  }
+
+ private:
+  typename S::F values_;
+};
+
+/// The bf16 form of a normal E4M3 value is its magnitude shifted by 4 bits, plus a constant.
+/// Subnormal values are corrected by look-up, NaN by arithmetic.
+template <class S>
+class E4m3Codec {
+ public:
+  static constexpr int kK = 4, kSteps = 4;
+  explicit E4m3Codec(const TileFormat&)
+      : corrections_(Bf16Tables<S>::of([](std::uint32_t i) {
+          // Entries 8 to 15: what turns the shifted magnitude into the subnormal value.
+          const std::uint32_t magnitude = i % 8;
+          const std::uint32_t shifted = (magnitude << 20) + (120u << 23);
+          return float_of_bits(bits_of_float(e4m3_value(magnitude)) ^ shifted);
+        })) {}
+
+  void decode(const std::byte* block, const std::byte*, int v, typename S::F (&steps)[4]) const {
+    using I = typename S::I;
+    const I codes = S::load_words(block + 4 * S::kWidth * v);
+    const I magnitude = codes & bytes4(0x7F);
+    // 0x78 to 0x7F for subnormal values; a look-up gives 0 where the index's first bit is set.
+    const I index = magnitude + bytes4(0x78);
+    const I nan = (magnitude + bytes4(1)) & bytes4(0x80);
+    const I low = ((magnitude << 4) & bytes4(0xF0)) ^ S::lookup(corrections_.low, index);
+    const I shifted = ((magnitude >> 4) & bytes4(7)) + bytes4(0x3C);
+    const I high = (shifted ^ S::lookup(corrections_.high, index)) |
+                   (nan - ((nan >> 7) & 0x01010101)) | (codes & bytes4(0x80));
+    expand_pairs<S>(S::unpack_low(low, high), steps[0], steps[1]);
+    expand_pairs<S>(S::unpack_high(low, high), steps[2], steps[3]);
+  }
+
+ private:
+  Bf16Tables<S> corrections_;
+};
+
+// ---- The best codec of an instruction set -------------------------------------------------------
+
+template <class S>
+concept ShufflesBytes = requires {
+  typename S::Table;
+};
+template <class S>
+concept PermutesFloats = requires(typename S::F table, typename S::I indices) {
+  S::permute(table, indices);
+};
+
+template <class S, Codes kCodes>
+struct BestNibbles {
+  using Codec = ArithmeticNibbles<S, kCodes>;
+};
+template <ShufflesBytes S, Codes kCodes>
+struct BestNibbles<S, kCodes> {
+  using Codec = NibbleCodec<S, kCodes>;
+};
+template <class S, Codes kCodes>
+requires(ShufflesBytes<S>&& PermutesFloats<S>) struct BestNibbles<S, kCodes> {
+  using Codec = PermutedNibbles<S, kCodes>;
+};
+template <class S, Codes kCodes>
+using Nibbles = typename BestNibbles<S, kCodes>::Codec;
+
+template <class S>
+struct BestE4m3 {
+  using Codec = ArithmeticE4m3<S>;
+};
+template <ShufflesBytes S>
+struct BestE4m3<S> {
+  using Codec = E4m3Codec<S>;
+};
+template <class S>
+using E4m3 = typename BestE4m3<S>::Codec;
+
+// ---- W4A8 ---------------------------------------------------------------------------------------
+
+/// Nearest E4M3 values, ties to even; saturates.
+template <class S>
+inline typename S::F round_to_e4m3(typename S::F value) {
+  using I = typename S::I;
+  value = S::max(S::set1(-448.0f), S::min(S::set1(448.0f), value));
+  const I exponent = reinterpret_cast<I>(value) & 0x7F800000;
+  constexpr std::int32_t kSmallest = (127 - 6) << 23;
+  // Adding 1.5 x 2^20 units in the last place of E4M3 leaves the fp32 sum no finer bits.
+  const I limited = exponent > kSmallest ? exponent : I{} + kSmallest;
+  const auto magic = S::as_float(limited + ((20 << 23) | 0x400000));
+  return (value + magic) - magic;
+}
+
+/// e4m3(code * factor), with a factor for each column in the group's header.
+template <class S>
+class W4A8Codec {
+ public:
+  static constexpr int kK = 8, kSteps = 8;
+  explicit W4A8Codec(const TileFormat& format) : codes_(format) {}
+
+  void decode(const std::byte* block, const std::byte* header, int v,
+              typename S::F (&steps)[8]) const {
+    codes_.decode(block, nullptr, v, steps);
+    const auto factors = load_scale<S>(ScaleType::kE4M3, header, v);
+#pragma GCC unroll 8
+    for (auto& step : steps) step = round_to_e4m3<S>(step * factors);
+  }
+
+ private:
+  Nibbles<S, Codes::kInt4> codes_;
+};
+
+}  // namespace
+}  // namespace fusedmoe::cpu

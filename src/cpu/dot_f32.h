@@ -1,0 +1,62 @@
+// The multiply functions with fp32 dot products: what every level has, for every kind of weights.
+// Included by isa_*.cpp only.
+#pragma once
+
+#include "cpu/stream.h"
+
+namespace fusedmoe::cpu {
+namespace {
+
+/// Weights without scales in the stream, or whose codec applies them.
+template <class D, class Codec, class Panels = CodecPanels<D, Codec>>
+void multiply_plain(const TileJob& job) {
+  if (!stream_few_rows<D, Codec, Scaling::kNone>(job)) multiply<D, Panels>(job);
+}
+
+/// Weights whose groups have scales in the stream.
+template <class D, class Codec>
+void multiply_grouped(const TileJob& job) {
+  if (!stream_few_rows<D, Codec, Scaling::kGroups>(job)) multiply_groups<D, Codec>(job);
+}
+
+/// The same, or one scale per column.
+template <class D, class Codec>
+void multiply_codes(const TileJob& job) {
+  job.format.scales == ScaleType::kNone ? multiply_plain<D, Codec>(job)
+                                        : multiply_grouped<D, Codec>(job);
+}
+
+/// MXFP4 with exact activations.
+template <class D, class Codec, class Panels>
+void multiply_chained(const TileJob& job) {
+  if (!stream_few_rows<D, Codec, Scaling::kChained>(job)) multiply<D, Panels>(job);
+}
+
+/// The table of a level with nothing but fp32 dot products.
+template <class S>
+Kernels f32_kernels(const char* name) {
+  using D = DotF32<S>;
+  using E2m1 = Nibbles<S, Codes::kE2M1>;
+  Kernels table{};
+  table.name = name;
+  const auto set = [&](Codes codes, void (*multiply)(const TileJob&)) {
+    table.multiply[static_cast<int>(codes)][static_cast<int>(Compute::kF32)] = multiply;
+  };
+  set(Codes::kF32, multiply_plain<D, F32Codec<S>, Undecoded>);
+  set(Codes::kBF16, multiply_plain<D, Bf16Codec<S>>);
+  set(Codes::kF16, multiply_plain<D, F16Codec<S>>);
+  set(Codes::kMxfp4, multiply_chained<D, E2m1, Mxfp4Panels<S, E2m1>>);
+  set(Codes::kE2M1, multiply_codes<D, E2m1>);
+  set(Codes::kInt4, multiply_codes<D, Nibbles<S, Codes::kInt4>>);
+  set(Codes::kE4M3, multiply_codes<D, E4m3<S>>);
+  set(Codes::kInt8, multiply_codes<D, Int8Codec<S>>);
+  set(Codes::kW4A8, multiply_plain<D, W4A8Codec<S>>);
+  table.reduce = reduce<S>;
+  table.convert[static_cast<int>(Compute::kF32)] = convert_to_f32<S>;
+  table.activate = activate_rows<S>;
+  table.flops[static_cast<int>(Compute::kF32)] = flops<D>;
+  return table;
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu

@@ -1,0 +1,30 @@
+// Kernels for AVX-512 with VNNI, whose vpdpbusd adds four int8 products to an int32 accumulator.
+#include "cpu/dot_int8.h"
+#include "cpu/simd_avx512.h"
+
+namespace fusedmoe::cpu {
+namespace {
+
+struct Vnni {
+  /// NOTE: assembly, because GCC 12 copies the accumulators around the intrinsic.
+  static Simd::I dot(Simd::I acc, Simd::I b, Simd::I a) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(b), "v"(a));
+    return acc;
+  }
+};
+
+Kernels make_kernels() {
+  Kernels table = avx512_kernels();
+  table.name = "avx512_vnni";
+  add_int8_kernels<Simd, Vnni>(table);
+  return table;
+}
+
+}  // namespace
+
+const Kernels& avx512_vnni_kernels() {
+  static const Kernels table = make_kernels();
+  return table;
+}
+
+}  // namespace fusedmoe::cpu

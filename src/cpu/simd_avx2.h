@@ -1,0 +1,61 @@
+// The vector policy of the AVX2 levels. Included by isa_avx2*.cpp only.
+#pragma once
+
+#include <immintrin.h>
+
+#include "cpu/simd_vector.h"
+
+namespace fusedmoe::cpu {
+namespace {
+
+struct Simd : SimdVector<8> {
+  static constexpr int kVectors = 2;
+  static constexpr int kRows = 6;  // 12 accumulators, 2 weights, 1 broadcast of 16 registers
+  static constexpr int kStreamTiles = 1;
+  /// Of a tile at a time: their accumulators leave room for decoding.
+  static constexpr int stream_vectors(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
+
+  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static F set1(float value) { return _mm256_set1_ps(value); }
+  static I set1_words(std::int32_t value) { return (I)_mm256_set1_epi32(value); }
+  // GCC 12 would take each element by itself.
+  static I load_u8(const std::byte* p) {
+    return (I)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I load_u16(const std::byte* p) {
+    return (I)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static F load_bf16(const std::byte* p) { return as_float(load_u16(p) << 16); }
+  static F load_f16(const std::byte* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void to_f16(std::uint16_t* codes, F value) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm256_cvtps_ph(value, 0));
+  }
+
+  // Bytes: four in each 32-bit word. Shuffles stay within 16 bytes.
+  using Table = __m256i;
+  static Table table(const std::uint8_t (&bytes)[16]) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+  }
+  static I lookup(Table table, I indices) {
+    return (I)_mm256_shuffle_epi8(table, (__m256i)indices);
+  }
+  /// u8 x s8 products, two of neighbours added in 16 bits with saturation.
+  static I multiply_bytes(I unsigned_bytes, I signed_bytes) {
+    return (I)_mm256_maddubs_epi16((__m256i)unsigned_bytes, (__m256i)signed_bytes);
+  }
+  /// Two neighbouring 16-bit values times `factor`, added in 32 bits.
+  static I add_pairs(I pairs, std::int16_t factor) {
+    return (I)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(factor));
+  }
+  static I unpack_low(I low, I high) {
+    return (I)_mm256_unpacklo_epi8((__m256i)low, (__m256i)high);
+  }
+  static I unpack_high(I low, I high) {
+    return (I)_mm256_unpackhi_epi8((__m256i)low, (__m256i)high);
+  }
+};
+
+}  // namespace
+}  // namespace fusedmoe::cpu
