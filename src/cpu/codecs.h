@@ -264,16 +264,17 @@ constexpr std::int32_t bytes4(std::uint8_t byte) {
   return static_cast<std::int32_t>(0x01010101u * byte);
 }
 
+/// 4-bit codes to bf16 pairs.
 template <class S, Codes kCodes>
-class NibbleCodec {
+class NibblePairs {
  public:
-  static constexpr int kK = 8, kSteps = 8;
-  explicit NibbleCodec(const TileFormat& format)
+  static constexpr int kK = 8, kSteps = 4;
+  explicit NibblePairs(const TileFormat& format)
       : values_(Bf16Tables<S>::of(
             [&](std::uint32_t code) { return nibble_value<kCodes>(code, implied_zero(format)); })),
         order_(S::table({0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15})) {}
 
-  void decode(const std::byte* block, const std::byte*, int v, typename S::F (&steps)[8]) const {
+  void decode(const std::byte* block, const std::byte*, int v, typename S::I (&pairs)[4]) const {
     using I = typename S::I;
     // Of each four columns, first the bytes with k = 0 to 3, then those with k = 4 to 7.
     const I words =
@@ -282,8 +283,8 @@ class NibbleCodec {
     for (int half = 0; half < 2; ++half) {
       const I codes = (half ? words >> 4 : words) & bytes4(15);
       const I low = S::lookup(values_.low, codes), high = S::lookup(values_.high, codes);
-      expand_pairs<S>(S::unpack_low(low, high), steps[2 * half], steps[2 * half + 1]);
-      expand_pairs<S>(S::unpack_high(low, high), steps[4 + 2 * half], steps[5 + 2 * half]);
+      pairs[half] = S::unpack_low(low, high);
+      pairs[2 + half] = S::unpack_high(low, high);
     }
   }
 
@@ -320,10 +321,10 @@ class PermutedNibbles {
 /// The bf16 form of a normal E4M3 value is its magnitude shifted by 4 bits, plus a constant.
 /// Subnormal values are corrected by look-up, NaN by arithmetic.
 template <class S>
-class E4m3Codec {
+class E4m3Pairs {
  public:
-  static constexpr int kK = 4, kSteps = 4;
-  explicit E4m3Codec(const TileFormat&)
+  static constexpr int kK = 4, kSteps = 2;
+  explicit E4m3Pairs(const TileFormat&)
       : corrections_(Bf16Tables<S>::of([](std::uint32_t i) {
           // Entries 8 to 15: what turns the shifted magnitude into the subnormal value.
           const std::uint32_t magnitude = i % 8;
@@ -331,23 +332,70 @@ class E4m3Codec {
           return float_of_bits(bits_of_float(e4m3_value(magnitude)) ^ shifted);
         })) {}
 
-  void decode(const std::byte* block, const std::byte*, int v, typename S::F (&steps)[4]) const {
+  void decode(const std::byte* block, const std::byte*, int v, typename S::I (&pairs)[2]) const {
     using I = typename S::I;
     const I codes = S::load_words(block + 4 * S::kWidth * v);
     const I magnitude = codes & bytes4(0x7F);
-    // 0x78 to 0x7F for subnormal values; a look-up gives 0 where the index's first bit is set.
-    const I index = magnitude + bytes4(0x78);
+    // Entry 8 + magnitude for subnormal values; a look-up gives 0 for the indices of others.
+    const I index = magnitude + bytes4(S::kEntry8OrZero);
     const I nan = (magnitude + bytes4(1)) & bytes4(0x80);
     const I low = ((magnitude << 4) & bytes4(0xF0)) ^ S::lookup(corrections_.low, index);
     const I shifted = ((magnitude >> 4) & bytes4(7)) + bytes4(0x3C);
     const I high = (shifted ^ S::lookup(corrections_.high, index)) |
-                   (nan - ((nan >> 7) & 0x01010101)) | (codes & bytes4(0x80));
-    expand_pairs<S>(S::unpack_low(low, high), steps[0], steps[1]);
-    expand_pairs<S>(S::unpack_high(low, high), steps[2], steps[3]);
+                   (nan - ((nan >> 7) & bytes4(1))) | (codes & bytes4(0x80));
+    pairs[0] = S::unpack_low(low, high);
+    pairs[1] = S::unpack_high(low, high);
   }
 
  private:
   Bf16Tables<S> corrections_;
+};
+
+/// bf16 pairs of another codec as twice as many fp32 steps.
+template <class S, class Pairs>
+class PairsToF32 {
+ public:
+  static constexpr int kK = Pairs::kK, kSteps = 2 * Pairs::kSteps;
+  explicit PairsToF32(const TileFormat& format) : codec_(format) {}
+  void decode(const std::byte* block, const std::byte* header, int v,
+              typename S::F (&steps)[kSteps]) const {
+    typename S::I pairs[Pairs::kSteps];
+    codec_.decode(block, header, v, pairs);
+#pragma GCC unroll 4
+    for (int j = 0; j < Pairs::kSteps; ++j) {
+      expand_pairs<S>(pairs[j], steps[2 * j], steps[2 * j + 1]);
+    }
+  }
+
+ private:
+  Pairs codec_;
+};
+
+/// fp32 steps of another codec as bf16 pairs; exact, as no weight has more than 8 significant bits.
+template <class S>
+inline typename S::I join_pairs(typename S::F even, typename S::F odd) {
+  using I = typename S::I;
+  return ((reinterpret_cast<I>(even) >> 16) & 0xFFFF) |
+         (reinterpret_cast<I>(odd) & static_cast<std::int32_t>(0xFFFF0000u));
+}
+
+template <class S, class Codec>
+class F32ToPairs {
+ public:
+  static constexpr int kK = Codec::kK, kSteps = Codec::kSteps / 2;
+  explicit F32ToPairs(const TileFormat& format) : codec_(format) {}
+  template <class B>
+  void decode(const std::byte* block, const std::byte* header, int v, B (&pairs)[kSteps]) const {
+    typename S::F values[Codec::kSteps];
+    codec_.decode(block, header, v, values);
+#pragma GCC unroll 4
+    for (int j = 0; j < kSteps; ++j) {
+      pairs[j] = (B)join_pairs<S>(values[2 * j], values[2 * j + 1]);
+    }
+  }
+
+ private:
+  Codec codec_;
 };
 
 // ---- The best codec of an instruction set -------------------------------------------------------
@@ -367,7 +415,7 @@ struct BestNibbles {
 };
 template <ShufflesBytes S, Codes kCodes>
 struct BestNibbles<S, kCodes> {
-  using Codec = NibbleCodec<S, kCodes>;
+  using Codec = PairsToF32<S, NibblePairs<S, kCodes>>;
 };
 template <class S, Codes kCodes>
 requires(ShufflesBytes<S>&& PermutesFloats<S>) struct BestNibbles<S, kCodes> {
@@ -382,7 +430,7 @@ struct BestE4m3 {
 };
 template <ShufflesBytes S>
 struct BestE4m3<S> {
-  using Codec = E4m3Codec<S>;
+  using Codec = PairsToF32<S, E4m3Pairs<S>>;
 };
 template <class S>
 using E4m3 = typename BestE4m3<S>::Codec;

@@ -214,26 +214,7 @@ class Int8ToBf16 {
 };
 
 /// W4A8's weights, rounded to E4M3 in fp32.
-class W4A8ToBf16 {
- public:
-  static constexpr int kK = 8, kSteps = 4;
-
-  explicit W4A8ToBf16(const TileFormat& format) : values_(format) {}
-
-  void decode(const std::byte* block, const std::byte* header, int v,
-              __m512i (&steps)[kSteps]) const {
-    Simd::F values[8];
-    values_.decode(block, header, v, values);
-#pragma GCC unroll 4
-    for (int j = 0; j < kSteps; ++j) {
-      const __m512i even = _mm512_srli_epi32((__m512i)values[2 * j], 16);
-      steps[j] = _mm512_mask_mov_epi16(even, 0xAAAAAAAA, (__m512i)values[2 * j + 1]);
-    }
-  }
-
- private:
-  W4A8Codec<Simd> values_;
-};
+using W4A8ToBf16 = F32ToPairs<Simd, W4A8Codec<Simd>>;
 
 }  // namespace
 }  // namespace fusedmoe::cpu

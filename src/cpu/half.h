@@ -10,14 +10,19 @@
 namespace fusedmoe::cpu {
 namespace {
 
-#if defined(__FLT16_MANT_DIG__)
+#if defined(__aarch64__) || defined(__FLT16_MANT_DIG__)
+#if defined(__aarch64__)
+using Half = __fp16;
+#else
+using Half = _Float16;
+#endif
 inline float load_half(std::uint16_t code) {
-  _Float16 half;
+  Half half;
   std::memcpy(&half, &code, 2);
   return static_cast<float>(half);
 }
 inline std::uint16_t store_half(float value) {
-  const auto half = static_cast<_Float16>(value);
+  const auto half = static_cast<Half>(value);
   std::uint16_t code;
   std::memcpy(&code, &half, 2);
   return code;

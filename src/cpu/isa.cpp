@@ -3,6 +3,9 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 #include <algorithm>
@@ -49,8 +52,9 @@ bool f16c_available() {
 }
 #endif
 
+/// From the lowest to the best.
 std::vector<const Kernels*> available_levels() {
-  std::vector<const Kernels*> result{&generic_kernels()};  // from the lowest to the best
+  std::vector<const Kernels*> result{&generic_kernels()};
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !f16c_available()) {
@@ -69,7 +73,16 @@ std::vector<const Kernels*> available_levels() {
       }
     }
   }
-  std::reverse(result.begin(), result.end());
+#elif defined(__aarch64__) && defined(__linux__)
+  result.push_back(&neon_kernels());
+  const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+  if (first & HWCAP_ASIMDDP) {
+    result.push_back(&neon_dotprod_kernels());
+    if (second & HWCAP2_I8MM) {
+      result.push_back(&neon_i8mm_kernels());
+      if (second & HWCAP2_BF16) result.push_back(&neon_bf16_kernels());
+    }
+  }
 #endif
   return result;
 }
@@ -88,7 +101,11 @@ const Kernels& choose() {
 }  // namespace
 
 std::span<const Kernels* const> levels() {
-  static const std::vector<const Kernels*> all = available_levels();
+  static const std::vector<const Kernels*> all = [] {
+    std::vector<const Kernels*> levels = available_levels();
+    std::reverse(levels.begin(), levels.end());
+    return levels;
+  }();
   return all;
 }
 

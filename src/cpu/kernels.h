@@ -233,6 +233,10 @@ const Kernels& avx512_kernels();
 const Kernels& avx512_vnni_kernels();
 const Kernels& avx512_bf16_kernels();
 const Kernels& amx_kernels();
+const Kernels& neon_kernels();
+const Kernels& neon_dotprod_kernels();
+const Kernels& neon_i8mm_kernels();
+const Kernels& neon_bf16_kernels();
 
 /// The table for this machine, chosen once.
 const Kernels& kernels();

@@ -295,28 +295,23 @@ class CodecPanels {
   Codec codec_;
 };
 
-/// Panels of MXFP4 in fp32, with the scales multiplied in, which is exact.
-template <class S, class Codec>
+/// Panels of MXFP4 with the scales multiplied in, which is exact. The codec is for fp32.
+template <class D, class Codec>
 class Mxfp4Panels {
  public:
   Mxfp4Panels(const std::byte* stream, const TileFormat& format)
       : groups_(stream + kMxfp4HeaderBytes), scales_(stream), codec_(format) {}
 
   const std::byte* panel(std::int64_t begin, std::int64_t count, std::byte* scratch) {
-    auto* target = reinterpret_cast<float*>(scratch);
-    for (std::int64_t g = begin / kGroup; g < (begin + count) / kGroup; ++g) {
+    constexpr std::int64_t kSteps = kGroup / D::kPerStep;  // of a group
+    std::byte* target = scratch;
+    for (std::int64_t g = begin / kSteps; g < (begin + count) / kSteps; ++g) {
       const std::byte* group = groups_ + g * kMxfp4GroupBytes;
       scales_.advance(group);
-      for (int q = 0; q < kGroup / Codec::kK; ++q, target += Codec::kSteps * kTileColumns) {
+      for (int q = 0; q < kGroup / Codec::kK; ++q, target += Codec::kK / D::kPerStep * kStepBytes) {
 #pragma GCC unroll 4
         for (int v = 0; v < kTileColumns / S::kWidth; ++v) {
-          typename S::F steps[Codec::kSteps];
-          codec_.decode(group + kTileColumns + q * kStepBytes, group, v, steps);
-          const auto scale = scales_.scale(v);
-#pragma GCC unroll 8
-          for (int j = 0; j < Codec::kSteps; ++j) {
-            S::store(target + j * kTileColumns + S::kWidth * v, steps[j] * scale);
-          }
+          decode(group + kTileColumns + q * kStepBytes, v, target + 4 * S::kWidth * v);
         }
       }
     }
@@ -324,6 +319,22 @@ class Mxfp4Panels {
   }
 
  private:
+  using S = typename D::Simd;
+
+  void decode(const std::byte* block, int v, std::byte* target) const {
+    typename S::F values[Codec::kSteps];
+    codec_.decode(block, nullptr, v, values);
+    const auto scale = scales_.scale(v);
+#pragma GCC unroll 8
+    for (int j = 0; j < Codec::kSteps; j += D::kPerStep, target += kStepBytes) {
+      if constexpr (D::kPerStep == 1) {
+        D::store_b(target, values[j] * scale);
+      } else {
+        D::store_b(target, join_pairs<S>(values[j] * scale, values[j + 1] * scale));
+      }
+    }
+  }
+
   const std::byte* groups_;
   Mxfp4Scales<S> scales_;
   Codec codec_;

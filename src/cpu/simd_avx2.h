@@ -33,7 +33,9 @@ struct Simd : SimdVector<8> {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm256_cvtps_ph(value, 0));
   }
 
-  // Bytes: four in each 32-bit word. Shuffles stay within 16 bytes.
+  // Bytes: four in each 32-bit word. Shuffles stay within 16 bytes. A look-up takes the last four
+  // bits of an index, and gives 0 where its first bit is set.
+  static constexpr std::uint8_t kEntry8OrZero = 0x78;
   using Table = __m256i;
   static Table table(const std::uint8_t (&bytes)[16]) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));

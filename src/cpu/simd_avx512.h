@@ -35,7 +35,9 @@ struct Simd : SimdVector<16> {
   /// The entries of a table of 16, by the last four bits of each lane.
   static F permute(F table, I indices) { return _mm512_permutexvar_ps((__m512i)indices, table); }
 
-  // Bytes: four in each 32-bit word. Shuffles stay within 16 bytes.
+  // Bytes: four in each 32-bit word. Shuffles stay within 16 bytes. A look-up takes the last four
+  // bits of an index, and gives 0 where its first bit is set.
+  static constexpr std::uint8_t kEntry8OrZero = 0x78;
   using Table = __m512i;
   static Table table(const std::uint8_t (&bytes)[16]) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
