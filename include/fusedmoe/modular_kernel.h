@@ -50,7 +50,8 @@ class FUSEDMOE_API PrepareAndFinalize {
   const PrepareFinalizeDescriptor& descriptor() const { return descriptor_; }
 
   /// Size that the experts see for a forward of num_tokens rows: the same, or the row capacity
-  /// per expert in the batched format.
+  /// per expert in the batched format. A transport that passes the caller's rows through does so
+  /// for any number of them.
   virtual ProblemSize problem_size(const ProblemSize& caller) const { return caller; }
   /// Scratch that lasts from prepare to finalize.
   virtual std::size_t workspace_bytes(const ProblemSize& caller,
@@ -124,9 +125,12 @@ class FUSEDMOE_API ModularKernel {
   friend class MoeLayer;
   /// The same with arguments that were checked.
   void run(ForwardArgs args, const ProblemSize& problem, void* workspace) const;
+  std::size_t common_bytes(const WorkspacePlan& plan, const ProblemSize& problem) const;
 
   std::shared_ptr<const PrepareAndFinalize> prepare_finalize_;
   std::shared_ptr<const Experts> experts_;
+  WeightAndReduce reduce_ = WeightAndReduce::kNoOp;  // of the experts
+  bool passes_rows_ = false;                         // the experts see the caller's rows
 };
 
 }  // namespace fusedmoe

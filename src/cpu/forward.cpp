@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "core/ceil_div.h"
 #include "core/check.h"
 #include "core/parallel.h"
 #include "core/workspace.h"
@@ -14,9 +15,7 @@
 namespace fusedmoe::cpu {
 namespace {
 
-std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
+using core::round_up;
 
 Epilogue::Rounding rounding_of(DType dtype) {
   switch (dtype) {
@@ -431,7 +430,7 @@ void Forward::reduce(std::int64_t row, std::int64_t first_column) const {
   } else {
     job.indices = slot_to_permuted_ + row * problem_.topk;
     job.num_indices = problem_.topk;
-    if (!args_.apply_router_weight_on_input) {
+    if (!mode_.router_weight_on_input) {
       job.weights = args_.topk_weights.as<const float>() + row * problem_.topk;
     }
   }
@@ -459,7 +458,7 @@ void Forward::run() {
   finish_activated_rows();
   multiply(false);
   if (mode_.unfused) unfused_output();
-  const std::int64_t blocks = (problem_.hidden + kReduceColumns - 1) / kReduceColumns;
+  const std::int64_t blocks = core::ceil_div(problem_.hidden, kReduceColumns);
   for_rows(
       x_rows_ * blocks, x_rows_ * problem_.topk * problem_.hidden,
       [&](std::int64_t i, const TaskScratch&) { reduce(i / blocks, i % blocks * kReduceColumns); });

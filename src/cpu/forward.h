@@ -24,13 +24,15 @@ namespace fusedmoe::cpu {
 struct ForwardMode {
   ActivationFormat format = ActivationFormat::kStandard;
   bool unfused = false;  ///< with injection points; standard format
+  bool router_weight_on_input = false;
   /// Tasks of a step; fewer if the stream's executor runs fewer at a time. Fixed, so that
   /// workspaces have room for all of them whatever set_num_threads() says when a forward starts.
   int max_threads = 1;
 };
 inline ForwardMode mode_of(const Experts& experts) {
   const MoeConfig& config = experts.config();
-  return {config.activation_format, config.hooks, experts.context().num_threads};
+  return {config.activation_format, config.hooks, config.apply_router_weight_on_input,
+          experts.context().num_threads};
 }
 
 /// Where things lie in the workspaces: a function of the problem and the mode.

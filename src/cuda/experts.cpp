@@ -93,10 +93,6 @@ class Sm90Descriptor final : public ExpertsDescriptor {
   bool routes_faster() const override { return true; }
   std::string_view instruction_set() const override { return "sm_90a"; }
   int layout_version() const override { return 1; }
-  WeightAndReduce weight_and_reduce(ActivationFormat format) const override {
-    return format == ActivationFormat::kBatchedExperts ? WeightAndReduce::kDelegate
-                                                       : WeightAndReduce::kNoOp;
-  }
   std::shared_ptr<const Experts> create(const MoeConfig& config,
                                         const Context& context) const override {
     MoeConfig here = config;
@@ -181,16 +177,13 @@ Sm90Experts::Sm90Experts(const ExpertsDescriptor& descriptor, const MoeConfig& c
 
 std::shared_ptr<PackedWeights> Sm90Experts::pack(const ExpertWeights& weights,
                                                  const PackOptions& options) const {
-  return std::make_shared<CudaPackedWeights>(core::make_packed_info(*this, weights), format_,
-                                             weights, options);
+  return std::make_shared<CudaPackedWeights>(core::make_packed_info(*this, weights, options),
+                                             format_, weights, options);
 }
 
 WorkspacePlan Sm90Experts::plan(const ProblemSize& problem) const {
-  WorkspacePlan plan;
-  plan.output_shape = batched()
-                          ? Shape{problem.num_local_experts, problem.num_tokens, problem.hidden}
-                          : Shape{problem.num_tokens, problem.hidden};
-  plan.output_dtype = batched() ? problem.dtype : problem.output_dtype;
+  WorkspacePlan plan = output_plan(problem);
+  if (batched()) plan.output_dtype = problem.dtype;
   if (problem.num_tokens == 0) return plan;
   // Room for any configuration, for these and, as rows in f32 take more, for fewer tokens.
   const std::int64_t most_f32 = max_tokens_f32(shape_of(problem));
@@ -380,7 +373,7 @@ void Sm90Experts::run_standard(const ForwardArgs& args, const Scratch& scratch,
     if (config.rows_f32) params.gemms[1].out_rows = params.row_slots;
   }
   const float* topk_weights =
-      args.apply_router_weight_on_input ? nullptr : args.topk_weights.as<const float>();
+      this->config().apply_router_weight_on_input ? nullptr : args.topk_weights.as<const float>();
   if (format_.weights_rows && !unfused && !config.rows_f32) {
     params.topk_weights = std::exchange(topk_weights, nullptr);  // the combine only adds
   }

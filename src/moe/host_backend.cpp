@@ -10,8 +10,8 @@
 #include "core/check.h"
 #include "core/parallel.h"
 #include "fusedmoe/quant.h"
+#include "moe/check_args.h"
 #include "moe/element.h"
-#include "moe/local_experts.h"
 #include "moe/route.h"
 #include "quant/quantize.h"
 
@@ -135,14 +135,11 @@ void HostBackend::assign_rows(const TensorView& topk_ids, const TensorView& expe
   std::fill_n(counts, num_local_experts, 0);
   for (std::int64_t token = 0; token < num_tokens; ++token) {
     const auto* row = topk_ids.as<const std::int32_t>() + token * topk;
+    check_distinct({row, static_cast<std::size_t>(topk)}, local_expert, token);
     for (std::int64_t slot = 0; slot < topk; ++slot) {
       const std::int32_t local = local_expert(row[slot]);
       slot_rows[token * topk + slot] = -1;
       if (local < 0) continue;
-      const auto same = [&](std::int32_t id) { return local_expert(id) == local; };
-      FUSEDMOE_CHECK(std::none_of(row, row + slot, same), "topk_ids",
-                     core::format("expert {} twice for token {}", row[slot], token),
-                     "on distinct local experts within a token in the batched format");
       slot_rows[token * topk + slot] =
           static_cast<std::int32_t>(local * num_tokens + counts[local]++);
     }

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 
+#include "core/ceil_div.h"
 #include "core/check.h"
 
 namespace fusedmoe {
@@ -11,12 +12,8 @@ namespace {
 
 constexpr std::int64_t kTileRows = 128, kTileColumns = 4, kTileBytes = 512;
 
-constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
-constexpr std::int64_t round_up(std::int64_t a, std::int64_t b) {
-  return ceil_div(a, b) * b;
-}
+using core::ceil_div;
+using core::round_up;
 
 void check_bytes(const TensorView& view, const char* argument) {
   FUSEDMOE_CHECK_FAULT(view.defined() && bits(view.dtype()) == 8 && view.device().is_cpu(), kDType,

@@ -334,10 +334,12 @@ TEST(ReferenceExpertsTest, PlanIsMonotoneAndEmptyForNoTokens) {
     std::size_t last = 0;
     for (std::int64_t tokens : {1, 2, 3, 64, 65, 4096}) {
       const WorkspacePlan plan = experts->plan(ProblemSize::of(experts->config(), tokens));
-      EXPECT_GT(plan.total_bytes(), last);
-      last = plan.total_bytes();
+      const std::size_t bytes = plan.workspace13_bytes + plan.workspace2_bytes;
+      EXPECT_GT(bytes, last);
+      last = bytes;
     }
-    EXPECT_EQ(experts->plan(ProblemSize::of(experts->config(), 0)).workspace13_bytes, 0U);
+    const WorkspacePlan none = experts->plan(ProblemSize::of(experts->config(), 0));
+    EXPECT_EQ(none.common_bytes() + none.workspace2_bytes, 0U);
   }
 }
 
@@ -393,7 +395,7 @@ TEST(ReferenceExpertsTest, RefusalsCarryTheirReason) {
             Reason::kHooks);
   EXPECT_EQ(reason([](C& c) {
               c.monolithic = true;
-              c.routing_method = RoutingMethod::kUnspecified;
+              c.routing_method = RoutingMethod::kNone;
             }),
             Reason::kRoutingMethod);
   EXPECT_EQ(reason([](C& c) {

@@ -39,7 +39,7 @@ struct Scratch {
 
 std::vector<std::string> variants() {
   MoeConfig config = testing::make_config({}, DType::kBF16);
-  config.routing_method = RoutingMethod::kRenormalizeNaive;
+  config.routing_method = RoutingMethod::kRouter;
   std::vector<std::string> names;
   for (const testing::Variant& variant : testing::variants_for(config)) {
     names.push_back(variant.name());

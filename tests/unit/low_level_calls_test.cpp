@@ -245,6 +245,20 @@ TEST(PackedForAnotherTest, ConfigurationIsRefused) {
   }
 }
 
+TEST(PackTest, StreamOfAnotherDeviceIsRefused) {
+  for (const char* variant : {"cpu", "reference"}) {
+    const Steps steps(variant);
+    PackOptions options;
+    options.stream = Stream{testing::kCuda};
+    try {
+      steps.kernel.experts().pack(steps.problem.weights, options);
+      ADD_FAILURE() << "no error";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.argument(), "options.stream");
+    }
+  }
+}
+
 /// Monolithic experts take logits of any activation dtype.
 TEST(MonolithicKernelTest, LogitsOfEveryDTypeGiveTheBitsOfModularExperts) {
   for (const std::string name : {"cpu", "reference"}) {
@@ -255,7 +269,7 @@ TEST(MonolithicKernelTest, LogitsOfEveryDTypeGiveTheBitsOfModularExperts) {
     router.topk = spec.topk;
     router.renormalize = true;
     MoeConfig config = testing::make_config(spec, DType::kF32);
-    config.routing_method = routing_method(router, false);
+    config.routing_method = routing_method(router);
     const ModularKernel modular = testing::find_variant(name).create(config);
     const ModularKernel monolithic = testing::find_variant(name + "_monolithic").create(config);
     const auto packed = modular.experts().pack(problem.weights);

@@ -66,7 +66,6 @@ struct Call {
     args.topk_weights = topk_weights;
     args.expert_map = expert_map;
     args.num_experts = num_experts;
-    args.apply_router_weight_on_input = weight_on_input;
     return args;
   }
   Tensor apply(const ModularKernel& kernel) {
@@ -292,6 +291,29 @@ TEST(ModularKernelTest, ExpertsWriteToTheCallersOutputWhereItFits) {
   EXPECT_EQ(to_vector(call.output), expected_of(call));
 }
 
+TEST(ModularKernelTest, OnlyOutputThatIsNotTheCallersTakesWorkspace) {
+  FakeOptions options;
+  options.workspace13_per_token = options.workspace2_per_token = 0;
+  const FakeSizes sizes{.hidden = 256};
+  const auto bytes = [&] {
+    return make_kernel(std::make_shared<FakeExperts>(options, sizes)).workspace_bytes(100);
+  };
+  EXPECT_EQ(bytes(), 0u);
+  options.reduce = WeightAndReduce::kContiguous;
+  EXPECT_EQ(bytes(), std::size_t{4} * 100 * 2 * 256);
+}
+
+TEST(ModularKernelTest, OutputOfADTypeThatTheExpertsDoNotWriteIsAnError) {
+  Call call = make_call(DType::kBF16);
+  const ModularKernel kernel = make_kernel({}, call);
+  call.prepare(kernel);
+  call.output = Tensor::empty({3, 5}, DType::kF32);
+  EXPECT_EQ(argument_of([&] {
+              kernel.apply(call.args(), {call.workspace.data(), call.workspace_bytes});
+            }),
+            "output");
+}
+
 TEST(ModularKernelTest, OutputOfAnotherShapeSharesMemoryWithWorkspace13) {
   Call call = make_call();
   FakeOptions options{ActivationFormat::kBatchedExperts, WeightAndReduce::kDelegate};
@@ -311,7 +333,7 @@ TEST(ModularKernelTest, WorkspacePartsAreDisjointAndAligned) {
     const FakeExperts experts(composition.options, call.sizes());
     const WorkspacePlan plan = experts.plan(ProblemSize::of(experts.config(), 3));
     EXPECT_GE(offset(seen.workspace2),
-              offset(seen.workspace13) + static_cast<std::ptrdiff_t>(plan.common_bytes()));
+              offset(seen.workspace13) + static_cast<std::ptrdiff_t>(plan.workspace13_bytes));
     EXPECT_LE(offset(seen.workspace2) + static_cast<std::ptrdiff_t>(plan.workspace2_bytes),
               static_cast<std::ptrdiff_t>(call.workspace_bytes));
   }
@@ -324,7 +346,7 @@ TEST(ModularKernelTest, ExpertsGetTheCallersRoutingAndFlag) {
   EXPECT_EQ(seen.topk_weights.data(), call.topk_weights.data());
   EXPECT_EQ(seen.hidden_states.data(), call.hidden_states.data());
   EXPECT_FALSE(seen.expert_num_tokens.defined());
-  EXPECT_FALSE(seen.apply_router_weight_on_input);
+  EXPECT_FALSE(seen.preparation.apply_router_weight_on_input);
 
   seen = seen_by_experts({ActivationFormat::kBatchedExperts, WeightAndReduce::kDelegate}, call);
   EXPECT_EQ(seen.hidden_states.shape(), (Shape{4, 3, 5}));
@@ -333,7 +355,7 @@ TEST(ModularKernelTest, ExpertsGetTheCallersRoutingAndFlag) {
   call.topk_ids = make_ids({3, 1}, {2, -1, 1});
   call.topk_weights = make_f32({3, 1}, {0.5f, 4, 0.25f});
   call.weight_on_input = true;
-  EXPECT_TRUE(seen_by_experts({}, call).apply_router_weight_on_input);
+  EXPECT_TRUE(seen_by_experts({}, call).preparation.apply_router_weight_on_input);
 }
 
 /// Writes down what the kernel asks of it, in order.
@@ -346,6 +368,7 @@ class Recording : public PrepareAndFinalize {
  private:
   void do_start_prepare(ForwardArgs& args) const override {
     events_.push_back("start prepare");
+    if (args.hidden_states.size(0) == 0) return;
     // Dispatched routing must replace the caller's from here on.
     auto* ids = static_cast<std::int32_t*>(args.prepare_workspace);
     ids[0] = 1;
@@ -357,7 +380,9 @@ class Recording : public PrepareAndFinalize {
   void do_finish_prepare(ForwardArgs&) const override { events_.push_back("finish prepare"); }
   void do_start_finalize(const ForwardArgs& args) const override {
     events_.push_back("start finalize");
-    EXPECT_EQ(args.topk_ids.data(), args.prepare_workspace);
+    if (args.output.size(0) > 0) {
+      EXPECT_EQ(args.topk_ids.data(), args.prepare_workspace);
+    }
     EXPECT_EQ(args.fused_output.data(), args.output.data());
     EXPECT_EQ(args.weight_and_reduce, WeightAndReduce::kNoOp);
   }
@@ -377,6 +402,18 @@ TEST(ModularKernelTest, PrepareThenExpertsThenFinalizeOnDispatchedRouting) {
   EXPECT_EQ(events, (std::vector<std::string>{"start prepare", "finish prepare", "experts",
                                               "start finalize", "finish finalize"}));
   EXPECT_EQ(to_vector(call.output), (std::vector<float>{6, 60}));
+}
+
+// A rank without tokens takes part in every step, or the others wait for it.
+TEST(ModularKernelTest, EveryStepIsCalledForNoTokens) {
+  std::vector<std::string> events;
+  Call call{Tensor::empty({0, 2}, DType::kF32), Tensor::empty({0, 1}, DType::kI32),
+            Tensor::empty({0, 1}, DType::kF32)};
+  auto experts = std::make_shared<FakeExperts>(FakeOptions{}, call.sizes());
+  experts->on_apply = [&](const ForwardArgs&) { events.push_back("experts"); };
+  call.apply(ModularKernel(std::make_shared<Recording>(events), experts));
+  EXPECT_EQ(events, (std::vector<std::string>{"start prepare", "finish prepare", "experts",
+                                              "start finalize", "finish finalize"}));
 }
 
 TEST(ModularKernelTest, NaNWeightsPropagateToTheirTokens) {

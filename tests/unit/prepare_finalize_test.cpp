@@ -81,7 +81,7 @@ struct Call {
     args.topk_ids = topk_ids;
     args.topk_weights = topk_weights;
     args.expert_map = expert_map;
-    args.apply_router_weight_on_input = preparation.apply_router_weight_on_input;
+    args.preparation = preparation;
     args.weight_and_reduce = kind;
     args.prepare_workspace = workspace.data();
     object->start_finalize(args);
@@ -385,6 +385,9 @@ TEST(PrepareAndFinalizeTest, RefusalsHaveReasons) {
             }),
             Reason::kSupported);
   EXPECT_EQ(reason([](MoeConfig& c) { c.parallel.dp_size = 2; }), Reason::kParallelConfig);
+  EXPECT_EQ(reason([](MoeConfig& c) { c.parallel.tp_size = 2; }), Reason::kSupported);
+  EXPECT_EQ(reason([](MoeConfig& c) { c.parallel.tp_size = 0; }), Reason::kParallelConfig);
+  EXPECT_EQ(reason([](MoeConfig& c) { c.parallel.ep_rank = 1; }), Reason::kParallelConfig);
   EXPECT_EQ(reason([](MoeConfig& c) { c.apply_router_weight_on_input = true; }),
             Reason::kRouterWeightOnInput);
 }

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string_view>
 
 #include "cuda/gemm/fused_mlp.h"
 #include "fusedmoe/quant.h"
@@ -41,7 +40,6 @@ struct PackedView {
 };
 
 struct WeightFormat {
-  std::string_view name;  ///< "mxfp4"
   QuantScheme scheme;
   DType row_dtype = DType::kBF16;  ///< of hidden states, activated rows and results
   PackedBlock block;
