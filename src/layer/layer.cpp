@@ -323,7 +323,7 @@ void MoeLayer::Impl::run_chunk(const Call& call, void* workspace) const {
   apply_routed(call, routing, buffers);
   if (shared) backend.add(call.output, buffers.shared_output, call.stream);
   const auto copy_result = [&](const TensorView& source, const TensorView& destination) {
-    if (destination) backend.copy(source, destination, call.stream);
+    if (destination) copy(source, destination, call.stream);
   };
   copy_result(buffers.router_logits, options.router_logits);
   copy_result(routing.topk_ids, options.topk_ids);

@@ -149,11 +149,10 @@ class NoEp final : public PrepareAndFinalize {
   }
 
   void do_start_finalize(const ForwardArgs& args) const override {
-    const core::Backend& backend = layer::backend_of(args.stream.device);
     if (args.weight_and_reduce != WeightAndReduce::kNoOp) {
-      backend.reduce(reduce_args(args), {});
+      layer::backend_of(args.stream.device).reduce(reduce_args(args), {});
     } else if (args.fused_output.data() != args.output.data()) {
-      backend.copy(args.fused_output, args.output, args.stream);
+      copy(args.fused_output, args.output, args.stream);
     }
   }
 };

@@ -192,15 +192,4 @@ void HostBackend::add(const TensorView& target, const TensorView& source, Stream
   });
 }
 
-void HostBackend::copy(const TensorView& source, const TensorView& destination, Stream) const {
-  if (source.numel() == 0) return;
-  const std::int64_t row_bytes = bytes(source.dtype(), source.size(1));
-  for (std::int64_t row = 0; row < source.size(0); ++row) {
-    const auto at = [row](const TensorView& view) {
-      return view.as<std::byte>() + bytes(view.dtype(), row * view.stride(0));
-    };
-    std::memcpy(at(destination), at(source), static_cast<std::size_t>(row_bytes));
-  }
-}
-
 }  // namespace fusedmoe::core
