@@ -78,11 +78,12 @@ class FUSEDMOE_API PrepareAndFinalize {
 
 /// One rank, standard format.
 FUSEDMOE_API const PrepareFinalizeDescriptor& no_ep();
-/// One rank, batched format: tokens are copied to (num_local_experts, capacity, hidden), capacity
-/// = the number of tokens of the call, in ascending token order per expert. A token may therefore
-/// name an expert once only: prepare throws Error for a duplicate id, or on CUDA, where it cannot
-/// see the ids, drops all slots of the token but the first that name it. Rows of an expert behind
-/// expert_num_tokens are neither written nor read.
+/// One rank, batched format (num_local_experts, capacity, hidden). prepare copies each token to the
+/// rows of its experts, in ascending order of the tokens. Capacity is the number of tokens of the
+/// call, so a token may name an expert only once. A duplicate id is an Error on the CPU. On CUDA,
+/// where prepare cannot see the ids, the first slot of the token that names the expert counts and
+/// the others are dropped. Rows of an expert from expert_num_tokens on are neither written nor
+/// read.
 FUSEDMOE_API const PrepareFinalizeDescriptor& batched();
 
 /// What `experts` leave to prepare; `a1_scale`: see PackedWeights::Info.

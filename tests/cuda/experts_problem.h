@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "../unit/error_text.h"
 #include "cuda/gemm/weight_format.h"
 #include "cuda_test.h"
 #include "fusedmoe/modular_kernel.h"
@@ -167,13 +168,4 @@ class KernelRun {
 };
 
 /// What an Error names.
-inline std::string argument_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.argument();
-  }
-  return "no error";
-}
-
 }  // namespace fusedmoe::testing

@@ -15,7 +15,6 @@
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
 #include "layer_problem.h"
-#include "malformed.h"
 #include "testing/compare.h"
 
 namespace {
@@ -168,24 +167,6 @@ TEST_P(AllExperts, NoTokens) {
   EXPECT_NO_THROW(layer.forward_routed(x, {ids, weights}, x, workspace));
 }
 
-TEST(LayerTest, NoTokensGoThroughTheRouter) {
-  LayerSpec spec = gated_spec();
-  for (const bool monolithic : {false, true}) {
-    LayerWeights weights = make_layer_weights(spec);
-    std::vector<Shape> shapes;
-    weights.router.custom = [&](const TensorView& logits, const TensorView& ids,
-                                const TensorView& topk_weights) {
-      shapes.insert(shapes.end(), {logits.shape(), ids.shape(), topk_weights.shape()});
-    };
-    LayerOptions options = layer_options(DType::kBF16, "");
-    options.monolithic = monolithic;
-    const MoeLayer layer(std::move(weights), options);
-    EXPECT_EQ(layer.workspace_bytes(0), 0u);
-    layer.forward(Tensor::empty({0, 64}, DType::kBF16));
-    EXPECT_EQ(shapes, (std::vector<Shape>{{0, 8}, {0, 2}, {0, 2}}));
-  }
-}
-
 TEST_P(AllExperts, CallersOfSeveralThreadsShareALayer) {
   const MoeLayer layer(make_layer_weights(gated_spec()), layer_options(DType::kBF16, GetParam()));
   const Tensor x = make_hidden_states(DType::kBF16, 12, 64);
@@ -213,45 +194,6 @@ TEST(LayerTest, DetailsAreTheRoutersResults) {
   EXPECT_TRUE(bitwise_equal(result.router_logits, logits));
   EXPECT_TRUE(bitwise_equal(result.topk_ids, ids));
   EXPECT_TRUE(bitwise_equal(result.topk_weights, weights_out));
-}
-
-TEST(LayerTest, DuplicateIdsOfTheBatchedFormatAreSeenBeforeAnyChunkRuns) {
-  LayerOptions options = layer_options(DType::kBF16, "cpu_batched");
-  options.max_workspace_bytes = MoeLayer(make_layer_weights({}), options).workspace_bytes(2);
-  const MoeLayer layer(make_layer_weights({}), options);
-  const Tensor x = make_hidden_states(DType::kBF16, 5, 64);
-  const Tensor ids = Tensor::empty({5, 2}, DType::kI32);
-  for (std::int32_t slot = 0; slot < 10; ++slot) ids.as<std::int32_t>()[slot] = slot % 2;
-  const Tensor weights = Tensor::zeros({5, 2}, DType::kF32);
-  const Tensor output = Tensor::empty(x.shape(), x.dtype());
-  const Tensor workspace =
-      Tensor::empty({static_cast<std::int64_t>(options.max_workspace_bytes)}, DType::kU8);
-  const auto run_routed = [&] {
-    layer.forward_routed(x, {ids, weights}, output,
-                         {workspace.data(), options.max_workspace_bytes});
-  };
-  EXPECT_NO_THROW(run_routed());
-  ids.as<std::int32_t>()[9] = 0;
-  testing::expect_error("topk_ids", output, run_routed);
-}
-
-/// Counts the calls on their way to the default executor.
-class CountingExecutor : public Executor {
- public:
-  int calls = 0;
-  int concurrency() const override { return 2; }
-  void run(int num_tasks, Task task) override {
-    ++calls;
-    default_executor().run(num_tasks, task);
-  }
-};
-
-TEST(LayerTest, PackingRunsOnTheExecutorOfTheLayer) {
-  CountingExecutor executor;
-  LayerOptions options = layer_options(DType::kBF16, "cpu");
-  options.executor = &executor;
-  const MoeLayer layer(make_layer_weights({}), options);
-  EXPECT_GT(executor.calls, 0);
 }
 
 TEST(LayerTest, RoutedForwardWithTheSameRoutingGivesTheSameBits) {

@@ -305,5 +305,37 @@ TEST(MonolithicKernelTest, LogitsOfEveryDTypeGiveTheBitsOfModularExperts) {
   }
 }
 
+TEST(MonolithicKernelTest, ExpertsGetLogitsAndRouter) {
+  testing::FakeSizes sizes;
+  sizes.monolithic = true;
+  auto experts = std::make_shared<testing::FakeExperts>(testing::FakeOptions{}, sizes);
+  ForwardArgs seen;
+  experts->on_apply = [&](const ForwardArgs& given) { seen = given; };
+  const ModularKernel kernel(no_ep().create({}, {}), experts);
+  const auto packed = testing::FakeExperts::pack_sizes(4, 5);
+  const Tensor x = testing::make_sample(DType::kF32, {3, 5}),
+               logits = testing::make_sample(DType::kF32, {3, 4});
+  const Tensor output = Tensor::zeros({3, 5}, DType::kF32);
+  const Tensor ids = Tensor::zeros({3, 2}, DType::kI32);
+  const Tensor topk_weights = Tensor::zeros({3, 2}, DType::kF32);
+  RouterConfig router;
+  router.num_experts = 4;
+  router.topk = 2;
+  ForwardArgs args;
+  args.weights = packed.get();
+  args.hidden_states = x;
+  args.output = output;
+  args.topk_ids = ids;
+  args.topk_weights = topk_weights;
+  args.router_logits = logits;
+  args.router = &router;
+  const Tensor workspace =
+      Tensor::empty({static_cast<std::int64_t>(kernel.workspace_bytes(3))}, DType::kU8);
+  kernel.apply(args, {workspace.data(), static_cast<std::size_t>(workspace.nbytes())});
+  EXPECT_EQ(seen.router_logits.data(), logits.data());
+  EXPECT_EQ(seen.router, &router);
+  EXPECT_TRUE(bitwise_equal(output, x));
+}
+
 }  // namespace
 }  // namespace fusedmoe

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 
+#include "error_text.h"
 #include "fake_experts.h"
 #include "fusedmoe/tensor.h"
 #include "testing/compare.h"
@@ -14,6 +15,7 @@
 namespace fusedmoe {
 namespace {
 
+using testing::argument_of;
 using testing::bitwise_equal;
 using testing::FakeExperts;
 using testing::FakeOptions;
@@ -114,15 +116,6 @@ ModularKernel make_kernel(std::shared_ptr<FakeExperts> experts) {
 }
 ModularKernel make_kernel(const FakeOptions& options, const Call& call) {
   return make_kernel(std::make_shared<FakeExperts>(options, call.sizes()));
-}
-
-std::string argument_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.argument();
-  }
-  return "no error";
 }
 
 TEST(ModularKernelTest, PairsThatDoNotFitAreErrors) {
@@ -431,37 +424,6 @@ TEST(ModularKernelTest, DuplicateIdsBelongToTheStandardFormat) {
       make_kernel({ActivationFormat::kBatchedExperts, WeightAndReduce::kDelegate}, call);
   EXPECT_EQ(argument_of([&] { call.apply(batched_kernel); }), "topk_ids");
   for (float x : to_vector(call.output)) EXPECT_TRUE(std::isnan(x));
-}
-
-TEST(ModularKernelTest, MonolithicExpertsGetLogitsAndRouter) {
-  FakeSizes sizes;
-  sizes.monolithic = true;
-  auto experts = std::make_shared<FakeExperts>(FakeOptions{}, sizes);
-  ForwardArgs seen;
-  experts->on_apply = [&](const ForwardArgs& given) { seen = given; };
-  const ModularKernel kernel = make_kernel(experts);
-  const auto packed = FakeExperts::pack_sizes(4, 5);
-  const Tensor x = make_sample(DType::kF32, {3, 5}), logits = make_sample(DType::kF32, {3, 4});
-  const Tensor output = Tensor::zeros({3, 5}, DType::kF32);
-  const Tensor ids = Tensor::zeros({3, 2}, DType::kI32);
-  const Tensor topk_weights = Tensor::zeros({3, 2}, DType::kF32);
-  RouterConfig router;
-  router.num_experts = 4;
-  router.topk = 2;
-  ForwardArgs args;
-  args.weights = packed.get();
-  args.hidden_states = x;
-  args.output = output;
-  args.topk_ids = ids;
-  args.topk_weights = topk_weights;
-  args.router_logits = logits;
-  args.router = &router;
-  const Tensor workspace =
-      Tensor::empty({static_cast<std::int64_t>(kernel.workspace_bytes(3))}, DType::kU8);
-  kernel.apply(args, {workspace.data(), static_cast<std::size_t>(workspace.nbytes())});
-  EXPECT_EQ(seen.router_logits.data(), logits.data());
-  EXPECT_EQ(seen.router, &router);
-  EXPECT_TRUE(bitwise_equal(output, x));
 }
 
 }  // namespace

@@ -62,9 +62,9 @@ struct WeightFormat {
   using Launch = void (*)(const FusedMlpParams&, const Stream&);
   std::span<const Launch> launches;  ///< of the tiles
 
-  /// Power of two by which scales must shrink so that the kernel can multiply by them; undone by
-  /// GemmParams::scales. Throws Error for matrices that cannot be packed. `up` is null unless
-  /// gated.
+  /// The kernel can multiply by scales of a limited range only. Returns the exponent s so that all
+  /// scales of the matrices, divided by 2^s, lie in it; GemmParams::scales multiply by 2^s again.
+  /// Throws Error for matrices that cannot be packed. `up` is null unless gated.
   int (*exponent_shift)(const WeightMatrix& gate, const WeightMatrix* up) = nullptr;
   /// Writes the packed blocks of a matrix to device memory. Asynchronous.
   void (*pack)(const PackSource& source, const BlockGrid& grid, void* blocks,
