@@ -161,7 +161,7 @@ TEST(PlanTest, AnythingElseIsAnErrorThatNamesIt) {
     options.plan = plan.dump();
     return argument_of([&] { MoeLayer(make_layer_weights(spec), options); });
   };
-  EXPECT_EQ(pin("isa", cpu_isa()), "");
+  EXPECT_EQ(pin("isa", cpu_isa()), "no error");
   EXPECT_EQ(pin("isa", "sse2"), "plan.isa");
   EXPECT_EQ(pin("scheme", "mxfp4"), "plan.scheme");
   EXPECT_EQ(pin("dtype", "f32"), "plan.dtype");
