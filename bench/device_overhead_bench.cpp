@@ -72,7 +72,7 @@ void BM_ModularKernelApply(benchmark::State& state) {
   const bool mxfp4 = state.range(0) != 0, replay = state.range(1) != 0;
   const ExpertWeights& weights = gpt_oss_20b(mxfp4);
   const Selection selection = select(moe_config(weights, kExperts, DType::kBF16, kGpu));
-  const ModularKernel kernel = selection.create(make_context(kGpu));
+  const ModularKernel kernel = selection.create(make_context());
   const auto packed = kernel.experts().pack(weights);
   const Tensor x = Tensor::zeros({1, weights.hidden}, DType::kBF16, kGpu);
   const Tensor host_ids = Tensor::empty({1, kExperts}, DType::kI32);

@@ -77,7 +77,6 @@ void BenchBuffers::run(const ModularKernel& kernel, const PackedWeights& packed,
   args.topk_ids = topk_ids;
   args.topk_weights = topk_weights;
   args.kernel_config = kernel_config;
-  args.apply_router_weight_on_input = kernel.experts().config().apply_router_weight_on_input;
   args.stream = stream;
   kernel.apply(args, {workspace.data(), static_cast<std::size_t>(workspace.nbytes())});
 }
@@ -99,7 +98,7 @@ BenchProblem::BenchProblem(BenchOptions options, const PackProgress& progress)
   for (std::int64_t e = kDistinctExperts; e < num_experts; ++e) {
     weights_.experts.push_back(weights_.experts[static_cast<std::size_t>(e % kDistinctExperts)]);
   }
-  Context context = make_context(options_.device);
+  Context context = make_context();
   if (!options_.tuned) context.tuned = nullptr;
   kernel_ =
       std::make_unique<ModularKernel>(select(options_.config(), options_.experts).create(context));

@@ -33,7 +33,7 @@ struct Resources {
   std::string kernel_config;        // empty where the experts have only one
 
   Resources(const Selection& selection, std::int64_t num_tokens) {
-    const ModularKernel kernel = selection.create(make_context(selection.config.device));
+    const ModularKernel kernel = selection.create(make_context());
     workspace_bytes = kernel.workspace_bytes(num_tokens);
     const ProblemSize size = ProblemSize::of(kernel.experts().config(), num_tokens);
     const auto configs =
@@ -72,7 +72,7 @@ std::string plan_json(const Options& options, const ModelConfig& model,
     }
     shared.num_experts = shared.num_local_experts = shared.topk = 1;
     shared.intermediate = model.shared_intermediate;
-    shared.routing_method = RoutingMethod::kUnspecified;
+    shared.routing_method = RoutingMethod::kNone;
     shared.apply_router_weight_on_input = shared.hooks = shared.monolithic = shared.has_bias =
         false;
     shared.activation_format = ActivationFormat::kStandard;

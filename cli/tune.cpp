@@ -75,7 +75,7 @@ TunedConfig key_of(const BenchOptions& options, const Selection& selection) {
 }
 
 void check_has_kernel_configs(const Selection& selection) {
-  const ModularKernel kernel = selection.create({.device = selection.config.device});
+  const ModularKernel kernel = selection.create({});
   if (!kernel.experts().kernel_configs(ProblemSize::of(selection.config, 1)).empty()) return;
   throw Error("experts", std::string(selection.experts->name()),
               "experts that have several kernel configurations");

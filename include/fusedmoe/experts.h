@@ -31,7 +31,7 @@ enum class ActivationFormat {
 };
 FUSEDMOE_API std::string_view name(ActivationFormat format);
 
-/// Sizes of the parallel groups a layer lives in.
+/// Sizes of the parallel groups a layer lives in, at least 1, and its rank among ep_size.
 struct ParallelConfig {
   int tp_size = 1;
   int dp_size = 1;
@@ -54,7 +54,7 @@ struct MoeConfig {
   bool has_bias = false;
   bool has_expert_map = false;
   bool apply_router_weight_on_input = false;
-  RoutingMethod routing_method = RoutingMethod::kUnspecified;
+  RoutingMethod routing_method = RoutingMethod::kNone;
   ActivationFormat activation_format = ActivationFormat::kStandard;
   ParallelConfig parallel;
   Device device;
@@ -72,7 +72,6 @@ FUSEDMOE_API MoeConfig moe_config(const ExpertWeights& weights, std::int64_t top
 
 /// What an instance is bound to, beside its configuration.
 struct Context {
-  Device device;
   /// Threads of the CPU; 0: num_threads() when the instance is made.
   int num_threads = 0;
   /// Kernel configurations that were measured before; null: the experts choose by themselves.
@@ -116,10 +115,10 @@ struct ProblemSize {
   FUSEDMOE_API static ProblemSize of(const MoeConfig& config, std::int64_t num_tokens);
 };
 
-/// Scratch memory of one apply(), known before it starts; monotone in num_tokens. workspace13 and
-/// the experts' output share memory, both from offset 0: an implementation writes `output` only
-/// after its last read of workspace13 and, as forwards may be in place, of the hidden states.
-/// workspace2 is disjoint from both.
+/// Scratch memory of one apply(), known before it starts; monotone in num_tokens, none for zero
+/// tokens. workspace13 and the experts' output may share memory, both from offset 0: an
+/// implementation writes `output` only after its last read of workspace13 and, as forwards may be
+/// in place, of the hidden states. workspace2 is disjoint from both.
 struct WorkspacePlan {
   std::size_t workspace13_bytes = 0;
   std::size_t workspace2_bytes = 0;
@@ -128,8 +127,6 @@ struct WorkspacePlan {
 
   /// Bytes of the buffer that workspace13 and the output share.
   FUSEDMOE_API std::size_t common_bytes() const;
-  /// common + workspace2, each rounded up to 256 bytes.
-  FUSEDMOE_API std::size_t total_bytes() const;
 };
 
 /// Rows at an injection point, in the order of the grouped GEMM: those of local expert e are
@@ -179,8 +176,7 @@ struct ForwardArgs {
   TensorView topk_ids;       ///< (num_tokens, topk) i32 global ids; -1 selects nothing
   TensorView topk_weights;   ///< (num_tokens, topk) f32
   TensorView expert_map;     ///< (num_experts) i32 global -> local or -1; optional
-  std::int64_t num_experts = 0;  ///< global; 0 = number of local experts
-  bool apply_router_weight_on_input = false;
+  std::int64_t num_experts = 0;         ///< global; 0 = that of the configuration
   bool inplace = false;                 ///< output may be hidden_states; they never overlap in part
   bool accumulate = false;              ///< output += instead of output =
   const ExpertsHooks* hooks = nullptr;  ///< only of a configuration with hooks
@@ -216,7 +212,8 @@ using PackProgress = std::function<void(std::int64_t, std::int64_t)>;
 /// How Experts::pack works.
 struct PackOptions {
   PackProgress progress;
-  /// On CUDA: the stream of the copies and of the packing kernels. pack() waits for it.
+  /// Of the device of the experts: on CUDA that of the copies and of the packing kernels, for which
+  /// pack() waits; on the CPU its executor runs the packing. None: the device's default stream.
   std::optional<Stream> stream;
 };
 
@@ -243,8 +240,9 @@ class FUSEDMOE_API ExpertsDescriptor {
   /// does after the permutation; false if prepare must have done it. Meaningless without quantized
   /// activations.
   virtual bool expects_unquantized_inputs(const QuantScheme& scheme) const;
-  /// Who applies the router weights and reduces over top-k, by the activation format.
-  virtual WeightAndReduce weight_and_reduce(ActivationFormat format) const = 0;
+  /// Who applies the router weights and reduces over top-k, by the activation format. The default:
+  /// the experts in the standard format, finalize in the batched one.
+  virtual WeightAndReduce weight_and_reduce(ActivationFormat format) const;
   /// The experts that run this configuration. Throws Error where supports() says no, or the device
   /// of the context cannot be used.
   virtual std::shared_ptr<const Experts> create(const MoeConfig& config,

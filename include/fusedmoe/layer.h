@@ -51,8 +51,8 @@ struct LayerOptions {
   /// that it is given: give them to one rank.
   ParallelConfig parallel = {};
   int num_threads = 0;  ///< of the CPU; 0: those of the executor when the layer is made
-  /// Runs the layer's forwards on the CPU (not the packing), unless a forward's stream names
-  /// another; must outlive it. Null: OpenMP's threads.
+  /// Runs the packing and the forwards on the CPU, unless a forward's stream names another; must
+  /// outlive the layer. Null: OpenMP's threads.
   Executor* executor = nullptr;
   /// Most bytes of scratch that a forward may ask for; 0: no limit. Longer inputs then run in
   /// chunks of tokens.
@@ -107,9 +107,11 @@ class FUSEDMOE_API MoeLayer {
   /// output = MoE(hidden_states); both (num_tokens, hidden), rows may have a stride, not
   /// overlapping unless `inplace` is set and they are the same. `workspace`:
   /// workspace_bytes(num_tokens), 64-byte aligned. All on LayerOptions::device. Checks every
-  /// argument before it touches any output; allocates nothing. On CUDA it only enqueues, waits for
-  /// nothing, and can be captured in a Graph; the first forward of a process must not be a captured
-  /// one, as it loads the kernels.
+  /// argument before it touches any output; only what a custom routing returns is checked when it
+  /// has run, behind results of the router and, in chunks of tokens, behind the output of earlier
+  /// ones. Allocates nothing. Zero tokens go through every step. On CUDA it only enqueues, waits
+  /// for nothing, and can be captured in a Graph; the first forward of a process must not be a
+  /// captured one, as it loads the kernels.
   void forward(const TensorView& hidden_states, const TensorView& output, Workspace workspace,
                const ForwardOptions& options = {}) const;
 
@@ -137,7 +139,8 @@ class FUSEDMOE_API PackCache {
   PackCache(PackCache&&) noexcept;
   PackCache& operator=(PackCache&&) noexcept;
 
-  /// Forgets everything: after the weights in memory have changed.
+  /// Forgets the packed weights, after those in memory have changed, and frees all scratch memory:
+  /// no work, and no graph, may use them any more.
   void clear();
   /// Layers that it holds.
   std::size_t size() const;
@@ -167,8 +170,9 @@ struct FusedExpertsArgs {
 
 /// output = the experts' weighted sum over the routed tokens. The first call with some w13 and w2
 /// packs them, which takes long, on CUDA waits, and cannot be captured; later calls with the same
-/// addresses, shapes and settings reuse the result. A call with more tokens than any before grows
-/// the scratch memory of the cache: graphs captured earlier must then be captured again.
+/// addresses, shapes and settings reuse the result. A call with more tokens than any before
+/// allocates more scratch memory, so it cannot be captured either. Graphs captured earlier stay
+/// valid: the cache keeps outgrown memory until it is cleared.
 FUSEDMOE_API void fused_experts(const FusedExpertsArgs& args, PackCache& cache);
 
 }  // namespace fusedmoe

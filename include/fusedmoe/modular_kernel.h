@@ -50,7 +50,8 @@ class FUSEDMOE_API PrepareAndFinalize {
   const PrepareFinalizeDescriptor& descriptor() const { return descriptor_; }
 
   /// Size that the experts see for a forward of num_tokens rows: the same, or the row capacity
-  /// per expert in the batched format.
+  /// per expert in the batched format. A transport that passes the caller's rows through does so
+  /// for any number of them.
   virtual ProblemSize problem_size(const ProblemSize& caller) const { return caller; }
   /// Scratch that lasts from prepare to finalize.
   virtual std::size_t workspace_bytes(const ProblemSize& caller,
@@ -77,11 +78,12 @@ class FUSEDMOE_API PrepareAndFinalize {
 
 /// One rank, standard format.
 FUSEDMOE_API const PrepareFinalizeDescriptor& no_ep();
-/// One rank, batched format: tokens are copied to (num_local_experts, capacity, hidden), capacity
-/// = the number of tokens of the call, in ascending token order per expert. A token may therefore
-/// name an expert once only: prepare throws Error for a duplicate id, or on CUDA, where it cannot
-/// see the ids, drops all slots of the token but the first that name it. Rows of an expert behind
-/// expert_num_tokens are neither written nor read.
+/// One rank, batched format (num_local_experts, capacity, hidden). prepare copies each token to the
+/// rows of its experts, in ascending order of the tokens. Capacity is the number of tokens of the
+/// call, so a token may name an expert only once. A duplicate id is an Error on the CPU. On CUDA,
+/// where prepare cannot see the ids, the first slot of the token that names the expert counts and
+/// the others are dropped. Rows of an expert from expert_num_tokens on are neither written nor
+/// read.
 FUSEDMOE_API const PrepareFinalizeDescriptor& batched();
 
 /// What `experts` leave to prepare; `a1_scale`: see PackedWeights::Info.
@@ -124,9 +126,12 @@ class FUSEDMOE_API ModularKernel {
   friend class MoeLayer;
   /// The same with arguments that were checked.
   void run(ForwardArgs args, const ProblemSize& problem, void* workspace) const;
+  std::size_t common_bytes(const WorkspacePlan& plan, const ProblemSize& problem) const;
 
   std::shared_ptr<const PrepareAndFinalize> prepare_finalize_;
   std::shared_ptr<const Experts> experts_;
+  WeightAndReduce reduce_ = WeightAndReduce::kNoOp;  // of the experts
+  bool passes_rows_ = false;                         // the experts see the caller's rows
 };
 
 }  // namespace fusedmoe

@@ -1,9 +1,11 @@
 // Number formats as data, and the conversions between them.
 //
-// One operand's format is a QuantKey, weights + activations a QuantScheme. A new scheme is a new
-// value, never a new class. Operands are matrices of rows along which a GEMM sums: weights (out,
-// in), activations (tokens, in). A scale belongs to a block of GroupShape elements, counted from
-// the matrix's first one. Formulas: docs/number-formats.md.
+// A QuantKey is the number format of one operand of a GEMM. A QuantScheme is the pair of them: the
+// weights' and the activations'. A new scheme is a new value, never a new class.
+//
+// Operands are matrices whose rows the GEMM sums along: weights (out, in), activations (tokens,
+// in). A matrix is cut into blocks of GroupShape elements, from its first element on; each block
+// has one scale. Formulas: docs/number-formats.md.
 #pragma once
 
 #include <cstdint>

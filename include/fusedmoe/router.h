@@ -30,24 +30,17 @@ enum class ScoringFunc {
   kLogits,        ///< top-k of the logits, which are the weights
 };
 
-/// What a monolithic experts implementation must know; names follow FlashInfer and vLLM.
+/// Who chooses the experts of a token. Monolithic experts route by any RouterConfig, but a callback
+/// runs on the host only.
 enum class RoutingMethod {
-  kDefault,           ///< softmax -> top-k
-  kRenormalize,       ///< top-k -> softmax
-  kDeepSeekV3,        ///< sigmoid + bias, groups
-  kLlama4,            ///< top-1 -> sigmoid
-  kRenormalizeNaive,  ///< softmax -> top-k -> renormalize
-  kTopK,
-  kSigmoidRenorm,
-  kMiniMax2,  ///< sigmoid + bias -> top-k -> normalize
-  kSigmoid,
-  kDeepSeekV4,  ///< sqrt-softplus -> normalize
-  kCustom,
-  kUnspecified,
+  kNone,    ///< the caller: ids and weights are given
+  kRouter,  ///< scores of logits, as RouterConfig says
+  kCustom,  ///< RouterConfig::custom
 };
 
 /// User-defined routing: fills ids (num_tokens, topk) i32 and weights (num_tokens, topk) f32 from
-/// logits (num_tokens, num_experts) f32. An id of -1 selects nothing.
+/// logits (num_tokens, num_experts) f32. An id of -1 selects nothing. Called for
+/// zero tokens too.
 using CustomRouting = std::function<void(const TensorView& logits, const TensorView& topk_ids,
                                          const TensorView& topk_weights)>;
 
@@ -69,9 +62,9 @@ struct RouterConfig {
   FUSEDMOE_API void validate() const;
 };
 
-FUSEDMOE_API RoutingMethod routing_method(const RouterConfig& config, bool has_correction_bias);
+/// kRouter or kCustom.
+FUSEDMOE_API RoutingMethod routing_method(const RouterConfig& config);
 FUSEDMOE_API std::string_view name(ScoringFunc scoring);
-FUSEDMOE_API std::string_view name(RoutingMethod method);
 
 /// Parameters of the gate. Floating-point tensors of any 16- or 32-bit type.
 struct RouterWeights {

@@ -78,7 +78,7 @@ FUSEDMOE_API Selection select(const MoeConfig& config, std::string_view require 
 /// not compared.
 FUSEDMOE_API Selection select(const MoeConfig& config, const Plan& plan);
 
-/// A context of the device, with the kernel configurations tuned on this machine.
-FUSEDMOE_API Context make_context(Device device = {});
+/// A context with the kernel configurations tuned on this machine.
+FUSEDMOE_API Context make_context();
 
 }  // namespace fusedmoe

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "fusedmoe/tensor.h"
+
 namespace fusedmoe::core {
 
 /// Every part of a workspace starts at a multiple of this many bytes from its beginning.
@@ -23,6 +25,12 @@ class WorkspaceCutter {
     void* part = block_ ? block_ + used_ : nullptr;
     used_ += round_up_workspace(bytes);
     return part;
+  }
+  /// The same as a contiguous tensor; undefined where elements are only counted.
+  TensorView take(DType dtype, const Shape& shape, Device device) {
+    const std::int64_t elements = shape.numel();
+    void* data = take(static_cast<std::size_t>(bytes(dtype, elements)));
+    return data || elements == 0 ? TensorView(data, dtype, shape, device) : TensorView();
   }
   /// Bytes taken so far, each part rounded up.
   std::size_t used() const { return used_; }

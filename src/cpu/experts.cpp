@@ -39,10 +39,6 @@ class CpuDescriptor final : public ExpertsDescriptor {
   Support supports(const MoeConfig& config) const override;
   std::string_view instruction_set() const override { return cpu_isa(); }
   int layout_version() const override { return kLayoutVersion; }
-  WeightAndReduce weight_and_reduce(ActivationFormat format) const override {
-    return format == ActivationFormat::kBatchedExperts ? WeightAndReduce::kDelegate
-                                                       : WeightAndReduce::kNoOp;
-  }
   std::shared_ptr<const Experts> create(const MoeConfig& config,
                                         const Context& context) const override {
     core::check_supported(*this, config);
@@ -73,21 +69,18 @@ Support CpuDescriptor::supports(const MoeConfig& config) const {
 }
 
 WorkspacePlan CpuExperts::plan(const ProblemSize& problem) const {
+  WorkspacePlan plan = output_plan(problem);
+  if (problem.num_tokens == 0) return plan;
   const WorkspaceLayout layout(problem, mode_of(*this));
-  WorkspacePlan plan;
   plan.workspace13_bytes = layout.bytes13;
   plan.workspace2_bytes = layout.bytes2;
-  plan.output_shape = batched()
-                          ? Shape{problem.num_local_experts, problem.num_tokens, problem.hidden}
-                          : Shape{problem.num_tokens, problem.hidden};
-  plan.output_dtype = problem.output_dtype;
   return plan;
 }
 
 std::shared_ptr<PackedWeights> CpuExperts::pack(const ExpertWeights& weights,
                                                 const PackOptions& options) const {
-  return std::make_shared<CpuPackedWeights>(core::make_packed_info(*this, weights), weights,
-                                            options.progress);
+  return std::make_shared<CpuPackedWeights>(core::make_packed_info(*this, weights, options),
+                                            weights, options);
 }
 
 ExpertWeights CpuExperts::unpack(const PackedWeights& packed, std::int64_t expert) const {

@@ -2,11 +2,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 
+#include "core/ceil_div.h"
 #include "core/check.h"
-#include "core/parallel.h"
-#include "core/workspace.h"
 #include "fusedmoe/router.h"
 #include "moe/experts_args.h"
 #include "quant/quantize.h"
@@ -14,9 +12,16 @@
 namespace fusedmoe::cpu {
 namespace {
 
-std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
+bool per_tensor(const QuantKey& key) {
+  return key.group == GroupShape{-1, -1};
 }
+
+/// From one row to the next; rows of the batched format have no stride of their own.
+std::int64_t row_bytes(const TensorView& rows) {
+  return bytes(rows.dtype(), rows.stride(rows.rank() - 2));
+}
+
+}  // namespace
 
 Epilogue::Rounding rounding_of(DType dtype) {
   switch (dtype) {
@@ -45,86 +50,6 @@ Epilogue epilogue_of(const ResolvedActivation& activation, DType dtype, bool sto
   epilogue.rounding = rounding_of(dtype);
   epilogue.store_f32 = store_f32;
   return epilogue;
-}
-
-bool per_tensor(const QuantKey& key) {
-  return key.group == GroupShape{-1, -1};
-}
-
-/// From one row to the next; rows of the batched format have no stride of their own.
-std::int64_t row_bytes(const TensorView& rows) {
-  return bytes(rows.dtype(), rows.stride(rows.rank() - 2));
-}
-
-/// Upper bound of OperandRows::floats_per_row() for all weights of the scheme.
-std::int64_t floats_per_row(const QuantScheme& scheme, std::int64_t padded_k) {
-  if (!scheme.activations && scheme.weights.symmetric) return 0;
-  return 1 + padded_k / TileFormat::kMinGroup + padded_k / kGroup;
-}
-
-}  // namespace
-
-WorkspaceLayout::WorkspaceLayout(const ProblemSize& problem, ForwardMode mode, void* workspace2)
-    : rows(problem.num_tokens *
-           (mode.format == ActivationFormat::kStandard ? problem.topk : problem.num_local_experts)),
-      index_bytes(routing_data_bytes(problem.num_tokens, problem.topk, problem.num_local_experts)) {
-  const auto size = [](std::int64_t count) { return static_cast<std::size_t>(count); };
-  const std::int64_t hidden = round_up(problem.hidden, kTileColumns);
-  const std::int64_t intermediate = round_up(problem.intermediate, kTileColumns);
-  const std::int64_t most_rows = std::max(rows, problem.num_tokens);
-  // A row in fp32, its codes and its scales.
-  const std::int64_t row_scratch = 6 * std::max(hidden, intermediate);
-  const bool quantized = problem.scheme.activations.has_value();
-  scratch_bytes = core::round_up_workspace(kScratchBytes +
-                                           (quantized || mode.unfused ? 2 * size(row_scratch) : 0));
-
-  core::WorkspaceCutter cutter(workspace2);
-  index = static_cast<std::byte*>(cutter.take(index_bytes));
-  for (auto& offsets : work_offsets) {
-    offsets = static_cast<std::int64_t*>(
-        cutter.take(size(problem.num_local_experts + 1) * sizeof(std::int64_t)));
-  }
-  scratch = static_cast<std::byte*>(cutter.take(scratch_bytes * size(mode.max_threads)));
-  for (int i = 0; i < 2; ++i) {
-    const std::int64_t floats = floats_per_row(problem.scheme, i == 0 ? hidden : intermediate);
-    row_floats[i] = static_cast<float*>(cutter.take(size(most_rows * floats) * sizeof(float)));
-  }
-  if (mode.unfused) {
-    const std::int64_t widest = std::max(2 * problem.intermediate, problem.hidden);
-    hook_rows[0] = cutter.take(size(bytes(problem.dtype, rows * widest)));
-    hook_rows[1] = cutter.take(size(bytes(problem.dtype, rows * problem.intermediate)));
-  }
-  gemm2_rows = static_cast<std::byte*>(cutter.take(size(most_rows * hidden * 4)));
-  bytes2 = cutter.used();
-  bytes13 = size(rows * intermediate * 4 * (mode.unfused ? 2 : 1));
-}
-
-/// Scratch memory of one task, in parts.
-class Forward::TaskScratch {
- public:
-  TaskScratch(const WorkspaceLayout& layout, const ProblemSize& problem, int task)
-      : panels_(layout.scratch + static_cast<std::size_t>(task) * layout.scratch_bytes),
-        longest_row_(round_up(std::max(problem.hidden, problem.intermediate), kTileColumns)) {}
-
-  std::byte* panels() const { return panels_; }
-  float* row() const { return reinterpret_cast<float*>(panels_ + kScratchBytes); }
-  std::uint8_t* codes() const { return reinterpret_cast<std::uint8_t*>(row() + longest_row_); }
-  void* scales() const { return codes() + longest_row_; }
-
- private:
-  std::byte* panels_;
-  std::int64_t longest_row_;  // a multiple of kTileColumns
-};
-
-template <typename Function>
-void Forward::for_rows(std::int64_t rows, std::int64_t work, const Function& function) const {
-  constexpr std::int64_t kWorthwhile = 16384;  // a few microseconds of one thread
-  const int num_tasks = work >= kWorthwhile ? num_threads_ : 1;
-  core::run_tasks(executor_, num_tasks, [&](int task) {
-    const TaskScratch scratch(layout_, problem_, task);
-    const std::int64_t end = rows * (task + 1) / num_tasks;
-    for (std::int64_t row = rows * task / num_tasks; row < end; ++row) function(row, scratch);
-  });
 }
 
 Forward::Forward(const Experts& experts, const ForwardArgs& args)
@@ -313,102 +238,6 @@ void Forward::activated_row(std::int64_t row, float tensor_scale,
   operands_[1].expand(scratch.codes(), scratch.scales(), scale, target, floats, num_rows(), row);
 }
 
-/// Rounds fp32 values to the dtype of the layer.
-void Forward::to_layer_dtype(const float* source, std::int64_t count, std::byte* target) const {
-  const std::int32_t index = 0;
-  ReduceJob job;
-  job.rows = reinterpret_cast<const std::byte*>(source);
-  job.indices = &index;
-  job.num_indices = 1;
-  job.end = count;
-  job.output = target;
-  job.dtype = rounding_of(problem_.dtype);
-  isa_.reduce(job);
-}
-
-void Forward::call_hook(const std::function<void(const HookArgs&)> ExpertsHooks::*hook,
-                        const TensorView& input, const TensorView& output) const {
-  if (!args_.hooks || !(args_.hooks->*hook)) return;
-  HookArgs hook_args;
-  hook_args.input = input;
-  hook_args.output = output;
-  hook_args.expert_offsets = TensorView(const_cast<std::int32_t*>(expert_offsets_), DType::kI32,
-                                        {problem_.num_local_experts + 1});
-  hook_args.permuted_to_slot =
-      TensorView(const_cast<std::int32_t*>(slots_), DType::kI32, {num_rows()});
-  hook_args.topk = problem_.topk;
-  hook_args.stream = args_.stream;
-  (args_.hooks->*hook)(hook_args);
-}
-
-/// GEMM 1's fp32 output is in tile order. Rounds it to rows of the layer's dtype, calls the hook,
-/// activates, calls the hook, and converts the activated rows to what the next step reads.
-void Forward::unfused_activation() const {
-  const Epilogue epilogue = epilogue_of(weights_.info().activation, problem_.dtype, true);
-  const std::int64_t intermediate = problem_.intermediate;
-  const std::int64_t width = epilogue.gated ? 2 * intermediate : intermediate;
-  const std::int64_t outputs = epilogue.gated ? kTileColumns / 2 : kTileColumns;
-  const std::int64_t element = bytes(problem_.dtype, 1);
-  auto* gate_up = static_cast<std::byte*>(layout_.hook_rows[0]);
-  auto* activated = static_cast<std::byte*>(layout_.hook_rows[1]);
-  const TensorView gate_up_rows(gate_up, problem_.dtype, {num_rows(), width});
-  const TensorView activated_view(activated, problem_.dtype, {num_rows(), intermediate});
-  const auto to_f32 = isa_.convert[static_cast<int>(Compute::kF32)];
-  const std::int64_t rows = num_rows();
-  for_rows(rows, rows * width, [&](std::int64_t row, const TaskScratch& scratch) {
-    const auto* tiles = reinterpret_cast<const float*>(gemm1_rows_ + row * gemm1_bytes_);
-    for (std::int64_t part = 0; part * intermediate < width; ++part) {
-      for (std::int64_t i = 0; i < intermediate; i += outputs) {
-        const float* source = tiles + i / outputs * kTileColumns + part * outputs;
-        std::memcpy(scratch.row() + i, source,
-                    static_cast<std::size_t>(std::min(outputs, intermediate - i)) * 4);
-      }
-      to_layer_dtype(scratch.row(), intermediate,
-                     gate_up + (row * width + part * intermediate) * element);
-    }
-  });
-  const TensorView hidden = hidden_quantized_ ? TensorView() : args_.hidden_states;
-  call_hook(&ExpertsHooks::after_gemm1, hidden, gate_up_rows);
-  for_rows(rows, rows * width, [&](std::int64_t row, const TaskScratch& scratch) {
-    float* values = scratch.row();
-    const auto half_row = [&](std::int64_t part, float* target) {
-      to_f32(gate_up + (row * width + part * intermediate) * element, rounding_of(problem_.dtype),
-             intermediate, round_up(intermediate, kTileColumns), target);
-    };
-    auto* up = reinterpret_cast<float*>(gemm1_rows_ + row * gemm1_bytes_);
-    half_row(0, values);
-    if (epilogue.gated) half_row(1, up);
-    isa_.activate(epilogue, values, up, round_up(intermediate, kTileColumns), values);
-    to_layer_dtype(values, intermediate, activated + row * intermediate * element);
-  });
-  call_hook(&ExpertsHooks::after_activation, gate_up_rows, activated_view);
-  for_rows(rows, rows * intermediate, [&](std::int64_t row, const TaskScratch&) {
-    const Compute target = key_ ? Compute::kF32 : compute_;
-    isa_.convert[static_cast<int>(target)](activated + row * intermediate * element,
-                                           rounding_of(problem_.dtype), intermediate,
-                                           weights_.gemm2().k, gemm1_rows_ + row * gemm1_bytes_);
-  });
-}
-
-/// Rounds GEMM 2's output to the layer's dtype, calls the hook, and converts it back to fp32.
-void Forward::unfused_output() const {
-  const std::int64_t hidden = problem_.hidden, element = bytes(problem_.dtype, 1);
-  auto* rows = static_cast<std::byte*>(layout_.hook_rows[0]);
-  const std::int64_t elements = num_rows() * hidden;
-  for_rows(num_rows(), elements, [&](std::int64_t row, const TaskScratch&) {
-    to_layer_dtype(reinterpret_cast<const float*>(layout_.gemm2_rows + row * gemm2_bytes_), hidden,
-                   rows + row * hidden * element);
-  });
-  call_hook(&ExpertsHooks::after_gemm2,
-            TensorView(layout_.hook_rows[1], problem_.dtype, {num_rows(), problem_.intermediate}),
-            TensorView(rows, problem_.dtype, {num_rows(), hidden}));
-  for_rows(num_rows(), elements, [&](std::int64_t row, const TaskScratch&) {
-    isa_.convert[static_cast<int>(Compute::kF32)](
-        rows + row * hidden * element, rounding_of(problem_.dtype), hidden,
-        weights_.gemm2().padded_columns(), layout_.gemm2_rows + row * gemm2_bytes_);
-  });
-}
-
 /// Writes up to kReduceColumns columns of an output row: the weighted sum of a token's rows, or in
 /// the batched format one row, which is zero behind the expert's last.
 void Forward::reduce(std::int64_t row, std::int64_t first_column) const {
@@ -432,7 +261,7 @@ void Forward::reduce(std::int64_t row, std::int64_t first_column) const {
   } else {
     job.indices = slot_to_permuted_ + row * problem_.topk;
     job.num_indices = problem_.topk;
-    if (!args_.apply_router_weight_on_input) {
+    if (!mode_.router_weight_on_input) {
       job.weights = args_.topk_weights.as<const float>() + row * problem_.topk;
     }
   }
@@ -460,7 +289,7 @@ void Forward::run() {
   finish_activated_rows();
   multiply(false);
   if (mode_.unfused) unfused_output();
-  const std::int64_t blocks = (problem_.hidden + kReduceColumns - 1) / kReduceColumns;
+  const std::int64_t blocks = core::ceil_div(problem_.hidden, kReduceColumns);
   for_rows(
       x_rows_ * blocks, x_rows_ * problem_.topk * problem_.hidden,
       [&](std::int64_t i, const TaskScratch&) { reduce(i / blocks, i % blocks * kReduceColumns); });

@@ -1,55 +1,23 @@
 // One forward of the CPU experts: permute -> GEMM 1 + activation -> (quantize) -> GEMM 2 ->
 // weighted sum. Each step is one call of the executor, which returns when the step is done.
 //
-// Workspace 13 holds the activated rows, (rows, padded intermediate); unfused experts first store
-// GEMM 1's output there. Rows are f32 if they are quantized afterwards or if hooks see them.
-// Workspace 2 holds the routing data, scratch memory of each task, the scales of the rows, copies
-// of the rows in the layer's dtype for hooks, and one more buffer: first the hidden states as GEMM
-// 1 reads them, then GEMM 2's output, (rows, padded hidden) f32. The weighted sum reads workspace 2
-// only, as the output may share memory with workspace 13.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
+#include "core/parallel.h"
 #include "cpu/grouped_gemm.h"
 #include "cpu/operand_rows.h"
 #include "cpu/pack.h"
+#include "cpu/workspace_layout.h"
 #include "fusedmoe/experts.h"
 #include "fusedmoe/runtime.h"
 
 namespace fusedmoe::cpu {
 
-/// How experts run.
-struct ForwardMode {
-  ActivationFormat format = ActivationFormat::kStandard;
-  bool unfused = false;  ///< with injection points; standard format
-  bool batch_invariant = false;
-  /// Tasks of a step; fewer if the stream's executor runs fewer at a time. Fixed, so that
-  /// workspaces have room for all of them whatever set_num_threads() says when a forward starts.
-  int max_threads = 1;
-};
-inline ForwardMode mode_of(const Experts& experts) {
-  const MoeConfig& config = experts.config();
-  return {config.activation_format, config.hooks, config.batch_invariant,
-          experts.context().num_threads};
-}
-
-/// Where things lie in the workspaces: a function of the problem and the mode.
-struct WorkspaceLayout {
-  std::int64_t rows;  // upper bound of (token, expert) pairs
-  std::size_t index_bytes;
-  std::byte* index = nullptr;          // routing data, or expert offsets
-  std::int64_t* work_offsets[2] = {};  // GroupedGemm's, of GEMM 1 and 2
-  std::byte* scratch = nullptr;        // scratch_bytes for each task
-  std::size_t scratch_bytes = 0;
-  float* row_floats[2] = {};  // OperandRows's, of the rows of GEMM 1 and 2
-  void* hook_rows[2] = {};    // (rows, 2 I) or (rows, hidden), and (rows, I), of the layer's dtype
-  std::byte* gemm2_rows = nullptr;
-  std::size_t bytes13 = 0, bytes2 = 0;
-
-  WorkspaceLayout(const ProblemSize& problem, ForwardMode mode, void* workspace2 = nullptr);
-};
+/// The layer's dtype and activation as the kernels know them.
+Epilogue::Rounding rounding_of(DType dtype);
+Epilogue epilogue_of(const ResolvedActivation& activation, DType dtype, bool store_f32);
 
 class Forward {
  public:
@@ -58,12 +26,19 @@ class Forward {
 
  private:
   using WorkTile = GroupedGemm::WorkTile;
-  class TaskScratch;
 
   /// Calls function(row, scratch) for every row in [0, rows), on all threads if so much work is
   /// worth waking them; a unit of it is the conversion of one element.
   template <typename Function>
-  void for_rows(std::int64_t rows, std::int64_t work, const Function& function) const;
+  void for_rows(std::int64_t rows, std::int64_t work, const Function& function) const {
+    constexpr std::int64_t kWorthwhile = 16384;  // a few microseconds of one thread
+    const int num_tasks = work >= kWorthwhile ? num_threads_ : 1;
+    core::run_tasks(executor_, num_tasks, [&](int task) {
+      const TaskScratch scratch(layout_, problem_, task);
+      const std::int64_t end = rows * (task + 1) / num_tasks;
+      for (std::int64_t row = rows * task / num_tasks; row < end; ++row) function(row, scratch);
+    });
+  }
   void index_rows();
   void prepare_rows() const;
   void prepare_row(std::int64_t row, const TaskScratch& scratch) const;

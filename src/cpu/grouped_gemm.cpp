@@ -2,12 +2,12 @@
 
 #include <algorithm>
 
+#include "core/ceil_div.h"
+
 namespace fusedmoe::cpu {
 namespace {
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
+using core::ceil_div;
 
 /// One or two rows are bound by memory, so they read several weight tiles side by side.
 std::int64_t tiles_per_work_tile(std::int64_t rows) {

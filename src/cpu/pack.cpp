@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/ceil_div.h"
 #include "core/check.h"
 #include "core/parallel.h"
 #include "fusedmoe/quant.h"
@@ -12,9 +13,7 @@
 namespace fusedmoe::cpu {
 namespace {
 
-std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
+using core::round_up;
 
 /// How tiles hold the key's elements; nothing if the CPU experts do not know the key.
 std::optional<Codes> codes_of(const QuantKey& key) {
@@ -206,7 +205,7 @@ Compute compute_of(const QuantScheme& scheme, DType dtype) {
 }
 
 CpuPackedWeights::CpuPackedWeights(Info info, const ExpertWeights& weights,
-                                   const PackProgress& progress)
+                                   const PackOptions& options)
     : PackedWeights(std::move(info)),
       gated_(is_gated(weights.activation)),
       activation_params_(weights.activation_params),
@@ -241,9 +240,10 @@ CpuPackedWeights::CpuPackedWeights(Info info, const ExpertWeights& weights,
   };
   if (weights.has_bias()) per_column(bias1_, bias2_);
   if (has_column_scales(key)) per_column(scales1_, scales2_);
+  Executor& executor = core::executor_of(options.stream.value_or(Stream{}));
   for (std::int64_t expert = 0; expert < num_experts; ++expert) {
-    pack_expert(expert, weights.experts[static_cast<std::size_t>(expert)]);
-    if (progress) progress(expert + 1, num_experts);
+    pack_expert(executor, expert, weights.experts[static_cast<std::size_t>(expert)]);
+    if (options.progress) options.progress(expert + 1, num_experts);
   }
 }
 
@@ -285,7 +285,8 @@ Columns CpuPackedWeights::columns_of(const ExpertMatrices& source, bool first,
   return columns;
 }
 
-void CpuPackedWeights::pack_expert(std::int64_t expert, const ExpertMatrices& given) {
+void CpuPackedWeights::pack_expert(Executor& executor, std::int64_t expert,
+                                   const ExpertMatrices& given) {
   const ExpertMatrices source = core::stored_form(given);
   const auto origin = [](const WeightMatrix& matrix) {
     return Origin{matrix.first_row, matrix.first_col,
@@ -296,7 +297,7 @@ void CpuPackedWeights::pack_expert(std::int64_t expert, const ExpertMatrices& gi
                                                 origin(source.down)};
   std::byte* base = data_.as<std::byte>() + expert * expert_bytes_;
   const std::int64_t num_tiles = gemm1_.num_tiles + gemm2_.num_tiles;
-  core::parallel_for(default_executor(), num_tiles, true, [&](std::int64_t index) {
+  core::parallel_for(executor, num_tiles, true, [&](std::int64_t index) {
     const bool first = index < gemm1_.num_tiles;
     const PackedGemm& gemm = first ? gemm1_ : gemm2_;
     const std::int64_t tile = first ? index : index - gemm1_.num_tiles;

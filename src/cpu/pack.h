@@ -8,6 +8,7 @@
 #include "cpu/kernels.h"
 #include "cpu/tile.h"
 #include "fusedmoe/experts.h"
+#include "fusedmoe/runtime.h"
 #include "fusedmoe/weights.h"
 
 namespace fusedmoe::cpu {
@@ -35,7 +36,7 @@ struct PackedGemm {
 
 class CpuPackedWeights final : public PackedWeights {
  public:
-  CpuPackedWeights(Info info, const ExpertWeights& weights, const PackProgress& progress);
+  CpuPackedWeights(Info info, const ExpertWeights& weights, const PackOptions& options);
 
   std::int64_t nbytes() const override;
   const PackedGemm& gemm1() const { return gemm1_; }
@@ -77,7 +78,7 @@ class CpuPackedWeights final : public PackedWeights {
 
   std::int64_t outputs_per_tile() const { return gated_ ? kTileColumns / 2 : kTileColumns; }
   Columns columns_of(const ExpertMatrices& source, bool first, std::int64_t tile) const;
-  void pack_expert(std::int64_t expert, const ExpertMatrices& source);
+  void pack_expert(Executor& executor, std::int64_t expert, const ExpertMatrices& source);
   static const float* columns(const Tensor& tensor, std::int64_t expert, const PackedGemm& gemm) {
     return tensor ? tensor.as<const float>() + expert * gemm.padded_columns() : nullptr;
   }

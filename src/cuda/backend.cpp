@@ -72,12 +72,6 @@ class CudaBackend final : public core::Backend {
     const CurrentDevice current(stream.device);
     add_rows(target, source, stream);
   }
-
-  void copy(const TensorView& source, const TensorView& destination, Stream stream) const override {
-    if (source.numel() == 0) return;
-    core::cuda_runtime().copy(destination.data(), source.data(),
-                              static_cast<std::size_t>(source.nbytes()), stream);
-  }
 };
 
 }  // namespace

@@ -28,7 +28,6 @@
 namespace fusedmoe::cuda {
 namespace {
 
-constexpr std::int64_t kMaxTopk = 64;                              // of the router's kernels
 constexpr std::int64_t kFewWeightBytes = std::int64_t{256} << 20;  // a few times the L2
 
 /// What was tuned for one layer, by number of tokens.
@@ -86,76 +85,6 @@ class Sm90Experts final : public core::RoutedExperts {
   std::vector<TunedTokens> tuned_;  // ascending numbers of tokens
 };
 
-class Sm90Descriptor final : public ExpertsDescriptor {
- public:
-  std::string_view name() const override { return "sm90"; }
-  Support supports(const MoeConfig& config) const override;
-  bool routes_faster() const override { return true; }
-  std::string_view instruction_set() const override { return "sm_90a"; }
-  int layout_version() const override { return 1; }
-  WeightAndReduce weight_and_reduce(ActivationFormat format) const override {
-    return format == ActivationFormat::kBatchedExperts ? WeightAndReduce::kDelegate
-                                                       : WeightAndReduce::kNoOp;
-  }
-  std::shared_ptr<const Experts> create(const MoeConfig& config,
-                                        const Context& context) const override {
-    MoeConfig here = config;
-    here.compute_capability.reset();  // what runs needs the device itself
-    core::check_supported(*this, here);
-    return std::make_shared<Sm90Experts>(*this, here, context);
-  }
-};
-
-/// Whether the device is one that these kernels are for.
-Support supports_device(const MoeConfig& config) {
-  const auto no = [](std::string text) { return Support::no(Reason::kDevice, std::move(text)); };
-  constexpr int kCapability = 90;
-  if (config.device.is_cpu()) return no("device is cpu, runs on cuda");
-  if (config.compute_capability) {
-    const int given = *config.compute_capability;
-    if (given == kCapability) return Support::yes();
-    return no(core::format("compute capability {}.{}, needs 9.0", given / 10, given % 10));
-  }
-  const std::string problem = device_problem(config.device);
-  return problem.empty() ? Support::yes()
-                         : no(core::format("{}: {}", to_string(config.device), problem));
-}
-
-Support Sm90Descriptor::supports(const MoeConfig& config) const {
-  const auto no = [](Reason reason, std::string text) {
-    return Support::no(reason, std::move(text));
-  };
-  if (Support support = supports_device(config); !support) return support;
-  const WeightFormat* format = find_weight_format(config.scheme);
-  if (!format) {
-    std::string known;
-    for (const WeightFormat& each : weight_formats()) {
-      known += (known.empty() ? "" : ", ") + fusedmoe::name(each.scheme);
-    }
-    return no(Reason::kQuantScheme,
-              core::format("scheme is {}, takes {}", fusedmoe::name(config.scheme), known));
-  }
-  if (config.dtype != format->row_dtype) {
-    return no(Reason::kDType, core::format("dtype is {}, takes {}", fusedmoe::name(config.dtype),
-                                           fusedmoe::name(format->row_dtype)));
-  }
-  // The rows that hooks see have no padding.
-  const std::int64_t unit = config.hooks ? kPitchUnit : std::int64_t{format->codes_per_value};
-  if (Support common = core::supports_anywhere(config, {kPitchUnit, unit}); !common) return common;
-  const Variant variant = variant_of(config);
-  if (config.batch_invariant && variant != Variant::kBatchInvariant) {
-    return no(Reason::kBatchInvariance, "the order of its sums depends on the batch");
-  }
-  if (config.topk > kMaxTopk) {
-    return no(Reason::kShape, core::format("topk {}; takes up to {}", config.topk, kMaxTopk));
-  }
-  if (config.num_local_experts > kMaxExperts) {
-    return no(Reason::kShape,
-              core::format("{} experts; takes up to {}", config.num_local_experts, kMaxExperts));
-  }
-  return Support::yes();
-}
-
 Sm90Experts::Sm90Experts(const ExpertsDescriptor& descriptor, const MoeConfig& config,
                          const Context& context)
     : RoutedExperts(descriptor, config, context, backend()),
@@ -181,16 +110,13 @@ Sm90Experts::Sm90Experts(const ExpertsDescriptor& descriptor, const MoeConfig& c
 
 std::shared_ptr<PackedWeights> Sm90Experts::pack(const ExpertWeights& weights,
                                                  const PackOptions& options) const {
-  return std::make_shared<CudaPackedWeights>(core::make_packed_info(*this, weights), format_,
-                                             weights, options);
+  return std::make_shared<CudaPackedWeights>(core::make_packed_info(*this, weights, options),
+                                             format_, weights, options);
 }
 
 WorkspacePlan Sm90Experts::plan(const ProblemSize& problem) const {
-  WorkspacePlan plan;
-  plan.output_shape = batched()
-                          ? Shape{problem.num_local_experts, problem.num_tokens, problem.hidden}
-                          : Shape{problem.num_tokens, problem.hidden};
-  plan.output_dtype = batched() ? problem.dtype : problem.output_dtype;
+  WorkspacePlan plan = output_plan(problem);
+  if (batched()) plan.output_dtype = problem.dtype;
   if (problem.num_tokens == 0) return plan;
   // Room for any configuration, for these and, as rows in f32 take more, for fewer tokens.
   const std::int64_t most_f32 = max_tokens_f32(shape_of(problem));
@@ -380,7 +306,7 @@ void Sm90Experts::run_standard(const ForwardArgs& args, const Scratch& scratch,
     if (config.rows_f32) params.gemms[1].out_rows = params.row_slots;
   }
   const float* topk_weights =
-      args.apply_router_weight_on_input ? nullptr : args.topk_weights.as<const float>();
+      this->config().apply_router_weight_on_input ? nullptr : args.topk_weights.as<const float>();
   if (format_.weights_rows && !unfused && !config.rows_f32) {
     params.topk_weights = std::exchange(topk_weights, nullptr);  // the combine only adds
   }
@@ -450,9 +376,9 @@ void Sm90Experts::route_and_run(const ForwardArgs& args) const {
 
 }  // namespace
 
-const ExpertsDescriptor& descriptor() {
-  static const Sm90Descriptor descriptor;
-  return descriptor;
+std::shared_ptr<const Experts> make_experts(const ExpertsDescriptor& descriptor,
+                                            const MoeConfig& config, const Context& context) {
+  return std::make_shared<Sm90Experts>(descriptor, config, context);
 }
 
 }  // namespace fusedmoe::cuda

@@ -52,9 +52,6 @@ class NoCudaDescriptor final : public ExpertsDescriptor {
   }
   std::string_view instruction_set() const override { return "sm_90a"; }
   int layout_version() const override { return 1; }
-  WeightAndReduce weight_and_reduce(ActivationFormat) const override {
-    return WeightAndReduce::kDelegate;
-  }
   std::shared_ptr<const Experts> create(const MoeConfig&, const Context&) const override { fail(); }
 };
 

@@ -1,16 +1,10 @@
 #include "cuda/scratch.h"
 
+#include "core/ceil_div.h"
 #include "core/workspace.h"
 #include "moe/experts_args.h"
 
 namespace fusedmoe::cuda {
-namespace {
-
-std::int64_t round_up(std::int64_t value, std::int64_t unit) {
-  return ceil_div(value, unit) * unit;
-}
-
-}  // namespace
 
 Variant variant_of(const MoeConfig& config) {
   if (config.activation_format == ActivationFormat::kBatchedExperts) return Variant::kBatched;
@@ -24,7 +18,7 @@ Scratch::Scratch(const ProblemSize& problem, Variant variant, const KernelConfig
   const std::int64_t experts = problem.num_local_experts;
   core::WorkspaceCutter cutter(block);
   rows = problem.num_tokens * (batched ? experts : problem.topk);
-  activated_pitch = round_up(problem.intermediate, kPitchUnit);
+  activated_pitch = core::round_up(problem.intermediate, kPitchUnit);
   const auto take_rows = [&](std::int64_t pitch, DType dtype) {
     return cutter.take(
         static_cast<std::size_t>(fusedmoe::bytes(dtype, Shape({rows, pitch}).numel())));

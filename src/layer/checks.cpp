@@ -1,57 +1,22 @@
 #include "layer/checks.h"
 
-#include <algorithm>
 #include <bitset>
 #include <cstdint>
-#include <limits>
+#include <span>
 
 #include "core/check.h"
-#include "moe/experts_args.h"
+#include "moe/check_args.h"
+#include "moe/local_experts.h"
 
 namespace fusedmoe::layer {
+
+using core::check_buffer;
+using core::check_row_buffer;
+
 namespace {
 
-bool aligned(const void* data, std::size_t alignment) {
-  return reinterpret_cast<std::uintptr_t>(data) % alignment == 0;
-}
-
-/// Routing arguments of a modular kernel; returns topk.
-std::int64_t check_routing(const ForwardArgs& args, std::int64_t num_tokens,
-                           std::int64_t num_experts) {
-  const Device device = args.stream.device;
-  check_buffer(args.topk_ids, "topk_ids", DType::kI32, {num_tokens, -1}, device);
-  const std::int64_t topk = args.topk_ids.size(1);
-  FUSEDMOE_CHECK_FAULT(topk >= 1 && topk <= num_experts, kShape, "topk_ids",
-                       core::format("{} experts per token", topk),
-                       core::format("1 to {} (num_experts) columns", num_experts));
-  check_buffer(args.topk_weights, "topk_weights", DType::kF32, {num_tokens, topk}, device);
-  FUSEDMOE_CHECK(!args.apply_router_weight_on_input || topk == 1, "apply_router_weight_on_input",
-                 core::format("set with topk {}", topk), "set with topk = 1 only");
-  return topk;
-}
-
-/// Router arguments of a monolithic kernel; returns topk.
-std::int64_t check_router(const MoeConfig& config, const ForwardArgs& args,
-                          std::int64_t num_tokens) {
-  const Device device = args.stream.device;
-  const std::int64_t num_experts = config.num_experts;
-  core::check_router_args(config, args, num_tokens);
-  FUSEDMOE_CHECK(!args.apply_router_weight_on_input && !args.router->apply_router_weight_on_input,
-                 "apply_router_weight_on_input", "set", "unset for a monolithic kernel");
-  FUSEDMOE_CHECK_SUPPORTED(!args.router->custom || device.is_cpu(), kDevice, "router.custom",
-                           core::format("set on {}", to_string(device)),
-                           "unset: the callback of a custom routing runs on the cpu");
-  check_buffer(args.router_logits, "router_logits", args.router_logits.dtype(),
-               {num_tokens, num_experts}, device);
-  if (args.score_correction_bias) {
-    check_buffer(args.score_correction_bias, "score_correction_bias", DType::kF32, {num_experts},
-                 device);
-  }
-  if (args.expert_load) {
-    check_buffer(args.expert_load, "expert_load", DType::kI32, {num_experts}, device);
-  }
-  check_buffer(args.topk_ids, "topk_ids", DType::kI32, {num_tokens, args.router->topk}, device);
-  check_buffer(args.topk_weights, "topk_weights", DType::kF32, args.topk_ids.shape(), device);
+/// What monolithic experts write lies apart from what they read, and from each other.
+void check_routing_results(const ForwardArgs& args) {
   const NamedView ids{"topk_ids", &args.topk_ids}, weights{"topk_weights", &args.topk_weights};
   const NamedView logits{"router_logits", &args.router_logits};
   const NamedView hidden_states{"hidden_states", &args.hidden_states};
@@ -60,55 +25,38 @@ std::int64_t check_router(const MoeConfig& config, const ForwardArgs& args,
   check_disjoint(weights, {logits, hidden_states, output});
   if (args.router_weights) check_disjoint(logits, {hidden_states, output});
   check_disjoint({"expert_load", &args.expert_load}, {ids, weights, logits, hidden_states, output});
-  return args.router->topk;
 }
 
-/// Global number of experts, from the argument, the map, or the local experts.
-std::int64_t check_experts(const ForwardArgs& args, const Experts& experts) {
-  FUSEDMOE_CHECK_FAULT(args.weights, kNull, "weights", "null", "packed weights");
-  const PackedWeights::Info& info = args.weights->info();
-  FUSEDMOE_CHECK(experts.accepts(*args.weights), "weights",
-                 core::format("packed by \"{}\": {} experts of {} x {}, {}", info.implementation,
-                              info.num_experts, info.hidden, info.intermediate, name(info.scheme)),
-                 core::format("packed by \"{}\" for the configuration that was selected",
-                              experts.descriptor().name()));
-  FUSEDMOE_CHECK_FAULT(args.stream.device == info.device, kDevice, "stream",
-                       core::format("of {}", to_string(args.stream.device)),
-                       core::format("of {}, where the packed weights are", to_string(info.device)));
-  const MoeConfig& config = experts.config();
-  const std::int64_t num_experts = args.num_experts ? args.num_experts : config.num_experts;
-  FUSEDMOE_CHECK(num_experts == config.num_experts, "num_experts", core::to_string(num_experts),
-                 core::format("{}, for which the experts were selected", config.num_experts));
-  if (!args.expert_map) {
-    FUSEDMOE_CHECK_FAULT(
-        num_experts == info.num_experts, kNull, "expert_map", "undefined",
-        core::format("given: {} of {} experts are local", info.num_experts, num_experts));
-    return num_experts;
-  }
-  check_buffer(args.expert_map, "expert_map", DType::kI32, {num_experts}, args.stream.device);
-  return num_experts;
-}
-
-/// Rows are numbered in 32 bits, across experts.
-void check_row_count(std::int64_t num_tokens, std::int64_t num_local_experts) {
-  constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max();
+/// Experts that reduce write the output themselves; others leave rows that finalize converts.
+void check_written_dtype(const ModularKernel& kernel, const ProblemSize& problem) {
+  const Experts& experts = kernel.experts();
+  const ExpertsDescriptor& descriptor = experts.descriptor();
+  const WorkspacePlan plan = experts.plan(kernel.prepare_finalize().problem_size(problem));
+  const bool reduced =
+      descriptor.weight_and_reduce(experts.config().activation_format) == WeightAndReduce::kNoOp;
   FUSEDMOE_CHECK_FAULT(
-      num_tokens * num_local_experts <= kMaxRows, kShape, "hidden_states",
-      core::format("{} rows for each of {} experts", num_tokens, num_local_experts),
-      core::format("at most {} rows of all experts", kMaxRows));
+      plan.output_dtype == problem.output_dtype ||
+          (!reduced && problem.output_dtype == DType::kF32),
+      kDType, "output", std::string(name(problem.output_dtype)),
+      core::format("{}, which {} write", name(plan.output_dtype), descriptor.name()));
 }
 
 }  // namespace
 
-void check_ids(const TensorView& topk_ids, std::int64_t num_experts) {
-  const auto* ids = topk_ids.as<const std::int32_t>();
-  const std::int64_t topk = topk_ids.size(1), count = topk_ids.numel();
-  const auto bad =
-      std::find_if(ids, ids + count, [&](std::int32_t id) { return id < -1 || id >= num_experts; });
-  if (bad == ids + count) return;
-  const std::int64_t flat = bad - ids;
-  throw Error("topk_ids", core::format("{} at [{}, {}]", *bad, flat / topk, flat % topk),
-              core::format("-1 or in [0, {})", num_experts));
+void check_ids(const TensorView& topk_ids, const MoeConfig& config, const TensorView& expert_map) {
+  const std::int64_t num_tokens = topk_ids.size(0), topk = topk_ids.size(1);
+  const core::LocalExperts local_expert(expert_map, config.num_local_experts);
+  const bool distinct = config.activation_format == ActivationFormat::kBatchedExperts;
+  for (std::int64_t token = 0; token < num_tokens; ++token) {
+    const std::span row(topk_ids.as<const std::int32_t>() + token * topk,
+                        static_cast<std::size_t>(topk));
+    for (const std::int32_t& id : row) {
+      FUSEDMOE_CHECK(id >= -1 && id < config.num_experts, "topk_ids",
+                     core::format("{} at [{}, {}]", id, token, &id - row.data()),
+                     core::format("-1 or in [0, {})", config.num_experts));
+    }
+    if (distinct) core::check_distinct(row, local_expert, token);
+  }
 }
 
 void check_expert_map(const TensorView& expert_map, std::int64_t num_local_experts) {
@@ -132,20 +80,6 @@ void check_expert_map(const TensorView& expert_map, std::int64_t num_local_exper
       seen.set(static_cast<std::size_t>(local));
     }
   }
-}
-
-void check_buffer(const TensorView& view, const char* name, DType dtype, const Shape& shape,
-                  Device device) {
-  core::check_tensor(view, name, dtype, shape);
-  core::check_place(view, name, device, false);
-  // Kernels on CUDA read logits and rows of 16-bit elements 16 bytes at a time.
-  if (!device.is_cpu() && bits(dtype) == 16) core::check_aligned(view.data(), name, 16);
-}
-
-void check_row_buffer(const TensorView& view, const char* name, DType dtype, const Shape& shape,
-                      Device device) {
-  core::check_rows(view, name, dtype, shape);
-  core::check_place(view, name, device, true);
 }
 
 void check_disjoint(NamedView written, std::initializer_list<NamedView> others) {
@@ -172,8 +106,7 @@ void check_workspace(Workspace workspace, std::size_t needed,
   FUSEDMOE_CHECK_FAULT(workspace.bytes >= needed, kWorkspace, "workspace",
                        core::format("{} bytes", workspace.bytes),
                        core::format("at least {} bytes", needed));
-  FUSEDMOE_CHECK_FAULT(aligned(workspace.data, 64), kAlignment, "workspace",
-                       core::format("at {}", workspace.data), "64-byte aligned");
+  core::check_aligned(workspace.data, "workspace", 64);
   const TensorView block(workspace.data, DType::kU8, {static_cast<std::int64_t>(needed)});
   for (const NamedView& tensor : tensors) check_disjoint({"workspace", &block}, {tensor});
 }
@@ -198,7 +131,7 @@ void check_prepare_args(const PrepareFinalizeDescriptor& descriptor, const Forwa
     check_buffer(args.topk_weights, "topk_weights", DType::kF32, {x.size(0), 1}, device);
   }
   if (args.expert_map) check_buffer(args.expert_map, "expert_map", DType::kI32, {-1}, device);
-  if (batched) check_row_count(x.size(0), args.weights->info().num_experts);
+  if (batched) core::check_row_count(x.size(0), args.weights->info().num_experts);
 }
 
 void check_finalize_args(const PrepareFinalizeDescriptor& descriptor, const ForwardArgs& args) {
@@ -232,38 +165,29 @@ void check_finalize_args(const PrepareFinalizeDescriptor& descriptor, const Forw
                        core::format("f32, or {} as fused_output", name(dtype)));
   check_buffer(args.fused_output, "fused_output", dtype, rows, device);
   if (args.expert_map) check_buffer(args.expert_map, "expert_map", DType::kI32, {-1}, device);
-  FUSEDMOE_CHECK_FAULT(!batched || num_tokens == 0 || args.prepare_workspace, kWorkspace,
-                       "prepare_workspace", "null", "that of prepare");
+  FUSEDMOE_CHECK_FAULT(!batched || args.prepare_workspace, kWorkspace, "prepare_workspace", "null",
+                       "that of prepare");
 }
 
 ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& args,
                                Workspace workspace) {
-  const Device device = args.stream.device;
   const Experts& experts = kernel.experts();
   const MoeConfig& config = experts.config();
-  const std::int64_t num_experts = check_experts(args, experts);
-  FUSEDMOE_CHECK_SUPPORTED(!args.hooks || config.hooks, kHooks, "hooks",
-                           core::format("given to {}", experts.descriptor().name()),
-                           "given to experts of a configuration with hooks only");
+  const Device device = config.device;
+  core::check_instance_args(experts, args);
+  FUSEDMOE_CHECK(args.num_experts == 0 || args.num_experts == config.num_experts, "num_experts",
+                 core::to_string(args.num_experts),
+                 core::format("{}, for which the experts were selected", config.num_experts));
   check_row_buffer(args.hidden_states, "hidden_states", config.dtype, {-1, config.hidden}, device);
-  const std::int64_t num_tokens = args.hidden_states.size(0);
-  FUSEDMOE_CHECK_FAULT(num_tokens <= std::numeric_limits<std::int32_t>::max(), kShape,
-                       "hidden_states", core::format("{} tokens", num_tokens),
-                       "fewer than 2^31 tokens");
+  ProblemSize problem = ProblemSize::of(config, args.hidden_states.size(0));
   const bool widened = args.output && args.output.dtype() == DType::kF32;
   check_row_buffer(args.output, "output", widened ? DType::kF32 : config.dtype,
-                   {num_tokens, config.hidden}, device);
-  FUSEDMOE_CHECK(args.apply_router_weight_on_input == config.apply_router_weight_on_input,
-                 "apply_router_weight_on_input",
-                 args.apply_router_weight_on_input ? "set" : "not set",
-                 "as in the configuration that was selected");
-
-  ProblemSize problem = ProblemSize::of(config, num_tokens);
+                   {problem.num_tokens, config.hidden}, device);
   problem.output_dtype = args.output.dtype();
   problem.expected_rows = args.expected_rows;
-  problem.topk = config.monolithic ? check_router(config, args, num_tokens)
-                                   : check_routing(args, num_tokens, num_experts);
-  if (experts.batched()) check_row_count(num_tokens, config.num_local_experts);
+  problem.topk = core::check_routing_args(experts, args, problem.num_tokens);
+  check_written_dtype(kernel, problem);
+  if (config.monolithic) check_routing_results(args);
 
   const NamedView hidden_states{"hidden_states", &args.hidden_states};
   const NamedView expert_map{"expert_map", &args.expert_map};
@@ -285,7 +209,7 @@ ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& a
   // be read without waiting for it.
   if (!device.is_cpu()) return problem;
   if (args.expert_map) check_expert_map(args.expert_map, config.num_local_experts);
-  if (!config.monolithic) check_ids(args.topk_ids, num_experts);
+  if (!config.monolithic) check_ids(args.topk_ids, config, args.expert_map);
   return problem;
 }
 

@@ -16,15 +16,6 @@ struct NamedView {
   const TensorView* view;
 };
 
-/// Memory of this dtype and shape (-1: any extent): on `device`, contiguous, and aligned to its
-/// elements.
-void check_buffer(const TensorView& view, const char* name, DType dtype, const Shape& shape,
-                  Device device);
-
-/// The same for rows that may have a stride.
-void check_row_buffer(const TensorView& view, const char* name, DType dtype, const Shape& shape,
-                      Device device);
-
 /// The memory of `written` overlaps none of the others; undefined views are skipped.
 void check_disjoint(NamedView written, std::initializer_list<NamedView> others);
 
@@ -32,9 +23,10 @@ void check_disjoint(NamedView written, std::initializer_list<NamedView> others);
 /// shape and stride).
 void check_output(const TensorView& output, const TensorView& hidden_states, bool inplace);
 
-/// Values of arguments in host memory: ids that are -1 or in [0, num_experts); a map to local
-/// experts or -1 that names each at most once.
-void check_ids(const TensorView& topk_ids, std::int64_t num_experts);
+/// Values of arguments in host memory: ids that are -1 or in [0, num_experts), and in the batched
+/// format of distinct local experts within a token; a map to local experts or -1 that names each at
+/// most once.
+void check_ids(const TensorView& topk_ids, const MoeConfig& config, const TensorView& expert_map);
 void check_expert_map(const TensorView& expert_map, std::int64_t num_local_experts);
 
 /// At least `needed` bytes, 64-byte aligned, apart from all these tensors.

@@ -1,6 +1,8 @@
 // fused_experts(): packs an engine's own tensors once and runs the experts on them.
+#include <algorithm>
 #include <map>
 #include <utility>
+#include <vector>
 
 #include "core/check.h"
 #include "fusedmoe/layer.h"
@@ -54,7 +56,8 @@ struct PackCache::Impl {
   };
 
   std::map<std::string, Entry> entries;
-  Tensor workspace;
+  // Ascending for each device. CUDA graphs may use those that became too small.
+  std::vector<Tensor> workspaces;
 
   const Entry& find_or_pack(const FusedExpertsArgs& args);
   Workspace workspace_of(std::size_t bytes, Stream stream);
@@ -69,21 +72,29 @@ const PackCache::Impl::Entry& PackCache::Impl::find_or_pack(const FusedExpertsAr
       ExpertWeights::from_stacked(args.weights, scheme, args.activation, args.activation_params);
   const MoeConfig config = config_of(args, weights);
   const Selection selection = select(config, args.require);
-  ModularKernel kernel = selection.create(make_context(config.device));
+  ModularKernel kernel = selection.create(make_context());
   PackOptions options;
   options.stream = args.stream;
   auto packed = kernel.experts().pack(weights, options);
   return entries.emplace(key, Entry{std::move(kernel), std::move(packed)}).first->second;
 }
 
-/// Grows where it must; the old memory goes when the work that may use it is done.
 Workspace PackCache::Impl::workspace_of(std::size_t bytes, Stream stream) {
-  if (!workspace || static_cast<std::size_t>(workspace.nbytes()) < bytes ||
-      workspace.device() != stream.device) {
-    synchronize(stream);
-    workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, stream.device);
+  std::size_t size = bytes;
+  for (const Tensor& memory : workspaces) {
+    const auto given = static_cast<std::size_t>(memory.nbytes());
+    if (memory.device() != stream.device) continue;
+    if (given >= bytes) return {memory.data(), given};
+    // At least twice the last one, so that those kept are no more than the one in use.
+    size = std::max(bytes, 2 * given);
   }
-  return {workspace.data(), static_cast<std::size_t>(workspace.nbytes())};
+  if (stream.device.is_cpu()) {
+    // A graph of the CPU is a function that calls fused_experts() again.
+    std::erase_if(workspaces, [](const Tensor& memory) { return memory.device().is_cpu(); });
+    size = bytes;
+  }
+  workspaces.push_back(Tensor::empty({static_cast<std::int64_t>(size)}, DType::kU8, stream.device));
+  return {workspaces.back().data(), size};
 }
 
 PackCache::PackCache() : impl_(std::make_unique<Impl>()) {}
@@ -92,7 +103,7 @@ PackCache::PackCache(PackCache&&) noexcept = default;
 PackCache& PackCache::operator=(PackCache&&) noexcept = default;
 
 void PackCache::clear() {
-  if (impl_) impl_->entries.clear();
+  if (impl_) *impl_ = {};
 }
 
 std::size_t PackCache::size() const {
@@ -113,7 +124,6 @@ void fused_experts(const FusedExpertsArgs& args, PackCache& cache) {
   forward.topk_ids = args.topk_ids;
   forward.topk_weights = args.topk_weights;
   forward.expert_map = args.expert_map;
-  forward.apply_router_weight_on_input = args.apply_router_weight_on_input;
   forward.inplace = true;
   forward.stream = stream;
   ProblemSize problem =

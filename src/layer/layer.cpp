@@ -14,7 +14,7 @@
 #include "layer/backend.h"
 #include "layer/checks.h"
 #include "layer/layer_weights.h"
-#include "moe/experts_args.h"
+#include "moe/check_args.h"
 
 namespace fusedmoe {
 namespace {
@@ -28,7 +28,7 @@ std::shared_ptr<Executor> executor_for(const LayerOptions& options) {
 }
 
 Context layer_context(const LayerOptions& options) {
-  Context context = make_context(options.device);
+  Context context = make_context();
   context.num_threads = options.num_threads;
   if (options.executor && options.num_threads == 0) {
     context.num_threads = options.executor->concurrency();
@@ -87,7 +87,8 @@ struct MoeLayer::Impl {
   Plan plan() const;
   /// With a null workspace only `bytes` is meaningful.
   Buffers cut(std::int64_t num_tokens, void* workspace) const;
-  ProblemSize problem(std::int64_t num_tokens) const;
+  /// Of one of the two kernels.
+  ProblemSize problem(const ModularKernel& of, std::int64_t num_tokens) const;
   void check(const Call& call, Workspace workspace) const;
   void run(const Call& call, void* workspace) const;
   void run_chunk(const Call& call, void* workspace) const;
@@ -130,6 +131,7 @@ void MoeLayer::Impl::pack(const LayerWeights& weights, const LayerOptions& optio
   const std::int64_t total = num_experts + (weights.shared_experts ? 1 : 0);
   const auto progress_from = [&](std::int64_t first) {
     PackOptions pack_options;
+    pack_options.stream = stream;
     if (options.progress) {
       pack_options.progress = [&options, first, total](std::int64_t done, std::int64_t) {
         options.progress(first + done, total);
@@ -176,33 +178,30 @@ Plan MoeLayer::Impl::plan() const {
   return plan;
 }
 
-ProblemSize MoeLayer::Impl::problem(std::int64_t num_tokens) const {
-  ProblemSize size = ProblemSize::of(config, num_tokens);
+ProblemSize MoeLayer::Impl::problem(const ModularKernel& of, std::int64_t num_tokens) const {
+  ProblemSize size = ProblemSize::of(of.experts().config(), num_tokens);
   size.output_dtype = output_dtype;
   return size;
 }
 
 MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* workspace) const {
   Buffers buffers;
-  if (num_tokens == 0) return buffers;
   core::WorkspaceCutter cutter(workspace);
   const auto tensor = [&](DType dtype, std::int64_t columns) {
-    const Shape shape{num_tokens, columns};
-    void* data = cutter.take(static_cast<std::size_t>(bytes(dtype, shape.numel())));
-    return data ? TensorView(data, dtype, shape, config.device) : TensorView();
+    return cutter.take(dtype, {num_tokens, columns}, config.device);
   };
   buffers.router_logits = tensor(DType::kF32, router.num_experts);
   buffers.routing = {tensor(DType::kI32, router.topk), tensor(DType::kF32, router.topk)};
-  std::size_t kernel_bytes = kernel.workspace_bytes(problem(num_tokens));
-  if (monolithic) {
-    kernel_bytes = std::max(kernel_bytes, monolithic->workspace_bytes(problem(num_tokens)));
-  }
+  std::size_t kernel_bytes = 0;
+  const auto make_room_for = [&](const ModularKernel& each) {
+    kernel_bytes = std::max(kernel_bytes, each.workspace_bytes(problem(each, num_tokens)));
+  };
+  make_room_for(kernel);
+  if (monolithic) make_room_for(*monolithic);
   if (shared) {
     buffers.shared_routing = {tensor(DType::kI32, 1), tensor(DType::kF32, 1)};
     buffers.shared_output = tensor(output_dtype, config.hidden);
-    ProblemSize size = ProblemSize::of(shared->kernel.experts().config(), num_tokens);
-    size.output_dtype = output_dtype;
-    kernel_bytes = std::max(kernel_bytes, shared->kernel.workspace_bytes(size));
+    make_room_for(shared->kernel);
   }
   buffers.kernel = cutter.take(kernel_bytes);
   buffers.bytes = cutter.used();
@@ -218,10 +217,13 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
                        core::format("of {}, the device of the layer", to_string(device)));
   FUSEDMOE_CHECK_SUPPORTED(!options.hooks || config.hooks, kHooks, "hooks", "given",
                            "given to a layer made with LayerOptions::hooks only");
-  layer::check_row_buffer(call.hidden_states, "hidden_states", config.dtype, {-1, config.hidden},
-                          device);
+  core::check_row_buffer(call.hidden_states, "hidden_states", config.dtype, {-1, config.hidden},
+                         device);
   const std::int64_t num_tokens = call.hidden_states.size(0);
-  layer::check_row_buffer(call.output, "output", output_dtype, {num_tokens, config.hidden}, device);
+  core::check_row_count(num_tokens, 1);
+  core::check_row_count(std::min(num_tokens, chunk),
+                        kernel.experts().batched() ? config.num_local_experts : router.topk);
+  core::check_row_buffer(call.output, "output", output_dtype, {num_tokens, config.hidden}, device);
   FUSEDMOE_CHECK(
       !options.hooks || num_tokens <= chunk, "hooks",
       core::format("given with {} tokens", num_tokens),
@@ -232,8 +234,8 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
   const Shape choice{num_tokens, router.topk};
   const bool routed = call.routing.topk_ids.defined();
   if (routed) {
-    layer::check_buffer(call.routing.topk_ids, "topk_ids", DType::kI32, choice, device);
-    layer::check_buffer(call.routing.topk_weights, "topk_weights", DType::kF32, choice, device);
+    core::check_buffer(call.routing.topk_ids, "topk_ids", DType::kI32, choice, device);
+    core::check_buffer(call.routing.topk_weights, "topk_weights", DType::kF32, choice, device);
   }
   const NamedView in{"hidden_states", &call.hidden_states}, out{"output", &call.output};
   const NamedView ids{"topk_ids", &call.routing.topk_ids};
@@ -258,13 +260,13 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
                          {static_cast<std::int64_t>(workspace.data ? workspace.bytes : 0)});
   for (const auto& result : results) {
     if (!result.view.view->defined()) continue;
-    layer::check_buffer(*result.view.view, result.view.name, result.dtype, result.shape, device);
+    core::check_buffer(*result.view.view, result.view.name, result.dtype, result.shape, device);
     layer::check_disjoint(result.view, {in, out, ids, weights, {"workspace", &block}});
     for (const auto& other : results) {
       if (&other != &result) layer::check_disjoint(result.view, {other.view});
     }
   }
-  if (routed && device.is_cpu()) layer::check_ids(call.routing.topk_ids, router.num_experts);
+  if (routed && device.is_cpu()) layer::check_ids(call.routing.topk_ids, config, expert_map);
 }
 
 void MoeLayer::Impl::apply_routed(const Call& call, const Routing& routing,
@@ -276,11 +278,10 @@ void MoeLayer::Impl::apply_routed(const Call& call, const Routing& routing,
   args.topk_ids = routing.topk_ids;
   args.topk_weights = routing.topk_weights;
   args.expert_map = expert_map;
-  args.apply_router_weight_on_input = router.apply_router_weight_on_input;
   args.accumulate = call.options.accumulate;
   args.hooks = call.options.hooks;
   args.stream = call.stream;
-  const ProblemSize size = problem(call.hidden_states.size(0));
+  const ProblemSize size = problem(kernel, call.hidden_states.size(0));
   if (call.routing.topk_ids) return kernel.run(args, size, buffers.kernel);
   args.router = &router;
   args.router_logits = buffers.router_logits;
@@ -309,8 +310,7 @@ void MoeLayer::Impl::apply_shared(const Call& call, const Buffers& buffers) cons
   args.topk_ids = routing.topk_ids;
   args.topk_weights = routing.topk_weights;
   args.stream = call.stream;
-  ProblemSize size = ProblemSize::of(shared->kernel.experts().config(), call.hidden_states.size(0));
-  size.output_dtype = output_dtype;
+  const ProblemSize size = problem(shared->kernel, call.hidden_states.size(0));
   shared->kernel.run(args, size, buffers.kernel);
 }
 
@@ -323,7 +323,7 @@ void MoeLayer::Impl::run_chunk(const Call& call, void* workspace) const {
   apply_routed(call, routing, buffers);
   if (shared) backend.add(call.output, buffers.shared_output, call.stream);
   const auto copy_result = [&](const TensorView& source, const TensorView& destination) {
-    if (destination) backend.copy(source, destination, call.stream);
+    if (destination) copy(source, destination, call.stream);
   };
   copy_result(buffers.router_logits, options.router_logits);
   copy_result(routing.topk_ids, options.topk_ids);
@@ -335,7 +335,6 @@ void MoeLayer::Impl::run(const Call& call, void* workspace) const {
   const std::int64_t num_tokens = call.hidden_states.size(0);
   const ForwardOptions& whole = call.options;
   if (whole.expert_load) fill_bytes(whole.expert_load, 0, call.stream);
-  if (num_tokens == 0) return;
   if (num_tokens <= chunk) return run_chunk(call, workspace);
   for (std::int64_t begin = 0; begin < num_tokens; begin += chunk) {
     const std::int64_t end = std::min(num_tokens, begin + chunk);
@@ -397,9 +396,8 @@ std::string MoeLayer::plan_line() const {
       core::format("{}+{} {} {}", plan.experts, plan.prepare_finalize, plan.scheme, plan.dtype);
   if (impl().shared) line += core::format(" shared={}", plan.shared_experts);
   line += core::format(" isa={}", plan.isa);
-  const Context& context = impl().kernel.experts().context();
-  return line + (context.device.is_cpu() ? core::format(" threads={}", context.num_threads)
-                                         : core::format(" device={}", plan.device));
+  if (!impl().config.device.is_cpu()) return line + core::format(" device={}", plan.device);
+  return line + core::format(" threads={}", impl().kernel.experts().context().num_threads);
 }
 
 std::string MoeLayer::plan_json() const {
@@ -438,8 +436,8 @@ void MoeLayer::forward_routed(const TensorView& hidden_states, const Routing& ro
 Tensor MoeLayer::forward(const TensorView& hidden_states) const {
   const Impl& impl = this->impl();
   const Device device = impl.config.device;
-  layer::check_row_buffer(hidden_states, "hidden_states", impl.config.dtype,
-                          {-1, impl.config.hidden}, device);
+  core::check_row_buffer(hidden_states, "hidden_states", impl.config.dtype,
+                         {-1, impl.config.hidden}, device);
   Tensor output = Tensor::empty(hidden_states.shape(), impl.output_dtype, device);
   const std::size_t bytes = workspace_bytes(hidden_states.size(0));
   const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);

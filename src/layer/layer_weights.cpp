@@ -78,8 +78,7 @@ MoeConfig layer_config(const LayerWeights& weights, const LayerOptions& options)
   config.num_experts = weights.router.num_experts;
   config.has_expert_map = weights.expert_map.defined();
   config.apply_router_weight_on_input = weights.router.apply_router_weight_on_input;
-  config.routing_method =
-      routing_method(weights.router, weights.router_weights.score_correction_bias.defined());
+  if (weights.router_weights.weight) config.routing_method = routing_method(weights.router);
   config.batch_invariant = options.batch_invariant;
   config.hooks = options.hooks;
   config.parallel = options.parallel;

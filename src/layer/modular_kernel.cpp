@@ -2,7 +2,7 @@
 //
 //   [ prepare | workspace13 and the experts' output, from the same address | workspace2 ]
 //
-// each part rounded up to 256 bytes.
+// each part rounded up to 256 bytes. Experts that write the caller's output need no room for one.
 #include "fusedmoe/modular_kernel.h"
 
 #include "core/check.h"
@@ -25,15 +25,17 @@ ModularKernel::ModularKernel(std::shared_ptr<const PrepareAndFinalize> prepare_f
       theirs == format, kPairing, "experts",
       core::format("{}, of format {}", experts_->descriptor().name(), name(theirs)),
       core::format("of format {}, that of {}", name(format), prepare.name()));
-  const WeightAndReduce reduce = experts_->descriptor().weight_and_reduce(format);
-  FUSEDMOE_CHECK_SUPPORTED(prepare.accepts(reduce), kPairing, "experts",
+  reduce_ = experts_->descriptor().weight_and_reduce(format);
+  const ProblemSize one = ProblemSize::of(experts_->config(), 1);
+  passes_rows_ = prepare_finalize_->problem_size(one).num_tokens == 1;
+  FUSEDMOE_CHECK_SUPPORTED(prepare.accepts(reduce_), kPairing, "experts",
                            core::format("{}, which leaves \"{}\" to finalize",
-                                        experts_->descriptor().name(), name(reduce)),
+                                        experts_->descriptor().name(), name(reduce_)),
                            core::format("one whose output {} can finalize", prepare.name()));
   // Only they know the ids.
-  FUSEDMOE_CHECK_SUPPORTED(!experts_->config().monolithic || reduce == WeightAndReduce::kNoOp,
+  FUSEDMOE_CHECK_SUPPORTED(!experts_->config().monolithic || reduce_ == WeightAndReduce::kNoOp,
                            kPairing, "experts",
-                           core::format("monolithic, and leave \"{}\" to finalize", name(reduce)),
+                           core::format("monolithic, and leave \"{}\" to finalize", name(reduce_)),
                            "monolithic ones that reduce by themselves");
 }
 
@@ -42,8 +44,18 @@ std::size_t ModularKernel::workspace_bytes(const ProblemSize& problem) const {
   cutter.take(prepare_finalize_->workspace_bytes(
       problem, make_preparation(experts_->descriptor(), problem.scheme,
                                 experts_->config().apply_router_weight_on_input)));
-  cutter.take(experts_->plan(prepare_finalize_->problem_size(problem)).total_bytes());
+  const WorkspacePlan plan = experts_->plan(prepare_finalize_->problem_size(problem));
+  cutter.take(common_bytes(plan, problem));
+  cutter.take(plan.workspace2_bytes);
   return cutter.used();
+}
+
+/// Room for workspace13 and for the experts' output, unless they write the caller's.
+std::size_t ModularKernel::common_bytes(const WorkspacePlan& plan,
+                                        const ProblemSize& problem) const {
+  const bool direct = passes_rows_ && reduce_ == WeightAndReduce::kNoOp &&
+                      plan.output_shape == Shape{problem.num_tokens, problem.hidden};
+  return direct ? plan.workspace13_bytes : plan.common_bytes();
 }
 
 std::size_t ModularKernel::workspace_bytes(std::int64_t num_tokens) const {
@@ -58,10 +70,10 @@ void ModularKernel::apply(const ForwardArgs& args, Workspace workspace) const {
 
 void ModularKernel::run(ForwardArgs args, const ProblemSize& problem, void* workspace) const {
   core::WorkspaceCutter cutter(workspace);
-  args.preparation =
-      make_preparation(experts_->descriptor(), problem.scheme, args.apply_router_weight_on_input,
-                       args.weights->info().a1_scale);
-  if (args.router_weights && args.preparation.quant && problem.num_tokens > 0) {
+  args.preparation = make_preparation(experts_->descriptor(), problem.scheme,
+                                      experts_->config().apply_router_weight_on_input,
+                                      args.weights->info().a1_scale);
+  if (args.router_weights && args.preparation.quant) {
     // The experts will see quantized hidden states, which are nothing to route by.
     layer::backend_of(experts_->descriptor(), args.stream.device)
         .router_logits(*args.router_weights, args.hidden_states, args.router_logits, args.stream);
@@ -71,15 +83,14 @@ void ModularKernel::run(ForwardArgs args, const ProblemSize& problem, void* work
   args.prepare_workspace =
       cutter.take(prepare_finalize_->workspace_bytes(problem, args.preparation));
   const WorkspacePlan plan = experts_->plan(prepare_finalize_->problem_size(problem));
-  args.workspace13 = cutter.take(plan.common_bytes());
+  args.workspace13 = cutter.take(common_bytes(plan, problem));
   args.workspace2 = cutter.take(plan.workspace2_bytes);
-  args.weight_and_reduce =
-      experts_->descriptor().weight_and_reduce(experts_->config().activation_format);
+  args.weight_and_reduce = reduce_;
   // finalize can work in place on the output itself if it adds nothing to what was there.
   const bool in_place =
       plan.output_dtype == args.output.dtype() && args.output.contiguous() && !args.accumulate;
-  const bool direct = plan.output_shape == args.output.shape() &&
-                      (args.weight_and_reduce == WeightAndReduce::kNoOp || in_place);
+  const bool direct =
+      plan.output_shape == args.output.shape() && (reduce_ == WeightAndReduce::kNoOp || in_place);
   args.fused_output = direct ? args.output
                              : TensorView(args.workspace13, plan.output_dtype, plan.output_shape,
                                           args.output.device());

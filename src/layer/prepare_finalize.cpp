@@ -4,6 +4,7 @@
 // their experts. Both are stateless; what finalize must know of prepare lies in the workspace.
 #include "fusedmoe/modular_kernel.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "core/check.h"
@@ -29,6 +30,14 @@ Support supports_one_rank(const MoeConfig& config) {
         core::format("{}: one activation scale for all rows of a batch", name(config.scheme)));
   }
   const ParallelConfig& parallel = config.parallel;
+  if (std::min({parallel.tp_size, parallel.dp_size, parallel.ep_size}) < 1 ||
+      parallel.ep_rank < 0 || parallel.ep_rank >= parallel.ep_size) {
+    return Support::no(
+        Reason::kParallelConfig,
+        core::format("tp_size {}, dp_size {}, ep_size {}, ep_rank {}: sizes are at least 1, the "
+                     "rank is below ep_size",
+                     parallel.tp_size, parallel.dp_size, parallel.ep_size, parallel.ep_rank));
+  }
   // Other ranks' experts are left out by the map; their partial sums are for the caller to add.
   if (parallel.dp_size != 1 || (parallel.ep_size != 1 && !config.has_expert_map)) {
     return Support::no(Reason::kParallelConfig,
@@ -43,10 +52,6 @@ Support supports_one_rank(const MoeConfig& config) {
   return Support::yes();
 }
 
-std::size_t workspace_bytes_of(DType dtype, const Shape& shape) {
-  return static_cast<std::size_t>(bytes(dtype, shape.numel()));
-}
-
 // The caller's rows as they travel: weighted and quantized where that is asked for. The same views
 // in the workspace when sizes are computed and when the work is done.
 class Rows {
@@ -55,11 +60,9 @@ class Rows {
        Device device)
       : preparation_(preparation), values_dtype_(problem.dtype) {
     const Shape shape{problem.num_tokens, problem.hidden};
-    const auto take = [&](DType dtype, const Shape& extents) {
-      void* data = cutter.take(workspace_bytes_of(dtype, extents));
-      return data ? TensorView(data, dtype, extents, device) : TensorView();
-    };
-    if (preparation.apply_router_weight_on_input) weighted_ = take(problem.dtype, shape);
+    if (preparation.apply_router_weight_on_input) {
+      weighted_ = cutter.take(problem.dtype, shape, device);
+    }
     values_shape_ = shape;
     if (!preparation.quant) return;
     const QuantizedShape quantized =
@@ -68,8 +71,8 @@ class Rows {
     values_shape_ = quantized.values;
     scales_dtype_ = quantized.scales_dtype;
     scales_shape_ = quantized.scales;
-    values_ = take(values_dtype_, values_shape_);
-    scales_ = take(scales_dtype_, scales_shape_);
+    values_ = cutter.take(values_dtype_, values_shape_, device);
+    scales_ = cutter.take(scales_dtype_, scales_shape_, device);
   }
 
   // Columns of the values, and of the scales where each row has its own (else 0).
@@ -83,16 +86,13 @@ class Rows {
   /// Replaces the hidden states of `args` by what the experts read, and sets their scales.
   void run(ForwardArgs& args) const {
     const core::Backend& backend = layer::backend_of(args.stream.device);
-    const bool any = args.hidden_states.size(0) > 0;
     if (preparation_.apply_router_weight_on_input) {
-      if (any) backend.weight_rows(args.hidden_states, args.topk_weights, weighted_, args.stream);
+      backend.weight_rows(args.hidden_states, args.topk_weights, weighted_, args.stream);
       args.hidden_states = weighted_;
     }
     if (!preparation_.quant) return;
-    if (any) {
-      backend.quantize(args.hidden_states, *preparation_.quant, preparation_.scale, values_,
-                       scales_, args.stream);
-    }
+    backend.quantize(args.hidden_states, *preparation_.quant, preparation_.scale, values_, scales_,
+                     args.stream);
     args.hidden_states = values_;
     args.hidden_scales = scales_;
   }
@@ -122,7 +122,7 @@ core::ReduceArgs reduce_args(const ForwardArgs& args) {
   reduce.topk_weights = args.topk_weights;
   reduce.expert_map = args.expert_map;
   reduce.num_local_experts = args.weights->info().num_experts;
-  reduce.router_weight_on_input = args.apply_router_weight_on_input;
+  reduce.router_weight_on_input = args.preparation.apply_router_weight_on_input;
   reduce.accumulate = args.accumulate;
   reduce.stream = args.stream;
   return reduce;
@@ -149,11 +149,10 @@ class NoEp final : public PrepareAndFinalize {
   }
 
   void do_start_finalize(const ForwardArgs& args) const override {
-    const core::Backend& backend = layer::backend_of(args.stream.device);
     if (args.weight_and_reduce != WeightAndReduce::kNoOp) {
-      if (args.output.size(0) > 0) backend.reduce(reduce_args(args), {});
+      layer::backend_of(args.stream.device).reduce(reduce_args(args), {});
     } else if (args.fused_output.data() != args.output.data()) {
-      backend.copy(args.fused_output, args.output, args.stream);
+      copy(args.fused_output, args.output, args.stream);
     }
   }
 };
@@ -161,13 +160,9 @@ class NoEp final : public PrepareAndFinalize {
 /// Where the batched format keeps its parts: first the assignment, which finalize must know.
 core::RowAssignment cut_assignment(core::WorkspaceCutter& cutter, const ProblemSize& problem,
                                    Device device) {
-  const auto part = [&](const Shape& shape) {
-    void* data = cutter.take(workspace_bytes_of(DType::kI32, shape));
-    return data ? TensorView(data, DType::kI32, shape, device) : TensorView();
-  };
   core::RowAssignment assignment;
-  assignment.expert_num_tokens = part({problem.num_local_experts});
-  assignment.slot_rows = part({problem.num_tokens, problem.topk});
+  assignment.expert_num_tokens = cutter.take(DType::kI32, {problem.num_local_experts}, device);
+  assignment.slot_rows = cutter.take(DType::kI32, {problem.num_tokens, problem.topk}, device);
   return assignment;
 }
 
@@ -176,19 +171,18 @@ struct BatchedLayout {
   core::WorkspaceCutter cutter;
   core::RowAssignment assignment;
   Rows rows;
-  Shape values_shape, scales_shape;  // (num_local_experts, capacity, ...)
-  void* values;
-  void* scales;  // null unless each row has scales of its own
+  TensorView values, scales;  // (num_local_experts, capacity, ...)
 
   BatchedLayout(void* workspace, const ProblemSize& problem, const Preparation& preparation,
                 Device device)
       : cutter(workspace),
         assignment(cut_assignment(cutter, problem, device)),
-        rows(cutter, problem, preparation, device),
-        values_shape{problem.num_local_experts, problem.num_tokens, rows.value_columns()},
-        scales_shape{problem.num_local_experts, problem.num_tokens, rows.scale_columns()} {
-    values = cutter.take(workspace_bytes_of(rows.values_dtype(), values_shape));
-    scales = cutter.take(workspace_bytes_of(rows.scales_dtype(), scales_shape));
+        rows(cutter, problem, preparation, device) {
+    const auto take = [&](DType dtype, std::int64_t columns) {
+      return cutter.take(dtype, {problem.num_local_experts, problem.num_tokens, columns}, device);
+    };
+    values = take(rows.values_dtype(), rows.value_columns());
+    scales = take(rows.scales_dtype(), rows.scale_columns());
   }
 };
 
@@ -207,19 +201,16 @@ class Batched final : public PrepareAndFinalize {
     const Device device = args.stream.device;
     const BatchedLayout layout(args.prepare_workspace, problem_of(args), args.preparation, device);
     layout.rows.run(args);
-    const TensorView values(layout.values, layout.rows.values_dtype(), layout.values_shape, device);
-    const TensorView rows = std::exchange(args.hidden_states, values);
+    const TensorView rows = std::exchange(args.hidden_states, layout.values);
     args.expert_num_tokens = layout.assignment.expert_num_tokens;
     backend.assign_rows(args.topk_ids, args.expert_map, layout.assignment, args.stream);
-    backend.dispatch(layout.assignment.slot_rows, rows, values, args.stream);
+    backend.dispatch(layout.assignment.slot_rows, rows, layout.values, args.stream);
     if (layout.rows.scale_columns() == 0) return;
-    const TensorView scales(layout.scales, layout.rows.scales_dtype(), layout.scales_shape, device);
-    const TensorView row_scales = std::exchange(args.hidden_scales, scales);
-    backend.dispatch(layout.assignment.slot_rows, row_scales, scales, args.stream);
+    const TensorView row_scales = std::exchange(args.hidden_scales, layout.scales);
+    backend.dispatch(layout.assignment.slot_rows, row_scales, layout.scales, args.stream);
   }
 
   void do_start_finalize(const ForwardArgs& args) const override {
-    if (args.output.size(0) == 0) return;
     core::WorkspaceCutter cutter(args.prepare_workspace);
     ProblemSize problem;
     problem.num_tokens = args.topk_ids.size(0);

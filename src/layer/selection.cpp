@@ -168,9 +168,8 @@ ModularKernel Selection::create(const Context& context) const {
   return ModularKernel(prepare_finalize->create(chosen, context), experts->create(chosen, context));
 }
 
-Context make_context(Device device) {
+Context make_context() {
   Context context;
-  context.device = device;
   context.tuned = &tuned_configs();
   return context;
 }

@@ -74,9 +74,6 @@ class Backend {
   virtual void reduce(const ReduceArgs& args, const TensorView& slot_rows) const = 0;
   /// target = rnd(target + source), in f32, bf16 or f16.
   virtual void add(const TensorView& target, const TensorView& source, Stream stream) const = 0;
-  /// destination = source.
-  virtual void copy(const TensorView& source, const TensorView& destination,
-                    Stream stream) const = 0;
 };
 
 }  // namespace fusedmoe::core

@@ -8,7 +8,7 @@
 #include "core/workspace.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
-#include "moe/experts_args.h"
+#include "moe/check_args.h"
 
 namespace fusedmoe {
 
@@ -67,9 +67,13 @@ bool ExpertsDescriptor::expects_unquantized_inputs(const QuantScheme& scheme) co
   return !scheme.activations || scheme.activations->value == DType::kE2M1;
 }
 
+WeightAndReduce ExpertsDescriptor::weight_and_reduce(ActivationFormat format) const {
+  return format == ActivationFormat::kBatchedExperts ? WeightAndReduce::kDelegate
+                                                     : WeightAndReduce::kNoOp;
+}
+
 Experts::Experts(const ExpertsDescriptor& descriptor, MoeConfig config, Context context)
     : descriptor_(descriptor), config_(std::move(config)), context_(context) {
-  context_.device = config_.device;
   core::check_num_threads(context_.num_threads);
   if (context_.num_threads == 0) context_.num_threads = num_threads();
 }
@@ -102,10 +106,6 @@ std::size_t WorkspacePlan::common_bytes() const {
   // A plan without an output shape has no output, not one element.
   const std::int64_t elements = output_shape.rank() ? output_shape.numel() : 0;
   return std::max(workspace13_bytes, static_cast<std::size_t>(bytes(output_dtype, elements)));
-}
-
-std::size_t WorkspacePlan::total_bytes() const {
-  return core::round_up_workspace(common_bytes()) + core::round_up_workspace(workspace2_bytes);
 }
 
 }  // namespace fusedmoe

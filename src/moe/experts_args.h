@@ -1,4 +1,4 @@
-// What experts share: which configurations they serve, and checks of their arguments.
+// What experts share: which configurations they serve, and which weights.
 #pragma once
 
 #include <string_view>
@@ -23,8 +23,9 @@ Support supports_on_cpu(const MoeConfig& config, bool scheme_known, std::string_
 void check_supported(const ExpertsDescriptor& descriptor, const MoeConfig& config);
 
 /// What every implementation keeps of the weights it packs. Validates them and throws Error where
-/// they are not of the configuration of `experts`.
-PackedWeights::Info make_packed_info(const Experts& experts, const ExpertWeights& weights);
+/// they are not of the configuration of `experts`, or the options name a stream of another device.
+PackedWeights::Info make_packed_info(const Experts& experts, const ExpertWeights& weights,
+                                     const PackOptions& options);
 
 /// Whether packed weights are of a configuration: scheme, sizes, activation, biases, device.
 bool matches(const PackedWeights::Info& weights, const MoeConfig& config);
@@ -39,17 +40,5 @@ void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& 
 
 /// The size of the problem that arguments describe, as the experts see it: behind prepare.
 ProblemSize problem_of(const Experts& experts, const ForwardArgs& args);
-
-/// Throws Error unless a view, where it is defined, is on `device` and aligned to its elements.
-/// Kernels on CUDA read and write `rows` 16 bytes at a time: each must start at such an address.
-void check_place(const TensorView& view, const char* argument, Device device, bool rows);
-
-/// Throws Error unless monolithic experts can route with these arguments: a router of as many
-/// experts as they have, and tensors of its shapes.
-void check_router_args(const MoeConfig& config, const ForwardArgs& args, std::int64_t num_tokens);
-
-/// Throws Error for weights that `experts` do not accept; for views of another device, shape, dtype
-/// or alignment, counts that do not fit; and for missing workspaces.
-void check_experts_args(const Experts& experts, const ForwardArgs& args);
 
 }  // namespace fusedmoe::core

@@ -10,8 +10,8 @@
 #include "core/check.h"
 #include "core/parallel.h"
 #include "fusedmoe/quant.h"
+#include "moe/check_args.h"
 #include "moe/element.h"
-#include "moe/local_experts.h"
 #include "moe/route.h"
 #include "quant/quantize.h"
 
@@ -135,14 +135,11 @@ void HostBackend::assign_rows(const TensorView& topk_ids, const TensorView& expe
   std::fill_n(counts, num_local_experts, 0);
   for (std::int64_t token = 0; token < num_tokens; ++token) {
     const auto* row = topk_ids.as<const std::int32_t>() + token * topk;
+    check_distinct({row, static_cast<std::size_t>(topk)}, local_expert, token);
     for (std::int64_t slot = 0; slot < topk; ++slot) {
       const std::int32_t local = local_expert(row[slot]);
       slot_rows[token * topk + slot] = -1;
       if (local < 0) continue;
-      const auto same = [&](std::int32_t id) { return local_expert(id) == local; };
-      FUSEDMOE_CHECK(std::none_of(row, row + slot, same), "topk_ids",
-                     core::format("expert {} twice for token {}", row[slot], token),
-                     "on distinct local experts within a token in the batched format");
       slot_rows[token * topk + slot] =
           static_cast<std::int32_t>(local * num_tokens + counts[local]++);
     }
@@ -193,17 +190,6 @@ void HostBackend::add(const TensorView& target, const TensorView& source, Stream
                      to[i] = Element::store(Element::load(to[i]) + Element::load(from[i]));
                  });
   });
-}
-
-void HostBackend::copy(const TensorView& source, const TensorView& destination, Stream) const {
-  if (source.numel() == 0) return;
-  const std::int64_t row_bytes = bytes(source.dtype(), source.size(1));
-  for (std::int64_t row = 0; row < source.size(0); ++row) {
-    const auto at = [row](const TensorView& view) {
-      return view.as<std::byte>() + bytes(view.dtype(), row * view.stride(0));
-    };
-    std::memcpy(at(destination), at(source), static_cast<std::size_t>(row_bytes));
-  }
 }
 
 }  // namespace fusedmoe::core

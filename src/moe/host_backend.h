@@ -22,7 +22,6 @@ class HostBackend : public Backend {
                 Stream) const override;
   void reduce(const ReduceArgs& args, const TensorView& slot_rows) const override;
   void add(const TensorView& target, const TensorView& source, Stream) const override;
-  void copy(const TensorView& source, const TensorView& destination, Stream) const override;
 };
 
 }  // namespace fusedmoe::core

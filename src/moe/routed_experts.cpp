@@ -2,8 +2,16 @@
 
 namespace fusedmoe::core {
 
+WorkspacePlan RoutedExperts::output_plan(const ProblemSize& problem) const {
+  WorkspacePlan plan;
+  plan.output_shape = batched()
+                          ? Shape{problem.num_local_experts, problem.num_tokens, problem.hidden}
+                          : Shape{problem.num_tokens, problem.hidden};
+  plan.output_dtype = problem.output_dtype;
+  return plan;
+}
+
 void RoutedExperts::route(const ForwardArgs& args) const {
-  if (args.hidden_states.size(0) == 0) return;
   if (args.router_weights) {
     backend_.router_logits(*args.router_weights, args.hidden_states, args.router_logits,
                            args.stream);

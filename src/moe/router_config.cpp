@@ -1,4 +1,4 @@
-// RouterConfig: validation, names, and the routing method that its flags amount to.
+// RouterConfig: validation and names.
 #include <cmath>
 
 #include "core/check.h"
@@ -32,37 +32,8 @@ void RouterConfig::validate() const {
                               num_expert_group));
 }
 
-RoutingMethod routing_method(const RouterConfig& config, bool has_correction_bias) {
-  if (config.custom) return RoutingMethod::kCustom;
-  const bool grouped = config.num_expert_group > 0;
-  const bool renormalize = config.renormalize;
-  if (config.scoring == ScoringFunc::kSqrtSoftplus) {
-    return renormalize && !grouped ? RoutingMethod::kDeepSeekV4 : RoutingMethod::kUnspecified;
-  }
-  if (has_correction_bias && config.scoring == ScoringFunc::kSigmoid && renormalize && grouped) {
-    return RoutingMethod::kDeepSeekV3;
-  }
-  if (grouped || config.routed_scaling_factor != 1) return RoutingMethod::kUnspecified;
-  if (has_correction_bias) {
-    return config.scoring == ScoringFunc::kSigmoid && renormalize ? RoutingMethod::kMiniMax2
-                                                                  : RoutingMethod::kUnspecified;
-  }
-  switch (config.scoring) {
-    case ScoringFunc::kSoftmax:
-      return renormalize ? RoutingMethod::kRenormalizeNaive : RoutingMethod::kDefault;
-    case ScoringFunc::kSigmoid:
-      return renormalize ? RoutingMethod::kSigmoidRenorm : RoutingMethod::kSigmoid;
-    case ScoringFunc::kTopkSoftmax:
-      return RoutingMethod::kRenormalize;
-    case ScoringFunc::kTopkSigmoid:
-      return config.topk == 1 && !renormalize ? RoutingMethod::kLlama4
-                                              : RoutingMethod::kUnspecified;
-    case ScoringFunc::kLogits:
-      return renormalize ? RoutingMethod::kUnspecified : RoutingMethod::kTopK;
-    case ScoringFunc::kSqrtSoftplus:
-      break;
-  }
-  return RoutingMethod::kUnspecified;
+RoutingMethod routing_method(const RouterConfig& config) {
+  return config.custom ? RoutingMethod::kCustom : RoutingMethod::kRouter;
 }
 
 std::string_view name(ScoringFunc scoring) {
@@ -79,36 +50,6 @@ std::string_view name(ScoringFunc scoring) {
       return "topk_sigmoid";
     case ScoringFunc::kLogits:
       return "logits";
-  }
-  return {};
-}
-
-std::string_view name(RoutingMethod method) {
-  switch (method) {
-    case RoutingMethod::kDefault:
-      return "default";
-    case RoutingMethod::kRenormalize:
-      return "renormalize";
-    case RoutingMethod::kDeepSeekV3:
-      return "deepseek_v3";
-    case RoutingMethod::kLlama4:
-      return "llama4";
-    case RoutingMethod::kRenormalizeNaive:
-      return "renormalize_naive";
-    case RoutingMethod::kTopK:
-      return "topk";
-    case RoutingMethod::kSigmoidRenorm:
-      return "sigmoid_renorm";
-    case RoutingMethod::kMiniMax2:
-      return "minimax2";
-    case RoutingMethod::kSigmoid:
-      return "sigmoid";
-    case RoutingMethod::kDeepSeekV4:
-      return "deepseek_v4";
-    case RoutingMethod::kCustom:
-      return "custom";
-    case RoutingMethod::kUnspecified:
-      return "unspecified";
   }
   return {};
 }

@@ -30,7 +30,7 @@ struct TunedConfig {
 };
 
 /// Those of any number of devices, experts and problems.
-class FUSEDMOE_API TunedConfigs {
+class TunedConfigs {
  public:
   /// Adds a configuration, or replaces the one of the same key. Throws Error for empty names, sizes
   /// below 1, and times that are not finite or negative.

@@ -17,46 +17,32 @@ namespace {
 
 constexpr std::uint32_t kF32Infinity = 0x7F800000;
 
-/// A binary format of 1 + kExponentBits + kMantissaBits bits. kMaxCode is the largest finite
-/// magnitude; kOverflowCode and kNanCode are what larger magnitudes and NaN become; kNanKeepsSign
-/// says whether the sign bit joins kNanCode. With kHasInfinity the all-ones exponent holds
-/// infinity (mantissa 0) and NaN; without it, kFirstNan and the codes above it are NaN.
-struct F16Traits {
-  static constexpr int kExponentBits = 5, kMantissaBits = 10, kBias = 15;
-  static constexpr std::uint32_t kMaxCode = 0x7BFF, kOverflowCode = 0x7C00, kNanCode = 0x7E00;
-  static constexpr std::uint32_t kFirstNan = 0x7C01;
-  static constexpr bool kHasInfinity = true, kNanKeepsSign = true;
+/// A binary format of 1 + exponent_bits + mantissa_bits bits.
+struct Traits {
+  int exponent_bits, mantissa_bits, bias;
+  std::uint32_t max_code;       ///< of the largest finite magnitude
+  std::uint32_t overflow_code;  ///< what larger magnitudes become
+  std::uint32_t nan_code;       ///< what NaN becomes
+  std::uint32_t first_nan;      ///< without infinity this code and those above it are NaN
+  bool has_infinity;            ///< all-ones exponents hold infinity (mantissa 0) and NaN
+  bool nan_keeps_sign;          ///< the sign bit joins nan_code
 };
-struct E4M3Traits {
-  static constexpr int kExponentBits = 4, kMantissaBits = 3, kBias = 7;
-  static constexpr std::uint32_t kMaxCode = 0x7E, kOverflowCode = 0x7E, kNanCode = 0x7F;
-  static constexpr std::uint32_t kFirstNan = 0x7F;
-  static constexpr bool kHasInfinity = false, kNanKeepsSign = false;
-};
-struct E5M2Traits {
-  static constexpr int kExponentBits = 5, kMantissaBits = 2, kBias = 15;
-  static constexpr std::uint32_t kMaxCode = 0x7B, kOverflowCode = 0x7B, kNanCode = 0x7F;
-  static constexpr std::uint32_t kFirstNan = 0x7D;
-  static constexpr bool kHasInfinity = true, kNanKeepsSign = false;
-};
-struct E2M1Traits {
-  static constexpr int kExponentBits = 2, kMantissaBits = 1, kBias = 1;
-  static constexpr std::uint32_t kMaxCode = 0x7, kOverflowCode = 0x7, kNanCode = 0x7;
-  static constexpr std::uint32_t kFirstNan = 0x8;
-  static constexpr bool kHasInfinity = false, kNanKeepsSign = false;
-};
+constexpr Traits kF16Traits{5, 10, 15, 0x7BFF, 0x7C00, 0x7E00, 0x7C01, true, true};
+constexpr Traits kE4M3Traits{4, 3, 7, 0x7E, 0x7E, 0x7F, 0x7F, false, false};
+constexpr Traits kE5M2Traits{5, 2, 15, 0x7B, 0x7B, 0x7F, 0x7D, true, false};
+constexpr Traits kE2M1Traits{2, 1, 1, 0x7, 0x7, 0x7, 0x8, false, false};
 
-template <typename Traits>
+template <Traits kTraits>
 struct Minifloat {
-  static constexpr int kMantissaBits = Traits::kMantissaBits;
-  static constexpr int kSignBit = Traits::kExponentBits + kMantissaBits;
-  static constexpr int kMinExponent = 1 - Traits::kBias;
+  static constexpr int kMantissaBits = kTraits.mantissa_bits;
+  static constexpr int kSignBit = kTraits.exponent_bits + kMantissaBits;
+  static constexpr int kMinExponent = 1 - kTraits.bias;
 
   static std::uint32_t narrow(float value) {
     const auto bits = std::bit_cast<std::uint32_t>(value);
     const std::uint32_t sign = (bits >> 31) << kSignBit;
     const std::uint32_t magnitude = bits & 0x7FFFFFFF;
-    if (magnitude > kF32Infinity) return Traits::kNanCode | (Traits::kNanKeepsSign ? sign : 0);
+    if (magnitude > kF32Infinity) return kTraits.nan_code | (kTraits.nan_keeps_sign ? sign : 0);
 
     const int biased = static_cast<int>(magnitude >> 23);
     const int exponent = biased ? biased - 127 : -126;
@@ -72,7 +58,7 @@ struct Minifloat {
     // The hidden bit of `code` counts as one step of the exponent; a carry out of the mantissa
     // raises it by another.
     if (!below_normal) code += static_cast<std::uint32_t>(exponent - kMinExponent) << kMantissaBits;
-    return sign | (code > Traits::kMaxCode ? Traits::kOverflowCode : code);
+    return sign | (code > kTraits.max_code ? kTraits.overflow_code : code);
   }
 
   static float widen(std::uint32_t code) {
@@ -81,10 +67,10 @@ struct Minifloat {
     const std::uint32_t mantissa = magnitude & ((1U << kMantissaBits) - 1);
     const std::uint32_t exponent = magnitude >> kMantissaBits;
     const std::uint32_t mantissa32 = mantissa << (23 - kMantissaBits);
-    if (magnitude >= Traits::kFirstNan) {
+    if (magnitude >= kTraits.first_nan) {
       return std::bit_cast<float>(sign | kF32Infinity | 0x400000 | mantissa32);
     }
-    if (Traits::kHasInfinity && magnitude > Traits::kMaxCode) {
+    if (kTraits.has_infinity && magnitude > kTraits.max_code) {
       return std::bit_cast<float>(sign | kF32Infinity);
     }
     if (exponent == 0) {
@@ -94,7 +80,7 @@ struct Minifloat {
       return sign ? -value : value;
     }
     return std::bit_cast<float>(
-        sign | (exponent + 127 - static_cast<std::uint32_t>(Traits::kBias)) << 23 | mantissa32);
+        sign | (exponent + 127 - static_cast<std::uint32_t>(kTraits.bias)) << 23 | mantissa32);
   }
 };
 
@@ -130,31 +116,31 @@ std::uint16_t f32_to_bf16(float value) {
 }
 
 float f16_to_f32(std::uint16_t code) {
-  return Minifloat<F16Traits>::widen(code);
+  return Minifloat<kF16Traits>::widen(code);
 }
 std::uint16_t f32_to_f16(float value) {
-  return static_cast<std::uint16_t>(Minifloat<F16Traits>::narrow(value));
+  return static_cast<std::uint16_t>(Minifloat<kF16Traits>::narrow(value));
 }
 
 float e4m3_to_f32(std::uint8_t code) {
-  return Minifloat<E4M3Traits>::widen(code);
+  return Minifloat<kE4M3Traits>::widen(code);
 }
 std::uint8_t f32_to_e4m3(float value) {
-  return static_cast<std::uint8_t>(Minifloat<E4M3Traits>::narrow(value));
+  return static_cast<std::uint8_t>(Minifloat<kE4M3Traits>::narrow(value));
 }
 
 float e5m2_to_f32(std::uint8_t code) {
-  return Minifloat<E5M2Traits>::widen(code);
+  return Minifloat<kE5M2Traits>::widen(code);
 }
 std::uint8_t f32_to_e5m2(float value) {
-  return static_cast<std::uint8_t>(Minifloat<E5M2Traits>::narrow(value));
+  return static_cast<std::uint8_t>(Minifloat<kE5M2Traits>::narrow(value));
 }
 
 float e2m1_to_f32(std::uint8_t code) {
-  return Minifloat<E2M1Traits>::widen(code & 0xF);
+  return Minifloat<kE2M1Traits>::widen(code & 0xF);
 }
 std::uint8_t f32_to_e2m1(float value) {
-  return static_cast<std::uint8_t>(Minifloat<E2M1Traits>::narrow(value));
+  return static_cast<std::uint8_t>(Minifloat<kE2M1Traits>::narrow(value));
 }
 
 float e8m0_to_f32(std::uint8_t code) {

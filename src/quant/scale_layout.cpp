@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 
+#include "core/ceil_div.h"
 #include "core/check.h"
 
 namespace fusedmoe {
@@ -11,12 +12,8 @@ namespace {
 
 constexpr std::int64_t kTileRows = 128, kTileColumns = 4, kTileBytes = 512;
 
-constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
-constexpr std::int64_t round_up(std::int64_t a, std::int64_t b) {
-  return ceil_div(a, b) * b;
-}
+using core::ceil_div;
+using core::round_up;
 
 void check_bytes(const TensorView& view, const char* argument) {
   FUSEDMOE_CHECK_FAULT(view.defined() && bits(view.dtype()) == 8 && view.device().is_cpu(), kDType,
@@ -80,6 +77,24 @@ void check_codes(const TensorView& codes, const TensorView& words, int width, Co
   check_shape(words, "words", {codes.size(0), ceil_div(codes.size(1), 32 / width)});
 }
 
+/// Calls function(code, word, count) for each word; code(i) is the i-th of its `count` codes.
+template <typename Function>
+void for_each_word(const TensorView& codes, const TensorView& words, int width,
+                   const Function& function) {
+  const std::int64_t columns = codes.size(1), per_word = 32 / width, step = codes.stride(1);
+  for (std::int64_t r = 0; r < words.size(0); ++r) {
+    for (std::int64_t w = 0; w < words.size(1); ++w) {
+      const std::int64_t begin = w * per_word, count = std::min(per_word, columns - begin);
+      std::uint8_t* first = codes.as<std::uint8_t>() + position(codes, r, begin);
+      const auto code = [&](std::size_t i) -> std::uint8_t& {
+        return first[static_cast<std::int64_t>(i) * step];
+      };
+      function(code, words.as<std::uint32_t>()[position(words, r, w)],
+               static_cast<std::size_t>(count));
+    }
+  }
+}
+
 }  // namespace
 
 std::int64_t tiled_scales_bytes(std::int64_t rows, std::int64_t columns) {
@@ -115,37 +130,23 @@ void untile_scales(const TensorView& tiled, const TensorView& flat) {
 
 void pack_codes(const TensorView& codes, const TensorView& words, int width, CodeOrder order) {
   check_codes(codes, words, width, order);
-  const std::int64_t columns = codes.size(1), per_word = 32 / width, step = codes.stride(1);
   const std::array<int, 8> shifts = shifts_of(width, order);
   const std::uint32_t mask = (1U << width) - 1;
-  for (std::int64_t r = 0; r < words.size(0); ++r) {
-    for (std::int64_t w = 0; w < words.size(1); ++w) {
-      const std::int64_t begin = w * per_word, count = std::min(per_word, columns - begin);
-      const std::uint8_t* from = codes.as<std::uint8_t>() + position(codes, r, begin);
-      std::uint32_t word = 0;
-      for (std::int64_t i = 0; i < count; ++i)
-        word |= (from[i * step] & mask) << shifts[static_cast<std::size_t>(i)];
-      words.as<std::uint32_t>()[position(words, r, w)] = word;
-    }
-  }
+  for_each_word(codes, words, width, [&](const auto& code, std::uint32_t& word, std::size_t count) {
+    word = 0;
+    for (std::size_t i = 0; i < count; ++i) word |= (code(i) & mask) << shifts[i];
+  });
 }
 
 void unpack_codes(const TensorView& words, const TensorView& codes, int width, CodeOrder order) {
   check_codes(codes, words, width, order);
-  const std::int64_t columns = codes.size(1), per_word = 32 / width, step = codes.stride(1);
   const std::array<int, 8> shifts = shifts_of(width, order);
   const std::uint32_t mask = (1U << width) - 1;
-  for (std::int64_t r = 0; r < words.size(0); ++r) {
-    for (std::int64_t w = 0; w < words.size(1); ++w) {
-      const std::int64_t begin = w * per_word, count = std::min(per_word, columns - begin);
-      const std::uint32_t word = words.as<std::uint32_t>()[position(words, r, w)];
-      std::uint8_t* to = codes.as<std::uint8_t>() + position(codes, r, begin);
-      for (std::int64_t i = 0; i < count; ++i) {
-        to[i * step] =
-            static_cast<std::uint8_t>(word >> shifts[static_cast<std::size_t>(i)] & mask);
-      }
+  for_each_word(codes, words, width, [&](const auto& code, std::uint32_t word, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) {
+      code(i) = static_cast<std::uint8_t>(word >> shifts[i] & mask);
     }
-  }
+  });
 }
 
 }  // namespace fusedmoe

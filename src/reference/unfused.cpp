@@ -5,7 +5,8 @@
 
 namespace fusedmoe::reference {
 
-UnfusedRows::UnfusedRows(const ProblemSize& problem, void* memory) : problem_(problem) {
+UnfusedRows::UnfusedRows(const ProblemSize& problem, void* memory, Stream stream)
+    : problem_(problem), stream_(stream) {
   core::WorkspaceCutter cutter(memory);
   const std::int64_t slots = Shape({problem.num_tokens, problem.topk}).numel();
   const auto take = [&](DType dtype, const Shape& shape) {
@@ -46,6 +47,7 @@ TensorView UnfusedRows::step(const Hook& hook, const TensorView& input, void* me
         TensorView(expert_offsets_, DType::kI32, {problem_.num_local_experts + 1});
     args.permuted_to_slot = TensorView(permuted_to_slot_, DType::kI32, {rows_});
     args.topk = problem_.topk;
+    args.stream = stream_;
     hook(args);
   }
   for (std::int64_t r = 0; r < rows_; ++r) {

@@ -18,9 +18,8 @@ struct SlotRows {
 
 class UnfusedRows {
  public:
-  UnfusedRows() = default;
   /// Cut from `memory`; with null only bytes() is meaningful.
-  UnfusedRows(const ProblemSize& problem, void* memory);
+  UnfusedRows(const ProblemSize& problem, void* memory, Stream stream);
   std::size_t bytes() const { return bytes_; }
 
   /// Slots of expert 0, of expert 1, ..., and where those of each begin.
@@ -36,6 +35,7 @@ class UnfusedRows {
   TensorView step(const Hook& hook, const TensorView& input, void* memory, SlotRows rows);
 
   ProblemSize problem_;
+  Stream stream_;
   void* gemm1_ = nullptr;
   void* activated_ = nullptr;
   void* gemm2_ = nullptr;

@@ -104,7 +104,7 @@ MoeConfig make_config(const Case& spec, DType dtype, Device device) {
   config.apply_router_weight_on_input = spec.weight_on_input;
   config.device = device;
   // run_experts replays the ids of the problem.
-  config.routing_method = device.is_cpu() ? RoutingMethod::kCustom : RoutingMethod::kTopK;
+  config.routing_method = device.is_cpu() ? RoutingMethod::kCustom : RoutingMethod::kRouter;
   return config;
 }
 

@@ -119,9 +119,9 @@ void run_steps(ForwardArgs args, const ModularKernel& kernel) {
   const PrepareAndFinalize& prepare_finalize = kernel.prepare_finalize();
   const Device device = args.stream.device;
   const ProblemSize caller = ProblemSize::of(experts.config(), args.hidden_states.size(0));
-  args.preparation =
-      make_preparation(experts.descriptor(), caller.scheme, args.apply_router_weight_on_input,
-                       args.weights->info().a1_scale);
+  args.preparation = make_preparation(experts.descriptor(), caller.scheme,
+                                      experts.config().apply_router_weight_on_input,
+                                      args.weights->info().a1_scale);
   const Tensor workspace =
       exact_buffer(prepare_finalize.workspace_bytes(caller, args.preparation), device);
   args.prepare_workspace = workspace.data();
@@ -160,7 +160,6 @@ Tensor run_experts(const Problem& problem, const ModularKernel& kernel, const Pa
   args.hidden_states = in.hidden_states;
   args.output = output;
   args.expert_map = in.expert_map;
-  args.apply_router_weight_on_input = problem.spec.weight_on_input;
   args.hooks = options.hooks;
   args.kernel_config = options.kernel_config;
   args.stream = in.stream;
@@ -187,8 +186,7 @@ Tensor run_experts(const Problem& problem, const ModularKernel& kernel, const Pa
 
 Tensor run_variant(const Problem& problem, const Variant& variant, DType dtype, Device device,
                    const RunOptions& options) {
-  const ModularKernel kernel =
-      variant.create(make_config(problem.spec, dtype, device), {.device = device});
+  const ModularKernel kernel = variant.create(make_config(problem.spec, dtype, device), {});
   const auto packed = kernel.experts().pack(problem.weights);
   return run_experts(problem, kernel, *packed, options);
 }

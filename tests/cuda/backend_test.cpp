@@ -128,13 +128,6 @@ TEST_P(BackendRows, Add) {
   EXPECT_TRUE(bitwise_equal(to_host(actual), target));
 }
 
-TEST_P(BackendRows, Copy) {
-  const Tensor source = random_floats(c_.dtype, shape_, 5);
-  const Tensor actual = gpu(poisoned(shape_));
-  backend_of(kGpu).copy(gpu(source), actual, kGpuStream);
-  EXPECT_TRUE(bitwise_equal(to_host(actual), source));
-}
-
 /// Rows of slots that select nothing are NaN, here and on the GPU: they must be skipped.
 TEST_P(BackendRows, ReduceOfSlotRows) {
   constexpr std::int64_t kTopk = 3, kExperts = 7;
@@ -431,11 +424,11 @@ TEST_F(BackendTest, StepsOfAStreamAreInOrder) {
     for (int i = 0; i < 50; ++i) {
       backend.weight_rows(a, factors, b, stream);
       backend.add(b, step, stream);
-      backend.copy(b, a, stream);
+      copy(b, a, stream);
       backend.add(a, b, stream);
       backend.weight_rows(a, factors, b, stream);
-      backend.copy(b, a, stream);
-      if (i % 5 == 4) backend.copy(step, a, stream);  // keeps the numbers small
+      copy(b, a, stream);
+      if (i % 5 == 4) copy(step, a, stream);  // keeps the numbers small
     }
     return to_host(a);
   };

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "../unit/error_text.h"
 #include "cuda/gemm/weight_format.h"
 #include "cuda_test.h"
 #include "fusedmoe/modular_kernel.h"
@@ -65,7 +66,7 @@ inline std::vector<Variant> gpu_variants(const Case& spec) {
 inline std::shared_ptr<const Experts> make_experts(const Case& spec,
                                                    const Variant& variant = gpu_variant()) {
   const MoeConfig config = variant.of(make_config(spec, row_dtype(spec.scheme), kGpu));
-  return variant.experts->create(config, Context{.device = kGpu});
+  return variant.experts->create(config, Context{});
 }
 inline ModularKernel make_kernel(const Case& spec, const Variant& variant = gpu_variant()) {
   const auto experts = make_experts(spec, variant);
@@ -101,7 +102,6 @@ class KernelRun {
     bytes_ = static_cast<std::int64_t>(kernel_.workspace_bytes(spec.num_tokens));
     workspace_ = Tensor::empty({bytes_ + kGuardBytes}, DType::kU8, kGpu);
     num_experts_ = spec.num_experts;
-    weight_on_input_ = spec.weight_on_input;
     set(problem);
     poison(0xff);
   }
@@ -131,7 +131,6 @@ class KernelRun {
     args.topk_weights = weights_;
     args.expert_map = map_;
     args.num_experts = num_experts_;
-    args.apply_router_weight_on_input = weight_on_input_;
     args.hooks = options.hooks;
     args.kernel_config = options.kernel_config;
     args.stream = stream;
@@ -165,18 +164,8 @@ class KernelRun {
   std::shared_ptr<const PackedWeights> packed_;
   Tensor x_, ids_, weights_, map_, output_, workspace_;
   std::int64_t bytes_ = 0, num_experts_ = 0;
-  bool weight_on_input_ = false;
   mutable std::uint8_t poison_ = 0;
 };
 
 /// What an Error names.
-inline std::string argument_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.argument();
-  }
-  return "no error";
-}
-
 }  // namespace fusedmoe::testing

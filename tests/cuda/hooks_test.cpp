@@ -1,5 +1,5 @@
-// Injection points of the Hopper experts: what callbacks see on the stream, that what they
-// enqueue counts (as a LoRA delta does), and what they throw.
+// ExpertsHooks on the GPU: which tensors the callbacks get, that work which they enqueue on the
+// stream (a LoRA delta, say) changes the result, and that what they throw reaches the caller.
 #include <array>
 #include <memory>
 #include <stdexcept>

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "../unit/error_text.h"
 #include "../unit/layer_problem.h"
 #include "cuda_test.h"
 #include "fusedmoe/quant.h"
@@ -14,6 +15,7 @@
 namespace fusedmoe {
 namespace {
 
+using testing::argument_of;
 using testing::bitwise_equal;
 using testing::compare;
 using testing::kGpu;
@@ -282,15 +284,6 @@ TEST_F(CudaLayerTest, StreamsDoNotDisturbEachOther) {
   synchronize(second);
   EXPECT_TRUE(bitwise_equal(to_host(a.output), expected));
   EXPECT_TRUE(bitwise_equal(to_host(b.output), expected));
-}
-
-std::string argument_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.argument();
-  }
-  return "no error";
 }
 
 TEST_F(CudaLayerTest, WhatDoesNotFitIsAnError) {

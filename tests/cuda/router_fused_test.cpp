@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "../unit/router_cases.h"
 #include "cuda/router/fused_route.h"
 #include "cuda/router/router.h"
 #include "cuda/rows/permute.h"
@@ -19,6 +20,7 @@ namespace {
 
 using testing::bitwise_equal;
 using testing::kGpu;
+using testing::normal_tensor;
 using testing::poison;
 using testing::Random;
 using testing::to_gpu;
@@ -99,15 +101,6 @@ RouterConfig config_of(const FusedCase& spec) {
   return config;
 }
 
-Tensor random_tensor(const Shape& shape, DType dtype, std::uint64_t seed) {
-  Random random(seed);
-  Tensor tensor = Tensor::empty(shape, dtype);
-  for (std::int64_t i = 0; i < tensor.numel(); ++i) {
-    store_f32(tensor.data(), dtype, i, static_cast<float>(random.normal()));
-  }
-  return tensor;
-}
-
 Tensor poisoned(const Shape& shape, DType dtype) {
   const Tensor tensor = Tensor::empty(shape, dtype, kGpu);
   poison(tensor);
@@ -123,15 +116,15 @@ struct Inputs {
 
   explicit Inputs(const FusedCase& wanted, std::uint64_t seed)
       : spec(wanted), config(config_of(wanted)), num_local_experts(wanted.num_experts) {
-    memory = to_gpu(random_tensor({spec.num_tokens, spec.hidden + spec.padding}, spec.dtype, seed));
+    memory = to_gpu(normal_tensor({spec.num_tokens, spec.hidden + spec.padding}, spec.dtype, seed));
     hidden_states = Tensor(memory.slice(1, 0, spec.hidden), memory.owner());
-    weight = to_gpu(random_tensor({spec.num_experts, spec.hidden}, spec.weight_dtype, seed + 1));
-    if (spec.bias) bias = to_gpu(random_tensor({spec.num_experts}, DType::kBF16, seed + 2));
+    weight = to_gpu(normal_tensor({spec.num_experts, spec.hidden}, spec.weight_dtype, seed + 1));
+    if (spec.bias) bias = to_gpu(normal_tensor({spec.num_experts}, DType::kBF16, seed + 2));
     if (spec.correction_bias) {
-      correction_bias = to_gpu(random_tensor({spec.num_experts}, DType::kF32, seed + 3));
+      correction_bias = to_gpu(normal_tensor({spec.num_experts}, DType::kF32, seed + 3));
     }
     if (is_given()) {
-      given = to_gpu(random_tensor({spec.num_tokens, spec.num_experts}, spec.given, seed + 4));
+      given = to_gpu(normal_tensor({spec.num_tokens, spec.num_experts}, spec.given, seed + 4));
     }
     if (!spec.map) return;
     num_local_experts = (spec.num_experts + 1) / 2;

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "../unit/router_cases.h"
 #include "cuda/router/router.h"
 #include "cuda_test.h"
 #include "fusedmoe/quant.h"
@@ -15,19 +16,11 @@
 namespace fusedmoe {
 namespace {
 
+using testing::normal_tensor;
 using testing::to_gpu;
 using testing::to_host;
 
 const Stream kStream{testing::kGpu};
-
-Tensor random_tensor(const Shape& shape, DType dtype, std::uint64_t seed) {
-  testing::Random random(seed);
-  Tensor tensor = Tensor::empty(shape, dtype);
-  for (std::int64_t i = 0; i < tensor.numel(); ++i) {
-    store_f32(tensor.data(), dtype, i, static_cast<float>(random.normal()));
-  }
-  return tensor;
-}
 
 Tensor run(const RouterWeights& weights, const Tensor& x) {
   const Tensor host = Tensor::empty({x.size(0), weights.weight.size(0)}, DType::kF32);
@@ -65,10 +58,10 @@ TEST_F(CudaRouterLogitsTest, EveryShape) {
       for (std::int64_t tokens : {1, 2, 15, 16, 17, 33, 257}) {
         if (hidden > 360 && tokens > 17) continue;
         SCOPED_TRACE(describe(tokens, experts, hidden));
-        const RouterWeights weights{random_tensor({experts, hidden}, DType::kBF16, 1),
-                                    random_tensor({experts}, DType::kF32, 2),
+        const RouterWeights weights{normal_tensor({experts, hidden}, DType::kBF16, 1),
+                                    normal_tensor({experts}, DType::kF32, 2),
                                     {}};
-        expect_near_cpu(weights, random_tensor({tokens, hidden}, DType::kBF16, 3));
+        expect_near_cpu(weights, normal_tensor({tokens, hidden}, DType::kBF16, 3));
       }
     }
   }
@@ -82,10 +75,10 @@ TEST_F(CudaRouterLogitsTest, EveryPairOfDtypesInEveryTile) {
           SCOPED_TRACE(std::string(name(weight)) + " x " + std::string(name(x)) + " " +
                        describe(tokens, 67, hidden));
           const RouterWeights with_bias{
-              random_tensor({67, hidden}, weight, 4), random_tensor({67}, weight, 5), {}};
-          expect_near_cpu(with_bias, random_tensor({tokens, hidden}, x, 6));
-          const RouterWeights without{random_tensor({67, hidden}, weight, 4), {}, {}};
-          expect_near_cpu(without, random_tensor({tokens, hidden}, x, 6));
+              normal_tensor({67, hidden}, weight, 4), normal_tensor({67}, weight, 5), {}};
+          expect_near_cpu(with_bias, normal_tensor({tokens, hidden}, x, 6));
+          const RouterWeights without{normal_tensor({67, hidden}, weight, 4), {}, {}};
+          expect_near_cpu(without, normal_tensor({tokens, hidden}, x, 6));
         }
       }
     }
@@ -95,7 +88,7 @@ TEST_F(CudaRouterLogitsTest, EveryPairOfDtypesInEveryTile) {
 // A product of two numbers of 24 bits, of which the tensor cores take 8 at a time, arrives whole.
 TEST_F(CudaRouterLogitsTest, NoDigitOfAnOperandIsLost) {
   for (DType dtype : {DType::kF32, DType::kF16}) {
-    const Tensor numbers = random_tensor({500, 1}, dtype, 7);
+    const Tensor numbers = normal_tensor({500, 1}, dtype, 7);
     const Tensor one = Tensor::empty({1, 1}, dtype);
     store_f32(one.data(), dtype, 0, 1);
     for (const auto& [weight, x] : {std::pair(numbers, one), std::pair(one, numbers)}) {
@@ -111,10 +104,10 @@ TEST_F(CudaRouterLogitsTest, ATokensLogitsDoNotDependOnItsBatch) {
   constexpr std::int64_t kExperts = 130, kTokens = 4096;
   for (std::int64_t hidden : {723, 736}) {
     for (DType dtype : {DType::kBF16, DType::kF32}) {
-      const RouterWeights weights{random_tensor({kExperts, hidden}, DType::kBF16, 8),
-                                  random_tensor({kExperts}, DType::kBF16, 9),
+      const RouterWeights weights{normal_tensor({kExperts, hidden}, DType::kBF16, 8),
+                                  normal_tensor({kExperts}, DType::kBF16, 9),
                                   {}};
-      const Tensor x = random_tensor({kTokens, hidden}, dtype, 10);
+      const Tensor x = normal_tensor({kTokens, hidden}, dtype, 10);
       const Tensor all = run(weights, x);
       for (std::int64_t tokens : {1, 3, 40, 1000}) {
         for (std::int64_t first : {0, 5, 2049}) {
@@ -129,18 +122,7 @@ TEST_F(CudaRouterLogitsTest, ATokensLogitsDoNotDependOnItsBatch) {
 }
 
 TEST_F(CudaRouterLogitsTest, ANanTokenLeavesItsNeighboursAlone) {
-  const RouterWeights weights{random_tensor({9, 40}, DType::kF32, 11), {}, {}};
-  const Tensor x = random_tensor({5, 40}, DType::kF32, 12);
-  const Tensor clean = run(weights, x);
-  x.as<float>()[2 * 40 + 39] = std::nanf("");
-  const Tensor logits = run(weights, x);
-  for (std::int64_t i = 0; i < 45; ++i) {
-    if (i / 9 == 2) {
-      EXPECT_TRUE(std::isnan(logits.as<float>()[i]));
-    } else {
-      EXPECT_EQ(logits.as<float>()[i], clean.as<float>()[i]);
-    }
-  }
+  testing::expect_nan_stays_in_its_token(run);
 }
 
 // Kernels that start before their predecessors end still see all that those wrote.
@@ -150,13 +132,13 @@ TEST_F(CudaRouterLogitsTest, RoutingFollowsOnTheSameStream) {
   config.num_experts = experts;
   config.topk = topk;
   config.scoring = ScoringFunc::kTopkSoftmax;
-  const Tensor weight = to_gpu(random_tensor({experts, hidden}, DType::kBF16, 13));
+  const Tensor weight = to_gpu(normal_tensor({experts, hidden}, DType::kBF16, 13));
   for (std::int64_t tokens : {1, 5, 40, 3000}) {
     std::vector<Tensor> rows, ids, counts;
     const Tensor logits = to_gpu(Tensor::zeros({tokens, experts}, DType::kF32));
     const Tensor topk_weights = to_gpu(Tensor::zeros({tokens, topk}, DType::kF32));
     for (std::uint64_t i = 0; i < 8; ++i) {
-      rows.push_back(random_tensor({tokens, hidden}, DType::kBF16, 14 + i));
+      rows.push_back(normal_tensor({tokens, hidden}, DType::kBF16, 14 + i));
       rows.push_back(to_gpu(rows.back()));
       ids.push_back(to_gpu(Tensor::zeros({tokens, topk}, DType::kI32)));
       counts.push_back(to_gpu(Tensor::zeros({experts}, DType::kI32)));
@@ -185,8 +167,8 @@ TEST_F(CudaRouterLogitsTest, RoutingFollowsOnTheSameStream) {
 TEST_F(CudaRouterLogitsTest, RowStride) {
   for (const std::int64_t padding : {1, 8}) {  // with 1, 16-byte loads do not fit
     for (const std::int64_t tokens : {1, 9, 100, 2000}) {
-      const RouterWeights weights{random_tensor({64, 96}, DType::kBF16, 40), {}, {}};
-      const Tensor x = random_tensor({tokens, 96}, DType::kBF16, 41);
+      const RouterWeights weights{normal_tensor({64, 96}, DType::kBF16, 40), {}, {}};
+      const Tensor x = normal_tensor({tokens, 96}, DType::kBF16, 41);
       const Tensor wide = Tensor::empty({tokens, 96 + padding}, DType::kBF16);
       testing::poison(wide);
       for (std::int64_t t = 0; t < tokens; ++t) {

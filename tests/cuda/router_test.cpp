@@ -1,5 +1,6 @@
 // The router on the device against the router on the CPU: every method, size and special value.
 #include "cuda/router/router.h"
+#include "../unit/router_cases.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +8,6 @@
 #include <array>
 #include <cmath>
 #include <limits>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,6 +19,7 @@
 namespace fusedmoe {
 namespace {
 
+using testing::kScorings;
 using testing::Random;
 using testing::to_gpu;
 using testing::to_host;
@@ -26,9 +27,6 @@ using testing::to_host;
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 const Stream kStream{testing::kGpu};
-constexpr std::array kScorings = {ScoringFunc::kSoftmax,      ScoringFunc::kSigmoid,
-                                  ScoringFunc::kSqrtSoftplus, ScoringFunc::kTopkSoftmax,
-                                  ScoringFunc::kTopkSigmoid,  ScoringFunc::kLogits};
 
 struct Routed {
   Tensor ids, weights, counts;
@@ -123,11 +121,7 @@ Tensor strange_logits(const Shape& shape, std::uint64_t seed) {
 
 RouterConfig make_config(std::int64_t num_experts, std::int64_t topk, ScoringFunc scoring,
                          bool renormalize = false) {
-  RouterConfig config;
-  config.num_experts = num_experts;
-  config.topk = topk;
-  config.scoring = scoring;
-  config.renormalize = renormalize;
+  RouterConfig config = testing::make_router(num_experts, topk, scoring, renormalize);
   config.routed_scaling_factor = renormalize ? 2.5F : 1.0F;
   return config;
 }
@@ -287,17 +281,6 @@ TEST_F(CudaRouterTest, ARowDoesNotDependOnItsBatch) {
   }
 }
 
-/// The argument that the Error names, or nothing when there is none.
-template <typename Call>
-std::optional<std::string> failing_argument(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.argument();
-  }
-  return std::nullopt;
-}
-
 // Needs no device: nothing is launched, and nothing reads the memory.
 TEST(CudaRouterArgumentsTest, AreNamed) {
   std::array<float, 64> memory{};
@@ -309,7 +292,7 @@ TEST(CudaRouterArgumentsTest, AreNamed) {
   RouterConfig config = make_config(4, 2, ScoringFunc::kSoftmax);
   const auto fault = [&](const TensorView& in, const TensorView& bias, const Routing& out,
                          const TensorView& histogram) {
-    return failing_argument([&] { cuda::route(config, in, bias, out, histogram, kStream); });
+    return testing::argument_of([&] { cuda::route(config, in, bias, out, histogram, kStream); });
   };
   const TensorView on_cpu(memory.data(), DType::kF32, {3, 4});
   EXPECT_EQ(fault({}, {}, {ids, weights}, {}), "router_logits");

@@ -36,7 +36,7 @@ std::vector<std::string> configs_of(std::string_view suffix, const TunedConfigs*
   const testing::Variant variant = gpu_variant(suffix);
   const MoeConfig config =
       variant.of(testing::make_config(spec_of(num_tokens), DType::kBF16, kGpu));
-  const auto experts = variant.experts->create(config, {.device = kGpu, .tuned = tuned});
+  const auto experts = variant.experts->create(config, {.tuned = tuned});
   return experts->kernel_configs(ProblemSize::of(config, num_tokens));
 }
 

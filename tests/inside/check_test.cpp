@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "moe/experts_args.h"
+#include "moe/check_args.h"
 
 namespace fusedmoe::core {
 namespace {

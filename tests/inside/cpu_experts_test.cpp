@@ -176,7 +176,6 @@ TEST(CpuExpertsTest, ArgumentsOnAnotherDeviceAreErrors) {
       {"topk_weights", [](auto& args) { args.topk_weights = on_cuda(args.topk_weights); }},
       {"expert_map", [&](auto& args) { args.expert_map = on_cuda(map); }},
       {"hidden_scales", [&](auto& args) { args.hidden_scales = on_cuda(map); }},
-      {"expert_num_tokens", [&](auto& args) { args.expert_num_tokens = on_cuda(map); }},
       {"stream",
        [](auto& args) {
          args.stream = {testing::kCuda, &args};

@@ -65,36 +65,34 @@ Tolerance tolerance(const QuantScheme& scheme, DType dtype) {
 }
 
 std::vector<Case> cases(const QuantScheme& scheme) {
-  Case odd;  // sizes that no block divides
-  odd.name = "odd";
-  odd.num_tokens = 23;
-  odd.num_experts = 5;
-  odd.topk = 2;
-  odd.hidden = 360;
-  odd.intermediate = 90;
-  odd.bias = true;
-  odd.negative_ids = true;
-  odd.scale_dtype = DType::kF16;
-  Case mapped;
-  mapped.name = "mapped";
-  mapped.num_tokens = 9;
-  mapped.num_experts = 7;
-  mapped.topk = 3;
-  mapped.hidden = 192;
-  mapped.intermediate = 256;
-  mapped.activation = Activation::kSwigluOai;
-  mapped.expert_map = true;
-  mapped.scale_dtype = DType::kF32;
-  Case skewed;  // a full block of rows, and experts without any
-  skewed.name = "one_expert";
-  skewed.num_tokens = 40;
-  skewed.num_experts = 4;
-  skewed.topk = 1;
-  skewed.hidden = 64;
-  skewed.intermediate = 1368;
-  skewed.activation = Activation::kRelu2NoMul;
-  skewed.skew = testing::RoutingSkew::kOneExpert;
-  std::vector<Case> result{odd, mapped, skewed};
+  std::vector<Case> result{
+      {.name = "odd",  // sizes that no block divides
+       .num_tokens = 23,
+       .num_experts = 5,
+       .topk = 2,
+       .hidden = 360,
+       .intermediate = 90,
+       .bias = true,
+       .negative_ids = true,
+       .scale_dtype = DType::kF16},
+      {.name = "mapped",
+       .num_tokens = 9,
+       .num_experts = 7,
+       .topk = 3,
+       .hidden = 192,
+       .intermediate = 256,
+       .activation = Activation::kSwigluOai,
+       .expert_map = true,
+       .scale_dtype = DType::kF32},
+      {.name = "one_expert",  // a full block of rows, and experts without any
+       .num_tokens = 40,
+       .num_experts = 4,
+       .topk = 1,
+       .hidden = 64,
+       .intermediate = 1368,
+       .activation = Activation::kRelu2NoMul,
+       .skew = testing::RoutingSkew::kOneExpert},
+  };
   for (Case& spec : result) spec.scheme = scheme;
   return result;
 }

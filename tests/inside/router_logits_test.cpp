@@ -11,19 +11,13 @@
 #include "fusedmoe/router.h"
 #include "fusedmoe/tensor.h"
 #include "reference/router.h"
+#include "router_cases.h"
 #include "testing/cases.h"
 
 namespace fusedmoe {
 namespace {
 
-Tensor random_tensor(const Shape& shape, DType dtype, std::uint64_t seed) {
-  testing::Random random(seed);
-  Tensor tensor = Tensor::empty(shape, dtype);
-  for (std::int64_t i = 0; i < tensor.numel(); ++i) {
-    store_f32(tensor.data(), dtype, i, static_cast<float>(random.normal()));
-  }
-  return tensor;
-}
+using testing::normal_tensor;
 
 Tensor run(const RouterWeights& weights, const TensorView& x) {
   Tensor logits = Tensor::empty({x.size(0), weights.weight.size(0)}, DType::kF32);
@@ -55,10 +49,10 @@ TEST(RouterLogitsTest, EveryShapeMatchesTheOracle) {
         if (hidden > 360 && (tokens > 4 || experts > 9)) continue;
         SCOPED_TRACE(std::to_string(tokens) + " x " + std::to_string(experts) + " x " +
                      std::to_string(hidden));
-        const RouterWeights weights{random_tensor({experts, hidden}, DType::kF32, 1),
-                                    random_tensor({experts}, DType::kF32, 2),
+        const RouterWeights weights{normal_tensor({experts, hidden}, DType::kF32, 1),
+                                    normal_tensor({experts}, DType::kF32, 2),
                                     {}};
-        expect_near_oracle(weights, random_tensor({tokens, hidden}, DType::kF32, 3));
+        expect_near_oracle(weights, normal_tensor({tokens, hidden}, DType::kF32, 3));
       }
     }
   }
@@ -69,10 +63,10 @@ TEST(RouterLogitsTest, EveryPairOfDtypesMatchesTheOracle) {
     for (DType x : {DType::kF32, DType::kBF16, DType::kF16}) {
       SCOPED_TRACE(std::string(name(weight)) + " x " + std::string(name(x)));
       const RouterWeights with_bias{
-          random_tensor({13, 300}, weight, 4), random_tensor({13}, weight, 5), {}};
-      expect_near_oracle(with_bias, random_tensor({6, 300}, x, 6));
-      const RouterWeights without{random_tensor({13, 300}, weight, 4), {}, {}};
-      expect_near_oracle(without, random_tensor({6, 300}, x, 6));
+          normal_tensor({13, 300}, weight, 4), normal_tensor({13}, weight, 5), {}};
+      expect_near_oracle(with_bias, normal_tensor({6, 300}, x, 6));
+      const RouterWeights without{normal_tensor({13, 300}, weight, 4), {}, {}};
+      expect_near_oracle(without, normal_tensor({6, 300}, x, 6));
     }
   }
 }
@@ -94,10 +88,10 @@ TEST(RouterLogitsTest, EveryF16CodeIsWidenedExactly) {
 TEST(RouterLogitsTest, ATokensLogitsDoNotDependOnItsBatch) {
   for (DType dtype : {DType::kF32, DType::kBF16}) {
     for (std::int64_t experts : {5, 32}) {
-      const RouterWeights weights{random_tensor({experts, 723}, DType::kBF16, 7),
-                                  random_tensor({experts}, DType::kBF16, 8),
+      const RouterWeights weights{normal_tensor({experts, 723}, DType::kBF16, 7),
+                                  normal_tensor({experts}, DType::kBF16, 8),
                                   {}};
-      const Tensor x = random_tensor({64, 723}, dtype, 9);
+      const Tensor x = normal_tensor({64, 723}, dtype, 9);
       const Tensor all = run(weights, x);
       for (std::int64_t tokens : {1, 3, 7, 13}) {
         for (std::int64_t first : {0, 5, 50}) {
@@ -111,18 +105,7 @@ TEST(RouterLogitsTest, ATokensLogitsDoNotDependOnItsBatch) {
 }
 
 TEST(RouterLogitsTest, ANanTokenLeavesItsNeighboursAlone) {
-  const RouterWeights weights{random_tensor({9, 40}, DType::kF32, 10), {}, {}};
-  const Tensor x = random_tensor({5, 40}, DType::kF32, 11);
-  const Tensor clean = run(weights, x);
-  x.as<float>()[2 * 40 + 39] = std::nanf("");
-  const Tensor logits = run(weights, x);
-  for (std::int64_t i = 0; i < 45; ++i) {
-    if (i / 9 == 2) {
-      EXPECT_TRUE(std::isnan(logits.as<float>()[i]));
-    } else {
-      EXPECT_EQ(logits.as<float>()[i], clean.as<float>()[i]);
-    }
-  }
+  testing::expect_nan_stays_in_its_token(run);
 }
 
 TEST(RouterLogitsTest, BadArgumentsAreNamed) {

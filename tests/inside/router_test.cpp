@@ -4,28 +4,26 @@
 
 #include <gtest/gtest.h>
 
-#include <array>
 #include <cmath>
 #include <limits>
-#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "fusedmoe/tensor.h"
 #include "reference/router.h"
+#include "router_cases.h"
 #include "testing/cases.h"
 
 namespace fusedmoe {
 namespace {
 
+using testing::kScorings;
+using testing::make_router;
 using testing::Random;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-constexpr std::array kScorings = {ScoringFunc::kSoftmax,      ScoringFunc::kSigmoid,
-                                  ScoringFunc::kSqrtSoftplus, ScoringFunc::kTopkSoftmax,
-                                  ScoringFunc::kTopkSigmoid,  ScoringFunc::kLogits};
 
 struct Routed {
   Tensor ids, weights;
@@ -57,16 +55,6 @@ Routed run(const RouterConfig& config, const std::vector<float>& logits,
   route(config, TensorView(logits.data(), DType::kF32, {num_tokens, config.num_experts}), bias_view,
         {routed.ids, routed.weights});
   return routed;
-}
-
-RouterConfig make_config(std::int64_t num_experts, std::int64_t topk, ScoringFunc scoring,
-                         bool renormalize = false) {
-  RouterConfig config;
-  config.num_experts = num_experts;
-  config.topk = topk;
-  config.scoring = scoring;
-  config.renormalize = renormalize;
-  return config;
 }
 
 std::vector<float> random_logits(std::int64_t count, std::uint64_t seed) {
@@ -145,7 +133,7 @@ class RouterSizesTest : public ::testing::TestWithParam<std::int64_t> {
         for (bool renormalize : {false, true}) {
           // A sum of logits may be nearly 0, and is then no divisor to compare by.
           if (renormalize && scoring == ScoringFunc::kLogits) continue;
-          RouterConfig config = make_config(GetParam(), topk, scoring, renormalize);
+          RouterConfig config = make_router(GetParam(), topk, scoring, renormalize);
           config.routed_scaling_factor = renormalize ? 2.5F : 1.0F;
           result.push_back(config);
         }
@@ -202,7 +190,7 @@ TEST_P(RouterSizesTest, GroupsMatchTheOracle) {
     for (std::int64_t kept : std::set<std::int64_t>{1, (groups + 1) / 2, groups}) {
       for (ScoringFunc scoring : {ScoringFunc::kSoftmax, ScoringFunc::kSigmoid}) {
         for (std::int64_t topk : topks(kept * (GetParam() / groups))) {
-          RouterConfig config = make_config(GetParam(), topk, scoring, true);
+          RouterConfig config = make_router(GetParam(), topk, scoring, true);
           config.num_expert_group = groups;
           config.topk_group = kept;
           config.routed_scaling_factor = 1.5F;
@@ -224,7 +212,7 @@ INSTANTIATE_TEST_SUITE_P(Experts, RouterSizesTest,
                          ::testing::Values(1, 7, 8, 33, 64, 128, 256, 2048));
 
 TEST(RouterTest, TopkSoftmaxByHand) {
-  const Routed routed = run(make_config(4, 2, ScoringFunc::kTopkSoftmax), {1, 4, 2, 3});
+  const Routed routed = run(make_router(4, 2, ScoringFunc::kTopkSoftmax), {1, 4, 2, 3});
   EXPECT_EQ(routed.row(0), (std::vector<std::int32_t>{1, 3}));
   EXPECT_FLOAT_EQ(routed.weight(0, 0), 0.7310586F);  // 1 / (1 + exp(-1))
   EXPECT_FLOAT_EQ(routed.weight(0, 1), 0.2689414F);
@@ -234,17 +222,17 @@ TEST(RouterTest, SoftmaxByHand) {
   // exp of the logits: 1, 2, 4, 1; sum 8.
   const float log2 = std::log(2.0F);
   const std::vector<float> logits = {0, log2, 2 * log2, 0};
-  const Routed plain = run(make_config(4, 2, ScoringFunc::kSoftmax), logits);
+  const Routed plain = run(make_router(4, 2, ScoringFunc::kSoftmax), logits);
   EXPECT_EQ(plain.row(0), (std::vector<std::int32_t>{2, 1}));
   EXPECT_FLOAT_EQ(plain.weight(0, 0), 0.5F);
   EXPECT_FLOAT_EQ(plain.weight(0, 1), 0.25F);
-  const Routed normalized = run(make_config(4, 2, ScoringFunc::kSoftmax, true), logits);
+  const Routed normalized = run(make_router(4, 2, ScoringFunc::kSoftmax, true), logits);
   EXPECT_FLOAT_EQ(normalized.weight(0, 0), 2.0F / 3);
   EXPECT_FLOAT_EQ(normalized.weight(0, 1), 1.0F / 3);
 }
 
 TEST(RouterTest, Llama4TopOneIsTheSigmoidOfTheLogit) {
-  const Routed routed = run(make_config(3, 1, ScoringFunc::kTopkSigmoid), {-1, 2, 0.5, -3, -2, -4});
+  const Routed routed = run(make_router(3, 1, ScoringFunc::kTopkSigmoid), {-1, 2, 0.5, -3, -2, -4});
   EXPECT_EQ(routed.id(0, 0), 1);
   EXPECT_FLOAT_EQ(routed.weight(0, 0), 0.8807971F);
   EXPECT_EQ(routed.id(1, 0), 1);
@@ -252,7 +240,7 @@ TEST(RouterTest, Llama4TopOneIsTheSigmoidOfTheLogit) {
 }
 
 TEST(RouterTest, SqrtSoftplusIsStable) {
-  const Routed routed = run(make_config(4, 4, ScoringFunc::kSqrtSoftplus), {0, 100, -60, 1e30F});
+  const Routed routed = run(make_router(4, 4, ScoringFunc::kSqrtSoftplus), {0, 100, -60, 1e30F});
   EXPECT_EQ(routed.row(0), (std::vector<std::int32_t>{3, 1, 0, 2}));
   EXPECT_FLOAT_EQ(routed.weight(0, 0), 1e15F);
   EXPECT_FLOAT_EQ(routed.weight(0, 1), 10.0F);
@@ -261,7 +249,7 @@ TEST(RouterTest, SqrtSoftplusIsStable) {
 }
 
 TEST(RouterTest, CorrectionBiasChoosesButDoesNotWeight) {
-  RouterConfig config = make_config(4, 2, ScoringFunc::kSigmoid, true);
+  RouterConfig config = make_router(4, 2, ScoringFunc::kSigmoid, true);
   config.routed_scaling_factor = 2;
   // Scores 0.5 each but expert 3; the bias lifts experts 2 and 1.
   const Routed routed = run(config, {0, 0, 0, 4}, {0, 1, 2, 0});
@@ -271,7 +259,7 @@ TEST(RouterTest, CorrectionBiasChoosesButDoesNotWeight) {
 }
 
 TEST(RouterTest, GroupsWithoutBiasGoByTheirMaximum) {
-  RouterConfig config = make_config(8, 2, ScoringFunc::kLogits);
+  RouterConfig config = make_router(8, 2, ScoringFunc::kLogits);
   config.num_expert_group = 4;
   config.topk_group = 2;
   // Maxima 5, 6, 4, 1: groups 0 and 1 stay, although expert 4 beats expert 0.
@@ -282,7 +270,7 @@ TEST(RouterTest, GroupsWithoutBiasGoByTheirMaximum) {
 }
 
 TEST(RouterTest, GroupsWithBiasGoByTheSumOfTheirTwoBest) {
-  RouterConfig config = make_config(9, 3, ScoringFunc::kLogits);
+  RouterConfig config = make_router(9, 3, ScoringFunc::kLogits);
   config.num_expert_group = 3;
   config.topk_group = 1;
   const std::vector<float> bias = {0, 0, 0, 1, 0, 0, 0, 0, 0};
@@ -295,9 +283,9 @@ TEST(RouterTest, GroupsWithBiasGoByTheSumOfTheirTwoBest) {
 TEST(RouterTest, TiesGoToLowestIndex) {
   for (ScoringFunc scoring : kScorings) {
     SCOPED_TRACE(name(scoring));
-    const Routed plain = run(make_config(9, 3, scoring), std::vector<float>(9, 0.25F));
+    const Routed plain = run(make_router(9, 3, scoring), std::vector<float>(9, 0.25F));
     EXPECT_EQ(plain.row(0), (std::vector<std::int32_t>{0, 1, 2}));
-    RouterConfig grouped = make_config(8, 3, scoring);
+    RouterConfig grouped = make_router(8, 3, scoring);
     grouped.num_expert_group = 4;
     grouped.topk_group = 2;
     EXPECT_EQ(run(grouped, {0, 0, 7, 7, 7, 7, 7, 7}).row(0), (std::vector<std::int32_t>{2, 3, 4}));
@@ -305,7 +293,7 @@ TEST(RouterTest, TiesGoToLowestIndex) {
 }
 
 TEST(RouterTest, NegativeZeroTiesWithZero) {
-  const Routed routed = run(make_config(3, 2, ScoringFunc::kLogits), {-0.0F, 0.0F, -1});
+  const Routed routed = run(make_router(3, 2, ScoringFunc::kLogits), {-0.0F, 0.0F, -1});
   EXPECT_EQ(routed.row(0), (std::vector<std::int32_t>{0, 1}));
 }
 
@@ -318,7 +306,7 @@ TEST(RouterTest, RowOfNanSelectsTheFirstExpertsWithWeightZero) {
   for (ScoringFunc scoring : kScorings) {
     for (bool renormalize : {false, true}) {
       SCOPED_TRACE(name(scoring));
-      RouterConfig config = make_config(8, 3, scoring, renormalize);
+      RouterConfig config = make_router(8, 3, scoring, renormalize);
       const Routed routed = run(config, logits);
       EXPECT_EQ(routed.row(1), (std::vector<std::int32_t>{0, 1, 2}));
       EXPECT_EQ(routed.row_weights(1), (std::vector<float>{0, 0, 0}));
@@ -332,12 +320,12 @@ TEST(RouterTest, RowOfNanSelectsTheFirstExpertsWithWeightZero) {
 
 TEST(RouterTest, OneNanSpoilsASoftmaxRowButOnlyOneSigmoid) {
   const std::vector<float> logits = {1, kNan, 2, 3};
-  const Routed softmax = run(make_config(4, 2, ScoringFunc::kSoftmax), logits);
+  const Routed softmax = run(make_router(4, 2, ScoringFunc::kSoftmax), logits);
   EXPECT_EQ(softmax.row(0), (std::vector<std::int32_t>{0, 1}));
   EXPECT_EQ(softmax.row_weights(0), (std::vector<float>{0, 0}));
   for (ScoringFunc scoring : kScorings) {
     if (scoring == ScoringFunc::kSoftmax) continue;
-    EXPECT_EQ(run(make_config(4, 3, scoring), logits).row(0), (std::vector<std::int32_t>{3, 2, 0}));
+    EXPECT_EQ(run(make_router(4, 3, scoring), logits).row(0), (std::vector<std::int32_t>{3, 2, 0}));
   }
 }
 
@@ -345,26 +333,26 @@ TEST(RouterTest, MinusInfinityMasksAnExpert) {
   const std::vector<float> logits = {-kInf, 1, -kInf, 0};
   for (ScoringFunc scoring : kScorings) {
     SCOPED_TRACE(name(scoring));
-    const Routed routed = run(make_config(4, 3, scoring), logits);
+    const Routed routed = run(make_router(4, 3, scoring), logits);
     EXPECT_EQ(routed.row(0), (std::vector<std::int32_t>{1, 3, 0}));
     EXPECT_EQ(routed.weight(0, 2), 0);
     EXPECT_TRUE(std::isfinite(routed.weight(0, 0)) && routed.weight(0, 0) > 0);
   }
-  const Routed all = run(make_config(4, 2, ScoringFunc::kTopkSoftmax), std::vector(4, -kInf));
+  const Routed all = run(make_router(4, 2, ScoringFunc::kTopkSoftmax), std::vector(4, -kInf));
   EXPECT_EQ(all.row(0), (std::vector<std::int32_t>{0, 1}));
   EXPECT_EQ(all.row_weights(0), (std::vector<float>{0, 0}));
 }
 
 TEST(RouterTest, InfinityIsOneForSigmoidAndNoScoreForLogits) {
-  EXPECT_EQ(run(make_config(3, 1, ScoringFunc::kSigmoid), {0, kInf, 3}).id(0, 0), 1);
-  EXPECT_EQ(run(make_config(3, 1, ScoringFunc::kLogits), {0, kInf, 3}).id(0, 0), 2);
-  EXPECT_EQ(run(make_config(3, 1, ScoringFunc::kSoftmax), {0, kInf, 3}).weight(0, 0), 0);
+  EXPECT_EQ(run(make_router(3, 1, ScoringFunc::kSigmoid), {0, kInf, 3}).id(0, 0), 1);
+  EXPECT_EQ(run(make_router(3, 1, ScoringFunc::kLogits), {0, kInf, 3}).id(0, 0), 2);
+  EXPECT_EQ(run(make_router(3, 1, ScoringFunc::kSoftmax), {0, kInf, 3}).weight(0, 0), 0);
 }
 
 TEST(RouterTest, WeightsThatSumToZeroRenormalizeToZero) {
   // exp(200) overflows fp32, so all scores are 0 and the divisor is 1e-20.
   const Routed routed =
-      run(make_config(3, 2, ScoringFunc::kSigmoid, true), {-200.0F, -200.0F, -200.0F});
+      run(make_router(3, 2, ScoringFunc::kSigmoid, true), {-200.0F, -200.0F, -200.0F});
   EXPECT_EQ(routed.row_weights(0), (std::vector<float>{0, 0}));
 }
 
@@ -375,7 +363,7 @@ TEST(RouterTest, IdsAreDistinctAndInRangeWhateverTheLogits) {
   for (ScoringFunc scoring : kScorings) {
     for (std::int64_t groups : {0, 1, 4, 16}) {
       for (bool has_bias : {false, true}) {
-        RouterConfig config = make_config(16, 4, scoring, random.below(2) == 0);
+        RouterConfig config = make_router(16, 4, scoring, random.below(2) == 0);
         config.num_expert_group = groups;
         config.topk_group = groups ? std::max<std::int64_t>(groups / 2, 1) : 0;
         std::vector<float> logits(64 * 16), bias(has_bias ? 16 : 0);
@@ -396,7 +384,7 @@ TEST(RouterTest, IdsAreDistinctAndInRangeWhateverTheLogits) {
 }
 
 TEST(RouterTest, GroupsOfNanStayWithTheFirstGroups) {
-  RouterConfig config = make_config(8, 2, ScoringFunc::kSigmoid, true);
+  RouterConfig config = make_router(8, 2, ScoringFunc::kSigmoid, true);
   config.num_expert_group = 4;
   config.topk_group = 2;
   const Routed nan_row = run(config, std::vector<float>(8, kNan));
@@ -412,7 +400,7 @@ TEST(RouterTest, GroupsOfNanStayWithTheFirstGroups) {
 TEST(RouterTest, ARowDoesNotDependOnItsBatch) {
   constexpr std::int64_t kExperts = 128, kTopk = 8;
   const std::vector<float> logits = random_logits(300 * kExperts, 9);
-  const RouterConfig config = make_config(kExperts, kTopk, ScoringFunc::kSoftmax, true);
+  const RouterConfig config = make_router(kExperts, kTopk, ScoringFunc::kSoftmax, true);
   const Routed together = run(config, logits);
   for (std::int64_t t : {0, 7, 64, 299}) {
     const Routed alone =
@@ -423,12 +411,12 @@ TEST(RouterTest, ARowDoesNotDependOnItsBatch) {
 }
 
 TEST(RouterTest, NoTokensIsLegal) {
-  const Routed routed = run(make_config(8, 2, ScoringFunc::kSoftmax), {});
+  const Routed routed = run(make_router(8, 2, ScoringFunc::kSoftmax), {});
   EXPECT_EQ(routed.ids.numel(), 0);
 }
 
 TEST(RouterTest, CustomRoutingReplacesTheRest) {
-  RouterConfig config = make_config(4, 2, ScoringFunc::kSoftmax, true);
+  RouterConfig config = make_router(4, 2, ScoringFunc::kSoftmax, true);
   config.custom = [](const TensorView& logits, const TensorView& ids, const TensorView& weights) {
     for (std::int64_t t = 0; t < logits.size(0); ++t) {
       ids.as<std::int32_t>()[2 * t] = 3;
@@ -444,52 +432,11 @@ TEST(RouterTest, CustomRoutingReplacesTheRest) {
 
 TEST(RouterTest, CustomRoutingMustReturnIdsInRange) {
   for (std::int32_t bad : {-2, 4}) {
-    RouterConfig config = make_config(4, 1, ScoringFunc::kSoftmax);
+    RouterConfig config = make_router(4, 1, ScoringFunc::kSoftmax);
     config.custom = [bad](const TensorView&, const TensorView& ids, const TensorView&) {
       ids.as<std::int32_t>()[0] = bad;
     };
     EXPECT_THROW(run(config, {1, 2, 3, 4}), Error);
-  }
-}
-
-/// The argument that the Error names, or nothing when there is none.
-template <typename Call>
-std::optional<std::string> failing_argument(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.argument();
-  }
-  return std::nullopt;
-}
-
-TEST(RouterTest, BadArgumentsAreNamedAndTheOutputIsLeftAlone) {
-  const RouterConfig config = make_config(4, 2, ScoringFunc::kSoftmax);
-  const Tensor logits = Tensor::zeros({3, 4}, DType::kF32);
-  const Tensor ids = Tensor::empty({3, 2}, DType::kI32);
-  const Tensor weights = Tensor::empty({3, 2}, DType::kF32);
-  const auto fault = [&](const TensorView& logits_view, const TensorView& bias,
-                         const Routing& routing) {
-    return failing_argument([&] { route(config, logits_view, bias, routing); });
-  };
-  testing::poison(ids);
-  testing::poison(weights);
-  EXPECT_EQ(fault({}, {}, {ids, weights}), "router_logits");
-  EXPECT_EQ(fault(Tensor::zeros({3, 5}, DType::kF32), {}, {ids, weights}), "router_logits");
-  EXPECT_EQ(fault(Tensor::zeros({3, 4}, DType::kI32), {}, {ids, weights}), "router_logits");
-  EXPECT_EQ(fault(Tensor::zeros({4, 3}, DType::kF32).transpose(0, 1), {}, {ids, weights}),
-            "router_logits");
-  EXPECT_EQ(fault(logits, Tensor::zeros({5}, DType::kF32), {ids, weights}),
-            "score_correction_bias");
-  EXPECT_EQ(fault(logits, {}, {Tensor::empty({3, 1}, DType::kI32), weights}), "topk_ids");
-  EXPECT_EQ(fault(logits, {}, {Tensor::empty({3, 2}, DType::kI64), weights}), "topk_ids");
-  EXPECT_EQ(fault(logits, {}, {ids, Tensor::empty({2, 2}, DType::kF32)}), "topk_weights");
-  EXPECT_EQ(fault(logits, {}, {ids, {}}), "topk_weights");
-  EXPECT_EQ(fault(logits, {}, {TensorView(weights.data(), DType::kI32, {3, 2}), weights}),
-            "topk_ids");
-  for (std::int64_t i = 0; i < 6; ++i) {
-    EXPECT_EQ(ids.as<std::int32_t>()[i], 0x7f7f7f7f);
-    EXPECT_TRUE(std::isnan(weights.as<float>()[i]));
   }
 }
 

@@ -1,4 +1,4 @@
-// The text of an expected Error.
+// An expected Error: its text, and the argument that it names.
 #pragma once
 
 #include <string>
@@ -13,6 +13,16 @@ std::string error_text(Function&& function) {
     function();
   } catch (const Error& error) {
     return error.what();
+  }
+  return "no error";
+}
+
+template <typename Function>
+std::string argument_of(Function&& function) {
+  try {
+    function();
+  } catch (const Error& error) {
+    return error.argument();
   }
   return "no error";
 }

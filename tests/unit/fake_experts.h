@@ -203,7 +203,7 @@ class FakeExperts : public Experts {
           if (options_.reduce != WeightAndReduce::kNoOp) {
             store_f32(out.data(), out.dtype(), flat * hidden + i, row);
           }
-          sum += row * (args.apply_router_weight_on_input ? 1 : value(args.topk_weights, flat));
+          sum += row * (config().apply_router_weight_on_input ? 1 : value(args.topk_weights, flat));
         }
         if (options_.reduce == WeightAndReduce::kNoOp) {
           store_f32(out.data(), out.dtype(), t * hidden + i, sum);

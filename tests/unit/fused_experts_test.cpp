@@ -84,6 +84,15 @@ TEST(FusedExpertsTest, InPlaceAndNoTokens) {
   EXPECT_EQ(cache.size(), 1u);
 }
 
+TEST(FusedExpertsTest, ClearedCachePacksAgain) {
+  Call call;
+  PackCache cache;
+  const Tensor expected = call.run(cache);
+  cache.clear();
+  EXPECT_EQ(cache.size(), 0u);
+  EXPECT_TRUE(bitwise_equal(call.run(cache), expected));
+}
+
 TEST(FusedExpertsTest, OutputInF32) {
   Call call;
   PackCache cache;

@@ -22,12 +22,13 @@ using testing::LayerSpec;
 using testing::make_hidden_states;
 using testing::make_layer_weights;
 
-Tensor run(const MoeLayer& layer, const Tensor& x, const ExpertsHooks* hooks = nullptr) {
+Tensor run(const MoeLayer& layer, const Tensor& x, const ExpertsHooks* hooks = nullptr,
+           Stream stream = {}) {
   Tensor output = Tensor::empty(x.shape(), x.dtype());
   testing::poison(output);
   const std::size_t bytes = layer.workspace_bytes(x.size(0));
   const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
-  layer.forward(x, output, {workspace.data(), bytes}, {.hooks = hooks});
+  layer.forward(x, output, {workspace.data(), bytes}, {.hooks = hooks, .stream = stream});
   return output;
 }
 
@@ -56,6 +57,8 @@ TEST_P(UnfusedExperts, CallbacksSeeEveryStepOnce) {
   const Tensor x = make_hidden_states(DType::kBF16, 5, 64);
   std::vector<std::string> steps;
   std::vector<std::int64_t> tokens_of_rows;
+  const std::shared_ptr<Executor> executor = make_executor(1);
+  const Stream stream = cpu_stream(*executor);
   const void* gemm1 = nullptr;
   const void* activated = nullptr;
   ExpertsHooks hooks;
@@ -65,6 +68,7 @@ TEST_P(UnfusedExperts, CallbacksSeeEveryStepOnce) {
     EXPECT_EQ(args.output.shape(), (Shape{10, 96}));
     EXPECT_EQ(args.output.dtype(), DType::kBF16);
     EXPECT_EQ(args.topk, 2);
+    EXPECT_EQ(args.stream.handle, stream.handle);
     EXPECT_EQ(args.expert_offsets.shape(), Shape{9});
     EXPECT_EQ(args.expert_offsets.as<std::int32_t>()[8], 10);
     for (std::int64_t r = 0; r < 10; ++r) {
@@ -83,7 +87,7 @@ TEST_P(UnfusedExperts, CallbacksSeeEveryStepOnce) {
     EXPECT_EQ(args.input.data(), activated);
     EXPECT_EQ(args.output.shape(), (Shape{10, 64}));
   };
-  const Tensor output = run(layer, x, &hooks);
+  const Tensor output = run(layer, x, &hooks, stream);
   EXPECT_EQ(steps, (std::vector<std::string>{"gemm1", "activation", "gemm2"}));
   std::sort(tokens_of_rows.begin(), tokens_of_rows.end());
   EXPECT_EQ(tokens_of_rows, (std::vector<std::int64_t>{0, 0, 1, 1, 2, 2, 3, 3, 4, 4}));

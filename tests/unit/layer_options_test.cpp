@@ -4,29 +4,23 @@
 #include <functional>
 #include <nlohmann/json.hpp>
 
+#include "error_text.h"
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
 #include "layer_problem.h"
+#include "malformed.h"
 #include "testing/compare.h"
 
 namespace fusedmoe {
 namespace {
 
+using testing::argument_of;
 using testing::bitwise_equal;
 using testing::layer_options;
 using testing::LayerSpec;
 using testing::make_hidden_states;
 using testing::make_layer_weights;
-
-std::string argument_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.argument();
-  }
-  return {};
-}
 
 struct Scratch {
   Tensor memory;
@@ -39,7 +33,7 @@ struct Scratch {
 
 std::vector<std::string> variants() {
   MoeConfig config = testing::make_config({}, DType::kBF16);
-  config.routing_method = RoutingMethod::kRenormalizeNaive;
+  config.routing_method = RoutingMethod::kRouter;
   std::vector<std::string> names;
   for (const testing::Variant& variant : testing::variants_for(config)) {
     names.push_back(variant.name());
@@ -167,7 +161,7 @@ TEST(PlanTest, AnythingElseIsAnErrorThatNamesIt) {
     options.plan = plan.dump();
     return argument_of([&] { MoeLayer(make_layer_weights(spec), options); });
   };
-  EXPECT_EQ(pin("isa", cpu_isa()), "");
+  EXPECT_EQ(pin("isa", cpu_isa()), "no error");
   EXPECT_EQ(pin("isa", "sse2"), "plan.isa");
   EXPECT_EQ(pin("scheme", "mxfp4"), "plan.scheme");
   EXPECT_EQ(pin("dtype", "f32"), "plan.dtype");
@@ -175,7 +169,7 @@ TEST(PlanTest, AnythingElseIsAnErrorThatNamesIt) {
   EXPECT_EQ(pin("layout_version", 999), "plan.layout_version");
   EXPECT_EQ(pin("layout_version", "1"), "plan.layout_version");
   EXPECT_EQ(pin("experts", "gpu"), "require");
-  EXPECT_EQ(pin("prepare_finalize", "batched"), "") << "a pair that also serves the layer";
+  EXPECT_EQ(pin("prepare_finalize", "batched"), "no error") << "a pair that also serves the layer";
   EXPECT_EQ(pin("prepare_finalize", "deepep"), "require");
   EXPECT_EQ(pin("experts", nullptr), "plan.experts");
   EXPECT_EQ(pin("experts", 7), "plan.experts");
@@ -199,6 +193,63 @@ TEST(PlanTest, EmptySelectionHasNone) {
   MoeConfig config;
   config.device = {DeviceKind::kCuda, 0};
   EXPECT_EQ(argument_of([&] { explain(config).plan(); }), "selection");
+}
+
+TEST(LayerTest, NoTokensGoThroughTheRouter) {
+  LayerSpec spec{.shared_experts = true, .shared_gate = true};
+  for (const bool monolithic : {false, true}) {
+    LayerWeights weights = make_layer_weights(spec);
+    std::vector<Shape> shapes;
+    weights.router.custom = [&](const TensorView& logits, const TensorView& ids,
+                                const TensorView& topk_weights) {
+      shapes.insert(shapes.end(), {logits.shape(), ids.shape(), topk_weights.shape()});
+    };
+    LayerOptions options = layer_options(DType::kBF16, "");
+    options.monolithic = monolithic;
+    const MoeLayer layer(std::move(weights), options);
+    EXPECT_EQ(layer.workspace_bytes(0), 0u);
+    layer.forward(Tensor::empty({0, 64}, DType::kBF16));
+    EXPECT_EQ(shapes, (std::vector<Shape>{{0, 8}, {0, 2}, {0, 2}}));
+  }
+}
+
+TEST(LayerTest, DuplicateIdsOfTheBatchedFormatAreSeenBeforeAnyChunkRuns) {
+  LayerOptions options = layer_options(DType::kBF16, "cpu_batched");
+  options.max_workspace_bytes = MoeLayer(make_layer_weights({}), options).workspace_bytes(2);
+  const MoeLayer layer(make_layer_weights({}), options);
+  const Tensor x = make_hidden_states(DType::kBF16, 5, 64);
+  const Tensor ids = Tensor::empty({5, 2}, DType::kI32);
+  for (std::int32_t slot = 0; slot < 10; ++slot) ids.as<std::int32_t>()[slot] = slot % 2;
+  const Tensor weights = Tensor::zeros({5, 2}, DType::kF32);
+  const Tensor output = Tensor::empty(x.shape(), x.dtype());
+  const Tensor workspace =
+      Tensor::empty({static_cast<std::int64_t>(options.max_workspace_bytes)}, DType::kU8);
+  const auto run_routed = [&] {
+    layer.forward_routed(x, {ids, weights}, output,
+                         {workspace.data(), options.max_workspace_bytes});
+  };
+  EXPECT_NO_THROW(run_routed());
+  ids.as<std::int32_t>()[9] = 0;
+  testing::expect_error("topk_ids", output, run_routed);
+}
+
+/// Counts the calls on their way to the default executor.
+class CountingExecutor : public Executor {
+ public:
+  int calls = 0;
+  int concurrency() const override { return 2; }
+  void run(int num_tasks, Task task) override {
+    ++calls;
+    default_executor().run(num_tasks, task);
+  }
+};
+
+TEST(LayerTest, PackingRunsOnTheExecutorOfTheLayer) {
+  CountingExecutor executor;
+  LayerOptions options = layer_options(DType::kBF16, "cpu");
+  options.executor = &executor;
+  const MoeLayer layer(make_layer_weights({}), options);
+  EXPECT_GT(executor.calls, 0);
 }
 
 }  // namespace

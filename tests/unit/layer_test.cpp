@@ -139,9 +139,8 @@ TEST_P(AllExperts, ForwardAllocatesNothing) {
 
 TEST_P(AllExperts, WorkspaceIsExactAndMonotone) {
   const MoeLayer layer(make_layer_weights(gated_spec()), layer_options(DType::kBF16, GetParam()));
-  EXPECT_EQ(layer.workspace_bytes(0), 0u);
   std::size_t last = 0;
-  for (std::int64_t tokens = 1; tokens <= 70; ++tokens) {
+  for (std::int64_t tokens = 0; tokens <= 70; ++tokens) {
     const std::size_t bytes = layer.workspace_bytes(tokens);
     EXPECT_GE(bytes, last);
     last = bytes;
@@ -157,12 +156,15 @@ TEST_P(AllExperts, WorkspaceIsExactAndMonotone) {
 TEST_P(AllExperts, NoTokens) {
   const MoeLayer layer(make_layer_weights(gated_spec()), layer_options(DType::kBF16, GetParam()));
   const Tensor x = Tensor::empty({0, 64}, DType::kBF16);
-  EXPECT_NO_THROW(layer.forward(x, x, {}));
+  const std::size_t bytes = layer.workspace_bytes(0);
+  const Tensor memory = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
+  const Workspace workspace{bytes > 0 ? memory.data() : nullptr, bytes};
+  EXPECT_NO_THROW(layer.forward(x, x, workspace));
   EXPECT_EQ(layer.forward(x).shape(), (Shape{0, 64}));
   if (layer.config().monolithic) return;
   const Tensor ids = Tensor::empty({0, 2}, DType::kI32),
                weights = Tensor::empty({0, 2}, DType::kF32);
-  EXPECT_NO_THROW(layer.forward_routed(x, {ids, weights}, x, {}));
+  EXPECT_NO_THROW(layer.forward_routed(x, {ids, weights}, x, workspace));
 }
 
 TEST_P(AllExperts, CallersOfSeveralThreadsShareALayer) {
@@ -270,7 +272,7 @@ TEST(LayerTest, RouterWeightOnInputScalesTheInputOnly) {
   const std::vector<ExpertMatrices> experts = weights.experts.experts;
   const ExpertWeights all = weights.experts;
   const MoeLayer layer(std::move(weights), layer_options(DType::kF32, "reference"));
-  EXPECT_EQ(layer.config().routing_method, RoutingMethod::kLlama4);
+  EXPECT_EQ(layer.config().routing_method, RoutingMethod::kRouter);
   const Tensor x = make_hidden_states(DType::kF32, 4, 64);
   const Result result = run(layer, x);
   for (std::int64_t t = 0; t < 4; ++t) {
@@ -314,10 +316,15 @@ TEST(LayerTest, CustomRoutingMayLeaveSlotsOut) {
 
 TEST(LayerTest, MonolithicExpertsGiveTheBitsOfTheModularOnes) {
   const Tensor x = make_hidden_states(DType::kBF16, 7, 64);
+  LayerWeights weights = make_layer_weights(gated_spec());
   for (const std::string backend : {"cpu", "reference"}) {
-    const MoeLayer modular(make_layer_weights(gated_spec()), layer_options(DType::kBF16, backend));
-    const MoeLayer monolithic(make_layer_weights(gated_spec()),
-                              layer_options(DType::kBF16, backend + "_monolithic"));
+    // Any router: here with groups, a bias and a factor, the second time.
+    const MoeLayer modular(weights, layer_options(DType::kBF16, backend));
+    const MoeLayer monolithic(weights, layer_options(DType::kBF16, backend + "_monolithic"));
+    weights.router.num_expert_group = 4;
+    weights.router.topk_group = 2;
+    weights.router.routed_scaling_factor = 2.5f;
+    weights.router_weights.score_correction_bias = Tensor::zeros({8}, DType::kF32);
     const Result expected = run(modular, x), actual = run(monolithic, x);
     EXPECT_TRUE(bitwise_equal(expected.output, actual.output));
     EXPECT_TRUE(bitwise_equal(expected.topk_ids, actual.topk_ids));
@@ -364,7 +371,7 @@ TEST(LayerTest, ConfigIsComplete) {
   EXPECT_TRUE(config.has_bias);
   EXPECT_FALSE(config.has_expert_map);
   EXPECT_FALSE(config.apply_router_weight_on_input);
-  EXPECT_EQ(config.routing_method, RoutingMethod::kDeepSeekV3);
+  EXPECT_EQ(config.routing_method, RoutingMethod::kRouter);
   EXPECT_EQ(config.activation_format, ActivationFormat::kBatchedExperts);
   EXPECT_TRUE(config.batch_invariant);
   EXPECT_EQ(layer.selection().pair(), "cpu+batched");

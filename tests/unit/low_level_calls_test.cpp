@@ -245,6 +245,20 @@ TEST(PackedForAnotherTest, ConfigurationIsRefused) {
   }
 }
 
+TEST(PackTest, StreamOfAnotherDeviceIsRefused) {
+  for (const char* variant : {"cpu", "reference"}) {
+    const Steps steps(variant);
+    PackOptions options;
+    options.stream = Stream{testing::kCuda};
+    try {
+      steps.kernel.experts().pack(steps.problem.weights, options);
+      ADD_FAILURE() << "no error";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.argument(), "options.stream");
+    }
+  }
+}
+
 /// Monolithic experts take logits of any activation dtype.
 TEST(MonolithicKernelTest, LogitsOfEveryDTypeGiveTheBitsOfModularExperts) {
   for (const std::string name : {"cpu", "reference"}) {
@@ -255,7 +269,7 @@ TEST(MonolithicKernelTest, LogitsOfEveryDTypeGiveTheBitsOfModularExperts) {
     router.topk = spec.topk;
     router.renormalize = true;
     MoeConfig config = testing::make_config(spec, DType::kF32);
-    config.routing_method = routing_method(router, false);
+    config.routing_method = routing_method(router);
     const ModularKernel modular = testing::find_variant(name).create(config);
     const ModularKernel monolithic = testing::find_variant(name + "_monolithic").create(config);
     const auto packed = modular.experts().pack(problem.weights);
@@ -289,6 +303,38 @@ TEST(MonolithicKernelTest, LogitsOfEveryDTypeGiveTheBitsOfModularExperts) {
       EXPECT_TRUE(bitwise_equal(mono_weights, weights));
     }
   }
+}
+
+TEST(MonolithicKernelTest, ExpertsGetLogitsAndRouter) {
+  testing::FakeSizes sizes;
+  sizes.monolithic = true;
+  auto experts = std::make_shared<testing::FakeExperts>(testing::FakeOptions{}, sizes);
+  ForwardArgs seen;
+  experts->on_apply = [&](const ForwardArgs& given) { seen = given; };
+  const ModularKernel kernel(no_ep().create({}, {}), experts);
+  const auto packed = testing::FakeExperts::pack_sizes(4, 5);
+  const Tensor x = testing::make_sample(DType::kF32, {3, 5}),
+               logits = testing::make_sample(DType::kF32, {3, 4});
+  const Tensor output = Tensor::zeros({3, 5}, DType::kF32);
+  const Tensor ids = Tensor::zeros({3, 2}, DType::kI32);
+  const Tensor topk_weights = Tensor::zeros({3, 2}, DType::kF32);
+  RouterConfig router;
+  router.num_experts = 4;
+  router.topk = 2;
+  ForwardArgs args;
+  args.weights = packed.get();
+  args.hidden_states = x;
+  args.output = output;
+  args.topk_ids = ids;
+  args.topk_weights = topk_weights;
+  args.router_logits = logits;
+  args.router = &router;
+  const Tensor workspace =
+      Tensor::empty({static_cast<std::int64_t>(kernel.workspace_bytes(3))}, DType::kU8);
+  kernel.apply(args, {workspace.data(), static_cast<std::size_t>(workspace.nbytes())});
+  EXPECT_EQ(seen.router_logits.data(), logits.data());
+  EXPECT_EQ(seen.router, &router);
+  EXPECT_TRUE(bitwise_equal(output, x));
 }
 
 }  // namespace

@@ -192,8 +192,6 @@ std::vector<KernelFault> modular_faults() {
        [](auto& c) {
          c.args.topk_weights = reshaped(c.weights, {kTokens, 1});
        }},
-      {"WeightOnInputOfTwoSlots", "apply_router_weight_on_input",
-       [](auto& c) { c.args.apply_router_weight_on_input = true; }},
   };
   faults.insert(faults.end(), more.begin(), more.end());
   return faults;
@@ -218,7 +216,7 @@ std::vector<KernelFault> monolithic_faults() {
        [](auto& c) {
          c.args.router_logits = TensorView(c.out.data(), DType::kF32, {kTokens, kGlobal});
        }},
-      {"WeightOnInput", "apply_router_weight_on_input",
+      {"WeightOnInput", "router.apply_router_weight_on_input",
        [](auto& c) {
          c.router.topk = 1;
          c.router.apply_router_weight_on_input = true;

@@ -190,6 +190,14 @@ std::vector<ForwardFault> forward_faults() {
          c.hidden_states = shifted(reshaped(c.x, {2, 64}), 1);
        }},
       {"HiddenStatesStrided", "hidden_states", [](C& c) { c.hidden_states = transposed(c.x); }},
+      {"TokensBeyond32Bits", "hidden_states",
+       [](C& c) {
+         c.hidden_states = reshaped(c.x, {std::int64_t{1} << 31, 64});
+       }},
+      {"RowsBeyond32Bits", "hidden_states",
+       [](C& c) {
+         c.hidden_states = reshaped(c.x, {std::int64_t{1} << 30, 64});
+       }},
       {"NoOutput", "output", [](C& c) { c.output = {}; }},
       {"OutputInF32", "output",
        [](C& c) {

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 
+#include "error_text.h"
 #include "fake_experts.h"
 #include "fusedmoe/tensor.h"
 #include "testing/compare.h"
@@ -14,6 +15,7 @@
 namespace fusedmoe {
 namespace {
 
+using testing::argument_of;
 using testing::bitwise_equal;
 using testing::FakeExperts;
 using testing::FakeOptions;
@@ -66,7 +68,6 @@ struct Call {
     args.topk_weights = topk_weights;
     args.expert_map = expert_map;
     args.num_experts = num_experts;
-    args.apply_router_weight_on_input = weight_on_input;
     return args;
   }
   Tensor apply(const ModularKernel& kernel) {
@@ -115,15 +116,6 @@ ModularKernel make_kernel(std::shared_ptr<FakeExperts> experts) {
 }
 ModularKernel make_kernel(const FakeOptions& options, const Call& call) {
   return make_kernel(std::make_shared<FakeExperts>(options, call.sizes()));
-}
-
-std::string argument_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.argument();
-  }
-  return "no error";
 }
 
 TEST(ModularKernelTest, PairsThatDoNotFitAreErrors) {
@@ -292,6 +284,29 @@ TEST(ModularKernelTest, ExpertsWriteToTheCallersOutputWhereItFits) {
   EXPECT_EQ(to_vector(call.output), expected_of(call));
 }
 
+TEST(ModularKernelTest, OnlyOutputThatIsNotTheCallersTakesWorkspace) {
+  FakeOptions options;
+  options.workspace13_per_token = options.workspace2_per_token = 0;
+  const FakeSizes sizes{.hidden = 256};
+  const auto bytes = [&] {
+    return make_kernel(std::make_shared<FakeExperts>(options, sizes)).workspace_bytes(100);
+  };
+  EXPECT_EQ(bytes(), 0u);
+  options.reduce = WeightAndReduce::kContiguous;
+  EXPECT_EQ(bytes(), std::size_t{4} * 100 * 2 * 256);
+}
+
+TEST(ModularKernelTest, OutputOfADTypeThatTheExpertsDoNotWriteIsAnError) {
+  Call call = make_call(DType::kBF16);
+  const ModularKernel kernel = make_kernel({}, call);
+  call.prepare(kernel);
+  call.output = Tensor::empty({3, 5}, DType::kF32);
+  EXPECT_EQ(argument_of([&] {
+              kernel.apply(call.args(), {call.workspace.data(), call.workspace_bytes});
+            }),
+            "output");
+}
+
 TEST(ModularKernelTest, OutputOfAnotherShapeSharesMemoryWithWorkspace13) {
   Call call = make_call();
   FakeOptions options{ActivationFormat::kBatchedExperts, WeightAndReduce::kDelegate};
@@ -311,7 +326,7 @@ TEST(ModularKernelTest, WorkspacePartsAreDisjointAndAligned) {
     const FakeExperts experts(composition.options, call.sizes());
     const WorkspacePlan plan = experts.plan(ProblemSize::of(experts.config(), 3));
     EXPECT_GE(offset(seen.workspace2),
-              offset(seen.workspace13) + static_cast<std::ptrdiff_t>(plan.common_bytes()));
+              offset(seen.workspace13) + static_cast<std::ptrdiff_t>(plan.workspace13_bytes));
     EXPECT_LE(offset(seen.workspace2) + static_cast<std::ptrdiff_t>(plan.workspace2_bytes),
               static_cast<std::ptrdiff_t>(call.workspace_bytes));
   }
@@ -324,7 +339,7 @@ TEST(ModularKernelTest, ExpertsGetTheCallersRoutingAndFlag) {
   EXPECT_EQ(seen.topk_weights.data(), call.topk_weights.data());
   EXPECT_EQ(seen.hidden_states.data(), call.hidden_states.data());
   EXPECT_FALSE(seen.expert_num_tokens.defined());
-  EXPECT_FALSE(seen.apply_router_weight_on_input);
+  EXPECT_FALSE(seen.preparation.apply_router_weight_on_input);
 
   seen = seen_by_experts({ActivationFormat::kBatchedExperts, WeightAndReduce::kDelegate}, call);
   EXPECT_EQ(seen.hidden_states.shape(), (Shape{4, 3, 5}));
@@ -333,7 +348,7 @@ TEST(ModularKernelTest, ExpertsGetTheCallersRoutingAndFlag) {
   call.topk_ids = make_ids({3, 1}, {2, -1, 1});
   call.topk_weights = make_f32({3, 1}, {0.5f, 4, 0.25f});
   call.weight_on_input = true;
-  EXPECT_TRUE(seen_by_experts({}, call).apply_router_weight_on_input);
+  EXPECT_TRUE(seen_by_experts({}, call).preparation.apply_router_weight_on_input);
 }
 
 /// Writes down what the kernel asks of it, in order.
@@ -346,6 +361,7 @@ class Recording : public PrepareAndFinalize {
  private:
   void do_start_prepare(ForwardArgs& args) const override {
     events_.push_back("start prepare");
+    if (args.hidden_states.size(0) == 0) return;
     // Dispatched routing must replace the caller's from here on.
     auto* ids = static_cast<std::int32_t*>(args.prepare_workspace);
     ids[0] = 1;
@@ -357,7 +373,9 @@ class Recording : public PrepareAndFinalize {
   void do_finish_prepare(ForwardArgs&) const override { events_.push_back("finish prepare"); }
   void do_start_finalize(const ForwardArgs& args) const override {
     events_.push_back("start finalize");
-    EXPECT_EQ(args.topk_ids.data(), args.prepare_workspace);
+    if (args.output.size(0) > 0) {
+      EXPECT_EQ(args.topk_ids.data(), args.prepare_workspace);
+    }
     EXPECT_EQ(args.fused_output.data(), args.output.data());
     EXPECT_EQ(args.weight_and_reduce, WeightAndReduce::kNoOp);
   }
@@ -379,6 +397,18 @@ TEST(ModularKernelTest, PrepareThenExpertsThenFinalizeOnDispatchedRouting) {
   EXPECT_EQ(to_vector(call.output), (std::vector<float>{6, 60}));
 }
 
+// A rank without tokens takes part in every step, or the others wait for it.
+TEST(ModularKernelTest, EveryStepIsCalledForNoTokens) {
+  std::vector<std::string> events;
+  Call call{Tensor::empty({0, 2}, DType::kF32), Tensor::empty({0, 1}, DType::kI32),
+            Tensor::empty({0, 1}, DType::kF32)};
+  auto experts = std::make_shared<FakeExperts>(FakeOptions{}, call.sizes());
+  experts->on_apply = [&](const ForwardArgs&) { events.push_back("experts"); };
+  call.apply(ModularKernel(std::make_shared<Recording>(events), experts));
+  EXPECT_EQ(events, (std::vector<std::string>{"start prepare", "finish prepare", "experts",
+                                              "start finalize", "finish finalize"}));
+}
+
 TEST(ModularKernelTest, NaNWeightsPropagateToTheirTokens) {
   Call call = make_call();
   call.topk_weights.as<float>()[1] = std::numeric_limits<float>::quiet_NaN();
@@ -394,37 +424,6 @@ TEST(ModularKernelTest, DuplicateIdsBelongToTheStandardFormat) {
       make_kernel({ActivationFormat::kBatchedExperts, WeightAndReduce::kDelegate}, call);
   EXPECT_EQ(argument_of([&] { call.apply(batched_kernel); }), "topk_ids");
   for (float x : to_vector(call.output)) EXPECT_TRUE(std::isnan(x));
-}
-
-TEST(ModularKernelTest, MonolithicExpertsGetLogitsAndRouter) {
-  FakeSizes sizes;
-  sizes.monolithic = true;
-  auto experts = std::make_shared<FakeExperts>(FakeOptions{}, sizes);
-  ForwardArgs seen;
-  experts->on_apply = [&](const ForwardArgs& given) { seen = given; };
-  const ModularKernel kernel = make_kernel(experts);
-  const auto packed = FakeExperts::pack_sizes(4, 5);
-  const Tensor x = make_sample(DType::kF32, {3, 5}), logits = make_sample(DType::kF32, {3, 4});
-  const Tensor output = Tensor::zeros({3, 5}, DType::kF32);
-  const Tensor ids = Tensor::zeros({3, 2}, DType::kI32);
-  const Tensor topk_weights = Tensor::zeros({3, 2}, DType::kF32);
-  RouterConfig router;
-  router.num_experts = 4;
-  router.topk = 2;
-  ForwardArgs args;
-  args.weights = packed.get();
-  args.hidden_states = x;
-  args.output = output;
-  args.topk_ids = ids;
-  args.topk_weights = topk_weights;
-  args.router_logits = logits;
-  args.router = &router;
-  const Tensor workspace =
-      Tensor::empty({static_cast<std::int64_t>(kernel.workspace_bytes(3))}, DType::kU8);
-  kernel.apply(args, {workspace.data(), static_cast<std::size_t>(workspace.nbytes())});
-  EXPECT_EQ(seen.router_logits.data(), logits.data());
-  EXPECT_EQ(seen.router, &router);
-  EXPECT_TRUE(bitwise_equal(output, x));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// RouterConfig: what validate() refuses, and the routing method that the flags amount to.
+// RouterConfig: what validate() refuses.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -6,37 +6,23 @@
 #include <string>
 #include <string_view>
 
-#include "fusedmoe/router.h"
-#include "fusedmoe/tensor.h"
+#include "router_cases.h"
 
 namespace fusedmoe {
 namespace {
 
-RouterConfig make_config(std::int64_t num_experts, std::int64_t topk, ScoringFunc scoring,
-                         bool renormalize = false) {
-  RouterConfig config;
-  config.num_experts = num_experts;
-  config.topk = topk;
-  config.scoring = scoring;
-  config.renormalize = renormalize;
-  return config;
-}
+using testing::make_router;
 
 TEST(RouterConfigTest, ValidateNamesTheField) {
   const auto fault = [](auto change) {
-    RouterConfig config = make_config(8, 2, ScoringFunc::kSigmoid);
+    RouterConfig config = make_router(8, 2, ScoringFunc::kSigmoid);
     config.num_expert_group = 4;
     config.topk_group = 2;
     change(config);
-    try {
-      config.validate();
-    } catch (const Error& error) {
-      return error.argument();
-    }
-    return std::string();
+    return testing::argument_of([&] { config.validate(); });
   };
   using C = RouterConfig;
-  EXPECT_EQ(fault([](C&) {}), "");
+  EXPECT_EQ(fault([](C&) {}), "no error");
   EXPECT_EQ(fault([](C& c) { c.num_experts = 0; }), "router.num_experts");
   EXPECT_EQ(fault([](C& c) { c.num_experts = 4100; }), "router.num_experts");
   EXPECT_EQ(fault([](C& c) { c.topk = 0; }), "router.topk");
@@ -52,52 +38,12 @@ TEST(RouterConfigTest, ValidateNamesTheField) {
   EXPECT_EQ(fault([](C& c) { c.scoring = static_cast<ScoringFunc>(77); }), "router.scoring");
 }
 
-TEST(RouterConfigTest, RoutingMethodFollowsTheFlags) {
-  using M = RoutingMethod;
-  using S = ScoringFunc;
-  const auto method = [](S scoring, bool renormalize, bool bias, auto change) {
-    RouterConfig config = make_config(8, 1, scoring, renormalize);
-    change(config);
-    return routing_method(config, bias);
-  };
-  const auto none = [](RouterConfig&) {};
-  const auto groups = [](RouterConfig& c) { c.num_expert_group = c.topk_group = 1; };
-  const auto scaled = [](RouterConfig& c) { c.routed_scaling_factor = 2; };
-  EXPECT_EQ(method(S::kSoftmax, false, false, none), M::kDefault);
-  EXPECT_EQ(method(S::kSoftmax, true, false, none), M::kRenormalizeNaive);
-  EXPECT_EQ(method(S::kSoftmax, true, false, groups), M::kUnspecified);
-  EXPECT_EQ(method(S::kSoftmax, true, true, none), M::kUnspecified);
-  EXPECT_EQ(method(S::kTopkSoftmax, false, false, none), M::kRenormalize);
-  EXPECT_EQ(method(S::kTopkSigmoid, false, false, none), M::kLlama4);
-  EXPECT_EQ(method(S::kTopkSigmoid, false, false, [](RouterConfig& c) { c.topk = 2; }),
-            M::kUnspecified);
-  EXPECT_EQ(method(S::kLogits, false, false, none), M::kTopK);
-  EXPECT_EQ(method(S::kSigmoid, false, false, none), M::kSigmoid);
-  EXPECT_EQ(method(S::kSigmoid, true, false, none), M::kSigmoidRenorm);
-  EXPECT_EQ(method(S::kSigmoid, true, true, none), M::kMiniMax2);
-  EXPECT_EQ(method(S::kSigmoid, true, true, scaled), M::kUnspecified);
-  EXPECT_EQ(method(S::kSigmoid, true, true, groups), M::kDeepSeekV3);
-  EXPECT_EQ(method(S::kSigmoid, false, true, groups), M::kUnspecified);
-  EXPECT_EQ(method(S::kSqrtSoftplus, true, true, none), M::kDeepSeekV4);
-  EXPECT_EQ(method(S::kSqrtSoftplus, false, true, none), M::kUnspecified);
-  const auto custom = [](RouterConfig& c) {
-    c.custom = [](const TensorView&, const TensorView&, const TensorView&) {};
-  };
-  EXPECT_EQ(method(S::kSoftmax, true, false, custom), M::kCustom);
-}
-
 TEST(RouterConfigTest, NamesAreDistinct) {
   std::set<std::string_view> names;
   for (int i = 0; i <= static_cast<int>(ScoringFunc::kLogits); ++i) {
     names.insert(name(static_cast<ScoringFunc>(i)));
   }
   EXPECT_EQ(names.size(), 6U);
-  EXPECT_FALSE(names.contains(""));
-  names.clear();
-  for (int i = 0; i <= static_cast<int>(RoutingMethod::kUnspecified); ++i) {
-    names.insert(name(static_cast<RoutingMethod>(i)));
-  }
-  EXPECT_EQ(names.size(), 12U);
   EXPECT_FALSE(names.contains(""));
 }
 

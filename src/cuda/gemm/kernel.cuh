@@ -76,8 +76,9 @@ struct Kernel {
       kRowBlocks == 1 && kMaxTokens <= 64 ? Operands::kBlocksPerGroup : 1;
   static constexpr int kBlocksPerStage = kKGroups * kBlocksPerGroup;
   static constexpr int kRowBlockPitch = kBlocksPerStage * kBlockBytes;  // of weights in a stage
-  // Token rows lie in units of 8 rows of a K block. Where tiles are small, one copy brings 8 rows
-  // of a whole stage: each copy takes as long as the multiplication of a packed block.
+  // Shared memory holds token rows in units: 8 rows of one K block. Issuing a copy takes as long as
+  // multiplying one packed block. So where tiles are small, one copy loads the units of 8 rows for
+  // all K blocks of a stage.
   static constexpr int kUnitBytes = kRowUnit * kSwizzleBytes;
   static constexpr bool kWideCopies = kBlocksPerStage > 1 && kMaxTokens < kMostRows;
   static constexpr int kUnitPitch = kWideCopies ? kBlocksPerStage * kUnitBytes : kUnitBytes;

@@ -9,15 +9,14 @@
 
 #include <cstdint>
 
+#include "core/ceil_div.h"
 #include "core/host_device.h"
 
 namespace fusedmoe::cuda {
 
 inline constexpr int kBlockRows = 64;
 
-FUSEDMOE_HD constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
+using core::ceil_div;
 
 /// Where the matrix row of a gated, interleaved w13 comes from: feature and whether it is `up`.
 FUSEDMOE_HD constexpr std::int64_t gated_feature(std::int64_t row) {

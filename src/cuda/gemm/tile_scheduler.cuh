@@ -1,4 +1,5 @@
-// The tile scheduler: how many tiles the experts' rows make, and which work tile a tile index is.
+// The tile scheduler. It cuts the rows of each expert into work tiles, numbers the tiles of all
+// experts, and finds the expert, rows and columns of a tile from its number.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string_view>
 
 #include "cuda/gemm/fused_mlp.h"
 #include "fusedmoe/quant.h"
@@ -41,7 +40,6 @@ struct PackedView {
 };
 
 struct WeightFormat {
-  std::string_view name;  ///< "mxfp4"
   QuantScheme scheme;
   DType row_dtype = DType::kBF16;  ///< of hidden states, activated rows and results
   PackedBlock block;
@@ -64,9 +62,9 @@ struct WeightFormat {
   using Launch = void (*)(const FusedMlpParams&, const Stream&);
   std::span<const Launch> launches;  ///< of the tiles
 
-  /// Power of two by which scales must shrink so that the kernel can multiply by them; undone by
-  /// GemmParams::scales. Throws Error for matrices that cannot be packed. `up` is null unless
-  /// gated.
+  /// The kernel can multiply by scales of a limited range only. Returns the exponent s so that all
+  /// scales of the matrices, divided by 2^s, lie in it; GemmParams::scales multiply by 2^s again.
+  /// Throws Error for matrices that cannot be packed. `up` is null unless gated.
   int (*exponent_shift)(const WeightMatrix& gate, const WeightMatrix* up) = nullptr;
   /// Writes the packed blocks of a matrix to device memory. Asynchronous.
   void (*pack)(const PackSource& source, const BlockGrid& grid, void* blocks,

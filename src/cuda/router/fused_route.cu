@@ -1,11 +1,15 @@
 // Routing of few tokens in one launch.
 //
-// With the router's weights given: one cluster. Its blocks share the tiles of the logits and write
-// each logit to the shared memory of all blocks; after one barrier of the cluster every block has
-// all logits. With logits given: blocks that read all of them. From there every block does the same
-// work on its own, as nothing is faster than that for so few tokens: it routes all tokens, a warp
-// for each, and sorts the slots. The first block writes the results, and each permutes its share of
-// the rows. No memory has to be cleared beforehand, and no block waits for one that does not run.
+// Where the router's weights are given, one cluster of thread blocks computes the logits. Its
+// blocks share the tiles, and each writes its logits to the shared memory of all of them. After one
+// barrier of the cluster every block has all logits. Where the logits are given, every block reads
+// them all.
+//
+// From there on each block repeats the same work, which is faster for so few tokens than dividing
+// it: a warp for each token chooses its experts, then the block sorts the slots by expert. The
+// first block alone writes the results. The permuted rows are divided among the blocks.
+//
+// The kernel needs no cleared memory. Outside of the cluster, no block waits for another.
 #include <algorithm>
 
 #include "cuda/device/cluster.cuh"

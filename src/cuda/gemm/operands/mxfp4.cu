@@ -152,7 +152,6 @@ int exponent_shift(const WeightMatrix& gate, const WeightMatrix* up) {
 
 WeightFormat mxfp4_format() {
   WeightFormat format = format_of<Mxfp4Operands>();
-  format.name = "mxfp4";
   format.scheme = schemes::mxfp4_w4a16();
   format.values = DType::kU8;
   format.codes_per_value = 2;

@@ -60,7 +60,6 @@ int no_shift(const WeightMatrix&, const WeightMatrix*) {
 template <typename Operands>
 WeightFormat make_format() {
   WeightFormat format = format_of<Operands>();
-  format.name = name(Operands::kRowDType);
   format.scheme = schemes::unquantized(Operands::kRowDType);
   format.values = Operands::kRowDType;
   format.exponent_shift = no_shift;
