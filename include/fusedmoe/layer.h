@@ -52,7 +52,7 @@ struct LayerOptions {
   ParallelConfig parallel = {};
   int num_threads = 0;  ///< of the CPU; 0: those of the executor when the layer is made
   /// Runs the layer's forwards on the CPU (not the packing), unless a forward's stream names
-  /// another; must outlive it. Null: OpenMP's threads.
+  /// another; must outlive it. Null: default_executor().
   Executor* executor = nullptr;
   /// Most bytes of scratch that a forward may ask for; 0: no limit. Longer inputs then run in
   /// chunks of tokens.
