@@ -30,9 +30,9 @@ struct Patience {
   microseconds spin, yield;
 };
 
-// Steps of a forward follow each other within microseconds, forwards of a model within a
-// millisecond.
-constexpr Patience kHelper{microseconds(50), microseconds(1000)};
+// Steps of a forward follow each other within microseconds, forwards of a model within some
+// milliseconds.
+constexpr Patience kHelper{microseconds(50), microseconds(2000)};
 // Threads end a step within microseconds of each other. One that is later has lost its core: it
 // gets this one when this thread sleeps.
 constexpr Patience kCaller{microseconds(50), microseconds(0)};
