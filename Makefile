@@ -2,7 +2,8 @@
 JOBS ?= $(shell nproc)
 CONFIGURE = cmake -Wno-dev --log-level=WARNING
 
-.PHONY: demo test build format format-check check-clang check-tidy check-aarch64 install-deps clean
+.PHONY: demo test build format format-check check-clang check-tidy check-tsan check-aarch64 \
+	check-riscv64 install-deps clean
 
 demo: install-deps
 	$(CONFIGURE) --preset default
@@ -32,10 +33,23 @@ check-tidy: install-deps
 	$(CONFIGURE) --preset tidy
 	cmake --build --preset tidy -j $(JOBS) -- -k 0
 
+# The executor, and random layers, under ThreadSanitizer.
+check-tsan: install-deps
+	$(CONFIGURE) --preset tsan
+	cmake --build --preset tsan -j $(JOBS)
+	ctest --preset tsan $(CTEST_FLAGS)
+
 check-aarch64: install-deps
 	$(CONFIGURE) --preset aarch64
 	cmake --build --preset aarch64 -j $(JOBS)
 	ctest --preset aarch64 -j $(JOBS) $(CTEST_FLAGS)
+
+# The library as it is for every other processor: it builds and its layers agree with the reference.
+check-riscv64: install-deps
+	$(CONFIGURE) --preset riscv64
+	cmake --build --preset riscv64 -j $(JOBS)
+	qemu-riscv64-static -L /usr/riscv64-linux-gnu build-riscv64/tests/unit_tests --gtest_brief=1 \
+	  --gtest_filter='*Golden*Cpu*:RouterConfig*:FormatsTest.*:RuntimeTest.*'
 
 install-deps:
 	@scripts/install-deps.sh

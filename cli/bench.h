@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "fusedmoe/checkpoint.h"
@@ -40,17 +41,19 @@ struct BenchRow {
   std::int64_t num_tokens = 0;
   std::int64_t samples = 0, dropped = 0;
   double median_ms = 0, min_ms = 0, p99_ms = 0;
-  double gflops = 0;            ///< 2 M topk 3 N K (2 for non-gated) / median
-  double gbytes = 0;            ///< stored weight bytes of the distinct experts hit / median
-  double distinct_experts = 0;  ///< mean over samples
-  double read_gbytes = 0;       ///< the machine's read bandwidth around the median sample
-  double peak_gflops = 0;       ///< the machine's dot-product rate, likewise; int8 for int8 codes
-  double floor_ms = 0;          ///< max(bytes / bandwidth, FLOP / rate) of the median sample
-  double ratio = 0;             ///< median over samples of time / floor
-  double relative_error = 0;    ///< max-norm, of check_rows tokens against `reference`
-  std::string kernel_config;    ///< that ran; empty where the experts have only one
-  LoadStatistics load;          ///< of the tokens of all samples together
-  std::string note;             ///< why there is nothing to see, otherwise empty
+  double gflops = 0;              ///< 2 M topk 3 N K (2 for non-gated) / median
+  double weight_bytes = 0;        ///< stored, of the distinct experts that the median sample hit
+  double gbytes = 0;              ///< weight_bytes / median
+  double distinct_experts = 0;    ///< mean over samples
+  double read_gbytes = 0;         ///< the machine's read bandwidth around the median sample
+  std::string_view dot_products;  ///< their operands: "f32", "bf16" or "i8"
+  double peak_gflops = 0;         ///< the machine's rate of these, likewise
+  double floor_ms = 0;        ///< max(weight_bytes / bandwidth, FLOP / rate) of the median sample
+  double ratio = 0;           ///< median over samples of time / floor
+  double relative_error = 0;  ///< max-norm, of check_rows tokens against `reference`
+  std::string kernel_config;  ///< that ran; empty where the experts have only one
+  LoadStatistics load;        ///< of the tokens of all samples together
+  std::string note;           ///< why there is nothing to see, otherwise empty
 
   /// Of the machine's bandwidth and dot-product rate around the median sample; NaN without one.
   double percent_of_bandwidth() const { return 100 * gbytes / read_gbytes; }

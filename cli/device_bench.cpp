@@ -137,7 +137,9 @@ BenchRow DeviceBench::measure(const Inputs& inputs, const std::string& kernel_co
   row.floor_ms = 1e-3 * median(floors);
   row.ratio = median(ratios);
   row.gflops = work.flops / row.median_ms * 1e-6;
-  row.gbytes = row.distinct_experts * work.expert_bytes / row.median_ms * 1e-6;
+  row.dot_products = name(DType::kBF16);
+  row.weight_bytes = row.distinct_experts * work.expert_bytes;
+  row.gbytes = row.weight_bytes / row.median_ms * 1e-6;
   row.read_gbytes = options.device_bandwidth * 1e-9;
   row.peak_gflops = options.device_flops * 1e-9;
   std::sort(times.begin(), times.end());

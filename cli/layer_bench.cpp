@@ -15,8 +15,8 @@
 namespace fusedmoe::cli {
 namespace {
 
-constexpr std::int64_t kProbeBytes = std::int64_t{256} << 20;
-constexpr std::int64_t kProbeSlice = std::int64_t{64} << 20;
+constexpr std::int64_t kProbeBytes = std::int64_t{384} << 20;
+constexpr std::int64_t kProbeSlice = std::int64_t{96} << 20;
 
 /// Bandwidth and dot-product rate of this moment.
 struct Probe {
@@ -42,8 +42,8 @@ class CpuBench final : public LayerBench {
   BenchRow run(std::int64_t num_tokens) override;
 
  private:
-  /// Of the dot products that the kernels use: int8 codes are multiplied as such, all others as
-  /// bf16 or f32.
+  /// What the numerics that are asked for multiply: int8 codes as such, whatever kernel there is
+  /// for them; other quantized activations are exact in bf16.
   DType probe_dtype() const {
     const BenchOptions& options = problem_.options();
     if (!options.scheme.activations) return options.dtype;
@@ -83,6 +83,7 @@ void summarize(std::vector<Sample> samples, const BenchWork& work, BenchRow& row
   row.min_ms = samples.front().ms;
   row.p99_ms = samples[(samples.size() - 1) * 99 / 100].ms;
   row.gflops = work.flops / middle.ms * 1e-6;
+  row.weight_bytes = middle.bytes;
   row.gbytes = middle.bytes / middle.ms * 1e-6;
   row.read_gbytes = middle.probe.bandwidth * 1e-9;
   row.peak_gflops = middle.probe.flops * 1e-9;
@@ -98,6 +99,7 @@ BenchRow CpuBench::run(std::int64_t num_tokens) {
 
   BenchRow row;
   row.num_tokens = num_tokens;
+  row.dot_products = name(dot_product_dtype(probe_dtype()));
   std::vector<Sample> samples;
   std::vector<std::int32_t> all_ids;
   using Clock = std::chrono::steady_clock;
@@ -105,6 +107,7 @@ BenchRow CpuBench::run(std::int64_t num_tokens) {
   const auto elapsed = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
   problem_.route(buffers.topk_ids, buffers.topk_weights);
   forward();  // warm-up: pages and threads
+  probe();
   const std::int64_t target =
       std::max<std::int64_t>(options.min_samples, num_tokens <= 8 ? 101 : 0);
   while (static_cast<std::int64_t>(samples.size()) < target &&

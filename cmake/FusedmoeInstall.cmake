@@ -29,7 +29,7 @@ install(FILES ${PROJECT_BINARY_DIR}/fusedmoeConfig.cmake
 
 set(FUSEDMOE_PC_LIBS)
 if(NOT BUILD_SHARED_LIBS)
-  set(FUSEDMOE_PC_LIBS " ${OpenMP_CXX_FLAGS} -lstdc++ -lm")
+  set(FUSEDMOE_PC_LIBS " -pthread -lstdc++ -lm")
   if(FUSEDMOE_HAVE_CUDA)
     string(APPEND FUSEDMOE_PC_LIBS " -L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -ldl -lrt -lpthread")
   endif()

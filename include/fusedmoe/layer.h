@@ -52,7 +52,7 @@ struct LayerOptions {
   ParallelConfig parallel = {};
   int num_threads = 0;  ///< of the CPU; 0: those of the executor when the layer is made
   /// Runs the packing and the forwards on the CPU, unless a forward's stream names another; must
-  /// outlive the layer. Null: OpenMP's threads.
+  /// outlive the layer. Null: default_executor().
   Executor* executor = nullptr;
   /// Most bytes of scratch that a forward may ask for; 0: no limit. Longer inputs then run in
   /// chunks of tokens.

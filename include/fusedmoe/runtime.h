@@ -60,8 +60,10 @@ class FUSEDMOE_API Executor {
   virtual void run(int num_tasks, Task task) = 0;
 };
 
-/// OpenMP's threads, `num_threads` of them; 0: as many as num_threads() says at each step. Never
-/// changes the OpenMP settings of the program.
+/// Threads of the library's own, `num_threads` of them with the calling one; 0: as many as
+/// num_threads() says at each step. Each thread that calls run() has its helpers for itself: they
+/// start when it first needs them, on the cores that it may use then, and end with it. They wait
+/// awake for two milliseconds, then they sleep. A task that calls run() gets no further threads.
 FUSEDMOE_API std::shared_ptr<Executor> make_executor(int num_threads = 0);
 /// make_executor(0), for work that is given no executor.
 FUSEDMOE_API Executor& default_executor();

@@ -1,7 +1,4 @@
-// Threads of the CPU: the default executor, which alone uses OpenMP, and how many threads it takes.
-#include <sched.h>
-#include <unistd.h>
-
+// Threads of the CPU: the default executor, and how many threads it takes.
 #include <algorithm>
 #include <atomic>
 #include <charconv>
@@ -10,6 +7,7 @@
 
 #include "core/check.h"
 #include "core/parallel.h"
+#include "core/thread_team.h"
 #include "fusedmoe/runtime.h"
 
 namespace fusedmoe {
@@ -29,22 +27,25 @@ int threads_of_environment() {
   return std::clamp(threads, 0, kMaxThreads);
 }
 
-/// Cores that the calling thread may run on.
-int allowed_cores() {
-  cpu_set_t cores[8];  // the kernel needs a bit for each possible core: 8192 here
-  if (sched_getaffinity(0, sizeof(cores), cores) == 0) return CPU_COUNT_S(sizeof(cores), cores);
-  return std::max(1, static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)));
-}
-
-class OpenMpExecutor final : public Executor {
+/// Each thread that calls run() has a team of its own, which ends with it.
+class TeamExecutor final : public Executor {
  public:
-  explicit OpenMpExecutor(int threads) : threads_(threads) {}
+  explicit TeamExecutor(int threads) : threads_(threads) {}
 
   int concurrency() const override { return threads_ ? threads_ : num_threads(); }
   void run(int num_tasks, Task task) override {
-    // OpenMP may give fewer threads than tasks, as within a parallel region of the caller.
-#pragma omp parallel for schedule(static, 1) num_threads(num_tasks)
-    for (int i = 0; i < num_tasks; ++i) task(i);
+    const int threads = std::min(num_tasks, concurrency());
+    if (threads <= 1 || core::in_team_task()) {
+      for (int i = 0; i < num_tasks; ++i) task(i);
+      return;
+    }
+    thread_local core::ThreadTeam team;
+    if (threads == num_tasks) return team.run(num_tasks, task);
+    std::atomic<int> next{0};
+    const auto several = [&](int) {
+      for (int i = next.fetch_add(1); i < num_tasks; i = next.fetch_add(1)) task(i);
+    };
+    team.run(threads, Task(several));
   }
 
  private:
@@ -71,16 +72,16 @@ void set_num_threads(int num_threads) {
 int num_threads() {
   if (const int requested = requested_threads) return requested;
   static const int environment = threads_of_environment();
-  return environment ? environment : allowed_cores();
+  return environment ? environment : core::allowed_cores();
 }
 
 std::shared_ptr<Executor> make_executor(int num_threads) {
   core::check_num_threads(num_threads);
-  return std::make_shared<OpenMpExecutor>(num_threads);
+  return std::make_shared<TeamExecutor>(num_threads);
 }
 
 Executor& default_executor() {
-  static OpenMpExecutor executor(0);
+  static TeamExecutor executor(0);
   return executor;
 }
 

@@ -40,17 +40,15 @@ void run_tasks(Executor& executor, int num_tasks, const Function& function) {
 }
 
 /// Calls function(begin, end) for ranges that make up [0, count). Without `worthwhile`, waking
-/// threads would cost more than it saves, and one range runs on the calling thread. Otherwise every
-/// thread gets a task, even for a small count: OpenMP ends threads that its next team does not
-/// need.
+/// threads would cost more than it saves, and one range runs on the calling thread.
 template <typename Function>
 void parallel_ranges(Executor& executor, std::int64_t count, bool worthwhile,
                      const Function& function) {
-  const int num_tasks = worthwhile && count > 1 ? std::max(1, executor.concurrency()) : 1;
-  run_tasks(executor, num_tasks, [&](int task) {
-    const std::int64_t begin = count * task / num_tasks, end = count * (task + 1) / num_tasks;
-    if (begin < end) function(begin, end);
-  });
+  if (count <= 0) return;
+  const std::int64_t threads = worthwhile ? std::max(1, executor.concurrency()) : 1;
+  const int num_tasks = static_cast<int>(std::min(threads, count));
+  run_tasks(executor, num_tasks,
+            [&](int task) { function(count * task / num_tasks, count * (task + 1) / num_tasks); });
 }
 
 /// Calls function(i) for every i in [0, count).

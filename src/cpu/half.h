@@ -10,12 +10,16 @@
 namespace fusedmoe::cpu {
 namespace {
 
-#if defined(__aarch64__) || defined(__FLT16_MANT_DIG__)
-#if defined(__aarch64__)
+// GCC 12 has _Float16 in C++ on x86 alone; ARM has had __fp16 all along.
+#if defined(__ARM_FP16_FORMAT_IEEE)
 using Half = __fp16;
-#else
+#define FUSEDMOE_HAS_HALF
+#elif defined(__FLT16_MANT_DIG__) && (defined(__x86_64__) || defined(__clang__) || __GNUC__ >= 13)
 using Half = _Float16;
+#define FUSEDMOE_HAS_HALF
 #endif
+
+#ifdef FUSEDMOE_HAS_HALF
 inline float load_half(std::uint16_t code) {
   Half half;
   std::memcpy(&half, &code, 2);
@@ -27,7 +31,7 @@ inline std::uint16_t store_half(float value) {
   std::memcpy(&code, &half, 2);
   return code;
 }
-#else  // Clang before 15 has no _Float16 on most processors
+#else  // Clang before 15, GCC before 13 on other processors
 inline float load_half(std::uint16_t code) {
   return f16_to_f32(code);
 }

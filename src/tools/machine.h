@@ -7,13 +7,17 @@
 
 namespace fusedmoe {
 
-/// Bytes per second that all threads together read from `memory` (host, contiguous), each its own
-/// part, from front to back. Some 10 MB and more: what lies in a cache is read at its speed.
+/// Bytes per second that all threads together read from `memory` (host, contiguous). It is cut into
+/// three parts, which are read with one, two and four streams a thread; the best counts. Each part
+/// must be larger than the caches: what lies there is read at their speed.
 double measure_read_bandwidth(const TensorView& memory);
 
-/// FLOP per second of all threads together, with operands in registers: bf16 dot products for
-/// DType::kBF16 where the instruction set has them, fp32 multiply-adds otherwise. Takes about a
-/// millisecond.
+/// Operands of the dot products that measure_flop_rate(dtype) counts: `dtype` if it is kBF16 or kI8
+/// and the instruction set has such products, else kF32.
+DType dot_product_dtype(DType dtype);
+
+/// FLOP per second of all threads together, with operands in registers; the better of two runs.
+/// Takes about a millisecond.
 double measure_flop_rate(DType dtype);
 
 }  // namespace fusedmoe

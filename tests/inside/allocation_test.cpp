@@ -9,6 +9,7 @@
 
 #include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/router.h"
+#include "fusedmoe/runtime.h"
 #include "testing/cases.h"
 
 namespace {
@@ -35,8 +36,15 @@ std::atomic<std::int64_t> allocations{0};
 namespace fusedmoe {
 namespace {
 
+/// Not counted: the threads that a calling thread's first parallel step starts.
+void start_threads() {
+  const auto nothing = [](int) {};
+  default_executor().run(num_threads(), Executor::Task(nothing));
+}
+
 template <typename Call>
 std::int64_t allocations_in(Call call) {
+  start_threads();
   const std::int64_t before = allocations;
   call();
   return allocations - before;

@@ -1,13 +1,14 @@
 // Threads of the CPU: the default number, an engine's own executor, and changes during a forward.
 #include <gtest/gtest.h>
-#include <omp.h>
 #include <sched.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -58,16 +59,6 @@ TEST(ExecutorTest, DefaultIsTheCoresOfTheCallingThread) {
   EXPECT_EQ(num_threads(), before);
 }
 
-TEST(ExecutorTest, OpenMpSettingOfTheProgramStays) {
-  omp_set_num_threads(3);
-  set_num_threads(7);
-  EXPECT_EQ(omp_get_max_threads(), 3);
-  EXPECT_EQ(num_threads(), 7);
-  set_num_threads(0);
-  EXPECT_EQ(omp_get_max_threads(), 3);
-  EXPECT_EQ(num_threads(), allowed_cores());
-}
-
 TEST(ExecutorTest, EveryTaskRunsOnce) {
   for (const int num_tasks : {1, 2, 5, 64}) {
     std::vector<std::atomic<int>> runs(static_cast<std::size_t>(num_tasks));
@@ -75,6 +66,70 @@ TEST(ExecutorTest, EveryTaskRunsOnce) {
     make_executor(2)->run(num_tasks, Executor::Task(count));
     EXPECT_TRUE(std::all_of(runs.begin(), runs.end(), [](const auto& n) { return n == 1; }));
   }
+}
+
+/// The threads that run so many tasks.
+std::set<std::thread::id> threads_of(Executor& executor, int num_tasks) {
+  std::mutex mutex;
+  std::set<std::thread::id> threads;
+  core::run_tasks(executor, num_tasks, [&](int) {
+    const std::lock_guard lock(mutex);
+    threads.insert(std::this_thread::get_id());
+  });
+  return threads;
+}
+
+TEST(ExecutorTest, ManyTasksTakeNoMoreThreadsThanItHas) {
+  const auto five = make_executor(5), two = make_executor(2);
+  threads_of(*five, 5);  // more helpers than the next runs may use
+  for (int i = 0; i < 50; ++i) EXPECT_LE(threads_of(*two, 40).size(), 2u);
+}
+
+TEST(ExecutorTest, TasksInsideOfATaskRunOnItsThread) {
+  const auto executor = make_executor(3);
+  std::atomic<int> runs{0};
+  core::run_tasks(*executor, 3, [&](int) {
+    const std::set<std::thread::id> threads = threads_of(*executor, 4);
+    EXPECT_EQ(threads, std::set{std::this_thread::get_id()});
+    core::run_tasks(default_executor(), 5, [&](int) { ++runs; });
+  });
+  EXPECT_EQ(runs, 15);
+  core::run_tasks(*executor, 3, [&](int) { ++runs; });
+  EXPECT_EQ(runs, 18);
+}
+
+TEST(ExecutorTest, SeveralThreadsRunStepsOfTheirOwnSizesAtOnce) {
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 6; ++caller) {
+    callers.emplace_back([caller] {
+      const auto executor = make_executor(caller % 3 + 2);
+      for (int step = 0; step < 200; ++step) {
+        const int num_tasks = 1 + (step + caller) % 7;
+        std::vector<int> runs(static_cast<std::size_t>(num_tasks));
+        core::run_tasks(*executor, num_tasks,
+                        [&](int task) { ++runs[static_cast<std::size_t>(task)]; });
+        EXPECT_EQ(runs, std::vector<int>(runs.size(), 1));
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+}
+
+TEST(ExecutorTest, EveryTaskThrows) {
+  const auto executor = make_executor(4);
+  for (int i = 0; i < 20; ++i) {
+    EXPECT_THROW(core::run_tasks(*executor, 9, [](int) { throw std::runtime_error(""); }),
+                 std::runtime_error);
+    EXPECT_NO_THROW(core::run_tasks(*executor, 9, [](int) {}));
+  }
+}
+
+TEST(ExecutorTest, SleepingHelpersWakeUp) {
+  const int more_than_cores = allowed_cores() + 2;  // so they sleep whenever there is no task
+  const auto executor = make_executor(more_than_cores);
+  std::atomic<int> runs{0};
+  for (int i = 0; i < 100; ++i) core::run_tasks(*executor, more_than_cores, [&](int) { ++runs; });
+  EXPECT_EQ(runs, 100 * more_than_cores);
 }
 
 TEST(ExecutorTest, RangesMakeUpAll) {

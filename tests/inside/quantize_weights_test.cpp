@@ -262,7 +262,8 @@ TEST(QuantizeWeightsTest, IntegerScalesAreRoundedBeforeTheCodes) {
                                              keys::int8(32), {.scale_dtype = DType::kBF16});
   EXPECT_EQ(q.scales.dtype(), DType::kBF16);
   const float scale = load_f32(q.scales.data(), DType::kBF16, 0);
-  EXPECT_EQ(word_code(q, 0, 1, 8), 128 + static_cast<std::uint32_t>(std::nearbyint(-0.5F / scale)));
+  EXPECT_EQ(static_cast<int>(word_code(q, 0, 1, 8)),
+            128 + static_cast<int>(std::nearbyint(-0.5F / scale)));
 }
 
 TEST(QuantizeWeightsTest, W4A8ByHand) {

@@ -131,7 +131,7 @@ TEST_P(AllExperts, ForwardAllocatesNothing) {
   const Tensor output = Tensor::empty(x.shape(), x.dtype());
   const std::size_t bytes = layer.workspace_bytes(7);
   const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
-  layer.forward(x, output, {workspace.data(), bytes});  // OpenMP starts its threads once
+  layer.forward(x, output, {workspace.data(), bytes});  // starts the threads
   const std::int64_t before = allocations;
   layer.forward(x, output, {workspace.data(), bytes});
   EXPECT_EQ(allocations - before, 0);
