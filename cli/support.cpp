@@ -129,7 +129,8 @@ void write_text(const std::string& path, const std::string& text) {
 
 std::string describe_router(const RouterConfig& router) {
   std::string text =
-      fmt::format("{}, top-{} of {}", name(router.scoring), router.topk, router.num_experts);
+      fmt::format("{}, top-{} of {}", router.custom ? "sparsemixer" : name(router.scoring),
+                  router.topk, router.num_experts);
   if (router.num_expert_group > 0) {
     text += fmt::format(", {} groups keep {}", router.num_expert_group, router.topk_group);
   }

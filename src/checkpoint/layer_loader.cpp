@@ -95,9 +95,9 @@ class Loader {
       : model_(model), block_(block), layout_(find_layout(model, block)) {}
 
   LayerWeights load(const std::string& label) {
+    check_refused(label);
     check_layout();
-    for (const TensorSpec& spec :
-         block_tensors(model_, layout_.block, *layout_.experts, layout_.storage)) {
+    for (const TensorSpec& spec : block_tensors(model_, layout_)) {
       claim(spec);
     }
     for (const auto& [name, entry] : block_.tensors) {
@@ -118,6 +118,13 @@ class Loader {
   }
 
  private:
+  void check_refused(const std::string& label) const {
+    for (const auto& [name, reason] : family_row(model_.family).refused_tensors) {
+      if (!block_.tensors.contains(tensor_name(layout_.block, name))) continue;
+      throw Error::unsupported(Reason::kModel, label, core::format("{}: {}", label, reason));
+    }
+  }
+
   void check_layout() const {
     if (!model_.scheme.weights.quantized()) return;
     const ExpertStorage storage = layout_.experts->storage;
@@ -152,12 +159,18 @@ class Loader {
     }
     claimed_.insert(found->first);
     const Tensor& tensor = found->second.tensor;
-    if (!(spec.stored ? accepts_shape(*spec.stored, spec.shape, tensor.shape())
-                      : tensor.shape() == spec.shape)) {
+    if (!fits(spec, tensor.shape())) {
       problems_.add(full_name,
                     "shape " + to_string(tensor.shape()) + ", must be " + to_string(spec.shape));
     }
     check_dtype(full_name, tensor.dtype(), spec);
+  }
+
+  static bool fits(const TensorSpec& spec, const Shape& shape) {
+    if (spec.stored) return accepts_shape(*spec.stored, spec.shape, shape);
+    // ERNIE has one row for each group of experts, and one group.
+    if (spec.role == TensorRole::kCorrectionBias && shape == Shape({1, spec.shape[0]})) return true;
+    return shape == spec.shape;
   }
 
   void check_dtype(const std::string& full_name, DType dtype, const TensorSpec& spec) {
@@ -190,23 +203,23 @@ class Loader {
     if (dtype != *common) complain(std::string(name(*common)) + " like the others of its kind");
   }
 
-  Tensor tensor(std::string_view pattern) const {
-    return block_.tensors.find(tensor_name(layout_.block, pattern))->second.tensor;
+  /// By its name from the layer on; undefined for the empty name.
+  Tensor tensor(const std::string& name) const {
+    return name.empty() ? Tensor() : block_.tensors.find(name)->second.tensor;
   }
-  Tensor optional_tensor(std::string_view pattern, bool present) const {
-    return present && !pattern.empty() ? tensor(pattern) : Tensor();
+  Tensor expert_tensor(const std::string& pattern) const {
+    return pattern.empty() ? Tensor() : tensor(tensor_name(layout_.block, pattern));
   }
 
   RouterWeights router_weights() const {
-    const FamilyRow& row = family_row(model_.family);
     RouterWeights weights;
-    weights.weight = tensor(row.router);
-    weights.bias = optional_tensor(row.router_bias, model_.has_bias);
-    if (const Tensor bias = optional_tensor(row.correction_bias, model_.has_correction_bias)) {
+    weights.weight = tensor(layout_.router);
+    weights.bias = tensor(layout_.router_bias);
+    if (const Tensor bias = tensor(layout_.correction_bias)) {
       weights.score_correction_bias = bias;
-      if (bias.dtype() != DType::kF32) {
-        weights.score_correction_bias = Tensor::empty(bias.shape(), DType::kF32);
-        convert(bias, weights.score_correction_bias);
+      if (bias.dtype() != DType::kF32 || bias.rank() != 1) {
+        weights.score_correction_bias = Tensor::empty({model_.router.num_experts}, DType::kF32);
+        convert(bias.reshape({model_.router.num_experts}), weights.score_correction_bias);
       }
     }
     return weights;
@@ -218,20 +231,21 @@ class Loader {
       ExpertWeights weights =
           empty_weights(model_.intermediate, layout_.storage.experts, expert_dtype_);
       for (std::int64_t e = 0; e < model_.router.num_experts; ++e) {
-        add_expert(weights, expert_layers(model_, layout_.block, layout, e),
-                   layout_.storage.experts, model_.has_bias);
+        add_expert(weights, expert_layers(model_, layout_, e), layout_.storage.experts,
+                   model_.has_bias);
       }
       replace_uncalibrated(weights);
       return weights;
     }
+    if (!layout.w3.empty()) return parted_experts();
     const bool mxfp4 = layout.storage == ExpertStorage::kMxfp4;
     ExpertWeights::Stacked stacked;
-    stacked.w13 = tensor(layout.w1);
-    stacked.w2 = tensor(layout.w2);
-    stacked.w13_scales = optional_tensor(layout.w13_scales, mxfp4);
-    stacked.w2_scales = optional_tensor(layout.w2_scales, mxfp4);
-    stacked.w13_bias = optional_tensor(layout.w13_bias, model_.has_bias);
-    stacked.w2_bias = optional_tensor(layout.w2_bias, model_.has_bias);
+    stacked.w13 = expert_tensor(layout.w1);
+    stacked.w2 = expert_tensor(layout.w2);
+    stacked.w13_scales = expert_tensor(layout.w13_scales);
+    stacked.w2_scales = expert_tensor(layout.w2_scales);
+    stacked.w13_bias = expert_tensor(layout.w13_bias);
+    stacked.w2_bias = expert_tensor(layout.w2_bias);
     stacked.gate_up_layout = layout.gate_up;
     stacked.transposed = layout.storage == ExpertStorage::kStackedTransposed;
     return ExpertWeights::from_stacked(
@@ -239,14 +253,59 @@ class Loader {
         model_.activation, model_.activation_params);
   }
 
+  /// Gate and up in tensors of their own, each with all experts.
+  ExpertWeights parted_experts() {
+    const ExpertLayout& layout = *layout_.experts;
+    ExpertWeights weights = empty_weights(model_.intermediate, nullptr, expert_dtype_);
+    const std::array tensors{expert_tensor(layout.w1), expert_tensor(layout.w3),
+                             expert_tensor(layout.w2)};
+    for (const Tensor& tensor : tensors) weights.owners.push_back(tensor.owner());
+    const std::int64_t inner = model_.intermediate;
+    const auto matrix = [&](const Tensor& tensor, std::int64_t expert, bool down) {
+      TensorView view = layout.storage == ExpertStorage::kRows
+                            ? tensor.slice(0, expert * inner, (expert + 1) * inner)
+                            : tensor.select(0, expert);
+      const bool transposed = layout.storage == ExpertStorage::kStackedTransposed ||
+                              (layout.storage == ExpertStorage::kRows && down);
+      WeightMatrix result;
+      result.values = transposed ? view.transpose(0, 1) : view;
+      return result;
+    };
+    for (std::int64_t e = 0; e < model_.router.num_experts; ++e) {
+      weights.experts.push_back({matrix(tensors[0], e, false), matrix(tensors[1], e, false),
+                                 matrix(tensors[2], e, true)});
+    }
+    return weights;
+  }
+
   SharedExperts shared_experts() {
     SharedExperts shared;
     shared.weights =
         empty_weights(model_.shared_intermediate, layout_.storage.shared, shared_dtype_);
-    add_expert(shared.weights, shared_layers(model_, layout_.block), layout_.storage.shared, false);
+    const FamilyRow& row = family_row(model_.family);
+    if (!row.shared_limit) shared.weights.activation_params.limit.reset();
+    add_expert(shared.weights, shared_layers(model_, layout_), layout_.storage.shared, false);
+    if (row.gated && layout_.shared.up.empty()) split_halves(shared.weights);
     replace_uncalibrated(shared.weights);
-    shared.gate = optional_tensor(family_row(model_.family).shared_gate, model_.shared_expert_gate);
+    shared.gate = tensor(layout_.shared_gate);
+    if (model_.average_with_shared) shared.gate = half_gate();
     return shared;
+  }
+
+  /// The first matrix holds the rows of gate, then those of up.
+  static void split_halves(ExpertWeights& weights) {
+    ExpertMatrices& expert = weights.experts.front();
+    const TensorView both = expert.gate.values;
+    const std::int64_t half = both.size(0) / 2;
+    expert.gate.values = both.slice(0, 0, half);
+    expert.up.values = both.slice(0, half, 2 * half);
+  }
+
+  /// A gate whose every sigmoid is one half.
+  Tensor half_gate() const {
+    const Tensor gate = Tensor::empty({1, model_.hidden}, DType::kF32);
+    std::fill_n(gate.as<float>(), model_.hidden, 0.0F);
+    return gate;
   }
 
   ExpertWeights empty_weights(std::int64_t intermediate, const LinearLayout* linear,
@@ -260,15 +319,19 @@ class Loader {
     return weights;
   }
 
-  // Gate, up, down.
-  void add_expert(ExpertWeights& weights, const std::array<LinearLayer, 3>& layers,
+  // Gate, up and down, or the first and the last.
+  void add_expert(ExpertWeights& weights, const std::vector<LinearLayer>& layers,
                   const LinearLayout* linear, bool has_bias) {
     const auto load = [&](const LinearLayer& layer) {
       WeightMatrix result = matrix(layer, linear, weights.owners);
       if (has_bias) result.bias = view(layer.name + ".bias", weights.owners);
       return result;
     };
-    weights.experts.push_back({load(layers[0]), load(layers[1]), load(layers[2])});
+    ExpertMatrices expert;
+    expert.gate = load(layers.front());
+    if (layers.size() == 3) expert.up = load(layers[1]);
+    expert.down = load(layers.back());
+    weights.experts.push_back(std::move(expert));
   }
 
   WeightMatrix matrix(const LinearLayer& layer, const LinearLayout* linear,
@@ -319,36 +382,101 @@ class Loader {
 
 // The linear layers of a quantized model; null for unquantized ones.
 const LinearLayout* shared_storage(const ModelConfig& model, const Block& block,
-                                   std::string_view segment, const LinearLayout* linear) {
+                                   const BlockLayout& layout) {
+  const LinearLayout* linear = layout.storage.experts;
   if (!linear || model.shared_intermediate == 0) return nullptr;
-  const auto found = block.tensors.find(shared_layers(model, segment)[0].name + ".weight");
+  const auto found = block.tensors.find(layout.shared.gate + ".weight");
   const bool plain = found != block.tensors.end() && is_float(found->second.tensor.dtype());
   return plain ? nullptr : linear;
+}
+
+// Whether a tensor of that name, or a part of a linear layer of that name, is there.
+bool has_tensor(const Block& block, const std::string& name) {
+  const auto found = block.tensors.lower_bound(name);
+  if (found == block.tensors.end() || !found->first.starts_with(name)) return false;
+  return found->first.size() == name.size() || found->first[name.size()] == '.';
+}
+
+// The first of the names under which there is a tensor; without one it stays as published.
+void choose_name(const Block& block, const std::string& segment,
+                 const std::vector<std::string>& names, std::string& chosen) {
+  if (chosen.empty()) return;
+  for (const std::string& pattern : names) {
+    const std::string name = tensor_name(segment, pattern);
+    if (!has_tensor(block, name)) continue;
+    chosen = name;
+    return;
+  }
+  chosen = tensor_name(segment, names.front());
+}
+
+void choose_names(const ModelConfig& model, const Block& block, BlockLayout& layout) {
+  const FamilyRow& row = family_row(model.family);
+  choose_name(block, layout.block, row.router, layout.router);
+  choose_name(block, layout.block, row.router_bias, layout.router_bias);
+  choose_name(block, layout.block, row.correction_bias, layout.correction_bias);
+  choose_name(block, layout.block, row.shared_gate, layout.shared_gate);
+  if (model.shared_intermediate == 0) return;
+  const auto full = [&](const std::string& pattern) {
+    return pattern.empty() ? pattern : tensor_name(layout.block, pattern);
+  };
+  const auto present = [&](const SharedNames& names) {
+    return has_tensor(block, full(names.gate));
+  };
+  auto names = std::find_if(row.shared.begin(), row.shared.end(), present);
+  if (names == row.shared.end()) names = row.shared.begin();
+  layout.shared = {full(names->gate), full(names->up), full(names->down)};
+}
+
+std::int64_t count_experts(const Block& block, const std::string& segment,
+                           const ExpertLayout& layout) {
+  std::int64_t count = 0;
+  for (const auto& [name, entry] : block.tensors) {
+    std::string_view inside = name;
+    if (!segment.empty()) {
+      if (!inside.starts_with(segment) || !inside.substr(segment.size()).starts_with('.')) continue;
+      inside.remove_prefix(segment.size() + 1);
+    }
+    count += holds_experts(inside, layout);
+  }
+  return count;
+}
+
+bool stacks_fit(const ModelConfig& model, const Block& block, const std::string& segment,
+                const ExpertLayout& layout) {
+  const bool transposed = layout.storage == ExpertStorage::kStackedTransposed;
+  if (!transposed && layout.storage != ExpertStorage::kStacked) return false;
+  const auto w1 = block.tensors.find(tensor_name(segment, layout.w1));
+  const auto w2 = block.tensors.find(tensor_name(segment, layout.w2));
+  if (w1 == block.tensors.end() || w2 == block.tensors.end()) return false;
+  const auto fits = [&](const Shape& shape, std::int64_t in) {
+    return shape.rank() == 3 && shape[transposed ? 1 : 2] == in;
+  };
+  return fits(w1->second.tensor.shape(), model.hidden) &&
+         fits(w2->second.tensor.shape(), model.intermediate);
 }
 
 }  // namespace
 
 BlockLayout find_layout(const ModelConfig& model, const Block& block) {
   const FamilyRow& row = family_row(model.family);
-  BlockLayout best{row.blocks.front(), &row.layouts.front(), {}};
+  BlockLayout best = published_names(model, row.layouts.front());
   std::int64_t most = 0;
-  for (std::string_view segment : row.blocks) {
+  for (const std::string& segment : row.blocks) {
     for (const ExpertLayout& layout : row.layouts) {
-      std::int64_t count = 0;
-      for (const auto& [name, entry] : block.tensors) {
-        const std::string_view view = name;
-        count += view.starts_with(segment) && view.substr(segment.size()).starts_with('.') &&
-                 holds_experts(view.substr(segment.size() + 1), layout);
-      }
-      if (count > most) {
-        most = count;
-        best = {segment, &layout, {}};
-      }
+      // Two layouts of stacked tensors may differ in shapes alone.
+      const std::int64_t count =
+          2 * count_experts(block, segment, layout) + stacks_fit(model, block, segment, layout);
+      if (count <= most) continue;
+      most = count;
+      best.block = segment;
+      best.experts = &layout;
     }
   }
+  choose_names(model, block, best);
   if (best.experts->storage == ExpertStorage::kPerExpert) {
     best.storage.experts = find_linear_layout(model.layout, model.scheme.weights);
-    best.storage.shared = shared_storage(model, block, best.block, best.storage.experts);
+    best.storage.shared = shared_storage(model, block, best);
   }
   return best;
 }

@@ -245,11 +245,11 @@ std::optional<nlohmann::json> quantization_config(const StoredQuantization& quan
   return std::nullopt;
 }
 
-CheckpointLayout usual_layout(Family family, const QuantScheme& scheme) {
+CheckpointLayout usual_layout(const Family& family, const QuantScheme& scheme) {
   const auto holds = [&](Layout layout) {
     return quantization_config({layout, scheme}, {}).has_value();
   };
-  if (family == Family::kGptOss && holds(Layout::kGptOss)) return Layout::kGptOss;
+  if (family.name() == "gpt_oss" && holds(Layout::kGptOss)) return Layout::kGptOss;
   if (holds(Layout::kFp8)) return Layout::kFp8;
   if (scheme.weights == keys::nvfp4() && holds(Layout::kModelOpt)) return Layout::kModelOpt;
   return Layout::kCompressedTensors;

@@ -25,6 +25,6 @@ std::optional<nlohmann::json> quantization_config(const StoredQuantization& quan
                                                   std::span<const std::string> plain_modules);
 
 /// The layout in which models of this family and scheme are usually published.
-CheckpointLayout usual_layout(Family family, const QuantScheme& scheme);
+CheckpointLayout usual_layout(const Family& family, const QuantScheme& scheme);
 
 }  // namespace fusedmoe::checkpoint

@@ -313,11 +313,11 @@ TEST(QuantizeCheckpointTest, UsualLayouts) {
   const auto usual = [](Family family, const char* scheme) {
     return std::string(name(checkpoint::usual_layout(family, parse_scheme(scheme))));
   };
-  EXPECT_EQ(usual(Family::kGptOss, "mxfp4_w4a16"), "gpt-oss");
-  EXPECT_EQ(usual(Family::kQwen3Moe, "mxfp4_w4a16"), "compressed-tensors");
-  EXPECT_EQ(usual(Family::kDeepseekV3, "fp8_block_ue8m0"), "fp8");
-  EXPECT_EQ(usual(Family::kMixtral, "nvfp4"), "modelopt");
-  EXPECT_EQ(usual(Family::kMixtral, "int4_g128"), "compressed-tensors");
+  EXPECT_EQ(usual(Family::named("gpt_oss"), "mxfp4_w4a16"), "gpt-oss");
+  EXPECT_EQ(usual(Family::named("qwen3_moe"), "mxfp4_w4a16"), "compressed-tensors");
+  EXPECT_EQ(usual(Family::named("deepseek_v3"), "fp8_block_ue8m0"), "fp8");
+  EXPECT_EQ(usual(Family::named("mixtral"), "nvfp4"), "modelopt");
+  EXPECT_EQ(usual(Family::named("mixtral"), "int4_g128"), "compressed-tensors");
 }
 
 // Shards, several layers, and everything else of the directory.
