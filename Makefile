@@ -2,7 +2,10 @@
 JOBS ?= $(shell nproc)
 CONFIGURE = cmake -Wno-dev --log-level=WARNING
 
-.PHONY: demo test build format format-check check-clang check-tidy check-aarch64 install-deps clean
+# Against transformers (docs/families.md): Python with transformers and torch, from the package index.
+PYTHON ?= python3
+
+.PHONY: demo test build format format-check interop check-clang check-tidy check-aarch64 install-deps clean
 
 demo: install-deps
 	$(CONFIGURE) --preset default
@@ -36,6 +39,9 @@ check-aarch64: install-deps
 	$(CONFIGURE) --preset aarch64
 	cmake --build --preset aarch64 -j $(JOBS)
 	ctest --preset aarch64 -j $(JOBS) $(CTEST_FLAGS)
+
+interop: build
+	$(PYTHON) tests/interop/interop.py build/cli/fusedmoe
 
 install-deps:
 	@scripts/install-deps.sh

@@ -120,6 +120,18 @@ std::string read_text(const std::string& path) {
   return text;
 }
 
+void add_family_option(Command& command, std::string& family) {
+  command.add_option("--family", family,
+                     "Read the model as one of this family: a name that families lists, or a JSON "
+                     "file with a description");
+}
+
+Checkpoint open_checkpoint(const std::string& path, const std::string& family) {
+  CheckpointOptions options;
+  if (!family.empty()) options.family = Family::named(family);
+  return Checkpoint::open(path, options);
+}
+
 void write_text(const std::string& path, const std::string& text) {
   std::ofstream file(path, std::ios::binary);
   file << text;

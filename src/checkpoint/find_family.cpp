@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cctype>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "checkpoint/config_keys.h"
 #include "core/check.h"
@@ -100,12 +99,9 @@ FoundFamily find_family_of(const nlohmann::json& root, std::shared_ptr<const Fam
     const nlohmann::json& node = node_of(root, *row);
     return served(std::move(row), node);
   }
-  std::set<std::string> known;
-  for (const auto& row : family_table()) {
-    if (row->refused.empty()) known.insert(row->name);
-  }
   throw Error::unsupported(Reason::kModel, "config.model_type", files::quote(types),
-                           "one of " + core::join(known, ", "));
+                           "a family that is described: fusedmoe families lists them, and "
+                           "--family gives another");
 }
 
 }  // namespace fusedmoe::checkpoint

@@ -9,6 +9,7 @@
 #include "checkpoint/family.h"
 #include "checkpoint/find_family.h"
 #include "checkpoint/quant_config.h"
+#include "checkpoint/quant_targets.h"
 #include "core/check.h"
 #include "files/json.h"
 #include "files/safetensors_header.h"
@@ -26,6 +27,20 @@ using checkpoint::Settings;
 constexpr std::int64_t kMaxWidth = std::int64_t{1} << 18;
 constexpr std::int64_t kMaxExperts = RouterConfig::kMaxExperts;
 constexpr std::int64_t kMaxLayers = std::int64_t{1} << 10;
+
+// A number, or a list with one entry for each layer.
+std::int64_t read_num_layers(const FamilyRow& row, const Settings& settings) {
+  for (const std::string& key : row.num_layers.keys) {
+    const nlohmann::json* value = settings.keys().find(key);
+    if (!value) continue;
+    if (!value->is_array()) break;
+    FUSEDMOE_CHECK_FILE(!value->empty() && std::ssize(*value) <= kMaxLayers,
+                        settings.keys().label(key), core::format("{} entries", value->size()),
+                        core::format("from 1 to {} entries", kMaxLayers));
+    return std::ssize(*value);
+  }
+  return settings.integer(row.num_layers, 1, kMaxLayers);
+}
 
 ScoringFunc parse_scoring(const std::string& text, const std::string& label) {
   constexpr std::array kScorings{ScoringFunc::kSoftmax,      ScoringFunc::kSigmoid,
@@ -145,14 +160,15 @@ void read_shared(const FamilyRow& row, const Settings& settings, ModelConfig& mo
 
 // The keys of a scheme are data: schemes without an implementation are described all the same, so
 // that a selection can say what it lacks.
-void read_scheme(const Keys& root, const Keys& keys, ModelConfig& model) {
+void read_scheme(const FamilyRow& row, const Keys& root, const Keys& keys, ModelConfig& model) {
   std::optional<Keys> quantization = root.object("quantization_config");
   if (!quantization) quantization = keys.object("quantization_config");
   if (quantization) {
-    const checkpoint::StoredQuantization stored = checkpoint::parse_quantization(*quantization);
+    const checkpoint::StoredQuantization stored = checkpoint::parse_quantization(
+        *quantization, checkpoint::expert_modules(row, model.num_layers));
     model.layout = stored.layout;
     model.scheme = stored.scheme;
-    return;
+    if (stored.layout != CheckpointLayout::kPlain) return;
   }
   const std::string dtype = keys.string("dtype", keys.string("torch_dtype", "bfloat16"));
   const std::optional<DType> parsed = parse_dtype(dtype);
@@ -173,7 +189,7 @@ ModelConfig parse_model_config(std::string_view config_json, const Family& famil
   check_requirements(row, settings);
   ModelConfig model;
   model.family = Family(found.row);
-  model.num_layers = settings.integer(row.num_layers, 1, kMaxLayers);
+  model.num_layers = read_num_layers(row, settings);
   model.hidden = settings.integer(row.hidden, 1, kMaxWidth);
   model.intermediate = settings.integer(row.intermediate, 1, kMaxWidth);
   model.has_bias =
@@ -182,7 +198,7 @@ ModelConfig parse_model_config(std::string_view config_json, const Family& famil
   read_router(row, settings, model);
   read_activation(row, settings, model);
   read_shared(row, settings, model);
-  read_scheme(Keys(root), settings.keys(), model);
+  read_scheme(row, Keys(root), settings.keys(), model);
   return model;
 }
 

@@ -202,12 +202,14 @@ std::optional<Json> awq_json(const QuantScheme& scheme, std::span<const std::str
 
 }  // namespace
 
-StoredQuantization parse_quantization(const ConfigKeys& config) {
+StoredQuantization parse_quantization(const ConfigKeys& config, const ExpertModules& experts) {
   const std::string method = config.string("quant_method", "");
   if (method == "mxfp4") return {Layout::kGptOss, schemes::mxfp4_w4a16()};
   if (method == "fp8") return parse_fp8(config);
   if (method == "compressed-tensors") {
-    return {Layout::kCompressedTensors, parse_compressed_tensors(config)};
+    const auto scheme = parse_compressed_tensors(config, experts);
+    if (!scheme) return {};
+    return {Layout::kCompressedTensors, *scheme};
   }
   if (method == "gptq") return parse_gptq(config);
   if (method == "awq") return parse_awq(config);

@@ -9,6 +9,7 @@
 #include "checkpoint/checkpoint_writer.h"
 #include "checkpoint/opened_checkpoint.h"
 #include "checkpoint/quant_config.h"
+#include "checkpoint/quant_targets.h"
 #include "core/check.h"
 #include "files/json.h"
 #include "fusedmoe/quant.h"
@@ -94,10 +95,15 @@ class CheckpointQuantizer {
         options_.scale_rule == MxScaleRule::kOcp || model.scheme.weights.scale == DType::kE8M0,
         "scale_rule", std::string(name(options_.scale_rule)),
         "ocp, for weights without E8M0 scales");
-    FUSEDMOE_CHECK(checkpoint::quantization_config({model.layout, model.scheme}, {}), "layout",
-                   std::string(name(model.layout)),
+    const auto config = checkpoint::quantization_config({model.layout, model.scheme}, {});
+    FUSEDMOE_CHECK(config, "layout", std::string(name(model.layout)),
                    core::format("one that can hold {}, such as {}", name(model.scheme),
                                 name(checkpoint::usual_layout(model.family, model.scheme))));
+    // Readers take the scale rule of the activations from the layout.
+    model.scheme = checkpoint::parse_quantization(
+                       checkpoint::ConfigKeys(*config),
+                       checkpoint::expert_modules(checkpoint::family_row(model.family), 1))
+                       .scheme;
     return model;
   }
 

@@ -100,18 +100,24 @@ float amax_of(const WeightMatrix& source, DType dtype) {
       dequantize_weights(source, schemes::unquantized(dtype).weights, source.values.size(1)));
 }
 
+/// compressed-tensors has one scale rule for MXFP4 activations, and no words for others.
+std::string read_as(const RoundTrip& trip) {
+  const bool even = trip.layout == CheckpointLayout::kCompressedTensors && trip.scheme == "mxfp4";
+  return even ? "mxfp4:even" : trip.scheme;
+}
+
 TEST_P(RoundTripTest, IsExact) {
   const RoundTrip& trip = GetParam();
   const TinyCheckpoints& tiny = TinyCheckpoints::instance();
   const Checkpoint source = Checkpoint::open(tiny.source(trip.family));
   const Checkpoint written =
       Checkpoint::open(tiny.quantized(trip.family, trip.scheme, trip.layout));
-  EXPECT_EQ(name(written.config().scheme), trip.scheme);
+  EXPECT_EQ(name(written.config().scheme), read_as(trip));
   EXPECT_EQ(written.config().layout, trip.layout);
   ASSERT_EQ(written.moe_layers(), source.moe_layers());
 
   const LayerWeights before = source.load_layer(0), after = written.load_layer(0);
-  EXPECT_EQ(after.experts.scheme, parse_scheme(trip.scheme));
+  EXPECT_EQ(after.experts.scheme, parse_scheme(read_as(trip)));
   const QuantKey key = after.experts.scheme.weights;
   const DType dtype = before.experts.scheme.weights.value;
   const bool input_scale = checkpoint::has_input_scale(after.experts.scheme);
