@@ -25,6 +25,9 @@ struct Block {
 /// ones if none is.
 BlockLayout find_layout(const ModelConfig& model, const Block& block);
 
+/// The scheme of experts in MXFP4 blocks.
+QuantScheme mxfp4_scheme(const ModelConfig& model);
+
 /// The scheme of the experts: the config's if it is quantized or the tensors tell none, else that
 /// of the tensors.
 QuantScheme stored_scheme(const ModelConfig& model, const Block& block);
