@@ -2,8 +2,11 @@
 JOBS ?= $(shell nproc)
 CONFIGURE = cmake -Wno-dev --log-level=WARNING
 
-.PHONY: demo test build format format-check check-clang check-tidy check-tsan check-aarch64 \
-	check-riscv64 install-deps clean
+# Against transformers (docs/families.md): Python with transformers and torch, from the package index.
+PYTHON ?= python3
+
+.PHONY: demo test build format format-check interop check-clang check-tidy check-tsan \
+	check-aarch64 check-riscv64 install-deps clean
 
 demo: install-deps
 	$(CONFIGURE) --preset default
@@ -50,6 +53,9 @@ check-riscv64: install-deps
 	cmake --build --preset riscv64 -j $(JOBS)
 	qemu-riscv64-static -L /usr/riscv64-linux-gnu build-riscv64/tests/unit_tests --gtest_brief=1 \
 	  --gtest_filter='*Golden*Cpu*:RouterConfig*:FormatsTest.*:RuntimeTest.*'
+
+interop: build
+	$(PYTHON) tests/interop/interop.py build/cli/fusedmoe
 
 install-deps:
 	@scripts/install-deps.sh

@@ -11,6 +11,7 @@ void add_synth(Command& program);
 void add_quantize(Command& program);
 void add_inspect(Command& program);
 void add_explain(Command& program);
+void add_families(Command& program);
 void add_doctor(Command& program);
 void add_bench(Command& program);
 void add_compare(Command& program);

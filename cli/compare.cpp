@@ -19,6 +19,7 @@ namespace fusedmoe::cli {
 namespace {
 
 struct Options {
+  std::string family;
   std::string checkpoint, model, input;
   std::string input_name = "hidden_states";
   std::int64_t layer = -1, tokens = 64, max_experts = 8;
@@ -34,7 +35,7 @@ LayerWeights load_layer(const Options& options) {
     return random_layer(parse_model_config(model_preset(options.model)), options.max_experts,
                         options.seed);
   }
-  const Checkpoint checkpoint = Checkpoint::open(options.checkpoint);
+  const Checkpoint checkpoint = open_checkpoint(options.checkpoint, options.family);
   const std::vector<std::int64_t> layers = checkpoint.moe_layers();
   if (layers.empty()) throw Error(options.checkpoint, "without MoE layers", "at least one");
   const std::int64_t index = options.layer < 0 ? layers.front() : options.layer;
@@ -151,6 +152,7 @@ void add_compare(Command& program) {
       .one_of(model_preset_names());
   source.require(1, 1);
   command.add_option("--schemes", options->schemes, "Schemes to compare, or all").list().required();
+  add_family_option(command, options->family);
   command.add_option("--layer", options->layer, "Layer index; default: the first MoE layer")
       .not_negative();
   command.add_option("--max-experts", options->max_experts, "Take so many experts; 0: all")

@@ -17,6 +17,7 @@ namespace fusedmoe::cli {
 namespace {
 
 struct Options {
+  std::string family;
   std::string checkpoint, model;
   std::string device = "cpu";
   std::string dtype = "bf16";
@@ -66,7 +67,7 @@ std::string plan_json(const Options& options, const ModelConfig& model,
   if (model.shared_intermediate > 0) {
     MoeConfig shared = selection.config;
     if (!options.checkpoint.empty()) {
-      const Checkpoint checkpoint = Checkpoint::open(options.checkpoint);
+      const Checkpoint checkpoint = open_checkpoint(options.checkpoint, options.family);
       const auto experts = checkpoint.load_layer(checkpoint.moe_layers().front()).shared_experts;
       if (experts) shared.scheme = experts->weights.scheme;
     }
@@ -125,8 +126,9 @@ void run(const Options& options) {
     return;
   }
   check_experts_name(options.experts);
-  const ModelConfig model = options.model.empty() ? Checkpoint::open(options.checkpoint).config()
-                                                  : parse_model_config(model_preset(options.model));
+  const ModelConfig model = options.model.empty()
+                                ? open_checkpoint(options.checkpoint, options.family).config()
+                                : parse_model_config(model_preset(options.model));
   const MoeConfig config = make_config(options, model);
   const Selection selection =
       options.experts.empty() ? explain(config) : select(config, options.experts);
@@ -155,6 +157,7 @@ void add_explain(Command& program) {
       source.add_flag("--matrix", options->matrix,
                       "Print docs/support-matrix.md: every implementation, every scheme");
   source.require(1, 1);
+  add_family_option(command, options->family);
   command.add_option("--scheme", options->scheme, "Of the experts; default: as published")
       .excludes(matrix);
   command

@@ -20,6 +20,7 @@ namespace fusedmoe::cli {
 namespace {
 
 struct Options {
+  std::string family;
   std::string path;
   std::int64_t layer = -1;
   bool json = false;
@@ -141,7 +142,7 @@ void print_json(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
 }
 
 void run(const Options& options) {
-  const Checkpoint checkpoint = Checkpoint::open(options.path);
+  const Checkpoint checkpoint = open_checkpoint(options.path, options.family);
   const std::vector<std::int64_t> layers = checkpoint.moe_layers();
   if (layers.empty()) throw Error(options.path, "without MoE layers", "at least one");
   const std::int64_t layer = options.layer < 0 ? layers.front() : options.layer;
@@ -159,6 +160,7 @@ void add_inspect(Command& program) {
   Command command = program.add_command(
       "inspect", "Show a checkpoint's family, layers, experts, shapes, scheme and bytes");
   command.add_option("path", options->path, "Checkpoint directory or safetensors file").required();
+  add_family_option(command, options->family);
   command.add_option("--layer", options->layer, "Layer whose tensors are listed; default: first")
       .not_negative();
   command.add_flag("--json", options->json, "Print one JSON object instead of text");

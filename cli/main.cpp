@@ -13,6 +13,7 @@ void add_commands(Command& program) {
   add_quantize(program);
   add_inspect(program);
   add_explain(program);
+  add_families(program);
   add_doctor(program);
   add_bench(program);
   add_compare(program);

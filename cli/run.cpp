@@ -23,6 +23,7 @@ namespace fusedmoe::cli {
 namespace {
 
 struct Options {
+  std::string family;
   std::string checkpoint, input, output;
   std::string input_name = "hidden_states";
   std::string device = "cpu";
@@ -226,7 +227,7 @@ void run(const Options& options) {
   parse_device(options.device);
   check_experts_name(options.experts);
   set_num_threads(options.threads);
-  const Checkpoint checkpoint = Checkpoint::open(options.checkpoint);
+  const Checkpoint checkpoint = open_checkpoint(options.checkpoint, options.family);
   check_outputs(options, checkpoint);
   const std::vector<std::int64_t> layers = checkpoint.moe_layers();
   if (layers.empty()) throw Error(options.checkpoint, "without MoE layers", "at least one");
@@ -258,6 +259,7 @@ void add_run(Command& program) {
       .add_option("--checkpoint", options->checkpoint,
                   "Directory (config.json + *.safetensors) or one safetensors file")
       .required();
+  add_family_option(command, options->family);
   command.add_option("--layer", options->layer, "Layer index; default: the first MoE layer")
       .not_negative();
   command.add_option("--input", options->input, "Safetensors file with the hidden states")

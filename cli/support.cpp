@@ -120,6 +120,18 @@ std::string read_text(const std::string& path) {
   return text;
 }
 
+void add_family_option(Command& command, std::string& family) {
+  command.add_option("--family", family,
+                     "Read the model as one of this family: a name that families lists, or a JSON "
+                     "file with a description");
+}
+
+Checkpoint open_checkpoint(const std::string& path, const std::string& family) {
+  CheckpointOptions options;
+  if (!family.empty()) options.family = Family::named(family);
+  return Checkpoint::open(path, options);
+}
+
 void write_text(const std::string& path, const std::string& text) {
   std::ofstream file(path, std::ios::binary);
   file << text;
@@ -129,7 +141,8 @@ void write_text(const std::string& path, const std::string& text) {
 
 std::string describe_router(const RouterConfig& router) {
   std::string text =
-      fmt::format("{}, top-{} of {}", name(router.scoring), router.topk, router.num_experts);
+      fmt::format("{}, top-{} of {}", router.custom ? "sparsemixer" : name(router.scoring),
+                  router.topk, router.num_experts);
   if (router.num_expert_group > 0) {
     text += fmt::format(", {} groups keep {}", router.num_expert_group, router.topk_group);
   }

@@ -7,6 +7,7 @@
 #include <string>
 #include <string_view>
 
+#include "command_line.h"
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/tensor.h"
 
@@ -50,6 +51,11 @@ DType parse_float_dtype(const std::string& text);
 
 /// A floating tensor (any number of rows, columns) of a safetensors file; throws Error.
 Tensor load_tensor(const std::string& path, const std::string& name, std::int64_t columns);
+
+/// Declares --family of a command that opens a checkpoint.
+void add_family_option(Command& command, std::string& family);
+/// A checkpoint read as a model of the family of --family; empty: of its own model_type.
+Checkpoint open_checkpoint(const std::string& path, const std::string& family);
 
 /// The whole text of a file; throws Error.
 std::string read_text(const std::string& path);

@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "fusedmoe/export.h"
@@ -15,20 +16,38 @@
 
 namespace fusedmoe {
 
-enum class Family {
-  kGptOss,
-  kMixtral,
-  kQwen2Moe,
-  kQwen3Moe,
-  kDeepseekV2,
-  kDeepseekV3,
-  kLlama4,
-  kOlmoe,
-  kGraniteMoe,
-  kGlm4Moe,
+namespace checkpoint {
+struct FamilyRow;
+}
+
+/// A model family: a description of its tensors, the keys of its config, its router and its
+/// activation (docs/families.md). Descriptions are JSON; many are built in.
+class FUSEDMOE_API Family {
+ public:
+  Family() = default;
+  /// A built-in one by its model_type, or that of a JSON file. Throws Error listing the names.
+  static Family named(std::string_view name_or_file);
+  /// Those of a JSON text, which may build on built-in ones. Throws Error naming the place.
+  static std::vector<Family> parse(std::string_view json, const std::string& label);
+  /// Every built-in one, also those that are refused.
+  static std::vector<Family> all();
+
+  /// The `model_type` of the published config: "gpt_oss", "mixtral", ...
+  std::string_view name() const;
+  /// Why nothing here computes such models; empty: they are computed.
+  std::string_view refused() const;
+  /// The whole description.
+  std::string_view json() const;
+
+  bool operator==(const Family& other) const { return name() == other.name(); }
+
+  explicit Family(std::shared_ptr<const checkpoint::FamilyRow> row) : row_(std::move(row)) {}
+  const std::shared_ptr<const checkpoint::FamilyRow>& row() const { return row_; }
+
+ private:
+  std::shared_ptr<const checkpoint::FamilyRow> row_;
 };
-/// The `model_type` of the published config: "gpt_oss", "mixtral", ...
-FUSEDMOE_API std::string_view name(Family family);
+FUSEDMOE_API std::string_view name(const Family& family);
 
 /// How a checkpoint names and packs the tensors of its quantized linear layers.
 enum class CheckpointLayout {
@@ -48,14 +67,16 @@ FUSEDMOE_API CheckpointLayout parse_checkpoint_layout(std::string_view text);
 
 /// What a model's config.json says about its MoE layers.
 struct ModelConfig {
-  Family family = Family::kGptOss;
+  Family family;
   std::int64_t num_layers = 0;
   std::int64_t hidden = 0;
   std::int64_t intermediate = 0;
   std::int64_t shared_intermediate = 0;  ///< total width of the shared experts; 0 = none
   bool shared_expert_gate = false;       ///< Qwen2
+  bool average_with_shared = false;      ///< Cohere: half of the sum of routed and shared
   bool has_correction_bias = false;      ///< DeepSeek V3, GLM 4
-  bool has_bias = false;                 ///< gpt-oss: biases of router and experts
+  bool has_router_bias = false;          ///< gpt-oss
+  bool has_bias = false;                 ///< gpt-oss: biases of the experts
   Activation activation = Activation::kSilu;
   ActivationParams activation_params;
   RouterConfig router;
@@ -63,8 +84,10 @@ struct ModelConfig {
   CheckpointLayout layout = CheckpointLayout::kPlain;
 };
 
-/// From the text of a config.json (nested text_config is followed). Throws Error naming the key.
-FUSEDMOE_API ModelConfig parse_model_config(std::string_view config_json);
+/// From the text of a config.json (nested text_config is followed). Its model_type says the family
+/// unless one is given. Throws Error naming the key.
+FUSEDMOE_API ModelConfig parse_model_config(std::string_view config_json,
+                                            const Family& family = {});
 
 /// config.json text of a published model: "gpt-oss-20b", "gpt-oss-120b", "mixtral-8x7b",
 /// "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "llama4-scout". Throws Error listing them.
@@ -74,12 +97,17 @@ FUSEDMOE_API std::vector<std::string> model_preset_names();
 /// The configuration an implementation is chosen by. `dtype`: of the hidden states.
 FUSEDMOE_API MoeConfig moe_config(const ModelConfig& model, DType dtype, Device device = {});
 
+struct CheckpointOptions {
+  FileAccess access = FileAccess::kMap;
+  Family family = {};  ///< none: by the model_type of the config
+};
+
 /// A directory (config.json + *.safetensors, with or without an index) or one safetensors file
 /// whose metadata key `config` holds the config. Opening reads headers only. See SafetensorsFile
 /// for what must not happen to mapped files while weights of them live, and for reading instead.
 class FUSEDMOE_API Checkpoint {
  public:
-  static Checkpoint open(const std::filesystem::path& path, OpenOptions options = {});
+  static Checkpoint open(const std::filesystem::path& path, const CheckpointOptions& options = {});
   /// The same for one safetensors file in memory, which must outlive every tensor (used by the
   /// fuzzer).
   static Checkpoint parse(const void* data, std::size_t size, std::string label);

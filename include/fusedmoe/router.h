@@ -51,7 +51,8 @@ struct RouterConfig {
   std::int64_t num_experts = 0;
   std::int64_t topk = 0;
   ScoringFunc scoring = ScoringFunc::kSoftmax;
-  bool renormalize = false;           ///< divide the chosen weights by their sum (+ 1e-20)
+  bool renormalize = false;  ///< divide the chosen weights by their sum + epsilon
+  double renormalize_epsilon = 1e-20;
   std::int64_t num_expert_group = 0;  ///< > 0: grouped top-k (DeepSeek); divides num_experts
   std::int64_t topk_group = 0;        ///< groups kept
   float routed_scaling_factor = 1;    ///< multiplies the weights, after renormalizing

@@ -9,19 +9,21 @@ struct Checkpoint::Impl {
   checkpoint::OpenedCheckpoint opened;
   std::vector<std::string> files;  ///< config, index, tensors
 
-  static Checkpoint make(checkpoint::CheckpointFiles files, std::string label) {
+  static Checkpoint make(checkpoint::CheckpointFiles files, std::string label,
+                         const Family& family = {}) {
     auto impl = std::make_shared<Impl>();
     impl->files = files.json_paths;
     for (const checkpoint::CheckpointFile& file : files.files) impl->files.push_back(file.path);
-    impl->opened = checkpoint::open_checkpoint(std::move(files), std::move(label));
+    impl->opened = checkpoint::open_checkpoint(std::move(files), std::move(label), family);
     Checkpoint checkpoint;
     checkpoint.impl_ = std::move(impl);
     return checkpoint;
   }
 };
 
-Checkpoint Checkpoint::open(const std::filesystem::path& path, OpenOptions options) {
-  return Impl::make(checkpoint::open_checkpoint_files(path, options), path.string());
+Checkpoint Checkpoint::open(const std::filesystem::path& path, const CheckpointOptions& options) {
+  return Impl::make(checkpoint::open_checkpoint_files(path, {options.access}), path.string(),
+                    options.family);
 }
 
 Checkpoint Checkpoint::parse(const void* data, std::size_t size, std::string label) {

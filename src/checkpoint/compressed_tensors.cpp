@@ -6,6 +6,7 @@
 #include <array>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/quant_targets.h"
 #include "core/check.h"
 #include "files/safetensors_header.h"
 
@@ -97,37 +98,14 @@ std::optional<QuantKey> activations(const Args& args) {
   }
   if (args.type == "float" && args.num_bits == 4) {
     if (args.strategy == "tensor_group" && args.group == 16) return keys::nvfp4(true);
-    if (group && args.group == 32) return keys::mxfp4(true);
+    // compressed-tensors rounds the block's exponent to even, whatever the weights' own scales.
+    if (group && args.group == 32) return keys::mxfp4(true, MxScaleRule::kEven);
   }
   if (args.type == "int" && args.num_bits == 8) {
     if (args.strategy == "token" && args.dynamic) return keys::int8_row(true);
     if (group) return keys::int8_group(args.group);
   }
   return std::nullopt;
-}
-
-/// Whether one of the group's targets holds `word`.
-bool targets(const nlohmann::json& group, std::string_view word) {
-  const auto list = group.find("targets");
-  if (list == group.end() || !list->is_array()) return false;
-  for (const nlohmann::json& target : *list) {
-    if (!target.is_string()) continue;
-    const auto& text = target.get_ref<const std::string&>();
-    if (text.find("shared_expert") != std::string::npos) continue;  // a group of their own
-    if (text.find(word) != std::string::npos) return true;
-  }
-  return false;
-}
-
-/// The name of the group that holds the experts.
-std::string experts_group(const nlohmann::json& groups, const std::string& label) {
-  for (const char* word : {"experts", "Linear", ""}) {
-    for (const auto& [name, group] : groups.items()) {
-      FUSEDMOE_CHECK_FILE(group.is_object(), label + "." + name, group.type_name(), "an object");
-      if (*word == '\0' || targets(group, word)) return name;
-    }
-  }
-  throw Error::malformed(label, "empty", "at least one group");
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -176,13 +154,15 @@ const char* format_of(const QuantKey& key) {
 
 }  // namespace
 
-QuantScheme parse_compressed_tensors(const ConfigKeys& config) {
+std::optional<QuantScheme> parse_compressed_tensors(const ConfigKeys& config,
+                                                    const ExpertModules& experts) {
   const nlohmann::json* groups = config.find("config_groups");
   FUSEDMOE_CHECK_FILE(groups && groups->is_object(), config.label("config_groups"),
                       groups ? ConfigKeys::text(*groups) : "absent", "an object");
   const std::string label = config.label("config_groups");
-  const std::string name = experts_group(*groups, label);
-  const ConfigKeys group(groups->at(name), label + "." + files::quote(name));
+  const auto name = group_of_modules(*groups, config.find("ignore"), experts, label);
+  if (!name) return std::nullopt;
+  const ConfigKeys group(groups->at(*name), label + "." + files::quote(*name));
   const std::optional<ConfigKeys> weights = group.object("weights");
   FUSEDMOE_CHECK_FILE(weights, group.label("weights"), "absent", "an object");
   const std::optional<ConfigKeys> inputs = group.object("input_activations");

@@ -20,19 +20,32 @@ bool in_range(const nlohmann::json& value, std::int64_t low, std::int64_t high) 
 }  // namespace
 
 const nlohmann::json* ConfigKeys::find(std::string_view key) const {
-  const auto found = node_->find(key);
-  return found == node_->end() || found->is_null() ? nullptr : &*found;
+  const nlohmann::json* node = node_;
+  while (node->is_object()) {
+    const std::size_t dot = key.find('.');
+    const auto found = node->find(key.substr(0, dot));
+    if (found == node->end() || found->is_null()) return nullptr;
+    node = &*found;
+    if (dot == std::string_view::npos) return node;
+    key.remove_prefix(dot + 1);
+  }
+  return nullptr;
+}
+
+std::int64_t ConfigKeys::integer_of(const nlohmann::json& value, const std::string& label,
+                                    std::int64_t low, std::int64_t high) {
+  FUSEDMOE_CHECK_FILE(value.is_number_integer() && in_range(value, low, high), label, text(value),
+                      core::format("an integer from {} to {}", low, high));
+  return value.get<std::int64_t>();
 }
 
 std::int64_t ConfigKeys::integer(std::string_view key, std::int64_t low, std::int64_t high,
                                  std::optional<std::int64_t> otherwise) const {
   const nlohmann::json* value = find(key);
   if (!value && otherwise) return *otherwise;
-  const std::string range = core::format("an integer from {} to {}", low, high);
-  FUSEDMOE_CHECK_FILE(value, label(key), "absent", range);
-  FUSEDMOE_CHECK_FILE(value->is_number_integer() && in_range(*value, low, high), label(key),
-                      text(*value), range);
-  return value->get<std::int64_t>();
+  FUSEDMOE_CHECK_FILE(value, label(key), "absent",
+                      core::format("an integer from {} to {}", low, high));
+  return integer_of(*value, label(key), low, high);
 }
 
 bool ConfigKeys::boolean(std::string_view key, bool otherwise) const {

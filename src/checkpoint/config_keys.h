@@ -16,6 +16,7 @@ class ConfigKeys {
   explicit ConfigKeys(const nlohmann::json& node, std::string path = "config")
       : node_(&node), path_(std::move(path)) {}
 
+  /// A key is a name, or a path of names: "ffn_config.moe_top_k".
   const nlohmann::json* find(std::string_view key) const;
   std::int64_t integer(std::string_view key, std::int64_t low, std::int64_t high,
                        std::optional<std::int64_t> otherwise = {}) const;
@@ -26,6 +27,8 @@ class ConfigKeys {
   std::optional<ConfigKeys> object(std::string_view key) const;
 
   std::string label(std::string_view key) const;
+  static std::int64_t integer_of(const nlohmann::json& value, const std::string& label,
+                                 std::int64_t low, std::int64_t high);
   /// A value for a message.
   static std::string text(const nlohmann::json& value);
 

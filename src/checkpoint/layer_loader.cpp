@@ -17,32 +17,6 @@ bool is_float(DType dtype) {
   return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
 }
 
-// Whole-segment match of "experts.*.w1.weight", where * stands for a number.
-bool matches(std::string_view name, std::string_view pattern) {
-  const std::size_t star = pattern.find('*');
-  if (star == std::string_view::npos) return name == pattern;
-  if (!name.starts_with(pattern.substr(0, star))) return false;
-  name.remove_prefix(star);
-  const std::size_t digits = std::min(name.find_first_not_of("0123456789"), name.size());
-  return digits > 0 && name.substr(digits) == pattern.substr(star + 1);
-}
-
-// A tensor of a linear layer, or a stacked one.
-bool belongs(std::string_view name, std::string_view pattern, ExpertStorage storage) {
-  if (pattern.empty()) return false;
-  if (storage != ExpertStorage::kPerExpert) return matches(name, pattern);
-  const std::size_t dot = name.rfind('.');
-  return dot != std::string_view::npos && matches(name.substr(0, dot), pattern);
-}
-
-bool holds_experts(std::string_view name, const ExpertLayout& layout) {
-  for (std::string_view pattern :
-       {layout.w1, layout.w3, layout.w2, layout.w13_scales, layout.w2_scales}) {
-    if (belongs(name, pattern, layout.storage)) return true;
-  }
-  return false;
-}
-
 std::string names(std::span<const DType> dtypes) {
   std::string result;
   for (const DType dtype : dtypes) {
@@ -50,11 +24,6 @@ std::string names(std::span<const DType> dtypes) {
     result += name(dtype);
   }
   return result;
-}
-
-// Activations are a matter of the config, where it knows of MXFP4 at all.
-QuantScheme mxfp4_scheme(const ModelConfig& model) {
-  return model.scheme.weights == keys::mxfp4() ? model.scheme : schemes::mxfp4_w4a16();
 }
 
 // compressed-tensors stores 0 for the input scale of an expert that saw no token of the calibration
@@ -95,9 +64,9 @@ class Loader {
       : model_(model), block_(block), layout_(find_layout(model, block)) {}
 
   LayerWeights load(const std::string& label) {
+    check_refused(label);
     check_layout();
-    for (const TensorSpec& spec :
-         block_tensors(model_, layout_.block, *layout_.experts, layout_.storage)) {
+    for (const TensorSpec& spec : block_tensors(model_, layout_)) {
       claim(spec);
     }
     for (const auto& [name, entry] : block_.tensors) {
@@ -118,6 +87,13 @@ class Loader {
   }
 
  private:
+  void check_refused(const std::string& label) const {
+    for (const auto& [name, reason] : family_row(model_.family).refused_tensors) {
+      if (!block_.tensors.contains(tensor_name(layout_.block, name))) continue;
+      throw Error::unsupported(Reason::kModel, label, core::format("{}: {}", label, reason));
+    }
+  }
+
   void check_layout() const {
     if (!model_.scheme.weights.quantized()) return;
     const ExpertStorage storage = layout_.experts->storage;
@@ -152,12 +128,18 @@ class Loader {
     }
     claimed_.insert(found->first);
     const Tensor& tensor = found->second.tensor;
-    if (!(spec.stored ? accepts_shape(*spec.stored, spec.shape, tensor.shape())
-                      : tensor.shape() == spec.shape)) {
+    if (!fits(spec, tensor.shape())) {
       problems_.add(full_name,
                     "shape " + to_string(tensor.shape()) + ", must be " + to_string(spec.shape));
     }
     check_dtype(full_name, tensor.dtype(), spec);
+  }
+
+  static bool fits(const TensorSpec& spec, const Shape& shape) {
+    if (spec.stored) return accepts_shape(*spec.stored, spec.shape, shape);
+    // ERNIE has one row for each group of experts, and one group.
+    if (spec.role == TensorRole::kCorrectionBias && shape == Shape({1, spec.shape[0]})) return true;
+    return shape == spec.shape;
   }
 
   void check_dtype(const std::string& full_name, DType dtype, const TensorSpec& spec) {
@@ -190,23 +172,23 @@ class Loader {
     if (dtype != *common) complain(std::string(name(*common)) + " like the others of its kind");
   }
 
-  Tensor tensor(std::string_view pattern) const {
-    return block_.tensors.find(tensor_name(layout_.block, pattern))->second.tensor;
+  /// By its name from the layer on; undefined for the empty name.
+  Tensor tensor(const std::string& name) const {
+    return name.empty() ? Tensor() : block_.tensors.find(name)->second.tensor;
   }
-  Tensor optional_tensor(std::string_view pattern, bool present) const {
-    return present && !pattern.empty() ? tensor(pattern) : Tensor();
+  Tensor expert_tensor(const std::string& pattern) const {
+    return pattern.empty() ? Tensor() : tensor(tensor_name(layout_.block, pattern));
   }
 
   RouterWeights router_weights() const {
-    const FamilyRow& row = family_row(model_.family);
     RouterWeights weights;
-    weights.weight = tensor(row.router);
-    weights.bias = optional_tensor(row.router_bias, model_.has_bias);
-    if (const Tensor bias = optional_tensor(row.correction_bias, model_.has_correction_bias)) {
+    weights.weight = tensor(layout_.router);
+    weights.bias = tensor(layout_.router_bias);
+    if (const Tensor bias = tensor(layout_.correction_bias)) {
       weights.score_correction_bias = bias;
-      if (bias.dtype() != DType::kF32) {
-        weights.score_correction_bias = Tensor::empty(bias.shape(), DType::kF32);
-        convert(bias, weights.score_correction_bias);
+      if (bias.dtype() != DType::kF32 || bias.rank() != 1) {
+        weights.score_correction_bias = Tensor::empty({model_.router.num_experts}, DType::kF32);
+        convert(bias.reshape({model_.router.num_experts}), weights.score_correction_bias);
       }
     }
     return weights;
@@ -218,20 +200,21 @@ class Loader {
       ExpertWeights weights =
           empty_weights(model_.intermediate, layout_.storage.experts, expert_dtype_);
       for (std::int64_t e = 0; e < model_.router.num_experts; ++e) {
-        add_expert(weights, expert_layers(model_, layout_.block, layout, e),
-                   layout_.storage.experts, model_.has_bias);
+        add_expert(weights, expert_layers(model_, layout_, e), layout_.storage.experts,
+                   model_.has_bias);
       }
       replace_uncalibrated(weights);
       return weights;
     }
+    if (!layout.w3.empty()) return parted_experts();
     const bool mxfp4 = layout.storage == ExpertStorage::kMxfp4;
     ExpertWeights::Stacked stacked;
-    stacked.w13 = tensor(layout.w1);
-    stacked.w2 = tensor(layout.w2);
-    stacked.w13_scales = optional_tensor(layout.w13_scales, mxfp4);
-    stacked.w2_scales = optional_tensor(layout.w2_scales, mxfp4);
-    stacked.w13_bias = optional_tensor(layout.w13_bias, model_.has_bias);
-    stacked.w2_bias = optional_tensor(layout.w2_bias, model_.has_bias);
+    stacked.w13 = expert_tensor(layout.w1);
+    stacked.w2 = expert_tensor(layout.w2);
+    stacked.w13_scales = expert_tensor(layout.w13_scales);
+    stacked.w2_scales = expert_tensor(layout.w2_scales);
+    stacked.w13_bias = expert_tensor(layout.w13_bias);
+    stacked.w2_bias = expert_tensor(layout.w2_bias);
     stacked.gate_up_layout = layout.gate_up;
     stacked.transposed = layout.storage == ExpertStorage::kStackedTransposed;
     return ExpertWeights::from_stacked(
@@ -239,14 +222,59 @@ class Loader {
         model_.activation, model_.activation_params);
   }
 
+  /// Gate and up in tensors of their own, each with all experts.
+  ExpertWeights parted_experts() {
+    const ExpertLayout& layout = *layout_.experts;
+    ExpertWeights weights = empty_weights(model_.intermediate, nullptr, expert_dtype_);
+    const std::array tensors{expert_tensor(layout.w1), expert_tensor(layout.w3),
+                             expert_tensor(layout.w2)};
+    for (const Tensor& tensor : tensors) weights.owners.push_back(tensor.owner());
+    const std::int64_t inner = model_.intermediate;
+    const auto matrix = [&](const Tensor& tensor, std::int64_t expert, bool down) {
+      TensorView view = layout.storage == ExpertStorage::kRows
+                            ? tensor.slice(0, expert * inner, (expert + 1) * inner)
+                            : tensor.select(0, expert);
+      const bool transposed = layout.storage == ExpertStorage::kStackedTransposed ||
+                              (layout.storage == ExpertStorage::kRows && down);
+      WeightMatrix result;
+      result.values = transposed ? view.transpose(0, 1) : view;
+      return result;
+    };
+    for (std::int64_t e = 0; e < model_.router.num_experts; ++e) {
+      weights.experts.push_back({matrix(tensors[0], e, false), matrix(tensors[1], e, false),
+                                 matrix(tensors[2], e, true)});
+    }
+    return weights;
+  }
+
   SharedExperts shared_experts() {
     SharedExperts shared;
     shared.weights =
         empty_weights(model_.shared_intermediate, layout_.storage.shared, shared_dtype_);
-    add_expert(shared.weights, shared_layers(model_, layout_.block), layout_.storage.shared, false);
+    const FamilyRow& row = family_row(model_.family);
+    if (!row.shared_limit) shared.weights.activation_params.limit.reset();
+    add_expert(shared.weights, shared_layers(model_, layout_), layout_.storage.shared, false);
+    if (row.gated && layout_.shared.up.empty()) split_halves(shared.weights);
     replace_uncalibrated(shared.weights);
-    shared.gate = optional_tensor(family_row(model_.family).shared_gate, model_.shared_expert_gate);
+    shared.gate = tensor(layout_.shared_gate);
+    if (model_.average_with_shared) shared.gate = half_gate();
     return shared;
+  }
+
+  /// The first matrix holds the rows of gate, then those of up.
+  static void split_halves(ExpertWeights& weights) {
+    ExpertMatrices& expert = weights.experts.front();
+    const TensorView both = expert.gate.values;
+    const std::int64_t half = both.size(0) / 2;
+    expert.gate.values = both.slice(0, 0, half);
+    expert.up.values = both.slice(0, half, 2 * half);
+  }
+
+  /// A gate whose every sigmoid is one half.
+  Tensor half_gate() const {
+    const Tensor gate = Tensor::empty({1, model_.hidden}, DType::kF32);
+    std::fill_n(gate.as<float>(), model_.hidden, 0.0F);
+    return gate;
   }
 
   ExpertWeights empty_weights(std::int64_t intermediate, const LinearLayout* linear,
@@ -260,15 +288,19 @@ class Loader {
     return weights;
   }
 
-  // Gate, up, down.
-  void add_expert(ExpertWeights& weights, const std::array<LinearLayer, 3>& layers,
+  // Gate, up and down, or the first and the last.
+  void add_expert(ExpertWeights& weights, const std::vector<LinearLayer>& layers,
                   const LinearLayout* linear, bool has_bias) {
     const auto load = [&](const LinearLayer& layer) {
       WeightMatrix result = matrix(layer, linear, weights.owners);
       if (has_bias) result.bias = view(layer.name + ".bias", weights.owners);
       return result;
     };
-    weights.experts.push_back({load(layers[0]), load(layers[1]), load(layers[2])});
+    ExpertMatrices expert;
+    expert.gate = load(layers.front());
+    if (layers.size() == 3) expert.up = load(layers[1]);
+    expert.down = load(layers.back());
+    weights.experts.push_back(std::move(expert));
   }
 
   WeightMatrix matrix(const LinearLayer& layer, const LinearLayout* linear,
@@ -317,52 +349,7 @@ class Loader {
   std::optional<DType> expert_dtype_, shared_dtype_;
 };
 
-// The linear layers of a quantized model; null for unquantized ones.
-const LinearLayout* shared_storage(const ModelConfig& model, const Block& block,
-                                   std::string_view segment, const LinearLayout* linear) {
-  if (!linear || model.shared_intermediate == 0) return nullptr;
-  const auto found = block.tensors.find(shared_layers(model, segment)[0].name + ".weight");
-  const bool plain = found != block.tensors.end() && is_float(found->second.tensor.dtype());
-  return plain ? nullptr : linear;
-}
-
 }  // namespace
-
-BlockLayout find_layout(const ModelConfig& model, const Block& block) {
-  const FamilyRow& row = family_row(model.family);
-  BlockLayout best{row.blocks.front(), &row.layouts.front(), {}};
-  std::int64_t most = 0;
-  for (std::string_view segment : row.blocks) {
-    for (const ExpertLayout& layout : row.layouts) {
-      std::int64_t count = 0;
-      for (const auto& [name, entry] : block.tensors) {
-        const std::string_view view = name;
-        count += view.starts_with(segment) && view.substr(segment.size()).starts_with('.') &&
-                 holds_experts(view.substr(segment.size() + 1), layout);
-      }
-      if (count > most) {
-        most = count;
-        best = {segment, &layout, {}};
-      }
-    }
-  }
-  if (best.experts->storage == ExpertStorage::kPerExpert) {
-    best.storage.experts = find_linear_layout(model.layout, model.scheme.weights);
-    best.storage.shared = shared_storage(model, block, best.block, best.storage.experts);
-  }
-  return best;
-}
-
-QuantScheme stored_scheme(const ModelConfig& model, const Block& block) {
-  const BlockLayout layout = find_layout(model, block);
-  if (layout.experts->storage == ExpertStorage::kMxfp4) return mxfp4_scheme(model);
-  if (layout.storage.experts) return model.scheme;
-  const std::string suffix = layout.experts->storage == ExpertStorage::kPerExpert ? ".weight" : "";
-  const auto first = block.tensors.find(tensor_name(layout.block, layout.experts->w1) + suffix);
-  return first != block.tensors.end() && is_float(first->second.tensor.dtype())
-             ? schemes::unquantized(first->second.tensor.dtype())
-             : model.scheme;
-}
 
 LayerWeights load_block(const ModelConfig& model, const Block& block, const std::string& label) {
   LayerWeights layer;

@@ -5,7 +5,7 @@
 #include <map>
 #include <string>
 
-#include "checkpoint/families.h"
+#include "checkpoint/block_tensors.h"
 #include "fusedmoe/checkpoint.h"
 
 namespace fusedmoe::checkpoint {
@@ -21,15 +21,12 @@ struct Block {
   std::map<std::string, BlockTensor, std::less<>> tensors;  ///< names without the prefix
 };
 
-/// Where the block's expert tensors lie.
-struct BlockLayout {
-  std::string_view block;  ///< path segment, "mlp"
-  const ExpertLayout* experts;
-  BlockStorage storage;
-};
-
-/// The layout that most tensors of the block follow; the published one if none does.
+/// The layout that most tensors of the block follow, and the names that are there; the published
+/// ones if none is.
 BlockLayout find_layout(const ModelConfig& model, const Block& block);
+
+/// The scheme of experts in MXFP4 blocks.
+QuantScheme mxfp4_scheme(const ModelConfig& model);
 
 /// The scheme of the experts: the config's if it is quantized or the tensors tell none, else that
 /// of the tensors.

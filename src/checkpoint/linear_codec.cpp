@@ -284,10 +284,14 @@ void decode(const StoredTensor& stored, const TensorView& tensor, const QuantSch
     case kVector:
     case kColumn:
       part = tensor.reshape(part_shape(stored.part, key, shape));
+      // Input scales and global scales are f32 here, whatever the model's dtype.
+      if (stored.part != Part::kScales && part.dtype() != DType::kF32) {
+        own(copy_as(part, DType::kF32));
+      }
       break;
     case kReciprocal: {
       const Tensor one = Tensor::empty({1}, DType::kF32);
-      *one.as<float>() = 1.0F / *tensor.as<const float>();
+      *one.as<float>() = 1.0F / load_f32(tensor.data(), tensor.dtype(), 0);
       own(one);
       break;
     }

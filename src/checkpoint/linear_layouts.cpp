@@ -12,7 +12,6 @@ namespace {
 
 using Layout = CheckpointLayout;
 
-constexpr std::array kF32{DType::kF32};
 constexpr std::array kScaleTypes{DType::kF32, DType::kBF16, DType::kF16};
 constexpr std::array kModelTypes{DType::kBF16, DType::kF16, DType::kF32};
 constexpr std::array kHalf{DType::kF16, DType::kBF16, DType::kF32};
@@ -28,7 +27,7 @@ using enum Part;
 using enum Form;
 using enum Presence;
 
-constexpr StoredTensor kInput{".input_scale", kInputScale, kScalar, kF32, kIfStatic};
+constexpr StoredTensor kInput{".input_scale", kInputScale, kScalar, kScaleTypes, kIfStatic};
 constexpr StoredTensor kMatrix{".weight_shape", kNothing, kMatrixShape, kIndices, kOptional};
 constexpr StoredTensor kGroups{".g_idx", kNothing, kTrivialGroupIndex, kWords, kOptional};
 
@@ -72,14 +71,14 @@ constexpr std::array<StoredTensor, 5> kPacked{{
 constexpr std::array<StoredTensor, 4> kW4A8{{
     {".weight_packed", kValues, kSame, kWords},
     {".weight_scale", kScales, kSame, kGroupScales},
-    {".weight_chan_scale", kGlobalScale, kColumn, kF32, kOptional},
+    {".weight_chan_scale", kGlobalScale, kColumn, kScaleTypes, kOptional},
     kMatrix,
 }};
 constexpr std::array<StoredTensor, 4> kNvfp4Ct{{
     {".weight_packed", kValues, kSame, kBytes},
     {".weight_scale", kScales, kSame, kE4M3},
-    {".weight_global_scale", kGlobalScale, kReciprocal, kF32},
-    {".input_global_scale", kInputScale, kReciprocal, kF32, kIfStatic},
+    {".weight_global_scale", kGlobalScale, kReciprocal, kScaleTypes},
+    {".input_global_scale", kInputScale, kReciprocal, kScaleTypes, kIfStatic},
 }};
 constexpr std::array<StoredTensor, 2> kMxfp4{{
     {".weight_packed", kValues, kSame, kBytes},
@@ -99,7 +98,7 @@ constexpr std::array<StoredTensor, 2> kFp8ChannelModelOpt{{
 constexpr std::array<StoredTensor, 4> kNvfp4{{
     {".weight", kValues, kSame, kBytes},
     {".weight_scale", kScales, kSame, kE4M3},
-    {".weight_scale_2", kGlobalScale, kScalar, kF32},
+    {".weight_scale_2", kGlobalScale, kScalar, kScaleTypes},
     kInput,
 }};
 

@@ -1,166 +1,174 @@
-// config.json -> ModelConfig, driven by the family table.
+// config.json -> ModelConfig, driven by the description of the family.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <nlohmann/json.hpp>
 
-#include "checkpoint/config_keys.h"
-#include "checkpoint/families.h"
+#include "checkpoint/config_settings.h"
+#include "checkpoint/embedded.h"
+#include "checkpoint/family.h"
+#include "checkpoint/find_family.h"
 #include "checkpoint/quant_config.h"
+#include "checkpoint/quant_targets.h"
 #include "core/check.h"
 #include "files/json.h"
 #include "files/safetensors_header.h"
 #include "fusedmoe/checkpoint.h"
+#include "moe/sparsemixer.h"
 
 namespace fusedmoe {
 namespace {
 
 using Keys = checkpoint::ConfigKeys;
 using checkpoint::FamilyRow;
-using checkpoint::Renormalize;
-using checkpoint::SharedWidth;
+using checkpoint::Settings;
 
 // Far above any model, and small enough that no size computed from them overflows 63 bits.
 constexpr std::int64_t kMaxWidth = std::int64_t{1} << 18;
 constexpr std::int64_t kMaxExperts = RouterConfig::kMaxExperts;
 constexpr std::int64_t kMaxLayers = std::int64_t{1} << 10;
 
-const FamilyRow* find_row(std::string_view model_type) {
-  for (const FamilyRow& row : checkpoint::family_table()) {
-    if (row.model_type == model_type || row.text_type == model_type) return &row;
+// A number, or a list with one entry for each layer.
+std::int64_t read_num_layers(const FamilyRow& row, const Settings& settings) {
+  for (const std::string& key : row.num_layers.keys) {
+    const nlohmann::json* value = settings.keys().find(key);
+    if (!value) continue;
+    if (!value->is_array()) break;
+    FUSEDMOE_CHECK_FILE(!value->empty() && std::ssize(*value) <= kMaxLayers,
+                        settings.keys().label(key), core::format("{} entries", value->size()),
+                        core::format("from 1 to {} entries", kMaxLayers));
+    return std::ssize(*value);
   }
-  return nullptr;
+  return settings.integer(row.num_layers, 1, kMaxLayers);
 }
 
-struct Source {
-  const FamilyRow& row;
-  const nlohmann::json& node;  ///< the object that holds the text model's keys
-};
-
-// Multimodal models keep the language model's keys in `text_config`.
-Source find_source(const nlohmann::json& root) {
-  const Keys keys(root);
-  const nlohmann::json* nested = keys.find("text_config");
-  FUSEDMOE_CHECK_FILE(!nested || nested->is_object(), "config.text_config", Keys::text(*nested),
-                      "an object");
-  std::string types = keys.string("model_type", "");
-  if (nested) {
-    const std::string nested_type = Keys(*nested).string("model_type", "");
-    if (const FamilyRow* row = find_row(nested_type)) return {*row, *nested};
-    if (const FamilyRow* row = find_row(types)) return {*row, *nested};
-    types += " with text_config of " + nested_type;
-  } else if (const FamilyRow* row = find_row(types)) {
-    return {*row, root};
-  }
+ScoringFunc parse_scoring(const std::string& text, const std::string& label) {
+  constexpr std::array kScorings{ScoringFunc::kSoftmax,      ScoringFunc::kSigmoid,
+                                 ScoringFunc::kSqrtSoftplus, ScoringFunc::kTopkSoftmax,
+                                 ScoringFunc::kTopkSigmoid,  ScoringFunc::kLogits};
   std::string known;
-  for (const FamilyRow& row : checkpoint::family_table()) {
-    known += (known.empty() ? "" : ", ") + std::string(row.model_type);
+  for (const ScoringFunc scoring : kScorings) {
+    if (name(scoring) == text) return scoring;
+    known += (known.empty() ? "" : ", ") + std::string(name(scoring));
   }
-  throw Error::unsupported(Reason::kModel, "config.model_type", files::quote(types),
-                           "one of " + known);
+  throw Error::unsupported(Reason::kRoutingMethod, label, files::quote(text), "one of " + known);
 }
 
-void read_grouping(const FamilyRow& row, const Keys& keys, ModelConfig& model) {
-  constexpr std::array<std::string_view, 3> kMethods{"greedy", "group_limited_greedy", "noaux_tc"};
-  const std::string method = keys.string("topk_method", row.topk_method);
-  FUSEDMOE_CHECK_SUPPORTED(std::find(kMethods.begin(), kMethods.end(), method) != kMethods.end(),
-                           kRoutingMethod, "config.topk_method", files::quote(method),
-                           "greedy, group_limited_greedy or noaux_tc");
-  const bool sigmoid = row.scoring == ScoringFunc::kSigmoid;
-  const std::string scoring = keys.string("scoring_func", sigmoid ? "sigmoid" : "softmax");
-  FUSEDMOE_CHECK_SUPPORTED(scoring == "sigmoid" || scoring == "softmax", kRoutingMethod,
-                           "config.scoring_func", files::quote(scoring), "softmax or sigmoid");
-
-  RouterConfig& router = model.router;
-  router.scoring = scoring == "sigmoid" ? ScoringFunc::kSigmoid : ScoringFunc::kSoftmax;
-  router.routed_scaling_factor = keys.number("routed_scaling_factor", 1);
-  model.has_correction_bias = method == "noaux_tc";
-  if (method == "greedy") return;
-  router.num_expert_group = keys.integer("n_group", 1, router.num_experts);
-  router.topk_group = keys.integer("topk_group", 1, router.num_expert_group);
-  FUSEDMOE_CHECK_FILE(router.num_experts % router.num_expert_group == 0, "config.n_group",
-                      core::to_string(router.num_expert_group),
+void read_groups(const FamilyRow& row, const Settings& settings, RouterConfig& router) {
+  if (row.num_groups.keys.empty()) return;
+  const std::int64_t groups = settings.integer(row.num_groups, 0, router.num_experts);
+  if (groups == 0) return;
+  router.num_expert_group = groups;
+  router.topk_group = settings.integer(row.topk_group, 1, groups);
+  FUSEDMOE_CHECK_FILE(router.num_experts % groups == 0, settings.label(row.num_groups),
+                      core::to_string(groups),
                       core::format("a divisor of the {} experts", router.num_experts));
-  const std::int64_t reachable = router.topk_group * (router.num_experts / router.num_expert_group);
-  FUSEDMOE_CHECK_FILE(router.topk <= reachable, "config.topk_group",
+  const std::int64_t reachable = router.topk_group * (router.num_experts / groups);
+  FUSEDMOE_CHECK_FILE(router.topk <= reachable, settings.label(row.topk_group),
                       core::to_string(router.topk_group),
                       core::format("enough groups for {} experts per token", router.topk));
+  FUSEDMOE_CHECK_SUPPORTED(!row.group_score_of_two || groups == 1, kRoutingMethod,
+                           settings.label(row.num_groups), core::to_string(groups),
+                           "1: groups that are scored by two experts need a correction bias");
 }
 
-void read_router(const FamilyRow& row, const Keys& keys, ModelConfig& model) {
-  // One of three names, by family and by version of transformers.
-  std::string_view count_key = "num_local_experts";
-  for (std::string_view key : {"num_local_experts", "num_experts", "n_routed_experts"}) {
-    if (keys.find(key)) count_key = key;
-  }
+// DeepSeek names the method instead: it decides on groups and bias.
+void read_method(const FamilyRow& row, const Settings& settings, ModelConfig& model) {
+  constexpr std::array<std::string_view, 3> kMethods{"greedy", "group_limited_greedy", "noaux_tc"};
+  const std::string method = settings.string(*row.topk_method);
+  FUSEDMOE_CHECK_SUPPORTED(std::find(kMethods.begin(), kMethods.end(), method) != kMethods.end(),
+                           kRoutingMethod, settings.label(*row.topk_method), files::quote(method),
+                           "greedy, group_limited_greedy or noaux_tc");
+  model.has_correction_bias = method == "noaux_tc";
+  if (method != "greedy") read_groups(row, settings, model.router);
+}
+
+void read_router(const FamilyRow& row, const Settings& settings, ModelConfig& model) {
   RouterConfig& router = model.router;
-  router.num_experts = keys.integer(count_key, 1, kMaxExperts);
-  router.topk = keys.integer("num_experts_per_tok", 1, router.num_experts);
-  router.scoring = row.scoring;
+  router.num_experts = settings.integer(row.num_experts, 1, kMaxExperts);
+  router.topk = settings.integer(row.topk, 1, router.num_experts);
+  router.scoring = parse_scoring(settings.string(row.scoring), settings.label(row.scoring));
+  router.renormalize = settings.boolean(row.renormalize);
+  router.renormalize_epsilon = row.renormalize_epsilon;
+  router.routed_scaling_factor = settings.number(row.scaling, 1);
   router.apply_router_weight_on_input = row.weight_on_input;
-  FUSEDMOE_CHECK_FILE(
-      !row.weight_on_input || router.topk == 1, "config.num_experts_per_tok",
-      core::to_string(router.topk),
-      core::format("1 for {}, whose router weight enters the experts", row.model_type));
-  switch (row.renormalize) {
-    case Renormalize::kNever:
-      break;
-    case Renormalize::kAlways:
-      router.renormalize = true;
-      break;
-    case Renormalize::kKeyElseNever:
-      router.renormalize = keys.boolean("norm_topk_prob", false);
-      break;
-    case Renormalize::kKeyElseAlways:
-      router.renormalize = keys.boolean("norm_topk_prob", true);
-      break;
+  FUSEDMOE_CHECK_FILE(!row.weight_on_input || router.topk == 1, settings.label(row.topk),
+                      core::to_string(router.topk),
+                      core::format("1 for {}, whose router weight enters the experts", row.name));
+  model.has_router_bias = !row.router_bias.empty();
+  if (row.topk_method) {
+    read_method(row, settings, model);
+  } else {
+    model.has_correction_bias =
+        !row.correction_bias.empty() && settings.boolean(row.has_correction_bias, true);
+    read_groups(row, settings, router);
   }
-  if (!row.topk_method.empty()) read_grouping(row, keys, model);
+  if (!settings.given(row.sparsemixer)) return;
+  FUSEDMOE_CHECK_SUPPORTED(router.topk == 2, kRoutingMethod, settings.label(row.topk),
+                           core::to_string(router.topk), "2 for sparsemixer");
+  router.custom = sparsemixer(settings.number(row.sparsemixer, 0));
 }
 
-void read_activation(const FamilyRow& row, const Keys& keys, ModelConfig& model) {
-  if (row.swiglu_oai) {
-    model.activation = Activation::kSwigluOai;
-    const float limit = keys.number("swiglu_limit", 7);
-    FUSEDMOE_CHECK_FILE(limit > 0, "config.swiglu_limit", core::to_string(limit), "positive");
-    model.activation_params.limit = limit;
-    return;
+void read_activation(const FamilyRow& row, const Settings& settings, ModelConfig& model) {
+  const std::string act = settings.string(row.activation);
+  constexpr std::array<std::pair<std::string_view, Activation>, 5> kGated{{
+      {"silu", Activation::kSilu},
+      {"swish", Activation::kSilu},
+      {"gelu", Activation::kGelu},
+      {"gelu_pytorch_tanh", Activation::kGeluTanh},
+      {"gelu_tanh", Activation::kGeluTanh},
+  }};
+  const auto* found = std::find_if(kGated.begin(), kGated.end(),
+                                   [&](const auto& entry) { return entry.first == act; });
+  if (found != kGated.end()) {
+    model.activation = found->second;
+  } else {
+    const bool ours = act.starts_with("swiglu") || act.ends_with("_no_mul");
+    FUSEDMOE_CHECK_SUPPORTED(ours, kActivation, settings.label(row.activation), files::quote(act),
+                             "silu, gelu or gelu_pytorch_tanh");
+    model.activation = parse_activation(act);
   }
-  const std::string act = keys.string("hidden_act", "silu");
-  FUSEDMOE_CHECK_SUPPORTED(act == "silu" || act == "gelu" || act == "gelu_pytorch_tanh",
-                           kActivation, "config.hidden_act", files::quote(act),
-                           "silu, gelu or gelu_pytorch_tanh");
-  model.activation = parse_activation(act);
+  FUSEDMOE_CHECK_SUPPORTED(is_gated(model.activation) == row.gated, kActivation,
+                           settings.label(row.activation), files::quote(act),
+                           row.gated ? "one with a gate" : "one without a gate");
+  const auto parameter = [&](const checkpoint::Setting<float>& setting,
+                             std::optional<float>& value) {
+    if (settings.given(setting)) value = settings.number(setting, 0);
+  };
+  parameter(row.alpha, model.activation_params.alpha);
+  parameter(row.beta, model.activation_params.beta);
+  parameter(row.limit, model.activation_params.limit);
+  FUSEDMOE_CHECK_FILE(!model.activation_params.limit || *model.activation_params.limit > 0,
+                      settings.label(row.limit), core::to_string(*model.activation_params.limit),
+                      "positive");
+  resolve(model.activation, model.activation_params);
 }
 
-void read_shared(const FamilyRow& row, const Keys& keys, ModelConfig& model) {
-  switch (row.shared_width) {
-    case SharedWidth::kNone:
-      return;
-    case SharedWidth::kCountTimesExpert:
-      model.shared_intermediate =
-          keys.integer("n_shared_experts", 0, kMaxWidth / model.intermediate, 0) *
-          model.intermediate;
-      break;
-    case SharedWidth::kOwnKey:
-      model.shared_intermediate = keys.integer("shared_expert_intermediate_size", 0, kMaxWidth);
-      break;
-    case SharedWidth::kSameAsExpert:
-      model.shared_intermediate = model.intermediate;
-      break;
-  }
+void read_shared(const FamilyRow& row, const Settings& settings, ModelConfig& model) {
+  if (row.shared.empty()) return;
+  const bool as_expert = !settings.given(row.shared_width) && row.shared_width.keys.empty();
+  const std::int64_t width =
+      as_expert ? model.intermediate : settings.integer(row.shared_width, 0, kMaxWidth);
+  const std::int64_t count =
+      settings.integer(row.shared_count, 0, width > 0 ? kMaxWidth / width : kMaxWidth, 1);
+  model.shared_intermediate = count * width;
   model.shared_expert_gate = model.shared_intermediate > 0 && !row.shared_gate.empty();
+  if (model.shared_intermediate == 0 || !settings.boolean(row.average_with_shared, false)) return;
+  model.average_with_shared = true;
+  model.router.routed_scaling_factor /= 2;
 }
 
 // The keys of a scheme are data: schemes without an implementation are described all the same, so
 // that a selection can say what it lacks.
-void read_scheme(const Keys& root, const Keys& keys, ModelConfig& model) {
+void read_scheme(const FamilyRow& row, const Keys& root, const Keys& keys, ModelConfig& model) {
   std::optional<Keys> quantization = root.object("quantization_config");
   if (!quantization) quantization = keys.object("quantization_config");
   if (quantization) {
-    const checkpoint::StoredQuantization stored = checkpoint::parse_quantization(*quantization);
+    const checkpoint::StoredQuantization stored = checkpoint::parse_quantization(
+        *quantization, checkpoint::expert_modules(row, model.num_layers));
     model.layout = stored.layout;
     model.scheme = stored.scheme;
-    return;
+    if (stored.layout != CheckpointLayout::kPlain) return;
   }
   const std::string dtype = keys.string("dtype", keys.string("torch_dtype", "bfloat16"));
   const std::optional<DType> parsed = parse_dtype(dtype);
@@ -172,21 +180,25 @@ void read_scheme(const Keys& root, const Keys& keys, ModelConfig& model) {
 
 }  // namespace
 
-ModelConfig parse_model_config(std::string_view config_json) {
+ModelConfig parse_model_config(std::string_view config_json, const Family& family) {
   const nlohmann::json root =
       files::parse_json_object(config_json, files::kMaxConfigBytes, "config");
-  const auto [row, node] = find_source(root);
-  const Keys keys(node);
+  const checkpoint::FoundFamily found = checkpoint::find_family_of(root, family.row());
+  const FamilyRow& row = *found.row;
+  const Settings settings{Keys(*found.node)};
+  check_requirements(row, settings);
   ModelConfig model;
-  model.family = row.family;
-  model.num_layers = keys.integer("num_hidden_layers", 1, kMaxLayers);
-  model.hidden = keys.integer("hidden_size", 1, kMaxWidth);
-  model.intermediate = keys.integer(row.intermediate_key, 1, kMaxWidth);
-  model.has_bias = !row.router_bias.empty();
-  read_router(row, keys, model);
-  read_activation(row, keys, model);
-  read_shared(row, keys, model);
-  read_scheme(Keys(root), keys, model);
+  model.family = Family(found.row);
+  model.num_layers = read_num_layers(row, settings);
+  model.hidden = settings.integer(row.hidden, 1, kMaxWidth);
+  model.intermediate = settings.integer(row.intermediate, 1, kMaxWidth);
+  model.has_bias =
+      std::any_of(row.layouts.begin(), row.layouts.end(),
+                  [](const checkpoint::ExpertLayout& layout) { return !layout.w2_bias.empty(); });
+  read_router(row, settings, model);
+  read_activation(row, settings, model);
+  read_shared(row, settings, model);
+  read_scheme(row, Keys(root), settings.keys(), model);
   return model;
 }
 

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <set>
+#include <vector>
 
 #include "core/check.h"
 #include "files/safetensors_header.h"
@@ -47,16 +49,44 @@ bool has_experts_segment(std::string_view name) {
   return false;
 }
 
-bool in_family_block(std::string_view local, const FamilyRow& row) {
-  const std::string_view segment = first_segment(local);
-  return segment.size() < local.size() &&
-         std::find(row.blocks.begin(), row.blocks.end(), segment) != row.blocks.end();
+/// The first segments of the names of an MoE block's tensors, from the layer on.
+std::set<std::string, std::less<>> segments_of(const FamilyRow& row) {
+  std::vector<std::string> patterns;
+  const auto add = [&](const std::vector<std::string>& names) {
+    patterns.insert(patterns.end(), names.begin(), names.end());
+  };
+  add(row.router);
+  add(row.router_bias);
+  add(row.correction_bias);
+  add(row.shared_gate);
+  for (const SharedNames& names : row.shared) add({names.gate, names.down});
+  for (const ExpertLayout& layout : row.layouts) add({layout.w1, layout.w2});
+  std::set<std::string, std::less<>> segments;
+  for (const std::string& block : row.blocks) {
+    for (const std::string& pattern : patterns) {
+      if (!pattern.empty()) segments.emplace(first_segment(tensor_name(block, pattern)));
+    }
+  }
+  return segments;
 }
 
+/// What of the family decides where tensors belong.
+struct NameRules {
+  const FamilyRow& row;
+  const std::set<std::string, std::less<>> segments = segments_of(row);
+
+  bool in_block(std::string_view local) const {
+    const std::string_view segment = first_segment(local);
+    return segment.size() < local.size() && segments.contains(segment);
+  }
+};
+
 // A layer's experts outside the family's block belong to the layer too, where nothing claims them.
-std::optional<ParsedName> parse_name(std::string_view name, const FamilyRow& row) {
+std::optional<ParsedName> parse_name(std::string_view name, const NameRules& rules) {
   ParsedName parsed{0, {}, name};
-  for (std::string_view prefix : kPrefixes) {
+  const std::array<std::string_view, 5> prefixes{rules.row.prefix, kPrefixes[0], kPrefixes[1],
+                                                 kPrefixes[2], kPrefixes[3]};
+  for (std::string_view prefix : prefixes) {
     if (!name.starts_with(prefix)) continue;
     const auto number = leading_number(name.substr(prefix.size()));
     if (!number) return std::nullopt;
@@ -65,18 +95,23 @@ std::optional<ParsedName> parse_name(std::string_view name, const FamilyRow& row
     break;
   }
   const bool stray = !parsed.prefix.empty() && has_experts_segment(parsed.local);
-  if (!stray && !in_family_block(parsed.local, row)) return std::nullopt;
+  if (!stray && !rules.in_block(parsed.local)) return std::nullopt;
   return parsed;
 }
 
 // A dense layer has the same block name (mlp.gate_proj.weight), but nothing under `experts`.
 bool holds_experts(const Block& block, const FamilyRow& row) {
   for (const auto& [name, entry] : block.tensors) {
-    if (!in_family_block(name, row)) continue;
-    const std::string_view inside = std::string_view(name).substr(first_segment(name).size() + 1);
-    for (const ExpertLayout& layout : row.layouts) {
-      const std::string_view segment = first_segment(inside);
-      if (segment == first_segment(layout.w1) || segment == first_segment(layout.w2)) return true;
+    for (const std::string& segment : row.blocks) {
+      std::string_view inside = name;
+      if (!segment.empty()) {
+        if (first_segment(name) != segment || name.size() == segment.size()) continue;
+        inside.remove_prefix(segment.size() + 1);
+      }
+      for (const ExpertLayout& layout : row.layouts) {
+        const std::string_view first = first_segment(inside);
+        if (first == first_segment(layout.w1) || first == first_segment(layout.w2)) return true;
+      }
     }
   }
   return false;
@@ -85,11 +120,12 @@ bool holds_experts(const Block& block, const FamilyRow& row) {
 std::map<std::int64_t, Block> collect_layers(const CheckpointFiles& files, const FamilyRow& row,
                                              const std::string& label) {
   std::map<std::int64_t, Block> layers;
+  const NameRules rules{row};
   for (std::size_t file = 0; file < files.files.size(); ++file) {
     for (const auto& [name, tensor] : files.files[file].contents.tensors()) {
       const auto mapped = files.weight_map.find(name);
       if (mapped != files.weight_map.end() && mapped->second != file) continue;
-      const std::optional<ParsedName> parsed = parse_name(name, row);
+      const std::optional<ParsedName> parsed = parse_name(name, rules);
       if (!parsed) continue;
       Block& block = layers[parsed->layer];
       if (block.tensors.empty()) block.prefix = parsed->prefix;
@@ -121,12 +157,12 @@ const Block& OpenedCheckpoint::layer(std::int64_t number) const {
                            known.empty() ? "none" : core::format("{}", core::join(known, ", "))));
 }
 
-OpenedCheckpoint open_checkpoint(CheckpointFiles files, std::string label) {
+OpenedCheckpoint open_checkpoint(CheckpointFiles files, std::string label, const Family& family) {
   OpenedCheckpoint result;
   result.label = std::move(label);
   result.files = std::move(files);
   try {
-    result.config = parse_model_config(result.files.config_json);
+    result.config = parse_model_config(result.files.config_json, family);
   } catch (const Error& error) {
     throw error.within(result.label);
   }

@@ -21,7 +21,8 @@ struct OpenedCheckpoint {
   const Block& layer(std::int64_t number) const;
 };
 
-/// Parses the config and finds the blocks.
-OpenedCheckpoint open_checkpoint(CheckpointFiles files, std::string label);
+/// Parses the config and finds the blocks. `family`: instead of that of the model_type.
+OpenedCheckpoint open_checkpoint(CheckpointFiles files, std::string label,
+                                 const Family& family = {});
 
 }  // namespace fusedmoe::checkpoint

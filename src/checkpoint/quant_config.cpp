@@ -202,12 +202,14 @@ std::optional<Json> awq_json(const QuantScheme& scheme, std::span<const std::str
 
 }  // namespace
 
-StoredQuantization parse_quantization(const ConfigKeys& config) {
+StoredQuantization parse_quantization(const ConfigKeys& config, const ExpertModules& experts) {
   const std::string method = config.string("quant_method", "");
   if (method == "mxfp4") return {Layout::kGptOss, schemes::mxfp4_w4a16()};
   if (method == "fp8") return parse_fp8(config);
   if (method == "compressed-tensors") {
-    return {Layout::kCompressedTensors, parse_compressed_tensors(config)};
+    const auto scheme = parse_compressed_tensors(config, experts);
+    if (!scheme) return {};
+    return {Layout::kCompressedTensors, *scheme};
   }
   if (method == "gptq") return parse_gptq(config);
   if (method == "awq") return parse_awq(config);
@@ -245,11 +247,11 @@ std::optional<nlohmann::json> quantization_config(const StoredQuantization& quan
   return std::nullopt;
 }
 
-CheckpointLayout usual_layout(Family family, const QuantScheme& scheme) {
+CheckpointLayout usual_layout(const Family& family, const QuantScheme& scheme) {
   const auto holds = [&](Layout layout) {
     return quantization_config({layout, scheme}, {}).has_value();
   };
-  if (family == Family::kGptOss && holds(Layout::kGptOss)) return Layout::kGptOss;
+  if (family.name() == "gpt_oss" && holds(Layout::kGptOss)) return Layout::kGptOss;
   if (holds(Layout::kFp8)) return Layout::kFp8;
   if (scheme.weights == keys::nvfp4() && holds(Layout::kModelOpt)) return Layout::kModelOpt;
   return Layout::kCompressedTensors;

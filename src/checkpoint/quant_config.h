@@ -7,6 +7,7 @@
 #include <string>
 
 #include "checkpoint/config_keys.h"
+#include "checkpoint/quant_targets.h"
 #include "fusedmoe/checkpoint.h"
 
 namespace fusedmoe::checkpoint {
@@ -16,8 +17,9 @@ struct StoredQuantization {
   QuantScheme scheme;
 };
 
-/// What the object says about the experts. Throws Error naming the key for anything unknown.
-StoredQuantization parse_quantization(const ConfigKeys& config);
+/// What the object says about the experts, whose modules have these names: kPlain if they are not
+/// quantized. Throws Error naming the key for anything unknown.
+StoredQuantization parse_quantization(const ConfigKeys& config, const ExpertModules& experts);
 
 /// The object that says so, with the modules that are not quantized; nothing when the layout has no
 /// words for the scheme.
@@ -25,6 +27,6 @@ std::optional<nlohmann::json> quantization_config(const StoredQuantization& quan
                                                   std::span<const std::string> plain_modules);
 
 /// The layout in which models of this family and scheme are usually published.
-CheckpointLayout usual_layout(Family family, const QuantScheme& scheme);
+CheckpointLayout usual_layout(const Family& family, const QuantScheme& scheme);
 
 }  // namespace fusedmoe::checkpoint

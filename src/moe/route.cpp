@@ -174,7 +174,8 @@ class TokenRouter {
     if (config_.renormalize) {
       double sum = 0;
       for (std::int64_t j = 0; j < topk; ++j) sum += weights[j];
-      for (std::int64_t j = 0; j < topk; ++j) weights[j] /= static_cast<float>(sum + 1e-20);
+      const auto divisor = static_cast<float>(sum + config_.renormalize_epsilon);
+      for (std::int64_t j = 0; j < topk; ++j) weights[j] /= divisor;
     }
     if (config_.routed_scaling_factor != 1) {
       for (std::int64_t j = 0; j < topk; ++j) weights[j] *= config_.routed_scaling_factor;

@@ -15,6 +15,9 @@ void RouterConfig::validate() const {
                  core::to_string(static_cast<int>(scoring)), "a ScoringFunc");
   FUSEDMOE_CHECK(std::isfinite(routed_scaling_factor), "router.routed_scaling_factor",
                  core::to_string(routed_scaling_factor), "finite");
+  FUSEDMOE_CHECK(std::isfinite(renormalize_epsilon) && renormalize_epsilon >= 0,
+                 "router.renormalize_epsilon", core::to_string(renormalize_epsilon),
+                 "finite and not negative");
   FUSEDMOE_CHECK(!apply_router_weight_on_input || topk == 1, "router.apply_router_weight_on_input",
                  core::format("true with topk {}", topk), "false unless topk is 1");
   FUSEDMOE_CHECK(num_expert_group >= 0, "router.num_expert_group",

@@ -86,7 +86,7 @@ std::vector<double> weights_of(const RouterConfig& config, std::vector<double> c
     sum += weight;
   }
   for (double& weight : chosen) {
-    if (config.renormalize) weight /= sum + 1e-20;
+    if (config.renormalize) weight /= sum + config.renormalize_epsilon;
     weight *= config.routed_scaling_factor;
   }
   return chosen;

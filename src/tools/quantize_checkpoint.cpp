@@ -9,6 +9,7 @@
 #include "checkpoint/checkpoint_writer.h"
 #include "checkpoint/opened_checkpoint.h"
 #include "checkpoint/quant_config.h"
+#include "checkpoint/quant_targets.h"
 #include "core/check.h"
 #include "files/json.h"
 #include "fusedmoe/quant.h"
@@ -57,6 +58,7 @@ class CheckpointQuantizer {
     for (const checkpoint::ExpertLayout& layout : row.layouts) {
       if (layout.storage == (stacked ? ExpertStorage::kMxfp4 : ExpertStorage::kPerExpert)) {
         layout_ = &layout;
+        break;
       }
     }
     linear_ = checkpoint::find_linear_layout(model_.layout, model_.scheme.weights);
@@ -93,10 +95,15 @@ class CheckpointQuantizer {
         options_.scale_rule == MxScaleRule::kOcp || model.scheme.weights.scale == DType::kE8M0,
         "scale_rule", std::string(name(options_.scale_rule)),
         "ocp, for weights without E8M0 scales");
-    FUSEDMOE_CHECK(checkpoint::quantization_config({model.layout, model.scheme}, {}), "layout",
-                   std::string(name(model.layout)),
+    const auto config = checkpoint::quantization_config({model.layout, model.scheme}, {});
+    FUSEDMOE_CHECK(config, "layout", std::string(name(model.layout)),
                    core::format("one that can hold {}, such as {}", name(model.scheme),
                                 name(checkpoint::usual_layout(model.family, model.scheme))));
+    // Readers take the scale rule of the activations from the layout.
+    model.scheme = checkpoint::parse_quantization(
+                       checkpoint::ConfigKeys(*config),
+                       checkpoint::expert_modules(checkpoint::family_row(model.family), 1))
+                       .scheme;
     return model;
   }
 
@@ -112,8 +119,7 @@ class CheckpointQuantizer {
     std::set<std::string, std::less<>> replaced;
     for (const auto& [number, block] : source_.layers) {
       const checkpoint::BlockLayout from = checkpoint::find_layout(source_.config, block);
-      for (const checkpoint::TensorSpec& spec :
-           checkpoint::block_tensors(source_.config, from.block, *from.experts)) {
+      for (const checkpoint::TensorSpec& spec : checkpoint::block_tensors(source_.config, from)) {
         const bool bias = spec.role == checkpoint::TensorRole::kExpertBias;
         // Both stacked layouts of gpt-oss have the same biases.
         if (spec.role == checkpoint::TensorRole::kExpertWeight || (bias && linear_)) {
@@ -135,10 +141,9 @@ class CheckpointQuantizer {
   }
 
   void plan_layer(const LayerWeights& layer, const Block& block) {
-    const std::string_view segment = checkpoint::find_layout(source_.config, block).block;
+    const checkpoint::BlockLayout target = target_layout(block);
     if (!linear_) {
-      for (const checkpoint::TensorSpec& spec :
-           checkpoint::block_tensors(model_, segment, *layout_)) {
+      for (const checkpoint::TensorSpec& spec : checkpoint::block_tensors(model_, target)) {
         if (spec.role == checkpoint::TensorRole::kMxfp4Blocks ||
             spec.role == checkpoint::TensorRole::kMxfp4Scales) {
           planned_.push_back({block.prefix + spec.name, DType::kU8, spec.shape});
@@ -147,9 +152,8 @@ class CheckpointQuantizer {
       return;
     }
     for (std::int64_t e = 0; e < layer.experts.num_experts(); ++e) {
-      const ExpertMatrices& expert = layer.experts.experts[static_cast<std::size_t>(e)];
-      const std::array matrices{&expert.gate, &expert.up, &expert.down};
-      const auto layers = checkpoint::expert_layers(model_, segment, *layout_, e);
+      const auto matrices = matrices_of(layer.experts, e);
+      const auto layers = checkpoint::expert_layers(model_, target, e);
       for (std::size_t i = 0; i < layers.size(); ++i) {
         for (const checkpoint::TensorSpec& spec : written_tensors(layers[i])) {
           planned_.push_back({block.prefix + spec.name, spec.stored->dtypes.front(), spec.shape});
@@ -211,36 +215,35 @@ class CheckpointQuantizer {
 
   void write_layer(std::int64_t number, const Block& block, checkpoint::CheckpointWriter& writer) {
     const LayerWeights layer = load(number, block);
-    const std::string_view segment = checkpoint::find_layout(source_.config, block).block;
+    const checkpoint::BlockLayout target = target_layout(block);
     ActivationRange range;
     if (calibration_) range = activation_range(layer, calibration_);
     for (std::int64_t e = 0; e < layer.experts.num_experts(); ++e) {
-      const std::array<Quantized, 3> expert = quantize_expert(layer.experts, e, range);
+      const std::vector<Quantized> expert = quantize_expert(layer.experts, e, range);
       if (!linear_) {
-        write_gpt_oss(block.prefix, segment, expert, e, writer);
+        write_gpt_oss(block.prefix, target.block, expert, e, writer);
         continue;
       }
-      const auto layers = checkpoint::expert_layers(model_, segment, *layout_, e);
+      const auto layers = checkpoint::expert_layers(model_, target, e);
       for (std::size_t i = 0; i < layers.size(); ++i) {
         write_linear(block.prefix, layers[i], expert[i], writer);
       }
     }
   }
 
-  std::array<Quantized, 3> quantize_expert(const ExpertWeights& weights, std::int64_t index,
-                                           const ActivationRange& range) const {
-    const ExpertMatrices& expert = weights.experts[static_cast<std::size_t>(index)];
+  std::vector<Quantized> quantize_expert(const ExpertWeights& weights, std::int64_t index,
+                                         const ActivationRange& range) const {
     const QuantKey& from = weights.scheme.weights;
-    const std::array sources{&expert.gate, &expert.up, &expert.down};
-    std::array<Tensor, 3> values;
-    std::array<float, 3> amax{};
+    const auto sources = matrices_of(weights, index);
+    std::vector<Tensor> values(sources.size());
+    std::vector<float> amax(sources.size());
     for (std::size_t i = 0; i < sources.size(); ++i) {
       values[i] = dequantize_weights(*sources[i], from, sources[i]->values.size(1));
       amax[i] = core::amax(values[i].as<const float>(), values[i].numel());
     }
     // Engines keep one global scale for the fused gate and up.
-    amax[0] = amax[1] = std::max(amax[0], amax[1]);
-    std::array<Quantized, 3> result;
+    if (sources.size() == 3) amax[0] = amax[1] = std::max(amax[0], amax[1]);
+    std::vector<Quantized> result(sources.size());
     for (std::size_t i = 0; i < sources.size(); ++i) {
       std::optional<float> global;
       if (model_.scheme.weights == keys::nvfp4())
@@ -249,9 +252,25 @@ class CheckpointQuantizer {
           quantize_weights(values[i], model_.scheme.weights, quantize_options(), global);
       values[i] = Tensor();
       if (sources[i]->bias.defined()) result[i].bias = contiguous(sources[i]->bias);
-      if (calibration_) result[i].input_scale = one_float(input_scale(range, index, i == 2));
+      if (calibration_)
+        result[i].input_scale = one_float(input_scale(range, index, i + 1 == sources.size()));
     }
     return result;
+  }
+
+  /// Gate, up and down, or without a gate the first and the last.
+  static std::vector<const WeightMatrix*> matrices_of(const ExpertWeights& weights,
+                                                      std::int64_t index) {
+    const ExpertMatrices& expert = weights.experts[static_cast<std::size_t>(index)];
+    if (!expert.up.values.defined()) return {&expert.gate, &expert.down};
+    return {&expert.gate, &expert.up, &expert.down};
+  }
+
+  /// The names of the source, with the experts in the layout of the result.
+  checkpoint::BlockLayout target_layout(const Block& block) const {
+    checkpoint::BlockLayout layout = checkpoint::find_layout(source_.config, block);
+    layout.experts = layout_;
+    return layout;
   }
 
   QuantizeOptions quantize_options() const {
@@ -296,13 +315,13 @@ class CheckpointQuantizer {
 
   // Blocks and scales of one expert at its place in the stack, gate and up rows interleaved.
   void write_gpt_oss(const std::string& prefix, std::string_view segment,
-                     const std::array<Quantized, 3>& expert, std::int64_t index,
+                     const std::vector<Quantized>& expert, std::int64_t index,
                      checkpoint::CheckpointWriter& writer) const {
     const auto write = [&](std::string_view pattern, const Tensor& tensor) {
       writer.write(prefix + checkpoint::tensor_name(segment, pattern), index * tensor.nbytes(),
                    tensor.data(), static_cast<std::size_t>(tensor.nbytes()));
     };
-    const auto& [gate, up, down] = expert;
+    const Quantized &gate = expert[0], &up = expert[1], &down = expert[2];
     write(layout_->w1, interleave(gate.tensors.values, up.tensors.values));
     write(layout_->w13_scales, interleave(gate.tensors.scales, up.tensors.scales));
     write(layout_->w2, down.tensors.values);

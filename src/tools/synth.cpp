@@ -12,9 +12,9 @@
 #include <nlohmann/json.hpp>
 #include <numbers>
 
+#include "checkpoint/block_tensors.h"
 #include "checkpoint/checkpoint_files.h"
 #include "checkpoint/checkpoint_writer.h"
-#include "checkpoint/families.h"
 #include "core/check.h"
 #include "files/json.h"
 #include "fusedmoe/checkpoint.h"
@@ -161,7 +161,7 @@ DType published_dtype(TensorRole role) {
 std::vector<checkpoint::TensorSpec> all_tensors(const ModelConfig& model, std::int64_t num_layers) {
   const checkpoint::FamilyRow& row = checkpoint::family_row(model.family);
   const std::vector<checkpoint::TensorSpec> block =
-      checkpoint::block_tensors(model, row.blocks.front(), checkpoint::published_layout(model));
+      checkpoint::block_tensors(model, checkpoint::published_layout(model));
   std::vector<checkpoint::TensorSpec> tensors;
   for (std::int64_t layer = 0; layer < num_layers; ++layer) {
     for (checkpoint::TensorSpec spec : block) {
@@ -180,23 +180,32 @@ std::vector<checkpoint::PlannedTensor> planned(const std::vector<checkpoint::Ten
   return tensors;
 }
 
+/// The object that holds the language model's keys.
+nlohmann::json& language_model(nlohmann::json& root, const checkpoint::FamilyRow& row) {
+  for (const std::string_view path :
+       {std::string_view(row.config), std::string_view("text_config")}) {
+    std::string pointer = "/" + std::string(path);
+    std::replace(pointer.begin(), pointer.end(), '.', '/');
+    const nlohmann::json::json_pointer place(pointer);
+    if (!path.empty() && root.contains(place) && root[place].is_object()) return root[place];
+  }
+  return root;
+}
+
 // The config of what is really written: as many layers, none of them dense, bf16 or MXFP4.
 std::string written_config(const SynthOptions& options, const ModelConfig& model) {
   nlohmann::json root =
       files::parse_json_object(options.config_json, files::kMaxConfigBytes, "config_json");
-  const auto nested = root.find("text_config");
-  nlohmann::json& node = nested != root.end() && nested->is_object() ? *nested : root;
-  node["num_hidden_layers"] = options.num_layers;
-  const auto change = [&](const char* key, const nlohmann::json& value) {
+  const checkpoint::FamilyRow& row = checkpoint::family_row(model.family);
+  nlohmann::json& node = language_model(root, row);
+  node[row.num_layers.keys.empty() ? "num_hidden_layers" : row.num_layers.keys.front()] =
+      options.num_layers;
+  const auto change = [&](const std::string& key, const nlohmann::json& value) {
     for (nlohmann::json* object : {&root, &node}) {
       if (object->contains(key)) (*object)[key] = value;
     }
   };
-  change("first_k_dense_replace", 0);
-  change("moe_layer_freq", 1);
-  change("decoder_sparse_step", 1);
-  change("interleave_moe_layer_step", 1);
-  change("mlp_only_layers", nlohmann::json::array());
+  for (const auto& [key, value] : row.every_layer) change(key, nlohmann::json::parse(value));
   change("torch_dtype", "bfloat16");
   change("dtype", "bfloat16");
   node.erase("moe_layers");

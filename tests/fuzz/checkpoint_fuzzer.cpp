@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/families.h"
+#include "checkpoint/block_tensors.h"
 #include "checkpoint/quant_config.h"
 #include "files/safetensors_header.h"
 #include "fusedmoe/checkpoint.h"
@@ -40,7 +40,7 @@ constexpr DType kStored[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kE4M
                              DType::kU8,  DType::kI8,   DType::kI32, DType::kI64};
 
 nlohmann::json base_config(const checkpoint::FamilyRow& row, Source& source) {
-  nlohmann::json config{{"model_type", row.text_type},
+  nlohmann::json config{{"model_type", row.name},
                         {"num_hidden_layers", 1},
                         {"hidden_size", 32 * (1 + source.below(2))},
                         {"num_local_experts", 1 + source.below(3)},
@@ -49,7 +49,7 @@ nlohmann::json base_config(const checkpoint::FamilyRow& row, Source& source) {
                         {"shared_expert_intermediate_size", 32 * source.below(2)},
                         {"n_group", 1},
                         {"topk_group", 1}};
-  config[row.intermediate_key] = 32;
+  config[row.intermediate.keys.front()] = 32;
   return config;
 }
 
@@ -60,11 +60,11 @@ std::vector<files::HeaderEntry> correct_tensors(const ModelConfig& model,
       source.below(static_cast<std::int64_t>(row.layouts.size())))];
   const checkpoint::LinearLayout* linear =
       checkpoint::find_linear_layout(model.layout, model.scheme.weights);
-  checkpoint::BlockStorage storage;
-  if (layout.storage == checkpoint::ExpertStorage::kPerExpert) storage.experts = linear;
-  if (source.below(2)) storage.shared = linear;
+  checkpoint::BlockLayout names = checkpoint::published_names(model, layout);
+  if (layout.storage == checkpoint::ExpertStorage::kPerExpert) names.storage.experts = linear;
+  if (source.below(2)) names.storage.shared = linear;
   std::vector<files::HeaderEntry> entries;
-  for (const auto& spec : checkpoint::block_tensors(model, row.blocks.front(), layout, storage)) {
+  for (const auto& spec : checkpoint::block_tensors(model, names)) {
     DType dtype = DType::kBF16;
     if (spec.stored) {
       dtype = spec.stored->dtypes[static_cast<std::size_t>(
@@ -161,7 +161,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   Source source(data, size);
   const auto families = checkpoint::family_table();
   const checkpoint::FamilyRow& row =
-      families[static_cast<std::size_t>(source.below(static_cast<std::int64_t>(families.size())))];
+      *families[static_cast<std::size_t>(source.below(static_cast<std::int64_t>(families.size())))];
+  if (!row.refused.empty()) return 0;
   const auto& named = named_schemes();
   const QuantScheme scheme = named[source.byte() % named.size()].scheme;
   const auto layout = static_cast<CheckpointLayout>(source.below(8));

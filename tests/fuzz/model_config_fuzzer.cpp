@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "checkpoint/families.h"
+#include "checkpoint/block_tensors.h"
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/tensor.h"
 
@@ -15,8 +15,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     if (model.router.num_experts > kMaxExperts) return 0;
     const auto& row = fusedmoe::checkpoint::family_row(model.family);
     for (const auto& layout : row.layouts) {
-      for (const auto& spec :
-           fusedmoe::checkpoint::block_tensors(model, row.blocks.front(), layout)) {
+      for (const auto& spec : fusedmoe::checkpoint::block_tensors(
+               model, fusedmoe::checkpoint::published_names(model, layout))) {
         if (spec.shape.numel() <= 0) __builtin_trap();
       }
     }

@@ -100,18 +100,24 @@ float amax_of(const WeightMatrix& source, DType dtype) {
       dequantize_weights(source, schemes::unquantized(dtype).weights, source.values.size(1)));
 }
 
+/// compressed-tensors has one scale rule for MXFP4 activations, and no words for others.
+std::string read_as(const RoundTrip& trip) {
+  const bool even = trip.layout == CheckpointLayout::kCompressedTensors && trip.scheme == "mxfp4";
+  return even ? "mxfp4:even" : trip.scheme;
+}
+
 TEST_P(RoundTripTest, IsExact) {
   const RoundTrip& trip = GetParam();
   const TinyCheckpoints& tiny = TinyCheckpoints::instance();
   const Checkpoint source = Checkpoint::open(tiny.source(trip.family));
   const Checkpoint written =
       Checkpoint::open(tiny.quantized(trip.family, trip.scheme, trip.layout));
-  EXPECT_EQ(name(written.config().scheme), trip.scheme);
+  EXPECT_EQ(name(written.config().scheme), read_as(trip));
   EXPECT_EQ(written.config().layout, trip.layout);
   ASSERT_EQ(written.moe_layers(), source.moe_layers());
 
   const LayerWeights before = source.load_layer(0), after = written.load_layer(0);
-  EXPECT_EQ(after.experts.scheme, parse_scheme(trip.scheme));
+  EXPECT_EQ(after.experts.scheme, parse_scheme(read_as(trip)));
   const QuantKey key = after.experts.scheme.weights;
   const DType dtype = before.experts.scheme.weights.value;
   const bool input_scale = checkpoint::has_input_scale(after.experts.scheme);
@@ -313,11 +319,11 @@ TEST(QuantizeCheckpointTest, UsualLayouts) {
   const auto usual = [](Family family, const char* scheme) {
     return std::string(name(checkpoint::usual_layout(family, parse_scheme(scheme))));
   };
-  EXPECT_EQ(usual(Family::kGptOss, "mxfp4_w4a16"), "gpt-oss");
-  EXPECT_EQ(usual(Family::kQwen3Moe, "mxfp4_w4a16"), "compressed-tensors");
-  EXPECT_EQ(usual(Family::kDeepseekV3, "fp8_block_ue8m0"), "fp8");
-  EXPECT_EQ(usual(Family::kMixtral, "nvfp4"), "modelopt");
-  EXPECT_EQ(usual(Family::kMixtral, "int4_g128"), "compressed-tensors");
+  EXPECT_EQ(usual(Family::named("gpt_oss"), "mxfp4_w4a16"), "gpt-oss");
+  EXPECT_EQ(usual(Family::named("qwen3_moe"), "mxfp4_w4a16"), "compressed-tensors");
+  EXPECT_EQ(usual(Family::named("deepseek_v3"), "fp8_block_ue8m0"), "fp8");
+  EXPECT_EQ(usual(Family::named("mixtral"), "nvfp4"), "modelopt");
+  EXPECT_EQ(usual(Family::named("mixtral"), "int4_g128"), "compressed-tensors");
 }
 
 // Shards, several layers, and everything else of the directory.

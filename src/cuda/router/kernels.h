@@ -31,6 +31,7 @@ struct RouteParams {
   int topk_group;
   ScoringFunc scoring;
   bool renormalize;
+  double renormalize_epsilon;
   float scaling_factor;
 };
 

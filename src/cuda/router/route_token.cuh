@@ -188,7 +188,7 @@ __device__ inline void compute_weights(const RouteParams& p, float (&weights)[kS
     for (float& weight : weights) weight = weight == -kInfinity ? 0.0f : weight;
   }
   if (p.renormalize) {
-    const auto divisor = static_cast<float>(sum_of_slots(weights, p.topk) + 1e-20);
+    const auto divisor = static_cast<float>(sum_of_slots(weights, p.topk) + p.renormalize_epsilon);
     for (float& weight : weights) weight /= divisor;
   }
   if (p.scaling_factor != 1) {

@@ -83,6 +83,7 @@ RouteParams check_route(const RouterConfig& config, const TensorView& logits,
           .topk_group = static_cast<int>(config.topk_group),
           .scoring = config.scoring,
           .renormalize = config.renormalize,
+          .renormalize_epsilon = config.renormalize_epsilon,
           .scaling_factor = config.routed_scaling_factor};
 }
 

@@ -1,0 +1,82 @@
+// Which tensors an MoE block of a model holds, by the description of its family.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "checkpoint/family.h"
+#include "checkpoint/linear_layouts.h"
+#include "fusedmoe/checkpoint.h"
+
+namespace fusedmoe::checkpoint {
+
+/// What a tensor of an MoE block is; decides dtypes on loading and values in synthesis.
+enum class TensorRole {
+  kRouterWeight,
+  kRouterBias,
+  kCorrectionBias,
+  kExpertWeight,
+  kExpertBias,
+  kMxfp4Blocks,
+  kMxfp4Scales,
+  kSharedWeight,
+  kSharedGate,
+  kQuantized,  ///< TensorSpec::stored says which part of a linear layer
+};
+
+/// A linear layer that a tensor belongs to.
+struct LinearLayer {
+  std::string name;  ///< "mlp.experts.0.up_proj"
+  LinearShape shape;
+};
+
+struct TensorSpec {
+  std::string name;  ///< from the block on: "mlp.experts.0.up_proj.weight"
+  Shape shape;
+  TensorRole role;
+  std::int64_t fan_in;
+  const StoredTensor* stored = nullptr;
+  bool required = true;
+};
+
+/// How the linear layers of the experts and of the shared experts are stored; null: not quantized.
+struct BlockStorage {
+  const LinearLayout* experts = nullptr;
+  const LinearLayout* shared = nullptr;
+};
+
+/// Under which of the names that the family knows the tensors of a block lie. Full names, from the
+/// layer on; empty: the model has no such tensor.
+struct BlockLayout {
+  std::string block;  ///< path segment, "mlp"
+  const ExpertLayout* experts = nullptr;
+  std::string router, router_bias, correction_bias, shared_gate;
+  SharedNames shared;
+  BlockStorage storage;
+};
+
+/// "block.pattern" with `*` replaced by the expert's index; "pattern" for "/pattern".
+std::string tensor_name(std::string_view block, std::string_view pattern, std::int64_t expert = 0);
+
+/// The names under which the family publishes a model, in this layout of experts.
+BlockLayout published_names(const ModelConfig& model, const ExpertLayout& experts);
+/// The same for the layout in which it publishes weights of the model's scheme.
+BlockLayout published_layout(const ModelConfig& model);
+
+/// The linear layers of one expert (per-expert layouts), and of the shared experts: gate, up and
+/// down, or without a gate the first and the last.
+std::vector<LinearLayer> expert_layers(const ModelConfig& model, const BlockLayout& layout,
+                                       std::int64_t expert);
+std::vector<LinearLayer> shared_layers(const ModelConfig& model, const BlockLayout& layout);
+
+/// The tensors of a linear layer: "<name>.weight" of this role, or those of the layout for weights
+/// of `scheme`.
+std::vector<TensorSpec> linear_tensors(const LinearLayer& layer, const LinearLayout* layout,
+                                       const QuantScheme& scheme, TensorRole role);
+
+/// Every tensor that an MoE block of this model holds in this layout.
+std::vector<TensorSpec> block_tensors(const ModelConfig& model, const BlockLayout& layout);
+
+}  // namespace fusedmoe::checkpoint

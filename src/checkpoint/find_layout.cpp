@@ -1,0 +1,157 @@
+// Which of the layouts and names that a family knows a block's tensors have.
+#include <algorithm>
+#include <string_view>
+
+#include "checkpoint/layer_loader.h"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+bool is_float(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
+}
+
+// Whole-segment match of "experts.*.w1.weight", where * stands for a number.
+bool matches(std::string_view name, std::string_view pattern) {
+  const std::size_t star = pattern.find('*');
+  if (star == std::string_view::npos) return name == pattern;
+  if (!name.starts_with(pattern.substr(0, star))) return false;
+  name.remove_prefix(star);
+  const std::size_t digits = std::min(name.find_first_not_of("0123456789"), name.size());
+  return digits > 0 && name.substr(digits) == pattern.substr(star + 1);
+}
+
+// A tensor of a linear layer, or a stacked one.
+bool belongs(std::string_view name, std::string_view pattern, ExpertStorage storage) {
+  if (pattern.empty()) return false;
+  if (storage != ExpertStorage::kPerExpert) return matches(name, pattern);
+  const std::size_t dot = name.rfind('.');
+  return dot != std::string_view::npos && matches(name.substr(0, dot), pattern);
+}
+
+bool holds_experts(std::string_view name, const ExpertLayout& layout) {
+  for (std::string_view pattern :
+       {layout.w1, layout.w3, layout.w2, layout.w13_scales, layout.w2_scales}) {
+    if (belongs(name, pattern, layout.storage)) return true;
+  }
+  return false;
+}
+
+// The linear layers of a quantized model; null for unquantized ones.
+const LinearLayout* shared_storage(const ModelConfig& model, const Block& block,
+                                   const BlockLayout& layout) {
+  const LinearLayout* linear = layout.storage.experts;
+  if (!linear || model.shared_intermediate == 0) return nullptr;
+  const auto found = block.tensors.find(layout.shared.gate + ".weight");
+  const bool plain = found != block.tensors.end() && is_float(found->second.tensor.dtype());
+  return plain ? nullptr : linear;
+}
+
+// Whether a tensor of that name, or a part of a linear layer of that name, is there.
+bool has_tensor(const Block& block, const std::string& name) {
+  const auto found = block.tensors.lower_bound(name);
+  if (found == block.tensors.end() || !found->first.starts_with(name)) return false;
+  return found->first.size() == name.size() || found->first[name.size()] == '.';
+}
+
+// The first of the names under which there is a tensor; without one it stays as published.
+void choose_name(const Block& block, const std::string& segment,
+                 const std::vector<std::string>& names, std::string& chosen) {
+  if (chosen.empty()) return;
+  for (const std::string& pattern : names) {
+    const std::string name = tensor_name(segment, pattern);
+    if (!has_tensor(block, name)) continue;
+    chosen = name;
+    return;
+  }
+  chosen = tensor_name(segment, names.front());
+}
+
+void choose_names(const ModelConfig& model, const Block& block, BlockLayout& layout) {
+  const FamilyRow& row = family_row(model.family);
+  choose_name(block, layout.block, row.router, layout.router);
+  choose_name(block, layout.block, row.router_bias, layout.router_bias);
+  choose_name(block, layout.block, row.correction_bias, layout.correction_bias);
+  choose_name(block, layout.block, row.shared_gate, layout.shared_gate);
+  if (model.shared_intermediate == 0) return;
+  const auto full = [&](const std::string& pattern) {
+    return pattern.empty() ? pattern : tensor_name(layout.block, pattern);
+  };
+  const auto present = [&](const SharedNames& names) {
+    return has_tensor(block, full(names.gate));
+  };
+  auto names = std::find_if(row.shared.begin(), row.shared.end(), present);
+  if (names == row.shared.end()) names = row.shared.begin();
+  layout.shared = {full(names->gate), full(names->up), full(names->down)};
+}
+
+std::int64_t count_experts(const Block& block, const std::string& segment,
+                           const ExpertLayout& layout) {
+  std::int64_t count = 0;
+  for (const auto& [name, entry] : block.tensors) {
+    std::string_view inside = name;
+    if (!segment.empty()) {
+      if (!inside.starts_with(segment) || !inside.substr(segment.size()).starts_with('.')) continue;
+      inside.remove_prefix(segment.size() + 1);
+    }
+    count += holds_experts(inside, layout);
+  }
+  return count;
+}
+
+bool stacks_fit(const ModelConfig& model, const Block& block, const std::string& segment,
+                const ExpertLayout& layout) {
+  const bool transposed = layout.storage == ExpertStorage::kStackedTransposed;
+  if (!transposed && layout.storage != ExpertStorage::kStacked) return false;
+  const auto w1 = block.tensors.find(tensor_name(segment, layout.w1));
+  const auto w2 = block.tensors.find(tensor_name(segment, layout.w2));
+  if (w1 == block.tensors.end() || w2 == block.tensors.end()) return false;
+  const auto fits = [&](const Shape& shape, std::int64_t in) {
+    return shape.rank() == 3 && shape[transposed ? 1 : 2] == in;
+  };
+  return fits(w1->second.tensor.shape(), model.hidden) &&
+         fits(w2->second.tensor.shape(), model.intermediate);
+}
+
+}  // namespace
+
+BlockLayout find_layout(const ModelConfig& model, const Block& block) {
+  const FamilyRow& row = family_row(model.family);
+  BlockLayout best = published_names(model, row.layouts.front());
+  std::int64_t most = 0;
+  for (const std::string& segment : row.blocks) {
+    for (const ExpertLayout& layout : row.layouts) {
+      // Two layouts of stacked tensors may differ in shapes alone.
+      const std::int64_t count =
+          2 * count_experts(block, segment, layout) + stacks_fit(model, block, segment, layout);
+      if (count <= most) continue;
+      most = count;
+      best.block = segment;
+      best.experts = &layout;
+    }
+  }
+  choose_names(model, block, best);
+  if (best.experts->storage == ExpertStorage::kPerExpert) {
+    best.storage.experts = find_linear_layout(model.layout, model.scheme.weights);
+    best.storage.shared = shared_storage(model, block, best);
+  }
+  return best;
+}
+
+// Activations are a matter of the config, where it knows of MXFP4 at all.
+QuantScheme mxfp4_scheme(const ModelConfig& model) {
+  return model.scheme.weights == keys::mxfp4() ? model.scheme : schemes::mxfp4_w4a16();
+}
+
+QuantScheme stored_scheme(const ModelConfig& model, const Block& block) {
+  const BlockLayout layout = find_layout(model, block);
+  if (layout.experts->storage == ExpertStorage::kMxfp4) return mxfp4_scheme(model);
+  if (layout.storage.experts) return model.scheme;
+  const std::string suffix = layout.experts->storage == ExpertStorage::kPerExpert ? ".weight" : "";
+  const auto first = block.tensors.find(tensor_name(layout.block, layout.experts->w1) + suffix);
+  return first != block.tensors.end() && is_float(first->second.tensor.dtype())
+             ? schemes::unquantized(first->second.tensor.dtype())
+             : model.scheme;
+}
+
+}  // namespace fusedmoe::checkpoint

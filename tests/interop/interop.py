@@ -1,0 +1,153 @@
+"""Compares fusedmoe with transformers on tiny models of every MoE type (make interop).
+
+Each model is saved by transformers in f32 and in bf16, in one file and in shards, and its first MoE
+layer runs through `fusedmoe run` with the implementations reference and cpu. Writes a table in
+Markdown to stdout. With --vectors DIR writes instead one layer of each type, with transformers'
+output, as a file for tests/unit/families_test.cpp.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+import models
+
+LIMIT = 2e-6
+COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_topk",
+          "num_experts_per_tok", "moe_k", "top_k_experts", "num_experts_per_token", "moe_top_k"}
+
+
+def moe_types():
+    """Types whose config has a number of experts, or a sub-config with one."""
+    def fields(cls):
+        names = set(getattr(cls, "__dataclass_fields__", {}))
+        names |= set(getattr(cls, "attribute_map", None) or {})
+        for sub in getattr(cls, "sub_configs", {}).values():
+            if isinstance(sub, type):
+                names |= fields(sub)
+        return names
+
+    types = []
+    for name in CONFIG_MAPPING_NAMES:
+        try:
+            cls = CONFIG_MAPPING[name]
+        except Exception:
+            continue
+        if fields(cls) & COUNTS:
+            types.append(name)
+    return types
+
+
+def run_layer(program, checkpoint, x, experts, directory):
+    save_file({"hidden_states": x}, directory / "x.safetensors")
+    command = [program, "run", "--checkpoint", checkpoint, "--input", directory / "x.safetensors",
+               "--output", directory / "y.safetensors", "--dtype", "f32", "--experts", experts]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().removeprefix("error: "))
+    return load_file(directory / "y.safetensors")["output"]
+
+
+def difference(actual, wanted):
+    return float((actual - wanted).abs().max() / wanted.abs().max())
+
+
+def check_type(program, model_type):
+    """The largest difference of all ways to save and to run."""
+    model, block, shared = models.build(model_type)
+    x = torch.randn(33, models.HIDDEN, generator=torch.Generator().manual_seed(2))
+    wanted = models.expected(block, shared, x)
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as root:
+        root = pathlib.Path(root)
+        for dtype in (torch.float32, torch.bfloat16):
+            model.to(dtype)
+            for shards in (False, True):
+                path = root / f"{dtype}-{shards}"
+                model.save_pretrained(path, max_shard_size="20KB" if shards else "5GB")
+                for experts in ("reference", "cpu"):
+                    actual = run_layer(program, path, x, experts, root)
+                    worst = max(worst, difference(actual, wanted))
+    return worst
+
+
+def refusal(program, model_type):
+    """What the program says of a config alone; None if it accepts it."""
+    with tempfile.TemporaryDirectory() as root:
+        try:
+            models.make_config(CONFIG_MAPPING[model_type]).save_pretrained(root)
+        except Exception:
+            CONFIG_MAPPING[model_type]().save_pretrained(root)
+        save_file({"model.layers.0.x.weight": torch.zeros(1)}, pathlib.Path(root) / "x.safetensors")
+        done = subprocess.run([program, "inspect", root], capture_output=True, text=True)
+    text = done.stderr.strip().removeprefix("error: ")
+    return None if "MoE layers" in text else re.sub(r"^/tmp\S*: ", "", text)
+
+
+def write_vector(model_type, directory):
+    """The first MoE layer as transformers saves it, in bf16."""
+    model, block, shared = models.build(model_type)
+    x = torch.randn(5, models.HIDDEN, generator=torch.Generator().manual_seed(2))
+    wanted = models.expected(block, shared, x)
+    with tempfile.TemporaryDirectory() as root:
+        model.to(torch.bfloat16).save_pretrained(root)
+        config = json.loads((pathlib.Path(root) / "config.json").read_text())
+        tensors = {}
+        for file in pathlib.Path(root).glob("*.safetensors"):
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():
+                    tensors[name] = opened.get_tensor(name)
+    layers = {}
+    for name in tensors:
+        found = re.match(r"(.*?\b(?:layers|blocks)\.\d+\.)", name)
+        if found and not re.search("visual|vision|audio|sam_model|encoder|mtp", name):
+            layers.setdefault(found[1], []).append(name)
+    holds = [p for p, names in layers.items()
+             if any(re.search(r"experts\.|moe\.|_linear", n[len(p):]) and "attn" not in n for n in names)]
+    part = {n: tensors[n].clone() for n in layers[holds[0]]
+            if not re.search("attn|attention|conv|norm|mamba|hc_", n)}
+    part["check.input"], part["check.output"] = x, wanted.float()
+    for key in ("vision_config", "audio_config", "code2wav_config"):
+        config.pop(key, None)
+    save_file(part, directory / f"{model_type}.safetensors", {"config": json.dumps(config)})
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("program", help="the fusedmoe program")
+    parser.add_argument("types", nargs="*", help="default: every type")
+    parser.add_argument("--vectors", type=pathlib.Path, help="directory to write vectors to")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    bad = 0
+    if not options.vectors:
+        print("| type | largest difference, or why not |\n| --- | --- |")
+    for model_type in options.types or moe_types():
+        if options.vectors:
+            write_vector(model_type, options.vectors)
+            continue
+        text = refusal(options.program, model_type)
+        if text is None:
+            try:
+                worst = check_type(options.program, model_type)
+                text = f"{worst:.1e}" + ("" if worst <= LIMIT else " **wrong**")
+                bad += worst > LIMIT
+            except Exception as error:
+                reason = " ".join(str(error).split())[:160]
+                text = f"no tiny model: {type(error).__name__}: {reason}"
+        print(f"| {model_type} | {text} |", flush=True)
+    sys.exit(bad > 0)
+
+
+if __name__ == "__main__":
+    main()

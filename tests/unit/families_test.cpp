@@ -1,0 +1,124 @@
+// Model families as descriptions: the table, a layer of each against transformers
+// (tests/interop/interop.py --vectors), and configs that are another model than they say.
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "error_text.h"
+#include "fusedmoe/checkpoint.h"
+#include "fusedmoe/layer.h"
+#include "fusedmoe/quant.h"
+#include "gtest/gtest.h"
+#include "nlohmann/json.hpp"
+#include "safetensors_bytes.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::error_text;
+using testing::TemporaryDirectory;
+
+std::vector<std::string> vector_names() {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(FUSEDMOE_FAMILIES_DIR)) {
+    names.push_back(entry.path().stem().string());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+std::filesystem::path vector_path(const std::string& name) {
+  return std::filesystem::path(FUSEDMOE_FAMILIES_DIR) / (name + ".safetensors");
+}
+
+class FamilyVectorTest : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(FamilyVectorTest, MatchesTransformers) {
+  const SafetensorsFile file = SafetensorsFile::open(vector_path(GetParam()));
+  const Tensor x = file.tensor("check.input"), wanted = file.tensor("check.output");
+  const Checkpoint checkpoint = Checkpoint::open(vector_path(GetParam()));
+  ASSERT_EQ(checkpoint.moe_layers().size(), 1u);
+  for (const char* experts : {"reference", "cpu"}) {
+    LayerOptions options;
+    options.dtype = DType::kF32;
+    options.require = experts;
+    const Tensor actual =
+        MoeLayer(checkpoint.load_layer(checkpoint.moe_layers().front()), options).forward(x);
+    float largest = 0, difference = 0;
+    for (std::int64_t i = 0; i < wanted.numel(); ++i) {
+      const float value = wanted.as<const float>()[i];
+      largest = std::max(largest, std::abs(value));
+      difference = std::max(difference, std::abs(actual.as<const float>()[i] - value));
+    }
+    EXPECT_GT(largest, 0);
+    // Both sum some hundred products in fp32, in another order.
+    EXPECT_LE(difference, 2e-6F * largest) << experts;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, FamilyVectorTest, ::testing::ValuesIn(vector_names()),
+                         [](const auto& info) { return info.param; });
+
+TEST(FamilyTest, TableHasNoNameTwice) {
+  std::vector<std::string> names;
+  for (const Family& family : Family::all()) names.emplace_back(family.name());
+  std::sort(names.begin(), names.end());
+  EXPECT_EQ(std::adjacent_find(names.begin(), names.end()), names.end());
+  EXPECT_GE(names.size(), 60u);
+}
+
+std::string config_of(const std::string& type, const std::string& more) {
+  return R"({"model_type": ")" + type + R"(", "num_hidden_layers": 1, "hidden_size": 32,
+    "moe_intermediate_size": 16, "intermediate_size": 16, "num_experts": 8,
+    "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16)" +
+         more + "}";
+}
+
+TEST(FamilyTest, AnotherModelThanTheTypeSaysIsRefused) {
+  const auto error = [](const std::string& type, const std::string& more) {
+    return error_text([&] { parse_model_config(config_of(type, more)); });
+  };
+  EXPECT_NE(error("qwen2_moe", R"(, "architectures": ["Qwen3_5MoeForCausalLM"])")
+                .find("of the family qwen3_5_moe, and config.model_type says qwen2_moe"),
+            std::string::npos);
+  EXPECT_NE(error("qwen2_moe", R"(, "linear_num_value_heads": 4)").find("linear_num_value_heads"),
+            std::string::npos);
+  EXPECT_NE(error("mixtral", R"(, "architectures": ["PhimoeForCausalLM"])").find("phimoe"),
+            std::string::npos);
+  EXPECT_NE(error("qwen2_moe", R"(, "routed_scaling_factor": 2.5)").find("routed_scaling_factor"),
+            std::string::npos);
+  EXPECT_NE(error("zaya", "").find("models of the family zaya are not served: their router"),
+            std::string::npos);
+  EXPECT_EQ(name(parse_model_config(config_of("qwen2_moe", R"(, "n_group": 1)")).family),
+            "qwen2_moe");
+}
+
+// A description from outside: the router of qwen2_moe under other names.
+TEST(FamilyTest, DescriptionFromAFile) {
+  const TemporaryDirectory directory;
+  std::ofstream(directory / "mine.json")
+      << R"({"name": "mine", "like": "qwen2_moe", "router": {"scaling": {"key": "gain"}}})";
+  const Family mine = Family::named((directory / "mine.json").string());
+  EXPECT_EQ(mine.name(), "mine");
+  const ModelConfig model = parse_model_config(config_of("anything", R"(, "gain": 3)"), mine);
+  EXPECT_FLOAT_EQ(model.router.routed_scaling_factor, 3);
+  EXPECT_EQ(model.shared_intermediate, 16);
+
+  const auto error = [](const char* json) {
+    return error_text([&] { Family::parse(json, "x.json"); });
+  };
+  EXPECT_NE(error(R"({"name": "a", "like": "nobody"})").find("x.json: a.like"), std::string::npos);
+  EXPECT_NE(error(R"({"name": "a", "like": "mixtral", "rooter": {}})").find("x.json: a.rooter"),
+            std::string::npos);
+  EXPECT_NE(error(R"({"name": "a", "like": "mixtral", "router": {"topk": "two"}})")
+                .find("x.json: a.router.topk"),
+            std::string::npos);
+  EXPECT_NE(error(R"({"name": "a"})").find("without blocks"), std::string::npos);
+  EXPECT_NE(error_text([] { Family::named("nobody"); }).find("mixtral"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace fusedmoe
