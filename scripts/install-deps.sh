@@ -18,6 +18,7 @@ needed=(
   "libfmt-dev:fmt/format.h"
   "libdlpack-dev:dlpack/dlpack.h"
   "libgtest-dev:gtest/gtest.h"
+  "abigail-tools:abidiff"
 )
 command -v nvcc >/dev/null && needed+=("python3-pip:pip3")
 
