@@ -77,7 +77,8 @@ TEST(CErrorTest, StructsOfOtherVersions) {
   EXPECT_EQ(info.topk, -7);
 }
 
-/// Wrong values for one member of a tensor. What is too large stays unread: checks come first.
+/// Another value for one member of a tensor, which some calls accept: what they then read or write
+/// lies within the room of roomy().
 void spoil(fusedmoe_tensor& tensor, std::mt19937& random) {
   const auto pick = [&](auto... values) {
     const std::int64_t list[] = {static_cast<std::int64_t>(values)...};
@@ -108,7 +109,7 @@ void spoil(fusedmoe_tensor& tensor, std::mt19937& random) {
       break;
     default:
       tensor.has_strides = 1;
-      tensor.strides[dim] = pick(-1, 0, 2, 33, INT64_MAX, INT64_MIN, 1LL << 60);
+      tensor.strides[dim] = pick(0, 2, 33, INT64_MAX, INT64_MIN, 1LL << 60);
   }
 }
 
@@ -138,15 +139,21 @@ void expect_statuses(int runs, const std::vector<fusedmoe_tensor*>& tensors,
   EXPECT_OK(call());
 }
 
+/// Zeros, with as much memory again behind them as strides of up to 33 reach.
+Tensor roomy(Shape shape, DType dtype) {
+  const Tensor memory = Tensor::zeros({shape.numel() + (1 << 16)}, dtype);
+  return {TensorView(memory.data(), dtype, shape), memory.owner()};
+}
+
 TEST(CWrongCallsTest, Forward) {
   const TinyLayer tiny;
   const auto layer = tiny.create();
-  const Tensor x = TinyLayer::filled({3, TinyLayer::kHidden}, 1);
-  const Tensor output = Tensor::zeros(x.shape(), DType::kF32);
-  const Tensor ids = Tensor::zeros({3, TinyLayer::kTopk}, DType::kI32);
-  const Tensor weights = Tensor::zeros({3, TinyLayer::kTopk}, DType::kF32);
-  const Tensor logits = Tensor::zeros({3, TinyLayer::kExperts}, DType::kF32);
-  const Tensor load = Tensor::zeros({TinyLayer::kExperts}, DType::kI32);
+  const Tensor x = roomy({3, TinyLayer::kHidden}, DType::kF32);
+  const Tensor output = roomy(x.shape(), DType::kF32);
+  const Tensor ids = roomy({3, TinyLayer::kTopk}, DType::kI32);
+  const Tensor weights = roomy({3, TinyLayer::kTopk}, DType::kF32);
+  const Tensor logits = roomy({3, TinyLayer::kExperts}, DType::kF32);
+  const Tensor load = roomy({TinyLayer::kExperts}, DType::kI32);
   auto args = sized<fusedmoe_forward_args>();
   args.hidden_states = to_c(x);
   args.output = to_c(output);
@@ -171,6 +178,12 @@ TEST(CWrongCallsTest, Forward) {
 
 TEST(CWrongCallsTest, LayersAndRouters) {
   TinyLayer tiny;
+  const Tensor w13 = roomy(tiny.w13.shape(), DType::kF32);
+  const Tensor w2 = roomy(tiny.w2.shape(), DType::kF32);
+  const Tensor gate = roomy(tiny.gate.shape(), DType::kF32);
+  tiny.experts.w13 = to_c(w13);
+  tiny.experts.w2 = to_c(w2);
+  tiny.weights.router_weight = to_c(gate);
   expect_statuses(2000,
                   {&tiny.experts.w13, &tiny.experts.w2, &tiny.weights.router_weight,
                    &tiny.experts.w13_bias, &tiny.weights.expert_map},
@@ -180,9 +193,9 @@ TEST(CWrongCallsTest, LayersAndRouters) {
                     fusedmoe_layer_destroy(layer);
                     return status;
                   });
-  const Tensor logits = TinyLayer::filled({3, TinyLayer::kExperts}, 1);
-  const Tensor ids = Tensor::zeros({3, TinyLayer::kTopk}, DType::kI32);
-  const Tensor weights = Tensor::zeros({3, TinyLayer::kTopk}, DType::kF32);
+  const Tensor logits = roomy({3, TinyLayer::kExperts}, DType::kF32);
+  const Tensor ids = roomy({3, TinyLayer::kTopk}, DType::kI32);
+  const Tensor weights = roomy({3, TinyLayer::kTopk}, DType::kF32);
   fusedmoe_tensor c_logits = to_c(logits), c_ids = to_c(ids), c_weights = to_c(weights);
   expect_statuses(2000, {&c_logits, &c_ids, &c_weights}, [&] {
     return fusedmoe_route(&tiny.router, &c_logits, nullptr, &c_ids, &c_weights);
