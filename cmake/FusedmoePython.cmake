@@ -7,7 +7,7 @@ if(FUSEDMOE_PYTHON)
     set(required REQUIRED)
   endif()
   set(Python_FIND_STRATEGY LOCATION)  # the first on the PATH, for which .deps/python was made
-  find_package(Python 3.9 ${required} COMPONENTS Interpreter Development.Module
+  find_package(Python 3.10 ${required} COMPONENTS Interpreter Development.Module
     OPTIONAL_COMPONENTS Development.SABIModule)
   set(FUSEDMOE_PYTHON_DEPS ${PROJECT_SOURCE_DIR}/.deps/python)
   if(Python_Development.Module_FOUND)

@@ -40,7 +40,7 @@ fetch() {
   local folder=.deps/$1
   shift
   [[ ! -d $folder ]] || return 0
-  echo "Installing: $*" >&2
+  echo "Installing: ${*#--no-deps}" >&2
   rm -rf .deps/unpacking
   python3 -m pip install --quiet --target .deps/unpacking "$@" 2>.deps/pip.log ||
     { cat .deps/pip.log >&2; return 1; }
@@ -50,7 +50,7 @@ fetch() {
 fetch_wheels() {
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   mkdir -p .deps
-  fetch python nanobind==3.1.0 numpy pytest ||
+  fetch python nanobind==3.1.0 numpy pytest mypy ml_dtypes ||
     echo "Without these the Python package is neither built nor tested." >&2
   if command -v nvcc >/dev/null && [[ -z ${CUTLASS_ROOT:-} ]]; then
     fetch cutlass --no-deps nvidia-cutlass==4.2.0.0

@@ -9,13 +9,13 @@ wrong, and `error.argument` is the argument's name.
 from ._core import (
     PackCache,
     Tensor,
-    __version__,
     cpu_isa,
     cuda_device_count,
     device_problem,
     num_threads,
     set_num_threads,
 )
+from ._core import version as __version__
 from ._arrays import as_tensor, empty, load_file
 from .experts import clear_cache, fused_experts
 from .layer import Checkpoint, MoELayer

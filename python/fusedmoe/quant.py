@@ -46,8 +46,10 @@ def quantize_weights(
 
 def dequantize_weights(matrix: QuantizedMatrix, scheme: str, in_features: int) -> Tensor:
     """The values (out, in_features) as f32. Raises ValueError for shapes that do not fit."""
-    parts = [array(part) for part in matrix]
-    return _core.dequantize_weights(*parts, scheme, in_features)
+    values, scales, zero_points, global_scale = (array(part) for part in matrix)
+    return _core.dequantize_weights(
+        values, scales, zero_points, global_scale, scheme, in_features
+    )
 
 
 def quantize_activations(

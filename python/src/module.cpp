@@ -60,7 +60,7 @@ NB_MODULE(_core, module) {
   bind_layers(module);
   bind_experts(module);
   bind_numbers(module);
-  module.attr("__version__") = FUSEDMOE_VERSION;
+  module.attr("version") = FUSEDMOE_VERSION;
   module.def(
       "cpu_isa", [] { return std::string(fusedmoe::cpu_isa()); },
       "Instruction set of the CPU kernels: \"avx512_bf16\", ...");

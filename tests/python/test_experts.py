@@ -125,6 +125,16 @@ def test_bfloat16_without_a_type_of_numpy(problem):
     assert output.dtype == "bf16" and relative_error(f32(output), expected) < 2e-2
 
 
+def test_types_of_ml_dtypes(problem):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = problem.x.astype(ml_dtypes.bfloat16)
+    assert fusedmoe.as_tensor(x).data_ptr == x.ctypes.data
+    w13, w2 = problem.w13.astype(ml_dtypes.bfloat16), problem.w2.astype(ml_dtypes.bfloat16)
+    output = run(problem, hidden_states=x, w13=w13, w2=w2)
+    assert output.dtype == x.dtype
+    assert relative_error(output.astype(np.float32), run(problem)) < 2e-2
+
+
 def test_activations(problem):
     values, scales = fusedmoe.quantize_activations(problem.x, "fp8_channel_token")
     assert (values.dtype, values.shape, scales.shape) == ("e4m3", (5, 64), (5, 1))

@@ -1,6 +1,7 @@
 """What would run, the doctor, and the package itself."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -62,6 +63,15 @@ def test_the_package_is_typed_and_documented():
         value = getattr(fusedmoe, name)
         if callable(value) and not name.startswith("_"):
             assert value.__doc__, name
+
+
+def test_types_are_right():
+    pytest.importorskip("mypy")
+    root = pathlib.Path(__file__).parents[2]
+    command = [sys.executable, "-m", "mypy", "--config-file", root / "pyproject.toml"]
+    command += ["--cache-dir", os.devnull, pathlib.Path(fusedmoe.__file__).parent]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_importing_needs_no_other_package():
