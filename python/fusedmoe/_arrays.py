@@ -32,7 +32,8 @@ def array(x: Any) -> Any:
         return x
     torch = _torch_of(x)
     if torch is not None:
-        x = x.detach()
+        if x.requires_grad:
+            x = x.detach()
         if x.element_size() == 1 and str(x.dtype)[len("torch.") :] in _TORCH_BYTES:
             x = x.view(torch.uint8)
         return x
