@@ -77,7 +77,9 @@ void fused_experts_of(PyPackCache& cache, nb::handle hidden_states, nb::handle w
     fused_experts(args, cache.cache);
     packed = cache.cache.size() > before;
   }
-  if (packed) cache.sources.push_back(std::move(weights));
+  if (!packed) return;
+  hold_memory(weights);
+  cache.sources.push_back(std::move(weights));
 }
 
 void clear(PyPackCache& cache) {

@@ -16,29 +16,54 @@ namespace {
 
 constexpr int kDlCpu = 1, kDlCuda = 2, kDlFloat4Code = 17;
 
-template <typename... Config>
-TensorView view_of_array(const nb::ndarray<Config...>& array) {
-  struct {  // the members of a DLTensor that from_dlpack() reads
-    void* data;
-    struct {
-      int device_type, device_id;
-    } device;
-    int ndim;
-    nb::dlpack::dtype dtype;
-    const std::int64_t *shape, *strides;
-    std::uint64_t byte_offset;
-  } tensor{};
-  tensor.data = const_cast<void*>(static_cast<const void*>(array.data()));
-  tensor.device = {array.device_type(), array.device_id()};
-  tensor.ndim = static_cast<int>(array.ndim());
-  tensor.dtype = array.dtype();
-  tensor.shape = array.shape_ptr();
-  tensor.strides = array.stride_ptr();
+/// A DLTensor.
+struct DlTensor {
+  void* data;
+  struct {
+    int device_type, device_id;
+  } device;
+  int ndim;
+  nb::dlpack::dtype dtype;
+  std::int64_t *shape, *strides;
+  std::uint64_t byte_offset;
+};
+
+/// DLPackExchangeAPI of DLPack 1.3: what a type of arrays offers to C, without a call of Python.
+struct DlExchange {
+  std::uint32_t major, minor;
+  void *previous, *allocator, *managed_from_object, *managed_to_object;
+  int (*view_of)(void* object, DlTensor* out);  ///< borrows; 0 if it succeeds
+};
+
+const DlExchange* exchange_of(nb::handle array) {
+  const nb::object capsule = nb::getattr(array.type(), "__dlpack_c_exchange_api__", nb::none());
+  if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return nullptr;
+  const auto* exchange =
+      static_cast<const DlExchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  return exchange->major == 1 ? exchange : nullptr;
+}
+
+TensorView view_of_dlpack(DlTensor tensor, const char* name) {
   // PyTorch's float4_e2m1fn_x2: one element is a byte with two values.
   if (tensor.dtype.code == kDlFloat4Code && tensor.dtype.lanes == 2) {
     tensor.dtype = nb::dtype<std::uint8_t>();
   }
-  return from_dlpack(tensor);
+  try {
+    return from_dlpack(tensor);
+  } catch (const Error& error) {
+    throw error.within(name);
+  }
+}
+
+template <typename Array>
+DlTensor describe_array(const Array& array) {
+  return {const_cast<void*>(static_cast<const void*>(array.data())),
+          {array.device_type(), array.device_id()},
+          static_cast<int>(array.ndim()),
+          array.dtype(),
+          const_cast<std::int64_t*>(array.shape_ptr()),
+          const_cast<std::int64_t*>(array.stride_ptr()),
+          0};
 }
 
 template <typename Array>
@@ -46,21 +71,23 @@ TensorView import_view(nb::handle array, const char* name, Kept& kept) {
   if (array.is_none()) return {};
   Tensor* own = nullptr;
   if (nb::try_cast(array, own, false)) {
-    kept.tensors.push_back(nb::borrow(array));
+    kept.objects.push_back(nb::borrow(array));
     return *own;
+  }
+  DlTensor described{};
+  if (const DlExchange* exchange = exchange_of(array)) {
+    if (exchange->view_of(array.ptr(), &described) != 0) throw nb::python_error();
+    kept.objects.push_back(nb::borrow(array));
+    return view_of_dlpack(described, name);
   }
   Array imported;
   if (!nb::try_cast(array, imported, false)) {
     throw Error(name, nb::cast<std::string>(nb::str(array.type())),
                 "an array with __dlpack__ or a buffer, as of NumPy or PyTorch; outputs writable");
   }
-  try {
-    const TensorView view = view_of_array(imported);
-    kept.arrays.emplace_back(imported);
-    return view;
-  } catch (const Error& error) {
-    throw error.within(name);
-  }
+  const TensorView view = view_of_dlpack(describe_array(imported), name);
+  kept.arrays.emplace_back(imported);
+  return view;
 }
 
 /// Any view as DLPack describes it, with `owner` keeping its memory alive.
@@ -97,6 +124,7 @@ Tensor converted(const Tensor& tensor, const std::string& dtype) {
 Tensor as_tensor(nb::handle array) {
   auto kept = std::make_unique<Kept>();
   const TensorView view = view_of(array, "array", *kept);
+  hold_memory(*kept);
   if (!view) throw Error("array", "None", "an array", Fault::kNull);
   const std::shared_ptr<Kept> owner(kept.release(), [](Kept* objects) {
     const nb::gil_scoped_acquire gil;
@@ -110,6 +138,13 @@ std::vector<std::int64_t> shape_of(const Tensor& tensor) {
 }
 
 }  // namespace
+
+void hold_memory(Kept& kept) {
+  for (const nb::object& object : kept.objects) {
+    if (nb::isinstance<Tensor>(object)) continue;
+    kept.arrays.push_back(nb::cast<nb::ndarray<nb::ro>>(object, false));
+  }
+}
 
 TensorView view_of(nb::handle array, const char* name, Kept& kept) {
   return import_view<nb::ndarray<nb::ro>>(array, name, kept);

@@ -16,9 +16,11 @@ namespace nb = nanobind;
 
 /// What a call uses the memory of; it lives until the call ends. Destroyed with the GIL held.
 struct Kept {
-  std::vector<nb::object> tensors;
+  std::vector<nb::object> objects;
   std::vector<nb::ndarray<nb::ro>> arrays;
 };
+/// Keeps the memory itself too, whatever becomes of the objects: PyTorch's may get another.
+void hold_memory(Kept& kept);
 
 /// View of anything with DLPack or a buffer, of a Tensor of ours, or undefined for None.
 TensorView view_of(nb::handle array, const char* name, Kept& kept);
