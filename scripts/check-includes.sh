@@ -12,7 +12,7 @@ src/quant/quantize_weights.cpp moe
 src/quant/weight_layout.h moe
 '
 
-find src include cli bench tests/unit -name '*.h' -o -name '*.cpp' -o -name '*.cu*' |
+find src include cli bench python tests/unit tests/capi -name '*.h' -o -name '*.cpp' -o -name '*.cu*' |
   xargs grep -nE '^#include "' |
   awk -v known="$known" '
     function allow(folder, others) { allowed[folder] = " " folder " " others " " }
@@ -33,6 +33,7 @@ find src include cli bench tests/unit -name '*.h' -o -name '*.cpp' -o -name '*.c
       # The public interface alone, so that the tests of it can use src/testing.
       allow("include", "fusedmoe"); allow("testing", "fusedmoe")
       allow("tests", "fusedmoe testing ..")
+      allow("capi", "fusedmoe"); allow("python", "fusedmoe")
       floor("core", "error tensor runtime dlpack export version")
       floor("quant", "quant"); floor("files", "safetensors"); floor("checkpoint", "checkpoint")
       floor("moe", "weights router experts"); floor("layer", "modular_kernel selection layer")

@@ -4,4 +4,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 options=(-i)
 [[ ${1:-} == --check ]] && options=(--dry-run --Werror)
-git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs clang-format-14 "${options[@]}"
+git ls-files '*.h' '*.c' '*.cpp' '*.cu' '*.cuh' | xargs clang-format-14 "${options[@]}"

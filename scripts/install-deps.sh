@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs, by name, the Debian packages that building and testing need and that are missing, and
-# where nvcc is the headers of CUTLASS.
+# Installs, by name, the Debian packages that building and testing need and that are missing; below
+# .deps/ what the Python package is built and tested with, and where nvcc is the headers of CUTLASS.
 # With everything there it only looks, and needs neither network nor rights.
 set -euo pipefail
 
@@ -18,8 +18,10 @@ needed=(
   "libfmt-dev:fmt/format.h"
   "libdlpack-dev:dlpack/dlpack.h"
   "libgtest-dev:gtest/gtest.h"
+  "abigail-tools:abidiff"
+  "python3-dev:python3-config"
+  "python3-pip:pip3"
 )
-command -v nvcc >/dev/null && needed+=("python3-pip:pip3")
 
 present() {
   case "$1" in
@@ -33,21 +35,30 @@ for entry in "${needed[@]}"; do
   present "${entry#*:}" || missing+=("${entry%%:*}")
 done
 
-# CUTLASS's headers, where there is a CUDA compiler: the wheel, unpacked below .deps/.
-cutlass=nvidia-cutlass==4.2.0.0
-fetch_cutlass() {
-  cd "$(dirname "${BASH_SOURCE[0]}")/.."
-  command -v nvcc >/dev/null || return 0
-  [[ -z ${CUTLASS_ROOT:-} && ! -d .deps/cutlass ]] || return 0
-  echo "Installing: $cutlass" >&2
+# fetch FOLDER PACKAGES...: what pip has, unpacked below .deps/ once. Needs no virtual environment.
+fetch() {
+  local folder=.deps/$1
+  shift
+  [[ ! -d $folder ]] || return 0
+  echo "Installing: ${*#--no-deps}" >&2
   rm -rf .deps/unpacking
-  python3 -m pip install --quiet --no-deps --target .deps/unpacking "$cutlass" 2>.deps/pip.log ||
+  python3 -m pip install --quiet --target .deps/unpacking "$@" 2>.deps/pip.log ||
     { cat .deps/pip.log >&2; return 1; }
-  mv .deps/unpacking .deps/cutlass
+  mv .deps/unpacking "$folder"
 }
-mkdir -p "$(dirname "$0")/../.deps"
+
+fetch_wheels() {
+  cd "$(dirname "${BASH_SOURCE[0]}")/.."
+  mkdir -p .deps
+  fetch python nanobind==3.1.0 numpy pytest mypy ml_dtypes ||
+    echo "Without these the Python package is neither built nor tested." >&2
+  if command -v nvcc >/dev/null && [[ -z ${CUTLASS_ROOT:-} ]]; then
+    fetch cutlass --no-deps nvidia-cutlass==4.2.0.0
+  fi
+}
+
 if [[ ${#missing[@]} -eq 0 ]]; then
-  fetch_cutlass
+  fetch_wheels
   exit
 fi
 
@@ -61,4 +72,4 @@ as_root=()
 "${as_root[@]}" apt-get update -qq
 "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
   apt-get install -y -qq --no-install-recommends "${missing[@]}"
-fetch_cutlass
+fetch_wheels

@@ -333,6 +333,12 @@ case $situation in
     program=$examples/example_raw_tensors
     succeeds
     says '^layers packed: 1; first outputs: -?[0-9]'
+    if [[ -x $examples/example_layer_c ]]; then
+      program=$examples/example_layer_c
+      succeeds model
+      says '^gpt_oss, mxfp4_w4a16: 1 layers with experts'
+      says '^first outputs: -?[0-9]'
+    fi
     for example in layer lora engine_routing; do
       program=$examples/example_$example
       refuses 'nowhere' nowhere model/input.safetensors

@@ -1,0 +1,431 @@
+/* fusedmoe for C11, and for every language that can call C.
+ *
+ * Handles are opaque; whoever creates one destroys it. Destroying NULL does nothing. Several
+ * threads may use a const handle at once.
+ *
+ * Structs that begin with struct_size grow at their end in later versions. Set every byte to 0,
+ * then struct_size to sizeof the struct:
+ *
+ *   fusedmoe_layer_options options = {.struct_size = sizeof options};
+ *
+ * 0 and NULL stand for the default, and a tensor whose bytes are all 0 for "not given". A library
+ * older than its caller refuses members that it does not know, unless they are 0. Where a function
+ * fills a struct, it fills what struct_size has room for.
+ *
+ * Functions return a status. After one that is not FUSEDMOE_OK, fusedmoe_last_error() says what was
+ * wrong, and outputs are untouched. Text that is returned belongs to the library; each function
+ * says how long it lives. No C++ exception leaves a function. Names of schemes, activations and
+ * implementations: docs/number-formats.md, docs/architecture.md. */
+#ifndef FUSEDMOE_H
+#define FUSEDMOE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define FUSEDMOE_C_API __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ------------------------------------------------------------------------------------------------
+ * Errors. The numbers are those of fusedmoe/error.h. */
+
+typedef int32_t fusedmoe_status;
+enum {
+  FUSEDMOE_OK = 0,
+  FUSEDMOE_INVALID_ARGUMENT = 1, /* the call is wrong */
+  FUSEDMOE_UNSUPPORTED = 2,      /* the call is right, but nothing here can serve it */
+  FUSEDMOE_OUT_OF_MEMORY = 3,
+  FUSEDMOE_IO = 4,
+  FUSEDMOE_DEVICE = 5,     /* the CUDA runtime or driver failed */
+  FUSEDMOE_INTERNAL = 100, /* a fault of the library */
+};
+
+/* Of the last call in this thread that failed. Strings live until the thread's next failed call;
+ * they are never NULL. */
+typedef struct fusedmoe_error {
+  size_t struct_size;
+  fusedmoe_status status;
+  int32_t fault;          /* of an invalid argument: fusedmoe::Fault (1 value, 2 shape, 3 dtype, */
+                          /* 4 layout, 5 alignment, 6 overlap, 7 null, 8 workspace, 9 device) */
+  int32_t reason;         /* of what is unsupported: fusedmoe::Reason */
+  int32_t device_error;   /* of a device error: the number that CUDA gave */
+  size_t requested_bytes; /* of memory that there was not; 0: not known */
+  const char* message;    /* one sentence */
+  const char* argument;   /* the argument or file at fault, or "" */
+  const char* was;        /* of an invalid argument: what it was, */
+  const char* must_be;    /* and what it must be */
+} fusedmoe_error;
+
+/* The message alone. */
+FUSEDMOE_C_API const char* fusedmoe_last_error(void);
+FUSEDMOE_C_API fusedmoe_status fusedmoe_last_error_info(fusedmoe_error* error);
+
+/* ------------------------------------------------------------------------------------------------
+ * Tensors. The caller owns the memory. */
+
+enum { /* fusedmoe_tensor.dtype */
+       FUSEDMOE_NONE = 0,
+       FUSEDMOE_F64 = 1,
+       FUSEDMOE_F32 = 2,
+       FUSEDMOE_F16 = 3,
+       FUSEDMOE_BF16 = 4,
+       FUSEDMOE_E4M3 = 5,
+       FUSEDMOE_E5M2 = 6,
+       FUSEDMOE_E8M0 = 7,
+       FUSEDMOE_E2M1 =
+           8, /* two elements per byte, element 2i in the low nibble; shapes count elements */
+       FUSEDMOE_I4 = 9, /* likewise */
+       FUSEDMOE_I8 = 10,
+       FUSEDMOE_U8 = 11,
+       FUSEDMOE_I16 = 12,
+       FUSEDMOE_I32 = 13,
+       FUSEDMOE_I64 = 14,
+       FUSEDMOE_BOOL = 15,
+};
+
+enum { FUSEDMOE_CPU = 0, FUSEDMOE_CUDA = 1 }; /* device_type */
+
+typedef struct fusedmoe_tensor { /* never changes */
+  void* data;
+  int32_t dtype; /* FUSEDMOE_NONE: not given */
+  int32_t device_type;
+  int32_t device_index;
+  int32_t ndim;        /* at most 6 */
+  int32_t has_strides; /* 0: row major, strides are not read */
+  int32_t reserved;    /* 0 */
+  int64_t shape[6];
+  int64_t strides[6]; /* in elements */
+} fusedmoe_tensor;
+
+/* ------------------------------------------------------------------------------------------------
+ * The library and its devices. */
+
+FUSEDMOE_C_API const char* fusedmoe_version(void);
+/* "generic", "avx2", "avx512", "avx512_bf16" or "amx". */
+FUSEDMOE_C_API const char* fusedmoe_cpu_isa(void);
+/* Threads of CPU work that is given no executor; 0 restores the default. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_set_num_threads(int32_t num_threads);
+FUSEDMOE_C_API int32_t fusedmoe_num_threads(void);
+FUSEDMOE_C_API int32_t fusedmoe_cuda_device_count(void);
+/* Why the device cannot be used; "" if it can. Lives until the thread's next call of this. */
+FUSEDMOE_C_API const char* fusedmoe_device_problem(int32_t device_type, int32_t device_index);
+
+/* Runs the tasks of CPU work on the caller's threads. */
+typedef struct fusedmoe_executor {
+  size_t struct_size;
+  void* context;
+  int32_t concurrency; /* tasks that can run at the same time, at least 1 */
+  /* Calls task(data, 0), ..., task(data, num_tasks - 1), in any order, on any threads, and returns
+   * when all have returned. Several threads may call it at once. */
+  void (*run)(void* context, int32_t num_tasks, void (*task)(void* data, int32_t index),
+              void* data);
+} fusedmoe_executor;
+
+/* ------------------------------------------------------------------------------------------------
+ * Checkpoints: a folder with config.json and *.safetensors, or one safetensors file. */
+
+typedef struct fusedmoe_checkpoint fusedmoe_checkpoint;
+
+typedef struct fusedmoe_checkpoint_info {
+  size_t struct_size;
+  const char* family; /* "gpt_oss", "mixtral", ...; strings live as long as the checkpoint */
+  const char* scheme;
+  const char* activation;
+  int64_t num_layers;
+  int64_t num_experts;
+  int64_t topk;
+  int64_t hidden;
+  int64_t intermediate;
+  int64_t shared_intermediate; /* 0: no shared experts */
+  const int64_t* moe_layers;   /* those with experts, ascending */
+  size_t num_moe_layers;
+} fusedmoe_checkpoint_info;
+
+/* Reads headers only. Files are mapped unless `read_files` is not 0: a mapped file must not be
+ * changed in place before its layers are made. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_checkpoint_open(const char* path, int32_t read_files,
+                                                        fusedmoe_checkpoint** checkpoint);
+FUSEDMOE_C_API void fusedmoe_checkpoint_destroy(fusedmoe_checkpoint* checkpoint);
+FUSEDMOE_C_API fusedmoe_status fusedmoe_checkpoint_get_info(const fusedmoe_checkpoint* checkpoint,
+                                                            fusedmoe_checkpoint_info* info);
+
+/* ------------------------------------------------------------------------------------------------
+ * Weights and router settings of the caller's. */
+
+enum { /* where gate (w1) and up (w3) rows lie in w13 */
+       FUSEDMOE_GATE_UP = 0,
+       FUSEDMOE_UP_GATE = 1,
+       FUSEDMOE_INTERLEAVED = 2, /* gate, up, gate, up, ... (gpt-oss) */
+};
+enum { FUSEDMOE_SCALES_FLAT = 0, FUSEDMOE_SCALES_TILED_128X4 = 1 };
+
+/* Stacked expert weights; shapes: ExpertWeights::Stacked in fusedmoe/weights.h. w13 is (E, 2I, H)
+ * and w2 (E, H, I), in host memory or on the layer's device. */
+typedef struct fusedmoe_expert_weights {
+  size_t struct_size;
+  fusedmoe_tensor w13, w13_scales, w13_zero_points, w13_global_scales, w13_input_scales, w13_bias;
+  fusedmoe_tensor w2, w2_scales, w2_zero_points, w2_global_scales, w2_input_scales, w2_bias;
+  const char* scheme;     /* "mxfp4_w4a16", ...; NULL: unquantized, the dtype of w13 */
+  const char* activation; /* "silu" (NULL), "swigluoai", ... */
+  /* NULL: the activation's default. */
+  const float *activation_alpha, *activation_beta, *activation_limit;
+  const float *situ_beta, *situ_linear_beta;
+  int32_t gate_up_layout;
+  int32_t transposed; /* w13 (E, H, 2I) and w2 (E, I, H) */
+  int32_t scale_layout;
+} fusedmoe_expert_weights;
+
+enum { /* fusedmoe_router_config.scoring */
+       FUSEDMOE_SOFTMAX = 0,
+       FUSEDMOE_SIGMOID = 1,
+       FUSEDMOE_SQRT_SOFTPLUS = 2,
+       FUSEDMOE_TOPK_SOFTMAX = 3, /* top-k of the logits, then softmax over the chosen ones */
+       FUSEDMOE_TOPK_SIGMOID = 4,
+       FUSEDMOE_LOGITS = 5,
+};
+
+typedef struct fusedmoe_router_config { /* RouterConfig in fusedmoe/router.h */
+  size_t struct_size;
+  int64_t num_experts;
+  int64_t topk;
+  int32_t scoring;
+  int32_t renormalize;
+  int64_t num_expert_group; /* 0: no groups */
+  int64_t topk_group;
+  const float* routed_scaling_factor; /* NULL: 1 */
+  int32_t apply_router_weight_on_input;
+} fusedmoe_router_config;
+
+/* topk_ids (num_tokens, topk) i32 and topk_weights (num_tokens, topk) f32 from logits (num_tokens,
+ * num_experts) f32, bf16 or f16. correction_bias (num_experts) f32, or NULL. Host memory. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_route(const fusedmoe_router_config* config,
+                                              const fusedmoe_tensor* logits,
+                                              const fusedmoe_tensor* correction_bias,
+                                              const fusedmoe_tensor* topk_ids,
+                                              const fusedmoe_tensor* topk_weights);
+/* logits (num_tokens, num_experts) f32 = x weight^T + bias. bias: or NULL. Host memory. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_router_logits(const fusedmoe_tensor* weight,
+                                                      const fusedmoe_tensor* bias,
+                                                      const fusedmoe_tensor* x,
+                                                      const fusedmoe_tensor* logits);
+
+/* ------------------------------------------------------------------------------------------------
+ * Layers: router, shared experts and experts. Immutable; made once, run many times. */
+
+typedef struct fusedmoe_layer fusedmoe_layer;
+
+typedef struct fusedmoe_layer_weights {
+  size_t struct_size;
+  const fusedmoe_router_config* router;
+  fusedmoe_tensor router_weight; /* (num_experts, hidden); not given: only forward_routed works */
+  fusedmoe_tensor router_bias;   /* (num_experts) */
+  fusedmoe_tensor score_correction_bias; /* (num_experts) f32 */
+  const fusedmoe_expert_weights* experts;
+  fusedmoe_tensor expert_map; /* (num_experts) i32: global -> local expert, or -1 */
+  const fusedmoe_expert_weights* shared_experts; /* one expert that every token uses, or NULL */
+  fusedmoe_tensor shared_gate;                   /* (1, hidden) */
+} fusedmoe_layer_weights;
+
+typedef struct fusedmoe_layer_options { /* LayerOptions in fusedmoe/layer.h */
+  size_t struct_size;
+  int32_t device_type;
+  int32_t device_index;
+  int32_t dtype;        /* of hidden states; FUSEDMOE_NONE: bf16 */
+  int32_t output_dtype; /* FUSEDMOE_NONE: dtype */
+  const char* require;  /* an implementation by name, or an error; NULL: the best */
+  const char* plan;     /* JSON of fusedmoe_layer_plan(): exactly that, or an error */
+  int32_t batch_invariant;
+  int32_t inplace; /* the output may be the hidden states themselves */
+  int32_t monolithic;
+  int32_t num_threads;               /* of the CPU; 0: those of the executor */
+  int32_t tp_size, dp_size, ep_size; /* 0: 1 */
+  int32_t ep_rank;
+  const fusedmoe_executor* executor; /* copied; its context must outlive the layer */
+  size_t max_workspace_bytes;        /* 0: no limit */
+} fusedmoe_layer_options;
+
+/* Both select an implementation and pack the weights, which takes long. The sources are not needed
+ * afterwards. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_load(const fusedmoe_checkpoint* checkpoint,
+                                                   int64_t layer_index,
+                                                   const fusedmoe_layer_options* options,
+                                                   fusedmoe_layer** layer);
+FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_create(const fusedmoe_layer_weights* weights,
+                                                     const fusedmoe_layer_options* options,
+                                                     fusedmoe_layer** layer);
+FUSEDMOE_C_API void fusedmoe_layer_destroy(fusedmoe_layer* layer);
+
+typedef struct fusedmoe_layer_info {
+  size_t struct_size;
+  int64_t num_experts;
+  int64_t num_local_experts;
+  int64_t topk;
+  int64_t hidden;
+  int64_t intermediate;
+  int32_t dtype;
+  int32_t output_dtype;
+  int64_t packed_bytes;
+  const char* plan_line; /* "cpu+no_ep mxfp4_w4a16 bf16 ..."; strings live as long as the layer */
+  const char* plan;      /* JSON that fusedmoe_layer_options.plan takes */
+  const char* table;     /* every implementation, and why it was not chosen */
+} fusedmoe_layer_info;
+
+FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_get_info(const fusedmoe_layer* layer,
+                                                       fusedmoe_layer_info* info);
+/* Scratch memory that a forward of num_tokens needs; monotone. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_workspace_bytes(const fusedmoe_layer* layer,
+                                                              int64_t num_tokens, size_t* bytes);
+
+typedef struct fusedmoe_forward_args {
+  size_t struct_size;
+  fusedmoe_tensor hidden_states; /* (num_tokens, hidden) */
+  fusedmoe_tensor output;        /* (num_tokens, hidden) */
+  /* (num_tokens, topk) i32 and f32. forward: results, if given. forward_routed: the caller's
+   * routing; global ids, -1 selects nothing. */
+  fusedmoe_tensor topk_ids;
+  fusedmoe_tensor topk_weights;
+  fusedmoe_tensor router_logits; /* (num_tokens, num_experts) f32: a result of forward, if given */
+  fusedmoe_tensor expert_load;   /* (num_experts) i32: likewise, tokens of each expert */
+  void* workspace;               /* 64-byte aligned, on the layer's device */
+  size_t workspace_bytes;
+  void* stream;       /* CUDA: a cudaStream_t, NULL the default one. CPU: NULL */
+  int32_t accumulate; /* output += instead of output = */
+} fusedmoe_forward_args;
+
+/* Both check every argument before they write, and allocate nothing. On CUDA they only enqueue. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_forward(const fusedmoe_layer* layer,
+                                                      const fusedmoe_forward_args* args);
+FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_forward_routed(const fusedmoe_layer* layer,
+                                                             const fusedmoe_forward_args* args);
+
+/* ------------------------------------------------------------------------------------------------
+ * The experts alone, with vLLM's argument names. A layer without a router does the same with a
+ * workspace of the caller's. */
+
+/* Packed weights and scratch memory; for one thread and one stream at a time. */
+typedef struct fusedmoe_pack_cache fusedmoe_pack_cache;
+FUSEDMOE_C_API fusedmoe_status fusedmoe_pack_cache_create(fusedmoe_pack_cache** cache);
+FUSEDMOE_C_API void fusedmoe_pack_cache_destroy(fusedmoe_pack_cache* cache);
+/* Forgets everything: after weights in memory have changed or were freed. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_pack_cache_clear(fusedmoe_pack_cache* cache);
+
+typedef struct fusedmoe_fused_experts_args {
+  size_t struct_size;
+  fusedmoe_tensor hidden_states; /* (num_tokens, hidden) */
+  const fusedmoe_expert_weights* weights;
+  fusedmoe_tensor topk_weights; /* (num_tokens, topk) f32 */
+  fusedmoe_tensor topk_ids;     /* (num_tokens, topk) i32, global ids or -1 */
+  fusedmoe_tensor output;       /* (num_tokens, hidden); may be hidden_states */
+  fusedmoe_tensor expert_map;   /* (global_num_experts) i32 */
+  int64_t global_num_experts;   /* 0: those of w13 */
+  int32_t apply_router_weight_on_input;
+  const char* require; /* NULL: the best */
+  void* stream;        /* as in fusedmoe_forward_args */
+} fusedmoe_fused_experts_args;
+
+/* The first call with some weights packs them; later calls with the same addresses, shapes and
+ * settings reuse the result. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_fused_experts(const fusedmoe_fused_experts_args* args,
+                                                      fusedmoe_pack_cache* cache);
+
+/* ------------------------------------------------------------------------------------------------
+ * What would run, and why. Needs neither weights nor the device that it asks about. */
+
+typedef struct fusedmoe_selection fusedmoe_selection;
+
+typedef struct fusedmoe_moe_config { /* MoeConfig in fusedmoe/experts.h */
+  size_t struct_size;
+  int64_t num_experts;
+  int64_t num_local_experts; /* 0: num_experts */
+  int64_t topk;
+  int64_t hidden;
+  int64_t intermediate;
+  int32_t dtype;          /* FUSEDMOE_NONE: bf16 */
+  const char* scheme;     /* NULL: unquantized, dtype */
+  const char* activation; /* NULL: "silu" */
+  int32_t has_bias;
+  int32_t has_expert_map;
+  int32_t apply_router_weight_on_input;
+  int32_t batch_invariant;
+  int32_t monolithic;
+  int32_t device_type;
+  int32_t device_index;
+  int32_t compute_capability; /* 90: Hopper, which need not be here; 0: that of the device */
+  const char* require;        /* NULL: the best */
+} fusedmoe_moe_config;
+
+typedef struct fusedmoe_candidate { /* strings live as long as the selection */
+  size_t struct_size;
+  const char* experts;
+  const char* prepare_finalize;
+  int32_t chosen;
+  int32_t reason;   /* fusedmoe::Reason; 0: it can serve the configuration */
+  const char* text; /* the reason in words */
+} fusedmoe_candidate;
+
+/* Succeeds too where nothing fits, unless `require` names what must. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_explain(const fusedmoe_moe_config* config,
+                                                fusedmoe_selection** selection);
+/* The same for the layers of a checkpoint; dtype, device and compute capability as above. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_explain_checkpoint(const fusedmoe_checkpoint* checkpoint,
+                                                           int32_t dtype, int32_t device_type,
+                                                           int32_t device_index,
+                                                           int32_t compute_capability,
+                                                           fusedmoe_selection** selection);
+FUSEDMOE_C_API void fusedmoe_selection_destroy(fusedmoe_selection* selection);
+/* In order of preference. */
+FUSEDMOE_C_API size_t fusedmoe_selection_size(const fusedmoe_selection* selection);
+FUSEDMOE_C_API fusedmoe_status fusedmoe_selection_get(const fusedmoe_selection* selection,
+                                                      size_t index, fusedmoe_candidate* candidate);
+/* All of it as text, and as a JSON array. They live as long as the selection. */
+FUSEDMOE_C_API const char* fusedmoe_selection_table(const fusedmoe_selection* selection);
+FUSEDMOE_C_API const char* fusedmoe_selection_json(const fusedmoe_selection* selection);
+/* Scratch memory of the chosen experts' forward, without shared experts and router. num_threads:
+ * of the CPU, 0 the default. For a CUDA configuration the device must be here. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_selection_workspace_bytes(
+    const fusedmoe_selection* selection, int64_t num_tokens, int32_t num_threads, size_t* bytes);
+
+/* ------------------------------------------------------------------------------------------------
+ * Quantizing. Host memory. */
+
+/* A matrix in memory of its own; see WeightMatrix in fusedmoe/quant.h. */
+typedef struct fusedmoe_matrix fusedmoe_matrix;
+FUSEDMOE_C_API void fusedmoe_matrix_destroy(fusedmoe_matrix* matrix);
+
+typedef struct fusedmoe_matrix_view { /* tensors that the format lacks are not given */
+  size_t struct_size;
+  fusedmoe_tensor values, scales, zero_points, global_scale;
+} fusedmoe_matrix_view;
+/* The memory lives as long as the matrix. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_matrix_get(const fusedmoe_matrix* matrix,
+                                                   fusedmoe_matrix_view* view);
+
+/* values (out, in) f32, bf16 or f16 in the weight format of a scheme. `global_amax` (NULL: that of
+ * the matrix) is for NVFP4, whose gate and up share one. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_quantize_weights(const fusedmoe_tensor* values,
+                                                         const char* scheme,
+                                                         const float* global_amax,
+                                                         fusedmoe_matrix** matrix);
+/* The values of `matrix` as f32 (out, in). */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_dequantize_weights(const fusedmoe_matrix_view* matrix,
+                                                           const char* scheme, int64_t in,
+                                                           fusedmoe_matrix** result);
+/* x (rows, cols) f32, bf16 or f16 in the activation format of a scheme. `values` and `scales` are
+ * as fusedmoe_quantized_activations says, contiguous. `scale` (or NULL): see quantize() in
+ * fusedmoe/quant.h. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_quantize_activations(const fusedmoe_tensor* x,
+                                                             const char* scheme, const float* scale,
+                                                             const fusedmoe_tensor* values,
+                                                             const fusedmoe_tensor* scales);
+/* Shapes and dtypes of quantized activations (rows, cols); data is NULL. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_quantized_activations(const char* scheme, int64_t rows,
+                                                              int64_t cols, fusedmoe_tensor* values,
+                                                              fusedmoe_tensor* scales);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* FUSEDMOE_H */

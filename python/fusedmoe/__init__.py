@@ -1,0 +1,58 @@
+"""Fused Mixture-of-Experts layers on the CPU and on Hopper GPUs.
+
+Arrays may be of NumPy, PyTorch, CuPy, JAX or anything else with DLPack; none of them is needed, and
+nothing is copied. A bad call raises ValueError, what nothing here can serve NotImplementedError,
+missing memory MemoryError, a bad file OSError, and a failing GPU RuntimeError; each names what is
+wrong, and `error.argument` is the argument's name.
+"""
+
+from ._core import (
+    PackCache,
+    Tensor,
+    cpu_isa,
+    cuda_device_count,
+    device_problem,
+    num_threads,
+    set_num_threads,
+)
+from ._core import version as __version__
+from ._arrays import as_tensor, empty, load_file
+from .experts import clear_cache, fused_experts
+from .layer import Checkpoint, MoELayer
+from .quant import (
+    QuantizedMatrix,
+    dequantize_weights,
+    quantize_activations,
+    quantize_weights,
+    schemes,
+)
+from .router import route, router_logits
+from .selection import Candidate, Selection, explain
+
+__all__ = [
+    "Candidate",
+    "Checkpoint",
+    "MoELayer",
+    "PackCache",
+    "QuantizedMatrix",
+    "Selection",
+    "Tensor",
+    "__version__",
+    "as_tensor",
+    "clear_cache",
+    "cpu_isa",
+    "cuda_device_count",
+    "dequantize_weights",
+    "device_problem",
+    "empty",
+    "explain",
+    "fused_experts",
+    "load_file",
+    "num_threads",
+    "quantize_activations",
+    "quantize_weights",
+    "route",
+    "router_logits",
+    "schemes",
+    "set_num_threads",
+]

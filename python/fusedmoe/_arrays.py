@@ -1,0 +1,97 @@
+"""Arrays of other packages: what the extension can import, and outputs of the caller's kind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Dict, Iterable, Optional
+
+from . import _core
+from ._core import Tensor
+
+# NumPy types of ml_dtypes, which have no DLPack there: the type of the same width, and ours.
+_ML_DTYPES = {
+    "bfloat16": ("int16", "bf16"),
+    "float8_e4m3fn": ("uint8", "e4m3"),
+    "float8_e5m2": ("uint8", "e5m2"),
+    "float8_e8m0fnu": ("uint8", "e8m0"),
+}
+_TORCH_BYTES = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2")
+_TORCH_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+
+
+def _torch_of(x: Any) -> Any:
+    """The torch module if x is one of its tensors."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and isinstance(x, torch.Tensor) else None
+
+
+def array(x: Any) -> Any:
+    """x, or a view of it that DLPack can describe."""
+    if x is None or isinstance(x, Tensor):
+        return x
+    torch = _torch_of(x)
+    if torch is not None:
+        if x.requires_grad:
+            x = x.detach()
+        if x.element_size() == 1 and str(x.dtype)[len("torch.") :] in _TORCH_BYTES:
+            x = x.view(torch.uint8)
+        return x
+    if type(x).__module__ == "numpy" and x.dtype.kind == "V" and x.dtype.name in _ML_DTYPES:
+        stored, ours = _ML_DTYPES[x.dtype.name]
+        return _core.as_tensor(x.view(stored)).view(ours)
+    return x
+
+
+def output_like(x: Any, dtype: Optional[str] = None) -> Any:
+    """An uninitialised array of x's shape, kind and device; dtype None: that of x."""
+    torch = _torch_of(x)
+    if torch is not None:
+        wanted = x.dtype if dtype is None else getattr(torch, _TORCH_NAMES[dtype])
+        return torch.empty(x.shape, dtype=wanted, device=x.device)
+    if type(x).__module__ == "numpy" and (dtype is None or dtype == "f32"):
+        import numpy
+
+        return numpy.empty(x.shape, x.dtype if dtype is None else "float32")
+    tensor = _core.as_tensor(array(x))
+    return _core.empty(list(tensor.shape), dtype or tensor.dtype, tensor.device)
+
+
+def stream_of(x: Any, stream: Optional[int]) -> Optional[int]:
+    """The stream that was given, or PyTorch's current one for its CUDA tensors."""
+    if stream is not None:
+        return stream
+    torch = _torch_of(x)
+    if torch is not None and x.is_cuda:
+        return int(torch.cuda.current_stream(x.device).cuda_stream)
+    return None
+
+
+def given(settings: Dict[str, Any]) -> Dict[str, Any]:
+    """The settings that are not None."""
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def as_tensor(x: Any) -> Tensor:
+    """`x` as a fusedmoe.Tensor that shares its memory and keeps it alive.
+
+    `Tensor.view(dtype)` names the same bytes by another type, as "e4m3", "e8m0" or "e2m1" for
+    uint8; `Tensor.astype(dtype)` converts among f64, f32, f16 and bf16. A Tensor goes back by
+    DLPack: `numpy.from_dlpack(tensor)`, `torch.from_dlpack(tensor)`.
+
+    Raises ValueError for what is no array, or has a type or device that the library lacks.
+    """
+    return _core.as_tensor(array(x))
+
+
+def empty(shape: Iterable[int], dtype: str = "bf16", device: str = "cpu") -> Tensor:
+    """Uninitialised memory. `dtype`: "f32", "bf16", "i32", "u8", "e4m3", ...; `device`: "cuda:0".
+
+    Raises MemoryError, and RuntimeError or NotImplementedError for a device that cannot be used.
+    """
+    return _core.empty(list(shape), dtype, device)
+
+
+def load_file(path: "str | os.PathLike[str]") -> Dict[str, Tensor]:
+    """The tensors of a safetensors file, read into memory. Raises OSError."""
+    return _core.load_file(os.fspath(path))

@@ -1,0 +1,1 @@
+"""fusedmoe inside other packages. Each module needs the package that it is named after."""

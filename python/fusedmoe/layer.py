@@ -1,0 +1,229 @@
+"""Checkpoints, and layers: router, shared experts and experts."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Dict, List, Optional, Union
+
+from . import _core
+from ._arrays import array, given, output_like, stream_of
+
+Path = Union[str, "os.PathLike[str]"]
+
+
+class Checkpoint:
+    """A folder with config.json and *.safetensors, or one safetensors file. Reads headers only.
+
+    read_files: read tensors when they are needed instead of mapping the files; mapped files must
+    not be changed in place before their layers are made.
+
+    Raises OSError for files that cannot be read or are malformed, NotImplementedError for a model
+    that the library does not know.
+    """
+
+    def __init__(self, path: Path, *, read_files: bool = False) -> None:
+        self._handle = _core.open_checkpoint(os.fspath(path), read_files)
+        self.info: Dict[str, Any] = self._handle.info()
+        """family, scheme, layout, activation, num_layers, num_experts, topk, hidden, ..."""
+        self.moe_layers: List[int] = self._handle.moe_layers()
+        """The layers that hold experts, ascending."""
+
+    @property
+    def files(self) -> List[str]:
+        """Paths of all files that the checkpoint consists of."""
+        return self._handle.files()
+
+    def __repr__(self) -> str:
+        return f"fusedmoe.Checkpoint({self.info['family']}, {self.info['scheme']})"
+
+
+class MoELayer:
+    """One Mixture-of-Experts layer. Immutable; several threads may call it at once.
+
+    Made by from_checkpoint() or from_tensors(). Scratch memory is kept from call to call.
+    """
+
+    def __init__(self, handle: _core.Layer) -> None:
+        self._handle = handle
+        self.info: Dict[str, Any] = handle.info()
+        """num_experts, num_local_experts, topk, hidden, intermediate, dtype, scheme, device, ..."""
+        same = self.info["output_dtype"] == self.info["dtype"]
+        self._output_dtype: Optional[str] = None if same else self.info["output_dtype"]
+
+    @classmethod
+    def from_checkpoint(
+        cls, checkpoint: Union[Checkpoint, Path], layer: Optional[int] = None, **options: Any
+    ) -> "MoELayer":
+        """The layer of that number (default: the first with experts), packed from the file.
+
+        Options, of from_tensors() too:
+        device: "cpu" (default) or "cuda:0".
+        dtype: of hidden states, "bf16" (default), "f32" or "f16"; output_dtype: dtype or "f32".
+        require: an implementation by name, or an error; plan: `plan_json` of another layer,
+            exactly that or an error.
+        batch_invariant: rows do not depend on their batch. inplace: the output may be the input.
+        monolithic: the experts route by themselves.
+        tp_size, dp_size, ep_size, ep_rank: of the ranks that share the layer.
+        num_threads: of the CPU; max_workspace_bytes: longer inputs run in chunks.
+
+        Raises OSError for a file at fault, NotImplementedError where no implementation fits.
+        """
+        opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+        return cls(_core.load_layer(opened._handle, layer, _checked(options)))
+
+    @classmethod
+    def from_tensors(
+        cls,
+        w13: Any,
+        w2: Any,
+        *,
+        topk: int,
+        num_experts: Optional[int] = None,
+        router_weight: Any = None,
+        router_bias: Any = None,
+        e_score_correction_bias: Any = None,
+        scoring_func: Optional[str] = None,
+        renormalize: bool = False,
+        num_expert_group: Optional[int] = None,
+        topk_group: Optional[int] = None,
+        routed_scaling_factor: Optional[float] = None,
+        apply_router_weight_on_input: bool = False,
+        expert_map: Any = None,
+        shared: Optional[Dict[str, Any]] = None,
+        weights: Optional[Dict[str, Any]] = None,
+        **options: Any,
+    ) -> "MoELayer":
+        """A layer from the caller's tensors, which are not needed afterwards.
+
+        w13 (E, 2 * intermediate, hidden), w2 (E, hidden, intermediate); `weights`: what belongs to
+        them, with the names of fused_experts(): {"scheme": ..., "w1_scale": ..., "activation": ...}.
+        router_weight (num_experts, hidden), router_bias (num_experts), e_score_correction_bias
+        (num_experts) float32. Without router_weight only forward_routed() works.
+        scoring_func, renormalize, num_expert_group, topk_group, routed_scaling_factor: see route().
+        expert_map: (num_experts) int32, global -> local expert or -1; num_experts: default E.
+        shared: of shared experts, {"w13": (1, ...), "w2": ..., "gate": (1, hidden), ...}.
+        options: see from_checkpoint().
+
+        Raises ValueError for tensors that do not fit each other.
+        """
+        router = {
+            "topk": topk,
+            "num_experts": len(w13) if num_experts is None else num_experts,
+            "router_weight": router_weight,
+            "router_bias": router_bias,
+            "e_score_correction_bias": e_score_correction_bias,
+            "scoring_func": scoring_func,
+            "renormalize": renormalize,
+            "num_expert_group": num_expert_group,
+            "topk_group": topk_group,
+            "routed_scaling_factor": routed_scaling_factor,
+            "apply_router_weight_on_input": apply_router_weight_on_input,
+            "expert_map": expert_map,
+        }
+        settings = {**_checked(options), **_arrays_of(router), **_arrays_of(weights or {})}
+        handle = _core.create_layer(array(w13), array(w2), settings, _arrays_of(shared or {}))
+        return cls(handle)
+
+    def __call__(
+        self,
+        hidden_states: Any,
+        *,
+        out: Any = None,
+        topk_weights: Any = None,
+        topk_ids: Any = None,
+        router_logits: Any = None,
+        expert_load: Any = None,
+        accumulate: bool = False,
+        stream: Optional[int] = None,
+    ) -> Any:
+        """The layer's output, (num_tokens, hidden), of the kind of hidden_states.
+
+        hidden_states: (num_tokens, hidden) of the layer's dtype, on its device.
+        out: array to write to; accumulate: to add to.
+        topk_weights (num_tokens, topk) float32, topk_ids (num_tokens, topk) int32, router_logits
+        (num_tokens, num_experts) float32, expert_load (num_experts) int32: arrays that are filled
+        with what the router found, where given.
+        stream: as for fused_experts(). On CUDA the call only enqueues.
+
+        Raises ValueError that names the argument at fault.
+        """
+        if out is None:
+            out = output_like(hidden_states, self._output_dtype)
+        self._handle.forward(
+            array(hidden_states),
+            array(out),
+            array(topk_weights),
+            array(topk_ids),
+            array(router_logits),
+            array(expert_load),
+            accumulate,
+            stream_of(hidden_states, stream),
+        )
+        return out
+
+    def forward_routed(
+        self,
+        hidden_states: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        *,
+        out: Any = None,
+        accumulate: bool = False,
+        stream: Optional[int] = None,
+    ) -> Any:
+        """The same with the caller's routing: (num_tokens, topk) float32 and int32; global ids, -1
+        selects nothing. Raises ValueError for other ids (on CUDA they select nothing)."""
+        if out is None:
+            out = output_like(hidden_states, self._output_dtype)
+        self._handle.forward_routed(
+            array(hidden_states),
+            array(topk_weights),
+            array(topk_ids),
+            array(out),
+            accumulate,
+            stream_of(hidden_states, stream),
+        )
+        return out
+
+    def workspace_bytes(self, num_tokens: int) -> int:
+        """Scratch memory that a call with so many tokens needs."""
+        return self._handle.workspace_bytes(num_tokens)
+
+    @property
+    def plan_line(self) -> str:
+        """What runs, as "cpu+no_ep mxfp4_w4a16 bf16 isa=avx512_bf16 threads=2"."""
+        return self._handle.plan_line()
+
+    @property
+    def plan_json(self) -> str:
+        """The same as JSON that the option `plan` takes."""
+        return self._handle.plan_json()
+
+    @property
+    def table(self) -> str:
+        """Every implementation, and why it was not chosen."""
+        return self._handle.table()
+
+    def __repr__(self) -> str:
+        return f"fusedmoe.MoELayer({self.plan_line})"
+
+
+_OPTIONS = frozenset(
+    "device dtype output_dtype require plan batch_invariant inplace monolithic tp_size dp_size "
+    "ep_size ep_rank num_threads max_workspace_bytes".split()
+)
+
+
+def _checked(options: Dict[str, Any]) -> Dict[str, Any]:
+    unknown = sorted(set(options) - _OPTIONS)
+    if unknown:
+        raise TypeError(f"no option {unknown[0]!r}; there are: {', '.join(sorted(_OPTIONS))}")
+    return given(options)
+
+
+def _arrays_of(settings: Dict[str, Any]) -> Dict[str, Any]:
+    plain = (str, int, float, bool)
+    return {
+        key: value if isinstance(value, plain) else array(value)
+        for key, value in given(settings).items()
+    }

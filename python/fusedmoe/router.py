@@ -1,0 +1,53 @@
+"""Routers: hidden states -> logits -> top-k ids and weights. Host memory."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Tuple
+
+from . import _core
+from ._arrays import array, given
+from ._core import Tensor
+
+
+def router_logits(hidden_states: Any, weight: Any, bias: Any = None) -> Tensor:
+    """(num_tokens, num_experts) f32 = hidden_states weight^T + bias, accumulated in fp32.
+
+    hidden_states (num_tokens, hidden), weight (num_experts, hidden), bias (num_experts); f32, bf16
+    or f16, contiguous. Raises ValueError.
+    """
+    return _core.router_logits(array(hidden_states), array(weight), array(bias))
+
+
+def route(
+    router_logits: Any,
+    topk: int,
+    *,
+    scoring_func: str = "softmax",
+    renormalize: bool = False,
+    num_expert_group: int = 0,
+    topk_group: int = 0,
+    e_score_correction_bias: Any = None,
+    routed_scaling_factor: Optional[float] = None,
+) -> Tuple[Tensor, Tensor]:
+    """topk_weights f32 and topk_ids i32, both (num_tokens, topk), by descending selection score.
+
+    router_logits: (num_tokens, num_experts) f32, bf16 or f16.
+    scoring_func: "softmax", "sigmoid" or "sqrtsoftplus" of all logits before top-k; "topk_softmax"
+        or "topk_sigmoid" of the chosen ones; "logits".
+    renormalize: weights sum to 1. num_expert_group, topk_group: grouped top-k (DeepSeek).
+    e_score_correction_bias: (num_experts) f32, for the choice only.
+    routed_scaling_factor: multiplies the weights.
+
+    Raises ValueError.
+    """
+    settings = given(
+        {
+            "topk": topk,
+            "scoring_func": scoring_func,
+            "renormalize": renormalize,
+            "num_expert_group": num_expert_group,
+            "topk_group": topk_group,
+            "routed_scaling_factor": routed_scaling_factor,
+        }
+    )
+    return _core.route(array(router_logits), array(e_score_correction_bias), settings)

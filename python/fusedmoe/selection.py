@@ -1,0 +1,63 @@
+"""What would run, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, List, Optional, Union
+
+from . import _core
+from .layer import Checkpoint, Path
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An implementation, and whether it can serve the configuration."""
+
+    experts: str
+    prepare_finalize: str
+    chosen: bool
+    reason: str
+    """A stable code: "supported", "device", "quant_scheme", ..."""
+    text: str
+    """The reason in words."""
+
+
+class Selection:
+    """The chosen implementation, and for every other the reason it was not chosen."""
+
+    def __init__(self, handle: _core.Selection) -> None:
+        self._handle = handle
+        self.candidates: List[Candidate] = [Candidate(*row) for row in handle.candidates()]
+        """In order of preference."""
+
+    @property
+    def chosen(self) -> Optional[Candidate]:
+        """None where nothing fits."""
+        return next((candidate for candidate in self.candidates if candidate.chosen), None)
+
+    @property
+    def json(self) -> str:
+        """All candidates as a JSON array."""
+        return self._handle.json()
+
+    def workspace_bytes(self, num_tokens: int, num_threads: int = 0) -> int:
+        """Scratch memory of the experts alone. For CUDA the device must be here."""
+        return self._handle.workspace_bytes(num_tokens, num_threads)
+
+    def __str__(self) -> str:
+        return self._handle.table()
+
+
+def explain(checkpoint: Union[Checkpoint, Path, None] = None, **config: Any) -> Selection:
+    """What would run a layer of the checkpoint, or of the configuration. Needs no GPU.
+
+    With a checkpoint: dtype, device, compute_capability (90 is Hopper, which need not be here) and
+    require. Without: also num_experts, num_local_experts, topk, hidden, intermediate, scheme,
+    activation, has_bias, has_expert_map, apply_router_weight_on_input, batch_invariant, monolithic.
+
+    Succeeds too where nothing fits; with `require` it raises NotImplementedError then.
+    """
+    if checkpoint is None:
+        return Selection(_core.explain(config))
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+    return Selection(_core.explain_checkpoint(opened._handle, config))

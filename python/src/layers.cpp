@@ -1,0 +1,229 @@
+// Checkpoints and layers.
+#include "layers.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "fusedmoe/checkpoint.h"
+#include "fusedmoe/runtime.h"
+
+namespace fusedmoe::python {
+namespace {
+
+/// A layer and scratch memory for its forwards. A forward has its block alone while it runs on the
+/// CPU, or while it enqueues; on CUDA a block belongs to one stream, so the next user comes later.
+class PyLayer {
+ public:
+  PyLayer(LayerWeights weights, LayerOptions options)
+      : output_dtype(options.output_dtype.value_or(options.dtype)),
+        layer(std::move(weights), std::move(options)) {}
+
+  template <typename Body>
+  void with_workspace(std::int64_t num_tokens, const std::optional<Stream>& given, Body&& body) {
+    const Stream stream = given.value_or(Stream{layer.config().device});
+    const auto bytes = static_cast<std::int64_t>(layer.workspace_bytes(num_tokens));
+    Tensor block = take(stream.handle);
+    if (!block || block.nbytes() < bytes) {
+      if (block) synchronize(stream);
+      block = Tensor();
+      block = Tensor::empty({bytes}, DType::kU8, stream.device);
+    }
+    body(Workspace{block.data(), static_cast<std::size_t>(block.nbytes())});
+    const std::lock_guard lock(mutex_);
+    blocks_[stream.handle].push_back(std::move(block));
+  }
+
+  const DType output_dtype;
+  const MoeLayer layer;
+
+ private:
+  Tensor take(void* stream) {
+    const std::lock_guard lock(mutex_);
+    std::vector<Tensor>& free = blocks_[stream];
+    if (free.empty()) return {};
+    Tensor result = std::move(free.back());
+    free.pop_back();
+    return result;
+  }
+
+  std::mutex mutex_;
+  std::map<void*, std::vector<Tensor>> blocks_;
+};
+
+LayerOptions options_of(const nb::dict& settings) {
+  LayerOptions options;
+  options.device = parse_device(get<std::string>(settings, "device", "cpu"));
+  options.dtype = dtype_of(get<std::string>(settings, "dtype", "bf16"), "dtype");
+  const auto output = get<std::string>(settings, "output_dtype", "");
+  if (!output.empty()) options.output_dtype = dtype_of(output, "output_dtype");
+  options.require = get<std::string>(settings, "require", "");
+  options.plan = get<std::string>(settings, "plan", "");
+  options.batch_invariant = get(settings, "batch_invariant", false);
+  options.inplace = get(settings, "inplace", false);
+  options.monolithic = get(settings, "monolithic", false);
+  options.parallel = {get(settings, "tp_size", 1), get(settings, "dp_size", 1),
+                      get(settings, "ep_size", 1), get(settings, "ep_rank", 0)};
+  options.num_threads = get(settings, "num_threads", 0);
+  options.max_workspace_bytes = get<std::size_t>(settings, "max_workspace_bytes", 0);
+  return options;
+}
+
+std::unique_ptr<PyLayer> load(const Checkpoint& checkpoint, std::optional<std::int64_t> index,
+                              const nb::dict& settings) {
+  LayerOptions options = options_of(settings);
+  const nb::gil_scoped_release no_gil;
+  const std::vector<std::int64_t> layers = checkpoint.moe_layers();
+  if (!index && layers.empty()) throw Error("layer", "none", "a checkpoint with experts");
+  return std::make_unique<PyLayer>(checkpoint.load_layer(index.value_or(layers.front())),
+                                   std::move(options));
+}
+
+ExpertWeights experts_of(nb::handle w13, nb::handle w2, const nb::dict& settings, Kept& kept) {
+  const ExpertWeights::Stacked stacked = stacked_of(w13, w2, settings, kept);
+  if (!stacked.w13) throw Error("w13", "None", "given", Fault::kNull);
+  return ExpertWeights::from_stacked(
+      stacked, scheme_of(settings, stacked.w13),
+      parse_activation(get<std::string>(settings, "activation", "silu")), params_of(settings));
+}
+
+/// `shared`: settings of the shared experts with their w13 and w2, or empty.
+std::unique_ptr<PyLayer> create(nb::handle w13, nb::handle w2, const nb::dict& settings,
+                                const nb::dict& shared) {
+  Kept kept;
+  LayerWeights weights;
+  weights.router = router_of(settings);
+  weights.router_weights.weight = tensor_of(item(settings, "router_weight"), "router_weight", kept);
+  weights.router_weights.bias = tensor_of(item(settings, "router_bias"), "router_bias", kept);
+  weights.router_weights.score_correction_bias =
+      tensor_of(item(settings, "e_score_correction_bias"), "e_score_correction_bias", kept);
+  weights.experts = experts_of(w13, w2, settings, kept);
+  weights.expert_map = tensor_of(item(settings, "expert_map"), "expert_map", kept);
+  if (shared.size() > 0) {
+    weights.shared_experts = {experts_of(item(shared, "w13"), item(shared, "w2"), shared, kept),
+                              tensor_of(item(shared, "gate"), "shared_experts.gate", kept)};
+  }
+  LayerOptions options = options_of(settings);
+  const nb::gil_scoped_release no_gil;
+  return std::make_unique<PyLayer>(std::move(weights), std::move(options));
+}
+
+struct Call {
+  Kept kept;
+  TensorView hidden_states, output;
+  ForwardOptions options;
+  std::int64_t num_tokens = 0;
+
+  Call(const PyLayer& layer, nb::handle x, nb::handle out, bool accumulate,
+       std::optional<std::uintptr_t> stream)
+      : hidden_states(view_of(x, "hidden_states", kept)), output(output_view_of(out, "out", kept)) {
+    if (!hidden_states || hidden_states.rank() != 2) {
+      throw Error("hidden_states", to_string(hidden_states.shape()), "(num_tokens, hidden)",
+                  Fault::kShape);
+    }
+    num_tokens = hidden_states.size(0);
+    options.accumulate = accumulate;
+    options.stream = stream_of(stream, layer.layer.config().device);
+  }
+};
+
+void forward(PyLayer& layer, nb::handle x, nb::handle out, nb::handle topk_weights,
+             nb::handle topk_ids, nb::handle router_logits, nb::handle expert_load, bool accumulate,
+             std::optional<std::uintptr_t> stream) {
+  Call call(layer, x, out, accumulate, stream);
+  call.options.topk_weights = output_view_of(topk_weights, "topk_weights", call.kept);
+  call.options.topk_ids = output_view_of(topk_ids, "topk_ids", call.kept);
+  call.options.router_logits = output_view_of(router_logits, "router_logits", call.kept);
+  call.options.expert_load = output_view_of(expert_load, "expert_load", call.kept);
+  const nb::gil_scoped_release no_gil;
+  layer.with_workspace(call.num_tokens, call.options.stream, [&](Workspace workspace) {
+    layer.layer.forward(call.hidden_states, call.output, workspace, call.options);
+  });
+}
+
+void forward_routed(PyLayer& layer, nb::handle x, nb::handle topk_weights, nb::handle topk_ids,
+                    nb::handle out, bool accumulate, std::optional<std::uintptr_t> stream) {
+  Call call(layer, x, out, accumulate, stream);
+  const Routing routing{view_of(topk_ids, "topk_ids", call.kept),
+                        view_of(topk_weights, "topk_weights", call.kept)};
+  const nb::gil_scoped_release no_gil;
+  layer.with_workspace(call.num_tokens, call.options.stream, [&](Workspace workspace) {
+    layer.layer.forward_routed(call.hidden_states, routing, call.output, workspace, call.options);
+  });
+}
+
+void bind_layer(nb::module_& module) {
+  nb::class_<PyLayer>(module, "Layer")
+      .def("forward", &forward, nb::arg("x").none(), nb::arg("out").none(),
+           nb::arg("topk_weights").none(), nb::arg("topk_ids").none(),
+           nb::arg("router_logits").none(), nb::arg("expert_load").none(), nb::arg("accumulate"),
+           nb::arg("stream").none())
+      .def("forward_routed", &forward_routed, nb::arg("x").none(), nb::arg("topk_weights").none(),
+           nb::arg("topk_ids").none(), nb::arg("out").none(), nb::arg("accumulate"),
+           nb::arg("stream").none())
+      .def("workspace_bytes",
+           [](const PyLayer& self, std::int64_t num_tokens) {
+             return self.layer.workspace_bytes(num_tokens);
+           })
+      .def("plan_line", [](const PyLayer& self) { return self.layer.plan_line(); })
+      .def("plan_json", [](const PyLayer& self) { return self.layer.plan_json(); })
+      .def("table", [](const PyLayer& self) { return self.layer.selection().table(); })
+      .def("info", [](const PyLayer& self) {
+        const MoeConfig& config = self.layer.config();
+        nb::dict info;
+        info["num_experts"] = config.num_experts;
+        info["num_local_experts"] = config.num_local_experts;
+        info["topk"] = config.topk;
+        info["hidden"] = config.hidden;
+        info["intermediate"] = config.intermediate;
+        info["dtype"] = std::string(name(config.dtype));
+        info["output_dtype"] = std::string(name(self.output_dtype));
+        info["scheme"] = name(config.scheme);
+        info["device"] = to_string(config.device);
+        info["packed_bytes"] = self.layer.packed_weights().nbytes();
+        return info;
+      });
+}
+
+}  // namespace
+
+void bind_layers(nb::module_& module) {
+  nb::class_<Checkpoint>(module, "Checkpoint")
+      .def("moe_layers", &Checkpoint::moe_layers)
+      .def("files", &Checkpoint::files)
+      .def("info", [](const Checkpoint& self) {
+        const ModelConfig& model = self.config();
+        nb::dict info;
+        info["family"] = std::string(name(model.family));
+        info["scheme"] = name(model.scheme);
+        info["layout"] = std::string(name(model.layout));
+        info["activation"] = std::string(name(model.activation));
+        info["num_layers"] = model.num_layers;
+        info["num_experts"] = model.router.num_experts;
+        info["topk"] = model.router.topk;
+        info["hidden"] = model.hidden;
+        info["intermediate"] = model.intermediate;
+        info["shared_intermediate"] = model.shared_intermediate;
+        return info;
+      });
+  module.def(
+      "open_checkpoint",
+      [](const std::string& path, bool read_files) {
+        const nb::gil_scoped_release no_gil;
+        return Checkpoint::open(path, {read_files ? FileAccess::kRead : FileAccess::kMap});
+      },
+      nb::arg("path"), nb::arg("read_files"));
+  module.def("load_layer", &load, nb::arg("checkpoint"), nb::arg("layer").none(),
+             nb::arg("settings"));
+  module.def("create_layer", &create, nb::arg("w13").none(), nb::arg("w2").none(),
+             nb::arg("settings"), nb::arg("shared"));
+  bind_layer(module);
+}
+
+}  // namespace fusedmoe::python

@@ -1,0 +1,78 @@
+// The extension module fusedmoe._core: the C++ interface for the Python code beside it, which has
+// the public names, defaults and documentation.
+#include <nanobind/stl/string.h>
+
+#include <new>
+
+#include "fusedmoe/error.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/version.h"
+#include "tensors.h"
+
+namespace fusedmoe::python {
+namespace {
+
+PyObject* exception_of(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::kInvalidArgument:
+      return PyExc_ValueError;
+    case ErrorKind::kUnsupported:
+      return PyExc_NotImplementedError;
+    case ErrorKind::kOutOfMemory:
+      return PyExc_MemoryError;
+    case ErrorKind::kIo:
+      return PyExc_OSError;
+    case ErrorKind::kDevice:
+      break;
+  }
+  return PyExc_RuntimeError;
+}
+
+/// The exception of the kind, with the argument at fault as its attribute.
+void raise(const Error& error) {
+  PyObject* type = exception_of(error.kind());
+  nb::object exception = nb::borrow(type)(error.what());
+  exception.attr("argument") = error.argument();
+  exception.attr("fault") = std::string(name(error.fault()));
+  exception.attr("reason") = std::string(code(error.reason()));
+  PyErr_SetObject(type, exception.ptr());
+}
+
+}  // namespace
+
+void bind_errors(nb::module_&) {
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+      raise(error);
+    }
+  });
+}
+
+}  // namespace fusedmoe::python
+
+NB_MODULE(_core, module) {
+  using namespace fusedmoe::python;
+  nanobind::set_leak_warnings(false);  // caches live as long as the program
+  bind_errors(module);
+  bind_tensors(module);
+  bind_layers(module);
+  bind_experts(module);
+  bind_numbers(module);
+  module.attr("version") = FUSEDMOE_VERSION;
+  module.def(
+      "cpu_isa", [] { return std::string(fusedmoe::cpu_isa()); },
+      "Instruction set of the CPU kernels: \"avx512_bf16\", ...");
+  module.def("num_threads", &fusedmoe::num_threads, "Threads of CPU work.");
+  module.def("set_num_threads", &fusedmoe::set_num_threads, nanobind::arg("num_threads"),
+             "Sets the threads of CPU work; 0 restores the default.");
+  module.def("cuda_device_count", &fusedmoe::cuda_device_count, "CUDA devices that there are.");
+  module.def("cuda_device_summary", &fusedmoe::cuda_device_summary);
+  module.def(
+      "device_problem",
+      [](const std::string& device) {
+        return fusedmoe::device_problem(fusedmoe::parse_device(device));
+      },
+      nanobind::arg("device"), "Why a device cannot be used, in words; empty if it can.");
+}

@@ -1,0 +1,224 @@
+#include "tensors.h"
+
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+
+#include "fusedmoe/dlpack.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
+#include "fusedmoe/safetensors.h"
+
+namespace fusedmoe::python {
+namespace {
+
+constexpr int kDlCpu = 1, kDlCuda = 2, kDlFloat4Code = 17;
+
+/// A DLTensor.
+struct DlTensor {
+  void* data;
+  struct {
+    int device_type, device_id;
+  } device;
+  int ndim;
+  nb::dlpack::dtype dtype;
+  std::int64_t *shape, *strides;
+  std::uint64_t byte_offset;
+};
+
+/// DLPackExchangeAPI of DLPack 1.3: what a type of arrays offers to C, without a call of Python.
+struct DlExchange {
+  std::uint32_t major, minor;
+  void *previous, *allocator, *managed_from_object, *managed_to_object;
+  int (*view_of)(void* object, DlTensor* out);  ///< borrows; 0 if it succeeds
+};
+
+const DlExchange* exchange_of(nb::handle array) {
+  const nb::object capsule = nb::getattr(array.type(), "__dlpack_c_exchange_api__", nb::none());
+  if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return nullptr;
+  const auto* exchange =
+      static_cast<const DlExchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  return exchange->major == 1 ? exchange : nullptr;
+}
+
+TensorView view_of_dlpack(DlTensor tensor, const char* name) {
+  // PyTorch's float4_e2m1fn_x2: one element is a byte with two values.
+  if (tensor.dtype.code == kDlFloat4Code && tensor.dtype.lanes == 2) {
+    tensor.dtype = nb::dtype<std::uint8_t>();
+  }
+  try {
+    return from_dlpack(tensor);
+  } catch (const Error& error) {
+    throw error.within(name);
+  }
+}
+
+template <typename Array>
+DlTensor describe_array(const Array& array) {
+  return {const_cast<void*>(static_cast<const void*>(array.data())),
+          {array.device_type(), array.device_id()},
+          static_cast<int>(array.ndim()),
+          array.dtype(),
+          const_cast<std::int64_t*>(array.shape_ptr()),
+          const_cast<std::int64_t*>(array.stride_ptr()),
+          0};
+}
+
+template <typename Array>
+TensorView import_view(nb::handle array, const char* name, Kept& kept) {
+  if (array.is_none()) return {};
+  Tensor* own = nullptr;
+  if (nb::try_cast(array, own, false)) {
+    kept.objects.push_back(nb::borrow(array));
+    return *own;
+  }
+  DlTensor described{};
+  if (const DlExchange* exchange = exchange_of(array)) {
+    if (exchange->view_of(array.ptr(), &described) != 0) throw nb::python_error();
+    kept.objects.push_back(nb::borrow(array));
+    return view_of_dlpack(described, name);
+  }
+  Array imported;
+  if (!nb::try_cast(array, imported, false)) {
+    throw Error(name, nb::cast<std::string>(nb::str(array.type())),
+                "an array with __dlpack__ or a buffer, as of NumPy or PyTorch; outputs writable");
+  }
+  const TensorView view = view_of_dlpack(describe_array(imported), name);
+  kept.arrays.emplace_back(imported);
+  return view;
+}
+
+/// Any view as DLPack describes it, with `owner` keeping its memory alive.
+nb::object array_of(const TensorView& view, nb::handle owner) {
+  const DlpackType type = dlpack_type(view.dtype());
+  std::vector<std::size_t> shape(view.shape().begin(), view.shape().end());
+  const nb::ndarray<nb::array_api> array(
+      view.data(), shape.size(), shape.data(), owner, view.strides().begin(),
+      nb::dlpack::dtype{type.code, type.bits, 1}, view.device().is_cpu() ? kDlCpu : kDlCuda,
+      view.device().index);
+  return nb::cast(array);
+}
+
+Tensor reinterpreted(const Tensor& tensor, const std::string& dtype) {
+  const DType wanted = dtype_of(dtype, "dtype");
+  if (bits(wanted) != bits(tensor.dtype())) {
+    throw Error("dtype", dtype,
+                "of " + std::to_string(bits(tensor.dtype())) + " bits, as " +
+                    std::string(name(tensor.dtype())),
+                Fault::kDType);
+  }
+  return {TensorView(tensor.data(), wanted, tensor.shape(), tensor.strides(), tensor.device()),
+          tensor.owner()};
+}
+
+Tensor converted(const Tensor& tensor, const std::string& dtype) {
+  const Tensor host = to_device(tensor, {});
+  const Tensor result = Tensor::empty(tensor.shape(), dtype_of(dtype, "dtype"));
+  convert(host, result);
+  return to_device(result, tensor.device());
+}
+
+/// The array itself as a Tensor, which keeps it alive.
+Tensor as_tensor(nb::handle array) {
+  auto kept = std::make_unique<Kept>();
+  const TensorView view = view_of(array, "array", *kept);
+  hold_memory(*kept);
+  if (!view) throw Error("array", "None", "an array", Fault::kNull);
+  const std::shared_ptr<Kept> owner(kept.release(), [](Kept* objects) {
+    const nb::gil_scoped_acquire gil;
+    delete objects;
+  });
+  return {view, owner};
+}
+
+std::vector<std::int64_t> shape_of(const Tensor& tensor) {
+  return {tensor.shape().begin(), tensor.shape().end()};
+}
+
+}  // namespace
+
+void hold_memory(Kept& kept) {
+  for (const nb::object& object : kept.objects) {
+    if (nb::isinstance<Tensor>(object)) continue;
+    kept.arrays.push_back(nb::cast<nb::ndarray<nb::ro>>(object, false));
+  }
+}
+
+TensorView view_of(nb::handle array, const char* name, Kept& kept) {
+  return import_view<nb::ndarray<nb::ro>>(array, name, kept);
+}
+
+TensorView output_view_of(nb::handle array, const char* name, Kept& kept) {
+  return import_view<nb::ndarray<>>(array, name, kept);
+}
+
+Tensor tensor_of(nb::handle array, const char* name, Kept& kept) {
+  const TensorView view = view_of(array, name, kept);
+  return view ? Tensor(view, nullptr) : Tensor();
+}
+
+nb::object item(const nb::dict& dict, const char* key) {
+  return dict.contains(key) ? nb::object(dict[key]) : nb::none();
+}
+
+DType dtype_of(const std::string& name, const char* argument) {
+  if (const std::optional<DType> dtype = parse_dtype(name)) return *dtype;
+  throw Error(argument, name, "a dtype, as \"f32\", \"bf16\", \"e4m3\" or \"u8\"", Fault::kDType);
+}
+
+std::optional<Stream> stream_of(std::optional<std::uintptr_t> handle, Device device) {
+  if (!handle) return std::nullopt;
+  if (device.is_cpu()) throw Error("stream", "given", "None on the cpu", Fault::kDevice);
+  return Stream{device, reinterpret_cast<void*>(*handle)};
+}
+
+void bind_tensors(nb::module_& module) {
+  nb::class_<Tensor>(module, "Tensor",
+                     "Memory with an element type and a shape. Goes to other packages by DLPack.")
+      .def("__dlpack__",
+           [](nb::handle self, const nb::kwargs& kwargs) {
+             return array_of(nb::cast<Tensor&>(self), self).attr("__dlpack__")(**kwargs);
+           })
+      .def("__dlpack_device__",
+           [](const Tensor& tensor) {
+             return nb::make_tuple(tensor.device().is_cpu() ? kDlCpu : kDlCuda,
+                                   tensor.device().index);
+           })
+      .def_prop_ro("shape",
+                   [](const Tensor& tensor) { return nb::tuple(nb::cast(shape_of(tensor))); })
+      .def_prop_ro("dtype", [](const Tensor& tensor) { return std::string(name(tensor.dtype())); })
+      .def_prop_ro("device", [](const Tensor& tensor) { return to_string(tensor.device()); })
+      .def_prop_ro("nbytes", [](const Tensor& tensor) { return tensor.nbytes(); })
+      .def_prop_ro(
+          "data_ptr",
+          [](const Tensor& tensor) { return reinterpret_cast<std::uintptr_t>(tensor.data()); })
+      .def("view", &reinterpreted, nb::arg("dtype"),
+           "The same memory with another element type of the same width, as \"e4m3\" for u8.")
+      .def("astype", &converted, nb::arg("dtype"), "A copy converted among f64, f32, f16 and bf16.")
+      .def("__repr__", [](const Tensor& tensor) {
+        return "fusedmoe.Tensor(" + std::string(name(tensor.dtype())) + " " +
+               to_string(tensor.shape()) + ", " + to_string(tensor.device()) + ")";
+      });
+  module.def("as_tensor", &as_tensor, nb::arg("array"));
+  module.def(
+      "empty",
+      [](const std::vector<std::int64_t>& shape, const std::string& dtype,
+         const std::string& device) {
+        if (shape.size() > Shape::kMaxRank) {
+          throw Error("shape", std::to_string(shape.size()) + " dimensions", "at most 6",
+                      Fault::kShape);
+        }
+        return Tensor::empty(Shape(shape), dtype_of(dtype, "dtype"), parse_device(device));
+      },
+      nb::arg("shape"), nb::arg("dtype"), nb::arg("device"));
+  module.def("load_file", [](const std::string& path) {
+    const SafetensorsFile file = SafetensorsFile::open(path, {FileAccess::kRead});
+    std::map<std::string, Tensor> tensors;
+    for (const std::string& name : file.names()) tensors[name] = file.tensor(name);
+    return tensors;
+  });
+}
+
+}  // namespace fusedmoe::python

@@ -1,0 +1,55 @@
+// Arrays of Python as views, and tensors of the library as arrays. Nothing is copied.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fusedmoe/tensor.h"
+
+namespace fusedmoe::python {
+
+namespace nb = nanobind;
+
+/// What a call uses the memory of; it lives until the call ends. Destroyed with the GIL held.
+struct Kept {
+  std::vector<nb::object> objects;
+  std::vector<nb::ndarray<nb::ro>> arrays;
+};
+/// Keeps the memory itself too, whatever becomes of the objects: PyTorch's may get another.
+void hold_memory(Kept& kept);
+
+/// View of anything with DLPack or a buffer, of a Tensor of ours, or undefined for None.
+TensorView view_of(nb::handle array, const char* name, Kept& kept);
+/// The same where the call writes: not of read-only memory.
+TensorView output_view_of(nb::handle array, const char* name, Kept& kept);
+/// The same as a tensor without an owner.
+Tensor tensor_of(nb::handle array, const char* name, Kept& kept);
+
+/// dict[key], or None.
+nb::object item(const nb::dict& dict, const char* key);
+/// dict[key] as a T, or `otherwise` where it is missing or None.
+template <typename T>
+T get(const nb::dict& dict, const char* key, T otherwise) {
+  const nb::object value = item(dict, key);
+  if (!value.is_none() && !nb::try_cast(value, otherwise)) {
+    throw Error(key, nb::cast<std::string>(nb::str(value.type())), "of the documented type");
+  }
+  return otherwise;
+}
+
+/// Element type by its short name. Throws Error.
+DType dtype_of(const std::string& name, const char* argument);
+/// A stream handle of the device; none: the default stream.
+std::optional<Stream> stream_of(std::optional<std::uintptr_t> handle, Device device);
+
+void bind_errors(nb::module_& module);
+void bind_tensors(nb::module_& module);
+void bind_layers(nb::module_& module);
+void bind_experts(nb::module_& module);
+void bind_numbers(nb::module_& module);
+
+}  // namespace fusedmoe::python

@@ -1,0 +1,56 @@
+#include "capi/checkpoint.h"
+
+#include <utility>
+
+#include "capi/status.h"
+
+namespace {
+
+using fusedmoe::capi::given;
+using fusedmoe::capi::guarded;
+using fusedmoe::capi::write_struct;
+
+}  // namespace
+
+fusedmoe_checkpoint::fusedmoe_checkpoint(fusedmoe::Checkpoint opened)
+    : checkpoint(std::move(opened)),
+      family(name(checkpoint.config().family)),
+      scheme(name(checkpoint.config().scheme)),
+      activation(name(checkpoint.config().activation)),
+      moe_layers(checkpoint.moe_layers()) {}
+
+fusedmoe_status fusedmoe_checkpoint_open(const char* path, int32_t read_files,
+                                         fusedmoe_checkpoint** checkpoint) {
+  return guarded([&] {
+    given(checkpoint, "checkpoint");
+    fusedmoe::OpenOptions options;
+    if (read_files) options.access = fusedmoe::FileAccess::kRead;
+    *checkpoint =
+        new fusedmoe_checkpoint(fusedmoe::Checkpoint::open(&given(path, "path"), options));
+  });
+}
+
+void fusedmoe_checkpoint_destroy(fusedmoe_checkpoint* checkpoint) {
+  delete checkpoint;
+}
+
+fusedmoe_status fusedmoe_checkpoint_get_info(const fusedmoe_checkpoint* checkpoint,
+                                             fusedmoe_checkpoint_info* info) {
+  return guarded([&] {
+    const fusedmoe_checkpoint& opened = given(checkpoint, "checkpoint");
+    const fusedmoe::ModelConfig& model = opened.checkpoint.config();
+    fusedmoe_checkpoint_info values{};
+    values.family = opened.family.c_str();
+    values.scheme = opened.scheme.c_str();
+    values.activation = opened.activation.c_str();
+    values.num_layers = model.num_layers;
+    values.num_experts = model.router.num_experts;
+    values.topk = model.router.topk;
+    values.hidden = model.hidden;
+    values.intermediate = model.intermediate;
+    values.shared_intermediate = model.shared_intermediate;
+    values.moe_layers = opened.moe_layers.data();
+    values.num_moe_layers = opened.moe_layers.size();
+    write_struct(info, values, "info");
+  });
+}

@@ -1,0 +1,202 @@
+// Layers: made from a checkpoint or from tensors of the caller's, and run.
+#include "fusedmoe/layer.h"
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "capi/checkpoint.h"
+#include "capi/convert.h"
+
+namespace fusedmoe::capi {
+namespace {
+
+/// The caller's threads.
+class CallerExecutor final : public Executor {
+ public:
+  explicit CallerExecutor(const fusedmoe_executor& executor) : executor_(executor) {
+    if (!executor.run) throw Error("options.executor.run", "NULL", "a function", Fault::kNull);
+    if (executor.concurrency < 1) {
+      throw Error("options.executor.concurrency", std::to_string(executor.concurrency),
+                  "at least 1");
+    }
+  }
+  int concurrency() const override { return executor_.concurrency; }
+  void run(int num_tasks, Task task) override {
+    executor_.run(
+        executor_.context, num_tasks,
+        [](void* data, std::int32_t index) { (*static_cast<const Task*>(data))(index); }, &task);
+  }
+
+ private:
+  fusedmoe_executor executor_;
+};
+
+LayerOptions to_options(const fusedmoe_layer_options& o, Executor* executor) {
+  LayerOptions options;
+  options.device = to_device_id(o.device_type, o.device_index, "options.device");
+  options.dtype = to_dtype_or(o.dtype, DType::kBF16, "options.dtype");
+  if (o.output_dtype) options.output_dtype = to_dtype(o.output_dtype, "options.output_dtype");
+  options.require = to_text(o.require);
+  options.plan = to_text(o.plan);
+  options.batch_invariant = o.batch_invariant != 0;
+  options.inplace = o.inplace != 0;
+  options.monolithic = o.monolithic != 0;
+  const auto size_of = [](std::int32_t size) { return size == 0 ? 1 : size; };
+  options.parallel = {size_of(o.tp_size), size_of(o.dp_size), size_of(o.ep_size), o.ep_rank};
+  options.num_threads = o.num_threads;
+  options.executor = executor;
+  options.max_workspace_bytes = o.max_workspace_bytes;
+  return options;
+}
+
+LayerWeights to_layer_weights(const fusedmoe_layer_weights* weights) {
+  const fusedmoe_layer_weights w = read_given_struct(weights, "weights");
+  LayerWeights result;
+  result.router = to_router(w.router, "weights.router");
+  result.router_weights.weight = to_tensor(w.router_weight, "weights.router_weight");
+  result.router_weights.bias = to_tensor(w.router_bias, "weights.router_bias");
+  result.router_weights.score_correction_bias =
+      to_tensor(w.score_correction_bias, "weights.score_correction_bias");
+  result.experts = to_experts(w.experts, "weights.experts").weights();
+  result.expert_map = to_tensor(w.expert_map, "weights.expert_map");
+  if (w.shared_experts) {
+    result.shared_experts = {to_experts(w.shared_experts, "weights.shared_experts").weights(),
+                             to_tensor(w.shared_gate, "weights.shared_gate")};
+  }
+  return result;
+}
+
+}  // namespace
+}  // namespace fusedmoe::capi
+
+struct fusedmoe_layer {
+  fusedmoe_layer(std::unique_ptr<fusedmoe::Executor> threads, fusedmoe::LayerWeights weights,
+                 const fusedmoe::LayerOptions& options)
+      : executor(std::move(threads)),
+        layer(std::move(weights), options),
+        output_dtype(options.output_dtype.value_or(options.dtype)),
+        plan_line(layer.plan_line()),
+        plan(layer.plan_json()),
+        table(layer.selection().table()) {}
+
+  std::unique_ptr<fusedmoe::Executor> executor;
+  fusedmoe::MoeLayer layer;
+  fusedmoe::DType output_dtype;
+  std::string plan_line, plan, table;
+};
+
+namespace fusedmoe::capi {
+namespace {
+
+/// `load` returns the weights.
+template <typename Load>
+fusedmoe_status make_layer(const fusedmoe_layer_options* options, fusedmoe_layer** layer,
+                           Load&& load) {
+  return guarded([&] {
+    given(layer, "layer");
+    const fusedmoe_layer_options o = read_struct(options, "options");
+    std::unique_ptr<Executor> executor;
+    if (o.executor) {
+      executor = std::make_unique<CallerExecutor>(read_struct(o.executor, "options.executor"));
+    }
+    const LayerOptions made = to_options(o, executor.get());
+    *layer = new fusedmoe_layer(std::move(executor), load(), made);
+  });
+}
+
+/// The members that both kinds of forward have.
+struct Call {
+  TensorView hidden_states, output, topk_ids, topk_weights;
+  Workspace workspace;
+  ForwardOptions options;
+};
+
+Call to_call(const MoeLayer& layer, const fusedmoe_forward_args* args) {
+  const fusedmoe_forward_args a = read_given_struct(args, "args");
+  Call call;
+  call.hidden_states = to_view(a.hidden_states, "hidden_states");
+  call.output = to_view(a.output, "output");
+  call.topk_ids = to_view(a.topk_ids, "topk_ids");
+  call.topk_weights = to_view(a.topk_weights, "topk_weights");
+  call.workspace = {a.workspace, a.workspace_bytes};
+  call.options.router_logits = to_view(a.router_logits, "router_logits");
+  call.options.expert_load = to_view(a.expert_load, "expert_load");
+  call.options.accumulate = a.accumulate != 0;
+  call.options.stream = to_stream(a.stream, layer.config().device);
+  return call;
+}
+
+}  // namespace
+}  // namespace fusedmoe::capi
+
+using fusedmoe::capi::given;
+using fusedmoe::capi::guarded;
+
+fusedmoe_status fusedmoe_layer_load(const fusedmoe_checkpoint* checkpoint, int64_t layer_index,
+                                    const fusedmoe_layer_options* options, fusedmoe_layer** layer) {
+  return fusedmoe::capi::make_layer(options, layer, [&] {
+    return given(checkpoint, "checkpoint").checkpoint.load_layer(layer_index);
+  });
+}
+
+fusedmoe_status fusedmoe_layer_create(const fusedmoe_layer_weights* weights,
+                                      const fusedmoe_layer_options* options,
+                                      fusedmoe_layer** layer) {
+  return fusedmoe::capi::make_layer(options, layer,
+                                    [&] { return fusedmoe::capi::to_layer_weights(weights); });
+}
+
+void fusedmoe_layer_destroy(fusedmoe_layer* layer) {
+  delete layer;
+}
+
+fusedmoe_status fusedmoe_layer_get_info(const fusedmoe_layer* layer, fusedmoe_layer_info* info) {
+  return guarded([&] {
+    const fusedmoe::MoeLayer& made = given(layer, "layer").layer;
+    const fusedmoe::MoeConfig& config = made.config();
+    fusedmoe_layer_info values{};
+    values.num_experts = config.num_experts;
+    values.num_local_experts = config.num_local_experts;
+    values.topk = config.topk;
+    values.hidden = config.hidden;
+    values.intermediate = config.intermediate;
+    values.dtype = fusedmoe::capi::from_dtype(config.dtype);
+    values.output_dtype = fusedmoe::capi::from_dtype(layer->output_dtype);
+    values.packed_bytes = made.packed_weights().nbytes();
+    values.plan_line = layer->plan_line.c_str();
+    values.plan = layer->plan.c_str();
+    values.table = layer->table.c_str();
+    fusedmoe::capi::write_struct(info, values, "info");
+  });
+}
+
+fusedmoe_status fusedmoe_layer_workspace_bytes(const fusedmoe_layer* layer, int64_t num_tokens,
+                                               size_t* bytes) {
+  return guarded([&] {
+    given(bytes, "bytes");
+    *bytes = given(layer, "layer").layer.workspace_bytes(num_tokens);
+  });
+}
+
+fusedmoe_status fusedmoe_layer_forward(const fusedmoe_layer* layer,
+                                       const fusedmoe_forward_args* args) {
+  return guarded([&] {
+    const fusedmoe::MoeLayer& made = given(layer, "layer").layer;
+    fusedmoe::capi::Call call = fusedmoe::capi::to_call(made, args);
+    call.options.topk_ids = call.topk_ids;
+    call.options.topk_weights = call.topk_weights;
+    made.forward(call.hidden_states, call.output, call.workspace, call.options);
+  });
+}
+
+fusedmoe_status fusedmoe_layer_forward_routed(const fusedmoe_layer* layer,
+                                              const fusedmoe_forward_args* args) {
+  return guarded([&] {
+    const fusedmoe::MoeLayer& made = given(layer, "layer").layer;
+    const fusedmoe::capi::Call call = fusedmoe::capi::to_call(made, args);
+    made.forward_routed(call.hidden_states, {call.topk_ids, call.topk_weights}, call.output,
+                        call.workspace, call.options);
+  });
+}

@@ -1,0 +1,124 @@
+// What would run, and why.
+#include "fusedmoe/selection.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "capi/checkpoint.h"
+#include "capi/convert.h"
+
+struct fusedmoe_selection {
+  explicit fusedmoe_selection(fusedmoe::Selection found)
+      : selection(std::move(found)), table(selection.table()), json(selection.json()) {
+    for (const fusedmoe::Candidate& candidate : selection.candidates) {
+      experts.emplace_back(candidate.experts->name());
+      prepare_finalize.emplace_back(candidate.prepare_finalize->name());
+    }
+  }
+
+  fusedmoe::Selection selection;
+  std::string table, json;
+  std::vector<std::string> experts, prepare_finalize;  ///< names of the candidates
+};
+
+namespace fusedmoe::capi {
+namespace {
+
+MoeConfig to_config(const fusedmoe_moe_config& c) {
+  MoeConfig config;
+  config.num_experts = c.num_experts;
+  config.num_local_experts = c.num_local_experts ? c.num_local_experts : c.num_experts;
+  config.topk = c.topk;
+  config.hidden = c.hidden;
+  config.intermediate = c.intermediate;
+  config.dtype = to_dtype_or(c.dtype, DType::kBF16, "config.dtype");
+  config.scheme = c.scheme ? parse_scheme(c.scheme) : schemes::unquantized(config.dtype);
+  if (c.activation) config.activation = parse_activation(c.activation);
+  config.has_bias = c.has_bias != 0;
+  config.has_expert_map = c.has_expert_map != 0;
+  config.apply_router_weight_on_input = c.apply_router_weight_on_input != 0;
+  config.batch_invariant = c.batch_invariant != 0;
+  config.monolithic = c.monolithic != 0;
+  config.device = to_device_id(c.device_type, c.device_index, "config.device");
+  if (c.compute_capability) config.compute_capability = c.compute_capability;
+  return config;
+}
+
+}  // namespace
+}  // namespace fusedmoe::capi
+
+using fusedmoe::capi::given;
+using fusedmoe::capi::guarded;
+
+fusedmoe_status fusedmoe_explain(const fusedmoe_moe_config* config,
+                                 fusedmoe_selection** selection) {
+  return guarded([&] {
+    given(selection, "selection");
+    const fusedmoe_moe_config c = fusedmoe::capi::read_given_struct(config, "config");
+    const fusedmoe::MoeConfig asked = fusedmoe::capi::to_config(c);
+    *selection = new fusedmoe_selection(c.require ? fusedmoe::select(asked, c.require)
+                                                  : fusedmoe::explain(asked));
+  });
+}
+
+fusedmoe_status fusedmoe_explain_checkpoint(const fusedmoe_checkpoint* checkpoint, int32_t dtype,
+                                            int32_t device_type, int32_t device_index,
+                                            int32_t compute_capability,
+                                            fusedmoe_selection** selection) {
+  return guarded([&] {
+    given(selection, "selection");
+    fusedmoe::MoeConfig config =
+        fusedmoe::moe_config(given(checkpoint, "checkpoint").checkpoint.config(),
+                             fusedmoe::capi::to_dtype_or(dtype, fusedmoe::DType::kBF16, "dtype"),
+                             fusedmoe::capi::to_device_id(device_type, device_index, "device"));
+    if (compute_capability) config.compute_capability = compute_capability;
+    *selection = new fusedmoe_selection(fusedmoe::explain(config));
+  });
+}
+
+void fusedmoe_selection_destroy(fusedmoe_selection* selection) {
+  delete selection;
+}
+
+size_t fusedmoe_selection_size(const fusedmoe_selection* selection) {
+  return selection ? selection->selection.candidates.size() : 0;
+}
+
+fusedmoe_status fusedmoe_selection_get(const fusedmoe_selection* selection, size_t index,
+                                       fusedmoe_candidate* candidate) {
+  return guarded([&] {
+    const auto& candidates = given(selection, "selection").selection.candidates;
+    if (index >= candidates.size()) {
+      throw fusedmoe::Error("index", std::to_string(index),
+                            "below " + std::to_string(candidates.size()));
+    }
+    fusedmoe_candidate values{};
+    values.experts = selection->experts[index].c_str();
+    values.prepare_finalize = selection->prepare_finalize[index].c_str();
+    values.chosen = candidates[index].chosen;
+    values.reason = static_cast<int32_t>(candidates[index].support.reason);
+    values.text = candidates[index].support.text.c_str();
+    fusedmoe::capi::write_struct(candidate, values, "candidate");
+  });
+}
+
+const char* fusedmoe_selection_table(const fusedmoe_selection* selection) {
+  return selection ? selection->table.c_str() : "";
+}
+
+const char* fusedmoe_selection_json(const fusedmoe_selection* selection) {
+  return selection ? selection->json.c_str() : "";
+}
+
+fusedmoe_status fusedmoe_selection_workspace_bytes(const fusedmoe_selection* selection,
+                                                   int64_t num_tokens, int32_t num_threads,
+                                                   size_t* bytes) {
+  return guarded([&] {
+    given(bytes, "bytes");
+    const fusedmoe::Selection& chosen = given(selection, "selection").selection;
+    fusedmoe::Context context = fusedmoe::make_context(chosen.config.device);
+    context.num_threads = num_threads;
+    *bytes = chosen.create(context).workspace_bytes(num_tokens);
+  });
+}

@@ -1,0 +1,204 @@
+"""fused_experts(), tensors and quantizers."""
+
+import random
+
+import numpy as np
+import pytest
+from conftest import f32, plain_experts, relative_error
+
+import fusedmoe
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache():
+    fusedmoe.clear_cache()
+
+
+def run(problem, **settings):
+    arguments = {
+        "hidden_states": problem.x,
+        "w13": problem.w13,
+        "w2": problem.w2,
+        "topk_weights": problem.weights,
+        "topk_ids": problem.ids,
+    }
+    return fusedmoe.fused_experts(**{**arguments, **settings})
+
+
+def test_the_sum_of_the_chosen_experts(problem):
+    problem.ids[0] = -1
+    expected = plain_experts(problem)
+    output = run(problem)
+    assert output.dtype == np.float32 and relative_error(output, expected) < 1e-5
+    assert not output[0].any()
+    out = np.empty_like(output)
+    assert run(problem, out=out) is out and np.array_equal(out, output)
+    assert run(problem, inplace=True) is problem.x and np.array_equal(problem.x, output)
+
+
+def test_layouts_of_w13(problem):
+    expected = run(problem)
+    gate, up = np.split(problem.w13, 2, axis=1)
+    swapped = np.concatenate([up, gate], axis=1)
+    assert np.array_equal(run(problem, w13=swapped, gate_up_layout="up_gate"), expected)
+    mixed = np.stack([gate, up], axis=2).reshape(problem.w13.shape)
+    assert np.array_equal(run(problem, w13=mixed, gate_up_layout="interleaved"), expected)
+    w13, w2 = (np.ascontiguousarray(w.transpose(0, 2, 1)) for w in (problem.w13, problem.w2))
+    assert np.array_equal(run(problem, w13=w13, w2=w2, transposed=True), expected)
+    assert np.array_equal(run(problem, w13=w13.transpose(0, 2, 1)), expected)  # a strided view
+
+
+def test_experts_of_one_rank(problem):
+    owner = np.array([0, 1, 2, 3, -1, -1, -1, -1], np.int32)
+    here = dict(global_num_experts=8, expert_map=owner)
+    first = run(problem, w13=problem.w13[:4], w2=problem.w2[:4], **here)
+    here["expert_map"] = np.roll(owner, 4)
+    second = run(problem, w13=problem.w13[4:], w2=problem.w2[4:], **here)
+    assert relative_error(first + second, run(problem)) < 1e-6
+
+
+def test_quantized_weights(problem):
+    def stacked(weights):
+        parts = [fusedmoe.quantize_weights(matrix, "mxfp4_w4a16") for matrix in weights]
+        values = np.stack([np.from_dlpack(part.values) for part in parts])
+        scales = np.stack([np.from_dlpack(part.scales.view("u8")) for part in parts])
+        decoded = [fusedmoe.dequantize_weights(part, "mxfp4_w4a16", weights.shape[2]) for part in parts]
+        return values, scales, np.stack([np.from_dlpack(matrix) for matrix in decoded])
+
+    w13, w1_scale, problem.w13 = stacked(problem.w13)
+    w2, w2_scale, problem.w2 = stacked(problem.w2)
+    assert w13.dtype == np.uint8 and w13.shape == (8, 64, 32)
+    output = run(
+        problem, w13=w13, w2=w2, scheme="mxfp4_w4a16", w1_scale=w1_scale, w2_scale=w2_scale
+    )
+    assert relative_error(output, plain_experts(problem)) < 1e-5
+    # Static scales stay with the caller, so a cache of its own forgets them with it.
+    cache = fusedmoe.PackCache()
+    run(problem, cache=cache)
+    run(problem, cache=cache)
+    assert len(cache) == 1
+    cache.clear()
+    assert len(cache) == 0
+
+
+def test_nothing_is_copied(problem):
+    tensor = fusedmoe.as_tensor(problem.x)
+    assert tensor.data_ptr == problem.x.ctypes.data
+    assert np.from_dlpack(tensor).ctypes.data == problem.x.ctypes.data
+    assert tensor.view("i32").data_ptr == tensor.data_ptr
+    # The call reads and writes the caller's memory: also through views of views.
+    wide = np.zeros((5, 128), np.float32)
+    wide[:, :64] = problem.x
+    out = np.full((5, 128), 7, np.float32)
+    run(problem, hidden_states=wide[:, :64], out=out[:, 64:])
+    assert np.array_equal(out[:, 64:], run(problem)) and (out[:, :64] == 7).all()
+
+
+def test_a_tensor_outlives_what_it_views():
+    array = np.arange(1000, dtype=np.float32)
+    tensor = fusedmoe.as_tensor(array[10:][::2])
+    del array
+    assert np.from_dlpack(tensor)[3] == 16
+    back = np.from_dlpack(tensor)
+    del tensor
+    assert back[3] == 16
+
+
+def test_read_only_memory(problem):
+    problem.w13.flags.writeable = False
+    problem.x.flags.writeable = False
+    out = np.empty_like(problem.x)
+    run(problem, out=out)
+    out.flags.writeable = False
+    with pytest.raises(ValueError) as caught:
+        run(problem, out=out)
+    assert caught.value.argument == "out"
+
+
+def test_bfloat16_without_a_type_of_numpy(problem):
+    expected = run(problem)
+    as_bf16 = {
+        name: fusedmoe.as_tensor(value).astype("bf16")
+        for name, value in (("hidden_states", problem.x), ("w13", problem.w13), ("w2", problem.w2))
+    }
+    output = run(problem, **as_bf16)
+    assert output.dtype == "bf16" and relative_error(f32(output), expected) < 2e-2
+
+
+def test_types_of_ml_dtypes(problem):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = problem.x.astype(ml_dtypes.bfloat16)
+    assert fusedmoe.as_tensor(x).data_ptr == x.ctypes.data
+    w13, w2 = problem.w13.astype(ml_dtypes.bfloat16), problem.w2.astype(ml_dtypes.bfloat16)
+    output = run(problem, hidden_states=x, w13=w13, w2=w2)
+    assert output.dtype == x.dtype
+    assert relative_error(output.astype(np.float32), run(problem)) < 2e-2
+
+
+def test_activations(problem):
+    values, scales = fusedmoe.quantize_activations(problem.x, "fp8_channel_token")
+    assert (values.dtype, values.shape, scales.shape) == ("e4m3", (5, 64), (5, 1))
+    with pytest.raises(ValueError, match="quantizes activations"):
+        fusedmoe.quantize_activations(problem.x, "bf16")
+    assert "nvfp4" in fusedmoe.schemes()
+
+
+def test_errors_name_the_argument(problem):
+    wrong = [
+        ("topk_ids", problem.ids.astype(np.int64)),
+        ("topk_weights", problem.weights[:4]),
+        ("w2", problem.w2[:4]),
+        ("w2", None),
+        ("w13", [[1, 2]]),
+        ("w13", problem.w13.astype(np.uint16)),
+        ("activation", "nonsense"),
+        ("activation", 3),
+        ("scheme", "nonsense"),
+        ("expert_map", np.zeros(3, np.int32)),
+    ]
+    for name, value in wrong:
+        with pytest.raises(ValueError) as caught:
+            run(problem, **{name: value})
+        assert caught.value.argument.startswith(name) and name in str(caught.value)
+
+
+def test_random_wrong_calls_raise(problem):
+    """Each call has one argument of another shape, type or stride: an exception, or a result."""
+    generator = random.Random(1)
+    arguments = ("hidden_states", "w13", "w2", "topk_weights", "topk_ids", "expert_map", "w1_bias")
+    right = dict(
+        hidden_states=problem.x,
+        w13=problem.w13,
+        w2=problem.w2,
+        topk_weights=problem.weights,
+        topk_ids=problem.ids,
+        expert_map=np.arange(8, dtype=np.int32),
+        w1_bias=np.zeros((8, 64), np.float32),
+    )
+    changes = [
+        lambda a: a[1:],
+        lambda a: a[::-1],
+        lambda a: a[..., ::2],
+        lambda a: a[None],
+        lambda a: a[0],
+        lambda a: a[:0],
+        lambda a: a.T,
+        lambda a: np.broadcast_to(a[:1], a.shape),
+        lambda a: a.astype(generator.choice(["f8", "f2", "i8", "u1", "i1", "c8", "?", "O", "U4"])),
+        lambda a: a.reshape(-1),
+        lambda a: a.view(np.ndarray).copy().view(np.recarray),
+        lambda a: memoryview(a),
+        lambda a: None,
+        lambda a: 1.5,
+    ]
+    out = np.empty_like(problem.x)
+    cache = fusedmoe.PackCache()
+    raised = 0
+    for _ in range(2000):
+        name = generator.choice(arguments)
+        changed = generator.choice(changes)(right[name])
+        try:
+            fusedmoe.fused_experts(**{**right, name: changed}, out=out, cache=cache)
+        except (ValueError, NotImplementedError):
+            raised += 1
+    assert raised > 1000

@@ -1,0 +1,146 @@
+"""Layers: from checkpoints and from tensors."""
+
+import json
+import pathlib
+import threading
+import time
+
+import numpy as np
+import pytest
+from conftest import f32, golden_dir, plain_experts, relative_error
+
+import fusedmoe
+
+GOLDEN = (
+    "gpt_oss gpt_oss_odd gpt_oss_mxfp4 gpt_oss_mxfp4_odd mixtral qwen3_moe_norm qwen3_moe_nonorm "
+    "deepseek_v3 llama4 olmoe granitemoe glm4_moe"
+).split()
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("dtype, tolerance", [("f32", 2e-5), ("bf16", 1e-2)])
+def test_golden_vectors(name, dtype, tolerance):
+    path = golden_dir() / f"{name}.safetensors"
+    layer = fusedmoe.MoELayer.from_checkpoint(path, dtype=dtype)
+    tensors = fusedmoe.load_file(path)
+    for tokens in (1, 7, 64):
+        x = tensors[f"io.T{tokens}.hidden_states"].astype(dtype)
+        output = layer(x)
+        assert isinstance(output, fusedmoe.Tensor) and output.dtype == dtype
+        assert relative_error(f32(output), f32(tensors[f"io.T{tokens}.output"])) <= tolerance
+
+
+def test_routing_of_the_layer_and_of_the_caller(problem):
+    layer = fusedmoe.MoELayer.from_tensors(
+        problem.w13, problem.w2, topk=2, router_weight=problem.gate, renormalize=True, dtype="f32"
+    )
+    weights, ids = np.empty((5, 2), np.float32), np.empty((5, 2), np.int32)
+    logits, load = np.empty((5, 8), np.float32), np.empty(8, np.int32)
+    output = layer(
+        problem.x, topk_weights=weights, topk_ids=ids, router_logits=logits, expert_load=load
+    )
+    assert relative_error(logits, problem.x @ problem.gate.T) < 1e-5
+    assert load.sum() == 10
+    problem.ids, problem.weights = ids, weights
+    assert relative_error(output, plain_experts(problem)) < 1e-5
+    assert np.array_equal(layer.forward_routed(problem.x, weights, ids), output)
+    again = output.copy()
+    layer(problem.x, out=again, accumulate=True)
+    assert relative_error(again, 2 * output) < 1e-6
+    alone = fusedmoe.router_logits(problem.x, problem.gate)
+    for result, expected in zip(fusedmoe.route(alone, 2, renormalize=True), (weights, ids)):
+        assert np.array_equal(np.from_dlpack(result), expected)
+
+
+def test_shared_experts_are_added(problem):
+    def make(shared):
+        return fusedmoe.MoELayer.from_tensors(
+            problem.w13, problem.w2, topk=2, router_weight=problem.gate, dtype="f32", shared=shared
+        )
+
+    shared = {"w13": problem.w13[:1], "w2": problem.w2[:1]}
+    difference = make(shared)(problem.x) - make(None)(problem.x)
+    problem.ids, problem.weights = np.zeros((5, 1), np.int32), np.ones((5, 1), np.float32)
+    assert relative_error(difference, plain_experts(problem)) < 1e-5
+
+
+def test_what_a_layer_says_of_itself(problem):
+    layer = fusedmoe.MoELayer.from_tensors(problem.w13, problem.w2, topk=2, dtype="f32")
+    assert layer.info["hidden"] == 64 and layer.info["num_experts"] == 8
+    assert layer.plan_line.startswith("cpu+no_ep f32 f32")
+    assert layer.workspace_bytes(64) > layer.workspace_bytes(1) > 0
+    pinned = fusedmoe.MoELayer.from_tensors(
+        problem.w13, problem.w2, topk=2, dtype="f32", plan=layer.plan_json
+    )
+    assert json.loads(pinned.plan_json) == json.loads(layer.plan_json)
+    wide = fusedmoe.MoELayer.from_tensors(
+        problem.w13, problem.w2, topk=2, output_dtype="f32", num_threads=1
+    )
+    x = fusedmoe.as_tensor(problem.x).astype("bf16")
+    assert wide.forward_routed(x, problem.weights, problem.ids).dtype == "f32"
+
+
+def test_errors_are_of_their_kind(problem):
+    make = fusedmoe.MoELayer.from_tensors
+    with pytest.raises(OSError, match="nowhere"):
+        fusedmoe.MoELayer.from_checkpoint(pathlib.Path("/nowhere"))
+    with pytest.raises(ValueError) as caught:
+        make(problem.w13, problem.w2[:, :, :-1], topk=2, dtype="f32")
+    assert caught.value.fault == "shape"
+    with pytest.raises(NotImplementedError) as caught:
+        make(problem.w13, problem.w2, topk=2, dtype="f32", require="sm90")
+    assert caught.value.reason == "device"
+    with pytest.raises(TypeError, match="no option 'dtyp'; there are: .*dtype"):
+        make(problem.w13, problem.w2, topk=2, dtyp="f32")
+    layer = make(problem.w13, problem.w2, topk=2, dtype="f32")
+    with pytest.raises(ValueError, match="stream"):
+        layer.forward_routed(problem.x, problem.weights, problem.ids, stream=7)
+    with pytest.raises(ValueError) as caught:
+        layer.forward_routed(problem.x, problem.weights, problem.ids + 8)
+    assert caught.value.argument == "topk_ids"
+
+
+def test_calls_of_several_threads_agree(problem):
+    layer = fusedmoe.MoELayer.from_tensors(problem.w13, problem.w2, topk=2, dtype="f32")
+    expected = layer.forward_routed(problem.x, problem.weights, problem.ids)
+    wrong = []
+
+    def work():
+        for _ in range(50):
+            output = layer.forward_routed(problem.x, problem.weights, problem.ids)
+            if not np.array_equal(output, expected):
+                wrong.append(output)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_the_interpreter_is_free_while_a_layer_runs():
+    """Another thread counts during the call, which it could not if the call held the GIL."""
+    w13 = np.ones((2, 1024, 1024), np.float32)
+    layer = fusedmoe.MoELayer.from_tensors(
+        w13, np.ones((2, 1024, 512), np.float32), topk=1, dtype="f32", num_threads=1
+    )
+    x = np.ones((256, 1024), np.float32)
+    weights, ids = np.ones((256, 1), np.float32), np.zeros((256, 1), np.int32)
+    inside, counted = threading.Event(), []
+
+    def count():
+        inside.wait()
+        while inside.is_set():
+            counted.append(time.perf_counter())
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    inside.set()
+    begin = time.perf_counter()
+    layer.forward_routed(x, weights, ids)
+    end = time.perf_counter()
+    inside.clear()
+    thread.join()
+    middle = [at for at in counted if begin + (end - begin) / 4 < at < end - (end - begin) / 4]
+    assert middle

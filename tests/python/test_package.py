@@ -1,0 +1,80 @@
+"""What would run, the doctor, and the package itself."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from conftest import golden_dir
+
+import fusedmoe
+
+GPT_OSS = dict(
+    num_experts=128, topk=4, hidden=2880, intermediate=2880, scheme="mxfp4_w4a16",
+    activation="swigluoai", has_bias=True,
+)
+
+
+def test_explain_needs_no_gpu():
+    here = fusedmoe.explain(**GPT_OSS)
+    assert here.chosen and here.chosen.experts == "cpu"
+    assert here.workspace_bytes(64) > here.workspace_bytes(1) > 0
+    there = fusedmoe.explain(**GPT_OSS, device="cuda", compute_capability=80)
+    assert there.chosen is None
+    assert all(candidate.text for candidate in there.candidates if candidate.reason != "supported")
+    assert len(json.loads(there.json)) == len(there.candidates)
+    assert "cpu" in str(there)
+    with pytest.raises(NotImplementedError):
+        fusedmoe.explain(**GPT_OSS, device="cuda", compute_capability=80, require="sm90")
+
+
+def test_checkpoints_say_what_they_are():
+    checkpoint = fusedmoe.Checkpoint(golden_dir() / "mixtral.safetensors")
+    assert checkpoint.info["family"] == "mixtral" and checkpoint.info["num_experts"] == 8
+    assert checkpoint.moe_layers == [0] and checkpoint.files
+    assert fusedmoe.explain(checkpoint, dtype="f32").chosen.experts == "cpu"
+
+
+def test_doctor():
+    output = subprocess.run(
+        [sys.executable, "-m", "fusedmoe", "doctor"], capture_output=True, text=True, check=True
+    ).stdout
+    assert fusedmoe.__version__ in output and fusedmoe.cpu_isa() in output
+    wrong = subprocess.run([sys.executable, "-m", "fusedmoe"], capture_output=True, check=False)
+    assert wrong.returncode == 2
+
+
+def test_threads_and_devices():
+    threads = fusedmoe.num_threads()
+    fusedmoe.set_num_threads(1)
+    assert fusedmoe.num_threads() == 1
+    fusedmoe.set_num_threads(0)
+    assert fusedmoe.num_threads() == threads
+    assert fusedmoe.device_problem("cpu") == ""
+    with pytest.raises(ValueError):
+        fusedmoe.device_problem("gpu")
+
+
+def test_the_package_is_typed_and_documented():
+    assert (pathlib.Path(fusedmoe.__file__).parent / "py.typed").exists()
+    for name in fusedmoe.__all__:
+        value = getattr(fusedmoe, name)
+        if callable(value) and not name.startswith("_"):
+            assert value.__doc__, name
+
+
+def test_types_are_right():
+    pytest.importorskip("mypy")
+    root = pathlib.Path(__file__).parents[2]
+    command = [sys.executable, "-m", "mypy", "--config-file", root / "pyproject.toml"]
+    command += ["--cache-dir", os.devnull, pathlib.Path(fusedmoe.__file__).parent]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_importing_needs_no_other_package():
+    code = "import sys, fusedmoe; print(*{'numpy', 'torch'} & set(sys.modules))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == ""

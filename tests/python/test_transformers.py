@@ -1,0 +1,112 @@
+"""Small whole models of transformers with fusedmoe's experts, where torch and transformers are."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5")
+
+from fusedmoe.integrations.transformers import experts_forward, register  # noqa: E402
+
+COMMON = dict(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+)
+MODELS = {
+    "gpt_oss": dict(num_local_experts=8, num_experts_per_tok=2, head_dim=16),
+    "mixtral": dict(num_local_experts=8, num_experts_per_tok=2),
+    "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=16),
+    "olmoe": dict(num_experts=8, num_experts_per_tok=2),
+    "granitemoe": dict(num_local_experts=8, num_experts_per_tok=2),
+    "glm4_moe": dict(
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=1,
+        first_k_dense_replace=1, head_dim=16, n_group=1, topk_group=1,
+    ),
+    "deepseek_v3": dict(
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=1,
+        first_k_dense_replace=1, n_group=2, topk_group=1, q_lora_rank=32, kv_lora_rank=32,
+        qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, num_key_value_heads=4,
+    ),
+}
+
+
+def make(name, dtype=torch.float32):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **{**COMMON, **MODELS[name]})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with torch.no_grad():  # some families start with zeros
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(std=0.1)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register()
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_greedy_tokens_of_a_whole_model(name):
+    model = make(name)
+    tokens = torch.arange(14).reshape(2, 7) % 64
+
+    def run(implementation):
+        model.set_experts_implementation(implementation)
+        logits = model(tokens).logits
+        greedy = model.generate(tokens, max_new_tokens=32, do_sample=False, pad_token_id=0)
+        return logits, greedy
+
+    (expected, expected_tokens), (actual, actual_tokens) = run("eager"), run("fusedmoe")
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert torch.equal(actual_tokens, expected_tokens)
+
+
+def test_weights_are_packed_again_when_they_change():
+    model = make("mixtral")
+    tokens = torch.arange(7)[None]
+    model.set_experts_implementation("fusedmoe")
+    before = model(tokens).logits
+    experts = next(m for m in model.modules() if type(m).__name__ == "MixtralExperts")
+    packed = experts.__dict__["_fusedmoe_packed"][1]
+    assert torch.equal(model(tokens).logits, before)
+    assert experts.__dict__["_fusedmoe_packed"][1] is packed
+    experts.down_proj.mul_(2)
+    after = model(tokens).logits
+    model.set_experts_implementation("eager")
+    expected = model(tokens).logits
+    assert not torch.equal(after, before)
+    assert (after - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_bfloat16_and_ids_that_mean_no_expert():
+    model = make("qwen3_moe", torch.bfloat16)
+    experts = next(m for m in model.modules() if type(m).__name__ == "Qwen3MoeExperts")
+    x = torch.randn(5, 64).to(torch.bfloat16)
+    ids = torch.tensor([[0, 8], [8, 8], [1, 2], [3, 4], [5, 6]])
+    weights = torch.rand(5, 2).to(torch.bfloat16)
+    experts.config._experts_implementation = "eager"
+    expected = experts(x, ids, weights).float()
+    actual = experts_forward(experts, x, ids, weights)
+    assert actual.dtype == torch.bfloat16 and not actual[1].any()
+    assert (actual.float() - expected).abs().max() <= 2e-2 * expected.abs().max()
+
+
+def test_what_cannot_be_served_says_why():
+    model = make("mixtral")
+    experts = next(m for m in model.modules() if type(m).__name__ == "MixtralExperts")
+    x, ids, weights = torch.randn(1, 64), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2)
+    experts.act_fn = torch.nn.Tanh()
+    with pytest.raises(NotImplementedError, match="MixtralExperts has the activation Tanh"):
+        experts_forward(experts, x, ids, weights)
+    experts.has_post_expert_norm = True
+    with pytest.raises(NotImplementedError, match="normalizes"):
+        experts_forward(experts, x, ids, weights)
+    with torch.enable_grad(), pytest.raises(NotImplementedError, match="no backward"):
+        experts_forward(experts, x.requires_grad_(), ids, weights)
