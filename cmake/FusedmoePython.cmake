@@ -7,8 +7,9 @@ if(FUSEDMOE_PYTHON)
     set(required REQUIRED)
   endif()
   set(Python_FIND_STRATEGY LOCATION)  # the first on the PATH, for which .deps/python was made
+  # pip names one more component where the wheel is for the stable ABI.
   find_package(Python 3.10 ${required} COMPONENTS Interpreter Development.Module
-    OPTIONAL_COMPONENTS Development.SABIModule)
+    ${SKBUILD_SABI_COMPONENT})
   set(FUSEDMOE_PYTHON_DEPS ${PROJECT_SOURCE_DIR}/.deps/python)
   if(Python_Development.Module_FOUND)
     execute_process(COMMAND ${CMAKE_COMMAND} -E env PYTHONPATH=${FUSEDMOE_PYTHON_DEPS}
