@@ -81,7 +81,8 @@ std::optional<QuantKey> int_weights(const Args& args, bool packed) {
   if (args.dynamic || (args.strategy != "group" && args.strategy != "channel")) return std::nullopt;
   const std::int64_t group = args.strategy == "group" ? args.group : -1;
   if (group == 0 || (args.strategy == "group" && group < 0)) return std::nullopt;
-  if (args.num_bits == 4 && packed) return keys::int4(group, args.symmetric);
+  // Four bits in bytes: only beside quantized activations, see below.
+  if (args.num_bits == 4 && (packed || group == 128)) return keys::int4(group, args.symmetric);
   if (args.num_bits == 8 && packed) return keys::int8(group, args.symmetric);
   if (args.num_bits == 8 && group < 0 && args.symmetric) return keys::int8_row();
   return std::nullopt;
@@ -177,7 +178,11 @@ std::optional<QuantScheme> parse_compressed_tensors(const ConfigKeys& config,
   FUSEDMOE_CHECK_SUPPORTED(key, kQuantScheme, group.label("weights"), text(args),
                            "a format of weights that this library has");
   QuantScheme scheme{*key, std::nullopt};
-  if (!inputs) return scheme;
+  if (!inputs) {
+    FUSEDMOE_CHECK_SUPPORTED(packed || scheme.weights.value != DType::kI4, kQuantScheme,
+                             group.label("format"), files::quote(format), "pack-quantized");
+    return scheme;
+  }
   const Args input = read_args(*inputs);
   scheme.activations = activations(input);
   FUSEDMOE_CHECK_SUPPORTED(scheme.activations, kQuantScheme, group.label("input_activations"),
@@ -186,6 +191,10 @@ std::optional<QuantScheme> parse_compressed_tensors(const ConfigKeys& config,
   if (scheme.weights == keys::int4(128) && scheme.activations == keys::e4m3_row(true)) {
     scheme.weights = keys::int4_e4m3();
   }
+  FUSEDMOE_CHECK_SUPPORTED(
+      packed || scheme.weights.value != DType::kI4 || scheme.weights == keys::int4_e4m3(),
+      kQuantScheme, group.label("format"), files::quote(format),
+      "pack-quantized, unless the activations are fp8 per token");
   return scheme;
 }
 

@@ -165,6 +165,20 @@ void check_middle(const Tensor& zeros, const QuantKey& key) {
   }
 }
 
+/// Int4 values in bytes -> words of codes, which are the values plus 8.
+Tensor pack_bytes(const TensorView& bytes, const QuantKey& key, LinearShape shape) {
+  const Tensor codes = Tensor::empty({shape.out, shape.in}, DType::kU8);
+  const auto* value = bytes.as<const std::int8_t>();
+  for (std::int64_t i = 0; i < codes.numel(); ++i) {
+    FUSEDMOE_CHECK_FILE(value[i] >= -8 && value[i] <= 7, "contents",
+                        core::to_string(static_cast<int>(value[i])), "from -8 to 7");
+    codes.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(value[i] + 8);
+  }
+  Tensor words = Tensor::empty(values_shape(key, shape), DType::kI32);
+  pack_codes(codes, words);
+  return words;
+}
+
 /// Exchanges the dimensions of int4 codes in words: (in, out / 8) in AWQ's order and (out, in / 8)
 /// in sequence. `to_awq` says which of the two is the target.
 void transpose_awq(const TensorView& awq, const TensorView& words, LinearShape shape, bool to_awq) {
@@ -222,6 +236,8 @@ Shape stored_shape(const StoredTensor& stored, const QuantKey& weights, LinearSh
       return same;
     case kTransposed:
       return {same[1], same[0]};
+    case kBytes:
+      return {shape.out, shape.in};
     case kScalar:
       return {};
     case kSingle:
@@ -278,6 +294,9 @@ void decode(const StoredTensor& stored, const TensorView& tensor, const QuantSch
       break;
     case kTransposed:
       part = tensor.transpose(0, 1);
+      break;
+    case kBytes:
+      own(pack_bytes(tensor, key, shape));
       break;
     case kScalar:
     case kSingle:
@@ -346,6 +365,8 @@ Tensor encode(const StoredTensor& stored, const WeightMatrix& matrix, const Quan
       *one.as<float>() = 1.0F / *one.as<float>();
       return one;
     }
+    case kBytes:
+      break;  // read, never written
     case kAwqValues: {
       Tensor awq = Tensor::empty(expected, dtype);
       transpose_awq(awq, part, shape, true);

@@ -17,7 +17,7 @@ constexpr std::array kModelTypes{DType::kBF16, DType::kF16, DType::kF32};
 constexpr std::array kHalf{DType::kF16, DType::kBF16, DType::kF32};
 constexpr std::array kE4M3{DType::kE4M3};
 constexpr std::array kE8M0{DType::kU8, DType::kE8M0};
-constexpr std::array kBytes{DType::kU8};
+constexpr std::array kPackedBytes{DType::kU8};
 constexpr std::array kSignedBytes{DType::kI8};
 constexpr std::array kWords{DType::kI32};
 constexpr std::array kIndices{DType::kI64, DType::kI32};
@@ -68,20 +68,22 @@ constexpr std::array<StoredTensor, 5> kPacked{{
     kMatrix,
     {".weight_g_idx", kNothing, kTrivialGroupIndex, kWords, kOptional, false},
 }};
-constexpr std::array<StoredTensor, 4> kW4A8{{
-    {".weight_packed", kValues, kSame, kWords},
+// Either packed, or as today's compressed-tensors writes it: a byte for each value.
+constexpr std::array<StoredTensor, 5> kW4A8{{
+    {".weight_packed", kValues, kSame, kWords, kOptional},
+    {".weight", kValues, kBytes, kSignedBytes, kOptional, false},
     {".weight_scale", kScales, kSame, kGroupScales},
     {".weight_chan_scale", kGlobalScale, kColumn, kScaleTypes, kOptional},
     kMatrix,
 }};
 constexpr std::array<StoredTensor, 4> kNvfp4Ct{{
-    {".weight_packed", kValues, kSame, kBytes},
+    {".weight_packed", kValues, kSame, kPackedBytes},
     {".weight_scale", kScales, kSame, kE4M3},
     {".weight_global_scale", kGlobalScale, kReciprocal, kScaleTypes},
     {".input_global_scale", kInputScale, kReciprocal, kScaleTypes, kIfStatic},
 }};
 constexpr std::array<StoredTensor, 2> kMxfp4{{
-    {".weight_packed", kValues, kSame, kBytes},
+    {".weight_packed", kValues, kSame, kPackedBytes},
     {".weight_scale", kScales, kSame, kE8M0},
 }};
 // Also ModelOpt's.
@@ -96,7 +98,7 @@ constexpr std::array<StoredTensor, 2> kFp8ChannelModelOpt{{
     {".weight_scale", kScales, kVector, kScaleTypes},
 }};
 constexpr std::array<StoredTensor, 4> kNvfp4{{
-    {".weight", kValues, kSame, kBytes},
+    {".weight", kValues, kSame, kPackedBytes},
     {".weight_scale", kScales, kSame, kE4M3},
     {".weight_scale_2", kGlobalScale, kScalar, kScaleTypes},
     kInput,

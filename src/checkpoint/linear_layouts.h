@@ -30,6 +30,7 @@ enum class Form {
   kReciprocal,        ///< kSingle; one over the number
   kVector,            ///< one per output, (out) or (out, 1)
   kColumn,            ///< the same, written as (out, 1)
+  kBytes,             ///< int4 values as i8 (out, in)
   kAwqValues,         ///< i32 (in, out / 8), eight outputs in a word in AWQ's order of codes
   kAwqZeros,          ///< i32 (groups, out / 8), likewise
   kZerosByRow,        ///< i32 (out / n, groups), n = 32 / bits outputs in a word

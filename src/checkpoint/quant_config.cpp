@@ -213,10 +213,18 @@ StoredQuantization parse_quantization(const ConfigKeys& config, const ExpertModu
   }
   if (method == "gptq") return parse_gptq(config);
   if (method == "awq") return parse_awq(config);
+  if (method == "auto-round" || method == "intel/auto-round") {
+    // AutoRound packs its weights as AutoGPTQ or AutoAWQ do.
+    const std::string packing = config.string("packing_format", "");
+    if (packing.ends_with("auto_gptq")) return parse_gptq(config);
+    if (packing.ends_with("auto_awq")) return parse_awq(config);
+    throw Error::unsupported(Reason::kQuantScheme, config.label("packing_format"),
+                             files::quote(packing), "auto_round:auto_gptq or auto_round:auto_awq");
+  }
   const bool nested = config.find("quantization") || config.find("quant_algo");
   if (method.starts_with("modelopt") || (method.empty() && nested)) return parse_modelopt(config);
   throw Error::unsupported(Reason::kQuantScheme, config.label("quant_method"), files::quote(method),
-                           "mxfp4, fp8, compressed-tensors, modelopt, gptq or awq");
+                           "mxfp4, fp8, compressed-tensors, modelopt, gptq, awq or auto-round");
 }
 
 std::optional<nlohmann::json> quantization_config(const StoredQuantization& quantization,

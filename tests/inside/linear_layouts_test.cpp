@@ -154,6 +154,53 @@ TEST(PublishedBitsTest, BlockScalesMultiply) {
 
 // ------------------------------------------------------------------------------------------------
 
+// A model in bf16 gets static scales in bf16.
+TEST(LinearLayoutTest, InputScalesInTheModelsDtype) {
+  Parts parts("fp8_tensor_static", kCt);
+  const LayerWeights before = parts.load();
+  for (auto& [name, tensor] : parts.tensors) {
+    if (!name.ends_with("input_scale")) continue;
+    const Tensor half = Tensor::empty(tensor.shape(), DType::kBF16);
+    convert(tensor, half);
+    tensor = half;
+  }
+  const LayerWeights after = parts.load();
+  const TensorView scale = after.experts.experts[1].up.input_scale;
+  ASSERT_EQ(scale.dtype(), DType::kF32);
+  const float wanted = *before.experts.experts[1].up.input_scale.as<const float>();
+  EXPECT_NEAR(*scale.as<const float>(), wanted, wanted / 128);
+}
+
+// Today's compressed-tensors: a byte for each int4 value.
+TEST(LinearLayoutTest, W4A8InBytes) {
+  Parts parts("w4a8", kCt);
+  const LayerWeights before = parts.load();
+  for (std::int64_t e = 0; e < 4; ++e) {
+    for (const char* layer : {"gate_proj", "up_proj", "down_proj"}) {
+      const std::string name = kExperts + std::to_string(e) + "." + layer + ".weight";
+      const Tensor words = parts.tensors.at(name + "_packed");
+      Tensor codes = Tensor::empty({words.size(0), 8 * words.size(1)}, DType::kU8);
+      unpack_codes(words, codes);
+      Tensor bytes = Tensor::empty(codes.shape(), DType::kI8);
+      for (std::int64_t i = 0; i < codes.numel(); ++i) {
+        bytes.as<std::int8_t>()[i] =
+            static_cast<std::int8_t>(codes.as<const std::uint8_t>()[i] - 8);
+      }
+      parts.tensors.erase(name + "_packed");
+      parts.tensors[name] = bytes;
+    }
+  }
+  const LayerWeights after = parts.load();
+  const TensorView a = before.experts.experts[2].down.values;
+  const TensorView b = after.experts.experts[2].down.values;
+  for (std::int64_t row = 0; row < a.size(0); ++row) {
+    for (std::int64_t col = 0; col < a.size(1); ++col) {
+      ASSERT_EQ(a.as<const std::int32_t>()[row * a.stride(0) + col],
+                b.as<const std::int32_t>()[row * b.stride(0) + col]);
+    }
+  }
+}
+
 // llm-compressor's W4A8: bf16 group scales; they become E4M3 and a channel scale on loading.
 TEST(LinearLayoutTest, W4A8WithPlainGroupScales) {
   Parts parts("w4a8", kCt);
