@@ -216,7 +216,7 @@ void bind_layers(nb::module_& module) {
       "open_checkpoint",
       [](const std::string& path, bool read_files) {
         const nb::gil_scoped_release no_gil;
-        return Checkpoint::open(path, {read_files ? FileAccess::kRead : FileAccess::kMap});
+        return Checkpoint::open(path, {read_files ? FileAccess::kRead : FileAccess::kMap, {}});
       },
       nb::arg("path"), nb::arg("read_files"));
   module.def("load_layer", &load, nb::arg("checkpoint"), nb::arg("layer").none(),

@@ -199,7 +199,7 @@ void bind_numbers(nb::module_& module) {
       .def("json", &Selection::json)
       .def("candidates", &candidates_of)
       .def("workspace_bytes", [](const Selection& self, std::int64_t num_tokens, int num_threads) {
-        Context context = make_context(self.config.device);
+        Context context = make_context();
         context.num_threads = num_threads;
         return self.create(context).workspace_bytes(num_tokens);
       });

@@ -23,7 +23,7 @@ fusedmoe_status fusedmoe_checkpoint_open(const char* path, int32_t read_files,
                                          fusedmoe_checkpoint** checkpoint) {
   return guarded([&] {
     given(checkpoint, "checkpoint");
-    fusedmoe::OpenOptions options;
+    fusedmoe::CheckpointOptions options;
     if (read_files) options.access = fusedmoe::FileAccess::kRead;
     *checkpoint =
         new fusedmoe_checkpoint(fusedmoe::Checkpoint::open(&given(path, "path"), options));

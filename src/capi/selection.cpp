@@ -117,7 +117,7 @@ fusedmoe_status fusedmoe_selection_workspace_bytes(const fusedmoe_selection* sel
   return guarded([&] {
     given(bytes, "bytes");
     const fusedmoe::Selection& chosen = given(selection, "selection").selection;
-    fusedmoe::Context context = fusedmoe::make_context(chosen.config.device);
+    fusedmoe::Context context = fusedmoe::make_context();
     context.num_threads = num_threads;
     *bytes = chosen.create(context).workspace_bytes(num_tokens);
   });
