@@ -8,7 +8,7 @@
 #include <sys/auxv.h>
 #endif
 
-#include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <string_view>
 #include <vector>
@@ -52,39 +52,50 @@ bool f16c_available() {
 }
 #endif
 
-/// From the lowest to the best.
-std::vector<const Kernels*> available_levels() {
-  std::vector<const Kernels*> result{&generic_kernels()};
+/// The tables of the levels that this machine has, from the lowest to the best.
+class Levels {
+ public:
+  Levels();
+  std::span<const Kernels* const> best_first() const { return {first_, tables_.end()}; }
+
+ private:
+  void add(const Kernels& table) { *--first_ = &table; }
+
+  std::array<const Kernels*, 8> tables_ = {};
+  decltype(tables_)::iterator first_ = tables_.end();
+};
+
+Levels::Levels() {
+  add(generic_kernels());
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !f16c_available()) {
-    return result;
+    return;
   }
-  result.push_back(&avx2_kernels());
-  if (avx_vnni_available()) result.push_back(&avx2_vnni_kernels());
+  add(avx2_kernels());
+  if (avx_vnni_available()) add(avx2_vnni_kernels());
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    result.push_back(&avx512_kernels());
+    add(avx512_kernels());
     if (__builtin_cpu_supports("avx512vnni")) {
-      result.push_back(&avx512_vnni_kernels());
+      add(avx512_vnni_kernels());
       if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
-        result.push_back(&avx512_bf16_kernels());
-        if (amx_available()) result.push_back(&amx_kernels());
+        add(avx512_bf16_kernels());
+        if (amx_available()) add(amx_kernels());
       }
     }
   }
 #elif defined(__aarch64__) && defined(__linux__)
-  result.push_back(&neon_kernels());
+  add(neon_kernels());
   const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
   if (first & HWCAP_ASIMDDP) {
-    result.push_back(&neon_dotprod_kernels());
+    add(neon_dotprod_kernels());
     if (second & HWCAP2_I8MM) {
-      result.push_back(&neon_i8mm_kernels());
-      if (second & HWCAP2_BF16) result.push_back(&neon_bf16_kernels());
+      add(neon_i8mm_kernels());
+      if (second & HWCAP2_BF16) add(neon_bf16_kernels());
     }
   }
 #endif
-  return result;
 }
 
 const Kernels& choose() {
@@ -101,12 +112,8 @@ const Kernels& choose() {
 }  // namespace
 
 std::span<const Kernels* const> levels() {
-  static const std::vector<const Kernels*> all = [] {
-    std::vector<const Kernels*> levels = available_levels();
-    std::reverse(levels.begin(), levels.end());
-    return levels;
-  }();
-  return all;
+  static const Levels all;
+  return all.best_first();
 }
 
 const Kernels& kernels() {

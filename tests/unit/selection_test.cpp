@@ -203,17 +203,18 @@ TEST(SelectionTest, ImpossibleSizesAreRefusedForTheirShape) {
 
 TEST(SelectionTest, TheReferenceIsChosenByNameOnly) {
   MoeConfig config = gpt_oss_config();
-  config.scheme = schemes::unquantized(DType::kF16);
+  config.scheme = parse_scheme("int8_w8a8");
+  config.hidden = 1 << 17;  // too wide for int32 accumulators
   config.has_bias = false;
   const Selection selection = explain(config);
   EXPECT_FALSE(selection);
   EXPECT_EQ(selection.candidates.back().chosen, false);
   EXPECT_TRUE(find(selection, "reference", "no_ep")->support);
   const Support& refusal = find(selection, "cpu", "no_ep")->support;
-  EXPECT_EQ(refusal.reason, Reason::kQuantScheme);
-  EXPECT_NE(refusal.text.find("f16"), std::string::npos) << refusal.text;
+  EXPECT_EQ(refusal.reason, Reason::kShape);
+  EXPECT_NE(refusal.text.find("int32"), std::string::npos) << refusal.text;
   const std::string text = error_text([&] { select(config); });
-  EXPECT_NE(text.find("f16"), std::string::npos) << text;
+  EXPECT_NE(text.find("int32"), std::string::npos) << text;
   EXPECT_EQ(select(config, "reference").pair(), "reference+no_ep");
 }
 
