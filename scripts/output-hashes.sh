@@ -34,7 +34,8 @@ check() { # FILE COMMAND...
   fi
 }
 if [[ $device == cpu ]]; then
-  for isa in generic avx2 avx2_vnni avx512 avx512_vnni avx512_bf16 amx; do
+  for isa in generic avx2 avx2_vnni avx512 avx512_vnni avx512_bf16 amx \
+    neon neon_dotprod neon_i8mm neon_bf16; do
     export FUSEDMOE_CPU_ISA=$isa
     "$build"/tests/output_hashes --list >/dev/null 2>&1 || continue # not on this machine
     [[ -e tests/bits/cpu-$isa.txt.gz || $write -eq 1 ]] || continue
