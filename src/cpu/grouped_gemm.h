@@ -36,12 +36,9 @@ class GroupedGemm {
       const WorkTile work = at(current);
       TileJob job = job_of(work);
       job.scratch = scratch;
-      // A work tile of many rows has time to prefetch the next weights; one or two rows prefetch
-      // the beginnings of the next streams (prefetch_heads). For numbers between, taking the next
-      // work tile early would only make threads finish less evenly.
-      constexpr std::int64_t kComputeBoundRows = 5, kStreamedRows = 2;
-      const bool ahead = work.rows >= kComputeBoundRows || work.rows <= kStreamedRows;
-      const std::int64_t next = ahead ? next_.fetch_add(1) : total;
+      // Many rows leave time to prefetch the next weights; few rows prefetch the beginnings of the
+      // next streams (prefetch_heads).
+      const std::int64_t next = next_.fetch_add(1);
       if (next < total) {
         const WorkTile following = at(next);
         if (following.first_row == 0) {
@@ -50,7 +47,7 @@ class GroupedGemm {
         }
       }
       multiply(job);
-      current = ahead ? next : next_.fetch_add(1);
+      current = next;
     }
   }
 
