@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <numeric>
@@ -49,6 +50,7 @@ Times summarize(std::vector<double> ms) {
 class Neighbour {
  public:
   Neighbour() : process_(fork()) {
+    if (process_ < 0) throw std::system_error(errno, std::generic_category(), "fork");
     if (process_ != 0) return;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     cpu_set_t cores, one;

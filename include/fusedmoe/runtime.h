@@ -56,6 +56,7 @@ class FUSEDMOE_API Executor {
   virtual int concurrency() const = 0;
   /// Calls task(0), ..., task(num_tasks - 1) and returns when all have returned. No task waits for
   /// another, so they may run in any order, on any threads, or one after the other on the caller's.
+  /// The library's tasks do not throw.
   /// Several threads may call run() at once.
   virtual void run(int num_tasks, Task task) = 0;
 };
@@ -76,7 +77,8 @@ FUSEDMOE_API void set_num_threads(int num_threads);
 FUSEDMOE_API int num_threads();
 
 /// Name of the level of instructions that the CPU kernels run with: on x86-64 "generic", "avx2",
-/// "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16" or "amx". Chosen once from the processor;
+/// "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16" or "amx", on 64-bit ARM "neon",
+/// "neon_dotprod", "neon_i8mm" or "neon_bf16". Chosen once from the processor;
 /// the environment variable FUSEDMOE_CPU_ISA may name a lower one.
 FUSEDMOE_API std::string_view cpu_isa();
 /// All levels that this machine has, the best first.

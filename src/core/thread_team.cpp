@@ -1,5 +1,6 @@
 #include "core/thread_team.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -14,6 +15,15 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 
 thread_local bool in_task = false;
+
+std::atomic<int> fork_count{0};
+
+/// How many forks lie between this process and the one that first asked. A child has none of its
+/// parent's threads.
+int forks() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { ++fork_count; });
+  return registered == 0 ? fork_count.load(std::memory_order_relaxed) : 0;
+}
 
 /// Tells the processor that this thread only waits.
 void pause() {
@@ -64,40 +74,48 @@ void wait_while(const std::atomic<int>& value, int old, Patience patience) {
 }  // namespace
 
 ThreadTeam::~ThreadTeam() {
+  forget_threads_of_parent();
   untaken_ = kStop;
   untaken_.notify_all();
-  for (std::thread& helper : helpers_) {
-    if (process_ == getpid()) {
-      helper.join();
-    } else {
-      helper.detach();
-    }
-  }
+  for (std::thread& helper : helpers_) helper.join();
 }
 
 void ThreadTeam::run(int num_tasks, Executor::Task task) {
+  forget_threads_of_parent();
   if (static_cast<int>(helpers_.size()) < num_tasks - 1) start_helpers(num_tasks - 1);
+  const bool crowded = num_tasks > num_cores_;
+  crowded_.store(crowded, std::memory_order_relaxed);
   task_ = &task;
   unfinished_.store(num_tasks, std::memory_order_relaxed);
-  untaken_.store(num_tasks, std::memory_order_release);
+  // Sequentially consistent: a helper that is about to sleep must not miss it.
+  untaken_.store(num_tasks);
   untaken_.notify_all();
   take_tasks();
-  const Patience patience = crowded_.load(std::memory_order_relaxed) ? kCrowded : kCaller;
+  const Patience patience = crowded ? kCrowded : kCaller;
   for (int left = unfinished_.load(std::memory_order_acquire); left != 0;
        left = unfinished_.load(std::memory_order_acquire)) {
     wait_while(unfinished_, left, patience);
   }
 }
 
+void ThreadTeam::forget_threads_of_parent() {
+  if (forks_ == forks()) return;
+  forks_ = forks();
+  // Their handles are dead: joining or detaching one ends the process. So they are never destroyed.
+  if (!helpers_.empty()) new std::vector<std::thread>(std::move(helpers_));
+  helpers_.clear();
+  start_failed_ = false;
+  untaken_ = 0;
+}
+
 void ThreadTeam::start_helpers(int count) {
   if (start_failed_) return;
-  process_ = getpid();
   try {
     while (static_cast<int>(helpers_.size()) < count) helpers_.emplace_back([this] { help(); });
   } catch (const std::system_error&) {
     start_failed_ = true;
   }
-  crowded_ = static_cast<int>(helpers_.size()) >= allowed_cores();
+  num_cores_ = allowed_cores();
 }
 
 void ThreadTeam::help() {
@@ -111,7 +129,7 @@ void ThreadTeam::help() {
 /// A task is taken by counting down. Only then is task_ read: until the taken task has returned,
 /// the run cannot end and task_ cannot change. If another run began after `left` was read, its task
 /// is as good.
-void ThreadTeam::take_tasks() {
+void ThreadTeam::take_tasks() noexcept {
   for (int left = untaken_.load(std::memory_order_acquire); left > 0;) {
     if (!untaken_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel,
                                         std::memory_order_acquire)) {

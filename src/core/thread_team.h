@@ -5,8 +5,6 @@
 // yet, delays nothing but the task that it holds.
 #pragma once
 
-#include <sys/types.h>
-
 #include <atomic>
 #include <thread>
 #include <vector>
@@ -28,16 +26,18 @@ class ThreadTeam {
   void run(int num_tasks, Executor::Task task);
 
  private:
+  void forget_threads_of_parent();
   void start_helpers(int count);
   void help();
-  void take_tasks();
+  void take_tasks() noexcept;
 
   std::vector<std::thread> helpers_;
-  pid_t process_ = 0;          // that started them: a fork has none of them
+  int forks_ = 0;              // of the process that started them
+  int num_cores_ = 1;          // when they were started
   bool start_failed_ = false;  // ask the system once
 
   const Executor::Task* task_ = nullptr;  // of the current run
-  std::atomic<bool> crowded_{false};      // more threads than cores: waiting ones must not spin
+  std::atomic<bool> crowded_{false};      // more tasks than cores: who waits must not spin
 
   static constexpr int kStop = -1;
   // Of the current run: tasks that no thread has taken, or kStop; tasks that have not returned.

@@ -1,6 +1,5 @@
 // One forward of the CPU experts: permute -> GEMM 1 + activation -> (quantize) -> GEMM 2 ->
 // weighted sum. Each step is one call of the executor, which returns when the step is done.
-//
 #pragma once
 
 #include <cstdint>

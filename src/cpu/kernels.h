@@ -225,7 +225,7 @@ struct Kernels {
 };
 
 // One table for each level, made when first called, which only machines that have the level may do.
-// A level above another starts from its table and replaces what it does better.
+// A level with the vectors of another starts from its table and replaces what it does better.
 const Kernels& generic_kernels();
 const Kernels& avx2_kernels();
 const Kernels& avx2_vnni_kernels();

@@ -4,7 +4,7 @@
 // Bits: every output element has one accumulator, to which its products are added in ascending k,
 // whatever the number of rows. Decoding weights is exact. Kernels that leave MXFP4 scales out of
 // the products multiply their accumulators by powers of two, which is exact too. So a row's result
-// does not depend on the kernel that computed it.
+// does not depend on the kernel that computed it; but for AMX tiles, which add up in another order.
 #pragma once
 
 #include <cstring>

@@ -10,8 +10,7 @@
 namespace fusedmoe::cpu {
 namespace {
 
-// ---- f32, bf16, f16
-// -------------------------------------------------------------------------------
+// ---- f32, bf16, f16 -----------------------------------------------------------------------------
 
 /// Calls visit(element of the matrix, element of the tile): elements of type T in steps of kPair
 /// per column, k fastest inside a step.

@@ -120,7 +120,7 @@ TEST(CpuExpertsInvarianceTest, RowDoesNotDependOnItsBatch) {
     spec.bias = true;
     const Problem problem = testing::make_problem(spec);
     for (DType dtype : {DType::kBF16, DType::kF32}) {
-      for (const char* variant : {"cpu", "cpu_batched"}) {
+      for (const char* variant : {"cpu_batch_invariant", "cpu_batched_batch_invariant"}) {
         const Tensor whole = run(problem, variant, dtype);
         for (std::int64_t num_tokens : {1, 2, 3, 4, 5, 7, 13, 64, 200}) {
           const Tensor part = run(head(problem, num_tokens), variant, dtype);

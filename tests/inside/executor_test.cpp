@@ -1,9 +1,12 @@
 // Threads of the CPU: the default number, an engine's own executor, and changes during a forward.
 #include <gtest/gtest.h>
 #include <sched.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -130,6 +133,34 @@ TEST(ExecutorTest, SleepingHelpersWakeUp) {
   std::atomic<int> runs{0};
   for (int i = 0; i < 100; ++i) core::run_tasks(*executor, more_than_cores, [&](int) { ++runs; });
   EXPECT_EQ(runs, 100 * more_than_cores);
+}
+
+TEST(ExecutorTest, AForkedProcessStartsThreadsOfItsOwn) {
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "ThreadSanitizer refuses threads after a fork of a process with threads";
+#endif
+  const std::shared_ptr<Executor> executor = make_executor(4);
+  const auto threads_of_a_run = [&] {
+    std::mutex mutex;
+    std::set<std::thread::id> threads;
+    const auto task = [&](int) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      const std::lock_guard lock(mutex);
+      threads.insert(std::this_thread::get_id());
+    };
+    executor->run(4, Executor::Task(task));
+    return threads.size();
+  };
+  EXPECT_GT(threads_of_a_run(), 1u);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    std::thread([] {}).join();
+    std::exit(threads_of_a_run() > 1 ? 0 : 1);  // runs the destructors of this thread
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
 }
 
 TEST(ExecutorTest, RangesMakeUpAll) {

@@ -249,11 +249,13 @@ TEST(MoeLayerWeights, TheMapIsCopied) {
 
 TEST_P(Variants, ChunksGiveTheSameBits) {
   const LayerWeights weights = make_layer_weights(shared_spec());
-  const MoeLayer layer(weights, options());
+  LayerOptions whole = options();
+  whole.batch_invariant = true;
+  const MoeLayer layer(weights, whole);
   const Tensor x = make_hidden_states(DType::kBF16, 70, kHidden);
   const Tensor expected = layer.forward(x);
   for (const std::int64_t tokens : {1, 8, 33}) {
-    LayerOptions limited = options();
+    LayerOptions limited = whole;
     limited.max_workspace_bytes = layer.workspace_bytes(tokens);
     const MoeLayer chunked(weights, limited);
     for (const std::int64_t count : {1, 7, 8, 64, 70, 100000}) {

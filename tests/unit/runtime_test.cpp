@@ -3,9 +3,17 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
+#include <fstream>
+#include <initializer_list>
+#include <iterator>
+#include <set>
+#include <sstream>
 #include <string>
+#include <string_view>
 #include <thread>
+#include <vector>
 
 #include "fusedmoe/tensor.h"
 #include "testing/compare.h"
@@ -24,6 +32,41 @@ Tensor sequence(std::int64_t count) {
   }
   return tensor;
 }
+
+#if defined(__x86_64__) && defined(__linux__)
+/// What the kernel of the system says about the processor.
+std::set<std::string> processor_flags() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (!line.starts_with("flags")) continue;
+    std::istringstream words(line.substr(line.find(':') + 1));
+    return {std::istream_iterator<std::string>(words), {}};
+  }
+  return {};
+}
+
+TEST(RuntimeTest, LevelsAreThoseOfTheProcessor) {
+  const std::set<std::string> flags = processor_flags();
+  const auto has = [&](std::initializer_list<const char*> needed) {
+    return std::all_of(needed.begin(), needed.end(), [&](auto* flag) { return flags.count(flag); });
+  };
+  std::vector<std::string_view> expected;
+  const auto add = [&](const char* level, bool available) {
+    if (available) expected.insert(expected.begin(), level);
+    return available;
+  };
+  add("generic", true);
+  if (add("avx2", has({"avx2", "fma", "f16c"}))) {
+    add("avx2_vnni", has({"avx_vnni"}));
+    if (add("avx512", has({"avx512f", "avx512bw", "avx512vl", "avx512dq"})) &&
+        add("avx512_vnni", has({"avx512_vnni"})) &&
+        add("avx512_bf16", has({"avx512_bf16", "avx512vbmi"}))) {
+      add("amx", has({"amx_tile", "amx_bf16"}));
+    }
+  }
+  EXPECT_EQ(cpu_isas(), expected);
+}
+#endif
 
 TEST(RuntimeTest, CopiesAndFills) {
   const Tensor source = sequence(100), target = Tensor::zeros({100}, DType::kI32);
