@@ -48,7 +48,7 @@ std::uint32_t join_parity(std::uint32_t word) {
 }
 
 // The kernels add scales to bf16 exponents (Mxfp4ToBf16) and keep accumulators in units of a scale
-// (stream_mxfp4), so scales must leave room in the exponent: from 2^-62 to 2^62, and within 2^48 of
+// (stream.h), so scales must leave room in the exponent: from 2^-62 to 2^62, and within 2^48 of
 // each other in a row. Then an accumulator is finite and normal wherever the plain value is between
 // 2^-78 and 2^79. The weights of real models are far inside these limits.
 constexpr int kMinScaleCode = 127 - 62;

@@ -1,0 +1,138 @@
+// Values of single codes, for tables, and the scales and zero points of a stream as fp32 vectors.
+// Included by isa_*.cpp only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/kernels.h"
+
+namespace fusedmoe::cpu {
+namespace {
+
+// ---- Single values, for tables ------------------------------------------------------------------
+
+inline float float_of_bits(std::uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline std::uint32_t bits_of_float(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float e4m3_value(std::uint32_t code) {
+  constexpr std::uint32_t kExponentShift = 127 - 7;
+  const std::uint32_t magnitude = code & 0x7F;
+  const float normal = float_of_bits((magnitude << 20) + (kExponentShift << 23));
+  const float subnormal = static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-9f;
+  const float finite = magnitude < 8 ? subnormal : normal;
+  const float value = magnitude == 0x7F ? float_of_bits(0x7FC00000) : finite;
+  return code & 0x80 ? -value : value;
+}
+
+inline float e2m1_value(std::uint32_t code) {
+  static constexpr float kMagnitudes[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  return code & 8 ? -kMagnitudes[code & 7] : kMagnitudes[code & 7];
+}
+
+/// The value of a 4-bit code: E2M1, or an integer minus `zero`.
+template <Codes kCodes>
+inline float nibble_value(std::uint32_t code, int zero) {
+  if constexpr (kCodes == Codes::kE2M1 || kCodes == Codes::kMxfp4) return e2m1_value(code);
+  return static_cast<float>(static_cast<int>(code) - zero);
+}
+
+/// What is subtracted from integer codes: 0 where the stream has zero points, which initial
+/// accumulators take into account.
+inline int implied_zero(const TileFormat& format) {
+  return format.zeros ? 0 : format.codes == Codes::kInt8 ? 128 : 8;
+}
+
+// ---- Scales -------------------------------------------------------------------------------------
+
+/// Values of E4M3 codes, one in each word.
+template <class S>
+inline typename S::F e4m3_values(typename S::I codes) {
+  using I = typename S::I;
+  const I magnitude = codes & 0x7F;
+  const I subnormal = reinterpret_cast<I>(S::to_float(magnitude) * S::set1(0x1p-9f));
+  const I finite = S::select(magnitude < 8, subnormal, (magnitude << 20) + (120 << 23));
+  const I bits = S::select(magnitude == 0x7F, I{} + 0x7FC00000, finite);
+  return S::as_float(bits | ((codes & 0x80) << 24));
+}
+
+/// Scales of columns W v .. W v + W - 1 of a header. Computes with normal numbers only, so that the
+/// thread's denormal modes do not matter.
+template <class S>
+inline typename S::F load_scale(ScaleType type, const std::byte* header, int v) {
+  using I = typename S::I;
+  constexpr int kW = S::kWidth;
+  switch (type) {
+    case ScaleType::kF32:
+      return S::load(reinterpret_cast<const float*>(header) + kW * v);
+    case ScaleType::kF16:
+      return S::load_f16(header + 2 * kW * v);
+    case ScaleType::kBF16:
+      return S::load_bf16(header + 2 * kW * v);
+    case ScaleType::kE4M3: {
+      return e4m3_values<S>(S::load_u8(header + kW * v));
+    }
+    case ScaleType::kE8M0: {
+      const I codes = S::load_u8(header + kW * v);
+      return S::as_float(S::select(codes == 0, I{} + 0x400000, codes << 23));
+    }
+    case ScaleType::kNone:
+      break;
+  }
+  return S::set1(1.0f);
+}
+
+/// 64 scales as fp32.
+template <class S>
+inline void decode_scales(ScaleType type, const std::byte* header, float* scales) {
+  for (int v = 0; v < kTileColumns / S::kWidth; ++v) {
+    S::store(scales + v * S::kWidth, load_scale<S>(type, header, v));
+  }
+}
+
+/// Zero points of one vector of columns, negated: factors of the initial accumulators.
+template <class S>
+inline typename S::F load_zeros(const std::byte* zeros, int v) {
+  return S::to_float(-S::load_u8(zeros + S::kWidth * v));
+}
+
+/// The E8M0 codes of an MXFP4 tile's columns. Streams hold the differences from group to group.
+template <class S>
+class Mxfp4Scales {
+ public:
+  Mxfp4Scales() = default;
+  explicit Mxfp4Scales(const std::byte* tile) {
+    for (int v = 0; v < kVectors; ++v) code_[v] = S::load_u8(tile + S::kWidth * v);
+  }
+  /// Goes to a group, given its header.
+  void advance(const std::byte* header) {
+    for (int v = 0; v < kVectors; ++v) code_[v] -= S::load_u8(header + S::kWidth * v) - 127;
+  }
+  typename S::F scale(int v) const { return S::as_float(code_[v] << 23); }
+  void store(float* scales) const {
+    for (int v = 0; v < kVectors; ++v) S::store(scales + v * S::kWidth, scale(v));
+  }
+
+ private:
+  static constexpr int kVectors = kTileColumns / S::kWidth;
+  typename S::I code_[kVectors];
+};
+
+/// 2^(code - 127) of E8M0 codes that are normal numbers.
+template <class S>
+inline typename S::F load_power_of_two(const std::byte* codes, int v) {
+  return S::as_float(S::load_u8(codes + S::kWidth * v) << 23);
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu
