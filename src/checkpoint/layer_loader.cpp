@@ -13,10 +13,6 @@
 namespace fusedmoe::checkpoint {
 namespace {
 
-bool is_float(DType dtype) {
-  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
-}
-
 std::string names(std::span<const DType> dtypes) {
   std::string result;
   for (const DType dtype : dtypes) {
