@@ -69,7 +69,7 @@ class TensorList {
         add_mxfp4(layout);
         break;
     }
-    add_expert(layout.w13_bias, {experts, 2 * inner}, TensorRole::kExpertBias, hidden);
+    add_expert(layout.w13_bias, {experts, first}, TensorRole::kExpertBias, hidden);
     add_expert(layout.w2_bias, {experts, hidden}, TensorRole::kExpertBias, inner);
   }
 

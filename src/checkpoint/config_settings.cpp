@@ -73,12 +73,18 @@ std::optional<T> Settings::translated(const Setting<T>& setting, const std::stri
 std::int64_t Settings::integer(const Setting<std::int64_t>& setting, std::int64_t low,
                                std::int64_t high, std::optional<std::int64_t> otherwise) const {
   const std::string* key = key_of(setting.keys);
+  const auto in_range = [&](std::int64_t value) {
+    FUSEDMOE_CHECK_FILE(value >= low && value <= high, label(setting),
+                        core::to_string(value) + " by the family's description",
+                        core::format("an integer from {} to {}", low, high));
+    return value;
+  };
   if (!key) {
-    if (setting.otherwise) return *setting.otherwise;
+    if (setting.otherwise) return in_range(*setting.otherwise);
     if (otherwise) return *otherwise;
     return keys_.integer(setting.keys.empty() ? "" : setting.keys.front(), low, high);
   }
-  if (const auto value = translated(setting, *key)) return *value;
+  if (const auto value = translated(setting, *key)) return in_range(*value);
   const nlohmann::json& value = *keys_.find(*key);
   if (!value.is_array()) return keys_.integer(*key, low, high);
   FUSEDMOE_CHECK_SUPPORTED(

@@ -53,6 +53,13 @@ class Fields {
     if (!json->is_array()) return value.push_back(text(*json, label(key)));
     for (const Json& element : *json) value.push_back(text(element, label(key)));
   }
+  /// Under one of two names, not under both.
+  void read_either(const std::string& first, const std::string& second, std::string& value) {
+    const Json *one = find(first), *other = find(second);
+    FUSEDMOE_CHECK_FILE(!one || !other, path_, core::format("both {} and {}", first, second),
+                        "one of the two");
+    if (one || other) value = text(one ? *one : *other, label(one ? first : second));
+  }
   /// A constant, or {"key": name or names, "default": value, "values": {text: value}}.
   template <typename T>
   void read(const std::string& key, Setting<T>& setting) {
@@ -142,8 +149,7 @@ ExpertLayout read_layout(const Json& json, const std::string& label) {
   bool interleaved = false;
   fields.read("interleaved", interleaved);
   if (interleaved) layout.gate_up = GateUpLayout::kInterleaved;
-  fields.read("gate", layout.w1);
-  fields.read("gate_up", layout.w1);
+  fields.read_either("gate", "gate_up", layout.w1);
   fields.read("up", layout.w3);
   fields.read("down", layout.w2);
   fields.read("gate_up_scales", layout.w13_scales);
@@ -221,8 +227,7 @@ SharedNames read_shared_names(const Json& json, const std::string& label) {
   }
   Fields fields(json, label);
   SharedNames names;
-  fields.read("gate", names.gate);
-  fields.read("gate_up", names.gate);
+  fields.read_either("gate", "gate_up", names.gate);
   fields.read("up", names.up);
   fields.read("down", names.down);
   fields.finish();
@@ -270,22 +275,6 @@ void read_required(Fields& fields, FamilyRow& row) {
   }
 }
 
-void check_row(const FamilyRow& row, const std::string& label) {
-  FUSEDMOE_CHECK_FILE(!row.layouts.empty() && !row.blocks.empty() && !row.router.empty(), label,
-                      "without blocks, experts.layouts or router.weight", "with all three");
-  FUSEDMOE_CHECK_FILE(
-      row.layouts.front().storage != ExpertStorage::kMxfp4 || row.layouts.size() > 1,
-      label + ".experts.layouts", "mxfp4 alone", "another layout besides");
-  for (const ExpertLayout& layout : row.layouts) {
-    FUSEDMOE_CHECK_FILE(row.gated || layout.w3.empty(), label + ".experts",
-                        "\"up\" with experts without a gate", "\"gate\" for the only first matrix");
-    FUSEDMOE_CHECK_FILE(
-        !row.gated || !layout.w3.empty() ||
-            (layout.storage != ExpertStorage::kPerExpert && layout.storage != ExpertStorage::kRows),
-        label + ".experts", "\"gate\" without \"up\"", "both, or \"gated\": false");
-  }
-}
-
 std::shared_ptr<const FamilyRow> read_row(const Json& json, const std::string& label) {
   auto row = std::make_shared<FamilyRow>();
   Fields fields(json, label);
@@ -325,7 +314,7 @@ std::shared_ptr<const FamilyRow> read_row(const Json& json, const std::string& l
       row->every_layer.emplace_back(key, value.dump());
   }
   fields.finish();
-  check_row(*row, label);
+  check_family(*row, label);
   return row;
 }
 
@@ -358,7 +347,9 @@ std::shared_ptr<const FamilyRow> find_in(std::span<const std::shared_ptr<const F
 void add_families(const Json& json, const std::string& label, Families& families) {
   const auto found = json.find("families");
   const Json list = found == json.end() ? Json::array({json}) : *found;
-  FUSEDMOE_CHECK_FILE(list.is_array(), label + ": families", list.type_name(), "a list");
+  FUSEDMOE_CHECK_FILE(list.is_array() && !list.empty(), label + ": families",
+                      list.is_array() ? "an empty list" : list.type_name(),
+                      "a list of one description or more");
   for (const Json& element : list) {
     FUSEDMOE_CHECK_FILE(element.is_object(), label, element.type_name(), "a description");
     const auto name = element.find("name");
@@ -413,10 +404,8 @@ std::shared_ptr<const FamilyRow> load_family(const std::string& name_or_file) {
     for (const auto& row : family_table()) known += (known.empty() ? "" : ", ") + row->name;
     throw Error::unknown_name("family", files::quote(name_or_file), known);
   }
-  const auto rows =
-      parse_families(files::read_text(name_or_file, files::kMaxConfigBytes), name_or_file);
-  FUSEDMOE_CHECK_FILE(!rows.empty(), name_or_file, "an empty list", "at least one description");
-  return rows.back();
+  return parse_families(files::read_text(name_or_file, files::kMaxConfigBytes), name_or_file)
+      .back();
 }
 
 const FamilyRow& family_row(const Family& family) {

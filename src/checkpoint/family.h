@@ -17,6 +17,11 @@
 
 namespace fusedmoe::checkpoint {
 
+// Far above any model, and small enough that no size computed from them overflows 63 bits.
+inline constexpr std::int64_t kMaxWidth = std::int64_t{1} << 18;
+inline constexpr std::int64_t kMaxExperts = RouterConfig::kMaxExperts;
+inline constexpr std::int64_t kMaxLayers = std::int64_t{1} << 10;
+
 enum class ExpertStorage {
   kPerExpert,          ///< linear layers w1, w3 (I, H) and w2 (H, I) for every expert
   kStacked,            ///< w13 (E, 2I, H), w2 (E, H, I); or w1 and w3 (E, I, H)
@@ -111,6 +116,10 @@ std::shared_ptr<const FamilyRow> load_family(const std::string& name_or_file);
 /// place.
 std::vector<std::shared_ptr<const FamilyRow>> parse_families(std::string_view json,
                                                              const std::string& label);
+
+/// Throws Error naming the place for a description that says what is never read, or contradicts
+/// itself.
+void check_family(const FamilyRow& row, const std::string& label);
 
 const FamilyRow& family_row(const Family& family);
 

@@ -7,10 +7,6 @@
 namespace fusedmoe::checkpoint {
 namespace {
 
-bool is_float(DType dtype) {
-  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
-}
-
 // Whole-segment match of "experts.*.w1.weight", where * stands for a number.
 bool matches(std::string_view name, std::string_view pattern) {
   const std::size_t star = pattern.find('*');

@@ -13,10 +13,6 @@
 namespace fusedmoe::checkpoint {
 namespace {
 
-bool is_float(DType dtype) {
-  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
-}
-
 std::string names(std::span<const DType> dtypes) {
   std::string result;
   for (const DType dtype : dtypes) {
@@ -92,6 +88,12 @@ class Loader {
       if (!block_.tensors.contains(tensor_name(layout_.block, name))) continue;
       throw Error::unsupported(Reason::kModel, label, core::format("{}: {}", label, reason));
     }
+    if (!layout_.storage.shared || model_.shared_intermediate == 0 || !shared_in_one()) return;
+    throw Error::unsupported(
+        Reason::kModel, label,
+        core::format("{}: {} holds gate and up of the shared experts in one quantized tensor: only "
+                     "f32, bf16 and f16 ones are split",
+                     label, layout_.shared.gate));
   }
 
   void check_layout() const {
@@ -254,11 +256,15 @@ class Loader {
     const FamilyRow& row = family_row(model_.family);
     if (!row.shared_limit) shared.weights.activation_params.limit.reset();
     add_expert(shared.weights, shared_layers(model_, layout_), layout_.storage.shared, false);
-    if (row.gated && layout_.shared.up.empty()) split_halves(shared.weights);
+    if (shared_in_one()) split_halves(shared.weights);
     replace_uncalibrated(shared.weights);
     shared.gate = tensor(layout_.shared_gate);
     if (model_.average_with_shared) shared.gate = half_gate();
     return shared;
+  }
+
+  bool shared_in_one() const {
+    return family_row(model_.family).gated && layout_.shared.up.empty();
   }
 
   /// The first matrix holds the rows of gate, then those of up.

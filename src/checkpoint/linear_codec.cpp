@@ -75,10 +75,6 @@ TensorView& part_of(WeightMatrix& matrix, Part part) {
   return matrix.values;
 }
 
-bool is_float(DType dtype) {
-  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
-}
-
 /// Copies the bytes of a matrix to a contiguous one.
 void copy_into(const TensorView& source, const TensorView& target) {
   const std::int64_t width = bits(target.dtype()) / 8, columns = source.size(1);

@@ -13,6 +13,11 @@
 
 namespace fusedmoe::checkpoint {
 
+/// Wider than every format of quantized values; FP8 is one of those.
+inline bool is_float(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
+}
+
 /// out and in of a linear layer.
 struct LinearShape {
   std::int64_t out, in;

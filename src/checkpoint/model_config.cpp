@@ -21,12 +21,10 @@ namespace {
 
 using Keys = checkpoint::ConfigKeys;
 using checkpoint::FamilyRow;
+using checkpoint::kMaxExperts;
+using checkpoint::kMaxLayers;
+using checkpoint::kMaxWidth;
 using checkpoint::Settings;
-
-// Far above any model, and small enough that no size computed from them overflows 63 bits.
-constexpr std::int64_t kMaxWidth = std::int64_t{1} << 18;
-constexpr std::int64_t kMaxExperts = RouterConfig::kMaxExperts;
-constexpr std::int64_t kMaxLayers = std::int64_t{1} << 10;
 
 // A number, or a list with one entry for each layer.
 std::int64_t read_num_layers(const FamilyRow& row, const Settings& settings) {
@@ -55,7 +53,7 @@ ScoringFunc parse_scoring(const std::string& text, const std::string& label) {
 }
 
 void read_groups(const FamilyRow& row, const Settings& settings, RouterConfig& router) {
-  if (row.num_groups.keys.empty()) return;
+  if (row.num_groups.keys.empty() && !settings.given(row.num_groups)) return;
   const std::int64_t groups = settings.integer(row.num_groups, 0, router.num_experts);
   if (groups == 0) return;
   router.num_expert_group = groups;

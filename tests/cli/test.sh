@@ -243,6 +243,32 @@ case $situation in
     refuses 'nowhere' inspect nowhere
     refuses '--layer.*9' inspect model --layer 9
     ;;
+  families)
+    succeeds families
+    says '^qwen3_moe$'
+    says '^not served:$'
+    succeeds families --json
+    says '"name":"qwen3_moe"'
+    succeeds families qwen2_moe
+    says '"shared_expert_gate.weight"'
+    refuses 'nobody' families nobody
+    echo '{"families": [{"name": "first", "like": "mixtral"},
+      {"name": "mine", "like": "qwen3_moe", "router": {"groups": 4, "kept_groups": 1}}]}' >mine.json
+    succeeds families --check mine.json
+    says '^mine.json: first$'
+    says '^mine.json: mine$'
+    echo '{"families": []}' >empty.json
+    refuses '^error: empty.json: families: was an empty list' families --check empty.json
+    echo '{"name": "much", "like": "mixtral", "experts": {"count": 1000000000000000}}' >much.json
+    refuses 'much.experts.count: was 1000000000000000' families --check much.json
+    synth qwen3_tiny
+    succeeds "${run_args[@]}" --check 9
+    succeeds "${run_args[@]}" --family mine.json --check 9 --output mine.safetensors
+    says '^9 of 9 rows .*: passed$'
+    ! cmp -s out.safetensors mine.safetensors || fail "the same output with groups of experts"
+    refuses 'much.experts.count' "${run_args[@]}" --family much.json
+    refuses 'nobody' "${run_args[@]}" --family nobody
+    ;;
   explain)
     synth gpt_oss_tiny
     succeeds explain --checkpoint model

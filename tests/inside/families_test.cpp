@@ -3,7 +3,10 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "checkpoint/block_tensors.h"
 #include "checkpoint/family.h"
+#include "checkpoint/layer_loader.h"
+#include "error_text.h"
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
@@ -58,6 +61,38 @@ TEST_P(FamilyLayerTest, IsSynthesizedLoadedAndRun) {
   const Tensor x =
       SafetensorsFile::open(directory / "model" / "input.safetensors").tensor("hidden_states");
   EXPECT_EQ(MoeLayer(weights, layer).forward(x).shape(), x.shape());
+}
+
+// Biases of the first matrix have a row for each of its outputs: half as many without a gate.
+TEST(FamilyTensorsTest, StackedBiasesWithoutAGate) {
+  const Family mine = Family::parse(R"({"name": "mine", "like": "nemotron_h", "experts": {
+    "layouts": [{"storage": "stacked", "gate": "experts.up", "down": "experts.down",
+                 "gate_up_bias": "experts.up_bias", "down_bias": "experts.down_bias"}]}})",
+                                    "mine.json")
+                          .back();
+  const ModelConfig model = parse_model_config(config_of(*mine.row()), mine);
+  checkpoint::Block block;
+  for (const auto& spec : checkpoint::block_tensors(model, checkpoint::published_layout(model))) {
+    block.tensors[spec.name] = {Tensor::empty(spec.shape, DType::kBF16), 0};
+  }
+  EXPECT_EQ(block.tensors.at("mixer.experts.up").tensor.shape(), Shape({8, 32, 64}));
+  const LayerWeights weights = checkpoint::load_block(model, block, "layer 0");
+  EXPECT_EQ(weights.experts.experts[7].gate.bias.shape(), Shape({32}));
+  EXPECT_EQ(weights.experts.experts[7].down.bias.shape(), Shape({64}));
+}
+
+// Without a plain shared_mlp.input_linear.weight those tensors must be quantized ones.
+TEST(FamilyTensorsTest, QuantizedSharedGateAndUpInOneTensorIsRefused) {
+  nlohmann::json config =
+      nlohmann::json::parse(config_of(*checkpoint::find_family("granitemoeshared")));
+  config["quantization_config"] = {{"quant_method", "fp8"}, {"weight_block_size", {128, 128}}};
+  checkpoint::Block block;
+  block.tensors["block_sparse_moe.experts.0.gate_proj.weight"] = {
+      Tensor::empty({32, 64}, DType::kE4M3), 0};
+  const std::string error = testing::error_text(
+      [&] { checkpoint::load_block(parse_model_config(config.dump()), block, "layer 0"); });
+  EXPECT_NE(error.find("layer 0: shared_mlp.input_linear holds gate and up"), std::string::npos)
+      << error;
 }
 
 std::vector<std::string> served_families() {

@@ -26,6 +26,10 @@ LIMIT = 2e-6
 COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_topk",
           "num_experts_per_tok", "moe_k", "top_k_experts", "num_experts_per_token", "moe_top_k"}
 
+# Types that are refused for another reason than that their family is. The config of this one
+# alone, as transformers writes it, lacks the width of the shared expert.
+EXPECTED_REFUSALS = {"qwen3_omni_moe_talker_text"}
+
 
 def moe_types():
     """Types whose config has a number of experts, or a sub-config with one."""
@@ -62,9 +66,8 @@ def difference(actual, wanted):
     return float((actual - wanted).abs().max() / wanted.abs().max())
 
 
-def check_type(program, model_type):
+def check_model(program, model, block, shared):
     """The largest difference of all ways to save and to run."""
-    model, block, shared = models.build(model_type)
     x = torch.randn(33, models.HIDDEN, generator=torch.Generator().manual_seed(2))
     wanted = models.expected(block, shared, x)
     worst = 0.0
@@ -90,8 +93,34 @@ def refusal(program, model_type):
             CONFIG_MAPPING[model_type]().save_pretrained(root)
         save_file({"model.layers.0.x.weight": torch.zeros(1)}, pathlib.Path(root) / "x.safetensors")
         done = subprocess.run([program, "inspect", root], capture_output=True, text=True)
-    text = done.stderr.strip().removeprefix("error: ")
-    return None if "MoE layers" in text else re.sub(r"^/tmp\S*: ", "", text)
+    text = done.stderr.strip()
+    if done.returncode == 0 or "MoE layers" in text:
+        return None
+    if not text.startswith("error: "):
+        raise RuntimeError(f"inspect crashed with exit status {done.returncode}: {text}")
+    return re.sub(r"^/tmp\S*: ", "", text.removeprefix("error: "))
+
+
+def row_of(program, model_type):
+    """The cell of the table, and whether it is as it should be."""
+    try:
+        text = refusal(program, model_type)
+        if text is not None:
+            expected = "are not served: " in text or model_type in EXPECTED_REFUSALS
+            return text + ("" if expected else " **refused**"), expected
+        try:
+            tiny = models.build(model_type)
+        except Exception as error:
+            return f"no tiny model: {type(error).__name__}: {short(error)}", True
+        worst = check_model(program, *tiny)
+    except Exception as error:
+        return f"**failed**: {type(error).__name__}: {short(error)}", False
+    right = worst <= LIMIT
+    return f"{worst:.1e}" + ("" if right else " **wrong**"), right
+
+
+def short(error):
+    return " ".join(str(error).split())[:160]
 
 
 def write_vector(model_type, directory):
@@ -136,15 +165,8 @@ def main():
         if options.vectors:
             write_vector(model_type, options.vectors)
             continue
-        text = refusal(options.program, model_type)
-        if text is None:
-            try:
-                worst = check_type(options.program, model_type)
-                text = f"{worst:.1e}" + ("" if worst <= LIMIT else " **wrong**")
-                bad += worst > LIMIT
-            except Exception as error:
-                reason = " ".join(str(error).split())[:160]
-                text = f"no tiny model: {type(error).__name__}: {reason}"
+        text, right = row_of(options.program, model_type)
+        bad += not right
         print(f"| {model_type} | {text} |", flush=True)
     sys.exit(bad > 0)
 

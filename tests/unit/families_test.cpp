@@ -120,5 +120,66 @@ TEST(FamilyTest, DescriptionFromAFile) {
   EXPECT_NE(error_text([] { Family::named("nobody"); }).find("mixtral"), std::string::npos);
 }
 
+std::string like_mixtral(const std::string& more) {
+  return R"({"name": "a", "like": "mixtral", )" + more + "}";
+}
+
+std::string layout(const std::string& more) {
+  return like_mixtral(R"("experts": {"layouts": [{)" + more + "}]}");
+}
+
+// Fields that nothing would read, contradictions, and numbers that no model has.
+TEST(FamilyTest, DescriptionThatCannotBeHonouredIsRefused) {
+  const std::string parted = R"("storage": "stacked", "gate": "g", "up": "u", "down": "d")";
+  const std::string both = R"("storage": "stacked", "gate_up": "w", "down": "d")";
+  const std::string rows = R"("storage": "rows", "gate": "g", "up": "u", "down": "d")";
+  const std::vector<std::pair<std::string, std::string>> cases{
+      {layout(parted + R"(, "gate_up_bias": "b", "down_bias": "c")"), "biases of experts without"},
+      {layout(rows + R"(, "gate_up_bias": "b", "down_bias": "c")"), "biases of experts without"},
+      {layout(both + R"(, "down_bias": "c")"), "one of gate_up_bias and down_bias"},
+      {layout(parted + R"(, "interleaved": true)"), "\"interleaved\" without"},
+      {layout(rows + R"(, "interleaved": true)"), "\"interleaved\" without"},
+      {layout(both + R"(, "down_scales": "s")"), "scales without mxfp4"},
+      {layout(both + R"(, "gate": "g")"), "both gate and gate_up"},
+      {like_mixtral(R"("shared": {"names": {"gate": "g", "gate_up": "w", "down": "d"}})"),
+       "both gate and gate_up"},
+      {like_mixtral(R"("experts": {"count": 1000000000000000})"),
+       "a.experts.count: was 1000000000"},
+      {like_mixtral(R"("experts": {"width": {"key": "w", "values": {"big": -1}}})"),
+       "a.experts.width: was -1"},
+      {like_mixtral(R"("hidden": {"key": "h", "default": 0})"), "a.hidden: was 0"},
+      {like_mixtral(R"("router": {"groups": 4})"), "a.router.kept_groups: was absent"},
+      {R"({"name": "a", "like": "deepseek_v3", "router": {"has_correction_bias": false}})",
+       "has_correction_bias: was beside \"method\""},
+      {R"({"families": []})", "an empty list"},
+  };
+  for (const auto& [json, wanted] : cases) {
+    const std::string error = error_text([&] { Family::parse(json, "x.json"); });
+    EXPECT_NE(error.find(wanted), std::string::npos) << json << "\n" << error;
+  }
+  Family::parse(layout(both + R"(, "gate_up_bias": "b", "down_bias": "c", "interleaved": true)"),
+                "x.json");
+}
+
+TEST(FamilyTest, ConstantsCount) {
+  const auto parse = [](const char* json) {
+    return parse_model_config(config_of("mine", R"(, "expert_size": "big")"),
+                              Family::parse(json, "x.json").back());
+  };
+  const ModelConfig model = parse(
+      R"({"name": "a", "like": "qwen2_moe", "router": {"groups": 4, "kept_groups": 1},
+          "experts": {"count": 16, "width": {"key": "expert_size", "values": {"big": 48}}}})");
+  EXPECT_EQ(model.router.num_experts, 16);
+  EXPECT_EQ(model.router.num_expert_group, 4);
+  EXPECT_EQ(model.router.topk_group, 1);
+  EXPECT_EQ(model.intermediate, 48);
+  // Each is in range, but not beside the other.
+  const std::string error =
+      error_text([&] { parse(R"({"name": "a", "like": "qwen2_moe", "router": {"topk": 9}})"); });
+  EXPECT_NE(error.find("9 by the family's description; must be an integer from 1 to 8"),
+            std::string::npos)
+      << error;
+}
+
 }  // namespace
 }  // namespace fusedmoe

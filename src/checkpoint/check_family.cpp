@@ -1,0 +1,85 @@
+// What a description may not say: fields that nothing reads, and numbers that no model has.
+#include "checkpoint/family.h"
+#include "core/check.h"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+/// A first matrix without a gate, gate and up in one tensor, or each in its own.
+void check_matrices(const ExpertLayout& layout, bool gated, const std::string& label) {
+  FUSEDMOE_CHECK_FILE(gated || layout.w3.empty(), label, "\"up\" with experts without a gate",
+                      "\"gate\" for the only first matrix");
+  const bool own_up =
+      layout.storage == ExpertStorage::kPerExpert || layout.storage == ExpertStorage::kRows;
+  FUSEDMOE_CHECK_FILE(!gated || !layout.w3.empty() || !own_up, label, "\"gate\" without \"up\"",
+                      "both, or \"gated\": false");
+  FUSEDMOE_CHECK_FILE(gated || layout.storage != ExpertStorage::kRows, label,
+                      "\"rows\" with experts without a gate", "another storage");
+  const bool both_in_one = gated && layout.w3.empty();
+  FUSEDMOE_CHECK_FILE(both_in_one || layout.storage != ExpertStorage::kMxfp4, label,
+                      "mxfp4 without \"gate_up\"", "gate and up in one tensor");
+  FUSEDMOE_CHECK_FILE(both_in_one || layout.gate_up == GateUpLayout::kGateUp, label,
+                      "\"interleaved\" without \"gate_up\"", "gate and up in one tensor");
+}
+
+void check_scales_and_biases(const ExpertLayout& layout, const std::string& label) {
+  const bool mxfp4 = layout.storage == ExpertStorage::kMxfp4;
+  FUSEDMOE_CHECK_FILE(layout.w13_scales.empty() != mxfp4 && layout.w2_scales.empty() != mxfp4,
+                      label, mxfp4 ? "mxfp4 without scales" : "scales without mxfp4",
+                      "gate_up_scales and down_scales with mxfp4, and with nothing else");
+  FUSEDMOE_CHECK_FILE(layout.w13_bias.empty() == layout.w2_bias.empty(), label,
+                      "one of gate_up_bias and down_bias", "both or none");
+  const bool one_first = layout.storage != ExpertStorage::kPerExpert && layout.w3.empty();
+  FUSEDMOE_CHECK_FILE(layout.w2_bias.empty() || one_first, label,
+                      "biases of experts without a stacked first matrix",
+                      "biases beside a stacked \"gate_up\", or \"gate\" of experts without a gate");
+}
+
+/// Constants and translated values; what a config says is checked when it is read.
+void check_range(const Setting<std::int64_t>& setting, std::int64_t low, std::int64_t high,
+                 const std::string& label) {
+  const auto check = [&](std::int64_t value) {
+    FUSEDMOE_CHECK_FILE(value >= low && value <= high, label, core::to_string(value),
+                        core::format("an integer from {} to {}", low, high));
+  };
+  if (setting.otherwise) check(*setting.otherwise);
+  for (const auto& [text, value] : setting.values) check(value);
+}
+
+void check_router(const FamilyRow& row, const std::string& label) {
+  const Setting<bool>& has_bias = row.has_correction_bias;
+  FUSEDMOE_CHECK_FILE(!row.topk_method || (has_bias.keys.empty() && !has_bias.otherwise),
+                      label + ".has_correction_bias", "beside \"method\"",
+                      "absent: the method says whether there is a correction bias");
+  const auto is_set = [](const Setting<std::int64_t>& setting) {
+    return setting.otherwise || !setting.keys.empty();
+  };
+  FUSEDMOE_CHECK_FILE(!is_set(row.num_groups) || is_set(row.topk_group), label + ".kept_groups",
+                      "absent", "given with groups");
+}
+
+}  // namespace
+
+void check_family(const FamilyRow& row, const std::string& label) {
+  FUSEDMOE_CHECK_FILE(!row.layouts.empty() && !row.blocks.empty() && !row.router.empty(), label,
+                      "without blocks, experts.layouts or router.weight", "with all three");
+  FUSEDMOE_CHECK_FILE(
+      row.layouts.front().storage != ExpertStorage::kMxfp4 || row.layouts.size() > 1,
+      label + ".experts.layouts", "mxfp4 alone", "another layout besides");
+  for (const ExpertLayout& layout : row.layouts) {
+    check_matrices(layout, row.gated, label + ".experts");
+    check_scales_and_biases(layout, label + ".experts.layouts");
+  }
+  check_router(row, label + ".router");
+  check_range(row.num_layers, 1, kMaxLayers, label + ".layers");
+  check_range(row.hidden, 1, kMaxWidth, label + ".hidden");
+  check_range(row.num_experts, 1, kMaxExperts, label + ".experts.count");
+  check_range(row.intermediate, 1, kMaxWidth, label + ".experts.width");
+  check_range(row.topk, 1, kMaxExperts, label + ".router.topk");
+  check_range(row.num_groups, 0, kMaxExperts, label + ".router.groups");
+  check_range(row.topk_group, 0, kMaxExperts, label + ".router.kept_groups");
+  check_range(row.shared_count, 0, kMaxWidth, label + ".shared.count");
+  check_range(row.shared_width, 0, kMaxWidth, label + ".shared.width");
+}
+
+}  // namespace fusedmoe::checkpoint
