@@ -1,6 +1,7 @@
 """fused_experts(), tensors and quantizers."""
 
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -79,6 +80,20 @@ def test_quantized_weights(problem):
     assert len(cache) == 1
     cache.clear()
     assert len(cache) == 0
+
+
+def test_a_failed_call_keeps_what_it_packed_from(problem):
+    """The cache knows weights by address, so nothing else may come to lie there."""
+    cache = fusedmoe.PackCache()
+    w13 = problem.w13.copy()
+    memory = weakref.ref(w13)
+    with pytest.raises(ValueError, match="topk_weights"):
+        run(problem, w13=w13, topk_weights=problem.weights[:4], cache=cache)
+    assert len(cache) == 1
+    del w13
+    assert memory() is not None
+    cache.clear()
+    assert len(cache) == 0 and memory() is None
 
 
 def test_nothing_is_copied(problem):
