@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, Dict, Iterable, Optional
+from typing import Any, Dict, FrozenSet, Iterable, Optional
 
 from . import _core
 from ._core import Tensor
@@ -65,6 +65,14 @@ def stream_of(x: Any, stream: Optional[int]) -> Optional[int]:
     if torch is not None and x.is_cuda:
         return int(torch.cuda.current_stream(x.device).cuda_stream)
     return None
+
+
+def checked(settings: Dict[str, Any], known: FrozenSet[str], kind: str) -> Dict[str, Any]:
+    """The settings that are not None. Raises TypeError for a name that is not known."""
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise TypeError(f"no {kind} {unknown[0]!r}; there are: {', '.join(sorted(known))}")
+    return given(settings)
 
 
 def given(settings: Dict[str, Any]) -> Dict[str, Any]:

@@ -92,6 +92,10 @@ def test_errors_are_of_their_kind(problem):
     assert caught.value.reason == "device"
     with pytest.raises(TypeError, match="no option 'dtyp'; there are: .*dtype"):
         make(problem.w13, problem.w2, topk=2, dtyp="f32")
+    with pytest.raises(TypeError, match="no name in weights 'w1_scales'; there are: .*w1_scale,"):
+        make(problem.w13, problem.w2, topk=2, weights={"w1_scales": problem.gate})
+    with pytest.raises(TypeError, match="no name in shared 'gates'; there are: .*gate,"):
+        make(problem.w13, problem.w2, topk=2, shared={"gates": problem.gate})
     layer = make(problem.w13, problem.w2, topk=2, dtype="f32")
     with pytest.raises(ValueError, match="stream"):
         layer.forward_routed(problem.x, problem.weights, problem.ids, stream=7)
