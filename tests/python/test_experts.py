@@ -1,7 +1,10 @@
 """fused_experts(), tensors and quantizers."""
 
+import ctypes
 import random
+import sys
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -128,6 +131,72 @@ def test_read_only_memory(problem):
     with pytest.raises(ValueError) as caught:
         run(problem, out=out)
     assert caught.value.argument == "out"
+
+
+def test_a_tensor_of_read_only_memory_stays_read_only(problem):
+    memory = np.zeros_like(problem.x)
+    memory.flags.writeable = False
+    tensor = fusedmoe.as_tensor(memory)
+    for out in (tensor, fusedmoe.as_tensor(tensor), tensor.view("i32").view("f32")):
+        with pytest.raises(ValueError) as caught:
+            run(problem, out=out)
+        assert caught.value.argument == "out" and "read-only" in str(caught.value)
+        assert not np.from_dlpack(out).flags.writeable
+    assert not memory.any()
+    with pytest.raises(BufferError, match="max_version"):
+        tensor.__dlpack__()
+    run(problem, out=tensor.astype("f32"))  # a copy
+    assert isinstance(tensor, fusedmoe.Tensor)
+    assert np.from_dlpack(fusedmoe.as_tensor(problem.x)).flags.writeable
+
+
+class DLPackAlone:
+    """An array with no buffer: it goes by __dlpack__ or by what a subclass offers to C."""
+
+    def __init__(self, memory):
+        self.memory = memory
+
+    def __dlpack__(self, **settings):
+        return self.memory.__dlpack__(**settings)
+
+    def __dlpack_device__(self):
+        return self.memory.__dlpack_device__()
+
+
+def test_a_c_exchange_interface_without_views(problem):
+    """DLPack lets the function that borrows a DLTensor be null: then __dlpack__ serves."""
+
+    class Exchange(ctypes.Structure):
+        _fields_ = [("major", ctypes.c_uint32), ("minor", ctypes.c_uint32)]
+        _fields_ += [(f"function{i}", ctypes.c_void_p) for i in range(7)]
+
+    exchange = Exchange(1, 3)
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    new_capsule.restype = ctypes.py_object
+    new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    capsule = new_capsule(ctypes.addressof(exchange), b"dlpack_exchange_api", None)
+    offering = type("Offering", (DLPackAlone,), {"__dlpack_c_exchange_api__": capsule})
+    assert fusedmoe.as_tensor(offering(problem.x)).data_ptr == problem.x.ctypes.data
+
+
+def test_8_bit_types_of_pytorch_stay(monkeypatch):
+    """With a stand-in, because PyTorch is not always there."""
+
+    class Stand(DLPackAlone):
+        requires_grad = False
+        dtype = "torch.float8_e5m2"
+
+        def view(self, dtype):
+            assert dtype == "uint8"
+            return DLPackAlone(self.memory)
+
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Stand, uint8="uint8"))
+    array = Stand(np.zeros(4, np.uint8))
+    for name, ours in (("e4m3fn", "e4m3"), ("e5m2", "e5m2"), ("e8m0fnu", "e8m0")):
+        array.dtype = f"torch.float8_{name}"
+        assert fusedmoe.as_tensor(array).dtype == ours
+    array.dtype = "torch.float4_e2m1fn_x2"
+    assert fusedmoe.as_tensor(array).dtype == "u8"
 
 
 def test_bfloat16_without_a_type_of_numpy(problem):
