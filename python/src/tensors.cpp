@@ -143,8 +143,10 @@ nb::object dlpack_of(nb::handle self, const nb::kwargs& kwargs) {
 }
 
 Tensor converted(const Tensor& tensor, const std::string& dtype) {
+  const DType wanted = dtype_of(dtype, "dtype");
+  const nb::gil_scoped_release no_gil;
   const Tensor host = to_device(tensor, {});
-  const Tensor result = Tensor::empty(tensor.shape(), dtype_of(dtype, "dtype"));
+  const Tensor result = Tensor::empty(tensor.shape(), wanted);
   convert(host, result);
   return to_device(result, tensor.device());
 }
@@ -244,6 +246,7 @@ void bind_tensors(nb::module_& module) {
       },
       nb::arg("shape"), nb::arg("dtype"), nb::arg("device"));
   module.def("load_file", [](const std::string& path) {
+    const nb::gil_scoped_release no_gil;
     const SafetensorsFile file = SafetensorsFile::open(path, {FileAccess::kRead});
     std::map<std::string, Tensor> tensors;
     for (const std::string& name : file.names()) tensors[name] = file.tensor(name);
