@@ -151,7 +151,7 @@ def test_a_tensor_of_read_only_memory_stays_read_only(problem):
 
 
 class DLPackAlone:
-    """An array with no buffer: it goes by __dlpack__ or by what a subclass offers to C."""
+    """An array without a buffer: others get it by __dlpack__, or by what a subclass offers to C."""
 
     def __init__(self, memory):
         self.memory = memory
@@ -163,20 +163,59 @@ class DLPackAlone:
         return self.memory.__dlpack_device__()
 
 
+class DLTensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32)]
+    _fields_ += [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
+    _fields_ += [("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p)]
+    _fields_ += [("byte_offset", ctypes.c_uint64)]
+
+
+ViewOf = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(DLTensor))
+
+
+class Exchange(ctypes.Structure):
+    """DLPack's interface for C; its function view_of borrows an array."""
+
+    _fields_ = [("major", ctypes.c_uint32), ("minor", ctypes.c_uint32)]
+    _fields_ += [(f"other{i}", ctypes.c_void_p) for i in range(4)] + [("view_of", ViewOf)]
+
+    def capsule(self):
+        make = ctypes.pythonapi.PyCapsule_New
+        make.restype = ctypes.py_object
+        make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return make(ctypes.addressof(self), b"dlpack_exchange_api", None)
+
+
 def test_a_c_exchange_interface_without_views(problem):
-    """DLPack lets the function that borrows a DLTensor be null: then __dlpack__ serves."""
-
-    class Exchange(ctypes.Structure):
-        _fields_ = [("major", ctypes.c_uint32), ("minor", ctypes.c_uint32)]
-        _fields_ += [(f"function{i}", ctypes.c_void_p) for i in range(7)]
-
+    """DLPack lets the function that borrows be null: then __dlpack__ serves."""
     exchange = Exchange(1, 3)
-    new_capsule = ctypes.pythonapi.PyCapsule_New
-    new_capsule.restype = ctypes.py_object
-    new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    capsule = new_capsule(ctypes.addressof(exchange), b"dlpack_exchange_api", None)
-    offering = type("Offering", (DLPackAlone,), {"__dlpack_c_exchange_api__": capsule})
+    offering = type("Offering", (DLPackAlone,), {"__dlpack_c_exchange_api__": exchange.capsule()})
     assert fusedmoe.as_tensor(offering(problem.x)).data_ptr == problem.x.ctypes.data
+
+
+def test_weights_that_cannot_be_kept_are_not_packed(problem):
+    @ViewOf
+    def view_of(array, out):
+        memory = array.memory
+        shape = memory.ctypes.shape_as(ctypes.c_int64)
+        array.shape = shape  # lives as long as the array
+        data, at = memory.ctypes.data, ctypes.addressof(shape)
+        out[0] = DLTensor(data, (1, 0), memory.ndim, 2, 32, 1, at, None, 0)
+        return 0
+
+    class Borrowed(DLPackAlone):
+        def __dlpack__(self, **settings):
+            raise BufferError("only to be borrowed")
+
+    exchange = Exchange(1, 3, view_of=view_of)
+    Borrowed.__dlpack_c_exchange_api__ = exchange.capsule()
+    cache = fusedmoe.PackCache()
+    x, expected = Borrowed(problem.x), run(problem)
+    assert np.array_equal(run(problem, hidden_states=x, out=np.empty_like(expected)), expected)
+    for weights in (problem.weights, problem.weights[:4]):  # the second would fail anyway
+        with pytest.raises(RuntimeError):
+            run(problem, w13=Borrowed(problem.w13), topk_weights=weights, cache=cache)
+        assert len(cache) == 0
 
 
 def test_8_bit_types_of_pytorch_stay(monkeypatch):
