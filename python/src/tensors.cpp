@@ -5,6 +5,8 @@
 #include <nanobind/stl/vector.h>
 
 #include <map>
+#include <memory>
+#include <utility>
 
 #include "fusedmoe/dlpack.h"
 #include "fusedmoe/quant.h"
@@ -173,7 +175,12 @@ std::vector<std::int64_t> shape_of(const Tensor& tensor) {
 void hold_memory(Kept& kept) {
   for (const nb::object& object : kept.objects) {
     if (nb::isinstance<Tensor>(object)) continue;
-    kept.arrays.push_back(nb::cast<nb::ndarray<nb::ro>>(object, false));
+    nb::ndarray<nb::ro> memory;
+    if (!nb::try_cast(object, memory, false)) {
+      throw Error("array", nb::cast<std::string>(nb::str(object.type())),
+                  "an array whose __dlpack__ succeeds: its memory is kept");
+    }
+    kept.arrays.push_back(std::move(memory));
   }
 }
 
