@@ -103,7 +103,9 @@ typedef struct fusedmoe_tensor { /* never changes */
  * The library and its devices. */
 
 FUSEDMOE_C_API const char* fusedmoe_version(void);
-/* "generic", "avx2", "avx512", "avx512_bf16" or "amx". */
+/* Name of the level of instructions that the CPU kernels run with, as "avx2" or "neon". Chosen once
+ * from the processor; the environment variable FUSEDMOE_CPU_ISA may name a lower one.
+ * docs/cpu-kernels.md has all names. */
 FUSEDMOE_C_API const char* fusedmoe_cpu_isa(void);
 /* Threads of CPU work that is given no executor; 0 restores the default. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_set_num_threads(int32_t num_threads);

@@ -50,7 +50,7 @@ fetch() {
 fetch_wheels() {
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   mkdir -p .deps
-  fetch python nanobind==3.1.0 numpy pytest mypy ml_dtypes ||
+  fetch python nanobind==3.1.0 numpy==2.4.6 pytest==9.2.0 mypy==2.4.1 ml_dtypes==0.6.0 ||
     echo "Without these the Python package is neither built nor tested." >&2
   if command -v nvcc >/dev/null && [[ -z ${CUTLASS_ROOT:-} ]]; then
     fetch cutlass --no-deps nvidia-cutlass==4.2.0.0

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, Dict, Iterable, Optional
+from typing import Any, Dict, FrozenSet, Iterable, Optional
 
 from . import _core
 from ._core import Tensor
 
-# NumPy types of ml_dtypes, which have no DLPack there: the type of the same width, and ours.
+# Types of ml_dtypes and PyTorch: the NumPy type of the same width, and ours. ml_dtypes has no DLPack
+# for them, nor has every PyTorch for those of 8 bits.
 _ML_DTYPES = {
     "bfloat16": ("int16", "bf16"),
     "float8_e4m3fn": ("uint8", "e4m3"),
     "float8_e5m2": ("uint8", "e5m2"),
     "float8_e8m0fnu": ("uint8", "e8m0"),
 }
-_TORCH_BYTES = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2")
 _TORCH_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
@@ -34,8 +34,11 @@ def array(x: Any) -> Any:
     if torch is not None:
         if x.requires_grad:
             x = x.detach()
-        if x.element_size() == 1 and str(x.dtype)[len("torch.") :] in _TORCH_BYTES:
-            x = x.view(torch.uint8)
+        name = str(x.dtype)[len("torch.") :]
+        if name == "float4_e2m1fn_x2":  # a byte with two values, as the library's packed FP4
+            return x.view(torch.uint8)
+        if name.startswith("float8_") and name in _ML_DTYPES:
+            return _core.as_tensor(x.view(torch.uint8)).view(_ML_DTYPES[name][1])
         return x
     if type(x).__module__ == "numpy" and x.dtype.kind == "V" and x.dtype.name in _ML_DTYPES:
         stored, ours = _ML_DTYPES[x.dtype.name]
@@ -65,6 +68,14 @@ def stream_of(x: Any, stream: Optional[int]) -> Optional[int]:
     if torch is not None and x.is_cuda:
         return int(torch.cuda.current_stream(x.device).cuda_stream)
     return None
+
+
+def checked(settings: Dict[str, Any], known: FrozenSet[str], kind: str) -> Dict[str, Any]:
+    """The settings that are not None. Raises TypeError for a name that is not known."""
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise TypeError(f"no {kind} {unknown[0]!r}; there are: {', '.join(sorted(known))}")
+    return given(settings)
 
 
 def given(settings: Dict[str, Any]) -> Dict[str, Any]:

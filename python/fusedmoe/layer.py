@@ -6,7 +6,7 @@ import os
 from typing import Any, Dict, List, Optional, Union
 
 from . import _core
-from ._arrays import array, given, output_like, stream_of
+from ._arrays import array, checked, given, output_like, stream_of
 
 Path = Union[str, "os.PathLike[str]"]
 
@@ -69,7 +69,7 @@ class MoELayer:
         Raises OSError for a file at fault, NotImplementedError where no implementation fits.
         """
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-        return cls(_core.load_layer(opened._handle, layer, _checked(options)))
+        return cls(_core.load_layer(opened._handle, layer, checked(options, _OPTIONS, "option")))
 
     @classmethod
     def from_tensors(
@@ -104,7 +104,7 @@ class MoELayer:
         shared: of shared experts, {"w13": (1, ...), "w2": ..., "gate": (1, hidden), ...}.
         options: see from_checkpoint().
 
-        Raises ValueError for tensors that do not fit each other.
+        Raises ValueError for tensors that do not fit each other, TypeError for unknown names.
         """
         router = {
             "topk": topk,
@@ -120,9 +120,13 @@ class MoELayer:
             "apply_router_weight_on_input": apply_router_weight_on_input,
             "expert_map": expert_map,
         }
-        settings = {**_checked(options), **_arrays_of(router), **_arrays_of(weights or {})}
-        handle = _core.create_layer(array(w13), array(w2), settings, _arrays_of(shared or {}))
-        return cls(handle)
+        settings = {
+            **checked(options, _OPTIONS, "option"),
+            **_arrays_of(given(router)),
+            **_arrays_of(checked(weights or {}, _WEIGHTS, "name in weights")),
+        }
+        shared_experts = _arrays_of(checked(shared or {}, _SHARED, "name in shared"))
+        return cls(_core.create_layer(array(w13), array(w2), settings, shared_experts))
 
     def __call__(
         self,
@@ -212,18 +216,17 @@ _OPTIONS = frozenset(
     "device dtype output_dtype require plan batch_invariant inplace monolithic tp_size dp_size "
     "ep_size ep_rank num_threads max_workspace_bytes".split()
 )
-
-
-def _checked(options: Dict[str, Any]) -> Dict[str, Any]:
-    unknown = sorted(set(options) - _OPTIONS)
-    if unknown:
-        raise TypeError(f"no option {unknown[0]!r}; there are: {', '.join(sorted(_OPTIONS))}")
-    return given(options)
+_WEIGHTS = frozenset(
+    "scheme activation alpha beta limit situ_beta situ_linear_beta gate_up_layout transposed "
+    "scale_layout w1_scale w1_zp w1_global_scale a1_scale w1_bias w2_scale w2_zp w2_global_scale "
+    "a2_scale w2_bias".split()
+)
+_SHARED = _WEIGHTS | {"w13", "w2", "gate"}
 
 
 def _arrays_of(settings: Dict[str, Any]) -> Dict[str, Any]:
     plain = (str, int, float, bool)
     return {
         key: value if isinstance(value, plain) else array(value)
-        for key, value in given(settings).items()
+        for key, value in settings.items()
     }

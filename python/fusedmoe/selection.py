@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, List, Optional, Union
 
 from . import _core
+from ._arrays import checked
 from .layer import Checkpoint, Path
 
 
@@ -53,11 +54,22 @@ def explain(checkpoint: Union[Checkpoint, Path, None] = None, **config: Any) -> 
 
     With a checkpoint: dtype, device, compute_capability (90 is Hopper, which need not be here) and
     require. Without: also num_experts, num_local_experts, topk, hidden, intermediate, scheme,
-    activation, has_bias, has_expert_map, apply_router_weight_on_input, batch_invariant, monolithic.
+    activation and its parameters (alpha, beta, limit, situ_beta, situ_linear_beta), has_bias,
+    has_expert_map, apply_router_weight_on_input, batch_invariant, monolithic.
 
-    Succeeds too where nothing fits; with `require` it raises NotImplementedError then.
+    Succeeds too where nothing fits; with `require` it raises NotImplementedError then. Raises
+    TypeError for other names.
     """
     if checkpoint is None:
-        return Selection(_core.explain(config))
+        return Selection(_core.explain(checked(config, _CONFIG, "setting")))
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    return Selection(_core.explain_checkpoint(opened._handle, config))
+    settings = checked(config, _WITH_CHECKPOINT, "setting with a checkpoint")
+    return Selection(_core.explain_checkpoint(opened._handle, settings))
+
+
+_WITH_CHECKPOINT = frozenset("dtype device compute_capability require".split())
+_CONFIG = _WITH_CHECKPOINT | frozenset(
+    "num_experts num_local_experts topk hidden intermediate scheme activation alpha beta limit "
+    "situ_beta situ_linear_beta has_bias has_expert_map apply_router_weight_on_input "
+    "batch_invariant monolithic".split()
+)

@@ -16,8 +16,40 @@ namespace {
 struct PyPackCache {
   PackCache cache;
   std::vector<Kept> sources;
-  std::mutex mutex;
+  std::mutex mutex;  ///< of both; who waits for it does not hold the GIL
+
+  /// Forgets everything. The caller destroys the arrays after it has released the mutex, because
+  /// that can run any Python code.
+  std::vector<Kept> forget() {
+    cache.clear();
+    return std::exchange(sources, {});
+  }
+  void run(const FusedExpertsArgs& args, Kept& weights, std::vector<Kept>& forgotten);
 };
+
+/// Without the GIL. If the call packs the weights, the cache keeps their memory, even where the
+/// call fails afterwards. What it cannot keep it forgets, with everything else.
+void PyPackCache::run(const FusedExpertsArgs& args, Kept& weights, std::vector<Kept>& forgotten) {
+  const std::lock_guard lock(mutex);
+  const auto keep_if_packed = [&, before = cache.size()] {
+    if (cache.size() == before) return;
+    const nb::gil_scoped_acquire gil;
+    try {
+      hold_memory(weights);
+      sources.push_back(std::move(weights));
+    } catch (...) {
+      forgotten = forget();
+      throw;
+    }
+  };
+  try {
+    fused_experts(args, cache);
+  } catch (...) {
+    keep_if_packed();
+    throw;
+  }
+  keep_if_packed();
+}
 
 struct Member {
   const char* name;
@@ -69,26 +101,16 @@ void fused_experts_of(PyPackCache& cache, nb::handle hidden_states, nb::handle w
   args.expert_map = view_of(item(settings, "expert_map"), "expert_map", kept);
   args.require = get<std::string>(settings, "require", "");
   args.stream = stream_of(stream, args.hidden_states.device());
-  bool packed = false;
-  {
-    const nb::gil_scoped_release no_gil;
-    const std::lock_guard lock(cache.mutex);
-    const std::size_t before = cache.cache.size();
-    fused_experts(args, cache.cache);
-    packed = cache.cache.size() > before;
-  }
-  if (!packed) return;
-  hold_memory(weights);
-  cache.sources.push_back(std::move(weights));
+  std::vector<Kept> forgotten;
+  const nb::gil_scoped_release no_gil;
+  cache.run(args, weights, forgotten);
 }
 
 void clear(PyPackCache& cache) {
-  {
-    const nb::gil_scoped_release no_gil;
-    const std::lock_guard lock(cache.mutex);
-    cache.cache.clear();
-  }
-  cache.sources.clear();
+  std::vector<Kept> forgotten;
+  const nb::gil_scoped_release no_gil;
+  const std::lock_guard lock(cache.mutex);
+  forgotten = cache.forget();
 }
 
 }  // namespace
@@ -131,6 +153,7 @@ void bind_experts(nb::module_& module) {
       .def(nb::init<>())
       .def("clear", &clear, "Forgets everything: after weights have changed in place.")
       .def("__len__", [](PyPackCache& self) {
+        const nb::gil_scoped_release no_gil;
         const std::lock_guard lock(self.mutex);
         return self.cache.size();
       });

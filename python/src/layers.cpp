@@ -88,9 +88,11 @@ std::unique_ptr<PyLayer> load(const Checkpoint& checkpoint, std::optional<std::i
 ExpertWeights experts_of(nb::handle w13, nb::handle w2, const nb::dict& settings, Kept& kept) {
   const ExpertWeights::Stacked stacked = stacked_of(w13, w2, settings, kept);
   if (!stacked.w13) throw Error("w13", "None", "given", Fault::kNull);
-  return ExpertWeights::from_stacked(
-      stacked, scheme_of(settings, stacked.w13),
-      parse_activation(get<std::string>(settings, "activation", "silu")), params_of(settings));
+  const QuantScheme scheme = scheme_of(settings, stacked.w13);
+  const Activation activation = parse_activation(get<std::string>(settings, "activation", "silu"));
+  const ActivationParams params = params_of(settings);
+  const nb::gil_scoped_release no_gil;
+  return ExpertWeights::from_stacked(stacked, scheme, activation, params);
 }
 
 /// `shared`: settings of the shared experts with their w13 and w2, or empty.

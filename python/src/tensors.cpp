@@ -5,6 +5,8 @@
 #include <nanobind/stl/vector.h>
 
 #include <map>
+#include <memory>
+#include <utility>
 
 #include "fusedmoe/dlpack.h"
 #include "fusedmoe/quant.h"
@@ -32,7 +34,12 @@ struct DlTensor {
 struct DlExchange {
   std::uint32_t major, minor;
   void *previous, *allocator, *managed_from_object, *managed_to_object;
-  int (*view_of)(void* object, DlTensor* out);  ///< borrows; 0 if it succeeds
+  int (*view_of)(void* object, DlTensor* out);  ///< borrows; 0 if it succeeds; may be null
+};
+
+/// A Tensor of memory that must not be written, as a read-only NumPy array.
+struct ReadOnlyTensor : Tensor {
+  explicit ReadOnlyTensor(Tensor tensor) : Tensor(std::move(tensor)) {}
 };
 
 const DlExchange* exchange_of(nb::handle array) {
@@ -40,7 +47,7 @@ const DlExchange* exchange_of(nb::handle array) {
   if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return nullptr;
   const auto* exchange =
       static_cast<const DlExchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-  return exchange->major == 1 ? exchange : nullptr;
+  return exchange->major == 1 && exchange->view_of != nullptr ? exchange : nullptr;
 }
 
 TensorView view_of_dlpack(DlTensor tensor, const char* name) {
@@ -90,18 +97,31 @@ TensorView import_view(nb::handle array, const char* name, Kept& kept) {
   return view;
 }
 
+bool is_read_only(nb::handle array) {
+  if (nb::isinstance<Tensor>(array)) return nb::isinstance<ReadOnlyTensor>(array);
+  if (exchange_of(array) != nullptr) return false;
+  nb::ndarray<> writable;
+  return !nb::try_cast(array, writable, false);
+}
+
+nb::object object_of(Tensor tensor, bool read_only) {
+  return read_only ? nb::cast(ReadOnlyTensor(std::move(tensor))) : nb::cast(std::move(tensor));
+}
+
 /// Any view as DLPack describes it, with `owner` keeping its memory alive.
+template <typename... ReadOnly>
 nb::object array_of(const TensorView& view, nb::handle owner) {
   const DlpackType type = dlpack_type(view.dtype());
   std::vector<std::size_t> shape(view.shape().begin(), view.shape().end());
-  const nb::ndarray<nb::array_api> array(
+  const nb::ndarray<nb::array_api, ReadOnly...> array(
       view.data(), shape.size(), shape.data(), owner, view.strides().begin(),
       nb::dlpack::dtype{type.code, type.bits, 1}, view.device().is_cpu() ? kDlCpu : kDlCuda,
       view.device().index);
   return nb::cast(array);
 }
 
-Tensor reinterpreted(const Tensor& tensor, const std::string& dtype) {
+nb::object reinterpreted(nb::handle self, const std::string& dtype) {
+  const Tensor& tensor = nb::cast<Tensor&>(self);
   const DType wanted = dtype_of(dtype, "dtype");
   if (bits(wanted) != bits(tensor.dtype())) {
     throw Error("dtype", dtype,
@@ -109,19 +129,32 @@ Tensor reinterpreted(const Tensor& tensor, const std::string& dtype) {
                     std::string(name(tensor.dtype())),
                 Fault::kDType);
   }
-  return {TensorView(tensor.data(), wanted, tensor.shape(), tensor.strides(), tensor.device()),
-          tensor.owner()};
+  const TensorView view(tensor.data(), wanted, tensor.shape(), tensor.strides(), tensor.device());
+  return object_of(Tensor(view, tensor.owner()), is_read_only(self));
+}
+
+/// Only versions of DLPack from 1.0 on can say that memory is read-only.
+nb::object dlpack_of(nb::handle self, const nb::kwargs& kwargs) {
+  const Tensor& tensor = nb::cast<Tensor&>(self);
+  if (!is_read_only(self)) return array_of(tensor, self).attr("__dlpack__")(**kwargs);
+  const nb::object version = item(kwargs, "max_version");
+  if (version.is_none() || nb::cast<int>(version[0]) < 1) {
+    throw nb::buffer_error("read-only memory needs max_version=(1, 0) or later");
+  }
+  return array_of<nb::ro>(tensor, self).attr("__dlpack__")(**kwargs);
 }
 
 Tensor converted(const Tensor& tensor, const std::string& dtype) {
+  const DType wanted = dtype_of(dtype, "dtype");
+  const nb::gil_scoped_release no_gil;
   const Tensor host = to_device(tensor, {});
-  const Tensor result = Tensor::empty(tensor.shape(), dtype_of(dtype, "dtype"));
+  const Tensor result = Tensor::empty(tensor.shape(), wanted);
   convert(host, result);
   return to_device(result, tensor.device());
 }
 
 /// The array itself as a Tensor, which keeps it alive.
-Tensor as_tensor(nb::handle array) {
+nb::object as_tensor(nb::handle array) {
   auto kept = std::make_unique<Kept>();
   const TensorView view = view_of(array, "array", *kept);
   hold_memory(*kept);
@@ -130,7 +163,7 @@ Tensor as_tensor(nb::handle array) {
     const nb::gil_scoped_acquire gil;
     delete objects;
   });
-  return {view, owner};
+  return object_of(Tensor(view, owner), is_read_only(array));
 }
 
 std::vector<std::int64_t> shape_of(const Tensor& tensor) {
@@ -142,7 +175,12 @@ std::vector<std::int64_t> shape_of(const Tensor& tensor) {
 void hold_memory(Kept& kept) {
   for (const nb::object& object : kept.objects) {
     if (nb::isinstance<Tensor>(object)) continue;
-    kept.arrays.push_back(nb::cast<nb::ndarray<nb::ro>>(object, false));
+    nb::ndarray<nb::ro> memory;
+    if (!nb::try_cast(object, memory, false)) {
+      throw Error("array", nb::cast<std::string>(nb::str(object.type())),
+                  "an array whose __dlpack__ succeeds: its memory is kept");
+    }
+    kept.arrays.push_back(std::move(memory));
   }
 }
 
@@ -151,6 +189,7 @@ TensorView view_of(nb::handle array, const char* name, Kept& kept) {
 }
 
 TensorView output_view_of(nb::handle array, const char* name, Kept& kept) {
+  if (nb::isinstance<ReadOnlyTensor>(array)) throw Error(name, "read-only", "writable");
   return import_view<nb::ndarray<>>(array, name, kept);
 }
 
@@ -177,10 +216,7 @@ std::optional<Stream> stream_of(std::optional<std::uintptr_t> handle, Device dev
 void bind_tensors(nb::module_& module) {
   nb::class_<Tensor>(module, "Tensor",
                      "Memory with an element type and a shape. Goes to other packages by DLPack.")
-      .def("__dlpack__",
-           [](nb::handle self, const nb::kwargs& kwargs) {
-             return array_of(nb::cast<Tensor&>(self), self).attr("__dlpack__")(**kwargs);
-           })
+      .def("__dlpack__", &dlpack_of)
       .def("__dlpack_device__",
            [](const Tensor& tensor) {
              return nb::make_tuple(tensor.device().is_cpu() ? kDlCpu : kDlCuda,
@@ -195,13 +231,16 @@ void bind_tensors(nb::module_& module) {
           "data_ptr",
           [](const Tensor& tensor) { return reinterpret_cast<std::uintptr_t>(tensor.data()); })
       .def("view", &reinterpreted, nb::arg("dtype"),
+           nb::sig("def view(self, dtype: str) -> Tensor"),
            "The same memory with another element type of the same width, as \"e4m3\" for u8.")
       .def("astype", &converted, nb::arg("dtype"), "A copy converted among f64, f32, f16 and bf16.")
       .def("__repr__", [](const Tensor& tensor) {
         return "fusedmoe.Tensor(" + std::string(name(tensor.dtype())) + " " +
                to_string(tensor.shape()) + ", " + to_string(tensor.device()) + ")";
       });
-  module.def("as_tensor", &as_tensor, nb::arg("array"));
+  nb::class_<ReadOnlyTensor, Tensor>(module, "ReadOnlyTensor", "A Tensor that no call writes.");
+  module.def("as_tensor", &as_tensor, nb::arg("array").none(),
+             nb::sig("def as_tensor(array: object) -> Tensor"));
   module.def(
       "empty",
       [](const std::vector<std::int64_t>& shape, const std::string& dtype,
@@ -214,6 +253,7 @@ void bind_tensors(nb::module_& module) {
       },
       nb::arg("shape"), nb::arg("dtype"), nb::arg("device"));
   module.def("load_file", [](const std::string& path) {
+    const nb::gil_scoped_release no_gil;
     const SafetensorsFile file = SafetensorsFile::open(path, {FileAccess::kRead});
     std::map<std::string, Tensor> tensors;
     for (const std::string& name : file.names()) tensors[name] = file.tensor(name);

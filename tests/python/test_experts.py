@@ -1,6 +1,10 @@
 """fused_experts(), tensors and quantizers."""
 
+import ctypes
 import random
+import sys
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -81,6 +85,20 @@ def test_quantized_weights(problem):
     assert len(cache) == 0
 
 
+def test_a_failed_call_keeps_what_it_packed_from(problem):
+    """The cache knows weights by address, so nothing else may come to lie there."""
+    cache = fusedmoe.PackCache()
+    w13 = problem.w13.copy()
+    memory = weakref.ref(w13)
+    with pytest.raises(ValueError, match="topk_weights"):
+        run(problem, w13=w13, topk_weights=problem.weights[:4], cache=cache)
+    assert len(cache) == 1
+    del w13
+    assert memory() is not None
+    cache.clear()
+    assert len(cache) == 0 and memory() is None
+
+
 def test_nothing_is_copied(problem):
     tensor = fusedmoe.as_tensor(problem.x)
     assert tensor.data_ptr == problem.x.ctypes.data
@@ -113,6 +131,111 @@ def test_read_only_memory(problem):
     with pytest.raises(ValueError) as caught:
         run(problem, out=out)
     assert caught.value.argument == "out"
+
+
+def test_a_tensor_of_read_only_memory_stays_read_only(problem):
+    memory = np.zeros_like(problem.x)
+    memory.flags.writeable = False
+    tensor = fusedmoe.as_tensor(memory)
+    for out in (tensor, fusedmoe.as_tensor(tensor), tensor.view("i32").view("f32")):
+        with pytest.raises(ValueError) as caught:
+            run(problem, out=out)
+        assert caught.value.argument == "out" and "read-only" in str(caught.value)
+        assert not np.from_dlpack(out).flags.writeable
+    assert not memory.any()
+    with pytest.raises(BufferError, match="max_version"):
+        tensor.__dlpack__()
+    run(problem, out=tensor.astype("f32"))  # a copy
+    assert isinstance(tensor, fusedmoe.Tensor)
+    assert np.from_dlpack(fusedmoe.as_tensor(problem.x)).flags.writeable
+
+
+class DLPackAlone:
+    """An array without a buffer: others get it by __dlpack__, or by what a subclass offers to C."""
+
+    def __init__(self, memory):
+        self.memory = memory
+
+    def __dlpack__(self, **settings):
+        return self.memory.__dlpack__(**settings)
+
+    def __dlpack_device__(self):
+        return self.memory.__dlpack_device__()
+
+
+class DLTensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32)]
+    _fields_ += [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
+    _fields_ += [("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p)]
+    _fields_ += [("byte_offset", ctypes.c_uint64)]
+
+
+ViewOf = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(DLTensor))
+
+
+class Exchange(ctypes.Structure):
+    """DLPack's interface for C; its function view_of borrows an array."""
+
+    _fields_ = [("major", ctypes.c_uint32), ("minor", ctypes.c_uint32)]
+    _fields_ += [(f"other{i}", ctypes.c_void_p) for i in range(4)] + [("view_of", ViewOf)]
+
+    def capsule(self):
+        make = ctypes.pythonapi.PyCapsule_New
+        make.restype = ctypes.py_object
+        make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return make(ctypes.addressof(self), b"dlpack_exchange_api", None)
+
+
+def test_a_c_exchange_interface_without_views(problem):
+    """DLPack lets the function that borrows be null: then __dlpack__ serves."""
+    exchange = Exchange(1, 3)
+    offering = type("Offering", (DLPackAlone,), {"__dlpack_c_exchange_api__": exchange.capsule()})
+    assert fusedmoe.as_tensor(offering(problem.x)).data_ptr == problem.x.ctypes.data
+
+
+def test_weights_that_cannot_be_kept_are_not_packed(problem):
+    @ViewOf
+    def view_of(array, out):
+        memory = array.memory
+        shape = memory.ctypes.shape_as(ctypes.c_int64)
+        array.shape = shape  # lives as long as the array
+        data, at = memory.ctypes.data, ctypes.addressof(shape)
+        out[0] = DLTensor(data, (1, 0), memory.ndim, 2, 32, 1, at, None, 0)
+        return 0
+
+    class Borrowed(DLPackAlone):
+        def __dlpack__(self, **settings):
+            raise BufferError("only to be borrowed")
+
+    exchange = Exchange(1, 3, view_of=view_of)
+    Borrowed.__dlpack_c_exchange_api__ = exchange.capsule()
+    cache = fusedmoe.PackCache()
+    x, expected = Borrowed(problem.x), run(problem)
+    assert np.array_equal(run(problem, hidden_states=x, out=np.empty_like(expected)), expected)
+    for weights in (problem.weights, problem.weights[:4]):  # the second would fail anyway
+        with pytest.raises(ValueError, match="Borrowed.*its memory is kept"):
+            run(problem, w13=Borrowed(problem.w13), topk_weights=weights, cache=cache)
+        assert len(cache) == 0
+
+
+def test_8_bit_types_of_pytorch_stay(monkeypatch):
+    """With a stand-in, because PyTorch is not always there."""
+
+    class Stand(DLPackAlone):
+        requires_grad = False
+        dtype = "torch.float8_e5m2"
+
+        def view(self, dtype):
+            assert dtype == "uint8"
+            return DLPackAlone(self.memory)
+
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Stand, uint8="uint8"))
+    array = Stand(np.zeros(4, np.uint8))
+    for name, ours in (("e4m3fn", "e4m3"), ("e5m2", "e5m2"), ("e8m0fnu", "e8m0")):
+        array.dtype = f"torch.float8_{name}"
+        assert fusedmoe.as_tensor(array).dtype == ours
+    array.dtype = "torch.float4_e2m1fn_x2"
+    assert fusedmoe.as_tensor(array).dtype == "u8"
 
 
 def test_bfloat16_without_a_type_of_numpy(problem):

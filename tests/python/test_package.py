@@ -30,6 +30,13 @@ def test_explain_needs_no_gpu():
         fusedmoe.explain(**GPT_OSS, device="cuda", compute_capability=80, require="sm90")
 
 
+def test_explain_refuses_unknown_names():
+    with pytest.raises(TypeError, match="no setting 'dtypes'; there are: .*dtype"):
+        fusedmoe.explain(**GPT_OSS, dtypes="bf16")
+    with pytest.raises(TypeError, match="no setting with a checkpoint 'topk'; there are: .*device"):
+        fusedmoe.explain(golden_dir() / "mixtral.safetensors", topk=2)
+
+
 def test_checkpoints_say_what_they_are():
     checkpoint = fusedmoe.Checkpoint(golden_dir() / "mixtral.safetensors")
     assert checkpoint.info["family"] == "mixtral" and checkpoint.info["num_experts"] == 8

@@ -45,8 +45,10 @@ def test_memory_is_shared_and_kept_alive(tensors):
     view = fusedmoe.as_tensor(torch.arange(100.0)[10:])
     assert torch.from_dlpack(view)[0] == 10
     bytes_ = torch.zeros(4, 4, dtype=torch.uint8)
-    for dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
-        assert fusedmoe.as_tensor(bytes_.view(dtype)).data_ptr == bytes_.data_ptr()
+    types = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float8_e8m0fnu": "e8m0"}
+    for name, ours in types.items():
+        tensor = fusedmoe.as_tensor(bytes_.view(getattr(torch, name)))
+        assert (tensor.data_ptr, tensor.dtype) == (bytes_.data_ptr(), ours)
 
 
 def test_weights_that_get_other_memory_are_packed_again(tensors):
