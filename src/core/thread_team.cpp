@@ -102,7 +102,9 @@ void ThreadTeam::forget_threads_of_parent() {
   if (forks_ == forks()) return;
   forks_ = forks();
   // Their handles are dead: joining or detaching one ends the process. So they are never destroyed.
-  if (!helpers_.empty()) new std::vector<std::thread>(std::move(helpers_));
+  // After a fork one thread is left, so one team at most comes by here with helpers.
+  static auto& abandoned = *new std::vector<std::vector<std::thread>>;
+  if (!helpers_.empty()) abandoned.push_back(std::move(helpers_));
   helpers_.clear();
   start_failed_ = false;
   untaken_ = 0;
