@@ -215,12 +215,12 @@ class E4m3Pairs {
     const I codes = S::load_words(block + 4 * S::kWidth * v);
     const I magnitude = codes & bytes4(0x7F);
     // Entry 8 + magnitude for subnormal values; a look-up gives 0 for the indices of others.
-    const I index = magnitude + bytes4(S::kEntry8OrZero);
-    const I nan = (magnitude + bytes4(1)) & bytes4(0x80);
+    const I index = S::add(magnitude, I{} + bytes4(S::kEntry8OrZero));
+    const I nan = S::add(magnitude, I{} + bytes4(1)) & bytes4(0x80);
     const I low = ((magnitude << 4) & bytes4(0xF0)) ^ S::lookup(corrections_.low, index);
     const I shifted = ((magnitude >> 4) & bytes4(7)) + bytes4(0x3C);
     const I high = (shifted ^ S::lookup(corrections_.high, index)) |
-                   (nan - ((nan >> 7) & bytes4(1))) | (codes & bytes4(0x80));
+                   S::subtract(nan, (nan >> 7) & bytes4(1)) | (codes & bytes4(0x80));
     pairs[0] = S::unpack_low(low, high);
     pairs[1] = S::unpack_high(low, high);
   }

@@ -16,6 +16,7 @@ template <int kLanes>
 struct VectorTypes {
   typedef float F __attribute__((vector_size(kLanes * 4)));
   typedef std::int32_t I __attribute__((vector_size(kLanes * 4)));
+  typedef std::uint32_t U __attribute__((vector_size(kLanes * 4)));
   typedef float Unaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
   typedef std::int32_t UnalignedI __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
 };
@@ -76,6 +77,15 @@ struct SimdVector {
     return result;
   }
   static F load_bf16(const std::byte* p) { return as_float(load_u16(p) << 16); }
+  /// Modulo 2^32, as for four bytes whose sums fit: a signed addition must not overflow.
+  static I add(I a, I b) {
+    using U = typename VectorTypes<kLanes>::U;
+    return (I)((U)a + (U)b);
+  }
+  static I subtract(I a, I b) {
+    using U = typename VectorTypes<kLanes>::U;
+    return (I)((U)a - (U)b);
+  }
   static F as_float(I bits) { return reinterpret_cast<F>(bits); }
   static F to_float(I integers) { return __builtin_convertvector(integers, F); }
   /// In each lane: if_true where the condition's bits are all set, if_false where none is.
