@@ -109,7 +109,9 @@ class FUSEDMOE_API MoeLayer {
   /// workspace_bytes(num_tokens), 64-byte aligned. All on LayerOptions::device. Checks every
   /// argument before it touches any output; only what a custom routing returns is checked when it
   /// has run, behind results of the router and, in chunks of tokens, behind the output of earlier
-  /// ones. Allocates nothing. Zero tokens go through every step. On CUDA it only enqueues, waits
+  /// ones. Allocates nothing,
+  /// but a calling thread's first forward on the CPU starts the threads that help it. A call with
+  /// zero tokens goes through every step. On CUDA it only enqueues, waits
   /// for nothing, and can be captured in a Graph; the first forward of a process must not be a
   /// captured one, as it loads the kernels.
   void forward(const TensorView& hidden_states, const TensorView& output, Workspace workspace,

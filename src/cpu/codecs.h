@@ -118,7 +118,7 @@ struct ArithmeticE4m3 {
   }
 };
 
-// ---- With a shuffle of bytes: both bytes of a value's bf16 form are looked up -------------------
+// ---- Codecs by byte shuffle: two look-ups give the low and the high byte of each bf16 value -----
 
 template <class S>
 struct Bf16Tables {
@@ -204,7 +204,8 @@ class E4m3Pairs {
   static constexpr int kK = 4, kSteps = 2;
   explicit E4m3Pairs(const TileFormat&)
       : corrections_(Bf16Tables<S>::of([](std::uint32_t i) {
-          // Entries 8 to 15: what turns the shifted magnitude into the subnormal value.
+          // Subnormal values need a correction. Entry 8 + m is the XOR of two bit patterns: what
+          // the formula for normal values gives for magnitude m, and the right value.
           const std::uint32_t magnitude = i % 8;
           const std::uint32_t shifted = (magnitude << 20) + (120u << 23);
           return float_of_bits(bits_of_float(e4m3_value(magnitude)) ^ shifted);

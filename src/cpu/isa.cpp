@@ -52,7 +52,7 @@ bool f16c_available() {
 }
 #endif
 
-/// The tables of the levels that this machine has, from the lowest to the best.
+/// Finds the levels of instructions that this machine has, and keeps the kernel table of each.
 class Levels {
  public:
   Levels();

@@ -268,7 +268,7 @@ inline void decode_block(const Codec& codec, const std::byte* block, const std::
   }
 }
 
-/// Panels of a stream whose weights are what its codec says: there are no scales in it, or they are
+/// Panels whose weights are exactly what the codec decodes: the stream has no scales, or they are
 /// the codec's affair.
 template <class D, class Codec>
 class CodecPanels {

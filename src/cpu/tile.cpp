@@ -374,7 +374,8 @@ std::int64_t scale_index(const QuantKey& key, const WeightMatrix& matrix, const 
 
 namespace {
 
-/// Calls visit(type of an element, elements of a step) for a tile whose elements are no codes.
+/// For unquantized tiles (f32, bf16, f16): calls visit(a value of the element type, how many values
+/// of k one step holds) and returns true. Other tiles hold codes: returns false.
 template <typename Visit>
 bool visit_elements(Codes codes, Visit visit) {
   switch (codes) {

@@ -18,7 +18,7 @@ std::atomic<std::int64_t> allocations{0};
 
 }  // namespace
 
-// Not inlined: GCC would take the calls of malloc and free for a mismatched pair.
+// Not inlined: else GCC sees memory from operator new go to free(), and warns of a mismatch.
 [[gnu::noinline]] void* operator new(std::size_t size) {
   ++allocations;
   if (void* memory = std::malloc(size)) return memory;

@@ -104,7 +104,7 @@ def test_nothing_is_copied(problem):
     assert tensor.data_ptr == problem.x.ctypes.data
     assert np.from_dlpack(tensor).ctypes.data == problem.x.ctypes.data
     assert tensor.view("i32").data_ptr == tensor.data_ptr
-    # The call reads and writes the caller's memory: also through views of views.
+    # Nothing is copied: the call reads and writes the caller's arrays, even a view of a view.
     wide = np.zeros((5, 128), np.float32)
     wide[:, :64] = problem.x
     out = np.full((5, 128), 7, np.float32)
