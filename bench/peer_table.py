@@ -61,8 +61,10 @@ def main():
     arguments = parser.parse_args()
     peers = read_peers(arguments.peers)
     for path in arguments.results:
-        # Peers ran with balanced routing only.
-        print_table(path, {} if "zipf" in os.path.basename(path) else peers)
+        # Peers ran with balanced routing only, and none quantizes activations to FP4.
+        name = os.path.basename(path)
+        alone = any(text in name for text in ("zipf", "mxfp4-mxfp4", "nvfp4-nvfp4"))
+        print_table(path, {} if alone else peers)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ struct BenchOptions {
   /// measures its own around each sample.
   double device_bandwidth = 4.5e12;  ///< bytes/s
   double device_flops = 780e12;      ///< bf16 FLOP/s
+  double device_fp8_flops = 1460e12;
 
   /// Of the layer that is timed.
   MoeConfig config() const;

@@ -106,6 +106,9 @@ BenchRow DeviceBench::measure(const Inputs& inputs, const std::string& kernel_co
   const testing::Case& spec = inputs.spec;
   const BenchOptions& options = problem_.options();
   const BenchWork work(spec, problem_.weight_bytes());
+  const std::optional<QuantKey>& activations = spec.scheme.activations;
+  const double flops = activations && activations->value == DType::kE4M3 ? options.device_fp8_flops
+                                                                         : options.device_flops;
   const int config = problem_.kernel().experts().find_kernel_config(kernel_config);
   std::deque<Graph> graphs;
   for (const BenchBuffers& buffers : inputs.routed) {
@@ -126,8 +129,7 @@ BenchRow DeviceBench::measure(const Inputs& inputs, const std::string& kernel_co
   for (std::int64_t i = 0; i < samples; ++i) {
     const std::size_t now = static_cast<std::size_t>(i) % kRoutings;
     const double bytes = inputs.distinct[now] * work.expert_bytes;
-    floors.push_back(1e6 *
-                     std::max(bytes / options.device_bandwidth, work.flops / options.device_flops));
+    floors.push_back(1e6 * std::max(bytes / options.device_bandwidth, work.flops / flops));
     times.push_back(time_us(graphs[now]));
     ratios.push_back(times.back() / floors.back());
     row.distinct_experts += inputs.distinct[now] / static_cast<double>(samples);
@@ -141,7 +143,7 @@ BenchRow DeviceBench::measure(const Inputs& inputs, const std::string& kernel_co
   row.weight_bytes = row.distinct_experts * work.expert_bytes;
   row.gbytes = row.weight_bytes / row.median_ms * 1e-6;
   row.read_gbytes = options.device_bandwidth * 1e-9;
-  row.peak_gflops = options.device_flops * 1e-9;
+  row.peak_gflops = flops * 1e-9;
   std::sort(times.begin(), times.end());
   row.min_ms = 1e-3 * times.front();
   row.p99_ms = 1e-3 * times[(times.size() - 1) * 99 / 100];

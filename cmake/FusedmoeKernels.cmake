@@ -1,28 +1,44 @@
-# Writes one source file for each instance of the fused MLP kernel, so that they build side by side,
-# and sets FUSEDMOE_KERNELS to the files. A line is a policy of src/cuda/gemm/operands/: its header,
-# its type, the number of its tile shapes.
+# Writes one source file for each policy of operands with its instances of the fused MLP kernel, and
+# sets FUSEDMOE_KERNELS to the files. Three quarters of the time that one instance takes are its
+# headers, so a policy's share them. A line is a policy of src/cuda/gemm/operands/: its header, its
+# type, the number of its tile shapes.
 set(operands
-  unquantized.cuh Bf16Operands  7
-  unquantized.cuh F16Operands   7
-  mxfp4.cuh       Mxfp4Operands 7)
+  as_is.cuh       Bf16Operands           7
+  as_is.cuh       F16Operands            7
+  as_is.cuh       Fp8Operands            5
+  w4a8.cuh        W4a8Operands           5
+  fp4.cuh         Mxfp4Bf16Operands      7
+  fp4.cuh         Mxfp4QuantizedOperands 5
+  fp4.cuh         Mxfp4F16Operands       5
+  fp4.cuh         Nvfp4Bf16Operands      5
+  fp4.cuh         Nvfp4F16Operands       5
+  integer.cuh     Int4Bf16Operands       5
+  integer.cuh     Int4F16Operands        5
+  integer.cuh     Int4G32Bf16Operands    5
+  integer.cuh     Int4G32F16Operands     5
+  integer.cuh     Int8Bf16Operands       5
+  integer.cuh     Int8F16Operands        5
+  fp8_decoded.cuh DecodedE4m3Operands    5)
 
 set(FUSEDMOE_KERNELS)
 while(operands)
   list(POP_FRONT operands header policy tiles)
   math(EXPR last "${tiles} - 1")
+  set(instances "")
   foreach(index RANGE ${last})
-    set(file ${CMAKE_CURRENT_BINARY_DIR}/kernels/${policy}_${index}.cu)
-    file(CONFIGURE OUTPUT ${file} @ONLY CONTENT [[
+    string(APPEND instances
+      "template void launch_kernel<${policy}, ${index}>(const FusedMlpParams&, const Stream&);\n")
+  endforeach()
+  set(file ${CMAKE_CURRENT_BINARY_DIR}/kernels/${policy}.cu)
+  file(CONFIGURE OUTPUT ${file} @ONLY CONTENT [[
 #include "cuda/gemm/launch_kernel.cuh"
 #include "cuda/gemm/operands/@header@"
 
 namespace fusedmoe::cuda {
 static_assert(@policy@::kTiles.size() == @tiles@, "cmake/FusedmoeKernels.cmake has another number");
-template void launch_kernel<@policy@, @index@>(const FusedMlpParams&, const Stream&);
-}  // namespace fusedmoe::cuda
+@instances@}  // namespace fusedmoe::cuda
 ]])
-    list(APPEND FUSEDMOE_KERNELS ${file})
-  endforeach()
+  list(APPEND FUSEDMOE_KERNELS ${file})
 endwhile()
 
 # A kernel that spills registers is slow, not wrong: nobody would notice.

@@ -8,9 +8,9 @@
 #   build (src/CMakeLists.txt); all others are looked for here;
 # * wgmma instructions that ptxas serializes, or setmaxnreg that it ignores (its advices C7508 to
 #   C7518; C7519 is harmless: one more warpgroup.arrive);
-# * a program of more than 60 MB.
+# * a program of more than 100 MB.
 set -euo pipefail
-max_bytes=60000000
+max_bytes=100000000
 status=0
 log=$1
 shift

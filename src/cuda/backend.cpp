@@ -57,10 +57,15 @@ class CudaBackend final : public core::Backend {
   void dispatch(const TensorView& slot_rows, const TensorView& from, const TensorView& to,
                 Stream stream) const override {
     const CurrentDevice current(stream.device);
-    permute_rows({from.data(), bytes(from.dtype(), from.stride(0)), to.data(),
-                  bytes(from.dtype(), from.size(1)), slot_rows.as<const std::int32_t>(),
-                  from.size(0), slot_rows.size(1)},
-                 stream);
+    PermuteRows permute;
+    permute.rows.rows = from.data();
+    permute.rows.row_pitch = bytes(from.dtype(), from.stride(0));
+    permute.rows.to = to.data();
+    permute.rows.row_bytes = permute.rows.to_pitch = bytes(from.dtype(), from.size(1));
+    permute.slot_to_row = slot_rows.as<const std::int32_t>();
+    permute.num_tokens = from.size(0);
+    permute.topk = slot_rows.size(1);
+    permute_rows(permute, stream);
   }
 
   void reduce(const core::ReduceArgs& args, const TensorView& slot_rows) const override {

@@ -14,6 +14,7 @@
 #include "cuda/backend.h"
 #include "cuda/device/properties.h"
 #include "cuda/gemm/heuristic.h"
+#include "cuda/operand_rows.h"
 #include "cuda/packed_weights.h"
 #include "cuda/router/fused_route.h"
 #include "cuda/router/router.h"
@@ -70,8 +71,7 @@ class Sm90Experts final : public core::RoutedExperts {
   KernelConfig config_for(const ProblemSize& problem, int requested) const;
   FusedMlpParams make_params(const ForwardArgs& args, const Scratch& scratch,
                              const KernelConfig& config) const;
-  RoutingDataExtras make_extras(const ForwardArgs& args, const Scratch& scratch,
-                                const KernelConfig& config) const;
+  RoutingDataExtras make_extras(const ForwardArgs& args, const Scratch& scratch) const;
   void run_batched(const ForwardArgs& args, const Scratch& scratch,
                    const KernelConfig& config) const;
   void run_standard(const ForwardArgs& args, const Scratch& scratch, const KernelConfig& config,
@@ -79,7 +79,14 @@ class Sm90Experts final : public core::RoutedExperts {
   void apply_unfused(const ForwardArgs& args, const FusedMlpParams& params, const Scratch& scratch,
                      const KernelConfig& config, const RoutingData& routing) const;
 
+  Scratch scratch_of(const ProblemSize& problem, const KernelConfig& config, void* block) const {
+    return Scratch(problem, format_, variant_, config, block);
+  }
+  void run_gemms(const ForwardArgs& args, const FusedMlpParams& params, const Scratch& scratch,
+                 const KernelConfig& config) const;
+
   const WeightFormat& format_;
+  const OperandRows rows_;
   const Variant variant_;
   int multiprocessors_;
   std::vector<TunedTokens> tuned_;  // ascending numbers of tokens
@@ -88,7 +95,8 @@ class Sm90Experts final : public core::RoutedExperts {
 Sm90Experts::Sm90Experts(const ExpertsDescriptor& descriptor, const MoeConfig& config,
                          const Context& context)
     : RoutedExperts(descriptor, config, context, backend()),
-      format_(*find_weight_format(config.scheme)),
+      format_(*find_weight_format(config.scheme, config.dtype)),
+      rows_(this->config(), format_),
       variant_(variant_of(config)),
       multiprocessors_(multiprocessor_count(config.device)) {
   // Tuned configurations are for one number of tokens: rows would depend on their batch.
@@ -125,7 +133,7 @@ WorkspacePlan Sm90Experts::plan(const ProblemSize& problem) const {
     if (num_tokens == 0) continue;
     ProblemSize smaller = problem;
     smaller.num_tokens = num_tokens;
-    const Scratch scratch(smaller, variant_, largest_config(shape_of(smaller)), nullptr);
+    const Scratch scratch = scratch_of(smaller, largest_config(shape_of(smaller)), nullptr);
     plan.workspace2_bytes = std::max(plan.workspace2_bytes, scratch.bytes);
   }
   return plan;
@@ -185,23 +193,19 @@ FusedMlpParams Sm90Experts::make_params(const ForwardArgs& args, const Scratch& 
   params.activation = info.activation;
   params.batch_invariant = variant_ == Variant::kBatchInvariant;
 
+  params.quantizer = rows_.inner_quantizer(weights);
+
   GemmParams& first = params.gemms[0];
   weights.w13().set(first);
-  first.k = static_cast<int>(info.hidden);
-  first.activations = batched() ? args.hidden_states.data() : scratch.permuted;
-  first.num_rows = scratch.rows;
-  first.row_pitch = info.hidden;
+  rows_.set_hidden(args, scratch, first);
   first.out = scratch.activated;
   first.out_pitch = scratch.activated_pitch;
   first.width = static_cast<int>(info.intermediate);
-  first.epilogue = gated ? Epilogue::kActivate : Epilogue::kStore;
+  first.epilogue = gated ? Epilogue::kActivate : Epilogue::kActivateGate;
 
   GemmParams& second = params.gemms[1];
   weights.w2().set(second);
-  second.k = static_cast<int>(info.intermediate);
-  second.activations = scratch.activated;
-  second.num_rows = scratch.rows;
-  second.row_pitch = scratch.activated_pitch;
+  rows_.set_activated(scratch, second);
   second.out = batched() ? args.fused_output.data() : scratch.rows_out;
   second.out_pitch = info.hidden;
   second.split_pitch = scratch.rows * info.hidden;
@@ -255,35 +259,47 @@ void Sm90Experts::apply_unfused(const ForwardArgs& args, const FusedMlpParams& p
   call(hooks.after_activation, gate_up, activated);
 
   step.gemms[0] = params.gemms[1];
+  if (rows_.quantizes()) {
+    rows_.transform_activated(args, scratch, params);
+    step.gemms[0].activations = scratch.quantized.codes;
+  }
   step.overlap_previous = false;        // the hooks' work comes before
   step.counters = params.counters + 1;  // the first has moved its own
   fused_mlp(step, format_, config.tile, args.stream);
   call(hooks.after_gemm2, activated, view(scratch.rows_out, hidden));
 }
 
-RoutingDataExtras Sm90Experts::make_extras(const ForwardArgs& args, const Scratch& scratch,
-                                           const KernelConfig& config) const {
-  const TensorView& x = args.hidden_states;
+RoutingDataExtras Sm90Experts::make_extras(const ForwardArgs& args, const Scratch& scratch) const {
   RoutingDataExtras extras;
   extras.zeroed = scratch.counters;
-  extras.num_zeroed = num_counters(config.tile, scratch.rows, this->config().num_local_experts);
-  extras.rows = x.data();
-  extras.permuted = scratch.permuted;
-  extras.row_bytes = bytes(dtype(), x.size(1));
-  extras.row_pitch = bytes(dtype(), x.stride(0));
+  extras.num_zeroed = scratch.num_zeroed;
+  if (!rows_.needs_hidden_pass()) extras.rows = rows_.hidden(args, scratch);
   return extras;
 }
 
 void Sm90Experts::run_batched(const ForwardArgs& args, const Scratch& scratch,
                               const KernelConfig& config) const {
   FusedMlpParams params = make_params(args, scratch, config);
-  const std::int64_t counters =
-      num_counters(config.tile, scratch.rows, this->config().num_local_experts);
-  fill_bytes(TensorView(scratch.counters, DType::kI32, {counters}, args.stream.device), 0,
+  fill_bytes(TensorView(scratch.counters, DType::kI32, {scratch.num_zeroed}, args.stream.device), 0,
              args.stream);
+  if (rows_.quantizes()) rows_.transform_hidden(args, scratch);
   params.expert_num_tokens = args.expert_num_tokens.as<const std::int32_t>();
   params.capacity = args.hidden_states.size(1);
-  fused_mlp(params, format_, config.tile, args.stream);
+  run_gemms(args, params, scratch, config);
+}
+
+/// In one launch, unless the rows between the GEMMs take a pass of their own.
+void Sm90Experts::run_gemms(const ForwardArgs& args, const FusedMlpParams& params,
+                            const Scratch& scratch, const KernelConfig& config) const {
+  if (!rows_.needs_pass()) return fused_mlp(params, format_, config.tile, args.stream);
+  FusedMlpParams step = params;
+  step.num_gemms = 1;
+  fused_mlp(step, format_, config.tile, args.stream);
+  rows_.transform_activated(args, scratch, params);
+  step.gemms[0] = params.gemms[1];
+  step.counters = params.counters + 1;  // the first has moved its own
+  step.overlap_previous = true;
+  fused_mlp(step, format_, config.tile, args.stream);
 }
 
 /// The fused MLP and the combine, behind the launch that makes the routing data. `ids_are_old`: the
@@ -294,6 +310,9 @@ void Sm90Experts::run_standard(const ForwardArgs& args, const Scratch& scratch,
   const std::int64_t topk = args.topk_ids.size(1), hidden = args.fused_output.size(1);
   const std::int64_t num_local_experts = this->config().num_local_experts;
   const bool unfused = variant_ == Variant::kUnfused;
+  if (ids_are_old ? rows_.needs_hidden_pass() : rows_.quantizes()) {
+    rows_.permute_hidden(args, scratch, routing);
+  }
   FusedMlpParams params = make_params(args, scratch, config);
   params.expert_num_tokens = routing.expert_num_tokens.as<const std::int32_t>();
   params.expert_offsets = routing.expert_offsets.as<const std::int32_t>();
@@ -314,7 +333,7 @@ void Sm90Experts::run_standard(const ForwardArgs& args, const Scratch& scratch,
   if (unfused) {
     apply_unfused(args, params, scratch, config, routing);
   } else {
-    fused_mlp(params, format_, config.tile, args.stream);
+    run_gemms(args, params, scratch, config);
   }
 
   Combine end;
@@ -337,11 +356,11 @@ void Sm90Experts::run_routed(const ForwardArgs& args) const {
   const ProblemSize problem = core::problem_of(*this, args);
   if (problem.num_tokens == 0) return;
   const KernelConfig config = config_for(problem, args.kernel_config);
-  const Scratch scratch(problem, variant_, config, args.workspace2);
+  const Scratch scratch = scratch_of(problem, config, args.workspace2);
   if (batched()) return run_batched(args, scratch, config);
   const RoutingData routing =
       build_routing_data(args.topk_ids, args.expert_map, problem.num_local_experts, scratch.routing,
-                         make_extras(args, scratch, config), args.stream);
+                         make_extras(args, scratch), args.stream);
   run_standard(args, scratch, config, routing, true);
 }
 
@@ -354,7 +373,7 @@ void Sm90Experts::route_and_run(const ForwardArgs& args) const {
     return run_routed(args);
   }
   const KernelConfig config = config_for(problem, args.kernel_config);
-  const Scratch scratch(problem, variant_, config, args.workspace2);
+  const Scratch scratch = scratch_of(problem, config, args.workspace2);
   FusedRoute fused;
   fused.config = args.router;
   fused.correction_bias = args.score_correction_bias;
@@ -370,7 +389,7 @@ void Sm90Experts::route_and_run(const ForwardArgs& args) const {
   fused.expert_map = args.expert_map;
   fused.num_local_experts = problem.num_local_experts;
   fused.routing_data = scratch.routing;
-  fused.extras = make_extras(args, scratch, config);
+  fused.extras = make_extras(args, scratch);
   run_standard(args, scratch, config, fused_route(fused, args.stream), false);
 }
 

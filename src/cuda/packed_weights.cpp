@@ -68,17 +68,40 @@ Tensor on_host(const TensorView& view, Stream stream) {
   return host;
 }
 
-/// A matrix of which the host may read scales and biases.
+/// A matrix of which the host may read all but values.
 struct HostParts {
-  Tensor scales, bias;
+  std::vector<Tensor> owners;
   WeightMatrix matrix;
 
-  HostParts(const WeightMatrix& source, Stream stream)
-      : scales(on_host(source.scales, stream)), bias(on_host(source.bias, stream)), matrix(source) {
-    matrix.scales = scales;
-    matrix.bias = bias;
+  HostParts(const WeightMatrix& source, Stream stream) : matrix(source) {
+    for (TensorView WeightMatrix::*part :
+         {&WeightMatrix::scales, &WeightMatrix::zero_points, &WeightMatrix::global_scale,
+          &WeightMatrix::input_scale, &WeightMatrix::bias}) {
+      owners.push_back(on_host(source.*part, stream));
+      matrix.*part = owners.back();
+    }
   }
 };
+
+/// A copy of its own.
+Tensor clone(const TensorView& view) {
+  if (!view) return {};
+  const Tensor copy = Tensor::empty(view.shape(), view.dtype());
+  if (view.rank() == 2) {
+    copy_rows(view, bytes(view.dtype(), 1), copy.as<std::byte>());
+  } else {
+    for (std::int64_t i = 0; i < view.numel(); ++i) {
+      store_f32(copy.data(), DType::kF32, i, view.as<const float>()[i * view.stride(0)]);
+    }
+  }
+  return copy;
+}
+
+/// Whether scales are in the packed blocks: those of groups along a row, and of integer codes.
+bool has_block_scales(const WeightFormat& format, const QuantKey& key) {
+  return format.slot_k > 0 && key.quantized() &&
+         (key.group.cols > 0 || key.value == DType::kI4 || key.value == DType::kU8);
+}
 
 float read_bias(const TensorView& bias, std::int64_t index) {
   return bias ? load_f32(bias.data(), bias.dtype(), index * bias.stride(0)) : 0.0f;
@@ -86,81 +109,219 @@ float read_bias(const TensorView& bias, std::int64_t index) {
 
 }  // namespace
 
-PackedMatrices::PackedMatrices(const WeightFormat& format, std::int64_t num_experts,
-                               std::int64_t width, std::int64_t k, bool gated, bool bias,
-                               Device device)
+PackedMatrices::PackedMatrices(const WeightFormat& format, const QuantScheme& scheme,
+                               const Sizes& sizes, Device device)
     : format_(&format),
-      width_(width),
-      k_(k),
-      gated_(gated),
-      grid_(format.grid(width, k, gated)),
-      blocks_(
-          Tensor::empty({num_experts, grid_.count() * format.block.bytes}, DType::kU8, device)) {
-  if (bias) {
-    bias_ = Tensor::empty({num_experts, grid_.row_blocks * kBlockRows}, DType::kF32, device);
+      scheme_(scheme),
+      width_(sizes.width),
+      k_(sizes.k),
+      gated_(sizes.gated),
+      activation_scale_(sizes.activation_scale),
+      grid_(format.grid(sizes.width, sizes.k, sizes.gated)),
+      blocks_(Tensor::empty({sizes.num_experts, grid_.count() * format.block.bytes}, DType::kU8,
+                            device)),
+      exponent_shifts_(static_cast<std::size_t>(sizes.num_experts)),
+      origins_(static_cast<std::size_t>(sizes.num_experts)) {
+  const Shape rows{sizes.num_experts, grid_.row_blocks * kBlockRows};
+  if (sizes.bias) bias_ = Tensor::empty(rows, DType::kF32, device);
+  if (scheme.weights.quantized()) scales_ = Tensor::empty(rows, DType::kF32, device);
+  if (has_k_scales()) {
+    block_scales_ = Tensor::empty({sizes.num_experts, grid_.row_blocks, grid_.k_blocks, 8},
+                                  DType::kF32, device);
   }
-  if (format.scale_group > 0) scales_ = Tensor::empty({num_experts}, DType::kF32, device);
+  if (scheme.activations && scheme.activations->global_scale) {
+    input_scales_ = Tensor::empty({sizes.num_experts}, DType::kF32, device);
+  }
+}
+
+bool PackedMatrices::has_k_scales() const {
+  return format_->slot_k == 0 && scheme_.weights.quantized() && scheme_.weights.group.cols > 0;
+}
+
+void PackedMatrices::check(const WeightMatrix& gate, const WeightMatrix* up) const {
+  if (scheme_.weights.quantized() && scheme_.weights.group.cols > 0) {
+    const int columns = format_->slot_k > 0 ? format_->slot_k : format_->block.k;
+    const int rows = scheme_.weights.group.rows == 1 ? 1 : 8;
+    for (const WeightMatrix* matrix : {&gate, up}) {
+      if (!matrix) continue;
+      const auto check_first = [](const char* what, std::int64_t first, int unit) {
+        if (first % unit == 0) return;
+        throw Error::unsupported(Reason::kQuantScheme, what, core::to_string(first),
+                                 core::format("a multiple of {}: what shares a scale here", unit));
+      };
+      check_first("weights.first_col", matrix->first_col, columns);
+      check_first("weights.first_row", matrix->first_row, rows);
+    }
+  }
+  if (format_->exponent_shift) format_->exponent_shift(gate, up);
+}
+
+/// The block scales are in the blocks.
+PackedMatrices::Origin PackedMatrices::origin_of(const WeightMatrix& matrix) const {
+  Origin origin;
+  if (!has_block_scales(*format_, scheme_.weights)) origin.scales = clone(matrix.scales);
+  origin.global_scale = clone(matrix.global_scale);
+  origin.input_scale = clone(matrix.input_scale);
+  origin.first_row = matrix.first_row;
+  origin.first_col = matrix.first_col;
+  return origin;
+}
+
+/// Where a packed row of w13 comes from.
+const WeightMatrix& PackedMatrices::source_of(std::int64_t row, const WeightMatrix& gate,
+                                              const WeightMatrix* up) const {
+  return gated_ && gated_is_up(row) ? *up : gate;
+}
+
+void PackedMatrices::upload_block_scales(std::int64_t expert, const WeightMatrix& gate,
+                                         const WeightMatrix* up, const Stream& stream) const {
+  const GroupShape group = scheme_.weights.group;
+  const Tensor host = Tensor::zeros({grid_.row_blocks, grid_.k_blocks, 8}, DType::kF32);
+  for (std::int64_t i = 0; i < host.numel(); ++i) {
+    const std::int64_t slice = i / (8 * grid_.k_blocks) * 8 + i % 8,
+                       k_block = i / 8 % grid_.k_blocks;
+    const std::int64_t feature = gated_ ? gated_feature(slice * 8) : slice * 8;
+    if (feature >= width_) continue;
+    const WeightMatrix& matrix = source_of(slice * 8, gate, up);
+    const std::int64_t r = core::block_of(feature, group.rows, matrix.first_row);
+    const std::int64_t c = core::block_of(k_block * format_->block.k, group.cols, matrix.first_col);
+    host.as<float>()[i] = load_f32(matrix.scales.data(), matrix.scales.dtype(),
+                                   r * matrix.scales.stride(0) + c * matrix.scales.stride(1));
+  }
+  copy(host, block_scales_.select(0, expert), stream);
+}
+
+/// What the results of a row of the matrix are multiplied by, `common` times.
+float PackedMatrices::row_scale(const WeightMatrix& matrix, std::int64_t row, float common) const {
+  const QuantKey& key = scheme_.weights;
+  float scale = common;
+  if (matrix.global_scale) {
+    scale *=
+        matrix.global_scale
+            .as<const float>()[key.global_group.rows < 0 ? 0 : row * matrix.global_scale.stride(0)];
+  }
+  if (!has_block_scales(*format_, key) && !has_k_scales()) {
+    const std::int64_t r = core::block_of(row, key.group.rows, matrix.first_row);
+    scale *= load_f32(matrix.scales.data(), matrix.scales.dtype(), r * matrix.scales.stride(0));
+  }
+  return scale;
 }
 
 void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up,
                           Stream stream) {
+  const auto index = static_cast<std::size_t>(expert);
   PackSource source;
   source.width = width_;
   source.k = k_;
   source.gated = gated_;
-  source.exponent_shift = format_->exponent_shift(gate, up);
+  source.group = scheme_.weights.group;
+  source.first_row = gate.first_row;
+  source.first_col = gate.first_col;
+  source.exponent_shift = format_->exponent_shift ? format_->exponent_shift(gate, up) : 0;
+  exponent_shifts_[index] = source.exponent_shift;
   const Tensor values = gather(gate.values, up ? &up->values : nullptr, stream);
   source.values = values.data();
-  Tensor scales;
-  if (scales_) {
+  source.row_bytes = bytes(gate.values.dtype(), gate.values.size(1));
+  Tensor scales, zero_points;
+  if (has_block_scales(*format_, scheme_.weights)) {
     scales = gather(gate.scales, up ? &up->scales : nullptr, stream);
-    source.scales = scales.as<const std::uint8_t>();
-    const Tensor factor = Tensor::empty({1}, DType::kF32);
-    *factor.as<float>() = std::ldexp(1.0f, source.exponent_shift);
-    copy(factor, scales_.slice(0, expert, expert + 1), stream);
+    source.scales = scales.data();
+    source.scale_dtype = gate.scales.dtype();
+    source.scale_rows = gate.scales.size(0);
+    source.scale_cols = gate.scales.size(1);
+    source.zero_point =
+        static_cast<int>(core::weight_layout(scheme_.weights, "scheme.weights").zero);
+    if (gate.zero_points) {
+      zero_points = gather(gate.zero_points, up ? &up->zero_points : nullptr, stream);
+      source.zero_points = zero_points.as<const std::uint8_t>();
+    }
   }
   format_->pack(source, grid_, blocks_.select(0, expert).data(), stream);
-  if (bias_) {
-    const std::int64_t rows = bias_.size(1);
+
+  float input_scale = 1;
+  if (input_scales_) {
+    const auto read = [](const WeightMatrix* m) { return *m->input_scale.as<const float>(); };
+    input_scale = up ? std::max(read(&gate), read(up)) : read(&gate);
+    const Tensor host = Tensor::empty({1}, DType::kF32);
+    *host.as<float>() = input_scale;
+    copy(host, input_scales_.slice(0, expert, expert + 1), stream);
+  }
+  const float common =
+      std::ldexp(input_scale * activation_scale_, source.exponent_shift + format_->fixed_exponent);
+  const auto upload = [&](const Tensor& all, const auto& of_row) {
+    const std::int64_t rows = all.size(1);
     const Tensor packed = Tensor::zeros({rows}, DType::kF32);
     for (std::int64_t row = 0; row < rows; ++row) {
-      const std::int64_t index = gated_ ? gated_feature(row) : row;
-      if (index >= width_) continue;
-      const bool is_up = gated_ && gated_is_up(row);
-      packed.as<float>()[row] = read_bias(is_up ? up->bias : gate.bias, index);
+      const std::int64_t feature = gated_ ? gated_feature(row) : row;
+      if (feature >= width_) continue;
+      packed.as<float>()[row] = of_row(source_of(row, gate, up), feature);
     }
-    copy(packed, bias_.select(0, expert), stream);
+    copy(packed, all.select(0, expert), stream);
+  };
+  if (scales_) {
+    upload(scales_, [&](const WeightMatrix& matrix, std::int64_t row) {
+      return row_scale(matrix, row, common);
+    });
   }
+  if (bias_) {
+    upload(bias_, [](const WeightMatrix& matrix, std::int64_t row) {
+      return read_bias(matrix.bias, row);
+    });
+  }
+  if (block_scales_) upload_block_scales(expert, gate, up, stream);
+  origins_[index] = {origin_of(gate), up ? origin_of(*up) : Origin()};
   synchronize(stream);  // what was gathered ends here
 }
 
 void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatrix* up,
                             std::vector<std::shared_ptr<const void>>& owners) const {
+  const auto index = static_cast<std::size_t>(expert);
   const auto download = [&](const Tensor& all) {
     return to_device(Tensor(all.slice(0, expert, expert + 1), all.owner()), {});
   };
-  const auto make = [&](Shape shape, DType dtype) {
-    const Tensor tensor = Tensor::empty(shape, dtype);
-    owners.push_back(tensor.owner());
+  const auto keep = [&](const Tensor& tensor) {
+    if (tensor) owners.push_back(tensor.owner());
     return tensor;
   };
-  for (WeightMatrix* matrix : {&gate, up}) {
+  const core::WeightLayout layout = core::weight_layout(scheme_.weights, "scheme.weights");
+  const GroupShape group = scheme_.weights.group;
+  const bool block_scales = has_block_scales(*format_, scheme_.weights);
+  for (const int half : {0, 1}) {
+    WeightMatrix* matrix = half == 0 ? &gate : up;
     if (!matrix) continue;
-    matrix->values = make({width_, ceil_div(k_, format_->codes_per_value)}, format_->values);
-    if (scales_) matrix->scales = make({width_, ceil_div(k_, format_->scale_group)}, DType::kU8);
-    if (bias_) matrix->bias = make({width_}, DType::kF32);
+    const Origin& origin = origins_[index][static_cast<std::size_t>(half)];
+    matrix->first_row = origin.first_row;
+    matrix->first_col = origin.first_col;
+    matrix->values =
+        keep(Tensor::zeros(layout.values_shape(width_, k_), layout.values_dtypes.front()));
+    const Shape grid{core::num_blocks(width_, group.rows, origin.first_row),
+                     core::num_blocks(k_, group.cols, origin.first_col)};
+    matrix->scales =
+        block_scales ? keep(Tensor::empty(grid, format_->block_scales)) : origin.scales;
+    if (block_scales && layout.zero_points) {
+      matrix->zero_points = keep(Tensor::empty(grid, DType::kU8));
+    }
+    owners.push_back(origin.scales.owner());
+    matrix->global_scale = keep(origin.global_scale);
+    matrix->input_scale = keep(origin.input_scale);
+    if (bias_) matrix->bias = keep(Tensor::empty({width_}, DType::kF32));
   }
   const Tensor blocks = download(blocks_), bias = bias_ ? download(bias_) : Tensor();
-  PackedView source{blocks.as<const std::byte>(), grid_.k_blocks, k_};
-  if (scales_) source.exponent_shift = std::ilogb(*download(scales_).as<const float>());
+  PackedView source{blocks.as<const std::byte>(), grid_.k_blocks, k_,
+                    exponent_shifts_[index],      group,          gate.first_col};
   core::parallel_for(
       default_executor(), grid_.row_blocks * kBlockRows, true, [&](std::int64_t row) {
-        const std::int64_t index = gated_ ? gated_feature(row) : row;
-        if (index >= width_) return;
+        const std::int64_t feature = gated_ ? gated_feature(row) : row;
+        if (feature >= width_) return;
         const WeightMatrix& matrix = gated_ && gated_is_up(row) ? *up : gate;
-        format_->unpack_row(source, row, matrix.values.select(0, index).data(),
-                            scales_ ? matrix.scales.select(0, index).as<std::uint8_t>() : nullptr);
-        if (bias) matrix.bias.as<float>()[index] = bias.as<const float>()[row];
+        UnpackedRow target;
+        target.values = matrix.values.select(0, feature).data();
+        if (block_scales) target.scales = matrix.scales.select(0, feature).data();
+        if (matrix.zero_points) {
+          target.zero_points = matrix.zero_points.select(0, feature).as<std::uint8_t>();
+        }
+        format_->unpack_row(source, row, target);
+        if (bias) matrix.bias.as<float>()[feature] = bias.as<const float>()[row];
       });
 }
 
@@ -171,10 +332,12 @@ void PackedMatrices::set(GemmParams& gemm) const {
   gemm.k_blocks = static_cast<int>(grid_.k_blocks);
   gemm.bias = bias_ ? bias_.as<const float>() : nullptr;
   gemm.scales = scales_ ? scales_.as<const float>() : nullptr;
+  gemm.block_scales = block_scales_ ? block_scales_.as<const float>() : nullptr;
 }
 
 std::int64_t PackedMatrices::nbytes() const {
-  return blocks_.nbytes() + (bias_ ? bias_.nbytes() : 0) + (scales_ ? scales_.nbytes() : 0);
+  return blocks_.nbytes() + (bias_ ? bias_.nbytes() : 0) + (scales_ ? scales_.nbytes() : 0) +
+         (block_scales_ ? block_scales_.nbytes() : 0);
 }
 
 CudaPackedWeights::CudaPackedWeights(Info info, const WeightFormat& format,
@@ -183,10 +346,14 @@ CudaPackedWeights::CudaPackedWeights(Info info, const WeightFormat& format,
       format_(&format),
       activation_params_(weights.activation_params) {
   const Info& made = this->info();
-  w13_ = PackedMatrices(format, made.num_experts, made.intermediate, made.hidden,
-                        is_gated(made.activation.kind), made.has_bias, made.device);
-  w2_ = PackedMatrices(format, made.num_experts, made.hidden, made.intermediate, false,
-                       made.has_bias, made.device);
+  w13_ = PackedMatrices(format, made.scheme,
+                        {made.num_experts, made.intermediate, made.hidden,
+                         is_gated(made.activation.kind), made.has_bias, made.a1_scale.value_or(1)},
+                        made.device);
+  w2_ = PackedMatrices(format, made.scheme,
+                       {made.num_experts, made.hidden, made.intermediate, false, made.has_bias,
+                        made.a2_scale.value_or(1)},
+                       made.device);
   const Stream stream = options.stream.value_or(Stream{made.device});
   for (std::int64_t e = 0; e < made.num_experts; ++e) {
     replace(e, weights.experts[static_cast<std::size_t>(e)], stream);
@@ -201,8 +368,8 @@ void CudaPackedWeights::replace(std::int64_t expert, const ExpertMatrices& given
   const HostParts gate(matrices.gate, stream), up(matrices.up, stream), down(matrices.down, stream);
   const WeightMatrix* second = gated ? &up.matrix : nullptr;
   // What cannot be packed is refused before anything is written.
-  format_->exponent_shift(gate.matrix, second);
-  format_->exponent_shift(down.matrix, nullptr);
+  w13_.check(gate.matrix, second);
+  w2_.check(down.matrix, nullptr);
   w13_.pack(expert, gate.matrix, second, stream);
   w2_.pack(expert, down.matrix, nullptr, stream);
 }

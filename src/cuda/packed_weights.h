@@ -2,6 +2,7 @@
 // beside them.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -16,10 +17,17 @@ namespace fusedmoe::cuda {
 /// w13 or w2 of all experts.
 class PackedMatrices {
  public:
+  struct Sizes {
+    std::int64_t num_experts, width, k;
+    bool gated, bias;
+    float activation_scale;  ///< static one of the rows that they multiply; 1: none
+  };
   PackedMatrices() = default;
-  PackedMatrices(const WeightFormat& format, std::int64_t num_experts, std::int64_t width,
-                 std::int64_t k, bool gated, bool bias, Device device);
+  PackedMatrices(const WeightFormat& format, const QuantScheme& scheme, const Sizes& sizes,
+                 Device device);
 
+  /// Throws Error for matrices that cannot be packed; scales are in host memory.
+  void check(const WeightMatrix& gate, const WeightMatrix* up) const;
   /// `up` is null unless gated; scales and biases are in host memory. Waits.
   void pack(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up, Stream stream);
   /// The inverse, into host tensors that `owners` keep. Waits.
@@ -27,16 +35,40 @@ class PackedMatrices {
               std::vector<std::shared_ptr<const void>>& owners) const;
   /// Fills what a GEMM must know of its weights.
   void set(GemmParams& gemm) const;
+  /// (experts) global scales of the rows that these matrices multiply; null where they have none.
+  const float* input_scales() const {
+    return input_scales_ ? input_scales_.as<const float>() : nullptr;
+  }
   std::int64_t nbytes() const;
 
  private:
+  /// Of one source matrix what the blocks do not hold, in host memory.
+  struct Origin {
+    Tensor scales, global_scale, input_scale;
+    std::int64_t first_row = 0, first_col = 0;
+  };
+  Origin origin_of(const WeightMatrix& matrix) const;
+  /// Whether scales of several columns multiply accumulators.
+  bool has_k_scales() const;
+  float row_scale(const WeightMatrix& matrix, std::int64_t row, float common) const;
+  void upload_block_scales(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up,
+                           const Stream& stream) const;
+  const WeightMatrix& source_of(std::int64_t row, const WeightMatrix& gate,
+                                const WeightMatrix* up) const;
+
   const WeightFormat* format_ = nullptr;
+  QuantScheme scheme_;
   std::int64_t width_ = 0, k_ = 0;
   bool gated_ = false;
+  float activation_scale_ = 1;
   BlockGrid grid_;
-  Tensor blocks_;  // u8
-  Tensor bias_;    // (experts, row_blocks * 64) f32 in packed row order
-  Tensor scales_;  // (experts) f32
+  Tensor blocks_;        // u8
+  Tensor bias_;          // (experts, row_blocks * 64) f32 in packed row order
+  Tensor scales_;        // the same: what results are multiplied by; where the scheme has scales
+  Tensor block_scales_;  // (experts, row_blocks, k_blocks, 8) f32, of 8 rows and a K block
+  Tensor input_scales_;  // (experts) f32 of NVFP4 activations
+  std::vector<int> exponent_shifts_;            // of experts
+  std::vector<std::array<Origin, 2>> origins_;  // gate or down, up
 };
 
 class CudaPackedWeights final : public PackedWeights {

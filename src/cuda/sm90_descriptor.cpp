@@ -18,8 +18,10 @@ class Sm90Descriptor final : public ExpertsDescriptor {
   std::string_view name() const override { return "sm90"; }
   Support supports(const MoeConfig& config) const override;
   bool routes_faster() const override { return true; }
+  /// One kernel permutes and quantizes.
+  bool expects_unquantized_inputs(const QuantScheme&) const override { return true; }
   std::string_view instruction_set() const override { return "sm_90a"; }
-  int layout_version() const override { return 1; }
+  int layout_version() const override { return 2; }
   std::shared_ptr<const Experts> create(const MoeConfig& config,
                                         const Context& context) const override {
     MoeConfig here = config;
@@ -44,27 +46,34 @@ Support supports_device(const MoeConfig& config) {
                          : no(core::format("{}: {}", to_string(config.device), problem));
 }
 
+/// The intermediate size is a multiple of it.
+std::int64_t intermediate_unit(const MoeConfig& config) {
+  if (config.hooks) return kPitchUnit;  // the rows that hooks see have no padding
+  const QuantKey& key = config.scheme.weights;
+  // Gate and up of one fused matrix share its scale blocks, which slices of 8 rows are in.
+  if (key.value == DType::kE4M3 && key.group.rows > 1) return kPitchUnit;
+  return key.value == DType::kE2M1 ? 2 : 1;  // two codes in a byte
+}
+
 Support Sm90Descriptor::supports(const MoeConfig& config) const {
   const auto no = [](Reason reason, std::string text) {
     return Support::no(reason, std::move(text));
   };
   if (Support support = supports_device(config); !support) return support;
-  const WeightFormat* format = find_weight_format(config.scheme);
+  const WeightFormat* format = find_weight_format(config.scheme, config.dtype);
   if (!format) {
-    std::string known;
-    for (const WeightFormat& each : weight_formats()) {
-      known += (known.empty() ? "" : ", ") + fusedmoe::name(each.scheme);
+    for (const DType other : {DType::kBF16, DType::kF16}) {
+      if (!find_weight_format(config.scheme, other)) continue;
+      return no(Reason::kDType, core::format("dtype is {}, takes {}", fusedmoe::name(config.dtype),
+                                             fusedmoe::name(other)));
     }
     return no(Reason::kQuantScheme,
-              core::format("scheme is {}, takes {}", fusedmoe::name(config.scheme), known));
+              core::format("scheme {} has no kernel", fusedmoe::name(config.scheme)));
   }
-  if (config.dtype != format->row_dtype) {
-    return no(Reason::kDType, core::format("dtype is {}, takes {}", fusedmoe::name(config.dtype),
-                                           fusedmoe::name(format->row_dtype)));
+  if (Support common = core::supports_anywhere(config, {kPitchUnit, intermediate_unit(config)});
+      !common) {
+    return common;
   }
-  // The rows that hooks see have no padding.
-  const std::int64_t unit = config.hooks ? kPitchUnit : std::int64_t{format->codes_per_value};
-  if (Support common = core::supports_anywhere(config, {kPitchUnit, unit}); !common) return common;
   const Variant variant = variant_of(config);
   if (config.batch_invariant && variant != Variant::kBatchInvariant) {
     return no(Reason::kBatchInvariance, "the order of its sums depends on the batch");

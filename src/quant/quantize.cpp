@@ -14,6 +14,7 @@
 #include "moe/experts_args.h"
 #include "quant/quantize.h"
 #include "quant/quantize_elements.h"
+#include "quant/quantize_scales.h"
 
 namespace fusedmoe {
 namespace {
@@ -21,10 +22,10 @@ namespace {
 using core::e2m1_code;
 using core::e4m3_code;
 using core::int8_code;
+using core::kE4M3Max;
+using core::kMinAmax;
 
-constexpr float kE4M3Max = 448.0F, kInt8Max = 127.0F;
-constexpr float kMinTokenScale = 1.0F / (kE4M3Max * 512.0F);
-constexpr float kMinAmax = 1e-10F;  // of groups and of int8 rows
+constexpr float kInt8Max = 127.0F;
 constexpr std::int64_t kMaxGroup = 4096;
 
 bool per_tensor(const QuantKey& key) {
@@ -95,21 +96,16 @@ std::uint8_t mx_block(const float* x, std::int64_t count, const QuantKey& key,
 
 std::uint8_t nvfp4_block(const float* x, std::int64_t count, float global_scale,
                          std::uint8_t* codes) {
-  const float multiplier = 1.0F / global_scale;
-  const float amax = core::amax(x, count);
-  const std::uint8_t scale = e4m3_code(multiplier * (amax * (1.0F / 6.0F)));
-  const float decoded = e4m3_to_f32(scale) * (1.0F / multiplier);
-  e2m1_times(x, count, scale == 0 ? 0 : 1.0F / decoded, codes);
-  return scale;
+  const core::Nvfp4Scale scale = core::nvfp4_scale(core::amax(x, count), global_scale);
+  e2m1_times(x, count, scale.factor, codes);
+  return scale.code;
 }
 
 /// Scale of a row, or of a group of one, with f32 scales or power-of-two ones of e4m3 groups.
 float block_scale(float amax, const QuantKey& key) {
   if (key.value == DType::kI8) return std::max(amax, kMinAmax) / kInt8Max;
-  if (key.group.cols < 0) return std::max(amax / kE4M3Max, kMinTokenScale);
-  const float scale = std::max(amax, kMinAmax) / kE4M3Max;
-  if (key.scale != DType::kE8M0) return scale;
-  return e8m0_to_f32(f32_to_e8m0(std::max(scale, kMinAmax)));
+  if (key.group.cols < 0) return core::e4m3_row_scale(amax);
+  return core::e4m3_group_scale(amax, key.scale == DType::kE8M0);
 }
 
 /// Codes of (part of) that block.
@@ -181,36 +177,13 @@ float tensor_scale(float amax) {
 }
 
 float nvfp4_global_scale(float amax) {
-  constexpr float kLargest = 6.0F * kE4M3Max;
+  constexpr float kLargest = kE2M1Max * kE4M3Max;
   const float scale = amax / kLargest;
   return std::isfinite(1.0F / scale) ? scale : 1.0F;
 }
 
 std::uint8_t mx_scale(float amax, DType element, MxScaleRule rule) {
-  if (amax == 0) return 0;
-  const bool e2m1 = element == DType::kE2M1;
-  const float largest = e2m1 ? 6.0F : kE4M3Max;
-  const int power = e2m1 ? 2 : 8, mantissa_bits = e2m1 ? 1 : 3;
-  const auto exponent = [](float value, std::uint32_t added) {
-    return static_cast<int>((std::bit_cast<std::uint32_t>(value) + added) >> 23);
-  };
-  int code = 0;
-  switch (rule) {
-    case MxScaleRule::kOcp:
-      code = exponent(amax, 0) - power;
-      break;
-    case MxScaleRule::kEven:
-      code = exponent(amax, 1U << (22 - mantissa_bits)) - power;
-      break;
-    case MxScaleRule::kCeil:
-      // MXFP8 kernels multiply by the reciprocal and convert; MXFP4 ones divide.
-      code = e2m1 ? exponent(amax / largest, 0x7FFFFF) : f32_to_e8m0(amax * (1.0F / largest));
-      break;
-    case MxScaleRule::kFloor:
-      code = exponent(amax * (1.0F / largest), 0);
-      break;
-  }
-  return static_cast<std::uint8_t>(std::clamp(code, 0, 254));
+  return mx_scale_code(amax, element == DType::kE2M1, rule);
 }
 
 void quantize_row(const float* x, std::int64_t count, const QuantKey& key, float scale,

@@ -6,20 +6,22 @@
 #include <bit>
 #include <cstdint>
 
+#include "core/host_device.h"
+
 namespace fusedmoe::core {
 
 /// The bits of |value|, ordered like the magnitudes; above kInfinityBits: NaN.
-inline std::int32_t magnitude_bits(float value) {
+FUSEDMOE_HD inline std::int32_t magnitude_bits(float value) {
   return std::bit_cast<std::int32_t>(value) & 0x7FFFFFFF;
 }
 inline constexpr std::int32_t kInfinityBits = 0x7F800000;
 
 /// All ones or zero: masks instead of ?:, which compilers turn into jumps inside loops.
-inline std::int32_t mask(bool condition) {
+FUSEDMOE_HD inline std::int32_t mask(bool condition) {
   return -static_cast<std::int32_t>(condition);
 }
 
-inline std::uint8_t e4m3_code(float value) {
+FUSEDMOE_HD inline std::uint8_t e4m3_code(float value) {
   constexpr std::int32_t kMinNormal = 0x3C800000, kLargest = 0x43E00000;  // 2^-6, 448
   constexpr float kSubnormalUnit = 0x1p14F;  // its last place is 2^-9, the step of subnormals
   const std::int32_t nan = mask(magnitude_bits(value) > kInfinityBits);
@@ -34,7 +36,7 @@ inline std::uint8_t e4m3_code(float value) {
 }
 
 /// In the low nibble.
-inline std::uint8_t e2m1_code(float value) {
+FUSEDMOE_HD inline std::uint8_t e2m1_code(float value) {
   const std::int32_t magnitude = magnitude_bits(value);
   const auto above = [=](float tie) {  // 1 if |value| > tie, or NaN
     return mask(magnitude > std::bit_cast<std::int32_t>(tie)) & 1;
@@ -50,7 +52,7 @@ inline std::uint8_t e2m1_code(float value) {
 }
 
 /// Nearest integer, halves away from zero, at most 127 in magnitude; NaN: 0.
-inline std::int8_t int8_code(float value) {
+FUSEDMOE_HD inline std::int8_t int8_code(float value) {
   constexpr float kBelowHalf = 0x1.fffffep-2F;  // with 0.5 itself, the float below a half rounds up
   const std::int32_t nan = mask(magnitude_bits(value) > kInfinityBits);
   const std::int32_t magnitude =

@@ -44,14 +44,17 @@ inline bool is_mxfp4(const QuantScheme& scheme) {
   return scheme == schemes::mxfp4_w4a16();
 }
 
-inline const cuda::WeightFormat& format_of(const QuantScheme& scheme) {
-  const cuda::WeightFormat* format = cuda::find_weight_format(scheme);
+/// Of the rows that the GPU's experts take for one of those.
+inline DType row_dtype(const QuantScheme& scheme) {
+  return scheme.weights.value == DType::kF16 ? DType::kF16 : DType::kBF16;
+}
+inline const cuda::WeightFormat& format_of(const QuantScheme& scheme, DType dtype) {
+  const cuda::WeightFormat* format = cuda::find_weight_format(scheme, dtype);
   if (!format) throw Error("scheme", std::string(name(scheme)), "one of the GPU");
   return *format;
 }
-/// Of the rows that the GPU's experts take for a scheme.
-inline DType row_dtype(const QuantScheme& scheme) {
-  return format_of(scheme).row_dtype;
+inline const cuda::WeightFormat& format_of(const QuantScheme& scheme) {
+  return format_of(scheme, row_dtype(scheme));
 }
 
 /// "", "_batched", "_unfused", "_monolithic" or "_batch_invariant": see Variant::name().

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/gemm/operands/mxfp4_block.h"
+#include "cuda/gemm/operands/codes.h"
 #include "cuda/packed_weights.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
@@ -52,13 +52,12 @@ struct Downloaded {
     };
     blocks = download(gemm.weights, DType::kU8, {num_experts, expert_bytes});
     bias = download(gemm.bias, DType::kF32, {num_experts, row_blocks * cuda::kBlockRows});
-    scales = download(gemm.scales, DType::kF32, {num_experts});
+    scales = download(gemm.scales, DType::kF32, {num_experts, row_blocks * cuda::kBlockRows});
   }
 
   const std::uint8_t* block(std::int64_t expert, std::int64_t row, std::int64_t k) const {
     const std::int64_t index = row / 64 * k_blocks + k / 64;
-    const std::int64_t size = format.decodes ? 2176 : 8192;
-    return blocks.as<const std::uint8_t>() + expert * expert_bytes + index * size;
+    return blocks.as<const std::uint8_t>() + expert * expert_bytes + index * format.block.bytes;
   }
 
   /// Value of a packed element, as the GEMM sees it; the MXFP4 scale of its block besides.
@@ -76,19 +75,20 @@ struct Downloaded {
     const int word = static_cast<int>(c / 16);
     std::uint32_t words[4];
     std::memcpy(words, base + 16 * (32 * w + 4 * g + q), sizeof(words));
-    const auto bit = [&](cuda::CodeBit at) {
-      return words[word / 2 * 2 + at.word] >> (at.bit + (c % 2 ? 16 : 0)) & 1U;
+    const auto bit = [&](int of_code) {
+      const cuda::BitPlace at =
+          cuda::E2m1Codes::place(word, pair, static_cast<int>(c % 2), of_code);
+      return words[at.word] >> at.bit & 1U;
     };
-    const cuda::CodeBits bits = cuda::code_bits(word % 2, pair);
-    const unsigned exponent = 2 * bit(bits.exponent_high) + bit(bits.exponent_low);
-    const unsigned mantissa = bit(bits.mantissa);
+    const unsigned exponent = 2 * bit(2) + bit(1), mantissa = bit(0);
     const double magnitude = exponent == 0
                                  ? 0.5 * mantissa
                                  : std::ldexp(1 + 0.5 * mantissa, static_cast<int>(exponent) - 1);
     const int field = base[2048 + (w * 8 + g) * 4 + r % 16 / 8 * 2 + c / 32];
     // The bf16 with this exponent field is 2^126 times the scale over the expert's power of two.
-    const double scale = std::ldexp(1.0, field - 127 - 126) * scales.as<const float>()[expert];
-    return (bit(bits.sign) ? -magnitude : magnitude) * scale;
+    const double scale = std::ldexp(1.0, field - 127 - 126) *
+                         scales.as<const float>()[expert * scales.size(1) + row];
+    return (bit(3) ? -magnitude : magnitude) * scale;
   }
 };
 
@@ -325,7 +325,8 @@ TEST_F(CudaPackTest, LargeScalesMoveTheExponents) {
     const auto& scales = static_cast<const CudaPackedWeights&>(*packed).w2();
     const Downloaded w2(scales, static_cast<const CudaPackedWeights&>(*packed).format(), 2);
     EXPECT_EQ(w2.scales.as<const float>()[0], 1);
-    EXPECT_EQ(w2.scales.as<const float>()[1], std::ldexp(1.0F, std::max(0, range.high - 128)));
+    EXPECT_EQ(w2.scales.as<const float>()[w2.scales.size(1)],
+              std::ldexp(1.0F, std::max(0, range.high - 128)));
     const ExpertWeights unpacked = experts_->unpack(*packed, 1);
     expect_same(unpacked.experts[0], expert);
   }

@@ -158,11 +158,16 @@ struct Results {
     cuda::RoutingDataExtras extras;
     extras.zeroed = zeroed.as<std::int32_t>();
     extras.num_zeroed = kZeroed;
-    extras.rows = in.hidden_states.data();
-    extras.permuted = permuted.data();
-    extras.row_bytes = in.row_bytes();
-    extras.row_pitch = bytes(in.spec.dtype, in.hidden_states.stride(0));
+    extras.rows = copy_of(in, permuted);
     return extras;
+  }
+  static cuda::RowTransform copy_of(const Inputs& in, const Tensor& to) {
+    cuda::RowTransform rows;
+    rows.rows = in.hidden_states.data();
+    rows.row_pitch = bytes(in.spec.dtype, in.hidden_states.stride(0));
+    rows.to = to.data();
+    rows.row_bytes = rows.to_pitch = in.row_bytes();
+    return rows;
   }
   std::vector<Tensor> on_host() const {
     return {to_host(logits),       to_host(ids),    to_host(weights), to_host(load),
@@ -284,10 +289,12 @@ TEST_P(CudaRouterFused, TheNextKernelWaits) {
   for (int round = 0; round < 20; ++round) {
     const Inputs& in = round % 2 == 0 ? first : second;
     const RoutingData data = run_fused(in, out);
-    cuda::permute_rows({in.hidden_states.data(), bytes(spec.dtype, in.hidden_states.stride(0)),
-                        again.data(), in.row_bytes(),
-                        data.slot_to_permuted.as<const std::int32_t>(), spec.num_tokens, spec.topk},
-                       kStream);
+    cuda::PermuteRows permute;
+    permute.rows = Results::copy_of(in, again);
+    permute.slot_to_row = data.slot_to_permuted.as<const std::int32_t>();
+    permute.num_tokens = spec.num_tokens;
+    permute.topk = spec.topk;
+    cuda::permute_rows(permute, kStream);
   }
   EXPECT_TRUE(bitwise_equal(to_host(again), to_host(out.permuted)));
 }

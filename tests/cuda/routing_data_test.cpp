@@ -217,10 +217,10 @@ TEST_P(CudaRoutingData, CopiesRowsInTheirOrder) {
     cuda::RoutingDataExtras extras;
     extras.zeroed = zeroed.data();
     extras.num_zeroed = zeroed.count;
-    extras.rows = gpu_rows.data();
-    extras.permuted = permuted.data();
-    extras.row_bytes = row_bytes;
-    extras.row_pitch = pitch_words == row_words ? 0 : 4 * pitch_words;
+    extras.rows.rows = gpu_rows.data();
+    extras.rows.to = permuted.data();
+    extras.rows.row_bytes = extras.rows.to_pitch = row_bytes;
+    extras.rows.row_pitch = 4 * pitch_words;
     cuda::build_routing_data(gpu_ids, gpu_map, experts, memory.data(), extras, Stream{kGpu});
     synchronize(Stream{kGpu});
     expect_equal(memory.words("routing data"), expected);

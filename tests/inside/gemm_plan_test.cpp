@@ -13,7 +13,7 @@ namespace {
 
 const WeightFormat& format_named(std::string_view name) {
   for (const WeightFormat& format : weight_formats()) {
-    if (fusedmoe::name(format.scheme) == name) return format;
+    if (format.name == name) return format;
   }
   throw Error("format", std::string(name), "in the table");
 }
@@ -157,7 +157,7 @@ TEST(GemmPlanTest, MoreTokensOfPublishedModelsNeverGetNarrowerTiles) {
 TEST(GemmPlanTest, PublishedModelsGetThePlansThatWereFastest) {
   const auto config = [](const MlpShape& shape) { return to_string(choose_config(shape)); };
   const auto gpt_oss_20b = [&](std::int64_t num_tokens) {
-    return config(shape_of(2880, 2880, 32, 4, num_tokens, "mxfp4_w4a16"));
+    return config(shape_of(2880, 2880, 32, 4, num_tokens, "mxfp4"));
   };
   EXPECT_EQ(gpt_oss_20b(1), "64x16k4c1 splits 2 f32");
   EXPECT_EQ(gpt_oss_20b(6), "64x16k4c1 splits 1 f32");
@@ -209,8 +209,8 @@ TEST(GemmPlanTest, ShortKHasNoTimeForAnEpilogueWarpgroupOrClusters) {
   EXPECT_TRUE(tile(256, 8).has_epilogue_warpgroup());
   EXPECT_FALSE(tile(256, 32).has_epilogue_warpgroup()) << "enough tiles without K groups";
   EXPECT_TRUE(tile(768, 64).has_epilogue_warpgroup());
-  EXPECT_TRUE(tile(384, 64, "mxfp4_w4a16").has_epilogue_warpgroup());
-  EXPECT_FALSE(tile(384, 256, "mxfp4_w4a16").has_epilogue_warpgroup())
+  EXPECT_TRUE(tile(384, 64, "mxfp4").has_epilogue_warpgroup());
+  EXPECT_FALSE(tile(384, 256, "mxfp4").has_epilogue_warpgroup())
       << "20 rows take longer than 6 blocks of K";
   EXPECT_EQ(tile(192, 8192).cluster, 1);
   EXPECT_EQ(tile(768, 8192).cluster, 2);

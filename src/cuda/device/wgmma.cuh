@@ -7,6 +7,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 #include <cute/arch/copy_sm75.hpp>
@@ -19,7 +20,7 @@
 namespace fusedmoe::cuda {
 
 /// The atoms of width kN: `SharedA` with both operands in shared memory; `RegisterA` with the
-/// 64-row operand, of bf16, in registers.
+/// 64-row operand in registers.
 template <typename Element, int kN>
 struct WgmmaAtom;
 
@@ -36,6 +37,8 @@ struct WgmmaAtom;
   struct WgmmaAtom<__half, N> {                                                                   \
     using SharedA = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_SS<cute::SM90::GMMA::Major::K,    \
                                                                    cute::SM90::GMMA::Major::K>;   \
+    using RegisterA = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_RS<cute::SM90::GMMA::Major::K,  \
+                                                                     cute::SM90::GMMA::Major::K>; \
   };
 FUSEDMOE_WGMMA_ATOM(8)
 FUSEDMOE_WGMMA_ATOM(16)
@@ -47,6 +50,19 @@ FUSEDMOE_WGMMA_ATOM(96)
 FUSEDMOE_WGMMA_ATOM(112)
 FUSEDMOE_WGMMA_ATOM(128)
 FUSEDMOE_WGMMA_ATOM(144)
+#undef FUSEDMOE_WGMMA_ATOM
+
+#define FUSEDMOE_WGMMA_ATOM(N)                                               \
+  template <>                                                                \
+  struct WgmmaAtom<__nv_fp8_e4m3, N> {                                       \
+    using SharedA = cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<>;   \
+    using RegisterA = cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E4M3_RS_TN<>; \
+  };
+FUSEDMOE_WGMMA_ATOM(8)
+FUSEDMOE_WGMMA_ATOM(16)
+FUSEDMOE_WGMMA_ATOM(32)
+FUSEDMOE_WGMMA_ATOM(64)
+FUSEDMOE_WGMMA_ATOM(96)
 #undef FUSEDMOE_WGMMA_ATOM
 
 /// Descriptor of a K-major operand in the 128-byte swizzle: rows of 128 bytes, 8 rows to 1 KiB, and
@@ -105,11 +121,36 @@ __device__ inline void multiply(const std::uint32_t (&a)[4], std::uint64_t b,
   });
 }
 
+/// sums = A B of one instruction, or += unless `first`; of up to 144 columns.
+template <typename Element, int kN, int kCount>
+__device__ inline void multiply_apart(std::uint64_t a, std::uint64_t b, bool first,
+                                      float (&sums)[kCount]) {
+  using cute::SM90::GMMA::ScaleOut;
+  [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
+    WgmmaAtom<Element, kN>::SharedA::fma(a, b, sums[kIndex]...,
+                                         first ? ScaleOut::Zero : ScaleOut::One);
+  }
+  (std::make_index_sequence<kN / 2>());
+}
+
+template <typename Element, int kN, int kCount>
+__device__ inline void multiply_apart(const std::uint32_t (&a)[4], std::uint64_t b, bool first,
+                                      float (&sums)[kCount]) {
+  using cute::SM90::GMMA::ScaleOut;
+  [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
+    WgmmaAtom<Element, kN>::RegisterA::fma(a[0], a[1], a[2], a[3], b, sums[kIndex]...,
+                                           first ? ScaleOut::Zero : ScaleOut::One);
+  }
+  (std::make_index_sequence<kN / 2>());
+}
+
 /// mma.sync of one warp: (16, 16) by (16, 8).
 template <typename Element>
 struct MmaSyncAtom;
 template <>
 struct MmaSyncAtom<__nv_bfloat16> : cute::SM80_16x8x16_F32BF16BF16F32_TN {};
+template <>
+struct MmaSyncAtom<__half> : cute::SM80_16x8x16_F32F16F16F32_TN {};
 
 /// sums += A (16, 32) B (32, 8) of one warp, as two instructions have them: `a` as wgmma's register
 /// operand, `b` the lane's row of four 8 x 8 matrices.

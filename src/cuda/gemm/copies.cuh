@@ -2,6 +2,8 @@
 // copies, token rows by tensor copies in the 128-byte swizzle.
 #pragma once
 
+#include <cutlass/arch/memory_sm80.h>
+
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "cuda/device/bulk_copy.cuh"
@@ -105,6 +107,35 @@ __device__ inline void copy_k_block(const CUtensorMap* boxes, std::uint64_t* ful
       copy(box, n);
       n += ActivationMaps::rows(box);
     }
+  }
+}
+
+/// Scales of a tile's K blocks, of weights and of token rows, stage by stage; for one warp. No
+/// tensor copy can do it: rows of experts begin anywhere.
+template <typename K>
+__device__ inline void copy_scales(SharedMemory<K>& shared, const GemmParams& gemm,
+                                   const WorkTile& tile, StageState<K>& stage) {
+  constexpr int kWeightScales = K::kTileRowBlocks * kSlices;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int row_blocks = min(K::kTileRowBlocks, gemm.row_blocks - tile.row_block);
+  const auto first_block =
+      static_cast<std::int64_t>(tile.expert) * gemm.row_blocks + tile.row_block;
+  for (int block = tile.k_begin; block < tile.k_end; block += K::kBlocksPerStage) {
+    wait(&shared.stage_free[stage.index], stage.phase ^ 1);
+    const int k_blocks = min(K::kBlocksPerStage, tile.k_end - block);
+    for (int b = 0; b < k_blocks; ++b) {
+      if (gemm.block_scales && lane < kWeightScales && lane / kSlices < row_blocks) {
+        const std::int64_t from = (first_block + lane / kSlices) * gemm.k_blocks + block + b;
+        cutlass::arch::cp_async<4>(&shared.weight_scales_at(stage.index, b)[lane],
+                                   &gemm.block_scales[from * kSlices + lane % kSlices]);
+      }
+      if (gemm.token_scale_pitch == 0) continue;
+      const float* from = gemm.token_scales + tile.first_row + (block + b) * gemm.token_scale_pitch;
+      float* to = shared.token_scales_at(stage.index, b);
+      for (int n = lane; n < tile.num_tokens; n += 32) cutlass::arch::cp_async<4>(&to[n], &from[n]);
+    }
+    cutlass::arch::cpasync_barrier_arrive_noinc(&shared.stage_full[stage.index]);
+    stage.advance();
   }
 }
 

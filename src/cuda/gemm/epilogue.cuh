@@ -10,6 +10,7 @@
 #include "cuda/device/prefetch.cuh"
 #include "cuda/device/stmatrix.cuh"
 #include "cuda/gemm/kernel.cuh"
+#include "cuda/rows/row_quantizer.cuh"
 
 namespace fusedmoe::cuda {
 
@@ -39,22 +40,21 @@ __device__ inline int weight_row(const WarpgroupCoords<K>& coords) {
 /// r + 8.
 template <typename K>
 struct ScaleAndBias {
-  float scale = 1;
+  float scale[kStoredRowBlocks<K>][2];
   float bias[kStoredRowBlocks<K>][2] = {};
 };
 
-/// Calls function(b, address of the bias of row r) for the thread's row blocks b that have one.
+/// Calls function(b, place of row r in scales and biases) for the thread's row blocks b.
 template <typename K, typename Function>
-__device__ __forceinline__ void for_biases(const GemmParams& gemm, const WorkTile& tile,
-                                           const WarpgroupCoords<K>& coords,
-                                           const Function& function) {
-  if (!gemm.bias || tile.split > 0) return;
+__device__ __forceinline__ void for_rows(const GemmParams& gemm, const WorkTile& tile,
+                                         const WarpgroupCoords<K>& coords,
+                                         const Function& function) {
   const int first = first_row_block(tile, coords);
 #pragma unroll
   for (int b = 0; b < kStoredRowBlocks<K>; ++b) {
     if (first + b >= gemm.row_blocks) return;
     const auto block = static_cast<std::int64_t>(tile.expert) * gemm.row_blocks + first + b;
-    function(b, gemm.bias + block * kBlockRows + weight_row(coords));
+    function(b, block * kBlockRows + weight_row(coords));
   }
 }
 
@@ -62,18 +62,28 @@ __device__ __forceinline__ void for_biases(const GemmParams& gemm, const WorkTil
 template <typename K>
 __device__ inline void prefetch_scale_and_bias(const GemmParams& gemm, const WorkTile& tile,
                                                const WarpgroupCoords<K>& coords) {
-  if (gemm.scales) prefetch_l2(gemm.scales + tile.expert);
-  for_biases(gemm, tile, coords, [](int, const float* bias) { prefetch_l2(bias); });
+  if (!gemm.scales && !gemm.bias) return;
+  for_rows(gemm, tile, coords, [&](int, std::int64_t row) {
+    if (gemm.scales) prefetch_l2(gemm.scales + row);
+    if (gemm.bias) prefetch_l2(gemm.bias + row);
+  });
 }
 
 template <typename K>
 __device__ inline ScaleAndBias<K> read_scale_and_bias(const GemmParams& gemm, const WorkTile& tile,
                                                       const WarpgroupCoords<K>& coords) {
   ScaleAndBias<K> factors;
-  if (gemm.scales) factors.scale = gemm.scales[tile.expert];
-  for_biases(gemm, tile, coords, [&](int b, const float* bias) {
-    factors.bias[b][0] = bias[0];
-    factors.bias[b][1] = bias[8];
+#pragma unroll
+  for (int b = 0; b < kStoredRowBlocks<K>; ++b) factors.scale[b][0] = factors.scale[b][1] = 1;
+  for_rows(gemm, tile, coords, [&](int b, std::int64_t row) {
+    if (gemm.scales) {
+      factors.scale[b][0] = gemm.scales[row];
+      factors.scale[b][1] = gemm.scales[row + 8];
+    }
+    if (gemm.bias && tile.split == 0) {
+      factors.bias[b][0] = gemm.bias[row];
+      factors.bias[b][1] = gemm.bias[row + 8];
+    }
   });
   return factors;
 }
@@ -122,15 +132,37 @@ __device__ inline void read_partials(const SharedMemory<K>& shared, int chunk, C
 template <typename K>
 __device__ __forceinline__ void scale_and_add(const ScaleAndBias<K>& factors, int b,
                                               Chunk<K>& values) {
+  float scale[2] = {factors.scale[0][0], factors.scale[0][1]};
   float bias[2] = {factors.bias[0][0], factors.bias[0][1]};
 #pragma unroll
   for (int i = 1; i < kStoredRowBlocks<K>; ++i) {  // registers have no index
-    bias[0] = b == i ? factors.bias[i][0] : bias[0];
-    bias[1] = b == i ? factors.bias[i][1] : bias[1];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      scale[r] = b == i ? factors.scale[i][r] : scale[r];
+      bias[r] = b == i ? factors.bias[i][r] : bias[r];
+    }
   }
 #pragma unroll
   for (int i = 0; i < 4 * kEights<K>; ++i) {
-    values[i] = values[i] * factors.scale + bias[i % 4 / 2];
+    values[i] = values[i] * scale[i % 4 / 2] + bias[i % 4 / 2];
+  }
+}
+
+/// Accumulators of rows that were quantized with one scale each, times these.
+template <typename K>
+__device__ __forceinline__ void apply_token_scales(const GemmParams& gemm, const WorkTile& tile,
+                                                   const WarpgroupCoords<K>& coords, int first,
+                                                   Chunk<K>& values) {
+  if (!gemm.token_scales || gemm.token_scale_pitch > 0) return;
+#pragma unroll
+  for (int n = 0; n < kEights<K>; ++n) {
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const int token = min(first + 8 * n + coords.thread() % 4 * 2 + t, tile.num_tokens - 1);
+      const float scale = gemm.token_scales[tile.first_row + token];
+      values[4 * n + t] *= scale;
+      values[4 * n + 2 + t] *= scale;
+    }
   }
 }
 
@@ -193,13 +225,22 @@ __device__ inline void stage_both(const WarpgroupCoords<K>& coords, const Chunk<
 template <typename K>
 __device__ inline void write_rows(const GemmParams& gemm, const WarpgroupCoords<K>& coords,
                                   int row_block, std::int64_t first, int count,
-                                  const StagedRows<K>& rows) {
+                                  const StagedRows<K>& rows, const RowQuantizer& quantizer,
+                                  int expert) {
   const int units_log2 = gemm.epilogue == Epilogue::kActivate ? 2 : 3;  // of 8 features
   auto* out = static_cast<typename K::Output::Element*>(gemm.out) + first;
-  for (int i = coords.thread(); i < count << units_log2; i += 128) {
+  const int units = count << units_log2;
+  for (int i = coords.thread(); i < units; i += 128) {
     const int token = i >> units_log2;
     int unit = i & ((1 << units_log2) - 1);
-    const auto value = *reinterpret_cast<const uint4*>(&rows[token][unit * 8]);
+    auto value = *reinterpret_cast<const uint4*>(&rows[token][unit * 8]);
+    if constexpr (K::Output::kQuantizes) {
+      // Neighbouring lanes have the units of a group, which are all there or none.
+      if (quantizer.kind != RowQuantizer::Kind::kNone) {
+        const int lanes = min(32, units - i / 32 * 32);
+        value = quantize_and_decode(quantizer, expert, value, ~0U >> (32 - lanes));
+      }
+    }
     int begin = 0;
     int column = row_block << (units_log2 + 3);
     if (gemm.epilogue == Epilogue::kStoreGateUp) {
@@ -254,6 +295,7 @@ __device__ __forceinline__ void store_rows(SharedMemory<K>& shared, const FusedM
     for (int first = 0; first < tile.num_tokens; first += K::kChunkTokens) {
       Chunk<K> values;
       read(b * kChunks<K> + first / K::kChunkTokens, values);
+      if constexpr (K::kPromotes) apply_token_scales<K>(gemm, tile, coords, first, values);
       scale_and_add<K>(factors, b, values);
       if (gemm.out_f32) {
         write_f32<K>(gemm, coords, first_block + b, tile, first, values);
@@ -271,7 +313,7 @@ __device__ __forceinline__ void store_rows(SharedMemory<K>& shared, const FusedM
       } else if (gemm.epilogue == Epilogue::kStoreGateUp) {
         stage_both<K>(coords, values, warp_row / 2, kBlockRows / 2, rows);
       } else {
-        if (inner) {
+        if (gemm.epilogue == Epilogue::kActivateGate) {
           call_for_not_gated(p.activation, [&](const ResolvedActivation& known) {
 #pragma unroll
             for (float& value : values) value = activate_gate(known, value);
@@ -280,7 +322,8 @@ __device__ __forceinline__ void store_rows(SharedMemory<K>& shared, const FusedM
         stage_both<K>(coords, values, warp_row, 8, rows);
       }
       sync_warpgroup(coords);
-      write_rows<K>(gemm, coords, first_block + b, out, count, rows);
+      write_rows<K>(gemm, coords, first_block + b, out, count, rows,
+                    inner ? p.quantizer : RowQuantizer{}, tile.expert);
     }
   }
   sync_warpgroup(coords);  // all is written

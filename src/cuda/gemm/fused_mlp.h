@@ -9,15 +9,17 @@
 
 #include "cuda/gemm/packed_block.h"
 #include "cuda/gemm/tile_shape.h"
+#include "fusedmoe/quant.h"
 #include "fusedmoe/weights.h"
 #include "moe/local_experts.h"
 
 namespace fusedmoe::cuda {
 
 enum class Epilogue {
-  kStore,        ///< the accumulators (activated where the activation is not gated)
-  kActivate,     ///< gated activation
-  kStoreGateUp,  ///< (rows, 2 width): gate, then up
+  kStore,         ///< the accumulators
+  kActivate,      ///< gated activation
+  kActivateGate,  ///< activation that is not gated
+  kStoreGateUp,   ///< (rows, 2 width): gate, then up
 };
 
 /// One of the two GEMMs. "Elements" are those of the operands' activations. Rows are the token rows
@@ -27,10 +29,16 @@ struct GemmParams {
   std::int64_t expert_bytes = 0;
   int row_blocks = 0;  ///< of one expert
   int k_blocks = 0;
-  int k = 0;                          ///< columns of `activations`; behind them counts as 0
-  const float* bias = nullptr;        ///< (experts, row_blocks * 64) in packed row order, or null
-  const float* scales = nullptr;      ///< (experts): power of two that multiplies all results
-  const void* activations = nullptr;  ///< (num_rows, row_pitch) elements, 16-byte aligned
+  int k = 0;                      ///< columns of `activations`; behind them counts as 0
+  const float* bias = nullptr;    ///< (experts, row_blocks * 64) in packed row order, or null
+  const float* scales = nullptr;  ///< like `bias`: what results are multiplied by, or null
+  /// With promoted accumulators: scales of weights by (experts, row_blocks, k_blocks, 8), one for
+  /// each slice of 8 rows; or null.
+  const float* block_scales = nullptr;
+  /// Of `activations`: (rows), or with groups (k_blocks, token_scale_pitch); or null.
+  const float* token_scales = nullptr;
+  std::int64_t token_scale_pitch = 0;  ///< a multiple of 4; 0: one scale for each row
+  const void* activations = nullptr;   ///< (num_rows, row_pitch) elements, 16-byte aligned
   std::int64_t num_rows = 0;
   std::int64_t row_pitch = 0;    ///< elements; rows start at 16 bytes
   void* out = nullptr;           ///< (splits, rows, out_pitch), 16-byte aligned
@@ -41,6 +49,15 @@ struct GemmParams {
   bool out_f32 = false;          ///< else as `activations`; with Epilogue::kStore
   const std::int32_t* out_rows = nullptr;  ///< with out_f32: rows of `out`; null: the same order
   Epilogue epilogue = Epilogue::kStore;
+};
+
+/// How rows are quantized, for formats whose values, up to a factor of the expert, are exact in
+/// bf16: they are decoded again where they are made.
+struct RowQuantizer {
+  enum class Kind : std::uint8_t { kNone, kMxfp4, kMxfp8, kNvfp4 };
+  Kind kind = Kind::kNone;
+  MxScaleRule rule = MxScaleRule::kOcp;  ///< of MX
+  const float* global_scales = nullptr;  ///< of NVFP4: (experts)
 };
 
 /// Device pointers throughout.
@@ -60,6 +77,8 @@ struct FusedMlpParams {
   /// num_counters(...) words, zero when the kernel begins.
   std::int32_t* counters = nullptr;
   ResolvedActivation activation{};
+  /// Of what GEMM 1 stores, with two GEMMs. For operands whose WeightFormat::quantizes_rows is set.
+  RowQuantizer quantizer;
   /// Add up each row in one order, whatever else is in its tile (WeightFormat::keeps_order).
   bool batch_invariant = false;
   /// Weights that only one token tile reads need not stay in the L2: what they would push out may

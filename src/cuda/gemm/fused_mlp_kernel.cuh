@@ -4,6 +4,7 @@
 //   schedule_and_load_weights  one thread  draws tile indexes from a counter, in order, tells the
 //                                          others of the work tiles, and streams their weights
 //   load_activations           one thread  brings the token rows of each tile
+//   load_scales                a warp      brings scales, where each K block has its own
 //   multiply_tiles             warpgroups  multiply; without an epilogue warpgroup they also store
 //   run_epilogues              a warpgroup stores small tiles while the next is multiplied
 //   publish_tiles              one thread  tells other thread blocks which tiles are stored
@@ -103,6 +104,24 @@ __device__ inline void load_activations(SharedMemory<K>& shared, const FusedMlpP
   }
 }
 
+/// With two GEMMs in a launch the rows of the second would have to be waited for: their scales are
+/// made between two launches.
+template <typename K>
+__device__ inline void load_scales(SharedMemory<K>& shared, const FusedMlpParams& p) {
+  StageState<K> stage;
+  TileState<K> slot;
+  if (p.topk_ids) cudaGridDependencySynchronize();
+  while (true) {
+    wait(&shared.tile_full[slot.index], slot.phase);
+    const WorkTile tile = shared.tiles[slot.index];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(&shared.tile_free[slot.index]);
+    slot.advance();
+    if (tile.gemm < 0) return;
+    copy_scales(shared, p.gemms[tile.gemm], tile, stage);
+  }
+}
+
 template <typename K>
 __device__ __forceinline__ void multiply_tiles(SharedMemory<K>& shared, const FusedMlpParams& p) {
   const WarpgroupCoords<K> coords{__shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0)};
@@ -173,7 +192,7 @@ __global__ __launch_bounds__(K::kThreads,
   const int rank = K::kCluster > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
 
   const int expert = read_expert(params);
-  init_barriers(shared);
+  init_barriers(shared, has_k_scales<K>(params));
   if (threadIdx.x == 0) {
     for (int i = 0; i < params.num_gemms; ++i) {
       constexpr int kFirst = K::kWideCopies ? 0 : ActivationMaps::first_box(K::kMaxTokens);
@@ -196,6 +215,8 @@ __global__ __launch_bounds__(K::kThreads,
       load_activations(shared, params, maps, rank);
     } else if (warp == 2 && cute::elect_one_sync()) {
       publish_tiles(shared, params);
+    } else if (warp == 3 && has_k_scales<K>(params)) {
+      if constexpr (K::kPromotes) load_scales(shared, params);
     }
   } else if (!K::kHasEpilogueWarpgroup || threadIdx.x < K::kThreads - 128) {
     cutlass::arch::warpgroup_reg_alloc<K::kMultiplyRegisters>();

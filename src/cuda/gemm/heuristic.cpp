@@ -70,7 +70,7 @@ bool is_long_enough(const MlpShape& shape, int splits) {
 TileShape choose_tile(const MlpShape& shape, const Load& load, const ConfigList& configs) {
   const WeightFormat& format = *shape.format;
   const TileShape &with_k_groups = format.tiles[0], &with_epilogue_warpgroup = format.tiles[1];
-  const std::int64_t k_blocks = k_blocks_of(shape, shape.intermediate);
+  const std::int64_t k_blocks = ceil_div(shape.intermediate, 64);  // as 16-bit formats have them
   const auto k = static_cast<double>(k_blocks);
   // Up to how many waves of larger tiles the small tiles pay, and which pay beyond:
   //             limit             beyond it

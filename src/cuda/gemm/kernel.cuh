@@ -10,6 +10,8 @@
 
 namespace fusedmoe::cuda {
 
+/// Slices of 8 rows of a packed block, each with one scale.
+inline constexpr int kSlices = kBlockRows / 8;
 /// Rows of a tensor copy, at least and at most.
 inline constexpr int kRowUnit = 8, kMostRows = 64;
 /// A row of a K block in shared memory: what the swizzle of wgmma's operands permutes.
@@ -62,7 +64,10 @@ struct Kernel {
   // A thread's accumulators: row blocks by tokens, as wgmma leaves them.
   static constexpr int kAccumulators = kMaxTokens / 2;
   using Accumulators = float[kRowBlocks][kAccumulators];
-  static_assert((kRowBlocks + Operands::kPromotedRowBlocks) * kAccumulators + 48 <=
+  static constexpr bool kPromotes = Operands::kPromotedColumns > 0;
+  static constexpr int kPromotedColumns =
+      kMaxTokens < Operands::kPromotedColumns ? kMaxTokens : Operands::kPromotedColumns;
+  static_assert(kRowBlocks * kAccumulators + kPromotedColumns / 2 + (kPromotes ? 32 : 48) <=
                     kMultiplyRegisters,
                 "the tile's accumulators leave no registers");
 
@@ -84,14 +89,22 @@ struct Kernel {
   static constexpr int kUnitPitch = kWideCopies ? kBlocksPerStage * kUnitBytes : kUnitBytes;
   static constexpr int kKBlockPitch = kWideCopies ? kUnitBytes : kActivationBytes;
   static_assert(!kWideCopies || kCluster == 1);
+  // Scales of weights and of token rows, for each K block, where accumulators are promoted.
+  static constexpr int kWeightScaleBytes = kPromotes ? kTileRowBlocks * kSlices * 4 : 0;
+  static constexpr int kScaleBytes = kWeightScaleBytes + (kPromotes ? kMaxTokens * 4 : 0);
+  static_assert(kTileRowBlocks * kSlices <= 32, "a lane has a weight scale");
   static constexpr int kStageBytes =
-      static_cast<int>(
-          ceil_div(kBlocksPerStage * (kActivationBytes + kTileRowBlocks * kBlockBytes), 1024)) *
+      static_cast<int>(ceil_div(
+          kBlocksPerStage * (kActivationBytes + kTileRowBlocks * kBlockBytes + kScaleBytes),
+          1024)) *
       1024;
 
   static_assert(sizeof(typename Output::Element) == 2, "stmatrix stages 16 bits");
   // Token rows that the epilogue finishes together; more of them take more registers.
-  static constexpr int kChunkTokens = kMaxTokens < 64 ? 16 : kMaxTokens % 32 == 0 ? 32 : 48;
+  static constexpr int kChunkTokens = kMaxTokens < 64        ? 16
+                                      : kMaxTokens % 32 == 0 ? 32
+                                      : kMaxTokens % 48 == 0 ? 48
+                                                             : 16;
   // Elements of a staged row on its way out; eight rows lie on different banks.
   static constexpr int kStagedPitch =
       kBlockRows + 16 / static_cast<int>(sizeof(typename Output::Element));
@@ -156,6 +169,14 @@ struct SharedMemory {
     return stages[stage] + K::kBlocksPerStage * K::kActivationBytes +
            (row_block * K::kBlocksPerStage + k_block) * K::kBlockBytes;
   }
+  /// (row blocks, slices)
+  __device__ float* weight_scales_at(int stage, int k_block) {
+    return reinterpret_cast<float*>(weights_at(stage, K::kTileRowBlocks, 0) +
+                                    k_block * K::kScaleBytes);
+  }
+  __device__ float* token_scales_at(int stage, int k_block) {
+    return weight_scales_at(stage, k_block) + K::kWeightScaleBytes / 4;
+  }
 };
 
 /// Position in a ring of barriers.
@@ -175,6 +196,12 @@ using StageState = RingState<K::kStages>;
 template <typename K>
 using TileState = RingState<K::kTileSlots>;
 
+/// Whether K blocks have scales of their own; the same for both GEMMs.
+template <typename K>
+__device__ inline bool has_k_scales(const FusedMlpParams& p) {
+  return K::kPromotes && (p.gemms[0].token_scale_pitch > 0 || p.gemms[0].block_scales);
+}
+
 /// Which multiplying warpgroup a thread is in. The epilogue warpgroup takes the place of the first.
 template <typename K>
 struct WarpgroupCoords {
@@ -186,14 +213,15 @@ struct WarpgroupCoords {
 
 /// By a thread of each of some warps, as each barrier takes a while.
 template <typename K>
-__device__ __forceinline__ void init_barriers(SharedMemory<K>& shared) {
+__device__ __forceinline__ void init_barriers(SharedMemory<K>& shared, bool has_k_scales) {
   if (threadIdx.x % 32 != 0) return;
   const auto init = [](auto& barriers, int arrivals) {
     for (std::uint64_t& barrier : barriers) Barrier::init(&barrier, arrivals);
   };
   switch (threadIdx.x / 32) {
     case 1:
-      init(shared.stage_full, 2);  // weights and activations
+      // Weights, activations, and each lane that copies scales.
+      init(shared.stage_full, has_k_scales ? 2 + 32 : 2);
       break;
     case 2:
       init(shared.stage_free, K::kMultiplyThreads * K::kCluster);
@@ -205,7 +233,7 @@ __device__ __forceinline__ void init_barriers(SharedMemory<K>& shared) {
       init(shared.tile_stored, K::kStoringWarpgroups);
       break;
     case 5:
-      init(shared.tile_free, 2);  // activations loaded, results stored
+      init(shared.tile_free, has_k_scales ? 3 : 2);  // activations and scales loaded, stored
       break;
     case 6:
       Barrier::init(&shared.partials_full, K::kMultiplyThreads);

@@ -1,4 +1,4 @@
-// The launch of one kernel: what each generated file defines once, for one policy and tile shape.
+// The launch of one kernel: what each generated file defines for the tile shapes of one policy.
 #pragma once
 
 #include "cuda/device/launch.h"

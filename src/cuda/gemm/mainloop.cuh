@@ -123,6 +123,103 @@ __device__ __forceinline__ void multiply_shared(SharedMemory<K>& shared, const W
   stage.advance();
 }
 
+/// The scales of a K block in shared memory; null where there are none.
+struct KScales {
+  const float* weights = nullptr;  // of the warp's first row block: two slices
+  const float* tokens = nullptr;
+};
+
+/// accumulators += sums of a row block times scales, if there are any.
+template <int kN, int kCount, int kAll>
+__device__ __forceinline__ void promote(const float (&sums)[kCount], int first_column,
+                                        const KScales& scales, int row_block,
+                                        float (&accumulators)[kAll]) {
+  float2 rows = make_float2(1, 1);
+  if (scales.weights) {
+    rows = *reinterpret_cast<const float2*>(scales.weights + row_block * kSlices);
+  }
+  if (!scales.tokens) {
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) {
+      accumulators[first_column / 2 + i] += sums[i] * (i % 4 < 2 ? rows.x : rows.y);
+    }
+    return;
+  }
+#pragma unroll
+  for (int n = 0; n < kN / 8; ++n) {
+    const float* v = &sums[4 * n];
+    float* to = &accumulators[first_column / 2 + 4 * n];
+    const auto tokens = *reinterpret_cast<const float2*>(scales.tokens + first_column + 8 * n +
+                                                         threadIdx.x % 4 * 2);
+    to[0] += v[0] * (rows.x * tokens.x);
+    to[1] += v[1] * (rows.x * tokens.y);
+    to[2] += v[2] * (rows.y * tokens.x);
+    to[3] += v[3] * (rows.y * tokens.y);
+  }
+}
+
+/// FP8: its instructions keep some 13 bits of a sum, so each K block is summed up apart and added
+/// in fp32, times scales where there are any. That is hidden by the other warpgroups' instructions.
+template <int kN, typename K>
+__device__ __forceinline__ void multiply_promoted(SharedMemory<K>& shared, const FusedMlpParams& p,
+                                                  const WorkTile& tile,
+                                                  const WarpgroupCoords<K>& coords,
+                                                  StageState<K>& stage,
+                                                  typename K::Accumulators& accumulators) {
+  constexpr int kFirst = kN < K::kPromotedColumns ? kN : K::kPromotedColumns;
+  static_assert(kN - kFirst <= kFirst);
+  const GemmParams& gemm = p.gemms[tile.gemm];
+  const bool scales_weights = gemm.block_scales, scales_tokens = gemm.token_scale_pitch > 0;
+  const int stages = num_stages<K>(tile), last = last_blocks(tile, coords);
+  for (int i = 0; i < stages; ++i) {
+    const bool has_block = i + 1 < stages || last > 0;
+    const StageOperands<K> operands = acquire(shared, stage, coords);
+    if (has_block) {
+      const auto activations = operands.activations_of(0);
+      KScales scales;
+      if (scales_weights) {
+        scales.weights = shared.weight_scales_at(stage.index, coords.k_group()) +
+                         coords.row_group() * K::kRowBlocks * kSlices + coords.thread() / 32 * 2;
+      }
+      if (scales_tokens) scales.tokens = shared.token_scales_at(stage.index, coords.k_group());
+      std::uint32_t decoded[kSteps<K>][4];
+      if constexpr (K::Operands::kDecodes) {
+        static_assert(K::kRowBlocks == 1);
+        K::Operands::decode(K::Operands::load(operands.weights, coords.thread()), decoded);
+      }
+      const auto multiply_columns = [&](int b, int first, auto width) {
+        float sums[kFirst / 2];
+        const Descriptor<> weights(
+            cute::cast_smem_ptr_to_uint(operands.weights + b * K::kRowBlockPitch));
+        fence_accumulators(sums);
+        cute::warpgroup_arrive();
+#pragma unroll
+        for (int j = 0; j < kSteps<K>; ++j) {
+          const std::uint64_t tokens = activations.at(j) + (first * kSwizzleBytes >> 4);
+          if constexpr (K::Operands::kDecodes) {
+            multiply_apart<typename K::Activation, width>(decoded[j], tokens, j == 0, sums);
+          } else {
+            multiply_apart<typename K::Activation, width>(weights.at(j), tokens, j == 0, sums);
+          }
+        }
+        cute::warpgroup_commit_batch();
+        cute::warpgroup_wait<0>();
+        fence_accumulators(sums);
+        promote<width>(sums, first, scales, b, accumulators[b]);
+      };
+#pragma unroll
+      for (int b = 0; b < K::kRowBlocks; ++b) {
+        multiply_columns(b, 0, std::integral_constant<int, kFirst>());
+        if constexpr (kN > kFirst) {
+          multiply_columns(b, kFirst, std::integral_constant<int, kN - kFirst>());
+        }
+      }
+    }
+    release_stage(shared, stage.index);
+    stage.advance();
+  }
+}
+
 /// Weights to be decoded: the codes of a stage are read while the tensor cores work on the stage
 /// before, and decoded while they work for the other warpgroups.
 template <int kN, typename K>
@@ -221,23 +318,28 @@ template <typename K>
 inline constexpr int kFirstWidth = K::kMaxTokens <= 32   ? 8
                                    : K::kMaxTokens <= 64 ? 32
                                                          : 64;
+template <typename K>
 constexpr int next_width(int width) {
-  return width == 8 ? 16 : width == 32 ? 64 : width + 16;
+  if (width < 64) return 2 * width;
+  return width + (K::kPromotes ? 32 : 16);
 }
 
 /// With the narrowest that covers the tile, so that padding costs little.
 template <int kN, typename K>
-__device__ __forceinline__ void multiply_narrowest(SharedMemory<K>& shared, const WorkTile& tile,
+__device__ __forceinline__ void multiply_narrowest(SharedMemory<K>& shared, const FusedMlpParams& p,
+                                                   const WorkTile& tile,
                                                    const WarpgroupCoords<K>& coords,
                                                    StageState<K>& stage,
                                                    typename K::Accumulators& accumulators) {
   if constexpr (kN < K::kMaxTokens) {
     if (tile.num_tokens > kN) {
-      multiply_narrowest<next_width(kN)>(shared, tile, coords, stage, accumulators);
+      multiply_narrowest<next_width<K>(kN)>(shared, p, tile, coords, stage, accumulators);
       return;
     }
   }
-  if constexpr (K::Operands::kDecodes) {
+  if constexpr (K::kPromotes) {
+    multiply_promoted<kN>(shared, p, tile, coords, stage, accumulators);
+  } else if constexpr (K::Operands::kDecodes) {
     multiply_decoded<kN>(shared, tile, coords, stage, accumulators);
   } else {
     multiply_shared<kN>(shared, tile, coords, stage, accumulators);
@@ -284,7 +386,7 @@ __device__ __forceinline__ void multiply_tile(SharedMemory<K>& shared, const Fus
       multiply_narrowest_mma_sync<8>(shared, tile, coords, stage, accumulators);
     }
   } else if constexpr (kMmaSyncColumns<K> < K::kMaxTokens) {
-    multiply_narrowest<kFirstWidth<K>>(shared, tile, coords, stage, accumulators);
+    multiply_narrowest<kFirstWidth<K>>(shared, p, tile, coords, stage, accumulators);
   }
 #pragma unroll
   for (int b = 0; b < K::kRowBlocks; ++b) fence_accumulators(accumulators[b]);

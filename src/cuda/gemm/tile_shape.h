@@ -31,4 +31,20 @@ inline constexpr TileShape kTiles16Bit[] = {
     {144, 2, 1, 2, 1}, {144, 2, 1, 2, 2}, {288, 2, 1, 1, 2},
 };
 
+/// Those of decoded weights, which leave no registers for the others' tiles.
+inline constexpr TileShape kTilesDecoded[] = {
+    {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 4, 1, 1, 1}, {144, 2, 1, 1, 2}, {288, 2, 1, 1, 2},
+};
+
+/// Those of FP8, whose accumulators are promoted: a thread holds up to 96 columns of one row block
+/// twice.
+inline constexpr TileShape kTilesFp8[] = {
+    {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 2, 1, 2, 1}, {96, 2, 1, 1, 2}, {192, 2, 1, 1, 2},
+};
+
+/// The same with weights that are decoded.
+inline constexpr TileShape kTilesDecodedFp8[] = {
+    {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 2, 1, 1, 1}, {96, 2, 1, 1, 2}, {128, 2, 1, 1, 2},
+};
+
 }  // namespace fusedmoe::cuda

@@ -14,14 +14,43 @@ std::string to_string(const TileShape& tile) {
 }
 
 std::span<const WeightFormat> weight_formats() {
-  static const std::array formats = {bf16_format(), f16_format(), mxfp4_format()};
+  static const std::array formats = {
+      bf16_format(),         f16_format(),        fp8_format(),
+      w4a8_format(),         mxfp4_bf16_format(), mxfp4_quantized_format(),
+      mxfp4_f16_format(),    nvfp4_bf16_format(), nvfp4_f16_format(),
+      int4_bf16_format(),    int4_f16_format(),   int4_g32_bf16_format(),
+      int4_g32_f16_format(), int8_bf16_format(),  int8_f16_format(),
+      decoded_e4m3_format()};
   return formats;
 }
 
-const WeightFormat* find_weight_format(const QuantScheme& scheme) {
+namespace {
+
+/// Whether rows quantized with the key are exact in bf16, up to a factor of the expert.
+bool fits_bf16(const QuantKey& key) {
+  return key.dynamic &&
+         (key.value == DType::kE2M1 || (key.value == DType::kE4M3 && key.scale == DType::kE8M0 &&
+                                        key.group == GroupShape{1, 32}));
+}
+
+/// Whether they are E4M3 with one scale for the tensor, a row, or a row of a K block.
+bool is_fp8(const QuantKey& key, const WeightFormat& format) {
+  return key.value == DType::kE4M3 && (key.group.cols < 0 || key.group.cols == format.block.k);
+}
+
+/// Whether the kernel multiplies such activations by such weights.
+bool multiplies(const WeightFormat& format, const std::optional<QuantKey>& key) {
+  if (format.fp8_rows) return key && is_fp8(*key, format);
+  return !key || (format.quantizes_rows && fits_bf16(*key));
+}
+
+}  // namespace
+
+const WeightFormat* find_weight_format(const QuantScheme& scheme, DType row_dtype) {
   const auto formats = weight_formats();
   const auto found = std::find_if(formats.begin(), formats.end(), [&](const WeightFormat& format) {
-    return format.scheme == scheme;
+    return format.row_dtype == row_dtype && format.holds(scheme.weights) &&
+           multiplies(format, scheme.activations);
   });
   return found == formats.end() ? nullptr : &*found;
 }

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
 
 #include "cuda/gemm/fused_mlp.h"
 #include "fusedmoe/quant.h"
@@ -15,9 +16,16 @@ namespace fusedmoe::cuda {
 
 /// One matrix of an expert (gate and up of a gated w13 count as one) in device memory, contiguous.
 struct PackSource {
-  const void* values = nullptr;          ///< as WeightMatrix::values; rows of gate, then of up
-  const std::uint8_t* scales = nullptr;  ///< as WeightMatrix::scales, where the format has any
-  std::int64_t width = 0;                ///< rows of one of the matrices
+  const void* values = nullptr;  ///< as WeightMatrix::values; rows of gate, then of up
+  std::int64_t row_bytes = 0;    ///< of `values`
+  const void* scales = nullptr;  ///< as WeightMatrix::scales, gate's then up's; or null
+  const std::uint8_t* zero_points = nullptr;  ///< shaped like `scales`, or null:
+  int zero_point = 0;                         ///< all have this one
+  DType scale_dtype = DType::kF32;
+  GroupShape group{};  ///< of a scale
+  std::int64_t first_row = 0, first_col = 0;
+  std::int64_t scale_rows = 0, scale_cols = 0;  ///< of gate's
+  std::int64_t width = 0;                       ///< rows of one of the matrices
   std::int64_t k = 0;
   bool gated = false;      ///< 2 width rows
   int exponent_shift = 0;  ///< of WeightFormat::exponent_shift
@@ -29,6 +37,13 @@ struct PackSource {
     if (feature >= width) return -1;
     return gated_is_up(row) ? width + feature : feature;
   }
+  /// Place in `scales` of the scale of a source row and column.
+  FUSEDMOE_HD std::int64_t scale_index(std::int64_t row, std::int64_t column) const {
+    const std::int64_t matrix = row / width;
+    const std::int64_t r = group.rows < 0 ? 0 : (first_row + row - matrix * width) / group.rows;
+    const std::int64_t c = group.cols < 0 ? 0 : (first_col + column) / group.cols;
+    return (matrix * scale_rows + r) * scale_cols + c;
+  }
 };
 
 /// The packed blocks of one matrix in host memory, 4-byte aligned.
@@ -37,17 +52,28 @@ struct PackedView {
   std::int64_t k_blocks = 0;
   std::int64_t k = 0;
   int exponent_shift = 0;
+  GroupShape group{};
+  std::int64_t first_col = 0;
+};
+
+/// A row as WeightMatrix has it. Null: the format's blocks do not hold it.
+struct UnpackedRow {
+  void* values = nullptr;
+  void* scales = nullptr;
+  std::uint8_t* zero_points = nullptr;
 };
 
 struct WeightFormat {
-  QuantScheme scheme;
-  DType row_dtype = DType::kBF16;  ///< of hidden states, activated rows and results
+  std::string_view name;
+  /// Whether weights of this key are packed so.
+  bool (*holds)(const QuantKey& weights) = nullptr;
+  DType row_dtype = DType::kBF16;  ///< of hidden states and results
   PackedBlock block;
-
-  // How a WeightMatrix holds a row:
-  DType values = DType::kBF16;
-  int codes_per_value = 1;  ///< K is a multiple of it
-  int scale_group = 0;      ///< elements of K that share a scale byte; 0: there are none
+  /// Scales in packed blocks: columns that have the same one, at least; 0: none are there. All
+  /// other scales multiply results.
+  int slot_k = 0;
+  DType block_scales = DType::kU8;  ///< their type, as unpacked
+  int fixed_exponent = 0;           ///< results are multiplied by 2 to the power of it
 
   /// Weights are decoded in registers, which takes the same time for any number of tokens.
   bool decodes = false;
@@ -55,6 +81,10 @@ struct WeightFormat {
   int mma_sync_tokens = 0;
   /// GEMM 2 can apply router weights, see FusedMlpParams::topk_weights.
   bool weights_rows = false;
+  /// Activations are E4M3, with scales in fp32.
+  bool fp8_rows = false;
+  /// GEMM 1 can quantize and decode what it stores, see FusedMlpParams::quantizer.
+  bool quantizes_rows = false;
 
   /// From few tokens to many: first one with K groups, then one with an epilogue warpgroup, then
   /// those without.
@@ -63,15 +93,15 @@ struct WeightFormat {
   std::span<const Launch> launches;  ///< of the tiles
 
   /// The kernel can multiply by scales of a limited range only. Returns the exponent s so that all
-  /// scales of the matrices, divided by 2^s, lie in it; GemmParams::scales multiply by 2^s again.
-  /// Throws Error for matrices that cannot be packed. `up` is null unless gated.
+  /// scales of the matrices, divided by 2^s, lie in it; results are multiplied by 2^s again. Throws
+  /// Error for matrices that cannot be packed. `up` is null unless gated. Null: always 0.
   int (*exponent_shift)(const WeightMatrix& gate, const WeightMatrix* up) = nullptr;
   /// Writes the packed blocks of a matrix to device memory. Asynchronous.
   void (*pack)(const PackSource& source, const BlockGrid& grid, void* blocks,
                const Stream& stream) = nullptr;
-  /// Row `row` of a packed matrix, as WeightMatrix has it; an odd k leaves the last high nibble 0.
-  void (*unpack_row)(const PackedView& source, std::int64_t row, void* values,
-                     std::uint8_t* scales) = nullptr;
+  /// Row `row` of a packed matrix, as WeightMatrix has it.
+  void (*unpack_row)(const PackedView& source, std::int64_t row,
+                     const UnpackedRow& target) = nullptr;
 
   BlockGrid grid(std::int64_t width, std::int64_t k, bool gated) const {
     return block_grid(width, k, gated, block.k);
@@ -88,8 +118,8 @@ struct WeightFormat {
 inline constexpr int kMaxTiles = 8;
 
 std::span<const WeightFormat> weight_formats();
-/// Null where there is none.
-const WeightFormat* find_weight_format(const QuantScheme& scheme);
+/// The one that runs the scheme on rows of this dtype; null where there is none.
+const WeightFormat* find_weight_format(const QuantScheme& scheme, DType row_dtype);
 
 /// Enqueues both GEMMs. Throws Error for a tile shape that is not compiled.
 void fused_mlp(const FusedMlpParams& params, const WeightFormat& format, const TileShape& tile,

@@ -97,8 +97,8 @@ __device__ void route_and_permute(const FusedParams& p, const FusedMemory& memor
     for (int e = thread; e < route.num_experts; e += kThreads) route.counts[e] += load[e];
   }
   __syncthreads();
-  sort_few_slots(p.data, memory.scratch, rank, num_ranks,
-                 [&](std::int64_t slot) { return memory.experts[slot]; });
+  sort_few_slots<false>(p.data, memory.scratch, rank, num_ranks,
+                        [&](std::int64_t slot) { return memory.experts[slot]; });
 }
 
 /// One cluster, launched without overlap: everything before has completed.
@@ -268,8 +268,8 @@ RoutingData fused_route(const FusedRoute& args, const Stream& stream) {
   p.data.slot_to_row = data.slot_to_permuted.as<std::int32_t>();
   p.data.zeroed = args.extras.zeroed;
   p.data.num_zeroed = args.extras.num_zeroed;
-  const std::int64_t row_bytes = args.extras.permuted ? args.extras.row_bytes : 0;
-  if (row_bytes > 0) p.data.rows = copy_of_rows(args.extras);
+  if (args.extras.rows.kind == RowTransform::Kind::kCopy) p.data.rows = args.extras.rows;
+  const std::int64_t row_bytes = p.data.rows.to ? p.data.rows.row_bytes : 0;
   p.scratch_words = static_cast<int>(
       scratch_words(p.route.num_tokens, p.route.num_experts, p.route.num_groups, p.data));
   if (!args.weight) {

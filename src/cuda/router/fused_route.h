@@ -24,7 +24,7 @@ struct FusedRoute {
   TensorView expert_map;       ///< optional
   std::int64_t num_local_experts = 0;
   void* routing_data = nullptr;  ///< routing_data_bytes()
-  RoutingDataExtras extras;
+  RoutingDataExtras extras;      ///< rows that are quantized are not written
 };
 
 /// Whether fused_route() takes so many tokens: up to 32, and 512 slots, of experts whose scores fit

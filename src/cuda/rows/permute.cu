@@ -1,30 +1,40 @@
 #include "cuda/rows/permute.h"
 
+#include <algorithm>
+
 #include "cuda/device/launch.h"
+#include "cuda/rows/expert_of_row.cuh"
 #include "cuda/rows/row_transform.cuh"
 
 namespace fusedmoe::cuda {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 128, kWarps = kThreads / 32;
 
-/// A block reads the row of a token once and writes it to every slot's row.
-template <typename Transform>
-__global__ void __launch_bounds__(kThreads)
-    permute_rows_kernel(const Transform transform, const std::int32_t* slot_to_row, int topk) {
+/// A block reads the row of a token once and writes it to every slot's row, `Unit` by `Unit`.
+template <typename Unit>
+__global__ void __launch_bounds__(kThreads) copy_rows_kernel(const PermuteRows p) {
   constexpr int kUnits = 4;  // of a thread, read at the same time
   const std::int64_t token = blockIdx.x;
   cudaGridDependencySynchronize();
-  for (int first = 0; first < transform.units(); first += kUnits * kThreads) {
+  const auto units = static_cast<int>(p.rows.row_bytes / static_cast<std::int64_t>(sizeof(Unit)));
+  const auto* from = reinterpret_cast<const Unit*>(static_cast<const char*>(p.rows.rows) +
+                                                   token * p.rows.row_pitch);
+  for (int first = 0; first < units; first += kUnits * kThreads) {
     const int unit = first + static_cast<int>(threadIdx.x);
-    typename Transform::Value values[kUnits];
+    Unit values[kUnits] = {};
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) values[u] = transform.read(token, unit + u * kThreads);
-    for (int j = 0; j < topk; ++j) {
-      const std::int64_t row = slot_to_row[token * topk + j];
+    for (int u = 0; u < kUnits; ++u) {
+      if (unit + u * kThreads < units) values[u] = from[unit + u * kThreads];
+    }
+    for (int j = 0; j < static_cast<int>(p.topk); ++j) {
+      const std::int64_t row = p.slot_to_row[token * p.topk + j];
       if (row < 0) continue;
+      auto* to = reinterpret_cast<Unit*>(static_cast<char*>(p.rows.to) + row * p.rows.to_pitch);
 #pragma unroll
-      for (int u = 0; u < kUnits; ++u) transform.write(row, unit + u * kThreads, values[u]);
+      for (int u = 0; u < kUnits; ++u) {
+        if (unit + u * kThreads < units) to[unit + u * kThreads] = values[u];
+      }
     }
   }
 }
@@ -32,23 +42,115 @@ __global__ void __launch_bounds__(kThreads)
 /// False where rows cannot be cut into units of this type.
 template <typename Unit>
 bool launch_copy(const PermuteRows& args, const Stream& stream) {
-  const auto all = reinterpret_cast<std::uintptr_t>(args.rows) |
-                   reinterpret_cast<std::uintptr_t>(args.permuted) |
-                   static_cast<std::uintptr_t>(args.row_pitch | args.row_bytes);
+  const RowTransform& rows = args.rows;
+  const auto all = reinterpret_cast<std::uintptr_t>(rows.rows) |
+                   reinterpret_cast<std::uintptr_t>(rows.to) |
+                   static_cast<std::uintptr_t>(rows.row_pitch | rows.to_pitch | rows.row_bytes);
   if (all % sizeof(Unit) != 0) return false;
-  launch(permute_rows_kernel<CopyRows<Unit>>, dim3(static_cast<unsigned>(args.num_tokens)),
-         dim3(kThreads), 0, stream, true,
-         CopyRows<Unit>(args.rows, args.row_pitch, args.permuted, args.row_bytes), args.slot_to_row,
-         static_cast<int>(args.topk));
+  launch(copy_rows_kernel<Unit>, dim3(static_cast<unsigned>(args.num_tokens)), dim3(kThreads), 0,
+         stream, true, args);
   return true;
+}
+
+/// Warps share the spans of a token's row among themselves and blockIdx.y.
+__global__ void __launch_bounds__(kThreads) quantize_permuted_kernel(const PermuteRows p) {
+  const RowTransform& t = p.rows;
+  const std::int64_t token = blockIdx.x;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int warp = static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x / 32);
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
+  const float scale = scale_of_row(t, token);
+  const int step = static_cast<int>(gridDim.y) * kWarps * kSpanUnits;
+  for (int first = warp * kSpanUnits; first < units_of(t); first += step) {
+    const uint4 raw = read_unit(t, token, first + lane);
+    Converted value{};
+    if (!t.by_expert()) value = convert_unit(t, raw, 0, scale);
+    for (int j = 0; j < static_cast<int>(p.topk); ++j) {
+      const std::int64_t slot = token * p.topk + j, row = p.slot_to_row[slot];
+      if (row < 0) continue;
+      if (t.by_expert()) value = convert_unit(t, raw, p.local_experts(p.topk_ids[slot]), scale);
+      write_unit(t, row, first + lane, value);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) transform_rows_kernel(const TransformRows p) {
+  const RowTransform& t = p.rows;
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
+  const std::int64_t row = blockIdx.x;
+  const int expert = expert_of_row(p, row);
+  if (expert < 0) return;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int warp = static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x / 32);
+  const float scale = scale_of_row(t, row);
+  const int step = static_cast<int>(gridDim.y) * kWarps * kSpanUnits;
+  for (int first = warp * kSpanUnits; first < units_of(t); first += step) {
+    write_unit(t, row, first + lane,
+               convert_unit(t, read_unit(t, row, first + lane), expert, scale));
+  }
+}
+
+/// The largest value of all rows; a warp for each.
+__global__ void __launch_bounds__(kThreads)
+    amax_of_tokens_kernel(const RowTransform t, std::int64_t rows) {
+  cudaGridDependencySynchronize();
+  const std::int64_t row = blockIdx.x * std::int64_t{kWarps} + threadIdx.x / 32;
+  if (row >= rows) return;
+  const float amax = amax_of_row(t, row);
+  if (threadIdx.x % 32 == 0) atomicMax(t.fp8.amax, __float_as_uint(amax));
+}
+__global__ void __launch_bounds__(kThreads) amax_of_rows_kernel(const TransformRows p) {
+  cudaGridDependencySynchronize();
+  const std::int64_t row = blockIdx.x * std::int64_t{kWarps} + threadIdx.x / 32;
+  if (row >= p.num_rows || expert_of_row(p, row) < 0) return;
+  const float amax = amax_of_row(p.rows, row);
+  if (threadIdx.x % 32 == 0) atomicMax(p.rows.fp8.amax, __float_as_uint(amax));
+}
+
+bool needs_amax(const RowTransform& rows) {
+  return rows.kind == RowTransform::Kind::kFp8 && rows.fp8.scale == Fp8Quantizer::Scale::kTensor;
+}
+dim3 amax_blocks(std::int64_t rows) {
+  return dim3(static_cast<unsigned>((rows + kWarps - 1) / kWarps));
+}
+/// Few rows are cut among several blocks, each as wide as all its warps read at a time.
+dim3 blocks_of(std::int64_t rows, const RowTransform& t) {
+  constexpr std::int64_t kManyBlocks = 264;
+  const std::int64_t spans =
+      (t.row_bytes + kSpanUnits * kUnitBytes - 1) / (kSpanUnits * kUnitBytes);
+  const std::int64_t parts =
+      std::clamp<std::int64_t>(kManyBlocks / rows, 1, (spans + kWarps - 1) / kWarps);
+  return dim3(static_cast<unsigned>(rows), static_cast<unsigned>(parts));
 }
 
 }  // namespace
 
 void permute_rows(const PermuteRows& args, const Stream& stream) {
-  if (args.num_tokens == 0 || args.row_bytes == 0) return;
+  if (args.num_tokens == 0 || args.rows.row_bytes == 0) return;
+  if (args.rows.kind != RowTransform::Kind::kCopy) {
+    if (needs_amax(args.rows)) {
+      launch(amax_of_tokens_kernel, amax_blocks(args.num_tokens), dim3(kThreads), 0, stream, true,
+             args.rows, args.num_tokens);
+    }
+    launch(quantize_permuted_kernel, blocks_of(args.num_tokens, args.rows), dim3(kThreads), 0,
+           stream, true, args);
+    return;
+  }
   launch_copy<uint4>(args, stream) || launch_copy<std::uint32_t>(args, stream) ||
       launch_copy<std::uint16_t>(args, stream) || launch_copy<std::uint8_t>(args, stream);
+}
+
+void transform_rows(const TransformRows& args, bool overlap_previous, const Stream& stream) {
+  if (args.num_rows == 0 || args.rows.row_bytes == 0) return;
+  if (needs_amax(args.rows)) {
+    launch(amax_of_rows_kernel, amax_blocks(args.num_rows), dim3(kThreads), 0, stream,
+           overlap_previous, args);
+    overlap_previous = true;
+  }
+  launch(transform_rows_kernel, blocks_of(args.num_rows, args.rows), dim3(kThreads), 0, stream,
+         overlap_previous, args);
 }
 
 }  // namespace fusedmoe::cuda

@@ -30,26 +30,26 @@ __device__ int expert_of_slot(const RoutingDataParams& p, std::int64_t slot) {
 }
 
 /// Fetches a share of the rows into the L2 cache, while the slots are sorted.
-__device__ void prefetch_rows(const RoutingDataParams& p, const RoutingDataExtras& extras) {
+__device__ void prefetch_rows(const RoutingDataParams& p) {
   constexpr std::int64_t kLine = 128;
-  const std::int64_t lines = (extras.row_bytes + kLine - 1) / kLine;
+  const std::int64_t lines = (p.rows.row_bytes + kLine - 1) / kLine;
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
        i < p.slots / p.topk * lines; i += step) {
-    prefetch_l2(static_cast<const char*>(extras.rows) + i / lines * extras.row_pitch +
+    prefetch_l2(static_cast<const char*>(p.rows.rows) + i / lines * p.rows.row_pitch +
                 i % lines * kLine);
   }
 }
 
-__global__ void __launch_bounds__(kMaxThreads)
-    sort_few_slots_kernel(const RoutingDataParams p, const RoutingDataExtras extras) {
+template <bool kQuantizes>
+__global__ void __launch_bounds__(kMaxThreads) sort_few_slots_kernel(const RoutingDataParams p) {
   extern __shared__ int memory[];
   const int rank = static_cast<int>(blockIdx.x), num_ranks = static_cast<int>(gridDim.x);
   cudaTriggerProgrammaticLaunchCompletion();
   zero_words(p, rank, num_ranks);
-  if (p.rows.units() > 0) prefetch_rows(p, extras);
-  sort_few_slots(p, memory, rank, num_ranks,
-                 [&](std::int64_t slot) { return expert_of_slot(p, slot); });
+  if (p.rows.to) prefetch_rows(p);
+  sort_few_slots<kQuantizes>(p, memory, rank, num_ranks,
+                             [&](std::int64_t slot) { return expert_of_slot(p, slot); });
 }
 
 /// One cluster; each block sorts a range of the slots.
@@ -73,7 +73,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kMaxThr
 }
 
 /// Whether the rows were permuted.
-bool sort_slots_of(RoutingDataParams& p, const RoutingDataExtras& extras, const Stream& stream) {
+bool sort_slots_of(RoutingDataParams& p, const RowTransform& rows, const Stream& stream) {
   if (p.num_experts > kMaxSortedExperts) {
     throw Error::unsupported(Reason::kShape, "num_local_experts", std::to_string(p.num_experts),
                              "at most " + std::to_string(kMaxSortedExperts) + " on a CUDA device");
@@ -88,19 +88,20 @@ bool sort_slots_of(RoutingDataParams& p, const RoutingDataExtras& extras, const 
     return false;
   }
   constexpr std::int64_t kBlockBytes = 4 << 10, kMostBlockBytes = 128 << 10;  // of rows
-  const std::int64_t bytes = extras.permuted ? p.slots * extras.row_bytes : 0;
+  const std::int64_t bytes = rows.to ? p.slots * rows.row_bytes : 0;
   const std::int64_t most_blocks = bytes > 0 ? multiprocessor_count(stream.device) : 1;
   const bool copy = bytes > 0 && bytes <= most_blocks * kMostBlockBytes;
-  if (copy) p.rows = copy_of_rows(extras);
+  if (copy) p.rows = rows;
   const std::int64_t blocks =
       copy ? std::clamp<std::int64_t>(bytes / kBlockBytes, 1, most_blocks) : 1;
   const auto threads =
       static_cast<int>(std::clamp<std::int64_t>((p.slots + 31) / 32 * 32, 256, kMaxThreads));
   p.warps = sorting_warps(p.slots, p.num_experts, threads);
-  launch(sort_few_slots_kernel, dim3(static_cast<unsigned>(blocks)),
-         dim3(static_cast<unsigned>(threads)),
+  const bool quantizes = p.rows.to && p.rows.kind != RowTransform::Kind::kCopy;
+  launch(quantizes ? sort_few_slots_kernel<true> : sort_few_slots_kernel<false>,
+         dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
          sizeof(int) * static_cast<std::size_t>(few_slots_words(p.slots, p.num_experts, p.warps)),
-         stream, false, p, extras);
+         stream, false, p);
   return copy;
 }
 
@@ -143,12 +144,15 @@ RoutingData build_routing_data(const TensorView& topk_ids, const TensorView& exp
   p.slot_to_row = data.slot_to_permuted.as<std::int32_t>();
   p.zeroed = extras.zeroed;
   p.num_zeroed = extras.num_zeroed;
-  RoutingDataExtras with_pitch = extras;
-  if (extras.row_pitch == 0) with_pitch.row_pitch = extras.row_bytes;
-  if (sort_slots_of(p, with_pitch, stream) || !extras.permuted) return data;
-  permute_rows({extras.rows, with_pitch.row_pitch, extras.permuted, extras.row_bytes, p.slot_to_row,
-                topk_ids.size(0), topk_ids.size(1)},
-               stream);
+  if (sort_slots_of(p, extras.rows, stream) || !extras.rows.to) return data;
+  PermuteRows permute;
+  permute.rows = extras.rows;
+  permute.slot_to_row = p.slot_to_row;
+  permute.num_tokens = topk_ids.size(0);
+  permute.topk = topk_ids.size(1);
+  permute.topk_ids = p.topk_ids;
+  permute.local_experts = p.local_experts;
+  permute_rows(permute, stream);
   return data;
 }
 

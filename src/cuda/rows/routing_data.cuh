@@ -30,7 +30,7 @@ struct RoutingDataParams {
   std::int64_t capacity;  // 0: rows without gaps; else row r of expert e is e * capacity + r
   std::int32_t* zeroed;
   std::int64_t num_zeroed;
-  CopyRows<uint4> rows;  // no units: nothing is permuted
+  RowTransform rows;  // null `to`: nothing is permuted
 
   __device__ int row_of(const SlotCounters& counters, int expert, int number) const {
     if (expert < 0) return -1;
@@ -46,12 +46,6 @@ inline int sorting_warps(std::int64_t slots, std::int64_t num_experts, int threa
   const std::int64_t wanted = (slots + 31) / 32;
   const std::int64_t warps = wanted < threads / 32 ? wanted : threads / 32;
   return static_cast<int>(warps < most ? (warps > 1 ? warps : 1) : (most > 1 ? most : 1));
-}
-
-/// The rows that are permuted, where extras.permuted is set.
-inline CopyRows<uint4> copy_of_rows(const RoutingDataExtras& extras) {
-  return {extras.rows, extras.row_pitch > 0 ? extras.row_pitch : extras.row_bytes, extras.permuted,
-          extras.row_bytes};
 }
 
 /// Zeroes this thread's part of the words.
@@ -78,27 +72,43 @@ __device__ inline void write_counts(const RoutingDataParams& p, const SlotCounte
   }
 }
 
-/// This block's share of the permuted rows, a warp at a time. Whole warps call slot_of(row).
-template <typename Transform, typename SlotOf>
-__device__ void permute_share(const Transform& transform, int rows, int topk, int rank,
-                              int num_ranks, const SlotOf& slot_of) {
+/// This block's share of the permuted rows, a warp at a time. Whole warps call slot_of(row) and
+/// expert_of(slot). Copies are kernels of their own: cold code takes time.
+template <bool kQuantizes, typename SlotOf, typename ExpertOf>
+__device__ void permute_share(const RowTransform& t, int rows, int topk, int rank, int num_ranks,
+                              const SlotOf& slot_of, const ExpertOf& expert_of) {
   constexpr int kBatch = 4;  // reads of a lane at the same time
+  if (!t.to) return;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int warps = static_cast<int>(blockDim.x / 32), warp = static_cast<int>(threadIdx.x / 32);
-  const int spans = (transform.units() + 31) / 32, count = rows * spans;
-  for (int first = rank * warps + warp; first < count; first += kBatch * num_ranks * warps) {
-    typename Transform::Value values[kBatch];
+  const int spans = (units_of(t) + kSpanUnits - 1) / kSpanUnits, count = rows * spans;
+  const int step = num_ranks * warps;
+  if constexpr (kQuantizes) {
+    for (int i = rank * warps + warp; i < count; i += step) {
+      const int slot = slot_of(i / spans), unit = i % spans * kSpanUnits + lane;
+      const uint4 raw = read_unit(t, slot / topk, unit);
+      const int expert = t.by_expert() ? expert_of(slot) : 0;
+      write_unit(t, i / spans, unit, convert_unit(t, raw, expert, scale_of_row(t, slot / topk)));
+    }
+    return;
+  }
+  for (int first = rank * warps + warp; first < count; first += kBatch * step) {
+    uint4 values[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      const int i = first + b * num_ranks * warps;
+      const int i = first + b * step;
       if (i < count) {
-        values[b] = transform.read(slot_of(i / spans) / topk, i % spans * 32 + lane);
+        values[b] = read_unit(t, slot_of(i / spans) / topk, i % spans * kSpanUnits + lane);
       }
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      const int i = first + b * num_ranks * warps;
-      if (i < count) transform.write(i / spans, i % spans * 32 + lane, values[b]);
+      const int i = first + b * step;
+      const int unit = i % spans * kSpanUnits + lane;
+      if (i < count && unit < units_of(t)) {
+        auto* to = static_cast<char*>(t.to) + i / spans * t.to_pitch;
+        reinterpret_cast<uint4*>(to)[unit] = values[b];
+      }
     }
   }
 }
@@ -110,7 +120,7 @@ inline int few_slots_words(std::int64_t slots, int num_experts, int warps) {
 
 /// Up to 32 slots, by every warp on its own: it compares all of them with each other. A warp of
 /// block 0 writes a part of the routing data; all permute their rows.
-template <typename ExpertOf>
+template <bool kQuantizes, typename ExpertOf>
 __device__ void sort_warp_of_slots(const RoutingDataParams& p, int rank, int num_ranks,
                                    const ExpertOf& expert_of) {
   const int slots = static_cast<int>(p.slots), lane = static_cast<int>(threadIdx.x % 32);
@@ -127,8 +137,9 @@ __device__ void sort_warp_of_slots(const RoutingDataParams& p, int rank, int num
   for (int slot = 0; slot < slots; ++slot) {
     if (__shfl_sync(~0u, sorted, slot) == lane) slot_of_lane = slot;
   }
-  permute_share(p.rows, rows, p.topk, rank, num_ranks,
-                [&](int row) { return __shfl_sync(~0u, slot_of_lane, row); });
+  permute_share<kQuantizes>(
+      p.rows, rows, p.topk, rank, num_ranks,
+      [&](int row) { return __shfl_sync(~0u, slot_of_lane, row); }, expert_of);
   if (rank > 0) return;
   if (threadIdx.x < slots) {
     const bool has_gaps = p.capacity > 0 && expert >= 0;
@@ -150,11 +161,11 @@ __device__ void sort_warp_of_slots(const RoutingDataParams& p, int rank, int num
 
 /// All of the routing data, by block 0 of num_ranks, and a share of the permuted rows by each: all
 /// sort all slots, so that none waits for another.
-template <typename ExpertOf>
+template <bool kQuantizes, typename ExpertOf>
 __device__ void sort_few_slots(const RoutingDataParams& p, int* memory, int rank, int num_ranks,
                                const ExpertOf& expert_of) {
   if (p.slots <= 32) {
-    sort_warp_of_slots(p, rank, num_ranks, expert_of);
+    sort_warp_of_slots<kQuantizes>(p, rank, num_ranks, expert_of);
     return;
   }
   const SlotCounters counters(p.num_experts, p.warps, memory);
@@ -168,8 +179,9 @@ __device__ void sort_few_slots(const RoutingDataParams& p, int* memory, int rank
   });
   if (rank == 0) write_counts(p, counters);
   __syncthreads();
-  permute_share(p.rows, counters.offsets[p.num_experts], p.topk, rank, num_ranks,
-                [&](int row) { return permuted_to_slot[row]; });
+  permute_share<kQuantizes>(
+      p.rows, counters.offsets[p.num_experts], p.topk, rank, num_ranks,
+      [&](int row) { return permuted_to_slot[row]; }, expert_of);
 }
 
 }  // namespace fusedmoe::cuda

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/rows/row_transform.h"
 #include "fusedmoe/router.h"
 #include "moe/backend.h"
 
@@ -13,13 +14,10 @@ namespace fusedmoe::cuda {
 struct RoutingDataExtras {
   std::int32_t* zeroed = nullptr;  ///< words that are set to 0
   std::int64_t num_zeroed = 0;
-  /// Rows in the order of their experts: permuted[r] = rows[slot / topk] of its slot. Where
-  /// `permuted` is null nothing is copied. 16-byte aligned; row_bytes and row_pitch are multiples
-  /// of 16.
-  const void* rows = nullptr;
-  void* permuted = nullptr;
-  std::int64_t row_bytes = 0;
-  std::int64_t row_pitch = 0;  ///< bytes between `rows`; 0: row_bytes
+  /// Rows in the order of their experts: to[r] = rows[slot / topk] of its slot. Where `to` is null
+  /// nothing is written. Addresses, row_bytes and pitches are multiples of 16 bytes; the scale of a
+  /// whole tensor must be known.
+  RowTransform rows;
 };
 
 /// As fusedmoe::build_routing_data(): the same views into `memory`, of routing_data_bytes().

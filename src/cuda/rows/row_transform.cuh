@@ -1,45 +1,122 @@
-// What becomes of a row of hidden states on its way to its experts: the row transforms. Kernels
-// that put rows in the order of the experts take one as a template parameter, and nothing else
-// writes permuted rows.
+// The row transforms on the device, a warp at a time: neighbouring lanes have neighbouring units of
+// one row, also behind its end.
 #pragma once
 
-#include <cstdint>
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include "cuda/rows/row_quantizer.cuh"
+#include "cuda/rows/row_transform.h"
 
 namespace fusedmoe::cuda {
 
-/// Copies rows, one `Unit` of bytes at a time.
-///
-/// What every row transform has: Value, units(), read() and write(). Whole warps call read() and
-/// write() with one row and with neighbouring units in neighbouring lanes, also behind the end of
-/// the row, where both must do nothing. So one that quantizes can find the largest value of a group
-/// with shuffles in read(), which is called once for all rows that get the same token, and in
-/// write() one lane of the group stores the scale of its row.
-template <typename Unit>
-class CopyRows {
- public:
-  using Value = Unit;
+inline constexpr int kUnitBytes = 16;
+/// Units that a warp has at a time.
+inline constexpr int kSpanUnits = 32;
 
-  CopyRows() = default;
-  CopyRows(const void* rows, std::int64_t row_pitch, void* permuted, std::int64_t row_bytes)
-      : rows_(static_cast<const char*>(rows)),
-        row_pitch_(row_pitch),
-        permuted_(static_cast<Unit*>(permuted)),
-        units_(static_cast<int>(row_bytes / static_cast<std::int64_t>(sizeof(Unit)))) {}
+__device__ __forceinline__ int units_of(const RowTransform& t) {
+  return static_cast<int>(t.row_bytes / kUnitBytes);
+}
 
-  __device__ int units() const { return units_; }
-  __device__ Value read(std::int64_t token, int unit) const {
-    if (unit >= units_) return {};
-    return reinterpret_cast<const Unit*>(rows_ + token * row_pitch_)[unit];
+/// Zeros behind the end of the row.
+__device__ __forceinline__ uint4 read_unit(const RowTransform& t, std::int64_t row, int unit) {
+  if (unit >= units_of(t)) return {};
+  return reinterpret_cast<const uint4*>(static_cast<const char*>(t.rows) + row * t.row_pitch)[unit];
+}
+
+template <int kLanes>
+__device__ __forceinline__ float amax_of_lanes(float amax) {
+#pragma unroll
+  for (int lane = 1; lane < kLanes; lane *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0U, amax, lane));
+  return amax;
+}
+
+/// The largest magnitude of a row, to all lanes; NaN counts as 0.
+__device__ __forceinline__ float amax_of_row(const RowTransform& t, std::int64_t row) {
+  __nv_bfloat162 largest = __float2bfloat162_rn(0);
+  for (int unit = static_cast<int>(threadIdx.x % 32); unit < units_of(t); unit += kSpanUnits) {
+    const uint4 raw = read_unit(t, row, unit);
+    const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&raw);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) largest = __hmax2(largest, __habs2(pairs[i]));
   }
-  __device__ void write(std::int64_t row, int unit, const Value& value) const {
-    if (unit < units_) permuted_[row * units_ + unit] = value;
-  }
+  return amax_of_lanes<32>(fmaxf(__low2float(largest), __high2float(largest)));
+}
 
- private:
-  const char* rows_ = nullptr;
-  std::int64_t row_pitch_ = 0;  // bytes
-  Unit* permuted_ = nullptr;
-  int units_ = 0;
+/// The scale that all of a row has; 1 where groups have their own.
+__device__ __forceinline__ float scale_of_row(const RowTransform& t, std::int64_t row) {
+  if (t.kind != RowTransform::Kind::kFp8) return 1;
+  switch (t.fp8.scale) {
+    case Fp8Quantizer::Scale::kStatic:
+      return t.fp8.static_scale;
+    case Fp8Quantizer::Scale::kTensor:
+      return __uint_as_float(*t.fp8.amax) / core::kE4M3Max;
+    case Fp8Quantizer::Scale::kRow:
+      return core::e4m3_row_scale(amax_of_row(t, row));
+    default:
+      return 1;
+  }
+}
+
+/// A unit on its way out: 16 bytes, of FP8 the first 8; and the scale of its codes.
+struct Converted {
+  uint4 data;
+  float scale;
 };
+
+__device__ __forceinline__ Converted to_fp8(const Fp8Quantizer& fp8, const uint4& raw,
+                                            float scale) {
+  using Scale = Fp8Quantizer::Scale;
+  __nv_bfloat162 pairs[4];
+  memcpy(pairs, &raw, sizeof(raw));
+  if (fp8.scale == Scale::kGroup) {
+    constexpr int kGroupLanes = 16;  // of 8 values
+    scale = core::e4m3_group_scale(group_amax<kGroupLanes>(pairs, ~0U), fp8.power_of_two);
+  }
+  const bool divides = fp8.scale == Scale::kRow || fp8.scale == Scale::kGroup;
+  // A tensor of zeros has scale 0; a reciprocal beyond fp32 means values that count as zero.
+  const float inverse = isinf(1.0F / scale) ? 0.0F : 1.0F / scale;
+  const auto scaled = [&](float value) { return divides ? value / scale : value * inverse; };
+  __nv_fp8x2_storage_t codes[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    codes[i] = __nv_cvt_float2_to_fp8x2(
+        make_float2(scaled(__low2float(pairs[i])), scaled(__high2float(pairs[i]))), __NV_SATFINITE,
+        __NV_E4M3);
+  }
+  Converted result{{}, scale};
+  memcpy(&result.data, codes, sizeof(codes));
+  return result;
+}
+
+/// By whole warps. `row_scale`: scale_of_row().
+__device__ __forceinline__ Converted convert_unit(const RowTransform& t, const uint4& raw,
+                                                  int expert, float row_scale) {
+  switch (t.kind) {
+    case RowTransform::Kind::kDecode:
+      return {quantize_and_decode(t.decoded, expert, raw, ~0U), 1};
+    case RowTransform::Kind::kFp8:
+      return to_fp8(t.fp8, raw, row_scale);
+    default:
+      return {raw, 1};
+  }
+}
+
+__device__ __forceinline__ void write_unit(const RowTransform& t, std::int64_t row, int unit,
+                                           const Converted& value) {
+  if (unit >= units_of(t)) return;
+  char* to = static_cast<char*>(t.to) + row * t.to_pitch;
+  if (t.kind != RowTransform::Kind::kFp8) {
+    reinterpret_cast<uint4*>(to)[unit] = value.data;
+    return;
+  }
+  reinterpret_cast<uint2*>(to)[unit] = make_uint2(value.data.x, value.data.y);
+  if (!t.scales) return;
+  if (t.fp8.scale == Fp8Quantizer::Scale::kGroup) {
+    if (unit % 16 == 0) t.scales[unit / 16 * t.scale_pitch + row] = value.scale;
+  } else if (unit == 0) {
+    t.scales[row] = value.scale;
+  }
+}
 
 }  // namespace fusedmoe::cuda

@@ -4,9 +4,11 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 #include <span>
+#include <type_traits>
 
 #include "cuda/gemm/tile_shape.h"
 #include "fusedmoe/tensor.h"
@@ -31,6 +33,12 @@ struct ElementTraits<__half> {
   __device__ static __half2 round(float low, float high) { return __floats2half2_rn(low, high); }
 };
 
+template <>
+struct ElementTraits<__nv_fp8_e4m3> {
+  static constexpr DType kDType = DType::kE4M3;
+  static constexpr CUtensorMapDataType kTensorMapType = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+};
+
 /// The epilogue's policy for results that leave as 16-bit elements. An output quantizer is another
 /// such policy.
 template <typename ElementT>
@@ -39,11 +47,18 @@ struct RoundedOutput {
   /// Whether GEMM 2 applies router weights before it rounds: f16 overflows at 65504, where the
   /// weighted result may be finite.
   static constexpr bool kWeightsRows = ElementTraits<Element>::kDType == DType::kF16;
+  static constexpr bool kQuantizes = false;
   /// Two results.
   __device__ static std::uint32_t round(float low, float high) {
     const auto pair = ElementTraits<Element>::round(low, high);
     return *reinterpret_cast<const std::uint32_t*>(&pair);
   }
+};
+
+/// The same where the rows that leave GEMM 1 may be quantized and decoded again (RowQuantizer).
+template <typename ElementT>
+struct QuantizedOutput : RoundedOutput<ElementT> {
+  static constexpr bool kQuantizes = true;
 };
 
 /// Base of the policies of operands with 16-bit activations.
@@ -54,10 +69,25 @@ struct Operands16Bit {
   static constexpr DType kRowDType = ElementTraits<Element>::kDType;
   static constexpr int kInstructionK = 16;  ///< of one wgmma
   static constexpr int kBlockK = 64;        ///< activations of a K block are 128 bytes
-  /// Row blocks whose accumulators a thread holds twice, to promote the sums of some of K to
-  /// others.
-  static constexpr int kPromotedRowBlocks = 0;
+  /// Columns of one row block that a thread accumulates apart for each K block, to add them to the
+  /// others in fp32; 0: none.
+  static constexpr int kPromotedColumns = 0;
   static constexpr std::span<const TileShape> kTiles = kTiles16Bit;
+};
+
+/// Base of those whose weights are decoded in registers. Activations that were quantized are
+/// decoded again to bf16, which holds them exactly.
+template <typename Element, int kCodeBits, bool kQuantizesBf16 = false>
+struct DecodedOperands : Operands16Bit<Element> {
+  using Output = std::conditional_t<kQuantizesBf16 && std::is_same_v<Element, __nv_bfloat16>,
+                                    QuantizedOutput<Element>, RoundedOutput<Element>>;
+  /// K blocks of a stage for each K group: what a stage costs beside them is shared.
+  static constexpr int kBlocksPerGroup = kCodeBits == 4 ? 2 : 1;
+  static constexpr std::span<const TileShape> kTiles = kTilesDecoded;
+  static constexpr bool kDecodes = true;
+  static constexpr int kMmaSyncTokens = 24;
+  /// Decoded weights are to be multiplied by 2 to the power of it.
+  static constexpr int kFixedExponent = 0;
 };
 
 }  // namespace fusedmoe::cuda

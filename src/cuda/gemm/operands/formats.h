@@ -11,9 +11,22 @@ namespace fusedmoe::cuda {
 
 WeightFormat bf16_format();
 WeightFormat f16_format();
-WeightFormat mxfp4_format();
+WeightFormat fp8_format();
+WeightFormat w4a8_format();
+WeightFormat mxfp4_bf16_format();
+WeightFormat mxfp4_quantized_format();
+WeightFormat mxfp4_f16_format();
+WeightFormat nvfp4_bf16_format();
+WeightFormat nvfp4_f16_format();
+WeightFormat int4_bf16_format();
+WeightFormat int4_f16_format();
+WeightFormat int4_g32_bf16_format();
+WeightFormat int4_g32_f16_format();
+WeightFormat int8_bf16_format();
+WeightFormat int8_f16_format();
+WeightFormat decoded_e4m3_format();
 
-/// Defined by the generated file of the policy and the tile shape (cmake/FusedmoeKernels.cmake).
+/// Defined by the generated file of the policy (cmake/FusedmoeKernels.cmake).
 template <typename Operands, int kIndex>
 void launch_kernel(const FusedMlpParams& params, const Stream& stream);
 
@@ -40,6 +53,7 @@ WeightFormat format_of() {
   format.decodes = Operands::kDecodes;
   format.mma_sync_tokens = Operands::kMmaSyncTokens;
   format.weights_rows = Operands::Output::kWeightsRows;
+  format.quantizes_rows = Operands::Output::kQuantizes;
   format.tiles = kTiles;
   format.launches = kLaunches<Operands>;
   return format;

@@ -1,0 +1,42 @@
+// Operands of weights and activations of the same type, which the tensor cores read as they are:
+// bf16, f16, and FP8 (E4M3).
+//
+// A packed block is 64 rows of 128 bytes of K, the 16-byte chunk c of row r at chunk c ^ (r % 8):
+// the 128-byte swizzle of wgmma's shared-memory operands.
+#pragma once
+
+#include "cuda/gemm/operands/activations.cuh"
+#include "cuda/gemm/packed_block.h"
+
+namespace fusedmoe::cuda {
+
+inline constexpr int kSwizzledBlockBytes = kBlockRows * 128;
+
+template <typename Element>
+struct UnquantizedOperands : Operands16Bit<Element> {
+  static constexpr PackedBlock kBlock{kSwizzledBlockBytes, Operands16Bit<Element>::kBlockK};
+  /// K blocks of a stage for each K group.
+  static constexpr int kBlocksPerGroup = 1;
+  static constexpr bool kDecodes = false;
+  static constexpr int kMmaSyncTokens = 0;
+};
+struct Bf16Operands : UnquantizedOperands<__nv_bfloat16> {};
+struct F16Operands : UnquantizedOperands<__half> {};
+
+/// Results are bf16; what GEMM 2 reads is quantized between the GEMMs. Each K block, 128, is summed
+/// up apart and promoted to fp32.
+struct Fp8Operands {
+  using Activation = __nv_fp8_e4m3;
+  using Output = RoundedOutput<__nv_bfloat16>;
+  static constexpr DType kRowDType = DType::kBF16;
+  static constexpr int kInstructionK = 32;
+  static constexpr int kBlockK = 128;
+  static constexpr int kPromotedColumns = 96;
+  static constexpr PackedBlock kBlock{kSwizzledBlockBytes, kBlockK};
+  static constexpr int kBlocksPerGroup = 1;
+  static constexpr bool kDecodes = false;
+  static constexpr int kMmaSyncTokens = 0;
+  static constexpr std::span<const TileShape> kTiles = kTilesFp8;
+};
+
+}  // namespace fusedmoe::cuda

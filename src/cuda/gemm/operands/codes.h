@@ -1,0 +1,66 @@
+// Where the codes of a packed block lie. Thread t of 128 owns the codes of wgmma's register operand
+// A that it multiplies: of warp w, g = lane / 4 and q = lane % 4 those of rows 16 w + g and 8 more,
+// in each of the block's 4 steps of 16 of K. Pairs of a step, as registers have them:
+//
+//   0: (row g, K 2q and 2q + 1)   1: (row g + 8, the same K)
+//   2: (row g, K 2q + 8 and 9)    3: (row g + 8, the same K)
+//
+// Four words of a thread are 16 bytes next to each other; of 8-bit codes the second four lie 2048
+// bytes behind the first. A pair's second code lies 16 bits above its first: a mask leaves both as
+// halves of a register.
+#pragma once
+
+#include <cstdint>
+
+#include "core/host_device.h"
+
+namespace fusedmoe::cuda {
+
+/// A bit of one of a thread's words.
+struct BitPlace {
+  int word, bit;
+};
+
+/// 4-bit codes in order of pairs.
+struct NibbleCodes {
+  static constexpr int kBits = 4;
+  FUSEDMOE_HD static constexpr BitPlace place(int step, int pair, int element, int bit) {
+    return {step, 4 * pair + 16 * element + bit};
+  }
+};
+
+/// 8-bit codes, two pairs to a word.
+struct ByteCodes {
+  static constexpr int kBits = 8;
+  FUSEDMOE_HD static constexpr BitPlace place(int step, int pair, int element, int bit) {
+    return {2 * step + pair / 2, 8 * (pair % 2) + 16 * element + bit};
+  }
+};
+
+/// E2M1 for bf16: a shift and a mask leave three of four pairs as bf16 numbers, times 2^-126. The
+/// left-over bits of two words make up the fourth of both.
+struct E2m1Codes {
+  static constexpr int kBits = 4;
+  FUSEDMOE_HD static constexpr BitPlace place(int step, int pair, int element, int bit) {
+    const int even = step / 2 * 2, shift = 16 * element;
+    if (pair < 3) return {step, (bit == 3 ? 15 : 6 + bit) - 3 * pair + shift};
+    // Sign, exponent and mantissa: bits 3, 2 and 1, 0.
+    const int of_even_step[4] = {13, 13, 14, 14}, of_odd_step[4] = {10, 10, 11, 11};
+    const bool in_second = bit == 1 || bit == 2;
+    return {even + (in_second ? 1 : 0),
+            (step % 2 == 0 ? of_even_step[bit] : of_odd_step[bit]) + shift};
+  }
+};
+
+/// E4M3 for bf16: a mask leaves the first pair of a word as bf16 numbers, times 2^-120; two shifts
+/// and masks make the second.
+struct E4m3Codes {
+  static constexpr int kBits = 8;
+  FUSEDMOE_HD static constexpr BitPlace place(int step, int pair, int element, int bit) {
+    const int first = bit == 7 ? 15 : bit + 4;
+    const int second = bit == 7 ? 11 : bit > 3 ? bit + 8 : bit;
+    return {2 * step + pair / 2, (pair % 2 == 0 ? first : second) + 16 * element};
+  }
+};
+
+}  // namespace fusedmoe::cuda

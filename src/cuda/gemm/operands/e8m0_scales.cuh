@@ -1,0 +1,83 @@
+// E8M0 scales per 32 of K in packed blocks, as exponent fields of the multipliers of 16-bit codes.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "cuda/gemm/operands/pack_decoded.cuh"
+#include "fusedmoe/error.h"
+
+namespace fusedmoe::cuda {
+
+/// Smallest and largest code.
+inline std::pair<int, int> range_of(const TensorView& scales) {
+  int smallest = 255, largest = 0;
+  for (std::int64_t r = 0; r < scales.size(0); ++r) {
+    const auto* row = scales.as<const std::uint8_t>() + r * scales.stride(0);
+    for (std::int64_t c = 0; c < scales.size(1); ++c) {
+      smallest = std::min<int>(smallest, row[c * scales.stride(1)]);
+      largest = std::max<int>(largest, row[c * scales.stride(1)]);
+    }
+  }
+  return {smallest, largest};
+}
+/// The same of both matrices.
+inline std::pair<int, int> range_of(const WeightMatrix& gate, const WeightMatrix* up) {
+  auto [smallest, largest] = range_of(gate.scales);
+  if (up) {
+    const auto [least, most] = range_of(up->scales);
+    smallest = std::min(smallest, least);
+    largest = std::max(largest, most);
+  }
+  return {smallest, largest};
+}
+
+/// Multipliers of bf16: fields in [1, 254].
+template <typename Operands>
+int exponent_shift_bf16(const WeightMatrix& gate, const WeightMatrix* up) {
+  constexpr int kMost = 254 - Operands::kOffset;
+  const auto [smallest, largest] = range_of(gate, up);
+  const int shift = std::max(0, largest - kMost);
+  if (smallest + Operands::kOffset - shift < 1) {
+    throw Error::unsupported(Reason::kQuantScheme, "weights.scales",
+                             "from 2^" + std::to_string(smallest - 127) + " to 2^" +
+                                 std::to_string(largest - 127) + " in one expert",
+                             "within a factor of 2^253");
+  }
+  return shift;
+}
+/// Multipliers of f16: the largest scale becomes 1.
+inline int exponent_shift_f16(const WeightMatrix& gate, const WeightMatrix* up) {
+  return range_of(gate, up).second - 127;
+}
+
+template <typename Operands>
+struct E8m0Scales {
+  static constexpr DType kDType = DType::kU8;
+
+  __device__ static std::uint32_t code(const PackSource&, std::int64_t, std::int64_t,
+                                       std::uint32_t code, bool) {
+    return code;
+  }
+  FUSEDMOE_HD static int place(const RowInBlock& row, int slot) {
+    return row.pair() * 4 + row.half * 2 + slot;
+  }
+  __device__ static void store(const PackSource& s, std::int64_t row, std::int64_t k, bool inside,
+                               std::uint8_t* area, const RowInBlock& to, int slot) {
+    const bool has_scale = s.scale_dtype == DType::kU8 || s.scale_dtype == DType::kE8M0;
+    int field = has_scale ? 1 : 127 + Operands::kOffset;
+    if (inside && has_scale) {
+      field = static_cast<const std::uint8_t*>(s.scales)[s.scale_index(row, k)] +
+              Operands::kOffset - s.exponent_shift;
+    }
+    area[place(to, slot)] = static_cast<std::uint8_t>(max(field, 0));
+  }
+  static void load(const PackedView& source, const std::byte* area, const RowInBlock& row, int slot,
+                   std::int64_t group, const UnpackedRow& target) {
+    static_cast<std::uint8_t*>(target.scales)[group] = static_cast<std::uint8_t>(
+        static_cast<int>(area[place(row, slot)]) - Operands::kOffset + source.exponent_shift);
+  }
+};
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,95 @@
+// Packing and unpacking of integer weights, and their rows of the table of formats.
+#include "cuda/gemm/operands/integer.cuh"
+
+#include "cuda/gemm/operands/pack_decoded.cuh"
+#include "cuda/rows/element.cuh"
+
+namespace fusedmoe::cuda {
+namespace {
+
+/// Scales rounded to the activations' type, as vLLM casts them, and bytes of zero points.
+template <typename Operands>
+struct IntegerScales {
+  using Element = typename Operands::Activation;
+  static constexpr DType kDType = ElementTraits<Element>::kDType;
+
+  __device__ static float scale_at(const PackSource& s, std::int64_t row, std::int64_t k) {
+    const std::int64_t i = s.scale_index(row, k);
+    switch (s.scale_dtype) {
+      case DType::kBF16:
+        return to_f32(static_cast<const __nv_bfloat16*>(s.scales)[i]);
+      case DType::kF16:
+        return to_f32(static_cast<const __half*>(s.scales)[i]);
+      default:
+        return static_cast<const float*>(s.scales)[i];
+    }
+  }
+  __device__ static std::uint8_t zero_point_at(const PackSource& s, std::int64_t row,
+                                               std::int64_t k) {
+    return s.zero_points ? s.zero_points[s.scale_index(row, k)]
+                         : static_cast<std::uint8_t>(s.zero_point);
+  }
+  /// Padding is zero: in rows by its scale, in columns by the code.
+  __device__ static std::uint32_t code(const PackSource& s, std::int64_t row, std::int64_t k,
+                                       std::uint32_t code, bool inside) {
+    if (inside || row < 0) return code;
+    // The zero point of the slot that k is in, which begins inside, or 0 (see store()).
+    const std::int64_t first = k - k % Operands::kSlotK;
+    return first < s.k ? zero_point_at(s, row, first) : 0;
+  }
+  FUSEDMOE_HD static int place(const RowInBlock& row, int slot) {
+    return row.pair() * 2 * Operands::kSlots + slot * 2 + row.half;
+  }
+  __device__ static void store(const PackSource& s, std::int64_t row, std::int64_t k, bool inside,
+                               std::uint8_t* area, const RowInBlock& to, int slot) {
+    const int at = place(to, slot);
+    reinterpret_cast<Element*>(area)[at] = from_f32<Element>(inside ? scale_at(s, row, k) : 0.0F);
+    area[128 * Operands::kSlots + at] = inside ? zero_point_at(s, row, k) : 0;
+  }
+  static void load(const PackedView&, const std::byte* area, const RowInBlock& row, int slot,
+                   std::int64_t group, const UnpackedRow& target) {
+    const int at = place(row, slot);
+    std::memcpy(static_cast<std::byte*>(target.scales) + 2 * group, area + 2 * at, 2);
+    if (target.zero_points) {
+      target.zero_points[group] = static_cast<std::uint8_t>(area[128 * Operands::kSlots + at]);
+    }
+  }
+};
+
+template <DType kCode, bool kCoarse, bool kFine>
+bool holds(const QuantKey& key) {
+  if (key.value != kCode || key.scale != DType::kF32 || key.global_scale || key.dynamic)
+    return false;
+  const GroupShape group = key.group;
+  if (group.rows != 1) return false;
+  return (kCoarse && (group.cols < 0 || (group.cols > 0 && group.cols % 64 == 0))) ||
+         (kFine && group.cols == 32);
+}
+
+template <typename Operands, DType kCode, bool kCoarse, bool kFine>
+WeightFormat integer_format(std::string_view name) {
+  return decoded_format<Operands, IntegerScales<Operands>>(name, holds<kCode, kCoarse, kFine>);
+}
+
+}  // namespace
+
+WeightFormat int4_bf16_format() {
+  return integer_format<Int4Bf16Operands, DType::kI4, true, false>("int4");
+}
+WeightFormat int4_f16_format() {
+  return integer_format<Int4F16Operands, DType::kI4, true, false>("int4_f16");
+}
+WeightFormat int4_g32_bf16_format() {
+  return integer_format<Int4G32Bf16Operands, DType::kI4, false, true>("int4_g32");
+}
+WeightFormat int4_g32_f16_format() {
+  return integer_format<Int4G32F16Operands, DType::kI4, false, true>("int4_g32_f16");
+}
+WeightFormat int8_bf16_format() {
+  return integer_format<Int8Bf16Operands, DType::kU8, true, true>("int8");
+}
+WeightFormat int8_f16_format() {
+  return integer_format<Int8F16Operands, DType::kU8, true, true>("int8_f16");
+}
+
+}  // namespace fusedmoe::cuda

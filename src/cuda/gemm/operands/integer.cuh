@@ -1,0 +1,117 @@
+// Operands of 4- and 8-bit integer weights with 16-bit activations: (code - zero point) times a
+// scale of the activations' type, rounded once, in registers.
+//
+// Behind the codes of a block lie, for each (w, g) and each slot of K, the scales of rows g and
+// g + 8, then in the same order the bytes of their zero points.
+#pragma once
+
+#include "cuda/gemm/operands/activations.cuh"
+#include "cuda/gemm/operands/codes.h"
+#include "cuda/gemm/weight_format.h"
+
+namespace fusedmoe::cuda {
+
+/// Arithmetic on two elements in one register.
+template <typename Element>
+struct Pairs;
+template <>
+struct Pairs<__nv_bfloat16> {
+  using Pair = __nv_bfloat162;
+  __device__ static Pair low(Pair x) { return __low2bfloat162(x); }
+  __device__ static Pair high(Pair x) { return __high2bfloat162(x); }
+  /// 128 + n for n below 128.
+  static constexpr std::uint32_t kInteger = 0x43004300;
+};
+template <>
+struct Pairs<__half> {
+  using Pair = __half2;
+  __device__ static Pair low(Pair x) { return __low2half2(x); }
+  __device__ static Pair high(Pair x) { return __high2half2(x); }
+  /// 1024 + n for n below 1024.
+  static constexpr std::uint32_t kInteger = 0x64006400;
+};
+
+/// `kGroups`: slots of K of a block, which may have other scales.
+template <typename Element, int kCodeBits, int kGroups>
+struct IntegerOperands : DecodedOperands<Element, kCodeBits> {
+  using Layout = std::conditional_t<kCodeBits == 4, NibbleCodes, ByteCodes>;
+  using P = Pairs<Element>;
+  using Pair = typename P::Pair;
+  static constexpr int kSlots = kGroups, kSlotK = 64 / kGroups;
+  static constexpr int kCodeBytes = kBlockRows * 64 * kCodeBits / 8;
+  static constexpr int kZeroPointBytes = kCodeBytes + 128 * kGroups;  // where they begin
+  static constexpr int kScaleBytes = 192 * kGroups;
+  static constexpr PackedBlock kBlock{kCodeBytes + kScaleBytes, 64};
+
+  struct Codes {
+    std::uint32_t words[kCodeBits];
+    std::uint32_t scales[kGroups];
+    std::uint32_t zero_points;  // two bytes a slot
+  };
+  __device__ static Codes load(const std::uint8_t* block, int thread) {
+    Codes codes;
+#pragma unroll
+    for (int i = 0; i < kCodeBits / 4; ++i) {
+      const auto words = *reinterpret_cast<const uint4*>(block + i * 2048 + thread * 16);
+      codes.words[4 * i] = words.x;
+      codes.words[4 * i + 1] = words.y;
+      codes.words[4 * i + 2] = words.z;
+      codes.words[4 * i + 3] = words.w;
+    }
+    const int rows = thread / 32 * 8 + thread % 32 / 4;
+    if constexpr (kGroups == 1) {
+      codes.scales[0] = *reinterpret_cast<const std::uint32_t*>(block + kCodeBytes + rows * 4);
+      codes.zero_points =
+          *reinterpret_cast<const std::uint16_t*>(block + kZeroPointBytes + rows * 2);
+    } else {
+      const auto scales = *reinterpret_cast<const uint2*>(block + kCodeBytes + rows * 8);
+      codes.scales[0] = scales.x;
+      codes.scales[1] = scales.y;
+      codes.zero_points =
+          *reinterpret_cast<const std::uint32_t*>(block + kZeroPointBytes + rows * 4);
+    }
+    return codes;
+  }
+
+  __device__ static Pair as_pair(std::uint32_t bits) {
+    return reinterpret_cast<const Pair&>(bits);
+  }
+  /// Two bytes in the low halves -> numbers less the offset that number() has.
+  __device__ static Pair number(std::uint32_t bytes) {
+    if constexpr (kCodeBits == 4 || P::kInteger == 0x64006400) {
+      return as_pair(bytes | P::kInteger);
+    } else {  // 128 + the low 7 bits; -256 or, with bit 7, -128: the byte less 128
+      return __hadd2(as_pair((bytes & 0x007F007F) | P::kInteger),
+                     as_pair((bytes & 0x00800080) ^ 0xC380C380));
+    }
+  }
+  /// -> the register operands of two steps of 16 of K, of the first or second half of the block.
+  __device__ static void decode(const Codes& codes, int half, std::uint32_t (&a)[2][4]) {
+    constexpr std::uint32_t kMask = kCodeBits == 4 ? 0x000F000F : 0x00FF00FF;
+    const int slot = kGroups == 2 ? half : 0;
+    // Bytes of rows (g, g + 8) to the low bytes of two halves.
+    const Pair zero_points = number(__byte_perm(codes.zero_points, 0, slot == 0 ? 0x4140 : 0x4342));
+    const Pair scales = as_pair(codes.scales[slot]);
+    const Pair zero[2] = {P::low(zero_points), P::high(zero_points)};
+    const Pair scale[2] = {P::low(scales), P::high(scales)};
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        const BitPlace place = Layout::place(2 * half + step, pair, 0, 0);
+        const Pair code = number(codes.words[place.word] >> place.bit & kMask);
+        const Pair weight = __hmul2(__hsub2(code, zero[pair % 2]), scale[pair % 2]);
+        a[step][pair] = reinterpret_cast<const std::uint32_t&>(weight);
+      }
+    }
+  }
+};
+
+struct Int4Bf16Operands : IntegerOperands<__nv_bfloat16, 4, 1> {};
+struct Int4G32Bf16Operands : IntegerOperands<__nv_bfloat16, 4, 2> {};
+struct Int8Bf16Operands : IntegerOperands<__nv_bfloat16, 8, 2> {};
+struct Int4F16Operands : IntegerOperands<__half, 4, 1> {};
+struct Int4G32F16Operands : IntegerOperands<__half, 4, 2> {};
+struct Int8F16Operands : IntegerOperands<__half, 8, 2> {};
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,47 @@
+// The rows that the two GEMMs multiply: hidden states in the order of their experts and activated
+// rows, copied or quantized as the scheme says.
+#pragma once
+
+#include "cuda/packed_weights.h"
+#include "cuda/rows/permute.h"
+#include "cuda/scratch.h"
+#include "fusedmoe/experts.h"
+
+namespace fusedmoe::cuda {
+
+/// Of one configuration's experts.
+class OperandRows {
+ public:
+  OperandRows(const MoeConfig& config, const WeightFormat& format)
+      : config_(config), format_(format) {}
+
+  /// Whether hidden states are more than permuted.
+  bool quantizes() const { return config_.scheme.activations.has_value(); }
+  /// Whether activated rows take a pass of their own between the GEMMs; else GEMM 1 quantizes them.
+  bool needs_pass() const { return format_.fp8_rows; }
+  /// How GEMM 1 quantizes.
+  RowQuantizer inner_quantizer(const CudaPackedWeights& weights) const;
+
+  /// Hidden states to the rows of GEMM 1.
+  RowTransform hidden(const ForwardArgs& args, const Scratch& scratch) const;
+  /// Whether hidden states take a pass of their own: their scale must be known before.
+  bool needs_hidden_pass() const;
+  void permute_hidden(const ForwardArgs& args, const Scratch& scratch,
+                      const RoutingData& routing) const;
+  /// In the batched format.
+  void transform_hidden(const ForwardArgs& args, const Scratch& scratch) const;
+  /// Rows that GEMM 1 has activated, to the rows of GEMM 2; experts' rows as in FusedMlpParams.
+  void transform_activated(const ForwardArgs& args, const Scratch& scratch,
+                           const FusedMlpParams& params) const;
+  /// What a GEMM must know of the rows it multiplies.
+  void set_hidden(const ForwardArgs& args, const Scratch& scratch, GemmParams& gemm) const;
+  void set_activated(const Scratch& scratch, GemmParams& gemm) const;
+
+ private:
+  RowQuantizer quantizer_of(const PackedMatrices& reader) const;
+
+  const MoeConfig& config_;
+  const WeightFormat& format_;
+};
+
+}  // namespace fusedmoe::cuda

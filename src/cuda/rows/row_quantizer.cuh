@@ -1,0 +1,77 @@
+// Quantizes 8 neighbouring bf16 values of a row and decodes them again, by lanes whose neighbours
+// have the rest of their group. Formulas: quant/quantize_scales.h.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "cuda/gemm/fused_mlp.h"
+#include "quant/quantize_scales.h"
+
+namespace fusedmoe::cuda {
+
+/// To the nearest E2M1 number, ties to the even code; saturates at +-6, NaN gives +6.
+__device__ __forceinline__ float round_to_e2m1(float value) {
+  if (isnan(value)) return core::kE2M1Max;
+  const float magnitude = fminf(fabsf(value), core::kE2M1Max);
+  // Adding 1.5 * 2^23 steps rounds to a multiple of the step.
+  const float magic = magnitude < 2 ? 0x1.8p22F : magnitude < 4 ? 0x1.8p23F : 0x1.8p24F;
+  return copysignf(__fsub_rn(__fadd_rn(magnitude, magic), magic), value);
+}
+__device__ __forceinline__ float round_to_e4m3(float value) {
+  const __nv_fp8_storage_t code = __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
+}
+
+/// The largest magnitude of a group of 8 * kLanes values, of which each lane has 8; NaN counts as
+/// 0.
+template <int kLanes>
+__device__ __forceinline__ float group_amax(const __nv_bfloat162 (&pairs)[4], unsigned mask) {
+  __nv_bfloat162 largest = __float2bfloat162_rn(0);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) largest = __hmax2(largest, __habs2(pairs[i]));
+  float amax = fmaxf(__low2float(largest), __high2float(largest));
+#pragma unroll
+  for (int lane = 1; lane < kLanes; lane *= 2) {
+    amax = fmaxf(amax, __shfl_xor_sync(mask, amax, lane));
+  }
+  return amax;
+}
+
+/// By the lanes in `mask`, which have whole groups: 4 lanes are one of MX, 2 of NVFP4.
+__device__ __forceinline__ uint4 quantize_and_decode(const RowQuantizer& quantizer, int expert,
+                                                     const uint4& unit, unsigned mask) {
+  using Kind = RowQuantizer::Kind;
+  __nv_bfloat162 pairs[4];
+  memcpy(pairs, &unit, sizeof(pairs));
+  float factor, scale;  // values are multiplied by the one, codes by the other
+  bool is_zero = false;
+  if (quantizer.kind == Kind::kNvfp4) {
+    const core::Nvfp4Scale block =
+        core::nvfp4_scale(group_amax<2>(pairs, mask), quantizer.global_scales[expert]);
+    factor = block.factor;
+    scale = core::e4m3_magnitude(block.code);
+  } else {
+    const float amax = group_amax<4>(pairs, mask);
+    const int code = core::mx_scale_code(amax, quantizer.kind == Kind::kMxfp4, quantizer.rule);
+    scale = core::e8m0_value(code);
+    factor = 1.0F / scale;
+    is_zero = quantizer.kind == Kind::kMxfp4 ? code == 0 : amax == 0;
+  }
+  const auto convert = [&](float value) {
+    // What published kernels write for a block whose scale counts as zero: zeros; but NaN stays.
+    const float scaled = is_zero && !isnan(value) ? 0.0F : value * factor;
+    return scale * (quantizer.kind == Kind::kMxfp8 ? round_to_e4m3(scaled) : round_to_e2m1(scaled));
+  };
+#pragma unroll
+  for (__nv_bfloat162& pair : pairs) {
+    pair = __floats2bfloat162_rn(convert(__low2float(pair)), convert(__high2float(pair)));
+  }
+  uint4 result;
+  memcpy(&result, pairs, sizeof(result));
+  return result;
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,48 @@
+// What becomes of a row on its way to a GEMM: copied, quantized and decoded again, or quantized to
+// FP8. Nothing else writes rows in the order of experts.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/gemm/fused_mlp.h"
+
+namespace fusedmoe::cuda {
+
+/// E4M3 codes and fp32 scales. Formulas: quant/quantize_scales.h.
+struct Fp8Quantizer {
+  /// What shares a scale.
+  enum class Scale : std::uint8_t {
+    kStatic,  ///< everything; the scale is known
+    kTensor,  ///< everything; it follows from the largest value
+    kRow,
+    kGroup,  ///< 128 columns of a row
+  };
+  Scale scale = Scale::kRow;
+  bool power_of_two = false;  ///< scales of groups
+  float static_scale = 1;
+  std::uint32_t* amax = nullptr;  ///< of the tensor: bits of the float
+};
+
+struct RowTransform {
+  enum class Kind : std::uint8_t {
+    kCopy,
+    kDecode,  ///< quantized and decoded again, bf16
+    kFp8,     ///< bf16 -> E4M3
+  };
+  Kind kind = Kind::kCopy;
+  const void* rows = nullptr;
+  std::int64_t row_pitch = 0;  ///< bytes between rows
+  std::int64_t row_bytes = 0;
+  void* to = nullptr;  ///< null: nothing is written
+  std::int64_t to_pitch = 0;
+  // All but copies: addresses, pitches and row_bytes are multiples of 16 bytes.
+  RowQuantizer decoded;
+  Fp8Quantizer fp8;
+  float* scales = nullptr;  ///< of FP8: (rows), or of groups (groups, scale_pitch), or null
+  std::int64_t scale_pitch = 0;
+
+  /// Rows of one token differ from expert to expert.
+  FUSEDMOE_HD bool by_expert() const { return decoded.global_scales != nullptr; }
+};
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,302 @@
+// Every scheme that the Hopper experts run, for each dtype of rows: against the reference, in every
+// tile configuration, and back from packed weights. Quantized activations have the bits of the CPU.
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cuda/gemm/heuristic.h"
+#include "cuda/rows/permute.h"
+#include "cuda_test.h"
+#include "experts_problem.h"
+#include "fusedmoe/quant.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::bitwise_equal;
+using testing::Case;
+using testing::kGpu;
+using testing::kHost;
+using testing::Problem;
+using testing::to_gpu;
+using testing::to_host;
+using testing::Variant;
+
+/// A scheme with the dtype of its rows.
+struct Rows {
+  NamedScheme scheme;
+  DType dtype;
+  std::string name() const { return scheme.name + "_" + std::string(fusedmoe::name(dtype)); }
+};
+void PrintTo(const Rows& rows, std::ostream* stream) {
+  *stream << rows.name();
+}
+
+/// All but those of 16-bit weights, which other tests are about.
+std::vector<Rows> all_rows() {
+  std::vector<Rows> result;
+  for (const NamedScheme& scheme : named_schemes()) {
+    for (const DType dtype : {DType::kBF16, DType::kF16}) {
+      if (scheme.scheme.weights.quantized() && cuda::find_weight_format(scheme.scheme, dtype)) {
+        result.push_back({scheme, dtype});
+      }
+    }
+  }
+  return result;
+}
+
+/// As testing::expect_close(). Where activations are quantized, a value next to the edge of two
+/// codes may get another one than the reference's, whose sums and activations are in double. The
+/// same is true of the scale of its group, row or tensor: one bf16 step of its largest value,
+/// 1/256, moves 6 % of its E4M3 codes by 1/16, which is 1.5 % of the result.
+void expect_close(const TensorView& actual, const TensorView& expected, const QuantScheme& scheme) {
+  if (!scheme.activations) return testing::expect_close(actual, expected);
+  const bool fp4 = scheme.activations->value == DType::kE2M1;
+  const testing::Difference difference = testing::compare(actual, expected);
+  EXPECT_FALSE(difference.nonfinite_mismatch) << difference.to_string();
+  EXPECT_LE(difference.max_element, fp4 ? 1.5e-1 : 1e-1) << difference.to_string();
+  EXPECT_LE(difference.rms_element, fp4 ? 1.5e-2 : 2e-2) << difference.to_string();
+}
+
+class CudaSchemes : public testing::CudaTestWith<Rows> {};
+INSTANTIATE_TEST_SUITE_P(All, CudaSchemes, ::testing::ValuesIn(all_rows()),
+                         [](const auto& info) { return info.param.name(); });
+
+TEST_P(CudaSchemes, MatchReference) {
+  const auto& [scheme, dtype] = GetParam();
+  for (Case spec : testing::scheme_cases(scheme)) {
+    if (spec.hidden % 8 != 0) continue;  // for the CPU
+    if (scheme.scheme.weights.value == DType::kE2M1 && spec.intermediate % 2 != 0) continue;
+    if (scheme.scheme.weights.group.rows > 1 && spec.intermediate % 8 != 0) continue;
+    if (spec.scale_dtype == DType::kBF16) spec.scale_dtype = dtype;
+    SCOPED_TRACE(spec.name);
+    const Problem problem = testing::make_problem(spec);
+    const auto reference = [&](const char* name) {
+      return testing::run_variant(problem, testing::find_variant(name), dtype, kHost);
+    };
+    const Tensor fused = reference("reference"), unfused = reference("reference_unfused");
+    const auto variants = testing::variants_for(testing::make_config(spec, dtype, kGpu));
+    EXPECT_FALSE(variants.empty());
+    for (const Variant& variant : variants) {
+      SCOPED_TRACE(variant.name());
+      const Tensor actual = testing::run_variant(problem, variant, dtype, kGpu);
+      expect_close(actual, variant.hooks ? unfused : fused, scheme.scheme);
+      EXPECT_TRUE(bitwise_equal(testing::run_variant(problem, variant, dtype, kGpu), actual));
+    }
+  }
+}
+
+TEST_P(CudaSchemes, EveryConfiguration) {
+  const auto& [scheme, dtype] = GetParam();
+  for (const std::int64_t tokens : {1, 9, 25, 60, 96, 150, 300}) {
+    Case spec;
+    spec.num_tokens = tokens;
+    spec.num_experts = 5;
+    spec.hidden = 480;
+    spec.intermediate = tokens % 2 == 0 ? 192 : 320;
+    spec.scheme = scheme.scheme;
+    spec.activation = Activation::kSwigluOai;
+    spec.bias = true;
+    spec.skew = testing::RoutingSkew::kOneExpert;
+    spec.scale_dtype = dtype;
+    SCOPED_TRACE(std::to_string(tokens) + " tokens");
+    const Problem problem = testing::make_problem(spec);
+    const Tensor expected =
+        testing::run_variant(problem, testing::find_variant("reference"), dtype, kHost);
+    cuda::MlpShape shape;
+    shape.format = &testing::format_of(scheme.scheme, dtype);
+    shape.num_tokens = tokens;
+    shape.topk = spec.topk;
+    shape.num_local_experts = spec.num_experts;
+    shape.hidden = spec.hidden;
+    shape.intermediate = spec.intermediate;
+    for (const cuda::KernelConfig& config : cuda::valid_configs(shape)) {
+      SCOPED_TRACE(to_string(config));
+      testing::RunOptions options;
+      options.kernel_config = cuda::find_config(to_string(config));
+      const Tensor actual =
+          testing::run_variant(problem, testing::gpu_variant(), dtype, kGpu, options);
+      expect_close(actual, expected, scheme.scheme);
+    }
+  }
+}
+
+TEST_P(CudaSchemes, UnpackIsTheInverse) {
+  const auto& [scheme, dtype] = GetParam();
+  Case spec;
+  spec.num_experts = 2;
+  spec.hidden = 360;
+  spec.intermediate = scheme.scheme.weights.group.rows > 1 ? 136 : 90;
+  spec.scheme = scheme.scheme;
+  spec.scale_dtype = dtype;
+  const Problem problem = testing::make_problem(spec);
+  const Variant variant = testing::gpu_variant();
+  const auto experts =
+      variant.experts->create(variant.of(testing::make_config(spec, dtype, kGpu)), Context{});
+  const auto packed = experts->pack(problem.weights);
+  for (std::int64_t e = 0; e < spec.num_experts; ++e) {
+    const ExpertWeights unpacked = experts->unpack(*packed, e);
+    const ExpertMatrices &actual = unpacked.experts[0],
+                         &expected = problem.weights.experts[static_cast<std::size_t>(e)];
+    const QuantKey& key = scheme.scheme.weights;
+    const auto expect_same = [&](const WeightMatrix& a, const WeightMatrix& b, std::int64_t in) {
+      const Tensor left = dequantize_weights(a, key, in), right = dequantize_weights(b, key, in);
+      for (std::int64_t i = 0; i < left.numel(); ++i) {  // a zero may lose its sign
+        ASSERT_EQ(left.as<const float>()[i], right.as<const float>()[i]) << i;
+      }
+    };
+    expect_same(actual.gate, expected.gate, spec.hidden);
+    expect_same(actual.up, expected.up, spec.hidden);
+    expect_same(actual.down, expected.down, spec.intermediate);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------
+// Quantizers
+
+constexpr std::int64_t kRows = 24, kColumns = 360;
+
+/// Rows of all sizes of numbers; zeros, infinities and NaN among them.
+Tensor odd_rows() {
+  const Tensor rows = Tensor::empty({kRows, kColumns}, DType::kBF16);
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  for (std::int64_t i = 0; i < rows.numel(); ++i) {
+    const std::int64_t row = i / kColumns, column = i % kColumns;
+    float value = std::ldexp(normal(random), static_cast<int>(row * 9 % 67) - 33);
+    if (row == 3) value = 0;
+    if (row == 4 && column == 40) value = std::numeric_limits<float>::infinity();
+    if (row == 5 && column == 300) value = std::numeric_limits<float>::quiet_NaN();
+    if (row == 6) value = column % 3 == 0 ? 0x1p-126F : 0;
+    if (row == 7) value = std::ldexp(1.0F + static_cast<float>(column % 16) / 8, 3);  // ties
+    if (row == 8 && column < 96) value = column % 2 == 0 ? -0.0F : 0.0F;
+    rows.as<std::uint16_t>()[i] = f32_to_bf16(value);
+  }
+  return rows;
+}
+
+/// All rows are of one expert.
+struct OneExpert {
+  Tensor rows = to_gpu(odd_rows());
+  Tensor offsets = Tensor::empty({2}, DType::kI32);
+  OneExpert() {
+    offsets.as<std::int32_t>()[0] = 0;
+    offsets.as<std::int32_t>()[1] = kRows;
+    offsets = to_gpu(offsets);
+  }
+  cuda::TransformRows args() const {
+    cuda::TransformRows args;
+    args.rows.rows = rows.data();
+    args.rows.row_pitch = args.rows.row_bytes = kColumns * 2;
+    args.num_rows = kRows;
+    args.num_experts = 1;
+    args.expert_offsets = offsets.as<const std::int32_t>();
+    return args;
+  }
+};
+
+struct Quantized {
+  Tensor values, scales;
+};
+Quantized quantized_on_cpu(const QuantKey& key, std::optional<float> scale) {
+  const QuantizedShape shape = quantized_shape(key, kRows, kColumns);
+  Quantized result{Tensor::empty(shape.values, shape.values_dtype),
+                   Tensor::empty(shape.scales, shape.scales_dtype)};
+  quantize(odd_rows(), key, result.values, result.scales, scale);
+  return result;
+}
+
+class CudaQuantizers : public testing::CudaTest {};
+
+TEST_F(CudaQuantizers, DecodedRowsAreThoseOfTheCpu) {
+  struct Kind {
+    QuantKey key;
+    cuda::RowQuantizer::Kind kind;
+  };
+  std::vector<Kind> kinds{{keys::mxfp8(true), cuda::RowQuantizer::Kind::kMxfp8},
+                          {keys::nvfp4(true), cuda::RowQuantizer::Kind::kNvfp4}};
+  for (const MxScaleRule rule :
+       {MxScaleRule::kOcp, MxScaleRule::kEven, MxScaleRule::kCeil, MxScaleRule::kFloor}) {
+    kinds.push_back({keys::mxfp4(true, rule), cuda::RowQuantizer::Kind::kMxfp4});
+  }
+  const float global = 0.037F;
+  const Tensor scale = Tensor::empty({1}, DType::kF32);
+  *scale.as<float>() = global;
+  const Tensor on_gpu = to_gpu(scale);
+  for (const auto& [key, kind] : kinds) {
+    SCOPED_TRACE(fusedmoe::name(QuantScheme{keys::mxfp4(), key}));
+    const OneExpert one;
+    const Tensor out = Tensor::empty({kRows, kColumns}, DType::kBF16, kGpu);
+    cuda::TransformRows args = one.args();
+    args.rows.kind = cuda::RowTransform::Kind::kDecode;
+    args.rows.to = out.data();
+    args.rows.to_pitch = kColumns * 2;
+    args.rows.decoded = {kind, key.scale_rule, on_gpu.as<const float>()};
+    cuda::transform_rows(args, false, Stream{kGpu});
+    const Tensor actual = to_host(out);
+    const bool nvfp4 = kind == cuda::RowQuantizer::Kind::kNvfp4;
+    const Quantized expected =
+        quantized_on_cpu(key, nvfp4 ? std::optional<float>(global) : std::nullopt);
+    for (std::int64_t i = 0; i < kRows * kColumns; ++i) {
+      const std::int64_t row = i / kColumns, column = i % kColumns;
+      const DType dtype = key.value;
+      const float code =
+          load_f32(expected.values.data(), dtype,
+                   dtype == DType::kE2M1 ? row * ((kColumns + 1) / 2) * 2 + column : i);
+      const float block = load_f32(expected.scales.data(), *key.scale,
+                                   row * expected.scales.size(1) + column / key.group.cols);
+      const float value = load_f32(actual.data(), DType::kBF16, i);
+      const float wanted = bf16_to_f32(f32_to_bf16(code * block));
+      ASSERT_TRUE(value == wanted || (std::isnan(value) && std::isnan(wanted)))
+          << "row " << row << " column " << column << ": " << value << ", not " << wanted;
+    }
+  }
+}
+
+TEST_F(CudaQuantizers, Fp8CodesAndScalesAreThoseOfTheCpu) {
+  for (const QuantKey& key : {keys::e4m3_tensor(), keys::e4m3_tensor(true), keys::e4m3_row(true),
+                              keys::e4m3_group(), keys::e4m3_group(true)}) {
+    SCOPED_TRACE(fusedmoe::name(QuantScheme{keys::e4m3_tensor(), key}));
+    const OneExpert one;
+    const std::int64_t pitch = 368, groups = key.group.cols > 0 ? 3 : 1;
+    const Tensor codes = Tensor::empty({kRows, pitch}, DType::kU8, kGpu);
+    const Tensor scales = Tensor::zeros({groups, kRows}, DType::kF32, kGpu);
+    const Tensor amax = Tensor::zeros({1}, DType::kI32, kGpu);
+    cuda::TransformRows args = one.args();
+    args.rows.kind = cuda::RowTransform::Kind::kFp8;
+    args.rows.to = codes.data();
+    args.rows.to_pitch = pitch;
+    args.rows.scales = key.dynamic ? scales.as<float>() : nullptr;
+    args.rows.scale_pitch = groups > 1 ? kRows : 0;
+    using Scale = cuda::Fp8Quantizer::Scale;
+    cuda::Fp8Quantizer& quantizer = args.rows.fp8;
+    quantizer.scale = !key.dynamic         ? Scale::kStatic
+                      : key.group.rows < 0 ? Scale::kTensor
+                      : key.group.cols < 0 ? Scale::kRow
+                                           : Scale::kGroup;
+    quantizer.power_of_two = key.scale == DType::kE8M0;
+    quantizer.static_scale = 0.021F;
+    quantizer.amax = amax.as<std::uint32_t>();
+    cuda::transform_rows(args, false, Stream{kGpu});
+    const Tensor actual = to_host(codes), actual_scales = to_host(scales);
+    const Quantized expected = quantized_on_cpu(
+        key, key.dynamic ? std::nullopt : std::optional<float>(quantizer.static_scale));
+    for (std::int64_t i = 0; i < kRows * kColumns; ++i) {
+      const std::int64_t row = i / kColumns, column = i % kColumns;
+      ASSERT_EQ(int{actual.as<const std::uint8_t>()[row * pitch + column]},
+                int{expected.values.as<const std::uint8_t>()[i]})
+          << "row " << row << " column " << column;
+      if (!key.dynamic) continue;
+      const std::int64_t group = key.group.cols > 0 ? column / key.group.cols : 0;
+      const float wanted = load_f32(expected.scales.data(), *key.scale,
+                                    key.group.rows < 0 ? 0 : row * groups + group);
+      ASSERT_EQ(actual_scales.as<const float>()[group * kRows + row], wanted) << "row " << row;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe
