@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, Dict, FrozenSet, Iterable, Optional
+from typing import Any, Callable, Dict, FrozenSet, Iterable, Optional
 
 from . import _core
 from ._core import Tensor
@@ -68,6 +68,18 @@ def stream_of(x: Any, stream: Optional[int]) -> Optional[int]:
     if torch is not None and x.is_cuda:
         return int(torch.cuda.current_stream(x.device).cuda_stream)
     return None
+
+
+def scratch_of(x: Any, stream: Optional[int]) -> Optional[Callable[[int], Any]]:
+    """What allocates scratch memory for a call with x; None: the library does.
+
+    PyTorch's allocator serves its CUDA tensors on their current stream: it knows what a CUDA graph
+    holds, and who may use memory that another call has just returned.
+    """
+    torch = _torch_of(x)
+    if torch is None or not x.is_cuda or stream is not None:
+        return None
+    return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=x.device)
 
 
 def checked(settings: Dict[str, Any], known: FrozenSet[str], kind: str) -> Dict[str, Any]:

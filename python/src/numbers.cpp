@@ -170,6 +170,7 @@ RouterConfig router_of(const nb::dict& settings) {
       parse_enum<ScoringFunc>(get<std::string>(settings, "scoring_func", "softmax"), 6,
                               "scoring_func", [](ScoringFunc scoring) { return name(scoring); });
   config.renormalize = get(settings, "renormalize", false);
+  config.renormalize_epsilon = get(settings, "renormalize_epsilon", config.renormalize_epsilon);
   config.num_expert_group = get<std::int64_t>(settings, "num_expert_group", 0);
   config.topk_group = get<std::int64_t>(settings, "topk_group", 0);
   config.routed_scaling_factor = get(settings, "routed_scaling_factor", 1.0F);

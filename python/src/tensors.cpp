@@ -213,6 +213,20 @@ std::optional<Stream> stream_of(std::optional<std::uintptr_t> handle, Device dev
   return Stream{device, reinterpret_cast<void*>(*handle)};
 }
 
+Workspace scratch_from(nb::handle function, std::size_t bytes, Device device, Kept& kept) {
+  const nb::gil_scoped_acquire gil;
+  const nb::object array = function(bytes);
+  const TensorView view = output_view_of(array, "workspace", kept);
+  if (view && view.device() != device) {
+    throw Error("workspace", "on " + to_string(view.device()), "on " + to_string(device),
+                Fault::kDevice);
+  }
+  if (view && !view.contiguous()) {
+    throw Error("workspace", "with gaps", "contiguous", Fault::kLayout);
+  }
+  return {view.data(), static_cast<std::size_t>(view.nbytes())};
+}
+
 void bind_tensors(nb::module_& module) {
   nb::class_<Tensor>(module, "Tensor",
                      "Memory with an element type and a shape. Goes to other packages by DLPack.")

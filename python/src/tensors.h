@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "fusedmoe/tensor.h"
+#include "fusedmoe/layer.h"
 
 namespace fusedmoe::python {
 
@@ -43,6 +43,9 @@ T get(const nb::dict& dict, const char* key, T otherwise) {
 
 /// Element type by its short name. Throws Error.
 DType dtype_of(const std::string& name, const char* argument);
+/// Scratch memory from a Python function that takes the number of bytes and returns an array of u8.
+/// Called without the GIL.
+Workspace scratch_from(nb::handle function, std::size_t bytes, Device device, Kept& kept);
 /// A stream handle of the device; none: the default stream.
 std::optional<Stream> stream_of(std::optional<std::uintptr_t> handle, Device device);
 

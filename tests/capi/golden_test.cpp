@@ -13,7 +13,7 @@ INSTANTIATE_TEST_SUITE_P(Transformers, CGoldenTest, ::testing::ValuesIn(golden_n
 
 Handle<fusedmoe_layer> load_golden(const std::string& name, std::int32_t dtype) {
   fusedmoe_checkpoint* opened = nullptr;
-  EXPECT_OK(fusedmoe_checkpoint_open(golden_path(name).c_str(), 0, &opened));
+  EXPECT_OK(fusedmoe_checkpoint_open(golden_path(name).c_str(), nullptr, &opened));
   const Handle<fusedmoe_checkpoint> checkpoint(opened);
   auto info = sized<fusedmoe_checkpoint_info>();
   EXPECT_OK(fusedmoe_checkpoint_get_info(opened, &info));

@@ -31,9 +31,9 @@ TEST(CErrorTest, SaysWhatWasWrong) {
 
 TEST(CErrorTest, EveryKindHasItsStatus) {
   fusedmoe_checkpoint* checkpoint = nullptr;
-  EXPECT_EQ(fusedmoe_checkpoint_open("/nowhere", 0, &checkpoint), FUSEDMOE_IO);
+  EXPECT_EQ(fusedmoe_checkpoint_open("/nowhere", nullptr, &checkpoint), FUSEDMOE_IO);
   EXPECT_STREQ(last_error().argument, "/nowhere");
-  EXPECT_EQ(fusedmoe_checkpoint_open(nullptr, 0, &checkpoint), FUSEDMOE_INVALID_ARGUMENT);
+  EXPECT_EQ(fusedmoe_checkpoint_open(nullptr, nullptr, &checkpoint), FUSEDMOE_INVALID_ARGUMENT);
   EXPECT_EQ(last_error().fault, 7);  // null
 
   TinyLayer tiny;

@@ -75,9 +75,10 @@ def test_operators_pass_opcheck(tensors):
         torch.ops.fusedmoe.fused_experts(x, w13, w2, weights, ids.long())
 
 
-def test_compiled_without_a_graph_break(tensors):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_without_a_graph_break(tensors, backend):
     def block(x, *others):
         return torch.ops.fusedmoe.fused_experts(x + 1, *others) * 2
 
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
     assert torch.equal(compiled(*tensors), block(*tensors))

@@ -1,11 +1,19 @@
 """Small whole models of transformers with fusedmoe's experts, where torch and transformers are."""
 
+import copy
+
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 
-from fusedmoe.integrations.transformers import experts_forward, register  # noqa: E402
+from fusedmoe.integrations import _experts  # noqa: E402
+from fusedmoe.integrations.transformers import (  # noqa: E402
+    experts_forward,
+    forget,
+    from_pretrained,
+    register,
+)
 
 COMMON = dict(
     vocab_size=64,
@@ -21,6 +29,10 @@ MODELS = {
     "mixtral": dict(num_local_experts=8, num_experts_per_tok=2),
     "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=16),
     "olmoe": dict(num_experts=8, num_experts_per_tok=2),
+    "llama4_text": dict(
+        num_local_experts=8, num_experts_per_tok=1, intermediate_size_mlp=96, head_dim=16,
+        interleave_moe_layer_step=1,
+    ),
     "granitemoe": dict(num_local_experts=8, num_experts_per_tok=2),
     "glm4_moe": dict(
         n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=1,
@@ -68,21 +80,51 @@ def test_logits_and_greedy_tokens_of_a_whole_model(name):
     assert torch.equal(actual_tokens, expected_tokens)
 
 
+def experts_of(model):
+    return next(m for name, m in model.named_modules() if name.endswith(".experts"))
+
+
 def test_weights_are_packed_again_when_they_change():
     model = make("mixtral")
-    tokens = torch.arange(7)[None]
-    model.set_experts_implementation("fusedmoe")
-    before = model(tokens).logits
-    experts = next(m for m in model.modules() if type(m).__name__ == "MixtralExperts")
-    packed = experts.__dict__["_fusedmoe_packed"][1]
-    assert torch.equal(model(tokens).logits, before)
-    assert experts.__dict__["_fusedmoe_packed"][1] is packed
-    experts.down_proj.mul_(2)
-    after = model(tokens).logits
-    model.set_experts_implementation("eager")
-    expected = model(tokens).logits
-    assert not torch.equal(after, before)
+    experts, tokens = experts_of(model), torch.arange(7)[None]
+
+    def logits(implementation="fusedmoe"):
+        model.set_experts_implementation(implementation)
+        return model(tokens).logits
+
+    def packed():
+        return _experts._packed[experts].layer
+
+    def replace():
+        address = experts.down_proj.data_ptr()
+        for _ in range(50):  # until the allocator gives the old address again
+            experts.down_proj = torch.nn.Parameter(torch.randn_like(experts.down_proj) / 10)
+            if experts.down_proj.data_ptr() == address:
+                break
+
+    before = logits()
+    first = packed()
+    assert torch.equal(logits(), before) and packed() is first
+    del first
+    for change in (lambda: experts.down_proj.mul_(2), replace):
+        change()
+        after, expected = logits(), logits("eager")
+        assert not torch.equal(after, before)
+        assert (after - expected).abs().max() <= 1e-5 * expected.abs().max()
+    experts.down_proj.data.mul_(2)  # PyTorch does not count this
+    forget(model)
+    after, expected = logits(), logits("eager")
     assert (after - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert torch.equal(copy.deepcopy(model)(tokens).logits, expected)
+
+
+def test_compiled_by_inductor_without_a_graph_break():
+    model = make("qwen3_moe")
+    model.set_experts_implementation("fusedmoe")
+    experts = experts_of(model)
+    x, ids, weights = torch.randn(5, 64), torch.randint(0, 8, (5, 2)), torch.rand(5, 2)
+    compiled = torch.compile(lambda *args: experts(*args) * 2, fullgraph=True)
+    assert torch.equal(compiled(x, ids, weights), experts(x, ids, weights) * 2)
 
 
 def test_bfloat16_and_ids_that_mean_no_expert():
