@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import sys
 from typing import Any, Callable, Dict, FrozenSet, Iterable, Optional
 
@@ -61,13 +63,26 @@ def output_like(x: Any, dtype: Optional[str] = None) -> Any:
 
 
 def stream_of(x: Any, stream: Optional[int]) -> Optional[int]:
-    """The stream that was given, or PyTorch's current one for its CUDA tensors."""
+    """The stream that was given; for PyTorch's tensors its current one, on the CPU its threads."""
     if stream is not None:
         return stream
     torch = _torch_of(x)
-    if torch is not None and x.is_cuda:
+    if torch is None:
+        return None
+    if x.is_cuda:
         return int(torch.cuda.current_stream(x.device).cuda_stream)
-    return None
+    return _torch_threads()
+
+
+@functools.lru_cache(maxsize=None)
+def _torch_threads() -> Optional[int]:
+    """The threads that PyTorch computes with on the CPU, or None where they are not OpenMP's."""
+    try:
+        with open("/proc/self/maps") as maps:
+            found = re.search(r"/\S*/torch\S*/lib(gomp|iomp5|omp)\b[^/\s]*\.so\S*", maps.read())
+        return _core.openmp_stream(found.group(0)) if found else None
+    except (OSError, ValueError):
+        return None
 
 
 def scratch_of(x: Any, stream: Optional[int]) -> Optional[Callable[[int], Any]]:

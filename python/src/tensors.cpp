@@ -209,7 +209,9 @@ DType dtype_of(const std::string& name, const char* argument) {
 
 std::optional<Stream> stream_of(std::optional<std::uintptr_t> handle, Device device) {
   if (!handle) return std::nullopt;
-  if (device.is_cpu()) throw Error("stream", "given", "None on the cpu", Fault::kDevice);
+  if (device.is_cpu() && !is_openmp_stream(*handle)) {
+    throw Error("stream", "given", "None on the cpu", Fault::kDevice);
+  }
   return Stream{device, reinterpret_cast<void*>(*handle)};
 }
 

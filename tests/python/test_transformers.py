@@ -1,14 +1,17 @@
 """Small whole models of transformers with fusedmoe's experts, where torch and transformers are."""
 
 import copy
+import json
 
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 
+import fusedmoe  # noqa: E402
 from fusedmoe.integrations import _experts  # noqa: E402
 from fusedmoe.integrations.transformers import (  # noqa: E402
+    FusedExperts,
     experts_forward,
     forget,
     from_pretrained,
@@ -64,20 +67,41 @@ def registered():
         yield
 
 
+def generate(model, implementation, new_tokens=32):
+    """Logits of each step, (steps, batch, vocabulary), and the greedy tokens."""
+    model.set_experts_implementation(implementation)
+    tokens = torch.arange(14).reshape(2, 7) % 64
+    result = model.generate(
+        tokens, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=None,
+        output_logits=True, return_dict_in_generate=True,
+    )
+    return torch.stack(result.logits), result.sequences
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_greedy_tokens_of_a_whole_model(name):
     model = make(name)
-    tokens = torch.arange(14).reshape(2, 7) % 64
-
-    def run(implementation):
-        model.set_experts_implementation(implementation)
-        logits = model(tokens).logits
-        greedy = model.generate(tokens, max_new_tokens=32, do_sample=False, pad_token_id=0)
-        return logits, greedy
-
-    (expected, expected_tokens), (actual, actual_tokens) = run("eager"), run("fusedmoe")
+    expected, expected_tokens = generate(model, "eager")
+    actual, actual_tokens = generate(model, "fusedmoe")
     assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert torch.equal(actual_tokens, expected_tokens)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_is_as_near_as_bfloat16_can_be(name):
+    tokens, model = torch.arange(14).reshape(2, 7) % 64, make(name, torch.bfloat16)
+    exact = copy.deepcopy(model).float()
+    logits = {}
+    for implementation in ("eager", "fusedmoe"):
+        model.set_experts_implementation(implementation)
+        logits[implementation] = model(tokens).logits.float()
+    exact.set_experts_implementation("eager")
+    expected = exact(tokens).logits
+
+    def error(actual):
+        return ((actual - expected).square().mean() / expected.square().mean()).sqrt()
+
+    assert error(logits["fusedmoe"]) <= 1.5 * error(logits["eager"]) + 1e-3
 
 
 def experts_of(model):
@@ -152,3 +176,97 @@ def test_what_cannot_be_served_says_why():
         experts_forward(experts, x, ids, weights)
     with torch.enable_grad(), pytest.raises(NotImplementedError, match="no backward"):
         experts_forward(experts, x.requires_grad_(), ids, weights)
+
+
+def save(model, path):
+    """Writes the model as it is published; returns its tensors."""
+    from safetensors.torch import load_file
+
+    model.save_pretrained(path)
+    return load_file(path / "model.safetensors")
+
+
+def same_logits(model, path, dtype=torch.float32):
+    loaded = from_pretrained(path, dtype=dtype)
+    assert isinstance(experts_of(loaded), FusedExperts) and type(loaded) is type(model)
+    tokens = torch.arange(14).reshape(2, 7) % 64
+    expected, actual = model(tokens).logits, loaded(tokens).logits
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+    return loaded
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_straight_from_a_checkpoint(name, tmp_path):
+    model = make(name)
+    save(model, tmp_path)
+    loaded = same_logits(model, tmp_path)
+    assert sum(p.numel() for p in loaded.parameters()) < sum(p.numel() for p in model.parameters())
+    tokens = torch.arange(3)[None]
+    assert torch.equal(copy.deepcopy(loaded)(tokens).logits, loaded(tokens).logits)
+
+
+def write(path, tensors, quantization_config):
+    """The folder's model with other tensors, and its config saying how they are quantized."""
+    from safetensors.torch import save_file
+
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    change_config(path, quantization_config=quantization_config)
+
+
+def change_config(path, **changes):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_experts_stay_in_mxfp4(tmp_path):
+    model = make("gpt_oss")
+    tensors = save(model, tmp_path)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        published = tensors.pop(name)  # (E, in, out)
+        matrices = [fusedmoe.quantize_weights(w.T.contiguous(), "mxfp4_w4a16") for w in published]
+        values, scales = ([torch.from_dlpack(m[part]) for m in matrices] for part in (0, 1))
+        blocks = torch.stack(values)
+        tensors[name + "_blocks"] = blocks.view(*blocks.shape[:-1], -1, 16)
+        tensors[name + "_scales"] = torch.stack([s.view(torch.uint8) for s in scales])
+        decoded = [
+            torch.from_dlpack(fusedmoe.dequantize_weights(m, "mxfp4_w4a16", published.shape[1]))
+            for m in matrices
+        ]
+        model.get_parameter(name).copy_(torch.stack(decoded).transpose(1, 2))
+    write(tmp_path, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    loaded = same_logits(model, tmp_path)
+    assert experts_of(loaded).layer.info["scheme"] == "mxfp4_w4a16"
+
+
+def test_what_else_is_quantized_is_decoded_by_transformers(tmp_path):
+    pytest.importorskip("accelerate")
+    model = make("deepseek_v3")
+    tensors = save(model, tmp_path)
+    decoded = dict(tensors)
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        matrix = fusedmoe.quantize_weights(tensors[name], "fp8_block")
+        columns = tensors[name].shape[1]
+        decoded[name] = torch.from_dlpack(fusedmoe.dequantize_weights(matrix, "fp8_block", columns))
+        tensors[name] = torch.from_dlpack(matrix.values.view("u8")).view(torch.float8_e4m3fn)
+        tensors[name + "_scale_inv"] = torch.from_dlpack(matrix.scales)
+    write(tmp_path, decoded, None)
+    model = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    blocks = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    write(tmp_path, tensors, {"quant_method": "fp8", **blocks})
+    loaded, tokens = from_pretrained(tmp_path, dtype=torch.float32), torch.arange(14)[None]
+    assert experts_of(loaded).layer.info["scheme"] == "fp8_block"
+    expected, actual = model(tokens).logits, loaded(tokens).logits
+    # What remains is that the scheme quantizes activations.
+    assert (actual - expected).square().mean() <= 0.05**2 * expected.square().mean()
+
+
+def test_folders_that_cannot_be_served_say_why(tmp_path):
+    with pytest.raises(OSError):
+        from_pretrained(tmp_path)
+    model = make("mixtral")
+    save(model, tmp_path)
+    with pytest.raises(NotImplementedError, match="torch.float64"):
+        from_pretrained(tmp_path, dtype="float64")
+    with pytest.raises(NotImplementedError, match="none of the config's architectures"):
+        change_config(tmp_path, architectures=["Nothing"])
+        from_pretrained(tmp_path)

@@ -43,6 +43,7 @@ def from_pretrained(
     cannot serve, and what transformers raises for the rest.
     """
     folder = os.fspath(path)
+    checkpoint = Checkpoint(folder, read_files=True)
     config = transformers.AutoConfig.from_pretrained(folder)
     if dtype == "auto":
         text_dtype = getattr(config.get_text_config(), "dtype", None)
@@ -52,7 +53,6 @@ def from_pretrained(
     if dtype not in DTYPES:
         raise NotImplementedError(f"fusedmoe: hidden states of {dtype}")
     layer_options = {"device": device, "dtype": DTYPES[dtype], **(options or {})}
-    checkpoint = Checkpoint(folder, read_files=True)
     layers = {
         index: MoELayer.from_checkpoint(checkpoint, index, experts_only=True, **layer_options)
         for index in checkpoint.moe_layers
