@@ -6,7 +6,7 @@ CONFIGURE = cmake -Wno-dev --log-level=WARNING
 PYTHON ?= python3
 
 .PHONY: demo test build format format-check interop check-clang check-tidy check-tsan \
-	check-aarch64 check-riscv64 install-deps clean
+	check-aarch64 check-riscv64 docs install-deps clean
 
 demo: install-deps
 	$(CONFIGURE) --preset default
@@ -53,6 +53,12 @@ check-riscv64: install-deps
 	cmake --build --preset riscv64 -j $(JOBS)
 	qemu-riscv64-static -L /usr/riscv64-linux-gnu build-riscv64/tests/unit_tests --gtest_brief=1 \
 	  --gtest_filter='*Golden*Cpu*:RouterConfig*:QuantTest.*:RuntimeTest.*'
+
+# The documentation site in build/site; needs doxygen.
+docs: install-deps
+	$(CONFIGURE) --preset default
+	cmake --build --preset default --target fusedmoe_python_stub -j $(JOBS)
+	scripts/make-docs.sh
 
 interop: build
 	$(PYTHON) tests/interop/interop.py build/cli/fusedmoe
