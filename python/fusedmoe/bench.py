@@ -19,6 +19,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 
 import fusedmoe
+from fusedmoe import _core
 
 SHAPES = {  # experts, topk, hidden, intermediate
     "small": (32, 4, 1024, 1024),
@@ -164,8 +165,8 @@ def _of_vllm(problem: Problem) -> Dict[str, Candidate]:
     return {"vllm": lambda x, weights, ids: fused_experts(x, problem.w13, problem.w2, weights, ids)}
 
 
-def seconds_of(call: Callable[[], Any], device: torch.device, min_time: float) -> float:
-    """Median time of a call, after one that does not count."""
+def times_of(call: Callable[[], Any], device: torch.device, min_time: float) -> List[float]:
+    """Seconds of each call, after one that does not count."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -180,16 +181,22 @@ def seconds_of(call: Callable[[], Any], device: torch.device, min_time: float) -
         call()
         wait()
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return times
 
 
 def limits_of(problem: Problem) -> Tuple[float, float]:
-    """Bytes and floating-point operations per second, by reading much and by a large product."""
-    large = torch.ones(1 << 26, device=problem.device)
-    bandwidth = large.nbytes / seconds_of(large.sum, problem.device, 0.2)
-    size = 2048 if problem.device.type == "cpu" else 8192
-    a = torch.ones(size, size, dtype=problem.dtype, device=problem.device)
-    return bandwidth, 2 * size**3 / seconds_of(lambda: a @ a, problem.device, 0.2)
+    """Bytes and floating-point operations per second: of reading memory, and of products in
+    registers on the CPU, or of a large product on a GPU."""
+    large = torch.ones(1 << 27, device=problem.device)
+    if problem.device.type == "cpu":
+        found = []
+        for _ in range(3):
+            time.sleep(0.2)  # until PyTorch's threads sleep too: they would share the cores
+            found.append(_core.cpu_limits(large, problem.dtype_name))
+        return max(bandwidth for bandwidth, _ in found), max(flops for _, flops in found)
+    bandwidth = large.nbytes / min(times_of(large.sum, problem.device, 0.5))
+    a = torch.ones(8192, 8192, dtype=problem.dtype, device=problem.device)
+    return bandwidth, 2 * 8192**3 / min(times_of(lambda: a @ a, problem.device, 0.5))
 
 
 def measure(
@@ -217,7 +224,8 @@ def measure(
                 continue
             expected = output if expected is None else expected
             difference = float((output - expected).abs().max() / expected.abs().max())
-            seconds = seconds_of(lambda: call(*inputs), problem.device, min_time)
+            times = times_of(lambda: call(*inputs), problem.device, min_time)
+            seconds = statistics.median(times)
             rows.append(
                 {
                     "tokens": count,
