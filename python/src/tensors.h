@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "fusedmoe/layer.h"
+#include "fusedmoe/modular_kernel.h"
 
 namespace fusedmoe::python {
 

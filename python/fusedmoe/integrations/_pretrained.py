@@ -39,6 +39,8 @@ def from_pretrained(
     options: of the layers, see MoELayer.from_checkpoint().
     kwargs: of transformers' from_pretrained(), as attn_implementation.
 
+    The model cannot be saved: its folder holds what it was made of.
+
     Raises OSError for files at fault, NotImplementedError for a model or a scheme that fusedmoe
     cannot serve, and what transformers raises for the rest.
     """
@@ -66,8 +68,13 @@ def from_pretrained(
         folder, config=config, dtype=dtype, device_map=None if device == "cpu" else device, **kwargs
     )
     model.__class__ = published
+    model.save_pretrained = _refuse_to_save
     gc.collect()  # cycles hold memory of the loading
     return model
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    raise NotImplementedError("fusedmoe: the experts are packed; copy the folder they came from")
 
 
 def _class_of(config: Any) -> Any:
