@@ -2,6 +2,8 @@
 
 import copy
 import json
+import os
+import subprocess
 
 import pytest
 
@@ -49,9 +51,9 @@ MODELS = {
 }
 
 
-def make(name, dtype=torch.float32):
+def make(name, dtype=torch.float32, **sizes):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name, **{**COMMON, **MODELS[name]})
+    config = transformers.AutoConfig.for_model(name, **{**COMMON, **MODELS[name], **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():  # some families start with zeros
         for parameter in model.parameters():
@@ -272,3 +274,25 @@ def test_folders_that_cannot_be_served_say_why(tmp_path):
     with pytest.raises(NotImplementedError, match="none of the config's architectures"):
         change_config(tmp_path, architectures=["Nothing"])
         from_pretrained(tmp_path)
+
+
+@pytest.mark.skipif("FUSEDMOE_PROGRAM" not in os.environ, reason="writes checkpoints")
+@pytest.mark.parametrize(
+    "scheme, layout, tolerance",
+    [
+        ("int8_channel", "compressed-tensors", 0.05),
+        ("int4_g32", "gptq", 0.4),
+        ("int4_g32_zp", "awq", 0.4),
+        ("nvfp4_w4a16", "compressed-tensors", 0.4),
+    ],
+)
+def test_published_layouts(scheme, layout, tolerance, tmp_path):
+    model = make("qwen3_moe", moe_intermediate_size=64)
+    save(model, tmp_path / "wide")
+    command = [os.environ["FUSEDMOE_PROGRAM"], "quantize", "--checkpoint", tmp_path / "wide"]
+    command += ["--scheme", scheme, "--layout", layout, "--output", tmp_path / "narrow"]
+    subprocess.run(command, check=True, capture_output=True)
+    loaded, tokens = from_pretrained(tmp_path / "narrow"), torch.arange(14)[None]
+    assert experts_of(loaded).layer.info["scheme"] == scheme
+    expected, actual = model(tokens).logits, loaded(tokens).logits
+    assert (actual - expected).square().mean() <= tolerance**2 * expected.square().mean()
