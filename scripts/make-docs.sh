@@ -3,6 +3,7 @@
 # of the C++ and C headers. Needs doxygen and the package in build/python; MkDocs comes from pip.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+command -v doxygen >/dev/null || { echo "make docs needs doxygen (Debian: doxygen)" >&2; exit 1; }
 if [[ ! -d .deps/docs ]]; then
   python3 -m pip install --quiet --target .deps/docs-unpacking \
     mkdocs==1.6.1 mkdocstrings==1.0.8 mkdocstrings-python==2.0.11

@@ -74,9 +74,24 @@ def stream_of(x: Any, stream: Optional[int]) -> Optional[int]:
     return _torch_threads()
 
 
+_forked = False
+
+
+def _after_fork() -> None:
+    """OpenMP's threads are gone in a child process, but OpenMP does not know it."""
+    global _forked
+    _forked = True
+    _torch_threads.cache_clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 @functools.lru_cache(maxsize=None)
 def _torch_threads() -> Optional[int]:
     """The threads that PyTorch computes with on the CPU, or None where they are not OpenMP's."""
+    if _forked:
+        return None
     try:
         with open("/proc/self/maps") as maps:
             found = re.search(r"/\S*/torch\S*/lib(gomp|iomp5|omp)\b[^/\s]*\.so\S*", maps.read())

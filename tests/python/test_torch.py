@@ -1,5 +1,8 @@
 """PyTorch: tensors in and out, and the operators, where torch is."""
 
+import subprocess
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -82,3 +85,18 @@ def test_compiled_without_a_graph_break(tensors, backend):
 
     compiled = torch.compile(block, fullgraph=True, backend=backend)
     assert torch.equal(compiled(*tensors), block(*tensors))
+
+
+def test_a_forked_process_computes_too():
+    code = """
+import os, torch, fusedmoe
+w13, w2 = torch.randn(8, 512, 256), torch.randn(8, 256, 256)
+layer = fusedmoe.MoELayer.from_tensors(w13, w2, topk=2, dtype="f32")
+routed = torch.randn(64, 256), torch.rand(64, 2), torch.randint(0, 8, (64, 2)).int()
+expected = layer.forward_routed(*routed)
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(layer.forward_routed(*routed), expected) else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
