@@ -11,8 +11,8 @@ from typing import Any, Callable, Dict, FrozenSet, Iterable, Optional
 from . import _core
 from ._core import Tensor
 
-# Types of ml_dtypes and PyTorch: the NumPy type of the same width, and ours. ml_dtypes has no DLPack
-# for them, nor has every PyTorch for those of 8 bits.
+# Types of ml_dtypes and PyTorch: the NumPy type of the same width, and ours. ml_dtypes has no
+# DLPack for them, nor has every PyTorch for those of 8 bits.
 _ML_DTYPES = {
     "bfloat16": ("int16", "bf16"),
     "float8_e4m3fn": ("uint8", "e4m3"),

@@ -109,7 +109,7 @@ class MoELayer:
         """A layer from the caller's tensors, which are not needed afterwards.
 
         w13 (E, 2 * intermediate, hidden), w2 (E, hidden, intermediate); `weights`: what belongs to
-        them, with the names of fused_experts(): {"scheme": ..., "w1_scale": ..., "activation": ...}.
+        them, with the names of fused_experts(): {"scheme": ..., "w1_scale": ..., ...}.
         router_weight (num_experts, hidden), router_bias (num_experts), e_score_correction_bias
         (num_experts) float32. Without router_weight only forward_routed() works.
         scoring_func, renormalize, renormalize_epsilon, num_expert_group, topk_group,

@@ -288,7 +288,7 @@ def test_errors_name_the_argument(problem):
 
 @pytest.mark.parametrize("call", ["fused_experts", "forward", "forward_routed", "route"])
 def test_random_wrong_calls_raise(problem, call):
-    """Each call has one argument of another shape, type, stride or owner: an exception, or a result.
+    """Each call has one argument of another shape, type, stride or owner: it raises or it works.
 
     FUSEDMOE_WRONG_CALLS: how many, for each function."""
     generator = random.Random(1)

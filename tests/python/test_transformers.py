@@ -152,6 +152,11 @@ def test_compiled_by_inductor_without_a_graph_break():
     compiled = torch.compile(lambda *args: experts(*args) * 2, fullgraph=True)
     assert torch.equal(compiled(x, ids, weights), experts(x, ids, weights) * 2)
 
+    # Code that several layers share, as where each block of a model is compiled by itself.
+    shared = torch.compile(lambda module, *args: module(*args), fullgraph=True, backend="aot_eager")
+    for module in [m for name, m in model.named_modules() if name.endswith(".experts")]:
+        assert torch.equal(shared(module, x, ids, weights), module(x, ids, weights))
+
 
 def test_bfloat16_and_ids_that_mean_no_expert():
     model = make("qwen3_moe", torch.bfloat16)

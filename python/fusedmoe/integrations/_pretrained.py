@@ -86,7 +86,7 @@ def _class_of(config: Any) -> Any:
 
 
 def _without_experts(published: Any, layers: Dict[int, MoELayer]) -> Any:
-    """The model class, but for its experts, which are `layers`. It builds no parameters for them."""
+    """The model class, but for its experts, which are `layers` and have no parameters."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         published.__init__(self, *args, **kwargs)
