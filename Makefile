@@ -6,7 +6,7 @@ CONFIGURE = cmake -Wno-dev --log-level=WARNING
 PYTHON ?= python3
 
 .PHONY: demo test build format format-check interop check-clang check-tidy check-tsan \
-	check-aarch64 check-riscv64 install-deps clean
+	check-python-asan check-aarch64 check-riscv64 docs install-deps clean
 
 demo: install-deps
 	$(CONFIGURE) --preset default
@@ -42,6 +42,18 @@ check-tsan: install-deps
 	cmake --build --preset tsan -j $(JOBS)
 	ctest --preset tsan $(CTEST_FLAGS)
 
+# Ten thousand random wrong calls of each Python function, with AddressSanitizer. Python itself is
+# not built with it, so its libraries come first.
+check-python-asan: install-deps
+	$(CONFIGURE) --preset asan -DFUSEDMOE_PYTHON=ON
+	cmake --build build-asan --target fusedmoe_python -j $(JOBS)
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1 \
+	  PYTHONMALLOC=malloc PYTHONPATH=build-asan/python:.deps/python \
+	  FUSEDMOE_GOLDEN_DIR=build-asan/tests/golden/public FUSEDMOE_WRONG_CALLS=10000 \
+	  $$($(PYTHON) -c 'import sys; print(sys.executable)') -m pytest -q -p no:cacheprovider \
+	  tests/python/test_experts.py tests/python/test_layer.py
+
 check-aarch64: install-deps
 	$(CONFIGURE) --preset aarch64
 	cmake --build --preset aarch64 -j $(JOBS)
@@ -53,6 +65,12 @@ check-riscv64: install-deps
 	cmake --build --preset riscv64 -j $(JOBS)
 	qemu-riscv64-static -L /usr/riscv64-linux-gnu build-riscv64/tests/unit_tests --gtest_brief=1 \
 	  --gtest_filter='*Golden*Cpu*:RouterConfig*:QuantTest.*:RuntimeTest.*'
+
+# The documentation site in build/site; needs doxygen.
+docs: install-deps
+	$(CONFIGURE) --preset default
+	cmake --build --preset default --target fusedmoe_python_stub -j $(JOBS)
+	scripts/make-docs.sh
 
 interop: build
 	$(PYTHON) tests/interop/interop.py build/cli/fusedmoe

@@ -23,7 +23,7 @@ int main(int argc, char** argv) {
     return 1;
   }
   fusedmoe_checkpoint* checkpoint = NULL;
-  check(fusedmoe_checkpoint_open(argv[1], 0, &checkpoint));
+  check(fusedmoe_checkpoint_open(argv[1], NULL, &checkpoint));
   fusedmoe_checkpoint_info model = {.struct_size = sizeof model};
   check(fusedmoe_checkpoint_get_info(checkpoint, &model));
   printf("%s, %s: %zu layers with experts\n", model.family, model.scheme, model.num_moe_layers);

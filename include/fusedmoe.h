@@ -145,9 +145,19 @@ typedef struct fusedmoe_checkpoint_info {
   size_t num_moe_layers;
 } fusedmoe_checkpoint_info;
 
-/* Reads headers only. Files are mapped unless `read_files` is not 0: a mapped file must not be
- * changed in place before its layers are made. */
-FUSEDMOE_C_API fusedmoe_status fusedmoe_checkpoint_open(const char* path, int32_t read_files,
+typedef struct fusedmoe_checkpoint_options {
+  size_t struct_size;
+  /* 0: files are mapped and must not be changed in place before their layers are made. Else each
+   * tensor is read into memory when it is needed. */
+  int32_t read_files;
+  /* How the model's tensors are named: a built-in family, or a JSON file (docs/families.md). NULL:
+   * the family that the config names. */
+  const char* family;
+} fusedmoe_checkpoint_options;
+
+/* Reads headers only. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_checkpoint_open(const char* path,
+                                                        const fusedmoe_checkpoint_options* options,
                                                         fusedmoe_checkpoint** checkpoint);
 FUSEDMOE_C_API void fusedmoe_checkpoint_destroy(fusedmoe_checkpoint* checkpoint);
 FUSEDMOE_C_API fusedmoe_status fusedmoe_checkpoint_get_info(const fusedmoe_checkpoint* checkpoint,
@@ -198,6 +208,7 @@ typedef struct fusedmoe_router_config { /* RouterConfig in fusedmoe/router.h */
   int64_t topk_group;
   const float* routed_scaling_factor; /* NULL: 1 */
   int32_t apply_router_weight_on_input;
+  const double* renormalize_epsilon; /* added to the sum that renormalizes; NULL: 1e-20 */
 } fusedmoe_router_config;
 
 /* topk_ids (num_tokens, topk) i32 and topk_weights (num_tokens, topk) f32 from logits (num_tokens,
@@ -246,6 +257,8 @@ typedef struct fusedmoe_layer_options { /* LayerOptions in fusedmoe/layer.h */
   int32_t ep_rank;
   const fusedmoe_executor* executor; /* copied; its context must outlive the layer */
   size_t max_workspace_bytes;        /* 0: no limit */
+  /* fusedmoe_layer_load() leaves out router and shared experts: only forward_routed works. */
+  int32_t experts_only;
 } fusedmoe_layer_options;
 
 /* Both select an implementation and pack the weights, which takes long. The sources are not needed

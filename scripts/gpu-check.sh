@@ -3,8 +3,11 @@
 # them under each tool of compute-sanitizer, then the benchmark, and prints one table of times
 # against floors and peers. Results go to a folder, with the commit in their names.
 #
-#   scripts/gpu-check.sh [--steps build,tests,sanitizers,bench] [--output bench/results]
+#   scripts/gpu-check.sh [--steps build,tests,python,sanitizers,bench] [--output bench/results]
 #                        [--build build-cuda] [--commit NAME] [--seconds 480]
+#
+# Step python, not done unless it is named: the Python package is built and tested, with PyTorch
+# and transformers where the first python3 has them; it needs nanobind there.
 #
 # Exit status: 0 only when everything passed. What has not begun after --seconds, or does not end
 # then, has failed.
@@ -95,7 +98,7 @@ while (($#)); do
   shift 2
 done
 for step in ${steps//,/ }; do
-  [[ $step =~ ^(build|tests|sanitizers|bench)$ ]] || usage
+  [[ $step =~ ^(build|tests|python|sanitizers|bench)$ ]] || usage
 done
 wants() { [[ ,$steps, == *,$1,* ]]; }
 
@@ -160,6 +163,21 @@ if wants tests; then
   grep -hE '^\[  (PASSED|SKIPPED)' "$build"/tests/cuda_*_test.log |
     awk '{ count[$2] += $4 } END { for (what in count) print count[what], "tests", what }'
   grep -L PASSED "$build"/tests/cuda_*_test.log | sed 's/$/: did not end/'
+fi
+
+build_python() {
+  cmake -S . -B "$build" -DFUSEDMOE_PYTHON=ON -DPython_EXECUTABLE="$(command -v python3)" \
+    -Wno-dev --log-level=WARNING &&
+    within "$build_seconds" cmake --build "$build" -j "$jobs" --target fusedmoe_python_stub
+}
+test_python() {
+  PYTHONPATH=$build/python FUSEDMOE_GOLDEN_DIR=$build/tests/golden/public \
+    within "$test_seconds" python3 -m pytest -q -s -p no:cacheprovider tests/python/test_cuda.py \
+    tests/python/test_experts.py tests/python/test_layer.py tests/python/test_torch.py
+}
+if wants python; then
+  step "build of the Python package" quietly build_python &&
+    step "Python tests" test_python
 fi
 
 # One tool on some cases of one program, by its place in the list; its output and its exit status to

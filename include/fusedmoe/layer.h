@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -168,13 +169,16 @@ struct FusedExpertsArgs {
   TensorView expert_map = {};           ///< (global_num_experts) i32
   std::optional<Stream> stream = std::nullopt;
   std::string require = {};  ///< see select()
+  /// Gives scratch memory of at least so many bytes, 64-byte aligned, on the device and for the
+  /// stream of the call, as from an engine's own allocator. None: the cache's.
+  std::function<Workspace(std::size_t bytes)> workspace = {};
 };
 
 /// output = the experts' weighted sum over the routed tokens. The first call with some w13 and w2
 /// packs them, which takes long, on CUDA waits, and cannot be captured; later calls with the same
-/// addresses, shapes and settings reuse the result. A call with more tokens than any before
-/// allocates more scratch memory, so it cannot be captured either. Graphs captured earlier stay
-/// valid: the cache keeps outgrown memory until it is cleared.
+/// addresses, shapes and settings reuse the result. Without `workspace`, a call with more tokens
+/// than any before allocates more scratch memory, so it cannot be captured either. Graphs captured
+/// earlier stay valid: the cache keeps outgrown memory until it is cleared.
 FUSEDMOE_API void fused_experts(const FusedExpertsArgs& args, PackCache& cache);
 
 }  // namespace fusedmoe

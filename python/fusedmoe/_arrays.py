@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import sys
-from typing import Any, Dict, FrozenSet, Iterable, Optional
+from typing import Any, Callable, Dict, FrozenSet, Iterable, Optional
 
 from . import _core
 from ._core import Tensor
 
-# Types of ml_dtypes and PyTorch: the NumPy type of the same width, and ours. ml_dtypes has no DLPack
-# for them, nor has every PyTorch for those of 8 bits.
+# Types of ml_dtypes and PyTorch: the NumPy type of the same width, and ours. ml_dtypes has no
+# DLPack for them, nor has every PyTorch for those of 8 bits.
 _ML_DTYPES = {
     "bfloat16": ("int16", "bf16"),
     "float8_e4m3fn": ("uint8", "e4m3"),
@@ -61,13 +63,53 @@ def output_like(x: Any, dtype: Optional[str] = None) -> Any:
 
 
 def stream_of(x: Any, stream: Optional[int]) -> Optional[int]:
-    """The stream that was given, or PyTorch's current one for its CUDA tensors."""
+    """The stream that was given; for PyTorch's tensors its current one, on the CPU its threads."""
     if stream is not None:
         return stream
     torch = _torch_of(x)
-    if torch is not None and x.is_cuda:
+    if torch is None:
+        return None
+    if x.is_cuda:
         return int(torch.cuda.current_stream(x.device).cuda_stream)
-    return None
+    return _torch_threads()
+
+
+_forked = False
+
+
+def _after_fork() -> None:
+    """OpenMP's threads are gone in a child process, but OpenMP does not know it."""
+    global _forked
+    _forked = True
+    _torch_threads.cache_clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@functools.lru_cache(maxsize=None)
+def _torch_threads() -> Optional[int]:
+    """The threads that PyTorch computes with on the CPU, or None where they are not OpenMP's."""
+    if _forked:
+        return None
+    try:
+        with open("/proc/self/maps") as maps:
+            found = re.search(r"/\S*/torch\S*/lib(gomp|iomp5|omp)\b[^/\s]*\.so\S*", maps.read())
+        return _core.openmp_stream(found.group(0)) if found else None
+    except (OSError, ValueError):
+        return None
+
+
+def scratch_of(x: Any, stream: Optional[int]) -> Optional[Callable[[int], Any]]:
+    """What allocates scratch memory for a call with x; None: the library does.
+
+    PyTorch's allocator serves its CUDA tensors on their current stream: it knows what a CUDA graph
+    holds, and who may use memory that another call has just returned.
+    """
+    torch = _torch_of(x)
+    if torch is None or not x.is_cuda or stream is not None:
+        return None
+    return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=x.device)
 
 
 def checked(settings: Dict[str, Any], known: FrozenSet[str], kind: str) -> Dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Optional
 
 from . import _core
-from ._arrays import array, given, output_like, stream_of
+from ._arrays import array, given, output_like, scratch_of, stream_of
 from ._core import PackCache
 
 _default_cache = PackCache()
@@ -136,5 +136,6 @@ def fused_experts(
         array(out),
         settings,
         stream_of(hidden_states, stream),
+        scratch_of(hidden_states, stream),
     )
     return out

@@ -6,7 +6,7 @@ import os
 from typing import Any, Dict, List, Optional, Union
 
 from . import _core
-from ._arrays import array, checked, given, output_like, stream_of
+from ._arrays import array, checked, given, output_like, scratch_of, stream_of
 
 Path = Union[str, "os.PathLike[str]"]
 
@@ -16,13 +16,18 @@ class Checkpoint:
 
     read_files: read tensors when they are needed instead of mapping the files; mapped files must
     not be changed in place before their layers are made.
+    family: how the model's tensors are named: a built-in family, or a JSON file (docs/families.md);
+    default: the family that the config names.
 
     Raises OSError for files that cannot be read or are malformed, NotImplementedError for a model
     that the library does not know.
     """
 
-    def __init__(self, path: Path, *, read_files: bool = False) -> None:
-        self._handle = _core.open_checkpoint(os.fspath(path), read_files)
+    def __init__(
+        self, path: Path, *, read_files: bool = False, family: Optional[Path] = None
+    ) -> None:
+        named = "" if family is None else os.fspath(family)
+        self._handle = _core.open_checkpoint(os.fspath(path), read_files, named)
         self.info: Dict[str, Any] = self._handle.info()
         """family, scheme, layout, activation, num_layers, num_experts, topk, hidden, ..."""
         self.moe_layers: List[int] = self._handle.moe_layers()
@@ -52,10 +57,16 @@ class MoELayer:
 
     @classmethod
     def from_checkpoint(
-        cls, checkpoint: Union[Checkpoint, Path], layer: Optional[int] = None, **options: Any
+        cls,
+        checkpoint: Union[Checkpoint, Path],
+        layer: Optional[int] = None,
+        *,
+        experts_only: bool = False,
+        **options: Any,
     ) -> "MoELayer":
         """The layer of that number (default: the first with experts), packed from the file.
 
+        experts_only: without router and shared experts; only forward_routed() works.
         Options, of from_tensors() too:
         device: "cpu" (default) or "cuda:0".
         dtype: of hidden states, "bf16" (default), "f32" or "f16"; output_dtype: dtype or "f32".
@@ -69,7 +80,8 @@ class MoELayer:
         Raises OSError for a file at fault, NotImplementedError where no implementation fits.
         """
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-        return cls(_core.load_layer(opened._handle, layer, checked(options, _OPTIONS, "option")))
+        settings = {**checked(options, _OPTIONS, "option"), "experts_only": experts_only}
+        return cls(_core.load_layer(opened._handle, layer, settings))
 
     @classmethod
     def from_tensors(
@@ -84,6 +96,7 @@ class MoELayer:
         e_score_correction_bias: Any = None,
         scoring_func: Optional[str] = None,
         renormalize: bool = False,
+        renormalize_epsilon: Optional[float] = None,
         num_expert_group: Optional[int] = None,
         topk_group: Optional[int] = None,
         routed_scaling_factor: Optional[float] = None,
@@ -96,10 +109,11 @@ class MoELayer:
         """A layer from the caller's tensors, which are not needed afterwards.
 
         w13 (E, 2 * intermediate, hidden), w2 (E, hidden, intermediate); `weights`: what belongs to
-        them, with the names of fused_experts(): {"scheme": ..., "w1_scale": ..., "activation": ...}.
+        them, with the names of fused_experts(): {"scheme": ..., "w1_scale": ..., ...}.
         router_weight (num_experts, hidden), router_bias (num_experts), e_score_correction_bias
         (num_experts) float32. Without router_weight only forward_routed() works.
-        scoring_func, renormalize, num_expert_group, topk_group, routed_scaling_factor: see route().
+        scoring_func, renormalize, renormalize_epsilon, num_expert_group, topk_group,
+        routed_scaling_factor: see route().
         expert_map: (num_experts) int32, global -> local expert or -1; num_experts: default E.
         shared: of shared experts, {"w13": (1, ...), "w2": ..., "gate": (1, hidden), ...}.
         options: see from_checkpoint().
@@ -114,6 +128,7 @@ class MoELayer:
             "e_score_correction_bias": e_score_correction_bias,
             "scoring_func": scoring_func,
             "renormalize": renormalize,
+            "renormalize_epsilon": renormalize_epsilon,
             "num_expert_group": num_expert_group,
             "topk_group": topk_group,
             "routed_scaling_factor": routed_scaling_factor,
@@ -139,6 +154,7 @@ class MoELayer:
         expert_load: Any = None,
         accumulate: bool = False,
         stream: Optional[int] = None,
+        workspace: Any = None,
     ) -> Any:
         """The layer's output, (num_tokens, hidden), of the kind of hidden_states.
 
@@ -148,6 +164,8 @@ class MoELayer:
         (num_tokens, num_experts) float32, expert_load (num_experts) int32: arrays that are filled
         with what the router found, where given.
         stream: as for fused_experts(). On CUDA the call only enqueues.
+        workspace: scratch memory, workspace_bytes(num_tokens) of uint8, 64-byte aligned; default:
+            of PyTorch's allocator for its CUDA tensors, else the layer's own.
 
         Raises ValueError that names the argument at fault.
         """
@@ -162,6 +180,7 @@ class MoELayer:
             array(expert_load),
             accumulate,
             stream_of(hidden_states, stream),
+            scratch_of(hidden_states, stream) if workspace is None else lambda nbytes: workspace,
         )
         return out
 
@@ -174,9 +193,13 @@ class MoELayer:
         out: Any = None,
         accumulate: bool = False,
         stream: Optional[int] = None,
+        workspace: Any = None,
     ) -> Any:
         """The same with the caller's routing: (num_tokens, topk) float32 and int32; global ids, -1
-        selects nothing. Raises ValueError for other ids (on CUDA they select nothing)."""
+        selects nothing. Raises ValueError for other ids (on CUDA they select nothing).
+
+        out, accumulate, stream, workspace: as in a call of the layer.
+        """
         if out is None:
             out = output_like(hidden_states, self._output_dtype)
         self._handle.forward_routed(
@@ -186,6 +209,7 @@ class MoELayer:
             array(out),
             accumulate,
             stream_of(hidden_states, stream),
+            scratch_of(hidden_states, stream) if workspace is None else lambda nbytes: workspace,
         )
         return out
 
@@ -210,6 +234,9 @@ class MoELayer:
 
     def __repr__(self) -> str:
         return f"fusedmoe.MoELayer({self.plan_line})"
+
+    def __deepcopy__(self, memo: Dict[int, Any]) -> "MoELayer":
+        return self  # nothing in it changes
 
 
 _OPTIONS = frozenset(

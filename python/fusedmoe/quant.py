@@ -55,7 +55,7 @@ def dequantize_weights(matrix: QuantizedMatrix, scheme: str, in_features: int) -
 def quantize_activations(
     x: Any, scheme: str, *, scale: Optional[float] = None
 ) -> Tuple[Tensor, Tensor]:
-    """Values and scales of x (rows, columns), f32, bf16 or f16, in the activation format of a scheme.
+    """Values and scales of x (rows, columns), f32, bf16 or f16, in a scheme's activation format.
 
     scale: of a static format, and the global scale of NVFP4. Raises ValueError for a scheme that
     leaves activations as they are.

@@ -24,6 +24,7 @@ def route(
     *,
     scoring_func: str = "softmax",
     renormalize: bool = False,
+    renormalize_epsilon: Optional[float] = None,
     num_expert_group: int = 0,
     topk_group: int = 0,
     e_score_correction_bias: Any = None,
@@ -34,7 +35,8 @@ def route(
     router_logits: (num_tokens, num_experts) f32, bf16 or f16.
     scoring_func: "softmax", "sigmoid" or "sqrtsoftplus" of all logits before top-k; "topk_softmax"
         or "topk_sigmoid" of the chosen ones; "logits".
-    renormalize: weights sum to 1. num_expert_group, topk_group: grouped top-k (DeepSeek).
+    renormalize: divides the weights by their sum plus renormalize_epsilon (default 1e-20).
+    num_expert_group, topk_group: grouped top-k (DeepSeek).
     e_score_correction_bias: (num_experts) f32, for the choice only.
     routed_scaling_factor: multiplies the weights.
 
@@ -45,6 +47,7 @@ def route(
             "topk": topk,
             "scoring_func": scoring_func,
             "renormalize": renormalize,
+            "renormalize_epsilon": renormalize_epsilon,
             "num_expert_group": num_expert_group,
             "topk_group": topk_group,
             "routed_scaling_factor": routed_scaling_factor,

@@ -85,7 +85,8 @@ std::optional<float> optional_float(const nb::dict& settings, const char* key) {
 
 void fused_experts_of(PyPackCache& cache, nb::handle hidden_states, nb::handle w13, nb::handle w2,
                       nb::handle topk_weights, nb::handle topk_ids, nb::handle out,
-                      const nb::dict& settings, std::optional<std::uintptr_t> stream) {
+                      const nb::dict& settings, std::optional<std::uintptr_t> stream,
+                      nb::handle scratch) {
   Kept kept, weights;
   FusedExpertsArgs args;
   args.hidden_states = view_of(hidden_states, "hidden_states", kept);
@@ -101,6 +102,11 @@ void fused_experts_of(PyPackCache& cache, nb::handle hidden_states, nb::handle w
   args.expert_map = view_of(item(settings, "expert_map"), "expert_map", kept);
   args.require = get<std::string>(settings, "require", "");
   args.stream = stream_of(stream, args.hidden_states.device());
+  if (!scratch.is_none()) {
+    args.workspace = [&](std::size_t bytes) {
+      return scratch_from(scratch, bytes, args.hidden_states.device(), kept);
+    };
+  }
   std::vector<Kept> forgotten;
   const nb::gil_scoped_release no_gil;
   cache.run(args, weights, forgotten);
@@ -160,7 +166,7 @@ void bind_experts(nb::module_& module) {
   module.def("fused_experts", &fused_experts_of, nb::arg("cache"), nb::arg("hidden_states").none(),
              nb::arg("w13").none(), nb::arg("w2").none(), nb::arg("topk_weights").none(),
              nb::arg("topk_ids").none(), nb::arg("out").none(), nb::arg("settings"),
-             nb::arg("stream").none());
+             nb::arg("stream").none(), nb::arg("scratch").none());
 }
 
 }  // namespace fusedmoe::python

@@ -6,6 +6,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -18,23 +19,27 @@ namespace fusedmoe::python {
 namespace {
 
 /// A layer and scratch memory for its forwards. A forward has its block alone while it runs on the
-/// CPU, or while it enqueues; on CUDA a block belongs to one stream, so the next user comes later.
+/// CPU, or while it enqueues; on CUDA a block belongs to one stream, so the next user comes later,
+/// and lives as long as the layer, because CUDA graphs may use it.
 class PyLayer {
  public:
   PyLayer(LayerWeights weights, LayerOptions options)
       : output_dtype(options.output_dtype.value_or(options.dtype)),
         layer(std::move(weights), std::move(options)) {}
 
+  /// Calls `body` with scratch memory for so many tokens: that of the Python function, or of the
+  /// layer itself where it is None.
   template <typename Body>
-  void with_workspace(std::int64_t num_tokens, const std::optional<Stream>& given, Body&& body) {
+  void with_workspace(std::int64_t num_tokens, const std::optional<Stream>& given,
+                      nb::handle scratch, Kept& kept, Body&& body) {
+    if (!scratch.is_none()) {
+      body(scratch_from(scratch, layer.workspace_bytes(num_tokens), layer.config().device, kept));
+      return;
+    }
     const Stream stream = given.value_or(Stream{layer.config().device});
     const auto bytes = static_cast<std::int64_t>(layer.workspace_bytes(num_tokens));
     Tensor block = take(stream.handle);
-    if (!block || block.nbytes() < bytes) {
-      if (block) synchronize(stream);
-      block = Tensor();
-      block = Tensor::empty({bytes}, DType::kU8, stream.device);
-    }
+    if (!block || block.nbytes() < bytes) block = grow(std::move(block), bytes, stream.device);
     body(Workspace{block.data(), static_cast<std::size_t>(block.nbytes())});
     const std::lock_guard lock(mutex_);
     blocks_[stream.handle].push_back(std::move(block));
@@ -44,6 +49,16 @@ class PyLayer {
   const MoeLayer layer;
 
  private:
+  Tensor grow(Tensor block, std::int64_t bytes, Device device) {
+    // At least twice the last one, so that those kept are no more than the one in use.
+    if (block && !device.is_cpu()) {
+      bytes = std::max(bytes, 2 * block.nbytes());
+      const std::lock_guard lock(mutex_);
+      outgrown_.push_back(block);
+    }
+    block = Tensor();
+    return Tensor::empty({bytes}, DType::kU8, device);
+  }
   Tensor take(void* stream) {
     const std::lock_guard lock(mutex_);
     std::vector<Tensor>& free = blocks_[stream];
@@ -55,6 +70,7 @@ class PyLayer {
 
   std::mutex mutex_;
   std::map<void*, std::vector<Tensor>> blocks_;
+  std::vector<Tensor> outgrown_;
 };
 
 LayerOptions options_of(const nb::dict& settings) {
@@ -78,11 +94,16 @@ LayerOptions options_of(const nb::dict& settings) {
 std::unique_ptr<PyLayer> load(const Checkpoint& checkpoint, std::optional<std::int64_t> index,
                               const nb::dict& settings) {
   LayerOptions options = options_of(settings);
+  const bool experts_only = get(settings, "experts_only", false);
   const nb::gil_scoped_release no_gil;
   const std::vector<std::int64_t> layers = checkpoint.moe_layers();
   if (!index && layers.empty()) throw Error("layer", "none", "a checkpoint with experts");
-  return std::make_unique<PyLayer>(checkpoint.load_layer(index.value_or(layers.front())),
-                                   std::move(options));
+  LayerWeights weights = checkpoint.load_layer(index ? *index : layers.front());
+  if (experts_only) {
+    weights.router_weights = {};
+    weights.shared_experts.reset();
+  }
+  return std::make_unique<PyLayer>(std::move(weights), std::move(options));
 }
 
 ExpertWeights experts_of(nb::handle w13, nb::handle w2, const nb::dict& settings, Kept& kept) {
@@ -137,27 +158,30 @@ struct Call {
 
 void forward(PyLayer& layer, nb::handle x, nb::handle out, nb::handle topk_weights,
              nb::handle topk_ids, nb::handle router_logits, nb::handle expert_load, bool accumulate,
-             std::optional<std::uintptr_t> stream) {
+             std::optional<std::uintptr_t> stream, nb::handle scratch) {
   Call call(layer, x, out, accumulate, stream);
   call.options.topk_weights = output_view_of(topk_weights, "topk_weights", call.kept);
   call.options.topk_ids = output_view_of(topk_ids, "topk_ids", call.kept);
   call.options.router_logits = output_view_of(router_logits, "router_logits", call.kept);
   call.options.expert_load = output_view_of(expert_load, "expert_load", call.kept);
   const nb::gil_scoped_release no_gil;
-  layer.with_workspace(call.num_tokens, call.options.stream, [&](Workspace workspace) {
+  const auto run = [&](Workspace workspace) {
     layer.layer.forward(call.hidden_states, call.output, workspace, call.options);
-  });
+  };
+  layer.with_workspace(call.num_tokens, call.options.stream, scratch, call.kept, run);
 }
 
 void forward_routed(PyLayer& layer, nb::handle x, nb::handle topk_weights, nb::handle topk_ids,
-                    nb::handle out, bool accumulate, std::optional<std::uintptr_t> stream) {
+                    nb::handle out, bool accumulate, std::optional<std::uintptr_t> stream,
+                    nb::handle scratch) {
   Call call(layer, x, out, accumulate, stream);
   const Routing routing{view_of(topk_ids, "topk_ids", call.kept),
                         view_of(topk_weights, "topk_weights", call.kept)};
   const nb::gil_scoped_release no_gil;
-  layer.with_workspace(call.num_tokens, call.options.stream, [&](Workspace workspace) {
+  const auto run = [&](Workspace workspace) {
     layer.layer.forward_routed(call.hidden_states, routing, call.output, workspace, call.options);
-  });
+  };
+  layer.with_workspace(call.num_tokens, call.options.stream, scratch, call.kept, run);
 }
 
 void bind_layer(nb::module_& module) {
@@ -165,10 +189,10 @@ void bind_layer(nb::module_& module) {
       .def("forward", &forward, nb::arg("x").none(), nb::arg("out").none(),
            nb::arg("topk_weights").none(), nb::arg("topk_ids").none(),
            nb::arg("router_logits").none(), nb::arg("expert_load").none(), nb::arg("accumulate"),
-           nb::arg("stream").none())
+           nb::arg("stream").none(), nb::arg("scratch").none())
       .def("forward_routed", &forward_routed, nb::arg("x").none(), nb::arg("topk_weights").none(),
            nb::arg("topk_ids").none(), nb::arg("out").none(), nb::arg("accumulate"),
-           nb::arg("stream").none())
+           nb::arg("stream").none(), nb::arg("scratch").none())
       .def("workspace_bytes",
            [](const PyLayer& self, std::int64_t num_tokens) {
              return self.layer.workspace_bytes(num_tokens);
@@ -216,11 +240,14 @@ void bind_layers(nb::module_& module) {
       });
   module.def(
       "open_checkpoint",
-      [](const std::string& path, bool read_files) {
+      [](const std::string& path, bool read_files, const std::string& family) {
         const nb::gil_scoped_release no_gil;
-        return Checkpoint::open(path, {read_files ? FileAccess::kRead : FileAccess::kMap, {}});
+        CheckpointOptions options;
+        if (read_files) options.access = FileAccess::kRead;
+        if (!family.empty()) options.family = Family::named(family);
+        return Checkpoint::open(path, options);
       },
-      nb::arg("path"), nb::arg("read_files"));
+      nb::arg("path"), nb::arg("read_files"), nb::arg("family"));
   module.def("load_layer", &load, nb::arg("checkpoint"), nb::arg("layer").none(),
              nb::arg("settings"));
   module.def("create_layer", &create, nb::arg("w13").none(), nb::arg("w2").none(),

@@ -60,6 +60,7 @@ NB_MODULE(_core, module) {
   bind_layers(module);
   bind_experts(module);
   bind_numbers(module);
+  bind_openmp(module);
   module.attr("version") = FUSEDMOE_VERSION;
   module.def(
       "cpu_isa", [] { return std::string(fusedmoe::cpu_isa()); },

@@ -7,6 +7,7 @@
 #include "fusedmoe/quant.h"
 #include "fusedmoe/selection.h"
 #include "layers.h"
+#include "tools/machine.h"
 
 namespace fusedmoe::python {
 namespace {
@@ -23,6 +24,17 @@ TensorView host_view(nb::handle array, const char* name, Kept& kept) {
   const TensorView view = on_host(view_of(array, name, kept), name);
   if (!view) throw Error(name, "None", "given", Fault::kNull);
   return view;
+}
+
+/// Bytes and floating-point operations per second of the CPU; see tools/machine.h.
+nb::tuple cpu_limits(nb::handle memory, const std::string& dtype) {
+  Kept kept;
+  const TensorView view = host_view(memory, "memory", kept);
+  const DType element = dtype_of(dtype, "dtype");
+  const nb::gil_scoped_release no_gil;
+  const double bandwidth = measure_read_bandwidth(view), flops = measure_flop_rate(element);
+  const nb::gil_scoped_acquire gil;
+  return nb::make_tuple(bandwidth, flops);
 }
 
 nb::tuple route_of(nb::handle logits, nb::handle bias, const nb::dict& settings) {
@@ -170,6 +182,7 @@ RouterConfig router_of(const nb::dict& settings) {
       parse_enum<ScoringFunc>(get<std::string>(settings, "scoring_func", "softmax"), 6,
                               "scoring_func", [](ScoringFunc scoring) { return name(scoring); });
   config.renormalize = get(settings, "renormalize", false);
+  config.renormalize_epsilon = get(settings, "renormalize_epsilon", config.renormalize_epsilon);
   config.num_expert_group = get<std::int64_t>(settings, "num_expert_group", 0);
   config.topk_group = get<std::int64_t>(settings, "topk_group", 0);
   config.routed_scaling_factor = get(settings, "routed_scaling_factor", 1.0F);
@@ -189,6 +202,7 @@ void bind_numbers(nb::module_& module) {
              nb::arg("global_scale").none(), nb::arg("scheme"), nb::arg("in_features"));
   module.def("quantize_activations", &quantize_activations_of, nb::arg("x").none(),
              nb::arg("scheme"), nb::arg("scale").none());
+  module.def("cpu_limits", &cpu_limits, nb::arg("memory"), nb::arg("dtype"));
   module.def("schemes", [] {
     std::vector<std::string> names;
     for (const NamedScheme& named : named_schemes()) names.push_back(named.name);

@@ -209,8 +209,24 @@ DType dtype_of(const std::string& name, const char* argument) {
 
 std::optional<Stream> stream_of(std::optional<std::uintptr_t> handle, Device device) {
   if (!handle) return std::nullopt;
-  if (device.is_cpu()) throw Error("stream", "given", "None on the cpu", Fault::kDevice);
+  if (device.is_cpu() && !is_openmp_stream(*handle)) {
+    throw Error("stream", "given", "None on the cpu", Fault::kDevice);
+  }
   return Stream{device, reinterpret_cast<void*>(*handle)};
+}
+
+Workspace scratch_from(nb::handle function, std::size_t bytes, Device device, Kept& kept) {
+  const nb::gil_scoped_acquire gil;
+  const nb::object array = function(bytes);
+  const TensorView view = output_view_of(array, "workspace", kept);
+  if (view && view.device() != device) {
+    throw Error("workspace", "on " + to_string(view.device()), "on " + to_string(device),
+                Fault::kDevice);
+  }
+  if (view && !view.contiguous()) {
+    throw Error("workspace", "with gaps", "contiguous", Fault::kLayout);
+  }
+  return {view.data(), static_cast<std::size_t>(view.nbytes())};
 }
 
 void bind_tensors(nb::module_& module) {

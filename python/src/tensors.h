@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "fusedmoe/tensor.h"
+#include "fusedmoe/modular_kernel.h"
 
 namespace fusedmoe::python {
 
@@ -43,13 +43,20 @@ T get(const nb::dict& dict, const char* key, T otherwise) {
 
 /// Element type by its short name. Throws Error.
 DType dtype_of(const std::string& name, const char* argument);
-/// A stream handle of the device; none: the default stream.
+/// Scratch memory from a Python function that takes the number of bytes and returns an array of u8.
+/// Called without the GIL.
+Workspace scratch_from(nb::handle function, std::size_t bytes, Device device, Kept& kept);
+/// A stream handle of the device, on the CPU one of openmp_stream(); none: the default stream.
 std::optional<Stream> stream_of(std::optional<std::uintptr_t> handle, Device device);
+
+/// True for what openmp_stream() of the Python module returned.
+bool is_openmp_stream(std::uintptr_t handle);
 
 void bind_errors(nb::module_& module);
 void bind_tensors(nb::module_& module);
 void bind_layers(nb::module_& module);
 void bind_experts(nb::module_& module);
 void bind_numbers(nb::module_& module);
+void bind_openmp(nb::module_& module);
 
 }  // namespace fusedmoe::python

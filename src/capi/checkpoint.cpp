@@ -19,14 +19,17 @@ fusedmoe_checkpoint::fusedmoe_checkpoint(fusedmoe::Checkpoint opened)
       activation(name(checkpoint.config().activation)),
       moe_layers(checkpoint.moe_layers()) {}
 
-fusedmoe_status fusedmoe_checkpoint_open(const char* path, int32_t read_files,
+fusedmoe_status fusedmoe_checkpoint_open(const char* path,
+                                         const fusedmoe_checkpoint_options* options,
                                          fusedmoe_checkpoint** checkpoint) {
   return guarded([&] {
     given(checkpoint, "checkpoint");
-    fusedmoe::CheckpointOptions options;
-    if (read_files) options.access = fusedmoe::FileAccess::kRead;
+    const fusedmoe_checkpoint_options o = fusedmoe::capi::read_struct(options, "options");
+    fusedmoe::CheckpointOptions opening;
+    if (o.read_files) opening.access = fusedmoe::FileAccess::kRead;
+    if (o.family) opening.family = fusedmoe::Family::named(o.family);
     *checkpoint =
-        new fusedmoe_checkpoint(fusedmoe::Checkpoint::open(&given(path, "path"), options));
+        new fusedmoe_checkpoint(fusedmoe::Checkpoint::open(&given(path, "path"), opening));
   });
 }
 

@@ -102,7 +102,12 @@ fusedmoe_status make_layer(const fusedmoe_layer_options* options, fusedmoe_layer
       executor = std::make_unique<CallerExecutor>(read_struct(o.executor, "options.executor"));
     }
     const LayerOptions made = to_options(o, executor.get());
-    *layer = new fusedmoe_layer(std::move(executor), load(), made);
+    LayerWeights weights = load();
+    if (o.experts_only) {
+      weights.router_weights = {};
+      weights.shared_experts.reset();
+    }
+    *layer = new fusedmoe_layer(std::move(executor), std::move(weights), made);
   });
 }
 

@@ -129,8 +129,9 @@ void fused_experts(const FusedExpertsArgs& args, PackCache& cache) {
   ProblemSize problem =
       ProblemSize::of(entry.kernel.experts().config(), args.hidden_states.size(0));
   if (args.output) problem.output_dtype = args.output.dtype();
-  entry.kernel.apply(forward,
-                     cache.impl_->workspace_of(entry.kernel.workspace_bytes(problem), stream));
+  const std::size_t bytes = entry.kernel.workspace_bytes(problem);
+  entry.kernel.apply(
+      forward, args.workspace ? args.workspace(bytes) : cache.impl_->workspace_of(bytes, stream));
 }
 
 }  // namespace fusedmoe

@@ -38,6 +38,8 @@ inline fusedmoe_tensor to_c(const TensorView& view) {
   if (!view) return result;
   result.data = view.data();
   result.dtype = static_cast<std::int32_t>(view.dtype()) + 1;
+  result.device_type = view.device().is_cpu() ? FUSEDMOE_CPU : FUSEDMOE_CUDA;
+  result.device_index = view.device().index;
   result.ndim = view.rank();
   result.has_strides = 1;
   for (int dim = 0; dim < view.rank(); ++dim) {

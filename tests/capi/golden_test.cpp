@@ -11,15 +11,17 @@ class CGoldenTest : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Transformers, CGoldenTest, ::testing::ValuesIn(golden_names()),
                          [](const auto& info) { return info.param; });
 
-Handle<fusedmoe_layer> load_golden(const std::string& name, std::int32_t dtype) {
+Handle<fusedmoe_layer> load_golden(const std::string& name, std::int32_t dtype,
+                                   std::int32_t experts_only = 0) {
   fusedmoe_checkpoint* opened = nullptr;
-  EXPECT_OK(fusedmoe_checkpoint_open(golden_path(name).c_str(), 0, &opened));
+  EXPECT_OK(fusedmoe_checkpoint_open(golden_path(name).c_str(), nullptr, &opened));
   const Handle<fusedmoe_checkpoint> checkpoint(opened);
   auto info = sized<fusedmoe_checkpoint_info>();
   EXPECT_OK(fusedmoe_checkpoint_get_info(opened, &info));
   EXPECT_EQ(info.num_moe_layers, 1U);
   auto options = sized<fusedmoe_layer_options>();
   options.dtype = dtype;
+  options.experts_only = experts_only;
   fusedmoe_layer* layer = nullptr;
   EXPECT_OK(fusedmoe_layer_load(opened, info.moe_layers[0], &options, &layer));
   return Handle<fusedmoe_layer>(layer);
@@ -57,6 +59,24 @@ TEST_P(CGoldenTest, TheCpuAgreesWithTransformersAndWithCpp) {
     ASSERT_OK(fusedmoe_layer_forward_routed(layer.get(), &args));
     EXPECT_TRUE(bitwise_equal(again, result.output));
   }
+}
+
+TEST(CExpertsTest, ExpertsWithoutRouterAndSharedExperts) {
+  const auto layer = load_golden("deepseek_v3", FUSEDMOE_F32, 1);
+  auto info = sized<fusedmoe_layer_info>();
+  ASSERT_OK(fusedmoe_layer_get_info(layer.get(), &info));
+  const Tensor x = Tensor::zeros({1, info.hidden}, DType::kF32);
+  const Tensor output = Tensor::zeros(x.shape(), DType::kF32);
+  const Tensor ids = Tensor::zeros({1, info.topk}, DType::kI32);
+  const Tensor weights = Tensor::zeros({1, info.topk}, DType::kF32);
+  auto args = sized<fusedmoe_forward_args>();
+  args.hidden_states = to_c(x);
+  args.output = to_c(output);
+  const Scratch scratch(layer.get(), 1, args);
+  EXPECT_EQ(fusedmoe_layer_forward(layer.get(), &args), FUSEDMOE_INVALID_ARGUMENT);
+  args.topk_ids = to_c(ids);
+  args.topk_weights = to_c(weights);
+  EXPECT_OK(fusedmoe_layer_forward_routed(layer.get(), &args));
 }
 
 }  // namespace

@@ -98,6 +98,12 @@ TEST(CLayerTest, RouterAloneGivesTheLayersRouting) {
   ASSERT_OK(fusedmoe_route(&tiny.router, &c_logits, nullptr, &c_ids, &c_weights));
   EXPECT_TRUE(bitwise_equal(ids, forward.ids));
   EXPECT_TRUE(bitwise_equal(weights, forward.weights));
+
+  tiny.router.renormalize = 1;
+  const double epsilon = 1e30;
+  tiny.router.renormalize_epsilon = &epsilon;
+  ASSERT_OK(fusedmoe_route(&tiny.router, &c_logits, nullptr, &c_ids, &c_weights));
+  EXPECT_LE(*static_cast<const float*>(weights.data()), 1e-30F);
 }
 
 #if !defined(__SANITIZE_ADDRESS__)

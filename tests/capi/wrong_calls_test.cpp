@@ -31,10 +31,14 @@ TEST(CErrorTest, SaysWhatWasWrong) {
 
 TEST(CErrorTest, EveryKindHasItsStatus) {
   fusedmoe_checkpoint* checkpoint = nullptr;
-  EXPECT_EQ(fusedmoe_checkpoint_open("/nowhere", 0, &checkpoint), FUSEDMOE_IO);
+  EXPECT_EQ(fusedmoe_checkpoint_open("/nowhere", nullptr, &checkpoint), FUSEDMOE_IO);
   EXPECT_STREQ(last_error().argument, "/nowhere");
-  EXPECT_EQ(fusedmoe_checkpoint_open(nullptr, 0, &checkpoint), FUSEDMOE_INVALID_ARGUMENT);
+  EXPECT_EQ(fusedmoe_checkpoint_open(nullptr, nullptr, &checkpoint), FUSEDMOE_INVALID_ARGUMENT);
   EXPECT_EQ(last_error().fault, 7);  // null
+  auto opening = sized<fusedmoe_checkpoint_options>();
+  opening.family = "nothing";
+  EXPECT_EQ(fusedmoe_checkpoint_open("/nowhere", &opening, &checkpoint), FUSEDMOE_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(fusedmoe_last_error()).find("nothing"), std::string::npos);
 
   TinyLayer tiny;
   tiny.options.require = "sm90";

@@ -1,6 +1,7 @@
 """fused_experts(), tensors and quantizers."""
 
 import ctypes
+import os
 import random
 import sys
 import weakref
@@ -285,19 +286,43 @@ def test_errors_name_the_argument(problem):
         assert caught.value.argument.startswith(name) and name in str(caught.value)
 
 
-def test_random_wrong_calls_raise(problem):
-    """Each call has one argument of another shape, type or stride: an exception, or a result."""
+@pytest.mark.parametrize("call", ["fused_experts", "forward", "forward_routed", "route"])
+def test_random_wrong_calls_raise(problem, call):
+    """Each call has one argument of another shape, type, stride or owner: it raises or it works.
+
+    FUSEDMOE_WRONG_CALLS: how many, for each function."""
     generator = random.Random(1)
-    arguments = ("hidden_states", "w13", "w2", "topk_weights", "topk_ids", "expert_map", "w1_bias")
-    right = dict(
-        hidden_states=problem.x,
-        w13=problem.w13,
-        w2=problem.w2,
-        topk_weights=problem.weights,
-        topk_ids=problem.ids,
-        expert_map=np.arange(8, dtype=np.int32),
-        w1_bias=np.zeros((8, 64), np.float32),
+    layer = fusedmoe.MoELayer.from_tensors(
+        problem.w13, problem.w2, topk=2, router_weight=problem.gate, dtype="f32"
     )
+    cache, out = fusedmoe.PackCache(), np.empty_like(problem.x)
+    x = dict(hidden_states=problem.x, out=out)
+    routed = dict(**x, topk_weights=problem.weights, topk_ids=problem.ids)
+    function, right = {
+        "fused_experts": (
+            lambda **given: fusedmoe.fused_experts(cache=cache, **given),
+            dict(
+                **routed, w13=problem.w13, w2=problem.w2, w1_bias=np.zeros((8, 64), np.float32),
+                expert_map=np.arange(8, dtype=np.int32),
+            ),
+        ),
+        "forward": (
+            layer,
+            dict(
+                **routed, router_logits=np.empty((5, 8), np.float32),
+                expert_load=np.empty(8, np.int32),
+                workspace=fusedmoe.empty([layer.workspace_bytes(5)], "u8"),
+            ),
+        ),
+        "forward_routed": (layer.forward_routed, routed),
+        "route": (
+            lambda **given: fusedmoe.route(**given, topk=2),
+            dict(
+                router_logits=problem.x[:, :8].copy(),
+                e_score_correction_bias=np.zeros(8, np.float32),
+            ),
+        ),
+    }[call]
     changes = [
         lambda a: a[1:],
         lambda a: a[::-1],
@@ -309,19 +334,21 @@ def test_random_wrong_calls_raise(problem):
         lambda a: np.broadcast_to(a[:1], a.shape),
         lambda a: a.astype(generator.choice(["f8", "f2", "i8", "u1", "i1", "c8", "?", "O", "U4"])),
         lambda a: a.reshape(-1),
-        lambda a: a.view(np.ndarray).copy().view(np.recarray),
+        lambda a: a.copy().view(np.recarray),
         lambda a: memoryview(a),
+        lambda a: fusedmoe.as_tensor(np.from_dlpack(fusedmoe.as_tensor(a.copy()))[1:]),
+        lambda a: fusedmoe.empty([1 << 40], "u8"),
+        lambda a: fusedmoe.empty(list(a.shape), "f32", "cuda:0"),
         lambda a: None,
         lambda a: 1.5,
     ]
-    out = np.empty_like(problem.x)
-    cache = fusedmoe.PackCache()
+    calls = int(os.environ.get("FUSEDMOE_WRONG_CALLS", "1000"))
     raised = 0
-    for _ in range(2000):
-        name = generator.choice(arguments)
-        changed = generator.choice(changes)(right[name])
+    for _ in range(calls):
+        name = generator.choice(list(right))
+        array = np.from_dlpack(right[name]) if name == "workspace" else right[name]
         try:
-            fusedmoe.fused_experts(**{**right, name: changed}, out=out, cache=cache)
-        except (ValueError, NotImplementedError):
+            function(**{**right, name: generator.choice(changes)(array)})
+        except (ValueError, NotImplementedError, MemoryError, RuntimeError, TypeError):
             raised += 1
-    assert raised > 1000
+    assert raised > calls / 4

@@ -157,3 +157,38 @@ def test_the_interpreter_is_free_while_a_call_computes_or_reads(problem, name):
     finally:
         sys.setswitchinterval(interval)
         thread.join()
+
+
+def test_experts_alone_of_a_checkpoint():
+    checkpoint = fusedmoe.Checkpoint(golden_dir() / "deepseek_v3.safetensors")
+    whole = fusedmoe.MoELayer.from_checkpoint(checkpoint, dtype="f32")
+    experts = fusedmoe.MoELayer.from_checkpoint(checkpoint, dtype="f32", experts_only=True)
+    x = np.ones((2, whole.info["hidden"]), np.float32)
+    weights = np.zeros((2, whole.info["topk"]), np.float32)
+    ids = np.tile(np.arange(whole.info["topk"], dtype=np.int32), (2, 1))
+    assert whole.forward_routed(x, weights, ids).any()  # the shared experts
+    assert not experts.forward_routed(x, weights, ids).any()
+    with pytest.raises(ValueError):
+        experts(x)
+
+
+def test_scratch_memory_of_the_caller(problem):
+    layer = fusedmoe.MoELayer.from_tensors(problem.w13, problem.w2, topk=2, dtype="f32")
+    expected = layer.forward_routed(problem.x, problem.weights, problem.ids)
+    memory = np.empty(layer.workspace_bytes(5) + 64, np.uint8)
+    aligned = memory[-memory.ctypes.data % 64 :]
+    routed = (problem.x, problem.weights, problem.ids)
+    assert np.array_equal(layer.forward_routed(*routed, workspace=aligned), expected)
+    for wrong in (aligned[:8], aligned[1:], aligned[::2], "text"):
+        with pytest.raises(ValueError, match="workspace"):
+            layer.forward_routed(*routed, workspace=wrong)
+
+
+def test_family_and_epsilon_of_the_caller():
+    path = golden_dir() / "mixtral.safetensors"
+    assert fusedmoe.Checkpoint(path, family="mixtral").info["family"] == "mixtral"
+    with pytest.raises(ValueError, match="nothing"):
+        fusedmoe.Checkpoint(path, family="nothing")
+    logits = np.zeros((1, 4), np.float32)
+    weights, _ = fusedmoe.route(logits, 2, renormalize=True, renormalize_epsilon=0.5)
+    assert np.from_dlpack(weights).tolist() == [[0.25, 0.25]]

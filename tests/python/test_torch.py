@@ -1,5 +1,8 @@
 """PyTorch: tensors in and out, and the operators, where torch is."""
 
+import subprocess
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -75,9 +78,25 @@ def test_operators_pass_opcheck(tensors):
         torch.ops.fusedmoe.fused_experts(x, w13, w2, weights, ids.long())
 
 
-def test_compiled_without_a_graph_break(tensors):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_without_a_graph_break(tensors, backend):
     def block(x, *others):
         return torch.ops.fusedmoe.fused_experts(x + 1, *others) * 2
 
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
     assert torch.equal(compiled(*tensors), block(*tensors))
+
+
+def test_a_forked_process_computes_too():
+    code = """
+import os, torch, fusedmoe
+w13, w2 = torch.randn(8, 512, 256), torch.randn(8, 256, 256)
+layer = fusedmoe.MoELayer.from_tensors(w13, w2, topk=2, dtype="f32")
+routed = torch.randn(64, 256), torch.rand(64, 2), torch.randint(0, 8, (64, 2)).int()
+expected = layer.forward_routed(*routed)
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(layer.forward_routed(*routed), expected) else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

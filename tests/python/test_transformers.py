@@ -1,11 +1,24 @@
 """Small whole models of transformers with fusedmoe's experts, where torch and transformers are."""
 
+import copy
+import json
+import os
+import subprocess
+
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 
-from fusedmoe.integrations.transformers import experts_forward, register  # noqa: E402
+import fusedmoe  # noqa: E402
+from fusedmoe.integrations import _experts  # noqa: E402
+from fusedmoe.integrations.transformers import (  # noqa: E402
+    FusedExperts,
+    experts_forward,
+    forget,
+    from_pretrained,
+    register,
+)
 
 COMMON = dict(
     vocab_size=64,
@@ -21,6 +34,10 @@ MODELS = {
     "mixtral": dict(num_local_experts=8, num_experts_per_tok=2),
     "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=16),
     "olmoe": dict(num_experts=8, num_experts_per_tok=2),
+    "llama4_text": dict(
+        num_local_experts=8, num_experts_per_tok=1, intermediate_size_mlp=96, head_dim=16,
+        interleave_moe_layer_step=1,
+    ),
     "granitemoe": dict(num_local_experts=8, num_experts_per_tok=2),
     "glm4_moe": dict(
         n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=1,
@@ -34,9 +51,9 @@ MODELS = {
 }
 
 
-def make(name, dtype=torch.float32):
+def make(name, dtype=torch.float32, **sizes):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name, **{**COMMON, **MODELS[name]})
+    config = transformers.AutoConfig.for_model(name, **{**COMMON, **MODELS[name], **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():  # some families start with zeros
         for parameter in model.parameters():
@@ -52,37 +69,93 @@ def registered():
         yield
 
 
+def generate(model, implementation, new_tokens=32):
+    """Logits of each step, (steps, batch, vocabulary), and the greedy tokens."""
+    model.set_experts_implementation(implementation)
+    tokens = torch.arange(14).reshape(2, 7) % 64
+    result = model.generate(
+        tokens, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=None,
+        output_logits=True, return_dict_in_generate=True,
+    )
+    return torch.stack(result.logits), result.sequences
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_greedy_tokens_of_a_whole_model(name):
     model = make(name)
-    tokens = torch.arange(14).reshape(2, 7) % 64
-
-    def run(implementation):
-        model.set_experts_implementation(implementation)
-        logits = model(tokens).logits
-        greedy = model.generate(tokens, max_new_tokens=32, do_sample=False, pad_token_id=0)
-        return logits, greedy
-
-    (expected, expected_tokens), (actual, actual_tokens) = run("eager"), run("fusedmoe")
+    expected, expected_tokens = generate(model, "eager")
+    actual, actual_tokens = generate(model, "fusedmoe")
     assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert torch.equal(actual_tokens, expected_tokens)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_is_as_near_as_bfloat16_can_be(name):
+    tokens, model = torch.arange(14).reshape(2, 7) % 64, make(name, torch.bfloat16)
+    exact = copy.deepcopy(model).float()
+    logits = {}
+    for implementation in ("eager", "fusedmoe"):
+        model.set_experts_implementation(implementation)
+        logits[implementation] = model(tokens).logits.float()
+    exact.set_experts_implementation("eager")
+    expected = exact(tokens).logits
+
+    def error(actual):
+        return ((actual - expected).square().mean() / expected.square().mean()).sqrt()
+
+    assert error(logits["fusedmoe"]) <= 1.5 * error(logits["eager"]) + 1e-3
+
+
+def experts_of(model):
+    return next(m for name, m in model.named_modules() if name.endswith(".experts"))
+
+
 def test_weights_are_packed_again_when_they_change():
     model = make("mixtral")
-    tokens = torch.arange(7)[None]
-    model.set_experts_implementation("fusedmoe")
-    before = model(tokens).logits
-    experts = next(m for m in model.modules() if type(m).__name__ == "MixtralExperts")
-    packed = experts.__dict__["_fusedmoe_packed"][1]
-    assert torch.equal(model(tokens).logits, before)
-    assert experts.__dict__["_fusedmoe_packed"][1] is packed
-    experts.down_proj.mul_(2)
-    after = model(tokens).logits
-    model.set_experts_implementation("eager")
-    expected = model(tokens).logits
-    assert not torch.equal(after, before)
+    experts, tokens = experts_of(model), torch.arange(7)[None]
+
+    def logits(implementation="fusedmoe"):
+        model.set_experts_implementation(implementation)
+        return model(tokens).logits
+
+    def packed():
+        return _experts._packed[experts].layer
+
+    def replace():
+        address = experts.down_proj.data_ptr()
+        for _ in range(50):  # until the allocator gives the old address again
+            experts.down_proj = torch.nn.Parameter(torch.randn_like(experts.down_proj) / 10)
+            if experts.down_proj.data_ptr() == address:
+                break
+
+    before = logits()
+    first = packed()
+    assert torch.equal(logits(), before) and packed() is first
+    del first
+    for change in (lambda: experts.down_proj.mul_(2), replace):
+        change()
+        after, expected = logits(), logits("eager")
+        assert not torch.equal(after, before)
+        assert (after - expected).abs().max() <= 1e-5 * expected.abs().max()
+    experts.down_proj.data.mul_(2)  # PyTorch does not count this
+    forget(model)
+    after, expected = logits(), logits("eager")
     assert (after - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert torch.equal(copy.deepcopy(model)(tokens).logits, expected)
+
+
+def test_compiled_by_inductor_without_a_graph_break():
+    model = make("qwen3_moe")
+    model.set_experts_implementation("fusedmoe")
+    experts = experts_of(model)
+    x, ids, weights = torch.randn(5, 64), torch.randint(0, 8, (5, 2)), torch.rand(5, 2)
+    compiled = torch.compile(lambda *args: experts(*args) * 2, fullgraph=True)
+    assert torch.equal(compiled(x, ids, weights), experts(x, ids, weights) * 2)
+
+    # Code that several layers share, as where each block of a model is compiled by itself.
+    shared = torch.compile(lambda module, *args: module(*args), fullgraph=True, backend="aot_eager")
+    for module in [m for name, m in model.named_modules() if name.endswith(".experts")]:
+        assert torch.equal(shared(module, x, ids, weights), module(x, ids, weights))
 
 
 def test_bfloat16_and_ids_that_mean_no_expert():
@@ -110,3 +183,121 @@ def test_what_cannot_be_served_says_why():
         experts_forward(experts, x, ids, weights)
     with torch.enable_grad(), pytest.raises(NotImplementedError, match="no backward"):
         experts_forward(experts, x.requires_grad_(), ids, weights)
+
+
+def save(model, path):
+    """Writes the model as it is published; returns its tensors."""
+    from safetensors.torch import load_file
+
+    model.save_pretrained(path)
+    return load_file(path / "model.safetensors")
+
+
+def same_logits(model, path, dtype=torch.float32):
+    loaded = from_pretrained(path, dtype=dtype)
+    assert isinstance(experts_of(loaded), FusedExperts) and type(loaded) is type(model)
+    tokens = torch.arange(14).reshape(2, 7) % 64
+    expected, actual = model(tokens).logits, loaded(tokens).logits
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+    return loaded
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_straight_from_a_checkpoint(name, tmp_path):
+    model = make(name)
+    save(model, tmp_path)
+    loaded = same_logits(model, tmp_path)
+    assert sum(p.numel() for p in loaded.parameters()) < sum(p.numel() for p in model.parameters())
+    with pytest.raises(NotImplementedError, match="packed"):
+        loaded.save_pretrained(tmp_path / "again")
+    tokens = torch.arange(3)[None]
+    assert torch.equal(copy.deepcopy(loaded)(tokens).logits, loaded(tokens).logits)
+
+
+def write(path, tensors, quantization_config):
+    """The folder's model with other tensors, and its config saying how they are quantized."""
+    from safetensors.torch import save_file
+
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    change_config(path, quantization_config=quantization_config)
+
+
+def change_config(path, **changes):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_experts_stay_in_mxfp4(tmp_path):
+    model = make("gpt_oss")
+    tensors = save(model, tmp_path)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        published = tensors.pop(name)  # (E, in, out)
+        matrices = [fusedmoe.quantize_weights(w.T.contiguous(), "mxfp4_w4a16") for w in published]
+        values, scales = ([torch.from_dlpack(m[part]) for m in matrices] for part in (0, 1))
+        blocks = torch.stack(values)
+        tensors[name + "_blocks"] = blocks.view(*blocks.shape[:-1], -1, 16)
+        tensors[name + "_scales"] = torch.stack([s.view(torch.uint8) for s in scales])
+        decoded = [
+            torch.from_dlpack(fusedmoe.dequantize_weights(m, "mxfp4_w4a16", published.shape[1]))
+            for m in matrices
+        ]
+        model.get_parameter(name).copy_(torch.stack(decoded).transpose(1, 2))
+    write(tmp_path, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    loaded = same_logits(model, tmp_path)
+    assert experts_of(loaded).layer.info["scheme"] == "mxfp4_w4a16"
+
+
+def test_what_else_is_quantized_is_decoded_by_transformers(tmp_path):
+    pytest.importorskip("accelerate")
+    model = make("deepseek_v3")
+    tensors = save(model, tmp_path)
+    decoded = dict(tensors)
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        matrix = fusedmoe.quantize_weights(tensors[name], "fp8_block")
+        columns = tensors[name].shape[1]
+        decoded[name] = torch.from_dlpack(fusedmoe.dequantize_weights(matrix, "fp8_block", columns))
+        tensors[name] = torch.from_dlpack(matrix.values.view("u8")).view(torch.float8_e4m3fn)
+        tensors[name + "_scale_inv"] = torch.from_dlpack(matrix.scales)
+    write(tmp_path, decoded, None)
+    model = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    blocks = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    write(tmp_path, tensors, {"quant_method": "fp8", **blocks})
+    loaded, tokens = from_pretrained(tmp_path, dtype=torch.float32), torch.arange(14)[None]
+    assert experts_of(loaded).layer.info["scheme"] == "fp8_block"
+    expected, actual = model(tokens).logits, loaded(tokens).logits
+    # What remains is that the scheme quantizes activations.
+    assert (actual - expected).square().mean() <= 0.05**2 * expected.square().mean()
+
+
+def test_folders_that_cannot_be_served_say_why(tmp_path):
+    with pytest.raises(OSError):
+        from_pretrained(tmp_path)
+    model = make("mixtral")
+    save(model, tmp_path)
+    with pytest.raises(NotImplementedError, match="torch.float64"):
+        from_pretrained(tmp_path, dtype="float64")
+    with pytest.raises(NotImplementedError, match="none of the config's architectures"):
+        change_config(tmp_path, architectures=["Nothing"])
+        from_pretrained(tmp_path)
+
+
+@pytest.mark.skipif("FUSEDMOE_PROGRAM" not in os.environ, reason="writes checkpoints")
+@pytest.mark.parametrize(
+    "scheme, layout, tolerance",
+    [
+        ("int8_channel", "compressed-tensors", 0.05),
+        ("int4_g32", "gptq", 0.4),
+        ("int4_g32_zp", "awq", 0.4),
+        ("nvfp4_w4a16", "compressed-tensors", 0.4),
+    ],
+)
+def test_published_layouts(scheme, layout, tolerance, tmp_path):
+    model = make("qwen3_moe", moe_intermediate_size=64)
+    save(model, tmp_path / "wide")
+    command = [os.environ["FUSEDMOE_PROGRAM"], "quantize", "--checkpoint", tmp_path / "wide"]
+    command += ["--scheme", scheme, "--layout", layout, "--output", tmp_path / "narrow"]
+    subprocess.run(command, check=True, capture_output=True)
+    loaded, tokens = from_pretrained(tmp_path / "narrow"), torch.arange(14)[None]
+    assert experts_of(loaded).layer.info["scheme"] == scheme
+    expected, actual = model(tokens).logits, loaded(tokens).logits
+    assert (actual - expected).square().mean() <= tolerance**2 * expected.square().mean()

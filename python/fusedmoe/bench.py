@@ -1,0 +1,333 @@
+"""python -m fusedmoe.bench: the experts of one layer beside everything else that is installed.
+
+Peers: transformers' implementations, PyTorch's grouped_mm, and vLLM's fused_experts on a GPU. With
+a quantized --scheme they compute with the same values widened to the dtype. Prints a table; --json
+and --plot write files. Percent of roofline: the time that the touched experts' bytes and the
+multiplications take at the bandwidth and throughput measured here, over the time taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+
+import fusedmoe
+from fusedmoe import _core
+
+SHAPES = {  # experts, topk, hidden, intermediate
+    "small": (32, 4, 1024, 1024),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+    "gpt-oss-120b": (128, 4, 2880, 2880),
+    "mixtral-8x7b": (8, 2, 4096, 14336),
+    "qwen3-30b-a3b": (128, 8, 2048, 768),
+    "olmoe": (64, 8, 2048, 1024),
+}
+_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}
+
+Routed = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden_states, weights, ids
+Candidate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Problem:
+    """Random weights of one layer: w13 and w2 in `dtype`, and `settings` of a quantized form."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.shape = tuple(
+            given if given else preset
+            for given, preset in zip(
+                (args.experts, args.topk, args.hidden, args.intermediate), SHAPES[args.shape]
+            )
+        )
+        self.experts, self.topk, self.hidden, self.intermediate = self.shape
+        self.dtype, self.device = _DTYPES[args.dtype], torch.device(args.device)
+        self.dtype_name, self.scheme = args.dtype, args.scheme
+        self.generator = torch.Generator().manual_seed(args.seed)
+        self.w13 = self._random(self.experts, 2 * self.intermediate, self.hidden)
+        self.w2 = self._random(self.experts, self.hidden, self.intermediate)
+        self.settings: Dict[str, Any] = {}
+        self.stored = (self.w13, self.w2)
+        self.probe = torch.ones(1 << 27, device=self.device)  # larger than caches
+        if args.scheme:
+            self._quantize(args.scheme)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        values = torch.randn(shape, generator=self.generator, dtype=torch.float32)
+        return (values / shape[-1] ** 0.5).to(self.dtype).to(self.device)
+
+    def _quantize(self, scheme: str) -> None:
+        stored = []
+        for name, weights in (("w1", self.w13), ("w2", self.w2)):
+            matrices = [fusedmoe.quantize_weights(w.cpu(), scheme) for w in weights]
+            for expert, matrix in enumerate(matrices):
+                decoded = fusedmoe.dequantize_weights(matrix, scheme, weights.shape[-1])
+                weights[expert] = torch.from_dlpack(decoded)
+            parts = [
+                torch.stack([torch.from_dlpack(_as_bytes(m[part])) for m in matrices])
+                for part in range(4)
+                if matrices[0][part] is not None
+            ]
+            names = ("", "_scale", "_zp", "_global_scale")
+            given = [n for n, part in zip(names, matrices[0]) if part is not None]
+            for suffix, tensor in zip(given, parts):
+                if suffix:
+                    self.settings[name + suffix] = tensor.to(self.device)
+                else:
+                    stored.append(tensor.to(self.device))
+        self.stored = (stored[0], stored[1])
+        self.settings["scheme"] = scheme
+
+    def routed(self, tokens: int) -> Routed:
+        """Hidden states, router weights, and ids by uniformly random logits."""
+        logits = torch.randn(tokens, self.experts, generator=self.generator)
+        weights, ids = torch.softmax(logits, -1).topk(self.topk)
+        x = torch.randn(tokens, self.hidden, generator=self.generator).to(self.dtype)
+        return x.to(self.device), weights.to(self.device), ids.to(torch.int32).to(self.device)
+
+
+def _as_bytes(tensor: Any) -> fusedmoe.Tensor:
+    return tensor.view("u8") if tensor.dtype in ("e4m3", "e5m2", "e8m0") else tensor
+
+
+def candidates(problem: Problem) -> Dict[str, Candidate]:
+    """What can run the problem here, by name; the first is fusedmoe."""
+    layer = fusedmoe.MoELayer.from_tensors(
+        *problem.stored,
+        topk=problem.topk,
+        weights=problem.settings,
+        dtype=problem.dtype_name,
+        device=str(problem.device),
+    )
+    found: Dict[str, Candidate] = {"fusedmoe": layer.forward_routed}
+    found.update(_of_transformers(problem))
+    found.update(_of_vllm(problem))
+    if hasattr(torch.nn.functional, "grouped_mm"):
+        found["torch grouped_mm"] = lambda x, weights, ids: _grouped(problem, x, weights, ids)
+    return found
+
+
+def _grouped(
+    problem: Problem, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    grouped_mm = torch.nn.functional.grouped_mm
+    experts, order = ids.flatten().sort(stable=True)
+    counts = torch.bincount(experts, minlength=problem.experts)
+    ends = counts.cumsum(0).to(torch.int32)
+    rows = x[order // problem.topk]
+    gate, up = grouped_mm(rows, problem.w13.transpose(1, 2), offs=ends).chunk(2, -1)
+    rows = torch.nn.functional.silu(gate) * up
+    rows = grouped_mm(rows, problem.w2.transpose(1, 2), offs=ends)
+    rows = rows * weights.flatten()[order, None]
+    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    return result.index_add_(0, order // problem.topk, rows.float()).to(x.dtype)
+
+
+def _of_transformers(problem: Problem) -> Dict[str, Candidate]:
+    try:
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+    except ImportError:
+        return {}
+    with torch.device("meta"):
+        module = MixtralExperts(
+            MixtralConfig(
+                hidden_size=problem.hidden,
+                intermediate_size=problem.intermediate,
+                num_local_experts=problem.experts,
+            )
+        )
+    module.gate_up_proj = torch.nn.Parameter(problem.w13, requires_grad=False)
+    module.down_proj = torch.nn.Parameter(problem.w2, requires_grad=False)
+
+    def candidate(implementation: str) -> Candidate:
+        def forward(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            module.config._experts_implementation = implementation
+            result: torch.Tensor = module(x, ids.long(), weights.to(x.dtype))
+            return result
+
+        return forward
+
+    return {f"hf {name}": candidate(name) for name in ("eager", "batched_mm", "grouped_mm")}
+
+
+def _of_vllm(problem: Problem) -> Dict[str, Candidate]:
+    if problem.device.type != "cuda":
+        return {}
+    try:
+        from vllm.model_executor.layers.fused_moe import fused_experts
+    except ImportError:
+        return {}
+    return {"vllm": lambda x, weights, ids: fused_experts(x, problem.w13, problem.w2, weights, ids)}
+
+
+def times_of(call: Callable[[], Any], device: torch.device, min_time: float) -> List[float]:
+    """Seconds of each call, after one that does not count."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    call()
+    wait()
+    times: List[float] = []
+    until = time.perf_counter() + min_time
+    while len(times) < 3 or time.perf_counter() < until:
+        start = time.perf_counter()
+        call()
+        wait()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def limits_of(problem: Problem) -> Tuple[float, float]:
+    """Bytes and floating-point operations per second: of reading memory, and of products in
+    registers on the CPU, or of a large product on a GPU."""
+    large = problem.probe
+    if problem.device.type == "cpu":
+        found = []
+        for _ in range(3):
+            time.sleep(0.2)  # until PyTorch's threads sleep too: they would share the cores
+            found.append(_core.cpu_limits(large, problem.dtype_name))
+        return max(bandwidth for bandwidth, _ in found), max(flops for _, flops in found)
+    bandwidth = large.nbytes / min(times_of(large.sum, problem.device, 0.5))
+    a = torch.ones(8192, 8192, dtype=problem.dtype, device=problem.device)
+    return bandwidth, 2 * 8192**3 / min(times_of(lambda: a @ a, problem.device, 0.5))
+
+
+def measure(
+    problem: Problem, tokens: List[int], min_time: float, only: Optional[List[str]]
+) -> Dict[str, Any]:
+    """Everything that the table and the pictures show."""
+    bandwidth, throughput = 0.0, 0.0
+    stored = problem.stored + tuple(
+        tensor for tensor in problem.settings.values() if isinstance(tensor, torch.Tensor)
+    )
+    bytes_per_expert = sum(tensor.nbytes for tensor in stored) / problem.experts
+    rows = []
+    found = {name: call for name, call in candidates(problem).items() if not only or name in only}
+    for count in tokens:
+        inputs = problem.routed(count)
+        # The best so far: other work on the machine only makes it look slower.
+        limits = limits_of(problem)
+        bandwidth, throughput = max(bandwidth, limits[0]), max(throughput, limits[1])
+        touched = inputs[2].unique().numel()
+        flops = 6 * count * problem.topk * problem.hidden * problem.intermediate
+        roofline = max(touched * bytes_per_expert / bandwidth, flops / throughput)
+        expected: Optional[torch.Tensor] = None
+        for name, call in found.items():
+            try:
+                output = call(*inputs).float()
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                rows.append({"tokens": count, "name": name, "error": str(error).split("\n")[0]})
+                continue
+            expected = output if expected is None else expected
+            difference = float((output - expected).abs().max() / expected.abs().max())
+            times = times_of(lambda: call(*inputs), problem.device, min_time)
+            seconds = statistics.median(times)
+            rows.append(
+                {
+                    "tokens": count,
+                    "name": name,
+                    "us": seconds * 1e6,
+                    "percent_of_roofline": 100 * roofline / seconds,
+                    "touched_experts": touched,
+                    "difference": difference,
+                }
+            )
+            print(_line(rows[-1]), flush=True)
+    return {
+        "environment": environment(problem.device),
+        "shape": dict(zip(("experts", "topk", "hidden", "intermediate"), problem.shape)),
+        "dtype": problem.dtype_name,
+        "scheme": problem.scheme or problem.dtype_name,
+        "bytes_per_s": bandwidth,
+        "flops_per_s": throughput,
+        "rows": rows,
+    }
+
+
+def environment(device: torch.device) -> Dict[str, Any]:
+    name = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return {
+        "fusedmoe": fusedmoe.__version__,
+        "torch": torch.__version__,
+        "device": name,
+        "cpu_isa": fusedmoe.cpu_isa(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _line(row: Dict[str, Any]) -> str:
+    return (
+        f"{row['tokens']:7} {row['name']:18}{row['us']:12.1f} us"
+        f"{row['percent_of_roofline']:8.1f} %{row['difference']:12.1e}"
+    )
+
+
+def plot(results: Dict[str, Any], path: str) -> None:
+    """Time and percent of roofline against tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (times, percents) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    rows = [row for row in results["rows"] if "us" in row]
+    for name in dict.fromkeys(row["name"] for row in rows):
+        own = [row for row in rows if row["name"] == name]
+        tokens = [row["tokens"] for row in own]
+        style = {"label": name, "marker": "o", "linewidth": 2.5 if name == "fusedmoe" else 1.2}
+        times.plot(tokens, [row["us"] / 1000 for row in own], **style)
+        percents.plot(tokens, [row["percent_of_roofline"] for row in own], **style)
+    for axes, label in ((times, "milliseconds"), (percents, "percent of roofline")):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("tokens")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    times.set_yscale("log")
+    times.legend()
+    shape = ", ".join(f"{key} {value}" for key, value in results["shape"].items())
+    figure.suptitle(f"{results['scheme']}, {shape}; {results['environment']['device']}")
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main(arguments: Optional[List[str]] = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusedmoe.bench", description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    for name in ("experts", "topk", "hidden", "intermediate"):
+        parser.add_argument(f"--{name}", type=int, help="default: that of the shape")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256])
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16")
+    parser.add_argument("--scheme", help="of fusedmoe's weights, as mxfp4_w4a16")
+    parser.add_argument("--device", default="cpu", help='"cpu" (default) or "cuda:0"')
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these candidates")
+    parser.add_argument("--min-time", type=float, default=0.3, help="seconds each, default 0.3")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE", help=".png, .svg or .pdf; needs matplotlib")
+    args = parser.parse_args(arguments)
+    print(" tokens name                      median  roofline  difference")
+    with torch.no_grad():
+        results = measure(Problem(args), args.tokens, args.min_time, args.only)
+    for row in results["rows"]:
+        if "error" in row:
+            print(f"{row['name']} cannot run {row['tokens']} tokens: {row['error']}")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(results, file, indent=1)
+    if args.plot:
+        plot(results, args.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

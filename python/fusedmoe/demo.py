@@ -1,0 +1,165 @@
+"""python -m fusedmoe.demo: tokens from a random gpt-oss model, beside transformers' own experts.
+
+Makes a model of transformers with experts in MXFP4, runs it in a process of its own with fusedmoe
+and with each implementation of transformers, and prints what each takes. Needs torch and
+transformers. The published size of a layer: --hidden 2880 --intermediate 2880 --experts 32
+--vocabulary 201088.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any, Dict, List
+
+OWN = "fusedmoe"
+IMPLEMENTATIONS = (OWN, "grouped_mm", "batched_mm", "eager")
+_PROMPT = 16  # tokens
+
+
+def make_model(folder: "str | os.PathLike[str]", **sizes: int) -> int:
+    """Writes a gpt-oss model with random weights; returns the bytes of its tensors.
+
+    sizes: layers, hidden, intermediate, experts, topk, vocabulary.
+    """
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    hidden, intermediate, experts = sizes["hidden"], sizes["intermediate"], sizes["experts"]
+    config = transformers.AutoConfig.for_model(
+        "gpt_oss",
+        num_hidden_layers=sizes["layers"],
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_local_experts=experts,
+        num_experts_per_tok=sizes["topk"],
+        vocab_size=sizes["vocabulary"],
+        head_dim=64,
+        num_attention_heads=max(1, hidden // 64),
+        num_key_value_heads=1,
+        pad_token_id=0,
+        eos_token_id=None,
+        dtype="bfloat16",
+        architectures=["GptOssForCausalLM"],
+        quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def random_bytes(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, generator=generator)
+
+    with torch.device("meta"):
+        shapes = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+    tensors: Dict[str, torch.Tensor] = {}
+    for name, like in shapes.items():
+        if name.endswith((".gate_up_proj", ".down_proj")):
+            rows, columns = like.shape[2], like.shape[1]  # stored (out, in)
+            blocks = (experts, rows, columns // 32)
+            tensors[name + "_blocks"] = random_bytes(0, 256, *blocks, 16)
+            tensors[name + "_scales"] = random_bytes(119, 122, *blocks)
+        elif "norm" in name:
+            tensors[name] = torch.ones(like.shape, dtype=torch.bfloat16)
+        else:
+            tensors[name] = torch.empty(like.shape, dtype=torch.bfloat16)
+            tensors[name].normal_(std=0.02, generator=generator)
+    config.save_pretrained(folder)
+    save_file(tensors, pathlib.Path(folder) / "model.safetensors", metadata={"format": "pt"})
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def run(folder: str, implementation: str, new_tokens: int) -> Dict[str, Any]:
+    """Loads the model and generates; returns seconds, tokens and peak memory."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    started = time.perf_counter()
+    if implementation == OWN:
+        from fusedmoe.integrations.transformers import from_pretrained
+
+        model = from_pretrained(folder)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.bfloat16,
+            quantization_config=transformers.Mxfp4Config(dequantize=True),
+            experts_implementation=implementation,
+        )
+    loaded = time.perf_counter()
+    prompt = torch.arange(_PROMPT)[None] % model.config.vocab_size
+    ends: List[float] = []
+
+    class Clock(transformers.generation.streamers.BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            ends.append(time.perf_counter())
+
+        def end(self) -> None: ...
+
+    with torch.no_grad():
+        model(prompt)  # packs, allocates
+        tokens = model.generate(
+            prompt, max_new_tokens=new_tokens, do_sample=False, streamer=Clock()
+        )
+    return {
+        "implementation": implementation,
+        "load_s": loaded - started,
+        "prompt_tokens_per_s": _PROMPT / (ends[1] - ends[0]),
+        "decode_tokens_per_s": (len(ends) - 2) / (ends[-1] - ends[1]),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "tokens": tokens[0, _PROMPT:].tolist(),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusedmoe.demo", description=__doc__)
+    sizes = dict(layers=4, hidden=768, intermediate=768, experts=32, topk=4, vocabulary=8192)
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size, help=f"default {size}")
+    parser.add_argument("--new-tokens", type=int, default=64, help="default 64, at least 2")
+    parser.add_argument("--implementations", nargs="+", default=IMPLEMENTATIONS)
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)  # one measurement: see below
+    args = parser.parse_args()
+    if args.run:
+        folder, implementation = args.run
+        print(json.dumps(run(folder, implementation, args.new_tokens)))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        nbytes = make_model(folder, **{name: getattr(args, name) for name in sizes})
+        if not args.json:
+            print(f"a random gpt-oss model of {nbytes / 1e6:.0f} MB, experts in MXFP4")
+            print("experts by    load s  prompt tok/s  decode tok/s  peak MB  first tokens")
+        results = []
+        for implementation in args.implementations:
+            # A process of its own for each: peak memory is that of a process.
+            command = [sys.executable, "-m", "fusedmoe.demo", "--run", folder, implementation]
+            command += ["--new-tokens", str(args.new_tokens)]
+            output = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+            result = json.loads(output.splitlines()[-1])
+            results.append(result)
+            if not args.json:
+                print(_line(result), flush=True)
+    if args.json:
+        print(json.dumps({"model_bytes": nbytes, **vars(args), "results": results}, indent=1))
+    return 0
+
+
+def _line(result: Dict[str, Any]) -> str:
+    return (
+        f"{result['implementation']:12}{result['load_s']:8.1f}"
+        f"{result['prompt_tokens_per_s']:14.1f}{result['decode_tokens_per_s']:14.1f}"
+        f"{result['peak_bytes'] / 1e6:9.0f}  {result['tokens'][:6]}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

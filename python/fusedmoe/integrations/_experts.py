@@ -1,0 +1,181 @@
+"""The experts modules of transformers, computed by fusedmoe."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, Dict, NamedTuple, Tuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers.integrations import moe
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+
+from ..layer import MoELayer
+
+_ACTIVATIONS = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "ReLUSquaredActivation": "relu2",
+}
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+class FusedExperts(torch.nn.Module):
+    """The experts of one layer, packed from a checkpoint. It has no parameters."""
+
+    def __init__(self, layer: MoELayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """As the experts module that it stands for; see experts_forward()."""
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+
+    def extra_repr(self) -> str:
+        return self.layer.plan_line
+
+
+class _Packed(NamedTuple):
+    made_of: Tuple[Any, ...]
+    layer: MoELayer
+
+
+# Beside the modules, so that a model can still be copied and saved.
+_packed: "weakref.WeakKeyDictionary[torch.nn.Module, _Packed]" = weakref.WeakKeyDictionary()
+_numbers: "weakref.WeakKeyDictionary[torch.nn.Module, int]" = weakref.WeakKeyDictionary()
+_modules: "weakref.WeakValueDictionary[int, torch.nn.Module]" = weakref.WeakValueDictionary()
+_next_number = itertools.count()
+
+
+def forget(model: torch.nn.Module) -> None:
+    """Drops what the model's experts are packed into; the next forward packs them again."""
+    for module in model.modules():
+        _packed.pop(module, None)
+
+
+def experts_forward(
+    self: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """The forward of an experts module.
+
+    hidden_states (num_tokens, hidden); top_k_index and top_k_weights (num_tokens, topk). Ids of
+    num_experts and more mean "no expert". Returns (num_tokens, hidden).
+    """
+    if torch.is_grad_enabled() and (
+        hidden_states.requires_grad or top_k_weights.requires_grad
+    ):
+        raise NotImplementedError("fusedmoe has no backward: run the model under torch.no_grad()")
+    return _experts_of_module(hidden_states, top_k_index, top_k_weights, _number_of(self))
+
+
+@torch.compiler.assume_constant_result
+def _number_of(module: torch.nn.Module) -> int:
+    """What stands for the module in graphs, which hold tensors and numbers only."""
+    if module not in _numbers:
+        _numbers[module] = next(_next_number)
+        _modules[_numbers[module]] = module
+    return _numbers[module]
+
+
+@torch.library.custom_op("fusedmoe::experts_of_module", mutates_args=())
+def _experts_of_module(
+    hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, module: int
+) -> torch.Tensor:
+    self = _modules[module]
+    if isinstance(self, FusedExperts):
+        layer, num_experts = self.layer, int(self.layer.info["num_experts"])
+    else:
+        num_experts = int(getattr(self, "num_experts"))
+        layer = _layer_of(self, num_experts, top_k_index.shape[-1], hidden_states)
+    ids = top_k_index.masked_fill(top_k_index >= num_experts, -1).to(torch.int32)
+    result = layer.forward_routed(
+        hidden_states.contiguous(), top_k_weights.to(torch.float32).contiguous(), ids.contiguous()
+    )
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+@_experts_of_module.register_fake
+def _fake(hidden_states: torch.Tensor, *args: object) -> torch.Tensor:
+    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+
+
+def _layer_of(
+    self: torch.nn.Module, num_experts: int, topk: int, hidden_states: torch.Tensor
+) -> MoELayer:
+    tensors = _tensors_of(self)
+    made_of: Tuple[Any, ...] = (topk, hidden_states.dtype, hidden_states.device)
+    for tensor in tensors.values():
+        # The weak reference keeps a storage's identity, so none that comes later can equal it.
+        storage = StorageWeakRef(tensor.untyped_storage())
+        made_of += (storage, tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape)
+    packed = _packed.get(self)
+    if packed is not None and packed.made_of == made_of:
+        return packed.layer
+    del packed
+    _packed.pop(self, None)  # its memory goes before the new layer takes its own
+    if hidden_states.dtype not in DTYPES:
+        raise NotImplementedError(f"fusedmoe: hidden states of {hidden_states.dtype}")
+    w13, w2 = tensors.pop("w13"), tensors.pop("w2")
+    layer = MoELayer.from_tensors(
+        w13,
+        w2,
+        topk=topk,
+        num_experts=num_experts,
+        weights={**_settings_of(self), **tensors},
+        apply_router_weight_on_input=isinstance(self, Llama4TextExperts),
+        dtype=DTYPES[hidden_states.dtype],
+        device=str(hidden_states.device),
+    )
+    _packed[self] = _Packed(made_of, layer)
+    return layer
+
+
+def _tensors_of(self: torch.nn.Module) -> Dict[str, torch.Tensor]:
+    """w13 and w2, and their biases where the module has some."""
+    first = "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj"
+    names = {"w13": first, "w2": "down_proj"}
+    if getattr(self, "has_bias", False):
+        names.update(w1_bias=first + "_bias", w2_bias="down_proj_bias")
+    tensors = {ours: getattr(self, theirs, None) for ours, theirs in names.items()}
+    for ours, theirs in names.items():
+        if not isinstance(tensors[ours], torch.Tensor):
+            raise NotImplementedError(f"fusedmoe: {type(self).__name__}.{theirs} is no tensor")
+    return {ours: tensor for ours, tensor in tensors.items() if tensor is not None}
+
+
+def _settings_of(self: torch.nn.Module) -> Dict[str, Any]:
+    """Layout of the weights, and the activation between the two GEMMs."""
+    module = type(self).__name__
+    if isinstance(self, Llama4TextExperts):
+        return {"transposed": True, "activation": _activation_of(self, gated=True)}
+    settings: Dict[str, Any] = {"transposed": bool(getattr(self, "is_transposed"))}
+    gated = bool(getattr(self, "has_gate"))
+    if gated and not getattr(self, "is_concatenated"):
+        settings["gate_up_layout"] = "interleaved"
+    if getattr(self, "has_post_expert_norm", False):
+        raise NotImplementedError(f"fusedmoe: {module} normalizes the output of each expert")
+    if module == "GptOssExperts":
+        alpha, limit = float(getattr(self, "alpha")), float(getattr(self, "limit"))
+        return {**settings, "activation": "swigluoai", "alpha": alpha, "limit": limit}
+    if getattr(type(self), "_apply_gate", None) is not moe._default_apply_gate:
+        raise NotImplementedError(f"fusedmoe: {module} has a gate of its own, _apply_gate")
+    return {**settings, "activation": _activation_of(self, gated)}
+
+
+def _activation_of(self: torch.nn.Module, gated: bool) -> str:
+    function = getattr(self, "act_fn", None)
+    name = _ACTIVATIONS.get(type(function).__name__)
+    if name is None or (name == "relu2" and gated):
+        raise NotImplementedError(
+            f"fusedmoe: {type(self).__name__} has the activation {function}"
+        )
+    return name if gated else name + "_no_mul"

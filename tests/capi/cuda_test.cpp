@@ -1,0 +1,62 @@
+// The C interface on a GPU: device pointers, a stream and a graph of the caller's.
+#include "capi_test.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
+#include "testing/compare.h"
+
+namespace fusedmoe::testing {
+namespace {
+
+constexpr std::int64_t kTokens = 5;
+
+Tensor bf16(const Tensor& values) {
+  const Tensor result = Tensor::empty(values.shape(), DType::kBF16);
+  convert(values, result);
+  return result;
+}
+
+TEST(CCudaTest, AForwardOnAStreamAndInAGraph) {
+  const std::string problem = fusedmoe_device_problem(FUSEDMOE_CUDA, 0);
+  if (!problem.empty()) GTEST_SKIP() << problem;
+  TinyLayer tiny;
+  const Tensor w13 = bf16(tiny.w13), w2 = bf16(tiny.w2);
+  tiny.experts.w13 = to_c(w13);
+  tiny.experts.w2 = to_c(w2);
+  tiny.options.dtype = FUSEDMOE_BF16;
+  const auto on_cpu = tiny.create();
+  tiny.options.device_type = FUSEDMOE_CUDA;
+  const auto layer = tiny.create();
+
+  const Device gpu{DeviceKind::kCuda, 0};
+  const Tensor x = bf16(TinyLayer::filled({kTokens, TinyLayer::kHidden}, 7));
+  const Tensor expected = Tensor::zeros(x.shape(), DType::kBF16);
+  auto args = sized<fusedmoe_forward_args>();
+  args.hidden_states = to_c(x);
+  args.output = to_c(expected);
+  const Scratch host_scratch(on_cpu.get(), kTokens, args);
+  ASSERT_OK(fusedmoe_layer_forward(on_cpu.get(), &args));
+  EXPECT_EQ(fusedmoe_layer_forward(layer.get(), &args), FUSEDMOE_INVALID_ARGUMENT);
+
+  const Tensor input = to_device(x, gpu), output = to_device(x, gpu);
+  ASSERT_OK(fusedmoe_layer_workspace_bytes(layer.get(), kTokens, &args.workspace_bytes));
+  const Tensor scratch =
+      Tensor::empty({static_cast<std::int64_t>(args.workspace_bytes)}, DType::kU8, gpu);
+  const OwnedStream owned(gpu);
+  const Stream stream = owned;
+  args.hidden_states = to_c(input);
+  args.output = to_c(output);
+  args.workspace = scratch.data();
+  args.stream = stream.handle;
+  ASSERT_OK(fusedmoe_layer_forward(layer.get(), &args));
+  synchronize(stream);
+  EXPECT_LE(compare(to_device(output, {}), expected).max_norm_relative, 2e-2);
+
+  const Graph graph(stream, [&] { EXPECT_OK(fusedmoe_layer_forward(layer.get(), &args)); });
+  copy(Tensor::zeros(x.shape(), DType::kBF16), output, stream);
+  graph.launch(stream);
+  synchronize(stream);
+  EXPECT_LE(compare(to_device(output, {}), expected).max_norm_relative, 2e-2);
+}
+
+}  // namespace
+}  // namespace fusedmoe::testing

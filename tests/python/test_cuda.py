@@ -1,0 +1,152 @@
+"""Everything on a GPU, through PyTorch: where PyTorch sees one that the library can use."""
+
+import copy
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fusedmoe  # noqa: E402
+import fusedmoe.integrations.torch  # noqa: E402, F401
+
+if not torch.cuda.is_available() or fusedmoe.device_problem("cuda:0"):
+    pytest.skip("no GPU for the library", allow_module_level=True)
+
+EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 8, 2, 256, 128
+
+
+def routed(tokens):
+    weights, ids = torch.softmax(torch.randn(tokens, EXPERTS), -1).topk(TOPK)
+    x = torch.randn(tokens, HIDDEN).to(torch.bfloat16)
+    return [tensor.cuda() for tensor in (x, weights, ids.to(torch.int32))]
+
+
+@pytest.fixture
+def weights():
+    torch.manual_seed(0)
+    w13 = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5
+    w2 = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5
+    return w13.to(torch.bfloat16).cuda(), w2.to(torch.bfloat16).cuda()
+
+
+def on_the_cpu(weights, x, topk_weights, topk_ids):
+    tensors = [tensor.cpu() for tensor in (x, *weights, topk_weights, topk_ids)]
+    return fusedmoe.fused_experts(*tensors)
+
+
+def assert_near(actual, expected):
+    actual, expected = actual.float().cpu(), expected.float().cpu()
+    assert (actual - expected).abs().max() <= 2e-2 * expected.abs().max()
+
+
+def test_tensors_and_streams_of_pytorch(weights):
+    x, topk_weights, topk_ids = routed(5)
+    expected = on_the_cpu(weights, x, topk_weights, topk_ids)
+    output = fusedmoe.fused_experts(x, *weights, topk_weights, topk_ids)
+    assert output.is_cuda and output.dtype == torch.bfloat16
+    assert_near(output, expected)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # the input is made on it, so the work must be there too
+        late = torch.zeros_like(x)
+        torch.cuda._sleep(10_000_000)
+        late.copy_(x)
+        output = fusedmoe.fused_experts(late, *weights, topk_weights, topk_ids)
+    stream.synchronize()
+    assert_near(output, expected)
+    own = fusedmoe.empty([5, HIDDEN], "bf16", "cuda:0")
+    fusedmoe.fused_experts(x, *weights, topk_weights, topk_ids, out=own)
+    torch.cuda.synchronize()
+    assert_near(torch.from_dlpack(own), expected)
+
+
+@pytest.mark.parametrize("own_scratch", [False, True])
+def test_graphs_stay_right_when_scratch_memory_grows(weights, own_scratch):
+    layer = fusedmoe.MoELayer.from_tensors(*weights, topk=TOPK, device="cuda:0")
+    inputs, output = routed(4), torch.empty(4, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    stream = torch.cuda.Stream()
+    # A stream that is given: then the layer has scratch memory of its own.
+    given = {"stream": stream.cuda_stream} if own_scratch else {}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        layer.forward_routed(*inputs, out=output, **given)
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            layer.forward_routed(*inputs, out=output, **given)
+        layer.forward_routed(*routed(3000), **given)  # needs more scratch memory
+    for _ in range(3):
+        fresh = routed(4)
+        for tensor, value in zip(inputs, fresh):
+            tensor.copy_(value)
+        torch.full((1 << 24,), float("nan"), device="cuda")  # whatever was freed is overwritten
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_near(output, on_the_cpu(weights, *fresh))
+
+
+def test_operators_in_compiled_graphs(weights):
+    def block(x, *others):
+        return torch.ops.fusedmoe.fused_experts(x + 1, *weights, *others) * 2
+
+    checks = torch.library.opcheck(
+        torch.ops.fusedmoe.fused_experts, (routed(4)[0], *weights, *routed(4)[1:])
+    )
+    assert set(checks.values()) == {"SUCCESS"}
+    compiled = torch.compile(block, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        inputs = routed(4)
+        assert_near(compiled(*inputs), block(*inputs))
+
+
+def test_wrong_devices_raise(weights):
+    x, topk_weights, topk_ids = routed(4)
+    for name, wrong in (("hidden_states", x.cpu()), ("topk_ids", topk_ids.cpu())):
+        right = dict(hidden_states=x, topk_weights=topk_weights, topk_ids=topk_ids)
+        with pytest.raises(ValueError):
+            fusedmoe.fused_experts(w13=weights[0], w2=weights[1], **{**right, name: wrong})
+
+
+def test_the_host_needs_little_time(weights):
+    layer = fusedmoe.MoELayer.from_tensors(*weights, topk=TOPK, device="cuda:0")
+    inputs = routed(1)
+    output = torch.empty_like(inputs[0])
+    times = []
+    for _ in range(300):
+        start = time.perf_counter()
+        layer.forward_routed(*inputs, out=output)
+        times.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+    microseconds = sorted(times)[len(times) // 2] * 1e6
+    print(f"forward_routed of one token: {microseconds:.1f} us of host time")
+    assert microseconds < 60  # most of it launches kernels
+
+
+def test_models_of_transformers(tmp_path):
+    pytest.importorskip("transformers", minversion="5")
+    from test_transformers import MODELS, generate, make
+
+    from fusedmoe.integrations.transformers import from_pretrained, register
+
+    register()
+    with torch.no_grad():
+        for name in MODELS:
+            model = make(name, torch.bfloat16).cuda()
+            exact = copy.deepcopy(model).float()
+            tokens = torch.arange(14, device="cuda").reshape(2, 7)
+            logits = {}
+            for implementation in ("eager", "fusedmoe"):
+                model.set_experts_implementation(implementation)
+                logits[implementation] = model(tokens).logits.float()
+            exact.set_experts_implementation("eager")
+            expected = exact(tokens).logits
+            errors = {n: (l - expected).square().mean().sqrt() for n, l in logits.items()}
+            assert errors["fusedmoe"] <= 1.5 * errors["eager"] + 1e-3, name
+            generate(model, "fusedmoe", 4)  # the decode steps run
+        from fusedmoe.demo import make_model
+
+        sizes = dict(layers=2, hidden=128, intermediate=128, experts=8, topk=2, vocabulary=128)
+        make_model(tmp_path, **sizes)
+        ids = torch.arange(7)[None]
+        expected = from_pretrained(tmp_path)(ids).logits
+        assert_near(from_pretrained(tmp_path, device="cuda:0")(ids.cuda()).logits, expected)
