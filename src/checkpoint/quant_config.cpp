@@ -142,7 +142,8 @@ std::optional<Json> fp8_json(const QuantScheme& scheme, std::span<const std::str
   Json config{{"quant_method", "fp8"},
               {"activation_scheme", "dynamic"},
               {"modules_to_not_convert", modules}};
-  const auto& [weights, activations] = scheme;
+  const QuantKey& weights = scheme.weights;
+  const std::optional<QuantKey>& activations = scheme.activations;
   if (weights == keys::e4m3_tensor() && activations == keys::e4m3_tensor(true)) return config;
   if (weights == keys::e4m3_tensor() && activations == keys::e4m3_tensor(false)) {
     config["activation_scheme"] = "static";
@@ -230,6 +231,8 @@ StoredQuantization parse_quantization(const ConfigKeys& config, const ExpertModu
 std::optional<nlohmann::json> quantization_config(const StoredQuantization& quantization,
                                                   std::span<const std::string> plain_modules) {
   const QuantScheme& scheme = quantization.scheme;
+  // GGUF alone holds Q4_K and Q6_K, and down matrices in a format of their own.
+  if (scheme.down || scheme.weights.global_scale == DType::kF16) return std::nullopt;
   switch (quantization.layout) {
     case Layout::kPlain:
       return std::nullopt;
