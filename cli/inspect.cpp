@@ -58,7 +58,7 @@ std::vector<TensorGroup> group_experts(const std::vector<Checkpoint::TensorInfo>
     const ExpertName parts = split_name(tensor.name);
     // Experts whose tensors differ in dtype or shape stay apart.
     const std::string key = fmt::format("{}{}{} {} {}", parts.before, parts.expert < 0 ? "" : "*",
-                                        parts.after, name(tensor.dtype), to_string(tensor.shape));
+                                        parts.after, tensor.format, to_string(tensor.shape));
     const auto [entry, added] = position.try_emplace(key, groups.size());
     if (added) groups.push_back({.tensor = tensor, .first = parts.expert, .last = parts.expert});
     TensorGroup& group = groups[entry->second];
@@ -108,7 +108,7 @@ void print_text(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
   std::size_t width = 0;
   for (const TensorGroup& group : groups) width = std::max(width, group_name(group).size());
   for (const TensorGroup& group : groups) {
-    fmt::print("{:<{}}  {:<5} {:<18} {:>10}\n", group_name(group), width, name(group.tensor.dtype),
+    fmt::print("{:<{}}  {:<5} {:<18} {:>10}\n", group_name(group), width, group.tensor.format,
                to_string(group.tensor.shape), format_bytes(group.nbytes));
   }
 }
@@ -134,6 +134,7 @@ void print_json(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
   for (const auto& tensor : tensors) {
     object["tensors"].push_back({{"name", tensor.name},
                                  {"dtype", name(tensor.dtype)},
+                                 {"format", tensor.format},
                                  {"shape", std::vector(tensor.shape.begin(), tensor.shape.end())},
                                  {"bytes", tensor.nbytes},
                                  {"file", tensor.file}});

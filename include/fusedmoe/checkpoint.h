@@ -102,9 +102,10 @@ struct CheckpointOptions {
   Family family = {};  ///< none: by the model_type of the config
 };
 
-/// A directory (config.json + *.safetensors, with or without an index) or one safetensors file
-/// whose metadata key `config` holds the config. Opening reads headers only. See SafetensorsFile
-/// for what must not happen to mapped files while weights of them live, and for reading instead.
+/// A directory (config.json + *.safetensors, with or without an index), one safetensors file whose
+/// metadata key `config` holds the config, or a GGUF file (of several: any). Opening reads headers
+/// only. See SafetensorsFile for what must not happen to mapped files while weights of them live,
+/// and for reading instead.
 class FUSEDMOE_API Checkpoint {
  public:
   static Checkpoint open(const std::filesystem::path& path, const CheckpointOptions& options = {});
@@ -129,6 +130,7 @@ class FUSEDMOE_API Checkpoint {
     Shape shape;
     std::int64_t nbytes;
     std::string file;
+    std::string format;  ///< name of the dtype; of quantized tensors in GGUF files "Q4_K" and such
   };
   std::vector<TensorInfo> layer_tensors(std::int64_t layer) const;
 

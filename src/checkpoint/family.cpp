@@ -154,7 +154,8 @@ ExpertLayout read_layout(const Json& json, const std::string& label) {
   fields.read("down", layout.w2);
   fields.read("gate_up_scales", layout.w13_scales);
   fields.read("down_scales", layout.w2_scales);
-  fields.read("gate_up_bias", layout.w13_bias);
+  fields.read_either("gate_up_bias", "gate_bias", layout.w13_bias);
+  fields.read("up_bias", layout.w3_bias);
   fields.read("down_bias", layout.w2_bias);
   const bool per_expert = layout.storage == ExpertStorage::kPerExpert;
   for (const std::string& name : {layout.w1, layout.w2}) {

@@ -3,6 +3,7 @@
 #include <string_view>
 
 #include "checkpoint/layer_loader.h"
+#include "checkpoint/stacked_experts.h"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -105,8 +106,7 @@ bool stacks_fit(const ModelConfig& model, const Block& block, const std::string&
   const auto fits = [&](const Shape& shape, std::int64_t in) {
     return shape.rank() == 3 && shape[transposed ? 1 : 2] == in;
   };
-  return fits(w1->second.tensor.shape(), model.hidden) &&
-         fits(w2->second.tensor.shape(), model.intermediate);
+  return fits(w1->second.shape(), model.hidden) && fits(w2->second.shape(), model.intermediate);
 }
 
 }  // namespace
@@ -143,6 +143,10 @@ QuantScheme stored_scheme(const ModelConfig& model, const Block& block) {
   const BlockLayout layout = find_layout(model, block);
   if (layout.experts->storage == ExpertStorage::kMxfp4) return mxfp4_scheme(model);
   if (layout.storage.experts) return model.scheme;
+  if (layout.experts->storage == ExpertStorage::kStacked) {
+    const auto scheme = scheme_of_stacks(layout, block);
+    return scheme ? *scheme : model.scheme;
+  }
   const std::string suffix = layout.experts->storage == ExpertStorage::kPerExpert ? ".weight" : "";
   const auto first = block.tensors.find(tensor_name(layout.block, layout.experts->w1) + suffix);
   return first != block.tensors.end() && is_float(first->second.tensor.dtype())

@@ -6,7 +6,9 @@
 #include <initializer_list>
 #include <set>
 
+#include "checkpoint/gguf_blocks.h"
 #include "checkpoint/problems.h"
+#include "checkpoint/stacked_experts.h"
 #include "core/check.h"
 #include "fusedmoe/quant.h"
 
@@ -57,7 +59,11 @@ void replace_uncalibrated(ExpertWeights& weights) {
 class Loader {
  public:
   Loader(const ModelConfig& model, const Block& block)
-      : model_(model), block_(block), layout_(find_layout(model, block)) {}
+      : model_(model),
+        block_(block),
+        layout_(find_layout(model, block)),
+        in_gguf_(std::any_of(block.tensors.begin(), block.tensors.end(),
+                             [](const auto& entry) { return entry.second.type != nullptr; })) {}
 
   LayerWeights load(const std::string& label) {
     check_refused(label);
@@ -67,8 +73,11 @@ class Loader {
     }
     for (const auto& [name, entry] : block_.tensors) {
       if (claimed_.contains(name)) continue;
-      problems_.add(block_.prefix + name,
-                    "not claimed by any rule (" + core::describe(entry.tensor) + ")");
+      problems_.add(block_.prefix + name, "not claimed by any rule (" +
+                                              (entry.type ? core::format("{} {}", entry.type->name,
+                                                                         to_string(entry.shape()))
+                                                          : core::describe(entry.tensor)) +
+                                              ")");
     }
     report(label);
     LayerWeights layer;
@@ -97,7 +106,7 @@ class Loader {
   }
 
   void check_layout() const {
-    if (!model_.scheme.weights.quantized()) return;
+    if (!model_.scheme.weights.quantized() || in_gguf_) return;
     const ExpertStorage storage = layout_.experts->storage;
     const bool stored =
         storage == ExpertStorage::kPerExpert
@@ -116,7 +125,7 @@ class Loader {
         label, core::format("{} tensors that do not fit:{}", problems_.count(), problems_.list()),
         core::format(
             "exactly the tensors of an MoE block of {}{}", name(model_.family),
-            model_.scheme.weights.quantized()
+            model_.scheme.weights.quantized() && !in_gguf_
                 ? core::format(" in {}, layout {}", name(model_.scheme), name(model_.layout))
                 : ""));
   }
@@ -129,18 +138,29 @@ class Loader {
       return;
     }
     claimed_.insert(found->first);
-    const Tensor& tensor = found->second.tensor;
+    const BlockTensor& tensor = found->second;
     if (!fits(spec, tensor.shape())) {
       problems_.add(full_name,
                     "shape " + to_string(tensor.shape()) + ", must be " + to_string(spec.shape));
     }
-    check_dtype(full_name, tensor.dtype(), spec);
+    if (tensor.type) return check_type(full_name, *tensor.type, spec);
+    check_dtype(full_name, tensor.tensor.dtype(), spec);
+  }
+
+  void check_type(const std::string& full_name, const files::GgmlType& type,
+                  const TensorSpec& spec) {
+    const bool weight =
+        spec.role == TensorRole::kExpertWeight || spec.role == TensorRole::kSharedWeight;
+    if (weight && key_of(type)) return;
+    problems_.add(full_name, core::format("type {}, must be {}", type.name,
+                                          weight ? served_types() : "F32, BF16 or F16"));
   }
 
   static bool fits(const TensorSpec& spec, const Shape& shape) {
     if (spec.stored) return accepts_shape(*spec.stored, spec.shape, shape);
     // ERNIE has one row for each group of experts, and one group.
     if (spec.role == TensorRole::kCorrectionBias && shape == Shape({1, spec.shape[0]})) return true;
+    if (spec.role == TensorRole::kSharedGate && shape == Shape({spec.shape[1]})) return true;
     return shape == spec.shape;
   }
 
@@ -208,6 +228,11 @@ class Loader {
       replace_uncalibrated(weights);
       return weights;
     }
+    if (layout.storage == ExpertStorage::kStacked && layout.gate_up == GateUpLayout::kGateUp) {
+      ExpertWeights weights = empty_weights(model_.intermediate, nullptr, expert_dtype_);
+      load_stacks(layout_, block_, model_.router.num_experts, weights);
+      return weights;
+    }
     if (!layout.w3.empty()) return parted_experts();
     const bool mxfp4 = layout.storage == ExpertStorage::kMxfp4;
     ExpertWeights::Stacked stacked;
@@ -255,12 +280,30 @@ class Loader {
         empty_weights(model_.shared_intermediate, layout_.storage.shared, shared_dtype_);
     const FamilyRow& row = family_row(model_.family);
     if (!row.shared_limit) shared.weights.activation_params.limit.reset();
-    add_expert(shared.weights, shared_layers(model_, layout_), layout_.storage.shared, false);
+    const std::vector<LinearLayer> layers = shared_layers(model_, layout_);
+    if (in_gguf_) set_scheme(layers, shared.weights);
+    add_expert(shared.weights, layers, layout_.storage.shared, false);
     if (shared_in_one()) split_halves(shared.weights);
     replace_uncalibrated(shared.weights);
     shared.gate = tensor(layout_.shared_gate);
+    if (shared.gate && shared.gate.rank() == 1) {
+      shared.gate = Tensor(shared.gate.reshape({1, model_.hidden}), shared.gate.owner());
+    }
     if (model_.average_with_shared) shared.gate = half_gate();
     return shared;
+  }
+
+  /// Gate and up of one format, down of its own.
+  void set_scheme(const std::vector<LinearLayer>& layers, ExpertWeights& weights) const {
+    const auto key = [&](const LinearLayer& layer) {
+      return *key_of(block_.tensors.find(layer.name + ".weight")->second);
+    };
+    if (layers.size() == 3) {
+      check_same_format(block_.tensors.find(layers[0].name + ".weight")->second,
+                        block_.tensors.find(layers[1].name + ".weight")->second, layers[1].name);
+    }
+    weights.scheme = {key(layers.front()), std::nullopt};
+    if (key(layers.back()) != weights.scheme.weights) weights.scheme.down = key(layers.back());
   }
 
   bool shared_in_one() const {
@@ -286,7 +329,7 @@ class Loader {
   ExpertWeights empty_weights(std::int64_t intermediate, const LinearLayout* linear,
                               std::optional<DType> dtype) const {
     ExpertWeights weights;
-    weights.scheme = linear ? model_.scheme : schemes::unquantized(*dtype);
+    weights.scheme = linear ? model_.scheme : dtype ? schemes::unquantized(*dtype) : QuantScheme{};
     weights.hidden = model_.hidden;
     weights.intermediate = intermediate;
     weights.activation = model_.activation;
@@ -313,6 +356,12 @@ class Loader {
                       std::vector<std::shared_ptr<const void>>& owners) {
     WeightMatrix result;
     if (!linear) {
+      const BlockTensor& stored = block_.tensors.find(layer.name + ".weight")->second;
+      if (stored.type) {
+        const MatrixStack stack(stored);
+        stack.keep_owners(owners);
+        return stack.rows(0, layer.shape.out);
+      }
       result.values = view(layer.name + ".weight", owners);
       return result;
     }
@@ -350,6 +399,7 @@ class Loader {
   const ModelConfig& model_;
   const Block& block_;
   const BlockLayout layout_;
+  const bool in_gguf_;  ///< with quantized blocks
   Problems problems_;
   std::set<std::string_view> claimed_;
   std::optional<DType> expert_dtype_, shared_dtype_;

@@ -6,14 +6,10 @@
 #include <string>
 
 #include "checkpoint/block_tensors.h"
+#include "checkpoint/checkpoint_files.h"
 #include "fusedmoe/checkpoint.h"
 
 namespace fusedmoe::checkpoint {
-
-struct BlockTensor {
-  Tensor tensor;
-  std::size_t file;  ///< position in CheckpointFiles::files
-};
 
 /// The tensors under one layer's MoE block.
 struct Block {

@@ -59,8 +59,8 @@ std::set<std::string, std::less<>> segments_of(const FamilyRow& row) {
   add(row.router_bias);
   add(row.correction_bias);
   add(row.shared_gate);
-  for (const SharedNames& names : row.shared) add({names.gate, names.down});
-  for (const ExpertLayout& layout : row.layouts) add({layout.w1, layout.w2});
+  for (const SharedNames& names : row.shared) add({names.gate, names.up, names.down});
+  for (const ExpertLayout& layout : row.layouts) add({layout.w1, layout.w3, layout.w2});
   std::set<std::string, std::less<>> segments;
   for (const std::string& block : row.blocks) {
     for (const std::string& pattern : patterns) {
@@ -122,7 +122,7 @@ std::map<std::int64_t, Block> collect_layers(const CheckpointFiles& files, const
   std::map<std::int64_t, Block> layers;
   const NameRules rules{row};
   for (std::size_t file = 0; file < files.files.size(); ++file) {
-    for (const auto& [name, tensor] : files.files[file].contents.tensors()) {
+    for (const auto& [name, tensor] : files.files[file].tensors()) {
       const auto mapped = files.weight_map.find(name);
       if (mapped != files.weight_map.end() && mapped->second != file) continue;
       const std::optional<ParsedName> parsed = parse_name(name, rules);
@@ -133,8 +133,8 @@ std::map<std::int64_t, Block> collect_layers(const CheckpointFiles& files, const
                           core::format("layer {} under the prefix \"{}\" and \"{}\"", parsed->layer,
                                        block.prefix, parsed->prefix),
                           "under one prefix");
-      const auto [other, is_new] =
-          block.tensors.emplace(std::string(parsed->local), BlockTensor{tensor, file});
+      const auto [other, is_new] = block.tensors.emplace(std::string(parsed->local), tensor);
+      if (is_new) other->second.file = file;
       FUSEDMOE_CHECK_FILE(is_new, label + ": " + files::quote(name),
                           core::format("in {} and in {}", files.files[other->second.file].path,
                                        files.files[file].path),

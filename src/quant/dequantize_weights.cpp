@@ -86,19 +86,22 @@ class Decoder {
   }
 
  private:
-  /// A weight is code * factor - offset.
-  struct Affine {
-    float factor, offset;
-  };
-  /// Of the group of element (r, column), in a block of 256: products of 17 bits at most.
-  Affine affine_of(std::int64_t r, std::int64_t column, float scale, float zero) const {
+  /// Factor `index` of row r in blocks of 256.
+  float block_factor(std::int64_t r, std::int64_t index) const {
     const TensorView& global = matrix_.global_scale;
-    const std::int64_t block = column / key_.global_group.cols * layout_.factors_per_block();
-    const auto factor = [&](std::int64_t index) {
-      return load_f32(global.data(), DType::kF16, r * global.stride(0) + index * global.stride(1));
-    };
-    const float all = scale * factor(block);
-    return {all, zero * (layout_.zero_points ? factor(block + 1) : all)};
+    return load_f32(global.data(), DType::kF16, r * global.stride(0) + index * global.stride(1));
+  }
+
+  /// Products of a factor and a scale or offset are exact; a weight is rounded once.
+  void decode_super_block(std::int64_t r, std::int64_t begin, std::int64_t end, float scale,
+                          float zero, float* out) const {
+    const std::int64_t block = begin / key_.global_group.cols * layout_.factors_per_block();
+    const float factor = scale * block_factor(r, block);
+    const float offset = layout_.zero_points ? zero * block_factor(r, block + 1) : 0;
+    const float middle = layout_.zero_points ? 0 : zero;
+    for (std::int64_t i = begin; i < end; ++i) {
+      out[i] = (stored_value(matrix_, key_, r, i) - middle) * factor - offset;
+    }
   }
 
   void decode_block(std::int64_t r, std::int64_t block, std::int64_t begin, std::int64_t end,
@@ -113,11 +116,7 @@ class Decoder {
             ? matrix_.zero_points.as<const std::uint8_t>()[index(matrix_.zero_points)]
             : static_cast<float>(layout_.zero);
     if (layout_.global_scale == GlobalScale::kPerBlock) {
-      const Affine affine = affine_of(r, begin, scale, zero);
-      for (std::int64_t i = begin; i < end; ++i) {
-        out[i] = stored_value(matrix_, key_, r, i) * affine.factor - affine.offset;
-      }
-      return;
+      return decode_super_block(r, begin, end, scale, zero, out);
     }
     const bool per_row = layout_.global_scale == GlobalScale::kPerRow;
     const float global =
