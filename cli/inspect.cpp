@@ -100,7 +100,11 @@ void print_text(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
   row("router",
       describe_router(model.router) + (model.has_correction_bias ? ", with correction bias" : ""));
   row("activation", std::string(name(model.activation)));
-  row("scheme", name(model.scheme));
+  const Checkpoint::LayerSchemes schemes = checkpoint.check_layer(layer);
+  const bool apart = schemes.shared_experts && *schemes.shared_experts != schemes.experts;
+  row("scheme",
+      name(schemes.experts) +
+          (apart ? fmt::format("; shared experts {}", name(*schemes.shared_experts)) : ""));
   const auto tensors = checkpoint.layer_tensors(layer);
   row("bytes", fmt::format("{} in layer {}", format_bytes(total_bytes(tensors)), layer));
   fmt::print("\n");
@@ -127,7 +131,7 @@ void print_json(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
                         {"shared_intermediate", model.shared_intermediate},
                         {"router", describe_router(model.router)},
                         {"activation", name(model.activation)},
-                        {"scheme", name(model.scheme)},
+                        {"scheme", name(checkpoint.check_layer(layer).experts)},
                         {"layer", layer},
                         {"layer_bytes", total_bytes(tensors)},
                         {"tensors", nlohmann::json::array()}};
@@ -151,6 +155,7 @@ void run(const Options& options) {
     throw Error("--layer", fmt::to_string(layer),
                 fmt::format("one of {}", fmt::join(layers, ", ")));
   }
+  for (const std::int64_t number : layers) checkpoint.check_layer(number);
   options.json ? print_json(checkpoint, layers, layer) : print_text(checkpoint, layers, layer);
 }
 
@@ -160,7 +165,8 @@ void add_inspect(Command& program) {
   auto options = std::make_shared<Options>();
   Command command = program.add_command(
       "inspect", "Show a checkpoint's family, layers, experts, shapes, scheme and bytes");
-  command.add_option("path", options->path, "Checkpoint directory or safetensors file").required();
+  command.add_option("path", options->path, "Checkpoint directory, safetensors or GGUF file")
+      .required();
   add_family_option(command, options->family);
   command.add_option("--layer", options->layer, "Layer whose tensors are listed; default: first")
       .not_negative();

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -123,6 +124,12 @@ class FUSEDMOE_API Checkpoint {
   /// Strict: an expert tensor of the layer that nothing claims, a missing one, or a wrong shape or
   /// dtype is an Error that lists all of them; and so is a file that has changed since the opening.
   LayerWeights load_layer(std::int64_t layer) const;
+  struct LayerSchemes {
+    QuantScheme experts;
+    std::optional<QuantScheme> shared_experts;
+  };
+  /// The same checks without reading weights: everything that names, shapes and dtypes tell.
+  LayerSchemes check_layer(std::int64_t layer) const;
   /// Name, dtype, shape and file of every tensor of the layer's MoE block.
   struct TensorInfo {
     std::string name;

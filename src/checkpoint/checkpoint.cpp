@@ -61,6 +61,12 @@ LayerWeights Checkpoint::load_layer(std::int64_t layer) const {
                                 core::format("{}: layer {}", opened.label, layer));
 }
 
+Checkpoint::LayerSchemes Checkpoint::check_layer(std::int64_t layer) const {
+  const checkpoint::OpenedCheckpoint& opened = impl_->opened;
+  return checkpoint::check_block(opened.config, opened.layer(layer),
+                                 core::format("{}: layer {}", opened.label, layer));
+}
+
 std::vector<Checkpoint::TensorInfo> Checkpoint::layer_tensors(std::int64_t layer) const {
   const checkpoint::Block& block = impl_->opened.layer(layer);
   std::vector<TensorInfo> result;

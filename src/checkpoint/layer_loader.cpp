@@ -65,7 +65,8 @@ class Loader {
         in_gguf_(std::any_of(block.tensors.begin(), block.tensors.end(),
                              [](const auto& entry) { return entry.second.type != nullptr; })) {}
 
-  LayerWeights load(const std::string& label) {
+  /// Everything that names, shapes and dtypes tell.
+  LayerSchemes check(const std::string& label) {
     check_refused(label);
     check_layout();
     for (const TensorSpec& spec : block_tensors(model_, layout_)) {
@@ -80,6 +81,11 @@ class Loader {
                                               ")");
     }
     report(label);
+    return {experts_scheme(), shared_scheme()};
+  }
+
+  LayerWeights load(const std::string& label) {
+    check(label);
     LayerWeights layer;
     layer.router = model_.router;
     layer.router_weights = router_weights();
@@ -194,9 +200,41 @@ class Loader {
     if (dtype != *common) complain(std::string(name(*common)) + " like the others of its kind");
   }
 
+  const BlockTensor& entry(const std::string& name) const {
+    return block_.tensors.find(name)->second;
+  }
+  QuantKey format_of(const std::string& name) const { return *key_of(entry(name)); }
+
+  QuantScheme experts_scheme() const {
+    const ExpertLayout& layout = *layout_.experts;
+    if (layout.storage == ExpertStorage::kMxfp4) return mxfp4_scheme(model_);
+    if (layout_.storage.experts) return model_.scheme;
+    if (layout.storage != ExpertStorage::kStacked) return schemes::unquantized(*expert_dtype_);
+    if (!layout.w3.empty()) {
+      check_same_format(entry(tensor_name(layout_.block, layout.w1)),
+                        entry(tensor_name(layout_.block, layout.w3)), layout.w3);
+    }
+    return *scheme_of_stacks(layout_, block_);
+  }
+
+  /// Of linear layers that a table describes, or by the formats of gate, up and down.
+  std::optional<QuantScheme> shared_scheme() const {
+    if (model_.shared_intermediate == 0) return std::nullopt;
+    if (layout_.storage.shared) return model_.scheme;
+    const SharedNames& names = layout_.shared;
+    const QuantKey key = format_of(names.gate + ".weight"),
+                   down = format_of(names.down + ".weight");
+    if (!names.up.empty()) {
+      check_same_format(entry(names.gate + ".weight"), entry(names.up + ".weight"), names.up);
+    }
+    QuantScheme scheme{key, std::nullopt};
+    if (down != key) scheme.down = down;
+    return scheme;
+  }
+
   /// By its name from the layer on; undefined for the empty name.
   Tensor tensor(const std::string& name) const {
-    return name.empty() ? Tensor() : block_.tensors.find(name)->second.tensor;
+    return name.empty() ? Tensor() : entry(name).tensor;
   }
   Tensor expert_tensor(const std::string& pattern) const {
     return pattern.empty() ? Tensor() : tensor(tensor_name(layout_.block, pattern));
@@ -219,8 +257,7 @@ class Loader {
   ExpertWeights experts() {
     const ExpertLayout& layout = *layout_.experts;
     if (layout.storage == ExpertStorage::kPerExpert) {
-      ExpertWeights weights =
-          empty_weights(model_.intermediate, layout_.storage.experts, expert_dtype_);
+      ExpertWeights weights = empty_weights(model_.intermediate, experts_scheme());
       for (std::int64_t e = 0; e < model_.router.num_experts; ++e) {
         add_expert(weights, expert_layers(model_, layout_, e), layout_.storage.experts,
                    model_.has_bias);
@@ -229,12 +266,11 @@ class Loader {
       return weights;
     }
     if (layout.storage == ExpertStorage::kStacked && layout.gate_up == GateUpLayout::kGateUp) {
-      ExpertWeights weights = empty_weights(model_.intermediate, nullptr, expert_dtype_);
+      ExpertWeights weights = empty_weights(model_.intermediate, experts_scheme());
       load_stacks(layout_, block_, model_.router.num_experts, weights);
       return weights;
     }
     if (!layout.w3.empty()) return parted_experts();
-    const bool mxfp4 = layout.storage == ExpertStorage::kMxfp4;
     ExpertWeights::Stacked stacked;
     stacked.w13 = expert_tensor(layout.w1);
     stacked.w2 = expert_tensor(layout.w2);
@@ -244,15 +280,14 @@ class Loader {
     stacked.w2_bias = expert_tensor(layout.w2_bias);
     stacked.gate_up_layout = layout.gate_up;
     stacked.transposed = layout.storage == ExpertStorage::kStackedTransposed;
-    return ExpertWeights::from_stacked(
-        stacked, mxfp4 ? mxfp4_scheme(model_) : schemes::unquantized(*expert_dtype_),
-        model_.activation, model_.activation_params);
+    return ExpertWeights::from_stacked(stacked, experts_scheme(), model_.activation,
+                                       model_.activation_params);
   }
 
   /// Gate and up in tensors of their own, each with all experts.
   ExpertWeights parted_experts() {
     const ExpertLayout& layout = *layout_.experts;
-    ExpertWeights weights = empty_weights(model_.intermediate, nullptr, expert_dtype_);
+    ExpertWeights weights = empty_weights(model_.intermediate, experts_scheme());
     const std::array tensors{expert_tensor(layout.w1), expert_tensor(layout.w3),
                              expert_tensor(layout.w2)};
     for (const Tensor& tensor : tensors) weights.owners.push_back(tensor.owner());
@@ -276,13 +311,10 @@ class Loader {
 
   SharedExperts shared_experts() {
     SharedExperts shared;
-    shared.weights =
-        empty_weights(model_.shared_intermediate, layout_.storage.shared, shared_dtype_);
+    shared.weights = empty_weights(model_.shared_intermediate, *shared_scheme());
     const FamilyRow& row = family_row(model_.family);
     if (!row.shared_limit) shared.weights.activation_params.limit.reset();
-    const std::vector<LinearLayer> layers = shared_layers(model_, layout_);
-    if (in_gguf_) set_scheme(layers, shared.weights);
-    add_expert(shared.weights, layers, layout_.storage.shared, false);
+    add_expert(shared.weights, shared_layers(model_, layout_), layout_.storage.shared, false);
     if (shared_in_one()) split_halves(shared.weights);
     replace_uncalibrated(shared.weights);
     shared.gate = tensor(layout_.shared_gate);
@@ -291,19 +323,6 @@ class Loader {
     }
     if (model_.average_with_shared) shared.gate = half_gate();
     return shared;
-  }
-
-  /// Gate and up of one format, down of its own.
-  void set_scheme(const std::vector<LinearLayer>& layers, ExpertWeights& weights) const {
-    const auto key = [&](const LinearLayer& layer) {
-      return *key_of(block_.tensors.find(layer.name + ".weight")->second);
-    };
-    if (layers.size() == 3) {
-      check_same_format(block_.tensors.find(layers[0].name + ".weight")->second,
-                        block_.tensors.find(layers[1].name + ".weight")->second, layers[1].name);
-    }
-    weights.scheme = {key(layers.front()), std::nullopt};
-    if (key(layers.back()) != weights.scheme.weights) weights.scheme.down = key(layers.back());
   }
 
   bool shared_in_one() const {
@@ -326,10 +345,9 @@ class Loader {
     return gate;
   }
 
-  ExpertWeights empty_weights(std::int64_t intermediate, const LinearLayout* linear,
-                              std::optional<DType> dtype) const {
+  ExpertWeights empty_weights(std::int64_t intermediate, const QuantScheme& scheme) const {
     ExpertWeights weights;
-    weights.scheme = linear ? model_.scheme : dtype ? schemes::unquantized(*dtype) : QuantScheme{};
+    weights.scheme = scheme;
     weights.hidden = model_.hidden;
     weights.intermediate = intermediate;
     weights.activation = model_.activation;
@@ -356,7 +374,7 @@ class Loader {
                       std::vector<std::shared_ptr<const void>>& owners) {
     WeightMatrix result;
     if (!linear) {
-      const BlockTensor& stored = block_.tensors.find(layer.name + ".weight")->second;
+      const BlockTensor& stored = entry(layer.name + ".weight");
       if (stored.type) {
         const MatrixStack stack(stored);
         stack.keep_owners(owners);
@@ -391,7 +409,7 @@ class Loader {
 
   // Consecutive tensors mostly share a file: its mapping is kept once.
   TensorView view(const std::string& name, std::vector<std::shared_ptr<const void>>& owners) const {
-    const Tensor& tensor = block_.tensors.find(name)->second.tensor;
+    const Tensor& tensor = entry(name).tensor;
     if (owners.empty() || owners.back() != tensor.owner()) owners.push_back(tensor.owner());
     return tensor;
   }
@@ -407,15 +425,26 @@ class Loader {
 
 }  // namespace
 
-LayerWeights load_block(const ModelConfig& model, const Block& block, const std::string& label) {
-  LayerWeights layer;
+namespace {
+
+template <typename Function>
+auto within(const std::string& label, Function&& function) {
   try {
-    layer = Loader(model, block).load(label);
+    return function();
   } catch (const Error& error) {
     if (error.argument() == label) throw;
     throw error.within(label);
   }
-  return layer;
+}
+
+}  // namespace
+
+LayerWeights load_block(const ModelConfig& model, const Block& block, const std::string& label) {
+  return within(label, [&] { return Loader(model, block).load(label); });
+}
+
+LayerSchemes check_block(const ModelConfig& model, const Block& block, const std::string& label) {
+  return within(label, [&] { return Loader(model, block).check(label); });
 }
 
 }  // namespace fusedmoe::checkpoint

@@ -32,4 +32,8 @@ QuantScheme stored_scheme(const ModelConfig& model, const Block& block);
 /// dtype is collected and reported in one Error; `label` names checkpoint and layer.
 LayerWeights load_block(const ModelConfig& model, const Block& block, const std::string& label);
 
+using LayerSchemes = Checkpoint::LayerSchemes;
+/// The checks of load_block that names, shapes and dtypes are enough for; reads no contents.
+LayerSchemes check_block(const ModelConfig& model, const Block& block, const std::string& label);
+
 }  // namespace fusedmoe::checkpoint

@@ -76,9 +76,6 @@ void load_stacks(const BlockLayout& layout, const Block& block, std::int64_t num
     return result;
   };
   const MatrixStack first = stack(names.w1), down = stack(names.w2);
-  if (!names.w3.empty()) {
-    check_same_format(*find(layout, block, names.w1), *find(layout, block, names.w3), names.w3);
-  }
   const std::optional<MatrixStack> up =
       names.w3.empty() ? std::nullopt : std::optional(stack(names.w3));
   const auto bias = [&](const std::string& pattern) {
@@ -95,7 +92,6 @@ void load_stacks(const BlockLayout& layout, const Block& block, std::int64_t num
   const std::int64_t inner = weights.intermediate, hidden = weights.hidden;
   const bool both = is_gated(weights.activation) && !up;
   const std::int64_t rows = both ? 2 * inner : inner;
-  weights.scheme = *scheme_of_stacks(layout, block);
   for (std::int64_t e = 0; e < num_experts; ++e) {
     ExpertMatrices& expert = weights.experts.emplace_back();
     expert.gate = first.rows(e * rows, inner);

@@ -31,7 +31,7 @@ void check_same_format(const BlockTensor& gate, const BlockTensor& up, const std
 /// absent or has a format that nothing here computes.
 std::optional<QuantScheme> scheme_of_stacks(const BlockLayout& layout, const Block& block);
 
-/// Fills `weights.experts` and the scheme from tensors that were checked. Gate and up lie in one
+/// Fills `weights.experts` from tensors that were checked. Gate and up lie in one
 /// tensor (gate rows first) or each in its own.
 void load_stacks(const BlockLayout& layout, const Block& block, std::int64_t num_experts,
                  ExpertWeights& weights);
