@@ -83,6 +83,8 @@ class CheckpointQuantizer {
 
  private:
   ModelConfig target_model() const {
+    FUSEDMOE_CHECK_SUPPORTED(!source_.files.files.front().gguf, kModel, source_.label,
+                             "a GGUF file", "safetensors: take the checkpoint it was made from");
     ModelConfig model = source_.config;
     model.scheme = options_.scheme;
     FUSEDMOE_CHECK(model.scheme.weights.quantized(), "scheme", name(model.scheme),
@@ -96,6 +98,8 @@ class CheckpointQuantizer {
         "scale_rule", std::string(name(options_.scale_rule)),
         "ocp, for weights without E8M0 scales");
     const auto config = checkpoint::quantization_config({model.layout, model.scheme}, {});
+    FUSEDMOE_CHECK_SUPPORTED(config || options_.layout, kQuantScheme, "scheme", name(model.scheme),
+                             "one that is written: only GGUF files hold this one");
     FUSEDMOE_CHECK(config, "layout", std::string(name(model.layout)),
                    core::format("one that can hold {}, such as {}", name(model.scheme),
                                 name(checkpoint::usual_layout(model.family, model.scheme))));

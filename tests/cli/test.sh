@@ -240,8 +240,15 @@ case $situation in
     says 'experts\.\{0\.\.99\}\.gate_proj\.weight +bf16 +\[40, 64\]'
     succeeds inspect model --json
     says '"num_experts":100'
-    refuses 'nowhere' inspect nowhere
+    refuses '^error: cannot open nowhere: no such file or directory$' inspect nowhere
     refuses '--layer.*9' inspect model --layer 9
+    # What run would refuse: a width that the tensors do not have.
+    sed 's/"moe_intermediate_size": *[0-9]*/"moe_intermediate_size": 48/' model/config.json >config.json
+    mv config.json model/config.json
+    refuses 'gate_proj.weight: shape \[40, 64\], must be \[48, 64\]' inspect model
+    refuses 'gate_proj.weight: shape \[40, 64\], must be \[48, 64\]' explain --checkpoint model
+    echo '{"model_type": null}' >model/config.json
+    refuses 'config.model_type: was null' inspect model
     ;;
   families)
     succeeds families
