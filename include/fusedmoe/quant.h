@@ -50,6 +50,9 @@ struct QuantKey {
   bool dynamic = false;                        ///< scale computed from the data at run time
   bool symmetric = true;                       ///< false: has zero points
   MxScaleRule scale_rule = MxScaleRule::kOcp;  ///< of dynamic E8M0 scales per group of 32
+  /// Of dynamic int8: scale amax / 127.5 and codes down to -128 (compressed-tensors); false: amax /
+  /// 127 and codes down to -127 (vLLM, SGLang).
+  bool full_range = false;
 
   bool quantized() const { return scale.has_value(); }
   bool operator==(const QuantKey&) const = default;
@@ -106,8 +109,8 @@ FUSEDMOE_API const std::vector<NamedScheme>& named_schemes();
 /// "f32", "bf16", "mxfp4_w4a16", ...; "q4_k+q6_k" for down matrices in a format of their own; a
 /// description of the keys for an unnamed scheme.
 FUSEDMOE_API std::string name(const QuantScheme& scheme);
-/// Inverse; "name:rule" ("mxfp4:even") changes the scale rule of the activations. Throws Error
-/// listing the names.
+/// Inverse; "name:rule" ("mxfp4:even", "int8_w8a8:full") changes the scale rule of the activations.
+/// Throws Error listing the names.
 FUSEDMOE_API QuantScheme parse_scheme(std::string_view text);
 
 /// One linear map of one expert: out = values (out, in) x + bias. Every published layout (separate

@@ -55,6 +55,7 @@ bool is_named(QuantScheme scheme) {
   for (const NamedScheme& named : named_schemes()) {
     if (scheme.activations && named.scheme.activations) {
       scheme.activations->scale_rule = named.scheme.activations->scale_rule;
+      scheme.activations->full_range = named.scheme.activations->full_range;
     }
     if (scheme == named.scheme) return true;
   }

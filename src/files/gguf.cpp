@@ -234,6 +234,9 @@ void check_places(const Reader& reader, const std::vector<Entry>& entries, std::
                  core::format("within the {} bytes of data", data_bytes));
     end = (entry.offset + bytes + alignment - 1) / alignment * alignment;
   }
+  // More data than the tensors have: the header is not the one that was written with it.
+  reader.check(data_bytes <= end, "data", core::format("{} bytes", data_bytes),
+               core::format("the {} bytes of the tensors", end));
 }
 
 struct Contents {

@@ -204,6 +204,15 @@ QuantScheme with_rule(QuantScheme scheme, MxScaleRule rule) {
   return scheme;
 }
 
+QuantScheme with_full_range(QuantScheme scheme, bool full) {
+  if (scheme.activations) scheme.activations->full_range = full;
+  return scheme;
+}
+
+bool is_dynamic_int8(const QuantScheme& scheme) {
+  return scheme.activations && scheme.activations->value == DType::kI8;
+}
+
 bool has_scale_rule(const QuantScheme& scheme) {
   return scheme.activations && scheme.activations->scale == DType::kE8M0 &&
          scheme.activations->group == GroupShape{1, 32};
@@ -220,6 +229,9 @@ std::string name(const QuantScheme& scheme) {
   if (scheme.down) {
     return name(QuantScheme{scheme.weights, scheme.activations}) + "+" +
            name(QuantScheme{*scheme.down, scheme.activations});
+  }
+  if (is_dynamic_int8(scheme) && scheme.activations->full_range) {
+    return name(with_full_range(scheme, false)) + ":full";
   }
   for (const NamedScheme& entry : named_schemes()) {
     if (entry.scheme == scheme) return entry.name;
@@ -252,6 +264,9 @@ QuantScheme parse_scheme(std::string_view text) {
       continue;
     }
     if (colon == std::string_view::npos) return entry.scheme;
+    if (is_dynamic_int8(entry.scheme) && text.substr(colon + 1) == "full") {
+      return with_full_range(entry.scheme, true);
+    }
     FUSEDMOE_CHECK(has_scale_rule(entry.scheme), "scheme", core::format("\"{}\"", text),
                    core::format("\"{}\": it has no scale rule", base));
     for (const MxScaleRule rule : kScaleRules) {

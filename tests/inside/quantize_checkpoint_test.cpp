@@ -100,10 +100,12 @@ float amax_of(const WeightMatrix& source, DType dtype) {
       dequantize_weights(source, schemes::unquantized(dtype).weights, source.values.size(1)));
 }
 
-/// compressed-tensors has one scale rule for MXFP4 activations, and no words for others.
+/// compressed-tensors has one scale rule for MXFP4 and int8 activations, and no words for others.
 std::string read_as(const RoundTrip& trip) {
-  const bool even = trip.layout == CheckpointLayout::kCompressedTensors && trip.scheme == "mxfp4";
-  return even ? "mxfp4:even" : trip.scheme;
+  if (trip.layout != CheckpointLayout::kCompressedTensors) return trip.scheme;
+  if (trip.scheme == "mxfp4") return "mxfp4:even";
+  return trip.scheme.ends_with("int8") || trip.scheme == "int8_w8a8" ? trip.scheme + ":full"
+                                                                     : trip.scheme;
 }
 
 TEST_P(RoundTripTest, IsExact) {
