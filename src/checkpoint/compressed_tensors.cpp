@@ -152,6 +152,8 @@ const char* format_of(const QuantKey& key) {
       return key.scale == DType::kE8M0 ? "mxfp8-quantized" : "float-quantized";
     case DType::kI8:
       return "int-quantized";
+    case DType::kI4:
+      return key.scale == DType::kE4M3 ? "int-quantized" : "pack-quantized";
     default:
       return "pack-quantized";
   }

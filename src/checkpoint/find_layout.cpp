@@ -44,6 +44,22 @@ const LinearLayout* shared_storage(const ModelConfig& model, const Block& block,
   return plain ? nullptr : linear;
 }
 
+// Of several ways to store such weights, the one whose tensors the first expert has.
+const LinearLayout* stored_layout(const ModelConfig& model, const Block& block,
+                                  const BlockLayout& layout) {
+  const auto candidates = linear_layouts(model.layout, model.scheme.weights);
+  const std::string first = expert_layers(model, layout, 0).front().name;
+  for (const LinearLayout* linear : candidates) {
+    const bool there = std::all_of(
+        linear->tensors.begin(), linear->tensors.end(), [&](const StoredTensor& stored) {
+          return !is_required(stored, model.scheme) ||
+                 block.tensors.contains(first + std::string(stored.suffix));
+        });
+    if (there) return linear;
+  }
+  return candidates.empty() ? nullptr : candidates.front();
+}
+
 // Whether a tensor of that name, or a part of a linear layer of that name, is there.
 bool has_tensor(const Block& block, const std::string& name) {
   const auto found = block.tensors.lower_bound(name);
@@ -128,7 +144,7 @@ BlockLayout find_layout(const ModelConfig& model, const Block& block) {
   }
   choose_names(model, block, best);
   if (best.experts->storage == ExpertStorage::kPerExpert) {
-    best.storage.experts = find_linear_layout(model.layout, model.scheme.weights);
+    best.storage.experts = stored_layout(model, block, best);
     best.storage.shared = shared_storage(model, block, best);
   }
   return best;

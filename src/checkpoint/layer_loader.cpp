@@ -73,7 +73,8 @@ class Loader {
       claim(spec);
     }
     for (const auto& [name, entry] : block_.tensors) {
-      if (claimed_.contains(name)) continue;
+      // Families write shared experts of width 0, too.
+      if (claimed_.contains(name) || entry.shape().numel() == 0) continue;
       problems_.add(block_.prefix + name, "not claimed by any rule (" +
                                               (entry.type ? core::format("{} {}", entry.type->name,
                                                                          to_string(entry.shape()))
@@ -102,6 +103,16 @@ class Loader {
     for (const auto& [name, reason] : family_row(model_.family).refused_tensors) {
       if (!block_.tensors.contains(tensor_name(layout_.block, name))) continue;
       throw Error::unsupported(Reason::kModel, label, core::format("{}: {}", label, reason));
+    }
+    const std::string gate = layout_.shared_gate.substr(0, layout_.shared_gate.rfind('.'));
+    for (const char* part : {".weight_scale", ".weight_packed", ".weight_scale_inv", ".qweight"}) {
+      if (gate.empty() || !block_.tensors.contains(gate + part)) continue;
+      throw Error::unsupported(
+          Reason::kModel, label,
+          core::format(
+              "{}: {} is quantized, and only one in f32, bf16 or f16 is read: leave it out "
+              "when quantizing",
+              label, gate));
     }
     if (!layout_.storage.shared || model_.shared_intermediate == 0 || !shared_in_one()) return;
     throw Error::unsupported(

@@ -229,6 +229,7 @@ Shape stored_shape(const StoredTensor& stored, const QuantKey& weights, LinearSh
   const std::int64_t per = per_word(weights), groups = scales_shape(weights, shape)[1];
   switch (stored.form) {
     case kSame:
+    case kBlocks:
       return same;
     case kTransposed:
       return {same[1], same[0]};
@@ -269,6 +270,8 @@ bool accepts_shape(const StoredTensor& stored, const Shape& expected, const Shap
     case kVector:
     case kColumn:
       return actual == Shape{expected[0]} || actual == Shape{expected[0], 1};
+    case kBlocks:
+      return actual == Shape{expected[0], 1, expected[1], 1};
     default:
       return false;
   }
@@ -287,6 +290,9 @@ void decode(const StoredTensor& stored, const TensorView& tensor, const QuantSch
   switch (stored.form) {
     case kSame:
       part = tensor;
+      break;
+    case kBlocks:
+      part = tensor.reshape(stored_shape(stored, key, shape));
       break;
     case kTransposed:
       part = tensor.transpose(0, 1);
@@ -348,6 +354,7 @@ Tensor encode(const StoredTensor& stored, const WeightMatrix& matrix, const Quan
   };
   switch (stored.form) {
     case kSame:
+    case kBlocks:
       return copy_as(part, dtype);
     case kTransposed:
       return copy_as(part.transpose(0, 1), dtype);
@@ -361,8 +368,16 @@ Tensor encode(const StoredTensor& stored, const WeightMatrix& matrix, const Quan
       *one.as<float>() = 1.0F / *one.as<float>();
       return one;
     }
-    case kBytes:
-      break;  // read, never written
+    case kBytes: {
+      Tensor codes = Tensor::empty(expected, DType::kU8);
+      unpack_codes(part, codes);
+      Tensor result = Tensor::empty(expected, DType::kI8);
+      for (std::int64_t i = 0; i < codes.numel(); ++i) {
+        result.as<std::int8_t>()[i] =
+            static_cast<std::int8_t>(static_cast<int>(codes.as<std::uint8_t>()[i]) - 8);
+      }
+      return result;
+    }
     case kAwqValues: {
       Tensor awq = Tensor::empty(expected, dtype);
       transpose_awq(awq, part, shape, true);

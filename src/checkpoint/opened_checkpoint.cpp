@@ -13,9 +13,11 @@
 namespace fusedmoe::checkpoint {
 namespace {
 
-// Before the layer number; the last one is that of a model without its language-model head.
-constexpr std::array<std::string_view, 4> kPrefixes{"model.layers.", "language_model.model.layers.",
-                                                    "model.language_model.layers.", "layers."};
+// Before the layer number; "layers." is that of a model without its language-model head, "block."
+// that of gpt-oss's original files.
+constexpr std::array<std::string_view, 5> kPrefixes{"model.layers.", "language_model.model.layers.",
+                                                    "model.language_model.layers.", "layers.",
+                                                    "block."};
 
 struct ParsedName {
   std::int64_t layer;
@@ -84,8 +86,8 @@ struct NameRules {
 // A layer's experts outside the family's block belong to the layer too, where nothing claims them.
 std::optional<ParsedName> parse_name(std::string_view name, const NameRules& rules) {
   ParsedName parsed{0, {}, name};
-  const std::array<std::string_view, 5> prefixes{rules.row.prefix, kPrefixes[0], kPrefixes[1],
-                                                 kPrefixes[2], kPrefixes[3]};
+  std::vector<std::string_view> prefixes{rules.row.prefix};
+  prefixes.insert(prefixes.end(), kPrefixes.begin(), kPrefixes.end());
   for (std::string_view prefix : prefixes) {
     if (!name.starts_with(prefix)) continue;
     const auto number = leading_number(name.substr(prefix.size()));

@@ -80,8 +80,9 @@ struct ModelOptAlgorithm {
   QuantScheme scheme;
 };
 
-std::array<ModelOptAlgorithm, 4> modelopt_algorithms() {
+std::array<ModelOptAlgorithm, 5> modelopt_algorithms() {
   return {{{"FP8", {keys::e4m3_tensor(), keys::e4m3_tensor(false)}},
+           {"FP8_PB_WO", {keys::e4m3_block(), std::nullopt}},
            {"FP8_PER_CHANNEL_PER_TOKEN", {keys::e4m3_row(), keys::e4m3_row(true)}},
            {"NVFP4", {keys::nvfp4(), keys::nvfp4(true)}},
            {"MXFP8", {keys::mxfp8(), keys::mxfp8(true)}}}};
@@ -141,6 +142,7 @@ using Json = nlohmann::json;
 std::optional<Json> fp8_json(const QuantScheme& scheme, std::span<const std::string> modules) {
   Json config{{"quant_method", "fp8"},
               {"activation_scheme", "dynamic"},
+              {"weight_block_size", nullptr},
               {"modules_to_not_convert", modules}};
   const QuantKey& weights = scheme.weights;
   const std::optional<QuantKey>& activations = scheme.activations;
