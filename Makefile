@@ -56,6 +56,8 @@ check-riscv64: install-deps
 
 interop: build
 	$(PYTHON) tests/interop/interop.py build/cli/fusedmoe
+	$(PYTHON) tests/interop/gguf_files.py build/cli/fusedmoe
+	$(PYTHON) tests/interop/tools.py build/cli/fusedmoe
 
 install-deps:
 	@scripts/install-deps.sh

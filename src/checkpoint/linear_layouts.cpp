@@ -36,7 +36,7 @@ constexpr std::array<StoredTensor, 2> kFp8Block{{
     {".weight", kValues, kSame, kE4M3},
     {".weight_scale_inv", kScales, kSame, kScaleTypes},
 }};
-// ModelOpt: weights alone are quantized. Some of its files have (N/128, 1, K/128, 1).
+// ModelOpt: weights alone are quantized. Its files have (N/128, 1, K/128, 1), or () for one block.
 constexpr std::array<StoredTensor, 2> kFp8BlockModelOpt{{
     {".weight", kValues, kSame, kE4M3},
     {".weight_scale", kScales, kBlocks, kScaleTypes},

@@ -36,7 +36,7 @@ enum class Form {
   kVector,            ///< one per output, (out) or (out, 1)
   kColumn,            ///< the same, written as (out, 1)
   kBytes,             ///< int4 values as i8 (out, in)
-  kBlocks,            ///< as kSame; also with dimensions of 1 between the two
+  kBlocks,            ///< as kSame; also with more or fewer dimensions of 1
   kAwqValues,         ///< i32 (in, out / 8), eight outputs in a word in AWQ's order of codes
   kAwqZeros,          ///< i32 (groups, out / 8), likewise
   kZerosByRow,        ///< i32 (out / n, groups), n = 32 / bits outputs in a word

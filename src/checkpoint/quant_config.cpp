@@ -3,6 +3,7 @@
 #include "checkpoint/quant_config.h"
 
 #include <array>
+#include <cctype>
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/compressed_tensors.h"
@@ -92,9 +93,12 @@ StoredQuantization parse_modelopt(const ConfigKeys& config) {
   // hf_quant_config.json nests the same keys in `quantization`.
   const ConfigKeys keys = config.object("quantization").value_or(config);
   const std::string algorithm = keys.string("quant_algo", "");
+  // ModelOpt writes some names in lower case, as "fp8_pb_wo".
+  std::string upper = algorithm;
+  for (char& c : upper) c = static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
   std::string known;
   for (const ModelOptAlgorithm& row : modelopt_algorithms()) {
-    if (algorithm == row.name) return {Layout::kModelOpt, row.scheme};
+    if (upper == row.name) return {Layout::kModelOpt, row.scheme};
     known += known.empty() ? "" : ", ";
     known += row.name;
   }
