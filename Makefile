@@ -74,6 +74,8 @@ docs: install-deps
 
 interop: build
 	$(PYTHON) tests/interop/interop.py build/cli/fusedmoe
+	$(PYTHON) tests/interop/gguf_files.py build/cli/fusedmoe
+	$(PYTHON) tests/interop/tools.py build/cli/fusedmoe
 
 install-deps:
 	@scripts/install-deps.sh

@@ -68,8 +68,8 @@ std::string plan_json(const Options& options, const ModelConfig& model,
     MoeConfig shared = selection.config;
     if (!options.checkpoint.empty()) {
       const Checkpoint checkpoint = open_checkpoint(options.checkpoint, options.family);
-      const auto experts = checkpoint.load_layer(checkpoint.moe_layers().front()).shared_experts;
-      if (experts) shared.scheme = experts->weights.scheme;
+      const auto scheme = checkpoint.check_layer(checkpoint.moe_layers().front()).shared_experts;
+      if (scheme) shared.scheme = *scheme;
     }
     shared.num_experts = shared.num_local_experts = shared.topk = 1;
     shared.intermediate = model.shared_intermediate;
@@ -120,15 +120,25 @@ void print_text(const Options& options, const ModelConfig& model, const Selectio
   }
 }
 
+/// Of a checkpoint whose every layer passes the checks of loading.
+ModelConfig checked_model(const Options& options) {
+  const Checkpoint checkpoint = open_checkpoint(options.checkpoint, options.family);
+  const std::vector<std::int64_t> layers = checkpoint.moe_layers();
+  if (layers.empty()) throw Error(options.checkpoint, "without MoE layers", "at least one");
+  ModelConfig model = checkpoint.config();
+  model.scheme = checkpoint.check_layer(layers.front()).experts;
+  for (const std::int64_t layer : layers) checkpoint.check_layer(layer);
+  return model;
+}
+
 void run(const Options& options) {
   if (options.matrix) {
     fmt::print("{}", testing::support_matrix_markdown());
     return;
   }
   check_experts_name(options.experts);
-  const ModelConfig model = options.model.empty()
-                                ? open_checkpoint(options.checkpoint, options.family).config()
-                                : parse_model_config(model_preset(options.model));
+  const ModelConfig model = options.model.empty() ? checked_model(options)
+                                                  : parse_model_config(model_preset(options.model));
   const MoeConfig config = make_config(options, model);
   const Selection selection =
       options.experts.empty() ? explain(config) : select(config, options.experts);

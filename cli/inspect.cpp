@@ -58,7 +58,7 @@ std::vector<TensorGroup> group_experts(const std::vector<Checkpoint::TensorInfo>
     const ExpertName parts = split_name(tensor.name);
     // Experts whose tensors differ in dtype or shape stay apart.
     const std::string key = fmt::format("{}{}{} {} {}", parts.before, parts.expert < 0 ? "" : "*",
-                                        parts.after, name(tensor.dtype), to_string(tensor.shape));
+                                        parts.after, tensor.format, to_string(tensor.shape));
     const auto [entry, added] = position.try_emplace(key, groups.size());
     if (added) groups.push_back({.tensor = tensor, .first = parts.expert, .last = parts.expert});
     TensorGroup& group = groups[entry->second];
@@ -100,7 +100,11 @@ void print_text(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
   row("router",
       describe_router(model.router) + (model.has_correction_bias ? ", with correction bias" : ""));
   row("activation", std::string(name(model.activation)));
-  row("scheme", name(model.scheme));
+  const Checkpoint::LayerSchemes schemes = checkpoint.check_layer(layer);
+  const bool apart = schemes.shared_experts && *schemes.shared_experts != schemes.experts;
+  row("scheme",
+      name(schemes.experts) +
+          (apart ? fmt::format("; shared experts {}", name(*schemes.shared_experts)) : ""));
   const auto tensors = checkpoint.layer_tensors(layer);
   row("bytes", fmt::format("{} in layer {}", format_bytes(total_bytes(tensors)), layer));
   fmt::print("\n");
@@ -108,7 +112,7 @@ void print_text(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
   std::size_t width = 0;
   for (const TensorGroup& group : groups) width = std::max(width, group_name(group).size());
   for (const TensorGroup& group : groups) {
-    fmt::print("{:<{}}  {:<5} {:<18} {:>10}\n", group_name(group), width, name(group.tensor.dtype),
+    fmt::print("{:<{}}  {:<5} {:<18} {:>10}\n", group_name(group), width, group.tensor.format,
                to_string(group.tensor.shape), format_bytes(group.nbytes));
   }
 }
@@ -127,13 +131,14 @@ void print_json(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
                         {"shared_intermediate", model.shared_intermediate},
                         {"router", describe_router(model.router)},
                         {"activation", name(model.activation)},
-                        {"scheme", name(model.scheme)},
+                        {"scheme", name(checkpoint.check_layer(layer).experts)},
                         {"layer", layer},
                         {"layer_bytes", total_bytes(tensors)},
                         {"tensors", nlohmann::json::array()}};
   for (const auto& tensor : tensors) {
     object["tensors"].push_back({{"name", tensor.name},
                                  {"dtype", name(tensor.dtype)},
+                                 {"format", tensor.format},
                                  {"shape", std::vector(tensor.shape.begin(), tensor.shape.end())},
                                  {"bytes", tensor.nbytes},
                                  {"file", tensor.file}});
@@ -150,6 +155,7 @@ void run(const Options& options) {
     throw Error("--layer", fmt::to_string(layer),
                 fmt::format("one of {}", fmt::join(layers, ", ")));
   }
+  for (const std::int64_t number : layers) checkpoint.check_layer(number);
   options.json ? print_json(checkpoint, layers, layer) : print_text(checkpoint, layers, layer);
 }
 
@@ -159,7 +165,8 @@ void add_inspect(Command& program) {
   auto options = std::make_shared<Options>();
   Command command = program.add_command(
       "inspect", "Show a checkpoint's family, layers, experts, shapes, scheme and bytes");
-  command.add_option("path", options->path, "Checkpoint directory or safetensors file").required();
+  command.add_option("path", options->path, "Checkpoint directory, safetensors or GGUF file")
+      .required();
   add_family_option(command, options->family);
   command.add_option("--layer", options->layer, "Layer whose tensors are listed; default: first")
       .not_negative();

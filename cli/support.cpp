@@ -7,8 +7,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cctype>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <utility>
@@ -114,10 +117,13 @@ Tensor load_tensor(const std::string& path, const std::string& name, std::int64_
 }
 
 std::string read_text(const std::string& path) {
+  errno = 0;
   std::ifstream file(path, std::ios::binary);
   std::string text{std::istreambuf_iterator<char>(file), {}};
-  if (!file.is_open() || file.bad()) throw Error(path, "not readable", "a readable text file");
-  return text;
+  if (file.is_open() && !file.bad()) return text;
+  std::string reason = std::strerror(errno);
+  if (!reason.empty()) reason[0] = static_cast<char>(std::tolower(reason[0]));
+  throw Error::io(path, fmt::format("cannot open {}: {}", path, reason));
 }
 
 void add_family_option(Command& command, std::string& family) {
@@ -136,7 +142,7 @@ void write_text(const std::string& path, const std::string& text) {
   std::ofstream file(path, std::ios::binary);
   file << text;
   file.close();
-  if (!file) throw Error(path, "not writable", "a file that can be written");
+  if (!file) throw Error::io(path, fmt::format("cannot write {}", path));
 }
 
 std::string describe_router(const RouterConfig& router) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -102,9 +103,10 @@ struct CheckpointOptions {
   Family family = {};  ///< none: by the model_type of the config
 };
 
-/// A directory (config.json + *.safetensors, with or without an index) or one safetensors file
-/// whose metadata key `config` holds the config. Opening reads headers only. See SafetensorsFile
-/// for what must not happen to mapped files while weights of them live, and for reading instead.
+/// A directory (config.json + *.safetensors, with or without an index), one safetensors file whose
+/// metadata key `config` holds the config, or a GGUF file (of several: any). Opening reads headers
+/// only. See SafetensorsFile for what must not happen to mapped files while weights of them live,
+/// and for reading instead.
 class FUSEDMOE_API Checkpoint {
  public:
   static Checkpoint open(const std::filesystem::path& path, const CheckpointOptions& options = {});
@@ -122,6 +124,12 @@ class FUSEDMOE_API Checkpoint {
   /// Strict: an expert tensor of the layer that nothing claims, a missing one, or a wrong shape or
   /// dtype is an Error that lists all of them; and so is a file that has changed since the opening.
   LayerWeights load_layer(std::int64_t layer) const;
+  struct LayerSchemes {
+    QuantScheme experts;
+    std::optional<QuantScheme> shared_experts;
+  };
+  /// The same checks without reading weights: everything that names, shapes and dtypes tell.
+  LayerSchemes check_layer(std::int64_t layer) const;
   /// Name, dtype, shape and file of every tensor of the layer's MoE block.
   struct TensorInfo {
     std::string name;
@@ -129,6 +137,7 @@ class FUSEDMOE_API Checkpoint {
     Shape shape;
     std::int64_t nbytes;
     std::string file;
+    std::string format;  ///< name of the dtype; of quantized tensors in GGUF files "Q4_K" and such
   };
   std::vector<TensorInfo> layer_tensors(std::int64_t layer) const;
 

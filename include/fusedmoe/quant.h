@@ -41,14 +41,18 @@ FUSEDMOE_API std::string_view name(MxScaleRule rule);
 
 /// One operand's number format.
 struct QuantKey {
-  DType value = DType::kBF16;           ///< element type
-  std::optional<DType> scale{};         ///< type of the scales; none when not quantized
-  GroupShape group{};                   ///< of one scale; meaningful with a scale
-  std::optional<DType> global_scale{};  ///< second-level scale (NVFP4: f32; W4A8: f32 per channel)
-  GroupShape global_group{};            ///< of one second-level scale
-  bool dynamic = false;                 ///< scale computed from the data at run time
-  bool symmetric = true;                ///< false: has zero points
+  DType value = DType::kBF16;    ///< element type
+  std::optional<DType> scale{};  ///< type of the scales; none when not quantized
+  GroupShape group{};            ///< of one scale; meaningful with a scale
+  /// Second-level scale (NVFP4: f32; W4A8: f32 per channel; Q4_K and Q6_K: f16 per 256).
+  std::optional<DType> global_scale{};
+  GroupShape global_group{};                   ///< of one second-level scale
+  bool dynamic = false;                        ///< scale computed from the data at run time
+  bool symmetric = true;                       ///< false: has zero points
   MxScaleRule scale_rule = MxScaleRule::kOcp;  ///< of dynamic E8M0 scales per group of 32
+  /// Of dynamic int8: scale amax / 127.5 and codes down to -128 (compressed-tensors); false: amax /
+  /// 127 and codes down to -127 (vLLM, SGLang).
+  bool full_range = false;
 
   bool quantized() const { return scale.has_value(); }
   bool operator==(const QuantKey&) const = default;
@@ -70,6 +74,10 @@ FUSEDMOE_API QuantKey int8(std::int64_t group, bool symmetric = true);  ///< cod
 FUSEDMOE_API QuantKey int4_e4m3();  ///< W4A8: codes minus 8, E4M3 per 128, f32 per channel
 FUSEDMOE_API QuantKey int8_row(bool dynamic = false);  ///< f32 scale per channel or token
 FUSEDMOE_API QuantKey int8_group(std::int64_t group);  ///< dynamic, f32 per group; activations
+/// llama.cpp's Q4_K: 4-bit codes, u8 scale and u8 zero point per 32, two f16 factors per 256.
+FUSEDMOE_API QuantKey q4_k();
+/// llama.cpp's Q6_K: 8-bit codes minus 128, of which 6 bits are used; i8 scale per 16, f16 per 256.
+FUSEDMOE_API QuantKey q6_k();
 }  // namespace keys
 
 /// Formats of the expert weights and of the activations between router and output. Activations
@@ -77,6 +85,8 @@ FUSEDMOE_API QuantKey int8_group(std::int64_t group);  ///< dynamic, f32 per gro
 struct QuantScheme {
   QuantKey weights{};
   std::optional<QuantKey> activations{};
+  std::optional<QuantKey> down{};  ///< of the down matrices, where it is not that of gate and up
+  const QuantKey& down_weights() const { return down ? *down : weights; }
   bool operator==(const QuantScheme&) const = default;
 };
 
@@ -96,10 +106,11 @@ struct NamedScheme {
 };
 FUSEDMOE_API const std::vector<NamedScheme>& named_schemes();
 
-/// "f32", "bf16", "mxfp4_w4a16", ...; a description of the keys for an unnamed scheme.
+/// "f32", "bf16", "mxfp4_w4a16", ...; "q4_k+q6_k" for down matrices in a format of their own; a
+/// description of the keys for an unnamed scheme.
 FUSEDMOE_API std::string name(const QuantScheme& scheme);
-/// Inverse; "name:rule" ("mxfp4:even") changes the scale rule of the activations. Throws Error
-/// listing the names.
+/// Inverse; "name:rule" ("mxfp4:even", "int8_w8a8:full") changes the scale rule of the activations.
+/// Throws Error listing the names.
 FUSEDMOE_API QuantScheme parse_scheme(std::string_view text);
 
 /// One linear map of one expert: out = values (out, in) x + bias. Every published layout (separate
@@ -113,14 +124,18 @@ FUSEDMOE_API QuantScheme parse_scheme(std::string_view text);
 ///   i4    i32 (out, ceil(in / 8)), any strides; element i of a word in bits 4i: unsigned codes
 ///   u8    i32 (out, ceil(in / 4)), any strides; element i of a word in bits 8i: unsigned codes
 /// A weight is (code - zero point) * scale * global scale; the zero point of symmetric integer
-/// codes is 8 (4 bits) or 128 (8 bits). What is not used must be undefined.
+/// codes is 8 (4 bits) or 128 (8 bits). In blocks of 256 (Q4_K) zero points have a factor of their
+/// own: code * scale * factor - zero point * other factor. What is not used must be undefined.
 struct WeightMatrix {
   TensorView values{};
   /// One per block of the key's GroupShape: (ceil(out / rows), ceil(in / cols)), where -1 is the
-  /// whole extent; any strides. f32 keys: f32, f16 or bf16. e4m3 and e8m0: that, or u8.
+  /// whole extent; any strides. f32 keys: f32, f16 or bf16. e4m3 and e8m0: that, or u8. Others:
+  /// that.
   TensorView scales{};
-  TensorView zero_points{};   ///< u8, shape of scales; asymmetric keys only
-  TensorView global_scale{};  ///< f32; NVFP4: (1), the multiplier of the block scales; W4A8: (out)
+  TensorView zero_points{};  ///< u8, shape of scales; asymmetric keys only
+  /// f32; NVFP4: (1), the multiplier of the block scales; W4A8: (out). Q6_K: f16 (out, ceil(in /
+  /// 256)); Q4_K: f16 (out, 2 * ceil(in / 256)), of each block that of the scales, then the other.
+  TensorView global_scale{};
   /// f32 (1): static scale of the activations that this matrix multiplies: x = code * scale; for
   /// NVFP4 activations x = code * block scale * this. Undefined for dynamic ones.
   TensorView input_scale{};

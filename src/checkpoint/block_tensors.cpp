@@ -70,6 +70,7 @@ class TensorList {
         break;
     }
     add_expert(layout.w13_bias, {experts, first}, TensorRole::kExpertBias, hidden);
+    add_expert(layout.w3_bias, {experts, first}, TensorRole::kExpertBias, hidden);
     add_expert(layout.w2_bias, {experts, hidden}, TensorRole::kExpertBias, inner);
   }
 

@@ -29,10 +29,15 @@ void check_scales_and_biases(const ExpertLayout& layout, const std::string& labe
                       "gate_up_scales and down_scales with mxfp4, and with nothing else");
   FUSEDMOE_CHECK_FILE(layout.w13_bias.empty() == layout.w2_bias.empty(), label,
                       "one of gate_up_bias and down_bias", "both or none");
-  const bool one_first = layout.storage != ExpertStorage::kPerExpert && layout.w3.empty();
-  FUSEDMOE_CHECK_FILE(layout.w2_bias.empty() || one_first, label,
-                      "biases of experts without a stacked first matrix",
-                      "biases beside a stacked \"gate_up\", or \"gate\" of experts without a gate");
+  const bool stacked = layout.storage == ExpertStorage::kStacked || layout.w3.empty();
+  FUSEDMOE_CHECK_FILE(
+      layout.w2_bias.empty() || (layout.storage != ExpertStorage::kPerExpert && stacked), label,
+      "biases of experts that are not stacked", "biases beside a stacked first matrix");
+  const bool three = !layout.w3.empty() && !layout.w2_bias.empty();
+  FUSEDMOE_CHECK_FILE(
+      layout.w3_bias.empty() != three, label,
+      three ? "biases without \"up_bias\"" : "\"up_bias\" alone",
+      "gate_bias, up_bias and down_bias where gate and up are tensors of their own");
 }
 
 /// Constants and translated values; what a config says is checked when it is read.

@@ -1,5 +1,7 @@
 #include "fusedmoe/checkpoint.h"
 
+#include <algorithm>
+
 #include "checkpoint/opened_checkpoint.h"
 #include "core/check.h"
 
@@ -27,8 +29,12 @@ Checkpoint Checkpoint::open(const std::filesystem::path& path, const CheckpointO
 }
 
 Checkpoint Checkpoint::parse(const void* data, std::size_t size, std::string label) {
-  return Impl::make(checkpoint::single_file({label, SafetensorsFile::parse(data, size, label)}),
-                    label);
+  const bool gguf =
+      std::string_view(static_cast<const char*>(data), std::min<std::size_t>(size, 4)) == "GGUF";
+  return Impl::make(
+      gguf ? checkpoint::parse_gguf(data, size, label)
+           : checkpoint::single_file({label, SafetensorsFile::parse(data, size, label)}),
+      label);
 }
 
 const std::vector<std::string>& Checkpoint::files() const {
@@ -49,18 +55,26 @@ LayerWeights Checkpoint::load_layer(std::int64_t layer) const {
   const checkpoint::OpenedCheckpoint& opened = impl_->opened;
   checkpoint::Block block = opened.layer(layer);
   for (auto& [name, entry] : block.tensors) {
-    entry.tensor = opened.files.files[entry.file].contents.tensor(block.prefix + name);
+    entry.tensor = opened.files.files[entry.file].read(block.prefix + name);
   }
   return checkpoint::load_block(opened.config, block,
                                 core::format("{}: layer {}", opened.label, layer));
+}
+
+Checkpoint::LayerSchemes Checkpoint::check_layer(std::int64_t layer) const {
+  const checkpoint::OpenedCheckpoint& opened = impl_->opened;
+  return checkpoint::check_block(opened.config, opened.layer(layer),
+                                 core::format("{}: layer {}", opened.label, layer));
 }
 
 std::vector<Checkpoint::TensorInfo> Checkpoint::layer_tensors(std::int64_t layer) const {
   const checkpoint::Block& block = impl_->opened.layer(layer);
   std::vector<TensorInfo> result;
   for (const auto& [name, entry] : block.tensors) {
-    result.push_back({block.prefix + name, entry.tensor.dtype(), entry.tensor.shape(),
-                      entry.tensor.nbytes(), impl_->opened.files.files[entry.file].path});
+    result.push_back(
+        {block.prefix + name, entry.tensor.dtype(), entry.shape(), entry.tensor.nbytes(),
+         impl_->opened.files.files[entry.file].path,
+         std::string(entry.type ? entry.type->name : fusedmoe::name(entry.tensor.dtype()))});
   }
   return result;
 }

@@ -60,11 +60,11 @@ void open_shards(const fs::path& directory, const fs::path& index_path, OpenOpti
       "in agreement with the files");
 }
 
-std::vector<fs::path> safetensors_in(const fs::path& directory) {
+std::vector<fs::path> files_in(const fs::path& directory, std::string_view extension) {
   std::vector<fs::path> paths;
   for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
     const bool hidden = entry.path().filename().string().starts_with('.');
-    if (!hidden && entry.path().extension() == ".safetensors") paths.push_back(entry.path());
+    if (!hidden && entry.path().extension() == extension) paths.push_back(entry.path());
   }
   std::sort(paths.begin(), paths.end());
   return paths;
@@ -80,7 +80,7 @@ bool holds_model_tensors(const SafetensorsFile& file) {
 }
 
 void open_without_index(const fs::path& directory, OpenOptions options, CheckpointFiles& result) {
-  const std::vector<fs::path> paths = safetensors_in(directory);
+  const std::vector<fs::path> paths = files_in(directory, ".safetensors");
   FUSEDMOE_CHECK_IO(
       !paths.empty(), directory.string(),
       core::format("no checkpoint in {}: there is no *.safetensors", directory.string()));
@@ -115,7 +115,10 @@ CheckpointFiles open_directory(const fs::path& directory, OpenOptions options) {
   const fs::path config = directory / "config.json";
   FUSEDMOE_CHECK_IO(
       fs::exists(config), directory.string(),
-      core::format("no checkpoint in {}: there is no config.json", directory.string()));
+      core::format("no checkpoint in {}: there is no config.json{}", directory.string(),
+                   files_in(directory, ".gguf").empty()
+                       ? ""
+                       : "; to open a .gguf file in it, name that file"));
   result.config_json = files::read_text(config, files::kMaxConfigBytes);
   result.json_paths.push_back(config.string());
   const fs::path quantization = directory / "hf_quant_config.json";
@@ -131,6 +134,23 @@ CheckpointFiles open_directory(const fs::path& directory, OpenOptions options) {
 }
 
 }  // namespace
+
+std::map<std::string, BlockTensor, std::less<>> CheckpointFile::tensors() const {
+  std::map<std::string, BlockTensor, std::less<>> result;
+  if (!gguf) {
+    for (const auto& [name, tensor] : contents.tensors()) result.emplace(name, BlockTensor{tensor});
+    return result;
+  }
+  for (const auto& [name, entry] : gguf->tensors()) {
+    result.emplace(
+        name, BlockTensor{entry.tensor, 0, entry.quantized() ? entry.type : nullptr, entry.shape});
+  }
+  return result;
+}
+
+Tensor CheckpointFile::read(const std::string& name) const {
+  return gguf ? gguf->read(gguf->tensors().find(name)->second.tensor) : contents.tensor(name);
+}
 
 CheckpointFiles single_file(CheckpointFile file) {
   CheckpointFiles result;
@@ -148,6 +168,7 @@ CheckpointFiles single_file(CheckpointFile file) {
 CheckpointFiles open_checkpoint_files(const fs::path& path, OpenOptions options) {
   try {
     if (fs::is_directory(path)) return open_directory(path, options);
+    if (files::is_gguf(path)) return open_gguf(path, options);
     return single_file({path.string(), SafetensorsFile::open(path, options)});
   } catch (const fs::filesystem_error& error) {
     throw Error::io(path.string(),

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "files/gguf.h"
 #include "fusedmoe/safetensors.h"
 
 namespace fusedmoe::checkpoint {
@@ -13,9 +14,24 @@ namespace fusedmoe::checkpoint {
 /// Which shard holds which tensor.
 inline constexpr const char* kIndexName = "model.safetensors.index.json";
 
+/// A tensor as it is stored: `type` says which blocks of a GGUF file its bytes are; null: none.
+struct BlockTensor {
+  Tensor tensor;
+  std::size_t file = 0;  ///< position in CheckpointFiles::files
+  const files::GgmlType* type = nullptr;
+  Shape blocked_shape{};  ///< of the elements, with a type
+  const Shape& shape() const { return type ? blocked_shape : tensor.shape(); }
+};
+
 struct CheckpointFile {
   std::string path;
   SafetensorsFile contents;
+  std::shared_ptr<const files::GgufFile> gguf{};  ///< then `contents` is empty
+
+  /// Every tensor as a view, to see what there is.
+  std::map<std::string, BlockTensor, std::less<>> tensors() const;
+  /// The memory of one of them, with the access of the opening. Throws Error for a changed file.
+  Tensor read(const std::string& name) const;
 };
 
 struct CheckpointFiles {
@@ -34,5 +50,10 @@ CheckpointFiles open_checkpoint_files(const std::filesystem::path& path, OpenOpt
 
 /// A checkpoint of one file, whose metadata key `config` holds the config.
 CheckpointFiles single_file(CheckpointFile file);
+
+/// A model in a GGUF file, or in several that each name their number: path is one of them.
+CheckpointFiles open_gguf(const std::filesystem::path& path, OpenOptions options);
+/// One file in memory.
+CheckpointFiles parse_gguf(const void* data, std::size_t size, const std::string& label);
 
 }  // namespace fusedmoe::checkpoint

@@ -119,7 +119,7 @@ void CheckpointWriter::write(std::string_view tensor, std::int64_t offset, const
 }
 
 void CheckpointWriter::write_file(const std::string& name, const void* data, std::size_t size) {
-  files::FileWriter file(partial_ / name);
+  files::FileWriter file(partial_ / name, target_ / name);
   file.write(data, size);
   file.finish();
   advance(static_cast<std::int64_t>(size));

@@ -103,8 +103,12 @@ std::optional<QuantKey> activations(const Args& args) {
     if (group && args.group == 32) return keys::mxfp4(true, MxScaleRule::kEven);
   }
   if (args.type == "int" && args.num_bits == 8) {
-    if (args.strategy == "token" && args.dynamic) return keys::int8_row(true);
-    if (group) return keys::int8_group(args.group);
+    // compressed-tensors divides by half of the 255 steps between -128 and 127.
+    std::optional<QuantKey> key;
+    if (args.strategy == "token" && args.dynamic) key = keys::int8_row(true);
+    if (group) key = keys::int8_group(args.group);
+    if (key) key->full_range = true;
+    return key;
   }
   return std::nullopt;
 }
@@ -148,6 +152,8 @@ const char* format_of(const QuantKey& key) {
       return key.scale == DType::kE8M0 ? "mxfp8-quantized" : "float-quantized";
     case DType::kI8:
       return "int-quantized";
+    case DType::kI4:
+      return key.scale == DType::kE4M3 ? "int-quantized" : "pack-quantized";
     default:
       return "pack-quantized";
   }

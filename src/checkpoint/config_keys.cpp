@@ -43,7 +43,7 @@ std::int64_t ConfigKeys::integer(std::string_view key, std::int64_t low, std::in
                                  std::optional<std::int64_t> otherwise) const {
   const nlohmann::json* value = find(key);
   if (!value && otherwise) return *otherwise;
-  FUSEDMOE_CHECK_FILE(value, label(key), "absent",
+  FUSEDMOE_CHECK_FILE(value, label(key), missing(key),
                       core::format("an integer from {} to {}", low, high));
   return integer_of(*value, label(key), low, high);
 }
@@ -75,6 +75,11 @@ std::optional<ConfigKeys> ConfigKeys::object(std::string_view key) const {
   if (!value) return std::nullopt;
   FUSEDMOE_CHECK_FILE(value->is_object(), label(key), text(*value), "an object");
   return ConfigKeys(*value, label(key));
+}
+
+std::string ConfigKeys::missing(std::string_view key) const {
+  const auto found = node_->find(key);
+  return found != node_->end() && found->is_null() ? "null" : "absent";
 }
 
 std::string ConfigKeys::label(std::string_view key) const {

@@ -32,6 +32,9 @@ class ConfigKeys {
   /// A value for a message.
   static std::string text(const nlohmann::json& value);
 
+  /// "null" for a key whose value is null, else "absent".
+  std::string missing(std::string_view key) const;
+
  private:
   const nlohmann::json* node_;
   std::string path_;

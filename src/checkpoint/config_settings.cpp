@@ -36,7 +36,12 @@ bool says_the_same(const FamilyRow& row, const std::string& key, const nlohmann:
   if (key == "scoring_func") {
     return value.is_string() && row.scoring.otherwise == value.get<std::string>();
   }
-  if (key == "norm_topk_prob" || key == "moe_renormalize") {
+  // GGUF: 1 is softmax, 2 sigmoid, 3 softmax of the chosen.
+  if (key == "expert_gating_func") {
+    const std::string scoring = row.scoring.otherwise.value_or("");
+    return value == (scoring == "softmax" ? 1 : scoring == "sigmoid" ? 2 : 3);
+  }
+  if (key == "norm_topk_prob" || key == "moe_renormalize" || key == "expert_weights_norm") {
     // Dividing the weights of topk_softmax by their sum, which is 1, changes nothing.
     return row.scoring.otherwise == "topk_softmax" ||
            (value.is_boolean() && row.renormalize.otherwise == value.get<bool>());

@@ -154,7 +154,8 @@ ExpertLayout read_layout(const Json& json, const std::string& label) {
   fields.read("down", layout.w2);
   fields.read("gate_up_scales", layout.w13_scales);
   fields.read("down_scales", layout.w2_scales);
-  fields.read("gate_up_bias", layout.w13_bias);
+  fields.read_either("gate_up_bias", "gate_bias", layout.w13_bias);
+  fields.read("up_bias", layout.w3_bias);
   fields.read("down_bias", layout.w2_bias);
   const bool per_expert = layout.storage == ExpertStorage::kPerExpert;
   for (const std::string& name : {layout.w1, layout.w2}) {
@@ -400,9 +401,8 @@ std::shared_ptr<const FamilyRow> load_family(const std::string& name_or_file) {
   if (auto row = find_family(name_or_file)) return row;
   const bool file = name_or_file.find_first_of("./") != std::string::npos;
   if (!file) {
-    std::string known;
-    for (const auto& row : family_table()) known += (known.empty() ? "" : ", ") + row->name;
-    throw Error::unknown_name("family", files::quote(name_or_file), known);
+    throw Error("family", files::quote(name_or_file),
+                "a JSON file, or one of the names that Family::all() and fusedmoe families list");
   }
   return parse_families(files::read_text(name_or_file, files::kMaxConfigBytes), name_or_file)
       .back();

@@ -41,7 +41,8 @@ struct ExpertLayout {
   std::string w3;                                ///< up
   std::string w2;
   std::string w13_scales, w2_scales;
-  std::string w13_bias, w2_bias;
+  std::string w13_bias, w2_bias;  ///< w13_bias: of gate alone where w3 is given
+  std::string w3_bias;
 };
 
 /// The shared experts' linear layers. Without `up`, `gate` holds both halves, (2I, H).

@@ -99,7 +99,9 @@ FoundFamily find_family_of(const nlohmann::json& root, std::shared_ptr<const Fam
     const nlohmann::json& node = node_of(root, *row);
     return served(std::move(row), node);
   }
-  throw Error::unsupported(Reason::kModel, "config.model_type", files::quote(types),
+  const bool has_type = keys.find("model_type");
+  throw Error::unsupported(Reason::kModel, "config.model_type",
+                           has_type || nested ? files::quote(types) : keys.missing("model_type"),
                            "a family that is described: fusedmoe families lists them, and "
                            "--family gives another");
 }

@@ -3,6 +3,7 @@
 #include <string_view>
 
 #include "checkpoint/layer_loader.h"
+#include "checkpoint/stacked_experts.h"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -41,6 +42,22 @@ const LinearLayout* shared_storage(const ModelConfig& model, const Block& block,
   const auto found = block.tensors.find(layout.shared.gate + ".weight");
   const bool plain = found != block.tensors.end() && is_float(found->second.tensor.dtype());
   return plain ? nullptr : linear;
+}
+
+// Of several ways to store such weights, the one whose tensors the first expert has.
+const LinearLayout* stored_layout(const ModelConfig& model, const Block& block,
+                                  const BlockLayout& layout) {
+  const auto candidates = linear_layouts(model.layout, model.scheme.weights);
+  const std::string first = expert_layers(model, layout, 0).front().name;
+  for (const LinearLayout* linear : candidates) {
+    const bool there = std::all_of(
+        linear->tensors.begin(), linear->tensors.end(), [&](const StoredTensor& stored) {
+          return !is_required(stored, model.scheme) ||
+                 block.tensors.contains(first + std::string(stored.suffix));
+        });
+    if (there) return linear;
+  }
+  return candidates.empty() ? nullptr : candidates.front();
 }
 
 // Whether a tensor of that name, or a part of a linear layer of that name, is there.
@@ -105,8 +122,7 @@ bool stacks_fit(const ModelConfig& model, const Block& block, const std::string&
   const auto fits = [&](const Shape& shape, std::int64_t in) {
     return shape.rank() == 3 && shape[transposed ? 1 : 2] == in;
   };
-  return fits(w1->second.tensor.shape(), model.hidden) &&
-         fits(w2->second.tensor.shape(), model.intermediate);
+  return fits(w1->second.shape(), model.hidden) && fits(w2->second.shape(), model.intermediate);
 }
 
 }  // namespace
@@ -128,7 +144,7 @@ BlockLayout find_layout(const ModelConfig& model, const Block& block) {
   }
   choose_names(model, block, best);
   if (best.experts->storage == ExpertStorage::kPerExpert) {
-    best.storage.experts = find_linear_layout(model.layout, model.scheme.weights);
+    best.storage.experts = stored_layout(model, block, best);
     best.storage.shared = shared_storage(model, block, best);
   }
   return best;
@@ -143,6 +159,10 @@ QuantScheme stored_scheme(const ModelConfig& model, const Block& block) {
   const BlockLayout layout = find_layout(model, block);
   if (layout.experts->storage == ExpertStorage::kMxfp4) return mxfp4_scheme(model);
   if (layout.storage.experts) return model.scheme;
+  if (layout.experts->storage == ExpertStorage::kStacked) {
+    const auto scheme = scheme_of_stacks(layout, block);
+    return scheme ? *scheme : model.scheme;
+  }
   const std::string suffix = layout.experts->storage == ExpertStorage::kPerExpert ? ".weight" : "";
   const auto first = block.tensors.find(tensor_name(layout.block, layout.experts->w1) + suffix);
   return first != block.tensors.end() && is_float(first->second.tensor.dtype())

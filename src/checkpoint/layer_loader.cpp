@@ -2,11 +2,12 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
-#include <initializer_list>
 #include <set>
 
+#include "checkpoint/gguf_blocks.h"
 #include "checkpoint/problems.h"
+#include "checkpoint/stacked_experts.h"
+#include "checkpoint/uncalibrated.h"
 #include "core/check.h"
 #include "fusedmoe/quant.h"
 
@@ -22,55 +23,37 @@ std::string names(std::span<const DType> dtypes) {
   return result;
 }
 
-// compressed-tensors stores 0 for the input scale of an expert that saw no token of the calibration
-// data, which decodes to infinity: it gets the largest one of the other experts.
-void replace_uncalibrated(ExpertWeights& weights,
-                          std::initializer_list<WeightMatrix ExpertMatrices::*> matrices) {
-  float largest = 0;
-  const auto for_each_scale = [&](const auto& function) {
-    for (ExpertMatrices& expert : weights.experts) {
-      for (const auto member : matrices) {
-        TensorView& scale = (expert.*member).input_scale;
-        if (scale.defined() && scale.dtype() == DType::kF32) function(scale);
-      }
-    }
-  };
-  for_each_scale([&](const TensorView& scale) {
-    const float value = *scale.as<const float>();
-    if (std::isfinite(value)) largest = std::max(largest, value);
-  });
-  if (largest == 0) return;
-  for_each_scale([&](TensorView& scale) {
-    if (!std::isinf(*scale.as<const float>())) return;
-    const Tensor replacement = Tensor::empty({1}, DType::kF32);
-    *replacement.as<float>() = largest;
-    scale = replacement;
-    weights.owners.push_back(replacement.owner());
-  });
-}
-
-void replace_uncalibrated(ExpertWeights& weights) {
-  replace_uncalibrated(weights, {&ExpertMatrices::gate, &ExpertMatrices::up});
-  replace_uncalibrated(weights, {&ExpertMatrices::down});
-}
-
 class Loader {
  public:
   Loader(const ModelConfig& model, const Block& block)
-      : model_(model), block_(block), layout_(find_layout(model, block)) {}
+      : model_(model),
+        block_(block),
+        layout_(find_layout(model, block)),
+        in_gguf_(std::any_of(block.tensors.begin(), block.tensors.end(),
+                             [](const auto& entry) { return entry.second.type != nullptr; })) {}
 
-  LayerWeights load(const std::string& label) {
+  /// Everything that names, shapes and dtypes tell.
+  LayerSchemes check(const std::string& label) {
     check_refused(label);
     check_layout();
     for (const TensorSpec& spec : block_tensors(model_, layout_)) {
       claim(spec);
     }
     for (const auto& [name, entry] : block_.tensors) {
-      if (claimed_.contains(name)) continue;
-      problems_.add(block_.prefix + name,
-                    "not claimed by any rule (" + core::describe(entry.tensor) + ")");
+      // Families write shared experts of width 0, too.
+      if (claimed_.contains(name) || entry.shape().numel() == 0) continue;
+      problems_.add(block_.prefix + name, "not claimed by any rule (" +
+                                              (entry.type ? core::format("{} {}", entry.type->name,
+                                                                         to_string(entry.shape()))
+                                                          : core::describe(entry.tensor)) +
+                                              ")");
     }
     report(label);
+    return {experts_scheme(), shared_scheme()};
+  }
+
+  LayerWeights load(const std::string& label) {
+    check(label);
     LayerWeights layer;
     layer.router = model_.router;
     layer.router_weights = router_weights();
@@ -88,6 +71,16 @@ class Loader {
       if (!block_.tensors.contains(tensor_name(layout_.block, name))) continue;
       throw Error::unsupported(Reason::kModel, label, core::format("{}: {}", label, reason));
     }
+    const std::string gate = layout_.shared_gate.substr(0, layout_.shared_gate.rfind('.'));
+    for (const char* part : {".weight_scale", ".weight_packed", ".weight_scale_inv", ".qweight"}) {
+      if (gate.empty() || !block_.tensors.contains(gate + part)) continue;
+      throw Error::unsupported(
+          Reason::kModel, label,
+          core::format(
+              "{}: {} is quantized, and only one in f32, bf16 or f16 is read: leave it out "
+              "when quantizing",
+              label, gate));
+    }
     if (!layout_.storage.shared || model_.shared_intermediate == 0 || !shared_in_one()) return;
     throw Error::unsupported(
         Reason::kModel, label,
@@ -97,7 +90,7 @@ class Loader {
   }
 
   void check_layout() const {
-    if (!model_.scheme.weights.quantized()) return;
+    if (!model_.scheme.weights.quantized() || in_gguf_) return;
     const ExpertStorage storage = layout_.experts->storage;
     const bool stored =
         storage == ExpertStorage::kPerExpert
@@ -116,7 +109,7 @@ class Loader {
         label, core::format("{} tensors that do not fit:{}", problems_.count(), problems_.list()),
         core::format(
             "exactly the tensors of an MoE block of {}{}", name(model_.family),
-            model_.scheme.weights.quantized()
+            model_.scheme.weights.quantized() && !in_gguf_
                 ? core::format(" in {}, layout {}", name(model_.scheme), name(model_.layout))
                 : ""));
   }
@@ -129,18 +122,29 @@ class Loader {
       return;
     }
     claimed_.insert(found->first);
-    const Tensor& tensor = found->second.tensor;
+    const BlockTensor& tensor = found->second;
     if (!fits(spec, tensor.shape())) {
       problems_.add(full_name,
                     "shape " + to_string(tensor.shape()) + ", must be " + to_string(spec.shape));
     }
-    check_dtype(full_name, tensor.dtype(), spec);
+    if (tensor.type) return check_type(full_name, *tensor.type, spec);
+    check_dtype(full_name, tensor.tensor.dtype(), spec);
+  }
+
+  void check_type(const std::string& full_name, const files::GgmlType& type,
+                  const TensorSpec& spec) {
+    const bool weight =
+        spec.role == TensorRole::kExpertWeight || spec.role == TensorRole::kSharedWeight;
+    if (weight && key_of(type)) return;
+    problems_.add(full_name, core::format("type {}, must be {}", type.name,
+                                          weight ? served_types() : "F32, BF16 or F16"));
   }
 
   static bool fits(const TensorSpec& spec, const Shape& shape) {
     if (spec.stored) return accepts_shape(*spec.stored, spec.shape, shape);
     // ERNIE has one row for each group of experts, and one group.
     if (spec.role == TensorRole::kCorrectionBias && shape == Shape({1, spec.shape[0]})) return true;
+    if (spec.role == TensorRole::kSharedGate && shape == Shape({spec.shape[1]})) return true;
     return shape == spec.shape;
   }
 
@@ -174,9 +178,41 @@ class Loader {
     if (dtype != *common) complain(std::string(name(*common)) + " like the others of its kind");
   }
 
+  const BlockTensor& entry(const std::string& name) const {
+    return block_.tensors.find(name)->second;
+  }
+  QuantKey format_of(const std::string& name) const { return *key_of(entry(name)); }
+
+  QuantScheme experts_scheme() const {
+    const ExpertLayout& layout = *layout_.experts;
+    if (layout.storage == ExpertStorage::kMxfp4) return mxfp4_scheme(model_);
+    if (layout_.storage.experts) return model_.scheme;
+    if (layout.storage != ExpertStorage::kStacked) return schemes::unquantized(*expert_dtype_);
+    if (!layout.w3.empty()) {
+      check_same_format(entry(tensor_name(layout_.block, layout.w1)),
+                        entry(tensor_name(layout_.block, layout.w3)), layout.w3);
+    }
+    return *scheme_of_stacks(layout_, block_);
+  }
+
+  /// Of linear layers that a table describes, or by the formats of gate, up and down.
+  std::optional<QuantScheme> shared_scheme() const {
+    if (model_.shared_intermediate == 0) return std::nullopt;
+    if (layout_.storage.shared) return model_.scheme;
+    const SharedNames& names = layout_.shared;
+    const QuantKey key = format_of(names.gate + ".weight"),
+                   down = format_of(names.down + ".weight");
+    if (!names.up.empty()) {
+      check_same_format(entry(names.gate + ".weight"), entry(names.up + ".weight"), names.up);
+    }
+    QuantScheme scheme{key, std::nullopt};
+    if (down != key) scheme.down = down;
+    return scheme;
+  }
+
   /// By its name from the layer on; undefined for the empty name.
   Tensor tensor(const std::string& name) const {
-    return name.empty() ? Tensor() : block_.tensors.find(name)->second.tensor;
+    return name.empty() ? Tensor() : entry(name).tensor;
   }
   Tensor expert_tensor(const std::string& pattern) const {
     return pattern.empty() ? Tensor() : tensor(tensor_name(layout_.block, pattern));
@@ -199,8 +235,7 @@ class Loader {
   ExpertWeights experts() {
     const ExpertLayout& layout = *layout_.experts;
     if (layout.storage == ExpertStorage::kPerExpert) {
-      ExpertWeights weights =
-          empty_weights(model_.intermediate, layout_.storage.experts, expert_dtype_);
+      ExpertWeights weights = empty_weights(model_.intermediate, experts_scheme());
       for (std::int64_t e = 0; e < model_.router.num_experts; ++e) {
         add_expert(weights, expert_layers(model_, layout_, e), layout_.storage.experts,
                    model_.has_bias);
@@ -208,8 +243,12 @@ class Loader {
       replace_uncalibrated(weights);
       return weights;
     }
+    if (layout.storage == ExpertStorage::kStacked && layout.gate_up == GateUpLayout::kGateUp) {
+      ExpertWeights weights = empty_weights(model_.intermediate, experts_scheme());
+      load_stacks(layout_, block_, model_.router.num_experts, weights);
+      return weights;
+    }
     if (!layout.w3.empty()) return parted_experts();
-    const bool mxfp4 = layout.storage == ExpertStorage::kMxfp4;
     ExpertWeights::Stacked stacked;
     stacked.w13 = expert_tensor(layout.w1);
     stacked.w2 = expert_tensor(layout.w2);
@@ -219,15 +258,14 @@ class Loader {
     stacked.w2_bias = expert_tensor(layout.w2_bias);
     stacked.gate_up_layout = layout.gate_up;
     stacked.transposed = layout.storage == ExpertStorage::kStackedTransposed;
-    return ExpertWeights::from_stacked(
-        stacked, mxfp4 ? mxfp4_scheme(model_) : schemes::unquantized(*expert_dtype_),
-        model_.activation, model_.activation_params);
+    return ExpertWeights::from_stacked(stacked, experts_scheme(), model_.activation,
+                                       model_.activation_params);
   }
 
   /// Gate and up in tensors of their own, each with all experts.
   ExpertWeights parted_experts() {
     const ExpertLayout& layout = *layout_.experts;
-    ExpertWeights weights = empty_weights(model_.intermediate, nullptr, expert_dtype_);
+    ExpertWeights weights = empty_weights(model_.intermediate, experts_scheme());
     const std::array tensors{expert_tensor(layout.w1), expert_tensor(layout.w3),
                              expert_tensor(layout.w2)};
     for (const Tensor& tensor : tensors) weights.owners.push_back(tensor.owner());
@@ -251,14 +289,16 @@ class Loader {
 
   SharedExperts shared_experts() {
     SharedExperts shared;
-    shared.weights =
-        empty_weights(model_.shared_intermediate, layout_.storage.shared, shared_dtype_);
+    shared.weights = empty_weights(model_.shared_intermediate, *shared_scheme());
     const FamilyRow& row = family_row(model_.family);
     if (!row.shared_limit) shared.weights.activation_params.limit.reset();
     add_expert(shared.weights, shared_layers(model_, layout_), layout_.storage.shared, false);
     if (shared_in_one()) split_halves(shared.weights);
     replace_uncalibrated(shared.weights);
     shared.gate = tensor(layout_.shared_gate);
+    if (shared.gate && shared.gate.rank() == 1) {
+      shared.gate = Tensor(shared.gate.reshape({1, model_.hidden}), shared.gate.owner());
+    }
     if (model_.average_with_shared) shared.gate = half_gate();
     return shared;
   }
@@ -283,10 +323,9 @@ class Loader {
     return gate;
   }
 
-  ExpertWeights empty_weights(std::int64_t intermediate, const LinearLayout* linear,
-                              std::optional<DType> dtype) const {
+  ExpertWeights empty_weights(std::int64_t intermediate, const QuantScheme& scheme) const {
     ExpertWeights weights;
-    weights.scheme = linear ? model_.scheme : schemes::unquantized(*dtype);
+    weights.scheme = scheme;
     weights.hidden = model_.hidden;
     weights.intermediate = intermediate;
     weights.activation = model_.activation;
@@ -313,6 +352,12 @@ class Loader {
                       std::vector<std::shared_ptr<const void>>& owners) {
     WeightMatrix result;
     if (!linear) {
+      const BlockTensor& stored = entry(layer.name + ".weight");
+      if (stored.type) {
+        const MatrixStack stack(stored);
+        stack.keep_owners(owners);
+        return stack.rows(0, layer.shape.out);
+      }
       result.values = view(layer.name + ".weight", owners);
       return result;
     }
@@ -342,7 +387,7 @@ class Loader {
 
   // Consecutive tensors mostly share a file: its mapping is kept once.
   TensorView view(const std::string& name, std::vector<std::shared_ptr<const void>>& owners) const {
-    const Tensor& tensor = block_.tensors.find(name)->second.tensor;
+    const Tensor& tensor = entry(name).tensor;
     if (owners.empty() || owners.back() != tensor.owner()) owners.push_back(tensor.owner());
     return tensor;
   }
@@ -350,6 +395,7 @@ class Loader {
   const ModelConfig& model_;
   const Block& block_;
   const BlockLayout layout_;
+  const bool in_gguf_;  ///< with quantized blocks
   Problems problems_;
   std::set<std::string_view> claimed_;
   std::optional<DType> expert_dtype_, shared_dtype_;
@@ -357,15 +403,26 @@ class Loader {
 
 }  // namespace
 
-LayerWeights load_block(const ModelConfig& model, const Block& block, const std::string& label) {
-  LayerWeights layer;
+namespace {
+
+template <typename Function>
+auto within(const std::string& label, Function&& function) {
   try {
-    layer = Loader(model, block).load(label);
+    return function();
   } catch (const Error& error) {
     if (error.argument() == label) throw;
     throw error.within(label);
   }
-  return layer;
+}
+
+}  // namespace
+
+LayerWeights load_block(const ModelConfig& model, const Block& block, const std::string& label) {
+  return within(label, [&] { return Loader(model, block).load(label); });
+}
+
+LayerSchemes check_block(const ModelConfig& model, const Block& block, const std::string& label) {
+  return within(label, [&] { return Loader(model, block).check(label); });
 }
 
 }  // namespace fusedmoe::checkpoint

@@ -6,14 +6,10 @@
 #include <string>
 
 #include "checkpoint/block_tensors.h"
+#include "checkpoint/checkpoint_files.h"
 #include "fusedmoe/checkpoint.h"
 
 namespace fusedmoe::checkpoint {
-
-struct BlockTensor {
-  Tensor tensor;
-  std::size_t file;  ///< position in CheckpointFiles::files
-};
 
 /// The tensors under one layer's MoE block.
 struct Block {
@@ -35,5 +31,9 @@ QuantScheme stored_scheme(const ModelConfig& model, const Block& block);
 /// Views of the block's tensors. Every tensor that is missing, unclaimed, or of a wrong shape or
 /// dtype is collected and reported in one Error; `label` names checkpoint and layer.
 LayerWeights load_block(const ModelConfig& model, const Block& block, const std::string& label);
+
+using LayerSchemes = Checkpoint::LayerSchemes;
+/// The checks of load_block that names, shapes and dtypes are enough for; reads no contents.
+LayerSchemes check_block(const ModelConfig& model, const Block& block, const std::string& label);
 
 }  // namespace fusedmoe::checkpoint

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "checkpoint/linear_layouts.h"
 #include "core/check.h"
@@ -229,6 +230,7 @@ Shape stored_shape(const StoredTensor& stored, const QuantKey& weights, LinearSh
   const std::int64_t per = per_word(weights), groups = scales_shape(weights, shape)[1];
   switch (stored.form) {
     case kSame:
+    case kBlocks:
       return same;
     case kTransposed:
       return {same[1], same[0]};
@@ -259,6 +261,17 @@ Shape stored_shape(const StoredTensor& stored, const QuantKey& weights, LinearSh
   return {};
 }
 
+namespace {
+
+/// The extents other than 1.
+std::vector<std::int64_t> without_ones(const Shape& shape) {
+  std::vector<std::int64_t> extents(shape.begin(), shape.end());
+  std::erase(extents, 1);
+  return extents;
+}
+
+}  // namespace
+
 bool accepts_shape(const StoredTensor& stored, const Shape& expected, const Shape& actual) {
   if (actual == expected) return true;
   switch (stored.form) {
@@ -269,6 +282,8 @@ bool accepts_shape(const StoredTensor& stored, const Shape& expected, const Shap
     case kVector:
     case kColumn:
       return actual == Shape{expected[0]} || actual == Shape{expected[0], 1};
+    case kBlocks:
+      return without_ones(actual) == without_ones(expected);
     default:
       return false;
   }
@@ -287,6 +302,9 @@ void decode(const StoredTensor& stored, const TensorView& tensor, const QuantSch
   switch (stored.form) {
     case kSame:
       part = tensor;
+      break;
+    case kBlocks:
+      part = tensor.reshape(stored_shape(stored, key, shape));
       break;
     case kTransposed:
       part = tensor.transpose(0, 1);
@@ -348,6 +366,7 @@ Tensor encode(const StoredTensor& stored, const WeightMatrix& matrix, const Quan
   };
   switch (stored.form) {
     case kSame:
+    case kBlocks:
       return copy_as(part, dtype);
     case kTransposed:
       return copy_as(part.transpose(0, 1), dtype);
@@ -361,8 +380,16 @@ Tensor encode(const StoredTensor& stored, const WeightMatrix& matrix, const Quan
       *one.as<float>() = 1.0F / *one.as<float>();
       return one;
     }
-    case kBytes:
-      break;  // read, never written
+    case kBytes: {
+      Tensor codes = Tensor::empty(expected, DType::kU8);
+      unpack_codes(part, codes);
+      Tensor result = Tensor::empty(expected, DType::kI8);
+      for (std::int64_t i = 0; i < codes.numel(); ++i) {
+        result.as<std::int8_t>()[i] =
+            static_cast<std::int8_t>(static_cast<int>(codes.as<std::uint8_t>()[i]) - 8);
+      }
+      return result;
+    }
     case kAwqValues: {
       Tensor awq = Tensor::empty(expected, dtype);
       transpose_awq(awq, part, shape, true);
@@ -405,33 +432,6 @@ float amax_with_reciprocal(float amax) {
     const float scale = core::nvfp4_global_scale(next), reciprocal = 1.0F / scale;
     if (1.0F / reciprocal == scale) return next;
   }
-}
-
-void split_group_scales(const QuantKey& weights, WeightMatrix& matrix,
-                        std::vector<std::shared_ptr<const void>>& owners) {
-  if (weights != keys::int4_e4m3()) return;
-  const bool split = matrix.global_scale.defined();
-  FUSEDMOE_CHECK_FILE(is_float(matrix.scales.dtype()) != split, "weight_scale",
-                      core::format("{} {} weight_chan_scale", name(matrix.scales.dtype()),
-                                   split ? "beside" : "without"),
-                      "e4m3 beside weight_chan_scale, or a floating type without");
-  if (split) return;
-  // The scales of a row become E4M3 with a scale of their own; an eighth of their size, so that
-  // -8 times a scale stays in range.
-  const Tensor groups = copy_as(matrix.scales, DType::kF32);
-  const std::int64_t rows = groups.size(0);
-  const Tensor codes = Tensor::empty(groups.shape(), DType::kE4M3);
-  const Tensor channels = Tensor::empty({rows, 1}, DType::kF32);
-  quantize(groups, keys::e4m3_row(true), codes, channels);
-  for (std::int64_t i = 0; i < codes.numel(); ++i) {
-    std::uint8_t& code = codes.as<std::uint8_t>()[i];
-    code = f32_to_e4m3(e4m3_to_f32(code) / 8);
-  }
-  for (std::int64_t row = 0; row < rows; ++row) channels.as<float>()[row] *= 8;
-  matrix.scales = codes;
-  matrix.global_scale = channels.reshape({rows});
-  owners.push_back(codes.owner());
-  owners.push_back(channels.owner());
 }
 
 }  // namespace fusedmoe::checkpoint

@@ -21,7 +21,7 @@ constexpr std::array kPackedBytes{DType::kU8};
 constexpr std::array kSignedBytes{DType::kI8};
 constexpr std::array kWords{DType::kI32};
 constexpr std::array kIndices{DType::kI64, DType::kI32};
-constexpr std::array kGroupScales{DType::kE4M3, DType::kBF16, DType::kF16, DType::kF32};
+constexpr std::array kGroupScales{DType::kBF16, DType::kE4M3, DType::kF16, DType::kF32};
 
 using enum Part;
 using enum Form;
@@ -36,7 +36,18 @@ constexpr std::array<StoredTensor, 2> kFp8Block{{
     {".weight", kValues, kSame, kE4M3},
     {".weight_scale_inv", kScales, kSame, kScaleTypes},
 }};
-// Also ModelOpt's.
+// ModelOpt: weights alone are quantized. Its files have (N/128, 1, K/128, 1), or () for one block.
+constexpr std::array<StoredTensor, 2> kFp8BlockModelOpt{{
+    {".weight", kValues, kSame, kE4M3},
+    {".weight_scale", kScales, kBlocks, kScaleTypes},
+}};
+// As transformers writes and reads it.
+constexpr std::array<StoredTensor, 3> kFp8TensorInv{{
+    {".weight", kValues, kSame, kE4M3},
+    {".weight_scale_inv", kScales, kScalar, kScaleTypes},
+    {".activation_scale", kInputScale, kScalar, kScaleTypes, kIfStatic},
+}};
+// Also ModelOpt's; vLLM and AutoFP8 under fp8.
 constexpr std::array<StoredTensor, 3> kFp8Tensor{{
     {".weight", kValues, kSame, kE4M3},
     {".weight_scale", kScales, kScalar, kScaleTypes},
@@ -68,12 +79,16 @@ constexpr std::array<StoredTensor, 5> kPacked{{
     kMatrix,
     {".weight_g_idx", kNothing, kTrivialGroupIndex, kWords, kOptional, false},
 }};
-// Either packed, or as today's compressed-tensors writes it: a byte for each value.
-constexpr std::array<StoredTensor, 5> kW4A8{{
-    {".weight_packed", kValues, kSame, kWords, kOptional},
-    {".weight", kValues, kBytes, kSignedBytes, kOptional, false},
+// As compressed-tensors writes it today, a byte for each value; or packed.
+constexpr std::array<StoredTensor, 3> kW4A8{{
+    {".weight", kValues, kBytes, kSignedBytes},
     {".weight_scale", kScales, kSame, kGroupScales},
-    {".weight_chan_scale", kGlobalScale, kColumn, kScaleTypes, kOptional},
+    {".weight_chan_scale", kGlobalScale, kColumn, kScaleTypes, kOptional, false},
+}};
+constexpr std::array<StoredTensor, 4> kW4A8Packed{{
+    {".weight_packed", kValues, kSame, kWords},
+    {".weight_scale", kScales, kSame, kGroupScales},
+    {".weight_chan_scale", kGlobalScale, kColumn, kScaleTypes, kOptional, false},
     kMatrix,
 }};
 constexpr std::array<StoredTensor, 4> kNvfp4Ct{{
@@ -165,8 +180,9 @@ struct Row {
   LinearLayout layout;
 };
 
-constexpr std::array<Row, 21> kTable{{
+constexpr std::array<Row, 24> kTable{{
     {Kind::kFp8Block, {Layout::kFp8, kFp8Block}},
+    {Kind::kFp8Tensor, {Layout::kFp8, kFp8TensorInv}},
     {Kind::kFp8Tensor, {Layout::kFp8, kFp8Tensor}},
     {Kind::kFp8Tensor, {Layout::kCompressedTensors, kFp8TensorCt}},
     {Kind::kFp8Row, {Layout::kCompressedTensors, kFp8Channel}},
@@ -175,11 +191,13 @@ constexpr std::array<Row, 21> kTable{{
     {Kind::kInt4, {Layout::kCompressedTensors, kPacked}},
     {Kind::kInt8Words, {Layout::kCompressedTensors, kPacked}},
     {Kind::kW4A8, {Layout::kCompressedTensors, kW4A8}},
+    {Kind::kW4A8, {Layout::kCompressedTensors, kW4A8Packed}},
     {Kind::kNvfp4, {Layout::kCompressedTensors, kNvfp4Ct}},
     {Kind::kMxfp4, {Layout::kCompressedTensors, kMxfp4}},
     {Kind::kMxfp8, {Layout::kCompressedTensors, kMxfp8}},
     {Kind::kFp8Tensor, {Layout::kModelOpt, kFp8Tensor}},
     {Kind::kFp8Row, {Layout::kModelOpt, kFp8ChannelModelOpt}},
+    {Kind::kFp8Block, {Layout::kModelOpt, kFp8BlockModelOpt}},
     {Kind::kMxfp8, {Layout::kModelOpt, kMxfp8}},
     {Kind::kNvfp4, {Layout::kModelOpt, kNvfp4}},
     {Kind::kInt4, {Layout::kGptq, kGptq}},
@@ -191,12 +209,22 @@ constexpr std::array<Row, 21> kTable{{
 
 }  // namespace
 
-const LinearLayout* find_linear_layout(CheckpointLayout layout, const QuantKey& weights) {
+std::vector<const LinearLayout*> linear_layouts(CheckpointLayout layout, const QuantKey& weights) {
   const Kind kind = kind_of(weights);
+  std::vector<const LinearLayout*> result;
   for (const Row& row : kTable) {
-    if (row.kind == kind && row.layout.layout == layout) return &row.layout;
+    if (row.kind == kind && row.layout.layout == layout) result.push_back(&row.layout);
   }
-  return nullptr;
+  return result;
+}
+
+const LinearLayout* find_linear_layout(CheckpointLayout layout, const QuantKey& weights) {
+  const auto rows = linear_layouts(layout, weights);
+  return rows.empty() ? nullptr : rows.front();
+}
+
+QuantKey written_key(const QuantKey& weights) {
+  return weights == keys::int4_e4m3() ? keys::int4(weights.group.cols) : weights;
 }
 
 bool has_input_scale(const QuantScheme& scheme) {

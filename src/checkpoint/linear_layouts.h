@@ -36,6 +36,7 @@ enum class Form {
   kVector,            ///< one per output, (out) or (out, 1)
   kColumn,            ///< the same, written as (out, 1)
   kBytes,             ///< int4 values as i8 (out, in)
+  kBlocks,            ///< as kSame; also with more or fewer dimensions of 1
   kAwqValues,         ///< i32 (in, out / 8), eight outputs in a word in AWQ's order of codes
   kAwqZeros,          ///< i32 (groups, out / 8), likewise
   kZerosByRow,        ///< i32 (out / n, groups), n = 32 / bits outputs in a word
@@ -66,8 +67,14 @@ struct LinearLayout {
   std::span<const StoredTensor> tensors;
 };
 
-/// The row of the table; null if the layout does not store such weights.
+/// The row of the table; null if the layout does not store such weights. Of several ways to store
+/// them, the one that is written.
 const LinearLayout* find_linear_layout(CheckpointLayout layout, const QuantKey& weights);
+/// All of them.
+std::vector<const LinearLayout*> linear_layouts(CheckpointLayout layout, const QuantKey& weights);
+/// The key that weights of `weights` are quantized to before they are written: W4A8 is stored as
+/// int4 with bf16 scales of groups.
+QuantKey written_key(const QuantKey& weights);
 
 /// Whether the scheme's activations need a scale in the file: static ones and NVFP4.
 bool has_input_scale(const QuantScheme& scheme);

@@ -13,9 +13,11 @@
 namespace fusedmoe::checkpoint {
 namespace {
 
-// Before the layer number; the last one is that of a model without its language-model head.
-constexpr std::array<std::string_view, 4> kPrefixes{"model.layers.", "language_model.model.layers.",
-                                                    "model.language_model.layers.", "layers."};
+// Before the layer number; "layers." is that of a model without its language-model head, "block."
+// that of gpt-oss's original files.
+constexpr std::array<std::string_view, 5> kPrefixes{"model.layers.", "language_model.model.layers.",
+                                                    "model.language_model.layers.", "layers.",
+                                                    "block."};
 
 struct ParsedName {
   std::int64_t layer;
@@ -59,8 +61,8 @@ std::set<std::string, std::less<>> segments_of(const FamilyRow& row) {
   add(row.router_bias);
   add(row.correction_bias);
   add(row.shared_gate);
-  for (const SharedNames& names : row.shared) add({names.gate, names.down});
-  for (const ExpertLayout& layout : row.layouts) add({layout.w1, layout.w2});
+  for (const SharedNames& names : row.shared) add({names.gate, names.up, names.down});
+  for (const ExpertLayout& layout : row.layouts) add({layout.w1, layout.w3, layout.w2});
   std::set<std::string, std::less<>> segments;
   for (const std::string& block : row.blocks) {
     for (const std::string& pattern : patterns) {
@@ -84,8 +86,8 @@ struct NameRules {
 // A layer's experts outside the family's block belong to the layer too, where nothing claims them.
 std::optional<ParsedName> parse_name(std::string_view name, const NameRules& rules) {
   ParsedName parsed{0, {}, name};
-  const std::array<std::string_view, 5> prefixes{rules.row.prefix, kPrefixes[0], kPrefixes[1],
-                                                 kPrefixes[2], kPrefixes[3]};
+  std::vector<std::string_view> prefixes{rules.row.prefix};
+  prefixes.insert(prefixes.end(), kPrefixes.begin(), kPrefixes.end());
   for (std::string_view prefix : prefixes) {
     if (!name.starts_with(prefix)) continue;
     const auto number = leading_number(name.substr(prefix.size()));
@@ -122,7 +124,7 @@ std::map<std::int64_t, Block> collect_layers(const CheckpointFiles& files, const
   std::map<std::int64_t, Block> layers;
   const NameRules rules{row};
   for (std::size_t file = 0; file < files.files.size(); ++file) {
-    for (const auto& [name, tensor] : files.files[file].contents.tensors()) {
+    for (const auto& [name, tensor] : files.files[file].tensors()) {
       const auto mapped = files.weight_map.find(name);
       if (mapped != files.weight_map.end() && mapped->second != file) continue;
       const std::optional<ParsedName> parsed = parse_name(name, rules);
@@ -133,8 +135,8 @@ std::map<std::int64_t, Block> collect_layers(const CheckpointFiles& files, const
                           core::format("layer {} under the prefix \"{}\" and \"{}\"", parsed->layer,
                                        block.prefix, parsed->prefix),
                           "under one prefix");
-      const auto [other, is_new] =
-          block.tensors.emplace(std::string(parsed->local), BlockTensor{tensor, file});
+      const auto [other, is_new] = block.tensors.emplace(std::string(parsed->local), tensor);
+      if (is_new) other->second.file = file;
       FUSEDMOE_CHECK_FILE(is_new, label + ": " + files::quote(name),
                           core::format("in {} and in {}", files.files[other->second.file].path,
                                        files.files[file].path),

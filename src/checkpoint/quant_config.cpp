@@ -3,6 +3,7 @@
 #include "checkpoint/quant_config.h"
 
 #include <array>
+#include <cctype>
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/compressed_tensors.h"
@@ -80,8 +81,9 @@ struct ModelOptAlgorithm {
   QuantScheme scheme;
 };
 
-std::array<ModelOptAlgorithm, 4> modelopt_algorithms() {
+std::array<ModelOptAlgorithm, 5> modelopt_algorithms() {
   return {{{"FP8", {keys::e4m3_tensor(), keys::e4m3_tensor(false)}},
+           {"FP8_PB_WO", {keys::e4m3_block(), std::nullopt}},
            {"FP8_PER_CHANNEL_PER_TOKEN", {keys::e4m3_row(), keys::e4m3_row(true)}},
            {"NVFP4", {keys::nvfp4(), keys::nvfp4(true)}},
            {"MXFP8", {keys::mxfp8(), keys::mxfp8(true)}}}};
@@ -91,9 +93,12 @@ StoredQuantization parse_modelopt(const ConfigKeys& config) {
   // hf_quant_config.json nests the same keys in `quantization`.
   const ConfigKeys keys = config.object("quantization").value_or(config);
   const std::string algorithm = keys.string("quant_algo", "");
+  // ModelOpt writes some names in lower case, as "fp8_pb_wo".
+  std::string upper = algorithm;
+  for (char& c : upper) c = static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
   std::string known;
   for (const ModelOptAlgorithm& row : modelopt_algorithms()) {
-    if (algorithm == row.name) return {Layout::kModelOpt, row.scheme};
+    if (upper == row.name) return {Layout::kModelOpt, row.scheme};
     known += known.empty() ? "" : ", ";
     known += row.name;
   }
@@ -141,8 +146,10 @@ using Json = nlohmann::json;
 std::optional<Json> fp8_json(const QuantScheme& scheme, std::span<const std::string> modules) {
   Json config{{"quant_method", "fp8"},
               {"activation_scheme", "dynamic"},
+              {"weight_block_size", nullptr},
               {"modules_to_not_convert", modules}};
-  const auto& [weights, activations] = scheme;
+  const QuantKey& weights = scheme.weights;
+  const std::optional<QuantKey>& activations = scheme.activations;
   if (weights == keys::e4m3_tensor() && activations == keys::e4m3_tensor(true)) return config;
   if (weights == keys::e4m3_tensor() && activations == keys::e4m3_tensor(false)) {
     config["activation_scheme"] = "static";
@@ -230,6 +237,8 @@ StoredQuantization parse_quantization(const ConfigKeys& config, const ExpertModu
 std::optional<nlohmann::json> quantization_config(const StoredQuantization& quantization,
                                                   std::span<const std::string> plain_modules) {
   const QuantScheme& scheme = quantization.scheme;
+  // GGUF alone holds Q4_K and Q6_K, and down matrices in a format of their own.
+  if (scheme.down || scheme.weights.global_scale == DType::kF16) return std::nullopt;
   switch (quantization.layout) {
     case Layout::kPlain:
       return std::nullopt;

@@ -348,5 +348,54 @@ class W4A8Codec {
   Nibbles<S, Codes::kInt4> codes_;
 };
 
+// ---- Blocks of 256 with scales of groups --------------------------------------------------------
+
+/// code * scale - offset, rounded once: products of a factor and a group's scale are exact.
+template <class S>
+class Q4KCodec {
+ public:
+  static constexpr int kK = 8, kSteps = 8;
+  explicit Q4KCodec(const TileFormat&) : codes_({.codes = Codes::kInt4, .zeros = true}) {}
+
+  void decode(const std::byte* block, const std::byte* header, int v,
+              typename S::F (&steps)[8]) const {
+    codes_.decode(block, nullptr, v, steps);
+    constexpr std::int64_t kGroupBytes = kQ4KGroup / kK * kStepBytes;
+    const std::int64_t group = (block - header - kQ4KHeaderBytes) / kGroupBytes;
+    const std::byte* scales = header + (4 + 2 * group) * kTileColumns + S::kWidth * v;
+    const std::byte* factors = header + 2 * S::kWidth * v;
+    const auto scale = S::load_f16(factors) * S::to_float(S::load_u8(scales));
+    const auto offset =
+        S::load_f16(factors + 2 * kTileColumns) * S::to_float(-S::load_u8(scales + kTileColumns));
+#pragma GCC unroll 8
+    for (auto& step : steps) step = S::fma(step, scale, offset);
+  }
+
+ private:
+  Nibbles<S, Codes::kInt4> codes_;
+};
+
+/// code * scale, rounded once.
+template <class S>
+class Q6KCodec {
+ public:
+  static constexpr int kK = 4, kSteps = 4;
+  explicit Q6KCodec(const TileFormat&) : codes_({.codes = Codes::kInt8}) {}
+
+  void decode(const std::byte* block, const std::byte* header, int v,
+              typename S::F (&steps)[4]) const {
+    codes_.decode(block, nullptr, v, steps);
+    constexpr std::int64_t kGroupBytes = kQ6KGroup / kK * kStepBytes;
+    const std::int64_t group = (block - header - kQ6KHeaderBytes) / kGroupBytes;
+    const auto bytes = S::load_u8(header + (2 + group) * kTileColumns + S::kWidth * v);
+    const auto scale = S::load_f16(header + 2 * S::kWidth * v) * S::to_float((bytes ^ 128) - 128);
+#pragma GCC unroll 4
+    for (auto& step : steps) step = step * scale;
+  }
+
+ private:
+  Int8Codec<S> codes_;
+};
+
 }  // namespace
 }  // namespace fusedmoe::cpu

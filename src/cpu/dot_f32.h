@@ -51,6 +51,8 @@ Kernels f32_kernels(const char* name) {
   set(Codes::kE4M3, multiply_codes<D, E4m3<S>>);
   set(Codes::kInt8, multiply_codes<D, Int8Codec<S>>);
   set(Codes::kW4A8, multiply_plain<D, W4A8Codec<S>>);
+  set(Codes::kQ4K, multiply_plain<D, Q4KCodec<S>>);
+  set(Codes::kQ6K, multiply_plain<D, Q6KCodec<S>>);
   table.reduce = reduce<S>;
   table.convert[static_cast<int>(Compute::kF32)] = convert_to_f32<S>;
   table.activate = activate_rows<S>;

@@ -46,11 +46,16 @@ class CpuDescriptor final : public ExpertsDescriptor {
   }
 };
 
-/// One of the named schemes, with any scale rule.
+/// One of the named schemes, with any scale rule; or one for gate and up, and one for down.
 bool is_named(QuantScheme scheme) {
+  if (scheme.down) {
+    return is_named({scheme.weights, scheme.activations}) &&
+           is_named({*scheme.down, scheme.activations});
+  }
   for (const NamedScheme& named : named_schemes()) {
     if (scheme.activations && named.scheme.activations) {
       scheme.activations->scale_rule = named.scheme.activations->scale_rule;
+      scheme.activations->full_range = named.scheme.activations->full_range;
     }
     if (scheme == named.scheme) return true;
   }
@@ -64,7 +69,9 @@ Support CpuDescriptor::supports(const MoeConfig& config) const {
         Reason::kShape,
         core::format("size {}: int32 accumulators of int8 hold up to {}", widest, kMaxInt8Size));
   }
-  return core::supports_on_cpu(config, is_named(config.scheme) && has_codes(config.scheme.weights),
+  return core::supports_on_cpu(config,
+                               is_named(config.scheme) && has_codes(config.scheme.weights) &&
+                                   has_codes(config.scheme.down_weights()),
                                "every named scheme");
 }
 

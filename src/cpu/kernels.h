@@ -15,6 +15,9 @@
 //          so that interleaving the two halves of the bf16 values yields pairs.
 //   mxfp4  a header of 64 E8M0 codes for the first and 64 for the last group of 32, then per group
 //          64 bytes c = 127 + previous scale code - this scale code, and 4 blocks.
+//   q4_k   per block of 256: 64 f16 factors of scales and 64 of offsets, then for each group of 32
+//          64 scales and 64 offsets (u8), then the blocks of codes.
+//   q6_k   per block of 256: 64 f16 factors, for each group of 16 64 scales (i8), then the codes.
 //   others with scales in the stream: per group 64 scales, 64 zero points (u8) if there are any,
 //          and the group's blocks; the last group may be shorter.
 // The first GEMM of a gated layer has 32 gate columns, then the 32 up columns of the same outputs
@@ -32,6 +35,9 @@ inline constexpr int kStepBytes = kTileColumns * 4;
 inline constexpr int kGroup = 32;  // inner size is padded to this
 inline constexpr int kMxfp4GroupBytes = kTileColumns + kTileColumns * kGroup / 2;
 inline constexpr int kMxfp4HeaderBytes = 2 * kTileColumns;
+inline constexpr int kQ4KGroup = 32, kQ6KGroup = 16, kSuperBlock = 256;
+inline constexpr int kQ4KHeaderBytes = kTileColumns * (4 + 2 * kSuperBlock / kQ4KGroup);
+inline constexpr int kQ6KHeaderBytes = kTileColumns * (2 + kSuperBlock / kQ6KGroup);
 inline constexpr int kMaxTiles = 4;      // tiles that one task may stream side by side
 inline constexpr int kStreamedRows = 4;  // up to which kernels decode in registers (stream.h)
 inline constexpr int kMaxRows = 192;     // rows of one task
@@ -47,8 +53,10 @@ enum class Codes {
   kE4M3,
   kInt8,  ///< unsigned minus 128, or minus a zero point
   kW4A8,  ///< kInt4 times an E4M3 factor per group of 128, rounded to E4M3
+  kQ4K,   ///< unsigned 4-bit codes in blocks of 256, times a scale, minus an offset
+  kQ6K,   ///< unsigned 8-bit codes minus 128 in blocks of 256, times a scale
 };
-inline constexpr int kNumCodes = 9;
+inline constexpr int kNumCodes = 11;
 
 /// Scales in the stream; kNone where columns have at most one each (TileJob::column_scales).
 enum class ScaleType { kNone, kF32, kF16, kBF16, kE4M3, kE8M0 };
@@ -66,7 +74,7 @@ struct TileFormat {
     return scale_bytes() + (zeros ? kTileColumns : 0);
   }
   [[gnu::always_inline]] std::int64_t block_k() const {
-    return codes == Codes::kE4M3 || codes == Codes::kInt8 ? 4 : 8;
+    return codes == Codes::kE4M3 || codes == Codes::kInt8 || codes == Codes::kQ6K ? 4 : 8;
   }
   /// Of `k` elements per column, header not included.
   [[gnu::always_inline]] std::int64_t code_bytes(std::int64_t k) const {
@@ -84,7 +92,10 @@ struct TileFormat {
 inline std::int64_t TileFormat::scale_bytes() const {
   switch (scales) {
     case ScaleType::kNone:
-      return codes == Codes::kW4A8 ? kTileColumns : 0;
+      return codes == Codes::kW4A8  ? kTileColumns
+             : codes == Codes::kQ4K ? kQ4KHeaderBytes
+             : codes == Codes::kQ6K ? kQ6KHeaderBytes
+                                    : 0;
     case ScaleType::kF32:
       return 4 * kTileColumns;
     case ScaleType::kF16:

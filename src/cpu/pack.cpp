@@ -27,11 +27,14 @@ std::optional<Codes> codes_of(const QuantKey& key) {
     case DType::kE2M1:
       return key.scale == DType::kE8M0 ? Codes::kMxfp4 : Codes::kE2M1;
     case DType::kI4:
-      return key.scale == DType::kE4M3 ? Codes::kW4A8 : Codes::kInt4;
+      return key == keys::q4_k()         ? Codes::kQ4K
+             : key.scale == DType::kE4M3 ? Codes::kW4A8
+                                         : Codes::kInt4;
     case DType::kE4M3:
       return Codes::kE4M3;
-    case DType::kI8:
     case DType::kU8:
+      return key == keys::q6_k() ? Codes::kQ6K : Codes::kInt8;
+    case DType::kI8:
       return Codes::kInt8;
     default:
       return std::nullopt;
@@ -46,7 +49,7 @@ bool per_group(const QuantKey& key) {
 bool has_column_scales(const QuantKey& key) {
   return key.quantized() &&
          ((!per_group(key) && key.value != DType::kI4 && key.value != DType::kU8) ||
-          key.global_scale);
+          (key.global_scale && key.global_group.cols < 0));
 }
 
 /// The type of these scales; f32 if they differ.
@@ -68,6 +71,10 @@ TileFormat format_of(const QuantKey& key, const std::vector<const WeightMatrix*>
   if (!key.quantized()) return format;
   const bool integer = key.value == DType::kI4 || key.value == DType::kU8;
   if (!per_group(key) && !integer) return format;
+  if (key.global_group.cols > 0) {
+    format.group = key.global_group.cols;
+    return format;
+  }
   constexpr std::int64_t kChannelGroup = 128;  // scales per channel are repeated
   format.group = per_group(key) ? key.group.cols : kChannelGroup;
   format.zeros = !key.symmetric;
@@ -161,8 +168,9 @@ class MatrixMaker {
     result.scales =
         tensor(grid, key_.scale == DType::kF32 && !has_column_scales(key_) ? scales : *key_.scale);
     if (!key_.symmetric) result.zero_points = tensor(grid, DType::kU8);
+    const core::WeightLayout layout = core::weight_layout(key_, "scheme");
     if (key_.global_scale) {
-      result.global_scale = tensor({key_.global_group.rows == 1 ? out : 1}, DType::kF32);
+      result.global_scale = tensor(layout.global_shape(out, in), layout.global_dtype());
     }
     return result;
   }
@@ -192,9 +200,10 @@ bool has_codes(const QuantKey& weights) {
 }
 
 Compute compute_of(const QuantScheme& scheme, DType dtype) {
-  const auto& multiply = kernels().multiply[static_cast<int>(*codes_of(scheme.weights))];
+  const auto& multiply = kernels().multiply;
   const auto available = [&](Compute compute) {
-    return multiply[static_cast<int>(compute)] != nullptr;
+    return multiply[static_cast<int>(*codes_of(scheme.weights))][static_cast<int>(compute)] &&
+           multiply[static_cast<int>(*codes_of(scheme.down_weights()))][static_cast<int>(compute)];
   };
   if (scheme.activations && scheme.activations->value == DType::kI8) {
     return available(Compute::kInt8) ? Compute::kInt8 : Compute::kF32;
@@ -210,16 +219,17 @@ CpuPackedWeights::CpuPackedWeights(Info info, const ExpertWeights& weights,
       gated_(is_gated(weights.activation)),
       activation_params_(weights.activation_params),
       origins_(static_cast<std::size_t>(weights.num_experts())) {
-  const QuantKey& key = weights.scheme.weights;
-  FUSEDMOE_CHECK_SUPPORTED(has_codes(key), kQuantScheme, "scheme", name(weights.scheme),
-                           "one that the CPU experts have");
+  const QuantKey &key = weights.scheme.weights, &down = weights.scheme.down_weights();
+  FUSEDMOE_CHECK_SUPPORTED(has_codes(key) && has_codes(down), kQuantScheme, "scheme",
+                           name(weights.scheme), "one that the CPU experts have");
   const std::int64_t widest = std::max(weights.hidden, weights.intermediate);
   FUSEDMOE_CHECK_SUPPORTED(key.value != DType::kI8 || widest <= kMaxInt8Size, kShape, "weights",
                            core::format("{} wide", widest),
                            core::format("at most {} wide for int32 accumulators", kMaxInt8Size));
   const auto gemm = [&](bool first, std::int64_t k, std::int64_t padded_k, std::int64_t tiles) {
     PackedGemm result;
-    result.shape = {format_of(key, all_matrices(weights, first)), key, k, padded_k};
+    const QuantKey& own = first ? key : down;
+    result.shape = {format_of(own, all_matrices(weights, first)), own, k, padded_k};
     result.k = padded_k;
     result.num_tiles = tiles;
     result.tile_bytes = result.shape.format.tile_bytes(padded_k);
@@ -234,12 +244,12 @@ CpuPackedWeights::CpuPackedWeights(Info info, const ExpertWeights& weights,
 
   const std::int64_t num_experts = weights.num_experts();
   data_ = Tensor::empty({num_experts * expert_bytes_}, DType::kU8);
-  const auto per_column = [&](Tensor& first, Tensor& second) {
-    first = Tensor::empty({num_experts, gemm1_.padded_columns()}, DType::kF32);
-    second = Tensor::empty({num_experts, gemm2_.padded_columns()}, DType::kF32);
+  const auto per_column = [&](const PackedGemm& gemm) {
+    return Tensor::empty({num_experts, gemm.padded_columns()}, DType::kF32);
   };
-  if (weights.has_bias()) per_column(bias1_, bias2_);
-  if (has_column_scales(key)) per_column(scales1_, scales2_);
+  if (weights.has_bias()) bias1_ = per_column(gemm1_), bias2_ = per_column(gemm2_);
+  if (has_column_scales(key)) scales1_ = per_column(gemm1_);
+  if (has_column_scales(down)) scales2_ = per_column(gemm2_);
   Executor& executor = core::executor_of(options.stream.value_or(Stream{}));
   for (std::int64_t expert = 0; expert < num_experts; ++expert) {
     pack_expert(executor, expert, weights.experts[static_cast<std::size_t>(expert)]);
@@ -317,15 +327,16 @@ void CpuPackedWeights::pack_expert(Executor& executor, std::int64_t expert,
 
 ExpertWeights CpuPackedWeights::unpack(std::int64_t expert) const {
   const ExpertOrigin& origin = origins_[static_cast<std::size_t>(expert)];
-  const QuantKey& key = info().scheme.weights;
+  const QuantScheme& scheme = info().scheme;
   ExpertWeights weights;
   weights.scheme = info().scheme;
   weights.hidden = info().hidden;
   weights.intermediate = info().intermediate;
   weights.activation = info().activation.kind;
   weights.activation_params = activation_params_;
-  MatrixMaker make(key, weights.owners);
-  const auto matrix = [&](std::int64_t out, std::int64_t in, const Origin& from) {
+  const auto matrix = [&](const QuantKey& key, std::int64_t out, std::int64_t in,
+                          const Origin& from) {
+    MatrixMaker make(key, weights.owners);
     WeightMatrix result = make.matrix(out, in, from.first_row, from.first_col, from.scales);
     if (bias1_) result.bias = make.tensor({out}, DType::kF32);
     if (from.input_scale > 0) {
@@ -335,9 +346,11 @@ ExpertWeights CpuPackedWeights::unpack(std::int64_t expert) const {
     return result;
   };
   ExpertMatrices& target = weights.experts.emplace_back();
-  target.gate = matrix(weights.intermediate, weights.hidden, origin.gate);
-  if (gated_) target.up = matrix(weights.intermediate, weights.hidden, origin.up);
-  target.down = matrix(weights.hidden, weights.intermediate, origin.down);
+  target.gate = matrix(scheme.weights, weights.intermediate, weights.hidden, origin.gate);
+  if (gated_) {
+    target.up = matrix(scheme.weights, weights.intermediate, weights.hidden, origin.up);
+  }
+  target.down = matrix(scheme.down_weights(), weights.hidden, weights.intermediate, origin.down);
 
   for (const bool first : {true, false}) {
     const PackedGemm& gemm = first ? gemm1_ : gemm2_;
@@ -352,7 +365,7 @@ ExpertWeights CpuPackedWeights::unpack(std::int64_t expert) const {
         if (!column.matrix) continue;
         const std::int64_t index = tile * kTileColumns + c;
         if (bias) column.matrix->bias.as<float>()[column.row] = bias[index];
-        if (scales) store_column_scale(key, column, scales[index]);
+        if (scales) store_column_scale(gemm.shape.key, column, scales[index]);
       }
     }
   }

@@ -158,6 +158,7 @@ CodePosition code_position(Codes codes, std::int64_t k, int c) {
     case Codes::kE4M3:
       return {k / 4 * kStepBytes + c / 4 * 16 + k % 4 / 2 * 8 + c % 4 * 2 + k % 2, 0};
     case Codes::kInt8:
+    case Codes::kQ6K:
       return {k / 4 * kStepBytes + c * 4 + k % 4, 0};
     default: {
       const auto bit = static_cast<int>(16 * (k % 2) + 4 * (k % 8 / 2));
@@ -173,6 +174,7 @@ std::uint8_t zero_code(const TileFormat& format) {
     case Codes::kW4A8:
       return 8;
     case Codes::kInt8:
+    case Codes::kQ6K:
       return 128;
     default:
       return 0;
@@ -238,39 +240,60 @@ class RowCodes {
   std::byte* row_;
 };
 
-void store_scale(ScaleType type, const TensorView& scales, std::int64_t index, std::byte* header,
-                 int c) {
-  const auto* source = scales.as<const std::byte>();
-  switch (type) {
-    case ScaleType::kF32: {
-      const float value = load_f32(source, scales.dtype(), index);
-      std::memcpy(header + 4 * c, &value, 4);
-      return;
-    }
-    case ScaleType::kF16:
-    case ScaleType::kBF16:
-      std::memcpy(header + 2 * c, source + 2 * index, 2);
-      return;
-    case ScaleType::kE4M3: {
-      const auto code = static_cast<std::uint8_t>(source[index]);
-      FUSEDMOE_CHECK_SUPPORTED(code <= 0x80, kQuantScheme, "scales",
-                               core::format("E4M3 code {:#x}, negative", code),
-                               "not negative; experts 'reference' take any");
-      header[c] = static_cast<std::byte>(code & 0x7F);
-      return;
-    }
-    default:
-      header[c] = source[index];
-  }
+std::int64_t width_of(ScaleType type) {
+  return type == ScaleType::kF32 ? 4 : type == ScaleType::kF16 || type == ScaleType::kBF16 ? 2 : 1;
 }
 
-void load_scale(ScaleType type, const std::byte* header, int c, const TensorView& scales,
-                std::int64_t index) {
-  const std::int64_t width = type == ScaleType::kF32                               ? 4
-                             : type == ScaleType::kF16 || type == ScaleType::kBF16 ? 2
-                                                                                   : 1;
-  std::memcpy(scales.as<std::byte>() + width * index, header + width * c,
-              static_cast<std::size_t>(width));
+/// Writes a scale; zero points and other single bytes are kNone.
+void store_scale(ScaleType type, const TensorView& scales, std::int64_t index, std::byte* target) {
+  const auto* source = scales.as<const std::byte>();
+  if (type == ScaleType::kF32) {
+    const float value = load_f32(source, scales.dtype(), index);
+    std::memcpy(target, &value, 4);
+    return;
+  }
+  const std::int64_t width = width_of(type);
+  std::memcpy(target, source + index * width, static_cast<std::size_t>(width));
+  if (type != ScaleType::kE4M3) return;
+  const auto code = static_cast<std::uint8_t>(*target);
+  FUSEDMOE_CHECK_SUPPORTED(code <= 0x80, kQuantScheme, "scales",
+                           core::format("E4M3 code {:#x}, negative", code),
+                           "not negative; experts 'reference' take any");
+  *target &= std::byte{0x7F};
+}
+
+/// Calls visit(type, part of the matrix, index in it, place in the header) for the scales and zero
+/// points of column `c` in the group that begins at `k`.
+template <typename Byte, typename Visit>
+void visit_scales(const TileShape& shape, const Column& column, std::int64_t k, Byte* header, int c,
+                  Visit visit) {
+  const TileFormat& format = shape.format;
+  const WeightMatrix& matrix = *column.matrix;
+  const auto of_group = [&](const TensorView& part, ScaleType type, std::int64_t first,
+                            Byte* place) {
+    visit(type, part, scale_index(shape.key, matrix, part, column.row, first),
+          place + width_of(type) * c);
+  };
+  if (shape.key.global_group.cols < 0) {
+    const bool scaled = format.scales != ScaleType::kNone || format.codes == Codes::kW4A8;
+    if (scaled) of_group(matrix.scales, format.scales, k, header);
+    if (!format.zeros) return;
+    return of_group(matrix.zero_points, ScaleType::kNone, k, header + format.scale_bytes());
+  }
+  // Blocks of 256: their factors, then what each group has.
+  const std::int64_t factors = shape.key.symmetric ? 1 : 2;
+  const TensorView& global = matrix.global_scale;
+  for (std::int64_t i = 0; i < factors; ++i, header += 2 * kTileColumns) {
+    const std::int64_t at = k / kSuperBlock * factors + i;
+    visit(ScaleType::kF16, global, column.row * global.stride(0) + at * global.stride(1),
+          header + 2 * c);
+  }
+  const std::int64_t end = std::min(k + kSuperBlock, shape.k);
+  for (; k < end; k += shape.key.group.cols) {
+    for (std::int64_t i = 0; i < factors; ++i, header += kTileColumns) {
+      of_group(i == 0 ? matrix.scales : matrix.zero_points, ScaleType::kNone, k, header);
+    }
+  }
 }
 
 /// Calls visit(group's header, its codes, first k, end of k) for each group of a stream; a stream
@@ -287,10 +310,6 @@ void visit_groups(const TileShape& shape, Byte* tile, Visit visit) {
   }
 }
 
-ScaleType stored_scales(const TileFormat& format) {
-  return format.codes == Codes::kW4A8 ? ScaleType::kE4M3 : format.scales;
-}
-
 void put_code(const TileFormat& format, std::byte* codes, std::int64_t k, int c,
               std::uint8_t code) {
   const CodePosition at = code_position(format.codes, k, c);
@@ -300,66 +319,48 @@ void put_code(const TileFormat& format, std::byte* codes, std::int64_t k, int c,
 void pack_codes(const TileShape& shape, const Columns& columns, std::byte* tile) {
   const TileFormat& format = shape.format;
   std::memset(tile, 0, static_cast<std::size_t>(format.tile_bytes(shape.padded_k)));
-  const bool in_stream = stored_scales(format) != ScaleType::kNone;
-  visit_groups(shape, tile,
-               [&](std::byte* header, std::byte* codes, std::int64_t k, std::int64_t end) {
-                 for (int c = 0; c < kTileColumns; ++c) {
-                   const Column& column = columns[c];
-                   const std::int64_t used = column.matrix ? std::clamp(shape.k, k, end) : k;
-                   if (used > k) {
-                     const RowCodes row(shape.key, column);
-                     if (in_stream) {
-                       const TensorView& scales = column.matrix->scales;
-                       const std::int64_t index =
-                           scale_index(shape.key, *column.matrix, scales, column.row, k);
-                       store_scale(format.scales, scales, index, header, c);
-                     }
-                     if (format.zeros) {
-                       const TensorView& zeros = column.matrix->zero_points;
-                       const std::int64_t index =
-                           scale_index(shape.key, *column.matrix, zeros, column.row, k);
-                       header[format.scale_bytes() + c] = zeros.as<const std::byte>()[index];
-                     }
-                     for (std::int64_t i = k; i < used; ++i)
-                       put_code(format, codes, i - k, c, row.get(i));
-                   }
-                   if (const std::uint8_t zero = zero_code(format)) {
-                     for (std::int64_t i = used; i < end; ++i)
-                       put_code(format, codes, i - k, c, zero);
-                   }
-                 }
-               });
+  const auto pack_group = [&](std::byte* header, std::byte* codes, std::int64_t k,
+                              std::int64_t end) {
+    for (int c = 0; c < kTileColumns; ++c) {
+      const Column& column = columns[c];
+      const std::int64_t used = column.matrix ? std::clamp(shape.k, k, end) : k;
+      if (used > k) {
+        visit_scales(shape, column, k, header, c, store_scale);
+        const RowCodes row(shape.key, column);
+        for (std::int64_t i = k; i < used; ++i) put_code(format, codes, i - k, c, row.get(i));
+      }
+      if (const std::uint8_t zero = zero_code(format)) {
+        for (std::int64_t i = used; i < end; ++i) put_code(format, codes, i - k, c, zero);
+      }
+    }
+  };
+  visit_groups(shape, tile, pack_group);
 }
 
 void unpack_codes(const TileShape& shape, const Columns& columns, const std::byte* tile) {
   const TileFormat& format = shape.format;
   const std::uint8_t mask = format.block_k() == 4 ? 255 : 15;
-  const bool in_stream = stored_scales(format) != ScaleType::kNone;
-  visit_groups(
-      shape, tile,
-      [&](const std::byte* header, const std::byte* codes, std::int64_t k, std::int64_t end) {
-        for (int c = 0; c < kTileColumns; ++c) {
-          const Column& column = columns[c];
-          const std::int64_t used = column.matrix ? std::clamp(shape.k, k, end) : k;
-          if (used == k) continue;
-          if (in_stream) {
-            const TensorView& scales = column.matrix->scales;
-            const std::int64_t index =
-                scale_index(shape.key, *column.matrix, scales, column.row, k);
-            load_scale(stored_scales(format), header, c, scales, index);
-          }
-          if (format.zeros) {
-            const TensorView& zeros = column.matrix->zero_points;
-            const std::int64_t index = scale_index(shape.key, *column.matrix, zeros, column.row, k);
-            zeros.as<std::byte>()[index] = header[format.scale_bytes() + c];
-          }
-          const RowCodes row(shape.key, column);
-          for (std::int64_t i = k; i < used; ++i) {
-            const CodePosition at = code_position(format.codes, i - k, c);
-            row.add(i, static_cast<std::uint8_t>(codes[at.byte]) >> at.shift & mask);
-          }
-        }
-      });
+  const auto unpack_group = [&](const std::byte* header, const std::byte* codes, std::int64_t k,
+                                std::int64_t end) {
+    for (int c = 0; c < kTileColumns; ++c) {
+      const Column& column = columns[c];
+      const std::int64_t used = column.matrix ? std::clamp(shape.k, k, end) : k;
+      if (used == k) continue;
+      visit_scales(
+          shape, column, k, header, c,
+          [](ScaleType type, const TensorView& part, std::int64_t index, const std::byte* source) {
+            const std::int64_t width = width_of(type);
+            std::memcpy(part.as<std::byte>() + width * index, source,
+                        static_cast<std::size_t>(width));
+          });
+      const RowCodes row(shape.key, column);
+      for (std::int64_t i = k; i < used; ++i) {
+        const CodePosition at = code_position(format.codes, i - k, c);
+        row.add(i, static_cast<std::uint8_t>(codes[at.byte]) >> at.shift & mask);
+      }
+    }
+  };
+  visit_groups(shape, tile, unpack_group);
 }
 
 }  // namespace

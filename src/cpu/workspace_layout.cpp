@@ -12,7 +12,8 @@ namespace {
 
 /// Upper bound of OperandRows::floats_per_row() for all weights of the scheme.
 std::int64_t floats_per_row(const QuantScheme& scheme, std::int64_t padded_k) {
-  if (!scheme.activations && scheme.weights.symmetric) return 0;
+  const bool symmetric = scheme.weights.symmetric && scheme.down_weights().symmetric;
+  if (!scheme.activations && symmetric) return 0;
   return 1 + padded_k / TileFormat::kMinGroup + padded_k / kGroup;
 }
 

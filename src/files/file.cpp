@@ -85,9 +85,10 @@ std::string read_text(const std::filesystem::path& path, std::size_t max_bytes) 
   return std::string(static_cast<const char*>(file.data()), file.size());
 }
 
-FileWriter::FileWriter(std::filesystem::path path) : path_(std::move(path)) {
+FileWriter::FileWriter(std::filesystem::path path, std::filesystem::path shown)
+    : path_(std::move(path)), shown_(shown.empty() ? path_ : std::move(shown)) {
   descriptor_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (descriptor_ < 0) fail_system(path_, "create");
+  if (descriptor_ < 0) fail_system(shown_, "write");
 }
 
 FileWriter::~FileWriter() {
@@ -114,19 +115,19 @@ void FileWriter::write_all(const void* data, std::size_t size, const Write& writ
     const ssize_t written = write(static_cast<const char*>(data) + done, size - done, done);
     if (written < 0) {
       if (errno == EINTR) continue;
-      fail_system(path_, "write");
+      fail_system(shown_, "write");
     }
     done += static_cast<std::size_t>(written);
   }
 }
 
 void FileWriter::finish() {
-  if (::fsync(descriptor_) != 0) fail_system(path_, "flush");
+  if (::fsync(descriptor_) != 0) fail_system(shown_, "write");
   const int descriptor = descriptor_;
   descriptor_ = -1;
   if (::close(descriptor) != 0) {
     ::unlink(path_.c_str());
-    fail_system(path_, "close");
+    fail_system(shown_, "write");
   }
 }
 

@@ -57,7 +57,8 @@ std::string read_text(const std::filesystem::path& path, std::size_t max_bytes);
 /// Creates a new file; unless finish() is reached it is removed again.
 class FileWriter {
  public:
-  explicit FileWriter(std::filesystem::path path);
+  /// `shown`: the name that errors say, where `path` is a temporary one.
+  explicit FileWriter(std::filesystem::path path, std::filesystem::path shown = {});
   ~FileWriter();
   FileWriter(const FileWriter&) = delete;
   FileWriter& operator=(const FileWriter&) = delete;
@@ -73,7 +74,7 @@ class FileWriter {
   template <typename Write>
   void write_all(const void* data, std::size_t size, const Write& write);
 
-  std::filesystem::path path_;
+  std::filesystem::path path_, shown_;
   int descriptor_ = -1;
 };
 

@@ -24,7 +24,10 @@ nlohmann::json parse_json_object(std::string_view text, std::size_t max_bytes,
   try {
     tree = nlohmann::json::parse(text.begin(), text.end(), limit_depth);
   } catch (const nlohmann::json::exception& error) {
-    throw Error::malformed(label, quote(error.what()), "valid JSON");
+    // "[json.exception.parse_error.101] parse error at line 1, column 2: ..."
+    std::string_view text = error.what();
+    if (const std::size_t end = text.find("] "); end != text.npos) text.remove_prefix(end + 2);
+    throw Error::malformed(label, core::format("text with a {}", text), "valid JSON");
   }
   FUSEDMOE_CHECK_FILE(tree.is_object(), label, tree.type_name(), "a JSON object");
   return tree;

@@ -38,7 +38,7 @@ Contents read(std::span<const unsigned char> bytes, const std::string& label,
   const auto length_label = [&] { return label + ": header length"; };
   FUSEDMOE_CHECK_FILE(header_bytes >= 2 && header_bytes <= files::kMaxHeaderBytes, length_label(),
                       core::to_string(header_bytes),
-                      core::format("from 2 to {}", files::kMaxHeaderBytes));
+                      core::format("from 2 to {} in a safetensors file", files::kMaxHeaderBytes));
   FUSEDMOE_CHECK_FILE(header_bytes <= size - kLengthBytes, length_label(),
                       core::to_string(header_bytes),
                       core::format("at most {}, what is left of the file", size - kLengthBytes));
@@ -155,7 +155,7 @@ void save_safetensors(const std::filesystem::path& path,
   const std::string header = files::serialize_header(entries, metadata);
   const std::filesystem::path temporary = files::temporary_name(path);
   {
-    files::FileWriter writer(temporary);
+    files::FileWriter writer(temporary, path);
     writer.write(header);
     for (const files::HeaderEntry& entry : entries) {
       writer.write(tensors.at(entry.name).data(),

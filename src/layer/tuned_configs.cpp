@@ -120,7 +120,7 @@ void save_tuned_configs(const TunedConfigs& configs, const std::filesystem::path
   std::error_code failure;
   if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path(), failure);
   const std::filesystem::path temporary = files::temporary_name(path);
-  files::FileWriter writer(temporary);
+  files::FileWriter writer(temporary, path);
   writer.write(to_json(configs));
   writer.finish();
   files::rename_file(temporary, path);

@@ -20,8 +20,11 @@ Support supports_on_cpu(const MoeConfig& config, bool scheme_known,
     return no(Reason::kQuantScheme,
               core::format("scheme is {}, takes {}", name(config.scheme), known_schemes));
   }
-  const std::int64_t unit = config.scheme.weights.value == DType::kE2M1 ? 2 : 1;
-  return supports_anywhere(config, {unit, unit});
+  const auto unit = [](const QuantKey& key) -> std::int64_t {
+    return key.value == DType::kE2M1 ? 2 : 1;
+  };
+  return supports_anywhere(config,
+                           {unit(config.scheme.weights), unit(config.scheme.down_weights())});
 }
 
 namespace {

@@ -155,8 +155,8 @@ class Stacks {
     each(split_(w13_.select(0, e)), &WeightMatrix::values);
     each(split_(expert_of(source_.w13_bias, e)), &WeightMatrix::bias);
     place_scales(e, result);
-    const bool global_per_row = layout_.global_scale == GlobalScale::kPerRow;
-    each(global_per_row ? split_(expert_of(source_.w13_global_scales, e)) : scalars(w13_global_, e),
+    each(global_of_rows() ? split_(expert_of(source_.w13_global_scales, e))
+                          : scalars(w13_global_, e),
          &WeightMatrix::global_scale);
     each(scalars(w13_input_, e), &WeightMatrix::input_scale);
 
@@ -166,7 +166,7 @@ class Stacks {
     down.scales = expert_of(w2_scales_, e);
     down.zero_points = expert_of(source_.w2_zero_points, e);
     down.global_scale =
-        global_per_row ? expert_of(source_.w2_global_scales, e) : scalar_of(w2_global_, e, 0);
+        global_of_rows() ? expert_of(source_.w2_global_scales, e) : scalar_of(w2_global_, e, 0);
     down.input_scale = scalar_of(w2_input_, e, 0);
     return result;
   }
@@ -205,9 +205,9 @@ class Stacks {
     w13_input_ =
         scalar_stack(s.w13_input_scales, "w13_input_scales", num_experts_, split_.gated, true);
     w2_input_ = scalar_stack(s.w2_input_scales, "w2_input_scales", num_experts_, false, true);
-    if (layout_.global_scale == GlobalScale::kPerRow) {
-      check_companion(s.w13_global_scales, "w13_global_scales", {num_experts_, rows_});
-      check_companion(s.w2_global_scales, "w2_global_scales", {num_experts_, hidden()});
+    if (global_of_rows()) {
+      check_companion(s.w13_global_scales, "w13_global_scales", globals(rows_, hidden()));
+      check_companion(s.w2_global_scales, "w2_global_scales", globals(hidden(), intermediate()));
     } else {
       w13_global_ =
           scalar_stack(s.w13_global_scales, "w13_global_scales", num_experts_, split_.gated);
@@ -230,6 +230,17 @@ class Stacks {
     FUSEDMOE_CHECK(
         !split_.gated || s.gate_up_layout != GateUpLayout::kInterleaved || key_.group.rows <= 1,
         "gate_up_layout", "interleaved", "in halves: scale blocks span several rows");
+  }
+
+  /// Whether every row has second-level scales of its own.
+  bool global_of_rows() const {
+    return layout_.global_scale == GlobalScale::kPerRow ||
+           layout_.global_scale == GlobalScale::kPerBlock;
+  }
+
+  Shape globals(std::int64_t out, std::int64_t in) const {
+    const Shape one = layout_.global_shape(out, in);
+    return one.rank() == 1 ? Shape{num_experts_, one[0]} : Shape{num_experts_, one[0], one[1]};
   }
 
   bool per_tensor() const { return key_.group == GroupShape{-1, -1}; }
@@ -330,6 +341,8 @@ ExpertWeights::Stacked stored_form(const ExpertWeights::Stacked& stacked, const 
 
 ExpertWeights ExpertWeights::from_stacked(const Stacked& given, QuantScheme scheme,
                                           Activation activation, ActivationParams params) {
+  FUSEDMOE_CHECK_SUPPORTED(!scheme.down, kQuantScheme, "scheme", name(scheme),
+                           "one format for all matrices of stacked tensors");
   const Stacked stacked = stored_form(given, scheme.weights, is_gated(activation));
   const Stacks stacks(stacked, scheme, is_gated(activation));
   ExpertWeights weights;

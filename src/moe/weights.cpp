@@ -104,7 +104,7 @@ class MatrixChecker {
     check_memory(stored, values);
     if (layout_.rows_contiguous) check_rows_contiguous(stored, values);
     check_scales(matrix, argument, out, in);
-    check_global_scale(matrix.global_scale, argument + ".global_scale", out);
+    check_global_scale(matrix.global_scale, argument + ".global_scale", out, in);
     if (!matrix.bias.defined()) return;
     const std::string bias = argument + ".bias";
     check_shape(matrix.bias, bias, {out});
@@ -124,7 +124,8 @@ class MatrixChecker {
     if (!layout_.zero_points) check_undefined(matrix.zero_points, zero_points, key_);
     if (!layout_.quantized()) return check_undefined(matrix.scales, scales, key_);
     check_first(matrix.first_row, argument + ".first_row", key_.group.rows);
-    check_first(matrix.first_col, argument + ".first_col", key_.group.cols);
+    const bool blocks = layout_.global_scale == GlobalScale::kPerBlock;
+    check_first(matrix.first_col, argument + ".first_col", blocks ? 1 : key_.group.cols);
     const Shape grid{num_blocks(out, key_.group.rows, matrix.first_row),
                      num_blocks(in, key_.group.cols, matrix.first_col)};
     check_shape(matrix.scales, scales, grid);
@@ -144,13 +145,14 @@ class MatrixChecker {
                    core::format("in [0, {}), the extent of a scale block", limit));
   }
 
-  void check_global_scale(const TensorView& view, const std::string& argument,
-                          std::int64_t out) const {
+  void check_global_scale(const TensorView& view, const std::string& argument, std::int64_t out,
+                          std::int64_t in) const {
     if (layout_.global_scale == GlobalScale::kNone) return check_undefined(view, argument, key_);
-    check_shape(view, argument, {layout_.global_scale == GlobalScale::kPerRow ? out : 1});
-    FUSEDMOE_CHECK_FAULT(view.dtype() == DType::kF32, kDType, argument, core::describe(view),
-                         "f32");
+    check_shape(view, argument, layout_.global_shape(out, in));
+    FUSEDMOE_CHECK_FAULT(view.dtype() == layout_.global_dtype(), kDType, argument,
+                         core::describe(view), std::string(name(layout_.global_dtype())));
     check_memory(view, argument);
+    if (view.rank() == 2) return check_scales_finite(view, view.dtype(), argument);
     for (std::int64_t row = 0; device_.is_cpu() && row < view.size(0); ++row) {
       const float value = view.as<const float>()[row * view.stride(0)];
       FUSEDMOE_CHECK(std::isfinite(value), argument, core::format("{} at {}", value, row),
@@ -238,12 +240,10 @@ void ExpertWeights::validate() const {
   FUSEDMOE_CHECK(hidden > 0, "weights.hidden", core::to_string(hidden), "positive");
   FUSEDMOE_CHECK(intermediate > 0, "weights.intermediate", core::to_string(intermediate),
                  "positive");
-  const MatrixChecker checker(scheme.weights, device());
+  const MatrixChecker checker(scheme.weights, device()), of_down(scheme.down_weights(), device());
   const InputScaleChecker input_scale(scheme.activations, device());
-  if (scheme.weights.value == DType::kE2M1) {
-    check_even(hidden, "weights.hidden");
-    check_even(intermediate, "weights.intermediate");
-  }
+  if (scheme.weights.value == DType::kE2M1) check_even(hidden, "weights.hidden");
+  if (scheme.down_weights().value == DType::kE2M1) check_even(intermediate, "weights.intermediate");
   resolve(activation, activation_params);
   const bool gated = is_gated(activation);
   const ExpertMatrices& first = experts.front();
@@ -252,7 +252,7 @@ void ExpertWeights::validate() const {
     const std::string prefix = core::format("weights.experts[{}]", e);
     const auto check = [&](const WeightMatrix& matrix, const char* part, std::int64_t out,
                            std::int64_t in) {
-      checker.check(matrix, prefix + part, out, in);
+      (&matrix == &expert.down ? of_down : checker).check(matrix, prefix + part, out, in);
       input_scale.check(matrix.input_scale, prefix + part + ".input_scale");
     };
     check(expert.gate, ".gate", intermediate, hidden);

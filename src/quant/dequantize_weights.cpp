@@ -86,6 +86,24 @@ class Decoder {
   }
 
  private:
+  /// Factor `index` of row r in blocks of 256.
+  float block_factor(std::int64_t r, std::int64_t index) const {
+    const TensorView& global = matrix_.global_scale;
+    return load_f32(global.data(), DType::kF16, r * global.stride(0) + index * global.stride(1));
+  }
+
+  /// Products of a factor and a scale or offset are exact; a weight is rounded once.
+  void decode_super_block(std::int64_t r, std::int64_t begin, std::int64_t end, float scale,
+                          float zero, float* out) const {
+    const std::int64_t block = begin / key_.global_group.cols * layout_.factors_per_block();
+    const float factor = scale * block_factor(r, block);
+    const float offset = layout_.zero_points ? zero * block_factor(r, block + 1) : 0;
+    const float middle = layout_.zero_points ? 0 : zero;
+    for (std::int64_t i = begin; i < end; ++i) {
+      out[i] = (stored_value(matrix_, key_, r, i) - middle) * factor - offset;
+    }
+  }
+
   void decode_block(std::int64_t r, std::int64_t block, std::int64_t begin, std::int64_t end,
                     float* out) const {
     const std::int64_t block_row = core::block_of(r, key_.group.rows, matrix_.first_row);
@@ -97,6 +115,9 @@ class Decoder {
         layout_.zero_points
             ? matrix_.zero_points.as<const std::uint8_t>()[index(matrix_.zero_points)]
             : static_cast<float>(layout_.zero);
+    if (layout_.global_scale == GlobalScale::kPerBlock) {
+      return decode_super_block(r, begin, end, scale, zero, out);
+    }
     const bool per_row = layout_.global_scale == GlobalScale::kPerRow;
     const float global =
         layout_.global_scale == GlobalScale::kNone

@@ -100,6 +100,21 @@ QuantKey int8_group(std::int64_t group) {
   return key(DType::kI8, DType::kF32, {1, group}, true);
 }
 
+QuantKey q4_k() {
+  QuantKey result = key(DType::kI4, DType::kU8, {1, 32});
+  result.global_scale = DType::kF16;
+  result.global_group = {1, 256};
+  result.symmetric = false;
+  return result;
+}
+
+QuantKey q6_k() {
+  QuantKey result = key(DType::kU8, DType::kI8, {1, 16});
+  result.global_scale = DType::kF16;
+  result.global_group = {1, 256};
+  return result;
+}
+
 }  // namespace keys
 
 bool batch_dependent(const QuantScheme& scheme) {
@@ -167,6 +182,8 @@ std::vector<NamedScheme> make_named_schemes() {
     }
   }
   table.push_back({"int8_w8a8", {keys::int8_row(), keys::int8_row(true)}});
+  table.push_back({"q4_k", {keys::q4_k(), std::nullopt}});
+  table.push_back({"q6_k", {keys::q6_k(), std::nullopt}});
   return table;
 }
 
@@ -187,6 +204,15 @@ QuantScheme with_rule(QuantScheme scheme, MxScaleRule rule) {
   return scheme;
 }
 
+QuantScheme with_full_range(QuantScheme scheme, bool full) {
+  if (scheme.activations) scheme.activations->full_range = full;
+  return scheme;
+}
+
+bool is_dynamic_int8(const QuantScheme& scheme) {
+  return scheme.activations && scheme.activations->value == DType::kI8;
+}
+
 bool has_scale_rule(const QuantScheme& scheme) {
   return scheme.activations && scheme.activations->scale == DType::kE8M0 &&
          scheme.activations->group == GroupShape{1, 32};
@@ -200,6 +226,13 @@ const std::vector<NamedScheme>& named_schemes() {
 }
 
 std::string name(const QuantScheme& scheme) {
+  if (scheme.down) {
+    return name(QuantScheme{scheme.weights, scheme.activations}) + "+" +
+           name(QuantScheme{*scheme.down, scheme.activations});
+  }
+  if (is_dynamic_int8(scheme) && scheme.activations->full_range) {
+    return name(with_full_range(scheme, false)) + ":full";
+  }
   for (const NamedScheme& entry : named_schemes()) {
     if (entry.scheme == scheme) return entry.name;
     if (!has_scale_rule(scheme) || !entry.scheme.activations) continue;
@@ -213,6 +246,14 @@ std::string name(const QuantScheme& scheme) {
 }
 
 QuantScheme parse_scheme(std::string_view text) {
+  if (const std::size_t plus = text.find('+'); plus != std::string_view::npos) {
+    QuantScheme scheme = parse_scheme(text.substr(0, plus));
+    const QuantScheme down = parse_scheme(text.substr(plus + 1));
+    FUSEDMOE_CHECK(scheme.activations == down.activations, "scheme", core::format("\"{}\"", text),
+                   "two schemes with the same activations");
+    if (down != scheme) scheme.down = down.weights;
+    return scheme;
+  }
   const std::size_t colon = text.find(':');
   const std::string_view base = text.substr(0, colon);
   std::string names;
@@ -223,6 +264,9 @@ QuantScheme parse_scheme(std::string_view text) {
       continue;
     }
     if (colon == std::string_view::npos) return entry.scheme;
+    if (is_dynamic_int8(entry.scheme) && text.substr(colon + 1) == "full") {
+      return with_full_range(entry.scheme, true);
+    }
     FUSEDMOE_CHECK(has_scale_rule(entry.scheme), "scheme", core::format("\"{}\"", text),
                    core::format("\"{}\": it has no scale rule", base));
     for (const MxScaleRule rule : kScaleRules) {

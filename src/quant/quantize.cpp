@@ -26,6 +26,7 @@ using core::kE4M3Max;
 using core::kMinAmax;
 
 constexpr float kInt8Max = 127.0F;
+constexpr float kFullInt8Max = 127.5F, kFullInt8Zero = 0x1p-23F;  // torch's epsilon for all zeros
 constexpr std::int64_t kMaxGroup = 4096;
 
 bool per_tensor(const QuantKey& key) {
@@ -52,6 +53,12 @@ void e4m3_over(const float* x, std::int64_t count, float divisor, std::uint8_t* 
 void int8_times(const float* x, std::int64_t count, float factor, std::uint8_t* codes) {
   for (std::int64_t i = 0; i < count; ++i) {
     codes[i] = static_cast<std::uint8_t>(int8_code(x[i] * factor));
+  }
+}
+
+void full_int8_over(const float* x, std::int64_t count, float divisor, std::uint8_t* codes) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    codes[i] = static_cast<std::uint8_t>(core::full_int8_code(x[i] / divisor));
   }
 }
 
@@ -103,6 +110,7 @@ std::uint8_t nvfp4_block(const float* x, std::int64_t count, float global_scale,
 
 /// Scale of a row, or of a group of one, with f32 scales or power-of-two ones of e4m3 groups.
 float block_scale(float amax, const QuantKey& key) {
+  if (key.full_range) return amax > 0 ? amax / kFullInt8Max : kFullInt8Zero;
   if (key.value == DType::kI8) return std::max(amax, kMinAmax) / kInt8Max;
   if (key.group.cols < 0) return core::e4m3_row_scale(amax);
   return core::e4m3_group_scale(amax, key.scale == DType::kE8M0);
@@ -111,7 +119,9 @@ float block_scale(float amax, const QuantKey& key) {
 /// Codes of (part of) that block.
 void block_codes(const float* x, std::int64_t count, const QuantKey& key, float amax,
                  std::uint8_t* codes) {
-  if (key.value == DType::kI8) {
+  if (key.full_range) {
+    full_int8_over(x, count, block_scale(amax, key), codes);
+  } else if (key.value == DType::kI8) {
     int8_times(x, count, kInt8Max / std::max(amax, kMinAmax), codes);
   } else {
     e4m3_over(x, count, block_scale(amax, key), codes);

@@ -44,4 +44,15 @@ std::uint8_t mx_scale(float amax, DType element, MxScaleRule rule);
 /// `amax`; 1 where that would have no reciprocal.
 float nvfp4_global_scale(float amax);
 
+/// Where the scales of one block of 256 go: one or two f16 factors, and one byte for each group.
+struct SuperBlockScales {
+  std::uint16_t* factors;
+  std::uint8_t* scales;
+  std::uint8_t* zero_points;  ///< Q4_K only
+};
+
+/// Quantizes up to 256 weights of one row to Q4_K or Q6_K: a byte for each code.
+void quantize_super_block(const float* x, std::int64_t count, const QuantKey& key,
+                          std::uint8_t* codes, const SuperBlockScales& out);
+
 }  // namespace fusedmoe::core

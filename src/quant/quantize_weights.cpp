@@ -61,8 +61,7 @@ class WeightQuantizer {
     result_.scales = Tensor::empty(grid, chosen);
     if (layout_.zero_points) result_.zero_points = Tensor::empty(grid, DType::kU8);
     if (layout_.global_scale != GlobalScale::kNone) {
-      const bool per_row = layout_.global_scale == GlobalScale::kPerRow;
-      result_.global_scale = Tensor::empty({per_row ? out_ : 1}, DType::kF32);
+      result_.global_scale = Tensor::empty(layout_.global_shape(out_, in_), layout_.global_dtype());
     }
   }
 
@@ -81,7 +80,9 @@ class WeightQuantizer {
       *result_.global_scale.as<float>() = core::nvfp4_global_scale(global_amax.value_or(largest));
     }
     for_each_row([&](std::int64_t row, const float* x) {
-      if (integer()) {
+      if (layout_.global_scale == GlobalScale::kPerBlock) {
+        quantize_super_blocks(row, x);
+      } else if (integer()) {
         quantize_integer_row(row, x);
       } else {
         quantize_float_row(row, x);
@@ -221,6 +222,24 @@ class WeightQuantizer {
         store_f32(result_.scales.data(), result_.scales.dtype(), row * groups + g, scales[g]);
       }
     }
+  }
+
+  // Q4_K and Q6_K.
+  void quantize_super_blocks(std::int64_t row, const float* x) {
+    const std::int64_t width = key_.global_group.cols, groups = result_.scales.size(1);
+    const std::int64_t factors = result_.global_scale.size(1);
+    std::vector<std::uint8_t> codes(static_cast<std::size_t>(in_));
+    for (std::int64_t begin = 0; begin < in_; begin += width) {
+      const std::int64_t group = row * groups + begin / key_.group.cols;
+      const core::SuperBlockScales scales{
+          result_.global_scale.as<std::uint16_t>() + row * factors +
+              begin / width * layout_.factors_per_block(),
+          result_.scales.as<std::uint8_t>() + group,
+          layout_.zero_points ? result_.zero_points.as<std::uint8_t>() + group : nullptr};
+      core::quantize_super_block(x + begin, std::min(width, in_ - begin), key_,
+                                 codes.data() + begin, scales);
+    }
+    pack_words(row, codes);
   }
 
   void pack_words(std::int64_t row, const std::vector<std::uint8_t>& codes) {

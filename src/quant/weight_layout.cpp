@@ -28,7 +28,7 @@ struct Row {
   WeightLayout layout;
 };
 
-const std::array<Row, 11> kRows{{
+const std::array<Row, 13> kRows{{
     {DType::kF32, {}, {}, GlobalScale::kNone, false, {kF32Values}},
     {DType::kF16, {}, {}, GlobalScale::kNone, false, {kF16Values}},
     {DType::kBF16, {}, {}, GlobalScale::kNone, false, {kBF16Values}},
@@ -60,6 +60,8 @@ const std::array<Row, 11> kRows{{
      {kWords, 8, false, kE4M3Codes}},
     {DType::kU8, DType::kF32, {1, kAny}, GlobalScale::kNone, true, {kWords, 4, false, kFloats}},
     {DType::kI8, DType::kF32, {1, kAny}, GlobalScale::kNone, false, {kI8Codes, 1, false, kFloats}},
+    {DType::kI4, DType::kU8, {1, 32}, GlobalScale::kPerBlock, true, {kWords, 8, false, kBytes}},
+    {DType::kU8, DType::kI8, {1, 16}, GlobalScale::kPerBlock, false, {kWords, 4, false, kI8Codes}},
 }};
 
 bool fits(std::int64_t extent, std::int64_t allowed) {
@@ -74,6 +76,8 @@ bool global_fits(const QuantKey& key, GlobalScale global) {
       return key.global_scale == DType::kF32 && key.global_group == GroupShape{-1, -1};
     case GlobalScale::kPerRow:
       return key.global_scale == DType::kF32 && key.global_group == GroupShape{1, -1};
+    case GlobalScale::kPerBlock:
+      return key.global_scale == DType::kF16 && key.global_group == GroupShape{1, 256};
   }
   return false;
 }
@@ -108,6 +112,7 @@ std::optional<WeightLayout> find_weight_layout(const QuantKey& key) {
     if (!key.symmetric && !row.may_have_zero_points) continue;
     WeightLayout layout = row.layout;
     layout.global_scale = row.global_scale;
+    layout.global_group = key.global_group;
     layout.zero_points = !key.symmetric;
     if (key.symmetric && key.value == DType::kI4) layout.zero = 8;
     if (key.symmetric && key.value == DType::kU8) layout.zero = 128;

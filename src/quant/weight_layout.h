@@ -12,7 +12,7 @@
 
 namespace fusedmoe::core {
 
-enum class GlobalScale { kNone, kPerMatrix, kPerRow };
+enum class GlobalScale { kNone, kPerMatrix, kPerRow, kPerBlock };
 
 struct WeightLayout {
   std::span<const DType> values_dtypes;  ///< of WeightMatrix::values, the usual one first
@@ -23,7 +23,19 @@ struct WeightLayout {
   GlobalScale global_scale = GlobalScale::kNone;
   std::int64_t zero = 0;  ///< zero point of symmetric codes
 
+  GroupShape global_group{};
+
   bool quantized() const { return !scales_dtypes.empty(); }
+  DType global_dtype() const {
+    return global_scale == GlobalScale::kPerBlock ? DType::kF16 : DType::kF32;
+  }
+  /// Blocks have one factor, or with zero points two.
+  std::int64_t factors_per_block() const { return zero_points ? 2 : 1; }
+  Shape global_shape(std::int64_t out, std::int64_t in) const {
+    if (global_scale == GlobalScale::kPerMatrix) return {1};
+    if (global_scale == GlobalScale::kPerRow) return {out};
+    return {out, factors_per_block() * ((in + global_group.cols - 1) / global_group.cols)};
+  }
   Shape values_shape(std::int64_t out, std::int64_t in) const {
     return {out, (in + packing - 1) / packing};
   }

@@ -40,6 +40,7 @@ class ReferenceDescriptor final : public ExpertsDescriptor {
   Support supports(const MoeConfig& config) const override {
     const std::optional<QuantKey>& activations = config.scheme.activations;
     const bool known = core::find_weight_layout(config.scheme.weights) &&
+                       core::find_weight_layout(config.scheme.down_weights()) &&
                        (!activations || core::has_quantizer(*activations));
     return core::supports_on_cpu(config, known, "every named scheme");
   }

@@ -294,8 +294,11 @@ class Forward {
 
   void multiply(const WeightMatrix& matrix, std::int64_t e, std::int64_t out, std::int64_t in,
                 double* y, std::int64_t y_stride) const {
-    apply_linear({core::executor_of(args_.stream), matrix, weights_.scheme.weights, out, in,
-                  slots(e), count(e), b_.operand, n_.operand_width(), y, y_stride});
+    const bool down = &matrix == &weights_.experts[static_cast<std::size_t>(e)].down;
+    const QuantScheme& scheme = weights_.scheme;
+    apply_linear({core::executor_of(args_.stream), matrix,
+                  down ? scheme.down_weights() : scheme.weights, out, in, slots(e), count(e),
+                  b_.operand, n_.operand_width(), y, y_stride});
   }
 
   bool gated() const { return is_gated(args_.weights->info().activation.kind); }

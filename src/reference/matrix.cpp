@@ -127,6 +127,8 @@ double decode_scale(const void* scales, DType dtype, std::int64_t index) {
   const auto* codes = static_cast<const std::uint8_t*>(scales);
   if (dtype == DType::kE8M0) return decode_e8m0(codes[index]);
   if (dtype == DType::kE4M3) return decode_e4m3(codes[index]);
+  if (dtype == DType::kU8) return codes[index];
+  if (dtype == DType::kI8) return static_cast<std::int8_t>(codes[index]);
   return load(scales, dtype, index);
 }
 
@@ -205,6 +207,14 @@ double element(const WeightMatrix& m, const QuantKey& key, std::int64_t row, std
           ? middle(key.value)
           : m.zero_points
                 .as<const std::uint8_t>()[position(m.zero_points, block_row, block_column)];
+  if (key.global_group.cols > 0) {
+    const auto factor = [&](std::int64_t index) {
+      return load(m.global_scale.data(), DType::kF16, position(m.global_scale, row, index));
+    };
+    const std::int64_t block = column / key.global_group.cols;
+    if (key.symmetric) return (value - zero) * scale * factor(block);
+    return value * scale * factor(2 * block) - zero * factor(2 * block + 1);
+  }
   const double product = (value - zero) * scale;
   if (!key.global_scale) return product;
   const auto* global = m.global_scale.as<const float>();

@@ -20,7 +20,8 @@ double round_to(DType dtype, double value);
 void store(void* data, DType dtype, std::int64_t index, double value);
 
 /// Element (row, column) of an expert's matrix of the key, decoded: (code - zero point) * scale *
-/// global scale; W4A8: e4m3((code - 8) * group scale) * channel scale.
+/// global scale; W4A8: e4m3((code - 8) * group scale) * channel scale; Q4_K: code * scale * factor
+/// - zero point * other factor.
 double element(const WeightMatrix& matrix, const QuantKey& key, std::int64_t row,
                std::int64_t column);
 

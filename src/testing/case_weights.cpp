@@ -275,11 +275,14 @@ ExpertWeights make_quantized(const Case& spec, Random& random) {
   QuantizedStacks stacks(spec, source);
   stacks.add_input_scales(random);
   ExpertWeights::Stacked stacked = stacks.stacked();
-  drop_last(stacked.w13_global_scales);
-  drop_last(stacked.w2_global_scales);
   const QuantKey& key = spec.scheme.weights;
+  if (key.global_group.cols < 0) {
+    drop_last(stacked.w13_global_scales);
+    drop_last(stacked.w2_global_scales);
+  }
   if (key.group == GroupShape{-1, -1}) drop_last(stacked.w13_scales);
-  const bool tiles = key.group.rows == 1 && bits(*key.scale) == 8 && key.value != DType::kI4;
+  const bool integer = key.value == DType::kI4 || key.value == DType::kU8;
+  const bool tiles = key.group.rows == 1 && bits(*key.scale) == 8 && !integer;
   if (tiles && spec.seed % 2 == 1) {
     stacked.scale_layout = ScaleLayout::kTiled128x4;
     for (Tensor* scales : {&stacked.w13_scales, &stacked.w2_scales}) {

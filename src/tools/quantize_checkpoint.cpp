@@ -83,6 +83,8 @@ class CheckpointQuantizer {
 
  private:
   ModelConfig target_model() const {
+    FUSEDMOE_CHECK_SUPPORTED(!source_.files.files.front().gguf, kModel, source_.label,
+                             "a GGUF file", "safetensors: take the checkpoint it was made from");
     ModelConfig model = source_.config;
     model.scheme = options_.scheme;
     FUSEDMOE_CHECK(model.scheme.weights.quantized(), "scheme", name(model.scheme),
@@ -96,15 +98,34 @@ class CheckpointQuantizer {
         "scale_rule", std::string(name(options_.scale_rule)),
         "ocp, for weights without E8M0 scales");
     const auto config = checkpoint::quantization_config({model.layout, model.scheme}, {});
+    FUSEDMOE_CHECK_SUPPORTED(config || options_.layout, kQuantScheme, "scheme", name(model.scheme),
+                             "one that is written: only GGUF files hold this one");
     FUSEDMOE_CHECK(config, "layout", std::string(name(model.layout)),
                    core::format("one that can hold {}, such as {}", name(model.scheme),
                                 name(checkpoint::usual_layout(model.family, model.scheme))));
+    check_groups(model);
     // Readers take the scale rule of the activations from the layout.
     model.scheme = checkpoint::parse_quantization(
                        checkpoint::ConfigKeys(*config),
                        checkpoint::expert_modules(checkpoint::family_row(model.family), 1))
                        .scheme;
     return model;
+  }
+
+  /// Other readers of these layouts want rows of whole groups.
+  static void check_groups(const ModelConfig& model) {
+    const std::int64_t group = model.scheme.weights.group.cols;
+    const bool any = model.layout == CheckpointLayout::kFp8 ||
+                     model.layout == CheckpointLayout::kGptOss ||
+                     model.layout == CheckpointLayout::kModelOpt;
+    if (any || group < 0) return;
+    for (const std::int64_t width : {model.hidden, model.intermediate}) {
+      FUSEDMOE_CHECK_SUPPORTED(
+          width % group == 0, kShape, "scheme", name(model.scheme),
+          core::format("one whose groups divide the rows of {}: {} is no multiple of {}, and other "
+                       "readers of the layout {} refuse it",
+                       width, width, group, name(model.layout)));
+    }
   }
 
   LayerWeights load(std::int64_t number, const Block& block) const {
@@ -248,8 +269,8 @@ class CheckpointQuantizer {
       std::optional<float> global;
       if (model_.scheme.weights == keys::nvfp4())
         global = checkpoint::amax_with_reciprocal(amax[i]);
-      result[i].tensors =
-          quantize_weights(values[i], model_.scheme.weights, quantize_options(), global);
+      result[i].tensors = quantize_weights(
+          values[i], checkpoint::written_key(model_.scheme.weights), quantize_options(), global);
       values[i] = Tensor();
       if (sources[i]->bias.defined()) result[i].bias = contiguous(sources[i]->bias);
       if (calibration_)

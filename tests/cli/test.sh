@@ -40,6 +40,11 @@ synth() {
   succeeds synth --config "$configs/$1.json" --tokens 9 --out model "${@:2}"
 }
 
+# A config whose experts' rows are whole groups of 32.
+whole_groups() {
+  sed 's/"moe_intermediate_size": 40/"moe_intermediate_size": 64/' "$configs/qwen3_tiny.json" >whole.json
+}
+
 run_args=(run --checkpoint model --input model/input.safetensors --output out.safetensors)
 
 case $situation in
@@ -184,7 +189,8 @@ case $situation in
     refuses 'no/such' explain --checkpoint model --save-plan no/such/plan.json
     ;;
   run_quantized_checkpoint)
-    succeeds synth --config "$configs/qwen3_tiny.json" --tokens 9 --out float
+    whole_groups
+    succeeds synth --config whole.json --tokens 9 --out float
     for scheme in fp8_channel_token int4_g32 nvfp4; do
       rm -rf model
       succeeds quantize --checkpoint float --scheme "$scheme" --output model \
@@ -209,7 +215,10 @@ case $situation in
       --input model/input.safetensors --input-name typo
     ;;
   quantize)
-    succeeds synth --config "$configs/qwen3_tiny.json" --tokens 9 --out plain
+    whole_groups
+    succeeds synth --config "$configs/qwen3_tiny.json" --tokens 9 --out tiny
+    refuses '40 is no multiple of 32' quantize --checkpoint tiny --scheme int4_g32 --output other
+    succeeds synth --config whole.json --tokens 9 --out plain
     succeeds quantize --checkpoint plain --scheme nvfp4 --output model
     says '^model: nvfp4 in the layout of modelopt, .* in .* s$'
     succeeds "${run_args[@]}" --check 9
@@ -240,8 +249,15 @@ case $situation in
     says 'experts\.\{0\.\.99\}\.gate_proj\.weight +bf16 +\[40, 64\]'
     succeeds inspect model --json
     says '"num_experts":100'
-    refuses 'nowhere' inspect nowhere
+    refuses '^error: cannot open nowhere: no such file or directory$' inspect nowhere
     refuses '--layer.*9' inspect model --layer 9
+    # What run would refuse: a width that the tensors do not have.
+    sed 's/"moe_intermediate_size": *[0-9]*/"moe_intermediate_size": 48/' model/config.json >config.json
+    mv config.json model/config.json
+    refuses 'gate_proj.weight: shape \[40, 64\], must be \[48, 64\]' inspect model
+    refuses 'gate_proj.weight: shape \[40, 64\], must be \[48, 64\]' explain --checkpoint model
+    echo '{"model_type": null}' >model/config.json
+    refuses 'config.model_type: was null' inspect model
     ;;
   families)
     succeeds families

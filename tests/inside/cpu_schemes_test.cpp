@@ -232,7 +232,16 @@ TEST_P(CpuShardsTest, MatchReference) {
 
 INSTANTIATE_TEST_SUITE_P(All, CpuShardsTest, ::testing::ValuesIn(schemes_with_blocks()),
                          [](const auto& info) { return info.param.name; });
-INSTANTIATE_TEST_SUITE_P(All, CpuSchemesTest, ::testing::ValuesIn(named_schemes()),
+/// Also int8 activations with codes down to -128.
+std::vector<NamedScheme> schemes_and_ranges() {
+  std::vector<NamedScheme> result = named_schemes();
+  for (const char* name : {"int8_w8a8", "int4_g32_int8"}) {
+    result.push_back({std::string(name) + "_full", parse_scheme(std::string(name) + ":full")});
+  }
+  return result;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CpuSchemesTest, ::testing::ValuesIn(schemes_and_ranges()),
                          [](const auto& info) { return info.param.name; });
 
 /// Codes that no quantizer writes, but a file may hold.

@@ -104,7 +104,12 @@ std::vector<std::string> served_families() {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, FamilyLayerTest, ::testing::ValuesIn(served_families()),
-                         [](const auto& info) { return info.param; });
+                         [](const auto& info) {
+                           std::string name = info.param;
+                           std::replace(name.begin(), name.end(), '.', '_');
+                           std::replace(name.begin(), name.end(), '-', '_');
+                           return name;
+                         });
 
 }  // namespace
 }  // namespace fusedmoe

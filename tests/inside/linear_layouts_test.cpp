@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <limits>
 
@@ -171,23 +172,24 @@ TEST(LinearLayoutTest, InputScalesInTheModelsDtype) {
   EXPECT_NEAR(*scale.as<const float>(), wanted, wanted / 128);
 }
 
-// Today's compressed-tensors: a byte for each int4 value.
-TEST(LinearLayoutTest, W4A8InBytes) {
-  Parts parts("w4a8", kCt);
+// Today's compressed-tensors writes a byte for each int4 value. Older files hold the same codes
+// packed in words.
+TEST(LinearLayoutTest, W4A8InWords) {
+  Parts parts("w4a8", kCt, "qwen3_moe-wide");
   const LayerWeights before = parts.load();
   for (std::int64_t e = 0; e < 4; ++e) {
     for (const char* layer : {"gate_proj", "up_proj", "down_proj"}) {
       const std::string name = kExperts + std::to_string(e) + "." + layer + ".weight";
-      const Tensor words = parts.tensors.at(name + "_packed");
-      Tensor codes = Tensor::empty({words.size(0), 8 * words.size(1)}, DType::kU8);
-      unpack_codes(words, codes);
-      Tensor bytes = Tensor::empty(codes.shape(), DType::kI8);
+      const Tensor bytes = parts.tensors.at(name);
+      Tensor codes = Tensor::empty(bytes.shape(), DType::kU8);
       for (std::int64_t i = 0; i < codes.numel(); ++i) {
-        bytes.as<std::int8_t>()[i] =
-            static_cast<std::int8_t>(codes.as<const std::uint8_t>()[i] - 8);
+        codes.as<std::uint8_t>()[i] =
+            static_cast<std::uint8_t>(bytes.as<const std::int8_t>()[i] + 8);
       }
-      parts.tensors.erase(name + "_packed");
-      parts.tensors[name] = bytes;
+      Tensor words = Tensor::empty({codes.size(0), codes.size(1) / 8}, DType::kI32);
+      pack_codes(codes, words);
+      parts.tensors.erase(name);
+      parts.tensors[name + "_packed"] = words;
     }
   }
   const LayerWeights after = parts.load();
@@ -201,38 +203,96 @@ TEST(LinearLayoutTest, W4A8InBytes) {
   }
 }
 
-// llm-compressor's W4A8: bf16 group scales; they become E4M3 and a channel scale on loading.
+// bf16 group scales become E4M3 and a channel scale on loading.
 TEST(LinearLayoutTest, W4A8WithPlainGroupScales) {
-  Parts parts("w4a8", kCt);
-  for (std::int64_t e = 0; e < 4; ++e) {
-    for (const char* layer : {"gate_proj", "up_proj", "down_proj"}) {
-      const std::string name = kExperts + std::to_string(e) + "." + layer + ".weight_";
-      const Tensor groups = parts.tensors.at(name + "scale");
-      Tensor plain = Tensor::empty(groups.shape(), DType::kBF16);
-      for (std::int64_t i = 0; i < groups.numel(); ++i) {
-        store_f32(plain.data(), DType::kBF16, i, 0.01F * static_cast<float>(1 + i % 7));
-      }
-      parts.tensors[name + "scale"] = plain;
-      parts.tensors.erase(name + "chan_scale");
-    }
-  }
+  Parts parts("w4a8", kCt, "qwen3_moe-wide");
+  const std::string scales = kExperts + "0.gate_proj.weight_scale";
+  const Tensor plain = parts.copy(scales);
+  store_f32(plain.data(), DType::kBF16, 0, 0.01F);
+  store_f32(plain.data(), DType::kBF16, 1, 0.02F);
   const LayerWeights layer = parts.load();
   EXPECT_EQ(name(layer.experts.scheme), "w4a8");
   const WeightMatrix& gate = layer.experts.experts[0].gate;
   // Two groups of a row: the larger scale becomes 448 / 8, and its eighth goes to the channel.
-  const float first =
-      load_f32(parts.tensors.at(kExperts + "0.gate_proj.weight_scale").data(), DType::kBF16, 0);
-  const float second =
-      load_f32(parts.tensors.at(kExperts + "0.gate_proj.weight_scale").data(), DType::kBF16, 1);
-  const float channel = std::max(first, second) / 448;
+  const float first = load_f32(plain.data(), DType::kBF16, 0);
+  const float channel = load_f32(plain.data(), DType::kBF16, 1) / 448;
   EXPECT_EQ(*gate.global_scale.as<const float>(), channel * 8);
   EXPECT_EQ(load_f32(gate.scales.data(), DType::kE4M3, 1), 56);
   EXPECT_EQ(load_f32(gate.scales.data(), DType::kE4M3, 0),
             e4m3_to_f32(f32_to_e4m3(e4m3_to_f32(f32_to_e4m3(first / channel)) / 8)));
 
-  Parts both("w4a8", kCt);
-  both.tensors[kExperts + "0.up_proj.weight_scale"] = Tensor::zeros({96, 2}, DType::kBF16);
-  EXPECT_NE(both.error().find("bf16 beside weight_chan_scale"), std::string::npos) << both.error();
+  parts.tensors[kExperts + "0.gate_proj.weight_chan_scale"] = Tensor::zeros({128, 1}, DType::kF32);
+  EXPECT_NE(parts.error().find("bf16 beside weight_chan_scale"), std::string::npos)
+      << parts.error();
+}
+
+// vLLM's names under quant_method fp8; transformers' are those that are written.
+TEST(LinearLayoutTest, Fp8PerTensorUnderVllmsNames) {
+  Parts parts("fp8_tensor_static", CheckpointLayout::kFp8);
+  const LayerWeights before = parts.load();
+  for (const auto& [from, to] : {std::pair{"weight_scale_inv", "weight_scale"},
+                                 std::pair{"activation_scale", "input_scale"}}) {
+    std::map<std::string, Tensor, std::less<>> renamed;
+    for (const auto& [name, tensor] : parts.tensors) {
+      std::string text = name;
+      if (text.ends_with(from)) text.replace(text.size() - std::strlen(from), text.npos, to);
+      renamed[text] = tensor;
+    }
+    parts.tensors = renamed;
+  }
+  const LayerWeights after = parts.load();
+  EXPECT_EQ(*after.experts.experts[3].down.input_scale.as<const float>(),
+            *before.experts.experts[3].down.input_scale.as<const float>());
+}
+
+// ModelOpt's FP8_PB_WO has blocks of 128 with scales of four dimensions.
+TEST(LinearLayoutTest, ModelOptBlocksOfFourDimensions) {
+  Parts parts("fp8_block_w8a16", CheckpointLayout::kModelOpt);
+  EXPECT_EQ(parts.quantization()["quant_algo"], "FP8_PB_WO");
+  parts.quantization()["quant_algo"] = "fp8_pb_wo";  // as ModelOpt 0.47 writes it
+  const LayerWeights before = parts.load();
+  for (auto& [name, tensor] : parts.tensors) {
+    if (!name.ends_with("weight_scale")) continue;
+    tensor = Tensor(tensor.reshape({tensor.size(0), 1, tensor.size(1), 1}), tensor.owner());
+  }
+  const LayerWeights after = parts.load();
+  EXPECT_EQ(after.experts.experts[1].up.scales.shape(),
+            before.experts.experts[1].up.scales.shape());
+  EXPECT_EQ(name(after.experts.scheme), "fp8_block_w8a16");
+}
+
+// gpt-oss's original files: other names, and a config without a model_type.
+TEST(LinearLayoutTest, OriginalNamesOfGptOss) {
+  const Parts published("mxfp4_w4a16", CheckpointLayout::kGptOss, "gpt_oss");
+  std::map<std::string, TensorView> tensors;
+  for (const auto& [name, tensor] : published.tensors) {
+    std::string text = name;
+    for (const auto& [from, to] :
+         {std::pair{"model.layers.0.", "block.0."},
+          std::pair{"experts.gate_up_proj_bias", "mlp1_bias"},
+          std::pair{"experts.down_proj_bias", "mlp2_bias"},
+          std::pair{"experts.gate_up_proj_", "mlp1_weight."},
+          std::pair{"experts.down_proj_", "mlp2_weight."}, std::pair{"router.", "gate."}}) {
+      if (const std::size_t at = text.find(from); at != text.npos) {
+        text.replace(at, std::strlen(from), to);
+      }
+    }
+    tensors[text] = tensor;
+  }
+  const testing::TemporaryDirectory directory;
+  save_safetensors(directory / "x.safetensors", tensors,
+                   {{"config", R"({"num_hidden_layers": 1, "num_experts": 4,
+                     "experts_per_token": 2, "hidden_size": 160, "intermediate_size": 96,
+                     "swiglu_limit": 7.0})"}});
+  CheckpointOptions options;
+  options.family = Family::named("gpt_oss");
+  const LayerWeights original =
+      Checkpoint::open(directory / "x.safetensors", options).load_layer(0);
+  const LayerWeights layer = published.load();
+  EXPECT_EQ(name(original.experts.scheme), "mxfp4_w4a16");
+  EXPECT_EQ(std::memcmp(original.experts.experts[3].down.values.data(),
+                        layer.experts.experts[3].down.values.data(), 48),
+            0);
 }
 
 TEST(LinearLayoutTest, ScalarsOfAnyRank) {
@@ -257,7 +317,7 @@ TEST(LinearLayoutTest, UncalibratedExpertsTakeTheLargestInputScale) {
 
 TEST(LinearLayoutTest, UnusedInputScalesAreAllowed) {
   Parts parts("fp8_tensor", CheckpointLayout::kFp8);
-  parts.tensors[kExperts + "2.down_proj.input_scale"] = Tensor::zeros({}, DType::kF32);
+  parts.tensors[kExperts + "2.down_proj.activation_scale"] = Tensor::zeros({}, DType::kF32);
   EXPECT_FALSE(parts.load().experts.experts[2].down.input_scale.defined());
 }
 
@@ -324,8 +384,8 @@ std::vector<Hostile> hostile() {
        [](Parts& p) { erase(p, "3.up_proj.weight_scale_inv"); },
        "experts.3.up_proj.weight_scale_inv: missing, must be [1, 2]"},
       {"missing_input_scale", "fp8_tensor_static", CheckpointLayout::kFp8,
-       [](Parts& p) { erase(p, "3.up_proj.input_scale"); },
-       "experts.3.up_proj.input_scale: missing, must be []"},
+       [](Parts& p) { erase(p, "3.up_proj.activation_scale"); },
+       "experts.3.up_proj.activation_scale: missing, must be []"},
       {"missing_zero_points", "int4_g32_zp", kCt,
        [](Parts& p) { erase(p, "0.up_proj.weight_zero_point"); },
        "experts.0.up_proj.weight_zero_point: missing, must be [12, 5]"},
@@ -368,7 +428,7 @@ std::vector<Hostile> hostile() {
        [](Parts& p) {
          p.quantization() = {{"quant_method", "fp8"}};
        },
-       "weight_scale: missing"},
+       "weight_scale_inv: shape [1, 2], must be []"},
       {"config_of_gpt_oss", "fp8_block", CheckpointLayout::kFp8,
        [](Parts& p) {
          p.quantization() = {{"quant_method", "mxfp4"}};

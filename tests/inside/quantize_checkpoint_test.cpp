@@ -49,9 +49,12 @@ std::vector<RoundTrip> round_trips() {
     for (const CheckpointLayout layout : kLayouts) {
       const bool stacked = layout == CheckpointLayout::kGptOss;
       if (stacked && family != "gpt_oss") continue;
-      if (checkpoint::quantization_config({layout, parse_scheme(scheme)}, {})) {
-        cases.push_back({family, scheme, layout});
-      }
+      if (!checkpoint::quantization_config({layout, parse_scheme(scheme)}, {})) continue;
+      const std::int64_t group = parse_scheme(scheme).weights.group.cols;
+      const bool whole_groups =
+          layout == CheckpointLayout::kCompressedTensors || layout == CheckpointLayout::kGptq ||
+          layout == CheckpointLayout::kGptqV2 || layout == CheckpointLayout::kAwq;
+      cases.push_back({family + (whole_groups && group > 32 ? "-wide" : ""), scheme, layout});
     }
   };
   for (const NamedScheme& entry : named_schemes()) {
@@ -100,10 +103,12 @@ float amax_of(const WeightMatrix& source, DType dtype) {
       dequantize_weights(source, schemes::unquantized(dtype).weights, source.values.size(1)));
 }
 
-/// compressed-tensors has one scale rule for MXFP4 activations, and no words for others.
+/// compressed-tensors has one scale rule for MXFP4 and int8 activations, and no words for others.
 std::string read_as(const RoundTrip& trip) {
-  const bool even = trip.layout == CheckpointLayout::kCompressedTensors && trip.scheme == "mxfp4";
-  return even ? "mxfp4:even" : trip.scheme;
+  if (trip.layout != CheckpointLayout::kCompressedTensors) return trip.scheme;
+  if (trip.scheme == "mxfp4") return "mxfp4:even";
+  return trip.scheme.ends_with("int8") || trip.scheme == "int8_w8a8" ? trip.scheme + ":full"
+                                                                     : trip.scheme;
 }
 
 TEST_P(RoundTripTest, IsExact) {
@@ -157,8 +162,9 @@ INSTANTIATE_TEST_SUITE_P(All, RoundTripTest, ::testing::ValuesIn(round_trips()),
 using Names = std::map<std::string, std::string>;
 
 /// "suffix" -> "dtype shape" of the tensors of one linear layer.
-Names layer_tensors(const std::string& scheme, CheckpointLayout layout, const std::string& layer) {
-  const auto path = TinyCheckpoints::instance().quantized("qwen3_moe", scheme, layout);
+Names layer_tensors(const std::string& scheme, CheckpointLayout layout, const std::string& layer,
+                    const std::string& family = "qwen3_moe") {
+  const auto path = TinyCheckpoints::instance().quantized(family, scheme, layout);
   Names names;
   for (const auto& [name, tensor] : tensors_of(path)) {
     const std::string prefix = "model.layers.0.mlp.experts.1." + layer + ".";
@@ -178,10 +184,13 @@ TEST(QuantizedNamesTest, DeepseekBlocks) {
 
 TEST(QuantizedNamesTest, Fp8PerTensor) {
   EXPECT_EQ(layer_tensors("fp8_tensor", CheckpointLayout::kFp8, "up_proj"),
-            (Names{{"weight", "e4m3 [96, 160]"}, {"weight_scale", "f32 []"}}));
+            (Names{{"weight", "e4m3 [96, 160]"}, {"weight_scale_inv", "f32 []"}}));
+  EXPECT_EQ(layer_tensors("fp8_tensor_static", CheckpointLayout::kFp8, "up_proj"),
+            (Names{{"weight", "e4m3 [96, 160]"},
+                   {"weight_scale_inv", "f32 []"},
+                   {"activation_scale", "f32 []"}}));
   const Names with_input{
       {"weight", "e4m3 [96, 160]"}, {"weight_scale", "f32 []"}, {"input_scale", "f32 []"}};
-  EXPECT_EQ(layer_tensors("fp8_tensor_static", CheckpointLayout::kFp8, "up_proj"), with_input);
   EXPECT_EQ(layer_tensors("fp8_tensor_static", CheckpointLayout::kModelOpt, "up_proj"), with_input);
   EXPECT_EQ(
       layer_tensors("fp8_tensor_static", CheckpointLayout::kCompressedTensors, "up_proj"),
@@ -234,10 +243,21 @@ TEST(QuantizedNamesTest, PackedIntegers) {
             (Names{{"weight_packed", "i32 [96, 40]"},
                    {"weight_scale", "bf16 [96, 1]"},
                    {"weight_shape", "i64 [2]"}}));
-  EXPECT_EQ(layer_tensors("w4a8", ct, "gate_proj"), (Names{{"weight_packed", "i32 [96, 20]"},
-                                                           {"weight_scale", "e4m3 [96, 2]"},
-                                                           {"weight_chan_scale", "f32 [96, 1]"},
-                                                           {"weight_shape", "i64 [2]"}}));
+  EXPECT_EQ(layer_tensors("w4a8", ct, "gate_proj", "qwen3_moe-wide"),
+            (Names{{"weight", "i8 [128, 256]"}, {"weight_scale", "bf16 [128, 2]"}}));
+}
+
+// compressed-tensors, GPTQModel and AutoAWQ refuse rows of parts of groups.
+TEST(QuantizedNamesTest, PartsOfGroupsAreRefused) {
+  for (const auto& [scheme, layout] :
+       {std::pair{"int4_g64", CheckpointLayout::kCompressedTensors},
+        std::pair{"int8_g128", CheckpointLayout::kGptq},
+        std::pair{"w4a8", CheckpointLayout::kCompressedTensors},
+        std::pair{"fp8_block", CheckpointLayout::kCompressedTensors}}) {
+    const std::string error =
+        error_text([&] { TinyCheckpoints::instance().quantized("qwen3_moe", scheme, layout); });
+    EXPECT_NE(error.find("160 is no multiple of"), std::string::npos) << scheme << ": " << error;
+  }
 }
 
 TEST(QuantizedNamesTest, GptqAndAwq) {

@@ -409,5 +409,30 @@ TEST(QuantizeTest, BadArgumentsAreNamed) {
   EXPECT_EQ(fault(x, keys::e4m3_row(true), {}, 3), "values");
 }
 
+// Scales and codes that compressed-tensors 0.20 gives for int8 per token.
+TEST(FullRangeInt8Test, GivesTheCodesOfCompressedTensors) {
+  struct Row {
+    std::vector<float> x;
+    float scale;
+    std::vector<int> codes;
+  };
+  QuantKey key = keys::int8_row(true);
+  key.full_range = true;
+  for (const Row& row :
+       std::vector<Row>{{{-3.0F, 1.0F, 0.5F, 2.25F, -0.01F}, 0x1.818182p-6F, {-128, 42, 21, 96, 0}},
+                        {{3.0F, -1.0F, 1.5F, 0.0F, 0.02F}, 0x1.818182p-6F, {127, -42, 64, 0, 1}},
+                        {{0.0F, 0.0F, 0.0F, 0.0F, 0.0F}, 0x1p-23F, {0, 0, 0, 0, 0}},
+                        {{127.5F, -127.5F, 0.5F, 1.5F, 2.5F}, 1.0F, {127, -128, 0, 2, 2}}}) {
+    std::int8_t codes[5];
+    float scale = 0;
+    core::quantize_row(row.x.data(), 5, key, 1, reinterpret_cast<std::uint8_t*>(codes), &scale);
+    EXPECT_EQ(scale, row.scale);
+    EXPECT_EQ(std::vector<int>(codes, codes + 5), row.codes);
+  }
+  EXPECT_EQ(core::full_int8_code(kNan), 0);
+  EXPECT_EQ(core::full_int8_code(kInf), 127);
+  EXPECT_EQ(core::full_int8_code(-kInf), -128);
+}
+
 }  // namespace
 }  // namespace fusedmoe

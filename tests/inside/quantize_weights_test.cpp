@@ -117,7 +117,7 @@ double half_step(const QuantKey& key, double code) {
 
 TEST_P(EveryKeyTest, ErrorsAreAtMostHalfAStep) {
   const QuantKey& key = GetParam().scheme.weights;
-  if (!key.quantized()) return;
+  if (!key.quantized() || key.global_group.cols > 0) return;
   // A rule that never clips.
   const Tensor source = random_matrix(kOut, kIn, 3);
   const QuantizedMatrix q = quantize_weights(source, key, {.scale_rule = MxScaleRule::kCeil});
@@ -136,6 +136,34 @@ TEST_P(EveryKeyTest, ErrorsAreAtMostHalfAStep) {
       if (key.value == DType::kI4 && key.global_scale) bound += 0.15 * std::abs(code) + 0.1;
       if (key.value == DType::kE2M1 && key.global_scale) bound += 0.07 * std::abs(code);
       ASSERT_LE(std::abs(x - y), bound * scale * 1.0001 + 1e-9) << r << " " << c << " " << x;
+    }
+  }
+}
+
+// Groups of Q4_K and Q6_K round their scales and offsets, too, to steps of 1/63 or 1/127 of the
+// largest in their block.
+TEST(SuperBlockTest, ErrorsAreAtMostTheStepsOfCodesAndScales) {
+  const Tensor source = random_matrix(kOut, kIn, 3);
+  for (const QuantKey& key : {keys::q4_k(), keys::q6_k()}) {
+    const QuantizedMatrix q = quantize_weights(source, key);
+    const Tensor decoded = dequantize_weights(q.view(), key, kIn);
+    const double codes = key.symmetric ? 31 : 15, steps = key.symmetric ? 127 : 63;
+    for (std::int64_t r = 0; r < kOut; ++r) {
+      for (std::int64_t block = 0; block < kIn; block += 256) {
+        const std::int64_t end = std::min(kIn, block + 256);
+        double largest = 0;
+        for (std::int64_t c = block; c < end; ++c) {
+          largest = std::max(largest, std::abs(double{source.as<float>()[r * kIn + c]}));
+        }
+        // Twice for ranges of both signs. Half a code; half a step of the scale times the code;
+        // half a step of the offset; the rounding of both factors to f16.
+        const double range = 2 * largest;
+        const double bound = range / codes / 2 + range / steps + range / 1024;
+        for (std::int64_t c = block; c < end; ++c) {
+          const double x = source.as<float>()[r * kIn + c];
+          ASSERT_NEAR(decoded.as<float>()[r * kIn + c], x, bound) << r << " " << c;
+        }
+      }
     }
   }
 }

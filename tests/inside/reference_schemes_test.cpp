@@ -62,10 +62,21 @@ Rows decode(const WeightMatrix& m, const QuantKey& key, std::int64_t out, std::i
         const std::int64_t block_row = core::block_of(r, key.group.rows, m.first_row);
         const std::int64_t block = core::block_of(c, key.group.cols, m.first_col);
         const DType type = m.scales.dtype() == DType::kU8 ? *key.scale : m.scales.dtype();
-        value -= layout.zero_points
-                     ? m.zero_points.as<std::uint8_t>()[at(m.zero_points, block_row, block)]
-                     : static_cast<double>(layout.zero);
-        value *= load_f32(m.scales.data(), type, at(m.scales, block_row, block));
+        const double zero =
+            layout.zero_points
+                ? m.zero_points.as<std::uint8_t>()[at(m.zero_points, block_row, block)]
+                : static_cast<double>(layout.zero);
+        const double scale = load_f32(m.scales.data(), type, at(m.scales, block_row, block));
+        if (layout.global_scale == core::GlobalScale::kPerBlock) {
+          const std::int64_t count = layout.factors_per_block(), first = c / 256 * count;
+          const auto factor = [&](std::int64_t i) {
+            return double{load_f32(m.global_scale.data(), DType::kF16, at(m.global_scale, r, i))};
+          };
+          rows[r][c] = count == 1 ? (value - zero) * scale * factor(first)
+                                  : value * scale * factor(first) - zero * factor(first + 1);
+          continue;
+        }
+        value = (value - zero) * scale;
         if (layout.global_scale == core::GlobalScale::kPerMatrix) {
           value *= *m.global_scale.as<float>();
         } else if (layout.global_scale == core::GlobalScale::kPerRow) {

@@ -66,6 +66,10 @@ Stacked stack_of(const QuantScheme& scheme, bool gated = true) {
   } else if (layout.global_scale == core::GlobalScale::kPerRow) {
     s.w13_global_scales = filled({kExperts, rows}, DType::kF32);
     s.w2_global_scales = filled({kExperts, kHidden}, DType::kF32);
+  } else if (layout.global_scale == core::GlobalScale::kPerBlock) {
+    const Shape w13 = layout.global_shape(rows, kHidden), w2 = layout.global_shape(kHidden, kInner);
+    s.w13_global_scales = filled({kExperts, w13[0], w13[1]}, DType::kF16);
+    s.w2_global_scales = filled({kExperts, w2[0], w2[1]}, DType::kF16);
   }
   if (scheme.activations && (!scheme.activations->dynamic || scheme.activations->global_scale)) {
     s.w13_input_scales = filled({kExperts}, DType::kF32);

@@ -18,14 +18,16 @@
 
 namespace fusedmoe::testing {
 
-/// Four experts of 160 x 96: no multiples of 128, but of 32.
-inline std::string tiny_config(const std::string& family) {
+/// Four experts of 160 x 96: no multiples of 128, but of 32. "<family>-wide": of 256 x 128.
+inline std::string tiny_config(const std::string& name) {
+  const bool wide = name.ends_with("-wide");
+  const std::string family = wide ? name.substr(0, name.size() - 5) : name;
   nlohmann::json config{{"model_type", family},
                         {"num_hidden_layers", 1},
-                        {"hidden_size", 160},
+                        {"hidden_size", wide ? 256 : 160},
                         {"num_experts_per_tok", family == "llama4" ? 1 : 2}};
   const bool own_width = family.starts_with("qwen") || family.starts_with("deepseek");
-  config[own_width ? "moe_intermediate_size" : "intermediate_size"] = 96;
+  config[own_width ? "moe_intermediate_size" : "intermediate_size"] = wide ? 128 : 96;
   config[family == "deepseek_v3" ? "n_routed_experts" : "num_local_experts"] = 4;
   if (family == "qwen2_moe") config["shared_expert_intermediate_size"] = 64;
   if (family == "deepseek_v3") {

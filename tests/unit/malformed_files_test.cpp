@@ -193,7 +193,7 @@ std::vector<BadConfig> bad_configs() {
       {"array", "[]", "config: was array; must be a JSON object"},
       {"nul", std::string("{}\0", 3), "NUL byte"},
       {"deep", "{\"a\":" + std::string(100'000, '['), "nested"},
-      {"no_model_type", "{}", "config.model_type: was \"\"; must be a family that is described"},
+      {"no_model_type", "{}", "config.model_type: was absent; must be a family that is described"},
       {"unknown_model_type", with("bert", sizes), "config.model_type: was \"bert\""},
       {"model_type_is_a_number", R"({"model_type": 3})",
        "config.model_type: was \"3\"; must be a string"},

@@ -30,6 +30,9 @@ TEST(QuantTest, Mxfp4IsE2m1InBlocksOf32WithE8m0Scales) {
 TEST(QuantTest, ScaleRuleIsPartOfTheName) {
   const QuantScheme even = parse_scheme("mxfp4:even");
   EXPECT_EQ(even.activations->scale_rule, MxScaleRule::kEven);
+  EXPECT_TRUE(parse_scheme("int8_w8a8:full").activations->full_range);
+  EXPECT_EQ(name(parse_scheme("int8_w8a8:full")), "int8_w8a8:full");
+  EXPECT_EQ(name(parse_scheme("q4_k+q6_k")), "q4_k+q6_k");
   EXPECT_EQ(name(even), "mxfp4:even");
   EXPECT_EQ(parse_scheme("mxfp4:ocp"), parse_scheme("mxfp4"));
   EXPECT_THROW(parse_scheme("mxfp4:up"), Error);

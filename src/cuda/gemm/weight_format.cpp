@@ -47,6 +47,7 @@ bool multiplies(const WeightFormat& format, const std::optional<QuantKey>& key) 
 }  // namespace
 
 const WeightFormat* find_weight_format(const QuantScheme& scheme, DType row_dtype) {
+  if (scheme.down) return nullptr;  // both GEMMs of a launch have one format
   const auto formats = weight_formats();
   const auto found = std::find_if(formats.begin(), formats.end(), [&](const WeightFormat& format) {
     return format.row_dtype == row_dtype && format.holds(scheme.weights) &&
