@@ -14,6 +14,7 @@
 #include <string_view>
 #include <vector>
 
+#include "fusedmoe/comm.h"
 #include "fusedmoe/export.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/router.h"
@@ -30,15 +31,6 @@ enum class ActivationFormat {
   kBatchedExperts,  ///< (num_local_experts, max_tokens, hidden) + expert_num_tokens
 };
 FUSEDMOE_API std::string_view name(ActivationFormat format);
-
-/// Sizes of the parallel groups a layer lives in, at least 1, and its rank among ep_size.
-struct ParallelConfig {
-  int tp_size = 1;
-  int dp_size = 1;
-  int ep_size = 1;
-  int ep_rank = 0;
-  bool operator==(const ParallelConfig&) const = default;
-};
 
 /// Everything about a layer that an implementation may accept or refuse.
 struct MoeConfig {
