@@ -127,10 +127,11 @@ class FUSEDMOE_API ExpertPlacement {
     bool operator==(const Replica&) const = default;
   };
   std::vector<Replica> replicas(std::int64_t expert) const;
-  /// All of them one after the other, and where those of each expert begin (num_experts + 1).
+  /// Physical experts grouped by their logical one: those of expert e are
+  /// physical[offsets[e]] to physical[offsets[e + 1] - 1]. Of each physical expert its local
+  /// number.
   struct Table {
-    std::vector<Replica> replicas;
-    std::vector<std::int32_t> offsets;
+    std::vector<std::int32_t> offsets, physical, local;
   };
   Table table() const;
 
@@ -165,6 +166,12 @@ struct Message {
   std::size_t bytes = 0;
 };
 
+/// A part of `bytes` for each rank, one after the other, of which this rank's own is there.
+struct Gather {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+};
+
 /// What a data plane asks while it waits.
 class FUSEDMOE_API Waiting {
  public:
@@ -187,11 +194,10 @@ class FUSEDMOE_API DataPlane {
   /// not travel. Throws Error where a peer sends another number of bytes than is expected.
   virtual void exchange(std::span<const Message> sends, std::span<const Message> receives,
                         Stream stream, Waiting& waiting) = 0;
-  /// Gathers `bytes` of every rank at `data` + rank * bytes, where this rank's own already lie, if
-  /// the plane has something faster than exchange(); false: it has not.
-  virtual bool all_gather(void* data, std::size_t bytes, Stream stream);
-  /// data = sum over the ranks, each of which holds `count` elements for every rank; this rank's
-  /// own sum comes to `out`. In any order of the ranks. As above.
+  /// Fills the buffers if the plane has something faster than exchange(); false: it has not.
+  virtual bool all_gather(std::span<const Gather> buffers, Stream stream);
+  /// `data` holds `count` elements for every rank; `out` becomes the sum over the ranks of those
+  /// for this one, in any order of the ranks. As above.
   virtual bool reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype,
                               Stream stream);
   /// Ends what is in flight: no exchange comes any more.
@@ -243,7 +249,7 @@ class FUSEDMOE_API Communicator {
   /// See DataPlane. `what` names the step in errors: "dispatch of step 12 of layer 3".
   void exchange(std::span<const Message> sends, std::span<const Message> receives, Stream stream,
                 std::string_view what);
-  bool all_gather(void* data, std::size_t bytes, Stream stream);
+  bool all_gather(std::span<const Gather> buffers, Stream stream);
   bool reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype, Stream stream);
   /// Number of the next step of any layer, and of the next layer: equal on all ranks as long as
   /// they do the same.

@@ -29,7 +29,7 @@ std::string list(std::span<const int> ranks) {
 
 }  // namespace
 
-bool DataPlane::all_gather(void*, std::size_t, Stream) {
+bool DataPlane::all_gather(std::span<const Gather>, Stream) {
   return false;
 }
 bool DataPlane::reduce_scatter(const void*, void*, std::int64_t, DType, Stream) {
@@ -303,8 +303,8 @@ void Communicator::exchange(std::span<const Message> sends, std::span<const Mess
   }
 }
 
-bool Communicator::all_gather(void* data, std::size_t bytes, Stream stream) {
-  return impl_->members.empty() && impl_->data && impl_->data->all_gather(data, bytes, stream);
+bool Communicator::all_gather(std::span<const Gather> buffers, Stream stream) {
+  return impl_->members.empty() && impl_->data && impl_->data->all_gather(buffers, stream);
 }
 
 bool Communicator::reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype,

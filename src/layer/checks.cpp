@@ -29,6 +29,7 @@ void check_routing_results(const ForwardArgs& args) {
 
 /// Experts that reduce write the output themselves; others leave rows that finalize converts.
 void check_written_dtype(const ModularKernel& kernel, const ProblemSize& problem) {
+  if (kernel.prepare_finalize().moves_rows()) return;  // sums are converted on their way
   const Experts& experts = kernel.experts();
   const ExpertsDescriptor& descriptor = experts.descriptor();
   const WorkspacePlan plan = experts.plan(kernel.prepare_finalize().problem_size(problem));
@@ -185,6 +186,7 @@ ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& a
                    {problem.num_tokens, config.hidden}, device);
   problem.output_dtype = args.output.dtype();
   problem.expected_rows = args.expected_rows;
+  problem.max_tokens = args.max_tokens;
   problem.topk = core::check_routing_args(experts, args, problem.num_tokens);
   check_written_dtype(kernel, problem);
   if (config.monolithic) check_routing_results(args);

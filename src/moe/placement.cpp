@@ -136,8 +136,8 @@ Tensor ExpertPlacement::expert_map(int rank) const {
   Tensor map = Tensor::empty({num_experts_}, DType::kI32);
   const Table table = this->table();
   for (std::int64_t e = 0; e < num_experts_; ++e) {
-    const Replica& first = table.replicas[table.offsets[e]];
-    map.as<std::int32_t>()[e] = first.rank == rank ? first.local : -1;
+    const std::int32_t first = table.physical[table.offsets[e]];
+    map.as<std::int32_t>()[e] = rank_of_[first] == rank ? table.local[first] : -1;
   }
   return map;
 }
@@ -146,20 +146,25 @@ std::vector<ExpertPlacement::Replica> ExpertPlacement::replicas(std::int64_t exp
   FUSEDMOE_CHECK(expert >= 0 && expert < num_experts_, "expert", core::to_string(expert),
                  core::format("in [0, {})", num_experts_));
   const Table table = this->table();
-  return {table.replicas.begin() + table.offsets[expert],
-          table.replicas.begin() + table.offsets[expert + 1]};
+  std::vector<Replica> replicas;
+  for (std::int32_t i = table.offsets[expert]; i < table.offsets[expert + 1]; ++i) {
+    const std::int32_t p = table.physical[i];
+    replicas.push_back({rank_of_[p], table.local[p]});
+  }
+  return replicas;
 }
 
 ExpertPlacement::Table ExpertPlacement::table() const {
   Table table;
-  table.replicas.resize(rank_of_.size());
+  table.physical.resize(rank_of_.size());
+  table.local.resize(rank_of_.size());
   table.offsets.assign(static_cast<std::size_t>(num_experts_) + 1, 0);
   for (const std::int32_t logical : physical_to_logical_) ++table.offsets[logical + 1];
   std::partial_sum(table.offsets.begin(), table.offsets.end(), table.offsets.begin());
   std::vector<std::int32_t> next = table.offsets, locals(static_cast<std::size_t>(num_ranks_));
   for (std::size_t p = 0; p < rank_of_.size(); ++p) {
-    const std::int32_t rank = rank_of_[p];
-    table.replicas[next[physical_to_logical_[p]]++] = {rank, locals[rank]++};
+    table.physical[next[physical_to_logical_[p]]++] = static_cast<std::int32_t>(p);
+    table.local[p] = locals[rank_of_[p]]++;
   }
   return table;
 }
