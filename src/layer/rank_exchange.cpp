@@ -252,25 +252,23 @@ void RankExchange::count(const ForwardArgs& args, const ExchangeLayout& layout) 
   copy(raw(layout.send_counts), host(sending), stream);
   copy(raw(layout.recv_counts), host(coming), stream);
   synchronize(stream);
-  check_headers(in, mine);
+  check_headers(in);
   std::copy(sending.begin(), sending.end(), step_.send_counts.begin());
   std::copy(coming.begin(), coming.end(), step_.recv_counts.begin());
 }
 
-void RankExchange::check_headers(std::span<const StepHeader> headers,
-                                 const StepHeader& mine) const {
+void RankExchange::check_headers(std::span<const StepHeader> headers) const {
   const auto describe = [](int rank, const StepHeader& header) {
     return core::format(
         "rank {} is at step {} of layer {} with at most {} tokens, topk {}, rows "
         "of {} bytes",
         rank, header.step, header.layer, header.max_tokens, header.topk, header.row_bytes);
   };
-  for (int r = 0; r < size_; ++r) {
-    if (std::memcmp(&headers[r], &mine, sizeof mine) == 0) continue;
-    // The lower rank first, so that both sides say the same.
-    std::string low = describe(r, headers[r]), high = describe(rank_, mine);
-    if (r > rank_) std::swap(low, high);
-    throw Error::communication(core::format("{}, but {}", low, high));
+  // Compared with rank 0's, so that all ranks say the same.
+  for (int r = 1; r < size_; ++r) {
+    if (std::memcmp(&headers[r], &headers[0], sizeof headers[0]) == 0) continue;
+    throw Error::communication(
+        core::format("{}, but {}", describe(0, headers[0]), describe(r, headers[r])));
   }
 }
 

@@ -46,7 +46,7 @@ class RankExchange final : public PrepareAndFinalize {
   std::string what(std::string_view phase) const;
   void plan(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void count(const ForwardArgs& args, const ExchangeLayout& layout) const;
-  void check_headers(std::span<const StepHeader> headers, const StepHeader& mine) const;
+  void check_headers(std::span<const StepHeader> headers) const;
   void pack(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void exchange_rows(const ExchangeLayout& layout, Stream stream) const;
   void expand_slots(ForwardArgs& args, const ExchangeLayout& layout) const;
