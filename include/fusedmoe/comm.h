@@ -300,4 +300,12 @@ FUSEDMOE_API std::shared_ptr<ControlPlane> make_control_plane(
     int rank, int size, const GatherCallback& gather,
     std::chrono::milliseconds timeout = std::chrono::seconds(30));
 
+/// The ranks of an MPI communicator, given as its Fortran handle (MPI_Comm_c2f), so that no type of
+/// MPI is needed here; none: MPI_COMM_WORLD, and MPI is started where nobody has. Collective. In
+/// the library fusedmoe::mpi, which a program links beside this one.
+std::shared_ptr<Communicator> make_mpi_communicator(std::optional<int> fortran_handle = {},
+                                                    CommunicatorOptions options = {});
+/// "Open MPI v4.1.4", or "built without MPI". In the same library.
+std::string mpi_summary();
+
 }  // namespace fusedmoe
