@@ -300,6 +300,26 @@ FUSEDMOE_API std::shared_ptr<ControlPlane> make_control_plane(
     int rank, int size, const GatherCallback& gather,
     std::chrono::milliseconds timeout = std::chrono::seconds(30));
 
+/// NCCL on a CUDA device, whose library is opened at run time. The first form makes a communicator
+/// of NCCL, the second uses an ncclComm_t, which must outlive it and is aborted when ranks fail. A
+/// thread watches what is enqueued: when it does not end within the timeout, it finds out over the
+/// control plane which ranks are late, ends NCCL's kernels and posts the reason. Replays of a graph
+/// are not watched. Throws Error saying why where libnccl.so.2 cannot be used.
+FUSEDMOE_API std::shared_ptr<DataPlane> make_nccl_data_plane(
+    int rank, int size, Device device, std::shared_ptr<ControlPlane> control,
+    std::chrono::milliseconds timeout = std::chrono::seconds(30));
+FUSEDMOE_API std::shared_ptr<DataPlane> make_nccl_data_plane(
+    void* nccl_comm, Device device, std::shared_ptr<ControlPlane> control,
+    std::chrono::milliseconds timeout = std::chrono::seconds(30));
+/// What there is of NCCL: the file and its version, and what this library was compiled for.
+struct NcclInfo {
+  std::string path;     ///< of the library; empty: not found
+  int found = 0;        ///< its version, 22809 for 2.28.9
+  int compiled = 0;     ///< that of the headers; 0: compiled without
+  std::string problem;  ///< why it cannot be used; empty: it can
+};
+FUSEDMOE_API NcclInfo nccl_info();
+
 /// The ranks of an MPI communicator, given as its Fortran handle (MPI_Comm_c2f), so that no type of
 /// MPI is needed here; none: MPI_COMM_WORLD, and MPI is started where nobody has. Collective. In
 /// the library fusedmoe::mpi, which a program links beside this one.

@@ -135,7 +135,8 @@ void check_prepare_args(const PrepareFinalizeDescriptor& descriptor, const Forwa
   if (batched) core::check_row_count(x.size(0), args.weights->info().num_experts);
 }
 
-void check_finalize_args(const PrepareFinalizeDescriptor& descriptor, const ForwardArgs& args) {
+void check_finalize_args(const PrepareAndFinalize& instance, const ForwardArgs& args) {
+  const PrepareFinalizeDescriptor& descriptor = instance.descriptor();
   FUSEDMOE_CHECK_FAULT(args.weights, kNull, "weights", "null", "packed weights");
   const Device device = args.stream.device;
   const std::int64_t hidden = args.weights->info().hidden;
@@ -147,6 +148,7 @@ void check_finalize_args(const PrepareFinalizeDescriptor& descriptor, const Forw
   FUSEDMOE_CHECK(descriptor.accepts(args.weight_and_reduce), "weight_and_reduce",
                  std::string(name(args.weight_and_reduce)),
                  core::format("one that {} can finalize", descriptor.name()));
+  if (instance.moves_rows()) return;  // fused_output has the rows that have arrived
   if (args.weight_and_reduce == WeightAndReduce::kNoOp) {
     if (args.fused_output.data() == args.output.data()) return;
     check_buffer(args.output, "output", args.output.dtype(), args.output.shape(), device);

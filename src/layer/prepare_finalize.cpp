@@ -251,7 +251,7 @@ void PrepareAndFinalize::start_prepare(ForwardArgs& args) const {
 }
 
 void PrepareAndFinalize::start_finalize(const ForwardArgs& args) const {
-  layer::check_finalize_args(descriptor_, args);
+  layer::check_finalize_args(*this, args);
   do_start_finalize(args);
 }
 

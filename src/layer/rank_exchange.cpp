@@ -213,8 +213,9 @@ void RankExchange::plan(const ForwardArgs& args, const ExchangeLayout& layout) c
   const core::Backend& backend = backend_of(args.stream.device);
   backend.plan_dispatch(plan, args.stream);
   if (!per_slot()) return;
-  backend.number_slots(layout.physical_ids, physical_ranks_, layout.returned_slots, step_.slots_out,
-                       args.stream);
+  backend.number_slots(
+      {layout.physical_ids, physical_ranks_, layout.returned_slots, layout.recv_counts},
+      step_.slots_out, args.stream);
 }
 
 /// How many rows come from each rank, and whether all do the same step.
@@ -224,21 +225,20 @@ void RankExchange::count(const ForwardArgs& args, const ExchangeLayout& layout) 
                         layout.sizes.max_tokens,
                         bytes(layout.own.values_dtype(), layout.own.value_columns())};
   const std::vector<StepHeader> out(static_cast<std::size_t>(size_), mine);
-  std::vector<StepHeader> in(out.size());
-  std::vector<std::int32_t> sending(out.size()), coming(out.size());
-  const auto host = [](auto& list) {
+  const auto bytes_of = [](const auto& list) {
     return TensorView(list.data(), DType::kU8,
                       {static_cast<std::int64_t>(list.size() * sizeof list[0])});
   };
   const auto raw = [](const TensorView& view) {
     return TensorView(view.data(), DType::kU8, {view.nbytes()}, view.device());
   };
-  copy(host(out), raw(layout.headers_out), stream);
+  copy(bytes_of(out), raw(layout.headers_out), stream);
+  std::vector<std::int32_t> sending(out.size());
   if (to_all_) {
     for (const int owner : owners_) {
       sending[owner] = static_cast<std::int32_t>(layout.sizes.num_tokens);
     }
-    copy(host(sending), raw(layout.send_counts), stream);
+    copy(bytes_of(sending), raw(layout.send_counts), stream);
   }
   std::vector<Message> sends, receives;
   for (int r = 0; r < size_; ++r) {
@@ -248,13 +248,21 @@ void RankExchange::count(const ForwardArgs& args, const ExchangeLayout& layout) 
     receives.push_back(message(r, layout.recv_counts, r, 1));
   }
   swap(sends, receives, stream, "counts");
-  copy(raw(layout.headers_in), host(in), stream);
-  copy(raw(layout.send_counts), host(sending), stream);
-  copy(raw(layout.recv_counts), host(coming), stream);
+  // The counts and headers lie one behind the other: one copy, one wait.
+  const auto* begin = layout.send_counts.as<const char>();
+  const auto offset = [&](const TensorView& view) { return view.as<const char>() - begin; };
+  std::vector<char> host(
+      static_cast<std::size_t>(offset(layout.headers_in) + layout.headers_in.nbytes()));
+  const TensorView all(begin, DType::kU8, {static_cast<std::int64_t>(host.size())}, stream.device);
+  copy(all, bytes_of(host), stream);
   synchronize(stream);
+  std::vector<StepHeader> in(out.size());
+  std::memcpy(in.data(), host.data() + offset(layout.headers_in), in.size() * sizeof in[0]);
   check_headers(in);
-  std::copy(sending.begin(), sending.end(), step_.send_counts.begin());
-  std::copy(coming.begin(), coming.end(), step_.recv_counts.begin());
+  const auto* counts = reinterpret_cast<const std::int32_t*>(host.data());
+  std::copy_n(counts, size_, step_.send_counts.begin());
+  counts += offset(layout.recv_counts) / static_cast<std::ptrdiff_t>(sizeof *counts);
+  std::copy_n(counts, size_, step_.recv_counts.begin());
 }
 
 void RankExchange::check_headers(std::span<const StepHeader> headers) const {
@@ -276,14 +284,8 @@ void RankExchange::check_headers(std::span<const StepHeader> headers) const {
 void RankExchange::pack(const ForwardArgs& own, const ExchangeLayout& layout) const {
   const Stream stream = own.stream;
   const core::Backend& backend = backend_of(stream.device);
-  backend.number_parts(layout.own_rows, 0, stream);
   RowTensors tokens{own.hidden_states, {}, layout.physical_ids, own.topk_weights};
   if (layout.received.scales) tokens.scales = own.hidden_scales;
-  if (layout.row_scales) {
-    const TensorView every_row = layout.own_rows.reshape({1, layout.sizes.num_tokens});
-    backend.dispatch(every_row, own.hidden_scales, layout.row_scales, stream);
-    tokens.scales = layout.row_scales;
-  }
   RowTensors target = layout.packed;
   if (to_all_) {
     // At once where they lie among the rows of all ranks.
@@ -296,6 +298,12 @@ void RankExchange::pack(const ForwardArgs& own, const ExchangeLayout& layout) co
     target = {part(all.values), part(all.scales), part(all.ids), part(all.weights)};
   }
   if (fixed_sizes_) fill_bytes(target.ids, 0xff, stream);  // -1 in rows that nobody fills
+  backend.number_parts(layout.own_rows, 0, stream);        // a kernel that the copies may overlap
+  if (layout.row_scales) {
+    const TensorView every_row = layout.own_rows.reshape({1, layout.sizes.num_tokens});
+    backend.dispatch(every_row, own.hidden_scales, layout.row_scales, stream);
+    tokens.scales = layout.row_scales;
+  }
   target.each(tokens, [&](const TensorView& to, const TensorView& from) {
     backend.dispatch(to_all_ ? layout.own_rows : layout.send_rows, from, to, stream);
   });
@@ -352,6 +360,7 @@ void RankExchange::expand_slots(ForwardArgs& args, const ExchangeLayout& layout)
   expansion.slot_rows = layout.slot_rows.slice(0, 0, step_.rows);
   expansion.row_ids = layout.expert_rows.ids;
   expansion.row_weights = layout.expert_rows.weights;
+  expansion.counts = layout.recv_counts;
   backend.expand_slots(expansion, step_.recv_counts, step_.slots_in, args.stream);
   const std::int64_t rows =
       std::accumulate(step_.slots_in.begin(), step_.slots_in.end(), std::int64_t{0});
@@ -426,6 +435,7 @@ void RankExchange::sum(const ForwardArgs& args, const ExchangeLayout& layout) co
   reduce.router_weight_on_input = !per_slot() || args.preparation.apply_router_weight_on_input;
   reduce.accumulate = args.accumulate && !sums_.needed();
   reduce.fused_multiply_add = per_slot();
+  reduce.follows_kernel = false;
   reduce.stream = args.stream;
   backend.reduce(reduce, numbers);
 }

@@ -35,6 +35,8 @@ struct ReduceArgs {
   bool accumulate = false;              ///< output += instead of output =
   /// Multiply and add in one rounding, as the experts of the standard format do.
   bool fused_multiply_add = false;
+  /// On CUDA: what was enqueued before is one of our kernels, which this one may overlap.
+  bool follows_kernel = true;
   Stream stream;
 };
 
@@ -61,6 +63,15 @@ struct SlotExpansion {
   TensorView slot_rows;   ///< out: (num_rows, topk) i32: expert row in slot order, or -1
   TensorView row_ids;     ///< out: (most rows, 1) i32: id of each expert row
   TensorView row_weights;  ///< out: (most rows, 1) f32: 1
+  TensorView counts;       ///< scratch: (num_ranks) i32
+};
+
+/// Rows that come back to a rank, one for each of its slots.
+struct SlotNumbers {
+  TensorView physical_ids;    ///< (num_tokens, topk) i32, -1: nothing
+  TensorView physical_ranks;  ///< as in DispatchPlan
+  TensorView slot_rows;       ///< out: (num_tokens, topk) i32
+  TensorView counts;          ///< scratch: (num_ranks) i32
 };
 
 class Backend {
@@ -111,10 +122,8 @@ class Backend {
                             std::span<const std::int64_t> rows_of_source,
                             std::span<std::int64_t> counts, Stream stream) const = 0;
   /// Numbers the rows that come back for the slots: those of rank r begin behind those of the ranks
-  /// before it, in slot order. physical_ranks as above; slot_rows (num_tokens, topk) i32; `counts`
-  /// of every rank. Waits.
-  virtual void number_slots(const TensorView& physical_ids, const TensorView& physical_ranks,
-                            const TensorView& slot_rows, std::span<std::int64_t> counts,
+  /// before it, in slot order. `counts`: of every rank. Waits.
+  virtual void number_slots(const SlotNumbers& numbers, std::span<std::int64_t> counts,
                             Stream stream) const = 0;
 
   /// target = rnd(target + source), in f32, bf16 or f16.

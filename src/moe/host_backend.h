@@ -25,8 +25,7 @@ class HostBackend : public Backend {
   void number_parts(const TensorView& rows, std::int64_t stride, Stream) const override;
   void expand_slots(const SlotExpansion& expansion, std::span<const std::int64_t> rows_of_source,
                     std::span<std::int64_t> counts, Stream) const override;
-  void number_slots(const TensorView& physical_ids, const TensorView& physical_ranks,
-                    const TensorView& slot_rows, std::span<std::int64_t> counts,
+  void number_slots(const SlotNumbers& numbers, std::span<std::int64_t> counts,
                     Stream) const override;
   void add(const TensorView& target, const TensorView& source, Stream) const override;
 };

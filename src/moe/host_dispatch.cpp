@@ -1,6 +1,7 @@
 // Which rows go to which rank, on the host. Everything is numbered in the order of tokens and
 // slots, never by arrival, so results do not depend on timing.
 #include <algorithm>
+#include <numeric>
 
 #include "fusedmoe/comm.h"
 #include "moe/host_backend.h"
@@ -64,21 +65,23 @@ void HostBackend::expand_slots(const SlotExpansion& expansion,
   }
 }
 
-void HostBackend::number_slots(const TensorView& physical_ids, const TensorView& physical_ranks,
-                               const TensorView& slot_rows, std::span<std::int64_t> counts,
+void HostBackend::number_slots(const SlotNumbers& numbers, std::span<std::int64_t> counts,
                                Stream) const {
-  const auto* ids = physical_ids.as<const std::int32_t>();
-  const auto* ranks = physical_ranks.as<const std::int32_t>();
-  auto* rows = slot_rows.as<std::int32_t>();
+  const auto* ids = numbers.physical_ids.as<const std::int32_t>();
+  const auto* ranks = numbers.physical_ranks.as<const std::int32_t>();
+  const std::int64_t slots = numbers.physical_ids.numel();
+  auto* rows = numbers.slot_rows.as<std::int32_t>();
+  const auto rank_of = [&](std::int64_t slot) { return ids[slot] < 0 ? -1 : ranks[ids[slot]]; };
   std::fill(counts.begin(), counts.end(), 0);
-  for (std::int64_t slot = 0; slot < physical_ids.numel(); ++slot) {
-    const std::int32_t rank = ids[slot] < 0 ? -1 : ranks[ids[slot]];
+  for (std::int64_t slot = 0; slot < slots; ++slot) {
+    const std::int32_t rank = rank_of(slot);
     rows[slot] = rank < 0 ? -1 : static_cast<std::int32_t>(counts[rank]++);
   }
-  for (std::int64_t slot = 0; slot < physical_ids.numel(); ++slot) {
+  for (std::int64_t slot = 0; slot < slots; ++slot) {
     if (rows[slot] < 0) continue;
-    const std::int32_t rank = ranks[ids[slot]];
-    for (std::int32_t r = 0; r < rank; ++r) rows[slot] += static_cast<std::int32_t>(counts[r]);
+    const std::int64_t before =
+        std::accumulate(counts.begin(), counts.begin() + rank_of(slot), std::int64_t{0});
+    rows[slot] += static_cast<std::int32_t>(before);
   }
 }
 
