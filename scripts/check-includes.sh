@@ -33,7 +33,7 @@ find src include cli bench python tests/unit tests/capi -name '*.h' -o -name '*.
       # The public interface alone, so that the tests of it can use src/testing.
       allow("include", "fusedmoe"); allow("testing", "fusedmoe")
       allow("tests", "fusedmoe testing ..")
-      allow("capi", "fusedmoe"); allow("python", "fusedmoe")
+      allow("capi", "fusedmoe"); allow("python", "fusedmoe"); allow("mpi", "fusedmoe")
       floor("core", "error tensor runtime dlpack export version")
       floor("quant", "quant"); floor("files", "safetensors"); floor("checkpoint", "checkpoint")
       floor("moe", "comm weights router experts"); floor("layer", "modular_kernel selection layer")

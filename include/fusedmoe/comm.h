@@ -265,8 +265,9 @@ class FUSEDMOE_API Communicator {
 // ------------------------------------------------------------------------------------------------
 // How a process joins.
 
-/// n ranks on the CPU in this process, one for each of n threads; element r is rank r's. Messages
-/// are copied from one thread's memory to the other's.
+/// n ranks in this process, one for each of n threads; element r is rank r's. Messages are copied
+/// from one thread's memory to the other's. On a CUDA device all ranks share it, to test without a
+/// second one: the host waits for every copy.
 FUSEDMOE_API std::vector<std::shared_ptr<Communicator>> make_thread_communicators(
     int size, CommunicatorOptions options = {});
 

@@ -8,6 +8,7 @@
 #include "comm/place.h"
 #include "comm/text_board.h"
 #include "core/check.h"
+#include "core/device_runtime.h"
 
 namespace fusedmoe {
 namespace comm {
@@ -50,8 +51,9 @@ class Mailboxes {
     changed_.notify_all();
   }
 
-  /// Copies the next message of message.peer to message.data.
-  void receive(int to, const Message& message, Waiting& waiting) {
+  /// Takes the next message of message.peer: copy(source, message) copies it, and waits.
+  template <typename Copy>
+  void receive(int to, const Message& message, Waiting& waiting, const Copy& copy) {
     Mailbox& mailbox = box(message.peer, to);
     std::unique_lock lock(mutex_);
     wait(lock, waiting, message.peer, [&] { return !mailbox.messages.empty(); });
@@ -61,7 +63,7 @@ class Mailboxes {
                    core::format("{} bytes", message.bytes));
     mailbox.reading = true;
     lock.unlock();
-    std::memcpy(message.data, source.data, message.bytes);
+    copy(source.data, message);
     lock.lock();
     mailbox.messages.pop_front();
     mailbox.reading = false;
@@ -107,18 +109,30 @@ class Mailboxes {
   std::vector<Mailbox> boxes_;  // [from][to]
 };
 
+/// On a GPU, too: ranks then share it, or read each other's, and the host waits for every copy.
 class ThreadData final : public DataPlane {
  public:
-  ThreadData(int rank, std::shared_ptr<Mailboxes> mailboxes)
-      : rank_(rank), mailboxes_(std::move(mailboxes)) {}
+  ThreadData(int rank, Device device, std::shared_ptr<Mailboxes> mailboxes)
+      : rank_(rank), device_(device), mailboxes_(std::move(mailboxes)) {}
 
   std::string_view name() const override { return "threads"; }
-  void exchange(std::span<const Message> sends, std::span<const Message> receives, Stream,
+  Device device() const override { return device_; }
+  void exchange(std::span<const Message> sends, std::span<const Message> receives, Stream stream,
                 Waiting& waiting) override {
+    const core::DeviceRuntime& runtime = core::runtime_of(device_);
+    if (!device_.is_cpu()) runtime.synchronize(stream);  // what is sent is there
     mailboxes_->publish(rank_, sends);
+    const auto copy = [&](const void* source, const Message& message) {
+      if (device_.is_cpu()) {
+        std::memcpy(message.data, source, message.bytes);
+      } else {
+        runtime.copy(message.data, source, message.bytes, stream);
+        runtime.synchronize(stream);
+      }
+    };
     try {
       for (const Message& message : receives) {
-        if (message.bytes > 0) mailboxes_->receive(rank_, message, waiting);
+        if (message.bytes > 0) mailboxes_->receive(rank_, message, waiting, copy);
       }
       mailboxes_->wait_until_copied(rank_, waiting);
     } catch (...) {
@@ -128,8 +142,9 @@ class ThreadData final : public DataPlane {
   }
 
  private:
-  int rank_;
-  std::shared_ptr<Mailboxes> mailboxes_;
+  const int rank_;
+  const Device device_;
+  const std::shared_ptr<Mailboxes> mailboxes_;
 };
 
 }  // namespace
@@ -151,7 +166,8 @@ std::vector<std::shared_ptr<Communicator>> make_thread_communicators(int size,
   }
   for (int rank = 0; rank < size; ++rank) {
     result.push_back(std::make_shared<Communicator>(
-        rank, size, control, std::make_shared<comm::ThreadData>(rank, mailboxes), options));
+        rank, size, control, std::make_shared<comm::ThreadData>(rank, options.device, mailboxes),
+        options));
   }
   return result;
 }
