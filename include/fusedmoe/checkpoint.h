@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -122,6 +123,11 @@ class FUSEDMOE_API Checkpoint {
   /// Strict: an expert tensor of the layer that nothing claims, a missing one, or a wrong shape or
   /// dtype is an Error that lists all of them; and so is a file that has changed since the opening.
   LayerWeights load_layer(std::int64_t layer) const;
+  /// What one rank holds of it, as local_weights() cuts it. Tensors of other ranks' experts are
+  /// checked by name, shape and dtype, but their bytes are never read; where all experts share a
+  /// tensor that holds for mapped files (FileAccess::kMap).
+  LayerWeights load_layer(std::int64_t layer, const ParallelConfig& parallel,
+                          const std::optional<ExpertPlacement>& placement = {}) const;
   /// Name, dtype, shape and file of every tensor of the layer's MoE block.
   struct TensorInfo {
     std::string name;

@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <initializer_list>
+#include <numeric>
 #include <set>
 
 #include "checkpoint/problems.h"
@@ -56,8 +57,17 @@ void replace_uncalibrated(ExpertWeights& weights) {
 
 class Loader {
  public:
-  Loader(const ModelConfig& model, const Block& block)
-      : model_(model), block_(block), layout_(find_layout(model, block)) {}
+  Loader(const ModelConfig& model, const Block& block,
+         const std::optional<std::vector<std::int32_t>>& experts)
+      : model_(model), block_(block), layout_(find_layout(model, block)) {
+    if (experts) {
+      wanted_ = *experts;
+    } else {
+      wanted_.resize(static_cast<std::size_t>(model.router.num_experts));
+      std::iota(wanted_.begin(), wanted_.end(), 0);
+    }
+    all_ = !experts;
+  }
 
   LayerWeights load(const std::string& label) {
     check_refused(label);
@@ -175,8 +185,10 @@ class Loader {
   }
 
   /// By its name from the layer on; undefined for the empty name.
-  Tensor tensor(const std::string& name) const {
-    return name.empty() ? Tensor() : block_.tensors.find(name)->second.tensor;
+  Tensor tensor(const std::string& name) const { return name.empty() ? Tensor() : read(name); }
+  Tensor read(const std::string& name) const {
+    const BlockTensor& entry = block_.tensors.find(name)->second;
+    return block_.read ? block_.read(name, entry) : entry.tensor;
   }
   Tensor expert_tensor(const std::string& pattern) const {
     return pattern.empty() ? Tensor() : tensor(tensor_name(layout_.block, pattern));
@@ -201,7 +213,7 @@ class Loader {
     if (layout.storage == ExpertStorage::kPerExpert) {
       ExpertWeights weights =
           empty_weights(model_.intermediate, layout_.storage.experts, expert_dtype_);
-      for (std::int64_t e = 0; e < model_.router.num_experts; ++e) {
+      for (const std::int32_t e : wanted_) {
         add_expert(weights, expert_layers(model_, layout_, e), layout_.storage.experts,
                    model_.has_bias);
       }
@@ -219,9 +231,28 @@ class Loader {
     stacked.w2_bias = expert_tensor(layout.w2_bias);
     stacked.gate_up_layout = layout.gate_up;
     stacked.transposed = layout.storage == ExpertStorage::kStackedTransposed;
-    return ExpertWeights::from_stacked(
-        stacked, mxfp4 ? mxfp4_scheme(model_) : schemes::unquantized(*expert_dtype_),
-        model_.activation, model_.activation_params);
+    const QuantScheme scheme = mxfp4 ? mxfp4_scheme(model_) : schemes::unquantized(*expert_dtype_);
+    if (all_) {
+      return ExpertWeights::from_stacked(stacked, scheme, model_.activation,
+                                         model_.activation_params);
+    }
+    // One after the other: what is checked is read.
+    ExpertWeights weights;
+    for (const std::int32_t e : wanted_) {
+      ExpertWeights::Stacked one = stacked;
+      for (Tensor* tensor :
+           {&one.w13, &one.w2, &one.w13_scales, &one.w2_scales, &one.w13_bias, &one.w2_bias}) {
+        if (*tensor) *tensor = Tensor(tensor->slice(0, e, e + 1), tensor->owner());
+      }
+      ExpertWeights next =
+          ExpertWeights::from_stacked(one, scheme, model_.activation, model_.activation_params);
+      if (weights.experts.empty()) {
+        weights = std::move(next);
+      } else {
+        weights.experts.push_back(next.experts.front());
+      }
+    }
+    return weights;
   }
 
   /// Gate and up in tensors of their own, each with all experts.
@@ -242,7 +273,7 @@ class Loader {
       result.values = transposed ? view.transpose(0, 1) : view;
       return result;
     };
-    for (std::int64_t e = 0; e < model_.router.num_experts; ++e) {
+    for (const std::int32_t e : wanted_) {
       weights.experts.push_back({matrix(tensors[0], e, false), matrix(tensors[1], e, false),
                                  matrix(tensors[2], e, true)});
     }
@@ -342,7 +373,7 @@ class Loader {
 
   // Consecutive tensors mostly share a file: its mapping is kept once.
   TensorView view(const std::string& name, std::vector<std::shared_ptr<const void>>& owners) const {
-    const Tensor& tensor = block_.tensors.find(name)->second.tensor;
+    const Tensor tensor = read(name);
     if (owners.empty() || owners.back() != tensor.owner()) owners.push_back(tensor.owner());
     return tensor;
   }
@@ -353,14 +384,17 @@ class Loader {
   Problems problems_;
   std::set<std::string_view> claimed_;
   std::optional<DType> expert_dtype_, shared_dtype_;
+  std::vector<std::int32_t> wanted_;  // experts
+  bool all_ = true;
 };
 
 }  // namespace
 
-LayerWeights load_block(const ModelConfig& model, const Block& block, const std::string& label) {
+LayerWeights load_block(const ModelConfig& model, const Block& block, const std::string& label,
+                        const std::optional<std::vector<std::int32_t>>& experts) {
   LayerWeights layer;
   try {
-    layer = Loader(model, block).load(label);
+    layer = Loader(model, block, experts).load(label);
   } catch (const Error& error) {
     if (error.argument() == label) throw;
     throw error.within(label);
