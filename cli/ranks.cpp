@@ -2,11 +2,13 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <exception>
 #include <thread>
 #include <vector>
 
+#include "command_line.h"
 #include "fusedmoe/runtime.h"
 
 namespace fusedmoe::cli {
@@ -24,6 +26,30 @@ std::shared_ptr<Communicator> join_nccl(int rank, int num_ranks,
 }
 
 }  // namespace
+
+void RankOptionsOf::add_to(Command& command) {
+  command
+      .add_option("--ep", ep, "Share the experts among so many ranks, --tp x --dp of them if given")
+      .between(1, 4096);
+  command
+      .add_option("--tp", tp,
+                  "Ranks with the same tokens, which share every expert, or with "
+                  "--ep the experts")
+      .between(1, 4096);
+  command.add_option("--dp", dp, "Groups of --tp ranks with tokens of their own").between(1, 4096);
+}
+
+int RankOptionsOf::num_ranks() const {
+  return deployment(0).tp_size * deployment(0).dp_size;
+}
+
+Deployment RankOptionsOf::deployment(int rank) const {
+  const int groups = dp > 0 ? dp : std::max(1, ep / tp);
+  if (ep > 0 && tp * groups != ep) {
+    throw Error("--ep", fmt::format("{}", ep), fmt::format("{}, --tp x --dp", tp * groups));
+  }
+  return {tp, groups, ep > 0, false, rank};
+}
 
 void run_local_ranks(int num_ranks, const std::string& device,
                      const std::function<void(std::shared_ptr<Communicator>)>& function) {

@@ -9,6 +9,18 @@
 
 namespace fusedmoe::cli {
 
+class Command;
+
+/// --ep, --tp and --dp of a subcommand.
+struct RankOptionsOf {
+  int ep = 0, tp = 1, dp = 0;
+  void add_to(Command& command);
+  /// Ranks that the layer is on; 1: none of the options was given.
+  int num_ranks() const;
+  /// --ep N alone: N ranks with tokens of their own. Throws Error where the numbers contradict.
+  Deployment deployment(int rank) const;
+};
+
 /// Calls function with each rank's communicator, on a thread of its own. "cpu": in memory; "cuda":
 /// over NCCL, rank i on cuda:i; "cuda:i": all on one GPU, in its memory. Throws the first rank's
 /// Error when one has failed; the others then end too.

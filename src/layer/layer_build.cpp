@@ -189,6 +189,8 @@ MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
     selection = layer::select_routed(weights, options);
     const MoeConfig config = layer::layer_config(weights, options);
     layer::check_communicator(config, {.ranks = options.ranks});
+    FUSEDMOE_CHECK_SUPPORTED(selection.prepare_finalize != &batched(), kParallelConfig,
+                             "options.require", "batched, across ranks", "another transport");
     return layer::facts_of(config, options, selection);
   });
   try {

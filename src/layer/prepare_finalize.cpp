@@ -234,8 +234,11 @@ class BatchedDescriptor final : public PrepareFinalizeDescriptor {
   bool accepts(WeightAndReduce kind) const override {
     return kind == WeightAndReduce::kNaiveBatched || kind == WeightAndReduce::kDelegate;
   }
-  std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig&,
-                                                   const Context&) const override {
+  std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
+                                                   const Context& context) const override {
+    FUSEDMOE_CHECK_SUPPORTED(!context.ranks.communicator || config.parallel.num_ranks() == 1,
+                             kParallelConfig, "ranks.communicator", "given to batched",
+                             "given to no_ep, which adds the sums of ranks");
     return std::make_shared<Batched>(*this);
   }
 };
