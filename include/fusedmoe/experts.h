@@ -39,7 +39,7 @@ enum class CombineMode {
   kPerRank,
   /// One row from each expert, in f32; the origin weights and adds them in slot order, as one rank
   /// would: the same bits for every number of ranks and every placement, where the experts do not
-  /// depend on the batch and sum f32 rows (`cpu` and `sm90` do).
+  /// depend on the batch and weight rows when they sum them (`cpu`; `sm90` but for f16).
   kPerSlot,
 };
 FUSEDMOE_API std::string_view name(CombineMode mode);
