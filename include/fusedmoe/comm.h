@@ -149,7 +149,8 @@ class FUSEDMOE_API ExpertPlacement {
 
 /// Texts by name, which all ranks of a job can post and read: what a communicator needs to find its
 /// ranks, to agree, and to say what went wrong. An engine may implement it over its own store. A
-/// name keeps its first text. Calls may come from several threads.
+/// name keeps its first text. Calls may come from several threads. Each communicator, with what is
+/// split off from it, has a plane of its own.
 class FUSEDMOE_API ControlPlane {
  public:
   virtual ~ControlPlane() = default;

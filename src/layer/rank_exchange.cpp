@@ -110,6 +110,8 @@ ExchangeSizes RankExchange::sizes(const ProblemSize& caller) const {
   sizes.hidden = caller.hidden;
   sizes.capacity = size_ * sizes.max_tokens;
   if (receive_capacity_ > 0) sizes.capacity = std::min(sizes.capacity, receive_capacity_);
+  // A rank's own rows lie there too, even where it has no experts.
+  if (to_all_) sizes.capacity = std::max(sizes.capacity, sizes.max_tokens);
   sizes.num_ranks = size_;
   sizes.sum_ranks = sums_.needed() ? sums_.communicator()->size() : 1;
   sizes.to_all = to_all_;
@@ -189,9 +191,9 @@ void RankExchange::do_start_prepare(ForwardArgs& args) const {
     count(args, layout);
   }
   step_.rows = step_.recv_begin(size_);
-  FUSEDMOE_CHECK(step_.rows <= layout.sizes.capacity, "receive_capacity",
+  FUSEDMOE_CHECK(receive_capacity_ == 0 || step_.rows <= receive_capacity_, "receive_capacity",
                  core::format("{} rows in {}", step_.rows, what("dispatch")),
-                 core::format("at most {}", layout.sizes.capacity));
+                 core::format("at most {}", receive_capacity_));
   // The caller's views stay until finish_prepare, which needs their sizes.
   ForwardArgs own = args;
   layout.own.run(own);

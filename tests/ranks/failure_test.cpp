@@ -215,6 +215,21 @@ TEST_P(Failures, AReceiveBufferThatIsFull) {
   EXPECT_TRUE(has(errors[2], "receive_capacity")) << errors[2];
 }
 
+/// The rank with all experts refuses what the others, which receive nothing, have begun to send.
+TEST_P(Failures, AReceiveBufferThatIsFullOnTheOnlyRankWithExperts) {
+  how_.placement = ExpertPlacement(6, 3, {0, 1, 2, 3, 4, 5}, {2, 2, 2, 2, 2, 2});
+  const Communicators comms = make_thread_communicators(3, {kPatient});
+  const auto errors = errors_of_ranks(3, [&](int rank) {
+    LayerOptions options = rank_options(how_, DType::kBF16, kTokens, comms[rank]);
+    options.ranks.receive_capacity = 1;
+    const MoeLayer layer(small_weights(), options);
+    forward_exactly(layer, x_, kTokens);
+  });
+  for (const std::string& error : errors) {
+    EXPECT_TRUE(has(error, "receive_capacity: was 12 rows")) << error;
+  }
+}
+
 TEST(FailuresTest, AHundredLayersFailAndAreMadeAgain) {
   for (int round = 0; round < 100; ++round) {
     const Communicators comms = make_thread_communicators(2, {kPatient});

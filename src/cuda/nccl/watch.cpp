@@ -55,6 +55,9 @@ void Watch::enqueued(cudaStream_t stream) {
 
 void Watch::run() {
   cudaSetDevice(device_.index);
+  // Its questions about events must not end a capture that another thread has begun.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
   std::unique_lock lock(mutex_);
   int looks = 0;
   while (!changed_.wait_for(lock, kLook, [&] { return ending_; })) {
