@@ -17,6 +17,7 @@
 #include "fusedmoe/selection.h"
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/version.h"
+#include "rank_bench.h"
 #include "support.h"
 
 namespace fusedmoe::cli {
@@ -32,6 +33,7 @@ struct Options {
   std::string dtype = "bf16";
   std::string skew = "balanced";
   int threads = 0;
+  int ep = 0;
   std::int64_t min_samples = 11;
   double max_seconds = 10;
   bool json = false, csv = false, markdown = false;
@@ -248,8 +250,30 @@ bool run_scheme(const Options& options, const BenchSubject& subject, const std::
   return right;
 }
 
+/// Only the way of the rows: a table for each model.
+void run_ranks(const Options& options) {
+  if (options.threads == 0) set_num_threads(std::max(1, num_threads() / options.ep));
+  for (const BenchSubject& subject : options.subjects.get()) {
+    RankBenchOptions bench;
+    bench.model = subject.model;
+    bench.num_ranks = options.ep;
+    bench.device = options.device;
+    bench.dtype = parse_float_dtype(options.dtype);
+    bench.scheme = options.schemes.empty() ? schemes::unquantized(bench.dtype)
+                                           : parse_scheme(options.schemes.front());
+    if (!options.experts.empty()) bench.transport = options.experts.front();
+    bench.tokens = options.tokens.empty() ? std::vector<std::int64_t>{1, 8, 32, 128, 1024, 8192}
+                                          : options.tokens;
+    bench.min_samples = options.min_samples;
+    bench.max_seconds = std::min(options.max_seconds, 0.5);
+    bench.json = options.json;
+    run_rank_bench(bench);
+  }
+}
+
 void run(const Options& options) {
   if (options.threads > 0) set_num_threads(options.threads);
+  if (options.ep > 0) return run_ranks(options);
   for (const std::string& experts : options.experts) check_experts_name(experts);
   bool right = true;
   std::vector<Row> rows;
@@ -292,7 +316,7 @@ void add_bench(Command& program) {
       .list()
       .between(std::int64_t{1}, std::int64_t{1} << 20);
   command.add_option("--experts", options->experts, "Implementations (default: the best)").list();
-  command.add_option("--device", options->device, "cpu or cuda:<index>").show_default();
+  command.add_option("--device", options->device, "cpu, cuda or cuda:<index>").show_default();
   command.add_option("--dtype", options->dtype, "dtype of the hidden states")
       .one_of({"bf16", "f16", "f32"});
   command.add_option("--skew", options->skew, "How tokens spread over experts")
@@ -301,6 +325,11 @@ void add_bench(Command& program) {
                      "Take ids and weights in turn from a file of run --record-routing");
   command.add_option("--threads", options->threads, "CPU threads (default: all cores)")
       .between(1, kMaxThreads);
+  command
+      .add_option("--ep", options->ep,
+                  "Time dispatch and combine between so many ranks instead: threads on the CPU, "
+                  "with --device cuda a GPU each; --experts then names a transport")
+      .between(1, 64);
   command.add_option("--min-samples", options->min_samples, "Samples for each number of tokens")
       .positive();
   command.add_option("--max-seconds", options->max_seconds, "Time for each number of tokens")

@@ -1,20 +1,25 @@
 // fusedmoe doctor: what this build finds on this machine.
 #include <fmt/format.h>
 
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "commands.h"
+#include "core/device_runtime.h"
+#include "fusedmoe/comm.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/version.h"
 #include "layer/tuned_configs.h"
+#include "ranks.h"
 #include "support.h"
 
 namespace fusedmoe::cli {
@@ -77,9 +82,92 @@ std::vector<std::pair<std::string, std::string>> findings() {
   };
 }
 
-void run(bool json) {
+std::string nccl_text() {
+  const NcclInfo info = nccl_info();
+  const auto version = [](int number) {
+    return fmt::format("{}.{}.{}", number / 10000, number / 100 % 100, number % 100);
+  };
+  if (!info.problem.empty()) return info.problem;
+  return fmt::format("{} in {}, compiled for {}", version(info.found), info.path,
+                     version(info.compiled));
+}
+
+std::string launch_text() {
+  const std::optional<Launch> launch = launch_from_environment();
+  if (!launch) return "none";
+  return fmt::format("{}: rank {} of {}, {} on this host, rank 0 at {}:{}", launch->launcher,
+                     launch->rank, launch->size, launch->local_rank,
+                     launch->address.empty() ? "unknown" : launch->address, launch->port);
+}
+
+/// For each GPU those whose memory it can read.
+std::string peer_text() {
+  const int count = cuda_device_count();
+  if (count < 2) return fmt::format("{} GPUs", count);
+  std::string text;
+  for (int a = 0; a < count; ++a) {
+    std::string peers;
+    for (int b = 0; b < count; ++b) {
+      if (a != b && core::cuda_runtime().can_access({DeviceKind::kCuda, a}, {DeviceKind::kCuda, b}))
+        peers += fmt::format(" {}", b);
+    }
+    text +=
+        fmt::format("{}{} reads{}", text.empty() ? "" : "; ", a, peers.empty() ? " nobody" : peers);
+  }
+  return text;
+}
+
+/// Sends numbers between ranks, and says how that went.
+std::string self_test(int num_ranks, const std::string& device) {
+  const auto begin = std::chrono::steady_clock::now();
+  try {
+    run_local_ranks(num_ranks, device, [](const std::shared_ptr<Communicator>& communicator) {
+      const int size = communicator->size(), rank = communicator->rank();
+      const Device where = communicator->device();
+      std::vector<std::int32_t> numbers(size, rank);
+      const Tensor out = to_device(borrow(numbers.data(), DType::kI32, {size}), where);
+      const Tensor in = Tensor::zeros({size}, DType::kI32, where);
+      std::vector<Message> sends, receives;
+      for (int peer = 0; peer < size; ++peer) {
+        if (peer == rank) continue;
+        sends.push_back({peer, out.as<std::int32_t>() + peer, 4});
+        receives.push_back({peer, in.as<std::int32_t>() + peer, 4});
+      }
+      for (int round = 0; round < 100; ++round) {
+        communicator->exchange(sends, receives, Stream{where}, "self test");
+      }
+      synchronize(Stream{where});
+      communicator->check();
+      const Tensor result = to_device(in, {});
+      for (int peer = 0; peer < size; ++peer) {
+        if (peer != rank && result.as<std::int32_t>()[peer] != peer) {
+          throw Error::communication(fmt::format("rank {} got another number from {}", rank, peer));
+        }
+      }
+    });
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin;
+  return fmt::format("{} ranks exchanged numbers in {:.2f} s", num_ranks, time.count());
+}
+
+std::vector<std::pair<std::string, std::string>> comm_findings() {
+  const int gpus = cuda_device_count();
+  std::vector<std::pair<std::string, std::string>> findings{
+      {"launcher", launch_text()},
+      {"nccl", nccl_text()},
+      {"peer access", peer_text()},
+      {"threads", self_test(4, "cpu")},
+  };
+  if (gpus > 0) findings.emplace_back("threads on cuda:0", self_test(2, "cuda:0"));
+  if (gpus > 1) findings.emplace_back("nccl self test", self_test(gpus, "cuda"));
+  return findings;
+}
+
+void run(bool json, bool comm) {
   nlohmann::ordered_json object;
-  for (const auto& [what, value] : findings()) {
+  for (const auto& [what, value] : comm ? comm_findings() : findings()) {
     if (json) {
       object[what] = value;
     } else {
@@ -92,11 +180,13 @@ void run(bool json) {
 }  // namespace
 
 void add_doctor(Command& program) {
-  auto json = std::make_shared<bool>(false);
+  auto json = std::make_shared<bool>(false), comm = std::make_shared<bool>(false);
   Command command = program.add_command(
       "doctor", "Show what this build finds here: instruction set, threads, memory, devices");
   command.add_flag("--json", *json, "Print one JSON object instead of text");
-  command.runs([json] { run(*json); });
+  command.add_flag("--comm", *comm,
+                   "Show how ranks can talk instead, and try each way for a moment");
+  command.runs([json, comm] { run(*json, *comm); });
 }
 
 }  // namespace fusedmoe::cli

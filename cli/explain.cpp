@@ -10,6 +10,7 @@
 #include "commands.h"
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
+#include "ranks.h"
 #include "support.h"
 #include "testing/support_matrix.h"
 
@@ -26,6 +27,8 @@ struct Options {
   std::string scheme, experts, save_plan;
   bool hooks = false, monolithic = false, batch_invariant = false;
   bool json = false, matrix = false;
+  RankOptionsOf ranks;
+  std::string combine = "per_rank";
 };
 
 /// What only the instances of a device that is here can say.
@@ -43,6 +46,21 @@ struct Resources {
   }
 };
 
+/// What rank 0, which has the most, holds of the layer.
+void place_on_ranks(const Options& options, MoeConfig& config) {
+  if (options.ranks.num_ranks() == 1) return;
+  config.parallel = ParallelConfig::of(options.ranks.deployment(0));
+  const ParallelConfig& parallel = config.parallel;
+  if (parallel.tp_size > 1) {
+    config.intermediate =
+        slice_of(config.intermediate, slice_unit(config.scheme), parallel.tp_size, 0).size();
+  }
+  if (parallel.ep_size == 1) return;
+  const auto placement = ExpertPlacement::linear(config.num_experts, parallel.ep_size);
+  config.num_local_experts = static_cast<std::int64_t>(placement.local_experts(0).size());
+  config.has_expert_map = true;
+}
+
 MoeConfig make_config(const Options& options, const ModelConfig& model) {
   const bool elsewhere = options.compute_capability > 0;
   const Device device = elsewhere ? Device{DeviceKind::kCuda, 0} : parse_device(options.device);
@@ -57,6 +75,8 @@ MoeConfig make_config(const Options& options, const ModelConfig& model) {
   config.hooks = options.hooks;
   config.monolithic = options.monolithic;
   config.batch_invariant = options.batch_invariant;
+  config.combine = parse_combine_mode(options.combine);
+  place_on_ranks(options, config);
   return config;
 }
 
@@ -103,6 +123,12 @@ void print_json(const Options& options, const ModelConfig& model, const Selectio
 void print_text(const Options& options, const ModelConfig& model, const Selection& selection,
                 const std::optional<Resources>& resources) {
   const MoeConfig& config = selection.config;
+  const ParallelConfig& parallel = config.parallel;
+  if (parallel.num_ranks() > 1) {
+    fmt::print("{} ranks: tp {}, dp {}, ep {}; rank 0 has {} experts of {} x {}; {}\n",
+               parallel.num_ranks(), parallel.tp_size, parallel.dp_size, parallel.ep_size,
+               config.num_local_experts, config.hidden, config.intermediate, name(config.combine));
+  }
   fmt::print("{}: {} experts, top-{}, {} x {}, {}, {}, {} on {}{}\n\n{}", name(model.family),
              config.num_experts, config.topk, config.hidden, config.intermediate,
              name(config.scheme), name(config.activation), name(config.dtype),
@@ -146,7 +172,8 @@ void run(const Options& options) {
     write_text(options.save_plan, plan_json(options, model, selection));
   }
   std::optional<Resources> resources;
-  if (selection && !config.compute_capability) resources.emplace(selection, options.num_tokens);
+  const bool here = !config.compute_capability && config.parallel.num_ranks() == 1;
+  if (selection && here) resources.emplace(selection, options.num_tokens);
   (options.json ? print_json : print_text)(options, model, selection, resources);
   if (!selection) {
     throw Error::unsupported(selection.candidates.front().support.reason, "model",
@@ -193,6 +220,10 @@ void add_explain(Command& program) {
       .excludes(device)
       .excludes(matrix);
   command.add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
+      .show_default();
+  options->ranks.add_to(command);
+  command.add_option("--combine", options->combine, "What comes back from ranks")
+      .one_of({"per_rank", "per_slot"})
       .show_default();
   command
       .add_option("--tokens", options->num_tokens,

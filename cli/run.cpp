@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <system_error>
@@ -16,6 +18,7 @@
 #include "fusedmoe/safetensors.h"
 #include "fusedmoe/version.h"
 #include "load.h"
+#include "ranks.h"
 #include "report.h"
 #include "support.h"
 
@@ -38,6 +41,7 @@ struct Options {
   bool hooks = false, monolithic = false, batch_invariant = false;
   bool load = false, load_chart = false, heat_map = false;
   bool json = false;
+  RankOptionsOf ranks;
 };
 
 /// The hidden states of --input as `dtype`.
@@ -88,7 +92,13 @@ struct Results {
   LoadStatistics load;
   double shared_with_previous = 0;  // see shared_with_previous()
   std::vector<double> times_ms;
+  std::string plan_line, experts, prepare_finalize;  // of the layer, or of rank 0's
 
+  void describe(const MoeLayer& layer) {
+    plan_line = layer.plan_line();
+    experts = layer.selection().experts->name();
+    prepare_finalize = layer.selection().prepare_finalize->name();
+  }
   double median_ms() const {
     std::vector<double> sorted = times_ms;
     std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2, sorted.end());
@@ -126,6 +136,31 @@ Results make_results(const Options& options, const MoeConfig& config, const Tens
   return results;
 }
 
+void add_statistics(const MoeConfig& config, Results& results) {
+  const Tensor& ids = results.routing.topk_ids;
+  results.load = results.replayed ? load_statistics(ids, config.num_experts)
+                                  : load_statistics(results.expert_load, ids.size(0), config.topk);
+  results.shared_with_previous = shared_with_previous(ids, config.num_experts);
+}
+
+/// Tokens of the largest of so many groups.
+std::int64_t most_tokens(std::int64_t total, std::int64_t groups) {
+  return std::max<std::int64_t>(1, (total + groups - 1) / groups);
+}
+
+MoeConfig on_cpu(MoeConfig config) {
+  config.device = {};
+  return config;
+}
+
+/// Room for what a router finds out.
+Results make_part(const MoeConfig& config, const Tensor& x) {
+  return make_results({}, config, x);
+}
+
+MoeLayer make_layer(const Options& options, const LayerWeights& weights, DType dtype,
+                    const std::function<void(LayerOptions&)>& change);
+
 Results forward(const Options& options, const MoeLayer& layer, const Tensor& hidden_states) {
   const Stream stream{layer.config().device};
   const Tensor x = to_device(hidden_states, stream.device);
@@ -152,21 +187,83 @@ Results forward(const Options& options, const MoeLayer& layer, const Tensor& hid
     progress.update(i + 1, options.repeat);
   }
   results.fetch();
-  const MoeConfig& config = layer.config();
-  results.load = results.replayed ? load_statistics(results.routing.topk_ids, config.num_experts)
-                                  : load_statistics(results.expert_load, x.size(0), config.topk);
-  results.shared_with_previous = shared_with_previous(results.routing.topk_ids, config.num_experts);
+  results.describe(layer);
+  add_statistics(layer.config(), results);
   return results;
 }
 
-void print_text(const Options& options, const MoeLayer& layer, const Results& results,
-                const RowCheck* check) {
+/// The tokens of one data-parallel group, with the results that belong to them.
+void forward_part(const Options& options, const MoeLayer& layer, const Tensor& all,
+                  const ParallelConfig& parallel, Results& whole) {
+  const std::int64_t total = all.size(0), groups = parallel.dp_size;
+  const std::int64_t group = parallel.rank() / parallel.group_size();
+  const std::int64_t begin = total * group / groups, end = total * (group + 1) / groups;
+  const Stream stream{layer.config().device};
+  const auto part = [&](const Tensor& tensor) {
+    return Tensor(tensor.slice(0, begin, end), tensor.owner());
+  };
+  const Tensor x = to_device(part(all), stream.device);
+  Results mine = make_part(layer.config(), x);
+  const std::size_t bytes = layer.workspace_bytes(most_tokens(total, groups));
+  const Tensor memory =
+      Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, stream.device);
+  for (int i = 0; i < options.repeat; ++i) {
+    const double ms = time_ms([&] {
+      layer.forward(x, mine.output, {memory.data(), bytes},
+                    {.router_logits = mine.router_logits,
+                     .topk_ids = mine.routing.topk_ids,
+                     .topk_weights = mine.routing.topk_weights});
+      synchronize(stream);
+    });
+    if (parallel.rank() == 0) whole.times_ms.push_back(ms);
+  }
+  if (parallel.rank() % parallel.group_size() != 0) return;  // the others have the same tokens
+  mine.fetch();
+  copy(mine.output, part(whole.output), {});
+  copy(mine.router_logits, part(whole.router_logits), {});
+  copy(mine.routing.topk_ids, part(whole.routing.topk_ids), {});
+  copy(mine.routing.topk_weights, part(whole.routing.topk_weights), {});
+}
+
+/// The layer on ranks that are threads; each loads what it holds.
+Results forward_on_ranks(const Options& options, const Checkpoint& checkpoint, std::int64_t index,
+                         const Tensor& x) {
+  const int num_ranks = options.ranks.num_ranks();
+  Results results;
+  std::mutex mutex;
+  run_local_ranks(num_ranks, options.device, [&](const std::shared_ptr<Communicator>& rank) {
+    const auto parallel = ParallelConfig::of(options.ranks.deployment(rank->rank()));
+    const LayerWeights weights = checkpoint.load_layer(index, parallel);
+    const MoeLayer layer = make_layer(options, weights, x.dtype(), [&](LayerOptions& of_rank) {
+      of_rank.device = rank->device();
+      of_rank.parallel = parallel;
+      of_rank.ranks.communicator = rank;
+      of_rank.ranks.max_tokens_per_rank = most_tokens(x.size(0), parallel.dp_size);
+      of_rank.num_threads = std::max(1, num_threads() / num_ranks);
+    });
+    {
+      const std::lock_guard lock(mutex);
+      if (!results.output) results = make_part(on_cpu(layer.config()), x);
+      if (rank->rank() == 0) results.describe(layer);
+    }
+    forward_part(options, layer, x, parallel, results);
+    rank->barrier();
+    if (rank->rank() == 0) {
+      results.expert_load = {};
+      results.replayed = true;  // the load comes from the ids of all ranks
+      add_statistics(layer.config(), results);
+    }
+  });
+  return results;
+}
+
+void print_text(const Options& options, const Results& results, const RowCheck* check) {
   const std::int64_t num_tokens = results.output.size(0);
   std::string time = fmt::format("{:.2f} ms", results.median_ms());
   if (results.times_ms.size() > 1) {
     time += fmt::format(" (median of {})", results.times_ms.size());
   }
-  fmt::print("{}  tokens={}  {}\n", layer.plan_line(), num_tokens, time);
+  fmt::print("{}  tokens={}  {}\n", results.plan_line, num_tokens, time);
   if (options.load) {
     fmt::print("{}a token shares {:.2f} of its {} experts with the token before\n",
                load_table(results.load), results.shared_with_previous, results.load.topk);
@@ -176,10 +273,10 @@ void print_text(const Options& options, const MoeLayer& layer, const Results& re
   if (check) fmt::print("{}\n", check->text());
 }
 
-void print_json(const MoeLayer& layer, const Results& results, const RowCheck* check) {
-  nlohmann::json object{{"plan", layer.plan_line()},
-                        {"experts", layer.selection().experts->name()},
-                        {"prepare_finalize", layer.selection().prepare_finalize->name()},
+void print_json(const Options&, const Results& results, const RowCheck* check) {
+  nlohmann::json object{{"plan", results.plan_line},
+                        {"experts", results.experts},
+                        {"prepare_finalize", results.prepare_finalize},
                         {"num_tokens", results.output.size(0)},
                         {"ms", results.median_ms()},
                         {"times_ms", results.times_ms},
@@ -194,20 +291,21 @@ void print_json(const MoeLayer& layer, const Results& results, const RowCheck* c
   fmt::print("{}\n", object.dump());
 }
 
-void save(const Options& options, const MoeLayer& layer, const Results& results) {
+void save(const Options& options, std::int64_t num_experts, const Results& results) {
   std::map<std::string, TensorView> tensors{{"output", results.output},
                                             {"topk_ids", results.routing.topk_ids},
                                             {"topk_weights", results.routing.topk_weights}};
   if (results.router_logits) tensors["router_logits"] = results.router_logits;
   save_safetensors(options.output, tensors,
-                   {{"fusedmoe_version", FUSEDMOE_VERSION}, {"plan", layer.plan_line()}});
+                   {{"fusedmoe_version", FUSEDMOE_VERSION}, {"plan", results.plan_line}});
   log(Level::kInfo, fmt::format("wrote {}", options.output));
   if (options.record_routing.empty()) return;
-  record_routing(options.record_routing, results.routing, layer.config().num_experts);
+  record_routing(options.record_routing, results.routing, num_experts);
   log(Level::kInfo, fmt::format("wrote {}", options.record_routing));
 }
 
-MoeLayer make_layer(const Options& options, const LayerWeights& weights, DType dtype) {
+MoeLayer make_layer(const Options& options, const LayerWeights& weights, DType dtype,
+                    const std::function<void(LayerOptions&)>& change) {
   Progress progress("Packing weights");
   LayerOptions layer;
   layer.device = parse_device(options.device);
@@ -219,6 +317,7 @@ MoeLayer make_layer(const Options& options, const LayerWeights& weights, DType d
   layer.max_workspace_bytes = static_cast<std::size_t>(options.max_workspace_mib) << 20;
   if (!options.plan.empty()) layer.plan = read_text(options.plan);
   layer.progress = [&](std::int64_t done, std::int64_t total) { progress.update(done, total); };
+  if (change) change(layer);
   return {weights, layer};
 }
 
@@ -232,21 +331,31 @@ void run(const Options& options) {
   const std::vector<std::int64_t> layers = checkpoint.moe_layers();
   if (layers.empty()) throw Error(options.checkpoint, "without MoE layers", "at least one");
   const std::int64_t index = options.layer < 0 ? layers.front() : options.layer;
-  const LayerWeights weights = checkpoint.load_layer(index);
-  const Tensor x = load_hidden_states(options, weights.experts.hidden, dtype);
-  const MoeLayer layer = make_layer(options, weights, dtype);
-  const Results results = forward(options, layer, x);
+  const ModelConfig& model = checkpoint.config();
+  const Tensor x = load_hidden_states(options, model.hidden, dtype);
+  LayerWeights weights;
+  Results results;
+  if (options.ranks.num_ranks() > 1) {
+    if (!options.replay_routing.empty()) {
+      throw Error("--replay-routing", "given with ranks", "given without --ep, --tp and --dp");
+    }
+    results = forward_on_ranks(options, checkpoint, index, x);
+  } else {
+    weights = checkpoint.load_layer(index);
+    results = forward(options, make_layer(options, weights, dtype, {}), x);
+  }
 
   RowCheck check;
   if (options.check_rows > 0) {
+    if (weights.experts.experts.empty()) weights = checkpoint.load_layer(index);
     check = check_rows(weights, x, results.output,
                        {results.routing.topk_ids, results.routing.topk_weights}, results.replayed,
                        options.check_rows);
     if (!check.passed()) throw Error("output", check.text(), "within the tolerance");
   }
-  save(options, layer, results);
+  save(options, model.router.num_experts, results);
   const RowCheck* shown = options.check_rows > 0 ? &check : nullptr;
-  options.json ? print_json(layer, results, shown) : print_text(options, layer, results, shown);
+  (options.json ? print_json : print_text)(options, results, shown);
 }
 
 }  // namespace
@@ -280,6 +389,7 @@ void add_run(Command& program) {
                    "Only experts whose rows do not depend on their batch");
   command.add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
       .show_default();
+  options->ranks.add_to(command);
   command.add_option("--threads", options->threads, "CPU threads; default: all")
       .between(1, kMaxThreads);
   command

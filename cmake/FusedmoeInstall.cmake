@@ -7,7 +7,7 @@ set(library fusedmoe_static)
 if(BUILD_SHARED_LIBS)
   set(library fusedmoe_shared)
 endif()
-install(TARGETS ${library} EXPORT fusedmoeTargets
+install(TARGETS ${library} fusedmoe_mpi EXPORT fusedmoeTargets
   INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 if(FUSEDMOE_BUILD_C)
   install(TARGETS fusedmoe_c EXPORT fusedmoeTargets INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})

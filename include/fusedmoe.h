@@ -38,8 +38,9 @@ enum {
   FUSEDMOE_UNSUPPORTED = 2,      /* the call is right, but nothing here can serve it */
   FUSEDMOE_OUT_OF_MEMORY = 3,
   FUSEDMOE_IO = 4,
-  FUSEDMOE_DEVICE = 5,     /* the CUDA runtime or driver failed */
-  FUSEDMOE_INTERNAL = 100, /* a fault of the library */
+  FUSEDMOE_DEVICE = 5,        /* the CUDA runtime or driver failed */
+  FUSEDMOE_COMMUNICATION = 6, /* a rank is missing, has failed or does something else */
+  FUSEDMOE_INTERNAL = 100,    /* a fault of the library */
 };
 
 /* Of the last call in this thread that failed. Strings live until the thread's next failed call;

@@ -33,10 +33,10 @@ find src include cli bench python tests/unit tests/capi -name '*.h' -o -name '*.
       # The public interface alone, so that the tests of it can use src/testing.
       allow("include", "fusedmoe"); allow("testing", "fusedmoe")
       allow("tests", "fusedmoe testing ..")
-      allow("capi", "fusedmoe"); allow("python", "fusedmoe tools")
+      allow("capi", "fusedmoe"); allow("python", "fusedmoe tools"); allow("mpi", "fusedmoe")
       floor("core", "error tensor runtime dlpack export version")
       floor("quant", "quant"); floor("files", "safetensors"); floor("checkpoint", "checkpoint")
-      floor("moe", "weights router experts"); floor("layer", "modular_kernel selection layer")
+      floor("moe", "comm weights router experts"); floor("layer", "modular_kernel selection layer")
     }
     {
       file = $1; header = $4

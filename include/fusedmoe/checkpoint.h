@@ -130,6 +130,11 @@ class FUSEDMOE_API Checkpoint {
   };
   /// The same checks without reading weights: everything that names, shapes and dtypes tell.
   LayerSchemes check_layer(std::int64_t layer) const;
+  /// What one rank holds of it, as local_weights() cuts it. Tensors of other ranks' experts are
+  /// checked by name, shape and dtype, but their bytes are never read; where all experts share a
+  /// tensor that holds for mapped files (FileAccess::kMap).
+  LayerWeights load_layer(std::int64_t layer, const ParallelConfig& parallel,
+                          const std::optional<ExpertPlacement>& placement = {}) const;
   /// Name, dtype, shape and file of every tensor of the layer's MoE block.
   struct TensorInfo {
     std::string name;

@@ -11,15 +11,16 @@
 
 namespace fusedmoe {
 
-/// What went wrong, in the terms of who has to act. 6 is reserved for communication.
+/// What went wrong, in the terms of who has to act.
 enum class ErrorKind : int {
   kInvalidArgument = 1,  ///< the call is wrong: see Error::argument() and Error::fault()
   kUnsupported = 2,      ///< the call is right, but nothing here can serve it: see Error::reason()
   kOutOfMemory = 3,      ///< host or device memory: see Error::requested_bytes()
   kIo = 4,               ///< a file is missing, cannot be read or written, or is malformed
   kDevice = 5,           ///< the CUDA runtime or driver failed: see Error::device_error()
+  kCommunication = 6,    ///< a rank is missing, failed, or does something else than the others
 };
-/// "invalid argument", "unsupported", "out of memory", "i/o", "device"
+/// "invalid argument", "unsupported", "out of memory", "i/o", "device", "communication"
 FUSEDMOE_API std::string_view name(ErrorKind kind);
 
 /// What is wrong with an argument.
@@ -82,6 +83,8 @@ class FUSEDMOE_API Error : public std::runtime_error {
   static Error malformed(std::string part, std::string was, std::string must_be);
   /// `code` is a cudaError_t or CUresult; `message` is the whole sentence.
   static Error device(int code, const std::string& message);
+  /// Between ranks; `message` is the whole sentence and names them.
+  static Error communication(const std::string& message);
 
   /// The same error, of an argument or file within `context`.
   Error within(const std::string& context) const;

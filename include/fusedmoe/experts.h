@@ -14,6 +14,7 @@
 #include <string_view>
 #include <vector>
 
+#include "fusedmoe/comm.h"
 #include "fusedmoe/export.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/router.h"
@@ -31,14 +32,19 @@ enum class ActivationFormat {
 };
 FUSEDMOE_API std::string_view name(ActivationFormat format);
 
-/// Sizes of the parallel groups a layer lives in, at least 1, and its rank among ep_size.
-struct ParallelConfig {
-  int tp_size = 1;
-  int dp_size = 1;
-  int ep_size = 1;
-  int ep_rank = 0;
-  bool operator==(const ParallelConfig&) const = default;
+/// What comes back from the ranks that hold a token's experts.
+enum class CombineMode {
+  /// One row from each rank, the weighted sum of its experts; the origin adds them in rank order in
+  /// f32.
+  kPerRank,
+  /// One row from each expert, in f32; the origin weights and adds them in slot order, as one rank
+  /// would: the same bits for every number of ranks and every placement, where the experts do not
+  /// depend on the batch and weight rows when they sum them (`cpu`; `sm90` but for f16).
+  kPerSlot,
 };
+FUSEDMOE_API std::string_view name(CombineMode mode);
+/// Inverse. Throws Error listing the names, "per_rank" and "per_slot".
+FUSEDMOE_API CombineMode parse_combine_mode(std::string_view text);
 
 /// Everything about a layer that an implementation may accept or refuse.
 struct MoeConfig {
@@ -57,6 +63,7 @@ struct MoeConfig {
   RoutingMethod routing_method = RoutingMethod::kNone;
   ActivationFormat activation_format = ActivationFormat::kStandard;
   ParallelConfig parallel;
+  CombineMode combine = CombineMode::kPerRank;
   Device device;
   /// Of a CUDA device that need not be here, as major * 10 + minor: 90 is Hopper. None: that of
   /// `device`, which must then be usable.
@@ -70,12 +77,30 @@ struct MoeConfig {
 FUSEDMOE_API MoeConfig moe_config(const ExpertWeights& weights, std::int64_t topk, DType dtype,
                                   Device device = {});
 
+/// What binds a layer to the other ranks; equal on all of them.
+struct RankOptions {
+  /// Null: one rank, or the caller adds what the ranks compute.
+  std::shared_ptr<Communicator> communicator;
+  std::optional<ExpertPlacement> placement = std::nullopt;  ///< none: linear
+  ReplicaChoice replica_choice = ReplicaChoice::kHash;
+  /// Most tokens that any rank gives to a forward; buffers are made for it.
+  std::int64_t max_tokens_per_rank = 0;
+  /// Most rows that a rank receives in a forward, more being an Error; 0: as many as can come.
+  std::int64_t receive_capacity = 0;
+  std::optional<CombineMode> combine = std::nullopt;  ///< none: as batch invariance needs
+  std::optional<DType> combine_dtype = std::nullopt;  ///< of rows per rank: f32, or the layer's
+  /// Always send max_tokens rows to each rank: nothing is counted, so on CUDA the host waits for
+  /// nothing and a graph can hold the forward.
+  bool fixed_sizes = false;
+};
+
 /// What an instance is bound to, beside its configuration.
 struct Context {
   /// Threads of the CPU; 0: num_threads() when the instance is made.
   int num_threads = 0;
   /// Kernel configurations that were measured before; null: the experts choose by themselves.
   const TunedConfigs* tuned = nullptr;
+  RankOptions ranks = {};
 };
 
 /// Yes, or a reason with the value that failed.
@@ -101,6 +126,8 @@ FUSEDMOE_API std::string_view name(WeightAndReduce kind);
 struct ProblemSize {
   /// Rows that there must be room for: tokens, or in the batched format rows of each expert.
   std::int64_t num_tokens = 0;
+  /// The most tokens of any rank in this forward; 0: num_tokens.
+  std::int64_t max_tokens = 0;
   /// Rows of all local experts together that are likely, by which kernel configurations are chosen;
   /// 0: as many as routing at random gives.
   std::int64_t expected_rows = 0;
@@ -183,6 +210,7 @@ struct ForwardArgs {
   /// Number of an Experts::kernel_configs() name; -1: the experts choose.
   int kernel_config = -1;
   std::int64_t expected_rows = 0;  ///< see ProblemSize
+  std::int64_t max_tokens = 0;     ///< see ProblemSize
   Stream stream;
 
   // Only monolithic experts, which route by themselves: they write topk_ids and topk_weights.
@@ -195,8 +223,9 @@ struct ForwardArgs {
 
   // What the steps leave for those behind them; ModularKernel fills it.
   Preparation preparation;
-  /// Scales of quantized hidden states (e4m3 or i8): (1, 1) per tensor, (num_tokens, 1) per token,
-  /// (num_tokens, groups) per group; batched (1, 1) and (E, max_tokens, ...). Undefined otherwise.
+  /// Scales of quantized hidden states (e4m3 or i8): (1, 1) per tensor, or (num_tokens, 1) where
+  /// rows come from ranks that have a dynamic one each; (num_tokens, 1) per token, (num_tokens,
+  /// groups) per group; batched (1, 1) and (E, max_tokens, ...). Undefined otherwise.
   TensorView hidden_scales;
   TensorView expert_num_tokens;  ///< (E) i32: rows that are real; batched format only
   WeightAndReduce weight_and_reduce = WeightAndReduce::kNoOp;  ///< of the experts, for finalize

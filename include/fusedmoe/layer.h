@@ -47,10 +47,16 @@ struct LayerOptions {
   /// True: the experts must be able to route by themselves, else Error. False: they do so where
   /// that is faster, as for few tokens on CUDA.
   bool monolithic = false;
-  /// Of the ranks that share the layer. With ep_size > 1 the output holds the sum over the experts
-  /// of this rank, and somebody has to add those of the others. Every layer adds the shared experts
-  /// that it is given: give them to one rank.
+  /// Of the ranks that share the layer. Without a communicator the output of ep_size > 1 holds the
+  /// sum over the experts of this rank, somebody has to add those of the others, and one rank alone
+  /// is given the shared experts. With one the output is complete: give them to every rank.
   ParallelConfig parallel = {};
+  /// With a communicator of several ranks, making the layer is collective: either all ranks have
+  /// made it, or all throw the same Error. A default `parallel` then means expert parallelism of
+  /// ranks with different tokens, and `placement` says the expert map; weights of all experts are
+  /// cut to the local ones. A forward is collective too, and one at a time; a rank that throws in
+  /// it ends the communicator.
+  RankOptions ranks = {};
   int num_threads = 0;  ///< of the CPU; 0: those of the executor when the layer is made
   /// Runs the packing and the forwards on the CPU, unless a forward's stream names another; must
   /// outlive the layer. Null: default_executor().
@@ -70,10 +76,24 @@ struct ForwardOptions {
   TensorView topk_weights = {};   ///< (num_tokens, topk) f32
   /// (num_experts) i32: how many tokens chose each expert.
   TensorView expert_load = {};
-  bool accumulate = false;                      ///< output += instead of output =
-  const ExpertsHooks* hooks = nullptr;          ///< of a layer made with LayerOptions::hooks
+  bool accumulate = false;              ///< output += instead of output =
+  const ExpertsHooks* hooks = nullptr;  ///< of a layer made with LayerOptions::hooks
+  /// The most tokens that any rank gives to this forward, the same on all; 0: the largest that
+  /// RankOptions allows. Buffers and fixed sizes follow it.
+  std::int64_t max_tokens = 0;
   std::optional<Stream> stream = std::nullopt;  ///< none: the default stream of the device
 };
+
+/// What one rank holds of a layer: its experts in the order of the placement (none: linear), or its
+/// slice of every expert's intermediate size, cut on scale groups; router and shared experts stay.
+/// Views of the same memory. A rank without experts keeps one that no token reaches.
+FUSEDMOE_API LayerWeights local_weights(const LayerWeights& whole, const ParallelConfig& parallel,
+                                        const std::optional<ExpertPlacement>& placement = {});
+/// The slice of each expert: rows of gate and up, columns of down, whose bias stays with the slice
+/// that begins at 0.
+FUSEDMOE_API ExpertWeights slice_experts(const ExpertWeights& weights, Slice slice);
+/// The slices of the intermediate size are multiples of it: scale groups and packed words whole.
+FUSEDMOE_API std::int64_t slice_unit(const QuantScheme& scheme);
 
 /// Immutable after construction; forward may run on several threads with separate workspaces. A
 /// layer that was moved from throws Error when it is used.
@@ -102,7 +122,8 @@ class FUSEDMOE_API MoeLayer {
   std::string plan_json() const;
 
   /// Bytes of scratch that forward(num_tokens) needs: monotone, a function of num_tokens alone, and
-  /// at most LayerOptions::max_workspace_bytes.
+  /// at most LayerOptions::max_workspace_bytes. Across ranks num_tokens is
+  /// ForwardOptions::max_tokens.
   std::size_t workspace_bytes(std::int64_t num_tokens) const;
 
   /// output = MoE(hidden_states); both (num_tokens, hidden), rows may have a stride, not

@@ -53,6 +53,10 @@ class FUSEDMOE_API PrepareAndFinalize {
   /// per expert in the batched format. A transport that passes the caller's rows through does so
   /// for any number of them.
   virtual ProblemSize problem_size(const ProblemSize& caller) const { return caller; }
+  /// True if the experts see rows of other ranks. finish_prepare() then says how many there are,
+  /// which problem_size() only bounds; the experts leave sums for this rank's part alone; and
+  /// finalize takes the arguments as they were before prepare, but for fused_output.
+  virtual bool moves_rows() const { return false; }
   /// Scratch that lasts from prepare to finalize.
   virtual std::size_t workspace_bytes(const ProblemSize& caller,
                                       const Preparation& preparation) const = 0;
@@ -65,6 +69,8 @@ class FUSEDMOE_API PrepareAndFinalize {
   /// fused_output -> output.
   void start_finalize(const ForwardArgs& args) const;
   void finish_finalize(const ForwardArgs& args) const { do_finish_finalize(args); }
+  /// Something threw between prepare and finalize: the other ranks must not wait for this one.
+  virtual void abandon(std::string_view /*reason*/) const noexcept {}
 
  private:
   friend class ModularKernel;
@@ -76,7 +82,9 @@ class FUSEDMOE_API PrepareAndFinalize {
   const PrepareFinalizeDescriptor& descriptor_;
 };
 
-/// One rank, standard format.
+/// Rows stay where they are, standard format. Where several ranks have the same tokens (tensor
+/// parallelism, or expert parallelism without data parallelism), each computes a part of the sum:
+/// with a communicator finalize adds the parts in rank order, without one the caller has to.
 FUSEDMOE_API const PrepareFinalizeDescriptor& no_ep();
 /// One rank, batched format (num_local_experts, capacity, hidden). prepare copies each token to the
 /// rows of its experts, in ascending order of the tokens. Capacity is the number of tokens of the
@@ -85,6 +93,14 @@ FUSEDMOE_API const PrepareFinalizeDescriptor& no_ep();
 /// the others are dropped. Rows of an expert from expert_num_tokens on are neither written nor
 /// read.
 FUSEDMOE_API const PrepareFinalizeDescriptor& batched();
+
+/// Many ranks, standard format. Every rank sends each of its tokens once to every rank that holds
+/// an expert of it, with ids, weights and scales, and gets sums or rows back (CombineMode). Rows
+/// arrive ordered by (rank, token).
+FUSEDMOE_API const PrepareFinalizeDescriptor& all2all();
+/// Many ranks, standard format. Every rank gets all tokens of all ranks. Also for data parallelism
+/// without expert parallelism.
+FUSEDMOE_API const PrepareFinalizeDescriptor& allgather_reducescatter();
 
 /// What `experts` leave to prepare; `a1_scale`: see PackedWeights::Info.
 FUSEDMOE_API Preparation make_preparation(const ExpertsDescriptor& experts,
@@ -126,12 +142,14 @@ class FUSEDMOE_API ModularKernel {
   friend class MoeLayer;
   /// The same with arguments that were checked.
   void run(ForwardArgs args, const ProblemSize& problem, void* workspace) const;
+  void run_steps(ForwardArgs args, const ProblemSize& problem) const;
   std::size_t common_bytes(const WorkspacePlan& plan, const ProblemSize& problem) const;
 
   std::shared_ptr<const PrepareAndFinalize> prepare_finalize_;
   std::shared_ptr<const Experts> experts_;
   WeightAndReduce reduce_ = WeightAndReduce::kNoOp;  // of the experts
   bool passes_rows_ = false;                         // the experts see the caller's rows
+  bool moves_rows_ = false;                          // those of other ranks
 };
 
 }  // namespace fusedmoe

@@ -23,6 +23,7 @@ PyObject* exception_of(ErrorKind kind) {
     case ErrorKind::kIo:
       return PyExc_OSError;
     case ErrorKind::kDevice:
+    case ErrorKind::kCommunication:
       break;
   }
   return PyExc_RuntimeError;

@@ -52,13 +52,40 @@ std::vector<std::int64_t> Checkpoint::moe_layers() const {
 }
 
 LayerWeights Checkpoint::load_layer(std::int64_t layer) const {
+  return load_layer(layer, ParallelConfig{});
+}
+
+LayerWeights Checkpoint::load_layer(std::int64_t layer, const ParallelConfig& parallel,
+                                    const std::optional<ExpertPlacement>& placement) const {
   const checkpoint::OpenedCheckpoint& opened = impl_->opened;
+  parallel.validate();
   checkpoint::Block block = opened.layer(layer);
-  for (auto& [name, entry] : block.tensors) {
-    entry.tensor = opened.files.files[entry.file].read(block.prefix + name);
+  block.read = [&](const std::string& name, const checkpoint::BlockTensor& entry) {
+    return opened.files.files[entry.file].read(block.prefix + name);
+  };
+  const std::int64_t num_experts = opened.config.router.num_experts;
+  const std::string label = core::format("{}: layer {}", opened.label, layer);
+  LayerWeights weights;
+  if (parallel.ep_size == 1) {
+    weights = checkpoint::load_block(opened.config, block, label);
+  } else {
+    const ExpertPlacement all =
+        placement.value_or(ExpertPlacement::linear(num_experts, parallel.ep_size));
+    FUSEDMOE_CHECK(all.num_experts() == num_experts && all.num_ranks() == parallel.ep_size,
+                   "placement",
+                   core::format("{} experts on {} ranks", all.num_experts(), all.num_ranks()),
+                   core::format("{} experts on {} ranks", num_experts, parallel.ep_size));
+    std::vector<std::int32_t> experts = all.local_experts(parallel.ep_rank);
+    if (experts.empty()) experts.push_back(0);  // as local_weights() has it
+    weights = checkpoint::load_block(opened.config, block, label, experts);
+    weights.expert_map = all.expert_map(parallel.ep_rank);
   }
-  return checkpoint::load_block(opened.config, block,
-                                core::format("{}: layer {}", opened.label, layer));
+  if (parallel.tp_size > 1) {
+    ExpertWeights& experts = weights.experts;
+    experts = slice_experts(experts, slice_of(experts.intermediate, slice_unit(experts.scheme),
+                                              parallel.tp_size, parallel.tp_rank));
+  }
+  return weights;
 }
 
 Checkpoint::LayerSchemes Checkpoint::check_layer(std::int64_t layer) const {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <set>
 
 #include "checkpoint/gguf_blocks.h"
@@ -25,12 +26,21 @@ std::string names(std::span<const DType> dtypes) {
 
 class Loader {
  public:
-  Loader(const ModelConfig& model, const Block& block)
+  Loader(const ModelConfig& model, const Block& block,
+         const std::optional<std::vector<std::int32_t>>& experts = {})
       : model_(model),
         block_(block),
         layout_(find_layout(model, block)),
         in_gguf_(std::any_of(block.tensors.begin(), block.tensors.end(),
-                             [](const auto& entry) { return entry.second.type != nullptr; })) {}
+                             [](const auto& entry) { return entry.second.type != nullptr; })),
+        all_(!experts) {
+    if (experts) {
+      wanted_ = *experts;
+    } else {
+      wanted_.resize(static_cast<std::size_t>(model.router.num_experts));
+      std::iota(wanted_.begin(), wanted_.end(), 0);
+    }
+  }
 
   /// Everything that names, shapes and dtypes tell.
   LayerSchemes check(const std::string& label) {
@@ -211,8 +221,9 @@ class Loader {
   }
 
   /// By its name from the layer on; undefined for the empty name.
-  Tensor tensor(const std::string& name) const {
-    return name.empty() ? Tensor() : entry(name).tensor;
+  Tensor tensor(const std::string& name) const { return name.empty() ? Tensor() : read(name); }
+  Tensor read(const std::string& name) const {
+    return block_.read ? block_.read(name, entry(name)) : entry(name).tensor;
   }
   Tensor expert_tensor(const std::string& pattern) const {
     return pattern.empty() ? Tensor() : tensor(tensor_name(layout_.block, pattern));
@@ -236,7 +247,7 @@ class Loader {
     const ExpertLayout& layout = *layout_.experts;
     if (layout.storage == ExpertStorage::kPerExpert) {
       ExpertWeights weights = empty_weights(model_.intermediate, experts_scheme());
-      for (std::int64_t e = 0; e < model_.router.num_experts; ++e) {
+      for (const std::int32_t e : wanted_) {
         add_expert(weights, expert_layers(model_, layout_, e), layout_.storage.experts,
                    model_.has_bias);
       }
@@ -245,7 +256,15 @@ class Loader {
     }
     if (layout.storage == ExpertStorage::kStacked && layout.gate_up == GateUpLayout::kGateUp) {
       ExpertWeights weights = empty_weights(model_.intermediate, experts_scheme());
-      load_stacks(layout_, block_, model_.router.num_experts, weights);
+      Block stacks = block_;
+      for (auto& [name, entry] : stacks.tensors) entry.tensor = read(name);
+      load_stacks(layout_, stacks, model_.router.num_experts, weights);
+      if (all_) return weights;
+      std::vector<ExpertMatrices> wanted;
+      for (const std::int32_t e : wanted_) {
+        wanted.push_back(weights.experts[static_cast<std::size_t>(e)]);
+      }
+      weights.experts = std::move(wanted);
       return weights;
     }
     if (!layout.w3.empty()) return parted_experts();
@@ -258,8 +277,28 @@ class Loader {
     stacked.w2_bias = expert_tensor(layout.w2_bias);
     stacked.gate_up_layout = layout.gate_up;
     stacked.transposed = layout.storage == ExpertStorage::kStackedTransposed;
-    return ExpertWeights::from_stacked(stacked, experts_scheme(), model_.activation,
-                                       model_.activation_params);
+    const QuantScheme scheme = experts_scheme();
+    if (all_) {
+      return ExpertWeights::from_stacked(stacked, scheme, model_.activation,
+                                         model_.activation_params);
+    }
+    // One after the other: what is checked is read.
+    ExpertWeights weights;
+    for (const std::int32_t e : wanted_) {
+      ExpertWeights::Stacked one = stacked;
+      for (Tensor* tensor :
+           {&one.w13, &one.w2, &one.w13_scales, &one.w2_scales, &one.w13_bias, &one.w2_bias}) {
+        if (*tensor) *tensor = Tensor(tensor->slice(0, e, e + 1), tensor->owner());
+      }
+      ExpertWeights next =
+          ExpertWeights::from_stacked(one, scheme, model_.activation, model_.activation_params);
+      if (weights.experts.empty()) {
+        weights = std::move(next);
+      } else {
+        weights.experts.push_back(next.experts.front());
+      }
+    }
+    return weights;
   }
 
   /// Gate and up in tensors of their own, each with all experts.
@@ -280,7 +319,7 @@ class Loader {
       result.values = transposed ? view.transpose(0, 1) : view;
       return result;
     };
-    for (std::int64_t e = 0; e < model_.router.num_experts; ++e) {
+    for (const std::int32_t e : wanted_) {
       weights.experts.push_back({matrix(tensors[0], e, false), matrix(tensors[1], e, false),
                                  matrix(tensors[2], e, true)});
     }
@@ -387,7 +426,7 @@ class Loader {
 
   // Consecutive tensors mostly share a file: its mapping is kept once.
   TensorView view(const std::string& name, std::vector<std::shared_ptr<const void>>& owners) const {
-    const Tensor& tensor = entry(name).tensor;
+    const Tensor tensor = read(name);
     if (owners.empty() || owners.back() != tensor.owner()) owners.push_back(tensor.owner());
     return tensor;
   }
@@ -399,6 +438,8 @@ class Loader {
   Problems problems_;
   std::set<std::string_view> claimed_;
   std::optional<DType> expert_dtype_, shared_dtype_;
+  std::vector<std::int32_t> wanted_;  ///< experts
+  const bool all_;                    ///< of them
 };
 
 }  // namespace
@@ -417,8 +458,9 @@ auto within(const std::string& label, Function&& function) {
 
 }  // namespace
 
-LayerWeights load_block(const ModelConfig& model, const Block& block, const std::string& label) {
-  return within(label, [&] { return Loader(model, block).load(label); });
+LayerWeights load_block(const ModelConfig& model, const Block& block, const std::string& label,
+                        const std::optional<std::vector<std::int32_t>>& experts) {
+  return within(label, [&] { return Loader(model, block, experts).load(label); });
 }
 
 LayerSchemes check_block(const ModelConfig& model, const Block& block, const std::string& label) {

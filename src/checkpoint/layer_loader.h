@@ -2,8 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "checkpoint/block_tensors.h"
 #include "checkpoint/checkpoint_files.h"
@@ -15,6 +18,8 @@ namespace fusedmoe::checkpoint {
 struct Block {
   std::string prefix;  ///< "model.layers.3.", or "" in a file without prefixes
   std::map<std::string, BlockTensor, std::less<>> tensors;  ///< names without the prefix
+  /// Brings a tensor's bytes, which `tensors` then only describes; unset: they are there.
+  std::function<Tensor(const std::string& name, const BlockTensor& entry)> read = {};
 };
 
 /// The layout that most tensors of the block follow, and the names that are there; the published
@@ -29,8 +34,10 @@ QuantScheme mxfp4_scheme(const ModelConfig& model);
 QuantScheme stored_scheme(const ModelConfig& model, const Block& block);
 
 /// Views of the block's tensors. Every tensor that is missing, unclaimed, or of a wrong shape or
-/// dtype is collected and reported in one Error; `label` names checkpoint and layer.
-LayerWeights load_block(const ModelConfig& model, const Block& block, const std::string& label);
+/// dtype is collected and reported in one Error; `label` names checkpoint and layer. `experts`: the
+/// only ones whose bytes are read, in this order; none: all.
+LayerWeights load_block(const ModelConfig& model, const Block& block, const std::string& label,
+                        const std::optional<std::vector<std::int32_t>>& experts = {});
 
 using LayerSchemes = Checkpoint::LayerSchemes;
 /// The checks of load_block that names, shapes and dtypes are enough for; reads no contents.

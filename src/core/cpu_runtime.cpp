@@ -55,6 +55,7 @@ class CpuRuntime final : public DeviceRuntime {
   }
   void launch(void* graph, Stream) const override { (*static_cast<const Work*>(graph))(); }
 
+  bool can_access(Device, Device) const override { return true; }
   int exchange_current(Device) const override { return -1; }
   void restore_current(int) const noexcept override {}
 };

@@ -35,6 +35,9 @@ class DeviceRuntime {
   virtual std::shared_ptr<void> capture(Stream stream, const std::function<void()>& work) const = 0;
   virtual void launch(void* graph, Stream stream) const = 0;
 
+  /// Whether device `from` can read the memory of device `to`, both of this host.
+  virtual bool can_access(Device from, Device to) const = 0;
+
   /// Makes the device the calling thread's current one and returns the index that was; -1 where
   /// there is nothing to restore.
   virtual int exchange_current(Device device) const = 0;

@@ -23,8 +23,8 @@ std::string_view text(const std::array<std::string_view, kCount>& texts, Enum va
 }  // namespace
 
 std::string_view name(ErrorKind kind) {
-  constexpr std::array<std::string_view, 5> kTexts{"invalid argument", "unsupported",
-                                                   "out of memory", "i/o", "device"};
+  constexpr std::array<std::string_view, 6> kTexts{
+      "invalid argument", "unsupported", "out of memory", "i/o", "device", "communication"};
   return text(kTexts, kind, 1);
 }
 
@@ -112,6 +112,10 @@ Error Error::device(int code, const std::string& message) {
   Error error(ErrorKind::kDevice, {}, message);
   error.device_error_ = code;
   return error;
+}
+
+Error Error::communication(const std::string& message) {
+  return Error(ErrorKind::kCommunication, {}, message);
 }
 
 Error Error::within(const std::string& context) const {

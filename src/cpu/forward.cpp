@@ -143,10 +143,11 @@ void Forward::prepare_row(std::int64_t row, const TaskScratch& scratch) const {
   const void* scales = nullptr;
   float row_scale = 1;
   if (hidden_quantized_) {
-    const std::int64_t per_row =
-        per_tensor(*key_) ? 0 : core::scales_per_row(*key_, problem_.hidden);
+    // Rows of several ranks each bring the one scale of their rank.
+    const bool one_scale = per_tensor(*key_) && args_.hidden_scales.size(0) == 1;
+    const std::int64_t per_row = one_scale ? 0 : core::scales_per_row(*key_, problem_.hidden);
     scales = args_.hidden_scales.as<const std::byte>() + bytes(*key_->scale, source * per_row);
-    if (per_tensor(*key_)) row_scale = *args_.hidden_scales.as<const float>();
+    if (per_tensor(*key_)) row_scale = *static_cast<const float*>(scales);
   } else {
     if (key_->global_scale) {
       row_scale = weights_.input_scale1(batched_ ? row / problem_.num_tokens : expert_of(row));

@@ -4,6 +4,7 @@
 #include "core/device_runtime.h"
 #include "cuda/router/router.h"
 #include "cuda/rows/permute.h"
+#include "cuda/rows/rank_rows.h"
 #include "cuda/rows/routing_data.h"
 #include "cuda/rows/rows.h"
 
@@ -11,6 +12,11 @@ namespace fusedmoe::cuda {
 namespace {
 
 using core::CurrentDevice;
+
+void check_ranks(std::size_t num_ranks) {
+  FUSEDMOE_CHECK(num_ranks <= static_cast<std::size_t>(kMaxRanks), "ranks",
+                 core::to_string(num_ranks), core::format("at most {} on cuda", kMaxRanks));
+}
 
 class CudaBackend final : public core::Backend {
  public:
@@ -71,6 +77,31 @@ class CudaBackend final : public core::Backend {
   void reduce(const core::ReduceArgs& args, const TensorView& slot_rows) const override {
     const CurrentDevice current(args.stream.device);
     reduce_rows(args, slot_rows);
+  }
+
+  void plan_dispatch(const core::DispatchPlan& plan, Stream stream) const override {
+    const CurrentDevice current(stream.device);
+    cuda::plan_dispatch(plan, stream);
+  }
+
+  void number_parts(const TensorView& rows, std::int64_t stride, Stream stream) const override {
+    const CurrentDevice current(stream.device);
+    cuda::number_parts(rows, stride, stream);
+  }
+
+  void expand_slots(const core::SlotExpansion& expansion,
+                    std::span<const std::int64_t> rows_of_source, std::span<std::int64_t> counts,
+                    Stream stream) const override {
+    check_ranks(counts.size());
+    const CurrentDevice current(stream.device);
+    cuda::expand_slots(expansion, rows_of_source, counts, stream);
+  }
+
+  void number_slots(const core::SlotNumbers& numbers, std::span<std::int64_t> counts,
+                    Stream stream) const override {
+    check_ranks(counts.size());
+    const CurrentDevice current(stream.device);
+    cuda::number_slots(numbers, counts, stream);
   }
 
   void add(const TensorView& target, const TensorView& source, Stream stream) const override {

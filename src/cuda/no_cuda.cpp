@@ -2,6 +2,7 @@
 #include "core/device_runtime.h"
 #include "cuda/backend.h"
 #include "cuda/experts.h"
+#include "fusedmoe/comm.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
 
@@ -37,6 +38,20 @@ const core::DeviceRuntime& core::cuda_runtime() {
 }
 
 const core::Backend& cuda::backend() {
+  fail();
+}
+
+NcclInfo nccl_info() {
+  return {.problem = kWithoutCuda};
+}
+
+std::shared_ptr<DataPlane> make_nccl_data_plane(int, int, Device, std::shared_ptr<ControlPlane>,
+                                                std::chrono::milliseconds) {
+  fail();
+}
+
+std::shared_ptr<DataPlane> make_nccl_data_plane(void*, Device, std::shared_ptr<ControlPlane>,
+                                                std::chrono::milliseconds) {
   fail();
 }
 

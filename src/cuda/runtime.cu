@@ -137,6 +137,14 @@ class CudaRuntime final : public core::DeviceRuntime {
     FUSEDMOE_CUDA_CHECK(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), handle_of(stream)));
   }
 
+  bool can_access(Device from, Device to) const override {
+    int yes = 0;
+    if (from.index != to.index) {
+      FUSEDMOE_CUDA_CHECK(cudaDeviceCanAccessPeer(&yes, from.index, to.index));
+    }
+    return from.index == to.index || yes != 0;
+  }
+
   int exchange_current(Device device) const override {
     check_earlier_kernels();
     int previous = 0;

@@ -29,6 +29,7 @@ void check_routing_results(const ForwardArgs& args) {
 
 /// Experts that reduce write the output themselves; others leave rows that finalize converts.
 void check_written_dtype(const ModularKernel& kernel, const ProblemSize& problem) {
+  if (kernel.prepare_finalize().moves_rows()) return;  // sums are converted on their way
   const Experts& experts = kernel.experts();
   const ExpertsDescriptor& descriptor = experts.descriptor();
   const WorkspacePlan plan = experts.plan(kernel.prepare_finalize().problem_size(problem));
@@ -134,7 +135,8 @@ void check_prepare_args(const PrepareFinalizeDescriptor& descriptor, const Forwa
   if (batched) core::check_row_count(x.size(0), args.weights->info().num_experts);
 }
 
-void check_finalize_args(const PrepareFinalizeDescriptor& descriptor, const ForwardArgs& args) {
+void check_finalize_args(const PrepareAndFinalize& instance, const ForwardArgs& args) {
+  const PrepareFinalizeDescriptor& descriptor = instance.descriptor();
   FUSEDMOE_CHECK_FAULT(args.weights, kNull, "weights", "null", "packed weights");
   const Device device = args.stream.device;
   const std::int64_t hidden = args.weights->info().hidden;
@@ -146,6 +148,7 @@ void check_finalize_args(const PrepareFinalizeDescriptor& descriptor, const Forw
   FUSEDMOE_CHECK(descriptor.accepts(args.weight_and_reduce), "weight_and_reduce",
                  std::string(name(args.weight_and_reduce)),
                  core::format("one that {} can finalize", descriptor.name()));
+  if (instance.moves_rows()) return;  // fused_output has the rows that have arrived
   if (args.weight_and_reduce == WeightAndReduce::kNoOp) {
     if (args.fused_output.data() == args.output.data()) return;
     check_buffer(args.output, "output", args.output.dtype(), args.output.shape(), device);
@@ -185,6 +188,7 @@ ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& a
                    {problem.num_tokens, config.hidden}, device);
   problem.output_dtype = args.output.dtype();
   problem.expected_rows = args.expected_rows;
+  problem.max_tokens = args.max_tokens;
   problem.topk = core::check_routing_args(experts, args, problem.num_tokens);
   check_written_dtype(kernel, problem);
   if (config.monolithic) check_routing_results(args);

@@ -35,7 +35,7 @@ void check_workspace(Workspace workspace, std::size_t needed,
 
 /// Arguments of one step of a PrepareAndFinalize.
 void check_prepare_args(const PrepareFinalizeDescriptor& descriptor, const ForwardArgs& args);
-void check_finalize_args(const PrepareFinalizeDescriptor& descriptor, const ForwardArgs& args);
+void check_finalize_args(const PrepareAndFinalize& instance, const ForwardArgs& args);
 
 /// Checks every argument of ModularKernel::apply() and returns its problem, sizes as the caller
 /// sees them.

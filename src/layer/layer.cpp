@@ -2,173 +2,19 @@
 #include "fusedmoe/layer.h"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "core/check.h"
 #include "core/device_runtime.h"
-#include "core/parallel.h"
 #include "core/workspace.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 #include "layer/backend.h"
 #include "layer/checks.h"
-#include "layer/layer_weights.h"
+#include "layer/layer_impl.h"
 #include "moe/check_args.h"
 
 namespace fusedmoe {
-namespace {
-
-using layer::own;
-
-/// Null where the caller leaves the threads to the default executor.
-std::shared_ptr<Executor> executor_for(const LayerOptions& options) {
-  if (options.executor) return {std::shared_ptr<void>(), options.executor};  // not ours
-  return options.num_threads > 0 ? make_executor(options.num_threads) : nullptr;
-}
-
-Context layer_context(const LayerOptions& options) {
-  Context context = make_context();
-  context.num_threads = options.num_threads;
-  if (options.executor && options.num_threads == 0) {
-    context.num_threads = options.executor->concurrency();
-  }
-  return context;
-}
-
-}  // namespace
-
-struct MoeLayer::Impl {
-  struct Shared {
-    std::string pair;
-    ModularKernel kernel;
-    std::shared_ptr<const PackedWeights> packed;
-    Tensor gate;  // (1, hidden) on the device, or undefined
-  };
-
-  // The workspace of one forward.
-  struct Buffers {
-    TensorView router_logits;  // (num_tokens, num_experts) f32
-    Routing routing;           // (num_tokens, topk)
-    Routing shared_routing;    // (num_tokens, 1): expert 0 with the gate's weight, or 1
-    TensorView shared_output;  // (num_tokens, hidden)
-    void* kernel = nullptr;    // one after the other: routed experts, shared experts
-    std::size_t bytes = 0;
-  };
-
-  // What a forward is about.
-  struct Call {
-    TensorView hidden_states, output;
-    Routing routing;  // of the caller; undefined: the layer routes
-    const ForwardOptions& options;
-    Stream stream;
-  };
-
-  MoeConfig config;
-  Selection selection;
-  const core::Backend& backend;
-  RouterConfig router;
-  RouterWeights router_weights;             // on the device
-  Tensor expert_map;                        // on the device
-  ModularKernel kernel;                     // takes ids and weights
-  std::optional<ModularKernel> monolithic;  // routes by itself, with the same packed weights
-  std::shared_ptr<const PackedWeights> packed;
-  std::optional<Shared> shared;
-  DType output_dtype;
-  bool inplace;
-  std::shared_ptr<Executor> executor;  // of the CPU; null: the default one
-  Stream stream;                       // of forwards that name none
-  std::int64_t chunk = std::numeric_limits<std::int64_t>::max();  // tokens at a time, at most
-
-  Impl(const LayerWeights& weights, const LayerOptions& options, const Selection& chosen);
-  void pack(const LayerWeights& weights, const LayerOptions& options);
-  void limit_chunk(std::size_t max_bytes);
-
-  Plan plan() const;
-  /// With a null workspace only `bytes` is meaningful.
-  Buffers cut(std::int64_t num_tokens, void* workspace) const;
-  /// Of one of the two kernels.
-  ProblemSize problem(const ModularKernel& of, std::int64_t num_tokens) const;
-  void check(const Call& call, Workspace workspace) const;
-  void run(const Call& call, void* workspace) const;
-  void run_chunk(const Call& call, void* workspace) const;
-  void apply_routed(const Call& call, const Routing& routing, const Buffers& buffers) const;
-  void apply_shared(const Call& call, const Buffers& buffers) const;
-};
-
-MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options,
-                     const Selection& chosen)
-    : config(layer::layer_config(weights, options)),
-      selection(chosen),
-      backend(layer::backend_of(*chosen.experts, options.device)),
-      router(weights.router),
-      router_weights{own(weights.router_weights.weight, options.device),
-                     own(weights.router_weights.bias, options.device),
-                     own(weights.router_weights.score_correction_bias, options.device)},
-      expert_map(own(weights.expert_map, options.device)),
-      kernel(chosen.create(layer_context(options))),
-      output_dtype(options.output_dtype.value_or(options.dtype)),
-      inplace(options.inplace),
-      executor(executor_for(options)),
-      stream{options.device} {
-  if (executor && options.device.is_cpu()) stream = cpu_stream(*executor);
-  config.activation_format = chosen.prepare_finalize->activation_format();
-  if (options.monolithic || (weights.router_weights.weight && chosen.experts->routes_faster())) {
-    Selection routing = chosen;
-    routing.config.monolithic = true;
-    const Support support = chosen.experts->supports(routing.config);
-    if (support) monolithic.emplace(routing.create(layer_context(options)));
-    if (options.monolithic && !support) {
-      throw Error::unsupported(support.reason, "options.monolithic", support.text);
-    }
-  }
-  pack(weights, options);
-  if (options.max_workspace_bytes > 0) limit_chunk(options.max_workspace_bytes);
-}
-
-void MoeLayer::Impl::pack(const LayerWeights& weights, const LayerOptions& options) {
-  const std::int64_t num_experts = weights.experts.num_experts();
-  const std::int64_t total = num_experts + (weights.shared_experts ? 1 : 0);
-  const auto progress_from = [&](std::int64_t first) {
-    PackOptions pack_options;
-    pack_options.stream = stream;
-    if (options.progress) {
-      pack_options.progress = [&options, first, total](std::int64_t done, std::int64_t) {
-        options.progress(first + done, total);
-      };
-    }
-    return pack_options;
-  };
-  packed = kernel.experts().pack(weights.experts, progress_from(0));
-  if (!weights.shared_experts) return;
-  const SharedExperts& source = *weights.shared_experts;
-  const Selection choice = layer::select_shared(source.weights, options, selection);
-  ModularKernel shared_kernel = choice.create(layer_context(options));
-  auto shared_packed = shared_kernel.experts().pack(source.weights, progress_from(num_experts));
-  shared.emplace(Shared{choice.pair(), std::move(shared_kernel), std::move(shared_packed),
-                        own(source.gate, options.device)});
-}
-
-/// The most tokens whose workspace stays below the limit.
-void MoeLayer::Impl::limit_chunk(std::size_t max_bytes) {
-  FUSEDMOE_CHECK(!batch_dependent(config.scheme), "options.max_workspace_bytes",
-                 core::format("{} for {}", max_bytes, name(config.scheme)),
-                 "0: one activation scale for all rows of a batch does not allow chunks");
-  FUSEDMOE_CHECK(cut(1, nullptr).bytes <= max_bytes, "options.max_workspace_bytes",
-                 core::format("{}", max_bytes),
-                 core::format("at least {}, for one token", cut(1, nullptr).bytes));
-  std::int64_t fits = 1, too_many = 2;
-  constexpr std::int64_t kMost = std::int64_t{1} << 31;
-  while (too_many < kMost && cut(too_many, nullptr).bytes <= max_bytes) {
-    fits = std::exchange(too_many, 2 * too_many);
-  }
-  if (too_many >= kMost) return;
-  while (too_many - fits > 1) {
-    const std::int64_t middle = (fits + too_many) / 2;
-    (cut(middle, nullptr).bytes <= max_bytes ? fits : too_many) = middle;
-  }
-  chunk = fits;
-}
 
 Plan MoeLayer::Impl::plan() const {
   Plan plan = selection.plan();
@@ -178,13 +24,16 @@ Plan MoeLayer::Impl::plan() const {
   return plan;
 }
 
-ProblemSize MoeLayer::Impl::problem(const ModularKernel& of, std::int64_t num_tokens) const {
+ProblemSize MoeLayer::Impl::problem(const ModularKernel& of, std::int64_t num_tokens,
+                                    std::int64_t max_tokens) const {
   ProblemSize size = ProblemSize::of(of.experts().config(), num_tokens);
+  size.max_tokens = max_tokens;
   size.output_dtype = output_dtype;
   return size;
 }
 
-MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* workspace) const {
+MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* workspace,
+                                            std::int64_t max_tokens) const {
   Buffers buffers;
   core::WorkspaceCutter cutter(workspace);
   const auto tensor = [&](DType dtype, std::int64_t columns) {
@@ -194,7 +43,8 @@ MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* works
   buffers.routing = {tensor(DType::kI32, router.topk), tensor(DType::kF32, router.topk)};
   std::size_t kernel_bytes = 0;
   const auto make_room_for = [&](const ModularKernel& each) {
-    kernel_bytes = std::max(kernel_bytes, each.workspace_bytes(problem(each, num_tokens)));
+    kernel_bytes =
+        std::max(kernel_bytes, each.workspace_bytes(problem(each, num_tokens, max_tokens)));
   };
   make_room_for(kernel);
   if (monolithic) make_room_for(*monolithic);
@@ -223,6 +73,15 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
   core::check_row_count(num_tokens, 1);
   core::check_row_count(std::min(num_tokens, chunk),
                         kernel.experts().batched() ? config.num_local_experts : router.topk);
+  if (max_tokens_per_rank > 0) {
+    FUSEDMOE_CHECK(call.max_tokens <= max_tokens_per_rank, "options.max_tokens",
+                   core::to_string(call.max_tokens),
+                   core::format("at most max_tokens_per_rank, {}", max_tokens_per_rank));
+    FUSEDMOE_CHECK_FAULT(num_tokens <= call.max_tokens, kShape, "hidden_states",
+                         core::format("{} tokens", num_tokens),
+                         core::format("at most {}, the most of any rank", call.max_tokens));
+    core::check_row_count(std::min(call.max_tokens, chunk) * communicator->size(), router.topk);
+  }
   core::check_row_buffer(call.output, "output", output_dtype, {num_tokens, config.hidden}, device);
   FUSEDMOE_CHECK(
       !options.hooks || num_tokens <= chunk, "hooks",
@@ -254,8 +113,9 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
   };
   layer::check_output(call.output, call.hidden_states, inplace);
   layer::check_disjoint(out, {ids, weights});
-  layer::check_workspace(workspace, cut(std::min(num_tokens, chunk), nullptr).bytes,
-                         {in, out, ids, weights});
+  layer::check_workspace(
+      workspace, cut(std::min(num_tokens, chunk), nullptr, std::min(call.max_tokens, chunk)).bytes,
+      {in, out, ids, weights});
   const TensorView block(workspace.data, DType::kU8,
                          {static_cast<std::int64_t>(workspace.data ? workspace.bytes : 0)});
   for (const auto& result : results) {
@@ -281,7 +141,8 @@ void MoeLayer::Impl::apply_routed(const Call& call, const Routing& routing,
   args.accumulate = call.options.accumulate;
   args.hooks = call.options.hooks;
   args.stream = call.stream;
-  const ProblemSize size = problem(kernel, call.hidden_states.size(0));
+  args.max_tokens = call.max_tokens;
+  const ProblemSize size = problem(kernel, call.hidden_states.size(0), call.max_tokens);
   if (call.routing.topk_ids) return kernel.run(args, size, buffers.kernel);
   args.router = &router;
   args.router_logits = buffers.router_logits;
@@ -316,7 +177,7 @@ void MoeLayer::Impl::apply_shared(const Call& call, const Buffers& buffers) cons
 
 void MoeLayer::Impl::run_chunk(const Call& call, void* workspace) const {
   const ForwardOptions& options = call.options;
-  const Buffers buffers = cut(call.hidden_states.size(0), workspace);
+  const Buffers buffers = cut(call.hidden_states.size(0), workspace, call.max_tokens);
   const Routing routing = call.routing.topk_ids ? call.routing : buffers.routing;
   // Shared experts first: the routed ones may overwrite the hidden states.
   if (shared) apply_shared(call, buffers);
@@ -335,9 +196,12 @@ void MoeLayer::Impl::run(const Call& call, void* workspace) const {
   const std::int64_t num_tokens = call.hidden_states.size(0);
   const ForwardOptions& whole = call.options;
   if (whole.expert_load) fill_bytes(whole.expert_load, 0, call.stream);
-  if (num_tokens <= chunk) return run_chunk(call, workspace);
-  for (std::int64_t begin = 0; begin < num_tokens; begin += chunk) {
-    const std::int64_t end = std::min(num_tokens, begin + chunk);
+  // Every rank runs as many chunks as the one with the most tokens.
+  const std::int64_t most = std::max(num_tokens, call.max_tokens);
+  if (most <= chunk) return run_chunk(call, workspace);
+  for (std::int64_t first = 0; first < most; first += chunk) {
+    const std::int64_t begin = std::min(first, num_tokens);
+    const std::int64_t end = std::min(num_tokens, first + chunk);
     const auto part = [&](const TensorView& view) {
       return view ? view.slice(0, begin, end) : TensorView();
     };
@@ -349,23 +213,34 @@ void MoeLayer::Impl::run(const Call& call, void* workspace) const {
                part(call.output),
                {part(call.routing.topk_ids), part(call.routing.topk_weights)},
                options,
-               call.stream},
+               call.stream,
+               communicator ? std::min(chunk, most - first) : 0},
               workspace);
   }
 }
 
-MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
-  FUSEDMOE_CHECK_FAULT(core::is_activation_dtype(options.dtype), kDType, "options.dtype",
-                       std::string(name(options.dtype)), "f32, bf16 or f16");
-  const DType output = options.output_dtype.value_or(options.dtype);
-  FUSEDMOE_CHECK_FAULT(output == options.dtype || output == DType::kF32, kDType,
-                       "options.output_dtype", std::string(name(output)),
-                       core::format("{} or f32", name(options.dtype)));
-  layer::check_weights(weights);
-  FUSEDMOE_CHECK_SUPPORTED(!weights.router.custom || options.device.is_cpu(), kDevice,
-                           "router.custom", core::format("set on {}", to_string(options.device)),
-                           "unset: the callback of a custom routing runs on the cpu");
-  impl_ = std::make_unique<Impl>(weights, options, layer::select_routed(weights, options));
+MoeLayer::Impl::Call MoeLayer::Impl::call(const TensorView& hidden_states, const TensorView& output,
+                                          const Routing& routing,
+                                          const ForwardOptions& options) const {
+  std::int64_t max_tokens = 0;
+  if (max_tokens_per_rank > 0) {
+    max_tokens = options.max_tokens > 0 ? options.max_tokens : max_tokens_per_rank;
+  }
+  return {hidden_states, output, routing, options, options.stream.value_or(stream), max_tokens};
+}
+
+void MoeLayer::Impl::forward(const Call& call, Workspace workspace) const {
+  if (!communicator) {
+    check(call, workspace);
+    return run(call, workspace.data);
+  }
+  try {
+    check(call, workspace);
+    run(call, workspace.data);
+  } catch (const std::exception& error) {
+    communicator->abort(error.what());
+    throw;
+  }
 }
 
 MoeLayer::~MoeLayer() = default;
@@ -414,9 +289,7 @@ void MoeLayer::forward(const TensorView& hidden_states, const TensorView& output
   const Impl& impl = this->impl();
   FUSEDMOE_CHECK_FAULT(impl.router_weights.weight, kNull, "router_weights.weight",
                        "not given to this layer", "given, or forward_routed() be called");
-  const Impl::Call call{hidden_states, output, {}, options, options.stream.value_or(impl.stream)};
-  impl.check(call, workspace);
-  impl.run(call, workspace.data);
+  impl.forward(impl.call(hidden_states, output, {}, options), workspace);
 }
 
 void MoeLayer::forward_routed(const TensorView& hidden_states, const Routing& routing,
@@ -427,10 +300,7 @@ void MoeLayer::forward_routed(const TensorView& hidden_states, const Routing& ro
   FUSEDMOE_CHECK(!options.router_logits && !options.expert_load,
                  options.router_logits ? "options.router_logits" : "options.expert_load", "given",
                  "undefined: the router does not run");
-  const Impl::Call call{hidden_states, output, routing, options,
-                        options.stream.value_or(impl.stream)};
-  impl.check(call, workspace);
-  impl.run(call, workspace.data);
+  impl.forward(impl.call(hidden_states, output, routing, options), workspace);
 }
 
 Tensor MoeLayer::forward(const TensorView& hidden_states) const {
@@ -439,7 +309,8 @@ Tensor MoeLayer::forward(const TensorView& hidden_states) const {
   core::check_row_buffer(hidden_states, "hidden_states", impl.config.dtype,
                          {-1, impl.config.hidden}, device);
   Tensor output = Tensor::empty(hidden_states.shape(), impl.output_dtype, device);
-  const std::size_t bytes = workspace_bytes(hidden_states.size(0));
+  const std::size_t bytes =
+      workspace_bytes(std::max(hidden_states.size(0), impl.max_tokens_per_rank));
   const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
   forward(hidden_states, output, Workspace{workspace.data(), bytes});
   synchronize(Stream{device});

@@ -82,6 +82,7 @@ MoeConfig layer_config(const LayerWeights& weights, const LayerOptions& options)
   config.batch_invariant = options.batch_invariant;
   config.hooks = options.hooks;
   config.parallel = options.parallel;
+  config.combine = options.ranks.combine.value_or(CombineMode::kPerRank);
   return config;
 }
 

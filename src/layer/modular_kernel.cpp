@@ -5,6 +5,8 @@
 // each part rounded up to 256 bytes. Experts that write the caller's output need no room for one.
 #include "fusedmoe/modular_kernel.h"
 
+#include <exception>
+
 #include "core/check.h"
 #include "core/device_runtime.h"
 #include "core/workspace.h"
@@ -27,7 +29,8 @@ ModularKernel::ModularKernel(std::shared_ptr<const PrepareAndFinalize> prepare_f
       core::format("of format {}, that of {}", name(format), prepare.name()));
   reduce_ = experts_->descriptor().weight_and_reduce(format);
   const ProblemSize one = ProblemSize::of(experts_->config(), 1);
-  passes_rows_ = prepare_finalize_->problem_size(one).num_tokens == 1;
+  moves_rows_ = prepare_finalize_->moves_rows();
+  passes_rows_ = !moves_rows_ && prepare_finalize_->problem_size(one).num_tokens == 1;
   FUSEDMOE_CHECK_SUPPORTED(prepare.accepts(reduce_), kPairing, "experts",
                            core::format("{}, which leaves \"{}\" to finalize",
                                         experts_->descriptor().name(), name(reduce_)),
@@ -91,14 +94,40 @@ void ModularKernel::run(ForwardArgs args, const ProblemSize& problem, void* work
       plan.output_dtype == args.output.dtype() && args.output.contiguous() && !args.accumulate;
   const bool direct =
       plan.output_shape == args.output.shape() && (reduce_ == WeightAndReduce::kNoOp || in_place);
-  args.fused_output = direct ? args.output
-                             : TensorView(args.workspace13, plan.output_dtype, plan.output_shape,
-                                          args.output.device());
-  prepare_finalize_->do_start_prepare(args);
-  prepare_finalize_->do_finish_prepare(args);
-  experts_->run(args);
-  prepare_finalize_->do_start_finalize(args);
-  prepare_finalize_->do_finish_finalize(args);
+  args.fused_output = direct && !moves_rows_ ? args.output
+                                             : TensorView(args.workspace13, plan.output_dtype,
+                                                          plan.output_shape, args.output.device());
+  if (!moves_rows_) return run_steps(args, problem);
+  try {
+    run_steps(args, problem);
+  } catch (const std::exception& error) {
+    prepare_finalize_->abandon(error.what());
+    throw;
+  } catch (...) {
+    prepare_finalize_->abandon("an exception of an unknown type");
+    throw;
+  }
+}
+
+void ModularKernel::run_steps(ForwardArgs args, const ProblemSize& problem) const {
+  ForwardArgs inner = args;  // what the experts see
+  prepare_finalize_->do_start_prepare(inner);
+  prepare_finalize_->do_finish_prepare(inner);
+  if (moves_rows_) {
+    inner.accumulate = false;
+    inner.expected_rows = 0;
+    ProblemSize arrived = prepare_finalize_->problem_size(problem);
+    arrived.num_tokens = inner.hidden_states.size(0);
+    const WorkspacePlan plan = experts_->plan(arrived);
+    inner.fused_output =
+        TensorView(args.workspace13, plan.output_dtype, plan.output_shape, args.output.device());
+    args.fused_output = inner.fused_output;
+  }
+  experts_->run(inner);
+  // Where rows stay, finalize reads what prepare has set.
+  const ForwardArgs& last = moves_rows_ ? args : inner;
+  prepare_finalize_->do_start_finalize(last);
+  prepare_finalize_->do_finish_finalize(last);
 }
 
 }  // namespace fusedmoe

@@ -1,10 +1,10 @@
-// The two PrepareAndFinalize of one rank: "no_ep" (standard format) and "batched".
+// The two PrepareAndFinalize that leave rows on their rank: "no_ep" (standard format) and
+// "batched".
 //
 // Both weight and quantize the rows of the caller, once per token; "batched" then copies them to
 // their experts. Both are stateless; what finalize must know of prepare lies in the workspace.
 #include "fusedmoe/modular_kernel.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "core/check.h"
@@ -13,105 +13,36 @@
 #include "fusedmoe/runtime.h"
 #include "layer/backend.h"
 #include "layer/checks.h"
+#include "layer/rank_sums.h"
+#include "layer/rank_support.h"
+#include "layer/token_rows.h"
 #include "moe/experts_args.h"
 
 namespace fusedmoe {
 namespace {
 
-// What holds for every PrepareAndFinalize of one rank.
-Support supports_one_rank(const MoeConfig& config) {
-  if (!core::is_activation_dtype(config.dtype)) {
-    return Support::no(Reason::kDType,
-                       core::format("{}: hidden states are f32, bf16 or f16", name(config.dtype)));
-  }
-  if (config.batch_invariant && batch_dependent(config.scheme)) {
-    return Support::no(
-        Reason::kBatchInvariance,
-        core::format("{}: one activation scale for all rows of a batch", name(config.scheme)));
-  }
+using layer::problem_of;
+using layer::TokenRows;
+
+// What holds for both: rows stay on their rank.
+Support supports_staying(const MoeConfig& config) {
+  if (Support support = layer::supports_rows(config); !support) return support;
   const ParallelConfig& parallel = config.parallel;
-  if (std::min({parallel.tp_size, parallel.dp_size, parallel.ep_size}) < 1 ||
-      parallel.ep_rank < 0 || parallel.ep_rank >= parallel.ep_size) {
+  if (parallel.needs_dispatch()) {
     return Support::no(
         Reason::kParallelConfig,
-        core::format("tp_size {}, dp_size {}, ep_size {}, ep_rank {}: sizes are at least 1, the "
-                     "rank is below ep_size",
-                     parallel.tp_size, parallel.dp_size, parallel.ep_size, parallel.ep_rank));
+        core::format("dp_size {}{}: ranks have different tokens, which must travel",
+                     parallel.dp_size, parallel.sequence_parallel ? ", sequence parallel" : ""));
   }
-  // Other ranks' experts are left out by the map; their partial sums are for the caller to add.
-  if (parallel.dp_size != 1 || (parallel.ep_size != 1 && !config.has_expert_map)) {
+  if (parallel.ep_size != 1 && !config.has_expert_map) {
     return Support::no(Reason::kParallelConfig,
-                       core::format("dp_size {}, ep_size {} without an expert map: tokens stay on "
-                                    "their rank",
-                                    parallel.dp_size, parallel.ep_size));
+                       core::format("ep_size {} without an expert map", parallel.ep_size));
   }
-  if (config.apply_router_weight_on_input && config.topk != 1) {
-    return Support::no(Reason::kRouterWeightOnInput,
-                       core::format("topk {}: only for topk = 1", config.topk));
+  if (parallel.num_ranks() > 1 && config.combine == CombineMode::kPerSlot) {
+    return Support::no(Reason::kParallelConfig,
+                       "per_slot: ranks with the same tokens add sums, not rows of slots");
   }
   return Support::yes();
-}
-
-// The caller's rows as they travel: weighted and quantized where that is asked for. The same views
-// in the workspace when sizes are computed and when the work is done.
-class Rows {
- public:
-  Rows(core::WorkspaceCutter& cutter, const ProblemSize& problem, const Preparation& preparation,
-       Device device)
-      : preparation_(preparation), values_dtype_(problem.dtype) {
-    const Shape shape{problem.num_tokens, problem.hidden};
-    if (preparation.apply_router_weight_on_input) {
-      weighted_ = cutter.take(problem.dtype, shape, device);
-    }
-    values_shape_ = shape;
-    if (!preparation.quant) return;
-    const QuantizedShape quantized =
-        quantized_shape(*preparation.quant, problem.num_tokens, problem.hidden);
-    values_dtype_ = quantized.values_dtype;
-    values_shape_ = quantized.values;
-    scales_dtype_ = quantized.scales_dtype;
-    scales_shape_ = quantized.scales;
-    values_ = cutter.take(values_dtype_, values_shape_, device);
-    scales_ = cutter.take(scales_dtype_, scales_shape_, device);
-  }
-
-  // Columns of the values, and of the scales where each row has its own (else 0).
-  DType values_dtype() const { return values_dtype_; }
-  DType scales_dtype() const { return scales_dtype_; }
-  std::int64_t value_columns() const { return values_shape_[1]; }
-  std::int64_t scale_columns() const {
-    return preparation_.quant && preparation_.quant->group.rows == 1 ? scales_shape_[1] : 0;
-  }
-
-  /// Replaces the hidden states of `args` by what the experts read, and sets their scales.
-  void run(ForwardArgs& args) const {
-    const core::Backend& backend = layer::backend_of(args.stream.device);
-    if (preparation_.apply_router_weight_on_input) {
-      backend.weight_rows(args.hidden_states, args.topk_weights, weighted_, args.stream);
-      args.hidden_states = weighted_;
-    }
-    if (!preparation_.quant) return;
-    backend.quantize(args.hidden_states, *preparation_.quant, preparation_.scale, values_, scales_,
-                     args.stream);
-    args.hidden_states = values_;
-    args.hidden_scales = scales_;
-  }
-
- private:
-  const Preparation& preparation_;
-  DType values_dtype_, scales_dtype_ = DType::kF32;
-  Shape values_shape_, scales_shape_;
-  TensorView weighted_, values_, scales_;
-};
-
-ProblemSize problem_of(const ForwardArgs& args) {
-  ProblemSize problem;
-  problem.num_tokens = args.hidden_states.size(0);
-  problem.topk = args.topk_ids ? args.topk_ids.size(1) : 0;
-  problem.num_local_experts = args.weights->info().num_experts;
-  problem.hidden = args.hidden_states.size(1);
-  problem.dtype = args.hidden_states.dtype();
-  return problem;
 }
 
 core::ReduceArgs reduce_args(const ForwardArgs& args) {
@@ -137,14 +68,14 @@ class NoEp final : public PrepareAndFinalize {
   std::size_t workspace_bytes(const ProblemSize& caller,
                               const Preparation& preparation) const override {
     core::WorkspaceCutter cutter(nullptr);
-    const Rows rows(cutter, caller, preparation, {});
+    const TokenRows rows(cutter, caller, preparation, {});
     return cutter.used();
   }
 
  private:
   void do_start_prepare(ForwardArgs& args) const override {
     core::WorkspaceCutter cutter(args.prepare_workspace);
-    const Rows rows(cutter, problem_of(args), args.preparation, args.hidden_states.device());
+    const TokenRows rows(cutter, problem_of(args), args.preparation, args.hidden_states.device());
     rows.run(args);
   }
 
@@ -155,6 +86,62 @@ class NoEp final : public PrepareAndFinalize {
       copy(args.fused_output, args.output, args.stream);
     }
   }
+};
+
+/// The same on ranks that have the same tokens, each with a part of every sum.
+class NoEpSums final : public PrepareAndFinalize {
+ public:
+  NoEpSums(const PrepareFinalizeDescriptor& descriptor, const MoeConfig& config,
+           const Context& context)
+      : PrepareAndFinalize(descriptor),
+        partial_dtype_(context.ranks.combine_dtype.value_or(config.dtype)),
+        sums_(context.ranks.communicator),
+        layer_(sums_.communicator()->next_layer()) {}
+
+  bool moves_rows() const override { return true; }
+  ProblemSize problem_size(const ProblemSize& caller) const override {
+    ProblemSize problem = caller;
+    problem.output_dtype = partial_dtype_;
+    return problem;
+  }
+  std::size_t workspace_bytes(const ProblemSize& caller,
+                              const Preparation& preparation) const override {
+    return Layout(nullptr, caller, preparation, *this, {}).cutter.used();
+  }
+  void abandon(std::string_view reason) const noexcept override {
+    sums_.communicator()->abort(reason);
+  }
+
+ private:
+  struct Layout {
+    core::WorkspaceCutter cutter;
+    TokenRows rows;
+    layer::RankSums::Buffers sums;
+    Layout(void* workspace, const ProblemSize& problem, const Preparation& preparation,
+           const NoEpSums& of, Device device)
+        : cutter(workspace),
+          rows(cutter, problem, preparation, device),
+          sums(cutter, problem.num_tokens, problem.hidden, of.partial_dtype_,
+               of.sums_.communicator()->size(), device) {}
+  };
+  Layout layout(const ForwardArgs& args) const {
+    return {args.prepare_workspace, problem_of(args), args.preparation, *this,
+            args.hidden_states.device()};
+  }
+
+  void do_start_prepare(ForwardArgs& args) const override { layout(args).rows.run(args); }
+  void do_start_finalize(const ForwardArgs& args) const override {
+    FUSEDMOE_CHECK_SUPPORTED(args.weight_and_reduce == WeightAndReduce::kNoOp, kPairing, "experts",
+                             std::string(name(args.weight_and_reduce)),
+                             "no_op, where ranks add their sums");
+    const std::uint64_t step = sums_.communicator()->next_step();
+    sums_.run(args.fused_output, args.output, args.accumulate, layout(args).sums, args.stream,
+              core::format("sum of step {} of layer {}", step, layer_));
+  }
+
+  const DType partial_dtype_;
+  const layer::RankSums sums_;
+  const std::uint64_t layer_;
 };
 
 /// Where the batched format keeps its parts: first the assignment, which finalize must know.
@@ -170,7 +157,7 @@ core::RowAssignment cut_assignment(core::WorkspaceCutter& cutter, const ProblemS
 struct BatchedLayout {
   core::WorkspaceCutter cutter;
   core::RowAssignment assignment;
-  Rows rows;
+  TokenRows rows;
   TensorView values, scales;  // (num_local_experts, capacity, ...)
 
   BatchedLayout(void* workspace, const ProblemSize& problem, const Preparation& preparation,
@@ -225,13 +212,17 @@ class NoEpDescriptor final : public PrepareFinalizeDescriptor {
  public:
   std::string_view name() const override { return "no_ep"; }
   ActivationFormat activation_format() const override { return ActivationFormat::kStandard; }
-  Support supports(const MoeConfig& config) const override { return supports_one_rank(config); }
+  Support supports(const MoeConfig& config) const override { return supports_staying(config); }
   bool accepts(WeightAndReduce kind) const override {
     return kind != WeightAndReduce::kNaiveBatched;
   }
-  std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig&,
-                                                   const Context&) const override {
-    return std::make_shared<NoEp>(*this);
+  std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
+                                                   const Context& context) const override {
+    if (!context.ranks.communicator || config.parallel.num_ranks() == 1) {
+      return std::make_shared<NoEp>(*this);
+    }
+    layer::check_communicator(config, context);
+    return std::make_shared<NoEpSums>(*this, config, context);
   }
 };
 
@@ -239,12 +230,15 @@ class BatchedDescriptor final : public PrepareFinalizeDescriptor {
  public:
   std::string_view name() const override { return "batched"; }
   ActivationFormat activation_format() const override { return ActivationFormat::kBatchedExperts; }
-  Support supports(const MoeConfig& config) const override { return supports_one_rank(config); }
+  Support supports(const MoeConfig& config) const override { return supports_staying(config); }
   bool accepts(WeightAndReduce kind) const override {
     return kind == WeightAndReduce::kNaiveBatched || kind == WeightAndReduce::kDelegate;
   }
-  std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig&,
-                                                   const Context&) const override {
+  std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
+                                                   const Context& context) const override {
+    FUSEDMOE_CHECK_SUPPORTED(!context.ranks.communicator || config.parallel.num_ranks() == 1,
+                             kParallelConfig, "ranks.communicator", "given to batched",
+                             "given to no_ep, which adds the sums of ranks");
     return std::make_shared<Batched>(*this);
   }
 };
@@ -260,7 +254,7 @@ void PrepareAndFinalize::start_prepare(ForwardArgs& args) const {
 }
 
 void PrepareAndFinalize::start_finalize(const ForwardArgs& args) const {
-  layer::check_finalize_args(descriptor_, args);
+  layer::check_finalize_args(*this, args);
   do_start_finalize(args);
 }
 

@@ -103,10 +103,11 @@ Selection select_required(MoeConfig config, std::string_view require) {
       choose(selection, candidate);
       return selection;
     }
-    // The format that is asked for says more than the other one.
-    if (!refused || candidate.prepare_finalize->activation_format() == config.activation_format) {
-      refused = &candidate;
-    }
+    // The first of the format that is asked for says most.
+    const auto fits = [&](const Candidate& each) {
+      return each.prepare_finalize->activation_format() == config.activation_format;
+    };
+    if (!refused || (fits(candidate) && !fits(*refused))) refused = &candidate;
   }
   FUSEDMOE_CHECK(refused, "require", core::format("\"{}\"", require),
                  "a pair of one activation format");
@@ -119,7 +120,8 @@ Selection select_required(MoeConfig config, std::string_view require) {
 }  // namespace
 
 std::span<const PrepareFinalizeDescriptor* const> all_prepare_finalize() {
-  static const std::array<const PrepareFinalizeDescriptor*, 2> list{&no_ep(), &batched()};
+  static const std::array<const PrepareFinalizeDescriptor*, 4> list{
+      &no_ep(), &batched(), &all2all(), &allgather_reducescatter()};
   return list;
 }
 

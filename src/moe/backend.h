@@ -6,7 +6,9 @@
 // but for the router.
 #pragma once
 
+#include <cstdint>
 #include <optional>
+#include <span>
 
 #include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/quant.h"
@@ -31,7 +33,45 @@ struct ReduceArgs {
   std::int64_t num_local_experts = 0;
   bool router_weight_on_input = false;  ///< prepare has applied the weights: sum without them
   bool accumulate = false;              ///< output += instead of output =
+  /// Multiply and add in one rounding, as the experts of the standard format do.
+  bool fused_multiply_add = false;
+  /// On CUDA: what was enqueued before is one of our kernels, which this one may overlap.
+  bool follows_kernel = true;
   Stream stream;
+};
+
+/// Where the tokens of a rank go. Row t of the tokens becomes row r * row_stride + i of what is
+/// packed for the ranks, if it is the i-th token that goes to rank r.
+struct DispatchPlan {
+  TensorView topk_ids;  ///< (num_tokens, topk) i32: experts as the router numbers them, or -1
+  // The placement: see ExpertPlacement::Table.
+  TensorView replica_offsets;      ///< (num_experts + 1) i32
+  TensorView replicas;             ///< (num_physical) i32
+  TensorView physical_ranks;       ///< (num_physical) i32: place of the rank in the group
+  std::int32_t nearest_rank = -1;  ///< takes what it has a replica of; -1: the hash alone chooses
+  std::int64_t row_stride = 0;
+  // Results.
+  TensorView physical_ids;  ///< (num_tokens, topk) i32, -1 where topk_ids name no expert
+  TensorView send_rows;     ///< (num_tokens, num_ranks) i32: packed row, -1: the token stays away
+  TensorView send_counts;   ///< (num_ranks) i32
+};
+
+/// Expert rows of a rank: one for each slot of a received row that names a local expert.
+struct SlotExpansion {
+  TensorView ids;         ///< (num_rows, topk) i32, physical
+  TensorView expert_map;  ///< (num_physical) i32: physical -> local or -1; undefined: all are local
+  TensorView slot_rows;   ///< out: (num_rows, topk) i32: expert row in slot order, or -1
+  TensorView row_ids;     ///< out: (most rows, 1) i32: id of each expert row
+  TensorView row_weights;  ///< out: (most rows, 1) f32: 1
+  TensorView counts;       ///< scratch: (num_ranks) i32
+};
+
+/// Rows that come back to a rank, one for each of its slots.
+struct SlotNumbers {
+  TensorView physical_ids;    ///< (num_tokens, topk) i32, -1: nothing
+  TensorView physical_ranks;  ///< as in DispatchPlan
+  TensorView slot_rows;       ///< out: (num_tokens, topk) i32
+  TensorView counts;          ///< scratch: (num_ranks) i32
 };
 
 class Backend {
@@ -70,8 +110,22 @@ class Backend {
   /// output[t] = sum over j of topk_weights[t, j] * row of slot (t, j) in fused_output, or without
   /// the weights if router_weight_on_input. The row of a flat slot is slot_rows[slot], or, where
   /// slot_rows are undefined, the slot's own number if its expert is local. A slot without a row is
-  /// skipped. With topk = 1 and no slot_rows, fused_output may be `output`.
+  /// skipped. With topk = 1 and no slot_rows, fused_output may be `output`. Rows in f32 may be
+  /// summed into any output, others into one of their own dtype or f32.
   virtual void reduce(const ReduceArgs& args, const TensorView& slot_rows) const = 0;
+  /// The ids of a token's replicas, and which rows go where.
+  virtual void plan_dispatch(const DispatchPlan& plan, Stream stream) const = 0;
+  /// rows (n, num_ranks) i32: rows[i, r] = r * stride + i.
+  virtual void number_parts(const TensorView& rows, std::int64_t stride, Stream stream) const = 0;
+  /// Returns how many expert rows each `rows_of_source[s]` rows in turn have, in `counts`. Waits.
+  virtual void expand_slots(const SlotExpansion& expansion,
+                            std::span<const std::int64_t> rows_of_source,
+                            std::span<std::int64_t> counts, Stream stream) const = 0;
+  /// Numbers the rows that come back for the slots: those of rank r begin behind those of the ranks
+  /// before it, in slot order. `counts`: of every rank. Waits.
+  virtual void number_slots(const SlotNumbers& numbers, std::span<std::int64_t> counts,
+                            Stream stream) const = 0;
+
   /// target = rnd(target + source), in f32, bf16 or f16.
   virtual void add(const TensorView& target, const TensorView& source, Stream stream) const = 0;
 };

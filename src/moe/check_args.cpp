@@ -26,7 +26,8 @@ void check_hidden_scales(const ForwardArgs& args, const QuantKey& key, Device de
   const TensorView& x = args.hidden_states;
   const std::int64_t hidden = x.size(x.rank() - 1), group = key.group.cols;
   Shape shape{1, 1};
-  if (key.group.rows == 1) {
+  const bool of_ranks = key.dynamic && args.hidden_scales && args.hidden_scales.size(0) != 1;
+  if (key.group.rows == 1 || of_ranks) {
     shape = x.shape();
     shape[x.rank() - 1] = group < 0 ? 1 : ceil_div(hidden, group);
   }

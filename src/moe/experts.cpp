@@ -36,6 +36,17 @@ std::string_view name(WeightAndReduce kind) {
   return "unknown";
 }
 
+std::string_view name(CombineMode mode) {
+  return mode == CombineMode::kPerSlot ? "per_slot" : "per_rank";
+}
+
+CombineMode parse_combine_mode(std::string_view text) {
+  for (const CombineMode mode : {CombineMode::kPerRank, CombineMode::kPerSlot}) {
+    if (name(mode) == text) return mode;
+  }
+  throw Error::unknown_name("combine", text, "per_rank, per_slot");
+}
+
 ProblemSize ProblemSize::of(const MoeConfig& config, std::int64_t num_tokens) {
   ProblemSize problem;
   problem.num_tokens = num_tokens;
@@ -73,7 +84,7 @@ WeightAndReduce ExpertsDescriptor::weight_and_reduce(ActivationFormat format) co
 }
 
 Experts::Experts(const ExpertsDescriptor& descriptor, MoeConfig config, Context context)
-    : descriptor_(descriptor), config_(std::move(config)), context_(context) {
+    : descriptor_(descriptor), config_(std::move(config)), context_(std::move(context)) {
   core::check_num_threads(context_.num_threads);
   if (context_.num_threads == 0) context_.num_threads = num_threads();
 }

@@ -70,7 +70,9 @@ Support supports_anywhere(const MoeConfig& config, SizeUnits units) {
     return no(Reason::kShape, core::format("topk {} of {} experts; takes 1 to all of at least one",
                                            config.topk, config.num_experts));
   }
-  if (config.num_local_experts < 1 || config.num_local_experts > config.num_experts) {
+  // A rank may hold several copies of an expert.
+  const bool copies = config.parallel.ep_size > 1 && config.has_expert_map;
+  if (config.num_local_experts < 1 || (config.num_local_experts > config.num_experts && !copies)) {
     return no(Reason::kShape,
               core::format("{} local experts of {}; takes at least one, and no more than there are",
                            config.num_local_experts, config.num_experts));

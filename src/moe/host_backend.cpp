@@ -37,9 +37,7 @@ void weight_rows_of(Executor& executor, const TensorView& x, const TensorView& t
                });
 }
 
-/// Writes columns of one output row, or adds them to what is there. The output is in the dtype of
-/// `Element` or in f32.
-template <typename Element>
+/// Writes columns of one output row, or adds them to what is there.
 void write_columns(const ReduceArgs& args, std::int64_t row, std::int64_t begin,
                    std::span<const float> values) {
   const auto write = [&]<typename Output>(Output) {
@@ -49,11 +47,7 @@ void write_columns(const ReduceArgs& args, std::int64_t row, std::int64_t begin,
       target[i] = Output::store(args.accumulate ? before + values[i] : values[i]);
     }
   };
-  if (args.output.dtype() == DType::kF32) {
-    write(F32Element{});
-  } else {
-    write(Element{});
-  }
+  dispatch_element(args.output.dtype(), write);
 }
 
 /// row_of(flat slot) is the index of the slot's row in fused_output, or -1.
@@ -81,8 +75,7 @@ void reduce_rows(const ReduceArgs& args, const RowOf& row_of) {
           accumulators[i] += weight * Element::load(source[i]);
       }
       // Rows of an output may have a stride; a partial sum of a rank stays in f32.
-      write_columns<Element>(args, token, begin,
-                             {accumulators.data(), static_cast<std::size_t>(width)});
+      write_columns(args, token, begin, {accumulators.data(), static_cast<std::size_t>(width)});
     }
   });
 }

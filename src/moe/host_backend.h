@@ -21,6 +21,12 @@ class HostBackend : public Backend {
   void dispatch(const TensorView& slot_rows, const TensorView& from, const TensorView& to,
                 Stream) const override;
   void reduce(const ReduceArgs& args, const TensorView& slot_rows) const override;
+  void plan_dispatch(const DispatchPlan& plan, Stream) const override;
+  void number_parts(const TensorView& rows, std::int64_t stride, Stream) const override;
+  void expand_slots(const SlotExpansion& expansion, std::span<const std::int64_t> rows_of_source,
+                    std::span<std::int64_t> counts, Stream) const override;
+  void number_slots(const SlotNumbers& numbers, std::span<std::int64_t> counts,
+                    Stream) const override;
   void add(const TensorView& target, const TensorView& source, Stream) const override;
 };
 

@@ -259,11 +259,11 @@ class Forward {
   }
 
   QuantizedRow input_row(std::int64_t row) const {
-    const bool per_tensor = key_->group.rows < 0;
+    const bool one_scale = args_.hidden_scales.numel() == 1;
     const std::int64_t row_bytes = core::scales_per_row(*key_, n_.hidden) * bytes(*key_->scale, 1);
     const TensorView& states = args_.hidden_states;
     return {*key_, states.as<const std::uint8_t>() + row * states.stride(states.rank() - 2),
-            args_.hidden_scales.as<const char>() + (per_tensor ? 0 : row * row_bytes)};
+            args_.hidden_scales.as<const char>() + (one_scale ? 0 : row * row_bytes)};
   }
 
   /// 0 for a matrix without one.

@@ -42,6 +42,16 @@ Beyond the scheme, an implementation may refuse a layer for its sizes (`shape`),
 `-`: not quantized; activations stay as the hidden states are. "dynamic": the scale is computed from the data.
 )";
 
+constexpr const char* kRanks =
+    R"(
+## Ranks
+
+Which transport serves which deployment, asked of rank 0 with bf16 experts on the CPU; the other experts that run a
+scheme give the same answers. `yes`: in both combine modes. `per_rank`: not with rows for each slot, which
+batch invariance needs where rows travel. See [expert-parallel.md](expert-parallel.md).
+
+)";
+
 std::string describe(const std::optional<QuantKey>& key) {
   if (!key || !key->quantized()) return key ? std::string(name(key->value)) : "-";
   const GroupShape group = key->group;
@@ -73,6 +83,21 @@ std::string cell(const NamedScheme& scheme, const ExpertsDescriptor& experts) {
   return refused.empty() ? "yes" : "yes -" + refused;
 }
 
+/// "yes", the one combine mode that is served, or the code of the reason.
+std::string rank_cell(const Deployment& deployment, const PrepareFinalizeDescriptor& transport) {
+  MoeConfig config =
+      make_config(support_case({"bf16", schemes::unquantized(DType::kBF16)}), DType::kBF16);
+  config.num_experts = 8;
+  config.parallel = ParallelConfig::of(deployment);
+  config.num_local_experts = config.num_experts / config.parallel.ep_size;
+  config.has_expert_map = config.parallel.ep_size > 1;
+  config.activation_format = transport.activation_format();
+  const Support per_rank = transport.supports(config);
+  config.combine = CombineMode::kPerSlot;
+  if (!per_rank) return std::string(code(per_rank.reason));
+  return transport.supports(config) ? "yes" : "per_rank";
+}
+
 using Row = std::vector<std::string>;
 
 std::string table(const std::vector<Row>& rows) {
@@ -91,6 +116,30 @@ std::string table(const std::vector<Row>& rows) {
     text += "|\n";
   }
   return text;
+}
+
+std::string rank_table() {
+  const std::pair<const char*, Deployment> deployments[] = {
+      {"one rank", {}},
+      {"tp 4", {.tp_size = 4}},
+      {"tp 4, ep", {.tp_size = 4, .expert_parallel = true}},
+      {"dp 4", {.dp_size = 4}},
+      {"dp 4, ep", {.dp_size = 4, .expert_parallel = true}},
+      {"tp 2, dp 2", {.tp_size = 2, .dp_size = 2}},
+      {"tp 2, dp 2, ep", {.tp_size = 2, .dp_size = 2, .expert_parallel = true}},
+      {"tp 2, dp 2, ep, sequence parallel",
+       {.tp_size = 2, .dp_size = 2, .expert_parallel = true, .sequence_parallel = true}},
+  };
+  std::vector<Row> rows{{"deployment"}};
+  for (const auto* transport : all_prepare_finalize()) rows[0].emplace_back(transport->name());
+  for (const auto& [name, deployment] : deployments) {
+    Row row{name};
+    for (const auto* transport : all_prepare_finalize()) {
+      row.push_back(rank_cell(deployment, *transport));
+    }
+    rows.push_back(std::move(row));
+  }
+  return table(rows);
 }
 
 }  // namespace
@@ -125,7 +174,7 @@ std::string support_matrix_markdown() {
     for (const ExpertsDescriptor* experts : columns) row.push_back(cell(entry, *experts));
     rows.push_back(std::move(row));
   }
-  return kIntroduction + table(rows) + kLimits;
+  return kIntroduction + table(rows) + kLimits + kRanks + rank_table();
 }
 
 }  // namespace fusedmoe::testing

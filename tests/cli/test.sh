@@ -89,6 +89,25 @@ case $situation in
     succeeds "${run_args[@]}" --check 3 --load-chart
     says '^0 rows on 0 of 5 experts'
     ;;
+  run_on_ranks)
+    synth gpt_oss_tiny
+    succeeds "${run_args[@]}" --batch-invariant
+    for ranks in '--ep 3' '--tp 2 --dp 2 --ep 4'; do
+      # shellcheck disable=SC2086  # two words
+      succeeds "${run_args[@]}" --output ranks.safetensors --batch-invariant --check 9 $ranks
+      says '^cpu\+all2all '
+      cmp <(tensor_data out.safetensors) <(tensor_data ranks.safetensors) || fail "other bits"
+    done
+    for ranks in '--tp 2' '--dp 2' '--tp 2 --ep 2'; do
+      # shellcheck disable=SC2086
+      succeeds "${run_args[@]}" --output ranks.safetensors --check 9 $ranks
+    done
+    refuses '^error: --ep: was 3; must be 2' "${run_args[@]}" --ep 3 --tp 2
+    refuses 'at least one unit for each of 7 ranks' "${run_args[@]}" --tp 7
+    succeeds bench --ep 2 --model gpt-oss-20b --tokens 4 --max-seconds 0.1 --min-samples 2
+    says '^all2all +exact +4 '
+    says '^allgather_reducescatter +fixed +4 '
+    ;;
   run_bounded_workspace)
     succeeds synth --config "$configs/qwen3_tiny.json" --tokens 3000 --out model
     succeeds "${run_args[@]}"
@@ -301,6 +320,11 @@ case $situation in
     says 'on cuda:0 of compute capability 9\.0$'
     says '^[* ] +sm90 +no_ep +standard +'
     [[ $(grep -c '_ep\|batched' out) -le 12 ]] || fail "more than a dozen rows"
+    succeeds explain --model gpt-oss-120b --ep 64 --combine per_slot
+    says '^64 ranks: tp 1, dp 64, ep 64; rank 0 has 2 experts of 2880 x 2880; per_slot'
+    says '^\* +cpu +all2all '
+    succeeds explain --model gpt-oss-120b --tp 4
+    says '^\* +cpu +no_ep '
     succeeds explain --matrix
     says '^\| w4a8 +\| i4, .* \| yes +\| yes +\| '
     for wish in --hooks --monolithic; do

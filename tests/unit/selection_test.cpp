@@ -58,7 +58,8 @@ TEST(RegistryTest, NamesAreUniqueAndInOrderOfPreference) {
   for (const PrepareFinalizeDescriptor* object : all_prepare_finalize()) {
     transports.push_back(object->name());
   }
-  EXPECT_EQ(transports, (std::vector<std::string_view>{"no_ep", "batched"}));
+  EXPECT_EQ(transports, (std::vector<std::string_view>{"no_ep", "batched", "all2all",
+                                                       "allgather_reducescatter"}));
 }
 
 TEST(SelectionTest, TakesTheFastModularExperts) {

@@ -114,11 +114,7 @@ void combine(const Combine& args, const Stream& stream) {
     launch(combine_kernel<Row, decltype(result)>, grid, dim3(kThreads), 0, stream,
            args.overlap_previous, p);
   };
-  if (args.rows_dtype == DType::kF32) {
-    dispatch_storage(args.output.dtype(), [&](auto result) { launch_kernel(float{}, result); });
-  } else {
-    dispatch_row_and_output(args.rows_dtype, args.output.dtype(), launch_kernel);
-  }
+  dispatch_row_and_output(args.rows_dtype, args.output.dtype(), launch_kernel);
 }
 
 }  // namespace fusedmoe::cuda

@@ -76,12 +76,14 @@ void dispatch_storage(DType dtype, const Function& function) {
   }
 }
 
-/// Calls function(Row{}, Output{}): the output has the dtype of the rows, or f32.
+/// Calls function(Row{}, Output{}): one of the two is f32, or both have the same dtype.
 template <typename Function>
 void dispatch_row_and_output(DType rows, DType output, const Function& function) {
   dispatch_storage(rows, [&](auto row) {
     if (output == DType::kF32) {
       function(row, float{});
+    } else if constexpr (std::is_same_v<decltype(row), float>) {
+      dispatch_storage(output, [&](auto result) { function(row, result); });
     } else {
       function(row, row);
     }

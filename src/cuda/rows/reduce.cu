@@ -1,8 +1,8 @@
 // Weight and reduce: output[t] = sum over j of topk_weights[t, j] * row of slot (t, j).
 //
-// Sums run in fp32 in slot order, product and sum rounded one after the other as on the CPU, and
-// are rounded once to the dtype of the output. Slots without a row are skipped, whatever that row
-// holds.
+// Sums run in fp32 in slot order, product and sum rounded one after the other as on the CPU unless
+// they are asked to be rounded as one, and are rounded once to the dtype of the output. Slots
+// without a row are skipped, whatever that row holds.
 #include "cuda/device/launch.h"
 #include "cuda/rows/element.cuh"
 #include "cuda/rows/rows.h"
@@ -23,6 +23,7 @@ struct ReduceParams {
   Output* output;   // (num_tokens, hidden)
   std::int64_t output_stride;
   bool accumulate;
+  bool fused_multiply_add;
 };
 
 /// Block (token, chunk of columns).
@@ -41,7 +42,9 @@ __global__ __launch_bounds__(kRowThreads) void reduce_rows_kernel(ReduceParams<R
     const auto pack = Pack<Row, kWidth>::load(p.rows + row * p.hidden + column);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      sums[i] = __fadd_rn(sums[i], __fmul_rn(weight, to_f32(pack.values[i])));
+      const float value = to_f32(pack.values[i]);
+      sums[i] = p.fused_multiply_add ? fmaf(weight, value, sums[i])
+                                     : __fadd_rn(sums[i], __fmul_rn(weight, value));
     }
   }
   store_sums(sums, p.output + token * p.output_stride + column, p.accumulate);
@@ -65,13 +68,14 @@ void reduce_rows(const core::ReduceArgs& args, const TensorView& slot_rows) {
         args.fused_output.as<const Row>(),
         args.output.as<Output>(),
         args.output.stride(0),
-        args.accumulate};
+        args.accumulate,
+        args.fused_multiply_add};
     dispatch_width<Row>(
         hidden,
         [&](auto width) {
           constexpr int kWidth = decltype(width)::value;
           launch(reduce_rows_kernel<Row, Output, kWidth>, row_grid(num_tokens, hidden / kWidth),
-                 kRowThreads, 0, args.stream, true, params);
+                 kRowThreads, 0, args.stream, args.follows_kernel, params);
         },
         params.rows, params.output, params.output + params.output_stride);
   };

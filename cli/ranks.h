@@ -1,0 +1,30 @@
+// Ranks that the program starts itself: threads, on the CPU or with a GPU each.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "fusedmoe/comm.h"
+
+namespace fusedmoe::cli {
+
+class Command;
+
+/// --ep, --tp and --dp of a subcommand.
+struct RankOptionsOf {
+  int ep = 0, tp = 1, dp = 0;
+  void add_to(Command& command);
+  /// Ranks that the layer is on; 1: none of the options was given.
+  int num_ranks() const;
+  /// --ep N alone: N ranks with tokens of their own. Throws Error where the numbers contradict.
+  Deployment deployment(int rank) const;
+};
+
+/// Calls function with each rank's communicator, on a thread of its own. "cpu": in memory; "cuda":
+/// over NCCL, rank i on cuda:i; "cuda:i": all on one GPU, in its memory. Throws the first rank's
+/// Error when one has failed; the others then end too.
+void run_local_ranks(int num_ranks, const std::string& device,
+                     const std::function<void(std::shared_ptr<Communicator>)>& function);
+
+}  // namespace fusedmoe::cli

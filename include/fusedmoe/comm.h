@@ -1,0 +1,333 @@
+// One layer on many ranks: who the ranks are and what they share (ParallelConfig), which rank holds
+// which expert (ExpertPlacement), and how the ranks talk (Communicator). docs/expert-parallel.md
+// follows a token from rank to rank and back.
+//
+// A communicator has two planes. The control plane moves short texts between hosts and has a
+// deadline for everything; the data plane moves rows. The control plane works on when the data
+// plane is stuck: that is how a missing rank gets its name. No header of CUDA, NCCL or MPI here.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "fusedmoe/export.h"
+#include "fusedmoe/tensor.h"
+
+namespace fusedmoe {
+
+/// How an engine runs on its ranks. Ranks are numbered flat: dp_rank * tp_size + tp_rank.
+struct Deployment {
+  int tp_size = 1;
+  int dp_size = 1;
+  bool expert_parallel = false;  ///< share whole experts instead of slices of every expert
+  /// The ranks of one data-parallel group have different tokens, each a part of the group's.
+  bool sequence_parallel = false;
+  int rank = 0;
+};
+
+/// Sizes of the parallel groups a layer lives in, at least 1. The layer is on tp_size * ep_size
+/// ranks, one of the two being 1.
+struct FUSEDMOE_API ParallelConfig {
+  int tp_size = 1;  ///< ranks that each hold a slice of every expert's intermediate size
+  int dp_size = 1;  ///< groups of ranks; each group has tokens of its own
+  int ep_size = 1;  ///< ranks that each hold some of the experts
+  int ep_rank = 0;
+  int tp_rank = 0;
+  bool sequence_parallel = false;
+
+  static ParallelConfig of(const Deployment& deployment);
+  bool operator==(const ParallelConfig&) const = default;
+  /// Throws Error naming the member.
+  void validate() const;
+
+  int num_ranks() const { return tp_size * ep_size; }
+  int rank() const { return ep_size > 1 ? ep_rank : tp_rank; }
+  /// Ranks of one data-parallel group.
+  int group_size() const { return num_ranks() / dp_size; }
+  /// Ranks have different tokens, so that rows must travel.
+  bool needs_dispatch() const { return dp_size > 1 || sequence_parallel; }
+  /// Ranks that an all-gather of tokens runs over: those at the same place in each data-parallel
+  /// group, or all with sequence parallelism.
+  std::vector<int> gather_group() const;
+  /// Ranks whose outputs still have to be added when finalize has ended; this rank alone where the
+  /// output is complete. `dispatched`: what brought the rows back, see the enumerators.
+  enum class Combine {
+    kNone,           ///< nobody: rows did not travel
+    kReduceScatter,  ///< sums over gather_group()
+    kComplete,       ///< sums over all ranks, as an all-to-all has it
+  };
+  std::vector<int> reduce_group(Combine combine) const;
+};
+
+/// Which slice of a size a rank of tensor parallelism holds.
+struct Slice {
+  std::int64_t begin = 0, end = 0;
+  std::int64_t size() const { return end - begin; }
+  bool operator==(const Slice&) const = default;
+};
+/// Cuts `size` into num_ranks slices on multiples of `unit` (a scale group); the first ranks have
+/// one unit more where it does not divide. Throws Error where a rank would get nothing.
+FUSEDMOE_API Slice slice_of(std::int64_t size, std::int64_t unit, int num_ranks, int rank);
+
+/// Which of an expert's replicas a token goes to.
+enum class ReplicaChoice {
+  kHash,     ///< by a hash of the token's number: the same on every rank
+  kNearest,  ///< one on the token's own rank, else by the hash
+};
+
+/// Which rank holds which experts. Physical experts are what ranks hold; each is a copy of a
+/// logical one, which the router chooses. Ranks may hold any number, also none.
+class FUSEDMOE_API ExpertPlacement {
+ public:
+  ExpertPlacement() = default;
+  /// Physical expert p is a copy of logical expert physical_to_logical[p] and lies on rank
+  /// rank_of[p]; the physical experts of a rank are its local ones in ascending order. Throws Error
+  /// unless every one of num_experts logical experts is somewhere.
+  ExpertPlacement(std::int64_t num_experts, int num_ranks,
+                  std::vector<std::int32_t> physical_to_logical, std::vector<std::int32_t> rank_of);
+
+  /// Consecutive experts; the first num_experts % num_ranks ranks have one more. With
+  /// `redundant` copies of the experts 0, 1, ... behind them.
+  static ExpertPlacement linear(std::int64_t num_experts, int num_ranks,
+                                std::int64_t redundant = 0);
+  /// Expert e on rank e % num_ranks.
+  static ExpertPlacement round_robin(std::int64_t num_experts, int num_ranks);
+
+  /// {"num_experts": 4, "num_ranks": 2, "physical_to_logical": [...], "rank_of": [...]}
+  std::string json() const;
+  /// Inverse. Throws Error naming what is missing or wrong.
+  static ExpertPlacement parse(std::string_view json);
+
+  std::int64_t num_experts() const { return num_experts_; }  ///< logical
+  std::int64_t num_physical() const {
+    return static_cast<std::int64_t>(physical_to_logical_.size());
+  }
+  int num_ranks() const { return num_ranks_; }
+  bool has_replicas() const { return num_physical() > num_experts_; }
+  const std::vector<std::int32_t>& physical_to_logical() const { return physical_to_logical_; }
+  const std::vector<std::int32_t>& rank_of() const { return rank_of_; }
+
+  /// Logical experts of a rank, in the order of its local ones.
+  std::vector<std::int32_t> local_experts(int rank) const;
+  /// (num_experts) i32: the rank's local expert, or -1. With replicas only an expert's first copy
+  /// counts, so that over all ranks every expert is named once.
+  Tensor expert_map(int rank) const;
+  /// Where an expert lies: rank and local number, by ascending physical number.
+  struct Replica {
+    std::int32_t rank, local;
+    bool operator==(const Replica&) const = default;
+  };
+  std::vector<Replica> replicas(std::int64_t expert) const;
+  /// Physical experts grouped by their logical one: those of expert e are
+  /// physical[offsets[e]] to physical[offsets[e + 1] - 1]. Of each physical expert its local
+  /// number.
+  struct Table {
+    std::vector<std::int32_t> offsets, physical, local;
+  };
+  Table table() const;
+
+  bool operator==(const ExpertPlacement&) const = default;
+
+ private:
+  std::int64_t num_experts_ = 0;
+  int num_ranks_ = 0;
+  std::vector<std::int32_t> physical_to_logical_;
+  std::vector<std::int32_t> rank_of_;
+};
+
+// ------------------------------------------------------------------------------------------------
+// The planes.
+
+/// Texts by name, which all ranks of a job can post and read: what a communicator needs to find its
+/// ranks, to agree, and to say what went wrong. An engine may implement it over its own store. A
+/// name keeps its first text. Calls may come from several threads. Each communicator, with what is
+/// split off from it, has a plane of its own.
+class FUSEDMOE_API ControlPlane {
+ public:
+  virtual ~ControlPlane() = default;
+  virtual void post(const std::string& name, std::string_view text) = 0;
+  /// Waits until somebody has posted it; none: nobody did within the time.
+  virtual std::optional<std::string> read(const std::string& name,
+                                          std::chrono::milliseconds timeout) = 0;
+};
+
+/// Bytes that go to a peer or come from it. Both sides know how many.
+struct Message {
+  int peer = 0;
+  void* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+/// A part of `bytes` for each rank, one after the other, of which this rank's own is there.
+struct Gather {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+/// What a data plane asks while it waits.
+class FUSEDMOE_API Waiting {
+ public:
+  virtual ~Waiting() = default;
+  /// To be called every few milliseconds. Throws Error when the deadline has passed, naming
+  /// `late`, or when a rank has given up.
+  virtual void check(std::span<const int> late) = 0;
+};
+
+/// Moves bytes between ranks. Calls come from one thread at a time.
+class FUSEDMOE_API DataPlane {
+ public:
+  virtual ~DataPlane() = default;
+  /// "threads", "tcp", "mpi", "nccl"
+  virtual std::string_view name() const = 0;
+  /// Where the memory of messages lies.
+  virtual Device device() const { return {}; }
+  /// Sends and receives everything; the messages between two ranks keep their order. On the CPU it
+  /// is done when the call returns, on CUDA it is enqueued on `stream`. Messages of no bytes do
+  /// not travel. Throws Error where a peer sends another number of bytes than is expected.
+  virtual void exchange(std::span<const Message> sends, std::span<const Message> receives,
+                        Stream stream, Waiting& waiting) = 0;
+  /// Fills the buffers if the plane has something faster than exchange(); false: it has not.
+  virtual bool all_gather(std::span<const Gather> buffers, Stream stream);
+  /// `data` holds `count` elements for every rank; `out` becomes the sum over the ranks of those
+  /// for this one, in any order of the ranks. As above.
+  virtual bool reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype,
+                              Stream stream);
+  /// Ends what is in flight: no exchange comes any more.
+  virtual void abort() noexcept {}
+};
+
+struct CommunicatorOptions {
+  /// Of every wait.
+  std::chrono::milliseconds timeout{30000};
+  Device device = {};  ///< of this rank
+};
+
+/// The ranks of a layer, seen from one of them. A failure is final: the rank that notices it posts
+/// the reason, and from then on every call of every rank throws an Error with that reason. Make a
+/// new communicator to go on. One thread at a time, except abort() and status().
+class FUSEDMOE_API Communicator {
+ public:
+  /// Collective: all ranks make theirs. `data` may be null: then only gather() and barrier() work.
+  Communicator(int rank, int size, std::shared_ptr<ControlPlane> control,
+               std::shared_ptr<DataPlane> data, CommunicatorOptions options = {});
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  int rank() const;
+  int size() const;
+  Device device() const;
+  /// Name of the data plane; "none".
+  std::string_view backend() const;
+  std::chrono::milliseconds timeout() const;
+  /// Ranks on the host of this rank, with itself.
+  const std::vector<int>& ranks_of_host() const;
+  /// Whether rank `a` can read rank `b`'s memory directly: threads of one process, or two GPUs.
+  bool peer_access(int a, int b) const;
+
+  /// Waits for all ranks.
+  void barrier();
+  /// Every rank's text, over the control plane. `what` names the step in errors.
+  std::vector<std::string> gather(std::string_view text, std::string_view what);
+  /// The ranks that give the same color, in order. Collective over all ranks of this one.
+  std::shared_ptr<Communicator> split(int color);
+  /// Ends the communicator on all ranks, with a reason.
+  void abort(std::string_view reason) noexcept;
+  /// Why the communicator has ended; empty while it works.
+  std::string status() const;
+  /// Throws Error with the reason if it has ended.
+  void check() const;
+
+  /// See DataPlane. `what` names the step in errors: "dispatch of step 12 of layer 3".
+  void exchange(std::span<const Message> sends, std::span<const Message> receives, Stream stream,
+                std::string_view what);
+  bool all_gather(std::span<const Gather> buffers, Stream stream);
+  bool reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype, Stream stream);
+  /// Number of the next step of any layer, and of the next layer: equal on all ranks as long as
+  /// they do the same.
+  std::uint64_t next_step();
+  std::uint64_t next_layer();
+
+ private:
+  struct Impl;
+  explicit Communicator(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+// ------------------------------------------------------------------------------------------------
+// How a process joins.
+
+/// n ranks in this process, one for each of n threads; element r is rank r's. Messages are copied
+/// from one thread's memory to the other's. On a CUDA device all ranks share it, to test without a
+/// second one: the host waits for every copy.
+FUSEDMOE_API std::vector<std::shared_ptr<Communicator>> make_thread_communicators(
+    int size, CommunicatorOptions options = {});
+
+/// The control plane of ranks that are threads of this process.
+FUSEDMOE_API std::shared_ptr<ControlPlane> make_thread_control_plane();
+
+/// Where this process stands among those that a launcher has started.
+struct Launch {
+  int rank = 0, size = 1, local_rank = 0;
+  std::string address;   ///< of rank 0
+  int port = 0;          ///< of rank 0; 0: not known
+  std::string launcher;  ///< whose variables these are: "torchrun", "Open MPI", "MPICH", "Slurm"
+};
+/// From the variables that torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT),
+/// Open MPI, MPICH and Slurm set; none: no launcher. MASTER_ADDR and MASTER_PORT count with every
+/// launcher. Throws Error for variables that contradict each other.
+FUSEDMOE_API std::optional<Launch> launch_from_environment();
+
+/// Rank 0 listens at the port and the others connect; the control plane of processes on several
+/// hosts. A process that ends is noticed at once.
+FUSEDMOE_API std::shared_ptr<ControlPlane> make_tcp_control_plane(
+    int rank, int size, const std::string& address, int port,
+    std::chrono::milliseconds timeout = std::chrono::seconds(30));
+/// Texts as files in an empty folder that all ranks see.
+FUSEDMOE_API std::shared_ptr<ControlPlane> make_file_control_plane(const std::string& folder);
+
+/// Gathers one text of every rank, as an engine's own collective does.
+using GatherCallback = std::function<std::vector<std::string>(const std::string&)>;
+/// A TCP control plane whose address the ranks tell each other by `gather`, which is called twice.
+FUSEDMOE_API std::shared_ptr<ControlPlane> make_control_plane(
+    int rank, int size, const GatherCallback& gather,
+    std::chrono::milliseconds timeout = std::chrono::seconds(30));
+
+/// NCCL on a CUDA device, whose library is opened at run time. The first form makes a communicator
+/// of NCCL, the second uses an ncclComm_t, which must outlive it and is aborted when ranks fail. A
+/// thread watches what is enqueued: when it does not end within the timeout, it finds out over the
+/// control plane which ranks are late, ends NCCL's kernels and posts the reason. Replays of a graph
+/// are not watched. Throws Error saying why where libnccl.so.2 cannot be used.
+FUSEDMOE_API std::shared_ptr<DataPlane> make_nccl_data_plane(
+    int rank, int size, Device device, std::shared_ptr<ControlPlane> control,
+    std::chrono::milliseconds timeout = std::chrono::seconds(30));
+FUSEDMOE_API std::shared_ptr<DataPlane> make_nccl_data_plane(
+    void* nccl_comm, Device device, std::shared_ptr<ControlPlane> control,
+    std::chrono::milliseconds timeout = std::chrono::seconds(30));
+/// What there is of NCCL: the file and its version, and what this library was compiled for.
+struct NcclInfo {
+  std::string path;     ///< of the library; empty: not found
+  int found = 0;        ///< its version, 22809 for 2.28.9
+  int compiled = 0;     ///< that of the headers; 0: compiled without
+  std::string problem;  ///< why it cannot be used; empty: it can
+};
+FUSEDMOE_API NcclInfo nccl_info();
+
+/// The ranks of an MPI communicator, given as its Fortran handle (MPI_Comm_c2f), so that no type of
+/// MPI is needed here; none: MPI_COMM_WORLD, and MPI is started where nobody has. Collective. In
+/// the library fusedmoe::mpi, which a program links beside this one.
+std::shared_ptr<Communicator> make_mpi_communicator(std::optional<int> fortran_handle = {},
+                                                    CommunicatorOptions options = {});
+/// "Open MPI v4.1.4", or "built without MPI". In the same library.
+std::string mpi_summary();
+
+}  // namespace fusedmoe

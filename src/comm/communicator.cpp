@@ -1,0 +1,323 @@
+// Communicator: gathers texts over the control plane, moves rows over the data plane, and turns
+// what goes wrong on one rank into the same Error on all.
+//
+// Names in the control plane: <prefix>g<number>/<rank> for a gather; "failure" for the reason of
+// the end, which also ends all parts that were split off. The first reason counts. A rank that
+// waits looks for it every few milliseconds.
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+#include "comm/place.h"
+#include "core/check.h"
+#include "core/device_runtime.h"
+#include "fusedmoe/comm.h"
+#include "fusedmoe/runtime.h"
+
+namespace fusedmoe {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+/// How often a wait looks whether another rank has given up.
+constexpr milliseconds kLook{20};
+
+std::string list(std::span<const int> ranks) {
+  return core::format("{} {}", ranks.size() == 1 ? "rank" : "ranks", core::join(ranks, ", "));
+}
+
+}  // namespace
+
+bool DataPlane::all_gather(std::span<const Gather>, Stream) {
+  return false;
+}
+bool DataPlane::reduce_scatter(const void*, void*, std::int64_t, DType, Stream) {
+  return false;
+}
+
+struct Communicator::Impl {
+  int rank, size;
+  std::shared_ptr<ControlPlane> control;
+  std::shared_ptr<DataPlane> data;
+  CommunicatorOptions options;
+  std::string prefix;        // of names in the control plane
+  std::vector<int> members;  // rank here -> rank of the data plane; empty: the same
+  std::vector<int> host_ranks;
+  std::vector<bool> access;  // size x size
+  std::uint64_t gathers = 0, splits = 0, steps = 0, layers = 0;
+
+  mutable std::mutex mutex;
+  mutable std::string failure;  // once known
+
+  std::string find_failure() const;
+  [[noreturn]] void fail(std::string_view what, std::span<const int> late);
+  std::string read(const std::string& name, Clock::time_point deadline) const;
+  void describe_hosts(Communicator& communicator);
+  /// The peers of messages as the data plane numbers them.
+  std::vector<Message> outside(std::span<const Message> messages) const;
+};
+
+/// The reason of the end, if there is one; asks the control plane until it is known.
+std::string Communicator::Impl::find_failure() const {
+  {
+    const std::lock_guard lock(mutex);
+    if (!failure.empty()) return failure;
+  }
+  const std::optional<std::string> posted = control->read("failure", milliseconds(0));
+  if (!posted) return {};
+  const std::lock_guard lock(mutex);
+  return failure = *posted;
+}
+
+/// Ends the communicator because of ranks that did not arrive.
+void Communicator::Impl::fail(std::string_view what, std::span<const int> late) {
+  const auto seconds = static_cast<double>(options.timeout.count()) / 1000;
+  std::string reason = find_failure();
+  if (reason.empty()) {
+    reason = core::format("{}: {} did not arrive within {} s", what, list(late), seconds);
+    control->post("failure", reason);
+    if (std::string first = find_failure(); !first.empty()) reason = std::move(first);
+  }
+  if (data) data->abort();
+  throw Error::communication(reason);
+}
+
+/// A name's text, or empty when the deadline has passed. Throws Error when a rank has given up.
+std::string Communicator::Impl::read(const std::string& name, Clock::time_point deadline) const {
+  while (true) {
+    const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
+    const milliseconds step = std::clamp(left, milliseconds(0), kLook);
+    if (std::optional<std::string> text = control->read(name, step)) return *text;
+    if (std::string reason = find_failure(); !reason.empty()) throw Error::communication(reason);
+    if (left <= milliseconds(0)) return {};
+  }
+}
+
+/// Which ranks share this host, and who can read whose memory.
+void Communicator::Impl::describe_hosts(Communicator& communicator) {
+  struct Place {
+    std::string host, process;
+    Device device;
+  };
+  std::vector<Place> places;
+  for (const std::string& text :
+       communicator.gather(comm::describe_place(options.device), "joining")) {
+    const std::size_t first = text.find('\n'), second = text.find('\n', first + 1);
+    places.push_back({text.substr(0, first), text.substr(first + 1, second - first - 1),
+                      parse_device(text.substr(second + 1))});
+  }
+  const Place& here = places[rank];
+  for (int a = 0; a < size; ++a) {
+    if (places[a].host == here.host) host_ranks.push_back(a);
+    for (int b = 0; b < size; ++b) {
+      bool reads = a == b;
+      if (places[a].host == places[b].host && places[a].device.kind == places[b].device.kind) {
+        const bool cpu = places[a].device.is_cpu();
+        reads |= cpu ? places[a].process == places[b].process
+                     // Devices of other hosts cannot be asked from here.
+                     : places[a].host == here.host &&
+                           core::runtime_of(places[a].device)
+                               .can_access(places[a].device, places[b].device);
+      }
+      access.push_back(reads);
+    }
+  }
+}
+
+std::vector<Message> Communicator::Impl::outside(std::span<const Message> messages) const {
+  std::vector<Message> result(messages.begin(), messages.end());
+  for (Message& message : result) {
+    FUSEDMOE_CHECK(message.peer >= 0 && message.peer < size, "message.peer",
+                   core::to_string(message.peer), core::format("in [0, {})", size));
+    if (!members.empty()) message.peer = members[message.peer];
+  }
+  return result;
+}
+
+Communicator::Communicator(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Communicator::Communicator(int rank, int size, std::shared_ptr<ControlPlane> control,
+                           std::shared_ptr<DataPlane> data, CommunicatorOptions options)
+    : impl_(std::make_unique<Impl>()) {
+  FUSEDMOE_CHECK(size >= 1 && rank >= 0 && rank < size, "rank",
+                 core::format("{} of {}", rank, size), "one of at least one rank");
+  FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
+  FUSEDMOE_CHECK(options.timeout > milliseconds(0), "options.timeout",
+                 core::format("{} ms", options.timeout.count()), "positive");
+  FUSEDMOE_CHECK_FAULT(!data || data->device().kind == options.device.kind, kDevice,
+                       "options.device", to_string(options.device),
+                       core::format("that of the data plane, {}", to_string(data->device())));
+  impl_->rank = rank;
+  impl_->size = size;
+  impl_->control = std::move(control);
+  impl_->data = std::move(data);
+  impl_->options = options;
+  impl_->describe_hosts(*this);
+}
+
+Communicator::~Communicator() = default;
+
+int Communicator::rank() const {
+  return impl_->rank;
+}
+int Communicator::size() const {
+  return impl_->size;
+}
+Device Communicator::device() const {
+  return impl_->options.device;
+}
+std::string_view Communicator::backend() const {
+  return impl_->data ? impl_->data->name() : "none";
+}
+milliseconds Communicator::timeout() const {
+  return impl_->options.timeout;
+}
+const std::vector<int>& Communicator::ranks_of_host() const {
+  return impl_->host_ranks;
+}
+bool Communicator::peer_access(int a, int b) const {
+  FUSEDMOE_CHECK(std::min(a, b) >= 0 && std::max(a, b) < impl_->size, "rank",
+                 core::format("{} and {}", a, b), core::format("in [0, {})", impl_->size));
+  return impl_->access[static_cast<std::size_t>(a) * impl_->size + b];
+}
+
+void Communicator::barrier() {
+  gather("", "barrier");
+}
+
+std::vector<std::string> Communicator::gather(std::string_view text, std::string_view what) {
+  Impl& impl = *impl_;
+  check();
+  const std::string name = core::format("{}g{}/", impl.prefix, impl.gathers++);
+  // Never empty: an empty text is what read() gives for one that nobody posted.
+  impl.control->post(name + core::to_string(impl.rank), "=" + std::string(text));
+  const Clock::time_point deadline = Clock::now() + impl.options.timeout;
+  std::vector<std::string> texts(static_cast<std::size_t>(impl.size));
+  std::vector<int> late;
+  for (int r = 0; r < impl.size; ++r) {
+    const std::string found = impl.read(name + core::to_string(r), deadline);
+    if (found.empty()) {
+      late.push_back(r);
+    } else {
+      texts[r] = found.substr(1);
+    }
+  }
+  if (!late.empty()) impl.fail(what, late);
+  return texts;
+}
+
+std::shared_ptr<Communicator> Communicator::split(int color) {
+  Impl& impl = *impl_;
+  const std::vector<std::string> colors = gather(core::to_string(color), "split");
+  auto part = std::make_unique<Impl>();
+  part->prefix = core::format("{}s{}.{}/", impl.prefix, impl.splits++, color);
+  part->control = impl.control;
+  part->data = impl.data;
+  part->options = impl.options;
+  for (int r = 0; r < impl.size; ++r) {
+    if (colors[r] != colors[impl.rank]) continue;
+    if (r == impl.rank) part->rank = static_cast<int>(part->members.size());
+    part->members.push_back(r);
+  }
+  part->size = static_cast<int>(part->members.size());
+  for (int a = 0; a < part->size; ++a) {
+    const auto& of_host = impl.host_ranks;
+    const bool here = std::find(of_host.begin(), of_host.end(), part->members[a]) != of_host.end();
+    if (here) part->host_ranks.push_back(a);
+    for (int b = 0; b < part->size; ++b) {
+      part->access.push_back(peer_access(part->members[a], part->members[b]));
+    }
+  }
+  if (!impl.members.empty()) {
+    for (int& member : part->members) member = impl.members[member];
+  }
+  return std::shared_ptr<Communicator>(new Communicator(std::move(part)));
+}
+
+void Communicator::abort(std::string_view reason) noexcept {
+  try {
+    if (impl_->find_failure().empty()) {
+      impl_->control->post("failure", core::format("rank {}: {}", impl_->rank, reason));
+      impl_->find_failure();
+    }
+  } catch (...) {
+    // The control plane is gone: the others notice that by themselves.
+    const std::lock_guard lock(impl_->mutex);
+    if (impl_->failure.empty()) impl_->failure = "the control plane is gone";
+  }
+  if (impl_->data) impl_->data->abort();
+}
+
+std::string Communicator::status() const {
+  return impl_->find_failure();
+}
+
+void Communicator::check() const {
+  if (const std::string reason = status(); !reason.empty()) throw Error::communication(reason);
+}
+
+void Communicator::exchange(std::span<const Message> sends, std::span<const Message> receives,
+                            Stream stream, std::string_view what) {
+  Impl& impl = *impl_;
+  FUSEDMOE_CHECK_FAULT(impl.data, kNull, "communicator", "without a data plane", "one with it");
+  /// Watches one exchange.
+  class Watch final : public Waiting {
+   public:
+    Watch(Impl& impl, std::string_view what)
+        : impl_(impl), what_(what), deadline_(Clock::now() + impl.options.timeout) {}
+    void check(std::span<const int> late) override {
+      const Clock::time_point now = Clock::now();
+      if (now >= deadline_) impl_.fail(what_, inside(late));
+      if (now < next_look_) return;
+      next_look_ = now + kLook;
+      if (const std::string reason = impl_.find_failure(); !reason.empty()) {
+        impl_.data->abort();
+        throw Error::communication(reason);
+      }
+    }
+
+   private:
+    std::vector<int> inside(std::span<const int> late) const {
+      std::vector<int> ranks(late.begin(), late.end());
+      if (impl_.members.empty()) return ranks;
+      for (int& each : ranks) {
+        const auto place = std::find(impl_.members.begin(), impl_.members.end(), each);
+        each = static_cast<int>(place - impl_.members.begin());
+      }
+      return ranks;
+    }
+    Impl& impl_;
+    std::string_view what_;
+    Clock::time_point deadline_, next_look_ = Clock::now() + kLook;
+  } watch(impl, what);
+  {
+    const std::lock_guard lock(impl.mutex);
+    if (!impl.failure.empty()) throw Error::communication(impl.failure);
+  }
+  try {
+    impl.data->exchange(impl.outside(sends), impl.outside(receives), stream, watch);
+  } catch (const Error& error) {
+    abort(core::format("{}: {}", what, error.what()));
+    throw Error::communication(status());  // the same on every rank
+  }
+}
+
+bool Communicator::all_gather(std::span<const Gather> buffers, Stream stream) {
+  return impl_->members.empty() && impl_->data && impl_->data->all_gather(buffers, stream);
+}
+
+bool Communicator::reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype,
+                                  Stream stream) {
+  return impl_->members.empty() && impl_->data &&
+         impl_->data->reduce_scatter(data, out, count, dtype, stream);
+}
+
+std::uint64_t Communicator::next_step() {
+  return impl_->steps++;
+}
+std::uint64_t Communicator::next_layer() {
+  return impl_->layers++;
+}
+
+}  // namespace fusedmoe

@@ -1,0 +1,131 @@
+#include "comm/socket.h"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <utility>
+
+#include "core/format.h"
+#include "fusedmoe/error.h"
+
+namespace fusedmoe::comm {
+namespace {
+
+[[noreturn]] void fail(const std::string& what, int code) {
+  throw Error::communication(core::format("{}: {}", what, std::strerror(code)));
+}
+
+/// Small messages leave at once.
+void set_no_delay(int descriptor) {
+  const int on = 1;
+  setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+}  // namespace
+
+Socket& Socket::operator=(Socket&& other) noexcept {
+  std::swap(descriptor_, other.descriptor_);
+  return *this;
+}
+
+Socket::~Socket() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+int Socket::release() {
+  return std::exchange(descriptor_, -1);
+}
+
+void Socket::shut_down() const {
+  if (descriptor_ >= 0) ::shutdown(descriptor_, SHUT_RDWR);
+}
+
+bool Socket::read(void* data, std::size_t bytes) const {
+  auto* to = static_cast<char*>(data);
+  while (bytes > 0) {
+    const ssize_t got = ::recv(descriptor_, to, bytes, 0);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return false;
+    to += got;
+    bytes -= static_cast<std::size_t>(got);
+  }
+  return true;
+}
+
+bool Socket::write(const void* data, std::size_t bytes) const {
+  const auto* from = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t sent = ::send(descriptor_, from, bytes, MSG_NOSIGNAL);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent <= 0) return false;
+    from += sent;
+    bytes -= static_cast<std::size_t>(sent);
+  }
+  return true;
+}
+
+Socket listen_at(int& port) {
+  Socket listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (!listener) fail("socket", errno);
+  const int on = 1;
+  setsockopt(listener.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  sockaddr_in place{};
+  place.sin_family = AF_INET;
+  place.sin_addr.s_addr = htonl(INADDR_ANY);
+  place.sin_port = htons(static_cast<std::uint16_t>(port));
+  auto* address = reinterpret_cast<sockaddr*>(&place);
+  if (::bind(listener.get(), address, sizeof place) != 0 || ::listen(listener.get(), 1024) != 0) {
+    fail(core::format("cannot listen at port {}", port), errno);
+  }
+  socklen_t size = sizeof place;
+  getsockname(listener.get(), address, &size);
+  port = ntohs(place.sin_port);
+  return listener;
+}
+
+Socket accept_from(const Socket& listener, SocketClock::time_point deadline) {
+  while (SocketClock::now() < deadline) {
+    pollfd wait{listener.get(), POLLIN, 0};
+    if (::poll(&wait, 1, 50) <= 0) continue;
+    Socket connection(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!connection) break;
+    set_no_delay(connection.get());
+    return connection;
+  }
+  return {};
+}
+
+Socket connect_to(const std::string& address, int port, SocketClock::time_point deadline) {
+  const std::string place = core::format("cannot reach rank 0 at {}:{}", address, port);
+  int code = ETIMEDOUT;
+  do {
+    addrinfo hints{}, *list = nullptr;
+    hints.ai_family = AF_INET;
+    hints.ai_socktype = SOCK_STREAM;
+    const int problem = getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &list);
+    if (problem != 0) {
+      throw Error::communication(core::format("{}: {}", place, gai_strerror(problem)));
+    }
+    const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(list, freeaddrinfo);
+    for (const addrinfo* each = list; each; each = each->ai_next) {
+      Socket connection(::socket(each->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+      if (connection && ::connect(connection.get(), each->ai_addr, each->ai_addrlen) == 0) {
+        set_no_delay(connection.get());
+        return connection;
+      }
+      code = errno;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  } while (SocketClock::now() < deadline);
+  fail(place, code);
+}
+
+}  // namespace fusedmoe::comm

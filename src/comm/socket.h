@@ -1,0 +1,44 @@
+// Blocking TCP with deadlines: what the control and the data plane over TCP are made of. Every
+// failure is an Error of kind communication that names the peer.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <string>
+#include <string_view>
+
+namespace fusedmoe::comm {
+
+using SocketClock = std::chrono::steady_clock;
+
+/// Owns a file descriptor; -1: none.
+class Socket {
+ public:
+  Socket() = default;
+  explicit Socket(int descriptor) : descriptor_(descriptor) {}
+  Socket(Socket&& other) noexcept : descriptor_(other.release()) {}
+  Socket& operator=(Socket&& other) noexcept;
+  ~Socket();
+
+  int get() const { return descriptor_; }
+  explicit operator bool() const { return descriptor_ >= 0; }
+  int release();
+  /// Wakes whoever reads or writes it; they then see its end.
+  void shut_down() const;
+
+  /// False when the peer has closed the connection.
+  bool read(void* data, std::size_t bytes) const;
+  bool write(const void* data, std::size_t bytes) const;
+
+ private:
+  int descriptor_ = -1;
+};
+
+/// Listens on all interfaces; port 0: the system chooses. `port` becomes the real one.
+Socket listen_at(int& port);
+/// The next connection; none when the listener was shut down, or the deadline has passed.
+Socket accept_from(const Socket& listener, SocketClock::time_point deadline);
+/// Tries again until the deadline, because the listener may start later.
+Socket connect_to(const std::string& address, int port, SocketClock::time_point deadline);
+
+}  // namespace fusedmoe::comm

@@ -1,0 +1,205 @@
+// The control plane over TCP. Rank 0 keeps all texts and serves each rank on a connection of its
+// own; rank 0 itself reads its own board. Small and ours, because a general library (Gloo) cannot
+// say which rank is missing.
+//
+// A request: kind, bytes of the name, bytes of the text or milliseconds to wait, name, text. An
+// answer to a read: 1 if the text is there, bytes, text. A connection begins with the rank and ends
+// with kEnd: one that ends without is a rank that has died, and its failure is posted for all.
+#include <array>
+#include <atomic>
+#include <deque>
+#include <set>
+#include <thread>
+
+#include "comm/place.h"
+#include "comm/socket.h"
+#include "comm/text_board.h"
+#include "core/check.h"
+
+namespace fusedmoe {
+namespace comm {
+namespace {
+
+using std::chrono::milliseconds;
+
+enum class Kind : std::uint32_t { kPost, kRead, kEnd };
+
+struct Request {
+  Kind kind;
+  std::uint32_t name_bytes;
+  std::uint64_t value;  // bytes of the text, or milliseconds
+};
+
+struct Answer {
+  std::uint32_t found;
+  std::uint32_t bytes;
+};
+
+constexpr std::uint32_t kMaxNameBytes = 4096;
+constexpr std::uint64_t kMaxTextBytes = std::uint64_t{1} << 26;
+
+/// Rank 0.
+class Server final : public ControlPlane {
+ public:
+  Server(int size, int port, milliseconds timeout) : size_(size), listener_(listen_at(port)) {
+    port_ = port;
+    acceptor_ = std::thread([this, timeout] { accept_all(timeout); });
+  }
+  ~Server() override {
+    // The others may still read what was posted last.
+    const auto deadline = SocketClock::now() + std::chrono::seconds(2);
+    while (open_ > 0 && SocketClock::now() < deadline) {
+      std::this_thread::sleep_for(milliseconds(2));
+    }
+    ending_ = true;
+    listener_.shut_down();
+    acceptor_.join();
+    for (Connection& each : connections_) each.socket.shut_down();
+    for (Connection& each : connections_) each.thread.join();
+  }
+
+  int port() const { return port_; }
+  void post(const std::string& name, std::string_view text) override { board_.post(name, text); }
+  std::optional<std::string> read(const std::string& name, milliseconds timeout) override {
+    return board_.read(name, timeout);
+  }
+
+ private:
+  struct Connection {
+    Socket socket;
+    std::thread thread;
+  };
+
+  void accept_all(milliseconds timeout) {
+    const auto deadline = SocketClock::now() + timeout;
+    for (int missing = size_ - 1; missing > 0 && !ending_; --missing) {
+      Socket socket = accept_from(listener_, deadline);
+      if (!socket) return;
+      ++open_;
+      Connection& connection = connections_.emplace_back();
+      connection.socket = std::move(socket);
+      connection.thread = std::thread([this, &connection] { serve(connection.socket); });
+    }
+  }
+
+  void serve(const Socket& socket) {
+    std::uint32_t rank = 0;
+    bool ended = false;
+    if (socket.read(&rank, sizeof rank)) {
+      while (answer(socket, ended)) {
+      }
+    }
+    if (!ended && !ending_) {
+      board_.post("failure", core::format("rank {} has died or lost its connection", rank));
+    }
+    --open_;
+  }
+
+  bool answer(const Socket& socket, bool& ended) {
+    Request request{};
+    if (!socket.read(&request, sizeof request) || request.name_bytes > kMaxNameBytes) return false;
+    ended = request.kind == Kind::kEnd;
+    if (ended) return false;
+    std::string name(request.name_bytes, '\0');
+    if (!socket.read(name.data(), name.size())) return false;
+    if (request.kind == Kind::kPost) {
+      if (request.value > kMaxTextBytes) return false;
+      std::string text(request.value, '\0');
+      if (!socket.read(text.data(), text.size())) return false;
+      board_.post(name, text);
+      return true;
+    }
+    const auto wait = std::min<std::uint64_t>(request.value, 1000);
+    const std::optional<std::string> text =
+        board_.read(name, milliseconds(static_cast<std::int64_t>(wait)));
+    const Answer answer{text.has_value(), static_cast<std::uint32_t>(text ? text->size() : 0)};
+    return socket.write(&answer, sizeof answer) &&
+           (!text || socket.write(text->data(), text->size()));
+  }
+
+  const int size_;
+  int port_ = 0;
+  TextBoard board_;
+  Socket listener_;
+  std::deque<Connection> connections_;  // of the acceptor until it has ended
+  std::atomic<int> open_{0};
+  std::atomic<bool> ending_{false};
+  std::thread acceptor_;
+};
+
+/// Every other rank.
+class Client final : public ControlPlane {
+ public:
+  Client(int rank, const std::string& address, int port, milliseconds timeout)
+      : socket_(connect_to(address, port, SocketClock::now() + timeout)) {
+    const auto number = static_cast<std::uint32_t>(rank);
+    check(socket_.write(&number, sizeof number));
+  }
+  ~Client() override {
+    const Request end{Kind::kEnd, 0, 0};
+    socket_.write(&end, sizeof end);
+  }
+
+  void post(const std::string& name, std::string_view text) override {
+    const std::lock_guard lock(mutex_);
+    send({Kind::kPost, static_cast<std::uint32_t>(name.size()), text.size()}, name);
+    check(socket_.write(text.data(), text.size()));
+  }
+
+  std::optional<std::string> read(const std::string& name, milliseconds timeout) override {
+    const std::lock_guard lock(mutex_);
+    send({Kind::kRead, static_cast<std::uint32_t>(name.size()),
+          static_cast<std::uint64_t>(timeout.count())},
+         name);
+    Answer answer{};
+    check(socket_.read(&answer, sizeof answer));
+    if (answer.found == 0) return std::nullopt;
+    std::string text(answer.bytes, '\0');
+    check(socket_.read(text.data(), text.size()));
+    return text;
+  }
+
+ private:
+  void send(const Request& request, const std::string& name) const {
+    check(socket_.write(&request, sizeof request) && socket_.write(name.data(), name.size()));
+  }
+  static void check(bool alive) {
+    if (!alive) throw Error::communication("rank 0 has died or lost its connection");
+  }
+
+  std::mutex mutex_;
+  Socket socket_;
+};
+
+}  // namespace
+}  // namespace comm
+
+std::shared_ptr<ControlPlane> make_tcp_control_plane(int rank, int size, const std::string& address,
+                                                     int port, std::chrono::milliseconds timeout) {
+  FUSEDMOE_CHECK(size >= 1 && rank >= 0 && rank < size, "rank",
+                 core::format("{} of {}", rank, size), "one of at least one rank");
+  FUSEDMOE_CHECK(port > 0 && port < 65536, "port", core::to_string(port), "in [1, 65535]");
+  if (rank == 0) return std::make_shared<comm::Server>(size, port, timeout);
+  return std::make_shared<comm::Client>(rank, address, port, timeout);
+}
+
+std::shared_ptr<ControlPlane> make_control_plane(int rank, int size, const GatherCallback& gather,
+                                                 std::chrono::milliseconds timeout) {
+  const auto gather_all = [&](const std::string& text) {
+    const std::vector<std::string> texts = gather(text);
+    FUSEDMOE_CHECK(static_cast<int>(texts.size()) == size, "gather",
+                   core::format("{} texts", texts.size()), core::format("{}, one a rank", size));
+    return texts;
+  };
+  const std::vector<std::string> hosts = gather_all(comm::host_name());
+  const bool one_host = std::set(hosts.begin(), hosts.end()).size() == 1;
+  std::shared_ptr<comm::Server> server;
+  if (rank == 0) server = std::make_shared<comm::Server>(size, 0, timeout);
+  const std::string port =
+      gather_all(rank == 0 ? core::to_string(server->port()) : std::string()).front();
+  if (rank == 0) return server;
+  return std::make_shared<comm::Client>(rank, one_host ? "127.0.0.1" : hosts.front(),
+                                        std::stoi(port), timeout);
+}
+
+}  // namespace fusedmoe

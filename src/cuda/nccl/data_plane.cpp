@@ -1,0 +1,227 @@
+// Messages over NCCL: one group of sends and receives for each exchange, enqueued on the caller's
+// stream.
+#include <atomic>
+#include <cstring>
+#include <future>
+#include <mutex>
+
+#include "core/check.h"
+#include "core/device_runtime.h"
+#include "cuda/device/check.h"
+#include "cuda/nccl/functions.h"
+#include "cuda/nccl/watch.h"
+#include "fusedmoe/runtime.h"
+
+namespace fusedmoe {
+#if FUSEDMOE_HAVE_NCCL
+
+using std::chrono::milliseconds;
+
+namespace cuda {
+namespace {
+
+#define FUSEDMOE_NCCL_CHECK(call) ::fusedmoe::cuda::check_nccl(call, #call)
+
+ncclDataType_t nccl_type(DType dtype) {
+  return dtype == DType::kF32 ? ncclFloat32 : dtype == DType::kBF16 ? ncclBfloat16 : ncclFloat16;
+}
+
+class NcclData final : public DataPlane {
+ public:
+  NcclData(ncclComm_t comm, bool ours, Device device, std::shared_ptr<ControlPlane> control,
+           milliseconds timeout)
+      : comm_(comm), ours_(ours), device_(device) {
+    FUSEDMOE_NCCL_CHECK(nccl().comm_count(comm_, &size_));
+    FUSEDMOE_NCCL_CHECK(nccl().comm_user_rank(comm_, &rank_));
+    watch_ = std::make_unique<Watch>(rank_, size_, device, std::move(control), timeout,
+                                     [this] { abort(); });
+  }
+  ~NcclData() override {
+    watch_.reset();
+    const CurrentDevice current(device_);
+    if (comm_ && ours_) nccl().comm_destroy(comm_);
+  }
+
+  std::string_view name() const override { return "nccl"; }
+  Device device() const override { return device_; }
+
+  void exchange(std::span<const Message> sends, std::span<const Message> receives, Stream stream,
+                Waiting&) override {
+    enqueue(stream, [&](ncclComm_t comm, cudaStream_t handle) {
+      for (const Message& each : sends) {
+        if (each.bytes == 0) continue;
+        FUSEDMOE_NCCL_CHECK(nccl().send(each.data, each.bytes, ncclUint8, each.peer, comm, handle));
+      }
+      for (const Message& each : receives) {
+        if (each.bytes == 0) continue;
+        FUSEDMOE_NCCL_CHECK(nccl().recv(each.data, each.bytes, ncclUint8, each.peer, comm, handle));
+      }
+    });
+  }
+
+  bool all_gather(std::span<const Gather> buffers, Stream stream) override {
+    enqueue(stream, [&](ncclComm_t comm, cudaStream_t handle) {
+      for (const Gather& each : buffers) {
+        if (each.bytes == 0) continue;
+        const auto* mine = static_cast<const char*>(each.data) + each.bytes * rank_;
+        FUSEDMOE_NCCL_CHECK(
+            nccl().all_gather(mine, each.data, each.bytes, ncclUint8, comm, handle));
+      }
+    });
+    return true;
+  }
+
+  bool reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype,
+                      Stream stream) override {
+    enqueue(stream, [&](ncclComm_t comm, cudaStream_t handle) {
+      FUSEDMOE_NCCL_CHECK(nccl().reduce_scatter(data, out, static_cast<std::size_t>(count),
+                                                nccl_type(dtype), ncclSum, comm, handle));
+    });
+    return true;
+  }
+
+  /// Ends the kernels that wait; the context stays usable.
+  void abort() noexcept override {
+    // Who holds it longer waits in NCCL for what only this ends.
+    const std::unique_lock lock(mutex_, std::chrono::seconds(1));
+    ncclComm_t comm = comm_.exchange(nullptr);
+    if (!comm) return;
+    try {
+      const CurrentDevice current(device_);
+      nccl().comm_abort(comm);
+    } catch (...) {
+      // The device is gone, and the kernels with it.
+    }
+  }
+
+ private:
+  template <typename Calls>
+  void enqueue(Stream stream, const Calls& calls) {
+    const std::lock_guard lock(mutex_);
+    ncclComm_t comm = comm_;
+    if (!comm) throw Error::communication("NCCL was aborted");
+    const CurrentDevice current(device_);
+    const auto handle = static_cast<cudaStream_t>(stream.handle);
+    FUSEDMOE_NCCL_CHECK(nccl().group_start());
+    try {
+      calls(comm, handle);
+    } catch (...) {
+      nccl().group_end();
+      throw;
+    }
+    FUSEDMOE_NCCL_CHECK(nccl().group_end());
+    watch_->enqueued(handle);
+  }
+
+  std::atomic<ncclComm_t> comm_;  // null after an abort
+  const bool ours_;
+  const Device device_;
+  int rank_ = 0, size_ = 1;
+  std::timed_mutex mutex_;
+  std::unique_ptr<Watch> watch_;
+};
+
+/// NCCL's id, which rank 0 makes.
+ncclUniqueId shared_id(int rank, ControlPlane& control, milliseconds timeout) {
+  ncclUniqueId id{};
+  if (rank == 0) {
+    FUSEDMOE_NCCL_CHECK(nccl().get_unique_id(&id));
+    control.post("nccl/id", std::string_view(reinterpret_cast<const char*>(&id), sizeof id));
+    return id;
+  }
+  const std::optional<std::string> text = control.read("nccl/id", timeout);
+  if (!text || text->size() != sizeof id) {
+    throw Error::communication("NCCL: rank 0 did not send its id in time");
+  }
+  std::memcpy(&id, text->data(), sizeof id);
+  return id;
+}
+
+/// No rank starts to connect before all are here: NCCL itself waits without end.
+void meet(int rank, int size, ControlPlane& control, milliseconds timeout) {
+  control.post(core::format("nccl/here/{}", rank), "");
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  std::vector<int> late;
+  for (int r = 0; r < size; ++r) {
+    const auto left =
+        std::chrono::duration_cast<milliseconds>(deadline - std::chrono::steady_clock::now());
+    const auto here =
+        control.read(core::format("nccl/here/{}", r), std::max(left, milliseconds(0)));
+    if (!here) late.push_back(r);
+  }
+  if (late.empty()) return;
+  throw Error::communication(
+      core::format("NCCL: {} {} did not arrive within {} s", late.size() == 1 ? "rank" : "ranks",
+                   core::join(late, ", "), static_cast<double>(timeout.count()) / 1000));
+}
+
+/// The first of each kind of call connects the ranks, during which the host waits: here, not in the
+/// first step.
+void connect(ncclComm_t comm, int size, Device device) {
+  const OwnedStream stream(device);
+  const auto handle = static_cast<cudaStream_t>(Stream(stream).handle);
+  constexpr std::int64_t kCount = 1 << 16;
+  const Tensor all = Tensor::zeros({size * kCount}, DType::kF32, device);
+  const Tensor one = Tensor::zeros({kCount}, DType::kF32, device);
+  FUSEDMOE_NCCL_CHECK(nccl().group_start());
+  for (int peer = 0; peer < size; ++peer) {
+    FUSEDMOE_NCCL_CHECK(nccl().send(one.data(), kCount, ncclFloat32, peer, comm, handle));
+    FUSEDMOE_NCCL_CHECK(
+        nccl().recv(all.as<float>() + peer * kCount, kCount, ncclFloat32, peer, comm, handle));
+  }
+  FUSEDMOE_NCCL_CHECK(nccl().group_end());
+  FUSEDMOE_NCCL_CHECK(nccl().all_gather(one.data(), all.data(), kCount, ncclFloat32, comm, handle));
+  FUSEDMOE_NCCL_CHECK(
+      nccl().reduce_scatter(all.data(), one.data(), kCount, ncclFloat32, ncclSum, comm, handle));
+  synchronize(stream);
+}
+
+}  // namespace
+}  // namespace cuda
+
+std::shared_ptr<DataPlane> make_nccl_data_plane(int rank, int size, Device device,
+                                                std::shared_ptr<ControlPlane> control,
+                                                milliseconds timeout) {
+  FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
+  cuda::nccl();
+  const ncclUniqueId id = cuda::shared_id(rank, *control, timeout);
+  cuda::meet(rank, size, *control, timeout);
+  // In a thread of its own: a rank that dies now would leave this one waiting for ever.
+  auto task = std::make_shared<std::packaged_task<ncclComm_t()>>([=] {
+    const CurrentDevice current(device);
+    ncclComm_t comm = nullptr;
+    cuda::check_nccl(cuda::nccl().comm_init_rank(&comm, size, id, rank), "ncclCommInitRank");
+    cuda::connect(comm, size, device);
+    return comm;
+  });
+  std::future<ncclComm_t> comm = task->get_future();
+  std::thread([task] { (*task)(); }).detach();
+  if (comm.wait_for(timeout) != std::future_status::ready) {
+    throw Error::communication("NCCL: the ranks did not connect in time");
+  }
+  return std::make_shared<cuda::NcclData>(comm.get(), true, device, std::move(control), timeout);
+}
+
+std::shared_ptr<DataPlane> make_nccl_data_plane(void* nccl_comm, Device device,
+                                                std::shared_ptr<ControlPlane> control,
+                                                milliseconds timeout) {
+  FUSEDMOE_CHECK_FAULT(nccl_comm, kNull, "nccl_comm", "null", "an ncclComm_t");
+  FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
+  return std::make_shared<cuda::NcclData>(static_cast<ncclComm_t>(nccl_comm), false, device,
+                                          std::move(control), timeout);
+}
+
+#else
+
+std::shared_ptr<DataPlane> make_nccl_data_plane(int, int, Device, std::shared_ptr<ControlPlane>,
+                                                std::chrono::milliseconds) {
+  throw Error::unsupported(Reason::kOperation, "nccl", nccl_info().problem);
+}
+
+std::shared_ptr<DataPlane> make_nccl_data_plane(void*, Device, std::shared_ptr<ControlPlane>,
+                                                std::chrono::milliseconds) {
+  throw Error::unsupported(Reason::kOperation, "nccl", nccl_info().problem);
+}
+
+#endif
+}  // namespace fusedmoe

@@ -1,0 +1,96 @@
+#include "cuda/nccl/functions.h"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+
+#include "core/check.h"
+
+namespace fusedmoe {
+#if FUSEDMOE_HAVE_NCCL
+namespace cuda {
+namespace {
+
+struct Library {
+  NcclInfo info;
+  NcclFunctions functions{};
+};
+
+/// FUSEDMOE_NCCL names another file.
+Library open_library() {
+  Library library;
+  library.info.compiled = NCCL_VERSION_CODE;
+  const char* name = std::getenv("FUSEDMOE_NCCL");
+  if (!name || !*name) name = "libnccl.so.2";
+  // Never closed: its threads outlive whoever closes it.
+  void* handle = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+  if (!handle) {
+    library.info.problem = core::format("{} cannot be opened: {}", name, dlerror());
+    return library;
+  }
+  std::string missing;
+  const auto find = [&](auto& function, const char* symbol) {
+    void* address = dlsym(handle, symbol);
+    if (!address) missing += (missing.empty() ? "" : ", ") + std::string(symbol);
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(address);
+  };
+  NcclFunctions& f = library.functions;
+  find(f.get_version, "ncclGetVersion");
+  find(f.get_error_string, "ncclGetErrorString");
+  find(f.get_unique_id, "ncclGetUniqueId");
+  find(f.comm_init_rank, "ncclCommInitRank");
+  find(f.comm_count, "ncclCommCount");
+  find(f.comm_user_rank, "ncclCommUserRank");
+  find(f.comm_destroy, "ncclCommDestroy");
+  find(f.comm_abort, "ncclCommAbort");
+  find(f.comm_get_async_error, "ncclCommGetAsyncError");
+  find(f.group_start, "ncclGroupStart");
+  find(f.group_end, "ncclGroupEnd");
+  find(f.send, "ncclSend");
+  find(f.recv, "ncclRecv");
+  find(f.all_gather, "ncclAllGather");
+  find(f.reduce_scatter, "ncclReduceScatter");
+  Dl_info place{};
+  if (f.get_version && dladdr(reinterpret_cast<void*>(f.get_version), &place) && place.dli_fname) {
+    library.info.path = place.dli_fname;
+  }
+  if (!missing.empty()) {
+    library.info.problem = core::format("{} lacks {}", name, missing);
+    return library;
+  }
+  f.get_version(&library.info.found);
+  return library;
+}
+
+const Library& library() {
+  static const Library library = open_library();
+  return library;
+}
+
+}  // namespace
+
+const NcclFunctions& nccl() {
+  const NcclInfo& info = library().info;
+  if (!info.problem.empty()) throw Error::unsupported(Reason::kOperation, "nccl", info.problem);
+  return library().functions;
+}
+
+void check_nccl(ncclResult_t result, const char* call) {
+  if (result == ncclSuccess) return;
+  throw Error::communication(core::format("{}: {}", call, nccl().get_error_string(result)));
+}
+
+}  // namespace cuda
+
+NcclInfo nccl_info() {
+  return cuda::library().info;
+}
+
+#else
+
+NcclInfo nccl_info() {
+  return {.problem = "compiled without nccl.h"};
+}
+
+#endif
+}  // namespace fusedmoe

@@ -1,0 +1,135 @@
+#include "cuda/nccl/watch.h"
+
+#include <algorithm>
+
+#include "core/format.h"
+#include "cuda/device/check.h"
+
+namespace fusedmoe::cuda {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kLook{10};
+/// What the watching threads of the others get to answer.
+constexpr milliseconds kAnswer{500};
+
+}  // namespace
+
+Watch::Watch(int rank, int size, Device device, std::shared_ptr<ControlPlane> control,
+             milliseconds timeout, std::function<void()> abort)
+    : rank_(rank),
+      size_(size),
+      device_(device),
+      control_(std::move(control)),
+      timeout_(timeout),
+      abort_(std::move(abort)),
+      thread_([this] { run(); }) {}
+
+Watch::~Watch() {
+  {
+    const std::lock_guard lock(mutex_);
+    ending_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+  for (const Work& work : work_) cudaEventDestroy(work.event);
+  for (const cudaEvent_t event : free_) cudaEventDestroy(event);
+}
+
+void Watch::enqueued(cudaStream_t stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  FUSEDMOE_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
+  if (capture != cudaStreamCaptureStatusNone) return;
+  const std::lock_guard lock(mutex_);
+  cudaEvent_t event = nullptr;
+  if (free_.empty()) {
+    FUSEDMOE_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  } else {
+    event = free_.back();
+    free_.pop_back();
+  }
+  FUSEDMOE_CUDA_CHECK(cudaEventRecord(event, stream));
+  work_.push_back({event, ++number_, Clock::now() + timeout_});
+}
+
+void Watch::run() {
+  cudaSetDevice(device_.index);
+  // Its questions about events must not end a capture that another thread has begun.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  std::unique_lock lock(mutex_);
+  int looks = 0;
+  while (!changed_.wait_for(lock, kLook, [&] { return ending_; })) {
+    lock.unlock();
+    // The control plane is asked less often than the device.
+    bool over = expired();
+    if (!over && ++looks % 10 == 0) over = look();
+    if (over) return;
+    lock.lock();
+  }
+}
+
+/// Forgets work that has ended; gives up on work that should have.
+bool Watch::expired() {
+  std::uint64_t late = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    while (!work_.empty() && cudaEventQuery(work_.front().event) != cudaErrorNotReady) {
+      free_.push_back(work_.front().event);
+      work_.pop_front();
+    }
+    if (!work_.empty() && Clock::now() > work_.front().deadline) late = work_.front().number;
+  }
+  if (late == 0) return false;
+  try {
+    give_up(late);
+  } catch (const std::exception&) {
+    // Without a control plane nobody can be told; the kernels end all the same.
+  }
+  abort_();
+  return true;
+}
+
+bool Watch::look() {
+  try {
+    if (!answered_ && control_->read("nccl/expired", milliseconds(0))) {
+      std::uint64_t number = 0;
+      {
+        const std::lock_guard lock(mutex_);
+        number = number_;
+      }
+      control_->post(core::format("nccl/at/{}", rank_), std::to_string(number));
+      answered_ = true;
+    }
+    if (!control_->read("failure", milliseconds(0))) return false;
+  } catch (const std::exception&) {
+    // The control plane is gone, and with it rank 0.
+  }
+  abort_();
+  return true;
+}
+
+void Watch::give_up(std::uint64_t number) {
+  {
+    const std::lock_guard lock(mutex_);
+    control_->post(core::format("nccl/at/{}", rank_), std::to_string(number_));
+  }
+  control_->post("nccl/expired", std::to_string(number));
+  const Clock::time_point deadline = Clock::now() + kAnswer;
+  std::vector<int> late;
+  for (int r = 0; r < size_; ++r) {
+    const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
+    const auto at = control_->read(core::format("nccl/at/{}", r), std::max(left, milliseconds(0)));
+    if (!at || std::stoull(*at) < number) late.push_back(r);
+  }
+  const double seconds = static_cast<double>(timeout_.count()) / 1000;
+  control_->post(
+      "failure",
+      late.empty()
+          ? core::format("exchange {} over NCCL did not end within {} s", number, seconds)
+          : core::format("exchange {} over NCCL: {} {} did not arrive within {} s", number,
+                         late.size() == 1 ? "rank" : "ranks", core::join(late, ", "), seconds));
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,60 @@
+// A thread that watches what was enqueued: work that does not end, or a rank that has given up.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "fusedmoe/comm.h"
+
+namespace fusedmoe::cuda {
+
+/// Ranks that wait longer than the timeout post "nccl/expired". Every rank's thread then posts how
+/// far its host has come, "nccl/at/<rank>", even where its main thread sleeps. Who has come less
+/// far than the one that waits, or does not answer, is late; its number goes into "failure".
+class Watch {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  Watch(int rank, int size, Device device, std::shared_ptr<ControlPlane> control,
+        std::chrono::milliseconds timeout, std::function<void()> abort);
+  ~Watch();
+
+  /// What was enqueued on the stream until now has to end within the timeout. Nothing happens while
+  /// the stream is captured.
+  void enqueued(cudaStream_t stream);
+
+ private:
+  struct Work {
+    cudaEvent_t event;
+    std::uint64_t number;
+    Clock::time_point deadline;
+  };
+
+  void run();
+  /// True when the watch is over.
+  bool look();
+  bool expired();
+  void give_up(std::uint64_t number);
+
+  const int rank_, size_;
+  const Device device_;
+  const std::shared_ptr<ControlPlane> control_;
+  const std::chrono::milliseconds timeout_;
+  const std::function<void()> abort_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Work> work_;
+  std::vector<cudaEvent_t> free_;
+  std::uint64_t number_ = 0;  // of the last work
+  bool answered_ = false, ending_ = false;
+  std::thread thread_;
+};
+
+}  // namespace fusedmoe::cuda

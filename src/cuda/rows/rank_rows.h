@@ -1,0 +1,19 @@
+// Which rows go to which rank: core::Backend's functions of the same names on the device.
+// Everything is numbered in the order of tokens and slots.
+#pragma once
+
+#include "moe/backend.h"
+
+namespace fusedmoe::cuda {
+
+void plan_dispatch(const core::DispatchPlan& plan, Stream stream);
+void number_parts(const TensorView& rows, std::int64_t stride, Stream stream);
+/// Both wait for the counts. Up to kMaxRanks ranks.
+void expand_slots(const core::SlotExpansion& expansion,
+                  std::span<const std::int64_t> rows_of_source, std::span<std::int64_t> counts,
+                  Stream stream);
+void number_slots(const core::SlotNumbers& numbers, std::span<std::int64_t> counts, Stream stream);
+
+inline constexpr int kMaxRanks = 256;
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,168 @@
+#include "layer/agreement.h"
+
+#include <algorithm>
+#include <map>
+
+#include "core/check.h"
+#include "fusedmoe/version.h"
+
+namespace fusedmoe::layer {
+namespace {
+
+// One line for each fact, "name=value"; the line of an error begins with '!'.
+std::string text_of(const Facts& facts) {
+  std::string text;
+  for (const auto& [name, value] : facts) text += core::format("{}={}\n", name, value);
+  return text;
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t end = text.find('\n', begin);
+    lines.push_back(text.substr(begin, end - begin));
+    begin = end == std::string::npos ? text.size() : end + 1;
+  }
+  return lines;
+}
+
+std::string list(const std::vector<int>& ranks) {
+  return core::format("{} {}", ranks.size() == 1 ? "rank" : "ranks", core::join(ranks, ", "));
+}
+
+/// "topk: ranks 0, 2 have 4, rank 1 has 8"
+std::string difference(const std::vector<std::vector<std::string>>& lines, std::size_t line) {
+  std::map<std::string, std::vector<int>> by_value;
+  std::string name;
+  for (std::size_t r = 0; r < lines.size(); ++r) {
+    const std::string& fact = line < lines[r].size() ? lines[r][line] : std::string("=nothing");
+    const std::size_t equals = fact.find('=');
+    if (name.empty()) name = fact.substr(0, equals);
+    by_value[fact.substr(equals + 1)].push_back(static_cast<int>(r));
+  }
+  if (by_value.size() == 1) return {};
+  std::vector<std::string> parts;
+  for (const auto& [value, ranks] : by_value) {
+    parts.push_back(
+        core::format("{} {} {}", list(ranks), ranks.size() == 1 ? "has" : "have", value));
+  }
+  return core::format("{}: {}", name, core::join(parts, ", "));
+}
+
+}  // namespace
+
+void agree(Communicator& communicator, const std::function<Facts()>& prepare) {
+  std::string mine;
+  try {
+    mine = text_of(prepare());
+  } catch (const std::exception& error) {
+    mine = core::format("!{}", error.what());
+  }
+  const std::vector<std::string> texts = communicator.gather(mine, "agreement on a layer");
+  std::vector<std::string> errors;
+  std::vector<std::vector<std::string>> lines;
+  std::size_t most = 0;
+  for (std::size_t r = 0; r < texts.size(); ++r) {
+    if (texts[r].starts_with('!')) {
+      errors.push_back(core::format("rank {}: {}", r, texts[r].substr(1)));
+    }
+    lines.push_back(lines_of(texts[r]));
+    most = std::max(most, lines.back().size());
+  }
+  if (!errors.empty()) throw Error::communication(core::join(errors, "; "));
+  for (std::size_t line = 0; line < most; ++line) {
+    const std::string differs = difference(lines, line);
+    if (!differs.empty()) {
+      throw Error::communication(core::format("the ranks of a layer differ in {}", differs));
+    }
+  }
+}
+
+bool across_ranks(const LayerOptions& options) {
+  return options.ranks.communicator && options.ranks.communicator->size() > 1;
+}
+
+LayerOptions complete(LayerOptions options) {
+  const Communicator& communicator = *options.ranks.communicator;
+  RankOptions& ranks = options.ranks;
+  if (options.parallel == ParallelConfig{}) {
+    options.parallel = ParallelConfig::of(
+        {.dp_size = communicator.size(), .expert_parallel = true, .rank = communicator.rank()});
+  }
+  options.parallel.validate();
+  FUSEDMOE_CHECK(ranks.max_tokens_per_rank > 0 || !options.parallel.needs_dispatch(),
+                 "options.ranks.max_tokens_per_rank", core::to_string(ranks.max_tokens_per_rank),
+                 "positive: buffers of the other ranks are made for it");
+  FUSEDMOE_CHECK(ranks.receive_capacity >= 0, "options.ranks.receive_capacity",
+                 core::to_string(ranks.receive_capacity), "not negative");
+  // Ranks with the same tokens can only add sums, which do not depend on the batch either.
+  const bool rows_travel = options.parallel.needs_dispatch();
+  const CombineMode wanted =
+      options.batch_invariant && rows_travel ? CombineMode::kPerSlot : CombineMode::kPerRank;
+  FUSEDMOE_CHECK(!options.batch_invariant || ranks.combine.value_or(wanted) == wanted,
+                 "options.ranks.combine", std::string(name(*ranks.combine)),
+                 core::format("{} for batch_invariant", name(wanted)));
+  ranks.combine = ranks.combine.value_or(wanted);
+  return options;
+}
+
+LayerWeights complete(LayerWeights weights, const LayerOptions& options) {
+  const ParallelConfig& parallel = options.parallel;
+  if (parallel.ep_size == 1) return weights;
+  const std::int64_t num_experts = weights.router.num_experts;
+  const ExpertPlacement placement =
+      options.ranks.placement.value_or(ExpertPlacement::linear(num_experts, parallel.ep_size));
+  FUSEDMOE_CHECK(
+      placement.num_experts() == num_experts && placement.num_ranks() == parallel.ep_size,
+      "options.ranks.placement",
+      core::format("{} experts on {} ranks", placement.num_experts(), placement.num_ranks()),
+      core::format("{} experts on {} ranks", num_experts, parallel.ep_size));
+  if (!weights.expert_map && weights.experts.num_experts() == num_experts) {
+    return local_weights(
+        weights,
+        {.dp_size = parallel.dp_size, .ep_size = parallel.ep_size, .ep_rank = parallel.ep_rank},
+        placement);
+  }
+  const auto held = static_cast<std::int64_t>(placement.local_experts(parallel.ep_rank).size());
+  FUSEDMOE_CHECK(weights.experts.num_experts() == std::max<std::int64_t>(held, 1), "experts",
+                 core::format("{} experts", weights.experts.num_experts()),
+                 core::format("{}, as the placement gives to rank {}, or all {} without a map",
+                              held, parallel.ep_rank, num_experts));
+  weights.expert_map = placement.expert_map(parallel.ep_rank);
+  return weights;
+}
+
+Facts facts_of(const MoeConfig& config, const LayerOptions& options, const Selection& selection) {
+  const ParallelConfig& parallel = config.parallel;
+  const RankOptions& ranks = options.ranks;
+  const auto number = [](auto value) { return core::to_string(value); };
+  Facts facts{
+      {"version", FUSEDMOE_VERSION},
+      {"pair", selection.pair()},
+      {"layout_version", number(selection.experts->layout_version())},
+      {"num_experts", number(config.num_experts)},
+      {"topk", number(config.topk)},
+      {"hidden", number(config.hidden)},
+      {"dtype", std::string(name(config.dtype))},
+      {"scheme", name(config.scheme)},
+      {"activation", std::string(name(config.activation))},
+      {"router weight on input", number(config.apply_router_weight_on_input)},
+      {"batch_invariant", number(config.batch_invariant)},
+      {"tp_size", number(parallel.tp_size)},
+      {"dp_size", number(parallel.dp_size)},
+      {"ep_size", number(parallel.ep_size)},
+      {"sequence_parallel", number(parallel.sequence_parallel)},
+      {"combine", std::string(name(config.combine))},
+      {"combine_dtype", std::string(name(ranks.combine_dtype.value_or(config.dtype)))},
+      {"replica_choice", ranks.replica_choice == ReplicaChoice::kHash ? "hash" : "nearest"},
+      {"max_tokens_per_rank", number(ranks.max_tokens_per_rank)},
+      {"receive_capacity", number(ranks.receive_capacity)},
+      {"fixed_sizes", number(ranks.fixed_sizes)},
+      {"max_workspace_bytes", number(options.max_workspace_bytes)},
+      {"placement", ranks.placement ? ranks.placement->json() : "linear"},
+  };
+  if (parallel.tp_size == 1) facts.emplace_back("intermediate", number(config.intermediate));
+  return facts;
+}
+
+}  // namespace fusedmoe::layer

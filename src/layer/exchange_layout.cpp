@@ -1,0 +1,59 @@
+#include "layer/exchange_layout.h"
+
+#include "fusedmoe/quant.h"
+
+namespace fusedmoe::layer {
+namespace {
+
+/// A vector of the CPU's sums may read behind the last row.
+constexpr std::size_t kSlack = 64;
+
+bool scale_of_each_rank(const Preparation& preparation) {
+  return preparation.quant && preparation.quant->group.rows != 1 && preparation.quant->dynamic;
+}
+
+}  // namespace
+
+ExchangeLayout::ExchangeLayout(void* workspace, const ProblemSize& problem,
+                               const ExchangeSizes& sizes, const Preparation& preparation,
+                               Device device)
+    : cutter(workspace), sizes(sizes), own(cutter, problem, preparation, device) {
+  const bool tensor_scale = scale_of_each_rank(preparation);
+  const std::int64_t scale_columns = tensor_scale ? 1 : own.scale_columns();
+  const std::int64_t topk = sizes.topk, ranks = sizes.num_ranks, tokens = sizes.num_tokens;
+  const auto take = [&](DType dtype, const Shape& shape) {
+    return cutter.take(dtype, shape, device);
+  };
+  const auto take_rows = [&](std::int64_t rows, std::int64_t ids) {
+    RowTensors result;
+    result.values = take(own.values_dtype(), {rows, own.value_columns()});
+    if (scale_columns > 0) result.scales = take(own.scales_dtype(), {rows, scale_columns});
+    result.ids = take(DType::kI32, {rows, ids});
+    result.weights = take(DType::kF32, {rows, ids});
+    return result;
+  };
+  if (tensor_scale) row_scales = take(DType::kF32, {tokens, 1});
+  physical_ids = take(DType::kI32, {tokens, topk});
+  send_rows = take(DType::kI32, {tokens, ranks});
+  own_rows = take(DType::kI32, {tokens, 1});
+  send_counts = take(DType::kI32, {ranks});
+  recv_counts = take(DType::kI32, {ranks});
+  headers_out = take(DType::kU8, {ranks, sizeof(StepHeader)});
+  headers_in = take(DType::kU8, {ranks, sizeof(StepHeader)});
+  if (!sizes.to_all) packed = take_rows(ranks * sizes.max_tokens, topk);
+  received = take_rows(sizes.capacity, topk);
+  std::int64_t returning = ranks * sizes.max_tokens;
+  if (sizes.per_slot) {
+    slot_rows = take(DType::kI32, {sizes.capacity, topk});
+    expert_rows = take_rows(sizes.capacity * topk, 1);
+    returned_slots = take(DType::kI32, {tokens, topk});
+    returning = tokens * topk;
+  }
+  returned = take(sizes.combine_dtype, {returning, sizes.hidden});
+  cutter.take(kSlack);
+  if (sizes.sum_ranks == 1) return;
+  partial = take(sizes.combine_dtype, {tokens, sizes.hidden});
+  sums.emplace(cutter, tokens, sizes.hidden, sizes.combine_dtype, sizes.sum_ranks, device);
+}
+
+}  // namespace fusedmoe::layer

@@ -1,0 +1,67 @@
+// The workspace of one step across ranks: what is packed, what arrives, what returns.
+#pragma once
+
+#include "layer/rank_sums.h"
+#include "layer/token_rows.h"
+
+namespace fusedmoe::layer {
+
+/// Goes from every rank to every other before the rows: ranks that do not do the same say so.
+struct StepHeader {
+  std::uint64_t step;
+  std::uint32_t layer;
+  std::int32_t topk;
+  std::int64_t max_tokens;
+  std::int64_t row_bytes;
+};
+
+/// What the layout depends on.
+struct ExchangeSizes {
+  std::int64_t num_tokens, max_tokens, topk, hidden;
+  std::int64_t capacity;  // rows that may arrive
+  int num_ranks;
+  int sum_ranks;  // that have the same tokens; 1: nothing to add
+  bool to_all, per_slot;
+  DType combine_dtype;
+};
+
+/// One thing of each row: values, scales, ids, weights. Undefined where rows have none.
+struct RowTensors {
+  TensorView values, scales, ids, weights;
+  /// Calls function(tensor of this, tensor of other) for what rows have.
+  template <typename Function>
+  void each(const RowTensors& other, const Function& function) const {
+    function(values, other.values);
+    if (scales) function(scales, other.scales);
+    function(ids, other.ids);
+    function(weights, other.weights);
+  }
+};
+
+struct ExchangeLayout {
+  ExchangeLayout(void* workspace, const ProblemSize& problem, const ExchangeSizes& sizes,
+                 const Preparation& preparation, Device device);
+
+  core::WorkspaceCutter cutter;
+  ExchangeSizes sizes;
+  TokenRows own;
+  TensorView row_scales;    // (num_tokens, 1): one scale of all rows, where it is each rank's own
+  TensorView physical_ids;  // (num_tokens, topk) i32
+  TensorView send_rows;     // (num_tokens, num_ranks) i32
+  TensorView own_rows;      // (num_tokens, 1) i32: 0, 1, 2, ...
+  TensorView send_counts;   // (num_ranks) i32
+  TensorView recv_counts;
+  TensorView headers_out, headers_in;  // (num_ranks, bytes) u8
+  RowTensors packed;                   // all2all: row r * max_tokens + i goes to rank r
+  RowTensors received;                 // (capacity): those of rank 0, of rank 1, ...
+  // Per slot.
+  TensorView slot_rows;       // (capacity, topk) i32: expert row of a received row's slot
+  RowTensors expert_rows;     // (capacity * topk)
+  TensorView returned_slots;  // (num_tokens, topk) i32
+  // Returned: of rank r from row r * max_tokens on; per slot one behind the other.
+  TensorView returned;
+  TensorView partial;  // (num_tokens, hidden): this rank's part, where sum_ranks > 1
+  std::optional<RankSums::Buffers> sums;
+};
+
+}  // namespace fusedmoe::layer

@@ -1,0 +1,206 @@
+// MoeLayer's construction: checks, agreement with the other ranks, selection, packing.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "core/check.h"
+#include "core/parallel.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
+#include "layer/agreement.h"
+#include "layer/backend.h"
+#include "layer/layer_impl.h"
+#include "layer/rank_support.h"
+
+namespace fusedmoe {
+namespace {
+
+using layer::own;
+
+/// Null where the caller leaves the threads to the default executor.
+std::shared_ptr<Executor> executor_for(const LayerOptions& options) {
+  if (options.executor) return {std::shared_ptr<void>(), options.executor};  // not ours
+  return options.num_threads > 0 ? make_executor(options.num_threads) : nullptr;
+}
+
+Context layer_context(const LayerOptions& options) {
+  Context context = make_context();
+  context.num_threads = options.num_threads;
+  if (options.executor && options.num_threads == 0) {
+    context.num_threads = options.executor->concurrency();
+  }
+  context.ranks = options.ranks;
+  return context;
+}
+
+}  // namespace
+
+MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options,
+                     const Selection& chosen)
+    : config(layer::layer_config(weights, options)),
+      selection(chosen),
+      backend(layer::backend_of(*chosen.experts, options.device)),
+      router(weights.router),
+      router_weights{own(weights.router_weights.weight, options.device),
+                     own(weights.router_weights.bias, options.device),
+                     own(weights.router_weights.score_correction_bias, options.device)},
+      expert_map(own(weights.expert_map, options.device)),
+      kernel(chosen.create(layer_context(options))),
+      output_dtype(options.output_dtype.value_or(options.dtype)),
+      inplace(options.inplace),
+      executor(executor_for(options)),
+      stream{options.device} {
+  if (executor && options.device.is_cpu()) stream = cpu_stream(*executor);
+  config.activation_format = chosen.prepare_finalize->activation_format();
+  if (options.monolithic || (weights.router_weights.weight && chosen.experts->routes_faster())) {
+    Selection routing = chosen;
+    routing.config.monolithic = true;
+    Support support = chosen.experts->supports(routing.config);
+    if (support) support = chosen.prepare_finalize->supports(routing.config);
+    if (support) monolithic.emplace(routing.create(layer_context(options)));
+    if (options.monolithic && !support) {
+      throw Error::unsupported(support.reason, "options.monolithic", support.text);
+    }
+  }
+  if (layer::across_ranks(options)) {
+    communicator = options.ranks.communicator;
+    if (options.parallel.needs_dispatch()) {
+      max_tokens_per_rank = options.ranks.max_tokens_per_rank;
+    }
+  }
+  pack(weights, options);
+  if (options.max_workspace_bytes > 0) limit_chunk(options.max_workspace_bytes);
+}
+
+void MoeLayer::Impl::pack(const LayerWeights& weights, const LayerOptions& options) {
+  const std::int64_t num_experts = weights.experts.num_experts();
+  const std::int64_t total = num_experts + (weights.shared_experts ? 1 : 0);
+  const auto progress_from = [&](std::int64_t first) {
+    PackOptions pack_options;
+    pack_options.stream = stream;
+    if (options.progress) {
+      pack_options.progress = [&options, first, total](std::int64_t done, std::int64_t) {
+        options.progress(first + done, total);
+      };
+    }
+    return pack_options;
+  };
+  packed = kernel.experts().pack(weights.experts, progress_from(0));
+  if (!weights.shared_experts) return;
+  const SharedExperts& source = *weights.shared_experts;
+  const Selection choice = layer::select_shared(source.weights, options, selection);
+  ModularKernel shared_kernel = choice.create(layer_context(options));
+  auto shared_packed = shared_kernel.experts().pack(source.weights, progress_from(num_experts));
+  shared.emplace(Shared{choice.pair(), std::move(shared_kernel), std::move(shared_packed),
+                        own(source.gate, options.device)});
+}
+
+/// The most tokens whose workspace stays below the limit.
+void MoeLayer::Impl::limit_chunk(std::size_t max_bytes) {
+  FUSEDMOE_CHECK(!batch_dependent(config.scheme), "options.max_workspace_bytes",
+                 core::format("{} for {}", max_bytes, name(config.scheme)),
+                 "0: one activation scale for all rows of a batch does not allow chunks");
+  FUSEDMOE_CHECK(cut(1, nullptr).bytes <= max_bytes, "options.max_workspace_bytes",
+                 core::format("{}", max_bytes),
+                 core::format("at least {}, for one token", cut(1, nullptr).bytes));
+  std::int64_t fits = 1, too_many = 2;
+  constexpr std::int64_t kMost = std::int64_t{1} << 31;
+  while (too_many < kMost && cut(too_many, nullptr).bytes <= max_bytes) {
+    fits = std::exchange(too_many, 2 * too_many);
+  }
+  if (too_many >= kMost) return;
+  while (too_many - fits > 1) {
+    const std::int64_t middle = (fits + too_many) / 2;
+    (cut(middle, nullptr).bytes <= max_bytes ? fits : too_many) = middle;
+  }
+  chunk = fits;
+}
+
+namespace {
+
+/// As many tokens at a time as the rank with the least memory for them.
+std::int64_t least_chunk(Communicator& communicator, std::int64_t chunk) {
+  for (const std::string& text : communicator.gather(core::to_string(chunk), "making a layer")) {
+    chunk = std::min<std::int64_t>(chunk, std::stoll(text));
+  }
+  return chunk;
+}
+
+}  // namespace
+
+namespace {
+
+/// Static activation scales per tensor: experts take the largest of all they hold, and here of all
+/// ranks, so that the placement changes nothing.
+void share_input_scales(Communicator& communicator, ExpertWeights& weights) {
+  const std::optional<QuantKey>& key = weights.scheme.activations;
+  if (!key || key->dynamic || key->group != GroupShape{-1, -1}) return;
+  const Tensor largest = Tensor::zeros({2, 1}, DType::kF32);
+  auto* values = largest.as<float>();
+  const auto each_scale = [&](const auto& function) {
+    for (ExpertMatrices& expert : weights.experts) {
+      function(expert.gate.input_scale, 0);
+      if (expert.up.values) function(expert.up.input_scale, 0);
+      function(expert.down.input_scale, 1);
+    }
+  };
+  each_scale([&](const TensorView& scale, int gemm) {
+    const Tensor host = to_device(Tensor(scale, nullptr), {});
+    values[gemm] = std::max(values[gemm], *host.as<const float>());
+  });
+  const std::string mine(reinterpret_cast<const char*>(values), 2 * sizeof(float));
+  for (const std::string& text : communicator.gather(mine, "making a layer")) {
+    float others[2];
+    std::memcpy(others, text.data(), sizeof others);
+    for (const int gemm : {0, 1}) values[gemm] = std::max(values[gemm], others[gemm]);
+  }
+  const Tensor there = to_device(largest, weights.device());
+  weights.owners.push_back(there.owner());
+  each_scale([&](TensorView& scale, int gemm) { scale = there.select(0, gemm); });
+}
+
+void check_options(const LayerWeights& weights, const LayerOptions& options) {
+  FUSEDMOE_CHECK_FAULT(core::is_activation_dtype(options.dtype), kDType, "options.dtype",
+                       std::string(name(options.dtype)), "f32, bf16 or f16");
+  const DType output = options.output_dtype.value_or(options.dtype);
+  FUSEDMOE_CHECK_FAULT(output == options.dtype || output == DType::kF32, kDType,
+                       "options.output_dtype", std::string(name(output)),
+                       core::format("{} or f32", name(options.dtype)));
+  layer::check_weights(weights);
+  FUSEDMOE_CHECK_SUPPORTED(!weights.router.custom || options.device.is_cpu(), kDevice,
+                           "router.custom", core::format("set on {}", to_string(options.device)),
+                           "unset: the callback of a custom routing runs on the cpu");
+}
+
+}  // namespace
+
+MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
+  if (!layer::across_ranks(options)) {
+    check_options(weights, options);
+    impl_ = std::make_unique<Impl>(weights, options, layer::select_routed(weights, options));
+    return;
+  }
+  const std::shared_ptr<Communicator> communicator = options.ranks.communicator;
+  Selection selection;
+  layer::agree(*communicator, [&] {
+    options = layer::complete(std::move(options));
+    weights = layer::complete(std::move(weights), options);
+    check_options(weights, options);
+    selection = layer::select_routed(weights, options);
+    const MoeConfig config = layer::layer_config(weights, options);
+    layer::check_communicator(config, {.ranks = options.ranks});
+    FUSEDMOE_CHECK_SUPPORTED(selection.prepare_finalize != &batched(), kParallelConfig,
+                             "options.require", "batched, across ranks", "another transport");
+    return layer::facts_of(config, options, selection);
+  });
+  try {
+    share_input_scales(*communicator, weights.experts);
+    impl_ = std::make_unique<Impl>(weights, options, selection);
+    impl_->chunk = least_chunk(*communicator, impl_->chunk);
+  } catch (const std::exception& error) {
+    communicator->abort(error.what());
+    throw;
+  }
+}
+
+}  // namespace fusedmoe

@@ -1,0 +1,445 @@
+// One step across ranks. In order: plan (which token goes where), count (headers and numbers of
+// rows, the only wait of the host), pack, exchange rows; then, behind the experts, return and sum.
+//
+// Received rows lie by (source rank, token), and everything is summed in rank or slot order, so
+// that no bit depends on which rank was first.
+#include "layer/rank_exchange.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "core/check.h"
+#include "fusedmoe/runtime.h"
+#include "layer/backend.h"
+#include "moe/experts_args.h"
+
+namespace fusedmoe::layer {
+namespace {
+
+Tensor on_device(const std::vector<std::int32_t>& numbers, Device device) {
+  const Tensor host =
+      borrow(numbers.data(), DType::kI32, {static_cast<std::int64_t>(numbers.size())});
+  const Tensor copied = Tensor::empty(host.shape(), DType::kI32);
+  copy(host, copied, {});
+  return to_device(copied, device);
+}
+
+Message message(int peer, const TensorView& rows, std::int64_t begin, std::int64_t count) {
+  const TensorView part = rows.slice(0, begin, begin + count);
+  return {peer, part.data(), static_cast<std::size_t>(part.nbytes())};
+}
+
+}  // namespace
+
+std::int64_t RankExchange::Step::recv_begin(int rank) const {
+  return std::accumulate(recv_counts.begin(), recv_counts.begin() + rank, std::int64_t{0});
+}
+
+RankExchange::RankExchange(const PrepareFinalizeDescriptor& descriptor, const MoeConfig& config,
+                           const Context& context, bool to_all)
+    : PrepareAndFinalize(descriptor),
+      to_all_(to_all),
+      combine_(config.combine),
+      combine_dtype_(per_slot() ? DType::kF32 : context.ranks.combine_dtype.value_or(config.dtype)),
+      fixed_sizes_(context.ranks.fixed_sizes),
+      receive_capacity_(context.ranks.receive_capacity),
+      max_tokens_per_rank_(context.ranks.max_tokens_per_rank),
+      sums_(nullptr) {
+  join(config.parallel, context.ranks.communicator);
+  place_experts(config, context.ranks);
+  layer_ = static_cast<std::uint32_t>(group_->next_layer());
+  if (context.ranks.replica_choice == ReplicaChoice::kNearest) nearest_rank_ = rank_;
+  for (auto* counts : {&step_.send_counts, &step_.recv_counts, &step_.slots_in, &step_.slots_out}) {
+    counts->resize(static_cast<std::size_t>(size_));
+  }
+}
+
+/// The ranks that rows go to, and those whose sums are added to this one's.
+void RankExchange::join(const ParallelConfig& parallel, const std::shared_ptr<Communicator>& all) {
+  using Combine = ParallelConfig::Combine;
+  const std::vector<int> ranks = parallel.gather_group();
+  whole_ = !to_all_ || static_cast<int>(ranks.size()) == all->size();
+  group_ = whole_ ? all : all->split(ranks.front());
+  size_ = group_->size();
+  rank_ = group_->rank();
+  const std::vector<int> same =
+      parallel.reduce_group(to_all_ ? Combine::kReduceScatter : Combine::kComplete);
+  if (same.size() > 1) sums_ = RankSums(all->split(same.front()));
+}
+
+void RankExchange::place_experts(const MoeConfig& config, const RankOptions& options) {
+  const ParallelConfig& parallel = config.parallel;
+  const bool shared = parallel.ep_size > 1;  // else every rank has a slice of all experts
+  const auto linear = [&] {
+    return ExpertPlacement::linear(config.num_experts, shared ? parallel.ep_size : 1);
+  };
+  const ExpertPlacement placement = shared && options.placement ? *options.placement : linear();
+  // Places of the flat ranks in the group; -1: a rank outside, whose experts are not reached.
+  std::vector<std::int32_t> place(static_cast<std::size_t>(parallel.num_ranks()), -1);
+  const std::vector<int> members = parallel.gather_group();
+  for (std::size_t i = 0; i < place.size(); ++i) {
+    const auto found = std::find(members.begin(), members.end(), static_cast<int>(i));
+    if (whole_) place[i] = static_cast<std::int32_t>(i);
+    if (!whole_ && found != members.end()) {
+      place[i] = static_cast<std::int32_t>(found - members.begin());
+    }
+  }
+  const ExpertPlacement::Table table = placement.table();
+  std::vector<std::int32_t> ranks = placement.rank_of(), map = table.local;
+  std::vector<bool> owns(static_cast<std::size_t>(size_), !shared);
+  for (std::size_t p = 0; shared && p < map.size(); ++p) {
+    if (ranks[p] != parallel.rank()) map[p] = -1;
+    ranks[p] = place[ranks[p]];
+    if (ranks[p] >= 0) owns[ranks[p]] = true;
+  }
+  for (int r = 0; r < size_; ++r) {
+    if (owns[r]) owners_.push_back(r);
+  }
+  replica_offsets_ = on_device(table.offsets, config.device);
+  replicas_ = on_device(table.physical, config.device);
+  physical_ranks_ = on_device(ranks, config.device);
+  if (shared) expert_map_ = on_device(map, config.device);
+}
+
+ExchangeSizes RankExchange::sizes(const ProblemSize& caller) const {
+  ExchangeSizes sizes{};
+  sizes.num_tokens = caller.num_tokens;
+  sizes.max_tokens = std::max(caller.max_tokens, caller.num_tokens);
+  sizes.topk = caller.topk;
+  sizes.hidden = caller.hidden;
+  sizes.capacity = size_ * sizes.max_tokens;
+  if (receive_capacity_ > 0) sizes.capacity = std::min(sizes.capacity, receive_capacity_);
+  // A rank's own rows lie there too, even where it has no experts.
+  if (to_all_) sizes.capacity = std::max(sizes.capacity, sizes.max_tokens);
+  sizes.num_ranks = size_;
+  sizes.sum_ranks = sums_.needed() ? sums_.communicator()->size() : 1;
+  sizes.to_all = to_all_;
+  sizes.per_slot = per_slot();
+  sizes.combine_dtype = combine_dtype_;
+  return sizes;
+}
+
+ProblemSize RankExchange::problem_size(const ProblemSize& caller) const {
+  ProblemSize problem = caller;
+  const ExchangeSizes exchange = sizes(caller);
+  problem.num_tokens = exchange.capacity * (per_slot() ? caller.topk : 1);
+  problem.max_tokens = 0;
+  if (per_slot()) problem.topk = 1;
+  problem.output_dtype = combine_dtype_;
+  return problem;
+}
+
+std::size_t RankExchange::workspace_bytes(const ProblemSize& caller,
+                                          const Preparation& preparation) const {
+  return ExchangeLayout(nullptr, caller, sizes(caller), preparation, {}).cutter.used();
+}
+
+ExchangeLayout RankExchange::layout(const ForwardArgs& args) const {
+  const ProblemSize problem = problem_of(args);
+  return {args.prepare_workspace, problem, sizes(problem), args.preparation, args.stream.device};
+}
+
+std::string RankExchange::what(std::string_view phase) const {
+  return core::format("{} of step {} of layer {}", phase, step_.number, layer_);
+}
+
+void RankExchange::abandon(std::string_view reason) const noexcept {
+  busy_.clear();
+  group_->abort(reason);
+}
+
+/// Messages to the own rank are copies.
+void RankExchange::swap(std::span<const Message> sends, std::span<const Message> receives,
+                        Stream stream, std::string_view phase) const {
+  std::vector<Message> out, in, mine;
+  for (const Message& each : sends) (each.peer == rank_ ? mine : out).push_back(each);
+  std::size_t next = 0;
+  for (const Message& each : receives) {
+    if (each.peer != rank_) {
+      in.push_back(each);
+      continue;
+    }
+    const Message& source = mine[next++];
+    if (source.data == each.data || each.bytes == 0) continue;
+    const Shape shape{static_cast<std::int64_t>(each.bytes)};
+    copy(TensorView(source.data, DType::kU8, shape, stream.device),
+         TensorView(each.data, DType::kU8, shape, stream.device), stream);
+  }
+  group_->exchange(out, in, stream, what(phase));
+}
+
+void RankExchange::do_start_prepare(ForwardArgs& args) const {
+  if (busy_.test_and_set()) {
+    throw Error::communication("a layer across ranks runs one forward at a time");
+  }
+  const std::int64_t num_tokens = args.hidden_states.size(0);
+  const std::int64_t most = std::max(args.max_tokens, num_tokens);
+  FUSEDMOE_CHECK_FAULT(max_tokens_per_rank_ == 0 || most <= max_tokens_per_rank_, kShape,
+                       "hidden_states", core::format("{} tokens", most),
+                       core::format("at most max_tokens_per_rank, {}", max_tokens_per_rank_));
+  step_.number = group_->next_step();
+  const ExchangeLayout layout = this->layout(args);
+  plan(args, layout);
+  if (fixed_sizes_) {
+    for (int r = 0; r < size_; ++r) {
+      const bool gets = !to_all_ || std::count(owners_.begin(), owners_.end(), r) > 0;
+      step_.send_counts[r] = gets ? layout.sizes.max_tokens : 0;
+    }
+    std::fill(step_.recv_counts.begin(), step_.recv_counts.end(), step_.send_counts[rank_]);
+  } else {
+    count(args, layout);
+  }
+  step_.rows = step_.recv_begin(size_);
+  FUSEDMOE_CHECK(receive_capacity_ == 0 || step_.rows <= receive_capacity_, "receive_capacity",
+                 core::format("{} rows in {}", step_.rows, what("dispatch")),
+                 core::format("at most {}", receive_capacity_));
+  // The caller's views stay until finish_prepare, which needs their sizes.
+  ForwardArgs own = args;
+  layout.own.run(own);
+  pack(own, layout);
+  args.hidden_scales = own.hidden_scales;
+}
+
+void RankExchange::plan(const ForwardArgs& args, const ExchangeLayout& layout) const {
+  core::DispatchPlan plan;
+  plan.topk_ids = args.topk_ids;
+  plan.replica_offsets = replica_offsets_;
+  plan.replicas = replicas_;
+  plan.physical_ranks = physical_ranks_;
+  plan.nearest_rank = nearest_rank_;
+  plan.row_stride = layout.sizes.max_tokens;
+  plan.physical_ids = layout.physical_ids;
+  plan.send_rows = layout.send_rows;
+  plan.send_counts = layout.send_counts;
+  const core::Backend& backend = backend_of(args.stream.device);
+  backend.plan_dispatch(plan, args.stream);
+  if (!per_slot()) return;
+  backend.number_slots(
+      {layout.physical_ids, physical_ranks_, layout.returned_slots, layout.recv_counts},
+      step_.slots_out, args.stream);
+}
+
+/// How many rows come from each rank, and whether all do the same step.
+void RankExchange::count(const ForwardArgs& args, const ExchangeLayout& layout) const {
+  const Stream stream = args.stream;
+  const StepHeader mine{step_.number, layer_, static_cast<std::int32_t>(layout.sizes.topk),
+                        layout.sizes.max_tokens,
+                        bytes(layout.own.values_dtype(), layout.own.value_columns())};
+  const std::vector<StepHeader> out(static_cast<std::size_t>(size_), mine);
+  const auto bytes_of = [](const auto& list) {
+    return TensorView(list.data(), DType::kU8,
+                      {static_cast<std::int64_t>(list.size() * sizeof list[0])});
+  };
+  const auto raw = [](const TensorView& view) {
+    return TensorView(view.data(), DType::kU8, {view.nbytes()}, view.device());
+  };
+  copy(bytes_of(out), raw(layout.headers_out), stream);
+  std::vector<std::int32_t> sending(out.size());
+  if (to_all_) {
+    for (const int owner : owners_) {
+      sending[owner] = static_cast<std::int32_t>(layout.sizes.num_tokens);
+    }
+    copy(bytes_of(sending), raw(layout.send_counts), stream);
+  }
+  std::vector<Message> sends, receives;
+  for (int r = 0; r < size_; ++r) {
+    sends.push_back(message(r, layout.headers_out, r, 1));
+    sends.push_back(message(r, layout.send_counts, r, 1));
+    receives.push_back(message(r, layout.headers_in, r, 1));
+    receives.push_back(message(r, layout.recv_counts, r, 1));
+  }
+  swap(sends, receives, stream, "counts");
+  // The counts and headers lie one behind the other: one copy, one wait.
+  const auto* begin = layout.send_counts.as<const char>();
+  const auto offset = [&](const TensorView& view) { return view.as<const char>() - begin; };
+  std::vector<char> host(
+      static_cast<std::size_t>(offset(layout.headers_in) + layout.headers_in.nbytes()));
+  const TensorView all(begin, DType::kU8, {static_cast<std::int64_t>(host.size())}, stream.device);
+  copy(all, bytes_of(host), stream);
+  synchronize(stream);
+  std::vector<StepHeader> in(out.size());
+  std::memcpy(in.data(), host.data() + offset(layout.headers_in), in.size() * sizeof in[0]);
+  check_headers(in);
+  const auto* counts = reinterpret_cast<const std::int32_t*>(host.data());
+  std::copy_n(counts, size_, step_.send_counts.begin());
+  counts += offset(layout.recv_counts) / static_cast<std::ptrdiff_t>(sizeof *counts);
+  std::copy_n(counts, size_, step_.recv_counts.begin());
+}
+
+void RankExchange::check_headers(std::span<const StepHeader> headers) const {
+  const auto describe = [](int rank, const StepHeader& header) {
+    return core::format(
+        "rank {} is at step {} of layer {} with at most {} tokens, topk {}, rows "
+        "of {} bytes",
+        rank, header.step, header.layer, header.max_tokens, header.topk, header.row_bytes);
+  };
+  // Compared with rank 0's, so that all ranks say the same.
+  for (int r = 1; r < size_; ++r) {
+    if (std::memcmp(&headers[r], &headers[0], sizeof headers[0]) == 0) continue;
+    throw Error::communication(
+        core::format("{}, but {}", describe(0, headers[0]), describe(r, headers[r])));
+  }
+}
+
+/// Rows, scales, ids and weights of this rank's tokens, where exchange_rows() takes them from.
+void RankExchange::pack(const ForwardArgs& own, const ExchangeLayout& layout) const {
+  const Stream stream = own.stream;
+  const core::Backend& backend = backend_of(stream.device);
+  RowTensors tokens{own.hidden_states, {}, layout.physical_ids, own.topk_weights};
+  if (layout.received.scales) tokens.scales = own.hidden_scales;
+  RowTensors target = layout.packed;
+  if (to_all_) {
+    // At once where they lie among the rows of all ranks.
+    const std::int64_t begin = step_.recv_begin(rank_);
+    const std::int64_t rows = fixed_sizes_ ? layout.sizes.max_tokens : layout.sizes.num_tokens;
+    const auto part = [&](const TensorView& all) {
+      return all ? all.slice(0, begin, begin + rows) : TensorView();
+    };
+    const RowTensors& all = layout.received;
+    target = {part(all.values), part(all.scales), part(all.ids), part(all.weights)};
+  }
+  if (fixed_sizes_) fill_bytes(target.ids, 0xff, stream);  // -1 in rows that nobody fills
+  backend.number_parts(layout.own_rows, 0, stream);        // a kernel that the copies may overlap
+  if (layout.row_scales) {
+    const TensorView every_row = layout.own_rows.reshape({1, layout.sizes.num_tokens});
+    backend.dispatch(every_row, own.hidden_scales, layout.row_scales, stream);
+    tokens.scales = layout.row_scales;
+  }
+  target.each(tokens, [&](const TensorView& to, const TensorView& from) {
+    backend.dispatch(to_all_ ? layout.own_rows : layout.send_rows, from, to, stream);
+  });
+}
+
+/// Whether the data plane's own collectives serve: the same number of rows from and to every rank.
+bool RankExchange::gather_and_scatter() const {
+  return to_all_ && fixed_sizes_ && whole_ && !per_slot() &&
+         static_cast<int>(owners_.size()) == size_;
+}
+
+void RankExchange::exchange_rows(const ExchangeLayout& layout, Stream stream) const {
+  const RowTensors& all = layout.received;
+  if (gather_and_scatter()) {
+    std::vector<Gather> buffers;
+    all.each(all, [&](const TensorView& rows, const TensorView&) {
+      const auto bytes = static_cast<std::size_t>(rows.slice(0, 0, step_.rows).nbytes());
+      buffers.push_back({rows.data(), bytes / static_cast<std::size_t>(size_)});
+    });
+    if (group_->all_gather(buffers, stream)) return;
+  }
+  std::vector<Message> sends, receives;
+  const RowTensors& source = to_all_ ? all : layout.packed;
+  for (int r = 0; r < size_; ++r) {
+    const std::int64_t from = to_all_ ? step_.recv_begin(rank_) : r * layout.sizes.max_tokens;
+    const std::int64_t to = step_.recv_begin(r);
+    source.each(all, [&](const TensorView& out, const TensorView& in) {
+      sends.push_back(message(r, out, from, step_.send_counts[r]));
+      receives.push_back(message(r, in, to, step_.recv_counts[r]));
+    });
+  }
+  swap(sends, receives, stream, "dispatch");
+}
+
+void RankExchange::do_finish_prepare(ForwardArgs& args) const {
+  const ExchangeLayout layout = this->layout(args);
+  exchange_rows(layout, args.stream);
+  const auto arrived = [&](const TensorView& all) { return all.slice(0, 0, step_.rows); };
+  args.hidden_states = arrived(layout.received.values);
+  if (layout.received.scales) args.hidden_scales = arrived(layout.received.scales);
+  args.topk_ids = arrived(layout.received.ids);
+  args.topk_weights = arrived(layout.received.weights);
+  args.expert_map = expert_map_;
+  if (per_slot()) expand_slots(args, layout);
+}
+
+/// A row for each slot that names an expert of this rank, with weight 1: what the experts then
+/// leave are their rows themselves.
+void RankExchange::expand_slots(ForwardArgs& args, const ExchangeLayout& layout) const {
+  const core::Backend& backend = backend_of(args.stream.device);
+  core::SlotExpansion expansion;
+  expansion.ids = args.topk_ids;
+  expansion.expert_map = args.expert_map;
+  expansion.slot_rows = layout.slot_rows.slice(0, 0, step_.rows);
+  expansion.row_ids = layout.expert_rows.ids;
+  expansion.row_weights = layout.expert_rows.weights;
+  expansion.counts = layout.recv_counts;
+  backend.expand_slots(expansion, step_.recv_counts, step_.slots_in, args.stream);
+  const std::int64_t rows =
+      std::accumulate(step_.slots_in.begin(), step_.slots_in.end(), std::int64_t{0});
+  const auto expand = [&](TensorView& view, const TensorView& expanded) {
+    backend.dispatch(expansion.slot_rows, view, expanded, args.stream);
+    view = expanded.slice(0, 0, rows);
+  };
+  expand(args.hidden_states, layout.expert_rows.values);
+  if (layout.received.scales) expand(args.hidden_scales, layout.expert_rows.scales);
+  args.topk_ids = expansion.row_ids.slice(0, 0, rows);
+  args.topk_weights = expansion.row_weights.slice(0, 0, rows);
+}
+
+void RankExchange::do_start_finalize(const ForwardArgs& args) const {
+  return_rows(args, layout(args));
+}
+
+void RankExchange::do_finish_finalize(const ForwardArgs& args) const {
+  const ExchangeLayout layout = this->layout(args);
+  sum(args, layout);
+  if (sums_.needed()) {
+    sums_.run(layout.partial, args.output, args.accumulate, *layout.sums, args.stream, what("sum"));
+  }
+  busy_.clear();
+}
+
+void RankExchange::return_rows(const ForwardArgs& args, const ExchangeLayout& layout) const {
+  const TensorView& rows = args.fused_output;
+  const std::int64_t most = layout.sizes.max_tokens;
+  if (gather_and_scatter() &&
+      group_->reduce_scatter(rows.data(), layout.returned.data(), most * layout.sizes.hidden,
+                             combine_dtype_, args.stream)) {
+    step_.scattered = true;
+    return;
+  }
+  step_.scattered = false;
+  std::vector<Message> sends, receives;
+  std::int64_t slots_sent = 0, slots_back = 0;
+  for (int r = 0; r < size_; ++r) {
+    if (per_slot()) {
+      sends.push_back(message(r, rows, slots_sent, step_.slots_in[r]));
+      receives.push_back(message(r, layout.returned, slots_back, step_.slots_out[r]));
+      slots_sent += step_.slots_in[r];
+      slots_back += step_.slots_out[r];
+      continue;
+    }
+    sends.push_back(message(r, rows, step_.recv_begin(r), step_.recv_counts[r]));
+    if (step_.send_counts[r] == 0) continue;
+    const auto place = std::find(owners_.begin(), owners_.end(), r) - owners_.begin();
+    receives.push_back(
+        message(r, layout.returned, (to_all_ ? place : r) * most, step_.send_counts[r]));
+  }
+  swap(sends, receives, args.stream, "combine");
+}
+
+void RankExchange::sum(const ForwardArgs& args, const ExchangeLayout& layout) const {
+  const core::Backend& backend = backend_of(args.stream.device);
+  const std::int64_t num_tokens = layout.sizes.num_tokens;
+  TensorView numbers = layout.send_rows;
+  if (per_slot()) {
+    numbers = layout.returned_slots;
+  } else if (to_all_) {
+    const std::int64_t parts = step_.scattered ? 1 : static_cast<std::int64_t>(owners_.size());
+    numbers = TensorView(numbers.data(), DType::kI32, {num_tokens, parts}, args.stream.device);
+    backend.number_parts(numbers, layout.sizes.max_tokens, args.stream);
+  }
+  core::ReduceArgs reduce;
+  reduce.output = sums_.needed() ? layout.partial : args.output;
+  reduce.fused_output = layout.returned;
+  reduce.topk_ids = numbers;
+  reduce.topk_weights = args.topk_weights;
+  reduce.router_weight_on_input = !per_slot() || args.preparation.apply_router_weight_on_input;
+  reduce.accumulate = args.accumulate && !sums_.needed();
+  reduce.fused_multiply_add = per_slot();
+  reduce.follows_kernel = false;
+  reduce.stream = args.stream;
+  backend.reduce(reduce, numbers);
+}
+
+}  // namespace fusedmoe::layer

@@ -1,0 +1,79 @@
+// The two PrepareAndFinalize across ranks, "all2all" and "allgather_reducescatter". Both do the
+// same in different amounts: tell the others how many rows come, send rows, let the experts run on
+// what has arrived, send sums or rows back, add them up.
+#pragma once
+
+#include <atomic>
+
+#include "layer/exchange_layout.h"
+#include "layer/rank_sums.h"
+
+namespace fusedmoe::layer {
+
+/// A rank runs one step at a time, so what it counts in prepare may wait here for finalize.
+class RankExchange final : public PrepareAndFinalize {
+ public:
+  /// Collective: it may split the communicator.
+  RankExchange(const PrepareFinalizeDescriptor& descriptor, const MoeConfig& config,
+               const Context& context, bool to_all);
+
+  bool moves_rows() const override { return true; }
+  ProblemSize problem_size(const ProblemSize& caller) const override;
+  std::size_t workspace_bytes(const ProblemSize& caller,
+                              const Preparation& preparation) const override;
+  void abandon(std::string_view reason) const noexcept override;
+
+ private:
+  /// What one step counts.
+  struct Step {
+    std::uint64_t number = 0;
+    std::vector<std::int64_t> send_counts, recv_counts;  // rows, for each rank
+    std::vector<std::int64_t> slots_in, slots_out;       // per slot: expert rows, for each rank
+    std::int64_t rows = 0;                               // received
+    bool scattered = false;  // the sums over ranks are there, made by the data plane
+    std::int64_t recv_begin(int rank) const;
+  };
+
+  void do_start_prepare(ForwardArgs& args) const override;
+  void do_finish_prepare(ForwardArgs& args) const override;
+  void do_start_finalize(const ForwardArgs& args) const override;
+  void do_finish_finalize(const ForwardArgs& args) const override;
+
+  ExchangeLayout layout(const ForwardArgs& args) const;
+  void join(const ParallelConfig& parallel, const std::shared_ptr<Communicator>& all);
+  void place_experts(const MoeConfig& config, const RankOptions& options);
+  ExchangeSizes sizes(const ProblemSize& caller) const;
+  std::string what(std::string_view phase) const;
+  void plan(const ForwardArgs& args, const ExchangeLayout& layout) const;
+  void count(const ForwardArgs& args, const ExchangeLayout& layout) const;
+  void check_headers(std::span<const StepHeader> headers) const;
+  void pack(const ForwardArgs& args, const ExchangeLayout& layout) const;
+  void exchange_rows(const ExchangeLayout& layout, Stream stream) const;
+  void expand_slots(ForwardArgs& args, const ExchangeLayout& layout) const;
+  void return_rows(const ForwardArgs& args, const ExchangeLayout& layout) const;
+  void sum(const ForwardArgs& args, const ExchangeLayout& layout) const;
+  bool gather_and_scatter() const;
+  bool per_slot() const { return combine_ == CombineMode::kPerSlot; }
+  void swap(std::span<const Message> sends, std::span<const Message> receives, Stream stream,
+            std::string_view phase) const;
+
+  const bool to_all_;
+  const CombineMode combine_;
+  const DType combine_dtype_;
+  const bool fixed_sizes_;
+  const std::int64_t receive_capacity_, max_tokens_per_rank_;
+  std::shared_ptr<Communicator> group_;
+  bool whole_ = true;  // the group is all ranks
+  int size_ = 1, rank_ = 0;
+  RankSums sums_;  // over the ranks that have the same tokens
+  std::uint32_t layer_ = 0;
+  // On the device.
+  Tensor replica_offsets_, replicas_, physical_ranks_;
+  Tensor expert_map_;        // physical -> local; undefined: every rank has all
+  std::vector<int> owners_;  // ranks of the group that have experts
+  std::int32_t nearest_rank_ = -1;
+  mutable Step step_;
+  mutable std::atomic_flag busy_;
+};
+
+}  // namespace fusedmoe::layer

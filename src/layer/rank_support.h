@@ -1,0 +1,15 @@
+// What every PrepareAndFinalize asks of a configuration, and those across ranks of a context.
+#pragma once
+
+#include "fusedmoe/modular_kernel.h"
+
+namespace fusedmoe::layer {
+
+/// Dtype, batch invariance, weight on the input, and the sizes of the groups.
+Support supports_rows(const MoeConfig& config);
+
+/// Throws Error unless the context has a communicator of the configuration's ranks and device, and
+/// options that agree.
+void check_communicator(const MoeConfig& config, const Context& context);
+
+}  // namespace fusedmoe::layer

@@ -1,0 +1,132 @@
+// The descriptors of the PrepareAndFinalize across ranks: what they can serve.
+#include "core/check.h"
+#include "layer/rank_exchange.h"
+#include "layer/rank_support.h"
+
+namespace fusedmoe {
+namespace layer {
+
+Support supports_parallel(const ParallelConfig& parallel) {
+  try {
+    parallel.validate();
+  } catch (const Error& error) {
+    return Support::no(Reason::kParallelConfig, error.what());
+  }
+  return Support::yes();
+}
+
+Support supports_rows(const MoeConfig& config) {
+  if (!core::is_activation_dtype(config.dtype)) {
+    return Support::no(Reason::kDType,
+                       core::format("{}: hidden states are f32, bf16 or f16", name(config.dtype)));
+  }
+  if (config.batch_invariant && batch_dependent(config.scheme)) {
+    return Support::no(
+        Reason::kBatchInvariance,
+        core::format("{}: one activation scale for all rows of a batch", name(config.scheme)));
+  }
+  if (config.apply_router_weight_on_input && config.topk != 1) {
+    return Support::no(Reason::kRouterWeightOnInput,
+                       core::format("topk {}: only for topk = 1", config.topk));
+  }
+  return supports_parallel(config.parallel);
+}
+
+namespace {
+
+/// What holds for both.
+Support supports_exchange(const MoeConfig& config) {
+  const auto no = [](Reason reason, std::string text) {
+    return Support::no(reason, std::move(text));
+  };
+  if (Support support = supports_rows(config); !support) return support;
+  if (!config.parallel.needs_dispatch()) {
+    return no(Reason::kParallelConfig, "every rank has all tokens: nothing to send");
+  }
+  if (config.monolithic) {
+    return no(Reason::kRoutingMethod, "monolithic: ids decide where rows go before the experts");
+  }
+  if (config.hooks) {
+    return no(Reason::kHooks, "hooks cannot tell which rank and token a row came from");
+  }
+  return Support::yes();
+}
+
+class All2All final : public PrepareFinalizeDescriptor {
+ public:
+  std::string_view name() const override { return "all2all"; }
+  ActivationFormat activation_format() const override { return ActivationFormat::kStandard; }
+  bool accepts(WeightAndReduce kind) const override { return kind == WeightAndReduce::kNoOp; }
+  Support supports(const MoeConfig& config) const override {
+    if (Support support = supports_exchange(config); !support) return support;
+    if (config.parallel.ep_size > 1) return Support::yes();
+    return Support::no(Reason::kParallelConfig,
+                       "ep_size 1: every rank holds slices of all experts, so all need all rows");
+  }
+  std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
+                                                   const Context& context) const override {
+    check_communicator(config, context);
+    return std::make_shared<RankExchange>(*this, config, context, false);
+  }
+};
+
+class AllGather final : public PrepareFinalizeDescriptor {
+ public:
+  std::string_view name() const override { return "allgather_reducescatter"; }
+  ActivationFormat activation_format() const override { return ActivationFormat::kStandard; }
+  bool accepts(WeightAndReduce kind) const override { return kind == WeightAndReduce::kNoOp; }
+  Support supports(const MoeConfig& config) const override {
+    if (Support support = supports_exchange(config); !support) return support;
+    const ParallelConfig& parallel = config.parallel;
+    const bool whole = static_cast<int>(parallel.gather_group().size()) == parallel.num_ranks();
+    if (config.combine == CombineMode::kPerSlot && (parallel.ep_size == 1 || !whole)) {
+      return Support::no(Reason::kParallelConfig,
+                         "per_slot: the slots of a token are computed on ranks that do not see it");
+    }
+    return Support::yes();
+  }
+  std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
+                                                   const Context& context) const override {
+    check_communicator(config, context);
+    return std::make_shared<RankExchange>(*this, config, context, true);
+  }
+};
+
+}  // namespace
+
+void check_communicator(const MoeConfig& config, const Context& context) {
+  const RankOptions& ranks = context.ranks;
+  FUSEDMOE_CHECK_FAULT(ranks.communicator, kNull, "ranks.communicator", "null",
+                       core::format("of {} ranks", config.parallel.num_ranks()));
+  const Communicator& communicator = *ranks.communicator;
+  FUSEDMOE_CHECK(communicator.size() == config.parallel.num_ranks() &&
+                     communicator.rank() == config.parallel.rank(),
+                 "ranks.communicator",
+                 core::format("rank {} of {}", communicator.rank(), communicator.size()),
+                 core::format("rank {} of {}, as parallel says", config.parallel.rank(),
+                              config.parallel.num_ranks()));
+  FUSEDMOE_CHECK_FAULT(communicator.device() == config.device, kDevice, "ranks.communicator",
+                       core::format("on {}", to_string(communicator.device())),
+                       core::format("on {}", to_string(config.device)));
+  FUSEDMOE_CHECK(!ranks.fixed_sizes || config.combine == CombineMode::kPerRank, "ranks.fixed_sizes",
+                 "set with combine per_slot", "set with per_rank only");
+  FUSEDMOE_CHECK(!ranks.fixed_sizes || ranks.receive_capacity == 0, "ranks.receive_capacity",
+                 core::to_string(ranks.receive_capacity), "0 with fixed_sizes");
+  const DType dtype = ranks.combine_dtype.value_or(config.dtype);
+  FUSEDMOE_CHECK_FAULT(dtype == DType::kF32 || dtype == config.dtype, kDType, "ranks.combine_dtype",
+                       std::string(name(dtype)), core::format("f32 or {}", name(config.dtype)));
+}
+
+}  // namespace layer
+
+const PrepareFinalizeDescriptor& all2all() {
+  static const layer::All2All descriptor;
+  return descriptor;
+}
+
+const PrepareFinalizeDescriptor& allgather_reducescatter() {
+  static const layer::AllGather descriptor;
+  return descriptor;
+}
+
+}  // namespace fusedmoe

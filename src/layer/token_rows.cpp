@@ -1,0 +1,52 @@
+#include "layer/token_rows.h"
+
+#include "fusedmoe/quant.h"
+#include "layer/backend.h"
+
+namespace fusedmoe::layer {
+
+TokenRows::TokenRows(core::WorkspaceCutter& cutter, const ProblemSize& problem,
+                     const Preparation& preparation, Device device)
+    : preparation_(preparation), values_dtype_(problem.dtype) {
+  const Shape shape{problem.num_tokens, problem.hidden};
+  if (preparation.apply_router_weight_on_input) {
+    weighted_ = cutter.take(problem.dtype, shape, device);
+  }
+  values_shape_ = shape;
+  if (!preparation.quant) return;
+  const QuantizedShape quantized =
+      quantized_shape(*preparation.quant, problem.num_tokens, problem.hidden);
+  values_dtype_ = quantized.values_dtype;
+  values_shape_ = quantized.values;
+  scales_dtype_ = quantized.scales_dtype;
+  scales_shape_ = quantized.scales;
+  values_ = cutter.take(values_dtype_, values_shape_, device);
+  scales_ = cutter.take(scales_dtype_, scales_shape_, device);
+}
+
+void TokenRows::run(ForwardArgs& args) const {
+  const core::Backend& backend = backend_of(args.stream.device);
+  if (preparation_.apply_router_weight_on_input) {
+    backend.weight_rows(args.hidden_states, args.topk_weights, weighted_, args.stream);
+    args.hidden_states = weighted_;
+  }
+  if (!preparation_.quant) return;
+  backend.quantize(args.hidden_states, *preparation_.quant, preparation_.scale, values_, scales_,
+                   args.stream);
+  args.hidden_states = values_;
+  args.hidden_scales = scales_;
+}
+
+ProblemSize problem_of(const ForwardArgs& args) {
+  ProblemSize problem;
+  problem.num_tokens = args.hidden_states.size(0);
+  problem.max_tokens = args.max_tokens;
+  problem.topk = args.topk_ids ? args.topk_ids.size(1) : 0;
+  problem.num_local_experts = args.weights->info().num_experts;
+  problem.hidden = args.hidden_states.size(1);
+  problem.dtype = args.hidden_states.dtype();
+  if (args.fused_output) problem.output_dtype = args.fused_output.dtype();
+  return problem;
+}
+
+}  // namespace fusedmoe::layer

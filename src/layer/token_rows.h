@@ -1,0 +1,36 @@
+// A rank's own tokens on their way to the experts: weighted and quantized where that is asked for.
+#pragma once
+
+#include "core/workspace.h"
+#include "fusedmoe/modular_kernel.h"
+
+namespace fusedmoe::layer {
+
+/// The same views in the workspace when sizes are computed and when the work is done.
+class TokenRows {
+ public:
+  TokenRows(core::WorkspaceCutter& cutter, const ProblemSize& problem,
+            const Preparation& preparation, Device device);
+
+  // Columns of the values, and of the scales where each row has its own (else 0).
+  DType values_dtype() const { return values_dtype_; }
+  DType scales_dtype() const { return scales_dtype_; }
+  std::int64_t value_columns() const { return values_shape_[1]; }
+  std::int64_t scale_columns() const {
+    return preparation_.quant && preparation_.quant->group.rows == 1 ? scales_shape_[1] : 0;
+  }
+
+  /// Replaces the hidden states of `args` by what the experts read, and sets their scales.
+  void run(ForwardArgs& args) const;
+
+ private:
+  const Preparation& preparation_;
+  DType values_dtype_, scales_dtype_ = DType::kF32;
+  Shape values_shape_, scales_shape_;
+  TensorView weighted_, values_, scales_;
+};
+
+/// The caller's sizes, from the arguments of prepare.
+ProblemSize problem_of(const ForwardArgs& args);
+
+}  // namespace fusedmoe::layer

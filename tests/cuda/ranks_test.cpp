@@ -1,0 +1,227 @@
+// Layers on several ranks on GPUs: threads that share one, and over NCCL with a GPU each.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "../ranks/ranks.h"
+#include "../unit/layer_problem.h"
+#include "cuda_test.h"
+#include "fusedmoe/layer.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
+#include "testing/compare.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::bitwise_equal;
+using testing::Case;
+using testing::compare;
+using testing::kPatient;
+using testing::make_layer_weights;
+using testing::random_tensor;
+using testing::run_ranks;
+
+constexpr std::int64_t kTokens = 24, kHidden = 256;
+
+struct Setting {
+  int size = 2;
+  bool nccl = false;
+  std::string name() const { return (nccl ? "nccl" : "shared") + std::to_string(size); }
+};
+
+/// One GPU for all ranks, or one each; those that this machine has.
+std::vector<Setting> settings() {
+  setenv("NCCL_NVLS_ENABLE", "0", 0);  // before NCCL is loaded
+  std::vector<Setting> list{{2, false}, {4, false}};
+  for (const int size : {2, 4, 8}) {
+    if (size <= cuda_device_count() && nccl_info().problem.empty()) list.push_back({size, true});
+  }
+  return list;
+}
+
+/// Communicators are made by the ranks themselves.
+class Ranks {
+ public:
+  explicit Ranks(const Setting& setting)
+      : setting_(setting), control_(make_thread_control_plane()) {
+    const CommunicatorOptions options{kPatient, Device{DeviceKind::kCuda, 0}};
+    if (!setting.nccl) shared_ = make_thread_communicators(setting.size, options);
+  }
+  std::shared_ptr<Communicator> join(int rank) {
+    if (!setting_.nccl) return shared_[rank];
+    const Device device{DeviceKind::kCuda, rank};
+    return std::make_shared<Communicator>(
+        rank, setting_.size, control_,
+        make_nccl_data_plane(rank, setting_.size, device, control_, kPatient),
+        CommunicatorOptions{kPatient, device});
+  }
+
+ private:
+  Setting setting_;
+  std::shared_ptr<ControlPlane> control_;
+  std::vector<std::shared_ptr<Communicator>> shared_;
+};
+
+Case small_case(const char* scheme) {
+  Case spec;
+  spec.num_experts = 13;
+  spec.topk = 4;
+  spec.hidden = kHidden;
+  spec.intermediate = 256;
+  spec.scheme = parse_scheme(scheme);
+  return spec;
+}
+
+LayerOptions options_of(Device device, bool batch_invariant) {
+  LayerOptions options;
+  options.device = device;
+  options.batch_invariant = batch_invariant;
+  options.require = "sm90";
+  return options;
+}
+
+Tensor forward(const MoeLayer& layer, const Tensor& x, std::int64_t most) {
+  const Device device = layer.config().device;
+  const std::size_t bytes = layer.workspace_bytes(std::max(most, x.size(0)));
+  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
+  const Tensor output = Tensor::empty(x.shape(), x.dtype(), device);
+  ForwardOptions options;
+  options.max_tokens = most;
+  layer.forward(to_device(x, device), output, {workspace.data(), bytes}, options);
+  synchronize(Stream{device});
+  return to_device(output, {});
+}
+
+std::int64_t tokens_of(int rank) {
+  return rank == 1 ? 0 : kTokens - 5 * rank;
+}
+
+void expect_as_one(const Setting& setting, const char* scheme, const char* transport,
+                   bool batch_invariant, bool fixed_sizes) {
+  SCOPED_TRACE(setting.name() + " " + scheme + " " + transport);
+  const LayerWeights weights = make_layer_weights({small_case(scheme)});
+  Ranks ranks(setting);
+  run_ranks(setting.size, [&](int rank) {
+    const auto communicator = ranks.join(rank);
+    const Device device = communicator->device();
+    LayerOptions options = options_of(device, batch_invariant);
+    const MoeLayer alone(weights, options);
+    options.require += std::string("+") + transport;
+    options.ranks.communicator = communicator;
+    options.ranks.max_tokens_per_rank = kTokens;
+    options.ranks.fixed_sizes = fixed_sizes;
+    const MoeLayer layer(weights, options);
+    for (const std::int64_t tokens : {tokens_of(rank), std::int64_t{rank == 0 ? 1 : 0}}) {
+      const Tensor x = random_tensor(DType::kBF16, {tokens, kHidden}, 1, 70 + rank);
+      const Tensor output = forward(layer, x, kTokens), again = forward(layer, x, kTokens);
+      EXPECT_TRUE(bitwise_equal(output, again));
+      const Tensor expected = forward(alone, x, 0);
+      if (batch_invariant) {
+        EXPECT_TRUE(bitwise_equal(output, expected)) << "rank " << rank;
+      } else {
+        EXPECT_LE(compare(output, expected).max_norm_relative, 2e-2) << "rank " << rank;
+      }
+    }
+    communicator->barrier();
+  });
+}
+
+TEST(CudaRanksTest, LayersGiveTheOutputOfOneGpu) {
+  FUSEDMOE_SKIP_WITHOUT_GPU();
+  for (const Setting& setting : settings()) {
+    for (const char* scheme : {"bf16", "mxfp4_w4a16"}) {
+      for (const char* transport : {"all2all", "allgather_reducescatter"}) {
+        expect_as_one(setting, scheme, transport, false, false);
+        expect_as_one(setting, scheme, transport, false, true);
+        expect_as_one(setting, scheme, transport, true, false);
+      }
+    }
+  }
+}
+
+TEST(CudaRanksTest, GraphsOfFixedSizesReplayWithOtherIds) {
+  FUSEDMOE_SKIP_WITHOUT_GPU();
+  for (const Setting& setting : settings()) {
+    if (!setting.nccl) continue;
+    const LayerWeights weights = make_layer_weights({small_case("bf16")});
+    Ranks ranks(setting);
+    run_ranks(setting.size, [&](int rank) {
+      const auto communicator = ranks.join(rank);
+      const Device device = communicator->device();
+      LayerOptions options = options_of(device, false);
+      const MoeLayer alone(weights, options);
+      options.ranks.communicator = communicator;
+      options.ranks.max_tokens_per_rank = kTokens;
+      options.ranks.fixed_sizes = true;
+      for (const char* transport : {"sm90+all2all", "sm90+allgather_reducescatter"}) {
+        options.require = transport;
+        const MoeLayer layer(weights, options);
+        const std::size_t bytes = layer.workspace_bytes(kTokens);
+        const Tensor workspace =
+            Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
+        const Tensor x = Tensor::zeros({kTokens, kHidden}, DType::kBF16, device);
+        const Tensor output = Tensor::empty(x.shape(), x.dtype(), device);
+        const OwnedStream stream(device);
+        ForwardOptions forward_options;
+        forward_options.stream = stream;
+        const auto run = [&] {
+          layer.forward(x, output, {workspace.data(), bytes}, forward_options);
+        };
+        run();
+        synchronize(stream);
+        communicator->barrier();
+        const Graph graph(stream, run);
+        for (int replay = 0; replay < 50; ++replay) {
+          const Tensor fresh =
+              random_tensor(DType::kBF16, {kTokens, kHidden}, 1, 1000 * rank + replay);
+          copy(to_device(fresh, device), x, stream);
+          if (replay % 10 == 9) {
+            run();  // between replays
+          } else {
+            graph.launch(stream);
+          }
+          synchronize(stream);
+          if (replay % 7 != 0) continue;
+          EXPECT_LE(compare(to_device(output, {}), forward(alone, fresh, 0)).max_norm_relative,
+                    2e-2);
+        }
+        communicator->barrier();
+      }
+    });
+  }
+}
+
+TEST(CudaRanksTest, AMissingRankIsNamed) {
+  FUSEDMOE_SKIP_WITHOUT_GPU();
+  for (const Setting& setting : settings()) {
+    if (!setting.nccl) continue;
+    const std::chrono::milliseconds timeout(3000);
+    const auto control = make_thread_control_plane();
+    std::vector<std::string> reasons(setting.size);
+    run_ranks(setting.size, [&](int rank) {
+      const Device device{DeviceKind::kCuda, rank};
+      Communicator communicator(rank, setting.size, control,
+                                make_nccl_data_plane(rank, setting.size, device, control, timeout),
+                                {timeout, device});
+      const Tensor numbers = Tensor::zeros({2}, DType::kI32, device);
+      if (rank != 1) {
+        const int peer = 1;
+        const Message send{peer, numbers.data(), 4}, receive{peer, numbers.as<int>() + 1, 4};
+        communicator.exchange({&send, 1}, {&receive, 1}, Stream{device}, "a step");
+        synchronize(Stream{device});  // ends when NCCL is aborted
+      } else {
+        std::this_thread::sleep_for(timeout + std::chrono::seconds(2));
+      }
+      reasons[rank] = communicator.status();
+      // The device works on.
+      EXPECT_NO_THROW(synchronize(Stream{device}));
+    });
+    for (const std::string& reason : reasons) {
+      EXPECT_NE(reason.find("rank 1 did not arrive"), std::string::npos) << reason;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe

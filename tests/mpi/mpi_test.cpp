@@ -1,0 +1,114 @@
+// Layers on the processes of an MPI job: every process runs the same cases, and each compares its
+// own output with what one rank computes.
+#include <gtest/gtest.h>
+
+#include "fusedmoe/quant.h"
+#include "rank_layers.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::bitwise_equal;
+using testing::Case;
+using testing::compare;
+using testing::forward_exactly;
+using testing::kPatient;
+using testing::make_layer_weights;
+using testing::one_rank_options;
+using testing::random_tensor;
+using testing::rank_options;
+using testing::RankCase;
+
+constexpr std::int64_t kTokens = 9;
+
+/// One for all cases: MPI starts once.
+const std::shared_ptr<Communicator>& world() {
+  static const std::shared_ptr<Communicator> communicator = make_mpi_communicator({}, {kPatient});
+  return communicator;
+}
+
+TEST(MpiTest, RanksFindEachOther) {
+  EXPECT_EQ(world()->backend(), "mpi");
+  EXPECT_EQ(static_cast<int>(world()->ranks_of_host().size()), world()->size());
+  const std::vector<std::string> texts = world()->gather(std::to_string(world()->rank()), "test");
+  for (int r = 0; r < world()->size(); ++r) EXPECT_EQ(texts[r], std::to_string(r));
+}
+
+TEST(MpiTest, LayersGiveTheOutputOfOneRank) {
+  for (const char* scheme : {"bf16", "mxfp4_w4a16", "fp8_block", "nvfp4", "w4a8"}) {
+    for (const char* transport : {"all2all", "allgather_reducescatter"}) {
+      for (const bool invariant : {false, true}) {
+        SCOPED_TRACE(std::string(scheme) + " " + transport);
+        Case spec;
+        spec.num_experts = 7;
+        spec.topk = 3;
+        spec.hidden = spec.intermediate = 128;
+        spec.scheme = parse_scheme(scheme);
+        const LayerWeights weights = make_layer_weights({spec});
+        const RankCase how{.size = world()->size(),
+                           .transport = transport,
+                           .placement = ExpertPlacement::linear(7, world()->size(), 2),
+                           .batch_invariant = invariant};
+        const MoeLayer alone(weights, one_rank_options(how, DType::kBF16));
+        const MoeLayer layer(weights, rank_options(how, DType::kBF16, kTokens, world()));
+        const int rank = world()->rank();
+        for (const std::int64_t tokens : {std::int64_t{rank == 1 ? 0 : kTokens - rank}, kTokens}) {
+          const Tensor x = random_tensor(DType::kBF16, {tokens, 128}, 1, 40 + rank);
+          const Tensor output = forward_exactly(layer, x, kTokens);
+          const Tensor expected = forward_exactly(alone, x, 0);
+          if (invariant) {
+            EXPECT_TRUE(bitwise_equal(output, expected));
+          } else {
+            EXPECT_LE(compare(output, expected).max_norm_relative, 2e-2);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(MpiTest, TensorParallelRanksAddTheirSlices) {
+  const LayerWeights weights = make_layer_weights({Case{.intermediate = 256}});
+  const RankCase how{.size = world()->size(),
+                     .transport = "no_ep",
+                     .deployment = Deployment{.tp_size = world()->size()}};
+  const LayerOptions options = rank_options(how, DType::kBF16, 0, world());
+  const MoeLayer layer(local_weights(weights, options.parallel), options);
+  const MoeLayer alone(weights, one_rank_options(how, DType::kBF16));
+  const Tensor x = random_tensor(DType::kBF16, {5, 64}, 1, 4);
+  EXPECT_LE(compare(layer.forward(x), alone.forward(x)).max_norm_relative, 2e-2);
+}
+
+TEST(MpiTest, WhatDiffersIsNamed) {
+  if (world()->size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  LayerWeights weights = make_layer_weights({});
+  if (world()->rank() == 1) weights.router.topk = 3;
+  try {
+    const MoeLayer layer(weights, rank_options({}, DType::kBF16, kTokens, world()));
+    ADD_FAILURE() << "ranks differ";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("topk"), std::string::npos) << error.what();
+  }
+}
+
+/// The last case: it ends the communicator.
+TEST(MpiTest, ZAMissingRankIsNamedWithinTheDeadline) {
+  if (world()->size() == 1) GTEST_SKIP() << "nobody to miss";
+  const auto mine = make_mpi_communicator({}, {std::chrono::milliseconds(300)});
+  const auto begin = std::chrono::steady_clock::now();
+  if (mine->rank() != 1) {
+    int number = 0, other = 0;
+    const Message send{1, &number, sizeof number}, receive{1, &other, sizeof other};
+    try {
+      mine->exchange({&send, 1}, {&receive, 1}, {}, "a step");
+      ADD_FAILURE() << "rank 1 is not there";
+    } catch (const Error& error) {
+      EXPECT_STREQ(error.what(), "a step: rank 1 did not arrive within 0.3 s");
+    }
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(3));
+  world()->barrier();  // nobody leaves before the others have seen it
+}
+
+}  // namespace
+}  // namespace fusedmoe

@@ -1,0 +1,221 @@
+// Communicators: what ranks tell each other, and how they learn that one is missing.
+#include "fusedmoe/comm.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdlib>
+#include <filesystem>
+
+#include "fusedmoe/error.h"
+#include "ranks.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::errors_of_ranks;
+using testing::kImpatient;
+using testing::kPatient;
+using testing::run_ranks;
+using Communicators = std::vector<std::shared_ptr<Communicator>>;
+
+/// Every rank sends rank * 100 + peer to every peer, with itself.
+void exchange_numbers(Communicator& comm) {
+  const int size = comm.size();
+  std::vector<int> out(size), in(size, -1);
+  std::vector<Message> sends, receives;
+  for (int peer = 0; peer < size; ++peer) {
+    out[peer] = comm.rank() * 100 + peer;
+    sends.push_back({peer, &out[peer], sizeof(int)});
+    receives.push_back({peer, &in[peer], sizeof(int)});
+  }
+  comm.exchange(sends, receives, {}, "numbers");
+  for (int peer = 0; peer < size; ++peer) EXPECT_EQ(in[peer], peer * 100 + comm.rank());
+}
+
+TEST(CommunicatorTest, RanksOfThreadsExchangeAndGather) {
+  for (const int size : {1, 2, 3, 7}) {
+    const Communicators comms = make_thread_communicators(size, {kPatient});
+    run_ranks(size, [&](int rank) {
+      Communicator& comm = *comms[rank];
+      EXPECT_EQ(comm.rank(), rank);
+      EXPECT_EQ(comm.size(), size);
+      EXPECT_EQ(comm.backend(), "threads");
+      EXPECT_EQ(static_cast<int>(comm.ranks_of_host().size()), size);
+      EXPECT_TRUE(comm.peer_access(0, size - 1));
+      exchange_numbers(comm);
+      const std::vector<std::string> texts = comm.gather(std::to_string(rank), "test");
+      for (int r = 0; r < size; ++r) EXPECT_EQ(texts[r], std::to_string(r));
+      comm.barrier();
+      exchange_numbers(comm);
+    });
+  }
+}
+
+TEST(CommunicatorTest, MessagesKeepTheirOrderAndEmptyOnesDoNotTravel) {
+  const Communicators comms = make_thread_communicators(2, {kPatient});
+  run_ranks(2, [&](int rank) {
+    std::array<int, 3> numbers{1, 2, 3}, got{};
+    if (rank == 0) {
+      const Message sends[] = {{1, &numbers[0], 4}, {1, nullptr, 0}, {1, &numbers[1], 8}};
+      comms[0]->exchange(sends, {}, {}, "test");
+    } else {
+      const Message receives[] = {{0, &got[0], 4}, {0, &got[1], 8}};
+      comms[1]->exchange({}, receives, {}, "test");
+      EXPECT_EQ(got, numbers);
+    }
+  });
+}
+
+TEST(CommunicatorTest, PartsHaveRanksOfTheirOwn) {
+  const Communicators comms = make_thread_communicators(5, {kPatient});
+  run_ranks(5, [&](int rank) {
+    const std::shared_ptr<Communicator> part = comms[rank]->split(rank % 2);
+    EXPECT_EQ(part->rank(), rank / 2);
+    EXPECT_EQ(part->size(), rank % 2 == 0 ? 3 : 2);
+    // The parts do different numbers of steps, then all go on together.
+    for (int i = 0; i <= rank % 2; ++i) exchange_numbers(*part);
+    exchange_numbers(*part->split(0));
+    exchange_numbers(*comms[rank]);
+  });
+}
+
+TEST(CommunicatorTest, AMissingRankHasAName) {
+  const Communicators comms = make_thread_communicators(3, {kImpatient});
+  const auto begin = std::chrono::steady_clock::now();
+  const auto errors = errors_of_ranks(3, [&](int rank) {
+    if (rank != 2) exchange_numbers(*comms[rank]);
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, kImpatient + std::chrono::seconds(2));
+  EXPECT_EQ(errors[0], "numbers: rank 2 did not arrive within 0.15 s");
+  EXPECT_EQ(errors[1], errors[0]);
+  EXPECT_EQ(comms[2]->status(), errors[0]) << "final, also for the one that comes too late";
+  EXPECT_THROW(comms[2]->barrier(), Error);
+  EXPECT_THROW(exchange_numbers(*comms[2]), Error);
+}
+
+TEST(CommunicatorTest, AGatherNamesAllThatAreMissing) {
+  const Communicators comms = make_thread_communicators(4, {kImpatient});
+  const auto errors = errors_of_ranks(4, [&](int rank) {
+    if (rank % 2 == 0) comms[rank]->gather("x", "agreement");
+  });
+  EXPECT_EQ(errors[0], "agreement: ranks 1, 3 did not arrive within 0.15 s");
+  EXPECT_EQ(errors[2], errors[0]);
+}
+
+TEST(CommunicatorTest, AnAbortEndsTheWaitOfTheOthers) {
+  const Communicators comms = make_thread_communicators(3, {kPatient});
+  const auto errors = errors_of_ranks(3, [&](int rank) {
+    if (rank == 1) return comms[1]->abort("no memory left");
+    if (rank == 0) exchange_numbers(*comms[0]);
+    if (rank == 2) comms[2]->barrier();
+  });
+  EXPECT_EQ(errors[0], "rank 1: no memory left");
+  EXPECT_EQ(errors[2], errors[0]);
+  for (const auto& comm : comms) EXPECT_EQ(comm->status(), errors[0]);
+}
+
+TEST(CommunicatorTest, AnotherNumberOfBytesIsAnErrorOfAll) {
+  const Communicators comms = make_thread_communicators(2, {kPatient});
+  const auto errors = errors_of_ranks(2, [&](int rank) {
+    char memory[16] = {};
+    const Message message{1 - rank, memory, rank == 0 ? std::size_t{8} : std::size_t{16}};
+    comms[rank]->exchange({&message, 1}, {&message, 1}, {}, "rows");
+  });
+  EXPECT_NE(errors[0].find("bytes"), std::string::npos) << errors[0];
+  EXPECT_EQ(errors[0], errors[1]);
+}
+
+TEST(CommunicatorTest, FilesAndTcpFindTheRanksToo) {
+  const std::filesystem::path folder =
+      std::filesystem::temp_directory_path() / ("fusedmoe_control_" + std::to_string(getpid()));
+  run_ranks(3, [&](int rank) {
+    Communicator comm(rank, 3, make_file_control_plane(folder.string()), nullptr, {kPatient});
+    EXPECT_EQ(comm.gather("f" + std::to_string(rank), "test")[2], "f2");
+    EXPECT_EQ(comm.backend(), "none");
+    comm.split(rank == 0)->barrier();
+    comm.barrier();
+  });
+  std::filesystem::remove_all(folder);
+
+  // An engine's own collective tells the address; here that of other communicators.
+  const Communicators engine = make_thread_communicators(3, {kPatient});
+  run_ranks(3, [&](int rank) {
+    const auto gather = [&](const std::string& text) {
+      return engine[rank]->gather(text, "engine");
+    };
+    Communicator comm(rank, 3, make_control_plane(rank, 3, gather), nullptr, {kPatient});
+    EXPECT_EQ(comm.gather(std::string(100000, 'a' + rank), "test")[1], std::string(100000, 'b'));
+    comm.split(rank == 0)->barrier();
+  });
+}
+
+TEST(CommunicatorTest, ARankThatDiesIsNoticedOverTcp) {
+  const Communicators engine = make_thread_communicators(3, {kPatient});
+  const auto errors = errors_of_ranks(3, [&](int rank) {
+    const auto gather = [&](const std::string& text) {
+      return engine[rank]->gather(text, "engine");
+    };
+    const auto control = make_control_plane(rank, 3, gather);
+    Communicator comm(rank, 3, control, nullptr, {kImpatient});
+    if (rank == 1) return;  // leaves in order: then it is only late
+    comm.barrier();
+  });
+  EXPECT_EQ(errors[0], "barrier: rank 1 did not arrive within 0.15 s");
+  EXPECT_EQ(errors[2], errors[0]);
+}
+
+/// Sets a variable of the environment for a while.
+class Variable {
+ public:
+  Variable(const char* name, const char* value) : name_(name) { setenv(name, value, 1); }
+  ~Variable() { unsetenv(name_); }
+
+ private:
+  const char* name_;
+};
+
+TEST(LaunchTest, EveryLauncherIsUnderstood) {
+  const struct {
+    const char *launcher, *rank, *size, *local;
+  } launchers[] = {
+      {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"},
+      {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
+      {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
+      {"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"},
+  };
+  for (const auto& each : launchers) {
+    if (std::getenv(each.rank)) GTEST_SKIP() << "started by a launcher";
+    const Variable rank(each.rank, "5"), size(each.size, "8"), local(each.local, "1");
+    const Variable address("MASTER_ADDR", "node7"), port("MASTER_PORT", "29500");
+    const auto launch = launch_from_environment();
+    ASSERT_TRUE(launch) << each.launcher;
+    EXPECT_EQ(launch->launcher, each.launcher);
+    EXPECT_EQ(launch->rank, 5);
+    EXPECT_EQ(launch->size, 8);
+    EXPECT_EQ(launch->local_rank, 1);
+    EXPECT_EQ(launch->address, "node7");
+    EXPECT_EQ(launch->port, 29500);
+  }
+  EXPECT_FALSE(launch_from_environment());
+  const Variable rank("RANK", "8");
+  EXPECT_THROW(launch_from_environment(), Error) << "no size";
+  const Variable size("WORLD_SIZE", "8");
+  EXPECT_THROW(launch_from_environment(), Error) << "rank 8 of 8";
+}
+
+TEST(CommunicatorTest, BuildFailRebuildAHundredTimes) {
+  for (int round = 0; round < 100; ++round) {
+    const Communicators comms = make_thread_communicators(2, {kPatient});
+    const auto errors = errors_of_ranks(2, [&](int rank) {
+      exchange_numbers(*comms[rank]);
+      if (rank == round % 2) return comms[rank]->abort("again");
+      exchange_numbers(*comms[rank]);
+    });
+    EXPECT_FALSE(errors[1 - round % 2].empty());
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe

@@ -1,0 +1,248 @@
+// What goes wrong on one rank is an Error of all, within the deadline: never a hang.
+#include <gtest/gtest.h>
+
+#include <atomic>
+
+#include "fusedmoe/quant.h"
+#include "rank_layers.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::Case;
+using testing::errors_of_ranks;
+using testing::forward_exactly;
+using testing::kImpatient;
+using testing::kPatient;
+using testing::make_hidden_states;
+using testing::make_layer_weights;
+using testing::rank_options;
+using testing::RankCase;
+
+constexpr std::int64_t kTokens = 4;
+using Communicators = std::vector<std::shared_ptr<Communicator>>;
+
+LayerWeights small_weights() {
+  Case spec;
+  spec.num_experts = 6;
+  return make_layer_weights({spec});
+}
+
+bool has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+/// Makes a layer on three ranks whose options `change` changes.
+std::vector<std::string> errors_of_making(
+    const std::function<void(int rank, LayerWeights&, LayerOptions&)>& change) {
+  const Communicators comms = make_thread_communicators(3, {kPatient});
+  return errors_of_ranks(3, [&](int rank) {
+    LayerWeights weights = small_weights();
+    LayerOptions options = rank_options({.size = 3}, DType::kBF16, kTokens, comms[rank]);
+    change(rank, weights, options);
+    const MoeLayer layer(std::move(weights), options);
+  });
+}
+
+TEST(AgreementTest, WhatDiffersIsNamedOnEveryRank) {
+  const auto errors = errors_of_making([](int rank, LayerWeights& weights, LayerOptions&) {
+    if (rank == 1) weights.router.topk = 3;
+  });
+  EXPECT_EQ(errors[0], "the ranks of a layer differ in topk: ranks 0, 2 have 2, rank 1 has 3");
+  EXPECT_EQ(errors[1], errors[0]);
+  EXPECT_EQ(errors[2], errors[0]);
+}
+
+TEST(AgreementTest, EveryFieldCounts) {
+  using W = LayerWeights;
+  using O = LayerOptions;
+  const std::pair<const char*, void (*)(W&, O&)> changes[] = {
+      {"dtype", [](W&, O& o) { o.dtype = DType::kF32; }},
+      {"pair", [](W&, O& o) { o.require = "cpu+allgather_reducescatter"; }},
+      {"pair", [](W&, O& o) { o.require = "reference+all2all"; }},
+      {"max_tokens_per_rank", [](W&, O& o) { ++o.ranks.max_tokens_per_rank; }},
+      {"receive_capacity", [](W&, O& o) { o.ranks.receive_capacity = 5; }},
+      {"combine", [](W&, O& o) { o.ranks.combine = CombineMode::kPerSlot; }},
+      {"combine_dtype", [](W&, O& o) { o.ranks.combine_dtype = DType::kF32; }},
+      {"fixed_sizes", [](W&, O& o) { o.ranks.fixed_sizes = true; }},
+      {"replica_choice", [](W&, O& o) { o.ranks.replica_choice = ReplicaChoice::kNearest; }},
+      {"placement", [](W&, O& o) { o.ranks.placement = ExpertPlacement::round_robin(6, 3); }},
+      {"dp_size", [](W&, O& o) { o.parallel = {.tp_size = 3, .dp_size = 3, .tp_rank = 2}; }},
+  };
+  for (const auto& [field, change] : changes) {
+    const auto errors = errors_of_making([&](int rank, W& weights, O& options) {
+      if (rank == 2) change(weights, options);
+    });
+    EXPECT_FALSE(errors[0].empty()) << field;
+    EXPECT_EQ(errors[0], errors[1]) << field;
+    EXPECT_EQ(errors[0], errors[2]) << field;
+    EXPECT_TRUE(has(errors[0], field) || has(errors[0], "rank 2")) << field << ": " << errors[0];
+  }
+}
+
+TEST(AgreementTest, AnErrorOfOneRankIsThatOfAllAndTheCommunicatorLives) {
+  const Communicators comms = make_thread_communicators(2, {kPatient});
+  const auto errors = errors_of_ranks(2, [&](int rank) {
+    LayerWeights weights = small_weights();
+    LayerOptions options = rank_options({}, DType::kBF16, kTokens, comms[rank]);
+    if (rank == 0) weights.experts.experts.pop_back();
+    const MoeLayer layer(std::move(weights), options);
+  });
+  EXPECT_TRUE(has(errors[0], "rank 0: experts: was 5 experts")) << errors[0];
+  EXPECT_EQ(errors[0], errors[1]);
+  testing::run_ranks(2, [&](int rank) {
+    const MoeLayer layer(small_weights(), rank_options({}, DType::kBF16, kTokens, comms[rank]));
+    forward_exactly(layer, make_hidden_states(DType::kBF16, 3, 64), kTokens);
+  });
+}
+
+/// Two layers on three ranks that work; then `disturb` does what it likes on rank 1, and the others
+/// go on with the first.
+std::vector<std::string> errors_of_steps(
+    const RankCase& how, std::chrono::milliseconds timeout,
+    const std::function<void(const MoeLayer& first, const MoeLayer& second, Communicator& comm)>&
+        disturb) {
+  const Communicators comms = make_thread_communicators(3, {timeout});
+  const auto begin = std::chrono::steady_clock::now();
+  const auto errors = errors_of_ranks(3, [&](int rank) {
+    const LayerOptions options = rank_options(how, DType::kBF16, kTokens, comms[rank]);
+    const MoeLayer first(small_weights(), options), second(small_weights(), options);
+    const Tensor x = make_hidden_states(DType::kBF16, kTokens, 64);
+    forward_exactly(first, x, kTokens);
+    if (rank == 1) return disturb(first, second, *comms[1]);
+    for (int step = 0; step < 3; ++step) forward_exactly(first, x, kTokens);
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+  EXPECT_EQ(errors[0], errors[2]);
+  EXPECT_FALSE(errors[0].empty());
+  EXPECT_THROW(comms[0]->barrier(), Error) << "the communicator has ended";
+  return errors;
+}
+
+class Failures : public ::testing::TestWithParam<const char*> {
+ protected:
+  RankCase how_{.size = 3, .transport = GetParam()};
+  Tensor x_ = make_hidden_states(DType::kBF16, kTokens, 64);
+};
+INSTANTIATE_TEST_SUITE_P(Ranks, Failures, ::testing::Values("all2all", "allgather_reducescatter"),
+                         [](const auto& info) { return info.param; });
+
+TEST_P(Failures, ARankThatIsGone) {
+  const auto errors = errors_of_steps(how_, kImpatient, [](auto&, auto&, auto&) {});
+  EXPECT_EQ(errors[0], "counts of step 1 of layer 0: rank 1 did not arrive within 0.15 s");
+}
+
+TEST_P(Failures, ARankWithOneCallFewer) {
+  const auto errors = errors_of_steps(
+      how_, kImpatient, [&](auto& first, auto&, auto&) { forward_exactly(first, x_, kTokens); });
+  EXPECT_EQ(errors[0], "counts of step 2 of layer 0: rank 1 did not arrive within 0.15 s");
+}
+
+TEST_P(Failures, ARankThatSleeps) {
+  const auto errors = errors_of_steps(how_, kImpatient, [&](auto& first, auto&, auto&) {
+    std::this_thread::sleep_for(3 * kImpatient);
+    forward_exactly(first, x_, kTokens);
+  });
+  EXPECT_EQ(errors[0], "counts of step 1 of layer 0: rank 1 did not arrive within 0.15 s");
+  EXPECT_EQ(errors[1], errors[0]) << "it learns so when it wakes";
+}
+
+TEST_P(Failures, ARankInAnotherLayer) {
+  const auto errors = errors_of_steps(
+      how_, kPatient, [&](auto&, auto& second, auto&) { forward_exactly(second, x_, kTokens); });
+  EXPECT_TRUE(has(errors[0], "layer 0")) << errors[0];
+  EXPECT_TRUE(has(errors[0], "layer 1")) << errors[0];
+}
+
+TEST_P(Failures, ARankWithAnotherSizeOfStep) {
+  const auto errors = errors_of_steps(how_, kPatient, [&](auto& first, auto&, auto&) {
+    forward_exactly(first, x_.slice(0, 0, 2), 2);
+  });
+  EXPECT_TRUE(has(errors[0], "at most 4 tokens") && has(errors[0], "at most 2 tokens"))
+      << errors[0];
+}
+
+TEST_P(Failures, ARankWithTooManyTokens) {
+  const auto errors = errors_of_steps(how_, kPatient, [&](auto& first, auto&, auto&) {
+    forward_exactly(first, make_hidden_states(DType::kBF16, kTokens + 1, 64), kTokens);
+  });
+  EXPECT_TRUE(has(errors[0], "rank 1: hidden_states: was 5 tokens; must be at most 4"))
+      << errors[0];
+}
+
+TEST_P(Failures, ARankThatThrowsInsideAStep) {
+  const Communicators comms = make_thread_communicators(3, {kPatient});
+  std::atomic<bool> armed{false};
+  const auto errors = errors_of_ranks(3, [&](int rank) {
+    LayerWeights weights = small_weights();
+    weights.router.custom = [&, rank](const TensorView& logits, const TensorView& ids,
+                                      const TensorView& factors) {
+      if (rank == 1 && armed) throw std::runtime_error("no route");
+      std::fill_n(ids.as<std::int32_t>(), ids.numel(), 0);
+      std::fill_n(factors.as<float>(), factors.numel(), logits ? 1.0F : 0.0F);
+    };
+    const MoeLayer layer(std::move(weights),
+                         rank_options(how_, DType::kBF16, kTokens, comms[rank]));
+    forward_exactly(layer, x_, kTokens);
+    comms[rank]->barrier();
+    armed = true;
+    comms[rank]->barrier();
+    forward_exactly(layer, x_, kTokens);
+  });
+  EXPECT_EQ(errors[1], "no route");
+  EXPECT_EQ(errors[0], "rank 1: no route");
+  EXPECT_EQ(errors[2], errors[0]);
+}
+
+TEST_P(Failures, AReceiveBufferThatIsFull) {
+  const Communicators comms = make_thread_communicators(3, {kPatient});
+  const auto errors = errors_of_ranks(3, [&](int rank) {
+    LayerOptions options = rank_options(how_, DType::kBF16, kTokens, comms[rank]);
+    options.ranks.receive_capacity = 2 * kTokens;
+    const MoeLayer layer(small_weights(), options);
+    const Tensor ids = Tensor::zeros({kTokens, 2}, DType::kI32);  // all on rank 0
+    const Tensor factors = Tensor::zeros({kTokens, 2}, DType::kF32);
+    const Routing routing{ids, factors};
+    forward_exactly(layer, x_.slice(0, 0, 2), kTokens, [&] {
+      static thread_local Routing two;
+      two = {ids.slice(0, 0, 2), factors.slice(0, 0, 2)};
+      return &two;
+    }());
+    forward_exactly(layer, x_, kTokens, &routing);
+  });
+  EXPECT_TRUE(has(errors[0], "receive_capacity: was 12 rows")) << errors[0];
+  EXPECT_TRUE(has(errors[1], "receive_capacity")) << errors[1];
+  EXPECT_TRUE(has(errors[2], "receive_capacity")) << errors[2];
+}
+
+/// The rank with all experts refuses what the others, which receive nothing, have begun to send.
+TEST_P(Failures, AReceiveBufferThatIsFullOnTheOnlyRankWithExperts) {
+  how_.placement = ExpertPlacement(6, 3, {0, 1, 2, 3, 4, 5}, {2, 2, 2, 2, 2, 2});
+  const Communicators comms = make_thread_communicators(3, {kPatient});
+  const auto errors = errors_of_ranks(3, [&](int rank) {
+    LayerOptions options = rank_options(how_, DType::kBF16, kTokens, comms[rank]);
+    options.ranks.receive_capacity = 1;
+    const MoeLayer layer(small_weights(), options);
+    forward_exactly(layer, x_, kTokens);
+  });
+  for (const std::string& error : errors) {
+    EXPECT_TRUE(has(error, "receive_capacity: was 12 rows")) << error;
+  }
+}
+
+TEST(FailuresTest, AHundredLayersFailAndAreMadeAgain) {
+  for (int round = 0; round < 100; ++round) {
+    const Communicators comms = make_thread_communicators(2, {kPatient});
+    const auto errors = errors_of_ranks(2, [&](int rank) {
+      const MoeLayer layer(small_weights(), rank_options({}, DType::kBF16, kTokens, comms[rank]));
+      const Tensor x = make_hidden_states(DType::kBF16, 1, 64);
+      forward_exactly(layer, x, kTokens);
+      if (rank == round % 2) return comms[rank]->abort("once more");
+      forward_exactly(layer, x, kTokens);
+    });
+    EXPECT_TRUE(has(errors[1 - round % 2], "once more")) << errors[1 - round % 2];
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe

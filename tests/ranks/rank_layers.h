@@ -1,0 +1,77 @@
+// A layer on several ranks and the same layer on one, for comparison.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fusedmoe/layer.h"
+#include "layer_problem.h"
+#include "ranks.h"
+#include "testing/compare.h"
+
+namespace fusedmoe::testing {
+
+/// How a layer runs on ranks.
+struct RankCase {
+  int size = 2;
+  std::string transport = "all2all";
+  std::optional<ExpertPlacement> placement = {};
+  std::optional<CombineMode> combine = {};
+  bool batch_invariant = false;
+  bool fixed_sizes = false;
+  ReplicaChoice replica_choice = ReplicaChoice::kHash;
+  std::string experts = "cpu";
+  ParallelConfig parallel = {};  ///< of rank 0; default: expert parallelism
+  std::optional<Deployment> deployment = {};
+};
+
+inline LayerOptions one_rank_options(const RankCase& how, DType dtype) {
+  LayerOptions options;
+  options.dtype = dtype;
+  options.batch_invariant = how.batch_invariant;
+  options.require = how.experts;
+  options.num_threads = 1;
+  return options;
+}
+
+inline LayerOptions rank_options(const RankCase& how, DType dtype, std::int64_t max_tokens,
+                                 const std::shared_ptr<Communicator>& communicator) {
+  LayerOptions options = one_rank_options(how, dtype);
+  options.require += "+" + how.transport;
+  options.ranks.communicator = communicator;
+  options.ranks.placement = how.placement;
+  options.ranks.combine = how.combine;
+  options.ranks.fixed_sizes = how.fixed_sizes;
+  options.ranks.replica_choice = how.replica_choice;
+  options.ranks.max_tokens_per_rank = max_tokens;
+  if (how.deployment) {
+    Deployment deployment = *how.deployment;
+    deployment.rank = communicator->rank();
+    options.parallel = ParallelConfig::of(deployment);
+  }
+  return options;
+}
+
+/// A forward with a workspace of exactly the size that the layer asks for, everything poisoned.
+inline Tensor forward_exactly(const MoeLayer& layer, const TensorView& x, std::int64_t most,
+                              const Routing* routing = nullptr) {
+  const std::size_t bytes = layer.workspace_bytes(std::max(most, x.size(0)));
+  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
+  const Tensor output = Tensor::empty(x.shape(), x.dtype());
+  poison(workspace);
+  poison(output);
+  ForwardOptions options;
+  options.max_tokens = most;
+  if (routing) {
+    layer.forward_routed(x, *routing, output, {workspace.data(), bytes}, options);
+  } else {
+    layer.forward(x, output, {workspace.data(), bytes}, options);
+  }
+  return output;
+}
+
+}  // namespace fusedmoe::testing
