@@ -121,7 +121,7 @@ TEST(GemmPlanTest, ChosenPlanIsValidForEverySize) {
         }
         if (shape.batch_invariant) {
           EXPECT_EQ(config.tile.k_groups, 1);
-          EXPECT_FALSE(shape.format->decodes && config.tile.has_epilogue_warpgroup())
+          EXPECT_FALSE(shape.format->mma_sync_tokens > 0 && config.tile.has_epilogue_warpgroup())
               << "another instruction than in wider tiles";
         }
       }
@@ -150,7 +150,7 @@ TEST(GemmPlanTest, MoreTokensOfPublishedModelsNeverGetNarrowerTiles) {
   const std::vector<MlpShape> shapes = published_shapes(1);
   for (std::size_t i = 0; i < shapes.size(); ++i) {
     if (shapes[i].batch_invariant) continue;
-    EXPECT_EQ(widest[i], std::prev(tile_shapes().end())->max_tokens);
+    EXPECT_EQ(widest[i], shapes[i].format->tiles.back().max_tokens);
   }
 }
 
@@ -229,7 +229,7 @@ TEST(GemmPlanTest, InvalidPlansAreRefused) {
   ASSERT_TRUE(tile_apart.has_epilogue_warpgroup() && tile_apart.k_groups == 1);
   for (const WeightFormat& format : weight_formats()) {
     invariant.format = &format;
-    EXPECT_EQ(valid(invariant, {tile_apart, 1, false}), !format.decodes);
+    EXPECT_EQ(valid(invariant, {tile_apart, 1, false}), format.mma_sync_tokens == 0);
   }
   shape.num_tokens = max_tokens_f32(shape);
   EXPECT_TRUE(valid(shape, {tile, 1, true}));
