@@ -259,12 +259,7 @@ class Loader {
       Block stacks = block_;
       for (auto& [name, entry] : stacks.tensors) entry.tensor = read(name);
       load_stacks(layout_, stacks, model_.router.num_experts, weights);
-      if (all_) return weights;
-      std::vector<ExpertMatrices> wanted;
-      for (const std::int32_t e : wanted_) {
-        wanted.push_back(weights.experts[static_cast<std::size_t>(e)]);
-      }
-      weights.experts = std::move(wanted);
+      if (!all_) keep_experts(wanted_, weights);
       return weights;
     }
     if (!layout.w3.empty()) return parted_experts();
@@ -278,27 +273,10 @@ class Loader {
     stacked.gate_up_layout = layout.gate_up;
     stacked.transposed = layout.storage == ExpertStorage::kStackedTransposed;
     const QuantScheme scheme = experts_scheme();
-    if (all_) {
-      return ExpertWeights::from_stacked(stacked, scheme, model_.activation,
-                                         model_.activation_params);
-    }
-    // One after the other: what is checked is read.
-    ExpertWeights weights;
-    for (const std::int32_t e : wanted_) {
-      ExpertWeights::Stacked one = stacked;
-      for (Tensor* tensor :
-           {&one.w13, &one.w2, &one.w13_scales, &one.w2_scales, &one.w13_bias, &one.w2_bias}) {
-        if (*tensor) *tensor = Tensor(tensor->slice(0, e, e + 1), tensor->owner());
-      }
-      ExpertWeights next =
-          ExpertWeights::from_stacked(one, scheme, model_.activation, model_.activation_params);
-      if (weights.experts.empty()) {
-        weights = std::move(next);
-      } else {
-        weights.experts.push_back(next.experts.front());
-      }
-    }
-    return weights;
+    const auto make = [&](const ExpertWeights::Stacked& from) {
+      return ExpertWeights::from_stacked(from, scheme, model_.activation, model_.activation_params);
+    };
+    return all_ ? make(stacked) : some_of_stacked(stacked, wanted_, make);
   }
 
   /// Gate and up in tensors of their own, each with all experts.

@@ -1,5 +1,8 @@
 #include "checkpoint/stacked_experts.h"
 
+#include <utility>
+#include <vector>
+
 #include "checkpoint/gguf_blocks.h"
 #include "checkpoint/linear_layouts.h"
 #include "core/check.h"
@@ -106,6 +109,32 @@ void load_stacks(const BlockLayout& layout, const Block& block, std::int64_t num
     expert.down = down.rows(e * hidden, hidden);
     set_bias(expert.down, down_bias, e, 0, hidden);
   }
+}
+
+void keep_experts(std::span<const std::int32_t> wanted, ExpertWeights& weights) {
+  std::vector<ExpertMatrices> kept;
+  for (const std::int32_t e : wanted) kept.push_back(weights.experts[static_cast<std::size_t>(e)]);
+  weights.experts = std::move(kept);
+}
+
+ExpertWeights some_of_stacked(
+    const ExpertWeights::Stacked& stacked, std::span<const std::int32_t> wanted,
+    const std::function<ExpertWeights(const ExpertWeights::Stacked&)>& make) {
+  ExpertWeights weights;
+  for (const std::int32_t e : wanted) {
+    ExpertWeights::Stacked one = stacked;
+    for (Tensor* tensor :
+         {&one.w13, &one.w2, &one.w13_scales, &one.w2_scales, &one.w13_bias, &one.w2_bias}) {
+      if (*tensor) *tensor = Tensor(tensor->slice(0, e, e + 1), tensor->owner());
+    }
+    ExpertWeights next = make(one);
+    if (weights.experts.empty()) {
+      weights = std::move(next);
+    } else {
+      weights.experts.push_back(next.experts.front());
+    }
+  }
+  return weights;
 }
 
 }  // namespace fusedmoe::checkpoint

@@ -1,7 +1,10 @@
 // Experts whose matrices lie stacked in one tensor each: plain ones, and the blocks of GGUF files.
 #pragma once
 
+#include <cstdint>
+#include <functional>
 #include <optional>
+#include <span>
 
 #include "checkpoint/layer_loader.h"
 
@@ -35,5 +38,13 @@ std::optional<QuantScheme> scheme_of_stacks(const BlockLayout& layout, const Blo
 /// tensor (gate rows first) or each in its own.
 void load_stacks(const BlockLayout& layout, const Block& block, std::int64_t num_experts,
                  ExpertWeights& weights);
+
+/// Leaves these of all experts, in this order.
+void keep_experts(std::span<const std::int32_t> wanted, ExpertWeights& weights);
+
+/// The experts `wanted` of stacked tensors, made one after the other: what is checked is read.
+ExpertWeights some_of_stacked(
+    const ExpertWeights::Stacked& stacked, std::span<const std::int32_t> wanted,
+    const std::function<ExpertWeights(const ExpertWeights::Stacked&)>& make);
 
 }  // namespace fusedmoe::checkpoint
