@@ -61,7 +61,8 @@ def main():
     arguments = parser.parse_args()
     peers = read_peers(arguments.peers)
     for path in arguments.results:
-        # Peers ran with balanced routing only, and none quantizes activations to FP4.
+        # Peers ran with balanced routing only, and none quantizes activations to FP4. Those of FP8
+        # are the best of any scaling.
         name = os.path.basename(path)
         alone = any(text in name for text in ("zipf", "mxfp4-mxfp4", "nvfp4-nvfp4"))
         print_table(path, {} if alone else peers)

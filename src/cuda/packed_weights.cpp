@@ -146,12 +146,22 @@ void PackedMatrices::check(const WeightMatrix& gate, const WeightMatrix* up) con
       if (!matrix) continue;
       const auto check_first = [](const char* what, std::int64_t first, int unit) {
         if (first % unit == 0) return;
-        throw Error::unsupported(Reason::kQuantScheme, what, core::to_string(first),
-                                 core::format("a multiple of {}: what shares a scale here", unit));
+        throw Error::unsupported(
+            Reason::kQuantScheme, what, core::to_string(first),
+            core::format("a multiple of {}, which share a scale once packed", unit));
       };
       check_first("weights.first_col", matrix->first_col, columns);
       check_first("weights.first_row", matrix->first_row, rows);
     }
+  }
+  if (up && has_block_scales(*format_, scheme_.weights)) {
+    // They are packed as one matrix.
+    FUSEDMOE_CHECK(
+        gate.scales.dtype() == up->scales.dtype(), "weights.scales",
+        core::format("{} of gate, {} of up", name(gate.scales.dtype()), name(up->scales.dtype())),
+        "of one dtype");
+    FUSEDMOE_CHECK(gate.first_col == up->first_col, "weights.first_col",
+                   core::format("{} of gate, {} of up", gate.first_col, up->first_col), "the same");
   }
   if (format_->exponent_shift) format_->exponent_shift(gate, up);
 }
@@ -297,13 +307,12 @@ void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatri
     const Shape grid{core::num_blocks(width_, group.rows, origin.first_row),
                      core::num_blocks(k_, group.cols, origin.first_col)};
     matrix->scales =
-        block_scales ? keep(Tensor::empty(grid, format_->block_scales)) : origin.scales;
+        keep(block_scales ? Tensor::empty(grid, format_->block_scales) : clone(origin.scales));
     if (block_scales && layout.zero_points) {
       matrix->zero_points = keep(Tensor::empty(grid, DType::kU8));
     }
-    owners.push_back(origin.scales.owner());
-    matrix->global_scale = keep(origin.global_scale);
-    matrix->input_scale = keep(origin.input_scale);
+    matrix->global_scale = keep(clone(origin.global_scale));
+    matrix->input_scale = keep(clone(origin.input_scale));
     if (bias_) matrix->bias = keep(Tensor::empty({width_}, DType::kF32));
   }
   const Tensor blocks = download(blocks_), bias = bias_ ? download(bias_) : Tensor();
@@ -337,7 +346,8 @@ void PackedMatrices::set(GemmParams& gemm) const {
 
 std::int64_t PackedMatrices::nbytes() const {
   return blocks_.nbytes() + (bias_ ? bias_.nbytes() : 0) + (scales_ ? scales_.nbytes() : 0) +
-         (block_scales_ ? block_scales_.nbytes() : 0);
+         (block_scales_ ? block_scales_.nbytes() : 0) +
+         (input_scales_ ? input_scales_.nbytes() : 0);
 }
 
 CudaPackedWeights::CudaPackedWeights(Info info, const WeightFormat& format,

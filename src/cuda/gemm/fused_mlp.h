@@ -22,8 +22,8 @@ enum class Epilogue {
   kStoreGateUp,   ///< (rows, 2 width): gate, then up
 };
 
-/// One of the two GEMMs. "Elements" are those of the operands' activations. Rows are the token rows
-/// of all experts, in expert order.
+/// One of the two GEMMs. Elements of `activations` are those of the operands, of `out` those of the
+/// layer's dtype, which for FP8 differ. Rows are the token rows of all experts, in expert order.
 struct GemmParams {
   const void* weights = nullptr;  ///< packed blocks of all experts
   std::int64_t expert_bytes = 0;
@@ -46,7 +46,7 @@ struct GemmParams {
   std::int64_t split_pitch = 0;  ///< elements between the partial results of splits
   int width = 0;                 ///< columns of each row; written are up to a multiple of 8
   int splits = 1;                ///< K is cut into so many parts; the reader adds them
-  bool out_f32 = false;          ///< else as `activations`; with Epilogue::kStore
+  bool out_f32 = false;          ///< else of the layer's dtype; with Epilogue::kStore
   const std::int32_t* out_rows = nullptr;  ///< with out_f32: rows of `out`; null: the same order
   Epilogue epilogue = Epilogue::kStore;
 };

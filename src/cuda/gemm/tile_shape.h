@@ -22,7 +22,8 @@ struct TileShape {
   constexpr bool operator==(const TileShape&) const = default;
 };
 
-/// "128x288k1c2": weight rows x tokens of a block, K groups, blocks of a cluster.
+/// "128x288k1c2", "256x144k1c2r2": weight rows x tokens of a block, K groups, blocks of a cluster,
+/// row blocks of a row group if there are several.
 std::string to_string(const TileShape& tile);
 
 /// The tiles of operands with 16-bit activations, from few tokens to many.

@@ -1,5 +1,5 @@
 // What becomes of a row on its way to a GEMM: copied, quantized and decoded again, or quantized to
-// FP8. Nothing else writes rows in the order of experts.
+// FP8.
 #pragma once
 
 #include <cstdint>

@@ -15,7 +15,8 @@
 
 namespace fusedmoe::cuda {
 
-/// What is known of an element: its dtype, its tensor map type, and how two results become two.
+/// What is known of an element: its dtype, its tensor map type, and how two fp32 results are
+/// rounded to a pair.
 template <typename Element>
 struct ElementTraits;
 template <>

@@ -76,7 +76,8 @@ struct IntegerOperands : DecodedOperands<Element, kCodeBits> {
   __device__ static Pair as_pair(std::uint32_t bits) {
     return reinterpret_cast<const Pair&>(bits);
   }
-  /// Two bytes in the low halves -> numbers less the offset that number() has.
+  /// Codes in two halves as 16-bit numbers plus a constant: 128, 1024, or -128 for bf16 bytes. It
+  /// cancels against that of the zero points, which come from here, too.
   __device__ static Pair number(std::uint32_t bytes) {
     if constexpr (kCodeBits == 4 || P::kInteger == 0x64006400) {
       return as_pair(bytes | P::kInteger);
