@@ -31,10 +31,10 @@ Checkpoint Checkpoint::open(const std::filesystem::path& path, const CheckpointO
 Checkpoint Checkpoint::parse(const void* data, std::size_t size, std::string label) {
   const bool gguf =
       std::string_view(static_cast<const char*>(data), std::min<std::size_t>(size, 4)) == "GGUF";
-  return Impl::make(
-      gguf ? checkpoint::parse_gguf(data, size, label)
-           : checkpoint::single_file({label, SafetensorsFile::parse(data, size, label)}),
-      label);
+  if (gguf) return Impl::make(checkpoint::parse_gguf(data, size, label), label);
+  // Named, not a temporary: gcc 12 destroys parts of one that were not made when this throws.
+  SafetensorsFile contents = SafetensorsFile::parse(data, size, label);
+  return Impl::make(checkpoint::single_file({label, std::move(contents)}), label);
 }
 
 const std::vector<std::string>& Checkpoint::files() const {
