@@ -29,7 +29,8 @@ struct Deployment {
   int tp_size = 1;
   int dp_size = 1;
   bool expert_parallel = false;  ///< share whole experts instead of slices of every expert
-  /// The ranks of one data-parallel group have different tokens, each a part of the group's.
+  /// The tensor-parallel ranks of a data-parallel group split its tokens among themselves, instead
+  /// of all having the same ones.
   bool sequence_parallel = false;
   int rank = 0;
 };

@@ -58,7 +58,8 @@ struct Communicator::Impl {
   std::vector<Message> outside(std::span<const Message> messages) const;
 };
 
-/// The reason of the end, if there is one; asks the control plane until it is known.
+/// Why the communicator ended, empty while it has not. Another rank may know: the control plane is
+/// asked.
 std::string Communicator::Impl::find_failure() const {
   {
     const std::lock_guard lock(mutex);

@@ -1,5 +1,5 @@
-// Blocking TCP with deadlines: what the control and the data plane over TCP are made of. Every
-// failure is an Error of kind communication that names the peer.
+// Blocking TCP sockets with deadlines, for the control plane. Every failure is an Error of kind
+// communication that names the peer.
 #pragma once
 
 #include <chrono>

@@ -47,8 +47,8 @@ inline float nibble_value(std::uint32_t code, int zero) {
   return static_cast<float>(static_cast<int>(code) - zero);
 }
 
-/// What is subtracted from integer codes: 0 where the stream has zero points, which initial
-/// accumulators take into account.
+/// The zero point that decoding subtracts from integer codes. It is 0 where the stream has its own
+/// zero points: those are already in the accumulators' initial values.
 inline int implied_zero(const TileFormat& format) {
   return format.zeros ? 0 : format.codes == Codes::kInt8 ? 128 : 8;
 }

@@ -37,8 +37,8 @@ inline constexpr TileShape kTilesDecoded[] = {
     {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 4, 1, 1, 1}, {144, 2, 1, 1, 2}, {288, 2, 1, 1, 2},
 };
 
-/// Those of FP8, whose accumulators are promoted: a thread holds up to 96 columns of one row block
-/// twice.
+/// The tiles of FP8. Each K block is summed up in temporary accumulators, of up to 96 columns, and
+/// then added to the others; so large tiles leave room for both.
 inline constexpr TileShape kTilesFp8[] = {
     {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 2, 1, 2, 1}, {96, 2, 1, 1, 2}, {192, 2, 1, 1, 2},
 };

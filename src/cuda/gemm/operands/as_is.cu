@@ -1,4 +1,5 @@
-// Packing and unpacking of weights that stay as they are, and their rows of the table of formats.
+// Packs and unpacks weights that stay as they are, and makes the WeightFormat of each policy of
+// as_is.cuh.
 #include "cuda/gemm/operands/as_is.cuh"
 
 #include <algorithm>

@@ -5,9 +5,9 @@
 //   0: (row g, K 2q and 2q + 1)   1: (row g + 8, the same K)
 //   2: (row g, K 2q + 8 and 9)    3: (row g + 8, the same K)
 //
-// Four words of a thread are 16 bytes next to each other; of 8-bit codes the second four lie 2048
-// bytes behind the first. A pair's second code lies 16 bits above its first: a mask leaves both as
-// halves of a register.
+// A thread reads four words at once, 16 bytes. 4-bit codes fill four words; 8-bit codes fill eight,
+// and the second four lie 2048 bytes behind the first. The second code of a pair lies 16 bits above
+// the first, so one mask leaves the pair in the two halves of a register.
 #pragma once
 
 #include <cstdint>

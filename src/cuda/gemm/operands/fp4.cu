@@ -1,4 +1,4 @@
-// Packing and unpacking of FP4 weights, and their rows of the table of formats.
+// Packs and unpacks FP4 weights, and makes the WeightFormat of each policy of fp4.cuh.
 #include "cuda/gemm/operands/fp4.cuh"
 
 #include "cuda/gemm/operands/e8m0_scales.cuh"

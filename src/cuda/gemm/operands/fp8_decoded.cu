@@ -1,4 +1,4 @@
-// Packing and unpacking of FP8 weights that are decoded, and their row of the table of formats.
+// Packs and unpacks FP8 weights that are decoded, and makes their WeightFormat.
 #include "cuda/gemm/operands/fp8_decoded.cuh"
 
 #include "cuda/gemm/operands/e8m0_scales.cuh"

@@ -1,4 +1,4 @@
-// Packing and unpacking of integer weights, and their rows of the table of formats.
+// Packs and unpacks integer weights, and makes the WeightFormat of each policy of integer.cuh.
 #include "cuda/gemm/operands/integer.cuh"
 
 #include "cuda/gemm/operands/pack_decoded.cuh"

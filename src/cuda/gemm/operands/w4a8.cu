@@ -1,4 +1,4 @@
-// Packing and unpacking of W4A8 weights, and their row of the table of formats.
+// Packs and unpacks W4A8 weights, and makes their WeightFormat.
 #include "cuda/gemm/operands/w4a8.cuh"
 
 #include <algorithm>
