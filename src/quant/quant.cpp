@@ -247,6 +247,9 @@ std::string name(const QuantScheme& scheme) {
 
 QuantScheme parse_scheme(std::string_view text) {
   if (const std::size_t plus = text.find('+'); plus != std::string_view::npos) {
+    FUSEDMOE_CHECK(text.find('+', plus + 1) == std::string_view::npos, "scheme",
+                   core::format("\"{}\"", text),
+                   "one scheme, or two joined by '+': of GEMM 1 and of GEMM 2");
     QuantScheme scheme = parse_scheme(text.substr(0, plus));
     const QuantScheme down = parse_scheme(text.substr(plus + 1));
     FUSEDMOE_CHECK(scheme.activations == down.activations, "scheme", core::format("\"{}\"", text),

@@ -39,6 +39,12 @@ TEST(QuantTest, ScaleRuleIsPartOfTheName) {
   EXPECT_THROW(parse_scheme("mxfp4_w4a16:even"), Error);
 }
 
+TEST(QuantTest, AtMostTwoSchemesAreJoined) {
+  EXPECT_EQ(parse_scheme("f16+f16"), parse_scheme("f16"));
+  EXPECT_THROW(parse_scheme("f16+f16+int8_g32"), Error);
+  EXPECT_THROW(parse_scheme("f16+int8_g32+f16"), Error);
+}
+
 TEST(QuantTest, UnnamedSchemeIsDescribed) {
   QuantScheme scheme;
   scheme.weights.value = DType::kE4M3;
