@@ -195,6 +195,10 @@ struct TileJob {
 };
 
 inline constexpr std::int64_t kPanelSteps = 768;  // of a panel: 192 KiB of the L2
+// Of a panel that few rows read: decoding it takes about as long as using it, and then it should
+// never leave the L1 (24 KiB, beside its rows).
+inline constexpr std::int64_t kFewRowsPanelSteps = 96;
+inline constexpr std::int64_t kFewRows = 48;
 // Groups of a panel: 16 elements are 4 steps of 8-bit integers.
 inline constexpr std::int64_t kPanelGroups = kPanelSteps * 4 / TileFormat::kMinGroup;
 /// Scratch of a task: a panel, the accumulators of its rows, scales and zero points of its groups.

@@ -170,8 +170,8 @@ inline void multiply_panel_rows(int num_rows, const std::byte* const* rows, cons
   multiply_at_most<D, D::kRows>(num_rows, rows, panel, steps, accumulate, accumulators, prefetch);
 }
 
-/// All rows of a job x one tile, in panels of at most kPanelSteps steps, so that the rows and the
-/// weights of a panel fit the L2 together. Accumulators are kept in scratch between panels.
+/// All rows of a job x one tile, in panels, so that the rows and the weights of a panel fit the L2
+/// together; with few rows, the L1. Accumulators are kept in scratch between panels.
 template <class D, class Decoder>
 void multiply_tile(const TileJob& job, int tile) {
   constexpr int kRows = D::kRows;
@@ -179,7 +179,8 @@ void multiply_tile(const TileJob& job, int tile) {
   const std::int64_t steps = job.k / D::kPerStep;
   // Panels and blocks are made about equally large: 8 rows are 4 + 4, not 6 + 2.
   const std::int64_t groups = steps / D::kStepsPerGroup;
-  const std::int64_t panels = (steps + kPanelSteps - 1) / kPanelSteps;
+  const std::int64_t at_most = job.num_rows <= kFewRows ? kFewRowsPanelSteps : kPanelSteps;
+  const std::int64_t panels = (steps + at_most - 1) / at_most;
   const std::int64_t blocks = (job.num_rows + kRows - 1) / kRows;
   auto* carried = reinterpret_cast<float*>(job.scratch + kAccumulatorsOffset);
   Prefetcher prefetch(job, tile == job.num_tiles - 1 ? blocks * D::kPasses * groups : 0);
