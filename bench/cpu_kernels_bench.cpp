@@ -52,8 +52,8 @@ constexpr Format kFormats[] = {
     {"int8_g128_bf16", {Codes::kInt8, ScaleType::kF16, false, 128}, Compute::kBF16},
     {"int8_g128_f32", {Codes::kInt8, ScaleType::kF16, false, 128}, Compute::kF32},
     {"w8a8_int8", {Codes::kInt8}, Compute::kInt8},
-    {"w4a8_bf16", {Codes::kW4A8, ScaleType::kNone, false, 128}, Compute::kBF16},
-    {"w4a8_f32", {Codes::kW4A8, ScaleType::kNone, false, 128}, Compute::kF32},
+    {"w4a8_bf16", {Codes::kW4A8, ScaleType::kBF16, false, 128}, Compute::kBF16},
+    {"w4a8_f32", {Codes::kW4A8, ScaleType::kBF16, false, 128}, Compute::kF32},
 };
 
 /// Memory in pages of 2 MiB, as the library's own.

@@ -316,20 +316,12 @@ using E4m3 = typename BestE4m3<S>::Codec;
 
 // ---- W4A8 ---------------------------------------------------------------------------------------
 
-/// Nearest E4M3 values, ties to even; saturates.
-template <class S>
-inline typename S::F round_to_e4m3(typename S::F value) {
-  using I = typename S::I;
-  value = S::max(S::set1(-448.0f), S::min(S::set1(448.0f), value));
-  const I exponent = reinterpret_cast<I>(value) & 0x7F800000;
-  constexpr std::int32_t kSmallest = (127 - 6) << 23;
-  // Adding 1.5 x 2^20 units in the last place of E4M3 leaves the fp32 sum no finer bits.
-  const I limited = exponent > kSmallest ? exponent : I{} + kSmallest;
-  const auto magic = S::as_float(limited + ((20 << 23) | 0x400000));
-  return (value + magic) - magic;
-}
-
-/// e4m3(code * factor), with a factor for each column in the group's header.
+/// e4m3(code * factor), nearest, ties to even, with a factor for each column in the group's header.
+///
+/// A product p has at most 7 significant bits; E4M3 keeps 4 of them. The fp32 sum p 2^20 + p has
+/// no room for the others, so it rounds p as E4M3 does, and taking p 2^20 away is exact. Factors
+/// are E4M3 values themselves, so no product lies below the normal numbers and needs more bits
+/// than E4M3's subnormal ones have.
 template <class S>
 class W4A8Codec {
  public:
@@ -339,9 +331,15 @@ class W4A8Codec {
   void decode(const std::byte* block, const std::byte* header, int v,
               typename S::F (&steps)[8]) const {
     codes_.decode(block, nullptr, v, steps);
-    const auto factors = load_scale<S>(ScaleType::kE4M3, header, v);
+    const auto factor = S::load_bf16(header + 2 * S::kWidth * v);
+    const auto large = factor * S::set1(0x1p20f), sum = factor * S::set1(0x1p20f + 1);
 #pragma GCC unroll 8
-    for (auto& step : steps) step = round_to_e4m3<S>(step * factors);
+    for (auto& step : steps) step = S::fma(-large, step, step * sum);
+    // A code is -8 to 7, so only factors above 56 saturate.
+    if (S::any_greater(factor * factor, S::set1(56.0f * 56))) [[unlikely]] {
+#pragma GCC unroll 8
+      for (auto& step : steps) step = S::max(S::set1(-448.0f), S::min(S::set1(448.0f), step));
+    }
   }
 
  private:

@@ -29,7 +29,7 @@
 
 namespace fusedmoe::cpu {
 
-inline constexpr int kLayoutVersion = 2;
+inline constexpr int kLayoutVersion = 3;
 inline constexpr int kTileColumns = 64;
 inline constexpr int kStepBytes = kTileColumns * 4;
 inline constexpr int kGroup = 32;  // inner size is padded to this
@@ -52,7 +52,7 @@ enum class Codes {
   kInt4,  ///< unsigned minus 8, or minus a zero point
   kE4M3,
   kInt8,  ///< unsigned minus 128, or minus a zero point
-  kW4A8,  ///< kInt4 times an E4M3 factor per group of 128, rounded to E4M3
+  kW4A8,  ///< kInt4 times an E4M3 factor per group of 128, kept as bf16, rounded to E4M3
   kQ4K,   ///< unsigned 4-bit codes in blocks of 256, times a scale, minus an offset
   kQ6K,   ///< unsigned 8-bit codes minus 128 in blocks of 256, times a scale
 };
@@ -92,10 +92,7 @@ struct TileFormat {
 inline std::int64_t TileFormat::scale_bytes() const {
   switch (scales) {
     case ScaleType::kNone:
-      return codes == Codes::kW4A8  ? kTileColumns
-             : codes == Codes::kQ4K ? kQ4KHeaderBytes
-             : codes == Codes::kQ6K ? kQ6KHeaderBytes
-                                    : 0;
+      return codes == Codes::kQ4K ? kQ4KHeaderBytes : codes == Codes::kQ6K ? kQ6KHeaderBytes : 0;
     case ScaleType::kF32:
       return 4 * kTileColumns;
     case ScaleType::kF16:

@@ -79,7 +79,7 @@ TileFormat format_of(const QuantKey& key, const std::vector<const WeightMatrix*>
   format.group = per_group(key) ? key.group.cols : kChannelGroup;
   format.zeros = !key.symmetric;
   if (format.codes == Codes::kW4A8) {
-    format.scales = ScaleType::kNone;
+    format.scales = ScaleType::kBF16;
   } else if (key.scale == DType::kE4M3) {
     format.scales = ScaleType::kE4M3;
   } else if (key.scale == DType::kE8M0) {

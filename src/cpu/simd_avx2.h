@@ -17,6 +17,12 @@ struct Simd : SimdVector<8> {
 
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F set1(float value) { return _mm256_set1_ps(value); }
+  // GCC 12 would compare and select.
+  static F min(F a, F b) { return _mm256_min_ps(a, b); }
+  static F max(F a, F b) { return _mm256_max_ps(a, b); }
+  static bool any_greater(F a, F b) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0;
+  }
   static I set1_words(std::int32_t value) { return (I)_mm256_set1_epi32(value); }
   // GCC 12 would take each element by itself.
   static I load_u8(const std::byte* p) {

@@ -16,6 +16,10 @@ struct Simd : SimdVector<16> {
 
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F set1(float value) { return _mm512_set1_ps(value); }
+  // GCC 12 would compare and select.
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static bool any_greater(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
   static I set1_words(std::int32_t value) { return (I)_mm512_set1_epi32(value); }
   // GCC 12 would take each element by itself.
   static I load_u8(const std::byte* p) {

@@ -34,8 +34,16 @@ struct SimdVector {
     *reinterpret_cast<typename VectorTypes<kLanes>::Unaligned*>(p) = value;
   }
   static F set1(float value) { return F{} + value; }
+  /// b where either is not a number.
   static F min(F a, F b) { return a < b ? a : b; }
   static F max(F a, F b) { return a > b ? a : b; }
+  /// Whether a > b in any lane.
+  static bool any_greater(F a, F b) {
+    const I greater = a > b;
+    bool any = false;
+    for (int i = 0; i < kLanes; ++i) any |= greater[i] != 0;
+    return any;
+  }
   /// To the nearest integer, ties to even; |x| < 2^22.
   static F round(F x) {
     const F magic = set1(12582912.0f);  // 1.5 * 2^23

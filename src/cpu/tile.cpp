@@ -1,6 +1,7 @@
 #include "cpu/tile.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <type_traits>
 
@@ -252,6 +253,10 @@ void store_scale(ScaleType type, const TensorView& scales, std::int64_t index, s
     std::memcpy(target, &value, 4);
     return;
   }
+  if (type == ScaleType::kBF16 && scales.dtype() == DType::kE4M3) {  // a factor of W4A8
+    store_f32(target, DType::kBF16, 0, load_f32(source, DType::kE4M3, index));
+    return;
+  }
   const std::int64_t width = width_of(type);
   std::memcpy(target, source + index * width, static_cast<std::size_t>(width));
   if (type != ScaleType::kE4M3) return;
@@ -260,6 +265,20 @@ void store_scale(ScaleType type, const TensorView& scales, std::int64_t index, s
                            core::format("E4M3 code {:#x}, negative", code),
                            "not negative; experts 'reference' take any");
   *target &= std::byte{0x7F};
+}
+
+/// Gives a scale back to the matrix.
+void load_scale(ScaleType type, const TensorView& scales, std::int64_t index,
+                const std::byte* source) {
+  auto* target = scales.as<std::byte>();
+  if (type == ScaleType::kBF16 && scales.dtype() == DType::kE4M3) {
+    const float factor = load_f32(source, DType::kBF16, 0);
+    const std::uint8_t sign = std::signbit(factor) ? 0x80 : 0;  // of a NaN too
+    scales.as<std::uint8_t>()[index] = f32_to_e4m3(factor) | sign;
+    return;
+  }
+  const std::int64_t width = width_of(type);
+  std::memcpy(target + width * index, source, static_cast<std::size_t>(width));
 }
 
 /// Calls visit(type, part of the matrix, index in it, place in the header) for the scales and zero
@@ -275,8 +294,7 @@ void visit_scales(const TileShape& shape, const Column& column, std::int64_t k, 
           place + width_of(type) * c);
   };
   if (shape.key.global_group.cols < 0) {
-    const bool scaled = format.scales != ScaleType::kNone || format.codes == Codes::kW4A8;
-    if (scaled) of_group(matrix.scales, format.scales, k, header);
+    if (format.scales != ScaleType::kNone) of_group(matrix.scales, format.scales, k, header);
     if (!format.zeros) return;
     return of_group(matrix.zero_points, ScaleType::kNone, k, header + format.scale_bytes());
   }
@@ -346,13 +364,7 @@ void unpack_codes(const TileShape& shape, const Columns& columns, const std::byt
       const Column& column = columns[c];
       const std::int64_t used = column.matrix ? std::clamp(shape.k, k, end) : k;
       if (used == k) continue;
-      visit_scales(
-          shape, column, k, header, c,
-          [](ScaleType type, const TensorView& part, std::int64_t index, const std::byte* source) {
-            const std::int64_t width = width_of(type);
-            std::memcpy(part.as<std::byte>() + width * index, source,
-                        static_cast<std::size_t>(width));
-          });
+      visit_scales(shape, column, k, header, c, load_scale);
       const RowCodes row(shape.key, column);
       for (std::int64_t i = k; i < used; ++i) {
         const CodePosition at = code_position(format.codes, i - k, c);
