@@ -53,7 +53,8 @@ class Problem:
         self.w2 = self._random(self.experts, self.hidden, self.intermediate)
         self.settings: Dict[str, Any] = {}
         self.stored = (self.w13, self.w2)
-        self.probe = torch.ones(1 << 27, device=self.device)  # larger than caches
+        on_cpu = self.device.type == "cpu"
+        self.probe = cpu_probe() if on_cpu else torch.ones(1 << 27, device=self.device)
         if args.scheme:
             self._quantize(args.scheme)
 
@@ -89,6 +90,12 @@ class Problem:
         weights, ids = torch.softmax(logits, -1).topk(self.topk)
         x = torch.randn(tokens, self.hidden, generator=self.generator).to(self.dtype)
         return x.to(self.device), weights.to(self.device), ids.to(torch.int32).to(self.device)
+
+
+def cpu_probe() -> torch.Tensor:
+    """Memory larger than caches, to measure the bandwidth: in large pages, as packed weights are,
+    and written, because pages that nobody has written are all the same memory."""
+    return torch.from_dlpack(fusedmoe.empty([96 << 20], "u8")).fill_(1)
 
 
 def _as_bytes(tensor: Any) -> fusedmoe.Tensor:

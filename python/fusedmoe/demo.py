@@ -1,9 +1,10 @@
 """python -m fusedmoe.demo: tokens from a random gpt-oss model, beside transformers' own experts.
 
 Makes a model of transformers with experts in MXFP4, runs it in a process of its own with fusedmoe
-and with each implementation of transformers, and prints what each takes. Needs torch and
-transformers. The published size of a layer: --hidden 2880 --intermediate 2880 --experts 32
---vocabulary 201088.
+and with each implementation of transformers, and prints what each takes. For fusedmoe also the time
+that the bytes of a token's experts take at the measured bandwidth, in percent of the time taken.
+Needs torch and transformers. The published size of a layer: --hidden 2880 --intermediate 2880
+--experts 32 --vocabulary 201088 --layers 2.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import pathlib
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,7 +23,7 @@ from typing import Any, Dict, List
 
 OWN = "fusedmoe"
 IMPLEMENTATIONS = (OWN, "grouped_mm", "batched_mm", "eager")
-_PROMPT = 16  # tokens
+_PROMPT, _PROBED = 16, 40  # tokens
 
 
 def make_model(folder: "str | os.PathLike[str]", **sizes: int) -> int:
@@ -109,14 +111,55 @@ def run(folder: str, implementation: str, new_tokens: int) -> Dict[str, Any]:
         tokens = model.generate(
             prompt, max_new_tokens=new_tokens, do_sample=False, streamer=Clock()
         )
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        percents = _percents_of_bandwidth(model, prompt) if implementation == OWN else []
     return {
         "implementation": implementation,
         "load_s": loaded - started,
         "prompt_tokens_per_s": _PROMPT / (ends[1] - ends[0]),
         "decode_tokens_per_s": (len(ends) - 2) / (ends[-1] - ends[1]),
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_bytes": peak_bytes,
+        "percent_of_bandwidth": statistics.median(percents) if percents else None,
         "tokens": tokens[0, _PROMPT:].tolist(),
     }
+
+
+def _percents_of_bandwidth(model: Any, prompt: Any) -> List[float]:
+    """For each decode step and layer: what the experts' bytes need at the bandwidth of all threads,
+    over the time of the experts module. Leaves out steps around which the bandwidth changed."""
+    import transformers
+
+    from . import _core
+    from .bench import cpu_probe
+    from .integrations.transformers import FusedExperts
+
+    config = model.config
+    begin: List[float] = []
+    times: List[float] = []
+    values = 3 * config.num_experts_per_tok * config.hidden_size * config.intermediate_size
+    nbytes = values * 17 / 32  # MXFP4: half a byte each, and a scale for each 32
+    probe = cpu_probe()
+    for module in model.modules():
+        if isinstance(module, FusedExperts):
+            module.register_forward_pre_hook(lambda *_: begin.append(time.perf_counter()))
+            module.register_forward_hook(lambda *_: times.append(time.perf_counter() - begin[-1]))
+    steps: List[Any] = []
+
+    class Probe(transformers.generation.streamers.BaseStreamer):
+        def put(self, value: Any) -> None:
+            time.sleep(0.02)  # until PyTorch's threads sleep: they would share the cores
+            steps.append((list(times), _core.cpu_limits(probe, "bf16")[0]))
+            times.clear()
+
+        def end(self) -> None: ...
+
+    model.generate(prompt, max_new_tokens=_PROBED, do_sample=False, streamer=Probe())
+    return [
+        100 * nbytes / max(before, after) / seconds
+        for (_, before), (step, after) in zip(steps[2:], steps[3:])
+        if abs(after - before) < 0.08 * before
+        for seconds in step
+    ]
 
 
 def main() -> int:
@@ -137,7 +180,7 @@ def main() -> int:
         nbytes = make_model(folder, **{name: getattr(args, name) for name in sizes})
         if not args.json:
             print(f"a random gpt-oss model of {nbytes / 1e6:.0f} MB, experts in MXFP4")
-            print("experts by    load s  prompt tok/s  decode tok/s  peak MB  first tokens")
+            print("experts by    load s  prompt tok/s  decode tok/s  peak MB  bandwidth  tokens")
         results = []
         for implementation in args.implementations:
             # A process of its own for each: peak memory is that of a process.
@@ -154,10 +197,12 @@ def main() -> int:
 
 
 def _line(result: Dict[str, Any]) -> str:
+    percent = result["percent_of_bandwidth"]
+    share = "-" if percent is None else f"{percent:.0f} %"
     return (
         f"{result['implementation']:12}{result['load_s']:8.1f}"
         f"{result['prompt_tokens_per_s']:14.1f}{result['decode_tokens_per_s']:14.1f}"
-        f"{result['peak_bytes'] / 1e6:9.0f}  {result['tokens'][:6]}"
+        f"{result['peak_bytes'] / 1e6:9.0f}{share:>11}  {result['tokens'][:6]}"
     )
 
 

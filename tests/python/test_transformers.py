@@ -158,6 +158,17 @@ def test_compiled_by_inductor_without_a_graph_break():
         assert torch.equal(shared(module, x, ids, weights), module(x, ids, weights))
 
 
+def test_fake_tensors_are_not_computed_with():
+    from torch._subclasses import FakeTensorMode
+
+    model = make("mixtral")
+    model.set_experts_implementation("fusedmoe")
+    with FakeTensorMode() as mode:
+        inputs = torch.empty(5, 64), torch.empty(5, 2, dtype=torch.long), torch.empty(5, 2)
+        output = experts_of(model)(*inputs)
+    assert output.fake_mode is mode and output.shape == (5, 64)
+
+
 def test_bfloat16_and_ids_that_mean_no_expert():
     model = make("qwen3_moe", torch.bfloat16)
     experts = next(m for m in model.modules() if type(m).__name__ == "Qwen3MoeExperts")
