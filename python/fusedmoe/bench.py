@@ -1,9 +1,11 @@
 """python -m fusedmoe.bench: the experts of one layer beside everything else that is installed.
 
-Peers: transformers' implementations, PyTorch's grouped_mm, and vLLM's fused_experts on a GPU. With
-a quantized --scheme they compute with the same values widened to the dtype. Prints a table; --json
-and --plot write files. Percent of roofline: the time that the touched experts' bytes and the
-multiplications take at the bandwidth and throughput measured here, over the time taken.
+Peers: transformers' implementations, PyTorch's grouped_mm and scaled_grouped_mm, vLLM's
+fused_experts and triton_kernels. With a quantized --scheme they compute with the same values
+widened to the dtype; triton_kernels with mxfp4_w4a16 and scaled_grouped_mm with fp8_channel_token
+use the quantized ones. Prints a table; --json and --plot write files. Percent of roofline: the time
+that the touched experts' bytes and the multiplications take at the bandwidth and throughput
+measured here, over the time taken.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 
 import fusedmoe
 from fusedmoe import _core
+from fusedmoe._peers import Candidate, peers
 
 SHAPES = {  # experts, topk, hidden, intermediate
     "small": (32, 4, 1024, 1024),
@@ -29,10 +32,10 @@ SHAPES = {  # experts, topk, hidden, intermediate
     "qwen3-30b-a3b": (128, 8, 2048, 768),
     "olmoe": (64, 8, 2048, 1024),
 }
+OWN = "fusedmoe"
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}
 
 Routed = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden_states, weights, ids
-Candidate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Problem:
@@ -102,8 +105,8 @@ def _as_bytes(tensor: Any) -> fusedmoe.Tensor:
     return tensor.view("u8") if tensor.dtype in ("e4m3", "e5m2", "e8m0") else tensor
 
 
-def candidates(problem: Problem) -> Dict[str, Candidate]:
-    """What can run the problem here, by name; the first is fusedmoe."""
+def _candidates(problem: Problem) -> Dict[str, Candidate]:
+    """What may run the problem, by name; the first is fusedmoe."""
     layer = fusedmoe.MoELayer.from_tensors(
         *problem.stored,
         topk=problem.topk,
@@ -111,66 +114,7 @@ def candidates(problem: Problem) -> Dict[str, Candidate]:
         dtype=problem.dtype_name,
         device=str(problem.device),
     )
-    found: Dict[str, Candidate] = {"fusedmoe": layer.forward_routed}
-    found.update(_of_transformers(problem))
-    found.update(_of_vllm(problem))
-    if hasattr(torch.nn.functional, "grouped_mm"):
-        found["torch grouped_mm"] = lambda x, weights, ids: _grouped(problem, x, weights, ids)
-    return found
-
-
-def _grouped(
-    problem: Problem, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
-    grouped_mm = torch.nn.functional.grouped_mm
-    experts, order = ids.flatten().sort(stable=True)
-    counts = torch.bincount(experts, minlength=problem.experts)
-    ends = counts.cumsum(0).to(torch.int32)
-    rows = x[order // problem.topk]
-    gate, up = grouped_mm(rows, problem.w13.transpose(1, 2), offs=ends).chunk(2, -1)
-    rows = torch.nn.functional.silu(gate) * up
-    rows = grouped_mm(rows, problem.w2.transpose(1, 2), offs=ends)
-    rows = rows * weights.flatten()[order, None]
-    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    return result.index_add_(0, order // problem.topk, rows.float()).to(x.dtype)
-
-
-def _of_transformers(problem: Problem) -> Dict[str, Candidate]:
-    try:
-        from transformers import MixtralConfig
-        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-    except ImportError:
-        return {}
-    with torch.device("meta"):
-        module = MixtralExperts(
-            MixtralConfig(
-                hidden_size=problem.hidden,
-                intermediate_size=problem.intermediate,
-                num_local_experts=problem.experts,
-            )
-        )
-    module.gate_up_proj = torch.nn.Parameter(problem.w13, requires_grad=False)
-    module.down_proj = torch.nn.Parameter(problem.w2, requires_grad=False)
-
-    def candidate(implementation: str) -> Candidate:
-        def forward(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            module.config._experts_implementation = implementation
-            result: torch.Tensor = module(x, ids.long(), weights.to(x.dtype))
-            return result
-
-        return forward
-
-    return {f"hf {name}": candidate(name) for name in ("eager", "batched_mm", "grouped_mm")}
-
-
-def _of_vllm(problem: Problem) -> Dict[str, Candidate]:
-    if problem.device.type != "cuda":
-        return {}
-    try:
-        from vllm.model_executor.layers.fused_moe import fused_experts
-    except ImportError:
-        return {}
-    return {"vllm": lambda x, weights, ids: fused_experts(x, problem.w13, problem.w2, weights, ids)}
+    return {OWN: layer.forward_routed, **peers(problem)}
 
 
 def times_of(call: Callable[[], Any], device: torch.device, min_time: float) -> List[float]:
@@ -198,69 +142,67 @@ def limits_of(problem: Problem) -> Tuple[float, float]:
     large = problem.probe
     if problem.device.type == "cpu":
         found = []
-        for _ in range(3):
-            time.sleep(0.2)  # until PyTorch's threads sleep too: they would share the cores
+        for _ in range(2):
+            time.sleep(0.1)  # until PyTorch's threads sleep too: they would share the cores
             found.append(_core.cpu_limits(large, problem.dtype_name))
         return max(bandwidth for bandwidth, _ in found), max(flops for _, flops in found)
-    bandwidth = large.nbytes / min(times_of(large.sum, problem.device, 0.5))
+    bandwidth = large.nbytes / min(times_of(large.sum, problem.device, 0.1))
     a = torch.ones(8192, 8192, dtype=problem.dtype, device=problem.device)
-    return bandwidth, 2 * 8192**3 / min(times_of(lambda: a @ a, problem.device, 0.5))
+    return bandwidth, 2 * 8192**3 / min(times_of(lambda: a @ a, problem.device, 0.1))
 
 
 def measure(
     problem: Problem, tokens: List[int], min_time: float, only: Optional[List[str]]
 ) -> Dict[str, Any]:
     """Everything that the table and the pictures show."""
-    bandwidth, throughput = 0.0, 0.0
     stored = problem.stored + tuple(
         tensor for tensor in problem.settings.values() if isinstance(tensor, torch.Tensor)
     )
     bytes_per_expert = sum(tensor.nbytes for tensor in stored) / problem.experts
-    rows = []
-    found = {name: call for name, call in candidates(problem).items() if not only or name in only}
+    rows: List[Dict[str, Any]] = []
+    found = {name: call for name, call in _candidates(problem).items() if not only or name in only}
+    limits = [limits_of(problem)]
     for count in tokens:
         inputs = problem.routed(count)
-        # The best so far: other work on the machine only makes it look slower.
-        limits = limits_of(problem)
-        bandwidth, throughput = max(bandwidth, limits[0]), max(throughput, limits[1])
         touched = inputs[2].unique().numel()
         flops = 6 * count * problem.topk * problem.hidden * problem.intermediate
-        roofline = max(touched * bytes_per_expert / bandwidth, flops / throughput)
         expected: Optional[torch.Tensor] = None
         for name, call in found.items():
+            row: Dict[str, Any] = {"tokens": count, "name": name}
+            rows.append(row)
             try:
                 output = call(*inputs).float()
-            except (RuntimeError, NotImplementedError, ValueError) as error:
-                rows.append({"tokens": count, "name": name, "error": str(error).split("\n")[0]})
+            except Exception as error:  # of a peer's, whatever it is
+                if name == OWN:
+                    raise
+                row["error"] = f"{type(error).__name__}: {error}".split("\n")[0][:120]
                 continue
             expected = output if expected is None else expected
-            difference = float((output - expected).abs().max() / expected.abs().max())
-            times = times_of(lambda: call(*inputs), problem.device, min_time)
-            seconds = statistics.median(times)
-            rows.append(
-                {
-                    "tokens": count,
-                    "name": name,
-                    "us": seconds * 1e6,
-                    "percent_of_roofline": 100 * roofline / seconds,
-                    "touched_experts": touched,
-                    "difference": difference,
-                }
+            seconds = statistics.median(times_of(lambda: call(*inputs), problem.device, min_time))
+            limits.append(limits_of(problem))
+            # The better of before and after: the host of a virtual machine moves its cores.
+            bandwidth, throughput = (max(pair) for pair in zip(*limits[-2:]))
+            roofline = max(touched * bytes_per_expert / bandwidth, flops / throughput)
+            row.update(
+                us=seconds * 1e6,
+                percent_of_roofline=100 * roofline / seconds,
+                touched_experts=touched,
+                bytes_per_s=bandwidth,
+                flops_per_s=throughput,
+                difference=float((output - expected).abs().max() / expected.abs().max()),
             )
-            print(_line(rows[-1]), flush=True)
+            print(_line(row), flush=True)
     return {
         "environment": environment(problem.device),
         "shape": dict(zip(("experts", "topk", "hidden", "intermediate"), problem.shape)),
         "dtype": problem.dtype_name,
         "scheme": problem.scheme or problem.dtype_name,
-        "bytes_per_s": bandwidth,
-        "flops_per_s": throughput,
         "rows": rows,
     }
 
 
 def environment(device: torch.device) -> Dict[str, Any]:
-    name = platform.processor() or platform.machine()
+    name = f"{torch.get_num_threads()} threads, {platform.machine()} {fusedmoe.cpu_isa()}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     return {
@@ -284,6 +226,7 @@ def plot(results: Dict[str, Any], path: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fusedmoe"})
     import matplotlib.pyplot as plt
 
     figure, (times, percents) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
@@ -291,15 +234,18 @@ def plot(results: Dict[str, Any], path: str) -> None:
     for name in dict.fromkeys(row["name"] for row in rows):
         own = [row for row in rows if row["name"] == name]
         tokens = [row["tokens"] for row in own]
-        style = {"label": name, "marker": "o", "linewidth": 2.5 if name == "fusedmoe" else 1.2}
+        style = {"label": name, "marker": "o", "linewidth": 2.5 if name == OWN else 1.2}
         times.plot(tokens, [row["us"] / 1000 for row in own], **style)
         percents.plot(tokens, [row["percent_of_roofline"] for row in own], **style)
     for axes, label in ((times, "milliseconds"), (percents, "percent of roofline")):
         axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({row["tokens"] for row in rows}))
+        axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set_xlabel("tokens")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
     times.set_yscale("log")
+    percents.set_ylim(bottom=0)
     times.legend()
     shape = ", ".join(f"{key} {value}" for key, value in results["shape"].items())
     figure.suptitle(f"{results['scheme']}, {shape}; {results['environment']['device']}")
@@ -325,9 +271,12 @@ def main(arguments: Optional[List[str]] = None) -> int:
     print(" tokens name                      median  roofline  difference")
     with torch.no_grad():
         results = measure(Problem(args), args.tokens, args.min_time, args.only)
+    failed: Dict[str, List[str]] = {}
     for row in results["rows"]:
         if "error" in row:
-            print(f"{row['name']} cannot run {row['tokens']} tokens: {row['error']}")
+            failed.setdefault(f"{row['name']}: {row['error']}", []).append(str(row["tokens"]))
+    for what, counts in failed.items():
+        print(f"did not run {' '.join(counts)} tokens: {what}")
     if args.json:
         with open(args.json, "w") as file:
             json.dump(results, file, indent=1)

@@ -41,6 +41,26 @@ def test_bench_compares_and_writes(tmp_path, capsys):
     assert all(row["difference"] < 3e-2 for row in json.loads(file.read_text())["rows"])
 
 
+def test_bench_hands_scaled_grouped_mm_what_it_documents(tmp_path, monkeypatch):
+    row_wise = torch.nn.functional.ScalingType.RowWise
+
+    def stand_in(a, b, scale_a, recipe_a, scale_b, recipe_b, offs, output_dtype):
+        assert recipe_a == recipe_b == row_wise and a.dtype == b.dtype == torch.float8_e4m3fn
+        assert scale_b.is_contiguous() and b.stride(1) == 1  # column-major, as kernels need it
+        a, b = a.float() * scale_a[:, None], b.float() * scale_b[:, None, :]
+        starts = [0, *offs.tolist()]
+        parts = [a[i:j] @ m for i, j, m in zip(starts, starts[1:], b)]
+        return torch.cat(parts).to(output_dtype)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", stand_in)
+    sizes = "--experts 8 --topk 2 --hidden 64 --intermediate 96 --tokens 5 --min-time 0".split()
+    only = ["--only", "fusedmoe", "torch scaled_mm", "vllm", "--json", str(tmp_path / "bench.json")]
+    assert bench.main([*sizes, "--scheme", "fp8_channel_token", *only]) == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / "bench.json").read_text())["rows"]}
+    assert rows["torch scaled_mm"]["difference"] < 3e-2
+    assert "vllm" not in rows or "needs a GPU" in rows["vllm"]["error"]
+
+
 def test_demo_and_the_example_generate(tmp_path):
     sizes = [text for name, size in SMALL.items() for text in (f"--{name}", size)]
     only = ["--implementations", "fusedmoe", "eager", "--new-tokens", 4]
