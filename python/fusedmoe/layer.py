@@ -122,7 +122,7 @@ class MoELayer:
         """
         router = {
             "topk": topk,
-            "num_experts": len(w13) if num_experts is None else num_experts,
+            "num_experts": num_experts,
             "router_weight": router_weight,
             "router_bias": router_bias,
             "e_score_correction_bias": e_score_correction_bias,

@@ -127,6 +127,9 @@ std::unique_ptr<PyLayer> create(nb::handle w13, nb::handle w2, const nb::dict& s
   weights.router_weights.score_correction_bias =
       tensor_of(item(settings, "e_score_correction_bias"), "e_score_correction_bias", kept);
   weights.experts = experts_of(w13, w2, settings, kept);
+  if (item(settings, "num_experts").is_none()) {
+    weights.router.num_experts = static_cast<std::int64_t>(weights.experts.experts.size());
+  }
   weights.expert_map = tensor_of(item(settings, "expert_map"), "expert_map", kept);
   if (shared.size() > 0) {
     weights.shared_experts = {experts_of(item(shared, "w13"), item(shared, "w2"), shared, kept),

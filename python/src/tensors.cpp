@@ -133,9 +133,19 @@ nb::object reinterpreted(nb::handle self, const std::string& dtype) {
   return object_of(Tensor(view, tensor.owner()), is_read_only(self));
 }
 
+/// For a consumer whose stream does not wait for the default one, on which the library worked.
+void wait_for_default_stream(const Tensor& tensor, const nb::kwargs& kwargs) {
+  constexpr std::int64_t kNoWait = -1, kDefault = 1;  // as DLPack numbers them; None is kDefault
+  const auto stream = get<std::int64_t>(kwargs, "stream", kDefault);
+  if (tensor.device().is_cpu() || stream == kNoWait || stream == kDefault) return;
+  const nb::gil_scoped_release no_gil;
+  synchronize(Stream{tensor.device()});
+}
+
 /// Only versions of DLPack from 1.0 on can say that memory is read-only.
 nb::object dlpack_of(nb::handle self, const nb::kwargs& kwargs) {
   const Tensor& tensor = nb::cast<Tensor&>(self);
+  wait_for_default_stream(tensor, kwargs);
   if (!is_read_only(self)) return array_of(tensor, self).attr("__dlpack__")(**kwargs);
   const nb::object version = item(kwargs, "max_version");
   if (version.is_none() || nb::cast<int>(version[0]) < 1) {
@@ -151,6 +161,18 @@ Tensor converted(const Tensor& tensor, const std::string& dtype) {
   const Tensor result = Tensor::empty(tensor.shape(), wanted);
   convert(host, result);
   return to_device(result, tensor.device());
+}
+
+nb::object moved(nb::handle self, const std::string& device) {
+  const Tensor& tensor = nb::cast<Tensor&>(self);
+  const Device wanted = parse_device(device);
+  if (tensor.device() == wanted) return nb::borrow(self);
+  Tensor result;
+  {
+    const nb::gil_scoped_release no_gil;
+    result = to_device(tensor, wanted);
+  }
+  return nb::cast(std::move(result));
 }
 
 /// The array itself as a Tensor, which keeps it alive.
@@ -250,6 +272,10 @@ void bind_tensors(nb::module_& module) {
            nb::sig("def view(self, dtype: str) -> Tensor"),
            "The same memory with another element type of the same width, as \"e4m3\" for u8.")
       .def("astype", &converted, nb::arg("dtype"), "A copy converted among f64, f32, f16 and bf16.")
+      .def("to", &moved, nb::arg("device"), nb::sig("def to(self, device: str) -> Tensor"),
+           "The tensor itself if it lies on the device, \"cpu\" or \"cuda:0\", else a copy "
+           "there.\n\n"
+           "Waits for the default stream. Raises ValueError where the tensor has gaps.")
       .def("__repr__", [](const Tensor& tensor) {
         return "fusedmoe.Tensor(" + std::string(name(tensor.dtype())) + " " +
                to_string(tensor.shape()) + ", " + to_string(tensor.device()) + ")";

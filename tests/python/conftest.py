@@ -41,6 +41,14 @@ def plain_experts(problem):
     return result
 
 
+def need_cuda():
+    """Skips the module where there is no GPU; with FUSEDMOE_EXPECT_CUDA it fails then."""
+    reason = fusedmoe.device_problem("cuda:0")
+    if reason and "FUSEDMOE_EXPECT_CUDA" not in os.environ:
+        pytest.skip(f"no GPU for the library: {reason}", allow_module_level=True)
+    assert not reason, reason
+
+
 def golden_dir():
     return pathlib.Path(os.environ["FUSEDMOE_GOLDEN_DIR"])
 

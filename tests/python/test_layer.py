@@ -192,3 +192,11 @@ def test_family_and_epsilon_of_the_caller():
     logits = np.zeros((1, 4), np.float32)
     weights, _ = fusedmoe.route(logits, 2, renormalize=True, renormalize_epsilon=0.5)
     assert np.from_dlpack(weights).tolist() == [[0.25, 0.25]]
+
+
+def test_weights_of_the_librarys_own_tensors(problem):
+    w13, w2 = fusedmoe.as_tensor(problem.w13), fusedmoe.as_tensor(problem.w2)
+    assert w13.to("cpu") is w13
+    layer = fusedmoe.MoELayer.from_tensors(w13, w2, topk=2, dtype="f32")
+    output = layer.forward_routed(problem.x, problem.weights, problem.ids)
+    assert relative_error(output, plain_experts(problem)) < 1e-5

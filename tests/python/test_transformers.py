@@ -72,7 +72,7 @@ def registered():
 def generate(model, implementation, new_tokens=32):
     """Logits of each step, (steps, batch, vocabulary), and the greedy tokens."""
     model.set_experts_implementation(implementation)
-    tokens = torch.arange(14).reshape(2, 7) % 64
+    tokens = torch.arange(14, device=model.device).reshape(2, 7) % 64
     result = model.generate(
         tokens, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=None,
         output_logits=True, return_dict_in_generate=True,
@@ -92,7 +92,7 @@ def test_logits_and_greedy_tokens_of_a_whole_model(name):
 def prompt_and_steps(model, implementation):
     """Logits of a prompt, and of three decode steps whose tokens are given."""
     model.set_experts_implementation(implementation)
-    tokens = torch.arange(14).reshape(2, 7).to(model.device) % 64
+    tokens = torch.arange(14, device=model.device).reshape(2, 7) % 64
     first = model(tokens[:, :4], use_cache=True)
     logits, cache = [first.logits], first.past_key_values
     for step in range(4, 7):
