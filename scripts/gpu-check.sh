@@ -4,10 +4,13 @@
 # against floors and peers. Results go to a folder, with the commit in their names.
 #
 #   scripts/gpu-check.sh [--steps build,tests,python,sanitizers,bench] [--output bench/results]
-#                        [--build build-cuda] [--commit NAME] [--seconds 480]
+#                        [--build build-cuda] [--commit NAME] [--seconds 480] [--cmake "ARGUMENTS"]
 #
-# Step python, not done unless it is named: the Python package is built and tested, with PyTorch
-# and transformers where the first python3 has them; it needs nanobind there.
+# Step python, not done unless it is named, needs no step before it: the C interface and the Python
+# package are built and tested, the latter with the first python3. That needs Python.h (if it lies
+# elsewhere: --cmake -DPython_INCLUDE_DIR=FOLDER), nanobind, NumPy and pytest; PyTorch, transformers,
+# CuPy and JAX are tested with where they are. What was skipped is listed with its reason. With
+# PyTorch the benchmark of the package runs too.
 #
 # Exit status: 0 only when everything passed. What has not begun after --seconds, or does not end
 # then, has failed.
@@ -20,6 +23,7 @@ build="build-cuda"
 commit=$(git describe --always --dirty --abbrev=7 2>/dev/null || echo unknown)
 jobs=$(nproc)
 seconds=480
+cmake_arguments=()
 
 # tool of compute-sanitizer | test program | cases: each tool makes kernels 10 to 100 times slower
 checks=(
@@ -93,6 +97,7 @@ while (($#)); do
     --build) build=$2 ;;
     --commit) commit=$2 ;;
     --seconds) seconds=$2 ;;
+    --cmake) read -ra cmake_arguments <<<"$2" ;;
     *) usage ;;
   esac
   shift 2
@@ -136,14 +141,27 @@ programs=(tests/cuda/*_test.cpp)
 programs=("${programs[@]##*/}")
 programs=("${programs[@]/%.cpp/}")
 programs=("${programs[@]/#/cuda_}")
-build_all() {
+configure() {
   cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DFUSEDMOE_CUDA=ON -Wno-dev \
-    --log-level=WARNING &&
-    within "$build_seconds" cmake --build "$build" -j "$jobs" --target fusedmoe_cli "${programs[@]}"
+    --log-level=WARNING "${cmake_arguments[@]}" "$@"
+}
+build_targets() {
+  within "$build_seconds" cmake --build "$build" -j "$jobs" --target fusedmoe_cli "$@"
+}
+build_all() {
+  configure && build_targets "${programs[@]}"
+}
+build_python() {
+  configure -DFUSEDMOE_PYTHON=ON -DPython_EXECUTABLE="$(command -v python3)" &&
+    build_targets capi_tests fusedmoe_python
 }
 if wants build; then
   step build quietly build_all || exit 1
   step "registers and sizes" scripts/check-cuda-build.sh "$log" "$build/cli/fusedmoe"
+fi
+
+if wants python; then
+  step "build of the C interface and the Python package" quietly build_python || exit 1
 fi
 
 program=$build/cli/fusedmoe
@@ -165,19 +183,31 @@ if wants tests; then
   grep -L PASSED "$build"/tests/cuda_*_test.log | sed 's/$/: did not end/'
 fi
 
-build_python() {
-  cmake -S . -B "$build" -DFUSEDMOE_PYTHON=ON -DPython_EXECUTABLE="$(command -v python3)" \
-    -Wno-dev --log-level=WARNING &&
-    within "$build_seconds" cmake --build "$build" -j "$jobs" --target fusedmoe_python_stub
+test_c() {
+  within "$test_seconds" "$build/tests/capi_tests" --gtest_filter='CCuda*' | tee "$log"
+  ((PIPESTATUS[0] == 0)) && grep -q 'PASSED' "$log" && ! grep -q 'SKIPPED' "$log"
 }
 test_python() {
-  PYTHONPATH=$build/python FUSEDMOE_GOLDEN_DIR=$build/tests/golden/public \
-    within "$test_seconds" python3 -m pytest -q -s -p no:cacheprovider tests/python/test_cuda.py \
-    tests/python/test_experts.py tests/python/test_layer.py tests/python/test_torch.py
+  FUSEDMOE_GOLDEN_DIR=$build/tests/golden/public FUSEDMOE_EXPECT_CUDA=1 within "$test_seconds" \
+    python3 -m pytest -q -s -rs --durations=5 -p no:cacheprovider tests/python/test_cuda_arrays.py \
+    tests/python/test_cuda.py
+}
+bench_python() {
+  within "$bench_seconds" python3 -m fusedmoe.bench --device cuda:0 --shape olmoe --min-time 0.1 \
+    --tokens 1 64 1024 --json "$result-python${1:+-$1}.json" ${1:+--scheme "$1"}
 }
 if wants python; then
-  step "build of the Python package" quietly build_python &&
-    step "Python tests" test_python
+  # Where install-deps.sh puts what this python3 does not have.
+  python3 -c 'import numpy, pytest' 2>/dev/null || PYTHONPATH+=:$PWD/.deps/python
+  export PYTHONPATH=$build/python:${PYTHONPATH:-}
+  step "C interface" test_c
+  step "Python package" test_python
+  if python3 -c 'import torch' 2>/dev/null; then
+    step "Python benchmark, bf16" bench_python
+    step "Python benchmark, FP8" bench_python fp8_channel_token
+  else
+    echo "no PyTorch: its tests and the Python benchmark were not run"
+  fi
 fi
 
 # One tool on some cases of one program, by its place in the list; its output and its exit status to
