@@ -9,7 +9,7 @@ import pytest
 from conftest import golden_dir
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = ("README.md", "docs/quick-start.md", "docs/python.md", "docs/hugging-face.md")
+PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
 BLOCKS = [
     pytest.param(page, block, id=f"{page}-{number}")
     for page in PAGES
