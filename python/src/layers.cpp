@@ -38,17 +38,33 @@ class PyLayer {
     }
     const Stream stream = given.value_or(Stream{layer.config().device});
     const auto bytes = static_cast<std::int64_t>(layer.workspace_bytes(num_tokens));
-    Tensor block = take(stream.handle);
-    if (!block || block.nbytes() < bytes) block = grow(std::move(block), bytes, stream.device);
-    body(Workspace{block.data(), static_cast<std::size_t>(block.nbytes())});
-    const std::lock_guard lock(mutex_);
-    blocks_[stream.handle].push_back(std::move(block));
+    Lease lease{this, stream.handle, take(stream.handle)};
+    if (!lease.block || lease.block.nbytes() < bytes) {
+      lease.block = grow(std::move(lease.block), bytes, stream.device);
+    }
+    body(Workspace{lease.block.data(), static_cast<std::size_t>(lease.block.nbytes())});
   }
 
   const DType output_dtype;
   const MoeLayer layer;
 
  private:
+  /// A block in use. It goes back where the forward fails too: a graph may have recorded it before.
+  struct Lease {
+    PyLayer* layer;
+    void* stream;
+    Tensor block;
+
+    ~Lease() {
+      if (!block) return;
+      const std::lock_guard lock(layer->mutex_);
+      try {
+        layer->blocks_[stream].push_back(std::move(block));
+      } catch (const std::bad_alloc&) {  // then the block is freed
+      }
+    }
+  };
+
   Tensor grow(Tensor block, std::int64_t bytes, Device device) {
     // At least twice the last one, so that those kept are no more than the one in use.
     if (block && !device.is_cpu()) {

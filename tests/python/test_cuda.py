@@ -80,6 +80,8 @@ def test_graphs_stay_right_when_scratch_memory_grows(weights, own_scratch):
         with torch.cuda.graph(graph, stream=stream):
             layer.forward_routed(*inputs, out=output, **given)
         layer.forward_routed(*routed(3000), **given)  # needs more scratch memory
+        with pytest.raises(ValueError):  # and a failed call must not free it
+            layer.forward_routed(inputs[0], *routed(3)[1:], **given)
     for _ in range(3):
         fresh = routed(4)
         for tensor, value in zip(inputs, fresh):

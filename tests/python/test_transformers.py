@@ -134,11 +134,14 @@ def test_weights_are_packed_again_when_they_change():
             if experts.down_proj.data_ptr() == address:
                 break
 
+    def replace_data():
+        experts.down_proj.data = torch.randn_like(experts.down_proj) / 10
+
     before = logits()
     first = packed()
     assert torch.equal(logits(), before) and packed() is first
     del first
-    for change in (lambda: experts.down_proj.mul_(2), replace):
+    for change in (lambda: experts.down_proj.mul_(2), replace, replace_data):
         change()
         after, expected = logits(), logits("eager")
         assert not torch.equal(after, before)
@@ -148,6 +151,17 @@ def test_weights_are_packed_again_when_they_change():
     after, expected = logits(), logits("eager")
     assert (after - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert torch.equal(copy.deepcopy(model)(tokens).logits, expected)
+
+
+def test_weights_that_were_made_in_inference_mode():
+    with torch.inference_mode():
+        model, tokens = make("mixtral"), torch.arange(7)[None]
+        logits = {}
+        for implementation in ("eager", "fusedmoe"):
+            model.set_experts_implementation(implementation)
+            logits[implementation] = model(tokens).logits
+    expected = logits["eager"]
+    assert (logits["fusedmoe"] - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_compiled_by_inductor_without_a_graph_break():

@@ -134,7 +134,9 @@ def _layer_of(
     for tensor in tensors.values():
         # The weak reference keeps a storage's identity, so none that comes later can equal it.
         storage = StorageWeakRef(tensor.untyped_storage())
-        made_of += (storage, tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape)
+        # PyTorch does not count changes of tensors that were made in inference mode.
+        version = None if tensor.is_inference() else tensor._version
+        made_of += (storage, tensor.data_ptr(), version, tensor.dtype, tensor.shape)
     packed = _packed.get(self)
     if packed is not None and packed.made_of == made_of:
         return packed.layer
