@@ -31,14 +31,17 @@ def test_bench_compares_and_writes(tmp_path, capsys):
     except ImportError:
         pass
     assert bench.main([*sizes, "--dtype", "f32", *outputs]) == 0
-    results = json.loads(file.read_text())
-    names = {row["name"] for row in results["rows"]}
-    assert {"fusedmoe", "hf eager", "hf batched_mm"} <= names
-    assert all(row["difference"] < 1e-5 for row in results["rows"])
+
+    def differences():  # of those that can run here
+        rows = json.loads(file.read_text())["rows"]
+        return {row["name"]: row["difference"] for row in rows if "error" not in row}
+
+    assert {"fusedmoe", "hf eager", "hf batched_mm"} <= set(differences())
+    assert max(differences().values()) < 1e-5
     assert picture.exists() == ("--plot" in outputs)
     assert "hf eager" in capsys.readouterr().out
     assert bench.main([*sizes, "--scheme", "mxfp4_w4a16", "--json", str(file)]) == 0
-    assert all(row["difference"] < 3e-2 for row in json.loads(file.read_text())["rows"])
+    assert max(differences().values()) < 3e-2
 
 
 def test_bench_hands_scaled_grouped_mm_what_it_documents(tmp_path, monkeypatch):
