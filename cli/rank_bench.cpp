@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -30,7 +31,9 @@ struct RankRow {
   bool fixed_sizes = false;
   std::int64_t num_tokens = 0;
   double dispatch_us = 0, bare_dispatch_us = 0, combine_us = 0, bare_combine_us = 0;
+  double copy_us = 0;     // memcpy of what is sent and of what returns; on the CPU
   double sent_bytes = 0;  // to other ranks, by the rank that sends most
+  double times_of_copy() const { return (dispatch_us + combine_us) / copy_us; }
   double gigabytes() const { return 1e-3 * sent_bytes / dispatch_us; }
 };
 
@@ -43,7 +46,9 @@ class RankBench {
 
  private:
   std::vector<double> medians_us(const std::vector<std::function<void()>>& phases);
+  void start_together();
   std::vector<Message> messages(bool incoming);
+  static void copy_bytes(const Tensor& from, const std::vector<Message>& messages);
   double largest(double mine) const;
   std::int64_t row_bytes() const { return bytes(config_.dtype, config_.hidden); }
   bool uses_graphs() const { return fixed_sizes_ && communicator_->backend() == "nccl"; }
@@ -152,6 +157,21 @@ double RankBench::largest(double mine) const {
   return result;
 }
 
+/// Behind a barrier threads wake up one after the other. On the CPU a message to everybody and one
+/// from everybody wait for the last, without sleeping.
+void RankBench::start_together() {
+  communicator_->barrier();
+  if (!device_.is_cpu()) return;
+  std::vector<Message> out, in;
+  char nothing[2] = {};
+  for (int r = 0; r < communicator_->size(); ++r) {
+    if (r == communicator_->rank()) continue;
+    out.push_back({r, &nothing[0], 1});
+    in.push_back({r, &nothing[1], 1});
+  }
+  communicator_->exchange(out, in, stream_, "bench");
+}
+
 /// The medians of phases that follow each other, each begun on all ranks together. Where a graph
 /// can hold a phase, of its replays, many in a row, so that the host's part does not count.
 std::vector<double> RankBench::medians_us(const std::vector<std::function<void()>>& phases) {
@@ -177,7 +197,7 @@ std::vector<double> RankBench::medians_us(const std::vector<std::function<void()
     if (largest(samples >= options_.min_samples && enough ? 0 : 1) == 0) break;
     for (std::size_t p = 0; p < phases.size(); ++p) {
       synchronize(stream);
-      communicator_->barrier();
+      start_together();
       const Clock::time_point start = Clock::now();
       for (int i = 0; i < replays; ++i) graph ? recorded[p].launch(stream) : phases[p]();
       synchronize(stream);
@@ -205,6 +225,11 @@ std::vector<Message> RankBench::messages(bool incoming) {
     next += num_tokens_ * row_bytes();
   }
   return result;
+}
+
+/// As many bytes as the messages have, each message by one call.
+void RankBench::copy_bytes(const Tensor& from, const std::vector<Message>& messages) {
+  for (const Message& message : messages) std::memcpy(message.data, from.data(), message.bytes);
 }
 
 RankRow RankBench::run() {
@@ -242,9 +267,15 @@ RankRow RankBench::run() {
   row.num_tokens = num_tokens_;
   for (const Message& message : out) row.sent_bytes += static_cast<double>(message.bytes);
   row.sent_bytes = largest(row.sent_bytes);
-  const std::vector<double> step = medians_us({dispatch, combine});
+  // In turns with the steps, so that caches hold as little of what is copied.
+  const auto copy_sent = [&] { copy_bytes(hidden_states_, out); };
+  const auto copy_returned = [&] { copy_bytes(rows_, back_out); };
+  std::vector<std::function<void()>> phases{dispatch, combine};
+  if (device_.is_cpu()) phases.insert(phases.end(), {copy_sent, copy_returned});
+  const std::vector<double> step = medians_us(phases);
   row.dispatch_us = step[0];
   row.combine_us = step[1];
+  if (device_.is_cpu()) row.copy_us = step[2] + step[3];
   row.bare_dispatch_us =
       medians_us({[&] { communicator_->exchange(out, in, stream, "bench"); }}).front();
   row.bare_combine_us =
@@ -257,17 +288,25 @@ void print_table(const RankBenchOptions& options, std::string_view backend,
   fmt::print("{} ranks over {}, hidden {}, topk {} of {}, {}\n\n", options.num_ranks, backend,
              options.model.hidden, options.model.router.topk, options.model.router.num_experts,
              name(options.dtype));
-  fmt::print("{:<24} {:<6} {:>7} {:>9} {:>9} {:>6} {:>9} {:>9} {:>6} {:>9} {:>7}\n", "transport",
+  const bool copies = !rows.empty() && rows.front().copy_us > 0;
+  fmt::print("{:<24} {:<6} {:>7} {:>9} {:>9} {:>6} {:>9} {:>9} {:>6} {:>9} {:>7}{}\n", "transport",
              "sizes", "tokens", "dispatch", "bare", "ratio", "combine", "bare", "ratio", "sent MB",
-             "GB/s");
+             "GB/s", copies ? fmt::format(" {:>9} {:>6}", "memcpy", "ratio") : "");
   for (const RankRow& row : rows) {
     fmt::print(
         "{:<24} {:<6} {:>7} {:>6.1f} us {:>6.1f} us {:>6.2f} {:>6.1f} us {:>6.1f} us "
-        "{:>6.2f} {:>9.3f} {:>7.1f}\n",
+        "{:>6.2f} {:>9.3f} {:>7.1f}",
         row.transport, row.fixed_sizes ? "fixed" : "exact", row.num_tokens, row.dispatch_us,
         row.bare_dispatch_us, row.dispatch_us / row.bare_dispatch_us, row.combine_us,
         row.bare_combine_us, row.combine_us / row.bare_combine_us, 1e-6 * row.sent_bytes,
         row.gigabytes());
+    if (copies) fmt::print(" {:>6.1f} us {:>6.2f}", row.copy_us, row.times_of_copy());
+    fmt::print("\n");
+  }
+  if (copies) {
+    fmt::print(
+        "\nbare: the data plane alone for the same bytes. memcpy: one copy of what is sent "
+        "and one of what returns;\nits ratio is (dispatch + combine) / memcpy.\n");
   }
 }
 
@@ -286,6 +325,7 @@ void print_json(const RankBenchOptions& options, std::string_view backend,
                     {"bare_combine_us", row.bare_combine_us},
                     {"sent_bytes", row.sent_bytes},
                     {"gigabytes_per_second", row.gigabytes()}});
+    if (row.copy_us > 0) list.back()["memcpy_us"] = row.copy_us;
   }
   fmt::print("{}\n", list.dump());
 }

@@ -202,6 +202,14 @@ class FUSEDMOE_API DataPlane {
   /// for this one, in any order of the ranks. As above.
   virtual bool reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype,
                               Stream stream);
+  /// Whether ranks can read each other's memory, so that lend() works.
+  virtual bool can_lend() const { return false; }
+  /// Gets what every peer lends, in the order of the peers.
+  using Reader = std::function<void(std::span<const void* const> lent)>;
+  /// Lends `mine` to the peers, which do the same, waits for all of them and calls `read`. Returns
+  /// when every peer has read: until then `mine`, and what it points to, must not change.
+  virtual void lend(const void* mine, std::span<const int> peers, const Reader& read,
+                    Waiting& waiting);
   /// Ends what is in flight: no exchange comes any more.
   virtual void abort() noexcept {}
 };
@@ -253,6 +261,11 @@ class FUSEDMOE_API Communicator {
                 std::string_view what);
   bool all_gather(std::span<const Gather> buffers, Stream stream);
   bool reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype, Stream stream);
+  /// See DataPlane. `read` gets what every rank lends, this one too, in the order of the ranks.
+  /// Ranks that lend another `kind` of memory at the same time get an Error instead.
+  bool can_lend() const;
+  void lend(std::string_view kind, const void* mine, const DataPlane::Reader& read,
+            std::string_view what);
   /// Number of the next step of any layer, and of the next layer: equal on all ranks as long as
   /// they do the same.
   std::uint64_t next_step();
@@ -301,6 +314,12 @@ using GatherCallback = std::function<std::vector<std::string>(const std::string&
 /// A TCP control plane whose address the ranks tell each other by `gather`, which is called twice.
 FUSEDMOE_API std::shared_ptr<ControlPlane> make_control_plane(
     int rank, int size, const GatherCallback& gather,
+    std::chrono::milliseconds timeout = std::chrono::seconds(30));
+
+/// A TCP connection between any two ranks, which find each other over the control plane: for
+/// processes on CPUs without MPI. Collective.
+FUSEDMOE_API std::shared_ptr<DataPlane> make_tcp_data_plane(
+    int rank, int size, const std::shared_ptr<ControlPlane>& control,
     std::chrono::milliseconds timeout = std::chrono::seconds(30));
 
 /// NCCL on a CUDA device, whose library is opened at run time. The first form makes a communicator

@@ -36,7 +36,13 @@ bool DataPlane::reduce_scatter(const void*, void*, std::int64_t, DType, Stream) 
   return false;
 }
 
+void DataPlane::lend(const void*, std::span<const int>, const Reader&, Waiting&) {
+  throw Error::unsupported(Reason::kOperation, "lend",
+                           core::format("{}, whose ranks cannot read each other's memory", name()));
+}
+
 struct Communicator::Impl {
+  class Watch;
   int rank, size;
   std::shared_ptr<ControlPlane> control;
   std::shared_ptr<DataPlane> data;
@@ -56,7 +62,57 @@ struct Communicator::Impl {
   void describe_hosts(Communicator& communicator);
   /// The peers of messages as the data plane numbers them.
   std::vector<Message> outside(std::span<const Message> messages) const;
+  /// Calls step(waiting) of the data plane; what it throws ends the communicator on all ranks.
+  template <typename Step>
+  void run(Communicator& communicator, std::string_view what, const Step& step);
 };
+
+/// Watches one step of the data plane.
+class Communicator::Impl::Watch final : public Waiting {
+ public:
+  Watch(Impl& impl, std::string_view what)
+      : impl_(impl), what_(what), deadline_(Clock::now() + impl.options.timeout) {}
+  void check(std::span<const int> late) override {
+    const Clock::time_point now = Clock::now();
+    if (now >= deadline_) impl_.fail(what_, inside(late));
+    if (now < next_look_) return;
+    next_look_ = now + kLook;
+    if (const std::string reason = impl_.find_failure(); !reason.empty()) {
+      impl_.data->abort();
+      throw Error::communication(reason);
+    }
+  }
+
+ private:
+  std::vector<int> inside(std::span<const int> late) const {
+    std::vector<int> ranks(late.begin(), late.end());
+    if (impl_.members.empty()) return ranks;
+    for (int& each : ranks) {
+      const auto place = std::find(impl_.members.begin(), impl_.members.end(), each);
+      each = static_cast<int>(place - impl_.members.begin());
+    }
+    return ranks;
+  }
+  Impl& impl_;
+  std::string_view what_;
+  Clock::time_point deadline_, next_look_ = Clock::now() + kLook;
+};
+
+template <typename Step>
+void Communicator::Impl::run(Communicator& communicator, std::string_view what, const Step& step) {
+  FUSEDMOE_CHECK_FAULT(data, kNull, "communicator", "without a data plane", "one with it");
+  {
+    const std::lock_guard lock(mutex);
+    if (!failure.empty()) throw Error::communication(failure);
+  }
+  Watch watch(*this, what);
+  try {
+    step(watch);
+  } catch (const Error& error) {
+    communicator.abort(core::format("{}: {}", what, error.what()));
+    throw Error::communication(communicator.status());  // the same on every rank
+  }
+}
 
 /// Why the communicator ended, empty while it has not. Another rank may know: the control plane is
 /// asked.
@@ -261,47 +317,40 @@ void Communicator::check() const {
 void Communicator::exchange(std::span<const Message> sends, std::span<const Message> receives,
                             Stream stream, std::string_view what) {
   Impl& impl = *impl_;
-  FUSEDMOE_CHECK_FAULT(impl.data, kNull, "communicator", "without a data plane", "one with it");
-  /// Watches one exchange.
-  class Watch final : public Waiting {
-   public:
-    Watch(Impl& impl, std::string_view what)
-        : impl_(impl), what_(what), deadline_(Clock::now() + impl.options.timeout) {}
-    void check(std::span<const int> late) override {
-      const Clock::time_point now = Clock::now();
-      if (now >= deadline_) impl_.fail(what_, inside(late));
-      if (now < next_look_) return;
-      next_look_ = now + kLook;
-      if (const std::string reason = impl_.find_failure(); !reason.empty()) {
-        impl_.data->abort();
-        throw Error::communication(reason);
-      }
-    }
+  impl.run(*this, what, [&](Waiting& waiting) {
+    impl.data->exchange(impl.outside(sends), impl.outside(receives), stream, waiting);
+  });
+}
 
-   private:
-    std::vector<int> inside(std::span<const int> late) const {
-      std::vector<int> ranks(late.begin(), late.end());
-      if (impl_.members.empty()) return ranks;
-      for (int& each : ranks) {
-        const auto place = std::find(impl_.members.begin(), impl_.members.end(), each);
-        each = static_cast<int>(place - impl_.members.begin());
+bool Communicator::can_lend() const {
+  return impl_->data && impl_->data->can_lend();
+}
+
+void Communicator::lend(std::string_view kind, const void* mine, const DataPlane::Reader& read,
+                        std::string_view what) {
+  struct Lent {
+    std::string_view kind;
+    const void* data;
+  };
+  Impl& impl = *impl_;
+  std::vector<int> peers = impl.members;
+  for (int r = 0; impl.members.empty() && r < impl.size; ++r) peers.push_back(r);
+  const auto check_and_read = [&](std::span<const void* const> all) {
+    std::vector<const void*> lent;
+    const auto& first = *static_cast<const Lent*>(all.front());
+    for (const void* each : all) {
+      const auto& other = *static_cast<const Lent*>(each);
+      if (other.kind != first.kind) {  // compared with rank 0's, so that all ranks say the same
+        throw Error::communication(core::format("rank 0 lends {}, but rank {} lends {}", first.kind,
+                                                lent.size(), other.kind));
       }
-      return ranks;
+      lent.push_back(other.data);
     }
-    Impl& impl_;
-    std::string_view what_;
-    Clock::time_point deadline_, next_look_ = Clock::now() + kLook;
-  } watch(impl, what);
-  {
-    const std::lock_guard lock(impl.mutex);
-    if (!impl.failure.empty()) throw Error::communication(impl.failure);
-  }
-  try {
-    impl.data->exchange(impl.outside(sends), impl.outside(receives), stream, watch);
-  } catch (const Error& error) {
-    abort(core::format("{}: {}", what, error.what()));
-    throw Error::communication(status());  // the same on every rank
-  }
+    read(lent);
+  };
+  const Lent own{kind, mine};
+  impl.run(*this, what,
+           [&](Waiting& waiting) { impl.data->lend(&own, peers, check_and_read, waiting); });
 }
 
 bool Communicator::all_gather(std::span<const Gather> buffers, Stream stream) {

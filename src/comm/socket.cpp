@@ -103,8 +103,9 @@ Socket accept_from(const Socket& listener, SocketClock::time_point deadline) {
   return {};
 }
 
-Socket connect_to(const std::string& address, int port, SocketClock::time_point deadline) {
-  const std::string place = core::format("cannot reach rank 0 at {}:{}", address, port);
+Socket connect_to(int rank, const std::string& address, int port,
+                  SocketClock::time_point deadline) {
+  const std::string place = core::format("cannot reach rank {} at {}:{}", rank, address, port);
   int code = ETIMEDOUT;
   do {
     addrinfo hints{}, *list = nullptr;

@@ -1,5 +1,5 @@
-// Blocking TCP sockets with deadlines, for the control plane. Every failure is an Error of kind
-// communication that names the peer.
+// TCP sockets with deadlines, for the control plane and the data plane of that name. Every failure
+// is an Error of kind communication that names the peer.
 #pragma once
 
 #include <chrono>
@@ -38,7 +38,7 @@ class Socket {
 Socket listen_at(int& port);
 /// The next connection; none when the listener was shut down, or the deadline has passed.
 Socket accept_from(const Socket& listener, SocketClock::time_point deadline);
-/// Tries again until the deadline, because the listener may start later.
-Socket connect_to(const std::string& address, int port, SocketClock::time_point deadline);
+/// Tries again until the deadline, because the listener, a rank, may start later.
+Socket connect_to(int rank, const std::string& address, int port, SocketClock::time_point deadline);
 
 }  // namespace fusedmoe::comm

@@ -131,7 +131,7 @@ class Server final : public ControlPlane {
 class Client final : public ControlPlane {
  public:
   Client(int rank, const std::string& address, int port, milliseconds timeout)
-      : socket_(connect_to(address, port, SocketClock::now() + timeout)) {
+      : socket_(connect_to(0, address, port, SocketClock::now() + timeout)) {
     const auto number = static_cast<std::uint32_t>(rank);
     check(socket_.write(&number, sizeof number));
   }

@@ -1,5 +1,8 @@
 // Ranks that are threads of one process. A message is an address in a mailbox, one for each ordered
 // pair of ranks; the receiver copies from there, and the sender waits until it has.
+#include <sched.h>
+
+#include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -9,6 +12,8 @@
 #include "comm/text_board.h"
 #include "core/check.h"
 #include "core/device_runtime.h"
+#include "core/parallel.h"
+#include "core/thread_team.h"
 
 namespace fusedmoe {
 namespace comm {
@@ -31,55 +36,81 @@ std::optional<std::string> TextBoard::read(const std::string& name,
 
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
+// Ranks come to a step within microseconds of each other, or after their experts have run. Waking
+// a thread that sleeps costs tens of microseconds.
+constexpr std::chrono::microseconds kSpin{50}, kYield{2000};
+
+/// Of memory that is lent: a number of bytes that no message has.
+constexpr std::size_t kLent = static_cast<std::size_t>(-1);
+
 /// What all ranks of the process share.
 class Mailboxes {
  public:
   struct Mailbox {
-    std::deque<Message> messages;  // that were published and not yet copied
-    bool reading = false;          // the first one is being copied
+    std::deque<Message> messages;  // that were published and not yet read
+    bool reading = false;          // the first one is being read
   };
 
-  explicit Mailboxes(int size) : size_(size), boxes_(static_cast<std::size_t>(size) * size) {}
+  explicit Mailboxes(int size)
+      : size_(size),
+        spins_(size <= core::allowed_cores()),
+        boxes_(static_cast<std::size_t>(size) * size) {}
 
   void publish(int from, std::span<const Message> messages) {
-    {
-      const std::lock_guard lock(mutex_);
-      for (const Message& message : messages) {
-        if (message.bytes > 0) box(from, message.peer).messages.push_back(message);
-      }
+    const std::lock_guard lock(mutex_);
+    for (const Message& message : messages) {
+      if (message.bytes > 0) box(from, message.peer).messages.push_back(message);
     }
-    changed_.notify_all();
+    notify();
   }
 
-  /// Takes the next message of message.peer: copy(source, message) copies it, and waits.
-  template <typename Copy>
-  void receive(int to, const Message& message, Waiting& waiting, const Copy& copy) {
-    Mailbox& mailbox = box(message.peer, to);
+  /// Takes the next message of each peer in `messages`, which are of different peers or one alone,
+  /// and calls read(their addresses). The senders wait until it returns.
+  template <typename Read>
+  void receive(int to, std::span<const Message> messages, Waiting& waiting, const Read& read) {
+    std::vector<const void*> sources;
     std::unique_lock lock(mutex_);
-    wait(lock, waiting, message.peer, [&] { return !mailbox.messages.empty(); });
-    const Message source = mailbox.messages.front();
-    FUSEDMOE_CHECK(source.bytes == message.bytes, "message",
-                   core::format("{} bytes from rank {}", source.bytes, message.peer),
-                   core::format("{} bytes", message.bytes));
-    mailbox.reading = true;
-    lock.unlock();
-    copy(source.data, message);
-    lock.lock();
-    mailbox.messages.pop_front();
-    mailbox.reading = false;
-    lock.unlock();
-    changed_.notify_all();
+    const auto end_reading = [&](std::size_t count, bool done) {
+      for (std::size_t i = 0; i < count; ++i) {
+        Mailbox& mailbox = box(messages[i].peer, to);
+        if (done) mailbox.messages.pop_front();
+        mailbox.reading = false;
+      }
+      notify();
+    };
+    try {
+      for (const Message& message : messages) {
+        Mailbox& mailbox = box(message.peer, to);
+        wait(lock, waiting, message.peer, [&] { return !mailbox.messages.empty(); });
+        const Message& source = mailbox.messages.front();
+        FUSEDMOE_CHECK(source.bytes == message.bytes, "message",
+                       core::format("{} from rank {}", describe(source.bytes), message.peer),
+                       describe(message.bytes));
+        mailbox.reading = true;
+        sources.push_back(source.data);
+      }
+      lock.unlock();
+      read(sources);
+      lock.lock();
+      end_reading(sources.size(), true);
+    } catch (...) {
+      if (!lock.owns_lock()) lock.lock();
+      end_reading(sources.size(), false);
+      throw;
+    }
   }
 
-  /// Returns when all that `from` has published is copied.
-  void wait_until_copied(int from, Waiting& waiting) {
+  /// Returns when all that `from` has published is read.
+  void wait_until_read(int from, Waiting& waiting) {
     std::unique_lock lock(mutex_);
     for (int to = 0; to < size_; ++to) {
       wait(lock, waiting, to, [&] { return box(from, to).messages.empty(); });
     }
   }
 
-  /// Forgets what `from` has published, whose memory is about to go. Waits for a copy that runs.
+  /// Forgets what `from` has published, whose memory is about to go. Waits for who reads it.
   void withdraw(int from) {
     std::unique_lock lock(mutex_);
     for (int to = 0; to < size_; ++to) {
@@ -90,11 +121,33 @@ class Mailboxes {
   }
 
  private:
+  static std::string describe(std::size_t bytes) {
+    return bytes == kLent ? "memory that is lent" : core::format("{} bytes", bytes);
+  }
   Mailbox& box(int from, int to) { return boxes_[static_cast<std::size_t>(from) * size_ + to]; }
 
+  /// With the lock held.
+  void notify() {
+    changes_.fetch_add(1, std::memory_order_release);
+    changed_.notify_all();
+  }
+
+  /// Returns when condition() is true: spins first, then offers the core to others, then sleeps.
   template <typename Condition>
   void wait(std::unique_lock<std::mutex>& lock, Waiting& waiting, int peer,
             const Condition& condition) {
+    const Clock::time_point begin = Clock::now();
+    while (spins_ && !condition()) {
+      const std::uint64_t seen = changes_.load(std::memory_order_acquire);
+      lock.unlock();
+      Clock::duration passed{};
+      while (changes_.load(std::memory_order_acquire) == seen && passed < kYield) {
+        passed = Clock::now() - begin;
+        passed < kSpin ? core::pause() : static_cast<void>(sched_yield());
+      }
+      lock.lock();
+      if (passed >= kYield) break;
+    }
     constexpr std::chrono::milliseconds kStep{10};
     while (!changed_.wait_for(lock, kStep, condition)) {
       lock.unlock();
@@ -104,8 +157,10 @@ class Mailboxes {
   }
 
   const int size_;
+  const bool spins_;  // each rank has a core
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::atomic<std::uint64_t> changes_{0};
   std::vector<Mailbox> boxes_;  // [from][to]
 };
 
@@ -122,26 +177,64 @@ class ThreadData final : public DataPlane {
     const core::DeviceRuntime& runtime = core::runtime_of(device_);
     if (!device_.is_cpu()) runtime.synchronize(stream);  // what is sent is there
     mailboxes_->publish(rank_, sends);
-    const auto copy = [&](const void* source, const Message& message) {
-      if (device_.is_cpu()) {
-        std::memcpy(message.data, source, message.bytes);
-      } else {
-        runtime.copy(message.data, source, message.bytes, stream);
-        runtime.synchronize(stream);
-      }
-    };
-    try {
+    finish(waiting, [&] {
       for (const Message& message : receives) {
-        if (message.bytes > 0) mailboxes_->receive(rank_, message, waiting, copy);
+        if (message.bytes == 0) continue;
+        mailboxes_->receive(rank_, {&message, 1}, waiting, [&](std::span<const void* const> from) {
+          copy(from.front(), message, stream);
+        });
       }
-      mailboxes_->wait_until_copied(rank_, waiting);
+    });
+  }
+
+  bool can_lend() const override { return device_.is_cpu(); }
+  void lend(const void* mine, std::span<const int> peers, const Reader& read,
+            Waiting& waiting) override {
+    std::vector<Message> others;
+    for (const int peer : peers) {
+      if (peer != rank_) others.push_back({peer, const_cast<void*>(mine), kLent});
+    }
+    mailboxes_->publish(rank_, others);
+    finish(waiting, [&] {
+      mailboxes_->receive(rank_, others, waiting, [&](std::span<const void* const> from) {
+        std::vector<const void*> all;
+        std::size_t next = 0;
+        for (const int peer : peers) all.push_back(peer == rank_ ? mine : from[next++]);
+        read(all);
+      });
+    });
+  }
+
+ private:
+  /// Receives, and waits for those who read what this rank has published.
+  template <typename Receive>
+  void finish(Waiting& waiting, const Receive& receive) {
+    try {
+      receive();
+      mailboxes_->wait_until_read(rank_, waiting);
     } catch (...) {
       mailboxes_->withdraw(rank_);
       throw;
     }
   }
 
- private:
+  void copy(const void* source, const Message& message, Stream stream) const {
+    if (device_.is_cpu()) {
+      const auto bytes = static_cast<std::int64_t>(message.bytes);
+      core::parallel_ranges(core::executor_of(stream), bytes, bytes >= kParallelBytes,
+                            [&](std::int64_t begin, std::int64_t end) {
+                              std::memcpy(static_cast<char*>(message.data) + begin,
+                                          static_cast<const char*>(source) + begin,
+                                          static_cast<std::size_t>(end - begin));
+                            });
+    } else {
+      const core::DeviceRuntime& runtime = core::runtime_of(device_);
+      runtime.copy(message.data, source, message.bytes, stream);
+      runtime.synchronize(stream);
+    }
+  }
+
+  static constexpr std::int64_t kParallelBytes = 1 << 17;  // worth waking threads
   const int rank_;
   const Device device_;
   const std::shared_ptr<Mailboxes> mailboxes_;

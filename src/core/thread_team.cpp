@@ -25,15 +25,6 @@ int forks() {
   return registered == 0 ? fork_count.load(std::memory_order_relaxed) : 0;
 }
 
-/// Tells the processor that this thread only waits.
-void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("isb");
-#endif
-}
-
 /// How long a thread waits in each way before it goes on to the next: it spins, it offers its core
 /// to others, and in the end it sleeps. Waking it costs tens of microseconds in a virtual machine.
 struct Patience {

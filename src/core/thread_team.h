@@ -45,6 +45,15 @@ class ThreadTeam {
   alignas(64) std::atomic<int> unfinished_{0};
 };
 
+/// Tells the processor that this thread only waits.
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");
+#endif
+}
+
 /// Whether the calling thread is inside of a task of a team.
 bool in_team_task();
 

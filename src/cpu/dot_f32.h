@@ -54,6 +54,7 @@ Kernels f32_kernels(const char* name) {
   set(Codes::kQ4K, multiply_plain<D, Q4KCodec<S>>);
   set(Codes::kQ6K, multiply_plain<D, Q6KCodec<S>>);
   table.reduce = reduce<S>;
+  table.sum = sum_rows<S>;
   table.convert[static_cast<int>(Compute::kF32)] = convert_to_f32<S>;
   table.activate = activate_rows<S>;
   table.flops[static_cast<int>(Compute::kF32)] = flops<D>;

@@ -218,6 +218,21 @@ struct ReduceJob {
   bool accumulate = false;                               // output += the sum
 };
 
+/// output[i] = sum over j of weights[j] * rows[j][i], in order of j, rounded once. Rows of f32,
+/// bf16 or f16 that lie anywhere; nothing behind them is read. A null row is skipped; without
+/// weights every one is 1.
+struct SumJob {
+  const std::byte* const* rows = nullptr;
+  const std::byte* const* next_rows = nullptr;  // of the next job, to be prefetched; or null
+  Epilogue::Rounding row_dtype = Epilogue::Rounding::kNone;
+  const float* weights = nullptr;
+  std::int64_t num_rows = 0;
+  std::int64_t columns = 0;
+  void* output = nullptr;
+  Epilogue::Rounding dtype = Epilogue::Rounding::kNone;
+  bool accumulate = false;
+};
+
 struct Kernels {
   const char* name;
   /// Rows of a job must follow each other in memory: hidden states are permuted before GEMM 1.
@@ -225,6 +240,7 @@ struct Kernels {
   /// Multiply functions, null where the instruction set has none.
   void (*multiply[kNumCodes][kNumComputes])(const TileJob&);
   void (*reduce)(const ReduceJob&);
+  void (*sum)(const SumJob&);
   /// Converts rows of f32, bf16 or f16 (`from`) to rows of f32 or bf16, padded with zeros.
   void (*convert[2])(const void* source, Epilogue::Rounding from, std::int64_t count,
                      std::int64_t padded, void* target);

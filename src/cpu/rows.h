@@ -35,14 +35,54 @@ inline typename S::F round_to(typename S::F value, Epilogue::Rounding rounding) 
 
 // ------------------------------------------------------------------
 
+/// Where sums are written: the output row, its dtype, and whether they are added to it.
+struct SumTarget {
+  void* output;
+  Epilogue::Rounding dtype;
+  bool accumulate;
+};
+
 /// What the output row has in a column.
-inline float element_of(const ReduceJob& job, std::int64_t column) {
-  if (job.dtype == Epilogue::Rounding::kNone) return static_cast<const float*>(job.output)[column];
-  return half_to_f32(static_cast<const std::uint16_t*>(job.output)[column], job.dtype);
+inline float element_of(const SumTarget& target, std::int64_t column) {
+  if (target.dtype == Epilogue::Rounding::kNone) {
+    return static_cast<const float*>(target.output)[column];
+  }
+  return half_to_f32(static_cast<const std::uint16_t*>(target.output)[column], target.dtype);
+}
+
+/// The sums of `count` columns from column i on.
+template <class S>
+inline void write_sum(const SumTarget& target, typename S::F sum, std::int64_t i,
+                      std::int64_t count) {
+  alignas(64) float lanes[S::kWidth];
+  alignas(64) std::uint16_t codes[S::kWidth];
+  const auto size = static_cast<std::size_t>(count);
+  if (target.accumulate) {
+    S::store(lanes, S::set1(0.0f));
+    for (std::size_t c = 0; c < size; ++c) {
+      lanes[c] = element_of(target, i + static_cast<std::int64_t>(c));
+    }
+    sum = S::fma(sum, S::set1(1.0f), S::load(lanes));
+  }
+  const bool whole = count == S::kWidth;  // then to its place at once
+  if (target.dtype == Epilogue::Rounding::kNone) {
+    float* to = static_cast<float*>(target.output) + i;
+    S::store(whole ? to : lanes, sum);
+    if (!whole) std::memcpy(to, lanes, 4 * size);
+    return;
+  }
+  std::uint16_t* to = static_cast<std::uint16_t*>(target.output) + i;
+  if (target.dtype == Epilogue::Rounding::kBF16) {
+    S::to_bf16(whole ? to : codes, sum);
+  } else {
+    S::to_f16(whole ? to : codes, sum);
+  }
+  if (!whole) std::memcpy(to, codes, 2 * size);
 }
 
 template <class S>
 void reduce(const ReduceJob& job) {
+  const SumTarget target{job.output, job.dtype, job.accumulate};
   for (std::int64_t i = job.begin; i < job.end; i += S::kWidth) {
     auto sum = S::set1(0.0f);
     for (std::int64_t j = 0; j < job.num_indices; ++j) {
@@ -52,30 +92,78 @@ void reduce(const ReduceJob& job) {
           S::load(reinterpret_cast<const float*>(job.rows + job.indices[j] * job.row_bytes) + i);
       sum = S::fma(row, S::set1(job.weights ? job.weights[j] : 1.0f), sum);
     }
-    alignas(64) float lanes[S::kWidth];
-    alignas(64) std::uint16_t codes[S::kWidth];
     const std::int64_t left = job.end - i;
-    const auto count = static_cast<std::size_t>(left < S::kWidth ? left : S::kWidth);
-    if (job.accumulate) {
-      S::store(lanes, S::set1(0.0f));
-      for (std::size_t c = 0; c < count; ++c) {
-        lanes[c] = element_of(job, i + static_cast<std::int64_t>(c));
+    write_sum<S>(target, sum, i, left < S::kWidth ? left : S::kWidth);
+  }
+}
+
+template <class S, Epilogue::Rounding kDtype>
+inline typename S::F load_columns(const std::byte* row, std::int64_t i) {
+  if constexpr (kDtype == Epilogue::Rounding::kNone) {
+    return S::load(reinterpret_cast<const float*>(row) + i);
+  } else if constexpr (kDtype == Epilogue::Rounding::kBF16) {
+    return S::load_bf16(row + 2 * i);
+  } else {
+    return S::load_f16(row + 2 * i);
+  }
+}
+
+/// The same of the last `count` columns, the rest zeros: nothing behind the row is read.
+template <class S, Epilogue::Rounding kDtype>
+inline typename S::F load_last(const std::byte* row, std::int64_t i, std::int64_t count) {
+  constexpr std::int64_t kBytes = kDtype == Epilogue::Rounding::kNone ? 4 : 2;
+  alignas(64) std::byte lanes[S::kWidth * 4] = {};
+  std::memcpy(lanes, row + i * kBytes, static_cast<std::size_t>(count * kBytes));
+  return load_columns<S, kDtype>(lanes, 0);
+}
+
+template <class S, Epilogue::Rounding kDtype>
+void sum_rows_of(const SumJob& job) {
+  constexpr int kVectors = 4;  // whose sums hide each other's latency
+  constexpr std::int64_t kLine = 64, kBytes = kDtype == Epilogue::Rounding::kNone ? 4 : 2;
+  const SumTarget target{job.output, job.dtype, job.accumulate};
+  const auto weight = [&](std::int64_t j) { return S::set1(job.weights ? job.weights[j] : 1.0f); };
+  std::int64_t i = 0;
+  for (; i + kVectors * S::kWidth <= job.columns; i += kVectors * S::kWidth) {
+    typename S::F sums[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sums[v] = S::set1(0.0f);
+    for (std::int64_t j = 0; j < job.num_rows; ++j) {
+      if (!job.rows[j]) continue;
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        const auto row = load_columns<S, kDtype>(job.rows[j], i + v * S::kWidth);
+        sums[v] = S::fma(row, weight(j), sums[v]);
       }
-      sum = S::fma(sum, S::set1(1.0f), S::load(lanes));
     }
-    switch (job.dtype) {
-      case Epilogue::Rounding::kNone:
-        S::store(lanes, sum);
-        std::memcpy(static_cast<float*>(job.output) + i, lanes, 4 * count);
-        continue;
-      case Epilogue::Rounding::kBF16:
-        S::to_bf16(codes, sum);
-        break;
-      case Epilogue::Rounding::kF16:
-        S::to_f16(codes, sum);
-        break;
+    for (std::int64_t j = 0; job.next_rows && j < job.num_rows; ++j) {
+      if (!job.next_rows[j]) continue;
+      for (std::int64_t b = 0; b < kVectors * S::kWidth * kBytes; b += kLine) {
+        __builtin_prefetch(job.next_rows[j] + i * kBytes + b, 0, 2);
+      }
     }
-    std::memcpy(static_cast<std::uint16_t*>(job.output) + i, codes, 2 * count);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) write_sum<S>(target, sums[v], i + v * S::kWidth, S::kWidth);
+  }
+  for (; i < job.columns; i += S::kWidth) {
+    const std::int64_t left = job.columns - i, count = left < S::kWidth ? left : S::kWidth;
+    auto sum = S::set1(0.0f);
+    for (std::int64_t j = 0; j < job.num_rows; ++j) {
+      if (job.rows[j]) sum = S::fma(load_last<S, kDtype>(job.rows[j], i, count), weight(j), sum);
+    }
+    write_sum<S>(target, sum, i, count);
+  }
+}
+
+template <class S>
+void sum_rows(const SumJob& job) {
+  switch (job.row_dtype) {
+    case Epilogue::Rounding::kNone:
+      return sum_rows_of<S, Epilogue::Rounding::kNone>(job);
+    case Epilogue::Rounding::kBF16:
+      return sum_rows_of<S, Epilogue::Rounding::kBF16>(job);
+    case Epilogue::Rounding::kF16:
+      return sum_rows_of<S, Epilogue::Rounding::kF16>(job);
   }
 }
 

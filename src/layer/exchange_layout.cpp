@@ -5,9 +5,6 @@
 namespace fusedmoe::layer {
 namespace {
 
-/// A vector of the CPU's sums may read behind the last row.
-constexpr std::size_t kSlack = 64;
-
 bool scale_of_each_rank(const Preparation& preparation) {
   return preparation.quant && preparation.quant->group.rows != 1 && preparation.quant->dynamic;
 }
@@ -36,11 +33,12 @@ ExchangeLayout::ExchangeLayout(void* workspace, const ProblemSize& problem,
   physical_ids = take(DType::kI32, {tokens, topk});
   send_rows = take(DType::kI32, {tokens, ranks});
   own_rows = take(DType::kI32, {tokens, 1});
+  if (sizes.host) send_tokens = take(DType::kI32, {ranks, sizes.max_tokens});
   send_counts = take(DType::kI32, {ranks});
   recv_counts = take(DType::kI32, {ranks});
   headers_out = take(DType::kU8, {ranks, sizeof(StepHeader)});
   headers_in = take(DType::kU8, {ranks, sizeof(StepHeader)});
-  if (!sizes.to_all) packed = take_rows(ranks * sizes.max_tokens, topk);
+  if (!sizes.to_all && !sizes.in_place) packed = take_rows(ranks * sizes.max_tokens, topk);
   received = take_rows(sizes.capacity, topk);
   std::int64_t returning = ranks * sizes.max_tokens;
   if (sizes.per_slot) {
@@ -49,8 +47,12 @@ ExchangeLayout::ExchangeLayout(void* workspace, const ProblemSize& problem,
     returned_slots = take(DType::kI32, {tokens, topk});
     returning = tokens * topk;
   }
-  returned = take(sizes.combine_dtype, {returning, sizes.hidden});
-  cutter.take(kSlack);
+  if (!sizes.in_place) returned = take(sizes.combine_dtype, {returning, sizes.hidden});
+  if (sizes.host) {
+    const std::int64_t rows = tokens * (sizes.per_slot ? topk : ranks);
+    row_addresses = static_cast<const std::byte**>(
+        cutter.take(static_cast<std::size_t>(rows) * sizeof(std::byte*)));
+  }
   if (sizes.sum_ranks == 1) return;
   partial = take(sizes.combine_dtype, {tokens, sizes.hidden});
   sums.emplace(cutter, tokens, sizes.hidden, sizes.combine_dtype, sizes.sum_ranks, device);

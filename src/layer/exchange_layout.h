@@ -13,6 +13,7 @@ struct StepHeader {
   std::int32_t topk;
   std::int64_t max_tokens;
   std::int64_t row_bytes;
+  bool operator==(const StepHeader&) const = default;
 };
 
 /// What the layout depends on.
@@ -22,12 +23,20 @@ struct ExchangeSizes {
   int num_ranks;
   int sum_ranks;  // that have the same tokens; 1: nothing to add
   bool to_all, per_slot;
+  bool host;      // the steps of rank_exchange_host.cpp
+  bool in_place;  // ranks read each other's memory: nothing is packed, nothing returns
   DType combine_dtype;
 };
 
 /// One thing of each row: values, scales, ids, weights. Undefined where rows have none.
 struct RowTensors {
   TensorView values, scales, ids, weights;
+  RowTensors slice(std::int64_t begin, std::int64_t end) const {
+    const auto part = [&](const TensorView& all) {
+      return all ? all.slice(0, begin, end) : TensorView();
+    };
+    return {part(values), part(scales), part(ids), part(weights)};
+  }
   /// Calls function(tensor of this, tensor of other) for what rows have.
   template <typename Function>
   void each(const RowTensors& other, const Function& function) const {
@@ -49,6 +58,7 @@ struct ExchangeLayout {
   TensorView physical_ids;  // (num_tokens, topk) i32
   TensorView send_rows;     // (num_tokens, num_ranks) i32
   TensorView own_rows;      // (num_tokens, 1) i32: 0, 1, 2, ...
+  TensorView send_tokens;   // (num_ranks, max_tokens) i32, on the host
   TensorView send_counts;   // (num_ranks) i32
   TensorView recv_counts;
   TensorView headers_out, headers_in;  // (num_ranks, bytes) u8
@@ -58,6 +68,7 @@ struct ExchangeLayout {
   TensorView slot_rows;       // (capacity, topk) i32: expert row of a received row's slot
   RowTensors expert_rows;     // (capacity * topk)
   TensorView returned_slots;  // (num_tokens, topk) i32
+  const std::byte** row_addresses = nullptr;  // (num_tokens, num_ranks or topk), on the host
   // Returned: of rank r from row r * max_tokens on; per slot one behind the other.
   TensorView returned;
   TensorView partial;  // (num_tokens, hidden): this rank's part, where sum_ranks > 1

@@ -17,14 +17,6 @@
 namespace fusedmoe::layer {
 namespace {
 
-Tensor on_device(const std::vector<std::int32_t>& numbers, Device device) {
-  const Tensor host =
-      borrow(numbers.data(), DType::kI32, {static_cast<std::int64_t>(numbers.size())});
-  const Tensor copied = Tensor::empty(host.shape(), DType::kI32);
-  copy(host, copied, {});
-  return to_device(copied, device);
-}
-
 Message message(int peer, const TensorView& rows, std::int64_t begin, std::int64_t count) {
   const TensorView part = rows.slice(0, begin, begin + count);
   return {peer, part.data(), static_cast<std::size_t>(part.nbytes())};
@@ -34,110 +26,6 @@ Message message(int peer, const TensorView& rows, std::int64_t begin, std::int64
 
 std::int64_t RankExchange::Step::recv_begin(int rank) const {
   return std::accumulate(recv_counts.begin(), recv_counts.begin() + rank, std::int64_t{0});
-}
-
-RankExchange::RankExchange(const PrepareFinalizeDescriptor& descriptor, const MoeConfig& config,
-                           const Context& context, bool to_all)
-    : PrepareAndFinalize(descriptor),
-      to_all_(to_all),
-      combine_(config.combine),
-      combine_dtype_(per_slot() ? DType::kF32 : context.ranks.combine_dtype.value_or(config.dtype)),
-      fixed_sizes_(context.ranks.fixed_sizes),
-      receive_capacity_(context.ranks.receive_capacity),
-      max_tokens_per_rank_(context.ranks.max_tokens_per_rank),
-      sums_(nullptr) {
-  join(config.parallel, context.ranks.communicator);
-  place_experts(config, context.ranks);
-  layer_ = static_cast<std::uint32_t>(group_->next_layer());
-  if (context.ranks.replica_choice == ReplicaChoice::kNearest) nearest_rank_ = rank_;
-  for (auto* counts : {&step_.send_counts, &step_.recv_counts, &step_.slots_in, &step_.slots_out}) {
-    counts->resize(static_cast<std::size_t>(size_));
-  }
-}
-
-/// The ranks that rows go to, and those whose sums are added to this one's.
-void RankExchange::join(const ParallelConfig& parallel, const std::shared_ptr<Communicator>& all) {
-  using Combine = ParallelConfig::Combine;
-  const std::vector<int> ranks = parallel.gather_group();
-  whole_ = !to_all_ || static_cast<int>(ranks.size()) == all->size();
-  group_ = whole_ ? all : all->split(ranks.front());
-  size_ = group_->size();
-  rank_ = group_->rank();
-  const std::vector<int> same =
-      parallel.reduce_group(to_all_ ? Combine::kReduceScatter : Combine::kComplete);
-  if (same.size() > 1) sums_ = RankSums(all->split(same.front()));
-}
-
-void RankExchange::place_experts(const MoeConfig& config, const RankOptions& options) {
-  const ParallelConfig& parallel = config.parallel;
-  const bool shared = parallel.ep_size > 1;  // else every rank has a slice of all experts
-  const auto linear = [&] {
-    return ExpertPlacement::linear(config.num_experts, shared ? parallel.ep_size : 1);
-  };
-  const ExpertPlacement placement = shared && options.placement ? *options.placement : linear();
-  // Places of the flat ranks in the group; -1: a rank outside, whose experts are not reached.
-  std::vector<std::int32_t> place(static_cast<std::size_t>(parallel.num_ranks()), -1);
-  const std::vector<int> members = parallel.gather_group();
-  for (std::size_t i = 0; i < place.size(); ++i) {
-    const auto found = std::find(members.begin(), members.end(), static_cast<int>(i));
-    if (whole_) place[i] = static_cast<std::int32_t>(i);
-    if (!whole_ && found != members.end()) {
-      place[i] = static_cast<std::int32_t>(found - members.begin());
-    }
-  }
-  const ExpertPlacement::Table table = placement.table();
-  std::vector<std::int32_t> ranks = placement.rank_of(), map = table.local;
-  std::vector<bool> owns(static_cast<std::size_t>(size_), !shared);
-  for (std::size_t p = 0; shared && p < map.size(); ++p) {
-    if (ranks[p] != parallel.rank()) map[p] = -1;
-    ranks[p] = place[ranks[p]];
-    if (ranks[p] >= 0) owns[ranks[p]] = true;
-  }
-  for (int r = 0; r < size_; ++r) {
-    if (owns[r]) owners_.push_back(r);
-  }
-  replica_offsets_ = on_device(table.offsets, config.device);
-  replicas_ = on_device(table.physical, config.device);
-  physical_ranks_ = on_device(ranks, config.device);
-  if (shared) expert_map_ = on_device(map, config.device);
-}
-
-ExchangeSizes RankExchange::sizes(const ProblemSize& caller) const {
-  ExchangeSizes sizes{};
-  sizes.num_tokens = caller.num_tokens;
-  sizes.max_tokens = std::max(caller.max_tokens, caller.num_tokens);
-  sizes.topk = caller.topk;
-  sizes.hidden = caller.hidden;
-  sizes.capacity = size_ * sizes.max_tokens;
-  if (receive_capacity_ > 0) sizes.capacity = std::min(sizes.capacity, receive_capacity_);
-  // A rank's own rows lie there too, even where it has no experts.
-  if (to_all_) sizes.capacity = std::max(sizes.capacity, sizes.max_tokens);
-  sizes.num_ranks = size_;
-  sizes.sum_ranks = sums_.needed() ? sums_.communicator()->size() : 1;
-  sizes.to_all = to_all_;
-  sizes.per_slot = per_slot();
-  sizes.combine_dtype = combine_dtype_;
-  return sizes;
-}
-
-ProblemSize RankExchange::problem_size(const ProblemSize& caller) const {
-  ProblemSize problem = caller;
-  const ExchangeSizes exchange = sizes(caller);
-  problem.num_tokens = exchange.capacity * (per_slot() ? caller.topk : 1);
-  problem.max_tokens = 0;
-  if (per_slot()) problem.topk = 1;
-  problem.output_dtype = combine_dtype_;
-  return problem;
-}
-
-std::size_t RankExchange::workspace_bytes(const ProblemSize& caller,
-                                          const Preparation& preparation) const {
-  return ExchangeLayout(nullptr, caller, sizes(caller), preparation, {}).cutter.used();
-}
-
-ExchangeLayout RankExchange::layout(const ForwardArgs& args) const {
-  const ProblemSize problem = problem_of(args);
-  return {args.prepare_workspace, problem, sizes(problem), args.preparation, args.stream.device};
 }
 
 std::string RankExchange::what(std::string_view phase) const {
@@ -181,24 +69,39 @@ void RankExchange::do_start_prepare(ForwardArgs& args) const {
   step_.number = group_->next_step();
   const ExchangeLayout layout = this->layout(args);
   plan(args, layout);
+  ForwardArgs own = args;  // the caller's views stay until finish_prepare, which needs their sizes
   if (fixed_sizes_) {
-    for (int r = 0; r < size_; ++r) {
-      const bool gets = !to_all_ || std::count(owners_.begin(), owners_.end(), r) > 0;
-      step_.send_counts[r] = gets ? layout.sizes.max_tokens : 0;
-    }
-    std::fill(step_.recv_counts.begin(), step_.recv_counts.end(), step_.send_counts[rank_]);
-  } else {
+    set_fixed_counts(layout);
+  } else if (!in_place_) {
     count(args, layout);
   }
+  if (!in_place_) check_received();
+  layout.own.run(own);
+  const RowTensors rows = own_rows(own, layout);
+  if (in_place_) {
+    receive_in_place(rows, layout, args.stream);
+  } else if (host_) {
+    pack_on_host(rows, layout, args.stream);
+  } else {
+    pack(rows, layout, args.stream);
+  }
+  args.hidden_scales = own.hidden_scales;
+}
+
+/// Every rank sends max_tokens rows to each that has experts.
+void RankExchange::set_fixed_counts(const ExchangeLayout& layout) const {
+  for (int r = 0; r < size_; ++r) {
+    const bool gets = !to_all_ || std::count(owners_.begin(), owners_.end(), r) > 0;
+    step_.send_counts[r] = gets ? layout.sizes.max_tokens : 0;
+  }
+  std::fill(step_.recv_counts.begin(), step_.recv_counts.end(), step_.send_counts[rank_]);
+}
+
+void RankExchange::check_received() const {
   step_.rows = step_.recv_begin(size_);
   FUSEDMOE_CHECK(receive_capacity_ == 0 || step_.rows <= receive_capacity_, "receive_capacity",
                  core::format("{} rows in {}", step_.rows, what("dispatch")),
                  core::format("at most {}", receive_capacity_));
-  // The caller's views stay until finish_prepare, which needs their sizes.
-  ForwardArgs own = args;
-  layout.own.run(own);
-  pack(own, layout);
-  args.hidden_scales = own.hidden_scales;
 }
 
 void RankExchange::plan(const ForwardArgs& args, const ExchangeLayout& layout) const {
@@ -212,6 +115,7 @@ void RankExchange::plan(const ForwardArgs& args, const ExchangeLayout& layout) c
   plan.physical_ids = layout.physical_ids;
   plan.send_rows = layout.send_rows;
   plan.send_counts = layout.send_counts;
+  plan.send_tokens = layout.send_tokens;
   const core::Backend& backend = backend_of(args.stream.device);
   backend.plan_dispatch(plan, args.stream);
   if (!per_slot()) return;
@@ -220,13 +124,15 @@ void RankExchange::plan(const ForwardArgs& args, const ExchangeLayout& layout) c
       step_.slots_out, args.stream);
 }
 
+StepHeader RankExchange::header(const ExchangeLayout& layout) const {
+  return {step_.number, layer_, static_cast<std::int32_t>(layout.sizes.topk),
+          layout.sizes.max_tokens, bytes(layout.own.values_dtype(), layout.own.value_columns())};
+}
+
 /// How many rows come from each rank, and whether all do the same step.
 void RankExchange::count(const ForwardArgs& args, const ExchangeLayout& layout) const {
   const Stream stream = args.stream;
-  const StepHeader mine{step_.number, layer_, static_cast<std::int32_t>(layout.sizes.topk),
-                        layout.sizes.max_tokens,
-                        bytes(layout.own.values_dtype(), layout.own.value_columns())};
-  const std::vector<StepHeader> out(static_cast<std::size_t>(size_), mine);
+  const std::vector<StepHeader> out(static_cast<std::size_t>(size_), header(layout));
   const auto bytes_of = [](const auto& list) {
     return TensorView(list.data(), DType::kU8,
                       {static_cast<std::int64_t>(list.size() * sizeof list[0])});
@@ -276,44 +182,45 @@ void RankExchange::check_headers(std::span<const StepHeader> headers) const {
   };
   // Compared with rank 0's, so that all ranks say the same.
   for (int r = 1; r < size_; ++r) {
-    if (std::memcmp(&headers[r], &headers[0], sizeof headers[0]) == 0) continue;
+    if (headers[r] == headers[0]) continue;
     throw Error::communication(
         core::format("{}, but {}", describe(0, headers[0]), describe(r, headers[r])));
   }
 }
 
-/// Rows, scales, ids and weights of this rank's tokens, where exchange_rows() takes them from.
-void RankExchange::pack(const ForwardArgs& own, const ExchangeLayout& layout) const {
-  const Stream stream = own.stream;
-  const core::Backend& backend = backend_of(stream.device);
+/// Values, scales, ids and weights of this rank's tokens, one of each in every row.
+RowTensors RankExchange::own_rows(const ForwardArgs& own, const ExchangeLayout& layout) const {
+  const core::Backend& backend = backend_of(own.stream.device);
   RowTensors tokens{own.hidden_states, {}, layout.physical_ids, own.topk_weights};
   if (layout.received.scales) tokens.scales = own.hidden_scales;
+  if (layout.own_rows) backend.number_parts(layout.own_rows, 0, own.stream);
+  if (layout.row_scales) {
+    const TensorView every_row = layout.own_rows.reshape({1, layout.sizes.num_tokens});
+    backend.dispatch(every_row, own.hidden_scales, layout.row_scales, own.stream);
+    tokens.scales = layout.row_scales;
+  }
+  return tokens;
+}
+
+/// Puts the rows where exchange_rows() takes them from.
+void RankExchange::pack(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const {
+  const core::Backend& backend = backend_of(stream.device);
   RowTensors target = layout.packed;
   if (to_all_) {
     // At once where they lie among the rows of all ranks.
     const std::int64_t begin = step_.recv_begin(rank_);
-    const std::int64_t rows = fixed_sizes_ ? layout.sizes.max_tokens : layout.sizes.num_tokens;
-    const auto part = [&](const TensorView& all) {
-      return all ? all.slice(0, begin, begin + rows) : TensorView();
-    };
-    const RowTensors& all = layout.received;
-    target = {part(all.values), part(all.scales), part(all.ids), part(all.weights)};
+    const std::int64_t count = fixed_sizes_ ? layout.sizes.max_tokens : layout.sizes.num_tokens;
+    target = layout.received.slice(begin, begin + count);
   }
   if (fixed_sizes_) fill_bytes(target.ids, 0xff, stream);  // -1 in rows that nobody fills
-  backend.number_parts(layout.own_rows, 0, stream);        // a kernel that the copies may overlap
-  if (layout.row_scales) {
-    const TensorView every_row = layout.own_rows.reshape({1, layout.sizes.num_tokens});
-    backend.dispatch(every_row, own.hidden_scales, layout.row_scales, stream);
-    tokens.scales = layout.row_scales;
-  }
-  target.each(tokens, [&](const TensorView& to, const TensorView& from) {
+  target.each(rows, [&](const TensorView& to, const TensorView& from) {
     backend.dispatch(to_all_ ? layout.own_rows : layout.send_rows, from, to, stream);
   });
 }
 
 /// Whether the data plane's own collectives serve: the same number of rows from and to every rank.
 bool RankExchange::gather_and_scatter() const {
-  return to_all_ && fixed_sizes_ && whole_ && !per_slot() &&
+  return !host_ && to_all_ && fixed_sizes_ && whole_ && !per_slot() &&
          static_cast<int>(owners_.size()) == size_;
 }
 
@@ -330,6 +237,7 @@ void RankExchange::exchange_rows(const ExchangeLayout& layout, Stream stream) co
   std::vector<Message> sends, receives;
   const RowTensors& source = to_all_ ? all : layout.packed;
   for (int r = 0; r < size_; ++r) {
+    if (host_ && r == rank_) continue;  // packed there at once
     const std::int64_t from = to_all_ ? step_.recv_begin(rank_) : r * layout.sizes.max_tokens;
     const std::int64_t to = step_.recv_begin(r);
     source.each(all, [&](const TensorView& out, const TensorView& in) {
@@ -342,7 +250,7 @@ void RankExchange::exchange_rows(const ExchangeLayout& layout, Stream stream) co
 
 void RankExchange::do_finish_prepare(ForwardArgs& args) const {
   const ExchangeLayout layout = this->layout(args);
-  exchange_rows(layout, args.stream);
+  if (!in_place_) exchange_rows(layout, args.stream);
   const auto arrived = [&](const TensorView& all) { return all.slice(0, 0, step_.rows); };
   args.hidden_states = arrived(layout.received.values);
   if (layout.received.scales) args.hidden_scales = arrived(layout.received.scales);
@@ -377,12 +285,18 @@ void RankExchange::expand_slots(ForwardArgs& args, const ExchangeLayout& layout)
 }
 
 void RankExchange::do_start_finalize(const ForwardArgs& args) const {
-  return_rows(args, layout(args));
+  if (!in_place_) return_rows(args, layout(args));
 }
 
 void RankExchange::do_finish_finalize(const ForwardArgs& args) const {
   const ExchangeLayout layout = this->layout(args);
-  sum(args, layout);
+  if (in_place_) {
+    sum_in_place(args, layout);
+  } else if (host_) {
+    sum_messages(args, layout);
+  } else {
+    sum(args, layout);
+  }
   if (sums_.needed()) {
     sums_.run(layout.partial, args.output, args.accumulate, *layout.sums, args.stream, what("sum"));
   }
@@ -402,13 +316,17 @@ void RankExchange::return_rows(const ForwardArgs& args, const ExchangeLayout& la
   std::vector<Message> sends, receives;
   std::int64_t slots_sent = 0, slots_back = 0;
   for (int r = 0; r < size_; ++r) {
+    const bool stays = host_ && r == rank_;  // summed where the experts wrote it
     if (per_slot()) {
-      sends.push_back(message(r, rows, slots_sent, step_.slots_in[r]));
-      receives.push_back(message(r, layout.returned, slots_back, step_.slots_out[r]));
+      if (!stays) {
+        sends.push_back(message(r, rows, slots_sent, step_.slots_in[r]));
+        receives.push_back(message(r, layout.returned, slots_back, step_.slots_out[r]));
+      }
       slots_sent += step_.slots_in[r];
       slots_back += step_.slots_out[r];
       continue;
     }
+    if (stays) continue;
     sends.push_back(message(r, rows, step_.recv_begin(r), step_.recv_counts[r]));
     if (step_.send_counts[r] == 0) continue;
     const auto place = std::find(owners_.begin(), owners_.end(), r) - owners_.begin();
@@ -418,6 +336,7 @@ void RankExchange::return_rows(const ForwardArgs& args, const ExchangeLayout& la
   swap(sends, receives, args.stream, "combine");
 }
 
+/// On CUDA.
 void RankExchange::sum(const ForwardArgs& args, const ExchangeLayout& layout) const {
   const core::Backend& backend = backend_of(args.stream.device);
   const std::int64_t num_tokens = layout.sizes.num_tokens;

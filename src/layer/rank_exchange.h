@@ -46,13 +46,25 @@ class RankExchange final : public PrepareAndFinalize {
   std::string what(std::string_view phase) const;
   void plan(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void count(const ForwardArgs& args, const ExchangeLayout& layout) const;
+  void set_fixed_counts(const ExchangeLayout& layout) const;
   void check_headers(std::span<const StepHeader> headers) const;
-  void pack(const ForwardArgs& args, const ExchangeLayout& layout) const;
+  void pack(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
   void exchange_rows(const ExchangeLayout& layout, Stream stream) const;
   void expand_slots(ForwardArgs& args, const ExchangeLayout& layout) const;
   void return_rows(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void sum(const ForwardArgs& args, const ExchangeLayout& layout) const;
   bool gather_and_scatter() const;
+  StepHeader header(const ExchangeLayout& layout) const;
+  void check_received() const;
+  RowTensors own_rows(const ForwardArgs& own, const ExchangeLayout& layout) const;
+  // The steps on the CPU.
+  void receive_in_place(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
+  void pack_on_host(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
+  void count_on_host(const ExchangeLayout& layout) const;
+  void sum_in_place(const ForwardArgs& args, const ExchangeLayout& layout) const;
+  void sum_messages(const ForwardArgs& args, const ExchangeLayout& layout) const;
+  void sum_rows(const ForwardArgs& args, const ExchangeLayout& layout,
+                std::span<const std::byte* const> first) const;
   bool per_slot() const { return combine_ == CombineMode::kPerSlot; }
   void swap(std::span<const Message> sends, std::span<const Message> receives, Stream stream,
             std::string_view phase) const;
@@ -64,6 +76,8 @@ class RankExchange final : public PrepareAndFinalize {
   const std::int64_t receive_capacity_, max_tokens_per_rank_;
   std::shared_ptr<Communicator> group_;
   bool whole_ = true;  // the group is all ranks
+  const bool host_;
+  bool in_place_ = false;  // ranks read each other's rows where they lie
   int size_ = 1, rank_ = 0;
   RankSums sums_;  // over the ranks that have the same tokens
   std::uint32_t layer_ = 0;

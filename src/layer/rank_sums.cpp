@@ -1,5 +1,6 @@
 #include "layer/rank_sums.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "layer/backend.h"
@@ -11,6 +12,49 @@ std::int64_t share_of(std::int64_t num_tokens, int num_ranks) {
   return (num_tokens + num_ranks - 1) / num_ranks;
 }
 
+/// Rank r's share of the tokens.
+TensorView share_of(const TensorView& tensor, int num_ranks, int r) {
+  const std::int64_t num_tokens = tensor.size(0), share = share_of(num_tokens, num_ranks);
+  const auto begin_of = [&](int rank) { return std::min(num_tokens, rank * share); };
+  return tensor.slice(0, begin_of(r), begin_of(r + 1));
+}
+
+/// output = sum of the parts of each token, which lie one behind the other in `first` with `stride`
+/// rows between a token's.
+struct PartSum {
+  TensorView source;  // of the parts' dtype
+  TensorView output;
+  bool accumulate = false;
+  std::vector<const std::byte*> first;  // on the CPU, for each part: that of token 0
+};
+
+void sum_parts(const PartSum& sum, const RankSums::Buffers& buffers, std::int64_t stride,
+               Stream stream) {
+  const core::Backend& backend = backend_of(stream.device);
+  const auto num_parts = static_cast<std::int64_t>(sum.first.size());
+  const std::int64_t num_tokens = sum.output.size(0);
+  core::ReduceArgs args;
+  args.output = sum.output;
+  args.fused_output = sum.source;
+  args.router_weight_on_input = true;  // weights of one
+  args.accumulate = sum.accumulate;
+  args.stream = stream;
+  if (!stream.device.is_cpu()) {
+    args.topk_ids =
+        TensorView(buffers.rows.data(), DType::kI32, {num_tokens, num_parts}, stream.device);
+    backend.number_parts(args.topk_ids, stride, stream);
+    return backend.reduce(args, args.topk_ids);
+  }
+  const std::int64_t row_bytes = bytes(sum.source.dtype(), sum.source.size(1));
+  const std::byte** next = buffers.addresses;
+  for (std::int64_t token = 0; token < num_tokens; ++token) {
+    for (const std::byte* first : sum.first) *next++ = first + token * row_bytes;
+  }
+  args.row_addresses = buffers.addresses;
+  args.rows_per_token = num_parts;
+  backend.reduce(args, {});
+}
+
 }  // namespace
 
 RankSums::Buffers::Buffers(core::WorkspaceCutter& cutter, std::int64_t num_tokens,
@@ -19,56 +63,73 @@ RankSums::Buffers::Buffers(core::WorkspaceCutter& cutter, std::int64_t num_token
   parts = cutter.take(dtype, {share * num_ranks, hidden}, device);
   rows = cutter.take(DType::kI32, {share, num_ranks}, device);
   total = cutter.take(dtype, {num_tokens, hidden}, device);
+  if (!device.is_cpu()) return;
+  addresses = static_cast<const std::byte**>(cutter.take(
+      static_cast<std::size_t>(std::max(num_tokens, share * num_ranks)) * sizeof(std::byte*)));
 }
 
 void RankSums::run(const TensorView& partial, const TensorView& output, bool accumulate,
                    const Buffers& buffers, Stream stream, std::string_view what) const {
+  if (stream.device.is_cpu() && communicator_->can_lend()) {
+    return run_in_place(partial, output, accumulate, buffers, stream, what);
+  }
   const std::int64_t num_tokens = partial.size(0);
   const int num_ranks = communicator_->size(), rank = communicator_->rank();
   const std::int64_t share = share_of(num_tokens, num_ranks);
-  const auto begin_of = [&](int r) { return std::min(num_tokens, r * share); };
-  const auto part = [&](const TensorView& tensor, int r) {
-    return tensor.slice(0, begin_of(r), begin_of(r + 1));
-  };
   const auto message = [](int peer, const TensorView& view) {
     return Message{peer, view.data(), static_cast<std::size_t>(view.nbytes())};
   };
-  const TensorView mine = part(buffers.total, rank);
+  const TensorView mine = share_of(buffers.total, num_ranks, rank);
   std::vector<Message> sends, receives;
+  PartSum sum{buffers.parts, mine};
   for (int r = 0; r < num_ranks; ++r) {
-    sends.push_back(message(r, part(partial, r)));
-    receives.push_back(message(r, buffers.parts.slice(0, r * share, r * share + mine.size(0))));
+    const TensorView part = buffers.parts.slice(0, r * share, r * share + mine.size(0));
+    sends.push_back(message(r, share_of(partial, num_ranks, r)));
+    receives.push_back(message(r, part));
+    sum.first.push_back(part.as<const std::byte>());
   }
   communicator_->exchange(sends, receives, stream, what);
-
-  const core::Backend& backend = backend_of(stream.device);
-  const TensorView rows = buffers.rows.slice(0, 0, mine.size(0));
-  const auto sum = [&](const TensorView& source, const TensorView& numbers,
-                       const TensorView& target, bool add) {
-    core::ReduceArgs args;
-    args.output = target;
-    args.fused_output = source;
-    args.topk_ids = numbers;
-    args.router_weight_on_input = true;  // weights of one
-    args.accumulate = add;
-    args.stream = stream;
-    backend.reduce(args, numbers);
-  };
-  backend.number_parts(rows, share, stream);
-  sum(buffers.parts, rows, mine, false);
+  sum_parts(sum, buffers, share, stream);
 
   sends.clear();
   receives.clear();
   for (int r = 0; r < num_ranks; ++r) {
     if (r == rank) continue;
     sends.push_back(message(r, mine));
-    receives.push_back(message(r, part(buffers.total, r)));
+    receives.push_back(message(r, share_of(buffers.total, num_ranks, r)));
   }
   communicator_->exchange(sends, receives, stream, what);
   // One part for each token: a copy, or an addition, that also knows strides and dtypes.
-  const TensorView whole(buffers.rows.data(), DType::kI32, {num_tokens, 1}, stream.device);
-  backend.number_parts(whole, num_tokens, stream);
-  sum(buffers.total, whole, output, accumulate);
+  const auto* total = buffers.total.as<const std::byte>();
+  sum_parts({buffers.total, output, accumulate, {total}}, buffers, num_tokens, stream);
+}
+
+/// Reads the partial sums and the shares of the total where the other threads have them.
+void RankSums::run_in_place(const TensorView& partial, const TensorView& output, bool accumulate,
+                            const Buffers& buffers, Stream stream, std::string_view what) const {
+  const std::int64_t num_tokens = partial.size(0);
+  const int num_ranks = communicator_->size(), rank = communicator_->rank();
+  const std::int64_t share = share_of(num_tokens, num_ranks);
+  const auto rows_of = [&](const void* lent, int r) {
+    const TensorView there(const_cast<void*>(lent), partial.dtype(), partial.shape());
+    return share_of(there, num_ranks, r);
+  };
+  const auto add = [&](std::span<const void* const> lent) {
+    PartSum sum{partial, share_of(buffers.total, num_ranks, rank)};
+    for (const void* each : lent) {
+      sum.first.push_back(rows_of(each, rank).as<const std::byte>());
+    }
+    sum_parts(sum, buffers, share, stream);
+  };
+  communicator_->lend("partial sums", partial.data(), add, what);
+  const auto collect = [&](std::span<const void* const> lent) {
+    for (int r = 0; r < num_ranks; ++r) {
+      const auto* first = rows_of(lent[r], r).as<const std::byte>();
+      sum_parts({partial, share_of(output, num_ranks, r), accumulate, {first}}, buffers, share,
+                stream);
+    }
+  };
+  communicator_->lend("totals", buffers.total.data(), collect, what);
 }
 
 }  // namespace fusedmoe::layer

@@ -19,7 +19,8 @@ class RankSums {
   struct Buffers {
     TensorView parts;  // (ranks * share, hidden): this rank's share of every rank's partial sums
     TensorView rows;   // (share, ranks) i32: numbers of the parts of a token
-    TensorView total;  // (num_tokens, hidden) f32 or as the partial sums
+    const std::byte** addresses = nullptr;  // the same as addresses, on the CPU
+    TensorView total;                       // (num_tokens, hidden) f32 or as the partial sums
     Buffers(core::WorkspaceCutter& cutter, std::int64_t num_tokens, std::int64_t hidden,
             DType dtype, int num_ranks, Device device);
   };
@@ -29,6 +30,8 @@ class RankSums {
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
 
  private:
+  void run_in_place(const TensorView& partial, const TensorView& output, bool accumulate,
+                    const Buffers& buffers, Stream stream, std::string_view what) const;
   std::shared_ptr<Communicator> communicator_;
 };
 

@@ -6,6 +6,7 @@
 // but for the router.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -35,6 +36,10 @@ struct ReduceArgs {
   bool accumulate = false;              ///< output += instead of output =
   /// Multiply and add in one rounding, as the experts of the standard format do.
   bool fused_multiply_add = false;
+  /// On the CPU, instead of fused_output and slot rows: the addresses of the slots' rows, which are
+  /// of fused_output's dtype, one behind the other for each token; null: the slot has none.
+  const std::byte* const* row_addresses = nullptr;
+  std::int64_t rows_per_token = 0;
   /// On CUDA: what was enqueued before is one of our kernels, which this one may overlap.
   bool follows_kernel = true;
   Stream stream;
@@ -54,6 +59,7 @@ struct DispatchPlan {
   TensorView physical_ids;  ///< (num_tokens, topk) i32, -1 where topk_ids name no expert
   TensorView send_rows;     ///< (num_tokens, num_ranks) i32: packed row, -1: the token stays away
   TensorView send_counts;   ///< (num_ranks) i32
+  TensorView send_tokens;   ///< (num_ranks, row_stride) i32, the CPU alone: tokens that go there
 };
 
 /// Expert rows of a rank: one for each slot of a received row that names a local expert.
@@ -111,7 +117,8 @@ class Backend {
   /// the weights if router_weight_on_input. The row of a flat slot is slot_rows[slot], or, where
   /// slot_rows are undefined, the slot's own number if its expert is local. A slot without a row is
   /// skipped. With topk = 1 and no slot_rows, fused_output may be `output`. Rows in f32 may be
-  /// summed into any output, others into one of their own dtype or f32.
+  /// summed into any output, others into one of their own dtype or f32. Rows with
+  /// addresses are multiplied and added in one rounding.
   virtual void reduce(const ReduceArgs& args, const TensorView& slot_rows) const = 0;
   /// The ids of a token's replicas, and which rows go where.
   virtual void plan_dispatch(const DispatchPlan& plan, Stream stream) const = 0;

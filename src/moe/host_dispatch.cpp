@@ -18,6 +18,7 @@ void HostBackend::plan_dispatch(const DispatchPlan& plan, Stream) const {
   const auto* ranks = plan.physical_ranks.as<const std::int32_t>();
   auto* physical = plan.physical_ids.as<std::int32_t>();
   auto* counts = plan.send_counts.as<std::int32_t>();
+  auto* tokens = plan.send_tokens.as<std::int32_t>();
   std::fill_n(counts, num_ranks, 0);
   for (std::int64_t token = 0; token < num_tokens; ++token) {
     auto* rows = plan.send_rows.as<std::int32_t>() + token * num_ranks;
@@ -28,6 +29,7 @@ void HostBackend::plan_dispatch(const DispatchPlan& plan, Stream) const {
       const std::int32_t rank = ranks[physical[slot]];
       if (rank < 0 || rows[rank] >= 0) continue;
       rows[rank] = static_cast<std::int32_t>(rank * plan.row_stride + counts[rank]++);
+      tokens[rows[rank]] = static_cast<std::int32_t>(token);
     }
   }
 }

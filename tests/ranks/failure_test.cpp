@@ -129,13 +129,13 @@ INSTANTIATE_TEST_SUITE_P(Ranks, Failures, ::testing::Values("all2all", "allgathe
 
 TEST_P(Failures, ARankThatIsGone) {
   const auto errors = errors_of_steps(how_, kImpatient, [](auto&, auto&, auto&) {});
-  EXPECT_EQ(errors[0], "counts of step 1 of layer 0: rank 1 did not arrive within 0.15 s");
+  EXPECT_EQ(errors[0], "dispatch of step 1 of layer 0: rank 1 did not arrive within 0.15 s");
 }
 
 TEST_P(Failures, ARankWithOneCallFewer) {
   const auto errors = errors_of_steps(
       how_, kImpatient, [&](auto& first, auto&, auto&) { forward_exactly(first, x_, kTokens); });
-  EXPECT_EQ(errors[0], "counts of step 2 of layer 0: rank 1 did not arrive within 0.15 s");
+  EXPECT_EQ(errors[0], "dispatch of step 2 of layer 0: rank 1 did not arrive within 0.15 s");
 }
 
 TEST_P(Failures, ARankThatSleeps) {
@@ -143,7 +143,7 @@ TEST_P(Failures, ARankThatSleeps) {
     std::this_thread::sleep_for(3 * kImpatient);
     forward_exactly(first, x_, kTokens);
   });
-  EXPECT_EQ(errors[0], "counts of step 1 of layer 0: rank 1 did not arrive within 0.15 s");
+  EXPECT_EQ(errors[0], "dispatch of step 1 of layer 0: rank 1 did not arrive within 0.15 s");
   EXPECT_EQ(errors[1], errors[0]) << "it learns so when it wakes";
 }
 

@@ -1,0 +1,190 @@
+// The data plane over TCP: a connection between any two ranks. A message is its number of bytes,
+// then the bytes. For processes that have neither MPI nor NCCL: everything is copied through the
+// kernel.
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "comm/place.h"
+#include "comm/socket.h"
+#include "core/check.h"
+
+namespace fusedmoe {
+namespace comm {
+namespace {
+
+/// The messages of one exchange to a peer, or from it, and how far they have come.
+struct Queue {
+  std::vector<Message> messages;
+  std::size_t current = 0;
+  std::uint64_t header = 0;  // of the current one
+  std::size_t moved = 0;     // bytes of the current one, its header with them
+
+  bool done() const { return current == messages.size(); }
+};
+
+class TcpData final : public DataPlane {
+ public:
+  TcpData(int rank, int size, ControlPlane& control, std::chrono::milliseconds timeout)
+      : rank_(rank), peers_(static_cast<std::size_t>(size)) {
+    const auto deadline = SocketClock::now() + timeout;
+    int port = 0;
+    const Socket listener = listen_at(port);
+    control.post(name_of(rank), core::format("{}:{}", host_name(), port));
+    // Every rank connects to those before it and waits for those behind it.
+    for (int r = 0; r < rank; ++r) connect(r, control, timeout, deadline);
+    for (int left = size - 1 - rank; left > 0; --left) {
+      Socket socket = accept_from(listener, deadline);
+      std::uint32_t other = 0;
+      if (!socket || !socket.read(&other, sizeof other)) {
+        throw Error::communication(
+            core::format("joining over TCP: {} of {} ranks did not connect", left, size));
+      }
+      FUSEDMOE_CHECK(static_cast<int>(other) > rank && static_cast<int>(other) < size, "rank",
+                     core::to_string(other), core::format("in ({}, {})", rank, size));
+      peers_[other].socket = std::move(socket);
+    }
+    for (const Peer& peer : peers_) {
+      if (peer.socket) ::fcntl(peer.socket.get(), F_SETFL, O_NONBLOCK);
+    }
+  }
+
+  std::string_view name() const override { return "tcp"; }
+  void abort() noexcept override {
+    for (const Peer& peer : peers_) peer.socket.shut_down();
+  }
+
+  void exchange(std::span<const Message> sends, std::span<const Message> receives, Stream,
+                Waiting& waiting) override {
+    for (Peer& peer : peers_) peer.out = peer.in = {};
+    for (const Message& each : sends) {
+      if (each.bytes > 0) peers_[each.peer].out.messages.push_back(each);
+    }
+    for (const Message& each : receives) {
+      if (each.bytes > 0) peers_[each.peer].in.messages.push_back(each);
+    }
+    copy_own(peers_[rank_]);
+    while (true) {
+      bool moved = false;
+      std::vector<int> late;
+      for (int r = 0; r < static_cast<int>(peers_.size()); ++r) {
+        Peer& peer = peers_[r];
+        while (!peer.out.done() && send(r)) moved = true;
+        while (!peer.in.done() && receive(r)) moved = true;
+        if (!peer.out.done() || !peer.in.done()) late.push_back(r);
+      }
+      if (late.empty()) return;
+      if (moved) continue;
+      wait(late);
+      waiting.check(late);
+    }
+  }
+
+ private:
+  struct Peer {
+    Socket socket;
+    Queue out, in;
+  };
+
+  static std::string name_of(int rank) { return core::format("tcp data/{}", rank); }
+
+  void connect(int r, ControlPlane& control, std::chrono::milliseconds timeout,
+               SocketClock::time_point deadline) {
+    const std::optional<std::string> place = control.read(name_of(r), timeout);
+    if (!place) throw Error::communication(core::format("joining: rank {} is not there", r));
+    const std::size_t colon = place->rfind(':');
+    const std::string host = place->substr(0, colon);
+    Socket socket = connect_to(r, host == host_name() ? "127.0.0.1" : host,
+                               std::stoi(place->substr(colon + 1)), deadline);
+    const auto number = static_cast<std::uint32_t>(rank_);
+    if (!socket.write(&number, sizeof number)) lost(r);
+    peers_[r].socket = std::move(socket);
+  }
+
+  [[noreturn]] static void lost(int r) {
+    throw Error::communication(core::format("the connection to rank {} has ended", r));
+  }
+  static void check_size(std::uint64_t bytes, const Message& message, int r) {
+    FUSEDMOE_CHECK(bytes == message.bytes, "message",
+                   core::format("{} bytes from rank {}", bytes, r),
+                   core::format("{} bytes", message.bytes));
+  }
+
+  void copy_own(Peer& own) const {
+    for (; !own.in.done() && !own.out.done(); ++own.in.current, ++own.out.current) {
+      const Message& from = own.out.messages[own.out.current];
+      const Message& to = own.in.messages[own.in.current];
+      check_size(from.bytes, to, rank_);
+      std::memcpy(to.data, from.data, to.bytes);
+    }
+    FUSEDMOE_CHECK(own.in.done() && own.out.done(), "messages", "one without the other",
+                   "a receive for each send to the own rank");
+  }
+
+  /// Moves a part of the current message; false: nothing can move now.
+  bool send(int r) {
+    return step(r, peers_[r].out, [](int socket, void* data, std::size_t bytes) {
+      return ::send(socket, data, bytes, MSG_NOSIGNAL);
+    });
+  }
+  bool receive(int r) {
+    return step(r, peers_[r].in, [](int socket, void* data, std::size_t bytes) {
+      return ::recv(socket, data, bytes, 0);
+    });
+  }
+
+  template <typename Transfer>
+  bool step(int r, Queue& queue, const Transfer& transfer) {
+    constexpr std::size_t kHeader = sizeof queue.header;
+    const Message& message = queue.messages[queue.current];
+    const bool in = &queue == &peers_[r].in;
+    if (queue.moved == 0 && !in) queue.header = message.bytes;
+    char* data = static_cast<char*>(message.data) + (queue.moved - kHeader);
+    std::size_t left = kHeader + message.bytes - queue.moved;
+    if (queue.moved < kHeader) {
+      data = reinterpret_cast<char*>(&queue.header) + queue.moved;
+      left = kHeader - queue.moved;
+    }
+    const ssize_t bytes = transfer(peers_[r].socket.get(), data, left);
+    if (bytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return false;
+    if (bytes <= 0) lost(r);
+    queue.moved += static_cast<std::size_t>(bytes);
+    if (queue.moved == kHeader && in) check_size(queue.header, message, r);
+    if (queue.moved < kHeader + message.bytes) return true;
+    ++queue.current;
+    queue.moved = 0;
+    return true;
+  }
+
+  /// For a few milliseconds, or until a connection can go on.
+  void wait(std::span<const int> late) const {
+    std::vector<pollfd> descriptors;
+    for (const int r : late) {
+      short events = 0;
+      if (!peers_[r].in.done()) events |= POLLIN;
+      if (!peers_[r].out.done()) events |= POLLOUT;
+      descriptors.push_back({peers_[r].socket.get(), events, 0});
+    }
+    ::poll(descriptors.data(), descriptors.size(), 5);
+  }
+
+  const int rank_;
+  std::vector<Peer> peers_;  // the own one has no connection
+};
+
+}  // namespace
+}  // namespace comm
+
+std::shared_ptr<DataPlane> make_tcp_data_plane(int rank, int size,
+                                               const std::shared_ptr<ControlPlane>& control,
+                                               std::chrono::milliseconds timeout) {
+  FUSEDMOE_CHECK(size >= 1 && rank >= 0 && rank < size, "rank",
+                 core::format("{} of {}", rank, size), "one of at least one rank");
+  FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
+  return std::make_shared<comm::TcpData>(rank, size, *control, timeout);
+}
+
+}  // namespace fusedmoe

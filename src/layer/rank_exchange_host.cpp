@@ -1,0 +1,197 @@
+// The steps of RankExchange on the CPU. A row is copied once on its way to the experts of a rank,
+// and sums read rows where they lie: those of threads of this process in their memory, others where
+// messages have brought them.
+#include <algorithm>
+#include <cstring>
+
+#include "core/parallel.h"
+#include "layer/backend.h"
+#include "layer/rank_exchange.h"
+#include "moe/element.h"
+
+namespace fusedmoe::layer {
+namespace {
+
+/// What a rank lends the others in dispatch.
+struct LentRows {
+  StepHeader header;
+  const std::int32_t* counts;  // rows for each rank
+  const std::int32_t* tokens;  // of rank r from r * stride on; null: all of them, for every rank
+  std::int64_t stride;
+  RowTensors rows;
+};
+
+/// And in combine: where the rows for each rank begin.
+struct LentSums {
+  const std::byte* rows;
+  std::vector<std::int64_t> begins;
+};
+
+/// Row i of `to` becomes row tokens[i] of `from`, or row i.
+void gather_rows(const RowTensors& from, const std::int32_t* tokens, const RowTensors& to,
+                 std::int64_t count, Stream stream) {
+  const auto copy = [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      const std::int64_t token = tokens ? tokens[i] : i;
+      to.each(from, [&](const TensorView& target, const TensorView& source) {
+        const std::int64_t row_bytes = bytes(source.dtype(), source.size(1));
+        std::memcpy(target.as<std::byte>() + i * row_bytes,
+                    source.as<const std::byte>() + token * bytes(source.dtype(), source.stride(0)),
+                    static_cast<std::size_t>(row_bytes));
+      });
+    }
+  };
+  const bool worthwhile = count * from.values.size(1) >= core::kParallelElements;
+  core::parallel_ranges(core::executor_of(stream), count, worthwhile, copy);
+}
+
+/// -1: nobody fills these rows.
+void clear_ids(const TensorView& ids) {
+  if (ids.numel() > 0) std::memset(ids.data(), 0xff, static_cast<std::size_t>(ids.nbytes()));
+}
+
+std::vector<std::int64_t> begins_of(std::span<const std::int64_t> counts) {
+  std::vector<std::int64_t> begins;
+  std::int64_t next = 0;
+  for (const std::int64_t count : counts) {
+    begins.push_back(next);
+    next += count;
+  }
+  return begins;
+}
+
+}  // namespace
+
+/// Every rank with experts gets all tokens.
+void RankExchange::count_on_host(const ExchangeLayout& layout) const {
+  auto* counts = layout.send_counts.as<std::int32_t>();
+  if (to_all_) {
+    std::fill_n(counts, size_, 0);
+    for (const int owner : owners_) {
+      counts[owner] = static_cast<std::int32_t>(layout.sizes.num_tokens);
+    }
+  }
+  if (!fixed_sizes_) std::copy_n(counts, size_, step_.send_counts.begin());
+}
+
+/// Copies the rows for this rank from where every rank has them.
+void RankExchange::receive_in_place(const RowTensors& rows, const ExchangeLayout& layout,
+                                    Stream stream) const {
+  count_on_host(layout);
+  const LentRows mine{header(layout), layout.send_counts.as<const std::int32_t>(),
+                      to_all_ ? nullptr : layout.send_tokens.as<const std::int32_t>(),
+                      layout.sizes.max_tokens, rows};
+  std::vector<StepHeader> headers;
+  const auto fits = [&] { return receive_capacity_ == 0 || step_.rows <= receive_capacity_; };
+  const auto copy = [&](std::span<const void* const> lent) {
+    std::vector<const LentRows*> all;
+    for (const void* each : lent) all.push_back(static_cast<const LentRows*>(each));
+    for (const LentRows* each : all) headers.push_back(each->header);
+    if (std::count(headers.begin(), headers.end(), headers.front()) != size_) return;
+    for (int r = 0; r < size_ && !fixed_sizes_; ++r) step_.recv_counts[r] = all[r]->counts[rank_];
+    step_.rows = step_.recv_begin(size_);
+    for (int r = 0; r < size_ && fits(); ++r) {
+      const std::int64_t count = all[r]->counts[rank_], begin = step_.recv_begin(r);
+      const RowTensors to = layout.received.slice(begin, begin + step_.recv_counts[r]);
+      const std::int32_t* tokens = all[r]->tokens;
+      gather_rows(all[r]->rows, tokens ? tokens + rank_ * all[r]->stride : nullptr, to, count,
+                  stream);
+      clear_ids(to.ids.slice(0, count, step_.recv_counts[r]));
+    }
+  };
+  group_->lend("rows", &mine, copy, what("dispatch"));
+  check_headers(headers);
+  check_received();
+}
+
+/// Rows for other ranks where exchange_rows() takes them from, this rank's among those received.
+void RankExchange::pack_on_host(const RowTensors& rows, const ExchangeLayout& layout,
+                                Stream stream) const {
+  count_on_host(layout);
+  const std::int64_t own = step_.recv_begin(rank_);
+  for (int r = 0; r < size_; ++r) {
+    if (to_all_ && r != rank_) continue;  // they get the same rows
+    const bool here = r == rank_;
+    // A rank without experts sends its rows from there, too.
+    const std::int64_t count =
+        to_all_ ? layout.sizes.num_tokens : layout.send_counts.as<const std::int32_t>()[r];
+    const std::int64_t room = fixed_sizes_ ? layout.sizes.max_tokens : count;
+    const std::int64_t begin = here ? own : r * layout.sizes.max_tokens;
+    const RowTensors to = (here ? layout.received : layout.packed).slice(begin, begin + room);
+    const std::int32_t* tokens = layout.send_tokens.as<const std::int32_t>();
+    gather_rows(rows, to_all_ ? nullptr : tokens + r * layout.sizes.max_tokens, to, count, stream);
+    clear_ids(to.ids.slice(0, count, room));
+  }
+}
+
+/// Adds what all ranks have computed for the tokens of this one.
+void RankExchange::sum_in_place(const ForwardArgs& args, const ExchangeLayout& layout) const {
+  const LentSums mine{args.fused_output.as<const std::byte>(),
+                      begins_of(per_slot() ? step_.slots_in : step_.recv_counts)};
+  const std::int64_t row_bytes = bytes(combine_dtype_, layout.sizes.hidden);
+  const auto add = [&](std::span<const void* const> lent) {
+    std::vector<const std::byte*> first;
+    for (const void* each : lent) {
+      const auto& other = *static_cast<const LentSums*>(each);
+      first.push_back(other.rows + other.begins[rank_] * row_bytes);
+    }
+    sum_rows(args, layout, first);
+  };
+  group_->lend("sums", &mine, add, what("combine"));
+}
+
+/// The same with what return_rows() has brought; this rank's own rows are where they were.
+void RankExchange::sum_messages(const ForwardArgs& args, const ExchangeLayout& layout) const {
+  const std::int64_t row_bytes = bytes(combine_dtype_, layout.sizes.hidden);
+  const std::vector<std::int64_t> slots_back = begins_of(step_.slots_out);
+  const std::vector<std::int64_t> own = begins_of(per_slot() ? step_.slots_in : step_.recv_counts);
+  std::vector<const std::byte*> first;
+  for (int r = 0; r < size_; ++r) {
+    const auto place = std::find(owners_.begin(), owners_.end(), r) - owners_.begin();
+    const std::int64_t begin =
+        per_slot() ? slots_back[r] : (to_all_ ? place : r) * layout.sizes.max_tokens;
+    const TensorView& rows = r == rank_ ? args.fused_output : layout.returned;
+    first.push_back(rows.as<const std::byte>() + (r == rank_ ? own[r] : begin) * row_bytes);
+  }
+  sum_rows(args, layout, first);
+}
+
+/// output = the sums of the rows for each token, in rank or slot order. `first`: of the rows that
+/// each rank has for this one.
+void RankExchange::sum_rows(const ForwardArgs& args, const ExchangeLayout& layout,
+                            std::span<const std::byte* const> first) const {
+  const std::int64_t row_bytes = bytes(combine_dtype_, layout.sizes.hidden);
+  const std::int64_t num_tokens = layout.sizes.num_tokens, topk = layout.sizes.topk;
+  const auto* send_rows = layout.send_rows.as<const std::int32_t>();
+  const auto* physical = layout.physical_ids.as<const std::int32_t>();
+  const auto* ranks = physical_ranks_.as<const std::int32_t>();
+  const auto* slot_rows = layout.returned_slots.as<const std::int32_t>();
+  const std::vector<std::int64_t> slots_before = begins_of(step_.slots_out);
+  const std::byte** next = layout.row_addresses;
+  for (std::int64_t token = 0; token < num_tokens; ++token) {
+    for (std::int64_t slot = token * topk; per_slot() && slot < (token + 1) * topk; ++slot) {
+      const std::int32_t rank = slot_rows[slot] < 0 ? 0 : ranks[physical[slot]];
+      *next++ = slot_rows[slot] < 0
+                    ? nullptr
+                    : first[rank] + (slot_rows[slot] - slots_before[rank]) * row_bytes;
+    }
+    for (int r = 0; !per_slot() && r < size_; ++r) {
+      const std::int32_t row = send_rows[token * size_ + r];
+      const bool comes = to_all_ ? step_.send_counts[r] > 0 : row >= 0;
+      const std::int64_t number = to_all_ ? token : row - r * layout.sizes.max_tokens;
+      *next++ = comes ? first[r] + number * row_bytes : nullptr;
+    }
+  }
+  core::ReduceArgs reduce;
+  reduce.output = sums_.needed() ? layout.partial : args.output;
+  reduce.fused_output = args.fused_output;
+  reduce.row_addresses = layout.row_addresses;
+  reduce.rows_per_token = per_slot() ? topk : size_;
+  reduce.topk_weights = args.topk_weights;
+  reduce.router_weight_on_input = !per_slot() || args.preparation.apply_router_weight_on_input;
+  reduce.accumulate = args.accumulate && !sums_.needed();
+  reduce.stream = args.stream;
+  backend_of(args.stream.device).reduce(reduce, {});
+}
+
+}  // namespace fusedmoe::layer

@@ -1,0 +1,129 @@
+// What RankExchange is made of: who its ranks are, which of them have which experts, and how large
+// its buffers are.
+#include <algorithm>
+
+#include "fusedmoe/runtime.h"
+#include "layer/rank_exchange.h"
+
+namespace fusedmoe::layer {
+namespace {
+
+Tensor on_device(const std::vector<std::int32_t>& numbers, Device device) {
+  const Tensor host =
+      borrow(numbers.data(), DType::kI32, {static_cast<std::int64_t>(numbers.size())});
+  const Tensor copied = Tensor::empty(host.shape(), DType::kI32);
+  copy(host, copied, {});
+  return to_device(copied, device);
+}
+
+}  // namespace
+
+RankExchange::RankExchange(const PrepareFinalizeDescriptor& descriptor, const MoeConfig& config,
+                           const Context& context, bool to_all)
+    : PrepareAndFinalize(descriptor),
+      to_all_(to_all),
+      combine_(config.combine),
+      combine_dtype_(per_slot() ? DType::kF32 : context.ranks.combine_dtype.value_or(config.dtype)),
+      fixed_sizes_(context.ranks.fixed_sizes),
+      receive_capacity_(context.ranks.receive_capacity),
+      max_tokens_per_rank_(context.ranks.max_tokens_per_rank),
+      host_(config.device.is_cpu()),
+      sums_(nullptr) {
+  join(config.parallel, context.ranks.communicator);
+  in_place_ = host_ && group_->can_lend();
+  place_experts(config, context.ranks);
+  layer_ = static_cast<std::uint32_t>(group_->next_layer());
+  if (context.ranks.replica_choice == ReplicaChoice::kNearest) nearest_rank_ = rank_;
+  for (auto* counts : {&step_.send_counts, &step_.recv_counts, &step_.slots_in, &step_.slots_out}) {
+    counts->resize(static_cast<std::size_t>(size_));
+  }
+}
+
+/// The ranks that rows go to, and those whose sums are added to this one's.
+void RankExchange::join(const ParallelConfig& parallel, const std::shared_ptr<Communicator>& all) {
+  using Combine = ParallelConfig::Combine;
+  const std::vector<int> ranks = parallel.gather_group();
+  whole_ = !to_all_ || static_cast<int>(ranks.size()) == all->size();
+  group_ = whole_ ? all : all->split(ranks.front());
+  size_ = group_->size();
+  rank_ = group_->rank();
+  const std::vector<int> same =
+      parallel.reduce_group(to_all_ ? Combine::kReduceScatter : Combine::kComplete);
+  if (same.size() > 1) sums_ = RankSums(all->split(same.front()));
+}
+
+void RankExchange::place_experts(const MoeConfig& config, const RankOptions& options) {
+  const ParallelConfig& parallel = config.parallel;
+  const bool shared = parallel.ep_size > 1;  // else every rank has a slice of all experts
+  const auto linear = [&] {
+    return ExpertPlacement::linear(config.num_experts, shared ? parallel.ep_size : 1);
+  };
+  const ExpertPlacement placement = shared && options.placement ? *options.placement : linear();
+  // Places of the flat ranks in the group; -1: a rank outside, whose experts are not reached.
+  std::vector<std::int32_t> place(static_cast<std::size_t>(parallel.num_ranks()), -1);
+  const std::vector<int> members = parallel.gather_group();
+  for (std::size_t i = 0; i < place.size(); ++i) {
+    const auto found = std::find(members.begin(), members.end(), static_cast<int>(i));
+    if (whole_) place[i] = static_cast<std::int32_t>(i);
+    if (!whole_ && found != members.end()) {
+      place[i] = static_cast<std::int32_t>(found - members.begin());
+    }
+  }
+  const ExpertPlacement::Table table = placement.table();
+  std::vector<std::int32_t> ranks = placement.rank_of(), map = table.local;
+  std::vector<bool> owns(static_cast<std::size_t>(size_), !shared);
+  for (std::size_t p = 0; shared && p < map.size(); ++p) {
+    if (ranks[p] != parallel.rank()) map[p] = -1;
+    ranks[p] = place[ranks[p]];
+    if (ranks[p] >= 0) owns[ranks[p]] = true;
+  }
+  for (int r = 0; r < size_; ++r) {
+    if (owns[r]) owners_.push_back(r);
+  }
+  replica_offsets_ = on_device(table.offsets, config.device);
+  replicas_ = on_device(table.physical, config.device);
+  physical_ranks_ = on_device(ranks, config.device);
+  if (shared) expert_map_ = on_device(map, config.device);
+}
+
+ExchangeSizes RankExchange::sizes(const ProblemSize& caller) const {
+  ExchangeSizes sizes{};
+  sizes.num_tokens = caller.num_tokens;
+  sizes.max_tokens = std::max(caller.max_tokens, caller.num_tokens);
+  sizes.topk = caller.topk;
+  sizes.hidden = caller.hidden;
+  sizes.capacity = size_ * sizes.max_tokens;
+  if (receive_capacity_ > 0) sizes.capacity = std::min(sizes.capacity, receive_capacity_);
+  // A rank's own rows lie there too, even where it has no experts.
+  if (to_all_) sizes.capacity = std::max(sizes.capacity, sizes.max_tokens);
+  sizes.num_ranks = size_;
+  sizes.sum_ranks = sums_.needed() ? sums_.communicator()->size() : 1;
+  sizes.to_all = to_all_;
+  sizes.per_slot = per_slot();
+  sizes.host = host_;
+  sizes.in_place = in_place_;
+  sizes.combine_dtype = combine_dtype_;
+  return sizes;
+}
+
+ProblemSize RankExchange::problem_size(const ProblemSize& caller) const {
+  ProblemSize problem = caller;
+  const ExchangeSizes exchange = sizes(caller);
+  problem.num_tokens = exchange.capacity * (per_slot() ? caller.topk : 1);
+  problem.max_tokens = 0;
+  if (per_slot()) problem.topk = 1;
+  problem.output_dtype = combine_dtype_;
+  return problem;
+}
+
+std::size_t RankExchange::workspace_bytes(const ProblemSize& caller,
+                                          const Preparation& preparation) const {
+  return ExchangeLayout(nullptr, caller, sizes(caller), preparation, {}).cutter.used();
+}
+
+ExchangeLayout RankExchange::layout(const ForwardArgs& args) const {
+  const ProblemSize problem = problem_of(args);
+  return {args.prepare_workspace, problem, sizes(problem), args.preparation, args.stream.device};
+}
+
+}  // namespace fusedmoe::layer
