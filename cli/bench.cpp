@@ -18,6 +18,7 @@
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/version.h"
 #include "rank_bench.h"
+#include "ranks.h"
 #include "support.h"
 
 namespace fusedmoe::cli {
@@ -252,7 +253,9 @@ bool run_scheme(const Options& options, const BenchSubject& subject, const std::
 
 /// Only the way of the rows: a table for each model.
 void run_ranks(const Options& options) {
-  if (options.threads == 0) set_num_threads(std::max(1, num_threads() / options.ep));
+  if (options.threads == 0 && !launched()) {
+    set_num_threads(std::max(1, num_threads() / options.ep));
+  }
   for (const BenchSubject& subject : options.subjects.get()) {
     RankBenchOptions bench;
     bench.model = subject.model;
@@ -266,6 +269,7 @@ void run_ranks(const Options& options) {
                                           : options.tokens;
     bench.min_samples = options.min_samples;
     bench.max_seconds = std::min(options.max_seconds, 0.5);
+    bench.threads = options.threads;
     bench.json = options.json;
     run_rank_bench(bench);
   }
@@ -327,8 +331,9 @@ void add_bench(Command& program) {
       .between(1, kMaxThreads);
   command
       .add_option("--ep", options->ep,
-                  "Time dispatch and combine between so many ranks instead: threads on the CPU, "
-                  "with --device cuda a GPU each; --experts then names a transport")
+                  "Time dispatch and combine between so many ranks instead: threads, or the "
+                  "processes of mpirun, torchrun or srun, with --device cuda on a GPU each; "
+                  "--experts then names a transport")
       .between(1, 64);
   command.add_option("--min-samples", options->min_samples, "Samples for each number of tokens")
       .positive();

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -117,11 +118,14 @@ std::string peer_text() {
   return text;
 }
 
-/// Sends numbers between ranks, and says how that went.
-std::string self_test(int num_ranks, const std::string& device) {
+/// Calls run(test of a rank), and says how that went.
+std::string self_test(
+    int num_ranks,
+    const std::function<void(const std::function<void(std::shared_ptr<Communicator>)>&)>& run) {
   const auto begin = std::chrono::steady_clock::now();
   try {
-    run_local_ranks(num_ranks, device, [](const std::shared_ptr<Communicator>& communicator) {
+    // Sends numbers to all.
+    run([](const std::shared_ptr<Communicator>& communicator) {
       const int size = communicator->size(), rank = communicator->rank();
       const Device where = communicator->device();
       std::vector<std::int32_t> numbers(size, rank);
@@ -152,29 +156,57 @@ std::string self_test(int num_ranks, const std::string& device) {
   return fmt::format("{} ranks exchanged numbers in {:.2f} s", num_ranks, time.count());
 }
 
+std::string threads_test(int num_ranks, const std::string& device) {
+  return self_test(num_ranks, [&](const auto& test) { run_local_ranks(num_ranks, device, test); });
+}
+
+/// Two threads that talk as processes without MPI do.
+std::string tcp_test() {
+  return self_test(2, [](const auto& test) {
+    run_local_ranks(2, "cpu", [&](const std::shared_ptr<Communicator>& thread) {
+      const int rank = thread->rank(), size = thread->size();
+      const std::chrono::milliseconds timeout = thread->timeout();
+      const auto gather = [&](const std::string& text) { return thread->gather(text, "tcp"); };
+      const auto control = make_control_plane(rank, size, gather, timeout);
+      test(std::make_shared<Communicator>(rank, size, control,
+                                          make_tcp_data_plane(rank, size, control, timeout),
+                                          CommunicatorOptions{timeout}));
+    });
+  });
+}
+
 std::vector<std::pair<std::string, std::string>> comm_findings() {
   const int gpus = cuda_device_count();
   std::vector<std::pair<std::string, std::string>> findings{
       {"launcher", launch_text()},
       {"nccl", nccl_text()},
+      {"mpi", mpi_summary()},
       {"peer access", peer_text()},
-      {"threads", self_test(4, "cpu")},
+      {"threads", threads_test(4, "cpu")},
+      {"tcp", tcp_test()},
   };
-  if (gpus > 0) findings.emplace_back("threads on cuda:0", self_test(2, "cuda:0"));
-  if (gpus > 1) findings.emplace_back("nccl self test", self_test(gpus, "cuda"));
+  if (launched()) {
+    const int size = launched()->size;
+    findings.emplace_back("launched ranks", self_test(size, [&](const auto& test) {
+                            run_on_ranks(size, gpus > 0 ? "cuda" : "cpu", test);
+                          }));
+  }
+  if (gpus > 0) findings.emplace_back("threads on cuda:0", threads_test(2, "cuda:0"));
+  if (gpus > 1 && !launched()) findings.emplace_back("nccl self test", threads_test(gpus, "cuda"));
   return findings;
 }
 
 void run(bool json, bool comm) {
   nlohmann::ordered_json object;
   for (const auto& [what, value] : comm ? comm_findings() : findings()) {
+    if (comm && launched() && launched()->rank > 0) continue;  // rank 0 says it
     if (json) {
       object[what] = value;
     } else {
       fmt::print("{:<22}{}\n", what, value);
     }
   }
-  if (json) fmt::print("{}\n", object.dump());
+  if (json && !object.empty()) fmt::print("{}\n", object.dump());
 }
 
 }  // namespace

@@ -288,7 +288,7 @@ void print_table(const RankBenchOptions& options, std::string_view backend,
   fmt::print("{} ranks over {}, hidden {}, topk {} of {}, {}\n\n", options.num_ranks, backend,
              options.model.hidden, options.model.router.topk, options.model.router.num_experts,
              name(options.dtype));
-  const bool copies = !rows.empty() && rows.front().copy_us > 0;
+  const bool copies = rows.front().copy_us > 0;
   fmt::print("{:<24} {:<6} {:>7} {:>9} {:>9} {:>6} {:>9} {:>9} {:>6} {:>9} {:>7}{}\n", "transport",
              "sizes", "tokens", "dispatch", "bare", "ratio", "combine", "bare", "ratio", "sent MB",
              "GB/s", copies ? fmt::format(" {:>9} {:>6}", "memcpy", "ratio") : "");
@@ -335,7 +335,8 @@ void print_json(const RankBenchOptions& options, std::string_view backend,
 void run_rank_bench(const RankBenchOptions& options) {
   std::vector<RankRow> rows;
   std::string backend;
-  run_local_ranks(options.num_ranks, options.device, [&](std::shared_ptr<Communicator> rank) {
+  run_on_ranks(options.num_ranks, options.device, [&](std::shared_ptr<Communicator> rank) {
+    if (launched() && options.threads == 0) set_num_threads(threads_of_rank(*rank));
     for (const PrepareFinalizeDescriptor* transport : {&all2all(), &allgather_reducescatter()}) {
       if (!options.transport.empty() && options.transport != transport->name()) continue;
       for (const bool fixed_sizes : {false, true}) {
@@ -348,6 +349,7 @@ void run_rank_bench(const RankBenchOptions& options) {
       }
     }
   });
+  if (rows.empty()) return;  // rank 0, another process, has them
   (options.json ? print_json : print_table)(options, backend, rows);
 }
 

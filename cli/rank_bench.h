@@ -19,11 +19,13 @@ struct RankBenchOptions {
   std::vector<std::int64_t> tokens;
   std::int64_t min_samples = 11;
   double max_seconds = 10;
+  int threads = 0;  ///< of each process's CPU; 0: those of the host, shared by its ranks
   bool json = false;
 };
 
-/// Starts the ranks as threads, measures, and prints a table or JSON. Each time is the largest of
-/// all ranks; beside it stands that of the data plane alone for the same bytes.
+/// Runs on ranks (run_on_ranks), measures, and prints a table or JSON from rank 0. Each time is the
+/// largest of all ranks; beside it stands that of the data plane alone for the same bytes, and on
+/// the CPU that of one memcpy.
 void run_rank_bench(const RankBenchOptions& options);
 
 }  // namespace fusedmoe::cli

@@ -1,6 +1,7 @@
 #include "ranks.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -10,26 +11,67 @@
 
 #include "command_line.h"
 #include "fusedmoe/runtime.h"
+#include "support.h"
 
 namespace fusedmoe::cli {
 namespace {
 
 constexpr std::chrono::seconds kTimeout{60};
 
-/// Called by each rank's thread: over NCCL they wait for each other.
-std::shared_ptr<Communicator> join_nccl(int rank, int num_ranks,
+/// Not every machine has NVLink's multicast. Read when NCCL is loaded.
+void avoid_multicast() {
+  setenv("NCCL_NVLS_ENABLE", "0", 0);
+}
+
+/// Called by each rank: over NCCL they wait for each other.
+std::shared_ptr<Communicator> join_nccl(int rank, int num_ranks, int gpu,
                                         const std::shared_ptr<ControlPlane>& control) {
-  const Device device{DeviceKind::kCuda, rank};
+  const Device device{DeviceKind::kCuda, gpu};
   return std::make_shared<Communicator>(
       rank, num_ranks, control, make_nccl_data_plane(rank, num_ranks, device, control, kTimeout),
       CommunicatorOptions{kTimeout, device});
+}
+
+/// Of a job of mpirun: over MPI, where this program has it.
+bool over_mpi(const Launch& launch) {
+  const bool has_mpi = mpi_summary() != "built without MPI";
+  return has_mpi && launch.launcher != "torchrun" && launch.port == 0;
+}
+
+std::shared_ptr<Communicator> join(const Launch& launch, const std::string& device) {
+  const int rank = launch.rank, size = launch.size;
+  const bool nccl = device == "cuda";
+  if (!nccl && device != "cpu") {
+    throw Error("--device", device, "cpu, or cuda with a GPU for each rank");
+  }
+  if (nccl) avoid_multicast();
+  if (over_mpi(launch)) {
+    const auto over = make_mpi_communicator({}, {kTimeout});
+    if (!nccl) return over;
+    const auto gather = [&](const std::string& text) { return over->gather(text, "joining"); };
+    return join_nccl(rank, size, launch.local_rank,
+                     make_control_plane(rank, size, gather, kTimeout));
+  }
+  if (launch.address.empty() || launch.port == 0) {
+    throw Error("MASTER_ADDR and MASTER_PORT", "not set",
+                fmt::format("set, as {} says nothing of where rank 0 is ({})", launch.launcher,
+                            mpi_summary()));
+  }
+  const auto control = make_tcp_control_plane(rank, size, launch.address, launch.port, kTimeout);
+  if (nccl) return join_nccl(rank, size, launch.local_rank, control);
+  return std::make_shared<Communicator>(rank, size, control,
+                                        make_tcp_data_plane(rank, size, control, kTimeout),
+                                        CommunicatorOptions{kTimeout});
 }
 
 }  // namespace
 
 void RankOptionsOf::add_to(Command& command) {
   command
-      .add_option("--ep", ep, "Share the experts among so many ranks, --tp x --dp of them if given")
+      .add_option(
+          "--ep", ep,
+          "Share the experts among so many ranks, --tp x --dp of them if given: threads, or the "
+          "processes of mpirun, torchrun or srun")
       .between(1, 4096);
   command
       .add_option("--tp", tp,
@@ -51,6 +93,15 @@ Deployment RankOptionsOf::deployment(int rank) const {
   return {tp, groups, ep > 0, false, rank};
 }
 
+const std::optional<Launch>& launched() {
+  static const std::optional<Launch> launch = [] {
+    std::optional<Launch> found = launch_from_environment();
+    if (found && found->size == 1) found.reset();
+    return found;
+  }();
+  return launch;
+}
+
 void run_local_ranks(int num_ranks, const std::string& device,
                      const std::function<void(std::shared_ptr<Communicator>)>& function) {
   const bool nccl = device == "cuda";
@@ -59,8 +110,7 @@ void run_local_ranks(int num_ranks, const std::string& device,
         "--ep", fmt::format("{}", num_ranks),
         fmt::format("at most {}, the GPUs here; --device cuda:0 shares one", cuda_device_count()));
   }
-  // Without NVLink's multicast, which is not available in every machine; read when NCCL is loaded.
-  setenv("NCCL_NVLS_ENABLE", "0", 0);
+  avoid_multicast();
   const std::shared_ptr<ControlPlane> control = make_thread_control_plane();
   std::vector<std::shared_ptr<Communicator>> made;
   if (!nccl) made = make_thread_communicators(num_ranks, {kTimeout, parse_device(device)});
@@ -70,7 +120,7 @@ void run_local_ranks(int num_ranks, const std::string& device,
     threads.emplace_back([&, rank] {
       std::shared_ptr<Communicator> communicator = nccl ? nullptr : made[rank];
       try {
-        if (nccl) communicator = join_nccl(rank, num_ranks, control);
+        if (nccl) communicator = join_nccl(rank, num_ranks, rank, control);
         function(communicator);
         communicator->barrier();
       } catch (const std::exception& error) {
@@ -83,6 +133,33 @@ void run_local_ranks(int num_ranks, const std::string& device,
   for (const std::exception_ptr& failure : failures) {
     if (failure) std::rethrow_exception(failure);
   }
+}
+
+void run_on_ranks(int num_ranks, const std::string& device,
+                  const std::function<void(std::shared_ptr<Communicator>)>& function) {
+  const std::optional<Launch>& launch = launched();
+  if (!launch) return run_local_ranks(num_ranks, device, function);
+  put_rank_in_front(launch->rank);
+  if (launch->size != num_ranks) {
+    throw Error(
+        "--ep, --tp and --dp", fmt::format("{} ranks", num_ranks),
+        fmt::format("{}, the processes that {} has started", launch->size, launch->launcher));
+  }
+  const std::shared_ptr<Communicator> communicator = join(*launch, device);
+  try {
+    function(communicator);
+    communicator->barrier();
+  } catch (const std::exception& error) {
+    communicator->abort(error.what());
+    throw;
+  }
+}
+
+int threads_of_rank(const Communicator& communicator) {
+  // A launcher may have bound each process to cores of its own.
+  const bool bound = launched() && num_threads() < sysconf(_SC_NPROCESSORS_ONLN);
+  const auto ranks = static_cast<int>(communicator.ranks_of_host().size());
+  return bound ? num_threads() : std::max(1, num_threads() / ranks);
 }
 
 }  // namespace fusedmoe::cli

@@ -1,8 +1,9 @@
-// Ranks that the program starts itself: threads, on the CPU or with a GPU each.
+// Ranks: threads that the program starts itself, or processes that a launcher has started.
 #pragma once
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "fusedmoe/comm.h"
@@ -21,10 +22,21 @@ struct RankOptionsOf {
   Deployment deployment(int rank) const;
 };
 
+/// Where this process stands, if mpirun, torchrun or srun has started several.
+const std::optional<Launch>& launched();
+
 /// Calls function with each rank's communicator, on a thread of its own. "cpu": in memory; "cuda":
 /// over NCCL, rank i on cuda:i; "cuda:i": all on one GPU, in its memory. Throws the first rank's
 /// Error when one has failed; the others then end too.
 void run_local_ranks(int num_ranks, const std::string& device,
                      const std::function<void(std::shared_ptr<Communicator>)>& function);
+
+/// The same, but where a launcher has started the ranks as processes, this one's alone: over MPI
+/// or TCP, with "cuda" over NCCL on the GPU of its number on the host.
+void run_on_ranks(int num_ranks, const std::string& device,
+                  const std::function<void(std::shared_ptr<Communicator>)>& function);
+
+/// CPU threads for each rank of this host.
+int threads_of_rank(const Communicator& communicator);
 
 }  // namespace fusedmoe::cli

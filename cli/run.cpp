@@ -2,11 +2,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <system_error>
@@ -148,11 +148,6 @@ std::int64_t most_tokens(std::int64_t total, std::int64_t groups) {
   return std::max<std::int64_t>(1, (total + groups - 1) / groups);
 }
 
-MoeConfig on_cpu(MoeConfig config) {
-  config.device = {};
-  return config;
-}
-
 /// Room for what a router finds out.
 Results make_part(const MoeConfig& config, const Tensor& x) {
   return make_results({}, config, x);
@@ -192,68 +187,94 @@ Results forward(const Options& options, const MoeLayer& layer, const Tensor& hid
   return results;
 }
 
-/// The tokens of one data-parallel group, with the results that belong to them.
-void forward_part(const Options& options, const MoeLayer& layer, const Tensor& all,
-                  const ParallelConfig& parallel, Results& whole) {
-  const std::int64_t total = all.size(0), groups = parallel.dp_size;
-  const std::int64_t group = parallel.rank() / parallel.group_size();
-  const std::int64_t begin = total * group / groups, end = total * (group + 1) / groups;
-  const Stream stream{layer.config().device};
-  const auto part = [&](const Tensor& tensor) {
-    return Tensor(tensor.slice(0, begin, end), tensor.owner());
+/// Rows of a tensor that belong to a data-parallel group.
+Tensor rows_of_group(const Tensor& all, std::int64_t group, std::int64_t groups) {
+  const std::int64_t total = all.size(0);
+  return {all.slice(0, total * group / groups, total * (group + 1) / groups), all.owner()};
+}
+
+/// Brings the results of all data-parallel groups, each from its first rank, to rank 0: there
+/// `whole` has room for them.
+void gather_results(Communicator& communicator, const ParallelConfig& parallel, const Results& mine,
+                    const Results& whole) {
+  const auto members = [](const Results& results) {
+    return std::array{results.output, results.router_logits, results.routing.topk_ids,
+                      results.routing.topk_weights};
   };
-  const Tensor x = to_device(part(all), stream.device);
+  const auto add = [](std::vector<Message>& list, int peer, const Tensor& rows) {
+    list.push_back({peer, rows.data(), static_cast<std::size_t>(rows.nbytes())});
+  };
+  std::vector<Message> sends, receives;
+  const int rank = communicator.rank();
+  if (rank > 0 && rank % parallel.group_size() == 0) {
+    for (const Tensor& rows : members(mine)) add(sends, 0, rows);
+  }
+  for (int group = 0; rank == 0 && group < parallel.dp_size; ++group) {
+    for (std::size_t i = 0; i < members(mine).size(); ++i) {
+      const Tensor rows = rows_of_group(members(whole)[i], group, parallel.dp_size);
+      if (group > 0) add(receives, group * parallel.group_size(), rows);
+      if (group == 0) copy(members(mine)[i], rows, Stream{communicator.device()});
+    }
+  }
+  const Stream stream{communicator.device()};
+  communicator.exchange(sends, receives, stream, "results");
+  synchronize(stream);
+  communicator.check();
+}
+
+/// This rank's part of the work. On rank 0 the results of all.
+Results forward_on_rank(const Options& options, const MoeLayer& layer, const Tensor& all,
+                        Communicator& communicator, const ParallelConfig& parallel) {
+  const Stream stream{communicator.device()};
+  const std::int64_t groups = parallel.dp_size;
+  const std::int64_t group = parallel.rank() / parallel.group_size();
+  const Tensor x = to_device(rows_of_group(all, group, groups), stream.device);
   Results mine = make_part(layer.config(), x);
-  const std::size_t bytes = layer.workspace_bytes(most_tokens(total, groups));
+  const std::size_t bytes = layer.workspace_bytes(most_tokens(all.size(0), groups));
   const Tensor memory =
       Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, stream.device);
   for (int i = 0; i < options.repeat; ++i) {
-    const double ms = time_ms([&] {
+    mine.times_ms.push_back(time_ms([&] {
       layer.forward(x, mine.output, {memory.data(), bytes},
                     {.router_logits = mine.router_logits,
                      .topk_ids = mine.routing.topk_ids,
                      .topk_weights = mine.routing.topk_weights});
       synchronize(stream);
-    });
-    if (parallel.rank() == 0) whole.times_ms.push_back(ms);
+    }));
   }
-  if (parallel.rank() % parallel.group_size() != 0) return;  // the others have the same tokens
-  mine.fetch();
-  copy(mine.output, part(whole.output), {});
-  copy(mine.router_logits, part(whole.router_logits), {});
-  copy(mine.routing.topk_ids, part(whole.routing.topk_ids), {});
-  copy(mine.routing.topk_weights, part(whole.routing.topk_weights), {});
+  Results whole;
+  if (parallel.rank() == 0) {
+    whole = make_part(layer.config(), all);
+    whole.describe(layer);
+    whole.times_ms = mine.times_ms;
+  }
+  gather_results(communicator, parallel, mine, whole);
+  if (parallel.rank() > 0) return whole;
+  whole.expert_load = {};
+  whole.replayed = true;  // the load comes from the ids of all ranks
+  whole.fetch();
+  add_statistics(layer.config(), whole);
+  return whole;
 }
 
-/// The layer on ranks that are threads; each loads what it holds.
+/// The layer on ranks, each of which loads what it holds. Nothing where rank 0 is another process.
 Results forward_on_ranks(const Options& options, const Checkpoint& checkpoint, std::int64_t index,
                          const Tensor& x) {
-  const int num_ranks = options.ranks.num_ranks();
   Results results;
-  std::mutex mutex;
-  run_local_ranks(num_ranks, options.device, [&](const std::shared_ptr<Communicator>& rank) {
-    const auto parallel = ParallelConfig::of(options.ranks.deployment(rank->rank()));
-    const LayerWeights weights = checkpoint.load_layer(index, parallel);
-    const MoeLayer layer = make_layer(options, weights, x.dtype(), [&](LayerOptions& of_rank) {
-      of_rank.device = rank->device();
-      of_rank.parallel = parallel;
-      of_rank.ranks.communicator = rank;
-      of_rank.ranks.max_tokens_per_rank = most_tokens(x.size(0), parallel.dp_size);
-      of_rank.num_threads = std::max(1, num_threads() / num_ranks);
-    });
-    {
-      const std::lock_guard lock(mutex);
-      if (!results.output) results = make_part(on_cpu(layer.config()), x);
-      if (rank->rank() == 0) results.describe(layer);
-    }
-    forward_part(options, layer, x, parallel, results);
-    rank->barrier();
-    if (rank->rank() == 0) {
-      results.expert_load = {};
-      results.replayed = true;  // the load comes from the ids of all ranks
-      add_statistics(layer.config(), results);
-    }
-  });
+  run_on_ranks(
+      options.ranks.num_ranks(), options.device, [&](const std::shared_ptr<Communicator>& rank) {
+        const auto parallel = ParallelConfig::of(options.ranks.deployment(rank->rank()));
+        const LayerWeights weights = checkpoint.load_layer(index, parallel);
+        const MoeLayer layer = make_layer(options, weights, x.dtype(), [&](LayerOptions& of_rank) {
+          of_rank.device = rank->device();
+          of_rank.parallel = parallel;
+          of_rank.ranks.communicator = rank;
+          of_rank.ranks.max_tokens_per_rank = most_tokens(x.size(0), parallel.dp_size);
+          of_rank.num_threads = threads_of_rank(*rank);
+        });
+        Results mine = forward_on_rank(options, layer, x, *rank, parallel);
+        if (rank->rank() == 0) results = std::move(mine);
+      });
   return results;
 }
 
@@ -340,6 +361,7 @@ void run(const Options& options) {
       throw Error("--replay-routing", "given with ranks", "given without --ep, --tp and --dp");
     }
     results = forward_on_ranks(options, checkpoint, index, x);
+    if (!results.output) return;  // rank 0, another process, has them
   } else {
     weights = checkpoint.load_layer(index);
     results = forward(options, make_layer(options, weights, dtype, {}), x);

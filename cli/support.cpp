@@ -25,6 +25,16 @@ namespace fusedmoe::cli {
 
 using std::chrono::duration;
 
+namespace {
+
+int rank_in_front = -1;
+
+}  // namespace
+
+void put_rank_in_front(int rank) {
+  rank_in_front = rank;
+}
+
 Progress::Progress(std::string what)
     : what_(std::move(what)),
       start_(Clock::now()),
@@ -37,7 +47,7 @@ Progress::~Progress() {
 
 void Progress::update(std::int64_t done, std::int64_t total) {
   const auto now = Clock::now();
-  if (done >= total || now - start_ < std::chrono::seconds(1)) return;
+  if (done >= total || rank_in_front > 0 || now - start_ < std::chrono::seconds(1)) return;
   const std::chrono::milliseconds pause(terminal_ ? 100 : 5000);
   if (now - last_ < pause) return;
   last_ = now;
@@ -79,6 +89,7 @@ void log(Level level, const std::string& text) {
   const Style style = kStyles[static_cast<std::size_t>(level)];
   const char* no_color = std::getenv("NO_COLOR");
   const bool plain = isatty(STDERR_FILENO) != 1 || (no_color && *no_color);
+  if (rank_in_front >= 0) fmt::print(stderr, "rank {}: ", rank_in_front);
   fmt::print(stderr, plain ? fmt::text_style() : fmt::fg(style.color), "{}:", style.name);
   fmt::print(stderr, " {}\n", text);
 }

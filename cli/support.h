@@ -43,6 +43,10 @@ enum class Level { kInfo, kWarning, kError };
 /// One line on stderr, "info: wrote x"; in color on a terminal, unless NO_COLOR is set.
 void log(Level level, const std::string& text);
 
+/// From now on in front of each line of log(): this process is one of several ranks. Only rank 0
+/// shows its progress.
+void put_rank_in_front(int rank);
+
 /// "421.3 MB", decimal units.
 std::string format_bytes(std::int64_t bytes);
 

@@ -293,12 +293,13 @@ FUSEDMOE_API std::shared_ptr<ControlPlane> make_thread_control_plane();
 struct Launch {
   int rank = 0, size = 1, local_rank = 0;
   std::string address;   ///< of rank 0
-  int port = 0;          ///< of rank 0; 0: not known
+  int port = 0;          ///< where rank 0 may listen; 0: not known
   std::string launcher;  ///< whose variables these are: "torchrun", "Open MPI", "MPICH", "Slurm"
 };
 /// From the variables that torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT),
 /// Open MPI, MPICH and Slurm set; none: no launcher. MASTER_ADDR and MASTER_PORT count with every
-/// launcher. Throws Error for variables that contradict each other.
+/// launcher; the port is the one behind it where torchrun keeps MASTER_PORT for itself. Throws
+/// Error for variables that contradict each other.
 FUSEDMOE_API std::optional<Launch> launch_from_environment();
 
 /// Rank 0 listens at the port and the others connect; the control plane of processes on several

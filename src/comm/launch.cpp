@@ -3,6 +3,7 @@
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
+#include <string_view>
 
 #include "core/check.h"
 #include "fusedmoe/comm.h"
@@ -40,6 +41,8 @@ std::optional<Launch> launch_from_environment() {
   for (const Launcher& launcher : kLaunchers) {
     const std::optional<int> rank = number(launcher.rank), size = number(launcher.size);
     if (!rank && !size) continue;
+    // An allocation without srun says only how many tasks there may be.
+    if (!rank && launcher.name == std::string_view("Slurm")) continue;
     FUSEDMOE_CHECK(rank && size, rank ? launcher.size : launcher.rank, "not set",
                    core::format("set, as {} is", rank ? launcher.rank : launcher.size));
     FUSEDMOE_CHECK(*rank < *size, launcher.rank, core::to_string(*rank),
@@ -51,6 +54,9 @@ std::optional<Launch> launch_from_environment() {
     launch.launcher = launcher.name;
     if (const char* address = std::getenv("MASTER_ADDR")) launch.address = address;
     launch.port = number("MASTER_PORT").value_or(0);
+    // torchrun itself listens at that port.
+    const char* agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
+    if (launch.port > 0 && agent && std::string_view(agent) == "True") ++launch.port;
     return launch;
   }
   return std::nullopt;

@@ -11,6 +11,7 @@
 #include "comm/place.h"
 #include "comm/socket.h"
 #include "core/check.h"
+#include "fusedmoe/comm.h"
 
 namespace fusedmoe {
 namespace comm {
