@@ -21,6 +21,8 @@ needed=(
   "abigail-tools:abidiff"
   "python3-dev:python3-config"
   "python3-pip:pip3"
+  "openmpi-bin:mpirun"
+  "libopenmpi-dev:../lib/$(uname -m)-linux-gnu/openmpi/include/mpi.h"
 )
 
 present() {

@@ -108,6 +108,47 @@ case $situation in
     says '^all2all +exact +4 '
     says '^allgather_reducescatter +fixed +4 '
     ;;
+  run_joins_launched_ranks)
+    synth gpt_oss_tiny
+    succeeds "${run_args[@]}" --batch-invariant
+    cp out.safetensors one.safetensors
+    port=$((20000 + $$ % 20000))
+    # launched SIZE RANK_VARIABLE SIZE_VARIABLE ARGS...: so many processes, as a launcher starts them.
+    launched() {
+      local size=$1 rank
+      for ((rank = 0; rank < size; ++rank)); do
+        env "$2=$rank" "$3=$size" MASTER_ADDR=127.0.0.1 MASTER_PORT="$port" "$program" "${@:4}" \
+          >"out$rank" 2>"err$rank" &
+      done
+      status=0
+      for ((rank = 0; rank < size; ++rank)); do wait -n || status=$?; done
+      cat out? >out
+      cat err? >err
+      rm out? err?
+      port=$((port + 1))
+    }
+    launched 3 RANK WORLD_SIZE "${run_args[@]}" --output ranks.safetensors --batch-invariant \
+      --check 9 --ep 3
+    [[ $status -eq 0 && $(wc -l <out) -eq 2 ]] || fail "three ranks, of which one prints"
+    grep -q '^rank 0: info: wrote' err || fail "no rank in front"
+    cmp <(tensor_data one.safetensors) <(tensor_data ranks.safetensors) || fail "other bits"
+    launched 2 OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE "${run_args[@]}" --tp 2 --check 9
+    [[ $status -eq 0 && $(wc -l <out) -eq 2 ]] || fail "two ranks of Open MPI"
+    launched 2 RANK WORLD_SIZE bench --ep 2 --model gpt-oss-20b --tokens 4 --max-seconds 0.1 \
+      --min-samples 2 --json
+    [[ $status -eq 0 && $(wc -l <out) -eq 1 ]] || fail "one line of JSON"
+    says '"backend":"tcp".*"memcpy_us":'
+    launched 2 RANK WORLD_SIZE "${run_args[@]}" --ep 3
+    grep -q '^rank 1: error: .* was 3 ranks; must be 2, the processes' err || fail "3 of 2 ranks"
+    if "$program" doctor --comm | grep -q '^mpi  *Open MPI'; then
+      export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+      rm ranks.safetensors
+      mpirun --oversubscribe -n 4 "$program" "${run_args[@]}" --output ranks.safetensors \
+        --batch-invariant --ep 4 --tp 2 >out 2>err || fail "mpirun"
+      [[ $(wc -l <out) -eq 1 ]] || fail "one rank prints"
+      cmp <(tensor_data one.safetensors) <(tensor_data ranks.safetensors) || fail "other bits"
+    fi
+    ;;
   run_bounded_workspace)
     succeeds synth --config "$configs/qwen3_tiny.json" --tokens 3000 --out model
     succeeds "${run_args[@]}"

@@ -166,6 +166,71 @@ TEST(CommunicatorTest, ARankThatDiesIsNoticedOverTcp) {
   EXPECT_EQ(errors[2], errors[0]);
 }
 
+TEST(CommunicatorTest, MessagesTravelOverTcp) {
+  const Communicators engine = make_thread_communicators(3, {kPatient});
+  const auto errors = errors_of_ranks(3, [&](int rank) {
+    const auto gather = [&](const std::string& text) {
+      return engine[rank]->gather(text, "engine");
+    };
+    const auto control = make_control_plane(rank, 3, gather);
+    Communicator comm(rank, 3, control, make_tcp_data_plane(rank, 3, control), {kPatient});
+    EXPECT_EQ(comm.backend(), "tcp");
+    EXPECT_FALSE(comm.can_lend());
+    exchange_numbers(comm);
+    // More than a socket's buffers hold, to both others at once.
+    std::vector<int> out(1 << 20, rank), in(2 << 20);
+    const auto half = out.size() * sizeof(int);
+    const int a = (rank + 1) % 3, b = (rank + 2) % 3;
+    const Message sends[] = {{a, out.data(), half}, {b, out.data(), half}};
+    const Message receives[] = {{a, in.data(), half}, {b, in.data() + out.size(), half}};
+    comm.exchange(sends, receives, {}, "rows");
+    EXPECT_TRUE(in.front() == a && in[out.size() - 1] == a && in[out.size()] == b);
+    exchange_numbers(*comm.split(rank == 0));
+    comm.barrier();
+    const std::size_t bytes = rank == 1 ? 8 : 4;
+    const Message wrong{rank == 1 ? 0 : 1, out.data(), bytes};
+    if (rank < 2) comm.exchange({&wrong, 1}, {&wrong, 1}, {}, "rows");
+  });
+  EXPECT_NE(errors[0].find("bytes from rank"), std::string::npos) << errors[0];
+  EXPECT_EQ(errors[0], errors[1]);
+}
+
+TEST(CommunicatorTest, RanksLendTheirMemory) {
+  const Communicators comms = make_thread_communicators(4, {kPatient});
+  run_ranks(4, [&](int rank) {
+    const auto part = comms[rank]->split(rank % 2);
+    for (int round = 0; round < 20; ++round) {
+      const int mine = rank * 100 + round;
+      std::vector<int> got;
+      const auto read = [&](std::span<const void* const> lent) {
+        for (const void* each : lent) got.push_back(*static_cast<const int*>(each));
+      };
+      part->lend("numbers", &mine, read, "a step");
+      EXPECT_EQ(got, (std::vector<int>{rank % 2 * 100 + round, (rank % 2 + 2) * 100 + round}));
+    }
+  });
+  const auto errors = errors_of_ranks(4, [&](int rank) {
+    const int mine = 0;
+    comms[rank]->lend(
+        rank == 2 ? "sums" : "rows", &mine, [](auto) {}, "a step");
+  });
+  for (const std::string& error : errors) {
+    EXPECT_NE(error.find("rank 0 lends rows, but rank 2 lends sums"), std::string::npos) << error;
+  }
+}
+
+TEST(CommunicatorTest, WhatIsLentStaysUntilItIsRead) {
+  const Communicators comms = make_thread_communicators(3, {kImpatient});
+  const auto errors = errors_of_ranks(3, [&](int rank) {
+    if (rank == 2) return;  // never comes
+    auto mine = std::make_unique<int>(rank);
+    comms[rank]->lend(
+        "numbers", mine.get(), [](auto) { FAIL() << "without rank 2"; }, "a step");
+  });
+  EXPECT_EQ(errors[0], "a step: rank 2 did not arrive within 0.15 s");
+  EXPECT_EQ(errors[1], errors[0]);
+}
+
 /// Sets a variable of the environment for a while.
 class Variable {
  public:
@@ -199,10 +264,17 @@ TEST(LaunchTest, EveryLauncherIsUnderstood) {
     EXPECT_EQ(launch->port, 29500);
   }
   EXPECT_FALSE(launch_from_environment());
+  {
+    const Variable tasks("SLURM_NTASKS", "4");
+    EXPECT_FALSE(launch_from_environment()) << "an allocation, but no srun";
+  }
   const Variable rank("RANK", "8");
   EXPECT_THROW(launch_from_environment(), Error) << "no size";
   const Variable size("WORLD_SIZE", "8");
   EXPECT_THROW(launch_from_environment(), Error) << "rank 8 of 8";
+  const Variable first("RANK", "0"), port("MASTER_PORT", "29500"),
+      agent("TORCHELASTIC_USE_AGENT_STORE", "True");
+  EXPECT_EQ(launch_from_environment()->port, 29501) << "torchrun itself listens at the other";
 }
 
 TEST(CommunicatorTest, BuildFailRebuildAHundredTimes) {
