@@ -168,9 +168,7 @@ std::string tcp_test() {
       const std::chrono::milliseconds timeout = thread->timeout();
       const auto gather = [&](const std::string& text) { return thread->gather(text, "tcp"); };
       const auto control = make_control_plane(rank, size, gather, timeout);
-      test(std::make_shared<Communicator>(rank, size, control,
-                                          make_tcp_data_plane(rank, size, control, timeout),
-                                          CommunicatorOptions{timeout}));
+      test(make_communicator(rank, size, control, {timeout}));
     });
   });
 }

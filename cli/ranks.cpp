@@ -23,15 +23,6 @@ void avoid_multicast() {
   setenv("NCCL_NVLS_ENABLE", "0", 0);
 }
 
-/// Called by each rank: over NCCL they wait for each other.
-std::shared_ptr<Communicator> join_nccl(int rank, int num_ranks, int gpu,
-                                        const std::shared_ptr<ControlPlane>& control) {
-  const Device device{DeviceKind::kCuda, gpu};
-  return std::make_shared<Communicator>(
-      rank, num_ranks, control, make_nccl_data_plane(rank, num_ranks, device, control, kTimeout),
-      CommunicatorOptions{kTimeout, device});
-}
-
 /// Of a job of mpirun: over MPI, where this program has it.
 bool over_mpi(const Launch& launch) {
   const bool has_mpi = mpi_summary() != "built without MPI";
@@ -49,8 +40,9 @@ std::shared_ptr<Communicator> join(const Launch& launch, const std::string& devi
     const auto over = make_mpi_communicator({}, {kTimeout});
     if (!nccl) return over;
     const auto gather = [&](const std::string& text) { return over->gather(text, "joining"); };
-    return join_nccl(rank, size, launch.local_rank,
-                     make_control_plane(rank, size, gather, kTimeout));
+    const Device own{DeviceKind::kCuda, launch.local_rank};
+    return make_communicator(rank, size, make_control_plane(rank, size, gather, kTimeout),
+                             {kTimeout, own});
   }
   if (launch.address.empty() || launch.port == 0) {
     throw Error("MASTER_ADDR and MASTER_PORT", "not set",
@@ -58,10 +50,8 @@ std::shared_ptr<Communicator> join(const Launch& launch, const std::string& devi
                             mpi_summary()));
   }
   const auto control = make_tcp_control_plane(rank, size, launch.address, launch.port, kTimeout);
-  if (nccl) return join_nccl(rank, size, launch.local_rank, control);
-  return std::make_shared<Communicator>(rank, size, control,
-                                        make_tcp_data_plane(rank, size, control, kTimeout),
-                                        CommunicatorOptions{kTimeout});
+  const Device own = nccl ? Device{DeviceKind::kCuda, launch.local_rank} : Device{};
+  return make_communicator(rank, size, control, {kTimeout, own});
 }
 
 }  // namespace
@@ -120,7 +110,11 @@ void run_local_ranks(int num_ranks, const std::string& device,
     threads.emplace_back([&, rank] {
       std::shared_ptr<Communicator> communicator = nccl ? nullptr : made[rank];
       try {
-        if (nccl) communicator = join_nccl(rank, num_ranks, rank, control);
+        if (nccl) {
+          // By each rank's thread: over NCCL they wait for each other.
+          const Device own{DeviceKind::kCuda, rank};
+          communicator = make_communicator(rank, num_ranks, control, {kTimeout, own});
+        }
         function(communicator);
         communicator->barrier();
       } catch (const std::exception& error) {

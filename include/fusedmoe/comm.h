@@ -323,14 +323,21 @@ FUSEDMOE_API std::shared_ptr<DataPlane> make_tcp_data_plane(
     int rank, int size, const std::shared_ptr<ControlPlane>& control,
     std::chrono::milliseconds timeout = std::chrono::seconds(30));
 
+/// Processes that have a control plane: their data plane is TCP on the CPU and NCCL on CUDA.
+/// Collective.
+FUSEDMOE_API std::shared_ptr<Communicator> make_communicator(int rank, int size,
+                                                             std::shared_ptr<ControlPlane> control,
+                                                             CommunicatorOptions options = {});
+
 /// NCCL on a CUDA device, whose library is opened at run time. The first form makes a communicator
-/// of NCCL, the second uses an ncclComm_t, which must outlive it and is aborted when ranks fail. A
-/// thread watches what is enqueued: when it does not end within the timeout, it finds out over the
-/// control plane which ranks are late, ends NCCL's kernels and posts the reason. Replays of a graph
-/// are not watched. Throws Error saying why where libnccl.so.2 cannot be used.
+/// of NCCL, from `unique_id` where all ranks have been given the same one, the second uses an
+/// ncclComm_t, which must outlive it and is aborted when ranks fail. A thread watches what is
+/// enqueued: when it does not end within the timeout, it finds out over the control plane which
+/// ranks are late, ends NCCL's kernels and posts the reason. Replays of a graph are not watched.
+/// Throws Error saying why where libnccl.so.2 cannot be used.
 FUSEDMOE_API std::shared_ptr<DataPlane> make_nccl_data_plane(
     int rank, int size, Device device, std::shared_ptr<ControlPlane> control,
-    std::chrono::milliseconds timeout = std::chrono::seconds(30));
+    std::chrono::milliseconds timeout = std::chrono::seconds(30), std::string_view unique_id = {});
 FUSEDMOE_API std::shared_ptr<DataPlane> make_nccl_data_plane(
     void* nccl_comm, Device device, std::shared_ptr<ControlPlane> control,
     std::chrono::milliseconds timeout = std::chrono::seconds(30));
@@ -342,6 +349,8 @@ struct NcclInfo {
   std::string problem;  ///< why it cannot be used; empty: it can
 };
 FUSEDMOE_API NcclInfo nccl_info();
+/// The bytes of a new ncclUniqueId, for an engine that tells them to its ranks. Throws as above.
+FUSEDMOE_API std::string make_nccl_unique_id();
 
 /// The ranks of an MPI communicator, given as its Fortran handle (MPI_Comm_c2f), so that no type of
 /// MPI is needed here; none: MPI_COMM_WORLD, and MPI is started where nobody has. Collective. In

@@ -26,12 +26,14 @@ from .quant import (
     quantize_weights,
     schemes,
 )
+from .ranks import Communicator, linear_placement, round_robin_placement
 from .router import route, router_logits
 from .selection import Candidate, Selection, explain
 
 __all__ = [
     "Candidate",
     "Checkpoint",
+    "Communicator",
     "MoELayer",
     "PackCache",
     "QuantizedMatrix",
@@ -47,10 +49,12 @@ __all__ = [
     "empty",
     "explain",
     "fused_experts",
+    "linear_placement",
     "load_file",
     "num_threads",
     "quantize_activations",
     "quantize_weights",
+    "round_robin_placement",
     "route",
     "router_logits",
     "schemes",

@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Optional, Union
 
 from . import _core
 from ._arrays import array, checked, given, output_like, scratch_of, stream_of
+from .ranks import Communicator
 
 Path = Union[str, "os.PathLike[str]"]
 
@@ -75,12 +76,19 @@ class MoELayer:
         batch_invariant: rows do not depend on their batch. inplace: the output may be the input.
         monolithic: the experts route by themselves.
         tp_size, dp_size, ep_size, ep_rank: of the ranks that share the layer.
+        tp_rank, sequence_parallel: likewise.
         num_threads: of the CPU; max_workspace_bytes: longer inputs run in chunks.
+        communicator: of the ranks (see Communicator); making the layer is then collective. Without
+            the sizes above all its ranks share the experts and have tokens of their own. Only what
+            this rank holds is read. max_tokens_per_rank: the most that any gives to a call.
+        placement: JSON, as linear_placement() returns it; nearest_replica: take that of a token's
+            experts. combine: "per_rank" or "per_slot"; combine_dtype: of rows per rank.
+        receive_capacity: rows; fixed_sizes: count nothing, for CUDA graphs.
 
         Raises OSError for a file at fault, NotImplementedError where no implementation fits.
         """
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-        settings = {**checked(options, _OPTIONS, "option"), "experts_only": experts_only}
+        settings = {**_layer_options(options), "experts_only": experts_only}
         return cls(_core.load_layer(opened._handle, layer, settings))
 
     @classmethod
@@ -136,7 +144,7 @@ class MoELayer:
             "expert_map": expert_map,
         }
         settings = {
-            **checked(options, _OPTIONS, "option"),
+            **_layer_options(options),
             **_arrays_of(given(router)),
             **_arrays_of(checked(weights or {}, _WEIGHTS, "name in weights")),
         }
@@ -155,6 +163,7 @@ class MoELayer:
         accumulate: bool = False,
         stream: Optional[int] = None,
         workspace: Any = None,
+        max_tokens: int = 0,
     ) -> Any:
         """The layer's output, (num_tokens, hidden), of the kind of hidden_states.
 
@@ -166,6 +175,8 @@ class MoELayer:
         stream: as for fused_experts(). On CUDA the call only enqueues.
         workspace: scratch memory, workspace_bytes(num_tokens) of uint8, 64-byte aligned; default:
             of PyTorch's allocator for its CUDA tensors, else the layer's own.
+        max_tokens: with a communicator, the most tokens of any rank in this call, the same on all;
+            default: max_tokens_per_rank.
 
         Raises ValueError that names the argument at fault.
         """
@@ -181,6 +192,7 @@ class MoELayer:
             accumulate,
             stream_of(hidden_states, stream),
             scratch_of(hidden_states, stream) if workspace is None else lambda nbytes: workspace,
+            max_tokens,
         )
         return out
 
@@ -194,11 +206,12 @@ class MoELayer:
         accumulate: bool = False,
         stream: Optional[int] = None,
         workspace: Any = None,
+        max_tokens: int = 0,
     ) -> Any:
         """The same with the caller's routing: (num_tokens, topk) float32 and int32; global ids, -1
         selects nothing. Raises ValueError for other ids (on CUDA they select nothing).
 
-        out, accumulate, stream, workspace: as in a call of the layer.
+        out, accumulate, stream, workspace, max_tokens: as in a call of the layer.
         """
         if out is None:
             out = output_like(hidden_states, self._output_dtype)
@@ -210,6 +223,7 @@ class MoELayer:
             accumulate,
             stream_of(hidden_states, stream),
             scratch_of(hidden_states, stream) if workspace is None else lambda nbytes: workspace,
+            max_tokens,
         )
         return out
 
@@ -241,7 +255,9 @@ class MoELayer:
 
 _OPTIONS = frozenset(
     "device dtype output_dtype require plan batch_invariant inplace monolithic tp_size dp_size "
-    "ep_size ep_rank num_threads max_workspace_bytes".split()
+    "ep_size ep_rank num_threads max_workspace_bytes tp_rank sequence_parallel communicator "
+    "placement max_tokens_per_rank receive_capacity nearest_replica combine combine_dtype "
+    "fixed_sizes".split()
 )
 _WEIGHTS = frozenset(
     "scheme activation alpha beta limit situ_beta situ_linear_beta gate_up_layout transposed "
@@ -249,6 +265,14 @@ _WEIGHTS = frozenset(
     "a2_scale w2_bias".split()
 )
 _SHARED = _WEIGHTS | {"w13", "w2", "gate"}
+
+
+def _layer_options(options: Dict[str, Any]) -> Dict[str, Any]:
+    known = dict(checked(options, _OPTIONS, "option"))
+    communicator = known.get("communicator")
+    if isinstance(communicator, Communicator):
+        known["communicator"] = communicator._handle
+    return known
 
 
 def _arrays_of(settings: Dict[str, Any]) -> Dict[str, Any]:

@@ -14,6 +14,7 @@
 
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/runtime.h"
+#include "ranks.h"
 
 namespace fusedmoe::python {
 namespace {
@@ -25,6 +26,7 @@ class PyLayer {
  public:
   PyLayer(LayerWeights weights, LayerOptions options)
       : output_dtype(options.output_dtype.value_or(options.dtype)),
+        max_tokens_per_rank(options.ranks.max_tokens_per_rank),
         layer(std::move(weights), std::move(options)) {}
 
   /// Calls `body` with scratch memory for so many tokens: that of the Python function, or of the
@@ -46,6 +48,7 @@ class PyLayer {
   }
 
   const DType output_dtype;
+  const std::int64_t max_tokens_per_rank;
   const MoeLayer layer;
 
  private:
@@ -101,7 +104,9 @@ LayerOptions options_of(const nb::dict& settings) {
   options.inplace = get(settings, "inplace", false);
   options.monolithic = get(settings, "monolithic", false);
   options.parallel = {get(settings, "tp_size", 1), get(settings, "dp_size", 1),
-                      get(settings, "ep_size", 1), get(settings, "ep_rank", 0)};
+                      get(settings, "ep_size", 1), get(settings, "ep_rank", 0),
+                      get(settings, "tp_rank", 0), get(settings, "sequence_parallel", false)};
+  read_ranks(settings, options);
   options.num_threads = get(settings, "num_threads", 0);
   options.max_workspace_bytes = get<std::size_t>(settings, "max_workspace_bytes", 0);
   return options;
@@ -114,7 +119,11 @@ std::unique_ptr<PyLayer> load(const Checkpoint& checkpoint, std::optional<std::i
   const nb::gil_scoped_release no_gil;
   const std::vector<std::int64_t> layers = checkpoint.moe_layers();
   if (!index && layers.empty()) throw Error("layer", "none", "a checkpoint with experts");
-  LayerWeights weights = checkpoint.load_layer(index ? *index : layers.front());
+  const std::int64_t chosen = index ? *index : layers.front();
+  LayerWeights weights =
+      options.ranks.communicator
+          ? checkpoint.load_layer(chosen, options.parallel, options.ranks.placement)
+          : checkpoint.load_layer(chosen);
   if (experts_only) {
     weights.router_weights = {};
     weights.shared_experts.reset();
@@ -160,16 +169,18 @@ struct Call {
   Kept kept;
   TensorView hidden_states, output;
   ForwardOptions options;
-  std::int64_t num_tokens = 0;
+  std::int64_t num_tokens = 0;  // that scratch memory is needed for
 
   Call(const PyLayer& layer, nb::handle x, nb::handle out, bool accumulate,
-       std::optional<std::uintptr_t> stream)
+       std::optional<std::uintptr_t> stream, std::int64_t max_tokens)
       : hidden_states(view_of(x, "hidden_states", kept)), output(output_view_of(out, "out", kept)) {
     if (!hidden_states || hidden_states.rank() != 2) {
       throw Error("hidden_states", to_string(hidden_states.shape()), "(num_tokens, hidden)",
                   Fault::kShape);
     }
-    num_tokens = hidden_states.size(0);
+    options.max_tokens = max_tokens;
+    num_tokens =
+        std::max(hidden_states.size(0), max_tokens > 0 ? max_tokens : layer.max_tokens_per_rank);
     options.accumulate = accumulate;
     options.stream = stream_of(stream, layer.layer.config().device);
   }
@@ -177,8 +188,8 @@ struct Call {
 
 void forward(PyLayer& layer, nb::handle x, nb::handle out, nb::handle topk_weights,
              nb::handle topk_ids, nb::handle router_logits, nb::handle expert_load, bool accumulate,
-             std::optional<std::uintptr_t> stream, nb::handle scratch) {
-  Call call(layer, x, out, accumulate, stream);
+             std::optional<std::uintptr_t> stream, nb::handle scratch, std::int64_t max_tokens) {
+  Call call(layer, x, out, accumulate, stream, max_tokens);
   call.options.topk_weights = output_view_of(topk_weights, "topk_weights", call.kept);
   call.options.topk_ids = output_view_of(topk_ids, "topk_ids", call.kept);
   call.options.router_logits = output_view_of(router_logits, "router_logits", call.kept);
@@ -192,8 +203,8 @@ void forward(PyLayer& layer, nb::handle x, nb::handle out, nb::handle topk_weigh
 
 void forward_routed(PyLayer& layer, nb::handle x, nb::handle topk_weights, nb::handle topk_ids,
                     nb::handle out, bool accumulate, std::optional<std::uintptr_t> stream,
-                    nb::handle scratch) {
-  Call call(layer, x, out, accumulate, stream);
+                    nb::handle scratch, std::int64_t max_tokens) {
+  Call call(layer, x, out, accumulate, stream, max_tokens);
   const Routing routing{view_of(topk_ids, "topk_ids", call.kept),
                         view_of(topk_weights, "topk_weights", call.kept)};
   const nb::gil_scoped_release no_gil;
@@ -208,10 +219,10 @@ void bind_layer(nb::module_& module) {
       .def("forward", &forward, nb::arg("x").none(), nb::arg("out").none(),
            nb::arg("topk_weights").none(), nb::arg("topk_ids").none(),
            nb::arg("router_logits").none(), nb::arg("expert_load").none(), nb::arg("accumulate"),
-           nb::arg("stream").none(), nb::arg("scratch").none())
+           nb::arg("stream").none(), nb::arg("scratch").none(), nb::arg("max_tokens"))
       .def("forward_routed", &forward_routed, nb::arg("x").none(), nb::arg("topk_weights").none(),
            nb::arg("topk_ids").none(), nb::arg("out").none(), nb::arg("accumulate"),
-           nb::arg("stream").none(), nb::arg("scratch").none())
+           nb::arg("stream").none(), nb::arg("scratch").none(), nb::arg("max_tokens"))
       .def("workspace_bytes",
            [](const PyLayer& self, std::int64_t num_tokens) {
              return self.layer.workspace_bytes(num_tokens);

@@ -7,6 +7,7 @@
 #include "fusedmoe/error.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/version.h"
+#include "ranks.h"
 #include "tensors.h"
 
 namespace fusedmoe::python {
@@ -59,6 +60,7 @@ NB_MODULE(_core, module) {
   bind_errors(module);
   bind_tensors(module);
   bind_layers(module);
+  bind_ranks(module);
   bind_experts(module);
   bind_numbers(module);
   bind_openmp(module);

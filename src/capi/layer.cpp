@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "capi/checkpoint.h"
+#include "capi/communicator.h"
 #include "capi/convert.h"
 
 namespace fusedmoe::capi {
@@ -33,6 +34,21 @@ class CallerExecutor final : public Executor {
   fusedmoe_executor executor_;
 };
 
+RankOptions to_rank_options(const fusedmoe_layer_options& o) {
+  RankOptions ranks;
+  if (o.communicator) ranks.communicator = o.communicator->communicator;
+  if (o.placement) ranks.placement = ExpertPlacement::parse(o.placement);
+  ranks.max_tokens_per_rank = o.max_tokens_per_rank;
+  ranks.receive_capacity = o.receive_capacity;
+  if (o.nearest_replica) ranks.replica_choice = ReplicaChoice::kNearest;
+  if (const auto combine = check_enum(o.combine, 3, "options.combine")) {
+    ranks.combine = combine == 1 ? CombineMode::kPerRank : CombineMode::kPerSlot;
+  }
+  if (o.combine_dtype) ranks.combine_dtype = to_dtype(o.combine_dtype, "options.combine_dtype");
+  ranks.fixed_sizes = o.fixed_sizes != 0;
+  return ranks;
+}
+
 LayerOptions to_options(const fusedmoe_layer_options& o, Executor* executor) {
   LayerOptions options;
   options.device = to_device_id(o.device_type, o.device_index, "options.device");
@@ -44,7 +60,14 @@ LayerOptions to_options(const fusedmoe_layer_options& o, Executor* executor) {
   options.inplace = o.inplace != 0;
   options.monolithic = o.monolithic != 0;
   const auto size_of = [](std::int32_t size) { return size == 0 ? 1 : size; };
-  options.parallel = {size_of(o.tp_size), size_of(o.dp_size), size_of(o.ep_size), o.ep_rank};
+  options.parallel = {size_of(o.tp_size), size_of(o.dp_size), size_of(o.ep_size),
+                      o.ep_rank,          o.tp_rank,          o.sequence_parallel != 0};
+  options.ranks = to_rank_options(o);
+  if (o.communicator && o.tp_size + o.dp_size + o.ep_size == 0) {
+    options.parallel = ParallelConfig::of({.dp_size = options.ranks.communicator->size(),
+                                           .expert_parallel = true,
+                                           .rank = options.ranks.communicator->rank()});
+  }
   options.num_threads = o.num_threads;
   options.executor = executor;
   options.max_workspace_bytes = o.max_workspace_bytes;
@@ -90,7 +113,7 @@ struct fusedmoe_layer {
 namespace fusedmoe::capi {
 namespace {
 
-/// `load` returns the weights.
+/// load(options) returns the weights.
 template <typename Load>
 fusedmoe_status make_layer(const fusedmoe_layer_options* options, fusedmoe_layer** layer,
                            Load&& load) {
@@ -102,7 +125,7 @@ fusedmoe_status make_layer(const fusedmoe_layer_options* options, fusedmoe_layer
       executor = std::make_unique<CallerExecutor>(read_struct(o.executor, "options.executor"));
     }
     const LayerOptions made = to_options(o, executor.get());
-    LayerWeights weights = load();
+    LayerWeights weights = load(made);
     if (o.experts_only) {
       weights.router_weights = {};
       weights.shared_experts.reset();
@@ -129,6 +152,7 @@ Call to_call(const MoeLayer& layer, const fusedmoe_forward_args* args) {
   call.options.router_logits = to_view(a.router_logits, "router_logits");
   call.options.expert_load = to_view(a.expert_load, "expert_load");
   call.options.accumulate = a.accumulate != 0;
+  call.options.max_tokens = a.max_tokens;
   call.options.stream = to_stream(a.stream, layer.config().device);
   return call;
 }
@@ -141,16 +165,19 @@ using fusedmoe::capi::guarded;
 
 fusedmoe_status fusedmoe_layer_load(const fusedmoe_checkpoint* checkpoint, int64_t layer_index,
                                     const fusedmoe_layer_options* options, fusedmoe_layer** layer) {
-  return fusedmoe::capi::make_layer(options, layer, [&] {
-    return given(checkpoint, "checkpoint").checkpoint.load_layer(layer_index);
+  return fusedmoe::capi::make_layer(options, layer, [&](const fusedmoe::LayerOptions& made) {
+    const fusedmoe::Checkpoint& opened = given(checkpoint, "checkpoint").checkpoint;
+    if (!made.ranks.communicator) return opened.load_layer(layer_index);
+    return opened.load_layer(layer_index, made.parallel, made.ranks.placement);
   });
 }
 
 fusedmoe_status fusedmoe_layer_create(const fusedmoe_layer_weights* weights,
                                       const fusedmoe_layer_options* options,
                                       fusedmoe_layer** layer) {
-  return fusedmoe::capi::make_layer(options, layer,
-                                    [&] { return fusedmoe::capi::to_layer_weights(weights); });
+  return fusedmoe::capi::make_layer(options, layer, [&](const fusedmoe::LayerOptions&) {
+    return fusedmoe::capi::to_layer_weights(weights);
+  });
 }
 
 void fusedmoe_layer_destroy(fusedmoe_layer* layer) {

@@ -363,6 +363,16 @@ bool Communicator::reduce_scatter(const void* data, void* out, std::int64_t coun
          impl_->data->reduce_scatter(data, out, count, dtype, stream);
 }
 
+std::shared_ptr<Communicator> make_communicator(int rank, int size,
+                                                std::shared_ptr<ControlPlane> control,
+                                                CommunicatorOptions options) {
+  std::shared_ptr<DataPlane> data =
+      options.device.is_cpu()
+          ? make_tcp_data_plane(rank, size, control, options.timeout)
+          : make_nccl_data_plane(rank, size, options.device, control, options.timeout);
+  return std::make_shared<Communicator>(rank, size, std::move(control), std::move(data), options);
+}
+
 std::uint64_t Communicator::next_step() {
   return impl_->steps++;
 }

@@ -46,7 +46,11 @@ NcclInfo nccl_info() {
 }
 
 std::shared_ptr<DataPlane> make_nccl_data_plane(int, int, Device, std::shared_ptr<ControlPlane>,
-                                                std::chrono::milliseconds) {
+                                                std::chrono::milliseconds, std::string_view) {
+  fail();
+}
+
+std::string make_nccl_unique_id() {
   fail();
 }
 

@@ -21,6 +21,7 @@ struct Destroy {
   void operator()(fusedmoe_layer* handle) const { fusedmoe_layer_destroy(handle); }
   void operator()(fusedmoe_pack_cache* handle) const { fusedmoe_pack_cache_destroy(handle); }
   void operator()(fusedmoe_selection* handle) const { fusedmoe_selection_destroy(handle); }
+  void operator()(fusedmoe_communicator* handle) const { fusedmoe_communicator_destroy(handle); }
   void operator()(fusedmoe_matrix* handle) const { fusedmoe_matrix_destroy(handle); }
 };
 template <typename T>

@@ -121,9 +121,16 @@ class NcclData final : public DataPlane {
   std::unique_ptr<Watch> watch_;
 };
 
-/// NCCL's id, which rank 0 makes.
-ncclUniqueId shared_id(int rank, ControlPlane& control, milliseconds timeout) {
+/// NCCL's id: the one that all ranks were given, or one that rank 0 makes.
+ncclUniqueId shared_id(int rank, ControlPlane& control, milliseconds timeout,
+                       std::string_view given) {
   ncclUniqueId id{};
+  if (!given.empty()) {
+    FUSEDMOE_CHECK(given.size() == sizeof id, "unique_id", core::format("{} bytes", given.size()),
+                   core::format("{}, an ncclUniqueId", sizeof id));
+    std::memcpy(&id, given.data(), sizeof id);
+    return id;
+  }
   if (rank == 0) {
     FUSEDMOE_NCCL_CHECK(nccl().get_unique_id(&id));
     control.post("nccl/id", std::string_view(reinterpret_cast<const char*>(&id), sizeof id));
@@ -181,10 +188,10 @@ void connect(ncclComm_t comm, int size, Device device) {
 
 std::shared_ptr<DataPlane> make_nccl_data_plane(int rank, int size, Device device,
                                                 std::shared_ptr<ControlPlane> control,
-                                                milliseconds timeout) {
+                                                milliseconds timeout, std::string_view unique_id) {
   FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
   cuda::nccl();
-  const ncclUniqueId id = cuda::shared_id(rank, *control, timeout);
+  const ncclUniqueId id = cuda::shared_id(rank, *control, timeout, unique_id);
   cuda::meet(rank, size, *control, timeout);
   // In a thread of its own: a rank that dies now would leave this one waiting for ever.
   auto task = std::make_shared<std::packaged_task<ncclComm_t()>>([=] {
@@ -211,10 +218,20 @@ std::shared_ptr<DataPlane> make_nccl_data_plane(void* nccl_comm, Device device,
                                           std::move(control), timeout);
 }
 
+std::string make_nccl_unique_id() {
+  ncclUniqueId id{};
+  cuda::check_nccl(cuda::nccl().get_unique_id(&id), "ncclGetUniqueId");
+  return {reinterpret_cast<const char*>(&id), sizeof id};
+}
+
 #else
 
 std::shared_ptr<DataPlane> make_nccl_data_plane(int, int, Device, std::shared_ptr<ControlPlane>,
-                                                std::chrono::milliseconds) {
+                                                std::chrono::milliseconds, std::string_view) {
+  throw Error::unsupported(Reason::kOperation, "nccl", nccl_info().problem);
+}
+
+std::string make_nccl_unique_id() {
   throw Error::unsupported(Reason::kOperation, "nccl", nccl_info().problem);
 }
 

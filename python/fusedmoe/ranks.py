@@ -1,0 +1,118 @@
+"""The ranks of a layer: communicators, and which rank holds which expert."""
+
+from typing import Any, Callable, List, Optional
+
+from . import _core
+
+
+class Communicator:
+    """The ranks of a layer, seen from one of them.
+
+    A failure is final: every call of every rank then raises RuntimeError with the same reason.
+    """
+
+    def __init__(self, handle: _core.Communicator) -> None:
+        self._handle = handle
+
+    @classmethod
+    def threads(
+        cls, size: int, *, device: str = "cpu", timeout: float = 30.0
+    ) -> List["Communicator"]:
+        """Ranks that are threads of this process: element r is rank r's.
+
+        timeout: seconds, of every wait.
+        """
+        return [cls(handle) for handle in _core.thread_communicators(size, device, timeout)]
+
+    @classmethod
+    def join(
+        cls,
+        rank: int = 0,
+        size: int = 1,
+        address: Optional[str] = None,
+        port: int = 0,
+        *,
+        device: str = "cpu",
+        timeout: float = 30.0,
+    ) -> "Communicator":
+        """A process among others, over TCP, with rows over NCCL on CUDA; every rank calls it.
+
+        Rank 0 listens at the port of the address. Without an address all of it is what torchrun,
+        mpirun or srun has set.
+        """
+        return cls(_core.join_communicator(rank, size, address or "", port, device, timeout))
+
+    @classmethod
+    def from_gather(
+        cls,
+        rank: int,
+        size: int,
+        gather: Callable[[str], List[str]],
+        *,
+        device: str = "cpu",
+        timeout: float = 30.0,
+    ) -> "Communicator":
+        """The same, where the ranks find each other by an engine's own collective.
+
+        gather: takes this rank's text, returns those of all ranks; called twice.
+        """
+        return cls(_core.create_communicator(rank, size, gather, device, timeout))
+
+    @classmethod
+    def from_torch(
+        cls, group: Any = None, *, device: str = "cpu", timeout: float = 30.0
+    ) -> "Communicator":
+        """The ranks of a process group of torch.distributed, default: all."""
+        import torch.distributed as dist
+
+        def gather(text: str) -> List[str]:
+            texts: List[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(texts, text, group=group)
+            return texts
+
+        return cls.from_gather(
+            dist.get_rank(group),
+            dist.get_world_size(group),
+            gather,
+            device=device,
+            timeout=timeout,
+        )
+
+    @property
+    def rank(self) -> int:
+        return self._handle.rank()
+
+    @property
+    def size(self) -> int:
+        return self._handle.size()
+
+    @property
+    def backend(self) -> str:
+        """What moves rows: "threads", "tcp" or "nccl"."""
+        return self._handle.backend()
+
+    @property
+    def status(self) -> str:
+        """Why the communicator has ended; empty while it works."""
+        return self._handle.status()
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        self._handle.barrier()
+
+    def abort(self, reason: str) -> None:
+        """Ends the communicator on all ranks."""
+        self._handle.abort(reason)
+
+    def __repr__(self) -> str:
+        return f"fusedmoe.Communicator(rank {self.rank} of {self.size}, {self.backend})"
+
+
+def linear_placement(num_experts: int, num_ranks: int, redundant: int = 0) -> str:
+    """Consecutive experts on each rank, and copies of experts 0, 1, ... behind them, as JSON."""
+    return _core.make_placement("linear", num_experts, num_ranks, redundant)
+
+
+def round_robin_placement(num_experts: int, num_ranks: int) -> str:
+    """Expert e on rank e % num_ranks, as JSON."""
+    return _core.make_placement("round_robin", num_experts, num_ranks, 0)

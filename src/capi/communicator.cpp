@@ -1,0 +1,128 @@
+// Communicators: threads of the process, or processes that find each other.
+#include "capi/communicator.h"
+
+#include <memory>
+#include <vector>
+
+#include "capi/convert.h"
+
+namespace fusedmoe::capi {
+namespace {
+
+CommunicatorOptions to_options(const fusedmoe_communicator_options* options) {
+  const fusedmoe_communicator_options o = read_struct(options, "options");
+  CommunicatorOptions result;
+  result.device = to_device_id(o.device_type, o.device_index, "options.device");
+  if (o.timeout_ms != 0) result.timeout = std::chrono::milliseconds(o.timeout_ms);
+  return result;
+}
+
+fusedmoe_communicator* make_handle(std::shared_ptr<Communicator> communicator) {
+  const std::string backend(communicator->backend());
+  return new fusedmoe_communicator{std::move(communicator), backend};
+}
+
+/// The caller's collective as ours.
+GatherCallback to_gather(const fusedmoe_gather& gather, int size) {
+  if (!gather.run) throw Error("gather.run", "NULL", "a function", Fault::kNull);
+  return [gather, size](const std::string& text) {
+    std::vector<std::string> texts(static_cast<std::size_t>(size));
+    const auto give = [](void* data, std::int32_t rank, const char* part, std::size_t bytes) {
+      auto& all = *static_cast<std::vector<std::string>*>(data);
+      const bool known = rank >= 0 && rank < static_cast<std::int32_t>(all.size());
+      if (known && part) all[static_cast<std::size_t>(rank)].assign(part, bytes);
+    };
+    const std::int32_t failed = gather.run(gather.context, text.data(), text.size(), give, &texts);
+    if (failed) throw Error::communication("gather.run returned " + std::to_string(failed));
+    return texts;
+  };
+}
+
+}  // namespace
+}  // namespace fusedmoe::capi
+
+using fusedmoe::capi::given;
+using fusedmoe::capi::guarded;
+
+fusedmoe_status fusedmoe_communicator_create_threads(int32_t size,
+                                                     const fusedmoe_communicator_options* options,
+                                                     fusedmoe_communicator** communicators) {
+  return guarded([&] {
+    given(communicators, "communicators");
+    std::vector<std::unique_ptr<fusedmoe_communicator>> made;
+    for (auto& each :
+         fusedmoe::make_thread_communicators(size, fusedmoe::capi::to_options(options))) {
+      made.emplace_back(fusedmoe::capi::make_handle(std::move(each)));
+    }
+    for (auto& each : made) *communicators++ = each.release();
+  });
+}
+
+fusedmoe_status fusedmoe_communicator_join(int32_t rank, int32_t size, const char* address,
+                                           int32_t port,
+                                           const fusedmoe_communicator_options* options,
+                                           fusedmoe_communicator** communicator) {
+  return guarded([&] {
+    given(communicator, "communicator");
+    const fusedmoe::CommunicatorOptions o = fusedmoe::capi::to_options(options);
+    fusedmoe::Launch launch{rank, size, 0, fusedmoe::capi::to_text(address), port, ""};
+    if (!address) {
+      const auto found = fusedmoe::launch_from_environment();
+      if (!found || found->address.empty()) {
+        throw fusedmoe::Error("address", "NULL",
+                              "given, where no launcher has set MASTER_ADDR and MASTER_PORT");
+      }
+      launch = *found;
+    }
+    auto control = fusedmoe::make_tcp_control_plane(launch.rank, launch.size, launch.address,
+                                                    launch.port, o.timeout);
+    *communicator = fusedmoe::capi::make_handle(
+        fusedmoe::make_communicator(launch.rank, launch.size, std::move(control), o));
+  });
+}
+
+fusedmoe_status fusedmoe_communicator_create(int32_t rank, int32_t size,
+                                             const fusedmoe_gather* gather,
+                                             const fusedmoe_communicator_options* options,
+                                             fusedmoe_communicator** communicator) {
+  return guarded([&] {
+    given(communicator, "communicator");
+    const fusedmoe::CommunicatorOptions o = fusedmoe::capi::to_options(options);
+    if (size < 1 || rank < 0 || rank >= size) {
+      throw fusedmoe::Error("rank", std::to_string(rank) + " of " + std::to_string(size),
+                            "one of at least one rank");
+    }
+    const auto collective =
+        fusedmoe::capi::to_gather(fusedmoe::capi::read_given_struct(gather, "gather"), size);
+    *communicator = fusedmoe::capi::make_handle(fusedmoe::make_communicator(
+        rank, size, fusedmoe::make_control_plane(rank, size, collective, o.timeout), o));
+  });
+}
+
+void fusedmoe_communicator_destroy(fusedmoe_communicator* communicator) {
+  delete communicator;
+}
+
+fusedmoe_status fusedmoe_communicator_get_info(const fusedmoe_communicator* communicator,
+                                               fusedmoe_communicator_info* info) {
+  return guarded([&] {
+    const fusedmoe::Communicator& made = *given(communicator, "communicator").communicator;
+    fusedmoe_communicator_info values{};
+    values.rank = made.rank();
+    values.size = made.size();
+    values.backend = communicator->backend.c_str();
+    fusedmoe::capi::write_struct(info, values, "info");
+  });
+}
+
+fusedmoe_status fusedmoe_communicator_barrier(fusedmoe_communicator* communicator) {
+  return guarded([&] { given(communicator, "communicator").communicator->barrier(); });
+}
+
+void fusedmoe_communicator_abort(fusedmoe_communicator* communicator, const char* reason) {
+  if (communicator) communicator->communicator->abort(reason ? reason : "aborted");
+}
+
+fusedmoe_status fusedmoe_communicator_status(const fusedmoe_communicator* communicator) {
+  return guarded([&] { given(communicator, "communicator").communicator->check(); });
+}

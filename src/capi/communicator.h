@@ -1,0 +1,10 @@
+// What a communicator's handle holds.
+#pragma once
+
+#include "capi/status.h"
+#include "fusedmoe/comm.h"
+
+struct fusedmoe_communicator {
+  std::shared_ptr<fusedmoe::Communicator> communicator;
+  std::string backend;
+};

@@ -1,0 +1,139 @@
+// Communicators and layers on two ranks, through the C interface.
+#include <string>
+#include <thread>
+
+#include "capi_test.h"
+#include "testing/compare.h"
+
+namespace fusedmoe::testing {
+namespace {
+
+constexpr std::int64_t kTokens = 6;
+constexpr int kRanks = 2;
+
+template <typename Function>
+void on_two_threads(const Function& function) {
+  std::thread other([&] { function(1); });
+  function(0);
+  other.join();
+}
+
+fusedmoe_communicator_options patient() {
+  auto options = sized<fusedmoe_communicator_options>();
+  options.timeout_ms = 60000;
+  return options;
+}
+
+/// Rank 0 has two thirds of the tokens; together they are those of one rank.
+Tensor forward(const TinyLayer& tiny, int rank, fusedmoe_communicator* communicator) {
+  TinyLayer mine;
+  mine.options = tiny.options;
+  mine.options.communicator = communicator;
+  mine.options.max_tokens_per_rank = kTokens;
+  mine.options.combine = 2;
+  mine.options.placement =
+      R"({"num_experts": 4, "num_ranks": 2, "physical_to_logical": [0, 1, 2, 3],
+          "rank_of": [0, 1, 1, 1]})";
+  const auto layer = mine.create();
+  const std::int64_t begin = rank == 0 ? 0 : 4, end = rank == 0 ? 4 : kTokens;
+  const Tensor x = TinyLayer::filled({kTokens, TinyLayer::kHidden}, 7);
+  const Tensor output = Tensor::zeros({end - begin, TinyLayer::kHidden}, DType::kF32);
+  auto args = sized<fusedmoe_forward_args>();
+  Scratch scratch(layer.get(), kTokens, args);
+  args.hidden_states = to_c(x.slice(0, begin, end));
+  args.output = to_c(output);
+  args.max_tokens = 4;
+  EXPECT_OK(fusedmoe_layer_forward(layer.get(), &args));
+  auto info = sized<fusedmoe_layer_info>();
+  EXPECT_OK(fusedmoe_layer_get_info(layer.get(), &info));
+  EXPECT_EQ(info.num_local_experts, rank == 0 ? 1 : 3);
+  return output;
+}
+
+void expect_as_one_rank(fusedmoe_communicator* const (&communicators)[kRanks],
+                        const char* backend) {
+  TinyLayer tiny;
+  const auto alone = tiny.create();
+  const Tensor x = TinyLayer::filled({kTokens, TinyLayer::kHidden}, 7);
+  const Tensor expected = Tensor::zeros(x.shape(), DType::kF32);
+  auto args = sized<fusedmoe_forward_args>();
+  Scratch scratch(alone.get(), kTokens, args);
+  args.hidden_states = to_c(x);
+  args.output = to_c(expected);
+  ASSERT_OK(fusedmoe_layer_forward(alone.get(), &args));
+  on_two_threads([&](int rank) {
+    auto info = sized<fusedmoe_communicator_info>();
+    EXPECT_OK(fusedmoe_communicator_get_info(communicators[rank], &info));
+    EXPECT_EQ(info.rank, rank);
+    EXPECT_EQ(info.size, kRanks);
+    EXPECT_STREQ(info.backend, backend);
+    EXPECT_OK(fusedmoe_communicator_barrier(communicators[rank]));
+    const Tensor output = forward(tiny, rank, communicators[rank]);
+    EXPECT_TRUE(
+        bitwise_equal(output, expected.slice(0, rank == 0 ? 0 : 4, rank == 0 ? 4 : kTokens)));
+  });
+}
+
+TEST(CRanksTest, ThreadsGiveTheBitsOfOneRank) {
+  fusedmoe_communicator* made[kRanks] = {};
+  const auto options = patient();
+  ASSERT_OK(fusedmoe_communicator_create_threads(kRanks, &options, made));
+  const Handle<fusedmoe_communicator> first(made[0]), second(made[1]);
+  expect_as_one_rank(made, "threads");
+  fusedmoe_communicator_abort(made[1], "enough");
+  EXPECT_EQ(fusedmoe_communicator_status(made[0]), FUSEDMOE_COMMUNICATION);
+  EXPECT_STREQ(fusedmoe_last_error(), "rank 1: enough");
+}
+
+TEST(CRanksTest, AnEnginesCollectiveFindsTheRanks) {
+  fusedmoe_communicator* threads[kRanks] = {};
+  const auto options = patient();
+  // What an engine has: here two threads that swap texts.
+  struct Engine {
+    std::string texts[2][kRanks];  // of the two calls
+    fusedmoe_communicator* meet[kRanks];
+  } engine;
+  ASSERT_OK(fusedmoe_communicator_create_threads(kRanks, &options, threads));
+  const Handle<fusedmoe_communicator> first(threads[0]), second(threads[1]);
+  std::copy_n(threads, kRanks, engine.meet);
+  struct Rank {
+    Engine* engine;
+    int rank, calls;
+  };
+  fusedmoe_communicator* made[kRanks] = {};
+  on_two_threads([&](int rank) {
+    Rank self{&engine, rank, 0};
+    auto gather = sized<fusedmoe_gather>();
+    gather.context = &self;
+    gather.run = [](void* context, const char* text, size_t bytes,
+                    void (*give)(void*, int32_t, const char*, size_t), void* data) -> int32_t {
+      auto& [shared, own, calls] = *static_cast<Rank*>(context);
+      auto& texts = shared->texts[calls++];
+      texts[own].assign(text, bytes);
+      if (fusedmoe_communicator_barrier(shared->meet[own]) != FUSEDMOE_OK) return 1;
+      for (int r = 0; r < kRanks; ++r) give(data, r, texts[r].data(), texts[r].size());
+      return 0;
+    };
+    EXPECT_OK(fusedmoe_communicator_create(rank, kRanks, &gather, &options, &made[rank]));
+  });
+  const Handle<fusedmoe_communicator> zero(made[0]), one(made[1]);
+  ASSERT_TRUE(zero && one);
+  expect_as_one_rank(made, "tcp");
+}
+
+TEST(CRanksTest, WrongCallsSayWhatIsWrong) {
+  fusedmoe_communicator* made[kRanks] = {};
+  EXPECT_EQ(fusedmoe_communicator_create_threads(0, nullptr, made), FUSEDMOE_INVALID_ARGUMENT);
+  EXPECT_EQ(fusedmoe_communicator_create_threads(2, nullptr, nullptr), FUSEDMOE_INVALID_ARGUMENT);
+  EXPECT_EQ(fusedmoe_communicator_join(2, 2, "127.0.0.1", 1, nullptr, made),
+            FUSEDMOE_INVALID_ARGUMENT);
+  EXPECT_EQ(fusedmoe_communicator_create(0, 2, nullptr, nullptr, made), FUSEDMOE_INVALID_ARGUMENT);
+  EXPECT_EQ(fusedmoe_communicator_barrier(nullptr), FUSEDMOE_INVALID_ARGUMENT);
+  TinyLayer tiny;
+  tiny.options.placement = "{}";
+  fusedmoe_layer* layer = nullptr;
+  EXPECT_EQ(fusedmoe_layer_create(&tiny.weights, &tiny.options, &layer), FUSEDMOE_INVALID_ARGUMENT);
+}
+
+}  // namespace
+}  // namespace fusedmoe::testing

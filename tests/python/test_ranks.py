@@ -1,0 +1,134 @@
+"""Layers on ranks: threads, processes over TCP, and torch's process groups where torch is."""
+
+import multiprocessing
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+import fusedmoe
+
+RANKS, TOKENS, HIDDEN, EXPERTS = 2, 6, 32, 4
+
+
+def tensors():
+    random = np.random.default_rng(1)
+    w13 = random.standard_normal((EXPERTS, 32, HIDDEN)).astype(np.float32)
+    w2 = random.standard_normal((EXPERTS, HIDDEN, 16)).astype(np.float32)
+    gate = random.standard_normal((EXPERTS, HIDDEN)).astype(np.float32)
+    x = random.standard_normal((TOKENS, HIDDEN)).astype(np.float32)
+    return w13, w2, gate, x
+
+
+def layer(**options):
+    w13, w2, gate, _ = tensors()
+    return fusedmoe.MoELayer.from_tensors(
+        w13, w2, topk=2, router_weight=gate, dtype="f32", **options
+    )
+
+
+def part_of(rank):
+    """Rank 0 has two thirds of the tokens."""
+    return slice(0, 4) if rank == 0 else slice(4, TOKENS)
+
+
+def forward(communicator, **options):
+    made = layer(
+        communicator=communicator,
+        max_tokens_per_rank=TOKENS,
+        combine="per_slot",
+        num_threads=1,
+        **options,
+    )
+    x = tensors()[3][part_of(communicator.rank)]
+    return made(x, max_tokens=4)
+
+
+def run_threads(function):
+    results = [None] * RANKS
+
+    def run(rank):
+        try:
+            results[rank] = function(rank)
+        except Exception as error:  # seen by the caller
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_threads_give_the_bits_of_one_rank():
+    expected = layer()(tensors()[3])
+    communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
+    assert [c.rank for c in communicators] == [0, 1]
+    assert communicators[0].backend == "threads"
+    for placement in (
+        fusedmoe.linear_placement(EXPERTS, RANKS, redundant=2),
+        fusedmoe.round_robin_placement(EXPERTS, RANKS),
+    ):
+        parts = run_threads(lambda r: forward(communicators[r], placement=placement))
+        assert np.array_equal(np.concatenate(parts), expected)
+
+
+def test_ranks_that_differ_all_raise():
+    communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
+    errors = run_threads(
+        lambda r: forward(communicators[r], **({"batch_invariant": True} if r else {}))
+    )
+    assert all(isinstance(error, Exception) for error in errors)
+    assert str(errors[0]) == str(errors[1])
+    communicators[0].abort("enough")
+    assert communicators[1].status == "rank 0: enough"
+    with pytest.raises(RuntimeError, match="enough"):
+        communicators[1].barrier()
+
+
+def test_wrong_options():
+    with pytest.raises(ValueError, match="combine"):
+        layer(combine="never")
+    with pytest.raises(ValueError, match="address"):
+        fusedmoe.Communicator.join()
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def run_process(rank, port, queue):
+    communicator = fusedmoe.Communicator.join(rank, RANKS, "127.0.0.1", port, timeout=60)
+    queue.put((rank, communicator.backend, np.asarray(forward(communicator))))
+
+
+def run_torch_process(rank, port, queue):
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
+    )
+    communicator = fusedmoe.Communicator.from_torch(timeout=60)
+    queue.put((rank, communicator.backend, np.asarray(forward(communicator))))
+    communicator.barrier()
+
+
+@pytest.mark.parametrize("target", [run_process, run_torch_process])
+def test_processes_give_the_bits_of_one_rank(target):
+    if target is run_torch_process:
+        pytest.importorskip("torch.distributed")
+    expected = layer()(tensors()[3])
+    spawn = multiprocessing.get_context("spawn")
+    queue, port = spawn.Queue(), free_port()
+    processes = [spawn.Process(target=target, args=(r, port, queue)) for r in range(RANKS)]
+    for process in processes:
+        process.start()
+    parts = sorted((queue.get(timeout=60) for _ in processes), key=lambda part: part[0])
+    for process in processes:
+        process.join()
+    assert [part[1] for part in parts] == ["tcp"] * RANKS
+    assert np.array_equal(np.concatenate([part[2] for part in parts]), expected)
