@@ -51,6 +51,8 @@ class RankBench {
   static void copy_bytes(const Tensor& from, const std::vector<Message>& messages);
   double largest(double mine) const;
   std::int64_t row_bytes() const { return bytes(config_.dtype, config_.hidden); }
+  /// The transport uses the data plane's own collectives.
+  bool gathers() const { return uses_graphs() && transport_.name() != "all2all"; }
   bool uses_graphs() const { return fixed_sizes_ && communicator_->backend() == "nccl"; }
 
   const RankBenchOptions& options_;
@@ -276,10 +278,18 @@ RankRow RankBench::run() {
   row.dispatch_us = step[0];
   row.combine_us = step[1];
   if (device_.is_cpu()) row.copy_us = step[2] + step[3];
-  row.bare_dispatch_us =
-      medians_us({[&] { communicator_->exchange(out, in, stream, "bench"); }}).front();
-  row.bare_combine_us =
-      medians_us({[&] { communicator_->exchange(back_out, back_in, stream, "bench"); }}).front();
+  const auto bare_dispatch = [&] {
+    if (!gathers()) return communicator_->exchange(out, in, stream, "bench");
+    const Gather all{bare_.data(), static_cast<std::size_t>(num_tokens_ * row_bytes())};
+    communicator_->all_gather({&all, 1}, stream);
+  };
+  const auto bare_combine = [&] {
+    if (!gathers()) return communicator_->exchange(back_out, back_in, stream, "bench");
+    communicator_->reduce_scatter(bare_.data(), bare_.as<char>() + bare_.nbytes() / 2,
+                                  num_tokens_ * config_.hidden, config_.dtype, stream);
+  };
+  row.bare_dispatch_us = medians_us({bare_dispatch}).front();
+  row.bare_combine_us = medians_us({bare_combine}).front();
   return row;
 }
 

@@ -5,39 +5,25 @@
 # a folder, with the commit in their name.
 #
 #   scripts/ep-check.sh [--steps build,tests,bench] [--build build-cuda] [--output bench/results]
-#                       [--model deepseek-v3] [--seconds 480]
+#                       [--commit NAME] [--model deepseek-v3] [--seconds 480]
 #
 # Exit status: 0 only when everything passed. What does not end within --seconds has failed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
 steps=build,tests,bench
-build=build-cuda
+build="build-cuda"
 output=bench/results
+commit=$(git describe --always --dirty --abbrev=7 2>/dev/null || echo unknown)
 model=deepseek-v3
 seconds=480
-tokens=1,8,32,128,512,2048,8192
+tokens=(1 8 32 128 512 2048 8192)
+build_seconds=330
+test_seconds=120
+bench_seconds=60  # each number of GPUs and transport
 
-usage() {
-  sed -n '2,/^set /{s/^# \{0,1\}//;/^set /d;p}' "$0"
-  exit 2
-}
-while (($#)); do
-  (($# >= 2)) || usage
-  case $1 in
-    --steps) steps=$2 ;;
-    --build) build=$2 ;;
-    --output) output=$2 ;;
-    --model) model=$2 ;;
-    --seconds) seconds=$2 ;;
-    *) usage ;;
-  esac
-  shift 2
-done
-for step in ${steps//,/ }; do
-  [[ $step =~ ^(build|tests|bench)$ ]] || usage
-done
-wants() { [[ ,$steps, == *,$1,* ]]; }
+. scripts/check-steps.sh
+parse_options "steps build output commit model seconds" "build tests bench" "$@"
 
 # Not every machine has NVLink's multicast.
 export NCCL_NVLS_ENABLE=0
@@ -46,40 +32,46 @@ for folder in /usr/local/cuda/lib /usr/local/cuda/lib64; do
   [[ -e $folder/libnccl.so.2 ]] && export LD_LIBRARY_PATH=$folder:${LD_LIBRARY_PATH:-}
 done
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
-commit=$(git describe --always --dirty --abbrev=7 2>/dev/null || echo unknown)
 mkdir -p "$output"
 result=$output/ep-$gpus-gpus-$commit.txt
+program=$build/cli/fusedmoe
 
-failures=()
-# step NAME COMMAND...: runs it within the time that is left, and remembers its name if it fails.
-step() {
-  local name=$1 start=$SECONDS status=0 left=$((seconds - SECONDS))
-  shift
-  if ((left > 0)); then
-    timeout "$left" "$@" || status=$?
-  else
-    status=124
-  fi
-  ((status == 0)) || failures+=("$name")
-  printf '=== %-40s %4d s  %s\n' "$name" $((SECONDS - start)) \
-    "$(case $status in 0) echo ok ;; 124) echo "TIMED OUT" ;; *) echo FAILED ;; esac)"
+# What the ranks should reach (docs/expert-parallel.md): against NCCL alone for the same bytes, in the same run.
+add_verdicts() {
+  awk '$1 !~ /^(all2all|allgather_reducescatter)$/ { print; next }
+    {
+      own = $1 == "all2all"
+      factor = own ? 1.10 : 1.05
+      dispatch = factor * $6 + (own ? ($2 == "fixed" ? 30 : 60) : 5)
+      combine = factor * $11 + (own ? 20 : 5)
+      print $0 "  " ($4 <= dispatch ? "ok" : "SLOW") " / " ($9 <= combine ? "ok" : "SLOW")
+    }'
+}
+# bench RANKS TRANSPORT
+bench() {
+  local status=0
+  within "$bench_seconds" "$program" bench --ep "$1" --device cuda --model "$model" \
+    --experts "$2" --tokens "${tokens[@]}" >"$log" || status=$?
+  add_verdicts <"$log" >>"$result"
+  return $status
 }
 
-build_all() {
-  cmake --preset cuda -B "$build" -DFUSEDMOE_PYTHON=OFF --log-level=WARNING &&
-    cmake --build "$build" --parallel --target fusedmoe_cli cuda_ranks_test
-}
-
-: >"$result"
-wants build && step build build_all
-"$build/cli/fusedmoe" doctor --comm | tee -a "$result"
-wants tests && step tests "$build/tests/cuda_ranks_test" --gtest_brief=1
+if wants build; then
+  step build quietly build_programs fusedmoe_cli cuda_ranks_test || exit 1
+fi
+printf 'Commit %s, %s, %d GPUs.\n\n' "$commit" "$(date -u +%F)" "$gpus" >"$result"
+step "ways to talk" quietly within 90 "$program" doctor --comm
+cat "$log" >>"$result"
+if wants tests; then
+  step tests within "$test_seconds" "$build/tests/cuda_ranks_test" --gtest_brief=1
+fi
 if wants bench; then
   for ranks in 2 4 8; do
     ((ranks <= gpus)) || continue
-    step "bench on $ranks GPUs" "$build/cli/fusedmoe" bench --ep "$ranks" --device cuda \
-      --model "$model" --tokens "$tokens" >>"$result"
+    for transport in all2all allgather_reducescatter; do
+      step "$transport on $ranks GPUs" bench "$ranks" "$transport"
+    done
   done
 fi
 cat "$result"
-((${#failures[@]} == 0)) || { printf 'FAILED: %s\n' "${failures[@]}"; exit 1; }
+finish

@@ -23,7 +23,7 @@ build="build-cuda"
 commit=$(git describe --always --dirty --abbrev=7 2>/dev/null || echo unknown)
 jobs=$(nproc)
 seconds=480
-cmake_arguments=()
+cmake=
 
 # tool of compute-sanitizer | test program | cases: each tool makes kernels 10 to 100 times slower
 checks=(
@@ -85,55 +85,8 @@ benches=(
   "bf16-zipf|bf16|zipf|gpt-oss-20b qwen3-30b-a3b"
 )
 
-usage() {
-  sed -n '2,/^set /{s/^# \{0,1\}//;/^set /d;p}' "$0"
-  exit 2
-}
-while (($#)); do
-  (($# >= 2)) || usage
-  case $1 in
-    --steps) steps=$2 ;;
-    --output) output=$2 ;;
-    --build) build=$2 ;;
-    --commit) commit=$2 ;;
-    --seconds) seconds=$2 ;;
-    --cmake) read -ra cmake_arguments <<<"$2" ;;
-    *) usage ;;
-  esac
-  shift 2
-done
-for step in ${steps//,/ }; do
-  [[ $step =~ ^(build|tests|python|sanitizers|bench)$ ]] || usage
-done
-wants() { [[ ,$steps, == *,$1,* ]]; }
-
-failures=()
-# step NAME COMMAND...: runs it, and remembers its name if it fails.
-step() {
-  local name=$1 start=$SECONDS status=0
-  shift
-  "$@" || status=$?
-  ((status == 0)) || failures+=("$name")
-  printf '=== %-44s %4d s  %s\n' "$name" $((SECONDS - start)) \
-    "$(case $status in 0) echo ok ;; 124) echo "TIMED OUT" ;; *) echo FAILED ;; esac)"
-  return $status
-}
-# within LIMIT COMMAND...: for so many seconds, and not longer than all of it may take.
-within() {
-  local limit=$1 left=$((seconds - SECONDS))
-  shift
-  ((left > 0)) || return 124
-  timeout $((limit < left ? limit : left)) "$@"
-}
-# The output of a command, if it fails.
-quietly() {
-  local status=0
-  "$@" >"$log" 2>&1 || status=$?
-  ((status == 0)) || tail -n 60 "$log"
-  return $status
-}
-log=$(mktemp)
-trap 'rm -f "$log"*' EXIT
+. scripts/check-steps.sh
+parse_options "steps output build commit seconds cmake" "build tests python sanitizers bench" "$@"
 mkdir -p "$output"
 result=$output/h200-$commit
 
@@ -141,22 +94,12 @@ programs=(tests/cuda/*_test.cpp)
 programs=("${programs[@]##*/}")
 programs=("${programs[@]/%.cpp/}")
 programs=("${programs[@]/#/cuda_}")
-configure() {
-  cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DFUSEDMOE_CUDA=ON -Wno-dev \
-    --log-level=WARNING "${cmake_arguments[@]}" "$@"
-}
-build_targets() {
-  within "$build_seconds" cmake --build "$build" -j "$jobs" --target fusedmoe_cli "$@"
-}
-build_all() {
-  configure && build_targets "${programs[@]}"
-}
 build_python() {
   configure -DFUSEDMOE_PYTHON=ON -DPython_EXECUTABLE="$(command -v python3)" &&
-    build_targets capi_tests fusedmoe_python
+    build_targets fusedmoe_cli capi_tests fusedmoe_python
 }
 if wants build; then
-  step build quietly build_all || exit 1
+  step build quietly build_programs fusedmoe_cli "${programs[@]}" || exit 1
   step "registers and sizes" scripts/check-cuda-build.sh "$log" "$build/cli/fusedmoe"
 fi
 
@@ -269,7 +212,4 @@ if wants bench; then
   cat "$result.md"
 fi
 
-if ((${#failures[@]})); then
-  printf 'failed: %s\n' "${failures[@]}" >&2
-  exit 1
-fi
+finish
