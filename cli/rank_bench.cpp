@@ -127,6 +127,10 @@ RankBench::RankBench(const RankBenchOptions& options, std::shared_ptr<Communicat
   const std::int64_t capacity = prepare_finalize_->problem_size(sizes).num_tokens;
   rows_ = Tensor::zeros({capacity, config_.hidden}, config_.dtype, device_);
   bare_ = Tensor::zeros({2 * size * num_tokens, config_.hidden}, config_.dtype, device_);
+  // What nobody has written is one page of zeros, which is always in the cache.
+  for (const Tensor& each : {hidden_states_, output_, workspace_, rows_, bare_}) {
+    fill_bytes(each, 0x3c, stream_);
+  }
 
   // As many rows as the step itself sends.
   const auto placement = ExpertPlacement::linear(config_.num_experts, size);
