@@ -27,18 +27,32 @@ struct LentSums {
   std::vector<std::int64_t> begins;
 };
 
+/// Copies `count` rows that follow each other on both sides; a long copy is the fastest.
+void copy_rows(const TensorView& from, std::int64_t from_row, const TensorView& to,
+               std::int64_t to_row, std::int64_t count) {
+  const std::int64_t row_bytes = bytes(from.dtype(), from.size(1));
+  const std::int64_t stride_bytes = bytes(from.dtype(), from.stride(0));
+  const auto* source = from.as<const std::byte>() + from_row * stride_bytes;
+  auto* target = to.as<std::byte>() + to_row * row_bytes;
+  const bool together = stride_bytes == row_bytes;
+  const auto size = static_cast<std::size_t>(together ? count * row_bytes : row_bytes);
+  for (std::int64_t row = 0; row < (together ? 1 : count); ++row) {
+    std::memcpy(target + row * row_bytes, source + row * stride_bytes, size);
+  }
+}
+
 /// Row i of `to` becomes row tokens[i] of `from`, or row i.
 void gather_rows(const RowTensors& from, const std::int32_t* tokens, const RowTensors& to,
                  std::int64_t count, Stream stream) {
+  const auto token_of = [&](std::int64_t i) { return tokens ? tokens[i] : i; };
   const auto copy = [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) {
-      const std::int64_t token = tokens ? tokens[i] : i;
+    while (begin < end) {
+      std::int64_t run = 1;
+      while (begin + run < end && token_of(begin + run) == token_of(begin) + run) ++run;
       to.each(from, [&](const TensorView& target, const TensorView& source) {
-        const std::int64_t row_bytes = bytes(source.dtype(), source.size(1));
-        std::memcpy(target.as<std::byte>() + i * row_bytes,
-                    source.as<const std::byte>() + token * bytes(source.dtype(), source.stride(0)),
-                    static_cast<std::size_t>(row_bytes));
+        copy_rows(source, token_of(begin), target, begin, run);
       });
+      begin += run;
     }
   };
   const bool worthwhile = count * from.values.size(1) >= core::kParallelElements;
