@@ -283,7 +283,10 @@ void Sm90Experts::run_batched(const ForwardArgs& args, const Scratch& scratch,
   FusedMlpParams params = make_params(args, scratch, config);
   fill_bytes(TensorView(scratch.counters, DType::kI32, {scratch.num_zeroed}, args.stream.device), 0,
              args.stream);
-  if (rows_.quantizes()) rows_.transform_hidden(args, scratch);
+  if (rows_.quantizes()) {
+    rows_.transform_hidden(args, scratch);
+    params.overlap_previous = true;
+  }
   params.expert_num_tokens = args.expert_num_tokens.as<const std::int32_t>();
   params.capacity = args.hidden_states.size(1);
   run_gemms(args, params, scratch, config);

@@ -7,20 +7,6 @@ const CudaPackedWeights& packed(const ForwardArgs& args) {
   return static_cast<const CudaPackedWeights&>(*args.weights);
 }
 
-Fp8Quantizer fp8_quantizer(const QuantKey& key, std::optional<float> static_scale,
-                           std::uint32_t* amax) {
-  using Scale = Fp8Quantizer::Scale;
-  Fp8Quantizer quantizer;
-  quantizer.scale = !key.dynamic         ? Scale::kStatic
-                    : key.group.rows < 0 ? Scale::kTensor
-                    : key.group.cols < 0 ? Scale::kRow
-                                         : Scale::kGroup;
-  quantizer.power_of_two = key.scale == DType::kE8M0;
-  quantizer.static_scale = static_scale.value_or(1);
-  quantizer.amax = amax;
-  return quantizer;
-}
-
 void set_target(const QuantizedRows& to, RowTransform& rows) {
   rows.kind = RowTransform::Kind::kFp8;
   rows.to = to.codes;
@@ -74,7 +60,7 @@ RowTransform OperandRows::hidden(const ForwardArgs& args, const Scratch& scratch
   }
   rows.to = scratch.permuted;
   rows.to_pitch = rows.row_bytes;
-  if (quantizes()) rows.kind = RowTransform::Kind::kDecode;
+  if (quantizes()) rows.kind = RowTransform::Kind::kQuantizeAndDecode;
   rows.decoded = quantizer_of(packed(args).w13());
   return rows;
 }
@@ -121,7 +107,7 @@ void OperandRows::transform_activated(const ForwardArgs& args, const Scratch& sc
     rows.fp8 =
         fp8_quantizer(*config_.scheme.activations, packed(args).info().a2_scale, scratch.amax + 1);
   } else {
-    rows.kind = RowTransform::Kind::kDecode;
+    rows.kind = RowTransform::Kind::kQuantizeAndDecode;
     rows.to = scratch.quantized.codes;
     rows.to_pitch = rows.row_pitch;
     rows.decoded = params.quantizer;

@@ -99,7 +99,7 @@ Tensor clone(const TensorView& view) {
 
 /// Whether scales are in the packed blocks: those of groups along a row, and of integer codes.
 bool has_block_scales(const WeightFormat& format, const QuantKey& key) {
-  return format.slot_k > 0 && key.quantized() &&
+  return format.group_k > 0 && key.quantized() &&
          (key.group.cols > 0 || key.value == DType::kI4 || key.value == DType::kU8);
 }
 
@@ -135,12 +135,12 @@ PackedMatrices::PackedMatrices(const WeightFormat& format, const QuantScheme& sc
 }
 
 bool PackedMatrices::has_k_scales() const {
-  return format_->slot_k == 0 && scheme_.weights.quantized() && scheme_.weights.group.cols > 0;
+  return format_->group_k == 0 && scheme_.weights.quantized() && scheme_.weights.group.cols > 0;
 }
 
-void PackedMatrices::check(const WeightMatrix& gate, const WeightMatrix* up) const {
+int PackedMatrices::check(const WeightMatrix& gate, const WeightMatrix* up) const {
   if (scheme_.weights.quantized() && scheme_.weights.group.cols > 0) {
-    const int columns = format_->slot_k > 0 ? format_->slot_k : format_->block.k;
+    const int columns = format_->group_k > 0 ? format_->group_k : format_->block.k;
     const int rows = scheme_.weights.group.rows == 1 ? 1 : 8;
     for (const WeightMatrix* matrix : {&gate, up}) {
       if (!matrix) continue;
@@ -163,7 +163,8 @@ void PackedMatrices::check(const WeightMatrix& gate, const WeightMatrix* up) con
     FUSEDMOE_CHECK(gate.first_col == up->first_col, "weights.first_col",
                    core::format("{} of gate, {} of up", gate.first_col, up->first_col), "the same");
   }
-  if (format_->exponent_shift) format_->exponent_shift(gate, up);
+  if (format_->check_scales) format_->check_scales(gate, up);
+  return format_->exponent_shift ? format_->exponent_shift(gate, up) : 0;
 }
 
 /// The block scales are in the blocks.
@@ -218,17 +219,15 @@ float PackedMatrices::row_scale(const WeightMatrix& matrix, std::int64_t row, fl
 }
 
 void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up,
-                          Stream stream) {
+                          int exponent_shift, Stream stream) {
   const auto index = static_cast<std::size_t>(expert);
   PackSource source;
   source.width = width_;
   source.k = k_;
   source.gated = gated_;
-  source.group = scheme_.weights.group;
-  source.first_row = gate.first_row;
+  source.group_k = scheme_.weights.group.cols;
   source.first_col = gate.first_col;
-  source.exponent_shift = format_->exponent_shift ? format_->exponent_shift(gate, up) : 0;
-  exponent_shifts_[index] = source.exponent_shift;
+  source.exponent_shift = exponent_shifts_[index] = exponent_shift;
   const Tensor values = gather(gate.values, up ? &up->values : nullptr, stream);
   source.values = values.data();
   source.row_bytes = bytes(gate.values.dtype(), gate.values.size(1));
@@ -237,7 +236,6 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
     scales = gather(gate.scales, up ? &up->scales : nullptr, stream);
     source.scales = scales.data();
     source.scale_dtype = gate.scales.dtype();
-    source.scale_rows = gate.scales.size(0);
     source.scale_cols = gate.scales.size(1);
     source.zero_point =
         static_cast<int>(core::weight_layout(scheme_.weights, "scheme.weights").zero);
@@ -272,6 +270,9 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
     upload(scales_, [&](const WeightMatrix& matrix, std::int64_t row) {
       return row_scale(matrix, row, common);
     });
+    if (format_->mark_nan_rows) {
+      format_->mark_nan_rows(source, grid_, scales_.select(0, expert).as<float>(), stream);
+    }
   }
   if (bias_) {
     upload(bias_, [](const WeightMatrix& matrix, std::int64_t row) {
@@ -317,7 +318,7 @@ void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatri
   }
   const Tensor blocks = download(blocks_), bias = bias_ ? download(bias_) : Tensor();
   PackedView source{blocks.as<const std::byte>(), grid_.k_blocks, k_,
-                    exponent_shifts_[index],      group,          gate.first_col};
+                    exponent_shifts_[index],      group.cols,     gate.first_col};
   core::parallel_for(
       default_executor(), grid_.row_blocks * kBlockRows, true, [&](std::int64_t row) {
         const std::int64_t feature = gated_ ? gated_feature(row) : row;
@@ -377,11 +378,16 @@ void CudaPackedWeights::replace(std::int64_t expert, const ExpertMatrices& given
   const bool gated = is_gated(info().activation.kind);
   const HostParts gate(matrices.gate, stream), up(matrices.up, stream), down(matrices.down, stream);
   const WeightMatrix* second = gated ? &up.matrix : nullptr;
-  // What cannot be packed is refused before anything is written.
-  w13_.check(gate.matrix, second);
-  w2_.check(down.matrix, nullptr);
-  w13_.pack(expert, gate.matrix, second, stream);
-  w2_.pack(expert, down.matrix, nullptr, stream);
+  // What cannot be packed is refused before anything is written. Validation has not seen values
+  // that lie on the device.
+  if (!matrices.gate.values.device().is_cpu()) {
+    core::check_scale_values(gate.matrix, info().scheme, "weights.gate");
+    if (second) core::check_scale_values(*second, info().scheme, "weights.up");
+    core::check_scale_values(down.matrix, info().scheme, "weights.down");
+  }
+  const int of_w13 = w13_.check(gate.matrix, second), of_w2 = w2_.check(down.matrix, nullptr);
+  w13_.pack(expert, gate.matrix, second, of_w13, stream);
+  w2_.pack(expert, down.matrix, nullptr, of_w2, stream);
 }
 
 ExpertWeights CudaPackedWeights::unpack(std::int64_t expert) const {

@@ -26,10 +26,12 @@ class PackedMatrices {
   PackedMatrices(const WeightFormat& format, const QuantScheme& scheme, const Sizes& sizes,
                  Device device);
 
-  /// Throws Error for matrices that cannot be packed; scales are in host memory.
-  void check(const WeightMatrix& gate, const WeightMatrix* up) const;
+  /// Throws Error for matrices that cannot be packed; scales are in host memory. Returns
+  /// WeightFormat::exponent_shift of them.
+  int check(const WeightMatrix& gate, const WeightMatrix* up) const;
   /// `up` is null unless gated; scales and biases are in host memory. Waits.
-  void pack(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up, Stream stream);
+  void pack(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up,
+            int exponent_shift, Stream stream);
   /// The inverse, into host tensors that `owners` keep. Waits.
   void unpack(std::int64_t expert, WeightMatrix& gate, WeightMatrix* up,
               std::vector<std::shared_ptr<const void>>& owners) const;

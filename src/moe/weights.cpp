@@ -88,6 +88,28 @@ void check_scales_finite(const TensorView& scales, DType code, const std::string
   }
 }
 
+// (rows), or by blocks.
+void check_global_scale_finite(const TensorView& scale, const std::string& argument) {
+  if (scale.rank() == 2) return check_scales_finite(scale, scale.dtype(), argument);
+  if (!scale.device().is_cpu()) return;
+  for (std::int64_t row = 0; row < scale.size(0); ++row) {
+    const float value = scale.as<const float>()[row * scale.stride(0)];
+    FUSEDMOE_CHECK(std::isfinite(value), argument, core::format("{} at {}", value, row), "finite");
+  }
+}
+
+void check_input_scale_positive(const TensorView& scale, const std::string& argument) {
+  if (!scale.device().is_cpu()) return;
+  const float value = *scale.as<const float>();
+  FUSEDMOE_CHECK(std::isfinite(value) && value > 0, argument, core::to_string(value),
+                 "finite and positive");
+}
+
+// A scale that the scheme does not use is not looked at: checkpoints for static scales have them.
+bool needs_input_scale(const std::optional<QuantKey>& activations) {
+  return activations && (!activations->dynamic || activations->global_scale);
+}
+
 class MatrixChecker {
  public:
   MatrixChecker(const QuantKey& key, Device device)
@@ -152,12 +174,7 @@ class MatrixChecker {
     FUSEDMOE_CHECK_FAULT(view.dtype() == layout_.global_dtype(), kDType, argument,
                          core::describe(view), std::string(name(layout_.global_dtype())));
     check_memory(view, argument);
-    if (view.rank() == 2) return check_scales_finite(view, view.dtype(), argument);
-    for (std::int64_t row = 0; device_.is_cpu() && row < view.size(0); ++row) {
-      const float value = view.as<const float>()[row * view.stride(0)];
-      FUSEDMOE_CHECK(std::isfinite(value), argument, core::format("{} at {}", value, row),
-                     "finite");
-    }
+    check_global_scale_finite(view, argument);
   }
 
   const QuantKey& key_;
@@ -165,12 +182,10 @@ class MatrixChecker {
   Device device_;
 };
 
-// A scale that the scheme does not use is not looked at: checkpoints for static scales have them.
 class InputScaleChecker {
  public:
   InputScaleChecker(const std::optional<QuantKey>& activations, Device device)
-      : needed_(activations && (!activations->dynamic || activations->global_scale)),
-        device_(device) {}
+      : needed_(needs_input_scale(activations)), device_(device) {}
 
   void check(const TensorView& view, const std::string& argument) const {
     if (!needed_) return;
@@ -178,10 +193,7 @@ class InputScaleChecker {
     FUSEDMOE_CHECK_FAULT(view.dtype() == DType::kF32, kDType, argument, core::describe(view),
                          "f32");
     check_memory(view, argument, device_);
-    if (!device_.is_cpu()) return;
-    const float value = *view.as<const float>();
-    FUSEDMOE_CHECK(std::isfinite(value) && value > 0, argument, core::to_string(value),
-                   "finite and positive");
+    check_input_scale_positive(view, argument);
   }
 
  private:
@@ -210,6 +222,19 @@ namespace core {
 void check_matrix(const WeightMatrix& matrix, const QuantKey& key, const std::string& argument,
                   std::int64_t out, std::int64_t in) {
   MatrixChecker(key, matrix.values.device()).check(matrix, argument, out, in);
+}
+
+void check_scale_values(const WeightMatrix& matrix, const QuantScheme& scheme,
+                        const std::string& argument) {
+  if (matrix.scales) {
+    check_scales_finite(matrix.scales, *scheme.weights.scale, argument + ".scales");
+  }
+  if (matrix.global_scale) {
+    check_global_scale_finite(matrix.global_scale, argument + ".global_scale");
+  }
+  if (needs_input_scale(scheme.activations)) {
+    check_input_scale_positive(matrix.input_scale, argument + ".input_scale");
+  }
 }
 
 }  // namespace core

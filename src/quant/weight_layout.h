@@ -51,6 +51,12 @@ WeightLayout weight_layout(const QuantKey& key, const char* argument);
 void check_matrix(const WeightMatrix& matrix, const QuantKey& key, const std::string& argument,
                   std::int64_t out, std::int64_t in);
 
+/// Throws Error naming the part of `argument` whose values a matrix of the scheme may not have:
+/// scales that are not finite, an input scale that is not positive. Reads what lies in host memory
+/// only.
+void check_scale_values(const WeightMatrix& matrix, const QuantScheme& scheme,
+                        const std::string& argument);
+
 /// An e2m1 view as the bytes that hold it; other views as they are. Throws Error where rows do not
 /// begin on whole bytes.
 TensorView as_bytes(const TensorView& view, const std::string& argument);

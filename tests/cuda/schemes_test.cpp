@@ -12,54 +12,22 @@
 #include "cuda_test.h"
 #include "experts_problem.h"
 #include "fusedmoe/quant.h"
+#include "scheme_rows.h"
 
 namespace fusedmoe {
 namespace {
 
+using testing::all_rows;
 using testing::bitwise_equal;
 using testing::Case;
+using testing::expect_close;
 using testing::kGpu;
 using testing::kHost;
 using testing::Problem;
+using testing::Rows;
 using testing::to_gpu;
 using testing::to_host;
 using testing::Variant;
-
-/// A scheme with the dtype of its rows.
-struct Rows {
-  NamedScheme scheme;
-  DType dtype;
-  std::string name() const { return scheme.name + "_" + std::string(fusedmoe::name(dtype)); }
-};
-void PrintTo(const Rows& rows, std::ostream* stream) {
-  *stream << rows.name();
-}
-
-/// All but those of 16-bit weights, which other tests are about.
-std::vector<Rows> all_rows() {
-  std::vector<Rows> result;
-  for (const NamedScheme& scheme : named_schemes()) {
-    for (const DType dtype : {DType::kBF16, DType::kF16}) {
-      if (scheme.scheme.weights.quantized() && cuda::find_weight_format(scheme.scheme, dtype)) {
-        result.push_back({scheme, dtype});
-      }
-    }
-  }
-  return result;
-}
-
-/// As testing::expect_close(). Where activations are quantized, a value next to the edge of two
-/// codes may get another one than the reference's, whose sums and activations are in double. The
-/// same is true of the scale of its group, row or tensor: one bf16 step of its largest value,
-/// 1/256, moves 6 % of its E4M3 codes by 1/16, which is 1.5 % of the result.
-void expect_close(const TensorView& actual, const TensorView& expected, const QuantScheme& scheme) {
-  if (!scheme.activations) return testing::expect_close(actual, expected);
-  const bool fp4 = scheme.activations->value == DType::kE2M1;
-  const testing::Difference difference = testing::compare(actual, expected);
-  EXPECT_FALSE(difference.nonfinite_mismatch) << difference.to_string();
-  EXPECT_LE(difference.max_element, fp4 ? 1.5e-1 : 2e-1) << difference.to_string();
-  EXPECT_LE(difference.rms_element, fp4 ? 1.5e-2 : 2e-2) << difference.to_string();
-}
 
 class CudaSchemes : public testing::CudaTestWith<Rows> {};
 INSTANTIATE_TEST_SUITE_P(All, CudaSchemes, ::testing::ValuesIn(all_rows()),
@@ -231,7 +199,7 @@ TEST_F(CudaQuantizers, DecodedRowsAreThoseOfTheCpu) {
     const OneExpert one;
     const Tensor out = Tensor::empty({kRows, kColumns}, DType::kBF16, kGpu);
     cuda::TransformRows args = one.args();
-    args.rows.kind = cuda::RowTransform::Kind::kDecode;
+    args.rows.kind = cuda::RowTransform::Kind::kQuantizeAndDecode;
     args.rows.to = out.data();
     args.rows.to_pitch = kColumns * 2;
     args.rows.decoded = {kind, key.scale_rule, on_gpu.as<const float>()};
@@ -271,19 +239,12 @@ TEST_F(CudaQuantizers, Fp8CodesAndScalesAreThoseOfTheCpu) {
     args.rows.to_pitch = pitch;
     args.rows.scales = key.dynamic ? scales.as<float>() : nullptr;
     args.rows.scale_pitch = groups > 1 ? kRows : 0;
-    using Scale = cuda::Fp8Quantizer::Scale;
-    cuda::Fp8Quantizer& quantizer = args.rows.fp8;
-    quantizer.scale = !key.dynamic         ? Scale::kStatic
-                      : key.group.rows < 0 ? Scale::kTensor
-                      : key.group.cols < 0 ? Scale::kRow
-                                           : Scale::kGroup;
-    quantizer.power_of_two = key.scale == DType::kE8M0;
-    quantizer.static_scale = 0.021F;
-    quantizer.amax = amax.as<std::uint32_t>();
+    const std::optional<float> static_scale =
+        key.dynamic ? std::nullopt : std::optional<float>(0.021F);
+    args.rows.fp8 = cuda::fp8_quantizer(key, static_scale, amax.as<std::uint32_t>());
     cuda::transform_rows(args, false, Stream{kGpu});
     const Tensor actual = to_host(codes), actual_scales = to_host(scales);
-    const Quantized expected = quantized_on_cpu(
-        key, key.dynamic ? std::nullopt : std::optional<float>(quantizer.static_scale));
+    const Quantized expected = quantized_on_cpu(key, static_scale);
     for (std::int64_t i = 0; i < kRows * kColumns; ++i) {
       const std::int64_t row = i / kColumns, column = i % kColumns;
       ASSERT_EQ(int{actual.as<const std::uint8_t>()[row * pitch + column]},

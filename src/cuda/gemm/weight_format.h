@@ -22,10 +22,10 @@ struct PackSource {
   const std::uint8_t* zero_points = nullptr;  ///< shaped like `scales`, or null:
   int zero_point = 0;                         ///< all have this one
   DType scale_dtype = DType::kF32;
-  GroupShape group{};  ///< of a scale
-  std::int64_t first_row = 0, first_col = 0;
-  std::int64_t scale_rows = 0, scale_cols = 0;  ///< of gate's
-  std::int64_t width = 0;                       ///< rows of one of the matrices
+  std::int64_t group_k = -1;    ///< columns that share a scale; -1: all
+  std::int64_t first_col = 0;   ///< of `values`, in its first group
+  std::int64_t scale_cols = 0;  ///< of a row of `scales`
+  std::int64_t width = 0;       ///< rows of one of the matrices
   std::int64_t k = 0;
   bool gated = false;      ///< 2 width rows
   int exponent_shift = 0;  ///< of WeightFormat::exponent_shift
@@ -39,10 +39,7 @@ struct PackSource {
   }
   /// Place in `scales` of the scale of a source row and column.
   FUSEDMOE_HD std::int64_t scale_index(std::int64_t row, std::int64_t column) const {
-    const std::int64_t matrix = row / width;
-    const std::int64_t r = group.rows < 0 ? 0 : (first_row + row - matrix * width) / group.rows;
-    const std::int64_t c = group.cols < 0 ? 0 : (first_col + column) / group.cols;
-    return (matrix * scale_rows + r) * scale_cols + c;
+    return row * scale_cols + (group_k < 0 ? 0 : (first_col + column) / group_k);
   }
 };
 
@@ -52,8 +49,8 @@ struct PackedView {
   std::int64_t k_blocks = 0;
   std::int64_t k = 0;
   int exponent_shift = 0;
-  GroupShape group{};
-  std::int64_t first_col = 0;
+  std::int64_t group_k = -1;   ///< columns that share a scale; -1: all
+  std::int64_t first_col = 0;  ///< in the first group
 };
 
 /// A row as WeightMatrix has it. Null: the format's blocks do not hold it.
@@ -71,7 +68,7 @@ struct WeightFormat {
   PackedBlock block;
   /// Scales in packed blocks: columns that have the same one, at least; 0: none are there. All
   /// other scales multiply results.
-  int slot_k = 0;
+  int group_k = 0;
   DType block_scales = DType::kU8;  ///< their type, as unpacked
   int fixed_exponent = 0;           ///< results are multiplied by 2 to the power of it
 
@@ -94,11 +91,18 @@ struct WeightFormat {
 
   /// The kernel can multiply by scales of a limited range only. Returns the exponent s so that all
   /// scales of the matrices, divided by 2^s, lie in it; results are multiplied by 2^s again. Throws
-  /// Error for matrices that cannot be packed. `up` is null unless gated. Null: always 0.
+  /// Error where there is none. `up` is null unless gated. Null: always 0.
   int (*exponent_shift)(const WeightMatrix& gate, const WeightMatrix* up) = nullptr;
+  /// Throws Error for scales that a packed block cannot hold. Null: it holds all.
+  void (*check_scales)(const WeightMatrix& gate, const WeightMatrix* up) = nullptr;
   /// Writes the packed blocks of a matrix to device memory. Asynchronous.
   void (*pack)(const PackSource& source, const BlockGrid& grid, void* blocks,
                const Stream& stream) = nullptr;
+  /// Makes the scales, by packed row, of rows with a NaN code NaN: for operands that decode such a
+  /// code to a number. A NaN weight makes the row's results NaN, whatever it is multiplied by.
+  /// Null: no code is NaN, or it stays one. Asynchronous.
+  void (*mark_nan_rows)(const PackSource& source, const BlockGrid& grid, float* scales,
+                        const Stream& stream) = nullptr;
   /// Row `row` of a packed matrix, as WeightMatrix has it.
   void (*unpack_row)(const PackedView& source, std::int64_t row,
                      const UnpackedRow& target) = nullptr;

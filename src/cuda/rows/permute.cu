@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) quantize_permuted_kernel(const Permu
   const int warp = static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x / 32);
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
-  const float scale = scale_of_row(t, token);
+  const float scale = scale_of_row<kWarps>(t, token);
   const int step = static_cast<int>(gridDim.y) * kWarps * kSpanUnits;
   for (int first = warp * kSpanUnits; first < units_of(t); first += step) {
     const uint4 raw = read_unit(t, token, first + lane);
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads) transform_rows_kernel(const Transfor
   if (expert < 0) return;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int warp = static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x / 32);
-  const float scale = scale_of_row(t, row);
+  const float scale = scale_of_row<kWarps>(t, row);
   const int step = static_cast<int>(gridDim.y) * kWarps * kSpanUnits;
   for (int first = warp * kSpanUnits; first < units_of(t); first += step) {
     write_unit(t, row, first + lane,

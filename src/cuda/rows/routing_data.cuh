@@ -84,11 +84,16 @@ __device__ void permute_share(const RowTransform& t, int rows, int topk, int ran
   const int spans = (units_of(t) + kSpanUnits - 1) / kSpanUnits, count = rows * spans;
   const int step = num_ranks * warps;
   if constexpr (kQuantizes) {
-    for (int i = rank * warps + warp; i < count; i += step) {
-      const int slot = slot_of(i / spans), unit = i % spans * kSpanUnits + lane;
+    // Spans next to each other, as the scale of a row may take all of it.
+    const int share = (count + step - 1) / step, first = (rank * warps + warp) * share;
+    int last_row = -1;
+    float scale = 1;
+    for (int i = first; i < min(first + share, count); ++i) {
+      const int row = i / spans, slot = slot_of(row), unit = i % spans * kSpanUnits + lane;
       const uint4 raw = read_unit(t, slot / topk, unit);
-      const int expert = t.by_expert() ? expert_of(slot) : 0;
-      write_unit(t, i / spans, unit, convert_unit(t, raw, expert, scale_of_row(t, slot / topk)));
+      if (row != last_row) scale = scale_of_row(t, slot / topk);
+      last_row = row;
+      write_unit(t, row, unit, convert_unit(t, raw, t.by_expert() ? expert_of(slot) : 0, scale));
     }
     return;
   }

@@ -31,19 +31,32 @@ __device__ __forceinline__ float amax_of_lanes(float amax) {
   return amax;
 }
 
-/// The largest magnitude of a row, to all lanes; NaN counts as 0.
+/// The largest magnitude of a row, by a warp or, with several, by a whole block, to all its
+/// threads; NaN counts as 0. By a block only
+/// once in a kernel.
+template <int kWarps = 1>
 __device__ __forceinline__ float amax_of_row(const RowTransform& t, std::int64_t row) {
+  constexpr int kThreads = 32 * kWarps;
   __nv_bfloat162 largest = __float2bfloat162_rn(0);
-  for (int unit = static_cast<int>(threadIdx.x % 32); unit < units_of(t); unit += kSpanUnits) {
+  for (int unit = static_cast<int>(threadIdx.x % kThreads); unit < units_of(t); unit += kThreads) {
     const uint4 raw = read_unit(t, row, unit);
     const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&raw);
 #pragma unroll
     for (int i = 0; i < 4; ++i) largest = __hmax2(largest, __habs2(pairs[i]));
   }
-  return amax_of_lanes<32>(fmaxf(__low2float(largest), __high2float(largest)));
+  float amax = amax_of_lanes<32>(fmaxf(__low2float(largest), __high2float(largest)));
+  if constexpr (kWarps > 1) {
+    __shared__ float of_warps[kWarps];
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = amax;
+    __syncthreads();
+#pragma unroll
+    for (const float of_warp : of_warps) amax = fmaxf(amax, of_warp);
+  }
+  return amax;
 }
 
-/// The scale that all of a row has; 1 where groups have their own.
+/// The scale that all of a row has; 1 where groups have their own. By threads as amax_of_row().
+template <int kWarps = 1>
 __device__ __forceinline__ float scale_of_row(const RowTransform& t, std::int64_t row) {
   if (t.kind != RowTransform::Kind::kFp8) return 1;
   switch (t.fp8.scale) {
@@ -52,7 +65,7 @@ __device__ __forceinline__ float scale_of_row(const RowTransform& t, std::int64_
     case Fp8Quantizer::Scale::kTensor:
       return __uint_as_float(*t.fp8.amax) / core::kE4M3Max;
     case Fp8Quantizer::Scale::kRow:
-      return core::e4m3_row_scale(amax_of_row(t, row));
+      return core::e4m3_row_scale(amax_of_row<kWarps>(t, row));
     default:
       return 1;
   }
@@ -93,7 +106,7 @@ __device__ __forceinline__ Converted to_fp8(const Fp8Quantizer& fp8, const uint4
 __device__ __forceinline__ Converted convert_unit(const RowTransform& t, const uint4& raw,
                                                   int expert, float row_scale) {
   switch (t.kind) {
-    case RowTransform::Kind::kDecode:
+    case RowTransform::Kind::kQuantizeAndDecode:
       return {quantize_and_decode(t.decoded, expert, raw, ~0U), 1};
     case RowTransform::Kind::kFp8:
       return to_fp8(t.fp8, raw, row_scale);

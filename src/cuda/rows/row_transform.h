@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "cuda/gemm/fused_mlp.h"
 
@@ -22,12 +23,25 @@ struct Fp8Quantizer {
   float static_scale = 1;
   std::uint32_t* amax = nullptr;  ///< of the tensor: bits of the float
 };
+inline Fp8Quantizer fp8_quantizer(const QuantKey& key, std::optional<float> static_scale,
+                                  std::uint32_t* amax) {
+  using Scale = Fp8Quantizer::Scale;
+  Fp8Quantizer quantizer;
+  quantizer.scale = !key.dynamic         ? Scale::kStatic
+                    : key.group.rows < 0 ? Scale::kTensor
+                    : key.group.cols < 0 ? Scale::kRow
+                                         : Scale::kGroup;
+  quantizer.power_of_two = key.scale == DType::kE8M0;
+  quantizer.static_scale = static_scale.value_or(1);
+  quantizer.amax = amax;
+  return quantizer;
+}
 
 struct RowTransform {
   enum class Kind : std::uint8_t {
     kCopy,
-    kDecode,  ///< quantized and decoded again, bf16
-    kFp8,     ///< bf16 -> E4M3
+    kQuantizeAndDecode,  ///< bf16 -> bf16
+    kFp8,                ///< bf16 -> E4M3
   };
   Kind kind = Kind::kCopy;
   const void* rows = nullptr;

@@ -5,9 +5,12 @@
 //   0: (row g, K 2q and 2q + 1)   1: (row g + 8, the same K)
 //   2: (row g, K 2q + 8 and 9)    3: (row g + 8, the same K)
 //
-// A thread reads four words at once, 16 bytes. 4-bit codes fill four words; 8-bit codes fill eight,
-// and the second four lie 2048 bytes behind the first. The second code of a pair lies 16 bits above
-// the first, so one mask leaves the pair in the two halves of a register.
+// With FP8 activations a step is 32 of K, and four neighbours take the place of a pair: of K 4q to
+// 4q + 3, and of 16 more.
+//
+// A thread reads four words at once, 16 bytes. Where its codes fill eight, the second four lie 2048
+// bytes behind the first. The second code of a pair lies 16 bits above the first, so one mask
+// leaves the pair in the two halves of a register.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +29,14 @@ struct NibbleCodes {
   static constexpr int kBits = 4;
   FUSEDMOE_HD static constexpr BitPlace place(int step, int pair, int element, int bit) {
     return {step, 4 * pair + 16 * element + bit};
+  }
+};
+
+/// The same with FP8 activations; a step has a word for each row.
+struct Fp8NibbleCodes {
+  static constexpr int kBits = 4;
+  FUSEDMOE_HD static constexpr BitPlace place(int step, int pair, int element, int bit) {
+    return {2 * step + pair % 2, 4 * (pair / 2 * 2 + element / 2) + 16 * (element % 2) + bit};
   }
 };
 

@@ -56,27 +56,29 @@ template <typename Operands>
 struct E8m0Scales {
   static constexpr DType kDType = DType::kU8;
 
-  __device__ static std::uint32_t code(const PackSource&, std::int64_t, std::int64_t,
-                                       std::uint32_t code, bool) {
-    return code;
+  /// The exponent field of a scale. 0, the multiplier 0: too small for f16.
+  __device__ static int field_at(const PackSource& s, std::int64_t row, std::int64_t k) {
+    const bool has_scale = s.scale_dtype == DType::kU8 || s.scale_dtype == DType::kE8M0;
+    const int code =
+        has_scale ? static_cast<const std::uint8_t*>(s.scales)[s.scale_index(row, k)] : 127;
+    return max(code + Operands::kOffset - s.exponent_shift, 0);
   }
-  FUSEDMOE_HD static int place(const RowInBlock& row, int slot) {
-    return row.pair() * 4 + row.half * 2 + slot;
+  /// Codes that count as 0 are 0, so that unpacking gives 0, too.
+  __device__ static std::uint32_t code(const PackSource& s, std::int64_t row, std::int64_t k,
+                                       std::uint32_t code, bool inside) {
+    return inside && field_at(s, row, k) > 0 ? code : 0;
+  }
+  FUSEDMOE_HD static int place(const RowInBlock& row, int group) {
+    return row.pair() * 4 + row.half * 2 + group;
   }
   __device__ static void store(const PackSource& s, std::int64_t row, std::int64_t k, bool inside,
-                               std::uint8_t* area, const RowInBlock& to, int slot) {
-    const bool has_scale = s.scale_dtype == DType::kU8 || s.scale_dtype == DType::kE8M0;
-    int field = has_scale ? 1 : 127 + Operands::kOffset;
-    if (inside && has_scale) {
-      field = static_cast<const std::uint8_t*>(s.scales)[s.scale_index(row, k)] +
-              Operands::kOffset - s.exponent_shift;
-    }
-    area[place(to, slot)] = static_cast<std::uint8_t>(max(field, 0));
+                               std::uint8_t* area, const RowInBlock& to, int group) {
+    area[place(to, group)] = static_cast<std::uint8_t>(inside ? field_at(s, row, k) : 1);
   }
-  static void load(const PackedView& source, const std::byte* area, const RowInBlock& row, int slot,
-                   std::int64_t group, const UnpackedRow& target) {
-    static_cast<std::uint8_t*>(target.scales)[group] = static_cast<std::uint8_t>(
-        static_cast<int>(area[place(row, slot)]) - Operands::kOffset + source.exponent_shift);
+  static void load(const PackedView& source, const std::byte* area, const RowInBlock& row,
+                   int group, std::int64_t scale, const UnpackedRow& target) {
+    static_cast<std::uint8_t*>(target.scales)[scale] = static_cast<std::uint8_t>(
+        static_cast<int>(area[place(row, group)]) - Operands::kOffset + source.exponent_shift);
   }
 };
 

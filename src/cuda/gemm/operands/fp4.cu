@@ -26,8 +26,8 @@ struct Nvfp4Scales {
                                        std::uint32_t code, bool inside) {
     return inside && scale_at(s, row, k) != 0 ? code : 0;
   }
-  FUSEDMOE_HD static int place(const RowInBlock& row, int slot) {
-    return row.pair() * 8 + slot * 2 + row.half;
+  FUSEDMOE_HD static int place(const RowInBlock& row, int group) {
+    return row.pair() * 8 + group * 2 + row.half;
   }
   /// Exponents: of normal scales field - 7, of m * 2^-9 that of the leading bit of m.
   __device__ static std::uint8_t normalized(std::uint8_t scale) {
@@ -43,24 +43,23 @@ struct Nvfp4Scales {
     return static_cast<std::uint8_t>((8 | (byte & 7)) >> (-6 - exponent));
   }
   __device__ static void store(const PackSource& s, std::int64_t row, std::int64_t k, bool inside,
-                               std::uint8_t* area, const RowInBlock& to, int slot) {
-    area[place(to, slot)] = inside ? normalized(scale_at(s, row, k)) : 0;
+                               std::uint8_t* area, const RowInBlock& to, int group) {
+    area[place(to, group)] = inside ? normalized(scale_at(s, row, k)) : 0;
   }
-  static void load(const PackedView&, const std::byte* area, const RowInBlock& row, int slot,
-                   std::int64_t group, const UnpackedRow& target) {
-    static_cast<std::uint8_t*>(target.scales)[group] =
-        published(static_cast<std::uint8_t>(area[place(row, slot)]));
+  static void load(const PackedView&, const std::byte* area, const RowInBlock& row, int group,
+                   std::int64_t scale, const UnpackedRow& target) {
+    static_cast<std::uint8_t*>(target.scales)[scale] =
+        published(static_cast<std::uint8_t>(area[place(row, group)]));
   }
 };
 
-int refuse_negative(const WeightMatrix& gate, const WeightMatrix* up) {
+void check_not_negative(const WeightMatrix& gate, const WeightMatrix* up) {
   for (const WeightMatrix* matrix : {&gate, up}) {
     if (matrix && range_of(matrix->scales).second >= 0x80) {
       throw Error::unsupported(Reason::kQuantScheme, "weights.scales", "negative",
                                "at least 0: block scales have no sign");
     }
   }
-  return 0;
 }
 
 template <typename Operands>
@@ -72,7 +71,7 @@ WeightFormat mxfp4_format(std::string_view name) {
 template <typename Operands>
 WeightFormat nvfp4_format(std::string_view name) {
   WeightFormat format = decoded_format<Operands, Nvfp4Scales>(name, is_nvfp4);
-  format.exponent_shift = refuse_negative;
+  format.check_scales = check_not_negative;
   return format;
 }
 

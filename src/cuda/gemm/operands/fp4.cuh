@@ -87,7 +87,7 @@ template <typename Element, bool kQuantizesBf16 = false>
 struct Mxfp4Operands : Fp4Operands<Element, kQuantizesBf16> {
   using typename Fp4Operands<Element, kQuantizesBf16>::Decoder;
   using Fp4Operands<Element, kQuantizesBf16>::kCodeBytes;
-  static constexpr int kSlotK = 32, kSlots = 2, kScaleBytes = 128;
+  static constexpr int kGroupK = 32, kGroups = 2, kScaleBytes = 128;
   static constexpr PackedBlock kBlock{kCodeBytes + kScaleBytes, 64};
   static constexpr bool kIsBf16 = Decoder::kExponent == 126;
   /// The exponent field is the E8M0 code + kOffset - the matrix's exponent.
@@ -132,7 +132,7 @@ template <typename Element>
 struct Nvfp4Operands : Fp4Operands<Element, true> {
   using typename Fp4Operands<Element, true>::Decoder;
   using Fp4Operands<Element, true>::kCodeBytes;
-  static constexpr int kSlotK = 16, kSlots = 4, kScaleBytes = 256;
+  static constexpr int kGroupK = 16, kGroups = 4, kScaleBytes = 256;
   static constexpr PackedBlock kBlock{kCodeBytes + kScaleBytes, 64};
   static constexpr bool kIsBf16 = Decoder::kExponent == 126;
   static constexpr int kScaleShift = kIsBf16 ? 9 : 7;  // 448 times 2^(kExponent - it) is finite

@@ -12,7 +12,7 @@ namespace fusedmoe::cuda {
 struct DecodedE4m3Operands : DecodedOperands<__nv_bfloat16, 8, true> {
   using Layout = E4m3Codes;
   static constexpr int kExponent = 120;
-  static constexpr int kSlotK = 32, kSlots = 2, kScaleBytes = 128, kOffset = kExponent;
+  static constexpr int kGroupK = 32, kGroups = 2, kScaleBytes = 128, kOffset = kExponent;
   static constexpr int kCodeBytes = kBlockRows * 64;
   static constexpr PackedBlock kBlock{kCodeBytes + kScaleBytes, 64};
 

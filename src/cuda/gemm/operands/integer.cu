@@ -33,25 +33,25 @@ struct IntegerScales {
   __device__ static std::uint32_t code(const PackSource& s, std::int64_t row, std::int64_t k,
                                        std::uint32_t code, bool inside) {
     if (inside || row < 0) return code;
-    // The zero point of the slot that k is in, which begins inside, or 0 (see store()).
-    const std::int64_t first = k - k % Operands::kSlotK;
+    // The zero point of the group that k is in, which begins inside, or 0 (see store()).
+    const std::int64_t first = k - k % Operands::kGroupK;
     return first < s.k ? zero_point_at(s, row, first) : 0;
   }
-  FUSEDMOE_HD static int place(const RowInBlock& row, int slot) {
-    return row.pair() * 2 * Operands::kSlots + slot * 2 + row.half;
+  FUSEDMOE_HD static int place(const RowInBlock& row, int group) {
+    return row.pair() * 2 * Operands::kGroups + group * 2 + row.half;
   }
   __device__ static void store(const PackSource& s, std::int64_t row, std::int64_t k, bool inside,
-                               std::uint8_t* area, const RowInBlock& to, int slot) {
-    const int at = place(to, slot);
+                               std::uint8_t* area, const RowInBlock& to, int group) {
+    const int at = place(to, group);
     reinterpret_cast<Element*>(area)[at] = from_f32<Element>(inside ? scale_at(s, row, k) : 0.0F);
-    area[128 * Operands::kSlots + at] = inside ? zero_point_at(s, row, k) : 0;
+    area[128 * Operands::kGroups + at] = inside ? zero_point_at(s, row, k) : 0;
   }
-  static void load(const PackedView&, const std::byte* area, const RowInBlock& row, int slot,
-                   std::int64_t group, const UnpackedRow& target) {
-    const int at = place(row, slot);
-    std::memcpy(static_cast<std::byte*>(target.scales) + 2 * group, area + 2 * at, 2);
+  static void load(const PackedView&, const std::byte* area, const RowInBlock& row, int group,
+                   std::int64_t scale, const UnpackedRow& target) {
+    const int at = place(row, group);
+    std::memcpy(static_cast<std::byte*>(target.scales) + 2 * scale, area + 2 * at, 2);
     if (target.zero_points) {
-      target.zero_points[group] = static_cast<std::uint8_t>(area[128 * Operands::kSlots + at]);
+      target.zero_points[scale] = static_cast<std::uint8_t>(area[128 * Operands::kGroups + at]);
     }
   }
 };

@@ -1,7 +1,7 @@
 // Operands of 4- and 8-bit integer weights with 16-bit activations: (code - zero point) times a
 // scale of the activations' type, rounded once, in registers.
 //
-// Behind the codes of a block lie, for each (w, g) and each slot of K, the scales of rows g and
+// Behind the codes of a block lie, for each (w, g) and each group of K, the scales of rows g and
 // g + 8, then in the same order the bytes of their zero points.
 #pragma once
 
@@ -31,13 +31,13 @@ struct Pairs<__half> {
   static constexpr std::uint32_t kInteger = 0x64006400;
 };
 
-/// `kGroups`: slots of K of a block, which may have other scales.
-template <typename Element, int kCodeBits, int kGroups>
+/// `kScaleGroups`: groups of K of a block, each with scales of its own.
+template <typename Element, int kCodeBits, int kScaleGroups>
 struct IntegerOperands : DecodedOperands<Element, kCodeBits> {
   using Layout = std::conditional_t<kCodeBits == 4, NibbleCodes, ByteCodes>;
   using P = Pairs<Element>;
   using Pair = typename P::Pair;
-  static constexpr int kSlots = kGroups, kSlotK = 64 / kGroups;
+  static constexpr int kGroups = kScaleGroups, kGroupK = 64 / kGroups;
   static constexpr int kCodeBytes = kBlockRows * 64 * kCodeBits / 8;
   static constexpr int kZeroPointBytes = kCodeBytes + 128 * kGroups;  // where they begin
   static constexpr int kScaleBytes = 192 * kGroups;
@@ -46,7 +46,7 @@ struct IntegerOperands : DecodedOperands<Element, kCodeBits> {
   struct Codes {
     std::uint32_t words[kCodeBits];
     std::uint32_t scales[kGroups];
-    std::uint32_t zero_points;  // two bytes a slot
+    std::uint32_t zero_points;  // two bytes a group
   };
   __device__ static Codes load(const std::uint8_t* block, int thread) {
     Codes codes;
@@ -89,10 +89,11 @@ struct IntegerOperands : DecodedOperands<Element, kCodeBits> {
   /// -> the register operands of two steps of 16 of K, of the first or second half of the block.
   __device__ static void decode(const Codes& codes, int half, std::uint32_t (&a)[2][4]) {
     constexpr std::uint32_t kMask = kCodeBits == 4 ? 0x000F000F : 0x00FF00FF;
-    const int slot = kGroups == 2 ? half : 0;
+    const int group = kGroups == 2 ? half : 0;
     // Bytes of rows (g, g + 8) to the low bytes of two halves.
-    const Pair zero_points = number(__byte_perm(codes.zero_points, 0, slot == 0 ? 0x4140 : 0x4342));
-    const Pair scales = as_pair(codes.scales[slot]);
+    const Pair zero_points =
+        number(__byte_perm(codes.zero_points, 0, group == 0 ? 0x4140 : 0x4342));
+    const Pair scales = as_pair(codes.scales[group]);
     const Pair zero[2] = {P::low(zero_points), P::high(zero_points)};
     const Pair scale[2] = {P::low(scales), P::high(scales)};
 #pragma unroll

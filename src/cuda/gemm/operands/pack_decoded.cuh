@@ -28,14 +28,20 @@ __device__ std::uint32_t code_at(const PackSource& s, std::int64_t row, std::int
   return kBits == 8 ? bytes[k] : bytes[k / 2] >> (k % 2 * 4) & 0xF;
 }
 
+/// Codes next to each other of a thread: 2 of 16 of K, 4 of 32.
+template <typename Operands>
+inline constexpr int kNeighbours = Operands::kInstructionK / 8;
+
 /// A thread block is a packed block, a thread the words of that thread of a warpgroup. Scales has,
 /// for the device: `code` changes a code or gives the one of padding (row -1, or k behind the end);
-/// `store` writes the scale of a row and slot.
+/// `store` writes the scale of a row and group of K.
 template <typename Operands, typename Scales>
 __global__ void pack_decoded_kernel(const PackSource s, const BlockGrid grid,
                                     std::uint8_t* blocks) {
   using Layout = typename Operands::Layout;
-  constexpr int kBits = Layout::kBits;
+  constexpr int kBits = Layout::kBits, kStepK = Operands::kInstructionK, kSteps = 4;
+  static_assert(kSteps * kStepK == Operands::kBlockK);
+  constexpr int kWords = Operands::kCodeBytes / 128 / 4;  // of a thread
   const std::int64_t block = blockIdx.x;
   const std::int64_t row_block = block / grid.k_blocks;
   const std::int64_t first_k = block % grid.k_blocks * Operands::kBlockK;
@@ -44,14 +50,16 @@ __global__ void pack_decoded_kernel(const PackSource s, const BlockGrid grid,
   const int warp = thread / 32, g = thread % 32 / 4, q = thread % 4;
   const std::int64_t first_row = row_block * kBlockRows + warp * 16 + g;
   const std::int64_t rows[2] = {s.source_row(first_row), s.source_row(first_row + 8)};
-  std::uint32_t words[kBits] = {};
+  std::uint32_t words[kWords] = {};
 #pragma unroll
-  for (int step = 0; step < 4; ++step) {
+  for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const std::int64_t row = rows[pair % 2], k = first_k + step * 16 + q * 2 + pair / 2 * 8 + e;
+      for (int e = 0; e < kNeighbours<Operands>; ++e) {
+        const std::int64_t row = rows[pair % 2];
+        const std::int64_t k =
+            first_k + step * kStepK + pair / 2 * (kStepK / 2) + q * kNeighbours<Operands> + e;
         const bool inside = row >= 0 && k < s.k;
         const std::uint32_t code =
             Scales::code(s, row, k, inside ? code_at<kBits>(s, row, k) : 0, inside);
@@ -64,16 +72,16 @@ __global__ void pack_decoded_kernel(const PackSource s, const BlockGrid grid,
     }
   }
 #pragma unroll
-  for (int i = 0; i < kBits / 4; ++i) {
+  for (int i = 0; i < kWords / 4; ++i) {
     reinterpret_cast<uint4*>(target)[i * 128 + thread] =
         make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
   }
-  for (int i = thread; i < kBlockRows * Operands::kSlots; i += 128) {
-    const int row = i / Operands::kSlots, slot = i % Operands::kSlots;
-    const std::int64_t k = first_k + slot * Operands::kSlotK;
+  for (int i = thread; i < kBlockRows * Operands::kGroups; i += 128) {
+    const int row = i / Operands::kGroups, group = i % Operands::kGroups;
+    const std::int64_t k = first_k + group * Operands::kGroupK;
     const std::int64_t from = s.source_row(row_block * kBlockRows + row);
     Scales::store(s, from, k, from >= 0 && k < s.k, target + Operands::kCodeBytes, RowInBlock(row),
-                  slot);
+                  group);
   }
 }
 
@@ -86,13 +94,17 @@ void pack_decoded(const PackSource& source, const BlockGrid& grid, void* blocks,
 }
 
 /// A code of a packed block, by its row and K there.
-template <typename Layout>
+template <typename Operands>
 std::uint8_t packed_code(const std::byte* block, const RowInBlock& row, std::int64_t k) {
-  const auto thread = row.warp * 32 + row.group * 4 + k % 8 / 2;
-  const auto step = static_cast<int>(k / 16), pair = static_cast<int>(row.half + k % 16 / 8 * 2);
+  using Layout = typename Operands::Layout;
+  constexpr int kStepK = Operands::kInstructionK, kHalfK = kStepK / 2;
+  const auto thread = row.warp * 32 + row.group * 4 + k % kHalfK / kNeighbours<Operands>;
+  const auto step = static_cast<int>(k / kStepK);
+  const auto pair = static_cast<int>(row.half + k % kStepK / kHalfK * 2);
   unsigned code = 0;
   for (int bit = 0; bit < Layout::kBits; ++bit) {
-    const BitPlace place = Layout::place(step, pair, static_cast<int>(k % 2), bit);
+    const BitPlace place =
+        Layout::place(step, pair, static_cast<int>(k % kNeighbours<Operands>), bit);
     std::uint32_t word;
     std::memcpy(&word, block + place.word / 4 * 2048 + thread * 16 + place.word % 4 * 4,
                 sizeof(word));
@@ -111,17 +123,16 @@ void unpack_decoded(const PackedView& source, std::int64_t row, const UnpackedRo
         source.blocks + (row / kBlockRows * source.k_blocks + k / Operands::kBlockK) *
                             std::int64_t{Operands::kBlock.bytes};
     const std::int64_t inside = k % Operands::kBlockK;
-    const std::uint8_t code = packed_code<Layout>(block, place, inside);
+    const std::uint8_t code = packed_code<Operands>(block, place, inside);
     if (Layout::kBits == 8) {
       codes[k] = code;
     } else {
       codes[k / 2] = static_cast<std::uint8_t>(k % 2 == 0 ? code : codes[k / 2] | code << 4);
     }
-    if (!target.scales || inside % Operands::kSlotK != 0) continue;
-    const std::int64_t group =
-        source.group.cols < 0 ? 0 : (source.first_col + k) / source.group.cols;
+    if (!target.scales || inside % Operands::kGroupK != 0) continue;
+    const std::int64_t scale = source.group_k < 0 ? 0 : (source.first_col + k) / source.group_k;
     Scales::load(source, block + Operands::kCodeBytes, place,
-                 static_cast<int>(inside / Operands::kSlotK), group, target);
+                 static_cast<int>(inside / Operands::kGroupK), scale, target);
   }
 }
 
@@ -131,7 +142,7 @@ WeightFormat decoded_format(std::string_view name, bool (*holds)(const QuantKey&
   WeightFormat format = format_of<Operands>();
   format.name = name;
   format.holds = holds;
-  format.slot_k = Operands::kSlotK;
+  format.group_k = Operands::kGroupK;
   format.block_scales = Scales::kDType;
   format.fixed_exponent = Operands::kFixedExponent;
   format.pack = pack_decoded<Operands, Scales>;

@@ -6,37 +6,23 @@
 #include <cuda_fp8.h>
 
 #include "cuda/gemm/operands/activations.cuh"
+#include "cuda/gemm/operands/codes.h"
 #include "cuda/gemm/packed_block.h"
 
 namespace fusedmoe::cuda {
 
-/// A packed block is 64 rows by 128 of K. Thread t of 128 owns the codes of wgmma's FP8 register
-/// operand A: of warp w, g = lane / 4 and q = lane % 4 those of rows 16 w + g and 8 more, in each
-/// of 4 steps of 32 of K. Word 2 step + (row / 8 % 2) of a thread has 8 codes: nibbles p and p + 4
-/// are K 32 step + 16 (p / 2) + 4 q + 2 (p % 2) and the next. Four words are 16 bytes next to each
-/// other, the second four lie 2048 bytes behind. Then for each (w, g) the E4M3 scales of its two
-/// rows.
-struct W4a8Block {
-  static constexpr int kK = 128, kCodeBytes = kBlockRows * kK / 2;
-  static constexpr int kBytes = kCodeBytes + kBlockRows;
-  /// Of code `column` of a block, in a row's half 0 or 1.
-  struct Place {
-    int quad, word, bit;
-  };
-  FUSEDMOE_HD static constexpr Place place(int column, int half) {
-    const int inside = column % 16, pair = column % 32 / 16 * 2 + inside % 4 / 2;
-    return {inside / 4, 2 * (column / 32) + half, 4 * pair + 16 * (column % 2)};
-  }
-};
-
+/// Behind the codes of a block lie, for each (w, g), the E4M3 scales of rows g and g + 8.
 struct W4a8Operands {
   using Activation = __nv_fp8_e4m3;
   using Output = RoundedOutput<__nv_bfloat16>;
   static constexpr DType kRowDType = DType::kBF16;
   static constexpr int kInstructionK = 32;
-  static constexpr int kBlockK = W4a8Block::kK;
+  using Layout = Fp8NibbleCodes;
+  static constexpr int kBlockK = 128, kGroupK = 128, kGroups = 1;
+  static constexpr int kCodeBytes = kBlockRows * kBlockK / 2;
   static constexpr int kPromotedColumns = 96;
-  static constexpr PackedBlock kBlock{W4a8Block::kBytes, kBlockK};
+  static constexpr PackedBlock kBlock{kCodeBytes + kBlockRows, kBlockK};
+  static constexpr int kFixedExponent = 0;
   static constexpr int kBlocksPerGroup = 1;
   static constexpr bool kDecodes = true;
   static constexpr int kMmaSyncTokens = 0;
@@ -49,7 +35,7 @@ struct W4a8Operands {
   __device__ static Codes load(const std::uint8_t* block, int thread) {
     const auto* words = reinterpret_cast<const uint4*>(block) + thread;
     return {{words[0], words[128]},
-            *reinterpret_cast<const std::uint16_t*>(block + W4a8Block::kCodeBytes +
+            *reinterpret_cast<const std::uint16_t*>(block + kCodeBytes +
                                                     (thread / 32 * 8 + thread % 32 / 4) * 2)};
   }
 
