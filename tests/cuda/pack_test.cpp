@@ -332,6 +332,27 @@ TEST_F(CudaPackTest, LargeScalesMoveTheExponents) {
   }
 }
 
+TEST_F(CudaPackTest, F16ScalesThatAreTooSmallUnpackAsZeros) {
+  Case spec = mxfp4_case();
+  const Problem problem = make_problem(spec);
+  const TensorView& scales = problem.weights.experts[0].down.scales;
+  set_scales(scales, 127 - 40, 127);
+  const testing::Variant variant = testing::gpu_variant();
+  const auto experts =
+      variant.experts->create(variant.of(testing::make_config(spec, DType::kF16, kGpu)), Context{});
+  const WeightMatrix before = problem.weights.experts[0].down;
+  const ExpertWeights unpacked = experts->unpack(*experts->pack(problem.weights), 0);
+  const Tensor actual = decoded(unpacked.experts[0].down, spec.scheme, spec.intermediate);
+  const Tensor expected = decoded(before, spec.scheme, spec.intermediate);
+  for (std::int64_t i = 0; i < actual.numel(); ++i) {
+    const std::int64_t row = i / spec.intermediate, block = i % spec.intermediate / 32;
+    const int code =
+        scales.as<const std::uint8_t>()[row * scales.stride(0) + block * scales.stride(1)];
+    const float wanted = code > 127 - 29 ? expected.as<const float>()[i] : 0;
+    ASSERT_EQ(actual.as<const float>()[i], wanted) << "row " << row << ", scale " << code;
+  }
+}
+
 TEST_F(CudaPackTest, ScalesTooFarApartAreRefused) {
   for (WeightMatrix ExpertMatrices::*matrix : {&ExpertMatrices::gate, &ExpertMatrices::down}) {
     const Problem problem = make_problem(mxfp4_case());

@@ -137,6 +137,9 @@ TEST(CudaRanksTest, LayersGiveTheOutputOfOneGpu) {
         expect_as_one(setting, scheme, transport, true, false);
       }
     }
+    for (const char* scheme : {"fp8_block", "w4a8", "nvfp4"}) {
+      expect_as_one(setting, scheme, "all2all", true, false);
+    }
   }
 }
 

@@ -1,0 +1,180 @@
+// Parts of layers of every scheme that the Hopper experts run: a row by itself, shards, experts of
+// a rank, a replaced expert, weights in device memory.
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "cuda_test.h"
+#include "experts_problem.h"
+#include "fusedmoe/comm.h"
+#include "fusedmoe/layer.h"
+#include "fusedmoe/quant.h"
+#include "scheme_rows.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::all_rows;
+using testing::bitwise_equal;
+using testing::Case;
+using testing::expect_close;
+using testing::find_variant;
+using testing::kGpu;
+using testing::kHost;
+using testing::Problem;
+using testing::Rows;
+using testing::run_variant;
+using testing::Variant;
+
+class CudaSchemeParts : public testing::CudaTestWith<Rows> {
+ protected:
+  /// Sizes that no packed block divides.
+  static Case spec(std::int64_t num_tokens) {
+    Case result;
+    result.num_tokens = num_tokens;
+    result.num_experts = 6;
+    result.topk = 3;
+    result.hidden = 296;
+    result.intermediate = 104;
+    result.scheme = GetParam().scheme.scheme;
+    result.scale_dtype = GetParam().dtype;
+    result.activation = Activation::kSwigluOai;
+    result.bias = true;
+    return result;
+  }
+  static ModularKernel make_kernel(const Case& spec, const Variant& variant) {
+    return variant.create(testing::make_config(spec, GetParam().dtype, kGpu));
+  }
+  static void expect_like_reference(const Problem& problem, const TensorView& actual) {
+    const Tensor expected =
+        run_variant(problem, find_variant("reference"), GetParam().dtype, kHost);
+    expect_close(actual, expected, problem.spec.scheme);
+  }
+};
+INSTANTIATE_TEST_SUITE_P(All, CudaSchemeParts, ::testing::ValuesIn(all_rows()),
+                         [](const auto& info) { return info.param.name(); });
+
+TEST_P(CudaSchemeParts, RowDoesNotDependOnItsBatch) {
+  constexpr std::int64_t kRows = 700;
+  const Variant variant = testing::gpu_variant("_batch_invariant");
+  const Problem problem = testing::make_problem(spec(kRows));
+  if (!variant.supports(testing::make_config(problem.spec, GetParam().dtype, kGpu))) {
+    EXPECT_TRUE(batch_dependent(problem.spec.scheme)) << "nothing else may refuse";
+    return;
+  }
+  const ModularKernel kernel = make_kernel(problem.spec, variant);
+  const auto packed = kernel.experts().pack(problem.weights);
+  const Tensor all = testing::run_experts(problem, kernel, *packed);
+  for (const std::int64_t rows : {1, 24, 60, 190}) {
+    Problem first = problem;
+    first.spec.num_tokens = rows;
+    for (Tensor* tensor : {&first.hidden_states, &first.topk_ids, &first.topk_weights}) {
+      *tensor = Tensor(tensor->slice(0, 0, rows), tensor->owner());
+    }
+    const ProblemSize size = ProblemSize::of(kernel.experts().config(), rows);
+    for (const std::string& config : kernel.experts().kernel_configs(size)) {
+      const int number = kernel.experts().find_kernel_config(config);
+      const Tensor some = testing::run_experts(first, kernel, *packed, {.kernel_config = number});
+      EXPECT_TRUE(bitwise_equal(some, all.slice(0, 0, rows))) << rows << " rows, " << config;
+    }
+  }
+}
+
+TEST_P(CudaSchemeParts, ShardsMatchReference) {
+  Case whole = spec(33);
+  whole.intermediate = 424;
+  whole.expert_map = true;
+  whole.negative_ids = true;
+  whole.skew = testing::RoutingSkew::kZipf;
+  const Problem problem = testing::make_problem(whole);
+  for (const int rank : {0, 1, 2}) {
+    SCOPED_TRACE("rank " + std::to_string(rank));
+    const Slice slice = slice_of(whole.intermediate, slice_unit(whole.scheme), 3, rank);
+    Problem part = problem;
+    part.weights = slice_experts(problem.weights, slice);
+    part.spec.intermediate = slice.size();
+    expect_like_reference(part, run_variant(part, testing::gpu_variant(), GetParam().dtype, kGpu));
+  }
+}
+
+TEST_P(CudaSchemeParts, RepackReplacesOneExpert) {
+  const Problem problem = testing::make_problem(spec(40));
+  const ModularKernel kernel = make_kernel(problem.spec, testing::gpu_variant());
+  const auto packed = kernel.experts().pack(problem.weights);
+  const Tensor before = testing::run_experts(problem, kernel, *packed);
+  const auto replace = [&](std::size_t with) {
+    ExpertWeights one = problem.weights;
+    one.experts = {problem.weights.experts[with]};
+    kernel.experts().repack(one, 1, *packed);
+    return testing::run_experts(problem, kernel, *packed);
+  };
+  Problem other = problem;
+  other.weights.experts[1] = problem.weights.experts[4];
+  expect_like_reference(other, replace(4));
+  EXPECT_TRUE(bitwise_equal(replace(1), before));
+}
+
+/// A copy in device memory; matrices are contiguous.
+ExpertWeights on_gpu(ExpertWeights weights) {
+  for (ExpertMatrices& expert : weights.experts) {
+    for (WeightMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
+      for (TensorView* view : {&matrix->values, &matrix->scales, &matrix->zero_points,
+                               &matrix->global_scale, &matrix->input_scale, &matrix->bias}) {
+        if (!view->defined()) continue;
+        const Tensor copied = testing::to_gpu(Tensor(*view, nullptr));
+        weights.owners.push_back(copied.owner());
+        *view = copied;
+      }
+    }
+  }
+  return weights;
+}
+
+TEST_P(CudaSchemeParts, PacksFromDeviceMemory) {
+  const Problem problem = testing::make_problem(spec(17));
+  const ModularKernel kernel = make_kernel(problem.spec, testing::gpu_variant());
+  const Tensor expected =
+      testing::run_experts(problem, kernel, *kernel.experts().pack(problem.weights));
+  const ExpertWeights there = on_gpu(problem.weights);
+  const Tensor actual = testing::run_experts(problem, kernel, *kernel.experts().pack(there));
+  EXPECT_TRUE(bitwise_equal(actual, expected));
+}
+
+class CudaNaN : public testing::CudaTest {
+ protected:
+  static Problem problem_of(const char* scheme) {
+    Case spec;
+    spec.num_experts = spec.topk = 2;
+    spec.scheme = parse_scheme(scheme);
+    return testing::make_problem(spec);
+  }
+};
+
+TEST_F(CudaNaN, AWeightMakesItsRowNaN) {
+  for (const char* scheme : {"fp8_channel_token", "fp8_channel_w8a16", "mxfp8_w8a16"}) {
+    SCOPED_TRACE(scheme);
+    const Problem problem = problem_of(scheme);
+    constexpr std::int64_t kRow = 19;
+    const TensorView& down = problem.weights.experts[1].down.values;
+    down.as<std::uint8_t>()[kRow * down.stride(0) + 5] = 0xFF;
+    const Tensor output = run_variant(problem, testing::gpu_variant(), DType::kBF16, kGpu);
+    for (std::int64_t i = 0; i < output.numel(); ++i) {
+      const float value = load_f32(output.data(), output.dtype(), i);
+      ASSERT_EQ(std::isnan(value), i % problem.spec.hidden == kRow) << i;
+    }
+  }
+}
+
+TEST_F(CudaNaN, AScaleOnTheDeviceIsRefused) {
+  const Problem problem = problem_of("fp8_channel_token");
+  const Case& spec = problem.spec;
+  const TensorView& scales = problem.weights.experts[1].up.scales;
+  scales.as<float>()[3 * scales.stride(0)] = std::numeric_limits<float>::quiet_NaN();
+  const auto experts = testing::make_experts(spec);
+  const ExpertWeights there = on_gpu(problem.weights);
+  EXPECT_EQ(testing::argument_of([&] { experts->pack(there); }), "weights.up.scales");
+}
+
+}  // namespace
+}  // namespace fusedmoe
