@@ -77,7 +77,6 @@ __device__ inline void write_counts(const RoutingDataParams& p, const SlotCounte
 template <bool kQuantizes, typename SlotOf, typename ExpertOf>
 __device__ void permute_share(const RowTransform& t, int rows, int topk, int rank, int num_ranks,
                               const SlotOf& slot_of, const ExpertOf& expert_of) {
-  constexpr int kBatch = 4;  // reads of a lane at the same time
   if (!t.to) return;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int warps = static_cast<int>(blockDim.x / 32), warp = static_cast<int>(threadIdx.x / 32);
@@ -95,24 +94,25 @@ __device__ void permute_share(const RowTransform& t, int rows, int topk, int ran
       last_row = row;
       write_unit(t, row, unit, convert_unit(t, raw, t.by_expert() ? expert_of(slot) : 0, scale));
     }
-    return;
-  }
-  for (int first = rank * warps + warp; first < count; first += kBatch * step) {
-    uint4 values[kBatch];
+  } else {
+    constexpr int kBatch = 4;  // reads of a lane at the same time
+    for (int first = rank * warps + warp; first < count; first += kBatch * step) {
+      uint4 values[kBatch];
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int i = first + b * step;
-      if (i < count) {
-        values[b] = read_unit(t, slot_of(i / spans) / topk, i % spans * kSpanUnits + lane);
+      for (int b = 0; b < kBatch; ++b) {
+        const int i = first + b * step;
+        if (i < count) {
+          values[b] = read_unit(t, slot_of(i / spans) / topk, i % spans * kSpanUnits + lane);
+        }
       }
-    }
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int i = first + b * step;
-      const int unit = i % spans * kSpanUnits + lane;
-      if (i < count && unit < units_of(t)) {
-        auto* to = static_cast<char*>(t.to) + i / spans * t.to_pitch;
-        reinterpret_cast<uint4*>(to)[unit] = values[b];
+      for (int b = 0; b < kBatch; ++b) {
+        const int i = first + b * step;
+        const int unit = i % spans * kSpanUnits + lane;
+        if (i < count && unit < units_of(t)) {
+          auto* to = static_cast<char*>(t.to) + i / spans * t.to_pitch;
+          reinterpret_cast<uint4*>(to)[unit] = values[b];
+        }
       }
     }
   }
