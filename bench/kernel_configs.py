@@ -35,6 +35,14 @@ LAYERS = [
     ("bf16", "shape 2880x2880x2x1"),
     ("bf16", "shape 5120x8192x1x1"),
     ("bf16", "shape 7168x2048x1x1"),
+    ("fp8_block", "model mixtral-8x7b"),
+    ("fp8_block", "model qwen3-30b-a3b"),
+    ("fp8_block", "shape 7168x2048x32x8"),
+    ("fp8_channel_token", "model qwen3-30b-a3b"),
+    ("w4a8", "model mixtral-8x7b"),
+    ("w4a8", "model qwen3-30b-a3b"),
+    ("int4_g128", "model qwen3-30b-a3b"),
+    ("nvfp4_w4a16", "model qwen3-30b-a3b"),
 ]
 
 
@@ -59,11 +67,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--program", default="build-cuda/cli/fusedmoe")
     parser.add_argument("--tokens", default=TOKENS)
+    parser.add_argument("--schemes", default="", help="of the layers; default: all")
     parser.add_argument("--limit", type=float, default=5, help="percent")
     arguments = parser.parse_args()
     slow = []
     print("| layer | scheme | mean | worst |\n| --- | --- | --- | --- |")
+    schemes = set(filter(None, arguments.schemes.split(",")))
     for scheme, layer in LAYERS:
+        if schemes and scheme not in schemes:
+            continue
         option, name = layer.split()
         losses = []
         cells = measure(arguments.program, scheme, option, name, arguments.tokens)
