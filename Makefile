@@ -2,7 +2,6 @@
 JOBS ?= $(shell nproc)
 CONFIGURE = cmake -Wno-dev --log-level=WARNING
 
-# Against transformers (docs/families.md): Python with transformers and torch, from the package index.
 PYTHON ?= python3
 
 .PHONY: demo test build format format-check interop check-clang check-tidy check-tsan \
@@ -72,10 +71,13 @@ docs: install-deps
 	cmake --build --preset default --target fusedmoe_python_stub -j $(JOBS)
 	scripts/make-docs.sh
 
-interop: build
-	$(PYTHON) tests/interop/interop.py build/cli/fusedmoe
-	$(PYTHON) tests/interop/gguf_files.py build/cli/fusedmoe
-	$(PYTHON) tests/interop/tools.py build/cli/fusedmoe
+# Against transformers and quantization tools, in a virtual environment of its own
+# (docs/families.md, docs/checkpoint-layouts.md).
+interop: install-deps
+	$(CONFIGURE) --preset default
+	cmake --build --preset default --target fusedmoe_cpu -j $(JOBS)
+	PYTHON=$(PYTHON) tests/interop/make-env.sh .deps/interop
+	.deps/interop/bin/python tests/interop/all.py build/cli/fusedmoe_cpu
 
 install-deps:
 	@scripts/install-deps.sh

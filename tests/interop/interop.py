@@ -16,11 +16,12 @@ import tempfile
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import models
+from program import difference, run_layer, short
 
 LIMIT = 2e-6
 COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_topk",
@@ -52,23 +53,9 @@ def moe_types():
     return types
 
 
-def run_layer(program, checkpoint, x, experts, directory):
-    save_file({"hidden_states": x}, directory / "x.safetensors")
-    command = [program, "run", "--checkpoint", checkpoint, "--input", directory / "x.safetensors",
-               "--output", directory / "y.safetensors", "--dtype", "f32", "--experts", experts]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().removeprefix("error: "))
-    return load_file(directory / "y.safetensors")["output"]
-
-
-def difference(actual, wanted):
-    return float((actual - wanted).abs().max() / wanted.abs().max())
-
-
 def check_model(program, model, block, shared):
     """The largest difference of all ways to save and to run."""
-    x = torch.randn(33, models.HIDDEN, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(33, models.Sizes().hidden, generator=torch.Generator().manual_seed(2))
     wanted = models.expected(block, shared, x)
     worst = 0.0
     with tempfile.TemporaryDirectory() as root:
@@ -119,14 +106,10 @@ def row_of(program, model_type):
     return f"{worst:.1e}" + ("" if right else " **wrong**"), right
 
 
-def short(error):
-    return " ".join(str(error).split())[:160]
-
-
 def write_vector(model_type, directory):
     """The first MoE layer as transformers saves it, in bf16."""
     model, block, shared = models.build(model_type)
-    x = torch.randn(5, models.HIDDEN, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(5, models.Sizes().hidden, generator=torch.Generator().manual_seed(2))
     wanted = models.expected(block, shared, x)
     with tempfile.TemporaryDirectory() as root:
         model.to(torch.bfloat16).save_pretrained(root)

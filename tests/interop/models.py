@@ -4,32 +4,42 @@ build(model_type) returns the model and its MoE block; expected(block, x) what t
 Weights are multiples of 1/16, so that bf16 holds them exactly.
 """
 
+import collections
 import inspect
 
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto import modeling_auto
 
-HIDDEN, WIDTH, EXPERTS, TOPK = 32, 16, 8, 2
+# shared: the width of shared experts.
+Sizes = collections.namedtuple("Sizes", "hidden width shared experts layers",
+                               defaults=(32, 16, 24, 8, 2))
+TOPK = 2
 
-# Of every config class that has the field.
-FIELDS = dict(
-    hidden_size=HIDDEN, d_model=HIDDEN, intermediate_size=WIDTH, ffn_hidden_size=WIDTH,
-    expert_ffn_hidden_size=WIDTH, moe_intermediate_size=WIDTH, num_hidden_layers=2, num_layers=2,
-    n_layers=2, num_attention_heads=4, n_heads=4, num_key_value_heads=4, head_dim=8, vocab_size=64,
-    n_routed_experts=EXPERTS, num_experts=EXPERTS, num_local_experts=EXPERTS,
-    moe_num_experts=EXPERTS, num_experts_per_tok=TOPK, moe_topk=TOPK, moe_top_k=TOPK, moe_k=TOPK,
-    top_k_experts=TOPK, num_experts_per_token=TOPK, n_group=2, num_expert_group=2, topk_group=1,
-    n_shared_experts=1, num_shared_experts=1, moe_num_shared_experts=1,
-    shared_expert_intermediate_size=24, shared_intermediate_size=24, share_expert_dim=24,
-    moe_shared_expert_intermediate_size=24, shared_experts_intermediate_size=24,
-    first_k_dense_replace=0, num_dense_layers=0, decoder_sparse_step=1, mlp_only_layers=[],
-    mlp_layer_types=["sparse", "sparse"], moe_layer_start_index=0,
-    max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, q_lora_rank=16,
-    kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, qk_head_dim=8,
-    depth=1, num_heads=2, out_hidden_size=HIDDEN, embed_dim=32, image_size=28, patch_size=14,
-    encoder_layers=1, encoder_attention_heads=2, num_position_embeddings=16,
-)  # fmt: skip
+
+def fields(sizes):
+    """Of every config class that has the field."""
+    hidden, width, shared, experts, layers = sizes
+    return dict(
+        hidden_size=hidden, d_model=hidden, intermediate_size=width, ffn_hidden_size=width,
+        expert_ffn_hidden_size=width, moe_intermediate_size=width, num_hidden_layers=layers,
+        num_layers=layers, n_layers=layers, num_attention_heads=4, n_heads=4,
+        num_key_value_heads=4, head_dim=hidden // 4, vocab_size=64, n_routed_experts=experts,
+        num_experts=experts, num_local_experts=experts, moe_num_experts=experts,
+        num_experts_per_tok=TOPK, moe_topk=TOPK, moe_top_k=TOPK, moe_k=TOPK, top_k_experts=TOPK,
+        num_experts_per_token=TOPK, n_group=2, num_expert_group=2, topk_group=1,
+        n_shared_experts=1, num_shared_experts=1, moe_num_shared_experts=1,
+        shared_expert_intermediate_size=shared, shared_intermediate_size=shared,
+        share_expert_dim=shared, moe_shared_expert_intermediate_size=shared,
+        shared_experts_intermediate_size=shared, first_k_dense_replace=0, num_dense_layers=0,
+        decoder_sparse_step=1, mlp_only_layers=[], mlp_layer_types=["sparse"] * layers,
+        moe_layer_start_index=0, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=4,
+        v_head_dim=8, qk_head_dim=8, depth=1, num_heads=2, out_hidden_size=hidden, embed_dim=32,
+        image_size=28, patch_size=14, encoder_layers=1, encoder_attention_heads=2,
+        num_position_embeddings=16,
+    )  # fmt: skip
+
 
 # What else a type needs; "text": of its text_config. mistral4 and others choose among groups by a
 # rule of their own, so they have one group.
@@ -42,25 +52,25 @@ MORE = {
     "lfm2_moe": dict(layer_types=["full_attention", "full_attention"]),
     "longcat_flash": dict(zero_expert_num=0),
     "gemma4_text": dict(enable_moe_block=True),
-    "ernie4_5_vl_moe_text": dict(moe_intermediate_size=[WIDTH, WIDTH]),
+    "ernie4_5_vl_moe_text": dict(moe_intermediate_size=[16, 16]),
     "zaya": dict(num_experts_per_tok=1),
     "llama4_text": dict(num_experts_per_tok=1, interleave_moe_layer_step=1),
     "kolibri1": dict(norm_topk_prob=True),
     "glm5_next_text": dict(qk_rope_head_dim=0, qk_head_dim=4),
     "granitemoehybrid": dict(mamba_n_heads=4, mamba_d_head=16, mamba_expand=2,
                              layer_types=["attention", "attention"]),
-    "dots3_note_audio_encoder": dict(adapter_in_dim=HIDDEN),
+    "dots3_note_audio_encoder": dict(adapter_in_dim=32),
 }
 
 
-def make_config(cls):
+def make_config(cls, sizes=Sizes()):
     known = set(inspect.signature(cls.__init__).parameters)
     known |= set(getattr(cls, "__dataclass_fields__", {}))
-    values = {key: value for key, value in FIELDS.items() if key in known}
+    values = {key: value for key, value in fields(sizes).items() if key in known}
     values.update(MORE.get(cls.model_type, {}))
     for name, sub in getattr(cls, "sub_configs", {}).items():
         if inspect.isclass(sub) and sub is not AutoConfig and name in known:
-            values[name] = make_config(sub).to_dict()
+            values[name] = make_config(sub, sizes).to_dict()
     config = cls(**values)
     if cls.model_type == "dbrx":
         config.attn_config.rope_theta = 10000.0  # transformers reads what its own class lacks
@@ -98,9 +108,9 @@ def randomize(block, generator):
             tensor.copy_(values if "bias" not in name else values / 4)
 
 
-def build(model_type, seed=1):
+def build(model_type, sizes=Sizes(), seed=1):
     torch.manual_seed(seed)
-    config = make_config(CONFIG_MAPPING[model_type])
+    config = make_config(CONFIG_MAPPING[model_type], sizes)
     model = model_class(config)._from_config(config).eval()
     name, block = find_block(model)
     generator = torch.Generator().manual_seed(seed)
