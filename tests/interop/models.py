@@ -48,6 +48,9 @@ MORE = {
     "deepseek_v4": dict(mlp_layer_types=["moe", "moe"]),
     "mistral4": ONE_GROUP,
     "mistral_large4_text": ONE_GROUP,
+    "mistral_large4": dict(vision_config=dict(
+        model_type="pixtral", hidden_size=32, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, image_size=28, patch_size=14)),
     "axk2": dict(n_group=None, topk_group=None),
     "lfm2_moe": dict(layer_types=["full_attention", "full_attention"]),
     "longcat_flash": dict(zero_expert_num=0),
