@@ -1,8 +1,12 @@
 #include "command_line.h"
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <stdexcept>
+#include <string_view>
 #include <utility>
 
+#include "fusedmoe/error.h"
 #include "fusedmoe/version.h"
 
 namespace fusedmoe::cli {
@@ -97,6 +101,24 @@ Option Command::add_flag(const std::string& name, bool& value, const std::string
   return Option(app_->add_flag(name, value, help));
 }
 
+namespace {
+
+/// The message with the option that the user typed instead of the argument that it became.
+std::string as_typed(const CLI::App& app, const Error& error) {
+  std::string option = "--" + error.argument();
+  std::replace(option.begin(), option.end(), '_', '-');
+  const std::string_view message = error.what();
+  for (const CLI::App* command : app.get_subcommands()) {
+    if (!error.argument().empty() && message.starts_with(error.argument()) &&
+        command->get_option_no_throw(option)) {
+      return option + std::string(message.substr(error.argument().size()));
+    }
+  }
+  return std::string(message);
+}
+
+}  // namespace
+
 int run_command_line(int argc, char** argv, const std::string& description,
                      const std::function<void(Command&)>& add_commands) {
   CLI::App app(description, "fusedmoe");
@@ -110,6 +132,8 @@ int run_command_line(int argc, char** argv, const std::string& description,
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error);
+  } catch (const Error& error) {
+    throw std::runtime_error(as_typed(app, error));
   }
   return 0;
 }

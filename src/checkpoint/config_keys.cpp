@@ -4,7 +4,6 @@
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
-#include "files/safetensors_header.h"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -88,7 +87,10 @@ std::string ConfigKeys::label(std::string_view key) const {
 
 std::string ConfigKeys::text(const nlohmann::json& value) {
   if (value.is_structured()) return value.type_name();
-  return files::quote(value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+  constexpr std::size_t kLongest = 200;
+  std::string text = value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  if (text.size() > kLongest) text.replace(kLongest, text.npos, "...");
+  return text;
 }
 
 }  // namespace fusedmoe::checkpoint

@@ -402,7 +402,7 @@ std::shared_ptr<const FamilyRow> load_family(const std::string& name_or_file) {
   const bool file = name_or_file.find_first_of("./") != std::string::npos;
   if (!file) {
     throw Error("family", files::quote(name_or_file),
-                "a JSON file, or one of the names that Family::all() and fusedmoe families list");
+                "a JSON file, or a name that fusedmoe families lists");
   }
   return parse_families(files::read_text(name_or_file, files::kMaxConfigBytes), name_or_file)
       .back();

@@ -27,7 +27,7 @@ nlohmann::json parse_json_object(std::string_view text, std::size_t max_bytes,
     // "[json.exception.parse_error.101] parse error at line 1, column 2: ..."
     std::string_view text = error.what();
     if (const std::size_t end = text.find("] "); end != text.npos) text.remove_prefix(end + 2);
-    throw Error::malformed(label, core::format("text with a {}", text), "valid JSON");
+    throw Error::io(label, core::format("{}: not valid JSON: {}", label, text));
   }
   FUSEDMOE_CHECK_FILE(tree.is_object(), label, tree.type_name(), "a JSON object");
   return tree;
