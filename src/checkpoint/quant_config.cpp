@@ -117,10 +117,14 @@ StoredQuantization parse_gptq(const ConfigKeys& config) {
                            config.label("desc_act"), "true",
                            "false: groups of consecutive columns");
   const bool symmetric = config.boolean("sym", true);
-  const std::string format = config.string("checkpoint_format", "gptq");
+  // GPTQModel writes both keys.
+  const char* format_key = config.find("checkpoint_format") ? "checkpoint_format" : "format";
+  const std::string format = config.string(format_key, "gptq");
   FUSEDMOE_CHECK_SUPPORTED(format == "gptq" || format == "gptq_v2", kQuantScheme,
-                           config.label("checkpoint_format"), files::quote(format),
-                           "gptq or gptq_v2");
+                           config.label(format_key), files::quote(format), "gptq or gptq_v2");
+  const std::string other = config.string("format", format);
+  FUSEDMOE_CHECK_FILE(other == format, config.label("format"), files::quote(other),
+                      core::format("{}, as checkpoint_format", format));
   const QuantKey key = bits == 4 ? keys::int4(group, symmetric) : keys::int8(group, symmetric);
   return {format == "gptq" ? Layout::kGptq : Layout::kGptqV2, {key, std::nullopt}};
 }

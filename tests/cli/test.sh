@@ -285,9 +285,9 @@ case $situation in
     says '^9 of 9 rows against reference .*: passed$'
     succeeds quantize --checkpoint plain --scheme int4_g32_zp --layout awq --output awq --json
     says '"layout":"awq".*"scheme":"int4_g32_zp"'
-    refuses 'layout: was awq' quantize --checkpoint plain --scheme fp8_block --layout awq \
+    refuses '^error: --layout: was awq' quantize --checkpoint plain --scheme fp8_block --layout awq \
       --output other
-    refuses 'there are: .*nvfp4' quantize --checkpoint plain --scheme int3 --output other
+    refuses '^error: --scheme int3: no such name; there are: .*nvfp4' quantize --checkpoint plain --scheme int3 --output other
     refuses 'exists and is no empty directory' quantize --checkpoint plain --scheme nvfp4 --output awq
     [[ ! -e other ]] || fail "a directory left behind"
     ;;

@@ -69,7 +69,7 @@ std::string description(const ModelConfig& model) {
        {model.hidden, model.intermediate, model.shared_intermediate, model.router.num_experts}) {
     text += " " + std::to_string(number);
   }
-  return text + " " + name(model.scheme);
+  return text + " " + name(model.scheme) + " " + std::string(name(model.layout));
 }
 
 /// Dtypes of the block's tensors, and their names.
@@ -107,7 +107,7 @@ std::size_t header_end(const std::string& bytes) {
 
 std::vector<File> vectors() {
   std::vector<File> files;
-  for (const char* directory : {FUSEDMOE_FAMILIES_DIR, FUSEDMOE_GGUF_DIR}) {
+  for (const char* directory : {FUSEDMOE_FAMILIES_DIR, FUSEDMOE_GGUF_DIR, FUSEDMOE_TOOLS_DIR}) {
     for (const auto& entry : std::filesystem::directory_iterator(directory)) {
       if (entry.path().stem() == "blocks") continue;
       std::ifstream stream(entry.path(), std::ios::binary);

@@ -1,6 +1,7 @@
 // Quantization configs as tools publish them: which scheme each means.
 #include <string>
 
+#include "error_text.h"
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/quant.h"
 #include "gtest/gtest.h"
@@ -87,6 +88,25 @@ INSTANTIATE_TEST_SUITE_P(
                              "zero_point": true, "version": "gemm"})",
                   "int4_g128_zp"}),
     [](const auto& info) { return std::string(info.param.name); });
+
+ModelConfig gptq_config(const std::string& keys) {
+  nlohmann::json config = nlohmann::json::parse(testing::tiny_config("qwen3_moe"));
+  config["quantization_config"] = nlohmann::json::parse(
+      R"({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": false)" + keys + "}");
+  return parse_model_config(config.dump());
+}
+
+// Zero points of gptq are stored minus one, those of gptq_v2 as they are.
+TEST(GptqFormatTest, StandsUnderEitherKey) {
+  EXPECT_EQ(gptq_config("").layout, CheckpointLayout::kGptq);
+  EXPECT_EQ(gptq_config(R"(, "format": "gptq_v2")").layout, CheckpointLayout::kGptqV2);
+  EXPECT_EQ(gptq_config(R"(, "checkpoint_format": "gptq_v2")").layout, CheckpointLayout::kGptqV2);
+  EXPECT_EQ(testing::error_text(
+                [] { gptq_config(R"(, "checkpoint_format": "gptq_v2", "format": "gptq")"); }),
+            "config.quantization_config.format: was \"gptq\"; must be gptq_v2, as "
+            "checkpoint_format");
+  EXPECT_THROW(gptq_config(R"(, "format": "marlin")"), Error);
+}
 
 }  // namespace
 }  // namespace fusedmoe
