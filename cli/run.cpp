@@ -26,7 +26,7 @@ namespace fusedmoe::cli {
 namespace {
 
 struct Options {
-  std::string family;
+  std::string family, scheme;
   std::string checkpoint, input, output;
   std::string input_name = "hidden_states";
   std::string device = "cpu";
@@ -50,6 +50,27 @@ Tensor load_hidden_states(const Options& options, std::int64_t hidden, DType dty
   Tensor x = Tensor::empty(stored.shape(), dtype);
   convert(stored, x);
   return x;
+}
+
+/// The layer, or the part of one rank; with --scheme its activations are quantized by other rules.
+LayerWeights load_weights(const Options& options, const Checkpoint& checkpoint, std::int64_t index,
+                          const ParallelConfig& parallel = {}) {
+  LayerWeights weights = checkpoint.load_layer(index, parallel);
+  if (options.scheme.empty()) return weights;
+  const QuantScheme stored = weights.experts.scheme, wanted = parse_scheme(options.scheme);
+  const auto is_static = [](const QuantScheme& scheme) {
+    return scheme.activations && !scheme.activations->dynamic;
+  };
+  if (wanted.weights != stored.weights || wanted.down != stored.down || is_static(wanted) ||
+      is_static(stored)) {
+    throw Error("--scheme", options.scheme,
+                fmt::format("a scheme that differs from {} in dynamic activations", name(stored)));
+  }
+  weights.experts.scheme = wanted;
+  if (weights.shared_experts && weights.shared_experts->weights.scheme == stored) {
+    weights.shared_experts->weights.scheme = wanted;
+  }
+  return weights;
 }
 
 /// Files that are written replace files of that name: none may be one that the program reads.
@@ -264,7 +285,7 @@ Results forward_on_ranks(const Options& options, const Checkpoint& checkpoint, s
   run_on_ranks(
       options.ranks.num_ranks(), options.device, [&](const std::shared_ptr<Communicator>& rank) {
         const auto parallel = ParallelConfig::of(options.ranks.deployment(rank->rank()));
-        const LayerWeights weights = checkpoint.load_layer(index, parallel);
+        const LayerWeights weights = load_weights(options, checkpoint, index, parallel);
         const MoeLayer layer = make_layer(options, weights, x.dtype(), [&](LayerOptions& of_rank) {
           of_rank.device = rank->device();
           of_rank.parallel = parallel;
@@ -363,13 +384,13 @@ void run(const Options& options) {
     results = forward_on_ranks(options, checkpoint, index, x);
     if (!results.output) return;  // rank 0, another process, has them
   } else {
-    weights = checkpoint.load_layer(index);
+    weights = load_weights(options, checkpoint, index);
     results = forward(options, make_layer(options, weights, dtype, {}), x);
   }
 
   RowCheck check;
   if (options.check_rows > 0) {
-    if (weights.experts.experts.empty()) weights = checkpoint.load_layer(index);
+    if (weights.experts.experts.empty()) weights = load_weights(options, checkpoint, index);
     check = check_rows(weights, x, results.output,
                        {results.routing.topk_ids, results.routing.topk_weights}, results.replayed,
                        options.check_rows);
@@ -391,6 +412,9 @@ void add_run(Command& program) {
                   "Directory (config.json + *.safetensors) or one safetensors file")
       .required();
   add_family_option(command, options->family);
+  command.add_option("--scheme", options->scheme,
+                     "Quantize activations by other rules (mxfp4:ocp, mxfp4:even); default: as "
+                     "published");
   command.add_option("--layer", options->layer, "Layer index; default: the first MoE layer")
       .not_negative();
   command.add_option("--input", options->input, "Safetensors file with the hidden states")

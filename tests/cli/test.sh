@@ -285,6 +285,14 @@ case $situation in
     says '^9 of 9 rows against reference .*: passed$'
     succeeds quantize --checkpoint plain --scheme int4_g32_zp --layout awq --output awq --json
     says '"layout":"awq".*"scheme":"int4_g32_zp"'
+    succeeds quantize --checkpoint plain --scheme mxfp4 --layout compressed-tensors --output mx
+    succeeds run --checkpoint mx --input plain/input.safetensors --output y.safetensors
+    says 'mxfp4:even '
+    succeeds run --checkpoint mx --input plain/input.safetensors --output y.safetensors \
+      --scheme mxfp4:ocp
+    says 'mxfp4 '
+    refuses '^error: --scheme: was mxfp8; must be a scheme that differs from mxfp4:even' run \
+      --checkpoint mx --input plain/input.safetensors --output y.safetensors --scheme mxfp8
     refuses '^error: --layout: was awq' quantize --checkpoint plain --scheme fp8_block --layout awq \
       --output other
     refuses '^error: --scheme int3: no such name; there are: .*nvfp4' quantize --checkpoint plain --scheme int3 --output other
