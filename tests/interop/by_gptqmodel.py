@@ -58,7 +58,8 @@ def write_here(model_type, sizes, scheme, directory, x):
     model, _, _ = models.build(model_type, sizes)
     model.to(torch.bfloat16).save_pretrained(directory / "plain")
     tokenizer().save_pretrained(directory / "plain")
-    model = GPTQModel.load(str(directory / "plain"), QuantizeConfig(**SCHEMES[scheme]), device="cpu")
+    model = GPTQModel.load(str(directory / "plain"), QuantizeConfig(**SCHEMES[scheme]),
+                           device="cpu")
     ids = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(3)).tolist()
     model.quantize([{"input_ids": row, "attention_mask": [1] * 16} for row in ids], batch_size=1)
     model.save(str(directory / "saved"))
@@ -72,4 +73,5 @@ def write(*arguments):
     Mixtral is saved under other names.
     """
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return torch.from_numpy(pool.apply(write_here, (*arguments[:-1], arguments[-1].numpy())))
+        result = pool.apply_async(write_here, (*arguments[:-1], arguments[-1].numpy()))
+        return torch.from_numpy(result.get(timeout=300))  # it does not always end when it fails

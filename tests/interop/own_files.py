@@ -145,7 +145,8 @@ def by_compressed_tensors(directory, block, x):
 
     def weight(expert, name):
         prefix = f"model.layers.0.mlp.experts.{expert}.{name}."
-        parts = {key[len(prefix):]: value for key, value in tensors.items() if key.startswith(prefix)}
+        parts = {key[len(prefix):]: value for key, value in tensors.items()
+                 if key.startswith(prefix)}
         if config.format.startswith("nvfp4"):  # decompress() would round to bf16
             packed = parts["weight_packed"]
             codes = unpack_fp4_from_uint8(packed, packed.shape[0], 2 * packed.shape[1])
@@ -209,8 +210,8 @@ def main():
     torch.set_num_threads(1)
     table = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    print("| scheme | layout | reader | largest difference |\n| --- | --- | --- | --- |", file=table,
-          flush=True)
+    print("| scheme | layout | reader | largest difference |\n| --- | --- | --- | --- |",
+          file=table, flush=True)
     bad = 0
     for model_type, scheme, layout, reader in cases():
         if options.schemes and scheme not in options.schemes:
