@@ -75,6 +75,7 @@ class TileStreams {
   static constexpr int kTileVectors = kTileColumns / kW;
   static constexpr int kVectors = S::stream_vectors(R);  // of a strip
   static constexpr int kStrips = kTileVectors / kVectors;
+  static constexpr int kStripBytes = kStepBytes / kStrips;  // of a block
   using Strip = Acc[R][kVectors];
   using Tiles = Strip[T][kStrips];
 
@@ -166,6 +167,12 @@ class TileStreams {
           each([&](int r, int v)
                    __attribute__((always_inline)) { strip[r][v] = accumulators[t][s][r][v]; });
           for (std::int64_t i = 0; i < num_blocks; ++i) {
+            // Strips read parts of each block in turn, which the hardware does not take for a
+            // stream: the same part of the blocks that follow is fetched for it.
+            const std::int64_t at = t * job_.tile_bytes + i * kStepBytes + s * kStripBytes;
+            for (int line = 0; line < kStripBytes; line += 64) {
+              __builtin_prefetch(blocks + num_blocks * kStepBytes + at + line);
+            }
             add_block(blocks, header, t, s, i, a, elements, strip);
           }
           each([&](int r, int v)
