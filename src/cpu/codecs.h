@@ -320,8 +320,8 @@ using E4m3 = typename BestE4m3<S>::Codec;
 ///
 /// A product p has at most 7 significant bits; E4M3 keeps 4 of them. The fp32 sum p 2^20 + p has
 /// no room for the others, so it rounds p as E4M3 does, and taking p 2^20 away is exact. Factors
-/// are E4M3 values themselves, so no product lies below the normal numbers and needs more bits
-/// than E4M3's subnormal ones have.
+/// are E4M3 values themselves: below 2^-6 a product is a multiple of 2^-9 with at most 3 bits,
+/// which E4M3 holds exactly.
 template <class S>
 class W4A8Codec {
  public:
