@@ -4,7 +4,7 @@
 
 # The comment at the top of the script.
 usage() {
-  sed -n '2,/^set /{s/^# \{0,1\}//;/^set /d;p}' "$0"
+  sed -n '2,/^set /{s/^# \{0,1\}//;/^set /d;p}' "scripts/${0##*/}"
   exit "$1"
 }
 

@@ -128,7 +128,7 @@ fi
 
 test_c() {
   within "$test_seconds" "$build/tests/capi_tests" --gtest_filter='CCuda*' | tee "$log"
-  ((PIPESTATUS[0] == 0)) && grep -q 'PASSED' "$log" && ! grep -q 'SKIPPED' "$log"
+  ((PIPESTATUS[0] == 0)) && grep -qE '[1-9][0-9]* tests' "$log" && ! grep -q 'SKIPPED' "$log"
 }
 test_python() {
   FUSEDMOE_GOLDEN_DIR=$build/tests/golden/public FUSEDMOE_EXPECT_CUDA=1 within "$test_seconds" \

@@ -140,6 +140,8 @@ case $situation in
     says '"backend":"tcp".*"memcpy_us":'
     launched 2 RANK WORLD_SIZE "${run_args[@]}" --ep 3
     grep -q '^rank 1: error: .* was 3 ranks; must be 2, the processes' err || fail "3 of 2 ranks"
+    # A program for GPUs has MPI only if that was asked for; the one without CUDA always has it.
+    [[ ! -x ${program}_cpu ]] || program+=_cpu
     if "$program" doctor --comm | grep -q '^mpi  *Open MPI'; then
       export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
       rm ranks.safetensors

@@ -83,7 +83,7 @@ def experts_forward(
 def _is_traced(x: torch.Tensor) -> bool:
     """Whether somebody records operators. Otherwise a plain call saves 100 us."""
     plain = type(x) is torch.Tensor and not is_in_torch_dispatch_mode()
-    return torch.compiler.is_compiling() or not plain
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or not plain
 
 
 @torch.compiler.assume_constant_result

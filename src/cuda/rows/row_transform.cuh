@@ -31,9 +31,8 @@ __device__ __forceinline__ float amax_of_lanes(float amax) {
   return amax;
 }
 
-/// The largest magnitude of a row, by a warp or, with several, by a whole block, to all its
-/// threads; NaN counts as 0. By a block only
-/// once in a kernel.
+/// The largest magnitude of a row, to all threads of a warp; NaN counts as 0. With several warps
+/// all threads of the block must call it, once in a kernel: it uses shared memory.
 template <int kWarps = 1>
 __device__ __forceinline__ float amax_of_row(const RowTransform& t, std::int64_t row) {
   constexpr int kThreads = 32 * kWarps;

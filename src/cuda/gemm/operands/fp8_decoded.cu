@@ -26,8 +26,9 @@ __global__ void mark_nan_rows_kernel(const PackSource s, float* scales) {
   for (std::int64_t k = threadIdx.x; k < s.k; k += blockDim.x) {
     has_nan |= (code_at<8>(s, row, k) & kMagnitude) == kMagnitude;
   }
-  if (__syncthreads_or(has_nan) && threadIdx.x == 0)
+  if (__syncthreads_or(has_nan) && threadIdx.x == 0) {
     scales[blockIdx.x] = __int_as_float(0x7FC00000);
+  }
 }
 
 void mark_nan_rows(const PackSource& source, const BlockGrid& grid, float* scales,
