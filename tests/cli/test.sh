@@ -112,7 +112,7 @@ case $situation in
     synth gpt_oss_tiny
     succeeds "${run_args[@]}" --batch-invariant
     cp out.safetensors one.safetensors
-    port=$((20000 + $$ % 20000))
+    port=$((20000 + $$ % 12000))  # below those that the system gives to connections
     # launched SIZE RANK_VARIABLE SIZE_VARIABLE ARGS...: so many processes, as a launcher starts them.
     launched() {
       local size=$1 rank
