@@ -5,6 +5,7 @@
 // A request: kind, bytes of the name, bytes of the text or milliseconds to wait, name, text. An
 // answer to a read: 1 if the text is there, bytes, text. A connection begins with the rank and ends
 // with kEnd: one that ends without is a rank that has died, and its failure is posted for all.
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <deque>
@@ -37,6 +38,8 @@ struct Answer {
 
 constexpr std::uint32_t kMaxNameBytes = 4096;
 constexpr std::uint64_t kMaxTextBytes = std::uint64_t{1} << 26;
+/// A read waits in parts of this length, between which the connection is free for other threads.
+constexpr milliseconds kPart{100};
 
 /// Rank 0.
 class Server final : public ControlPlane {
@@ -109,7 +112,7 @@ class Server final : public ControlPlane {
       board_.post(name, text);
       return true;
     }
-    const auto wait = std::min<std::uint64_t>(request.value, 1000);
+    const auto wait = std::min<std::uint64_t>(request.value, kPart.count());
     const std::optional<std::string> text =
         board_.read(name, milliseconds(static_cast<std::int64_t>(wait)));
     const Answer answer{text.has_value(), static_cast<std::uint32_t>(text ? text->size() : 0)};
@@ -141,15 +144,26 @@ class Client final : public ControlPlane {
   }
 
   void post(const std::string& name, std::string_view text) override {
-    const std::lock_guard lock(mutex_);
+    const auto lock = turn();
     send({Kind::kPost, static_cast<std::uint32_t>(name.size()), text.size()}, name);
     check(socket_.write(text.data(), text.size()));
   }
 
   std::optional<std::string> read(const std::string& name, milliseconds timeout) override {
-    const std::lock_guard lock(mutex_);
+    const auto deadline = SocketClock::now() + timeout;
+    while (true) {
+      const auto left = std::chrono::ceil<milliseconds>(deadline - SocketClock::now());
+      std::optional<std::string> text = ask(name, std::clamp(left, milliseconds(0), kPart));
+      if (text || left <= kPart) return text;
+    }
+  }
+
+ private:
+  /// One request; none: not posted within `wait`.
+  std::optional<std::string> ask(const std::string& name, milliseconds wait) {
+    const auto lock = turn();
     send({Kind::kRead, static_cast<std::uint32_t>(name.size()),
-          static_cast<std::uint64_t>(timeout.count())},
+          static_cast<std::uint64_t>(wait.count())},
          name);
     Answer answer{};
     check(socket_.read(&answer, sizeof answer));
@@ -158,8 +172,12 @@ class Client final : public ControlPlane {
     check(socket_.read(text.data(), text.size()));
     return text;
   }
-
- private:
+  /// The connection for one request. Who waits for it gets it before who has just had it: a mutex
+  /// alone may be taken again and again by the thread that reads.
+  std::unique_lock<std::mutex> turn() {
+    const std::lock_guard next(next_);
+    return std::unique_lock(mutex_);
+  }
   void send(const Request& request, const std::string& name) const {
     check(socket_.write(&request, sizeof request) && socket_.write(name.data(), name.size()));
   }
@@ -167,7 +185,7 @@ class Client final : public ControlPlane {
     if (!alive) throw Error::communication("rank 0 has died or lost its connection");
   }
 
-  std::mutex mutex_;
+  std::mutex next_, mutex_;
   Socket socket_;
 };
 

@@ -195,6 +195,28 @@ TEST(CommunicatorTest, MessagesTravelOverTcp) {
   EXPECT_EQ(errors[0], errors[1]);
 }
 
+/// 1.5 s: longer than any part of a read, and another thread can post meanwhile.
+TEST(TcpControlTest, AReadLastsUntilItsOwnDeadline) {
+  const Communicators engine = make_thread_communicators(2, {kPatient});
+  run_ranks(2, [&](int rank) {
+    const auto gather = [&](const std::string& text) {
+      return engine[rank]->gather(text, "engine");
+    };
+    const auto control = make_control_plane(rank, 2, gather);
+    if (rank == 0) {  // keeps the texts meanwhile
+      EXPECT_EQ(control->read("late", kPatient), "here");
+      return;
+    }
+    EXPECT_FALSE(control->read("never", kImpatient));
+    std::thread other([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+      control->post("late", "here");
+    });
+    EXPECT_EQ(control->read("late", kPatient), "here");
+    other.join();
+  });
+}
+
 TEST(CommunicatorTest, RanksLendTheirMemory) {
   const Communicators comms = make_thread_communicators(4, {kPatient});
   run_ranks(4, [&](int rank) {
