@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <charconv>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -58,6 +59,20 @@ bool Socket::read(void* data, std::size_t bytes) const {
     bytes -= static_cast<std::size_t>(got);
   }
   return true;
+}
+
+bool Socket::read(void* data, std::size_t bytes, SocketClock::time_point deadline) const {
+  auto* to = static_cast<char*>(data);
+  while (bytes > 0 && SocketClock::now() < deadline) {
+    pollfd wait{descriptor_, POLLIN, 0};
+    if (::poll(&wait, 1, 5) <= 0) continue;
+    const ssize_t got = ::recv(descriptor_, to, bytes, MSG_DONTWAIT);
+    if (got < 0 && (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK)) continue;
+    if (got <= 0) return false;
+    to += got;
+    bytes -= static_cast<std::size_t>(got);
+  }
+  return bytes == 0;
 }
 
 bool Socket::write(const void* data, std::size_t bytes) const {
@@ -127,6 +142,17 @@ Socket connect_to(int rank, const std::string& address, int port,
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   } while (SocketClock::now() < deadline);
   fail(place, code);
+}
+
+int port_of(int rank, std::string_view text) {
+  int port = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, problem] = std::from_chars(text.data(), end, port);
+  if (problem != std::errc() || stop != end || port <= 0 || port > 65535) {
+    throw Error::communication(
+        core::format("rank {} has told \"{}\" as its port; must be in [1, 65535]", rank, text));
+  }
+  return port;
 }
 
 }  // namespace fusedmoe::comm

@@ -28,6 +28,8 @@ class Socket {
 
   /// False when the peer has closed the connection.
   bool read(void* data, std::size_t bytes) const;
+  /// False also when the deadline has passed.
+  bool read(void* data, std::size_t bytes, SocketClock::time_point deadline) const;
   bool write(const void* data, std::size_t bytes) const;
 
  private:
@@ -40,5 +42,8 @@ Socket listen_at(int& port);
 Socket accept_from(const Socket& listener, SocketClock::time_point deadline);
 /// Tries again until the deadline, because the listener, a rank, may start later.
 Socket connect_to(int rank, const std::string& address, int port, SocketClock::time_point deadline);
+
+/// The port that `rank` has told the others. Throws Error where `text` is none.
+int port_of(int rank, std::string_view text);
 
 }  // namespace fusedmoe::comm

@@ -217,7 +217,7 @@ std::shared_ptr<ControlPlane> make_control_plane(int rank, int size, const Gathe
       gather_all(rank == 0 ? core::to_string(server->port()) : std::string()).front();
   if (rank == 0) return server;
   return std::make_shared<comm::Client>(rank, one_host ? "127.0.0.1" : hosts.front(),
-                                        std::stoi(port), timeout);
+                                        comm::port_of(0, port), timeout);
 }
 
 }  // namespace fusedmoe

@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -16,6 +17,9 @@
 namespace fusedmoe {
 namespace comm {
 namespace {
+
+/// How long a rank that joins waits before it looks whether another has given up.
+constexpr std::chrono::milliseconds kLook{50};
 
 /// The messages of one exchange to a peer, or from it, and how far they have come.
 struct Queue {
@@ -36,17 +40,16 @@ class TcpData final : public DataPlane {
     const Socket listener = listen_at(port);
     control.post(name_of(rank), core::format("{}:{}", host_name(), port));
     // Every rank connects to those before it and waits for those behind it.
-    for (int r = 0; r < rank; ++r) connect(r, control, timeout, deadline);
-    for (int left = size - 1 - rank; left > 0; --left) {
-      Socket socket = accept_from(listener, deadline);
-      std::uint32_t other = 0;
-      if (!socket || !socket.read(&other, sizeof other)) {
+    for (int r = 0; r < rank; ++r) connect(r, control, deadline);
+    for (std::vector<int> missing = not_connected(); !missing.empty(); missing = not_connected()) {
+      if (SocketClock::now() >= deadline) {
         throw Error::communication(
-            core::format("joining over TCP: {} of {} ranks did not connect", left, size));
+            core::format("joining over TCP: {} {} did not connect within {} s",
+                         missing.size() == 1 ? "rank" : "ranks", core::join(missing, ", "),
+                         static_cast<double>(timeout.count()) / 1000));
       }
-      FUSEDMOE_CHECK(static_cast<int>(other) > rank && static_cast<int>(other) < size, "rank",
-                     core::to_string(other), core::format("in ({}, {})", rank, size));
-      peers_[other].socket = std::move(socket);
+      look_for_failure(control);
+      accept(listener, deadline);
     }
     for (const Peer& peer : peers_) {
       if (peer.socket) ::fcntl(peer.socket.get(), F_SETFL, O_NONBLOCK);
@@ -78,8 +81,7 @@ class TcpData final : public DataPlane {
         if (!peer.out.done() || !peer.in.done()) late.push_back(r);
       }
       if (late.empty()) return;
-      if (moved) continue;
-      wait(late);
+      if (!moved) wait(late);
       waiting.check(late);
     }
   }
@@ -92,14 +94,51 @@ class TcpData final : public DataPlane {
 
   static std::string name_of(int rank) { return core::format("tcp data/{}", rank); }
 
-  void connect(int r, ControlPlane& control, std::chrono::milliseconds timeout,
-               SocketClock::time_point deadline) {
-    const std::optional<std::string> place = control.read(name_of(r), timeout);
-    if (!place) throw Error::communication(core::format("joining: rank {} is not there", r));
+  /// The ranks behind this one that are not here yet.
+  std::vector<int> not_connected() const {
+    std::vector<int> ranks;
+    for (int r = rank_ + 1; r < static_cast<int>(peers_.size()); ++r) {
+      if (!peers_[r].socket) ranks.push_back(r);
+    }
+    return ranks;
+  }
+
+  /// A rank that has given up does not come any more.
+  static void look_for_failure(ControlPlane& control) {
+    if (const auto reason = control.read("failure", std::chrono::milliseconds(0))) {
+      throw Error::communication(*reason);
+    }
+  }
+
+  /// Waits a moment for the next connection. One that ends before it says its rank is nobody's.
+  void accept(const Socket& listener, SocketClock::time_point deadline) {
+    Socket socket = accept_from(listener, std::min(deadline, SocketClock::now() + kLook));
+    std::uint32_t other = 0;
+    if (!socket || !socket.read(&other, sizeof other, deadline)) return;
+    const auto size = static_cast<std::uint32_t>(peers_.size());
+    FUSEDMOE_CHECK(other > static_cast<std::uint32_t>(rank_) && other < size, "rank",
+                   core::to_string(other), core::format("in ({}, {})", rank_, size));
+    FUSEDMOE_CHECK(!peers_[other].socket, "rank",
+                   core::format("{}, which has connected already", other), "that of one process");
+    peers_[other].socket = std::move(socket);
+  }
+
+  void connect(int r, ControlPlane& control, SocketClock::time_point deadline) {
+    std::optional<std::string> place;
+    while (!(place = control.read(name_of(r), kLook))) {
+      look_for_failure(control);
+      if (SocketClock::now() >= deadline) {
+        throw Error::communication(core::format("joining: rank {} is not there", r));
+      }
+    }
     const std::size_t colon = place->rfind(':');
+    if (colon == std::string::npos) {
+      throw Error::communication(core::format(
+          "rank {} has told \"{}\" as its place; must be a host and a port", r, *place));
+    }
     const std::string host = place->substr(0, colon);
     Socket socket = connect_to(r, host == host_name() ? "127.0.0.1" : host,
-                               std::stoi(place->substr(colon + 1)), deadline);
+                               port_of(r, std::string_view(*place).substr(colon + 1)), deadline);
     const auto number = static_cast<std::uint32_t>(rank_);
     if (!socket.write(&number, sizeof number)) lost(r);
     peers_[r].socket = std::move(socket);

@@ -2,6 +2,8 @@
 #include "fusedmoe/comm.h"
 
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <array>
@@ -215,6 +217,89 @@ TEST(TcpControlTest, AReadLastsUntilItsOwnDeadline) {
     EXPECT_EQ(control->read("late", kPatient), "here");
     other.join();
   });
+}
+
+TEST(TcpControlTest, APortThatIsNoneHasARank) {
+  for (const char* text : {"", "port", "80x", "0", "65536", "99999999999"}) {
+    const auto gather = [&](const std::string&) { return std::vector<std::string>(2, text); };
+    const auto errors = errors_of_ranks(2, [&](int rank) {
+      if (rank == 1) make_control_plane(1, 2, gather, kImpatient);
+    });
+    EXPECT_EQ(errors[1],
+              "rank 0 has told \"" + std::string(text) + "\" as its port; must be in [1, 65535]");
+  }
+}
+
+/// What rank 0 of three throws when it makes its data plane; `others` gets the function that
+/// connects to it and sends a text.
+std::string error_of_joining(
+    std::chrono::milliseconds timeout, const std::shared_ptr<ControlPlane>& control,
+    const std::function<void(const std::function<void(std::string_view)>&)>& others) {
+  std::vector<int> sockets;
+  const auto connect_and_send = [&](std::string_view text) {
+    const std::string place = control->read("tcp data/0", kPatient).value();
+    sockaddr_in to{};
+    to.sin_family = AF_INET;
+    to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    to.sin_port = htons(static_cast<std::uint16_t>(std::stoi(place.substr(place.rfind(':') + 1))));
+    sockets.push_back(::socket(AF_INET, SOCK_STREAM, 0));
+    ASSERT_EQ(::connect(sockets.back(), reinterpret_cast<sockaddr*>(&to), sizeof to), 0);
+    EXPECT_EQ(::send(sockets.back(), text.data(), text.size(), 0),
+              static_cast<ssize_t>(text.size()));
+  };
+  const auto errors = errors_of_ranks(2, [&](int thread) {
+    if (thread == 0) make_tcp_data_plane(0, 3, control, timeout);
+    if (thread == 1) others(connect_and_send);
+  });
+  for (const int each : sockets) ::close(each);
+  EXPECT_EQ(errors[1], "");
+  return errors[0];
+}
+
+std::string as_bytes(std::uint32_t rank) {
+  return {reinterpret_cast<const char*>(&rank), sizeof rank};
+}
+
+TEST(TcpDataTest, APeerThatSaysNothingDoesNotHoldUpTheJoinForEver) {
+  const auto error =
+      error_of_joining(kImpatient, make_thread_control_plane(), [](const auto& send) { send(""); });
+  EXPECT_EQ(error, "joining over TCP: ranks 1, 2 did not connect within 0.15 s");
+}
+
+TEST(TcpDataTest, ARankThatDoesNotConnectHasAName) {
+  const auto error = error_of_joining(std::chrono::seconds(1), make_thread_control_plane(),
+                                      [](const auto& send) { send(as_bytes(1)); });
+  EXPECT_EQ(error, "joining over TCP: rank 2 did not connect within 1 s");
+}
+
+TEST(TcpDataTest, ASecondProcessWithTheSameRankIsRefused) {
+  const auto error = error_of_joining(kPatient, make_thread_control_plane(), [](const auto& send) {
+    send(as_bytes(1));
+    send(as_bytes(1));
+  });
+  EXPECT_EQ(error, "rank: was 1, which has connected already; must be that of one process");
+}
+
+TEST(TcpDataTest, WhoGivesUpEndsTheJoinOfTheOthers) {
+  const auto control = make_thread_control_plane();
+  const auto error = error_of_joining(
+      kPatient, control, [&](const auto&) { control->post("failure", "rank 2: no memory left"); });
+  EXPECT_EQ(error, "rank 2: no memory left");
+  const auto unposted = make_thread_control_plane();
+  unposted->post("failure", "rank 0: no memory left");
+  const auto errors =
+      errors_of_ranks(1, [&](int) { make_tcp_data_plane(1, 2, unposted, kPatient); });
+  EXPECT_EQ(errors[0], "rank 0: no memory left") << "nor waits a rank for another's place";
+}
+
+TEST(TcpDataTest, APlaceThatIsNoneHasARank) {
+  for (const char* place : {"nowhere", "host:", "host:80x"}) {
+    const auto control = make_thread_control_plane();
+    control->post("tcp data/0", place);
+    const auto errors =
+        errors_of_ranks(1, [&](int) { make_tcp_data_plane(1, 2, control, kImpatient); });
+    EXPECT_TRUE(errors[0].starts_with("rank 0 has told \"")) << errors[0];
+  }
 }
 
 TEST(CommunicatorTest, RanksLendTheirMemory) {
