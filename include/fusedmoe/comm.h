@@ -280,14 +280,17 @@ class FUSEDMOE_API Communicator {
 // ------------------------------------------------------------------------------------------------
 // How a process joins.
 
-/// n ranks in this process, one for each of n threads; element r is rank r's. Messages are copied
-/// from one thread's memory to the other's. On a CUDA device all ranks share it, to test without a
-/// second one: the host waits for every copy.
+/// n ranks in this process, one for each of n threads; element r is rank r's. On the CPU the ranks
+/// lend each other their memory, and a layer sends no messages; a message is a copy from one
+/// thread's memory to another's. On a CUDA device all ranks share it, to test without a second one:
+/// the host waits for every copy.
 FUSEDMOE_API std::vector<std::shared_ptr<Communicator>> make_thread_communicators(
     int size, CommunicatorOptions options = {});
 
-/// The control plane of ranks that are threads of this process.
+/// The two planes of such ranks. Element r of the data planes is rank r's.
 FUSEDMOE_API std::shared_ptr<ControlPlane> make_thread_control_plane();
+FUSEDMOE_API std::vector<std::shared_ptr<DataPlane>> make_thread_data_planes(int size,
+                                                                             Device device = {});
 
 /// Where this process stands among those that a launcher has started.
 struct Launch {

@@ -5,6 +5,7 @@
 // the end, which also ends all parts that were split off. The first reason counts. A rank that
 // waits looks for it every few milliseconds.
 #include <algorithm>
+#include <exception>
 #include <mutex>
 #include <utility>
 
@@ -111,6 +112,12 @@ void Communicator::Impl::run(Communicator& communicator, std::string_view what, 
   } catch (const Error& error) {
     communicator.abort(core::format("{}: {}", what, error.what()));
     throw Error::communication(communicator.status());  // the same on every rank
+  } catch (const std::exception& error) {  // of who reads what is lent: no memory, for one
+    communicator.abort(core::format("{}: {}", what, error.what()));
+    throw;
+  } catch (...) {
+    communicator.abort(core::format("{}: an unknown exception", what));
+    throw;
   }
 }
 

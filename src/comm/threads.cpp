@@ -1,7 +1,8 @@
 // Ranks that are threads of one process. A message is an address in a mailbox, one for each ordered
-// pair of ranks; the receiver copies from there, and the sender waits until it has.
+// pair of ranks; the receiver copies from there or reads there, and the sender waits until it has.
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
@@ -67,39 +68,46 @@ class Mailboxes {
   }
 
   /// Takes the next message of each peer in `messages`, which are of different peers or one alone,
-  /// and calls read(their addresses). The senders wait until it returns.
+  /// and calls read(their addresses). The senders wait until it returns. Nothing counts as being
+  /// read before all is there: a sender that gives up meanwhile is not held up.
   template <typename Read>
   void receive(int to, std::span<const Message> messages, Waiting& waiting, const Read& read) {
     std::vector<const void*> sources;
     std::unique_lock lock(mutex_);
-    const auto end_reading = [&](std::size_t count, bool done) {
-      for (std::size_t i = 0; i < count; ++i) {
-        Mailbox& mailbox = box(messages[i].peer, to);
+    const auto is_there = [&](const Message& message) {
+      return !box(message.peer, to).messages.empty();
+    };
+    // Again from the first: while one is awaited, another can be withdrawn.
+    while (!std::all_of(messages.begin(), messages.end(), is_there)) {
+      for (const Message& message : messages) {
+        wait(lock, waiting, message.peer, [&] { return is_there(message); });
+      }
+    }
+    for (const Message& message : messages) {
+      const Message& source = box(message.peer, to).messages.front();
+      FUSEDMOE_CHECK(source.bytes == message.bytes, "message",
+                     core::format("{} from rank {}", describe(source.bytes), message.peer),
+                     describe(message.bytes));
+      sources.push_back(source.data);
+    }
+    for (const Message& message : messages) box(message.peer, to).reading = true;
+    const auto end_reading = [&](bool done) {
+      lock.lock();
+      for (const Message& message : messages) {
+        Mailbox& mailbox = box(message.peer, to);
         if (done) mailbox.messages.pop_front();
         mailbox.reading = false;
       }
       notify();
     };
+    lock.unlock();
     try {
-      for (const Message& message : messages) {
-        Mailbox& mailbox = box(message.peer, to);
-        wait(lock, waiting, message.peer, [&] { return !mailbox.messages.empty(); });
-        const Message& source = mailbox.messages.front();
-        FUSEDMOE_CHECK(source.bytes == message.bytes, "message",
-                       core::format("{} from rank {}", describe(source.bytes), message.peer),
-                       describe(message.bytes));
-        mailbox.reading = true;
-        sources.push_back(source.data);
-      }
-      lock.unlock();
       read(sources);
-      lock.lock();
-      end_reading(sources.size(), true);
     } catch (...) {
-      if (!lock.owns_lock()) lock.lock();
-      end_reading(sources.size(), false);
+      end_reading(false);
       throw;
     }
+    end_reading(true);
   }
 
   /// Returns when all that `from` has published is read.
@@ -247,20 +255,27 @@ std::shared_ptr<ControlPlane> make_thread_control_plane() {
   return std::make_shared<comm::TextBoard>();
 }
 
+std::vector<std::shared_ptr<DataPlane>> make_thread_data_planes(int size, Device device) {
+  FUSEDMOE_CHECK(size >= 1, "size", core::to_string(size), "at least 1");
+  const auto mailboxes = std::make_shared<comm::Mailboxes>(size);
+  std::vector<std::shared_ptr<DataPlane>> result;
+  for (int rank = 0; rank < size; ++rank) {
+    result.push_back(std::make_shared<comm::ThreadData>(rank, device, mailboxes));
+  }
+  return result;
+}
+
 std::vector<std::shared_ptr<Communicator>> make_thread_communicators(int size,
                                                                      CommunicatorOptions options) {
-  FUSEDMOE_CHECK(size >= 1, "size", core::to_string(size), "at least 1");
+  const auto planes = make_thread_data_planes(size, options.device);
   const auto control = std::make_shared<comm::TextBoard>();
-  const auto mailboxes = std::make_shared<comm::Mailboxes>(size);
   // Making a communicator waits for the others, so the first texts of all are posted before.
   std::vector<std::shared_ptr<Communicator>> result;
   for (int rank = 0; rank < size; ++rank) {
     control->post(core::format("g0/{}", rank), "=" + comm::describe_place(options.device));
   }
   for (int rank = 0; rank < size; ++rank) {
-    result.push_back(std::make_shared<Communicator>(
-        rank, size, control, std::make_shared<comm::ThreadData>(rank, options.device, mailboxes),
-        options));
+    result.push_back(std::make_shared<Communicator>(rank, size, control, planes[rank], options));
   }
   return result;
 }

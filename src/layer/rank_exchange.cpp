@@ -1,5 +1,7 @@
 // One step across ranks. In order: plan (which token goes where), count (headers and numbers of
-// rows, the only wait of the host), pack, exchange rows; then, behind the experts, return and sum.
+// rows; on CUDA the only wait of the host), pack, exchange rows; then, behind the experts, return
+// and sum. Ranks that lend each other their memory have one step for count, pack and exchange, and
+// return nothing (rank_exchange_host.cpp).
 //
 // Received rows lie by (source rank, token), and everything is summed in rank or slot order, so
 // that no bit depends on which rank was first.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "core/check.h"
 #include "layer/backend.h"
 
 namespace fusedmoe::layer {
@@ -17,6 +18,36 @@ TensorView share_of(const TensorView& tensor, int num_ranks, int r) {
   const std::int64_t num_tokens = tensor.size(0), share = share_of(num_tokens, num_ranks);
   const auto begin_of = [&](int rank) { return std::min(num_tokens, rank * share); };
   return tensor.slice(0, begin_of(r), begin_of(r + 1));
+}
+
+/// What a rank lends the others.
+struct Lent {
+  const void* data;
+  std::int64_t num_tokens, hidden;
+  DType dtype;
+  std::string_view what;  // step and layer
+
+  bool fits(const Lent& other) const {
+    return num_tokens == other.num_tokens && hidden == other.hidden && dtype == other.dtype &&
+           what == other.what;
+  }
+};
+
+/// What every rank lends. Throws Error unless all lend as many rows of the same kind.
+std::vector<const Lent*> check_lent(std::span<const void* const> lent) {
+  const auto describe = [](std::size_t rank, const Lent& its) {
+    return core::format("rank {} is at the {} with num_tokens {}, hidden {}, dtype {}", rank,
+                        its.what, its.num_tokens, its.hidden, name(its.dtype));
+  };
+  std::vector<const Lent*> all;
+  for (const void* each : lent) {
+    all.push_back(static_cast<const Lent*>(each));
+    // Compared with rank 0's, so that all ranks say the same.
+    if (all.back()->fits(*all.front())) continue;
+    throw Error::communication(core::format("{}, but {}", describe(0, *all.front()),
+                                            describe(all.size() - 1, *all.back())));
+  }
+  return all;
 }
 
 /// output = sum of the parts of each token, which lie one behind the other in `first` with `stride`
@@ -110,26 +141,32 @@ void RankSums::run_in_place(const TensorView& partial, const TensorView& output,
   const std::int64_t num_tokens = partial.size(0);
   const int num_ranks = communicator_->size(), rank = communicator_->rank();
   const std::int64_t share = share_of(num_tokens, num_ranks);
-  const auto rows_of = [&](const void* lent, int r) {
-    const TensorView there(const_cast<void*>(lent), partial.dtype(), partial.shape());
+  const auto lent_here = [&](const TensorView& rows) {
+    return Lent{rows.data(), num_tokens, rows.size(1), rows.dtype(), what};
+  };
+  const auto rows_of = [&](const Lent& lent, int r) {
+    const TensorView there(const_cast<void*>(lent.data), lent.dtype,
+                           {lent.num_tokens, lent.hidden});
     return share_of(there, num_ranks, r);
   };
   const auto add = [&](std::span<const void* const> lent) {
     PartSum sum{partial, share_of(buffers.total, num_ranks, rank)};
-    for (const void* each : lent) {
-      sum.first.push_back(rows_of(each, rank).as<const std::byte>());
+    for (const Lent* each : check_lent(lent)) {
+      sum.first.push_back(rows_of(*each, rank).as<const std::byte>());
     }
     sum_parts(sum, buffers, share, stream);
   };
-  communicator_->lend("partial sums", partial.data(), add, what);
+  const Lent parts = lent_here(partial), totals = lent_here(buffers.total);
+  communicator_->lend("partial sums", &parts, add, what);
   const auto collect = [&](std::span<const void* const> lent) {
+    const std::vector<const Lent*> all = check_lent(lent);
     for (int r = 0; r < num_ranks; ++r) {
-      const auto* first = rows_of(lent[r], r).as<const std::byte>();
+      const auto* first = rows_of(*all[r], r).as<const std::byte>();
       sum_parts({partial, share_of(output, num_ranks, r), accumulate, {first}}, buffers, share,
                 stream);
     }
   };
-  communicator_->lend("totals", buffers.total.data(), collect, what);
+  communicator_->lend("totals", &totals, collect, what);
 }
 
 }  // namespace fusedmoe::layer

@@ -8,7 +8,8 @@
 namespace fusedmoe::layer {
 
 /// output = sum of `partial` over the ranks of a communicator, in rank order in f32, so that every
-/// rank has the same bits. Each rank adds up a part of the tokens and sends it to the others.
+/// rank has the same bits. Each rank adds up a part of the tokens; the others read it where it is,
+/// or get it in a message.
 class RankSums {
  public:
   explicit RankSums(std::shared_ptr<Communicator> communicator)

@@ -7,8 +7,10 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <cstdlib>
 #include <filesystem>
+#include <stdexcept>
 
 #include "fusedmoe/error.h"
 #include "ranks.h"
@@ -326,7 +328,7 @@ TEST(CommunicatorTest, RanksLendTheirMemory) {
   }
 }
 
-TEST(CommunicatorTest, WhatIsLentStaysUntilItIsRead) {
+TEST(CommunicatorTest, NobodyReadsBeforeAllHaveLent) {
   const Communicators comms = make_thread_communicators(3, {kImpatient});
   const auto errors = errors_of_ranks(3, [&](int rank) {
     if (rank == 2) return;  // never comes
@@ -336,6 +338,61 @@ TEST(CommunicatorTest, WhatIsLentStaysUntilItIsRead) {
   });
   EXPECT_EQ(errors[0], "a step: rank 2 did not arrive within 0.15 s");
   EXPECT_EQ(errors[1], errors[0]);
+}
+
+/// Rank 0 gives up while the others read what it has lent; they read on, and learn why.
+TEST(CommunicatorTest, WhatIsLentStaysUntilItIsRead) {
+  const Communicators comms = make_thread_communicators(3, {kPatient});
+  std::atomic<int> reading{0};
+  std::atomic<bool> gives_up{false};
+  const auto errors = errors_of_ranks(3, [&](int rank) {
+    std::atomic<int> mine{rank + 100};
+    const auto read = [&](std::span<const void* const> lent) {
+      ++reading;
+      while (reading < 3) std::this_thread::yield();
+      if (rank == 0) {
+        gives_up = true;
+        throw std::runtime_error("no memory for sums");
+      }
+      while (!gives_up) std::this_thread::yield();
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));  // rank 0 withdraws meanwhile
+      EXPECT_EQ(static_cast<const std::atomic<int>*>(lent[0])->load(), 100);
+    };
+    try {
+      comms[rank]->lend("numbers", &mine, read, "a step");
+    } catch (...) {
+      mine = -1;  // nobody may see it any more
+      throw;
+    }
+  });
+  EXPECT_EQ(errors[0], "no memory for sums");
+  EXPECT_EQ(comms[0]->status(), "rank 0: a step: no memory for sums");
+  for (const int rank : {1, 2}) {
+    EXPECT_TRUE(errors[rank].empty() || errors[rank] == comms[0]->status()) << errors[rank];
+  }
+  EXPECT_THROW(exchange_numbers(*comms[1]), Error);
+}
+
+/// Rank 1 waits for rank 2 when rank 0 fails, which has lent rank 1 its memory.
+TEST(CommunicatorTest, WhatIsNotYetReadHoldsNobodyUp) {
+  const Communicators comms = make_thread_communicators(3, {kPatient});
+  const auto begin = std::chrono::steady_clock::now();
+  const auto errors = errors_of_ranks(3, [&](int rank) {
+    int mine = rank;
+    if (rank < 2) {
+      comms[rank]->lend(
+          "numbers", &mine, [](auto) { FAIL() << "without rank 2"; }, "a step");
+    } else {
+      // Late, so that the others are waiting.
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      const Message message{0, &mine, sizeof mine};
+      comms[rank]->exchange({&message, 1}, {}, {}, "another");
+    }
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, kPatient / 4);
+  EXPECT_EQ(errors[0].find("rank 0: a step: message: was 4 bytes from rank 2"), 0) << errors[0];
+  EXPECT_EQ(errors[1], errors[0]);
+  EXPECT_EQ(errors[2], errors[0]);
 }
 
 /// Sets a variable of the environment for a while.

@@ -14,6 +14,7 @@ using testing::errors_of_ranks;
 using testing::forward_exactly;
 using testing::kImpatient;
 using testing::kPatient;
+using testing::make_communicators;
 using testing::make_hidden_states;
 using testing::make_layer_weights;
 using testing::rank_options;
@@ -102,7 +103,7 @@ std::vector<std::string> errors_of_steps(
     const RankCase& how, std::chrono::milliseconds timeout,
     const std::function<void(const MoeLayer& first, const MoeLayer& second, Communicator& comm)>&
         disturb) {
-  const Communicators comms = make_thread_communicators(3, {timeout});
+  const Communicators comms = make_communicators(3, how.lend, {timeout});
   const auto begin = std::chrono::steady_clock::now();
   const auto errors = errors_of_ranks(3, [&](int rank) {
     const LayerOptions options = rank_options(how, DType::kBF16, kTokens, comms[rank]);
@@ -119,23 +120,27 @@ std::vector<std::string> errors_of_steps(
   return errors;
 }
 
-class Failures : public ::testing::TestWithParam<const char*> {
+class Failures : public ::testing::TestWithParam<testing::Way> {
  protected:
-  RankCase how_{.size = 3, .transport = GetParam()};
+  /// The start of an Error at the first step that waits for other ranks.
+  std::string first_wait(int step) const {
+    return (how_.lend ? "dispatch" : "counts") + (" of step " + std::to_string(step)) +
+           " of layer 0: ";
+  }
+  RankCase how_{.size = 3, .transport = GetParam().transport, .lend = GetParam().lend};
   Tensor x_ = make_hidden_states(DType::kBF16, kTokens, 64);
 };
-INSTANTIATE_TEST_SUITE_P(Ranks, Failures, ::testing::Values("all2all", "allgather_reducescatter"),
-                         [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Ranks, Failures, ::testing::ValuesIn(testing::kWays), testing::name_of);
 
 TEST_P(Failures, ARankThatIsGone) {
   const auto errors = errors_of_steps(how_, kImpatient, [](auto&, auto&, auto&) {});
-  EXPECT_EQ(errors[0], "dispatch of step 1 of layer 0: rank 1 did not arrive within 0.15 s");
+  EXPECT_EQ(errors[0], first_wait(1) + "rank 1 did not arrive within 0.15 s");
 }
 
 TEST_P(Failures, ARankWithOneCallFewer) {
   const auto errors = errors_of_steps(
       how_, kImpatient, [&](auto& first, auto&, auto&) { forward_exactly(first, x_, kTokens); });
-  EXPECT_EQ(errors[0], "dispatch of step 2 of layer 0: rank 1 did not arrive within 0.15 s");
+  EXPECT_EQ(errors[0], first_wait(2) + "rank 1 did not arrive within 0.15 s");
 }
 
 TEST_P(Failures, ARankThatSleeps) {
@@ -143,7 +148,7 @@ TEST_P(Failures, ARankThatSleeps) {
     std::this_thread::sleep_for(3 * kImpatient);
     forward_exactly(first, x_, kTokens);
   });
-  EXPECT_EQ(errors[0], "dispatch of step 1 of layer 0: rank 1 did not arrive within 0.15 s");
+  EXPECT_EQ(errors[0], first_wait(1) + "rank 1 did not arrive within 0.15 s");
   EXPECT_EQ(errors[1], errors[0]) << "it learns so when it wakes";
 }
 
@@ -171,7 +176,7 @@ TEST_P(Failures, ARankWithTooManyTokens) {
 }
 
 TEST_P(Failures, ARankThatThrowsInsideAStep) {
-  const Communicators comms = make_thread_communicators(3, {kPatient});
+  const Communicators comms = make_communicators(3, how_.lend, {kPatient});
   std::atomic<bool> armed{false};
   const auto errors = errors_of_ranks(3, [&](int rank) {
     LayerWeights weights = small_weights();
@@ -195,7 +200,7 @@ TEST_P(Failures, ARankThatThrowsInsideAStep) {
 }
 
 TEST_P(Failures, AReceiveBufferThatIsFull) {
-  const Communicators comms = make_thread_communicators(3, {kPatient});
+  const Communicators comms = make_communicators(3, how_.lend, {kPatient});
   const auto errors = errors_of_ranks(3, [&](int rank) {
     LayerOptions options = rank_options(how_, DType::kBF16, kTokens, comms[rank]);
     options.ranks.receive_capacity = 2 * kTokens;
@@ -218,7 +223,7 @@ TEST_P(Failures, AReceiveBufferThatIsFull) {
 /// The rank with all experts refuses what the others, which receive nothing, have begun to send.
 TEST_P(Failures, AReceiveBufferThatIsFullOnTheOnlyRankWithExperts) {
   how_.placement = ExpertPlacement(6, 3, {0, 1, 2, 3, 4, 5}, {2, 2, 2, 2, 2, 2});
-  const Communicators comms = make_thread_communicators(3, {kPatient});
+  const Communicators comms = make_communicators(3, how_.lend, {kPatient});
   const auto errors = errors_of_ranks(3, [&](int rank) {
     LayerOptions options = rank_options(how_, DType::kBF16, kTokens, comms[rank]);
     options.ranks.receive_capacity = 1;
@@ -227,6 +232,51 @@ TEST_P(Failures, AReceiveBufferThatIsFullOnTheOnlyRankWithExperts) {
   });
   for (const std::string& error : errors) {
     EXPECT_TRUE(has(error, "receive_capacity: was 12 rows")) << error;
+  }
+}
+
+/// Ranks of tensor parallelism, which have the same tokens and only add sums.
+class SumFailures : public ::testing::TestWithParam<bool> {
+ protected:
+  /// Rank 1 gives forward() `tokens` tokens where the others have kTokens.
+  std::vector<std::string> errors_with(std::int64_t tokens) const {
+    const Communicators comms = make_communicators(3, GetParam(), {kPatient});
+    const auto begin = std::chrono::steady_clock::now();
+    const auto errors = errors_of_ranks(3, [&](int rank) {
+      const RankCase how{.size = 3, .transport = "no_ep", .deployment = Deployment{.tp_size = 3}};
+      const LayerOptions options = rank_options(how, DType::kBF16, 0, comms[rank]);
+      Case spec;
+      spec.intermediate = 96;
+      const LayerWeights weights = make_layer_weights({spec});
+      const MoeLayer layer(local_weights(weights, options.parallel), options);
+      const auto step = [&](std::int64_t count) {
+        forward_exactly(layer, make_hidden_states(DType::kBF16, count, 64), count);
+      };
+      step(kTokens);
+      step(rank == 1 ? tokens : kTokens);
+    });
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+    EXPECT_EQ(errors[0], errors[1]);
+    EXPECT_EQ(errors[0], errors[2]);
+    return errors;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Ranks, SumFailures, ::testing::Bool(), [](const auto& info) {
+  return std::string(info.param ? "lending" : "messages");
+});
+
+TEST_P(SumFailures, ARankWithAnotherNumberOfTokens) {
+  for (const std::int64_t tokens : {2, 3, 5, 500}) {
+    const std::string error = errors_with(tokens)[0];
+    if (GetParam()) {
+      EXPECT_TRUE(has(error, "rank 0 is at the sum of step 1 of layer 0 with num_tokens 4,"))
+          << error;
+      EXPECT_TRUE(has(error, "but rank 1 is at the sum of step 1 of layer 0 with num_tokens " +
+                                 std::to_string(tokens)))
+          << error;
+    } else {
+      EXPECT_TRUE(has(error, "bytes from rank")) << error;
+    }
   }
 }
 

@@ -13,6 +13,7 @@ using testing::compare;
 using testing::forward_exactly;
 using testing::kPatient;
 using testing::LayerSpec;
+using testing::make_communicators;
 using testing::make_layer_weights;
 using testing::one_rank_options;
 using testing::random_tensor;
@@ -36,7 +37,7 @@ void expect_as_one_rank(const RankCase& how, const LayerWeights& weights, DType 
                         bool equal_bits) {
   const std::int64_t hidden = weights.experts.hidden;
   const MoeLayer alone(weights, one_rank_options(how, dtype));
-  const auto comms = make_thread_communicators(how.size, {kPatient});
+  const auto comms = make_communicators(how.size, how.lend, {kPatient});
   run_ranks(how.size, [&](int rank) {
     const MoeLayer layer(weights, rank_options(how, dtype, kTokens, comms[rank]));
     EXPECT_EQ(layer.selection().prepare_finalize->name(), how.transport);
@@ -65,14 +66,16 @@ Case small_case(const QuantScheme& scheme = schemes::unquantized(DType::kBF16)) 
   return spec;
 }
 
-class Transports : public ::testing::TestWithParam<const char*> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, Transports, ::testing::Values("all2all", "allgather_reducescatter"),
-                         [](const auto& info) { return info.param; });
+class Transports : public ::testing::TestWithParam<testing::Way> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, Transports, ::testing::ValuesIn(testing::kWays), testing::name_of);
 
 TEST_P(Transports, EveryNumberOfRanksGivesTheBitsOfOne) {
   const LayerWeights weights = make_layer_weights({small_case()});
   for (const int size : {2, 3, 4, 7}) {
-    RankCase how{.size = size, .transport = GetParam(), .batch_invariant = true};
+    RankCase how{.size = size,
+                 .transport = GetParam().transport,
+                 .lend = GetParam().lend,
+                 .batch_invariant = true};
     expect_as_one_rank(how, weights, DType::kBF16, true);
     how.batch_invariant = false;
     expect_as_one_rank(how, weights, DType::kBF16, false);
@@ -88,7 +91,7 @@ TEST_P(Transports, EverySchemeTravels) {
     SCOPED_TRACE(name);
     const QuantScheme scheme = parse_scheme(name);
     const LayerWeights weights = make_layer_weights({small_case(scheme)});
-    RankCase how{.size = 3, .transport = GetParam()};
+    RankCase how{.size = 3, .transport = GetParam().transport, .lend = GetParam().lend};
     expect_as_one_rank(how, weights, DType::kBF16, false);
     if (batch_dependent(scheme)) continue;
     how.batch_invariant = true;
@@ -109,7 +112,8 @@ TEST_P(Transports, PlacementsAndReplicasChangeNoBit) {
     SCOPED_TRACE(placement.json());
     for (const ReplicaChoice choice : {ReplicaChoice::kHash, ReplicaChoice::kNearest}) {
       RankCase how{.size = 3,
-                   .transport = GetParam(),
+                   .transport = GetParam().transport,
+                   .lend = GetParam().lend,
                    .placement = placement,
                    .batch_invariant = true,
                    .replica_choice = choice};
@@ -117,7 +121,11 @@ TEST_P(Transports, PlacementsAndReplicasChangeNoBit) {
       how.batch_invariant = false;
       expect_as_one_rank(how, weights, DType::kBF16, false);
     }
-    RankCase fixed{.size = 3, .transport = GetParam(), .placement = placement, .fixed_sizes = true};
+    RankCase fixed{.size = 3,
+                   .transport = GetParam().transport,
+                   .lend = GetParam().lend,
+                   .placement = placement,
+                   .fixed_sizes = true};
     expect_as_one_rank(fixed, weights, DType::kBF16, false);
   }
 }
@@ -125,7 +133,10 @@ TEST_P(Transports, PlacementsAndReplicasChangeNoBit) {
 TEST_P(Transports, SharedExpertsAndTheReference) {
   LayerSpec spec{small_case()};
   spec.shared_experts = spec.shared_gate = true;
-  RankCase how{.size = 2, .transport = GetParam(), .batch_invariant = true};
+  RankCase how{.size = 2,
+               .transport = GetParam().transport,
+               .lend = GetParam().lend,
+               .batch_invariant = true};
   expect_as_one_rank(how, make_layer_weights(spec), DType::kBF16, true);
   how.experts = "reference";
   expect_as_one_rank(how, make_layer_weights(spec), DType::kBF16, false);
@@ -135,7 +146,10 @@ TEST_P(Transports, WeightsOnTheInput) {
   Case spec = small_case();
   spec.topk = 1;
   spec.weight_on_input = true;
-  RankCase how{.size = 3, .transport = GetParam(), .batch_invariant = true};
+  RankCase how{.size = 3,
+               .transport = GetParam().transport,
+               .lend = GetParam().lend,
+               .batch_invariant = true};
   expect_as_one_rank(how, make_layer_weights({spec}), DType::kBF16, true);
 }
 
@@ -143,9 +157,12 @@ TEST_P(Transports, DuplicatesNegativeIdsAndOneRankForAll) {
   const LayerWeights weights = make_layer_weights({small_case()});
   const std::vector<std::vector<std::int32_t>> rows = {{0, 0, 0}, {-1, -1, -1}, {6, -1, 6},
                                                        {5, 6, 5}, {0, 1, 2},    {2, -1, 0}};
-  RankCase how{.size = 3, .transport = GetParam(), .batch_invariant = true};
+  RankCase how{.size = 3,
+               .transport = GetParam().transport,
+               .lend = GetParam().lend,
+               .batch_invariant = true};
   const MoeLayer alone(weights, one_rank_options(how, DType::kBF16));
-  const auto comms = make_thread_communicators(3, {kPatient});
+  const auto comms = make_communicators(3, how.lend, {kPatient});
   run_ranks(3, [&](int rank) {
     const MoeLayer layer(weights, rank_options(how, DType::kBF16, kTokens, comms[rank]));
     for (const auto& row : rows) {
@@ -180,6 +197,7 @@ TEST(RankLayersTest, RandomConfigurations) {
     }
     RankCase how{.size = size,
                  .transport = random.below(2) == 0 ? "all2all" : "allgather_reducescatter",
+                 .lend = round % 2 == 0,
                  .placement = ExpertPlacement(spec.num_experts, size, logical, ranks),
                  .combine = CombineMode::kPerSlot,
                  .batch_invariant = true};
@@ -198,7 +216,7 @@ TEST(RankLayersTest, RandomConfigurations) {
         }
       }
     }
-    const auto comms = make_thread_communicators(size, {kPatient});
+    const auto comms = make_communicators(size, how.lend, {kPatient});
     run_ranks(size, [&](int rank) {
       const MoeLayer layer(weights, rank_options(how, DType::kBF16, 5, comms[rank]));
       for (int step = 0; step < 3; ++step) {
@@ -211,7 +229,12 @@ TEST(RankLayersTest, RandomConfigurations) {
 }
 
 /// Deployments in which ranks share slices, experts, or tokens.
-TEST(RankLayersTest, EveryDeploymentGivesTheOutputOfOneRank) {
+class Deployments : public ::testing::TestWithParam<bool> {};  // whether ranks lend
+INSTANTIATE_TEST_SUITE_P(Ranks, Deployments, ::testing::Bool(), [](const auto& info) {
+  return std::string(info.param ? "lending" : "messages");
+});
+
+TEST_P(Deployments, EachGivesTheOutputOfOneRank) {
   const struct {
     const char* transport;
     Deployment deployment;
@@ -233,9 +256,10 @@ TEST(RankLayersTest, EveryDeploymentGivesTheOutputOfOneRank) {
     SCOPED_TRACE(std::string(row.transport) + " tp " + std::to_string(row.deployment.tp_size) +
                  " dp " + std::to_string(row.deployment.dp_size));
     const int size = row.deployment.tp_size * row.deployment.dp_size;
-    RankCase how{.size = size, .transport = row.transport, .deployment = row.deployment};
+    RankCase how{
+        .size = size, .transport = row.transport, .lend = GetParam(), .deployment = row.deployment};
     const MoeLayer alone(weights, one_rank_options(how, DType::kBF16));
-    const auto comms = make_thread_communicators(size, {kPatient});
+    const auto comms = make_communicators(size, how.lend, {kPatient});
     run_ranks(size, [&](int rank) {
       const LayerOptions options = rank_options(how, DType::kBF16, kTokens, comms[rank]);
       const MoeLayer layer(local_weights(weights, options.parallel), options);
@@ -263,7 +287,7 @@ TEST(RankLayersTest, SlicesOfEverySchemeAddUp) {
     const LayerWeights weights = make_layer_weights({spec});
     RankCase how{.size = 2, .transport = "no_ep", .deployment = Deployment{.tp_size = 2}};
     const MoeLayer alone(weights, one_rank_options(how, DType::kF32));
-    const auto comms = make_thread_communicators(2, {kPatient});
+    const auto comms = make_communicators(2, how.lend, {kPatient});
     run_ranks(2, [&](int rank) {
       const LayerOptions options = rank_options(how, DType::kF32, 0, comms[rank]);
       const MoeLayer layer(local_weights(weights, options.parallel), options);
@@ -281,7 +305,7 @@ TEST(RankLayersTest, ChunksAndCapacities) {
   const LayerWeights weights = make_layer_weights({small_case()});
   RankCase how{.size = 2, .batch_invariant = true};
   const MoeLayer alone(weights, one_rank_options(how, DType::kBF16));
-  const auto comms = make_thread_communicators(2, {kPatient});
+  const auto comms = make_communicators(2, how.lend, {kPatient});
   run_ranks(2, [&](int rank) {
     LayerOptions options = rank_options(how, DType::kBF16, kMany, comms[rank]);
     const std::size_t whole = MoeLayer(weights, options).workspace_bytes(kMany);

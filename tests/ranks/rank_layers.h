@@ -15,10 +15,24 @@
 
 namespace fusedmoe::testing {
 
+/// What the tests of transports go through: each with memory that is lent, and with messages.
+struct Way {
+  const char* transport;
+  bool lend;
+};
+inline constexpr Way kWays[] = {{"all2all", true},
+                                {"allgather_reducescatter", true},
+                                {"all2all", false},
+                                {"allgather_reducescatter", false}};
+inline std::string name_of(const ::testing::TestParamInfo<Way>& info) {
+  return std::string(info.param.transport) + (info.param.lend ? "_lending" : "_messages");
+}
+
 /// How a layer runs on ranks.
 struct RankCase {
   int size = 2;
   std::string transport = "all2all";
+  bool lend = true;  ///< ranks read each other's memory; else they send messages
   std::optional<ExpertPlacement> placement = {};
   std::optional<CombineMode> combine = {};
   bool batch_invariant = false;

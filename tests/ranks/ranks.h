@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "fusedmoe/comm.h"
@@ -44,6 +45,36 @@ inline void run_ranks(int size, const std::function<void(int rank)>& function) {
   for (int rank = 0; rank < size; ++rank) {
     EXPECT_EQ(errors[static_cast<std::size_t>(rank)], "") << "rank " << rank;
   }
+}
+
+/// A data plane whose ranks do not lend their memory: all goes in messages, as between processes.
+class MessagesOnly final : public DataPlane {
+ public:
+  explicit MessagesOnly(std::shared_ptr<DataPlane> plane) : plane_(std::move(plane)) {}
+  std::string_view name() const override { return plane_->name(); }
+  Device device() const override { return plane_->device(); }
+  void exchange(std::span<const Message> sends, std::span<const Message> receives, Stream stream,
+                Waiting& waiting) override {
+    plane_->exchange(sends, receives, stream, waiting);
+  }
+  void abort() noexcept override { plane_->abort(); }
+
+ private:
+  std::shared_ptr<DataPlane> plane_;
+};
+
+/// Ranks that are threads, which lend each other their memory or send messages.
+inline std::vector<std::shared_ptr<Communicator>> make_communicators(
+    int size, bool lend, const CommunicatorOptions& options) {
+  if (lend) return make_thread_communicators(size, options);
+  const auto control = make_thread_control_plane();
+  const auto planes = make_thread_data_planes(size);
+  std::vector<std::shared_ptr<Communicator>> result(planes.size());
+  run_ranks(size, [&](int rank) {
+    auto plane = std::make_shared<MessagesOnly>(planes[rank]);
+    result[rank] = std::make_shared<Communicator>(rank, size, control, std::move(plane), options);
+  });
+  return result;
 }
 
 }  // namespace fusedmoe::testing
