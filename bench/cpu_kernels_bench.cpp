@@ -153,10 +153,12 @@ void multiply(benchmark::State& state, const Kernels& kernels, const Format& for
       job.tile_bytes = weights().tile_bytes;
       job.rows = rows;
     }
-    if (tile + job.num_tiles > end) tile = begin;
     job.tiles = weights().tiles + tile * job.tile_bytes;
-    kernel(job);
     tile += job.num_tiles;
+    if (tile + job.num_tiles > end) tile = begin;
+    job.prefetch = weights().tiles + tile * job.tile_bytes;  // as in a layer
+    job.prefetch_bytes = job.num_tiles * job.tile_bytes;
+    kernel(job);
     tiles += job.num_tiles;
   }
   std::free(scratch);
