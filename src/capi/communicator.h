@@ -3,6 +3,7 @@
 
 #include "capi/status.h"
 #include "fusedmoe/comm.h"
+#include "fusedmoe_ranks.h"
 
 struct fusedmoe_communicator {
   std::shared_ptr<fusedmoe::Communicator> communicator;

@@ -17,7 +17,8 @@
 
 namespace fusedmoe::checkpoint {
 
-// Limits on what a config may say: far above any model, but no product of sizes overflows 63 bits.
+// Limits on the sizes in a config: far above those of any model, and so small that no product of
+// them overflows 63 bits.
 inline constexpr std::int64_t kMaxWidth = std::int64_t{1} << 18;
 inline constexpr std::int64_t kMaxExperts = RouterConfig::kMaxExperts;
 inline constexpr std::int64_t kMaxLayers = std::int64_t{1} << 10;

@@ -1,4 +1,4 @@
-// TCP sockets with deadlines, for the control plane and the data plane of that name. Every failure
+// TCP sockets with deadlines, for the control plane and the data plane over TCP. Every failure
 // is an Error of kind communication that names the peer.
 #pragma once
 

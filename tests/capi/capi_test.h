@@ -8,8 +8,8 @@
 #include <memory>
 #include <vector>
 
-#include "fusedmoe.h"
 #include "fusedmoe/tensor.h"
+#include "fusedmoe_ranks.h"
 
 namespace fusedmoe::testing {
 

@@ -199,7 +199,8 @@ TEST(CommunicatorTest, MessagesTravelOverTcp) {
   EXPECT_EQ(errors[0], errors[1]);
 }
 
-/// 1.5 s: longer than any part of a read, and another thread can post meanwhile.
+/// A text that comes after 1.5 s is read: a client asks the server several times until then, and
+/// lets its other threads post in between.
 TEST(TcpControlTest, AReadLastsUntilItsOwnDeadline) {
   const Communicators engine = make_thread_communicators(2, {kPatient});
   run_ranks(2, [&](int rank) {

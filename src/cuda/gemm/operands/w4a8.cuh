@@ -11,7 +11,8 @@
 
 namespace fusedmoe::cuda {
 
-/// Behind the codes of a block lie, for each (w, g), the E4M3 scales of rows g and g + 8.
+/// The codes of a block are followed by its scales: for each w and g (codes.h) the E4M3 scales of
+/// the rows g and g + 8 of warp w.
 struct W4a8Operands {
   using Activation = __nv_fp8_e4m3;
   using Output = RoundedOutput<__nv_bfloat16>;

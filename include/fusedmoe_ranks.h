@@ -1,0 +1,72 @@
+/* The ranks of a layer, for C: Communicator in fusedmoe/comm.h, seen from one rank. Rules of calls
+ * and structs are those of fusedmoe.h.
+ *
+ * A failure is final: every call of every rank then returns FUSEDMOE_COMMUNICATION with the same
+ * reason. One thread at a time, except abort and status. A layer keeps what it needs of the
+ * communicator it is made with. */
+#ifndef FUSEDMOE_RANKS_H
+#define FUSEDMOE_RANKS_H
+
+#include "fusedmoe.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct fusedmoe_communicator_options {
+  size_t struct_size;
+  int32_t device_type; /* of this rank */
+  int32_t device_index;
+  int64_t timeout_ms; /* of every wait; 0: 30000 */
+} fusedmoe_communicator_options;
+
+/* Ranks that are threads of this process: communicators[r] becomes rank r's. On the CPU they read
+ * each other's memory; on CUDA all share the device. */
+FUSEDMOE_C_API fusedmoe_status
+fusedmoe_communicator_create_threads(int32_t size, const fusedmoe_communicator_options* options,
+                                     fusedmoe_communicator** communicators);
+/* Ranks that are processes, over TCP, with rows over NCCL on CUDA. Collective. Rank 0 listens at
+ * the port of the address. NULL: rank, size, address and port are what torchrun, mpirun or srun
+ * says. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_join(
+    int32_t rank, int32_t size, const char* address, int32_t port,
+    const fusedmoe_communicator_options* options, fusedmoe_communicator** communicator);
+
+/* An engine's own collective: give(data, r, text of rank r, its bytes) for every rank r, this one
+ * too. Returns 0 if that worked. */
+typedef struct fusedmoe_gather {
+  size_t struct_size;
+  void* context;
+  int32_t (*run)(void* context, const char* text, size_t bytes,
+                 void (*give)(void* data, int32_t rank, const char* text, size_t bytes),
+                 void* data);
+} fusedmoe_gather;
+
+/* The same, where the ranks find each other by such a collective, which is called twice. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_create(
+    int32_t rank, int32_t size, const fusedmoe_gather* gather,
+    const fusedmoe_communicator_options* options, fusedmoe_communicator** communicator);
+FUSEDMOE_C_API void fusedmoe_communicator_destroy(fusedmoe_communicator* communicator);
+
+typedef struct fusedmoe_communicator_info {
+  size_t struct_size;
+  int32_t rank, size;
+  const char* backend; /* "threads", "tcp", "nccl"; lives as long as the communicator */
+} fusedmoe_communicator_info;
+
+FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_get_info(
+    const fusedmoe_communicator* communicator, fusedmoe_communicator_info* info);
+/* Waits for all ranks. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_barrier(fusedmoe_communicator* communicator);
+/* Ends the communicator on all ranks. */
+FUSEDMOE_C_API void fusedmoe_communicator_abort(fusedmoe_communicator* communicator,
+                                                const char* reason);
+/* FUSEDMOE_OK while it works. On CUDA to be asked after waiting for a stream. */
+FUSEDMOE_C_API fusedmoe_status
+fusedmoe_communicator_status(const fusedmoe_communicator* communicator);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
