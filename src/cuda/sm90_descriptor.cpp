@@ -21,7 +21,7 @@ class Sm90Descriptor final : public ExpertsDescriptor {
   /// The experts quantize rows themselves, most where they permute them.
   bool expects_unquantized_inputs(const QuantScheme&) const override { return true; }
   std::string_view instruction_set() const override { return "sm_90a"; }
-  int layout_version() const override { return 2; }
+  int layout_version() const override { return 3; }
   std::shared_ptr<const Experts> create(const MoeConfig& config,
                                         const Context& context) const override {
     MoeConfig here = config;

@@ -185,7 +185,7 @@ __device__ __forceinline__ void multiply_promoted(SharedMemory<K>& shared, const
       std::uint32_t decoded[kSteps<K>][4];
       if constexpr (K::Operands::kDecodes) {
         static_assert(K::kRowBlocks == 1);
-        K::Operands::decode(K::Operands::load(operands.weights, coords.thread()), decoded);
+        K::Operands::load_fragments(operands.weights, coords.thread(), decoded);
       }
       const auto multiply_columns = [&](int b, int first, auto width) {
         float sums[kFirst / 2];

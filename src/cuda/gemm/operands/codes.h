@@ -32,11 +32,15 @@ struct NibbleCodes {
   }
 };
 
-/// The same with FP8 activations; a step has a word for each row.
-struct Fp8NibbleCodes {
+/// 4-bit codes with FP8 activations; a step has a word for each row. The low three bits of the
+/// eight codes are in its eight nibbles. The fourth bits are the top ones of bytes, of the second
+/// four codes once the word is shifted by 4.
+struct W4a8Codes {
   static constexpr int kBits = 4;
   FUSEDMOE_HD static constexpr BitPlace place(int step, int pair, int element, int bit) {
-    return {2 * step + pair % 2, 4 * (pair / 2 * 2 + element / 2) + 16 * (element % 2) + bit};
+    const int second = pair / 2;
+    return {2 * step + pair % 2,
+            bit < 3 ? 16 * second + 4 * element + bit : 8 * element + 7 - 4 * second};
   }
 };
 
