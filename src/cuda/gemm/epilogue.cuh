@@ -98,16 +98,19 @@ __device__ inline void sync_warpgroup(const WarpgroupCoords<K>& coords) {
 }
 
 /// Accumulators of a chunk by its number, chunks of the first row block before those of the next.
-/// Registers have no index.
-template <typename K, int kChunk = 0>
+/// Registers have no index, so it is looked for among [kBegin, kEnd).
+template <typename K, int kBegin = 0, int kEnd = K::kRowBlocks* kChunks<K>>
 __device__ __forceinline__ void read_accumulators(const typename K::Accumulators& accumulators,
                                                   int chunk, Chunk<K>& values) {
-  if constexpr (kChunk < K::kRowBlocks * kChunks<K>) {
-    if (chunk != kChunk) {
-      read_accumulators<K, kChunk + 1>(accumulators, chunk, values);
-      return;
+  if constexpr (kEnd - kBegin > 1) {
+    constexpr int kMiddle = (kBegin + kEnd) / 2;
+    if (chunk < kMiddle) {
+      read_accumulators<K, kBegin, kMiddle>(accumulators, chunk, values);
+    } else {
+      read_accumulators<K, kMiddle, kEnd>(accumulators, chunk, values);
     }
-    constexpr int kBlock = kChunk / kChunks<K>, kFirst = kChunk % kChunks<K> * 4 * kEights<K>;
+  } else {
+    constexpr int kBlock = kBegin / kChunks<K>, kFirst = kBegin % kChunks<K> * 4 * kEights<K>;
 #pragma unroll
     for (int i = 0; i < 4 * kEights<K>; ++i) values[i] = accumulators[kBlock][kFirst + i];
   }
@@ -148,23 +151,28 @@ __device__ __forceinline__ void scale_and_add(const ScaleAndBias<K>& factors, in
   }
 }
 
-/// Accumulators of rows that were quantized with one scale each, times these.
+/// One scale for each token of a chunk where rows were quantized so, else 1.
 template <typename K>
-__device__ __forceinline__ void apply_token_scales(const GemmParams& gemm, const WorkTile& tile,
-                                                   const WarpgroupCoords<K>& coords, int first,
-                                                   Chunk<K>& values) {
-  if (!gemm.token_scales || gemm.token_scale_pitch > 0) return;
+struct TokenScales {
+  float scales[kEights<K>][2];
+
+  /// Of the tokens from `first` on.
+  __device__ __forceinline__ void read(const GemmParams& gemm, const WorkTile& tile,
+                                       const WarpgroupCoords<K>& coords, int first) {
 #pragma unroll
-  for (int n = 0; n < kEights<K>; ++n) {
+    for (int n = 0; n < kEights<K>; ++n) {
 #pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      const int token = min(first + 8 * n + coords.thread() % 4 * 2 + t, tile.num_tokens - 1);
-      const float scale = gemm.token_scales[tile.first_row + token];
-      values[4 * n + t] *= scale;
-      values[4 * n + 2 + t] *= scale;
+      for (int t = 0; t < 2; ++t) {
+        const int token = min(first + 8 * n + coords.thread() % 4 * 2 + t, tile.num_tokens - 1);
+        scales[n][t] = gemm.token_scales[tile.first_row + token];
+      }
     }
   }
-}
+  __device__ __forceinline__ void apply(Chunk<K>& values) const {
+#pragma unroll
+    for (int i = 0; i < 4 * kEights<K>; ++i) values[i] *= scales[i / 4][i % 2];
+  }
+};
 
 /// GEMM 2's results times the router weights of their rows, where the caller asks for it.
 template <typename K>
@@ -221,39 +229,86 @@ __device__ inline void stage_both(const WarpgroupCoords<K>& coords, const Chunk<
   }
 }
 
-/// `rows` of one row block -> tokens [first, first + count) of the output, 16 bytes at a time.
+/// Whether the warpgroup writes staged rows together, as values are quantized in groups that
+/// several warps have staged. Else a warp writes what it has staged, and need not wait for others.
 template <typename K>
-__device__ inline void write_rows(const GemmParams& gemm, const WarpgroupCoords<K>& coords,
-                                  int row_block, std::int64_t first, int count,
-                                  const StagedRows<K>& rows, const RowQuantizer& quantizer,
-                                  int expert) {
-  const int units_log2 = gemm.epilogue == Epilogue::kActivate ? 2 : 3;  // of 8 features
-  auto* out = static_cast<typename K::Output::Element*>(gemm.out) + first;
-  const int units = count << units_log2;
-  for (int i = coords.thread(); i < units; i += 128) {
-    const int token = i >> units_log2;
-    int unit = i & ((1 << units_log2) - 1);
-    auto value = *reinterpret_cast<const uint4*>(&rows[token][unit * 8]);
-    if constexpr (K::Output::kQuantizes) {
-      // Neighbouring lanes have the units of a group, which are all there or none.
-      if (quantizer.kind != RowQuantizer::Kind::kNone) {
-        const int lanes = min(32, units - i / 32 * 32);
-        value = quantize_and_decode(quantizer, expert, value, ~0U >> (32 - lanes));
-      }
-    }
-    int begin = 0;
-    int column = row_block << (units_log2 + 3);
-    if (gemm.epilogue == Epilogue::kStoreGateUp) {
-      begin = unit / 4 * gemm.width;
-      column = row_block * (kBlockRows / 2);
-      unit %= 4;
-    }
-    column += unit * 8;
-    if (column < gemm.width) {
-      *reinterpret_cast<uint4*>(out + token * gemm.out_pitch + begin + column) = value;
-    }
+inline constexpr bool kWritesTogether = K::Output::kQuantizes;
+
+/// Between staging rows and writing them, and before the next are staged.
+template <typename K>
+__device__ __forceinline__ void sync_staged(const WarpgroupCoords<K>& coords) {
+  if constexpr (kWritesTogether<K>) {
+    sync_warpgroup(coords);
+  } else {
+    __syncwarp();
   }
 }
+
+/// A thread's share of the staged rows of a row block on their way out: of some tokens 16 bytes, a
+/// unit of 8 features.
+template <typename K>
+class RowWriter {
+ public:
+  using Element = typename K::Output::Element;
+
+  __device__ __forceinline__ RowWriter(const GemmParams& gemm, const WorkTile& tile,
+                                       const WarpgroupCoords<K>& coords, int row_block,
+                                       int first_token)
+      : gemm_(&gemm) {
+    const bool activates = gemm.epilogue == Epilogue::kActivate;
+    const bool is_gate_up = gemm.epilogue == Epilogue::kStoreGateUp;
+    const int writer = coords.thread() % kWriters, warp = coords.thread() / 32;
+    token_ = writer >> units_log2();
+    unit_ = writer & ((1 << units_log2()) - 1);
+    if constexpr (!kWritesTogether<K>) {
+      unit_ = is_gate_up ? unit_ * 4 + warp : (warp << units_log2()) + unit_;
+    }
+    int column = row_block * kBlockRows + unit_ * 8;
+    if (activates || is_gate_up) column = row_block * (kBlockRows / 2) + unit_ % 4 * 8;
+    is_inside_ = column < gemm.width;
+    if (is_gate_up) column += unit_ / 4 * gemm.width;
+    out_ = static_cast<Element*>(gemm.out) + tile.split * gemm.split_pitch +
+           (tile.first_row + first_token + token_) * gemm.out_pitch + column;
+  }
+
+  /// The next `count` tokens, which `rows` has.
+  __device__ __forceinline__ void write(const StagedRows<K>& rows, int count,
+                                        const RowQuantizer& quantizer, int expert) {
+    const int tokens = kWriters >> units_log2();
+    const Element* from = &rows[token_][unit_ * 8];
+    Element* out = out_;
+    for (int first = 0; first < count; first += tokens) {
+      const bool has_token = first + token_ < count;
+      const unsigned mask = kWritesTogether<K> ? __ballot_sync(~0U, has_token) : 0;
+      if (has_token) {
+        auto value = *reinterpret_cast<const uint4*>(from);
+        if constexpr (kWritesTogether<K>) {
+          // Neighbouring lanes have the units of a group, which are all there or none.
+          if (quantizer.kind != RowQuantizer::Kind::kNone) {
+            value = quantize_and_decode(quantizer, expert, value, mask);
+          }
+        }
+        if (is_inside_) *reinterpret_cast<uint4*>(out) = value;
+      }
+      from += tokens * K::kStagedPitch;
+      out += tokens * gemm_->out_pitch;
+    }
+    out_ += K::kChunkTokens * gemm_->out_pitch;
+  }
+
+ private:
+  static constexpr int kWriters = kWritesTogether<K> ? 128 : 32;
+  /// Units of a token that the writers have.
+  __device__ __forceinline__ int units_log2() const {
+    const bool activates = gemm_->epilogue == Epilogue::kActivate;
+    return kWritesTogether<K> ? (activates ? 2 : 3) : (activates ? 0 : 1);
+  }
+
+  const GemmParams* gemm_;
+  Element* out_;  // of the thread's first token
+  int token_, unit_;
+  bool is_inside_;
+};
 
 /// The same of rows in f32, from registers: eight features of a token are a sector of memory.
 template <typename K>
@@ -285,35 +340,41 @@ __device__ __forceinline__ void store_rows(SharedMemory<K>& shared, const FusedM
                                            const ScaleAndBias<K>& factors, const Read& read) {
   const GemmParams& gemm = p.gemms[tile.gemm];
   const bool inner = tile.gemm == 0 && p.num_gemms == 2;  // GEMM 2 reads it
-  const int first_block = first_row_block(tile, coords);
+  const bool has_token_scales = K::kPromotes && gemm.token_scales && gemm.token_scale_pitch == 0;
+  const bool out_f32 = gemm.out_f32;
+  const Epilogue epilogue = gemm.epilogue;
+  const int first_block = first_row_block(tile, coords), num_tokens = tile.num_tokens;
   const int row_blocks = min(kStoredRowBlocks<K>, gemm.row_blocks - first_block);
   const int warp_row = coords.thread() / 32 * 16;
   StagedRows<K>& rows = shared.rows[coords.row_group()];
 #pragma unroll 1
   for (int b = 0; b < row_blocks; ++b) {
+    RowWriter<K> writer(gemm, tile, coords, first_block + b, 0);
+    TokenScales<K> token_scales;
+    if (has_token_scales) token_scales.read(gemm, tile, coords, 0);
 #pragma unroll 1
-    for (int first = 0; first < tile.num_tokens; first += K::kChunkTokens) {
+    for (int first = 0; first < num_tokens; first += K::kChunkTokens) {
       Chunk<K> values;
       read(b * kChunks<K> + first / K::kChunkTokens, values);
-      if constexpr (K::kPromotes) apply_token_scales<K>(gemm, tile, coords, first, values);
+      if (has_token_scales) {
+        token_scales.apply(values);
+        token_scales.read(gemm, tile, coords, first + K::kChunkTokens);  // ahead: they are far away
+      }
       scale_and_add<K>(factors, b, values);
-      if (gemm.out_f32) {
+      if (out_f32) {
         write_f32<K>(gemm, coords, first_block + b, tile, first, values);
         continue;
       }
       if constexpr (K::Output::kWeightsRows) {
         apply_router_weights<K>(p, tile, coords, first, values);
       }
-      const std::int64_t out = tile.split * gemm.split_pitch +
-                               static_cast<std::int64_t>(tile.first_row + first) * gemm.out_pitch;
-      const int count = min(K::kChunkTokens, tile.num_tokens - first);
-      sync_warpgroup(coords);  // the rows before are written
-      if (gemm.epilogue == Epilogue::kActivate) {
+      sync_staged(coords);  // the rows before are written
+      if (epilogue == Epilogue::kActivate) {
         stage_activated<K>(p.activation, coords, values, rows);
-      } else if (gemm.epilogue == Epilogue::kStoreGateUp) {
+      } else if (epilogue == Epilogue::kStoreGateUp) {
         stage_both<K>(coords, values, warp_row / 2, kBlockRows / 2, rows);
       } else {
-        if (gemm.epilogue == Epilogue::kActivateGate) {
+        if (epilogue == Epilogue::kActivateGate) {
           call_for_not_gated(p.activation, [&](const ResolvedActivation& known) {
 #pragma unroll
             for (float& value : values) value = activate_gate(known, value);
@@ -321,9 +382,12 @@ __device__ __forceinline__ void store_rows(SharedMemory<K>& shared, const FusedM
         }
         stage_both<K>(coords, values, warp_row, 8, rows);
       }
-      sync_warpgroup(coords);
-      write_rows<K>(gemm, coords, first_block + b, out, count, rows,
-                    inner ? p.quantizer : RowQuantizer{}, tile.expert);
+      sync_staged(coords);
+      if constexpr (K::kRowBlocks > 1) {  // no registers are left to keep it in
+        writer = RowWriter<K>(gemm, tile, coords, first_block + b, first);
+      }
+      writer.write(rows, min(K::kChunkTokens, num_tokens - first),
+                   inner ? p.quantizer : RowQuantizer{}, tile.expert);
     }
   }
   sync_warpgroup(coords);  // all is written

@@ -118,7 +118,11 @@ __device__ inline void load_scales(SharedMemory<K>& shared, const FusedMlpParams
     if (threadIdx.x % 32 == 0) arrive(&shared.tile_free[slot.index]);
     slot.advance();
     if (tile.gemm < 0) return;
-    copy_scales(shared, p.gemms[tile.gemm], tile, stage);
+    if constexpr (K::kTakesTurns) {
+      copy_factors(shared, p.gemms[tile.gemm], tile, stage);
+    } else {
+      copy_scales(shared, p.gemms[tile.gemm], tile, stage);
+    }
   }
 }
 
@@ -126,6 +130,7 @@ template <typename K>
 __device__ __forceinline__ void multiply_tiles(SharedMemory<K>& shared, const FusedMlpParams& p) {
   const WarpgroupCoords<K> coords{__shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0)};
   StageState<K> stage;
+  if (coords.warpgroup == 1) Turns<K>::pass(coords);
   constexpr unsigned kSlots = K::kTileSlots;
   for (unsigned count = 0;; ++count) {  // one register, where TileState takes two
     const unsigned slot = count % kSlots;
@@ -216,7 +221,7 @@ __global__ __launch_bounds__(K::kThreads,
     } else if (warp == 2 && cute::elect_one_sync()) {
       publish_tiles(shared, params);
     } else if (warp == 3 && has_k_scales<K>(params)) {
-      if constexpr (K::kPromotes) load_scales(shared, params);
+      if constexpr (K::Operands::kHasKScales) load_scales(shared, params);
     }
   } else if (!K::kHasEpilogueWarpgroup || threadIdx.x < K::kThreads - 128) {
     cutlass::arch::warpgroup_reg_alloc<K::kMultiplyRegisters>();

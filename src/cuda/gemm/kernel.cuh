@@ -67,6 +67,8 @@ struct Kernel {
   static constexpr bool kPromotes = Operands::kPromotedColumns > 0;
   static constexpr int kPromotedColumns =
       kMaxTokens < Operands::kPromotedColumns ? kMaxTokens : Operands::kPromotedColumns;
+  // Two warpgroups that promote take turns: one has the tensor cores while the other promotes.
+  static constexpr bool kTakesTurns = kPromotes && !kHasEpilogueWarpgroup && kWarpgroups == 2;
   static_assert(kRowBlocks * kAccumulators + kPromotedColumns / 2 + (kPromotes ? 32 : 48) <=
                     kMultiplyRegisters,
                 "the tile's accumulators leave no registers");
@@ -89,19 +91,21 @@ struct Kernel {
   static constexpr int kUnitPitch = kWideCopies ? kBlocksPerStage * kUnitBytes : kUnitBytes;
   static constexpr int kKBlockPitch = kWideCopies ? kUnitBytes : kActivationBytes;
   static_assert(!kWideCopies || kCluster == 1);
-  // Scales of weights and of token rows, for each K block, where accumulators are promoted.
-  static constexpr int kWeightScaleBytes = kPromotes ? kTileRowBlocks * kSlices * 4 : 0;
-  static constexpr int kScaleBytes = kWeightScaleBytes + (kPromotes ? kMaxTokens * 4 : 0);
-  static_assert(kTileRowBlocks * kSlices <= 32, "a lane has a weight scale");
   static constexpr int kStageBytes =
-      static_cast<int>(ceil_div(
-          kBlocksPerStage * (kActivationBytes + kTileRowBlocks * kBlockBytes + kScaleBytes),
-          1024)) *
+      static_cast<int>(
+          ceil_div(kBlocksPerStage * (kActivationBytes + kTileRowBlocks * kBlockBytes), 1024)) *
       1024;
+  // Scales of a K block where accumulators are promoted: of each slice of weights, and of each
+  // token row; where warpgroups take turns, factors (see copy_factors) for each pair of row blocks.
+  static constexpr int kWeightScales = kTileRowBlocks * kSlices;
+  static_assert(kWeightScales <= 32, "a lane has a weight scale");
+  static constexpr int kTokenScales = kTakesTurns ? kTileRowBlocks * kMaxTokens : kMaxTokens;
+  static constexpr int kScaleBytes =
+      Operands::kHasKScales ? kBlocksPerStage * (kWeightScales + kTokenScales) * 4 : 0;
 
   static_assert(sizeof(typename Output::Element) == 2, "stmatrix stages 16 bits");
   // Token rows that the epilogue finishes together; more of them take more registers.
-  static constexpr int kChunkTokens = kMaxTokens < 64        ? 16
+  static constexpr int kChunkTokens = kWarpgroups != 2       ? 16
                                       : kMaxTokens % 32 == 0 ? 32
                                       : kMaxTokens % 48 == 0 ? 48
                                                              : 16;
@@ -120,7 +124,7 @@ struct Kernel {
   static constexpr int kFixedBytes =
       kStoringWarpgroups * kChunkTokens * kStagedPitch * sizeof(typename Output::Element) +
       kPartials * kPartialAccumulators * 128 * 4 + (kMaxExperts + 1) * 4 + 1024;
-  static constexpr int kStages = (kSharedLimit - kFixedBytes) / kStageBytes;
+  static constexpr int kStages = (kSharedLimit - kFixedBytes) / (kStageBytes + kScaleBytes);
   static_assert(kMaxTokens % 16 == 0, "N of wgmma");
   static_assert(kMaxTokens % kChunkTokens == 0);
   static_assert(kStages >= 3, "a pipeline needs stages");
@@ -143,6 +147,8 @@ template <typename K>
 struct SharedMemory {
   // The ring of operands: per stage the token rows, then the packed blocks.
   alignas(1024) std::uint8_t stages[K::kStages][K::kStageBytes];
+  alignas(16) float scales[K::Operands::kHasKScales ? K::kStages : 1][K::kBlocksPerStage]
+                          [K::Operands::kHasKScales ? K::kWeightScales + K::kTokenScales : 4];
   // Token rows on their way out, of each storing warpgroup.
   alignas(16)
       typename K::Output::Element rows[K::kStoringWarpgroups][K::kChunkTokens][K::kStagedPitch];
@@ -170,12 +176,9 @@ struct SharedMemory {
            (row_block * K::kBlocksPerStage + k_block) * K::kBlockBytes;
   }
   /// (row blocks, slices)
-  __device__ float* weight_scales_at(int stage, int k_block) {
-    return reinterpret_cast<float*>(weights_at(stage, K::kTileRowBlocks, 0) +
-                                    k_block * K::kScaleBytes);
-  }
+  __device__ float* weight_scales_at(int stage, int k_block) { return scales[stage][k_block]; }
   __device__ float* token_scales_at(int stage, int k_block) {
-    return weight_scales_at(stage, k_block) + K::kWeightScaleBytes / 4;
+    return scales[stage][k_block] + K::kWeightScales;
   }
 };
 
@@ -199,7 +202,7 @@ using TileState = RingState<K::kTileSlots>;
 /// Whether K blocks have scales of their own; the same for both GEMMs.
 template <typename K>
 __device__ inline bool has_k_scales(const FusedMlpParams& p) {
-  return K::kPromotes && (p.gemms[0].token_scale_pitch > 0 || p.gemms[0].block_scales);
+  return K::Operands::kHasKScales && (p.gemms[0].token_scale_pitch > 0 || p.gemms[0].block_scales);
 }
 
 /// Which multiplying warpgroup a thread is in. The epilogue warpgroup takes the place of the first.

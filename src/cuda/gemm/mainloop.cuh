@@ -123,40 +123,100 @@ __device__ __forceinline__ void multiply_shared(SharedMemory<K>& shared, const W
   stage.advance();
 }
 
-/// The scales of a K block in shared memory; null where there are none.
+/// The scales of a K block in shared memory for a warpgroup, and what is to be multiplied by them.
 struct KScales {
-  const float* weights = nullptr;  // of the warp's first row block: two slices
-  const float* tokens = nullptr;
+  const float* weights;  // of the warp's first row block: two slices
+  const float* tokens;   // see copy_scales and copy_factors
+  bool has_weights;      // that are not in factors
+  bool has_tokens;
 };
+template <typename K>
+__device__ __forceinline__ KScales k_scales(SharedMemory<K>& shared, const GemmParams& gemm,
+                                            const WarpgroupCoords<K>& coords, int stage) {
+  const int row_block = coords.row_group() * K::kRowBlocks;
+  const int pair = K::kTakesTurns ? row_block / 2 : 0;
+  const bool has_tokens = gemm.token_scale_pitch > 0;
+  const bool has_factors = K::kTakesTurns && has_tokens && gemm.pairs_share_scales;
+  return {shared.weight_scales_at(stage, coords.k_group()) + row_block * kSlices +
+              coords.thread() / 32 * 2,
+          shared.token_scales_at(stage, coords.k_group()) + pair * 2 * K::kMaxTokens,
+          gemm.block_scales && !has_factors, has_tokens};
+}
 
-/// accumulators += sums of a row block times scales, if there are any.
-template <int kN, int kCount, int kAll>
+/// accumulators += sums of a row block times scales, if there are any. Each case is code of its own
+/// up to the end: otherwise the compiler keeps the products of all columns in registers.
+template <typename K, int kN, int kCount, int kAll>
 __device__ __forceinline__ void promote(const float (&sums)[kCount], int first_column,
                                         const KScales& scales, int row_block,
                                         float (&accumulators)[kAll]) {
-  float2 rows = make_float2(1, 1);
-  if (scales.weights) {
-    rows = *reinterpret_cast<const float2*>(scales.weights + row_block * kSlices);
-  }
-  if (!scales.tokens) {
+  float* to = &accumulators[first_column / 2];
+  const auto keep_here = [](float& value) {
+    if constexpr (K::Operands::kHasKScales) asm volatile("" : "+f"(value));
+  };
+  // Of tokens t and t + 1: for rows r of both, for rows r + 8 of both.
+  const auto factors_at = [&](int i) {
+    const int token = first_column + 2 * i + threadIdx.x % 4 * 2;
+    if constexpr (K::kTakesTurns) {
+      const auto f = *reinterpret_cast<const float4*>(scales.tokens + 2 * token);
+      return make_float4(f.x, f.z, f.y, f.w);
+    } else {
+      const auto f = *reinterpret_cast<const float2*>(scales.tokens + token);
+      return make_float4(f.x, f.y, f.x, f.y);
+    }
+  };
+  const auto add = [&](const auto& factors_of) {
 #pragma unroll
-    for (int i = 0; i < kN / 2; ++i) {
-      accumulators[first_column / 2 + i] += sums[i] * (i % 4 < 2 ? rows.x : rows.y);
+    for (int i = 0; i < kN / 2; i += 4) {
+      const float4 factors = factors_of(i);
+      to[i] += sums[i] * factors.x;
+      to[i + 1] += sums[i + 1] * factors.y;
+      to[i + 2] += sums[i + 2] * factors.z;
+      to[i + 3] += sums[i + 3] * factors.w;
+#pragma unroll
+      for (int t = 0; t < 4; ++t) keep_here(to[i + t]);
+    }
+  };
+  const auto ones = [](int) { return make_float4(1, 1, 1, 1); };
+  if constexpr (!K::Operands::kHasKScales) {
+    add(ones);
+    return;
+  }
+  if (!scales.has_weights) {
+    if (scales.has_tokens) {
+      add(factors_at);
+    } else {
+      add(ones);
     }
     return;
   }
-#pragma unroll
-  for (int n = 0; n < kN / 8; ++n) {
-    const float* v = &sums[4 * n];
-    float* to = &accumulators[first_column / 2 + 4 * n];
-    const auto tokens = *reinterpret_cast<const float2*>(scales.tokens + first_column + 8 * n +
-                                                         threadIdx.x % 4 * 2);
-    to[0] += v[0] * (rows.x * tokens.x);
-    to[1] += v[1] * (rows.x * tokens.y);
-    to[2] += v[2] * (rows.y * tokens.x);
-    to[3] += v[3] * (rows.y * tokens.y);
+  const auto rows = *reinterpret_cast<const float2*>(scales.weights + row_block * kSlices);
+  if (scales.has_tokens) {
+    add([&](int i) {
+      const float4 f = factors_at(i);
+      return make_float4(rows.x * f.x, rows.x * f.y, rows.y * f.z, rows.y * f.w);
+    });
+  } else {
+    add([&](int) { return make_float4(rows.x, rows.x, rows.y, rows.y); });
   }
 }
+
+/// The turns of two warpgroups that promote, see Kernel::kTakesTurns. Left alone they keep step:
+/// both multiply, then both promote, and the tensor cores wait. Named barriers: one for each
+/// warpgroup's turn, which the other arrives at.
+template <typename K>
+struct Turns {
+  __device__ static __forceinline__ void wait(const WarpgroupCoords<K>& coords) {
+    if constexpr (K::kTakesTurns) {
+      cutlass::arch::NamedBarrier::sync(256, K::kRowGroups + coords.warpgroup);
+    }
+  }
+  /// To the other warpgroup. Before the first tile the second one passes the turn to the first.
+  __device__ static __forceinline__ void pass(const WarpgroupCoords<K>& coords) {
+    if constexpr (K::kTakesTurns) {
+      cutlass::arch::NamedBarrier::arrive(256, K::kRowGroups + (coords.warpgroup ^ 1));
+    }
+  }
+};
 
 /// FP8: its instructions keep some 13 bits of a sum, so each K block is summed up apart and added
 /// in fp32, times scales where there are any. That is hidden by the other warpgroups' instructions.
@@ -168,20 +228,13 @@ __device__ __forceinline__ void multiply_promoted(SharedMemory<K>& shared, const
                                                   typename K::Accumulators& accumulators) {
   constexpr int kFirst = kN < K::kPromotedColumns ? kN : K::kPromotedColumns;
   static_assert(kN - kFirst <= kFirst);
-  const GemmParams& gemm = p.gemms[tile.gemm];
-  const bool scales_weights = gemm.block_scales, scales_tokens = gemm.token_scale_pitch > 0;
   const int stages = num_stages<K>(tile), last = last_blocks(tile, coords);
   for (int i = 0; i < stages; ++i) {
     const bool has_block = i + 1 < stages || last > 0;
     const StageOperands<K> operands = acquire(shared, stage, coords);
     if (has_block) {
       const auto activations = operands.activations_of(0);
-      KScales scales;
-      if (scales_weights) {
-        scales.weights = shared.weight_scales_at(stage.index, coords.k_group()) +
-                         coords.row_group() * K::kRowBlocks * kSlices + coords.thread() / 32 * 2;
-      }
-      if (scales_tokens) scales.tokens = shared.token_scales_at(stage.index, coords.k_group());
+      const KScales scales = k_scales(shared, p.gemms[tile.gemm], coords, stage.index);
       std::uint32_t decoded[kSteps<K>][4];
       if constexpr (K::Operands::kDecodes) {
         static_assert(K::kRowBlocks == 1);
@@ -191,6 +244,7 @@ __device__ __forceinline__ void multiply_promoted(SharedMemory<K>& shared, const
         float sums[kFirst / 2];
         const Descriptor<> weights(
             cute::cast_smem_ptr_to_uint(operands.weights + b * K::kRowBlockPitch));
+        Turns<K>::wait(coords);
         fence_accumulators(sums);
         cute::warpgroup_arrive();
 #pragma unroll
@@ -203,9 +257,10 @@ __device__ __forceinline__ void multiply_promoted(SharedMemory<K>& shared, const
           }
         }
         cute::warpgroup_commit_batch();
+        Turns<K>::pass(coords);
         cute::warpgroup_wait<0>();
         fence_accumulators(sums);
-        promote<width>(sums, first, scales, b, accumulators[b]);
+        promote<K, width>(sums, first, scales, b, accumulators[b]);
       };
 #pragma unroll
       for (int b = 0; b < K::kRowBlocks; ++b) {
@@ -321,7 +376,7 @@ inline constexpr int kFirstWidth = K::kMaxTokens <= 32   ? 8
 template <typename K>
 constexpr int next_width(int width) {
   if (width < 64) return 2 * width;
-  return width + (K::kPromotes ? 32 : 16);
+  return width + (K::kPromotes && K::Operands::kDecodes ? 32 : 16);
 }
 
 /// With the narrowest that covers the tile, so that padding costs little.

@@ -73,6 +73,8 @@ struct Operands16Bit {
   /// Columns of one row block that a thread accumulates apart for each K block, to add them to the
   /// others in fp32; 0: none.
   static constexpr int kPromotedColumns = 0;
+  /// Whether K blocks have scales, by which promoted sums are multiplied.
+  static constexpr bool kHasKScales = false;
   static constexpr std::span<const TileShape> kTiles = kTiles16Bit;
 };
 

@@ -32,6 +32,8 @@ struct Fp8Operands {
   static constexpr int kInstructionK = 32;
   static constexpr int kBlockK = 128;
   static constexpr int kPromotedColumns = 96;
+  /// Whether K blocks have scales, by which promoted sums are multiplied.
+  static constexpr bool kHasKScales = true;
   static constexpr PackedBlock kBlock{kSwizzledBlockBytes, kBlockK};
   static constexpr int kBlocksPerGroup = 1;
   static constexpr bool kDecodes = false;

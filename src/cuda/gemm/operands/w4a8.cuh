@@ -23,6 +23,8 @@ struct W4a8Operands {
   static constexpr int kBlockK = 128, kGroupK = 128, kGroups = 1;
   static constexpr int kCodeBytes = kBlockRows * kBlockK / 2;
   static constexpr int kPromotedColumns = 96;
+  /// Whether K blocks have scales, by which promoted sums are multiplied.
+  static constexpr bool kHasKScales = false;
   static constexpr PackedBlock kBlock{kCodeBytes + kBlockRows, kBlockK};
   static constexpr int kFixedExponent = 0;
   static constexpr int kBlocksPerGroup = 1;
