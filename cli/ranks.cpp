@@ -30,28 +30,21 @@ bool over_mpi(const Launch& launch) {
 }
 
 std::shared_ptr<Communicator> join(const Launch& launch, const std::string& device) {
-  const int rank = launch.rank, size = launch.size;
   const bool nccl = device == "cuda";
   if (!nccl && device != "cpu") {
     throw Error("--device", device, "cpu, or cuda with a GPU for each rank");
   }
   if (nccl) avoid_multicast();
+  const Device own = nccl ? Device{DeviceKind::kCuda, launch.local_rank} : Device{};
   if (over_mpi(launch)) {
     const auto over = make_mpi_communicator({}, {kTimeout});
     if (!nccl) return over;
     const auto gather = [&](const std::string& text) { return over->gather(text, "joining"); };
-    const Device own{DeviceKind::kCuda, launch.local_rank};
+    const int rank = launch.rank, size = launch.size;
     return make_communicator(rank, size, make_control_plane(rank, size, gather, kTimeout),
                              {kTimeout, own});
   }
-  if (launch.address.empty() || launch.port == 0) {
-    throw Error("MASTER_ADDR and MASTER_PORT", "not set",
-                fmt::format("set, as {} says nothing of where rank 0 is ({})", launch.launcher,
-                            mpi_summary()));
-  }
-  const auto control = make_tcp_control_plane(rank, size, launch.address, launch.port, kTimeout);
-  const Device own = nccl ? Device{DeviceKind::kCuda, launch.local_rank} : Device{};
-  return make_communicator(rank, size, control, {kTimeout, own});
+  return join_processes(launch, {kTimeout, own});
 }
 
 }  // namespace

@@ -215,7 +215,7 @@ class FUSEDMOE_API DataPlane {
 };
 
 struct CommunicatorOptions {
-  /// Of every wait.
+  /// Of every wait; positive, at most a year.
   std::chrono::milliseconds timeout{30000};
   Device device = {};  ///< of this rank
 };
@@ -331,6 +331,10 @@ FUSEDMOE_API std::shared_ptr<DataPlane> make_tcp_data_plane(
 FUSEDMOE_API std::shared_ptr<Communicator> make_communicator(int rank, int size,
                                                              std::shared_ptr<ControlPlane> control,
                                                              CommunicatorOptions options = {});
+/// The same over a TCP control plane, where rank 0 listens at the address and port of `launch`;
+/// none: what launch_from_environment() finds. Throws Error where that does not say an address.
+FUSEDMOE_API std::shared_ptr<Communicator> join_processes(std::optional<Launch> launch = {},
+                                                          CommunicatorOptions options = {});
 
 /// NCCL on a CUDA device, whose library is opened at run time. The first form makes a communicator
 /// of NCCL, from `unique_id` where all ranks have been given the same one, the second uses an

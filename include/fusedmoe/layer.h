@@ -67,6 +67,10 @@ struct LayerOptions {
   PackProgress progress = {};
 };
 
+/// `parallel`, or what a default one means on the ranks of a communicator: what to load weights
+/// for.
+FUSEDMOE_API ParallelConfig parallel_of(const LayerOptions& options);
+
 /// What a forward may be given beside its tensors.
 struct ForwardOptions {
   /// Results that are wanted; undefined views are not filled. What the router alone knows, logits

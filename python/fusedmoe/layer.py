@@ -270,7 +270,10 @@ _SHARED = _WEIGHTS | {"w13", "w2", "gate"}
 def _layer_options(options: Dict[str, Any]) -> Dict[str, Any]:
     known = dict(checked(options, _OPTIONS, "option"))
     communicator = known.get("communicator")
-    if isinstance(communicator, Communicator):
+    if communicator is not None:
+        if not isinstance(communicator, Communicator):
+            found = type(communicator).__name__
+            raise TypeError(f"communicator: was a {found}; must be a fusedmoe.Communicator")
         known["communicator"] = communicator._handle
     return known
 

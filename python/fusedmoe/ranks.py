@@ -20,7 +20,7 @@ class Communicator:
     ) -> List["Communicator"]:
         """Ranks that are threads of this process: element r is rank r's.
 
-        timeout: seconds, of every wait.
+        timeout: seconds, of every wait; at most a year, because no rank waits for ever.
         """
         return [cls(handle) for handle in _core.thread_communicators(size, device, timeout)]
 

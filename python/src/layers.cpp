@@ -28,6 +28,11 @@ class PyLayer {
       : output_dtype(options.output_dtype.value_or(options.dtype)),
         max_tokens_per_rank(options.ranks.max_tokens_per_rank),
         layer(std::move(weights), std::move(options)) {}
+  /// With ranks it may wait for theirs, see PyCommunicator.
+  ~PyLayer() {
+    const nb::gil_scoped_release no_gil;
+    const MoeLayer ended(std::move(layer));
+  }
 
   /// Calls `body` with scratch memory for so many tokens: that of the Python function, or of the
   /// layer itself where it is None.
@@ -49,7 +54,7 @@ class PyLayer {
 
   const DType output_dtype;
   const std::int64_t max_tokens_per_rank;
-  const MoeLayer layer;
+  MoeLayer layer;
 
  private:
   /// A block in use. It goes back where the forward fails too: a graph may have recorded it before.
@@ -122,7 +127,7 @@ std::unique_ptr<PyLayer> load(const Checkpoint& checkpoint, std::optional<std::i
   const std::int64_t chosen = index ? *index : layers.front();
   LayerWeights weights =
       options.ranks.communicator
-          ? checkpoint.load_layer(chosen, options.parallel, options.ranks.placement)
+          ? checkpoint.load_layer(chosen, parallel_of(options), options.ranks.placement)
           : checkpoint.load_layer(chosen);
   if (experts_only) {
     weights.router_weights = {};

@@ -12,14 +12,18 @@ namespace fusedmoe::python {
 namespace {
 
 CommunicatorOptions options_of(const std::string& device, double timeout) {
+  constexpr double kYear = 365 * 24 * 3600;
+  if (!(timeout > 0 && timeout <= kYear)) {
+    throw Error("timeout", std::to_string(timeout), "a positive number of seconds, at most a year");
+  }
   const std::chrono::duration<double> seconds(timeout);
-  return {std::chrono::duration_cast<std::chrono::milliseconds>(seconds), parse_device(device)};
+  return {std::chrono::ceil<std::chrono::milliseconds>(seconds), parse_device(device)};
 }
 
 std::vector<PyCommunicator> threads(int size, const std::string& device, double timeout) {
   std::vector<PyCommunicator> result;
   for (auto& each : make_thread_communicators(size, options_of(device, timeout))) {
-    result.push_back({std::move(each)});
+    result.emplace_back(std::move(each));
   }
   return result;
 }
@@ -28,19 +32,10 @@ std::vector<PyCommunicator> threads(int size, const std::string& device, double 
 PyCommunicator join(int rank, int size, const std::string& address, int port,
                     const std::string& device, double timeout) {
   const CommunicatorOptions options = options_of(device, timeout);
-  Launch launch{rank, size, 0, address, port, ""};
-  if (address.empty()) {
-    const std::optional<Launch> found = launch_from_environment();
-    if (!found || found->address.empty()) {
-      throw Error("address", "None",
-                  "given, where no launcher has set MASTER_ADDR and MASTER_PORT");
-    }
-    launch = *found;
-  }
+  std::optional<Launch> launch;
+  if (!address.empty()) launch = Launch{rank, size, 0, address, port, ""};
   const nb::gil_scoped_release no_gil;
-  auto control = make_tcp_control_plane(launch.rank, launch.size, launch.address, launch.port,
-                                        options.timeout);
-  return {make_communicator(launch.rank, launch.size, std::move(control), options)};
+  return PyCommunicator(join_processes(std::move(launch), options));
 }
 
 /// `gather`: text of this rank -> list of all ranks' texts.
@@ -48,11 +43,18 @@ PyCommunicator create(int rank, int size, const nb::callable& gather, const std:
                       double timeout) {
   const CommunicatorOptions options = options_of(device, timeout);
   const auto collective = [&](const std::string& text) {
-    return nb::cast<std::vector<std::string>>(gather(text));
+    const nb::gil_scoped_acquire gil;
+    const nb::object returned = gather(text);
+    std::vector<std::string> texts;
+    if (!nb::try_cast(returned, texts)) {
+      throw Error("gather", "a function that returned " + nb::cast<std::string>(nb::repr(returned)),
+                  "one that returns a list of str");
+    }
+    return texts;
   };
-  auto control = make_control_plane(rank, size, collective, options.timeout);
   const nb::gil_scoped_release no_gil;
-  return {make_communicator(rank, size, std::move(control), options)};
+  auto control = make_control_plane(rank, size, collective, options.timeout);
+  return PyCommunicator(make_communicator(rank, size, std::move(control), options));
 }
 
 }  // namespace
@@ -78,11 +80,6 @@ void read_ranks(const nb::dict& settings, LayerOptions& options) {
   const nb::object communicator = item(settings, "communicator");
   if (communicator.is_none()) return;
   ranks.communicator = nb::cast<PyCommunicator&>(communicator).communicator;
-  if (options.parallel == ParallelConfig{}) {
-    options.parallel = ParallelConfig::of({.dp_size = ranks.communicator->size(),
-                                           .expert_parallel = true,
-                                           .rank = ranks.communicator->rank()});
-  }
 }
 
 void bind_ranks(nb::module_& module) {
@@ -91,13 +88,18 @@ void bind_ranks(nb::module_& module) {
       .def("size", [](const PyCommunicator& self) { return self.communicator->size(); })
       .def("backend",
            [](const PyCommunicator& self) { return std::string(self.communicator->backend()); })
-      .def("status", [](const PyCommunicator& self) { return self.communicator->status(); })
+      .def("status",
+           [](const PyCommunicator& self) {
+             const nb::gil_scoped_release no_gil;
+             return self.communicator->status();
+           })
       .def("barrier",
            [](PyCommunicator& self) {
              const nb::gil_scoped_release no_gil;
              self.communicator->barrier();
            })
       .def("abort", [](PyCommunicator& self, const std::string& reason) {
+        const nb::gil_scoped_release no_gil;
         self.communicator->abort(reason);
       });
   module.def("thread_communicators", &threads, nb::arg("size"), nb::arg("device"),

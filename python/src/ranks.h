@@ -6,8 +6,15 @@
 
 namespace fusedmoe::python {
 
-/// A communicator that Python holds; layers share what is in it.
+/// A communicator that Python holds; layers share what is in it. The last one to go may wait for
+/// other ranks, whose threads then need the GIL.
 struct PyCommunicator {
+  explicit PyCommunicator(std::shared_ptr<Communicator> made) : communicator(std::move(made)) {}
+  PyCommunicator(PyCommunicator&&) = default;
+  ~PyCommunicator() {
+    const nb::gil_scoped_release no_gil;
+    communicator.reset();
+  }
   std::shared_ptr<Communicator> communicator;
 };
 

@@ -65,19 +65,9 @@ fusedmoe_status fusedmoe_communicator_join(int32_t rank, int32_t size, const cha
   return guarded([&] {
     given(communicator, "communicator");
     const fusedmoe::CommunicatorOptions o = fusedmoe::capi::to_options(options);
-    fusedmoe::Launch launch{rank, size, 0, fusedmoe::capi::to_text(address), port, ""};
-    if (!address) {
-      const auto found = fusedmoe::launch_from_environment();
-      if (!found || found->address.empty()) {
-        throw fusedmoe::Error("address", "NULL",
-                              "given, where no launcher has set MASTER_ADDR and MASTER_PORT");
-      }
-      launch = *found;
-    }
-    auto control = fusedmoe::make_tcp_control_plane(launch.rank, launch.size, launch.address,
-                                                    launch.port, o.timeout);
-    *communicator = fusedmoe::capi::make_handle(
-        fusedmoe::make_communicator(launch.rank, launch.size, std::move(control), o));
+    std::optional<fusedmoe::Launch> launch;
+    if (address) launch = fusedmoe::Launch{rank, size, 0, address, port, ""};
+    *communicator = fusedmoe::capi::make_handle(fusedmoe::join_processes(std::move(launch), o));
   });
 }
 
@@ -88,10 +78,6 @@ fusedmoe_status fusedmoe_communicator_create(int32_t rank, int32_t size,
   return guarded([&] {
     given(communicator, "communicator");
     const fusedmoe::CommunicatorOptions o = fusedmoe::capi::to_options(options);
-    if (size < 1 || rank < 0 || rank >= size) {
-      throw fusedmoe::Error("rank", std::to_string(rank) + " of " + std::to_string(size),
-                            "one of at least one rank");
-    }
     const auto collective =
         fusedmoe::capi::to_gather(fusedmoe::capi::read_given_struct(gather, "gather"), size);
     *communicator = fusedmoe::capi::make_handle(fusedmoe::make_communicator(

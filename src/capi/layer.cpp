@@ -63,11 +63,6 @@ LayerOptions to_options(const fusedmoe_layer_options& o, Executor* executor) {
   options.parallel = {size_of(o.tp_size), size_of(o.dp_size), size_of(o.ep_size),
                       o.ep_rank,          o.tp_rank,          o.sequence_parallel != 0};
   options.ranks = to_rank_options(o);
-  if (o.communicator && o.tp_size + o.dp_size + o.ep_size == 0) {
-    options.parallel = ParallelConfig::of({.dp_size = options.ranks.communicator->size(),
-                                           .expert_parallel = true,
-                                           .rank = options.ranks.communicator->rank()});
-  }
   options.num_threads = o.num_threads;
   options.executor = executor;
   options.max_workspace_bytes = o.max_workspace_bytes;
@@ -168,7 +163,7 @@ fusedmoe_status fusedmoe_layer_load(const fusedmoe_checkpoint* checkpoint, int64
   return fusedmoe::capi::make_layer(options, layer, [&](const fusedmoe::LayerOptions& made) {
     const fusedmoe::Checkpoint& opened = given(checkpoint, "checkpoint").checkpoint;
     if (!made.ranks.communicator) return opened.load_layer(layer_index);
-    return opened.load_layer(layer_index, made.parallel, made.ranks.placement);
+    return opened.load_layer(layer_index, parallel_of(made), made.ranks.placement);
   });
 }
 

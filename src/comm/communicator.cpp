@@ -9,6 +9,7 @@
 #include <mutex>
 #include <utility>
 
+#include "comm/check_ranks.h"
 #include "comm/place.h"
 #include "core/check.h"
 #include "core/device_runtime.h"
@@ -204,11 +205,8 @@ Communicator::Communicator(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) 
 Communicator::Communicator(int rank, int size, std::shared_ptr<ControlPlane> control,
                            std::shared_ptr<DataPlane> data, CommunicatorOptions options)
     : impl_(std::make_unique<Impl>()) {
-  FUSEDMOE_CHECK(size >= 1 && rank >= 0 && rank < size, "rank",
-                 core::format("{} of {}", rank, size), "one of at least one rank");
+  comm::check_ranks(rank, size, options.timeout);
   FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
-  FUSEDMOE_CHECK(options.timeout > milliseconds(0), "options.timeout",
-                 core::format("{} ms", options.timeout.count()), "positive");
   FUSEDMOE_CHECK_FAULT(!data || data->device().kind == options.device.kind, kDevice,
                        "options.device", to_string(options.device),
                        core::format("that of the data plane, {}", to_string(data->device())));

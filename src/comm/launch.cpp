@@ -1,9 +1,11 @@
-// What launchers tell the processes that they start, in variables of the environment.
+// What launchers tell the processes that they start, in variables of the environment; and how
+// these processes join.
 #include <array>
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <string_view>
+#include <utility>
 
 #include "core/check.h"
 #include "fusedmoe/comm.h"
@@ -60,6 +62,16 @@ std::optional<Launch> launch_from_environment() {
     return launch;
   }
   return std::nullopt;
+}
+
+std::shared_ptr<Communicator> join_processes(std::optional<Launch> launch,
+                                             CommunicatorOptions options) {
+  if (!launch) launch = launch_from_environment();
+  FUSEDMOE_CHECK(launch && !launch->address.empty(), "MASTER_ADDR and MASTER_PORT", "not set",
+                 "set by a launcher, or an address given");
+  const auto& [rank, size, local_rank, address, port, launcher] = *launch;
+  auto control = make_tcp_control_plane(rank, size, address, port, options.timeout);
+  return make_communicator(rank, size, std::move(control), options);
 }
 
 }  // namespace fusedmoe

@@ -12,6 +12,7 @@
 #include <set>
 #include <thread>
 
+#include "comm/check_ranks.h"
 #include "comm/place.h"
 #include "comm/socket.h"
 #include "comm/text_board.h"
@@ -194,8 +195,7 @@ class Client final : public ControlPlane {
 
 std::shared_ptr<ControlPlane> make_tcp_control_plane(int rank, int size, const std::string& address,
                                                      int port, std::chrono::milliseconds timeout) {
-  FUSEDMOE_CHECK(size >= 1 && rank >= 0 && rank < size, "rank",
-                 core::format("{} of {}", rank, size), "one of at least one rank");
+  comm::check_ranks(rank, size, timeout);
   FUSEDMOE_CHECK(port > 0 && port < 65536, "port", core::to_string(port), "in [1, 65535]");
   if (rank == 0) return std::make_shared<comm::Server>(size, port, timeout);
   return std::make_shared<comm::Client>(rank, address, port, timeout);
@@ -203,6 +203,7 @@ std::shared_ptr<ControlPlane> make_tcp_control_plane(int rank, int size, const s
 
 std::shared_ptr<ControlPlane> make_control_plane(int rank, int size, const GatherCallback& gather,
                                                  std::chrono::milliseconds timeout) {
+  comm::check_ranks(rank, size, timeout);
   const auto gather_all = [&](const std::string& text) {
     const std::vector<std::string> texts = gather(text);
     FUSEDMOE_CHECK(static_cast<int>(texts.size()) == size, "gather",

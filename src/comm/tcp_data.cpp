@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "comm/check_ranks.h"
 #include "comm/place.h"
 #include "comm/socket.h"
 #include "core/check.h"
@@ -221,8 +222,7 @@ class TcpData final : public DataPlane {
 std::shared_ptr<DataPlane> make_tcp_data_plane(int rank, int size,
                                                const std::shared_ptr<ControlPlane>& control,
                                                std::chrono::milliseconds timeout) {
-  FUSEDMOE_CHECK(size >= 1 && rank >= 0 && rank < size, "rank",
-                 core::format("{} of {}", rank, size), "one of at least one rank");
+  comm::check_ranks(rank, size, timeout);
   FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
   return std::make_shared<comm::TcpData>(rank, size, *control, timeout);
 }

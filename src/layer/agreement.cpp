@@ -83,12 +83,8 @@ bool across_ranks(const LayerOptions& options) {
 }
 
 LayerOptions complete(LayerOptions options) {
-  const Communicator& communicator = *options.ranks.communicator;
   RankOptions& ranks = options.ranks;
-  if (options.parallel == ParallelConfig{}) {
-    options.parallel = ParallelConfig::of(
-        {.dp_size = communicator.size(), .expert_parallel = true, .rank = communicator.rank()});
-  }
+  options.parallel = parallel_of(options);
   options.parallel.validate();
   FUSEDMOE_CHECK(ranks.max_tokens_per_rank > 0 || !options.parallel.needs_dispatch(),
                  "options.ranks.max_tokens_per_rank", core::to_string(ranks.max_tokens_per_rank),
@@ -166,3 +162,14 @@ Facts facts_of(const MoeConfig& config, const LayerOptions& options, const Selec
 }
 
 }  // namespace fusedmoe::layer
+
+namespace fusedmoe {
+
+ParallelConfig parallel_of(const LayerOptions& options) {
+  const std::shared_ptr<Communicator>& ranks = options.ranks.communicator;
+  if (!ranks || options.parallel != ParallelConfig{}) return options.parallel;
+  return ParallelConfig::of(
+      {.dp_size = ranks->size(), .expert_parallel = true, .rank = ranks->rank()});
+}
+
+}  // namespace fusedmoe

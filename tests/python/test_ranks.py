@@ -91,8 +91,38 @@ def test_ranks_that_differ_all_raise():
 def test_wrong_options():
     with pytest.raises(ValueError, match="combine"):
         layer(combine="never")
-    with pytest.raises(ValueError, match="address"):
+    with pytest.raises(ValueError, match="an address given"):
         fusedmoe.Communicator.join()
+    with pytest.raises(TypeError, match="communicator: was a str; must be a fusedmoe.Communicator"):
+        layer(communicator="cpu")
+    with pytest.raises(ValueError, match="gather: was a function that returned 'none'"):
+        fusedmoe.Communicator.from_gather(0, 2, lambda text: "none")
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), float("nan"), -1, 0, 1e300])
+def test_a_timeout_is_a_time(timeout):
+    with pytest.raises(ValueError, match="timeout: was .*; must be a positive number of seconds"):
+        fusedmoe.Communicator.threads(RANKS, timeout=timeout)
+
+
+def test_threads_of_one_interpreter_meet_and_part_over_tcp():
+    """Rank 0's communicator waits for the others' when it ends, which must not need its thread."""
+    engine = fusedmoe.Communicator.threads(RANKS, timeout=60)
+    texts = [[""] * RANKS for _ in range(2)]
+
+    def run(rank):
+        calls = iter(texts)
+
+        def gather(text):
+            shared = next(calls)
+            shared[rank] = text
+            engine[rank].barrier()
+            return list(shared)
+
+        communicator = fusedmoe.Communicator.from_gather(rank, RANKS, gather, timeout=60)
+        return np.asarray(forward(communicator))
+
+    assert np.array_equal(np.concatenate(run_threads(run)), layer()(tensors()[3]))
 
 
 def free_port():

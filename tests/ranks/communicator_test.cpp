@@ -442,6 +442,19 @@ TEST(LaunchTest, EveryLauncherIsUnderstood) {
   EXPECT_EQ(launch_from_environment()->port, 29501) << "torchrun itself listens at the other";
 }
 
+TEST(LaunchTest, JoiningNeedsAnAddressAndATimeout) {
+  if (launch_from_environment()) GTEST_SKIP() << "started by a launcher";
+  EXPECT_THROW(join_processes(), Error) << "no launcher";
+  EXPECT_THROW(join_processes(Launch{0, 1, 0, "", 29500, ""}), Error) << "no address";
+  using std::chrono::milliseconds;
+  for (const milliseconds timeout : {milliseconds(0), milliseconds(-1), milliseconds::max()}) {
+    EXPECT_THROW(make_thread_communicators(1, {timeout}), Error);
+    EXPECT_THROW(join_processes(Launch{1, 2, 0, "127.0.0.1", 1, ""}, {timeout}), Error);
+    const auto gather = [](const std::string&) { return std::vector<std::string>(2); };
+    EXPECT_THROW(make_control_plane(1, 2, gather, timeout), Error);
+  }
+}
+
 TEST(CommunicatorTest, BuildFailRebuildAHundredTimes) {
   for (int round = 0; round < 100; ++round) {
     const Communicators comms = make_thread_communicators(2, {kPatient});
