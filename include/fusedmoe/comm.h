@@ -159,6 +159,8 @@ class FUSEDMOE_API ControlPlane {
   /// Waits until somebody has posted it; none: nobody did within the time.
   virtual std::optional<std::string> read(const std::string& name,
                                           std::chrono::milliseconds timeout) = 0;
+  /// The rank that keeps the texts, while it does not answer: then nobody else is late.
+  virtual std::optional<int> silent_rank() const { return std::nullopt; }
 };
 
 /// Bytes that go to a peer or come from it. Both sides know how many.

@@ -140,7 +140,9 @@ void Communicator::Impl::fail(std::string_view what, std::span<const int> late) 
   const auto seconds = static_cast<double>(options.timeout.count()) / 1000;
   std::string reason = find_failure();
   if (reason.empty()) {
-    reason = core::format("{}: {} did not arrive within {} s", what, list(late), seconds);
+    const std::optional<int> silent = control->silent_rank();
+    reason = core::format("{}: {} did not arrive within {} s", what,
+                          silent ? list({&*silent, 1}) : list(late), seconds);
     control->post("failure", reason);
     if (std::string first = find_failure(); !first.empty()) reason = std::move(first);
   }

@@ -1,12 +1,15 @@
 #include "comm/socket.h"
 
+#include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <charconv>
 #include <cstring>
@@ -22,6 +25,31 @@ namespace {
 
 [[noreturn]] void fail(const std::string& what, int code) {
   throw Error::communication(core::format("{}: {}", what, std::strerror(code)));
+}
+
+/// False: the deadline has passed.
+bool wait_for(int descriptor, short events, SocketClock::time_point deadline) {
+  while (true) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - SocketClock::now());
+    const auto step = std::clamp<std::int64_t>(left.count(), 0, 1000);
+    pollfd wait{descriptor, events, 0};
+    if (::poll(&wait, 1, static_cast<int>(step)) > 0) return true;
+    if (left.count() <= 0) return false;
+  }
+}
+
+/// A peer that does not answer is given up at the deadline. Returns the problem, 0 for none.
+int connect_until(const Socket& socket, const addrinfo& place, SocketClock::time_point deadline) {
+  const int descriptor = socket.get();
+  if (::connect(descriptor, place.ai_addr, place.ai_addrlen) != 0 && errno != EINPROGRESS) {
+    return errno;
+  }
+  if (!wait_for(descriptor, POLLOUT, deadline)) return ETIMEDOUT;
+  int code = 0;
+  socklen_t size = sizeof code;
+  getsockopt(descriptor, SOL_SOCKET, SO_ERROR, &code, &size);
+  if (code == 0) ::fcntl(descriptor, F_SETFL, 0);  // blocks from here on
+  return code;
 }
 
 /// Small messages leave at once.
@@ -63,9 +91,7 @@ bool Socket::read(void* data, std::size_t bytes) const {
 
 bool Socket::read(void* data, std::size_t bytes, SocketClock::time_point deadline) const {
   auto* to = static_cast<char*>(data);
-  while (bytes > 0 && SocketClock::now() < deadline) {
-    pollfd wait{descriptor_, POLLIN, 0};
-    if (::poll(&wait, 1, 5) <= 0) continue;
+  while (bytes > 0 && wait_to_read(deadline)) {
     const ssize_t got = ::recv(descriptor_, to, bytes, MSG_DONTWAIT);
     if (got < 0 && (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK)) continue;
     if (got <= 0) return false;
@@ -73,6 +99,17 @@ bool Socket::read(void* data, std::size_t bytes, SocketClock::time_point deadlin
     bytes -= static_cast<std::size_t>(got);
   }
   return bytes == 0;
+}
+
+bool Socket::wait_to_read(SocketClock::time_point deadline) const {
+  return wait_for(descriptor_, POLLIN, deadline);
+}
+
+void Socket::limit_writes(std::chrono::milliseconds timeout) const {
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(timeout);
+  const std::chrono::microseconds rest = timeout - seconds;
+  const timeval limit{seconds.count(), rest.count()};
+  setsockopt(descriptor_, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
 }
 
 bool Socket::write(const void* data, std::size_t bytes) const {
@@ -88,7 +125,7 @@ bool Socket::write(const void* data, std::size_t bytes) const {
 }
 
 Socket listen_at(int& port) {
-  Socket listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  Socket listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!listener) fail("socket", errno);
   const int on = 1;
   setsockopt(listener.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
@@ -106,16 +143,10 @@ Socket listen_at(int& port) {
   return listener;
 }
 
-Socket accept_from(const Socket& listener, SocketClock::time_point deadline) {
-  while (SocketClock::now() < deadline) {
-    pollfd wait{listener.get(), POLLIN, 0};
-    if (::poll(&wait, 1, 50) <= 0) continue;
-    Socket connection(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (!connection) break;
-    set_no_delay(connection.get());
-    return connection;
-  }
-  return {};
+Socket accept_from(const Socket& listener) {
+  Socket connection(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  if (connection) set_no_delay(connection.get());
+  return connection;
 }
 
 Socket connect_to(int rank, const std::string& address, int port,
@@ -132,12 +163,13 @@ Socket connect_to(int rank, const std::string& address, int port,
     }
     const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(list, freeaddrinfo);
     for (const addrinfo* each = list; each; each = each->ai_next) {
-      Socket connection(::socket(each->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-      if (connection && ::connect(connection.get(), each->ai_addr, each->ai_addrlen) == 0) {
+      Socket connection(::socket(each->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+      if (!connection) fail("socket", errno);
+      code = connect_until(connection, *each, deadline);
+      if (code == 0) {
         set_no_delay(connection.get());
         return connection;
       }
-      code = errno;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   } while (SocketClock::now() < deadline);

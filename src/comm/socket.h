@@ -30,7 +30,11 @@ class Socket {
   bool read(void* data, std::size_t bytes) const;
   /// False also when the deadline has passed.
   bool read(void* data, std::size_t bytes, SocketClock::time_point deadline) const;
+  /// Waits until there is something to read, or the end; false: the deadline has passed.
+  bool wait_to_read(SocketClock::time_point deadline) const;
+  /// False also when the peer has taken nothing for the time of limit_writes().
   bool write(const void* data, std::size_t bytes) const;
+  void limit_writes(std::chrono::milliseconds timeout) const;
 
  private:
   int descriptor_ = -1;
@@ -38,8 +42,8 @@ class Socket {
 
 /// Listens on all interfaces; port 0: the system chooses. `port` becomes the real one.
 Socket listen_at(int& port);
-/// The next connection; none when the listener was shut down, or the deadline has passed.
-Socket accept_from(const Socket& listener, SocketClock::time_point deadline);
+/// The next connection; none when nobody has connected.
+Socket accept_from(const Socket& listener);
 /// Tries again until the deadline, because the listener, a rank, may start later.
 Socket connect_to(int rank, const std::string& address, int port, SocketClock::time_point deadline);
 

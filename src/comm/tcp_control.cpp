@@ -13,8 +13,8 @@
 #include <thread>
 
 #include "comm/check_ranks.h"
+#include "comm/greeting.h"
 #include "comm/place.h"
-#include "comm/socket.h"
 #include "comm/text_board.h"
 #include "core/check.h"
 
@@ -41,12 +41,16 @@ constexpr std::uint32_t kMaxNameBytes = 4096;
 constexpr std::uint64_t kMaxTextBytes = std::uint64_t{1} << 26;
 /// A read waits in parts of this length, between which the connection is free for other threads.
 constexpr milliseconds kPart{100};
+/// How often rank 0 looks whether it has ended while others join.
+constexpr milliseconds kLook{50};
+/// How much later than asked for an answer may come before rank 0 counts as silent.
+constexpr milliseconds kGrace{300};
 
 /// Rank 0.
 class Server final : public ControlPlane {
  public:
-  Server(int size, int port, milliseconds timeout) : size_(size), listener_(listen_at(port)) {
-    port_ = port;
+  Server(int size, int port, milliseconds timeout)
+      : size_(size), port_(port), welcome_(listen_at(port_)) {
     acceptor_ = std::thread([this, timeout] { accept_all(timeout); });
   }
   ~Server() override {
@@ -56,7 +60,6 @@ class Server final : public ControlPlane {
       std::this_thread::sleep_for(milliseconds(2));
     }
     ending_ = true;
-    listener_.shut_down();
     acceptor_.join();
     for (Connection& each : connections_) each.socket.shut_down();
     for (Connection& each : connections_) each.thread.join();
@@ -76,22 +79,28 @@ class Server final : public ControlPlane {
 
   void accept_all(milliseconds timeout) {
     const auto deadline = SocketClock::now() + timeout;
-    for (int missing = size_ - 1; missing > 0 && !ending_; --missing) {
-      Socket socket = accept_from(listener_, deadline);
-      if (!socket) return;
+    std::set<std::uint32_t> here{0};
+    while (static_cast<int>(here.size()) < size_ && !ending_ && SocketClock::now() < deadline) {
+      std::optional<Welcome::Guest> guest = welcome_.next(SocketClock::now() + kLook);
+      if (!guest) continue;
+      const std::uint32_t rank = guest->rank;
+      if (rank >= static_cast<std::uint32_t>(size_)) {
+        board_.post("failure",
+                    core::format("a process has joined {} ranks as rank {}", size_, rank));
+      } else if (!here.insert(rank).second) {
+        board_.post("failure", core::format("a second process has joined as rank {}", rank));
+      }
       ++open_;
       Connection& connection = connections_.emplace_back();
-      connection.socket = std::move(socket);
-      connection.thread = std::thread([this, &connection] { serve(connection.socket); });
+      connection.socket = std::move(guest->socket);
+      connection.thread =
+          std::thread([this, &connection, rank] { serve(connection.socket, rank); });
     }
   }
 
-  void serve(const Socket& socket) {
-    std::uint32_t rank = 0;
+  void serve(const Socket& socket, std::uint32_t rank) {
     bool ended = false;
-    if (socket.read(&rank, sizeof rank)) {
-      while (answer(socket, ended)) {
-      }
+    while (answer(socket, ended)) {
     }
     if (!ended && !ending_) {
       board_.post("failure", core::format("rank {} has died or lost its connection", rank));
@@ -122,9 +131,9 @@ class Server final : public ControlPlane {
   }
 
   const int size_;
-  int port_ = 0;
+  int port_;
   TextBoard board_;
-  Socket listener_;
+  Welcome welcome_;
   std::deque<Connection> connections_;  // of the acceptor until it has ended
   std::atomic<int> open_{0};
   std::atomic<bool> ending_{false};
@@ -135,9 +144,9 @@ class Server final : public ControlPlane {
 class Client final : public ControlPlane {
  public:
   Client(int rank, const std::string& address, int port, milliseconds timeout)
-      : socket_(connect_to(0, address, port, SocketClock::now() + timeout)) {
-    const auto number = static_cast<std::uint32_t>(rank);
-    check(socket_.write(&number, sizeof number));
+      : timeout_(timeout),
+        socket_(connect_as(rank, 0, address, port, SocketClock::now() + timeout)) {
+    socket_.limit_writes(timeout);
   }
   ~Client() override {
     const Request end{Kind::kEnd, 0, 0};
@@ -158,19 +167,39 @@ class Client final : public ControlPlane {
       if (text || left <= kPart) return text;
     }
   }
+  std::optional<int> silent_rank() const override {
+    return silent_ ? std::optional(0) : std::nullopt;
+  }
 
  private:
-  /// One request; none: not posted within `wait`.
+  /// One request; none: not posted within `wait`, or rank 0, a process that was stopped, is silent.
+  /// Its answer is then the first thing that the next request reads.
   std::optional<std::string> ask(const std::string& name, milliseconds wait) {
     const auto lock = turn();
+    const auto deadline = SocketClock::now() + wait;
+    if (!asked_.empty()) {
+      const bool same = asked_ == name;
+      std::optional<std::string> text = answer(std::max(deadline, due_));
+      if (silent_ || (same && text)) return text;
+    }
     send({Kind::kRead, static_cast<std::uint32_t>(name.size()),
           static_cast<std::uint64_t>(wait.count())},
          name);
+    asked_ = name;
+    due_ = deadline + kGrace;
+    return answer(due_);
+  }
+  /// To the request that has none yet.
+  std::optional<std::string> answer(SocketClock::time_point deadline) {
+    silent_ = !socket_.wait_to_read(deadline);
+    if (silent_) return std::nullopt;
+    asked_.clear();
+    const auto end = SocketClock::now() + timeout_;
     Answer answer{};
-    check(socket_.read(&answer, sizeof answer));
+    check(socket_.read(&answer, sizeof answer, end));
     if (answer.found == 0) return std::nullopt;
     std::string text(answer.bytes, '\0');
-    check(socket_.read(text.data(), text.size()));
+    check(socket_.read(text.data(), text.size(), end));
     return text;
   }
   /// The connection for one request. Who waits for it gets it before who has just had it: a mutex
@@ -187,6 +216,10 @@ class Client final : public ControlPlane {
   }
 
   std::mutex next_, mutex_;
+  const milliseconds timeout_;
+  std::string asked_;  // what the last request without an answer reads; empty: all have theirs
+  SocketClock::time_point due_;
+  std::atomic<bool> silent_{false};
   Socket socket_;
 };
 

@@ -10,8 +10,8 @@
 #include <cstring>
 
 #include "comm/check_ranks.h"
+#include "comm/greeting.h"
 #include "comm/place.h"
-#include "comm/socket.h"
 #include "core/check.h"
 #include "fusedmoe/comm.h"
 
@@ -38,7 +38,7 @@ class TcpData final : public DataPlane {
       : rank_(rank), peers_(static_cast<std::size_t>(size)) {
     const auto deadline = SocketClock::now() + timeout;
     int port = 0;
-    const Socket listener = listen_at(port);
+    Welcome welcome(listen_at(port));
     control.post(name_of(rank), core::format("{}:{}", host_name(), port));
     // Every rank connects to those before it and waits for those behind it.
     for (int r = 0; r < rank; ++r) connect(r, control, deadline);
@@ -50,7 +50,7 @@ class TcpData final : public DataPlane {
                          static_cast<double>(timeout.count()) / 1000));
       }
       look_for_failure(control);
-      accept(listener, deadline);
+      accept(welcome, std::min(deadline, SocketClock::now() + kLook));
     }
     for (const Peer& peer : peers_) {
       if (peer.socket) ::fcntl(peer.socket.get(), F_SETFL, O_NONBLOCK);
@@ -111,17 +111,17 @@ class TcpData final : public DataPlane {
     }
   }
 
-  /// Waits a moment for the next connection. One that ends before it says its rank is nobody's.
-  void accept(const Socket& listener, SocketClock::time_point deadline) {
-    Socket socket = accept_from(listener, std::min(deadline, SocketClock::now() + kLook));
-    std::uint32_t other = 0;
-    if (!socket || !socket.read(&other, sizeof other, deadline)) return;
+  /// Waits for the next rank.
+  void accept(Welcome& welcome, SocketClock::time_point until) {
+    std::optional<Welcome::Guest> guest = welcome.next(until);
+    if (!guest) return;
+    const std::uint32_t other = guest->rank;
     const auto size = static_cast<std::uint32_t>(peers_.size());
     FUSEDMOE_CHECK(other > static_cast<std::uint32_t>(rank_) && other < size, "rank",
                    core::to_string(other), core::format("in ({}, {})", rank_, size));
     FUSEDMOE_CHECK(!peers_[other].socket, "rank",
                    core::format("{}, which has connected already", other), "that of one process");
-    peers_[other].socket = std::move(socket);
+    peers_[other].socket = std::move(guest->socket);
   }
 
   void connect(int r, ControlPlane& control, SocketClock::time_point deadline) {
@@ -138,11 +138,9 @@ class TcpData final : public DataPlane {
           "rank {} has told \"{}\" as its place; must be a host and a port", r, *place));
     }
     const std::string host = place->substr(0, colon);
-    Socket socket = connect_to(r, host == host_name() ? "127.0.0.1" : host,
-                               port_of(r, std::string_view(*place).substr(colon + 1)), deadline);
-    const auto number = static_cast<std::uint32_t>(rank_);
-    if (!socket.write(&number, sizeof number)) lost(r);
-    peers_[r].socket = std::move(socket);
+    const int port = port_of(r, std::string_view(*place).substr(colon + 1));
+    peers_[r].socket =
+        connect_as(rank_, r, host == host_name() ? "127.0.0.1" : host, port, deadline);
   }
 
   [[noreturn]] static void lost(int r) {

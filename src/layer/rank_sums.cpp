@@ -1,6 +1,7 @@
 #include "layer/rank_sums.h"
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 #include "core/check.h"
@@ -20,33 +21,48 @@ TensorView share_of(const TensorView& tensor, int num_ranks, int r) {
   return tensor.slice(0, begin_of(r), begin_of(r + 1));
 }
 
+/// Which rows a rank adds. Ranks tell each other before they read or send rows.
+struct SumHeader {
+  std::int64_t num_tokens, hidden;
+  DType dtype;
+  std::array<char, 64> what;  // step and layer; ends with zeros
+
+  SumHeader() = default;
+  SumHeader(const TensorView& rows, std::string_view step)
+      : num_tokens(rows.size(0)), hidden(rows.size(1)), dtype(rows.dtype()), what{} {
+    step.copy(what.data(), what.size() - 1);
+  }
+  bool operator==(const SumHeader&) const = default;
+};
+
+/// Throws Error unless all ranks add as many rows of the same kind.
+void check_headers(std::span<const SumHeader> headers) {
+  const auto describe = [](std::size_t rank, const SumHeader& its) {
+    return core::format("rank {} is at the {} with num_tokens {}, hidden {}, dtype {}", rank,
+                        its.what.data(), its.num_tokens, its.hidden, name(its.dtype));
+  };
+  for (std::size_t r = 1; r < headers.size(); ++r) {
+    if (headers[r] == headers[0]) continue;
+    // Compared with rank 0's, so that all ranks say the same.
+    throw Error::communication(
+        core::format("{}, but {}", describe(0, headers[0]), describe(r, headers[r])));
+  }
+}
+
 /// What a rank lends the others.
 struct Lent {
   const void* data;
-  std::int64_t num_tokens, hidden;
-  DType dtype;
-  std::string_view what;  // step and layer
-
-  bool fits(const Lent& other) const {
-    return num_tokens == other.num_tokens && hidden == other.hidden && dtype == other.dtype &&
-           what == other.what;
-  }
+  SumHeader header;
 };
 
-/// What every rank lends. Throws Error unless all lend as many rows of the same kind.
 std::vector<const Lent*> check_lent(std::span<const void* const> lent) {
-  const auto describe = [](std::size_t rank, const Lent& its) {
-    return core::format("rank {} is at the {} with num_tokens {}, hidden {}, dtype {}", rank,
-                        its.what, its.num_tokens, its.hidden, name(its.dtype));
-  };
   std::vector<const Lent*> all;
+  std::vector<SumHeader> headers;
   for (const void* each : lent) {
     all.push_back(static_cast<const Lent*>(each));
-    // Compared with rank 0's, so that all ranks say the same.
-    if (all.back()->fits(*all.front())) continue;
-    throw Error::communication(core::format("{}, but {}", describe(0, *all.front()),
-                                            describe(all.size() - 1, *all.back())));
+    headers.push_back(all.back()->header);
   }
+  check_headers(headers);
   return all;
 }
 
@@ -112,6 +128,14 @@ void RankSums::run(const TensorView& partial, const TensorView& output, bool acc
   };
   const TensorView mine = share_of(buffers.total, num_ranks, rank);
   std::vector<Message> sends, receives;
+  // A rank without tokens waits for no rows, and notices by the headers that others have some. On
+  // CUDA it would have to wait for the device to read them.
+  SumHeader own(partial, what);
+  std::vector<SumHeader> headers(static_cast<std::size_t>(num_ranks), own);
+  for (int r = 0; stream.device.is_cpu() && r < num_ranks; ++r) {
+    sends.push_back({r, &own, sizeof own});
+    receives.push_back({r, &headers[r], sizeof own});
+  }
   PartSum sum{buffers.parts, mine};
   for (int r = 0; r < num_ranks; ++r) {
     const TensorView part = buffers.parts.slice(0, r * share, r * share + mine.size(0));
@@ -120,6 +144,12 @@ void RankSums::run(const TensorView& partial, const TensorView& output, bool acc
     sum.first.push_back(part.as<const std::byte>());
   }
   communicator_->exchange(sends, receives, stream, what);
+  try {
+    check_headers(headers);
+  } catch (const Error& error) {
+    communicator_->abort(error.what());
+    throw Error::communication(communicator_->status());  // the same on every rank
+  }
   sum_parts(sum, buffers, share, stream);
 
   sends.clear();
@@ -142,11 +172,12 @@ void RankSums::run_in_place(const TensorView& partial, const TensorView& output,
   const int num_ranks = communicator_->size(), rank = communicator_->rank();
   const std::int64_t share = share_of(num_tokens, num_ranks);
   const auto lent_here = [&](const TensorView& rows) {
-    return Lent{rows.data(), num_tokens, rows.size(1), rows.dtype(), what};
+    return Lent{rows.data(), SumHeader(rows, what)};
   };
   const auto rows_of = [&](const Lent& lent, int r) {
-    const TensorView there(const_cast<void*>(lent.data), lent.dtype,
-                           {lent.num_tokens, lent.hidden});
+    const SumHeader& header = lent.header;
+    const TensorView there(const_cast<void*>(lent.data), header.dtype,
+                           {header.num_tokens, header.hidden});
     return share_of(there, num_ranks, r);
   };
   const auto add = [&](std::span<const void* const> lent) {

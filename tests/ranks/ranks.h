@@ -47,6 +47,20 @@ inline void run_ranks(int size, const std::function<void(int rank)>& function) {
   }
 }
 
+/// Every rank sends rank * 100 + peer to every peer, with itself.
+inline void exchange_numbers(Communicator& comm) {
+  const int size = comm.size();
+  std::vector<int> out(size), in(size, -1);
+  std::vector<Message> sends, receives;
+  for (int peer = 0; peer < size; ++peer) {
+    out[peer] = comm.rank() * 100 + peer;
+    sends.push_back({peer, &out[peer], sizeof(int)});
+    receives.push_back({peer, &in[peer], sizeof(int)});
+  }
+  comm.exchange(sends, receives, {}, "numbers");
+  for (int peer = 0; peer < size; ++peer) EXPECT_EQ(in[peer], peer * 100 + comm.rank());
+}
+
 /// A data plane whose ranks do not lend their memory: all goes in messages, as between processes.
 class MessagesOnly final : public DataPlane {
  public:

@@ -1,0 +1,52 @@
+// How a rank that connects to another says who it is. Anybody may connect to a port: who does not
+// say within a second that it is one of our ranks is dropped, and holds up nobody meanwhile.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <list>
+#include <optional>
+
+#include "comm/socket.h"
+
+namespace fusedmoe::comm {
+
+struct Greeting {
+  static constexpr std::uint32_t kOurs = 0x666d6f65;
+  std::uint32_t ours = kOurs;  // else it is not one
+  std::uint32_t rank = 0;
+};
+
+/// Connects and says that this is `rank`.
+Socket connect_as(int rank, int to, const std::string& address, int port,
+                  SocketClock::time_point deadline);
+
+/// Who connects to a listener.
+class Welcome {
+ public:
+  struct Guest {
+    std::uint32_t rank;
+    Socket socket;
+  };
+
+  explicit Welcome(Socket listener) : listener_(std::move(listener)) {}
+  /// The next that has said its rank; none: nobody until then.
+  std::optional<Guest> next(SocketClock::time_point until);
+
+ private:
+  /// Has connected, and said nothing yet, or a part.
+  struct Stranger {
+    Socket socket;
+    SocketClock::time_point leaves;
+    std::array<char, sizeof(Greeting)> bytes{};
+    std::size_t got = 0;
+  };
+  void accept();
+  /// Reads what has come; false: forget it.
+  static bool listen_to(Stranger& stranger);
+
+  Socket listener_;
+  std::list<Stranger> strangers_;
+};
+
+}  // namespace fusedmoe::comm

@@ -1,0 +1,379 @@
+// How processes join, over TCP and files: who is late, who is nobody, what launchers say.
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <optional>
+#include <utility>
+
+#include "fusedmoe/comm.h"
+#include "fusedmoe/error.h"
+#include "ranks.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::errors_of_ranks;
+using testing::exchange_numbers;
+using testing::kImpatient;
+using testing::kPatient;
+using testing::run_ranks;
+using Communicators = std::vector<std::shared_ptr<Communicator>>;
+
+/// A connection of somebody who may be no rank.
+class RawSocket {
+ public:
+  explicit RawSocket(int connected) : socket_(connected) {}
+  RawSocket(int port, std::string_view says) : socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
+    sockaddr_in to{};
+    to.sin_family = AF_INET;
+    to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    to.sin_port = htons(static_cast<std::uint16_t>(port));
+    EXPECT_EQ(::connect(socket_, reinterpret_cast<sockaddr*>(&to), sizeof to), 0);
+    send(says);
+  }
+  RawSocket(RawSocket&& other) noexcept : socket_(std::exchange(other.socket_, -1)) {}
+  ~RawSocket() {
+    if (socket_ >= 0) ::close(socket_);
+  }
+  void send(std::string_view text) const {
+    const auto bytes = static_cast<ssize_t>(text.size());
+    EXPECT_EQ(::send(socket_, text.data(), text.size(), MSG_NOSIGNAL), bytes);
+  }
+
+ private:
+  int socket_;
+};
+
+/// Lets one connection wait.
+class RawListener {
+ public:
+  RawListener() : socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
+    sockaddr_in place{};
+    place.sin_family = AF_INET;
+    place.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof place;
+    EXPECT_EQ(::bind(socket_, reinterpret_cast<sockaddr*>(&place), size), 0);
+    EXPECT_EQ(::listen(socket_, 0), 0);
+    EXPECT_EQ(::getsockname(socket_, reinterpret_cast<sockaddr*>(&place), &size), 0);
+    port_ = ntohs(place.sin_port);
+  }
+  ~RawListener() { ::close(socket_); }
+  int port() const { return port_; }
+  RawSocket accept() const { return RawSocket(::accept(socket_, nullptr, nullptr)); }
+
+ private:
+  int socket_, port_ = 0;
+};
+
+/// What a rank says when it has connected.
+std::string greeting_of(std::uint32_t rank) {
+  const std::uint32_t words[] = {0x666d6f65, rank};
+  return {reinterpret_cast<const char*>(words), sizeof words};
+}
+
+TEST(JoinTest, FilesAndTcpFindTheRanksToo) {
+  const std::filesystem::path folder =
+      std::filesystem::temp_directory_path() / ("fusedmoe_control_" + std::to_string(getpid()));
+  run_ranks(3, [&](int rank) {
+    Communicator comm(rank, 3, make_file_control_plane(folder.string()), nullptr, {kPatient});
+    EXPECT_EQ(comm.gather("f" + std::to_string(rank), "test")[2], "f2");
+    EXPECT_EQ(comm.backend(), "none");
+    comm.split(rank == 0)->barrier();
+    comm.barrier();
+  });
+  std::filesystem::remove_all(folder);
+
+  // An engine's own collective tells the address; here that of other communicators.
+  const Communicators engine = make_thread_communicators(3, {kPatient});
+  run_ranks(3, [&](int rank) {
+    const auto gather = [&](const std::string& text) {
+      return engine[rank]->gather(text, "engine");
+    };
+    Communicator comm(rank, 3, make_control_plane(rank, 3, gather), nullptr, {kPatient});
+    EXPECT_EQ(comm.gather(std::string(100000, 'a' + rank), "test")[1], std::string(100000, 'b'));
+    comm.split(rank == 0)->barrier();
+  });
+}
+
+TEST(TcpTest, ARankThatDiesIsNoticedOverTcp) {
+  const Communicators engine = make_thread_communicators(3, {kPatient});
+  const auto errors = errors_of_ranks(3, [&](int rank) {
+    const auto gather = [&](const std::string& text) {
+      return engine[rank]->gather(text, "engine");
+    };
+    const auto control = make_control_plane(rank, 3, gather);
+    Communicator comm(rank, 3, control, nullptr, {kImpatient});
+    if (rank == 1) return;  // leaves in order: then it is only late
+    comm.barrier();
+  });
+  EXPECT_EQ(errors[0], "barrier: rank 1 did not arrive within 0.15 s");
+  EXPECT_EQ(errors[2], errors[0]);
+}
+
+TEST(TcpTest, MessagesTravelOverTcp) {
+  const Communicators engine = make_thread_communicators(3, {kPatient});
+  const auto errors = errors_of_ranks(3, [&](int rank) {
+    const auto gather = [&](const std::string& text) {
+      return engine[rank]->gather(text, "engine");
+    };
+    const auto control = make_control_plane(rank, 3, gather);
+    Communicator comm(rank, 3, control, make_tcp_data_plane(rank, 3, control), {kPatient});
+    EXPECT_EQ(comm.backend(), "tcp");
+    EXPECT_FALSE(comm.can_lend());
+    exchange_numbers(comm);
+    // More than a socket's buffers hold, to both others at once.
+    std::vector<int> out(1 << 20, rank), in(2 << 20);
+    const auto half = out.size() * sizeof(int);
+    const int a = (rank + 1) % 3, b = (rank + 2) % 3;
+    const Message sends[] = {{a, out.data(), half}, {b, out.data(), half}};
+    const Message receives[] = {{a, in.data(), half}, {b, in.data() + out.size(), half}};
+    comm.exchange(sends, receives, {}, "rows");
+    EXPECT_TRUE(in.front() == a && in[out.size() - 1] == a && in[out.size()] == b);
+    exchange_numbers(*comm.split(rank == 0));
+    comm.barrier();
+    const std::size_t bytes = rank == 1 ? 8 : 4;
+    const Message wrong{rank == 1 ? 0 : 1, out.data(), bytes};
+    if (rank < 2) comm.exchange({&wrong, 1}, {&wrong, 1}, {}, "rows");
+  });
+  EXPECT_NE(errors[0].find("bytes from rank"), std::string::npos) << errors[0];
+  EXPECT_EQ(errors[0], errors[1]);
+}
+
+/// A text that comes after 1.5 s is read: a client asks the server several times until then, and
+/// lets its other threads post in between.
+TEST(TcpControlTest, AReadLastsUntilItsOwnDeadline) {
+  const Communicators engine = make_thread_communicators(2, {kPatient});
+  run_ranks(2, [&](int rank) {
+    const auto gather = [&](const std::string& text) {
+      return engine[rank]->gather(text, "engine");
+    };
+    const auto control = make_control_plane(rank, 2, gather);
+    if (rank == 0) {  // keeps the texts meanwhile
+      EXPECT_EQ(control->read("late", kPatient), "here");
+      return;
+    }
+    EXPECT_FALSE(control->read("never", kImpatient));
+    std::thread other([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+      control->post("late", "here");
+    });
+    EXPECT_EQ(control->read("late", kPatient), "here");
+    other.join();
+  });
+}
+
+TEST(TcpControlTest, WhoIsNoRankTakesNoPlace) {
+  const Communicators engine = make_thread_communicators(3, {kPatient});
+  run_ranks(3, [&](int rank) {
+    std::vector<RawSocket> strangers;
+    const auto gather = [&](const std::string& text) {
+      const std::vector<std::string> texts = engine[rank]->gather(text, "engine");
+      const bool port = texts[1].empty();  // only rank 0 has one
+      for (const char* says : {"", "", "GET / HTTP/1.1"}) {
+        if (port && rank > 0) strangers.emplace_back(std::stoi(texts[0]), says);
+      }
+      engine[rank]->barrier();
+      return texts;
+    };
+    Communicator(rank, 3, make_control_plane(rank, 3, gather), nullptr, {kPatient}).barrier();
+  });
+}
+
+TEST(TcpControlTest, ARankThatIsNoneEndsTheJoin) {
+  for (const std::uint32_t rank : {1, 7}) {
+    std::vector<RawSocket> others;
+    const auto gather = [&](const std::string& text) {
+      if (!others.empty() || text.empty() || std::stoi("0" + text) == 0) {
+        return std::vector<std::string>(3, text);
+      }
+      for (int i = 0; i < 2; ++i) others.emplace_back(std::stoi(text), greeting_of(rank));
+      return std::vector<std::string>(3, text);
+    };
+    const auto control = make_control_plane(0, 3, gather, kPatient);
+    const std::string reason = control->read("failure", kPatient).value_or("");
+    EXPECT_EQ(reason, rank == 7 ? "a process has joined 3 ranks as rank 7"
+                                : "a second process has joined as rank 1");
+    others.clear();
+  }
+}
+
+/// Rank 0, a process that was stopped: its port takes connections, but nobody answers.
+TEST(TcpControlTest, ARankZeroThatIsStoppedHasAName) {
+  RawListener listener;
+  const auto control = make_tcp_control_plane(1, 3, "127.0.0.1", listener.port(), kPatient);
+  const auto errors =
+      errors_of_ranks(1, [&](int) { Communicator(1, 3, control, nullptr, {kImpatient}); });
+  EXPECT_EQ(errors[0], "joining: rank 0 did not arrive within 0.15 s");
+  EXPECT_EQ(control->silent_rank(), 0);
+}
+
+TEST(TcpControlTest, AnAnswerThatComesLateIsRead) {
+  RawListener listener;
+  const auto control = make_tcp_control_plane(1, 2, "127.0.0.1", listener.port(), kPatient);
+  EXPECT_FALSE(control->read("name", kImpatient));
+  EXPECT_EQ(control->silent_rank(), 0);
+  const std::uint32_t found[] = {1, 4};  // and how many bytes
+  const std::string answer(reinterpret_cast<const char*>(found), sizeof found);
+  const RawSocket server = listener.accept();
+  server.send(answer + "here");
+  EXPECT_EQ(control->read("name", kPatient), "here");
+  EXPECT_FALSE(control->silent_rank());
+}
+
+/// Who connects to a full queue gets no answer at all.
+TEST(TcpControlTest, APortThatDoesNotAnswerIsGivenUpAtTheDeadline) {
+  RawListener listener;
+  const RawSocket waits(listener.port(), "");
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_THROW(make_tcp_control_plane(1, 2, "127.0.0.1", listener.port(), kImpatient), Error);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, kImpatient + std::chrono::seconds(2));
+}
+
+TEST(TcpControlTest, APortThatIsNoneHasARank) {
+  for (const char* text : {"", "port", "80x", "0", "65536", "99999999999"}) {
+    const auto gather = [&](const std::string&) { return std::vector<std::string>(2, text); };
+    const auto errors = errors_of_ranks(2, [&](int rank) {
+      if (rank == 1) make_control_plane(1, 2, gather, kImpatient);
+    });
+    EXPECT_EQ(errors[1],
+              "rank 0 has told \"" + std::string(text) + "\" as its port; must be in [1, 65535]");
+  }
+}
+
+/// What rank 0 of three throws when it makes its data plane; `others` gets its port.
+std::string error_of_joining(std::chrono::milliseconds timeout,
+                             const std::shared_ptr<ControlPlane>& control,
+                             const std::function<void(int port)>& others) {
+  const auto errors = errors_of_ranks(2, [&](int thread) {
+    if (thread == 0) make_tcp_data_plane(0, 3, control, timeout);
+    if (thread == 0) control->post("joined", "");
+    if (thread == 1) {
+      const std::string place = control->read("tcp data/0", kPatient).value();
+      others(std::stoi(place.substr(place.rfind(':') + 1)));
+    }
+  });
+  EXPECT_EQ(errors[1], "");
+  return errors[0];
+}
+
+TEST(TcpDataTest, WhoIsNoRankHoldsNobodyUp) {
+  const auto control = make_thread_control_plane();
+  const auto error = error_of_joining(kPatient, control, [&](int port) {
+    { const RawSocket goes(port, ""); }
+    const RawSocket silent(port, ""), other(port, "GET / HTTP/1.1"), half(port, "eo");
+    const RawSocket one(port, greeting_of(1)), two(port, greeting_of(2));
+    EXPECT_TRUE(control->read("joined", kPatient));
+  });
+  EXPECT_EQ(error, "");
+}
+
+TEST(TcpDataTest, APeerThatSaysNothingDoesNotHoldUpTheJoinForEver) {
+  std::optional<RawSocket> silent;
+  const auto error = error_of_joining(kImpatient, make_thread_control_plane(),
+                                      [&](int port) { silent.emplace(port, ""); });
+  EXPECT_EQ(error, "joining over TCP: ranks 1, 2 did not connect within 0.15 s");
+}
+
+TEST(TcpDataTest, ARankThatDoesNotConnectHasAName) {
+  std::optional<RawSocket> one;
+  const auto error = error_of_joining(std::chrono::seconds(1), make_thread_control_plane(),
+                                      [&](int port) { one.emplace(port, greeting_of(1)); });
+  EXPECT_EQ(error, "joining over TCP: rank 2 did not connect within 1 s");
+}
+
+TEST(TcpDataTest, ASecondProcessWithTheSameRankIsRefused) {
+  std::optional<RawSocket> first, second;
+  const auto error = error_of_joining(kPatient, make_thread_control_plane(), [&](int port) {
+    first.emplace(port, greeting_of(1));
+    second.emplace(port, greeting_of(1));
+  });
+  EXPECT_EQ(error, "rank: was 1, which has connected already; must be that of one process");
+}
+
+TEST(TcpDataTest, WhoGivesUpEndsTheJoinOfTheOthers) {
+  const auto control = make_thread_control_plane();
+  const auto error = error_of_joining(
+      kPatient, control, [&](int) { control->post("failure", "rank 2: no memory left"); });
+  EXPECT_EQ(error, "rank 2: no memory left");
+  const auto unposted = make_thread_control_plane();
+  unposted->post("failure", "rank 0: no memory left");
+  const auto errors =
+      errors_of_ranks(1, [&](int) { make_tcp_data_plane(1, 2, unposted, kPatient); });
+  EXPECT_EQ(errors[0], "rank 0: no memory left") << "nor waits a rank for another's place";
+}
+
+TEST(TcpDataTest, APlaceThatIsNoneHasARank) {
+  for (const char* place : {"nowhere", "host:", "host:80x"}) {
+    const auto control = make_thread_control_plane();
+    control->post("tcp data/0", place);
+    const auto errors =
+        errors_of_ranks(1, [&](int) { make_tcp_data_plane(1, 2, control, kImpatient); });
+    EXPECT_TRUE(errors[0].starts_with("rank 0 has told \"")) << errors[0];
+  }
+}
+
+/// Sets a variable of the environment for a while.
+class Variable {
+ public:
+  Variable(const char* name, const char* value) : name_(name) { setenv(name, value, 1); }
+  ~Variable() { unsetenv(name_); }
+
+ private:
+  const char* name_;
+};
+
+TEST(LaunchTest, EveryLauncherIsUnderstood) {
+  const struct {
+    const char *launcher, *rank, *size, *local;
+  } launchers[] = {
+      {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"},
+      {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
+      {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
+      {"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"},
+  };
+  for (const auto& each : launchers) {
+    if (std::getenv(each.rank)) GTEST_SKIP() << "started by a launcher";
+    const Variable rank(each.rank, "5"), size(each.size, "8"), local(each.local, "1");
+    const Variable address("MASTER_ADDR", "node7"), port("MASTER_PORT", "29500");
+    const auto launch = launch_from_environment();
+    ASSERT_TRUE(launch) << each.launcher;
+    EXPECT_EQ(launch->launcher, each.launcher);
+    EXPECT_EQ(launch->rank, 5);
+    EXPECT_EQ(launch->size, 8);
+    EXPECT_EQ(launch->local_rank, 1);
+    EXPECT_EQ(launch->address, "node7");
+    EXPECT_EQ(launch->port, 29500);
+  }
+  EXPECT_FALSE(launch_from_environment());
+  {
+    const Variable tasks("SLURM_NTASKS", "4");
+    EXPECT_FALSE(launch_from_environment()) << "an allocation, but no srun";
+  }
+  const Variable rank("RANK", "8");
+  EXPECT_THROW(launch_from_environment(), Error) << "no size";
+  const Variable size("WORLD_SIZE", "8");
+  EXPECT_THROW(launch_from_environment(), Error) << "rank 8 of 8";
+  const Variable first("RANK", "0"), port("MASTER_PORT", "29500"),
+      agent("TORCHELASTIC_USE_AGENT_STORE", "True");
+  EXPECT_EQ(launch_from_environment()->port, 29501) << "torchrun itself listens at the other";
+}
+
+TEST(LaunchTest, JoiningNeedsAnAddressAndATimeout) {
+  if (launch_from_environment()) GTEST_SKIP() << "started by a launcher";
+  EXPECT_THROW(join_processes(), Error) << "no launcher";
+  EXPECT_THROW(join_processes(Launch{0, 1, 0, "", 29500, ""}), Error) << "no address";
+  using std::chrono::milliseconds;
+  for (const milliseconds timeout : {milliseconds(0), milliseconds(-1), milliseconds::max()}) {
+    EXPECT_THROW(make_thread_communicators(1, {timeout}), Error);
+    EXPECT_THROW(join_processes(Launch{1, 2, 0, "127.0.0.1", 1, ""}, {timeout}), Error);
+    const auto gather = [](const std::string&) { return std::vector<std::string>(2); };
+    EXPECT_THROW(make_control_plane(1, 2, gather, timeout), Error);
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe
