@@ -39,6 +39,7 @@ struct Options {
   double max_seconds = 10;
   bool json = false, csv = false, markdown = false;
   bool load = false, heat_map = false;
+  bool rows_only = false;
 };
 
 struct Row {
@@ -251,7 +252,7 @@ bool run_scheme(const Options& options, const BenchSubject& subject, const std::
   return right;
 }
 
-/// Only the way of the rows: a table for each model.
+/// The way of the rows, and whole steps: a table for each model.
 void run_ranks(const Options& options) {
   if (options.threads == 0 && !launched()) {
     set_num_threads(std::max(1, num_threads() / options.ep));
@@ -270,6 +271,7 @@ void run_ranks(const Options& options) {
     bench.min_samples = options.min_samples;
     bench.max_seconds = std::min(options.max_seconds, 0.5);
     bench.threads = options.threads;
+    bench.rows_only = options.rows_only;
     bench.json = options.json;
     run_rank_bench(bench);
   }
@@ -331,10 +333,11 @@ void add_bench(Command& program) {
       .between(1, kMaxThreads);
   command
       .add_option("--ep", options->ep,
-                  "Time dispatch and combine between so many ranks instead: threads, or the "
-                  "processes of mpirun, torchrun or srun, with --device cuda on a GPU each; "
+                  "Time dispatch, combine and whole steps between so many ranks instead: threads, "
+                  "or the processes of mpirun, torchrun or srun, with --device cuda on a GPU each; "
                   "--experts then names a transport")
       .between(1, 64);
+  command.add_flag("--rows-only", options->rows_only, "With --ep: no experts, so no weights");
   command.add_option("--min-samples", options->min_samples, "Samples for each number of tokens")
       .positive();
   command.add_option("--max-seconds", options->max_seconds, "Time for each number of tokens")

@@ -47,6 +47,33 @@ MoeConfig BenchOptions::config() const {
   return config;
 }
 
+testing::Case bench_case(const ModelConfig& model, const QuantScheme& scheme,
+                         std::int64_t num_tokens) {
+  testing::Case result;
+  result.name = "bench";
+  result.num_tokens = num_tokens;
+  result.num_experts = model.router.num_experts;
+  result.topk = model.router.topk;
+  result.hidden = model.hidden;
+  result.intermediate = model.intermediate;
+  result.scheme = scheme;
+  result.activation = model.activation;
+  result.activation_params = model.activation_params;
+  result.bias = model.has_bias;
+  result.weight_on_input = model.router.apply_router_weight_on_input;
+  return result;
+}
+
+ExpertWeights bench_weights(testing::Case spec, std::int64_t num_experts) {
+  spec.num_tokens = spec.topk = 1;
+  spec.num_experts = std::min(num_experts, kDistinctExperts);
+  ExpertWeights weights = testing::make_problem(spec).weights;
+  for (std::int64_t e = kDistinctExperts; e < num_experts; ++e) {
+    weights.experts.push_back(weights.experts[static_cast<std::size_t>(e % kDistinctExperts)]);
+  }
+  return weights;
+}
+
 BenchBuffers::BenchBuffers(const ModularKernel& kernel, const testing::Case& spec) {
   const Device device = kernel.experts().config().device;
   const DType dtype = kernel.experts().config().dtype;
@@ -90,14 +117,8 @@ BenchWork::BenchWork(const testing::Case& spec, std::int64_t weight_bytes) {
 
 BenchProblem::BenchProblem(BenchOptions options, const PackProgress& progress)
     : options_(std::move(options)) {
-  testing::Case few = spec(1);
-  few.num_experts = std::min(few.num_experts, kDistinctExperts);
-  few.topk = 1;
-  weights_ = testing::make_problem(few).weights;
   const std::int64_t num_experts = options_.model.router.num_experts;
-  for (std::int64_t e = kDistinctExperts; e < num_experts; ++e) {
-    weights_.experts.push_back(weights_.experts[static_cast<std::size_t>(e % kDistinctExperts)]);
-  }
+  weights_ = bench_weights(spec(1), num_experts);
   Context context = make_context();
   if (!options_.tuned) context.tuned = nullptr;
   kernel_ =
@@ -117,19 +138,7 @@ std::string BenchProblem::implementation() const {
 }
 
 testing::Case BenchProblem::spec(std::int64_t num_tokens) const {
-  testing::Case result;
-  result.name = "bench";
-  result.num_tokens = num_tokens;
-  result.num_experts = options_.model.router.num_experts;
-  result.topk = options_.model.router.topk;
-  result.hidden = options_.model.hidden;
-  result.intermediate = options_.model.intermediate;
-  result.scheme = options_.scheme;
-  result.activation = options_.model.activation;
-  result.activation_params = options_.model.activation_params;
-  result.bias = options_.model.has_bias;
-  result.weight_on_input = options_.model.router.apply_router_weight_on_input;
-  return result;
+  return bench_case(options_.model, options_.scheme, num_tokens);
 }
 
 std::int32_t BenchProblem::draw_expert(std::int64_t num_tokens) {

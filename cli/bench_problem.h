@@ -20,6 +20,12 @@ double median(std::vector<double> values);
 /// at a tie to the other neighbour, which moves it by a whole step.
 double error_bound(DType dtype, const QuantScheme& scheme);
 
+/// A layer of the model as the case generator describes it.
+testing::Case bench_case(const ModelConfig& model, const QuantScheme& scheme,
+                         std::int64_t num_tokens);
+/// Its weights: a few distinct experts of random values, repeated. Packing copies each.
+ExpertWeights bench_weights(testing::Case spec, std::int64_t num_experts);
+
 /// Tensors of one number of tokens, on one device.
 struct BenchBuffers {
   Tensor hidden_states, output, topk_ids, topk_weights, workspace;
@@ -37,8 +43,7 @@ struct BenchWork {
   BenchWork(const testing::Case& spec, std::int64_t weight_bytes);
 };
 
-/// The weights of a model's layer: a few distinct experts of random values, packed as many times
-/// as the layer has experts.
+/// A model's layer with bench_weights().
 class BenchProblem {
  public:
   BenchProblem(BenchOptions options, const PackProgress& progress);

@@ -1,16 +1,20 @@
 #include "rank_bench.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <functional>
-#include <nlohmann/json.hpp>
+#include <limits>
 #include <sstream>
 
+#include "bench_problem.h"
 #include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/runtime.h"
+#include "fusedmoe/selection.h"
+#include "rank_report.h"
 #include "ranks.h"
 #include "testing/cases.h"
 
@@ -19,44 +23,52 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Names sizes; the experts do not run here.
+/// Names sizes, where the experts do not run.
 class NoWeights final : public PackedWeights {
  public:
   using PackedWeights::PackedWeights;
   std::int64_t nbytes() const override { return 0; }
 };
 
-struct RankRow {
-  std::string transport;
-  bool fixed_sizes = false;
-  std::int64_t num_tokens = 0;
-  double dispatch_us = 0, bare_dispatch_us = 0, combine_us = 0, bare_combine_us = 0;
-  double copy_us = 0;     // memcpy of what is sent and of what returns; on the CPU
-  double sent_bytes = 0;  // to other ranks, by the rank that sends most
-  double times_of_copy() const { return (dispatch_us + combine_us) / copy_us; }
-  double gigabytes() const { return 1e-3 * sent_bytes / dispatch_us; }
+/// Of one rank, for all rows; `experts` is null where they do not run.
+struct RankExperts {
+  std::shared_ptr<const Experts> experts;
+  std::shared_ptr<const PackedWeights> weights;
 };
 
 /// One rank's part of one row.
 class RankBench {
  public:
   RankBench(const RankBenchOptions& options, std::shared_ptr<Communicator> communicator,
-            const PrepareFinalizeDescriptor& transport, bool fixed_sizes, std::int64_t num_tokens);
+            const RankExperts& experts, const PrepareFinalizeDescriptor& transport,
+            bool fixed_sizes, std::int64_t num_tokens);
   RankRow run();
 
  private:
-  std::vector<double> medians_us(const std::vector<std::function<void()>>& phases);
+  void make_buffers();
+  void count_rows(const TensorView& topk_ids);
+  void dispatch();
+  void run_experts();
+  void combine();
+  void time_rows(RankRow& row);
+  void time_bare(RankRow& row);
+  void time_steps(RankRow& row);
+  using Phases = std::vector<std::function<void()>>;
+  std::vector<std::vector<double>> samples_us(const Phases& phases);
+  std::vector<double> medians_us(const Phases& phases);
   void start_together();
-  std::vector<Message> messages(bool incoming);
+  std::vector<Message> messages(bool incoming, std::int64_t row_bytes);
   static void copy_bytes(const Tensor& from, const std::vector<Message>& messages);
-  double largest(double mine) const;
-  std::int64_t row_bytes() const { return bytes(config_.dtype, config_.hidden); }
+  std::vector<double> largest(const std::vector<double>& mine) const;
+  double largest(double mine) const { return largest(std::vector{mine}).front(); }
+  std::int64_t returned_row_bytes() const { return bytes(config_.dtype, config_.hidden); }
   /// The transport uses the data plane's own collectives.
   bool gathers() const { return uses_graphs() && transport_.name() != "all2all"; }
   bool uses_graphs() const { return fixed_sizes_ && communicator_->backend() == "nccl"; }
 
   const RankBenchOptions& options_;
   std::shared_ptr<Communicator> communicator_;
+  const RankExperts& experts_;
   const PrepareFinalizeDescriptor& transport_;
   const bool fixed_sizes_;
   const std::int64_t num_tokens_;
@@ -64,9 +76,11 @@ class RankBench {
   OwnedStream stream_;
   MoeConfig config_;
   std::shared_ptr<const PrepareAndFinalize> prepare_finalize_;
-  NoWeights weights_;
-  Tensor hidden_states_, ids_, factors_, output_, workspace_, rows_, bare_;
+  ForwardArgs args_, inner_;  // of the caller, and of the experts
+  Tensor hidden_states_, ids_, factors_, output_, workspace_, rows_, scratch_, bare_;
   std::vector<std::int64_t> sent_, received_;  // rows, for each rank
+  std::int64_t sent_row_bytes_ = 0;
+  std::vector<double> experts_us_;  // of each call on the CPU
 };
 
 MoeConfig config_of(const RankBenchOptions& options, int rank, Device device) {
@@ -75,77 +89,118 @@ MoeConfig config_of(const RankBenchOptions& options, int rank, Device device) {
   config.parallel =
       ParallelConfig::of({.dp_size = options.num_ranks, .expert_parallel = true, .rank = rank});
   const auto placement = ExpertPlacement::linear(config.num_experts, options.num_ranks);
-  config.num_local_experts = static_cast<std::int64_t>(placement.local_experts(rank).size());
+  const auto held = static_cast<std::int64_t>(placement.local_experts(rank).size());
+  config.num_local_experts = std::max<std::int64_t>(held, 1);  // as local_weights() has it
   config.has_expert_map = true;
   return config;
 }
 
-PackedWeights::Info info_of(const MoeConfig& config) {
-  PackedWeights::Info info;
-  info.num_experts = config.num_local_experts;
-  info.hidden = config.hidden;
-  info.intermediate = config.intermediate;
-  info.scheme = config.scheme;
-  info.device = config.device;
-  return info;
+/// With the experts that the layer's own selection takes.
+RankExperts make_experts(const RankBenchOptions& options, const Communicator& communicator) {
+  const MoeConfig config = config_of(options, communicator.rank(), communicator.device());
+  if (options.rows_only) {
+    PackedWeights::Info info;
+    info.num_experts = config.num_local_experts;
+    info.hidden = config.hidden;
+    info.intermediate = config.intermediate;
+    info.scheme = config.scheme;
+    info.device = config.device;
+    return {nullptr, std::make_shared<NoWeights>(info)};
+  }
+  RankExperts result;
+  result.experts = select(config).experts->create(config, make_context());
+  const testing::Case spec = bench_case(options.model, options.scheme, 1);
+  result.weights = result.experts->pack(bench_weights(spec, config.num_local_experts));
+  return result;
 }
 
 RankBench::RankBench(const RankBenchOptions& options, std::shared_ptr<Communicator> communicator,
-                     const PrepareFinalizeDescriptor& transport, bool fixed_sizes,
-                     std::int64_t num_tokens)
+                     const RankExperts& experts, const PrepareFinalizeDescriptor& transport,
+                     bool fixed_sizes, std::int64_t num_tokens)
     : options_(options),
       communicator_(std::move(communicator)),
+      experts_(experts),
       transport_(transport),
       fixed_sizes_(fixed_sizes),
       num_tokens_(num_tokens),
       device_(communicator_->device()),
       stream_(device_),
-      config_(config_of(options, communicator_->rank(), device_)),
-      weights_(info_of(config_)) {
+      config_(config_of(options, communicator_->rank(), device_)) {
   Context context;
   context.ranks.communicator = communicator_;
   context.ranks.max_tokens_per_rank = num_tokens;
   context.ranks.fixed_sizes = fixed_sizes;
   prepare_finalize_ = transport.create(config_, context);
 
-  const int rank = communicator_->rank(), size = communicator_->size();
   testing::Case spec;
   spec.num_tokens = num_tokens;
   spec.num_experts = config_.num_experts;
   spec.topk = config_.topk;
   spec.hidden = spec.intermediate = 16;
-  spec.seed = static_cast<std::uint64_t>(rank);
+  spec.seed = static_cast<std::uint64_t>(communicator_->rank());
   const testing::Problem problem = testing::make_problem(spec);
   ids_ = to_device(problem.topk_ids, device_);
   factors_ = to_device(problem.topk_weights, device_);
-  hidden_states_ = Tensor::zeros({num_tokens, config_.hidden}, config_.dtype, device_);
-  output_ = Tensor::zeros({num_tokens, config_.hidden}, config_.dtype, device_);
-  ProblemSize sizes = ProblemSize::of(config_, num_tokens);
-  sizes.max_tokens = num_tokens;
-  const std::size_t bytes = prepare_finalize_->workspace_bytes(sizes, {});
-  workspace_ = Tensor::zeros({static_cast<std::int64_t>(bytes)}, DType::kU8, device_);
-  const std::int64_t capacity = prepare_finalize_->problem_size(sizes).num_tokens;
-  rows_ = Tensor::zeros({capacity, config_.hidden}, config_.dtype, device_);
-  bare_ = Tensor::zeros({2 * size * num_tokens, config_.hidden}, config_.dtype, device_);
-  // What nobody has written is one page of zeros, which is always in the cache.
-  for (const Tensor& each : {hidden_states_, output_, workspace_, rows_, bare_}) {
-    fill_bytes(each, 0x3c, stream_);
-  }
+  make_buffers();
+  count_rows(problem.topk_ids);
+}
 
-  // As many rows as the step itself sends.
+void RankBench::make_buffers() {
+  const auto filled = [&](const Shape& shape, DType dtype) {
+    Tensor tensor = Tensor::empty(shape, dtype, device_);
+    // What nobody has written is one page of zeros, which is always in the cache.
+    fill_bytes(tensor, 0x3c, stream_);
+    return tensor;
+  };
+  const auto block = [&](std::size_t bytes) {
+    return filled({static_cast<std::int64_t>(bytes)}, DType::kU8);
+  };
+  hidden_states_ = filled({num_tokens_, config_.hidden}, config_.dtype);
+  output_ = filled({num_tokens_, config_.hidden}, config_.dtype);
+  args_.weights = experts_.weights.get();
+  args_.hidden_states = hidden_states_;
+  args_.output = output_;
+  args_.topk_ids = ids_;
+  args_.topk_weights = factors_;
+  args_.max_tokens = num_tokens_;
+  args_.num_experts = config_.num_experts;
+  args_.stream = stream_;
+  if (experts_.experts) {
+    args_.preparation = make_preparation(experts_.experts->descriptor(), config_.scheme, false,
+                                         experts_.weights->info().a1_scale);
+  }
+  ProblemSize sizes = ProblemSize::of(config_, num_tokens_);
+  sizes.max_tokens = num_tokens_;
+  workspace_ = block(prepare_finalize_->workspace_bytes(sizes, args_.preparation));
+  args_.prepare_workspace = workspace_.data();
+  const ProblemSize arriving = prepare_finalize_->problem_size(sizes);
+  std::size_t bytes = static_cast<std::size_t>(arriving.num_tokens * returned_row_bytes());
+  if (experts_.experts) {
+    const WorkspacePlan plan = experts_.experts->plan(arriving);
+    bytes = std::max(bytes, plan.common_bytes());
+    scratch_ = block(plan.workspace2_bytes);
+    args_.workspace2 = scratch_.data();
+  }
+  rows_ = block(bytes);
+  args_.workspace13 = rows_.data();
+  bare_ = filled({2 * communicator_->size() * num_tokens_, config_.hidden}, config_.dtype);
+}
+
+/// As many rows as the step itself sends.
+void RankBench::count_rows(const TensorView& topk_ids) {
+  const int rank = communicator_->rank(), size = communicator_->size();
   const auto placement = ExpertPlacement::linear(config_.num_experts, size);
   sent_.assign(size, 0);
-  for (std::int64_t token = 0; token < num_tokens; ++token) {
-    std::vector<bool> goes(size, transport.name() != "all2all" || fixed_sizes);
+  for (std::int64_t token = 0; token < num_tokens_; ++token) {
+    std::vector<bool> goes(size, transport_.name() != "all2all" || fixed_sizes_);
     for (std::int64_t slot = 0; slot < config_.topk; ++slot) {
-      const std::int32_t id = problem.topk_ids.as<std::int32_t>()[token * config_.topk + slot];
+      const std::int32_t id = topk_ids.as<const std::int32_t>()[token * config_.topk + slot];
       goes[placement.rank_of()[id]] = true;
     }
     for (int r = 0; r < size; ++r) sent_[r] += goes[r];
   }
   std::string text;
   for (const std::int64_t rows : sent_) text += fmt::format("{} ", rows);
-  received_.clear();
   for (const std::string& other : communicator_->gather(text, "bench")) {
     std::istringstream numbers(other);
     std::int64_t rows = 0;
@@ -154,11 +209,17 @@ RankBench::RankBench(const RankBenchOptions& options, std::shared_ptr<Communicat
   }
 }
 
-/// Of all ranks.
-double RankBench::largest(double mine) const {
-  double result = 0;
-  for (const std::string& text : communicator_->gather(fmt::format("{:.17g}", mine), "bench")) {
-    result = std::max(result, std::stod(text));
+/// Of all ranks, each value by itself.
+std::vector<double> RankBench::largest(const std::vector<double>& mine) const {
+  std::vector<double> result(mine.size(), std::numeric_limits<double>::lowest());
+  const std::string text = fmt::format("{:.17g}", fmt::join(mine, " "));
+  for (const std::string& other : communicator_->gather(text, "bench")) {
+    std::istringstream numbers(other);
+    for (double& each : result) {
+      double value = 0;
+      numbers >> value;
+      each = std::max(each, value);
+    }
   }
   return result;
 }
@@ -178,9 +239,9 @@ void RankBench::start_together() {
   communicator_->exchange(out, in, stream_, "bench");
 }
 
-/// The medians of phases that follow each other, each begun on all ranks together. Where a graph
-/// can hold a phase, of its replays, many in a row, so that the host's part does not count.
-std::vector<double> RankBench::medians_us(const std::vector<std::function<void()>>& phases) {
+/// The times of phases that follow each other, each begun on all ranks together. Where a graph can
+/// hold a phase, of its replays, many in a row, so that the host's part does not count.
+std::vector<std::vector<double>> RankBench::samples_us(const Phases& phases) {
   const Stream stream = stream_;
   const bool graph = uses_graphs();
   for (int i = 0; i < 3; ++i) {
@@ -212,23 +273,24 @@ std::vector<double> RankBench::medians_us(const std::vector<std::function<void()
     }
   }
   communicator_->check();
+  return times;
+}
+
+std::vector<double> RankBench::medians_us(const Phases& phases) {
   std::vector<double> medians;
-  for (std::vector<double>& each : times) {
-    std::nth_element(each.begin(), each.begin() + each.size() / 2, each.end());
-    medians.push_back(largest(each[each.size() / 2]));
-  }
-  return medians;
+  for (std::vector<double>& each : samples_us(phases)) medians.push_back(median(std::move(each)));
+  return largest(medians);
 }
 
 /// The same rows without what surrounds them.
-std::vector<Message> RankBench::messages(bool incoming) {
+std::vector<Message> RankBench::messages(bool incoming, std::int64_t row_bytes) {
   std::vector<Message> result;
   auto* next = bare_.as<char>() + (incoming ? bare_.nbytes() / 2 : 0);
   const int size = communicator_->size();
   for (int r = 0; r < size; ++r) {
-    const std::int64_t bytes = (incoming ? received_ : sent_)[r] * row_bytes();
+    const std::int64_t bytes = (incoming ? received_ : sent_)[r] * row_bytes;
     if (r != communicator_->rank()) result.push_back({r, next, static_cast<std::size_t>(bytes)});
-    next += num_tokens_ * row_bytes();
+    next += num_tokens_ * returned_row_bytes();
   }
   return result;
 }
@@ -238,110 +300,111 @@ void RankBench::copy_bytes(const Tensor& from, const std::vector<Message>& messa
   for (const Message& message : messages) std::memcpy(message.data, from.data(), message.bytes);
 }
 
-RankRow RankBench::run() {
-  const Stream stream = stream_;
-  ForwardArgs args;
-  args.weights = &weights_;
-  args.hidden_states = hidden_states_;
-  args.output = output_;
-  args.topk_ids = ids_;
-  args.topk_weights = factors_;
-  args.max_tokens = num_tokens_;
-  args.num_experts = config_.num_experts;
-  args.prepare_workspace = workspace_.data();
-  args.stream = stream;
-  const auto dispatch = [&] {
-    ForwardArgs inner = args;
-    prepare_finalize_->start_prepare(inner);
-    prepare_finalize_->finish_prepare(inner);
-    args.fused_output = rows_.slice(0, 0, inner.hidden_states.size(0));
+void RankBench::dispatch() {
+  inner_ = args_;
+  prepare_finalize_->start_prepare(inner_);
+  prepare_finalize_->finish_prepare(inner_);
+  inner_.fused_output = TensorView(inner_.workspace13, config_.dtype,
+                                   {inner_.hidden_states.size(0), config_.hidden}, device_);
+  args_.fused_output = inner_.fused_output;
+}
+
+void RankBench::run_experts() {
+  const Clock::time_point start = Clock::now();
+  experts_.experts->apply(inner_);
+  const std::chrono::duration<double, std::micro> time = Clock::now() - start;
+  experts_us_.push_back(time.count());
+}
+
+void RankBench::combine() {
+  prepare_finalize_->start_finalize(args_);
+  prepare_finalize_->finish_finalize(args_);
+}
+
+/// Dispatch and combine; on the CPU copies in turns with them, so that caches hold as little of
+/// what is copied.
+void RankBench::time_rows(RankRow& row) {
+  dispatch();
+  combine();
+  const auto row_bytes = [](const TensorView& rows) {
+    return rows && rows.size(0) > 0 ? rows.nbytes() / rows.size(0) : 0;
   };
-  const auto combine = [&] {
-    prepare_finalize_->start_finalize(args);
-    prepare_finalize_->finish_finalize(args);
-  };
-  const std::vector<Message> out = messages(false), in = messages(true);
+  // A rank that nothing reaches knows it from another.
+  sent_row_bytes_ = static_cast<std::int64_t>(largest(
+      static_cast<double>(row_bytes(inner_.hidden_states) + row_bytes(inner_.hidden_scales))));
+  Phases phases{[&] { dispatch(); }, [&] { combine(); }};
+  const std::vector<Message> sent = messages(false, sent_row_bytes_);
   // Back goes what came.
-  std::vector<Message> back_out, back_in;
-  for (std::size_t i = 0; i < out.size(); ++i) {
-    back_out.push_back({out[i].peer, out[i].data, in[i].bytes});
-    back_in.push_back({in[i].peer, in[i].data, out[i].bytes});
+  const std::vector<Message> returned = messages(true, returned_row_bytes());
+  for (const Message& message : sent) row.sent_bytes += static_cast<double>(message.bytes);
+  row.sent_bytes = largest(row.sent_bytes);
+  if (device_.is_cpu()) {
+    phases.emplace_back([&] { copy_bytes(hidden_states_, sent); });
+    phases.emplace_back([&] { copy_bytes(rows_, returned); });
   }
+  const std::vector<double> times = medians_us(phases);
+  row.dispatch_us = times[0];
+  row.combine_us = times[1];
+  if (device_.is_cpu()) row.copy_us = times[2] + times[3];
+}
+
+/// The data plane alone for the same bytes.
+void RankBench::time_bare(RankRow& row) {
+  const Stream stream = stream_;
+  const auto time = [&](std::int64_t row_bytes, bool back, const std::function<void()>& gathered) {
+    const std::vector<Message> out = messages(back, row_bytes), in = messages(!back, row_bytes);
+    return medians_us({[&] {
+             if (gathers()) return gathered();
+             communicator_->exchange(out, in, stream, "bench");
+           }})
+        .front();
+  };
+  row.bare_dispatch_us = time(sent_row_bytes_, false, [&] {
+    const Gather all{bare_.data(), static_cast<std::size_t>(num_tokens_ * sent_row_bytes_)};
+    communicator_->all_gather({&all, 1}, stream);
+  });
+  row.bare_combine_us = time(returned_row_bytes(), true, [&] {
+    communicator_->reduce_scatter(bare_.data(), bare_.as<char>() + bare_.nbytes() / 2,
+                                  num_tokens_ * config_.hidden, config_.dtype, stream);
+  });
+}
+
+/// Whole steps. On the CPU the experts' time is known in each, on CUDA they have steps of their
+/// own.
+void RankBench::time_steps(RankRow& row) {
+  const auto step = [&] {
+    dispatch();
+    run_experts();
+    combine();
+  };
+  if (!device_.is_cpu()) {
+    const std::vector<double> times =
+        medians_us({step, [&] { dispatch(); }, [&] { run_experts(); }, [&] { combine(); }});
+    row.step_us = times[0];
+    row.experts_us = times[2];
+    row.exposed_us = row.step_us - row.experts_us;
+    return;
+  }
+  const std::vector<double> mine = samples_us({step}).front();
+  const auto untimed = static_cast<std::ptrdiff_t>(experts_us_.size() - mine.size());
+  experts_us_.erase(experts_us_.begin(), experts_us_.begin() + untimed);
+  const std::vector<double> steps = largest(mine), experts = largest(experts_us_);
+  std::vector<double> exposed;
+  for (std::size_t i = 0; i < steps.size(); ++i) exposed.push_back(steps[i] - experts[i]);
+  row.step_us = median(steps);
+  row.experts_us = median(experts);
+  row.exposed_us = median(exposed);
+}
+
+RankRow RankBench::run() {
   RankRow row;
   row.transport = transport_.name();
   row.fixed_sizes = fixed_sizes_;
   row.num_tokens = num_tokens_;
-  for (const Message& message : out) row.sent_bytes += static_cast<double>(message.bytes);
-  row.sent_bytes = largest(row.sent_bytes);
-  // In turns with the steps, so that caches hold as little of what is copied.
-  const auto copy_sent = [&] { copy_bytes(hidden_states_, out); };
-  const auto copy_returned = [&] { copy_bytes(rows_, back_out); };
-  std::vector<std::function<void()>> phases{dispatch, combine};
-  if (device_.is_cpu()) phases.insert(phases.end(), {copy_sent, copy_returned});
-  const std::vector<double> step = medians_us(phases);
-  row.dispatch_us = step[0];
-  row.combine_us = step[1];
-  if (device_.is_cpu()) row.copy_us = step[2] + step[3];
-  const auto bare_dispatch = [&] {
-    if (!gathers()) return communicator_->exchange(out, in, stream, "bench");
-    const Gather all{bare_.data(), static_cast<std::size_t>(num_tokens_ * row_bytes())};
-    communicator_->all_gather({&all, 1}, stream);
-  };
-  const auto bare_combine = [&] {
-    if (!gathers()) return communicator_->exchange(back_out, back_in, stream, "bench");
-    communicator_->reduce_scatter(bare_.data(), bare_.as<char>() + bare_.nbytes() / 2,
-                                  num_tokens_ * config_.hidden, config_.dtype, stream);
-  };
-  row.bare_dispatch_us = medians_us({bare_dispatch}).front();
-  row.bare_combine_us = medians_us({bare_combine}).front();
+  time_rows(row);
+  time_bare(row);
+  if (experts_.experts) time_steps(row);
   return row;
-}
-
-void print_table(const RankBenchOptions& options, std::string_view backend,
-                 const std::vector<RankRow>& rows) {
-  fmt::print("{} ranks over {}, hidden {}, topk {} of {}, {}\n\n", options.num_ranks, backend,
-             options.model.hidden, options.model.router.topk, options.model.router.num_experts,
-             name(options.dtype));
-  const bool copies = rows.front().copy_us > 0;
-  fmt::print("{:<24} {:<6} {:>7} {:>9} {:>9} {:>6} {:>9} {:>9} {:>6} {:>9} {:>7}{}\n", "transport",
-             "sizes", "tokens", "dispatch", "bare", "ratio", "combine", "bare", "ratio", "sent MB",
-             "GB/s", copies ? fmt::format(" {:>9} {:>6}", "memcpy", "ratio") : "");
-  for (const RankRow& row : rows) {
-    fmt::print(
-        "{:<24} {:<6} {:>7} {:>6.1f} us {:>6.1f} us {:>6.2f} {:>6.1f} us {:>6.1f} us "
-        "{:>6.2f} {:>9.3f} {:>7.1f}",
-        row.transport, row.fixed_sizes ? "fixed" : "exact", row.num_tokens, row.dispatch_us,
-        row.bare_dispatch_us, row.dispatch_us / row.bare_dispatch_us, row.combine_us,
-        row.bare_combine_us, row.combine_us / row.bare_combine_us, 1e-6 * row.sent_bytes,
-        row.gigabytes());
-    if (copies) fmt::print(" {:>6.1f} us {:>6.2f}", row.copy_us, row.times_of_copy());
-    fmt::print("\n");
-  }
-  if (copies) {
-    fmt::print(
-        "\nbare: the data plane alone for the same bytes. memcpy: one copy of what is sent "
-        "and one of what returns;\nits ratio is (dispatch + combine) / memcpy.\n");
-  }
-}
-
-void print_json(const RankBenchOptions& options, std::string_view backend,
-                const std::vector<RankRow>& rows) {
-  nlohmann::ordered_json list = nlohmann::ordered_json::array();
-  for (const RankRow& row : rows) {
-    list.push_back({{"ranks", options.num_ranks},
-                    {"backend", backend},
-                    {"transport", row.transport},
-                    {"sizes", row.fixed_sizes ? "fixed" : "exact"},
-                    {"num_tokens", row.num_tokens},
-                    {"dispatch_us", row.dispatch_us},
-                    {"bare_dispatch_us", row.bare_dispatch_us},
-                    {"combine_us", row.combine_us},
-                    {"bare_combine_us", row.bare_combine_us},
-                    {"sent_bytes", row.sent_bytes},
-                    {"gigabytes_per_second", row.gigabytes()}});
-    if (row.copy_us > 0) list.back()["memcpy_us"] = row.copy_us;
-  }
-  fmt::print("{}\n", list.dump());
 }
 
 }  // namespace
@@ -351,11 +414,13 @@ void run_rank_bench(const RankBenchOptions& options) {
   std::string backend;
   run_on_ranks(options.num_ranks, options.device, [&](std::shared_ptr<Communicator> rank) {
     if (launched() && options.threads == 0) set_num_threads(threads_of_rank(*rank));
+    const RankExperts experts = make_experts(options, *rank);
     for (const PrepareFinalizeDescriptor* transport : {&all2all(), &allgather_reducescatter()}) {
       if (!options.transport.empty() && options.transport != transport->name()) continue;
       for (const bool fixed_sizes : {false, true}) {
         for (const std::int64_t tokens : options.tokens) {
-          const RankRow row = RankBench(options, rank, *transport, fixed_sizes, tokens).run();
+          const RankRow row =
+              RankBench(options, rank, experts, *transport, fixed_sizes, tokens).run();
           if (rank->rank() > 0) continue;
           backend = rank->backend();
           rows.push_back(row);
@@ -364,7 +429,7 @@ void run_rank_bench(const RankBenchOptions& options) {
     }
   });
   if (rows.empty()) return;  // rank 0, another process, has them
-  (options.json ? print_json : print_table)(options, backend, rows);
+  (options.json ? print_rank_json : print_rank_table)(options, backend, rows);
 }
 
 }  // namespace fusedmoe::cli

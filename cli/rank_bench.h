@@ -1,4 +1,5 @@
-// bench --ep: what it costs to bring rows to the ranks of their experts and back.
+// bench --ep: what it costs to bring rows to the ranks of their experts and back, and what of that
+// a step shows.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +21,14 @@ struct RankBenchOptions {
   std::int64_t min_samples = 11;
   double max_seconds = 10;
   int threads = 0;  ///< of each process's CPU; 0: those of the host, shared by its ranks
+  /// Without the experts, whose weights take memory, and time to pack.
+  bool rows_only = false;
   bool json = false;
 };
 
-/// Runs on ranks (run_on_ranks), measures, and prints a table or JSON from rank 0. Each time is the
-/// largest of all ranks; beside it stands that of the data plane alone for the same bytes, and on
-/// the CPU that of one memcpy.
+/// Runs on ranks (run_on_ranks), measures, and prints a table or JSON from rank 0: dispatch and
+/// combine, beside the data plane alone for the same bytes, and on the CPU one memcpy; and whole
+/// steps, beside their experts. Each time is the largest of all ranks.
 void run_rank_bench(const RankBenchOptions& options);
 
 }  // namespace fusedmoe::cli

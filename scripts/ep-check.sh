@@ -51,7 +51,7 @@ add_verdicts() {
 bench() {
   local status=0
   within "$bench_seconds" "$program" bench --ep "$1" --device cuda --model "$model" \
-    --experts "$2" --tokens "${tokens[@]}" >"$log" || status=$?
+    --experts "$2" --rows-only --tokens "${tokens[@]}" >"$log" || status=$?
   add_verdicts <"$log" >>"$result"
   return $status
 }

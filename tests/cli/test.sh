@@ -107,6 +107,10 @@ case $situation in
     succeeds bench --ep 2 --model gpt-oss-20b --tokens 4 --max-seconds 0.1 --min-samples 2
     says '^all2all +exact +4 '
     says '^allgather_reducescatter +fixed +4 '
+    says ' step +experts +exposed$'
+    succeeds bench --ep 2 --model gpt-oss-20b --rows-only --tokens 4 --max-seconds 0.1 \
+      --min-samples 2
+    says 'memcpy +ratio$'
     ;;
   run_joins_launched_ranks)
     synth gpt_oss_tiny

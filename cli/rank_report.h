@@ -1,0 +1,31 @@
+// What bench --ep prints.
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+#include "rank_bench.h"
+
+namespace fusedmoe::cli {
+
+/// A number of tokens over a transport. Times are the largest of all ranks.
+struct RankRow {
+  std::string transport;
+  bool fixed_sizes = false;
+  std::int64_t num_tokens = 0;
+  double dispatch_us = 0, bare_dispatch_us = 0, combine_us = 0, bare_combine_us = 0;
+  double copy_us = 0;  // memcpy of what is sent and of what returns; on the CPU
+  /// Of a whole step, of the experts in it, and of what they do not hide; 0: not measured.
+  double step_us = 0, experts_us = 0, exposed_us = 0;
+  double sent_bytes = 0;  // to other ranks, by the rank that sends most
+  double times_of_copy() const { return (dispatch_us + combine_us) / copy_us; }
+  double gigabytes() const { return 1e-3 * sent_bytes / dispatch_us; }
+};
+
+void print_rank_table(const RankBenchOptions& options, std::string_view backend,
+                      const std::vector<RankRow>& rows);
+/// One line.
+void print_rank_json(const RankBenchOptions& options, std::string_view backend,
+                     const std::vector<RankRow>& rows);
+
+}  // namespace fusedmoe::cli
