@@ -1,6 +1,7 @@
 #include "ranks.h"
 
 #include <fmt/format.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -27,6 +28,24 @@ void avoid_multicast() {
 bool over_mpi(const Launch& launch) {
   const bool has_mpi = mpi_summary() != "built without MPI";
   return has_mpi && launch.launcher != "torchrun" && launch.port == 0;
+}
+
+/// CPU threads of this rank, where it is a thread of run_local_ranks(); else 0.
+thread_local int threads_of_local_rank = 0;
+
+/// The calling thread, and those that it starts, run on the rank's share of the cores, as mpirun
+/// has it. Else two ranks may stay on one core, where one spins while the other has work.
+void bind_to_share(int rank, int num_ranks) {
+  cpu_set_t all, mine;
+  if (sched_getaffinity(0, sizeof all, &all) != 0) return;
+  const int cores = CPU_COUNT(&all);
+  if (cores < num_ranks) return;
+  CPU_ZERO(&mine);
+  for (int core = 0, i = 0; core < CPU_SETSIZE; ++core) {
+    if (!CPU_ISSET(core, &all)) continue;
+    if (i++ * num_ranks / cores == rank) CPU_SET(core, &mine);
+  }
+  sched_setaffinity(0, sizeof mine, &mine);
 }
 
 std::shared_ptr<Communicator> join(const Launch& launch, const std::string& device) {
@@ -97,10 +116,13 @@ void run_local_ranks(int num_ranks, const std::string& device,
   const std::shared_ptr<ControlPlane> control = make_thread_control_plane();
   std::vector<std::shared_ptr<Communicator>> made;
   if (!nccl) made = make_thread_communicators(num_ranks, {kTimeout, parse_device(device)});
+  const int threads_of_each = std::max(1, num_threads() / num_ranks);
   std::vector<std::exception_ptr> failures(static_cast<std::size_t>(num_ranks));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < num_ranks; ++rank) {
     threads.emplace_back([&, rank] {
+      threads_of_local_rank = threads_of_each;
+      if (!nccl) bind_to_share(rank, num_ranks);
       std::shared_ptr<Communicator> communicator = nccl ? nullptr : made[rank];
       try {
         if (nccl) {
@@ -143,6 +165,7 @@ void run_on_ranks(int num_ranks, const std::string& device,
 }
 
 int threads_of_rank(const Communicator& communicator) {
+  if (threads_of_local_rank > 0) return threads_of_local_rank;
   // A launcher may have bound each process to cores of its own.
   const bool bound = launched() && num_threads() < sysconf(_SC_NPROCESSORS_ONLN);
   const auto ranks = static_cast<int>(communicator.ranks_of_host().size());

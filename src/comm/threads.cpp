@@ -57,9 +57,11 @@ class Mailboxes {
   explicit Mailboxes(int size)
       : size_(size),
         spins_(size <= core::allowed_cores()),
-        boxes_(static_cast<std::size_t>(size) * size) {}
+        boxes_(static_cast<std::size_t>(size) * size),
+        cores_(static_cast<std::size_t>(size)) {}
 
   void publish(int from, std::span<const Message> messages) {
+    cores_[from].store(sched_getcpu(), std::memory_order_relaxed);
     const std::lock_guard lock(mutex_);
     for (const Message& message : messages) {
       if (message.bytes > 0) box(from, message.peer).messages.push_back(message);
@@ -140,18 +142,20 @@ class Mailboxes {
     changed_.notify_all();
   }
 
-  /// Returns when condition() is true: spins first, then offers the core to others, then sleeps.
+  /// Returns when condition() is true: spins first, unless the peer needs this core; then offers
+  /// the core to others, then sleeps.
   template <typename Condition>
   void wait(std::unique_lock<std::mutex>& lock, Waiting& waiting, int peer,
             const Condition& condition) {
     const Clock::time_point begin = Clock::now();
+    const bool alone = cores_[peer].load(std::memory_order_relaxed) != sched_getcpu();
     while (spins_ && !condition()) {
       const std::uint64_t seen = changes_.load(std::memory_order_acquire);
       lock.unlock();
       Clock::duration passed{};
       while (changes_.load(std::memory_order_acquire) == seen && passed < kYield) {
         passed = Clock::now() - begin;
-        passed < kSpin ? core::pause() : static_cast<void>(sched_yield());
+        alone&& passed < kSpin ? core::pause() : static_cast<void>(sched_yield());
       }
       lock.lock();
       if (passed >= kYield) break;
@@ -169,7 +173,8 @@ class Mailboxes {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::atomic<std::uint64_t> changes_{0};
-  std::vector<Mailbox> boxes_;  // [from][to]
+  std::vector<Mailbox> boxes_;           // [from][to]
+  std::vector<std::atomic<int>> cores_;  // where each rank ran when it published last
 };
 
 /// On a GPU, too: ranks then share it, or read each other's, and the host waits for every copy.

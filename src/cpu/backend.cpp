@@ -9,6 +9,10 @@
 namespace fusedmoe::cpu {
 namespace {
 
+/// An output of so many bytes leaves the caches before somebody reads it. Stores past them need not
+/// read it first: a combine of 2048 tokens then takes three quarters of the time.
+constexpr std::int64_t kStreamBytes = 16 << 20;
+
 class CpuBackend final : public core::HostBackend {
  public:
   void router_logits(const RouterWeights& weights, const TensorView& x, const TensorView& logits,
@@ -34,6 +38,7 @@ class CpuBackend final : public core::HostBackend {
           args.output.as<std::byte>() + token * bytes(args.output.dtype(), args.output.stride(0));
       job.dtype = rounding_of(args.output.dtype());
       job.accumulate = args.accumulate;
+      job.stream = args.output.nbytes() >= kStreamBytes;
       kernels().sum(job);
     };
     const bool worthwhile = num_tokens * rows * columns >= (1 << 15);

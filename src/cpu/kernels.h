@@ -231,6 +231,7 @@ struct SumJob {
   void* output = nullptr;
   Epilogue::Rounding dtype = Epilogue::Rounding::kNone;
   bool accumulate = false;
+  bool stream = false;  // write past the caches, where rows lie so that the processor can
 };
 
 struct Kernels {

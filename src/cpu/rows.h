@@ -6,6 +6,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #include "cpu/half.h"
 #include "cpu/kernels.h"
 
@@ -117,9 +121,32 @@ inline typename S::F load_last(const std::byte* row, std::int64_t i, std::int64_
   return load_columns<S, kDtype>(lanes, 0);
 }
 
+/// Writes a line of 64 bytes past the caches, where the processor can; `to` is aligned.
+inline void stream_line(std::byte* to, const std::byte* line) {
+#ifdef __SSE2__
+  for (int i = 0; i < 64; i += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                     _mm_load_si128(reinterpret_cast<const __m128i*>(line + i)));
+  }
+#else
+  std::memcpy(to, line, 64);
+#endif
+}
+
+/// Other threads see streamed lines only behind this.
+inline void fence_streams() {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
+
 template <class S, Epilogue::Rounding kDtype>
 void sum_rows_of(const SumJob& job) {
   constexpr int kVectors = 4;  // whose sums hide each other's latency
+  alignas(64) std::byte lines[kVectors * S::kWidth * 4];
+  const std::int64_t target_bytes = job.dtype == Epilogue::Rounding::kNone ? 4 : 2;
+  const bool stream = job.stream && !job.accumulate && kVectors * S::kWidth * 2 % 64 == 0 &&
+                      reinterpret_cast<std::uintptr_t>(job.output) % 64 == 0;
   constexpr std::int64_t kLine = 64, kBytes = kDtype == Epilogue::Rounding::kNone ? 4 : 2;
   const SumTarget target{job.output, job.dtype, job.accumulate};
   const auto weight = [&](std::int64_t j) { return S::set1(job.weights ? job.weights[j] : 1.0f); };
@@ -142,9 +169,15 @@ void sum_rows_of(const SumJob& job) {
         __builtin_prefetch(job.next_rows[j] + i * kBytes + b, 0, 2);
       }
     }
+    const SumTarget part{stream ? lines : static_cast<std::byte*>(job.output) + i * target_bytes,
+                         job.dtype, job.accumulate};
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) write_sum<S>(target, sums[v], i + v * S::kWidth, S::kWidth);
+    for (int v = 0; v < kVectors; ++v) write_sum<S>(part, sums[v], v * S::kWidth, S::kWidth);
+    for (std::int64_t b = 0; stream && b < kVectors * S::kWidth * target_bytes; b += kLine) {
+      stream_line(static_cast<std::byte*>(job.output) + i * target_bytes + b, lines + b);
+    }
   }
+  if (stream) fence_streams();
   for (; i < job.columns; i += S::kWidth) {
     const std::int64_t left = job.columns - i, count = left < S::kWidth ? left : S::kWidth;
     auto sum = S::set1(0.0f);
