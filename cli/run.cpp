@@ -17,64 +17,23 @@
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/safetensors.h"
 #include "fusedmoe/version.h"
-#include "load.h"
-#include "ranks.h"
 #include "report.h"
+#include "run.h"
 #include "support.h"
 
 namespace fusedmoe::cli {
 namespace {
 
-struct Options {
-  std::string family, scheme;
-  std::string checkpoint, input, output;
-  std::string input_name = "hidden_states";
-  std::string device = "cpu";
-  std::string experts;
-  std::string dtype = "bf16";
-  std::int64_t layer = -1;
-  int threads = 0;
-  int repeat = 1;
-  std::int64_t check_rows = 0;
-  std::int64_t max_workspace_mib = 0;
-  std::string plan, record_routing, replay_routing;
-  bool hooks = false, monolithic = false, batch_invariant = false;
-  bool load = false, load_chart = false, heat_map = false;
-  bool json = false;
-  RankOptionsOf ranks;
-};
-
 /// The hidden states of --input as `dtype`.
-Tensor load_hidden_states(const Options& options, std::int64_t hidden, DType dtype) {
+Tensor load_hidden_states(const RunOptions& options, std::int64_t hidden, DType dtype) {
   const Tensor stored = load_tensor(options.input, options.input_name, hidden);
   Tensor x = Tensor::empty(stored.shape(), dtype);
   convert(stored, x);
   return x;
 }
 
-/// The layer, or the part of one rank; with --scheme its activations are quantized by other rules.
-LayerWeights load_weights(const Options& options, const Checkpoint& checkpoint, std::int64_t index,
-                          const ParallelConfig& parallel = {}) {
-  LayerWeights weights = checkpoint.load_layer(index, parallel);
-  if (options.scheme.empty()) return weights;
-  const QuantScheme stored = weights.experts.scheme, wanted = parse_scheme(options.scheme);
-  const auto is_static = [](const QuantScheme& scheme) {
-    return scheme.activations && !scheme.activations->dynamic;
-  };
-  if (wanted.weights != stored.weights || wanted.down != stored.down || is_static(wanted) ||
-      is_static(stored)) {
-    throw Error("--scheme", options.scheme,
-                fmt::format("a scheme that differs from {} in dynamic activations", name(stored)));
-  }
-  weights.experts.scheme = wanted;
-  if (weights.shared_experts && weights.shared_experts->weights.scheme == stored) {
-    weights.shared_experts->weights.scheme = wanted;
-  }
-  return weights;
-}
-
 /// Files that are written replace files of that name: none may be one that the program reads.
-void check_output(const Options& options, const Checkpoint& checkpoint, const char* option,
+void check_output(const RunOptions& options, const Checkpoint& checkpoint, const char* option,
                   const std::string& path) {
   namespace fs = std::filesystem;
   std::error_code ignored;
@@ -93,7 +52,7 @@ void check_output(const Options& options, const Checkpoint& checkpoint, const ch
   }
 }
 
-void check_outputs(const Options& options, const Checkpoint& checkpoint) {
+void check_outputs(const RunOptions& options, const Checkpoint& checkpoint) {
   check_output(options, checkpoint, "--output", options.output);
   if (options.record_routing.empty()) return;
   check_output(options, checkpoint, "--record-routing", options.record_routing);
@@ -103,203 +62,7 @@ void check_outputs(const Options& options, const Checkpoint& checkpoint) {
   }
 }
 
-/// Everything a forward leaves behind, on the device of the layer until it is fetched.
-struct Results {
-  Tensor output;         // (num_tokens, hidden)
-  Tensor router_logits;  // (num_tokens, num_experts) f32; undefined when the routing was replayed
-  RecordedRouting routing;  // (num_tokens, topk)
-  Tensor expert_load;       // (num_experts) i32; undefined when the routing was replayed
-  bool replayed = false;
-  LoadStatistics load;
-  double shared_with_previous = 0;  // see shared_with_previous()
-  std::vector<double> times_ms;
-  std::string plan_line, experts, prepare_finalize;  // of the layer, or of rank 0's
-
-  void describe(const MoeLayer& layer) {
-    plan_line = layer.plan_line();
-    experts = layer.selection().experts->name();
-    prepare_finalize = layer.selection().prepare_finalize->name();
-  }
-  double median_ms() const {
-    std::vector<double> sorted = times_ms;
-    std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2, sorted.end());
-    return sorted[sorted.size() / 2];
-  }
-  /// Brings the tensors to host memory.
-  void fetch() {
-    for (Tensor* tensor :
-         {&output, &router_logits, &routing.topk_ids, &routing.topk_weights, &expert_load}) {
-      if (*tensor) *tensor = to_device(*tensor, {});
-    }
-  }
-};
-
-Results make_results(const Options& options, const MoeConfig& config, const Tensor& x) {
-  const std::int64_t num_tokens = x.size(0);
-  const Device device = config.device;
-  Results results;
-  results.output = Tensor::empty(x.shape(), x.dtype(), device);
-  results.replayed = !options.replay_routing.empty();
-  if (results.replayed) {
-    results.routing = replay_routing(options.replay_routing, config.num_experts, config.topk);
-    if (results.routing.topk_ids.size(0) != num_tokens) {
-      throw Error("--replay-routing", fmt::format("{} rows", results.routing.topk_ids.size(0)),
-                  fmt::format("{}, one for each row of --input", num_tokens));
-    }
-    results.routing = {to_device(results.routing.topk_ids, device),
-                       to_device(results.routing.topk_weights, device)};
-    return results;
-  }
-  results.expert_load = Tensor::empty({config.num_experts}, DType::kI32, device);
-  results.router_logits = Tensor::empty({num_tokens, config.num_experts}, DType::kF32, device);
-  results.routing = {Tensor::empty({num_tokens, config.topk}, DType::kI32, device),
-                     Tensor::empty({num_tokens, config.topk}, DType::kF32, device)};
-  return results;
-}
-
-void add_statistics(const MoeConfig& config, Results& results) {
-  const Tensor& ids = results.routing.topk_ids;
-  results.load = results.replayed ? load_statistics(ids, config.num_experts)
-                                  : load_statistics(results.expert_load, ids.size(0), config.topk);
-  results.shared_with_previous = shared_with_previous(ids, config.num_experts);
-}
-
-/// Tokens of the largest of so many groups.
-std::int64_t most_tokens(std::int64_t total, std::int64_t groups) {
-  return std::max<std::int64_t>(1, (total + groups - 1) / groups);
-}
-
-/// Room for what a router finds out.
-Results make_part(const MoeConfig& config, const Tensor& x) {
-  return make_results({}, config, x);
-}
-
-MoeLayer make_layer(const Options& options, const LayerWeights& weights, DType dtype,
-                    const std::function<void(LayerOptions&)>& change);
-
-Results forward(const Options& options, const MoeLayer& layer, const Tensor& hidden_states) {
-  const Stream stream{layer.config().device};
-  const Tensor x = to_device(hidden_states, stream.device);
-  Results results = make_results(options, layer.config(), x);
-  const std::size_t bytes = layer.workspace_bytes(x.size(0));
-  const Tensor memory =
-      Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, stream.device);
-  const Workspace workspace{memory.data(), bytes};
-  const Routing routing{results.routing.topk_ids, results.routing.topk_weights};
-  const ForwardOptions wanted{.router_logits = results.router_logits,
-                              .topk_ids = routing.topk_ids,
-                              .topk_weights = routing.topk_weights,
-                              .expert_load = results.expert_load};
-  Progress progress("Running");
-  for (int i = 0; i < options.repeat; ++i) {
-    results.times_ms.push_back(time_ms([&] {
-      if (results.replayed) {
-        layer.forward_routed(x, routing, results.output, workspace);
-      } else {
-        layer.forward(x, results.output, workspace, wanted);
-      }
-      synchronize(stream);
-    }));
-    progress.update(i + 1, options.repeat);
-  }
-  results.fetch();
-  results.describe(layer);
-  add_statistics(layer.config(), results);
-  return results;
-}
-
-/// Rows of a tensor that belong to a data-parallel group.
-Tensor rows_of_group(const Tensor& all, std::int64_t group, std::int64_t groups) {
-  const std::int64_t total = all.size(0);
-  return {all.slice(0, total * group / groups, total * (group + 1) / groups), all.owner()};
-}
-
-/// Brings the results of all data-parallel groups, each from its first rank, to rank 0: there
-/// `whole` has room for them.
-void gather_results(Communicator& communicator, const ParallelConfig& parallel, const Results& mine,
-                    const Results& whole) {
-  const auto members = [](const Results& results) {
-    return std::array{results.output, results.router_logits, results.routing.topk_ids,
-                      results.routing.topk_weights};
-  };
-  const auto add = [](std::vector<Message>& list, int peer, const Tensor& rows) {
-    list.push_back({peer, rows.data(), static_cast<std::size_t>(rows.nbytes())});
-  };
-  std::vector<Message> sends, receives;
-  const int rank = communicator.rank();
-  if (rank > 0 && rank % parallel.group_size() == 0) {
-    for (const Tensor& rows : members(mine)) add(sends, 0, rows);
-  }
-  for (int group = 0; rank == 0 && group < parallel.dp_size; ++group) {
-    for (std::size_t i = 0; i < members(mine).size(); ++i) {
-      const Tensor rows = rows_of_group(members(whole)[i], group, parallel.dp_size);
-      if (group > 0) add(receives, group * parallel.group_size(), rows);
-      if (group == 0) copy(members(mine)[i], rows, Stream{communicator.device()});
-    }
-  }
-  const Stream stream{communicator.device()};
-  communicator.exchange(sends, receives, stream, "results");
-  synchronize(stream);
-  communicator.check();
-}
-
-/// This rank's part of the work. On rank 0 the results of all.
-Results forward_on_rank(const Options& options, const MoeLayer& layer, const Tensor& all,
-                        Communicator& communicator, const ParallelConfig& parallel) {
-  const Stream stream{communicator.device()};
-  const std::int64_t groups = parallel.dp_size;
-  const std::int64_t group = parallel.rank() / parallel.group_size();
-  const Tensor x = to_device(rows_of_group(all, group, groups), stream.device);
-  Results mine = make_part(layer.config(), x);
-  const std::size_t bytes = layer.workspace_bytes(most_tokens(all.size(0), groups));
-  const Tensor memory =
-      Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, stream.device);
-  for (int i = 0; i < options.repeat; ++i) {
-    mine.times_ms.push_back(time_ms([&] {
-      layer.forward(x, mine.output, {memory.data(), bytes},
-                    {.router_logits = mine.router_logits,
-                     .topk_ids = mine.routing.topk_ids,
-                     .topk_weights = mine.routing.topk_weights});
-      synchronize(stream);
-    }));
-  }
-  Results whole;
-  if (parallel.rank() == 0) {
-    whole = make_part(layer.config(), all);
-    whole.describe(layer);
-    whole.times_ms = mine.times_ms;
-  }
-  gather_results(communicator, parallel, mine, whole);
-  if (parallel.rank() > 0) return whole;
-  whole.expert_load = {};
-  whole.replayed = true;  // the load comes from the ids of all ranks
-  whole.fetch();
-  add_statistics(layer.config(), whole);
-  return whole;
-}
-
-/// The layer on ranks, each of which loads what it holds. Nothing where rank 0 is another process.
-Results forward_on_ranks(const Options& options, const Checkpoint& checkpoint, std::int64_t index,
-                         const Tensor& x) {
-  Results results;
-  run_on_ranks(
-      options.ranks.num_ranks(), options.device, [&](const std::shared_ptr<Communicator>& rank) {
-        const auto parallel = ParallelConfig::of(options.ranks.deployment(rank->rank()));
-        const LayerWeights weights = load_weights(options, checkpoint, index, parallel);
-        const MoeLayer layer = make_layer(options, weights, x.dtype(), [&](LayerOptions& of_rank) {
-          of_rank.device = rank->device();
-          of_rank.parallel = parallel;
-          of_rank.ranks.communicator = rank;
-          of_rank.ranks.max_tokens_per_rank = most_tokens(x.size(0), parallel.dp_size);
-          of_rank.num_threads = threads_of_rank(*rank);
-        });
-        Results mine = forward_on_rank(options, layer, x, *rank, parallel);
-        if (rank->rank() == 0) results = std::move(mine);
-      });
-  return results;
-}
-
-void print_text(const Options& options, const Results& results, const RowCheck* check) {
+void print_text(const RunOptions& options, const RunResults& results, const RowCheck* check) {
   const std::int64_t num_tokens = results.output.size(0);
   std::string time = fmt::format("{:.2f} ms", results.median_ms());
   if (results.times_ms.size() > 1) {
@@ -315,7 +78,7 @@ void print_text(const Options& options, const Results& results, const RowCheck* 
   if (check) fmt::print("{}\n", check->text());
 }
 
-void print_json(const Options&, const Results& results, const RowCheck* check) {
+void print_json(const RunOptions&, const RunResults& results, const RowCheck* check) {
   nlohmann::json object{{"plan", results.plan_line},
                         {"experts", results.experts},
                         {"prepare_finalize", results.prepare_finalize},
@@ -333,7 +96,7 @@ void print_json(const Options&, const Results& results, const RowCheck* check) {
   fmt::print("{}\n", object.dump());
 }
 
-void save(const Options& options, std::int64_t num_experts, const Results& results) {
+void save(const RunOptions& options, std::int64_t num_experts, const RunResults& results) {
   std::map<std::string, TensorView> tensors{{"output", results.output},
                                             {"topk_ids", results.routing.topk_ids},
                                             {"topk_weights", results.routing.topk_weights}};
@@ -346,24 +109,7 @@ void save(const Options& options, std::int64_t num_experts, const Results& resul
   log(Level::kInfo, fmt::format("wrote {}", options.record_routing));
 }
 
-MoeLayer make_layer(const Options& options, const LayerWeights& weights, DType dtype,
-                    const std::function<void(LayerOptions&)>& change) {
-  Progress progress("Packing weights");
-  LayerOptions layer;
-  layer.device = parse_device(options.device);
-  layer.dtype = dtype;
-  layer.require = options.experts;
-  layer.hooks = options.hooks;
-  layer.monolithic = options.monolithic;
-  layer.batch_invariant = options.batch_invariant;
-  layer.max_workspace_bytes = static_cast<std::size_t>(options.max_workspace_mib) << 20;
-  if (!options.plan.empty()) layer.plan = read_text(options.plan);
-  layer.progress = [&](std::int64_t done, std::int64_t total) { progress.update(done, total); };
-  if (change) change(layer);
-  return {weights, layer};
-}
-
-void run(const Options& options) {
+void run(const RunOptions& options) {
   const DType dtype = parse_float_dtype(options.dtype);
   parse_device(options.device);
   check_experts_name(options.experts);
@@ -376,7 +122,7 @@ void run(const Options& options) {
   const ModelConfig& model = checkpoint.config();
   const Tensor x = load_hidden_states(options, model.hidden, dtype);
   LayerWeights weights;
-  Results results;
+  RunResults results;
   if (options.ranks.num_ranks() > 1) {
     if (!options.replay_routing.empty()) {
       throw Error("--replay-routing", "given with ranks", "given without --ep, --tp and --dp");
@@ -385,7 +131,7 @@ void run(const Options& options) {
     if (!results.output) return;  // rank 0, another process, has them
   } else {
     weights = load_weights(options, checkpoint, index);
-    results = forward(options, make_layer(options, weights, dtype, {}), x);
+    results = forward(options, weights, x);
   }
 
   RowCheck check;
@@ -404,7 +150,7 @@ void run(const Options& options) {
 }  // namespace
 
 void add_run(Command& program) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<RunOptions>();
   Command command = program.add_command(
       "run", "Run hidden states through one MoE layer of a checkpoint and write the output");
   command

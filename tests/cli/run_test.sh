@@ -1,0 +1,229 @@
+#!/usr/bin/env bash
+# Cases of fusedmoe run: see common.sh.
+# shellcheck source=tests/cli/common.sh
+source "$(dirname "$0")/common.sh"
+
+case $situation in
+  run)
+    synth gpt_oss_tiny --layers 2
+    succeeds "${run_args[@]}" --check 9 --load-chart --threads 2
+    says '^cpu\+no_ep mxfp4_w4a16 bf16 .*tokens=9 .*ms$'
+    says '^18 rows on [1-5] of 5 experts'
+    says '^9 of 9 rows against reference .*: passed$'
+    [[ $(wc -l <out) -eq 8 ]] || fail "expected plan, 5 bars, totals and check"
+    for name in output topk_ids topk_weights router_logits; do
+      head -c 2000 out.safetensors | grep -aq "\"$name\"" || fail "no $name in the output"
+    done
+    ;;
+  run_is_repeatable)
+    synth qwen3_tiny
+    succeeds "${run_args[@]}"
+    succeeds "${run_args[@]}" --output again.safetensors --threads 1
+    cmp <(tensor_data out.safetensors) <(tensor_data again.safetensors) || fail "other bits"
+    ;;
+  run_every_dtype_and_experts)
+    synth gpt_oss_tiny
+    for experts in cpu+no_ep reference+no_ep cpu+batched reference+batched; do
+      for dtype in f32 bf16 f16; do
+        succeeds "${run_args[@]}" --experts "$experts" --dtype "$dtype" --check 3 \
+          --threads 1
+        says "^${experts/+/\\+} .* $dtype "
+      done
+    done
+    for wish in --hooks --monolithic --batch-invariant; do
+      succeeds "${run_args[@]}" "$wish" --check 3 --threads 1
+      says '^cpu\+no_ep '
+    done
+    ;;
+  run_chosen_layer)
+    synth gpt_oss_tiny --layers 2
+    succeeds "${run_args[@]}" --layer 1 --check 9
+    refuses 'layer.*7' "${run_args[@]}" --layer 7
+    ;;
+  run_without_tokens)
+    succeeds synth --config "$configs/gpt_oss_tiny.json" --tokens 0 --out model
+    succeeds "${run_args[@]}" --check 3 --load-chart
+    says '^0 rows on 0 of 5 experts'
+    ;;
+  run_on_ranks)
+    synth gpt_oss_tiny
+    succeeds "${run_args[@]}" --batch-invariant
+    for ranks in '--ep 3' '--tp 2 --dp 2 --ep 4'; do
+      # shellcheck disable=SC2086  # two words
+      succeeds "${run_args[@]}" --output ranks.safetensors --batch-invariant --check 9 $ranks
+      says '^cpu\+all2all '
+      cmp <(tensor_data out.safetensors) <(tensor_data ranks.safetensors) || fail "other bits"
+    done
+    for ranks in '--tp 2' '--dp 2' '--tp 2 --ep 2'; do
+      # shellcheck disable=SC2086
+      succeeds "${run_args[@]}" --output ranks.safetensors --check 9 $ranks
+    done
+    refuses '^error: --ep: was 3; must be 2' "${run_args[@]}" --ep 3 --tp 2
+    refuses 'at least one unit for each of 7 ranks' "${run_args[@]}" --tp 7
+    succeeds bench --ep 2 --shape 256x128x8x2 --tokens 4 --max-seconds 0.1 --min-samples 2
+    says '^all2all +exact +4 '
+    says '^allgather_reducescatter +fixed +4 '
+    says ' step +experts +exposed$'
+    succeeds bench --ep 2 --model gpt-oss-20b --rows-only --tokens 4 --max-seconds 0.1 \
+      --min-samples 2
+    says 'memcpy +ratio$'
+    ;;
+  run_joins_launched_ranks)
+    synth gpt_oss_tiny
+    succeeds "${run_args[@]}" --batch-invariant
+    cp out.safetensors one.safetensors
+    port=$((20000 + $$ % 12000))  # below those that the system gives to connections
+    # launched SIZE RANK_VARIABLE SIZE_VARIABLE ARGS...: so many processes, as a launcher starts them.
+    launched() {
+      local size=$1 rank
+      for ((rank = 0; rank < size; ++rank)); do
+        env "$2=$rank" "$3=$size" MASTER_ADDR=127.0.0.1 MASTER_PORT="$port" "$program" "${@:4}" \
+          >"out$rank" 2>"err$rank" &
+      done
+      status=0
+      for ((rank = 0; rank < size; ++rank)); do wait -n || status=$?; done
+      cat out? >out
+      cat err? >err
+      rm out? err?
+      port=$((port + 1))
+    }
+    launched 3 RANK WORLD_SIZE "${run_args[@]}" --output ranks.safetensors --batch-invariant \
+      --check 9 --ep 3
+    [[ $status -eq 0 && $(wc -l <out) -eq 2 ]] || fail "three ranks, of which one prints"
+    grep -q '^rank 0: info: wrote' err || fail "no rank in front"
+    cmp <(tensor_data one.safetensors) <(tensor_data ranks.safetensors) || fail "other bits"
+    launched 2 OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE "${run_args[@]}" --tp 2 --check 9
+    [[ $status -eq 0 && $(wc -l <out) -eq 2 ]] || fail "two ranks of Open MPI"
+    launched 2 RANK WORLD_SIZE bench --ep 2 --model gpt-oss-20b --rows-only --tokens 4 \
+      --max-seconds 0.1 --min-samples 2 --json
+    [[ $status -eq 0 && $(wc -l <out) -eq 1 ]] || fail "one line of JSON"
+    says '"backend":"tcp".*"memcpy_us":'
+    launched 2 RANK WORLD_SIZE "${run_args[@]}" --ep 3
+    grep -q '^rank 1: error: .* was 3 ranks; must be 2, the processes' err || fail "3 of 2 ranks"
+    # A program for GPUs has MPI only if that was asked for; the one without CUDA always has it.
+    [[ ! -x ${program}_cpu ]] || program+=_cpu
+    if "$program" doctor --comm | grep -q '^mpi  *Open MPI'; then
+      export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+      rm ranks.safetensors
+      mpirun --oversubscribe -n 4 "$program" "${run_args[@]}" --output ranks.safetensors \
+        --batch-invariant --ep 4 --tp 2 >out 2>err || fail "mpirun"
+      [[ $(wc -l <out) -eq 1 ]] || fail "one rank prints"
+      cmp <(tensor_data one.safetensors) <(tensor_data ranks.safetensors) || fail "other bits"
+    fi
+    ;;
+  run_bounded_workspace)
+    succeeds synth --config "$configs/qwen3_tiny.json" --tokens 3000 --out model
+    succeeds "${run_args[@]}"
+    succeeds "${run_args[@]}" --output again.safetensors --max-workspace 1 --check 3
+    cmp <(tensor_data out.safetensors) <(tensor_data again.safetensors) || fail "other bits"
+    refuses '--max-workspace' "${run_args[@]}" --max-workspace 0
+    ;;
+  run_json)
+    synth gpt_oss_tiny
+    succeeds "${run_args[@]}" --json --check 2 --repeat 3
+    [[ $(wc -l <out) -eq 1 ]] || fail "more than one line"
+    says '"passed":true.*"load":\{.*"rows_per_expert":\[.*"ms":'
+    ;;
+  run_leaves_no_output_on_failure)
+    synth gpt_oss_tiny
+    refuses 'nowhere' "${run_args[@]}" --checkpoint nowhere
+    refuses 'nowhere' "${run_args[@]}" --input nowhere
+    refuses 'hidden_state_typo' "${run_args[@]}" --input-name hidden_state_typo
+    refuses 'cuda' "${run_args[@]}" --device cuda:99
+    refuses 'device.*tpu' "${run_args[@]}" --device tpu
+    refuses 'dtype.*fp8' "${run_args[@]}" --dtype fp8
+    refuses '^error: --experts fastest: no such implementation; there are: cpu, reference, sm90$' \
+      "${run_args[@]}" --experts fastest
+    for threads in -1 0 1025 99999999999; do
+      refuses '--threads' "${run_args[@]}" --threads "$threads"
+    done
+    refuses '--input is required' run --checkpoint model --output out.safetensors
+    refuses 'no/such/folder' "${run_args[@]}" --output no/such/folder/out.safetensors
+    succeeds synth --config "$configs/qwen3_tiny.json" --tokens 2 --out other
+    refuses '\[2, 64\].*96' "${run_args[@]}" --input other/input.safetensors
+    [[ ! -e out.safetensors ]] || fail "an output file was left"
+    ! compgen -G 'out.safetensors*' >/dev/null || fail "a temporary file was left"
+    ;;
+  run_spares_its_inputs)
+    synth gpt_oss_tiny
+    ln model/input.safetensors linked.safetensors
+    find model -type f -exec sha256sum {} + >sums
+    for file in model/input.safetensors model/model.safetensors model/config.json \
+      linked.safetensors model/../model/model.safetensors; do
+      refuses '--output: was .*(checkpoint|--input)' "${run_args[@]}" --output "$file"
+    done
+    mkfifo pipe
+    refuses '--output: was pipe, not a regular file' "${run_args[@]}" --output pipe
+    refuses '--output: was model, not a regular file' "${run_args[@]}" --output model
+    refuses '--output: was /dev/null, not' "${run_args[@]}" --output /dev/null
+    [[ -p pipe && -c /dev/null ]] || fail "a special file was replaced"
+    sha256sum --check --quiet sums || fail "a file that was read has changed"
+    succeeds "${run_args[@]}" --output model/out.safetensors
+    succeeds "${run_args[@]}" --output model/out.safetensors
+    ;;
+  run_truncated_checkpoint)
+    synth gpt_oss_tiny
+    size=$(stat -c %s model/model.safetensors)
+    truncate -s $((size - 1)) model/model.safetensors
+    refuses 'model.safetensors' "${run_args[@]}"
+    truncate -s 4 model/model.safetensors
+    refuses 'model.safetensors' "${run_args[@]}"
+    [[ ! -e out.safetensors ]] || fail "an output file was left"
+    ;;
+  run_replays_routing)
+    synth qwen3_tiny
+    succeeds "${run_args[@]}" --record-routing routing.safetensors --load --heat-map
+    says '^ +tokens +rows +experts +distinct +expected +most +mean +balance$'
+    says '^ +9 +27 +100 +[0-9]+ '
+    says '^experts +64 - +99 \|.{36}\|$'
+    says '^a token shares [0-3]\.[0-9]{2} of its 3 experts with the token before$'
+    succeeds "${run_args[@]}" --replay-routing routing.safetensors --check 9 \
+      --output again.safetensors
+    says '^9 of 9 rows .*: passed$'
+    # The replayed run has no router logits, which would come first: the rest is the same.
+    size=$(stat -c %s out.safetensors)
+    [[ $size -gt $(stat -c %s again.safetensors) ]] || fail "router logits of a replayed run"
+    succeeds "${run_args[@]}" --replay-routing out.safetensors --output third.safetensors
+    cmp <(tensor_data again.safetensors) <(tensor_data third.safetensors) || fail "other bits"
+    synth_other=(synth --config "$configs/gpt_oss_tiny.json" --tokens 9 --out other)
+    succeeds "${synth_other[@]}"
+    refuses 'routing.safetensors' run --checkpoint other --input other/input.safetensors \
+      --output fourth.safetensors --replay-routing routing.safetensors
+    refuses '--record-routing.*--output' "${run_args[@]}" --record-routing ./out.safetensors
+    refuses '--output.*--replay-routing' "${run_args[@]}" --replay-routing routing.safetensors \
+      --output routing.safetensors
+    succeeds synth --config "$configs/qwen3_tiny.json" --tokens 4 --out fewer
+    refuses '--replay-routing: was 9 rows' "${run_args[@]}" --input fewer/input.safetensors \
+      --replay-routing routing.safetensors
+    ;;
+  run_pinned_plan)
+    synth gpt_oss_tiny
+    succeeds explain --checkpoint model --experts cpu+batched --save-plan plan.json
+    succeeds "${run_args[@]}" --plan plan.json
+    says '^cpu\+batched mxfp4_w4a16 bf16'
+    refuses 'plan.dtype: was "bf16"' "${run_args[@]}" --plan plan.json --dtype f32
+    refuses 'excludes' "${run_args[@]}" --plan plan.json --experts cpu
+    sed 's/"isa": "[a-z0-9_]*"/"isa": "sse2"/' plan.json >other.json
+    refuses 'plan.isa: was "sse2"' "${run_args[@]}" --plan other.json
+    echo '{' >broken.json
+    refuses 'plan: was not JSON' "${run_args[@]}" --plan broken.json
+    refuses 'nowhere' "${run_args[@]}" --plan nowhere.json
+    refuses 'no/such' explain --checkpoint model --save-plan no/such/plan.json
+    ;;
+  run_quantized_checkpoint)
+    whole_groups
+    succeeds synth --config whole.json --tokens 9 --out float
+    for scheme in fp8_channel_token int4_g32 nvfp4; do
+      rm -rf model
+      succeeds quantize --checkpoint float --scheme "$scheme" --output model \
+        --calibrate float/input.safetensors
+      for experts in cpu+no_ep cpu+batched reference+no_ep; do
+        succeeds "${run_args[@]}" --input float/input.safetensors --experts "$experts" --check 9
+        says "^${experts/+/\\+} $scheme bf16"
+      done
+    done
+    ;;
+  *)
+    fail "no such case: $situation"
+    ;;
+esac
