@@ -11,7 +11,8 @@ install(TARGETS ${library} fusedmoe_mpi EXPORT fusedmoeTargets
   INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 if(FUSEDMOE_BUILD_C)
   install(TARGETS fusedmoe_c EXPORT fusedmoeTargets INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
-  install(FILES ${PROJECT_SOURCE_DIR}/include/fusedmoe.h ${PROJECT_SOURCE_DIR}/include/fusedmoe_ranks.h
+  install(FILES ${PROJECT_SOURCE_DIR}/include/fusedmoe.h
+          ${PROJECT_SOURCE_DIR}/include/fusedmoe_quant.h ${PROJECT_SOURCE_DIR}/include/fusedmoe_ranks.h
           DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 endif()
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/fusedmoe ${PROJECT_BINARY_DIR}/include/fusedmoe

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The C interface, include/fusedmoe.h and fusedmoe_ranks.h, which includes it:
+# The C interface, include/fusedmoe.h with fusedmoe_quant.h and fusedmoe_ranks.h:
 #
 #   scripts/check-c-abi.sh build/src/libfusedmoe_c.so    checks it
 #   scripts/check-c-abi.sh --update                      writes tests/capi/fusedmoe.abi again
@@ -12,7 +12,8 @@ cd "$(dirname "$0")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-"${CC:-cc}" -std=c11 -E -P -Iinclude include/fusedmoe_ranks.h >"$work/header.c"
+"${CC:-cc}" -std=c11 -E -P -Iinclude -include fusedmoe_quant.h include/fusedmoe_ranks.h \
+  >"$work/header.c"
 # Every declaration of a function becomes its definition.
 tr '\n' ' ' <"$work/header.c" |
   sed -E 's/(__attribute__\(\(visibility\("default"\)\)\)[^;]*\)) *;/\1 { __builtin_trap(); }\n/g' \
@@ -22,7 +23,7 @@ tr '\n' ' ' <"$work/header.c" |
 
 functions() { nm --dynamic --defined-only "$1" | cut -d' ' -f3 | sort; }
 [[ ${1:-} == --update ]] || diff <(functions "$work/libfusedmoe_c.so") <(functions "$1") ||
-  { echo "$1: exports (>) are not the functions of fusedmoe.h (<)" >&2; exit 1; }
+  { echo "$1: exports (>) are not the functions of the headers (<)" >&2; exit 1; }
 
 command -v abidiff >/dev/null || { echo "no abidiff here: only names were compared"; exit 0; }
 dump=tests/capi/fusedmoe.abi

@@ -1,6 +1,7 @@
 // Quantizing and dequantizing host memory.
 #include "capi/convert.h"
 #include "fusedmoe/quant.h"
+#include "fusedmoe_quant.h"
 
 struct fusedmoe_matrix {
   fusedmoe::QuantizedMatrix matrix;

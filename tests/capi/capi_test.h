@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "fusedmoe/tensor.h"
+#include "fusedmoe_quant.h"
 #include "fusedmoe_ranks.h"
 
 namespace fusedmoe::testing {
