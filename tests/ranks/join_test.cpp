@@ -186,11 +186,12 @@ TEST(TcpControlTest, WhoIsNoRankTakesNoPlace) {
 TEST(TcpControlTest, ARankThatIsNoneEndsTheJoin) {
   for (const std::uint32_t rank : {1, 7}) {
     std::vector<RawSocket> others;
+    int calls = 0;
     const auto gather = [&](const std::string& text) {
-      if (!others.empty() || text.empty() || std::stoi("0" + text) == 0) {
-        return std::vector<std::string>(3, text);
+      ++calls;  // the second one tells rank 0's port
+      for (int i = 0; i < 2 && calls == 2; ++i) {
+        others.emplace_back(std::stoi(text), greeting_of(rank));
       }
-      for (int i = 0; i < 2; ++i) others.emplace_back(std::stoi(text), greeting_of(rank));
       return std::vector<std::string>(3, text);
     };
     const auto control = make_control_plane(0, 3, gather, kPatient);
@@ -199,6 +200,23 @@ TEST(TcpControlTest, ARankThatIsNoneEndsTheJoin) {
                                 : "a second process has joined as rank 1");
     others.clear();
   }
+}
+
+/// The system closes the connections of a process that is killed.
+TEST(TcpControlTest, ARankThatIsKilledIsNoticedAtOnce) {
+  int calls = 0;
+  const auto gather = [&](const std::string& text) {
+    if (++calls == 2) RawSocket(std::stoi(text), greeting_of(1));  // rank 0 has told its port
+    return std::vector<std::string>(2, text);
+  };
+  const auto control = make_control_plane(0, 2, gather, kPatient);
+  EXPECT_EQ(control->read("failure", kPatient), "rank 1 has died or lost its connection");
+  RawListener rank_zero;
+  const auto client = make_tcp_control_plane(1, 2, "127.0.0.1", rank_zero.port(), kPatient);
+  rank_zero.accept();
+  const auto errors =
+      errors_of_ranks(1, [&](int) { Communicator(1, 2, client, nullptr, {kPatient}); });
+  EXPECT_EQ(errors[0], "rank 0 has died or lost its connection");
 }
 
 /// Rank 0, a process that was stopped: its port takes connections, but nobody answers.
