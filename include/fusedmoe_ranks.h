@@ -17,7 +17,7 @@ typedef struct fusedmoe_communicator_options {
   size_t struct_size;
   int32_t device_type; /* of this rank */
   int32_t device_index;
-  int64_t timeout_ms; /* of every wait; 0: 30000 */
+  int64_t timeout_ms; /* of every wait, at most a year; 0: 30000 */
 } fusedmoe_communicator_options;
 
 /* Ranks that are threads of this process: communicators[r] becomes rank r's. On the CPU they read

@@ -1,4 +1,5 @@
 // Communicators and layers on two ranks, through the C interface.
+#include <limits>
 #include <string>
 #include <thread>
 
@@ -125,6 +126,11 @@ TEST(CRanksTest, WrongCallsSayWhatIsWrong) {
   fusedmoe_communicator* made[kRanks] = {};
   EXPECT_EQ(fusedmoe_communicator_create_threads(0, nullptr, made), FUSEDMOE_INVALID_ARGUMENT);
   EXPECT_EQ(fusedmoe_communicator_create_threads(2, nullptr, nullptr), FUSEDMOE_INVALID_ARGUMENT);
+  auto endless = patient();
+  for (const std::int64_t timeout : {std::int64_t{-1}, std::numeric_limits<std::int64_t>::max()}) {
+    endless.timeout_ms = timeout;
+    EXPECT_EQ(fusedmoe_communicator_create_threads(2, &endless, made), FUSEDMOE_INVALID_ARGUMENT);
+  }
   EXPECT_EQ(fusedmoe_communicator_join(2, 2, "127.0.0.1", 1, nullptr, made),
             FUSEDMOE_INVALID_ARGUMENT);
   EXPECT_EQ(fusedmoe_communicator_create(0, 2, nullptr, nullptr, made), FUSEDMOE_INVALID_ARGUMENT);

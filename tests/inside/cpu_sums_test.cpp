@@ -15,7 +15,7 @@ using Rounding = cpu::Epilogue::Rounding;
 
 Tensor random_row(DType dtype, std::int64_t columns, std::uint64_t seed) {
   testing::Random random(seed);
-  const Tensor row = Tensor::empty({columns}, dtype);
+  Tensor row = Tensor::empty({columns}, dtype);
   for (std::int64_t i = 0; i < columns; ++i) {
     store_f32(row.data(), dtype, i, static_cast<float>(random.normal()));
   }

@@ -171,7 +171,7 @@ TEST(TcpControlTest, WhoIsNoRankTakesNoPlace) {
   run_ranks(3, [&](int rank) {
     std::vector<RawSocket> strangers;
     const auto gather = [&](const std::string& text) {
-      const std::vector<std::string> texts = engine[rank]->gather(text, "engine");
+      std::vector<std::string> texts = engine[rank]->gather(text, "engine");
       const bool port = texts[1].empty();  // only rank 0 has one
       for (const char* says : {"", "", "GET / HTTP/1.1"}) {
         if (port && rank > 0) strangers.emplace_back(std::stoi(texts[0]), says);
