@@ -59,6 +59,7 @@ struct Communicator::Impl {
   mutable std::string failure;  // once known
 
   std::string find_failure() const;
+  std::string end(const std::string& reason);
   [[noreturn]] void fail(std::string_view what, std::span<const int> late);
   std::string read(const std::string& name, Clock::time_point deadline) const;
   void describe_hosts(Communicator& communicator);
@@ -123,16 +124,35 @@ void Communicator::Impl::run(Communicator& communicator, std::string_view what, 
 }
 
 /// Why the communicator ended, empty while it has not. Another rank may know: the control plane is
-/// asked.
+/// asked. Where that is gone, this is the reason.
 std::string Communicator::Impl::find_failure() const {
   {
     const std::lock_guard lock(mutex);
     if (!failure.empty()) return failure;
   }
-  const std::optional<std::string> posted = control->read("failure", milliseconds(0));
+  std::optional<std::string> posted;
+  try {
+    posted = control->read("failure", milliseconds(0));
+  } catch (const Error& error) {
+    posted = error.what();
+  }
   if (!posted) return {};
   const std::lock_guard lock(mutex);
-  return failure = *posted;
+  if (failure.empty()) failure = *posted;
+  return failure;
+}
+
+/// Tells all ranks why the communicator ends. Returns the first reason, maybe another rank's.
+std::string Communicator::Impl::end(const std::string& reason) {
+  try {
+    control->post("failure", reason);
+  } catch (const Error&) {
+    // The others notice by themselves that the control plane is gone.
+  }
+  find_failure();
+  const std::lock_guard lock(mutex);
+  if (failure.empty()) failure = reason;  // the control plane is silent
+  return failure;
 }
 
 /// Ends the communicator because of ranks that did not arrive.
@@ -143,8 +163,7 @@ void Communicator::Impl::fail(std::string_view what, std::span<const int> late) 
     const std::optional<int> silent = control->silent_rank();
     reason = core::format("{}: {} did not arrive within {} s", what,
                           silent ? list({&*silent, 1}) : list(late), seconds);
-    control->post("failure", reason);
-    if (std::string first = find_failure(); !first.empty()) reason = std::move(first);
+    reason = end(reason);
   }
   if (data) data->abort();
   throw Error::communication(reason);
@@ -302,13 +321,12 @@ std::shared_ptr<Communicator> Communicator::split(int color) {
 void Communicator::abort(std::string_view reason) noexcept {
   try {
     if (impl_->find_failure().empty()) {
-      impl_->control->post("failure", core::format("rank {}: {}", impl_->rank, reason));
-      impl_->find_failure();
+      impl_->end(core::format("rank {}: {}", impl_->rank, reason));
     }
   } catch (...) {
-    // The control plane is gone: the others notice that by themselves.
+    // No memory for the reason, or a control plane of the caller's that threw something else.
     const std::lock_guard lock(impl_->mutex);
-    if (impl_->failure.empty()) impl_->failure = "the control plane is gone";
+    if (impl_->failure.empty()) impl_->failure = "aborted";
   }
   if (impl_->data) impl_->data->abort();
 }

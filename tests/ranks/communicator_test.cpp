@@ -102,6 +102,42 @@ TEST(CommunicatorTest, AnAbortEndsTheWaitOfTheOthers) {
   for (const auto& comm : comms) EXPECT_EQ(comm->status(), errors[0]);
 }
 
+/// A control plane whose keeper, rank 0, stops or dies.
+class FailingPlane final : public ControlPlane {
+ public:
+  void post(const std::string& name, std::string_view text) override {
+    if (dead) throw Error::communication("rank 0 has died");
+    if (!silent) plane_->post(name, text);
+  }
+  std::optional<std::string> read(const std::string& name,
+                                  std::chrono::milliseconds timeout) override {
+    if (dead) throw Error::communication("rank 0 has died");
+    return silent ? std::nullopt : plane_->read(name, timeout);
+  }
+  std::optional<int> silent_rank() const override {
+    return silent ? std::optional(0) : std::nullopt;
+  }
+  bool silent = false, dead = false;
+
+ private:
+  std::shared_ptr<ControlPlane> plane_ = make_thread_control_plane();
+};
+
+TEST(CommunicatorTest, AFailureIsFinalWithoutTheControlPlaneToo) {
+  for (const bool dies : {false, true}) {
+    const auto plane = std::make_shared<FailingPlane>();
+    Communicator comm(0, 1, plane, nullptr, {kImpatient}), other(0, 1, plane, nullptr);
+    (dies ? plane->dead : plane->silent) = true;
+    EXPECT_THROW(comm.barrier(), Error);
+    const char* reason = dies ? "rank 0 has died" : "barrier: rank 0 did not arrive within 0.15 s";
+    EXPECT_EQ(comm.status(), reason);
+    other.abort("enough");
+    EXPECT_EQ(other.status(), dies ? reason : "rank 0: enough");
+    plane->silent = plane->dead = false;
+    EXPECT_THROW(comm.barrier(), Error) << "final";
+  }
+}
+
 TEST(CommunicatorTest, AnotherNumberOfBytesIsAnErrorOfAll) {
   const Communicators comms = make_thread_communicators(2, {kPatient});
   const auto errors = errors_of_ranks(2, [&](int rank) {
