@@ -143,6 +143,7 @@ LayerWeights first_experts(LayerWeights layer, std::int64_t max_experts) {
   RouterConfig& router = layer.router;
   if (max_experts == 0 || max_experts >= router.num_experts) return layer;
   router.num_experts = max_experts;
+  router.num_zero_experts = 0;
   router.topk = std::min(router.topk, max_experts);
   router.num_expert_group = router.topk_group = 0;
   layer.experts.experts.resize(static_cast<std::size_t>(max_experts));
@@ -171,7 +172,7 @@ LayerWeights random_layer(const ModelConfig& model, std::int64_t max_experts, st
   testing::Random random(seed + 1);
   const double deviation = 1 / std::sqrt(static_cast<double>(model.hidden));
   Tensor& weight = layer.router_weights.weight;
-  weight = Tensor::empty({model.router.num_experts, model.hidden}, DType::kBF16);
+  weight = Tensor::empty({model.router.num_choices(), model.hidden}, DType::kBF16);
   for (std::int64_t i = 0; i < weight.numel(); ++i) {
     store_f32(weight.data(), DType::kBF16, i, static_cast<float>(random.normal() * deviation));
   }

@@ -96,7 +96,7 @@ void print_json(const RunOptions&, const RunResults& results, const RowCheck* ch
   fmt::print("{}\n", object.dump());
 }
 
-void save(const RunOptions& options, std::int64_t num_experts, const RunResults& results) {
+void save(const RunOptions& options, std::int64_t num_choices, const RunResults& results) {
   std::map<std::string, TensorView> tensors{{"output", results.output},
                                             {"topk_ids", results.routing.topk_ids},
                                             {"topk_weights", results.routing.topk_weights}};
@@ -105,7 +105,7 @@ void save(const RunOptions& options, std::int64_t num_experts, const RunResults&
                    {{"fusedmoe_version", FUSEDMOE_VERSION}, {"plan", results.plan_line}});
   log(Level::kInfo, fmt::format("wrote {}", options.output));
   if (options.record_routing.empty()) return;
-  record_routing(options.record_routing, results.routing, num_experts);
+  record_routing(options.record_routing, results.routing, num_choices);
   log(Level::kInfo, fmt::format("wrote {}", options.record_routing));
 }
 
@@ -142,7 +142,7 @@ void run(const RunOptions& options) {
                        options.check_rows);
     if (!check.passed()) throw Error("output", check.text(), "within the tolerance");
   }
-  save(options, model.router.num_experts, results);
+  save(options, model.router.num_choices(), results);
   const RowCheck* shown = options.check_rows > 0 ? &check : nullptr;
   (options.json ? print_json : print_text)(options, results, shown);
 }

@@ -37,9 +37,9 @@ struct RunOptions {
 /// Everything a forward leaves behind, on the device of the layer until it is fetched.
 struct RunResults {
   Tensor output;         // (num_tokens, hidden)
-  Tensor router_logits;  // (num_tokens, num_experts) f32; undefined when the routing was replayed
+  Tensor router_logits;  // (num_tokens, num_choices) f32; undefined when the routing was replayed
   RecordedRouting routing;  // (num_tokens, topk)
-  Tensor expert_load;       // (num_experts) i32; undefined when the routing was replayed
+  Tensor expert_load;       // (num_choices) i32; undefined when the routing was replayed
   bool replayed = false;
   LoadStatistics load;
   double shared_with_previous = 0;  // see shared_with_previous()

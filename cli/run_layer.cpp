@@ -73,14 +73,15 @@ MoeLayer make_layer(const RunOptions& options, const LayerWeights& weights, DTyp
   return {weights, layer};
 }
 
-RunResults make_results(const RunOptions& options, const MoeConfig& config, const Tensor& x) {
-  const std::int64_t num_tokens = x.size(0);
-  const Device device = config.device;
+RunResults make_results(const RunOptions& options, const MoeLayer& layer, const Tensor& x) {
+  const std::int64_t num_tokens = x.size(0), topk = layer.router().topk;
+  const std::int64_t num_choices = layer.router().num_choices();
+  const Device device = layer.config().device;
   RunResults results;
   results.output = Tensor::empty(x.shape(), x.dtype(), device);
   results.replayed = !options.replay_routing.empty();
   if (results.replayed) {
-    results.routing = replay_routing(options.replay_routing, config.num_experts, config.topk);
+    results.routing = replay_routing(options.replay_routing, num_choices, topk);
     if (results.routing.topk_ids.size(0) != num_tokens) {
       throw Error("--replay-routing", fmt::format("{} rows", results.routing.topk_ids.size(0)),
                   fmt::format("{}, one for each row of --input", num_tokens));
@@ -89,18 +90,18 @@ RunResults make_results(const RunOptions& options, const MoeConfig& config, cons
                        to_device(results.routing.topk_weights, device)};
     return results;
   }
-  results.expert_load = Tensor::empty({config.num_experts}, DType::kI32, device);
-  results.router_logits = Tensor::empty({num_tokens, config.num_experts}, DType::kF32, device);
-  results.routing = {Tensor::empty({num_tokens, config.topk}, DType::kI32, device),
-                     Tensor::empty({num_tokens, config.topk}, DType::kF32, device)};
+  results.expert_load = Tensor::empty({num_choices}, DType::kI32, device);
+  results.router_logits = Tensor::empty({num_tokens, num_choices}, DType::kF32, device);
+  results.routing = {Tensor::empty({num_tokens, topk}, DType::kI32, device),
+                     Tensor::empty({num_tokens, topk}, DType::kF32, device)};
   return results;
 }
 
-void add_statistics(const MoeConfig& config, RunResults& results) {
+void add_statistics(const RouterConfig& router, RunResults& results) {
   const Tensor& ids = results.routing.topk_ids;
-  results.load = results.replayed ? load_statistics(ids, config.num_experts)
-                                  : load_statistics(results.expert_load, ids.size(0), config.topk);
-  results.shared_with_previous = shared_with_previous(ids, config.num_experts);
+  results.load = results.replayed ? load_statistics(ids, router.num_choices())
+                                  : load_statistics(results.expert_load, ids.size(0), router.topk);
+  results.shared_with_previous = shared_with_previous(ids, router.num_choices());
 }
 
 /// Tokens of the largest of so many groups.
@@ -109,8 +110,8 @@ std::int64_t most_tokens(std::int64_t total, std::int64_t groups) {
 }
 
 /// Room for what a router finds out.
-RunResults make_part(const MoeConfig& config, const Tensor& x) {
-  return make_results({}, config, x);
+RunResults make_part(const MoeLayer& layer, const Tensor& x) {
+  return make_results({}, layer, x);
 }
 
 }  // namespace
@@ -120,7 +121,7 @@ RunResults forward(const RunOptions& options, const LayerWeights& weights,
   const MoeLayer layer = make_layer(options, weights, hidden_states.dtype(), {});
   const Stream stream{layer.config().device};
   const Tensor x = to_device(hidden_states, stream.device);
-  RunResults results = make_results(options, layer.config(), x);
+  RunResults results = make_results(options, layer, x);
   const std::size_t bytes = layer.workspace_bytes(x.size(0));
   const Tensor memory =
       Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, stream.device);
@@ -144,7 +145,7 @@ RunResults forward(const RunOptions& options, const LayerWeights& weights,
   }
   results.fetch();
   results.describe(layer);
-  add_statistics(layer.config(), results);
+  add_statistics(layer.router(), results);
   return results;
 }
 
@@ -192,7 +193,7 @@ RunResults forward_on_rank(const RunOptions& options, const MoeLayer& layer, con
   const std::int64_t groups = parallel.dp_size;
   const std::int64_t group = parallel.rank() / parallel.group_size();
   const Tensor x = to_device(rows_of_group(all, group, groups), stream.device);
-  RunResults mine = make_part(layer.config(), x);
+  RunResults mine = make_part(layer, x);
   const std::size_t bytes = layer.workspace_bytes(most_tokens(all.size(0), groups));
   const Tensor memory =
       Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, stream.device);
@@ -207,7 +208,7 @@ RunResults forward_on_rank(const RunOptions& options, const MoeLayer& layer, con
   }
   RunResults whole;
   if (parallel.rank() == 0) {
-    whole = make_part(layer.config(), all);
+    whole = make_part(layer, all);
     whole.describe(layer);
     whole.times_ms = mine.times_ms;
   }
@@ -216,7 +217,7 @@ RunResults forward_on_rank(const RunOptions& options, const MoeLayer& layer, con
   whole.expert_load = {};
   whole.replayed = true;  // the load comes from the ids of all ranks
   whole.fetch();
-  add_statistics(layer.config(), whole);
+  add_statistics(layer.router(), whole);
   return whole;
 }
 

@@ -160,6 +160,9 @@ std::string describe_router(const RouterConfig& router) {
   std::string text =
       fmt::format("{}, top-{} of {}", router.custom ? "sparsemixer" : name(router.scoring),
                   router.topk, router.num_experts);
+  if (router.num_zero_experts > 0) {
+    text += fmt::format(" and {} zero experts", router.num_zero_experts);
+  }
   if (router.num_expert_group > 0) {
     text += fmt::format(", {} groups keep {}", router.num_expert_group, router.topk_group);
   }

@@ -210,6 +210,7 @@ typedef struct fusedmoe_router_config { /* RouterConfig in fusedmoe/router.h */
   const float* routed_scaling_factor; /* NULL: 1 */
   int32_t apply_router_weight_on_input;
   const double* renormalize_epsilon; /* added to the sum that renormalizes; NULL: 1e-20 */
+  int64_t num_zero_experts; /* more choices, which return their input; logits have them too */
 } fusedmoe_router_config;
 
 /* topk_ids (num_tokens, topk) i32 and topk_weights (num_tokens, topk) f32 from logits (num_tokens,

@@ -48,8 +48,9 @@ struct LayerOptions {
   /// that is faster, as for few tokens on CUDA.
   bool monolithic = false;
   /// Of the ranks that share the layer. Without a communicator the output of ep_size > 1 holds the
-  /// sum over the experts of this rank, somebody has to add those of the others, and one rank alone
-  /// is given the shared experts. With one the output is complete: give them to every rank.
+  /// sum over the experts of this rank, somebody has to add those of the others, one rank alone is
+  /// given the shared experts, and rank 0 alone adds what zero experts return. With one the output
+  /// is complete: give them to every rank.
   ParallelConfig parallel = {};
   /// With a communicator of several ranks, making the layer is collective: either all ranks have
   /// made it, or all throw the same Error. A default `parallel` then means expert parallelism of
@@ -75,10 +76,10 @@ FUSEDMOE_API ParallelConfig parallel_of(const LayerOptions& options);
 struct ForwardOptions {
   /// Results that are wanted; undefined views are not filled. What the router alone knows, logits
   /// and load, is an Error in forward_routed().
-  TensorView router_logits = {};  ///< (num_tokens, num_experts) f32
+  TensorView router_logits = {};  ///< (num_tokens, num_choices) f32
   TensorView topk_ids = {};       ///< (num_tokens, topk) i32
   TensorView topk_weights = {};   ///< (num_tokens, topk) f32
-  /// (num_experts) i32: how many tokens chose each expert.
+  /// (num_choices) i32: how many tokens chose each expert.
   TensorView expert_load = {};
   bool accumulate = false;              ///< output += instead of output =
   const ExpertsHooks* hooks = nullptr;  ///< of a layer made with LayerOptions::hooks
@@ -104,7 +105,7 @@ FUSEDMOE_API std::int64_t slice_unit(const QuantScheme& scheme);
 ///
 /// Shared experts run through a kernel of their own, as one expert that every token chooses, and
 /// are added to the routed output in fp32: below f32 that sum is the third rounding, after one in
-/// each kernel, as in inference engines.
+/// each kernel, as in inference engines. What zero experts return is added with them.
 class FUSEDMOE_API MoeLayer {
  public:
   /// Selects an implementation and packs the weights; the sources are not needed after. Throws

@@ -39,7 +39,7 @@ enum class RoutingMethod {
 };
 
 /// User-defined routing: fills ids (num_tokens, topk) i32 and weights (num_tokens, topk) f32 from
-/// logits (num_tokens, num_experts) f32. An id of -1 selects nothing. Called for
+/// logits (num_tokens, num_choices) f32. An id of -1 selects nothing. Called for
 /// zero tokens too.
 using CustomRouting = std::function<void(const TensorView& logits, const TensorView& topk_ids,
                                          const TensorView& topk_weights)>;
@@ -48,16 +48,22 @@ struct RouterConfig {
   /// Routing keeps the scores of one token on the stack.
   static constexpr std::int64_t kMaxExperts = 4096;
 
-  std::int64_t num_experts = 0;
+  std::int64_t num_experts = 0;  ///< with weights
   std::int64_t topk = 0;
   ScoringFunc scoring = ScoringFunc::kSoftmax;
   bool renormalize = false;  ///< divide the chosen weights by their sum + epsilon
   double renormalize_epsilon = 1e-20;
-  std::int64_t num_expert_group = 0;  ///< > 0: grouped top-k (DeepSeek); divides num_experts
+  std::int64_t num_expert_group = 0;  ///< > 0: grouped top-k (DeepSeek); divides num_choices()
   std::int64_t topk_group = 0;        ///< groups kept
   float routed_scaling_factor = 1;    ///< multiplies the weights, after renormalizing
   bool apply_router_weight_on_input = false;  ///< topk = 1 only: x * weight enters the experts
-  CustomRouting custom{};                     ///< replaces scoring and selection when set
+  /// LongCat: experts without weights, whose ids follow those of the others. Each returns its
+  /// input: a layer adds weight * x to the output.
+  std::int64_t num_zero_experts = 0;
+  CustomRouting custom{};  ///< replaces scoring and selection when set
+
+  /// What the router chooses among.
+  std::int64_t num_choices() const { return num_experts + num_zero_experts; }
 
   /// Throws Error naming the field.
   FUSEDMOE_API void validate() const;
@@ -69,9 +75,9 @@ FUSEDMOE_API std::string_view name(ScoringFunc scoring);
 
 /// Parameters of the gate. Floating-point tensors of any 16- or 32-bit type.
 struct RouterWeights {
-  Tensor weight{};                 ///< (num_experts, hidden)
-  Tensor bias{};                   ///< (num_experts), added to the logits; optional
-  Tensor score_correction_bias{};  ///< (num_experts) f32, used for the choice only; optional
+  Tensor weight{};                 ///< (num_choices, hidden)
+  Tensor bias{};                   ///< (num_choices), added to the logits; optional
+  Tensor score_correction_bias{};  ///< (num_choices) f32, used for the choice only; optional
 };
 
 /// Where each token goes. Views; see route().
@@ -80,13 +86,13 @@ struct Routing {
   TensorView topk_weights;  ///< (num_tokens, topk) f32
 };
 
-/// Fills `out` from logits (num_tokens, num_experts) f32, bf16 or f16. `correction_bias`
-/// (num_experts) f32 may be undefined. Throws Error on shapes or dtypes that do not fit, and when a
-/// custom routing returns an id outside [-1, num_experts); allocates nothing.
+/// Fills `out` from logits (num_tokens, num_choices) f32, bf16 or f16. `correction_bias`
+/// (num_choices) f32 may be undefined. Throws Error on shapes or dtypes that do not fit, and when a
+/// custom routing returns an id outside [-1, num_choices); allocates nothing.
 FUSEDMOE_API void route(const RouterConfig& config, const TensorView& logits,
                         const TensorView& correction_bias, const Routing& out);
 
-/// Logits (num_tokens, num_experts) f32 = x weight^T + bias, accumulated in fp32 in an order that
+/// Logits (num_tokens, num_choices) f32 = x weight^T + bias, accumulated in fp32 in an order that
 /// does not depend on num_tokens. x: (num_tokens, hidden) f32, bf16 or f16. Everything contiguous.
 FUSEDMOE_API void router_logits(const RouterWeights& weights, const TensorView& x,
                                 const TensorView& logits);

@@ -109,6 +109,7 @@ class MoELayer:
         topk_group: Optional[int] = None,
         routed_scaling_factor: Optional[float] = None,
         apply_router_weight_on_input: bool = False,
+        num_zero_experts: int = 0,
         expert_map: Any = None,
         shared: Optional[Dict[str, Any]] = None,
         weights: Optional[Dict[str, Any]] = None,
@@ -123,6 +124,8 @@ class MoELayer:
         scoring_func, renormalize, renormalize_epsilon, num_expert_group, topk_group,
         routed_scaling_factor: see route().
         expert_map: (num_experts) int32, global -> local expert or -1; num_experts: default E.
+        num_zero_experts: experts that return their input; the router's tensors have rows for them,
+            behind those of the others.
         shared: of shared experts, {"w13": (1, ...), "w2": ..., "gate": (1, hidden), ...}.
         options: see from_checkpoint().
 
@@ -141,6 +144,7 @@ class MoELayer:
             "topk_group": topk_group,
             "routed_scaling_factor": routed_scaling_factor,
             "apply_router_weight_on_input": apply_router_weight_on_input,
+            "num_zero_experts": num_zero_experts,
             "expert_map": expert_map,
         }
         settings = {

@@ -186,6 +186,7 @@ RouterConfig router_of(const nb::dict& settings) {
   config.num_expert_group = get<std::int64_t>(settings, "num_expert_group", 0);
   config.topk_group = get<std::int64_t>(settings, "topk_group", 0);
   config.routed_scaling_factor = get(settings, "routed_scaling_factor", 1.0F);
+  config.num_zero_experts = get<std::int64_t>(settings, "num_zero_experts", 0);
   config.apply_router_weight_on_input = get(settings, "apply_router_weight_on_input", false);
   return config;
 }

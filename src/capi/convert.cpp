@@ -126,6 +126,7 @@ RouterConfig to_router(const fusedmoe_router_config* config, const char* name) {
   result.topk_group = c.topk_group;
   if (c.routed_scaling_factor) result.routed_scaling_factor = *c.routed_scaling_factor;
   result.apply_router_weight_on_input = c.apply_router_weight_on_input != 0;
+  result.num_zero_experts = c.num_zero_experts;
   if (c.renormalize_epsilon) result.renormalize_epsilon = *c.renormalize_epsilon;
   return result;
 }

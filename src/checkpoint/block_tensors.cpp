@@ -13,10 +13,10 @@ class TensorList {
       : model_(model), layout_(layout), gated_(family_row(model.family).gated) {}
 
   std::vector<TensorSpec> list() {
-    const std::int64_t experts = model_.router.num_experts, hidden = model_.hidden;
-    add(layout_.router, {experts, hidden}, TensorRole::kRouterWeight, hidden);
-    add(layout_.router_bias, {experts}, TensorRole::kRouterBias, hidden);
-    add(layout_.correction_bias, {experts}, TensorRole::kCorrectionBias, hidden);
+    const std::int64_t choices = model_.router.num_choices(), hidden = model_.hidden;
+    add(layout_.router, {choices, hidden}, TensorRole::kRouterWeight, hidden);
+    add(layout_.router_bias, {choices}, TensorRole::kRouterBias, hidden);
+    add(layout_.correction_bias, {choices}, TensorRole::kCorrectionBias, hidden);
     add_experts();
     if (model_.shared_intermediate > 0) {
       for (const LinearLayer& layer : shared_layers(model_, layout_)) {

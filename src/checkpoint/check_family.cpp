@@ -81,6 +81,7 @@ void check_family(const FamilyRow& row, const std::string& label) {
   check_range(row.num_experts, 1, kMaxExperts, label + ".experts.count");
   check_range(row.intermediate, 1, kMaxWidth, label + ".experts.width");
   check_range(row.topk, 1, kMaxExperts, label + ".router.topk");
+  check_range(row.zero_experts, 0, kMaxExperts, label + ".router.zero_experts");
   check_range(row.num_groups, 0, kMaxExperts, label + ".router.groups");
   check_range(row.topk_group, 0, kMaxExperts, label + ".router.kept_groups");
   check_range(row.shared_count, 0, kMaxWidth, label + ".shared.count");

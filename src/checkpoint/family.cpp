@@ -212,6 +212,7 @@ void read_router(Fields fields, FamilyRow& row) {
   fields.read("groups", row.num_groups);
   fields.read("kept_groups", row.topk_group);
   fields.read("group_score_of_two", row.group_score_of_two);
+  fields.read("zero_experts", row.zero_experts);
   fields.read("sparsemixer", row.sparsemixer);
   fields.read("weight_on_input", row.weight_on_input);
   if (fields.find("method")) {

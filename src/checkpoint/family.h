@@ -92,7 +92,8 @@ struct FamilyRow {
   std::optional<Setting<std::string>> topk_method;  ///< DeepSeek: decides on groups and bias
   bool group_score_of_two = false;                  ///< sum of the two best even without a bias
   double renormalize_epsilon = 1e-20;
-  Setting<float> sparsemixer;  ///< PhiMoE: its jitter; nothing set: another router
+  Setting<std::int64_t> zero_experts;  ///< LongCat: their number
+  Setting<float> sparsemixer;          ///< PhiMoE: its jitter; nothing set: another router
   Setting<bool> has_correction_bias;
   bool weight_on_input = false;
   Setting<std::int64_t> shared_count;  ///< of shared experts

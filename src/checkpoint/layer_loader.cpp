@@ -49,6 +49,7 @@ class Loader {
     for (const TensorSpec& spec : block_tensors(model_, layout_)) {
       claim(spec);
     }
+    ignore_zero_experts();
     for (const auto& [name, entry] : block_.tensors) {
       // Families write shared experts of width 0, too.
       if (claimed_.contains(name) || entry.shape().numel() == 0) continue;
@@ -139,6 +140,18 @@ class Loader {
     }
     if (tensor.type) return check_type(full_name, *tensor.type, spec);
     check_dtype(full_name, tensor.tensor.dtype(), spec);
+  }
+
+  /// transformers writes first matrices of experts that have none.
+  void ignore_zero_experts() {
+    const RouterConfig& router = model_.router;
+    if (layout_.experts->storage != ExpertStorage::kPerExpert) return;
+    for (std::int64_t e = router.num_experts; e < router.num_choices(); ++e) {
+      for (const LinearLayer& layer : expert_layers(model_, layout_, e)) {
+        const auto found = block_.tensors.find(layer.name + ".weight");
+        if (found != block_.tensors.end()) claimed_.insert(found->first);
+      }
+    }
   }
 
   void check_type(const std::string& full_name, const files::GgmlType& type,
@@ -236,8 +249,8 @@ class Loader {
     if (const Tensor bias = tensor(layout_.correction_bias)) {
       weights.score_correction_bias = bias;
       if (bias.dtype() != DType::kF32 || bias.rank() != 1) {
-        weights.score_correction_bias = Tensor::empty({model_.router.num_experts}, DType::kF32);
-        convert(bias.reshape({model_.router.num_experts}), weights.score_correction_bias);
+        weights.score_correction_bias = Tensor::empty({model_.router.num_choices()}, DType::kF32);
+        convert(bias.reshape({model_.router.num_choices()}), weights.score_correction_bias);
       }
     }
     return weights;

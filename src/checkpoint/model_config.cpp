@@ -54,14 +54,15 @@ ScoringFunc parse_scoring(const std::string& text, const std::string& label) {
 
 void read_groups(const FamilyRow& row, const Settings& settings, RouterConfig& router) {
   if (row.num_groups.keys.empty() && !settings.given(row.num_groups)) return;
-  const std::int64_t groups = settings.integer(row.num_groups, 0, router.num_experts);
+  const std::int64_t choices = router.num_choices();
+  const std::int64_t groups = settings.integer(row.num_groups, 0, choices);
   if (groups == 0) return;
   router.num_expert_group = groups;
   router.topk_group = settings.integer(row.topk_group, 1, groups);
-  FUSEDMOE_CHECK_FILE(router.num_experts % groups == 0, settings.label(row.num_groups),
+  FUSEDMOE_CHECK_FILE(choices % groups == 0, settings.label(row.num_groups),
                       core::to_string(groups),
-                      core::format("a divisor of the {} experts", router.num_experts));
-  const std::int64_t reachable = router.topk_group * (router.num_experts / groups);
+                      core::format("a divisor of the {} experts", choices));
+  const std::int64_t reachable = router.topk_group * (choices / groups);
   FUSEDMOE_CHECK_FILE(router.topk <= reachable, settings.label(row.topk_group),
                       core::to_string(router.topk_group),
                       core::format("enough groups for {} experts per token", router.topk));
@@ -84,7 +85,9 @@ void read_method(const FamilyRow& row, const Settings& settings, ModelConfig& mo
 void read_router(const FamilyRow& row, const Settings& settings, ModelConfig& model) {
   RouterConfig& router = model.router;
   router.num_experts = settings.integer(row.num_experts, 1, kMaxExperts);
-  router.topk = settings.integer(row.topk, 1, router.num_experts);
+  router.num_zero_experts =
+      settings.integer(row.zero_experts, 0, kMaxExperts - router.num_experts, 0);
+  router.topk = settings.integer(row.topk, 1, router.num_choices());
   router.scoring = parse_scoring(settings.string(row.scoring), settings.label(row.scoring));
   router.renormalize = settings.boolean(row.renormalize);
   router.renormalize_epsilon = row.renormalize_epsilon;

@@ -41,6 +41,11 @@ class CudaBackend final : public core::Backend {
     cuda::route_shared(out, gated, stream);
   }
 
+  void split_zero_experts(const core::ZeroExpertsSplit& split, Stream stream) const override {
+    const CurrentDevice current(stream.device);
+    cuda::split_zero_experts(split, stream);
+  }
+
   void weight_rows(const TensorView& x, const TensorView& topk_weights, const TensorView& weighted,
                    Stream stream) const override {
     const CurrentDevice current(stream.device);
@@ -104,9 +109,9 @@ class CudaBackend final : public core::Backend {
     cuda::number_slots(numbers, counts, stream);
   }
 
-  void add(const TensorView& target, const TensorView& source, Stream stream) const override {
-    const CurrentDevice current(stream.device);
-    add_rows(target, source, stream);
+  void add(const core::AddArgs& args) const override {
+    const CurrentDevice current(args.stream.device);
+    add_rows(args);
   }
 };
 

@@ -44,7 +44,8 @@ void check_written_dtype(const ModularKernel& kernel, const ProblemSize& problem
 
 }  // namespace
 
-void check_ids(const TensorView& topk_ids, const MoeConfig& config, const TensorView& expert_map) {
+void check_ids(const TensorView& topk_ids, std::int64_t num_choices, const MoeConfig& config,
+               const TensorView& expert_map) {
   const std::int64_t num_tokens = topk_ids.size(0), topk = topk_ids.size(1);
   const core::LocalExperts local_expert(expert_map, config.num_local_experts);
   const bool distinct = config.activation_format == ActivationFormat::kBatchedExperts;
@@ -52,9 +53,9 @@ void check_ids(const TensorView& topk_ids, const MoeConfig& config, const Tensor
     const std::span row(topk_ids.as<const std::int32_t>() + token * topk,
                         static_cast<std::size_t>(topk));
     for (const std::int32_t& id : row) {
-      FUSEDMOE_CHECK(id >= -1 && id < config.num_experts, "topk_ids",
+      FUSEDMOE_CHECK(id >= -1 && id < num_choices, "topk_ids",
                      core::format("{} at [{}, {}]", id, token, &id - row.data()),
-                     core::format("-1 or in [0, {})", config.num_experts));
+                     core::format("-1 or in [0, {})", num_choices));
     }
     if (distinct) core::check_distinct(row, local_expert, token);
   }
@@ -213,7 +214,7 @@ ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& a
   // be read without waiting for it.
   if (!device.is_cpu()) return problem;
   if (args.expert_map) check_expert_map(args.expert_map, config.num_local_experts);
-  if (!config.monolithic) check_ids(args.topk_ids, config, args.expert_map);
+  if (!config.monolithic) check_ids(args.topk_ids, config.num_experts, config, args.expert_map);
   return problem;
 }
 

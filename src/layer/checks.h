@@ -23,10 +23,11 @@ void check_disjoint(NamedView written, std::initializer_list<NamedView> others);
 /// shape and stride).
 void check_output(const TensorView& output, const TensorView& hidden_states, bool inplace);
 
-/// Values of arguments in host memory: ids that are -1 or in [0, num_experts), and in the batched
+/// Values of arguments in host memory: ids that are -1 or in [0, num_choices), and in the batched
 /// format of distinct local experts within a token; a map to local experts or -1 that names each at
 /// most once.
-void check_ids(const TensorView& topk_ids, const MoeConfig& config, const TensorView& expert_map);
+void check_ids(const TensorView& topk_ids, std::int64_t num_choices, const MoeConfig& config,
+               const TensorView& expert_map);
 void check_expert_map(const TensorView& expert_map, std::int64_t num_local_experts);
 
 /// At least `needed` bytes, 64-byte aligned, apart from all these tensors.

@@ -39,7 +39,7 @@ MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* works
   const auto tensor = [&](DType dtype, std::int64_t columns) {
     return cutter.take(dtype, {num_tokens, columns}, config.device);
   };
-  buffers.router_logits = tensor(DType::kF32, router.num_experts);
+  buffers.router_logits = tensor(DType::kF32, router.num_choices());
   buffers.routing = {tensor(DType::kI32, router.topk), tensor(DType::kF32, router.topk)};
   std::size_t kernel_bytes = 0;
   const auto make_room_for = [&](const ModularKernel& each) {
@@ -50,9 +50,13 @@ MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* works
   if (monolithic) make_room_for(*monolithic);
   if (shared) {
     buffers.shared_routing = {tensor(DType::kI32, 1), tensor(DType::kF32, 1)};
-    buffers.shared_output = tensor(output_dtype, config.hidden);
     make_room_for(shared->kernel);
   }
+  if (router.num_zero_experts > 0) {
+    buffers.expert_ids = tensor(DType::kI32, router.topk);
+    buffers.zero_weights = tensor(DType::kF32, 1);
+  }
+  if (adds_beside()) buffers.beside = tensor(output_dtype, config.hidden);
   buffers.kernel = cutter.take(kernel_bytes);
   buffers.bytes = cutter.used();
   return buffers;
@@ -106,10 +110,10 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
   } results[] = {
       {{"options.router_logits", &options.router_logits},
        DType::kF32,
-       {num_tokens, router.num_experts}},
+       {num_tokens, router.num_choices()}},
       {{"options.topk_ids", &options.topk_ids}, DType::kI32, choice},
       {{"options.topk_weights", &options.topk_weights}, DType::kF32, choice},
-      {{"options.expert_load", &options.expert_load}, DType::kI32, {router.num_experts}},
+      {{"options.expert_load", &options.expert_load}, DType::kI32, {router.num_choices()}},
   };
   layer::check_output(call.output, call.hidden_states, inplace);
   layer::check_disjoint(out, {ids, weights});
@@ -126,7 +130,9 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
       if (&other != &result) layer::check_disjoint(result.view, {other.view});
     }
   }
-  if (routed && device.is_cpu()) layer::check_ids(call.routing.topk_ids, config, expert_map);
+  if (routed && device.is_cpu()) {
+    layer::check_ids(call.routing.topk_ids, router.num_choices(), config, expert_map);
+  }
 }
 
 void MoeLayer::Impl::apply_routed(const Call& call, const Routing& routing,
@@ -143,7 +149,10 @@ void MoeLayer::Impl::apply_routed(const Call& call, const Routing& routing,
   args.stream = call.stream;
   args.max_tokens = call.max_tokens;
   const ProblemSize size = problem(kernel, call.hidden_states.size(0), call.max_tokens);
-  if (call.routing.topk_ids) return kernel.run(args, size, buffers.kernel);
+  if (call.routing.topk_ids) {
+    args.topk_ids = apply_zero_experts(call, routing, buffers);
+    return kernel.run(args, size, buffers.kernel);
+  }
   args.router = &router;
   args.router_logits = buffers.router_logits;
   args.expert_load = call.options.expert_load;
@@ -154,7 +163,24 @@ void MoeLayer::Impl::apply_routed(const Call& call, const Routing& routing,
   backend.router_logits(router_weights, args.hidden_states, args.router_logits, args.stream);
   backend.route(router, args.router_logits, router_weights.score_correction_bias, routing,
                 args.expert_load, args.stream);
+  args.topk_ids = apply_zero_experts(call, routing, buffers);
   kernel.run(args, size, buffers.kernel);
+}
+
+TensorView MoeLayer::Impl::apply_zero_experts(const Call& call, const Routing& routing,
+                                              const Buffers& buffers) const {
+  if (router.num_zero_experts == 0) return routing.topk_ids;
+  backend.split_zero_experts(
+      {routing, router.num_experts, router.num_choices(), buffers.expert_ids, buffers.zero_weights},
+      call.stream);
+  if (adds_zero_experts) {
+    backend.add({.target = buffers.beside,
+                 .source = call.hidden_states,
+                 .scale = buffers.zero_weights,
+                 .accumulate = shared.has_value(),
+                 .stream = call.stream});
+  }
+  return buffers.expert_ids;
 }
 
 void MoeLayer::Impl::apply_shared(const Call& call, const Buffers& buffers) const {
@@ -166,7 +192,7 @@ void MoeLayer::Impl::apply_shared(const Call& call, const Buffers& buffers) cons
   backend.route_shared(routing, shared->gate.defined(), call.stream);
   ForwardArgs args;
   args.weights = shared->packed.get();
-  args.output = buffers.shared_output;
+  args.output = buffers.beside;
   args.hidden_states = call.hidden_states;
   args.topk_ids = routing.topk_ids;
   args.topk_weights = routing.topk_weights;
@@ -182,7 +208,9 @@ void MoeLayer::Impl::run_chunk(const Call& call, void* workspace) const {
   // Shared experts first: the routed ones may overwrite the hidden states.
   if (shared) apply_shared(call, buffers);
   apply_routed(call, routing, buffers);
-  if (shared) backend.add(call.output, buffers.shared_output, call.stream);
+  if (adds_beside()) {
+    backend.add({.target = call.output, .source = buffers.beside, .stream = call.stream});
+  }
   const auto copy_result = [&](const TensorView& source, const TensorView& destination) {
     if (destination) copy(source, destination, call.stream);
   };

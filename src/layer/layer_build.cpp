@@ -48,11 +48,18 @@ MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options,
       kernel(chosen.create(layer_context(options))),
       output_dtype(options.output_dtype.value_or(options.dtype)),
       inplace(options.inplace),
+      adds_zero_experts(weights.router.num_zero_experts > 0 &&
+                        (layer::across_ranks(options) ||
+                         (options.parallel.ep_rank == 0 && options.parallel.tp_rank == 0))),
       executor(executor_for(options)),
       stream{options.device} {
   if (executor && options.device.is_cpu()) stream = cpu_stream(*executor);
   config.activation_format = chosen.prepare_finalize->activation_format();
-  if (options.monolithic || (weights.router_weights.weight && chosen.experts->routes_faster())) {
+  FUSEDMOE_CHECK_SUPPORTED(!options.monolithic || router.num_zero_experts == 0, kRoutingMethod,
+                           "options.monolithic", "set with zero experts",
+                           "unset: the layer itself adds what zero experts return");
+  const bool faster = weights.router_weights.weight && chosen.experts->routes_faster();
+  if (options.monolithic || (faster && router.num_zero_experts == 0)) {
     Selection routing = chosen;
     routing.config.monolithic = true;
     Support support = chosen.experts->supports(routing.config);

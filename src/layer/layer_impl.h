@@ -22,11 +22,14 @@ struct MoeLayer::Impl {
 
   // The workspace of one forward.
   struct Buffers {
-    TensorView router_logits;  // (num_tokens, num_experts) f32
+    TensorView router_logits;  // (num_tokens, num_choices) f32
     Routing routing;           // (num_tokens, topk)
     Routing shared_routing;    // (num_tokens, 1): expert 0 with the gate's weight, or 1
-    TensorView shared_output;  // (num_tokens, hidden)
-    void* kernel = nullptr;    // one after the other: routed experts, shared experts
+    TensorView expert_ids;     // (num_tokens, topk): without zero experts
+    TensorView zero_weights;   // (num_tokens, 1): of a token's zero experts
+    TensorView
+        beside;  // (num_tokens, hidden): of shared and zero experts, added to the routed ones
+    void* kernel = nullptr;  // one after the other: routed experts, shared experts
     std::size_t bytes = 0;
   };
 
@@ -51,6 +54,7 @@ struct MoeLayer::Impl {
   std::optional<Shared> shared;
   DType output_dtype;
   bool inplace;
+  bool adds_zero_experts;              // the router has some, and this rank adds what they return
   std::shared_ptr<Executor> executor;  // of the CPU; null: the default one
   Stream stream;                       // of forwards that name none
   std::int64_t chunk = std::numeric_limits<std::int64_t>::max();  // tokens at a time, at most
@@ -62,6 +66,7 @@ struct MoeLayer::Impl {
   void limit_chunk(std::size_t max_bytes);
 
   Plan plan() const;
+  bool adds_beside() const { return shared || adds_zero_experts; }
   /// With a null workspace only `bytes` is meaningful. max_tokens: of any rank; 0: num_tokens.
   Buffers cut(std::int64_t num_tokens, void* workspace, std::int64_t max_tokens = 0) const;
   /// Of one of the two kernels.
@@ -75,6 +80,9 @@ struct MoeLayer::Impl {
   void run(const Call& call, void* workspace) const;
   void run_chunk(const Call& call, void* workspace) const;
   void apply_routed(const Call& call, const Routing& routing, const Buffers& buffers) const;
+  /// Returns the ids that the other experts see.
+  TensorView apply_zero_experts(const Call& call, const Routing& routing,
+                                const Buffers& buffers) const;
   void apply_shared(const Call& call, const Buffers& buffers) const;
 };
 

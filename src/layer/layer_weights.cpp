@@ -15,15 +15,15 @@ void check_parameter(const Tensor& tensor, const char* name, const Shape& shape)
 }
 
 void check_router_weights(const LayerWeights& weights) {
-  const std::int64_t num_experts = weights.router.num_experts;
+  const std::int64_t num_choices = weights.router.num_choices();
   const RouterWeights& router = weights.router_weights;
   if (router.weight) {
-    check_parameter(router.weight, "router_weights.weight", {num_experts, weights.experts.hidden});
+    check_parameter(router.weight, "router_weights.weight", {num_choices, weights.experts.hidden});
   }
-  if (router.bias) check_parameter(router.bias, "router_weights.bias", {num_experts});
+  if (router.bias) check_parameter(router.bias, "router_weights.bias", {num_choices});
   if (router.score_correction_bias) {
     core::check_tensor(router.score_correction_bias, "router_weights.score_correction_bias",
-                       DType::kF32, {num_experts});
+                       DType::kF32, {num_choices});
   }
 }
 

@@ -80,6 +80,25 @@ struct SlotNumbers {
   TensorView counts;          ///< scratch: (num_ranks) i32
 };
 
+/// What a router with zero experts has chosen, in two parts.
+struct ZeroExpertsSplit {
+  Routing routing;               ///< (num_tokens, topk)
+  std::int64_t num_experts = 0;  ///< zero experts have the ids [num_experts, num_choices)
+  std::int64_t num_choices = 0;
+  TensorView
+      expert_ids;  ///< out: (num_tokens, topk) i32, topk_ids with -1 for those from num_experts on
+  TensorView zero_weights;  ///< out: (num_tokens, 1) f32, sum of their weights in slot order
+};
+
+/// Rows added to rows: (num_tokens, n) in f32, bf16 or f16, one of the two in f32 or both the same.
+struct AddArgs {
+  TensorView target;
+  TensorView source;
+  TensorView scale;        ///< (num_tokens, 1) f32; a row of scale 0 adds nothing. Undefined: 1
+  bool accumulate = true;  ///< false: target = instead of target +=
+  Stream stream;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -94,6 +113,8 @@ class Backend {
   /// Routing of shared experts, (num_tokens, 1): expert 0 with weight 1, or if `gated` with the
   /// sigmoid, in double, of the logit that topk_weights hold.
   virtual void route_shared(const Routing& out, bool gated, Stream stream) const = 0;
+
+  virtual void split_zero_experts(const ZeroExpertsSplit& split, Stream stream) const = 0;
 
   /// weighted = rnd(x * rnd(weight)) in the dtype of x (num_tokens, hidden); weights
   /// (num_tokens, 1) f32.
@@ -133,8 +154,8 @@ class Backend {
   virtual void number_slots(const SlotNumbers& numbers, std::span<std::int64_t> counts,
                             Stream stream) const = 0;
 
-  /// target = rnd(target + source), in f32, bf16 or f16.
-  virtual void add(const TensorView& target, const TensorView& source, Stream stream) const = 0;
+  /// target = rnd(target + scale * source) in fp32.
+  virtual void add(const AddArgs& args) const = 0;
 };
 
 }  // namespace fusedmoe::core

@@ -65,6 +65,8 @@ void check_router(const MoeConfig& config, const ForwardArgs& args, std::int64_t
                  core::to_string(args.router->num_experts), core::format("{}", num_experts));
   FUSEDMOE_CHECK(!args.router->apply_router_weight_on_input, "router.apply_router_weight_on_input",
                  "set", "unset for monolithic experts");
+  FUSEDMOE_CHECK(args.router->num_zero_experts == 0, "router.num_zero_experts",
+                 core::to_string(args.router->num_zero_experts), "0 for monolithic experts");
   FUSEDMOE_CHECK_SUPPORTED(!args.router->custom || config.device.is_cpu(), kDevice, "router.custom",
                            core::format("set on {}", to_string(config.device)),
                            "unset: the callback of a custom routing runs on the cpu");

@@ -170,18 +170,41 @@ void HostBackend::reduce(const ReduceArgs& args, const TensorView& slot_rows) co
                    [&](auto element) { reduce_rows<decltype(element)>(args, row_of); });
 }
 
-void HostBackend::add(const TensorView& target, const TensorView& source, Stream stream) const {
-  dispatch_element(target.dtype(), [&](auto element) {
-    using Element = decltype(element);
-    using Storage = typename Element::Storage;
+void HostBackend::split_zero_experts(const ZeroExpertsSplit& split, Stream) const {
+  const auto* ids = split.routing.topk_ids.as<const std::int32_t>();
+  const auto* weights = split.routing.topk_weights.as<const float>();
+  auto* expert_ids = split.expert_ids.as<std::int32_t>();
+  const std::int64_t num_tokens = split.expert_ids.size(0), topk = split.expert_ids.size(1);
+  for (std::int64_t token = 0; token < num_tokens; ++token) {
+    float sum = 0;
+    for (std::int64_t slot = token * topk; slot < (token + 1) * topk; ++slot) {
+      const std::int64_t id = ids[slot];
+      expert_ids[slot] = id < split.num_experts ? ids[slot] : -1;
+      if (id >= split.num_experts && id < split.num_choices) sum += weights[slot];
+    }
+    split.zero_weights.as<float>()[token] = sum;
+  }
+}
+
+void HostBackend::add(const AddArgs& args) const {
+  const TensorView &target = args.target, &source = args.source;
+  const auto* scales = args.scale ? args.scale.as<const float>() : nullptr;
+  const auto add_rows = [&]<typename To, typename From>(To, From) {
     const std::int64_t columns = target.size(1);
-    parallel_for(executor_of(stream), target.size(0), target.numel() >= kParallelElements,
-                 [&](std::int64_t row) {
-                   auto* to = target.as<Storage>() + row * target.stride(0);
-                   const auto* from = source.as<const Storage>() + row * source.stride(0);
-                   for (std::int64_t i = 0; i < columns; ++i)
-                     to[i] = Element::store(Element::load(to[i]) + Element::load(from[i]));
-                 });
+    const auto add_row = [&](std::int64_t row) {
+      auto* to = target.as<typename To::Storage>() + row * target.stride(0);
+      const auto* from = source.as<const typename From::Storage>() + row * source.stride(0);
+      const float scale = scales ? scales[row] : 1.0f;
+      for (std::int64_t i = 0; i < columns; ++i) {
+        const float addend = scale == 0 ? 0.0f : scale * From::load(from[i]);
+        to[i] = To::store(args.accumulate ? To::load(to[i]) + addend : addend);
+      }
+    };
+    parallel_for(executor_of(args.stream), target.size(0), target.numel() >= kParallelElements,
+                 add_row);
+  };
+  dispatch_element(target.dtype(), [&](auto to) {
+    dispatch_element(source.dtype(), [&](auto from) { add_rows(to, from); });
   });
 }
 

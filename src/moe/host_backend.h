@@ -12,6 +12,7 @@ class HostBackend : public Backend {
              const TensorView& correction_bias, const Routing& out, const TensorView& expert_load,
              Stream) const override;
   void route_shared(const Routing& out, bool gated, Stream) const override;
+  void split_zero_experts(const ZeroExpertsSplit& split, Stream) const override;
   void weight_rows(const TensorView& x, const TensorView& topk_weights, const TensorView& weighted,
                    Stream) const override;
   void quantize(const TensorView& x, const QuantKey& key, std::optional<float> scale,
@@ -27,7 +28,7 @@ class HostBackend : public Backend {
                     std::span<std::int64_t> counts, Stream) const override;
   void number_slots(const SlotNumbers& numbers, std::span<std::int64_t> counts,
                     Stream) const override;
-  void add(const TensorView& target, const TensorView& source, Stream) const override;
+  void add(const AddArgs& args) const override;
 };
 
 }  // namespace fusedmoe::core

@@ -1,4 +1,4 @@
-// The router's second half: logits (num_tokens, num_experts) -> top-k ids and weights, fp32.
+// The router's second half: logits (num_tokens, num_choices) -> top-k ids and weights, fp32.
 //
 // One token at a time: score, add the correction bias, drop the losing groups, choose, weight.
 // Choosing is a partial sort of 64-bit keys that hold score and index, so ties need no second
@@ -62,7 +62,7 @@ class TokenRouter {
 
  private:
   void compute_scores(const float* logits) {
-    const std::int64_t count = config_.num_experts;
+    const std::int64_t count = config_.num_choices();
     switch (config_.scoring) {
       case ScoringFunc::kSoftmax:
         softmax(logits, count, scores_.data());
@@ -108,10 +108,10 @@ class TokenRouter {
   std::int64_t collect_candidates() {
     const std::int64_t num_groups = config_.num_expert_group;
     if (num_groups == 0) {
-      for (std::int64_t e = 0; e < config_.num_experts; ++e) keys_[e] = sort_key(choice(e), e);
-      return config_.num_experts;
+      for (std::int64_t e = 0; e < config_.num_choices(); ++e) keys_[e] = sort_key(choice(e), e);
+      return config_.num_choices();
     }
-    const std::int64_t group_size = config_.num_experts / num_groups;
+    const std::int64_t group_size = config_.num_choices() / num_groups;
     for (std::int64_t g = 0; g < num_groups; ++g) {
       keys_[g] = sort_key(group_score(g * group_size, group_size), g);
     }
@@ -192,9 +192,9 @@ void route_custom(const RouterConfig& config, const TensorView& logits, const Ro
   config.custom(logits, out.topk_ids, out.topk_weights);
   const auto* ids = out.topk_ids.as<const std::int32_t>();
   for (std::int64_t i = 0; i < out.topk_ids.numel(); ++i) {
-    FUSEDMOE_CHECK(ids[i] >= -1 && ids[i] < config.num_experts, "router.custom",
+    FUSEDMOE_CHECK(ids[i] >= -1 && ids[i] < config.num_choices(), "router.custom",
                    core::format("a function that returned id {} in slot {}", ids[i], i),
-                   core::format("one that returns ids in [-1, {})", config.num_experts));
+                   core::format("one that returns ids in [-1, {})", config.num_choices()));
   }
 }
 
@@ -207,12 +207,13 @@ void core::route(Executor& executor, const RouterConfig& config, const TensorVie
   core::check_activation_dtype(logits, "router_logits");
   FUSEDMOE_CHECK(wide || !config.custom, "router_logits", core::describe(logits),
                  "f32 for a custom routing");
-  core::check_tensor(logits, "router_logits", logits.dtype(), {-1, config.num_experts});
+  core::check_tensor(logits, "router_logits", logits.dtype(), {-1, config.num_choices()});
   const std::int64_t num_tokens = logits.size(0);
   core::check_tensor(out.topk_ids, "topk_ids", DType::kI32, {num_tokens, config.topk});
   core::check_tensor(out.topk_weights, "topk_weights", DType::kF32, {num_tokens, config.topk});
   if (correction_bias) {
-    core::check_tensor(correction_bias, "score_correction_bias", DType::kF32, {config.num_experts});
+    core::check_tensor(correction_bias, "score_correction_bias", DType::kF32,
+                       {config.num_choices()});
   }
   for (const TensorView& view : {logits, correction_bias, out.topk_ids, out.topk_weights}) {
     FUSEDMOE_CHECK_FAULT(view.device().is_cpu(), kDevice, "router_logits.device",
@@ -231,15 +232,15 @@ void core::route(Executor& executor, const RouterConfig& config, const TensorVie
   auto* ids = out.topk_ids.as<std::int32_t>();
   auto* weights = out.topk_weights.as<float>();
   // A few thousand scores cost less than waking the threads.
-  const bool worthwhile = num_tokens * config.num_experts >= 8192;
+  const bool worthwhile = num_tokens * config.num_choices() >= 8192;
   core::parallel_ranges(
       executor, num_tokens, worthwhile, [&](std::int64_t begin, std::int64_t end) {
         TokenRouter router(config, bias);
         std::array<float, kMaxExperts> widened;
         for (std::int64_t t = begin; t < end; ++t) {
-          const std::int64_t first = t * config.num_experts;
+          const std::int64_t first = t * config.num_choices();
           const float* row = wide ? logits.as<const float>() + first : widened.data();
-          for (std::int64_t e = 0; !wide && e < config.num_experts; ++e) {
+          for (std::int64_t e = 0; !wide && e < config.num_choices(); ++e) {
             widened[static_cast<std::size_t>(e)] =
                 load_f32(logits.data(), logits.dtype(), first + e);
           }

@@ -9,8 +9,11 @@ namespace fusedmoe {
 void RouterConfig::validate() const {
   FUSEDMOE_CHECK(num_experts >= 1 && num_experts <= kMaxExperts, "router.num_experts",
                  core::to_string(num_experts), core::format("in [1, {}]", kMaxExperts));
-  FUSEDMOE_CHECK(topk >= 1 && topk <= num_experts, "router.topk", core::to_string(topk),
-                 core::format("in [1, num_experts = {}]", num_experts));
+  FUSEDMOE_CHECK(num_zero_experts >= 0 && num_zero_experts <= kMaxExperts - num_experts,
+                 "router.num_zero_experts", core::to_string(num_zero_experts),
+                 core::format("in [0, {}]", kMaxExperts - num_experts));
+  FUSEDMOE_CHECK(topk >= 1 && topk <= num_choices(), "router.topk", core::to_string(topk),
+                 core::format("in [1, {}], the number of experts", num_choices()));
   FUSEDMOE_CHECK(!name(scoring).empty(), "router.scoring",
                  core::to_string(static_cast<int>(scoring)), "a ScoringFunc");
   FUSEDMOE_CHECK(std::isfinite(routed_scaling_factor), "router.routed_scaling_factor",
@@ -23,13 +26,13 @@ void RouterConfig::validate() const {
   FUSEDMOE_CHECK(num_expert_group >= 0, "router.num_expert_group",
                  core::to_string(num_expert_group), "0 (no groups) or more");
   if (num_expert_group == 0) return;
-  FUSEDMOE_CHECK(num_experts % num_expert_group == 0, "router.num_expert_group",
+  FUSEDMOE_CHECK(num_choices() % num_expert_group == 0, "router.num_expert_group",
                  core::to_string(num_expert_group),
-                 core::format("a divisor of num_experts = {}", num_experts));
+                 core::format("a divisor of {}, the number of experts", num_choices()));
   FUSEDMOE_CHECK(topk_group >= 1 && topk_group <= num_expert_group, "router.topk_group",
                  core::to_string(topk_group),
                  core::format("in [1, num_expert_group = {}]", num_expert_group));
-  const std::int64_t candidates = topk_group * (num_experts / num_expert_group);
+  const std::int64_t candidates = topk_group * (num_choices() / num_expert_group);
   FUSEDMOE_CHECK(topk <= candidates, "router.topk", core::to_string(topk),
                  core::format("at most {}, the experts in {} of {} groups", candidates, topk_group,
                               num_expert_group));

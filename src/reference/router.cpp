@@ -59,7 +59,7 @@ std::vector<std::int32_t> sorted_indices(const std::vector<double>& scores) {
 std::vector<bool> candidates(const RouterConfig& config, const std::vector<double>& choice,
                              bool has_bias) {
   if (config.num_expert_group == 0) return std::vector<bool>(choice.size(), true);
-  const std::int64_t size = config.num_experts / config.num_expert_group;
+  const std::int64_t size = config.num_choices() / config.num_expert_group;
   std::vector<double> group_scores;
   for (std::int64_t g = 0; g < config.num_expert_group; ++g) {
     std::vector<double> group(choice.begin() + g * size, choice.begin() + (g + 1) * size);

@@ -20,10 +20,10 @@ std::vector<double> router_logits(const RouterWeights& weights, const TensorView
 struct RoutedToken {
   std::vector<std::int32_t> ids;  ///< (topk), by descending choice score
   std::vector<double> weights;    ///< (topk)
-  std::vector<double> choice;     ///< (num_experts): what experts are chosen and ordered by
+  std::vector<double> choice;     ///< (num_choices): what experts are chosen and ordered by
 };
 
-/// Everything but custom routing. `correction_bias` is empty or has num_experts elements.
+/// Everything but custom routing. `correction_bias` is empty or has num_choices elements.
 RoutedToken route_token(const RouterConfig& config, std::span<const double> logits,
                         std::span<const float> correction_bias);
 

@@ -36,7 +36,7 @@ struct Routed {
 
 Routed route_tokens(const LayerWeights& layer, const Tensor& x) {
   const std::int64_t tokens = x.size(0);
-  const Tensor logits = Tensor::empty({tokens, layer.router.num_experts}, DType::kF32);
+  const Tensor logits = Tensor::empty({tokens, layer.router.num_choices()}, DType::kF32);
   Routed routed{Tensor::empty({tokens, layer.router.topk}, DType::kI32),
                 Tensor::empty({tokens, layer.router.topk}, DType::kF32)};
   router_logits(layer.router_weights, x, logits);

@@ -123,9 +123,30 @@ TEST_P(BackendRows, Add) {
   const Tensor target = random_floats(c_.dtype, shape_, 3),
                source = random_floats(c_.dtype, shape_, 4);
   const Tensor actual = gpu(target);
-  backend_of(kGpu).add(actual, gpu(source), kGpuStream);
-  backend_of(kHost).add(target, source, {});
+  backend_of(kGpu).add({.target = actual, .source = gpu(source), .stream = kGpuStream});
+  backend_of(kHost).add({.target = target, .source = source});
   EXPECT_TRUE(bitwise_equal(to_host(actual), target));
+}
+
+// Into what there is or over it, into f32 and from f32, with scales of which one is 0.
+TEST_P(BackendRows, AddScaled) {
+  const Tensor scale = random_floats(DType::kF32, {c_.num_tokens, 1}, 5);
+  if (c_.num_tokens > 2) scale.as<float>()[2] = 0;
+  for (const auto& [to, from] :
+       {std::pair{c_.dtype, DType::kF32}, std::pair{DType::kF32, c_.dtype}}) {
+    for (const bool accumulate : {false, true}) {
+      const Tensor target = random_floats(to, shape_, 3), source = random_floats(from, shape_, 4);
+      const Tensor actual = gpu(target);
+      backend_of(kGpu).add({.target = actual,
+                            .source = gpu(source),
+                            .scale = to_gpu(scale),
+                            .accumulate = accumulate,
+                            .stream = kGpuStream});
+      backend_of(kHost).add(
+          {.target = target, .source = source, .scale = scale, .accumulate = accumulate});
+      EXPECT_TRUE(bitwise_equal(to_host(actual), target)) << accumulate;
+    }
+  }
 }
 
 /// Rows of slots that select nothing are NaN, here and on the GPU: they must be skipped.
@@ -423,9 +444,9 @@ TEST_F(BackendTest, StepsOfAStreamAreInOrder) {
     copy(x, a, stream);
     for (int i = 0; i < 50; ++i) {
       backend.weight_rows(a, factors, b, stream);
-      backend.add(b, step, stream);
+      backend.add({.target = b, .source = step, .stream = stream});
       copy(b, a, stream);
-      backend.add(a, b, stream);
+      backend.add({.target = a, .source = b, .stream = stream});
       backend.weight_rows(a, factors, b, stream);
       copy(b, a, stream);
       if (i % 5 == 4) copy(step, a, stream);  // keeps the numbers small

@@ -55,7 +55,12 @@ std::vector<Family> families() {
   f16.name = "qwen2_f16";
   f16.dtype = DType::kF16;
   f16.spec.experts.scheme = schemes::unquantized(DType::kF16);
-  std::vector<Family> all{mixtral, qwen2, deepseek, llama4, gpt_oss, f16};
+  Family longcat{.name = "longcat"};
+  longcat.spec.zero_experts = 8;
+  Family longcat_shared = qwen2;
+  longcat_shared.name = "longcat_shared";
+  longcat_shared.spec.zero_experts = 8;
+  std::vector<Family> all{mixtral, qwen2, deepseek, llama4, gpt_oss, f16, longcat, longcat_shared};
   for (Family& family : all) {
     family.spec.experts.num_experts = 16;
     if (family.spec.experts.topk > 1) family.spec.experts.topk = 4;
@@ -96,7 +101,7 @@ struct Buffers {
     output = Tensor::empty({num_tokens, config.hidden}, config.dtype, kGpu);
     workspace = Tensor::empty({static_cast<std::int64_t>(layer.workspace_bytes(num_tokens))},
                               DType::kU8, kGpu);
-    logits = Tensor::empty({num_tokens, config.num_experts}, DType::kF32, kGpu);
+    logits = Tensor::empty({num_tokens, layer.router().num_choices()}, DType::kF32, kGpu);
     ids = Tensor::empty({num_tokens, config.topk}, DType::kI32, kGpu);
     weights = Tensor::empty({num_tokens, config.topk}, DType::kF32, kGpu);
     poison_all();
@@ -198,7 +203,7 @@ TEST_P(CudaLayer, MonolithicExpertsDoTheSame) {
   const MoeLayer modular(weights, gpu_options("", GetParam().dtype));
   LayerOptions options = gpu_options("", GetParam().dtype);
   options.monolithic = true;
-  if (family.spec.experts.weight_on_input) {
+  if (family.spec.experts.weight_on_input || family.spec.zero_experts > 0) {
     EXPECT_THROW(MoeLayer(weights, options), Error);
     return;
   }

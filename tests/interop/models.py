@@ -53,7 +53,7 @@ MORE = {
         num_attention_heads=2, image_size=28, patch_size=14)),
     "axk2": dict(n_group=None, topk_group=None),
     "lfm2_moe": dict(layer_types=["full_attention", "full_attention"]),
-    "longcat_flash": dict(zero_expert_num=0),
+    "longcat_flash": dict(zero_expert_num=4),
     "gemma4_text": dict(enable_moe_block=True),
     "ernie4_5_vl_moe_text": dict(moe_intermediate_size=[16, 16]),
     "zaya": dict(num_experts_per_tok=1),

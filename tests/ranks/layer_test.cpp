@@ -101,6 +101,15 @@ TEST_P(Transports, EverySchemeTravels) {
   }
 }
 
+TEST_P(Transports, ZeroExpertsStayAtHome) {
+  const LayerWeights weights = make_layer_weights({.experts = small_case(), .zero_experts = 4});
+  const RankCase how{.size = 3,
+                     .transport = GetParam().transport,
+                     .lend = GetParam().lend,
+                     .batch_invariant = true};
+  expect_as_one_rank(how, weights, DType::kBF16, true);
+}
+
 TEST_P(Transports, PlacementsAndReplicasChangeNoBit) {
   const LayerWeights weights = make_layer_weights({small_case()});
   const ExpertPlacement placements[] = {

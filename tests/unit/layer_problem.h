@@ -25,6 +25,7 @@ struct LayerSpec {
   Case experts;
   bool shared_experts = false;
   bool shared_gate = false;
+  std::int64_t zero_experts = 0;
 };
 
 inline LayerWeights make_layer_weights(const LayerSpec& spec) {
@@ -35,9 +36,11 @@ inline LayerWeights make_layer_weights(const LayerSpec& spec) {
   weights.router.topk = experts.topk;
   weights.router.renormalize = true;
   weights.router.apply_router_weight_on_input = experts.weight_on_input;
+  weights.router.num_zero_experts = spec.zero_experts;
+  const std::int64_t choices = weights.router.num_choices();
   weights.router_weights.weight =
-      random_tensor(DType::kBF16, {experts.num_experts, experts.hidden}, scale, 101);
-  weights.router_weights.bias = random_tensor(DType::kBF16, {experts.num_experts}, 0.1, 102);
+      random_tensor(DType::kBF16, {choices, experts.hidden}, scale, 101);
+  weights.router_weights.bias = random_tensor(DType::kBF16, {choices}, 0.1, 102);
   weights.experts = make_problem(experts).weights;
   if (!spec.shared_experts) return weights;
   Case shared = experts;

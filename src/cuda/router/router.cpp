@@ -44,20 +44,21 @@ RouteParams check_route(const RouterConfig& config, const TensorView& logits,
                         const TensorView& bias, const Routing& out, const TensorView& load,
                         Stream stream) {
   config.validate();
+  const std::int64_t num_choices = config.num_choices();
   FUSEDMOE_CHECK_SUPPORTED(!config.custom, kDevice, "router.custom", "set",
                            "unset: it runs on the CPU alone");
-  FUSEDMOE_CHECK_SUPPORTED(config.num_experts <= kMaxRouterExperts, kShape, "router.num_experts",
-                           core::to_string(config.num_experts),
+  FUSEDMOE_CHECK_SUPPORTED(num_choices <= kMaxRouterExperts, kShape, "router.num_experts",
+                           core::to_string(num_choices),
                            core::format("at most {} on a CUDA device", kMaxRouterExperts));
   FUSEDMOE_CHECK_SUPPORTED(config.topk <= kMaxRouterTopk, kShape, "router.topk",
                            core::to_string(config.topk),
                            core::format("at most {} on a CUDA device", kMaxRouterTopk));
-  check_operand(logits, "router_logits", {-1, config.num_experts}, stream);
+  check_operand(logits, "router_logits", {-1, num_choices}, stream);
   const std::int64_t num_tokens = logits.size(0);
   core::check_tensor(out.topk_ids, "topk_ids", DType::kI32, {num_tokens, config.topk});
   core::check_tensor(out.topk_weights, "topk_weights", DType::kF32, {num_tokens, config.topk});
-  if (bias) core::check_tensor(bias, "score_correction_bias", DType::kF32, {config.num_experts});
-  if (load) core::check_tensor(load, "expert_load", DType::kI32, {config.num_experts});
+  if (bias) core::check_tensor(bias, "score_correction_bias", DType::kF32, {num_choices});
+  if (load) core::check_tensor(load, "expert_load", DType::kI32, {num_choices});
   check_on_device(bias, "score_correction_bias", stream);
   check_on_device(out.topk_ids, "topk_ids", stream);
   check_on_device(out.topk_weights, "topk_weights", stream);
@@ -77,7 +78,7 @@ RouteParams check_route(const RouterConfig& config, const TensorView& logits,
           .weights = out.topk_weights.as<float>(),
           .counts = load ? load.as<std::int32_t>() : nullptr,
           .num_tokens = num_tokens,
-          .num_experts = static_cast<int>(config.num_experts),
+          .num_experts = static_cast<int>(num_choices),
           .topk = static_cast<int>(config.topk),
           .num_groups = drops_groups ? static_cast<int>(config.num_expert_group) : 0,
           .topk_group = static_cast<int>(config.topk_group),

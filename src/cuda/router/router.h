@@ -7,8 +7,8 @@
 namespace fusedmoe::cuda {
 
 /// As fusedmoe::route() on device memory, asynchronous on `stream`: `out` from logits (num_tokens,
-/// num_experts) f32, bf16 or f16; `correction_bias` (num_experts) f32 may be undefined.
-/// To `expert_load` (num_experts) i32, if defined, the histogram of the ids is added: how many
+/// num_choices) f32, bf16 or f16; `correction_bias` (num_choices) f32 may be undefined.
+/// To `expert_load` (num_choices) i32, if defined, the histogram of the ids is added: how many
 /// tokens chose each expert. Ids are the CPU's, but for scores that agree to fp32 rounding (see
 /// scores.cuh). Throws Error before any work on what does not fit, on a custom routing, and on more
 /// than 2048 experts or topk above 64.

@@ -1,4 +1,5 @@
-// Element by element: the router weight on the input, the sum with shared experts, their routing.
+// Element by element: the router weight on the input, sums with shared and zero experts, their
+// routing.
 #include "cuda/device/launch.h"
 #include "cuda/rows/element.cuh"
 #include "cuda/rows/rows.h"
@@ -36,23 +37,48 @@ __global__ __launch_bounds__(kRowThreads) void weight_rows_kernel(const Storage*
   pack.store(weighted + token * hidden + column);
 }
 
-/// Block (token, chunk of columns); target = rnd(target + source).
-template <typename Storage, int kWidth>
-__global__ __launch_bounds__(kRowThreads) void add_rows_kernel(Storage* target,
-                                                               const Storage* source,
-                                                               std::int64_t hidden,
-                                                               std::int64_t target_stride) {
+template <typename Target, typename Source>
+struct AddRowsParams {
+  Target* target;
+  const Source* source;
+  const float* scale;  // or null
+  std::int64_t columns, target_stride, source_stride;
+  bool accumulate;
+};
+
+/// Block (token, chunk of columns); target = rnd(target + scale * source).
+template <typename Target, typename Source, int kWidth>
+__global__ __launch_bounds__(kRowThreads) void add_rows_kernel(
+    const AddRowsParams<Target, Source> p) {
   order_after_previous();
   const std::int64_t token = blockIdx.x, column = row_access() * kWidth;
-  if (column >= hidden) return;
-  Storage* to = target + token * target_stride + column;
-  auto sum = Pack<Storage, kWidth>::load(to);
-  const auto addend = Pack<Storage, kWidth>::load(source + token * hidden + column);
+  if (column >= p.columns) return;
+  Target* to = p.target + token * p.target_stride + column;
+  const float scale = p.scale ? p.scale[token] : 1.0f;
+  const auto addend = Pack<Source, kWidth>::load(p.source + token * p.source_stride + column);
+  float sums[kWidth];
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
-    sum.values[i] = from_f32<Storage>(__fadd_rn(to_f32(sum.values[i]), to_f32(addend.values[i])));
+    sums[i] = scale == 0 ? 0.0f : __fmul_rn(scale, to_f32(addend.values[i]));
   }
-  sum.store(to);
+  store_sums(sums, to, p.accumulate);
+}
+
+/// A thread for each token.
+__global__ __launch_bounds__(kThreads) void split_zero_experts_kernel(
+    const std::int32_t* ids, const float* weights, std::int32_t* expert_ids, float* zero_weights,
+    std::int64_t num_tokens, std::int64_t topk, std::int64_t num_experts,
+    std::int64_t num_choices) {
+  order_after_previous();
+  const std::int64_t token = flat_thread();
+  if (token >= num_tokens) return;
+  float sum = 0;
+  for (std::int64_t slot = token * topk; slot < (token + 1) * topk; ++slot) {
+    const std::int32_t id = ids[slot];
+    expert_ids[slot] = id < num_experts ? id : -1;
+    if (id >= num_experts && id < num_choices) sum += weights[slot];
+  }
+  zero_weights[token] = sum;
 }
 
 /// Weights hold the logits of the gate, if there is one.
@@ -87,21 +113,42 @@ void weight_rows(const TensorView& x, const TensorView& topk_weights, const Tens
   });
 }
 
-void add_rows(const TensorView& target, const TensorView& source, Stream stream) {
+void add_rows(const core::AddArgs& args) {
+  const TensorView &target = args.target, &source = args.source;
   if (target.numel() == 0) return;
-  const std::int64_t num_tokens = target.size(0), hidden = target.size(1);
-  dispatch_storage(target.dtype(), [&](auto element) {
-    using Storage = decltype(element);
-    dispatch_width<Storage>(
-        hidden,
+  const std::int64_t num_tokens = target.size(0), columns = target.size(1);
+  dispatch_row_and_output(source.dtype(), target.dtype(), [&](auto from, auto to) {
+    using Source = decltype(from);
+    using Target = decltype(to);
+    const AddRowsParams<Target, Source> params{
+        .target = target.as<Target>(),
+        .source = source.as<const Source>(),
+        .scale = args.scale ? args.scale.as<const float>() : nullptr,
+        .columns = columns,
+        .target_stride = target.stride(0),
+        .source_stride = source.stride(0),
+        .accumulate = args.accumulate};
+    using Wide = std::conditional_t<(sizeof(Source) > sizeof(Target)), Source, Target>;
+    dispatch_width<Wide>(
+        columns,
         [&](auto width) {
           constexpr int kWidth = decltype(width)::value;
-          launch(add_rows_kernel<Storage, kWidth>, row_grid(num_tokens, hidden / kWidth),
-                 kRowThreads, 0, stream, true, target.as<Storage>(), source.as<const Storage>(),
-                 hidden, target.stride(0));
+          launch(add_rows_kernel<Target, Source, kWidth>, row_grid(num_tokens, columns / kWidth),
+                 kRowThreads, 0, args.stream, true, params);
         },
-        target.data(), target.as<const Storage>() + target.stride(0), source.data());
+        params.target, params.target + params.target_stride, params.source,
+        params.source + params.source_stride);
   });
+}
+
+void split_zero_experts(const core::ZeroExpertsSplit& split, Stream stream) {
+  const std::int64_t num_tokens = split.expert_ids.size(0), topk = split.expert_ids.size(1);
+  if (num_tokens == 0) return;
+  // What comes before may be the caller's: no overlap.
+  launch(split_zero_experts_kernel, flat_grid(num_tokens), kThreads, 0, stream, false,
+         split.routing.topk_ids.as<const std::int32_t>(),
+         split.routing.topk_weights.as<const float>(), split.expert_ids.as<std::int32_t>(),
+         split.zero_weights.as<float>(), num_tokens, topk, split.num_experts, split.num_choices);
 }
 
 void route_shared(const Routing& out, bool gated, Stream stream) {

@@ -13,8 +13,9 @@ void reduce_rows(const core::ReduceArgs& args, const TensorView& slot_rows);
 /// Rows of `x` may have a stride.
 void weight_rows(const TensorView& x, const TensorView& topk_weights, const TensorView& weighted,
                  Stream stream);
-/// Rows of `target` may have a stride.
-void add_rows(const TensorView& target, const TensorView& source, Stream stream);
+/// Rows of both may have a stride.
+void add_rows(const core::AddArgs& args);
+void split_zero_experts(const core::ZeroExpertsSplit& split, Stream stream);
 void route_shared(const Routing& out, bool gated, Stream stream);
 
 }  // namespace fusedmoe::cuda
