@@ -158,8 +158,7 @@ void write_text(const std::string& path, const std::string& text) {
 
 std::string describe_router(const RouterConfig& router) {
   std::string text =
-      fmt::format("{}, top-{} of {}", router.custom ? "sparsemixer" : name(router.scoring),
-                  router.topk, router.num_experts);
+      fmt::format("{}, top-{} of {}", name(router.scoring), router.topk, router.num_experts);
   if (router.num_zero_experts > 0) {
     text += fmt::format(" and {} zero experts", router.num_zero_experts);
   }

@@ -197,6 +197,7 @@ enum { /* fusedmoe_router_config.scoring */
        FUSEDMOE_TOPK_SOFTMAX = 3, /* top-k of the logits, then softmax over the chosen ones */
        FUSEDMOE_TOPK_SIGMOID = 4,
        FUSEDMOE_LOGITS = 5,
+       FUSEDMOE_SPARSEMIXER = 6, /* PhiMoE */
 };
 
 typedef struct fusedmoe_router_config { /* RouterConfig in fusedmoe/router.h */
@@ -211,6 +212,7 @@ typedef struct fusedmoe_router_config { /* RouterConfig in fusedmoe/router.h */
   int32_t apply_router_weight_on_input;
   const double* renormalize_epsilon; /* added to the sum that renormalizes; NULL: 1e-20 */
   int64_t num_zero_experts; /* more choices, which return their input; logits have them too */
+  const float* sparsemixer_jitter; /* NULL: 0.01 */
 } fusedmoe_router_config;
 
 /* topk_ids (num_tokens, topk) i32 and topk_weights (num_tokens, topk) f32 from logits (num_tokens,

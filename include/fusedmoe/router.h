@@ -28,6 +28,10 @@ enum class ScoringFunc {
   kTopkSoftmax,   ///< top-k of the logits, then softmax over the chosen ones (gpt-oss, granite)
   kTopkSigmoid,   ///< top-k of the logits, then their sigmoid (Llama 4, with topk = 1)
   kLogits,        ///< top-k of the logits, which are the weights
+  /// PhiMoE, without groups: top-k of the logits. The weight of an expert of logit m is its softmax
+  /// over the experts that are left, without those chosen before, and whose logit x is near m: (m -
+  /// x) / max(|x|, m) <= 2 sparsemixer_jitter (arXiv 2409.12136).
+  kSparsemixer,
 };
 
 /// Who chooses the experts of a token. Monolithic experts route by any RouterConfig, but a callback
@@ -60,7 +64,8 @@ struct RouterConfig {
   /// LongCat: experts without weights, whose ids follow those of the others. Each returns its
   /// input: a layer adds weight * x to the output.
   std::int64_t num_zero_experts = 0;
-  CustomRouting custom{};  ///< replaces scoring and selection when set
+  float sparsemixer_jitter = 0.01F;  ///< of kSparsemixer
+  CustomRouting custom{};            ///< replaces scoring and selection when set
 
   /// What the router chooses among.
   std::int64_t num_choices() const { return num_experts + num_zero_experts; }

@@ -29,16 +29,18 @@ def route(
     topk_group: int = 0,
     e_score_correction_bias: Any = None,
     routed_scaling_factor: Optional[float] = None,
+    sparsemixer_jitter: Optional[float] = None,
 ) -> Tuple[Tensor, Tensor]:
     """topk_weights f32 and topk_ids i32, both (num_tokens, topk), by descending selection score.
 
     router_logits: (num_tokens, num_experts) f32, bf16 or f16.
     scoring_func: "softmax", "sigmoid" or "sqrtsoftplus" of all logits before top-k; "topk_softmax"
-        or "topk_sigmoid" of the chosen ones; "logits".
+        or "topk_sigmoid" of the chosen ones; "logits"; "sparsemixer" (PhiMoE).
     renormalize: divides the weights by their sum plus renormalize_epsilon (default 1e-20).
     num_expert_group, topk_group: grouped top-k (DeepSeek).
     e_score_correction_bias: (num_experts) f32, for the choice only.
     routed_scaling_factor: multiplies the weights.
+    sparsemixer_jitter: how near logits must be to count (default 0.01).
 
     Raises ValueError.
     """
@@ -51,6 +53,7 @@ def route(
             "num_expert_group": num_expert_group,
             "topk_group": topk_group,
             "routed_scaling_factor": routed_scaling_factor,
+            "sparsemixer_jitter": sparsemixer_jitter,
         }
     )
     return _core.route(array(router_logits), array(e_score_correction_bias), settings)

@@ -179,13 +179,14 @@ RouterConfig router_of(const nb::dict& settings) {
   config.num_experts = get<std::int64_t>(settings, "num_experts", 0);
   config.topk = get<std::int64_t>(settings, "topk", 0);
   config.scoring =
-      parse_enum<ScoringFunc>(get<std::string>(settings, "scoring_func", "softmax"), 6,
+      parse_enum<ScoringFunc>(get<std::string>(settings, "scoring_func", "softmax"), 7,
                               "scoring_func", [](ScoringFunc scoring) { return name(scoring); });
   config.renormalize = get(settings, "renormalize", false);
   config.renormalize_epsilon = get(settings, "renormalize_epsilon", config.renormalize_epsilon);
   config.num_expert_group = get<std::int64_t>(settings, "num_expert_group", 0);
   config.topk_group = get<std::int64_t>(settings, "topk_group", 0);
   config.routed_scaling_factor = get(settings, "routed_scaling_factor", 1.0F);
+  config.sparsemixer_jitter = get(settings, "sparsemixer_jitter", config.sparsemixer_jitter);
   config.num_zero_experts = get<std::int64_t>(settings, "num_zero_experts", 0);
   config.apply_router_weight_on_input = get(settings, "apply_router_weight_on_input", false);
   return config;

@@ -120,13 +120,14 @@ RouterConfig to_router(const fusedmoe_router_config* config, const char* name) {
   result.num_experts = c.num_experts;
   result.topk = c.topk;
   result.scoring =
-      static_cast<ScoringFunc>(check_enum(c.scoring, 6, std::string(name) + ".scoring"));
+      static_cast<ScoringFunc>(check_enum(c.scoring, 7, std::string(name) + ".scoring"));
   result.renormalize = c.renormalize != 0;
   result.num_expert_group = c.num_expert_group;
   result.topk_group = c.topk_group;
   if (c.routed_scaling_factor) result.routed_scaling_factor = *c.routed_scaling_factor;
   result.apply_router_weight_on_input = c.apply_router_weight_on_input != 0;
   result.num_zero_experts = c.num_zero_experts;
+  if (c.sparsemixer_jitter) result.sparsemixer_jitter = *c.sparsemixer_jitter;
   if (c.renormalize_epsilon) result.renormalize_epsilon = *c.renormalize_epsilon;
   return result;
 }

@@ -14,7 +14,6 @@
 #include "files/json.h"
 #include "files/safetensors_header.h"
 #include "fusedmoe/checkpoint.h"
-#include "moe/sparsemixer.h"
 
 namespace fusedmoe {
 namespace {
@@ -107,7 +106,8 @@ void read_router(const FamilyRow& row, const Settings& settings, ModelConfig& mo
   if (!settings.given(row.sparsemixer)) return;
   FUSEDMOE_CHECK_SUPPORTED(router.topk == 2, kRoutingMethod, settings.label(row.topk),
                            core::to_string(router.topk), "2 for sparsemixer");
-  router.custom = sparsemixer(settings.number(row.sparsemixer, 0));
+  router.scoring = ScoringFunc::kSparsemixer;
+  router.sparsemixer_jitter = settings.number(row.sparsemixer, 0);
 }
 
 void read_activation(const FamilyRow& row, const Settings& settings, ModelConfig& model) {

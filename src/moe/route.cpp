@@ -26,7 +26,7 @@ constexpr std::size_t kMaxExperts = RouterConfig::kMaxExperts;
 
 bool selects_on_logits(ScoringFunc scoring) {
   return scoring == ScoringFunc::kTopkSoftmax || scoring == ScoringFunc::kTopkSigmoid ||
-         scoring == ScoringFunc::kLogits;
+         scoring == ScoringFunc::kLogits || scoring == ScoringFunc::kSparsemixer;
 }
 
 /// Larger for a higher score, then for a lower index. -0 counts as 0.
@@ -57,6 +57,7 @@ class TokenRouter {
       ids[j] = index_of(keys_[j]);
       weights[j] = scores_[ids[j]];
     }
+    if (config_.scoring == ScoringFunc::kSparsemixer) weigh_near_experts(weights);
     compute_weights(weights);
   }
 
@@ -79,6 +80,7 @@ class TokenRouter {
       case ScoringFunc::kTopkSoftmax:
       case ScoringFunc::kTopkSigmoid:
       case ScoringFunc::kLogits:
+      case ScoringFunc::kSparsemixer:
         std::copy(logits, logits + count, scores_.begin());
         break;
     }
@@ -149,6 +151,22 @@ class TokenRouter {
     std::partial_sort(keys_.begin(), keys_.begin() + topk, keys_.begin() + count, std::greater<>());
   }
 
+  /// kSparsemixer: from the logits of the chosen experts to their weights, in place. keys_ holds
+  /// all experts, first the chosen ones in their order.
+  void weigh_near_experts(float* weights) const {
+    for (std::int64_t j = 0; j < config_.topk; ++j) {
+      const float largest = weights[j];
+      double sum = 0;
+      for (std::int64_t i = j; i < config_.num_choices(); ++i) {
+        const float x = scores_[index_of(keys_[i])];
+        if (x == -kInfinity) continue;
+        const float distance = (largest - x) / std::max(std::abs(x), largest);
+        if (!(distance > 2 * config_.sparsemixer_jitter)) sum += std::exp(x - largest);
+      }
+      weights[j] = largest == -kInfinity ? 0 : static_cast<float>(1 / sum);
+    }
+  }
+
   /// From the scores of the chosen experts to their weights, in place.
   void compute_weights(float* weights) const {
     const std::int64_t topk = config_.topk;
@@ -169,6 +187,7 @@ class TokenRouter {
       case ScoringFunc::kSoftmax:
       case ScoringFunc::kSigmoid:
       case ScoringFunc::kSqrtSoftplus:
+      case ScoringFunc::kSparsemixer:
         break;
     }
     if (config_.renormalize) {

@@ -23,6 +23,11 @@ void RouterConfig::validate() const {
                  "finite and not negative");
   FUSEDMOE_CHECK(!apply_router_weight_on_input || topk == 1, "router.apply_router_weight_on_input",
                  core::format("true with topk {}", topk), "false unless topk is 1");
+  FUSEDMOE_CHECK(std::isfinite(sparsemixer_jitter) && sparsemixer_jitter >= 0,
+                 "router.sparsemixer_jitter", core::to_string(sparsemixer_jitter),
+                 "finite and not negative");
+  FUSEDMOE_CHECK(scoring != ScoringFunc::kSparsemixer || num_expert_group == 0,
+                 "router.num_expert_group", core::to_string(num_expert_group), "0 for sparsemixer");
   FUSEDMOE_CHECK(num_expert_group >= 0, "router.num_expert_group",
                  core::to_string(num_expert_group), "0 (no groups) or more");
   if (num_expert_group == 0) return;
@@ -56,6 +61,8 @@ std::string_view name(ScoringFunc scoring) {
       return "topk_sigmoid";
     case ScoringFunc::kLogits:
       return "logits";
+    case ScoringFunc::kSparsemixer:
+      return "sparsemixer";
   }
   return {};
 }

@@ -14,7 +14,8 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 bool selects_on_logits(const RouterConfig& config) {
   return config.scoring == ScoringFunc::kTopkSoftmax ||
-         config.scoring == ScoringFunc::kTopkSigmoid || config.scoring == ScoringFunc::kLogits;
+         config.scoring == ScoringFunc::kTopkSigmoid || config.scoring == ScoringFunc::kLogits ||
+         config.scoring == ScoringFunc::kSparsemixer;
 }
 
 double sigmoid(double x) {
@@ -74,6 +75,25 @@ std::vector<bool> candidates(const RouterConfig& config, const std::vector<doubl
   return result;
 }
 
+/// The softmax of a chosen logit over those near it, without the ones chosen before.
+std::vector<double> near_weights(const RouterConfig& config, std::vector<double> logits,
+                                 const std::vector<std::int32_t>& ids) {
+  std::vector<double> weights;
+  for (const std::int32_t id : ids) {
+    const double largest = logits[id];
+    double sum = 0;
+    for (const double x : logits) {
+      const double distance = (largest - x) / std::max(std::abs(x), largest);
+      if (std::isfinite(x) && !(distance > 2 * config.sparsemixer_jitter)) {
+        sum += std::exp(x - largest);
+      }
+    }
+    weights.push_back(std::isfinite(largest) ? 1 / sum : 0);
+    logits[id] = -kInfinity;
+  }
+  return weights;
+}
+
 std::vector<double> weights_of(const RouterConfig& config, std::vector<double> chosen) {
   if (config.scoring == ScoringFunc::kTopkSoftmax) {
     const bool none = *std::max_element(chosen.begin(), chosen.end()) == -kInfinity;
@@ -130,6 +150,9 @@ RoutedToken route_token(const RouterConfig& config, std::span<const double> logi
     if (!candidate[e] || std::ssize(result.ids) == config.topk) continue;
     result.ids.push_back(e);
     chosen.push_back(scores[e]);
+  }
+  if (config.scoring == ScoringFunc::kSparsemixer) {
+    chosen = near_weights(config, scores, result.ids);
   }
   result.weights = weights_of(config, chosen);
   return result;

@@ -207,14 +207,15 @@ LayerWeights make_layer(Random& random, const Problem& problem) {
   const Case& spec = problem.spec;
   constexpr std::array kScoring{ScoringFunc::kSoftmax,      ScoringFunc::kSigmoid,
                                 ScoringFunc::kSqrtSoftplus, ScoringFunc::kTopkSoftmax,
-                                ScoringFunc::kTopkSigmoid,  ScoringFunc::kLogits};
+                                ScoringFunc::kTopkSigmoid,  ScoringFunc::kLogits,
+                                ScoringFunc::kSparsemixer};
   LayerWeights layer;
   layer.router.num_experts = spec.num_experts;
   layer.router.topk = spec.topk + (random.below(20) == 0);
   layer.router.scoring = kScoring[static_cast<std::size_t>(random.below(kScoring.size()))];
   layer.router.renormalize = random.below(2) == 0;
   layer.router.apply_router_weight_on_input = spec.weight_on_input;
-  if (random.below(8) == 0) {
+  if (layer.router.scoring != ScoringFunc::kSparsemixer && random.below(8) == 0) {
     layer.router.num_expert_group = 1 + random.below(3);
     layer.router.topk_group = 1 + random.below(2);
   }

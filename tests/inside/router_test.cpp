@@ -231,6 +231,15 @@ TEST(RouterTest, SoftmaxByHand) {
   EXPECT_FLOAT_EQ(normalized.weight(0, 1), 1.0F / 3);
 }
 
+TEST(RouterTest, SparsemixerByHand) {
+  RouterConfig config = make_router(5, 2, ScoringFunc::kSparsemixer);
+  config.sparsemixer_jitter = 0.25F;  // as near as half of the best
+  const Routed routed = run(config, {1, 4, 2, 3, -9});
+  EXPECT_EQ(routed.row(0), (std::vector<std::int32_t>{1, 3}));
+  EXPECT_FLOAT_EQ(routed.weight(0, 0), 0.66524096F);  // of 4, 3 and 2
+  EXPECT_FLOAT_EQ(routed.weight(0, 1), 0.7310586F);   // of 3 and 2
+}
+
 TEST(RouterTest, Llama4TopOneIsTheSigmoidOfTheLogit) {
   const Routed routed = run(make_router(3, 1, ScoringFunc::kTopkSigmoid), {-1, 2, 0.5, -3, -2, -4});
   EXPECT_EQ(routed.id(0, 0), 1);
@@ -285,6 +294,7 @@ TEST(RouterTest, TiesGoToLowestIndex) {
     SCOPED_TRACE(name(scoring));
     const Routed plain = run(make_router(9, 3, scoring), std::vector<float>(9, 0.25F));
     EXPECT_EQ(plain.row(0), (std::vector<std::int32_t>{0, 1, 2}));
+    if (scoring == ScoringFunc::kSparsemixer) continue;  // has no groups
     RouterConfig grouped = make_router(8, 3, scoring);
     grouped.num_expert_group = 4;
     grouped.topk_group = 2;
@@ -362,6 +372,7 @@ TEST(RouterTest, IdsAreDistinctAndInRangeWhateverTheLogits) {
   Random random(8);
   for (ScoringFunc scoring : kScorings) {
     for (std::int64_t groups : {0, 1, 4, 16}) {
+      if (groups > 0 && scoring == ScoringFunc::kSparsemixer) continue;
       for (bool has_bias : {false, true}) {
         RouterConfig config = make_router(16, 4, scoring, random.below(2) == 0);
         config.num_expert_group = groups;

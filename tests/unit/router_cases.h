@@ -19,7 +19,8 @@ namespace fusedmoe::testing {
 
 inline constexpr std::array kScorings = {ScoringFunc::kSoftmax,      ScoringFunc::kSigmoid,
                                          ScoringFunc::kSqrtSoftplus, ScoringFunc::kTopkSoftmax,
-                                         ScoringFunc::kTopkSigmoid,  ScoringFunc::kLogits};
+                                         ScoringFunc::kTopkSigmoid,  ScoringFunc::kLogits,
+                                         ScoringFunc::kSparsemixer};
 
 inline RouterConfig make_router(std::int64_t num_experts, std::int64_t topk, ScoringFunc scoring,
                                 bool renormalize = false) {
@@ -28,6 +29,7 @@ inline RouterConfig make_router(std::int64_t num_experts, std::int64_t topk, Sco
   config.topk = topk;
   config.scoring = scoring;
   config.renormalize = renormalize;
+  config.sparsemixer_jitter = 0.2F;  // so that some experts are near and others are not
   return config;
 }
 

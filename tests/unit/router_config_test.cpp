@@ -35,15 +35,18 @@ TEST(RouterConfigTest, ValidateNamesTheField) {
   EXPECT_EQ(fault([](C& c) { c.routed_scaling_factor = NAN; }), "router.routed_scaling_factor");
   EXPECT_EQ(fault([](C& c) { c.apply_router_weight_on_input = true; }),
             "router.apply_router_weight_on_input");
+  EXPECT_EQ(fault([](C& c) { c.scoring = ScoringFunc::kSparsemixer; }), "router.num_expert_group");
+  EXPECT_EQ(fault([](C& c) { c.sparsemixer_jitter = -1; }), "router.sparsemixer_jitter");
+  EXPECT_EQ(fault([](C& c) { c.num_zero_experts = 4089; }), "router.num_zero_experts");
   EXPECT_EQ(fault([](C& c) { c.scoring = static_cast<ScoringFunc>(77); }), "router.scoring");
 }
 
 TEST(RouterConfigTest, NamesAreDistinct) {
   std::set<std::string_view> names;
-  for (int i = 0; i <= static_cast<int>(ScoringFunc::kLogits); ++i) {
+  for (int i = 0; i <= static_cast<int>(ScoringFunc::kSparsemixer); ++i) {
     names.insert(name(static_cast<ScoringFunc>(i)));
   }
-  EXPECT_EQ(names.size(), 6U);
+  EXPECT_EQ(names.size(), 7U);
   EXPECT_FALSE(names.contains(""));
 }
 

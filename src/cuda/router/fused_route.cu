@@ -237,7 +237,8 @@ void launch_given(const FusedParams& p, std::int64_t row_bytes, bool overlap,
 }  // namespace
 
 bool may_fuse(const RouterConfig& config, std::int64_t num_tokens, std::int64_t num_local_experts) {
-  if (config.custom || num_tokens < 1 || num_tokens > kMaxTokens ||
+  const bool routes_in_two = config.custom || config.scoring == ScoringFunc::kSparsemixer;
+  if (routes_in_two || num_tokens < 1 || num_tokens > kMaxTokens ||
       num_tokens * config.topk > kMaxSlots || config.num_experts > kMaxRouterExperts ||
       config.topk > kMaxRouterTopk || num_local_experts > kMaxRouterExperts) {
     return false;

@@ -28,8 +28,8 @@ struct FusedRoute {
 };
 
 /// Whether fused_route() takes so many tokens: up to 32, and 512 slots, of experts whose scores fit
-/// into the shared memory of a block. Not for custom routing. For more tokens the separate kernels
-/// are faster.
+/// into the shared memory of a block. Not for custom routing or kSparsemixer. For more tokens the
+/// separate kernels are faster.
 bool may_fuse(const RouterConfig& config, std::int64_t num_tokens, std::int64_t num_local_experts);
 
 /// Enqueues one kernel, or the router's logits and then one kernel where the router's weights are

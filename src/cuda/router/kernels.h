@@ -30,6 +30,7 @@ struct RouteParams {
   int num_groups;  // 0 where all groups stay
   int topk_group;
   ScoringFunc scoring;
+  float sparsemixer_jitter;
   bool renormalize;
   double renormalize_epsilon;
   float scaling_factor;
@@ -42,6 +43,8 @@ struct RouteLaunch {
 RouteLaunch plan_route(const RouteParams& params, Device device);
 
 void launch_route(const RouteParams& params, const RouteLaunch& plan, Stream stream);
+/// Behind launch_route: the weights of kSparsemixer.
+void launch_near_weights(const RouteParams& params, Stream stream);
 
 struct LogitsParams {
   LogitsOperand x;       // (num_tokens, hidden)

@@ -5,7 +5,8 @@
 // care of lane i % 32, and choosing is k times the largest of the lanes' best: two warp reductions,
 // and a new search by the lane that lost its best.
 //
-// Ids equal the CPU's because scores do: see scores.cuh.
+// Ids equal the CPU's because scores do: see scores.cuh. The weights of kSparsemixer are those of
+// near_weights.cu.
 #pragma once
 
 #include <climits>

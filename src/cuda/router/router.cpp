@@ -83,6 +83,7 @@ RouteParams check_route(const RouterConfig& config, const TensorView& logits,
           .num_groups = drops_groups ? static_cast<int>(config.num_expert_group) : 0,
           .topk_group = static_cast<int>(config.topk_group),
           .scoring = config.scoring,
+          .sparsemixer_jitter = config.sparsemixer_jitter,
           .renormalize = config.renormalize,
           .renormalize_epsilon = config.renormalize_epsilon,
           .scaling_factor = config.routed_scaling_factor};
@@ -114,6 +115,7 @@ void route(const RouterConfig& config, const TensorView& logits, const TensorVie
   const RouteParams params = check_route(config, logits, correction_bias, out, expert_load, stream);
   if (params.num_tokens == 0) return;
   launch_route(params, plan_route(params, stream.device), stream);
+  if (params.scoring == ScoringFunc::kSparsemixer) launch_near_weights(params, stream);
 }
 
 LogitsParams check_router_logits(const TensorView& weight, const TensorView& bias,
