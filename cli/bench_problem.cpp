@@ -54,7 +54,7 @@ testing::Case bench_case(const ModelConfig& model, const QuantScheme& scheme,
   result.num_tokens = num_tokens;
   result.num_experts = model.router.num_experts;
   result.topk = model.router.topk;
-  result.hidden = model.hidden;
+  result.hidden = model.experts_hidden();
   result.intermediate = model.intermediate;
   result.scheme = scheme;
   result.activation = model.activation;

@@ -93,7 +93,7 @@ void print_json(const Options& options, const LayerWeights& layer, std::int64_t 
       {"num_tokens", num_tokens},
       {"num_experts", layer.experts.num_experts()},
       {"topk", layer.router.topk},
-      {"hidden", layer.experts.hidden},
+      {"hidden", layer.hidden()},
       {"intermediate", layer.experts.intermediate},
       {"dtype", options.dtype},
       {"rows", all}};
@@ -115,7 +115,7 @@ void run(const Options& options) {
   std::vector<QuantScheme> schemes;
   for (const std::string& scheme : schemes_of(options)) schemes.push_back(parse_scheme(scheme));
   LayerWeights layer = load_layer(options);
-  const Tensor x = load_input(options, layer.experts.hidden, dtype);
+  const Tensor x = load_input(options, layer.hidden(), dtype);
   const SchemeComparison comparison(std::move(layer), x);
   const bool all = options.schemes == std::vector<std::string>{"all"};
 

@@ -91,8 +91,11 @@ void print_text(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
   row("family", std::string(name(model.family)));
   row("layers", fmt::format("{} in the model; here with experts: {}", model.num_layers,
                             fmt::join(layers, ", ")));
-  row("experts", fmt::format("{} of {} x {}{}", model.router.num_experts, model.hidden,
+  row("experts", fmt::format("{} of {} x {}{}", model.router.num_experts, model.experts_hidden(),
                              model.intermediate, model.has_bias ? ", with biases" : ""));
+  if (model.latent > 0) {
+    row("projections", fmt::format("{} to {} and back", model.hidden, model.latent));
+  }
   if (model.shared_intermediate > 0) {
     row("shared experts", fmt::format("{} x {}{}", model.hidden, model.shared_intermediate,
                                       model.shared_expert_gate ? ", gated" : ""));
@@ -127,6 +130,7 @@ void print_json(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
                         {"num_experts", model.router.num_experts},
                         {"topk", model.router.topk},
                         {"hidden", model.hidden},
+                        {"latent", model.latent},
                         {"intermediate", model.intermediate},
                         {"shared_intermediate", model.shared_intermediate},
                         {"router", describe_router(model.router)},

@@ -67,7 +67,7 @@ TunedConfig key_of(const BenchOptions& options, const Selection& selection) {
   key.device = device_name(options.device);
   key.experts = selection.experts->name();
   key.scheme = name(options.scheme);
-  key.hidden = options.model.hidden;
+  key.hidden = options.model.experts_hidden();
   key.intermediate = options.model.intermediate;
   key.num_local_experts = options.model.router.num_experts;
   key.topk = batched ? 1 : options.model.router.topk;

@@ -246,6 +246,9 @@ typedef struct fusedmoe_layer_weights {
   fusedmoe_tensor expert_map; /* (num_experts) i32: global -> local expert, or -1 */
   const fusedmoe_expert_weights* shared_experts; /* one expert that every token uses, or NULL */
   fusedmoe_tensor shared_gate;                   /* (1, hidden) */
+  /* Projections around the routed experts, which have the width `latent`; or not given. */
+  fusedmoe_tensor latent_down; /* (latent, hidden) */
+  fusedmoe_tensor latent_up;   /* (hidden, latent) */
 } fusedmoe_layer_weights;
 
 typedef struct fusedmoe_layer_options { /* LayerOptions in fusedmoe/layer.h */

@@ -72,6 +72,8 @@ struct ModelConfig {
   std::int64_t num_layers = 0;
   std::int64_t hidden = 0;
   std::int64_t intermediate = 0;
+  /// Width that the routed experts work in, between projections (Nemotron-H); 0: hidden.
+  std::int64_t latent = 0;
   std::int64_t shared_intermediate = 0;  ///< total width of the shared experts; 0 = none
   bool shared_expert_gate = false;       ///< Qwen2
   bool average_with_shared = false;      ///< Cohere: half of the sum of routed and shared
@@ -83,6 +85,9 @@ struct ModelConfig {
   RouterConfig router;
   QuantScheme scheme;  ///< as published; the dtype of unquantized tensors decides on loading
   CheckpointLayout layout = CheckpointLayout::kPlain;
+
+  /// Of the routed experts.
+  std::int64_t experts_hidden() const { return latent > 0 ? latent : hidden; }
 };
 
 /// From the text of a config.json (nested text_config is followed). Its model_type says the family

@@ -23,15 +23,26 @@ struct SharedExperts {
   Tensor gate;            ///< (1, hidden): output *= sigmoid(x gate^T) (Qwen2); optional
 };
 
+/// Linear layers around the routed experts, which work in a smaller width between them
+/// (Nemotron-H). Router and shared experts see the hidden states as they are.
+struct LatentProjections {
+  Tensor down;  ///< (latent, hidden): the experts read x down^T
+  Tensor up;    ///< (hidden, latent): their sum times up^T goes to the output
+};
+
 /// One layer's parameters as a checkpoint holds them.
 struct LayerWeights {
   RouterConfig router;
   /// Without a `weight` the layer has no router: only forward_routed() then works.
   RouterWeights router_weights;
-  ExpertWeights experts;  ///< those of this rank
+  ExpertWeights experts;  ///< those of this rank; `hidden` is the latent width, if there is one
   /// (num_experts) i32: global expert -> its place in `experts`, or -1; needed unless all are here.
   Tensor expert_map;
   std::optional<SharedExperts> shared_experts;
+  std::optional<LatentProjections> latent;
+
+  /// Width of hidden states and output.
+  FUSEDMOE_API std::int64_t hidden() const;
 };
 
 struct LayerOptions {
@@ -116,7 +127,10 @@ class FUSEDMOE_API MoeLayer {
   MoeLayer(MoeLayer&&) noexcept;
   MoeLayer& operator=(MoeLayer&&) noexcept;
 
+  /// Of the routed experts.
   const MoeConfig& config() const;
+  /// Width of hidden states and output; config().hidden unless there are latent projections.
+  std::int64_t hidden() const;
   const Selection& selection() const;
   const RouterConfig& router() const;
   const PackedWeights& packed_weights() const;

@@ -110,6 +110,9 @@ class MoELayer:
         routed_scaling_factor: Optional[float] = None,
         apply_router_weight_on_input: bool = False,
         num_zero_experts: int = 0,
+        sparsemixer_jitter: Optional[float] = None,
+        latent_down: Any = None,
+        latent_up: Any = None,
         expert_map: Any = None,
         shared: Optional[Dict[str, Any]] = None,
         weights: Optional[Dict[str, Any]] = None,
@@ -122,10 +125,12 @@ class MoELayer:
         router_weight (num_experts, hidden), router_bias (num_experts), e_score_correction_bias
         (num_experts) float32. Without router_weight only forward_routed() works.
         scoring_func, renormalize, renormalize_epsilon, num_expert_group, topk_group,
-        routed_scaling_factor: see route().
+        routed_scaling_factor, sparsemixer_jitter: see route().
         expert_map: (num_experts) int32, global -> local expert or -1; num_experts: default E.
         num_zero_experts: experts that return their input; the router's tensors have rows for them,
             behind those of the others.
+        latent_down (latent, hidden), latent_up (hidden, latent): projections around the routed
+            experts, whose tensors then have `latent` where others have hidden.
         shared: of shared experts, {"w13": (1, ...), "w2": ..., "gate": (1, hidden), ...}.
         options: see from_checkpoint().
 
@@ -145,6 +150,9 @@ class MoELayer:
             "routed_scaling_factor": routed_scaling_factor,
             "apply_router_weight_on_input": apply_router_weight_on_input,
             "num_zero_experts": num_zero_experts,
+            "sparsemixer_jitter": sparsemixer_jitter,
+            "latent_down": latent_down,
+            "latent_up": latent_up,
             "expert_map": expert_map,
         }
         settings = {

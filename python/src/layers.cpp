@@ -165,6 +165,9 @@ std::unique_ptr<PyLayer> create(nb::handle w13, nb::handle w2, const nb::dict& s
     weights.shared_experts = {experts_of(item(shared, "w13"), item(shared, "w2"), shared, kept),
                               tensor_of(item(shared, "gate"), "shared_experts.gate", kept)};
   }
+  const Tensor down = tensor_of(item(settings, "latent_down"), "latent_down", kept);
+  const Tensor up = tensor_of(item(settings, "latent_up"), "latent_up", kept);
+  if (down || up) weights.latent = {down, up};
   LayerOptions options = options_of(settings);
   const nb::gil_scoped_release no_gil;
   return std::make_unique<PyLayer>(std::move(weights), std::move(options));
@@ -241,7 +244,7 @@ void bind_layer(nb::module_& module) {
         info["num_experts"] = config.num_experts;
         info["num_local_experts"] = config.num_local_experts;
         info["topk"] = config.topk;
-        info["hidden"] = config.hidden;
+        info["hidden"] = self.layer.hidden();
         info["intermediate"] = config.intermediate;
         info["dtype"] = std::string(name(config.dtype));
         info["output_dtype"] = std::string(name(self.output_dtype));

@@ -83,6 +83,9 @@ LayerWeights to_layer_weights(const fusedmoe_layer_weights* weights) {
     result.shared_experts = {to_experts(w.shared_experts, "weights.shared_experts").weights(),
                              to_tensor(w.shared_gate, "weights.shared_gate")};
   }
+  const Tensor down = to_tensor(w.latent_down, "weights.latent_down");
+  const Tensor up = to_tensor(w.latent_up, "weights.latent_up");
+  if (down || up) result.latent = {down, up};
   return result;
 }
 
@@ -187,7 +190,7 @@ fusedmoe_status fusedmoe_layer_get_info(const fusedmoe_layer* layer, fusedmoe_la
     values.num_experts = config.num_experts;
     values.num_local_experts = config.num_local_experts;
     values.topk = config.topk;
-    values.hidden = config.hidden;
+    values.hidden = made.hidden();
     values.intermediate = config.intermediate;
     values.dtype = fusedmoe::capi::from_dtype(config.dtype);
     values.output_dtype = fusedmoe::capi::from_dtype(layer->output_dtype);

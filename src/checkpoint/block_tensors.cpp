@@ -23,7 +23,12 @@ class TensorList {
         add_linear(layer, layout_.storage.shared, TensorRole::kSharedWeight);
       }
     }
-    add(layout_.shared_gate, {1, hidden}, TensorRole::kSharedGate, hidden);
+    for (const LinearLayer& layer : shared_gate_layer(model_, layout_)) {
+      add_linear(layer, layout_.storage.shared_gate, TensorRole::kSharedGate);
+    }
+    for (const LinearLayer& layer : latent_layers(model_, layout_)) {
+      add_linear(layer, layout_.storage.latent, TensorRole::kLatentWeight);
+    }
     return std::move(specs_);
   }
 
@@ -41,7 +46,7 @@ class TensorList {
   }
 
   void add_experts() {
-    const std::int64_t experts = model_.router.num_experts, hidden = model_.hidden,
+    const std::int64_t experts = model_.router.num_experts, hidden = model_.experts_hidden(),
                        inner = model_.intermediate;
     const ExpertLayout& layout = *layout_.experts;
     const std::int64_t first = gated_ && layout.w3.empty() ? 2 * inner : inner;
@@ -84,7 +89,7 @@ class TensorList {
 
   void add_mxfp4(const ExpertLayout& layout) {
     constexpr std::int64_t kBlock = 32;
-    const std::int64_t experts = model_.router.num_experts, hidden = model_.hidden,
+    const std::int64_t experts = model_.router.num_experts, hidden = model_.experts_hidden(),
                        inner = model_.intermediate;
     FUSEDMOE_CHECK_FILE(hidden % kBlock == 0 && inner % kBlock == 0, "config",
                         core::format("hidden_size {} and expert width {}", hidden, inner),
@@ -136,6 +141,8 @@ BlockLayout published_names(const ModelConfig& model, const ExpertLayout& expert
   layout.router_bias = first(row.router_bias, model.has_router_bias);
   layout.correction_bias = first(row.correction_bias, model.has_correction_bias);
   layout.shared_gate = first(row.shared_gate, model.shared_expert_gate);
+  layout.latent_down = first(row.latent_down, model.latent > 0);
+  layout.latent_up = first(row.latent_up, model.latent > 0);
   if (model.shared_intermediate > 0) {
     const SharedNames& names = row.shared.front();
     layout.shared.gate = tensor_name(layout.block, names.gate);
@@ -157,7 +164,7 @@ BlockLayout published_layout(const ModelConfig& model) {
 
 std::vector<LinearLayer> expert_layers(const ModelConfig& model, const BlockLayout& layout,
                                        std::int64_t expert) {
-  const std::int64_t hidden = model.hidden, inner = model.intermediate;
+  const std::int64_t hidden = model.experts_hidden(), inner = model.intermediate;
   const ExpertLayout& names = *layout.experts;
   std::vector<LinearLayer> layers;
   layers.push_back({tensor_name(layout.block, names.w1, expert), {inner, hidden}});
@@ -175,6 +182,17 @@ std::vector<LinearLayer> shared_layers(const ModelConfig& model, const BlockLayo
   if (!layout.shared.up.empty()) layers.push_back({layout.shared.up, {inner, hidden}});
   layers.push_back({layout.shared.down, {hidden, inner}});
   return layers;
+}
+
+std::vector<LinearLayer> shared_gate_layer(const ModelConfig& model, const BlockLayout& layout) {
+  if (layout.shared_gate.empty()) return {};
+  return {{layout.shared_gate.substr(0, layout.shared_gate.rfind(".weight")), {1, model.hidden}}};
+}
+
+std::vector<LinearLayer> latent_layers(const ModelConfig& model, const BlockLayout& layout) {
+  if (model.latent == 0) return {};
+  return {{layout.latent_down, {model.latent, model.hidden}},
+          {layout.latent_up, {model.hidden, model.latent}}};
 }
 
 std::vector<TensorSpec> linear_tensors(const LinearLayer& layer, const LinearLayout* layout,

@@ -23,6 +23,7 @@ enum class TensorRole {
   kMxfp4Scales,
   kSharedWeight,
   kSharedGate,
+  kLatentWeight,
   kQuantized,  ///< TensorSpec::stored says which part of a linear layer
 };
 
@@ -41,10 +42,12 @@ struct TensorSpec {
   bool required = true;
 };
 
-/// How the linear layers of the experts and of the shared experts are stored; null: not quantized.
+/// How linear layers are stored; null: not quantized.
 struct BlockStorage {
   const LinearLayout* experts = nullptr;
   const LinearLayout* shared = nullptr;
+  const LinearLayout* shared_gate = nullptr;
+  const LinearLayout* latent = nullptr;
 };
 
 /// Under which of the names that the family knows the tensors of a block lie. Full names, from the
@@ -54,6 +57,7 @@ struct BlockLayout {
   const ExpertLayout* experts = nullptr;
   std::string router, router_bias, correction_bias, shared_gate;
   SharedNames shared;
+  std::string latent_down, latent_up;  ///< linear layers
   BlockStorage storage;
 };
 
@@ -70,6 +74,11 @@ BlockLayout published_layout(const ModelConfig& model);
 std::vector<LinearLayer> expert_layers(const ModelConfig& model, const BlockLayout& layout,
                                        std::int64_t expert);
 std::vector<LinearLayer> shared_layers(const ModelConfig& model, const BlockLayout& layout);
+
+/// The gate of the shared experts, (1, hidden), and the projections around the routed ones: down
+/// (latent, hidden) and up. Those that the model has.
+std::vector<LinearLayer> shared_gate_layer(const ModelConfig& model, const BlockLayout& layout);
+std::vector<LinearLayer> latent_layers(const ModelConfig& model, const BlockLayout& layout);
 
 /// The tensors of a linear layer: "<name>.weight" of this role, or those of the layout for weights
 /// of `scheme`.

@@ -75,6 +75,10 @@ void check_family(const FamilyRow& row, const std::string& label) {
     check_matrices(layout, row.gated, label + ".experts");
     check_scales_and_biases(layout, label + ".experts.layouts");
   }
+  const bool projects = row.latent_width.otherwise || !row.latent_width.keys.empty();
+  FUSEDMOE_CHECK_FILE(projects == !row.latent_down.empty() && projects == !row.latent_up.empty(),
+                      label + ".latent", "a part of width, down and up", "all three, or none");
+  check_range(row.latent_width, 0, kMaxWidth, label + ".latent.width");
   check_router(row, label + ".router");
   check_range(row.num_layers, 1, kMaxLayers, label + ".layers");
   check_range(row.hidden, 1, kMaxWidth, label + ".hidden");

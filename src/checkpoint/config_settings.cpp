@@ -22,8 +22,8 @@ std::set<std::string> known_keys(const FamilyRow& row) {
   const auto add = [&](const auto&... settings) {
     (known.insert(settings.keys.begin(), settings.keys.end()), ...);
   };
-  add(row.num_layers, row.hidden, row.intermediate, row.num_experts, row.topk, row.scoring,
-      row.renormalize, row.scaling, row.num_groups, row.topk_group, row.zero_experts,
+  add(row.num_layers, row.latent_width, row.hidden, row.intermediate, row.num_experts, row.topk,
+      row.scoring, row.renormalize, row.scaling, row.num_groups, row.topk_group, row.zero_experts,
       row.sparsemixer, row.has_correction_bias, row.shared_count, row.shared_width,
       row.average_with_shared, row.activation, row.alpha, row.beta, row.limit);
   if (row.topk_method) add(*row.topk_method);

@@ -252,6 +252,13 @@ void read_shared(Fields fields, FamilyRow& row) {
   fields.finish();
 }
 
+void read_latent(Fields fields, FamilyRow& row) {
+  fields.read("width", row.latent_width);
+  fields.read("down", row.latent_down);
+  fields.read("up", row.latent_up);
+  fields.finish();
+}
+
 void read_activation(Fields fields, FamilyRow& row) {
   fields.read("name", row.activation);
   fields.read("alpha", row.alpha);
@@ -299,6 +306,7 @@ std::shared_ptr<const FamilyRow> read_row(const Json& json, const std::string& l
   read_experts(fields.object("experts"), *row);
   read_router(fields.object("router"), *row);
   read_shared(fields.object("shared"), *row);
+  read_latent(fields.object("latent"), *row);
   read_activation(fields.object("activation"), *row);
   read_required(fields, *row);
   fields.read("ignores", row->ignores);

@@ -94,6 +94,8 @@ struct FamilyRow {
   double renormalize_epsilon = 1e-20;
   Setting<std::int64_t> zero_experts;  ///< LongCat: their number
   Setting<float> sparsemixer;          ///< PhiMoE: its jitter; nothing set: another router
+  Setting<std::int64_t> latent_width;  ///< nothing set or 0: no projections around the experts
+  std::vector<std::string> latent_down, latent_up;  ///< linear layers (L, H) and (H, L)
   Setting<bool> has_correction_bias;
   bool weight_on_input = false;
   Setting<std::int64_t> shared_count;  ///< of shared experts

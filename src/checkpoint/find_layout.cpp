@@ -34,14 +34,14 @@ bool holds_experts(std::string_view name, const ExpertLayout& layout) {
   return false;
 }
 
-// The linear layers of a quantized model; null for unquantized ones.
-const LinearLayout* shared_storage(const ModelConfig& model, const Block& block,
-                                   const BlockLayout& layout) {
-  const LinearLayout* linear = layout.storage.experts;
-  if (!linear || model.shared_intermediate == 0) return nullptr;
-  const auto found = block.tensors.find(layout.shared.gate + ".weight");
+// Of linear layers beside the experts: as those are stored, or null where the first is not
+// quantized.
+const LinearLayout* storage_of(const std::vector<LinearLayer>& layers, const Block& block,
+                               const BlockLayout& layout) {
+  if (layers.empty()) return nullptr;
+  const auto found = block.tensors.find(layers.front().name + ".weight");
   const bool plain = found != block.tensors.end() && is_float(found->second.tensor.dtype());
-  return plain ? nullptr : linear;
+  return plain ? nullptr : layout.storage.experts;
 }
 
 // Of several ways to store such weights, the one whose tensors the first expert has.
@@ -86,6 +86,8 @@ void choose_names(const ModelConfig& model, const Block& block, BlockLayout& lay
   choose_name(block, layout.block, row.router_bias, layout.router_bias);
   choose_name(block, layout.block, row.correction_bias, layout.correction_bias);
   choose_name(block, layout.block, row.shared_gate, layout.shared_gate);
+  choose_name(block, layout.block, row.latent_down, layout.latent_down);
+  choose_name(block, layout.block, row.latent_up, layout.latent_up);
   if (model.shared_intermediate == 0) return;
   const auto full = [&](const std::string& pattern) {
     return pattern.empty() ? pattern : tensor_name(layout.block, pattern);
@@ -122,7 +124,8 @@ bool stacks_fit(const ModelConfig& model, const Block& block, const std::string&
   const auto fits = [&](const Shape& shape, std::int64_t in) {
     return shape.rank() == 3 && shape[transposed ? 1 : 2] == in;
   };
-  return fits(w1->second.shape(), model.hidden) && fits(w2->second.shape(), model.intermediate);
+  return fits(w1->second.shape(), model.experts_hidden()) &&
+         fits(w2->second.shape(), model.intermediate);
 }
 
 }  // namespace
@@ -145,7 +148,11 @@ BlockLayout find_layout(const ModelConfig& model, const Block& block) {
   choose_names(model, block, best);
   if (best.experts->storage == ExpertStorage::kPerExpert) {
     best.storage.experts = stored_layout(model, block, best);
-    best.storage.shared = shared_storage(model, block, best);
+    if (model.shared_intermediate > 0) {
+      best.storage.shared = storage_of(shared_layers(model, best), block, best);
+    }
+    best.storage.shared_gate = storage_of(shared_gate_layer(model, best), block, best);
+    best.storage.latent = storage_of(latent_layers(model, best), block, best);
   }
   return best;
 }

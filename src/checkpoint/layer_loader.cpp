@@ -8,21 +8,13 @@
 #include "checkpoint/gguf_blocks.h"
 #include "checkpoint/problems.h"
 #include "checkpoint/stacked_experts.h"
+#include "checkpoint/tensor_checks.h"
 #include "checkpoint/uncalibrated.h"
 #include "core/check.h"
 #include "fusedmoe/quant.h"
 
 namespace fusedmoe::checkpoint {
 namespace {
-
-std::string names(std::span<const DType> dtypes) {
-  std::string result;
-  for (const DType dtype : dtypes) {
-    if (!result.empty()) result += dtype == dtypes.back() ? " or " : ", ";
-    result += name(dtype);
-  }
-  return result;
-}
 
 class Loader {
  public:
@@ -51,8 +43,8 @@ class Loader {
     }
     ignore_zero_experts();
     for (const auto& [name, entry] : block_.tensors) {
-      // Families write shared experts of width 0, too.
-      if (claimed_.contains(name) || entry.shape().numel() == 0) continue;
+      // Families write shared experts of width 0 and their gate, too.
+      if (claimed_.contains(name) || entry.shape().numel() == 0 || gates_nothing(name)) continue;
       problems_.add(block_.prefix + name, "not claimed by any rule (" +
                                               (entry.type ? core::format("{} {}", entry.type->name,
                                                                          to_string(entry.shape()))
@@ -70,6 +62,10 @@ class Loader {
     layer.router_weights = router_weights();
     layer.experts = experts();
     if (model_.shared_intermediate > 0) layer.shared_experts = shared_experts();
+    if (const auto layers = latent_layers(model_, layout_); !layers.empty()) {
+      layer.latent = {plain_matrix(layers[0], layout_.storage.latent),
+                      plain_matrix(layers[1], layout_.storage.latent)};
+    }
     report(label);
     layer.experts.validate();
     if (layer.shared_experts) layer.shared_experts->weights.validate();
@@ -82,15 +78,16 @@ class Loader {
       if (!block_.tensors.contains(tensor_name(layout_.block, name))) continue;
       throw Error::unsupported(Reason::kModel, label, core::format("{}: {}", label, reason));
     }
-    const std::string gate = layout_.shared_gate.substr(0, layout_.shared_gate.rfind('.'));
-    for (const char* part : {".weight_scale", ".weight_packed", ".weight_scale_inv", ".qweight"}) {
-      if (gate.empty() || !block_.tensors.contains(gate + part)) continue;
+    const std::pair<const LinearLayout*, const std::string&> others[] = {
+        {layout_.storage.shared_gate, layout_.shared_gate},
+        {layout_.storage.latent, layout_.latent_down}};
+    for (const auto& [linear, layer] : others) {
+      if (!linear || !model_.scheme.activations) continue;
       throw Error::unsupported(
           Reason::kModel, label,
-          core::format(
-              "{}: {} is quantized, and only one in f32, bf16 or f16 is read: leave it out "
-              "when quantizing",
-              label, gate));
+          core::format("{}: {} is quantized together with its input, which is computed for experts "
+                       "only: leave it out when quantizing",
+                       label, layer));
     }
     if (!layout_.storage.shared || model_.shared_intermediate == 0 || !shared_in_one()) return;
     throw Error::unsupported(
@@ -98,6 +95,14 @@ class Loader {
         core::format("{}: {} holds gate and up of the shared experts in one quantized tensor: only "
                      "f32, bf16 and f16 ones are split",
                      label, layout_.shared.gate));
+  }
+
+  bool gates_nothing(const std::string& name) const {
+    const std::vector<std::string>& gates = family_row(model_.family).shared_gate;
+    return model_.shared_intermediate == 0 &&
+           std::any_of(gates.begin(), gates.end(), [&](const std::string& gate) {
+             return name == tensor_name(layout_.block, gate);
+           });
   }
 
   void check_layout() const {
@@ -133,13 +138,9 @@ class Loader {
       return;
     }
     claimed_.insert(found->first);
-    const BlockTensor& tensor = found->second;
-    if (!fits(spec, tensor.shape())) {
-      problems_.add(full_name,
-                    "shape " + to_string(tensor.shape()) + ", must be " + to_string(spec.shape));
+    for (const std::string& text : checks_.problems(spec, found->second)) {
+      problems_.add(full_name, text);
     }
-    if (tensor.type) return check_type(full_name, *tensor.type, spec);
-    check_dtype(full_name, tensor.tensor.dtype(), spec);
   }
 
   /// transformers writes first matrices of experts that have none.
@@ -154,53 +155,6 @@ class Loader {
     }
   }
 
-  void check_type(const std::string& full_name, const files::GgmlType& type,
-                  const TensorSpec& spec) {
-    const bool weight =
-        spec.role == TensorRole::kExpertWeight || spec.role == TensorRole::kSharedWeight;
-    if (weight && key_of(type)) return;
-    problems_.add(full_name, core::format("type {}, must be {}", type.name,
-                                          weight ? served_types() : "F32, BF16 or F16"));
-  }
-
-  static bool fits(const TensorSpec& spec, const Shape& shape) {
-    if (spec.stored) return accepts_shape(*spec.stored, spec.shape, shape);
-    // ERNIE has one row for each group of experts, and one group.
-    if (spec.role == TensorRole::kCorrectionBias && shape == Shape({1, spec.shape[0]})) return true;
-    if (spec.role == TensorRole::kSharedGate && shape == Shape({spec.shape[1]})) return true;
-    return shape == spec.shape;
-  }
-
-  void check_dtype(const std::string& full_name, DType dtype, const TensorSpec& spec) {
-    const auto complain = [&](const std::string& wanted) {
-      problems_.add(full_name, core::format("dtype {}, must be {}", name(dtype), wanted));
-    };
-    switch (spec.role) {
-      case TensorRole::kMxfp4Blocks:
-        if (dtype != DType::kU8) complain("u8");
-        return;
-      case TensorRole::kMxfp4Scales:
-        if (dtype != DType::kU8 && dtype != DType::kE8M0) complain("u8 or e8m0");
-        return;
-      case TensorRole::kQuantized: {
-        const std::span<const DType> accepted = spec.stored->dtypes;
-        if (std::find(accepted.begin(), accepted.end(), dtype) == accepted.end()) {
-          complain(names(accepted));
-        }
-        return;
-      }
-      default:
-        break;
-    }
-    if (!is_float(dtype)) return complain("f32, bf16 or f16");
-    // One dtype for all expert weights, one for the shared ones.
-    if (spec.role != TensorRole::kExpertWeight && spec.role != TensorRole::kSharedWeight) return;
-    std::optional<DType>& common =
-        spec.role == TensorRole::kExpertWeight ? expert_dtype_ : shared_dtype_;
-    if (!common) common = dtype;
-    if (dtype != *common) complain(std::string(name(*common)) + " like the others of its kind");
-  }
-
   const BlockTensor& entry(const std::string& name) const {
     return block_.tensors.find(name)->second;
   }
@@ -210,7 +164,8 @@ class Loader {
     const ExpertLayout& layout = *layout_.experts;
     if (layout.storage == ExpertStorage::kMxfp4) return mxfp4_scheme(model_);
     if (layout_.storage.experts) return model_.scheme;
-    if (layout.storage != ExpertStorage::kStacked) return schemes::unquantized(*expert_dtype_);
+    if (layout.storage != ExpertStorage::kStacked)
+      return schemes::unquantized(*checks_.expert_dtype());
     if (!layout.w3.empty()) {
       check_same_format(entry(tensor_name(layout_.block, layout.w1)),
                         entry(tensor_name(layout_.block, layout.w3)), layout.w3);
@@ -259,7 +214,8 @@ class Loader {
   ExpertWeights experts() {
     const ExpertLayout& layout = *layout_.experts;
     if (layout.storage == ExpertStorage::kPerExpert) {
-      ExpertWeights weights = empty_weights(model_.intermediate, experts_scheme());
+      ExpertWeights weights =
+          empty_weights(model_.experts_hidden(), model_.intermediate, experts_scheme());
       for (const std::int32_t e : wanted_) {
         add_expert(weights, expert_layers(model_, layout_, e), layout_.storage.experts,
                    model_.has_bias);
@@ -268,7 +224,8 @@ class Loader {
       return weights;
     }
     if (layout.storage == ExpertStorage::kStacked && layout.gate_up == GateUpLayout::kGateUp) {
-      ExpertWeights weights = empty_weights(model_.intermediate, experts_scheme());
+      ExpertWeights weights =
+          empty_weights(model_.experts_hidden(), model_.intermediate, experts_scheme());
       Block stacks = block_;
       for (auto& [name, entry] : stacks.tensors) entry.tensor = read(name);
       load_stacks(layout_, stacks, model_.router.num_experts, weights);
@@ -295,7 +252,8 @@ class Loader {
   /// Gate and up in tensors of their own, each with all experts.
   ExpertWeights parted_experts() {
     const ExpertLayout& layout = *layout_.experts;
-    ExpertWeights weights = empty_weights(model_.intermediate, experts_scheme());
+    ExpertWeights weights =
+        empty_weights(model_.experts_hidden(), model_.intermediate, experts_scheme());
     const std::array tensors{expert_tensor(layout.w1), expert_tensor(layout.w3),
                              expert_tensor(layout.w2)};
     for (const Tensor& tensor : tensors) weights.owners.push_back(tensor.owner());
@@ -319,15 +277,14 @@ class Loader {
 
   SharedExperts shared_experts() {
     SharedExperts shared;
-    shared.weights = empty_weights(model_.shared_intermediate, *shared_scheme());
+    shared.weights = empty_weights(model_.hidden, model_.shared_intermediate, *shared_scheme());
     const FamilyRow& row = family_row(model_.family);
     if (!row.shared_limit) shared.weights.activation_params.limit.reset();
     add_expert(shared.weights, shared_layers(model_, layout_), layout_.storage.shared, false);
     if (shared_in_one()) split_halves(shared.weights);
     replace_uncalibrated(shared.weights);
-    shared.gate = tensor(layout_.shared_gate);
-    if (shared.gate && shared.gate.rank() == 1) {
-      shared.gate = Tensor(shared.gate.reshape({1, model_.hidden}), shared.gate.owner());
+    for (const LinearLayer& layer : shared_gate_layer(model_, layout_)) {
+      shared.gate = plain_matrix(layer, layout_.storage.shared_gate);
     }
     if (model_.average_with_shared) shared.gate = half_gate();
     return shared;
@@ -353,10 +310,11 @@ class Loader {
     return gate;
   }
 
-  ExpertWeights empty_weights(std::int64_t intermediate, const QuantScheme& scheme) const {
+  ExpertWeights empty_weights(std::int64_t hidden, std::int64_t intermediate,
+                              const QuantScheme& scheme) const {
     ExpertWeights weights;
     weights.scheme = scheme;
-    weights.hidden = model_.hidden;
+    weights.hidden = hidden;
     weights.intermediate = intermediate;
     weights.activation = model_.activation;
     weights.activation_params = model_.activation_params;
@@ -376,6 +334,19 @@ class Loader {
     if (layers.size() == 3) expert.up = load(layers[1]);
     expert.down = load(layers.back());
     weights.experts.push_back(std::move(expert));
+  }
+
+  /// (out, in), decoded to f32 where it is quantized.
+  Tensor plain_matrix(const LinearLayer& layer, const LinearLayout* linear) {
+    if (!linear && !entry(layer.name + ".weight").type) {
+      const Tensor stored = tensor(layer.name + ".weight");
+      return Tensor(stored.reshape({layer.shape.out, layer.shape.in}), stored.owner());
+    }
+    std::vector<std::shared_ptr<const void>> owners;
+    const WeightMatrix quantized = matrix(layer, linear, owners);
+    if (problems_.count() > 0) return {};
+    const QuantKey key = linear ? model_.scheme.weights : format_of(layer.name + ".weight");
+    return dequantize_weights(quantized, key, layer.shape.in);
   }
 
   WeightMatrix matrix(const LinearLayer& layer, const LinearLayout* linear,
@@ -428,7 +399,7 @@ class Loader {
   const bool in_gguf_;  ///< with quantized blocks
   Problems problems_;
   std::set<std::string_view> claimed_;
-  std::optional<DType> expert_dtype_, shared_dtype_;
+  TensorChecks checks_;
   std::vector<std::int32_t> wanted_;  ///< experts
   const bool all_;                    ///< of them
 };

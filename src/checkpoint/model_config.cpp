@@ -193,6 +193,7 @@ ModelConfig parse_model_config(std::string_view config_json, const Family& famil
   model.num_layers = read_num_layers(row, settings);
   model.hidden = settings.integer(row.hidden, 1, kMaxWidth);
   model.intermediate = settings.integer(row.intermediate, 1, kMaxWidth);
+  model.latent = settings.integer(row.latent_width, 0, kMaxWidth, 0);
   model.has_bias =
       std::any_of(row.layouts.begin(), row.layouts.end(),
                   [](const checkpoint::ExpertLayout& layout) { return !layout.w2_bias.empty(); });
@@ -208,7 +209,7 @@ MoeConfig moe_config(const ModelConfig& model, DType dtype, Device device) {
   config.num_experts = model.router.num_experts;
   config.num_local_experts = model.router.num_experts;
   config.topk = model.router.topk;
-  config.hidden = model.hidden;
+  config.hidden = model.experts_hidden();
   config.intermediate = model.intermediate;
   config.dtype = dtype;
   config.scheme = model.scheme;

@@ -61,6 +61,8 @@ std::set<std::string, std::less<>> segments_of(const FamilyRow& row) {
   add(row.router_bias);
   add(row.correction_bias);
   add(row.shared_gate);
+  add(row.latent_down);
+  add(row.latent_up);
   for (const SharedNames& names : row.shared) add({names.gate, names.up, names.down});
   for (const ExpertLayout& layout : row.layouts) add({layout.w1, layout.w3, layout.w2});
   std::set<std::string, std::less<>> segments;

@@ -56,7 +56,12 @@ MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* works
     buffers.expert_ids = tensor(DType::kI32, router.topk);
     buffers.zero_weights = tensor(DType::kF32, 1);
   }
-  if (adds_beside()) buffers.beside = tensor(output_dtype, config.hidden);
+  if (adds_beside()) buffers.beside = tensor(output_dtype, hidden);
+  if (latent) {
+    buffers.latent_input = tensor(config.dtype, config.hidden);
+    buffers.latent_output = tensor(output_dtype, config.hidden);
+    buffers.projected = tensor(DType::kF32, std::max(hidden, config.hidden)).data();
+  }
   buffers.kernel = cutter.take(kernel_bytes);
   buffers.bytes = cutter.used();
   return buffers;
@@ -71,8 +76,7 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
                        core::format("of {}, the device of the layer", to_string(device)));
   FUSEDMOE_CHECK_SUPPORTED(!options.hooks || config.hooks, kHooks, "hooks", "given",
                            "given to a layer made with LayerOptions::hooks only");
-  core::check_row_buffer(call.hidden_states, "hidden_states", config.dtype, {-1, config.hidden},
-                         device);
+  core::check_row_buffer(call.hidden_states, "hidden_states", config.dtype, {-1, hidden}, device);
   const std::int64_t num_tokens = call.hidden_states.size(0);
   core::check_row_count(num_tokens, 1);
   core::check_row_count(std::min(num_tokens, chunk),
@@ -86,7 +90,7 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
                          core::format("at most {}, the most of any rank", call.max_tokens));
     core::check_row_count(std::min(call.max_tokens, chunk) * communicator->size(), router.topk);
   }
-  core::check_row_buffer(call.output, "output", output_dtype, {num_tokens, config.hidden}, device);
+  core::check_row_buffer(call.output, "output", output_dtype, {num_tokens, hidden}, device);
   FUSEDMOE_CHECK(
       !options.hooks || num_tokens <= chunk, "hooks",
       core::format("given with {} tokens", num_tokens),
@@ -137,6 +141,7 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
 
 void MoeLayer::Impl::apply_routed(const Call& call, const Routing& routing,
                                   const Buffers& buffers) const {
+  const bool routes = !call.routing.topk_ids;
   ForwardArgs args;
   args.weights = packed.get();
   args.output = call.output;
@@ -149,22 +154,37 @@ void MoeLayer::Impl::apply_routed(const Call& call, const Routing& routing,
   args.stream = call.stream;
   args.max_tokens = call.max_tokens;
   const ProblemSize size = problem(kernel, call.hidden_states.size(0), call.max_tokens);
-  if (call.routing.topk_ids) {
-    args.topk_ids = apply_zero_experts(call, routing, buffers);
-    return kernel.run(args, size, buffers.kernel);
-  }
-  args.router = &router;
-  args.router_logits = buffers.router_logits;
-  args.expert_load = call.options.expert_load;
-  if (monolithic) {
+  if (routes && monolithic) {
+    args.router = &router;
+    args.router_logits = buffers.router_logits;
+    args.expert_load = call.options.expert_load;
     args.router_weights = &router_weights;
     return monolithic->run(args, size, buffers.kernel);
   }
-  backend.router_logits(router_weights, args.hidden_states, args.router_logits, args.stream);
-  backend.route(router, args.router_logits, router_weights.score_correction_bias, routing,
-                args.expert_load, args.stream);
+  if (routes) {
+    backend.router_logits(router_weights, call.hidden_states, buffers.router_logits, call.stream);
+    backend.route(router, buffers.router_logits, router_weights.score_correction_bias, routing,
+                  call.options.expert_load, call.stream);
+  }
   args.topk_ids = apply_zero_experts(call, routing, buffers);
+  if (!latent) return kernel.run(args, size, buffers.kernel);
+  project(latent->down, call.hidden_states,
+          {.target = buffers.latent_input, .accumulate = false, .stream = call.stream}, buffers);
+  args.hidden_states = buffers.latent_input;
+  args.output = buffers.latent_output;
+  args.accumulate = false;
   kernel.run(args, size, buffers.kernel);
+  project(latent->up, buffers.latent_output,
+          {.target = call.output, .accumulate = call.options.accumulate, .stream = call.stream},
+          buffers);
+}
+
+void MoeLayer::Impl::project(const Tensor& weight, const TensorView& x, core::AddArgs to,
+                             const Buffers& buffers) const {
+  to.source =
+      TensorView(buffers.projected, DType::kF32, {x.size(0), weight.size(0)}, config.device);
+  backend.router_logits({weight, {}, {}}, x, to.source, to.stream);
+  backend.add(to);
 }
 
 TensorView MoeLayer::Impl::apply_zero_experts(const Call& call, const Routing& routing,
@@ -283,6 +303,9 @@ const MoeLayer::Impl& MoeLayer::impl() const {
 const MoeConfig& MoeLayer::config() const {
   return impl().config;
 }
+std::int64_t MoeLayer::hidden() const {
+  return impl().hidden;
+}
 const Selection& MoeLayer::selection() const {
   return impl().selection;
 }
@@ -334,8 +357,8 @@ void MoeLayer::forward_routed(const TensorView& hidden_states, const Routing& ro
 Tensor MoeLayer::forward(const TensorView& hidden_states) const {
   const Impl& impl = this->impl();
   const Device device = impl.config.device;
-  core::check_row_buffer(hidden_states, "hidden_states", impl.config.dtype,
-                         {-1, impl.config.hidden}, device);
+  core::check_row_buffer(hidden_states, "hidden_states", impl.config.dtype, {-1, impl.hidden},
+                         device);
   Tensor output = Tensor::empty(hidden_states.shape(), impl.output_dtype, device);
   const std::size_t bytes =
       workspace_bytes(std::max(hidden_states.size(0), impl.max_tokens_per_rank));

@@ -45,6 +45,7 @@ MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options,
                      own(weights.router_weights.bias, options.device),
                      own(weights.router_weights.score_correction_bias, options.device)},
       expert_map(own(weights.expert_map, options.device)),
+      hidden(weights.hidden()),
       kernel(chosen.create(layer_context(options))),
       output_dtype(options.output_dtype.value_or(options.dtype)),
       inplace(options.inplace),
@@ -53,13 +54,18 @@ MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options,
                          (options.parallel.ep_rank == 0 && options.parallel.tp_rank == 0))),
       executor(executor_for(options)),
       stream{options.device} {
+  if (weights.latent) {
+    latent = {own(weights.latent->down, options.device), own(weights.latent->up, options.device)};
+  }
   if (executor && options.device.is_cpu()) stream = cpu_stream(*executor);
   config.activation_format = chosen.prepare_finalize->activation_format();
-  FUSEDMOE_CHECK_SUPPORTED(!options.monolithic || router.num_zero_experts == 0, kRoutingMethod,
-                           "options.monolithic", "set with zero experts",
-                           "unset: the layer itself adds what zero experts return");
+  // The layer itself works between the router and the experts.
+  const bool between = router.num_zero_experts > 0 || latent;
+  FUSEDMOE_CHECK_SUPPORTED(!options.monolithic || !between, kRoutingMethod, "options.monolithic",
+                           latent ? "set with latent projections" : "set with zero experts",
+                           "unset: the experts do not see what the router sees");
   const bool faster = weights.router_weights.weight && chosen.experts->routes_faster();
-  if (options.monolithic || (faster && router.num_zero_experts == 0)) {
+  if (options.monolithic || (faster && !between)) {
     Selection routing = chosen;
     routing.config.monolithic = true;
     Support support = chosen.experts->supports(routing.config);

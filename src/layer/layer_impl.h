@@ -27,9 +27,10 @@ struct MoeLayer::Impl {
     Routing shared_routing;    // (num_tokens, 1): expert 0 with the gate's weight, or 1
     TensorView expert_ids;     // (num_tokens, topk): without zero experts
     TensorView zero_weights;   // (num_tokens, 1): of a token's zero experts
-    TensorView
-        beside;  // (num_tokens, hidden): of shared and zero experts, added to the routed ones
-    void* kernel = nullptr;  // one after the other: routed experts, shared experts
+    TensorView latent_input, latent_output;  // (num_tokens, latent), of the routed experts
+    void* projected = nullptr;  // (num_tokens, latent), later (num_tokens, hidden), f32
+    TensorView beside;          // (num_tokens, hidden): of shared and zero experts
+    void* kernel = nullptr;     // one after the other: routed experts, shared experts
     std::size_t bytes = 0;
   };
 
@@ -48,6 +49,8 @@ struct MoeLayer::Impl {
   RouterConfig router;
   RouterWeights router_weights;             // on the device
   Tensor expert_map;                        // on the device
+  std::optional<LatentProjections> latent;  // on the device
+  std::int64_t hidden;                      // of the layer, not of experts between projections
   ModularKernel kernel;                     // takes ids and weights
   std::optional<ModularKernel> monolithic;  // routes by itself, with the same packed weights
   std::shared_ptr<const PackedWeights> packed;
@@ -80,6 +83,9 @@ struct MoeLayer::Impl {
   void run(const Call& call, void* workspace) const;
   void run_chunk(const Call& call, void* workspace) const;
   void apply_routed(const Call& call, const Routing& routing, const Buffers& buffers) const;
+  /// to.target = or += x weight^T, summed in f32 first.
+  void project(const Tensor& weight, const TensorView& x, core::AddArgs to,
+               const Buffers& buffers) const;
   /// Returns the ids that the other experts see.
   TensorView apply_zero_experts(const Call& call, const Routing& routing,
                                 const Buffers& buffers) const;

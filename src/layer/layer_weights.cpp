@@ -5,6 +5,15 @@
 #include "fusedmoe/runtime.h"
 #include "layer/checks.h"
 
+namespace fusedmoe {
+
+std::int64_t LayerWeights::hidden() const {
+  const bool wider = latent && latent->down && latent->down.rank() == 2;
+  return wider ? latent->down.size(1) : experts.hidden;
+}
+
+}  // namespace fusedmoe
+
 namespace fusedmoe::layer {
 namespace {
 
@@ -18,13 +27,20 @@ void check_router_weights(const LayerWeights& weights) {
   const std::int64_t num_choices = weights.router.num_choices();
   const RouterWeights& router = weights.router_weights;
   if (router.weight) {
-    check_parameter(router.weight, "router_weights.weight", {num_choices, weights.experts.hidden});
+    check_parameter(router.weight, "router_weights.weight", {num_choices, weights.hidden()});
   }
   if (router.bias) check_parameter(router.bias, "router_weights.bias", {num_choices});
   if (router.score_correction_bias) {
     core::check_tensor(router.score_correction_bias, "router_weights.score_correction_bias",
                        DType::kF32, {num_choices});
   }
+}
+
+void check_latent(const LayerWeights& weights) {
+  const auto& [down, up] = *weights.latent;
+  const std::int64_t width = weights.experts.hidden;
+  check_parameter(down, "latent.down", {width, down && down.rank() == 2 ? down.size(1) : -1});
+  check_parameter(up, "latent.up", {down.size(1), width});
 }
 
 MoeConfig shared_config(const ExpertWeights& experts, const LayerOptions& options) {
@@ -50,7 +66,8 @@ Tensor own(const Tensor& tensor, Device device) {
 void check_weights(const LayerWeights& weights) {
   weights.router.validate();
   weights.experts.validate();
-  const std::int64_t num_experts = weights.router.num_experts, hidden = weights.experts.hidden;
+  if (weights.latent) check_latent(weights);
+  const std::int64_t num_experts = weights.router.num_experts, hidden = weights.hidden();
   if (weights.expert_map) {
     core::check_tensor(weights.expert_map, "expert_map", DType::kI32, {num_experts});
     layer::check_expert_map(to_device(weights.expert_map, {}), weights.experts.num_experts());

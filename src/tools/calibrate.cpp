@@ -109,15 +109,20 @@ float largest_activated(const ExpertWeights& weights, const ExpertMatrices& expe
 ActivationRange activation_range(const LayerWeights& layer, const TensorView& hidden_states) {
   const ExpertWeights& weights = layer.experts;
   FUSEDMOE_CHECK_FAULT(hidden_states.defined() && hidden_states.rank() == 2 &&
-                           hidden_states.size(1) == weights.hidden && hidden_states.size(0) > 0,
+                           hidden_states.size(1) == layer.hidden() && hidden_states.size(0) > 0,
                        kShape, "hidden_states", core::describe(hidden_states),
-                       core::format("(num_tokens, {}) of at least one token", weights.hidden));
+                       core::format("(num_tokens, {}) of at least one token", layer.hidden()));
   FUSEDMOE_CHECK(weights.num_experts() == layer.router.num_experts, "layer.experts",
                  core::to_string(weights.num_experts()),
                  core::format("all {} experts of the router", layer.router.num_experts));
-  const Tensor x = to_f32(hidden_states);
+  Tensor x = to_f32(hidden_states);
   finite_amax(x, "hidden_states");
   const Routed routed = route_tokens(layer, x);
+  if (layer.latent) {
+    const Tensor projected = Tensor::empty({x.size(0), weights.hidden}, DType::kF32);
+    router_logits({layer.latent->down, {}, {}}, x, projected);
+    x = projected;
+  }
   if (layer.router.apply_router_weight_on_input) {
     for (std::int64_t i = 0; i < x.numel(); ++i) {
       x.as<float>()[i] *= routed.weights.as<const float>()[i / x.size(1)];

@@ -119,7 +119,7 @@ class CheckpointQuantizer {
                      model.layout == CheckpointLayout::kGptOss ||
                      model.layout == CheckpointLayout::kModelOpt;
     if (any || group < 0) return;
-    for (const std::int64_t width : {model.hidden, model.intermediate}) {
+    for (const std::int64_t width : {model.experts_hidden(), model.intermediate}) {
       FUSEDMOE_CHECK_SUPPORTED(
           width % group == 0, kShape, "scheme", name(model.scheme),
           core::format("one whose groups divide the rows of {}: {} is no multiple of {}, and other "

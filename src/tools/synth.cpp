@@ -85,6 +85,7 @@ class Filler {
       case TensorRole::kExpertWeight:
       case TensorRole::kSharedWeight:
       case TensorRole::kSharedGate:
+      case TensorRole::kLatentWeight:
         return begin_normal(1 / std::sqrt(fan_in));
       case TensorRole::kRouterBias:
       case TensorRole::kCorrectionBias:

@@ -60,10 +60,20 @@ std::vector<Family> families() {
   Family longcat_shared = qwen2;
   longcat_shared.name = "longcat_shared";
   longcat_shared.spec.zero_experts = 8;
-  std::vector<Family> all{mixtral, qwen2, deepseek, llama4, gpt_oss, f16, longcat, longcat_shared};
+  Family nemotron = deepseek;
+  nemotron.name = "nemotron";
+  nemotron.spec.latent = 64;
+  nemotron.spec.experts.activation = Activation::kRelu2NoMul;
+  Family latent_zero = longcat_shared;
+  latent_zero.name = "latent_zero";
+  latent_zero.spec.latent = 320;  // wider than the layer
+  Family phimoe{.name = "phimoe", .scoring = ScoringFunc::kSparsemixer};
+  std::vector<Family> all{mixtral, qwen2,          deepseek, llama4,      gpt_oss, f16,
+                          longcat, longcat_shared, nemotron, latent_zero, phimoe};
   for (Family& family : all) {
     family.spec.experts.num_experts = 16;
-    if (family.spec.experts.topk > 1) family.spec.experts.topk = 4;
+    const bool two = family.scoring == ScoringFunc::kSparsemixer;
+    if (family.spec.experts.topk > 1) family.spec.experts.topk = two ? 2 : 4;
     family.spec.experts.hidden = 256;
     family.spec.experts.intermediate = 192;
   }
@@ -73,7 +83,9 @@ std::vector<Family> families() {
 LayerWeights make_weights(const Family& family) {
   LayerWeights weights = make_layer_weights(family.spec);
   weights.router.scoring = family.scoring;
-  weights.router.renormalize = family.scoring != ScoringFunc::kTopkSigmoid;
+  weights.router.renormalize =
+      family.scoring != ScoringFunc::kTopkSigmoid && family.scoring != ScoringFunc::kSparsemixer;
+  weights.router.sparsemixer_jitter = 0.2F;
   if (family.groups_and_bias) {
     weights.router.num_expert_group = 4;
     weights.router.topk_group = 2;
@@ -98,7 +110,7 @@ struct Buffers {
 
   Buffers(const MoeLayer& layer, std::int64_t num_tokens) {
     const MoeConfig& config = layer.config();
-    output = Tensor::empty({num_tokens, config.hidden}, config.dtype, kGpu);
+    output = Tensor::empty({num_tokens, layer.hidden()}, config.dtype, kGpu);
     workspace = Tensor::empty({static_cast<std::int64_t>(layer.workspace_bytes(num_tokens))},
                               DType::kU8, kGpu);
     logits = Tensor::empty({num_tokens, layer.router().num_choices()}, DType::kF32, kGpu);
@@ -137,7 +149,7 @@ TEST_P(CudaLayer, AgreesWithTheReference) {
   const MoeLayer reference(weights, testing::layer_options(GetParam().dtype, "reference"));
   for (const std::int64_t num_tokens : {1, 2, 7, 64, 300}) {
     SCOPED_TRACE(num_tokens);
-    const Tensor x = make_hidden_states(GetParam().dtype, num_tokens, layer.config().hidden);
+    const Tensor x = make_hidden_states(GetParam().dtype, num_tokens, layer.hidden());
     const Buffers buffers(layer, num_tokens);
     const Tensor gpu_x = to_gpu(x);
     layer.forward(gpu_x, buffers.output, buffers.scratch(), buffers.wanted());
@@ -166,8 +178,7 @@ TEST_P(CudaLayer, AgreesWithTheReference) {
 TEST_P(CudaLayer, AGraphReplaysTheSameBits) {
   const MoeLayer layer(make_weights(GetParam()), gpu_options("", GetParam().dtype));
   for (const std::int64_t num_tokens : {1, 33}) {
-    const Tensor x =
-        to_gpu(make_hidden_states(GetParam().dtype, num_tokens, layer.config().hidden));
+    const Tensor x = to_gpu(make_hidden_states(GetParam().dtype, num_tokens, layer.hidden()));
     const Tensor expected = run(layer, x);
     const Buffers buffers(layer, num_tokens);
     const OwnedStream stream(kGpu);
@@ -192,7 +203,7 @@ TEST_P(CudaLayer, AGraphReplaysTheSameBits) {
 
 TEST_P(CudaLayer, TheSameBitsAgain) {
   const MoeLayer layer(make_weights(GetParam()), gpu_options("", GetParam().dtype));
-  const Tensor x = to_gpu(make_hidden_states(GetParam().dtype, 200, layer.config().hidden));
+  const Tensor x = to_gpu(make_hidden_states(GetParam().dtype, 200, layer.hidden()));
   const Tensor first = run(layer, x);
   for (int i = 0; i < 5; ++i) EXPECT_TRUE(bitwise_equal(run(layer, x), first));
 }
@@ -203,12 +214,13 @@ TEST_P(CudaLayer, MonolithicExpertsDoTheSame) {
   const MoeLayer modular(weights, gpu_options("", GetParam().dtype));
   LayerOptions options = gpu_options("", GetParam().dtype);
   options.monolithic = true;
-  if (family.spec.experts.weight_on_input || family.spec.zero_experts > 0) {
+  const LayerSpec& spec = family.spec;
+  if (spec.experts.weight_on_input || spec.zero_experts > 0 || spec.latent > 0) {
     EXPECT_THROW(MoeLayer(weights, options), Error);
     return;
   }
   const MoeLayer monolithic(weights, options);
-  const Tensor x = to_gpu(make_hidden_states(GetParam().dtype, 19, modular.config().hidden));
+  const Tensor x = to_gpu(make_hidden_states(GetParam().dtype, 19, modular.hidden()));
   EXPECT_TRUE(bitwise_equal(run(monolithic, x), run(modular, x)));
 }
 
@@ -217,8 +229,7 @@ TEST_P(CudaLayer, BatchedExpertsAgree) {
   const MoeLayer standard(weights, gpu_options("", GetParam().dtype));
   const MoeLayer batched(weights, gpu_options("sm90+batched", GetParam().dtype));
   for (const std::int64_t num_tokens : {0, 1, 40}) {
-    const Tensor x =
-        to_gpu(make_hidden_states(GetParam().dtype, num_tokens, standard.config().hidden));
+    const Tensor x = to_gpu(make_hidden_states(GetParam().dtype, num_tokens, standard.hidden()));
     // One more rounding to bf16: of each expert's row.
     EXPECT_LE(compare(run(batched, x), run(standard, x)).max_norm_relative, 1e-2) << num_tokens;
   }

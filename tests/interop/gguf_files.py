@@ -117,6 +117,8 @@ def expected(layer, x):
     x = x.astype(np.float64)
     logits = x @ v["ffn_gate_inp.weight"].T + v.get("ffn_gate_inp.bias", 0)
     ids, weights = route(layer, logits)
+    if "ffn_latent_down.weight" in v:
+        return expected_latent(v, x, ids, weights)
     act = swiglu_oai if layer.arch == "gpt-oss" else lambda g, u: silu(g) * u
 
     def bias(name, e):
@@ -136,6 +138,20 @@ def expected(layer, x):
             shared *= 1 / (1 + np.exp(-(x @ v["ffn_gate_inp_shexp.weight"])))[:, None]
         result += shared
     return result
+
+
+def expected_latent(v, x, ids, weights):
+    """Nemotron-H: experts without a gate between projections, the shared one on the full width."""
+    def mlp(up, down, rows):
+        return np.maximum(rows @ up.T, 0) ** 2 @ down.T
+
+    rows = x @ v["ffn_latent_down.weight"].T
+    total = np.zeros_like(rows)
+    for t in range(len(x)):
+        for e, weight in zip(ids[t], weights[t]):
+            total[t] += weight * mlp(v["ffn_up_exps.weight"][e], v["ffn_down_exps.weight"][e], rows[t])
+    shared = mlp(v["ffn_up_shexp.weight"], v["ffn_down_shexp.weight"], x)
+    return total @ v["ffn_latent_up.weight"].T + shared
 
 
 def make(arch, kind, down=None, hidden=32, inner=32, **keys):
@@ -172,6 +188,17 @@ def layers():
     lite = make("deepseek2", Type.Q4_0, expert_shared_count=1, expert_weights_scale=1.0)
     lite.keys["expert_weights_norm"] = False
     result["deepseek2-lite-Q4_0"] = add_shared(lite, 32, Type.F32)
+    nemotron = Layer("nemotron_h_moe", 32, 32, 4, 2, moe_latent_size=64, expert_gating_func=2,
+                     expert_weights_norm=True, expert_weights_scale=2.5, expert_shared_count=1,
+                     expert_shared_feed_forward_length=32)
+    nemotron.add("ffn_gate_inp.weight", (4, 32)).add("exp_probs_b.bias", (4,))
+    nemotron.add("ffn_latent_down.weight", (64, 32), Type.Q8_0)
+    nemotron.add("ffn_latent_up.weight", (32, 64), Type.F16)
+    nemotron.add("ffn_up_exps.weight", (4, 32, 64), Type.Q4_0)
+    nemotron.add("ffn_down_exps.weight", (4, 64, 32), Type.Q8_0)
+    nemotron.add("ffn_up_shexp.weight", (32, 32), Type.Q8_0)
+    nemotron.add("ffn_down_shexp.weight", (32, 32), Type.Q8_0)
+    result["nemotron_h_moe-Q4_0"] = nemotron
     oss = make("gpt-oss", Type.MXFP4).add("ffn_gate_inp.bias", (4,))
     for name, width in (("gate", 32), ("up", 32), ("down", 32)):
         oss.add(f"ffn_{name}_exps.bias", (4, width))

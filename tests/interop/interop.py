@@ -75,7 +75,7 @@ def refusal(program, model_type):
     """What the program says of a config alone; None if it accepts it."""
     with tempfile.TemporaryDirectory() as root:
         try:
-            models.make_config(CONFIG_MAPPING[model_type]).save_pretrained(root)
+            models.config_of(model_type).save_pretrained(root)
         except Exception:
             CONFIG_MAPPING[model_type]().save_pretrained(root)
         save_file({"model.layers.0.x.weight": torch.zeros(1)}, pathlib.Path(root) / "x.safetensors")
@@ -144,7 +144,7 @@ def main():
     bad = 0
     if not options.vectors:
         print("| type | largest difference, or why not |\n| --- | --- |")
-    for model_type in options.types or moe_types():
+    for model_type in options.types or sorted(moe_types() + list(models.VARIANTS)):
         if options.vectors:
             write_vector(model_type, options.vectors)
             continue

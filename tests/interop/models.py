@@ -68,6 +68,19 @@ MORE = {
 }
 
 
+# Further tiny models: name -> type, fields.
+VARIANTS = {"nemotron_h_latent": ("nemotron_h", dict(moe_latent_size=16))}
+
+
+def config_of(name, sizes=Sizes()):
+    """Of a type or a variant."""
+    model_type, more = VARIANTS.get(name, (name, {}))
+    config = make_config(CONFIG_MAPPING[model_type], sizes)
+    for key, value in more.items():
+        setattr(config, key, value)
+    return config
+
+
 def make_config(cls, sizes=Sizes()):
     known = set(inspect.signature(cls.__init__).parameters)
     known |= set(getattr(cls, "__dataclass_fields__", {}))
@@ -115,7 +128,7 @@ def randomize(block, generator):
 
 def build(model_type, sizes=Sizes(), seed=1):
     torch.manual_seed(seed)
-    config = make_config(CONFIG_MAPPING[model_type], sizes)
+    config = config_of(model_type, sizes)
     model = model_class(config)._from_config(config).eval()
     name, block = find_block(model)
     generator = torch.Generator().manual_seed(seed)

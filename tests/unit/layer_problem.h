@@ -26,6 +26,7 @@ struct LayerSpec {
   bool shared_experts = false;
   bool shared_gate = false;
   std::int64_t zero_experts = 0;
+  std::int64_t latent = 0;  ///< width of the routed experts; experts.hidden stays the layer's
 };
 
 inline LayerWeights make_layer_weights(const LayerSpec& spec) {
@@ -41,7 +42,15 @@ inline LayerWeights make_layer_weights(const LayerSpec& spec) {
   weights.router_weights.weight =
       random_tensor(DType::kBF16, {choices, experts.hidden}, scale, 101);
   weights.router_weights.bias = random_tensor(DType::kBF16, {choices}, 0.1, 102);
-  weights.experts = make_problem(experts).weights;
+  Case routed = experts;
+  if (spec.latent > 0) {
+    routed.hidden = spec.latent;
+    const double latent_scale = 1 / std::sqrt(static_cast<double>(spec.latent));
+    weights.latent = {
+        random_tensor(DType::kBF16, {spec.latent, experts.hidden}, scale, 108),
+        random_tensor(DType::kBF16, {experts.hidden, spec.latent}, latent_scale, 109)};
+  }
+  weights.experts = make_problem(routed).weights;
   if (!spec.shared_experts) return weights;
   Case shared = experts;
   shared.num_experts = shared.topk = 1;

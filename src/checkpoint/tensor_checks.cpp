@@ -1,0 +1,72 @@
+#include "checkpoint/tensor_checks.h"
+
+#include <algorithm>
+#include <span>
+
+#include "checkpoint/gguf_blocks.h"
+#include "core/check.h"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+std::string names(std::span<const DType> dtypes) {
+  std::string result;
+  for (const DType dtype : dtypes) {
+    if (!result.empty()) result += dtype == dtypes.back() ? " or " : ", ";
+    result += name(dtype);
+  }
+  return result;
+}
+
+bool fits(const TensorSpec& spec, const Shape& shape) {
+  if (spec.stored) return accepts_shape(*spec.stored, spec.shape, shape);
+  // ERNIE has one row for each group of experts, and one group.
+  if (spec.role == TensorRole::kCorrectionBias && shape == Shape({1, spec.shape[0]})) return true;
+  if (spec.role == TensorRole::kSharedGate && shape == Shape({spec.shape[1]})) return true;
+  return shape == spec.shape;
+}
+
+std::string type_problem(const TensorSpec& spec, const files::GgmlType& type) {
+  const bool weight = spec.role == TensorRole::kExpertWeight ||
+                      spec.role == TensorRole::kSharedWeight ||
+                      spec.role == TensorRole::kLatentWeight;
+  if (weight && key_of(type)) return {};
+  return core::format("type {}, must be {}", type.name,
+                      weight ? served_types() : "F32, BF16 or F16");
+}
+
+}  // namespace
+
+std::string TensorChecks::dtype_problem(const TensorSpec& spec, DType dtype) {
+  const auto unless = [&](bool fits, const std::string& wanted) {
+    return fits ? std::string() : core::format("dtype {}, must be {}", name(dtype), wanted);
+  };
+  if (spec.role == TensorRole::kMxfp4Blocks) return unless(dtype == DType::kU8, "u8");
+  if (spec.role == TensorRole::kMxfp4Scales) {
+    return unless(dtype == DType::kU8 || dtype == DType::kE8M0, "u8 or e8m0");
+  }
+  if (spec.role == TensorRole::kQuantized) {
+    const std::span<const DType> accepted = spec.stored->dtypes;
+    return unless(std::find(accepted.begin(), accepted.end(), dtype) != accepted.end(),
+                  names(accepted));
+  }
+  if (!is_float(dtype)) return unless(false, "f32, bf16 or f16");
+  const bool expert = spec.role == TensorRole::kExpertWeight;
+  if (!expert && spec.role != TensorRole::kSharedWeight) return {};
+  std::optional<DType>& common = expert ? expert_dtype_ : shared_dtype_;
+  if (!common) common = dtype;
+  return unless(dtype == *common, std::string(name(*common)) + " like the others of its kind");
+}
+
+std::vector<std::string> TensorChecks::problems(const TensorSpec& spec, const BlockTensor& tensor) {
+  std::vector<std::string> found;
+  if (!fits(spec, tensor.shape())) {
+    found.push_back("shape " + to_string(tensor.shape()) + ", must be " + to_string(spec.shape));
+  }
+  std::string kind =
+      tensor.type ? type_problem(spec, *tensor.type) : dtype_problem(spec, tensor.tensor.dtype());
+  if (!kind.empty()) found.push_back(std::move(kind));
+  return found;
+}
+
+}  // namespace fusedmoe::checkpoint
