@@ -219,11 +219,17 @@ LayerWeights make_layer(Random& random, const Problem& problem) {
     layer.router.num_expert_group = 1 + random.below(3);
     layer.router.topk_group = 1 + random.below(2);
   }
-  layer.router_weights.weight = Tensor::empty({spec.num_experts, spec.hidden}, DType::kF32);
-  for (std::int64_t i = 0; i < layer.router_weights.weight.numel(); ++i) {
-    layer.router_weights.weight.as<float>()[i] =
-        static_cast<float>(random.normal() / std::sqrt(static_cast<double>(spec.hidden)));
-  }
+  if (random.below(6) == 0) layer.router.num_zero_experts = 1 + random.below(4);
+  const auto matrix = [&](std::int64_t rows) {
+    Tensor result = Tensor::empty({rows, spec.hidden}, DType::kF32);
+    for (std::int64_t i = 0; i < result.numel(); ++i) {
+      result.as<float>()[i] =
+          static_cast<float>(random.normal() / std::sqrt(static_cast<double>(spec.hidden)));
+    }
+    return result;
+  };
+  layer.router_weights.weight = matrix(layer.router.num_choices());
+  if (random.below(6) == 0) layer.latent = {matrix(spec.hidden), matrix(spec.hidden)};
   layer.experts = problem.weights;
   if (random.below(4) == 0) damage(random, layer.experts);
   return layer;

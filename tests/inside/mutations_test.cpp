@@ -59,6 +59,10 @@ std::uint64_t fingerprint(const LayerWeights& layer) {
   result.add(layer.router_weights.bias);
   result.add(layer.experts);
   if (layer.shared_experts) result.add(layer.shared_experts->weights);
+  if (layer.latent) {
+    result.add(layer.latent->down);
+    result.add(layer.latent->up);
+  }
   return result.value();
 }
 
@@ -66,7 +70,8 @@ std::uint64_t fingerprint(const LayerWeights& layer) {
 std::string description(const ModelConfig& model) {
   std::string text(model.family.name());
   for (const std::int64_t number :
-       {model.hidden, model.intermediate, model.shared_intermediate, model.router.num_experts}) {
+       {model.hidden, model.intermediate, model.latent, model.shared_intermediate,
+        model.router.num_experts, model.router.num_zero_experts}) {
     text += " " + std::to_string(number);
   }
   return text + " " + name(model.scheme) + " " + std::string(name(model.layout));
