@@ -106,6 +106,31 @@ TEST(CLayerTest, RouterAloneGivesTheLayersRouting) {
   EXPECT_LE(*static_cast<const float*>(weights.data()), 1e-30F);
 }
 
+// The routing chooses the only zero expert, or the experts see nothing.
+TEST(CLayerTest, ZeroExpertsAndProjections) {
+  TinyLayer tiny;
+  tiny.router.num_zero_experts = 1;
+  tiny.weights.router_weight = {};
+  const auto layer = tiny.create();
+  Forward forward(layer.get());
+  std::fill_n(forward.ids.as<std::int32_t>(), forward.ids.numel(), TinyLayer::kExperts);
+  std::fill_n(forward.weights.as<float>(), forward.weights.numel(), 0.5F);
+  ASSERT_OK(fusedmoe_layer_forward_routed(layer.get(), &forward.args));
+  EXPECT_TRUE(bitwise_equal(forward.output, forward.x));
+
+  constexpr std::int64_t kWide = 48;
+  const Tensor down = Tensor::zeros({TinyLayer::kHidden, kWide}, DType::kF32);
+  const Tensor up = Tensor::zeros({kWide, TinyLayer::kHidden}, DType::kF32);
+  tiny.weights.latent_down = to_c(down);
+  fusedmoe_layer* none = nullptr;
+  EXPECT_EQ(fusedmoe_layer_create(&tiny.weights, &tiny.options, &none), FUSEDMOE_INVALID_ARGUMENT);
+  tiny.weights.latent_up = to_c(up);
+  const auto wide = tiny.create();
+  auto info = sized<fusedmoe_layer_info>();
+  ASSERT_OK(fusedmoe_layer_get_info(wide.get(), &info));
+  EXPECT_EQ(info.hidden, kWide);
+}
+
 #if !defined(__SANITIZE_ADDRESS__)
 TEST(CLayerTest, ForwardAllocatesNothing) {
   const TinyLayer tiny;

@@ -64,6 +64,27 @@ def test_shared_experts_are_added(problem):
     assert relative_error(difference, plain_experts(problem)) < 1e-5
 
 
+def test_zero_experts_and_projections(problem):
+    weights = np.full((5, 2), 0.25, np.float32)
+    zero = fusedmoe.MoELayer.from_tensors(
+        problem.w13, problem.w2, topk=2, num_zero_experts=3, dtype="f32"
+    )
+    output = zero.forward_routed(problem.x, weights, np.full((5, 2), 10, np.int32))
+    assert np.array_equal(output, problem.x / 2)
+
+    rng = np.random.default_rng(3)
+    down = rng.standard_normal((64, 96), np.float32) / 10
+    up = rng.standard_normal((96, 64), np.float32) / 10
+    x = rng.standard_normal((5, 96), np.float32)
+    layer = fusedmoe.MoELayer.from_tensors(
+        problem.w13, problem.w2, topk=2, latent_down=down, latent_up=up, dtype="f32"
+    )
+    assert layer.info["hidden"] == 96
+    problem.x, ids = x @ down.T, problem.ids
+    expected = plain_experts(problem) @ up.T
+    assert relative_error(layer.forward_routed(x, problem.weights, ids), expected) < 1e-5
+
+
 def test_what_a_layer_says_of_itself(problem):
     layer = fusedmoe.MoELayer.from_tensors(problem.w13, problem.w2, topk=2, dtype="f32")
     assert layer.info["hidden"] == 64 and layer.info["num_experts"] == 8
