@@ -37,7 +37,7 @@ enum class ScoringFunc {
 /// Who chooses the experts of a token. Monolithic experts route by any RouterConfig, but a callback
 /// runs on the host only.
 enum class RoutingMethod {
-  kNone,    ///< the caller: ids and weights are given
+  kNone,    ///< the caller, or the layer: ids and weights are given
   kRouter,  ///< scores of logits, as RouterConfig says
   kCustom,  ///< RouterConfig::custom
 };
@@ -74,7 +74,7 @@ struct RouterConfig {
   FUSEDMOE_API void validate() const;
 };
 
-/// kRouter or kCustom.
+/// kRouter or kCustom; kNone with zero experts, whose slots the layer takes out.
 FUSEDMOE_API RoutingMethod routing_method(const RouterConfig& config);
 FUSEDMOE_API std::string_view name(ScoringFunc scoring);
 

@@ -217,7 +217,7 @@ MoeConfig moe_config(const ModelConfig& model, DType dtype, Device device) {
   config.activation_params = model.activation_params;
   config.has_bias = model.has_bias;
   config.apply_router_weight_on_input = model.router.apply_router_weight_on_input;
-  config.routing_method = routing_method(model.router);
+  if (model.latent == 0) config.routing_method = routing_method(model.router);
   config.device = device;
   return config;
 }

@@ -59,13 +59,7 @@ MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options,
   }
   if (executor && options.device.is_cpu()) stream = cpu_stream(*executor);
   config.activation_format = chosen.prepare_finalize->activation_format();
-  // The layer itself works between the router and the experts.
-  const bool between = router.num_zero_experts > 0 || latent;
-  FUSEDMOE_CHECK_SUPPORTED(!options.monolithic || !between, kRoutingMethod, "options.monolithic",
-                           latent ? "set with latent projections" : "set with zero experts",
-                           "unset: the experts do not see what the router sees");
-  const bool faster = weights.router_weights.weight && chosen.experts->routes_faster();
-  if (options.monolithic || (faster && !between)) {
+  if (options.monolithic || (weights.router_weights.weight && chosen.experts->routes_faster())) {
     Selection routing = chosen;
     routing.config.monolithic = true;
     Support support = chosen.experts->supports(routing.config);

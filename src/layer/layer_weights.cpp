@@ -95,7 +95,10 @@ MoeConfig layer_config(const LayerWeights& weights, const LayerOptions& options)
   config.num_experts = weights.router.num_experts;
   config.has_expert_map = weights.expert_map.defined();
   config.apply_router_weight_on_input = weights.router.apply_router_weight_on_input;
-  if (weights.router_weights.weight) config.routing_method = routing_method(weights.router);
+  // Experts between projections do not see what the router sees.
+  if (weights.router_weights.weight && !weights.latent) {
+    config.routing_method = routing_method(weights.router);
+  }
   config.batch_invariant = options.batch_invariant;
   config.hooks = options.hooks;
   config.parallel = options.parallel;

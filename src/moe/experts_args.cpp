@@ -40,8 +40,9 @@ Support supports_routing(const MoeConfig& config) {
                        "the experts see logits: nobody weights the input");
   }
   if (config.routing_method == RoutingMethod::kNone) {
-    return Support::no(Reason::kRoutingMethod,
-                       "none: ids come from the caller, monolithic experts see logits");
+    return Support::no(
+        Reason::kRoutingMethod,
+        "none: ids come from the caller or the layer, monolithic experts see logits");
   }
   if (config.routing_method == RoutingMethod::kCustom && !config.device.is_cpu()) {
     return Support::no(Reason::kRoutingMethod, "custom: its callback runs on the cpu");

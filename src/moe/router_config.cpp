@@ -44,6 +44,7 @@ void RouterConfig::validate() const {
 }
 
 RoutingMethod routing_method(const RouterConfig& config) {
+  if (config.num_zero_experts > 0) return RoutingMethod::kNone;
   return config.custom ? RoutingMethod::kCustom : RoutingMethod::kRouter;
 }
 
