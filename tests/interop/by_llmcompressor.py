@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import models
 
 SCHEMES = ["W4A16", "W4A16_ASYM", "W8A16", "NVFP4A16", "MXFP4A16", "MXFP8A16", "FP8_DYNAMIC", "FP8",
-           "FP8_BLOCK", "W8A8", "W4AFP8", "NVFP4", "MXFP4", "MXFP8", "TWO_GROUPS"]
+           "FP8_BLOCK", "W8A8", "W4AFP8", "NVFP4", "MXFP4", "MXFP8", "TWO_GROUPS",
+           "W4A16_EVERYTHING"]
+EVERYTHING = "_EVERYTHING"  # but routers and attention: also what is beside the experts
 PLAIN = ["lm_head", "re:.*gate$", "re:.*router.*", "re:.*shared_exp.*"]
 ATTENTION = "re:.*self_attn.*"
 
@@ -28,6 +30,9 @@ def tokenizer():
 
 
 def recipe(scheme):
+    if scheme.endswith(EVERYTHING):
+        return QuantizationModifier(targets="Linear", scheme=scheme.removesuffix(EVERYTHING),
+                                    ignore=["lm_head", r"re:.*\.gate$", ATTENTION])
     if scheme != "TWO_GROUPS":
         return QuantizationModifier(targets="Linear", scheme=scheme, ignore=PLAIN + [ATTENTION])
     # Attention in FP8, experts in INT4.

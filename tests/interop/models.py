@@ -68,15 +68,15 @@ MORE = {
 }
 
 
-# Further tiny models: name -> type, fields.
-VARIANTS = {"nemotron_h_latent": ("nemotron_h", dict(moe_latent_size=16))}
+# Further tiny models: name -> type, fields for sizes.
+VARIANTS = {"nemotron_h_latent": ("nemotron_h", lambda sizes: dict(moe_latent_size=sizes.width))}
 
 
 def config_of(name, sizes=Sizes()):
     """Of a type or a variant."""
-    model_type, more = VARIANTS.get(name, (name, {}))
+    model_type, more = VARIANTS.get(name, (name, lambda sizes: {}))
     config = make_config(CONFIG_MAPPING[model_type], sizes)
-    for key, value in more.items():
+    for key, value in more(sizes).items():
         setattr(config, key, value)
     return config
 

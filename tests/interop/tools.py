@@ -28,12 +28,16 @@ TYPES = {"llmcompressor": ["qwen3_moe", "mixtral", "deepseek_v3"],
          "modelopt": ["qwen3_moe", "mixtral"],
          "gptqmodel": ["qwen3_moe", "mixtral", "olmoe"]}
 
+# Of schemes that also take what is beside the experts.
+TYPES_OF = {"W4A16_EVERYTHING": ["qwen2_moe", "nemotron_h_latent"]}
+
 # Groups of 128 need rows of 128; with the others files are smaller.
 LARGE = models.Sizes(128, 128, 128, 8, 2)
 VECTOR_LARGE, VECTOR = models.Sizes(128, 128, 128, 3, 1), models.Sizes(64, 32, 32, 4, 1)
 VECTORS = [
     ("llmcompressor", "W4A16", "qwen3_moe", VECTOR_LARGE),
     ("llmcompressor", "W4A16_ASYM", "qwen3_moe", VECTOR_LARGE),
+    ("llmcompressor", "W4A16_EVERYTHING", "qwen2_moe", VECTOR_LARGE),
     ("llmcompressor", "W8A16", "mixtral", VECTOR_LARGE),
     ("llmcompressor", "NVFP4A16", "mixtral", VECTOR),
     ("llmcompressor", "MXFP4A16", "qwen3_moe", VECTOR),
@@ -107,7 +111,7 @@ def row_of(program, tool, model_type, scheme):
         largest, median = compare(program, tool, model_type, scheme)
     except Exception as error:
         return f"**failed**: {type(error).__name__}: {short(error)} | |", False
-    weights_only = scheme.endswith(("A16", "A16_ASYM", "WEIGHT_ONLY_CFG")) or tool == "gptqmodel"
+    weights_only = "A16" in scheme or "WEIGHT_ONLY" in scheme or tool == "gptqmodel"
     right = largest <= WEIGHTS_ONLY if weights_only else median <= WITH_ACTIVATIONS
     return f"{largest:.1e} | {median:.1e}{'' if right else ' **wrong**'} |", right
 
@@ -134,7 +138,7 @@ def main():
     bad = 0
     for tool in options.tools:
         for scheme in options.schemes or by(tool).SCHEMES:
-            for model_type in options.types or TYPES[tool]:
+            for model_type in options.types or TYPES_OF.get(scheme, TYPES[tool]):
                 text, right = row_of(options.program, tool, model_type, scheme)
                 bad += not right
                 print(f"| {tool} | {scheme} | {model_type} | {text}", file=table, flush=True)
