@@ -92,6 +92,7 @@ std::string plan_json(const Options& options, const ModelConfig& model,
       if (scheme) shared.scheme = *scheme;
     }
     shared.num_experts = shared.num_local_experts = shared.topk = 1;
+    shared.hidden = model.hidden;
     shared.intermediate = model.shared_intermediate;
     shared.routing_method = RoutingMethod::kNone;
     shared.apply_router_weight_on_input = shared.hooks = shared.monolithic = shared.has_bias =

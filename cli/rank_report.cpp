@@ -9,8 +9,8 @@ namespace fusedmoe::cli {
 void print_rank_table(const RankBenchOptions& options, std::string_view backend,
                       const std::vector<RankRow>& rows) {
   fmt::print("{} ranks over {}, hidden {}, topk {} of {}, {}\n\n", options.num_ranks, backend,
-             options.model.hidden, options.model.router.topk, options.model.router.num_experts,
-             name(options.dtype));
+             options.model.experts_hidden(), options.model.router.topk,
+             options.model.router.num_experts, name(options.dtype));
   const bool copies = rows.front().copy_us > 0, steps = rows.front().step_us > 0;
   fmt::print("{:<24} {:<6} {:>7} {:>9} {:>9} {:>6} {:>9} {:>9} {:>6} {:>9} {:>7}{}{}\n",
              "transport", "sizes", "tokens", "dispatch", "bare", "ratio", "combine", "bare",
