@@ -185,11 +185,8 @@ const WeightMatrix& PackedMatrices::source_of(std::int64_t row, const WeightMatr
 }
 
 void PackedMatrices::upload_block_scales(std::int64_t expert, const WeightMatrix& gate,
-                                         const WeightMatrix* up, const Stream& stream) {
+                                         const WeightMatrix* up, const Stream& stream) const {
   const GroupShape group = scheme_.weights.group;
-  for (const WeightMatrix* matrix : {&gate, up}) {
-    if (matrix && matrix->first_row % (2 * kBlockRows) != 0) pairs_share_scales_ = false;
-  }
   const Tensor host = Tensor::zeros({grid_.row_blocks, grid_.k_blocks, 8}, DType::kF32);
   for (std::int64_t i = 0; i < host.numel(); ++i) {
     const std::int64_t slice = i / (8 * grid_.k_blocks) * 8 + i % 8,
@@ -346,7 +343,6 @@ void PackedMatrices::set(GemmParams& gemm) const {
   gemm.bias = bias_ ? bias_.as<const float>() : nullptr;
   gemm.scales = scales_ ? scales_.as<const float>() : nullptr;
   gemm.block_scales = block_scales_ ? block_scales_.as<const float>() : nullptr;
-  gemm.pairs_share_scales = pairs_share_scales_;
 }
 
 std::int64_t PackedMatrices::nbytes() const {

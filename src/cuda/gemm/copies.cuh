@@ -138,63 +138,6 @@ __device__ inline void copy_scales(SharedMemory<K>& shared, const GemmParams& ge
   }
 }
 
-/// The same where warpgroups take turns: those that promote have no time to multiply the scale of a
-/// token row by that of the weights, and all rows of a pair of row blocks need the same products.
-/// So they get these: (pairs, tokens, even and odd slices). Where slices of a pair differ they get
-/// the scales of token rows, and those of weights by slice.
-template <typename K>
-__device__ inline void copy_factors(SharedMemory<K>& shared, const GemmParams& gemm,
-                                    const WorkTile& tile, StageState<K>& stage) {
-  constexpr int kPairs = K::kTileRowBlocks / 2, kPerLane = ceil_div(K::kMaxTokens, 32);
-  static_assert(K::kBlocksPerStage == 1 && K::kTileRowBlocks % 2 == 0);
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const int row_blocks = min(K::kTileRowBlocks, gemm.row_blocks - tile.row_block);
-  const auto first_block =
-      static_cast<std::int64_t>(tile.expert) * gemm.row_blocks + tile.row_block;
-  const bool has_tokens = gemm.token_scale_pitch > 0;
-  for (int block = tile.k_begin; block < tile.k_end; ++block) {
-    // Before the stage is free, as they are far away.
-    const auto weight_scale = [&](int slice) {
-      if (!gemm.block_scales || slice / kSlices >= row_blocks) return 1.0F;
-      const std::int64_t from = (first_block + slice / kSlices) * gemm.k_blocks + block;
-      return gemm.block_scales[from * kSlices + slice % kSlices];
-    };
-    const float own = lane < K::kWeightScales ? weight_scale(lane) : 1;
-    float2 pairs[kPairs];
-    float tokens[kPerLane];
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      pairs[i] = make_float2(1, 1);
-      if (gemm.pairs_share_scales) {
-        pairs[i] = make_float2(__shfl_sync(~0U, own, 2 * i * kSlices),
-                               __shfl_sync(~0U, own, 2 * i * kSlices + 1));
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int n = lane + 32 * i;
-      tokens[i] = has_tokens && n < tile.num_tokens
-                      ? gemm.token_scales[tile.first_row + n + block * gemm.token_scale_pitch]
-                      : 0;
-    }
-    wait(&shared.stage_free[stage.index], stage.phase ^ 1);
-    if (lane < K::kWeightScales) shared.weight_scales_at(stage.index, 0)[lane] = own;
-    auto* factors = reinterpret_cast<float2*>(shared.token_scales_at(stage.index, 0));
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int n = lane + 32 * i;
-      if (n >= tile.num_tokens) break;
-#pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) {
-        factors[pair * K::kMaxTokens + n] =
-            make_float2(pairs[pair].x * tokens[i], pairs[pair].y * tokens[i]);
-      }
-    }
-    arrive(&shared.stage_full[stage.index]);
-    stage.advance();
-  }
-}
-
 /// Token rows of a tile, stage by stage; for one thread.
 template <typename K>
 __device__ inline void copy_activations(SharedMemory<K>& shared, const FusedMlpParams& p,

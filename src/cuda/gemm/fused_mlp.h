@@ -35,9 +35,6 @@ struct GemmParams {
   /// With promoted accumulators: scales of weights by (experts, row_blocks, k_blocks, 8), one for
   /// each slice of 8 rows; or null.
   const float* block_scales = nullptr;
-  /// Of two neighbouring row blocks, from an even one on, all slices with even numbers have the
-  /// same scales, and all with odd ones: so it is unless rows begin inside a block of 128.
-  bool pairs_share_scales = false;
   /// Of `activations`: (rows), or with groups (k_blocks, token_scale_pitch); or null.
   const float* token_scales = nullptr;
   std::int64_t token_scale_pitch = 0;  ///< a multiple of 4; 0: one scale for each row

@@ -118,11 +118,7 @@ __device__ inline void load_scales(SharedMemory<K>& shared, const FusedMlpParams
     if (threadIdx.x % 32 == 0) arrive(&shared.tile_free[slot.index]);
     slot.advance();
     if (tile.gemm < 0) return;
-    if constexpr (K::kTakesTurns) {
-      copy_factors(shared, p.gemms[tile.gemm], tile, stage);
-    } else {
-      copy_scales(shared, p.gemms[tile.gemm], tile, stage);
-    }
+    copy_scales(shared, p.gemms[tile.gemm], tile, stage);
   }
 }
 

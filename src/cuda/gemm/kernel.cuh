@@ -95,13 +95,12 @@ struct Kernel {
       static_cast<int>(
           ceil_div(kBlocksPerStage * (kActivationBytes + kTileRowBlocks * kBlockBytes), 1024)) *
       1024;
-  // Scales of a K block where accumulators are promoted: of each slice of weights, and of each
-  // token row; where warpgroups take turns, factors (see copy_factors) for each pair of row blocks.
+  // Scales of a K block where accumulators are promoted: of each slice of weights and each token
+  // row.
   static constexpr int kWeightScales = kTileRowBlocks * kSlices;
   static_assert(kWeightScales <= 32, "a lane has a weight scale");
-  static constexpr int kTokenScales = kTakesTurns ? kTileRowBlocks * kMaxTokens : kMaxTokens;
-  static constexpr int kScaleBytes =
-      Operands::kHasKScales ? kBlocksPerStage * (kWeightScales + kTokenScales) * 4 : 0;
+  static constexpr int kScales = Operands::kHasKScales ? kWeightScales + kMaxTokens : 0;
+  static constexpr int kScaleBytes = kBlocksPerStage * kScales * 4;
 
   static_assert(sizeof(typename Output::Element) == 2, "stmatrix stages 16 bits");
   // Token rows that the epilogue finishes together; more of them take more registers.
@@ -148,7 +147,7 @@ struct SharedMemory {
   // The ring of operands: per stage the token rows, then the packed blocks.
   alignas(1024) std::uint8_t stages[K::kStages][K::kStageBytes];
   alignas(16) float scales[K::Operands::kHasKScales ? K::kStages : 1][K::kBlocksPerStage]
-                          [K::Operands::kHasKScales ? K::kWeightScales + K::kTokenScales : 4];
+                          [K::Operands::kHasKScales ? K::kScales : 4];
   // Token rows on their way out, of each storing warpgroup.
   alignas(16)
       typename K::Output::Element rows[K::kStoringWarpgroups][K::kChunkTokens][K::kStagedPitch];

@@ -123,24 +123,20 @@ __device__ __forceinline__ void multiply_shared(SharedMemory<K>& shared, const W
   stage.advance();
 }
 
-/// The scales of a K block in shared memory for a warpgroup, and what is to be multiplied by them.
+/// The scales of a K block in shared memory for a warp, and whether there are any.
 struct KScales {
   const float* weights;  // of the warp's first row block: two slices
-  const float* tokens;   // see copy_scales and copy_factors
-  bool has_weights;      // that are not in factors
+  const float* tokens;
+  bool has_weights;
   bool has_tokens;
 };
 template <typename K>
 __device__ __forceinline__ KScales k_scales(SharedMemory<K>& shared, const GemmParams& gemm,
                                             const WarpgroupCoords<K>& coords, int stage) {
-  const int row_block = coords.row_group() * K::kRowBlocks;
-  const int pair = K::kTakesTurns ? row_block / 2 : 0;
-  const bool has_tokens = gemm.token_scale_pitch > 0;
-  const bool has_factors = K::kTakesTurns && has_tokens && gemm.pairs_share_scales;
-  return {shared.weight_scales_at(stage, coords.k_group()) + row_block * kSlices +
-              coords.thread() / 32 * 2,
-          shared.token_scales_at(stage, coords.k_group()) + pair * 2 * K::kMaxTokens,
-          gemm.block_scales && !has_factors, has_tokens};
+  return {shared.weight_scales_at(stage, coords.k_group()) +
+              coords.row_group() * K::kRowBlocks * kSlices + coords.thread() / 32 * 2,
+          shared.token_scales_at(stage, coords.k_group()), gemm.block_scales != nullptr,
+          gemm.token_scale_pitch > 0};
 }
 
 /// accumulators += sums of a row block times scales, if there are any. Each case is code of its own
@@ -150,20 +146,7 @@ __device__ __forceinline__ void promote(const float (&sums)[kCount], int first_c
                                         const KScales& scales, int row_block,
                                         float (&accumulators)[kAll]) {
   float* to = &accumulators[first_column / 2];
-  const auto keep_here = [](float& value) {
-    if constexpr (K::Operands::kHasKScales) asm volatile("" : "+f"(value));
-  };
-  // Of tokens t and t + 1: for rows r of both, for rows r + 8 of both.
-  const auto factors_at = [&](int i) {
-    const int token = first_column + 2 * i + threadIdx.x % 4 * 2;
-    if constexpr (K::kTakesTurns) {
-      const auto f = *reinterpret_cast<const float4*>(scales.tokens + 2 * token);
-      return make_float4(f.x, f.z, f.y, f.w);
-    } else {
-      const auto f = *reinterpret_cast<const float2*>(scales.tokens + token);
-      return make_float4(f.x, f.y, f.x, f.y);
-    }
-  };
+  // `factors_of` gives those of rows r of tokens t and t + 1, then of rows r + 8.
   const auto add = [&](const auto& factors_of) {
 #pragma unroll
     for (int i = 0; i < kN / 2; i += 4) {
@@ -172,8 +155,10 @@ __device__ __forceinline__ void promote(const float (&sums)[kCount], int first_c
       to[i + 1] += sums[i + 1] * factors.y;
       to[i + 2] += sums[i + 2] * factors.z;
       to[i + 3] += sums[i + 3] * factors.w;
+      if constexpr (K::Operands::kHasKScales) {
 #pragma unroll
-      for (int t = 0; t < 4; ++t) keep_here(to[i + t]);
+        for (int t = 0; t < 4; ++t) asm volatile("" : "+f"(to[i + t]));
+      }
     }
   };
   const auto ones = [](int) { return make_float4(1, 1, 1, 1); };
@@ -181,23 +166,23 @@ __device__ __forceinline__ void promote(const float (&sums)[kCount], int first_c
     add(ones);
     return;
   }
-  if (!scales.has_weights) {
-    if (scales.has_tokens) {
-      add(factors_at);
-    } else {
-      add(ones);
-    }
+  if (!scales.has_weights && !scales.has_tokens) {
+    add(ones);
     return;
   }
-  const auto rows = *reinterpret_cast<const float2*>(scales.weights + row_block * kSlices);
-  if (scales.has_tokens) {
-    add([&](int i) {
-      const float4 f = factors_at(i);
-      return make_float4(rows.x * f.x, rows.x * f.y, rows.y * f.z, rows.y * f.w);
-    });
-  } else {
-    add([&](int) { return make_float4(rows.x, rows.x, rows.y, rows.y); });
+  float2 rows = make_float2(1, 1);
+  if (scales.has_weights) {
+    rows = *reinterpret_cast<const float2*>(scales.weights + row_block * kSlices);
   }
+  if (!scales.has_tokens) {
+    add([&](int) { return make_float4(rows.x, rows.x, rows.y, rows.y); });
+    return;
+  }
+  add([&](int i) {
+    const auto tokens = *reinterpret_cast<const float2*>(scales.tokens + first_column + 2 * i +
+                                                         threadIdx.x % 4 * 2);
+    return make_float4(rows.x * tokens.x, rows.x * tokens.y, rows.y * tokens.x, rows.y * tokens.y);
+  });
 }
 
 /// The turns of two warpgroups that promote, see Kernel::kTakesTurns. Left alone they keep step:
@@ -376,7 +361,7 @@ inline constexpr int kFirstWidth = K::kMaxTokens <= 32   ? 8
 template <typename K>
 constexpr int next_width(int width) {
   if (width < 64) return 2 * width;
-  return width + (K::kPromotes && K::Operands::kDecodes ? 32 : 16);
+  return width + (K::kPromotes ? 32 : 16);
 }
 
 /// With the narrowest that covers the tile, so that padding costs little.

@@ -40,7 +40,7 @@ inline constexpr TileShape kTilesDecoded[] = {
 /// The tiles of FP8. Each K block is summed up in temporary accumulators, of up to 96 columns, and
 /// then added to the others; so large tiles leave room for both.
 inline constexpr TileShape kTilesFp8[] = {
-    {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 2, 1, 2, 1}, {96, 2, 1, 1, 2}, {176, 2, 1, 1, 2},
+    {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 2, 1, 2, 1}, {96, 2, 1, 1, 2}, {192, 2, 1, 1, 2},
 };
 
 /// The same with weights that are decoded.
