@@ -215,10 +215,11 @@ struct FusedExpertsArgs {
 };
 
 /// output = the experts' weighted sum over the routed tokens. The first call with some w13 and w2
-/// packs them, which takes long, on CUDA waits, and cannot be captured; later calls with the same
-/// addresses, shapes and settings reuse the result. Without `workspace`, a call with more tokens
-/// than any before allocates more scratch memory, so it cannot be captured either. Graphs captured
-/// earlier stay valid: the cache keeps outgrown memory until it is cleared.
+/// packs them, which takes long and on CUDA waits; later calls with the same addresses, shapes and
+/// settings reuse the result. Without `workspace`, a call with more tokens than any before
+/// allocates more scratch memory. Neither call can be captured: it throws Error for `stream` and
+/// leaves the capture valid. Graphs captured earlier stay valid: the cache keeps outgrown memory
+/// until it is cleared.
 FUSEDMOE_API void fused_experts(const FusedExpertsArgs& args, PackCache& cache);
 
 }  // namespace fusedmoe

@@ -158,4 +158,8 @@ class FUSEDMOE_API Graph {
   std::shared_ptr<void> handle_;
 };
 
+/// True while a CUDA graph records what is enqueued on the stream: until it ends nothing may
+/// allocate device memory or wait. False on the CPU.
+FUSEDMOE_API bool is_capturing(Stream stream);
+
 }  // namespace fusedmoe

@@ -47,7 +47,7 @@ class PyLayer {
     const auto bytes = static_cast<std::int64_t>(layer.workspace_bytes(num_tokens));
     Lease lease{this, stream.handle, take(stream.handle)};
     if (!lease.block || lease.block.nbytes() < bytes) {
-      lease.block = grow(std::move(lease.block), bytes, stream.device);
+      lease.block = grow(std::move(lease.block), bytes, stream);
     }
     body(Workspace{lease.block.data(), static_cast<std::size_t>(lease.block.nbytes())});
   }
@@ -73,15 +73,19 @@ class PyLayer {
     }
   };
 
-  Tensor grow(Tensor block, std::int64_t bytes, Device device) {
+  Tensor grow(Tensor block, std::int64_t bytes, Stream stream) {
+    if (is_capturing(stream)) {
+      throw Error("stream", "being captured, with scratch memory missing",
+                  "captured after a call with as many tokens, or with a workspace");
+    }
     // At least twice the last one, so that those kept are no more than the one in use.
-    if (block && !device.is_cpu()) {
+    if (block && !stream.device.is_cpu()) {
       bytes = std::max(bytes, 2 * block.nbytes());
       const std::lock_guard lock(mutex_);
       outgrown_.push_back(block);
     }
     block = Tensor();
-    return Tensor::empty({bytes}, DType::kU8, device);
+    return Tensor::empty({bytes}, DType::kU8, stream.device);
   }
   Tensor take(void* stream) {
     const std::lock_guard lock(mutex_);

@@ -55,6 +55,8 @@ class CpuRuntime final : public DeviceRuntime {
   }
   void launch(void* graph, Stream) const override { (*static_cast<const Work*>(graph))(); }
 
+  bool is_capturing(Stream) const override { return false; }
+
   bool can_access(Device, Device) const override { return true; }
   int exchange_current(Device) const override { return -1; }
   void restore_current(int) const noexcept override {}

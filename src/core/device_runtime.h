@@ -34,6 +34,8 @@ class DeviceRuntime {
 
   virtual std::shared_ptr<void> capture(Stream stream, const std::function<void()>& work) const = 0;
   virtual void launch(void* graph, Stream stream) const = 0;
+  /// Whether a graph records the stream, or a stream that the default one would wait for.
+  virtual bool is_capturing(Stream stream) const = 0;
 
   /// Whether device `from` can read the memory of device `to`, both of this host.
   virtual bool can_access(Device from, Device to) const = 0;

@@ -103,4 +103,8 @@ void Graph::launch(Stream stream) const {
   runtime_of(device_).launch(handle_.get(), stream);
 }
 
+bool is_capturing(Stream stream) {
+  return runtime_of(stream.device).is_capturing(stream);
+}
+
 }  // namespace fusedmoe

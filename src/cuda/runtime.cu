@@ -137,6 +137,18 @@ class CudaRuntime final : public core::DeviceRuntime {
     FUSEDMOE_CUDA_CHECK(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), handle_of(stream)));
   }
 
+  bool is_capturing(Stream stream) const override {
+    const core::CurrentDevice current(stream.device);
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const cudaError_t error = cudaStreamIsCapturing(handle_of(stream), &status);
+    if (error == cudaErrorStreamCaptureImplicit) {
+      cudaGetLastError();  // clears the error, which later calls would report as theirs
+      return true;
+    }
+    FUSEDMOE_CUDA_CHECK(error);
+    return status != cudaStreamCaptureStatusNone;
+  }
+
   bool can_access(Device from, Device to) const override {
     int yes = 0;
     if (from.index != to.index) {

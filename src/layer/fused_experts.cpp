@@ -59,11 +59,12 @@ struct PackCache::Impl {
   // Ascending for each device. CUDA graphs may use those that became too small.
   std::vector<Tensor> workspaces;
 
-  const Entry& find_or_pack(const FusedExpertsArgs& args);
+  const Entry& find_or_pack(const FusedExpertsArgs& args, Stream stream);
   Workspace workspace_of(std::size_t bytes, Stream stream);
 };
 
-const PackCache::Impl::Entry& PackCache::Impl::find_or_pack(const FusedExpertsArgs& args) {
+const PackCache::Impl::Entry& PackCache::Impl::find_or_pack(const FusedExpertsArgs& args,
+                                                            Stream stream) {
   const QuantScheme scheme =
       args.scheme ? *args.scheme : schemes::unquantized(args.weights.w13.dtype());
   const std::string key = key_of(args, scheme);
@@ -72,6 +73,11 @@ const PackCache::Impl::Entry& PackCache::Impl::find_or_pack(const FusedExpertsAr
       ExpertWeights::from_stacked(args.weights, scheme, args.activation, args.activation_params);
   const MoeConfig config = config_of(args, weights);
   const Selection selection = select(config, args.require);
+  FUSEDMOE_CHECK(!is_capturing(stream), "stream",
+                 "being captured, with weights that are not packed yet",
+                 "captured after a call with the same weights, which packs them; torch.compile "
+                 "copies tensors that are neither parameters nor buffers, so that each of its "
+                 "graphs sees others");
   ModularKernel kernel = selection.create(make_context());
   PackOptions options;
   options.stream = args.stream;
@@ -93,6 +99,9 @@ Workspace PackCache::Impl::workspace_of(std::size_t bytes, Stream stream) {
     std::erase_if(workspaces, [](const Tensor& memory) { return memory.device().is_cpu(); });
     size = bytes;
   }
+  FUSEDMOE_CHECK(!is_capturing(stream), "stream",
+                 core::format("being captured, with {} bytes of scratch memory missing", size),
+                 "captured after a call with as many tokens, or with a workspace of the caller's");
   workspaces.push_back(Tensor::empty({static_cast<std::int64_t>(size)}, DType::kU8, stream.device));
   return {workspaces.back().data(), size};
 }
@@ -116,7 +125,7 @@ void fused_experts(const FusedExpertsArgs& args, PackCache& cache) {
   FUSEDMOE_CHECK_FAULT(args.weights.w13.defined(), kNull, "weights.w13", "undefined", "given");
   core::check_tensor(args.topk_ids, "topk_ids", DType::kI32, {args.hidden_states.size(0), -1});
   const Stream stream = args.stream.value_or(Stream{args.hidden_states.device()});
-  const PackCache::Impl::Entry& entry = cache.impl_->find_or_pack(args);
+  const PackCache::Impl::Entry& entry = cache.impl_->find_or_pack(args, stream);
   ForwardArgs forward;
   forward.weights = entry.packed.get();
   forward.hidden_states = args.hidden_states;

@@ -93,18 +93,42 @@ def test_graphs_stay_right_when_scratch_memory_grows(weights, own_scratch):
         assert_near(output, on_the_cpu(weights, *fresh))
 
 
-def test_operators_in_compiled_graphs(weights):
-    def block(x, *others):
-        return torch.ops.fusedmoe.fused_experts(x + 1, *weights, *others) * 2
+def test_a_capture_refuses_weights_that_are_not_packed(weights):
+    inputs, others = routed(4), [w.clone() for w in weights]
+    fusedmoe.fused_experts(inputs[0], *weights, *inputs[1:])
+    graph, mark = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    with torch.cuda.graph(graph):
+        with pytest.raises(ValueError, match="not packed yet"):
+            fusedmoe.fused_experts(inputs[0], *others, *inputs[1:])
+        output = fusedmoe.fused_experts(inputs[0], *weights, *inputs[1:])
+        mark += 1  # the capture is still valid
+    graph.replay()
+    assert mark.item() == 1
+    assert_near(output, on_the_cpu(weights, *inputs))
 
+
+class Block(torch.nn.Module):
+    """Its weights are parameters: torch.compile copies other tensors into memory of each graph."""
+
+    def __init__(self, w13, w2):
+        super().__init__()
+        self.w13, self.w2 = torch.nn.Parameter(w13), torch.nn.Parameter(w2)
+
+    def forward(self, x, *routing):
+        return torch.ops.fusedmoe.fused_experts(x + 1, self.w13, self.w2, *routing) * 2
+
+
+def test_operators_in_compiled_graphs(weights):
     checks = torch.library.opcheck(
         torch.ops.fusedmoe.fused_experts, (routed(4)[0], *weights, *routed(4)[1:])
     )
     assert set(checks.values()) == {"SUCCESS"}
+    block = Block(*weights)
     compiled = torch.compile(block, fullgraph=True, mode="reduce-overhead")
-    for _ in range(4):
-        inputs = routed(4)
-        assert_near(compiled(*inputs), block(*inputs))
+    with torch.no_grad():
+        for _ in range(4):
+            inputs = routed(4)
+            assert_near(compiled(*inputs), block(*inputs))
 
 
 def test_wrong_devices_raise(weights):
