@@ -30,7 +30,8 @@ def _torch_of(x: Any) -> Any:
 
 def array(x: Any) -> Any:
     """x, or a view of it that DLPack can describe."""
-    if x is None or isinstance(x, Tensor):
+    # First what costs least: the extension reads PyTorch's tensors (2.10 or later) from C.
+    if x is None or hasattr(type(x), "__dlpack_c_exchange_api__") or isinstance(x, Tensor):
         return x
     torch = _torch_of(x)
     if torch is not None:
@@ -52,8 +53,8 @@ def output_like(x: Any, dtype: Optional[str] = None) -> Any:
     """An uninitialised array of x's shape, kind and device; dtype None: that of x."""
     torch = _torch_of(x)
     if torch is not None:
-        wanted = x.dtype if dtype is None else getattr(torch, _TORCH_NAMES[dtype])
-        return torch.empty(x.shape, dtype=wanted, device=x.device)
+        wanted = None if dtype is None else getattr(torch, _TORCH_NAMES[dtype])
+        return torch.empty_like(x, dtype=wanted, memory_format=torch.contiguous_format)
     if type(x).__module__ == "numpy" and (dtype is None or dtype == "f32"):
         import numpy
 
@@ -70,6 +71,9 @@ def stream_of(x: Any, stream: Optional[int]) -> Optional[int]:
     if torch is None:
         return None
     if x.is_cuda:
+        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # makes no Stream object
+        if raw is not None:
+            return int(raw(x.get_device()))
         return int(torch.cuda.current_stream(x.device).cuda_stream)
     return _torch_threads()
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any, Optional
 
 from . import _core
-from ._arrays import array, given, output_like, scratch_of, stream_of
+from ._arrays import array, output_like, scratch_of, stream_of
 from ._core import PackCache
 
 _default_cache = PackCache()
 
-_SETTINGS_OF_ARRAYS = (
+# Optional arguments of fused_experts(), in the order in which it passes them on.
+_ARRAYS = (
+    "expert_map",
     "w1_scale",
     "w2_scale",
     "w1_zp",
@@ -21,7 +23,16 @@ _SETTINGS_OF_ARRAYS = (
     "a2_scale",
     "w1_bias",
     "w2_bias",
-    "expert_map",
+)
+_OTHERS = (
+    "activation",
+    "scheme",
+    "alpha",
+    "beta",
+    "limit",
+    "gate_up_layout",
+    "scale_layout",
+    "require",
 )
 
 
@@ -94,32 +105,24 @@ def fused_experts(
     """
     if out is None:
         out = hidden_states if inplace else output_like(hidden_states)
-    settings = given(
-        {
-            "activation": activation,
-            "expert_map": expert_map,
-            "scheme": scheme,
-            "w1_scale": w1_scale,
-            "w2_scale": w2_scale,
-            "w1_zp": w1_zp,
-            "w2_zp": w2_zp,
-            "w1_global_scale": w1_global_scale,
-            "w2_global_scale": w2_global_scale,
-            "a1_scale": a1_scale,
-            "a2_scale": a2_scale,
-            "w1_bias": w1_bias,
-            "w2_bias": w2_bias,
-            "alpha": alpha,
-            "beta": beta,
-            "limit": limit,
-            "gate_up_layout": gate_up_layout,
-            "scale_layout": scale_layout,
-            "require": require,
-        }
+    arrays = (
+        expert_map,
+        w1_scale,
+        w2_scale,
+        w1_zp,
+        w2_zp,
+        w1_global_scale,
+        w2_global_scale,
+        a1_scale,
+        a2_scale,
+        w1_bias,
+        w2_bias,
     )
-    for name in _SETTINGS_OF_ARRAYS:
-        if name in settings:
-            settings[name] = array(settings[name])
+    others = (activation, scheme, alpha, beta, limit, gate_up_layout, scale_layout, require)
+    settings = {key: array(x) for key, x in zip(_ARRAYS, arrays) if x is not None}
+    for name, value in zip(_OTHERS, others):
+        if value is not None:
+            settings[name] = value
     if apply_router_weight_on_input:
         settings["apply_router_weight_on_input"] = True
     if transposed:

@@ -30,10 +30,21 @@ struct DlTensor {
   std::uint64_t byte_offset;
 };
 
+/// A DLManagedTensorVersioned: owns the memory until `deleter` is called.
+struct DlManaged {
+  std::uint32_t major, minor;
+  void* context;
+  void (*deleter)(DlManaged*);  ///< may be null
+  std::uint64_t flags;
+  DlTensor tensor;
+};
+
 /// DLPackExchangeAPI of DLPack 1.3: what a type of arrays offers to C, without a call of Python.
 struct DlExchange {
   std::uint32_t major, minor;
-  void *previous, *allocator, *managed_from_object, *managed_to_object;
+  void *previous, *allocator;
+  int (*managed_from_object)(void* object, DlManaged** out);
+  void* managed_to_object;
   int (*view_of)(void* object, DlTensor* out);  ///< borrows; 0 if it succeeds; may be null
 };
 
@@ -197,12 +208,16 @@ std::vector<std::int64_t> shape_of(const Tensor& tensor) {
 void hold_memory(Kept& kept) {
   for (const nb::object& object : kept.objects) {
     if (nb::isinstance<Tensor>(object)) continue;
-    nb::ndarray<nb::ro> memory;
-    if (!nb::try_cast(object, memory, false)) {
+    const DlExchange* exchange = exchange_of(object);
+    if (exchange == nullptr || exchange->managed_from_object == nullptr) {
       throw Error("array", nb::cast<std::string>(nb::str(object.type())),
-                  "an array whose __dlpack__ succeeds: its memory is kept");
+                  "an array whose memory can be kept by DLPack's interface for C");
     }
-    kept.arrays.push_back(std::move(memory));
+    DlManaged* managed = nullptr;
+    if (exchange->managed_from_object(object.ptr(), &managed) != 0) throw nb::python_error();
+    kept.memory.emplace_back(managed, [](DlManaged* tensor) {
+      if (tensor->deleter) tensor->deleter(tensor);
+    });
   }
 }
 

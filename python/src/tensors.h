@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -18,6 +19,7 @@ namespace nb = nanobind;
 struct Kept {
   std::vector<nb::object> objects;
   std::vector<nb::ndarray<nb::ro>> arrays;
+  std::vector<std::shared_ptr<void>> memory;
 };
 /// Keeps the memory itself too, whatever becomes of the objects: PyTorch's may get another.
 void hold_memory(Kept& kept);

@@ -26,13 +26,17 @@ def plain_experts(x, w13, w2, weights, ids):
     return torch.einsum("tkhi,tki,tk->th", w2[ids.long()], act, weights)
 
 
+class OfAUser(torch.Tensor):
+    pass
+
+
 def test_tensors_of_pytorch(tensors):
     expected = plain_experts(*tensors)
     output = fusedmoe.fused_experts(*tensors)
     assert isinstance(output, torch.Tensor)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
     x, w13, w2, *routing = tensors
-    parameters = [torch.nn.Parameter(w) for w in (w13, w2)]
+    parameters = torch.nn.Parameter(w13), w2.clone().as_subclass(OfAUser).requires_grad_()
     assert torch.equal(fusedmoe.fused_experts(x, *parameters, *routing), output)
     narrow = [tensor.to(torch.bfloat16) for tensor in (x, w13, w2)]
     output = fusedmoe.fused_experts(*narrow, *routing)
