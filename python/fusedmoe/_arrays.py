@@ -29,7 +29,7 @@ def _torch_of(x: Any) -> Any:
 
 
 def array(x: Any) -> Any:
-    """x, or a view of it that DLPack can describe."""
+    """x, or a view of it that DLPack can describe; what is no array is left as it is."""
     # First what costs least: the extension reads PyTorch's tensors (2.10 or later) from C.
     if x is None or hasattr(type(x), "__dlpack_c_exchange_api__") or isinstance(x, Tensor):
         return x

@@ -10,9 +10,11 @@ from ._core import PackCache
 
 _default_cache = PackCache()
 
-# Optional arguments of fused_experts(), in the order in which it passes them on.
-_ARRAYS = (
+# Settings in the order in which fused_experts() passes them on.
+_SETTINGS = (
+    "activation",
     "expert_map",
+    "scheme",
     "w1_scale",
     "w2_scale",
     "w1_zp",
@@ -23,10 +25,6 @@ _ARRAYS = (
     "a2_scale",
     "w1_bias",
     "w2_bias",
-)
-_OTHERS = (
-    "activation",
-    "scheme",
     "alpha",
     "beta",
     "limit",
@@ -105,8 +103,10 @@ def fused_experts(
     """
     if out is None:
         out = hidden_states if inplace else output_like(hidden_states)
-    arrays = (
+    values = (
+        activation,
         expert_map,
+        scheme,
         w1_scale,
         w2_scale,
         w1_zp,
@@ -117,12 +117,14 @@ def fused_experts(
         a2_scale,
         w1_bias,
         w2_bias,
+        alpha,
+        beta,
+        limit,
+        gate_up_layout,
+        scale_layout,
+        require,
     )
-    others = (activation, scheme, alpha, beta, limit, gate_up_layout, scale_layout, require)
-    settings = {key: array(x) for key, x in zip(_ARRAYS, arrays) if x is not None}
-    for name, value in zip(_OTHERS, others):
-        if value is not None:
-            settings[name] = value
+    settings = {name: array(x) for name, x in zip(_SETTINGS, values) if x is not None}
     if apply_router_weight_on_input:
         settings["apply_router_weight_on_input"] = True
     if transposed:
