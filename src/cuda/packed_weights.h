@@ -68,8 +68,7 @@ class PackedMatrices {
   Tensor bias_;          // (experts, row_blocks * 64) f32 in packed row order
   Tensor scales_;        // the same: what results are multiplied by; where the scheme has scales
   Tensor block_scales_;  // (experts, row_blocks, k_blocks, 8) f32, of 8 rows and a K block
-  bool pairs_share_scales_ = true;              // see GemmParams
-  Tensor input_scales_;                         // (experts) f32 of NVFP4 activations
+  Tensor input_scales_;  // (experts) f32 of NVFP4 activations
   std::vector<int> exponent_shifts_;            // of experts
   std::vector<std::array<Origin, 2>> origins_;  // gate or down, up
 };

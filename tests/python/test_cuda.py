@@ -4,7 +4,6 @@ test_cuda_arrays.py needs no PyTorch.
 """
 
 import copy
-import time
 
 import pytest
 
@@ -14,7 +13,6 @@ from conftest import need_cuda  # noqa: E402
 
 import fusedmoe  # noqa: E402
 import fusedmoe.integrations.torch  # noqa: E402, F401
-from fusedmoe import _core  # noqa: E402
 
 need_cuda()
 assert torch.cuda.is_available(), "the library sees a GPU that PyTorch does not"
@@ -137,41 +135,6 @@ def test_wrong_devices_raise(weights):
         right = dict(hidden_states=x, topk_weights=topk_weights, topk_ids=topk_ids)
         with pytest.raises(ValueError):
             fusedmoe.fused_experts(w13=weights[0], w2=weights[1], **{**right, name: wrong})
-
-
-def host_microseconds(call):
-    """Of one call: the median of some, each with an empty stream."""
-    times = []
-    for _ in range(300):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-        torch.cuda.synchronize()
-    return sorted(times)[len(times) // 2] * 1e6
-
-
-def test_the_host_needs_little_time(weights):
-    inputs = routed(1)
-    x, topk_weights, topk_ids = inputs
-    output = torch.empty_like(x)
-    layer = fusedmoe.MoELayer.from_tensors(*weights, topk=TOPK, device="cuda:0")
-    # The C++ call with the least of Python around it: tensors of its own, scratch memory given.
-    cache, stream = fusedmoe.PackCache(), torch.cuda.current_stream().cuda_stream
-    own = [fusedmoe.as_tensor(t) for t in (x, *weights, topk_weights, topk_ids, output)]
-    scratch = fusedmoe.empty([1 << 24], "u8", "cuda:0")
-    calls = {
-        "fused_experts": lambda: fusedmoe.fused_experts(x, *weights, *inputs[1:]),
-        "forward_routed": lambda: layer.forward_routed(*inputs),
-        "operator": lambda: torch.ops.fusedmoe.fused_experts(x, *weights, *inputs[1:]),
-        "C++": lambda: _core.fused_experts(cache, *own, {}, stream, lambda nbytes: scratch),
-    }
-    times = {}
-    for name, call in calls.items():
-        call()  # packs, loads kernels
-        times[name] = host_microseconds(call)
-        print(f"\nhost time of one token, {name}: {times[name]:.1f} us", end="")
-    assert times["fused_experts"] - times["C++"] < 15
-    assert times["forward_routed"] - times["C++"] < 15
 
 
 def test_models_of_transformers(tmp_path):
