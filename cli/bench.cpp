@@ -214,6 +214,10 @@ bool run_scheme(const Options& options, const BenchSubject& subject, const std::
       options.skew == "zipf" ? testing::RoutingSkew::kZipf : testing::RoutingSkew::kBalanced;
   if (!options.replay_routing.empty()) {
     const RouterConfig& router = subject.model.router;
+    if (router.num_zero_experts > 0) {
+      throw Error("--replay-routing",
+                  "given for a router with zero experts, which experts never see", "left out");
+    }
     bench_options.replay = replay_routing(options.replay_routing, router.num_experts, router.topk);
   }
   bench_options.min_samples = options.min_samples;

@@ -160,7 +160,7 @@ LayerWeights random_layer(const ModelConfig& model, std::int64_t max_experts, st
   if (max_experts > 0) spec.num_experts = std::min(spec.num_experts, max_experts);
   spec.num_tokens = 0;
   spec.topk = 1;
-  spec.hidden = model.hidden;
+  spec.hidden = model.experts_hidden();
   spec.intermediate = model.intermediate;
   spec.activation = model.activation;
   spec.activation_params = model.activation_params;

@@ -239,6 +239,7 @@ typedef struct fusedmoe_layer fusedmoe_layer;
 typedef struct fusedmoe_layer_weights {
   size_t struct_size;
   const fusedmoe_router_config* router;
+  /* Where the router has zero experts, they come behind the others in its tensors and results. */
   fusedmoe_tensor router_weight; /* (num_experts, hidden); not given: only forward_routed works */
   fusedmoe_tensor router_bias;   /* (num_experts) */
   fusedmoe_tensor score_correction_bias; /* (num_experts) f32 */

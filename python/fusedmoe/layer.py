@@ -52,7 +52,7 @@ class MoELayer:
     def __init__(self, handle: _core.Layer) -> None:
         self._handle = handle
         self.info: Dict[str, Any] = handle.info()
-        """num_experts, num_local_experts, topk, hidden, intermediate, dtype, scheme, device, ..."""
+        """num_experts, num_zero_experts, topk, hidden, intermediate, dtype, scheme, device, ..."""
         same = self.info["output_dtype"] == self.info["dtype"]
         self._output_dtype: Optional[str] = None if same else self.info["output_dtype"]
 
@@ -183,7 +183,7 @@ class MoELayer:
         out: array to write to; accumulate: to add to.
         topk_weights (num_tokens, topk) float32, topk_ids (num_tokens, topk) int32, router_logits
         (num_tokens, num_experts) float32, expert_load (num_experts) int32: arrays that are filled
-        with what the router found, where given.
+        with what the router found, where given; columns and elements of zero experts come last.
         stream: as for fused_experts(). On CUDA the call only enqueues.
         workspace: scratch memory, workspace_bytes(num_tokens) of uint8, 64-byte aligned; default:
             of PyTorch's allocator for its CUDA tensors, else the layer's own.

@@ -47,7 +47,7 @@ class PyLayer {
     const auto bytes = static_cast<std::int64_t>(layer.workspace_bytes(num_tokens));
     Lease lease{this, stream.handle, take(stream.handle)};
     if (!lease.block || lease.block.nbytes() < bytes) {
-      lease.block = grow(std::move(lease.block), bytes, stream);
+      lease.block = grow(lease.block, bytes, stream);
     }
     body(Workspace{lease.block.data(), static_cast<std::size_t>(lease.block.nbytes())});
   }
@@ -73,19 +73,21 @@ class PyLayer {
     }
   };
 
-  Tensor grow(Tensor block, std::int64_t bytes, Stream stream) {
+  /// A larger block. Where it throws, the one before stays the caller's.
+  Tensor grow(const Tensor& block, std::int64_t bytes, Stream stream) {
     if (is_capturing(stream)) {
       throw Error("stream", "being captured, with scratch memory missing",
                   "captured after a call with as many tokens, or with a workspace");
     }
+    const bool keeps = block && !stream.device.is_cpu();
     // At least twice the last one, so that those kept are no more than the one in use.
-    if (block && !stream.device.is_cpu()) {
-      bytes = std::max(bytes, 2 * block.nbytes());
+    if (keeps) bytes = std::max(bytes, 2 * block.nbytes());
+    Tensor larger = Tensor::empty({bytes}, DType::kU8, stream.device);
+    if (keeps) {
       const std::lock_guard lock(mutex_);
       outgrown_.push_back(block);
     }
-    block = Tensor();
-    return Tensor::empty({bytes}, DType::kU8, stream.device);
+    return larger;
   }
   Tensor take(void* stream) {
     const std::lock_guard lock(mutex_);
@@ -247,6 +249,7 @@ void bind_layer(nb::module_& module) {
         nb::dict info;
         info["num_experts"] = config.num_experts;
         info["num_local_experts"] = config.num_local_experts;
+        info["num_zero_experts"] = self.layer.router().num_zero_experts;
         info["topk"] = config.topk;
         info["hidden"] = self.layer.hidden();
         info["intermediate"] = config.intermediate;

@@ -151,7 +151,7 @@ __device__ __forceinline__ void scale_and_add(const ScaleAndBias<K>& factors, in
   }
 }
 
-/// One scale for each token of a chunk where rows were quantized so, else 1.
+/// One scale for each token of a chunk, where rows were quantized so.
 template <typename K>
 struct TokenScales {
   float scales[kEights<K>][2];
