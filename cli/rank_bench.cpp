@@ -369,8 +369,8 @@ void RankBench::time_bare(RankRow& row) {
   });
 }
 
-/// Whole steps. On the CPU the experts' time is known in each, on CUDA they have steps of their
-/// own.
+/// Times whole steps: dispatch, experts, combine. On the CPU each step also tells how long its
+/// experts took. On CUDA a step only enqueues, so the experts are timed alone, in further runs.
 void RankBench::time_steps(RankRow& row) {
   const auto step = [&] {
     dispatch();

@@ -33,8 +33,9 @@ bool over_mpi(const Launch& launch) {
 /// CPU threads of this rank, where it is a thread of run_local_ranks(); else 0.
 thread_local int threads_of_local_rank = 0;
 
-/// The calling thread, and those that it starts, run on the rank's share of the cores, as mpirun
-/// has it. Else two ranks may stay on one core, where one spins while the other has work.
+/// Binds the calling thread, and so the threads that it starts, to the rank's share of the cores,
+/// as mpirun does. Otherwise two ranks may share a core, and one spins there while the other has
+/// work.
 void bind_to_share(int rank, int num_ranks) {
   cpu_set_t all, mine;
   if (sched_getaffinity(0, sizeof all, &all) != 0) return;

@@ -72,7 +72,8 @@ struct ModelConfig {
   std::int64_t num_layers = 0;
   std::int64_t hidden = 0;
   std::int64_t intermediate = 0;
-  /// Width that the routed experts work in, between projections (Nemotron-H); 0: hidden.
+  /// Columns of what the routed experts read and write, where projections bring `hidden` columns to
+  /// so many before them and back behind them (Nemotron-H). 0: no projections.
   std::int64_t latent = 0;
   std::int64_t shared_intermediate = 0;  ///< total width of the shared experts; 0 = none
   bool shared_expert_gate = false;       ///< Qwen2

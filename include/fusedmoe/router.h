@@ -28,9 +28,10 @@ enum class ScoringFunc {
   kTopkSoftmax,   ///< top-k of the logits, then softmax over the chosen ones (gpt-oss, granite)
   kTopkSigmoid,   ///< top-k of the logits, then their sigmoid (Llama 4, with topk = 1)
   kLogits,        ///< top-k of the logits, which are the weights
-  /// PhiMoE, without groups: top-k of the logits. The weight of an expert of logit m is its softmax
-  /// over the experts that are left, without those chosen before, and whose logit x is near m: (m -
-  /// x) / max(|x|, m) <= 2 sparsemixer_jitter (arXiv 2409.12136).
+  /// Sparsemixer (PhiMoE, arXiv 2409.12136), without groups: top-k of the logits. Experts are
+  /// chosen one after the other. The weight of the one with logit m is a softmax over those of the
+  /// experts not chosen before it whose logit x is near m: (m - x) / max(|x|, m) <= 2
+  /// sparsemixer_jitter.
   kSparsemixer,
 };
 

@@ -70,8 +70,8 @@ class Mailboxes {
   }
 
   /// Takes the next message of each peer in `messages`, which are of different peers or one alone,
-  /// and calls read(their addresses). The senders wait until it returns. Nothing counts as being
-  /// read before all is there: a sender that gives up meanwhile is not held up.
+  /// and calls read(their addresses). The senders wait until it returns. Reading begins only when
+  /// all of these messages are there. Until then a sender may give up and withdraw its message.
   template <typename Read>
   void receive(int to, std::span<const Message> messages, Waiting& waiting, const Read& read) {
     std::vector<const void*> sources;

@@ -1,4 +1,5 @@
-// fused_experts() while a CUDA graph records its stream: what may not be recorded is refused.
+// fused_experts() while a CUDA graph records what is enqueued on its stream. Weights cannot be
+// packed then, nor memory be allocated: calls that would have to are refused.
 #include "../unit/error_text.h"
 #include "../unit/fake_experts.h"
 #include "../unit/layer_problem.h"
@@ -36,7 +37,8 @@ struct Call {
     result.stream = stream;
     return result;
   }
-  /// Records a graph of a call that must be refused, and of a fill, which must still run.
+  /// While a graph is recorded, makes a call that must be refused, then fills memory. The refusal
+  /// must leave the graph intact: launched, it must still fill the memory.
   void expect_refused(const FusedExpertsArgs& args, PackCache& cache) const {
     const Tensor memory = Tensor::zeros({64}, DType::kU8, kGpu);
     const Graph graph(stream, [&] {

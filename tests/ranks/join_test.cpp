@@ -23,6 +23,11 @@ using testing::kPatient;
 using testing::run_ranks;
 using Communicators = std::vector<std::shared_ptr<Communicator>>;
 
+/// An engine's own collective: here that of communicators which exist already.
+auto gather_of(Communicator& engine) {
+  return [&engine](const std::string& text) { return engine.gather(text, "engine"); };
+}
+
 /// A connection of somebody who may be no rank.
 class RawSocket {
  public:
@@ -90,10 +95,8 @@ TEST(JoinTest, FilesAndTcpFindTheRanksToo) {
   // An engine's own collective tells the address; here that of other communicators.
   const Communicators engine = make_thread_communicators(3, {kPatient});
   run_ranks(3, [&](int rank) {
-    const auto gather = [&](const std::string& text) {
-      return engine[rank]->gather(text, "engine");
-    };
-    Communicator comm(rank, 3, make_control_plane(rank, 3, gather), nullptr, {kPatient});
+    Communicator comm(rank, 3, make_control_plane(rank, 3, gather_of(*engine[rank])), nullptr,
+                      {kPatient});
     EXPECT_EQ(comm.gather(std::string(100000, 'a' + rank), "test")[1], std::string(100000, 'b'));
     comm.split(rank == 0)->barrier();
   });
@@ -102,10 +105,7 @@ TEST(JoinTest, FilesAndTcpFindTheRanksToo) {
 TEST(TcpTest, ARankThatDiesIsNoticedOverTcp) {
   const Communicators engine = make_thread_communicators(3, {kPatient});
   const auto errors = errors_of_ranks(3, [&](int rank) {
-    const auto gather = [&](const std::string& text) {
-      return engine[rank]->gather(text, "engine");
-    };
-    const auto control = make_control_plane(rank, 3, gather);
+    const auto control = make_control_plane(rank, 3, gather_of(*engine[rank]));
     Communicator comm(rank, 3, control, nullptr, {kImpatient});
     if (rank == 1) return;  // leaves in order: then it is only late
     comm.barrier();
@@ -117,10 +117,7 @@ TEST(TcpTest, ARankThatDiesIsNoticedOverTcp) {
 TEST(TcpTest, MessagesTravelOverTcp) {
   const Communicators engine = make_thread_communicators(3, {kPatient});
   const auto errors = errors_of_ranks(3, [&](int rank) {
-    const auto gather = [&](const std::string& text) {
-      return engine[rank]->gather(text, "engine");
-    };
-    const auto control = make_control_plane(rank, 3, gather);
+    const auto control = make_control_plane(rank, 3, gather_of(*engine[rank]));
     Communicator comm(rank, 3, control, make_tcp_data_plane(rank, 3, control), {kPatient});
     EXPECT_EQ(comm.backend(), "tcp");
     EXPECT_FALSE(comm.can_lend());
@@ -148,10 +145,7 @@ TEST(TcpTest, MessagesTravelOverTcp) {
 TEST(TcpControlTest, AReadLastsUntilItsOwnDeadline) {
   const Communicators engine = make_thread_communicators(2, {kPatient});
   run_ranks(2, [&](int rank) {
-    const auto gather = [&](const std::string& text) {
-      return engine[rank]->gather(text, "engine");
-    };
-    const auto control = make_control_plane(rank, 2, gather);
+    const auto control = make_control_plane(rank, 2, gather_of(*engine[rank]));
     if (rank == 0) {  // keeps the texts meanwhile
       EXPECT_EQ(control->read("late", kPatient), "here");
       return;

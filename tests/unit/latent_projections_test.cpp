@@ -17,6 +17,7 @@ using testing::bitwise_equal;
 using testing::compare;
 using testing::layer_options;
 using testing::make_hidden_states;
+using testing::Scratch;
 
 constexpr std::int64_t kHidden = 64, kLatent = 24, kTokens = 9, kTopk = 2;
 
@@ -28,17 +29,6 @@ LayerWeights latent_weights(bool shared) {
   spec.experts.activation = Activation::kRelu2NoMul;
   return make_layer_weights(spec);
 }
-
-struct Scratch {
-  Tensor memory;
-  Workspace workspace;
-  explicit Scratch(const MoeLayer& layer)
-      : memory(
-            Tensor::empty({static_cast<std::int64_t>(layer.workspace_bytes(kTokens))}, DType::kU8)),
-        workspace{memory.data(), static_cast<std::size_t>(memory.nbytes())} {
-    testing::poison(memory);
-  }
-};
 
 Tensor projected(const TensorView& x, const Tensor& weight) {
   const Tensor result = Tensor::empty({x.size(0), weight.size(0)}, DType::kF32);
@@ -71,7 +61,7 @@ TEST_P(LatentProjectionsTest, SurroundTheRoutedExperts) {
   const Tensor ids = Tensor::empty({kTokens, kTopk}, DType::kI32);
   const Tensor topk_weights = Tensor::empty({kTokens, kTopk}, DType::kF32);
   const Tensor output = Tensor::empty(x.shape(), DType::kF32);
-  layer.forward(x, output, Scratch(layer).workspace,
+  layer.forward(x, output, Scratch(layer, kTokens).workspace,
                 {.topk_ids = ids, .topk_weights = topk_weights});
 
   LayerWeights inner = weights;
@@ -80,16 +70,16 @@ TEST_P(LatentProjectionsTest, SurroundTheRoutedExperts) {
   const MoeLayer experts(inner, options);
   const Tensor sum = Tensor::empty({kTokens, kLatent}, DType::kF32);
   experts.forward_routed(projected(x, weights.latent->down), {ids, topk_weights}, sum,
-                         Scratch(experts).workspace);
+                         Scratch(experts, kTokens).workspace);
   // fp32 sums of 64 products against double ones, twice.
   EXPECT_LE(compare(output, projected(sum, weights.latent->up)).max_norm_relative, 2e-6);
 
   const Tensor twice = Tensor::empty(output.shape(), DType::kF32);
   copy(output, twice, {});
-  layer.forward(x, twice, Scratch(layer).workspace, {.accumulate = true});
+  layer.forward(x, twice, Scratch(layer, kTokens).workspace, {.accumulate = true});
   for (std::int64_t i = 0; i < output.numel(); ++i) output.as<float>()[i] *= 2;
   EXPECT_TRUE(bitwise_equal(twice, output));
-  layer.forward(x.slice(0, 0, 0), twice.slice(0, 0, 0), Scratch(layer).workspace);
+  layer.forward(x.slice(0, 0, 0), twice.slice(0, 0, 0), Scratch(layer, kTokens).workspace);
 }
 
 TEST_P(LatentProjectionsTest, WorkBesideOthersInPlaceAndInChunks) {
@@ -99,7 +89,7 @@ TEST_P(LatentProjectionsTest, WorkBesideOthersInPlaceAndInChunks) {
   options.inplace = true;
   const MoeLayer inplace(latent_weights(true), options);
   const Tensor both = make_hidden_states(DType::kBF16, kTokens, kHidden);
-  inplace.forward(both, both, Scratch(inplace).workspace);
+  inplace.forward(both, both, Scratch(inplace, kTokens).workspace);
   EXPECT_TRUE(bitwise_equal(both, expected));
   options.max_workspace_bytes = inplace.workspace_bytes(kTokens / 2);
   EXPECT_TRUE(bitwise_equal(MoeLayer(latent_weights(true), options).forward(x), expected));

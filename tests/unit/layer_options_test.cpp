@@ -21,15 +21,7 @@ using testing::layer_options;
 using testing::LayerSpec;
 using testing::make_hidden_states;
 using testing::make_layer_weights;
-
-struct Scratch {
-  Tensor memory;
-  Workspace workspace;
-  Scratch(const MoeLayer& layer, std::int64_t num_tokens)
-      : memory(Tensor::empty({static_cast<std::int64_t>(layer.workspace_bytes(num_tokens))},
-                             DType::kU8)),
-        workspace{memory.data(), static_cast<std::size_t>(memory.nbytes())} {}
-};
+using testing::Scratch;
 
 std::vector<std::string> variants() {
   MoeConfig config = testing::make_config({}, DType::kBF16);

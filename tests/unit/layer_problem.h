@@ -21,6 +21,19 @@ inline Tensor random_tensor(DType dtype, Shape shape, double scale, std::uint64_
   return tensor;
 }
 
+/// A workspace for so many tokens. Its bytes are 0x7f, huge numbers as floats: a layer that reads
+/// what it has not written before gives wrong results.
+struct Scratch {
+  Tensor memory;
+  Workspace workspace;
+  Scratch(const MoeLayer& layer, std::int64_t num_tokens)
+      : memory(Tensor::empty({static_cast<std::int64_t>(layer.workspace_bytes(num_tokens))},
+                             DType::kU8)),
+        workspace{memory.data(), static_cast<std::size_t>(memory.nbytes())} {
+    poison(memory);
+  }
+};
+
 struct LayerSpec {
   Case experts;
   bool shared_experts = false;

@@ -22,6 +22,7 @@ using testing::LayerSpec;
 using testing::make_hidden_states;
 using testing::make_ids;
 using testing::make_layer_weights;
+using testing::Scratch;
 
 constexpr std::int64_t kExperts = 8, kHidden = 64;
 
@@ -30,15 +31,6 @@ LayerSpec shared_spec() {
   spec.shared_experts = spec.shared_gate = true;
   return spec;
 }
-
-struct Scratch {
-  Tensor memory;
-  Workspace workspace;
-  Scratch(const MoeLayer& layer, std::int64_t num_tokens)
-      : memory(Tensor::empty({static_cast<std::int64_t>(layer.workspace_bytes(num_tokens))},
-                             DType::kU8)),
-        workspace{memory.data(), static_cast<std::size_t>(memory.nbytes())} {}
-};
 
 Tensor f32_copy(const TensorView& view) {
   Tensor result = Tensor::empty(view.shape(), DType::kF32);

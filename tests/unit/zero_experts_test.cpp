@@ -20,6 +20,7 @@ using testing::compare;
 using testing::layer_options;
 using testing::make_hidden_states;
 using testing::make_ids;
+using testing::Scratch;
 
 constexpr std::int64_t kExperts = 8, kZeroExperts = 4, kHidden = 64, kTokens = 9, kTopk = 3;
 
@@ -44,20 +45,15 @@ Result run(const MoeLayer& layer, const TensorView& x, const TensorView& output)
   Result result{Tensor(output, nullptr), Tensor::empty({kTokens, kTopk}, DType::kI32),
                 Tensor::empty({kTokens, kTopk}, DType::kF32),
                 Tensor::empty({kExperts + kZeroExperts}, DType::kI32)};
-  const std::size_t bytes = layer.workspace_bytes(kTokens);
-  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
-  testing::poison(workspace);
   layer.forward(
-      x, output, {workspace.data(), bytes},
+      x, output, Scratch(layer, kTokens).workspace,
       {.topk_ids = result.ids, .topk_weights = result.weights, .expert_load = result.load});
   return result;
 }
 
 void forward_routed(const MoeLayer& layer, const TensorView& x, const Routing& routing,
                     const TensorView& output) {
-  const std::size_t bytes = layer.workspace_bytes(x.size(0));
-  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
-  layer.forward_routed(x, routing, output, {workspace.data(), bytes});
+  layer.forward_routed(x, routing, output, Scratch(layer, x.size(0)).workspace);
 }
 
 class ZeroExperts : public ::testing::TestWithParam<std::string> {};

@@ -185,9 +185,10 @@ __device__ __forceinline__ void promote(const float (&sums)[kCount], int first_c
   });
 }
 
-/// The turns of two warpgroups that promote, see Kernel::kTakesTurns. Left alone they keep step:
-/// both multiply, then both promote, and the tensor cores wait. Named barriers: one for each
-/// warpgroup's turn, which the other arrives at.
+/// The turns of two warpgroups that promote, see Kernel::kTakesTurns. While one multiplies, the
+/// other promotes. Without turns both multiply at the same time, then both promote at the same
+/// time, and meanwhile the tensor cores have nothing to do. Each warpgroup has a named barrier: it
+/// waits there for its turn, and the other one arrives there to pass the turn on.
 template <typename K>
 struct Turns {
   __device__ static __forceinline__ void wait(const WarpgroupCoords<K>& coords) {
