@@ -99,15 +99,18 @@ INSTANTIATE_TEST_SUITE_P(Cases, GemmScheduleTest, ::testing::ValuesIn(schedule_c
                          [](const auto& info) { return info.param.name; });
 
 TEST(GemmScheduleTest, TokenTilesCutAnExpertsRowsEvenly) {
-  for (const TileShape& tile : kTiles16Bit) {
+  std::vector<TileShape> tiles_of_rows(std::begin(kTiles16Bit), std::end(kTiles16Bit));
+  tiles_of_rows.insert(tiles_of_rows.end(), std::begin(kTilesFp8), std::end(kTilesFp8));
+  for (const TileShape& tile : tiles_of_rows) {
+    const int step = tile.token_step();
     for (int rows = 1; rows <= 5 * tile.max_tokens + 1; ++rows) {
       const int tiles = num_token_tiles(rows, tile.max_tokens);
-      const int size = token_tile_size(rows, tiles);
+      const int size = token_tile_size(rows, tiles, step);
       ASSERT_LE(size, tile.max_tokens) << rows;
-      ASSERT_EQ(size % 8, 0) << rows;
+      ASSERT_EQ(size % step, 0) << rows;
       ASSERT_GE(tiles * size, rows) << "rows are left out";
       ASSERT_GT(rows - (tiles - 1) * size, 0) << rows << ": the last tile is empty";
-      ASSERT_LT(size - (rows + tiles - 1) / tiles, 8) << rows << ": uneven";
+      ASSERT_LT(size - (rows + tiles - 1) / tiles, step) << rows << ": uneven";
     }
     EXPECT_EQ(num_token_tiles(0, tile.max_tokens), 0);
   }

@@ -65,6 +65,7 @@ FUSEDMOE_WGMMA_ATOM(48)
 FUSEDMOE_WGMMA_ATOM(64)
 FUSEDMOE_WGMMA_ATOM(80)
 FUSEDMOE_WGMMA_ATOM(96)
+FUSEDMOE_WGMMA_ATOM(128)
 #undef FUSEDMOE_WGMMA_ATOM
 
 /// Descriptor of a K-major operand in the 128-byte swizzle: rows of 128 bytes, 8 rows to 1 KiB, and

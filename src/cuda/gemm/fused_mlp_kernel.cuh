@@ -30,6 +30,7 @@
 #include "cuda/gemm/epilogue.cuh"
 #include "cuda/gemm/mainloop.cuh"
 #include "cuda/gemm/tile_scheduler.cuh"
+#include "cuda/gemm/token_rows.cuh"
 
 namespace fusedmoe::cuda {
 
@@ -133,18 +134,28 @@ __device__ __forceinline__ void multiply_tiles(SharedMemory<K>& shared, const Fu
     wait(&shared.tile_full[slot], count / kSlots % 2);
     const WorkTile& tile = shared.tiles[slot];  // read where needed: registers are scarce
     if (tile.gemm < 0) return;
-    if constexpr (!K::kHasEpilogueWarpgroup) {
+    if constexpr (K::kTokensAreRows) {
+      prefetch_column_factors<K>(p.gemms[tile.gemm], tile, coords);
+    } else if constexpr (!K::kHasEpilogueWarpgroup) {
       prefetch_scale_and_bias<K>(p.gemms[tile.gemm], tile, coords);
     }
     typename K::Accumulators accumulators;
-    multiply_tile(shared, p, tile, coords, stage, accumulators);
+    if constexpr (K::kTokensAreRows) {
+      multiply_token_rows(shared, p, tile, coords, stage, accumulators[0]);
+    } else {
+      multiply_tile(shared, p, tile, coords, stage, accumulators);
+    }
     if constexpr (K::kHasEpilogueWarpgroup) {
       publish_accumulators(shared, tile, coords, accumulators, count % 2 ^ 1);
-    } else {
-      if (p.topk_ids) cudaGridDependencySynchronize();
-      store_tile(shared, p, tile, coords, accumulators);
-      if (coords.thread() == 0) arrive(&shared.tile_stored[slot]);
+      continue;
     }
+    if (p.topk_ids) cudaGridDependencySynchronize();
+    if constexpr (K::kTokensAreRows) {
+      store_token_rows(shared, p, tile, coords, accumulators[0]);
+    } else {
+      store_tile(shared, p, tile, coords, accumulators);
+    }
+    arrive(&shared.tile_stored[slot]);
   }
 }
 
@@ -157,7 +168,7 @@ __device__ __forceinline__ void run_epilogues(SharedMemory<K>& shared, const Fus
     const WorkTile& tile = shared.tiles[slot];
     if (tile.gemm < 0) return;
     store_published_tile(shared, p, tile, count % 2);
-    if (threadIdx.x % 128 == 0) arrive(&shared.tile_stored[slot]);
+    arrive(&shared.tile_stored[slot]);
   }
 }
 

@@ -39,6 +39,9 @@ struct Kernel {
   static constexpr TileShape kTile = Operands::kTiles[kIndex];
   static constexpr int kMaxTokens = kTile.max_tokens, kCluster = kTile.cluster;
   static constexpr int kRowGroups = kTile.row_groups, kKGroups = kTile.k_groups;
+  static constexpr bool kTokensAreRows = kTile.tokens_are_rows();
+  static_assert(!kTokensAreRows || (kRowGroups == 1 && kKGroups == 1 &&
+                                    kMaxTokens == kBlockRows * kTile.token_groups));
   static constexpr int kRowBlocks = kTile.row_blocks;             // of a row group
   static constexpr int kTileRowBlocks = kTile.tile_row_blocks();  // of a thread block
   static constexpr int kClusterRowBlocks = kTileRowBlocks * kCluster;
@@ -61,15 +64,20 @@ struct Kernel {
   static constexpr int kLoadRegisters =
       kAllRegisters - kEpilogueRegisters - kWarpgroups * kMultiplyRegisters;
 
-  // A thread's accumulators: row blocks by tokens, as wgmma leaves them.
-  static constexpr int kAccumulators = kMaxTokens / 2;
-  using Accumulators = float[kRowBlocks][kAccumulators];
+  // A thread's accumulators as wgmma leaves them: row blocks by tokens, or where tokens are the
+  // rows all weight rows of the tile at once.
+  static constexpr int kColumns = kTokensAreRows ? kTileRowBlocks * kBlockRows : kMaxTokens;
+  static constexpr int kAccumulators = kColumns / 2;
+  using Accumulators = float[kTokensAreRows ? 1 : kRowBlocks][kAccumulators];
   static constexpr bool kPromotes = Operands::kPromotedColumns > 0;
-  static constexpr int kPromotedColumns =
-      kMaxTokens < Operands::kPromotedColumns ? kMaxTokens : Operands::kPromotedColumns;
+  static constexpr int kPromotedColumns = kTokensAreRows || kColumns < Operands::kPromotedColumns
+                                              ? kColumns
+                                              : Operands::kPromotedColumns;
   // Two warpgroups that promote take turns: one has the tensor cores while the other promotes.
-  static constexpr bool kTakesTurns = kPromotes && !kHasEpilogueWarpgroup && kWarpgroups == 2;
-  static_assert(kRowBlocks * kAccumulators + kPromotedColumns / 2 + (kPromotes ? 32 : 48) <=
+  static constexpr bool kTakesTurns =
+      kPromotes && !kTokensAreRows && !kHasEpilogueWarpgroup && kWarpgroups == 2;
+  static_assert(sizeof(Accumulators) / sizeof(float) + kPromotedColumns / 2 +
+                        (kPromotes ? 32 : 48) <=
                     kMultiplyRegisters,
                 "the tile's accumulators leave no registers");
 
@@ -104,7 +112,8 @@ struct Kernel {
 
   static_assert(sizeof(typename Output::Element) == 2, "stmatrix stages 16 bits");
   // Token rows that the epilogue finishes together; more of them take more registers.
-  static constexpr int kChunkTokens = kWarpgroups != 2       ? 16
+  static constexpr int kChunkTokens = kTokensAreRows         ? kBlockRows
+                                      : kWarpgroups != 2     ? 16
                                       : kMaxTokens % 32 == 0 ? 32
                                       : kMaxTokens % 48 == 0 ? 48
                                                              : 16;
@@ -118,7 +127,9 @@ struct Kernel {
   // of nothing.
   static constexpr int kPartials = kHasEpilogueWarpgroup ? kWarpgroups : 1;
   static constexpr int kPartialAccumulators = kHasEpilogueWarpgroup ? kAccumulators : 1;
-  static constexpr int kStoringWarpgroups = kHasEpilogueWarpgroup ? 1 : kRowGroups;
+  static constexpr int kStoringWarpgroups = kHasEpilogueWarpgroup ? 1
+                                            : kTokensAreRows      ? kWarpgroups
+                                                                  : kRowGroups;
 
   static constexpr int kFixedBytes =
       kStoringWarpgroups * kChunkTokens * kStagedPitch * sizeof(typename Output::Element) +
@@ -209,8 +220,10 @@ template <typename K>
 struct WarpgroupCoords {
   int warpgroup;
   __device__ static int thread() { return threadIdx.x % 128; }
-  __device__ int row_group() const { return warpgroup / K::kKGroups; }
+  __device__ int row_group() const { return K::kTokensAreRows ? 0 : warpgroup / K::kKGroups; }
   __device__ int k_group() const { return warpgroup % K::kKGroups; }
+  /// First token of a token group.
+  __device__ int first_token() const { return K::kTokensAreRows ? warpgroup * kBlockRows : 0; }
 };
 
 /// By a thread of each of some warps, as each barrier takes a while.
@@ -232,7 +245,7 @@ __device__ __forceinline__ void init_barriers(SharedMemory<K>& shared, bool has_
       init(shared.tile_full, 1);
       break;
     case 4:
-      init(shared.tile_stored, K::kStoringWarpgroups);
+      init(shared.tile_stored, 128 * K::kStoringWarpgroups);
       break;
     case 5:
       init(shared.tile_free, has_k_scales ? 3 : 2);  // activations and scales loaded, stored

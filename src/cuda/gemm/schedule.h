@@ -17,9 +17,9 @@ FUSEDMOE_HD constexpr int num_token_tiles(int rows, int max_tokens) {
   return (rows + max_tokens - 1) / max_tokens;
 }
 
-/// Rows of each tile but the last: an even cut, in steps of 8.
-FUSEDMOE_HD constexpr int token_tile_size(int rows, int tiles) {
-  return ((rows + tiles - 1) / tiles + 7) / 8 * 8;
+/// Rows of each tile but the last: an even cut, in steps of TileShape::token_step().
+FUSEDMOE_HD constexpr int token_tile_size(int rows, int tiles, int step) {
+  return ((rows + tiles - 1) / tiles + step - 1) / step * step;
 }
 
 /// Row tiles and splits of the two GEMMs.

@@ -102,7 +102,8 @@ __device__ inline WorkTile make_tile(SharedMemory<K>& shared, const FusedMlpPara
                          : p.expert_offsets ? p.expert_offsets[coords.expert]
                                             : static_cast<int>(coords.expert * p.capacity);
   const int first_tile = shared.tile_prefix[coords.expert];
-  const int size = token_tile_size(rows, shared.tile_prefix[coords.expert + 1] - first_tile);
+  const int size = token_tile_size(rows, shared.tile_prefix[coords.expert + 1] - first_tile,
+                                   K::kTile.token_step());
   const int begin = coords.token_tile * size;
   tile.expert = coords.expert;
   tile.row_block = coords.row_tile * K::kClusterRowBlocks + rank * K::kTileRowBlocks;

@@ -9,8 +9,9 @@
 namespace fusedmoe::cuda {
 
 std::string to_string(const TileShape& tile) {
-  const std::string row_blocks =
-      tile.row_blocks > 1 ? core::format("r{}", tile.row_blocks) : std::string();
+  const std::string row_blocks = tile.tokens_are_rows() ? core::format("t{}", tile.token_groups)
+                                 : tile.row_blocks > 1  ? core::format("r{}", tile.row_blocks)
+                                                        : std::string();
   return core::format("{}x{}k{}c{}{}", tile.tile_row_blocks() * kBlockRows, tile.max_tokens,
                       tile.k_groups, tile.cluster, row_blocks);
 }
