@@ -10,30 +10,6 @@ from ._core import PackCache
 
 _default_cache = PackCache()
 
-# Settings in the order in which fused_experts() passes them on.
-_SETTINGS = (
-    "activation",
-    "expert_map",
-    "scheme",
-    "w1_scale",
-    "w2_scale",
-    "w1_zp",
-    "w2_zp",
-    "w1_global_scale",
-    "w2_global_scale",
-    "a1_scale",
-    "a2_scale",
-    "w1_bias",
-    "w2_bias",
-    "alpha",
-    "beta",
-    "limit",
-    "gate_up_layout",
-    "scale_layout",
-    "require",
-)
-
-
 def clear_cache() -> None:
     """Forgets what fused_experts() has packed: after weights have changed in place."""
     _default_cache.clear()
@@ -103,28 +79,28 @@ def fused_experts(
     """
     if out is None:
         out = hidden_states if inplace else output_like(hidden_states)
-    values = (
-        activation,
-        expert_map,
-        scheme,
-        w1_scale,
-        w2_scale,
-        w1_zp,
-        w2_zp,
-        w1_global_scale,
-        w2_global_scale,
-        a1_scale,
-        a2_scale,
-        w1_bias,
-        w2_bias,
-        alpha,
-        beta,
-        limit,
-        gate_up_layout,
-        scale_layout,
-        require,
-    )
-    settings = {name: array(x) for name, x in zip(_SETTINGS, values) if x is not None}
+    optional = {
+        "activation": activation,
+        "expert_map": expert_map,
+        "scheme": scheme,
+        "w1_scale": w1_scale,
+        "w2_scale": w2_scale,
+        "w1_zp": w1_zp,
+        "w2_zp": w2_zp,
+        "w1_global_scale": w1_global_scale,
+        "w2_global_scale": w2_global_scale,
+        "a1_scale": a1_scale,
+        "a2_scale": a2_scale,
+        "w1_bias": w1_bias,
+        "w2_bias": w2_bias,
+        "alpha": alpha,
+        "beta": beta,
+        "limit": limit,
+        "gate_up_layout": gate_up_layout,
+        "scale_layout": scale_layout,
+        "require": require,
+    }
+    settings = {name: array(x) for name, x in optional.items() if x is not None}
     if apply_router_weight_on_input:
         settings["apply_router_weight_on_input"] = True
     if transposed:

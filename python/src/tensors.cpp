@@ -236,7 +236,8 @@ Tensor tensor_of(nb::handle array, const char* name, Kept& kept) {
 }
 
 nb::object item(const nb::dict& dict, const char* key) {
-  return dict.contains(key) ? nb::object(dict[key]) : nb::none();
+  const nb::handle found = PyDict_GetItemString(dict.ptr(), key);
+  return found.is_valid() ? nb::borrow(found) : nb::none();
 }
 
 DType dtype_of(const std::string& name, const char* argument) {

@@ -1,6 +1,8 @@
 // fused_experts(): packs an engine's own tensors once and runs the experts on them.
 #include <algorithm>
+#include <array>
 #include <map>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -11,29 +13,63 @@
 namespace fusedmoe {
 namespace {
 
-/// Everything that the packed weights and the choice of experts depend on: addresses, shapes and
-/// strides of the weights, and the settings, as text.
-std::string key_of(const FusedExpertsArgs& args, const QuantScheme& scheme) {
-  const TensorView& x = args.hidden_states;
-  std::string key =
-      core::format("{} {} {} {} {} {}", name(scheme), name(x.dtype()), to_string(x.device()),
-                   args.topk_ids.size(1), args.global_num_experts, args.require);
-  key += core::format(" {} {} {}", name(args.activation), args.expert_map.defined(),
-                      args.apply_router_weight_on_input);
-  const ActivationParams& params = args.activation_params;
-  for (const std::optional<float>& value :
-       {params.alpha, params.beta, params.limit, params.situ_beta, params.situ_linear_beta}) {
-    key += value ? core::format(" {}", *value) : " -";
-  }
+/// What tells one tensor from another.
+struct Place {
+  Place() = default;
+  explicit Place(const TensorView& view)
+      : data(view.data()),
+        dtype(view.dtype()),
+        device(view.device()),
+        shape(view.shape()),
+        strides(view.strides()) {}
+
+  const void* data = nullptr;
+  DType dtype = DType::kF32;
+  Device device;
+  Shape shape, strides;
+  bool operator==(const Place&) const = default;
+};
+
+/// Everything that the packed weights and the choice of experts depend on.
+struct Key {
+  QuantScheme scheme;
+  DType dtype;
+  Device device;
+  std::int64_t topk, num_experts;
+  std::string require;
+  Activation activation;
+  ActivationParams params;
+  bool has_expert_map, apply_router_weight_on_input;
+  GateUpLayout gate_up_layout;
+  bool transposed;
+  ScaleLayout scale_layout;
+  std::array<Place, 12> weights;
+  bool operator==(const Key&) const = default;
+};
+
+Key key_of(const FusedExpertsArgs& args) {
   const ExpertWeights::Stacked& w = args.weights;
-  key += core::format(" {} {} {}", static_cast<int>(w.gate_up_layout), w.transposed,
-                      static_cast<int>(w.scale_layout));
+  Key key{args.scheme ? *args.scheme : schemes::unquantized(w.w13.dtype()),
+          args.hidden_states.dtype(),
+          args.hidden_states.device(),
+          args.topk_ids.size(1),
+          args.global_num_experts,
+          args.require,
+          args.activation,
+          args.activation_params,
+          args.expert_map.defined(),
+          args.apply_router_weight_on_input,
+          w.gate_up_layout,
+          w.transposed,
+          w.scale_layout,
+          {}};
+  std::size_t i = 0;
   for (const TensorView* view :
        {&w.w13, &w.w13_scales, &w.w13_zero_points, &w.w13_global_scales, &w.w13_input_scales,
         &w.w13_bias, &w.w2, &w.w2_scales, &w.w2_zero_points, &w.w2_global_scales,
         &w.w2_input_scales, &w.w2_bias}) {
-    key += view->defined() ? core::format(" {} {}", view->data(), core::describe(*view)) : " -";
-    for (int axis = 0; axis < view->rank(); ++axis) key += core::format(" {}", view->stride(axis));
+    if (view->defined()) key.weights[i] = Place(*view);
+    ++i;
   }
   return key;
 }
@@ -51,11 +87,12 @@ MoeConfig config_of(const FusedExpertsArgs& args, const ExpertWeights& weights) 
 
 struct PackCache::Impl {
   struct Entry {
+    Key key;
     ModularKernel kernel;
     std::shared_ptr<const PackedWeights> packed;
   };
 
-  std::map<std::string, Entry> entries;
+  std::multimap<const void*, Entry> entries;  // by address of w13
   // Ascending for each device. CUDA graphs may use those that became too small.
   std::vector<Tensor> workspaces;
 
@@ -65,12 +102,14 @@ struct PackCache::Impl {
 
 const PackCache::Impl::Entry& PackCache::Impl::find_or_pack(const FusedExpertsArgs& args,
                                                             Stream stream) {
-  const QuantScheme scheme =
-      args.scheme ? *args.scheme : schemes::unquantized(args.weights.w13.dtype());
-  const std::string key = key_of(args, scheme);
-  if (const auto found = entries.find(key); found != entries.end()) return found->second;
-  const ExpertWeights weights =
-      ExpertWeights::from_stacked(args.weights, scheme, args.activation, args.activation_params);
+  Key key = key_of(args);
+  const void* const address = args.weights.w13.data();
+  const auto [begin, end] = entries.equal_range(address);
+  const auto found =
+      std::find_if(begin, end, [&](const auto& entry) { return entry.second.key == key; });
+  if (found != end) return found->second;
+  const ExpertWeights weights = ExpertWeights::from_stacked(
+      args.weights, key.scheme, args.activation, args.activation_params);
   const MoeConfig config = config_of(args, weights);
   const Selection selection = select(config, args.require);
   FUSEDMOE_CHECK(!is_capturing(stream), "stream",
@@ -82,7 +121,8 @@ const PackCache::Impl::Entry& PackCache::Impl::find_or_pack(const FusedExpertsAr
   PackOptions options;
   options.stream = args.stream;
   auto packed = kernel.experts().pack(weights, options);
-  return entries.emplace(key, Entry{std::move(kernel), std::move(packed)}).first->second;
+  return entries.emplace(address, Entry{std::move(key), std::move(kernel), std::move(packed)})
+      ->second;
 }
 
 Workspace PackCache::Impl::workspace_of(std::size_t bytes, Stream stream) {

@@ -82,6 +82,19 @@ def test_operators_pass_opcheck(tensors):
         torch.ops.fusedmoe.fused_experts(x, w13, w2, weights, ids.long())
 
 
+def test_operators_have_no_backward(tensors):
+    x, *others = tensors
+    for parameters in ((x.clone().requires_grad_(), *others), (x, *map(torch.nn.Parameter, others[:2]), *others[2:])):
+        output = torch.ops.fusedmoe.fused_experts(*parameters)
+        assert torch.equal(output, fusedmoe.fused_experts(*tensors))
+        with pytest.raises(NotImplementedError, match="no backward"):
+            output.sum().backward()
+    out = torch.empty_like(x)
+    version = out._version
+    torch.ops.fusedmoe.fused_experts_out(out, *tensors)
+    assert out._version == version + 1
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_without_a_graph_break(tensors, backend):
     def block(x, *others):
