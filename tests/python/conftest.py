@@ -49,6 +49,12 @@ def need_cuda():
     assert not reason, reason
 
 
+def devices():
+    """For tests that run on each: "cpu", and "cuda" where there is a GPU or must be one."""
+    there = "FUSEDMOE_EXPECT_CUDA" in os.environ or not fusedmoe.device_problem("cuda:0")
+    return ["cpu", "cuda"] if there else ["cpu"]
+
+
 def golden_dir():
     return pathlib.Path(os.environ["FUSEDMOE_GOLDEN_DIR"])
 

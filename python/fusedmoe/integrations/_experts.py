@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import ctypes
 import weakref
 from typing import Any, Dict, NamedTuple, Tuple
 
@@ -49,9 +49,7 @@ class _Packed(NamedTuple):
 
 # Beside the modules, so that a model can still be copied and saved.
 _packed: "weakref.WeakKeyDictionary[torch.nn.Module, _Packed]" = weakref.WeakKeyDictionary()
-_numbers: "weakref.WeakKeyDictionary[torch.nn.Module, int]" = weakref.WeakKeyDictionary()
 _modules: "weakref.WeakValueDictionary[int, torch.nn.Module]" = weakref.WeakValueDictionary()
-_next_number = itertools.count()
 
 
 def forget(model: torch.nn.Module) -> None:
@@ -76,7 +74,7 @@ def experts_forward(
     ):
         raise NotImplementedError("fusedmoe has no backward: run the model under torch.no_grad()")
     if _is_traced(hidden_states):
-        return _experts_of_module(hidden_states, top_k_index, top_k_weights, _number_of(self))
+        return _experts_of_module(hidden_states, top_k_index, top_k_weights, _remember(id(self)))
     return _compute(self, hidden_states, top_k_index, top_k_weights)
 
 
@@ -87,12 +85,13 @@ def _is_traced(x: torch.Tensor) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _number_of(module: torch.nn.Module) -> int:
-    """What stands for the module in graphs, which hold tensors and numbers only."""
-    if module not in _numbers:
-        _numbers[module] = next(_next_number)
-        _modules[_numbers[module]] = module
-    return _numbers[module]
+def _remember(address: int) -> int:
+    """Finds the module again by its id(): graphs hold tensors and numbers only.
+
+    Not every PyTorch (2.11) calls a function while it compiles that takes the module itself.
+    """
+    _modules[address] = ctypes.cast(address, ctypes.py_object).value
+    return address
 
 
 @torch.library.custom_op("fusedmoe::experts_of_module", mutates_args=())
