@@ -206,6 +206,31 @@ TEST(CWrongCallsTest, LayersAndRouters) {
   });
 }
 
+TEST(CWrongCallsTest, FusedExperts) {
+  TinyLayer tiny;
+  const Tensor w13 = roomy(tiny.w13.shape(), DType::kF32);
+  const Tensor w2 = roomy(tiny.w2.shape(), DType::kF32);
+  tiny.experts.w13 = to_c(w13);
+  tiny.experts.w2 = to_c(w2);
+  const Tensor x = roomy({3, TinyLayer::kHidden}, DType::kF32);
+  const Tensor output = roomy(x.shape(), DType::kF32);
+  const Tensor ids = roomy({3, TinyLayer::kTopk}, DType::kI32);
+  const Tensor weights = roomy({3, TinyLayer::kTopk}, DType::kF32);
+  fusedmoe_pack_cache* made = nullptr;
+  ASSERT_OK(fusedmoe_pack_cache_create(&made));
+  const Handle<fusedmoe_pack_cache> cache(made);
+  auto args = sized<fusedmoe_fused_experts_args>();
+  args.hidden_states = to_c(x);
+  args.weights = &tiny.experts;
+  args.output = to_c(output);
+  args.topk_ids = to_c(ids);
+  args.topk_weights = to_c(weights);
+  expect_statuses(2000,
+                  {&args.hidden_states, &args.output, &args.topk_ids, &args.topk_weights,
+                   &args.expert_map, &tiny.experts.w13, &tiny.experts.w2, &tiny.experts.w13_bias},
+                  [&] { return fusedmoe_fused_experts(&args, cache.get()); });
+}
+
 TEST(CWrongCallsTest, NullEverywhere) {
   EXPECT_NE(fusedmoe_checkpoint_get_info(nullptr, nullptr), FUSEDMOE_OK);
   EXPECT_NE(fusedmoe_layer_load(nullptr, 0, nullptr, nullptr), FUSEDMOE_OK);
