@@ -65,6 +65,7 @@ checks=(
 )
 build_seconds=300
 test_seconds=150
+model_seconds=200
 check_seconds=150  # each
 side_by_side=6     # checks
 bench_seconds=120  # each model
@@ -135,6 +136,10 @@ test_python() {
     python3 -m pytest -q -s -rs --durations=5 -p no:cacheprovider tests/python/test_cuda_arrays.py \
     tests/python/test_cuda.py
 }
+test_models() {
+  FUSEDMOE_EXPECT_CUDA=1 within "$model_seconds" python3 -m pytest -q -rs --durations=5 \
+    -p no:cacheprovider -k "cuda or gpu" tests/python/test_transformers.py tests/python/test_vllm.py
+}
 bench_python() {
   within "$bench_seconds" python3 -m fusedmoe.bench --device cuda:0 --shape olmoe --min-time 0.1 \
     --tokens 1 64 1024 --json "$result-python${1:+-$1}.json" ${1:+--scheme "$1"}
@@ -145,6 +150,9 @@ if wants python; then
   export PYTHONPATH=$build/python:${PYTHONPATH:-}
   step "C interface" test_c
   step "Python package" test_python
+  if python3 -c 'import torch, transformers' 2>/dev/null; then
+    step "models of transformers, and vLLM" test_models
+  fi
   if python3 -c 'import torch' 2>/dev/null; then
     step "Python benchmark, bf16" bench_python
     step "Python benchmark, FP8" bench_python fp8_channel_token
