@@ -159,7 +159,13 @@ class FUSEDMOE_API ControlPlane {
   /// Waits until somebody has posted it; none: nobody did within the time.
   virtual std::optional<std::string> read(const std::string& name,
                                           std::chrono::milliseconds timeout) = 0;
-  /// The rank that keeps the texts, while it does not answer: then nobody else is late.
+  /// Throws an Error with the text of "failure" if a rank has posted that: why it has given up.
+  void check_failure();
+  /// As read(), but looks for that failure every few milliseconds, too.
+  std::optional<std::string> read_or_fail(const std::string& name,
+                                          std::chrono::milliseconds timeout);
+  /// The rank that keeps the texts, while it does not answer: then nobody else is late. A number
+  /// of the whole communicator.
   virtual std::optional<int> silent_rank() const { return std::nullopt; }
 };
 
@@ -236,6 +242,9 @@ class FUSEDMOE_API Communicator {
 
   int rank() const;
   int size() const;
+  /// The number of this communicator's rank `r` in the whole one that it was split from; the same
+  /// number where it was not split. Errors name ranks by these.
+  int global_rank(int r) const;
   Device device() const;
   /// Name of the data plane; "none".
   std::string_view backend() const;
@@ -249,6 +258,11 @@ class FUSEDMOE_API Communicator {
   void barrier();
   /// Every rank's text, over the control plane. `what` names the step in errors.
   std::vector<std::string> gather(std::string_view text, std::string_view what);
+  /// Calls `step` on every rank, and returns when all have done so. If it throws on a rank, all
+  /// throw an Error with that rank's text, at once instead of at the deadline of a later step; the
+  /// communicator stays usable. For what can fail on one rank alone, such as reading its weights:
+  /// nothing in `step` may wait for other ranks. `what` names the step in errors.
+  void together(const std::function<void()>& step, std::string_view what);
   /// The ranks that give the same color, in order. Collective over all ranks of this one.
   std::shared_ptr<Communicator> split(int color);
   /// Ends the communicator on all ranks, with a reason.

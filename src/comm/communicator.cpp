@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "comm/check_ranks.h"
+#include "comm/look.h"
 #include "comm/place.h"
 #include "core/check.h"
 #include "core/device_runtime.h"
@@ -22,8 +23,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/// How often a wait looks whether another rank has given up.
-constexpr milliseconds kLook{20};
+using comm::kLook;
 
 std::string list(std::span<const int> ranks) {
   return core::format("{} {}", ranks.size() == 1 ? "rank" : "ranks", core::join(ranks, ", "));
@@ -50,7 +50,7 @@ struct Communicator::Impl {
   std::shared_ptr<DataPlane> data;
   CommunicatorOptions options;
   std::string prefix;        // of names in the control plane
-  std::vector<int> members;  // rank here -> rank of the data plane; empty: the same
+  std::vector<int> members;  // of what was split off: rank here -> rank of the whole
   std::vector<int> host_ranks;
   std::vector<bool> access;  // size x size
   std::uint64_t gathers = 0, splits = 0, steps = 0, layers = 0;
@@ -58,6 +58,8 @@ struct Communicator::Impl {
   mutable std::mutex mutex;
   mutable std::string failure;  // once known
 
+  /// The rank's number in the whole communicator, which both planes and all errors use.
+  int global(int r) const { return members.empty() ? r : members[r]; }
   std::string find_failure() const;
   std::string end(const std::string& reason);
   [[noreturn]] void fail(std::string_view what, std::span<const int> late);
@@ -77,7 +79,7 @@ class Communicator::Impl::Watch final : public Waiting {
       : impl_(impl), what_(what), deadline_(Clock::now() + impl.options.timeout) {}
   void check(std::span<const int> late) override {
     const Clock::time_point now = Clock::now();
-    if (now >= deadline_) impl_.fail(what_, inside(late));
+    if (now >= deadline_) impl_.fail(what_, late);  // numbers of the data plane
     if (now < next_look_) return;
     next_look_ = now + kLook;
     if (const std::string reason = impl_.find_failure(); !reason.empty()) {
@@ -87,15 +89,6 @@ class Communicator::Impl::Watch final : public Waiting {
   }
 
  private:
-  std::vector<int> inside(std::span<const int> late) const {
-    std::vector<int> ranks(late.begin(), late.end());
-    if (impl_.members.empty()) return ranks;
-    for (int& each : ranks) {
-      const auto place = std::find(impl_.members.begin(), impl_.members.end(), each);
-      each = static_cast<int>(place - impl_.members.begin());
-    }
-    return ranks;
-  }
   Impl& impl_;
   std::string_view what_;
   Clock::time_point deadline_, next_look_ = Clock::now() + kLook;
@@ -155,7 +148,8 @@ std::string Communicator::Impl::end(const std::string& reason) {
   return failure;
 }
 
-/// Ends the communicator because of ranks that did not arrive.
+/// Ends the communicator because of ranks that did not arrive, with their global numbers: whoever
+/// reads the reason may be in another part.
 void Communicator::Impl::fail(std::string_view what, std::span<const int> late) {
   const auto seconds = static_cast<double>(options.timeout.count()) / 1000;
   std::string reason = find_failure();
@@ -216,7 +210,7 @@ std::vector<Message> Communicator::Impl::outside(std::span<const Message> messag
   for (Message& message : result) {
     FUSEDMOE_CHECK(message.peer >= 0 && message.peer < size, "message.peer",
                    core::to_string(message.peer), core::format("in [0, {})", size));
-    if (!members.empty()) message.peer = members[message.peer];
+    message.peer = global(message.peer);
   }
   return result;
 }
@@ -226,17 +220,23 @@ Communicator::Communicator(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) 
 Communicator::Communicator(int rank, int size, std::shared_ptr<ControlPlane> control,
                            std::shared_ptr<DataPlane> data, CommunicatorOptions options)
     : impl_(std::make_unique<Impl>()) {
-  comm::check_ranks(rank, size, options.timeout);
   FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
-  FUSEDMOE_CHECK_FAULT(!data || data->device().kind == options.device.kind, kDevice,
-                       "options.device", to_string(options.device),
-                       core::format("that of the data plane, {}", to_string(data->device())));
   impl_->rank = rank;
   impl_->size = size;
   impl_->control = std::move(control);
   impl_->data = std::move(data);
   impl_->options = options;
-  impl_->describe_hosts(*this);
+  try {
+    comm::check_ranks(rank, size, options.timeout);
+    FUSEDMOE_CHECK_FAULT(
+        !impl_->data || impl_->data->device().kind == options.device.kind, kDevice,
+        "options.device", to_string(options.device),
+        core::format("that of the data plane, {}", to_string(impl_->data->device())));
+    impl_->describe_hosts(*this);
+  } catch (const std::exception& error) {
+    comm::tell_failure(*impl_->control, rank, error.what());
+    throw;
+  }
 }
 
 Communicator::~Communicator() = default;
@@ -246,6 +246,11 @@ int Communicator::rank() const {
 }
 int Communicator::size() const {
   return impl_->size;
+}
+int Communicator::global_rank(int r) const {
+  FUSEDMOE_CHECK(r >= 0 && r < impl_->size, "rank", core::to_string(r),
+                 core::format("in [0, {})", impl_->size));
+  return impl_->global(r);
 }
 Device Communicator::device() const {
   return impl_->options.device;
@@ -281,13 +286,31 @@ std::vector<std::string> Communicator::gather(std::string_view text, std::string
   for (int r = 0; r < impl.size; ++r) {
     const std::string found = impl.read(name + core::to_string(r), deadline);
     if (found.empty()) {
-      late.push_back(r);
+      late.push_back(impl.global(r));
     } else {
       texts[r] = found.substr(1);
     }
   }
   if (!late.empty()) impl.fail(what, late);
   return texts;
+}
+
+void Communicator::together(const std::function<void()>& step, std::string_view what) {
+  std::string mine;  // begins with '!' where the step has failed
+  try {
+    step();
+  } catch (const std::exception& error) {
+    mine = core::format("!{}", error.what());
+  } catch (...) {
+    mine = "!an unknown exception";
+  }
+  const std::vector<std::string> texts = gather(mine, what);
+  std::vector<std::string> errors;
+  for (int r = 0; r < impl_->size; ++r) {
+    if (texts[r].empty()) continue;
+    errors.push_back(core::format("rank {}: {}", impl_->global(r), texts[r].substr(1)));
+  }
+  if (!errors.empty()) throw Error::communication(core::join(errors, "; "));
 }
 
 std::shared_ptr<Communicator> Communicator::split(int color) {
@@ -312,16 +335,14 @@ std::shared_ptr<Communicator> Communicator::split(int color) {
       part->access.push_back(peer_access(part->members[a], part->members[b]));
     }
   }
-  if (!impl.members.empty()) {
-    for (int& member : part->members) member = impl.members[member];
-  }
+  for (int& member : part->members) member = impl.global(member);
   return std::shared_ptr<Communicator>(new Communicator(std::move(part)));
 }
 
 void Communicator::abort(std::string_view reason) noexcept {
   try {
     if (impl_->find_failure().empty()) {
-      impl_->end(core::format("rank {}: {}", impl_->rank, reason));
+      impl_->end(core::format("rank {}: {}", impl_->global(impl_->rank), reason));
     }
   } catch (...) {
     // No memory for the reason, or a control plane of the caller's that threw something else.
@@ -358,16 +379,17 @@ void Communicator::lend(std::string_view kind, const void* mine, const DataPlane
     const void* data;
   };
   Impl& impl = *impl_;
-  std::vector<int> peers = impl.members;
-  for (int r = 0; impl.members.empty() && r < impl.size; ++r) peers.push_back(r);
+  std::vector<int> peers;
+  for (int r = 0; r < impl.size; ++r) peers.push_back(impl.global(r));
   const auto check_and_read = [&](std::span<const void* const> all) {
     std::vector<const void*> lent;
     const auto& first = *static_cast<const Lent*>(all.front());
     for (const void* each : all) {
       const auto& other = *static_cast<const Lent*>(each);
       if (other.kind != first.kind) {  // compared with rank 0's, so that all ranks say the same
-        throw Error::communication(core::format("rank 0 lends {}, but rank {} lends {}", first.kind,
-                                                lent.size(), other.kind));
+        throw Error::communication(core::format("rank {} lends {}, but rank {} lends {}",
+                                                peers.front(), first.kind, peers[lent.size()],
+                                                other.kind));
       }
       lent.push_back(other.data);
     }
@@ -386,16 +408,6 @@ bool Communicator::reduce_scatter(const void* data, void* out, std::int64_t coun
                                   Stream stream) {
   return impl_->members.empty() && impl_->data &&
          impl_->data->reduce_scatter(data, out, count, dtype, stream);
-}
-
-std::shared_ptr<Communicator> make_communicator(int rank, int size,
-                                                std::shared_ptr<ControlPlane> control,
-                                                CommunicatorOptions options) {
-  std::shared_ptr<DataPlane> data =
-      options.device.is_cpu()
-          ? make_tcp_data_plane(rank, size, control, options.timeout)
-          : make_nccl_data_plane(rank, size, options.device, control, options.timeout);
-  return std::make_shared<Communicator>(rank, size, std::move(control), std::move(data), options);
 }
 
 std::uint64_t Communicator::next_step() {

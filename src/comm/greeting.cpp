@@ -8,6 +8,7 @@
 #include <cstring>
 #include <vector>
 
+#include "comm/look.h"
 #include "core/format.h"
 #include "fusedmoe/error.h"
 
@@ -15,17 +16,15 @@ namespace fusedmoe::comm {
 namespace {
 
 constexpr std::chrono::seconds kPatience{1};
-constexpr std::chrono::milliseconds kLook{50};
 
 }  // namespace
 
-Socket connect_as(int rank, int to, const std::string& address, int port,
-                  SocketClock::time_point deadline) {
-  Socket socket = connect_to(to, address, port, deadline);
+Socket connect_as(int rank, const Destination& to) {
+  Socket socket = connect_to(to);
   Greeting greeting;
   greeting.rank = static_cast<std::uint32_t>(rank);
   if (!socket.write(&greeting, sizeof greeting)) {
-    throw Error::communication(core::format("the connection to rank {} has ended", to));
+    throw Error::communication(core::format("the connection to rank {} has ended", to.rank));
   }
   return socket;
 }

@@ -18,8 +18,7 @@ struct Greeting {
 };
 
 /// Connects and says that this is `rank`.
-Socket connect_as(int rank, int to, const std::string& address, int port,
-                  SocketClock::time_point deadline);
+Socket connect_as(int rank, const Destination& to);
 
 /// Who connects to a listener.
 class Welcome {

@@ -1,5 +1,6 @@
 // What launchers tell the processes that they start, in variables of the environment; and how
 // these processes join.
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <cstdlib>
@@ -7,8 +8,8 @@
 #include <string_view>
 #include <utility>
 
+#include "comm/look.h"
 #include "core/check.h"
-#include "fusedmoe/comm.h"
 
 namespace fusedmoe {
 namespace {
@@ -35,6 +36,44 @@ std::optional<int> number(const char* name) {
   FUSEDMOE_CHECK(problem == std::errc() && stop == end && value >= 0, name,
                  core::format("\"{}\"", text), "a number that is not negative");
   return value;
+}
+
+/// "RANK=0, MASTER_ADDR=node7": what is set of these.
+std::string what_is_set(std::span<const char* const> names) {
+  std::vector<std::string> found;
+  for (const char* name : names) {
+    if (const char* text = std::getenv(name)) found.push_back(core::format("{}={}", name, text));
+  }
+  return core::join(found, ", ");
+}
+
+/// Throws Error, with what was found and what to do, unless `launch` says where rank 0 is.
+void check_address(const std::optional<Launch>& launch) {
+  if (!launch) {
+    std::vector<std::string> missing;
+    for (const Launcher& each : kLaunchers) {
+      missing.push_back(core::format("{} and {} ({})", each.rank, each.size, each.name));
+    }
+    throw Error("launcher", core::format("none: not set are {}", core::join(missing, ", ")),
+                "torchrun, mpirun or srun; else give rank, size, address and port");
+  }
+  const auto launcher =
+      std::find_if(kLaunchers.begin(), kLaunchers.end(),
+                   [&](const Launcher& each) { return each.name == launch->launcher; });
+  if (launcher == kLaunchers.end()) {  // the caller says where rank 0 is
+    FUSEDMOE_CHECK(!launch->address.empty(), "launch.address", "empty", "the host of rank 0");
+    return;
+  }
+  std::vector<std::string> missing;
+  if (launch->address.empty()) missing.emplace_back("MASTER_ADDR");
+  if (launch->port == 0) missing.emplace_back("MASTER_PORT");
+  if (missing.empty()) return;
+  const std::array related{launcher->rank, launcher->size, "MASTER_ADDR", "MASTER_PORT"};
+  throw Error(core::join(missing, " and "),
+              core::format("not set (set are: {})", what_is_set(related)),
+              "set on every rank to the host of rank 0 and a free port there, as in "
+              "\"MASTER_ADDR=node1 MASTER_PORT=29500 srun ...\" or "
+              "\"mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...\"");
 }
 
 }  // namespace
@@ -64,11 +103,26 @@ std::optional<Launch> launch_from_environment() {
   return std::nullopt;
 }
 
+std::shared_ptr<Communicator> make_communicator(int rank, int size,
+                                                std::shared_ptr<ControlPlane> control,
+                                                CommunicatorOptions options) {
+  FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
+  std::shared_ptr<DataPlane> data;
+  try {
+    data = options.device.is_cpu()
+               ? make_tcp_data_plane(rank, size, control, options.timeout)
+               : make_nccl_data_plane(rank, size, options.device, control, options.timeout);
+  } catch (const std::exception& error) {
+    comm::tell_failure(*control, rank, error.what());
+    throw;
+  }
+  return std::make_shared<Communicator>(rank, size, std::move(control), std::move(data), options);
+}
+
 std::shared_ptr<Communicator> join_processes(std::optional<Launch> launch,
                                              CommunicatorOptions options) {
   if (!launch) launch = launch_from_environment();
-  FUSEDMOE_CHECK(launch && !launch->address.empty(), "MASTER_ADDR and MASTER_PORT", "not set",
-                 "set by a launcher, or an address given");
+  check_address(launch);
   const auto& [rank, size, local_rank, address, port, launcher] = *launch;
   auto control = make_tcp_control_plane(rank, size, address, port, options.timeout);
   return make_communicator(rank, size, std::move(control), options);

@@ -149,15 +149,16 @@ Socket accept_from(const Socket& listener) {
   return connection;
 }
 
-Socket connect_to(int rank, const std::string& address, int port,
-                  SocketClock::time_point deadline) {
-  const std::string place = core::format("cannot reach rank {} at {}:{}", rank, address, port);
+Socket connect_to(const Destination& to) {
+  const std::string place =
+      core::format("cannot reach rank {} at {}:{}", to.rank, to.address, to.port);
   int code = ETIMEDOUT;
   do {
     addrinfo hints{}, *list = nullptr;
     hints.ai_family = AF_INET;
     hints.ai_socktype = SOCK_STREAM;
-    const int problem = getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &list);
+    const int problem =
+        getaddrinfo(to.address.c_str(), std::to_string(to.port).c_str(), &hints, &list);
     if (problem != 0) {
       throw Error::communication(core::format("{}: {}", place, gai_strerror(problem)));
     }
@@ -165,14 +166,15 @@ Socket connect_to(int rank, const std::string& address, int port,
     for (const addrinfo* each = list; each; each = each->ai_next) {
       Socket connection(::socket(each->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
       if (!connection) fail("socket", errno);
-      code = connect_until(connection, *each, deadline);
+      code = connect_until(connection, *each, to.deadline);
       if (code == 0) {
         set_no_delay(connection.get());
         return connection;
       }
     }
+    to.between_tries();
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  } while (SocketClock::now() < deadline);
+  } while (SocketClock::now() < to.deadline);
   fail(place, code);
 }
 

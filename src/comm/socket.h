@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <functional>
 #include <string>
 #include <string_view>
 
@@ -44,8 +45,16 @@ class Socket {
 Socket listen_at(int& port);
 /// The next connection; none when nobody has connected.
 Socket accept_from(const Socket& listener);
-/// Tries again until the deadline, because the listener, a rank, may start later.
-Socket connect_to(int rank, const std::string& address, int port, SocketClock::time_point deadline);
+/// A rank that listens, maybe only later.
+struct Destination {
+  int rank;
+  std::string address;
+  int port;
+  SocketClock::time_point deadline;
+  std::function<void()> between_tries = [] {};  // may throw, to give up before the deadline
+};
+/// Tries until the deadline.
+Socket connect_to(const Destination& to);
 
 /// The port that `rank` has told the others. Throws Error where `text` is none.
 int port_of(int rank, std::string_view text);

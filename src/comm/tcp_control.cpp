@@ -14,6 +14,7 @@
 
 #include "comm/check_ranks.h"
 #include "comm/greeting.h"
+#include "comm/look.h"
 #include "comm/place.h"
 #include "comm/text_board.h"
 #include "core/check.h"
@@ -41,8 +42,6 @@ constexpr std::uint32_t kMaxNameBytes = 4096;
 constexpr std::uint64_t kMaxTextBytes = std::uint64_t{1} << 26;
 /// A read waits in parts of this length, between which the connection is free for other threads.
 constexpr milliseconds kPart{100};
-/// How often rank 0 looks whether it has ended while others join.
-constexpr milliseconds kLook{50};
 /// How much later than asked for an answer may come before rank 0 counts as silent.
 constexpr milliseconds kGrace{300};
 
@@ -145,7 +144,7 @@ class Client final : public ControlPlane {
  public:
   Client(int rank, const std::string& address, int port, milliseconds timeout)
       : timeout_(timeout),
-        socket_(connect_as(rank, 0, address, port, SocketClock::now() + timeout)) {
+        socket_(connect_as(rank, {0, address, port, SocketClock::now() + timeout})) {
     socket_.limit_writes(timeout);
   }
   ~Client() override {
@@ -246,9 +245,19 @@ std::shared_ptr<ControlPlane> make_control_plane(int rank, int size, const Gathe
   const std::vector<std::string> hosts = gather_all(comm::host_name());
   const bool one_host = std::set(hosts.begin(), hosts.end()).size() == 1;
   std::shared_ptr<comm::Server> server;
-  if (rank == 0) server = std::make_shared<comm::Server>(size, 0, timeout);
-  const std::string port =
-      gather_all(rank == 0 ? core::to_string(server->port()) : std::string()).front();
+  std::string mine;  // of rank 0: its port, or '!' and why it has none
+  if (rank == 0) {
+    try {
+      server = std::make_shared<comm::Server>(size, 0, timeout);
+      mine = core::to_string(server->port());
+    } catch (const std::exception& error) {
+      mine = core::format("!{}", error.what());
+    }
+  }
+  const std::string port = gather_all(mine).front();
+  if (port.starts_with('!')) {
+    throw Error::communication(core::format("rank 0: {}", port.substr(1)));
+  }
   if (rank == 0) return server;
   return std::make_shared<comm::Client>(rank, one_host ? "127.0.0.1" : hosts.front(),
                                         comm::port_of(0, port), timeout);

@@ -11,16 +11,13 @@
 
 #include "comm/check_ranks.h"
 #include "comm/greeting.h"
+#include "comm/look.h"
 #include "comm/place.h"
 #include "core/check.h"
-#include "fusedmoe/comm.h"
 
 namespace fusedmoe {
 namespace comm {
 namespace {
-
-/// How long a rank that joins waits before it looks whether another has given up.
-constexpr std::chrono::milliseconds kLook{50};
 
 /// The messages of one exchange to a peer, or from it, and how far they have come.
 struct Queue {
@@ -49,7 +46,7 @@ class TcpData final : public DataPlane {
                          missing.size() == 1 ? "rank" : "ranks", core::join(missing, ", "),
                          static_cast<double>(timeout.count()) / 1000));
       }
-      look_for_failure(control);
+      control.check_failure();
       accept(welcome, std::min(deadline, SocketClock::now() + kLook));
     }
     for (const Peer& peer : peers_) {
@@ -104,13 +101,6 @@ class TcpData final : public DataPlane {
     return ranks;
   }
 
-  /// A rank that has given up does not come any more.
-  static void look_for_failure(ControlPlane& control) {
-    if (const auto reason = control.read("failure", std::chrono::milliseconds(0))) {
-      throw Error::communication(*reason);
-    }
-  }
-
   /// Waits for the next rank.
   void accept(Welcome& welcome, SocketClock::time_point until) {
     std::optional<Welcome::Guest> guest = welcome.next(until);
@@ -125,13 +115,9 @@ class TcpData final : public DataPlane {
   }
 
   void connect(int r, ControlPlane& control, SocketClock::time_point deadline) {
-    std::optional<std::string> place;
-    while (!(place = control.read(name_of(r), kLook))) {
-      look_for_failure(control);
-      if (SocketClock::now() >= deadline) {
-        throw Error::communication(core::format("joining: rank {} is not there", r));
-      }
-    }
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - SocketClock::now());
+    const std::optional<std::string> place = control.read_or_fail(name_of(r), left);
+    if (!place) throw Error::communication(core::format("joining: rank {} is not there", r));
     const std::size_t colon = place->rfind(':');
     if (colon == std::string::npos) {
       throw Error::communication(core::format(
@@ -139,8 +125,8 @@ class TcpData final : public DataPlane {
     }
     const std::string host = place->substr(0, colon);
     const int port = port_of(r, std::string_view(*place).substr(colon + 1));
-    peers_[r].socket =
-        connect_as(rank_, r, host == host_name() ? "127.0.0.1" : host, port, deadline);
+    peers_[r].socket = connect_as(rank_, {r, host == host_name() ? "127.0.0.1" : host, port,
+                                          deadline, [&] { control.check_failure(); }});
   }
 
   [[noreturn]] static void lost(int r) {

@@ -9,7 +9,7 @@
 namespace fusedmoe::layer {
 namespace {
 
-// One line for each fact, "name=value"; the line of an error begins with '!'.
+// One line for each fact, "name=value".
 std::string text_of(const Facts& facts) {
   std::string text;
   for (const auto& [name, value] : facts) text += core::format("{}={}\n", name, value);
@@ -31,14 +31,15 @@ std::string list(const std::vector<int>& ranks) {
 }
 
 /// "topk: ranks 0, 2 have 4, rank 1 has 8"
-std::string difference(const std::vector<std::vector<std::string>>& lines, std::size_t line) {
+std::string difference(const Communicator& communicator,
+                       const std::vector<std::vector<std::string>>& lines, std::size_t line) {
   std::map<std::string, std::vector<int>> by_value;
   std::string name;
   for (std::size_t r = 0; r < lines.size(); ++r) {
     const std::string& fact = line < lines[r].size() ? lines[r][line] : std::string("=nothing");
     const std::size_t equals = fact.find('=');
     if (name.empty()) name = fact.substr(0, equals);
-    by_value[fact.substr(equals + 1)].push_back(static_cast<int>(r));
+    by_value[fact.substr(equals + 1)].push_back(communicator.global_rank(static_cast<int>(r)));
   }
   if (by_value.size() == 1) return {};
   std::vector<std::string> parts;
@@ -52,26 +53,17 @@ std::string difference(const std::vector<std::vector<std::string>>& lines, std::
 }  // namespace
 
 void agree(Communicator& communicator, const std::function<Facts()>& prepare) {
+  constexpr std::string_view kWhat = "agreement on a layer";
   std::string mine;
-  try {
-    mine = text_of(prepare());
-  } catch (const std::exception& error) {
-    mine = core::format("!{}", error.what());
-  }
-  const std::vector<std::string> texts = communicator.gather(mine, "agreement on a layer");
-  std::vector<std::string> errors;
+  communicator.together([&] { mine = text_of(prepare()); }, kWhat);
   std::vector<std::vector<std::string>> lines;
   std::size_t most = 0;
-  for (std::size_t r = 0; r < texts.size(); ++r) {
-    if (texts[r].starts_with('!')) {
-      errors.push_back(core::format("rank {}: {}", r, texts[r].substr(1)));
-    }
-    lines.push_back(lines_of(texts[r]));
+  for (const std::string& text : communicator.gather(mine, kWhat)) {
+    lines.push_back(lines_of(text));
     most = std::max(most, lines.back().size());
   }
-  if (!errors.empty()) throw Error::communication(core::join(errors, "; "));
   for (std::size_t line = 0; line < most; ++line) {
-    const std::string differs = difference(lines, line);
+    const std::string differs = difference(communicator, lines, line);
     if (!differs.empty()) {
       throw Error::communication(core::format("the ranks of a layer differ in {}", differs));
     }

@@ -176,11 +176,12 @@ void RankExchange::count(const ForwardArgs& args, const ExchangeLayout& layout) 
 }
 
 void RankExchange::check_headers(std::span<const StepHeader> headers) const {
-  const auto describe = [](int rank, const StepHeader& header) {
+  const auto describe = [&](int rank, const StepHeader& header) {
     return core::format(
         "rank {} is at step {} of layer {} with at most {} tokens, topk {}, rows "
         "of {} bytes",
-        rank, header.step, header.layer, header.max_tokens, header.topk, header.row_bytes);
+        group_->global_rank(rank), header.step, header.layer, header.max_tokens, header.topk,
+        header.row_bytes);
   };
   // Compared with rank 0's, so that all ranks say the same.
   for (int r = 1; r < size_; ++r) {

@@ -36,10 +36,11 @@ struct SumHeader {
 };
 
 /// Throws Error unless all ranks add as many rows of the same kind.
-void check_headers(std::span<const SumHeader> headers) {
-  const auto describe = [](std::size_t rank, const SumHeader& its) {
-    return core::format("rank {} is at the {} with num_tokens {}, hidden {}, dtype {}", rank,
-                        its.what.data(), its.num_tokens, its.hidden, name(its.dtype));
+void check_headers(const Communicator& ranks, std::span<const SumHeader> headers) {
+  const auto describe = [&](std::size_t rank, const SumHeader& its) {
+    return core::format("rank {} is at the {} with num_tokens {}, hidden {}, dtype {}",
+                        ranks.global_rank(static_cast<int>(rank)), its.what.data(), its.num_tokens,
+                        its.hidden, name(its.dtype));
   };
   for (std::size_t r = 1; r < headers.size(); ++r) {
     if (headers[r] == headers[0]) continue;
@@ -55,14 +56,14 @@ struct Lent {
   SumHeader header;
 };
 
-std::vector<const Lent*> check_lent(std::span<const void* const> lent) {
+std::vector<const Lent*> check_lent(const Communicator& ranks, std::span<const void* const> lent) {
   std::vector<const Lent*> all;
   std::vector<SumHeader> headers;
   for (const void* each : lent) {
     all.push_back(static_cast<const Lent*>(each));
     headers.push_back(all.back()->header);
   }
-  check_headers(headers);
+  check_headers(ranks, headers);
   return all;
 }
 
@@ -145,7 +146,7 @@ void RankSums::run(const TensorView& partial, const TensorView& output, bool acc
   }
   communicator_->exchange(sends, receives, stream, what);
   try {
-    check_headers(headers);
+    check_headers(*communicator_, headers);
   } catch (const Error& error) {
     communicator_->abort(error.what());
     throw Error::communication(communicator_->status());  // the same on every rank
@@ -182,7 +183,7 @@ void RankSums::run_in_place(const TensorView& partial, const TensorView& output,
   };
   const auto add = [&](std::span<const void* const> lent) {
     PartSum sum{partial, share_of(buffers.total, num_ranks, rank)};
-    for (const Lent* each : check_lent(lent)) {
+    for (const Lent* each : check_lent(*communicator_, lent)) {
       sum.first.push_back(rows_of(*each, rank).as<const std::byte>());
     }
     sum_parts(sum, buffers, share, stream);
@@ -190,7 +191,7 @@ void RankSums::run_in_place(const TensorView& partial, const TensorView& output,
   const Lent parts = lent_here(partial), totals = lent_here(buffers.total);
   communicator_->lend("partial sums", &parts, add, what);
   const auto collect = [&](std::span<const void* const> lent) {
-    const std::vector<const Lent*> all = check_lent(lent);
+    const std::vector<const Lent*> all = check_lent(*communicator_, lent);
     for (int r = 0; r < num_ranks; ++r) {
       const auto* first = rows_of(*all[r], r).as<const std::byte>();
       sum_parts({partial, share_of(output, num_ranks, r), accumulate, {first}}, buffers, share,

@@ -91,7 +91,7 @@ def test_ranks_that_differ_all_raise():
 def test_wrong_options():
     with pytest.raises(ValueError, match="combine"):
         layer(combine="never")
-    with pytest.raises(ValueError, match="an address given"):
+    with pytest.raises(ValueError, match="else give rank, size, address and port"):
         fusedmoe.Communicator.join()
     with pytest.raises(TypeError, match="communicator: was a str; must be a fusedmoe.Communicator"):
         layer(communicator="cpu")

@@ -67,6 +67,83 @@ TEST(CommunicatorTest, PartsHaveRanksOfTheirOwn) {
   });
 }
 
+/// What the ranks of two parts, {1, 2} and {0, 3}, throw when `step` runs on theirs.
+std::vector<std::string> errors_of_parts(
+    const std::function<void(int rank, Communicator& part)>& step) {
+  const Communicators comms = make_thread_communicators(4, {kImpatient});
+  return errors_of_ranks(4, [&](int rank) {
+    const auto part = comms[rank]->split(rank == 0 || rank == 3 ? 1 : 0);
+    EXPECT_EQ(part->rank(), rank < 2 ? 0 : 1);
+    EXPECT_EQ(part->global_rank(part->rank()), rank);
+    comms[rank]->barrier();
+    step(rank, *part);
+  });
+}
+
+/// Whoever reads an error, in this part or another, knows ranks by their numbers in the whole.
+TEST(CommunicatorTest, ErrorsOfPartsNameRanksOfTheWhole) {
+  auto errors = errors_of_parts([](int rank, Communicator& part) {
+    if (rank != 3) part.barrier();
+  });
+  EXPECT_EQ(errors[0], "barrier: rank 3 did not arrive within 0.15 s");
+  errors = errors_of_parts([](int rank, Communicator& part) {
+    if (rank != 2) exchange_numbers(part);
+  });
+  EXPECT_EQ(errors[1], "numbers: rank 2 did not arrive within 0.15 s");
+  errors = errors_of_parts([](int rank, Communicator& part) {
+    if (rank == 2) return part.abort("no memory left");
+    exchange_numbers(*part.split(0));  // a part of a part
+    if (rank != 1) part.abort("rank 1 goes on?");
+  });
+  EXPECT_EQ(errors[1], "rank 2: no memory left");
+  errors = errors_of_parts([](int rank, Communicator& part) {
+    const int mine = 0;
+    part.lend(
+        rank == 3 ? "sums" : "rows", &mine, [](auto) {}, "a step");
+  });
+  EXPECT_NE(errors[0].find("rank 0 lends rows, but rank 3 lends sums"), std::string::npos)
+      << errors[0];
+}
+
+TEST(CommunicatorTest, AStepThatFailsOnOneRankIsAnErrorOfAllAtOnce) {
+  const Communicators comms = make_thread_communicators(4, {kPatient});
+  const auto begin = std::chrono::steady_clock::now();
+  const auto errors = errors_of_ranks(4, [&](int rank) {
+    const auto part = comms[rank]->split(rank % 2);
+    part->together(
+        [&] {
+          if (rank == 3) throw std::runtime_error("cannot open layer 7");
+        },
+        "loading");
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, kPatient / 4);
+  EXPECT_EQ(errors, (std::vector<std::string>{"", "rank 3: cannot open layer 7", "",
+                                              "rank 3: cannot open layer 7"}));
+  const auto others = errors_of_ranks(4, [&](int rank) {
+    comms[rank]->together(
+        [&] {
+          if (rank == 0) throw 7;
+          if (rank == 2) throw std::runtime_error("");
+        },
+        "loading");
+  });
+  for (const auto& error : others) EXPECT_EQ(error, "rank 0: an unknown exception; rank 2: ");
+  run_ranks(4, [&](int rank) { exchange_numbers(*comms[rank]); });  // the communicators still work
+}
+
+/// Who cannot make its communicator tells those who wait for it.
+TEST(CommunicatorTest, ARankThatCannotJoinTellsTheOthers) {
+  const auto control = make_thread_control_plane();
+  const auto errors = errors_of_ranks(3, [&](int rank) {
+    CommunicatorOptions options{kPatient};
+    if (rank == 1) options.timeout = std::chrono::milliseconds(0);
+    make_communicator(rank, 3, control, options);
+  });
+  for (const std::string& error : {errors[0], errors[2]}) {
+    EXPECT_EQ(error, "rank 1: timeout: was 0 ms; must be positive, at most a year");
+  }
+}
+
 TEST(CommunicatorTest, AMissingRankHasAName) {
   const Communicators comms = make_thread_communicators(3, {kImpatient});
   const auto begin = std::chrono::steady_clock::now();
@@ -117,7 +194,7 @@ class FailingPlane final : public ControlPlane {
   std::optional<int> silent_rank() const override {
     return silent ? std::optional(0) : std::nullopt;
   }
-  bool silent = false, dead = false;
+  std::atomic<bool> silent{false}, dead{false};
 
  private:
   std::shared_ptr<ControlPlane> plane_ = make_thread_control_plane();
@@ -133,9 +210,24 @@ TEST(CommunicatorTest, AFailureIsFinalWithoutTheControlPlaneToo) {
     EXPECT_EQ(comm.status(), reason);
     other.abort("enough");
     EXPECT_EQ(other.status(), dies ? reason : "rank 0: enough");
-    plane->silent = plane->dead = false;
+    plane->silent = false;
+    plane->dead = false;
     EXPECT_THROW(comm.barrier(), Error) << "final";
   }
+}
+
+TEST(CommunicatorTest, ASilentKeeperHasItsNumberInEveryPart) {
+  const auto plane = std::make_shared<FailingPlane>();
+  const auto errors = errors_of_ranks(3, [&](int rank) {
+    Communicator comm(rank, 3, plane, nullptr, {kImpatient});
+    const auto part = comm.split(rank > 0);  // {0}, {1, 2}
+    comm.barrier();
+    if (rank == 0) plane->silent = true;
+    while (!plane->silent) std::this_thread::yield();
+    if (rank > 0) part->barrier();
+  });
+  EXPECT_EQ(errors[1], "barrier: rank 0 did not arrive within 0.15 s");
+  EXPECT_EQ(errors[2], errors[1]);
 }
 
 TEST(CommunicatorTest, AnotherNumberOfBytesIsAnErrorOfAll) {

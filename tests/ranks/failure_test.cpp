@@ -97,6 +97,23 @@ TEST(AgreementTest, AnErrorOfOneRankIsThatOfAllAndTheCommunicatorLives) {
   });
 }
 
+TEST(AgreementTest, ALayerOnAPartNamesRanksOfTheWhole) {
+  const Communicators comms = make_thread_communicators(4, {kPatient});
+  const auto errors = errors_of_ranks(4, [&](int rank) {
+    const auto part = comms[rank]->split(rank % 2);
+    LayerWeights weights = small_weights();
+    if (rank == 3) weights.router.topk = 3;
+    const MoeLayer layer(std::move(weights), rank_options({}, DType::kBF16, kTokens, part));
+    const std::int64_t tokens = rank == 2 ? 1 : kTokens;
+    forward_exactly(layer, make_hidden_states(DType::kBF16, tokens, 64), tokens);
+  });
+  EXPECT_EQ(errors[1], "the ranks of a layer differ in topk: rank 1 has 2, rank 3 has 3");
+  EXPECT_EQ(errors[3], errors[1]);
+  EXPECT_TRUE(has(errors[0], "rank 0 is at step 0 of layer 0 with at most 4 tokens")) << errors[0];
+  EXPECT_TRUE(has(errors[0], "but rank 2 is at step 0 of layer 0 with at most 1 token"))
+      << errors[0];
+}
+
 /// Two layers on three ranks that work; then `disturb` does what it likes on rank 1, and the others
 /// go on with the first.
 std::vector<std::string> errors_of_steps(

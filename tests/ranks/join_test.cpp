@@ -374,9 +374,23 @@ TEST(LaunchTest, EveryLauncherIsUnderstood) {
   EXPECT_EQ(launch_from_environment()->port, 29501) << "torchrun itself listens at the other";
 }
 
+TEST(LaunchTest, WhatIsMissingIsNamedBesideWhatIsThere) {
+  if (launch_from_environment()) GTEST_SKIP() << "started by a launcher";
+  const auto error = [] { return errors_of_ranks(1, [](int) { join_processes(); })[0]; };
+  const auto has = [&](const char* part) {
+    EXPECT_NE(error().find(part), std::string::npos) << error();
+  };
+  has("launcher: was none: not set are RANK and WORLD_SIZE (torchrun), OMPI_COMM_WORLD_RANK");
+  const Variable rank("OMPI_COMM_WORLD_RANK", "1"), size("OMPI_COMM_WORLD_SIZE", "4");
+  has("MASTER_ADDR and MASTER_PORT: was not set (set are: OMPI_COMM_WORLD_RANK=1, "
+      "OMPI_COMM_WORLD_SIZE=4); must be set on every rank to the host of rank 0");
+  const Variable address("MASTER_ADDR", "node7");
+  has("MASTER_PORT: was not set (set are: OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=4, "
+      "MASTER_ADDR=node7); must be");
+}
+
 TEST(LaunchTest, JoiningNeedsAnAddressAndATimeout) {
   if (launch_from_environment()) GTEST_SKIP() << "started by a launcher";
-  EXPECT_THROW(join_processes(), Error) << "no launcher";
   EXPECT_THROW(join_processes(Launch{0, 1, 0, "", 29500, ""}), Error) << "no address";
   using std::chrono::milliseconds;
   for (const milliseconds timeout : {milliseconds(0), milliseconds(-1), milliseconds::max()}) {

@@ -136,7 +136,7 @@ ncclUniqueId shared_id(int rank, ControlPlane& control, milliseconds timeout,
     control.post("nccl/id", std::string_view(reinterpret_cast<const char*>(&id), sizeof id));
     return id;
   }
-  const std::optional<std::string> text = control.read("nccl/id", timeout);
+  const std::optional<std::string> text = control.read_or_fail("nccl/id", timeout);
   if (!text || text->size() != sizeof id) {
     throw Error::communication("NCCL: rank 0 did not send its id in time");
   }
@@ -153,7 +153,7 @@ void meet(int rank, int size, ControlPlane& control, milliseconds timeout) {
     const auto left =
         std::chrono::duration_cast<milliseconds>(deadline - std::chrono::steady_clock::now());
     const auto here =
-        control.read(core::format("nccl/here/{}", r), std::max(left, milliseconds(0)));
+        control.read_or_fail(core::format("nccl/here/{}", r), std::max(left, milliseconds(0)));
     if (!here) late.push_back(r);
   }
   if (late.empty()) return;
@@ -203,7 +203,10 @@ std::shared_ptr<DataPlane> make_nccl_data_plane(int rank, int size, Device devic
   });
   std::future<ncclComm_t> comm = task->get_future();
   std::thread([task] { (*task)(); }).detach();
-  if (comm.wait_for(timeout) != std::future_status::ready) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  while (comm.wait_for(milliseconds(20)) != std::future_status::ready) {
+    control->check_failure();
+    if (std::chrono::steady_clock::now() < deadline) continue;
     throw Error::communication("NCCL: the ranks did not connect in time");
   }
   return std::make_shared<cuda::NcclData>(comm.get(), true, device, std::move(control), timeout);

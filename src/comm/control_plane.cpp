@@ -1,0 +1,39 @@
+// What all control planes do alike. "failure" is the name of the text that ends the waits of all.
+#include <algorithm>
+
+#include "comm/look.h"
+#include "core/format.h"
+#include "fusedmoe/error.h"
+
+namespace fusedmoe {
+
+void ControlPlane::check_failure() {
+  if (const auto reason = read("failure", std::chrono::milliseconds(0))) {
+    throw Error::communication(*reason);
+  }
+}
+
+std::optional<std::string> ControlPlane::read_or_fail(const std::string& name,
+                                                      std::chrono::milliseconds timeout) {
+  using std::chrono::milliseconds;
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  while (true) {
+    const auto left = std::chrono::ceil<milliseconds>(deadline - std::chrono::steady_clock::now());
+    if (auto text = read(name, std::clamp(left, milliseconds(0), comm::kLook))) return text;
+    check_failure();
+    if (left <= milliseconds(0)) return std::nullopt;
+  }
+}
+
+namespace comm {
+
+void tell_failure(ControlPlane& control, int rank, std::string_view reason) noexcept {
+  try {
+    control.post("failure", core::format("rank {}: {}", rank, reason));
+  } catch (...) {
+    // The others notice at their deadlines.
+  }
+}
+
+}  // namespace comm
+}  // namespace fusedmoe
