@@ -287,7 +287,8 @@ typedef struct fusedmoe_layer_options { /* LayerOptions in fusedmoe/layer.h */
 } fusedmoe_layer_options;
 
 /* Both select an implementation and pack the weights, which takes long. The sources are not needed
- * afterwards. */
+ * afterwards. With a communicator all ranks call it: what fails on one, reading its file too, is
+ * the error of all. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_load(const fusedmoe_checkpoint* checkpoint,
                                                    int64_t layer_index,
                                                    const fusedmoe_layer_options* options,
@@ -310,6 +311,7 @@ typedef struct fusedmoe_layer_info {
   const char* plan_line; /* "cpu+no_ep mxfp4_w4a16 bf16 ..."; strings live as long as the layer */
   const char* plan;      /* JSON that fusedmoe_layer_options.plan takes */
   const char* table;     /* every implementation, and why it was not chosen */
+  int64_t num_zero_experts; /* that return their input; their ids come behind num_experts */
 } fusedmoe_layer_info;
 
 FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_get_info(const fusedmoe_layer* layer,
@@ -326,9 +328,11 @@ typedef struct fusedmoe_forward_args {
    * routing; global ids, -1 selects nothing. */
   fusedmoe_tensor topk_ids;
   fusedmoe_tensor topk_weights;
-  fusedmoe_tensor router_logits; /* (num_tokens, num_experts) f32: a result of forward, if given */
-  fusedmoe_tensor expert_load;   /* (num_experts) i32: likewise, tokens of each expert */
-  void* workspace;               /* 64-byte aligned, on the layer's device */
+  /* Results of forward, if given: (num_tokens, num_experts + num_zero_experts) f32, and
+   * (num_experts + num_zero_experts) i32, the tokens of each. */
+  fusedmoe_tensor router_logits;
+  fusedmoe_tensor expert_load;
+  void* workspace; /* 64-byte aligned, on the layer's device */
   size_t workspace_bytes;
   void* stream;       /* CUDA: a cudaStream_t, NULL the default one. CPU: NULL */
   int32_t accumulate; /* output += instead of output = */

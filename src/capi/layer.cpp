@@ -111,22 +111,31 @@ struct fusedmoe_layer {
 namespace fusedmoe::capi {
 namespace {
 
-/// load(options) returns the weights.
+/// load(options) returns the weights. Where it fails on one rank the others learn why.
 template <typename Load>
 fusedmoe_status make_layer(const fusedmoe_layer_options* options, fusedmoe_layer** layer,
                            Load&& load) {
   return guarded([&] {
-    given(layer, "layer");
     const fusedmoe_layer_options o = read_struct(options, "options");
     std::unique_ptr<Executor> executor;
-    if (o.executor) {
-      executor = std::make_unique<CallerExecutor>(read_struct(o.executor, "options.executor"));
-    }
-    const LayerOptions made = to_options(o, executor.get());
-    LayerWeights weights = load(made);
-    if (o.experts_only) {
-      weights.router_weights = {};
-      weights.shared_experts.reset();
+    LayerOptions made;
+    LayerWeights weights;
+    const auto prepare = [&] {
+      given(layer, "layer");
+      if (o.executor) {
+        executor = std::make_unique<CallerExecutor>(read_struct(o.executor, "options.executor"));
+      }
+      made = to_options(o, executor.get());
+      weights = load(made);
+      if (o.experts_only) {
+        weights.router_weights = {};
+        weights.shared_experts.reset();
+      }
+    };
+    if (o.communicator) {
+      o.communicator->communicator->together(prepare, "loading a layer");
+    } else {
+      prepare();
     }
     *layer = new fusedmoe_layer(std::move(executor), std::move(weights), made);
   });
@@ -198,6 +207,7 @@ fusedmoe_status fusedmoe_layer_get_info(const fusedmoe_layer* layer, fusedmoe_la
     values.plan_line = layer->plan_line.c_str();
     values.plan = layer->plan.c_str();
     values.table = layer->table.c_str();
+    values.num_zero_experts = made.router().num_zero_experts;
     fusedmoe::capi::write_struct(info, values, "info");
   });
 }

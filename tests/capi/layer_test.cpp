@@ -117,6 +117,15 @@ TEST(CLayerTest, ZeroExpertsAndProjections) {
   std::fill_n(forward.weights.as<float>(), forward.weights.numel(), 0.5F);
   ASSERT_OK(fusedmoe_layer_forward_routed(layer.get(), &forward.args));
   EXPECT_TRUE(bitwise_equal(forward.output, forward.x));
+  auto counts = sized<fusedmoe_layer_info>();
+  ASSERT_OK(fusedmoe_layer_get_info(layer.get(), &counts));
+  EXPECT_EQ(counts.num_experts, TinyLayer::kExperts);
+  EXPECT_EQ(counts.num_zero_experts, 1);
+  // A program that was built when the struct ended earlier.
+  counts.num_zero_experts = 7;
+  counts.struct_size = offsetof(fusedmoe_layer_info, num_zero_experts);
+  ASSERT_OK(fusedmoe_layer_get_info(layer.get(), &counts));
+  EXPECT_EQ(counts.num_zero_experts, 7);
 
   constexpr std::int64_t kWide = 48;
   const Tensor down = Tensor::zeros({TinyLayer::kHidden, kWide}, DType::kF32);

@@ -122,6 +122,33 @@ TEST(CRanksTest, AnEnginesCollectiveFindsTheRanks) {
   expect_as_one_rank(made, "tcp");
 }
 
+/// The others would wait for it until the deadline.
+TEST(CRanksTest, ARankThatCannotLoadTellsTheOthers) {
+  fusedmoe_communicator* made[kRanks] = {};
+  const auto options = patient();
+  ASSERT_OK(fusedmoe_communicator_create_threads(kRanks, &options, made));
+  const Handle<fusedmoe_communicator> first(made[0]), second(made[1]);
+  std::string errors[2][kRanks];
+  on_two_threads([&](int rank) {
+    TinyLayer tiny;
+    tiny.options.communicator = made[rank];
+    tiny.options.max_tokens_per_rank = kTokens;
+    fusedmoe_layer* layer = nullptr;
+    EXPECT_EQ(fusedmoe_layer_create(rank == 1 ? nullptr : &tiny.weights, &tiny.options, &layer),
+              FUSEDMOE_COMMUNICATION);
+    errors[0][rank] = fusedmoe_last_error();
+    if (rank == 0) tiny.options.placement = "{}";
+    EXPECT_EQ(fusedmoe_layer_create(&tiny.weights, &tiny.options, &layer), FUSEDMOE_COMMUNICATION);
+    errors[1][rank] = fusedmoe_last_error();
+    tiny.options.placement = nullptr;
+    EXPECT_TRUE(tiny.create()) << "the communicator still works";
+  });
+  EXPECT_EQ(errors[0][0], "rank 1: weights: was NULL; must be given");
+  EXPECT_EQ(errors[0][1], errors[0][0]);
+  EXPECT_EQ(errors[1][0].find("rank 0: "), 0) << errors[1][0];
+  EXPECT_EQ(errors[1][1], errors[1][0]);
+}
+
 TEST(CRanksTest, WrongCallsSayWhatIsWrong) {
   fusedmoe_communicator* made[kRanks] = {};
   EXPECT_EQ(fusedmoe_communicator_create_threads(0, nullptr, made), FUSEDMOE_INVALID_ARGUMENT);
