@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Dict, List, Optional, Union
+from typing import Any, Callable, Dict, List, Optional, Union
 
 from . import _core
 from ._arrays import array, checked, given, output_like, scratch_of, stream_of
@@ -87,9 +87,13 @@ class MoELayer:
 
         Raises OSError for a file at fault, NotImplementedError where no implementation fits.
         """
-        opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-        settings = {**_layer_options(options), "experts_only": experts_only}
-        return cls(_core.load_layer(opened._handle, layer, settings))
+
+        def prepare() -> _core.PreparedLayer:
+            opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+            settings = {**_layer_options(options), "experts_only": experts_only}
+            return _core.load_layer(opened._handle, layer, settings)
+
+        return cls._make(options.get("communicator"), prepare)
 
     @classmethod
     def from_tensors(
@@ -155,13 +159,23 @@ class MoELayer:
             "latent_up": latent_up,
             "expert_map": expert_map,
         }
-        settings = {
-            **_layer_options(options),
-            **_arrays_of(given(router)),
-            **_arrays_of(checked(weights or {}, _WEIGHTS, "name in weights")),
-        }
-        shared_experts = _arrays_of(checked(shared or {}, _SHARED, "name in shared"))
-        return cls(_core.create_layer(array(w13), array(w2), settings, shared_experts))
+
+        def prepare() -> _core.PreparedLayer:
+            settings = {
+                **_layer_options(options),
+                **_arrays_of(given(router)),
+                **_arrays_of(checked(weights or {}, _WEIGHTS, "name in weights")),
+            }
+            shared_experts = _arrays_of(checked(shared or {}, _SHARED, "name in shared"))
+            return _core.create_layer(array(w13), array(w2), settings, shared_experts)
+
+        return cls._make(options.get("communicator"), prepare)
+
+    @classmethod
+    def _make(cls, communicator: Any, prepare: Callable[[], _core.PreparedLayer]) -> "MoELayer":
+        """What fails in prepare() on one rank is an error of all."""
+        ranks = isinstance(communicator, Communicator)
+        return cls((communicator.together(prepare) if ranks else prepare()).make())
 
     def __call__(
         self,

@@ -1,8 +1,10 @@
 """The ranks of a layer: communicators, and which rank holds which expert."""
 
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, List, Optional, TypeVar
 
 from . import _core
+
+T = TypeVar("T")
 
 
 class Communicator:
@@ -99,6 +101,24 @@ class Communicator:
     def barrier(self) -> None:
         """Waits for all ranks."""
         self._handle.barrier()
+
+    def together(self, step: Callable[[], T]) -> T:
+        """What step() returns, once all ranks have called theirs.
+
+        If it raises on a rank, all raise RuntimeError with that rank's text, at once instead of at
+        the deadline of what comes next; the communicator stays usable. step() must not wait for
+        other ranks.
+        """
+        failure: Optional[Exception] = None
+        try:
+            result = step()
+        except Exception as error:
+            failure = error
+        try:
+            self._handle.together("" if failure is None else str(failure) or repr(failure))
+        except RuntimeError as error:
+            raise error from failure
+        return result
 
     def abort(self, reason: str) -> None:
         """Ends the communicator on all ranks."""

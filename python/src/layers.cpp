@@ -123,8 +123,21 @@ LayerOptions options_of(const nb::dict& settings) {
   return options;
 }
 
-std::unique_ptr<PyLayer> load(const Checkpoint& checkpoint, std::optional<std::int64_t> index,
-                              const nb::dict& settings) {
+/// What a layer is made of. Apart from making it, which needs all ranks: what fails here on one is
+/// told to the others (Communicator.together in Python).
+struct PreparedLayer {
+  Kept kept;  // what the weights are views of
+  LayerWeights weights;
+  LayerOptions options;
+};
+
+std::unique_ptr<PyLayer> make(PreparedLayer& prepared) {
+  const nb::gil_scoped_release no_gil;
+  return std::make_unique<PyLayer>(std::move(prepared.weights), std::move(prepared.options));
+}
+
+PreparedLayer load(const Checkpoint& checkpoint, std::optional<std::int64_t> index,
+                   const nb::dict& settings) {
   LayerOptions options = options_of(settings);
   const bool experts_only = get(settings, "experts_only", false);
   const nb::gil_scoped_release no_gil;
@@ -139,7 +152,7 @@ std::unique_ptr<PyLayer> load(const Checkpoint& checkpoint, std::optional<std::i
     weights.router_weights = {};
     weights.shared_experts.reset();
   }
-  return std::make_unique<PyLayer>(std::move(weights), std::move(options));
+  return {{}, std::move(weights), std::move(options)};
 }
 
 ExpertWeights experts_of(nb::handle w13, nb::handle w2, const nb::dict& settings, Kept& kept) {
@@ -153,10 +166,11 @@ ExpertWeights experts_of(nb::handle w13, nb::handle w2, const nb::dict& settings
 }
 
 /// `shared`: settings of the shared experts with their w13 and w2, or empty.
-std::unique_ptr<PyLayer> create(nb::handle w13, nb::handle w2, const nb::dict& settings,
-                                const nb::dict& shared) {
-  Kept kept;
-  LayerWeights weights;
+PreparedLayer create(nb::handle w13, nb::handle w2, const nb::dict& settings,
+                     const nb::dict& shared) {
+  PreparedLayer prepared;
+  auto& [kept, weights, options] = prepared;
+  options = options_of(settings);
   weights.router = router_of(settings);
   weights.router_weights.weight = tensor_of(item(settings, "router_weight"), "router_weight", kept);
   weights.router_weights.bias = tensor_of(item(settings, "router_bias"), "router_bias", kept);
@@ -174,9 +188,7 @@ std::unique_ptr<PyLayer> create(nb::handle w13, nb::handle w2, const nb::dict& s
   const Tensor down = tensor_of(item(settings, "latent_down"), "latent_down", kept);
   const Tensor up = tensor_of(item(settings, "latent_up"), "latent_up", kept);
   if (down || up) weights.latent = {down, up};
-  LayerOptions options = options_of(settings);
-  const nb::gil_scoped_release no_gil;
-  return std::make_unique<PyLayer>(std::move(weights), std::move(options));
+  return prepared;
 }
 
 struct Call {
@@ -293,6 +305,7 @@ void bind_layers(nb::module_& module) {
         return Checkpoint::open(path, options);
       },
       nb::arg("path"), nb::arg("read_files"), nb::arg("family"));
+  nb::class_<PreparedLayer>(module, "PreparedLayer").def("make", &make);
   module.def("load_layer", &load, nb::arg("checkpoint"), nb::arg("layer").none(),
              nb::arg("settings"));
   module.def("create_layer", &create, nb::arg("w13").none(), nb::arg("w2").none(),

@@ -98,6 +98,14 @@ void bind_ranks(nb::module_& module) {
              const nb::gil_scoped_release no_gil;
              self.communicator->barrier();
            })
+      .def("together",
+           [](PyCommunicator& self, const std::string& failure) {
+             const nb::gil_scoped_release no_gil;
+             const auto step = [&] {
+               if (!failure.empty()) throw Error::communication(failure);
+             };
+             self.communicator->together(step, "a step of all ranks");
+           })
       .def("abort", [](PyCommunicator& self, const std::string& reason) {
         const nb::gil_scoped_release no_gil;
         self.communicator->abort(reason);

@@ -1,6 +1,7 @@
 """Layers on ranks: threads, processes over TCP, and torch's process groups where torch is."""
 
 import multiprocessing
+import re
 import socket
 import threading
 
@@ -86,6 +87,28 @@ def test_ranks_that_differ_all_raise():
     assert communicators[1].status == "rank 0: enough"
     with pytest.raises(RuntimeError, match="enough"):
         communicators[1].barrier()
+
+
+def test_what_fails_on_one_rank_is_told_to_all_at_once(tmp_path):
+    """A file that rank 1 does not have, an option that it gives wrongly, a step of the caller's."""
+    communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
+    missing = tmp_path / "missing"
+
+    def load(rank):
+        return fusedmoe.MoELayer.from_checkpoint(missing, communicator=communicators[rank])
+
+    def combine(rank):
+        return forward(communicators[rank], **({"output_dtype": "int3"} if rank else {}))
+
+    def step(rank):
+        return communicators[rank].together(lambda: 1 // (1 - rank))
+
+    for function, text in ((load, "missing"), (combine, "rank 1: .*int3"), (step, "rank 1: .*zero")):
+        errors = run_threads(function)
+        assert all(isinstance(error, RuntimeError) for error in errors), errors
+        assert re.search(text, str(errors[0]))
+        assert str(errors[0]) == str(errors[1])
+    assert run_threads(lambda r: communicators[r].together(lambda: r)) == [0, 1]
 
 
 def test_wrong_options():
