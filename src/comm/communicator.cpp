@@ -368,6 +368,10 @@ void Communicator::exchange(std::span<const Message> sends, std::span<const Mess
   });
 }
 
+bool Communicator::cuts_freely() const {
+  return impl_->data && impl_->data->cuts_freely();
+}
+
 bool Communicator::can_lend() const {
   return impl_->data && impl_->data->can_lend();
 }

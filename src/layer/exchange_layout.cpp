@@ -38,7 +38,7 @@ ExchangeLayout::ExchangeLayout(void* workspace, const ProblemSize& problem,
   recv_counts = take(DType::kI32, {ranks});
   headers_out = take(DType::kU8, {ranks, sizeof(StepHeader)});
   headers_in = take(DType::kU8, {ranks, sizeof(StepHeader)});
-  if (!sizes.to_all && !sizes.in_place) packed = take_rows(ranks * sizes.max_tokens, topk);
+  if (sizes.packs) packed = take_rows(ranks * sizes.max_tokens, topk);
   received = take_rows(sizes.capacity, topk);
   std::int64_t returning = ranks * sizes.max_tokens;
   if (sizes.per_slot) {

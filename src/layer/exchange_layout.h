@@ -23,6 +23,7 @@ struct ExchangeSizes {
   int num_ranks;
   int sum_ranks;  // that have the same tokens; 1: nothing to add
   bool to_all, per_slot;
+  bool packs;     // rows for other ranks are packed before they are sent
   bool host;      // the steps of rank_exchange_host.cpp
   bool in_place;  // ranks read each other's memory: nothing is packed, nothing returns
   DType combine_dtype;

@@ -84,6 +84,7 @@ void RankExchange::do_start_prepare(ForwardArgs& args) const {
     receive_in_place(rows, layout, args.stream);
   } else if (host_) {
     pack_on_host(rows, layout, args.stream);
+    if (unpacked_) exchange_unpacked(rows, layout, args.stream);
   } else {
     pack(rows, layout, args.stream);
   }
@@ -253,7 +254,7 @@ void RankExchange::exchange_rows(const ExchangeLayout& layout, Stream stream) co
 
 void RankExchange::do_finish_prepare(ForwardArgs& args) const {
   const ExchangeLayout layout = this->layout(args);
-  if (!in_place_) exchange_rows(layout, args.stream);
+  if (!in_place_ && !unpacked_) exchange_rows(layout, args.stream);
   const auto arrived = [&](const TensorView& all) { return all.slice(0, 0, step_.rows); };
   args.hidden_states = arrived(layout.received.values);
   if (layout.received.scales) args.hidden_scales = arrived(layout.received.scales);

@@ -60,6 +60,7 @@ class RankExchange final : public PrepareAndFinalize {
   // The steps on the CPU.
   void receive_in_place(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
   void pack_on_host(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
+  void exchange_unpacked(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
   void count_on_host(const ExchangeLayout& layout) const;
   void sum_in_place(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void sum_messages(const ForwardArgs& args, const ExchangeLayout& layout) const;
@@ -78,6 +79,7 @@ class RankExchange final : public PrepareAndFinalize {
   bool whole_ = true;  // the group is all ranks
   const bool host_;
   bool in_place_ = false;  // ranks read each other's rows where they lie
+  bool unpacked_ = false;  // messages take rows from where they lie
   int size_ = 1, rank_ = 0;
   RankSums sums_;  // over the ranks that have the same tokens
   std::uint32_t layer_ = 0;

@@ -1,6 +1,6 @@
 // The steps of RankExchange on the CPU. A row is copied once on its way to the experts of a rank,
-// and sums read rows where they lie: those of threads of this process in their memory, others where
-// messages have brought them.
+// or packed first where the data plane takes only whole messages. Sums read rows where they lie:
+// those of threads of this process in their memory, others where messages have brought them.
 #include <algorithm>
 #include <cstring>
 
@@ -41,14 +41,21 @@ void copy_rows(const TensorView& from, std::int64_t from_row, const TensorView& 
   }
 }
 
+/// How many of the rows from `begin` on are also neighbors where they lie.
+template <typename TokenOf>
+std::int64_t run_of(const TokenOf& token_of, std::int64_t begin, std::int64_t end) {
+  std::int64_t run = 1;
+  while (begin + run < end && token_of(begin + run) == token_of(begin) + run) ++run;
+  return run;
+}
+
 /// Row i of `to` becomes row tokens[i] of `from`, or row i.
 void gather_rows(const RowTensors& from, const std::int32_t* tokens, const RowTensors& to,
                  std::int64_t count, Stream stream) {
   const auto token_of = [&](std::int64_t i) { return tokens ? tokens[i] : i; };
   const auto copy = [&](std::int64_t begin, std::int64_t end) {
     while (begin < end) {
-      std::int64_t run = 1;
-      while (begin + run < end && token_of(begin + run) == token_of(begin) + run) ++run;
+      const std::int64_t run = run_of(token_of, begin, end);
       to.each(from, [&](const TensorView& target, const TensorView& source) {
         copy_rows(source, token_of(begin), target, begin, run);
       });
@@ -57,6 +64,18 @@ void gather_rows(const RowTensors& from, const std::int32_t* tokens, const RowTe
   };
   const bool worthwhile = count * from.values.size(1) >= core::kParallelElements;
   core::parallel_ranges(core::executor_of(stream), count, worthwhile, copy);
+}
+
+/// Adds the rows from `begin` on to `messages`: one for all if nothing lies between them.
+void add_rows(std::vector<Message>& messages, int peer, const TensorView& rows, std::int64_t begin,
+              std::int64_t count) {
+  const std::int64_t row_bytes = bytes(rows.dtype(), rows.size(1));
+  const std::int64_t stride_bytes = bytes(rows.dtype(), rows.stride(0));
+  const bool together = stride_bytes == row_bytes;
+  for (std::int64_t row = begin; row < begin + count; row += together ? count : 1) {
+    messages.push_back({peer, rows.as<std::byte>() + row * stride_bytes,
+                        static_cast<std::size_t>(row_bytes * (together ? count : 1))});
+  }
 }
 
 /// -1: nobody fills these rows.
@@ -124,8 +143,8 @@ void RankExchange::pack_on_host(const RowTensors& rows, const ExchangeLayout& la
   count_on_host(layout);
   const std::int64_t own = step_.recv_begin(rank_);
   for (int r = 0; r < size_; ++r) {
-    if (to_all_ && r != rank_) continue;  // they get the same rows
     const bool here = r == rank_;
+    if ((to_all_ || unpacked_) && !here) continue;  // they get the same rows, or others later
     // A rank without experts sends its rows from there, too.
     const std::int64_t count =
         to_all_ ? layout.sizes.num_tokens : layout.send_counts.as<const std::int32_t>()[r];
@@ -136,6 +155,26 @@ void RankExchange::pack_on_host(const RowTensors& rows, const ExchangeLayout& la
     gather_rows(rows, to_all_ ? nullptr : tokens + r * layout.sizes.max_tokens, to, count, stream);
     clear_ids(to.ids.slice(0, count, room));
   }
+}
+
+/// Sends rows from where they lie: all values that a rank gets, then all scales, ids and weights.
+void RankExchange::exchange_unpacked(const RowTensors& rows, const ExchangeLayout& layout,
+                                     Stream stream) const {
+  std::vector<Message> sends, receives;
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    const auto* tokens = layout.send_tokens.as<const std::int32_t>() + r * layout.sizes.max_tokens;
+    const auto token_of = [&](std::int64_t i) { return tokens[i]; };
+    const std::int64_t count = step_.send_counts[r];
+    rows.each(layout.received, [&](const TensorView& from, const TensorView& to) {
+      for (std::int64_t begin = 0, run = 0; begin < count; begin += run) {
+        run = run_of(token_of, begin, count);
+        add_rows(sends, r, from, tokens[begin], run);
+      }
+      add_rows(receives, r, to, step_.recv_begin(r), step_.recv_counts[r]);
+    });
+  }
+  swap(sends, receives, stream, "dispatch");
 }
 
 /// Adds what all ranks have computed for the tokens of this one.

@@ -31,6 +31,9 @@ RankExchange::RankExchange(const PrepareFinalizeDescriptor& descriptor, const Mo
       sums_(nullptr) {
   join(config.parallel, context.ranks.communicator);
   in_place_ = host_ && group_->can_lend();
+  // Rows that nobody fills are sent, too, where sizes are fixed: these are in no memory but the
+  // packed one.
+  unpacked_ = host_ && !in_place_ && !to_all_ && !fixed_sizes_ && group_->cuts_freely();
   place_experts(config, context.ranks);
   layer_ = static_cast<std::uint32_t>(group_->next_layer());
   if (context.ranks.replica_choice == ReplicaChoice::kNearest) nearest_rank_ = rank_;
@@ -100,6 +103,7 @@ ExchangeSizes RankExchange::sizes(const ProblemSize& caller) const {
   sizes.sum_ranks = sums_.needed() ? sums_.communicator()->size() : 1;
   sizes.to_all = to_all_;
   sizes.per_slot = per_slot();
+  sizes.packs = !to_all_ && !in_place_ && !unpacked_;
   sizes.host = host_;
   sizes.in_place = in_place_;
   sizes.combine_dtype = combine_dtype_;

@@ -61,15 +61,18 @@ class MpiData final : public DataPlane {
   int rank() const { return rank_; }
   int size() const { return size_; }
   std::string_view name() const override { return "mpi"; }
+  bool cuts_freely() const override { return true; }
   void abort() noexcept override { aborted_ = true; }
 
+  /// All that goes to a peer, or comes from it, is one message of MPI's, whose datatype says where
+  /// its blocks lie.
   void exchange(std::span<const Message> sends, std::span<const Message> receives, Stream,
                 Waiting& waiting) override {
     requests_.clear();
-    parts_.clear();
+    transfers_.clear();
     try {
-      for (const Message& message : receives) start(message, true);
-      for (const Message& message : sends) start(message, false);
+      start(receives, true);
+      start(sends, false);
       wait(waiting);
     } catch (...) {
       cancel();
@@ -78,26 +81,54 @@ class MpiData final : public DataPlane {
   }
 
  private:
-  struct Part {
+  struct Transfer {
     int peer;
-    int bytes;
+    MPI_Count bytes;
     bool receive;
   };
 
-  /// In parts, because MPI counts with an int.
-  void start(const Message& message, bool receive) {
-    constexpr std::size_t kMost = std::size_t{1} << 30;
-    auto* data = static_cast<char*>(message.data);
-    for (std::size_t left = message.bytes; left > 0;) {
-      const int bytes = static_cast<int>(std::min(left, kMost));
-      requests_.emplace_back();
-      parts_.push_back({message.peer, bytes, receive});
-      check(receive ? MPI_Irecv(data, bytes, MPI_BYTE, message.peer, 0, comm_, &requests_.back())
-                    : MPI_Isend(data, bytes, MPI_BYTE, message.peer, 0, comm_, &requests_.back()),
-            receive ? "MPI_Irecv" : "MPI_Isend");
-      data += bytes;
-      left -= static_cast<std::size_t>(bytes);
+  void start(std::span<const Message> messages, bool receive) {
+    sorted_.assign(messages.begin(), messages.end());
+    std::stable_sort(sorted_.begin(), sorted_.end(),
+                     [](const Message& a, const Message& b) { return a.peer < b.peer; });
+    for (auto begin = sorted_.begin(); begin != sorted_.end();) {
+      const auto end = std::find_if(begin, sorted_.end(),
+                                    [&](const Message& each) { return each.peer != begin->peer; });
+      start_with({begin, end}, receive);
+      begin = end;
     }
+  }
+
+  /// The messages of one peer.
+  void start_with(std::span<const Message> messages, bool receive) {
+    constexpr std::size_t kMost = std::size_t{1} << 30;  // MPI counts with an int
+    lengths_.clear();
+    addresses_.clear();
+    Transfer transfer{messages.front().peer, 0, receive};
+    for (const Message& message : messages) {
+      auto* data = static_cast<char*>(message.data);
+      for (std::size_t left = message.bytes; left > 0;) {
+        const std::size_t bytes = std::min(left, kMost);
+        lengths_.push_back(static_cast<int>(bytes));
+        check(MPI_Get_address(data, &addresses_.emplace_back()), "MPI_Get_address");
+        data += bytes;
+        left -= bytes;
+      }
+      transfer.bytes += static_cast<MPI_Count>(message.bytes);
+    }
+    if (transfer.bytes == 0) return;
+    MPI_Datatype blocks = MPI_DATATYPE_NULL;
+    check(MPI_Type_create_hindexed(static_cast<int>(lengths_.size()), lengths_.data(),
+                                   addresses_.data(), MPI_BYTE, &blocks),
+          "MPI_Type_create_hindexed");
+    check(MPI_Type_commit(&blocks), "MPI_Type_commit");
+    transfers_.push_back(transfer);
+    MPI_Request* request = &requests_.emplace_back(MPI_REQUEST_NULL);
+    const int peer = transfer.peer;
+    check(receive ? MPI_Irecv(MPI_BOTTOM, 1, blocks, peer, 0, comm_, request)
+                  : MPI_Isend(MPI_BOTTOM, 1, blocks, peer, 0, comm_, request),
+          receive ? "MPI_Irecv" : "MPI_Isend");
+    MPI_Type_free(&blocks);  // MPI keeps it until the transfer has ended
   }
 
   void wait(Waiting& waiting) {
@@ -109,7 +140,7 @@ class MpiData final : public DataPlane {
         MPI_Status status{};
         const int code = MPI_Test(&requests_[i], &complete, &status);
         if (!complete && code == MPI_SUCCESS) continue;
-        check_size(code, parts_[i], status);
+        check_size(code, transfers_[i], status);
         ++done;
         moved = true;
       }
@@ -119,26 +150,28 @@ class MpiData final : public DataPlane {
     }
   }
 
-  static void check_size(int code, const Part& part, MPI_Status& status) {
+  static void check_size(int code, const Transfer& transfer, MPI_Status& status) {
     int error_class = MPI_SUCCESS;
     if (code != MPI_SUCCESS) MPI_Error_class(code, &error_class);
-    if (error_class == MPI_ERR_TRUNCATE) throw wrong_size(part, "more bytes");
+    if (error_class == MPI_ERR_TRUNCATE) throw wrong_size(transfer, "more bytes");
     check(code, "MPI_Test");
-    int bytes = part.bytes;
-    if (part.receive && status.MPI_SOURCE == part.peer) MPI_Get_count(&status, MPI_BYTE, &bytes);
-    if (bytes != part.bytes) throw wrong_size(part, std::to_string(bytes) + " bytes");
+    MPI_Count bytes = transfer.bytes;
+    if (transfer.receive && status.MPI_SOURCE == transfer.peer) {
+      MPI_Get_elements_x(&status, MPI_BYTE, &bytes);
+    }
+    if (bytes != transfer.bytes) throw wrong_size(transfer, std::to_string(bytes) + " bytes");
   }
 
-  static Error wrong_size(const Part& part, const std::string& got) {
-    return {"message", got + " from rank " + std::to_string(part.peer),
-            std::to_string(part.bytes) + " bytes"};
+  static Error wrong_size(const Transfer& transfer, const std::string& got) {
+    return {"message", got + " from rank " + std::to_string(transfer.peer),
+            std::to_string(transfer.bytes) + " bytes"};
   }
 
   std::vector<int> late() const {
     std::vector<int> ranks;
     for (std::size_t i = 0; i < requests_.size(); ++i) {
-      const bool known = std::count(ranks.begin(), ranks.end(), parts_[i].peer) > 0;
-      if (requests_[i] != MPI_REQUEST_NULL && !known) ranks.push_back(parts_[i].peer);
+      const bool known = std::count(ranks.begin(), ranks.end(), transfers_[i].peer) > 0;
+      if (requests_[i] != MPI_REQUEST_NULL && !known) ranks.push_back(transfers_[i].peer);
     }
     std::sort(ranks.begin(), ranks.end());
     return ranks;
@@ -148,7 +181,7 @@ class MpiData final : public DataPlane {
   void cancel() noexcept {
     for (std::size_t i = 0; i < requests_.size(); ++i) {
       if (requests_[i] == MPI_REQUEST_NULL) continue;
-      if (parts_[i].receive) {
+      if (transfers_[i].receive) {
         MPI_Cancel(&requests_[i]);
         MPI_Wait(&requests_[i], MPI_STATUS_IGNORE);
       } else {
@@ -161,7 +194,11 @@ class MpiData final : public DataPlane {
   int rank_ = 0, size_ = 1;
   bool aborted_ = false;
   std::vector<MPI_Request> requests_;
-  std::vector<Part> parts_;
+  std::vector<Transfer> transfers_;  // one for each request
+  // Scratch of start().
+  std::vector<Message> sorted_;
+  std::vector<int> lengths_;
+  std::vector<MPI_Aint> addresses_;
 };
 
 /// One text of every rank.

@@ -39,7 +39,7 @@ void expect_as_one_rank(const RankCase& how, const LayerWeights& weights, DType 
                         bool equal_bits) {
   const std::int64_t hidden = weights.experts.hidden;
   const MoeLayer alone(weights, one_rank_options(how, dtype));
-  const auto comms = make_communicators(how.size, how.lend, {kPatient});
+  const auto comms = make_communicators(how.size, how.lend, {kPatient}, how.cut);
   run_ranks(how.size, [&](int rank) {
     const MoeLayer layer(weights, rank_options(how, dtype, kTokens, comms[rank]));
     EXPECT_EQ(layer.selection().prepare_finalize->name(), how.transport);
@@ -99,6 +99,35 @@ TEST_P(Transports, EverySchemeTravels) {
     how.batch_invariant = true;
     expect_as_one_rank(how, weights, DType::kBF16, true);
   }
+}
+
+/// As over MPI: rows are sent from where they lie.
+TEST(RankLayersTest, RowsThatAreNotPackedGiveTheSameBits) {
+  for (const char* name : {"bf16", "fp8_block", "fp8_tensor", "nvfp4"}) {
+    SCOPED_TRACE(name);
+    const QuantScheme scheme = parse_scheme(name);
+    const LayerWeights weights = make_layer_weights({small_case(scheme)});
+    for (const char* transport : {"all2all", "allgather_reducescatter"}) {
+      RankCase how{.size = 4, .transport = transport, .lend = false, .cut = true};
+      expect_as_one_rank(how, weights, DType::kBF16, false);
+      how.fixed_sizes = true;
+      expect_as_one_rank(how, weights, DType::kBF16, false);
+      how.fixed_sizes = false;
+      how.batch_invariant = !batch_dependent(scheme);
+      expect_as_one_rank(how, weights, DType::kBF16, how.batch_invariant);
+    }
+  }
+  // Rows of the caller's that do not follow each other.
+  const LayerWeights weights = make_layer_weights({small_case()});
+  const RankCase how{.size = 2, .lend = false, .cut = true, .batch_invariant = true};
+  const MoeLayer alone(weights, one_rank_options(how, DType::kBF16));
+  const auto comms = make_communicators(2, how.lend, {kPatient}, how.cut);
+  run_ranks(2, [&](int rank) {
+    const MoeLayer layer(weights, rank_options(how, DType::kBF16, kTokens, comms[rank]));
+    const Tensor wide = hidden_states_of(rank, kTokens, 160, DType::kBF16);
+    const TensorView x = wide.slice(1, 16, 16 + 128);
+    EXPECT_TRUE(bitwise_equal(forward_exactly(layer, x, kTokens), forward_exactly(alone, x, 0)));
+  });
 }
 
 TEST_P(Transports, ZeroExpertsStayAtHome) {
@@ -210,7 +239,8 @@ TEST(RankLayersTest, RandomConfigurations) {
     }
     RankCase how{.size = size,
                  .transport = random.below(2) == 0 ? "all2all" : "allgather_reducescatter",
-                 .lend = round % 2 == 0,
+                 .lend = round % 3 == 0,
+                 .cut = round % 3 == 1,
                  .placement = ExpertPlacement(spec.num_experts, size, logical, ranks),
                  .combine = CombineMode::kPerSlot,
                  .batch_invariant = true};
@@ -230,7 +260,7 @@ TEST(RankLayersTest, RandomConfigurations) {
         }
       }
     }
-    const auto comms = make_communicators(size, how.lend, {kPatient});
+    const auto comms = make_communicators(size, how.lend, {kPatient}, how.cut);
     run_ranks(size, [&](int rank) {
       const MoeLayer layer(weights, rank_options(how, DType::kBF16, 5, comms[rank]));
       for (int step = 0; step < 3; ++step) {

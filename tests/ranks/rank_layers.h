@@ -33,6 +33,7 @@ struct RankCase {
   int size = 2;
   std::string transport = "all2all";
   bool lend = true;  ///< ranks read each other's memory; else they send messages
+  bool cut = false;  ///< messages are sequences of bytes, so that rows need not be packed
   std::optional<ExpertPlacement> placement = {};
   std::optional<CombineMode> combine = {};
   bool batch_invariant = false;

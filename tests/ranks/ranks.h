@@ -77,15 +77,50 @@ class MessagesOnly final : public DataPlane {
   std::shared_ptr<DataPlane> plane_;
 };
 
-/// Ranks that are threads, which lend each other their memory or send messages.
+/// The same, but what goes from one rank to another in an exchange is one sequence of bytes, as
+/// over MPI.
+class Sequences final : public DataPlane {
+ public:
+  Sequences(int size, std::shared_ptr<DataPlane> plane) : size_(size), plane_(std::move(plane)) {}
+  std::string_view name() const override { return plane_->name(); }
+  bool cuts_freely() const override { return true; }
+  void exchange(std::span<const Message> sends, std::span<const Message> receives, Stream stream,
+                Waiting& waiting) override {
+    std::vector<std::string> out(size_), in(size_);
+    for (const Message& each : sends) {
+      out[each.peer].append(static_cast<const char*>(each.data), each.bytes);
+    }
+    for (const Message& each : receives) in[each.peer].resize(in[each.peer].size() + each.bytes);
+    std::vector<Message> whole_out, whole_in;
+    for (int peer = 0; peer < size_; ++peer) {
+      whole_out.push_back({peer, out[peer].data(), out[peer].size()});
+      whole_in.push_back({peer, in[peer].data(), in[peer].size()});
+    }
+    plane_->exchange(whole_out, whole_in, stream, waiting);
+    std::vector<std::size_t> next(size_);
+    for (const Message& each : receives) {
+      in[each.peer].copy(static_cast<char*>(each.data), each.bytes, next[each.peer]);
+      next[each.peer] += each.bytes;
+    }
+  }
+  void abort() noexcept override { plane_->abort(); }
+
+ private:
+  const int size_;
+  const std::shared_ptr<DataPlane> plane_;
+};
+
+/// Ranks that are threads, which lend each other their memory or send messages; `cut`: these are
+/// sequences.
 inline std::vector<std::shared_ptr<Communicator>> make_communicators(
-    int size, bool lend, const CommunicatorOptions& options) {
+    int size, bool lend, const CommunicatorOptions& options, bool cut = false) {
   if (lend) return make_thread_communicators(size, options);
   const auto control = make_thread_control_plane();
   const auto planes = make_thread_data_planes(size);
   std::vector<std::shared_ptr<Communicator>> result(planes.size());
   run_ranks(size, [&](int rank) {
-    auto plane = std::make_shared<MessagesOnly>(planes[rank]);
+    std::shared_ptr<DataPlane> plane = std::make_shared<MessagesOnly>(planes[rank]);
+    if (cut) plane = std::make_shared<Sequences>(size, std::move(plane));
     result[rank] = std::make_shared<Communicator>(rank, size, control, std::move(plane), options);
   });
   return result;
