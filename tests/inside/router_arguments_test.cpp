@@ -1,4 +1,4 @@
-// Malformed calls of route().
+// Malformed calls of route(), and malformed results of custom routing.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -38,6 +38,19 @@ TEST(RouterTest, BadArgumentsAreNamedAndTheOutputIsLeftAlone) {
   for (std::int64_t i = 0; i < 6; ++i) {
     EXPECT_EQ(ids.as<std::int32_t>()[i], 0x7f7f7f7f);
     EXPECT_TRUE(std::isnan(weights.as<float>()[i]));
+  }
+}
+
+TEST(RouterTest, CustomRoutingMustReturnIdsInRange) {
+  const Tensor logits = Tensor::zeros({1, 4}, DType::kF32);
+  const Tensor ids = Tensor::empty({1, 1}, DType::kI32),
+               weights = Tensor::zeros({1, 1}, DType::kF32);
+  for (const std::int32_t bad : {-2, 4}) {
+    RouterConfig config = make_router(4, 1, ScoringFunc::kSoftmax);
+    config.custom = [bad](const TensorView&, const TensorView& to, const TensorView&) {
+      to.as<std::int32_t>()[0] = bad;
+    };
+    EXPECT_THROW(route(config, logits, {}, {ids, weights}), Error);
   }
 }
 
