@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "fusedmoe/quant.h"
-#include "rank_layers.h"
+#include "golden_ranks.h"
 
 namespace fusedmoe {
 namespace {
@@ -62,6 +62,17 @@ TEST(MpiTest, LayersGiveTheOutputOfOneRank) {
             EXPECT_LE(compare(output, expected).max_norm_relative, 2e-2);
           }
         }
+      }
+    }
+  }
+}
+
+TEST(MpiTest, GoldenVectorsOfEveryFamily) {
+  for (const std::string& name : testing::golden_names()) {
+    for (const char* transport : {"all2all", "allgather_reducescatter"}) {
+      for (const CombineMode combine : {CombineMode::kPerRank, CombineMode::kPerSlot}) {
+        const RankCase how{.size = world()->size(), .transport = transport, .combine = combine};
+        testing::expect_golden_on_rank(name, how, DType::kBF16, world());
       }
     }
   }
