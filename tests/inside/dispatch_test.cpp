@@ -1,0 +1,68 @@
+// Which rows go to which rank, and to which copy of an expert.
+#include <gtest/gtest.h>
+
+#include "fusedmoe/comm.h"
+#include "moe/host_backend.h"
+#include "reference/backend.h"
+
+namespace fusedmoe {
+namespace {
+
+using Ids = std::vector<std::int32_t>;
+
+/// What one rank of `placement` sends for `ids`, (num_tokens, topk).
+struct Planned {
+  Ids physical, rows, counts, tokens;
+
+  Planned(const ExpertPlacement& placement, const Ids& ids, std::int64_t topk, int nearest = -1) {
+    const auto num_tokens = static_cast<std::int64_t>(ids.size()) / topk;
+    const std::int64_t ranks = placement.num_ranks();
+    const ExpertPlacement::Table table = placement.table();
+    physical.resize(ids.size());
+    rows.resize(static_cast<std::size_t>(num_tokens * ranks));
+    counts.resize(static_cast<std::size_t>(ranks));
+    tokens.assign(rows.size(), -1);
+    const auto view = [](const Ids& list, const Shape& shape) {
+      return TensorView(list.data(), DType::kI32, shape);
+    };
+    core::DispatchPlan plan;
+    plan.topk_ids = view(ids, {num_tokens, topk});
+    plan.replica_offsets = view(table.offsets, {std::ssize(table.offsets)});
+    plan.replicas = view(table.physical, {std::ssize(table.physical)});
+    plan.physical_ranks = view(placement.rank_of(), {placement.num_physical()});
+    plan.nearest_rank = nearest;
+    plan.row_stride = num_tokens;
+    plan.physical_ids = view(physical, {num_tokens, topk});
+    plan.send_rows = view(rows, {num_tokens, ranks});
+    plan.send_counts = view(counts, {ranks});
+    plan.send_tokens = view(tokens, {ranks, num_tokens});
+    reference::backend().plan_dispatch(plan, {});
+  }
+};
+
+/// The example of docs/expert-parallel.md: 0 1 2 | 3 4 | 5 6, and a token that chose 1, 4 and 2.
+TEST(DispatchTest, ATokenGoesToEachRankOnce) {
+  const Planned planned(ExpertPlacement::linear(7, 3), {1, 4, 2, 6, -1, 6, 3, 4, 7}, 3);
+  EXPECT_EQ(planned.physical, (Ids{1, 4, 2, 6, -1, 6, 3, 4, -1}));
+  EXPECT_EQ(planned.rows, (Ids{0, 3, -1, -1, -1, 6, -1, 4, -1}));
+  EXPECT_EQ(planned.counts, (Ids{1, 2, 1}));
+  EXPECT_EQ(planned.tokens, (Ids{0, -1, -1, 0, 2, -1, 1, -1, -1}));
+}
+
+/// (token * 2654435769 mod 2^32) mod copies, the same for all slots of a token.
+TEST(DispatchTest, TheHashOfATokenChoosesItsCopies) {
+  const ExpertPlacement placement(2, 3, {0, 1, 0, 1, 0, 1}, {0, 0, 1, 1, 2, 2});
+  Ids ids;
+  for (int token = 0; token < 100; ++token) ids.insert(ids.end(), {1, 0});
+  const Planned hashed(placement, ids, 2), nearest(placement, ids, 2, 1);
+  for (std::uint64_t token = 0; token < 100; ++token) {
+    const auto copy = static_cast<std::int32_t>(token * 2654435769 % (std::uint64_t{1} << 32) % 3);
+    EXPECT_EQ(hashed.physical[2 * token], 2 * copy + 1);
+    EXPECT_EQ(hashed.physical[2 * token + 1], 2 * copy);
+    EXPECT_EQ(nearest.physical[2 * token], 3);
+    EXPECT_EQ(nearest.physical[2 * token + 1], 2);
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe
