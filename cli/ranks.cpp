@@ -17,8 +17,6 @@
 namespace fusedmoe::cli {
 namespace {
 
-constexpr std::chrono::seconds kTimeout{60};
-
 /// Not every machine has NVLink's multicast. Read when NCCL is loaded.
 void avoid_multicast() {
   setenv("NCCL_NVLS_ENABLE", "0", 0);
@@ -49,7 +47,8 @@ void bind_to_share(int rank, int num_ranks) {
   sched_setaffinity(0, sizeof mine, &mine);
 }
 
-std::shared_ptr<Communicator> join(const Launch& launch, const std::string& device) {
+std::shared_ptr<Communicator> join(const Launch& launch, const std::string& device,
+                                   std::chrono::seconds timeout) {
   const bool nccl = device == "cuda";
   if (!nccl && device != "cpu") {
     throw Error("--device", device, "cpu, or cuda with a GPU for each rank");
@@ -57,14 +56,14 @@ std::shared_ptr<Communicator> join(const Launch& launch, const std::string& devi
   if (nccl) avoid_multicast();
   const Device own = nccl ? Device{DeviceKind::kCuda, launch.local_rank} : Device{};
   if (over_mpi(launch)) {
-    const auto over = make_mpi_communicator({}, {kTimeout});
+    const auto over = make_mpi_communicator({}, {timeout});
     if (!nccl) return over;
     const auto gather = [&](const std::string& text) { return over->gather(text, "joining"); };
     const int rank = launch.rank, size = launch.size;
-    return make_communicator(rank, size, make_control_plane(rank, size, gather, kTimeout),
-                             {kTimeout, own});
+    return make_communicator(rank, size, make_control_plane(rank, size, gather, timeout),
+                             {timeout, own});
   }
-  return join_processes(launch, {kTimeout, own});
+  return join_processes(launch, {timeout, own});
 }
 
 }  // namespace
@@ -105,8 +104,8 @@ const std::optional<Launch>& launched() {
   return launch;
 }
 
-void run_local_ranks(int num_ranks, const std::string& device,
-                     const std::function<void(std::shared_ptr<Communicator>)>& function) {
+void run_local_ranks(int num_ranks, const std::string& device, const RankFunction& function,
+                     std::chrono::seconds timeout) {
   const bool nccl = device == "cuda";
   if (nccl && num_ranks > cuda_device_count()) {
     throw Error(
@@ -116,7 +115,7 @@ void run_local_ranks(int num_ranks, const std::string& device,
   avoid_multicast();
   const std::shared_ptr<ControlPlane> control = make_thread_control_plane();
   std::vector<std::shared_ptr<Communicator>> made;
-  if (!nccl) made = make_thread_communicators(num_ranks, {kTimeout, parse_device(device)});
+  if (!nccl) made = make_thread_communicators(num_ranks, {timeout, parse_device(device)});
   const int threads_of_each = std::max(1, num_threads() / num_ranks);
   std::vector<std::exception_ptr> failures(static_cast<std::size_t>(num_ranks));
   std::vector<std::thread> threads;
@@ -129,7 +128,7 @@ void run_local_ranks(int num_ranks, const std::string& device,
         if (nccl) {
           // By each rank's thread: over NCCL they wait for each other.
           const Device own{DeviceKind::kCuda, rank};
-          communicator = make_communicator(rank, num_ranks, control, {kTimeout, own});
+          communicator = make_communicator(rank, num_ranks, control, {timeout, own});
         }
         function(communicator);
         communicator->barrier();
@@ -145,17 +144,17 @@ void run_local_ranks(int num_ranks, const std::string& device,
   }
 }
 
-void run_on_ranks(int num_ranks, const std::string& device,
-                  const std::function<void(std::shared_ptr<Communicator>)>& function) {
+void run_on_ranks(int num_ranks, const std::string& device, const RankFunction& function,
+                  std::chrono::seconds timeout) {
   const std::optional<Launch>& launch = launched();
-  if (!launch) return run_local_ranks(num_ranks, device, function);
+  if (!launch) return run_local_ranks(num_ranks, device, function, timeout);
   put_rank_in_front(launch->rank);
   if (launch->size != num_ranks) {
     throw Error(
         "--ep, --tp and --dp", fmt::format("{} ranks", num_ranks),
         fmt::format("{}, the processes that {} has started", launch->size, launch->launcher));
   }
-  const std::shared_ptr<Communicator> communicator = join(*launch, device);
+  const std::shared_ptr<Communicator> communicator = join(*launch, device, timeout);
   try {
     function(communicator);
     communicator->barrier();

@@ -1,6 +1,7 @@
 // Ranks: threads that the program starts itself, or processes that a launcher has started.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -25,16 +26,20 @@ struct RankOptionsOf {
 /// Where this process stands, if mpirun, torchrun or srun has started several.
 const std::optional<Launch>& launched();
 
+using RankFunction = std::function<void(std::shared_ptr<Communicator>)>;
+/// Of every wait for another rank.
+inline constexpr std::chrono::seconds kRankTimeout{60};
+
 /// Calls function with each rank's communicator, on a thread of its own. "cpu": in memory; "cuda":
 /// over NCCL, rank i on cuda:i; "cuda:i": all on one GPU, in its memory. Throws the first rank's
 /// Error when one has failed; the others then end too.
-void run_local_ranks(int num_ranks, const std::string& device,
-                     const std::function<void(std::shared_ptr<Communicator>)>& function);
+void run_local_ranks(int num_ranks, const std::string& device, const RankFunction& function,
+                     std::chrono::seconds timeout = kRankTimeout);
 
 /// The same, but where a launcher has started the ranks as processes, this one's alone: over MPI
 /// or TCP, with "cuda" over NCCL on the GPU of its number on the host.
-void run_on_ranks(int num_ranks, const std::string& device,
-                  const std::function<void(std::shared_ptr<Communicator>)>& function);
+void run_on_ranks(int num_ranks, const std::string& device, const RankFunction& function,
+                  std::chrono::seconds timeout = kRankTimeout);
 
 /// CPU threads for each rank of this host.
 int threads_of_rank(const Communicator& communicator);
