@@ -216,6 +216,51 @@ TEST_P(Failures, ARankThatThrowsInsideAStep) {
   EXPECT_EQ(errors[2], errors[0]);
 }
 
+/// Runs tasks one by one; throws at a call if it is told to.
+class FailingExecutor final : public Executor {
+ public:
+  int concurrency() const override { return 2; }
+  void run(int num_tasks, Task task) override {
+    if (calls++ == fails_at) throw std::runtime_error("a core is gone");
+    for (int i = 0; i < num_tasks; ++i) task(i);
+  }
+  int calls = 0, fails_at = -1;
+};
+
+/// Between prepare and finalize, too: wherever a forward has work for several cores.
+TEST_P(Failures, ARankThatThrowsAtAnyPlaceOfAStep) {
+  constexpr std::int64_t kMany = 40;
+  Case spec;
+  spec.num_experts = 6;
+  spec.hidden = 1024;
+  const LayerWeights weights = make_layer_weights({spec});
+  const Tensor x = make_hidden_states(DType::kBF16, kMany, spec.hidden);
+  int calls = 1;
+  for (int fails_at = 0; fails_at < calls; ++fails_at) {
+    const Communicators comms = make_communicators(3, how_.lend, {kPatient});
+    const auto errors = errors_of_ranks(3, [&](int rank) {
+      FailingExecutor executor;
+      LayerOptions options = rank_options(how_, DType::kBF16, kMany, comms[rank]);
+      options.num_threads = 0;
+      options.executor = &executor;
+      const MoeLayer layer(weights, options);
+      executor.calls = 0;
+      forward_exactly(layer, x, kMany);
+      if (rank == 1) {
+        calls = executor.calls;
+        executor.calls = 0;
+        executor.fails_at = fails_at;
+      }
+      forward_exactly(layer, x, kMany);
+      comms[rank]->barrier();  // a rank may be done when another fails
+    });
+    EXPECT_EQ(errors[1], "a core is gone");
+    EXPECT_TRUE(errors[0].starts_with("rank 1: ") && has(errors[0], "a core is gone")) << errors[0];
+    EXPECT_EQ(errors[2], errors[0]);
+  }
+  EXPECT_GE(calls, 3);
+}
+
 TEST_P(Failures, AReceiveBufferThatIsFull) {
   const Communicators comms = make_communicators(3, how_.lend, {kPatient});
   const auto errors = errors_of_ranks(3, [&](int rank) {
