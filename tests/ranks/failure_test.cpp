@@ -71,7 +71,7 @@ TEST(AgreementTest, EveryFieldCounts) {
       {"dp_size", [](W&, O& o) { o.parallel = {.tp_size = 3, .dp_size = 3, .tp_rank = 2}; }},
   };
   for (const auto& [field, change] : changes) {
-    const auto errors = errors_of_making([&](int rank, W& weights, O& options) {
+    const auto errors = errors_of_making([&, change = change](int rank, W& weights, O& options) {
       if (rank == 2) change(weights, options);
     });
     EXPECT_FALSE(errors[0].empty()) << field;
