@@ -51,7 +51,8 @@ std::int64_t allocations_in(Call call) {
 }
 
 TEST(AllocationTest, TheCounterCounts) {
-  EXPECT_EQ(allocations_in([] { std::vector<int> some(100); }), 1);
+  // By its name: a compiler may leave out an allocation that a new expression or a vector makes.
+  EXPECT_EQ(allocations_in([] { ::operator delete(::operator new(100)); }), 1);
 }
 
 TEST(AllocationTest, Router) {
