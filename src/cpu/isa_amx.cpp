@@ -27,7 +27,9 @@ class TileConfig {
       config.row_bytes[tile] = static_cast<std::uint16_t>(rows[tile] ? kVectorBytes : 0);
       config.rows[tile] = static_cast<std::uint8_t>(rows[tile]);
     }
-    _tile_loadconfig(&config);
+    // NOTE: assembly, because GCC 12's intrinsic says that it reads 8 bytes of the 64: the other
+    // stores are then optimised away, and the processor refuses the shapes.
+    asm volatile("ldtilecfg %0" : : "m"(config));
   }
   ~TileConfig() { _tile_release(); }
   TileConfig(const TileConfig&) = delete;
