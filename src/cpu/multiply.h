@@ -343,27 +343,41 @@ class Mxfp4Panels {
 
 // ---- Peak rate ----------------------------------------------------------------------------------
 
+/// As many accumulators, rows and weights as a panel kernel has. Operands are loaded anew in each
+/// round: products that are computed apart from their sum must not be computed only once.
 template <class D>
 double flops(std::int64_t rounds) {
   using S = typename D::Simd;
-  constexpr int kAccumulators = S::kRows * S::kVectors;
-  typename D::Acc acc[kAccumulators];
+  constexpr int kRows = S::kRows, kVectors = S::kVectors;
+  typename D::Acc acc[kRows][kVectors];
   alignas(64) std::byte zeros[kStepBytes] = {};
-  auto a = D::load_b(zeros);
-  asm volatile("" : "+m"(a));  // unknown to the compiler
-#pragma GCC unroll 32
-  for (int i = 0; i < kAccumulators; ++i) acc[i] = D::initial(S::set1(static_cast<float>(i)));
-  for (std::int64_t round = 0; round < rounds; ++round) {
-#pragma GCC unroll 32
-    for (int i = 0; i < kAccumulators; ++i) acc[i] = D::dot(acc[i], a, a);
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = D::initial(S::set1(static_cast<float>(r + v)));
   }
-  auto sum = D::to_float(acc[0]);
-#pragma GCC unroll 32
-  for (int i = 1; i < kAccumulators; ++i) sum = sum + D::to_float(acc[i]);
+  for (std::int64_t round = 0; round < rounds; ++round) {
+    asm volatile("" : : "r"(zeros) : "memory");  // may have changed, as the compiler sees it
+    typename D::B weights[kVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) weights[v] = D::load_b(zeros + 4 * v);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const auto a = D::broadcast(zeros + 4 * r);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = D::dot(acc[r][v], weights[v], a);
+    }
+  }
+  auto sum = S::set1(0.0f);
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) sum = sum + D::to_float(acc[r][v]);
+  }
   alignas(64) float lanes[S::kWidth];
   S::store(lanes, sum);
   [[maybe_unused]] volatile float kept = lanes[0];  // the work must not be optimised away
-  return 2.0 * kAccumulators * S::kWidth * D::kPerStep * static_cast<double>(rounds);
+  return 2.0 * kRows * kVectors * S::kWidth * D::kPerStep * static_cast<double>(rounds);
 }
 
 }  // namespace
