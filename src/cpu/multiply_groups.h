@@ -9,9 +9,10 @@
 namespace fusedmoe::cpu {
 namespace {
 
-/// Rows of one block: accumulators and totals of 3 rows fill the registers, whether the instruction
-/// set has 16 or 32.
-inline constexpr int kGroupRows = 3;
+/// Rows of one block: those whose accumulators and totals fill 32 registers; or, of 16 registers,
+/// whose accumulators do.
+template <class S>
+inline constexpr int kGroupRows = S::kTotalsInRegisters ? S::kRows / 2 : S::kRows;
 /// Steps of a panel, which should fit the L1: blocks of few rows read it often.
 inline constexpr std::int64_t kGroupPanelSteps = 64;
 
@@ -41,7 +42,8 @@ inline typename D::Acc initial_of_group(const GroupRow& row, const GroupPanel& p
                                 : initial);
 }
 
-/// R rows x 64 columns. totals (R, 64) are loaded to registers, added to and stored.
+/// R rows x 64 columns. totals (R, 64) are added to: in registers, from the first group of a panel
+/// to its last, where there are enough of them.
 template <class D, int R>
 inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, int group_shift,
                                  float* totals, Prefetcher& prefetch) {
@@ -50,12 +52,24 @@ inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, 
   const std::byte* elements[R];
   for (int r = 0; r < R; ++r) elements[r] = rows[r].elements + panel.row_offset;
   for (int column = 0; column < kTileColumns; column += kVectors * kW) {
+    float* const memory = totals + column;
     typename S::F total[R][kVectors];
+    const auto add = [&](int r, int v, typename S::F acc, typename S::F scale)
+        __attribute__((always_inline)) {
+      if constexpr (S::kTotalsInRegisters) {
+        total[r][v] = S::fma(acc, scale, total[r][v]);
+      } else {
+        float* at = memory + r * kTileColumns + v * kW;
+        S::store(at, S::fma(acc, scale, S::load(at)));
+      }
+    };
+    if constexpr (S::kTotalsInRegisters) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        total[r][v] = S::load(totals + r * kTileColumns + column + v * kW);
+        for (int v = 0; v < kVectors; ++v) {
+          total[r][v] = S::load(memory + r * kTileColumns + v * kW);
+        }
       }
     }
     const std::byte* b = panel.data + column * 4;
@@ -63,7 +77,7 @@ inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, 
     for (std::int64_t g = 0; g < panel.count; ++g) {
       prefetch();
       typename D::Acc acc[R][kVectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
@@ -77,7 +91,7 @@ inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, 
         typename D::B weights[kVectors];
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) weights[v] = D::load_b(b + v * kW * 4);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
           const auto x = D::broadcast(elements[r] + a);
 #pragma GCC unroll 4
@@ -85,28 +99,29 @@ inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, 
         }
       }
       const float* scales = panel.scales + g * kTileColumns + column;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         if (rows[0].scales) {
           const auto scale = S::set1(rows[r].scales[(panel.first + g) >> group_shift]);
 #pragma GCC unroll 4
           for (int v = 0; v < kVectors; ++v) {
-            total[r][v] =
-                S::fma(D::to_float(acc[r][v]), S::load(scales + v * kW) * scale, total[r][v]);
+            add(r, v, D::to_float(acc[r][v]), S::load(scales + v * kW) * scale);
           }
         } else {
 #pragma GCC unroll 4
           for (int v = 0; v < kVectors; ++v) {
-            total[r][v] = S::fma(D::to_float(acc[r][v]), S::load(scales + v * kW), total[r][v]);
+            add(r, v, D::to_float(acc[r][v]), S::load(scales + v * kW));
           }
         }
       }
     }
+    if constexpr (S::kTotalsInRegisters) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        S::store(totals + r * kTileColumns + column + v * kW, total[r][v]);
+        for (int v = 0; v < kVectors; ++v) {
+          S::store(memory + r * kTileColumns + v * kW, total[r][v]);
+        }
       }
     }
   }
@@ -215,7 +230,7 @@ template <class D, class Panels>
 void multiply_groups_tile(const TileJob& job, int tile, std::int64_t group) {
   GroupRow rows[kMaxRows];
   for (std::int64_t r = 0; r < job.num_rows; ++r) rows[r] = group_row(job, r);
-  constexpr int kRows = kGroupRows;
+  constexpr int kRows = kGroupRows<typename D::Simd>;
   const std::int64_t groups = (job.k + group - 1) / group;
   const std::int64_t at_most = kGroupPanelSteps * D::kPerStep / group;
   const std::int64_t per_panel = at_most > 1 ? at_most : 1;

@@ -11,6 +11,7 @@ namespace {
 struct Simd : SimdVector<8> {
   static constexpr int kVectors = 2;
   static constexpr int kRows = 6;  // 12 accumulators, 2 weights, 1 broadcast of 16 registers
+  static constexpr bool kTotalsInRegisters = false;  // of groups, beside accumulators
   static constexpr int kStreamTiles = 1;
   /// Of a tile at a time: their accumulators leave room for decoding.
   static constexpr int stream_vectors(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }

@@ -11,6 +11,7 @@ namespace {
 struct Simd : SimdVector<16> {
   static constexpr int kVectors = 4;
   static constexpr int kRows = 6;  // 24 accumulators, 4 weights, 1 broadcast of 32 registers
+  static constexpr bool kTotalsInRegisters = true;  // of groups, beside accumulators
   static constexpr int kStreamTiles = 4;
   static constexpr int stream_vectors(int) { return 4; }  // of a tile, whatever the rows
 
