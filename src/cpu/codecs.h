@@ -196,8 +196,15 @@ class PermutedNibbles {
   typename S::F values_;
 };
 
+/// Where one instruction tells whether any byte has its first bit set.
+template <class S>
+concept TestsBytes = requires(typename S::I bytes) {
+  S::any_first_bit(bytes);
+};
+
 /// The bf16 form of a normal E4M3 value is its magnitude shifted by 4 bits, plus a constant.
-/// Subnormal values are corrected by look-up, NaN by arithmetic.
+/// Subnormal values are corrected by look-up, NaN by arithmetic: that takes as long as all the
+/// rest, and few weights are so small. So it is left out where no weight of a vector needs it.
 template <class S>
 class E4m3Pairs {
  public:
@@ -209,25 +216,43 @@ class E4m3Pairs {
           const std::uint32_t magnitude = i % 8;
           const std::uint32_t shifted = (magnitude << 20) + (120u << 23);
           return float_of_bits(bits_of_float(e4m3_value(magnitude)) ^ shifted);
-        })) {}
+        })),
+        high_(S::table({0x3C, 0x3D, 0x3E, 0x3F, 0x40, 0x41, 0x42, 0x43,  //
+                        0xBC, 0xBD, 0xBE, 0xBF, 0xC0, 0xC1, 0xC2, 0xC3})) {}
 
   void decode(const std::byte* block, const std::byte*, int v, typename S::I (&pairs)[2]) const {
     using I = typename S::I;
     const I codes = S::load_words(block + 4 * S::kWidth * v);
+    I low = (codes << 4) & bytes4(0xF0);
+    I high = S::lookup(high_, (codes >> 4) & bytes4(15));
     const I magnitude = codes & bytes4(0x7F);
-    // Entry 8 + magnitude for subnormal values; a look-up gives 0 for the indices of others.
-    const I index = S::add(magnitude, I{} + bytes4(S::kEntry8OrZero));
-    const I nan = S::add(magnitude, I{} + bytes4(1)) & bytes4(0x80);
-    const I low = ((magnitude << 4) & bytes4(0xF0)) ^ S::lookup(corrections_.low, index);
-    const I shifted = ((magnitude >> 4) & bytes4(7)) + bytes4(0x3C);
-    const I high = (shifted ^ S::lookup(corrections_.high, index)) |
-                   S::subtract(nan, (nan >> 7) & bytes4(1)) | (codes & bytes4(0x80));
+    const I after_nan = S::add(magnitude, I{} + bytes4(1));  // has its first bit set for NaN only
+    if constexpr (TestsBytes<S>) {
+      // So has magnitude - 8, modulo 256, for subnormal values only.
+      const I small = S::subtract_bytes(magnitude, I{} + bytes4(8));
+      if (S::any_first_bit(small | after_nan)) [[unlikely]] {
+        correct(magnitude, after_nan, low, high);
+      }
+    } else {
+      correct(magnitude, after_nan, low, high);
+    }
     pairs[0] = S::unpack_low(low, high);
     pairs[1] = S::unpack_high(low, high);
   }
 
  private:
+  void correct(typename S::I magnitude, typename S::I after_nan, typename S::I& low,
+               typename S::I& high) const {
+    using I = typename S::I;
+    // Entry 8 + magnitude for subnormal values; a look-up gives 0 for the indices of others.
+    const I index = S::add(magnitude, I{} + bytes4(S::kEntry8OrZero));
+    const I nan = after_nan & bytes4(0x80);
+    low ^= S::lookup(corrections_.low, index);
+    high = (high ^ S::lookup(corrections_.high, index)) | S::subtract(nan, (nan >> 7) & bytes4(1));
+  }
+
   Bf16Tables<S> corrections_;
+  typename S::Table high_;  // bytes by the first four bits of a code
 };
 
 /// bf16 pairs of another codec as twice as many fp32 steps.
