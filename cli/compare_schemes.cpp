@@ -98,7 +98,7 @@ class ExpertQuantizer {
       largest = range_.intermediate[result_.experts.size()];
       if (largest == 0) largest = largest_intermediate_;
     }
-    const Tensor scale = Tensor::empty({1}, DType::kF32);
+    Tensor scale = Tensor::empty({1}, DType::kF32);
     *scale.as<float>() = largest / (result_.scheme.activations->global_scale ? 2688.0F : 448.0F);
     result_.owners.push_back(scale.owner());
     return scale;
@@ -227,11 +227,11 @@ SchemeError SchemeComparison::run(const QuantScheme& scheme, DType dtype,
   const Tensor output = Tensor::empty(x.shape(), dtype);
   const std::size_t bytes = layer.workspace_bytes(x.size(0));
   const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
-  std::vector<double> times;
-  for (int i = 0; i < repeat; ++i) {
-    times.push_back(time_ms([&] {
+  std::vector<double> times(static_cast<std::size_t>(repeat));
+  for (double& time : times) {
+    time = time_ms([&] {
       layer.forward_routed(x, {topk_ids_, topk_weights_}, output, {workspace.data(), bytes});
-    }));
+    });
   }
   std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
   result.ms = times[times.size() / 2];

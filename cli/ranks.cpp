@@ -56,7 +56,7 @@ std::shared_ptr<Communicator> join(const Launch& launch, const std::string& devi
   if (nccl) avoid_multicast();
   const Device own = nccl ? Device{DeviceKind::kCuda, launch.local_rank} : Device{};
   if (over_mpi(launch)) {
-    const auto over = make_mpi_communicator({}, {timeout});
+    auto over = make_mpi_communicator({}, {timeout});
     if (!nccl) return over;
     const auto gather = [&](const std::string& text) { return over->gather(text, "joining"); };
     const int rank = launch.rank, size = launch.size;
@@ -119,6 +119,7 @@ void run_local_ranks(int num_ranks, const std::string& device, const RankFunctio
   const int threads_of_each = std::max(1, num_threads() / num_ranks);
   std::vector<std::exception_ptr> failures(static_cast<std::size_t>(num_ranks));
   std::vector<std::thread> threads;
+  threads.reserve(failures.size());
   for (int rank = 0; rank < num_ranks; ++rank) {
     threads.emplace_back([&, rank] {
       threads_of_local_rank = threads_of_each;

@@ -126,7 +126,7 @@ ExpertWeights::Stacked stacked_of(nb::handle w13, nb::handle w2, const nb::dict&
   ExpertWeights::Stacked stacked;
   stacked.w13 = tensor_of(w13, "w13", kept);
   stacked.w2 = tensor_of(w2, "w2", kept);
-  if (settings.size() == 0) return stacked;
+  if (settings.empty()) return stacked;
   for (const Member& member : kMembers) {
     if (settings.contains(member.name)) {
       stacked.*member.member = tensor_of(item(settings, member.name), member.name, kept);

@@ -181,7 +181,7 @@ PreparedLayer create(nb::handle w13, nb::handle w2, const nb::dict& settings,
     weights.router.num_experts = static_cast<std::int64_t>(weights.experts.experts.size());
   }
   weights.expert_map = tensor_of(item(settings, "expert_map"), "expert_map", kept);
-  if (shared.size() > 0) {
+  if (!shared.empty()) {
     weights.shared_experts = {experts_of(item(shared, "w13"), item(shared, "w2"), shared, kept),
                               tensor_of(item(shared, "gate"), "shared_experts.gate", kept)};
   }

@@ -69,7 +69,7 @@ Tensor logits_of(nb::handle x, nb::handle weight, nb::handle bias) {
     throw Error("hidden_states", to_string(hidden_states.shape()),
                 "(num_tokens, hidden), and weight (num_experts, hidden)", Fault::kShape);
   }
-  const Tensor logits = Tensor::empty({hidden_states.size(0), weights.weight.size(0)}, DType::kF32);
+  Tensor logits = Tensor::empty({hidden_states.size(0), weights.weight.size(0)}, DType::kF32);
   const nb::gil_scoped_release no_gil;
   router_logits(weights, hidden_states, logits);
   return logits;

@@ -78,7 +78,7 @@ bool is_openmp_stream(std::uintptr_t handle) {
   Executors& executors = Executors::instance();
   const std::lock_guard lock(executors.mutex);
   for (auto& [path, executor] : executors.by_path) {
-    if (cpu_stream(executor).handle == reinterpret_cast<void*>(handle)) return true;
+    if (reinterpret_cast<std::uintptr_t>(cpu_stream(executor).handle) == handle) return true;
   }
   return false;
 }

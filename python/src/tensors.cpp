@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <bit>
 #include <map>
 #include <memory>
 #include <utility>
@@ -250,7 +251,7 @@ std::optional<Stream> stream_of(std::optional<std::uintptr_t> handle, Device dev
   if (device.is_cpu() && !is_openmp_stream(*handle)) {
     throw Error("stream", "given", "None on the cpu", Fault::kDevice);
   }
-  return Stream{device, reinterpret_cast<void*>(*handle)};
+  return Stream{device, std::bit_cast<void*>(*handle)};
 }
 
 Workspace scratch_from(nb::handle function, std::size_t bytes, Device device, Kept& kept) {
@@ -296,7 +297,8 @@ void bind_tensors(nb::module_& module) {
         return "fusedmoe.Tensor(" + std::string(name(tensor.dtype())) + " " +
                to_string(tensor.shape()) + ", " + to_string(tensor.device()) + ")";
       });
-  nb::class_<ReadOnlyTensor, Tensor>(module, "ReadOnlyTensor", "A Tensor that no call writes.");
+  const nb::class_<ReadOnlyTensor, Tensor> read_only(module, "ReadOnlyTensor",
+                                                     "A Tensor that no call writes.");
   module.def("as_tensor", &as_tensor, nb::arg("array").none(),
              nb::sig("def as_tensor(array: object) -> Tensor"));
   module.def(

@@ -35,6 +35,7 @@ void check_target(const fs::path& target, std::int64_t needed) {
 PlannedFile::PlannedFile(std::string file_name, const std::vector<PlannedTensor>& tensors)
     : name(std::move(file_name)) {
   std::vector<const PlannedTensor*> order;
+  order.reserve(tensors.size());
   for (const PlannedTensor& tensor : tensors) order.push_back(&tensor);
   std::stable_sort(order.begin(), order.end(),
                    [](const auto* a, const auto* b) { return bits(a->dtype) > bits(b->dtype); });

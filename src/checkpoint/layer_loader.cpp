@@ -305,7 +305,7 @@ class Loader {
 
   /// A gate whose every sigmoid is one half.
   Tensor half_gate() const {
-    const Tensor gate = Tensor::empty({1, model_.hidden}, DType::kF32);
+    Tensor gate = Tensor::empty({1, model_.hidden}, DType::kF32);
     std::fill_n(gate.as<float>(), model_.hidden, 0.0F);
     return gate;
   }
@@ -333,7 +333,7 @@ class Loader {
     expert.gate = load(layers.front());
     if (layers.size() == 3) expert.up = load(layers[1]);
     expert.down = load(layers.back());
-    weights.experts.push_back(std::move(expert));
+    weights.experts.push_back(expert);
   }
 
   /// (out, in), decoded to f32 where it is quantized.
@@ -388,7 +388,7 @@ class Loader {
 
   // Consecutive tensors mostly share a file: its mapping is kept once.
   TensorView view(const std::string& name, std::vector<std::shared_ptr<const void>>& owners) const {
-    const Tensor tensor = read(name);
+    Tensor tensor = read(name);
     if (owners.empty() || owners.back() != tensor.owner()) owners.push_back(tensor.owner());
     return tensor;
   }

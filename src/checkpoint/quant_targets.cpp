@@ -11,6 +11,7 @@
 
 #include "checkpoint/block_tensors.h"
 #include "core/check.h"
+#include "core/format.h"
 #include "files/safetensors_header.h"
 
 namespace fusedmoe::checkpoint {
@@ -114,7 +115,8 @@ std::optional<std::string> group_of_modules(const nlohmann::json& groups,
                                             const std::string& label) {
   FUSEDMOE_CHECK_FILE(!groups.empty(), label, "empty", "at least one group");
   for (const auto& [name, group] : groups.items()) {
-    FUSEDMOE_CHECK_FILE(group.is_object(), label + "." + name, group.type_name(), "an object");
+    FUSEDMOE_CHECK_FILE(group.is_object(), core::format("{}.{}", label, name), group.type_name(),
+                        "an object");
   }
   Match best;
   for (const std::vector<std::string>& names : modules) {

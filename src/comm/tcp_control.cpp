@@ -237,7 +237,7 @@ std::shared_ptr<ControlPlane> make_control_plane(int rank, int size, const Gathe
                                                  std::chrono::milliseconds timeout) {
   comm::check_ranks(rank, size, timeout);
   const auto gather_all = [&](const std::string& text) {
-    const std::vector<std::string> texts = gather(text);
+    std::vector<std::string> texts = gather(text);
     FUSEDMOE_CHECK(static_cast<int>(texts.size()) == size, "gather",
                    core::format("{} texts", texts.size()), core::format("{}, one a rank", size));
     return texts;

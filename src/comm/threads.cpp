@@ -264,6 +264,7 @@ std::vector<std::shared_ptr<DataPlane>> make_thread_data_planes(int size, Device
   FUSEDMOE_CHECK(size >= 1, "size", core::to_string(size), "at least 1");
   const auto mailboxes = std::make_shared<comm::Mailboxes>(size);
   std::vector<std::shared_ptr<DataPlane>> result;
+  result.reserve(static_cast<std::size_t>(size));
   for (int rank = 0; rank < size; ++rank) {
     result.push_back(std::make_shared<comm::ThreadData>(rank, device, mailboxes));
   }
@@ -276,6 +277,7 @@ std::vector<std::shared_ptr<Communicator>> make_thread_communicators(int size,
   const auto control = std::make_shared<comm::TextBoard>();
   // Making a communicator waits for the others, so the first texts of all are posted before.
   std::vector<std::shared_ptr<Communicator>> result;
+  result.reserve(planes.size());
   for (int rank = 0; rank < size; ++rank) {
     control->post(core::format("g0/{}", rank), "=" + comm::describe_place(options.device));
   }

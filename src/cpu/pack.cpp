@@ -136,7 +136,7 @@ class MatrixMaker {
       : key_(key), owners_(owners) {}
 
   TensorView tensor(const Shape& shape, DType dtype) {
-    const Tensor result = Tensor::zeros(shape, dtype);
+    Tensor result = Tensor::zeros(shape, dtype);
     owners_.push_back(result.owner());
     return result;
   }

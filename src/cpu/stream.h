@@ -264,11 +264,13 @@ class TileStreams {
   const Codec codec_;
   const std::byte* tiles_;
   GroupRow rows_[R];
-  struct Nothing {};
-  static constexpr bool kGrouped = kScaling == Scaling::kGroups;
-  alignas(64) float totals_[kGrouped ? T : 1][kGrouped ? R : 1][kTileColumns];
-  alignas(64) float scales_[kGrouped ? T : 1][kTileColumns];
-  Mxfp4Scales<S> chain_[kGrouped ? T : 1];
+  /// Only groups need the members below: for the other scalings they are small.
+  static constexpr int if_grouped(int count) {
+    return kScaling == Scaling::kGroups ? count : 1;
+  }
+  alignas(64) float totals_[if_grouped(T)][if_grouped(R)][kTileColumns];
+  alignas(64) float scales_[if_grouped(T)][kTileColumns];
+  Mxfp4Scales<S> chain_[if_grouped(T)];
 };
 
 template <class D, class Codec, Scaling kScaling, int R>

@@ -43,6 +43,7 @@ std::string difference(const Communicator& communicator,
   }
   if (by_value.size() == 1) return {};
   std::vector<std::string> parts;
+  parts.reserve(by_value.size());
   for (const auto& [value, ranks] : by_value) {
     parts.push_back(
         core::format("{} {} {}", list(ranks), ranks.size() == 1 ? "has" : "have", value));

@@ -84,7 +84,7 @@ WeightAndReduce ExpertsDescriptor::weight_and_reduce(ActivationFormat format) co
 }
 
 Experts::Experts(const ExpertsDescriptor& descriptor, MoeConfig config, Context context)
-    : descriptor_(descriptor), config_(std::move(config)), context_(std::move(context)) {
+    : descriptor_(descriptor), config_(config), context_(std::move(context)) {
   core::check_num_threads(context_.num_threads);
   if (context_.num_threads == 0) context_.num_threads = num_threads();
 }

@@ -305,7 +305,7 @@ Tensor untiled(const Tensor& tiled, const char* argument, const Shape& flat) {
                        core::format("contiguous, {} bytes for {} in tiles of 128 x 4",
                                     shape.numel(), to_string(flat)));
   core::check_device(tiled, argument, {});
-  const Tensor result = Tensor::empty(flat, tiled.dtype());
+  Tensor result = Tensor::empty(flat, tiled.dtype());
   untile_scales(tiled.reshape(shape), result);
   return result;
 }

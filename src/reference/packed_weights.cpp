@@ -10,7 +10,7 @@ namespace {
 /// A view's elements in memory of its own.
 TensorView owned_copy(const TensorView& view, std::vector<std::shared_ptr<const void>>& owners) {
   if (!view) return {};
-  const Tensor copy = Tensor::empty(view.shape(), view.dtype());
+  Tensor copy = Tensor::empty(view.shape(), view.dtype());
   const std::int64_t width = bytes(view.dtype(), 1);
   const std::int64_t columns = view.rank() == 2 ? view.size(1) : 1;
   for (std::int64_t i = 0; i < view.numel(); ++i) {

@@ -175,6 +175,7 @@ std::vector<checkpoint::TensorSpec> all_tensors(const ModelConfig& model, std::i
 
 std::vector<checkpoint::PlannedTensor> planned(const std::vector<checkpoint::TensorSpec>& specs) {
   std::vector<checkpoint::PlannedTensor> tensors;
+  tensors.reserve(specs.size());
   for (const checkpoint::TensorSpec& spec : specs) {
     tensors.push_back({spec.name, published_dtype(spec.role), spec.shape});
   }

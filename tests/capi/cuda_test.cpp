@@ -10,7 +10,7 @@ namespace {
 constexpr std::int64_t kTokens = 5;
 
 Tensor bf16(const Tensor& values) {
-  const Tensor result = Tensor::empty(values.shape(), DType::kBF16);
+  Tensor result = Tensor::empty(values.shape(), DType::kBF16);
   convert(values, result);
   return result;
 }

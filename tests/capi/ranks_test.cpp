@@ -38,7 +38,7 @@ Tensor forward(const TinyLayer& tiny, int rank, fusedmoe_communicator* communica
   const auto layer = mine.create();
   const std::int64_t begin = rank == 0 ? 0 : 4, end = rank == 0 ? 4 : kTokens;
   const Tensor x = TinyLayer::filled({kTokens, TinyLayer::kHidden}, 7);
-  const Tensor output = Tensor::zeros({end - begin, TinyLayer::kHidden}, DType::kF32);
+  Tensor output = Tensor::zeros({end - begin, TinyLayer::kHidden}, DType::kF32);
   auto args = sized<fusedmoe_forward_args>();
   Scratch scratch(layer.get(), kTokens, args);
   args.hidden_states = to_c(x.slice(0, begin, end));

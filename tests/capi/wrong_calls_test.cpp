@@ -123,6 +123,7 @@ void expect_statuses(int runs, const std::vector<fusedmoe_tensor*>& tensors,
   std::mt19937 random(1);
   const std::vector<fusedmoe_tensor> right = [&] {
     std::vector<fusedmoe_tensor> result;
+    result.reserve(tensors.size());
     for (const fusedmoe_tensor* tensor : tensors) result.push_back(*tensor);
     return result;
   }();

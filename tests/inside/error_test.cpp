@@ -14,6 +14,7 @@
 #include "fusedmoe/selection.h"
 
 /// AddressSanitizer would otherwise end the process for the allocation that must fail.
+/// NOLINTNEXTLINE(bugprone-reserved-identifier): it calls this name.
 extern "C" const char* __asan_default_options() {
   return "allocator_may_return_null=1";
 }

@@ -103,6 +103,7 @@ TEST(ExecutorTest, TasksInsideOfATaskRunOnItsThread) {
 
 TEST(ExecutorTest, SeveralThreadsRunStepsOfTheirOwnSizesAtOnce) {
   std::vector<std::thread> callers;
+  callers.reserve(6);
   for (int caller = 0; caller < 6; ++caller) {
     callers.emplace_back([caller] {
       const auto executor = make_executor(caller % 3 + 2);
@@ -209,6 +210,7 @@ class ThreadExecutor final : public Executor {
   int concurrency() const override { return 4; }
   void run(int num_tasks, Task task) override {
     std::vector<std::thread> threads;
+    threads.reserve(static_cast<std::size_t>(num_tasks));
     for (int i = 0; i < num_tasks; ++i) threads.emplace_back(task, i);
     for (std::thread& thread : threads) thread.join();
   }

@@ -386,8 +386,7 @@ TEST(QuantizeCheckpointTest, Refusals) {
     QuantizeCheckpointOptions options;
     options.scheme = parse_scheme(scheme);
     options.layout = layout;
-    const std::string text =
-        error_text([&] { quantize_checkpoint(from, options, directory / "out"); });
+    std::string text = error_text([&] { quantize_checkpoint(from, options, directory / "out"); });
     EXPECT_FALSE(std::filesystem::exists(directory / "out")) << text;
     return text;
   };

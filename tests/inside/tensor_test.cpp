@@ -150,6 +150,7 @@ TEST(TensorTest, EmptyIsAlignedAndLargeOnesToHugePages) {
 TEST(TensorTest, ZerosAreZeroAndCopiesShareMemory) {
   const Tensor tensor = Tensor::zeros({5}, DType::kF32);
   for (int i = 0; i < 5; ++i) EXPECT_EQ(tensor.as<float>()[i], 0);
+  // NOLINTNEXTLINE(performance-unnecessary-copy-initialization): the copy is tested
   const Tensor copy = tensor;
   copy.as<float>()[2] = 3;
   EXPECT_EQ(tensor.as<float>()[2], 3);

@@ -122,7 +122,7 @@ std::vector<std::string> errors_of_steps(
         disturb) {
   const Communicators comms = make_communicators(3, how.lend, {timeout});
   const auto begin = std::chrono::steady_clock::now();
-  const auto errors = errors_of_ranks(3, [&](int rank) {
+  auto errors = errors_of_ranks(3, [&](int rank) {
     const LayerOptions options = rank_options(how, DType::kBF16, kTokens, comms[rank]);
     const MoeLayer first(small_weights(), options), second(small_weights(), options);
     const Tensor x = make_hidden_states(DType::kBF16, kTokens, 64);
@@ -304,7 +304,7 @@ class SumFailures : public ::testing::TestWithParam<bool> {
   std::vector<std::string> errors_with(std::int64_t tokens) const {
     const Communicators comms = make_communicators(3, GetParam(), {kPatient});
     const auto begin = std::chrono::steady_clock::now();
-    const auto errors = errors_of_ranks(3, [&](int rank) {
+    auto errors = errors_of_ranks(3, [&](int rank) {
       const RankCase how{.size = 3, .transport = "no_ep", .deployment = Deployment{.tp_size = 3}};
       const LayerOptions options = rank_options(how, DType::kBF16, 0, comms[rank]);
       Case spec;

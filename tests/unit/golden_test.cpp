@@ -50,7 +50,7 @@ void expect_golden(const std::string& name, const std::string& experts, DType dt
   ASSERT_EQ(layer.selection().prepare_finalize, variant.prepare_finalize);
   const SafetensorsFile file = SafetensorsFile::open(golden_path(name));
   for (const std::int64_t num_tokens : kGoldenTokens) {
-    SCOPED_TRACE(name + " " + experts + " T=" + std::to_string(num_tokens));
+    SCOPED_TRACE(::testing::Message() << name << " " << experts << " T=" << num_tokens);
     const Golden golden(file, num_tokens);
     ASSERT_EQ(golden.hidden_states.size(0), num_tokens);
     const LayerResult result = forward_golden(layer, golden.hidden_states, dtype);

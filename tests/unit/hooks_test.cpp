@@ -168,7 +168,7 @@ TEST(HooksTest, OnlyForExpertsThatHaveThem) {
   EXPECT_TRUE(layer.config().hooks);
   options.require = "cpu+batched";
   try {
-    MoeLayer(make_layer_weights({}), options);
+    const MoeLayer refused(make_layer_weights({}), options);
     ADD_FAILURE();
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("hooks"), std::string::npos) << error.what();
@@ -236,8 +236,7 @@ TEST_P(UnfusedExperts, LoraThroughHooksEqualsMergedWeights) {
   const Tensor x = make_hidden_states(DType::kF32, 9, kHidden);
 
   lora::ExpertsLora lora(adapters);
-  std::vector<int> selected;
-  for (int token = 0; token < 9; ++token) selected.push_back(token % 3 - 1);
+  const std::vector<int> selected{-1, 0, 1, -1, 0, 1, -1, 0, 1};
   lora.select(selected);
   const ExpertsHooks hooks = lora.hooks();
   const MoeLayer layer(base, layer_options(DType::kF32, GetParam()));

@@ -31,7 +31,7 @@ LayerWeights latent_weights(bool shared) {
 }
 
 Tensor projected(const TensorView& x, const Tensor& weight) {
-  const Tensor result = Tensor::empty({x.size(0), weight.size(0)}, DType::kF32);
+  Tensor result = Tensor::empty({x.size(0), weight.size(0)}, DType::kF32);
   for (std::int64_t token = 0; token < x.size(0); ++token) {
     for (std::int64_t row = 0; row < weight.size(0); ++row) {
       double sum = 0;

@@ -173,6 +173,7 @@ TEST_P(AllExperts, CallersOfSeveralThreadsShareALayer) {
   const Tensor expected = layer.forward(x);
   std::vector<Tensor> outputs(4);
   std::vector<std::thread> threads;
+  threads.reserve(outputs.size());
   for (Tensor& output : outputs) threads.emplace_back([&] { output = layer.forward(x); });
   for (std::thread& thread : threads) thread.join();
   for (const Tensor& output : outputs) EXPECT_TRUE(bitwise_equal(output, expected));
@@ -415,7 +416,7 @@ TEST(LayerTest, Moves) {
   EXPECT_TRUE(bitwise_equal(second.forward(x), before));
 
   const Tensor output = Tensor::empty(x.shape(), DType::kBF16);
-  EXPECT_THROW(first.forward(x), Error);
+  EXPECT_THROW(first.forward(x), Error);  // NOLINT(bugprone-use-after-move): what is left is tested
   EXPECT_THROW(first.forward(x, output, {}), Error);
   EXPECT_THROW(first.forward_routed(x, {}, output, {}), Error);
   EXPECT_THROW(first.workspace_bytes(1), Error);

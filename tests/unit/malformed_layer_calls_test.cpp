@@ -135,7 +135,7 @@ TEST_P(LayerFaults, NameTheArgument) {
   ASSERT_NO_THROW(MoeLayer(weights, options));
   GetParam().spoil(weights, options);
   try {
-    MoeLayer(weights, options);
+    const MoeLayer layer(weights, options);
     ADD_FAILURE() << "no error";
   } catch (const Error& error) {
     EXPECT_EQ(error.argument(), GetParam().argument) << error.what();
@@ -146,10 +146,10 @@ TEST(LayerConstructorTest, MalformedExpertMatrixIsNamed) {
   LayerWeights weights = testing::make_layer_weights({});
   weights.experts.experts[3].down.values = weights.experts.experts[3].gate.values;
   try {
-    MoeLayer(weights, {});
+    const MoeLayer layer(weights, {});
     ADD_FAILURE() << "no error";
   } catch (const Error& error) {
-    EXPECT_NE(error.argument().find("3"), std::string::npos) << error.what();
+    EXPECT_NE(error.argument().find('3'), std::string::npos) << error.what();
     EXPECT_NE(error.argument().find("down"), std::string::npos) << error.what();
   }
 }

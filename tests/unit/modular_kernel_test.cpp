@@ -247,10 +247,9 @@ TEST_P(Compositions, NoTokensGoThroughEveryStep) {
   args.hidden_states = args.output;
   args.topk_ids = TensorView(static_cast<void*>(nullptr), DType::kI32, {0, 2});
   args.topk_weights = TensorView(static_cast<void*>(nullptr), DType::kF32, {0, 2});
-  const std::vector<char> memory(kernel.workspace_bytes(0) + 64);
-  void* aligned =
-      reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(memory.data() + 63) / 64 * 64);
-  kernel.apply(args, {aligned, kernel.workspace_bytes(0)});
+  const std::size_t bytes = kernel.workspace_bytes(0);
+  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
+  kernel.apply(args, {workspace.data(), bytes});
   EXPECT_EQ(calls, 1);
   args.topk_weights = TensorView(static_cast<void*>(nullptr), DType::kF32, {0, 3});
   EXPECT_EQ(argument_of([&] { kernel.apply(args, {}); }), "topk_weights")

@@ -97,7 +97,7 @@ TEST(SafetensorsTest, ViewsOfAlignedDataPointIntoTheBytes) {
   header.resize((header.size() + 3) / 4 * 4, ' ');
   const std::string text = safetensors_bytes(header, 16);
   ASSERT_LE(text.size(), sizeof bytes);
-  std::memcpy(bytes, text.data(), text.size());
+  std::copy(text.begin(), text.end(), bytes);
   const SafetensorsFile file = SafetensorsFile::parse(bytes, text.size(), "bytes");
   EXPECT_EQ(file.tensor("a").data(), bytes + text.size() - 16);
 }
