@@ -78,10 +78,8 @@ TEST_P(GemmScheduleTest, EveryTileOnceInAnOrderThatSharesWeights) {
         ASSERT_TRUE(found.token_tile >= 0 && found.token_tile < tiles);
         ASSERT_TRUE(found.row_tile >= 0 && found.row_tile < shape.row_tiles);
         ASSERT_TRUE(found.split >= 0 && found.split < shape.splits);
-        ++seen[gemm][static_cast<std::size_t>(
-            ((prefix[expert] + found.token_tile) * shape.row_tiles + found.row_tile) *
-                shape.splits +
-            found.split)];
+        const int row_tile = (prefix[expert] + found.token_tile) * shape.row_tiles + found.row_tile;
+        ++seen[gemm][row_tile * shape.splits + found.split];
       }
       for (const auto& counts : seen) {
         EXPECT_TRUE(std::all_of(counts.begin(), counts.end(), [](int n) { return n == 1; }));
