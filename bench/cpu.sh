@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The CPU figures of docs/performance.md: whole layers of two models, in two formats, as JSON and as a
+# The CPU figures of docs/performance-cpu.md: whole layers of two models, in two formats, as JSON and as a
 # table; and a layer of gpt-oss's width with fewer experts in every scheme, as Markdown. Real-time
 # priority, where it is allowed, keeps neighbours out of the samples.
 set -euo pipefail

@@ -288,7 +288,7 @@ typedef struct fusedmoe_layer_options { /* LayerOptions in fusedmoe/layer.h */
 
 /* Both select an implementation and pack the weights, which takes long. The sources are not needed
  * afterwards. With a communicator all ranks call it: what fails on one, reading its file too, is
- * the error of all. */
+ * the error of all, FUSEDMOE_COMMUNICATION. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_load(const fusedmoe_checkpoint* checkpoint,
                                                    int64_t layer_index,
                                                    const fusedmoe_layer_options* options,

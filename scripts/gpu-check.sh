@@ -137,8 +137,9 @@ test_python() {
     tests/python/test_cuda.py
 }
 test_models() {
-  FUSEDMOE_EXPECT_CUDA=1 within "$model_seconds" python3 -m pytest -q -rs --durations=5 \
-    -p no:cacheprovider -k "cuda or gpu" tests/python/test_transformers.py tests/python/test_vllm.py
+  FUSEDMOE_PROGRAM=$build/cli/fusedmoe FUSEDMOE_EXPECT_CUDA=1 within "$model_seconds" \
+    python3 -m pytest -q -rs --durations=5 -p no:cacheprovider -k "cuda or gpu" \
+    tests/python/test_transformers.py tests/python/test_vllm.py
 }
 bench_python() {
   within "$bench_seconds" python3 -m fusedmoe.bench --device cuda:0 --shape olmoe --min-time 0.1 \
@@ -152,6 +153,8 @@ if wants python; then
   step "Python package" test_python
   if python3 -c 'import torch, transformers' 2>/dev/null; then
     step "models of transformers, and vLLM" test_models
+  else
+    echo "no PyTorch or no transformers: whole models and vLLM were not run"
   fi
   if python3 -c 'import torch' 2>/dev/null; then
     step "Python benchmark, bf16" bench_python

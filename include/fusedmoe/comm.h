@@ -151,7 +151,8 @@ class FUSEDMOE_API ExpertPlacement {
 /// Texts by name, which all ranks of a job can post and read: what a communicator needs to find its
 /// ranks, to agree, and to say what went wrong. An engine may implement it over its own store. A
 /// name keeps its first text. Calls may come from several threads. Each communicator, with what is
-/// split off from it, has a plane of its own.
+/// split off from it, has a plane of its own. Where making a communicator throws, its plane has the
+/// text "failure" and cannot be used again.
 class FUSEDMOE_API ControlPlane {
  public:
   virtual ~ControlPlane() = default;
@@ -204,9 +205,9 @@ class FUSEDMOE_API DataPlane {
   /// not travel. Throws Error where a peer sends another number of bytes than is expected.
   virtual void exchange(std::span<const Message> sends, std::span<const Message> receives,
                         Stream stream, Waiting& waiting) = 0;
-  /// Whether what goes from one rank to another in an exchange is one sequence of bytes: the sender
-  /// may then cut it into other messages than the receiver. Else both name the same messages.
-  virtual bool cuts_freely() const { return false; }
+  /// Whether the messages from one rank to another in an exchange are one stream of bytes, which
+  /// the sender may cut into other messages than the receiver. Else both name the same messages.
+  virtual bool is_byte_stream() const { return false; }
   /// Fills the buffers if the plane has something faster than exchange(); false: it has not.
   virtual bool all_gather(std::span<const Gather> buffers, Stream stream);
   /// `data` holds `count` elements for every rank; `out` becomes the sum over the ranks of those
@@ -278,7 +279,8 @@ class FUSEDMOE_API Communicator {
   /// See DataPlane. `what` names the step in errors: "dispatch of step 12 of layer 3".
   void exchange(std::span<const Message> sends, std::span<const Message> receives, Stream stream,
                 std::string_view what);
-  bool cuts_freely() const;
+  /// See DataPlane.
+  bool is_byte_stream() const;
   bool all_gather(std::span<const Gather> buffers, Stream stream);
   bool reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype, Stream stream);
   /// See DataPlane. `read` gets what every rank lends, this one too, in the order of the ranks.

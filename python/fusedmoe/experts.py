@@ -10,6 +10,7 @@ from ._core import PackCache
 
 _default_cache = PackCache()
 
+
 def clear_cache() -> None:
     """Forgets what fused_experts() has packed: after weights have changed in place."""
     _default_cache.clear()

@@ -85,7 +85,8 @@ class MoELayer:
             experts. combine: "per_rank" or "per_slot"; combine_dtype: of rows per rank.
         receive_capacity: rows; fixed_sizes: count nothing, for CUDA graphs.
 
-        Raises OSError for a file at fault, NotImplementedError where no implementation fits.
+        Raises OSError for a file at fault, NotImplementedError where no implementation fits. With a
+        communicator of several ranks: RuntimeError on all of them, which names the rank.
         """
 
         def prepare() -> _core.PreparedLayer:

@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "comm/check_ranks.h"
-#include "comm/look.h"
 #include "comm/place.h"
+#include "comm/poll.h"
 #include "core/check.h"
 #include "core/device_runtime.h"
 #include "fusedmoe/comm.h"
@@ -23,7 +23,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-using comm::kLook;
+using comm::kPollInterval;
 
 std::string list(std::span<const int> ranks) {
   return core::format("{} {}", ranks.size() == 1 ? "rank" : "ranks", core::join(ranks, ", "));
@@ -81,7 +81,7 @@ class Communicator::Impl::Watch final : public Waiting {
     const Clock::time_point now = Clock::now();
     if (now >= deadline_) impl_.fail(what_, late);  // numbers of the data plane
     if (now < next_look_) return;
-    next_look_ = now + kLook;
+    next_look_ = now + kPollInterval;
     if (const std::string reason = impl_.find_failure(); !reason.empty()) {
       impl_.data->abort();
       throw Error::communication(reason);
@@ -91,7 +91,7 @@ class Communicator::Impl::Watch final : public Waiting {
  private:
   Impl& impl_;
   std::string_view what_;
-  Clock::time_point deadline_, next_look_ = Clock::now() + kLook;
+  Clock::time_point deadline_, next_look_ = Clock::now() + kPollInterval;
 };
 
 template <typename Step>
@@ -167,7 +167,7 @@ void Communicator::Impl::fail(std::string_view what, std::span<const int> late) 
 std::string Communicator::Impl::read(const std::string& name, Clock::time_point deadline) const {
   while (true) {
     const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
-    const milliseconds step = std::clamp(left, milliseconds(0), kLook);
+    const milliseconds step = std::clamp(left, milliseconds(0), kPollInterval);
     if (std::optional<std::string> text = control->read(name, step)) return *text;
     if (std::string reason = find_failure(); !reason.empty()) throw Error::communication(reason);
     if (left <= milliseconds(0)) return {};
@@ -234,7 +234,7 @@ Communicator::Communicator(int rank, int size, std::shared_ptr<ControlPlane> con
         core::format("that of the data plane, {}", to_string(impl_->data->device())));
     impl_->describe_hosts(*this);
   } catch (const std::exception& error) {
-    comm::tell_failure(*impl_->control, rank, error.what());
+    comm::post_failure(*impl_->control, rank, error.what());
     throw;
   }
 }
@@ -368,8 +368,8 @@ void Communicator::exchange(std::span<const Message> sends, std::span<const Mess
   });
 }
 
-bool Communicator::cuts_freely() const {
-  return impl_->data && impl_->data->cuts_freely();
+bool Communicator::is_byte_stream() const {
+  return impl_->data && impl_->data->is_byte_stream();
 }
 
 bool Communicator::can_lend() const {

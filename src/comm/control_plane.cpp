@@ -1,7 +1,7 @@
 // What all control planes do alike. "failure" is the name of the text that ends the waits of all.
 #include <algorithm>
 
-#include "comm/look.h"
+#include "comm/poll.h"
 #include "core/format.h"
 #include "fusedmoe/error.h"
 
@@ -19,7 +19,7 @@ std::optional<std::string> ControlPlane::read_or_fail(const std::string& name,
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   while (true) {
     const auto left = std::chrono::ceil<milliseconds>(deadline - std::chrono::steady_clock::now());
-    if (auto text = read(name, std::clamp(left, milliseconds(0), comm::kLook))) return text;
+    if (auto text = read(name, std::clamp(left, milliseconds(0), comm::kPollInterval))) return text;
     check_failure();
     if (left <= milliseconds(0)) return std::nullopt;
   }
@@ -27,7 +27,7 @@ std::optional<std::string> ControlPlane::read_or_fail(const std::string& name,
 
 namespace comm {
 
-void tell_failure(ControlPlane& control, int rank, std::string_view reason) noexcept {
+void post_failure(ControlPlane& control, int rank, std::string_view reason) noexcept {
   try {
     control.post("failure", core::format("rank {}: {}", rank, reason));
   } catch (...) {

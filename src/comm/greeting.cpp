@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-#include "comm/look.h"
+#include "comm/poll.h"
 #include "core/format.h"
 #include "fusedmoe/error.h"
 
@@ -34,7 +34,7 @@ std::optional<Welcome::Guest> Welcome::next(SocketClock::time_point until) {
     std::vector<pollfd> waits{{listener_.get(), POLLIN, 0}};
     for (const Stranger& each : strangers_) waits.push_back({each.socket.get(), POLLIN, 0});
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - SocketClock::now());
-    const auto step = std::clamp(left, std::chrono::milliseconds(0), kLook);
+    const auto step = std::clamp(left, std::chrono::milliseconds(0), kPollInterval);
     ::poll(waits.data(), waits.size(), static_cast<int>(step.count()));
     if (waits.front().revents) accept();
     for (auto each = strangers_.begin(); each != strangers_.end();) {

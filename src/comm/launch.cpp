@@ -8,7 +8,7 @@
 #include <string_view>
 #include <utility>
 
-#include "comm/look.h"
+#include "comm/poll.h"
 #include "core/check.h"
 
 namespace fusedmoe {
@@ -113,7 +113,7 @@ std::shared_ptr<Communicator> make_communicator(int rank, int size,
                ? make_tcp_data_plane(rank, size, control, options.timeout)
                : make_nccl_data_plane(rank, size, options.device, control, options.timeout);
   } catch (const std::exception& error) {
-    comm::tell_failure(*control, rank, error.what());
+    comm::post_failure(*control, rank, error.what());
     throw;
   }
   return std::make_shared<Communicator>(rank, size, std::move(control), std::move(data), options);

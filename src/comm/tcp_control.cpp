@@ -14,8 +14,8 @@
 
 #include "comm/check_ranks.h"
 #include "comm/greeting.h"
-#include "comm/look.h"
 #include "comm/place.h"
+#include "comm/poll.h"
 #include "comm/text_board.h"
 #include "core/check.h"
 
@@ -80,7 +80,7 @@ class Server final : public ControlPlane {
     const auto deadline = SocketClock::now() + timeout;
     std::set<std::uint32_t> here{0};
     while (static_cast<int>(here.size()) < size_ && !ending_ && SocketClock::now() < deadline) {
-      std::optional<Welcome::Guest> guest = welcome_.next(SocketClock::now() + kLook);
+      std::optional<Welcome::Guest> guest = welcome_.next(SocketClock::now() + kPollInterval);
       if (!guest) continue;
       const std::uint32_t rank = guest->rank;
       if (rank >= static_cast<std::uint32_t>(size_)) {

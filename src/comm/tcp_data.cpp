@@ -11,8 +11,8 @@
 
 #include "comm/check_ranks.h"
 #include "comm/greeting.h"
-#include "comm/look.h"
 #include "comm/place.h"
+#include "comm/poll.h"
 #include "core/check.h"
 
 namespace fusedmoe {
@@ -47,7 +47,7 @@ class TcpData final : public DataPlane {
                          static_cast<double>(timeout.count()) / 1000));
       }
       control.check_failure();
-      accept(welcome, std::min(deadline, SocketClock::now() + kLook));
+      accept(welcome, std::min(deadline, SocketClock::now() + kPollInterval));
     }
     for (const Peer& peer : peers_) {
       if (peer.socket) ::fcntl(peer.socket.get(), F_SETFL, O_NONBLOCK);

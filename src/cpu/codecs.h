@@ -196,15 +196,15 @@ class PermutedNibbles {
   typename S::F values_;
 };
 
-/// Where one instruction tells whether any byte has its first bit set.
+/// Where one instruction tells whether any byte has its top bit set.
 template <class S>
-concept TestsBytes = requires(typename S::I bytes) {
-  S::any_first_bit(bytes);
+concept TestsTopBits = requires(typename S::I bytes) {
+  S::any_top_bit(bytes);
 };
 
 /// The bf16 form of a normal E4M3 value is its magnitude shifted by 4 bits, plus a constant.
-/// Subnormal values are corrected by look-up, NaN by arithmetic: that takes as long as all the
-/// rest, and few weights are so small. So it is left out where no weight of a vector needs it.
+/// Zero and subnormal values are corrected by look-up, NaN by arithmetic: that takes as long as all
+/// the rest, and few weights are so small. So it is left out where no weight of a vector needs it.
 template <class S>
 class E4m3Pairs {
  public:
@@ -226,11 +226,11 @@ class E4m3Pairs {
     I low = (codes << 4) & bytes4(0xF0);
     I high = S::lookup(high_, (codes >> 4) & bytes4(15));
     const I magnitude = codes & bytes4(0x7F);
-    const I after_nan = S::add(magnitude, I{} + bytes4(1));  // has its first bit set for NaN only
-    if constexpr (TestsBytes<S>) {
-      // So has magnitude - 8, modulo 256, for subnormal values only.
+    const I after_nan = S::add(magnitude, I{} + bytes4(1));  // has its top bit set for NaN only
+    if constexpr (TestsTopBits<S>) {
+      // So has magnitude - 8, modulo 256, for zero and subnormal values only.
       const I small = S::subtract_bytes(magnitude, I{} + bytes4(8));
-      if (S::any_first_bit(small | after_nan)) [[unlikely]] {
+      if (S::any_top_bit(small | after_nan)) [[unlikely]] {
         correct(magnitude, after_nan, low, high);
       }
     } else {

@@ -344,7 +344,8 @@ class Mxfp4Panels {
 // ---- Peak rate ----------------------------------------------------------------------------------
 
 /// As many accumulators, rows and weights as a panel kernel has. Operands are loaded anew in each
-/// round: products that are computed apart from their sum must not be computed only once.
+/// round: else the compiler makes products only once where a dot product is a multiplication and an
+/// addition.
 template <class D>
 double flops(std::int64_t rounds) {
   using S = typename D::Simd;
@@ -360,7 +361,7 @@ double flops(std::int64_t rounds) {
     asm volatile("" : : "r"(zeros) : "memory");  // may have changed, as the compiler sees it
     typename D::B weights[kVectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) weights[v] = D::load_b(zeros + 4 * v);
+    for (int v = 0; v < kVectors; ++v) weights[v] = D::load_b(zeros + 4 * S::kWidth * v);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const auto a = D::broadcast(zeros + 4 * r);

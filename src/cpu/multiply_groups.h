@@ -9,8 +9,8 @@
 namespace fusedmoe::cpu {
 namespace {
 
-/// Rows of one block: those whose accumulators and totals fill 32 registers; or, of 16 registers,
-/// whose accumulators do.
+/// Rows of one block. 32 registers hold the accumulators and the totals of these, 16 only the
+/// accumulators.
 template <class S>
 inline constexpr int kGroupRows = S::kTotalsInRegisters ? S::kRows / 2 : S::kRows;
 /// Steps of a panel, which should fit the L1: blocks of few rows read it often.

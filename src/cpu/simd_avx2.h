@@ -59,7 +59,7 @@ struct Simd : SimdVector<8> {
     return (I)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(factor));
   }
   static I subtract_bytes(I a, I b) { return (I)_mm256_sub_epi8((__m256i)a, (__m256i)b); }
-  static bool any_first_bit(I bytes) { return _mm256_movemask_epi8((__m256i)bytes) != 0; }
+  static bool any_top_bit(I bytes) { return _mm256_movemask_epi8((__m256i)bytes) != 0; }
   static I unpack_low(I low, I high) {
     return (I)_mm256_unpacklo_epi8((__m256i)low, (__m256i)high);
   }

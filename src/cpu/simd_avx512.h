@@ -59,7 +59,7 @@ struct Simd : SimdVector<16> {
     return (I)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(factor));
   }
   static I subtract_bytes(I a, I b) { return (I)_mm512_sub_epi8((__m512i)a, (__m512i)b); }
-  static bool any_first_bit(I bytes) { return _mm512_movepi8_mask((__m512i)bytes) != 0; }
+  static bool any_top_bit(I bytes) { return _mm512_movepi8_mask((__m512i)bytes) != 0; }
   static I unpack_low(I low, I high) {
     return (I)_mm512_unpacklo_epi8((__m512i)low, (__m512i)high);
   }

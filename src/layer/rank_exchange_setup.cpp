@@ -31,9 +31,8 @@ RankExchange::RankExchange(const PrepareFinalizeDescriptor& descriptor, const Mo
       sums_(nullptr) {
   join(config.parallel, context.ranks.communicator);
   in_place_ = host_ && group_->can_lend();
-  // Rows that nobody fills are sent, too, where sizes are fixed: these are in no memory but the
-  // packed one.
-  unpacked_ = host_ && !in_place_ && !to_all_ && !fixed_sizes_ && group_->cuts_freely();
+  // With fixed sizes padding rows are sent, too. Only the packed buffer has those.
+  unpacked_ = host_ && !in_place_ && !to_all_ && !fixed_sizes_ && group_->is_byte_stream();
   place_experts(config, context.ranks);
   layer_ = static_cast<std::uint32_t>(group_->next_layer());
   if (context.ranks.replica_choice == ReplicaChoice::kNearest) nearest_rank_ = rank_;

@@ -61,7 +61,7 @@ class MpiData final : public DataPlane {
   int rank() const { return rank_; }
   int size() const { return size_; }
   std::string_view name() const override { return "mpi"; }
-  bool cuts_freely() const override { return true; }
+  bool is_byte_stream() const override { return true; }
   void abort() noexcept override { aborted_ = true; }
 
   /// All that goes to a peer, or comes from it, is one message of MPI's, whose datatype says where
@@ -121,14 +121,16 @@ class MpiData final : public DataPlane {
     check(MPI_Type_create_hindexed(static_cast<int>(lengths_.size()), lengths_.data(),
                                    addresses_.data(), MPI_BYTE, &blocks),
           "MPI_Type_create_hindexed");
-    check(MPI_Type_commit(&blocks), "MPI_Type_commit");
     transfers_.push_back(transfer);
     MPI_Request* request = &requests_.emplace_back(MPI_REQUEST_NULL);
     const int peer = transfer.peer;
-    check(receive ? MPI_Irecv(MPI_BOTTOM, 1, blocks, peer, 0, comm_, request)
-                  : MPI_Isend(MPI_BOTTOM, 1, blocks, peer, 0, comm_, request),
-          receive ? "MPI_Irecv" : "MPI_Isend");
+    int code = MPI_Type_commit(&blocks);
+    if (code == MPI_SUCCESS) {
+      code = receive ? MPI_Irecv(MPI_BOTTOM, 1, blocks, peer, 0, comm_, request)
+                     : MPI_Isend(MPI_BOTTOM, 1, blocks, peer, 0, comm_, request);
+    }
     MPI_Type_free(&blocks);  // MPI keeps it until the transfer has ended
+    check(code, receive ? "MPI_Irecv" : "MPI_Isend");
   }
 
   void wait(Waiting& waiting) {
@@ -157,7 +159,7 @@ class MpiData final : public DataPlane {
     check(code, "MPI_Test");
     MPI_Count bytes = transfer.bytes;
     if (transfer.receive && status.MPI_SOURCE == transfer.peer) {
-      MPI_Get_elements_x(&status, MPI_BYTE, &bytes);
+      check(MPI_Get_elements_x(&status, MPI_BYTE, &bytes), "MPI_Get_elements_x");
     }
     if (bytes != transfer.bytes) throw wrong_size(transfer, std::to_string(bytes) + " bytes");
   }

@@ -84,9 +84,12 @@ def test_operators_pass_opcheck(tensors):
 
 def test_operators_have_no_backward(tensors):
     x, *others = tensors
-    for parameters in ((x.clone().requires_grad_(), *others), (x, *map(torch.nn.Parameter, others[:2]), *others[2:])):
+    weights = map(torch.nn.Parameter, others[:2])
+    for parameters in ((x.clone().requires_grad_(), *others), (x, *weights, *others[2:])):
         output = torch.ops.fusedmoe.fused_experts(*parameters)
         assert torch.equal(output, fusedmoe.fused_experts(*tensors))
+        with pytest.raises(NotImplementedError, match="no backward"):
+            torch.ops.fusedmoe.fused_experts_out(torch.empty_like(x), *parameters)
         with pytest.raises(NotImplementedError, match="no backward"):
             output.sum().backward()
     out = torch.empty_like(x)

@@ -80,10 +80,10 @@ def some_tokens(device, rows=2):
 
 
 def relative_error(actual, expected):
-    """Root mean square over a token's logits: the median of the tokens, as rounding may send one to
-    another expert."""
+    """Root mean square over a token's logits, the 0.8 quantile of the tokens: rounding may send one or
+    two to another expert."""
     errors = (actual.float() - expected.float()).square().mean(-1).sqrt()
-    return (errors / expected.float().square().mean().sqrt()).median()
+    return (errors / expected.float().square().mean().sqrt()).flatten().quantile(0.8)
 
 
 def assert_near(actual, expected):

@@ -83,7 +83,7 @@ class Sequences final : public DataPlane {
  public:
   Sequences(int size, std::shared_ptr<DataPlane> plane) : size_(size), plane_(std::move(plane)) {}
   std::string_view name() const override { return plane_->name(); }
-  bool cuts_freely() const override { return true; }
+  bool is_byte_stream() const override { return true; }
   void exchange(std::span<const Message> sends, std::span<const Message> receives, Stream stream,
                 Waiting& waiting) override {
     std::vector<std::string> out(size_), in(size_);

@@ -390,6 +390,7 @@ __device__ __forceinline__ void store_rows(SharedMemory<K>& shared, const FusedM
                    inner ? p.quantizer : RowQuantizer{}, tile.expert);
     }
   }
+  sync_warpgroup(coords);  // all is written
 }
 
 /// The warpgroup's own accumulators, before it goes on to the next tile.

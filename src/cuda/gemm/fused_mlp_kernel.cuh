@@ -147,15 +147,16 @@ __device__ __forceinline__ void multiply_tiles(SharedMemory<K>& shared, const Fu
     }
     if constexpr (K::kHasEpilogueWarpgroup) {
       publish_accumulators(shared, tile, coords, accumulators, count % 2 ^ 1);
-      continue;
-    }
-    if (p.topk_ids) cudaGridDependencySynchronize();
-    if constexpr (K::kTokensAreRows) {
-      store_token_rows(shared, p, tile, coords, accumulators[0]);
     } else {
-      store_tile(shared, p, tile, coords, accumulators);
+      if (p.topk_ids) cudaGridDependencySynchronize();
+      if constexpr (K::kTokensAreRows) {
+        store_token_rows(shared, p, tile, coords, accumulators[0]);
+        arrive(&shared.tile_stored[slot]);
+      } else {
+        store_tile(shared, p, tile, coords, accumulators);
+        if (coords.thread() == 0) arrive(&shared.tile_stored[slot]);
+      }
     }
-    arrive(&shared.tile_stored[slot]);
   }
 }
 
@@ -168,7 +169,7 @@ __device__ __forceinline__ void run_epilogues(SharedMemory<K>& shared, const Fus
     const WorkTile& tile = shared.tiles[slot];
     if (tile.gemm < 0) return;
     store_published_tile(shared, p, tile, count % 2);
-    arrive(&shared.tile_stored[slot]);
+    if (threadIdx.x % 128 == 0) arrive(&shared.tile_stored[slot]);
   }
 }
 

@@ -245,7 +245,8 @@ __device__ __forceinline__ void init_barriers(SharedMemory<K>& shared, bool has_
       init(shared.tile_full, 1);
       break;
     case 4:
-      init(shared.tile_stored, 128 * K::kStoringWarpgroups);
+      // Warps that store token rows do not wait for each other.
+      init(shared.tile_stored, (K::kTokensAreRows ? 128 : 1) * K::kStoringWarpgroups);
       break;
     case 5:
       init(shared.tile_free, has_k_scales ? 3 : 2);  // activations and scales loaded, stored

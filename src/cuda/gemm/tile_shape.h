@@ -47,13 +47,14 @@ inline constexpr TileShape kTilesDecoded[] = {
 };
 
 /// The tiles of FP8. Each K block is summed up in temporary accumulators and then added to the
-/// others; so large tiles leave room for both. With tokens as rows a thread has two of them, so it
-/// needs few scales to add a K block.
+/// others; so large tiles leave room for both. With tokens as rows a thread has the accumulators of
+/// two tokens, so it needs two token scales for a K block.
 inline constexpr TileShape kTilesFp8[] = {
     {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 2, 1, 2, 1}, {96, 2, 1, 1, 2}, {128, 1, 1, 2, 2, 2},
 };
 
-/// Those of weights that are decoded, which wgmma takes from registers: only its rows can be.
+/// FP8 tiles of decoded weights. wgmma takes only its rows from registers, so tokens cannot be
+/// them.
 inline constexpr TileShape kTilesDecodedFp8[] = {
     {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 2, 1, 1, 1}, {96, 2, 1, 1, 2}, {128, 2, 1, 1, 2},
 };

@@ -20,8 +20,8 @@ __device__ inline int warp_token(const WarpgroupCoords<K>& coords) {
   return coords.first_token() + coords.thread() / 32 * 16;
 }
 
-/// Where a thread's scales of a K block are, and its products of those. Scales that are not there
-/// are 1, which changes no bits.
+/// Makes a thread's products of token scales and weight scales of a K block. A scale that is
+/// missing counts as 1, which leaves the bits as they are.
 template <typename K>
 struct TokenRowScales {
   using Products = float[kTileSlices<K>][2];
@@ -54,14 +54,14 @@ struct TokenRowScales {
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
           products[i + j][t] = of_slices[j] * of_tokens[t];
-          asm volatile("" : "+f"(products[i + j][t]));  // now, not behind what is awaited
+          asm volatile("" : "+f"(products[i + j][t]));  // before the wait for wgmma
         }
       }
     }
   }
 };
 
-/// As multiply_promoted(). While one token group adds up, the tensor cores work for the other.
+/// As multiply_promoted(). While one token group promotes, the tensor cores work for the other.
 template <bool kScaled, typename K>
 __device__ __forceinline__ void multiply_k_blocks(SharedMemory<K>& shared, const GemmParams& gemm,
                                                   const WorkTile& tile,
@@ -165,12 +165,12 @@ __device__ __forceinline__ void finish_token_rows(const GemmParams& gemm, const 
   }
 }
 
-/// What a thread has of 64 features: of each slice of 8 (t, f), (t, f + 1), (t + 8, f), (t + 8, f +
-/// 1).
+/// A thread's values of 64 features. Of each slice of 8: (t, f), (t, f + 1), (t + 8, f) and (t + 8,
+/// f + 1).
 using FeatureBlock = float[kBlockRows / 8 * 4];
 
-/// Writes them, rounded, to the columns of `out` from `column` on. `first_feature` of a row's width
-/// is the first of them.
+/// Rounds them to 16 bits and writes them to `out` from `column` on. Features from the row's width
+/// on are left out; `first_feature` is the first one.
 template <typename K>
 __device__ __forceinline__ void write_features(SharedMemory<K>& shared, const GemmParams& gemm,
                                                const WorkTile& tile,

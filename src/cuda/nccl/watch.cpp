@@ -10,7 +10,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kLook{10};
+constexpr milliseconds kPollInterval{10};
 /// What the watching threads of the others get to answer.
 constexpr milliseconds kAnswer{500};
 
@@ -60,7 +60,7 @@ void Watch::run() {
   cudaThreadExchangeStreamCaptureMode(&mode);
   std::unique_lock lock(mutex_);
   int looks = 0;
-  while (!changed_.wait_for(lock, kLook, [&] { return ending_; })) {
+  while (!changed_.wait_for(lock, kPollInterval, [&] { return ending_; })) {
     lock.unlock();
     // The control plane is asked less often than the device.
     bool over = expired();

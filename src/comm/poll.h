@@ -7,10 +7,10 @@
 
 namespace fusedmoe::comm {
 
-/// How often a wait looks at what else may have happened.
-inline constexpr std::chrono::milliseconds kLook{20};
+/// How often a wait checks whether another rank has given up.
+inline constexpr std::chrono::milliseconds kPollInterval{20};
 
 /// Tells all who wait at this control plane why `rank` gives up. Without the plane nobody hears it.
-void tell_failure(ControlPlane& control, int rank, std::string_view reason) noexcept;
+void post_failure(ControlPlane& control, int rank, std::string_view reason) noexcept;
 
 }  // namespace fusedmoe::comm
