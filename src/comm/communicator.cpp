@@ -383,8 +383,8 @@ void Communicator::lend(std::string_view kind, const void* mine, const DataPlane
     const void* data;
   };
   Impl& impl = *impl_;
-  std::vector<int> peers;
-  for (int r = 0; r < impl.size; ++r) peers.push_back(impl.global(r));
+  std::vector<int> peers(impl.size);
+  for (int r = 0; r < impl.size; ++r) peers[r] = impl.global(r);
   const auto check_and_read = [&](std::span<const void* const> all) {
     std::vector<const void*> lent;
     const auto& first = *static_cast<const Lent*>(all.front());

@@ -51,6 +51,7 @@ std::string what_is_set(std::span<const char* const> names) {
 void check_address(const std::optional<Launch>& launch) {
   if (!launch) {
     std::vector<std::string> missing;
+    missing.reserve(std::size(kLaunchers));
     for (const Launcher& each : kLaunchers) {
       missing.push_back(core::format("{} and {} ({})", each.rank, each.size, each.name));
     }
