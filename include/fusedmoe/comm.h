@@ -150,9 +150,9 @@ class FUSEDMOE_API ExpertPlacement {
 
 /// Texts by name, which all ranks of a job can post and read: what a communicator needs to find its
 /// ranks, to agree, and to say what went wrong. An engine may implement it over its own store. A
-/// name keeps its first text. Calls may come from several threads. Each communicator, with what is
-/// split off from it, has a plane of its own. Where making a communicator throws, its plane has the
-/// text "failure" and cannot be used again.
+/// name keeps its first text. Calls may come from several threads. A communicator shares its plane
+/// only with the communicators that split() makes of it. If making a communicator fails, a rank
+/// posts the text "failure" to its plane, and the plane cannot be used again.
 class FUSEDMOE_API ControlPlane {
  public:
   virtual ~ControlPlane() = default;
@@ -246,8 +246,8 @@ class FUSEDMOE_API Communicator {
 
   int rank() const;
   int size() const;
-  /// The number of this communicator's rank `r` in the whole one that it was split from; the same
-  /// number where it was not split. Errors name ranks by these.
+  /// Which rank of the original communicator, before any split(), is rank `r` of this one. Without
+  /// a split that is `r`. Errors name ranks by these numbers.
   int global_rank(int r) const;
   Device device() const;
   /// Name of the data plane; "none".

@@ -1,4 +1,5 @@
-// What all control planes do alike. "failure" is the name of the text that ends the waits of all.
+// The functions that every control plane has, whatever its store. A rank that gives up posts its
+// reason under the name "failure". All other ranks look for that text while they wait.
 #include <algorithm>
 
 #include "comm/poll.h"

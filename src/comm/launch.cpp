@@ -47,7 +47,8 @@ std::string what_is_set(std::span<const char* const> names) {
   return core::join(found, ", ");
 }
 
-/// Throws Error, with what was found and what to do, unless `launch` says where rank 0 is.
+/// Checks that `launch` has the address of rank 0. Else throws an Error that says which variables
+/// are set, which are missing, and how to set them.
 void check_address(const std::optional<Launch>& launch) {
   if (!launch) {
     std::vector<std::string> missing;

@@ -203,8 +203,9 @@ concept TestsTopBits = requires(typename S::I bytes) {
 };
 
 /// The bf16 form of a normal E4M3 value is its magnitude shifted by 4 bits, plus a constant.
-/// Zero and subnormal values are corrected by look-up, NaN by arithmetic: that takes as long as all
-/// the rest, and few weights are so small. So it is left out where no weight of a vector needs it.
+/// Zero and subnormal values are then corrected by look-up, NaN by arithmetic. The corrections take
+/// as long as everything else, and few weights need them. So a vector of weights skips them if none
+/// of its weights is zero, subnormal or NaN.
 template <class S>
 class E4m3Pairs {
  public:

@@ -27,8 +27,8 @@ class TileConfig {
       config.row_bytes[tile] = static_cast<std::uint16_t>(rows[tile] ? kVectorBytes : 0);
       config.rows[tile] = static_cast<std::uint8_t>(rows[tile]);
     }
-    // NOTE: assembly, because GCC 12's intrinsic says that it reads 8 bytes of the 64: the other
-    // stores are then optimised away, and the processor refuses the shapes.
+    // Assembly, as GCC 12's _tile_loadconfig() tells the compiler that it reads 8 of the 64 bytes.
+    // The compiler then drops the stores to the other 56, and the processor refuses the shapes.
     asm volatile("ldtilecfg %0" : : "m"(config));
   }
   ~TileConfig() { _tile_release(); }

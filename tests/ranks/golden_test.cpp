@@ -1,4 +1,5 @@
-// The golden vectors of every family on several ranks, by every transport and combine mode.
+// Runs the layer of every family on 1 to 7 ranks, with every transport and combine mode, and
+// compares its output with the family's golden vectors.
 #include "golden_ranks.h"
 
 namespace fusedmoe {

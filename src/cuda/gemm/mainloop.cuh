@@ -185,10 +185,10 @@ __device__ __forceinline__ void promote(const float (&sums)[kCount], int first_c
   });
 }
 
-/// The turns of two warpgroups that promote, see Kernel::kTakesTurns. While one multiplies, the
-/// other promotes. Without turns both multiply at the same time, then both promote at the same
-/// time, and meanwhile the tensor cores have nothing to do. Each warpgroup has a named barrier: it
-/// waits there for its turn, and the other one arrives there to pass the turn on.
+/// Lets two warpgroups use the tensor cores in turns, see Kernel::kTakesTurns: while one
+/// multiplies, the other promotes. Without it both would promote at the same time, and the tensor
+/// cores would have nothing to do. Each warpgroup waits for its turn at a named barrier of its own;
+/// the other one arrives there to pass the turn on.
 template <typename K>
 struct Turns {
   __device__ static __forceinline__ void wait(const WarpgroupCoords<K>& coords) {
