@@ -124,7 +124,10 @@ PackedMatrices::PackedMatrices(const WeightFormat& format, const QuantScheme& sc
       origins_(static_cast<std::size_t>(sizes.num_experts)) {
   const Shape rows{sizes.num_experts, grid_.row_blocks * kBlockRows};
   if (sizes.bias) bias_ = Tensor::empty(rows, DType::kF32, device);
-  if (scheme.weights.quantized()) scales_ = Tensor::empty(rows, DType::kF32, device);
+  const bool is_scaled = scheme.weights.quantized() && !has_k_scales();
+  if (is_scaled || scheme.weights.global_scale || sizes.activation_scale != 1) {
+    scales_ = Tensor::empty(rows, DType::kF32, device);
+  }
   if (has_k_scales()) {
     block_scales_ = Tensor::empty({sizes.num_experts, grid_.row_blocks, grid_.k_blocks, 8},
                                   DType::kF32, device);
@@ -185,7 +188,7 @@ const WeightMatrix& PackedMatrices::source_of(std::int64_t row, const WeightMatr
 }
 
 void PackedMatrices::upload_block_scales(std::int64_t expert, const WeightMatrix& gate,
-                                         const WeightMatrix* up, const Stream& stream) const {
+                                         const WeightMatrix* up, const Stream& stream) {
   const GroupShape group = scheme_.weights.group;
   const Tensor host = Tensor::zeros({grid_.row_blocks, grid_.k_blocks, 8}, DType::kF32);
   for (std::int64_t i = 0; i < host.numel(); ++i) {
@@ -200,6 +203,12 @@ void PackedMatrices::upload_block_scales(std::int64_t expert, const WeightMatrix
                                    r * matrix.scales.stride(0) + c * matrix.scales.stride(1));
   }
   copy(host, block_scales_.select(0, expert), stream);
+  // A tile has two row blocks: 64 rows of gate and of up, or 128 of one matrix.
+  const int rows = gated_ ? kBlockRows : 2 * kBlockRows;
+  for (const WeightMatrix* matrix : {&gate, up}) {
+    if (!matrix) continue;
+    two_scales_a_tile_ &= group.rows % (2 * kBlockRows) == 0 && matrix->first_row % rows == 0;
+  }
 }
 
 /// What the results of a row of the matrix are multiplied by, `common` times.
@@ -343,6 +352,7 @@ void PackedMatrices::set(GemmParams& gemm) const {
   gemm.bias = bias_ ? bias_.as<const float>() : nullptr;
   gemm.scales = scales_ ? scales_.as<const float>() : nullptr;
   gemm.block_scales = block_scales_ ? block_scales_.as<const float>() : nullptr;
+  gemm.two_scales_a_tile = two_scales_a_tile_;
 }
 
 std::int64_t PackedMatrices::nbytes() const {

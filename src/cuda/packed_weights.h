@@ -54,7 +54,7 @@ class PackedMatrices {
   bool has_k_scales() const;
   float row_scale(const WeightMatrix& matrix, std::int64_t row, float common) const;
   void upload_block_scales(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up,
-                           const Stream& stream) const;
+                           const Stream& stream);
   const WeightMatrix& source_of(std::int64_t row, const WeightMatrix& gate,
                                 const WeightMatrix* up) const;
 
@@ -68,7 +68,8 @@ class PackedMatrices {
   Tensor bias_;          // (experts, row_blocks * 64) f32 in packed row order
   Tensor scales_;        // the same: what results are multiplied by; where the scheme has scales
   Tensor block_scales_;  // (experts, row_blocks, k_blocks, 8) f32, of 8 rows and a K block
-  Tensor input_scales_;  // (experts) f32 of NVFP4 activations
+  bool two_scales_a_tile_ = true;               // GemmParams
+  Tensor input_scales_;                         // (experts) f32 of NVFP4 activations
   std::vector<int> exponent_shifts_;            // of experts
   std::vector<std::array<Origin, 2>> origins_;  // gate or down, up
 };

@@ -110,8 +110,50 @@ __device__ inline void copy_k_block(const CUtensorMap* boxes, std::uint64_t* ful
   }
 }
 
-/// Scales of a tile's K blocks, of weights and of token rows, stage by stage; for one warp. No
-/// tensor copy can do it: rows of experts begin anywhere.
+/// The token scales of a K block that a bulk copy brings for a tile: it begins at a multiple of 4
+/// scales, 16 bytes. The pitch is such a multiple, too, so the copy ends within it.
+struct TokenScaleCopy {
+  /// Scales before the tile's first.
+  __device__ static int offset(const WorkTile& tile) { return tile.first_row % 4; }
+  __device__ static int count(const WorkTile& tile) {
+    return (offset(tile) + tile.num_tokens + 3) / 4 * 4;
+  }
+};
+
+/// Scales of a tile's K blocks, of weights and of token rows, stage by stage; for one thread.
+template <typename K>
+__device__ inline void copy_scales_in_bulk(SharedMemory<K>& shared, const GemmParams& gemm,
+                                           const WorkTile& tile, StageState<K>& stage) {
+  constexpr int kBytes = kSlices * sizeof(float);  // of a packed block
+  const int row_blocks =
+      gemm.block_scales ? max(0, min(K::kTileRowBlocks, gemm.row_blocks - tile.row_block)) : 0;
+  const int token_bytes =
+      gemm.token_scale_pitch > 0 ? TokenScaleCopy::count(tile) * int{sizeof(float)} : 0;
+  const std::int64_t row_pitch = static_cast<std::int64_t>(gemm.k_blocks) * kSlices;
+  const auto first_block =
+      static_cast<std::int64_t>(tile.expert) * gemm.row_blocks + tile.row_block;
+  const float* of_weights = gemm.block_scales + first_block * row_pitch + tile.k_begin * kSlices;
+  const float* of_tokens = gemm.token_scales + tile.first_row - TokenScaleCopy::offset(tile) +
+                           tile.k_begin * gemm.token_scale_pitch;
+  for (int left = tile.k_end - tile.k_begin; left > 0; --left) {
+    std::uint64_t* full = &shared.stage_full[stage.index];
+    wait(&shared.stage_free[stage.index], stage.phase ^ 1);
+    Barrier::arrive_and_expect_tx(full, row_blocks * kBytes + token_bytes);
+    for (int b = 0; b < row_blocks; ++b) {
+      bulk_copy(shared.weight_scales_at(stage.index, 0) + b * kSlices, of_weights + b * row_pitch,
+                kBytes, full, kEvictNormal);
+    }
+    if (token_bytes > 0) {
+      bulk_copy(shared.token_scales_at(stage.index, 0), of_tokens, token_bytes, full, kEvictLast);
+    }
+    of_weights += kSlices;
+    of_tokens += gemm.token_scale_pitch;
+    stage.advance();
+  }
+}
+
+/// The same for one warp, in tiles with weights as rows: there a tile's token scales must begin at
+/// an even place in shared memory, and rows of experts begin anywhere.
 template <typename K>
 __device__ inline void copy_scales(SharedMemory<K>& shared, const GemmParams& gemm,
                                    const WorkTile& tile, StageState<K>& stage) {

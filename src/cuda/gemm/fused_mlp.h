@@ -35,6 +35,9 @@ struct GemmParams {
   /// With promoted accumulators: scales of weights by (experts, row_blocks, k_blocks, 8), one for
   /// each slice of 8 rows; or null.
   const float* block_scales = nullptr;
+  /// Whether the slices of every two row blocks, from an even one on, take two scales in turns: of
+  /// gate and up, or the same twice. True without block scales.
+  bool two_scales_a_tile = true;
   /// Of `activations`: (rows), or with groups (k_blocks, token_scale_pitch); or null.
   const float* token_scales = nullptr;
   std::int64_t token_scale_pitch = 0;  ///< a multiple of 4; 0: one scale for each row

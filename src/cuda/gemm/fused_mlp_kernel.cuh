@@ -115,11 +115,15 @@ __device__ inline void load_scales(SharedMemory<K>& shared, const FusedMlpParams
   while (true) {
     wait(&shared.tile_full[slot.index], slot.phase);
     const WorkTile tile = shared.tiles[slot.index];
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(&shared.tile_free[slot.index]);
+    if constexpr (K::kScaleLanes > 1) __syncwarp();
+    if (K::kScaleLanes == 1 || threadIdx.x % 32 == 0) arrive(&shared.tile_free[slot.index]);
     slot.advance();
     if (tile.gemm < 0) return;
-    copy_scales(shared, p.gemms[tile.gemm], tile, stage);
+    if constexpr (K::kScaleLanes == 1) {
+      copy_scales_in_bulk(shared, p.gemms[tile.gemm], tile, stage);
+    } else {
+      copy_scales(shared, p.gemms[tile.gemm], tile, stage);
+    }
   }
 }
 
@@ -229,7 +233,9 @@ __global__ __launch_bounds__(K::kThreads,
     } else if (warp == 2 && cute::elect_one_sync()) {
       publish_tiles(shared, params);
     } else if (warp == 3 && has_k_scales<K>(params)) {
-      if constexpr (K::Operands::kHasKScales) load_scales(shared, params);
+      if constexpr (K::Operands::kHasKScales) {
+        if (K::kScaleLanes > 1 || cute::elect_one_sync()) load_scales(shared, params);
+      }
     }
   } else if (!K::kHasEpilogueWarpgroup || threadIdx.x < K::kThreads - 128) {
     cutlass::arch::warpgroup_reg_alloc<K::kMultiplyRegisters>();

@@ -107,8 +107,13 @@ struct Kernel {
   // row.
   static constexpr int kWeightScales = kTileRowBlocks * kSlices;
   static_assert(kWeightScales <= 32, "a lane has a weight scale");
-  static constexpr int kScales = Operands::kHasKScales ? kWeightScales + kMaxTokens : 0;
+  // Bulk copies begin at a multiple of 4.
+  static constexpr int kTokenScales = kMaxTokens + (kTokensAreRows ? 4 : 0);
+  static constexpr int kScales = Operands::kHasKScales ? kWeightScales + kTokenScales : 0;
   static constexpr int kScaleBytes = kBlocksPerStage * kScales * 4;
+
+  // Lanes that copy them: one, where they come by bulk copies.
+  static constexpr int kScaleLanes = kTokensAreRows ? 1 : 32;
 
   static_assert(sizeof(typename Output::Element) == 2, "stmatrix stages 16 bits");
   // Token rows that the epilogue finishes together; more of them take more registers.
@@ -236,7 +241,7 @@ __device__ __forceinline__ void init_barriers(SharedMemory<K>& shared, bool has_
   switch (threadIdx.x / 32) {
     case 1:
       // Weights, activations, and each lane that copies scales.
-      init(shared.stage_full, has_k_scales ? 2 + 32 : 2);
+      init(shared.stage_full, has_k_scales ? 2 + K::kScaleLanes : 2);
       break;
     case 2:
       init(shared.stage_free, K::kMultiplyThreads * K::kCluster);

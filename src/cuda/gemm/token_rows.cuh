@@ -20,17 +20,22 @@ __device__ inline int warp_token(const WarpgroupCoords<K>& coords) {
   return coords.first_token() + coords.thread() / 32 * 16;
 }
 
-/// Makes a thread's products of token scales and weight scales of a K block. A scale that is
-/// missing counts as 1, which leaves the bits as they are.
-template <typename K>
+/// What scales a K block has: none; two of weights, which the tile's slices take in turns
+/// (GemmParams); or one for each slice.
+enum class KBlockScales : std::uint8_t { kNone, kTwo, kOfSlices };
+
+/// A thread's products of token scales and weight scales of a K block. A scale that is missing
+/// counts as 1, which leaves the bits as they are.
+template <KBlockScales kScales, typename K>
 struct TokenRowScales {
-  using Products = float[kTileSlices<K>][2];
-  int first_token;  // of the thread's two
+  static constexpr int kCount = kScales == KBlockScales::kTwo ? 2 : kTileSlices<K>;
+  using Products = float[kCount][2];
+  int first_token;  // of the thread's two, among the scales in shared memory
   int has_weights, has_tokens;
 
-  __device__ __forceinline__ TokenRowScales(const GemmParams& gemm,
+  __device__ __forceinline__ TokenRowScales(const GemmParams& gemm, const WorkTile& tile,
                                             const WarpgroupCoords<K>& coords)
-      : first_token(warp_token(coords) + coords.thread() % 32 / 4),
+      : first_token(TokenScaleCopy::offset(tile) + warp_token(coords) + coords.thread() % 32 / 4),
         has_weights(gemm.block_scales != nullptr),
         has_tokens(gemm.token_scale_pitch > 0) {
     // In registers, or the compiler makes them anew for each K block.
@@ -44,31 +49,31 @@ struct TokenRowScales {
       of_tokens[0] = scales[0];
       of_tokens[1] = scales[8];
     }
-    const auto* weights = reinterpret_cast<const float4*>(shared.weight_scales_at(stage, 0));
+    const auto* weights = reinterpret_cast<const float2*>(shared.weight_scales_at(stage, 0));
 #pragma unroll
-    for (int i = 0; i < kTileSlices<K>; i += 4) {
-      const float4 four = has_weights ? weights[i / 4] : make_float4(1, 1, 1, 1);
-      const float of_slices[4] = {four.x, four.y, four.z, four.w};
+    for (int i = 0; i < kCount; i += 2) {
+      const float2 two = has_weights ? weights[i / 2] : make_float2(1, 1);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-#pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          products[i + j][t] = of_slices[j] * of_tokens[t];
-          asm volatile("" : "+f"(products[i + j][t]));  // before the wait for wgmma
-        }
+      for (int t = 0; t < 2; ++t) {
+        products[i][t] = two.x * of_tokens[t];
+        products[i + 1][t] = two.y * of_tokens[t];
+        // Before the wait for wgmma.
+        asm volatile("" : "+f"(products[i][t]), "+f"(products[i + 1][t]));
       }
     }
   }
 };
 
 /// As multiply_promoted(). While one token group promotes, the tensor cores work for the other.
-template <bool kScaled, typename K>
+template <KBlockScales kScales, typename K>
 __device__ __forceinline__ void multiply_k_blocks(SharedMemory<K>& shared, const GemmParams& gemm,
                                                   const WorkTile& tile,
                                                   const WarpgroupCoords<K>& coords,
                                                   StageState<K>& stage,
                                                   float (&accumulators)[K::kAccumulators]) {
-  const TokenRowScales<K> scales(gemm, coords);
+  constexpr bool kScaled = kScales != KBlockScales::kNone;
+  using Scales = TokenRowScales<kScales, K>;
+  const Scales scales(gemm, tile, coords);
   for (int left = tile.k_end - tile.k_begin; left > 0; --left) {
     const StageOperands<K> operands = acquire(shared, stage, coords);
     const Descriptor<> weights(cute::cast_smem_ptr_to_uint(operands.weights));
@@ -83,7 +88,7 @@ __device__ __forceinline__ void multiply_k_blocks(SharedMemory<K>& shared, const
                                                           sums);
     }
     cute::warpgroup_commit_batch();
-    typename TokenRowScales<K>::Products products;
+    typename Scales::Products products;
     if constexpr (kScaled) scales.multiply(shared, stage.index, products);
     cute::warpgroup_wait<0>();
     fence_accumulators(sums);
@@ -91,7 +96,8 @@ __device__ __forceinline__ void multiply_k_blocks(SharedMemory<K>& shared, const
     stage.advance();
 #pragma unroll
     for (int i = 0; i < K::kAccumulators; ++i) {
-      accumulators[i] += kScaled ? sums[i] * products[i / 4][i % 4 / 2] : sums[i];
+      const int slice = i / 4 % Scales::kCount;
+      accumulators[i] += kScaled ? sums[i] * products[slice][i % 4 / 2] : sums[i];
     }
   }
 }
@@ -111,10 +117,12 @@ __device__ __forceinline__ void multiply_token_rows(SharedMemory<K>& shared,
       release_stage(shared, stage.index);
       stage.advance();
     }
-  } else if (gemm.block_scales || gemm.token_scale_pitch > 0) {
-    multiply_k_blocks<true>(shared, gemm, tile, coords, stage, accumulators);
+  } else if (!gemm.block_scales && gemm.token_scale_pitch == 0) {
+    multiply_k_blocks<KBlockScales::kNone>(shared, gemm, tile, coords, stage, accumulators);
+  } else if (gemm.two_scales_a_tile) {
+    multiply_k_blocks<KBlockScales::kTwo>(shared, gemm, tile, coords, stage, accumulators);
   } else {
-    multiply_k_blocks<false>(shared, gemm, tile, coords, stage, accumulators);
+    multiply_k_blocks<KBlockScales::kOfSlices>(shared, gemm, tile, coords, stage, accumulators);
   }
 }
 
@@ -131,36 +139,41 @@ __device__ inline void prefetch_column_factors(const GemmParams& gemm, const Wor
   if (gemm.bias) prefetch_l2(gemm.bias + column);
 }
 
-/// accumulators -> results: times the scales of tokens and weight rows, plus the bias.
+/// accumulators -> results: times the scales of tokens and weight rows, plus the bias, where there
+/// are any.
 template <typename K>
 __device__ __forceinline__ void finish_token_rows(const GemmParams& gemm, const WorkTile& tile,
                                                   const WarpgroupCoords<K>& coords,
                                                   float (&values)[K::kAccumulators]) {
   const int lane = coords.thread() % 32;
-  float of_tokens[2] = {1, 1};
   if (gemm.token_scales && gemm.token_scale_pitch == 0) {
+    const int last = tile.num_tokens - 1, token = warp_token(coords) + lane / 4;
+    const float* scales = gemm.token_scales + tile.first_row;
+    const float of_tokens[2] = {scales[min(token, last)], scales[min(token + 8, last)]};
 #pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      const int token = min(warp_token(coords) + lane / 4 + 8 * t, tile.num_tokens - 1);
-      of_tokens[t] = gemm.token_scales[tile.first_row + token];
-    }
+    for (int i = 0; i < K::kAccumulators; ++i) values[i] *= of_tokens[i % 4 / 2];
   }
-  const int slices = min(kTileSlices<K>, (gemm.row_blocks - tile.row_block) * kSlices);
-  const std::int64_t first_column =
-      (static_cast<std::int64_t>(tile.expert) * gemm.row_blocks + tile.row_block) * kBlockRows +
-      lane % 4 * 2;
   const bool has_bias = gemm.bias && tile.split == 0;
+  if (!gemm.scales && !has_bias) return;
+  constexpr int kOfBlock = kBlockRows / 2;  // values
 #pragma unroll
-  for (int s = 0; s < kTileSlices<K>; ++s) {
-    const std::int64_t column = first_column + min(s, slices - 1) * 8;
-    float2 scale = make_float2(1, 1), bias = make_float2(0, 0);
-    if (gemm.scales) scale = *reinterpret_cast<const float2*>(gemm.scales + column);
-    if (has_bias) bias = *reinterpret_cast<const float2*>(gemm.bias + column);
+  for (int b = 0; b < K::kTileRowBlocks; ++b) {
+    const int row_block = min(tile.row_block + b, gemm.row_blocks - 1);
+    const std::int64_t first_column =
+        (static_cast<std::int64_t>(tile.expert) * gemm.row_blocks + row_block) * kBlockRows +
+        lane % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float& value = values[4 * s + i];
-      value *= of_tokens[i / 2];
-      value = value * (i % 2 == 0 ? scale.x : scale.y) + (i % 2 == 0 ? bias.x : bias.y);
+    for (int s = 0; s < kSlices; ++s) {
+      float2 scale = make_float2(1, 1), bias = make_float2(0, 0);
+      if (gemm.scales) {
+        scale = reinterpret_cast<const float2*>(gemm.scales + first_column)[4 * s];
+      }
+      if (has_bias) bias = reinterpret_cast<const float2*>(gemm.bias + first_column)[4 * s];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& value = values[b * kOfBlock + 4 * s + i];
+        value = value * (i % 2 == 0 ? scale.x : scale.y) + (i % 2 == 0 ? bias.x : bias.y);
+      }
     }
   }
 }
