@@ -153,6 +153,7 @@ MlpShape Sm90Experts::shape_of(const ProblemSize& problem) const {
     shape.expected_tokens = std::max<std::int64_t>(1, problem.expected_rows / share);
   }
   shape.num_local_experts = problem.num_local_experts;
+  shape.num_experts = config().num_experts;
   shape.hidden = problem.hidden;
   shape.intermediate = problem.intermediate;
   shape.multiprocessors = multiprocessors_;
@@ -167,7 +168,9 @@ KernelConfig Sm90Experts::config_for(const ProblemSize& problem, int requested) 
     const KernelConfig& config = configs[static_cast<std::size_t>(requested)];
     if (valid(shape, config)) return config;
   }
-  const TunedTokens* tuned = nearest(std::span<const TunedTokens>(tuned_), problem.num_tokens);
+  // They were measured with local slots only, and those of the batched format at its capacity.
+  const std::int64_t num_tokens = batched() ? problem.num_tokens : likely_tokens(shape);
+  const TunedTokens* tuned = nearest(std::span<const TunedTokens>(tuned_), num_tokens);
   return tuned && valid(shape, tuned->config) ? tuned->config : choose_config(shape);
 }
 

@@ -250,6 +250,26 @@ TEST(GemmPlanTest, MultiprocessorsDecideHowManyTilesAreFew) {
   EXPECT_EQ(choose_config(shape).splits, 1);
 }
 
+TEST(GemmPlanTest, ExpertsOfOtherRanksTakeTheirShareOfTheTokens) {
+  for (MlpShape shape : published_shapes(1024)) {
+    const KernelConfig alone = choose_config(shape);
+    shape.num_experts = shape.num_local_experts;
+    EXPECT_EQ(choose_config(shape), alone) << "all are local";
+    shape.num_experts = 8 * shape.num_local_experts;
+    MlpShape share = shape;
+    share.num_experts = 0;
+    share.expected_tokens = 128;
+    if (!shape.batched) {
+      EXPECT_EQ(likely_tokens(shape), 128);
+      EXPECT_EQ(choose_config(shape), choose_config(share));
+    } else {
+      EXPECT_EQ(choose_config(shape), alone) << "the capacity is each local expert's";
+    }
+    shape.num_tokens = 1;
+    EXPECT_EQ(likely_tokens(shape), 1);
+  }
+}
+
 TEST(GemmPlanTest, ExpectedTokensChooseWithinTheCapacity) {
   for (const std::int64_t capacity : {64, 512, 8192}) {
     for (const MlpShape& known : published_shapes(capacity)) {

@@ -20,14 +20,8 @@ struct Load {
   double spread;       // of their rows: standard deviation
 };
 
-/// Tokens to choose for, at most the capacity.
-std::int64_t likely_tokens(const MlpShape& shape) {
-  return shape.expected_tokens > 0 ? std::min(shape.expected_tokens, shape.num_tokens)
-                                   : shape.num_tokens;
-}
-
-/// Every token draws topk of the local experts; with an expert map it would draw fewer. In the
-/// batched format anything up to the capacity is possible: a quarter of it unless the caller knows.
+/// Every one of the likely tokens draws topk of the local experts. In the batched format anything
+/// up to the capacity is possible: a quarter of it unless the caller knows.
 Load expected_load(const MlpShape& shape) {
   const auto tokens = static_cast<double>(likely_tokens(shape));
   const auto experts = static_cast<double>(shape.num_local_experts);
@@ -163,6 +157,12 @@ int find_config(std::string_view name) {
     return to_string(config) == name;
   });
   return found == configs.end() ? -1 : static_cast<int>(found - configs.begin());
+}
+
+std::int64_t likely_tokens(const MlpShape& shape) {
+  if (shape.expected_tokens > 0) return std::min(shape.expected_tokens, shape.num_tokens);
+  if (shape.batched || shape.num_experts <= shape.num_local_experts) return shape.num_tokens;
+  return ceil_div(shape.num_tokens * shape.num_local_experts, shape.num_experts);
 }
 
 std::int64_t max_tokens_f32(const MlpShape& shape) {

@@ -54,11 +54,15 @@ struct MlpShape {
   std::int64_t expected_tokens = 0;  ///< of num_tokens; 0: unknown
   std::int64_t topk = 0;
   std::int64_t num_local_experts = 0;
+  std::int64_t num_experts = 0;  ///< of the layer, on all ranks; 0: all are local
   std::int64_t hidden = 0;
   std::int64_t intermediate = 0;
   int multiprocessors = 132;  ///< of the device; the default are those of an H200
 };
 
+/// Tokens to choose for, as if all their slots were local: `expected_tokens` if known, else the
+/// local experts' share of the tokens.
+std::int64_t likely_tokens(const MlpShape& shape);
 KernelConfig choose_config(const MlpShape& shape);
 /// Whether the configuration computes the shape.
 bool valid(const MlpShape& shape, const KernelConfig& config);
