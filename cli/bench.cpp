@@ -1,5 +1,5 @@
-// fusedmoe bench: the experts of a model's layer at several numbers of tokens, as a table, JSON or
-// CSV. Exit status 1 if a timed configuration does not agree with `reference`.
+// fusedmoe bench: a model's layer, or its experts, at several numbers of tokens, as a table, JSON
+// or CSV. Exit status 1 if a timed configuration does not agree with `reference`.
 #include "bench.h"
 
 #include <fmt/format.h>
@@ -40,6 +40,7 @@ struct Options {
   bool json = false, csv = false, markdown = false;
   bool load = false, heat_map = false;
   bool rows_only = false;
+  bool layer = false;
 };
 
 struct Row {
@@ -210,6 +211,7 @@ bool run_scheme(const Options& options, const BenchSubject& subject, const std::
   bench_options.dtype = parse_float_dtype(options.dtype);
   bench_options.device = parse_device(options.device);
   bench_options.experts = experts;
+  bench_options.layer = options.layer;
   bench_options.skew =
       options.skew == "zipf" ? testing::RoutingSkew::kZipf : testing::RoutingSkew::kBalanced;
   if (!options.replay_routing.empty()) {
@@ -283,6 +285,11 @@ void run_ranks(const Options& options) {
 
 void run(const Options& options) {
   if (options.threads > 0) set_num_threads(options.threads);
+  if (options.layer &&
+      (options.ep > 0 || options.skew != "balanced" || !options.replay_routing.empty())) {
+    throw Error("--layer", "given with --ep, --skew or --replay-routing",
+                "without them: its router routes random hidden states");
+  }
   if (options.ep > 0) return run_ranks(options);
   for (const std::string& experts : options.experts) check_experts_name(experts);
   bool right = true;
@@ -296,9 +303,10 @@ void run(const Options& options) {
     }
   }
   log(Level::kInfo,
-      fmt::format("isa {}, {} threads, version {}; routing {}, cold weights, given top-k ids",
-                  cpu_isa(), num_threads(), FUSEDMOE_VERSION,
-                  options.replay_routing.empty() ? options.skew : options.replay_routing));
+      fmt::format("isa {}, {} threads, version {}; routing {}, cold weights, {}", cpu_isa(),
+                  num_threads(), FUSEDMOE_VERSION,
+                  options.replay_routing.empty() ? options.skew : options.replay_routing,
+                  options.layer ? "router included" : "given top-k ids"));
   if (options.json) {
     print_json(rows);
   } else if (options.csv) {
@@ -326,6 +334,9 @@ void add_bench(Command& program) {
       .list()
       .between(std::int64_t{1}, std::int64_t{1} << 20);
   command.add_option("--experts", options->experts, "Implementations (default: the best)").list();
+  command.add_flag("--layer", options->layer,
+                   "Time the layer from hidden states: its router, with random weights, and the "
+                   "routed experts. The floor is that of the experts");
   command.add_option("--device", options->device, "cpu, cuda or cuda:<index>").show_default();
   command.add_option("--dtype", options->dtype, "dtype of the hidden states")
       .one_of({"bf16", "f16", "f32"});

@@ -1,5 +1,5 @@
-// One benchmark cell: a model's experts at a number of tokens, timed against what the machine gave
-// in the same moments.
+// One benchmark cell: a model's experts, or its layer, at a number of tokens, timed against what
+// the machine gave in the same moments.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +22,9 @@ struct BenchOptions {
   Device device;
   std::string experts;  ///< as `require` of select(); empty = best
   bool tuned = true;    ///< with the kernel configurations tuned on this machine
+  /// A MoeLayer from its hidden states: router and routed experts. Else the experts, from given
+  /// top-k ids.
+  bool layer = false;
   testing::RoutingSkew skew = testing::RoutingSkew::kBalanced;
   RecordedRouting replay;  ///< ids and weights to take in turn instead of drawing; optional
   std::int64_t min_samples = 11;
@@ -61,7 +64,7 @@ struct BenchRow {
   double percent_of_flops() const { return 100 * gflops / peak_gflops; }
 };
 
-/// Times the experts of one layer.
+/// Times one layer, or its experts.
 class LayerBench {
  public:
   virtual ~LayerBench() = default;

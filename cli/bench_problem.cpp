@@ -7,6 +7,8 @@
 #include <limits>
 #include <numeric>
 
+#include "fusedmoe/layer.h"
+#include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
@@ -27,6 +29,79 @@ void copy_sample(const TensorView& source, const TensorView& target) {
   }
   synchronize(stream);
 }
+
+/// N(0, scale^2)
+void fill_random(const TensorView& tensor, double scale, testing::Random& random) {
+  for (std::int64_t i = 0; i < tensor.numel(); ++i) {
+    store_f32(tensor.data(), tensor.dtype(), i, static_cast<float>(scale * random.normal()));
+  }
+}
+
+Workspace workspace_of(const BenchBuffers& buffers) {
+  return {buffers.workspace.data(), static_cast<std::size_t>(buffers.workspace.nbytes())};
+}
+
+class ExpertsTarget final : public BenchTarget {
+ public:
+  ExpertsTarget(const Selection& selection, const Context& context, const ExpertWeights& weights,
+                const PackProgress& progress)
+      : kernel_(selection.create(context)),
+        packed_(kernel_.experts().pack(weights, {.progress = progress})) {}
+
+  std::string implementation() const override {
+    return fmt::format("{}+{}", kernel_.experts().descriptor().name(),
+                       kernel_.prepare_finalize().descriptor().name());
+  }
+  std::size_t workspace_bytes(std::int64_t num_tokens) const override {
+    return kernel_.workspace_bytes(num_tokens);
+  }
+  void run(const BenchBuffers& buffers, Stream stream, int kernel_config) const override {
+    ForwardArgs args;
+    args.weights = packed_.get();
+    args.output = buffers.output;
+    args.hidden_states = buffers.hidden_states;
+    args.topk_ids = buffers.topk_ids;
+    args.topk_weights = buffers.topk_weights;
+    args.kernel_config = kernel_config;
+    args.stream = stream;
+    kernel_.apply(args, workspace_of(buffers));
+  }
+  std::vector<std::string> kernel_configs(std::int64_t num_tokens) const override {
+    const ProblemSize size = ProblemSize::of(kernel_.experts().config(), num_tokens);
+    return kernel_.experts().kernel_configs(kernel_.prepare_finalize().problem_size(size));
+  }
+  int find_kernel_config(const std::string& name) const override {
+    return kernel_.experts().find_kernel_config(name);
+  }
+
+ private:
+  ModularKernel kernel_;
+  std::shared_ptr<const PackedWeights> packed_;
+};
+
+class LayerTarget final : public BenchTarget {
+ public:
+  LayerTarget(LayerWeights weights, LayerOptions options)
+      : layer_(std::move(weights), std::move(options)) {}
+
+  std::string implementation() const override {
+    const Selection& selection = layer_.selection();
+    return fmt::format("{}+{}", selection.experts->name(), selection.prepare_finalize->name());
+  }
+  std::size_t workspace_bytes(std::int64_t num_tokens) const override {
+    return layer_.workspace_bytes(num_tokens);
+  }
+  void run(const BenchBuffers& buffers, Stream stream, int) const override {
+    ForwardOptions options;
+    options.topk_ids = buffers.topk_ids;
+    options.topk_weights = buffers.topk_weights;
+    if (!layer_.config().device.is_cpu()) options.stream = stream;
+    layer_.forward(buffers.hidden_states, buffers.output, workspace_of(buffers), options);
+  }
+
+ private:
+  MoeLayer layer_;
+};
 
 }  // namespace
 
@@ -76,40 +151,6 @@ ExpertWeights bench_weights(testing::Case spec, std::int64_t num_experts) {
   return weights;
 }
 
-BenchBuffers::BenchBuffers(const ModularKernel& kernel, const testing::Case& spec) {
-  const Device device = kernel.experts().config().device;
-  const DType dtype = kernel.experts().config().dtype;
-  const Tensor host_states = Tensor::empty({spec.num_tokens, spec.hidden}, dtype);
-  const Tensor host_weights = Tensor::empty({spec.num_tokens, spec.topk}, DType::kF32);
-  testing::Random random(2);
-  for (std::int64_t i = 0; i < host_states.numel(); ++i) {
-    store_f32(host_states.data(), dtype, i, static_cast<float>(random.normal()));
-  }
-  for (std::int64_t i = 0; i < host_weights.numel(); ++i) {
-    host_weights.as<float>()[i] =
-        static_cast<float>((0.5 + random.uniform()) / static_cast<double>(spec.topk));
-  }
-  hidden_states = to_device(host_states, device);
-  topk_weights = to_device(host_weights, device);
-  output = Tensor::empty({spec.num_tokens, spec.hidden}, dtype, device);
-  topk_ids = Tensor::empty({spec.num_tokens, spec.topk}, DType::kI32, device);
-  const std::size_t bytes = kernel.workspace_bytes(spec.num_tokens);
-  workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
-}
-
-void BenchBuffers::run(const ModularKernel& kernel, const PackedWeights& packed, Stream stream,
-                       int kernel_config) const {
-  ForwardArgs args;
-  args.weights = &packed;
-  args.output = output;
-  args.hidden_states = hidden_states;
-  args.topk_ids = topk_ids;
-  args.topk_weights = topk_weights;
-  args.kernel_config = kernel_config;
-  args.stream = stream;
-  kernel.apply(args, {workspace.data(), static_cast<std::size_t>(workspace.nbytes())});
-}
-
 BenchWork::BenchWork(const testing::Case& spec, std::int64_t weight_bytes) {
   const double matrices = is_gated(spec.activation) ? 3 : 2;
   flops = 2.0 * static_cast<double>(spec.num_tokens * spec.topk) * matrices *
@@ -120,12 +161,8 @@ BenchWork::BenchWork(const testing::Case& spec, std::int64_t weight_bytes) {
 BenchProblem::BenchProblem(BenchOptions options, const PackProgress& progress)
     : options_(std::move(options)) {
   const std::int64_t num_experts = options_.model.router.num_experts;
-  weights_ = bench_weights(spec(1), num_experts);
-  Context context = make_context();
-  if (!options_.tuned) context.tuned = nullptr;
-  kernel_ =
-      std::make_unique<ModularKernel>(select(options_.config(), options_.experts).create(context));
-  packed_ = kernel_->experts().pack(weights_, {.progress = progress});
+  experts_ = bench_weights(spec(1), num_experts);
+  target_ = make_target(options_.experts, options_.device, progress);
   expert_order_.resize(static_cast<std::size_t>(num_experts));
   std::iota(expert_order_.begin(), expert_order_.end(), 0);
   for (std::size_t i = expert_order_.size(); i > 1; --i) {
@@ -134,9 +171,34 @@ BenchProblem::BenchProblem(BenchOptions options, const PackProgress& progress)
   }
 }
 
-std::string BenchProblem::implementation() const {
-  return fmt::format("{}+{}", kernel_->experts().descriptor().name(),
-                     kernel_->prepare_finalize().descriptor().name());
+std::unique_ptr<BenchTarget> BenchProblem::make_target(const std::string& experts, Device device,
+                                                       const PackProgress& progress) const {
+  if (!options_.layer) {
+    MoeConfig config = options_.config();
+    config.device = device;
+    Context context = make_context();
+    if (!options_.tuned) context.tuned = nullptr;
+    return std::make_unique<ExpertsTarget>(select(config, experts), context, experts_, progress);
+  }
+  const ModelConfig& model = options_.model;
+  LayerWeights weights;
+  weights.router = model.router;
+  weights.experts = experts_;
+  const std::int64_t num_choices = model.router.num_choices(), hidden = model.experts_hidden();
+  testing::Random random(3);
+  RouterWeights& router = weights.router_weights;
+  router.weight = Tensor::empty({num_choices, hidden}, options_.dtype);
+  fill_random(router.weight, 1 / std::sqrt(static_cast<double>(hidden)), random);
+  if (model.has_router_bias) router.bias = Tensor::zeros({num_choices}, DType::kF32);
+  if (model.has_correction_bias) {
+    router.score_correction_bias = Tensor::zeros({num_choices}, DType::kF32);
+  }
+  LayerOptions options;
+  options.device = device;
+  options.dtype = options_.dtype;
+  options.require = experts;
+  options.progress = progress;
+  return std::make_unique<LayerTarget>(std::move(weights), std::move(options));
 }
 
 testing::Case BenchProblem::spec(std::int64_t num_tokens) const {
@@ -177,38 +239,76 @@ void BenchProblem::draw(const TensorView& topk_ids) {
   }
 }
 
-void BenchProblem::route(const TensorView& topk_ids, const TensorView& topk_weights) {
-  if (options_.replay.topk_ids) {
-    replay(topk_ids, topk_weights);
-  } else {
-    draw(topk_ids);
+BenchBuffers BenchProblem::make_buffers(const BenchTarget& target, Device device,
+                                        const testing::Case& spec) const {
+  const Tensor states = Tensor::empty({spec.num_tokens, spec.hidden}, options_.dtype);
+  const Tensor weights = Tensor::empty({spec.num_tokens, spec.topk}, DType::kF32);
+  testing::Random random(2);
+  fill_random(states, 1, random);
+  for (std::int64_t i = 0; i < weights.numel(); ++i) {
+    weights.as<float>()[i] =
+        static_cast<float>((0.5 + random.uniform()) / static_cast<double>(spec.topk));
   }
+  const auto bytes = static_cast<std::int64_t>(target.workspace_bytes(spec.num_tokens));
+  BenchBuffers buffers;
+  buffers.hidden_states = to_device(states, device);
+  buffers.topk_weights = to_device(weights, device);
+  buffers.output = Tensor::empty({spec.num_tokens, spec.hidden}, options_.dtype, device);
+  buffers.topk_ids = Tensor::empty({spec.num_tokens, spec.topk}, DType::kI32, device);
+  buffers.workspace = Tensor::empty({bytes}, DType::kU8, device);
+  return buffers;
 }
 
-BenchBuffers BenchProblem::run_sample(const ModularKernel& kernel, const PackedWeights& packed,
-                                      testing::Case spec, const BenchBuffers& all) const {
+BenchBuffers BenchProblem::buffers(const testing::Case& spec) const {
+  return make_buffers(*target_, options_.device, spec);
+}
+
+void BenchProblem::route(BenchBuffers& buffers) {
+  const auto on_host = [](const Tensor& tensor) {
+    return tensor.device().is_cpu() ? tensor : Tensor::empty(tensor.shape(), tensor.dtype());
+  };
+  const auto put = [](const Tensor& host, Tensor& tensor) {
+    if (!tensor.device().is_cpu()) tensor = to_device(host, tensor.device());
+  };
+  if (options_.layer) {
+    const Tensor states = on_host(buffers.hidden_states);
+    fill_random(states, 1, random_);
+    put(states, buffers.hidden_states);
+    return;
+  }
+  const Tensor ids = on_host(buffers.topk_ids);
+  if (options_.replay.topk_ids) {
+    const Tensor weights = on_host(buffers.topk_weights);
+    replay(ids, weights);
+    put(weights, buffers.topk_weights);
+  } else {
+    draw(ids);
+  }
+  put(ids, buffers.topk_ids);
+}
+
+BenchBuffers BenchProblem::run_sample(const BenchTarget& target, Device device, testing::Case spec,
+                                      const BenchBuffers& all) const {
   spec.num_tokens = std::min(options_.check_rows, spec.num_tokens);
-  BenchBuffers sample(kernel, spec);
+  BenchBuffers sample = make_buffers(target, device, spec);
   copy_sample(all.hidden_states, sample.hidden_states);
   copy_sample(all.topk_ids, sample.topk_ids);
   copy_sample(all.topk_weights, sample.topk_weights);
-  const Stream stream{packed.info().device};
-  sample.run(kernel, packed, stream);
+  const Stream stream{device};
+  target.run(sample, stream);
   synchronize(stream);
   return sample;
 }
 
 Tensor BenchProblem::expected_rows(const testing::Case& spec, const BenchBuffers& timed) const {
-  const MoeConfig config = testing::make_config(spec, timed.output.dtype());
-  const ModularKernel reference = select(config, "reference").create({});
-  return run_sample(reference, *reference.experts().pack(weights_), spec, timed).output;
+  return run_sample(*make_target("reference", {}, {}), {}, spec, timed).output;
 }
 
 double BenchProblem::relative_error(const testing::Case& spec, const BenchBuffers& timed,
                                     const Tensor& expected) const {
   Tensor actual = Tensor::empty(expected.shape(), expected.dtype());
   if (batch_dependent(spec.scheme)) {
-    actual = to_device(run_sample(*kernel_, *packed_, spec, timed).output, {});
+    actual = to_device(run_sample(*target_, options_.device, spec, timed).output, {});
   } else {
     copy_sample(timed.output, actual);
   }

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "bench.h"
-#include "fusedmoe/modular_kernel.h"
 #include "testing/cases.h"
 
 namespace fusedmoe::cli {
@@ -26,15 +25,23 @@ testing::Case bench_case(const ModelConfig& model, const QuantScheme& scheme,
 /// Its weights: a few distinct experts of random values, repeated. Packing copies each.
 ExpertWeights bench_weights(testing::Case spec, std::int64_t num_experts);
 
-/// Tensors of one number of tokens, on one device.
+/// Tensors of one number of tokens, on one device. A layer writes the ids and weights.
 struct BenchBuffers {
   Tensor hidden_states, output, topk_ids, topk_weights, workspace;
+};
 
-  /// Random hidden states and weights; no ids yet.
-  BenchBuffers(const ModularKernel& kernel, const testing::Case& spec);
-  /// `kernel_config`: see ForwardArgs.
-  void run(const ModularKernel& kernel, const PackedWeights& packed, Stream stream,
-           int kernel_config = -1) const;
+/// What is timed: experts from given ids, or a layer from hidden states.
+class BenchTarget {
+ public:
+  virtual ~BenchTarget() = default;
+  /// "cpu+no_ep"
+  virtual std::string implementation() const = 0;
+  virtual std::size_t workspace_bytes(std::int64_t num_tokens) const = 0;
+  /// `kernel_config`: see ForwardArgs; a layer has its own choice.
+  virtual void run(const BenchBuffers& buffers, Stream stream, int kernel_config = -1) const = 0;
+  /// As those of Experts; a layer names none.
+  virtual std::vector<std::string> kernel_configs(std::int64_t) const { return {}; }
+  virtual int find_kernel_config(const std::string&) const { return -1; }
 };
 
 /// What a number of tokens costs at least.
@@ -43,21 +50,22 @@ struct BenchWork {
   BenchWork(const testing::Case& spec, std::int64_t weight_bytes);
 };
 
-/// A model's layer with bench_weights().
+/// A model's layer with bench_weights(), and random weights of its router.
 class BenchProblem {
  public:
   BenchProblem(BenchOptions options, const PackProgress& progress);
 
   const BenchOptions& options() const { return options_; }
-  const ModularKernel& kernel() const { return *kernel_; }
-  const PackedWeights& packed() const { return *packed_; }
-  std::int64_t weight_bytes() const { return weights_.nbytes(); }
-  std::string implementation() const;
+  const BenchTarget& target() const { return *target_; }
+  std::int64_t weight_bytes() const { return experts_.nbytes(); }
   testing::Case spec(std::int64_t num_tokens) const;
 
-  /// The next routing, into host tensors: drawn or replayed. Distinct experts for each token;
-  /// single tokens walk through all experts, so that weights are cold.
-  void route(const TensorView& topk_ids, const TensorView& topk_weights);
+  /// Random hidden states and router weights; no ids yet.
+  BenchBuffers buffers(const testing::Case& spec) const;
+  /// The next routing. Of experts: ids, and weights if they are replayed; distinct experts for each
+  /// token; single tokens walk through all experts, so that weights are cold. Of a layer: other
+  /// hidden states. Off the CPU a tensor is replaced, not written.
+  void route(BenchBuffers& buffers);
   /// Rows from all over the batch, as `reference` computes them from the same inputs.
   Tensor expected_rows(const testing::Case& spec, const BenchBuffers& timed) const;
   /// Error of those rows; infinite where only one of them has a NaN or an
@@ -66,16 +74,19 @@ class BenchProblem {
                         const Tensor& expected) const;
 
  private:
+  std::unique_ptr<BenchTarget> make_target(const std::string& experts, Device device,
+                                           const PackProgress& progress) const;
+  BenchBuffers make_buffers(const BenchTarget& target, Device device,
+                            const testing::Case& spec) const;
   std::int32_t draw_expert(std::int64_t num_tokens);
   void draw(const TensorView& topk_ids);
   void replay(const TensorView& topk_ids, const TensorView& topk_weights);
-  BenchBuffers run_sample(const ModularKernel& kernel, const PackedWeights& packed,
-                          testing::Case spec, const BenchBuffers& all) const;
+  BenchBuffers run_sample(const BenchTarget& target, Device device, testing::Case spec,
+                          const BenchBuffers& all) const;
 
   BenchOptions options_;
-  ExpertWeights weights_;
-  std::unique_ptr<ModularKernel> kernel_;
-  std::shared_ptr<const PackedWeights> packed_;
+  ExpertWeights experts_;
+  std::unique_ptr<BenchTarget> target_;
   std::vector<std::int32_t> expert_order_;
   std::size_t next_expert_ = 0;
   std::int64_t next_row_ = 0;  // of the recorded routing

@@ -1,4 +1,5 @@
-// Timing of the experts of one layer on a CUDA device, from given top-k ids to the combined output.
+// Timing of one layer on a CUDA device: of its experts, from given top-k ids to the combined
+// output, or of all of it, from hidden states.
 //
 // A graph of the forward is replayed between two events, each time after 256 MiB were written, so
 // that the L2 is cold, and with another routing than the time before. What an empty graph costs
@@ -21,7 +22,7 @@ class DeviceBench final : public LayerBench {
       : problem_(std::move(options), progress),
         stream_(problem_.options().device),
         flushed_(Tensor::empty({kFlushBytes}, DType::kU8, problem_.options().device)) {}
-  std::string implementation() const override { return problem_.implementation(); }
+  std::string implementation() const override { return problem_.target().implementation(); }
   BenchRow run(std::int64_t num_tokens) override;
   std::vector<BenchRow> run_kernel_configs(std::int64_t num_tokens) override;
 
@@ -35,8 +36,6 @@ class DeviceBench final : public LayerBench {
     Tensor expected;  // rows of the first, by the reference
   };
   Inputs make_inputs(std::int64_t num_tokens);
-  /// Their names, the chosen one first.
-  std::vector<std::string> kernel_configs(std::int64_t num_tokens) const;
   BenchRow measure(const Inputs& inputs, const std::string& kernel_config);
   double time_us(const Graph& graph);
 
@@ -60,18 +59,19 @@ DeviceBench::Inputs DeviceBench::make_inputs(std::int64_t num_tokens) {
   Inputs inputs;
   inputs.spec = problem_.spec(num_tokens);
   const testing::Case& spec = inputs.spec;
-  const BenchBuffers first(problem_.kernel(), spec);
-  const Tensor ids = Tensor::empty({num_tokens, spec.topk}, DType::kI32);
-  const Tensor weights = to_device(first.topk_weights, {});
+  BenchBuffers buffers = problem_.buffers(spec);
   std::vector<std::int32_t> all_ids;
   for (std::size_t i = 0; i < kRoutings; ++i) {
-    problem_.route(ids, weights);
+    problem_.route(buffers);
+    if (options.layer) {
+      buffers.topk_ids = Tensor::empty(buffers.topk_ids.shape(), DType::kI32, options.device);
+      problem_.target().run(buffers, stream_);  // writes the ids
+      synchronize(stream_);
+    }
+    const Tensor ids = to_device(buffers.topk_ids, {});
     const auto* values = ids.as<const std::int32_t>();
     all_ids.insert(all_ids.end(), values, values + ids.numel());
-    BenchBuffers buffers = first;
-    buffers.topk_ids = to_device(Tensor(ids, nullptr), options.device);
-    buffers.topk_weights = to_device(weights, options.device);
-    inputs.routed.push_back(std::move(buffers));
+    inputs.routed.push_back(buffers);
     inputs.distinct.push_back(
         static_cast<double>(load_statistics(ids, spec.num_experts).distinct_experts));
   }
@@ -82,21 +82,15 @@ DeviceBench::Inputs DeviceBench::make_inputs(std::int64_t num_tokens) {
   return inputs;
 }
 
-std::vector<std::string> DeviceBench::kernel_configs(std::int64_t num_tokens) const {
-  const ModularKernel& kernel = problem_.kernel();
-  const ProblemSize size = ProblemSize::of(kernel.experts().config(), num_tokens);
-  return kernel.experts().kernel_configs(kernel.prepare_finalize().problem_size(size));
-}
-
 BenchRow DeviceBench::run(std::int64_t num_tokens) {
-  const std::vector<std::string> configs = kernel_configs(num_tokens);
+  const std::vector<std::string> configs = problem_.target().kernel_configs(num_tokens);
   return measure(make_inputs(num_tokens), configs.empty() ? "" : configs.front());
 }
 
 std::vector<BenchRow> DeviceBench::run_kernel_configs(std::int64_t num_tokens) {
   const Inputs inputs = make_inputs(num_tokens);
   std::vector<BenchRow> rows;
-  for (const std::string& config : kernel_configs(num_tokens)) {
+  for (const std::string& config : problem_.target().kernel_configs(num_tokens)) {
     rows.push_back(measure(inputs, config));
   }
   return rows;
@@ -109,12 +103,10 @@ BenchRow DeviceBench::measure(const Inputs& inputs, const std::string& kernel_co
   const std::optional<QuantKey>& activations = spec.scheme.activations;
   const double flops = activations && activations->value == DType::kE4M3 ? options.device_fp8_flops
                                                                          : options.device_flops;
-  const int config = problem_.kernel().experts().find_kernel_config(kernel_config);
+  const int config = problem_.target().find_kernel_config(kernel_config);
   std::deque<Graph> graphs;
   for (const BenchBuffers& buffers : inputs.routed) {
-    const auto forward = [&] {
-      buffers.run(problem_.kernel(), problem_.packed(), stream_, config);
-    };
+    const auto forward = [&] { problem_.target().run(buffers, stream_, config); };
     forward();
     synchronize(stream_);
     graphs.emplace_back(stream_, forward);

@@ -1,4 +1,5 @@
-// Timing of the experts of one layer, from given top-k ids to the combined output.
+// Timing of one layer on the CPU: of its experts, from given top-k ids to the combined output, or
+// of all of it, from hidden states.
 //
 // The host may move the cores of a virtual machine between placements with quite different memory
 // bandwidth, and neighbours come and go. So each sample stands between two probes of bandwidth and
@@ -38,7 +39,7 @@ class CpuBench final : public LayerBench {
  public:
   CpuBench(BenchOptions options, const PackProgress& progress)
       : problem_(std::move(options), progress) {}
-  std::string implementation() const override { return problem_.implementation(); }
+  std::string implementation() const override { return problem_.target().implementation(); }
   BenchRow run(std::int64_t num_tokens) override;
 
  private:
@@ -93,9 +94,9 @@ void summarize(std::vector<Sample> samples, const BenchWork& work, BenchRow& row
 BenchRow CpuBench::run(std::int64_t num_tokens) {
   const testing::Case spec = problem_.spec(num_tokens);
   const BenchOptions& options = problem_.options();
-  const BenchBuffers buffers(problem_.kernel(), spec);
+  BenchBuffers buffers = problem_.buffers(spec);
   const BenchWork work(spec, problem_.weight_bytes());
-  const auto forward = [&] { buffers.run(problem_.kernel(), problem_.packed(), {}); };
+  const auto forward = [&] { problem_.target().run(buffers, {}); };
 
   BenchRow row;
   row.num_tokens = num_tokens;
@@ -105,7 +106,7 @@ BenchRow CpuBench::run(std::int64_t num_tokens) {
   using Clock = std::chrono::steady_clock;
   const Clock::time_point start = Clock::now();
   const auto elapsed = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
-  problem_.route(buffers.topk_ids, buffers.topk_weights);
+  problem_.route(buffers);
   forward();  // warm-up: pages and threads
   probe();
   const std::int64_t target =
@@ -114,7 +115,7 @@ BenchRow CpuBench::run(std::int64_t num_tokens) {
          (elapsed() < options.max_seconds || samples.size() < 3)) {
     if (elapsed() > 4 * options.max_seconds) break;  // nothing stable: said in the row
     Sample sample;
-    problem_.route(buffers.topk_ids, buffers.topk_weights);
+    problem_.route(buffers);
     const Probe before = probe();
     sample.ms = time_ms(forward);
     const Probe after = probe();

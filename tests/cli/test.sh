@@ -146,6 +146,9 @@ case $situation in
     ! grep -q nan out || fail "nan"
     succeeds bench --shape 64x64x1x1 --min-samples 1 --max-seconds 0.05 --tokens 1,3
     says '^64x64x1x1 '
+    succeeds "${small[@]}" --layer --dtype f32 --tokens 1,3 --json
+    [[ $(grep -Ec '"relative_error": [1-9]' out) -eq 2 ]] || fail "the layer was not compared"
+    refuses '--layer' "${small[@]}" --layer --skew zipf
     refuses '--shape' "${small[@]}" --shape 64x64x8
     refuses '--shape' "${small[@]}" --shape 64x64x8x2x1
     refuses 'topk' "${small[@]}" --shape 64x64x8x9
