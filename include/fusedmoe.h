@@ -428,7 +428,7 @@ FUSEDMOE_C_API fusedmoe_status fusedmoe_selection_get(const fusedmoe_selection* 
 FUSEDMOE_C_API const char* fusedmoe_selection_table(const fusedmoe_selection* selection);
 FUSEDMOE_C_API const char* fusedmoe_selection_json(const fusedmoe_selection* selection);
 /* Scratch memory of the chosen experts' forward, without shared experts and router. num_threads:
- * of the CPU, 0 the default. For a CUDA configuration the device must be here. */
+ * of the CPU, 0 the default. A CUDA device may be missing where its compute capability is named. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_selection_workspace_bytes(
     const fusedmoe_selection* selection, int64_t num_tokens, int32_t num_threads, size_t* bytes);
 

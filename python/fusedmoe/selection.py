@@ -42,7 +42,7 @@ class Selection:
         return self._handle.json()
 
     def workspace_bytes(self, num_tokens: int, num_threads: int = 0) -> int:
-        """Scratch memory of the experts alone. For CUDA the device must be here."""
+        """Scratch memory of the experts alone. Needs no GPU where compute_capability was given."""
         return self._handle.workspace_bytes(num_tokens, num_threads)
 
     def __str__(self) -> str:

@@ -98,7 +98,8 @@ Sm90Experts::Sm90Experts(const ExpertsDescriptor& descriptor, const MoeConfig& c
       format_(*find_weight_format(config.scheme, config.dtype)),
       rows_(this->config(), format_),
       variant_(variant_of(config)),
-      multiprocessors_(multiprocessor_count(config.device)) {
+      multiprocessors_(device_problem(config.device).empty() ? multiprocessor_count(config.device)
+                                                             : MlpShape().multiprocessors) {
   // Tuned configurations are for one number of tokens: rows would depend on their batch.
   if (!context.tuned || config.batch_invariant) return;
   TunedConfig layer;
@@ -118,6 +119,7 @@ Sm90Experts::Sm90Experts(const ExpertsDescriptor& descriptor, const MoeConfig& c
 
 std::shared_ptr<PackedWeights> Sm90Experts::pack(const ExpertWeights& weights,
                                                  const PackOptions& options) const {
+  core::check_supported(descriptor(), config());  // the device may not be here
   return std::make_shared<CudaPackedWeights>(core::make_packed_info(*this, weights, options),
                                              format_, weights, options);
 }

@@ -24,9 +24,9 @@ class Sm90Descriptor final : public ExpertsDescriptor {
   int layout_version() const override { return 3; }
   std::shared_ptr<const Experts> create(const MoeConfig& config,
                                         const Context& context) const override {
+    core::check_supported(*this, config);
     MoeConfig here = config;
-    here.compute_capability.reset();  // what runs needs the device itself
-    core::check_supported(*this, here);
+    here.compute_capability.reset();  // to pack and to run needs the device itself
     return make_experts(*this, here, context);
   }
 };

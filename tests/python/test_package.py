@@ -21,6 +21,9 @@ def test_explain_needs_no_gpu():
     here = fusedmoe.explain(**GPT_OSS)
     assert here.chosen and here.chosen.experts == "cpu"
     assert here.workspace_bytes(64) > here.workspace_bytes(1) > 0
+    hopper = fusedmoe.explain(**GPT_OSS, device="cuda", compute_capability=90)
+    if hopper.chosen:  # compiled with CUDA
+        assert hopper.workspace_bytes(64) > hopper.workspace_bytes(1) > 0
     there = fusedmoe.explain(**GPT_OSS, device="cuda", compute_capability=80)
     assert there.chosen is None
     assert all(candidate.text for candidate in there.candidates if candidate.reason != "supported")

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
 #include "testing/cases.h"
 
@@ -229,6 +230,13 @@ TEST(SelectionTest, ANamedComputeCapabilityNeedsNoDevice) {
   }
   ASSERT_TRUE(hopper) << hopper.table();
   EXPECT_EQ(hopper.pair(), "sm90+no_ep");
+  const ModularKernel kernel = hopper.create(make_context());
+  EXPECT_GT(kernel.workspace_bytes(1), 0U);
+  EXPECT_GT(kernel.workspace_bytes(64), kernel.workspace_bytes(1));
+  if (const std::string problem = device_problem(config.device); !problem.empty()) {
+    const std::string text = error_text([&] { kernel.experts().pack({}); });
+    EXPECT_NE(text.find(problem), std::string::npos) << text;
+  }
   config.compute_capability = 80;
   const Selection ampere = explain(config);
   EXPECT_FALSE(ampere);

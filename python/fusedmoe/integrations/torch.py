@@ -132,5 +132,5 @@ def _fake_out(*args: Any) -> None:
 _schema = torch.library.infer_schema(_fused_experts_out, mutates_args=("out",))
 _define("fused_experts_out", _schema, _mutate, _fake_out)
 _schema = _schema.replace("Tensor(a0!) out, ", "").replace("-> ()", "-> Tensor")
-assert "out" not in _schema and _schema.endswith("-> Tensor"), _schema
+assert "a0!" not in _schema and _schema.endswith("-> Tensor"), _schema
 _define("fused_experts", _schema, _fused_experts, _fake)
