@@ -24,6 +24,14 @@ struct DotInt8 {
     return S::set1_words(four);
   }
   static B dot(B acc, B b, B a) { return Products::dot(acc, b, a); }
+  /// Only where the products come by matrices.
+  template <int R, int kVectors>
+  static void add_products(B (&acc)[R][kVectors], const std::byte* b,
+                           const std::byte* const (&rows)[R], std::int64_t a,
+                           std::int64_t steps) requires requires {
+    Products::add_matrices(acc, b, rows, a, steps);
+  }
+  { Products::add_matrices(acc, b, rows, a, steps); }
 
   using Acc = B;
   static Acc zero() { return B{}; }

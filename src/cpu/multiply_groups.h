@@ -42,6 +42,31 @@ inline typename D::Acc initial_of_group(const GroupRow& row, const GroupPanel& p
                                 : initial);
 }
 
+/// Adds `steps` steps of weights from b on times those of rows from byte a on: R rows x kVectors
+/// vectors of columns. A dot product may have its own way for several rows and steps at once.
+template <class D, int R, int kVectors>
+[[gnu::always_inline]] inline void add_products(typename D::Acc (&acc)[R][kVectors],
+                                                const std::byte* b,
+                                                const std::byte* const (&rows)[R], std::int64_t a,
+                                                std::int64_t steps) {
+  if constexpr (requires { D::add_products(acc, b, rows, a, steps); }) {
+    D::add_products(acc, b, rows, a, steps);
+    return;
+  }
+#pragma GCC unroll 4
+  for (std::int64_t step = 0; step < steps; ++step, b += kStepBytes, a += 4) {
+    typename D::B weights[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) weights[v] = D::load_b(b + v * D::Simd::kWidth * 4);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const auto x = D::broadcast(rows[r] + a);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = D::dot(acc[r][v], weights[v], x);
+    }
+  }
+}
+
 /// R rows x 64 columns. totals (R, 64) are added to: in registers, from the first group of a panel
 /// to its last, where there are enough of them.
 template <class D, int R>
@@ -86,18 +111,9 @@ inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, 
         }
       }
       const std::int64_t steps = g + 1 == panel.count ? panel.last_steps : panel.steps;
-#pragma GCC unroll 4
-      for (std::int64_t step = 0; step < steps; ++step, b += kStepBytes, a += 4) {
-        typename D::B weights[kVectors];
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) weights[v] = D::load_b(b + v * kW * 4);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          const auto x = D::broadcast(elements[r] + a);
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) acc[r][v] = D::dot(acc[r][v], weights[v], x);
-        }
-      }
+      add_products<D>(acc, b, elements, a, steps);
+      b += steps * kStepBytes;
+      a += 4 * steps;
       const float* scales = panel.scales + g * kTileColumns + column;
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
