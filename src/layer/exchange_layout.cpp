@@ -35,7 +35,7 @@ ExchangeLayout::ExchangeLayout(void* workspace, const ProblemSize& problem,
   own_rows = take(DType::kI32, {tokens, 1});
   if (sizes.host) send_tokens = take(DType::kI32, {ranks, sizes.max_tokens});
   send_counts = take(DType::kI32, {ranks});
-  recv_counts = take(DType::kI32, {ranks});
+  recv_counts = take(DType::kI32, {ranks * sizes.counts_of_rank});
   headers_out = take(DType::kU8, {ranks, sizeof(StepHeader)});
   headers_in = take(DType::kU8, {ranks, sizeof(StepHeader)});
   if (sizes.packs) packed = take_rows(ranks * sizes.max_tokens, topk);

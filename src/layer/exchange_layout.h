@@ -21,7 +21,8 @@ struct ExchangeSizes {
   std::int64_t num_tokens, max_tokens, topk, hidden;
   std::int64_t capacity;  // rows that may arrive
   int num_ranks;
-  int sum_ranks;  // that have the same tokens; 1: nothing to add
+  int counts_of_rank;  // numbers of rows that each rank tells the others
+  int sum_ranks;       // that have the same tokens; 1: nothing to add
   bool to_all, per_slot;
   bool packs;     // rows for other ranks are packed before they are sent
   bool host;      // the steps of rank_exchange_host.cpp
@@ -61,7 +62,7 @@ struct ExchangeLayout {
   TensorView own_rows;      // (num_tokens, 1) i32: 0, 1, 2, ...
   TensorView send_tokens;   // (num_ranks, max_tokens) i32, on the host
   TensorView send_counts;   // (num_ranks) i32
-  TensorView recv_counts;
+  TensorView recv_counts;   // (num_ranks * counts_of_rank)
   TensorView headers_out, headers_in;  // (num_ranks, bytes) u8
   RowTensors packed;                   // all2all: row r * max_tokens + i goes to rank r
   RowTensors received;                 // (capacity): those of rank 0, of rank 1, ...

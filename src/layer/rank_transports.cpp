@@ -66,6 +66,11 @@ class All2All final : public PrepareFinalizeDescriptor {
   std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
                                                    const Context& context) const override {
     check_communicator(config, context);
+    const ParallelConfig& parallel = config.parallel;
+    FUSEDMOE_CHECK(
+        !context.ranks.drop_rows || parallel.sequence_parallel || parallel.group_size() == 1,
+        "ranks.drop_rows", "set with all2all, where ranks have the same tokens",
+        "unset, or set with allgather_reducescatter: the ranks would drop different rows");
     return std::make_shared<RankExchange>(*this, config, context, false);
   }
 };
@@ -110,8 +115,13 @@ void check_communicator(const MoeConfig& config, const Context& context) {
                        core::format("on {}", to_string(config.device)));
   FUSEDMOE_CHECK(!ranks.fixed_sizes || config.combine == CombineMode::kPerRank, "ranks.fixed_sizes",
                  "set with combine per_slot", "set with per_rank only");
-  FUSEDMOE_CHECK(!ranks.fixed_sizes || ranks.receive_capacity == 0, "ranks.receive_capacity",
-                 core::to_string(ranks.receive_capacity), "0 with fixed_sizes");
+  FUSEDMOE_CHECK(!ranks.fixed_sizes || ranks.drop_rows || ranks.receive_capacity == 0,
+                 "ranks.receive_capacity", core::to_string(ranks.receive_capacity),
+                 "0 with fixed_sizes, unless drop_rows is set");
+  FUSEDMOE_CHECK(
+      !ranks.fixed_sizes || !ranks.drop_rows || ranks.receive_capacity >= communicator.size(),
+      "ranks.receive_capacity", core::to_string(ranks.receive_capacity),
+      core::format("at least {} with fixed_sizes: a row of each rank", communicator.size()));
   const DType dtype = ranks.combine_dtype.value_or(config.dtype);
   FUSEDMOE_CHECK_FAULT(dtype == DType::kF32 || dtype == config.dtype, kDType, "ranks.combine_dtype",
                        std::string(name(dtype)), core::format("f32 or {}", name(config.dtype)));

@@ -2,6 +2,7 @@
 // own output with what one rank computes.
 #include <gtest/gtest.h>
 
+#include "dropping_ranks.h"
 #include "fusedmoe/quant.h"
 #include "golden_ranks.h"
 
@@ -75,6 +76,13 @@ TEST(MpiTest, GoldenVectorsOfEveryFamily) {
         testing::expect_golden_on_rank(name, how, DType::kBF16, world());
       }
     }
+  }
+}
+
+TEST(MpiTest, RowsThatDoNotFitAreDropped) {
+  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+    SCOPED_TRACE(seed);
+    testing::DropProblem(world()->size(), seed).expect_on_rank(world());
   }
 }
 

@@ -63,6 +63,7 @@ TEST(AgreementTest, EveryFieldCounts) {
       {"pair", [](W&, O& o) { o.require = "reference+all2all"; }},
       {"max_tokens_per_rank", [](W&, O& o) { ++o.ranks.max_tokens_per_rank; }},
       {"receive_capacity", [](W&, O& o) { o.ranks.receive_capacity = 5; }},
+      {"drop_rows", [](W&, O& o) { o.ranks.drop_rows = true; }},
       {"combine", [](W&, O& o) { o.ranks.combine = CombineMode::kPerSlot; }},
       {"combine_dtype", [](W&, O& o) { o.ranks.combine_dtype = DType::kF32; }},
       {"fixed_sizes", [](W&, O& o) { o.ranks.fixed_sizes = true; }},
