@@ -70,7 +70,7 @@ void RankExchange::do_start_prepare(ForwardArgs& args) const {
                        core::format("at most max_tokens_per_rank, {}", max_tokens_per_rank_));
   step_.number = group_->next_step();
   const ExchangeLayout layout = this->layout(args);
-  plan(args, layout);
+  num_logits_ > 0 ? route_own(args) : plan(args, layout);
   ForwardArgs own = args;  // the caller's views stay until finish_prepare, which needs their sizes
   if (fixed_sizes_) {
     set_fixed_counts(layout);
@@ -142,7 +142,7 @@ void RankExchange::drop_rows(const ForwardArgs& args, const ExchangeLayout& layo
   limits.send_rows = layout.send_rows;
   limits.row_stride = layout.sizes.max_tokens;
   limits.room = room;
-  limits.physical_ids = layout.physical_ids;
+  if (num_logits_ == 0) limits.physical_ids = layout.physical_ids;
   limits.physical_ranks = physical_ranks_;
   limits.dropped = args.dropped_rows;
   backend.limit_rows(limits, args.stream);
@@ -175,6 +175,17 @@ void RankExchange::plan(const ForwardArgs& args, const ExchangeLayout& layout) c
   plan.send_tokens = layout.send_tokens;
   const core::Backend& backend = backend_of(args.stream.device);
   backend.plan_dispatch(plan, args.stream);
+}
+
+/// The caller's results, and the load, are of this rank's tokens alone. The experts route those of
+/// all ranks.
+void RankExchange::route_own(ForwardArgs& args) const {
+  FUSEDMOE_CHECK_FAULT(args.router_logits.dtype() == DType::kF32, kDType, "router_logits",
+                       std::string(name(args.router_logits.dtype())), "f32 across ranks");
+  backend_of(args.stream.device)
+      .route(*args.router, args.router_logits, args.score_correction_bias,
+             {args.topk_ids, args.topk_weights}, args.expert_load, args.stream);
+  args.expert_load = {};
 }
 
 StepHeader RankExchange::header(const ExchangeLayout& layout) const {
@@ -249,7 +260,8 @@ void RankExchange::check_headers(std::span<const StepHeader> headers) const {
 /// Values, scales, ids and weights of this rank's tokens, one of each in every row.
 RowTensors RankExchange::own_rows(const ForwardArgs& own, const ExchangeLayout& layout) const {
   const core::Backend& backend = backend_of(own.stream.device);
-  RowTensors tokens{own.hidden_states, {}, layout.physical_ids, own.topk_weights};
+  RowTensors tokens{own.hidden_states, {}, layout.physical_ids, own.topk_weights, {}};
+  if (num_logits_ > 0) tokens.logits = own.router_logits;
   if (layout.received.scales) tokens.scales = own.hidden_scales;
   if (layout.own_rows) backend.number_parts(layout.own_rows, 0, own.stream);
   if (layout.row_scales) {
@@ -314,8 +326,14 @@ void RankExchange::do_finish_prepare(ForwardArgs& args) const {
   const auto arrived = [&](const TensorView& all) { return all.slice(0, 0, step_.rows); };
   args.hidden_states = arrived(layout.received.values);
   if (layout.received.scales) args.hidden_scales = arrived(layout.received.scales);
-  args.topk_ids = arrived(layout.received.ids);
-  args.topk_weights = arrived(layout.received.weights);
+  if (num_logits_ > 0) {
+    args.router_logits = arrived(layout.received.logits);
+    args.topk_ids = arrived(layout.routed.topk_ids);
+    args.topk_weights = arrived(layout.routed.topk_weights);
+  } else {
+    args.topk_ids = arrived(layout.received.ids);
+    args.topk_weights = arrived(layout.received.weights);
+  }
   args.expert_map = expert_map_;
   if (per_slot()) expand_slots(args, layout);
 }

@@ -63,6 +63,7 @@ class RankExchange final : public PrepareAndFinalize {
   bool gather_and_scatter() const;
   StepHeader header(const ExchangeLayout& layout) const;
   void check_received() const;
+  void route_own(ForwardArgs& args) const;
   RowTensors own_rows(const ForwardArgs& own, const ExchangeLayout& layout) const;
   // The steps on the CPU.
   void receive_in_place(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
@@ -83,6 +84,7 @@ class RankExchange final : public PrepareAndFinalize {
   const bool fixed_sizes_;
   const std::int64_t receive_capacity_, max_tokens_per_rank_;
   const bool drop_rows_;
+  const std::int64_t num_logits_;  // of a row, for monolithic experts; 0: ids travel
   std::shared_ptr<Communicator> group_;
   bool whole_ = true;  // the group is all ranks
   const bool host_;

@@ -129,7 +129,7 @@ void RankExchange::receive_in_place(const RowTensors& rows, const ExchangeLayout
       const std::int32_t* tokens = all[r]->tokens;
       gather_rows(all[r]->rows, tokens ? tokens + rank_ * all[r]->stride : nullptr, to, count,
                   stream);
-      clear_ids(to.ids.slice(0, count, step_.recv_counts[r]));
+      if (fixed_sizes_) clear_ids(to.ids.slice(0, count, step_.recv_counts[r]));
     }
   };
   group_->lend("rows", &mine, copy, what("dispatch"));
@@ -154,7 +154,7 @@ void RankExchange::pack_on_host(const RowTensors& rows, const ExchangeLayout& la
     const RowTensors to = (here ? layout.received : layout.packed).slice(begin, begin + room);
     const std::int32_t* tokens = layout.send_tokens.as<const std::int32_t>();
     gather_rows(rows, to_all_ ? nullptr : tokens + r * layout.sizes.max_tokens, to, count, stream);
-    clear_ids(to.ids.slice(0, count, room));
+    if (fixed_sizes_) clear_ids(to.ids.slice(0, count, room));
   }
 }
 

@@ -43,9 +43,6 @@ Support supports_exchange(const MoeConfig& config) {
   if (!config.parallel.needs_dispatch()) {
     return no(Reason::kParallelConfig, "every rank has all tokens: nothing to send");
   }
-  if (config.monolithic) {
-    return no(Reason::kRoutingMethod, "monolithic: ids decide where rows go before the experts");
-  }
   if (config.hooks) {
     return no(Reason::kHooks, "hooks cannot tell which rank and token a row came from");
   }
@@ -59,6 +56,11 @@ class All2All final : public PrepareFinalizeDescriptor {
   bool accepts(WeightAndReduce kind) const override { return kind == WeightAndReduce::kNoOp; }
   Support supports(const MoeConfig& config) const override {
     if (Support support = supports_exchange(config); !support) return support;
+    if (config.monolithic) {
+      return Support::no(Reason::kRoutingMethod,
+                         "monolithic: ids decide where rows go before the experts; "
+                         "allgather_reducescatter serves them");
+    }
     if (config.parallel.ep_size > 1) return Support::yes();
     return Support::no(Reason::kParallelConfig,
                        "ep_size 1: every rank holds slices of all experts, so all need all rows");
@@ -82,6 +84,10 @@ class AllGather final : public PrepareFinalizeDescriptor {
   bool accepts(WeightAndReduce kind) const override { return kind == WeightAndReduce::kNoOp; }
   Support supports(const MoeConfig& config) const override {
     if (Support support = supports_exchange(config); !support) return support;
+    if (config.monolithic && config.combine == CombineMode::kPerSlot) {
+      return Support::no(Reason::kRoutingMethod,
+                         "monolithic: per_slot needs a row for each slot before the experts");
+    }
     const ParallelConfig& parallel = config.parallel;
     const bool whole = static_cast<int>(parallel.gather_group().size()) == parallel.num_ranks();
     if (config.combine == CombineMode::kPerSlot && (parallel.ep_size == 1 || !whole)) {
@@ -93,6 +99,9 @@ class AllGather final : public PrepareFinalizeDescriptor {
   std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
                                                    const Context& context) const override {
     check_communicator(config, context);
+    FUSEDMOE_CHECK(!context.ranks.fixed_sizes || !config.monolithic, "ranks.fixed_sizes",
+                   "set with monolithic experts",
+                   "unset: they would route the rows that nobody fills");
     return std::make_shared<RankExchange>(*this, config, context, true);
   }
 };

@@ -97,7 +97,7 @@ std::int64_t tokens_of(int rank) {
 }
 
 void expect_as_one(const Setting& setting, const char* scheme, const char* transport,
-                   bool batch_invariant, bool fixed_sizes) {
+                   bool batch_invariant, bool fixed_sizes, bool monolithic = false) {
   SCOPED_TRACE(setting.name() + " " + scheme + " " + transport);
   const LayerWeights weights = make_layer_weights({small_case(scheme)});
   Ranks ranks(setting);
@@ -110,6 +110,7 @@ void expect_as_one(const Setting& setting, const char* scheme, const char* trans
     options.ranks.communicator = communicator;
     options.ranks.max_tokens_per_rank = kTokens;
     options.ranks.fixed_sizes = fixed_sizes;
+    options.monolithic = monolithic;
     const MoeLayer layer(weights, options);
     for (const std::int64_t tokens : {tokens_of(rank), std::int64_t{rank == 0 ? 1 : 0}}) {
       const Tensor x = random_tensor(DType::kBF16, {tokens, kHidden}, 1, 70 + rank);
@@ -136,6 +137,7 @@ TEST(CudaRanksTest, LayersGiveTheOutputOfOneGpu) {
         expect_as_one(setting, scheme, transport, true, false);
       }
     }
+    expect_as_one(setting, "bf16", "allgather_reducescatter", false, false, true);
     for (const char* scheme : {"fp8_block", "w4a8", "nvfp4"}) {
       expect_as_one(setting, scheme, "all2all", true, false);
     }

@@ -38,6 +38,7 @@ struct RankCase {
   std::optional<CombineMode> combine = {};
   bool batch_invariant = false;
   bool fixed_sizes = false;
+  bool monolithic = false;
   ReplicaChoice replica_choice = ReplicaChoice::kHash;
   std::string experts = "cpu";
   ParallelConfig parallel = {};  ///< of rank 0; default: expert parallelism
@@ -57,6 +58,7 @@ inline LayerOptions rank_options(const RankCase& how, DType dtype, std::int64_t 
                                  const std::shared_ptr<Communicator>& communicator) {
   LayerOptions options = one_rank_options(how, dtype);
   options.require += "+" + how.transport;
+  options.monolithic = how.monolithic;
   options.ranks.communicator = communicator;
   options.ranks.placement = how.placement;
   options.ranks.combine = how.combine;
