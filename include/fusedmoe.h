@@ -284,6 +284,7 @@ typedef struct fusedmoe_layer_options { /* LayerOptions in fusedmoe/layer.h */
   int32_t fixed_sizes;         /* nothing is counted: for CUDA graphs */
   int32_t tp_rank;
   int32_t sequence_parallel;
+  int32_t drop_rows; /* those that do not fit into receive_capacity, instead of an error */
 } fusedmoe_layer_options;
 
 /* Both select an implementation and pack the weights, which takes long. The sources are not needed
@@ -337,6 +338,8 @@ typedef struct fusedmoe_forward_args {
   void* stream;       /* CUDA: a cudaStream_t, NULL the default one. CPU: NULL */
   int32_t accumulate; /* output += instead of output = */
   int64_t max_tokens; /* of any rank in this forward, the same on all; 0: max_tokens_per_rank */
+  fusedmoe_tensor
+      dropped_rows; /* result, if given: (1) i32, rows of these tokens that were dropped */
 } fusedmoe_forward_args;
 
 /* Both check every argument before they write, and allocate nothing. On CUDA they only enqueue. */

@@ -85,8 +85,14 @@ struct RankOptions {
   ReplicaChoice replica_choice = ReplicaChoice::kHash;
   /// Most tokens that any rank gives to a forward; buffers are made for it.
   std::int64_t max_tokens_per_rank = 0;
-  /// Most rows that a rank receives in a forward, more being an Error; 0: as many as can come.
+  /// Most rows that a rank receives in a forward; 0: as many as can come. More are an Error, unless
+  /// drop_rows is set.
   std::int64_t receive_capacity = 0;
+  /// Rows that do not fit into receive_capacity stay at home: the last ones in the order of (source
+  /// rank, token); with fixed_sizes each source has an equal share of the capacity, and the last
+  /// tokens of the source stay. The experts that a token chose on that rank then add nothing to its
+  /// output. ForwardOptions::dropped_rows counts such rows. Not with batch_invariant.
+  bool drop_rows = false;
   std::optional<CombineMode> combine = std::nullopt;  ///< none: as batch invariance needs
   std::optional<DType> combine_dtype = std::nullopt;  ///< of rows per rank: f32, or the layer's
   /// Always send max_tokens rows to each rank: nothing is counted, so on CUDA the host waits for
@@ -211,6 +217,8 @@ struct ForwardArgs {
   int kernel_config = -1;
   std::int64_t expected_rows = 0;  ///< see ProblemSize
   std::int64_t max_tokens = 0;     ///< see ProblemSize
+  /// (1) i32, optional: += rows of these tokens that were dropped, see RankOptions::drop_rows.
+  TensorView dropped_rows;
   Stream stream;
 
   // Only monolithic experts, which route by themselves: they write topk_ids and topk_weights.

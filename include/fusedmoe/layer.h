@@ -92,6 +92,9 @@ struct ForwardOptions {
   TensorView topk_weights = {};   ///< (num_tokens, topk) f32
   /// (num_choices) i32: how many tokens chose each expert.
   TensorView expert_load = {};
+  /// (1) i32: how many rows of this rank's tokens found no room on the ranks they went to, see
+  /// RankOptions::drop_rows. On CUDA it is filled in the order of the stream, in graphs too.
+  TensorView dropped_rows = {};
   bool accumulate = false;              ///< output += instead of output =
   const ExpertsHooks* hooks = nullptr;  ///< of a layer made with LayerOptions::hooks
   /// The most tokens that any rank gives to this forward, the same on all; 0: the largest that

@@ -83,7 +83,8 @@ class MoELayer:
             this rank holds is read. max_tokens_per_rank: the most that any gives to a call.
         placement: JSON, as linear_placement() returns it; nearest_replica: take that of a token's
             experts. combine: "per_rank" or "per_slot"; combine_dtype: of rows per rank.
-        receive_capacity: rows; fixed_sizes: count nothing, for CUDA graphs.
+        receive_capacity: rows; drop_rows: those that do not fit, instead of an error.
+        fixed_sizes: count nothing, for CUDA graphs.
 
         Raises OSError for a file at fault, NotImplementedError where no implementation fits. With a
         communicator of several ranks: RuntimeError on all of them, which names the rank.
@@ -191,6 +192,7 @@ class MoELayer:
         stream: Optional[int] = None,
         workspace: Any = None,
         max_tokens: int = 0,
+        dropped_rows: Any = None,
     ) -> Any:
         """The layer's output, (num_tokens, hidden), of the kind of hidden_states.
 
@@ -204,6 +206,8 @@ class MoELayer:
             of PyTorch's allocator for its CUDA tensors, else the layer's own.
         max_tokens: with a communicator, the most tokens of any rank in this call, the same on all;
             default: max_tokens_per_rank.
+        dropped_rows: (1) int32, filled with how many rows of these tokens found no room on the
+            ranks that they went to; see the option drop_rows.
 
         Raises ValueError that names the argument at fault.
         """
@@ -220,6 +224,7 @@ class MoELayer:
             stream_of(hidden_states, stream),
             scratch_of(hidden_states, stream) if workspace is None else lambda nbytes: workspace,
             max_tokens,
+            array(dropped_rows),
         )
         return out
 
@@ -234,11 +239,12 @@ class MoELayer:
         stream: Optional[int] = None,
         workspace: Any = None,
         max_tokens: int = 0,
+        dropped_rows: Any = None,
     ) -> Any:
         """The same with the caller's routing: (num_tokens, topk) float32 and int32; global ids, -1
         selects nothing. Raises ValueError for other ids (on CUDA they select nothing).
 
-        out, accumulate, stream, workspace, max_tokens: as in a call of the layer.
+        out, accumulate, stream, workspace, max_tokens, dropped_rows: as in a call of the layer.
         """
         if out is None:
             out = output_like(hidden_states, self._output_dtype)
@@ -251,6 +257,7 @@ class MoELayer:
             stream_of(hidden_states, stream),
             scratch_of(hidden_states, stream) if workspace is None else lambda nbytes: workspace,
             max_tokens,
+            array(dropped_rows),
         )
         return out
 
@@ -284,7 +291,7 @@ _OPTIONS = frozenset(
     "device dtype output_dtype require plan batch_invariant inplace monolithic tp_size dp_size "
     "ep_size ep_rank num_threads max_workspace_bytes tp_rank sequence_parallel communicator "
     "placement max_tokens_per_rank receive_capacity nearest_replica combine combine_dtype "
-    "fixed_sizes".split()
+    "fixed_sizes drop_rows".split()
 )
 _WEIGHTS = frozenset(
     "scheme activation alpha beta limit situ_beta situ_linear_beta gate_up_layout transposed "

@@ -198,7 +198,7 @@ struct Call {
   std::int64_t num_tokens = 0;  // that scratch memory is needed for
 
   Call(const PyLayer& layer, nb::handle x, nb::handle out, bool accumulate,
-       std::optional<std::uintptr_t> stream, std::int64_t max_tokens)
+       std::optional<std::uintptr_t> stream, std::int64_t max_tokens, nb::handle dropped_rows)
       : hidden_states(view_of(x, "hidden_states", kept)), output(output_view_of(out, "out", kept)) {
     if (!hidden_states || hidden_states.rank() != 2) {
       throw Error("hidden_states", to_string(hidden_states.shape()), "(num_tokens, hidden)",
@@ -209,13 +209,15 @@ struct Call {
         std::max(hidden_states.size(0), max_tokens > 0 ? max_tokens : layer.max_tokens_per_rank);
     options.accumulate = accumulate;
     options.stream = stream_of(stream, layer.layer.config().device);
+    options.dropped_rows = output_view_of(dropped_rows, "dropped_rows", kept);
   }
 };
 
 void forward(PyLayer& layer, nb::handle x, nb::handle out, nb::handle topk_weights,
              nb::handle topk_ids, nb::handle router_logits, nb::handle expert_load, bool accumulate,
-             std::optional<std::uintptr_t> stream, nb::handle scratch, std::int64_t max_tokens) {
-  Call call(layer, x, out, accumulate, stream, max_tokens);
+             std::optional<std::uintptr_t> stream, nb::handle scratch, std::int64_t max_tokens,
+             nb::handle dropped_rows) {
+  Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows);
   call.options.topk_weights = output_view_of(topk_weights, "topk_weights", call.kept);
   call.options.topk_ids = output_view_of(topk_ids, "topk_ids", call.kept);
   call.options.router_logits = output_view_of(router_logits, "router_logits", call.kept);
@@ -229,8 +231,8 @@ void forward(PyLayer& layer, nb::handle x, nb::handle out, nb::handle topk_weigh
 
 void forward_routed(PyLayer& layer, nb::handle x, nb::handle topk_weights, nb::handle topk_ids,
                     nb::handle out, bool accumulate, std::optional<std::uintptr_t> stream,
-                    nb::handle scratch, std::int64_t max_tokens) {
-  Call call(layer, x, out, accumulate, stream, max_tokens);
+                    nb::handle scratch, std::int64_t max_tokens, nb::handle dropped_rows) {
+  Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows);
   const Routing routing{view_of(topk_ids, "topk_ids", call.kept),
                         view_of(topk_weights, "topk_weights", call.kept)};
   const nb::gil_scoped_release no_gil;
@@ -245,10 +247,12 @@ void bind_layer(nb::module_& module) {
       .def("forward", &forward, nb::arg("x").none(), nb::arg("out").none(),
            nb::arg("topk_weights").none(), nb::arg("topk_ids").none(),
            nb::arg("router_logits").none(), nb::arg("expert_load").none(), nb::arg("accumulate"),
-           nb::arg("stream").none(), nb::arg("scratch").none(), nb::arg("max_tokens"))
+           nb::arg("stream").none(), nb::arg("scratch").none(), nb::arg("max_tokens"),
+           nb::arg("dropped_rows").none())
       .def("forward_routed", &forward_routed, nb::arg("x").none(), nb::arg("topk_weights").none(),
            nb::arg("topk_ids").none(), nb::arg("out").none(), nb::arg("accumulate"),
-           nb::arg("stream").none(), nb::arg("scratch").none(), nb::arg("max_tokens"))
+           nb::arg("stream").none(), nb::arg("scratch").none(), nb::arg("max_tokens"),
+           nb::arg("dropped_rows").none())
       .def("workspace_bytes",
            [](const PyLayer& self, std::int64_t num_tokens) {
              return self.layer.workspace_bytes(num_tokens);

@@ -40,6 +40,7 @@ RankOptions to_rank_options(const fusedmoe_layer_options& o) {
   if (o.placement) ranks.placement = ExpertPlacement::parse(o.placement);
   ranks.max_tokens_per_rank = o.max_tokens_per_rank;
   ranks.receive_capacity = o.receive_capacity;
+  ranks.drop_rows = o.drop_rows != 0;
   if (o.nearest_replica) ranks.replica_choice = ReplicaChoice::kNearest;
   if (const auto combine = check_enum(o.combine, 3, "options.combine")) {
     ranks.combine = combine == 1 ? CombineMode::kPerRank : CombineMode::kPerSlot;
@@ -158,6 +159,7 @@ Call to_call(const MoeLayer& layer, const fusedmoe_forward_args* args) {
   call.workspace = {a.workspace, a.workspace_bytes};
   call.options.router_logits = to_view(a.router_logits, "router_logits");
   call.options.expert_load = to_view(a.expert_load, "expert_load");
+  call.options.dropped_rows = to_view(a.dropped_rows, "dropped_rows");
   call.options.accumulate = a.accumulate != 0;
   call.options.max_tokens = a.max_tokens;
   call.options.stream = to_stream(a.stream, layer.config().device);

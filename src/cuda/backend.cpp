@@ -89,6 +89,12 @@ class CudaBackend final : public core::Backend {
     cuda::plan_dispatch(plan, stream);
   }
 
+  void limit_rows(const core::RowLimits& limits, Stream stream) const override {
+    check_ranks(limits.room.size());
+    const CurrentDevice current(stream.device);
+    cuda::limit_rows(limits, stream);
+  }
+
   void number_parts(const TensorView& rows, std::int64_t stride, Stream stream) const override {
     const CurrentDevice current(stream.device);
     cuda::number_parts(rows, stride, stream);

@@ -84,6 +84,11 @@ LayerOptions complete(LayerOptions options) {
                  "positive: buffers of the other ranks are made for it");
   FUSEDMOE_CHECK(ranks.receive_capacity >= 0, "options.ranks.receive_capacity",
                  core::to_string(ranks.receive_capacity), "not negative");
+  FUSEDMOE_CHECK(!ranks.drop_rows || ranks.receive_capacity > 0, "options.ranks.drop_rows",
+                 "set without receive_capacity", "set with receive_capacity");
+  FUSEDMOE_CHECK(!ranks.drop_rows || !options.batch_invariant, "options.ranks.drop_rows",
+                 "set with batch_invariant",
+                 "unset: what is dropped depends on the other rows of the batch");
   // Ranks with the same tokens can only add sums, which do not depend on the batch either.
   const bool rows_travel = options.parallel.needs_dispatch();
   const CombineMode wanted =
@@ -136,6 +141,7 @@ Facts facts_of(const MoeConfig& config, const LayerOptions& options, const Selec
       {"scheme", name(config.scheme)},
       {"activation", std::string(name(config.activation))},
       {"router weight on input", number(config.apply_router_weight_on_input)},
+      {"monolithic", number(options.monolithic)},
       {"batch_invariant", number(config.batch_invariant)},
       {"tp_size", number(parallel.tp_size)},
       {"dp_size", number(parallel.dp_size)},
@@ -146,6 +152,7 @@ Facts facts_of(const MoeConfig& config, const LayerOptions& options, const Selec
       {"replica_choice", ranks.replica_choice == ReplicaChoice::kHash ? "hash" : "nearest"},
       {"max_tokens_per_rank", number(ranks.max_tokens_per_rank)},
       {"receive_capacity", number(ranks.receive_capacity)},
+      {"drop_rows", number(ranks.drop_rows)},
       {"fixed_sizes", number(ranks.fixed_sizes)},
       {"max_workspace_bytes", number(options.max_workspace_bytes)},
       {"placement", ranks.placement ? ranks.placement->json() : "linear"},

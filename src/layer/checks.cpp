@@ -193,6 +193,7 @@ ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& a
   problem.topk = core::check_routing_args(experts, args, problem.num_tokens);
   check_written_dtype(kernel, problem);
   if (config.monolithic) check_routing_results(args);
+  if (args.dropped_rows) check_buffer(args.dropped_rows, "dropped_rows", DType::kI32, {1}, device);
 
   const NamedView hidden_states{"hidden_states", &args.hidden_states};
   const NamedView expert_map{"expert_map", &args.expert_map};
@@ -209,7 +210,8 @@ ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& a
                    logits,
                    expert_map,
                    {"score_correction_bias", &args.score_correction_bias},
-                   {"expert_load", &args.expert_load}});
+                   {"expert_load", &args.expert_load},
+                   {"dropped_rows", &args.dropped_rows}});
   // Values last: they mean nothing in memory that another argument claims. On a device they cannot
   // be read without waiting for it.
   if (!device.is_cpu()) return problem;

@@ -25,6 +25,10 @@ ExchangeLayout::ExchangeLayout(void* workspace, const ProblemSize& problem,
     RowTensors result;
     result.values = take(own.values_dtype(), {rows, own.value_columns()});
     if (scale_columns > 0) result.scales = take(own.scales_dtype(), {rows, scale_columns});
+    if (sizes.num_logits > 0) {
+      result.logits = take(DType::kF32, {rows, sizes.num_logits});
+      return result;
+    }
     result.ids = take(DType::kI32, {rows, ids});
     result.weights = take(DType::kF32, {rows, ids});
     return result;
@@ -35,11 +39,14 @@ ExchangeLayout::ExchangeLayout(void* workspace, const ProblemSize& problem,
   own_rows = take(DType::kI32, {tokens, 1});
   if (sizes.host) send_tokens = take(DType::kI32, {ranks, sizes.max_tokens});
   send_counts = take(DType::kI32, {ranks});
-  recv_counts = take(DType::kI32, {ranks});
+  recv_counts = take(DType::kI32, {ranks * sizes.counts_of_rank});
   headers_out = take(DType::kU8, {ranks, sizeof(StepHeader)});
   headers_in = take(DType::kU8, {ranks, sizeof(StepHeader)});
   if (sizes.packs) packed = take_rows(ranks * sizes.max_tokens, topk);
   received = take_rows(sizes.capacity, topk);
+  if (sizes.num_logits > 0) {
+    routed = {take(DType::kI32, {sizes.capacity, topk}), take(DType::kF32, {sizes.capacity, topk})};
+  }
   std::int64_t returning = ranks * sizes.max_tokens;
   if (sizes.per_slot) {
     slot_rows = take(DType::kI32, {sizes.capacity, topk});

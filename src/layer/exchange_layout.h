@@ -21,7 +21,9 @@ struct ExchangeSizes {
   std::int64_t num_tokens, max_tokens, topk, hidden;
   std::int64_t capacity;  // rows that may arrive
   int num_ranks;
-  int sum_ranks;  // that have the same tokens; 1: nothing to add
+  int counts_of_rank;       // numbers of rows that each rank tells the others
+  std::int64_t num_logits;  // that travel with a row instead of ids; 0: ids do
+  int sum_ranks;            // that have the same tokens; 1: nothing to add
   bool to_all, per_slot;
   bool packs;     // rows for other ranks are packed before they are sent
   bool host;      // the steps of rank_exchange_host.cpp
@@ -29,20 +31,21 @@ struct ExchangeSizes {
   DType combine_dtype;
 };
 
-/// One thing of each row: values, scales, ids, weights. Undefined where rows have none.
+/// One thing of each row: values, scales, ids, weights, logits. Undefined where rows have none.
 struct RowTensors {
-  TensorView values, scales, ids, weights;
+  TensorView values, scales, ids, weights, logits;
   RowTensors slice(std::int64_t begin, std::int64_t end) const {
     const auto part = [&](const TensorView& all) {
       return all ? all.slice(0, begin, end) : TensorView();
     };
-    return {part(values), part(scales), part(ids), part(weights)};
+    return {part(values), part(scales), part(ids), part(weights), part(logits)};
   }
   /// Calls function(tensor of this, tensor of other) for what rows have.
   template <typename Function>
   void each(const RowTensors& other, const Function& function) const {
     function(values, other.values);
     if (scales) function(scales, other.scales);
+    if (logits) return function(logits, other.logits);
     function(ids, other.ids);
     function(weights, other.weights);
   }
@@ -61,10 +64,11 @@ struct ExchangeLayout {
   TensorView own_rows;      // (num_tokens, 1) i32: 0, 1, 2, ...
   TensorView send_tokens;   // (num_ranks, max_tokens) i32, on the host
   TensorView send_counts;   // (num_ranks) i32
-  TensorView recv_counts;
+  TensorView recv_counts;   // (num_ranks * counts_of_rank)
   TensorView headers_out, headers_in;  // (num_ranks, bytes) u8
   RowTensors packed;                   // all2all: row r * max_tokens + i goes to rank r
   RowTensors received;                 // (capacity): those of rank 0, of rank 1, ...
+  Routing routed;                      // (capacity): written by experts that get logits
   // Per slot.
   TensorView slot_rows;       // (capacity, topk) i32: expert row of a received row's slot
   RowTensors expert_rows;     // (capacity * topk)

@@ -118,6 +118,7 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
       {{"options.topk_ids", &options.topk_ids}, DType::kI32, choice},
       {{"options.topk_weights", &options.topk_weights}, DType::kF32, choice},
       {{"options.expert_load", &options.expert_load}, DType::kI32, {router.num_choices()}},
+      {{"options.dropped_rows", &options.dropped_rows}, DType::kI32, {1}},
   };
   layer::check_output(call.output, call.hidden_states, inplace);
   layer::check_disjoint(out, {ids, weights});
@@ -153,6 +154,7 @@ void MoeLayer::Impl::apply_routed(const Call& call, const Routing& routing,
   args.hooks = call.options.hooks;
   args.stream = call.stream;
   args.max_tokens = call.max_tokens;
+  args.dropped_rows = call.options.dropped_rows;
   const ProblemSize size = problem(kernel, call.hidden_states.size(0), call.max_tokens);
   if (routes && monolithic) {
     args.router = &router;
@@ -243,7 +245,9 @@ void MoeLayer::Impl::run(const Call& call, void* workspace) const {
   const core::CurrentDevice current(config.device);
   const std::int64_t num_tokens = call.hidden_states.size(0);
   const ForwardOptions& whole = call.options;
-  if (whole.expert_load) fill_bytes(whole.expert_load, 0, call.stream);
+  for (const TensorView& sum : {whole.expert_load, whole.dropped_rows}) {
+    if (sum) fill_bytes(sum, 0, call.stream);
+  }
   // Every rank runs as many chunks as the one with the most tokens.
   const std::int64_t most = std::max(num_tokens, call.max_tokens);
   if (most <= chunk) return run_chunk(call, workspace);

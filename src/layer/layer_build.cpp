@@ -59,7 +59,10 @@ MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options,
   }
   if (executor && options.device.is_cpu()) stream = cpu_stream(*executor);
   config.activation_format = chosen.prepare_finalize->activation_format();
-  if (options.monolithic || (weights.router_weights.weight && chosen.experts->routes_faster())) {
+  // Across ranks ids travel faster than logits.
+  const bool faster = weights.router_weights.weight && chosen.experts->routes_faster() &&
+                      chosen.prepare_finalize != &allgather_reducescatter();
+  if (options.monolithic || faster) {
     Selection routing = chosen;
     routing.config.monolithic = true;
     Support support = chosen.experts->supports(routing.config);

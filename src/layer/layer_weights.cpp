@@ -107,8 +107,14 @@ MoeConfig layer_config(const LayerWeights& weights, const LayerOptions& options)
 }
 
 Selection select_routed(const LayerWeights& weights, const LayerOptions& options) {
-  const MoeConfig config = layer_config(weights, options);
-  if (options.plan.empty()) return select(config, options.require);
+  MoeConfig config = layer_config(weights, options);
+  if (options.plan.empty()) {
+    // Not every transport brings logits. The layer has modular experts beside monolithic ones.
+    config.monolithic = options.monolithic && options.parallel.needs_dispatch();
+    Selection selection = select(config, options.require);
+    selection.config.monolithic = false;
+    return selection;
+  }
   FUSEDMOE_CHECK(options.require.empty(), "options.require",
                  core::format("\"{}\"", options.require), "empty: the plan says what runs");
   const Plan plan = Plan::parse(options.plan);

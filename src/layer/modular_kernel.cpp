@@ -76,8 +76,9 @@ void ModularKernel::run(ForwardArgs args, const ProblemSize& problem, void* work
   args.preparation = make_preparation(experts_->descriptor(), problem.scheme,
                                       experts_->config().apply_router_weight_on_input,
                                       args.weights->info().a1_scale);
-  if (args.router_weights && args.preparation.quant) {
-    // The experts will see quantized hidden states, which are nothing to route by.
+  if (args.router_weights && (args.preparation.quant || moves_rows_)) {
+    // The experts will see quantized hidden states, which are nothing to route by, or those of
+    // other ranks, which bring their logits.
     layer::backend_of(experts_->descriptor(), args.stream.device)
         .router_logits(*args.router_weights, args.hidden_states, args.router_logits, args.stream);
     args.score_correction_bias = args.router_weights->score_correction_bias;

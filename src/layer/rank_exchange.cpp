@@ -1,7 +1,7 @@
 // One step across ranks. In order: plan (which token goes where), count (headers and numbers of
-// rows; on CUDA the only wait of the host), pack, exchange rows; then, behind the experts, return
-// and sum. Ranks that lend each other their memory have one step for count, pack and exchange, and
-// return nothing (rank_exchange_host.cpp).
+// rows; on CUDA the only wait of the host), settle (which of them fit), pack, exchange rows; then,
+// behind the experts, return and sum. Ranks that lend each other their memory have one step for
+// count, pack and exchange, and return nothing (rank_exchange_host.cpp).
 //
 // Received rows lie by (source rank, token), and everything is summed in rank or slot order, so
 // that no bit depends on which rank was first.
@@ -70,18 +70,22 @@ void RankExchange::do_start_prepare(ForwardArgs& args) const {
                        core::format("at most max_tokens_per_rank, {}", max_tokens_per_rank_));
   step_.number = group_->next_step();
   const ExchangeLayout layout = this->layout(args);
-  plan(args, layout);
+  num_logits_ > 0 ? route_own(args) : plan(args, layout);
   ForwardArgs own = args;  // the caller's views stay until finish_prepare, which needs their sizes
   if (fixed_sizes_) {
     set_fixed_counts(layout);
   } else if (!in_place_) {
     count(args, layout);
   }
-  if (!in_place_) check_received();
+  if (!in_place_) {
+    check_received();
+    settle(args, layout);
+  }
   layout.own.run(own);
   const RowTensors rows = own_rows(own, layout);
   if (in_place_) {
     receive_in_place(rows, layout, args.stream);
+    settle(args, layout);  // what the others have just read may change now
   } else if (host_) {
     pack_on_host(rows, layout, args.stream);
     if (unpacked_) exchange_unpacked(rows, layout, args.stream);
@@ -91,13 +95,63 @@ void RankExchange::do_start_prepare(ForwardArgs& args) const {
   args.hidden_scales = own.hidden_scales;
 }
 
-/// Every rank sends max_tokens rows to each that has experts.
+/// Every rank sends the same number of rows to each that has experts.
 void RankExchange::set_fixed_counts(const ExchangeLayout& layout) const {
   for (int r = 0; r < size_; ++r) {
     const bool gets = !to_all_ || std::count(owners_.begin(), owners_.end(), r) > 0;
-    step_.send_counts[r] = gets ? layout.sizes.max_tokens : 0;
+    step_.send_counts[r] = gets ? fixed_rows(layout.sizes.max_tokens) : 0;
   }
   std::fill(step_.recv_counts.begin(), step_.recv_counts.end(), step_.send_counts[rank_]);
+}
+
+/// From how many rows every rank has for every other. Where rows are dropped, a rank takes those of
+/// rank 0, then those of rank 1, and so on, until its buffer is full.
+void RankExchange::set_counts(const RowCounts& counts) const {
+  const auto fitting = [&](int from, int to) {
+    const std::int64_t count = counts(from, to);
+    std::int64_t room = receive_capacity_;
+    for (int r = 0; drop_rows_ && r < from; ++r) room -= counts(r, to);
+    return drop_rows_ ? std::clamp<std::int64_t>(room, 0, count) : count;
+  };
+  for (int r = 0; r < size_; ++r) {
+    step_.send_counts[r] = fitting(rank_, r);
+    step_.recv_counts[r] = fitting(r, rank_);
+  }
+}
+
+/// Now that it is known how many rows go where: which ones stay, and how many come back.
+void RankExchange::settle(const ForwardArgs& args, const ExchangeLayout& layout) const {
+  if (drop_rows_) drop_rows(args, layout);
+  if (!per_slot()) return;
+  backend_of(args.stream.device)
+      .number_slots({layout.physical_ids, physical_ranks_, layout.returned_slots,
+                     layout.recv_counts.slice(0, 0, size_)},
+                    step_.slots_out, args.stream);
+}
+
+void RankExchange::drop_rows(const ForwardArgs& args, const ExchangeLayout& layout) const {
+  const core::Backend& backend = backend_of(args.stream.device);
+  std::vector<std::int64_t> room = step_.send_counts;
+  if (to_all_) {
+    // Token t is row t of what each rank gets; a rank without experts loses nothing.
+    backend.number_parts(layout.send_rows, layout.sizes.max_tokens, args.stream);
+    room.assign(room.size(), layout.sizes.max_tokens);
+    for (const int owner : owners_) room[owner] = step_.send_counts[owner];
+  }
+  core::RowLimits limits;
+  limits.send_rows = layout.send_rows;
+  limits.row_stride = layout.sizes.max_tokens;
+  limits.room = room;
+  if (num_logits_ == 0) limits.physical_ids = layout.physical_ids;
+  limits.physical_ranks = physical_ranks_;
+  limits.dropped = args.dropped_rows;
+  backend.limit_rows(limits, args.stream);
+}
+
+/// How many of its tokens this rank sends where all ranks get the same; with fixed sizes also rows
+/// that nobody fills.
+std::int64_t RankExchange::rows_for_all() const {
+  return *std::max_element(step_.send_counts.begin(), step_.send_counts.end());
 }
 
 void RankExchange::check_received() const {
@@ -121,10 +175,17 @@ void RankExchange::plan(const ForwardArgs& args, const ExchangeLayout& layout) c
   plan.send_tokens = layout.send_tokens;
   const core::Backend& backend = backend_of(args.stream.device);
   backend.plan_dispatch(plan, args.stream);
-  if (!per_slot()) return;
-  backend.number_slots(
-      {layout.physical_ids, physical_ranks_, layout.returned_slots, layout.recv_counts},
-      step_.slots_out, args.stream);
+}
+
+/// The caller's results, and the load, are of this rank's tokens alone. The experts route those of
+/// all ranks.
+void RankExchange::route_own(ForwardArgs& args) const {
+  FUSEDMOE_CHECK_FAULT(args.router_logits.dtype() == DType::kF32, kDType, "router_logits",
+                       std::string(name(args.router_logits.dtype())), "f32 across ranks");
+  backend_of(args.stream.device)
+      .route(*args.router, args.router_logits, args.score_correction_bias,
+             {args.topk_ids, args.topk_weights}, args.expert_load, args.stream);
+  args.expert_load = {};
 }
 
 StepHeader RankExchange::header(const ExchangeLayout& layout) const {
@@ -151,12 +212,14 @@ void RankExchange::count(const ForwardArgs& args, const ExchangeLayout& layout) 
     }
     copy(bytes_of(sending), raw(layout.send_counts), stream);
   }
+  // Who drops rows must know what all ranks have for all.
+  const std::int64_t each = layout.sizes.counts_of_rank;
   std::vector<Message> sends, receives;
   for (int r = 0; r < size_; ++r) {
     sends.push_back(message(r, layout.headers_out, r, 1));
-    sends.push_back(message(r, layout.send_counts, r, 1));
+    sends.push_back(message(r, layout.send_counts, drop_rows_ ? 0 : r, each));
     receives.push_back(message(r, layout.headers_in, r, 1));
-    receives.push_back(message(r, layout.recv_counts, r, 1));
+    receives.push_back(message(r, layout.recv_counts, r * each, each));
   }
   swap(sends, receives, stream, "counts");
   // The counts and headers lie one behind the other: one copy, one wait.
@@ -170,10 +233,12 @@ void RankExchange::count(const ForwardArgs& args, const ExchangeLayout& layout) 
   std::vector<StepHeader> in(out.size());
   std::memcpy(in.data(), host.data() + offset(layout.headers_in), in.size() * sizeof in[0]);
   check_headers(in);
-  const auto* counts = reinterpret_cast<const std::int32_t*>(host.data());
-  std::copy_n(counts, size_, step_.send_counts.begin());
-  counts += offset(layout.recv_counts) / static_cast<std::ptrdiff_t>(sizeof *counts);
-  std::copy_n(counts, size_, step_.recv_counts.begin());
+  const auto* sent = reinterpret_cast<const std::int32_t*>(host.data());
+  const auto* received =
+      reinterpret_cast<const std::int32_t*>(host.data() + offset(layout.recv_counts));
+  set_counts([&](int from, int to) {
+    return from == rank_ ? sent[to] : received[from * each + (drop_rows_ ? to : 0)];
+  });
 }
 
 void RankExchange::check_headers(std::span<const StepHeader> headers) const {
@@ -195,7 +260,8 @@ void RankExchange::check_headers(std::span<const StepHeader> headers) const {
 /// Values, scales, ids and weights of this rank's tokens, one of each in every row.
 RowTensors RankExchange::own_rows(const ForwardArgs& own, const ExchangeLayout& layout) const {
   const core::Backend& backend = backend_of(own.stream.device);
-  RowTensors tokens{own.hidden_states, {}, layout.physical_ids, own.topk_weights};
+  RowTensors tokens{own.hidden_states, {}, layout.physical_ids, own.topk_weights, {}};
+  if (num_logits_ > 0) tokens.logits = own.router_logits;
   if (layout.received.scales) tokens.scales = own.hidden_scales;
   if (layout.own_rows) backend.number_parts(layout.own_rows, 0, own.stream);
   if (layout.row_scales) {
@@ -213,12 +279,14 @@ void RankExchange::pack(const RowTensors& rows, const ExchangeLayout& layout, St
   if (to_all_) {
     // At once where they lie among the rows of all ranks.
     const std::int64_t begin = step_.recv_begin(rank_);
-    const std::int64_t count = fixed_sizes_ ? layout.sizes.max_tokens : layout.sizes.num_tokens;
-    target = layout.received.slice(begin, begin + count);
+    target = layout.received.slice(begin, begin + rows_for_all());
   }
+  const std::int64_t tokens =
+      to_all_ ? std::min(layout.sizes.num_tokens, rows_for_all()) : layout.sizes.num_tokens;
+  const TensorView& numbers = to_all_ ? layout.own_rows : layout.send_rows;
   if (fixed_sizes_) fill_bytes(target.ids, 0xff, stream);  // -1 in rows that nobody fills
   target.each(rows, [&](const TensorView& to, const TensorView& from) {
-    backend.dispatch(to_all_ ? layout.own_rows : layout.send_rows, from, to, stream);
+    backend.dispatch(numbers.slice(0, 0, tokens), from.slice(0, 0, tokens), to, stream);
   });
 }
 
@@ -258,8 +326,14 @@ void RankExchange::do_finish_prepare(ForwardArgs& args) const {
   const auto arrived = [&](const TensorView& all) { return all.slice(0, 0, step_.rows); };
   args.hidden_states = arrived(layout.received.values);
   if (layout.received.scales) args.hidden_scales = arrived(layout.received.scales);
-  args.topk_ids = arrived(layout.received.ids);
-  args.topk_weights = arrived(layout.received.weights);
+  if (num_logits_ > 0) {
+    args.router_logits = arrived(layout.received.logits);
+    args.topk_ids = arrived(layout.routed.topk_ids);
+    args.topk_weights = arrived(layout.routed.topk_weights);
+  } else {
+    args.topk_ids = arrived(layout.received.ids);
+    args.topk_weights = arrived(layout.received.weights);
+  }
   args.expert_map = expert_map_;
   if (per_slot()) expand_slots(args, layout);
 }
@@ -274,7 +348,7 @@ void RankExchange::expand_slots(ForwardArgs& args, const ExchangeLayout& layout)
   expansion.slot_rows = layout.slot_rows.slice(0, 0, step_.rows);
   expansion.row_ids = layout.expert_rows.ids;
   expansion.row_weights = layout.expert_rows.weights;
-  expansion.counts = layout.recv_counts;
+  expansion.counts = layout.recv_counts.slice(0, 0, size_);
   backend.expand_slots(expansion, step_.recv_counts, step_.slots_in, args.stream);
   const std::int64_t rows =
       std::accumulate(step_.slots_in.begin(), step_.slots_in.end(), std::int64_t{0});
@@ -311,8 +385,8 @@ void RankExchange::return_rows(const ForwardArgs& args, const ExchangeLayout& la
   const TensorView& rows = args.fused_output;
   const std::int64_t most = layout.sizes.max_tokens;
   if (gather_and_scatter() &&
-      group_->reduce_scatter(rows.data(), layout.returned.data(), most * layout.sizes.hidden,
-                             combine_dtype_, args.stream)) {
+      group_->reduce_scatter(rows.data(), layout.returned.data(),
+                             rows_for_all() * layout.sizes.hidden, combine_dtype_, args.stream)) {
     step_.scattered = true;
     return;
   }
@@ -351,6 +425,10 @@ void RankExchange::sum(const ForwardArgs& args, const ExchangeLayout& layout) co
     const std::int64_t parts = step_.scattered ? 1 : static_cast<std::int64_t>(owners_.size());
     numbers = TensorView(numbers.data(), DType::kI32, {num_tokens, parts}, args.stream.device);
     backend.number_parts(numbers, layout.sizes.max_tokens, args.stream);
+    const std::vector<std::int64_t> room(static_cast<std::size_t>(parts), rows_for_all());
+    if (drop_rows_) {
+      backend.limit_rows({numbers, layout.sizes.max_tokens, room, {}, {}, {}}, args.stream);
+    }
   }
   core::ReduceArgs reduce;
   reduce.output = sums_.needed() ? layout.partial : args.output;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 
 #include "layer/exchange_layout.h"
 #include "layer/rank_sums.h"
@@ -47,6 +48,12 @@ class RankExchange final : public PrepareAndFinalize {
   void plan(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void count(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void set_fixed_counts(const ExchangeLayout& layout) const;
+  std::int64_t fixed_rows(std::int64_t max_tokens) const;
+  using RowCounts = std::function<std::int64_t(int from, int to)>;
+  void set_counts(const RowCounts& counts) const;
+  void settle(const ForwardArgs& args, const ExchangeLayout& layout) const;
+  void drop_rows(const ForwardArgs& args, const ExchangeLayout& layout) const;
+  std::int64_t rows_for_all() const;
   void check_headers(std::span<const StepHeader> headers) const;
   void pack(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
   void exchange_rows(const ExchangeLayout& layout, Stream stream) const;
@@ -56,6 +63,7 @@ class RankExchange final : public PrepareAndFinalize {
   bool gather_and_scatter() const;
   StepHeader header(const ExchangeLayout& layout) const;
   void check_received() const;
+  void route_own(ForwardArgs& args) const;
   RowTensors own_rows(const ForwardArgs& own, const ExchangeLayout& layout) const;
   // The steps on the CPU.
   void receive_in_place(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
@@ -75,6 +83,8 @@ class RankExchange final : public PrepareAndFinalize {
   const DType combine_dtype_;
   const bool fixed_sizes_;
   const std::int64_t receive_capacity_, max_tokens_per_rank_;
+  const bool drop_rows_;
+  const std::int64_t num_logits_;  // of a row, for monolithic experts; 0: ids travel
   std::shared_ptr<Communicator> group_;
   bool whole_ = true;  // the group is all ranks
   const bool host_;

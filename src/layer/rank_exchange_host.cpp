@@ -95,16 +95,14 @@ std::vector<std::int64_t> begins_of(std::span<const std::int64_t> counts) {
 
 }  // namespace
 
-/// Every rank with experts gets all tokens.
+/// How many rows go where. Every rank with experts gets all tokens.
 void RankExchange::count_on_host(const ExchangeLayout& layout) const {
+  if (!to_all_) return;
   auto* counts = layout.send_counts.as<std::int32_t>();
-  if (to_all_) {
-    std::fill_n(counts, size_, 0);
-    for (const int owner : owners_) {
-      counts[owner] = static_cast<std::int32_t>(layout.sizes.num_tokens);
-    }
+  std::fill_n(counts, size_, 0);
+  for (const int owner : owners_) {
+    counts[owner] = static_cast<std::int32_t>(layout.sizes.num_tokens);
   }
-  if (!fixed_sizes_) std::copy_n(counts, size_, step_.send_counts.begin());
 }
 
 /// Copies the rows for this rank from where every rank has them.
@@ -121,15 +119,17 @@ void RankExchange::receive_in_place(const RowTensors& rows, const ExchangeLayout
     for (const void* each : lent) all.push_back(static_cast<const LentRows*>(each));
     for (const LentRows* each : all) headers.push_back(each->header);
     if (std::count(headers.begin(), headers.end(), headers.front()) != size_) return;
-    for (int r = 0; r < size_ && !fixed_sizes_; ++r) step_.recv_counts[r] = all[r]->counts[rank_];
+    if (!fixed_sizes_) set_counts([&](int from, int to) { return all[from]->counts[to]; });
     step_.rows = step_.recv_begin(size_);
     for (int r = 0; r < size_ && fits(); ++r) {
-      const std::int64_t count = all[r]->counts[rank_], begin = step_.recv_begin(r);
+      const std::int64_t count =
+          std::min<std::int64_t>(all[r]->counts[rank_], step_.recv_counts[r]);
+      const std::int64_t begin = step_.recv_begin(r);
       const RowTensors to = layout.received.slice(begin, begin + step_.recv_counts[r]);
       const std::int32_t* tokens = all[r]->tokens;
       gather_rows(all[r]->rows, tokens ? tokens + rank_ * all[r]->stride : nullptr, to, count,
                   stream);
-      clear_ids(to.ids.slice(0, count, step_.recv_counts[r]));
+      if (fixed_sizes_) clear_ids(to.ids.slice(0, count, step_.recv_counts[r]));
     }
   };
   group_->lend("rows", &mine, copy, what("dispatch"));
@@ -146,14 +146,15 @@ void RankExchange::pack_on_host(const RowTensors& rows, const ExchangeLayout& la
     const bool here = r == rank_;
     if ((to_all_ || unpacked_) && !here) continue;  // they get the same rows, or others later
     // A rank without experts sends its rows from there, too.
-    const std::int64_t count =
+    const std::int64_t room = to_all_ ? rows_for_all() : step_.send_counts[r];
+    const std::int64_t planned =
         to_all_ ? layout.sizes.num_tokens : layout.send_counts.as<const std::int32_t>()[r];
-    const std::int64_t room = fixed_sizes_ ? layout.sizes.max_tokens : count;
+    const std::int64_t count = std::min(planned, room);
     const std::int64_t begin = here ? own : r * layout.sizes.max_tokens;
     const RowTensors to = (here ? layout.received : layout.packed).slice(begin, begin + room);
     const std::int32_t* tokens = layout.send_tokens.as<const std::int32_t>();
     gather_rows(rows, to_all_ ? nullptr : tokens + r * layout.sizes.max_tokens, to, count, stream);
-    clear_ids(to.ids.slice(0, count, room));
+    if (fixed_sizes_) clear_ids(to.ids.slice(0, count, room));
   }
 }
 
@@ -230,7 +231,7 @@ void RankExchange::sum_rows(const ForwardArgs& args, const ExchangeLayout& layou
     }
     for (int r = 0; !per_slot() && r < size_; ++r) {
       const std::int32_t row = send_rows[token * size_ + r];
-      const bool comes = to_all_ ? step_.send_counts[r] > 0 : row >= 0;
+      const bool comes = to_all_ ? token < step_.send_counts[r] : row >= 0;
       const std::int64_t number = to_all_ ? token : row - r * layout.sizes.max_tokens;
       *next++ = comes ? first[r] + number * row_bytes : nullptr;
     }

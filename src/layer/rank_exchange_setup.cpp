@@ -27,6 +27,8 @@ RankExchange::RankExchange(const PrepareFinalizeDescriptor& descriptor, const Mo
       fixed_sizes_(context.ranks.fixed_sizes),
       receive_capacity_(context.ranks.receive_capacity),
       max_tokens_per_rank_(context.ranks.max_tokens_per_rank),
+      drop_rows_(context.ranks.drop_rows),
+      num_logits_(config.monolithic ? config.num_experts : 0),
       host_(config.device.is_cpu()),
       sums_(nullptr) {
   join(config.parallel, context.ranks.communicator);
@@ -85,7 +87,10 @@ void RankExchange::place_experts(const MoeConfig& config, const RankOptions& opt
   replica_offsets_ = on_device(table.offsets, config.device);
   replicas_ = on_device(table.physical, config.device);
   physical_ranks_ = on_device(ranks, config.device);
-  if (shared) expert_map_ = on_device(map, config.device);
+  if (!shared) return;
+  // Experts that route by themselves know nothing of copies.
+  expert_map_ = config.monolithic ? to_device(placement.expert_map(parallel.ep_rank), config.device)
+                                  : on_device(map, config.device);
 }
 
 ExchangeSizes RankExchange::sizes(const ProblemSize& caller) const {
@@ -99,6 +104,8 @@ ExchangeSizes RankExchange::sizes(const ProblemSize& caller) const {
   // A rank's own rows lie there too, even where it has no experts.
   if (to_all_) sizes.capacity = std::max(sizes.capacity, sizes.max_tokens);
   sizes.num_ranks = size_;
+  sizes.counts_of_rank = drop_rows_ ? size_ : 1;
+  sizes.num_logits = num_logits_;
   sizes.sum_ranks = sums_.needed() ? sums_.communicator()->size() : 1;
   sizes.to_all = to_all_;
   sizes.per_slot = per_slot();
@@ -117,6 +124,11 @@ ProblemSize RankExchange::problem_size(const ProblemSize& caller) const {
   if (per_slot()) problem.topk = 1;
   problem.output_dtype = combine_dtype_;
   return problem;
+}
+
+/// How many rows every rank sends to every other with fixed sizes.
+std::int64_t RankExchange::fixed_rows(std::int64_t max_tokens) const {
+  return drop_rows_ ? std::min(max_tokens, receive_capacity_ / size_) : max_tokens;
 }
 
 std::size_t RankExchange::workspace_bytes(const ProblemSize& caller,

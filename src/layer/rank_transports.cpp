@@ -43,9 +43,6 @@ Support supports_exchange(const MoeConfig& config) {
   if (!config.parallel.needs_dispatch()) {
     return no(Reason::kParallelConfig, "every rank has all tokens: nothing to send");
   }
-  if (config.monolithic) {
-    return no(Reason::kRoutingMethod, "monolithic: ids decide where rows go before the experts");
-  }
   if (config.hooks) {
     return no(Reason::kHooks, "hooks cannot tell which rank and token a row came from");
   }
@@ -59,6 +56,11 @@ class All2All final : public PrepareFinalizeDescriptor {
   bool accepts(WeightAndReduce kind) const override { return kind == WeightAndReduce::kNoOp; }
   Support supports(const MoeConfig& config) const override {
     if (Support support = supports_exchange(config); !support) return support;
+    if (config.monolithic) {
+      return Support::no(Reason::kRoutingMethod,
+                         "monolithic: ids decide where rows go before the experts; "
+                         "allgather_reducescatter serves them");
+    }
     if (config.parallel.ep_size > 1) return Support::yes();
     return Support::no(Reason::kParallelConfig,
                        "ep_size 1: every rank holds slices of all experts, so all need all rows");
@@ -66,6 +68,11 @@ class All2All final : public PrepareFinalizeDescriptor {
   std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
                                                    const Context& context) const override {
     check_communicator(config, context);
+    const ParallelConfig& parallel = config.parallel;
+    FUSEDMOE_CHECK(
+        !context.ranks.drop_rows || parallel.sequence_parallel || parallel.group_size() == 1,
+        "ranks.drop_rows", "set with all2all, where ranks have the same tokens",
+        "unset, or set with allgather_reducescatter: the ranks would drop different rows");
     return std::make_shared<RankExchange>(*this, config, context, false);
   }
 };
@@ -77,6 +84,10 @@ class AllGather final : public PrepareFinalizeDescriptor {
   bool accepts(WeightAndReduce kind) const override { return kind == WeightAndReduce::kNoOp; }
   Support supports(const MoeConfig& config) const override {
     if (Support support = supports_exchange(config); !support) return support;
+    if (config.monolithic && config.combine == CombineMode::kPerSlot) {
+      return Support::no(Reason::kRoutingMethod,
+                         "monolithic: per_slot needs a row for each slot before the experts");
+    }
     const ParallelConfig& parallel = config.parallel;
     const bool whole = static_cast<int>(parallel.gather_group().size()) == parallel.num_ranks();
     if (config.combine == CombineMode::kPerSlot && (parallel.ep_size == 1 || !whole)) {
@@ -88,6 +99,9 @@ class AllGather final : public PrepareFinalizeDescriptor {
   std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
                                                    const Context& context) const override {
     check_communicator(config, context);
+    FUSEDMOE_CHECK(!context.ranks.fixed_sizes || !config.monolithic, "ranks.fixed_sizes",
+                   "set with monolithic experts",
+                   "unset: they would route the rows that nobody fills");
     return std::make_shared<RankExchange>(*this, config, context, true);
   }
 };
@@ -110,8 +124,13 @@ void check_communicator(const MoeConfig& config, const Context& context) {
                        core::format("on {}", to_string(config.device)));
   FUSEDMOE_CHECK(!ranks.fixed_sizes || config.combine == CombineMode::kPerRank, "ranks.fixed_sizes",
                  "set with combine per_slot", "set with per_rank only");
-  FUSEDMOE_CHECK(!ranks.fixed_sizes || ranks.receive_capacity == 0, "ranks.receive_capacity",
-                 core::to_string(ranks.receive_capacity), "0 with fixed_sizes");
+  FUSEDMOE_CHECK(!ranks.fixed_sizes || ranks.drop_rows || ranks.receive_capacity == 0,
+                 "ranks.receive_capacity", core::to_string(ranks.receive_capacity),
+                 "0 with fixed_sizes, unless drop_rows is set");
+  FUSEDMOE_CHECK(
+      !ranks.fixed_sizes || !ranks.drop_rows || ranks.receive_capacity >= communicator.size(),
+      "ranks.receive_capacity", core::to_string(ranks.receive_capacity),
+      core::format("at least {} with fixed_sizes: a row of each rank", communicator.size()));
   const DType dtype = ranks.combine_dtype.value_or(config.dtype);
   FUSEDMOE_CHECK_FAULT(dtype == DType::kF32 || dtype == config.dtype, kDType, "ranks.combine_dtype",
                        std::string(name(dtype)), core::format("f32 or {}", name(config.dtype)));

@@ -62,6 +62,16 @@ struct DispatchPlan {
   TensorView send_tokens;   ///< (num_ranks, row_stride) i32, the CPU alone: tokens that go there
 };
 
+/// Which rows of a plan fit where they go.
+struct RowLimits {
+  TensorView send_rows;  ///< as DispatchPlan has them; -1 in rows that do not fit
+  std::int64_t row_stride = 0;
+  std::span<const std::int64_t> room;  ///< for each rank: how many rows fit
+  TensorView physical_ids;    ///< may be undefined; -1 in slots whose rank has no room for the row
+  TensorView physical_ranks;  ///< as in DispatchPlan
+  TensorView dropped;         ///< may be undefined; (1) i32: += rows that do not fit
+};
+
 /// Expert rows of a rank: one for each slot of a received row that names a local expert.
 struct SlotExpansion {
   TensorView ids;         ///< (num_rows, topk) i32, physical
@@ -143,6 +153,7 @@ class Backend {
   virtual void reduce(const ReduceArgs& args, const TensorView& slot_rows) const = 0;
   /// The ids of a token's replicas, and which rows go where.
   virtual void plan_dispatch(const DispatchPlan& plan, Stream stream) const = 0;
+  virtual void limit_rows(const RowLimits& limits, Stream stream) const = 0;
   /// rows (n, num_ranks) i32: rows[i, r] = r * stride + i.
   virtual void number_parts(const TensorView& rows, std::int64_t stride, Stream stream) const = 0;
   /// Returns how many expert rows each `rows_of_source[s]` rows in turn have, in `counts`. Waits.

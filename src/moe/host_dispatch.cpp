@@ -34,6 +34,29 @@ void HostBackend::plan_dispatch(const DispatchPlan& plan, Stream) const {
   }
 }
 
+void HostBackend::limit_rows(const RowLimits& limits, Stream) const {
+  const std::int64_t num_tokens = limits.send_rows.size(0), num_ranks = limits.send_rows.size(1);
+  const std::int64_t topk = limits.physical_ids ? limits.physical_ids.size(1) : 0;
+  const auto* ranks = limits.physical_ranks.as<const std::int32_t>();
+  auto* rows = limits.send_rows.as<std::int32_t>();
+  auto* id = limits.physical_ids.as<std::int32_t>();
+  std::int32_t dropped = 0;
+  for (std::int64_t token = 0; token < num_tokens; ++token, rows += num_ranks) {
+    const auto fits = [&](std::int64_t rank) {
+      return rows[rank] - rank * limits.row_stride < limits.room[rank];
+    };
+    for (std::int64_t slot = 0; slot < topk; ++slot, ++id) {
+      if (*id >= 0 && ranks[*id] >= 0 && !fits(ranks[*id])) *id = -1;
+    }
+    for (std::int64_t rank = 0; rank < num_ranks; ++rank) {
+      if (fits(rank)) continue;
+      rows[rank] = -1;
+      ++dropped;
+    }
+  }
+  if (limits.dropped) *limits.dropped.as<std::int32_t>() += dropped;
+}
+
 void HostBackend::number_parts(const TensorView& rows, std::int64_t stride, Stream) const {
   const std::int64_t num_ranks = rows.size(1);
   auto* number = rows.as<std::int32_t>();

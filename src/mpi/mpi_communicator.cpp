@@ -6,7 +6,10 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "fusedmoe/comm.h"
 #include "fusedmoe/error.h"
@@ -42,20 +45,58 @@ void initialize() {
   session.ours = true;
 }
 
+/// The communicators of MPI that were made from one, by their numbers, which are the same on all
+/// ranks.
+struct Children {
+  int made = 0;
+  std::vector<int> in_use;
+  std::vector<std::pair<int, MPI_Comm>> failed;  // and are no longer in use here
+};
+
+/// Kept as an attribute of the parent, so that it ends with it.
+std::shared_ptr<Children> children_of(MPI_Comm parent) {
+  using Held = std::shared_ptr<Children>;
+  static const int key = [] {
+    const auto forget = [](MPI_Comm, int, void* held, void*) {
+      delete static_cast<Held*>(held);
+      return MPI_SUCCESS;
+    };
+    int made = MPI_KEYVAL_INVALID;
+    check(MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, +forget, &made, nullptr),
+          "MPI_Comm_create_keyval");
+    return made;
+  }();
+  Held* held = nullptr;
+  int found = 0;
+  check(MPI_Comm_get_attr(parent, key, &held, &found), "MPI_Comm_get_attr");
+  if (found) return *held;
+  auto mine = std::make_unique<Held>(std::make_shared<Children>());
+  check(MPI_Comm_set_attr(parent, key, mine.get()), "MPI_Comm_set_attr");
+  return *mine.release();
+}
+
 class MpiData final : public DataPlane {
  public:
-  explicit MpiData(MPI_Comm parent) {
+  explicit MpiData(MPI_Comm parent) : siblings_(children_of(parent)), number_(siblings_->made++) {
     // A communicator of its own, so that messages of others do not meet ours.
     check(MPI_Comm_dup(parent, &comm_), "MPI_Comm_dup");
     MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
     MPI_Comm_rank(comm_, &rank_);
     MPI_Comm_size(comm_, &size_);
+    siblings_->in_use.push_back(number_);
+    free_failed();
   }
   ~MpiData() override {
     int finalized = 0;
     MPI_Finalized(&finalized);
-    // Freeing is collective: not where ranks have failed.
-    if (!finalized && !aborted_) MPI_Comm_free(&comm_);
+    std::erase(siblings_->in_use, number_);
+    if (finalized) return;
+    if (aborted_) {
+      // Freeing is collective, and another rank may still send: the next one does it.
+      siblings_->failed.emplace_back(number_, comm_);
+    } else {
+      MPI_Comm_free(&comm_);
+    }
   }
 
   int rank() const { return rank_; }
@@ -192,6 +233,34 @@ class MpiData final : public DataPlane {
     }
   }
 
+  /// Frees the siblings that failed and that no rank uses any more. Every rank hears from every
+  /// other directly, behind all that it was sent before: nothing of theirs is on its way.
+  void free_failed() {
+    std::vector<int> in_use = siblings_->in_use, theirs;
+    const std::vector<int> mine = in_use;
+    for (int step = 1; step < size_; ++step) {
+      const int to = (rank_ + step) % size_, from = (rank_ + size_ - step) % size_;
+      int count = static_cast<int>(mine.size()), their_count = 0;
+      check(MPI_Sendrecv(&count, 1, MPI_INT, to, 0, &their_count, 1, MPI_INT, from, 0, comm_,
+                         MPI_STATUS_IGNORE),
+            "MPI_Sendrecv");
+      theirs.resize(static_cast<std::size_t>(their_count));
+      check(MPI_Sendrecv(mine.data(), count, MPI_INT, to, 0, theirs.data(), their_count, MPI_INT,
+                         from, 0, comm_, MPI_STATUS_IGNORE),
+            "MPI_Sendrecv");
+      in_use.insert(in_use.end(), theirs.begin(), theirs.end());
+    }
+    std::sort(siblings_->failed.begin(), siblings_->failed.end(),
+              [](const auto& a, const auto& b) { return a.first < b.first; });
+    std::erase_if(siblings_->failed, [&](auto& each) {
+      if (std::count(in_use.begin(), in_use.end(), each.first) > 0) return false;
+      MPI_Comm_free(&each.second);
+      return true;
+    });
+  }
+
+  const std::shared_ptr<Children> siblings_;
+  const int number_;
   MPI_Comm comm_ = MPI_COMM_NULL;
   int rank_ = 0, size_ = 1;
   bool aborted_ = false;

@@ -122,6 +122,42 @@ TEST(CRanksTest, AnEnginesCollectiveFindsTheRanks) {
   expect_as_one_rank(made, "tcp");
 }
 
+TEST(CRanksTest, RowsThatDoNotFitAreCounted) {
+  fusedmoe_communicator* made[kRanks] = {};
+  const auto options = patient();
+  ASSERT_OK(fusedmoe_communicator_create_threads(kRanks, &options, made));
+  const Handle<fusedmoe_communicator> first(made[0]), second(made[1]);
+  on_two_threads([&](int rank) {
+    TinyLayer tiny;
+    tiny.options.require = "cpu+all2all";
+    tiny.options.communicator = made[rank];
+    tiny.options.max_tokens_per_rank = kTokens;
+    tiny.options.receive_capacity = 3;
+    tiny.options.drop_rows = 1;
+    const auto layer = tiny.create();
+    // All tokens go to rank 0, which takes the first three of its own.
+    const std::int64_t tokens = rank == 0 ? 4 : 2;
+    const Tensor x = TinyLayer::filled({tokens, TinyLayer::kHidden}, 7);
+    const Tensor output = TinyLayer::filled(x.shape(), 8);
+    const Tensor ids = Tensor::zeros({tokens, TinyLayer::kTopk}, DType::kI32);
+    const Tensor weights = TinyLayer::filled(ids.shape(), 9);
+    const Tensor dropped = Tensor::empty({1}, DType::kI32);
+    *dropped.as<std::int32_t>() = 77;
+    auto args = sized<fusedmoe_forward_args>();
+    Scratch scratch(layer.get(), kTokens, args);
+    args.hidden_states = to_c(x);
+    args.output = to_c(output);
+    args.topk_ids = to_c(ids);
+    args.topk_weights = to_c(weights);
+    args.dropped_rows = to_c(dropped);
+    EXPECT_OK(fusedmoe_layer_forward_routed(layer.get(), &args));
+    EXPECT_EQ(*dropped.as<std::int32_t>(), rank == 0 ? 1 : 2);
+    const Tensor nothing = Tensor::zeros({1, TinyLayer::kHidden}, DType::kF32);
+    EXPECT_TRUE(bitwise_equal(output.slice(0, tokens - 1, tokens), nothing));
+    EXPECT_EQ(bitwise_equal(output.slice(0, 0, 1), nothing), rank == 1);
+  });
+}
+
 /// The others would wait for it until the deadline.
 TEST(CRanksTest, ARankThatCannotLoadTellsTheOthers) {
   fusedmoe_communicator* made[kRanks] = {};

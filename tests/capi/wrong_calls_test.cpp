@@ -159,6 +159,7 @@ TEST(CWrongCallsTest, Forward) {
   const Tensor weights = roomy({3, TinyLayer::kTopk}, DType::kF32);
   const Tensor logits = roomy({3, TinyLayer::kExperts}, DType::kF32);
   const Tensor load = roomy({TinyLayer::kExperts}, DType::kI32);
+  const Tensor dropped = roomy({1}, DType::kI32);
   auto args = sized<fusedmoe_forward_args>();
   args.hidden_states = to_c(x);
   args.output = to_c(output);
@@ -166,10 +167,11 @@ TEST(CWrongCallsTest, Forward) {
   args.topk_weights = to_c(weights);
   args.router_logits = to_c(logits);
   args.expert_load = to_c(load);
+  args.dropped_rows = to_c(dropped);
   const Scratch scratch(layer.get(), 3, args);
   expect_statuses(4000,
                   {&args.hidden_states, &args.output, &args.topk_ids, &args.topk_weights,
-                   &args.router_logits, &args.expert_load},
+                   &args.router_logits, &args.expert_load, &args.dropped_rows},
                   [&] { return fusedmoe_layer_forward(layer.get(), &args); });
   args.router_logits = {};
   args.expert_load = {};

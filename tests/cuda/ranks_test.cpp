@@ -3,8 +3,7 @@
 
 #include <cstdlib>
 
-#include "../ranks/ranks.h"
-#include "../unit/layer_problem.h"
+#include "../ranks/dropping_ranks.h"
 #include "cuda_test.h"
 #include "fusedmoe/layer.h"
 #include "fusedmoe/quant.h"
@@ -98,7 +97,7 @@ std::int64_t tokens_of(int rank) {
 }
 
 void expect_as_one(const Setting& setting, const char* scheme, const char* transport,
-                   bool batch_invariant, bool fixed_sizes) {
+                   bool batch_invariant, bool fixed_sizes, bool monolithic = false) {
   SCOPED_TRACE(setting.name() + " " + scheme + " " + transport);
   const LayerWeights weights = make_layer_weights({small_case(scheme)});
   Ranks ranks(setting);
@@ -111,6 +110,7 @@ void expect_as_one(const Setting& setting, const char* scheme, const char* trans
     options.ranks.communicator = communicator;
     options.ranks.max_tokens_per_rank = kTokens;
     options.ranks.fixed_sizes = fixed_sizes;
+    options.monolithic = monolithic;
     const MoeLayer layer(weights, options);
     for (const std::int64_t tokens : {tokens_of(rank), std::int64_t{rank == 0 ? 1 : 0}}) {
       const Tensor x = random_tensor(DType::kBF16, {tokens, kHidden}, 1, 70 + rank);
@@ -137,8 +137,78 @@ TEST(CudaRanksTest, LayersGiveTheOutputOfOneGpu) {
         expect_as_one(setting, scheme, transport, true, false);
       }
     }
+    expect_as_one(setting, "bf16", "allgather_reducescatter", false, false, true);
     for (const char* scheme : {"fp8_block", "w4a8", "nvfp4"}) {
       expect_as_one(setting, scheme, "all2all", true, false);
+    }
+  }
+}
+
+/// One forward with the caller's ids; `dropped`: the number of dropped rows, read from the device.
+Tensor forward_routed(const MoeLayer& layer, const Tensor& x, const Tensor& ids,
+                      const Tensor& factors, std::int64_t most, std::int32_t* dropped) {
+  const Device device = layer.config().device;
+  const std::size_t bytes = layer.workspace_bytes(std::max(most, x.size(0)));
+  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
+  const Tensor output = Tensor::empty(x.shape(), x.dtype(), device);
+  const Tensor count = Tensor::empty({1}, DType::kI32, device);
+  const Tensor ids_there = to_device(ids, device), factors_there = to_device(factors, device);
+  ForwardOptions options;
+  options.max_tokens = most;
+  options.dropped_rows = count;
+  layer.forward_routed(to_device(x, device), {ids_there, factors_there}, output,
+                       {workspace.data(), bytes}, options);
+  synchronize(Stream{device});
+  *dropped = *to_device(count, {}).as<std::int32_t>();
+  return to_device(output, {});
+}
+
+TEST(CudaRanksTest, RowsThatDoNotFitAreDropped) {
+  FUSEDMOE_SKIP_WITHOUT_GPU();
+  const LayerWeights weights = make_layer_weights({small_case("bf16")});
+  for (const Setting& setting : settings()) {
+    for (const char* transport : {"all2all", "allgather_reducescatter"}) {
+      for (const int mode : {0, 1, 2}) {  // per rank; with fixed sizes; per slot
+        SCOPED_TRACE(setting.name() + " " + transport + " " + std::to_string(mode));
+        testing::RankCase how{.size = setting.size,
+                              .transport = transport,
+                              .placement = ExpertPlacement::linear(13, setting.size),
+                              .fixed_sizes = mode == 1};
+        const std::int64_t capacity = kTokens;
+        std::vector<Tensor> ids;
+        for (int rank = 0; rank < setting.size; ++rank) {
+          testing::Random random(90 + static_cast<std::uint64_t>(rank));
+          ids.push_back(Tensor::empty({tokens_of(rank), 4}, DType::kI32));
+          for (std::int64_t i = 0; i < ids.back().numel(); ++i) {
+            ids.back().as<std::int32_t>()[i] = static_cast<std::int32_t>(random.below(14) - 1);
+          }
+        }
+        const testing::Dropped expected = drop_rows(how, ids, capacity);
+        Ranks ranks(setting);
+        run_ranks(setting.size, [&](int rank) {
+          const auto communicator = ranks.join(rank);
+          LayerOptions options = options_of(communicator->device(), false);
+          const MoeLayer alone(weights, options);
+          options.require += std::string("+") + transport;
+          options.ranks.communicator = communicator;
+          options.ranks.placement = how.placement;
+          options.ranks.max_tokens_per_rank = kTokens;
+          options.ranks.fixed_sizes = how.fixed_sizes;
+          options.ranks.receive_capacity = capacity;
+          options.ranks.drop_rows = true;
+          if (mode == 2) options.ranks.combine = CombineMode::kPerSlot;
+          const MoeLayer layer(weights, options);
+          const Tensor x = random_tensor(DType::kBF16, {tokens_of(rank), kHidden}, 1, 70 + rank);
+          const Tensor factors = random_tensor(DType::kF32, {tokens_of(rank), 4}, 1, rank);
+          std::int32_t dropped = 77, none = 77;
+          const Tensor output = forward_routed(layer, x, ids[rank], factors, kTokens, &dropped);
+          const Tensor wanted = forward_routed(alone, x, expected.ids[rank], factors, 0, &none);
+          EXPECT_EQ(dropped, expected.rows[rank]) << "rank " << rank;
+          EXPECT_EQ(none, 0);
+          EXPECT_LE(compare(output, wanted).max_norm_relative, 2e-2) << "rank " << rank;
+          communicator->barrier();
+        });
+      }
     }
   }
 }

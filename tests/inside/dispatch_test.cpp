@@ -49,6 +49,23 @@ TEST(DispatchTest, ATokenGoesToEachRankOnce) {
   EXPECT_EQ(planned.tokens, (Ids{0, -1, -1, 0, 2, -1, 1, -1, -1}));
 }
 
+/// Rank 1 has room for one of its two rows, rank 0 for none: the later tokens stay away from them.
+TEST(DispatchTest, RowsWithoutRoomAreDroppedAndCounted) {
+  Planned planned(ExpertPlacement::linear(7, 3), {1, 4, 2, 6, -1, 6, 3, 4, 5}, 3);
+  const auto view = [](Ids& list, const Shape& shape) {
+    return TensorView(list.data(), DType::kI32, shape);
+  };
+  Ids ranks{0, 0, 0, 1, 1, 2, 2}, dropped{10};
+  const std::int64_t room[] = {0, 1, 3};
+  reference::backend().limit_rows(
+      {view(planned.rows, {3, 3}), 3, room, view(planned.physical, {3, 3}), view(ranks, {7}),
+       view(dropped, {1})},
+      {});
+  EXPECT_EQ(planned.rows, (Ids{-1, 3, -1, -1, -1, 6, -1, -1, 7}));
+  EXPECT_EQ(planned.physical, (Ids{-1, 4, -1, 6, -1, 6, -1, -1, 5}));
+  EXPECT_EQ(dropped, Ids{12});
+}
+
 /// (token * 2654435769 mod 2^32) mod copies, the same for all slots of a token.
 TEST(DispatchTest, TheHashOfATokenChoosesItsCopies) {
   const ExpertPlacement placement(2, 3, {0, 1, 0, 1, 0, 1}, {0, 0, 1, 1, 2, 2});

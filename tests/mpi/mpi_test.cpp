@@ -1,9 +1,26 @@
 // Layers on the processes of an MPI job: every process runs the same cases, and each compares its
 // own output with what one rank computes.
 #include <gtest/gtest.h>
+#include <mpi.h>
 
+#include "dropping_ranks.h"
 #include "fusedmoe/quant.h"
 #include "golden_ranks.h"
+#include "leaks.h"
+
+namespace {
+int mpi_communicators = 0;  // that were made and not freed
+}
+
+// Instead of MPI's own, which these call.
+extern "C" int MPI_Comm_dup(MPI_Comm comm, MPI_Comm* made) {
+  ++mpi_communicators;
+  return PMPI_Comm_dup(comm, made);
+}
+extern "C" int MPI_Comm_free(MPI_Comm* comm) {
+  --mpi_communicators;
+  return PMPI_Comm_free(comm);
+}
 
 namespace fusedmoe {
 namespace {
@@ -78,6 +95,13 @@ TEST(MpiTest, GoldenVectorsOfEveryFamily) {
   }
 }
 
+TEST(MpiTest, RowsThatDoNotFitAreDropped) {
+  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+    SCOPED_TRACE(seed);
+    testing::DropProblem(world()->size(), seed).expect_on_rank(world());
+  }
+}
+
 TEST(MpiTest, TensorParallelRanksAddTheirSlices) {
   const LayerWeights weights = make_layer_weights({Case{.intermediate = 256}});
   const RankCase how{.size = world()->size(),
@@ -100,6 +124,28 @@ TEST(MpiTest, WhatDiffersIsNamed) {
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("topk"), std::string::npos) << error.what();
   }
+}
+
+/// A failed communicator is freed when the next one is made.
+TEST(MpiTest, AHundredFailuresLeakNothing) {
+  if (world()->size() == 1) GTEST_SKIP() << "nothing travels";
+  const int before = mpi_communicators;
+  testing::expect_no_leaks([&](int round) {
+    const auto mine = make_mpi_communicator({}, {kPatient});
+    EXPECT_LE(mpi_communicators, before + 1) << round;
+    const MoeLayer layer(make_layer_weights({}), rank_options({}, DType::kBF16, kTokens, mine));
+    const Tensor x = random_tensor(DType::kBF16, {2, 64}, 1, 3);
+    forward_exactly(layer, x, kTokens);
+    if (mine->rank() == round % mine->size()) return mine->abort("once more");
+    try {
+      forward_exactly(layer, x, kTokens);
+      ADD_FAILURE() << "a rank has failed";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("once more"), std::string::npos) << error.what();
+    }
+  });
+  const auto last = make_mpi_communicator({}, {kPatient});
+  EXPECT_EQ(mpi_communicators, before + 1);
 }
 
 /// The last case: it ends the communicator.

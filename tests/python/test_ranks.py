@@ -77,6 +77,33 @@ def test_threads_give_the_bits_of_one_rank():
         assert np.array_equal(np.concatenate(parts), expected)
 
 
+def test_rows_that_do_not_fit_are_counted():
+    communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
+
+    def run(rank):
+        made = layer(
+            communicator=communicators[rank],
+            require="cpu+all2all",
+            max_tokens_per_rank=TOKENS,
+            receive_capacity=3,
+            drop_rows=True,
+        )
+        # All tokens go to rank 0, which takes the first three of its own.
+        x = tensors()[3][part_of(rank)]
+        weights, ids = np.ones((len(x), 2), np.float32), np.zeros((len(x), 2), np.int32)
+        dropped = np.full(1, 77, np.int32)
+        out = made.forward_routed(x, weights, ids, dropped_rows=dropped)
+        whole = np.full(1, 77, np.int32)
+        made(x, dropped_rows=whole)
+        return int(dropped[0]), out.any(axis=1).tolist(), int(whole[0])
+
+    first, second = run_threads(run)
+    assert first[:2] == (1, [True, True, True, False])
+    assert second[:2] == (2, [False, False])
+    # Of rank 0 at most four rows go to each rank, which both take three of it.
+    assert first[2] <= 2 and second[2] <= 4
+
+
 def test_ranks_that_differ_all_raise():
     communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
     errors = run_threads(

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <latch>
 
 #include "fusedmoe/quant.h"
 #include "rank_layers.h"
@@ -63,6 +64,7 @@ TEST(AgreementTest, EveryFieldCounts) {
       {"pair", [](W&, O& o) { o.require = "reference+all2all"; }},
       {"max_tokens_per_rank", [](W&, O& o) { ++o.ranks.max_tokens_per_rank; }},
       {"receive_capacity", [](W&, O& o) { o.ranks.receive_capacity = 5; }},
+      {"drop_rows", [](W&, O& o) { o.ranks.drop_rows = true; }},
       {"combine", [](W&, O& o) { o.ranks.combine = CombineMode::kPerSlot; }},
       {"combine_dtype", [](W&, O& o) { o.ranks.combine_dtype = DType::kF32; }},
       {"fixed_sizes", [](W&, O& o) { o.ranks.fixed_sizes = true; }},
@@ -99,11 +101,21 @@ TEST(AgreementTest, AnErrorOfOneRankIsThatOfAllAndTheCommunicatorLives) {
 
 TEST(AgreementTest, ALayerOnAPartNamesRanksOfTheWhole) {
   const Communicators comms = make_thread_communicators(4, {kPatient});
+  // What fails in a step ends both parts: that of ranks 0 and 2 waits for the other's agreement.
+  std::latch odd_ranks(2);
+  struct Done {
+    std::latch* ranks;
+    ~Done() {
+      if (ranks) ranks->count_down();
+    }
+  };
   const auto errors = errors_of_ranks(4, [&](int rank) {
     const auto part = comms[rank]->split(rank % 2);
     LayerWeights weights = small_weights();
     if (rank == 3) weights.router.topk = 3;
+    const Done done{rank % 2 == 1 ? &odd_ranks : nullptr};
     const MoeLayer layer(std::move(weights), rank_options({}, DType::kBF16, kTokens, part));
+    odd_ranks.wait();
     const std::int64_t tokens = rank == 2 ? 1 : kTokens;
     forward_exactly(layer, make_hidden_states(DType::kBF16, tokens, 64), tokens);
   });

@@ -328,17 +328,43 @@ TEST(TcpDataTest, APlaceThatIsNoneHasARank) {
   }
 }
 
-/// Sets a variable of the environment for a while.
+/// Sets a variable of the environment for a while, or unsets it; then it is as it was.
 class Variable {
  public:
-  Variable(const char* name, const char* value) : name_(name) { setenv(name, value, 1); }
-  ~Variable() { unsetenv(name_); }
+  explicit Variable(const char* name, const char* value = nullptr) : name_(name) {
+    if (const char* before = std::getenv(name)) before_ = before;
+    set(value);
+  }
+  ~Variable() { set(before_ ? before_->c_str() : nullptr); }
+  Variable(const Variable&) = delete;
+  Variable& operator=(const Variable&) = delete;
 
  private:
+  void set(const char* value) const { value ? setenv(name_, value, 1) : unsetenv(name_); }
   const char* name_;
+  std::optional<std::string> before_;
 };
 
-TEST(LaunchTest, EveryLauncherIsUnderstood) {
+/// Whoever has started this test, here it is nobody.
+class LaunchTest : public ::testing::Test {
+  const Variable unset_[15] = {Variable("RANK"),
+                               Variable("WORLD_SIZE"),
+                               Variable("LOCAL_RANK"),
+                               Variable("OMPI_COMM_WORLD_RANK"),
+                               Variable("OMPI_COMM_WORLD_SIZE"),
+                               Variable("OMPI_COMM_WORLD_LOCAL_RANK"),
+                               Variable("PMI_RANK"),
+                               Variable("PMI_SIZE"),
+                               Variable("MPI_LOCALRANKID"),
+                               Variable("SLURM_PROCID"),
+                               Variable("SLURM_NTASKS"),
+                               Variable("SLURM_LOCALID"),
+                               Variable("MASTER_ADDR"),
+                               Variable("MASTER_PORT"),
+                               Variable("TORCHELASTIC_USE_AGENT_STORE")};
+};
+
+TEST_F(LaunchTest, EveryLauncherIsUnderstood) {
   const struct {
     const char *launcher, *rank, *size, *local;
   } launchers[] = {
@@ -348,7 +374,6 @@ TEST(LaunchTest, EveryLauncherIsUnderstood) {
       {"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"},
   };
   for (const auto& each : launchers) {
-    if (std::getenv(each.rank)) GTEST_SKIP() << "started by a launcher";
     const Variable rank(each.rank, "5"), size(each.size, "8"), local(each.local, "1");
     const Variable address("MASTER_ADDR", "node7"), port("MASTER_PORT", "29500");
     const auto launch = launch_from_environment();
@@ -374,8 +399,7 @@ TEST(LaunchTest, EveryLauncherIsUnderstood) {
   EXPECT_EQ(launch_from_environment()->port, 29501) << "torchrun itself listens at the other";
 }
 
-TEST(LaunchTest, WhatIsMissingIsNamedBesideWhatIsThere) {
-  if (launch_from_environment()) GTEST_SKIP() << "started by a launcher";
+TEST_F(LaunchTest, WhatIsMissingIsNamedBesideWhatIsThere) {
   const auto error = [] { return errors_of_ranks(1, [](int) { join_processes(); })[0]; };
   const auto has = [&](const char* part) {
     EXPECT_NE(error().find(part), std::string::npos) << error();
@@ -389,8 +413,7 @@ TEST(LaunchTest, WhatIsMissingIsNamedBesideWhatIsThere) {
       "MASTER_ADDR=node7); must be");
 }
 
-TEST(LaunchTest, JoiningNeedsAnAddressAndATimeout) {
-  if (launch_from_environment()) GTEST_SKIP() << "started by a launcher";
+TEST_F(LaunchTest, JoiningNeedsAnAddressAndATimeout) {
   EXPECT_THROW(join_processes(Launch{0, 1, 0, "", 29500, ""}), Error) << "no address";
   using std::chrono::milliseconds;
   for (const milliseconds timeout : {milliseconds(0), milliseconds(-1), milliseconds::max()}) {

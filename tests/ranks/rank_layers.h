@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "../unit/layer_problem.h"
 #include "fusedmoe/layer.h"
-#include "layer_problem.h"
 #include "ranks.h"
 #include "testing/compare.h"
 
@@ -38,6 +38,7 @@ struct RankCase {
   std::optional<CombineMode> combine = {};
   bool batch_invariant = false;
   bool fixed_sizes = false;
+  bool monolithic = false;
   ReplicaChoice replica_choice = ReplicaChoice::kHash;
   std::string experts = "cpu";
   ParallelConfig parallel = {};  ///< of rank 0; default: expert parallelism
@@ -57,6 +58,7 @@ inline LayerOptions rank_options(const RankCase& how, DType dtype, std::int64_t 
                                  const std::shared_ptr<Communicator>& communicator) {
   LayerOptions options = one_rank_options(how, dtype);
   options.require += "+" + how.transport;
+  options.monolithic = how.monolithic;
   options.ranks.communicator = communicator;
   options.ranks.placement = how.placement;
   options.ranks.combine = how.combine;
@@ -72,8 +74,9 @@ inline LayerOptions rank_options(const RankCase& how, DType dtype, std::int64_t 
 }
 
 /// A forward with a workspace of exactly the size that the layer asks for, everything poisoned.
+/// `dropped`, if given, becomes the number of dropped rows.
 inline Tensor forward_exactly(const MoeLayer& layer, const TensorView& x, std::int64_t most,
-                              const Routing* routing = nullptr) {
+                              const Routing* routing = nullptr, std::int32_t* dropped = nullptr) {
   const std::size_t bytes = layer.workspace_bytes(std::max(most, x.size(0)));
   const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
   const Tensor output = Tensor::empty(x.shape(), x.dtype());
@@ -81,6 +84,7 @@ inline Tensor forward_exactly(const MoeLayer& layer, const TensorView& x, std::i
   poison(output);
   ForwardOptions options;
   options.max_tokens = most;
+  if (dropped) options.dropped_rows = TensorView(dropped, DType::kI32, {1});
   if (routing) {
     layer.forward_routed(x, *routing, output, {workspace.data(), bytes}, options);
   } else {

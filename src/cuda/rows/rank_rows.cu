@@ -80,6 +80,39 @@ __global__ __launch_bounds__(kThreads) void plan_dispatch_kernel(const PlanParam
   if (threadIdx.x == 0) p.send_counts[rank] = count;
 }
 
+struct LimitParams {
+  std::int32_t* send_rows;
+  std::int32_t* physical_ids;
+  const std::int32_t* physical_ranks;
+  std::int32_t* dropped;
+  std::int64_t num_tokens, topk, num_ranks, row_stride;
+  std::int32_t room[kMaxRanks];
+};
+
+/// A thread for each token.
+__global__ __launch_bounds__(kThreads) void limit_rows_kernel(const LimitParams p) {
+  const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  std::int32_t dropped = 0;
+  if (token < p.num_tokens) {
+    std::int32_t* rows = p.send_rows + token * p.num_ranks;
+    const auto fits = [&](std::int64_t rank) {
+      return rows[rank] - rank * p.row_stride < p.room[rank];
+    };
+    for (std::int64_t slot = token * p.topk; slot < (token + 1) * p.topk; ++slot) {
+      const std::int32_t id = p.physical_ids[slot];
+      const std::int32_t rank = id < 0 ? -1 : p.physical_ranks[id];
+      if (rank >= 0 && !fits(rank)) p.physical_ids[slot] = -1;
+    }
+    for (std::int64_t rank = 0; rank < p.num_ranks; ++rank) {
+      if (fits(rank)) continue;
+      rows[rank] = -1;
+      ++dropped;
+    }
+  }
+  dropped = __reduce_add_sync(~0u, dropped);
+  if (p.dropped && dropped > 0 && threadIdx.x % 32 == 0) atomicAdd(p.dropped, dropped);
+}
+
 __global__ void number_parts_kernel(std::int32_t* rows, std::int64_t count, std::int64_t parts,
                                     std::int64_t stride) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -184,6 +217,22 @@ void plan_dispatch(const core::DispatchPlan& plan, Stream stream) {
                           plan.send_counts.as<std::int32_t>()};
   launch(plan_dispatch_kernel, dim3(static_cast<unsigned>(num_ranks)), dim3(kThreads), 0, stream,
          false, params);
+}
+
+void limit_rows(const core::RowLimits& limits, Stream stream) {
+  LimitParams params{limits.send_rows.as<std::int32_t>(),
+                     limits.physical_ids.as<std::int32_t>(),
+                     limits.physical_ranks.as<const std::int32_t>(),
+                     limits.dropped.as<std::int32_t>(),
+                     limits.send_rows.size(0),
+                     limits.physical_ids ? limits.physical_ids.size(1) : 0,
+                     limits.send_rows.size(1),
+                     limits.row_stride,
+                     {}};
+  if (params.num_tokens == 0) return;
+  std::copy(limits.room.begin(), limits.room.end(), params.room);
+  launch(limit_rows_kernel, blocks_for(params.num_tokens), dim3(kThreads), 0, stream, false,
+         params);
 }
 
 void number_parts(const TensorView& rows, std::int64_t stride, Stream stream) {

@@ -6,14 +6,16 @@
 
 namespace fusedmoe::cuda {
 
+/// Of the functions whose kernels have something of each rank among their parameters.
+inline constexpr int kMaxRanks = 256;
+
 void plan_dispatch(const core::DispatchPlan& plan, Stream stream);
+void limit_rows(const core::RowLimits& limits, Stream stream);
 void number_parts(const TensorView& rows, std::int64_t stride, Stream stream);
-/// Both wait for the counts. Up to kMaxRanks ranks.
+/// Both wait for the counts.
 void expand_slots(const core::SlotExpansion& expansion,
                   std::span<const std::int64_t> rows_of_source, std::span<std::int64_t> counts,
                   Stream stream);
 void number_slots(const core::SlotNumbers& numbers, std::span<std::int64_t> counts, Stream stream);
-
-inline constexpr int kMaxRanks = 256;
 
 }  // namespace fusedmoe::cuda
