@@ -3,10 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -123,6 +125,10 @@ inline std::vector<std::shared_ptr<Communicator>> make_communicators(
     if (cut) plane = std::make_shared<Sequences>(size, std::move(plane));
     result[rank] = std::make_shared<Communicator>(rank, size, control, std::move(plane), options);
   });
+  // A test cannot go on without one; the rank has said why.
+  if (std::count(result.begin(), result.end(), nullptr) > 0) {
+    throw std::runtime_error("a rank has no communicator");
+  }
   return result;
 }
 
