@@ -18,7 +18,8 @@ set(operands
   integer.cuh     Int4G32F16Operands     5
   integer.cuh     Int8Bf16Operands       5
   integer.cuh     Int8F16Operands        5
-  fp8_decoded.cuh DecodedE4m3Operands    5)
+  fp8_decoded.cuh DecodedE4m3Operands    5
+  fp8_decoded.cuh ScaledE4m3Operands     5)
 
 set(FUSEDMOE_KERNELS)
 while(operands)

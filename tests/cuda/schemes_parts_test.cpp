@@ -152,7 +152,8 @@ class CudaNaN : public testing::CudaTest {
 };
 
 TEST_F(CudaNaN, AWeightMakesItsRowNaN) {
-  for (const char* scheme : {"fp8_channel_token", "fp8_channel_w8a16", "mxfp8_w8a16"}) {
+  for (const char* scheme :
+       {"fp8_channel_token", "fp8_channel_w8a16", "fp8_block_w8a16", "mxfp8_w8a16"}) {
     SCOPED_TRACE(scheme);
     const Problem problem = problem_of(scheme);
     constexpr std::int64_t kRow = 19;
@@ -174,6 +175,50 @@ TEST_F(CudaNaN, AScaleOnTheDeviceIsRefused) {
   const auto experts = testing::make_experts(spec);
   const ExpertWeights there = on_gpu(problem.weights);
   EXPECT_EQ(testing::argument_of([&] { experts->pack(there); }), "weights.up.scales");
+}
+
+class CudaBlockScales : public testing::CudaTest {
+ protected:
+  static Problem problem() {
+    Case spec;
+    spec.num_experts = 3;
+    spec.hidden = 296;
+    spec.intermediate = 200;
+    spec.scheme = parse_scheme("fp8_block_w8a16");
+    return testing::make_problem(spec);
+  }
+  /// Multiplies scales of w2's first `rows` rows of blocks.
+  static void multiply(const Problem& problem, float factor, std::int64_t rows) {
+    for (const ExpertMatrices& expert : problem.weights.experts) {
+      const TensorView& scales = expert.down.scales;
+      for (std::int64_t r = 0; r < rows; ++r) {
+        for (std::int64_t c = 0; c < scales.size(1); ++c) {
+          scales.as<float>()[r * scales.stride(0) + c * scales.stride(1)] *= factor;
+        }
+      }
+    }
+  }
+};
+
+TEST_F(CudaBlockScales, PowersOfTwoAndSignsAreExact) {
+  constexpr std::int64_t kBlock = 128;
+  const Tensor before = run_variant(problem(), testing::gpu_variant(), DType::kBF16, kGpu);
+  struct Change {
+    float factor;
+    std::int64_t blocks;
+  };
+  for (const auto& [factor, blocks] :
+       {Change{0x1p-60F, 1}, Change{0x1p50F, 2}, Change{0x1p-90F, 3}, Change{-0x1p100F, 2}}) {
+    SCOPED_TRACE(std::to_string(factor) + ", " + std::to_string(blocks) + " blocks");
+    const Problem changed = problem();
+    multiply(changed, factor, blocks);
+    const Tensor after = run_variant(changed, testing::gpu_variant(), DType::kBF16, kGpu);
+    for (std::int64_t i = 0; i < before.numel(); ++i) {
+      const bool is_changed = i % changed.spec.hidden < blocks * kBlock;
+      const float old = load_f32(before.data(), DType::kBF16, i);
+      ASSERT_EQ(load_f32(after.data(), DType::kBF16, i), is_changed ? old * factor : old) << i;
+    }
+  }
 }
 
 }  // namespace

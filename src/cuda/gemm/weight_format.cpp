@@ -23,7 +23,7 @@ std::span<const WeightFormat> weight_formats() {
       mxfp4_f16_format(),    nvfp4_bf16_format(), nvfp4_f16_format(),
       int4_bf16_format(),    int4_f16_format(),   int4_g32_bf16_format(),
       int4_g32_f16_format(), int8_bf16_format(),  int8_f16_format(),
-      decoded_e4m3_format()};
+      decoded_e4m3_format(), scaled_e4m3_format()};
   return formats;
 }
 

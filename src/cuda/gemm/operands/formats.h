@@ -25,6 +25,7 @@ WeightFormat int4_g32_f16_format();
 WeightFormat int8_bf16_format();
 WeightFormat int8_f16_format();
 WeightFormat decoded_e4m3_format();
+WeightFormat scaled_e4m3_format();
 
 /// Defined by the generated file of the policy (cmake/FusedmoeKernels.cmake).
 template <typename Operands, int kIndex>
