@@ -221,5 +221,39 @@ TEST_F(CudaBlockScales, PowersOfTwoAndSignsAreExact) {
   }
 }
 
+class CudaFp8F16 : public testing::CudaTest {};
+
+TEST_F(CudaFp8F16, AnExpertsOutputMayBeLargerThanF16) {
+  for (const std::int64_t num_tokens : {5, 100, 700}) {
+    SCOPED_TRACE(std::to_string(num_tokens) + " tokens");
+    Case spec;
+    spec.num_tokens = num_tokens;
+    spec.num_experts = 5;
+    spec.topk = 3;
+    spec.hidden = 136;
+    spec.intermediate = 72;
+    spec.scheme = parse_scheme("fp8_channel_token");
+    spec.bias = true;
+    const Problem problem = testing::make_problem(spec);
+    // Outputs are around 65504, the largest number of f16, give or take a few thousand.
+    for (const ExpertMatrices& expert : problem.weights.experts) {
+      const TensorView &bias = expert.down.bias, &scales = expert.down.scales;
+      for (std::int64_t row = 0; row < spec.hidden; ++row) {
+        store_f32(bias.data(), bias.dtype(), row * bias.stride(0), 65504);
+        scales.as<float>()[row * scales.stride(0)] *= 8192;
+      }
+    }
+    for (std::int64_t slot = 0; slot < problem.topk_weights.numel(); ++slot) {
+      problem.topk_weights.as<float>()[slot] = 1.0F / static_cast<float>(16 << slot % 3);
+    }
+    const Tensor expected = run_variant(problem, find_variant("reference"), DType::kF16, kHost);
+    for (const char* suffix : {"", "_batch_invariant"}) {  // rows in fp32, and in f16
+      SCOPED_TRACE(suffix);
+      const Tensor actual = run_variant(problem, testing::gpu_variant(suffix), DType::kF16, kGpu);
+      expect_close(actual, expected, spec.scheme);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fusedmoe
