@@ -8,6 +8,7 @@ set(operands
   as_is.cuh       Fp8Operands            5
   fp8_f16.cuh     Fp8F16Operands         4
   w4a8.cuh        W4a8Operands           5
+  mxfp4_fp8.cuh   Mxfp4Fp8Operands       5
   fp4.cuh         Mxfp4Bf16Operands      7
   fp4.cuh         Mxfp4QuantizedOperands 5
   fp4.cuh         Mxfp4F16Operands       5

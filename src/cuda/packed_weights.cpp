@@ -347,6 +347,10 @@ void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatri
         if (matrix.zero_points) {
           target.zero_points = matrix.zero_points.select(0, feature).as<std::uint8_t>();
         }
+        const Origin& origin = origins_[index][&matrix == up ? 1 : 0];
+        if (origin.largest_scales) {
+          target.largest_scale = origin.largest_scales.as<const float>()[feature];
+        }
         format_->unpack_row(source, row, target);
         if (bias) matrix.bias.as<float>()[feature] = bias.as<const float>()[row];
       });

@@ -255,5 +255,33 @@ TEST_F(CudaFp8F16, AnExpertsOutputMayBeLargerThanF16) {
   }
 }
 
+class CudaMxfp4Fp8 : public testing::CudaTest {};
+
+TEST_F(CudaMxfp4Fp8, CodesOfScalesFarBelowTheLargestAreRounded) {
+  for (const int below : {7, 13, 40}) {
+    SCOPED_TRACE("2^-" + std::to_string(below));
+    Case spec;
+    spec.num_experts = 3;
+    spec.hidden = 296;
+    spec.intermediate = 200;
+    spec.scheme = parse_scheme("mxfp4_fp8");
+    const Problem problem = testing::make_problem(spec);
+    for (const ExpertMatrices& expert : problem.weights.experts) {
+      for (const WeightMatrix* matrix : {&expert.gate, &expert.down}) {
+        const TensorView& scales = matrix->scales;
+        for (std::int64_t r = 0; r < scales.size(0); ++r) {
+          for (std::int64_t c = r % 2; c < scales.size(1); c += 2) {
+            auto& code = scales.as<std::uint8_t>()[r * scales.stride(0) + c * scales.stride(1)];
+            code = static_cast<std::uint8_t>(code - below);
+          }
+        }
+      }
+    }
+    const Tensor expected = run_variant(problem, find_variant("reference"), DType::kBF16, kHost);
+    const Tensor actual = run_variant(problem, testing::gpu_variant(), DType::kBF16, kGpu);
+    expect_close(actual, expected, spec.scheme);
+  }
+}
+
 }  // namespace
 }  // namespace fusedmoe

@@ -61,6 +61,7 @@ struct UnpackedRow {
   void* values = nullptr;
   void* scales = nullptr;
   std::uint8_t* zero_points = nullptr;
+  float largest_scale = 1;  ///< of the row, with relative scales
 };
 
 struct WeightFormat {
@@ -83,8 +84,9 @@ struct WeightFormat {
   int mma_sync_tokens = 0;
   /// GEMM 2 can apply router weights, see FusedMlpParams::topk_weights.
   bool weights_rows = false;
-  /// Activations are E4M3, with scales in fp32.
+  /// Activations are E4M3, with scales in fp32,
   bool fp8_rows = false;
+  bool k_scales = false;  ///< also of K blocks
   /// GEMM 1 can quantize and decode what it stores, see FusedMlpParams::quantizer.
   bool quantizes_rows = false;
 

@@ -17,6 +17,7 @@ WeightFormat w4a8_format();
 WeightFormat mxfp4_bf16_format();
 WeightFormat mxfp4_quantized_format();
 WeightFormat mxfp4_f16_format();
+WeightFormat mxfp4_fp8_format();
 WeightFormat nvfp4_bf16_format();
 WeightFormat nvfp4_f16_format();
 WeightFormat int4_bf16_format();
@@ -53,6 +54,7 @@ WeightFormat format_of() {
   format.row_dtype = Operands::kRowDType;
   format.block = Operands::kBlock;
   format.decodes = Operands::kDecodes;
+  format.k_scales = Operands::kHasKScales;
   format.mma_sync_tokens = Operands::kMmaSyncTokens;
   format.weights_rows = Operands::Output::kWeightsRows;
   format.quantizes_rows = Operands::Output::kQuantizes;
