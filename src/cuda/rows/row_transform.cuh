@@ -44,7 +44,8 @@ __device__ __forceinline__ void read_values(const RowTransform& t, const uint4& 
   }
 }
 /// NaN counts as 0.
-__device__ __forceinline__ float amax_of_values(const UnitValues& values, float amax) {
+__device__ __forceinline__ float amax_of_values(const UnitValues& values) {
+  float amax = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     amax = fmaxf(amax, fmaxf(fabsf(values[i].x), fabsf(values[i].y)));
@@ -52,17 +53,26 @@ __device__ __forceinline__ float amax_of_values(const UnitValues& values, float 
   return amax;
 }
 
+/// Of the units of a row that a thread of `kThreads` reads.
+template <typename Pair, int kThreads>
+__device__ __forceinline__ float amax_of_units(const RowTransform& t, std::int64_t row) {
+  Pair largest(0.0F, 0.0F);
+  for (int unit = static_cast<int>(threadIdx.x % kThreads); unit < units_of(t); unit += kThreads) {
+    const uint4 raw = read_unit(t, row, unit);
+    const auto* pairs = reinterpret_cast<const Pair*>(&raw);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) largest = __hmax2(largest, __habs2(pairs[i]));
+  }
+  return fmaxf(__low2float(largest), __high2float(largest));
+}
+
 /// The largest magnitude of a row, to all threads of a warp; NaN counts as 0. With several warps
 /// all threads of the block must call it, once in a kernel: it uses shared memory.
 template <int kWarps = 1>
 __device__ __forceinline__ float amax_of_row(const RowTransform& t, std::int64_t row) {
   constexpr int kThreads = 32 * kWarps;
-  float amax = 0;
-  for (int unit = static_cast<int>(threadIdx.x % kThreads); unit < units_of(t); unit += kThreads) {
-    UnitValues values;
-    read_values(t, read_unit(t, row, unit), values);
-    amax = amax_of_values(values, amax);
-  }
+  float amax = t.from_f16 ? amax_of_units<__half2, kThreads>(t, row)
+                          : amax_of_units<__nv_bfloat162, kThreads>(t, row);
   amax = amax_of_lanes<32>(amax);
   if constexpr (kWarps > 1) {
     __shared__ float of_warps[kWarps];
@@ -103,7 +113,7 @@ __device__ __forceinline__ Converted to_fp8(const RowTransform& t, const uint4& 
   read_values(t, raw, values);
   if (fp8.scale == Scale::kGroup) {
     constexpr int kGroupLanes = 16;  // of 8 values
-    const float amax = amax_of_lanes<kGroupLanes>(amax_of_values(values, 0));
+    const float amax = amax_of_lanes<kGroupLanes>(amax_of_values(values));
     scale = core::e4m3_group_scale(amax, fp8.power_of_two);
   }
   const bool divides = fp8.scale == Scale::kRow || fp8.scale == Scale::kGroup;
