@@ -6,7 +6,9 @@ set(operands
   as_is.cuh       Bf16Operands           7
   as_is.cuh       F16Operands            7
   as_is.cuh       Fp8Operands            5
+  fp8_f16.cuh     Fp8F16Operands         4
   w4a8.cuh        W4a8Operands           5
+  mxfp4_fp8.cuh   Mxfp4Fp8Operands       5
   fp4.cuh         Mxfp4Bf16Operands      7
   fp4.cuh         Mxfp4QuantizedOperands 5
   fp4.cuh         Mxfp4F16Operands       5
@@ -18,7 +20,8 @@ set(operands
   integer.cuh     Int4G32F16Operands     5
   integer.cuh     Int8Bf16Operands       5
   integer.cuh     Int8F16Operands        5
-  fp8_decoded.cuh DecodedE4m3Operands    5)
+  fp8_decoded.cuh DecodedE4m3Operands    5
+  fp8_decoded.cuh ScaledE4m3Operands     5)
 
 set(FUSEDMOE_KERNELS)
 while(operands)

@@ -97,9 +97,10 @@ constexpr std::array<StoredTensor, 4> kNvfp4Ct{{
     {".weight_global_scale", kGlobalScale, kReciprocal, kScaleTypes},
     {".input_global_scale", kInputScale, kReciprocal, kScaleTypes, kIfStatic},
 }};
-constexpr std::array<StoredTensor, 2> kMxfp4{{
+constexpr std::array<StoredTensor, 3> kMxfp4{{
     {".weight_packed", kValues, kSame, kPackedBytes},
     {".weight_scale", kScales, kSame, kE8M0},
+    {".input_scale", kInputScale, kSingle, kScaleTypes, kIfStatic},
 }};
 // Also ModelOpt's.
 constexpr std::array<StoredTensor, 2> kMxfp8{{

@@ -303,9 +303,11 @@ void Sm90Experts::run_gemms(const ForwardArgs& args, const FusedMlpParams& param
   if (!rows_.needs_pass()) return fused_mlp(params, format_, config.tile, args.stream);
   FusedMlpParams step = params;
   step.num_gemms = 1;
+  step.topk_weights = nullptr;  // those are for GEMM 2
   fused_mlp(step, format_, config.tile, args.stream);
   rows_.transform_activated(args, scratch, params);
   step.gemms[0] = params.gemms[1];
+  step.topk_weights = params.topk_weights;
   step.counters = params.counters + 1;  // the first has moved its own
   step.overlap_previous = true;
   fused_mlp(step, format_, config.tile, args.stream);

@@ -7,8 +7,9 @@ const CudaPackedWeights& packed(const ForwardArgs& args) {
   return static_cast<const CudaPackedWeights&>(*args.weights);
 }
 
-void set_target(const QuantizedRows& to, RowTransform& rows) {
+void set_target(const QuantizedRows& to, DType from, RowTransform& rows) {
   rows.kind = RowTransform::Kind::kFp8;
+  rows.from_f16 = from == DType::kF16;
   rows.to = to.codes;
   rows.to_pitch = to.pitch;
   rows.scales = to.scales;
@@ -53,7 +54,7 @@ RowTransform OperandRows::hidden(const ForwardArgs& args, const Scratch& scratch
   rows.row_pitch = bytes(format_.row_dtype, x.stride(x.rank() - 2));
   rows.row_bytes = bytes(format_.row_dtype, x.size(x.rank() - 1));
   if (needs_pass()) {
-    set_target(scratch.hidden, rows);
+    set_target(scratch.hidden, format_.row_dtype, rows);
     rows.fp8 =
         fp8_quantizer(*config_.scheme.activations, packed(args).info().a1_scale, scratch.amax);
     return rows;
@@ -103,7 +104,7 @@ void OperandRows::transform_activated(const ForwardArgs& args, const Scratch& sc
   transform.expert_num_tokens = params.expert_num_tokens;
   transform.capacity = params.capacity;
   if (needs_pass()) {
-    set_target(scratch.quantized, rows);
+    set_target(scratch.quantized, format_.row_dtype, rows);
     rows.fp8 =
         fp8_quantizer(*config_.scheme.activations, packed(args).info().a2_scale, scratch.amax + 1);
   } else {

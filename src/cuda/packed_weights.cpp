@@ -9,6 +9,7 @@
 #include "core/device_runtime.h"
 #include "core/parallel.h"
 #include "cuda/device/strided_copy.h"
+#include "cuda/weight_scales.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 #include "quant/weight_layout.h"
@@ -103,6 +104,11 @@ bool has_block_scales(const WeightFormat& format, const QuantKey& key) {
          (key.group.cols > 0 || key.value == DType::kI4 || key.value == DType::kU8);
 }
 
+/// Whether the blocks give them back. Those of several rows are kept as they are, besides.
+bool gives_back_scales(const WeightFormat& format, const QuantKey& key) {
+  return has_block_scales(format, key) && key.group.rows == 1;
+}
+
 float read_bias(const TensorView& bias, std::int64_t index) {
   return bias ? load_f32(bias.data(), bias.dtype(), index * bias.stride(0)) : 0.0f;
 }
@@ -144,7 +150,7 @@ bool PackedMatrices::has_k_scales() const {
 int PackedMatrices::check(const WeightMatrix& gate, const WeightMatrix* up) const {
   if (scheme_.weights.quantized() && scheme_.weights.group.cols > 0) {
     const int columns = format_->group_k > 0 ? format_->group_k : format_->block.k;
-    const int rows = scheme_.weights.group.rows == 1 ? 1 : 8;
+    const int rows = has_k_scales() && scheme_.weights.group.rows != 1 ? 8 : 1;
     for (const WeightMatrix* matrix : {&gate, up}) {
       if (!matrix) continue;
       const auto check_first = [](const char* what, std::int64_t first, int unit) {
@@ -170,12 +176,13 @@ int PackedMatrices::check(const WeightMatrix& gate, const WeightMatrix* up) cons
   return format_->exponent_shift ? format_->exponent_shift(gate, up) : 0;
 }
 
-/// The block scales are in the blocks.
 PackedMatrices::Origin PackedMatrices::origin_of(const WeightMatrix& matrix) const {
   Origin origin;
-  if (!has_block_scales(*format_, scheme_.weights)) origin.scales = clone(matrix.scales);
+  if (!gives_back_scales(*format_, scheme_.weights)) origin.scales = clone(matrix.scales);
   origin.global_scale = clone(matrix.global_scale);
   origin.input_scale = clone(matrix.input_scale);
+  if (format_->relative_scales)
+    origin.largest_scales = largest_scales(scheme_.weights, matrix, width_);
   origin.first_row = matrix.first_row;
   origin.first_col = matrix.first_col;
   return origin;
@@ -197,10 +204,8 @@ void PackedMatrices::upload_block_scales(std::int64_t expert, const WeightMatrix
     const std::int64_t feature = gated_ ? gated_feature(slice * 8) : slice * 8;
     if (feature >= width_) continue;
     const WeightMatrix& matrix = source_of(slice * 8, gate, up);
-    const std::int64_t r = core::block_of(feature, group.rows, matrix.first_row);
     const std::int64_t c = core::block_of(k_block * format_->block.k, group.cols, matrix.first_col);
-    host.as<float>()[i] = load_f32(matrix.scales.data(), matrix.scales.dtype(),
-                                   r * matrix.scales.stride(0) + c * matrix.scales.stride(1));
+    host.as<float>()[i] = scale_at(scheme_.weights, matrix, feature, c);
   }
   copy(host, block_scales_.select(0, expert), stream);
   // A tile has two row blocks: 64 rows of gate and of up, or 128 of one matrix.
@@ -212,17 +217,18 @@ void PackedMatrices::upload_block_scales(std::int64_t expert, const WeightMatrix
 }
 
 /// What the results of a row of the matrix are multiplied by, `common` times.
-float PackedMatrices::row_scale(const WeightMatrix& matrix, std::int64_t row, float common) const {
+float PackedMatrices::row_scale(const WeightMatrix& matrix, const Origin& origin, std::int64_t row,
+                                float common) const {
   const QuantKey& key = scheme_.weights;
   float scale = common;
+  if (origin.largest_scales) scale *= origin.largest_scales.as<const float>()[row];
   if (matrix.global_scale) {
     scale *=
         matrix.global_scale
             .as<const float>()[key.global_group.rows < 0 ? 0 : row * matrix.global_scale.stride(0)];
   }
   if (!has_block_scales(*format_, key) && !has_k_scales()) {
-    const std::int64_t r = core::block_of(row, key.group.rows, matrix.first_row);
-    scale *= load_f32(matrix.scales.data(), matrix.scales.dtype(), r * matrix.scales.stride(0));
+    scale *= scale_at(key, matrix, row, 0);
   }
   return scale;
 }
@@ -240,11 +246,23 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
   const Tensor values = gather(gate.values, up ? &up->values : nullptr, stream);
   source.values = values.data();
   source.row_bytes = bytes(gate.values.dtype(), gate.values.size(1));
-  Tensor scales, zero_points;
+  origins_[index] = {origin_of(gate), up ? origin_of(*up) : Origin()};
+  const auto& [of_gate, of_up] = origins_[index];
+  Tensor scales, zero_points, largest;
   if (has_block_scales(*format_, scheme_.weights)) {
-    scales = gather(gate.scales, up ? &up->scales : nullptr, stream);
+    if (scheme_.weights.group.rows == 1) {
+      scales = gather(gate.scales, up ? &up->scales : nullptr, stream);
+      source.scale_dtype = gate.scales.dtype();
+    } else {
+      const Tensor first = scales_of_rows(scheme_.weights, gate, width_);
+      const Tensor second = up ? scales_of_rows(scheme_.weights, *up, width_) : Tensor();
+      scales = gather(first, up ? &second : nullptr, stream);
+    }
     source.scales = scales.data();
-    source.scale_dtype = gate.scales.dtype();
+    if (format_->relative_scales) {
+      largest = gather(of_gate.largest_scales, up ? &of_up.largest_scales : nullptr, stream);
+      source.largest_scales = static_cast<const float*>(largest.data());
+    }
     source.scale_cols = gate.scales.size(1);
     source.zero_point =
         static_cast<int>(core::weight_layout(scheme_.weights, "scheme.weights").zero);
@@ -277,7 +295,7 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
   };
   if (scales_) {
     upload(scales_, [&](const WeightMatrix& matrix, std::int64_t row) {
-      return row_scale(matrix, row, common);
+      return row_scale(matrix, &matrix == up ? of_up : of_gate, row, common);
     });
     if (format_->mark_nan_rows) {
       format_->mark_nan_rows(source, grid_, scales_.select(0, expert).as<float>(), stream);
@@ -289,7 +307,6 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
     });
   }
   if (block_scales_) upload_block_scales(expert, gate, up, stream);
-  origins_[index] = {origin_of(gate), up ? origin_of(*up) : Origin()};
   synchronize(stream);  // what was gathered ends here
 }
 
@@ -305,7 +322,7 @@ void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatri
   };
   const core::WeightLayout layout = core::weight_layout(scheme_.weights, "scheme.weights");
   const GroupShape group = scheme_.weights.group;
-  const bool block_scales = has_block_scales(*format_, scheme_.weights);
+  const bool block_scales = gives_back_scales(*format_, scheme_.weights);
   for (const int half : {0, 1}) {
     WeightMatrix* matrix = half == 0 ? &gate : up;
     if (!matrix) continue;
@@ -338,6 +355,10 @@ void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatri
         if (block_scales) target.scales = matrix.scales.select(0, feature).data();
         if (matrix.zero_points) {
           target.zero_points = matrix.zero_points.select(0, feature).as<std::uint8_t>();
+        }
+        const Origin& origin = origins_[index][&matrix == up ? 1 : 0];
+        if (origin.largest_scales) {
+          target.largest_scale = origin.largest_scales.as<const float>()[feature];
         }
         format_->unpack_row(source, row, target);
         if (bias) matrix.bias.as<float>()[feature] = bias.as<const float>()[row];

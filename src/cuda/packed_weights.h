@@ -47,12 +47,14 @@ class PackedMatrices {
   /// Of one source matrix what the blocks do not hold, in host memory.
   struct Origin {
     Tensor scales, global_scale, input_scale;
+    Tensor largest_scales;  // of rows, where packed scales are relative to them
     std::int64_t first_row = 0, first_col = 0;
   };
   Origin origin_of(const WeightMatrix& matrix) const;
   /// Whether scales of several columns multiply accumulators.
   bool has_k_scales() const;
-  float row_scale(const WeightMatrix& matrix, std::int64_t row, float common) const;
+  float row_scale(const WeightMatrix& matrix, const Origin& origin, std::int64_t row,
+                  float common) const;
   void upload_block_scales(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up,
                            const Stream& stream);
   const WeightMatrix& source_of(std::int64_t row, const WeightMatrix& gate,

@@ -47,11 +47,11 @@ Support supports_device(const MoeConfig& config) {
 }
 
 /// The intermediate size is a multiple of it.
-std::int64_t intermediate_unit(const MoeConfig& config) {
+std::int64_t intermediate_unit(const MoeConfig& config, const WeightFormat& format) {
   if (config.hooks) return kPitchUnit;  // the rows that hooks see have no padding
   const QuantKey& key = config.scheme.weights;
   // Gate and up of one fused matrix share its scale blocks, which slices of 8 rows are in.
-  if (key.value == DType::kE4M3 && key.group.rows > 1) return kPitchUnit;
+  if (key.value == DType::kE4M3 && key.group.rows > 1 && !format.decodes) return kPitchUnit;
   return key.value == DType::kE2M1 ? 2 : 1;  // two codes in a byte
 }
 
@@ -70,7 +70,8 @@ Support Sm90Descriptor::supports(const MoeConfig& config) const {
     return no(Reason::kQuantScheme,
               core::format("scheme {} has no kernel", fusedmoe::name(config.scheme)));
   }
-  if (Support common = core::supports_anywhere(config, {kPitchUnit, intermediate_unit(config)});
+  if (Support common =
+          core::supports_anywhere(config, {kPitchUnit, intermediate_unit(config, *format)});
       !common) {
     return common;
   }

@@ -157,6 +157,8 @@ std::vector<NamedScheme> make_named_schemes() {
       {"mxfp4_w4a16", schemes::mxfp4_w4a16()},
       {"mxfp4", {keys::mxfp4(), keys::mxfp4(true)}},
       {"mxfp4_mxfp8", {keys::mxfp4(), keys::mxfp8(true)}},
+      {"mxfp4_fp8", {keys::mxfp4(), keys::e4m3_row(true)}},
+      {"mxfp4_fp8_static", {keys::mxfp4(), keys::e4m3_tensor()}},
       {"mxfp4_int8", {keys::mxfp4(), keys::int8_group(32)}},
       {"mxfp8", {keys::mxfp8(), keys::mxfp8(true)}},
       {"mxfp8_w8a16", {keys::mxfp8(), std::nullopt}},

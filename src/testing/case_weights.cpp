@@ -317,7 +317,9 @@ std::int64_t num_local_experts(const Case& spec) {
 
 ExpertWeights make_weights(const Case& spec, Random& random) {
   const QuantKey& key = spec.scheme.weights;
-  const bool plain = !key.quantized() || key == keys::mxfp4();
+  const std::optional<QuantKey>& rows = spec.scheme.activations;
+  const bool has_input_scales = rows && !rows->dynamic;
+  const bool plain = !key.quantized() || (key == keys::mxfp4() && !has_input_scales);
   return plain ? make_plain(spec, random) : make_quantized(spec, random);
 }
 

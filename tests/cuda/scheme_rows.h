@@ -33,6 +33,12 @@ inline std::vector<Rows> all_rows() {
   return result;
 }
 
+/// Whether the intermediate size must be a multiple of 8: with promoted sums, slices of 8 rows have
+/// the scales.
+inline bool needs_whole_slices(const QuantScheme& scheme) {
+  return scheme.weights.group.rows > 1 && scheme.activations;
+}
+
 /// As expect_close() of two. Where activations are quantized, a value next to the edge of two codes
 /// may get another one than the reference's, whose sums and activations are in double. The same is
 /// true of the scale of its group, row or tensor: one bf16 step of its largest value, 1/256, moves

@@ -152,7 +152,8 @@ class CudaNaN : public testing::CudaTest {
 };
 
 TEST_F(CudaNaN, AWeightMakesItsRowNaN) {
-  for (const char* scheme : {"fp8_channel_token", "fp8_channel_w8a16", "mxfp8_w8a16"}) {
+  for (const char* scheme :
+       {"fp8_channel_token", "fp8_channel_w8a16", "fp8_block_w8a16", "mxfp8_w8a16"}) {
     SCOPED_TRACE(scheme);
     const Problem problem = problem_of(scheme);
     constexpr std::int64_t kRow = 19;
@@ -174,6 +175,112 @@ TEST_F(CudaNaN, AScaleOnTheDeviceIsRefused) {
   const auto experts = testing::make_experts(spec);
   const ExpertWeights there = on_gpu(problem.weights);
   EXPECT_EQ(testing::argument_of([&] { experts->pack(there); }), "weights.up.scales");
+}
+
+class CudaBlockScales : public testing::CudaTest {
+ protected:
+  static Problem problem() {
+    Case spec;
+    spec.num_experts = 3;
+    spec.hidden = 296;
+    spec.intermediate = 200;
+    spec.scheme = parse_scheme("fp8_block_w8a16");
+    return testing::make_problem(spec);
+  }
+  /// Multiplies scales of w2's first `rows` rows of blocks.
+  static void multiply(const Problem& problem, float factor, std::int64_t rows) {
+    for (const ExpertMatrices& expert : problem.weights.experts) {
+      const TensorView& scales = expert.down.scales;
+      for (std::int64_t r = 0; r < rows; ++r) {
+        for (std::int64_t c = 0; c < scales.size(1); ++c) {
+          scales.as<float>()[r * scales.stride(0) + c * scales.stride(1)] *= factor;
+        }
+      }
+    }
+  }
+};
+
+TEST_F(CudaBlockScales, PowersOfTwoAndSignsAreExact) {
+  constexpr std::int64_t kBlock = 128;
+  const Tensor before = run_variant(problem(), testing::gpu_variant(), DType::kBF16, kGpu);
+  struct Change {
+    float factor;
+    std::int64_t blocks;
+  };
+  for (const auto& [factor, blocks] :
+       {Change{0x1p-60F, 1}, Change{0x1p50F, 2}, Change{0x1p-90F, 3}, Change{-0x1p100F, 2}}) {
+    SCOPED_TRACE(std::to_string(factor) + ", " + std::to_string(blocks) + " blocks");
+    const Problem changed = problem();
+    multiply(changed, factor, blocks);
+    const Tensor after = run_variant(changed, testing::gpu_variant(), DType::kBF16, kGpu);
+    for (std::int64_t i = 0; i < before.numel(); ++i) {
+      const bool is_changed = i % changed.spec.hidden < blocks * kBlock;
+      const float old = load_f32(before.data(), DType::kBF16, i);
+      ASSERT_EQ(load_f32(after.data(), DType::kBF16, i), is_changed ? old * factor : old) << i;
+    }
+  }
+}
+
+class CudaFp8F16 : public testing::CudaTest {};
+
+TEST_F(CudaFp8F16, AnExpertsOutputMayBeLargerThanF16) {
+  for (const std::int64_t num_tokens : {5, 100, 700}) {
+    SCOPED_TRACE(std::to_string(num_tokens) + " tokens");
+    Case spec;
+    spec.num_tokens = num_tokens;
+    spec.num_experts = 5;
+    spec.topk = 3;
+    spec.hidden = 136;
+    spec.intermediate = 72;
+    spec.scheme = parse_scheme("fp8_channel_token");
+    spec.bias = true;
+    const Problem problem = testing::make_problem(spec);
+    // Outputs are around 65504, the largest number of f16, give or take a few thousand.
+    for (const ExpertMatrices& expert : problem.weights.experts) {
+      const TensorView &bias = expert.down.bias, &scales = expert.down.scales;
+      for (std::int64_t row = 0; row < spec.hidden; ++row) {
+        store_f32(bias.data(), bias.dtype(), row * bias.stride(0), 65504);
+        scales.as<float>()[row * scales.stride(0)] *= 8192;
+      }
+    }
+    for (std::int64_t slot = 0; slot < problem.topk_weights.numel(); ++slot) {
+      problem.topk_weights.as<float>()[slot] = 1.0F / static_cast<float>(16 << slot % 3);
+    }
+    const Tensor expected = run_variant(problem, find_variant("reference"), DType::kF16, kHost);
+    for (const char* suffix : {"", "_batch_invariant"}) {  // rows in fp32, and in f16
+      SCOPED_TRACE(suffix);
+      const Tensor actual = run_variant(problem, testing::gpu_variant(suffix), DType::kF16, kGpu);
+      expect_close(actual, expected, spec.scheme);
+    }
+  }
+}
+
+class CudaMxfp4Fp8 : public testing::CudaTest {};
+
+TEST_F(CudaMxfp4Fp8, CodesOfScalesFarBelowTheLargestAreRounded) {
+  for (const int below : {7, 13, 40}) {
+    SCOPED_TRACE("2^-" + std::to_string(below));
+    Case spec;
+    spec.num_experts = 3;
+    spec.hidden = 296;
+    spec.intermediate = 200;
+    spec.scheme = parse_scheme("mxfp4_fp8");
+    const Problem problem = testing::make_problem(spec);
+    for (const ExpertMatrices& expert : problem.weights.experts) {
+      for (const WeightMatrix* matrix : {&expert.gate, &expert.down}) {
+        const TensorView& scales = matrix->scales;
+        for (std::int64_t r = 0; r < scales.size(0); ++r) {
+          for (std::int64_t c = r % 2; c < scales.size(1); c += 2) {
+            auto& code = scales.as<std::uint8_t>()[r * scales.stride(0) + c * scales.stride(1)];
+            code = static_cast<std::uint8_t>(code - below);
+          }
+        }
+      }
+    }
+    const Tensor expected = run_variant(problem, find_variant("reference"), DType::kBF16, kHost);
+    const Tensor actual = run_variant(problem, testing::gpu_variant(), DType::kBF16, kGpu);
+    expect_close(actual, expected, spec.scheme);
+  }
 }
 
 }  // namespace

@@ -38,7 +38,7 @@ TEST_P(CudaSchemes, MatchReference) {
   for (Case spec : testing::scheme_cases(scheme)) {
     if (spec.hidden % 8 != 0) continue;  // for the CPU
     if (scheme.scheme.weights.value == DType::kE2M1 && spec.intermediate % 2 != 0) continue;
-    if (scheme.scheme.weights.group.rows > 1 && spec.intermediate % 8 != 0) continue;
+    if (testing::needs_whole_slices(scheme.scheme) && spec.intermediate % 8 != 0) continue;
     if (spec.scale_dtype == DType::kBF16) spec.scale_dtype = dtype;
     SCOPED_TRACE(spec.name);
     const Problem problem = testing::make_problem(spec);
@@ -97,7 +97,7 @@ TEST_P(CudaSchemes, UnpackIsTheInverse) {
   Case spec;
   spec.num_experts = 2;
   spec.hidden = 360;
-  spec.intermediate = scheme.scheme.weights.group.rows > 1 ? 136 : 90;
+  spec.intermediate = testing::needs_whole_slices(scheme.scheme) ? 136 : 90;
   spec.scheme = scheme.scheme;
   spec.scale_dtype = dtype;
   const Problem problem = testing::make_problem(spec);
@@ -128,8 +128,8 @@ TEST_P(CudaSchemes, UnpackIsTheInverse) {
 constexpr std::int64_t kRows = 24, kColumns = 360;
 
 /// Rows of all sizes of numbers; zeros, infinities and NaN among them.
-Tensor odd_rows() {
-  const Tensor rows = Tensor::empty({kRows, kColumns}, DType::kBF16);
+Tensor odd_rows(DType dtype) {
+  const Tensor rows = Tensor::empty({kRows, kColumns}, dtype);
   std::mt19937 random(7);
   std::normal_distribution<float> normal;
   for (std::int64_t i = 0; i < rows.numel(); ++i) {
@@ -141,16 +141,15 @@ Tensor odd_rows() {
     if (row == 6) value = column % 3 == 0 ? 0x1p-126F : 0;
     if (row == 7) value = std::ldexp(1.0F + static_cast<float>(column % 16) / 8, 3);  // ties
     if (row == 8 && column < 96) value = column % 2 == 0 ? -0.0F : 0.0F;
-    rows.as<std::uint16_t>()[i] = f32_to_bf16(value);
+    store_f32(rows.data(), dtype, i, value);
   }
   return rows;
 }
 
 /// All rows are of one expert.
 struct OneExpert {
-  Tensor rows = to_gpu(odd_rows());
-  Tensor offsets = Tensor::empty({2}, DType::kI32);
-  OneExpert() {
+  Tensor rows, offsets = Tensor::empty({2}, DType::kI32);
+  explicit OneExpert(DType dtype = DType::kBF16) : rows(to_gpu(odd_rows(dtype))) {
     offsets.as<std::int32_t>()[0] = 0;
     offsets.as<std::int32_t>()[1] = kRows;
     offsets = to_gpu(offsets);
@@ -169,11 +168,12 @@ struct OneExpert {
 struct Quantized {
   Tensor values, scales;
 };
-Quantized quantized_on_cpu(const QuantKey& key, std::optional<float> scale) {
+Quantized quantized_on_cpu(const QuantKey& key, std::optional<float> scale,
+                           DType dtype = DType::kBF16) {
   const QuantizedShape shape = quantized_shape(key, kRows, kColumns);
   Quantized result{Tensor::empty(shape.values, shape.values_dtype),
                    Tensor::empty(shape.scales, shape.scales_dtype)};
-  quantize(odd_rows(), key, result.values, result.scales, scale);
+  quantize(odd_rows(dtype), key, result.values, result.scales, scale);
   return result;
 }
 
@@ -224,17 +224,18 @@ TEST_F(CudaQuantizers, DecodedRowsAreThoseOfTheCpu) {
   }
 }
 
-TEST_F(CudaQuantizers, Fp8CodesAndScalesAreThoseOfTheCpu) {
+void expect_fp8_of_the_cpu(DType dtype) {
   for (const QuantKey& key : {keys::e4m3_tensor(), keys::e4m3_tensor(true), keys::e4m3_row(true),
                               keys::e4m3_group(), keys::e4m3_group(true)}) {
     SCOPED_TRACE(fusedmoe::name(QuantScheme{keys::e4m3_tensor(), key}));
-    const OneExpert one;
+    const OneExpert one(dtype);
     const std::int64_t pitch = 368, groups = key.group.cols > 0 ? 3 : 1;
     const Tensor codes = Tensor::empty({kRows, pitch}, DType::kU8, kGpu);
     const Tensor scales = Tensor::zeros({groups, kRows}, DType::kF32, kGpu);
     const Tensor amax = Tensor::zeros({1}, DType::kI32, kGpu);
     cuda::TransformRows args = one.args();
     args.rows.kind = cuda::RowTransform::Kind::kFp8;
+    args.rows.from_f16 = dtype == DType::kF16;
     args.rows.to = codes.data();
     args.rows.to_pitch = pitch;
     args.rows.scales = key.dynamic ? scales.as<float>() : nullptr;
@@ -244,7 +245,7 @@ TEST_F(CudaQuantizers, Fp8CodesAndScalesAreThoseOfTheCpu) {
     args.rows.fp8 = cuda::fp8_quantizer(key, static_scale, amax.as<std::uint32_t>());
     cuda::transform_rows(args, false, Stream{kGpu});
     const Tensor actual = to_host(codes), actual_scales = to_host(scales);
-    const Quantized expected = quantized_on_cpu(key, static_scale);
+    const Quantized expected = quantized_on_cpu(key, static_scale, dtype);
     for (std::int64_t i = 0; i < kRows * kColumns; ++i) {
       const std::int64_t row = i / kColumns, column = i % kColumns;
       ASSERT_EQ(int{actual.as<const std::uint8_t>()[row * pitch + column]},
@@ -257,6 +258,13 @@ TEST_F(CudaQuantizers, Fp8CodesAndScalesAreThoseOfTheCpu) {
       ASSERT_EQ(actual_scales.as<const float>()[group * kRows + row], wanted) << "row " << row;
     }
   }
+}
+
+TEST_F(CudaQuantizers, Fp8CodesAndScalesAreThoseOfTheCpu) {
+  expect_fp8_of_the_cpu(DType::kBF16);
+}
+TEST_F(CudaQuantizers, Fp8OfF16RowsIsThatOfTheCpu) {
+  expect_fp8_of_the_cpu(DType::kF16);
 }
 
 }  // namespace

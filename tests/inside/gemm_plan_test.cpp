@@ -289,5 +289,13 @@ TEST(GemmPlanTest, ExpectedTokensChooseWithinTheCapacity) {
   }
 }
 
+TEST(WeightFormatTest, RowsWithScalesOfKBlocksNeedAKernelForThem) {
+  for (const QuantKey& rows : {keys::e4m3_group(), keys::e4m3_group(true)}) {
+    EXPECT_TRUE(find_weight_format({keys::e4m3_row(), rows}, DType::kBF16));
+    EXPECT_FALSE(find_weight_format({keys::int4_e4m3(), rows}, DType::kBF16));
+    EXPECT_FALSE(find_weight_format({keys::mxfp4(), rows}, DType::kBF16));
+  }
+}
+
 }  // namespace
 }  // namespace fusedmoe::cuda

@@ -174,12 +174,12 @@ struct TokenScales {
   }
 };
 
-/// GEMM 2's results times the router weights of their rows, where the caller asks for it.
+/// The last GEMM's results times the router weights of their rows, where the caller asks for it.
 template <typename K>
 __device__ __forceinline__ void apply_router_weights(const FusedMlpParams& p, const WorkTile& tile,
                                                      const WarpgroupCoords<K>& coords, int first,
                                                      Chunk<K>& values) {
-  if (!p.topk_weights || tile.gemm == 0) return;
+  if (!p.topk_weights || tile.gemm + 1 < p.num_gemms) return;
 #pragma unroll
   for (int n = 0; n < kEights<K>; ++n) {
 #pragma unroll

@@ -90,8 +90,8 @@ struct FusedMlpParams {
   /// The stream's previous operation is one of our kernels, and this one may start before that
   /// ends. Never true after a copy or a caller's own work: an early start waits for kernels only.
   bool overlap_previous = false;
-  /// If not null, GEMM 2 multiplies row r by topk_weights[row_slots[r]] before it rounds to the
-  /// elements' type. For operands whose WeightFormat::weights_rows is set.
+  /// If not null, the last GEMM multiplies row r by topk_weights[row_slots[r]] before it rounds to
+  /// the elements' type. For operands whose WeightFormat::weights_rows is set.
   const float* topk_weights = nullptr;
   const std::int32_t* row_slots = nullptr;
 };

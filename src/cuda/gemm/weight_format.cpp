@@ -18,12 +18,13 @@ std::string to_string(const TileShape& tile) {
 
 std::span<const WeightFormat> weight_formats() {
   static const std::array formats = {
-      bf16_format(),         f16_format(),        fp8_format(),
-      w4a8_format(),         mxfp4_bf16_format(), mxfp4_quantized_format(),
-      mxfp4_f16_format(),    nvfp4_bf16_format(), nvfp4_f16_format(),
-      int4_bf16_format(),    int4_f16_format(),   int4_g32_bf16_format(),
-      int4_g32_f16_format(), int8_bf16_format(),  int8_f16_format(),
-      decoded_e4m3_format()};
+      bf16_format(),         f16_format(),         fp8_format(),
+      w4a8_format(),         mxfp4_bf16_format(),  mxfp4_quantized_format(),
+      mxfp4_f16_format(),    nvfp4_bf16_format(),  nvfp4_f16_format(),
+      int4_bf16_format(),    int4_f16_format(),    int4_g32_bf16_format(),
+      int4_g32_f16_format(), int8_bf16_format(),   int8_f16_format(),
+      decoded_e4m3_format(), scaled_e4m3_format(), fp8_f16_format(),
+      mxfp4_fp8_format()};
   return formats;
 }
 
@@ -36,9 +37,11 @@ bool fits_bf16(const QuantKey& key) {
                                         key.group == GroupShape{1, 32}));
 }
 
-/// Whether they are E4M3 with one scale for the tensor, a row, or a row of a K block.
+/// Whether they are E4M3 with one scale for the tensor, a row, or a row of a K block that may have
+/// scales.
 bool is_fp8(const QuantKey& key, const WeightFormat& format) {
-  return key.value == DType::kE4M3 && (key.group.cols < 0 || key.group.cols == format.block.k);
+  return key.value == DType::kE4M3 &&
+         (key.group.cols < 0 || (format.k_scales && key.group.cols == format.block.k));
 }
 
 /// Whether the kernel multiplies such activations by such weights.

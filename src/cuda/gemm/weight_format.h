@@ -22,6 +22,9 @@ struct PackSource {
   const std::uint8_t* zero_points = nullptr;  ///< shaped like `scales`, or null:
   int zero_point = 0;                         ///< all have this one
   DType scale_dtype = DType::kF32;
+  /// The largest magnitude of a row of `scales`, or 1, as WeightFormat::relative_scales says; else
+  /// null.
+  const float* largest_scales = nullptr;
   std::int64_t group_k = -1;    ///< columns that share a scale; -1: all
   std::int64_t first_col = 0;   ///< of `values`, in its first group
   std::int64_t scale_cols = 0;  ///< of a row of `scales`
@@ -58,6 +61,7 @@ struct UnpackedRow {
   void* values = nullptr;
   void* scales = nullptr;
   std::uint8_t* zero_points = nullptr;
+  float largest_scale = 1;  ///< of the row, with relative scales
 };
 
 struct WeightFormat {
@@ -70,7 +74,9 @@ struct WeightFormat {
   /// other scales multiply results.
   int group_k = 0;
   DType block_scales = DType::kU8;  ///< their type, as unpacked
-  int fixed_exponent = 0;           ///< results are multiplied by 2 to the power of it
+  /// They are relative to the largest of their row, by which results are multiplied.
+  bool relative_scales = false;
+  int fixed_exponent = 0;  ///< results are multiplied by 2 to the power of it
 
   /// Weights are decoded in registers, which takes the same time for any number of tokens.
   bool decodes = false;
@@ -78,8 +84,9 @@ struct WeightFormat {
   int mma_sync_tokens = 0;
   /// GEMM 2 can apply router weights, see FusedMlpParams::topk_weights.
   bool weights_rows = false;
-  /// Activations are E4M3, with scales in fp32.
+  /// Activations are E4M3, with scales in fp32,
   bool fp8_rows = false;
+  bool k_scales = false;  ///< also of K blocks
   /// GEMM 1 can quantize and decode what it stores, see FusedMlpParams::quantizer.
   bool quantizes_rows = false;
 

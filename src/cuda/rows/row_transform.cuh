@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
 #include "cuda/rows/row_quantizer.cuh"
@@ -31,19 +32,48 @@ __device__ __forceinline__ float amax_of_lanes(float amax) {
   return amax;
 }
 
+/// The values of a unit.
+using UnitValues = float2[4];
+__device__ __forceinline__ void read_values(const RowTransform& t, const uint4& raw,
+                                            UnitValues& values) {
+  const std::uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    values[i] = t.from_f16 ? __half22float2(reinterpret_cast<const __half2&>(words[i]))
+                           : __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(words[i]));
+  }
+}
+/// NaN counts as 0.
+__device__ __forceinline__ float amax_of_values(const UnitValues& values) {
+  float amax = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    amax = fmaxf(amax, fmaxf(fabsf(values[i].x), fabsf(values[i].y)));
+  }
+  return amax;
+}
+
+/// Of the units of a row that a thread of `kThreads` reads.
+template <typename Pair, int kThreads>
+__device__ __forceinline__ float amax_of_units(const RowTransform& t, std::int64_t row) {
+  Pair largest(0.0F, 0.0F);
+  for (int unit = static_cast<int>(threadIdx.x % kThreads); unit < units_of(t); unit += kThreads) {
+    const uint4 raw = read_unit(t, row, unit);
+    const auto* pairs = reinterpret_cast<const Pair*>(&raw);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) largest = __hmax2(largest, __habs2(pairs[i]));
+  }
+  return fmaxf(__low2float(largest), __high2float(largest));
+}
+
 /// The largest magnitude of a row, to all threads of a warp; NaN counts as 0. With several warps
 /// all threads of the block must call it, once in a kernel: it uses shared memory.
 template <int kWarps = 1>
 __device__ __forceinline__ float amax_of_row(const RowTransform& t, std::int64_t row) {
   constexpr int kThreads = 32 * kWarps;
-  __nv_bfloat162 largest = __float2bfloat162_rn(0);
-  for (int unit = static_cast<int>(threadIdx.x % kThreads); unit < units_of(t); unit += kThreads) {
-    const uint4 raw = read_unit(t, row, unit);
-    const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&raw);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) largest = __hmax2(largest, __habs2(pairs[i]));
-  }
-  float amax = amax_of_lanes<32>(fmaxf(__low2float(largest), __high2float(largest)));
+  float amax = t.from_f16 ? amax_of_units<__half2, kThreads>(t, row)
+                          : amax_of_units<__nv_bfloat162, kThreads>(t, row);
+  amax = amax_of_lanes<32>(amax);
   if constexpr (kWarps > 1) {
     __shared__ float of_warps[kWarps];
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = amax;
@@ -76,14 +106,15 @@ struct Converted {
   float scale;
 };
 
-__device__ __forceinline__ Converted to_fp8(const Fp8Quantizer& fp8, const uint4& raw,
-                                            float scale) {
+__device__ __forceinline__ Converted to_fp8(const RowTransform& t, const uint4& raw, float scale) {
   using Scale = Fp8Quantizer::Scale;
-  __nv_bfloat162 pairs[4];
-  memcpy(pairs, &raw, sizeof(raw));
+  const Fp8Quantizer& fp8 = t.fp8;
+  UnitValues values;
+  read_values(t, raw, values);
   if (fp8.scale == Scale::kGroup) {
     constexpr int kGroupLanes = 16;  // of 8 values
-    scale = core::e4m3_group_scale(group_amax<kGroupLanes>(pairs, ~0U), fp8.power_of_two);
+    const float amax = amax_of_lanes<kGroupLanes>(amax_of_values(values));
+    scale = core::e4m3_group_scale(amax, fp8.power_of_two);
   }
   const bool divides = fp8.scale == Scale::kRow || fp8.scale == Scale::kGroup;
   // A tensor of zeros has scale 0; a reciprocal beyond fp32 means values that count as zero.
@@ -92,9 +123,8 @@ __device__ __forceinline__ Converted to_fp8(const Fp8Quantizer& fp8, const uint4
   __nv_fp8x2_storage_t codes[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    codes[i] = __nv_cvt_float2_to_fp8x2(
-        make_float2(scaled(__low2float(pairs[i])), scaled(__high2float(pairs[i]))), __NV_SATFINITE,
-        __NV_E4M3);
+    codes[i] = __nv_cvt_float2_to_fp8x2(make_float2(scaled(values[i].x), scaled(values[i].y)),
+                                        __NV_SATFINITE, __NV_E4M3);
   }
   Converted result{{}, scale};
   memcpy(&result.data, codes, sizeof(codes));
@@ -108,7 +138,7 @@ __device__ __forceinline__ Converted convert_unit(const RowTransform& t, const u
     case RowTransform::Kind::kQuantizeAndDecode:
       return {quantize_and_decode(t.decoded, expert, raw, ~0U), 1};
     case RowTransform::Kind::kFp8:
-      return to_fp8(t.fp8, raw, row_scale);
+      return to_fp8(t, raw, row_scale);
     default:
       return {raw, 1};
   }

@@ -41,7 +41,7 @@ struct RowTransform {
   enum class Kind : std::uint8_t {
     kCopy,
     kQuantizeAndDecode,  ///< bf16 -> bf16
-    kFp8,                ///< bf16 -> E4M3
+    kFp8,                ///< bf16 or f16 -> E4M3
   };
   Kind kind = Kind::kCopy;
   const void* rows = nullptr;
@@ -52,6 +52,7 @@ struct RowTransform {
   // All but copies: addresses, pitches and row_bytes are multiples of 16 bytes.
   RowQuantizer decoded;
   Fp8Quantizer fp8;
+  bool from_f16 = false;    ///< FP8: rows are f16
   float* scales = nullptr;  ///< of FP8: (rows), or of groups (groups, scale_pitch), or null
   std::int64_t scale_pitch = 0;
 

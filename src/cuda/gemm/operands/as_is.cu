@@ -1,5 +1,5 @@
 // Packs and unpacks weights that stay as they are, and makes the WeightFormat of each policy of
-// as_is.cuh.
+// as_is.cuh and fp8_f16.cuh.
 #include "cuda/gemm/operands/as_is.cuh"
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 
 #include "cuda/device/launch.h"
 #include "cuda/gemm/operands/formats.h"
+#include "cuda/gemm/operands/fp8_f16.cuh"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -79,6 +80,13 @@ WeightFormat as_is_format(std::string_view name, bool (*holds)(const QuantKey&))
   return format;
 }
 
+template <typename Operands>
+WeightFormat fp8_format(std::string_view name) {
+  WeightFormat format = as_is_format<Operands, std::uint8_t>(name, is_fp8);
+  format.fp8_rows = true;
+  return format;
+}
+
 }  // namespace
 
 WeightFormat bf16_format() {
@@ -88,9 +96,10 @@ WeightFormat f16_format() {
   return as_is_format<F16Operands, std::uint16_t>("f16", is_unquantized<DType::kF16>);
 }
 WeightFormat fp8_format() {
-  WeightFormat format = as_is_format<Fp8Operands, std::uint8_t>("fp8", is_fp8);
-  format.fp8_rows = true;
-  return format;
+  return fp8_format<Fp8Operands>("fp8");
+}
+WeightFormat fp8_f16_format() {
+  return fp8_format<Fp8F16Operands>("fp8_f16");
 }
 
 }  // namespace fusedmoe::cuda

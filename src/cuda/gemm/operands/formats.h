@@ -12,10 +12,12 @@ namespace fusedmoe::cuda {
 WeightFormat bf16_format();
 WeightFormat f16_format();
 WeightFormat fp8_format();
+WeightFormat fp8_f16_format();
 WeightFormat w4a8_format();
 WeightFormat mxfp4_bf16_format();
 WeightFormat mxfp4_quantized_format();
 WeightFormat mxfp4_f16_format();
+WeightFormat mxfp4_fp8_format();
 WeightFormat nvfp4_bf16_format();
 WeightFormat nvfp4_f16_format();
 WeightFormat int4_bf16_format();
@@ -25,6 +27,7 @@ WeightFormat int4_g32_f16_format();
 WeightFormat int8_bf16_format();
 WeightFormat int8_f16_format();
 WeightFormat decoded_e4m3_format();
+WeightFormat scaled_e4m3_format();
 
 /// Defined by the generated file of the policy (cmake/FusedmoeKernels.cmake).
 template <typename Operands, int kIndex>
@@ -51,6 +54,7 @@ WeightFormat format_of() {
   format.row_dtype = Operands::kRowDType;
   format.block = Operands::kBlock;
   format.decodes = Operands::kDecodes;
+  format.k_scales = Operands::kHasKScales;
   format.mma_sync_tokens = Operands::kMmaSyncTokens;
   format.weights_rows = Operands::Output::kWeightsRows;
   format.quantizes_rows = Operands::Output::kQuantizes;

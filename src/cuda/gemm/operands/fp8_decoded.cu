@@ -11,11 +11,40 @@ bool holds(const QuantKey& key) {
   return key == keys::mxfp8() || key == keys::e4m3_tensor() || key == keys::e4m3_row();
 }
 
+/// Scales of blocks of several rows, along K of packed blocks.
+bool has_block_scales(const QuantKey& key) {
+  return key.value == DType::kE4M3 && key.scale == DType::kF32 && !key.dynamic &&
+         key.group.rows > 1 && key.group.cols > 0 &&
+         key.group.cols % ScaledE4m3Operands::kGroupK == 0;
+}
+
 int exponent_shift(const WeightMatrix& gate, const WeightMatrix* up) {
   const DType scales = gate.scales.dtype();
   if (scales != DType::kU8 && scales != DType::kE8M0) return 0;
   return exponent_shift_bf16<DecodedE4m3Operands>(gate, up);
 }
+
+/// fp32 scales of rows; relative ones are rounded to bf16.
+struct RelativeScales {
+  static constexpr DType kDType = DType::kF32;
+
+  __device__ static std::uint32_t code(const PackSource&, std::int64_t, std::int64_t,
+                                       std::uint32_t code, bool inside) {
+    return inside ? code : 0;
+  }
+  __device__ static void store(const PackSource& s, std::int64_t row, std::int64_t k, bool inside,
+                               std::uint8_t* area, const RowInBlock& to, int) {
+    float scale = 0;
+    if (inside) {
+      scale = static_cast<const float*>(s.scales)[s.scale_index(row, k)] / s.largest_scales[row];
+    }
+    reinterpret_cast<__nv_bfloat16*>(area)[to.pair() * 2 + to.half] =
+        __float2bfloat16_rn(ldexpf(scale, ScaledE4m3Operands::kExponent));
+  }
+  /// Those of several rows are kept beside the blocks.
+  static void load(const PackedView&, const std::byte*, const RowInBlock&, int, std::int64_t,
+                   const UnpackedRow&) {}
+};
 
 /// A thread block is a packed row.
 __global__ void mark_nan_rows_kernel(const PackSource s, float* scales) {
@@ -43,6 +72,13 @@ WeightFormat decoded_e4m3_format() {
   WeightFormat format =
       decoded_format<DecodedE4m3Operands, E8m0Scales<DecodedE4m3Operands>>("e4m3_w16", holds);
   format.exponent_shift = exponent_shift;
+  format.mark_nan_rows = mark_nan_rows;
+  return format;
+}
+WeightFormat scaled_e4m3_format() {
+  WeightFormat format =
+      decoded_format<ScaledE4m3Operands, RelativeScales>("e4m3_block_w16", has_block_scales);
+  format.relative_scales = true;
   format.mark_nan_rows = mark_nan_rows;
   return format;
 }

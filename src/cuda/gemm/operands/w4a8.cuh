@@ -12,25 +12,31 @@
 
 namespace fusedmoe::cuda {
 
-/// The codes of a block are followed by its scales: for each w and g (codes.h) the E4M3 scales of
-/// the rows g and g + 8 of warp w.
-struct W4a8Operands {
+/// Base of the policies of 4-bit weights that are decoded to E4M3, with FP8 activations and one
+/// scale for each row of theirs.
+struct DecodedFp8Operands {
   using Activation = __nv_fp8_e4m3;
   using Output = RoundedOutput<__nv_bfloat16>;
   static constexpr DType kRowDType = DType::kBF16;
   static constexpr int kInstructionK = 32;
   using Layout = W4a8Codes;
-  static constexpr int kBlockK = 128, kGroupK = 128, kGroups = 1;
+  static constexpr int kBlockK = 128;
   static constexpr int kCodeBytes = kBlockRows * kBlockK / 2;
   static constexpr int kPromotedColumns = 96;
   /// Whether K blocks have scales, by which promoted sums are multiplied.
   static constexpr bool kHasKScales = false;
-  static constexpr PackedBlock kBlock{kCodeBytes + kBlockRows, kBlockK};
-  static constexpr int kFixedExponent = 0;
   static constexpr int kBlocksPerGroup = 1;
   static constexpr bool kDecodes = true;
   static constexpr int kMmaSyncTokens = 0;
   static constexpr std::span<const TileShape> kTiles = kTilesDecodedFp8;
+};
+
+/// The codes of a block are followed by its scales: for each w and g (codes.h) the E4M3 scales of
+/// the rows g and g + 8 of warp w.
+struct W4a8Operands : DecodedFp8Operands {
+  static constexpr int kGroupK = 128, kGroups = 1;
+  static constexpr PackedBlock kBlock{kCodeBytes + kBlockRows, kBlockK};
+  static constexpr int kFixedExponent = 0;
 
   /// 1 to 8 times a scale, rounded.
   __device__ static W4a8Table table(__half scale) {

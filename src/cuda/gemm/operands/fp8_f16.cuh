@@ -1,0 +1,17 @@
+// Operands of FP8 weights and activations whose rows are f16: those that are quantized, and
+// results.
+#pragma once
+
+#include "cuda/gemm/operands/as_is.cuh"
+
+namespace fusedmoe::cuda {
+
+/// GEMM 2 weights its rows, which tiles with tokens as rows do not do, and for which 128 tokens
+/// leave no registers.
+struct Fp8F16Operands : Fp8Operands {
+  using Output = RoundedOutput<__half>;
+  static constexpr DType kRowDType = DType::kF16;
+  static constexpr auto kTiles = std::span<const TileShape>(kTilesDecodedFp8).first(4);
+};
+
+}  // namespace fusedmoe::cuda
