@@ -51,10 +51,13 @@ def build(arguments):
 
 
 def ik(arguments, kind, layout):
-    """{tokens: ms}"""
+    """{tokens: ms}; empty if there is no such layout for these instructions"""
     result = subprocess.run(
         [arguments.build + "/ik_moe", kind, layout, arguments.shape, arguments.tokens,
-         arguments.seconds, arguments.threads], check=True, capture_output=True, text=True)
+         arguments.seconds, arguments.threads], capture_output=True, text=True)
+    if layout == "repacked" and "does not repack this type" in result.stderr:
+        return {}
+    result.check_returncode()
     lines = [line.split() for line in result.stdout.splitlines()]
     return {int(tokens): float(ms) for tokens, ms, _ in lines}
 
@@ -105,7 +108,7 @@ def main():
         cells = []
         for number in tokens:
             if number not in row:
-                cells.append("-")  # no sample between two equal probes: the machine was busy
+                cells.append("-")  # no such layout, or the machine was busy between the probes
                 continue
             ms = statistics.median(row[number])
             text = f"{ms:.3g}"
