@@ -209,7 +209,7 @@ int main(int argc, char** argv) {
           [level, &format](benchmark::State& state) { multiply(state, *level, format); },
           [](auto* benchmark) {
             benchmark->ArgName("rows");
-            for (int rows : {1, 2, 4, 16, 192}) benchmark->Arg(rows);
+            for (int rows : {1, 2, 4, 8, 16, 192}) benchmark->Arg(rows);
           });
     }
   }

@@ -3,10 +3,11 @@
 
 usage: compare.py IK_SOURCE [options]; IK_SOURCE is a folder with the sources of ik_llama.cpp.
 
-Builds ik_llama.cpp's ggml for this processor, with the program ik_moe, into build-ik. In each round
-every format runs as ik_llama.cpp has it (plain, and with rows interleaved as by its option -rtr)
-and then as `fusedmoe bench` has it. The same shape, SiLU without biases, cold weights, another
-routing for each run. Prints a Markdown table: the median over the rounds of the medians, in ms.
+Builds ik_llama.cpp's ggml, with the program ik_moe, into build-ik: for this processor, or with
+--march for a class of processors, as FUSEDMOE_CPU_ISA sets it for ours. In each round every format
+runs as ik_llama.cpp has it (plain, and with rows interleaved as by its option -rtr) and then as
+`fusedmoe bench` has it. The same shape, SiLU without biases, cold weights, another routing for each
+run. Prints a Markdown table: the median over the rounds of the medians, in ms.
 ik_llama.cpp quantizes activations to int8 for 4-bit weights; so do our schemes whose names end in
 _int8, while the others keep them exact.
 """
@@ -31,6 +32,7 @@ def options():
     parser.add_argument("source")
     parser.add_argument("--program", default=str(ROOT / "build/cli/fusedmoe"))
     parser.add_argument("--build", default=str(ROOT / "build-ik"))
+    parser.add_argument("--march", default="native", help="icelake-server: VNNI without BF16")
     parser.add_argument("--shape", default="2880x2880x32x4", help="default: gpt-oss-20b")
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--tokens", default="1,8,32,128,512")
@@ -44,15 +46,18 @@ def options():
 def build(arguments):
     subprocess.run(["cmake", "-S", ROOT / "bench/ik", "-B", arguments.build, "-G", "Ninja",
                     "-DIK_SOURCE=" + str(pathlib.Path(arguments.source).resolve()),
-                    "--log-level=WARNING", "-Wno-dev"], check=True)
+                    "-DIK_MARCH=" + arguments.march, "--log-level=WARNING", "-Wno-dev"], check=True)
     subprocess.run(["cmake", "--build", arguments.build, "--target", "ik_moe"], check=True)
 
 
 def ik(arguments, kind, layout):
-    """{tokens: ms}"""
+    """{tokens: ms}; empty if there is no such layout for these instructions"""
     result = subprocess.run(
         [arguments.build + "/ik_moe", kind, layout, arguments.shape, arguments.tokens,
-         arguments.seconds, arguments.threads], check=True, capture_output=True, text=True)
+         arguments.seconds, arguments.threads], capture_output=True, text=True)
+    if layout == "repacked" and "does not repack this type" in result.stderr:
+        return {}
+    result.check_returncode()
     lines = [line.split() for line in result.stdout.splitlines()]
     return {int(tokens): float(ms) for tokens, ms, _ in lines}
 
@@ -95,14 +100,15 @@ def main():
 
     best = {}  # (format, tokens): ms of the faster of ik's two
     lines = [f"{arguments.shape}, {arguments.threads} threads, {processor()}, our level {isa}, "
-             f"{datetime.date.today()}. ms; in brackets: times as fast as ik's faster one.", "",
+             f"ik_llama.cpp for {arguments.march}, {datetime.date.today()}. ms; in brackets: times "
+             "as fast as ik's faster one.", "",
              "| format | who | " + " | ".join(f"{n}" for n in tokens) + " |",
              "| --- | --- |" + " ---: |" * len(tokens)]
     for (kind, who), row in times.items():
         cells = []
         for number in tokens:
             if number not in row:
-                cells.append("-")  # no sample between two equal probes: the machine was busy
+                cells.append("-")  # no such layout, or the machine was busy between the probes
                 continue
             ms = statistics.median(row[number])
             text = f"{ms:.3g}"

@@ -7,23 +7,25 @@
 namespace fusedmoe::cpu {
 namespace {
 
-/// Weights without scales in the stream, or whose codec applies them.
-template <class D, class Codec, class Panels = CodecPanels<D, Codec>>
+/// Weights without scales in the stream, or whose codec applies them. kMost: stream_few_rows.
+template <class D, class Codec, class Panels = CodecPanels<D, Codec>,
+          std::int64_t kMost = kStreamedRows>
 void multiply_plain(const TileJob& job) {
-  if (!stream_few_rows<D, Codec, Scaling::kNone>(job)) multiply<D, Panels>(job);
+  if (!stream_few_rows<D, Codec, Scaling::kNone, kMost>(job)) multiply<D, Panels>(job);
 }
 
 /// Weights whose groups have scales in the stream.
-template <class D, class Codec>
+template <class D, class Codec, std::int64_t kMost = kStreamedRows>
 void multiply_grouped(const TileJob& job) {
-  if (!stream_few_rows<D, Codec, Scaling::kGroups>(job)) multiply_groups<D, Codec>(job);
+  if (!stream_few_rows<D, Codec, Scaling::kGroups, kMost>(job)) multiply_groups<D, Codec>(job);
 }
 
 /// The same, or one scale per column.
-template <class D, class Codec>
+template <class D, class Codec, std::int64_t kMost = kStreamedRows>
 void multiply_codes(const TileJob& job) {
-  job.format.scales == ScaleType::kNone ? multiply_plain<D, Codec>(job)
-                                        : multiply_grouped<D, Codec>(job);
+  job.format.scales == ScaleType::kNone
+      ? multiply_plain<D, Codec, CodecPanels<D, Codec>, kMost>(job)
+      : multiply_grouped<D, Codec, kMost>(job);
 }
 
 /// MXFP4 with exact activations.
@@ -43,13 +45,13 @@ Kernels f32_kernels(const char* name) {
     table.multiply[static_cast<int>(codes)][static_cast<int>(Compute::kF32)] = multiply;
   };
   set(Codes::kF32, multiply_plain<D, F32Codec<S>, Undecoded>);
-  set(Codes::kBF16, multiply_plain<D, Bf16Codec<S>>);
-  set(Codes::kF16, multiply_plain<D, F16Codec<S>>);
+  set(Codes::kBF16, multiply_plain<D, Bf16Codec<S>, CodecPanels<D, Bf16Codec<S>>, kMaxRows>);
+  set(Codes::kF16, multiply_plain<D, F16Codec<S>, CodecPanels<D, F16Codec<S>>, kMaxRows>);
   set(Codes::kMxfp4, multiply_chained<D, E2m1, Mxfp4Panels<D, E2m1>>);
   set(Codes::kE2M1, multiply_codes<D, E2m1>);
   set(Codes::kInt4, multiply_codes<D, Nibbles<S, Codes::kInt4>>);
   set(Codes::kE4M3, multiply_codes<D, E4m3<S>>);
-  set(Codes::kInt8, multiply_codes<D, Int8Codec<S>>);
+  set(Codes::kInt8, multiply_codes<D, Int8Codec<S>, kFewRows / 3>);
   set(Codes::kW4A8, multiply_plain<D, W4A8Codec<S>>);
   set(Codes::kQ4K, multiply_plain<D, Q4KCodec<S>>);
   set(Codes::kQ6K, multiply_plain<D, Q6KCodec<S>>);

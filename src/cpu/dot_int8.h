@@ -100,7 +100,7 @@ struct Int8AsIs {
 /// W8A8: all of k is one group, and many rows read the stream as it is.
 template <class D>
 void multiply_w8a8(const TileJob& job) {
-  if (stream_few_rows<D, Int8AsIs<typename D::Simd>, Scaling::kGroups>(job)) return;
+  if (stream_few_rows<D, Int8AsIs<typename D::Simd>, Scaling::kGroups, kFewRows>(job)) return;
   for (int tile = 0; tile < job.num_tiles; ++tile) {
     multiply_groups_tile<D, WholePanel<D>>(job, tile, job.k);
   }

@@ -82,7 +82,7 @@ struct DotAmx : DotBf16 {
     }
     const std::byte* weights = panel + half * 2 * kVectorBytes;
     for (std::int64_t step = 0; step < steps; step += kStepsPerGroup) {
-      prefetch();
+      prefetch(kStepsPerGroup);
       _tile_loadd(4, rows + step * 4, stride);
       _tile_loadd(6, weights + step * kStepBytes, kStepBytes);
       _tile_loadd(7, weights + step * kStepBytes + kVectorBytes, kStepBytes);

@@ -28,25 +28,30 @@ inline const std::byte* row_pointer(const TileJob& job, std::int64_t row) {
   return job.rows + row_index(job, row) * job.row_bytes;
 }
 
-/// Prefetches the next stream, evenly over the work on this one. NOTE: this stream is left to the
-/// hardware, which prefetches it better.
+/// Prefetches the next stream, evenly over the `steps` of the work on this one. NOTE: this stream
+/// is left to the hardware, which prefetches it better.
 class Prefetcher {
  public:
-  Prefetcher(const TileJob& job, std::int64_t calls)
+  Prefetcher(const TileJob& job, std::int64_t steps)
       : next_(job.prefetch),
-        end_(job.prefetch + (job.prefetch ? job.prefetch_bytes : 0)),
-        bytes_per_call_(calls > 0 ? ((end_ - next_) / calls + 64) / 64 * 64 : 0) {}
+        lines_left_(job.prefetch ? (job.prefetch_bytes + 63) / 64 : 0),
+        lines_per_step_(steps > 0 ? lines_left_ * kUnit / steps + 1 : 0) {}
 
-  void operator()() {
-    const std::byte* stop = end_ - next_ > bytes_per_call_ ? next_ + bytes_per_call_ : end_;
-    for (; next_ < stop; next_ += 64) __builtin_prefetch(next_, 0, 2);
+  /// After each `steps`, some eight at a time: more lines at once than a core can wait for delay
+  /// the loads behind them.
+  [[gnu::always_inline]] void operator()(std::int64_t steps) {
+    due_ += steps * lines_per_step_;
+    for (; due_ >= kUnit && lines_left_ > 0; due_ -= kUnit, --lines_left_, next_ += 64) {
+      __builtin_prefetch(next_, 0, 2);
+    }
   }
 
  private:
+  static constexpr std::int64_t kUnit = 1 << 10;  // due_ and lines_per_step_ count lines / kUnit
   const std::byte* next_;
-  const std::byte* end_;
-  std::int64_t bytes_per_call_;
+  std::int64_t lines_left_, lines_per_step_, due_ = 0;
 };
+inline constexpr int kStepsPerPrefetch = 8;
 
 // ---- Epilogue -----------------------------------------------------------------------------------
 
@@ -127,10 +132,10 @@ inline void multiply_panel(const std::byte* const* rows, const std::byte* panel,
       }
     }
     const std::byte* b = panel + column * 4;
-    for (std::int64_t begin = 0; begin < steps; begin += D::kStepsPerGroup) {
-      prefetch();
+    for (std::int64_t begin = 0; begin < steps; begin += kStepsPerPrefetch) {
+      prefetch(kStepsPerPrefetch);
 #pragma GCC unroll 4
-      for (int i = 0; i < D::kStepsPerGroup; ++i, b += kStepBytes) {
+      for (int i = 0; i < kStepsPerPrefetch; ++i, b += kStepBytes) {
         typename D::B weights[kVectors];
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) weights[v] = D::load_b(b + v * kW * 4);
@@ -183,7 +188,7 @@ void multiply_tile(const TileJob& job, int tile) {
   const std::int64_t panels = (steps + at_most - 1) / at_most;
   const std::int64_t blocks = (job.num_rows + kRows - 1) / kRows;
   auto* carried = reinterpret_cast<float*>(job.scratch + kAccumulatorsOffset);
-  Prefetcher prefetch(job, tile == job.num_tiles - 1 ? blocks * D::kPasses * groups : 0);
+  Prefetcher prefetch(job, tile == job.num_tiles - 1 ? blocks * D::kPasses * steps : 0);
   Decoder decoder(stream, job.format);
   std::int64_t begin = 0;
   for (std::int64_t index = 0; index < panels; ++index) {

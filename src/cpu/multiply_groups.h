@@ -100,7 +100,6 @@ inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, 
     const std::byte* b = panel.data + column * 4;
     std::int64_t a = 0;
     for (std::int64_t g = 0; g < panel.count; ++g) {
-      prefetch();
       typename D::Acc acc[R][kVectors];
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
@@ -111,6 +110,7 @@ inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, 
         }
       }
       const std::int64_t steps = g + 1 == panel.count ? panel.last_steps : panel.steps;
+      prefetch(steps);
       add_products<D>(acc, b, elements, a, steps);
       b += steps * kStepBytes;
       a += 4 * steps;
@@ -254,7 +254,8 @@ void multiply_groups_tile(const TileJob& job, int tile, std::int64_t group) {
   const std::int64_t blocks = (job.num_rows + kRows - 1) / kRows;
   auto* totals = reinterpret_cast<float*>(job.scratch + kAccumulatorsOffset);
   std::memset(totals, 0, static_cast<std::size_t>(job.num_rows * kStepBytes));
-  Prefetcher prefetch(job, tile == job.num_tiles - 1 ? blocks * groups : 0);
+  constexpr int kPasses = kTileColumns / (D::Simd::kVectors * D::Simd::kWidth);
+  Prefetcher prefetch(job, tile == job.num_tiles - 1 ? blocks * kPasses * job.k / D::kPerStep : 0);
   Panels decoder(job.tiles + tile * job.tile_bytes, job.format);
   for (std::int64_t index = 0; index < panels; ++index) {
     const std::int64_t first = groups * index / panels;

@@ -1,7 +1,8 @@
 // One to four rows x several tiles, decoded in registers: each weight is read once, and nothing is
 // stored and read back. This is bound by memory, so where registers allow it several tiles are read
-// side by side, which keeps more cache lines in flight than one. Results are those of multiply.h
-// and multiply_groups.h, bit for bit. Included by isa_*.cpp only.
+// side by side, which keeps more cache lines in flight than one. Formats that decode quickly take
+// more rows the same way, in blocks that read one tile after each other. Results are those of
+// multiply.h and multiply_groups.h, bit for bit. Included by isa_*.cpp only.
 #pragma once
 
 #include "cpu/multiply_groups.h"
@@ -27,16 +28,20 @@ enum class Scaling {
 };
 
 /// R rows x T tiles, whose streams advance in turn by at most 32 k. A tile is cut into strips whose
-/// accumulators fit the registers; with one strip they stay there.
-template <class D, class Codec, Scaling kScaling, int T, int R>
+/// accumulators fit the registers; with one strip they stay there. `prefetch`, for one of several
+/// blocks of rows, brings all of the next stream; else only the beginnings of the next are fetched.
+template <class D, class Codec, Scaling kScaling, int T, int R, bool kBlocks = false>
 class TileStreams {
  public:
-  TileStreams(const TileJob& job, int first_tile)
+  TileStreams(const TileJob& job, int first_tile, std::int64_t first_row = 0,
+              Prefetcher* prefetch = nullptr)
       : job_(job),
         first_tile_(first_tile),
+        first_row_(first_row),
+        prefetch_(prefetch),
         codec_(job.format),
         tiles_(job.tiles + first_tile * job.tile_bytes) {
-    for (int r = 0; r < R; ++r) rows_[r] = group_row(job, r);
+    for (int r = 0; r < R; ++r) rows_[r] = group_row(job, first_row + r);
   }
 
   void run() {
@@ -57,7 +62,7 @@ class TileStreams {
       begin_group(g, header, accumulators);
       for (std::int64_t k = first; k < end; k += kGroup) {
         const std::int64_t count = end - k < kGroup ? end - k : kGroup;
-        prefetch_heads<T>(job_, (job_.k - k) / kGroup);
+        if constexpr (!kBlocks) prefetch_heads<T>(job_, (job_.k - k) / kGroup);
         add_blocks(blocks, header, count, elements, k, accumulators);
         blocks += count / Codec::kK * kStepBytes;
       }
@@ -154,6 +159,10 @@ class TileStreams {
     const std::int64_t num_blocks = k / Codec::kK;
     if constexpr (kStrips == 1) {
       for (std::int64_t i = 0; i < num_blocks; ++i) {
+        if constexpr (kBlocks) {
+          static_assert(kStepsPerPrefetch % Codec::kSteps == 0);
+          if (i * Codec::kSteps % kStepsPerPrefetch == 0) (*prefetch_)(kStepsPerPrefetch);
+        }
 #pragma GCC unroll 4
         for (int t = 0; t < T; ++t) {
           add_block(blocks, header, t, 0, i, a, elements, accumulators[t][0]);
@@ -254,13 +263,15 @@ class TileStreams {
             S::store(row + vector * kW, value);
           }
         }
-        store_row<D>(job_, first_tile_ + t, r, row);
+        store_row<D>(job_, first_tile_ + t, first_row_ + r, row);
       }
     }
   }
 
   const TileJob& job_;
   const int first_tile_;
+  const std::int64_t first_row_;
+  Prefetcher* const prefetch_;
   const Codec codec_;
   const std::byte* tiles_;
   GroupRow rows_[R];
@@ -285,8 +296,41 @@ void stream_rows(const TileJob& job) {
   }
 }
 
-/// Computes jobs of at most kStreamedRows rows; returns false for more.
+template <class D, class Codec, Scaling kScaling, int R>
+void stream_block(const TileJob& job, int tile, std::int64_t row, std::int64_t num_rows,
+                  Prefetcher& prefetch) {
+  if constexpr (R > 1) {
+    if (num_rows < R) {
+      stream_block<D, Codec, kScaling, R - 1>(job, tile, row, num_rows, prefetch);
+      return;
+    }
+  }
+  TileStreams<D, Codec, kScaling, 1, R, true>(job, tile, row, &prefetch).run();
+}
+
+/// All rows of a job in blocks of about the same size; the first reads a tile from memory, the
+/// others from the L2.
 template <class D, class Codec, Scaling kScaling>
+void stream_blocks(const TileJob& job) {
+  const std::int64_t blocks = (job.num_rows + kStreamedRows - 1) / kStreamedRows;
+  for (int tile = 0; tile < job.num_tiles; ++tile) {
+    Prefetcher prefetch(job, tile == job.num_tiles - 1 ? blocks * job.k / D::kPerStep : 0);
+    std::int64_t row = 0;
+    for (std::int64_t block = 0; block < blocks; ++block) {
+      const std::int64_t end = job.num_rows * (block + 1) / blocks;
+      stream_block<D, Codec, kScaling, kStreamedRows>(job, tile, row, end - row, prefetch);
+      row = end;
+    }
+  }
+}
+
+/// Whether the registers hold the accumulators of four rows of a tile.
+template <class S>
+inline constexpr bool kStreamsBlocks = S::stream_vectors(kStreamedRows) * S::kWidth == kTileColumns;
+
+/// Computes jobs of at most kStreamedRows rows, or kMost where the registers allow blocks of them;
+/// returns false for more.
+template <class D, class Codec, Scaling kScaling, std::int64_t kMost = kStreamedRows>
 bool stream_few_rows(const TileJob& job) {
   static_assert(kStreamedRows == 4);
   switch (job.num_rows) {
@@ -303,6 +347,12 @@ bool stream_few_rows(const TileJob& job) {
       stream_rows<D, Codec, kScaling, 4>(job);
       return true;
     default:
+      if constexpr (kMost > kStreamedRows && kStreamsBlocks<typename D::Simd>) {
+        if (job.num_rows <= kMost) {
+          stream_blocks<D, Codec, kScaling>(job);
+          return true;
+        }
+      }
       return false;
   }
 }
