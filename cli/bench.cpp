@@ -1,5 +1,5 @@
-// fusedmoe bench: a model's layer, or its experts, at several numbers of tokens, as a table, JSON
-// or CSV. Exit status 1 if a timed configuration does not agree with `reference`.
+// fusedmoe bench: a model's experts, or also its router, at several numbers of tokens, as a table,
+// JSON or CSV. Exit status 1 if a timed configuration does not agree with `reference`.
 #include "bench.h"
 
 #include <fmt/format.h>
@@ -302,11 +302,13 @@ void run(const Options& options) {
       }
     }
   }
+  const std::string& routing =
+      options.replay_routing.empty() ? options.skew : options.replay_routing;
   log(Level::kInfo,
-      fmt::format("isa {}, {} threads, version {}; routing {}, cold weights, {}", cpu_isa(),
-                  num_threads(), FUSEDMOE_VERSION,
-                  options.replay_routing.empty() ? options.skew : options.replay_routing,
-                  options.layer ? "router included" : "given top-k ids"));
+      fmt::format("isa {}, {} threads, version {}; {}", cpu_isa(), num_threads(), FUSEDMOE_VERSION,
+                  options.layer
+                      ? "routed by a router of random weights"
+                      : fmt::format("routing {}, cold weights, given top-k ids", routing)));
   if (options.json) {
     print_json(rows);
   } else if (options.csv) {

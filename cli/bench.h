@@ -1,5 +1,5 @@
-// One benchmark cell: a model's experts, or its layer, at a number of tokens, timed against what
-// the machine gave in the same moments.
+// One benchmark cell: a model's experts, or also its router, at a number of tokens, timed against
+// what the machine gave in the same moments.
 #pragma once
 
 #include <cstdint>

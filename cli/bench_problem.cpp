@@ -292,8 +292,10 @@ BenchBuffers BenchProblem::run_sample(const BenchTarget& target, Device device, 
   spec.num_tokens = std::min(options_.check_rows, spec.num_tokens);
   BenchBuffers sample = make_buffers(target, device, spec);
   copy_sample(all.hidden_states, sample.hidden_states);
-  copy_sample(all.topk_ids, sample.topk_ids);
-  copy_sample(all.topk_weights, sample.topk_weights);
+  if (!options_.layer) {
+    copy_sample(all.topk_ids, sample.topk_ids);
+    copy_sample(all.topk_weights, sample.topk_weights);
+  }
   const Stream stream{device};
   target.run(sample, stream);
   synchronize(stream);

@@ -25,7 +25,8 @@ testing::Case bench_case(const ModelConfig& model, const QuantScheme& scheme,
 /// Its weights: a few distinct experts of random values, repeated. Packing copies each.
 ExpertWeights bench_weights(testing::Case spec, std::int64_t num_experts);
 
-/// Tensors of one number of tokens, on one device. A layer writes the ids and weights.
+/// Tensors of one number of tokens, on one device. A layer writes ids and weights where there are
+/// tensors for them.
 struct BenchBuffers {
   Tensor hidden_states, output, topk_ids, topk_weights, workspace;
 };

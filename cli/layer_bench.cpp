@@ -1,5 +1,5 @@
 // Timing of one layer on the CPU: of its experts, from given top-k ids to the combined output, or
-// of all of it, from hidden states.
+// of router and experts, from hidden states.
 //
 // The host may move the cores of a virtual machine between placements with quite different memory
 // bandwidth, and neighbours come and go. So each sample stands between two probes of bandwidth and

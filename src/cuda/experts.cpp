@@ -170,7 +170,7 @@ KernelConfig Sm90Experts::config_for(const ProblemSize& problem, int requested) 
     const KernelConfig& config = configs[static_cast<std::size_t>(requested)];
     if (valid(shape, config)) return config;
   }
-  // They were measured with local slots only, and those of the batched format at its capacity.
+  // `tune` timed layers whose experts are all local; the batched format at its capacity.
   const std::int64_t num_tokens = batched() ? problem.num_tokens : likely_tokens(shape);
   const TunedTokens* tuned = nearest(std::span<const TunedTokens>(tuned_), num_tokens);
   return tuned && valid(shape, tuned->config) ? tuned->config : choose_config(shape);

@@ -247,7 +247,7 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
   source.values = values.data();
   source.row_bytes = bytes(gate.values.dtype(), gate.values.size(1));
   origins_[index] = {origin_of(gate), up ? origin_of(*up) : Origin()};
-  const auto& [of_gate, of_up] = origins_[index];
+  const std::array<Origin, 2>& origins = origins_[index];
   Tensor scales, zero_points, largest;
   if (has_block_scales(*format_, scheme_.weights)) {
     if (scheme_.weights.group.rows == 1) {
@@ -260,7 +260,8 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
     }
     source.scales = scales.data();
     if (format_->relative_scales) {
-      largest = gather(of_gate.largest_scales, up ? &of_up.largest_scales : nullptr, stream);
+      largest =
+          gather(origins[0].largest_scales, up ? &origins[1].largest_scales : nullptr, stream);
       source.largest_scales = static_cast<const float*>(largest.data());
     }
     source.scale_cols = gate.scales.size(1);
@@ -295,7 +296,7 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
   };
   if (scales_) {
     upload(scales_, [&](const WeightMatrix& matrix, std::int64_t row) {
-      return row_scale(matrix, &matrix == up ? of_up : of_gate, row, common);
+      return row_scale(matrix, origins[&matrix == up ? 1 : 0], row, common);
     });
     if (format_->mark_nan_rows) {
       format_->mark_nan_rows(source, grid_, scales_.select(0, expert).as<float>(), stream);

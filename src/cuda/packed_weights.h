@@ -68,7 +68,8 @@ class PackedMatrices {
   BlockGrid grid_;
   Tensor blocks_;        // u8
   Tensor bias_;          // (experts, row_blocks * 64) f32 in packed row order
-  Tensor scales_;        // the same: what results are multiplied by; where the scheme has scales
+  Tensor scales_;        // the same: what results are multiplied by; null where only K blocks have
+                         // scales
   Tensor block_scales_;  // (experts, row_blocks, k_blocks, 8) f32, of 8 rows and a K block
   bool two_scales_a_tile_ = true;               // GemmParams
   Tensor input_scales_;                         // (experts) f32 of NVFP4 activations

@@ -84,11 +84,6 @@ LayerOptions complete(LayerOptions options) {
                  "positive: buffers of the other ranks are made for it");
   FUSEDMOE_CHECK(ranks.receive_capacity >= 0, "options.ranks.receive_capacity",
                  core::to_string(ranks.receive_capacity), "not negative");
-  FUSEDMOE_CHECK(!ranks.drop_rows || ranks.receive_capacity > 0, "options.ranks.drop_rows",
-                 "set without receive_capacity", "set with receive_capacity");
-  FUSEDMOE_CHECK(!ranks.drop_rows || !options.batch_invariant, "options.ranks.drop_rows",
-                 "set with batch_invariant",
-                 "unset: what is dropped depends on the other rows of the batch");
   // Ranks with the same tokens can only add sums, which do not depend on the batch either.
   const bool rows_travel = options.parallel.needs_dispatch();
   const CombineMode wanted =

@@ -193,6 +193,10 @@ ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& a
   problem.topk = core::check_routing_args(experts, args, problem.num_tokens);
   check_written_dtype(kernel, problem);
   if (config.monolithic) check_routing_results(args);
+  FUSEDMOE_CHECK_FAULT(!config.monolithic || !kernel.prepare_finalize().moves_rows() ||
+                           args.router_logits.dtype() == DType::kF32,
+                       kDType, "router_logits", std::string(name(args.router_logits.dtype())),
+                       "f32 across ranks");
   if (args.dropped_rows) check_buffer(args.dropped_rows, "dropped_rows", DType::kI32, {1}, device);
 
   const NamedView hidden_states{"hidden_states", &args.hidden_states};

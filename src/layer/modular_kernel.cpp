@@ -111,12 +111,12 @@ void ModularKernel::run(ForwardArgs args, const ProblemSize& problem, void* work
 }
 
 void ModularKernel::run_steps(ForwardArgs args, const ProblemSize& problem) const {
-  ForwardArgs inner = args;  // what the experts see
+  ForwardArgs inner = args;                  // what the experts see
+  if (moves_rows_) inner.expected_rows = 0;  // those of the rows that arrive, if prepare knows
   prepare_finalize_->do_start_prepare(inner);
   prepare_finalize_->do_finish_prepare(inner);
   if (moves_rows_) {
     inner.accumulate = false;
-    inner.expected_rows = 0;
     ProblemSize arrived = prepare_finalize_->problem_size(problem);
     arrived.num_tokens = inner.hidden_states.size(0);
     const WorkspacePlan plan = experts_->plan(arrived);

@@ -180,8 +180,6 @@ void RankExchange::plan(const ForwardArgs& args, const ExchangeLayout& layout) c
 /// The caller's results, and the load, are of this rank's tokens alone. The experts route those of
 /// all ranks.
 void RankExchange::route_own(ForwardArgs& args) const {
-  FUSEDMOE_CHECK_FAULT(args.router_logits.dtype() == DType::kF32, kDType, "router_logits",
-                       std::string(name(args.router_logits.dtype())), "f32 across ranks");
   backend_of(args.stream.device)
       .route(*args.router, args.router_logits, args.score_correction_bias,
              {args.topk_ids, args.topk_weights}, args.expert_load, args.stream);
@@ -335,6 +333,10 @@ void RankExchange::do_finish_prepare(ForwardArgs& args) const {
     args.topk_weights = arrived(layout.received.weights);
   }
   args.expert_map = expert_map_;
+  // Gathered rows choose among all experts: their share of local ones is for the experts to know.
+  if (!to_all_) {
+    args.expected_rows = expected_local_slots(step_.rows, args.topk_ids.size(1), local_share_);
+  }
   if (per_slot()) expand_slots(args, layout);
 }
 
@@ -358,6 +360,7 @@ void RankExchange::expand_slots(ForwardArgs& args, const ExchangeLayout& layout)
   };
   expand(args.hidden_states, layout.expert_rows.values);
   if (layout.received.scales) expand(args.hidden_scales, layout.expert_rows.scales);
+  args.expected_rows = rows;
   args.topk_ids = expansion.row_ids.slice(0, 0, rows);
   args.topk_weights = expansion.row_weights.slice(0, 0, rows);
 }

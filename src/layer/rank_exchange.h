@@ -11,6 +11,10 @@
 
 namespace fusedmoe::layer {
 
+/// How many slots of rows that were sent to a rank name one of its experts, with routing at random:
+/// each row has one such slot at least. `share`: the rank's, of all experts.
+std::int64_t expected_local_slots(std::int64_t rows, std::int64_t topk, double share);
+
 /// A rank runs one step at a time, so what it counts in prepare may wait here for finalize.
 class RankExchange final : public PrepareAndFinalize {
  public:
@@ -84,6 +88,7 @@ class RankExchange final : public PrepareAndFinalize {
   const bool fixed_sizes_;
   const std::int64_t receive_capacity_, max_tokens_per_rank_;
   const bool drop_rows_;
+  const double local_share_;       // of all experts
   const std::int64_t num_logits_;  // of a row, for monolithic experts; 0: ids travel
   std::shared_ptr<Communicator> group_;
   bool whole_ = true;  // the group is all ranks

@@ -1,6 +1,7 @@
 // What RankExchange is made of: who its ranks are, which of them have which experts, and how large
 // its buffers are.
 #include <algorithm>
+#include <cmath>
 
 #include "fusedmoe/runtime.h"
 #include "layer/rank_exchange.h"
@@ -18,6 +19,12 @@ Tensor on_device(const std::vector<std::int32_t>& numbers, Device device) {
 
 }  // namespace
 
+std::int64_t expected_local_slots(std::int64_t rows, std::int64_t topk, double share) {
+  const auto slots = static_cast<double>(topk);
+  const double reached = 1 - std::pow(1 - share, slots);  // of all tokens
+  return reached > 0 ? std::llround(static_cast<double>(rows) * slots * share / reached) : 0;
+}
+
 RankExchange::RankExchange(const PrepareFinalizeDescriptor& descriptor, const MoeConfig& config,
                            const Context& context, bool to_all)
     : PrepareAndFinalize(descriptor),
@@ -28,6 +35,8 @@ RankExchange::RankExchange(const PrepareFinalizeDescriptor& descriptor, const Mo
       receive_capacity_(context.ranks.receive_capacity),
       max_tokens_per_rank_(context.ranks.max_tokens_per_rank),
       drop_rows_(context.ranks.drop_rows),
+      local_share_(static_cast<double>(config.num_local_experts) /
+                   static_cast<double>(config.num_experts)),
       num_logits_(config.monolithic ? config.num_experts : 0),
       host_(config.device.is_cpu()),
       sums_(nullptr) {

@@ -122,6 +122,11 @@ void check_communicator(const MoeConfig& config, const Context& context) {
   FUSEDMOE_CHECK_FAULT(communicator.device() == config.device, kDevice, "ranks.communicator",
                        core::format("on {}", to_string(communicator.device())),
                        core::format("on {}", to_string(config.device)));
+  FUSEDMOE_CHECK(!ranks.drop_rows || ranks.receive_capacity > 0, "ranks.drop_rows",
+                 "set without receive_capacity", "set with receive_capacity");
+  FUSEDMOE_CHECK(!ranks.drop_rows || !config.batch_invariant, "ranks.drop_rows",
+                 "set with batch_invariant",
+                 "unset: what is dropped depends on the other rows of the batch");
   FUSEDMOE_CHECK(!ranks.fixed_sizes || config.combine == CombineMode::kPerRank, "ranks.fixed_sizes",
                  "set with combine per_slot", "set with per_rank only");
   FUSEDMOE_CHECK(!ranks.fixed_sizes || ranks.drop_rows || ranks.receive_capacity == 0,

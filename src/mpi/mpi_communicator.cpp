@@ -84,20 +84,15 @@ class MpiData final : public DataPlane {
     MPI_Comm_rank(comm_, &rank_);
     MPI_Comm_size(comm_, &size_);
     siblings_->in_use.push_back(number_);
-    free_failed();
-  }
-  ~MpiData() override {
-    int finalized = 0;
-    MPI_Finalized(&finalized);
-    std::erase(siblings_->in_use, number_);
-    if (finalized) return;
-    if (aborted_) {
-      // Freeing is collective, and another rank may still send: the next one does it.
-      siblings_->failed.emplace_back(number_, comm_);
-    } else {
-      MPI_Comm_free(&comm_);
+    try {
+      free_failed();
+    } catch (...) {
+      aborted_ = true;
+      leave();
+      throw;
     }
   }
+  ~MpiData() override { leave(); }
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -233,8 +228,22 @@ class MpiData final : public DataPlane {
     }
   }
 
-  /// Frees the siblings that failed and that no rank uses any more. Every rank hears from every
-  /// other directly, behind all that it was sent before: nothing of theirs is on its way.
+  /// Frees the communicator, or leaves that to a sibling.
+  void leave() {
+    int finalized = 0;
+    MPI_Finalized(&finalized);
+    std::erase(siblings_->in_use, number_);
+    if (finalized) return;
+    if (aborted_) {
+      // Freeing is collective, and another rank may still send: the next one does it.
+      siblings_->failed.emplace_back(number_, comm_);
+    } else {
+      MPI_Comm_free(&comm_);
+    }
+  }
+
+  /// Frees the siblings that failed and that no rank uses any more. MPI keeps what it needs until
+  /// operations that are still pending have ended.
   void free_failed() {
     std::vector<int> in_use = siblings_->in_use, theirs;
     const std::vector<int> mine = in_use;

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "fusedmoe/comm.h"
+#include "layer/rank_exchange.h"
 #include "moe/host_backend.h"
 #include "reference/backend.h"
 
@@ -79,6 +80,16 @@ TEST(DispatchTest, TheHashOfATokenChoosesItsCopies) {
     EXPECT_EQ(nearest.physical[2 * token], 3);
     EXPECT_EQ(nearest.physical[2 * token + 1], 2);
   }
+}
+
+TEST(DispatchTest, RowsThatWereSentNameALocalExpert) {
+  using layer::expected_local_slots;
+  EXPECT_EQ(expected_local_slots(100, 1, 1.0 / 8), 100) << "the only slot is local";
+  EXPECT_EQ(expected_local_slots(100, 8, 1), 800) << "all experts are";
+  // 8 slots of 1/8 each: one on average, 1 / (1 - (7/8)^8) = 1.52 of those that have any.
+  EXPECT_EQ(expected_local_slots(100, 8, 1.0 / 8), 152);
+  EXPECT_EQ(expected_local_slots(100, 2, 1.0 / 1000), 100);
+  EXPECT_EQ(expected_local_slots(0, 2, 0), 0);
 }
 
 }  // namespace

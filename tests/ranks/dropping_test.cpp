@@ -92,9 +92,9 @@ TEST(DroppingTest, WhatCannotBeIsRefused) {
     const char* error;
     void (*change)(LayerOptions&);
   } rows[] = {
-      {"options.ranks.drop_rows: was set without receive_capacity",
+      {"ranks.drop_rows: was set without receive_capacity",
        [](LayerOptions& o) { o.ranks.receive_capacity = 0; }},
-      {"options.ranks.drop_rows: was set with batch_invariant",
+      {"ranks.drop_rows: was set with batch_invariant",
        [](LayerOptions& o) { o.batch_invariant = true; }},
       {"ranks.receive_capacity: was 3; must be at least 4 with fixed_sizes",
        [](LayerOptions& o) {

@@ -152,8 +152,8 @@ __device__ inline void copy_scales_in_bulk(SharedMemory<K>& shared, const GemmPa
   }
 }
 
-/// The same for one warp, in tiles with weights as rows: there a tile's token scales must begin at
-/// an even place in shared memory, and rows of experts begin anywhere.
+/// The same for one warp, in tiles with weights as rows: promote() reads the scales of two tokens
+/// at once, so a tile's must begin at 8 bytes in shared memory; and rows of experts begin anywhere.
 template <typename K>
 __device__ inline void copy_scales(SharedMemory<K>& shared, const GemmParams& gemm,
                                    const WorkTile& tile, StageState<K>& stage) {

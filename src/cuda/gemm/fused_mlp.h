@@ -33,10 +33,11 @@ struct GemmParams {
   const float* bias = nullptr;    ///< (experts, row_blocks * 64) in packed row order, or null
   const float* scales = nullptr;  ///< like `bias`: what results are multiplied by, or null
   /// With promoted accumulators: scales of weights by (experts, row_blocks, k_blocks, 8), one for
-  /// each slice of 8 rows; or null.
+  /// each slice of 8 rows; or null. 16-byte aligned, as token_scales.
   const float* block_scales = nullptr;
-  /// Whether the slices of every two row blocks, from an even one on, take two scales in turns: of
-  /// gate and up, or the same twice. True without block scales.
+  /// Whether in every two row blocks, from an even one on, all even slices have one scale and all
+  /// odd ones another. Where gate and up alternate, the even ones are gate's. True without block
+  /// scales.
   bool two_scales_a_tile = true;
   /// Of `activations`: (rows), or with groups (k_blocks, token_scale_pitch); or null.
   const float* token_scales = nullptr;

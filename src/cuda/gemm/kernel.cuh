@@ -112,8 +112,10 @@ struct Kernel {
   static constexpr int kScales = Operands::kHasKScales ? kWeightScales + kTokenScales : 0;
   static constexpr int kScaleBytes = kBlocksPerStage * kScales * 4;
 
-  // Lanes that copy them: one, where they come by bulk copies.
+  // Lanes that copy them: one, where they come by bulk copies, from and to multiples of 16 bytes.
   static constexpr int kScaleLanes = kTokensAreRows ? 1 : 32;
+  static_assert(kScaleLanes > 1 ||
+                (kBlocksPerStage == 1 && kWeightScales % 4 == 0 && kScales % 4 == 0));
 
   static_assert(sizeof(typename Output::Element) == 2, "stmatrix stages 16 bits");
   // Token rows that the epilogue finishes together; more of them take more registers.

@@ -20,8 +20,8 @@ __device__ inline int warp_token(const WarpgroupCoords<K>& coords) {
   return coords.first_token() + coords.thread() / 32 * 16;
 }
 
-/// What scales a K block has: none; two of weights, which the tile's slices take in turns
-/// (GemmParams); or one for each slice.
+/// What scales a K block has: none; two of weights, one for all even slices of the tile and one for
+/// the odd ones (GemmParams::two_scales_a_tile); or one for each slice.
 enum class KBlockScales : std::uint8_t { kNone, kTwo, kOfSlices };
 
 /// A thread's products of token scales and weight scales of a K block. A scale that is missing

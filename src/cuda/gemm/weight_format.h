@@ -84,9 +84,10 @@ struct WeightFormat {
   int mma_sync_tokens = 0;
   /// GEMM 2 can apply router weights, see FusedMlpParams::topk_weights.
   bool weights_rows = false;
-  /// Activations are E4M3, with scales in fp32,
+  /// Activations are E4M3, with scales in fp32.
   bool fp8_rows = false;
-  bool k_scales = false;  ///< also of K blocks
+  /// The kernel multiplies the sums of each K block by scales.
+  bool k_scales = false;
   /// GEMM 1 can quantize and decode what it stores, see FusedMlpParams::quantizer.
   bool quantizes_rows = false;
 

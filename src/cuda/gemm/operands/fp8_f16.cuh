@@ -6,8 +6,8 @@
 
 namespace fusedmoe::cuda {
 
-/// GEMM 2 weights its rows, which tiles with tokens as rows do not do, and for which 128 tokens
-/// leave no registers.
+/// GEMM 2 multiplies its rows by router weights. The epilogue of tiles with tokens as rows cannot,
+/// and tiles of 128 tokens have no registers for it.
 struct Fp8F16Operands : Fp8Operands {
   using Output = RoundedOutput<__half>;
   static constexpr DType kRowDType = DType::kF16;

@@ -13,7 +13,7 @@
 namespace fusedmoe::cuda {
 
 /// Base of the policies of 4-bit weights that are decoded to E4M3, with FP8 activations and one
-/// scale for each row of theirs.
+/// scale for each token row.
 struct DecodedFp8Operands {
   using Activation = __nv_fp8_e4m3;
   using Output = RoundedOutput<__nv_bfloat16>;
