@@ -151,6 +151,13 @@ ExpertWeights bench_weights(testing::Case spec, std::int64_t num_experts) {
   return weights;
 }
 
+Tensor random_router_weight(const RouterConfig& router, std::int64_t hidden, DType dtype,
+                            testing::Random& random) {
+  const Tensor weight = Tensor::empty({router.num_choices(), hidden}, dtype);
+  fill_random(weight, 1 / std::sqrt(static_cast<double>(hidden)), random);
+  return weight;
+}
+
 BenchWork::BenchWork(const testing::Case& spec, std::int64_t weight_bytes) {
   const double matrices = is_gated(spec.activation) ? 3 : 2;
   flops = 2.0 * static_cast<double>(spec.num_tokens * spec.topk) * matrices *
@@ -184,11 +191,11 @@ std::unique_ptr<BenchTarget> BenchProblem::make_target(const std::string& expert
   LayerWeights weights;
   weights.router = model.router;
   weights.experts = experts_;
-  const std::int64_t num_choices = model.router.num_choices(), hidden = model.experts_hidden();
+  const std::int64_t num_choices = model.router.num_choices();
   testing::Random random(3);
   RouterWeights& router = weights.router_weights;
-  router.weight = Tensor::empty({num_choices, hidden}, options_.dtype);
-  fill_random(router.weight, 1 / std::sqrt(static_cast<double>(hidden)), random);
+  router.weight =
+      random_router_weight(model.router, model.experts_hidden(), options_.dtype, random);
   if (model.has_router_bias) router.bias = Tensor::zeros({num_choices}, DType::kF32);
   if (model.has_correction_bias) {
     router.score_correction_bias = Tensor::zeros({num_choices}, DType::kF32);

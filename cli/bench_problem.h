@@ -25,6 +25,10 @@ testing::Case bench_case(const ModelConfig& model, const QuantScheme& scheme,
 /// Its weights: a few distinct experts of random values, repeated. Packing copies each.
 ExpertWeights bench_weights(testing::Case spec, std::int64_t num_experts);
 
+/// Random weights of a router over rows of `hidden` columns: logits of such rows are N(0, 1).
+Tensor random_router_weight(const RouterConfig& router, std::int64_t hidden, DType dtype,
+                            testing::Random& random);
+
 /// Tensors of one number of tokens, on one device. A layer writes ids and weights where there are
 /// tensors for them.
 struct BenchBuffers {

@@ -7,6 +7,7 @@
 #include <limits>
 #include <utility>
 
+#include "bench_problem.h"
 #include "compare.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
@@ -170,12 +171,8 @@ LayerWeights random_layer(const ModelConfig& model, std::int64_t max_experts, st
   layer.experts = testing::make_problem(spec).weights;
   layer.router = model.router;
   testing::Random random(seed + 1);
-  const double deviation = 1 / std::sqrt(static_cast<double>(model.hidden));
-  Tensor& weight = layer.router_weights.weight;
-  weight = Tensor::empty({model.router.num_choices(), model.hidden}, DType::kBF16);
-  for (std::int64_t i = 0; i < weight.numel(); ++i) {
-    store_f32(weight.data(), DType::kBF16, i, static_cast<float>(random.normal() * deviation));
-  }
+  layer.router_weights.weight =
+      random_router_weight(model.router, model.hidden, DType::kBF16, random);
   return first_experts(std::move(layer), spec.num_experts);
 }
 
