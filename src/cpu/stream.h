@@ -1,7 +1,7 @@
 // One to four rows x several tiles, decoded in registers: each weight is read once, and nothing is
 // stored and read back. This is bound by memory, so where registers allow it several tiles are read
-// side by side, which keeps more cache lines in flight than one. Formats that decode quickly take
-// more rows the same way, in blocks that read one tile after each other. Results are those of
+// side by side: then more cache lines are on their way at a time. Formats that decode quickly take
+// more rows, too, in blocks of four; each block reads the same tile again. Results are those of
 // multiply.h and multiply_groups.h, bit for bit. Included by isa_*.cpp only.
 #pragma once
 
@@ -28,8 +28,9 @@ enum class Scaling {
 };
 
 /// R rows x T tiles, whose streams advance in turn by at most 32 k. A tile is cut into strips whose
-/// accumulators fit the registers; with one strip they stay there. `prefetch`, for one of several
-/// blocks of rows, brings all of the next stream; else only the beginnings of the next are fetched.
+/// accumulators fit the registers; with one strip they stay there. With `prefetch`, which is given
+/// where a tile is read for several blocks of rows, the whole next tile is brought to the cache
+/// meanwhile; without it only the first bytes of the next tiles are.
 template <class D, class Codec, Scaling kScaling, int T, int R, bool kBlocks = false>
 class TileStreams {
  public:
@@ -308,8 +309,8 @@ void stream_block(const TileJob& job, int tile, std::int64_t row, std::int64_t n
   TileStreams<D, Codec, kScaling, 1, R, true>(job, tile, row, &prefetch).run();
 }
 
-/// All rows of a job in blocks of about the same size; the first reads a tile from memory, the
-/// others from the L2.
+/// All rows of a job, in blocks of about the same size. The first block reads a tile from memory,
+/// the others find it in the L2.
 template <class D, class Codec, Scaling kScaling>
 void stream_blocks(const TileJob& job) {
   const std::int64_t blocks = (job.num_rows + kStreamedRows - 1) / kStreamedRows;

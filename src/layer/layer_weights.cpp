@@ -109,7 +109,8 @@ MoeConfig layer_config(const LayerWeights& weights, const LayerOptions& options)
 Selection select_routed(const LayerWeights& weights, const LayerOptions& options) {
   MoeConfig config = layer_config(weights, options);
   if (options.plan.empty()) {
-    // Not every transport brings logits. The layer has modular experts beside monolithic ones.
+    // Only some transports bring the router logits that monolithic experts need: so choose as for
+    // those. The selection then stays modular, as the layer makes monolithic experts beside it.
     config.monolithic = options.monolithic && options.parallel.needs_dispatch();
     Selection selection = select(config, options.require);
     selection.config.monolithic = false;

@@ -86,7 +86,8 @@ TEST(DispatchTest, RowsThatWereSentNameALocalExpert) {
   using layer::expected_local_slots;
   EXPECT_EQ(expected_local_slots(100, 1, 1.0 / 8), 100) << "the only slot is local";
   EXPECT_EQ(expected_local_slots(100, 8, 1), 800) << "all experts are";
-  // 8 slots of 1/8 each: one on average, 1 / (1 - (7/8)^8) = 1.52 of those that have any.
+  // A token has 8 slots, each local with a chance of 1/8: one local slot on average. Tokens that
+  // have none, (7/8)^8 of all, are not sent; so those that are have 1 / (1 - (7/8)^8) = 1.52.
   EXPECT_EQ(expected_local_slots(100, 8, 1.0 / 8), 152);
   EXPECT_EQ(expected_local_slots(100, 2, 1.0 / 1000), 100);
   EXPECT_EQ(expected_local_slots(0, 2, 0), 0);

@@ -153,7 +153,8 @@ __device__ inline void copy_scales_in_bulk(SharedMemory<K>& shared, const GemmPa
 }
 
 /// The same for one warp, in tiles with weights as rows: promote() reads the scales of two tokens
-/// at once, so a tile's must begin at 8 bytes in shared memory; and rows of experts begin anywhere.
+/// at once, so the first one of a tile must lie at a multiple of 8 bytes in shared memory. A bulk
+/// copy could not see to that, as an expert's rows may begin at any place of the source.
 template <typename K>
 __device__ inline void copy_scales(SharedMemory<K>& shared, const GemmParams& gemm,
                                    const WorkTile& tile, StageState<K>& stage) {

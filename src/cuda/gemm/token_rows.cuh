@@ -20,9 +20,12 @@ __device__ inline int warp_token(const WarpgroupCoords<K>& coords) {
   return coords.first_token() + coords.thread() / 32 * 16;
 }
 
-/// What scales a K block has: none; two of weights, one for all even slices of the tile and one for
-/// the odd ones (GemmParams::two_scales_a_tile); or one for each slice.
-enum class KBlockScales : std::uint8_t { kNone, kTwo, kOfSlices };
+/// Which weight scales a K block has in a tile.
+enum class KBlockScales : std::uint8_t {
+  kNone,      ///< and no token scales either
+  kTwo,       ///< one for the even slices, one for the odd: GemmParams::two_scales_a_tile
+  kOfSlices,  ///< one for each slice
+};
 
 /// A thread's products of token scales and weight scales of a K block. A scale that is missing
 /// counts as 1, which leaves the bits as they are.

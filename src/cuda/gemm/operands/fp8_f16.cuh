@@ -1,5 +1,5 @@
-// Operands of FP8 weights and activations whose rows are f16: those that are quantized, and
-// results.
+// Operands of FP8 weights and activations in layers of f16: the rows that are quantized to FP8 are
+// f16, and so are the results.
 #pragma once
 
 #include "cuda/gemm/operands/as_is.cuh"
