@@ -4,6 +4,7 @@
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <cstdint>
 
 #include "core/host_device.h"
@@ -54,6 +55,14 @@ FUSEDMOE_HD inline std::uint8_t mx_scale_code(float amax, bool e2m1, MxScaleRule
       break;
   }
   return static_cast<std::uint8_t>(code < 0 ? 0 : code > 254 ? 254 : code);
+}
+
+/// value / scale, rounded as a division rounds it, in three operations: where many values have one
+/// scale. `inverse` is 1 / scale, a normal number; `value` has at most 11 significant bits, as bf16
+/// and f16 do. (One step of Newton's method; every pair of significands was compared.)
+FUSEDMOE_HD inline float quotient(float value, float scale, float inverse) {
+  const float first = value * inverse;
+  return std::fma(-std::fma(first, scale, -value), inverse, first);
 }
 
 /// Smallest amax of groups and of int8 rows.

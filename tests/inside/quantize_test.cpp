@@ -15,6 +15,7 @@
 #include "fusedmoe/tensor.h"
 #include "quant/quantize.h"
 #include "quant/quantize_elements.h"
+#include "quant/quantize_scales.h"
 #include "quantize_oracle.h"
 #include "testing/cases.h"
 
@@ -34,6 +35,27 @@ TEST(QuantizeElementsTest, EqualTheFormatsOnEveryRoundingBoundary) {
       const auto value = std::bit_cast<float>(upper << 12 | lower);
       ASSERT_EQ(core::e4m3_code(value), f32_to_e4m3(value)) << value;
       ASSERT_EQ(core::e2m1_code(value), f32_to_e2m1(value)) << value;
+    }
+  }
+}
+
+TEST(QuantizeElementsTest, AQuotientIsThatOfTheDivision) {
+  const auto bits_of = [](float value) { return std::bit_cast<std::uint32_t>(value); };
+  Random random(0x5ca1e);
+  for (int i = 0; i < 1000; ++i) {
+    // Any significand, 2^-40 to 2^40.
+    const std::int64_t significand_of_scale = random.below(1 << 23);
+    const std::int64_t word = (87 + random.below(80)) << 23 | significand_of_scale;
+    const auto scale = std::bit_cast<float>(static_cast<std::uint32_t>(word));
+    for (std::uint32_t significand = 0; significand < 1U << 10; ++significand) {  // all of f16
+      for (const std::uint32_t sign_and_exponent : {0x3f800000U, 0xb0000000U}) {
+        const auto value = std::bit_cast<float>(sign_and_exponent | significand << 13);
+        ASSERT_EQ(bits_of(core::quotient(value, scale, 1 / scale)), bits_of(value / scale))
+            << value << " / " << scale;
+      }
+    }
+    for (const float zero : {0.0F, -0.0F}) {
+      ASSERT_EQ(bits_of(core::quotient(zero, scale, 1 / scale)), bits_of(zero));
     }
   }
 }

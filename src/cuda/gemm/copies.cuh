@@ -45,7 +45,21 @@ __device__ inline void prefetch_weights(const FusedMlpParams& p, const WorkTile&
   }
 }
 
-/// Weights of a tile, stage by stage; for one thread.
+/// Scales of a packed block, one for each slice.
+inline constexpr int kSliceScaleBytes = kSlices * sizeof(float);
+
+/// The token scales of a K block that a bulk copy brings for a tile: it begins at a multiple of 4
+/// scales, 16 bytes. The pitch is such a multiple, too, so the copy ends within it.
+struct TokenScaleCopy {
+  /// Scales before the tile's first.
+  __device__ static int offset(const WorkTile& tile) { return tile.first_row % 4; }
+  __device__ static int bytes(const WorkTile& tile) {
+    return (offset(tile) + tile.num_tokens + 3) / 4 * 4 * int{sizeof(float)};
+  }
+};
+
+/// Weights of a tile, stage by stage; for one thread. With tokens as rows it also brings the scales
+/// of K blocks that have any, by bulk copies.
 template <typename K>
 __device__ inline void copy_weights(SharedMemory<K>& shared, const FusedMlpParams& p,
                                     const WorkTile& tile, StageState<K>& stage) {
@@ -58,18 +72,31 @@ __device__ inline void copy_weights(SharedMemory<K>& shared, const FusedMlpParam
   const std::int32_t* token_tiles = shared.tile_prefix + tile.expert;
   const bool read_once = token_tiles[1] - token_tiles[0] == 1;
   const auto hint = p.weights_evict_first && read_once ? kEvictFirst : kEvictNormal;
+  const bool scaled = K::kTokensAreRows && gemm.block_scales;
+  const int scale_pitch = gemm.k_blocks * kSlices;
+  const float* scales = gemm.block_scales;
+  if (scaled) {
+    scales +=
+        (static_cast<std::int64_t>(tile.expert) * gemm.row_blocks + tile.row_block) * scale_pitch +
+        tile.k_begin * kSlices;
+  }
   for (int left = tile.k_end - tile.k_begin; left > 0; left -= K::kBlocksPerStage) {
     const int bytes = min(K::kBlocksPerStage, left) * K::kBlockBytes;
     std::uint64_t* full = &shared.stage_full[stage.index];
     std::uint8_t* target = shared.weights_at(stage.index, 0, 0);
     wait(&shared.stage_free[stage.index], stage.phase ^ 1);
-    Barrier::arrive_and_expect_tx(full, row_blocks * bytes);
+    Barrier::arrive_and_expect_tx(full, row_blocks * (bytes + (scaled ? kSliceScaleBytes : 0)));
 #pragma unroll
     for (int b = 0; b < K::kTileRowBlocks; ++b) {
       if (b >= row_blocks) break;
       bulk_copy(target + b * K::kRowBlockPitch, weights + b * row_pitch, bytes, full, hint);
+      if (scaled) {
+        bulk_copy(shared.weight_scales_at(stage.index, 0) + b * kSlices, scales + b * scale_pitch,
+                  kSliceScaleBytes, full, kEvictNormal);
+      }
     }
     weights += bytes;
+    if (scaled) scales += kSlices;
     stage.advance();
   }
 }
@@ -110,51 +137,10 @@ __device__ inline void copy_k_block(const CUtensorMap* boxes, std::uint64_t* ful
   }
 }
 
-/// The token scales of a K block that a bulk copy brings for a tile: it begins at a multiple of 4
-/// scales, 16 bytes. The pitch is such a multiple, too, so the copy ends within it.
-struct TokenScaleCopy {
-  /// Scales before the tile's first.
-  __device__ static int offset(const WorkTile& tile) { return tile.first_row % 4; }
-  __device__ static int count(const WorkTile& tile) {
-    return (offset(tile) + tile.num_tokens + 3) / 4 * 4;
-  }
-};
-
-/// Scales of a tile's K blocks, of weights and of token rows, stage by stage; for one thread.
-template <typename K>
-__device__ inline void copy_scales_in_bulk(SharedMemory<K>& shared, const GemmParams& gemm,
-                                           const WorkTile& tile, StageState<K>& stage) {
-  constexpr int kBytes = kSlices * sizeof(float);  // of a packed block
-  const int row_blocks =
-      gemm.block_scales ? max(0, min(K::kTileRowBlocks, gemm.row_blocks - tile.row_block)) : 0;
-  const int token_bytes =
-      gemm.token_scale_pitch > 0 ? TokenScaleCopy::count(tile) * int{sizeof(float)} : 0;
-  const std::int64_t row_pitch = static_cast<std::int64_t>(gemm.k_blocks) * kSlices;
-  const auto first_block =
-      static_cast<std::int64_t>(tile.expert) * gemm.row_blocks + tile.row_block;
-  const float* of_weights = gemm.block_scales + first_block * row_pitch + tile.k_begin * kSlices;
-  const float* of_tokens = gemm.token_scales + tile.first_row - TokenScaleCopy::offset(tile) +
-                           tile.k_begin * gemm.token_scale_pitch;
-  for (int left = tile.k_end - tile.k_begin; left > 0; --left) {
-    std::uint64_t* full = &shared.stage_full[stage.index];
-    wait(&shared.stage_free[stage.index], stage.phase ^ 1);
-    Barrier::arrive_and_expect_tx(full, row_blocks * kBytes + token_bytes);
-    for (int b = 0; b < row_blocks; ++b) {
-      bulk_copy(shared.weight_scales_at(stage.index, 0) + b * kSlices, of_weights + b * row_pitch,
-                kBytes, full, kEvictNormal);
-    }
-    if (token_bytes > 0) {
-      bulk_copy(shared.token_scales_at(stage.index, 0), of_tokens, token_bytes, full, kEvictLast);
-    }
-    of_weights += kSlices;
-    of_tokens += gemm.token_scale_pitch;
-    stage.advance();
-  }
-}
-
-/// The same for one warp, in tiles with weights as rows: promote() reads the scales of two tokens
-/// at once, so the first one of a tile must lie at a multiple of 8 bytes in shared memory. A bulk
-/// copy could not see to that, as an expert's rows may begin at any place of the source.
+/// Scales of a tile's K blocks, of weights and of token rows, stage by stage; for one warp, in
+/// tiles with weights as rows. promote() reads the scales of two tokens at once, so the first one
+/// of a tile must lie at a multiple of 8 bytes in shared memory. A bulk copy could not see to that,
+/// as an expert's rows may begin at any place of the source.
 template <typename K>
 __device__ inline void copy_scales(SharedMemory<K>& shared, const GemmParams& gemm,
                                    const WorkTile& tile, StageState<K>& stage) {
@@ -181,14 +167,18 @@ __device__ inline void copy_scales(SharedMemory<K>& shared, const GemmParams& ge
   }
 }
 
-/// Token rows of a tile, stage by stage; for one thread.
+/// Token rows of a tile, stage by stage; for one thread. With tokens as rows it also brings their
+/// scales, as copy_weights().
 template <typename K>
 __device__ inline void copy_activations(SharedMemory<K>& shared, const FusedMlpParams& p,
                                         const CUtensorMap* boxes, const WorkTile& tile, int rank,
                                         StageState<K>& stage) {
-  const int k = p.gemms[tile.gemm].k;
+  const GemmParams& gemm = p.gemms[tile.gemm];
+  const int k = gemm.k;
   const int count = (tile.num_tokens + kRowUnit - 1) / kRowUnit * kRowUnit;
   const int bytes = count * kSwizzleBytes;  // of a K block
+  const bool scaled = K::kTokensAreRows && gemm.token_scale_pitch > 0;
+  const int scale_bytes = scaled ? TokenScaleCopy::bytes(tile) : 0;
   for (int block = tile.k_begin; block < tile.k_end; block += K::kBlocksPerStage) {
     std::uint64_t* full = &shared.stage_full[stage.index];
     wait(&shared.stage_free[stage.index], stage.phase ^ 1);
@@ -203,7 +193,12 @@ __device__ inline void copy_activations(SharedMemory<K>& shared, const FusedMlpP
       }
     } else {
       const int k_blocks = min(K::kBlocksPerStage, tile.k_end - block);
-      Barrier::arrive_and_expect_tx(full, k_blocks * bytes);
+      Barrier::arrive_and_expect_tx(full, k_blocks * bytes + scale_bytes);
+      if (scaled) {
+        const float* from = gemm.token_scales + tile.first_row - TokenScaleCopy::offset(tile) +
+                            block * gemm.token_scale_pitch;
+        bulk_copy(shared.token_scales_at(stage.index, 0), from, scale_bytes, full, kEvictLast);
+      }
       for (int b = 0; b < k_blocks; ++b) {
         std::uint8_t* target = shared.activations_at(stage.index, b);
         const int column = (block + b) * K::kBlockK;

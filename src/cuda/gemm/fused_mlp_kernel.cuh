@@ -6,6 +6,7 @@
 //   load_activations           one thread  brings the token rows of each tile
 //   load_scales                a warp      brings scales, where each K block has its own
 //   multiply_tiles             warpgroups  multiply; without an epilogue warpgroup they also store
+//   multiply_token_tiles       a warpgroup the same for a team (TileShape)
 //   run_epilogues              a warpgroup stores small tiles while the next is multiplied
 //   publish_tiles              one thread  tells other thread blocks which tiles are stored
 //
@@ -115,15 +116,11 @@ __device__ inline void load_scales(SharedMemory<K>& shared, const FusedMlpParams
   while (true) {
     wait(&shared.tile_full[slot.index], slot.phase);
     const WorkTile tile = shared.tiles[slot.index];
-    if constexpr (K::kScaleLanes > 1) __syncwarp();
-    if (K::kScaleLanes == 1 || threadIdx.x % 32 == 0) arrive(&shared.tile_free[slot.index]);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(&shared.tile_free[slot.index]);
     slot.advance();
     if (tile.gemm < 0) return;
-    if constexpr (K::kScaleLanes == 1) {
-      copy_scales_in_bulk(shared, p.gemms[tile.gemm], tile, stage);
-    } else {
-      copy_scales(shared, p.gemms[tile.gemm], tile, stage);
-    }
+    copy_scales(shared, p.gemms[tile.gemm], tile, stage);
   }
 }
 
@@ -138,29 +135,37 @@ __device__ __forceinline__ void multiply_tiles(SharedMemory<K>& shared, const Fu
     wait(&shared.tile_full[slot], count / kSlots % 2);
     const WorkTile& tile = shared.tiles[slot];  // read where needed: registers are scarce
     if (tile.gemm < 0) return;
-    if constexpr (K::kTokensAreRows) {
-      prefetch_column_factors<K>(p.gemms[tile.gemm], tile, coords);
-    } else if constexpr (!K::kHasEpilogueWarpgroup) {
+    if constexpr (!K::kHasEpilogueWarpgroup) {
       prefetch_scale_and_bias<K>(p.gemms[tile.gemm], tile, coords);
     }
     typename K::Accumulators accumulators;
-    if constexpr (K::kTokensAreRows) {
-      multiply_token_rows(shared, p, tile, coords, stage, accumulators[0]);
-    } else {
-      multiply_tile(shared, p, tile, coords, stage, accumulators);
-    }
+    multiply_tile(shared, p, tile, coords, stage, accumulators);
     if constexpr (K::kHasEpilogueWarpgroup) {
       publish_accumulators(shared, tile, coords, accumulators, count % 2 ^ 1);
     } else {
       if (p.topk_ids) cudaGridDependencySynchronize();
-      if constexpr (K::kTokensAreRows) {
-        store_token_rows(shared, p, tile, coords, accumulators[0]);
-        arrive(&shared.tile_stored[slot]);
-      } else {
-        store_tile(shared, p, tile, coords, accumulators);
-        if (coords.thread() == 0) arrive(&shared.tile_stored[slot]);
-      }
+      store_tile(shared, p, tile, coords, accumulators);
+      if (coords.thread() == 0) arrive(&shared.tile_stored[slot]);
     }
+  }
+}
+
+template <typename K>
+__device__ __forceinline__ void multiply_token_tiles(SharedMemory<K>& shared,
+                                                     const FusedMlpParams& p) {
+  StageState<K> stage;
+  constexpr unsigned kSlots = K::kTileSlots;
+  for (unsigned count = 0;; ++count) {
+    const unsigned slot = count % kSlots;
+    wait(&shared.tile_full[slot], count / kSlots % 2);
+    const WorkTile& tile = shared.tiles[slot];
+    if (tile.gemm < 0) return;
+    prefetch_column_factors<K>(p.gemms[0], tile);
+    typename K::Accumulators accumulators;
+    multiply_token_rows(shared, p.gemms[0], tile, stage, accumulators);
+    if (p.topk_ids) cudaGridDependencySynchronize();
+    store_token_rows(shared, p, tile, accumulators);
+    arrive(&shared.tile_free[slot]);
   }
 }
 
@@ -205,11 +210,15 @@ __global__ __launch_bounds__(K::kThreads,
                              1) void fused_mlp_kernel(const __grid_constant__ FusedMlpParams params,
                                                       const __grid_constant__ ActivationMaps maps) {
   extern __shared__ __align__(1024) std::uint8_t memory[];
-  auto& shared = *reinterpret_cast<SharedMemory<K>*>(memory);
+  auto* teams = reinterpret_cast<SharedMemory<K>*>(memory);
+  SharedMemory<K>& shared = teams[0];
   const int rank = K::kCluster > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
 
   const int expert = read_expert(params);
-  init_barriers(shared, has_k_scales<K>(params));
+  for (int t = 0; t < K::kTeams; ++t) {
+    init_barriers(teams[t], has_k_scales<K>(params));
+    if constexpr (K::kTokensAreRows) clear_scales(teams[t]);
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < params.num_gemms; ++i) {
       constexpr int kFirst = K::kWideCopies ? 0 : ActivationMaps::first_box(K::kMaxTokens);
@@ -220,26 +229,38 @@ __global__ __launch_bounds__(K::kThreads,
   // routing_data itself writes must be waited for.
   if (!params.topk_ids) cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
-  count_tiles(shared, params, expert);
+  for (int t = 0; t < K::kTeams; ++t) count_tiles(teams[t], params, expert);
   if constexpr (K::kCluster > 1) cute::cluster_sync();
 
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<K::kLoadRegisters>();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (warp == 0 && cute::elect_one_sync()) {
+    if constexpr (K::kTokensAreRows) {
+      static_assert(K::kTeams <= 2);
+      const int team = warp / 2;
+      if (team < K::kTeams && cute::elect_one_sync()) {
+        if (warp % 2 == 0) {
+          schedule_and_load_weights(teams[team], params, rank);
+        } else {
+          load_activations(teams[team], params, maps, rank);
+        }
+      }
+    } else if (warp == 0 && cute::elect_one_sync()) {
       schedule_and_load_weights(shared, params, rank);
     } else if (warp == 1 && cute::elect_one_sync()) {
       load_activations(shared, params, maps, rank);
     } else if (warp == 2 && cute::elect_one_sync()) {
       publish_tiles(shared, params);
     } else if (warp == 3 && has_k_scales<K>(params)) {
-      if constexpr (K::Operands::kHasKScales) {
-        if (K::kScaleLanes > 1 || cute::elect_one_sync()) load_scales(shared, params);
-      }
+      if constexpr (K::Operands::kHasKScales) load_scales(shared, params);
     }
   } else if (!K::kHasEpilogueWarpgroup || threadIdx.x < K::kThreads - 128) {
     cutlass::arch::warpgroup_reg_alloc<K::kMultiplyRegisters>();
-    multiply_tiles(shared, params);
+    if constexpr (K::kTokensAreRows) {
+      multiply_token_tiles(teams[__shfl_sync(~0u, threadIdx.x / 128 - 1, 0)], params);
+    } else {
+      multiply_tiles(shared, params);
+    }
   } else {
     if constexpr (K::kHasEpilogueWarpgroup) {
       cutlass::arch::warpgroup_reg_alloc<K::kEpilogueRegisters>();

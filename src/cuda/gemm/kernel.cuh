@@ -40,35 +40,39 @@ struct Kernel {
   static constexpr int kMaxTokens = kTile.max_tokens, kCluster = kTile.cluster;
   static constexpr int kRowGroups = kTile.row_groups, kKGroups = kTile.k_groups;
   static constexpr bool kTokensAreRows = kTile.tokens_are_rows();
-  static_assert(!kTokensAreRows || (kRowGroups == 1 && kKGroups == 1 &&
-                                    kMaxTokens == kBlockRows * kTile.token_groups));
+  static_assert(!kTokensAreRows || kTile.warpgroups() == 1);
+  static constexpr int kTeams = kTokensAreRows ? kTile.teams : 1;
   static constexpr int kRowBlocks = kTile.row_blocks;             // of a row group
   static constexpr int kTileRowBlocks = kTile.tile_row_blocks();  // of a thread block
   static constexpr int kClusterRowBlocks = kTileRowBlocks * kCluster;
 
-  static constexpr int kWarpgroups = kTile.warpgroups();  // that multiply
+  static constexpr int kWarpgroups = kTile.warpgroups();  // that multiply a tile
   static constexpr int kMultiplyThreads = 128 * kWarpgroups;
   // In tiles of few tokens the multiplying warpgroups publish their accumulators in shared memory,
   // and another one finishes them while the next tile is multiplied. Its latencies would otherwise
   // be a good part of the time.
   static constexpr bool kHasEpilogueWarpgroup = kTile.has_epilogue_warpgroup();
   static_assert(kHasEpilogueWarpgroup || kKGroups == 1, "K groups meet in shared memory");
-  static constexpr int kThreads = 128 * (1 + kWarpgroups + (kHasEpilogueWarpgroup ? 1 : 0));
+  static constexpr int kThreads =
+      128 * (1 + kTeams * kWarpgroups + (kHasEpilogueWarpgroup ? 1 : 0));
 
   // Registers of a thread block are 64 Ki; at launch every thread has the same share of them.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kAllRegisters = kLaunchRegisters * (kThreads / 128);
   static constexpr int kEpilogueRegisters = kHasEpilogueWarpgroup ? 104 : 0;
+  // What the loading threads need.
+  static constexpr int kLeastLoadRegisters = kTokensAreRows ? 40 : 56;
   static constexpr int kMultiplyRegisters =
-      (kAllRegisters - kEpilogueRegisters - 56) / kWarpgroups / 8 * 8;
+      (kAllRegisters - kEpilogueRegisters - kLeastLoadRegisters) / (kTeams * kWarpgroups) / 8 * 8;
   static constexpr int kLoadRegisters =
-      kAllRegisters - kEpilogueRegisters - kWarpgroups * kMultiplyRegisters;
+      kAllRegisters - kEpilogueRegisters - kTeams * kWarpgroups * kMultiplyRegisters;
 
   // A thread's accumulators as wgmma leaves them: row blocks by tokens, or where tokens are the
-  // rows all weight rows of the tile at once.
+  // rows blocks of 64 tokens by the weight rows of the tile.
   static constexpr int kColumns = kTokensAreRows ? kTileRowBlocks * kBlockRows : kMaxTokens;
   static constexpr int kAccumulators = kColumns / 2;
-  using Accumulators = float[kTokensAreRows ? 1 : kRowBlocks][kAccumulators];
+  static constexpr int kTokenBlocks = kTokensAreRows ? kMaxTokens / kBlockRows : 1;
+  using Accumulators = float[kTokensAreRows ? kTokenBlocks : kRowBlocks][kAccumulators];
   static constexpr bool kPromotes = Operands::kPromotedColumns > 0;
   static constexpr int kPromotedColumns = kTokensAreRows || kColumns < Operands::kPromotedColumns
                                               ? kColumns
@@ -111,10 +115,8 @@ struct Kernel {
   static constexpr int kTokenScales = kMaxTokens + (kTokensAreRows ? 4 : 0);
   static constexpr int kScales = Operands::kHasKScales ? kWeightScales + kTokenScales : 0;
   static constexpr int kScaleBytes = kBlocksPerStage * kScales * 4;
-
-  // Lanes that copy them: one, where they come by bulk copies, from and to multiples of 16 bytes.
-  static constexpr int kScaleLanes = kTokensAreRows ? 1 : 32;
-  static_assert(kScaleLanes > 1 ||
+  // With tokens as rows they come by bulk copies, from and to multiples of 16 bytes.
+  static_assert(!kTokensAreRows ||
                 (kBlocksPerStage == 1 && kWeightScales % 4 == 0 && kScales % 4 == 0));
 
   static_assert(sizeof(typename Output::Element) == 2, "stmatrix stages 16 bits");
@@ -125,18 +127,18 @@ struct Kernel {
                                       : kMaxTokens % 48 == 0 ? 48
                                                              : 16;
   // Elements of a staged row on its way out; eight rows lie on different banks.
+  static constexpr int kStagedFeatures = kTokensAreRows ? kBlockRows / 2 : kBlockRows;
   static constexpr int kStagedPitch =
-      kBlockRows + 16 / static_cast<int>(sizeof(typename Output::Element));
+      kStagedFeatures + 16 / static_cast<int>(sizeof(typename Output::Element));
 
   static constexpr int kTileSlots = 8;
-  static constexpr int kSharedLimit = 232448;  // of a thread block, sm_90
+  // Of a team: its share of what a thread block may have on sm_90.
+  static constexpr int kSharedLimit = 232448 / kTeams / 1024 * 1024;
   // Warpgroups that publish partial accumulators, and a thread's; at least 1, as there is no array
   // of nothing.
   static constexpr int kPartials = kHasEpilogueWarpgroup ? kWarpgroups : 1;
   static constexpr int kPartialAccumulators = kHasEpilogueWarpgroup ? kAccumulators : 1;
-  static constexpr int kStoringWarpgroups = kHasEpilogueWarpgroup ? 1
-                                            : kTokensAreRows      ? kWarpgroups
-                                                                  : kRowGroups;
+  static constexpr int kStoringWarpgroups = kHasEpilogueWarpgroup ? 1 : kRowGroups;
 
   static constexpr int kFixedBytes =
       kStoringWarpgroups * kChunkTokens * kStagedPitch * sizeof(typename Output::Element) +
@@ -160,6 +162,7 @@ struct WorkTile {
   int token_tile;  // of all experts: where its stored row blocks of GEMM 1 are counted
 };
 
+/// Of a team, or of the thread block where there are none.
 template <typename K>
 struct SharedMemory {
   // The ring of operands: per stage the token rows, then the packed blocks.
@@ -227,10 +230,8 @@ template <typename K>
 struct WarpgroupCoords {
   int warpgroup;
   __device__ static int thread() { return threadIdx.x % 128; }
-  __device__ int row_group() const { return K::kTokensAreRows ? 0 : warpgroup / K::kKGroups; }
+  __device__ int row_group() const { return warpgroup / K::kKGroups; }
   __device__ int k_group() const { return warpgroup % K::kKGroups; }
-  /// First token of a token group.
-  __device__ int first_token() const { return K::kTokensAreRows ? warpgroup * kBlockRows : 0; }
 };
 
 /// By a thread of each of some warps, as each barrier takes a while.
@@ -242,8 +243,8 @@ __device__ __forceinline__ void init_barriers(SharedMemory<K>& shared, bool has_
   };
   switch (threadIdx.x / 32) {
     case 1:
-      // Weights, activations, and each lane that copies scales.
-      init(shared.stage_full, has_k_scales ? 2 + K::kScaleLanes : 2);
+      // Weights, activations, and each lane that copies scales, if they come apart.
+      init(shared.stage_full, has_k_scales && !K::kTokensAreRows ? 2 + 32 : 2);
       break;
     case 2:
       init(shared.stage_free, K::kMultiplyThreads * K::kCluster);
@@ -252,11 +253,11 @@ __device__ __forceinline__ void init_barriers(SharedMemory<K>& shared, bool has_
       init(shared.tile_full, 1);
       break;
     case 4:
-      // Warps that store token rows do not wait for each other.
-      init(shared.tile_stored, (K::kTokensAreRows ? 128 : 1) * K::kStoringWarpgroups);
+      init(shared.tile_stored, K::kStoringWarpgroups);
       break;
     case 5:
-      init(shared.tile_free, has_k_scales ? 3 : 2);  // activations and scales loaded, stored
+      // Activations and scales loaded, stored. A team's warps do not wait for each other.
+      init(shared.tile_free, K::kTokensAreRows ? 1 + 128 : has_k_scales ? 3 : 2);
       break;
     case 6:
       Barrier::init(&shared.partials_full, K::kMultiplyThreads);

@@ -33,7 +33,7 @@ void launch_kernel(const FusedMlpParams& params, const Stream& stream) {
   const DeviceProperties& device = *device_properties(current_device().index);
   const auto blocks = static_cast<unsigned>(device.multiprocessors / K::kCluster * K::kCluster);
   launch_clusters(fused_mlp_kernel<K>, K::kCluster, dim3(blocks), dim3(K::kThreads),
-                  sizeof(SharedMemory<K>), static_cast<cudaStream_t>(stream.handle),
+                  K::kTeams * sizeof(SharedMemory<K>), static_cast<cudaStream_t>(stream.handle),
                   params.overlap_previous, params, maps);
 }
 

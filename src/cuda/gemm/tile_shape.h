@@ -9,20 +9,19 @@ namespace fusedmoe::cuda {
 /// rows; its K groups take the K blocks in turns, and the epilogue adds their accumulators in
 /// order.
 ///
-/// With token groups the operands change places: tokens are wgmma's 64 rows and weight rows its
-/// columns. Each token group is a warpgroup with 64 tokens and all weight rows of the tile.
+/// With teams the operands change places: tokens are wgmma's 64 rows and weight rows its columns. A
+/// team is one multiplying warpgroup with tiles and shared memory of its own: while one stores its
+/// tile, the other has the tensor cores.
 struct TileShape {
   int max_tokens = 0;  ///< token rows of one expert in a tile, at most
   int row_groups = 0;
   int k_groups = 0;
   int row_blocks = 0;
-  int cluster = 1;       ///< thread blocks side by side that share the same token rows
-  int token_groups = 0;  ///< of 64 tokens; 0: weights are wgmma's rows
+  int cluster = 1;  ///< thread blocks side by side that share the same token rows
+  int teams = 0;    ///< of a thread block; 0: weights are wgmma's rows
 
-  constexpr bool tokens_are_rows() const { return token_groups > 0; }
-  constexpr int warpgroups() const {
-    return tokens_are_rows() ? token_groups : row_groups * k_groups;
-  }
+  constexpr bool tokens_are_rows() const { return teams > 0; }
+  constexpr int warpgroups() const { return row_groups * k_groups; }
   /// Tiles of an expert are cut in steps of so many tokens.
   constexpr int token_step() const { return tokens_are_rows() ? 64 : 8; }
   /// Whether a warpgroup of its own runs the epilogue while the others multiply the next tile.
@@ -32,7 +31,7 @@ struct TileShape {
 };
 
 /// "128x288k1c2", "256x144k1c2r2", "128x128k1c2t2": weight rows x tokens of a block, K groups,
-/// blocks of a cluster, row blocks of a row group if there are several; or token groups.
+/// blocks of a cluster, row blocks of a row group if there are several; or teams.
 std::string to_string(const TileShape& tile);
 
 /// The tiles of operands with 16-bit activations, from few tokens to many.
@@ -48,7 +47,7 @@ inline constexpr TileShape kTilesDecoded[] = {
 
 /// The tiles of FP8. Each K block is summed up in temporary accumulators and then added to the
 /// others; so large tiles leave room for both. With tokens as rows a thread has the accumulators of
-/// two tokens, so it needs two token scales for a K block.
+/// four tokens, so it needs four token scales for a K block.
 inline constexpr TileShape kTilesFp8[] = {
     {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 2, 1, 2, 1}, {96, 2, 1, 1, 2}, {128, 1, 1, 2, 2, 2},
 };

@@ -9,7 +9,7 @@
 namespace fusedmoe::cuda {
 
 std::string to_string(const TileShape& tile) {
-  const std::string row_blocks = tile.tokens_are_rows() ? core::format("t{}", tile.token_groups)
+  const std::string row_blocks = tile.tokens_are_rows() ? core::format("t{}", tile.teams)
                                  : tile.row_blocks > 1  ? core::format("r{}", tile.row_blocks)
                                                         : std::string();
   return core::format("{}x{}k{}c{}{}", tile.tile_row_blocks() * kBlockRows, tile.max_tokens,
@@ -68,6 +68,9 @@ void fused_mlp(const FusedMlpParams& params, const WeightFormat& format, const T
   FUSEDMOE_CHECK(found != format.tiles.end(), "tile", to_string(tile), "one that is compiled");
   FUSEDMOE_CHECK(!params.batch_invariant || format.keeps_order(tile), "tile", to_string(tile),
                  "one that adds up rows in one order: batch invariance");
+  // Their rows are quantized between the GEMMs.
+  FUSEDMOE_CHECK(params.num_gemms == 1 || !tile.tokens_are_rows(), "num_gemms", params.num_gemms,
+                 "1 with tokens as rows");
   format.launches[static_cast<std::size_t>(found - format.tiles.begin())](params, stream);
 }
 

@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(kThreads) transform_rows_kernel(const Transfor
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
   const std::int64_t row = blockIdx.x;
-  const int expert = expert_of_row(p, row);
-  if (expert < 0) return;
+  if (!has_expert(p, row)) return;
+  const int expert = t.by_expert() ? expert_of_row(p, row) : 0;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int warp = static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x / 32);
   const float scale = scale_of_row<kWarps>(t, row);
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads) amax_of_rows_kernel(const TransformRows p) {
   cudaGridDependencySynchronize();
   const std::int64_t row = blockIdx.x * std::int64_t{kWarps} + threadIdx.x / 32;
-  if (row >= p.num_rows || expert_of_row(p, row) < 0) return;
+  if (row >= p.num_rows || !has_expert(p, row)) return;
   const float amax = amax_of_row(p.rows, row);
   if (threadIdx.x % 32 == 0) atomicMax(p.rows.fp8.amax, __float_as_uint(amax));
 }

@@ -37,10 +37,16 @@ using UnitValues = float2[4];
 __device__ __forceinline__ void read_values(const RowTransform& t, const uint4& raw,
                                             UnitValues& values) {
   const std::uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+  if (t.from_f16) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    values[i] = t.from_f16 ? __half22float2(reinterpret_cast<const __half2&>(words[i]))
-                           : __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(words[i]));
+    for (int i = 0; i < 4; ++i) {
+      values[i] = __half22float2(reinterpret_cast<const __half2&>(words[i]));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      values[i] = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(words[i]));
+    }
   }
 }
 /// NaN counts as 0.
@@ -116,15 +122,24 @@ __device__ __forceinline__ Converted to_fp8(const RowTransform& t, const uint4& 
     const float amax = amax_of_lanes<kGroupLanes>(amax_of_values(values));
     scale = core::e4m3_group_scale(amax, fp8.power_of_two);
   }
-  const bool divides = fp8.scale == Scale::kRow || fp8.scale == Scale::kGroup;
-  // A tensor of zeros has scale 0; a reciprocal beyond fp32 means values that count as zero.
-  const float inverse = isinf(1.0F / scale) ? 0.0F : 1.0F / scale;
-  const auto scaled = [&](float value) { return divides ? value / scale : value * inverse; };
+  const float inverse = 1.0F / scale;
+  const auto scale_values = [&](const auto& scaled) {
+#pragma unroll
+    for (float2& pair : values) pair = make_float2(scaled(pair.x), scaled(pair.y));
+  };
+  if (fp8.scale != Scale::kRow && fp8.scale != Scale::kGroup) {
+    // A tensor of zeros has scale 0; a reciprocal beyond fp32 means values that count as zero.
+    const float factor = isinf(inverse) ? 0.0F : inverse;
+    scale_values([&](float value) { return value * factor; });
+  } else if (scale <= 0x1p126F) {
+    scale_values([&](float value) { return core::quotient(value, scale, inverse); });
+  } else {  // the inverse is no normal number
+    scale_values([&](float value) { return value / scale; });
+  }
   __nv_fp8x2_storage_t codes[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    codes[i] = __nv_cvt_float2_to_fp8x2(make_float2(scaled(values[i].x), scaled(values[i].y)),
-                                        __NV_SATFINITE, __NV_E4M3);
+    codes[i] = __nv_cvt_float2_to_fp8x2(values[i], __NV_SATFINITE, __NV_E4M3);
   }
   Converted result{{}, scale};
   memcpy(&result.data, codes, sizeof(codes));
