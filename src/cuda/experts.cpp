@@ -310,6 +310,8 @@ void Sm90Experts::run_gemms(const ForwardArgs& args, const FusedMlpParams& param
   step.topk_weights = params.topk_weights;
   step.counters = params.counters + 1;  // the first has moved its own
   step.overlap_previous = true;
+  // The first launch began, and so let the pass begin, when it had the counts.
+  step.counts_are_old = !params.topk_ids;
   fused_mlp(step, format_, config.tile, args.stream);
 }
 

@@ -390,7 +390,6 @@ __device__ __forceinline__ void store_rows(SharedMemory<K>& shared, const FusedM
                    inner ? p.quantizer : RowQuantizer{}, tile.expert);
     }
   }
-  sync_warpgroup(coords);  // all is written
 }
 
 /// The warpgroup's own accumulators, before it goes on to the next tile.
@@ -402,6 +401,8 @@ __device__ inline void store_tile(SharedMemory<K>& shared, const FusedMlpParams&
   store_rows(shared, p, tile, coords, factors, [&](int chunk, Chunk<K>& values) {
     read_accumulators<K>(accumulators, chunk, values);
   });
+  // Nobody needs to wait here, but without it ptxas serializes the wgmma of some kernels.
+  sync_warpgroup(coords);
 }
 
 /// A multiplying warpgroup's accumulators, for the epilogue warpgroup. `phase`: of the tile before.
@@ -426,7 +427,7 @@ __device__ inline void store_published_tile(SharedMemory<K>& shared, const Fused
                                             const WorkTile& tile, std::uint32_t phase) {
   const WarpgroupCoords<K> coords{0};
   const ScaleAndBias<K> factors = read_scale_and_bias(p.gemms[tile.gemm], tile, coords);
-  if (p.topk_ids) cudaGridDependencySynchronize();
+  wait_for_previous(p);
   if (const std::int32_t* rows = p.gemms[tile.gemm].out_rows) {  // brings them to the L1
     int row;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(row) : "l"(rows + tile.first_row));

@@ -96,7 +96,7 @@ __device__ inline void load_activations(SharedMemory<K>& shared, const FusedMlpP
     slot.advance();
     if (tile.gemm < 0) return;
 
-    if (p.topk_ids) cudaGridDependencySynchronize();
+    wait_for_previous(p);
     if (tile.gemm == 1) {
       wait_for_rows(p, tile);
       // They were stored by ordinary writes, and tensor copies read them.
@@ -112,7 +112,7 @@ template <typename K>
 __device__ inline void load_scales(SharedMemory<K>& shared, const FusedMlpParams& p) {
   StageState<K> stage;
   TileState<K> slot;
-  if (p.topk_ids) cudaGridDependencySynchronize();
+  wait_for_previous(p);
   while (true) {
     wait(&shared.tile_full[slot.index], slot.phase);
     const WorkTile tile = shared.tiles[slot.index];
@@ -143,9 +143,9 @@ __device__ __forceinline__ void multiply_tiles(SharedMemory<K>& shared, const Fu
     if constexpr (K::kHasEpilogueWarpgroup) {
       publish_accumulators(shared, tile, coords, accumulators, count % 2 ^ 1);
     } else {
-      if (p.topk_ids) cudaGridDependencySynchronize();
+      wait_for_previous(p);
       store_tile(shared, p, tile, coords, accumulators);
-      if (coords.thread() == 0) arrive(&shared.tile_stored[slot]);
+      arrive(&shared.tile_stored[slot]);
     }
   }
 }
@@ -163,7 +163,7 @@ __device__ __forceinline__ void multiply_token_tiles(SharedMemory<K>& shared,
     prefetch_column_factors<K>(p.gemms[0], tile);
     typename K::Accumulators accumulators;
     multiply_token_rows(shared, p.gemms[0], tile, stage, accumulators);
-    if (p.topk_ids) cudaGridDependencySynchronize();
+    wait_for_previous(p);
     store_token_rows(shared, p, tile, accumulators);
     arrive(&shared.tile_free[slot]);
   }
@@ -178,7 +178,7 @@ __device__ __forceinline__ void run_epilogues(SharedMemory<K>& shared, const Fus
     const WorkTile& tile = shared.tiles[slot];
     if (tile.gemm < 0) return;
     store_published_tile(shared, p, tile, count % 2);
-    if (threadIdx.x % 128 == 0) arrive(&shared.tile_stored[slot]);
+    arrive(&shared.tile_stored[slot]);
   }
 }
 
@@ -226,8 +226,8 @@ __global__ __launch_bounds__(K::kThreads,
     }
   }
   // routing_data was launched without PDL, so what came before it has completed; only what
-  // routing_data itself writes must be waited for.
-  if (!params.topk_ids) cudaGridDependencySynchronize();
+  // routing_data itself writes must be waited for, or what the pass before GEMM 2 does.
+  if (!starts_early(params)) cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
   for (int t = 0; t < K::kTeams; ++t) count_tiles(teams[t], params, expert);
   if constexpr (K::kCluster > 1) cute::cluster_sync();

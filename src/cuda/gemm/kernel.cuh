@@ -225,6 +225,15 @@ __device__ inline bool has_k_scales(const FusedMlpParams& p) {
   return K::Operands::kHasKScales && (p.gemms[0].token_scale_pitch > 0 || p.gemms[0].block_scales);
 }
 
+/// Whether this launch begins its work before the previous one has ended.
+__device__ inline bool starts_early(const FusedMlpParams& p) {
+  return p.topk_ids || p.counts_are_old;
+}
+/// Before what the previous launch wrote is read, and before anything is written.
+__device__ inline void wait_for_previous(const FusedMlpParams& p) {
+  if (starts_early(p)) cudaGridDependencySynchronize();
+}
+
 /// Which multiplying warpgroup a thread is in. The epilogue warpgroup takes the place of the first.
 template <typename K>
 struct WarpgroupCoords {
@@ -253,10 +262,11 @@ __device__ __forceinline__ void init_barriers(SharedMemory<K>& shared, bool has_
       init(shared.tile_full, 1);
       break;
     case 4:
-      init(shared.tile_stored, K::kStoringWarpgroups);
+      // Every thread for itself, as in release_stage().
+      init(shared.tile_stored, 128 * K::kStoringWarpgroups);
       break;
     case 5:
-      // Activations and scales loaded, stored. A team's warps do not wait for each other.
+      // Activations and scales loaded, stored; a team's threads tell the latter themselves.
       init(shared.tile_free, K::kTokensAreRows ? 1 + 128 : has_k_scales ? 3 : 2);
       break;
     case 6:

@@ -68,9 +68,9 @@ void fused_mlp(const FusedMlpParams& params, const WeightFormat& format, const T
   FUSEDMOE_CHECK(found != format.tiles.end(), "tile", to_string(tile), "one that is compiled");
   FUSEDMOE_CHECK(!params.batch_invariant || format.keeps_order(tile), "tile", to_string(tile),
                  "one that adds up rows in one order: batch invariance");
-  // Their rows are quantized between the GEMMs.
-  FUSEDMOE_CHECK(params.num_gemms == 1 || !tile.tokens_are_rows(), "num_gemms", params.num_gemms,
-                 "1 with tokens as rows");
+  // Rows that are quantized between the GEMMs take two launches.
+  FUSEDMOE_CHECK(params.num_gemms == 1 || !tile.tokens_are_rows(), "tile", to_string(tile),
+                 "one with weights as rows, for two GEMMs in a launch");
   format.launches[static_cast<std::size_t>(found - format.tiles.begin())](params, stream);
 }
 
