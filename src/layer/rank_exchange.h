@@ -15,6 +15,9 @@ namespace fusedmoe::layer {
 /// each row has one such slot at least. `share`: the rank's, of all experts.
 std::int64_t expected_local_slots(std::int64_t rows, std::int64_t topk, double share);
 
+/// Rows that lie one after the other.
+Message message(int peer, const TensorView& rows, std::int64_t begin, std::int64_t count);
+
 /// A rank runs one step at a time, so what it counts in prepare may wait here for finalize.
 class RankExchange final : public PrepareAndFinalize {
  public:
