@@ -221,7 +221,7 @@ class NoEpDescriptor final : public PrepareFinalizeDescriptor {
     if (!context.ranks.communicator || config.parallel.num_ranks() == 1) {
       return std::make_shared<NoEp>(*this);
     }
-    layer::check_communicator(config, context);
+    layer::check_ranks(*this, config, context);
     return std::make_shared<NoEpSums>(*this, config, context);
   }
 };
