@@ -196,6 +196,9 @@ struct Preparation {
   bool apply_router_weight_on_input = false;  ///< topk = 1: multiply by the weight
   std::optional<QuantKey> quant;              ///< quantize; none: they keep their dtype
   std::optional<float> scale;                 ///< of a static key
+  /// The experts read rows at ForwardArgs::row_addresses, if prepare gives them: then it need not
+  /// copy rows to one place.
+  bool by_address = false;
 };
 
 /// The arguments of one forward: they travel from the caller through prepare, experts and finalize.
@@ -235,6 +238,9 @@ struct ForwardArgs {
   /// rows come from ranks that have a dynamic one each; (num_tokens, 1) per token, (num_tokens,
   /// groups) per group; batched (1, 1) and (E, max_tokens, ...). Undefined otherwise.
   TensorView hidden_scales;
+  /// (num_tokens) addresses, or null: of each row of hidden_states, which then gives only their
+  /// shape and dtype. Only for experts that read such rows; null where no expert reads the row.
+  const std::byte* const* row_addresses = nullptr;
   TensorView expert_num_tokens;  ///< (E) i32: rows that are real; batched format only
   WeightAndReduce weight_and_reduce = WeightAndReduce::kNoOp;  ///< of the experts, for finalize
   TensorView fused_output;  ///< what the experts write: `output`, or for finalize to reduce
@@ -277,6 +283,8 @@ class FUSEDMOE_API ExpertsDescriptor {
   /// does after the permutation; false if prepare must have done it. Meaningless without quantized
   /// activations.
   virtual bool expects_unquantized_inputs(const QuantScheme& scheme) const;
+  /// See Preparation::by_address. The default: no.
+  virtual bool reads_rows_by_address() const { return false; }
   /// Who applies the router weights and reduces over top-k, by the activation format. The default:
   /// the experts in the standard format, finalize in the batched one.
   virtual WeightAndReduce weight_and_reduce(ActivationFormat format) const;

@@ -185,6 +185,7 @@ void RankExchange::do_finish_prepare(ForwardArgs& args) const {
   if (!in_place_ && !unpacked_) exchange_rows(layout, args.stream);
   const auto arrived = [&](const TensorView& all) { return all.slice(0, 0, step_.rows); };
   args.hidden_states = arrived(layout.received.values);
+  args.row_addresses = layout.received_at;
   if (layout.received.scales) args.hidden_scales = arrived(layout.received.scales);
   if (num_logits_ > 0) {
     args.router_logits = arrived(layout.received.logits);
@@ -220,7 +221,11 @@ void RankExchange::expand_slots(ForwardArgs& args, const ExchangeLayout& layout)
     backend.dispatch(expansion.slot_rows, view, expanded, args.stream);
     view = expanded.slice(0, 0, rows);
   };
-  expand(args.hidden_states, layout.expert_rows.values);
+  if (layout.expert_rows_at) {
+    locate_slots(args, layout, rows);
+  } else {
+    expand(args.hidden_states, layout.expert_rows.values);
+  }
   if (layout.received.scales) expand(args.hidden_scales, layout.expert_rows.scales);
   args.expected_rows = rows;
   args.topk_ids = expansion.row_ids.slice(0, 0, rows);

@@ -50,7 +50,7 @@ class RankExchange final : public PrepareAndFinalize {
   ExchangeLayout layout(const ForwardArgs& args) const;
   void join(const ParallelConfig& parallel, const std::shared_ptr<Communicator>& all);
   void place_experts(const MoeConfig& config, const RankOptions& options);
-  ExchangeSizes sizes(const ProblemSize& caller) const;
+  ExchangeSizes sizes(const ProblemSize& caller, const Preparation& preparation) const;
   std::string what(std::string_view phase) const;
   void plan(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void count(const ForwardArgs& args, const ExchangeLayout& layout) const;
@@ -77,6 +77,8 @@ class RankExchange final : public PrepareAndFinalize {
   void pack_on_host(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
   void exchange_unpacked(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
   void count_on_host(const ExchangeLayout& layout) const;
+  void locate_rows(const RowTensors& own, const ExchangeLayout& layout) const;
+  void locate_slots(ForwardArgs& args, const ExchangeLayout& layout, std::int64_t rows) const;
   void sum_in_place(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void sum_messages(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void sum_rows(const ForwardArgs& args, const ExchangeLayout& layout,
@@ -98,6 +100,7 @@ class RankExchange final : public PrepareAndFinalize {
   const bool host_;
   bool in_place_ = false;  // ranks read each other's rows where they lie
   bool unpacked_ = false;  // messages take rows from where they lie
+  const bool hooks_;       // which want hidden states in one place
   int size_ = 1, rank_ = 0;
   RankSums sums_;  // over the ranks that have the same tokens
   std::uint32_t layer_ = 0;

@@ -39,6 +39,7 @@ RankExchange::RankExchange(const PrepareFinalizeDescriptor& descriptor, const Mo
                    static_cast<double>(config.num_experts)),
       num_logits_(config.monolithic ? config.num_experts : 0),
       host_(config.device.is_cpu()),
+      hooks_(config.hooks),
       sums_(nullptr) {
   join(config.parallel, context.ranks.communicator);
   in_place_ = host_ && group_->can_lend();
@@ -102,7 +103,7 @@ void RankExchange::place_experts(const MoeConfig& config, const RankOptions& opt
                                   : on_device(map, config.device);
 }
 
-ExchangeSizes RankExchange::sizes(const ProblemSize& caller) const {
+ExchangeSizes RankExchange::sizes(const ProblemSize& caller, const Preparation& preparation) const {
   ExchangeSizes sizes{};
   sizes.num_tokens = caller.num_tokens;
   sizes.max_tokens = std::max(caller.max_tokens, caller.num_tokens);
@@ -121,13 +122,15 @@ ExchangeSizes RankExchange::sizes(const ProblemSize& caller) const {
   sizes.packs = !to_all_ && !in_place_ && !unpacked_;
   sizes.host = host_;
   sizes.in_place = in_place_;
+  // Messages to all send this rank's rows from where they are received.
+  sizes.by_address = preparation.by_address && host_ && (in_place_ || !to_all_) && !hooks_;
   sizes.combine_dtype = combine_dtype_;
   return sizes;
 }
 
 ProblemSize RankExchange::problem_size(const ProblemSize& caller) const {
   ProblemSize problem = caller;
-  const ExchangeSizes exchange = sizes(caller);
+  const ExchangeSizes exchange = sizes(caller, {});
   problem.num_tokens = exchange.capacity * (per_slot() ? caller.topk : 1);
   problem.max_tokens = 0;
   if (per_slot()) problem.topk = 1;
@@ -142,12 +145,13 @@ std::int64_t RankExchange::fixed_rows(std::int64_t max_tokens) const {
 
 std::size_t RankExchange::workspace_bytes(const ProblemSize& caller,
                                           const Preparation& preparation) const {
-  return ExchangeLayout(nullptr, caller, sizes(caller), preparation, {}).cutter.used();
+  return ExchangeLayout(nullptr, caller, sizes(caller, preparation), preparation, {}).cutter.used();
 }
 
 ExchangeLayout RankExchange::layout(const ForwardArgs& args) const {
   const ProblemSize problem = problem_of(args);
-  return {args.prepare_workspace, problem, sizes(problem), args.preparation, args.stream.device};
+  return {args.prepare_workspace, problem, sizes(problem, args.preparation), args.preparation,
+          args.stream.device};
 }
 
 }  // namespace fusedmoe::layer

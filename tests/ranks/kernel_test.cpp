@@ -119,6 +119,63 @@ TEST(RankKernelTest, OptionsThatCannotBeAreRefused) {
   }
 }
 
+/// Experts that can read them there get a rank's own rows where the caller has them.
+TEST(RankKernelTest, OwnRowsAreNotCopied) {
+  constexpr std::int64_t kTokens = 3, kHidden = 64;
+  for (const bool lend : {true, false}) {
+    const auto comms = make_communicators(2, lend, {kPatient});
+    run_ranks(2, [&](int rank) {
+      testing::Case spec;
+      spec.num_experts = 6;
+      spec.hidden = kHidden;
+      const testing::RankCase how{.size = 2};
+      const LayerOptions options = rank_options(how, DType::kBF16, kTokens, comms[rank]);
+      LayerWeights weights = local_weights(make_layer_weights({spec}), parallel_of(options));
+      MoeConfig config = moe_config(weights.experts, spec.topk, DType::kBF16);
+      config.num_experts = spec.num_experts;
+      config.has_expert_map = true;
+      config.parallel = parallel_of(options);
+      Context context = make_context();
+      context.ranks = options.ranks;
+      const Selection selection = select(config, "cpu+all2all");
+      const auto transport = selection.prepare_finalize->create(config, context);
+      const auto packed = selection.experts->create(config, context)->pack(weights.experts);
+      const Tensor x = testing::random_tensor(DType::kBF16, {kTokens, kHidden}, 1, 5 + rank);
+      const Tensor output = Tensor::empty(x.shape(), x.dtype());
+      // Tokens 0 and 2 go to rank 0, tokens 1 and 2 to rank 1.
+      const std::vector<std::int32_t> ids = {0, 1, 3, 4, 2, 5};
+      const Tensor factors = testing::random_tensor(DType::kF32, {kTokens, 2}, 1, 7);
+      ForwardArgs args;
+      args.weights = packed.get();
+      args.hidden_states = x;
+      args.output = output;
+      args.topk_ids = borrow(ids.data(), DType::kI32, {kTokens, 2});
+      args.topk_weights = factors;
+      args.max_tokens = kTokens;
+      args.preparation = make_preparation(*selection.experts, config.scheme, false);
+      ProblemSize problem = ProblemSize::of(config, kTokens);
+      const std::size_t bytes = transport->workspace_bytes(problem, args.preparation);
+      const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
+      testing::poison(workspace);
+      args.prepare_workspace = workspace.data();
+      transport->start_prepare(args);
+      transport->finish_prepare(args);
+      ASSERT_EQ(args.hidden_states.shape(), (Shape{4, kHidden}));
+      ASSERT_NE(args.row_addresses, nullptr);
+      for (int row = 0; row < 4; ++row) {
+        const int source = row / 2, token = rank == 0 ? row % 2 * 2 : row % 2 + 1;
+        const Tensor all = testing::random_tensor(DType::kBF16, x.shape(), 1, 5 + source);
+        const TensorView found(args.row_addresses[row], DType::kBF16, {kHidden});
+        EXPECT_TRUE(bitwise_equal(found, all.select(0, token))) << row;
+        if (source == rank) {
+          EXPECT_EQ(found.data(), x.select(0, token).data());
+        }
+      }
+      comms[rank]->barrier();
+    });
+  }
+}
+
 /// One rank gives logits that cannot travel; the others learn so at once.
 TEST(RankKernelTest, RouterLogitsAreF32) {
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
