@@ -25,6 +25,7 @@ ExchangeLayout::ExchangeLayout(void* workspace, const ProblemSize& problem,
     RowTensors result;
     if (values) result.values = take(own.values_dtype(), {rows, own.value_columns()});
     if (scale_columns > 0) result.scales = take(own.scales_dtype(), {rows, scale_columns});
+    if (sizes.numbers) result.numbers = take(DType::kI32, {rows, 1});
     if (sizes.num_logits > 0) {
       result.logits = take(DType::kF32, {rows, sizes.num_logits});
       return result;

@@ -23,6 +23,7 @@ struct ExchangeSizes {
   int num_ranks;
   int counts_of_rank;       // numbers of rows that each rank tells the others
   std::int64_t num_logits;  // that travel with a row instead of ids; 0: ids do
+  bool numbers;             // of tokens travel with their rows
   int sum_ranks;            // that have the same tokens; 1: nothing to add
   bool to_all, per_slot;
   bool packs;       // rows for other ranks are packed before they are sent
@@ -32,20 +33,22 @@ struct ExchangeSizes {
   DType combine_dtype;
 };
 
-/// One thing of each row: values, scales, ids, weights, logits. Undefined where rows have none.
+/// One thing of each row: values, scales, ids, weights, logits, its token's number. Undefined where
+/// rows have none.
 struct RowTensors {
-  TensorView values, scales, ids, weights, logits;
+  TensorView values, scales, ids, weights, logits, numbers;
   RowTensors slice(std::int64_t begin, std::int64_t end) const {
     const auto part = [&](const TensorView& all) {
       return all ? all.slice(0, begin, end) : TensorView();
     };
-    return {part(values), part(scales), part(ids), part(weights), part(logits)};
+    return {part(values), part(scales), part(ids), part(weights), part(logits), part(numbers)};
   }
   /// Calls function(tensor of this, tensor of other) for what rows have.
   template <typename Function>
   void each(const RowTensors& other, const Function& function) const {
     if (values) function(values, other.values);
     if (scales) function(scales, other.scales);
+    if (numbers) function(numbers, other.numbers);
     if (logits) return function(logits, other.logits);
     function(ids, other.ids);
     function(weights, other.weights);

@@ -120,7 +120,11 @@ void RankExchange::route_own(ForwardArgs& args) const {
 /// Values, scales, ids and weights of this rank's tokens, one of each in every row.
 RowTensors RankExchange::own_rows(const ForwardArgs& own, const ExchangeLayout& layout) const {
   const core::Backend& backend = backend_of(own.stream.device);
-  RowTensors tokens{own.hidden_states, {}, layout.physical_ids, own.topk_weights, {}};
+  RowTensors tokens;
+  tokens.values = own.hidden_states;
+  tokens.ids = layout.physical_ids;
+  tokens.weights = own.topk_weights;
+  if (hooks_) tokens.numbers = layout.own_rows;
   if (num_logits_ > 0) tokens.logits = own.router_logits;
   if (layout.received.scales) tokens.scales = own.hidden_scales;
   if (layout.own_rows) backend.number_parts(layout.own_rows, 0, own.stream);
@@ -186,6 +190,7 @@ void RankExchange::do_finish_prepare(ForwardArgs& args) const {
   const auto arrived = [&](const TensorView& all) { return all.slice(0, 0, step_.rows); };
   args.hidden_states = arrived(layout.received.values);
   args.row_addresses = layout.received_at;
+  if (hooks_) tell_origins(args, arrived(layout.received.numbers), step_.recv_counts);
   if (layout.received.scales) args.hidden_scales = arrived(layout.received.scales);
   if (num_logits_ > 0) {
     args.router_logits = arrived(layout.received.logits);
@@ -227,9 +232,21 @@ void RankExchange::expand_slots(ForwardArgs& args, const ExchangeLayout& layout)
     expand(args.hidden_states, layout.expert_rows.values);
   }
   if (layout.received.scales) expand(args.hidden_scales, layout.expert_rows.scales);
+  if (hooks_) {
+    TensorView numbers = args.origins.numbers;
+    expand(numbers, layout.expert_rows.numbers);
+    tell_origins(args, numbers, step_.slots_in);
+  }
   args.expected_rows = rows;
   args.topk_ids = expansion.row_ids.slice(0, 0, rows);
   args.topk_weights = expansion.row_weights.slice(0, 0, rows);
+}
+
+/// `counts`: of each rank of the group. Its ranks are in ascending order, as the rows are.
+void RankExchange::tell_origins(ForwardArgs& args, const TensorView& numbers,
+                                std::span<const std::int64_t> counts) const {
+  for (int r = 0; r < size_; ++r) step_.origins[members_[r]] = counts[r];
+  args.origins = {numbers, step_.origins};
 }
 
 void RankExchange::do_start_finalize(const ForwardArgs& args) const {

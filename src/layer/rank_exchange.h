@@ -38,6 +38,7 @@ class RankExchange final : public PrepareAndFinalize {
     std::vector<std::int64_t> send_counts, recv_counts;  // rows, for each rank
     std::vector<std::int64_t> slots_in, slots_out;       // per slot: expert rows, for each rank
     std::int64_t rows = 0;                               // received
+    std::vector<std::int64_t> origins;                   // the same by all ranks; for hooks
     bool scattered = false;  // the sums over ranks are there, made by the data plane
     std::int64_t recv_begin(int rank) const;
   };
@@ -65,6 +66,8 @@ class RankExchange final : public PrepareAndFinalize {
   void pack(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
   void exchange_rows(const ExchangeLayout& layout, Stream stream) const;
   void expand_slots(ForwardArgs& args, const ExchangeLayout& layout) const;
+  void tell_origins(ForwardArgs& args, const TensorView& numbers,
+                    std::span<const std::int64_t> counts) const;
   void return_rows(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void sum(const ForwardArgs& args, const ExchangeLayout& layout) const;
   bool gather_and_scatter() const;
@@ -102,7 +105,8 @@ class RankExchange final : public PrepareAndFinalize {
   bool unpacked_ = false;  // messages take rows from where they lie
   const bool hooks_;       // which want hidden states in one place
   int size_ = 1, rank_ = 0;
-  RankSums sums_;  // over the ranks that have the same tokens
+  std::vector<int> members_;  // of the group, as numbers of all ranks
+  RankSums sums_;             // over the ranks that have the same tokens
   std::uint32_t layer_ = 0;
   // On the device.
   Tensor replica_offsets_, replicas_, physical_ranks_;

@@ -57,10 +57,12 @@ RankExchange::RankExchange(const PrepareFinalizeDescriptor& descriptor, const Mo
 void RankExchange::join(const ParallelConfig& parallel, const std::shared_ptr<Communicator>& all) {
   using Combine = ParallelConfig::Combine;
   const std::vector<int> ranks = parallel.gather_group();
+  step_.origins.resize(static_cast<std::size_t>(all->size()));
   whole_ = !to_all_ || static_cast<int>(ranks.size()) == all->size();
   group_ = whole_ ? all : all->split(ranks.front());
   size_ = group_->size();
   rank_ = group_->rank();
+  for (int r = 0; r < size_; ++r) members_.push_back(whole_ ? r : ranks[r]);
   const std::vector<int> same =
       parallel.reduce_group(to_all_ ? Combine::kReduceScatter : Combine::kComplete);
   if (same.size() > 1) sums_ = RankSums(all->split(same.front()));
@@ -116,6 +118,7 @@ ExchangeSizes RankExchange::sizes(const ProblemSize& caller, const Preparation& 
   sizes.num_ranks = size_;
   sizes.counts_of_rank = drop_rows_ ? size_ : 1;
   sizes.num_logits = num_logits_;
+  sizes.numbers = hooks_;
   sizes.sum_ranks = sums_.needed() ? sums_.communicator()->size() : 1;
   sizes.to_all = to_all_;
   sizes.per_slot = per_slot();

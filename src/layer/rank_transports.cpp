@@ -36,17 +36,9 @@ namespace {
 
 /// What holds for both.
 Support supports_exchange(const MoeConfig& config) {
-  const auto no = [](Reason reason, std::string text) {
-    return Support::no(reason, std::move(text));
-  };
   if (Support support = supports_rows(config); !support) return support;
-  if (!config.parallel.needs_dispatch()) {
-    return no(Reason::kParallelConfig, "every rank has all tokens: nothing to send");
-  }
-  if (config.hooks) {
-    return no(Reason::kHooks, "hooks cannot tell which rank and token a row came from");
-  }
-  return Support::yes();
+  if (config.parallel.needs_dispatch()) return Support::yes();
+  return Support::no(Reason::kParallelConfig, "every rank has all tokens: nothing to send");
 }
 
 class All2All final : public PrepareFinalizeDescriptor {
