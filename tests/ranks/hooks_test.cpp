@@ -75,7 +75,7 @@ ExpertsHooks adapters(const Find& find, const std::vector<std::int32_t>& experts
 Tensor forward(const MoeLayer& layer, const Tensor& x, const ExpertsHooks& hooks,
                std::int64_t most) {
   const testing::Scratch scratch(layer, std::max(most, x.size(0)));
-  const Tensor output = Tensor::empty(x.shape(), x.dtype());
+  Tensor output = Tensor::empty(x.shape(), x.dtype());
   testing::poison(output);
   ForwardOptions options;
   options.hooks = &hooks;
