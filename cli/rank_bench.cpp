@@ -168,6 +168,8 @@ void RankBench::make_buffers() {
   if (experts_.experts) {
     args_.preparation = make_preparation(experts_.experts->descriptor(), config_.scheme, false,
                                          experts_.weights->info().a1_scale);
+  } else {
+    args_.preparation.by_address = select(config_).experts->reads_rows_by_address();
   }
   ProblemSize sizes = ProblemSize::of(config_, num_tokens_);
   sizes.max_tokens = num_tokens_;

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -162,6 +163,15 @@ struct WorkspacePlan {
   FUSEDMOE_API std::size_t common_bytes() const;
 };
 
+/// Which tokens of which rank a rank has received. Undefined and empty where tokens do not travel.
+struct TokenOrigins {
+  /// (num_tokens, 1) i32, on the device: each token's number among those that its own rank has
+  /// given to forward.
+  TensorView numbers;
+  /// How many of the tokens are of each rank of the layer, in the order of the ranks.
+  std::span<const std::int64_t> counts;
+};
+
 /// Rows at an injection point, in the order of the grouped GEMM: those of local expert e are
 /// [expert_offsets[e], expert_offsets[e + 1]). Row r belongs to slot permuted_to_slot[r], that is,
 /// to token slot / topk. On CUDA the views are of device memory that earlier work of the stream
@@ -173,6 +183,10 @@ struct HookArgs {
   TensorView expert_offsets;    ///< (num_local_experts + 1) i32
   TensorView permuted_to_slot;  ///< (rows) i32
   std::int64_t topk = 1;
+  /// Across ranks the tokens are those that this rank has received, in the order of their ranks,
+  /// and experts are local ones. With CombineMode::kPerSlot each slot counts as a token, and topk
+  /// is 1.
+  TokenOrigins origins;
   Stream stream;  ///< of the forward
 };
 
@@ -196,6 +210,9 @@ struct Preparation {
   bool apply_router_weight_on_input = false;  ///< topk = 1: multiply by the weight
   std::optional<QuantKey> quant;              ///< quantize; none: they keep their dtype
   std::optional<float> scale;                 ///< of a static key
+  /// The experts read rows at ForwardArgs::row_addresses, if prepare gives them: then it need not
+  /// copy rows to one place.
+  bool by_address = false;
 };
 
 /// The arguments of one forward: they travel from the caller through prepare, experts and finalize.
@@ -235,6 +252,10 @@ struct ForwardArgs {
   /// rows come from ranks that have a dynamic one each; (num_tokens, 1) per token, (num_tokens,
   /// groups) per group; batched (1, 1) and (E, max_tokens, ...). Undefined otherwise.
   TensorView hidden_scales;
+  /// (num_tokens) addresses, or null: of each row of hidden_states, which then gives only their
+  /// shape and dtype. Only for experts that read such rows; null where no expert reads the row.
+  const std::byte* const* row_addresses = nullptr;
+  TokenOrigins origins;          ///< of hidden_states, where there are hooks
   TensorView expert_num_tokens;  ///< (E) i32: rows that are real; batched format only
   WeightAndReduce weight_and_reduce = WeightAndReduce::kNoOp;  ///< of the experts, for finalize
   TensorView fused_output;  ///< what the experts write: `output`, or for finalize to reduce
@@ -277,6 +298,8 @@ class FUSEDMOE_API ExpertsDescriptor {
   /// does after the permutation; false if prepare must have done it. Meaningless without quantized
   /// activations.
   virtual bool expects_unquantized_inputs(const QuantScheme& scheme) const;
+  /// See Preparation::by_address. The default: no.
+  virtual bool reads_rows_by_address() const { return false; }
   /// Who applies the router weights and reduces over top-k, by the activation format. The default:
   /// the experts in the standard format, finalize in the batched one.
   virtual WeightAndReduce weight_and_reduce(ActivationFormat format) const;

@@ -135,13 +135,17 @@ class FUSEDMOE_API ModularKernel {
   /// -1 are an Error, and so is an expert_map with such values. On CUDA, where values cannot be
   /// checked without waiting, they select nothing. Router weights that are not finite are no error:
   /// they reach the rows of their token. `workspace` must be 64-byte aligned. Where the experts'
-  /// output has the shape and dtype of `output`, they write there.
+  /// output has the shape and dtype of `output`, they write there. Across ranks whatever it throws
+  /// ends the communicator, so that the other ranks do not wait.
   void apply(const ForwardArgs& args, Workspace workspace) const;
 
  private:
   friend class MoeLayer;
   /// The same with arguments that were checked.
-  void run(ForwardArgs args, const ProblemSize& problem, void* workspace) const;
+  void run(const ForwardArgs& args, const ProblemSize& problem, void* workspace) const;
+  template <typename Step>
+  void telling_ranks(const Step& step) const;
+  void run_in(ForwardArgs args, const ProblemSize& problem, void* workspace) const;
   void run_steps(ForwardArgs args, const ProblemSize& problem) const;
   std::size_t common_bytes(const WorkspacePlan& plan, const ProblemSize& problem) const;
 

@@ -77,6 +77,10 @@ void Socket::shut_down() const {
   if (descriptor_ >= 0) ::shutdown(descriptor_, SHUT_RDWR);
 }
 
+void Socket::stop_reading() const {
+  if (descriptor_ >= 0) ::shutdown(descriptor_, SHUT_RD);
+}
+
 bool Socket::read(void* data, std::size_t bytes) const {
   auto* to = static_cast<char*>(data);
   while (bytes > 0) {

@@ -26,6 +26,8 @@ class Socket {
   int release();
   /// Wakes whoever reads or writes it; they then see its end.
   void shut_down() const;
+  /// The same for who reads; it can be written still.
+  void stop_reading() const;
 
   /// False when the peer has closed the connection.
   bool read(void* data, std::size_t bytes) const;

@@ -3,8 +3,9 @@
 // say which rank is missing.
 //
 // A request: kind, bytes of the name, bytes of the text or milliseconds to wait, name, text. An
-// answer to a read: 1 if the text is there, bytes, text. A connection begins with the rank and ends
-// with kEnd: one that ends without is a rank that has died, and its failure is posted for all.
+// answer to a read: kFound if the text is there, bytes, text. A connection begins with the rank and
+// ends with kEnd: one that ends without is a rank that has died, and its failure is posted for all.
+// Where rank 0 ends first, the last answer is kLast and why the ranks have failed.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -33,8 +34,10 @@ struct Request {
   std::uint64_t value;  // bytes of the text, or milliseconds
 };
 
+enum class Found : std::uint32_t { kNothing, kFound, kLast };
+
 struct Answer {
-  std::uint32_t found;
+  Found found;
   std::uint32_t bytes;
 };
 
@@ -54,12 +57,11 @@ class Server final : public ControlPlane {
   }
   ~Server() override {
     // The others may still read what was posted last.
-    const auto deadline = SocketClock::now() + std::chrono::seconds(2);
-    while (open_ > 0 && SocketClock::now() < deadline) {
-      std::this_thread::sleep_for(milliseconds(2));
-    }
+    wait_for_ends(std::chrono::seconds(2));
     ending_ = true;
     acceptor_.join();
+    for (Connection& each : connections_) each.socket.stop_reading();
+    wait_for_ends(milliseconds(200));  // who takes no answer holds nobody up
     for (Connection& each : connections_) each.socket.shut_down();
     for (Connection& each : connections_) each.thread.join();
   }
@@ -75,6 +77,13 @@ class Server final : public ControlPlane {
     Socket socket;
     std::thread thread;
   };
+
+  void wait_for_ends(milliseconds most) const {
+    const auto deadline = SocketClock::now() + most;
+    while (open_ > 0 && SocketClock::now() < deadline) {
+      std::this_thread::sleep_for(milliseconds(2));
+    }
+  }
 
   void accept_all(milliseconds timeout) {
     const auto deadline = SocketClock::now() + timeout;
@@ -101,7 +110,10 @@ class Server final : public ControlPlane {
     bool ended = false;
     while (answer(socket, ended)) {
     }
-    if (!ended && !ending_) {
+    if (!ended && ending_) {
+      const std::optional<std::string> reason = board_.read("failure", milliseconds(0));
+      if (reason) write(socket, Found::kLast, *reason);
+    } else if (!ended) {
       board_.post("failure", core::format("rank {} has died or lost its connection", rank));
     }
     --open_;
@@ -124,9 +136,12 @@ class Server final : public ControlPlane {
     const auto wait = std::min<std::uint64_t>(request.value, kPart.count());
     const std::optional<std::string> text =
         board_.read(name, milliseconds(static_cast<std::int64_t>(wait)));
-    const Answer answer{text.has_value(), static_cast<std::uint32_t>(text ? text->size() : 0)};
-    return socket.write(&answer, sizeof answer) &&
-           (!text || socket.write(text->data(), text->size()));
+    return write(socket, text ? Found::kFound : Found::kNothing, text.value_or(""));
+  }
+
+  static bool write(const Socket& socket, Found found, const std::string& text) {
+    const Answer answer{found, static_cast<std::uint32_t>(text.size())};
+    return socket.write(&answer, sizeof answer) && socket.write(text.data(), text.size());
   }
 
   const int size_;
@@ -193,13 +208,22 @@ class Client final : public ControlPlane {
     silent_ = !socket_.wait_to_read(deadline);
     if (silent_) return std::nullopt;
     asked_.clear();
-    const auto end = SocketClock::now() + timeout_;
+    const std::optional<Read> found = read_answer(SocketClock::now() + timeout_);
+    check(found && found->kind != Found::kLast);
+    return found->kind == Found::kFound ? std::optional(found->text) : std::nullopt;
+  }
+  struct Read {
+    Found kind;
+    std::string text;
+  };
+  /// None: the connection has ended.
+  std::optional<Read> read_answer(SocketClock::time_point deadline) {
     Answer answer{};
-    check(socket_.read(&answer, sizeof answer, end));
-    if (answer.found == 0) return std::nullopt;
-    std::string text(answer.bytes, '\0');
-    check(socket_.read(text.data(), text.size(), end));
-    return text;
+    if (!socket_.read(&answer, sizeof answer, deadline)) return std::nullopt;
+    Read result{answer.found, std::string(answer.bytes, '\0')};
+    if (!socket_.read(result.text.data(), result.text.size(), deadline)) return std::nullopt;
+    if (result.kind == Found::kLast) reason_ = result.text;
+    return result;
   }
   /// The connection for one request. Who waits for it gets it before who has just had it: a mutex
   /// alone may be taken again and again by the thread that reads.
@@ -207,11 +231,14 @@ class Client final : public ControlPlane {
     const std::lock_guard next(next_);
     return std::unique_lock(mutex_);
   }
-  void send(const Request& request, const std::string& name) const {
+  void send(const Request& request, const std::string& name) {
     check(socket_.write(&request, sizeof request) && socket_.write(name.data(), name.size()));
   }
-  static void check(bool alive) {
-    if (!alive) throw Error::communication("rank 0 has died or lost its connection");
+  void check(bool alive) {
+    if (alive) return;
+    while (read_answer(SocketClock::now())) {  // the last thing that came may say why
+    }
+    throw Error::communication(reason_);
   }
 
   std::mutex next_, mutex_;
@@ -219,6 +246,7 @@ class Client final : public ControlPlane {
   std::string asked_;  // what the last request without an answer reads; empty: all have theirs
   SocketClock::time_point due_;
   std::atomic<bool> silent_{false};
+  std::string reason_ = "rank 0 has died or lost its connection";
   Socket socket_;
 };
 

@@ -38,6 +38,7 @@ class CpuDescriptor final : public ExpertsDescriptor {
   std::string_view name() const override { return "cpu"; }
   Support supports(const MoeConfig& config) const override;
   std::string_view instruction_set() const override { return cpu_isa(); }
+  bool reads_rows_by_address() const override { return true; }
   int layout_version() const override { return kLayoutVersion; }
   std::shared_ptr<const Experts> create(const MoeConfig& config,
                                         const Context& context) const override {

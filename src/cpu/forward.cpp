@@ -123,14 +123,17 @@ void Forward::prepare_rows() const {
   const auto* counts = batched_ ? args_.expert_num_tokens.as<const std::int32_t>() : nullptr;
   const std::int64_t work = a_rows_ * problem_.hidden * (quantizes_here() ? kQuantizeWork : 1);
   for_rows(a_rows_, work, [&](std::int64_t row, const TaskScratch& scratch) {
-    const bool unused = counts && row % problem_.num_tokens >= counts[row / problem_.num_tokens];
-    if (!unused) prepare_row(row, scratch);
+    const bool behind = counts && row % problem_.num_tokens >= counts[row / problem_.num_tokens];
+    const bool unread = !permute_ && args_.row_addresses && !args_.row_addresses[row];
+    if (!behind && !unread) prepare_row(row, scratch);
   });
 }
 
 void Forward::prepare_row(std::int64_t row, const TaskScratch& scratch) const {
   const std::int64_t source = permute_ ? slots_[row] / problem_.topk : row;
-  const auto* x = args_.hidden_states.as<const std::byte>() + source * x_bytes_;
+  const auto* x = args_.row_addresses
+                      ? args_.row_addresses[source]
+                      : args_.hidden_states.as<const std::byte>() + source * x_bytes_;
   std::byte* target = layout_.gemm2_rows + row * a_bytes_;
   const OperandRows& operands = operands_[0];
   if (!key_) {
@@ -182,6 +185,7 @@ TileJob Forward::job(const WorkTile& work, bool first) const {
     const std::int64_t first_row = batched_ ? batched_row : permute_ ? row : 0;
     job.rows = a_ + first_row * a_bytes_;
     job.row_bytes = a_bytes_;
+    job.row_addresses = direct_ ? args_.row_addresses : nullptr;
     job.slots = slots_ && !permute_ ? slots_ + row : nullptr;
     job.topk = problem_.topk;
     job.row_scales = operands_[0].scales(layout_.row_floats[0], a_rows_, first_row);

@@ -34,6 +34,7 @@ void Forward::call_hook(const std::function<void(const HookArgs&)> ExpertsHooks:
   hook_args.permuted_to_slot =
       TensorView(const_cast<std::int32_t*>(slots_), DType::kI32, {num_rows()});
   hook_args.topk = problem_.topk;
+  hook_args.origins = args_.origins;
   hook_args.stream = args_.stream;
   (args_.hooks->*hook)(hook_args);
 }

@@ -169,9 +169,10 @@ struct TileJob {
   int num_tiles = 1;
   std::int64_t k = 0;  // padded inner size
 
-  /// Row r is at rows + (slots ? slots[r] / topk : r) * row_bytes.
+  /// Row r is number i = slots ? slots[r] / topk : r, at rows + i * row_bytes or row_addresses[i].
   const std::byte* rows = nullptr;
   std::int64_t row_bytes = 0;
+  const std::byte* const* row_addresses = nullptr;
   const std::int32_t* slots = nullptr;
   std::int64_t topk = 1;
   std::int64_t num_rows = 0;

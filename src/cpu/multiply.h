@@ -25,7 +25,8 @@ inline std::int64_t row_index(const TileJob& job, std::int64_t row) {
 }
 
 inline const std::byte* row_pointer(const TileJob& job, std::int64_t row) {
-  return job.rows + row_index(job, row) * job.row_bytes;
+  const std::int64_t index = row_index(job, row);
+  return job.row_addresses ? job.row_addresses[index] : job.rows + index * job.row_bytes;
 }
 
 /// Prefetches the next stream, evenly over the `steps` of the work on this one. NOTE: this stream

@@ -236,7 +236,7 @@ class WholePanel {
 inline GroupRow group_row(const TileJob& job, std::int64_t row) {
   const std::int64_t index = row_index(job, row);
   const RowScales& scales = job.row_scales;
-  return {job.rows + index * job.row_bytes,
+  return {row_pointer(job, row),
           scales.group_scales ? scales.group_scales + index * scales.num_group_scales : nullptr,
           scales.initial ? scales.initial + index * scales.num_initial : nullptr};
 }

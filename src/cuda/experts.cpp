@@ -241,6 +241,7 @@ void Sm90Experts::apply_unfused(const ForwardArgs& args, const FusedMlpParams& p
   hook.expert_offsets = routing.expert_offsets;
   hook.permuted_to_slot = routing.permuted_to_slot;
   hook.topk = args.topk_ids.size(1);
+  hook.origins = args.origins;
   hook.stream = args.stream;
   const auto call = [&](const std::function<void(const HookArgs&)>& function,
                         const TensorView& input, const TensorView& output) {

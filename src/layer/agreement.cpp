@@ -136,6 +136,7 @@ Facts facts_of(const MoeConfig& config, const LayerOptions& options, const Selec
       {"scheme", name(config.scheme)},
       {"activation", std::string(name(config.activation))},
       {"router weight on input", number(config.apply_router_weight_on_input)},
+      {"hooks", number(config.hooks)},
       {"monolithic", number(options.monolithic)},
       {"batch_invariant", number(config.batch_invariant)},
       {"tp_size", number(parallel.tp_size)},

@@ -21,10 +21,11 @@ ExchangeLayout::ExchangeLayout(void* workspace, const ProblemSize& problem,
   const auto take = [&](DType dtype, const Shape& shape) {
     return cutter.take(dtype, shape, device);
   };
-  const auto take_rows = [&](std::int64_t rows, std::int64_t ids) {
+  const auto take_rows = [&](std::int64_t rows, std::int64_t ids, bool values = true) {
     RowTensors result;
-    result.values = take(own.values_dtype(), {rows, own.value_columns()});
+    if (values) result.values = take(own.values_dtype(), {rows, own.value_columns()});
     if (scale_columns > 0) result.scales = take(own.scales_dtype(), {rows, scale_columns});
+    if (sizes.numbers) result.numbers = take(DType::kI32, {rows, 1});
     if (sizes.num_logits > 0) {
       result.logits = take(DType::kF32, {rows, sizes.num_logits});
       return result;
@@ -43,23 +44,25 @@ ExchangeLayout::ExchangeLayout(void* workspace, const ProblemSize& problem,
   headers_out = take(DType::kU8, {ranks, sizeof(StepHeader)});
   headers_in = take(DType::kU8, {ranks, sizeof(StepHeader)});
   if (sizes.packs) packed = take_rows(ranks * sizes.max_tokens, topk);
+  const auto take_addresses = [&](std::int64_t rows) {
+    return static_cast<const std::byte**>(
+        cutter.take(static_cast<std::size_t>(rows) * sizeof(std::byte*)));
+  };
   received = take_rows(sizes.capacity, topk);
+  if (sizes.by_address) received_at = take_addresses(sizes.capacity);
   if (sizes.num_logits > 0) {
     routed = {take(DType::kI32, {sizes.capacity, topk}), take(DType::kF32, {sizes.capacity, topk})};
   }
   std::int64_t returning = ranks * sizes.max_tokens;
   if (sizes.per_slot) {
     slot_rows = take(DType::kI32, {sizes.capacity, topk});
-    expert_rows = take_rows(sizes.capacity * topk, 1);
+    expert_rows = take_rows(sizes.capacity * topk, 1, !sizes.by_address);
+    if (sizes.by_address) expert_rows_at = take_addresses(sizes.capacity * topk);
     returned_slots = take(DType::kI32, {tokens, topk});
     returning = tokens * topk;
   }
   if (!sizes.in_place) returned = take(sizes.combine_dtype, {returning, sizes.hidden});
-  if (sizes.host) {
-    const std::int64_t rows = tokens * (sizes.per_slot ? topk : ranks);
-    row_addresses = static_cast<const std::byte**>(
-        cutter.take(static_cast<std::size_t>(rows) * sizeof(std::byte*)));
-  }
+  if (sizes.host) row_addresses = take_addresses(tokens * (sizes.per_slot ? topk : ranks));
   if (sizes.sum_ranks == 1) return;
   partial = take(sizes.combine_dtype, {tokens, sizes.hidden});
   sums.emplace(cutter, tokens, sizes.hidden, sizes.combine_dtype, sizes.sum_ranks, device);

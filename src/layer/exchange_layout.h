@@ -23,28 +23,32 @@ struct ExchangeSizes {
   int num_ranks;
   int counts_of_rank;       // numbers of rows that each rank tells the others
   std::int64_t num_logits;  // that travel with a row instead of ids; 0: ids do
+  bool numbers;             // of tokens travel with their rows
   int sum_ranks;            // that have the same tokens; 1: nothing to add
   bool to_all, per_slot;
-  bool packs;     // rows for other ranks are packed before they are sent
-  bool host;      // the steps of rank_exchange_host.cpp
-  bool in_place;  // ranks read each other's memory: nothing is packed, nothing returns
+  bool packs;       // rows for other ranks are packed before they are sent
+  bool host;        // the steps of rank_exchange_host.cpp
+  bool in_place;    // ranks read each other's memory: nothing is packed, nothing returns
+  bool by_address;  // experts read rows where they lie: this rank's own are not copied
   DType combine_dtype;
 };
 
-/// One thing of each row: values, scales, ids, weights, logits. Undefined where rows have none.
+/// One thing of each row: values, scales, ids, weights, logits, its token's number. Undefined where
+/// rows have none.
 struct RowTensors {
-  TensorView values, scales, ids, weights, logits;
+  TensorView values, scales, ids, weights, logits, numbers;
   RowTensors slice(std::int64_t begin, std::int64_t end) const {
     const auto part = [&](const TensorView& all) {
       return all ? all.slice(0, begin, end) : TensorView();
     };
-    return {part(values), part(scales), part(ids), part(weights), part(logits)};
+    return {part(values), part(scales), part(ids), part(weights), part(logits), part(numbers)};
   }
   /// Calls function(tensor of this, tensor of other) for what rows have.
   template <typename Function>
   void each(const RowTensors& other, const Function& function) const {
-    function(values, other.values);
+    if (values) function(values, other.values);
     if (scales) function(scales, other.scales);
+    if (numbers) function(numbers, other.numbers);
     if (logits) return function(logits, other.logits);
     function(ids, other.ids);
     function(weights, other.weights);
@@ -65,15 +69,17 @@ struct ExchangeLayout {
   TensorView send_tokens;   // (num_ranks, max_tokens) i32, on the host
   TensorView send_counts;   // (num_ranks) i32
   TensorView recv_counts;   // (num_ranks * counts_of_rank)
-  TensorView headers_out, headers_in;  // (num_ranks, bytes) u8
-  RowTensors packed;                   // all2all: row r * max_tokens + i goes to rank r
-  RowTensors received;                 // (capacity): those of rank 0, of rank 1, ...
-  Routing routed;                      // (capacity): written by experts that get logits
+  TensorView headers_out, headers_in;       // (num_ranks, bytes) u8
+  RowTensors packed;                        // all2all: row r * max_tokens + i goes to rank r
+  RowTensors received;                      // (capacity): those of rank 0, of rank 1, ...
+  const std::byte** received_at = nullptr;  // (capacity): values, by_address; null: nobody's
+  Routing routed;                           // (capacity): written by experts that get logits
   // Per slot.
-  TensorView slot_rows;       // (capacity, topk) i32: expert row of a received row's slot
-  RowTensors expert_rows;     // (capacity * topk)
-  TensorView returned_slots;  // (num_tokens, topk) i32
-  const std::byte** row_addresses = nullptr;  // (num_tokens, num_ranks or topk), on the host
+  TensorView slot_rows;    // (capacity, topk) i32: expert row of a received row's slot
+  RowTensors expert_rows;  // (capacity * topk); without values by_address
+  const std::byte** expert_rows_at = nullptr;  // (capacity * topk)
+  TensorView returned_slots;                   // (num_tokens, topk) i32
+  const std::byte** row_addresses = nullptr;   // (num_tokens, num_ranks or topk), on the host
   // Returned: of rank r from row r * max_tokens on; per slot one behind the other.
   TensorView returned;
   TensorView partial;  // (num_tokens, hidden): this rank's part, where sum_ranks > 1

@@ -92,8 +92,8 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
   }
   core::check_row_buffer(call.output, "output", output_dtype, {num_tokens, hidden}, device);
   FUSEDMOE_CHECK(
-      !options.hooks || num_tokens <= chunk, "hooks",
-      core::format("given with {} tokens", num_tokens),
+      !options.hooks || std::max(num_tokens, call.max_tokens) <= chunk, "hooks",
+      core::format("given with {} tokens", std::max(num_tokens, call.max_tokens)),
       core::format("given with at most {}, which fit into max_workspace_bytes: hooks see "
                    "all tokens at once",
                    chunk));

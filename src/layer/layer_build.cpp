@@ -197,10 +197,11 @@ MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
     weights = layer::complete(std::move(weights), options);
     check_options(weights, options);
     selection = layer::select_routed(weights, options);
-    const MoeConfig config = layer::layer_config(weights, options);
-    layer::check_communicator(config, {.ranks = options.ranks});
+    MoeConfig config = layer::layer_config(weights, options);
     FUSEDMOE_CHECK_SUPPORTED(selection.prepare_finalize != &batched(), kParallelConfig,
                              "options.require", "batched, across ranks", "another transport");
+    config.monolithic = options.monolithic;
+    layer::check_ranks(*selection.prepare_finalize, config, {.ranks = options.ranks});
     return layer::facts_of(config, options, selection);
   });
   try {

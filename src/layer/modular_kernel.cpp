@@ -66,12 +66,34 @@ std::size_t ModularKernel::workspace_bytes(std::int64_t num_tokens) const {
 }
 
 void ModularKernel::apply(const ForwardArgs& args, Workspace workspace) const {
-  const ProblemSize problem = layer::check_forward_args(*this, args, workspace);
-  const core::CurrentDevice current(args.stream.device);
-  run(args, problem, workspace.data);
+  telling_ranks([&] {
+    const ProblemSize problem = layer::check_forward_args(*this, args, workspace);
+    const core::CurrentDevice current(args.stream.device);
+    run_in(args, problem, workspace.data);
+  });
 }
 
-void ModularKernel::run(ForwardArgs args, const ProblemSize& problem, void* workspace) const {
+void ModularKernel::run(const ForwardArgs& args, const ProblemSize& problem,
+                        void* workspace) const {
+  telling_ranks([&] { run_in(args, problem, workspace); });
+}
+
+/// Calls step(). What it throws, other ranks learn.
+template <typename Step>
+void ModularKernel::telling_ranks(const Step& step) const {
+  if (!moves_rows_) return step();
+  try {
+    step();
+  } catch (const std::exception& error) {
+    prepare_finalize_->abandon(error.what());
+    throw;
+  } catch (...) {
+    prepare_finalize_->abandon("an exception of an unknown type");
+    throw;
+  }
+}
+
+void ModularKernel::run_in(ForwardArgs args, const ProblemSize& problem, void* workspace) const {
   core::WorkspaceCutter cutter(workspace);
   args.preparation = make_preparation(experts_->descriptor(), problem.scheme,
                                       experts_->config().apply_router_weight_on_input,
@@ -98,16 +120,7 @@ void ModularKernel::run(ForwardArgs args, const ProblemSize& problem, void* work
   args.fused_output = direct && !moves_rows_ ? args.output
                                              : TensorView(args.workspace13, plan.output_dtype,
                                                           plan.output_shape, args.output.device());
-  if (!moves_rows_) return run_steps(args, problem);
-  try {
-    run_steps(args, problem);
-  } catch (const std::exception& error) {
-    prepare_finalize_->abandon(error.what());
-    throw;
-  } catch (...) {
-    prepare_finalize_->abandon("an exception of an unknown type");
-    throw;
-  }
+  run_steps(args, problem);
 }
 
 void ModularKernel::run_steps(ForwardArgs args, const ProblemSize& problem) const {

@@ -221,7 +221,7 @@ class NoEpDescriptor final : public PrepareFinalizeDescriptor {
     if (!context.ranks.communicator || config.parallel.num_ranks() == 1) {
       return std::make_shared<NoEp>(*this);
     }
-    layer::check_communicator(config, context);
+    layer::check_ranks(*this, config, context);
     return std::make_shared<NoEpSums>(*this, config, context);
   }
 };
@@ -262,6 +262,7 @@ Preparation make_preparation(const ExpertsDescriptor& experts, const QuantScheme
                              bool apply_router_weight_on_input, std::optional<float> a1_scale) {
   Preparation preparation;
   preparation.apply_router_weight_on_input = apply_router_weight_on_input;
+  preparation.by_address = experts.reads_rows_by_address();
   if (scheme.activations && !experts.expects_unquantized_inputs(scheme)) {
     preparation.quant = scheme.activations;
     preparation.scale = a1_scale;

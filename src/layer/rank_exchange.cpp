@@ -1,14 +1,14 @@
 // One step across ranks. In order: plan (which token goes where), count (headers and numbers of
-// rows; on CUDA the only wait of the host), settle (which of them fit), pack, exchange rows; then,
-// behind the experts, return and sum. Ranks that lend each other their memory have one step for
-// count, pack and exchange, and return nothing (rank_exchange_host.cpp).
+// rows; on CUDA the only wait of the host) and settle (which of them fit), both in
+// rank_exchange_counts.cpp, pack, exchange rows; then, behind the experts, return and sum. Ranks
+// that lend each other their memory have one step for count, pack and exchange, and return nothing
+// (rank_exchange_host.cpp).
 //
 // Received rows lie by (source rank, token), and everything is summed in rank or slot order, so
 // that no bit depends on which rank was first.
 #include "layer/rank_exchange.h"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 
 #include "core/check.h"
@@ -17,14 +17,11 @@
 #include "moe/experts_args.h"
 
 namespace fusedmoe::layer {
-namespace {
 
 Message message(int peer, const TensorView& rows, std::int64_t begin, std::int64_t count) {
   const TensorView part = rows.slice(0, begin, begin + count);
   return {peer, part.data(), static_cast<std::size_t>(part.nbytes())};
 }
-
-}  // namespace
 
 std::int64_t RankExchange::Step::recv_begin(int rank) const {
   return std::accumulate(recv_counts.begin(), recv_counts.begin() + rank, std::int64_t{0});
@@ -95,72 +92,6 @@ void RankExchange::do_start_prepare(ForwardArgs& args) const {
   args.hidden_scales = own.hidden_scales;
 }
 
-/// Every rank sends the same number of rows to each that has experts.
-void RankExchange::set_fixed_counts(const ExchangeLayout& layout) const {
-  for (int r = 0; r < size_; ++r) {
-    const bool gets = !to_all_ || std::count(owners_.begin(), owners_.end(), r) > 0;
-    step_.send_counts[r] = gets ? fixed_rows(layout.sizes.max_tokens) : 0;
-  }
-  std::fill(step_.recv_counts.begin(), step_.recv_counts.end(), step_.send_counts[rank_]);
-}
-
-/// From how many rows every rank has for every other. Where rows are dropped, a rank takes those of
-/// rank 0, then those of rank 1, and so on, until its buffer is full.
-void RankExchange::set_counts(const RowCounts& counts) const {
-  const auto fitting = [&](int from, int to) {
-    const std::int64_t count = counts(from, to);
-    std::int64_t room = receive_capacity_;
-    for (int r = 0; drop_rows_ && r < from; ++r) room -= counts(r, to);
-    return drop_rows_ ? std::clamp<std::int64_t>(room, 0, count) : count;
-  };
-  for (int r = 0; r < size_; ++r) {
-    step_.send_counts[r] = fitting(rank_, r);
-    step_.recv_counts[r] = fitting(r, rank_);
-  }
-}
-
-/// Now that it is known how many rows go where: which ones stay, and how many come back.
-void RankExchange::settle(const ForwardArgs& args, const ExchangeLayout& layout) const {
-  if (drop_rows_) drop_rows(args, layout);
-  if (!per_slot()) return;
-  backend_of(args.stream.device)
-      .number_slots({layout.physical_ids, physical_ranks_, layout.returned_slots,
-                     layout.recv_counts.slice(0, 0, size_)},
-                    step_.slots_out, args.stream);
-}
-
-void RankExchange::drop_rows(const ForwardArgs& args, const ExchangeLayout& layout) const {
-  const core::Backend& backend = backend_of(args.stream.device);
-  std::vector<std::int64_t> room = step_.send_counts;
-  if (to_all_) {
-    // Token t is row t of what each rank gets; a rank without experts loses nothing.
-    backend.number_parts(layout.send_rows, layout.sizes.max_tokens, args.stream);
-    room.assign(room.size(), layout.sizes.max_tokens);
-    for (const int owner : owners_) room[owner] = step_.send_counts[owner];
-  }
-  core::RowLimits limits;
-  limits.send_rows = layout.send_rows;
-  limits.row_stride = layout.sizes.max_tokens;
-  limits.room = room;
-  if (num_logits_ == 0) limits.physical_ids = layout.physical_ids;
-  limits.physical_ranks = physical_ranks_;
-  limits.dropped = args.dropped_rows;
-  backend.limit_rows(limits, args.stream);
-}
-
-/// How many of its tokens this rank sends where all ranks get the same; with fixed sizes also rows
-/// that nobody fills.
-std::int64_t RankExchange::rows_for_all() const {
-  return *std::max_element(step_.send_counts.begin(), step_.send_counts.end());
-}
-
-void RankExchange::check_received() const {
-  step_.rows = step_.recv_begin(size_);
-  FUSEDMOE_CHECK(receive_capacity_ == 0 || step_.rows <= receive_capacity_, "receive_capacity",
-                 core::format("{} rows in {}", step_.rows, what("dispatch")),
-                 core::format("at most {}", receive_capacity_));
-}
-
 void RankExchange::plan(const ForwardArgs& args, const ExchangeLayout& layout) const {
   core::DispatchPlan plan;
   plan.topk_ids = args.topk_ids;
@@ -186,79 +117,14 @@ void RankExchange::route_own(ForwardArgs& args) const {
   args.expert_load = {};
 }
 
-StepHeader RankExchange::header(const ExchangeLayout& layout) const {
-  return {step_.number, layer_, static_cast<std::int32_t>(layout.sizes.topk),
-          layout.sizes.max_tokens, bytes(layout.own.values_dtype(), layout.own.value_columns())};
-}
-
-/// How many rows come from each rank, and whether all do the same step.
-void RankExchange::count(const ForwardArgs& args, const ExchangeLayout& layout) const {
-  const Stream stream = args.stream;
-  const std::vector<StepHeader> out(static_cast<std::size_t>(size_), header(layout));
-  const auto bytes_of = [](const auto& list) {
-    return TensorView(list.data(), DType::kU8,
-                      {static_cast<std::int64_t>(list.size() * sizeof list[0])});
-  };
-  const auto raw = [](const TensorView& view) {
-    return TensorView(view.data(), DType::kU8, {view.nbytes()}, view.device());
-  };
-  copy(bytes_of(out), raw(layout.headers_out), stream);
-  std::vector<std::int32_t> sending(out.size());
-  if (to_all_) {
-    for (const int owner : owners_) {
-      sending[owner] = static_cast<std::int32_t>(layout.sizes.num_tokens);
-    }
-    copy(bytes_of(sending), raw(layout.send_counts), stream);
-  }
-  // Who drops rows must know what all ranks have for all.
-  const std::int64_t each = layout.sizes.counts_of_rank;
-  std::vector<Message> sends, receives;
-  for (int r = 0; r < size_; ++r) {
-    sends.push_back(message(r, layout.headers_out, r, 1));
-    sends.push_back(message(r, layout.send_counts, drop_rows_ ? 0 : r, each));
-    receives.push_back(message(r, layout.headers_in, r, 1));
-    receives.push_back(message(r, layout.recv_counts, r * each, each));
-  }
-  swap(sends, receives, stream, "counts");
-  // The counts and headers lie one behind the other: one copy, one wait.
-  const auto* begin = layout.send_counts.as<const char>();
-  const auto offset = [&](const TensorView& view) { return view.as<const char>() - begin; };
-  std::vector<char> host(
-      static_cast<std::size_t>(offset(layout.headers_in) + layout.headers_in.nbytes()));
-  const TensorView all(begin, DType::kU8, {static_cast<std::int64_t>(host.size())}, stream.device);
-  copy(all, bytes_of(host), stream);
-  synchronize(stream);
-  std::vector<StepHeader> in(out.size());
-  std::memcpy(in.data(), host.data() + offset(layout.headers_in), in.size() * sizeof in[0]);
-  check_headers(in);
-  const auto* sent = reinterpret_cast<const std::int32_t*>(host.data());
-  const auto* received =
-      reinterpret_cast<const std::int32_t*>(host.data() + offset(layout.recv_counts));
-  set_counts([&](int from, int to) {
-    return from == rank_ ? sent[to] : received[from * each + (drop_rows_ ? to : 0)];
-  });
-}
-
-void RankExchange::check_headers(std::span<const StepHeader> headers) const {
-  const auto describe = [&](int rank, const StepHeader& header) {
-    return core::format(
-        "rank {} is at step {} of layer {} with at most {} tokens, topk {}, rows "
-        "of {} bytes",
-        group_->global_rank(rank), header.step, header.layer, header.max_tokens, header.topk,
-        header.row_bytes);
-  };
-  // Compared with rank 0's, so that all ranks say the same.
-  for (int r = 1; r < size_; ++r) {
-    if (headers[r] == headers[0]) continue;
-    throw Error::communication(
-        core::format("{}, but {}", describe(0, headers[0]), describe(r, headers[r])));
-  }
-}
-
 /// Values, scales, ids and weights of this rank's tokens, one of each in every row.
 RowTensors RankExchange::own_rows(const ForwardArgs& own, const ExchangeLayout& layout) const {
   const core::Backend& backend = backend_of(own.stream.device);
-  RowTensors tokens{own.hidden_states, {}, layout.physical_ids, own.topk_weights, {}};
+  RowTensors tokens;
+  tokens.values = own.hidden_states;
+  tokens.ids = layout.physical_ids;
+  tokens.weights = own.topk_weights;
+  if (hooks_) tokens.numbers = layout.own_rows;
   if (num_logits_ > 0) tokens.logits = own.router_logits;
   if (layout.received.scales) tokens.scales = own.hidden_scales;
   if (layout.own_rows) backend.number_parts(layout.own_rows, 0, own.stream);
@@ -323,6 +189,8 @@ void RankExchange::do_finish_prepare(ForwardArgs& args) const {
   if (!in_place_ && !unpacked_) exchange_rows(layout, args.stream);
   const auto arrived = [&](const TensorView& all) { return all.slice(0, 0, step_.rows); };
   args.hidden_states = arrived(layout.received.values);
+  args.row_addresses = layout.received_at;
+  if (hooks_) tell_origins(args, arrived(layout.received.numbers), step_.recv_counts);
   if (layout.received.scales) args.hidden_scales = arrived(layout.received.scales);
   if (num_logits_ > 0) {
     args.router_logits = arrived(layout.received.logits);
@@ -358,11 +226,27 @@ void RankExchange::expand_slots(ForwardArgs& args, const ExchangeLayout& layout)
     backend.dispatch(expansion.slot_rows, view, expanded, args.stream);
     view = expanded.slice(0, 0, rows);
   };
-  expand(args.hidden_states, layout.expert_rows.values);
+  if (layout.expert_rows_at) {
+    locate_slots(args, layout, rows);
+  } else {
+    expand(args.hidden_states, layout.expert_rows.values);
+  }
   if (layout.received.scales) expand(args.hidden_scales, layout.expert_rows.scales);
+  if (hooks_) {
+    TensorView numbers = args.origins.numbers;
+    expand(numbers, layout.expert_rows.numbers);
+    tell_origins(args, numbers, step_.slots_in);
+  }
   args.expected_rows = rows;
   args.topk_ids = expansion.row_ids.slice(0, 0, rows);
   args.topk_weights = expansion.row_weights.slice(0, 0, rows);
+}
+
+/// `counts`: of each rank of the group. Its ranks are in ascending order, as the rows are.
+void RankExchange::tell_origins(ForwardArgs& args, const TensorView& numbers,
+                                std::span<const std::int64_t> counts) const {
+  for (int r = 0; r < size_; ++r) step_.origins[members_[r]] = counts[r];
+  args.origins = {numbers, step_.origins};
 }
 
 void RankExchange::do_start_finalize(const ForwardArgs& args) const {

@@ -15,6 +15,9 @@ namespace fusedmoe::layer {
 /// each row has one such slot at least. `share`: the rank's, of all experts.
 std::int64_t expected_local_slots(std::int64_t rows, std::int64_t topk, double share);
 
+/// Rows that lie one after the other.
+Message message(int peer, const TensorView& rows, std::int64_t begin, std::int64_t count);
+
 /// A rank runs one step at a time, so what it counts in prepare may wait here for finalize.
 class RankExchange final : public PrepareAndFinalize {
  public:
@@ -35,6 +38,7 @@ class RankExchange final : public PrepareAndFinalize {
     std::vector<std::int64_t> send_counts, recv_counts;  // rows, for each rank
     std::vector<std::int64_t> slots_in, slots_out;       // per slot: expert rows, for each rank
     std::int64_t rows = 0;                               // received
+    std::vector<std::int64_t> origins;                   // the same by all ranks; for hooks
     bool scattered = false;  // the sums over ranks are there, made by the data plane
     std::int64_t recv_begin(int rank) const;
   };
@@ -47,7 +51,7 @@ class RankExchange final : public PrepareAndFinalize {
   ExchangeLayout layout(const ForwardArgs& args) const;
   void join(const ParallelConfig& parallel, const std::shared_ptr<Communicator>& all);
   void place_experts(const MoeConfig& config, const RankOptions& options);
-  ExchangeSizes sizes(const ProblemSize& caller) const;
+  ExchangeSizes sizes(const ProblemSize& caller, const Preparation& preparation) const;
   std::string what(std::string_view phase) const;
   void plan(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void count(const ForwardArgs& args, const ExchangeLayout& layout) const;
@@ -62,6 +66,8 @@ class RankExchange final : public PrepareAndFinalize {
   void pack(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
   void exchange_rows(const ExchangeLayout& layout, Stream stream) const;
   void expand_slots(ForwardArgs& args, const ExchangeLayout& layout) const;
+  void tell_origins(ForwardArgs& args, const TensorView& numbers,
+                    std::span<const std::int64_t> counts) const;
   void return_rows(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void sum(const ForwardArgs& args, const ExchangeLayout& layout) const;
   bool gather_and_scatter() const;
@@ -74,6 +80,8 @@ class RankExchange final : public PrepareAndFinalize {
   void pack_on_host(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
   void exchange_unpacked(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
   void count_on_host(const ExchangeLayout& layout) const;
+  void locate_rows(const RowTensors& own, const ExchangeLayout& layout) const;
+  void locate_slots(ForwardArgs& args, const ExchangeLayout& layout, std::int64_t rows) const;
   void sum_in_place(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void sum_messages(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void sum_rows(const ForwardArgs& args, const ExchangeLayout& layout,
@@ -95,8 +103,10 @@ class RankExchange final : public PrepareAndFinalize {
   const bool host_;
   bool in_place_ = false;  // ranks read each other's rows where they lie
   bool unpacked_ = false;  // messages take rows from where they lie
+  const bool hooks_;       // which want hidden states in one place
   int size_ = 1, rank_ = 0;
-  RankSums sums_;  // over the ranks that have the same tokens
+  std::vector<int> members_;  // of the group, as numbers of all ranks
+  RankSums sums_;             // over the ranks that have the same tokens
   std::uint32_t layer_ = 0;
   // On the device.
   Tensor replica_offsets_, replicas_, physical_ranks_;

@@ -105,6 +105,38 @@ void RankExchange::count_on_host(const ExchangeLayout& layout) const {
   }
 }
 
+/// Where the experts find rows: this rank's own stay where they are.
+void RankExchange::locate_rows(const RowTensors& own, const ExchangeLayout& layout) const {
+  if (!layout.received_at) return;
+  const auto address = [](const TensorView& values, std::int64_t row) {
+    return values.as<const std::byte>() + bytes(values.dtype(), row * values.stride(0));
+  };
+  for (std::int64_t row = 0; row < step_.rows; ++row) {
+    layout.received_at[row] = address(layout.received.values, row);
+  }
+  const std::byte** next = layout.received_at + step_.recv_begin(rank_);
+  const auto* tokens =
+      layout.send_tokens.as<const std::int32_t>() + rank_ * layout.sizes.max_tokens;
+  const std::int64_t planned = layout.send_counts.as<const std::int32_t>()[rank_];
+  for (std::int64_t i = 0; i < step_.recv_counts[rank_]; ++i) {
+    *next++ = i < planned ? address(own.values, to_all_ ? i : tokens[i]) : nullptr;
+  }
+}
+
+/// The same for the rows of slots. The hidden states are then no more than a shape.
+void RankExchange::locate_slots(ForwardArgs& args, const ExchangeLayout& layout,
+                                std::int64_t rows) const {
+  const auto* slot_rows = layout.slot_rows.as<const std::int32_t>();
+  const std::int64_t topk = layout.sizes.topk;
+  for (std::int64_t slot = 0; slot < step_.rows * topk; ++slot) {
+    if (slot_rows[slot] < 0) continue;
+    layout.expert_rows_at[slot_rows[slot]] = layout.received_at[slot / topk];
+  }
+  args.row_addresses = layout.expert_rows_at;
+  args.hidden_states = TensorView(args.hidden_states.data(), args.hidden_states.dtype(),
+                                  {rows, args.hidden_states.size(1)});
+}
+
 /// Copies the rows for this rank from where every rank has them.
 void RankExchange::receive_in_place(const RowTensors& rows, const ExchangeLayout& layout,
                                     Stream stream) const {
@@ -125,7 +157,8 @@ void RankExchange::receive_in_place(const RowTensors& rows, const ExchangeLayout
       const std::int64_t count =
           std::min<std::int64_t>(all[r]->counts[rank_], step_.recv_counts[r]);
       const std::int64_t begin = step_.recv_begin(r);
-      const RowTensors to = layout.received.slice(begin, begin + step_.recv_counts[r]);
+      RowTensors to = layout.received.slice(begin, begin + step_.recv_counts[r]);
+      if (layout.received_at && r == rank_) to.values = {};
       const std::int32_t* tokens = all[r]->tokens;
       gather_rows(all[r]->rows, tokens ? tokens + rank_ * all[r]->stride : nullptr, to, count,
                   stream);
@@ -135,6 +168,7 @@ void RankExchange::receive_in_place(const RowTensors& rows, const ExchangeLayout
   group_->lend("rows", &mine, copy, what("dispatch"));
   check_headers(headers);
   check_received();
+  locate_rows(rows, layout);
 }
 
 /// Rows for other ranks where exchange_rows() takes them from, this rank's among those received.
@@ -151,11 +185,13 @@ void RankExchange::pack_on_host(const RowTensors& rows, const ExchangeLayout& la
         to_all_ ? layout.sizes.num_tokens : layout.send_counts.as<const std::int32_t>()[r];
     const std::int64_t count = std::min(planned, room);
     const std::int64_t begin = here ? own : r * layout.sizes.max_tokens;
-    const RowTensors to = (here ? layout.received : layout.packed).slice(begin, begin + room);
+    RowTensors to = (here ? layout.received : layout.packed).slice(begin, begin + room);
+    if (layout.received_at && here) to.values = {};
     const std::int32_t* tokens = layout.send_tokens.as<const std::int32_t>();
     gather_rows(rows, to_all_ ? nullptr : tokens + r * layout.sizes.max_tokens, to, count, stream);
     if (fixed_sizes_) clear_ids(to.ids.slice(0, count, room));
   }
+  locate_rows(rows, layout);
 }
 
 /// Sends rows from where they lie: all values that a rank gets, then all scales, ids and weights.

@@ -39,6 +39,7 @@ RankExchange::RankExchange(const PrepareFinalizeDescriptor& descriptor, const Mo
                    static_cast<double>(config.num_experts)),
       num_logits_(config.monolithic ? config.num_experts : 0),
       host_(config.device.is_cpu()),
+      hooks_(config.hooks),
       sums_(nullptr) {
   join(config.parallel, context.ranks.communicator);
   in_place_ = host_ && group_->can_lend();
@@ -56,10 +57,12 @@ RankExchange::RankExchange(const PrepareFinalizeDescriptor& descriptor, const Mo
 void RankExchange::join(const ParallelConfig& parallel, const std::shared_ptr<Communicator>& all) {
   using Combine = ParallelConfig::Combine;
   const std::vector<int> ranks = parallel.gather_group();
+  step_.origins.resize(static_cast<std::size_t>(all->size()));
   whole_ = !to_all_ || static_cast<int>(ranks.size()) == all->size();
   group_ = whole_ ? all : all->split(ranks.front());
   size_ = group_->size();
   rank_ = group_->rank();
+  for (int r = 0; r < size_; ++r) members_.push_back(whole_ ? r : ranks[r]);
   const std::vector<int> same =
       parallel.reduce_group(to_all_ ? Combine::kReduceScatter : Combine::kComplete);
   if (same.size() > 1) sums_ = RankSums(all->split(same.front()));
@@ -102,7 +105,7 @@ void RankExchange::place_experts(const MoeConfig& config, const RankOptions& opt
                                   : on_device(map, config.device);
 }
 
-ExchangeSizes RankExchange::sizes(const ProblemSize& caller) const {
+ExchangeSizes RankExchange::sizes(const ProblemSize& caller, const Preparation& preparation) const {
   ExchangeSizes sizes{};
   sizes.num_tokens = caller.num_tokens;
   sizes.max_tokens = std::max(caller.max_tokens, caller.num_tokens);
@@ -115,19 +118,22 @@ ExchangeSizes RankExchange::sizes(const ProblemSize& caller) const {
   sizes.num_ranks = size_;
   sizes.counts_of_rank = drop_rows_ ? size_ : 1;
   sizes.num_logits = num_logits_;
+  sizes.numbers = hooks_;
   sizes.sum_ranks = sums_.needed() ? sums_.communicator()->size() : 1;
   sizes.to_all = to_all_;
   sizes.per_slot = per_slot();
   sizes.packs = !to_all_ && !in_place_ && !unpacked_;
   sizes.host = host_;
   sizes.in_place = in_place_;
+  // Messages to all send this rank's rows from where they are received.
+  sizes.by_address = preparation.by_address && host_ && (in_place_ || !to_all_) && !hooks_;
   sizes.combine_dtype = combine_dtype_;
   return sizes;
 }
 
 ProblemSize RankExchange::problem_size(const ProblemSize& caller) const {
   ProblemSize problem = caller;
-  const ExchangeSizes exchange = sizes(caller);
+  const ExchangeSizes exchange = sizes(caller, {});
   problem.num_tokens = exchange.capacity * (per_slot() ? caller.topk : 1);
   problem.max_tokens = 0;
   if (per_slot()) problem.topk = 1;
@@ -142,12 +148,13 @@ std::int64_t RankExchange::fixed_rows(std::int64_t max_tokens) const {
 
 std::size_t RankExchange::workspace_bytes(const ProblemSize& caller,
                                           const Preparation& preparation) const {
-  return ExchangeLayout(nullptr, caller, sizes(caller), preparation, {}).cutter.used();
+  return ExchangeLayout(nullptr, caller, sizes(caller, preparation), preparation, {}).cutter.used();
 }
 
 ExchangeLayout RankExchange::layout(const ForwardArgs& args) const {
   const ProblemSize problem = problem_of(args);
-  return {args.prepare_workspace, problem, sizes(problem), args.preparation, args.stream.device};
+  return {args.prepare_workspace, problem, sizes(problem, args.preparation), args.preparation,
+          args.stream.device};
 }
 
 }  // namespace fusedmoe::layer

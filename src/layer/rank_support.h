@@ -9,7 +9,8 @@ namespace fusedmoe::layer {
 Support supports_rows(const MoeConfig& config);
 
 /// Throws Error unless the context has a communicator of the configuration's ranks and device, and
-/// options that agree.
-void check_communicator(const MoeConfig& config, const Context& context);
+/// options that the transport has and that agree with each other.
+void check_ranks(const PrepareFinalizeDescriptor& transport, const MoeConfig& config,
+                 const Context& context);
 
 }  // namespace fusedmoe::layer

@@ -36,17 +36,9 @@ namespace {
 
 /// What holds for both.
 Support supports_exchange(const MoeConfig& config) {
-  const auto no = [](Reason reason, std::string text) {
-    return Support::no(reason, std::move(text));
-  };
   if (Support support = supports_rows(config); !support) return support;
-  if (!config.parallel.needs_dispatch()) {
-    return no(Reason::kParallelConfig, "every rank has all tokens: nothing to send");
-  }
-  if (config.hooks) {
-    return no(Reason::kHooks, "hooks cannot tell which rank and token a row came from");
-  }
-  return Support::yes();
+  if (config.parallel.needs_dispatch()) return Support::yes();
+  return Support::no(Reason::kParallelConfig, "every rank has all tokens: nothing to send");
 }
 
 class All2All final : public PrepareFinalizeDescriptor {
@@ -67,12 +59,7 @@ class All2All final : public PrepareFinalizeDescriptor {
   }
   std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
                                                    const Context& context) const override {
-    check_communicator(config, context);
-    const ParallelConfig& parallel = config.parallel;
-    FUSEDMOE_CHECK(
-        !context.ranks.drop_rows || parallel.sequence_parallel || parallel.group_size() == 1,
-        "ranks.drop_rows", "set with all2all, where ranks have the same tokens",
-        "unset, or set with allgather_reducescatter: the ranks would drop different rows");
+    check_ranks(*this, config, context);
     return std::make_shared<RankExchange>(*this, config, context, false);
   }
 };
@@ -98,44 +85,58 @@ class AllGather final : public PrepareFinalizeDescriptor {
   }
   std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
                                                    const Context& context) const override {
-    check_communicator(config, context);
-    FUSEDMOE_CHECK(!context.ranks.fixed_sizes || !config.monolithic, "ranks.fixed_sizes",
-                   "set with monolithic experts",
-                   "unset: they would route the rows that nobody fills");
+    check_ranks(*this, config, context);
     return std::make_shared<RankExchange>(*this, config, context, true);
   }
 };
 
-}  // namespace
-
-void check_communicator(const MoeConfig& config, const Context& context) {
-  const RankOptions& ranks = context.ranks;
-  FUSEDMOE_CHECK_FAULT(ranks.communicator, kNull, "ranks.communicator", "null",
-                       core::format("of {} ranks", config.parallel.num_ranks()));
-  const Communicator& communicator = *ranks.communicator;
-  FUSEDMOE_CHECK(communicator.size() == config.parallel.num_ranks() &&
-                     communicator.rank() == config.parallel.rank(),
-                 "ranks.communicator",
-                 core::format("rank {} of {}", communicator.rank(), communicator.size()),
-                 core::format("rank {} of {}, as parallel says", config.parallel.rank(),
-                              config.parallel.num_ranks()));
+void check_communicator(const Communicator& communicator, const MoeConfig& config) {
+  const ParallelConfig& parallel = config.parallel;
+  FUSEDMOE_CHECK(
+      communicator.size() == parallel.num_ranks() && communicator.rank() == parallel.rank(),
+      "ranks.communicator", core::format("rank {} of {}", communicator.rank(), communicator.size()),
+      core::format("rank {} of {}, as parallel says", parallel.rank(), parallel.num_ranks()));
   FUSEDMOE_CHECK_FAULT(communicator.device() == config.device, kDevice, "ranks.communicator",
                        core::format("on {}", to_string(communicator.device())),
                        core::format("on {}", to_string(config.device)));
+}
+
+/// `num_senders`: ranks that a rank gets rows from.
+void check_fixed_sizes(const RankOptions& ranks, const MoeConfig& config,
+                       std::int64_t num_senders) {
+  FUSEDMOE_CHECK(config.combine == CombineMode::kPerRank, "ranks.fixed_sizes",
+                 "set with combine per_slot", "set with per_rank only");
+  FUSEDMOE_CHECK(!config.monolithic, "ranks.fixed_sizes", "set with monolithic experts",
+                 "unset: they would route the rows that nobody fills");
+  FUSEDMOE_CHECK(ranks.drop_rows || ranks.receive_capacity == 0, "ranks.receive_capacity",
+                 core::to_string(ranks.receive_capacity),
+                 "0 with fixed_sizes, unless drop_rows is set");
+  FUSEDMOE_CHECK(!ranks.drop_rows || ranks.receive_capacity >= num_senders,
+                 "ranks.receive_capacity", core::to_string(ranks.receive_capacity),
+                 core::format("at least {} with fixed_sizes: a row of each rank", num_senders));
+}
+
+}  // namespace
+
+void check_ranks(const PrepareFinalizeDescriptor& transport, const MoeConfig& config,
+                 const Context& context) {
+  const RankOptions& ranks = context.ranks;
+  const ParallelConfig& parallel = config.parallel;
+  FUSEDMOE_CHECK_FAULT(ranks.communicator, kNull, "ranks.communicator", "null",
+                       core::format("of {} ranks", parallel.num_ranks()));
+  check_communicator(*ranks.communicator, config);
+  const bool to_all = &transport != &all2all();
   FUSEDMOE_CHECK(!ranks.drop_rows || ranks.receive_capacity > 0, "ranks.drop_rows",
                  "set without receive_capacity", "set with receive_capacity");
   FUSEDMOE_CHECK(!ranks.drop_rows || !config.batch_invariant, "ranks.drop_rows",
                  "set with batch_invariant",
                  "unset: what is dropped depends on the other rows of the batch");
-  FUSEDMOE_CHECK(!ranks.fixed_sizes || config.combine == CombineMode::kPerRank, "ranks.fixed_sizes",
-                 "set with combine per_slot", "set with per_rank only");
-  FUSEDMOE_CHECK(!ranks.fixed_sizes || ranks.drop_rows || ranks.receive_capacity == 0,
-                 "ranks.receive_capacity", core::to_string(ranks.receive_capacity),
-                 "0 with fixed_sizes, unless drop_rows is set");
   FUSEDMOE_CHECK(
-      !ranks.fixed_sizes || !ranks.drop_rows || ranks.receive_capacity >= communicator.size(),
-      "ranks.receive_capacity", core::to_string(ranks.receive_capacity),
-      core::format("at least {} with fixed_sizes: a row of each rank", communicator.size()));
+      !ranks.drop_rows || to_all || parallel.sequence_parallel || parallel.group_size() == 1,
+      "ranks.drop_rows", "set with all2all, where ranks have the same tokens",
+      "unset, or set with allgather_reducescatter: the ranks would drop different rows");
+  const std::size_t senders = to_all ? parallel.gather_group().size() : parallel.num_ranks();
+  if (ranks.fixed_sizes) check_fixed_sizes(ranks, config, static_cast<std::int64_t>(senders));
   const DType dtype = ranks.combine_dtype.value_or(config.dtype);
   FUSEDMOE_CHECK_FAULT(dtype == DType::kF32 || dtype == config.dtype, kDType, "ranks.combine_dtype",
                        std::string(name(dtype)), core::format("f32 or {}", name(config.dtype)));

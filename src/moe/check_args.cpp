@@ -41,6 +41,10 @@ void check_prepared_rows(const Experts& experts, const ForwardArgs& args) {
   const TensorView& x = args.hidden_states;
   const bool quantized =
       scheme.activations && !experts.descriptor().expects_unquantized_inputs(scheme);
+  const bool by_address =
+      experts.descriptor().reads_rows_by_address() && !config.hooks && !experts.batched();
+  FUSEDMOE_CHECK_SUPPORTED(!args.row_addresses || by_address, kOperation, "row_addresses", "given",
+                           "null for experts that read rows from one place");
   const DType dtype = quantized ? scheme.activations->value : config.dtype;
   if (experts.batched()) {
     check_tensor(x, "hidden_states", dtype, {config.num_local_experts, -1, config.hidden});

@@ -175,7 +175,7 @@ class Forward {
         b_(n_, key_, args.workspace13, args.workspace2) {
     if (!config_.hooks) return;
     // Steps whose results are rounded and pass the hooks, behind the other buffers in workspace 2.
-    unfused_.emplace(problem, static_cast<char*>(args.workspace2) + b_.bytes2, args.stream);
+    unfused_.emplace(problem, static_cast<char*>(args.workspace2) + b_.bytes2, args);
     if (args.hooks) hooks_ = args.hooks;
   }
 

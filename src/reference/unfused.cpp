@@ -5,8 +5,8 @@
 
 namespace fusedmoe::reference {
 
-UnfusedRows::UnfusedRows(const ProblemSize& problem, void* memory, Stream stream)
-    : problem_(problem), stream_(stream) {
+UnfusedRows::UnfusedRows(const ProblemSize& problem, void* memory, const ForwardArgs& args)
+    : problem_(problem), origins_(args.origins), stream_(args.stream) {
   core::WorkspaceCutter cutter(memory);
   const std::int64_t slots = Shape({problem.num_tokens, problem.topk}).numel();
   const auto take = [&](DType dtype, const Shape& shape) {
@@ -47,6 +47,7 @@ TensorView UnfusedRows::step(const Hook& hook, const TensorView& input, void* me
         TensorView(expert_offsets_, DType::kI32, {problem_.num_local_experts + 1});
     args.permuted_to_slot = TensorView(permuted_to_slot_, DType::kI32, {rows_});
     args.topk = problem_.topk;
+    args.origins = origins_;
     args.stream = stream_;
     hook(args);
   }

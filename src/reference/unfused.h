@@ -19,7 +19,7 @@ struct SlotRows {
 class UnfusedRows {
  public:
   /// Cut from `memory`; with null only bytes() is meaningful.
-  UnfusedRows(const ProblemSize& problem, void* memory, Stream stream);
+  UnfusedRows(const ProblemSize& problem, void* memory, const ForwardArgs& args);
   std::size_t bytes() const { return bytes_; }
 
   /// Slots of expert 0, of expert 1, ..., and where those of each begin.
@@ -35,7 +35,8 @@ class UnfusedRows {
   TensorView step(const Hook& hook, const TensorView& input, void* memory, SlotRows rows);
 
   ProblemSize problem_;
-  Stream stream_;
+  const TokenOrigins origins_;
+  const Stream stream_;
   void* gemm1_ = nullptr;
   void* activated_ = nullptr;
   void* gemm2_ = nullptr;

@@ -1,9 +1,11 @@
 // Layers on several ranks on GPUs: threads that share one, and over NCCL with a GPU each.
+#include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
 
 #include "../ranks/dropping_ranks.h"
+#include "../ranks/leaks.h"
 #include "cuda_test.h"
 #include "fusedmoe/layer.h"
 #include "fusedmoe/quant.h"
@@ -22,6 +24,10 @@ using testing::random_tensor;
 using testing::run_ranks;
 
 constexpr std::int64_t kTokens = 24, kHidden = 256;
+/// Each rank rounds its part of a sum to bf16, 2^-9 of it, before the parts are added, which one
+/// GPU does not; its kernels may also add in another order for another number of rows. The bound of
+/// spec/tolerances.md for bf16 outputs with one rounding in between.
+constexpr double kTolerance = 2e-2;
 
 struct Setting {
   int size = 2;
@@ -120,7 +126,7 @@ void expect_as_one(const Setting& setting, const char* scheme, const char* trans
       if (batch_invariant) {
         EXPECT_TRUE(bitwise_equal(output, expected)) << "rank " << rank;
       } else {
-        EXPECT_LE(compare(output, expected).max_norm_relative, 2e-2) << "rank " << rank;
+        EXPECT_LE(compare(output, expected).max_norm_relative, kTolerance) << "rank " << rank;
       }
     }
     communicator->barrier();
@@ -205,7 +211,7 @@ TEST(CudaRanksTest, RowsThatDoNotFitAreDropped) {
           const Tensor wanted = forward_routed(alone, x, expected.ids[rank], factors, 0, &none);
           EXPECT_EQ(dropped, expected.rows[rank]) << "rank " << rank;
           EXPECT_EQ(none, 0);
-          EXPECT_LE(compare(output, wanted).max_norm_relative, 2e-2) << "rank " << rank;
+          EXPECT_LE(compare(output, wanted).max_norm_relative, kTolerance) << "rank " << rank;
           communicator->barrier();
         });
       }
@@ -256,7 +262,7 @@ void expect_replays(const MoeLayer& layer, const Batches& batches, Communicator&
   const Tensor all = to_device(outputs, {});
   for (std::int64_t replay = 0; replay < kReplays; ++replay) {
     const Tensor& expected = batches.expected[replay % Batches::kCount];
-    ASSERT_LE(compare(all.select(0, replay), expected).max_norm_relative, 2e-2) << replay;
+    ASSERT_LE(compare(all.select(0, replay), expected).max_norm_relative, kTolerance) << replay;
   }
 }
 
@@ -310,6 +316,41 @@ TEST(CudaRanksTest, AMissingRankIsNamed) {
       EXPECT_NE(reason.find("rank 1 did not arrive"), std::string::npos) << reason;
     }
   }
+}
+
+std::size_t device_bytes_in_use() {
+  std::size_t free = 0, total = 0;
+  EXPECT_EQ(cudaMemGetInfo(&free, &total), cudaSuccess);
+  return total - free;
+}
+
+/// As LeakTest does with other data planes. One GPU suffices: then nothing travels, but NCCL is
+/// made and aborted all the same.
+TEST(CudaRanksTest, AHundredFailuresOverNcclLeakNothing) {
+  FUSEDMOE_SKIP_WITHOUT_GPU();
+  if (!nccl_info().problem.empty()) GTEST_SKIP() << nccl_info().problem;
+  setenv("NCCL_NVLS_ENABLE", "0", 0);  // before NCCL is loaded
+  const Setting setting{std::min(cuda_device_count(), 2), true};
+  const LayerWeights weights = make_layer_weights({small_case("bf16")});
+  const Tensor x = random_tensor(DType::kBF16, {kTokens, kHidden}, 1, 3);
+  const auto round = [&](int number) {
+    Ranks ranks(setting);
+    const auto errors = testing::errors_of_ranks(setting.size, [&](int rank) {
+      const auto communicator = ranks.join(rank);
+      LayerOptions options = options_of(communicator->device(), false);
+      options.ranks.communicator = communicator;
+      options.ranks.max_tokens_per_rank = kTokens;
+      const MoeLayer layer(weights, options);
+      forward(layer, x, setting.size > 1 ? kTokens : 0);
+      if (rank == number % setting.size) communicator->abort("once more");
+      forward(layer, x, setting.size > 1 ? kTokens : 0);
+      communicator->check();
+    });
+    for (const std::string& error : errors) {
+      EXPECT_NE(error.find("once more"), std::string::npos) << error;
+    }
+  };
+  testing::expect_no_leaks(round, device_bytes_in_use);
 }
 
 }  // namespace

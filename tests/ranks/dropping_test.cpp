@@ -15,6 +15,7 @@ using testing::forward_exactly;
 using testing::kPatient;
 using testing::make_communicators;
 using testing::make_layer_weights;
+using testing::one_rank_options;
 using testing::run_ranks;
 
 /// FUSEDMOE_RANK_CASES: how many; 10000 take a minute.
@@ -130,7 +131,41 @@ TEST(DroppingTest, WhatCannotBeIsRefused) {
     for (const std::string& error : errors) {
       EXPECT_NE(error.find(row.error), std::string::npos) << error;
     }
+    EXPECT_EQ(comms[0]->status(), "") << "the communicator stays usable";
   }
+}
+
+/// Where rows travel between the data-parallel groups only, a rank gets rows from one rank of each.
+TEST(DroppingTest, FixedSizesShareABufferAmongTheRanksThatSend) {
+  DropProblem problem(4, 3);
+  problem.spec.num_experts = 8;
+  problem.how.transport = "allgather_reducescatter";
+  problem.how.combine = CombineMode::kPerRank;
+  problem.how.placement.reset();
+  problem.how.fixed_sizes = true;
+  problem.how.deployment = Deployment{.tp_size = 2, .dp_size = 2, .expert_parallel = true};
+  const LayerWeights weights = make_layer_weights({problem.spec});
+  const MoeLayer alone(weights, one_rank_options(problem.how, DType::kF32));
+  const auto comms = make_communicators(4, true, {kPatient});
+  problem.capacity = 1;
+  const auto errors = errors_of_ranks(
+      4, [&](int rank) { const MoeLayer layer(weights, problem.options(comms[rank])); });
+  for (const std::string& error : errors) {
+    EXPECT_NE(error.find("receive_capacity: was 1; must be at least 2 with fixed_sizes"),
+              std::string::npos)
+        << error;
+  }
+  problem.capacity = 3;  // one row of each
+  run_ranks(4, [&](int rank) {
+    const MoeLayer layer(weights, problem.options(comms[rank]));
+    const Tensor x = testing::random_tensor(DType::kF32, {5, problem.spec.hidden}, 1, 8 + rank / 2);
+    std::int32_t dropped = 77;
+    const Tensor output = forward_exactly(layer, x, problem.max_tokens, nullptr, &dropped);
+    EXPECT_EQ(dropped, 2 * 4) << "four tokens, on both ranks of the group";
+    const Tensor expected = forward_exactly(alone, x, 0);
+    std::fill_n(expected.as<float>() + x.size(1), 4 * x.size(1), 0.0F);
+    EXPECT_LE(testing::compare(output, expected).max_norm_relative, 1e-5) << "f32 sums";
+  });
 }
 
 /// Ranks of tensor parallelism drop the same tokens, so their outputs stay equal.

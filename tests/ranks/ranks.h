@@ -8,6 +8,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -20,7 +21,7 @@ namespace fusedmoe::testing {
 
 /// Long enough for a loaded machine, where nothing goes wrong.
 inline constexpr std::chrono::milliseconds kPatient{60000};
-/// Where a rank is expected to miss.
+/// Where a rank waits for what never comes.
 inline constexpr std::chrono::milliseconds kImpatient{150};
 
 /// Calls function(rank) on so many threads; element r is what rank r has thrown, "" for nothing.
@@ -46,6 +47,44 @@ inline void run_ranks(int size, const std::function<void(int rank)>& function) {
   const std::vector<std::string> errors = errors_of_ranks(size, function);
   for (int rank = 0; rank < size; ++rank) {
     EXPECT_EQ(errors[static_cast<std::size_t>(rank)], "") << "rank " << rank;
+  }
+}
+
+/// Deadlines that a rank is expected to miss. The first is short; on a loaded machine it may pass
+/// before the ranks have come to the step in question, and then they try the next.
+inline constexpr std::chrono::milliseconds kDeadlines[] = {std::chrono::milliseconds(150),
+                                                           std::chrono::milliseconds(1500),
+                                                           std::chrono::milliseconds(15000)};
+/// What ranks then throw: "<late> within 0.15 s".
+inline std::string within(const std::string& late, std::chrono::milliseconds timeout) {
+  std::ostringstream text;
+  text << late << " within " << static_cast<double>(timeout.count()) / 1000 << " s";
+  return text.str();
+}
+
+/// Expects that each of `ranks` throws that, at most 2 s after the deadline. attempt(timeout): what
+/// the ranks have thrown.
+inline void expect_late(
+    const std::string& late, const std::vector<int>& ranks,
+    const std::function<std::vector<std::string>(std::chrono::milliseconds timeout)>& attempt) {
+  for (const std::chrono::milliseconds timeout : kDeadlines) {
+    const auto begin = std::chrono::steady_clock::now();
+    std::vector<std::string> errors;
+    std::string found;
+    try {
+      errors = attempt(timeout);
+    } catch (const std::exception& error) {
+      found = std::string("the ranks did not meet: ") + error.what();
+    }
+    const auto took = std::chrono::steady_clock::now() - begin;
+    if (found.empty() && took > timeout + std::chrono::seconds(2)) found = "more than 2 s later";
+    for (const int rank : ranks) {
+      if (!found.empty()) break;
+      const std::string& error = errors[static_cast<std::size_t>(rank)];
+      if (error != within(late, timeout)) found = "rank " + std::to_string(rank) + ": " + error;
+    }
+    if (found.empty()) return;
+    if (timeout == std::end(kDeadlines)[-1]) ADD_FAILURE() << late << ", expected; " << found;
   }
 }
 
@@ -120,14 +159,13 @@ inline std::vector<std::shared_ptr<Communicator>> make_communicators(
   const auto control = make_thread_control_plane();
   const auto planes = make_thread_data_planes(size);
   std::vector<std::shared_ptr<Communicator>> result(planes.size());
-  run_ranks(size, [&](int rank) {
+  const auto errors = errors_of_ranks(size, [&](int rank) {
     std::shared_ptr<DataPlane> plane = std::make_shared<MessagesOnly>(planes[rank]);
     if (cut) plane = std::make_shared<Sequences>(size, std::move(plane));
     result[rank] = std::make_shared<Communicator>(rank, size, control, std::move(plane), options);
   });
-  // A test cannot go on without one; the rank has said why.
-  if (std::count(result.begin(), result.end(), nullptr) > 0) {
-    throw std::runtime_error("a rank has no communicator");
+  for (const std::string& error : errors) {
+    if (!error.empty()) throw std::runtime_error(error);
   }
   return result;
 }

@@ -1,0 +1,181 @@
+// Hooks across ranks: callbacks learn which token of which rank a row is, and do the same with it
+// as on one rank.
+#include <atomic>
+#include <cstring>
+
+#include "fusedmoe/quant.h"
+#include "rank_layers.h"
+
+namespace fusedmoe {
+namespace {
+
+using testing::bitwise_equal;
+using testing::Case;
+using testing::compare;
+using testing::kPatient;
+using testing::make_communicators;
+using testing::make_layer_weights;
+using testing::one_rank_options;
+using testing::random_tensor;
+using testing::rank_options;
+using testing::RankCase;
+using testing::run_ranks;
+
+constexpr std::int64_t kMost = 6, kHidden = 128;
+
+/// Rank 1 has none.
+std::int64_t tokens_of(int group) {
+  return group == 1 ? 0 : kMost - group;
+}
+Tensor hidden_states_of(int group) {
+  return random_tensor(DType::kBF16, {tokens_of(group), kHidden}, 1, 300 + group);
+}
+
+/// A row's token, and where it came from.
+struct Origin {
+  int rank = 0;
+  std::int64_t token = 0;
+};
+Origin origin_of(const HookArgs& args, std::int64_t row) {
+  std::int64_t index = args.permuted_to_slot.as<const std::int32_t>()[row] / args.topk;
+  const std::int64_t token = args.origins.numbers.as<const std::int32_t>()[index];
+  int rank = 0;
+  for (const std::int64_t count : args.origins.counts) {
+    if (index < count) break;
+    index -= count;
+    ++rank;
+  }
+  return {rank, token};
+}
+
+/// Multiplies every row by a power of two that depends on group, token and expert, as an adapter of
+/// its own for each would. `find(args, row)`: the row's origin; experts[e]: global number of expert
+/// e.
+template <typename Find>
+ExpertsHooks adapters(const Find& find, const std::vector<std::int32_t>& experts, int tp_size,
+                      std::atomic<int>& rows_seen) {
+  const auto scale_rows = [=, &rows_seen](const HookArgs& args) {
+    const auto* offsets = args.expert_offsets.as<const std::int32_t>();
+    const std::int64_t width = args.output.size(1);
+    for (std::size_t e = 0; e < experts.size(); ++e) {
+      for (std::int64_t row = offsets[e]; row < offsets[e + 1]; ++row, ++rows_seen) {
+        const Origin origin = find(args, row);
+        const std::int64_t power = (origin.rank / tp_size + 2 * origin.token + experts[e]) % 3 - 1;
+        auto* values = args.output.as<std::uint16_t>() + row * width;
+        for (std::int64_t i = 0; i < width; ++i) {
+          if ((values[i] & 0x7f80) != 0)
+            values[i] = static_cast<std::uint16_t>(values[i] + (power << 7));
+        }
+      }
+    }
+  };
+  return {scale_rows, scale_rows, scale_rows};
+}
+
+Tensor forward(const MoeLayer& layer, const Tensor& x, const ExpertsHooks& hooks,
+               std::int64_t most) {
+  const testing::Scratch scratch(layer, std::max(most, x.size(0)));
+  Tensor output = Tensor::empty(x.shape(), x.dtype());
+  testing::poison(output);
+  ForwardOptions options;
+  options.hooks = &hooks;
+  options.max_tokens = most;
+  layer.forward(x, output, scratch.workspace, options);
+  return output;
+}
+
+/// With batch_invariant the bits are those of one rank.
+void expect_as_one_rank(RankCase how, const char* scheme, const Deployment& deployment) {
+  SCOPED_TRACE(std::string(how.transport) + " " + scheme + " " + how.experts);
+  Case spec;
+  spec.num_experts = 7;
+  spec.topk = 3;
+  spec.hidden = spec.intermediate = kHidden;
+  spec.scheme = parse_scheme(scheme);
+  const LayerWeights weights = make_layer_weights({spec});
+  how.deployment = deployment;
+  how.size = deployment.tp_size * deployment.dp_size;
+  how.placement = ExpertPlacement::round_robin(7, how.size);
+  const auto comms = make_communicators(how.size, how.lend, {kPatient}, how.cut);
+  std::vector<std::int32_t> all(7);
+  for (int e = 0; e < 7; ++e) all[e] = e;
+  run_ranks(how.size, [&](int rank) {
+    LayerOptions options = one_rank_options(how, DType::kBF16);
+    options.hooks = true;
+    const MoeLayer alone(weights, options);
+    options = rank_options(how, DType::kBF16, kMost, comms[rank]);
+    options.hooks = true;
+    const MoeLayer layer(weights, options);
+    const int group = rank / deployment.tp_size;
+    const Tensor x = hidden_states_of(group);
+    std::atomic<int> rows{0}, rows_alone{0};
+    const auto here = [&](const HookArgs& args, std::int64_t row) {
+      EXPECT_FALSE(args.origins.numbers);
+      return Origin{group * deployment.tp_size,
+                    args.permuted_to_slot.as<const std::int32_t>()[row] / args.topk};
+    };
+    const Tensor expected =
+        forward(alone, x, adapters(here, all, deployment.tp_size, rows_alone), 0);
+    ExpertsHooks hooks =
+        adapters(origin_of, how.placement->local_experts(rank), deployment.tp_size, rows);
+    const auto scale = hooks.after_gemm1;
+    hooks.after_gemm1 = [&](const HookArgs& args) {
+      for (std::int64_t row = 0; args.input && row < args.permuted_to_slot.numel(); ++row) {
+        const Origin origin = origin_of(args, row);
+        const std::int64_t slot = args.permuted_to_slot.as<const std::int32_t>()[row];
+        EXPECT_TRUE(bitwise_equal(
+            args.input.select(0, slot / args.topk),
+            hidden_states_of(origin.rank / deployment.tp_size).select(0, origin.token)));
+      }
+      scale(args);
+    };
+    for (int step = 0; step < 2; ++step) {
+      const Tensor output = forward(layer, x, hooks, kMost);
+      if (how.batch_invariant) {
+        EXPECT_TRUE(bitwise_equal(output, expected)) << "rank " << rank;
+      } else {
+        // Sums of bf16 parts, as without hooks.
+        EXPECT_LE(compare(output, expected).max_norm_relative, 2e-2) << "rank " << rank;
+      }
+    }
+    EXPECT_GT(rows, 0);
+    EXPECT_EQ(rows_alone > 0, x.size(0) > 0);
+  });
+}
+
+TEST(RankHooksTest, TheyKnowTheTokenOfEveryRow) {
+  for (const testing::Way& way : testing::kWays) {
+    RankCase how{.transport = way.transport, .lend = way.lend};
+    const Deployment three{.dp_size = 3, .expert_parallel = true};
+    for (const char* scheme : {"bf16", "fp8_block"}) {
+      for (const char* experts : {"cpu", "reference"}) {
+        how.experts = experts;
+        expect_as_one_rank(how, scheme, three);
+      }
+      how.experts = "cpu";
+      how.batch_invariant = true;
+      expect_as_one_rank(how, scheme, three);
+      how.batch_invariant = false;
+    }
+    how.fixed_sizes = true;
+    expect_as_one_rank(how, "bf16", three);
+    how.fixed_sizes = false;
+    how.cut = !way.lend;
+    expect_as_one_rank(how, "bf16", three);
+    expect_as_one_rank(how, "bf16", {.tp_size = 2, .dp_size = 2, .expert_parallel = true});
+  }
+}
+
+TEST(RankHooksTest, ALayerWithHooksOnOneRankIsNoneOnAll) {
+  const auto comms = make_communicators(2, true, {kPatient});
+  const auto errors = testing::errors_of_ranks(2, [&](int rank) {
+    LayerOptions options = rank_options({}, DType::kBF16, kMost, comms[rank]);
+    options.hooks = rank == 1;
+    const MoeLayer layer(make_layer_weights({}), options);
+  });
+  EXPECT_EQ(errors[0], "the ranks of a layer differ in hooks: rank 0 has false, rank 1 has true");
+  EXPECT_EQ(errors[1], errors[0]);
+}
+
+}  // namespace
+}  // namespace fusedmoe
