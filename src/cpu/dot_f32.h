@@ -39,19 +39,21 @@ template <class S>
 Kernels f32_kernels(const char* name) {
   using D = DotF32<S>;
   using E2m1 = Nibbles<S, Codes::kE2M1>;
+  // Up to so many rows of a job, decoding again for each four of them is faster than to a panel.
+  constexpr std::int64_t kMost = 16;
   Kernels table{};
   table.name = name;
   const auto set = [&](Codes codes, void (*multiply)(const TileJob&)) {
     table.multiply[static_cast<int>(codes)][static_cast<int>(Compute::kF32)] = multiply;
   };
   set(Codes::kF32, multiply_plain<D, F32Codec<S>, Undecoded>);
-  set(Codes::kBF16, multiply_plain<D, Bf16Codec<S>, CodecPanels<D, Bf16Codec<S>>, kMaxRows>);
-  set(Codes::kF16, multiply_plain<D, F16Codec<S>, CodecPanels<D, F16Codec<S>>, kMaxRows>);
+  set(Codes::kBF16, multiply_plain<D, Bf16Codec<S>, CodecPanels<D, Bf16Codec<S>>, kMost>);
+  set(Codes::kF16, multiply_plain<D, F16Codec<S>, CodecPanels<D, F16Codec<S>>, kMost>);
   set(Codes::kMxfp4, multiply_chained<D, E2m1, Mxfp4Panels<D, E2m1>>);
   set(Codes::kE2M1, multiply_codes<D, E2m1>);
   set(Codes::kInt4, multiply_codes<D, Nibbles<S, Codes::kInt4>>);
   set(Codes::kE4M3, multiply_codes<D, E4m3<S>>);
-  set(Codes::kInt8, multiply_codes<D, Int8Codec<S>, kFewRows / 3>);
+  set(Codes::kInt8, multiply_codes<D, Int8Codec<S>, kMost>);
   set(Codes::kW4A8, multiply_plain<D, W4A8Codec<S>>);
   set(Codes::kQ4K, multiply_plain<D, Q4KCodec<S>>);
   set(Codes::kQ6K, multiply_plain<D, Q6KCodec<S>>);

@@ -36,8 +36,8 @@ class GroupedGemm {
       const WorkTile work = at(current);
       TileJob job = job_of(work);
       job.scratch = scratch;
-      // Many rows leave time to prefetch the next weights; few rows prefetch the beginnings of the
-      // next streams (prefetch_heads).
+      // Kernels prefetch the next weights or, where they read tiles side by side, the beginnings of
+      // the next tiles (prefetch_heads).
       const std::int64_t next = next_.fetch_add(1);
       if (next < total) {
         const WorkTile following = at(next);

@@ -29,13 +29,13 @@ inline const std::byte* row_pointer(const TileJob& job, std::int64_t row) {
   return job.row_addresses ? job.row_addresses[index] : job.rows + index * job.row_bytes;
 }
 
-/// Prefetches the next stream, evenly over the `steps` of the work on this one. NOTE: this stream
-/// is left to the hardware, which prefetches it better.
+/// Prefetches the next stream, if any, evenly over the `steps` of the work on this one. NOTE: this
+/// stream is left to the hardware, which prefetches it better.
 class Prefetcher {
  public:
-  Prefetcher(const TileJob& job, std::int64_t steps)
-      : next_(job.prefetch),
-        lines_left_(job.prefetch ? (job.prefetch_bytes + 63) / 64 : 0),
+  Prefetcher(const std::byte* next, std::int64_t bytes, std::int64_t steps)
+      : next_(next),
+        lines_left_(next ? (bytes + 63) / 64 : 0),
         lines_per_step_(steps > 0 ? lines_left_ * kUnit / steps + 1 : 0) {}
 
   /// After each `steps`, some eight at a time: more lines at once than a core can wait for delay
@@ -189,7 +189,8 @@ void multiply_tile(const TileJob& job, int tile) {
   const std::int64_t panels = (steps + at_most - 1) / at_most;
   const std::int64_t blocks = (job.num_rows + kRows - 1) / kRows;
   auto* carried = reinterpret_cast<float*>(job.scratch + kAccumulatorsOffset);
-  Prefetcher prefetch(job, tile == job.num_tiles - 1 ? blocks * D::kPasses * steps : 0);
+  Prefetcher prefetch(tile == job.num_tiles - 1 ? job.prefetch : nullptr, job.prefetch_bytes,
+                      blocks * D::kPasses * steps);
   Decoder decoder(stream, job.format);
   std::int64_t begin = 0;
   for (std::int64_t index = 0; index < panels; ++index) {

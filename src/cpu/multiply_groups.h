@@ -255,7 +255,8 @@ void multiply_groups_tile(const TileJob& job, int tile, std::int64_t group) {
   auto* totals = reinterpret_cast<float*>(job.scratch + kAccumulatorsOffset);
   std::memset(totals, 0, static_cast<std::size_t>(job.num_rows * kStepBytes));
   constexpr int kPasses = kTileColumns / (D::Simd::kVectors * D::Simd::kWidth);
-  Prefetcher prefetch(job, tile == job.num_tiles - 1 ? blocks * kPasses * job.k / D::kPerStep : 0);
+  Prefetcher prefetch(tile == job.num_tiles - 1 ? job.prefetch : nullptr, job.prefetch_bytes,
+                      blocks * kPasses * job.k / D::kPerStep);
   Panels decoder(job.tiles + tile * job.tile_bytes, job.format);
   for (std::int64_t index = 0; index < panels; ++index) {
     const std::int64_t first = groups * index / panels;

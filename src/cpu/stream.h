@@ -1,8 +1,9 @@
-// One to four rows x several tiles, decoded in registers: each weight is read once, and nothing is
-// stored and read back. This is bound by memory, so where registers allow it several tiles are read
-// side by side: then more cache lines are on their way at a time. Formats that decode quickly take
-// more rows, too, in blocks of four; each block reads the same tile again. Results are those of
-// multiply.h and multiply_groups.h, bit for bit. Included by isa_*.cpp only.
+// One to four rows x tiles, decoded in registers: each weight is read once, and nothing is stored
+// and read back. Memory bounds this, so more cache lines must be on their way than one stream has:
+// for the fewest rows several tiles are read side by side, where registers allow it; for more,
+// whose accumulators leave no room for that, the next tile is prefetched to the L2. Formats that
+// decode quickly take more than four rows, in blocks; each block reads the same tile again. Results
+// are those of multiply.h and multiply_groups.h, bit for bit. Included by isa_*.cpp only.
 #pragma once
 
 #include "cpu/multiply_groups.h"
@@ -28,9 +29,9 @@ enum class Scaling {
 };
 
 /// R rows x T tiles, whose streams advance in turn by at most 32 k. A tile is cut into strips whose
-/// accumulators fit the registers; with one strip they stay there. With `prefetch`, which is given
-/// where a tile is read for several blocks of rows, the whole next tile is brought to the cache
-/// meanwhile; without it only the first bytes of the next tiles are.
+/// accumulators fit the registers; with one strip they stay there. With `prefetch` (kBlocks) the
+/// whole next tile is brought to the L2 meanwhile; without it only the first bytes of the next
+/// tiles are.
 template <class D, class Codec, Scaling kScaling, int T, int R, bool kBlocks = false>
 class TileStreams {
  public:
@@ -285,22 +286,11 @@ class TileStreams {
   Mxfp4Scales<S> chain_[if_grouped(T)];
 };
 
-template <class D, class Codec, Scaling kScaling, int R>
-void stream_rows(const TileJob& job) {
-  constexpr int kT = R == 1 ? D::Simd::kStreamTiles : R == 2 ? (D::Simd::kStreamTiles + 1) / 2 : 1;
-  int tile = 0;
-  for (; tile + kT <= job.num_tiles; tile += kT) {
-    TileStreams<D, Codec, kScaling, kT, R>(job, tile).run();
-  }
-  if constexpr (kT > 1) {
-    for (; tile < job.num_tiles; ++tile) TileStreams<D, Codec, kScaling, 1, R>(job, tile).run();
-  }
-}
-
+/// R rows or, where R is 3 or 4, fewer; at least two.
 template <class D, class Codec, Scaling kScaling, int R>
 void stream_block(const TileJob& job, int tile, std::int64_t row, std::int64_t num_rows,
                   Prefetcher& prefetch) {
-  if constexpr (R > 1) {
+  if constexpr (R > 2) {
     if (num_rows < R) {
       stream_block<D, Codec, kScaling, R - 1>(job, tile, row, num_rows, prefetch);
       return;
@@ -309,25 +299,56 @@ void stream_block(const TileJob& job, int tile, std::int64_t row, std::int64_t n
   TileStreams<D, Codec, kScaling, 1, R, true>(job, tile, row, &prefetch).run();
 }
 
-/// All rows of a job, in blocks of about the same size. The first block reads a tile from memory,
-/// the others find it in the L2.
-template <class D, class Codec, Scaling kScaling>
+/// All rows of a job in blocks of about the same size. During a tile the next one is prefetched.
+template <class D, class Codec, Scaling kScaling, int kMostRows = kStreamedRows>
 void stream_blocks(const TileJob& job) {
-  const std::int64_t blocks = (job.num_rows + kStreamedRows - 1) / kStreamedRows;
+  const std::int64_t blocks = (job.num_rows + kMostRows - 1) / kMostRows;
   for (int tile = 0; tile < job.num_tiles; ++tile) {
-    Prefetcher prefetch(job, tile == job.num_tiles - 1 ? blocks * job.k / D::kPerStep : 0);
+    const bool last = tile == job.num_tiles - 1;
+    Prefetcher prefetch(last ? job.prefetch : job.tiles + (tile + 1) * job.tile_bytes,
+                        job.tile_bytes, blocks * job.k / D::kPerStep);
     std::int64_t row = 0;
     for (std::int64_t block = 0; block < blocks; ++block) {
       const std::int64_t end = job.num_rows * (block + 1) / blocks;
-      stream_block<D, Codec, kScaling, kStreamedRows>(job, tile, row, end - row, prefetch);
+      stream_block<D, Codec, kScaling, kMostRows>(job, tile, row, end - row, prefetch);
       row = end;
     }
   }
 }
 
-/// Whether the registers hold the accumulators of four rows of a tile.
-template <class S>
-inline constexpr bool kStreamsBlocks = S::stream_vectors(kStreamedRows) * S::kWidth == kTileColumns;
+/// Whether the registers hold the accumulators of R rows of a tile.
+template <class S, int R>
+inline constexpr bool kHoldsRows = S::stream_vectors(R) * S::kWidth == kTileColumns;
+
+/// Tiles that R rows read side by side.
+template <class S, int R>
+inline constexpr int kSideBySide = R == 1   ? S::kStreamTiles
+                                   : R == 2 ? (S::kStreamTiles + 1) / 2
+                                            : 1;
+
+/// Whether R rows read one tile at a time and prefetch the next. Two rows do so with codes of 4
+/// bits even where two tiles side by side fit the registers, as it is faster. NOTE: with bf16 dot
+/// products nobody has measured this.
+template <class D, class Codec, int R>
+inline constexpr bool kPrefetchesTiles = kHoldsRows<typename D::Simd, R>&& D::kPerStep != 2 &&
+                                         (kSideBySide<typename D::Simd, R> == 1 ||
+                                          (R == 2 && Codec::kK == 8));
+
+template <class D, class Codec, Scaling kScaling, int R>
+void stream_rows(const TileJob& job) {
+  if constexpr (kPrefetchesTiles<D, Codec, R>) {
+    stream_blocks<D, Codec, kScaling, R>(job);
+  } else {
+    constexpr int kT = kSideBySide<typename D::Simd, R>;
+    int tile = 0;
+    for (; tile + kT <= job.num_tiles; tile += kT) {
+      TileStreams<D, Codec, kScaling, kT, R>(job, tile).run();
+    }
+    if constexpr (kT > 1) {
+      for (; tile < job.num_tiles; ++tile) TileStreams<D, Codec, kScaling, 1, R>(job, tile).run();
+    }
+  }
+}
 
 /// Computes jobs of at most kStreamedRows rows, or kMost where the registers allow blocks of them;
 /// returns false for more.
@@ -348,7 +369,7 @@ bool stream_few_rows(const TileJob& job) {
       stream_rows<D, Codec, kScaling, 4>(job);
       return true;
     default:
-      if constexpr (kMost > kStreamedRows && kStreamsBlocks<typename D::Simd>) {
+      if constexpr (kMost > kStreamedRows && kHoldsRows<typename D::Simd, kStreamedRows>) {
         if (job.num_rows <= kMost) {
           stream_blocks<D, Codec, kScaling>(job);
           return true;
