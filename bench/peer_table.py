@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
 """Prints CSVs of `fusedmoe bench --csv` as Markdown: a table for each file, with a cell
 `time / floor = ratio` in us for each model and number of tokens and, where peers were measured on
-the same routing, the best one's time. A cell that is more than 2 % slower than that has a "!"."""
+the same routing, the best one's time. A cell that is more than 2 % slower than that has a "!".
+
+With --ratios one table for all files instead, a cell `time / floor, best peer / ours`, and one of
+geometric means up to 128 tokens and from 512 on."""
 
 import argparse
 import csv
@@ -26,10 +29,60 @@ def geomean(values):
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def print_table(path, peers):
+def read_rows(path):
     with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
-    rows = [row for row in rows if row["median_ms"] != "-"]
+        return [row for row in csv.DictReader(file) if row["median_ms"] != "-"]
+
+
+def peers_of(path, peers):
+    """Those of a file. Peers ran with balanced routing only, and none quantizes activations to FP4.
+    Those of FP8 are the best of any scaling."""
+    alone = any(text in path for text in ("zipf", "mxfp4-mxfp4", "nvfp4-nvfp4"))
+    return {} if alone else peers
+
+
+def read_ratios(path, peers):
+    """(model, tokens) -> time / floor, and best peer / ours or None"""
+    ratios = {}
+    for row in read_rows(path):
+        tokens, time = int(row["tokens"]), float(row["median_ms"])
+        peer = peers.get((row["model"], row["scheme"].split("_")[0], tokens))
+        gain = float(peer["peer_us"]) / (1e3 * time) if peer else None
+        ratios[row["model"], tokens] = time / float(row["floor_ms"]), gain
+    return ratios
+
+
+def print_ratios(paths, peers):
+    # results/h200-COMMIT-NAME.csv
+    names = [os.path.splitext(os.path.basename(path))[0].split("-", 2)[2] for path in paths]
+    files = {name: read_ratios(path, peers_of(path, peers)) for name, path in zip(names, paths)}
+    sizes = sorted({tokens for cells in files.values() for _, tokens in cells})
+    print("| weights, model | " + " | ".join(f"M={size}" for size in sizes) + " |")
+    print("| --- " * (len(sizes) + 1) + "|")
+    for name, cells in files.items():
+        for model in dict.fromkeys(model for model, _ in cells):
+            texts = []
+            for size in sizes:
+                ratio, gain = cells.get((model, size), (None, None))
+                texts.append("" if ratio is None else f"{ratio:.2f}" + (f", {gain:.2f}" if gain else ""))
+            print(f"| {name} {model} | " + " | ".join(texts) + " |")
+    print("\n| weights | time / floor | best peer / ours | least | cells over 2 % behind |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, cells in files.items():
+        halves = [[cell for (_, t), cell in cells.items() if (t <= 128) == few] for few in (True, False)]
+        floors = ", ".join(f"{geomean([ratio for ratio, _ in half]):.2f}" for half in halves)
+        gains = [[gain for _, gain in half if gain] for half in halves]
+        if not all(gains):
+            print(f"| {name} | {floors} | | | |")
+            continue
+        both = gains[0] + gains[1]
+        behind = sum(gain < 1 / 1.02 for gain in both)
+        print(f"| {name} | {floors} | " + ", ".join(f"{geomean(gain):.2f}" for gain in gains) +
+              f" | {min(both):.2f} | {behind} of {len(both)} |")
+
+
+def print_table(path, peers):
+    rows = read_rows(path)
     sizes = sorted({int(row["tokens"]) for row in rows})
     cells, ratios, gains = {}, [], []
     for row in rows:
@@ -57,15 +110,15 @@ def print_table(path, peers):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", required=True, help="CSV: model, format, num_tokens, peer_us")
+    parser.add_argument("--ratios", action="store_true")
     parser.add_argument("results", nargs="+", help="CSV of fusedmoe bench")
     arguments = parser.parse_args()
     peers = read_peers(arguments.peers)
+    if arguments.ratios:
+        print_ratios(arguments.results, peers)
+        return
     for path in arguments.results:
-        # Peers ran with balanced routing only, and none quantizes activations to FP4. Those of FP8
-        # are the best of any scaling.
-        name = os.path.basename(path)
-        alone = any(text in name for text in ("zipf", "mxfp4-mxfp4", "nvfp4-nvfp4"))
-        print_table(path, {} if alone else peers)
+        print_table(path, peers_of(path, peers))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 
 The README's picture is made by
   scripts/plot_peers.py --peers bench/peers-h200.csv -o docs/speed-h200.svg \\
-      bench/results/h200-d546c50-mxfp4.csv bench/results/h200-d546c50-bf16.csv
+      bench/results/h200-647219c-{mxfp4,bf16,fp8,int4,nvfp4,w4a8}.csv
 """
 import argparse
 import csv
@@ -11,7 +11,13 @@ import math
 import sys
 
 OURS, PEER = "#0b62a4", "#d9730d"
-TITLES = {"mxfp4_w4a16": "MXFP4 weights, bf16 activations", "bf16": "bf16"}
+TITLES = {
+    "mxfp4_w4a16": "MXFP4 weights, bf16 activations",
+    "fp8_block": "FP8, block scales",
+    "int4_g128": "INT4 weights, bf16 activations",
+    "nvfp4_w4a16": "NVFP4 weights, bf16 activations",
+    "w4a8": "INT4 weights, FP8 activations",
+}
 
 
 def read_peers(path):
@@ -60,7 +66,8 @@ def draw(axis, path, peers):
         axis.annotate(f"{gain:.2f}x", (place, 0.03), **where)
     axis.annotate("times as fast as the best peer:", (0.02, 0.1), xycoords="axes fraction")
     axis.axhline(1, color="black", linewidth=0.8, linestyle=":")
-    axis.set_ylim(bottom=0)
+    top = axis.get_ylim()[1]
+    axis.set_ylim(bottom=1 - 0.3 * (top - 1))  # room for the text below the floor
     axis.set_title(f"{TITLES.get(scheme, scheme)} ({len(models)} models)")
     axis.margins(x=0.08)
     axis.set_xticks(places, [str(t) for t in tokens])
@@ -83,11 +90,16 @@ def main():
     from matplotlib import pyplot  # after the backend is chosen
 
     peers = read_peers(options.peers)
-    size = (5.2 * len(options.results), 3.7)
-    figure, axes = pyplot.subplots(1, len(options.results), figsize=size, squeeze=False)
-    for axis, path in zip(axes[0], options.results):
+    columns = min(3, len(options.results))
+    rows = math.ceil(len(options.results) / columns)
+    size = (5.2 * columns, 3.7 * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False)
+    for axis in axes.flat[len(options.results) :]:
+        axis.set_visible(False)
+    for axis, path in zip(axes.flat, options.results):
         draw(axis, path, peers)
-    axes[0][0].set_ylabel("time / hardware floor")
+    for row in axes:
+        row[0].set_ylabel("time / hardware floor")
     axes[0][0].legend(frameon=False, loc="upper right")
     figure.tight_layout()
     svg = options.output.endswith(".svg")
