@@ -12,6 +12,18 @@ import math
 import os
 
 
+NAMES = {
+    "mxfp4": "MXFP4",
+    "fp8": "FP8 block",
+    "fp8-token": "FP8 token",
+    "int4": "INT4 g128",
+    "nvfp4": "NVFP4",
+    "w4a8": "W4A8",
+    "mxfp4-mxfp4": "MXFP4 x MXFP4",
+    "nvfp4-nvfp4": "NVFP4 x NVFP4",
+}
+
+
 def read_peers(path):
     with open(path, newline="") as file:
         return {
@@ -26,7 +38,7 @@ def us(milliseconds):
 
 
 def geomean(values):
-    return math.exp(sum(map(math.log, values)) / len(values))
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
 def read_rows(path):
@@ -37,7 +49,7 @@ def read_rows(path):
 def peers_of(path, peers):
     """Those of a file. Peers ran with balanced routing only, and none quantizes activations to FP4.
     Those of FP8 are the best of any scaling."""
-    alone = any(text in path for text in ("zipf", "mxfp4-mxfp4", "nvfp4-nvfp4"))
+    alone = any(text in os.path.basename(path) for text in ("zipf", "mxfp4-mxfp4", "nvfp4-nvfp4"))
     return {} if alone else peers
 
 
@@ -55,6 +67,7 @@ def read_ratios(path, peers):
 def print_ratios(paths, peers):
     # results/h200-COMMIT-NAME.csv
     names = [os.path.splitext(os.path.basename(path))[0].split("-", 2)[2] for path in paths]
+    names = [NAMES.get(name, name) for name in names]
     files = {name: read_ratios(path, peers_of(path, peers)) for name, path in zip(names, paths)}
     sizes = sorted({tokens for cells in files.values() for _, tokens in cells})
     print("| weights, model | " + " | ".join(f"M={size}" for size in sizes) + " |")
@@ -66,7 +79,7 @@ def print_ratios(paths, peers):
                 ratio, gain = cells.get((model, size), (None, None))
                 texts.append("" if ratio is None else f"{ratio:.2f}" + (f", {gain:.2f}" if gain else ""))
             print(f"| {name} {model} | " + " | ".join(texts) + " |")
-    print("\n| weights | time / floor | best peer / ours | least | cells over 2 % behind |")
+    print("\n| weights | time / floor | best peer / ours | least | cells more than 2 % behind |")
     print("| --- | --- | --- | --- | --- |")
     for name, cells in files.items():
         halves = [[cell for (_, t), cell in cells.items() if (t <= 128) == few] for few in (True, False)]

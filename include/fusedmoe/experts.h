@@ -210,8 +210,8 @@ struct Preparation {
   bool apply_router_weight_on_input = false;  ///< topk = 1: multiply by the weight
   std::optional<QuantKey> quant;              ///< quantize; none: they keep their dtype
   std::optional<float> scale;                 ///< of a static key
-  /// The experts read rows at ForwardArgs::row_addresses, if prepare gives them: then it need not
-  /// copy rows to one place.
+  /// The experts can read rows at ForwardArgs::row_addresses, so prepare need not copy them to one
+  /// place.
   bool by_address = false;
 };
 
@@ -252,8 +252,10 @@ struct ForwardArgs {
   /// rows come from ranks that have a dynamic one each; (num_tokens, 1) per token, (num_tokens,
   /// groups) per group; batched (1, 1) and (E, max_tokens, ...). Undefined otherwise.
   TensorView hidden_scales;
-  /// (num_tokens) addresses, or null: of each row of hidden_states, which then gives only their
-  /// shape and dtype. Only for experts that read such rows; null where no expert reads the row.
+  /// (num_tokens) or null. If it is not null, row i lies at row_addresses[i] and not in
+  /// hidden_states, which then gives only shape and dtype; the address of a row that no expert
+  /// reads is null. Only for experts with reads_rows_by_address(). The rows stay as they are until
+  /// the experts have run.
   const std::byte* const* row_addresses = nullptr;
   TokenOrigins origins;          ///< of hidden_states, where there are hooks
   TensorView expert_num_tokens;  ///< (E) i32: rows that are real; batched format only

@@ -69,7 +69,7 @@ class FUSEDMOE_API PrepareAndFinalize {
   /// fused_output -> output.
   void start_finalize(const ForwardArgs& args) const;
   void finish_finalize(const ForwardArgs& args) const { do_finish_finalize(args); }
-  /// Something threw between prepare and finalize: the other ranks must not wait for this one.
+  /// A forward has thrown on this rank, maybe before prepare: the other ranks must not wait for it.
   virtual void abandon(std::string_view /*reason*/) const noexcept {}
 
  private:
@@ -143,9 +143,10 @@ class FUSEDMOE_API ModularKernel {
   friend class MoeLayer;
   /// The same with arguments that were checked.
   void run(const ForwardArgs& args, const ProblemSize& problem, void* workspace) const;
+  /// Calls step(). What it throws, the other ranks learn.
   template <typename Step>
-  void telling_ranks(const Step& step) const;
-  void run_in(ForwardArgs args, const ProblemSize& problem, void* workspace) const;
+  void abandon_on_error(const Step& step) const;
+  void cut_and_run(ForwardArgs args, const ProblemSize& problem, void* workspace) const;
   void run_steps(ForwardArgs args, const ProblemSize& problem) const;
   std::size_t common_bytes(const WorkspacePlan& plan, const ProblemSize& problem) const;
 

@@ -326,13 +326,20 @@ inline constexpr int kSideBySide = R == 1   ? S::kStreamTiles
                                    : R == 2 ? (S::kStreamTiles + 1) / 2
                                             : 1;
 
+/// A step of bf16 dot products takes two values of a row.
+template <class D>
+inline constexpr bool kHasBf16Dots = D::kPerStep == 2;
+/// Codecs of 4-bit codes decode eight values of a column at a time.
+template <class Codec>
+inline constexpr bool kHas4BitCodes = Codec::kK == 8;
+
 /// Whether R rows read one tile at a time and prefetch the next. Two rows do so with codes of 4
 /// bits even where two tiles side by side fit the registers, as it is faster. NOTE: with bf16 dot
 /// products nobody has measured this.
 template <class D, class Codec, int R>
-inline constexpr bool kPrefetchesTiles = kHoldsRows<typename D::Simd, R>&& D::kPerStep != 2 &&
-                                         (kSideBySide<typename D::Simd, R> == 1 ||
-                                          (R == 2 && Codec::kK == 8));
+inline constexpr bool kPrefetchesTiles =
+    kHoldsRows<typename D::Simd, R> && !kHasBf16Dots<D> &&
+    (kSideBySide<typename D::Simd, R> == 1 || (R == 2 && kHas4BitCodes<Codec>));
 
 template <class D, class Codec, Scaling kScaling, int R>
 void stream_rows(const TileJob& job) {

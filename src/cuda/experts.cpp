@@ -311,8 +311,9 @@ void Sm90Experts::run_gemms(const ForwardArgs& args, const FusedMlpParams& param
   step.topk_weights = params.topk_weights;
   step.counters = params.counters + 1;  // the first has moved its own
   step.overlap_previous = true;
-  // The first launch began, and so let the pass begin, when it had the counts.
-  step.counts_are_old = !params.topk_ids;
+  // GEMM 1 waited for the counts before it let the pass start, and the pass has started before this
+  // launch does.
+  step.counts_are_complete = !params.topk_ids;
   fused_mlp(step, format_, config.tile, args.stream);
 }
 

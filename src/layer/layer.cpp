@@ -292,6 +292,9 @@ void MoeLayer::Impl::forward(const Call& call, Workspace workspace) const {
   } catch (const std::exception& error) {
     communicator->abort(error.what());
     throw;
+  } catch (...) {
+    communicator->abort("an exception of an unknown type");
+    throw;
   }
 }
 

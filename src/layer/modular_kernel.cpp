@@ -66,21 +66,20 @@ std::size_t ModularKernel::workspace_bytes(std::int64_t num_tokens) const {
 }
 
 void ModularKernel::apply(const ForwardArgs& args, Workspace workspace) const {
-  telling_ranks([&] {
+  abandon_on_error([&] {
     const ProblemSize problem = layer::check_forward_args(*this, args, workspace);
     const core::CurrentDevice current(args.stream.device);
-    run_in(args, problem, workspace.data);
+    cut_and_run(args, problem, workspace.data);
   });
 }
 
 void ModularKernel::run(const ForwardArgs& args, const ProblemSize& problem,
                         void* workspace) const {
-  telling_ranks([&] { run_in(args, problem, workspace); });
+  abandon_on_error([&] { cut_and_run(args, problem, workspace); });
 }
 
-/// Calls step(). What it throws, other ranks learn.
 template <typename Step>
-void ModularKernel::telling_ranks(const Step& step) const {
+void ModularKernel::abandon_on_error(const Step& step) const {
   if (!moves_rows_) return step();
   try {
     step();
@@ -93,7 +92,8 @@ void ModularKernel::telling_ranks(const Step& step) const {
   }
 }
 
-void ModularKernel::run_in(ForwardArgs args, const ProblemSize& problem, void* workspace) const {
+void ModularKernel::cut_and_run(ForwardArgs args, const ProblemSize& problem,
+                                void* workspace) const {
   core::WorkspaceCutter cutter(workspace);
   args.preparation = make_preparation(experts_->descriptor(), problem.scheme,
                                       experts_->config().apply_router_weight_on_input,

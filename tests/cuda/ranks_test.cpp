@@ -25,8 +25,8 @@ using testing::run_ranks;
 
 constexpr std::int64_t kTokens = 24, kHidden = 256;
 /// Each rank rounds its part of a sum to bf16, 2^-9 of it, before the parts are added, which one
-/// GPU does not; its kernels may also add in another order for another number of rows. The bound of
-/// spec/tolerances.md for bf16 outputs with one rounding in between.
+/// GPU does not; its kernels may also add in another order for another number of rows. 2e-2 are ten
+/// such roundings of the largest parts, which may cancel.
 constexpr double kTolerance = 2e-2;
 
 struct Setting {

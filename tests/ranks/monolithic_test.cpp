@@ -63,8 +63,8 @@ INSTANTIATE_TEST_SUITE_P(
       return std::string(info.param.lend ? "lending" : info.param.cut ? "sequences" : "messages");
     });
 
-/// Sums of ranks are rounded to bf16 in another order than those of one rank: spec/tolerances.md,
-/// bf16.
+/// Each rank rounds its part of a sum to bf16, 2^-9 of it, before the parts are added; one rank
+/// does not. 2e-2 are ten such roundings of the largest parts, which may cancel.
 constexpr double kTolerance = 2e-2;
 /// With one activation scale for the tensor, another batch has another scale: codes of E4M3, which
 /// has 3 bits behind the point, differ by up to one step, 1/16, in both GEMMs.

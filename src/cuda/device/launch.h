@@ -77,7 +77,8 @@ void launch_clusters(void (*kernel)(Params...), int cluster, dim3 grid, dim3 blo
 ///    earlier ones have completed. A kernel that exits without that call breaks the chain.
 ///  - Before that call a kernel may read only what was complete when the previous kernel triggered:
 ///    everything before the last launch without overlap, and what the previous kernel itself had
-///    waited for before it triggered.
+///    waited for before it triggered. If the previous one triggers at once, it may read what the
+///    kernel before that had waited for: that one has triggered, or the previous could not run.
 template <typename... Params, typename... Args>
 void launch(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t shared_bytes,
             const LaunchStream& stream, bool overlap_previous, Args&&... args) {

@@ -78,9 +78,9 @@ struct FusedMlpParams {
   const std::int32_t* topk_ids = nullptr;
   int num_slots = 0;
   core::LocalExperts local_experts;
-  /// expert_num_tokens, expert_offsets and counters were there when the previous launch began, so
-  /// only activations and their scales must be waited for. Not with topk_ids.
-  bool counts_are_old = false;
+  /// expert_num_tokens, expert_offsets and counters are complete before this launch can begin (see
+  /// launch.h), so only activations and their scales must be waited for. Not with topk_ids.
+  bool counts_are_complete = false;
   /// num_counters(...) words, zero when the kernel begins.
   std::int32_t* counters = nullptr;
   ResolvedActivation activation{};

@@ -6,7 +6,7 @@
 //   load_activations           one thread  brings the token rows of each tile
 //   load_scales                a warp      brings scales, where each K block has its own
 //   multiply_tiles             warpgroups  multiply; without an epilogue warpgroup they also store
-//   multiply_token_tiles       a warpgroup the same for a team (TileShape)
+//   multiply_token_tiles       a warpgroup the same for a team (TileShape), without the two below
 //   run_epilogues              a warpgroup stores small tiles while the next is multiplied
 //   publish_tiles              one thread  tells other thread blocks which tiles are stored
 //
@@ -62,7 +62,10 @@ __device__ inline void schedule_and_load_weights(SharedMemory<K>& shared, const 
     shared.tiles[slot.index] = tile;
     arrive(&shared.tile_full[slot.index]);
     slot.advance();
-    if (tile.gemm < 0) return;
+    if (tile.gemm < 0) {
+      wait_for_previous(p);  // a block without tiles, too: this launch must not end before that one
+      return;
+    }
     drawn = draw();  // its latency hides behind the stream
     copy_weights(shared, p, tile, stage);
   }
@@ -225,8 +228,8 @@ __global__ __launch_bounds__(K::kThreads,
       cute::prefetch_tma_descriptor(&maps.boxes[i][kFirst]);
     }
   }
-  // routing_data was launched without PDL, so what came before it has completed; only what
-  // routing_data itself writes must be waited for, or what the pass before GEMM 2 does.
+  // The first launch of a forward was made without PDL, so what came before it has completed. What
+  // it writes itself must be waited for here, or later by those who read it.
   if (!starts_early(params)) cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
   for (int t = 0; t < K::kTeams; ++t) count_tiles(teams[t], params, expert);

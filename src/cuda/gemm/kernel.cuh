@@ -227,7 +227,7 @@ __device__ inline bool has_k_scales(const FusedMlpParams& p) {
 
 /// Whether this launch begins its work before the previous one has ended.
 __device__ inline bool starts_early(const FusedMlpParams& p) {
-  return p.topk_ids || p.counts_are_old;
+  return p.topk_ids || p.counts_are_complete;
 }
 /// Before what the previous launch wrote is read, and before anything is written.
 __device__ inline void wait_for_previous(const FusedMlpParams& p) {
