@@ -183,9 +183,9 @@ struct HookArgs {
   TensorView expert_offsets;    ///< (num_local_experts + 1) i32
   TensorView permuted_to_slot;  ///< (rows) i32
   std::int64_t topk = 1;
-  /// Across ranks the tokens are those that this rank has received, in the order of their ranks,
-  /// and experts are local ones. With CombineMode::kPerSlot each slot counts as a token, and topk
-  /// is 1.
+  /// Across ranks a hook sees the tokens that this rank has received, ordered by the rank they come
+  /// from, and this rank's experts. With CombineMode::kPerSlot a token arrives once for each of its
+  /// slots; each arrival is then a token here, and topk is 1.
   TokenOrigins origins;
   Stream stream;  ///< of the forward
 };

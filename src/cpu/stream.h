@@ -1,9 +1,11 @@
 // One to four rows x tiles, decoded in registers: each weight is read once, and nothing is stored
-// and read back. Memory bounds this, so more cache lines must be on their way than one stream has:
-// for the fewest rows several tiles are read side by side, where registers allow it; for more,
-// whose accumulators leave no room for that, the next tile is prefetched to the L2. Formats that
-// decode quickly take more than four rows, in blocks; each block reads the same tile again. Results
-// are those of multiply.h and multiply_groups.h, bit for bit. Included by isa_*.cpp only.
+// and read back. The time is that of reading the weights from memory. A core that reads one tile
+// from its beginning to its end requests too few cache lines at a time. So with one or two rows it
+// reads several tiles side by side, where registers hold their accumulators; otherwise it
+// prefetches the next tile to the L2 while it reads this one (kPrefetchesTiles; not yet with bf16
+// dot products). Formats that decode quickly take more than four rows, in blocks; each block reads
+// the same tile again. Results are those of multiply.h and multiply_groups.h, bit for bit. Included
+// by isa_*.cpp only.
 #pragma once
 
 #include "cpu/multiply_groups.h"

@@ -24,9 +24,9 @@ using testing::random_tensor;
 using testing::run_ranks;
 
 constexpr std::int64_t kTokens = 24, kHidden = 256;
-/// Each rank rounds its part of a sum to bf16, 2^-9 of it, before the parts are added, which one
-/// GPU does not; its kernels may also add in another order for another number of rows. 2e-2 are ten
-/// such roundings of the largest parts, which may cancel.
+/// Each rank rounds its part of a sum to bf16 before the parts are added; a layer on one GPU does
+/// not. One rounding changes a part by up to 2^-9 of it. Parts may cancel, so the sum may be
+/// several times smaller than they are: 2e-2 of it is ten such roundings.
 constexpr double kTolerance = 2e-2;
 
 struct Setting {

@@ -135,15 +135,21 @@ TEST(DroppingTest, WhatCannotBeIsRefused) {
   }
 }
 
-/// Where rows travel between the data-parallel groups only, a rank gets rows from one rank of each.
-TEST(DroppingTest, FixedSizesShareABufferAmongTheRanksThatSend) {
+/// Two data-parallel groups of two ranks that have the same tokens.
+DropProblem problem_of_groups(bool fixed_sizes) {
   DropProblem problem(4, 3);
   problem.spec.num_experts = 8;
   problem.how.transport = "allgather_reducescatter";
   problem.how.combine = CombineMode::kPerRank;
   problem.how.placement.reset();
-  problem.how.fixed_sizes = true;
+  problem.how.fixed_sizes = fixed_sizes;
   problem.how.deployment = Deployment{.tp_size = 2, .dp_size = 2, .expert_parallel = true};
+  return problem;
+}
+
+/// Where rows travel between the data-parallel groups only, a rank gets rows from one rank of each.
+TEST(DroppingTest, FixedSizesShareABufferAmongTheRanksThatSend) {
+  DropProblem problem = problem_of_groups(true);
   const LayerWeights weights = make_layer_weights({problem.spec});
   const MoeLayer alone(weights, one_rank_options(problem.how, DType::kF32));
   const auto comms = make_communicators(4, true, {kPatient});
@@ -170,13 +176,7 @@ TEST(DroppingTest, FixedSizesShareABufferAmongTheRanksThatSend) {
 
 /// Ranks of tensor parallelism drop the same tokens, so their outputs stay equal.
 TEST(DroppingTest, RanksWithTheSameTokensDropTheSame) {
-  DropProblem problem(4, 3);
-  problem.spec.num_experts = 8;
-  problem.how.transport = "allgather_reducescatter";
-  problem.how.combine = CombineMode::kPerRank;
-  problem.how.placement.reset();
-  problem.how.fixed_sizes = false;
-  problem.how.deployment = Deployment{.tp_size = 2, .dp_size = 2, .expert_parallel = true};
+  DropProblem problem = problem_of_groups(false);
   problem.capacity = 7;
   const LayerWeights weights = make_layer_weights({problem.spec});
   const auto comms = make_communicators(4, true, {kPatient});

@@ -67,7 +67,8 @@ class RankKernel {
   std::shared_ptr<const PackedWeights> packed_;
 };
 
-/// The bits and the numbers of dropped rows are those of a layer; the latter are added.
+/// A kernel's outputs have the bits of a layer's, and it drops as many rows. It adds their number
+/// to what the caller's counter holds.
 TEST(RankKernelTest, DropsTheRowsThatALayerDrops) {
   std::int32_t most = 0;
   for (std::uint64_t seed = 0; seed < 24; ++seed) {

@@ -63,8 +63,9 @@ INSTANTIATE_TEST_SUITE_P(
       return std::string(info.param.lend ? "lending" : info.param.cut ? "sequences" : "messages");
     });
 
-/// Each rank rounds its part of a sum to bf16, 2^-9 of it, before the parts are added; one rank
-/// does not. 2e-2 are ten such roundings of the largest parts, which may cancel.
+/// Each rank rounds its part of a sum to bf16 before the parts are added; a layer on one rank does
+/// not. One rounding changes a part by up to 2^-9 of it. Parts may cancel, so the sum may be
+/// several times smaller than they are: 2e-2 of it is ten such roundings.
 constexpr double kTolerance = 2e-2;
 /// With one activation scale for the tensor, another batch has another scale: codes of E4M3, which
 /// has 3 bits behind the point, differ by up to one step, 1/16, in both GEMMs.

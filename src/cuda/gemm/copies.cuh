@@ -167,8 +167,8 @@ __device__ inline void copy_scales(SharedMemory<K>& shared, const GemmParams& ge
   }
 }
 
-/// Token rows of a tile, stage by stage; for one thread. With tokens as rows it also brings their
-/// scales, as copy_weights().
+/// Brings the token rows of a tile, stage by stage; for one thread. In tiles with tokens as rows
+/// (TileShape) it brings the scales of these tokens, too, by bulk copies.
 template <typename K>
 __device__ inline void copy_activations(SharedMemory<K>& shared, const FusedMlpParams& p,
                                         const CUtensorMap* boxes, const WorkTile& tile, int rank,

@@ -111,11 +111,12 @@ struct Kernel {
   // row.
   static constexpr int kWeightScales = kTileRowBlocks * kSlices;
   static_assert(kWeightScales <= 32, "a lane has a weight scale");
-  // Bulk copies begin at a multiple of 4.
+  // A bulk copy may begin up to 3 scales before the tile's first token.
   static constexpr int kTokenScales = kMaxTokens + (kTokensAreRows ? 4 : 0);
   static constexpr int kScales = Operands::kHasKScales ? kWeightScales + kTokenScales : 0;
   static constexpr int kScaleBytes = kBlocksPerStage * kScales * 4;
-  // With tokens as rows they come by bulk copies, from and to multiples of 16 bytes.
+  // In tiles with tokens as rows bulk copies bring the scales; these begin and end at multiples of
+  // 16 bytes.
   static_assert(!kTokensAreRows ||
                 (kBlocksPerStage == 1 && kWeightScales % 4 == 0 && kScales % 4 == 0));
 

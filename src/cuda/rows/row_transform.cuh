@@ -128,7 +128,8 @@ __device__ __forceinline__ Converted to_fp8(const RowTransform& t, const uint4& 
     for (float2& pair : values) pair = make_float2(scaled(pair.x), scaled(pair.y));
   };
   if (fp8.scale != Scale::kRow && fp8.scale != Scale::kGroup) {
-    // A tensor of zeros has scale 0; a reciprocal beyond fp32 means values that count as zero.
+    // If all values are zero or tiny, the scale is so small that its inverse is infinite in fp32.
+    // Then all codes are to be zero.
     const float factor = isinf(inverse) ? 0.0F : inverse;
     scale_values([&](float value) { return value * factor; });
   } else if (scale <= 0x1p126F) {
