@@ -356,11 +356,12 @@ __device__ __forceinline__ void store_rows(SharedMemory<K>& shared, const FusedM
     for (int first = 0; first < num_tokens; first += K::kChunkTokens) {
       Chunk<K> values;
       read(b * kChunks<K> + first / K::kChunkTokens, values);
-      if (has_token_scales) {
-        token_scales.apply(values);
-        token_scales.read(gemm, tile, coords, first + K::kChunkTokens);  // ahead: they are far away
-      }
+      if (has_token_scales) token_scales.apply(values);
       scale_and_add<K>(factors, b, values);
+      if (!out_f32) sync_staged(coords);  // the rows before are written
+      // Ahead, as they are far away. But not before the first use of `factors`: the hardware would
+      // wait for both.
+      if (has_token_scales) token_scales.read(gemm, tile, coords, first + K::kChunkTokens);
       if (out_f32) {
         write_f32<K>(gemm, coords, first_block + b, tile, first, values);
         continue;
@@ -368,7 +369,6 @@ __device__ __forceinline__ void store_rows(SharedMemory<K>& shared, const FusedM
       if constexpr (K::Output::kWeightsRows) {
         apply_router_weights<K>(p, tile, coords, first, values);
       }
-      sync_staged(coords);  // the rows before are written
       if (epilogue == Epilogue::kActivate) {
         stage_activated<K>(p.activation, coords, values, rows);
       } else if (epilogue == Epilogue::kStoreGateUp) {

@@ -221,6 +221,7 @@ __global__ __launch_bounds__(K::kThreads,
   for (int t = 0; t < K::kTeams; ++t) {
     init_barriers(teams[t], has_k_scales<K>(params));
     if constexpr (K::kTokensAreRows) clear_scales(teams[t]);
+    teams[t].tables.make(threadIdx.x, K::kThreads);
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < params.num_gemms; ++i) {

@@ -56,17 +56,6 @@ struct Kernel {
   static constexpr int kThreads =
       128 * (1 + kTeams * kWarpgroups + (kHasEpilogueWarpgroup ? 1 : 0));
 
-  // Registers of a thread block are 64 Ki; at launch every thread has the same share of them.
-  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kAllRegisters = kLaunchRegisters * (kThreads / 128);
-  static constexpr int kEpilogueRegisters = kHasEpilogueWarpgroup ? 104 : 0;
-  // What the loading threads need.
-  static constexpr int kLeastLoadRegisters = kTokensAreRows ? 40 : 56;
-  static constexpr int kMultiplyRegisters =
-      (kAllRegisters - kEpilogueRegisters - kLeastLoadRegisters) / (kTeams * kWarpgroups) / 8 * 8;
-  static constexpr int kLoadRegisters =
-      kAllRegisters - kEpilogueRegisters - kTeams * kWarpgroups * kMultiplyRegisters;
-
   // A thread's accumulators as wgmma leaves them: row blocks by tokens, or where tokens are the
   // rows blocks of 64 tokens by the weight rows of the tile.
   static constexpr int kColumns = kTokensAreRows ? kTileRowBlocks * kBlockRows : kMaxTokens;
@@ -77,13 +66,26 @@ struct Kernel {
   static constexpr int kPromotedColumns = kTokensAreRows || kColumns < Operands::kPromotedColumns
                                               ? kColumns
                                               : Operands::kPromotedColumns;
-  // Two warpgroups that promote take turns: one has the tensor cores while the other promotes.
-  static constexpr bool kTakesTurns =
-      kPromotes && !kTokensAreRows && !kHasEpilogueWarpgroup && kWarpgroups == 2;
-  static_assert(sizeof(Accumulators) / sizeof(float) + kPromotedColumns / 2 +
-                        (kPromotes ? 32 : 48) <=
-                    kMultiplyRegisters,
+  static constexpr int kAllAccumulators =
+      sizeof(Accumulators) / sizeof(float) + kPromotedColumns / 2;
+
+  // Registers of a thread block are 64 Ki; at launch every thread has the same share of them.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kAllRegisters = kLaunchRegisters * (kThreads / 128);
+  static constexpr int kEpilogueRegisters = kHasEpilogueWarpgroup ? 104 : 0;
+  // What the loading threads need, or can do with where accumulators are many.
+  static constexpr int kLeastLoadRegisters = kAllAccumulators > 176 ? 40 : 56;
+  static constexpr int kMultiplyRegisters =
+      (kAllRegisters - kEpilogueRegisters - kLeastLoadRegisters) / (kTeams * kWarpgroups) / 8 * 8;
+  static constexpr int kLoadRegisters =
+      kAllRegisters - kEpilogueRegisters - kTeams * kWarpgroups * kMultiplyRegisters;
+
+  static_assert(kAllAccumulators + (kPromotes ? 32 : 48) <= kMultiplyRegisters,
                 "the tile's accumulators leave no registers");
+  // Two warpgroups that promote take turns: one has the tensor cores while the other promotes.
+  // Decoding, and promoting seldom, gain nothing from it.
+  static constexpr bool kTakesTurns = kPromotes && !Operands::kDecodes && !kTokensAreRows &&
+                                      !kHasEpilogueWarpgroup && kWarpgroups == 2;
 
   // Of one K block:
   static constexpr int kBlockBytes = Operands::kBlock.bytes;  // 64 weight rows
@@ -143,7 +145,8 @@ struct Kernel {
 
   static constexpr int kFixedBytes =
       kStoringWarpgroups * kChunkTokens * kStagedPitch * sizeof(typename Output::Element) +
-      kPartials * kPartialAccumulators * 128 * 4 + (kMaxExperts + 1) * 4 + 1024;
+      int{sizeof(typename Operands::Tables)} + kPartials * kPartialAccumulators * 128 * 4 +
+      (kMaxExperts + 1) * 4 + 1024;
   static constexpr int kStages = (kSharedLimit - kFixedBytes) / (kStageBytes + kScaleBytes);
   static_assert(kMaxTokens % 16 == 0, "N of wgmma");
   static_assert(kMaxTokens % kChunkTokens == 0);
@@ -173,6 +176,7 @@ struct SharedMemory {
   // Token rows on their way out, of each storing warpgroup.
   alignas(16)
       typename K::Output::Element rows[K::kStoringWarpgroups][K::kChunkTokens][K::kStagedPitch];
+  [[no_unique_address]] typename K::Operands::Tables tables;
   float partials[K::kPartials][K::kPartialAccumulators][128];
   std::uint64_t stage_full[K::kStages];
   std::uint64_t stage_free[K::kStages];

@@ -221,11 +221,6 @@ __device__ __forceinline__ void multiply_promoted(SharedMemory<K>& shared, const
     if (has_block) {
       const auto activations = operands.activations_of(0);
       const KScales scales = k_scales(shared, p.gemms[tile.gemm], coords, stage.index);
-      std::uint32_t decoded[kSteps<K>][4];
-      if constexpr (K::Operands::kDecodes) {
-        static_assert(K::kRowBlocks == 1);
-        K::Operands::load_fragments(operands.weights, coords.thread(), decoded);
-      }
       const auto multiply_columns = [&](int b, int first, auto width) {
         float sums[kFirst / 2];
         const Descriptor<> weights(
@@ -236,11 +231,7 @@ __device__ __forceinline__ void multiply_promoted(SharedMemory<K>& shared, const
 #pragma unroll
         for (int j = 0; j < kSteps<K>; ++j) {
           const std::uint64_t tokens = activations.at(j) + (first * kSwizzleBytes >> 4);
-          if constexpr (K::Operands::kDecodes) {
-            multiply_apart<typename K::Activation, width>(decoded[j], tokens, j == 0, sums);
-          } else {
-            multiply_apart<typename K::Activation, width>(weights.at(j), tokens, j == 0, sums);
-          }
+          multiply_apart<typename K::Activation, width>(weights.at(j), tokens, j == 0, sums);
         }
         cute::warpgroup_commit_batch();
         Turns<K>::pass(coords);
@@ -258,6 +249,50 @@ __device__ __forceinline__ void multiply_promoted(SharedMemory<K>& shared, const
     }
     release_stage(shared, stage.index);
     stage.advance();
+  }
+}
+
+/// Weights that are decoded to FP8. Their K blocks have no scales, so the tensor cores sum up
+/// kPromotedBlocks of them before they are added in fp32. The second half of a K block is decoded
+/// while the first is multiplied.
+template <int kN, typename K>
+__device__ __forceinline__ void multiply_decoded_fp8(SharedMemory<K>& shared, const WorkTile& tile,
+                                                     const WarpgroupCoords<K>& coords,
+                                                     StageState<K>& stage,
+                                                     typename K::Accumulators& accumulators) {
+  using Operands = typename K::Operands;
+  static_assert(K::kRowBlocks == 1 && !Operands::kHasKScales);
+  constexpr int kHalfSteps = kSteps<K> / 2;
+  const int last = last_blocks(tile, coords);
+  float sums[kN / 2] = {};
+  for (int left = num_stages<K>(tile); left > 0; --left) {
+    const StageOperands<K> operands = acquire(shared, stage, coords);
+    if (left > 1 || last > 0) {
+      const auto activations = operands.activations_of(0);
+      const auto codes = Operands::load(operands.weights, coords.thread(), shared.tables);
+      std::uint32_t weights[2][kHalfSteps][4];
+      fence_accumulators(sums);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Operands::decode(codes, half, weights[half]);
+        cute::warpgroup_arrive();
+#pragma unroll
+        for (int j = 0; j < kHalfSteps; ++j) {
+          multiply_apart<typename K::Activation, kN>(
+              weights[half][j], activations.at(half * kHalfSteps + j), false, sums);
+        }
+        cute::warpgroup_commit_batch();
+      }
+      cute::warpgroup_wait<0>();
+      fence_accumulators(sums);
+    }
+    release_stage(shared, stage.index);
+    stage.advance();
+    if (left % Operands::kPromotedBlocks == 1) {
+      promote<K, kN>(sums, 0, {}, 0, accumulators[0]);
+#pragma unroll
+      for (float& sum : sums) sum = 0;
+    }
   }
 }
 
@@ -378,7 +413,9 @@ __device__ __forceinline__ void multiply_narrowest(SharedMemory<K>& shared, cons
       return;
     }
   }
-  if constexpr (K::kPromotes) {
+  if constexpr (K::kPromotes && K::Operands::kDecodes) {
+    multiply_decoded_fp8<kN>(shared, tile, coords, stage, accumulators);
+  } else if constexpr (K::kPromotes) {
     multiply_promoted<kN>(shared, p, tile, coords, stage, accumulators);
   } else if constexpr (K::Operands::kDecodes) {
     multiply_decoded<kN>(shared, tile, coords, stage, accumulators);

@@ -53,9 +53,9 @@ inline constexpr TileShape kTilesFp8[] = {
 };
 
 /// FP8 tiles of decoded weights. wgmma takes only its rows from registers, so tokens cannot be
-/// them.
+/// them. Without scales of K blocks both sets of accumulators have room for 192 tokens.
 inline constexpr TileShape kTilesDecodedFp8[] = {
-    {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 2, 1, 1, 1}, {96, 2, 1, 1, 2}, {128, 2, 1, 1, 2},
+    {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 2, 1, 1, 1}, {96, 2, 1, 1, 2}, {192, 2, 1, 1, 2},
 };
 
 }  // namespace fusedmoe::cuda

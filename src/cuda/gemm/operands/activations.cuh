@@ -62,6 +62,12 @@ struct QuantizedOutput : RoundedOutput<ElementT> {
   static constexpr bool kQuantizes = true;
 };
 
+/// A policy whose decoder needs no tables. Others have tables in shared memory: the threads of a
+/// thread block make them once.
+struct NoTables {
+  __device__ void make(int /*thread*/, int /*num_threads*/) {}
+};
+
 /// Base of the policies of operands with 16-bit activations.
 template <typename Element>
 struct Operands16Bit {
@@ -70,11 +76,12 @@ struct Operands16Bit {
   static constexpr DType kRowDType = ElementTraits<Element>::kDType;
   static constexpr int kInstructionK = 16;  ///< of one wgmma
   static constexpr int kBlockK = 64;        ///< activations of a K block are 128 bytes
-  /// Columns of one row block that a thread accumulates apart for each K block, to add them to the
-  /// others in fp32; 0: none.
+  /// Columns of one row block that a thread accumulates apart, for a K block or some, to add them
+  /// to the others in fp32; 0: none.
   static constexpr int kPromotedColumns = 0;
   /// Whether K blocks have scales, by which promoted sums are multiplied.
   static constexpr bool kHasKScales = false;
+  using Tables = NoTables;
   static constexpr std::span<const TileShape> kTiles = kTiles16Bit;
 };
 

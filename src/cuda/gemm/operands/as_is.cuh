@@ -34,6 +34,7 @@ struct Fp8Operands {
   static constexpr int kPromotedColumns = 96;
   /// Whether K blocks have scales, by which promoted sums are multiplied.
   static constexpr bool kHasKScales = true;
+  using Tables = NoTables;
   static constexpr PackedBlock kBlock{kSwizzledBlockBytes, kBlockK};
   static constexpr int kBlocksPerGroup = 1;
   static constexpr bool kDecodes = false;

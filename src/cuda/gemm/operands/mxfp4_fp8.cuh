@@ -14,20 +14,24 @@ struct Mxfp4Fp8Operands : DecodedFp8Operands {
   static constexpr PackedBlock kBlock{kCodeBytes + kBlockRows * kGroups, kBlockK};
   static constexpr int kFixedExponent = -Mxfp4Table::kLargestExponent;
 
-  /// A packed block -> the register operands of all steps.
-  __device__ static void load_fragments(const std::uint8_t* block, int thread,
-                                        std::uint32_t (&a)[4][4]) {
-    const auto* of_thread = reinterpret_cast<const uint4*>(block) + thread;
-    const uint4 halves[2] = {of_thread[0], of_thread[128]};
-    const auto fields = *reinterpret_cast<const uint2*>(
-        block + kCodeBytes + (thread / 32 * 8 + thread % 32 / 4) * 2 * kGroups);
+  /// As W4a8Operands::Codes.
+  struct Codes {
+    const std::uint8_t* block;
+    int thread;
+    uint2 fields;
+  };
+  __device__ static Codes load(const std::uint8_t* block, int thread, const Tables& /*tables*/) {
+    return {block, thread, *reinterpret_cast<const uint2*>(scales(block, thread, kGroups))};
+  }
+  /// -> the register operands of two steps of 32 of K, of the first or second half of the block.
+  __device__ static void decode(const Codes& codes, int half, std::uint32_t (&a)[2][4]) {
+    const uint4 of_half = words(codes.block, codes.thread, half);
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      const uint4& words = halves[step / 2];
-      const std::uint32_t row = step % 2 == 0 ? words.x : words.z;
-      const std::uint32_t next = step % 2 == 0 ? words.y : words.w;
-      Mxfp4Table(fields.x >> (8 * step) & 0xFF).decode(row, a[step][0], a[step][2]);
-      Mxfp4Table(fields.y >> (8 * step) & 0xFF).decode(next, a[step][1], a[step][3]);
+    for (int step = 0; step < 2; ++step) {
+      const int shift = 16 * half + 8 * step;
+      const Mxfp4Table row(codes.fields.x >> shift & 0xFF), next(codes.fields.y >> shift & 0xFF);
+      row.decode(step == 0 ? of_half.x : of_half.z, a[step][0], a[step][2]);
+      next.decode(step == 0 ? of_half.y : of_half.w, a[step][1], a[step][3]);
     }
   }
 };

@@ -22,13 +22,27 @@ struct DecodedFp8Operands {
   using Layout = W4a8Codes;
   static constexpr int kBlockK = 128;
   static constexpr int kCodeBytes = kBlockRows * kBlockK / 2;
-  static constexpr int kPromotedColumns = 96;
+  static constexpr int kPromotedColumns = 192;  ///< of any tile all
+  /// K blocks that are summed up by the tensor cores, 512 of K. (vLLM's kernels of these formats
+  /// leave all to the tensor cores.)
+  static constexpr int kPromotedBlocks = 4;
   /// Whether K blocks have scales, by which promoted sums are multiplied.
   static constexpr bool kHasKScales = false;
+  using Tables = NoTables;
   static constexpr int kBlocksPerGroup = 1;
   static constexpr bool kDecodes = true;
   static constexpr int kMmaSyncTokens = 0;
   static constexpr std::span<const TileShape> kTiles = kTilesDecodedFp8;
+
+  /// A thread's code words of half a packed block, two steps: of row g and g + 8, then of the next
+  /// step.
+  __device__ static uint4 words(const std::uint8_t* block, int thread, int half) {
+    return reinterpret_cast<const uint4*>(block)[half * 128 + thread];
+  }
+  /// Where the scales of a thread's two rows lie, `bytes` for each row.
+  __device__ static const std::uint8_t* scales(const std::uint8_t* block, int thread, int bytes) {
+    return block + kCodeBytes + (thread / 32 * 8 + thread % 32 / 4) * 2 * bytes;
+  }
 };
 
 /// The codes of a block are followed by its scales: for each w and g (codes.h) the E4M3 scales of
@@ -38,35 +52,50 @@ struct W4a8Operands : DecodedFp8Operands {
   static constexpr PackedBlock kBlock{kCodeBytes + kBlockRows, kBlockK};
   static constexpr int kFixedExponent = 0;
 
-  /// 1 to 8 times a scale, rounded.
-  __device__ static W4a8Table table(__half scale) {
-    std::uint32_t words[2];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const __half2 factors = __floats2half2_rn(2.0F * i + 1, 2.0F * i + 2);
-      const __half2 products = __hmul2(__half2half2(scale), factors);  // exact
-      const std::uint32_t codes =
-          __nv_cvt_halfraw2_to_fp8x2(__half2_raw(products), __NV_SATFINITE, __NV_E4M3);
-      words[i / 2] = i % 2 == 0 ? codes : words[i / 2] | codes << 16;
+  /// By the E4M3 codes of scales.
+  struct Tables {
+    W4a8Table of_scale[256];
+
+    __device__ void make(int thread, int num_threads) {
+      for (int i = thread; i < 256; i += num_threads) of_scale[i] = table(i);
     }
-    return W4a8Table::of_multiples(words[0], words[1]);
+    /// 1 to 8 times a scale, rounded.
+    __device__ static W4a8Table table(int scale) {
+      const __half value(
+          __nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(scale), __NV_E4M3));
+      std::uint32_t words[2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const __half2 factors = __floats2half2_rn(2.0F * i + 1, 2.0F * i + 2);
+        const __half2 products = __hmul2(__half2half2(value), factors);  // exact
+        const std::uint32_t codes =
+            __nv_cvt_halfraw2_to_fp8x2(__half2_raw(products), __NV_SATFINITE, __NV_E4M3);
+        words[i / 2] = i % 2 == 0 ? codes : words[i / 2] | codes << 16;
+      }
+      return W4a8Table::of_multiples(words[0], words[1]);
+    }
+  };
+
+  /// Where a thread of 128 finds its words and the tables of its rows. It reads them when it
+  /// decodes the words: no registers are left to keep them in.
+  struct Codes {
+    const std::uint8_t* block;
+    int thread;
+    const W4a8Table *row, *next;
+  };
+  __device__ static Codes load(const std::uint8_t* block, int thread, const Tables& tables) {
+    const std::uint8_t* of_rows = scales(block, thread, 1);
+    const std::uint32_t both = *reinterpret_cast<const std::uint16_t*>(of_rows);
+    return {block, thread, &tables.of_scale[both & 0xFF], &tables.of_scale[both >> 8]};
   }
-  /// A packed block -> the register operands of all steps.
-  __device__ static void load_fragments(const std::uint8_t* block, int thread,
-                                        std::uint32_t (&a)[4][4]) {
-    const auto* of_thread = reinterpret_cast<const uint4*>(block) + thread;
-    const uint4 words[2] = {of_thread[0], of_thread[128]};
-    const auto scales = *reinterpret_cast<const std::uint16_t*>(
-        block + kCodeBytes + (thread / 32 * 8 + thread % 32 / 4) * 2);
-    const __half2 of_rows = __nv_cvt_fp8x2_to_halfraw2(scales, __NV_E4M3);
-    const W4a8Table row = table(__low2half(of_rows)), next = table(__high2half(of_rows));
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      row.decode(words[i].x, a[2 * i][0], a[2 * i][2]);
-      next.decode(words[i].y, a[2 * i][1], a[2 * i][3]);
-      row.decode(words[i].z, a[2 * i + 1][0], a[2 * i + 1][2]);
-      next.decode(words[i].w, a[2 * i + 1][1], a[2 * i + 1][3]);
-    }
+  /// -> the register operands of two steps of 32 of K, of the first or second half of the block.
+  __device__ static void decode(const Codes& codes, int half, std::uint32_t (&a)[2][4]) {
+    const uint4 of_half = words(codes.block, codes.thread, half);
+    const W4a8Table row = *codes.row, next = *codes.next;
+    row.decode(of_half.x, a[0][0], a[0][2]);
+    next.decode(of_half.y, a[0][1], a[0][3]);
+    row.decode(of_half.z, a[1][0], a[1][2]);
+    next.decode(of_half.w, a[1][1], a[1][3]);
   }
 };
 

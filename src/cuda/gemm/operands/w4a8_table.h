@@ -30,7 +30,7 @@ FUSEDMOE_HD inline std::uint32_t pick_bytes(std::uint32_t low, std::uint32_t hig
 
 /// The weights of a row's group, four bytes to a word: of codes 0 to 7, which are negative, and of
 /// 8 to 15.
-struct W4a8Table {
+struct alignas(16) W4a8Table {
   std::uint32_t low[2], high[2];
 
   /// From the bytes of 1 to 8 times the scale, four to a word.
