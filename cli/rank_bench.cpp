@@ -61,6 +61,11 @@ class RankBench {
   static void copy_bytes(const Tensor& from, const std::vector<Message>& messages);
   std::vector<double> largest(const std::vector<double>& mine) const;
   double largest(double mine) const { return largest(std::vector{mine}).front(); }
+  std::optional<float> static_scale() const {
+    const std::optional<QuantKey>& key = config_.scheme.activations;
+    return key && !key->dynamic ? experts_.weights->info().a1_scale : std::nullopt;
+  }
+  std::int64_t sent_row_bytes() const;
   std::int64_t returned_row_bytes() const { return bytes(config_.dtype, config_.hidden); }
   /// The transport uses the data plane's own collectives.
   bool gathers() const { return uses_graphs() && transport_.name() != "all2all"; }
@@ -79,8 +84,7 @@ class RankBench {
   ForwardArgs args_, inner_;  // of the caller, and of the experts
   Tensor hidden_states_, ids_, factors_, output_, workspace_, rows_, scratch_, bare_;
   std::vector<std::int64_t> sent_, received_;  // rows, for each rank
-  std::int64_t sent_row_bytes_ = 0;
-  std::vector<double> experts_us_;  // of each call on the CPU
+  std::vector<double> experts_us_;             // of each call on the CPU
 };
 
 MoeConfig config_of(const RankBenchOptions& options, int rank, Device device) {
@@ -92,6 +96,7 @@ MoeConfig config_of(const RankBenchOptions& options, int rank, Device device) {
   const auto held = static_cast<std::int64_t>(placement.local_experts(rank).size());
   config.num_local_experts = std::max<std::int64_t>(held, 1);  // as local_weights() has it
   config.has_expert_map = true;
+  config.dispatch_dtype = options.dispatch_dtype;
   return config;
 }
 
@@ -105,6 +110,7 @@ RankExperts make_experts(const RankBenchOptions& options, const Communicator& co
     info.intermediate = config.intermediate;
     info.scheme = config.scheme;
     info.device = config.device;
+    info.a1_scale = 1;
     return {nullptr, std::make_shared<NoWeights>(info)};
   }
   RankExperts result;
@@ -165,12 +171,8 @@ void RankBench::make_buffers() {
   args_.max_tokens = num_tokens_;
   args_.num_experts = config_.num_experts;
   args_.stream = stream_;
-  if (experts_.experts) {
-    args_.preparation = make_preparation(experts_.experts->descriptor(), config_.scheme, false,
-                                         experts_.weights->info().a1_scale);
-  } else {
-    args_.preparation.by_address = select(config_).experts->reads_rows_by_address();
-  }
+  args_.preparation =
+      make_preparation(*select(config_).experts, config_.scheme, false, static_scale());
   ProblemSize sizes = ProblemSize::of(config_, num_tokens_);
   sizes.max_tokens = num_tokens_;
   workspace_ = block(prepare_finalize_->workspace_bytes(sizes, args_.preparation));
@@ -323,19 +325,24 @@ void RankBench::combine() {
   prepare_finalize_->finish_finalize(args_);
 }
 
+/// Values and scales of a row as it travels.
+std::int64_t RankBench::sent_row_bytes() const {
+  const bool quantized = config_.dispatch_dtype ? *config_.dispatch_dtype != config_.dtype
+                                                : args_.preparation.quant.has_value();
+  if (!quantized) return bytes(config_.dtype, config_.hidden);
+  const QuantKey& key = *config_.scheme.activations;
+  const QuantizedShape row = quantized_shape(key, 1, config_.hidden);
+  const std::int64_t scales = key.dynamic ? row.scales.numel() : 0;  // a static one is known
+  return bytes(row.values_dtype, row.values.numel()) + bytes(row.scales_dtype, scales);
+}
+
 /// Dispatch and combine; on the CPU copies in turns with them, so that caches hold as little of
 /// what is copied.
 void RankBench::time_rows(RankRow& row) {
   dispatch();
   combine();
-  const auto row_bytes = [](const TensorView& rows) {
-    return rows && rows.size(0) > 0 ? rows.nbytes() / rows.size(0) : 0;
-  };
-  // A rank that nothing reaches knows it from another.
-  sent_row_bytes_ = static_cast<std::int64_t>(largest(
-      static_cast<double>(row_bytes(inner_.hidden_states) + row_bytes(inner_.hidden_scales))));
   Phases phases{[&] { dispatch(); }, [&] { combine(); }};
-  const std::vector<Message> sent = messages(false, sent_row_bytes_);
+  const std::vector<Message> sent = messages(false, sent_row_bytes());
   // Back goes what came.
   const std::vector<Message> returned = messages(true, returned_row_bytes());
   for (const Message& message : sent) row.sent_bytes += static_cast<double>(message.bytes);
@@ -361,8 +368,8 @@ void RankBench::time_bare(RankRow& row) {
            }})
         .front();
   };
-  row.bare_dispatch_us = time(sent_row_bytes_, false, [&] {
-    const Gather all{bare_.data(), static_cast<std::size_t>(num_tokens_ * sent_row_bytes_)};
+  row.bare_dispatch_us = time(sent_row_bytes(), false, [&] {
+    const Gather all{bare_.data(), static_cast<std::size_t>(num_tokens_ * sent_row_bytes())};
     communicator_->all_gather({&all, 1}, stream);
   });
   row.bare_combine_us = time(returned_row_bytes(), true, [&] {

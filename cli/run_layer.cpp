@@ -235,6 +235,7 @@ RunResults forward_on_ranks(const RunOptions& options, const Checkpoint& checkpo
           of_rank.parallel = parallel;
           of_rank.ranks.communicator = rank;
           of_rank.ranks.max_tokens_per_rank = most_tokens(x.size(0), parallel.dp_size);
+          of_rank.ranks.dispatch_dtype = options.ranks.dispatched();
           of_rank.num_threads = threads_of_rank(*rank);
         });
         RunResults mine = forward_on_rank(options, layer, x, *rank, parallel);

@@ -58,6 +58,15 @@ case $situation in
       # shellcheck disable=SC2086
       succeeds "${run_args[@]}" --output ranks.safetensors --check 9 $ranks
     done
+    succeeds "${run_args[@]}" --batch-invariant --scheme mxfp4:ocp
+    for dtype in e2m1 bf16; do  # rows as they travel: codes, or as they are
+      succeeds "${run_args[@]}" --output ranks.safetensors --batch-invariant --scheme mxfp4:ocp \
+        --ep 3 --dispatch-dtype "$dtype"
+      cmp <(tensor_data out.safetensors) <(tensor_data ranks.safetensors) || fail "other bits"
+    done
+    refuses 'dispatch_dtype e4m3: experts of mxfp4_w4a16 read rows of bf16' "${run_args[@]}" --ep 3 \
+      --dispatch-dtype e4m3
+    refuses '^error: --dispatch-dtype: was fp9' "${run_args[@]}" --ep 3 --dispatch-dtype fp9
     refuses '^error: --ep: was 3; must be 2' "${run_args[@]}" --ep 3 --tp 2
     refuses 'at least one unit for each of 7 ranks' "${run_args[@]}" --tp 7
     succeeds bench --ep 2 --shape 256x128x8x2 --tokens 4 --max-seconds 0.1 --min-samples 2

@@ -222,6 +222,40 @@ TEST(CudaRanksTest, RowsThatDoNotFitAreDropped) {
   }
 }
 
+TEST(CudaRanksTest, DispatchDtypeChangesNoBit) {
+  FUSEDMOE_SKIP_WITHOUT_GPU();
+  const std::pair<const char*, DType> schemes[] = {
+      {"fp8_block", DType::kE4M3},         {"fp8_channel_token", DType::kE4M3},
+      {"fp8_tensor_static", DType::kE4M3}, {"w4a8", DType::kE4M3},
+      {"mxfp4_mxfp8", DType::kE4M3},       {"mxfp4:ocp", DType::kE2M1}};
+  for (const Setting& setting : settings()) {
+    for (const auto& [scheme, activations] : schemes) {
+      for (const char* transport : {"all2all", "allgather_reducescatter"}) {
+        for (const int mode : {0, 1, 2}) {  // per rank; with fixed sizes; batch-invariant
+          SCOPED_TRACE(setting.name() + " " + scheme + " " + transport + std::to_string(mode));
+          const LayerWeights weights = make_layer_weights({small_case(scheme)});
+          Ranks ranks(setting);
+          run_ranks(setting.size, [&, activations = activations](int rank) {
+            const auto communicator = ranks.join(rank);
+            LayerOptions options = options_of(communicator->device(), mode == 2);
+            options.require += std::string("+") + transport;
+            options.ranks.communicator = communicator;
+            options.ranks.max_tokens_per_rank = kTokens;
+            options.ranks.fixed_sizes = mode == 1;
+            const Tensor x = random_tensor(DType::kBF16, {tokens_of(rank), kHidden}, 1, 70 + rank);
+            options.ranks.dispatch_dtype = DType::kBF16;
+            const Tensor expected = forward(MoeLayer(weights, options), x, kTokens);
+            options.ranks.dispatch_dtype = activations;
+            const MoeLayer layer(weights, options);
+            EXPECT_TRUE(bitwise_equal(forward(layer, x, kTokens), expected)) << "rank " << rank;
+            communicator->barrier();
+          });
+        }
+      }
+    }
+  }
+}
+
 Tensor host_copy(const TensorView& view, Stream stream) {
   if (!view) return {};
   Tensor result = Tensor::empty(view.shape(), view.dtype());
