@@ -64,6 +64,14 @@ case $situation in
         --ep 3 --dispatch-dtype "$dtype"
       cmp <(tensor_data out.safetensors) <(tensor_data ranks.safetensors) || fail "other bits"
     done
+    succeeds synth --config "$configs/qwen3_tiny.json" --tokens 9 --out plain
+    succeeds quantize --checkpoint plain --scheme fp8_tensor --output tensor_scales
+    for ranks in '--ep 3' '--tp 2'; do
+      # shellcheck disable=SC2086
+      succeeds "${run_args[@]}" --checkpoint tensor_scales \
+        --input plain/input.safetensors --output ranks.safetensors --check 9 $ranks
+      says 'tolerance 1e-01: passed$'
+    done
     refuses 'dispatch_dtype e4m3: experts of mxfp4_w4a16 read rows of bf16' "${run_args[@]}" --ep 3 \
       --dispatch-dtype e4m3
     refuses '^error: --dispatch-dtype: was fp9' "${run_args[@]}" --ep 3 --dispatch-dtype fp9
@@ -83,11 +91,15 @@ case $situation in
     cp out.safetensors one.safetensors
     port=$((20000 + $$ % 12000))  # below those that the system gives to connections
     # launched SIZE RANK_VARIABLE SIZE_VARIABLE ARGS...: so many processes, as a launcher starts them.
+    # One of the rank $wrong_rank reads another checkpoint.
+    wrong_rank=none
     launched() {
-      local size=$1 rank
+      local size=$1 rank args
       for ((rank = 0; rank < size; ++rank)); do
-        env "$2=$rank" "$3=$size" MASTER_ADDR=127.0.0.1 MASTER_PORT="$port" "$program" "${@:4}" \
-          >"out$rank" 2>"err$rank" &
+        args=("${@:4}")
+        [[ $rank != "$wrong_rank" ]] || args+=(--checkpoint other)
+        env "$2=$rank" "$3=$size" MASTER_ADDR=127.0.0.1 MASTER_PORT="$port" "$program" \
+          "${args[@]}" >"out$rank" 2>"err$rank" &
       done
       status=0
       for ((rank = 0; rank < size; ++rank)); do wait -n || status=$?; done
@@ -103,6 +115,17 @@ case $situation in
     cmp <(tensor_data one.safetensors) <(tensor_data ranks.safetensors) || fail "other bits"
     launched 2 OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE "${run_args[@]}" --tp 2 --check 9
     [[ $status -eq 0 && $(wc -l <out) -eq 2 ]] || fail "two ranks of Open MPI"
+    # A rank that computes something else: with --ep and --dp it routes its tokens otherwise, too.
+    succeeds synth --config "$configs/gpt_oss_tiny.json" --tokens 9 --seed 5 --out other
+    wrong_rank=1
+    for ranks in '--ep 2' '--dp 2' '--tp 2' '--tp 2 --ep 2'; do
+      # shellcheck disable=SC2086
+      launched 2 RANK WORLD_SIZE "${run_args[@]}" --output wrong.safetensors --check 9 $ranks
+      [[ $status -ne 0 && ! -e wrong.safetensors ]] || fail "a wrong rank of $ranks passes"
+      grep -q '^rank 0: error: .* against reference .* FAILED' err || fail "no reason of $ranks"
+      [[ $ranks == --tp* ]] || grep -q 'rows chose other experts' err || fail "routing of $ranks"
+    done
+    wrong_rank=none
     launched 2 RANK WORLD_SIZE bench --ep 2 --model gpt-oss-20b --rows-only --tokens 4 \
       --max-seconds 0.1 --min-samples 2 --json
     [[ $status -eq 0 && $(wc -l <out) -eq 1 ]] || fail "one line of JSON"
@@ -115,8 +138,8 @@ case $situation in
       export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
       rm ranks.safetensors
       mpirun --oversubscribe -n 4 "$program" "${run_args[@]}" --output ranks.safetensors \
-        --batch-invariant --ep 4 --tp 2 >out 2>err || fail "mpirun"
-      [[ $(wc -l <out) -eq 1 ]] || fail "one rank prints"
+        --batch-invariant --ep 4 --tp 2 --check 9 >out 2>err || fail "mpirun"
+      [[ $(wc -l <out) -eq 2 ]] || fail "one rank prints"
       cmp <(tensor_data one.safetensors) <(tensor_data ranks.safetensors) || fail "other bits"
     fi
     ;;
