@@ -81,6 +81,8 @@ case $situation in
     says '^all2all +exact +4 '
     says '^allgather_reducescatter +fixed +4 '
     says ' step +experts +exposed$'
+    says '^link: [0-9.]+ GB/s by memcpy'
+    says ' sent MB +link +back MB +link '
     succeeds bench --ep 2 --model gpt-oss-20b --rows-only --tokens 4 --max-seconds 0.1 \
       --min-samples 2
     says 'memcpy +ratio$'
@@ -129,7 +131,7 @@ case $situation in
     launched 2 RANK WORLD_SIZE bench --ep 2 --model gpt-oss-20b --rows-only --tokens 4 \
       --max-seconds 0.1 --min-samples 2 --json
     [[ $status -eq 0 && $(wc -l <out) -eq 1 ]] || fail "one line of JSON"
-    says '"backend":"tcp".*"memcpy_us":'
+    says '"backend":"tcp".*"dispatch_share_of_link":.*"sent_bytes":\[[0-9.]+,[0-9.]+\].*"memcpy_us":'
     launched 2 RANK WORLD_SIZE "${run_args[@]}" --ep 3
     grep -q '^rank 1: error: .* was 3 ranks; must be 2, the processes' err || fail "3 of 2 ranks"
     # A program for GPUs has MPI only if that was asked for; the one without CUDA always has it.
