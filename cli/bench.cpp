@@ -35,6 +35,7 @@ struct Options {
   std::string skew = "balanced";
   int threads = 0;
   int ep = 0;
+  std::string dispatch_dtype;
   std::int64_t min_samples = 11;
   double max_seconds = 10;
   bool json = false, csv = false, markdown = false;
@@ -272,6 +273,7 @@ void run_ranks(const Options& options) {
     bench.scheme = options.schemes.empty() ? schemes::unquantized(bench.dtype)
                                            : parse_scheme(options.schemes.front());
     if (!options.experts.empty()) bench.transport = options.experts.front();
+    bench.dispatch_dtype = parse_dispatch_dtype(options.dispatch_dtype);
     bench.tokens = options.tokens.empty() ? std::vector<std::int64_t>{1, 8, 32, 128, 1024, 8192}
                                           : options.tokens;
     bench.min_samples = options.min_samples;
@@ -354,6 +356,7 @@ void add_bench(Command& program) {
                   "or the processes of mpirun, torchrun or srun, with --device cuda on a GPU each; "
                   "--experts then names a transport")
       .between(1, 64);
+  add_dispatch_dtype(command, options->dispatch_dtype);
   command.add_flag("--rows-only", options->rows_only, "With --ep: no experts, so no weights");
   command.add_option("--min-samples", options->min_samples, "Samples for each number of tokens")
       .positive();

@@ -76,6 +76,7 @@ MoeConfig make_config(const Options& options, const ModelConfig& model) {
   config.monolithic = options.monolithic;
   config.batch_invariant = options.batch_invariant;
   config.combine = parse_combine_mode(options.combine);
+  config.dispatch_dtype = options.ranks.dispatched();
   place_on_ranks(options, config);
   return config;
 }
@@ -98,6 +99,7 @@ std::string plan_json(const Options& options, const ModelConfig& model,
     shared.apply_router_weight_on_input = shared.hooks = shared.monolithic = shared.has_bias =
         false;
     shared.activation_format = ActivationFormat::kStandard;
+    shared.dispatch_dtype.reset();
     const Selection chosen = select(
         shared, options.experts.empty() ? "" : fmt::format("{}+no_ep", selection.experts->name()));
     plan.shared_experts = chosen.pair();

@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cstring>
 #include <functional>
-#include <limits>
 #include <sstream>
 
 #include "bench_problem.h"
@@ -36,6 +35,72 @@ struct RankExperts {
   std::shared_ptr<const PackedWeights> weights;
 };
 
+using OfRanks = std::vector<std::vector<double>>;
+/// Every rank's values.
+OfRanks gather_values(Communicator& communicator, const std::vector<double>& mine) {
+  OfRanks result;
+  const std::string text = fmt::format("{:.17g}", fmt::join(mine, " "));
+  for (const std::string& other : communicator.gather(text, "bench")) {
+    std::istringstream numbers(other);
+    std::vector<double>& values = result.emplace_back(mine.size());
+    for (double& each : values) numbers >> each;
+  }
+  return result;
+}
+std::vector<double> values_of(const OfRanks& all, std::size_t index) {
+  std::vector<double> result;
+  for (const std::vector<double>& rank : all) result.push_back(rank[index]);
+  return result;
+}
+double largest_of(const std::vector<double>& values) {
+  return *std::max_element(values.begin(), values.end());
+}
+
+/// Bytes a second of one long copy on every rank at the same time, the slowest rank's: on the CPU
+/// memcpy, on CUDA from the next rank's GPU. Where that belongs to another process, a long message
+/// of the data plane.
+RankLink measure_link(Communicator& communicator) {
+  constexpr std::int64_t kBytes = std::int64_t{64} << 20;
+  constexpr int kCopies = 7;
+  const Device device = communicator.device();
+  const int size = communicator.size(), next = (communicator.rank() + 1) % size;
+  const Tensor from = Tensor::empty({kBytes}, DType::kU8, device);
+  const Tensor to = Tensor::empty({kBytes}, DType::kU8, device);
+  const OwnedStream stream(device);
+  fill_bytes(from, 1, stream);
+  fill_bytes(to, 2, stream);
+  synchronize(stream);
+  RankLink link{device.is_cpu() ? "memcpy" : launched() ? "long messages" : "peer copy", 0};
+  // Addresses are good in this process alone.
+  const auto address =
+      fmt::format("{} {}", reinterpret_cast<std::uintptr_t>(from.data()), device.index);
+  std::istringstream other(communicator.gather(address, "bench")[next]);
+  std::uintptr_t data = 0;
+  Device there = device;
+  other >> data >> there.index;
+  const TensorView source(reinterpret_cast<void*>(data), DType::kU8, {kBytes}, there);
+  std::vector<double> seconds;
+  for (int i = 0; i < kCopies; ++i) {
+    communicator.barrier();
+    const Clock::time_point start = Clock::now();
+    if (device.is_cpu()) {
+      std::memcpy(to.data(), from.data(), kBytes);
+    } else if (!launched()) {
+      copy(source, to, stream);
+    } else {
+      const Message out{(communicator.rank() + size - 1) % size, from.data(), kBytes};
+      const Message in{next, to.data(), kBytes};
+      communicator.exchange({&out, 1}, {&in, 1}, stream, "bench");
+    }
+    synchronize(stream);
+    seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
+  }
+  communicator.barrier();  // nobody reads the next rank's memory any more
+  const OfRanks all = gather_values(communicator, {median(std::move(seconds))});
+  link.bytes_per_second = static_cast<double>(kBytes) / largest_of(values_of(all, 0));
+  return link;
+}
+
 /// One rank's part of one row.
 class RankBench {
  public:
@@ -61,6 +126,11 @@ class RankBench {
   static void copy_bytes(const Tensor& from, const std::vector<Message>& messages);
   std::vector<double> largest(const std::vector<double>& mine) const;
   double largest(double mine) const { return largest(std::vector{mine}).front(); }
+  std::optional<float> static_scale() const {
+    const std::optional<QuantKey>& key = config_.scheme.activations;
+    return key && !key->dynamic ? experts_.weights->info().a1_scale : std::nullopt;
+  }
+  std::int64_t sent_row_bytes() const;
   std::int64_t returned_row_bytes() const { return bytes(config_.dtype, config_.hidden); }
   /// The transport uses the data plane's own collectives.
   bool gathers() const { return uses_graphs() && transport_.name() != "all2all"; }
@@ -79,8 +149,7 @@ class RankBench {
   ForwardArgs args_, inner_;  // of the caller, and of the experts
   Tensor hidden_states_, ids_, factors_, output_, workspace_, rows_, scratch_, bare_;
   std::vector<std::int64_t> sent_, received_;  // rows, for each rank
-  std::int64_t sent_row_bytes_ = 0;
-  std::vector<double> experts_us_;  // of each call on the CPU
+  std::vector<double> experts_us_;             // of each call on the CPU
 };
 
 MoeConfig config_of(const RankBenchOptions& options, int rank, Device device) {
@@ -92,6 +161,7 @@ MoeConfig config_of(const RankBenchOptions& options, int rank, Device device) {
   const auto held = static_cast<std::int64_t>(placement.local_experts(rank).size());
   config.num_local_experts = std::max<std::int64_t>(held, 1);  // as local_weights() has it
   config.has_expert_map = true;
+  config.dispatch_dtype = options.dispatch_dtype;
   return config;
 }
 
@@ -105,6 +175,7 @@ RankExperts make_experts(const RankBenchOptions& options, const Communicator& co
     info.intermediate = config.intermediate;
     info.scheme = config.scheme;
     info.device = config.device;
+    info.a1_scale = 1;
     return {nullptr, std::make_shared<NoWeights>(info)};
   }
   RankExperts result;
@@ -165,12 +236,8 @@ void RankBench::make_buffers() {
   args_.max_tokens = num_tokens_;
   args_.num_experts = config_.num_experts;
   args_.stream = stream_;
-  if (experts_.experts) {
-    args_.preparation = make_preparation(experts_.experts->descriptor(), config_.scheme, false,
-                                         experts_.weights->info().a1_scale);
-  } else {
-    args_.preparation.by_address = select(config_).experts->reads_rows_by_address();
-  }
+  args_.preparation =
+      make_preparation(*select(config_).experts, config_.scheme, false, static_scale());
   ProblemSize sizes = ProblemSize::of(config_, num_tokens_);
   sizes.max_tokens = num_tokens_;
   workspace_ = block(prepare_finalize_->workspace_bytes(sizes, args_.preparation));
@@ -213,16 +280,9 @@ void RankBench::count_rows(const TensorView& topk_ids) {
 
 /// Of all ranks, each value by itself.
 std::vector<double> RankBench::largest(const std::vector<double>& mine) const {
-  std::vector<double> result(mine.size(), std::numeric_limits<double>::lowest());
-  const std::string text = fmt::format("{:.17g}", fmt::join(mine, " "));
-  for (const std::string& other : communicator_->gather(text, "bench")) {
-    std::istringstream numbers(other);
-    for (double& each : result) {
-      double value = 0;
-      numbers >> value;
-      each = std::max(each, value);
-    }
-  }
+  const OfRanks all = gather_values(*communicator_, mine);
+  std::vector<double> result;
+  for (std::size_t i = 0; i < mine.size(); ++i) result.push_back(largest_of(values_of(all, i)));
   return result;
 }
 
@@ -278,10 +338,11 @@ std::vector<std::vector<double>> RankBench::samples_us(const Phases& phases) {
   return times;
 }
 
+/// Of this rank.
 std::vector<double> RankBench::medians_us(const Phases& phases) {
   std::vector<double> medians;
   for (std::vector<double>& each : samples_us(phases)) medians.push_back(median(std::move(each)));
-  return largest(medians);
+  return medians;
 }
 
 /// The same rows without what surrounds them.
@@ -323,31 +384,48 @@ void RankBench::combine() {
   prepare_finalize_->finish_finalize(args_);
 }
 
+/// Values and scales of a row as it travels.
+std::int64_t RankBench::sent_row_bytes() const {
+  const bool quantized = config_.dispatch_dtype ? *config_.dispatch_dtype != config_.dtype
+                                                : args_.preparation.quant.has_value();
+  if (!quantized) return bytes(config_.dtype, config_.hidden);
+  const QuantKey& key = *config_.scheme.activations;
+  const QuantizedShape row = quantized_shape(key, 1, config_.hidden);
+  const std::int64_t scales = key.dynamic ? row.scales.numel() : 0;  // a static one is known
+  return bytes(row.values_dtype, row.values.numel()) + bytes(row.scales_dtype, scales);
+}
+
 /// Dispatch and combine; on the CPU copies in turns with them, so that caches hold as little of
 /// what is copied.
 void RankBench::time_rows(RankRow& row) {
   dispatch();
   combine();
-  const auto row_bytes = [](const TensorView& rows) {
-    return rows && rows.size(0) > 0 ? rows.nbytes() / rows.size(0) : 0;
-  };
-  // A rank that nothing reaches knows it from another.
-  sent_row_bytes_ = static_cast<std::int64_t>(largest(
-      static_cast<double>(row_bytes(inner_.hidden_states) + row_bytes(inner_.hidden_scales))));
   Phases phases{[&] { dispatch(); }, [&] { combine(); }};
-  const std::vector<Message> sent = messages(false, sent_row_bytes_);
+  const std::vector<Message> sent = messages(false, sent_row_bytes());
   // Back goes what came.
   const std::vector<Message> returned = messages(true, returned_row_bytes());
-  for (const Message& message : sent) row.sent_bytes += static_cast<double>(message.bytes);
-  row.sent_bytes = largest(row.sent_bytes);
   if (device_.is_cpu()) {
     phases.emplace_back([&] { copy_bytes(hidden_states_, sent); });
     phases.emplace_back([&] { copy_bytes(rows_, returned); });
   }
-  const std::vector<double> times = medians_us(phases);
-  row.dispatch_us = times[0];
-  row.combine_us = times[1];
-  if (device_.is_cpu()) row.copy_us = times[2] + times[3];
+  const auto bytes_of = [](const std::vector<Message>& messages) {
+    double bytes = 0;
+    for (const Message& message : messages) bytes += static_cast<double>(message.bytes);
+    return bytes;
+  };
+  std::vector<double> mine = medians_us(phases);
+  mine.resize(4);
+  mine.insert(mine.end(), {bytes_of(sent), bytes_of(returned)});
+  const OfRanks all = gather_values(*communicator_, mine);
+  row.ranks.dispatch_us = values_of(all, 0);
+  row.ranks.combine_us = values_of(all, 1);
+  row.copy_us = largest_of(values_of(all, 2)) + largest_of(values_of(all, 3));
+  row.ranks.sent_bytes = values_of(all, 4);
+  row.ranks.returned_bytes = values_of(all, 5);
+  row.dispatch_us = largest_of(row.ranks.dispatch_us);
+  row.combine_us = largest_of(row.ranks.combine_us);
+  row.sent_bytes = largest_of(row.ranks.sent_bytes);
+  row.returned_bytes = largest_of(row.ranks.returned_bytes);
 }
 
 /// The data plane alone for the same bytes.
@@ -355,14 +433,13 @@ void RankBench::time_bare(RankRow& row) {
   const Stream stream = stream_;
   const auto time = [&](std::int64_t row_bytes, bool back, const std::function<void()>& gathered) {
     const std::vector<Message> out = messages(back, row_bytes), in = messages(!back, row_bytes);
-    return medians_us({[&] {
-             if (gathers()) return gathered();
-             communicator_->exchange(out, in, stream, "bench");
-           }})
-        .front();
+    return largest(medians_us({[&] {
+                     if (gathers()) return gathered();
+                     communicator_->exchange(out, in, stream, "bench");
+                   }}).front());
   };
-  row.bare_dispatch_us = time(sent_row_bytes_, false, [&] {
-    const Gather all{bare_.data(), static_cast<std::size_t>(num_tokens_ * sent_row_bytes_)};
+  row.bare_dispatch_us = time(sent_row_bytes(), false, [&] {
+    const Gather all{bare_.data(), static_cast<std::size_t>(num_tokens_ * sent_row_bytes())};
     communicator_->all_gather({&all, 1}, stream);
   });
   row.bare_combine_us = time(returned_row_bytes(), true, [&] {
@@ -380,16 +457,19 @@ void RankBench::time_steps(RankRow& row) {
     combine();
   };
   if (!device_.is_cpu()) {
-    const std::vector<double> times =
-        medians_us({step, [&] { dispatch(); }, [&] { run_experts(); }, [&] { combine(); }});
-    row.step_us = times[0];
-    row.experts_us = times[2];
+    const OfRanks all = gather_values(
+        *communicator_,
+        medians_us({step, [&] { dispatch(); }, [&] { run_experts(); }, [&] { combine(); }}));
+    row.step_us = largest_of(values_of(all, 0));
+    row.ranks.experts_us = values_of(all, 2);
+    row.experts_us = largest_of(row.ranks.experts_us);
     row.exposed_us = row.step_us - row.experts_us;
     return;
   }
   const std::vector<double> mine = samples_us({step}).front();
   const auto untimed = static_cast<std::ptrdiff_t>(experts_us_.size() - mine.size());
   experts_us_.erase(experts_us_.begin(), experts_us_.begin() + untimed);
+  row.ranks.experts_us = values_of(gather_values(*communicator_, {median(experts_us_)}), 0);
   const std::vector<double> steps = largest(mine), experts = largest(experts_us_);
   std::vector<double> exposed;
   for (std::size_t i = 0; i < steps.size(); ++i) exposed.push_back(steps[i] - experts[i]);
@@ -414,8 +494,10 @@ RankRow RankBench::run() {
 void run_rank_bench(const RankBenchOptions& options) {
   std::vector<RankRow> rows;
   std::string backend;
+  RankLink link;
   run_on_ranks(options.num_ranks, options.device, [&](std::shared_ptr<Communicator> rank) {
     if (launched() && options.threads == 0) set_num_threads(threads_of_rank(*rank));
+    const RankLink measured = measure_link(*rank);
     const RankExperts experts = make_experts(options, *rank);
     for (const PrepareFinalizeDescriptor* transport : {&all2all(), &allgather_reducescatter()}) {
       if (!options.transport.empty() && options.transport != transport->name()) continue;
@@ -425,13 +507,14 @@ void run_rank_bench(const RankBenchOptions& options) {
               RankBench(options, rank, experts, *transport, fixed_sizes, tokens).run();
           if (rank->rank() > 0) continue;
           backend = rank->backend();
+          link = measured;
           rows.push_back(row);
         }
       }
     }
   });
   if (rows.empty()) return;  // rank 0, another process, has them
-  (options.json ? print_rank_json : print_rank_table)(options, backend, rows);
+  (options.json ? print_rank_json : print_rank_table)(options, backend, link, rows);
 }
 
 }  // namespace fusedmoe::cli

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@ struct RankBenchOptions {
   std::string device = "cpu";  ///< cuda: one GPU for each rank
   DType dtype = DType::kBF16;
   QuantScheme scheme;
+  std::optional<DType> dispatch_dtype;
   std::string transport;  ///< empty: all
   std::vector<std::int64_t> tokens;
   std::int64_t min_samples = 11;

@@ -1,12 +1,19 @@
 // What bench --ep prints.
 #pragma once
 
+#include <string>
 #include <string_view>
 #include <vector>
 
 #include "rank_bench.h"
 
 namespace fusedmoe::cli {
+
+/// What moves bytes between ranks, at its best.
+struct RankLink {
+  std::string what;  ///< how it was measured
+  double bytes_per_second = 0;
+};
 
 /// A number of tokens over a transport. Times are the largest of all ranks.
 struct RankRow {
@@ -17,15 +24,26 @@ struct RankRow {
   double copy_us = 0;  // memcpy of what is sent and of what returns; on the CPU
   /// Of a whole step, of the experts in it, and of what they do not hide; 0: not measured.
   double step_us = 0, experts_us = 0, exposed_us = 0;
-  double sent_bytes = 0;  // to other ranks, by the rank that sends most
+  double sent_bytes = 0, returned_bytes = 0;  // to other ranks, by the rank that sends most
+  /// The same of each rank.
+  struct {
+    std::vector<double> dispatch_us, combine_us, experts_us, sent_bytes, returned_bytes;
+  } ranks;
   double times_of_copy() const { return (dispatch_us + combine_us) / copy_us; }
   double gigabytes() const { return 1e-3 * sent_bytes / dispatch_us; }
+  /// Of the bytes that the link could have moved in the same time.
+  double dispatch_share(const RankLink& link) const {
+    return 1e6 * sent_bytes / dispatch_us / link.bytes_per_second;
+  }
+  double combine_share(const RankLink& link) const {
+    return 1e6 * returned_bytes / combine_us / link.bytes_per_second;
+  }
 };
 
 void print_rank_table(const RankBenchOptions& options, std::string_view backend,
-                      const std::vector<RankRow>& rows);
+                      const RankLink& link, const std::vector<RankRow>& rows);
 /// One line.
 void print_rank_json(const RankBenchOptions& options, std::string_view backend,
-                     const std::vector<RankRow>& rows);
+                     const RankLink& link, const std::vector<RankRow>& rows);
 
 }  // namespace fusedmoe::cli

@@ -81,6 +81,24 @@ void RankOptionsOf::add_to(Command& command) {
                   "--ep the experts")
       .between(1, 4096);
   command.add_option("--dp", dp, "Groups of --tp ranks with tokens of their own").between(1, 4096);
+  add_dispatch_dtype(command, dispatch_dtype);
+}
+
+std::optional<DType> RankOptionsOf::dispatched() const {
+  return parse_dispatch_dtype(dispatch_dtype);
+}
+
+void add_dispatch_dtype(Command& command, std::string& value) {
+  command.add_option("--dispatch-dtype", value,
+                     "Of rows on their way to other ranks: that of --dtype, or of the activations "
+                     "(e4m3, i8, e2m1); default: as the experts read rows");
+}
+
+std::optional<DType> parse_dispatch_dtype(const std::string& text) {
+  if (text.empty()) return std::nullopt;
+  const std::optional<DType> dtype = parse_dtype(text);
+  if (!dtype) throw Error("--dispatch-dtype", text, "f32, bf16, f16, e4m3, i8 or e2m1");
+  return dtype;
 }
 
 int RankOptionsOf::num_ranks() const {

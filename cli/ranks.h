@@ -16,15 +16,22 @@ class Command;
 /// --ep, --tp and --dp of a subcommand.
 struct RankOptionsOf {
   int ep = 0, tp = 1, dp = 0;
+  std::string dispatch_dtype;
   void add_to(Command& command);
   /// Ranks that the layer is on; 1: none of the options was given.
   int num_ranks() const;
   /// --ep N alone: N ranks with tokens of their own. Throws Error where the numbers contradict.
   Deployment deployment(int rank) const;
+  /// What --dispatch-dtype says; Error for what is no dtype.
+  std::optional<DType> dispatched() const;
 };
 
 /// Where this process stands, if mpirun, torchrun or srun has started several.
 const std::optional<Launch>& launched();
+
+/// --dispatch-dtype, of subcommands that have no RankOptionsOf, too.
+void add_dispatch_dtype(Command& command, std::string& value);
+std::optional<DType> parse_dispatch_dtype(const std::string& text);
 
 using RankFunction = std::function<void(std::shared_ptr<Communicator>)>;
 /// Of every wait for another rank.

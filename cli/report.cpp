@@ -118,11 +118,14 @@ ReferenceRun run_reference(const LayerWeights& weights, const TensorView& x, con
 }  // namespace
 
 RowCheck check_rows(const LayerWeights& weights, const TensorView& x, const TensorView& output,
-                    const Routing& routing, bool replayed, std::int64_t count) {
+                    const Routing& routing, bool replayed, std::int64_t count, int num_ranks) {
   RowCheck check;
   check.num_tokens = x.size(0);
   check.rows = std::min(count, check.num_tokens);
-  check.tolerance = tolerance(x.dtype());
+  constexpr double kOtherScales = 0.1;  // a code of e4m3 is up to 1/16 off
+  check.tolerance = num_ranks > 1 && any_batch_dependent(weights)
+                        ? std::max(kOtherScales, tolerance(x.dtype()))
+                        : tolerance(x.dtype());
   check.dtype = reference_dtype(weights, x.dtype());
   if (check.rows == 0) return check;
   const std::vector<std::int64_t> rows = spread_rows(check.rows, check.num_tokens);

@@ -23,8 +23,9 @@ struct RowCheck {
 };
 
 /// Checks `count` rows spread evenly over `output` (num_tokens, hidden), made from x. The reference
-/// routes by itself, which is checked too, unless the routing was `replayed`.
+/// routes by itself, which is checked too, unless the routing was `replayed`. On several ranks a
+/// dynamic scale of all rows is each rank's own, so codes and output differ more.
 RowCheck check_rows(const LayerWeights& weights, const TensorView& x, const TensorView& output,
-                    const Routing& routing, bool replayed, std::int64_t count);
+                    const Routing& routing, bool replayed, std::int64_t count, int num_ranks);
 
 }  // namespace fusedmoe::cli

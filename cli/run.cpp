@@ -139,7 +139,7 @@ void run(const RunOptions& options) {
     if (weights.experts.experts.empty()) weights = load_weights(options, checkpoint, index);
     check = check_rows(weights, x, results.output,
                        {results.routing.topk_ids, results.routing.topk_weights}, results.replayed,
-                       options.check_rows);
+                       options.check_rows, options.ranks.num_ranks());
     if (!check.passed()) throw Error("output", check.text(), "within the tolerance");
   }
   save(options, model.router.num_choices(), results);

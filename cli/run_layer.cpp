@@ -99,8 +99,9 @@ RunResults make_results(const RunOptions& options, const MoeLayer& layer, const 
 
 void add_statistics(const RouterConfig& router, RunResults& results) {
   const Tensor& ids = results.routing.topk_ids;
-  results.load = results.replayed ? load_statistics(ids, router.num_choices())
-                                  : load_statistics(results.expert_load, ids.size(0), router.topk);
+  results.load = results.expert_load
+                     ? load_statistics(results.expert_load, ids.size(0), router.topk)
+                     : load_statistics(ids, router.num_choices());
   results.shared_with_previous = shared_with_previous(ids, router.num_choices());
 }
 
@@ -214,8 +215,7 @@ RunResults forward_on_rank(const RunOptions& options, const MoeLayer& layer, con
   }
   gather_results(communicator, parallel, mine, whole);
   if (parallel.rank() > 0) return whole;
-  whole.expert_load = {};
-  whole.replayed = true;  // the load comes from the ids of all ranks
+  whole.expert_load = {};  // the load comes from the ids of all ranks
   whole.fetch();
   add_statistics(layer.router(), whole);
   return whole;
@@ -235,6 +235,7 @@ RunResults forward_on_ranks(const RunOptions& options, const Checkpoint& checkpo
           of_rank.parallel = parallel;
           of_rank.ranks.communicator = rank;
           of_rank.ranks.max_tokens_per_rank = most_tokens(x.size(0), parallel.dp_size);
+          of_rank.ranks.dispatch_dtype = options.ranks.dispatched();
           of_rank.num_threads = threads_of_rank(*rank);
         });
         RunResults mine = forward_on_rank(options, layer, x, *rank, parallel);

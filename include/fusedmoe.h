@@ -285,6 +285,9 @@ typedef struct fusedmoe_layer_options { /* LayerOptions in fusedmoe/layer.h */
   int32_t tp_rank;
   int32_t sequence_parallel;
   int32_t drop_rows; /* those that do not fit into receive_capacity, instead of an error */
+  /* Of rows on their way to other ranks: dtype, or that of the scheme's activations; FUSEDMOE_NONE:
+   * as the experts read rows. */
+  int32_t dispatch_dtype;
 } fusedmoe_layer_options;
 
 /* Both select an implementation and pack the weights, which takes long. The sources are not needed

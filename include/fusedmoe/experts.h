@@ -65,6 +65,7 @@ struct MoeConfig {
   ActivationFormat activation_format = ActivationFormat::kStandard;
   ParallelConfig parallel;
   CombineMode combine = CombineMode::kPerRank;
+  std::optional<DType> dispatch_dtype;  ///< see RankOptions
   Device device;
   /// Of a CUDA device that need not be here, as major * 10 + minor: 90 is Hopper. None: that of
   /// `device`, which must then be usable.
@@ -94,6 +95,12 @@ struct RankOptions {
   /// tokens of the source stay. The experts that a token chose on that rank then add nothing to its
   /// output. ForwardOptions::dropped_rows counts such rows. Not with batch_invariant.
   bool drop_rows = false;
+  /// Of rows on their way to the ranks of their experts: the layer's, or that of the scheme's
+  /// activations (e4m3, i8 or e2m1): rows are then quantized before they travel, and their scales
+  /// go with them. The output does not depend on it; it is what a row takes on the wire. None: as
+  /// the experts read rows, so quantized on the CPU but for e2m1, and in the layer's dtype on CUDA,
+  /// whose experts quantize where they permute.
+  std::optional<DType> dispatch_dtype = std::nullopt;
   std::optional<CombineMode> combine = std::nullopt;  ///< none: as batch invariance needs
   std::optional<DType> combine_dtype = std::nullopt;  ///< of rows per rank: f32, or the layer's
   /// Always send max_tokens rows to each rank: nothing is counted, so on CUDA the host waits for

@@ -83,6 +83,8 @@ class MoELayer:
             this rank holds is read. max_tokens_per_rank: the most that any gives to a call.
         placement: JSON, as linear_placement() returns it; nearest_replica: take that of a token's
             experts. combine: "per_rank" or "per_slot"; combine_dtype: of rows per rank.
+        dispatch_dtype: of rows on their way to other ranks: dtype, or that of the scheme's
+            activations, "e4m3", "i8" or "e2m1". Default: as the experts read rows.
         receive_capacity: rows; drop_rows: those that do not fit, instead of an error.
         fixed_sizes: count nothing, for CUDA graphs.
 
@@ -291,7 +293,7 @@ _OPTIONS = frozenset(
     "device dtype output_dtype require plan batch_invariant inplace monolithic tp_size dp_size "
     "ep_size ep_rank num_threads max_workspace_bytes tp_rank sequence_parallel communicator "
     "placement max_tokens_per_rank receive_capacity nearest_replica combine combine_dtype "
-    "fixed_sizes drop_rows".split()
+    "fixed_sizes drop_rows dispatch_dtype".split()
 )
 _WEIGHTS = frozenset(
     "scheme activation alpha beta limit situ_beta situ_linear_beta gate_up_layout transposed "

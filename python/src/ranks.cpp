@@ -78,6 +78,8 @@ void read_ranks(const nb::dict& settings, LayerOptions& options) {
   }
   const auto dtype = get<std::string>(settings, "combine_dtype", "");
   if (!dtype.empty()) ranks.combine_dtype = dtype_of(dtype, "combine_dtype");
+  const auto dispatch = get<std::string>(settings, "dispatch_dtype", "");
+  if (!dispatch.empty()) ranks.dispatch_dtype = dtype_of(dispatch, "dispatch_dtype");
   const nb::object communicator = item(settings, "communicator");
   if (communicator.is_none()) return;
   ranks.communicator = nb::cast<PyCommunicator&>(communicator).communicator;

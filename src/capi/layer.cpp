@@ -45,6 +45,9 @@ RankOptions to_rank_options(const fusedmoe_layer_options& o) {
   if (const auto combine = check_enum(o.combine, 3, "options.combine")) {
     ranks.combine = combine == 1 ? CombineMode::kPerRank : CombineMode::kPerSlot;
   }
+  if (o.dispatch_dtype) {
+    ranks.dispatch_dtype = to_dtype(o.dispatch_dtype, "options.dispatch_dtype");
+  }
   if (o.combine_dtype) ranks.combine_dtype = to_dtype(o.combine_dtype, "options.combine_dtype");
   ranks.fixed_sizes = o.fixed_sizes != 0;
   return ranks;

@@ -4,6 +4,7 @@
 #include "core/device_runtime.h"
 #include "cuda/router/router.h"
 #include "cuda/rows/permute.h"
+#include "cuda/rows/quantize_rows.h"
 #include "cuda/rows/rank_rows.h"
 #include "cuda/rows/routing_data.h"
 #include "cuda/rows/rows.h"
@@ -16,6 +17,14 @@ using core::CurrentDevice;
 void check_ranks(std::size_t num_ranks) {
   FUSEDMOE_CHECK(num_ranks <= static_cast<std::size_t>(kMaxRanks), "ranks",
                  core::to_string(num_ranks), core::format("at most {} on cuda", kMaxRanks));
+}
+
+void check_quantizer(const QuantKey& key, Stream stream) {
+  if (core::has_cuda_quantizer(key)) return;
+  throw Error::unsupported(
+      Reason::kQuantScheme, "preparation.quant",
+      core::format("{} on {}", name(QuantScheme{key, {}}), to_string(stream.device)),
+      "none, or a number format that rows are quantized to on cuda");
 }
 
 class CudaBackend final : public core::Backend {
@@ -52,11 +61,18 @@ class CudaBackend final : public core::Backend {
     cuda::weight_rows(x, topk_weights, weighted, stream);
   }
 
-  void quantize(const TensorView&, const QuantKey& key, std::optional<float>, const TensorView&,
-                const TensorView&, Stream stream) const override {
-    throw Error::unsupported(Reason::kQuantScheme, "preparation.quant",
-                             core::format("{} on {}", name(key.value), to_string(stream.device)),
-                             "none: activations are quantized on the cpu only");
+  void quantize(const TensorView& x, const QuantKey& key, std::optional<float> scale,
+                const TensorView& values, const TensorView& scales, Stream stream) const override {
+    check_quantizer(key, stream);
+    const CurrentDevice current(stream.device);
+    quantize_rows(x, key, scale, {values, scales}, stream);
+  }
+
+  void dequantize(const TensorView& values, const TensorView& scales, const QuantKey& key,
+                  const TensorView& out, Stream stream) const override {
+    check_quantizer(key, stream);
+    const CurrentDevice current(stream.device);
+    dequantize_rows({values, scales}, key, out, stream);
   }
 
   void assign_rows(const TensorView& topk_ids, const TensorView& expert_map,

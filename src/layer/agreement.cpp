@@ -145,6 +145,8 @@ Facts facts_of(const MoeConfig& config, const LayerOptions& options, const Selec
       {"sequence_parallel", number(parallel.sequence_parallel)},
       {"combine", std::string(name(config.combine))},
       {"combine_dtype", std::string(name(ranks.combine_dtype.value_or(config.dtype)))},
+      {"dispatch_dtype",
+       config.dispatch_dtype ? std::string(name(*config.dispatch_dtype)) : "as the experts read"},
       {"replica_choice", ranks.replica_choice == ReplicaChoice::kHash ? "hash" : "nearest"},
       {"max_tokens_per_rank", number(ranks.max_tokens_per_rank)},
       {"receive_capacity", number(ranks.receive_capacity)},

@@ -9,22 +9,40 @@ bool scale_of_each_rank(const Preparation& preparation) {
   return preparation.quant && preparation.quant->group.rows != 1 && preparation.quant->dynamic;
 }
 
+/// Values of rows, and scales where each row has its own (else no columns).
+struct RowForm {
+  DType values_dtype, scales_dtype = DType::kF32;
+  std::int64_t value_columns, scale_columns = 0;
+
+  RowForm(const Preparation& preparation, const ProblemSize& problem)
+      : values_dtype(problem.dtype), value_columns(problem.hidden) {
+    if (!preparation.quant) return;
+    const QuantizedShape shape = quantized_shape(*preparation.quant, 1, problem.hidden);
+    values_dtype = shape.values_dtype;
+    value_columns = shape.values[1];
+    scales_dtype = shape.scales_dtype;
+    if (preparation.quant->group.rows == 1) scale_columns = shape.scales[1];
+    if (scale_of_each_rank(preparation)) scale_columns = 1;
+  }
+};
+
 }  // namespace
 
 ExchangeLayout::ExchangeLayout(void* workspace, const ProblemSize& problem,
-                               const ExchangeSizes& sizes, const Preparation& preparation,
-                               Device device)
-    : cutter(workspace), sizes(sizes), own(cutter, problem, preparation, device) {
-  const bool tensor_scale = scale_of_each_rank(preparation);
-  const std::int64_t scale_columns = tensor_scale ? 1 : own.scale_columns();
+                               const ExchangeSizes& sizes, const Preparation& sent,
+                               const Preparation& read, Device device)
+    : cutter(workspace), sizes(sizes), own(cutter, problem, sent, device) {
+  const bool tensor_scale = scale_of_each_rank(sent);
+  const RowForm travelling(sent, problem), reading(read, problem);
   const std::int64_t topk = sizes.topk, ranks = sizes.num_ranks, tokens = sizes.num_tokens;
   const auto take = [&](DType dtype, const Shape& shape) {
     return cutter.take(dtype, shape, device);
   };
-  const auto take_rows = [&](std::int64_t rows, std::int64_t ids, bool values = true) {
+  const auto take_rows = [&](const RowForm& form, std::int64_t rows, std::int64_t ids,
+                             bool values = true) {
     RowTensors result;
-    if (values) result.values = take(own.values_dtype(), {rows, own.value_columns()});
-    if (scale_columns > 0) result.scales = take(own.scales_dtype(), {rows, scale_columns});
+    if (values) result.values = take(form.values_dtype, {rows, form.value_columns});
+    if (form.scale_columns > 0) result.scales = take(form.scales_dtype, {rows, form.scale_columns});
     if (sizes.numbers) result.numbers = take(DType::kI32, {rows, 1});
     if (sizes.num_logits > 0) {
       result.logits = take(DType::kF32, {rows, sizes.num_logits});
@@ -43,12 +61,19 @@ ExchangeLayout::ExchangeLayout(void* workspace, const ProblemSize& problem,
   recv_counts = take(DType::kI32, {ranks * sizes.counts_of_rank});
   headers_out = take(DType::kU8, {ranks, sizeof(StepHeader)});
   headers_in = take(DType::kU8, {ranks, sizeof(StepHeader)});
-  if (sizes.packs) packed = take_rows(ranks * sizes.max_tokens, topk);
+  if (sizes.packs) packed = take_rows(travelling, ranks * sizes.max_tokens, topk);
   const auto take_addresses = [&](std::int64_t rows) {
     return static_cast<const std::byte**>(
         cutter.take(static_cast<std::size_t>(rows) * sizeof(std::byte*)));
   };
-  received = take_rows(sizes.capacity, topk);
+  received = take_rows(travelling, sizes.capacity, topk);
+  if (sizes.converts) {
+    read_values = take(reading.values_dtype, {sizes.capacity, reading.value_columns});
+    if (read.quant) {
+      const QuantizedShape shape = quantized_shape(*read.quant, sizes.capacity, problem.hidden);
+      read_scales = take(shape.scales_dtype, shape.scales);
+    }
+  }
   if (sizes.by_address) received_at = take_addresses(sizes.capacity);
   if (sizes.num_logits > 0) {
     routed = {take(DType::kI32, {sizes.capacity, topk}), take(DType::kF32, {sizes.capacity, topk})};
@@ -56,7 +81,7 @@ ExchangeLayout::ExchangeLayout(void* workspace, const ProblemSize& problem,
   std::int64_t returning = ranks * sizes.max_tokens;
   if (sizes.per_slot) {
     slot_rows = take(DType::kI32, {sizes.capacity, topk});
-    expert_rows = take_rows(sizes.capacity * topk, 1, !sizes.by_address);
+    expert_rows = take_rows(reading, sizes.capacity * topk, 1, !sizes.by_address);
     if (sizes.by_address) expert_rows_at = take_addresses(sizes.capacity * topk);
     returned_slots = take(DType::kI32, {tokens, topk});
     returning = tokens * topk;

@@ -30,6 +30,7 @@ struct ExchangeSizes {
   bool host;        // the steps of rank_exchange_host.cpp
   bool in_place;    // ranks read each other's memory: nothing is packed, nothing returns
   bool by_address;  // experts read rows where they lie: this rank's own are not copied
+  bool converts;    // rows travel in another form than experts read
   DType combine_dtype;
 };
 
@@ -56,8 +57,9 @@ struct RowTensors {
 };
 
 struct ExchangeLayout {
+  /// `sent`: how rows travel. `read`: how the experts read them.
   ExchangeLayout(void* workspace, const ProblemSize& problem, const ExchangeSizes& sizes,
-                 const Preparation& preparation, Device device);
+                 const Preparation& sent, const Preparation& read, Device device);
 
   core::WorkspaceCutter cutter;
   ExchangeSizes sizes;
@@ -73,6 +75,7 @@ struct ExchangeLayout {
   RowTensors packed;                        // all2all: row r * max_tokens + i goes to rank r
   RowTensors received;                      // (capacity): those of rank 0, of rank 1, ...
   const std::byte** received_at = nullptr;  // (capacity): values, by_address; null: nobody's
+  TensorView read_values, read_scales;      // (capacity), or one scale; if sizes.converts
   Routing routed;                           // (capacity): written by experts that get logits
   // Per slot.
   TensorView slot_rows;    // (capacity, topk) i32: expert row of a received row's slot

@@ -103,6 +103,7 @@ MoeConfig layer_config(const LayerWeights& weights, const LayerOptions& options)
   config.hooks = options.hooks;
   config.parallel = options.parallel;
   config.combine = options.ranks.combine.value_or(CombineMode::kPerRank);
+  config.dispatch_dtype = options.ranks.dispatch_dtype;
   return config;
 }
 

@@ -42,6 +42,11 @@ Support supports_staying(const MoeConfig& config) {
     return Support::no(Reason::kParallelConfig,
                        "per_slot: ranks with the same tokens add sums, not rows of slots");
   }
+  if (parallel.num_ranks() > 1 && config.dispatch_dtype) {
+    return Support::no(
+        Reason::kParallelConfig,
+        core::format("dispatch_dtype {}: rows do not travel", name(*config.dispatch_dtype)));
+  }
   return Support::yes();
 }
 

@@ -192,6 +192,7 @@ void RankExchange::do_finish_prepare(ForwardArgs& args) const {
   args.row_addresses = layout.received_at;
   if (hooks_) tell_origins(args, arrived(layout.received.numbers), step_.recv_counts);
   if (layout.received.scales) args.hidden_scales = arrived(layout.received.scales);
+  if (layout.sizes.converts) convert(args, layout);
   if (num_logits_ > 0) {
     args.router_logits = arrived(layout.received.logits);
     args.topk_ids = arrived(layout.routed.topk_ids);
@@ -206,6 +207,24 @@ void RankExchange::do_finish_prepare(ForwardArgs& args) const {
     args.expected_rows = expected_local_slots(step_.rows, args.topk_ids.size(1), local_share_);
   }
   if (per_slot()) expand_slots(args, layout);
+}
+
+/// Rows as they have travelled become rows as the experts read them: quantized, or no longer so.
+void RankExchange::convert(ForwardArgs& args, const ExchangeLayout& layout) const {
+  const core::Backend& backend = backend_of(args.stream.device);
+  const TensorView values = layout.read_values.slice(0, 0, step_.rows);
+  const std::optional<QuantKey>& read = args.preparation.quant;
+  if (!read) {
+    backend.dequantize(args.hidden_states, args.hidden_scales, *activations_, values, args.stream);
+    args.hidden_states = values;
+    args.hidden_scales = {};
+    return;
+  }
+  const TensorView scales =
+      read->group.rows == 1 ? layout.read_scales.slice(0, 0, step_.rows) : layout.read_scales;
+  backend.quantize(args.hidden_states, *read, args.preparation.scale, values, scales, args.stream);
+  args.hidden_states = values;
+  args.hidden_scales = scales;
 }
 
 /// A row for each slot that names an expert of this rank, with weight 1: what the experts then
@@ -231,7 +250,7 @@ void RankExchange::expand_slots(ForwardArgs& args, const ExchangeLayout& layout)
   } else {
     expand(args.hidden_states, layout.expert_rows.values);
   }
-  if (layout.received.scales) expand(args.hidden_scales, layout.expert_rows.scales);
+  if (layout.expert_rows.scales) expand(args.hidden_scales, layout.expert_rows.scales);
   if (hooks_) {
     TensorView numbers = args.origins.numbers;
     expand(numbers, layout.expert_rows.numbers);

@@ -52,6 +52,7 @@ class RankExchange final : public PrepareAndFinalize {
   void join(const ParallelConfig& parallel, const std::shared_ptr<Communicator>& all);
   void place_experts(const MoeConfig& config, const RankOptions& options);
   ExchangeSizes sizes(const ProblemSize& caller, const Preparation& preparation) const;
+  Preparation sent_as(const Preparation& read) const;
   std::string what(std::string_view phase) const;
   void plan(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void count(const ForwardArgs& args, const ExchangeLayout& layout) const;
@@ -65,6 +66,7 @@ class RankExchange final : public PrepareAndFinalize {
   void check_headers(std::span<const StepHeader> headers) const;
   void pack(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
   void exchange_rows(const ExchangeLayout& layout, Stream stream) const;
+  void convert(ForwardArgs& args, const ExchangeLayout& layout) const;
   void expand_slots(ForwardArgs& args, const ExchangeLayout& layout) const;
   void tell_origins(ForwardArgs& args, const TensorView& numbers,
                     std::span<const std::int64_t> counts) const;
@@ -91,6 +93,8 @@ class RankExchange final : public PrepareAndFinalize {
             std::string_view phase) const;
 
   const bool to_all_;
+  const std::optional<QuantKey> activations_;  // of the scheme
+  const std::optional<bool> quantizes_first_;  // rows travel quantized; none: as experts read them
   const CombineMode combine_;
   const DType combine_dtype_;
   const bool fixed_sizes_;

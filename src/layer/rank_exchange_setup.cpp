@@ -29,6 +29,9 @@ RankExchange::RankExchange(const PrepareFinalizeDescriptor& descriptor, const Mo
                            const Context& context, bool to_all)
     : PrepareAndFinalize(descriptor),
       to_all_(to_all),
+      activations_(config.scheme.activations),
+      quantizes_first_(config.dispatch_dtype ? std::optional(*config.dispatch_dtype != config.dtype)
+                                             : std::nullopt),
       combine_(config.combine),
       combine_dtype_(per_slot() ? DType::kF32 : context.ranks.combine_dtype.value_or(config.dtype)),
       fixed_sizes_(context.ranks.fixed_sizes),
@@ -105,6 +108,16 @@ void RankExchange::place_experts(const MoeConfig& config, const RankOptions& opt
                                   : on_device(map, config.device);
 }
 
+/// What is done to rows before they travel, where experts read them as `read` says.
+Preparation RankExchange::sent_as(const Preparation& read) const {
+  Preparation sent = read;
+  if (quantizes_first_) {
+    sent.quant = *quantizes_first_ ? activations_ : std::nullopt;
+    if (!sent.quant) sent.scale.reset();
+  }
+  return sent;
+}
+
 ExchangeSizes RankExchange::sizes(const ProblemSize& caller, const Preparation& preparation) const {
   ExchangeSizes sizes{};
   sizes.num_tokens = caller.num_tokens;
@@ -125,8 +138,10 @@ ExchangeSizes RankExchange::sizes(const ProblemSize& caller, const Preparation& 
   sizes.packs = !to_all_ && !in_place_ && !unpacked_;
   sizes.host = host_;
   sizes.in_place = in_place_;
+  sizes.converts = sent_as(preparation).quant != preparation.quant;
   // Messages to all send this rank's rows from where they are received.
-  sizes.by_address = preparation.by_address && host_ && (in_place_ || !to_all_) && !hooks_;
+  sizes.by_address =
+      preparation.by_address && host_ && (in_place_ || !to_all_) && !hooks_ && !sizes.converts;
   sizes.combine_dtype = combine_dtype_;
   return sizes;
 }
@@ -148,13 +163,17 @@ std::int64_t RankExchange::fixed_rows(std::int64_t max_tokens) const {
 
 std::size_t RankExchange::workspace_bytes(const ProblemSize& caller,
                                           const Preparation& preparation) const {
-  return ExchangeLayout(nullptr, caller, sizes(caller, preparation), preparation, {}).cutter.used();
+  return ExchangeLayout(nullptr, caller, sizes(caller, preparation), sent_as(preparation),
+                        preparation, {})
+      .cutter.used();
 }
 
 ExchangeLayout RankExchange::layout(const ForwardArgs& args) const {
   const ProblemSize problem = problem_of(args);
-  return {args.prepare_workspace, problem, sizes(problem, args.preparation), args.preparation,
-          args.stream.device};
+  Preparation sent = sent_as(args.preparation);
+  if (sent.quant && !sent.quant->dynamic) sent.scale = args.weights->info().a1_scale;
+  return {args.prepare_workspace, problem,           sizes(problem, args.preparation), sent,
+          args.preparation,       args.stream.device};
 }
 
 }  // namespace fusedmoe::layer

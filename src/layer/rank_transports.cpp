@@ -2,6 +2,7 @@
 #include "core/check.h"
 #include "layer/rank_exchange.h"
 #include "layer/rank_support.h"
+#include "quant/quantize.h"
 
 namespace fusedmoe {
 namespace layer {
@@ -34,10 +35,39 @@ Support supports_rows(const MoeConfig& config) {
 
 namespace {
 
+/// Whether rows can travel as MoeConfig::dispatch_dtype says.
+Support supports_dispatch_dtype(const MoeConfig& config) {
+  if (!config.dispatch_dtype) return Support::yes();
+  const DType wanted = *config.dispatch_dtype;
+  const std::optional<QuantKey>& key = config.scheme.activations;
+  const auto no = [&](Reason reason, std::string_view why) {
+    return Support::no(reason, core::format("dispatch_dtype {}: {}", name(wanted), why));
+  };
+  if (wanted == config.dtype) {
+    if (!batch_dependent(config.scheme)) return Support::yes();
+    return no(Reason::kQuantScheme, "the dynamic scale of the tensor is that of the sender's rows");
+  }
+  if (!key || wanted != key->value) {
+    return no(
+        Reason::kDType,
+        core::format("experts of {} read rows of {}{}", name(config.scheme), name(config.dtype),
+                     key ? core::format(" or {}", name(key->value)) : std::string()));
+  }
+  if (key->global_scale) {
+    return no(Reason::kQuantScheme,
+              "each expert has a scale of its own for all rows, so a row has no codes before it is "
+              "known which expert reads it");
+  }
+  if (!config.device.is_cpu() && !core::has_cuda_quantizer(*key)) {
+    return no(Reason::kQuantScheme, "rows of this format are quantized on the cpu only");
+  }
+  return Support::yes();
+}
+
 /// What holds for both.
 Support supports_exchange(const MoeConfig& config) {
   if (Support support = supports_rows(config); !support) return support;
-  if (config.parallel.needs_dispatch()) return Support::yes();
+  if (config.parallel.needs_dispatch()) return supports_dispatch_dtype(config);
   return Support::no(Reason::kParallelConfig, "every rank has all tokens: nothing to send");
 }
 

@@ -24,7 +24,7 @@ class TokenRows {
   void run(ForwardArgs& args) const;
 
  private:
-  const Preparation& preparation_;
+  const Preparation preparation_;
   DType values_dtype_, scales_dtype_ = DType::kF32;
   Shape values_shape_, scales_shape_;
   TensorView weighted_, values_, scales_;

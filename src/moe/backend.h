@@ -130,10 +130,13 @@ class Backend {
   /// (num_tokens, 1) f32.
   virtual void weight_rows(const TensorView& x, const TensorView& topk_weights,
                            const TensorView& weighted, Stream stream) const = 0;
-  /// As fusedmoe::quantize(). The CPU only; elsewhere it is an Error.
+  /// As fusedmoe::quantize(). On CUDA an Error for keys without has_cuda_quantizer().
   virtual void quantize(const TensorView& x, const QuantKey& key, std::optional<float> scale,
                         const TensorView& values, const TensorView& scales,
                         Stream stream) const = 0;
+  /// As core::dequantize(), of the same keys.
+  virtual void dequantize(const TensorView& values, const TensorView& scales, const QuantKey& key,
+                          const TensorView& out, Stream stream) const = 0;
   /// Rows of the local experts in ascending token order, at most num_tokens each. An id that a
   /// token names twice is an Error on the CPU; a device, which cannot throw, leaves the later slots
   /// without a row. topk_ids (num_tokens, topk); expert_map may be undefined.

@@ -117,6 +117,11 @@ void HostBackend::quantize(const TensorView& x, const QuantKey& key, std::option
   core::quantize(executor_of(stream), x, key, scale, {values, scales});
 }
 
+void HostBackend::dequantize(const TensorView& values, const TensorView& scales,
+                             const QuantKey& key, const TensorView& out, Stream stream) const {
+  core::dequantize(executor_of(stream), {values, scales}, key, out);
+}
+
 // Serial: it is a few operations per slot against a copy of `hidden` elements.
 void HostBackend::assign_rows(const TensorView& topk_ids, const TensorView& expert_map,
                               const RowAssignment& out, Stream) const {

@@ -17,6 +17,8 @@ class HostBackend : public Backend {
                    Stream) const override;
   void quantize(const TensorView& x, const QuantKey& key, std::optional<float> scale,
                 const TensorView& values, const TensorView& scales, Stream) const override;
+  void dequantize(const TensorView& values, const TensorView& scales, const QuantKey& key,
+                  const TensorView& out, Stream) const override;
   void assign_rows(const TensorView& topk_ids, const TensorView& expert_map,
                    const RowAssignment& out, Stream) const override;
   void dispatch(const TensorView& slot_rows, const TensorView& from, const TensorView& to,

@@ -168,6 +168,12 @@ bool has_quantizer(const QuantKey& key) {
   }
 }
 
+bool has_cuda_quantizer(const QuantKey& key) {
+  if (!has_quantizer(key) || is_nvfp4(key) || key.value == DType::kI8) return false;
+  if (is_mx(key) || !key.dynamic) return true;
+  return key.group == GroupShape{1, -1} || key.group == GroupShape{1, 128};
+}
+
 std::int64_t scales_per_row(const QuantKey& key, std::int64_t count) {
   return key.group.cols < 0 ? 1 : (count + key.group.cols - 1) / key.group.cols;
 }
@@ -330,6 +336,51 @@ void core::quantize(Executor& executor, const TensorView& x, const QuantKey& key
     } else {
       quantize_groups(x, row, key, scale.value_or(1), codes,
                       scales.as<std::uint8_t>() + (per_tensor(key) ? 0 : row * row_scales));
+    }
+  });
+}
+
+namespace {
+
+float element_value(const std::uint8_t* codes, std::int64_t column, DType element) {
+  if (element == DType::kE2M1) return e2m1_to_f32(codes[column / 2] >> (column % 2 * 4) & 0xF);
+  if (element == DType::kI8) return static_cast<float>(static_cast<std::int8_t>(codes[column]));
+  return e4m3_to_f32(codes[column]);
+}
+
+float scale_value(const TensorView& scales, std::int64_t index) {
+  return scales.dtype() == DType::kE8M0 ? e8m0_to_f32(scales.as<const std::uint8_t>()[index])
+                                        : scales.as<const float>()[index];
+}
+
+void store_value(const TensorView& out, std::int64_t index, float value) {
+  constexpr float kF16Max = 65504;
+  if (out.dtype() == DType::kF32) {
+    out.as<float>()[index] = value;
+  } else if (out.dtype() == DType::kBF16) {
+    out.as<std::uint16_t>()[index] = f32_to_bf16(value);
+  } else {
+    const float limited = value > kF16Max ? kF16Max : value < -kF16Max ? -kF16Max : value;
+    out.as<std::uint16_t>()[index] = f32_to_f16(limited);
+  }
+}
+
+}  // namespace
+
+void core::dequantize(Executor& executor, const QuantizedViews& in, const QuantKey& key,
+                      const TensorView& out) {
+  const TensorView &values = in.values, &scales = in.scales;
+  const std::int64_t columns = out.size(1), row_values = values.size(1);
+  const std::int64_t per_row = scales_per_row(key, columns);
+  const std::int64_t group = key.group.cols < 0 ? columns : key.group.cols;
+  parallel_for(executor, out.size(0), out.numel() >= kParallelElements, [&](std::int64_t row) {
+    const std::uint8_t* codes = values.as<const std::uint8_t>() + row * row_values;
+    for (std::int64_t begin = 0; begin < columns; begin += group) {
+      const std::int64_t end = std::min(begin + group, columns);
+      const float scale = scale_value(scales, per_tensor(key) ? 0 : row * per_row + begin / group);
+      for (std::int64_t i = begin; i < end; ++i) {
+        store_value(out, row * columns + i, element_value(codes, i, key.value) * scale);
+      }
     }
   });
 }

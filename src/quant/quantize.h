@@ -30,6 +30,15 @@ struct QuantizedViews {
 void quantize(Executor& executor, const TensorView& x, const QuantKey& key,
               std::optional<float> scale, const QuantizedViews& out);
 
+/// The inverse: out (rows, cols), f32, bf16 or f16, = rnd(code * scale), the product rounded to f32
+/// first; f16 saturates. Quantizing `out` with the key again gives the same values (code * scale),
+/// of f16 but for what is subnormal there. All but NVFP4.
+void dequantize(Executor& executor, const QuantizedViews& in, const QuantKey& key,
+                const TensorView& out);
+
+/// Whether rows can be quantized and dequantized on CUDA, too (cuda/rows/quantize_rows.cu).
+bool has_cuda_quantizer(const QuantKey& key);
+
 /// Largest magnitude; NaN counts as 0.
 float amax(const float* x, std::int64_t count);
 

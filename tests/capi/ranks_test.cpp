@@ -75,6 +75,31 @@ void expect_as_one_rank(fusedmoe_communicator* const (&communicators)[kRanks],
   });
 }
 
+/// The layer is not quantized: its rows travel as they are.
+TEST(CRanksTest, DispatchDtypesThatALayerDoesNotHaveAreRefused) {
+  fusedmoe_communicator* made[kRanks] = {};
+  const auto options = patient();
+  ASSERT_OK(fusedmoe_communicator_create_threads(kRanks, &options, made));
+  const Handle<fusedmoe_communicator> first(made[0]), second(made[1]);
+  for (const auto& [dtype, error] :
+       {std::pair(FUSEDMOE_F32, ""),
+        std::pair(FUSEDMOE_E4M3, "dispatch_dtype e4m3: experts of f32 read")}) {
+    on_two_threads([&, dtype = dtype, error = std::string(error)](int rank) {
+      TinyLayer tiny;
+      tiny.options.communicator = made[rank];
+      tiny.options.max_tokens_per_rank = kTokens;
+      tiny.options.dispatch_dtype = dtype;
+      fusedmoe_layer* layer = nullptr;
+      const fusedmoe_status status = fusedmoe_layer_create(&tiny.weights, &tiny.options, &layer);
+      EXPECT_EQ(status == FUSEDMOE_OK, error.empty());
+      if (status != FUSEDMOE_OK) {
+        EXPECT_NE(std::string(fusedmoe_last_error()).find(error), std::string::npos);
+      }
+      fusedmoe_layer_destroy(layer);
+    });
+  }
+}
+
 TEST(CRanksTest, ThreadsGiveTheBitsOfOneRank) {
   fusedmoe_communicator* made[kRanks] = {};
   const auto options = patient();

@@ -58,12 +58,31 @@ case $situation in
       # shellcheck disable=SC2086
       succeeds "${run_args[@]}" --output ranks.safetensors --check 9 $ranks
     done
+    succeeds "${run_args[@]}" --batch-invariant --scheme mxfp4:ocp
+    for dtype in e2m1 bf16; do  # rows as they travel: codes, or as they are
+      succeeds "${run_args[@]}" --output ranks.safetensors --batch-invariant --scheme mxfp4:ocp \
+        --ep 3 --dispatch-dtype "$dtype"
+      cmp <(tensor_data out.safetensors) <(tensor_data ranks.safetensors) || fail "other bits"
+    done
+    succeeds synth --config "$configs/qwen3_tiny.json" --tokens 9 --out plain
+    succeeds quantize --checkpoint plain --scheme fp8_tensor --output tensor_scales
+    for ranks in '--ep 3' '--tp 2'; do
+      # shellcheck disable=SC2086
+      succeeds "${run_args[@]}" --checkpoint tensor_scales \
+        --input plain/input.safetensors --output ranks.safetensors --check 9 $ranks
+      says 'tolerance 1e-01: passed$'
+    done
+    refuses 'dispatch_dtype e4m3: experts of mxfp4_w4a16 read rows of bf16' "${run_args[@]}" --ep 3 \
+      --dispatch-dtype e4m3
+    refuses '^error: --dispatch-dtype: was fp9' "${run_args[@]}" --ep 3 --dispatch-dtype fp9
     refuses '^error: --ep: was 3; must be 2' "${run_args[@]}" --ep 3 --tp 2
     refuses 'at least one unit for each of 7 ranks' "${run_args[@]}" --tp 7
     succeeds bench --ep 2 --shape 256x128x8x2 --tokens 4 --max-seconds 0.1 --min-samples 2
     says '^all2all +exact +4 '
     says '^allgather_reducescatter +fixed +4 '
     says ' step +experts +exposed$'
+    says '^link: [0-9.]+ GB/s by memcpy'
+    says ' sent MB +link +back MB +link '
     succeeds bench --ep 2 --model gpt-oss-20b --rows-only --tokens 4 --max-seconds 0.1 \
       --min-samples 2
     says 'memcpy +ratio$'
@@ -74,11 +93,15 @@ case $situation in
     cp out.safetensors one.safetensors
     port=$((20000 + $$ % 12000))  # below those that the system gives to connections
     # launched SIZE RANK_VARIABLE SIZE_VARIABLE ARGS...: so many processes, as a launcher starts them.
+    # One of the rank $wrong_rank reads another checkpoint.
+    wrong_rank=none
     launched() {
-      local size=$1 rank
+      local size=$1 rank args
       for ((rank = 0; rank < size; ++rank)); do
-        env "$2=$rank" "$3=$size" MASTER_ADDR=127.0.0.1 MASTER_PORT="$port" "$program" "${@:4}" \
-          >"out$rank" 2>"err$rank" &
+        args=("${@:4}")
+        [[ $rank != "$wrong_rank" ]] || args+=(--checkpoint other)
+        env "$2=$rank" "$3=$size" MASTER_ADDR=127.0.0.1 MASTER_PORT="$port" "$program" \
+          "${args[@]}" >"out$rank" 2>"err$rank" &
       done
       status=0
       for ((rank = 0; rank < size; ++rank)); do wait -n || status=$?; done
@@ -94,10 +117,21 @@ case $situation in
     cmp <(tensor_data one.safetensors) <(tensor_data ranks.safetensors) || fail "other bits"
     launched 2 OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE "${run_args[@]}" --tp 2 --check 9
     [[ $status -eq 0 && $(wc -l <out) -eq 2 ]] || fail "two ranks of Open MPI"
+    # A rank that computes something else: with --ep and --dp it routes its tokens otherwise, too.
+    succeeds synth --config "$configs/gpt_oss_tiny.json" --tokens 9 --seed 5 --out other
+    wrong_rank=1
+    for ranks in '--ep 2' '--dp 2' '--tp 2' '--tp 2 --ep 2'; do
+      # shellcheck disable=SC2086
+      launched 2 RANK WORLD_SIZE "${run_args[@]}" --output wrong.safetensors --check 9 $ranks
+      [[ $status -ne 0 && ! -e wrong.safetensors ]] || fail "a wrong rank of $ranks passes"
+      grep -q '^rank 0: error: .* against reference .* FAILED' err || fail "no reason of $ranks"
+      [[ $ranks == --tp* ]] || grep -q 'rows chose other experts' err || fail "routing of $ranks"
+    done
+    wrong_rank=none
     launched 2 RANK WORLD_SIZE bench --ep 2 --model gpt-oss-20b --rows-only --tokens 4 \
       --max-seconds 0.1 --min-samples 2 --json
     [[ $status -eq 0 && $(wc -l <out) -eq 1 ]] || fail "one line of JSON"
-    says '"backend":"tcp".*"memcpy_us":'
+    says '"backend":"tcp".*"dispatch_share_of_link":.*"sent_bytes":\[[0-9.]+,[0-9.]+\].*"memcpy_us":'
     launched 2 RANK WORLD_SIZE "${run_args[@]}" --ep 3
     grep -q '^rank 1: error: .* was 3 ranks; must be 2, the processes' err || fail "3 of 2 ranks"
     # A program for GPUs has MPI only if that was asked for; the one without CUDA always has it.
@@ -106,8 +140,8 @@ case $situation in
       export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
       rm ranks.safetensors
       mpirun --oversubscribe -n 4 "$program" "${run_args[@]}" --output ranks.safetensors \
-        --batch-invariant --ep 4 --tp 2 >out 2>err || fail "mpirun"
-      [[ $(wc -l <out) -eq 1 ]] || fail "one rank prints"
+        --batch-invariant --ep 4 --tp 2 --check 9 >out 2>err || fail "mpirun"
+      [[ $(wc -l <out) -eq 2 ]] || fail "one rank prints"
       cmp <(tensor_data one.safetensors) <(tensor_data ranks.safetensors) || fail "other bits"
     fi
     ;;

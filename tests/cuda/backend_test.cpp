@@ -119,6 +119,56 @@ TEST_P(BackendRows, WeightOnInput) {
   EXPECT_TRUE(bitwise_equal(to_host(actual), expected));
 }
 
+/// As rows travel between ranks: codes and scales, and the values of the codes.
+TEST_P(BackendRows, QuantizeAndDequantize) {
+  if (c_.hidden % 8 != 0) GTEST_SKIP() << "rows between ranks are in pieces of 8";
+  const Tensor x = Tensor::empty(shape_, c_.dtype);
+  Random random(23);
+  for (std::int64_t i = 0; i < x.numel(); ++i) {
+    // Sizes from group to group far apart, and groups of zeros.
+    const auto size = static_cast<int>(i / 32 * 7 % 23);
+    const double value = size == 5 ? 0 : random.normal() * std::ldexp(1.0, size - 12);
+    store_f32(x.data(), c_.dtype, i, static_cast<float>(value));
+  }
+  if (x.numel() > 1) {
+    store_f32(x.data(), c_.dtype, 1, std::numeric_limits<float>::quiet_NaN());
+  }
+  using Rule = MxScaleRule;
+  for (const QuantKey& key :
+       {keys::e4m3_tensor(), keys::e4m3_row(true), keys::e4m3_group(), keys::e4m3_group(true),
+        keys::mxfp8(true), keys::mxfp4(true), keys::mxfp4(true, Rule::kEven),
+        keys::mxfp4(true, Rule::kCeil), keys::mxfp4(true, Rule::kFloor)}) {
+    SCOPED_TRACE(name(QuantScheme{key, {}}));
+    const std::optional<float> scale = key.dynamic ? std::nullopt : std::optional(0.01F);
+    const QuantizedShape shape = quantized_shape(key, c_.num_tokens, c_.hidden);
+    const auto views = [&](Device device) {
+      return std::pair(Tensor::zeros(shape.values, shape.values_dtype, device),
+                       Tensor::zeros(shape.scales, shape.scales_dtype, device));
+    };
+    const auto [codes, scales] = views(kHost);
+    const auto [gpu_codes, gpu_scales] = views(kGpu);
+    backend_of(kHost).quantize(x, key, scale, codes, scales, {});
+    backend_of(kGpu).quantize(gpu(x), key, scale, gpu_codes, gpu_scales, kGpuStream);
+    EXPECT_TRUE(bitwise_equal(to_host(gpu_codes), codes));
+    if (c_.num_tokens > 0) {
+      EXPECT_TRUE(bitwise_equal(to_host(gpu_scales), scales));
+    }
+
+    const Tensor values = poisoned(shape_), gpu_values = to_gpu(poisoned(shape_));
+    backend_of(kHost).dequantize(codes, scales, key, values, {});
+    backend_of(kGpu).dequantize(gpu_codes, gpu_scales, key, gpu_values, kGpuStream);
+    if (x.numel() > 1) {  // e2m1 has no NaN; elsewhere it has many codes
+      for (const Tensor& each : {values, to_host(gpu_values)}) {
+        EXPECT_EQ(std::isnan(load_f32(each.data(), c_.dtype, 1)), key.value == DType::kE4M3);
+      }
+      store_f32(values.data(), c_.dtype, 1, 0);
+    }
+    const Tensor actual = to_host(gpu_values);
+    if (x.numel() > 1) store_f32(actual.data(), c_.dtype, 1, 0);
+    EXPECT_TRUE(bitwise_equal(actual, values));
+  }
+}
+
 // Into what there is or over it; of one dtype, from f32 and to f32 with scales of which one is 0.
 TEST_P(BackendRows, Add) {
   const Tensor scale = random_floats(DType::kF32, {c_.num_tokens, 1}, 5);
@@ -407,7 +457,8 @@ TEST_F(BackendTest, Route) {
 
 TEST_F(BackendTest, WhatRunsOnTheCpuOnlyIsAnError) {
   const Tensor x = Tensor::zeros({2, 64}, DType::kBF16, kGpu);
-  EXPECT_THROW(backend_of(kGpu).quantize(x, keys::e4m3_row(true), {}, x, x, kGpuStream), Error);
+  EXPECT_THROW(backend_of(kGpu).quantize(x, keys::int8_row(true), {}, x, x, kGpuStream), Error);
+  EXPECT_THROW(backend_of(kGpu).dequantize(x, x, keys::nvfp4(true), x, kGpuStream), Error);
   RouterConfig config;
   config.num_experts = 4;
   config.topk = 1;

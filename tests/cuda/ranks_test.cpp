@@ -2,10 +2,13 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdlib>
 
 #include "../ranks/dropping_ranks.h"
 #include "../ranks/leaks.h"
+#include "../ranks/rank_hooks.h"
 #include "cuda_test.h"
 #include "fusedmoe/layer.h"
 #include "fusedmoe/quant.h"
@@ -99,7 +102,7 @@ Tensor forward(const MoeLayer& layer, const Tensor& x, std::int64_t most) {
 }
 
 std::int64_t tokens_of(int rank) {
-  return rank == 1 ? 0 : kTokens - 5 * rank;
+  return rank == 1 ? 0 : std::max<std::int64_t>(kTokens - 5 * rank, 0);
 }
 
 void expect_as_one(const Setting& setting, const char* scheme, const char* transport,
@@ -215,6 +218,165 @@ TEST(CudaRanksTest, RowsThatDoNotFitAreDropped) {
           communicator->barrier();
         });
       }
+    }
+  }
+}
+
+TEST(CudaRanksTest, DispatchDtypeChangesNoBit) {
+  FUSEDMOE_SKIP_WITHOUT_GPU();
+  const std::pair<const char*, DType> schemes[] = {
+      {"fp8_block", DType::kE4M3},         {"fp8_channel_token", DType::kE4M3},
+      {"fp8_tensor_static", DType::kE4M3}, {"w4a8", DType::kE4M3},
+      {"mxfp4_mxfp8", DType::kE4M3},       {"mxfp4:ocp", DType::kE2M1}};
+  for (const Setting& setting : settings()) {
+    for (const auto& [scheme, activations] : schemes) {
+      for (const char* transport : {"all2all", "allgather_reducescatter"}) {
+        for (const int mode : {0, 1, 2}) {  // per rank; with fixed sizes; batch-invariant
+          SCOPED_TRACE(setting.name() + " " + scheme + " " + transport + std::to_string(mode));
+          const LayerWeights weights = make_layer_weights({small_case(scheme)});
+          Ranks ranks(setting);
+          run_ranks(setting.size, [&, activations = activations](int rank) {
+            const auto communicator = ranks.join(rank);
+            LayerOptions options = options_of(communicator->device(), mode == 2);
+            options.require += std::string("+") + transport;
+            options.ranks.communicator = communicator;
+            options.ranks.max_tokens_per_rank = kTokens;
+            options.ranks.fixed_sizes = mode == 1;
+            const Tensor x = random_tensor(DType::kBF16, {tokens_of(rank), kHidden}, 1, 70 + rank);
+            options.ranks.dispatch_dtype = DType::kBF16;
+            const Tensor expected = forward(MoeLayer(weights, options), x, kTokens);
+            options.ranks.dispatch_dtype = activations;
+            const MoeLayer layer(weights, options);
+            EXPECT_TRUE(bitwise_equal(forward(layer, x, kTokens), expected)) << "rank " << rank;
+            communicator->barrier();
+          });
+        }
+      }
+    }
+  }
+}
+
+Tensor host_copy(const TensorView& view, Stream stream) {
+  if (!view) return {};
+  Tensor result = Tensor::empty(view.shape(), view.dtype());
+  copy(view, result, stream);
+  synchronize(stream);
+  return result;
+}
+
+/// The same callbacks for rows on a GPU: they get copies in host memory, and the output that they
+/// leave there goes back.
+ExpertsHooks through_host(const ExpertsHooks& hooks) {
+  const auto wrap = [](const std::function<void(const HookArgs&)>& callback) {
+    return [callback](const HookArgs& args) {
+      const Tensor input = host_copy(args.input, args.stream);
+      const Tensor output = host_copy(args.output, args.stream);
+      const Tensor offsets = host_copy(args.expert_offsets, args.stream);
+      const Tensor slots = host_copy(args.permuted_to_slot, args.stream);
+      const Tensor numbers = host_copy(args.origins.numbers, args.stream);
+      HookArgs here = args;
+      here.input = input;
+      here.output = output;
+      here.expert_offsets = offsets;
+      here.permuted_to_slot = slots;
+      here.origins.numbers = numbers;
+      callback(here);
+      copy(output, args.output, args.stream);
+      synchronize(args.stream);
+    };
+  };
+  return {wrap(hooks.after_gemm1), wrap(hooks.after_activation), wrap(hooks.after_gemm2)};
+}
+
+Tensor forward_hooked(const MoeLayer& layer, const Tensor& x, const ExpertsHooks* hooks,
+                      std::int64_t most) {
+  const Device device = layer.config().device;
+  const std::size_t bytes = layer.workspace_bytes(std::max(most, x.size(0)));
+  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
+  const Tensor output = Tensor::empty(x.shape(), x.dtype(), device);
+  ForwardOptions options;
+  options.max_tokens = most;
+  options.hooks = hooks;
+  layer.forward(to_device(x, device), output, {workspace.data(), bytes}, options);
+  synchronize(Stream{device});
+  return to_device(output, {});
+}
+
+/// As tests/ranks/hooks_test.cpp on the CPU: hooks that treat every token in another way find each
+/// where it is, and the rows that the experts get are those tokens.
+void expect_hooks_as_one(const Setting& setting, const char* scheme, const char* transport,
+                         CombineMode combine, bool fixed_sizes) {
+  SCOPED_TRACE(setting.name() + " " + scheme + " " + transport + " " + std::string(name(combine)) +
+               (fixed_sizes ? " fixed" : ""));
+  const LayerWeights weights = make_layer_weights({small_case(scheme)});
+  const ExpertPlacement placement = ExpertPlacement::round_robin(13, setting.size);
+  const std::vector<std::int32_t> all = ExpertPlacement::linear(13, 1).local_experts(0);
+  const auto hidden_states_of = [](int rank) {
+    return random_tensor(DType::kBF16, {tokens_of(rank), kHidden}, 1, 170 + rank);
+  };
+  Ranks ranks(setting);
+  run_ranks(setting.size, [&](int rank) {
+    const auto communicator = ranks.join(rank);
+    LayerOptions options = options_of(communicator->device(), false);
+    options.hooks = true;
+    const MoeLayer alone(weights, options);
+    options.require += std::string("+") + transport;
+    options.ranks.communicator = communicator;
+    options.ranks.placement = placement;
+    options.ranks.max_tokens_per_rank = kTokens;
+    options.ranks.combine = combine;
+    options.ranks.fixed_sizes = fixed_sizes;
+    const MoeLayer layer(weights, options);
+
+    const Tensor x = hidden_states_of(rank);
+    std::atomic<int> rows{0}, rows_alone{0}, rows_compared{0};
+    const auto here = [&](const HookArgs& args, std::int64_t row) {
+      EXPECT_FALSE(args.origins.numbers);
+      return testing::RowOrigin{rank,
+                                args.permuted_to_slot.as<const std::int32_t>()[row] / args.topk};
+    };
+    const ExpertsHooks alone_hooks = through_host(testing::adapters(here, all, 1, rows_alone));
+    const Tensor expected = forward_hooked(alone, x, &alone_hooks, 0);
+    EXPECT_EQ(rows_alone, 3 * 4 * x.size(0)) << "rank " << rank;
+    if (x.size(0) > 0) {
+      const Tensor plain = forward_hooked(alone, x, nullptr, 0);
+      EXPECT_GT(compare(plain, expected).max_norm_relative, 0.1) << "hooks without effect";
+    }
+
+    ExpertsHooks hooks =
+        testing::adapters(testing::origin_of, placement.local_experts(rank), 1, rows);
+    const auto scale = hooks.after_gemm1;
+    hooks.after_gemm1 = [&](const HookArgs& args) {
+      for (std::int64_t row = 0; args.input && row < args.permuted_to_slot.numel(); ++row) {
+        const std::int32_t slot = args.permuted_to_slot.as<const std::int32_t>()[row];
+        if (slot < 0) continue;
+        const testing::RowOrigin origin = testing::origin_of(args, row);
+        EXPECT_TRUE(bitwise_equal(args.input.select(0, slot / args.topk),
+                                  hidden_states_of(origin.rank).select(0, origin.token)));
+        ++rows_compared;
+      }
+      scale(args);
+    };
+    hooks = through_host(hooks);
+    for (int step = 0; step < 2; ++step) {
+      const Tensor output = forward_hooked(layer, x, &hooks, kTokens);
+      EXPECT_LE(compare(output, expected).max_norm_relative, kTolerance) << "rank " << rank;
+    }
+    EXPECT_GT(rows, 0) << "rank " << rank;
+    EXPECT_EQ(3 * rows_compared, rows) << "rank " << rank;
+    communicator->barrier();
+  });
+}
+
+TEST(CudaRanksTest, HooksKnowTheTokenOfEveryRow) {
+  FUSEDMOE_SKIP_WITHOUT_GPU();
+  for (const Setting& setting : settings()) {
+    for (const char* transport : {"all2all", "allgather_reducescatter"}) {
+      for (const char* scheme : {"bf16", "fp8_block"}) {
+        expect_hooks_as_one(setting, scheme, transport, CombineMode::kPerRank, false);
+        expect_hooks_as_one(setting, scheme, transport, CombineMode::kPerSlot, false);
+      }
+      expect_hooks_as_one(setting, "bf16", transport, CombineMode::kPerRank, true);
     }
   }
 }

@@ -139,11 +139,22 @@ def test_what_fails_on_one_rank_is_told_to_all_at_once(tmp_path):
     assert run_threads(lambda r: communicators[r].together(lambda: r)) == [0, 1]
 
 
+def test_dispatch_dtype():
+    communicators = fusedmoe.Communicator.threads(RANKS)
+    outputs = run_threads(lambda r: forward(communicators[r], dispatch_dtype="f32"))
+    expected = run_threads(lambda r: forward(communicators[r]))
+    assert all(np.array_equal(a, b) for a, b in zip(outputs, expected))
+    errors = run_threads(lambda r: forward(communicators[r], dispatch_dtype="e4m3"))
+    assert all("dispatch_dtype e4m3: experts of f32 read rows of f32" in str(e) for e in errors)
+
+
 def test_wrong_options():
     with pytest.raises(ValueError, match="combine"):
         layer(combine="never")
     with pytest.raises(ValueError, match="else give rank, size, address and port"):
         fusedmoe.Communicator.join()
+    with pytest.raises(ValueError, match="dispatch_dtype"):
+        layer(dispatch_dtype="fp9")
     with pytest.raises(TypeError, match="communicator: was a str; must be a fusedmoe.Communicator"):
         layer(communicator="cpu")
     with pytest.raises(ValueError, match="gather: was a function that returned 'none'"):

@@ -66,6 +66,7 @@ TEST(AgreementTest, EveryFieldCounts) {
       {"receive_capacity", [](W&, O& o) { o.ranks.receive_capacity = 5; }},
       {"drop_rows", [](W&, O& o) { o.ranks.drop_rows = true; }},
       {"combine", [](W&, O& o) { o.ranks.combine = CombineMode::kPerSlot; }},
+      {"dispatch_dtype", [](W&, O& o) { o.ranks.dispatch_dtype = DType::kBF16; }},
       {"combine_dtype", [](W&, O& o) { o.ranks.combine_dtype = DType::kF32; }},
       {"fixed_sizes", [](W&, O& o) { o.ranks.fixed_sizes = true; }},
       {"replica_choice", [](W&, O& o) { o.ranks.replica_choice = ReplicaChoice::kNearest; }},

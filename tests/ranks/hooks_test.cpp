@@ -1,14 +1,15 @@
 // Hooks across ranks: callbacks learn which token of which rank a row is, and do the same with it
 // as on one rank.
 #include <atomic>
-#include <cstring>
 
 #include "fusedmoe/quant.h"
+#include "rank_hooks.h"
 #include "rank_layers.h"
 
 namespace fusedmoe {
 namespace {
 
+using testing::adapters;
 using testing::bitwise_equal;
 using testing::Case;
 using testing::compare;
@@ -16,9 +17,11 @@ using testing::kPatient;
 using testing::make_communicators;
 using testing::make_layer_weights;
 using testing::one_rank_options;
+using testing::origin_of;
 using testing::random_tensor;
 using testing::rank_options;
 using testing::RankCase;
+using testing::RowOrigin;
 using testing::run_ranks;
 
 constexpr std::int64_t kMost = 6, kHidden = 128;
@@ -29,47 +32,6 @@ std::int64_t tokens_of(int group) {
 }
 Tensor hidden_states_of(int group) {
   return random_tensor(DType::kBF16, {tokens_of(group), kHidden}, 1, 300 + group);
-}
-
-/// A row's token, and where it came from.
-struct Origin {
-  int rank = 0;
-  std::int64_t token = 0;
-};
-Origin origin_of(const HookArgs& args, std::int64_t row) {
-  std::int64_t index = args.permuted_to_slot.as<const std::int32_t>()[row] / args.topk;
-  const std::int64_t token = args.origins.numbers.as<const std::int32_t>()[index];
-  int rank = 0;
-  for (const std::int64_t count : args.origins.counts) {
-    if (index < count) break;
-    index -= count;
-    ++rank;
-  }
-  return {rank, token};
-}
-
-/// Multiplies every row by a power of two that depends on group, token and expert, as an adapter of
-/// its own for each would. `find(args, row)`: the row's origin; experts[e]: global number of expert
-/// e.
-template <typename Find>
-ExpertsHooks adapters(const Find& find, const std::vector<std::int32_t>& experts, int tp_size,
-                      std::atomic<int>& rows_seen) {
-  const auto scale_rows = [=, &rows_seen](const HookArgs& args) {
-    const auto* offsets = args.expert_offsets.as<const std::int32_t>();
-    const std::int64_t width = args.output.size(1);
-    for (std::size_t e = 0; e < experts.size(); ++e) {
-      for (std::int64_t row = offsets[e]; row < offsets[e + 1]; ++row, ++rows_seen) {
-        const Origin origin = find(args, row);
-        const std::int64_t power = (origin.rank / tp_size + 2 * origin.token + experts[e]) % 3 - 1;
-        auto* values = args.output.as<std::uint16_t>() + row * width;
-        for (std::int64_t i = 0; i < width; ++i) {
-          if ((values[i] & 0x7f80) != 0)
-            values[i] = static_cast<std::uint16_t>(values[i] + (power << 7));
-        }
-      }
-    }
-  };
-  return {scale_rows, scale_rows, scale_rows};
 }
 
 Tensor forward(const MoeLayer& layer, const Tensor& x, const ExpertsHooks& hooks,
@@ -111,8 +73,8 @@ void expect_as_one_rank(RankCase how, const char* scheme, const Deployment& depl
     std::atomic<int> rows{0}, rows_alone{0};
     const auto here = [&](const HookArgs& args, std::int64_t row) {
       EXPECT_FALSE(args.origins.numbers);
-      return Origin{group * deployment.tp_size,
-                    args.permuted_to_slot.as<const std::int32_t>()[row] / args.topk};
+      return RowOrigin{group * deployment.tp_size,
+                       args.permuted_to_slot.as<const std::int32_t>()[row] / args.topk};
     };
     const Tensor expected =
         forward(alone, x, adapters(here, all, deployment.tp_size, rows_alone), 0);
@@ -121,7 +83,7 @@ void expect_as_one_rank(RankCase how, const char* scheme, const Deployment& depl
     const auto scale = hooks.after_gemm1;
     hooks.after_gemm1 = [&](const HookArgs& args) {
       for (std::int64_t row = 0; args.input && row < args.permuted_to_slot.numel(); ++row) {
-        const Origin origin = origin_of(args, row);
+        const RowOrigin origin = origin_of(args, row);
         const std::int64_t slot = args.permuted_to_slot.as<const std::int32_t>()[row];
         EXPECT_TRUE(bitwise_equal(
             args.input.select(0, slot / args.topk),

@@ -36,6 +36,7 @@ struct RankCase {
   bool cut = false;  ///< messages are sequences of bytes, so that rows need not be packed
   std::optional<ExpertPlacement> placement = {};
   std::optional<CombineMode> combine = {};
+  std::optional<DType> dispatch_dtype = {};
   bool batch_invariant = false;
   bool fixed_sizes = false;
   bool monolithic = false;
@@ -62,6 +63,7 @@ inline LayerOptions rank_options(const RankCase& how, DType dtype, std::int64_t 
   options.ranks.communicator = communicator;
   options.ranks.placement = how.placement;
   options.ranks.combine = how.combine;
+  options.ranks.dispatch_dtype = how.dispatch_dtype;
   options.ranks.fixed_sizes = how.fixed_sizes;
   options.ranks.replica_choice = how.replica_choice;
   options.ranks.max_tokens_per_rank = max_tokens;

@@ -1,0 +1,297 @@
+#include "cuda/rows/quantize_rows.h"
+
+#include <cuda_fp8.h>
+
+#include "cuda/device/launch.h"
+#include "cuda/rows/element.cuh"
+#include "quant/quantize_scales.h"
+
+namespace fusedmoe::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kColumns = 8;  // of a thread at a time
+
+/// What the kernels must know of a key.
+struct RowFormat {
+  enum class Scale : std::uint8_t { kStatic, kRow, kGroup, kMx };
+  Scale scale;
+  int group_lanes;     // threads that share a scale, of kGroup and kMx
+  bool e2m1;           // codes of 4 bits; else E4M3
+  bool e8m0;           // scales; else f32
+  MxScaleRule rule;    // of kMx
+  float static_scale;  // of kStatic
+};
+
+RowFormat format_of(const QuantKey& key, std::optional<float> static_scale) {
+  using Scale = RowFormat::Scale;
+  RowFormat format{};
+  format.e2m1 = key.value == DType::kE2M1;
+  format.e8m0 = key.scale == DType::kE8M0;
+  format.rule = key.scale_rule;
+  format.static_scale = static_scale.value_or(1);
+  format.group_lanes = key.group.cols > 0 ? static_cast<int>(key.group.cols) / kColumns : 1;
+  format.scale = !key.dynamic           ? Scale::kStatic
+                 : key.group.cols < 0   ? Scale::kRow
+                 : key.group.cols == 32 ? Scale::kMx
+                                        : Scale::kGroup;
+  return format;
+}
+
+struct QuantizeParams {
+  RowFormat format;
+  const void* x;
+  std::int64_t stride;  // elements between rows
+  std::int64_t columns;
+  std::uint8_t* codes;
+  void* scales;
+  std::int64_t scales_of_row;
+};
+
+struct DequantizeParams {
+  RowFormat format;
+  const std::uint8_t* codes;
+  const void* scales;
+  std::int64_t scales_of_row;
+  std::int64_t columns;
+  void* out;
+};
+
+/// Zeros behind the end of the row.
+template <typename Storage, bool kAligned>
+__device__ void load_columns(const Storage* row, std::int64_t column, std::int64_t columns,
+                             float (&values)[kColumns]) {
+  constexpr int kWidth = kAligned ? 16 / static_cast<int>(sizeof(Storage)) : 1;
+#pragma unroll
+  for (int first = 0; first < kColumns; first += kWidth) {
+    Pack<Storage, kWidth> pack{};
+    if (column < columns) pack = Pack<Storage, kWidth>::load(row + column + first);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) values[first + i] = to_f32(pack.values[i]);
+  }
+}
+
+/// NaN counts as 0.
+__device__ float amax_of(const float (&values)[kColumns]) {
+  float amax = 0;
+#pragma unroll
+  for (const float value : values) amax = fmaxf(amax, fabsf(value));
+  return amax;
+}
+
+/// Of `lanes` neighbours, a power of two.
+__device__ float amax_of_lanes(float amax, int lanes) {
+  for (int lane = 1; lane < lanes; lane *= 2) {
+    amax = fmaxf(amax, __shfl_xor_sync(~0U, amax, lane));
+  }
+  return amax;
+}
+
+template <typename Storage, bool kAligned>
+__device__ float amax_of_row(const Storage* row, std::int64_t columns) {
+  __shared__ float of_warps[kThreads / 32];
+  float amax = 0, values[kColumns];
+  for (std::int64_t column = threadIdx.x * kColumns; column < columns;
+       column += kThreads * kColumns) {
+    load_columns<Storage, kAligned>(row, column, columns, values);
+    amax = fmaxf(amax, amax_of(values));
+  }
+  amax = amax_of_lanes(amax, 32);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = amax;
+  __syncthreads();
+  for (const float of_warp : of_warps) amax = fmaxf(amax, of_warp);
+  return amax;
+}
+
+/// The scale of 8 columns, what they are multiplied or divided by, and whether they count as zero.
+struct Divisor {
+  float scale;
+  int code;  // of an E8M0 scale
+  bool multiply;
+  float factor;
+  bool zero;
+};
+
+__device__ Divisor divisor_of(const RowFormat& format, float amax) {
+  using Scale = RowFormat::Scale;
+  Divisor result{format.static_scale, 0, true, 0, false};
+  if (format.scale == Scale::kMx) {
+    result.code = core::mx_scale_code(amax, format.e2m1, format.rule);
+    result.scale = core::e8m0_value(result.code);
+    result.factor = 1.0F / result.scale;
+    result.zero = format.e2m1 ? result.code == 0 : amax == 0;
+  } else if (format.scale == Scale::kStatic) {
+    // A reciprocal beyond fp32 means values that count as zero.
+    const float inverse = 1.0F / format.static_scale;
+    result.factor = isinf(inverse) ? 0.0F : inverse;
+  } else {
+    result.scale = format.scale == Scale::kRow ? core::e4m3_row_scale(amax)
+                                               : core::e4m3_group_scale(amax, format.e8m0);
+    result.code = core::e8m0_code(result.scale);
+    result.multiply = false;
+  }
+  return result;
+}
+
+__device__ float scaled(const Divisor& divisor, float value) {
+  // What published kernels write for a block whose scale counts as zero: zeros; but NaN stays.
+  if (divisor.zero && !isnan(value)) return 0;
+  return divisor.multiply ? value * divisor.factor : value / divisor.scale;
+}
+
+/// A block for each row; its threads have 8 neighbouring columns at a time.
+template <typename Storage, bool kAligned>
+__global__ void __launch_bounds__(kThreads) quantize_rows_kernel(const QuantizeParams p) {
+  order_after_previous();
+  using Scale = RowFormat::Scale;
+  const std::int64_t row = blockIdx.x;
+  const auto* x = static_cast<const Storage*>(p.x) + row * p.stride;
+  const bool whole = p.format.scale == Scale::kRow || p.format.scale == Scale::kStatic;
+  const float row_amax =
+      p.format.scale == Scale::kRow ? amax_of_row<Storage, kAligned>(x, p.columns) : 0.0F;
+  const std::int64_t row_bytes = p.format.e2m1 ? p.columns / 2 : p.columns;
+  // Whole warps go around together: lanes behind the end of the row take part in the maxima.
+  for (std::int64_t first = 0; first < p.columns; first += kThreads * kColumns) {
+    const std::int64_t column = first + threadIdx.x * kColumns;
+    float values[kColumns];
+    load_columns<Storage, kAligned>(x, column, p.columns, values);
+    const float amax = whole ? row_amax : amax_of_lanes(amax_of(values), p.format.group_lanes);
+    const Divisor divisor = divisor_of(p.format, amax);
+    if (column >= p.columns) continue;
+    std::uint8_t* codes = p.codes + row * row_bytes;
+    if (p.format.e2m1) {
+      std::uint32_t packed = 0;
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        packed |= static_cast<std::uint32_t>(core::e2m1_code(scaled(divisor, values[i]))) << 4 * i;
+      }
+      *reinterpret_cast<std::uint32_t*>(codes + column / 2) = packed;
+    } else {
+      std::uint64_t packed = 0;
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        packed |= static_cast<std::uint64_t>(core::e4m3_code(scaled(divisor, values[i]))) << 8 * i;
+      }
+      *reinterpret_cast<std::uint64_t*>(codes + column) = packed;
+    }
+    if (p.format.scale == Scale::kStatic) {
+      if (row == 0 && column == 0) *static_cast<float*>(p.scales) = divisor.scale;
+      continue;
+    }
+    const std::int64_t unit = column / kColumns;
+    if (whole ? unit != 0 : unit % p.format.group_lanes != 0) continue;
+    const std::int64_t index = row * p.scales_of_row + (whole ? 0 : unit / p.format.group_lanes);
+    if (p.format.e8m0) {
+      static_cast<std::uint8_t*>(p.scales)[index] = static_cast<std::uint8_t>(divisor.code);
+    } else {
+      static_cast<float*>(p.scales)[index] = divisor.scale;
+    }
+  }
+}
+
+__device__ float e2m1_value(std::uint32_t code) {
+  const std::uint32_t magnitude = code & 7;
+  const float value = magnitude < 2 ? 0.5F * static_cast<float>(magnitude)
+                                    : static_cast<float>(2 + magnitude % 2) *
+                                          static_cast<float>(1U << magnitude / 2) * 0.25F;
+  return (code & 8) != 0 ? -value : value;
+}
+__device__ float e4m3_value(std::uint8_t code) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
+}
+
+/// f16 saturates, NaN stays.
+template <typename Storage>
+__device__ Storage rounded(float value) {
+  constexpr float kF16Max = 65504;
+  if constexpr (std::is_same_v<Storage, __half>) {
+    value = value > kF16Max ? kF16Max : value < -kF16Max ? -kF16Max : value;
+  }
+  return from_f32<Storage>(value);
+}
+
+template <typename Storage>
+__global__ void __launch_bounds__(kThreads) dequantize_rows_kernel(const DequantizeParams p) {
+  order_after_previous();
+  using Scale = RowFormat::Scale;
+  const std::int64_t row = blockIdx.x;
+  const bool grouped = p.format.scale == Scale::kGroup || p.format.scale == Scale::kMx;
+  const std::int64_t row_bytes = p.format.e2m1 ? p.columns / 2 : p.columns;
+  const std::uint8_t* codes = p.codes + row * row_bytes;
+  for (std::int64_t column = threadIdx.x * kColumns; column < p.columns;
+       column += kThreads * kColumns) {
+    std::int64_t index = row * p.scales_of_row;
+    if (grouped) index += column / kColumns / p.format.group_lanes;
+    if (p.format.scale == Scale::kStatic) index = 0;
+    const float scale = p.format.e8m0
+                            ? core::e8m0_value(static_cast<const std::uint8_t*>(p.scales)[index])
+                            : static_cast<const float*>(p.scales)[index];
+    std::uint64_t packed = 0;
+    if (p.format.e2m1) {
+      packed = *reinterpret_cast<const std::uint32_t*>(codes + column / 2);
+    } else {
+      packed = *reinterpret_cast<const std::uint64_t*>(codes + column);
+    }
+    constexpr int kWidth = 16 / static_cast<int>(sizeof(Storage));
+    auto* out = static_cast<Storage*>(p.out) + row * p.columns + column;
+#pragma unroll
+    for (int first = 0; first < kColumns; first += kWidth) {
+      Pack<Storage, kWidth> pack;
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const int shift = (first + i) * (p.format.e2m1 ? 4 : 8);
+        const auto code = static_cast<std::uint32_t>(packed >> shift);
+        const float value = p.format.e2m1 ? e2m1_value(code & 0xF)
+                                          : e4m3_value(static_cast<std::uint8_t>(code & 0xFF));
+        pack.values[i] = rounded<Storage>(__fmul_rn(value, scale));
+      }
+      pack.store(out + first);
+    }
+  }
+}
+
+}  // namespace
+
+void quantize_rows(const TensorView& x, const QuantKey& key, std::optional<float> scale,
+                   const core::QuantizedViews& out, Stream stream) {
+  const std::int64_t rows = x.size(0), columns = x.size(1);
+  QuantizeParams params{};
+  params.format = format_of(key, scale);
+  params.x = x.data();
+  params.stride = x.stride(0);
+  params.columns = columns;
+  params.codes = out.values.as<std::uint8_t>();
+  params.scales = out.scales.data();
+  params.scales_of_row = core::scales_per_row(key, columns);
+  if (rows == 0) return;
+  dispatch_storage(x.dtype(), [&](auto element) {
+    using Storage = decltype(element);
+    const auto* data = x.as<const Storage>();
+    dispatch_width<Storage>(
+        columns,
+        [&](auto width) {
+          launch(quantize_rows_kernel<Storage, (decltype(width)::value > 1)>,
+                 dim3(static_cast<unsigned>(rows)), kThreads, 0, stream, false, params);
+        },
+        data, data + x.stride(0));
+  });
+}
+
+void dequantize_rows(const core::QuantizedViews& in, const QuantKey& key, const TensorView& out,
+                     Stream stream) {
+  const std::int64_t rows = out.size(0), columns = out.size(1);
+  if (rows == 0) return;
+  DequantizeParams params{};
+  params.format = format_of(key, {});
+  params.codes = in.values.as<const std::uint8_t>();
+  params.scales = in.scales.data();
+  params.scales_of_row = core::scales_per_row(key, columns);
+  params.columns = columns;
+  params.out = out.data();
+  dispatch_storage(out.dtype(), [&](auto element) {
+    launch(dequantize_rows_kernel<decltype(element)>, dim3(static_cast<unsigned>(rows)), kThreads,
+           0, stream, false, params);
+  });
+}
+
+}  // namespace fusedmoe::cuda
