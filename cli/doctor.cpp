@@ -14,6 +14,7 @@
 
 #include "commands.h"
 #include "core/device_runtime.h"
+#include "core/numa.h"
 #include "fusedmoe/comm.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
@@ -53,6 +54,15 @@ std::string experts_names() {
   return names;
 }
 
+/// Nodes among which the CPU experts divide weights.
+std::string numa_text() {
+  std::string text;
+  for (const core::NumaNode& node : core::numa_nodes()) {
+    text += fmt::format("{}{} ({} cores)", text.empty() ? "" : ", ", node.number, node.cpus.size());
+  }
+  return text.empty() ? "unknown" : text;
+}
+
 std::string tuned_configs_text() {
   const std::string path = tuned_configs_path().string();
   if (path.empty()) return "none";
@@ -74,6 +84,7 @@ std::vector<std::pair<std::string, std::string>> findings() {
       {"instruction set", std::string(cpu_isa())},
       {"instruction sets", fmt::format("{}", fmt::join(cpu_isas(), ", "))},
       {"threads", fmt::to_string(num_threads())},
+      {"numa nodes", numa_text()},
       {"memory", proc_value("/proc/meminfo", "MemTotal")},
       {"memory available", proc_value("/proc/meminfo", "MemAvailable")},
       {"huge pages", first_line("/sys/kernel/mm/transparent_hugepage/enabled")},

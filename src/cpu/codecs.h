@@ -185,11 +185,17 @@ class PermutedNibbles {
   }
 
   void decode(const std::byte* block, const std::byte*, int v, typename S::F (&steps)[8]) const {
-    const auto words = S::load_words(block + 4 * S::kWidth * v);
+    const auto words = load(block, v);
 #pragma GCC unroll 8
-    for (int k = 0; k < 8; ++k) {
-      steps[k] = S::permute(values_, words >> (16 * (k % 2) + 2 * (k - k % 2)));
-    }
+    for (int k = 0; k < 8; ++k) steps[k] = step(words, k);
+  }
+
+  // Or one step at a time: the codes of a vector, and step k of them.
+  static typename S::I load(const std::byte* block, int v) {
+    return S::load_words(block + 4 * S::kWidth * v);
+  }
+  typename S::F step(typename S::I codes, int k) const {
+    return S::permute(values_, codes >> (16 * (k % 2) + 2 * (k - k % 2)));
   }
 
  private:

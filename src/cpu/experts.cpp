@@ -87,8 +87,12 @@ WorkspacePlan CpuExperts::plan(const ProblemSize& problem) const {
 
 std::shared_ptr<PackedWeights> CpuExperts::pack(const ExpertWeights& weights,
                                                 const PackOptions& options) const {
+  // Fewer threads than nodes do not run on all of them.
+  const auto& nodes = core::numa_nodes();
+  const bool spread = nodes.size() > 1 && context().num_threads >= static_cast<int>(nodes.size());
   return std::make_shared<CpuPackedWeights>(core::make_packed_info(*this, weights, options),
-                                            weights, options);
+                                            weights, options,
+                                            spread ? nodes : std::vector<core::NumaNode>());
 }
 
 ExpertWeights CpuExperts::unpack(const PackedWeights& packed, std::int64_t expert) const {

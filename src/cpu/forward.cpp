@@ -172,8 +172,8 @@ TileJob Forward::job(const WorkTile& work, bool first) const {
     return columns ? columns + work.first_tile * kTileColumns : nullptr;
   };
   TileJob job;
-  job.tiles = (first ? weights_.tiles1(work.expert) : weights_.tiles2(work.expert)) +
-              work.first_tile * gemm.tile_bytes;
+  job.tiles = first ? weights_.tile1(work.expert, work.first_tile)
+                    : weights_.tile2(work.expert, work.first_tile);
   job.tile_bytes = gemm.tile_bytes;
   job.num_tiles = work.tiles;
   job.k = gemm.k;

@@ -1,12 +1,14 @@
 // A grouped GEMM, cut into work tiles: (expert, some weight tiles, block of rows). Threads take the
-// next one from a shared counter, so that one token and 8192 tokens both use every core. Results do
-// not depend on which thread computes a work tile.
+// next one from a shared counter, so that one token and 8192 tokens both use every core. With
+// weights on several NUMA nodes each node has a counter, and threads take those of the node they
+// run on first. Results do not depend on which thread computes a work tile.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
+#include "core/numa.h"
 #include "cpu/kernels.h"
 #include "cpu/pack.h"
 
@@ -22,25 +24,30 @@ class GroupedGemm {
     int tiles = 0;
   };
 
-  /// expert_offsets: (num_experts + 1) row offsets; work_offsets: (num_experts + 1), to be filled
-  /// with the number of work tiles before each expert.
+  using Task = core::NodeTasks::Task;  // a part of the weights, and a work tile's number in it
+
+  /// expert_offsets: (num_experts + 1) row offsets; work_offsets: (parts of the weights,
+  /// num_experts + 1), to be filled with the number of the part's work tiles before each expert.
   GroupedGemm(const PackedGemm& gemm, const std::int32_t* expert_offsets, std::int64_t num_experts,
               std::int64_t* work_offsets);
+
+  /// The next work tile for a thread on this node.
+  std::optional<Task> take(int node) { return tasks_.take(node); }
+  WorkTile at(Task task) const;
 
   /// Called by every thread: computes work tiles until none is left. `job_of(work)` describes one,
   /// but for its scratch memory and prefetch.
   template <class JobOf>
   void run(void (*multiply)(const TileJob&), std::byte* scratch, JobOf job_of) {
-    const std::int64_t total = work_offsets_[num_experts_];
-    for (std::int64_t current = next_.fetch_add(1); current < total;) {
-      const WorkTile work = at(current);
-      TileJob job = job_of(work);
+    std::optional<Task> current = take(core::current_numa_node());
+    while (current) {
+      TileJob job = job_of(at(*current));
       job.scratch = scratch;
       // Kernels prefetch the next weights or, where they read tiles side by side, the beginnings of
       // the next tiles (prefetch_heads).
-      const std::int64_t next = next_.fetch_add(1);
-      if (next < total) {
-        const WorkTile following = at(next);
+      const std::optional<Task> next = take(core::current_numa_node());
+      if (next) {
+        const WorkTile following = at(*next);
         if (following.first_row == 0) {
           job.prefetch = job_of(following).tiles;
           job.prefetch_bytes = following.tiles * gemm_.tile_bytes;
@@ -55,13 +62,13 @@ class GroupedGemm {
   std::int64_t num_rows(std::int64_t expert) const {
     return expert_offsets_[expert + 1] - expert_offsets_[expert];
   }
-  WorkTile at(std::int64_t index) const;
+  std::int64_t* offsets_of(int part) const { return work_offsets_ + part * (num_experts_ + 1); }
 
   const PackedGemm& gemm_;
   const std::int32_t* expert_offsets_;
   std::int64_t num_experts_;
   std::int64_t* work_offsets_;
-  std::atomic<std::int64_t> next_{0};
+  core::NodeTasks tasks_;
 };
 
 }  // namespace fusedmoe::cpu

@@ -4,6 +4,8 @@
 // Included by isa_*.cpp only.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/multiply.h"
 
 namespace fusedmoe::cpu {
@@ -11,8 +13,8 @@ namespace {
 
 /// Rows of one block. 32 registers hold the accumulators and the totals of these, 16 only the
 /// accumulators.
-template <class S>
-inline constexpr int kGroupRows = S::kTotalsInRegisters ? S::kRows / 2 : S::kRows;
+template <class S, bool kTotals>
+inline constexpr int kGroupRows = kTotals ? S::kRows / 2 : S::kRows;
 /// Steps of a panel, which should fit the L1: blocks of few rows read it often.
 inline constexpr std::int64_t kGroupPanelSteps = 64;
 
@@ -67,28 +69,29 @@ template <class D, int R, int kVectors>
   }
 }
 
-/// R rows x 64 columns. totals (R, 64) are added to: in registers, from the first group of a panel
-/// to its last, where there are enough of them.
-template <class D, int R>
+/// R rows x 64 columns. totals (R, 64) are added to: with kTotals in registers, from the first
+/// group of a panel to its last.
+template <class D, int R, bool kTotals>
 inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, int group_shift,
                                  float* totals, Prefetcher& prefetch) {
   using S = typename D::Simd;
   constexpr int kW = S::kWidth, kVectors = S::kVectors;
   const std::byte* elements[R];
   for (int r = 0; r < R; ++r) elements[r] = rows[r].elements + panel.row_offset;
+  const bool has_initial = rows[0].initial, has_scales = rows[0].scales;
   for (int column = 0; column < kTileColumns; column += kVectors * kW) {
     float* const memory = totals + column;
     typename S::F total[R][kVectors];
     const auto add = [&](int r, int v, typename S::F acc, typename S::F scale)
         __attribute__((always_inline)) {
-      if constexpr (S::kTotalsInRegisters) {
+      if constexpr (kTotals) {
         total[r][v] = S::fma(acc, scale, total[r][v]);
       } else {
         float* at = memory + r * kTileColumns + v * kW;
         S::store(at, S::fma(acc, scale, S::load(at)));
       }
     };
-    if constexpr (S::kTotalsInRegisters) {
+    if constexpr (kTotals) {
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
@@ -106,7 +109,7 @@ inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, 
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
           acc[r][v] =
-              rows[0].initial ? initial_of_group<D>(rows[r], panel, g, column + v * kW) : D::zero();
+              has_initial ? initial_of_group<D>(rows[r], panel, g, column + v * kW) : D::zero();
         }
       }
       const std::int64_t steps = g + 1 == panel.count ? panel.last_steps : panel.steps;
@@ -117,7 +120,7 @@ inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, 
       const float* scales = panel.scales + g * kTileColumns + column;
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        if (rows[0].scales) {
+        if (has_scales) {
           const auto scale = S::set1(rows[r].scales[(panel.first + g) >> group_shift]);
 #pragma GCC unroll 4
           for (int v = 0; v < kVectors; ++v) {
@@ -131,7 +134,7 @@ inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, 
         }
       }
     }
-    if constexpr (S::kTotalsInRegisters) {
+    if constexpr (kTotals) {
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
@@ -143,22 +146,34 @@ inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, 
   }
 }
 
-template <class D, int R>
+template <class D, int R, bool kTotals>
 inline void multiply_group_rows(int num_rows, const GroupRow* rows, const GroupPanel& panel,
                                 int group_shift, float* totals, Prefetcher& prefetch) {
   if constexpr (R > 1) {
     if (num_rows < R) {
-      multiply_group_rows<D, R - 1>(num_rows, rows, panel, group_shift, totals, prefetch);
+      multiply_group_rows<D, R - 1, kTotals>(num_rows, rows, panel, group_shift, totals, prefetch);
       return;
     }
   }
-  multiply_group_panel<D, R>(rows, panel, group_shift, totals, prefetch);
+  multiply_group_panel<D, R, kTotals>(rows, panel, group_shift, totals, prefetch);
 }
+
+/// Whether the totals of groups stay in registers, where registers hold them. Without them, blocks
+/// have twice the rows and load fewer operands for a product. For fp32 products on AVX-512 that is
+/// worth more, as an Ice Lake core loads hardly more than one vector a cycle; but not with groups
+/// of 16, whose totals change often, and E2M1 has those.
+template <class D, class Codec>
+inline constexpr bool kTotalsInRegisters =
+    D::Simd::kTotalsInRegisters &&
+    !(D::Simd::kWidth == 16 && D::kPerStep == 1 &&
+      !std::is_same_v<Codec, Nibbles<typename D::Simd, Codes::kE2M1>>);
 
 /// Decodes groups of a stream to panels, block by block.
 template <class D, class Codec>
 class GroupPanels {
  public:
+  static constexpr bool kTotals = kTotalsInRegisters<D, Codec>;
+
   GroupPanels(const std::byte* stream, const TileFormat& format)
       : format_(format), chained_(format.codes == Codes::kMxfp4), codec_(format) {
     group_ = stream + (chained_ ? kMxfp4HeaderBytes : 0);
@@ -222,6 +237,8 @@ class GroupPanels {
 template <class D>
 class WholePanel {
  public:
+  static constexpr bool kTotals = D::Simd::kTotalsInRegisters;
+
   WholePanel(const std::byte* stream, const TileFormat&) : stream_(stream) {}
   GroupPanel panel(std::int64_t, std::int64_t, std::int64_t k, std::byte* scratch) {
     auto* scales = reinterpret_cast<float*>(scratch + kScalesOffset);
@@ -246,7 +263,7 @@ template <class D, class Panels>
 void multiply_groups_tile(const TileJob& job, int tile, std::int64_t group) {
   GroupRow rows[kMaxRows];
   for (std::int64_t r = 0; r < job.num_rows; ++r) rows[r] = group_row(job, r);
-  constexpr int kRows = kGroupRows<typename D::Simd>;
+  constexpr int kRows = kGroupRows<typename D::Simd, Panels::kTotals>;
   const std::int64_t groups = (job.k + group - 1) / group;
   const std::int64_t at_most = kGroupPanelSteps * D::kPerStep / group;
   const std::int64_t per_panel = at_most > 1 ? at_most : 1;
@@ -265,9 +282,9 @@ void multiply_groups_tile(const TileJob& job, int tile, std::int64_t group) {
     std::int64_t row = 0;
     for (std::int64_t block = 0; block < blocks; ++block) {
       const std::int64_t end = job.num_rows * (block + 1) / blocks;
-      multiply_group_rows<D, kRows>(static_cast<int>(end - row), rows + row, panel,
-                                    job.row_scales.group_shift, totals + row * kTileColumns,
-                                    prefetch);
+      multiply_group_rows<D, kRows, Panels::kTotals>(static_cast<int>(end - row), rows + row, panel,
+                                                     job.row_scales.group_shift,
+                                                     totals + row * kTileColumns, prefetch);
       row = end;
     }
   }

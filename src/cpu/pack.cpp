@@ -214,7 +214,8 @@ Compute compute_of(const QuantScheme& scheme, DType dtype) {
 }
 
 CpuPackedWeights::CpuPackedWeights(Info info, const ExpertWeights& weights,
-                                   const PackOptions& options)
+                                   const PackOptions& options,
+                                   const std::vector<core::NumaNode>& nodes)
     : PackedWeights(std::move(info)),
       gated_(is_gated(weights.activation)),
       activation_params_(weights.activation_params),
@@ -240,21 +241,59 @@ CpuPackedWeights::CpuPackedWeights(Info info, const ExpertWeights& weights,
   gemm1_ = gemm(true, weights.hidden, round_up(weights.hidden, kGroup), tiles1);
   gemm2_ = gemm(false, weights.intermediate, tiles1 * outputs_per_tile(),
                 round_up(weights.hidden, kTileColumns) / kTileColumns);
-  expert_bytes_ = gemm1_.expert_bytes() + gemm2_.expert_bytes();
-
   const std::int64_t num_experts = weights.num_experts();
-  data_ = Tensor::empty({num_experts * expert_bytes_}, DType::kU8);
+  const std::int64_t size = make_parts(num_experts, nodes);
+  data_ = Tensor::empty({size}, DType::kU8);
   const auto per_column = [&](const PackedGemm& gemm) {
     return Tensor::empty({num_experts, gemm.padded_columns()}, DType::kF32);
   };
   if (weights.has_bias()) bias1_ = per_column(gemm1_), bias2_ = per_column(gemm2_);
   if (has_column_scales(key)) scales1_ = per_column(gemm1_);
   if (has_column_scales(down)) scales2_ = per_column(gemm2_);
+  auto* data = data_.as<std::byte>();
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    const std::int64_t begin = gemm1_.parts[i].offset;
+    const std::int64_t end = i + 1 < nodes.size() ? gemm1_.parts[i + 1].offset : size;
+    core::prefer_numa_node(data + begin, static_cast<std::size_t>(end - begin), nodes[i].number);
+  }
   Executor& executor = core::executor_of(options.stream.value_or(Stream{}));
   for (std::int64_t expert = 0; expert < num_experts; ++expert) {
     pack_expert(executor, expert, weights.experts[static_cast<std::size_t>(expert)]);
     if (options.progress) options.progress(expert + 1, num_experts);
   }
+  // The pages are there now; whoever gets this memory next has no wish.
+  if (!nodes.empty()) core::prefer_numa_node(data, static_cast<std::size_t>(size), -1);
+}
+
+/// Gives each node its tiles of both GEMMs, and returns the size of the packed weights.
+std::int64_t CpuPackedWeights::make_parts(std::int64_t num_experts,
+                                          const std::vector<core::NumaNode>& nodes) {
+  constexpr std::int64_t kPage = 65536;  // the largest usual one
+  std::int64_t cpus = 0, all_cpus = 0, size = 0;
+  for (const core::NumaNode& node : nodes) all_cpus += static_cast<std::int64_t>(node.cpus.size());
+  const std::size_t num_parts = std::max<std::size_t>(nodes.size(), 1);
+  for (std::size_t i = 0; i < num_parts; ++i) {
+    if (!nodes.empty()) cpus += static_cast<std::int64_t>(nodes[i].cpus.size());
+    const bool last = i + 1 == num_parts;
+    std::int64_t expert_bytes = 0;
+    for (PackedGemm* gemm : {&gemm1_, &gemm2_}) {
+      TilePart part;
+      part.first_tile = i == 0 ? 0 : gemm->parts.back().first_tile + gemm->parts.back().num_tiles;
+      // To the nearest tiles that a kernel reads side by side.
+      const auto share = [&] {
+        return (gemm->num_tiles * cpus / all_cpus + kMaxTiles / 2) / kMaxTiles * kMaxTiles;
+      };
+      const std::int64_t end = last ? gemm->num_tiles : std::min(gemm->num_tiles, share());
+      part.num_tiles = end - part.first_tile;
+      part.offset = size + expert_bytes;
+      expert_bytes += part.num_tiles * gemm->tile_bytes;
+      gemm->parts.push_back(part);
+    }
+    for (PackedGemm* gemm : {&gemm1_, &gemm2_}) gemm->parts.back().expert_bytes = expert_bytes;
+    size += num_experts * expert_bytes;
+    if (!last) size = round_up(size, kPage);
+  }
+  return size;
 }
 
 std::int64_t CpuPackedWeights::nbytes() const {
@@ -305,24 +344,37 @@ void CpuPackedWeights::pack_expert(Executor& executor, std::int64_t expert,
   };
   origins_[static_cast<std::size_t>(expert)] = {origin(source.gate), origin(source.up),
                                                 origin(source.down)};
-  std::byte* base = data_.as<std::byte>() + expert * expert_bytes_;
-  const std::int64_t num_tiles = gemm1_.num_tiles + gemm2_.num_tiles;
-  core::parallel_for(executor, num_tiles, true, [&](std::int64_t index) {
-    const bool first = index < gemm1_.num_tiles;
-    const PackedGemm& gemm = first ? gemm1_ : gemm2_;
-    const std::int64_t tile = first ? index : index - gemm1_.num_tiles;
-    const Columns columns = columns_of(source, first, tile);
-    pack_tile(gemm.shape, columns,
-              base + (first ? 0 : gemm1_.expert_bytes()) + tile * gemm.tile_bytes);
-    const auto fill = [&](const Tensor& tensor, auto value) {
-      if (!tensor) return;
-      float* target = tensor.as<float>() + expert * gemm.padded_columns() + tile * kTileColumns;
-      for (int c = 0; c < kTileColumns; ++c) target[c] = value(columns[c]);
-    };
-    fill(first ? bias1_ : bias2_, bias_at);
-    fill(first ? scales1_ : scales2_,
-         [&](const Column& column) { return column_scale(gemm.shape.key, column); });
+  // Each node's own threads pack its tiles, so that these lie there even where the system refuses
+  // prefer_numa_node(): a page lies where it is first written.
+  core::NodeTasks tasks(static_cast<int>(gemm1_.parts.size()));
+  for (std::size_t i = 0; i < gemm1_.parts.size(); ++i) {
+    tasks.set_count(static_cast<int>(i), gemm1_.parts[i].num_tiles + gemm2_.parts[i].num_tiles);
+  }
+  core::run_tasks(executor, std::max(1, executor.concurrency()), [&](int) {
+    while (const auto task = tasks.take(core::current_numa_node())) {
+      const auto number = static_cast<std::size_t>(task->part);
+      const TilePart &part1 = gemm1_.parts[number], &part2 = gemm2_.parts[number];
+      const bool first = task->index < part1.num_tiles;
+      pack_one_tile(expert, source, first,
+                    first ? part1.first_tile + task->index
+                          : part2.first_tile + task->index - part1.num_tiles);
+    }
   });
+}
+
+void CpuPackedWeights::pack_one_tile(std::int64_t expert, const ExpertMatrices& source, bool first,
+                                     std::int64_t tile) const {
+  const PackedGemm& gemm = first ? gemm1_ : gemm2_;
+  const Columns columns = columns_of(source, first, tile);
+  pack_tile(gemm.shape, columns, data_.as<std::byte>() + gemm.offset(expert, tile));
+  const auto fill = [&](const Tensor& tensor, auto value) {
+    if (!tensor) return;
+    float* target = tensor.as<float>() + expert * gemm.padded_columns() + tile * kTileColumns;
+    for (int c = 0; c < kTileColumns; ++c) target[c] = value(columns[c]);
+  };
+  fill(first ? bias1_ : bias2_, bias_at);
+  fill(first ? scales1_ : scales2_,
+       [&](const Column& column) { return column_scale(gemm.shape.key, column); });
 }
 
 ExpertWeights CpuPackedWeights::unpack(std::int64_t expert) const {
@@ -356,10 +408,9 @@ ExpertWeights CpuPackedWeights::unpack(std::int64_t expert) const {
     const PackedGemm& gemm = first ? gemm1_ : gemm2_;
     const float* bias = first ? bias1(expert) : bias2(expert);
     const float* scales = first ? column_scales1(expert) : column_scales2(expert);
-    const std::byte* tiles = first ? tiles1(expert) : tiles2(expert);
     for (std::int64_t tile = 0; tile < gemm.num_tiles; ++tile) {
       const Columns columns = columns_of(target, first, tile);
-      unpack_tile(gemm.shape, columns, tiles + tile * gemm.tile_bytes);
+      unpack_tile(gemm.shape, columns, data_.as<std::byte>() + gemm.offset(expert, tile));
       for (int c = 0; c < kTileColumns; ++c) {
         const Column& column = columns[c];
         if (!column.matrix) continue;
@@ -381,8 +432,15 @@ void CpuPackedWeights::replace(std::int64_t expert, const CpuPackedWeights& one)
                      same(gemm2_.shape.format, one.gemm2_.shape.format),
                  "weights.scales", "of another dtype, or beginning elsewhere in a block",
                  "as in the weights that were packed");
-  const auto bytes = static_cast<std::size_t>(expert_bytes_);
-  std::memcpy(data_.as<std::byte>() + expert * expert_bytes_, one.data_.data(), bytes);
+  const auto copy_tiles = [&](const PackedGemm& target, const PackedGemm& source) {
+    for (std::int64_t tile = 0; tile < target.num_tiles; ++tile) {
+      std::memcpy(data_.as<std::byte>() + target.offset(expert, tile),
+                  one.data_.as<std::byte>() + source.offset(0, tile),
+                  static_cast<std::size_t>(target.tile_bytes));
+    }
+  };
+  copy_tiles(gemm1_, one.gemm1_);
+  copy_tiles(gemm2_, one.gemm2_);
   const auto copy = [&](const Tensor& target, const Tensor& source) {
     if (!target) return;
     const std::int64_t columns = target.size(1);

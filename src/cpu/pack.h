@@ -1,10 +1,15 @@
 // Expert weights, packed as tiles in the layout of cpu/kernels.h.
+//
+// On a machine with several NUMA nodes, each node gets some consecutive tiles of every expert, in
+// proportion to its CPUs: whichever experts the router chooses, all nodes have work from their own
+// memory. The tiles of one node, of all experts, lie together.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+#include "core/numa.h"
 #include "cpu/kernels.h"
 #include "cpu/tile.h"
 #include "fusedmoe/experts.h"
@@ -24,28 +29,44 @@ inline std::int64_t element_bytes(Compute compute) {
   return compute == Compute::kF32 ? 4 : compute == Compute::kBF16 ? 2 : 1;
 }
 
+/// Consecutive tiles of every expert, which lie near one node.
+struct TilePart {
+  std::int64_t first_tile = 0, num_tiles = 0;
+  std::int64_t offset = 0;        // of expert 0's, in the packed weights
+  std::int64_t expert_bytes = 0;  // from one expert to the next
+};
+
 /// One of the two grouped GEMMs: columns x k weights per expert, as tiles.
 struct PackedGemm {
   TileShape shape;
   std::int64_t k = 0;  // padded inner size
   std::int64_t num_tiles = 0;
   std::int64_t tile_bytes = 0;
-  std::int64_t expert_bytes() const { return num_tiles * tile_bytes; }
+  std::vector<TilePart> parts;  // at least one; some may have no tiles
+
+  /// Where a tile lies in the packed weights. The tiles of a part follow each other.
+  std::int64_t offset(std::int64_t expert, std::int64_t tile) const {
+    const TilePart* part = &parts.front();
+    while (tile >= part->first_tile + part->num_tiles) ++part;
+    return part->offset + expert * part->expert_bytes + (tile - part->first_tile) * tile_bytes;
+  }
   std::int64_t padded_columns() const { return num_tiles * kTileColumns; }
 };
 
 class CpuPackedWeights final : public PackedWeights {
  public:
-  CpuPackedWeights(Info info, const ExpertWeights& weights, const PackOptions& options);
+  /// In one part for each of `nodes`, or in one, placed nowhere, if there are none.
+  CpuPackedWeights(Info info, const ExpertWeights& weights, const PackOptions& options,
+                   const std::vector<core::NumaNode>& nodes = {});
 
   std::int64_t nbytes() const override;
   const PackedGemm& gemm1() const { return gemm1_; }
   const PackedGemm& gemm2() const { return gemm2_; }
-  const std::byte* tiles1(std::int64_t expert) const {
-    return data_.as<std::byte>() + expert * expert_bytes_;
+  const std::byte* tile1(std::int64_t expert, std::int64_t tile) const {
+    return data_.as<std::byte>() + gemm1_.offset(expert, tile);
   }
-  const std::byte* tiles2(std::int64_t expert) const {
-    return tiles1(expert) + gemm1_.expert_bytes();
+  const std::byte* tile2(std::int64_t expert, std::int64_t tile) const {
+    return data_.as<std::byte>() + gemm2_.offset(expert, tile);
   }
   /// (padded columns) in tile order, or null.
   const float* bias1(std::int64_t expert) const { return columns(bias1_, expert, gemm1_); }
@@ -78,6 +99,9 @@ class CpuPackedWeights final : public PackedWeights {
 
   std::int64_t outputs_per_tile() const { return gated_ ? kTileColumns / 2 : kTileColumns; }
   Columns columns_of(const ExpertMatrices& source, bool first, std::int64_t tile) const;
+  std::int64_t make_parts(std::int64_t num_experts, const std::vector<core::NumaNode>& nodes);
+  void pack_one_tile(std::int64_t expert, const ExpertMatrices& source, bool first,
+                     std::int64_t tile) const;
   void pack_expert(Executor& executor, std::int64_t expert, const ExpertMatrices& source);
   static const float* columns(const Tensor& tensor, std::int64_t expert, const PackedGemm& gemm) {
     return tensor ? tensor.as<const float>() + expert * gemm.padded_columns() : nullptr;
@@ -86,7 +110,6 @@ class CpuPackedWeights final : public PackedWeights {
   bool gated_;
   ActivationParams activation_params_;
   PackedGemm gemm1_, gemm2_;
-  std::int64_t expert_bytes_ = 0;
   Tensor data_;               // u8
   Tensor bias1_, bias2_;      // f32 (E, padded columns)
   Tensor scales1_, scales2_;  // the same

@@ -1,11 +1,11 @@
-// One to four rows x tiles, decoded in registers: each weight is read once, and nothing is stored
-// and read back. The time is that of reading the weights from memory. A core that reads one tile
-// from its beginning to its end requests too few cache lines at a time. So with one or two rows it
-// reads several tiles side by side, where registers hold their accumulators; otherwise it
-// prefetches the next tile to the L2 while it reads this one (kPrefetchesTiles; not yet with bf16
-// dot products). Formats that decode quickly take more than four rows, in blocks; each block reads
-// the same tile again. Results are those of multiply.h and multiply_groups.h, bit for bit. Included
-// by isa_*.cpp only.
+// One to four rows (five with 4-bit codes and fp32 products on AVX-512) x tiles, decoded in
+// registers: each weight is read once, and nothing is stored and read back. The time is that of
+// reading the weights from memory. A core that reads one tile from its beginning to its end
+// requests too few cache lines at a time. So with one or two rows it reads several tiles side by
+// side, where registers hold their accumulators; otherwise it prefetches the next tile to the L2
+// while it reads this one (kPrefetchesTiles; not yet with bf16 dot products). Formats that decode
+// quickly take more rows, in blocks; each block reads the same tile again. Results are those of
+// multiply.h and multiply_groups.h, bit for bit. Included by isa_*.cpp only.
 #pragma once
 
 #include "cpu/multiply_groups.h"
@@ -22,6 +22,12 @@ inline void prefetch_heads(const TileJob& job, std::int64_t blocks_left) {
   const std::byte* line = job.prefetch + (kLines - blocks_left) * 64;
   for (int t = 0; t < T; ++t, line += job.tile_bytes) __builtin_prefetch(line);
 }
+
+/// Codecs that can decode one step of a block at a time.
+template <class Codec>
+concept DecodesSteps = requires(Codec codec, const std::byte* block) {
+  codec.step(codec.load(block, 0), 0);
+};
 
 /// What the scales of a stream do to accumulators.
 enum class Scaling {
@@ -105,7 +111,7 @@ class TileStreams {
   /// Calls visit(row, vector of the strip).
   template <class Visit>
   [[gnu::always_inline]] static void each(Visit visit) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) visit(r, v);
@@ -135,7 +141,7 @@ class TileStreams {
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
           const F change = load_power_of_two<S>(at, s * kVectors + v);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int r = 0; r < R; ++r) strip[r][v] = strip[r][v] * change;
         }
       } else {
@@ -201,6 +207,26 @@ class TileStreams {
                                         const std::byte* (&elements)[R], Strip& strip) const {
     const std::byte* block = blocks + t * job_.tile_bytes + i * kStepBytes;
     const std::int64_t element = a + i * Codec::kSteps * 4;
+    if constexpr (DecodesSteps<Codec> && R > 2) {
+      // Each element of a row is loaded once for all vectors of the strip. An Ice Lake core loads
+      // hardly more than one operand a cycle, and could make two products.
+      typename S::I codes[kVectors];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) codes[v] = codec_.load(block, s * kVectors + v);
+#pragma GCC unroll 8
+      for (int j = 0; j < Codec::kSteps; ++j) {
+        typename D::B weights[kVectors];
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) weights[v] = codec_.step(codes[v], j);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const auto x = D::broadcast(elements[r] + element + 4 * j);
+#pragma GCC unroll 8
+          for (int v = 0; v < kVectors; ++v) strip[r][v] = D::dot(strip[r][v], weights[v], x);
+        }
+      }
+      return;
+    }
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       // Loading a row's elements again for each vector is free; keeping them in registers would
@@ -288,7 +314,7 @@ class TileStreams {
   Mxfp4Scales<S> chain_[if_grouped(T)];
 };
 
-/// R rows or, where R is 3 or 4, fewer; at least two.
+/// R rows or, where R is more than 2, fewer; at least two.
 template <class D, class Codec, Scaling kScaling, int R>
 void stream_block(const TileJob& job, int tile, std::int64_t row, std::int64_t num_rows,
                   Prefetcher& prefetch) {
@@ -359,11 +385,17 @@ void stream_rows(const TileJob& job) {
   }
 }
 
-/// Computes jobs of at most kStreamedRows rows, or kMost where the registers allow blocks of them;
-/// returns false for more.
+/// Computes jobs of at most kStreamedRows rows, with some codecs of five, or of kMost where the
+/// registers allow blocks of them; returns false for more.
 template <class D, class Codec, Scaling kScaling, std::int64_t kMost = kStreamedRows>
 bool stream_few_rows(const TileJob& job) {
   static_assert(kStreamedRows == 4);
+  if constexpr (DecodesSteps<Codec>) {  // so the registers hold five rows, too
+    if (job.num_rows == 5) {
+      stream_rows<D, Codec, kScaling, 5>(job);
+      return true;
+    }
+  }
   switch (job.num_rows) {
     case 1:
       stream_rows<D, Codec, kScaling, 1>(job);

@@ -1,5 +1,6 @@
 #include "cpu/workspace_layout.h"
 
+#include "core/numa.h"
 #include "core/workspace.h"
 #include "cpu/grouped_gemm.h"
 #include "fusedmoe/router.h"
@@ -35,9 +36,10 @@ WorkspaceLayout::WorkspaceLayout(const ProblemSize& problem, ForwardMode mode, v
 
   core::WorkspaceCutter cutter(workspace2);
   index = static_cast<std::byte*>(cutter.take(index_bytes));
+  const std::size_t most_parts = std::max<std::size_t>(core::numa_nodes().size(), 1);
   for (auto& offsets : work_offsets) {
     offsets = static_cast<std::int64_t*>(
-        cutter.take(size(problem.num_local_experts + 1) * sizeof(std::int64_t)));
+        cutter.take(most_parts * size(problem.num_local_experts + 1) * sizeof(std::int64_t)));
   }
   scratch = static_cast<std::byte*>(cutter.take(scratch_bytes * size(mode.max_threads)));
   for (int i = 0; i < 2; ++i) {

@@ -40,7 +40,7 @@ struct WorkspaceLayout {
   std::int64_t rows;  // upper bound of (token, expert) pairs
   std::size_t index_bytes;
   std::byte* index = nullptr;          // routing data, or expert offsets
-  std::int64_t* work_offsets[2] = {};  // GroupedGemm's, of GEMM 1 and 2
+  std::int64_t* work_offsets[2] = {};  // GroupedGemm's, of GEMM 1 and 2, for all NUMA nodes
   std::byte* scratch = nullptr;        // scratch_bytes for each task
   std::size_t scratch_bytes = 0;
   float* row_floats[2] = {};  // OperandRows's, of the rows of GEMM 1 and 2

@@ -174,6 +174,13 @@ case $situation in
     says '^cuda +(none: |cuda:0 )'
     FUSEDMOE_CPU_ISA=generic succeeds doctor --json
     says '"instruction set":"generic"'
+    mkdir -p nodes/node0 nodes/node7
+    echo 0-8191 >nodes/node7/cpulist
+    echo >nodes/node0/cpulist
+    FUSEDMOE_NUMA_NODES=nodes succeeds doctor
+    says '^numa nodes +7 \([0-9]+ cores\)$'
+    FUSEDMOE_NUMA_NODES='' succeeds doctor
+    says '^numa nodes +unknown$'
     ;;
   examples)
     synth gpt_oss_tiny

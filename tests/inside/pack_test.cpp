@@ -109,8 +109,16 @@ TEST_P(PackTest, UnpackedWeightsPackToTheSameBytes) {
   const auto again = make_experts(single)->pack(experts_->unpack(*packed, 2));
   const auto& first = static_cast<const cpu::CpuPackedWeights&>(*packed);
   const auto& second = static_cast<const cpu::CpuPackedWeights&>(*again);
-  const std::int64_t bytes = first.gemm1().expert_bytes() + first.gemm2().expert_bytes();
-  EXPECT_EQ(std::memcmp(first.tiles1(2), second.tiles1(0), static_cast<std::size_t>(bytes)), 0);
+  for (std::int64_t tile = 0; tile < first.gemm1().num_tiles; ++tile) {
+    EXPECT_EQ(std::memcmp(first.tile1(2, tile), second.tile1(0, tile),
+                          static_cast<std::size_t>(first.gemm1().tile_bytes)),
+              0);
+  }
+  for (std::int64_t tile = 0; tile < first.gemm2().num_tiles; ++tile) {
+    EXPECT_EQ(std::memcmp(first.tile2(2, tile), second.tile2(0, tile),
+                          static_cast<std::size_t>(first.gemm2().tile_bytes)),
+              0);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, PackTest, ::testing::ValuesIn(named_schemes()),
