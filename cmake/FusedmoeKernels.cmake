@@ -14,6 +14,8 @@ set(operands
   fp4.cuh         Mxfp4F16Operands       5
   fp4.cuh         Nvfp4Bf16Operands      5
   fp4.cuh         Nvfp4F16Operands       5
+  integer.cuh     Int4SymmetricOperands  5
+  integer.cuh     Int4G32SymmetricOperands 5
   integer.cuh     Int4Bf16Operands       5
   integer.cuh     Int4F16Operands        5
   integer.cuh     Int4G32Bf16Operands    5

@@ -2,6 +2,7 @@
 // so all but the router is compared bit for bit.
 #include "moe/backend.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -12,6 +13,7 @@
 
 #include "cuda/rows/rows.h"
 #include "cuda_test.h"
+#include "fusedmoe/comm.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
 #include "layer/backend.h"
@@ -453,6 +455,102 @@ TEST_F(BackendTest, Route) {
   EXPECT_TRUE(bitwise_equal(to_host(gpu_ids), ids));
   EXPECT_TRUE(bitwise_equal(to_host(gpu_load), load));
   EXPECT_LE(compare(to_host(gpu_weights), weights).max_element, 1e-6);
+}
+
+Tensor of_numbers(const std::vector<std::int32_t>& numbers) {
+  Tensor result = Tensor::empty({static_cast<std::int64_t>(numbers.size())}, DType::kI32);
+  std::copy(numbers.begin(), numbers.end(), result.as<std::int32_t>());
+  return result;
+}
+
+/// What a rank does with ids before and behind a dispatch, on one device.
+struct RankRows {
+  Tensor physical_ids, send_rows, send_counts, dropped;  // of its own tokens
+  Tensor slots_back;                                     // rows that come back for each slot
+  Tensor slot_rows, row_ids;                             // of the same ids, as if received
+  std::vector<std::int64_t> counts_back, counts_in;      // of those two, for each rank
+
+  RankRows(const ExpertPlacement& placement, const Tensor& ids, std::int32_t nearest,
+           Device device) {
+    const core::Backend& backend = backend_of(device);
+    const Stream stream{device};
+    const std::int64_t tokens = ids.size(0), topk = ids.size(1), ranks = placement.num_ranks();
+    const auto made = [&](const Shape& shape) { return Tensor::zeros(shape, DType::kI32, device); };
+    const auto there = [&](const Tensor& tensor) { return to_device(tensor, device); };
+    const ExpertPlacement::Table table = placement.table();
+    const Tensor offsets = there(of_numbers(table.offsets)), ids_there = there(ids);
+    const Tensor replicas = there(of_numbers(table.physical));
+    const Tensor ranks_of = there(of_numbers(placement.rank_of()));
+    const Tensor physical = made({tokens, topk}), rows = made({tokens, ranks});
+    const Tensor counts = made({ranks}), send_tokens = made({ranks, tokens}), lost = made({1});
+    core::DispatchPlan plan;
+    plan.topk_ids = ids_there;
+    plan.replica_offsets = offsets;
+    plan.replicas = replicas;
+    plan.physical_ranks = ranks_of;
+    plan.nearest_rank = nearest;
+    plan.row_stride = tokens;
+    plan.physical_ids = physical;
+    plan.send_rows = rows;
+    plan.send_counts = counts;
+    plan.send_tokens = send_tokens;
+    backend.plan_dispatch(plan, stream);
+    send_counts = to_host(counts);
+    // Room for all rows on the first rank, for some on the others.
+    std::vector<std::int64_t> room(static_cast<std::size_t>(ranks), tokens / 3);
+    room.front() = tokens;
+    backend.limit_rows({rows, tokens, room, physical, ranks_of, lost}, stream);
+
+    const Tensor back = made({tokens, topk}), scratch = made({ranks});
+    counts_back.resize(static_cast<std::size_t>(ranks));
+    backend.number_slots({physical, ranks_of, back, scratch}, counts_back, stream);
+
+    std::vector<std::int32_t> map = table.local;
+    for (std::size_t p = 0; p < map.size(); ++p) {
+      if (placement.rank_of()[p] != 1) map[p] = -1;
+    }
+    const Tensor map_there = there(of_numbers(map)), expanded = made({tokens, topk});
+    const Tensor ids_of_rows = made({tokens * topk, 1});
+    const Tensor weights_of_rows = Tensor::zeros({tokens * topk, 1}, DType::kF32, device);
+    std::vector<std::int64_t> sources(static_cast<std::size_t>(ranks), tokens / ranks);
+    sources.back() += tokens % ranks;
+    counts_in.resize(sources.size());
+    backend.expand_slots({physical, map_there, expanded, ids_of_rows, weights_of_rows, scratch},
+                         sources, counts_in, stream);
+    synchronize(stream);
+    physical_ids = to_host(physical);
+    send_rows = to_host(rows);
+    dropped = to_host(lost);
+    slots_back = to_host(back);
+    slot_rows = to_host(expanded);
+    std::int64_t num_rows = 0;
+    for (const std::int64_t count : counts_in) num_rows += count;
+    const Tensor all_ids = to_host(ids_of_rows);
+    row_ids = Tensor(all_ids.slice(0, 0, num_rows), all_ids.owner());
+  }
+};
+
+TEST_F(BackendTest, RowsBetweenRanksAreThoseOfTheCpu) {
+  for (const int ranks : {2, 3, 8}) {
+    for (const std::int64_t tokens : {1, 37, 700, 5000}) {
+      for (const bool nearest : {false, true}) {
+        SCOPED_TRACE(std::to_string(ranks) + " ranks, " + std::to_string(tokens) + " tokens");
+        const ExpertPlacement placement = ExpertPlacement::linear(61, ranks, 7);
+        const Tensor ids = random_ids(tokens, 8, 61);
+        const RankRows expected(placement, ids, nearest ? 1 : -1, kHost);
+        const RankRows actual(placement, ids, nearest ? 1 : -1, kGpu);
+        EXPECT_TRUE(bitwise_equal(actual.physical_ids, expected.physical_ids));
+        EXPECT_TRUE(bitwise_equal(actual.send_rows, expected.send_rows));
+        EXPECT_TRUE(bitwise_equal(actual.send_counts, expected.send_counts));
+        EXPECT_TRUE(bitwise_equal(actual.dropped, expected.dropped));
+        EXPECT_TRUE(bitwise_equal(actual.slots_back, expected.slots_back));
+        EXPECT_EQ(actual.counts_back, expected.counts_back);
+        EXPECT_TRUE(bitwise_equal(actual.slot_rows, expected.slot_rows));
+        EXPECT_EQ(actual.counts_in, expected.counts_in);
+        EXPECT_TRUE(bitwise_equal(actual.row_ids, expected.row_ids));
+      }
+    }
+  }
 }
 
 TEST_F(BackendTest, WhatRunsOnTheCpuOnlyIsAnError) {

@@ -84,6 +84,28 @@ TEST(MpiTest, LayersGiveTheOutputOfOneRank) {
   }
 }
 
+TEST(MpiTest, DispatchDtypeChangesNoBit) {
+  const int rank = world()->rank();
+  for (const auto& [scheme, activations] :
+       {std::pair("fp8_block", DType::kE4M3), std::pair("mxfp4:ocp", DType::kE2M1)}) {
+    for (const char* transport : {"all2all", "allgather_reducescatter"}) {
+      SCOPED_TRACE(std::string(scheme) + " " + transport);
+      Case spec{.num_experts = 7, .topk = 3, .hidden = 128, .intermediate = 128};
+      spec.scheme = parse_scheme(scheme);
+      const LayerWeights weights = make_layer_weights({spec});
+      RankCase how{.size = world()->size(), .transport = transport, .batch_invariant = true};
+      const Tensor x = random_tensor(DType::kBF16, {rank == 1 ? 0 : kTokens, 128}, 1, 40 + rank);
+      const MoeLayer alone(weights, one_rank_options(how, DType::kBF16));
+      const Tensor expected = forward_exactly(alone, x, 0);
+      for (const DType dtype : {DType::kBF16, activations}) {
+        how.dispatch_dtype = dtype;
+        const MoeLayer layer(weights, rank_options(how, DType::kBF16, kTokens, world()));
+        EXPECT_TRUE(bitwise_equal(forward_exactly(layer, x, kTokens), expected)) << name(dtype);
+      }
+    }
+  }
+}
+
 TEST(MpiTest, GoldenVectorsOfEveryFamily) {
   for (const std::string& name : testing::golden_names()) {
     for (const char* transport : {"all2all", "allgather_reducescatter"}) {

@@ -17,14 +17,27 @@ std::string to_string(const TileShape& tile) {
 }
 
 std::span<const WeightFormat> weight_formats() {
-  static const std::array formats = {
-      bf16_format(),         f16_format(),         fp8_format(),
-      w4a8_format(),         mxfp4_bf16_format(),  mxfp4_quantized_format(),
-      mxfp4_f16_format(),    nvfp4_bf16_format(),  nvfp4_f16_format(),
-      int4_bf16_format(),    int4_f16_format(),    int4_g32_bf16_format(),
-      int4_g32_f16_format(), int8_bf16_format(),   int8_f16_format(),
-      decoded_e4m3_format(), scaled_e4m3_format(), fp8_f16_format(),
-      mxfp4_fp8_format()};
+  static const std::array formats = {bf16_format(),
+                                     f16_format(),
+                                     fp8_format(),
+                                     w4a8_format(),
+                                     mxfp4_bf16_format(),
+                                     mxfp4_quantized_format(),
+                                     mxfp4_f16_format(),
+                                     nvfp4_bf16_format(),
+                                     nvfp4_f16_format(),
+                                     int4_symmetric_format(),
+                                     int4_g32_symmetric_format(),  // before those that hold both
+                                     int4_bf16_format(),
+                                     int4_f16_format(),
+                                     int4_g32_bf16_format(),
+                                     int4_g32_f16_format(),
+                                     int8_bf16_format(),
+                                     int8_f16_format(),
+                                     decoded_e4m3_format(),
+                                     scaled_e4m3_format(),
+                                     fp8_f16_format(),
+                                     mxfp4_fp8_format()};
   return formats;
 }
 

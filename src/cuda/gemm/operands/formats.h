@@ -20,6 +20,8 @@ WeightFormat mxfp4_f16_format();
 WeightFormat mxfp4_fp8_format();
 WeightFormat nvfp4_bf16_format();
 WeightFormat nvfp4_f16_format();
+WeightFormat int4_symmetric_format();
+WeightFormat int4_g32_symmetric_format();
 WeightFormat int4_bf16_format();
 WeightFormat int4_f16_format();
 WeightFormat int4_g32_bf16_format();

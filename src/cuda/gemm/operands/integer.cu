@@ -1,6 +1,9 @@
 // Packs and unpacks integer weights, and makes the WeightFormat of each policy of integer.cuh.
 #include "cuda/gemm/operands/integer.cuh"
 
+#include <algorithm>
+#include <cmath>
+
 #include "cuda/gemm/operands/pack_decoded.cuh"
 #include "cuda/rows/element.cuh"
 
@@ -29,6 +32,14 @@ struct IntegerScales {
     return s.zero_points ? s.zero_points[s.scale_index(row, k)]
                          : static_cast<std::uint8_t>(s.zero_point);
   }
+  /// Times a power of two: exact but for scales below 2^-250 of the largest.
+  FUSEDMOE_HD static Element shifted(Element scale, int exponent) {
+    if constexpr (Operands::kScaleExponent == 0) {
+      return scale;
+    } else {
+      return __float2bfloat16_rn(ldexpf(__bfloat162float(scale), exponent));
+    }
+  }
   /// Padding is zero: in rows by its scale, in columns by the code.
   __device__ static std::uint32_t code(const PackSource& s, std::int64_t row, std::int64_t k,
                                        std::uint32_t code, bool inside) {
@@ -43,13 +54,20 @@ struct IntegerScales {
   __device__ static void store(const PackSource& s, std::int64_t row, std::int64_t k, bool inside,
                                std::uint8_t* area, const RowInBlock& to, int group) {
     const int at = place(to, group);
-    reinterpret_cast<Element*>(area)[at] = from_f32<Element>(inside ? scale_at(s, row, k) : 0.0F);
-    area[128 * Operands::kGroups + at] = inside ? zero_point_at(s, row, k) : 0;
+    const auto scale = from_f32<Element>(inside ? scale_at(s, row, k) : 0.0F);
+    reinterpret_cast<Element*>(area)[at] =
+        shifted(scale, Operands::kScaleExponent - s.exponent_shift);
+    if constexpr (Operands::kHasZeroPoints) {
+      area[128 * Operands::kGroups + at] = inside ? zero_point_at(s, row, k) : 0;
+    }
   }
-  static void load(const PackedView&, const std::byte* area, const RowInBlock& row, int group,
-                   std::int64_t scale, const UnpackedRow& target) {
+  static void load(const PackedView& source, const std::byte* area, const RowInBlock& row,
+                   int group, std::int64_t scale, const UnpackedRow& target) {
     const int at = place(row, group);
-    std::memcpy(static_cast<std::byte*>(target.scales) + 2 * scale, area + 2 * at, 2);
+    Element packed;
+    std::memcpy(&packed, area + 2 * at, sizeof(packed));
+    packed = shifted(packed, source.exponent_shift - Operands::kScaleExponent);
+    std::memcpy(static_cast<std::byte*>(target.scales) + 2 * scale, &packed, sizeof(packed));
     if (target.zero_points) {
       target.zero_points[scale] = static_cast<std::uint8_t>(area[128 * Operands::kGroups + at]);
     }
@@ -66,13 +84,50 @@ bool holds(const QuantKey& key) {
          (kFine && group.cols == 32);
 }
 
+template <bool kCoarse, bool kFine>
+bool holds_symmetric(const QuantKey& key) {
+  return key.symmetric && holds<DType::kI4, kCoarse, kFine>(key);
+}
+
+/// The largest scale, which rounding may double, becomes a multiplier of at most 2^127.
+int exponent_shift(const WeightMatrix& gate, const WeightMatrix* up) {
+  float largest = 0;
+  for (const WeightMatrix* matrix : {&gate, up}) {
+    if (!matrix) continue;
+    const TensorView& scales = matrix->scales;
+    for (std::int64_t row = 0; row < scales.size(0); ++row) {
+      for (std::int64_t group = 0; group < scales.size(1); ++group) {
+        const std::int64_t at = row * scales.stride(0) + group * scales.stride(1);
+        const float scale = std::fabs(load_f32(scales.data(), scales.dtype(), at));
+        if (std::isfinite(scale)) largest = std::max(largest, scale);
+      }
+    }
+  }
+  constexpr int kMost = 127;
+  return largest > 0 ? Int4SymmetricOperands::kScaleExponent + 1 + std::ilogb(largest) - kMost : 0;
+}
+
 template <typename Operands, DType kCode, bool kCoarse, bool kFine>
 WeightFormat integer_format(std::string_view name) {
   return decoded_format<Operands, IntegerScales<Operands>>(name, holds<kCode, kCoarse, kFine>);
 }
 
+template <typename Operands, bool kCoarse, bool kFine>
+WeightFormat symmetric_format(std::string_view name) {
+  WeightFormat format =
+      decoded_format<Operands, IntegerScales<Operands>>(name, holds_symmetric<kCoarse, kFine>);
+  format.exponent_shift = exponent_shift;
+  return format;
+}
+
 }  // namespace
 
+WeightFormat int4_symmetric_format() {
+  return symmetric_format<Int4SymmetricOperands, true, false>("int4_symmetric");
+}
+WeightFormat int4_g32_symmetric_format() {
+  return symmetric_format<Int4G32SymmetricOperands, false, true>("int4_g32_symmetric");
+}
 WeightFormat int4_bf16_format() {
   return integer_format<Int4Bf16Operands, DType::kI4, true, false>("int4");
 }

@@ -2,7 +2,7 @@
 // scale of the activations' type, rounded once, in registers.
 //
 // Behind the codes of a block lie, for each (w, g) and each group of K, the scales of rows g and
-// g + 8, then in the same order the bytes of their zero points.
+// g + 8, then in the same order the bytes of their zero points, if there are any.
 #pragma once
 
 #include "cuda/gemm/operands/activations.cuh"
@@ -41,6 +41,8 @@ struct IntegerOperands : DecodedOperands<Element, kCodeBits> {
   static constexpr int kCodeBytes = kBlockRows * 64 * kCodeBits / 8;
   static constexpr int kZeroPointBytes = kCodeBytes + 128 * kGroups;  // where they begin
   static constexpr int kScaleBytes = 192 * kGroups;
+  static constexpr bool kHasZeroPoints = true;
+  static constexpr int kScaleExponent = 0;  ///< scales are packed as they are
   static constexpr PackedBlock kBlock{kCodeBytes + kScaleBytes, 64};
 
   struct Codes {
@@ -109,6 +111,59 @@ struct IntegerOperands : DecodedOperands<Element, kCodeBits> {
   }
 };
 
+/// 4-bit codes without zero points, for bf16: (code - 8) times a scale, rounded once, by one
+/// instruction for a pair. A code is the mantissa of a subnormal number, code x 2^-133; the scale
+/// is packed as the multiplier that makes it the weight, over the matrix's own power of two; and 8
+/// of them, exact as a power of two more, are subtracted with the same rounding.
+template <int kScaleGroups>
+struct SymmetricInt4Operands : DecodedOperands<__nv_bfloat16, 4> {
+  using Layout = NibbleCodes;
+  static constexpr int kGroups = kScaleGroups, kGroupK = 64 / kGroups;
+  static constexpr int kCodeBytes = kBlockRows * 64 / 2;
+  static constexpr PackedBlock kBlock{kCodeBytes + 128 * kGroups, 64};
+  static constexpr bool kHasZeroPoints = false;
+  /// A multiplier is the scale times 2^133, over the matrix's power of two.
+  static constexpr int kScaleExponent = 133;
+
+  struct Codes {
+    uint4 words;
+    std::uint32_t scales[kGroups];  // of rows (g, g + 8)
+  };
+  __device__ static Codes load(const std::uint8_t* block, int thread) {
+    const auto* scales = reinterpret_cast<const std::uint32_t*>(block + kCodeBytes) +
+                         (thread / 32 * 8 + thread % 32 / 4) * kGroups;
+    Codes codes;
+    codes.words = reinterpret_cast<const uint4*>(block)[thread];
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) codes.scales[i] = scales[i];
+    return codes;
+  }
+  /// -> the register operands of two steps of 16 of K, of the first or second half of the block.
+  __device__ static void decode(const Codes& codes, int half, std::uint32_t (&a)[2][4]) {
+    const auto as_pair = [](std::uint32_t bits) {
+      return reinterpret_cast<const __nv_bfloat162&>(bits);
+    };
+    const __nv_bfloat162 both = as_pair(codes.scales[kGroups == 2 ? half : 0]);
+    const __nv_bfloat162 scales[2] = {__low2bfloat162(both), __high2bfloat162(both)};
+    const __nv_bfloat162 minus_8 = as_pair(0x80088008);  // times 2^-133
+    const __nv_bfloat162 offsets[2] = {__hmul2(scales[0], minus_8), __hmul2(scales[1], minus_8)};
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+      const std::uint32_t first = step == 0 ? codes.words.x : codes.words.y;
+      const std::uint32_t second = step == 0 ? codes.words.z : codes.words.w;
+      const std::uint32_t word = half == 0 ? first : second;
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        const __nv_bfloat162 code = as_pair(word >> (4 * pair) & 0x000F000F);
+        const __nv_bfloat162 weight = __hfma2(code, scales[pair % 2], offsets[pair % 2]);
+        a[step][pair] = reinterpret_cast<const std::uint32_t&>(weight);
+      }
+    }
+  }
+};
+
+struct Int4SymmetricOperands : SymmetricInt4Operands<1> {};
+struct Int4G32SymmetricOperands : SymmetricInt4Operands<2> {};
 struct Int4Bf16Operands : IntegerOperands<__nv_bfloat16, 4, 1> {};
 struct Int4G32Bf16Operands : IntegerOperands<__nv_bfloat16, 4, 2> {};
 struct Int8Bf16Operands : IntegerOperands<__nv_bfloat16, 8, 2> {};
