@@ -62,7 +62,8 @@ check-aarch64: install-deps
 check-riscv64: install-deps
 	$(CONFIGURE) --preset riscv64
 	cmake --build --preset riscv64 -j $(JOBS)
-	qemu-riscv64-static -L /usr/riscv64-linux-gnu build-riscv64/tests/unit_tests --gtest_brief=1 \
+	$$(command -v qemu-riscv64-static || command -v qemu-riscv64) -L /usr/riscv64-linux-gnu \
+	  build-riscv64/tests/unit_tests --gtest_brief=1 \
 	  --gtest_filter='*Golden*Cpu*:RouterConfig*:QuantTest.*:RuntimeTest.*'
 
 # The documentation site in build/site; needs doxygen.
