@@ -2,6 +2,8 @@
 
 #include <cuda_fp8.h>
 
+#include <algorithm>
+
 #include "cuda/device/launch.h"
 #include "cuda/rows/element.cuh"
 #include "quant/quantize_scales.h"
@@ -41,6 +43,7 @@ RowFormat format_of(const QuantKey& key, std::optional<float> static_scale) {
 struct QuantizeParams {
   RowFormat format;
   const void* x;
+  std::int64_t rows;
   std::int64_t stride;  // elements between rows
   std::int64_t columns;
   std::uint8_t* codes;
@@ -145,6 +148,10 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(const QuantizeP
   order_after_previous();
   using Scale = RowFormat::Scale;
   const std::int64_t row = blockIdx.x;
+  if (p.format.scale == Scale::kStatic && row == 0 && threadIdx.x == 0) {
+    *static_cast<float*>(p.scales) = p.format.static_scale;
+  }
+  if (row >= p.rows) return;
   const auto* x = static_cast<const Storage*>(p.x) + row * p.stride;
   const bool whole = p.format.scale == Scale::kRow || p.format.scale == Scale::kStatic;
   const float row_amax =
@@ -174,10 +181,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(const QuantizeP
       }
       *reinterpret_cast<std::uint64_t*>(codes + column) = packed;
     }
-    if (p.format.scale == Scale::kStatic) {
-      if (row == 0 && column == 0) *static_cast<float*>(p.scales) = divisor.scale;
-      continue;
-    }
+    if (p.format.scale == Scale::kStatic) continue;
     const std::int64_t unit = column / kColumns;
     if (whole ? unit != 0 : unit % p.format.group_lanes != 0) continue;
     const std::int64_t index = row * p.scales_of_row + (whole ? 0 : unit / p.format.group_lanes);
@@ -258,12 +262,16 @@ void quantize_rows(const TensorView& x, const QuantKey& key, std::optional<float
   QuantizeParams params{};
   params.format = format_of(key, scale);
   params.x = x.data();
+  params.rows = rows;
   params.stride = x.stride(0);
   params.columns = columns;
   params.codes = out.values.as<std::uint8_t>();
   params.scales = out.scales.data();
   params.scales_of_row = core::scales_per_row(key, columns);
-  if (rows == 0) return;
+  // A static scale is written without rows, too: those that arrive from other ranks have it.
+  const std::int64_t blocks =
+      params.format.scale == RowFormat::Scale::kStatic ? std::max<std::int64_t>(rows, 1) : rows;
+  if (blocks == 0) return;
   dispatch_storage(x.dtype(), [&](auto element) {
     using Storage = decltype(element);
     const auto* data = x.as<const Storage>();
@@ -271,7 +279,7 @@ void quantize_rows(const TensorView& x, const QuantKey& key, std::optional<float
         columns,
         [&](auto width) {
           launch(quantize_rows_kernel<Storage, (decltype(width)::value > 1)>,
-                 dim3(static_cast<unsigned>(rows)), kThreads, 0, stream, false, params);
+                 dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream, false, params);
         },
         data, data + x.stride(0));
   });
