@@ -293,6 +293,9 @@ void run(const Options& options) {
                 "without them: its router routes random hidden states");
   }
   if (options.ep > 0) return run_ranks(options);
+  if (!options.dispatch_dtype.empty()) {
+    throw Error("--dispatch-dtype", "given without ranks", "given with --ep");
+  }
   for (const std::string& experts : options.experts) check_experts_name(experts);
   bool right = true;
   std::vector<Row> rows;

@@ -57,10 +57,11 @@ std::string experts_names() {
 /// Nodes among which the CPU experts divide weights.
 std::string numa_text() {
   std::string text;
-  for (const core::NumaNode& node : core::numa_nodes()) {
-    text += fmt::format("{}{} ({} cores)", text.empty() ? "" : ", ", node.number, node.cpus.size());
+  for (const core::NumaNode& node : core::usable_numa_nodes()) {
+    if (node.cpus.empty()) continue;
+    text += fmt::format("{}{} ({} CPUs)", text.empty() ? "" : ", ", node.number, node.cpus.size());
   }
-  return text.empty() ? "unknown" : text;
+  return text.empty() ? "none known" : text;
 }
 
 std::string tuned_configs_text() {

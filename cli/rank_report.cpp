@@ -37,8 +37,8 @@ void print_rank_table(const RankBenchOptions& options, std::string_view backend,
   fmt::print(
       "\nTimes and bytes are those of the rank with most.\n"
       "bare: the data plane alone for the same bytes.\n"
-      "sent, back: what leaves a rank in dispatch and in combine. link: their share of what the "
-      "link moves in that time; from caches it can be more than all.\n");
+      "sent, back: what leaves a rank in dispatch and in combine. link: their share of the link's "
+      "bandwidth; above 100 % the bytes came from a cache.\n");
   if (copies) {
     fmt::print(
         "memcpy: one copy of what is sent and one of what returns; its ratio is (dispatch + "
@@ -56,28 +56,32 @@ void print_rank_json(const RankBenchOptions& options, std::string_view backend,
                      const RankLink& link, const std::vector<RankRow>& rows) {
   nlohmann::ordered_json list = nlohmann::ordered_json::array();
   for (const RankRow& row : rows) {
-    list.push_back({{"ranks", options.num_ranks},
-                    {"backend", backend},
-                    {"transport", row.transport},
-                    {"sizes", row.fixed_sizes ? "fixed" : "exact"},
-                    {"num_tokens", row.num_tokens},
-                    {"dispatch_us", row.dispatch_us},
-                    {"bare_dispatch_us", row.bare_dispatch_us},
-                    {"combine_us", row.combine_us},
-                    {"bare_combine_us", row.bare_combine_us},
-                    {"sent_bytes", row.sent_bytes},
-                    {"returned_bytes", row.returned_bytes},
-                    {"gigabytes_per_second", row.gigabytes()},
-                    {"link", link.what},
-                    {"link_gigabytes_per_second", 1e-9 * link.bytes_per_second},
-                    {"dispatch_share_of_link", row.dispatch_share(link)},
-                    {"combine_share_of_link", row.combine_share(link)},
-                    {"of_ranks",
-                     {{"dispatch_us", row.ranks.dispatch_us},
-                      {"combine_us", row.ranks.combine_us},
-                      {"experts_us", row.ranks.experts_us},
-                      {"sent_bytes", row.ranks.sent_bytes},
-                      {"returned_bytes", row.ranks.returned_bytes}}}});
+    list.push_back(
+        {{"ranks", options.num_ranks},
+         {"backend", backend},
+         {"scheme", name(options.scheme)},
+         {"dispatch_dtype", std::string(options.dispatch_dtype ? name(*options.dispatch_dtype)
+                                                               : "what the experts read")},
+         {"transport", row.transport},
+         {"sizes", row.fixed_sizes ? "fixed" : "exact"},
+         {"num_tokens", row.num_tokens},
+         {"dispatch_us", row.dispatch_us},
+         {"bare_dispatch_us", row.bare_dispatch_us},
+         {"combine_us", row.combine_us},
+         {"bare_combine_us", row.bare_combine_us},
+         {"sent_bytes", row.sent_bytes},
+         {"returned_bytes", row.returned_bytes},
+         {"gigabytes_per_second", row.gigabytes()},
+         {"link", link.what},
+         {"link_gigabytes_per_second", 1e-9 * link.bytes_per_second},
+         {"dispatch_share_of_link", row.dispatch_share(link)},
+         {"combine_share_of_link", row.combine_share(link)},
+         {"of_ranks",
+          {{"dispatch_us", row.ranks.dispatch_us},
+           {"combine_us", row.ranks.combine_us},
+           {"experts_us", row.ranks.experts_us},
+           {"sent_bytes", row.ranks.sent_bytes},
+           {"returned_bytes", row.ranks.returned_bytes}}}});
     if (row.copy_us > 0) list.back()["memcpy_us"] = row.copy_us;
     if (row.step_us > 0) {
       list.back()["step_us"] = row.step_us;

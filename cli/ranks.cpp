@@ -85,13 +85,18 @@ void RankOptionsOf::add_to(Command& command) {
 }
 
 std::optional<DType> RankOptionsOf::dispatched() const {
+  if (!dispatch_dtype.empty() && num_ranks() == 1) {
+    throw Error("--dispatch-dtype", "given for one rank",
+                "given for several, with --ep, --tp or --dp");
+  }
   return parse_dispatch_dtype(dispatch_dtype);
 }
 
 void add_dispatch_dtype(Command& command, std::string& value) {
-  command.add_option("--dispatch-dtype", value,
-                     "Of rows on their way to other ranks: that of --dtype, or of the activations "
-                     "(e4m3, i8, e2m1); default: as the experts read rows");
+  command.add_option(
+      "--dispatch-dtype", value,
+      "Dtype of rows that are sent to other ranks: --dtype's, or that of the activations "
+      "(e4m3, i8, e2m1); default: what the experts read");
 }
 
 std::optional<DType> parse_dispatch_dtype(const std::string& text) {

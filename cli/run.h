@@ -39,7 +39,7 @@ struct RunResults {
   Tensor output;         // (num_tokens, hidden)
   Tensor router_logits;  // (num_tokens, num_choices) f32; undefined when the routing was replayed
   RecordedRouting routing;  // (num_tokens, topk)
-  Tensor expert_load;  // (num_choices) i32; undefined when the routing was replayed, and of ranks
+  Tensor expert_load;       // (num_choices) i32; undefined when replayed, or on several ranks
   bool replayed = false;
   LoadStatistics load;
   double shared_with_previous = 0;  // see shared_with_previous()

@@ -97,9 +97,9 @@ struct RankOptions {
   bool drop_rows = false;
   /// Of rows on their way to the ranks of their experts: the layer's, or that of the scheme's
   /// activations (e4m3, i8 or e2m1): rows are then quantized before they travel, and their scales
-  /// go with them. The output does not depend on it; it is what a row takes on the wire. None: as
-  /// the experts read rows, so quantized on the CPU but for e2m1, and in the layer's dtype on CUDA,
-  /// whose experts quantize where they permute.
+  /// go with them. The output does not depend on it, but for f16 rows with values below 2^-14; it
+  /// is what a row takes on the wire. None: as the experts read rows, so quantized on the CPU but
+  /// for e2m1, and in the layer's dtype on CUDA, whose experts quantize where they permute.
   std::optional<DType> dispatch_dtype = std::nullopt;
   std::optional<CombineMode> combine = std::nullopt;  ///< none: as batch invariance needs
   std::optional<DType> combine_dtype = std::nullopt;  ///< of rows per rank: f32, or the layer's

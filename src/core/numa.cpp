@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <numeric>
 #include <string_view>
 
 namespace fusedmoe::core {
@@ -54,6 +55,13 @@ std::vector<int> allowed_cpus() {
   return cpus;
 }
 
+/// Every CPU that a system may have.
+std::vector<int> all_cpus() {
+  std::vector<int> cpus(8192);
+  std::iota(cpus.begin(), cpus.end(), 0);
+  return cpus;
+}
+
 struct Topology {
   std::vector<NumaNode> nodes;
   std::vector<int> index_of_cpu;  // in `nodes`, of CPUs up to the highest one that has a node
@@ -62,8 +70,7 @@ struct Topology {
 Topology read_topology() {
   const char* variable = std::getenv("FUSEDMOE_NUMA_NODES");
   Topology topology;
-  topology.nodes =
-      read_numa_nodes(variable ? variable : "/sys/devices/system/node", allowed_cpus());
+  topology.nodes = read_numa_nodes(variable ? variable : "/sys/devices/system/node", all_cpus());
   if (topology.nodes.size() > kMaxNumaNodes) topology.nodes.clear();
   for (std::size_t i = 0; i < topology.nodes.size(); ++i) {
     for (const int cpu : topology.nodes[i].cpus) {
@@ -106,6 +113,17 @@ std::vector<NumaNode> read_numa_nodes(const std::string& folder, const std::vect
 
 const std::vector<NumaNode>& numa_nodes() {
   return topology().nodes;
+}
+
+std::vector<NumaNode> usable_numa_nodes() {
+  std::vector<NumaNode> nodes = numa_nodes();
+  const std::vector<int> allowed = allowed_cpus();
+  for (NumaNode& node : nodes) {
+    std::erase_if(node.cpus, [&](int cpu) {
+      return !std::binary_search(allowed.begin(), allowed.end(), cpu);
+    });
+  }
+  return nodes;
 }
 
 int current_numa_node() {

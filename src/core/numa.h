@@ -13,7 +13,7 @@ namespace fusedmoe::core {
 
 struct NumaNode {
   int number = 0;         // the system's
-  std::vector<int> cpus;  // those that this process may use; at least one
+  std::vector<int> cpus;  // ascending
 };
 
 inline constexpr int kMaxNumaNodes = 64;
@@ -22,10 +22,13 @@ inline constexpr int kMaxNumaNodes = 64;
 /// have them. Empty if nothing can be read.
 std::vector<NumaNode> read_numa_nodes(const std::string& folder, const std::vector<int>& allowed);
 
-/// The nodes of this machine with CPUs that the calling thread may use, read once, from
-/// /sys/devices/system/node or the folder that FUSEDMOE_NUMA_NODES names. Empty if nothing can be
-/// read, if that variable is empty, and with more than kMaxNumaNodes.
+/// The nodes of this machine that have CPUs, read once, from /sys/devices/system/node or the folder
+/// that FUSEDMOE_NUMA_NODES names. Empty if nothing can be read, if that variable is empty, and
+/// with more than kMaxNumaNodes.
 const std::vector<NumaNode>& numa_nodes();
+
+/// The same nodes, each with those of its CPUs that the calling thread may use; perhaps none.
+std::vector<NumaNode> usable_numa_nodes();
 
 /// Index in numa_nodes() of the node where the calling thread runs at this moment; 0 if unknown.
 int current_numa_node();

@@ -87,9 +87,11 @@ WorkspacePlan CpuExperts::plan(const ProblemSize& problem) const {
 
 std::shared_ptr<PackedWeights> CpuExperts::pack(const ExpertWeights& weights,
                                                 const PackOptions& options) const {
+  const std::vector<core::NumaNode> nodes = core::usable_numa_nodes();
+  const auto usable = std::count_if(nodes.begin(), nodes.end(),
+                                    [](const core::NumaNode& node) { return !node.cpus.empty(); });
   // Fewer threads than nodes do not run on all of them.
-  const auto& nodes = core::numa_nodes();
-  const bool spread = nodes.size() > 1 && context().num_threads >= static_cast<int>(nodes.size());
+  const bool spread = usable > 1 && context().num_threads >= usable;
   return std::make_shared<CpuPackedWeights>(core::make_packed_info(*this, weights, options),
                                             weights, options,
                                             spread ? nodes : std::vector<core::NumaNode>());

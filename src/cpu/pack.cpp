@@ -193,6 +193,34 @@ std::vector<const WeightMatrix*> all_matrices(const ExpertWeights& weights, bool
   return matrices;
 }
 
+/// While weights are packed, each node's part asks for pages of that node. Whoever gets the memory
+/// next has no wish.
+class NodeWishes {
+ public:
+  NodeWishes(const Tensor& data, const std::vector<TilePart>& parts,
+             const std::vector<core::NumaNode>& nodes)
+      : data_(data), some_(!nodes.empty()) {
+    for (std::size_t i = 0; i < nodes.size(); ++i) {
+      const std::int64_t end = i + 1 < nodes.size() ? parts[i + 1].offset : data.nbytes();
+      prefer(parts[i].offset, end, nodes[i].number);
+    }
+  }
+  ~NodeWishes() {
+    if (some_) prefer(0, data_.nbytes(), -1);
+  }
+  NodeWishes(const NodeWishes&) = delete;
+  NodeWishes& operator=(const NodeWishes&) = delete;
+
+ private:
+  void prefer(std::int64_t begin, std::int64_t end, int node) const {
+    core::prefer_numa_node(data_.as<std::byte>() + begin, static_cast<std::size_t>(end - begin),
+                           node);
+  }
+
+  const Tensor& data_;
+  bool some_;
+};
+
 }  // namespace
 
 bool has_codes(const QuantKey& weights) {
@@ -250,31 +278,24 @@ CpuPackedWeights::CpuPackedWeights(Info info, const ExpertWeights& weights,
   if (weights.has_bias()) bias1_ = per_column(gemm1_), bias2_ = per_column(gemm2_);
   if (has_column_scales(key)) scales1_ = per_column(gemm1_);
   if (has_column_scales(down)) scales2_ = per_column(gemm2_);
-  auto* data = data_.as<std::byte>();
-  for (std::size_t i = 0; i < nodes.size(); ++i) {
-    const std::int64_t begin = gemm1_.parts[i].offset;
-    const std::int64_t end = i + 1 < nodes.size() ? gemm1_.parts[i + 1].offset : size;
-    core::prefer_numa_node(data + begin, static_cast<std::size_t>(end - begin), nodes[i].number);
-  }
+  const NodeWishes wishes(data_, gemm1_.parts, nodes);
   Executor& executor = core::executor_of(options.stream.value_or(Stream{}));
   for (std::int64_t expert = 0; expert < num_experts; ++expert) {
     pack_expert(executor, expert, weights.experts[static_cast<std::size_t>(expert)]);
     if (options.progress) options.progress(expert + 1, num_experts);
   }
-  // The pages are there now; whoever gets this memory next has no wish.
-  if (!nodes.empty()) core::prefer_numa_node(data, static_cast<std::size_t>(size), -1);
 }
 
 /// Gives each node its tiles of both GEMMs, and returns the size of the packed weights.
 std::int64_t CpuPackedWeights::make_parts(std::int64_t num_experts,
                                           const std::vector<core::NumaNode>& nodes) {
-  constexpr std::int64_t kPage = 65536;  // the largest usual one
+  constexpr std::int64_t kPage = 2 << 20;  // a huge one, for which the allocator asks
   std::int64_t cpus = 0, all_cpus = 0, size = 0;
   for (const core::NumaNode& node : nodes) all_cpus += static_cast<std::int64_t>(node.cpus.size());
   const std::size_t num_parts = std::max<std::size_t>(nodes.size(), 1);
   for (std::size_t i = 0; i < num_parts; ++i) {
     if (!nodes.empty()) cpus += static_cast<std::int64_t>(nodes[i].cpus.size());
-    const bool last = i + 1 == num_parts;
+    const bool last = cpus == all_cpus;  // that has CPUs
     std::int64_t expert_bytes = 0;
     for (PackedGemm* gemm : {&gemm1_, &gemm2_}) {
       TilePart part;
@@ -291,7 +312,7 @@ std::int64_t CpuPackedWeights::make_parts(std::int64_t num_experts,
     }
     for (PackedGemm* gemm : {&gemm1_, &gemm2_}) gemm->parts.back().expert_bytes = expert_bytes;
     size += num_experts * expert_bytes;
-    if (!last) size = round_up(size, kPage);
+    if (i + 1 < num_parts) size = round_up(size, kPage);
   }
   return size;
 }

@@ -45,7 +45,10 @@ Support supports_dispatch_dtype(const MoeConfig& config) {
   };
   if (wanted == config.dtype) {
     if (!batch_dependent(config.scheme)) return Support::yes();
-    return no(Reason::kQuantScheme, "the dynamic scale of the tensor is that of the sender's rows");
+    return no(
+        Reason::kQuantScheme,
+        "the tensor's dynamic scale is made of the sender's rows, so they must be quantized before "
+        "they travel");
   }
   if (!key || wanted != key->value) {
     return no(
@@ -54,9 +57,10 @@ Support supports_dispatch_dtype(const MoeConfig& config) {
                      key ? core::format(" or {}", name(key->value)) : std::string()));
   }
   if (key->global_scale) {
-    return no(Reason::kQuantScheme,
-              "each expert has a scale of its own for all rows, so a row has no codes before it is "
-              "known which expert reads it");
+    return no(
+        Reason::kQuantScheme,
+        "each expert scales rows by a factor of its own, so a row cannot be quantized before its "
+        "expert is known");
   }
   if (!config.device.is_cpu() && !core::has_cuda_quantizer(*key)) {
     return no(Reason::kQuantScheme, "rows of this format are quantized on the cpu only");

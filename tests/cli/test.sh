@@ -178,9 +178,9 @@ case $situation in
     echo 0-8191 >nodes/node7/cpulist
     echo >nodes/node0/cpulist
     FUSEDMOE_NUMA_NODES=nodes succeeds doctor
-    says '^numa nodes +7 \([0-9]+ cores\)$'
+    says '^numa nodes +7 \([0-9]+ CPUs\)$'
     FUSEDMOE_NUMA_NODES='' succeeds doctor
-    says '^numa nodes +unknown$'
+    says '^numa nodes +none known$'
     ;;
   examples)
     synth gpt_oss_tiny

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdlib>
@@ -10,6 +11,8 @@
 #include <filesystem>
 #include <fstream>
 #include <numeric>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -115,7 +118,28 @@ TEST(NumaNodesTest, ThatCannotBeReadAreNone) {
   }
 }
 
-TEST(NumaNodesTest, OfThisMachineHaveTheCallersCpus) {
+/// CPUs that the calling thread may use, of all nodes.
+std::size_t count_usable_cpus() {
+  std::size_t count = 0;
+  for (const NumaNode& node : core::usable_numa_nodes()) count += node.cpus.size();
+  return count;
+}
+
+TEST(NumaNodesTest, UsableCpusAreThoseOfTheCallingThread) {
+  const std::size_t all = count_usable_cpus();
+  std::size_t one = all;
+  std::thread([&] {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(static_cast<unsigned>(sched_getcpu()), &set);
+    ASSERT_EQ(sched_setaffinity(0, sizeof(set), &set), 0);
+    one = count_usable_cpus();
+  }).join();
+  EXPECT_EQ(one, std::min<std::size_t>(all, 1));
+  EXPECT_EQ(count_usable_cpus(), all);
+}
+
+TEST(NumaNodesTest, OfThisMachine) {
   const auto& nodes = core::numa_nodes();
   EXPECT_LE(nodes.size(), static_cast<std::size_t>(core::kMaxNumaNodes));
   for (const NumaNode& node : nodes) EXPECT_FALSE(node.cpus.empty());

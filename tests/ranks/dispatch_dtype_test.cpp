@@ -194,12 +194,15 @@ TEST(DispatchDtypeTest, WhatCannotTravelIsRefusedWithAReason) {
               "dispatch_dtype i8: experts of fp8_block read rows of bf16 or e4m3");
     EXPECT_EQ(refusal("fp8_block", DType::kF16, transport),
               "dispatch_dtype f16: experts of fp8_block read rows of bf16 or e4m3");
-    EXPECT_EQ(refusal("fp8_tensor", DType::kBF16, transport),
-              "dispatch_dtype bf16: the dynamic scale of the tensor is that of the sender's rows");
+    EXPECT_EQ(
+        refusal("fp8_tensor", DType::kBF16, transport),
+        "dispatch_dtype bf16: the tensor's dynamic scale is made of the sender's rows, so they "
+        "must be quantized before they travel");
     EXPECT_EQ(refusal("fp8_tensor", DType::kE4M3, transport), "");
-    EXPECT_EQ(refusal("nvfp4", DType::kE2M1, transport),
-              "dispatch_dtype e2m1: each expert has a scale of its own for all rows, so a row has "
-              "no codes before it is known which expert reads it");
+    EXPECT_EQ(
+        refusal("nvfp4", DType::kE2M1, transport),
+        "dispatch_dtype e2m1: each expert scales rows by a factor of its own, so a row cannot be "
+        "quantized before its expert is known");
     EXPECT_EQ(refusal("int8_w8a8", DType::kI8, transport, {DeviceKind::kCuda, 0}),
               "dispatch_dtype i8: rows of this format are quantized on the cpu only");
     EXPECT_EQ(refusal("fp8_block", DType::kE4M3, transport, {DeviceKind::kCuda, 0}), "");

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "core/check.h"
 #include "cuda/device/launch.h"
 #include "cuda/rows/element.cuh"
 #include "quant/quantize_scales.h"
@@ -259,6 +260,10 @@ __global__ void __launch_bounds__(kThreads) dequantize_rows_kernel(const Dequant
 void quantize_rows(const TensorView& x, const QuantKey& key, std::optional<float> scale,
                    const core::QuantizedViews& out, Stream stream) {
   const std::int64_t rows = x.size(0), columns = x.size(1);
+  FUSEDMOE_CHECK(scale.has_value() != key.dynamic, "scale", scale ? "given" : "not given",
+                 key.dynamic ? "none, as the key is dynamic" : "one, as the key is static");
+  FUSEDMOE_CHECK(columns % kColumns == 0, "columns", core::to_string(columns),
+                 "a multiple of 8 on cuda");
   QuantizeParams params{};
   params.format = format_of(key, scale);
   params.x = x.data();

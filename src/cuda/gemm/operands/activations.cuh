@@ -76,8 +76,8 @@ struct Operands16Bit {
   static constexpr DType kRowDType = ElementTraits<Element>::kDType;
   static constexpr int kInstructionK = 16;  ///< of one wgmma
   static constexpr int kBlockK = 64;        ///< activations of a K block are 128 bytes
-  /// Columns of one row block that a thread accumulates apart, for a K block or some, to add them
-  /// to the others in fp32; 0: none.
+  /// Columns of one row block with accumulators of their own, which are added to the others in fp32
+  /// (promoted) after one or more K blocks; 0: no promotion.
   static constexpr int kPromotedColumns = 0;
   /// Whether K blocks have scales, by which promoted sums are multiplied.
   static constexpr bool kHasKScales = false;

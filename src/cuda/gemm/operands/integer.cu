@@ -32,7 +32,7 @@ struct IntegerScales {
     return s.zero_points ? s.zero_points[s.scale_index(row, k)]
                          : static_cast<std::uint8_t>(s.zero_point);
   }
-  /// Times a power of two: exact but for scales below 2^-250 of the largest.
+  /// Times a power of two.
   FUSEDMOE_HD static Element shifted(Element scale, int exponent) {
     if constexpr (Operands::kScaleExponent == 0) {
       return scale;

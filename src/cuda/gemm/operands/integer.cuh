@@ -113,8 +113,9 @@ struct IntegerOperands : DecodedOperands<Element, kCodeBits> {
 
 /// 4-bit codes without zero points, for bf16: (code - 8) times a scale, rounded once, by one
 /// instruction for a pair. A code is the mantissa of a subnormal number, code x 2^-133; the scale
-/// is packed as the multiplier that makes it the weight, over the matrix's own power of two; and 8
-/// of them, exact as a power of two more, are subtracted with the same rounding.
+/// is packed as the multiplier that makes it the weight, over the expert's own power of two; and 8
+/// of them are subtracted with the same rounding. That product is exact, as 8 is a power of two.
+/// Scales below 2^-118 of the expert's largest lose bits.
 template <int kScaleGroups>
 struct SymmetricInt4Operands : DecodedOperands<__nv_bfloat16, 4> {
   using Layout = NibbleCodes;
@@ -122,7 +123,7 @@ struct SymmetricInt4Operands : DecodedOperands<__nv_bfloat16, 4> {
   static constexpr int kCodeBytes = kBlockRows * 64 / 2;
   static constexpr PackedBlock kBlock{kCodeBytes + 128 * kGroups, 64};
   static constexpr bool kHasZeroPoints = false;
-  /// A multiplier is the scale times 2^133, over the matrix's power of two.
+  /// A multiplier is the scale times 2^133, over the expert's power of two.
   static constexpr int kScaleExponent = 133;
 
   struct Codes {

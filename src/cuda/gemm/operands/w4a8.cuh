@@ -22,9 +22,8 @@ struct DecodedFp8Operands {
   using Layout = W4a8Codes;
   static constexpr int kBlockK = 128;
   static constexpr int kCodeBytes = kBlockRows * kBlockK / 2;
-  static constexpr int kPromotedColumns = 192;  ///< of any tile all
-  /// K blocks that are summed up by the tensor cores, 512 of K. (vLLM's kernels of these formats
-  /// leave all to the tensor cores.)
+  static constexpr int kPromotedColumns = 192;  ///< all columns of every tile
+  /// K blocks between promotions: 512 of K. vLLM's kernels for these formats never promote.
   static constexpr int kPromotedBlocks = 4;
   /// Whether K blocks have scales, by which promoted sums are multiplied.
   static constexpr bool kHasKScales = false;
