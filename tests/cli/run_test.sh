@@ -86,6 +86,17 @@ case $situation in
     succeeds bench --ep 2 --model gpt-oss-20b --rows-only --tokens 4 --max-seconds 0.1 \
       --min-samples 2
     says 'memcpy +ratio$'
+    sent=()
+    for dtype in bf16 e4m3; do
+      succeeds bench --ep 2 --shape 256x128x8x2 --scheme fp8_block --rows-only --tokens 4 --json \
+        --max-seconds 0.1 --min-samples 2 --dispatch-dtype "$dtype"
+      says '"dispatch_dtype":"'"$dtype"'"'
+      sent+=("$(grep -o '"sent_bytes":[0-9]*' out | head -n 1 | grep -o '[0-9]*$')")
+    done
+    # A row takes 512 bytes, or 256 and two scales of 4.
+    ((sent[0] > 0 && sent[0] * 264 == sent[1] * 512)) || fail "sent ${sent[*]} bytes"
+    refuses '^error: --dispatch-dtype: was given without ranks' bench --shape 256x128x8x2 \
+      --dispatch-dtype e4m3
     ;;
   run_joins_launched_ranks)
     synth gpt_oss_tiny

@@ -115,6 +115,10 @@ case $situation in
     succeeds explain --model gpt-oss-120b --ep 64 --combine per_slot
     says '^64 ranks: tp 1, dp 64, ep 64; rank 0 has 2 experts of 2880 x 2880; per_slot'
     says '^\* +cpu +all2all '
+    succeeds explain --model gpt-oss-120b --ep 64 --scheme mxfp4_mxfp8 --dispatch-dtype e4m3
+    says '^\* +cpu +all2all '
+    refuses '^error: --dispatch-dtype: was given for one rank' explain --model gpt-oss-120b \
+      --dispatch-dtype e4m3
     succeeds explain --model gpt-oss-120b --tp 4
     says '^\* +cpu +no_ep '
     succeeds explain --matrix
