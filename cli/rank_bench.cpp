@@ -1,18 +1,17 @@
 #include "rank_bench.h"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <functional>
-#include <sstream>
 
 #include "bench_problem.h"
 #include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
+#include "rank_link.h"
 #include "rank_report.h"
 #include "ranks.h"
 #include "testing/cases.h"
@@ -34,72 +33,6 @@ struct RankExperts {
   std::shared_ptr<const Experts> experts;
   std::shared_ptr<const PackedWeights> weights;
 };
-
-using OfRanks = std::vector<std::vector<double>>;
-/// Every rank's values.
-OfRanks gather_values(Communicator& communicator, const std::vector<double>& mine) {
-  OfRanks result;
-  const std::string text = fmt::format("{:.17g}", fmt::join(mine, " "));
-  for (const std::string& other : communicator.gather(text, "bench")) {
-    std::istringstream numbers(other);
-    std::vector<double>& values = result.emplace_back(mine.size());
-    for (double& each : values) numbers >> each;
-  }
-  return result;
-}
-std::vector<double> values_of(const OfRanks& all, std::size_t index) {
-  std::vector<double> result;
-  for (const std::vector<double>& rank : all) result.push_back(rank[index]);
-  return result;
-}
-double largest_of(const std::vector<double>& values) {
-  return *std::max_element(values.begin(), values.end());
-}
-
-/// Bytes a second of one long copy on every rank at the same time, the slowest rank's: on the CPU
-/// memcpy, on CUDA from the next rank's GPU. Where that belongs to another process, a long message
-/// of the data plane.
-RankLink measure_link(Communicator& communicator) {
-  constexpr std::int64_t kBytes = std::int64_t{64} << 20;
-  constexpr int kCopies = 7;
-  const Device device = communicator.device();
-  const int size = communicator.size(), next = (communicator.rank() + 1) % size;
-  const Tensor from = Tensor::empty({kBytes}, DType::kU8, device);
-  const Tensor to = Tensor::empty({kBytes}, DType::kU8, device);
-  const OwnedStream stream(device);
-  fill_bytes(from, 1, stream);
-  fill_bytes(to, 2, stream);
-  synchronize(stream);
-  RankLink link{device.is_cpu() ? "memcpy" : launched() ? "long messages" : "peer copy", 0};
-  // Addresses are good in this process alone.
-  const auto address =
-      fmt::format("{} {}", reinterpret_cast<std::uintptr_t>(from.data()), device.index);
-  std::istringstream other(communicator.gather(address, "bench")[next]);
-  std::uintptr_t data = 0;
-  Device there = device;
-  other >> data >> there.index;
-  const TensorView source(reinterpret_cast<void*>(data), DType::kU8, {kBytes}, there);
-  std::vector<double> seconds;
-  for (int i = 0; i < kCopies; ++i) {
-    communicator.barrier();
-    const Clock::time_point start = Clock::now();
-    if (device.is_cpu()) {
-      std::memcpy(to.data(), from.data(), kBytes);
-    } else if (!launched()) {
-      copy(source, to, stream);
-    } else {
-      const Message out{(communicator.rank() + size - 1) % size, from.data(), kBytes};
-      const Message in{next, to.data(), kBytes};
-      communicator.exchange({&out, 1}, {&in, 1}, stream, "bench");
-    }
-    synchronize(stream);
-    seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
-  }
-  communicator.barrier();  // nobody reads the next rank's memory any more
-  const OfRanks all = gather_values(communicator, {median(std::move(seconds))});
-  link.bytes_per_second = static_cast<double>(kBytes) / largest_of(values_of(all, 0));
-  return link;
-}
 
 /// One rank's part of one row.
 class RankBench {
@@ -280,7 +213,7 @@ void RankBench::count_rows(const TensorView& topk_ids) {
 
 /// Of all ranks, each value by itself.
 std::vector<double> RankBench::largest(const std::vector<double>& mine) const {
-  const OfRanks all = gather_values(*communicator_, mine);
+  const ValuesByRank all = gather_values(*communicator_, mine);
   std::vector<double> result;
   for (std::size_t i = 0; i < mine.size(); ++i) result.push_back(largest_of(values_of(all, i)));
   return result;
@@ -416,7 +349,7 @@ void RankBench::time_rows(RankRow& row) {
   std::vector<double> mine = medians_us(phases);
   mine.resize(4);
   mine.insert(mine.end(), {bytes_of(sent), bytes_of(returned)});
-  const OfRanks all = gather_values(*communicator_, mine);
+  const ValuesByRank all = gather_values(*communicator_, mine);
   row.ranks.dispatch_us = values_of(all, 0);
   row.ranks.combine_us = values_of(all, 1);
   row.copy_us = largest_of(values_of(all, 2)) + largest_of(values_of(all, 3));
@@ -457,7 +390,7 @@ void RankBench::time_steps(RankRow& row) {
     combine();
   };
   if (!device_.is_cpu()) {
-    const OfRanks all = gather_values(
+    const ValuesByRank all = gather_values(
         *communicator_,
         medians_us({step, [&] { dispatch(); }, [&] { run_experts(); }, [&] { combine(); }}));
     row.step_us = largest_of(values_of(all, 0));

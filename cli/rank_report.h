@@ -6,14 +6,9 @@
 #include <vector>
 
 #include "rank_bench.h"
+#include "rank_link.h"
 
 namespace fusedmoe::cli {
-
-/// What moves bytes between ranks, at its best.
-struct RankLink {
-  std::string what;  ///< how it was measured
-  double bytes_per_second = 0;
-};
 
 /// A number of tokens over a transport. Times are the largest of all ranks.
 struct RankRow {

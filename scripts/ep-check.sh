@@ -57,13 +57,15 @@ bench() {
 }
 
 if wants build; then
-  step build quietly build_programs fusedmoe_cli cuda_ranks_test || exit 1
+  step build quietly build_programs fusedmoe_cli cuda_ranks_test cuda_rank_hooks_test || exit 1
 fi
 printf 'Commit %s, %s, %d GPUs.\n\n' "$commit" "$(date -u +%F)" "$gpus" >"$result"
 step "ways to talk" quietly within 90 "$program" doctor --comm
 cat "$log" >>"$result"
 if wants tests; then
-  step tests within "$test_seconds" "$build/tests/cuda_ranks_test" --gtest_brief=1
+  for test in cuda_ranks_test cuda_rank_hooks_test; do
+    step "$test" within "$test_seconds" "$build/tests/$test" --gtest_brief=1
+  done
 fi
 if wants bench; then
   for ranks in 2 4 8; do

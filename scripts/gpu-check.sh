@@ -39,6 +39,7 @@ checks=(
   "racecheck|cuda_router_fused_test|*gpt_oss_20b*:*llama4*:*cluster*"
   "synccheck|cuda_router_fused_test|*gpt_oss_20b*:*cluster*"
   "memcheck|cuda_backend_test|*:-*AssignManySlots"
+  "memcheck|cuda_rank_rows_test|*"
   "memcheck|cuda_layer_test|CudaLayerTest.*"
   "memcheck|cuda_runtime_test|*"
   "memcheck|cuda_routing_data_test|*one_*:*map*:*warp*"

@@ -8,102 +8,14 @@
 
 #include "../ranks/dropping_ranks.h"
 #include "../ranks/leaks.h"
-#include "../ranks/rank_hooks.h"
-#include "cuda_test.h"
 #include "fusedmoe/layer.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
+#include "gpu_ranks.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
+namespace fusedmoe::testing {
 namespace {
-
-using testing::bitwise_equal;
-using testing::Case;
-using testing::compare;
-using testing::kPatient;
-using testing::make_layer_weights;
-using testing::random_tensor;
-using testing::run_ranks;
-
-constexpr std::int64_t kTokens = 24, kHidden = 256;
-/// Each rank rounds its part of a sum to bf16 before the parts are added; a layer on one GPU does
-/// not. One rounding changes a part by up to 2^-9 of it. Parts may cancel, so the sum may be
-/// several times smaller than they are: 2e-2 of it is ten such roundings.
-constexpr double kTolerance = 2e-2;
-
-struct Setting {
-  int size = 2;
-  bool nccl = false;
-  std::string name() const { return (nccl ? "nccl" : "shared") + std::to_string(size); }
-};
-
-/// One GPU for all ranks, or one each; those that this machine has.
-std::vector<Setting> settings() {
-  setenv("NCCL_NVLS_ENABLE", "0", 0);  // before NCCL is loaded
-  std::vector<Setting> list{{2, false}, {4, false}};
-  for (const int size : {2, 4, 8}) {
-    if (size <= cuda_device_count() && nccl_info().problem.empty()) list.push_back({size, true});
-  }
-  return list;
-}
-
-/// Communicators are made by the ranks themselves.
-class Ranks {
- public:
-  explicit Ranks(const Setting& setting)
-      : setting_(setting), control_(make_thread_control_plane()) {
-    const CommunicatorOptions options{kPatient, Device{DeviceKind::kCuda, 0}};
-    if (!setting.nccl) shared_ = make_thread_communicators(setting.size, options);
-  }
-  std::shared_ptr<Communicator> join(int rank) {
-    if (!setting_.nccl) return shared_[rank];
-    const Device device{DeviceKind::kCuda, rank};
-    return std::make_shared<Communicator>(
-        rank, setting_.size, control_,
-        make_nccl_data_plane(rank, setting_.size, device, control_, kPatient),
-        CommunicatorOptions{kPatient, device});
-  }
-
- private:
-  Setting setting_;
-  std::shared_ptr<ControlPlane> control_;
-  std::vector<std::shared_ptr<Communicator>> shared_;
-};
-
-Case small_case(const char* scheme) {
-  Case spec;
-  spec.num_experts = 13;
-  spec.topk = 4;
-  spec.hidden = kHidden;
-  spec.intermediate = 256;
-  spec.scheme = parse_scheme(scheme);
-  return spec;
-}
-
-LayerOptions options_of(Device device, bool batch_invariant) {
-  LayerOptions options;
-  options.device = device;
-  options.batch_invariant = batch_invariant;
-  options.require = "sm90";
-  return options;
-}
-
-Tensor forward(const MoeLayer& layer, const Tensor& x, std::int64_t most) {
-  const Device device = layer.config().device;
-  const std::size_t bytes = layer.workspace_bytes(std::max(most, x.size(0)));
-  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
-  const Tensor output = Tensor::empty(x.shape(), x.dtype(), device);
-  ForwardOptions options;
-  options.max_tokens = most;
-  layer.forward(to_device(x, device), output, {workspace.data(), bytes}, options);
-  synchronize(Stream{device});
-  return to_device(output, {});
-}
-
-std::int64_t tokens_of(int rank) {
-  return rank == 1 ? 0 : std::max<std::int64_t>(kTokens - 5 * rank, 0);
-}
 
 void expect_as_one(const Setting& setting, const char* scheme, const char* transport,
                    bool batch_invariant, bool fixed_sizes, bool monolithic = false) {
@@ -179,20 +91,20 @@ TEST(CudaRanksTest, RowsThatDoNotFitAreDropped) {
     for (const char* transport : {"all2all", "allgather_reducescatter"}) {
       for (const int mode : {0, 1, 2}) {  // per rank; with fixed sizes; per slot
         SCOPED_TRACE(setting.name() + " " + transport + " " + std::to_string(mode));
-        testing::RankCase how{.size = setting.size,
-                              .transport = transport,
-                              .placement = ExpertPlacement::linear(13, setting.size),
-                              .fixed_sizes = mode == 1};
+        RankCase how{.size = setting.size,
+                     .transport = transport,
+                     .placement = ExpertPlacement::linear(13, setting.size),
+                     .fixed_sizes = mode == 1};
         const std::int64_t capacity = kTokens;
         std::vector<Tensor> ids;
         for (int rank = 0; rank < setting.size; ++rank) {
-          testing::Random random(90 + static_cast<std::uint64_t>(rank));
+          Random random(90 + static_cast<std::uint64_t>(rank));
           ids.push_back(Tensor::empty({tokens_of(rank), 4}, DType::kI32));
           for (std::int64_t i = 0; i < ids.back().numel(); ++i) {
             ids.back().as<std::int32_t>()[i] = static_cast<std::int32_t>(random.below(14) - 1);
           }
         }
-        const testing::Dropped expected = drop_rows(how, ids, capacity);
+        const Dropped expected = drop_rows(how, ids, capacity);
         Ranks ranks(setting);
         run_ranks(setting.size, [&](int rank) {
           const auto communicator = ranks.join(rank);
@@ -252,131 +164,6 @@ TEST(CudaRanksTest, DispatchDtypeChangesNoBit) {
           });
         }
       }
-    }
-  }
-}
-
-Tensor host_copy(const TensorView& view, Stream stream) {
-  if (!view) return {};
-  Tensor result = Tensor::empty(view.shape(), view.dtype());
-  copy(view, result, stream);
-  synchronize(stream);
-  return result;
-}
-
-/// The same callbacks for rows on a GPU: they get copies in host memory, and the output that they
-/// leave there goes back.
-ExpertsHooks through_host(const ExpertsHooks& hooks) {
-  const auto wrap = [](const std::function<void(const HookArgs&)>& callback) {
-    return [callback](const HookArgs& args) {
-      const Tensor input = host_copy(args.input, args.stream);
-      const Tensor output = host_copy(args.output, args.stream);
-      const Tensor offsets = host_copy(args.expert_offsets, args.stream);
-      const Tensor slots = host_copy(args.permuted_to_slot, args.stream);
-      const Tensor numbers = host_copy(args.origins.numbers, args.stream);
-      HookArgs here = args;
-      here.input = input;
-      here.output = output;
-      here.expert_offsets = offsets;
-      here.permuted_to_slot = slots;
-      here.origins.numbers = numbers;
-      callback(here);
-      copy(output, args.output, args.stream);
-      synchronize(args.stream);
-    };
-  };
-  return {wrap(hooks.after_gemm1), wrap(hooks.after_activation), wrap(hooks.after_gemm2)};
-}
-
-Tensor forward_hooked(const MoeLayer& layer, const Tensor& x, const ExpertsHooks* hooks,
-                      std::int64_t most) {
-  const Device device = layer.config().device;
-  const std::size_t bytes = layer.workspace_bytes(std::max(most, x.size(0)));
-  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
-  const Tensor output = Tensor::empty(x.shape(), x.dtype(), device);
-  ForwardOptions options;
-  options.max_tokens = most;
-  options.hooks = hooks;
-  layer.forward(to_device(x, device), output, {workspace.data(), bytes}, options);
-  synchronize(Stream{device});
-  return to_device(output, {});
-}
-
-/// As tests/ranks/hooks_test.cpp on the CPU: hooks that treat every token in another way find each
-/// where it is, and the rows that the experts get are those tokens.
-void expect_hooks_as_one(const Setting& setting, const char* scheme, const char* transport,
-                         CombineMode combine, bool fixed_sizes) {
-  SCOPED_TRACE(setting.name() + " " + scheme + " " + transport + " " + std::string(name(combine)) +
-               (fixed_sizes ? " fixed" : ""));
-  const LayerWeights weights = make_layer_weights({small_case(scheme)});
-  const ExpertPlacement placement = ExpertPlacement::round_robin(13, setting.size);
-  const std::vector<std::int32_t> all = ExpertPlacement::linear(13, 1).local_experts(0);
-  const auto hidden_states_of = [](int rank) {
-    return random_tensor(DType::kBF16, {tokens_of(rank), kHidden}, 1, 170 + rank);
-  };
-  Ranks ranks(setting);
-  run_ranks(setting.size, [&](int rank) {
-    const auto communicator = ranks.join(rank);
-    LayerOptions options = options_of(communicator->device(), false);
-    options.hooks = true;
-    const MoeLayer alone(weights, options);
-    options.require += std::string("+") + transport;
-    options.ranks.communicator = communicator;
-    options.ranks.placement = placement;
-    options.ranks.max_tokens_per_rank = kTokens;
-    options.ranks.combine = combine;
-    options.ranks.fixed_sizes = fixed_sizes;
-    const MoeLayer layer(weights, options);
-
-    const Tensor x = hidden_states_of(rank);
-    std::atomic<int> rows{0}, rows_alone{0}, rows_compared{0};
-    const auto here = [&](const HookArgs& args, std::int64_t row) {
-      EXPECT_FALSE(args.origins.numbers);
-      return testing::RowOrigin{rank,
-                                args.permuted_to_slot.as<const std::int32_t>()[row] / args.topk};
-    };
-    const ExpertsHooks alone_hooks = through_host(testing::adapters(here, all, 1, rows_alone));
-    const Tensor expected = forward_hooked(alone, x, &alone_hooks, 0);
-    EXPECT_EQ(rows_alone, 3 * 4 * x.size(0)) << "rank " << rank;
-    if (x.size(0) > 0) {
-      const Tensor plain = forward_hooked(alone, x, nullptr, 0);
-      EXPECT_GT(compare(plain, expected).max_norm_relative, 0.1) << "hooks without effect";
-    }
-
-    ExpertsHooks hooks =
-        testing::adapters(testing::origin_of, placement.local_experts(rank), 1, rows);
-    const auto scale = hooks.after_gemm1;
-    hooks.after_gemm1 = [&](const HookArgs& args) {
-      for (std::int64_t row = 0; args.input && row < args.permuted_to_slot.numel(); ++row) {
-        const std::int32_t slot = args.permuted_to_slot.as<const std::int32_t>()[row];
-        if (slot < 0) continue;
-        const testing::RowOrigin origin = testing::origin_of(args, row);
-        EXPECT_TRUE(bitwise_equal(args.input.select(0, slot / args.topk),
-                                  hidden_states_of(origin.rank).select(0, origin.token)));
-        ++rows_compared;
-      }
-      scale(args);
-    };
-    hooks = through_host(hooks);
-    for (int step = 0; step < 2; ++step) {
-      const Tensor output = forward_hooked(layer, x, &hooks, kTokens);
-      EXPECT_LE(compare(output, expected).max_norm_relative, kTolerance) << "rank " << rank;
-    }
-    EXPECT_GT(rows, 0) << "rank " << rank;
-    EXPECT_EQ(3 * rows_compared, rows) << "rank " << rank;
-    communicator->barrier();
-  });
-}
-
-TEST(CudaRanksTest, HooksKnowTheTokenOfEveryRow) {
-  FUSEDMOE_SKIP_WITHOUT_GPU();
-  for (const Setting& setting : settings()) {
-    for (const char* transport : {"all2all", "allgather_reducescatter"}) {
-      for (const char* scheme : {"bf16", "fp8_block"}) {
-        expect_hooks_as_one(setting, scheme, transport, CombineMode::kPerRank, false);
-        expect_hooks_as_one(setting, scheme, transport, CombineMode::kPerSlot, false);
-      }
-      expect_hooks_as_one(setting, "bf16", transport, CombineMode::kPerRank, true);
     }
   }
 }
@@ -497,7 +284,7 @@ TEST(CudaRanksTest, AHundredFailuresOverNcclLeakNothing) {
   const Tensor x = random_tensor(DType::kBF16, {kTokens, kHidden}, 1, 3);
   const auto round = [&](int number) {
     Ranks ranks(setting);
-    const auto errors = testing::errors_of_ranks(setting.size, [&](int rank) {
+    const auto errors = errors_of_ranks(setting.size, [&](int rank) {
       const auto communicator = ranks.join(rank);
       LayerOptions options = options_of(communicator->device(), false);
       options.ranks.communicator = communicator;
@@ -512,8 +299,8 @@ TEST(CudaRanksTest, AHundredFailuresOverNcclLeakNothing) {
       EXPECT_NE(error.find("once more"), std::string::npos) << error;
     }
   };
-  testing::expect_no_leaks(round, device_bytes_in_use);
+  expect_no_leaks(round, device_bytes_in_use);
 }
 
 }  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::testing

@@ -1,0 +1,100 @@
+// What tests of ranks on GPUs share: the ways to have ranks, a small layer and its forward.
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../ranks/ranks.h"
+#include "cuda_test.h"
+#include "fusedmoe/layer.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
+#include "testing/cases.h"
+
+namespace fusedmoe::testing {
+
+inline constexpr std::int64_t kTokens = 24, kHidden = 256;
+/// Each rank rounds its part of a sum to bf16 before the parts are added; a layer on one GPU does
+/// not. One rounding changes a part by up to 2^-9 of it. Parts may cancel, so the sum may be
+/// several times smaller than they are: 2e-2 of it is ten such roundings.
+inline constexpr double kTolerance = 2e-2;
+
+struct Setting {
+  int size = 2;
+  bool nccl = false;
+  std::string name() const { return (nccl ? "nccl" : "shared") + std::to_string(size); }
+};
+
+/// One GPU for all ranks, or one each; those that this machine has.
+inline std::vector<Setting> settings() {
+  setenv("NCCL_NVLS_ENABLE", "0", 0);  // before NCCL is loaded
+  std::vector<Setting> list{{2, false}, {4, false}};
+  for (const int size : {2, 4, 8}) {
+    if (size <= cuda_device_count() && nccl_info().problem.empty()) list.push_back({size, true});
+  }
+  return list;
+}
+
+/// Communicators are made by the ranks themselves.
+class Ranks {
+ public:
+  explicit Ranks(const Setting& setting)
+      : setting_(setting), control_(make_thread_control_plane()) {
+    const CommunicatorOptions options{kPatient, Device{DeviceKind::kCuda, 0}};
+    if (!setting.nccl) shared_ = make_thread_communicators(setting.size, options);
+  }
+  std::shared_ptr<Communicator> join(int rank) {
+    if (!setting_.nccl) return shared_[rank];
+    const Device device{DeviceKind::kCuda, rank};
+    return std::make_shared<Communicator>(
+        rank, setting_.size, control_,
+        make_nccl_data_plane(rank, setting_.size, device, control_, kPatient),
+        CommunicatorOptions{kPatient, device});
+  }
+
+ private:
+  Setting setting_;
+  std::shared_ptr<ControlPlane> control_;
+  std::vector<std::shared_ptr<Communicator>> shared_;
+};
+
+inline Case small_case(const char* scheme) {
+  Case spec;
+  spec.num_experts = 13;
+  spec.topk = 4;
+  spec.hidden = kHidden;
+  spec.intermediate = 256;
+  spec.scheme = parse_scheme(scheme);
+  return spec;
+}
+
+inline LayerOptions options_of(Device device, bool batch_invariant) {
+  LayerOptions options;
+  options.device = device;
+  options.batch_invariant = batch_invariant;
+  options.require = "sm90";
+  return options;
+}
+
+inline Tensor forward(const MoeLayer& layer, const Tensor& x, std::int64_t most,
+                      const ExpertsHooks* hooks = nullptr) {
+  const Device device = layer.config().device;
+  const std::size_t bytes = layer.workspace_bytes(std::max(most, x.size(0)));
+  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
+  const Tensor output = Tensor::empty(x.shape(), x.dtype(), device);
+  ForwardOptions options;
+  options.max_tokens = most;
+  options.hooks = hooks;
+  layer.forward(to_device(x, device), output, {workspace.data(), bytes}, options);
+  synchronize(Stream{device});
+  return to_device(output, {});
+}
+
+inline std::int64_t tokens_of(int rank) {
+  return rank == 1 ? 0 : std::max<std::int64_t>(kTokens - 5 * rank, 0);
+}
+
+}  // namespace fusedmoe::testing

@@ -1,0 +1,179 @@
+// What core::Backend on the GPU does to rows that travel between ranks, against the CPU bit for
+// bit.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backend_cases.h"
+#include "fusedmoe/comm.h"
+#include "fusedmoe/quant.h"
+#include "layer/backend.h"
+#include "moe/backend.h"
+
+namespace fusedmoe::testing {
+namespace {
+
+using layer::backend_of;
+
+class CudaTravellingRows : public BackendRows {};
+INSTANTIATE_TEST_SUITE_P(Rows, CudaTravellingRows, ::testing::ValuesIn(row_cases()));
+
+/// As rows travel between ranks: codes and scales, and the values of the codes.
+TEST_P(CudaTravellingRows, QuantizeAndDequantize) {
+  const Tensor x = Tensor::empty(shape_, c_.dtype);
+  if (c_.hidden % 8 != 0) {  // rows between ranks are in pieces of 8
+    const Tensor codes = Tensor::empty(shape_, DType::kE4M3, kGpu);
+    const Tensor scales = Tensor::empty({c_.num_tokens, 1}, DType::kF32, kGpu);
+    EXPECT_THROW(
+        backend_of(kGpu).quantize(gpu(x), keys::e4m3_row(true), {}, codes, scales, kGpuStream),
+        Error);
+    return;
+  }
+  Random random(23);
+  for (std::int64_t i = 0; i < x.numel(); ++i) {
+    // Sizes from group to group far apart, and groups of zeros.
+    const auto size = static_cast<int>(i / 32 * 7 % 23);
+    const double value = size == 5 ? 0 : random.normal() * std::ldexp(1.0, size - 12);
+    store_f32(x.data(), c_.dtype, i, static_cast<float>(value));
+  }
+  if (x.numel() > 1) {
+    store_f32(x.data(), c_.dtype, 1, std::numeric_limits<float>::quiet_NaN());
+  }
+  using Rule = MxScaleRule;
+  for (const QuantKey& key :
+       {keys::e4m3_tensor(), keys::e4m3_row(true), keys::e4m3_group(), keys::e4m3_group(true),
+        keys::mxfp8(true), keys::mxfp4(true), keys::mxfp4(true, Rule::kEven),
+        keys::mxfp4(true, Rule::kCeil), keys::mxfp4(true, Rule::kFloor)}) {
+    SCOPED_TRACE(name(QuantScheme{key, {}}));
+    const std::optional<float> scale = key.dynamic ? std::nullopt : std::optional(0.01F);
+    const QuantizedShape shape = quantized_shape(key, c_.num_tokens, c_.hidden);
+    const auto views = [&](Device device) {
+      return std::pair(Tensor::zeros(shape.values, shape.values_dtype, device),
+                       Tensor::zeros(shape.scales, shape.scales_dtype, device));
+    };
+    const auto [codes, scales] = views(kHost);
+    const auto [gpu_codes, gpu_scales] = views(kGpu);
+    backend_of(kHost).quantize(x, key, scale, codes, scales, {});
+    backend_of(kGpu).quantize(gpu(x), key, scale, gpu_codes, gpu_scales, kGpuStream);
+    EXPECT_TRUE(bitwise_equal(to_host(gpu_codes), codes));
+    EXPECT_TRUE(bitwise_equal(to_host(gpu_scales), scales));  // a static one without rows, too
+
+    const Tensor values = poisoned(shape_), gpu_values = to_gpu(poisoned(shape_));
+    backend_of(kHost).dequantize(codes, scales, key, values, {});
+    backend_of(kGpu).dequantize(gpu_codes, gpu_scales, key, gpu_values, kGpuStream);
+    if (x.numel() > 1) {  // e2m1 has no NaN; elsewhere it has many codes
+      for (const Tensor& each : {values, to_host(gpu_values)}) {
+        EXPECT_EQ(std::isnan(load_f32(each.data(), c_.dtype, 1)), key.value == DType::kE4M3);
+      }
+      store_f32(values.data(), c_.dtype, 1, 0);
+    }
+    const Tensor actual = to_host(gpu_values);
+    if (x.numel() > 1) store_f32(actual.data(), c_.dtype, 1, 0);
+    EXPECT_TRUE(bitwise_equal(actual, values));
+  }
+}
+
+using CudaRankRowsTest = CudaTest;
+
+Tensor of_numbers(const std::vector<std::int32_t>& numbers) {
+  Tensor result = Tensor::empty({static_cast<std::int64_t>(numbers.size())}, DType::kI32);
+  std::copy(numbers.begin(), numbers.end(), result.as<std::int32_t>());
+  return result;
+}
+
+/// What a rank does with ids before and behind a dispatch, on one device.
+struct RankRows {
+  Tensor physical_ids, send_rows, send_counts, dropped;  // of its own tokens
+  Tensor slots_back;                                     // rows that come back for each slot
+  Tensor slot_rows, row_ids;                             // of the same ids, as if received
+  std::vector<std::int64_t> counts_back, counts_in;      // of those two, for each rank
+
+  RankRows(const ExpertPlacement& placement, const Tensor& ids, std::int32_t nearest,
+           Device device) {
+    const core::Backend& backend = backend_of(device);
+    const Stream stream{device};
+    const std::int64_t tokens = ids.size(0), topk = ids.size(1), ranks = placement.num_ranks();
+    const auto made = [&](const Shape& shape) { return Tensor::zeros(shape, DType::kI32, device); };
+    const auto there = [&](const Tensor& tensor) { return to_device(tensor, device); };
+    const ExpertPlacement::Table table = placement.table();
+    const Tensor offsets = there(of_numbers(table.offsets)), ids_there = there(ids);
+    const Tensor replicas = there(of_numbers(table.physical));
+    const Tensor ranks_of = there(of_numbers(placement.rank_of()));
+    const Tensor physical = made({tokens, topk}), rows = made({tokens, ranks});
+    const Tensor counts = made({ranks}), send_tokens = made({ranks, tokens}), lost = made({1});
+    core::DispatchPlan plan;
+    plan.topk_ids = ids_there;
+    plan.replica_offsets = offsets;
+    plan.replicas = replicas;
+    plan.physical_ranks = ranks_of;
+    plan.nearest_rank = nearest;
+    plan.row_stride = tokens;
+    plan.physical_ids = physical;
+    plan.send_rows = rows;
+    plan.send_counts = counts;
+    plan.send_tokens = send_tokens;
+    backend.plan_dispatch(plan, stream);
+    send_counts = to_host(counts);
+    // Room for all rows on the first rank, for some on the others.
+    std::vector<std::int64_t> room(static_cast<std::size_t>(ranks), tokens / 3);
+    room.front() = tokens;
+    backend.limit_rows({rows, tokens, room, physical, ranks_of, lost}, stream);
+
+    const Tensor back = made({tokens, topk}), scratch = made({ranks});
+    counts_back.resize(static_cast<std::size_t>(ranks));
+    backend.number_slots({physical, ranks_of, back, scratch}, counts_back, stream);
+
+    std::vector<std::int32_t> map = table.local;
+    for (std::size_t p = 0; p < map.size(); ++p) {
+      if (placement.rank_of()[p] != 1) map[p] = -1;
+    }
+    const Tensor map_there = there(of_numbers(map)), expanded = made({tokens, topk});
+    const Tensor ids_of_rows = made({tokens * topk, 1});
+    const Tensor weights_of_rows = Tensor::zeros({tokens * topk, 1}, DType::kF32, device);
+    std::vector<std::int64_t> sources(static_cast<std::size_t>(ranks), tokens / ranks);
+    sources.back() += tokens % ranks;
+    counts_in.resize(sources.size());
+    backend.expand_slots({physical, map_there, expanded, ids_of_rows, weights_of_rows, scratch},
+                         sources, counts_in, stream);
+    synchronize(stream);
+    physical_ids = to_host(physical);
+    send_rows = to_host(rows);
+    dropped = to_host(lost);
+    slots_back = to_host(back);
+    slot_rows = to_host(expanded);
+    std::int64_t num_rows = 0;
+    for (const std::int64_t count : counts_in) num_rows += count;
+    const Tensor all_ids = to_host(ids_of_rows);
+    row_ids = Tensor(all_ids.slice(0, 0, num_rows), all_ids.owner());
+  }
+};
+
+TEST_F(CudaRankRowsTest, EqualThoseOfTheCpu) {
+  for (const int ranks : {2, 3, 8}) {
+    for (const std::int64_t tokens : {1, 37, 700, 5000}) {
+      for (const bool nearest : {false, true}) {
+        SCOPED_TRACE(std::to_string(ranks) + " ranks, " + std::to_string(tokens) + " tokens");
+        const ExpertPlacement placement = ExpertPlacement::linear(61, ranks, 7);
+        const Tensor ids = random_ids(tokens, 8, 61);
+        const RankRows expected(placement, ids, nearest ? 1 : -1, kHost);
+        const RankRows actual(placement, ids, nearest ? 1 : -1, kGpu);
+        EXPECT_TRUE(bitwise_equal(actual.physical_ids, expected.physical_ids));
+        EXPECT_TRUE(bitwise_equal(actual.send_rows, expected.send_rows));
+        EXPECT_TRUE(bitwise_equal(actual.send_counts, expected.send_counts));
+        EXPECT_TRUE(bitwise_equal(actual.dropped, expected.dropped));
+        EXPECT_TRUE(bitwise_equal(actual.slots_back, expected.slots_back));
+        EXPECT_EQ(actual.counts_back, expected.counts_back);
+        EXPECT_TRUE(bitwise_equal(actual.slot_rows, expected.slot_rows));
+        EXPECT_EQ(actual.counts_in, expected.counts_in);
+        EXPECT_TRUE(bitwise_equal(actual.row_ids, expected.row_ids));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::testing
