@@ -1,5 +1,6 @@
 // Kernels for AMX: tile registers of 16 rows x 64 bytes, bf16 products, fp32 accumulators.
-// Everything that is not a bf16 dot product is done with AVX-512.
+// Weights without a tile kernel are multiplied in fp32: where there are tile registers, vdpbf16ps
+// is slower than two fp32 products.
 //
 // Bits: tdpbf16ps adds up 16 pairs before it adds them to the accumulator, so results are rounded
 // differently from vdpbf16ps, which is faster for few rows. So a row's bits depend on the number of
@@ -128,7 +129,7 @@ void multiply_tiles(const TileJob& job) {
 
 /// The AVX-512 kernels, those replaced for which AMX is faster.
 Kernels make_kernels() {
-  Kernels table = avx512_bf16_kernels();
+  Kernels table = avx512_vnni_kernels();
   constexpr int kBF16 = static_cast<int>(Compute::kBF16);
   const auto set = [&](Codes codes, void (*multiply)(const TileJob&)) {
     table.multiply[static_cast<int>(codes)][kBF16] = multiply;
@@ -140,6 +141,7 @@ Kernels make_kernels() {
   set(Codes::kMxfp4, multiply_tiles<multiply_chained<DotBf16, E2m1, Mxfp4ToBf16>, Mxfp4ToBf16>);
   set(Codes::kW4A8,
       multiply_tiles<multiply_plain<DotBf16, W4A8ToBf16>, CodecPanels<DotBf16, W4A8ToBf16>>);
+  table.convert[kBF16] = convert_to_bf16;
   table.flops[kBF16] = amx_flops;
   return table;
 }
