@@ -92,6 +92,31 @@ __global__ void __launch_bounds__(kThreads) transform_rows_kernel(const Transfor
   }
 }
 
+/// The same of many narrow rows: a warp for each, which keeps the whole row in registers.
+template <int kSpans>
+__global__ void __launch_bounds__(kThreads) transform_narrow_rows_kernel(const TransformRows p) {
+  const RowTransform& t = p.rows;
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
+  const std::int64_t row = blockIdx.x * std::int64_t{kWarps} + threadIdx.x / 32;
+  if (row >= p.num_rows || !has_expert(p, row)) return;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  uint4 units[kSpans];
+#pragma unroll
+  for (int s = 0; s < kSpans; ++s) units[s] = read_unit(t, row, s * kSpanUnits + lane);
+  float scale = 1;
+  if (t.has_row_scales()) {
+    scale = core::e4m3_row_scale(amax_of_units(t, units));
+  } else {
+    scale = scale_of_row(t, row);
+  }
+  const int expert = t.by_expert() ? expert_of_row(p, row) : 0;
+#pragma unroll
+  for (int s = 0; s < kSpans; ++s) {
+    write_unit(t, row, s * kSpanUnits + lane, convert_unit(t, units[s], expert, scale));
+  }
+}
+
 /// The largest value of all rows; a warp for each.
 __global__ void __launch_bounds__(kThreads)
     amax_of_tokens_kernel(const RowTransform t, std::int64_t rows) {
@@ -149,8 +174,19 @@ void transform_rows(const TransformRows& args, bool overlap_previous, const Stre
            overlap_previous, args);
     overlap_previous = true;
   }
-  launch(transform_rows_kernel, blocks_of(args.num_rows, args.rows), dim3(kThreads), 0, stream,
-         overlap_previous, args);
+  constexpr std::int64_t kManyRows = 512, kSpanBytes = kSpanUnits * kUnitBytes;
+  const auto launch_narrow = [&](auto kernel) {
+    launch(kernel, dim3(static_cast<unsigned>((args.num_rows + kWarps - 1) / kWarps)),
+           dim3(kThreads), 0, stream, overlap_previous, args);
+  };
+  if (args.num_rows < kManyRows || args.rows.row_bytes > 8 * kSpanBytes) {
+    launch(transform_rows_kernel, blocks_of(args.num_rows, args.rows), dim3(kThreads), 0, stream,
+           overlap_previous, args);
+  } else if (args.rows.row_bytes > 4 * kSpanBytes) {
+    launch_narrow(transform_narrow_rows_kernel<8>);
+  } else {
+    launch_narrow(transform_narrow_rows_kernel<4>);
+  }
 }
 
 }  // namespace fusedmoe::cuda

@@ -25,6 +25,16 @@ __device__ __forceinline__ float round_to_e4m3(float value) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
 }
 
+/// Makes `largest` that of itself and the magnitudes of two values; NaN counts as 0 if it was none.
+template <typename Pair>
+__device__ __forceinline__ void take_larger(std::uint32_t values, Pair& largest) {
+  largest = __hmax2(largest, __habs2(reinterpret_cast<const Pair&>(values)));
+}
+template <typename Pair>
+__device__ __forceinline__ float larger(const Pair& pair) {
+  return fmaxf(__low2float(pair), __high2float(pair));
+}
+
 /// The largest magnitude of a group of 8 * kLanes values, of which each lane has 8; NaN counts as
 /// 0.
 template <int kLanes>
@@ -32,7 +42,7 @@ __device__ __forceinline__ float group_amax(const __nv_bfloat162 (&pairs)[4], un
   __nv_bfloat162 largest = __float2bfloat162_rn(0);
 #pragma unroll
   for (int i = 0; i < 4; ++i) largest = __hmax2(largest, __habs2(pairs[i]));
-  float amax = fmaxf(__low2float(largest), __high2float(largest));
+  float amax = larger(largest);
 #pragma unroll
   for (int lane = 1; lane < kLanes; lane *= 2) {
     amax = fmaxf(amax, __shfl_xor_sync(mask, amax, lane));

@@ -34,10 +34,9 @@ __device__ __forceinline__ float amax_of_lanes(float amax) {
 
 /// The values of a unit.
 using UnitValues = float2[4];
-__device__ __forceinline__ void read_values(const RowTransform& t, const uint4& raw,
-                                            UnitValues& values) {
+__device__ __forceinline__ void read_values(bool from_f16, const uint4& raw, UnitValues& values) {
   const std::uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-  if (t.from_f16) {
+  if (from_f16) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       values[i] = __half22float2(reinterpret_cast<const __half2&>(words[i]));
@@ -65,11 +64,11 @@ __device__ __forceinline__ float amax_of_units(const RowTransform& t, std::int64
   Pair largest(0.0F, 0.0F);
   for (int unit = static_cast<int>(threadIdx.x % kThreads); unit < units_of(t); unit += kThreads) {
     const uint4 raw = read_unit(t, row, unit);
-    const auto* pairs = reinterpret_cast<const Pair*>(&raw);
+    const std::uint32_t pairs[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) largest = __hmax2(largest, __habs2(pairs[i]));
+    for (const std::uint32_t pair : pairs) take_larger(pair, largest);
   }
-  return fmaxf(__low2float(largest), __high2float(largest));
+  return larger(largest);
 }
 
 /// The largest magnitude of a row, to all threads of a warp; NaN counts as 0. With several warps
@@ -88,6 +87,21 @@ __device__ __forceinline__ float amax_of_row(const RowTransform& t, std::int64_t
     for (const float of_warp : of_warps) amax = fmaxf(amax, of_warp);
   }
   return amax;
+}
+
+/// The same of a row whose units a warp has in registers.
+template <int kSpans>
+__device__ __forceinline__ float amax_of_units(const RowTransform& t,
+                                               const uint4 (&units)[kSpans]) {
+  const auto amax = [&](auto largest) {
+#pragma unroll
+    for (const uint4& unit : units) {
+      for (const std::uint32_t pair : {unit.x, unit.y, unit.z, unit.w}) take_larger(pair, largest);
+    }
+    return larger(largest);
+  };
+  return amax_of_lanes<32>(t.from_f16 ? amax(__half2(0.0F, 0.0F))
+                                      : amax(__nv_bfloat162(0.0F, 0.0F)));
 }
 
 /// The scale that all of a row has; 1 where groups have their own. By threads as amax_of_row().
@@ -112,39 +126,60 @@ struct Converted {
   float scale;
 };
 
-__device__ __forceinline__ Converted to_fp8(const RowTransform& t, const uint4& raw, float scale) {
-  using Scale = Fp8Quantizer::Scale;
-  const Fp8Quantizer& fp8 = t.fp8;
-  UnitValues values;
-  read_values(t, raw, values);
-  if (fp8.scale == Scale::kGroup) {
-    constexpr int kGroupLanes = 16;  // of 8 values
-    const float amax = amax_of_lanes<kGroupLanes>(amax_of_values(values));
-    scale = core::e4m3_group_scale(amax, fp8.power_of_two);
-  }
-  const float inverse = 1.0F / scale;
-  const auto scale_values = [&](const auto& scaled) {
+/// function(value) for each value.
+template <typename Function>
+__device__ __forceinline__ void transform_values(UnitValues& values, const Function& function) {
 #pragma unroll
-    for (float2& pair : values) pair = make_float2(scaled(pair.x), scaled(pair.y));
-  };
-  if (fp8.scale != Scale::kRow && fp8.scale != Scale::kGroup) {
-    // If all values are zero or tiny, the scale is so small that its inverse is infinite in fp32.
-    // Then all codes are to be zero.
-    const float factor = isinf(inverse) ? 0.0F : inverse;
-    scale_values([&](float value) { return value * factor; });
-  } else if (scale <= 0x1p126F) {
-    scale_values([&](float value) { return core::quotient(value, scale, inverse); });
-  } else {  // the inverse is no normal number
-    scale_values([&](float value) { return value / scale; });
-  }
+  for (float2& pair : values) pair = make_float2(function(pair.x), function(pair.y));
+}
+
+/// E4M3 codes.
+__device__ __forceinline__ uint2 round_to_fp8(const UnitValues& values) {
   __nv_fp8x2_storage_t codes[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     codes[i] = __nv_cvt_float2_to_fp8x2(values[i], __NV_SATFINITE, __NV_E4M3);
   }
-  Converted result{{}, scale};
-  memcpy(&result.data, codes, sizeof(codes));
+  uint2 result;
+  memcpy(&result, codes, sizeof(codes));
   return result;
+}
+
+/// The inverse of a larger scale is no normal number.
+inline constexpr float kLargestWithInverse = 0x1p126F;
+
+/// E4M3 codes of the values divided by the scale of their row or group.
+__device__ __forceinline__ uint2 divide_to_fp8(UnitValues& values, float scale) {
+  const float inverse = 1.0F / scale;
+  if (scale <= kLargestWithInverse) {
+    transform_values(values, [&](float value) { return core::quotient(value, scale, inverse); });
+  } else {
+    transform_values(values, [&](float value) { return value / scale; });
+  }
+  return round_to_fp8(values);
+}
+
+__device__ __forceinline__ Converted to_fp8(const RowTransform& t, const uint4& raw, float scale) {
+  using Scale = Fp8Quantizer::Scale;
+  const Fp8Quantizer& fp8 = t.fp8;
+  UnitValues values;
+  read_values(t.from_f16, raw, values);
+  if (fp8.scale == Scale::kGroup) {
+    constexpr int kGroupLanes = 16;  // of 8 values
+    const float amax = amax_of_lanes<kGroupLanes>(amax_of_values(values));
+    scale = core::e4m3_group_scale(amax, fp8.power_of_two);
+  }
+  uint2 codes;
+  if (fp8.scale == Scale::kRow || fp8.scale == Scale::kGroup) {
+    codes = divide_to_fp8(values, scale);
+  } else {
+    // If all values are zero or tiny, the scale is so small that its inverse is infinite in fp32.
+    // Then all codes are to be zero.
+    const float inverse = 1.0F / scale, factor = isinf(inverse) ? 0.0F : inverse;
+    transform_values(values, [&](float value) { return value * factor; });
+    codes = round_to_fp8(values);
+  }
+  return {{codes.x, codes.y, 0, 0}, scale};
 }
 
 /// By whole warps. `row_scale`: scale_of_row().

@@ -56,6 +56,10 @@ struct RowTransform {
   float* scales = nullptr;  ///< of FP8: (rows), or of groups (groups, scale_pitch), or null
   std::int64_t scale_pitch = 0;
 
+  /// Each row has one scale, which follows from its values.
+  FUSEDMOE_HD bool has_row_scales() const {
+    return kind == Kind::kFp8 && fp8.scale == Fp8Quantizer::Scale::kRow;
+  }
   /// Rows of one token differ from expert to expert.
   FUSEDMOE_HD bool by_expert() const { return decoded.global_scales != nullptr; }
 };
