@@ -146,6 +146,7 @@ MlpShape Sm90Experts::shape_of(const ProblemSize& problem) const {
   shape.format = &format_;
   shape.batched = batched();
   shape.unfused = variant_ == Variant::kUnfused;
+  shape.stores_groups = rows_.stores_groups(format_.tiles[1]);
   shape.batch_invariant = variant_ == Variant::kBatchInvariant;
   shape.num_tokens = problem.num_tokens;
   shape.topk = batched() ? 1 : problem.topk;
@@ -303,6 +304,10 @@ void Sm90Experts::run_gemms(const ForwardArgs& args, const FusedMlpParams& param
                             const Scratch& scratch, const KernelConfig& config) const {
   if (!rows_.needs_pass()) return fused_mlp(params, format_, config.tile, args.stream);
   FusedMlpParams step = params;
+  if (rows_.stores_groups(config.tile)) {
+    rows_.set_groups(scratch, step.gemms[0]);
+    return fused_mlp(step, format_, config.tile, args.stream);
+  }
   step.num_gemms = 1;
   step.topk_weights = nullptr;  // those are for GEMM 2
   fused_mlp(step, format_, config.tile, args.stream);

@@ -47,6 +47,11 @@ bool OperandRows::needs_hidden_pass() const {
   return needs_pass() && key->dynamic && key->group.rows < 0;
 }
 
+bool OperandRows::stores_groups(const TileShape& tile) const {
+  return needs_pass() && format_.k_scales && config_.scheme.activations->group.cols > 0 &&
+         is_gated(config_.activation) && !config_.hooks && tile.has_whole_groups();
+}
+
 RowTransform OperandRows::hidden(const ForwardArgs& args, const Scratch& scratch) const {
   const TensorView& x = args.hidden_states;
   RowTransform rows;
@@ -132,6 +137,14 @@ void OperandRows::set_activated(const Scratch& scratch, GemmParams& gemm) const 
   if (needs_pass()) return set_quantized(scratch.quantized, gemm);
   gemm.activations = scratch.activated;
   gemm.row_pitch = scratch.activated_pitch;
+}
+
+void OperandRows::set_groups(const Scratch& scratch, GemmParams& gemm) const {
+  gemm.out = scratch.quantized.codes;
+  gemm.out_pitch = scratch.quantized.pitch;
+  gemm.out_scales = scratch.quantized.scales;
+  gemm.out_scale_pitch = scratch.quantized.scale_pitch;
+  gemm.out_power_of_two = config_.scheme.activations->scale == DType::kE8M0;
 }
 
 }  // namespace fusedmoe::cuda

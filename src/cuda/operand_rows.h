@@ -19,6 +19,9 @@ class OperandRows {
   bool quantizes() const { return config_.scheme.activations.has_value(); }
   /// Whether activated rows take a pass of their own between the GEMMs; else GEMM 1 quantizes them.
   bool needs_pass() const { return format_.fp8_rows; }
+  /// Whether GEMM 1 nevertheless quantizes them in tiles of this shape: groups of 128 features of
+  /// which it has all.
+  bool stores_groups(const TileShape& tile) const;
   /// How GEMM 1 quantizes.
   RowQuantizer inner_quantizer(const CudaPackedWeights& weights) const;
 
@@ -36,6 +39,8 @@ class OperandRows {
   /// What a GEMM must know of the rows it multiplies.
   void set_hidden(const ForwardArgs& args, const Scratch& scratch, GemmParams& gemm) const;
   void set_activated(const Scratch& scratch, GemmParams& gemm) const;
+  /// Where stores_groups(): what GEMM 1 must know.
+  void set_groups(const Scratch& scratch, GemmParams& gemm) const;
 
  private:
   RowQuantizer quantizer_of(const PackedMatrices& reader) const;

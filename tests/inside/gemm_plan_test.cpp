@@ -37,12 +37,14 @@ MlpShape shape_of(std::int64_t hidden, std::int64_t intermediate, std::int64_t n
 /// A layer in every format and for all kinds of experts.
 void add_shapes(const MlpShape& layer, std::vector<MlpShape>& shapes) {
   for (const WeightFormat& format : weight_formats()) {
-    for (const int kind : {0, 1, 2, 3}) {
+    for (const int kind : {0, 1, 2, 3, 4}) {
+      if (kind == 4 && !format.k_scales) continue;
       MlpShape shape = layer;
       shape.format = &format;
       shape.batched = kind == 1;
       shape.batch_invariant = kind == 2;
       shape.unfused = kind == 3;
+      shape.stores_groups = kind == 4;
       if (shape.batched) shape.topk = 1;
       shapes.push_back(shape);
     }
@@ -172,6 +174,16 @@ TEST(GemmPlanTest, PublishedModelsGetThePlansThatWereFastest) {
   EXPECT_EQ(mixtral(16), "64x16k4c1 splits 1 f32");
   EXPECT_EQ(mixtral(512), "256x144k1c1r2 splits 2 f32") << "128 tiles of GEMM 2";
   EXPECT_EQ(mixtral(1024), "128x288k1c2 splits 1 bf16");
+  const auto qwen3_30b = [&](std::int64_t num_tokens, bool stores_groups) {
+    MlpShape shape = shape_of(2048, 768, 128, 8, num_tokens, "fp8");
+    shape.stores_groups = stores_groups;
+    return config(shape);
+  };
+  EXPECT_EQ(qwen3_30b(8, false), "64x16k4c1 splits 1 f32");
+  EXPECT_EQ(qwen3_30b(8, true), "256x32k1c1 splits 1 f32");
+  EXPECT_EQ(qwen3_30b(1024, false), "128x96k1c2 splits 1 bf16");
+  EXPECT_EQ(qwen3_30b(1024, true), "256x96k1c1r2 splits 1 bf16");
+  EXPECT_EQ(qwen3_30b(8192, true), "128x128k1c2t2 splits 1 bf16");
 }
 
 TEST(GemmPlanTest, FewTilesAreSplitUntilTheyFillTheMultiprocessors) {

@@ -25,7 +25,7 @@ using Chunk = float[4 * kEights<K>];
 
 /// Row blocks that a warpgroup stores, at most, and the first of a tile.
 template <typename K>
-inline constexpr int kStoredRowBlocks = K::kHasEpilogueWarpgroup ? K::kRowGroups : K::kRowBlocks;
+inline constexpr int kStoredRowBlocks = K::kStoredRowBlocks;
 template <typename K>
 __device__ inline int first_row_block(const WorkTile& tile, const WarpgroupCoords<K>& coords) {
   return tile.row_block + coords.row_group() * K::kRowBlocks;
@@ -196,11 +196,11 @@ __device__ __forceinline__ void apply_router_weights(const FusedMlpParams& p, co
 template <typename K>
 using StagedRows = typename K::Output::Element[K::kChunkTokens][K::kStagedPitch];
 
-/// Features of gate and up -> `rows` of the activated ones.
+/// Features of gate and up -> `rows` of the activated ones, from `feature` on.
 template <typename K>
 __device__ inline void stage_activated(const ResolvedActivation& activation,
                                        const WarpgroupCoords<K>& coords, const Chunk<K>& values,
-                                       StagedRows<K>& rows) {
+                                       int feature, StagedRows<K>& rows) {
   const int warp = coords.thread() / 32, lane = coords.thread() % 32;
   std::uint32_t pairs[kEights<K>];
   call_for_gated(activation, [&](const ResolvedActivation& known) {
@@ -212,7 +212,7 @@ __device__ inline void stage_activated(const ResolvedActivation& activation,
   });
 #pragma unroll
   for (int n = 0; n < kEights<K>; n += 2) {
-    store_transposed(&rows[8 * n + lane % 16][warp * 8], pairs[n], pairs[n + 1]);
+    store_transposed(&rows[8 * n + lane % 16][feature + warp * 8], pairs[n], pairs[n + 1]);
   }
 }
 
@@ -370,7 +370,7 @@ __device__ __forceinline__ void store_rows(SharedMemory<K>& shared, const FusedM
         apply_router_weights<K>(p, tile, coords, first, values);
       }
       if (epilogue == Epilogue::kActivate) {
-        stage_activated<K>(p.activation, coords, values, rows);
+        stage_activated<K>(p.activation, coords, values, 0, rows);
       } else if (epilogue == Epilogue::kStoreGateUp) {
         stage_both<K>(coords, values, warp_row / 2, kBlockRows / 2, rows);
       } else {
@@ -390,52 +390,6 @@ __device__ __forceinline__ void store_rows(SharedMemory<K>& shared, const FusedM
                    inner ? p.quantizer : RowQuantizer{}, tile.expert);
     }
   }
-}
-
-/// The warpgroup's own accumulators, before it goes on to the next tile.
-template <typename K>
-__device__ inline void store_tile(SharedMemory<K>& shared, const FusedMlpParams& p,
-                                  const WorkTile& tile, const WarpgroupCoords<K>& coords,
-                                  const typename K::Accumulators& accumulators) {
-  const ScaleAndBias<K> factors = read_scale_and_bias(p.gemms[tile.gemm], tile, coords);
-  store_rows(shared, p, tile, coords, factors, [&](int chunk, Chunk<K>& values) {
-    read_accumulators<K>(accumulators, chunk, values);
-  });
-  // Nobody needs to wait here, but without it ptxas serializes the wgmma of some kernels.
-  sync_warpgroup(coords);
-}
-
-/// A multiplying warpgroup's accumulators, for the epilogue warpgroup. `phase`: of the tile before.
-template <typename K>
-__device__ inline void publish_accumulators(SharedMemory<K>& shared, const WorkTile& tile,
-                                            const WarpgroupCoords<K>& coords,
-                                            const typename K::Accumulators& accumulators,
-                                            std::uint32_t phase) {
-  const int num_tokens = tile.num_tokens;
-  wait(&shared.partials_free, phase);
-#pragma unroll
-  for (int i = 0; i < K::kPartialAccumulators; ++i) {
-    if (i / 4 * 8 >= num_tokens) break;
-    shared.partials[coords.warpgroup][i][coords.thread()] = accumulators[0][i];
-  }
-  arrive(&shared.partials_full);
-}
-
-/// The epilogue warpgroup's work on one tile.
-template <typename K>
-__device__ inline void store_published_tile(SharedMemory<K>& shared, const FusedMlpParams& p,
-                                            const WorkTile& tile, std::uint32_t phase) {
-  const WarpgroupCoords<K> coords{0};
-  const ScaleAndBias<K> factors = read_scale_and_bias(p.gemms[tile.gemm], tile, coords);
-  wait_for_previous(p);
-  if (const std::int32_t* rows = p.gemms[tile.gemm].out_rows) {  // brings them to the L1
-    int row;
-    asm volatile("ld.global.s32 %0, [%1];" : "=r"(row) : "l"(rows + tile.first_row));
-  }
-  wait(&shared.partials_full, phase);
-  store_rows(shared, p, tile, coords, factors,
-             [&](int chunk, Chunk<K>& values) { read_partials(shared, chunk, values); });
-  arrive(&shared.partials_free);
 }
 
 }  // namespace fusedmoe::cuda

@@ -50,7 +50,13 @@ struct GemmParams {
   std::int64_t split_pitch = 0;  ///< elements between the partial results of splits
   int width = 0;                 ///< columns of each row; written are up to a multiple of 8
   int splits = 1;                ///< K is cut into so many parts; the reader adds them
-  bool out_f32 = false;          ///< else of the layer's dtype; with Epilogue::kStore
+  /// Not null: `out` are E4M3 codes, quantized in groups of 128 features, and these their scales,
+  /// (groups, out_scale_pitch). With two GEMMs of FP8 rows, Epilogue::kActivate and tiles of
+  /// TileShape::has_whole_groups().
+  float* out_scales = nullptr;
+  std::int64_t out_scale_pitch = 0;
+  bool out_power_of_two = false;           ///< scales are powers of two
+  bool out_f32 = false;                    ///< else of the layer's dtype; with Epilogue::kStore
   const std::int32_t* out_rows = nullptr;  ///< with out_f32: rows of `out`; null: the same order
   Epilogue epilogue = Epilogue::kStore;
 };

@@ -28,8 +28,8 @@
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "cuda/gemm/copies.cuh"
-#include "cuda/gemm/epilogue.cuh"
 #include "cuda/gemm/mainloop.cuh"
+#include "cuda/gemm/store_tile.cuh"
 #include "cuda/gemm/tile_scheduler.cuh"
 #include "cuda/gemm/token_rows.cuh"
 
@@ -109,8 +109,6 @@ __device__ inline void load_activations(SharedMemory<K>& shared, const FusedMlpP
   }
 }
 
-/// With two GEMMs in a launch the rows of the second would have to be waited for: their scales are
-/// made between two launches.
 template <typename K>
 __device__ inline void load_scales(SharedMemory<K>& shared, const FusedMlpParams& p) {
   StageState<K> stage;
@@ -123,6 +121,7 @@ __device__ inline void load_scales(SharedMemory<K>& shared, const FusedMlpParams
     if (threadIdx.x % 32 == 0) arrive(&shared.tile_free[slot.index]);
     slot.advance();
     if (tile.gemm < 0) return;
+    if (tile.gemm == 1) wait_for_rows(p, tile);
     copy_scales(shared, p.gemms[tile.gemm], tile, stage);
   }
 }

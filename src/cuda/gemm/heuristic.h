@@ -49,6 +49,7 @@ struct MlpShape {
   const WeightFormat* format = nullptr;
   bool batched = false;          ///< num_tokens is the capacity of each expert
   bool unfused = false;          ///< hooks see the rows of GEMM 2
+  bool stores_groups = false;    ///< GEMM 1 quantizes in tiles that have whole groups
   bool batch_invariant = false;  ///< only configurations that add up rows in one order at all sizes
   std::int64_t num_tokens = 0;   ///< at most: what buffers hold
   std::int64_t expected_tokens = 0;  ///< of num_tokens; 0: unknown

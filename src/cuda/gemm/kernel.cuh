@@ -129,8 +129,16 @@ struct Kernel {
                                       : kMaxTokens % 32 == 0 ? 32
                                       : kMaxTokens % 48 == 0 ? 48
                                                              : 16;
+  // Whether GEMM 1 can quantize groups of 128 features (epilogue_groups.cuh), and of how many
+  // tokens of a chunk a thread does so.
+  static constexpr bool kStoresGroups =
+      kPromotes && Operands::kHasKScales && kTile.has_whole_groups();
+  static constexpr int kStoredRowBlocks = kHasEpilogueWarpgroup ? kRowGroups : kRowBlocks;
+  static constexpr int kGroupTokens = kChunkTokens * kStoredRowBlocks / 32;
   // Elements of a staged row on its way out; eight rows lie on different banks.
-  static constexpr int kStagedFeatures = kTokensAreRows ? kBlockRows / 2 : kBlockRows;
+  static constexpr int kStagedFeatures = kTokensAreRows                          ? kBlockRows / 2
+                                         : kStoresGroups && kStoredRowBlocks > 2 ? 2 * kBlockRows
+                                                                                 : kBlockRows;
   static constexpr int kStagedPitch =
       kStagedFeatures + 16 / static_cast<int>(sizeof(typename Output::Element));
 
@@ -143,10 +151,12 @@ struct Kernel {
   static constexpr int kPartialAccumulators = kHasEpilogueWarpgroup ? kAccumulators : 1;
   static constexpr int kStoringWarpgroups = kHasEpilogueWarpgroup ? 1 : kRowGroups;
 
+  static constexpr int kGroupParts = kStoresGroups ? kStoringWarpgroups : 1;
+
   static constexpr int kFixedBytes =
       kStoringWarpgroups * kChunkTokens * kStagedPitch * sizeof(typename Output::Element) +
-      int{sizeof(typename Operands::Tables)} + kPartials * kPartialAccumulators * 128 * 4 +
-      (kMaxExperts + 1) * 4 + 1024;
+      2 * kGroupParts * kChunkTokens * 4 + int{sizeof(typename Operands::Tables)} +
+      kPartials * kPartialAccumulators * 128 * 4 + (kMaxExperts + 1) * 4 + 1024;
   static constexpr int kStages = (kSharedLimit - kFixedBytes) / (kStageBytes + kScaleBytes);
   static_assert(kMaxTokens % 16 == 0, "N of wgmma");
   static_assert(kMaxTokens % kChunkTokens == 0);
@@ -176,6 +186,8 @@ struct SharedMemory {
   // Token rows on their way out, of each storing warpgroup.
   alignas(16)
       typename K::Output::Element rows[K::kStoringWarpgroups][K::kChunkTokens][K::kStagedPitch];
+  // The largest magnitudes of a chunk's tokens, of each storing warpgroup, in turns.
+  float group_amax[2][K::kGroupParts][K::kGroupParts > 1 ? K::kChunkTokens : 1];
   [[no_unique_address]] typename K::Operands::Tables tables;
   float partials[K::kPartials][K::kPartialAccumulators][128];
   std::uint64_t stage_full[K::kStages];

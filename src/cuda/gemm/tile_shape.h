@@ -5,6 +5,9 @@
 
 namespace fusedmoe::cuda {
 
+/// Row blocks of a gated w13 that have 128 features.
+inline constexpr int kBlocksOfGroup = 4;
+
 /// row_groups * k_groups warpgroups multiply. Each row group has row_blocks blocks of 64 weight
 /// rows; its K groups take the K blocks in turns, and the epilogue adds their accumulators in
 /// order.
@@ -26,6 +29,10 @@ struct TileShape {
   constexpr int token_step() const { return tokens_are_rows() ? 64 : 8; }
   /// Whether a warpgroup of its own runs the epilogue while the others multiply the next tile.
   constexpr bool has_epilogue_warpgroup() const { return row_blocks == 1 && max_tokens <= 32; }
+  /// Whether a gated tile of GEMM 1 has the 128 features of a group that shares an FP8 scale.
+  constexpr bool has_whole_groups() const {
+    return !tokens_are_rows() && tile_row_blocks() == kBlocksOfGroup;
+  }
   constexpr int tile_row_blocks() const { return row_groups * row_blocks; }
   constexpr bool operator==(const TileShape&) const = default;
 };
@@ -47,9 +54,11 @@ inline constexpr TileShape kTilesDecoded[] = {
 
 /// The tiles of FP8. Each K block is summed up in temporary accumulators and then added to the
 /// others; so large tiles leave room for both. With tokens as rows a thread has the accumulators of
-/// four tokens, so it needs four token scales for a K block.
+/// four tokens, so it needs four token scales for a K block. Of the two tiles of 96 tokens the
+/// second has whole groups.
 inline constexpr TileShape kTilesFp8[] = {
-    {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 2, 1, 2, 1}, {96, 2, 1, 1, 2}, {128, 1, 1, 2, 2, 2},
+    {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 2, 1, 2, 1},
+    {96, 2, 1, 1, 2}, {96, 2, 1, 2, 1}, {128, 1, 1, 2, 2, 2},
 };
 
 /// FP8 tiles of decoded weights. wgmma takes only its rows from registers, so tokens cannot be

@@ -81,7 +81,10 @@ void fused_mlp(const FusedMlpParams& params, const WeightFormat& format, const T
   FUSEDMOE_CHECK(found != format.tiles.end(), "tile", to_string(tile), "one that is compiled");
   FUSEDMOE_CHECK(!params.batch_invariant || format.keeps_order(tile), "tile", to_string(tile),
                  "one that adds up rows in one order: batch invariance");
-  // Rows that are quantized between the GEMMs take two launches.
+  const bool stores_groups = params.gemms[0].out_scales != nullptr;
+  FUSEDMOE_CHECK(!stores_groups || tile.has_whole_groups(), "tile", to_string(tile),
+                 "one that has whole groups, to quantize them");
+  // Other rows that are quantized between the GEMMs take two launches.
   FUSEDMOE_CHECK(params.num_gemms == 1 || !tile.tokens_are_rows(), "tile", to_string(tile),
                  "one with weights as rows, for two GEMMs in a launch");
   format.launches[static_cast<std::size_t>(found - format.tiles.begin())](params, stream);
