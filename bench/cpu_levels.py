@@ -8,7 +8,10 @@ after the other, so that what changes on the machine meets all of them. That tak
 seconds for each scheme and level; `chrt -f 50` before it keeps neighbours out of the samples.
 Writes OUT.json (a list of the rows of bench, each with its level) and OUT.md (tables for reading,
 with the misses by name: less than half of the read bandwidth at one token; slower than the level
-below by more than 3 %).
+below by more than 3 %). On a machine with other work, --resume goes on from OUT.json and times only
+what it lacks, and --stop-after ends a part of the work:
+
+    until bench/cpu_levels.py --resume --stop-after 120; do sleep 60; done
 """
 
 import argparse
@@ -18,6 +21,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LOWEST_BANDWIDTH = 50  # per cent, at one token
@@ -33,6 +37,9 @@ def options():
     parser.add_argument("--schemes", help="some of docs/support-matrix.md, separated by commas")
     parser.add_argument("--turns", type=int, default=1, help="the best of so many counts")
     parser.add_argument("--seconds", default="0.2", help="of sampling for each cell and turn")
+    parser.add_argument("--resume", action="store_true", help="keep the timed cells of OUT.json")
+    parser.add_argument("--stop-after", type=float, default=float("inf"), metavar="SECONDS",
+                        help="exit with status 1 then, if there are cells left")
     parser.add_argument("--out", default=str(ROOT / "bench/results/cpu-levels"))
     return parser.parse_args()
 
@@ -74,21 +81,40 @@ def bench(arguments, scheme, level):
     return [{"level": level, **report["context"], **row} for row in report["rows"]]
 
 
+def key_of(row):
+    return row["scheme"], row["level"], row["num_tokens"]
+
+
+def kept(arguments):
+    """{(scheme, level, tokens): row} of OUT.json"""
+    path = pathlib.Path(arguments.out + ".json")
+    if not arguments.resume or not path.exists():
+        return {}
+    return {key_of(row): row for row in json.loads(path.read_text())}
+
+
 def measure(arguments, levels, names):
-    """{(scheme, level, tokens): the row of the fastest turn}"""
-    best = {}
+    """{(scheme, level, tokens): the row of the fastest turn}, and whether all cells were tried"""
+    best = kept(arguments)
+    tokens = [int(number) for number in arguments.tokens.split(",")]
+    timed = {key for key, row in best.items() if row["samples"]}
+    end = time.monotonic() + arguments.stop_after
     for turn in range(arguments.turns):
         for number, scheme in enumerate(names):
+            if all((scheme, level, n) in timed for level in levels for n in tokens):
+                continue
+            if time.monotonic() > end:
+                return best, False
             print(f"turn {turn + 1}, {number + 1} of {len(names)}: {scheme}", file=sys.stderr)
             for level in levels:
                 for row in bench(arguments, scheme, level):
-                    key = (scheme, level, row["num_tokens"])
+                    key = key_of(row)
                     if row["samples"] == 0:  # the machine was not at rest
                         best.setdefault(key, row)
                     elif key not in best or best[key]["samples"] == 0 \
                             or row["median_ms"] < best[key]["median_ms"]:
                         best[key] = row
-    return best
+    return best, True
 
 
 def bandwidth(row):
@@ -165,10 +191,12 @@ def main():
     wanted = arguments.levels.split(",") if arguments.levels else all_levels
     levels = [level for level in all_levels if level in wanted]
     names = arguments.schemes.split(",") if arguments.schemes else schemes()
-    best = measure(arguments, levels, names)
+    best, complete = measure(arguments, levels, names)
     pathlib.Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
     pathlib.Path(arguments.out + ".json").write_text(
         json.dumps(list(best.values()), indent=1) + "\n")
+    if not complete:
+        sys.exit(1)
     pathlib.Path(arguments.out + ".md").write_text(
         "\n".join(page(arguments, best, levels, names)) + "\n")
     print(arguments.out + ".md")

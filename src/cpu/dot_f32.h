@@ -40,7 +40,7 @@ Kernels f32_kernels(const char* name) {
   using D = DotF32<S>;
   using E2m1 = Nibbles<S, Codes::kE2M1>;
   // Up to so many rows of a job, decoding again for each four of them is faster than to a panel.
-  constexpr std::int64_t kMost = 16;
+  constexpr std::int64_t kMost = 16, kMostInt8 = 8;
   Kernels table{};
   table.name = name;
   const auto set = [&](Codes codes, void (*multiply)(const TileJob&)) {
@@ -53,7 +53,7 @@ Kernels f32_kernels(const char* name) {
   set(Codes::kE2M1, multiply_codes<D, E2m1>);
   set(Codes::kInt4, multiply_codes<D, Nibbles<S, Codes::kInt4>>);
   set(Codes::kE4M3, multiply_codes<D, E4m3<S>>);
-  set(Codes::kInt8, multiply_codes<D, Int8Codec<S>, kMost>);
+  set(Codes::kInt8, multiply_codes<D, Int8Codec<S>, kMostInt8>);
   set(Codes::kW4A8, multiply_plain<D, W4A8Codec<S>>);
   set(Codes::kQ4K, multiply_plain<D, Q4KCodec<S>>);
   set(Codes::kQ6K, multiply_plain<D, Q6KCodec<S>>);

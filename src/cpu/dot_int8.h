@@ -107,16 +107,16 @@ void multiply_w8a8(const TileJob& job) {
 }
 
 /// Adds int8 dot products to a table. `Small` products take weight codes of up to 4 bits, `Wide` of
-/// 8 bits.
-template <class S, class Small, class Wide = Small>
+/// 8 bits. kMost: stream_few_rows with 4-bit codes.
+template <class S, class Small, class Wide = Small, std::int64_t kMost = kStreamedRows>
 void add_int8_kernels(Kernels& table) {
   using D = DotInt8<S, Small>;
   const auto set = [&](Codes codes, void (*multiply)(const TileJob&)) {
     table.multiply[static_cast<int>(codes)][static_cast<int>(Compute::kInt8)] = multiply;
   };
-  set(Codes::kMxfp4, multiply_grouped<D, NibblesToU8<S, Codes::kE2M1>>);
-  set(Codes::kE2M1, multiply_grouped<D, NibblesToU8<S, Codes::kE2M1>>);
-  set(Codes::kInt4, multiply_grouped<D, NibblesToU8<S, Codes::kInt4>>);
+  set(Codes::kMxfp4, multiply_grouped<D, NibblesToU8<S, Codes::kE2M1>, kMost>);
+  set(Codes::kE2M1, multiply_grouped<D, NibblesToU8<S, Codes::kE2M1>, kMost>);
+  set(Codes::kInt4, multiply_grouped<D, NibblesToU8<S, Codes::kInt4>, kMost>);
   set(Codes::kInt8, multiply_w8a8<DotInt8<S, Wide>>);
   table.flops[static_cast<int>(Compute::kInt8)] = flops<D>;
 }

@@ -16,7 +16,8 @@ struct Vnni {
 Kernels make_kernels() {
   Kernels table = avx512_kernels();
   table.name = "avx512_vnni";
-  add_int8_kernels<Simd, Vnni>(table);
+  // Up to so many rows, decoding again for each four of them is faster than to a panel.
+  add_int8_kernels<Simd, Vnni, Vnni, 12>(table);
   return table;
 }
 

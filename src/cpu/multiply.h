@@ -139,7 +139,10 @@ inline void multiply_panel(const std::byte* const* rows, const std::byte* panel,
       for (int i = 0; i < kStepsPerPrefetch; ++i, b += kStepBytes) {
         typename D::B weights[kVectors];
 #pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) weights[v] = D::load_b(b + v * kW * 4);
+        for (int v = 0; v < kVectors; ++v) {
+          weights[v] = D::load_b(b + v * kW * 4);
+          if constexpr (requires { S::keep(weights[v]); }) S::keep(weights[v]);
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
           const auto a = D::broadcast(rows[r] + (begin + i) * 4);

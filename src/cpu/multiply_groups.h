@@ -4,8 +4,6 @@
 // Included by isa_*.cpp only.
 #pragma once
 
-#include <type_traits>
-
 #include "cpu/multiply.h"
 
 namespace fusedmoe::cpu {
@@ -115,22 +113,24 @@ inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, 
       const std::int64_t steps = g + 1 == panel.count ? panel.last_steps : panel.steps;
       prefetch(steps);
       add_products<D>(acc, b, elements, a, steps);
+      // Else the compiler would keep totals on the stack from group to group.
+      if constexpr (!kTotals) asm volatile("" : : : "memory");
       b += steps * kStepBytes;
       a += 4 * steps;
-      const float* scales = panel.scales + g * kTileColumns + column;
+      typename S::F scales[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        scales[v] = S::load(panel.scales + g * kTileColumns + column + v * kW);
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         if (has_scales) {
           const auto scale = S::set1(rows[r].scales[(panel.first + g) >> group_shift]);
 #pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) {
-            add(r, v, D::to_float(acc[r][v]), S::load(scales + v * kW) * scale);
-          }
+          for (int v = 0; v < kVectors; ++v) add(r, v, D::to_float(acc[r][v]), scales[v] * scale);
         } else {
 #pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) {
-            add(r, v, D::to_float(acc[r][v]), S::load(scales + v * kW));
-          }
+          for (int v = 0; v < kVectors; ++v) add(r, v, D::to_float(acc[r][v]), scales[v]);
         }
       }
     }
@@ -160,19 +160,16 @@ inline void multiply_group_rows(int num_rows, const GroupRow* rows, const GroupP
 
 /// Whether the totals of groups stay in registers, where registers hold them. Without them, blocks
 /// have twice the rows and load fewer operands for a product. For fp32 products on AVX-512 that is
-/// worth more, as an Ice Lake core loads hardly more than one vector a cycle; but not with groups
-/// of 16, whose totals change often, and E2M1 has those.
-template <class D, class Codec>
+/// worth more, as an Ice Lake core loads hardly more than one vector a cycle.
+template <class D>
 inline constexpr bool kTotalsInRegisters =
-    D::Simd::kTotalsInRegisters &&
-    !(D::Simd::kWidth == 16 && D::kPerStep == 1 &&
-      !std::is_same_v<Codec, Nibbles<typename D::Simd, Codes::kE2M1>>);
+    D::Simd::kTotalsInRegisters && !(D::Simd::kWidth == 16 && D::kPerStep == 1);
 
 /// Decodes groups of a stream to panels, block by block.
 template <class D, class Codec>
 class GroupPanels {
  public:
-  static constexpr bool kTotals = kTotalsInRegisters<D, Codec>;
+  static constexpr bool kTotals = kTotalsInRegisters<D>;
 
   GroupPanels(const std::byte* stream, const TileFormat& format)
       : format_(format), chained_(format.codes == Codes::kMxfp4), codec_(format) {
@@ -237,7 +234,7 @@ class GroupPanels {
 template <class D>
 class WholePanel {
  public:
-  static constexpr bool kTotals = D::Simd::kTotalsInRegisters;
+  static constexpr bool kTotals = kTotalsInRegisters<D>;
 
   WholePanel(const std::byte* stream, const TileFormat&) : stream_(stream) {}
   GroupPanel panel(std::int64_t, std::int64_t, std::int64_t k, std::byte* scratch) {
