@@ -23,7 +23,11 @@ namespace {
 constexpr std::size_t kReserved = std::size_t{1} << 36;
 constexpr std::size_t kHugePage = std::size_t{1} << 21;
 constexpr std::size_t kPage = 4096;
-constexpr int kTries = 4;           // to find addresses that are free in every process
+// On 64-bit Linux libraries and heaps lie elsewhere. Where a processor or a sanitizer has no such
+// addresses, the system offers others.
+constexpr std::uintptr_t kFreeBegin = std::uintptr_t{1} << 45;
+constexpr std::uintptr_t kFreeEnd = kFreeBegin + (kFreeBegin >> 1);
+constexpr int kTries = 6;           // to find addresses that are free in every process
 constexpr std::size_t kMark = 128;  // bytes for a file's mark; behind it the slots
 constexpr int kSpins = 1000;        // some 50 us
 constexpr std::uint64_t kSpinsPerLook = 64;
@@ -88,7 +92,7 @@ SharedMemory::SharedMemory(int rank, int size)
 std::shared_ptr<SharedMemory> SharedMemory::make(int rank, int size, const Gather& gather) {
   std::shared_ptr<SharedMemory> memory(new SharedMemory(rank, size));
   for (int i = 0; i < kTries; ++i) {
-    const bool mapped = memory->map(gather(memory->offer()));
+    const bool mapped = memory->map(gather(memory->offer(i >= kTries / 2)), i % size);
     const std::vector<std::string> verdicts = gather(mapped ? "mapped" : "not mapped");
     if (std::count(verdicts.begin(), verdicts.end(), "mapped") == size) return memory;
     memory->unmap();
@@ -101,23 +105,27 @@ SharedMemory::~SharedMemory() {
   if (file_ >= 0) close(file_);
 }
 
-/// Process, file, mark and address. Rank 0's address counts.
-std::string SharedMemory::offer() {
-  void* address = MAP_FAILED;
-  if (rank_ == 0) {
-    address = mmap(nullptr, kReserved * size_ + kHugePage, PROT_NONE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (address != MAP_FAILED) munmap(address, kReserved * size_ + kHugePage);
+/// Process, file, mark, and an address that may be free in all processes.
+std::string SharedMemory::offer(bool anywhere) const {
+  const std::size_t bytes = kReserved * size_ + kHugePage;
+  std::uintptr_t address = 0;
+  if (!anywhere) {
+    if (getrandom(&address, sizeof address, 0) != sizeof address) address = 0;
+    address = kFreeBegin + address % (kFreeEnd - kFreeBegin - bytes);
+  } else if (void* const found = mmap(nullptr, bytes, PROT_NONE,
+                                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+             found != MAP_FAILED) {
+    munmap(found, bytes);
+    address = reinterpret_cast<std::uintptr_t>(found);
   }
-  const auto begin = address == MAP_FAILED
-                         ? 0
-                         : core::round_up(reinterpret_cast<std::intptr_t>(address), kHugePage);
-  return core::format("{} {} {} {}", getpid(), file_, mark_, begin);
+  address = core::round_up(static_cast<std::int64_t>(address), kHugePage);
+  return core::format("{} {} {} {}", getpid(), file_, mark_, address);
 }
 
-/// Maps the files of all ranks, this one's to be written. False where that cannot be done.
-bool SharedMemory::map(const std::vector<std::string>& offers) {
-  const std::string address = words_of(offers.front()).at(3);
+/// Maps the files of all ranks, this one's to be written, at the address that one rank offers.
+/// False where that cannot be done.
+bool SharedMemory::map(const std::vector<std::string>& offers, int chosen) {
+  const std::string address = words_of(offers[chosen]).at(3);
   std::uintptr_t begin = 0;
   std::from_chars(address.data(), address.data() + address.size(), begin);
   if (file_ < 0 || mark_.empty() || begin == 0) return false;

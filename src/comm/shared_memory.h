@@ -44,8 +44,8 @@ class SharedMemory {
  private:
   struct Slot;
   SharedMemory(int rank, int size);
-  bool map(const std::vector<std::string>& offers);
-  std::string offer();
+  bool map(const std::vector<std::string>& offers, int chosen);
+  std::string offer(bool anywhere) const;
   void unmap() noexcept;
   void grow(std::size_t bytes);
   char* memory_of(int rank) const;
