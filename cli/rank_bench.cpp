@@ -300,8 +300,9 @@ void RankBench::dispatch() {
   inner_ = args_;
   prepare_finalize_->start_prepare(inner_);
   prepare_finalize_->finish_prepare(inner_);
-  inner_.fused_output = TensorView(inner_.workspace13, config_.dtype,
-                                   {inner_.hidden_states.size(0), config_.hidden}, device_);
+  void* const memory = inner_.output_memory ? inner_.output_memory : inner_.workspace13;
+  inner_.fused_output =
+      TensorView(memory, config_.dtype, {inner_.hidden_states.size(0), config_.hidden}, device_);
   args_.fused_output = inner_.fused_output;
 }
 

@@ -19,7 +19,7 @@ tr '\n' ' ' <"$work/header.c" |
   sed -E 's/(__attribute__\(\(visibility\("default"\)\)\)[^;]*\)) *;/\1 { __builtin_trap(); }\n/g' \
     >"$work/empty.c"
 "${CC:-cc}" -std=c11 -g -w -shared -fPIC -Wl,-soname,libfusedmoe_c.so -nostdlib \
-  -o "$work/libfusedmoe_c.so" "$work/empty.c"
+  -ffile-prefix-map="$work=." -o "$work/libfusedmoe_c.so" "$work/empty.c"
 
 functions() { nm --dynamic --defined-only "$1" | cut -d' ' -f3 | sort; }
 [[ ${1:-} == --update ]] || diff <(functions "$work/libfusedmoe_c.so") <(functions "$1") ||

@@ -81,8 +81,10 @@ FUSEDMOE_API Slice slice_of(std::int64_t size, std::int64_t unit, int num_ranks,
 
 /// Which of an expert's replicas a token goes to.
 enum class ReplicaChoice {
-  kHash,     ///< by a hash of the token's number: the same on every rank
-  kNearest,  ///< one on the token's own rank, else by the hash
+  kHash,  ///< by a hash of the token's number: the same on every rank
+  /// One on the token's own rank, else by the hash. By the hash alone where several ranks have the
+  /// token and each adds what it computes.
+  kNearest,
 };
 
 /// Which rank holds which experts. Physical experts are what ranks hold; each is a copy of a
@@ -230,6 +232,8 @@ struct CommunicatorOptions {
   /// Of every wait; positive, at most a year.
   std::chrono::milliseconds timeout{30000};
   Device device = {};  ///< of this rank
+  /// Processes of one host may share memory, see Communicator::share_memory(); the same on all.
+  bool shared_memory = true;
 };
 
 /// The ranks of a layer, seen from one of them. A failure is final: the rank that notices it posts
@@ -288,6 +292,16 @@ class FUSEDMOE_API Communicator {
   bool can_lend() const;
   void lend(std::string_view kind, const void* mine, const DataPlane::Reader& read,
             std::string_view what);
+  /// Collective: on CPUs, where all ranks are processes of one host, lets each map the memory that
+  /// the others take here; true if it does. Then lend() works for what lies in such memory, and
+  /// points to such memory, though can_lend() is false. Parts that are split off later share it.
+  bool share_memory();
+  /// A block that the other ranks can read. They may do so after this rank has failed, until they
+  /// themselves are gone.
+  void* take_shared(std::size_t bytes);
+  void give_back_shared(const void* block) noexcept;
+  /// Whether an address lies in such a block of this rank.
+  bool is_shared(const void* address) const;
   /// Number of the next step of any layer, and of the next layer: equal on all ranks as long as
   /// they do the same.
   std::uint64_t next_step();

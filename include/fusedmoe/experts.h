@@ -269,6 +269,9 @@ struct ForwardArgs {
   WeightAndReduce weight_and_reduce = WeightAndReduce::kNoOp;  ///< of the experts, for finalize
   TensorView fused_output;  ///< what the experts write: `output`, or for finalize to reduce
   void* prepare_workspace = nullptr;  ///< untouched from prepare to finalize
+  /// Set by prepare where fused_output should lie, because other ranks read it there; null: it
+  /// may lie anywhere.
+  void* output_memory = nullptr;
   void* workspace13 = nullptr;
   void* workspace2 = nullptr;
 };

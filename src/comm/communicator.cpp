@@ -12,6 +12,7 @@
 #include "comm/check_ranks.h"
 #include "comm/place.h"
 #include "comm/poll.h"
+#include "comm/shared_memory.h"
 #include "core/check.h"
 #include "core/device_runtime.h"
 #include "fusedmoe/comm.h"
@@ -48,6 +49,8 @@ struct Communicator::Impl {
   int rank, size;
   std::shared_ptr<ControlPlane> control;
   std::shared_ptr<DataPlane> data;
+  std::shared_ptr<comm::SharedMemory> shared;
+  bool asked_to_share = false;
   CommunicatorOptions options;
   std::string prefix;        // of names in the control plane
   std::vector<int> members;  // of what was split off: rank here -> rank of the whole
@@ -320,6 +323,8 @@ std::shared_ptr<Communicator> Communicator::split(int color) {
   part->prefix = core::format("{}s{}.{}/", impl.prefix, impl.splits++, color);
   part->control = impl.control;
   part->data = impl.data;
+  part->shared = impl.shared;
+  part->asked_to_share = true;  // its memory is that of the whole, or there is none
   part->options = impl.options;
   for (int r = 0; r < impl.size; ++r) {
     if (colors[r] != colors[impl.rank]) continue;
@@ -378,30 +383,66 @@ bool Communicator::can_lend() const {
 
 void Communicator::lend(std::string_view kind, const void* mine, const DataPlane::Reader& read,
                         std::string_view what) {
-  struct Lent {
-    std::string_view kind;
-    const void* data;
-  };
+  using Lent = comm::SharedMemory::Lent;
   Impl& impl = *impl_;
   std::vector<int> peers(impl.size);
   for (int r = 0; r < impl.size; ++r) peers[r] = impl.global(r);
-  const auto check_and_read = [&](std::span<const void* const> all) {
+  const auto check_and_read = [&](std::span<const Lent> all) {
     std::vector<const void*> lent;
-    const auto& first = *static_cast<const Lent*>(all.front());
-    for (const void* each : all) {
-      const auto& other = *static_cast<const Lent*>(each);
-      if (other.kind != first.kind) {  // compared with rank 0's, so that all ranks say the same
+    for (const Lent& each : all) {
+      if (each.kind != all.front().kind) {  // compared with rank 0's, so that all say the same
         throw Error::communication(core::format("rank {} lends {}, but rank {} lends {}",
-                                                peers.front(), first.kind, peers[lent.size()],
-                                                other.kind));
+                                                peers.front(), all.front().kind, peers[lent.size()],
+                                                each.kind));
       }
-      lent.push_back(other.data);
+      lent.push_back(each.data);
     }
     read(lent);
   };
-  const Lent own{kind, mine};
-  impl.run(*this, what,
-           [&](Waiting& waiting) { impl.data->lend(&own, peers, check_and_read, waiting); });
+  const Lent own{std::string(kind), mine};
+  impl.run(*this, what, [&](Waiting& waiting) {
+    if (impl.shared) return impl.shared->lend(own, peers, check_and_read, waiting);
+    const auto read_there = [&](std::span<const void* const> others) {
+      std::vector<Lent> all;
+      for (const void* each : others) all.push_back(*static_cast<const Lent*>(each));
+      check_and_read(all);
+    };
+    impl.data->lend(&own, peers, read_there, waiting);
+  });
+}
+
+bool Communicator::share_memory() {
+  Impl& impl = *impl_;
+  if (impl.asked_to_share) return impl.shared != nullptr;
+  impl.asked_to_share = true;
+  const auto size = static_cast<std::size_t>(impl.size);
+  const bool processes =
+      std::count(impl.access.begin(), impl.access.end(), true) == static_cast<std::ptrdiff_t>(size);
+  const bool wanted = impl.options.shared_memory && impl.options.device.is_cpu() && size > 1;
+  if (!wanted || !processes || impl.host_ranks.size() != size) return false;
+  impl.shared = comm::SharedMemory::make(impl.rank, impl.size, [&](const std::string& text) {
+    return gather(text, "sharing memory");
+  });
+  return impl.shared != nullptr;
+}
+
+void* Communicator::take_shared(std::size_t bytes) {
+  Impl& impl = *impl_;
+  FUSEDMOE_CHECK_FAULT(impl.shared, kNull, "communicator", "without shared memory", "one with it");
+  {
+    // Other ranks may still read what a failed one has given back.
+    const std::lock_guard lock(impl.mutex);
+    if (!impl.failure.empty()) throw Error::communication(impl.failure);
+  }
+  return impl.shared->take(bytes);
+}
+
+void Communicator::give_back_shared(const void* block) noexcept {
+  if (impl_->shared) impl_->shared->give_back(block);
+}
+
+bool Communicator::is_shared(const void* address) const {
+  return impl_->shared && impl_->shared->contains(address);
 }
 
 bool Communicator::all_gather(std::span<const Gather> buffers, Stream stream) {

@@ -66,7 +66,26 @@ ExchangeLayout::ExchangeLayout(void* workspace, const ProblemSize& problem,
     return static_cast<const std::byte**>(
         cutter.take(static_cast<std::size_t>(rows) * sizeof(std::byte*)));
   };
-  received = take_rows(travelling, sizes.capacity, topk);
+  if (sizes.in_place) {
+    lent_rows = static_cast<LentRows*>(cutter.take(sizeof(LentRows)));
+    lent_sums = static_cast<LentSums*>(cutter.take(sizeof(LentSums)));
+    lent_begins = static_cast<std::int64_t*>(
+        cutter.take(static_cast<std::size_t>(ranks) * sizeof(std::int64_t)));
+  }
+  const bool values_stay = sizes.shared && sizes.by_address;
+  if (sizes.shared) {
+    const bool made_here = sent.quant || sent.apply_router_weight_on_input;
+    if (!made_here) published.values = take(problem.dtype, {tokens, problem.hidden});
+    if (sizes.num_logits > 0) published.logits = take(DType::kF32, {tokens, sizes.num_logits});
+    published.weights = take(DType::kF32, {tokens, topk});
+    output =
+        take(sizes.combine_dtype, {sizes.capacity * (sizes.per_slot ? topk : 1), sizes.hidden});
+  }
+  received = take_rows(travelling, sizes.capacity, topk, !values_stay);
+  if (values_stay && output) {
+    received.values = TensorView(output.data(), travelling.values_dtype,
+                                 {sizes.capacity, travelling.value_columns}, device);
+  }
   if (sizes.converts) {
     read_values = take(reading.values_dtype, {sizes.capacity, reading.value_columns});
     if (read.quant) {

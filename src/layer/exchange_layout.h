@@ -29,6 +29,7 @@ struct ExchangeSizes {
   bool packs;       // rows for other ranks are packed before they are sent
   bool host;        // the steps of rank_exchange_host.cpp
   bool in_place;    // ranks read each other's memory: nothing is packed, nothing returns
+  bool shared;      // which is memory that processes share: all that others read lies there
   bool by_address;  // experts read rows where they lie: this rank's own are not copied
   bool converts;    // rows travel in another form than experts read
   DType combine_dtype;
@@ -56,6 +57,21 @@ struct RowTensors {
   }
 };
 
+/// What a rank lends the others in dispatch.
+struct LentRows {
+  StepHeader header;
+  const std::int32_t* counts;  // rows for each rank
+  const std::int32_t* tokens;  // of rank r from r * stride on; null: all of them, for every rank
+  std::int64_t stride;
+  RowTensors rows;
+};
+
+/// And in combine: where the rows for each rank begin.
+struct LentSums {
+  const std::byte* rows;
+  const std::int64_t* begins;
+};
+
 struct ExchangeLayout {
   /// `sent`: how rows travel. `read`: how the experts read them.
   ExchangeLayout(void* workspace, const ProblemSize& problem, const ExchangeSizes& sizes,
@@ -71,9 +87,10 @@ struct ExchangeLayout {
   TensorView send_tokens;   // (num_ranks, max_tokens) i32, on the host
   TensorView send_counts;   // (num_ranks) i32
   TensorView recv_counts;   // (num_ranks * counts_of_rank)
-  TensorView headers_out, headers_in;       // (num_ranks, bytes) u8
-  RowTensors packed;                        // all2all: row r * max_tokens + i goes to rank r
-  RowTensors received;                      // (capacity): those of rank 0, of rank 1, ...
+  TensorView headers_out, headers_in;  // (num_ranks, bytes) u8
+  RowTensors packed;                   // all2all: row r * max_tokens + i goes to rank r
+  RowTensors received;  // (capacity): those of rank 0, of rank 1, ...; shared and by_address the
+                        // values give only shape and dtype
   const std::byte** received_at = nullptr;  // (capacity): values, by_address; null: nobody's
   TensorView read_values, read_scales;      // (capacity), or one scale; if sizes.converts
   Routing routed;                           // (capacity): written by experts that get logits
@@ -85,7 +102,14 @@ struct ExchangeLayout {
   const std::byte** row_addresses = nullptr;   // (num_tokens, num_ranks or topk), on the host
   // Returned: of rank r from row r * max_tokens on; per slot one behind the other.
   TensorView returned;
-  TensorView partial;  // (num_tokens, hidden): this rank's part, where sum_ranks > 1
+  // In place.
+  LentRows* lent_rows = nullptr;
+  LentSums* lent_sums = nullptr;
+  std::int64_t* lent_begins = nullptr;  // (num_ranks)
+  // Shared.
+  RowTensors published;  // (num_tokens): own rows that do not lie in this layout anyway
+  TensorView output;     // (capacity, or times topk; hidden): the experts'
+  TensorView partial;    // (num_tokens, hidden): this rank's part, where sum_ranks > 1
   std::optional<RankSums::Buffers> sums;
 };
 

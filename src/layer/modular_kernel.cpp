@@ -133,8 +133,8 @@ void ModularKernel::run_steps(ForwardArgs args, const ProblemSize& problem) cons
     ProblemSize arrived = prepare_finalize_->problem_size(problem);
     arrived.num_tokens = inner.hidden_states.size(0);
     const WorkspacePlan plan = experts_->plan(arrived);
-    inner.fused_output =
-        TensorView(args.workspace13, plan.output_dtype, plan.output_shape, args.output.device());
+    inner.fused_output = TensorView(inner.output_memory ? inner.output_memory : args.workspace13,
+                                    plan.output_dtype, plan.output_shape, args.output.device());
     args.fused_output = inner.fused_output;
   }
   experts_->run(inner);

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "core/check.h"
 #include "fusedmoe/runtime.h"
@@ -32,8 +33,13 @@ std::string RankExchange::what(std::string_view phase) const {
 }
 
 void RankExchange::abandon(std::string_view reason) const noexcept {
-  busy_.clear();
+  end_step();
   group_->abort(reason);
+}
+
+void RankExchange::end_step() const noexcept {
+  if (step_.shared) group_->give_back_shared(std::exchange(step_.shared, nullptr));
+  busy_.clear();
 }
 
 /// Messages to the own rank are copies.
@@ -66,6 +72,9 @@ void RankExchange::do_start_prepare(ForwardArgs& args) const {
                        "hidden_states", core::format("{} tokens", most),
                        core::format("at most max_tokens_per_rank, {}", max_tokens_per_rank_));
   step_.number = group_->next_step();
+  if (shared_) {
+    step_.shared = group_->take_shared(layout_bytes(problem_of(args), args.preparation));
+  }
   const ExchangeLayout layout = this->layout(args);
   num_logits_ > 0 ? route_own(args) : plan(args, layout);
   ForwardArgs own = args;  // the caller's views stay until finish_prepare, which needs their sizes
@@ -190,6 +199,7 @@ void RankExchange::do_finish_prepare(ForwardArgs& args) const {
   const auto arrived = [&](const TensorView& all) { return all.slice(0, 0, step_.rows); };
   args.hidden_states = arrived(layout.received.values);
   args.row_addresses = layout.received_at;
+  args.output_memory = layout.output.data();
   if (hooks_) tell_origins(args, arrived(layout.received.numbers), step_.recv_counts);
   if (layout.received.scales) args.hidden_scales = arrived(layout.received.scales);
   if (layout.sizes.converts) convert(args, layout);
@@ -284,7 +294,7 @@ void RankExchange::do_finish_finalize(const ForwardArgs& args) const {
   if (sums_.needed()) {
     sums_.run(layout.partial, args.output, args.accumulate, *layout.sums, args.stream, what("sum"));
   }
-  busy_.clear();
+  end_step();
 }
 
 void RankExchange::return_rows(const ForwardArgs& args, const ExchangeLayout& layout) const {

@@ -40,6 +40,7 @@ class RankExchange final : public PrepareAndFinalize {
     std::int64_t rows = 0;                               // received
     std::vector<std::int64_t> origins;                   // the same by all ranks; for hooks
     bool scattered = false;  // the sums over ranks are there, made by the data plane
+    void* shared = nullptr;  // the layout, in memory that processes share
     std::int64_t recv_begin(int rank) const;
   };
 
@@ -48,6 +49,7 @@ class RankExchange final : public PrepareAndFinalize {
   void do_start_finalize(const ForwardArgs& args) const override;
   void do_finish_finalize(const ForwardArgs& args) const override;
 
+  std::size_t layout_bytes(const ProblemSize& caller, const Preparation& preparation) const;
   ExchangeLayout layout(const ForwardArgs& args) const;
   void join(const ParallelConfig& parallel, const std::shared_ptr<Communicator>& all);
   void place_experts(const MoeConfig& config, const RankOptions& options);
@@ -82,12 +84,16 @@ class RankExchange final : public PrepareAndFinalize {
   void pack_on_host(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
   void exchange_unpacked(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
   void count_on_host(const ExchangeLayout& layout) const;
-  void locate_rows(const RowTensors& own, const ExchangeLayout& layout) const;
+  LentRows lent(const RowTensors& rows, const ExchangeLayout& layout) const;
+  RowTensors publish(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
+  void locate_received(const ExchangeLayout& layout) const;
+  void locate_lent(int rank, const LentRows& lent, const ExchangeLayout& layout) const;
   void locate_slots(ForwardArgs& args, const ExchangeLayout& layout, std::int64_t rows) const;
   void sum_in_place(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void sum_messages(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void sum_rows(const ForwardArgs& args, const ExchangeLayout& layout,
                 std::span<const std::byte* const> first) const;
+  void end_step() const noexcept;
   bool per_slot() const { return combine_ == CombineMode::kPerSlot; }
   void swap(std::span<const Message> sends, std::span<const Message> receives, Stream stream,
             std::string_view phase) const;
@@ -105,6 +111,7 @@ class RankExchange final : public PrepareAndFinalize {
   std::shared_ptr<Communicator> group_;
   bool whole_ = true;  // the group is all ranks
   const bool host_;
+  bool shared_ = false;    // the ranks are processes that share memory
   bool in_place_ = false;  // ranks read each other's rows where they lie
   bool unpacked_ = false;  // messages take rows from where they lie
   const bool hooks_;       // which want hidden states in one place

@@ -3,6 +3,7 @@
 // those of threads of this process in their memory, others where messages have brought them.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "core/parallel.h"
 #include "layer/backend.h"
@@ -11,21 +12,6 @@
 
 namespace fusedmoe::layer {
 namespace {
-
-/// What a rank lends the others in dispatch.
-struct LentRows {
-  StepHeader header;
-  const std::int32_t* counts;  // rows for each rank
-  const std::int32_t* tokens;  // of rank r from r * stride on; null: all of them, for every rank
-  std::int64_t stride;
-  RowTensors rows;
-};
-
-/// And in combine: where the rows for each rank begin.
-struct LentSums {
-  const std::byte* rows;
-  std::vector<std::int64_t> begins;
-};
 
 /// Copies `count` rows that follow each other on both sides; a long copy is the fastest.
 void copy_rows(const TensorView& from, std::int64_t from_row, const TensorView& to,
@@ -84,12 +70,8 @@ void clear_ids(const TensorView& ids) {
 }
 
 std::vector<std::int64_t> begins_of(std::span<const std::int64_t> counts) {
-  std::vector<std::int64_t> begins;
-  std::int64_t next = 0;
-  for (const std::int64_t count : counts) {
-    begins.push_back(next);
-    next += count;
-  }
+  std::vector<std::int64_t> begins(counts.size());
+  std::exclusive_scan(counts.begin(), counts.end(), begins.begin(), std::int64_t{0});
   return begins;
 }
 
@@ -105,21 +87,32 @@ void RankExchange::count_on_host(const ExchangeLayout& layout) const {
   }
 }
 
-/// Where the experts find rows: this rank's own stay where they are.
-void RankExchange::locate_rows(const RowTensors& own, const ExchangeLayout& layout) const {
-  if (!layout.received_at) return;
-  const auto address = [](const TensorView& values, std::int64_t row) {
-    return values.as<const std::byte>() + bytes(values.dtype(), row * values.stride(0));
-  };
+/// What the others read of these rows.
+LentRows RankExchange::lent(const RowTensors& rows, const ExchangeLayout& layout) const {
+  return {header(layout), layout.send_counts.as<const std::int32_t>(),
+          to_all_ ? nullptr : layout.send_tokens.as<const std::int32_t>(), layout.sizes.max_tokens,
+          rows};
+}
+
+/// Where the experts find received rows.
+void RankExchange::locate_received(const ExchangeLayout& layout) const {
+  const TensorView& values = layout.received.values;
+  const std::int64_t row_bytes = bytes(values.dtype(), values.stride(0));
   for (std::int64_t row = 0; row < step_.rows; ++row) {
-    layout.received_at[row] = address(layout.received.values, row);
+    layout.received_at[row] = values.as<const std::byte>() + row * row_bytes;
   }
-  const std::byte** next = layout.received_at + step_.recv_begin(rank_);
-  const auto* tokens =
-      layout.send_tokens.as<const std::int32_t>() + rank_ * layout.sizes.max_tokens;
-  const std::int64_t planned = layout.send_counts.as<const std::int32_t>()[rank_];
-  for (std::int64_t i = 0; i < step_.recv_counts[rank_]; ++i) {
-    *next++ = i < planned ? address(own.values, to_all_ ? i : tokens[i]) : nullptr;
+}
+
+/// And those that stay where a rank has them: this rank's own, and all in shared memory.
+void RankExchange::locate_lent(int rank, const LentRows& lent, const ExchangeLayout& layout) const {
+  const TensorView& values = lent.rows.values;
+  const std::int32_t* tokens = lent.tokens ? lent.tokens + rank_ * lent.stride : nullptr;
+  const std::byte** next = layout.received_at + step_.recv_begin(rank);
+  for (std::int64_t i = 0; i < step_.recv_counts[rank]; ++i) {
+    const std::int64_t row = tokens ? tokens[i] : i;
+    *next++ = i < lent.counts[rank_]
+                  ? values.as<const std::byte>() + bytes(values.dtype(), row * values.stride(0))
+                  : nullptr;
   }
 }
 
@@ -137,38 +130,72 @@ void RankExchange::locate_slots(ForwardArgs& args, const ExchangeLayout& layout,
                                   {rows, args.hidden_states.size(1)});
 }
 
-/// Copies the rows for this rank from where every rank has them.
+/// The rows as others read them: in shared memory, where a copy of what the caller has is made.
+/// Tokens that no other rank wants are left out.
+RowTensors RankExchange::publish(const RowTensors& rows, const ExchangeLayout& layout,
+                                 Stream stream) const {
+  RowTensors result = rows;
+  const auto publish_all = [&](TensorView& view, const TensorView& place) {
+    if (!view) return;
+    copy(view, place, stream);
+    view = place;
+  };
+  publish_all(result.weights, layout.published.weights);
+  publish_all(result.logits, layout.published.logits);
+  if (!layout.published.values) return result;  // they have been made there
+  result.values = layout.published.values;
+  const auto* send_rows = layout.send_rows.as<const std::int32_t>();
+  const auto wanted = [&](std::int64_t token) {
+    bool result = to_all_;
+    for (int r = 0; r < size_; ++r) result |= r != rank_ && send_rows[token * size_ + r] >= 0;
+    return result;
+  };
+  const auto publish_values = [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t stop = begin; begin < end; begin = ++stop) {
+      while (stop < end && wanted(stop)) ++stop;
+      copy_rows(rows.values, begin, result.values, begin, stop - begin);
+    }
+  };
+  const bool worthwhile = rows.values.numel() >= core::kParallelElements;
+  core::parallel_ranges(core::executor_of(stream), layout.sizes.num_tokens, worthwhile,
+                        publish_values);
+  return result;
+}
+
+/// Reads the rows for this rank where every rank has them: copies them, or only their addresses.
 void RankExchange::receive_in_place(const RowTensors& rows, const ExchangeLayout& layout,
                                     Stream stream) const {
   count_on_host(layout);
-  const LentRows mine{header(layout), layout.send_counts.as<const std::int32_t>(),
-                      to_all_ ? nullptr : layout.send_tokens.as<const std::int32_t>(),
-                      layout.sizes.max_tokens, rows};
+  const LentRows own = lent(rows, layout);
+  *layout.lent_rows = shared_ ? lent(publish(rows, layout, stream), layout) : own;
   std::vector<StepHeader> headers;
   const auto fits = [&] { return receive_capacity_ == 0 || step_.rows <= receive_capacity_; };
-  const auto copy = [&](std::span<const void* const> lent) {
+  const auto read = [&](std::span<const void* const> lent) {
     std::vector<const LentRows*> all;
     for (const void* each : lent) all.push_back(static_cast<const LentRows*>(each));
     for (const LentRows* each : all) headers.push_back(each->header);
     if (std::count(headers.begin(), headers.end(), headers.front()) != size_) return;
     if (!fixed_sizes_) set_counts([&](int from, int to) { return all[from]->counts[to]; });
     step_.rows = step_.recv_begin(size_);
-    for (int r = 0; r < size_ && fits(); ++r) {
-      const std::int64_t count =
-          std::min<std::int64_t>(all[r]->counts[rank_], step_.recv_counts[r]);
+    if (!fits()) return;
+    if (layout.received_at && !shared_) locate_received(layout);
+    for (int r = 0; r < size_; ++r) {
+      const LentRows& from = r == rank_ ? own : *all[r];
+      const std::int64_t count = std::min<std::int64_t>(from.counts[rank_], step_.recv_counts[r]);
       const std::int64_t begin = step_.recv_begin(r);
       RowTensors to = layout.received.slice(begin, begin + step_.recv_counts[r]);
-      if (layout.received_at && r == rank_) to.values = {};
-      const std::int32_t* tokens = all[r]->tokens;
-      gather_rows(all[r]->rows, tokens ? tokens + rank_ * all[r]->stride : nullptr, to, count,
+      if (layout.received_at && (shared_ || r == rank_)) {
+        to.values = {};
+        locate_lent(r, from, layout);
+      }
+      gather_rows(from.rows, from.tokens ? from.tokens + rank_ * from.stride : nullptr, to, count,
                   stream);
       if (fixed_sizes_) clear_ids(to.ids.slice(0, count, step_.recv_counts[r]));
     }
   };
-  group_->lend("rows", &mine, copy, what("dispatch"));
+  group_->lend("rows", layout.lent_rows, read, what("dispatch"));
   check_headers(headers);
   check_received();
-  locate_rows(rows, layout);
 }
 
 /// Rows for other ranks where exchange_rows() takes them from, this rank's among those received.
@@ -191,7 +218,9 @@ void RankExchange::pack_on_host(const RowTensors& rows, const ExchangeLayout& la
     gather_rows(rows, to_all_ ? nullptr : tokens + r * layout.sizes.max_tokens, to, count, stream);
     if (fixed_sizes_) clear_ids(to.ids.slice(0, count, room));
   }
-  locate_rows(rows, layout);
+  if (!layout.received_at) return;
+  locate_received(layout);
+  locate_lent(rank_, lent(rows, layout), layout);
 }
 
 /// Sends rows from where they lie: all values that a rank gets, then all scales, ids and weights.
@@ -216,8 +245,13 @@ void RankExchange::exchange_unpacked(const RowTensors& rows, const ExchangeLayou
 
 /// Adds what all ranks have computed for the tokens of this one.
 void RankExchange::sum_in_place(const ForwardArgs& args, const ExchangeLayout& layout) const {
-  const LentSums mine{args.fused_output.as<const std::byte>(),
-                      begins_of(per_slot() ? step_.slots_in : step_.recv_counts)};
+  const TensorView& rows = args.fused_output;
+  const bool elsewhere = shared_ && rows.data() != layout.output.data();
+  if (elsewhere) copy(rows, layout.output.slice(0, 0, rows.size(0)), args.stream);
+  const std::vector<std::int64_t>& counts = per_slot() ? step_.slots_in : step_.recv_counts;
+  std::exclusive_scan(counts.begin(), counts.end(), layout.lent_begins, std::int64_t{0});
+  const TensorView& there = elsewhere ? layout.output : rows;
+  *layout.lent_sums = {there.as<const std::byte>(), layout.lent_begins};
   const std::int64_t row_bytes = bytes(combine_dtype_, layout.sizes.hidden);
   const auto add = [&](std::span<const void* const> lent) {
     std::vector<const std::byte*> first;
@@ -227,7 +261,7 @@ void RankExchange::sum_in_place(const ForwardArgs& args, const ExchangeLayout& l
     }
     sum_rows(args, layout, first);
   };
-  group_->lend("sums", &mine, add, what("combine"));
+  group_->lend("sums", layout.lent_sums, add, what("combine"));
 }
 
 /// The same with what return_rows() has brought; this rank's own rows are where they were.

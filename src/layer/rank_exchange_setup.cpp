@@ -45,12 +45,14 @@ RankExchange::RankExchange(const PrepareFinalizeDescriptor& descriptor, const Mo
       hooks_(config.hooks),
       sums_(nullptr) {
   join(config.parallel, context.ranks.communicator);
-  in_place_ = host_ && group_->can_lend();
+  in_place_ = shared_ || (host_ && group_->can_lend());
   // With fixed sizes padding rows are sent, too. Only the packed buffer has those.
   unpacked_ = host_ && !in_place_ && !to_all_ && !fixed_sizes_ && group_->is_byte_stream();
   place_experts(config, context.ranks);
   layer_ = static_cast<std::uint32_t>(group_->next_layer());
-  if (context.ranks.replica_choice == ReplicaChoice::kNearest) nearest_rank_ = rank_;
+  // Ranks that add their sums of the same tokens must choose the same copies.
+  const bool nearest = context.ranks.replica_choice == ReplicaChoice::kNearest;
+  if (nearest && !sums_.needed()) nearest_rank_ = rank_;
   for (auto* counts : {&step_.send_counts, &step_.recv_counts, &step_.slots_in, &step_.slots_out}) {
     counts->resize(static_cast<std::size_t>(size_));
   }
@@ -62,6 +64,7 @@ void RankExchange::join(const ParallelConfig& parallel, const std::shared_ptr<Co
   const std::vector<int> ranks = parallel.gather_group();
   step_.origins.resize(static_cast<std::size_t>(all->size()));
   whole_ = !to_all_ || static_cast<int>(ranks.size()) == all->size();
+  shared_ = host_ && all->share_memory();
   group_ = whole_ ? all : all->split(ranks.front());
   size_ = group_->size();
   rank_ = group_->rank();
@@ -138,6 +141,7 @@ ExchangeSizes RankExchange::sizes(const ProblemSize& caller, const Preparation& 
   sizes.packs = !to_all_ && !in_place_ && !unpacked_;
   sizes.host = host_;
   sizes.in_place = in_place_;
+  sizes.shared = shared_;
   sizes.converts = sent_as(preparation).quant != preparation.quant;
   // Messages to all send this rank's rows from where they are received.
   sizes.by_address =
@@ -163,6 +167,11 @@ std::int64_t RankExchange::fixed_rows(std::int64_t max_tokens) const {
 
 std::size_t RankExchange::workspace_bytes(const ProblemSize& caller,
                                           const Preparation& preparation) const {
+  return shared_ ? 0 : layout_bytes(caller, preparation);
+}
+
+std::size_t RankExchange::layout_bytes(const ProblemSize& caller,
+                                       const Preparation& preparation) const {
   return ExchangeLayout(nullptr, caller, sizes(caller, preparation), sent_as(preparation),
                         preparation, {})
       .cutter.used();
@@ -172,8 +181,12 @@ ExchangeLayout RankExchange::layout(const ForwardArgs& args) const {
   const ProblemSize problem = problem_of(args);
   Preparation sent = sent_as(args.preparation);
   if (sent.quant && !sent.quant->dynamic) sent.scale = args.weights->info().a1_scale;
-  return {args.prepare_workspace, problem,           sizes(problem, args.preparation), sent,
-          args.preparation,       args.stream.device};
+  return {shared_ ? step_.shared : args.prepare_workspace,
+          problem,
+          sizes(problem, args.preparation),
+          sent,
+          args.preparation,
+          args.stream.device};
 }
 
 }  // namespace fusedmoe::layer

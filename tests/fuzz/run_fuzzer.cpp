@@ -4,17 +4,15 @@
 // compile the CPU kernels.
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
-#include <exception>
 #include <string>
 #include <vector>
 
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
+#include "random_runs.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
 
@@ -22,14 +20,10 @@ namespace {
 
 using namespace fusedmoe;
 using fusedmoe::testing::Case;
+using fusedmoe::testing::expect_close;
 using fusedmoe::testing::Problem;
 using fusedmoe::testing::Random;
 using fusedmoe::testing::Variant;
-
-/// A wrong result, as opposed to a refusal.
-struct Failure {
-  std::string text;
-};
 
 struct Statistics {
   std::int64_t compared = 0, refused = 0;
@@ -144,31 +138,6 @@ double tolerance(const QuantScheme& scheme, DType dtype, const Selection& ran) {
   // Batched experts round their rows before the sum, those with hooks also what the activation
   // reads.
   return ran.config.hooks ? 4 * result : ran.prepare_finalize == &batched() ? 2 * result : result;
-}
-
-void expect_close(const TensorView& actual, const TensorView& expected, double limit,
-                  const std::string& what) {
-  constexpr double kTypical = 0.25;
-  double sum = 0;
-  std::int64_t finite = 0;
-  for (std::int64_t i = 0; i < expected.numel(); ++i) {
-    const double e = load_f32(expected.data(), expected.dtype(), i);
-    if (!std::isfinite(e)) continue;
-    sum += e * e;
-    ++finite;
-  }
-  const double rms = finite > 0 ? std::sqrt(sum / static_cast<double>(finite)) : 0;
-  for (std::int64_t i = 0; i < expected.numel(); ++i) {
-    const double e = load_f32(expected.data(), expected.dtype(), i);
-    const double a = load_f32(actual.data(), actual.dtype(), i);
-    const bool same =
-        std::isfinite(e) == std::isfinite(a) &&
-        (!std::isfinite(e) || std::abs(a - e) <= limit * std::max({std::abs(e), rms, kTypical}));
-    if (!same) {
-      throw Failure{what + ": element " + std::to_string(i) + " is " + std::to_string(a) +
-                    ", not " + std::to_string(e)};
-    }
-  }
 }
 
 /// Experts with hooks round once more before activations are quantized: another problem. Quantized
@@ -308,47 +277,11 @@ void run(std::uint64_t seed, Statistics& statistics, std::string& what) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::uint64_t seed = 0;
-  double seconds = 1e9;
-  long long runs = -1;
-  bool verbose = false;
-  for (int i = 1; i < argc; ++i) {
-    const std::string option = argv[i];
-    const char* value = i + 1 < argc ? argv[i + 1] : "0";
-    if (option == "--verbose") {
-      verbose = true;
-      continue;
-    }
-    if (option == "--runs") runs = std::stoll(value);
-    if (option == "--seconds") seconds = std::stod(value);
-    if (option == "--seed") seed = std::stoull(value);
-    ++i;
-  }
-  if (runs < 0 && seconds == 1e9) runs = 1000;
-  const auto start = std::chrono::steady_clock::now();
   Statistics statistics;
-  long long done = 0;
-  for (; runs < 0 || done < runs; ++done, ++seed) {
-    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - start;
-    if (passed.count() > seconds) break;
-    std::string what;
-    std::string failure;
-    if (verbose) std::fprintf(stderr, "seed %llu\n", static_cast<unsigned long long>(seed));
-    try {
-      run(seed, statistics, what);
-    } catch (const Failure& wrong) {
-      failure = wrong.text;
-    } catch (const std::exception& error) {
-      failure = std::string("not an Error: ") + error.what();
-    }
-    if (!failure.empty()) {
-      std::fprintf(stderr, "seed %llu: %s\n  %s\n", static_cast<unsigned long long>(seed),
-                   what.c_str(), failure.c_str());
-      return 1;
-    }
-  }
-  std::printf("%lld runs: %lld results compared, %lld problems refused\n", done,
-              static_cast<long long>(statistics.compared),
-              static_cast<long long>(statistics.refused));
-  return 0;
+  return fusedmoe::testing::run_seeds(
+      argc, argv, [&](std::uint64_t seed, std::string& what) { run(seed, statistics, what); },
+      [&] {
+        return std::to_string(statistics.compared) + " results compared, " +
+               std::to_string(statistics.refused) + " problems refused";
+      });
 }

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <mpi.h>
 
+#include <cstdlib>
+
 #include "dropping_ranks.h"
 #include "fusedmoe/quant.h"
 #include "golden_ranks.h"
@@ -38,9 +40,18 @@ using testing::RankCase;
 
 constexpr std::int64_t kTokens = 9;
 
+/// Ranks share memory, unless the environment says that all goes in messages.
+bool shares() {
+  return !std::getenv("FUSEDMOE_TEST_MESSAGES");
+}
+
+std::shared_ptr<Communicator> make_ranks(std::chrono::milliseconds timeout = kPatient) {
+  return make_mpi_communicator({}, {.timeout = timeout, .shared_memory = shares()});
+}
+
 /// One for all cases: MPI starts once.
 const std::shared_ptr<Communicator>& world() {
-  static const std::shared_ptr<Communicator> communicator = make_mpi_communicator({}, {kPatient});
+  static const std::shared_ptr<Communicator> communicator = make_ranks();
   return communicator;
 }
 
@@ -49,6 +60,24 @@ TEST(MpiTest, RanksFindEachOther) {
   EXPECT_EQ(static_cast<int>(world()->ranks_of_host().size()), world()->size());
   const std::vector<std::string> texts = world()->gather(std::to_string(world()->rank()), "test");
   for (int r = 0; r < world()->size(); ++r) EXPECT_EQ(texts[r], std::to_string(r));
+}
+
+TEST(MpiTest, ProcessesOfAHostShareMemory) {
+  if (world()->size() == 1) GTEST_SKIP() << "nobody to share it with";
+  EXPECT_FALSE(world()->can_lend());
+  ASSERT_EQ(world()->share_memory(), shares());
+  if (!shares()) return;
+  auto* block = static_cast<int*>(world()->take_shared(sizeof(int)));
+  EXPECT_TRUE(world()->is_shared(block));
+  *block = 10 + world()->rank();
+  const auto read = [&](std::span<const void* const> lent) {
+    for (int r = 0; r < world()->size(); ++r) EXPECT_EQ(*static_cast<const int*>(lent[r]), 10 + r);
+  };
+  world()->lend("numbers", block, read, "a test");
+  world()->give_back_shared(block);
+  void* const next = world()->take_shared(1);
+  EXPECT_EQ(next, block);
+  world()->give_back_shared(next);
 }
 
 TEST(MpiTest, LayersGiveTheOutputOfOneRank) {
@@ -153,7 +182,7 @@ TEST(MpiTest, AHundredFailuresLeakNothing) {
   if (world()->size() == 1) GTEST_SKIP() << "nothing travels";
   const int before = mpi_communicators;
   testing::expect_no_leaks([&](int round) {
-    const auto mine = make_mpi_communicator({}, {kPatient});
+    const auto mine = make_ranks();
     EXPECT_LE(mpi_communicators, before + 1) << round;
     const MoeLayer layer(make_layer_weights({}), rank_options({}, DType::kBF16, kTokens, mine));
     const Tensor x = random_tensor(DType::kBF16, {2, 64}, 1, 3);
@@ -166,8 +195,29 @@ TEST(MpiTest, AHundredFailuresLeakNothing) {
       EXPECT_NE(std::string(error.what()).find("once more"), std::string::npos) << error.what();
     }
   });
-  const auto last = make_mpi_communicator({}, {kPatient});
+  const auto last = make_ranks();
   EXPECT_EQ(mpi_communicators, before + 1);
+}
+
+/// What a rank reads of one that has failed stays readable; who waits for it learns why.
+TEST(MpiTest, AFailedRankIsNamedToThoseWhoWaitForItsMemory) {
+  if (world()->size() == 1 || !shares()) GTEST_SKIP() << "nothing is lent";
+  const auto mine = make_ranks();
+  ASSERT_TRUE(mine->share_memory());
+  auto* block = static_cast<int*>(mine->take_shared(sizeof(int)));
+  if (mine->rank() == 1) {
+    mine->abort("no more");
+    EXPECT_THROW(mine->take_shared(1), Error);
+  } else {
+    try {
+      mine->lend(
+          "numbers", block, [](std::span<const void* const>) {}, "a test");
+      ADD_FAILURE() << "a rank has failed";
+    } catch (const Error& error) {
+      EXPECT_STREQ(error.what(), "rank 1: no more");
+    }
+  }
+  world()->barrier();
 }
 
 /// The last case: MPI keeps what was sent to rank 1, and nobody takes it.
@@ -178,7 +228,7 @@ TEST(MpiTest, ZAMissingRankIsNamedWithinTheDeadline) {
     std::string error;
     std::shared_ptr<Communicator> mine;
     try {
-      mine = make_mpi_communicator({}, {timeout});
+      mine = make_ranks(timeout);
       int number = 0, other = 0;
       const Message send{1, &number, sizeof number}, receive{1, &other, sizeof other};
       if (mine->rank() != 1) mine->exchange({&send, 1}, {&receive, 1}, {}, "a step");

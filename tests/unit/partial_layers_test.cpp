@@ -95,7 +95,6 @@ TEST_P(Variants, TwoRanksAddUpToTheWhole) {
 }
 
 TEST_P(Variants, IdsOfOtherRanksAreSkipped) {
-  if (options().monolithic) GTEST_SKIP() << "takes no ids";
   const MoeLayer layer(half_of(make_layer_weights({}), 1), options());
   const Tensor x = make_hidden_states(DType::kBF16, 2, kHidden);
   const Tensor output = Tensor::empty(x.shape(), DType::kBF16);
