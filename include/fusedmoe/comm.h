@@ -294,7 +294,8 @@ class FUSEDMOE_API Communicator {
             std::string_view what);
   /// Collective: on CPUs, where all ranks are processes of one host, lets each map the memory that
   /// the others take here; true if it does. Then lend() works for what lies in such memory, and
-  /// points to such memory, though can_lend() is false. Parts that are split off later share it.
+  /// points to such memory, though can_lend() is false; to lend other memory is then an Error.
+  /// Parts that are split off later share it; those that were split off before never do.
   bool share_memory();
   /// A block that the other ranks can read. They may do so after this rank has failed, until they
   /// themselves are gone.

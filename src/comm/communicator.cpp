@@ -399,6 +399,8 @@ void Communicator::lend(std::string_view kind, const void* mine, const DataPlane
     }
     read(lent);
   };
+  FUSEDMOE_CHECK(!impl.shared || impl.shared->contains(mine), "memory to lend",
+                 "of this process alone", "in a block of take_shared()");
   const Lent own{std::string(kind), mine};
   impl.run(*this, what, [&](Waiting& waiting) {
     if (impl.shared) return impl.shared->lend(own, peers, check_and_read, waiting);
@@ -418,8 +420,10 @@ bool Communicator::share_memory() {
   const auto size = static_cast<std::size_t>(impl.size);
   const bool processes =
       std::count(impl.access.begin(), impl.access.end(), true) == static_cast<std::ptrdiff_t>(size);
-  const bool wanted = impl.options.shared_memory && impl.options.device.is_cpu() && size > 1;
-  if (!wanted || !processes || impl.host_ranks.size() != size) return false;
+  if (size == 1 || !processes || impl.host_ranks.size() != size) return false;
+  const bool wanted = impl.options.shared_memory && impl.options.device.is_cpu();
+  const std::vector<std::string> wishes = gather(wanted ? "yes" : "no", "sharing memory");
+  if (std::count(wishes.begin(), wishes.end(), "yes") != impl.size) return false;
   impl.shared = comm::SharedMemory::make(impl.rank, impl.size, [&](const std::string& text) {
     return gather(text, "sharing memory");
   });
@@ -430,7 +434,6 @@ void* Communicator::take_shared(std::size_t bytes) {
   Impl& impl = *impl_;
   FUSEDMOE_CHECK_FAULT(impl.shared, kNull, "communicator", "without shared memory", "one with it");
   {
-    // Other ranks may still read what a failed one has given back.
     const std::lock_guard lock(impl.mutex);
     if (!impl.failure.empty()) throw Error::communication(impl.failure);
   }

@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -27,6 +28,7 @@ constexpr std::size_t kPage = 4096;
 // addresses, the system offers others.
 constexpr std::uintptr_t kFreeBegin = std::uintptr_t{1} << 45;
 constexpr std::uintptr_t kFreeEnd = kFreeBegin + (kFreeBegin >> 1);
+constexpr std::size_t kMostRanks = (kFreeEnd - kFreeBegin) / kReserved / 2;
 constexpr int kTries = 6;           // to find addresses that are free in every process
 constexpr std::size_t kMark = 128;  // bytes for a file's mark; behind it the slots
 constexpr int kSpins = 1000;        // some 50 us
@@ -43,7 +45,9 @@ std::string random_mark() {
 /// another container have other numbers.
 int open_file(const std::string& process, const std::string& number, const std::string& mark) {
   const std::string path = core::format("/proc/{}/fd/{}", process, number);
-  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  struct stat status {};  // to open a pipe or a device of somebody else's would not be harmless
+  if (stat(path.c_str(), &status) != 0 || !S_ISREG(status.st_mode)) return -1;
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (file < 0) return -1;
   std::string found(mark.size(), '\0');
   const ssize_t size = pread(file, found.data(), found.size(), 0);
@@ -72,6 +76,7 @@ struct alignas(128) SharedMemory::Slot {
   std::atomic<int> core{0};            // where the owner ran, from 1 on
   const void* data = nullptr;
   std::array<char, 64> kind{};  // ends with zeros
+  static constexpr std::size_t kKindLength = 63;
 };
 
 SharedMemory::SharedMemory(int rank, int size)
@@ -90,6 +95,7 @@ SharedMemory::SharedMemory(int rank, int size)
 }
 
 std::shared_ptr<SharedMemory> SharedMemory::make(int rank, int size, const Gather& gather) {
+  if (static_cast<std::size_t>(size) > kMostRanks) return nullptr;
   std::shared_ptr<SharedMemory> memory(new SharedMemory(rank, size));
   for (int i = 0; i < kTries; ++i) {
     const bool mapped = memory->map(gather(memory->offer(i >= kTries / 2)), i % size);
@@ -171,7 +177,7 @@ void* SharedMemory::take(std::size_t bytes) {
   auto next = blocks_.begin();
   while (next != blocks_.end() && next->begin - begin < bytes) begin = next++->end;
   if (bytes > kReserved - begin) throw Error::out_of_memory(bytes, "memory that processes share");
-  const std::size_t end = begin + core::round_up(bytes, kPage);
+  const std::size_t end = begin + core::round_up(std::max<std::size_t>(bytes, 1), kPage);
   grow(end);
   blocks_.insert(next, {begin, end});
   return memory_of(rank_) + begin;
@@ -183,8 +189,8 @@ void SharedMemory::give_back(const void* block) noexcept {
   std::erase_if(blocks_, [&](const Block& each) { return each.begin == begin; });
 }
 
-/// Makes the file as long as that, with pages: a process that touched one that the system cannot
-/// give would be killed.
+/// Makes the file as long as that, with pages, so that a system without memory says so here, not by
+/// killing a process that touches one.
 void SharedMemory::grow(std::size_t bytes) {
   if (bytes <= file_bytes_) return;
   const std::size_t size = core::round_up(bytes, kHugePage);
@@ -192,7 +198,11 @@ void SharedMemory::grow(std::size_t bytes) {
   const bool there = ftruncate(file_, static_cast<off_t>(size)) == 0 &&
                      (madvise(added, size - file_bytes_, MADV_POPULATE_WRITE) == 0 ||
                       posix_fallocate(file_, 0, static_cast<off_t>(size)) == 0);
-  if (!there) throw Error::out_of_memory(size, "memory that processes share");
+  if (!there) {
+    const std::size_t before = std::max(file_bytes_, header_bytes_);
+    if (ftruncate(file_, static_cast<off_t>(before)) != 0) file_bytes_ = size;  // the pages stay
+    throw Error::out_of_memory(size, "memory that processes share");
+  }
   file_bytes_ = size;
 }
 
@@ -224,13 +234,13 @@ void SharedMemory::lend(const Lent& mine, std::span<const int> peers, const Read
     out.core.store(core, std::memory_order_relaxed);
     out.data = mine.data;
     out.kind = {};
-    mine.kind.copy(out.kind.data(), out.kind.size() - 1);
+    mine.kind.copy(out.kind.data(), Slot::kKindLength);
     out.lent.store(++lendings_[peer], std::memory_order_release);
   }
   std::vector<Lent> all;
   for (const int peer : peers) {
     if (peer == rank_) {
-      all.push_back(mine);
+      all.push_back({mine.kind.substr(0, Slot::kKindLength), mine.data});
       continue;
     }
     const Slot& in = slot(peer, rank_);

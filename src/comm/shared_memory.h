@@ -16,6 +16,8 @@
 
 namespace fusedmoe::comm {
 
+/// take() and give_back() may be called from any thread; lend() from one at a time, parts of a
+/// communicator included.
 class SharedMemory {
  public:
   /// One text of every rank.

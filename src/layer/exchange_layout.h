@@ -1,6 +1,8 @@
 // The workspace of one step across ranks: what is packed, what arrives, what returns.
 #pragma once
 
+#include <type_traits>
+
 #include "layer/rank_sums.h"
 #include "layer/token_rows.h"
 
@@ -71,6 +73,9 @@ struct LentSums {
   const std::byte* rows;
   const std::int64_t* begins;
 };
+
+// They are assigned where memory has no object, and read by other processes.
+static_assert(std::is_trivially_copyable_v<LentRows> && std::is_trivially_copyable_v<LentSums>);
 
 struct ExchangeLayout {
   /// `sent`: how rows travel. `read`: how the experts read them.

@@ -32,8 +32,10 @@ std::string RankExchange::what(std::string_view phase) const {
   return core::format("{} of step {} of layer {}", phase, step_.number, layer_);
 }
 
+/// The step keeps its shared memory: another rank may still read it, and where two threads ran
+/// forwards at the same time, the other one's forward still writes it.
 void RankExchange::abandon(std::string_view reason) const noexcept {
-  end_step();
+  busy_.clear();
   group_->abort(reason);
 }
 

@@ -1,6 +1,7 @@
 // The steps of RankExchange on the CPU. A row is copied once on its way to the experts of a rank,
 // or packed first where the data plane takes only whole messages. Sums read rows where they lie:
-// those of threads of this process in their memory, others where messages have brought them.
+// those of threads of this process in their memory, those of processes of this host in shared
+// memory, others where messages have brought them.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -109,10 +110,10 @@ void RankExchange::locate_lent(int rank, const LentRows& lent, const ExchangeLay
   const std::int32_t* tokens = lent.tokens ? lent.tokens + rank_ * lent.stride : nullptr;
   const std::byte** next = layout.received_at + step_.recv_begin(rank);
   for (std::int64_t i = 0; i < step_.recv_counts[rank]; ++i) {
+    *next++ = nullptr;
+    if (i >= lent.counts[rank_]) continue;
     const std::int64_t row = tokens ? tokens[i] : i;
-    *next++ = i < lent.counts[rank_]
-                  ? values.as<const std::byte>() + bytes(values.dtype(), row * values.stride(0))
-                  : nullptr;
+    next[-1] = values.as<const std::byte>() + bytes(values.dtype(), row * values.stride(0));
   }
 }
 
@@ -146,9 +147,9 @@ RowTensors RankExchange::publish(const RowTensors& rows, const ExchangeLayout& l
   result.values = layout.published.values;
   const auto* send_rows = layout.send_rows.as<const std::int32_t>();
   const auto wanted = [&](std::int64_t token) {
-    bool result = to_all_;
-    for (int r = 0; r < size_; ++r) result |= r != rank_ && send_rows[token * size_ + r] >= 0;
-    return result;
+    bool by_some = to_all_;
+    for (int r = 0; r < size_; ++r) by_some |= r != rank_ && send_rows[token * size_ + r] >= 0;
+    return by_some;
   };
   const auto publish_values = [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t stop = begin; begin < end; begin = ++stop) {

@@ -74,6 +74,8 @@ TEST(MpiTest, ProcessesOfAHostShareMemory) {
     for (int r = 0; r < world()->size(); ++r) EXPECT_EQ(*static_cast<const int*>(lent[r]), 10 + r);
   };
   world()->lend("numbers", block, read, "a test");
+  const int elsewhere = 0;  // where the others cannot read it
+  EXPECT_THROW(world()->lend("numbers", &elsewhere, read, "a test"), Error);
   world()->give_back_shared(block);
   void* const next = world()->take_shared(1);
   EXPECT_EQ(next, block);
