@@ -146,7 +146,8 @@ MlpShape Sm90Experts::shape_of(const ProblemSize& problem) const {
   shape.format = &format_;
   shape.batched = batched();
   shape.unfused = variant_ == Variant::kUnfused;
-  shape.stores_groups = rows_.stores_groups(format_.tiles[1]);
+  const auto stores_groups = [&](const TileShape& tile) { return rows_.stores_groups(tile); };
+  shape.stores_groups = std::any_of(format_.tiles.begin(), format_.tiles.end(), stores_groups);
   shape.batch_invariant = variant_ == Variant::kBatchInvariant;
   shape.num_tokens = problem.num_tokens;
   shape.topk = batched() ? 1 : problem.topk;

@@ -9,14 +9,17 @@
 namespace fusedmoe::cuda {
 
 /// The largest magnitude of a token's group, where two warpgroups have half of its features each:
-/// the larger of `own` and the other's. All threads of both; `chunk` counts on from call to call.
+/// the larger of `own` and the other's. All threads of both; `chunk`: its number in the tile.
 template <typename K>
 __device__ __forceinline__ void exchange_amax(SharedMemory<K>& shared,
                                               const WarpgroupCoords<K>& coords, int chunk,
                                               const int (&tokens)[K::kGroupTokens],
                                               float (&amax)[K::kGroupTokens]) {
   if constexpr (K::kRowGroups > 1 && !K::kHasEpilogueWarpgroup) {
-    static_assert(K::kRowGroups == 2);
+    // The first chunk of the next tile may come to the same half of group_amax. It comes after two
+    // turns at the tensor cores (Turns), and the second of these after the other's epilogue.
+    // (racecheck does not follow that, and reports both.)
+    static_assert(K::kRowGroups == 2 && K::kTakesTurns && K::kRowBlocks >= 2);
     constexpr int kBarrier = 2 * K::kRowGroups;  // behind those of Turns
     // The chunk after the next writes here again; all have read by then, as they meet in between.
     auto& maxima = shared.group_amax[chunk % 2];

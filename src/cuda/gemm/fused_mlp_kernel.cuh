@@ -19,7 +19,8 @@
 // token rows for all. Its first block draws the tile index, and tells the others.
 //
 // Files: kernel.cuh (sizes, shared memory, barriers), tile_scheduler.cuh (which tile is next),
-// copies.cuh, mainloop.cuh and epilogue.cuh (what the roles do for one tile).
+// copies.cuh, mainloop.cuh, store_tile.cuh and epilogue*.cuh (what the roles do for one tile),
+// token_rows.cuh (the same for teams).
 #pragma once
 
 #include <cuda_runtime.h>

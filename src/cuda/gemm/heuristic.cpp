@@ -76,14 +76,14 @@ TileShape choose_tile(const MlpShape& shape, const Load& load, const ConfigList&
   const bool few = large <= (shape.stores_groups ? 0.8
                              : format.decodes    ? 1 + k / 20
                                                  : std::max(1.0, k * k / 15));
-  const bool for_many = shape.stores_groups || format.decodes;  // an epilogue warpgroup, beyond it
+  const bool epilogue_warpgroup_beyond = shape.stores_groups || format.decodes;
   const auto room = [&](const TileShape& tile) {
     const double tokens = tile.max_tokens;
     if (!tile.has_epilogue_warpgroup()) {
       const bool has_groups = tile.has_whole_groups() || tile.tokens_are_rows();
       return shape.stores_groups && !has_groups ? 0.0 : tokens;
     }
-    if (!few && (tile == with_k_groups || !for_many)) return 0.0;
+    if (!few && (tile == with_k_groups || !epilogue_warpgroup_beyond)) return 0.0;
     // An epilogue warpgroup takes longer over many rows than a short K takes to multiply.
     return std::min(
         {tokens, 1.5 * k, format.mma_sync_tokens > 0 ? double(format.mma_sync_tokens) : tokens});

@@ -104,12 +104,8 @@ __global__ void __launch_bounds__(kThreads) transform_narrow_rows_kernel(const T
   uint4 units[kSpans];
 #pragma unroll
   for (int s = 0; s < kSpans; ++s) units[s] = read_unit(t, row, s * kSpanUnits + lane);
-  float scale = 1;
-  if (t.has_row_scales()) {
-    scale = core::e4m3_row_scale(amax_of_units(t, units));
-  } else {
-    scale = scale_of_row(t, row);
-  }
+  const float scale =
+      t.has_row_scales() ? core::e4m3_row_scale(amax_of_units(t, units)) : scale_of_row(t, row);
   const int expert = t.by_expert() ? expert_of_row(p, row) : 0;
 #pragma unroll
   for (int s = 0; s < kSpans; ++s) {
