@@ -82,8 +82,12 @@ class Sm90Experts final : public core::RoutedExperts {
   Scratch scratch_of(const ProblemSize& problem, const KernelConfig& config, void* block) const {
     return Scratch(problem, format_, variant_, config, block);
   }
+  RowPass cut_pass(const RowTransform& rows, const FusedMlpParams& params, const Scratch& scratch,
+                   const TileShape& tile) const;
   void run_gemms(const ForwardArgs& args, const FusedMlpParams& params, const Scratch& scratch,
                  const KernelConfig& config) const;
+  void run_gemms_apart(const ForwardArgs& args, const FusedMlpParams& params,
+                       const Scratch& scratch, const KernelConfig& config) const;
 
   const WeightFormat& format_;
   const OperandRows rows_;
@@ -300,15 +304,38 @@ void Sm90Experts::run_batched(const ForwardArgs& args, const Scratch& scratch,
   run_gemms(args, params, scratch, config);
 }
 
-/// In one launch, unless the rows between the GEMMs take a pass of their own.
+/// The row pass between the GEMMs, cut into tiles: one for each multiprocessor where there are few
+/// rows, but not many without any.
+RowPass Sm90Experts::cut_pass(const RowTransform& rows, const FusedMlpParams& params,
+                              const Scratch& scratch, const TileShape& tile) const {
+  const std::int64_t token_tiles =
+      std::min<std::int64_t>(scratch.rows, params.num_experts) + scratch.rows / tile.max_tokens;
+  const std::int64_t most = ceil_div(2 * scratch.rows, token_tiles);
+  const std::int64_t tiles =
+      std::clamp<std::int64_t>(ceil_div(multiprocessors_, token_tiles), 1, most);
+  return {rows, static_cast<int>(tiles)};
+}
+
+/// In one launch, unless the rows between the GEMMs take one of their own. One token does: the
+/// second GEMM is then ready sooner.
 void Sm90Experts::run_gemms(const ForwardArgs& args, const FusedMlpParams& params,
                             const Scratch& scratch, const KernelConfig& config) const {
-  if (!rows_.needs_pass()) return fused_mlp(params, format_, config.tile, args.stream);
   FusedMlpParams step = params;
+  const std::int64_t num_tokens = args.hidden_states.size(args.hidden_states.rank() - 2);
   if (rows_.stores_groups(config.tile)) {
     rows_.set_groups(scratch, step.gemms[0]);
-    return fused_mlp(step, format_, config.tile, args.stream);
+  } else if (rows_.may_pass_inside(config.tile) && num_tokens > 1) {
+    step.pass = cut_pass(rows_.activated(args, scratch, params), params, scratch, config.tile);
+  } else if (rows_.needs_pass()) {
+    return run_gemms_apart(args, params, scratch, config);
   }
+  fused_mlp(step, format_, config.tile, args.stream);
+}
+
+/// In three: between the GEMMs rows are quantized.
+void Sm90Experts::run_gemms_apart(const ForwardArgs& args, const FusedMlpParams& params,
+                                  const Scratch& scratch, const KernelConfig& config) const {
+  FusedMlpParams step = params;
   step.num_gemms = 1;
   step.topk_weights = nullptr;  // those are for GEMM 2
   fused_mlp(step, format_, config.tile, args.stream);

@@ -93,21 +93,19 @@ void OperandRows::transform_hidden(const ForwardArgs& args, const Scratch& scrat
   transform_rows(transform, false, args.stream);
 }
 
-void OperandRows::transform_activated(const ForwardArgs& args, const Scratch& scratch,
-                                      const FusedMlpParams& params) const {
+bool OperandRows::may_pass_inside(const TileShape& tile) const {
+  return format_.has_row_pass(tile) && !needs_hidden_pass() && !config_.hooks;
+}
+
+RowTransform OperandRows::activated(const ForwardArgs& args, const Scratch& scratch,
+                                    const FusedMlpParams& params) const {
   const std::int64_t size = bytes(format_.row_dtype, 1);
   const GemmParams& first = params.gemms[0];
-  TransformRows transform;
-  RowTransform& rows = transform.rows;
+  RowTransform rows;
   rows.rows = scratch.activated;
   rows.row_pitch = first.out_pitch * size;
   // Rows are written up to a multiple of 8.
   rows.row_bytes = core::round_up(std::int64_t{first.width}, kPitchUnit) * size;
-  transform.num_rows = scratch.rows;
-  transform.num_experts = params.num_experts;
-  transform.expert_offsets = params.expert_offsets;
-  transform.expert_num_tokens = params.expert_num_tokens;
-  transform.capacity = params.capacity;
   if (needs_pass()) {
     set_target(scratch.quantized, format_.row_dtype, rows);
     rows.fp8 =
@@ -118,6 +116,18 @@ void OperandRows::transform_activated(const ForwardArgs& args, const Scratch& sc
     rows.to_pitch = rows.row_pitch;
     rows.decoded = params.quantizer;
   }
+  return rows;
+}
+
+void OperandRows::transform_activated(const ForwardArgs& args, const Scratch& scratch,
+                                      const FusedMlpParams& params) const {
+  TransformRows transform;
+  transform.rows = activated(args, scratch, params);
+  transform.num_rows = scratch.rows;
+  transform.num_experts = params.num_experts;
+  transform.expert_offsets = params.expert_offsets;
+  transform.expert_num_tokens = params.expert_num_tokens;
+  transform.capacity = params.capacity;
   const bool follows_hooks = config_.hooks;
   transform_rows(transform, !follows_hooks, args.stream);
 }

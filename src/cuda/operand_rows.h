@@ -33,7 +33,12 @@ class OperandRows {
                       const RoutingData& routing) const;
   /// In the batched format.
   void transform_hidden(const ForwardArgs& args, const Scratch& scratch) const;
-  /// Rows that GEMM 1 has activated, to the rows of GEMM 2; experts' rows as in FusedMlpParams.
+  /// What becomes of rows that GEMM 1 has activated.
+  RowTransform activated(const ForwardArgs& args, const Scratch& scratch,
+                         const FusedMlpParams& params) const;
+  /// Whether the launch of both GEMMs can do that (RowPass) in tiles of this shape.
+  bool may_pass_inside(const TileShape& tile) const;
+  /// Else a launch of its own does; experts' rows as in FusedMlpParams.
   void transform_activated(const ForwardArgs& args, const Scratch& scratch,
                            const FusedMlpParams& params) const;
   /// What a GEMM must know of the rows it multiplies.

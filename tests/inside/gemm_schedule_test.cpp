@@ -48,46 +48,61 @@ std::vector<ScheduleCase> schedule_cases() {
   return cases;
 }
 
+/// One or two GEMMs, without and with a row pass.
+std::vector<TileOrder> tile_orders() {
+  const GemmTiles first{5, 1}, second{3, 4};
+  std::vector<TileOrder> orders;
+  for (const GemmTiles& last : {GemmTiles{}, second}) {
+    orders.push_back({{first, last}});
+    for (const int pass_tiles : {1, 3}) orders.push_back({{first, last}, pass_tiles});
+  }
+  return orders;
+}
+
 class GemmScheduleTest : public ::testing::TestWithParam<ScheduleCase> {};
 
 TEST_P(GemmScheduleTest, EveryTileOnceInAnOrderThatSharesWeights) {
   const std::vector<std::int32_t>& rows = GetParam().rows;
   const int num_experts = static_cast<int>(rows.size());
-  const GemmTiles shapes[2] = {{5, 1}, {3, 4}};
+  constexpr int kSteps[] = {0, kRowPass, 1};
   for (const TileShape& tile : kTiles16Bit) {
     const auto prefix = prefix_of(rows, tile.max_tokens);
-    for (const int num_gemms : {1, 2}) {
-      // Times each tile came, by GEMM, token tile of all experts, row tile and split.
-      std::vector<std::vector<int>> seen(2);
-      for (int p = 0; p < num_gemms; ++p) {
-        seen[p].resize(static_cast<std::size_t>(prefix.back()) * shapes[p].per_token_tile());
+    for (const TileOrder& order : tile_orders()) {
+      const GemmTiles shapes[3] = {order.gemms[0], order.gemms[1], {order.pass_tiles, 1}};
+      // Times each tile came, by GEMM (or pass), token tile of all experts, row tile and split.
+      std::vector<std::vector<int>> seen(3);
+      std::size_t tiles_in_all = 0;
+      for (const int gemm : kSteps) {
+        const int per_tile = shapes[gemm].per_token_tile();
+        seen[gemm].resize(static_cast<std::size_t>(prefix.back()) * per_tile);
+        tiles_in_all += seen[gemm].size();
       }
-      const auto tiles_in_all = static_cast<int>(seen[0].size() + seen[1].size());
-      int gemm = 0, expert = 0;
-      for (int i = 0; i < tiles_in_all; ++i) {
-        const TileCoords found = find_tile(i, shapes, num_gemms, prefix.data(), num_experts);
-        ASSERT_GE(found.gemm, gemm) << "back to GEMM 1";
-        if (found.gemm > gemm) expert = 0;
-        gemm = found.gemm;
-        ASSERT_GE(found.expert, expert) << "back to an earlier expert";
-        expert = found.expert;
-        ASSERT_LT(expert, num_experts);
-        ASSERT_GT(rows[expert], 0);
-        const GemmTiles& shape = shapes[gemm];
-        const int tiles = prefix[expert + 1] - prefix[expert];
+      int experts[3] = {};  // that came last
+      int step = 0;         // place in kSteps
+      for (int i = 0; i < static_cast<int>(tiles_in_all); ++i) {
+        const TileCoords found = find_tile(i, order, prefix.data(), num_experts);
+        ASSERT_GE(found.gemm, 0);
+        while (step < 3 && kSteps[step] != found.gemm) ++step;
+        ASSERT_LT(step, 3) << "back to an earlier step";
+        ASSERT_GE(found.expert, experts[found.gemm]) << "back to an earlier expert";
+        experts[found.gemm] = found.expert;
+        ASSERT_LT(found.expert, num_experts);
+        ASSERT_GT(rows[found.expert], 0);
+        const GemmTiles& shape = shapes[found.gemm];
+        const int tiles = prefix[found.expert + 1] - prefix[found.expert];
         ASSERT_TRUE(found.token_tile >= 0 && found.token_tile < tiles);
         ASSERT_TRUE(found.row_tile >= 0 && found.row_tile < shape.row_tiles);
         ASSERT_TRUE(found.split >= 0 && found.split < shape.splits);
-        const int row_tile = (prefix[expert] + found.token_tile) * shape.row_tiles + found.row_tile;
-        ++seen[gemm][row_tile * shape.splits + found.split];
+        const int token_tile = prefix[found.expert] + found.token_tile;
+        const int row_tile = token_tile * shape.row_tiles + found.row_tile;
+        ++seen[found.gemm][row_tile * shape.splits + found.split];
       }
       for (const auto& counts : seen) {
         EXPECT_TRUE(std::all_of(counts.begin(), counts.end(), [](int n) { return n == 1; }));
       }
       for (const int behind : {0, 1, 1000000}) {
-        EXPECT_EQ(
-            find_tile(tiles_in_all + behind, shapes, num_gemms, prefix.data(), num_experts).gemm,
-            -1);
+        const int index = static_cast<int>(tiles_in_all) + behind;
+        EXPECT_EQ(find_tile(index, order, prefix.data(), num_experts).gemm, -1);
       }
     }
   }
@@ -134,19 +149,19 @@ TEST(GemmScheduleTest, LargestProblem) {
   // splits.
   constexpr int tiles = 300000 * 8 / 16;
   const std::vector<std::int32_t> prefix{0, 0, tiles, tiles};
-  const GemmTiles shapes[2] = {{1024, 1}, {112, 4}};
+  const TileOrder order{{{1024, 1}, {112, 4}}};
   constexpr int first = tiles * 1024, second = tiles * 112 * 4;
-  const TileCoords last = find_tile(first - 1, shapes, 2, prefix.data(), 3);
+  const TileCoords last = find_tile(first - 1, order, prefix.data(), 3);
   EXPECT_EQ(last.gemm, 0);
   EXPECT_EQ(last.expert, 1);
   EXPECT_EQ(last.token_tile, tiles - 1);
   EXPECT_EQ(last.row_tile, 1023);
-  const TileCoords end = find_tile(first + second - 1, shapes, 2, prefix.data(), 3);
+  const TileCoords end = find_tile(first + second - 1, order, prefix.data(), 3);
   EXPECT_EQ(end.gemm, 1);
   EXPECT_EQ(end.token_tile, tiles - 1);
   EXPECT_EQ(end.row_tile, 111);
   EXPECT_EQ(end.split, 3);
-  EXPECT_EQ(find_tile(first + second, shapes, 2, prefix.data(), 3).gemm, -1);
+  EXPECT_EQ(find_tile(first + second, order, prefix.data(), 3).gemm, -1);
 }
 
 }  // namespace

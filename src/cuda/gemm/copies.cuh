@@ -30,7 +30,7 @@ struct ActivationMaps {
 /// Brings the first packed blocks of a tile to the L2, for the thread block that will draw it.
 template <typename K>
 __device__ inline void prefetch_weights(const FusedMlpParams& p, const WorkTile& tile) {
-  if (tile.gemm < 0) return;
+  if (tile.gemm < 0 || is_row_pass<K>(tile)) return;
   const GemmParams& gemm = p.gemms[tile.gemm];
   const int bytes =
       min(K::kStages * K::kBlocksPerStage, tile.k_end - tile.k_begin) * K::kBlockBytes;

@@ -16,12 +16,11 @@ __device__ __forceinline__ void exchange_amax(SharedMemory<K>& shared,
                                               const int (&tokens)[K::kGroupTokens],
                                               float (&amax)[K::kGroupTokens]) {
   if constexpr (K::kRowGroups > 1 && !K::kHasEpilogueWarpgroup) {
-    // The first chunk of the next tile may come to the same half of group_amax. It comes after two
-    // turns at the tensor cores (Turns), and the second of these after the other's epilogue.
-    // (racecheck does not follow that, and reports both.)
-    static_assert(K::kRowGroups == 2 && K::kTakesTurns && K::kRowBlocks >= 2);
+    static_assert(K::kRowGroups == 2);
     constexpr int kBarrier = 2 * K::kRowGroups;  // behind those of Turns
-    // The chunk after the next writes here again; all have read by then, as they meet in between.
+    // Chunks take turns at two arrays. When one is written again, all have met since it was read:
+    // at the chunk in between or, before the first of a tile, here.
+    if (chunk == 0) cutlass::arch::NamedBarrier::sync(256, kBarrier);
     auto& maxima = shared.group_amax[chunk % 2];
 #pragma unroll
     for (int i = 0; i < K::kGroupTokens; ++i) maxima[coords.row_group()][tokens[i]] = amax[i];

@@ -9,7 +9,7 @@
 
 #include "cuda/gemm/packed_block.h"
 #include "cuda/gemm/tile_shape.h"
-#include "fusedmoe/quant.h"
+#include "cuda/rows/row_transform.h"
 #include "fusedmoe/weights.h"
 #include "moe/local_experts.h"
 
@@ -61,13 +61,11 @@ struct GemmParams {
   Epilogue epilogue = Epilogue::kStore;
 };
 
-/// How rows are quantized, for formats whose values, up to a factor of the expert, are exact in
-/// bf16: they are decoded again where they are made.
-struct RowQuantizer {
-  enum class Kind : std::uint8_t { kNone, kMxfp4, kMxfp8, kNvfp4 };
-  Kind kind = Kind::kNone;
-  MxScaleRule rule = MxScaleRule::kOcp;  ///< of MX
-  const float* global_scales = nullptr;  ///< of NVFP4: (experts)
+/// The pass that quantizes what GEMM 1 stores for GEMM 2, in tiles of the launch of both; a row's
+/// scale depends on no other row. For WeightFormat::has_row_pass().
+struct RowPass {
+  RowTransform rows;
+  int tiles = 0;  ///< of each token tile; 0: there is no pass
 };
 
 /// Device pointers throughout.
@@ -92,6 +90,8 @@ struct FusedMlpParams {
   ResolvedActivation activation{};
   /// Of what GEMM 1 stores, with two GEMMs. For operands whose WeightFormat::quantizes_rows is set.
   RowQuantizer quantizer;
+  /// The same in tiles of their own.
+  RowPass pass;
   /// Add up each row in one order, whatever else is in its tile (WeightFormat::keeps_order).
   bool batch_invariant = false;
   /// Weights that only one token tile reads need not stay in the L2: what they would push out may

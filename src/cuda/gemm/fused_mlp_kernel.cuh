@@ -7,7 +7,9 @@
 //   load_scales                a warp      brings scales, where each K block has its own
 //   multiply_tiles             warpgroups  multiply; without an epilogue warpgroup they also store
 //   multiply_token_tiles       a warpgroup the same for a team (TileShape), without the two below
-//   run_epilogues              a warpgroup stores small tiles while the next is multiplied
+//   run_epilogues              a warpgroup stores small tiles while the next is multiplied; may
+//   quantize
+//                                          rows between the GEMMs
 //   publish_tiles              one thread  tells other thread blocks which tiles are stored
 //
 // Weights never wait for activations: those of GEMM 2 are under way while the last tiles of GEMM 1
@@ -19,8 +21,8 @@
 // token rows for all. Its first block draws the tile index, and tells the others.
 //
 // Files: kernel.cuh (sizes, shared memory, barriers), tile_scheduler.cuh (which tile is next),
-// copies.cuh, mainloop.cuh, store_tile.cuh and epilogue*.cuh (what the roles do for one tile),
-// token_rows.cuh (the same for teams).
+// copies.cuh, mainloop.cuh, store_tile.cuh, epilogue*.cuh and row_pass.cuh (what the roles do for
+// one tile), token_rows.cuh (the same for teams).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -30,6 +32,7 @@
 
 #include "cuda/gemm/copies.cuh"
 #include "cuda/gemm/mainloop.cuh"
+#include "cuda/gemm/row_pass.cuh"
 #include "cuda/gemm/store_tile.cuh"
 #include "cuda/gemm/tile_scheduler.cuh"
 #include "cuda/gemm/token_rows.cuh"
@@ -68,23 +71,7 @@ __device__ inline void schedule_and_load_weights(SharedMemory<K>& shared, const 
       return;
     }
     drawn = draw();  // its latency hides behind the stream
-    copy_weights(shared, p, tile, stage);
-  }
-}
-
-/// Returns once GEMM 1 has stored all row blocks of the token tile. A build with assertions gives
-/// up after some seconds: another forward uses the same workspace at the same time. It traps, as a
-/// call of assert() would have ptxas serialize all wgmma.
-__device__ inline void wait_for_rows(const FusedMlpParams& p, const WorkTile& tile) {
-  const std::int32_t* counter = p.counters + 1 + tile.token_tile;
-  int stored = 0;
-  for (int tries = 0;; ++tries) {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(stored) : "l"(counter) : "memory");
-    if (stored >= p.gemms[0].row_blocks) return;
-#ifndef NDEBUG
-    if (tries == 1 << 24) __trap();
-#endif
-    __nanosleep(20);
+    if (!is_row_pass<K>(tile)) copy_weights(shared, p, tile, stage);
   }
 }
 
@@ -99,10 +86,11 @@ __device__ inline void load_activations(SharedMemory<K>& shared, const FusedMlpP
     arrive(&shared.tile_free[slot.index]);
     slot.advance();
     if (tile.gemm < 0) return;
+    if (is_row_pass<K>(tile)) continue;
 
     wait_for_previous(p);
     if (tile.gemm == 1) {
-      wait_for_rows(p, tile);
+      wait_for_rows<K>(p, tile);
       // They were stored by ordinary writes, and tensor copies read them.
       asm volatile("fence.proxy.async.global;" ::: "memory");
     }
@@ -122,7 +110,7 @@ __device__ inline void load_scales(SharedMemory<K>& shared, const FusedMlpParams
     if (threadIdx.x % 32 == 0) arrive(&shared.tile_free[slot.index]);
     slot.advance();
     if (tile.gemm < 0) return;
-    if (tile.gemm == 1) wait_for_rows(p, tile);
+    if (tile.gemm == 1) wait_for_rows<K>(p, tile);
     copy_scales(shared, p.gemms[tile.gemm], tile, stage);
   }
 }
@@ -133,18 +121,21 @@ __device__ __forceinline__ void multiply_tiles(SharedMemory<K>& shared, const Fu
   StageState<K> stage;
   if (coords.warpgroup == 1) Turns<K>::pass(coords);
   constexpr unsigned kSlots = K::kTileSlots;
+  std::uint32_t phase = 1;  // of the tile published before, if there is an epilogue warpgroup
   for (unsigned count = 0;; ++count) {  // one register, where TileState takes two
     const unsigned slot = count % kSlots;
     wait(&shared.tile_full[slot], count / kSlots % 2);
     const WorkTile& tile = shared.tiles[slot];  // read where needed: registers are scarce
     if (tile.gemm < 0) return;
+    if (is_row_pass<K>(tile)) continue;
     if constexpr (!K::kHasEpilogueWarpgroup) {
       prefetch_scale_and_bias<K>(p.gemms[tile.gemm], tile, coords);
     }
     typename K::Accumulators accumulators;
     multiply_tile(shared, p, tile, coords, stage, accumulators);
     if constexpr (K::kHasEpilogueWarpgroup) {
-      publish_accumulators(shared, tile, coords, accumulators, count % 2 ^ 1);
+      publish_accumulators(shared, tile, coords, accumulators, phase);
+      phase ^= 1;
     } else {
       wait_for_previous(p);
       store_tile(shared, p, tile, coords, accumulators);
@@ -175,17 +166,23 @@ __device__ __forceinline__ void multiply_token_tiles(SharedMemory<K>& shared,
 template <typename K>
 __device__ __forceinline__ void run_epilogues(SharedMemory<K>& shared, const FusedMlpParams& p) {
   constexpr unsigned kSlots = K::kTileSlots;
+  std::uint32_t phase = 0;  // of the published tile
   for (unsigned count = 0;; ++count) {
     const unsigned slot = count % kSlots;
     wait(&shared.tile_full[slot], count / kSlots % 2);
     const WorkTile& tile = shared.tiles[slot];
     if (tile.gemm < 0) return;
-    store_published_tile(shared, p, tile, count % 2);
+    if (is_row_pass<K>(tile)) {
+      if constexpr (K::kHasRowPass) quantize_rows(shared, p, tile);
+    } else {
+      store_published_tile(shared, p, tile, phase);
+      phase ^= 1;
+    }
     arrive(&shared.tile_stored[slot]);
   }
 }
 
-/// Counts stored row blocks of GEMM 1 with a release, so that the storing warps need not fence.
+/// Counts what is stored with a release, so that the storing warps need not fence.
 template <typename K>
 __device__ inline void publish_tiles(SharedMemory<K>& shared, const FusedMlpParams& p) {
   TileState<K> slot;
@@ -193,17 +190,11 @@ __device__ inline void publish_tiles(SharedMemory<K>& shared, const FusedMlpPara
     wait(&shared.tile_full[slot.index], slot.phase);
     const WorkTile& tile = shared.tiles[slot.index];
     if (tile.gemm < 0) return;
-    const int token_tile = tile.token_tile;
-    const int row_blocks = min(K::kTileRowBlocks, p.gemms[tile.gemm].row_blocks - tile.row_block);
-    const bool inner = tile.gemm == 0 && p.num_gemms == 2;  // GEMM 2 waits for it
+    const int token_tile = tile.token_tile, step = count_of<K>(p, tile);
     wait(&shared.tile_stored[slot.index], slot.phase);
     arrive(&shared.tile_free[slot.index]);
     slot.advance();
-    if (inner && row_blocks > 0) {
-      asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p.counters + 1 + token_tile),
-                   "r"(row_blocks)
-                   : "memory");
-    }
+    if (step > 0) count_stored(p, token_tile, step);
   }
 }
 

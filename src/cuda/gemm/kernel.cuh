@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/gemm/fused_mlp.h"
+#include "cuda/gemm/schedule.h"
 
 namespace fusedmoe::cuda {
 
@@ -53,6 +54,10 @@ struct Kernel {
   // be a good part of the time.
   static constexpr bool kHasEpilogueWarpgroup = kTile.has_epilogue_warpgroup();
   static_assert(kHasEpilogueWarpgroup || kKGroups == 1, "K groups meet in shared memory");
+  // Whether the epilogue warpgroup can also quantize what GEMM 1 has stored (row_pass.cuh).
+  static constexpr bool kHasRowPass =
+      Operands::kDecodes && sizeof(Activation) == 1 && kHasEpilogueWarpgroup;
+  static_assert(!kHasRowPass || kCluster == 1);
   static constexpr int kThreads =
       128 * (1 + kTeams * kWarpgroups + (kHasEpilogueWarpgroup ? 1 : 0));
 
@@ -155,8 +160,9 @@ struct Kernel {
 
   static constexpr int kFixedBytes =
       kStoringWarpgroups * kChunkTokens * kStagedPitch * sizeof(typename Output::Element) +
-      2 * kGroupParts * kChunkTokens * 4 + int{sizeof(typename Operands::Tables)} +
-      kPartials * kPartialAccumulators * 128 * 4 + (kMaxExperts + 1) * 4 + 1024;
+      2 * kGroupParts * kChunkTokens * 4 + kStoringWarpgroups * 16 +
+      int{sizeof(typename Operands::Tables)} + kPartials * kPartialAccumulators * 128 * 4 +
+      (kMaxExperts + 1) * 4 + 1024;
   static constexpr int kStages = (kSharedLimit - kFixedBytes) / (kStageBytes + kScaleBytes);
   static_assert(kMaxTokens % 16 == 0, "N of wgmma");
   static_assert(kMaxTokens % kChunkTokens == 0);
@@ -166,15 +172,21 @@ struct Kernel {
 
 /// One work tile, as every role needs it.
 struct WorkTile {
-  int gemm;  // 0 or 1; -1: no work left
+  int gemm;  // as TileCoords
   int expert;
   int row_block;  // first of the tile
   int k_begin, k_end;
   int first_row;   // of the token rows of all experts
-  int num_tokens;  // token rows of the tile
+  int num_tokens;  // token rows of the tile; of the row pass: there may be none
   int split;
   int token_tile;  // of all experts: where its stored row blocks of GEMM 1 are counted
 };
+
+/// Whether it belongs to the row pass. Not so is known when kernels without it are compiled.
+template <typename K>
+__device__ __forceinline__ bool is_row_pass(const WorkTile& tile) {
+  return K::kHasRowPass && tile.gemm == kRowPass;
+}
 
 /// Of a team, or of the thread block where there are none.
 template <typename K>
@@ -188,6 +200,8 @@ struct SharedMemory {
       typename K::Output::Element rows[K::kStoringWarpgroups][K::kChunkTokens][K::kStagedPitch];
   // The largest magnitudes of a chunk's tokens, of each storing warpgroup, in turns.
   float group_amax[2][K::kGroupParts][K::kGroupParts > 1 ? K::kChunkTokens : 1];
+  // The largest magnitudes that the warps of the row pass have found in a row.
+  float row_amax[4];
   [[no_unique_address]] typename K::Operands::Tables tables;
   float partials[K::kPartials][K::kPartialAccumulators][128];
   std::uint64_t stage_full[K::kStages];

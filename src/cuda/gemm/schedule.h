@@ -3,6 +3,8 @@
 // Tile indexes count through GEMM 1 and then GEMM 2; within one by expert, then by groups of
 // kTokenTileGroup token tiles, then by row tile, and token tiles innermost: thread blocks that run
 // at the same time share weights and token rows in the L2.
+//
+// Between the GEMMs there may be a row pass, which quantizes what GEMM 1 stores.
 #pragma once
 
 #include <cstdint>
@@ -29,9 +31,18 @@ struct GemmTiles {
   FUSEDMOE_HD constexpr int per_token_tile() const { return row_tiles * splits; }
 };
 
+/// Instead of a GEMM's number: a tile of the row pass.
+inline constexpr int kRowPass = 2;
+
+/// The tiles of a launch.
+struct TileOrder {
+  GemmTiles gemms[2];  // the second is empty where there is one GEMM
+  int pass_tiles = 0;  // of the row pass for each token tile; 0: there is none
+};
+
 /// Which tile an index stands for: everything but what depends on the expert's rows.
 struct TileCoords {
-  int gemm = -1;  // 0 or 1; -1: no work left
+  int gemm = -1;  // 0 or 1; kRowPass; -1: no work left
   int expert = 0;
   int token_tile = 0;
   int row_tile = 0;
@@ -39,18 +50,23 @@ struct TileCoords {
 };
 
 /// tile_prefix[e]: token tiles of the experts before e; (num_experts + 1).
-FUSEDMOE_HD inline TileCoords find_tile(int index, const GemmTiles* shapes, int num_gemms,
+FUSEDMOE_HD inline TileCoords find_tile(int index, const TileOrder& order,
                                         const std::int32_t* tile_prefix, int num_experts) {
   const int total_tiles = tile_prefix[num_experts];
   TileCoords tile;
-  const int tiles_of_gemm1 = total_tiles * shapes[0].per_token_tile();
-  const bool is_second = index >= tiles_of_gemm1;
-  // Not shapes[gemm]: an array that is indexed would live in memory.
-  const GemmTiles shape = is_second ? shapes[1] : shapes[0];
-  if (is_second) index -= tiles_of_gemm1;
-  const int per_tile = shape.per_token_tile();
-  if (is_second && (num_gemms == 1 || index >= total_tiles * per_tile)) return tile;
+  int gemm = 0;
+  GemmTiles shape = order.gemms[0];  // no array of all, as one that is indexed lives in memory
+  const auto is_behind = [&] { return index >= total_tiles * shape.per_token_tile(); };
+  const auto go_on = [&](int to, const GemmTiles& with) {
+    index -= total_tiles * shape.per_token_tile();
+    gemm = to;
+    shape = with;
+  };
+  if (is_behind()) go_on(kRowPass, {order.pass_tiles, 1});
+  if (gemm == kRowPass && is_behind()) go_on(1, order.gemms[1]);
+  if (gemm == 1 && is_behind()) return tile;
 
+  const int per_tile = shape.per_token_tile();
   const int token_tile = index / per_tile;
   int low = 0, high = num_experts;  // prefix[low] <= token_tile < prefix[high]
   while (high - low > 1) {
@@ -59,7 +75,7 @@ FUSEDMOE_HD inline TileCoords find_tile(int index, const GemmTiles* shapes, int 
   }
   const int local = index - tile_prefix[low] * per_tile;
   const int tiles = tile_prefix[low + 1] - tile_prefix[low];
-  tile.gemm = is_second ? 1 : 0;
+  tile.gemm = gemm;
   tile.expert = low;
   int row_and_split = local;
   if (tiles > 1) {  // else without the divisions

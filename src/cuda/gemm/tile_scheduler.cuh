@@ -84,18 +84,18 @@ __device__ inline void count_tiles(SharedMemory<K>& shared, const FusedMlpParams
 template <typename K>
 __device__ inline WorkTile make_tile(SharedMemory<K>& shared, const FusedMlpParams& p, int index,
                                      int rank) {
-  GemmTiles shapes[2];
+  TileOrder order;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    shapes[i] = {static_cast<int>(ceil_div(p.gemms[i].row_blocks, K::kClusterRowBlocks)),
-                 p.gemms[i].splits};
+    if (i >= p.num_gemms) break;
+    order.gemms[i] = {static_cast<int>(ceil_div(p.gemms[i].row_blocks, K::kClusterRowBlocks)),
+                      p.gemms[i].splits};
   }
-  const TileCoords coords =
-      find_tile(index, shapes, p.num_gemms, shared.tile_prefix, p.num_experts);
+  if constexpr (K::kHasRowPass) order.pass_tiles = p.pass.tiles;
+  const TileCoords coords = find_tile(index, order, shared.tile_prefix, p.num_experts);
   WorkTile tile{};
   tile.gemm = coords.gemm;
   if (coords.gemm < 0) return tile;
-  const GemmParams& gemm = p.gemms[coords.gemm];
   const std::int32_t* counted = row_prefix(shared) + coords.expert;
   const int rows = p.topk_ids ? counted[1] - counted[0] : read_rows(p, coords.expert);
   const int expert_row = p.topk_ids         ? counted[0]
@@ -106,13 +106,20 @@ __device__ inline WorkTile make_tile(SharedMemory<K>& shared, const FusedMlpPara
                                    K::kTile.token_step());
   const int begin = coords.token_tile * size;
   tile.expert = coords.expert;
+  tile.token_tile = first_tile + coords.token_tile;
+  tile.first_row = expert_row + begin;
+  tile.num_tokens = min(size, rows - begin);
+  if (is_row_pass<K>(tile)) {  // some of the token tile's rows
+    const int tokens = tile.num_tokens, first = tokens * coords.row_tile / p.pass.tiles;
+    tile.first_row += first;
+    tile.num_tokens = tokens * (coords.row_tile + 1) / p.pass.tiles - first;
+    return tile;
+  }
+  const GemmParams& gemm = p.gemms[coords.gemm];
   tile.row_block = coords.row_tile * K::kClusterRowBlocks + rank * K::kTileRowBlocks;
   tile.k_begin = split_begin(gemm.k_blocks, gemm.splits, coords.split);
   tile.k_end = split_begin(gemm.k_blocks, gemm.splits, coords.split + 1);
-  tile.first_row = expert_row + begin;
-  tile.num_tokens = min(size, rows - begin);
   tile.split = coords.split;
-  tile.token_tile = first_tile + coords.token_tile;
   return tile;
 }
 

@@ -84,9 +84,8 @@ void fused_mlp(const FusedMlpParams& params, const WeightFormat& format, const T
   const bool stores_groups = params.gemms[0].out_scales != nullptr;
   FUSEDMOE_CHECK(!stores_groups || tile.has_whole_groups(), "tile", to_string(tile),
                  "one that has whole groups, to quantize them");
-  // Other rows that are quantized between the GEMMs take two launches.
-  FUSEDMOE_CHECK(params.num_gemms == 1 || !tile.tokens_are_rows(), "tile", to_string(tile),
-                 "one with weights as rows, for two GEMMs in a launch");
+  FUSEDMOE_CHECK(params.pass.tiles == 0 || format.has_row_pass(tile), "tile", to_string(tile),
+                 "one that has a row pass");
   format.launches[static_cast<std::size_t>(found - format.tiles.begin())](params, stream);
 }
 

@@ -124,6 +124,10 @@ struct WeightFormat {
   bool keeps_order(const TileShape& tile) const {
     return tile.k_groups == 1 && !(mma_sync_tokens > 0 && tile.has_epilogue_warpgroup());
   }
+  /// Whether tiles of this shape can quantize rows between the GEMMs: FusedMlpParams::pass.
+  bool has_row_pass(const TileShape& tile) const {
+    return decodes && fp8_rows && tile.has_epilogue_warpgroup();
+  }
 };
 
 /// Most tiles of a format.

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "cuda/gemm/fused_mlp.h"
+#include "cuda/rows/row_transform.h"
 #include "quant/quantize_scales.h"
 
 namespace fusedmoe::cuda {

@@ -5,9 +5,19 @@
 #include <cstdint>
 #include <optional>
 
-#include "cuda/gemm/fused_mlp.h"
+#include "core/host_device.h"
+#include "fusedmoe/quant.h"
 
 namespace fusedmoe::cuda {
+
+/// How rows are quantized, for formats whose values, up to a factor of the expert, are exact in
+/// bf16: they are decoded again where they are made.
+struct RowQuantizer {
+  enum class Kind : std::uint8_t { kNone, kMxfp4, kMxfp8, kNvfp4 };
+  Kind kind = Kind::kNone;
+  MxScaleRule rule = MxScaleRule::kOcp;  ///< of MX
+  const float* global_scales = nullptr;  ///< of NVFP4: (experts)
+};
 
 /// E4M3 codes and fp32 scales. Formulas: quant/quantize_scales.h.
 struct Fp8Quantizer {
