@@ -88,13 +88,18 @@ __device__ inline ScaleAndBias<K> read_scale_and_bias(const GemmParams& gemm, co
   return factors;
 }
 
-/// By the named barrier of a storing warpgroup. CUTLASS leaves 8 of the 16 to others.
+/// A named barrier, across which the compiler also moves no accesses, as arrive() and wait().
+/// CUTLASS leaves 8 of the 16 to others.
+__device__ inline void sync_threads(int count, int barrier) {
+  asm volatile("" ::: "memory");
+  cutlass::arch::NamedBarrier::sync(count, barrier);
+  asm volatile("" ::: "memory");
+}
+/// The named barrier of a storing warpgroup.
 template <typename K>
 __device__ inline void sync_warpgroup(const WarpgroupCoords<K>& coords) {
   static_assert(K::kRowGroups <= 8);
-  asm volatile("" ::: "memory");  // as arrive() and wait()
-  cutlass::arch::NamedBarrier::sync(128, coords.row_group());
-  asm volatile("" ::: "memory");
+  sync_threads(128, coords.row_group());
 }
 
 /// Accumulators of a chunk by its number, chunks of the first row block before those of the next.

@@ -19,12 +19,13 @@ __device__ __forceinline__ void exchange_amax(SharedMemory<K>& shared,
     static_assert(K::kRowGroups == 2);
     constexpr int kBarrier = 2 * K::kRowGroups;  // behind those of Turns
     // Chunks take turns at two arrays. When one is written again, all have met since it was read:
-    // at the chunk in between or, before the first of a tile, here.
-    if (chunk == 0) cutlass::arch::NamedBarrier::sync(256, kBarrier);
+    // at the chunk in between or, before the first of a tile, here. (racecheck does not follow a
+    // named barrier of two warpgroups, and reports each write with the read behind it.)
+    if (chunk == 0) sync_threads(256, kBarrier);
     auto& maxima = shared.group_amax[chunk % 2];
 #pragma unroll
     for (int i = 0; i < K::kGroupTokens; ++i) maxima[coords.row_group()][tokens[i]] = amax[i];
-    cutlass::arch::NamedBarrier::sync(256, kBarrier);
+    sync_threads(256, kBarrier);
 #pragma unroll
     for (int i = 0; i < K::kGroupTokens; ++i) {
       amax[i] = fmaxf(amax[i], maxima[coords.row_group() ^ 1][tokens[i]]);

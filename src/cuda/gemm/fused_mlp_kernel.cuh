@@ -121,21 +121,22 @@ __device__ __forceinline__ void multiply_tiles(SharedMemory<K>& shared, const Fu
   StageState<K> stage;
   if (coords.warpgroup == 1) Turns<K>::pass(coords);
   constexpr unsigned kSlots = K::kTileSlots;
-  std::uint32_t phase = 1;  // of the tile published before, if there is an epilogue warpgroup
   for (unsigned count = 0;; ++count) {  // one register, where TileState takes two
     const unsigned slot = count % kSlots;
     wait(&shared.tile_full[slot], count / kSlots % 2);
     const WorkTile& tile = shared.tiles[slot];  // read where needed: registers are scarce
     if (tile.gemm < 0) return;
-    if (is_row_pass<K>(tile)) continue;
+    if (is_row_pass<K>(tile)) {
+      publish_nothing(shared, count % 2 ^ 1);
+      continue;
+    }
     if constexpr (!K::kHasEpilogueWarpgroup) {
       prefetch_scale_and_bias<K>(p.gemms[tile.gemm], tile, coords);
     }
     typename K::Accumulators accumulators;
     multiply_tile(shared, p, tile, coords, stage, accumulators);
     if constexpr (K::kHasEpilogueWarpgroup) {
-      publish_accumulators(shared, tile, coords, accumulators, phase);
-      phase ^= 1;
+      publish_accumulators(shared, tile, coords, accumulators, count % 2 ^ 1);
     } else {
       wait_for_previous(p);
       store_tile(shared, p, tile, coords, accumulators);
@@ -166,7 +167,6 @@ __device__ __forceinline__ void multiply_token_tiles(SharedMemory<K>& shared,
 template <typename K>
 __device__ __forceinline__ void run_epilogues(SharedMemory<K>& shared, const FusedMlpParams& p) {
   constexpr unsigned kSlots = K::kTileSlots;
-  std::uint32_t phase = 0;  // of the published tile
   for (unsigned count = 0;; ++count) {
     const unsigned slot = count % kSlots;
     wait(&shared.tile_full[slot], count / kSlots % 2);
@@ -174,9 +174,9 @@ __device__ __forceinline__ void run_epilogues(SharedMemory<K>& shared, const Fus
     if (tile.gemm < 0) return;
     if (is_row_pass<K>(tile)) {
       if constexpr (K::kHasRowPass) quantize_rows(shared, p, tile);
+      accept_nothing(shared, count % 2);
     } else {
-      store_published_tile(shared, p, tile, phase);
-      phase ^= 1;
+      store_published_tile(shared, p, tile, count % 2);
     }
     arrive(&shared.tile_stored[slot]);
   }

@@ -66,4 +66,17 @@ __device__ inline void store_published_tile(SharedMemory<K>& shared, const Fused
   arrive(&shared.partials_free);
 }
 
+/// As publish_accumulators() and store_published_tile(), of a tile that has none, the row pass's:
+/// the epilogue warpgroup must not let go of a tile that others have yet to look at.
+template <typename K>
+__device__ inline void publish_nothing(SharedMemory<K>& shared, std::uint32_t phase) {
+  wait(&shared.partials_free, phase);
+  arrive(&shared.partials_full);
+}
+template <typename K>
+__device__ inline void accept_nothing(SharedMemory<K>& shared, std::uint32_t phase) {
+  wait(&shared.partials_full, phase);
+  arrive(&shared.partials_free);
+}
+
 }  // namespace fusedmoe::cuda
