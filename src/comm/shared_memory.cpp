@@ -149,12 +149,13 @@ bool SharedMemory::map(const std::vector<std::string>& offers, int chosen) {
   std::from_chars(address.data(), address.data() + address.size(), begin);
   if (file_ < 0 || mark_.empty() || begin == 0) return false;
   void* const wanted = reinterpret_cast<void*>(begin);
-  void* const reserved =
-      mmap(wanted, kReserved * size_, PROT_NONE,
-           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+  // Where these addresses are not free the system takes others. (MAP_FIXED_NOREPLACE would refuse,
+  // but ThreadSanitizer makes the address 0 of one that it does not have.)
+  void* const reserved = mmap(wanted, kReserved * size_, PROT_NONE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (reserved == MAP_FAILED) return false;
   base_ = static_cast<char*>(reserved);
-  if (reserved != wanted) return false;  // a kernel that does not know the flag
+  if (reserved != wanted) return false;
   for (int r = 0; r < size_; ++r) {
     const std::vector<std::string> words = words_of(offers[r]);
     const bool mine = r == rank_;

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -58,6 +59,16 @@ inline std::vector<std::string> texts_of_processes(
   }
   std::filesystem::remove_all(folder);
   return results;
+}
+
+/// How many files of memory that ranks share this process has mapped.
+inline int mapped_files() {
+  std::ifstream maps("/proc/self/maps");
+  int count = 0;
+  for (std::string line; std::getline(maps, line);) {
+    count += line.find("memfd:fusedmoe") != std::string::npos;
+  }
+  return count;
 }
 
 }  // namespace fusedmoe::testing
