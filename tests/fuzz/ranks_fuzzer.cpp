@@ -303,8 +303,8 @@ struct Statistics {
 void run(std::uint64_t seed, Statistics& statistics, std::string& what) {
   Random random(seed);
   RankProblem problem = random_problem(random);
-#ifdef __SANITIZE_THREAD__
-  if (problem.medium == Medium::kProcesses) problem.medium = Medium::kMessages;  // it cannot fork
+#ifdef FUSEDMOE_FUZZ_THREADS_ALONE
+  if (problem.medium == Medium::kProcesses) problem.medium = Medium::kMessages;
 #endif
   what = describe(problem);
   LayerWeights weights;
