@@ -36,13 +36,20 @@ class Communicator:
         *,
         device: str = "cpu",
         timeout: float = 30.0,
+        shared_memory: bool = True,
     ) -> "Communicator":
         """A process among others, over TCP, with rows over NCCL on CUDA; every rank calls it.
 
         Rank 0 listens at the port of the address. Without an address all of it is what torchrun,
         mpirun or srun has set.
+        shared_memory: processes of one host share memory on the CPU. Where it is False on one
+            rank, all send messages.
         """
-        return cls(_core.join_communicator(rank, size, address or "", port, device, timeout))
+        return cls(
+            _core.join_communicator(
+                rank, size, address or "", port, device, timeout, shared_memory
+            )
+        )
 
     @classmethod
     def from_gather(
@@ -53,16 +60,22 @@ class Communicator:
         *,
         device: str = "cpu",
         timeout: float = 30.0,
+        shared_memory: bool = True,
     ) -> "Communicator":
         """The same, where the ranks find each other by an engine's own collective.
 
         gather: takes this rank's text, returns those of all ranks; called twice.
         """
-        return cls(_core.create_communicator(rank, size, gather, device, timeout))
+        return cls(_core.create_communicator(rank, size, gather, device, timeout, shared_memory))
 
     @classmethod
     def from_torch(
-        cls, group: Any = None, *, device: str = "cpu", timeout: float = 30.0
+        cls,
+        group: Any = None,
+        *,
+        device: str = "cpu",
+        timeout: float = 30.0,
+        shared_memory: bool = True,
     ) -> "Communicator":
         """The ranks of a process group of torch.distributed, default: all."""
         import torch.distributed as dist
@@ -78,6 +91,7 @@ class Communicator:
             gather,
             device=device,
             timeout=timeout,
+            shared_memory=shared_memory,
         )
 
     @property

@@ -11,13 +11,15 @@
 namespace fusedmoe::python {
 namespace {
 
-CommunicatorOptions options_of(const std::string& device, double timeout) {
+CommunicatorOptions options_of(const std::string& device, double timeout,
+                               bool shared_memory = true) {
   constexpr double kYear = 365 * 24 * 3600;
   if (!(timeout > 0 && timeout <= kYear)) {
     throw Error("timeout", std::to_string(timeout), "a positive number of seconds, at most a year");
   }
   const std::chrono::duration<double> seconds(timeout);
-  return {std::chrono::ceil<std::chrono::milliseconds>(seconds), parse_device(device)};
+  return {std::chrono::ceil<std::chrono::milliseconds>(seconds), parse_device(device),
+          shared_memory};
 }
 
 std::vector<PyCommunicator> threads(int size, const std::string& device, double timeout) {
@@ -30,8 +32,8 @@ std::vector<PyCommunicator> threads(int size, const std::string& device, double 
 
 /// Without an address: what the launcher's variables say.
 PyCommunicator join(int rank, int size, const std::string& address, int port,
-                    const std::string& device, double timeout) {
-  const CommunicatorOptions options = options_of(device, timeout);
+                    const std::string& device, double timeout, bool shared_memory) {
+  const CommunicatorOptions options = options_of(device, timeout, shared_memory);
   std::optional<Launch> launch;
   if (!address.empty()) launch = Launch{rank, size, 0, address, port, ""};
   const nb::gil_scoped_release no_gil;
@@ -40,8 +42,8 @@ PyCommunicator join(int rank, int size, const std::string& address, int port,
 
 /// `gather`: text of this rank -> list of all ranks' texts.
 PyCommunicator create(int rank, int size, const nb::callable& gather, const std::string& device,
-                      double timeout) {
-  const CommunicatorOptions options = options_of(device, timeout);
+                      double timeout, bool shared_memory) {
+  const CommunicatorOptions options = options_of(device, timeout, shared_memory);
   const auto collective = [&](const std::string& text) {
     const nb::gil_scoped_acquire gil;
     const nb::object returned = gather(text);
@@ -116,9 +118,9 @@ void bind_ranks(nb::module_& module) {
   module.def("thread_communicators", &threads, nb::arg("size"), nb::arg("device"),
              nb::arg("timeout"));
   module.def("join_communicator", &join, nb::arg("rank"), nb::arg("size"), nb::arg("address"),
-             nb::arg("port"), nb::arg("device"), nb::arg("timeout"));
+             nb::arg("port"), nb::arg("device"), nb::arg("timeout"), nb::arg("shared_memory"));
   module.def("create_communicator", &create, nb::arg("rank"), nb::arg("size"), nb::arg("gather"),
-             nb::arg("device"), nb::arg("timeout"));
+             nb::arg("device"), nb::arg("timeout"), nb::arg("shared_memory"));
   module.def(
       "make_placement",
       [](const std::string& kind, std::int64_t num_experts, int num_ranks, std::int64_t redundant) {

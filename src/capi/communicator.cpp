@@ -14,6 +14,7 @@ CommunicatorOptions to_options(const fusedmoe_communicator_options* options) {
   CommunicatorOptions result;
   result.device = to_device_id(o.device_type, o.device_index, "options.device");
   if (o.timeout_ms != 0) result.timeout = std::chrono::milliseconds(o.timeout_ms);
+  result.shared_memory = o.no_shared_memory == 0;
   return result;
 }
 

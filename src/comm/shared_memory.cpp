@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -54,6 +55,18 @@ int open_file(const std::string& process, const std::string& number, const std::
   if (size == static_cast<ssize_t>(mark.size()) && found == mark) return file;
   close(file);
   return -1;
+}
+
+/// Whether this process may have so many more bytes, in a file as long as that. Otherwise the
+/// system would not refuse them but kill: it counts a file's pages only when they are touched, and
+/// a file that is longer than the limit is a signal.
+bool allowed(std::size_t file_bytes, std::size_t more) {
+  rlimit most{};
+  if (getrlimit(RLIMIT_FSIZE, &most) == 0 && file_bytes > most.rlim_cur) return false;
+  void* const own = mmap(nullptr, more, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (own == MAP_FAILED) return false;
+  munmap(own, more);
+  return true;
 }
 
 /// The words of a text.
@@ -136,12 +149,13 @@ bool SharedMemory::map(const std::vector<std::string>& offers, int chosen) {
   std::from_chars(address.data(), address.data() + address.size(), begin);
   if (file_ < 0 || mark_.empty() || begin == 0) return false;
   void* const wanted = reinterpret_cast<void*>(begin);
-  void* const reserved =
-      mmap(wanted, kReserved * size_, PROT_NONE,
-           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+  // Where these addresses are not free the system takes others. (MAP_FIXED_NOREPLACE would refuse,
+  // but ThreadSanitizer makes the address 0 of one that it does not have.)
+  void* const reserved = mmap(wanted, kReserved * size_, PROT_NONE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (reserved == MAP_FAILED) return false;
   base_ = static_cast<char*>(reserved);
-  if (reserved != wanted) return false;  // a kernel that does not know the flag
+  if (reserved != wanted) return false;
   for (int r = 0; r < size_; ++r) {
     const std::vector<std::string> words = words_of(offers[r]);
     const bool mine = r == rank_;
@@ -173,11 +187,12 @@ bool SharedMemory::contains(const void* address) const {
 
 void* SharedMemory::take(std::size_t bytes) {
   const std::lock_guard lock(mutex_);
+  bytes = std::max<std::size_t>(bytes, 1);  // so that no two blocks have one address
   std::size_t begin = header_bytes_;
   auto next = blocks_.begin();
   while (next != blocks_.end() && next->begin - begin < bytes) begin = next++->end;
   if (bytes > kReserved - begin) throw Error::out_of_memory(bytes, "memory that processes share");
-  const std::size_t end = begin + core::round_up(std::max<std::size_t>(bytes, 1), kPage);
+  const std::size_t end = begin + core::round_up(bytes, kPage);
   grow(end);
   blocks_.insert(next, {begin, end});
   return memory_of(rank_) + begin;
@@ -195,12 +210,14 @@ void SharedMemory::grow(std::size_t bytes) {
   if (bytes <= file_bytes_) return;
   const std::size_t size = core::round_up(bytes, kHugePage);
   char* const added = memory_of(rank_) + file_bytes_;
-  const bool there = ftruncate(file_, static_cast<off_t>(size)) == 0 &&
+  const bool there = allowed(size, size - file_bytes_) &&
+                     ftruncate(file_, static_cast<off_t>(size)) == 0 &&
                      (madvise(added, size - file_bytes_, MADV_POPULATE_WRITE) == 0 ||
                       posix_fallocate(file_, 0, static_cast<off_t>(size)) == 0);
   if (!there) {
     const std::size_t before = std::max(file_bytes_, header_bytes_);
-    if (ftruncate(file_, static_cast<off_t>(before)) != 0) file_bytes_ = size;  // the pages stay
+    // Where the file stays longer, the next call cuts it.
+    [[maybe_unused]] const int cut = ftruncate(file_, static_cast<off_t>(before));
     throw Error::out_of_memory(size, "memory that processes share");
   }
   file_bytes_ = size;

@@ -3,6 +3,7 @@
 #include <string>
 #include <thread>
 
+#include "../ranks/processes.h"
 #include "capi_test.h"
 #include "testing/compare.h"
 
@@ -145,6 +146,44 @@ TEST(CRanksTest, AnEnginesCollectiveFindsTheRanks) {
   const Handle<fusedmoe_communicator> zero(made[0]), one(made[1]);
   ASSERT_TRUE(zero && one);
   expect_as_one_rank(made, "tcp");
+}
+
+/// A communicator of this process, which finds the others over `control`.
+Handle<fusedmoe_communicator> join(int rank, const std::shared_ptr<ControlPlane>& control,
+                                   const fusedmoe_communicator_options& options) {
+  Communicator engine(rank, kRanks, control, nullptr);  // gathers texts
+  auto gather = sized<fusedmoe_gather>();
+  gather.context = &engine;
+  gather.run = [](void* context, const char* text, size_t bytes,
+                  void (*give)(void*, int32_t, const char*, size_t), void* data) -> int32_t {
+    const auto texts = static_cast<Communicator*>(context)->gather({text, bytes}, "a test");
+    for (int r = 0; r < kRanks; ++r) give(data, r, texts[r].data(), texts[r].size());
+    return 0;
+  };
+  fusedmoe_communicator* made = nullptr;
+  EXPECT_OK(fusedmoe_communicator_create(rank, kRanks, &gather, &options, &made));
+  return Handle<fusedmoe_communicator>(made);
+}
+
+TEST(CRanksTest, ProcessesShareMemoryUnlessOneDoesNot) {
+  for (const bool shared : {true, false}) {
+    const auto run = [&](int rank, const std::shared_ptr<ControlPlane>& control) -> std::string {
+      auto options = patient();
+      options.no_shared_memory = !shared && rank == 1;
+      const auto communicator = join(rank, control, options);
+      if (!communicator) return "no communicator";
+      TinyLayer tiny;
+      tiny.options.communicator = communicator.get();
+      tiny.options.max_tokens_per_rank = kTokens;
+      const auto layer = tiny.create();
+      const std::string files = std::to_string(mapped_files());
+      return fusedmoe_communicator_barrier(communicator.get()) == FUSEDMOE_OK
+                 ? files
+                 : fusedmoe_last_error();
+    };
+    const std::string files = shared ? "2" : "0";
+    EXPECT_EQ(texts_of_processes(kRanks, run), std::vector<std::string>(kRanks, files));
+  }
 }
 
 TEST(CRanksTest, RowsThatDoNotFitAreCounted) {

@@ -1,15 +1,12 @@
 // Random layers on random ranks: the output is that of one rank, or all ranks refuse with the same
 // Error. ranks_fuzzer [--runs N] [--seconds S] [--seed S] [--verbose], as run_fuzzer. Ranks are
 // threads, or processes that share memory.
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <array>
 #include <cstdio>
 #include <cstdlib>
-#include <filesystem>
 #include <map>
 
+#include "../ranks/processes.h"
 #include "../ranks/rank_layers.h"
 #include "fusedmoe/quant.h"
 #include "random_runs.h"
@@ -257,45 +254,21 @@ std::string run_rank(const RankProblem& problem, const LayerWeights& weights,
   return {};
 }
 
-/// The ranks as processes, which tell what they have found in files.
+/// A Failure begins with '!'.
 std::vector<std::string> run_processes(const RankProblem& problem, const LayerWeights& weights) {
   const int size = problem.how.size;
-  std::string folder = (std::filesystem::temp_directory_path() / "ranks-XXXXXX").string();
-  if (!mkdtemp(folder.data())) throw std::runtime_error("cannot make a folder in " + folder);
-  std::vector<pid_t> processes;
-  for (int rank = 0; rank < size; ++rank) {
-    const pid_t process = fork();
-    if (process < 0) throw std::runtime_error("cannot fork");
-    processes.push_back(process);
-    if (process > 0) continue;
-    std::string found;
+  return texts_of_processes(size, [&](int rank, const std::shared_ptr<ControlPlane>& control) {
     try {
-      const auto control = make_file_control_plane(folder + "/control");
       const auto communicator = make_communicator(rank, size, control, {kPatient});
-      found = run_rank(problem, weights, communicator);
+      std::string found = run_rank(problem, weights, communicator);
       communicator->barrier();
+      return found;
     } catch (const Failure& failure) {
-      found = "!" + failure.text;
+      return "!" + failure.text;
     } catch (const std::exception& error) {
-      found = error.what();
+      return std::string(error.what());
     }
-    std::FILE* const file = std::fopen((folder + "/" + std::to_string(rank)).c_str(), "w");
-    if (file) std::fputs(("=" + found).c_str(), file);
-    if (file) std::fclose(file);
-    _exit(0);
-  }
-  std::vector<std::string> results;
-  for (int rank = 0; rank < size; ++rank) {
-    int status = 0;
-    waitpid(processes[static_cast<std::size_t>(rank)], &status, 0);
-    std::array<char, 2000> text{};
-    std::FILE* const file = std::fopen((folder + "/" + std::to_string(rank)).c_str(), "r");
-    const std::size_t length = file ? std::fread(text.data(), 1, text.size() - 1, file) : 0;
-    if (file) std::fclose(file);
-    results.push_back(length > 0 && status == 0 ? text.data() + 1 : "!the process has died");
-  }
-  std::filesystem::remove_all(folder);
-  return results;
+  });
 }
 
 std::vector<std::string> run_threads(const RankProblem& problem, const LayerWeights& weights) {
@@ -330,8 +303,8 @@ struct Statistics {
 void run(std::uint64_t seed, Statistics& statistics, std::string& what) {
   Random random(seed);
   RankProblem problem = random_problem(random);
-#ifdef __SANITIZE_THREAD__
-  if (problem.medium == Medium::kProcesses) problem.medium = Medium::kMessages;  // it cannot fork
+#ifdef FUSEDMOE_FUZZ_THREADS_ALONE
+  if (problem.medium == Medium::kProcesses) problem.medium = Medium::kMessages;
 #endif
   what = describe(problem);
   LayerWeights weights;

@@ -193,9 +193,21 @@ def free_port():
         return server.getsockname()[1]
 
 
+def joined(rank, port, **options):
+    return fusedmoe.Communicator.join(rank, RANKS, "127.0.0.1", port, timeout=60, **options)
+
+
 def run_process(rank, port, queue):
-    communicator = fusedmoe.Communicator.join(rank, RANKS, "127.0.0.1", port, timeout=60)
+    communicator = joined(rank, port)
     queue.put((rank, communicator.backend, np.asarray(forward(communicator))))
+
+
+def run_process_that_may_share(rank, port, queue, sharing):
+    communicator = joined(rank, port, shared_memory=sharing[rank])
+    layer(communicator=communicator, max_tokens_per_rank=TOKENS)
+    with open("/proc/self/maps") as maps:
+        queue.put((rank, sum("memfd:fusedmoe" in line for line in maps)))
+    communicator.barrier()
 
 
 def run_torch_process(rank, port, queue):
@@ -209,18 +221,30 @@ def run_torch_process(rank, port, queue):
     communicator.barrier()
 
 
+def results_of_processes(target, *args):
+    """What each rank's process has put into the queue, in the order of the ranks."""
+    spawn = multiprocessing.get_context("spawn")
+    queue, port = spawn.Queue(), free_port()
+    processes = [spawn.Process(target=target, args=(r, port, queue, *args)) for r in range(RANKS)]
+    for process in processes:
+        process.start()
+    results = sorted((queue.get(timeout=60) for _ in processes), key=lambda result: result[0])
+    for process in processes:
+        process.join()
+    return results
+
+
 @pytest.mark.parametrize("target", [run_process, run_torch_process])
 def test_processes_give_the_bits_of_one_rank(target):
     if target is run_torch_process:
         pytest.importorskip("torch.distributed")
     expected = layer()(tensors()[3])
-    spawn = multiprocessing.get_context("spawn")
-    queue, port = spawn.Queue(), free_port()
-    processes = [spawn.Process(target=target, args=(r, port, queue)) for r in range(RANKS)]
-    for process in processes:
-        process.start()
-    parts = sorted((queue.get(timeout=60) for _ in processes), key=lambda part: part[0])
-    for process in processes:
-        process.join()
+    parts = results_of_processes(target)
     assert [part[1] for part in parts] == ["tcp"] * RANKS
     assert np.array_equal(np.concatenate([part[2] for part in parts]), expected)
+
+
+@pytest.mark.parametrize("sharing", [(True, True), (True, False)])
+def test_processes_share_memory_unless_one_does_not(sharing):
+    files = [files for _, files in results_of_processes(run_process_that_may_share, sharing)]
+    assert files == [RANKS if all(sharing) else 0] * RANKS

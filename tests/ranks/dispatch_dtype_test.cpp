@@ -70,12 +70,13 @@ constexpr SchemeCase kSchemes[] = {
     {"mxfp4:ocp", DType::kE2M1}, {"mxfp4:even", DType::kE2M1},
 };
 
-void expect_same_bits(RankCase how, const SchemeCase& scheme, DType dtype = DType::kBF16) {
-  SCOPED_TRACE(std::string(how.transport) + " " + scheme.scheme + " " + std::string(name(dtype)));
+void expect_same_bits(RankCase all, const SchemeCase& scheme, DType dtype = DType::kBF16) {
+  SCOPED_TRACE(std::string(all.transport) + " " + scheme.scheme + " " + std::string(name(dtype)));
   const LayerWeights weights = make_layer_weights({small_case(scheme.scheme)});
-  how.size = 3;
-  const auto comms = make_communicators(how.size, how.lend, {kPatient}, how.cut);
-  run_ranks(how.size, [&](int rank) {
+  all.size = 3;
+  const auto comms = make_communicators(all.size, all.lend, {kPatient}, all.cut);
+  run_ranks(all.size, [&](int rank) {
+    RankCase how = all;
     const Tensor x = hidden_states_of(rank, dtype);
     Tensor expected;
     for (const std::optional<DType> sent :
