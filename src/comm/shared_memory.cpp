@@ -216,7 +216,7 @@ void SharedMemory::grow(std::size_t bytes) {
                       posix_fallocate(file_, 0, static_cast<off_t>(size)) == 0);
   if (!there) {
     const std::size_t before = std::max(file_bytes_, header_bytes_);
-    // Where the file stays longer, the next call cuts it.
+    // Where the file stays longer, the next call that grows it sets its length.
     [[maybe_unused]] const int cut = ftruncate(file_, static_cast<off_t>(before));
     throw Error::out_of_memory(size, "memory that processes share");
   }

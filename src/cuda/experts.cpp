@@ -304,8 +304,8 @@ void Sm90Experts::run_batched(const ForwardArgs& args, const Scratch& scratch,
   run_gemms(args, params, scratch, config);
 }
 
-/// The row pass between the GEMMs, cut into tiles: one for each multiprocessor where there are few
-/// rows, but not many without any.
+/// The row pass between the GEMMs, cut into tiles: about one for each multiprocessor where there
+/// are few rows, but at most two for each row.
 RowPass Sm90Experts::cut_pass(const RowTransform& rows, const FusedMlpParams& params,
                               const Scratch& scratch, const TileShape& tile) const {
   const std::int64_t token_tiles =
@@ -316,23 +316,24 @@ RowPass Sm90Experts::cut_pass(const RowTransform& rows, const FusedMlpParams& pa
   return {rows, static_cast<int>(tiles)};
 }
 
-/// In one launch, unless the rows between the GEMMs take one of their own. One token does: the
-/// second GEMM is then ready sooner.
+/// In one launch, unless the rows between the GEMMs take one of their own. With one token (in the
+/// batched format a capacity of one) that is faster than the row pass: GEMM 2 is ready sooner.
 void Sm90Experts::run_gemms(const ForwardArgs& args, const FusedMlpParams& params,
                             const Scratch& scratch, const KernelConfig& config) const {
   FusedMlpParams step = params;
-  const std::int64_t num_tokens = args.hidden_states.size(args.hidden_states.rank() - 2);
+  const std::int64_t most_tokens = args.hidden_states.size(args.hidden_states.rank() - 2);
   if (rows_.stores_groups(config.tile)) {
     rows_.set_groups(scratch, step.gemms[0]);
-  } else if (rows_.may_pass_inside(config.tile) && num_tokens > 1) {
+  } else if (rows_.has_row_pass(config.tile) && most_tokens > 1) {
     step.pass = cut_pass(rows_.activated(args, scratch, params), params, scratch, config.tile);
-  } else if (rows_.needs_pass()) {
+  } else if (rows_.has_fp8_rows()) {
     return run_gemms_apart(args, params, scratch, config);
   }
   fused_mlp(step, format_, config.tile, args.stream);
 }
 
-/// In three: between the GEMMs rows are quantized.
+/// In three launches or, with a scale of the whole tensor, four: between the GEMMs rows are
+/// quantized.
 void Sm90Experts::run_gemms_apart(const ForwardArgs& args, const FusedMlpParams& params,
                                   const Scratch& scratch, const KernelConfig& config) const {
   FusedMlpParams step = params;

@@ -27,7 +27,7 @@ void set_quantized(const QuantizedRows& rows, GemmParams& gemm) {
 
 RowQuantizer OperandRows::quantizer_of(const PackedMatrices& reader) const {
   RowQuantizer quantizer;
-  if (!quantizes() || needs_pass()) return quantizer;
+  if (!quantizes() || has_fp8_rows()) return quantizer;
   using Kind = RowQuantizer::Kind;
   const QuantKey& key = *config_.scheme.activations;
   quantizer.kind = key.value == DType::kE4M3   ? Kind::kMxfp8
@@ -44,11 +44,11 @@ RowQuantizer OperandRows::inner_quantizer(const CudaPackedWeights& weights) cons
 
 bool OperandRows::needs_hidden_pass() const {
   const std::optional<QuantKey>& key = config_.scheme.activations;
-  return needs_pass() && key->dynamic && key->group.rows < 0;
+  return has_fp8_rows() && key->dynamic && key->group.rows < 0;
 }
 
 bool OperandRows::stores_groups(const TileShape& tile) const {
-  return needs_pass() && format_.k_scales && config_.scheme.activations->group.cols > 0 &&
+  return has_fp8_rows() && format_.k_scales && config_.scheme.activations->group.cols > 0 &&
          is_gated(config_.activation) && !config_.hooks && tile.has_whole_groups();
 }
 
@@ -58,7 +58,7 @@ RowTransform OperandRows::hidden(const ForwardArgs& args, const Scratch& scratch
   rows.rows = x.data();
   rows.row_pitch = bytes(format_.row_dtype, x.stride(x.rank() - 2));
   rows.row_bytes = bytes(format_.row_dtype, x.size(x.rank() - 1));
-  if (needs_pass()) {
+  if (has_fp8_rows()) {
     set_target(scratch.hidden, format_.row_dtype, rows);
     rows.fp8 =
         fp8_quantizer(*config_.scheme.activations, packed(args).info().a1_scale, scratch.amax);
@@ -93,7 +93,7 @@ void OperandRows::transform_hidden(const ForwardArgs& args, const Scratch& scrat
   transform_rows(transform, false, args.stream);
 }
 
-bool OperandRows::may_pass_inside(const TileShape& tile) const {
+bool OperandRows::has_row_pass(const TileShape& tile) const {
   return format_.has_row_pass(tile) && !needs_hidden_pass() && !config_.hooks;
 }
 
@@ -106,7 +106,7 @@ RowTransform OperandRows::activated(const ForwardArgs& args, const Scratch& scra
   rows.row_pitch = first.out_pitch * size;
   // Rows are written up to a multiple of 8.
   rows.row_bytes = core::round_up(std::int64_t{first.width}, kPitchUnit) * size;
-  if (needs_pass()) {
+  if (has_fp8_rows()) {
     set_target(scratch.quantized, format_.row_dtype, rows);
     rows.fp8 =
         fp8_quantizer(*config_.scheme.activations, packed(args).info().a2_scale, scratch.amax + 1);
@@ -136,7 +136,7 @@ void OperandRows::set_hidden(const ForwardArgs& args, const Scratch& scratch,
                              GemmParams& gemm) const {
   gemm.k = static_cast<int>(config_.hidden);
   gemm.num_rows = scratch.rows;
-  if (needs_pass()) return set_quantized(scratch.hidden, gemm);
+  if (has_fp8_rows()) return set_quantized(scratch.hidden, gemm);
   gemm.activations = scratch.permuted ? scratch.permuted : args.hidden_states.data();
   gemm.row_pitch = config_.hidden;
 }
@@ -144,7 +144,7 @@ void OperandRows::set_hidden(const ForwardArgs& args, const Scratch& scratch,
 void OperandRows::set_activated(const Scratch& scratch, GemmParams& gemm) const {
   gemm.k = static_cast<int>(config_.intermediate);
   gemm.num_rows = scratch.rows;
-  if (needs_pass()) return set_quantized(scratch.quantized, gemm);
+  if (has_fp8_rows()) return set_quantized(scratch.quantized, gemm);
   gemm.activations = scratch.activated;
   gemm.row_pitch = scratch.activated_pitch;
 }

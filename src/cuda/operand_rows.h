@@ -17,8 +17,8 @@ class OperandRows {
 
   /// Whether hidden states are more than permuted.
   bool quantizes() const { return config_.scheme.activations.has_value(); }
-  /// Whether activated rows take a pass of their own between the GEMMs; else GEMM 1 quantizes them.
-  bool needs_pass() const { return format_.fp8_rows; }
+  /// Whether rows are E4M3 codes and scales; else GEMM 1 quantizes activated rows, if anybody does.
+  bool has_fp8_rows() const { return format_.fp8_rows; }
   /// Whether GEMM 1 nevertheless quantizes them in tiles of this shape: groups of 128 features of
   /// which it has all.
   bool stores_groups(const TileShape& tile) const;
@@ -37,7 +37,7 @@ class OperandRows {
   RowTransform activated(const ForwardArgs& args, const Scratch& scratch,
                          const FusedMlpParams& params) const;
   /// Whether the launch of both GEMMs can do that (RowPass) in tiles of this shape.
-  bool may_pass_inside(const TileShape& tile) const;
+  bool has_row_pass(const TileShape& tile) const;
   /// Else a launch of its own does; experts' rows as in FusedMlpParams.
   void transform_activated(const ForwardArgs& args, const Scratch& scratch,
                            const FusedMlpParams& params) const;

@@ -190,7 +190,7 @@ class CudaExpertsInvarianceTest : public testing::CudaTest {};
 
 TEST_F(CudaExpertsInvarianceTest, RowDoesNotDependOnItsBatch) {
   std::vector<QuantScheme> all_schemes = gpu_schemes();
-  for (const char* quantized : {"fp8_block", "fp8_channel_token"}) {
+  for (const char* quantized : {"fp8_block", "fp8_channel_token", "w4a8", "mxfp4_fp8"}) {
     all_schemes.push_back(parse_scheme(quantized));
   }
   for (const QuantScheme& scheme : all_schemes) {

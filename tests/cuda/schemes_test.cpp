@@ -89,6 +89,9 @@ TEST_P(CudaSchemes, EveryConfiguration) {
       const Tensor actual =
           testing::run_variant(problem, testing::gpu_variant(), dtype, kGpu, options);
       expect_close(actual, expected, scheme.scheme);
+      EXPECT_TRUE(bitwise_equal(
+          testing::run_variant(problem, testing::gpu_variant(), dtype, kGpu, options), actual))
+          << "second run";
     }
   }
 }

@@ -7,9 +7,8 @@
 //   load_scales                a warp      brings scales, where each K block has its own
 //   multiply_tiles             warpgroups  multiply; without an epilogue warpgroup they also store
 //   multiply_token_tiles       a warpgroup the same for a team (TileShape), without the two below
-//   run_epilogues              a warpgroup stores small tiles while the next is multiplied; may
-//   quantize
-//                                          rows between the GEMMs
+//   run_epilogues              a warpgroup stores small tiles while the next is multiplied;
+//                                          quantizes rows between the GEMMs (row_pass.cuh)
 //   publish_tiles              one thread  tells other thread blocks which tiles are stored
 //
 // Weights never wait for activations: those of GEMM 2 are under way while the last tiles of GEMM 1

@@ -160,9 +160,8 @@ struct Kernel {
 
   static constexpr int kFixedBytes =
       kStoringWarpgroups * kChunkTokens * kStagedPitch * sizeof(typename Output::Element) +
-      2 * kGroupParts * kChunkTokens * 4 + kStoringWarpgroups * 16 +
-      int{sizeof(typename Operands::Tables)} + kPartials * kPartialAccumulators * 128 * 4 +
-      (kMaxExperts + 1) * 4 + 1024;
+      2 * kGroupParts * kChunkTokens * 4 + 16 + int{sizeof(typename Operands::Tables)} +
+      kPartials * kPartialAccumulators * 128 * 4 + (kMaxExperts + 1) * 4 + 1024;
   static constexpr int kStages = (kSharedLimit - kFixedBytes) / (kStageBytes + kScaleBytes);
   static_assert(kMaxTokens % 16 == 0, "N of wgmma");
   static_assert(kMaxTokens % kChunkTokens == 0);
@@ -179,10 +178,10 @@ struct WorkTile {
   int first_row;   // of the token rows of all experts
   int num_tokens;  // token rows of the tile; of the row pass: there may be none
   int split;
-  int token_tile;  // of all experts: where its stored row blocks of GEMM 1 are counted
+  int token_tile;  // of all experts: where is counted what of its rows is stored
 };
 
-/// Whether it belongs to the row pass. Not so is known when kernels without it are compiled.
+/// Whether it belongs to the row pass: constant false in kernels without one.
 template <typename K>
 __device__ __forceinline__ bool is_row_pass(const WorkTile& tile) {
   return K::kHasRowPass && tile.gemm == kRowPass;

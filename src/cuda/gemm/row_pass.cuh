@@ -49,7 +49,7 @@ __device__ inline void wait_for_rows(const FusedMlpParams& p, const WorkTile& ti
 }
 
 /// function(unit, value) for a thread's units of a row, every `threads`-th; several are read at the
-/// same time. By whole warps: zeros behind the end of the row.
+/// same time. All lanes of a warp call it together, with zeros behind the end of the row.
 template <typename Function>
 __device__ __forceinline__ void for_units(const RowTransform& t, std::int64_t row, int thread,
                                           int threads, const Function& function) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void for_units(const RowTransform& t, std::int64_t ro
 }
 
 /// The rows of a tile of the row pass, by the epilogue warpgroup: a warp takes a row, all four
-/// together take a wide one.
+/// together take one of more than 2048 values.
 template <typename K>
 __device__ __forceinline__ void quantize_rows(SharedMemory<K>& shared, const FusedMlpParams& p,
                                               const WorkTile& tile) {
@@ -88,11 +88,8 @@ __device__ __forceinline__ void quantize_rows(SharedMemory<K>& shared, const Fus
     float scale = t.fp8.static_scale;
     if (t.has_row_scales()) {
       Pair largest(0.0F, 0.0F);
-      for_units(t, row, thread, threads, [&](int, const uint4& unit) {
-        for (const std::uint32_t pair : {unit.x, unit.y, unit.z, unit.w}) {
-          take_larger(pair, largest);
-        }
-      });
+      for_units(t, row, thread, threads,
+                [&](int, const uint4& unit) { take_larger(unit, largest); });
       float amax = amax_of_lanes<32>(larger(largest));
       if (is_wide) {
         sync_warpgroup(coords);  // those of the row before are read

@@ -1,10 +1,9 @@
 // The order of work tiles. The same code runs in the kernel and, in tests, on the host.
 //
-// Tile indexes count through GEMM 1 and then GEMM 2; within one by expert, then by groups of
-// kTokenTileGroup token tiles, then by row tile, and token tiles innermost: thread blocks that run
-// at the same time share weights and token rows in the L2.
-//
-// Between the GEMMs there may be a row pass, which quantizes what GEMM 1 stores.
+// Tile indexes count through GEMM 1, the row pass (which quantizes what GEMM 1 stores) if there is
+// one, and GEMM 2; within one by expert, then by groups of kTokenTileGroup token tiles, then by row
+// tile, and token tiles innermost: thread blocks that run at the same time share weights and token
+// rows in the L2.
 #pragma once
 
 #include <cstdint>

@@ -66,8 +66,8 @@ __device__ inline void store_published_tile(SharedMemory<K>& shared, const Fused
   arrive(&shared.partials_free);
 }
 
-/// As publish_accumulators() and store_published_tile(), of a tile that has none, the row pass's:
-/// the epilogue warpgroup must not let go of a tile that others have yet to look at.
+/// For a tile of the row pass, which has no accumulators: both sides meet as for others, so that
+/// the epilogue warpgroup lets go of the tile only when all have looked at it.
 template <typename K>
 __device__ inline void publish_nothing(SharedMemory<K>& shared, std::uint32_t phase) {
   wait(&shared.partials_free, phase);

@@ -86,6 +86,10 @@ void fused_mlp(const FusedMlpParams& params, const WeightFormat& format, const T
                  "one that has whole groups, to quantize them");
   FUSEDMOE_CHECK(params.pass.tiles == 0 || format.has_row_pass(tile), "tile", to_string(tile),
                  "one that has a row pass");
+  // Tiles with tokens as rows have neither.
+  FUSEDMOE_CHECK(
+      params.num_gemms == 1 || !format.fp8_rows || stores_groups || params.pass.tiles > 0, "tile",
+      to_string(tile), "one that quantizes the rows between two GEMMs");
   format.launches[static_cast<std::size_t>(found - format.tiles.begin())](params, stream);
 }
 

@@ -31,6 +31,12 @@ __device__ __forceinline__ void take_larger(std::uint32_t values, Pair& largest)
   largest = __hmax2(largest, __habs2(reinterpret_cast<const Pair&>(values)));
 }
 template <typename Pair>
+__device__ __forceinline__ void take_larger(const uint4& values, Pair& largest) {
+  for (const std::uint32_t pair : {values.x, values.y, values.z, values.w}) {
+    take_larger(pair, largest);
+  }
+}
+template <typename Pair>
 __device__ __forceinline__ float larger(const Pair& pair) {
   return fmaxf(__low2float(pair), __high2float(pair));
 }

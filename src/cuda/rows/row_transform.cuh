@@ -63,10 +63,7 @@ template <typename Pair, int kThreads>
 __device__ __forceinline__ float amax_of_units(const RowTransform& t, std::int64_t row) {
   Pair largest(0.0F, 0.0F);
   for (int unit = static_cast<int>(threadIdx.x % kThreads); unit < units_of(t); unit += kThreads) {
-    const uint4 raw = read_unit(t, row, unit);
-    const std::uint32_t pairs[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (const std::uint32_t pair : pairs) take_larger(pair, largest);
+    take_larger(read_unit(t, row, unit), largest);
   }
   return larger(largest);
 }
@@ -95,9 +92,7 @@ __device__ __forceinline__ float amax_of_units(const RowTransform& t,
                                                const uint4 (&units)[kSpans]) {
   const auto amax = [&](auto largest) {
 #pragma unroll
-    for (const uint4& unit : units) {
-      for (const std::uint32_t pair : {unit.x, unit.y, unit.z, unit.w}) take_larger(pair, largest);
-    }
+    for (const uint4& unit : units) take_larger(unit, largest);
     return larger(largest);
   };
   return amax_of_lanes<32>(t.from_f16 ? amax(__half2(0.0F, 0.0F))
