@@ -5,6 +5,7 @@
 
 #include <array>
 #include <atomic>
+#include <latch>
 #include <stdexcept>
 
 #include "fusedmoe/error.h"
@@ -94,10 +95,17 @@ TEST(CommunicatorTest, ErrorsOfPartsNameRanksOfTheWhole) {
       if (rank != 2) exchange_numbers(part);
     });
   });
-  auto errors = errors_of_parts(kPatient, [](int rank, Communicator& part) {
-    if (rank == 2) return part.abort("no memory left");
+  std::latch has_aborted(1);
+  auto errors = errors_of_parts(kPatient, [&](int rank, Communicator& part) {
+    if (rank == 2) {
+      part.abort("no memory left");
+      has_aborted.count_down();
+      return;
+    }
     exchange_numbers(*part.split(0));  // a part of a part
-    if (rank != 1) part.abort("rank 1 goes on?");
+    if (rank == 1) return;
+    has_aborted.wait();
+    part.abort("rank 1 goes on?");
   });
   EXPECT_EQ(errors[1], "rank 2: no memory left");
   errors = errors_of_parts(kPatient, [](int rank, Communicator& part) {
