@@ -20,6 +20,7 @@ typedef struct fusedmoe_communicator_options {
   int64_t timeout_ms; /* of every wait, at most a year; 0: 30000 */
   /* Processes of one host share memory on the CPU. Where one rank sets this, all send messages. */
   int32_t no_shared_memory;
+  int32_t reserved; /* 0 */
 } fusedmoe_communicator_options;
 
 /* Ranks that are threads of this process: communicators[r] becomes rank r's. On the CPU they read

@@ -2,6 +2,7 @@
 #include "capi/communicator.h"
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "capi/convert.h"
@@ -11,6 +12,7 @@ namespace {
 
 CommunicatorOptions to_options(const fusedmoe_communicator_options* options) {
   const fusedmoe_communicator_options o = read_struct(options, "options");
+  if (o.reserved != 0) throw Error("options.reserved", std::to_string(o.reserved), "0");
   CommunicatorOptions result;
   result.device = to_device_id(o.device_type, o.device_index, "options.device");
   if (o.timeout_ms != 0) result.timeout = std::chrono::milliseconds(o.timeout_ms);

@@ -187,6 +187,16 @@ TEST(CRanksTest, ProcessesShareMemoryUnlessOneDoesNot) {
   }
 }
 
+TEST(CRanksTest, AReservedOptionMustBeZero) {
+  fusedmoe_communicator* made[kRanks] = {};
+  auto options = patient();
+  options.reserved = 1;
+  EXPECT_EQ(fusedmoe_communicator_create_threads(kRanks, &options, made),
+            FUSEDMOE_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(fusedmoe_last_error()).find("options.reserved"), std::string::npos);
+  EXPECT_EQ(made[0], nullptr);
+}
+
 TEST(CRanksTest, RowsThatDoNotFitAreCounted) {
   fusedmoe_communicator* made[kRanks] = {};
   const auto options = patient();
