@@ -43,12 +43,13 @@ class CpuBench final : public LayerBench {
   BenchRow run(std::int64_t num_tokens) override;
 
  private:
-  /// What the numerics that are asked for multiply: int8 codes as such, whatever kernel there is
+  /// What the numerics that are asked for multiply: integer codes as such, whatever kernel there is
   /// for them; other quantized activations are exact in bf16.
   DType probe_dtype() const {
     const BenchOptions& options = problem_.options();
     if (!options.scheme.activations) return options.dtype;
-    return options.scheme.activations->value == DType::kI8 ? DType::kI8 : DType::kBF16;
+    const DType value = options.scheme.activations->value;
+    return value == DType::kI8 || value == DType::kI16 ? value : DType::kBF16;
   }
 
   Probe probe() {

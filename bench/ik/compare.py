@@ -21,8 +21,8 @@ import subprocess
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 FORMATS = {  # of ik_llama.cpp: our schemes
-    "mxfp4": ["mxfp4_w4a16", "mxfp4_int8"],
-    "q4_0": ["int4_g32", "int4_g32_int8"],
+    "mxfp4": ["mxfp4_w4a16", "mxfp4_int16", "mxfp4_int8"],
+    "q4_0": ["int4_g32", "int4_g32_int16", "int4_g32_int8"],
     "bf16": ["bf16"],
 }
 

@@ -243,6 +243,8 @@ std::optional<nlohmann::json> quantization_config(const StoredQuantization& quan
   const QuantScheme& scheme = quantization.scheme;
   // GGUF alone holds Q4_K and Q6_K, and down matrices in a format of their own.
   if (scheme.down || scheme.weights.global_scale == DType::kF16) return std::nullopt;
+  // No layout has int16 activations.
+  if (scheme.activations && scheme.activations->value == DType::kI16) return std::nullopt;
   switch (quantization.layout) {
     case Layout::kPlain:
       return std::nullopt;

@@ -118,20 +118,25 @@ struct ArithmeticE4m3 {
   }
 };
 
-// ---- Codecs by byte shuffle: two look-ups give the low and the high byte of each bf16 value -----
+// ---- Codecs by look-up of 16-bit words: bf16 values, or integers --------------------------------
 
+inline std::uint16_t bf16_word(float value) {
+  return static_cast<std::uint16_t>(bits_of_float(value) >> 16);
+}
+
+/// By byte shuffle: two look-ups give the low and the high byte of each word.
 template <class S>
-struct Bf16Tables {
+struct WordTables {
   typename S::Table low, high;
 
-  /// `value_of(i)` is entry i of 16.
-  template <class ValueOf>
-  static Bf16Tables of(ValueOf value_of) {
+  /// `word_of(i)` is entry i of 16.
+  template <class WordOf>
+  static WordTables of(WordOf word_of) {
     std::uint8_t low[16], high[16];
     for (std::uint32_t i = 0; i < 16; ++i) {
-      const std::uint32_t bits = bits_of_float(value_of(i));
-      low[i] = static_cast<std::uint8_t>(bits >> 16);
-      high[i] = static_cast<std::uint8_t>(bits >> 24);
+      const std::uint16_t word = word_of(i);
+      low[i] = static_cast<std::uint8_t>(word);
+      high[i] = static_cast<std::uint8_t>(word >> 8);
     }
     return {S::table(low), S::table(high)};
   }
@@ -142,14 +147,19 @@ constexpr std::int32_t bytes4(std::uint8_t byte) {
   return static_cast<std::int32_t>(0x01010101u * byte);
 }
 
-/// 4-bit codes to bf16 pairs.
-template <class S, Codes kCodes>
-class NibblePairs {
+template <class S>
+concept PermutesWords = requires(typename S::I table, typename S::I indices) {
+  S::permute_words(table, indices);
+};
+
+/// 4-bit codes to pairs of words (k even, k odd).
+template <class S>
+class NibbleWords {
  public:
   static constexpr int kK = 8, kSteps = 4;
-  explicit NibblePairs(const TileFormat& format)
-      : values_(Bf16Tables<S>::of(
-            [&](std::uint32_t code) { return nibble_value<kCodes>(code, implied_zero(format)); })),
+  template <class WordOf>
+  explicit NibbleWords(WordOf word_of)
+      : words_(WordTables<S>::of(word_of)),
         order_(S::table({0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15})) {}
 
   void decode(const std::byte* block, const std::byte*, int v, typename S::I (&pairs)[4]) const {
@@ -160,15 +170,56 @@ class NibblePairs {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const I codes = (half ? words >> 4 : words) & bytes4(15);
-      const I low = S::lookup(values_.low, codes), high = S::lookup(values_.high, codes);
+      const I low = S::lookup(words_.low, codes), high = S::lookup(words_.high, codes);
       pairs[half] = S::unpack_low(low, high);
       pairs[2 + half] = S::unpack_high(low, high);
     }
   }
 
  private:
-  Bf16Tables<S> values_;
+  WordTables<S> words_;
   typename S::Table order_;
+};
+
+/// Where one instruction looks words up, with the last five bits of each lane: the fifth belongs to
+/// the next code, so the table holds the 16 words twice.
+template <PermutesWords S>
+class NibbleWords<S> {
+ public:
+  static constexpr int kK = 8, kSteps = 4;
+  template <class WordOf>
+  explicit NibbleWords(WordOf word_of) {
+    alignas(64) std::uint16_t words[32];
+    for (std::uint32_t i = 0; i < 32; ++i) words[i] = word_of(i % 16);
+    std::memcpy(&table_, words, sizeof(table_));
+  }
+
+  template <class B>
+  void decode(const std::byte* block, const std::byte*, int v, B (&pairs)[4]) const {
+    const auto codes = load(block, v);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) pairs[j] = (B)step(codes, j);
+  }
+
+ protected:
+  static typename S::I load(const std::byte* block, int v) {
+    return S::load_words(block + 4 * S::kWidth * v);
+  }
+  typename S::I step(typename S::I codes, int j) const {
+    return S::permute_words(table_, codes >> (4 * j));
+  }
+
+ private:
+  typename S::I table_;
+};
+
+/// 4-bit codes to bf16 pairs.
+template <class S, Codes kCodes>
+struct NibblePairs : NibbleWords<S> {
+  explicit NibblePairs(const TileFormat& format)
+      : NibbleWords<S>([&](std::uint32_t code) {
+          return bf16_word(nibble_value<kCodes>(code, implied_zero(format)));
+        }) {}
 };
 
 /// A table of 16 fp32 values that one instruction looks up with the last four bits of each lane.
@@ -217,12 +268,12 @@ class E4m3Pairs {
  public:
   static constexpr int kK = 4, kSteps = 2;
   explicit E4m3Pairs(const TileFormat&)
-      : corrections_(Bf16Tables<S>::of([](std::uint32_t i) {
+      : corrections_(WordTables<S>::of([](std::uint32_t i) {
           // Subnormal values need a correction. Entry 8 + m is the XOR of two bit patterns: what
           // the formula for normal values gives for magnitude m, and the right value.
           const std::uint32_t magnitude = i % 8;
           const std::uint32_t shifted = (magnitude << 20) + (120u << 23);
-          return float_of_bits(bits_of_float(e4m3_value(magnitude)) ^ shifted);
+          return static_cast<std::uint16_t>((bits_of_float(e4m3_value(magnitude)) ^ shifted) >> 16);
         })),
         high_(S::table({0x3C, 0x3D, 0x3E, 0x3F, 0x40, 0x41, 0x42, 0x43,  //
                         0xBC, 0xBD, 0xBE, 0xBF, 0xC0, 0xC1, 0xC2, 0xC3})) {}
@@ -258,7 +309,7 @@ class E4m3Pairs {
     high = (high ^ S::lookup(corrections_.high, index)) | S::subtract(nan, (nan >> 7) & bytes4(1));
   }
 
-  Bf16Tables<S> corrections_;
+  WordTables<S> corrections_;
   typename S::Table high_;  // bytes by the first four bits of a code
 };
 

@@ -126,32 +126,7 @@ struct Bf16AsIs {
 
 /// E2M1, or 4-bit integers minus 8 (as they are if there are zero points), by table.
 template <Codes kCodes>
-class NibblesToBf16 {
- public:
-  static constexpr int kK = 8, kSteps = 4;
-
-  explicit NibblesToBf16(const TileFormat& format)
-      : table_(kCodes == Codes::kE2M1 ? e2m1_table(0) : integers(implied_zero(format))) {}
-
-  void decode(const std::byte* block, const std::byte*, int v, __m512i (&steps)[kSteps]) const {
-    const __m512i words = load_block(block, v);
-    steps[0] = cpu::decode<0>(words, table_);
-    steps[1] = cpu::decode<1>(words, table_);
-    steps[2] = cpu::decode<2>(words, table_);
-    steps[3] = cpu::decode<3>(words, table_);
-  }
-
- private:
-  static __m512i integers(int zero) {
-    alignas(64) std::uint16_t table[32];
-    for (int i = 0; i < 32; ++i) {
-      table[i] = static_cast<std::uint16_t>(bits_of_float(static_cast<float>(i % 16 - zero)) >> 16);
-    }
-    return _mm512_load_si512(table);
-  }
-
-  __m512i table_;
-};
+using NibblesToBf16 = NibblePairs<Simd, kCodes>;
 
 /// Looks up the two bytes of the magnitude's bf16 value, then sets the sign.
 class E4m3ToBf16 {

@@ -1,4 +1,5 @@
 // Kernels for AVX-512 (F, BW, VL, DQ).
+#include "cpu/dot_int16.h"
 #include "cpu/dot_int8.h"
 #include "cpu/simd_avx512.h"
 
@@ -8,6 +9,7 @@ namespace {
 Kernels make_kernels() {
   Kernels table = f32_kernels<Simd>("avx512");
   add_int8_kernels<Simd, SmallProducts<Simd>, WideProducts<Simd>>(table);
+  add_int16_kernels<Simd, PairProducts<Simd>>(table);
   return table;
 }
 

@@ -1,4 +1,5 @@
 // Kernels for AVX-512 with VNNI, whose vpdpbusd adds four int8 products to an int32 accumulator.
+#include "cpu/dot_int16.h"
 #include "cpu/dot_int8.h"
 #include "cpu/simd_avx512.h"
 
@@ -13,11 +14,19 @@ struct Vnni {
   }
 };
 
+struct VnniWords {
+  static Simd::I dot(Simd::I acc, Simd::I b, Simd::I a) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(b), "v"(a));
+    return acc;
+  }
+};
+
 Kernels make_kernels() {
   Kernels table = avx512_kernels();
   table.name = "avx512_vnni";
   // Up to so many rows, decoding again for each four of them is faster than to a panel.
   add_int8_kernels<Simd, Vnni, Vnni, 12>(table);
+  add_int16_kernels<Simd, VnniWords>(table);
   return table;
 }
 

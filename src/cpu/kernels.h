@@ -120,9 +120,9 @@ inline std::int64_t TileFormat::tile_bytes(std::int64_t k) const {
 }
 
 /// Element type of the rows that enter a GEMM, and so of its dot products. Accumulators are fp32;
-/// int8 products are added in int32 within a group.
-enum class Compute { kF32, kBF16, kInt8 };
-inline constexpr int kNumComputes = 3;
+/// int8 and int16 products are added in int32 within a group.
+enum class Compute { kF32, kBF16, kInt8, kInt16 };
+inline constexpr int kNumComputes = 4;
 
 /// Mirrors fusedmoe::Activation; kNone stores the fp32 accumulators.
 struct Epilogue {
@@ -157,7 +157,7 @@ struct RowScales {
   std::int64_t num_group_scales = 0;
   /// (rows, groups of the weights): initial accumulators. Where the stream holds zero points, the
   /// row's sum of x over the group, still to be multiplied by the negative zero point. With int8
-  /// they are integers.
+  /// and int16 they are integers.
   const float* initial = nullptr;
   std::int64_t num_initial = 0;
 };

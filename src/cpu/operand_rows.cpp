@@ -14,7 +14,7 @@ bool is_nibbles(Codes codes) {
   return codes == Codes::kMxfp4 || codes == Codes::kE2M1 || codes == Codes::kInt4;
 }
 
-/// Whether the int8 kernels store an E2M1 weight as 2 x value + 12 (NibblesToU8).
+/// Whether the integer kernels store a weight as 2 x value (+ 12: NibblesToU8).
 bool is_doubled(Codes codes) {
   return codes == Codes::kMxfp4 || codes == Codes::kE2M1;
 }
@@ -34,6 +34,16 @@ struct CodeTables {
 const CodeTables& tables() {
   static const CodeTables all;
   return all;
+}
+
+bool adds_integers(Compute compute) {
+  return compute == Compute::kInt8 || compute == Compute::kInt16;
+}
+
+std::int16_t load_i16(const void* elements, std::int64_t i) {
+  std::int16_t value;
+  std::memcpy(&value, static_cast<const std::byte*>(elements) + 2 * i, 2);
+  return value;
 }
 
 /// Exact: values that are stored as bf16 have at most 8 significant bits.
@@ -76,7 +86,7 @@ OperandRows::OperandRows(const QuantScheme& scheme, const PackedGemm& gemm, Comp
   if (!key_ || key_->group.cols < 0) return;
   // MX and NVFP4 values are exact in bf16 with their block scales; fp32 takes any product.
   fold_groups_ = compute == Compute::kF32 || key_->group.cols <= kGroup;
-  if (int8) fold_groups_ = false;
+  if (adds_integers(compute)) fold_groups_ = false;
   if (fold_groups_) return;
   num_group_scales_ = (padded_k_ + key_->group.cols - 1) / key_->group.cols;
   group_shift_ = std::countr_zero(static_cast<std::uint64_t>(key_->group.cols / weight_group_));
@@ -107,6 +117,8 @@ float OperandRows::code_value(const std::uint8_t* codes, std::int64_t i) const {
       return tables().e2m1[codes[i / 2] >> (4 * (i % 2)) & 15];
     case DType::kE4M3:
       return tables().e4m3[codes[i]];
+    case DType::kI16:
+      return load_i16(codes, i);
     default:
       return static_cast<float>(static_cast<std::int8_t>(codes[i]));
   }
@@ -146,10 +158,16 @@ void OperandRows::expand_floats(const std::uint8_t* codes, const void* scales,
 void OperandRows::expand(const std::uint8_t* codes, const void* scales, float row_scale,
                          std::byte* target, float* memory, std::int64_t num_rows,
                          std::int64_t row) const {
-  if (compute_ == Compute::kInt8) {
-    expand_int8(codes, target);
-  } else {
-    expand_floats(codes, scales, target);
+  switch (compute_) {
+    case Compute::kInt8:
+      expand_int8(codes, target);
+      break;
+    case Compute::kInt16:
+      std::memcpy(target, codes, static_cast<std::size_t>(2 * k_));
+      std::memset(target + 2 * k_, 0, static_cast<std::size_t>(2 * (padded_k_ - k_)));
+      break;
+    default:
+      expand_floats(codes, scales, target);
   }
   const bool per_token = key_->group == GroupShape{1, -1};
   memory[row] = per_token ? group_scale(scales, 0) : row_scale;
@@ -157,7 +175,7 @@ void OperandRows::expand(const std::uint8_t* codes, const void* scales, float ro
   const std::int64_t used = core::scales_per_row(*key_, k_);
   for (std::int64_t g = 0; g < num_group_scales_; ++g) {
     const float scale = g < used ? group_scale(scales, g) : 0.0f;
-    groups[g] = compute_ == Compute::kInt8 && is_doubled(codes_) ? 0.5f * scale : scale;
+    groups[g] = adds_integers(compute_) && is_doubled(codes_) ? 0.5f * scale : scale;
   }
   set_initial(target, memory, num_rows, row);
 }
@@ -167,9 +185,12 @@ void OperandRows::set_initial(const std::byte* elements, float* memory, std::int
   float* initial = memory + num_rows * (1 + num_group_scales_) + row * num_initial_;
   for (std::int64_t g = 0; g < num_initial_; ++g) {
     const std::int64_t begin = g * weight_group_, end = std::min(begin + weight_group_, padded_k_);
-    if (compute_ == Compute::kInt8) {
+    if (adds_integers(compute_)) {
       std::int32_t sum = 0;
-      for (std::int64_t i = begin; i < end; ++i) sum += static_cast<std::int8_t>(elements[i]);
+      for (std::int64_t i = begin; i < end; ++i) {
+        sum += compute_ == Compute::kInt8 ? static_cast<std::int8_t>(elements[i])
+                                          : load_i16(elements, i);
+      }
       initial[g] = initial_factor_ * static_cast<float>(sum);
       continue;
     }

@@ -8,6 +8,7 @@
 #include "core/parallel.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
+#include "quant/quantize.h"
 #include "quant/weight_layout.h"
 
 namespace fusedmoe::cpu {
@@ -233,8 +234,10 @@ Compute compute_of(const QuantScheme& scheme, DType dtype) {
     return multiply[static_cast<int>(*codes_of(scheme.weights))][static_cast<int>(compute)] &&
            multiply[static_cast<int>(*codes_of(scheme.down_weights()))][static_cast<int>(compute)];
   };
-  if (scheme.activations && scheme.activations->value == DType::kI8) {
-    return available(Compute::kInt8) ? Compute::kInt8 : Compute::kF32;
+  if (scheme.activations && core::is_integer(*scheme.activations)) {
+    const bool wide = scheme.activations->value == DType::kI16;
+    const Compute integers = wide ? Compute::kInt16 : Compute::kInt8;
+    return available(integers) ? integers : Compute::kF32;
   }
   // Quantized activations are exact in bf16, whatever the layer's dtype.
   const bool bf16 = scheme.activations || dtype == DType::kBF16;

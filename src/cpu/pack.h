@@ -26,7 +26,7 @@ bool has_codes(const QuantKey& weights);
 /// Element type of the rows that enter the GEMMs, with this machine's instruction set.
 Compute compute_of(const QuantScheme& scheme, DType dtype);
 inline std::int64_t element_bytes(Compute compute) {
-  return compute == Compute::kF32 ? 4 : compute == Compute::kBF16 ? 2 : 1;
+  return compute == Compute::kF32 ? 4 : compute == Compute::kInt8 ? 1 : 2;
 }
 
 /// Consecutive tiles of every expert, which lie near one node.

@@ -54,9 +54,11 @@ struct Simd : SimdVector<8> {
   static I multiply_bytes(I unsigned_bytes, I signed_bytes) {
     return (I)_mm256_maddubs_epi16((__m256i)unsigned_bytes, (__m256i)signed_bytes);
   }
+  /// s16 x s16 products, two of neighbours added in 32 bits.
+  static I multiply_words(I a, I b) { return (I)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
   /// Two neighbouring 16-bit values times `factor`, added in 32 bits.
   static I add_pairs(I pairs, std::int16_t factor) {
-    return (I)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(factor));
+    return multiply_words(pairs, (I)_mm256_set1_epi16(factor));
   }
   static I subtract_bytes(I a, I b) { return (I)_mm256_sub_epi8((__m256i)a, (__m256i)b); }
   static bool any_top_bit(I bytes) { return _mm256_movemask_epi8((__m256i)bytes) != 0; }

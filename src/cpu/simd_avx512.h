@@ -43,6 +43,11 @@ struct Simd : SimdVector<16> {
   /// The entries of a table of 16, by the last four bits of each lane.
   static F permute(F table, I indices) { return _mm512_permutexvar_ps((__m512i)indices, table); }
 
+  /// The 16-bit entries of a table of 32, by the last five bits of each 16-bit lane.
+  static I permute_words(I table, I indices) {
+    return (I)_mm512_permutexvar_epi16((__m512i)indices, (__m512i)table);
+  }
+
   // Bytes: four in each 32-bit word. Shuffles stay within 16 bytes. A look-up takes the last four
   // bits of an index, and gives 0 where its first bit is set.
   static constexpr std::uint8_t kEntry8OrZero = 0x78;
@@ -57,9 +62,11 @@ struct Simd : SimdVector<16> {
   static I multiply_bytes(I unsigned_bytes, I signed_bytes) {
     return (I)_mm512_maddubs_epi16((__m512i)unsigned_bytes, (__m512i)signed_bytes);
   }
+  /// s16 x s16 products, two of neighbours added in 32 bits.
+  static I multiply_words(I a, I b) { return (I)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
   /// Two neighbouring 16-bit values times `factor`, added in 32 bits.
   static I add_pairs(I pairs, std::int16_t factor) {
-    return (I)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(factor));
+    return multiply_words(pairs, (I)_mm512_set1_epi16(factor));
   }
   static I subtract_bytes(I a, I b) { return (I)_mm512_sub_epi8((__m512i)a, (__m512i)b); }
   static bool any_top_bit(I bytes) { return _mm512_movepi8_mask((__m512i)bytes) != 0; }

@@ -8,6 +8,8 @@
 // multiply.h and multiply_groups.h, bit for bit. Included by isa_*.cpp only.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/multiply_groups.h"
 
 namespace fusedmoe::cpu {
@@ -354,9 +356,10 @@ inline constexpr int kSideBySide = R == 1   ? S::kStreamTiles
                                    : R == 2 ? (S::kStreamTiles + 1) / 2
                                             : 1;
 
-/// A step of bf16 dot products takes two values of a row.
+/// Steps of bf16 and int16 dot products take two values of a row, but only the latter add integers.
 template <class D>
-inline constexpr bool kHasBf16Dots = D::kPerStep == 2;
+inline constexpr bool kHasBf16Dots =
+    D::kPerStep == 2 && !std::is_same_v<typename D::Acc, typename D::Simd::I>;
 /// Codecs of 4-bit codes decode eight values of a column at a time.
 template <class Codec>
 inline constexpr bool kHas4BitCodes = Codec::kK == 8;

@@ -28,8 +28,8 @@ WorkspaceLayout::WorkspaceLayout(const ProblemSize& problem, ForwardMode mode, v
   const std::int64_t hidden = round_up(problem.hidden, kTileColumns);
   const std::int64_t intermediate = round_up(problem.intermediate, kTileColumns);
   const std::int64_t most_rows = std::max(rows, problem.num_tokens);
-  // A row in fp32, its codes and its scales.
-  const std::int64_t row_scratch = 6 * std::max(hidden, intermediate);
+  // A row in fp32, its codes of up to 16 bits and its scales.
+  const std::int64_t row_scratch = 7 * std::max(hidden, intermediate);
   const bool quantized = problem.scheme.activations.has_value();
   scratch_bytes = core::round_up_workspace(kScratchBytes +
                                            (quantized || mode.unfused ? 2 * size(row_scratch) : 0));

@@ -62,7 +62,7 @@ class TaskScratch {
   std::byte* panels() const { return panels_; }
   float* row() const { return reinterpret_cast<float*>(panels_ + kScratchBytes); }
   std::uint8_t* codes() const { return reinterpret_cast<std::uint8_t*>(row() + longest_row_); }
-  void* scales() const { return codes() + longest_row_; }
+  void* scales() const { return codes() + 2 * longest_row_; }
 
  private:
   std::byte* panels_;

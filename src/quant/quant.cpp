@@ -100,6 +100,10 @@ QuantKey int8_group(std::int64_t group) {
   return key(DType::kI8, DType::kF32, {1, group}, true);
 }
 
+QuantKey int16_group(std::int64_t group) {
+  return key(DType::kI16, DType::kF32, {1, group}, true);
+}
+
 QuantKey q4_k() {
   QuantKey result = key(DType::kI4, DType::kU8, {1, 32});
   result.global_scale = DType::kF16;
@@ -160,15 +164,17 @@ std::vector<NamedScheme> make_named_schemes() {
       {"mxfp4_fp8", {keys::mxfp4(), keys::e4m3_row(true)}},
       {"mxfp4_fp8_static", {keys::mxfp4(), keys::e4m3_tensor()}},
       {"mxfp4_int8", {keys::mxfp4(), keys::int8_group(32)}},
+      {"mxfp4_int16", {keys::mxfp4(), keys::int16_group(32)}},
       {"mxfp8", {keys::mxfp8(), keys::mxfp8(true)}},
       {"mxfp8_w8a16", {keys::mxfp8(), std::nullopt}},
       {"nvfp4", {keys::nvfp4(), keys::nvfp4(true)}},
       {"nvfp4_w4a16", {keys::nvfp4(), std::nullopt}},
       {"nvfp4_int8", {keys::nvfp4(), keys::int8_group(32)}},
+      {"nvfp4_int16", {keys::nvfp4(), keys::int16_group(32)}},
       {"w4a8", {keys::int4_e4m3(), keys::e4m3_row(true)}},
   };
-  // Weight-only integers: "int4_g128", with zero points "int4_g128_zp", and for the 4-bit ones an
-  // int8 activation mode.
+  // Weight-only integers: "int4_g128", with zero points "int4_g128_zp", and for the 4-bit ones
+  // modes with int8 and int16 activations.
   for (const bool four : {true, false}) {
     for (const std::int64_t group : {32, 64, 128, -1}) {
       const std::string base = core::format("int{}_{}", four ? 4 : 8,
@@ -179,6 +185,7 @@ std::vector<NamedScheme> make_named_schemes() {
         table.push_back({text, {weights, std::nullopt}});
         if (four && group > 0) {
           table.push_back({text + "_int8", {weights, keys::int8_group(group)}});
+          table.push_back({text + "_int16", {weights, keys::int16_group(group)}});
         }
       }
     }

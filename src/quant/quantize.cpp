@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 
 #include "core/check.h"
 #include "core/parallel.h"
@@ -53,6 +54,13 @@ void e4m3_over(const float* x, std::int64_t count, float divisor, std::uint8_t* 
 void int8_times(const float* x, std::int64_t count, float factor, std::uint8_t* codes) {
   for (std::int64_t i = 0; i < count; ++i) {
     codes[i] = static_cast<std::uint8_t>(int8_code(x[i] * factor));
+  }
+}
+
+void int16_times(const float* x, std::int64_t count, float factor, std::uint8_t* codes) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int16_t code = core::int16_code(x[i] * factor);
+    std::memcpy(codes + 2 * i, &code, 2);
   }
 }
 
@@ -112,6 +120,7 @@ std::uint8_t nvfp4_block(const float* x, std::int64_t count, float global_scale,
 float block_scale(float amax, const QuantKey& key) {
   if (key.full_range) return amax > 0 ? amax / kFullInt8Max : kFullInt8Zero;
   if (key.value == DType::kI8) return std::max(amax, kMinAmax) / kInt8Max;
+  if (key.value == DType::kI16) return core::int16_scale(amax);
   if (key.group.cols < 0) return core::e4m3_row_scale(amax);
   return core::e4m3_group_scale(amax, key.scale == DType::kE8M0);
 }
@@ -123,6 +132,8 @@ void block_codes(const float* x, std::int64_t count, const QuantKey& key, float 
     full_int8_over(x, count, block_scale(amax, key), codes);
   } else if (key.value == DType::kI8) {
     int8_times(x, count, kInt8Max / std::max(amax, kMinAmax), codes);
+  } else if (key.value == DType::kI16) {
+    int16_times(x, count, 1.0F / core::int16_scale(amax), codes);
   } else {
     e4m3_over(x, count, block_scale(amax, key), codes);
   }
@@ -160,6 +171,8 @@ bool has_quantizer(const QuantKey& key) {
       return key.scale == DType::kF32 && (per_tensor(key) || per_row);
     case DType::kI8:
       return key.scale == DType::kF32 && per_row;
+    case DType::kI16:
+      return key.scale == DType::kF32 && per_row && group.cols > 0;
     case DType::kE2M1:
       if (is_nvfp4(key)) return key.dynamic && group == GroupShape{1, 16};
       return key.dynamic && is_mx(key);
@@ -168,8 +181,12 @@ bool has_quantizer(const QuantKey& key) {
   }
 }
 
+bool is_integer(const QuantKey& key) {
+  return key.value == DType::kI8 || key.value == DType::kI16;
+}
+
 bool has_cuda_quantizer(const QuantKey& key) {
-  if (!has_quantizer(key) || is_nvfp4(key) || key.value == DType::kI8) return false;
+  if (!has_quantizer(key) || is_nvfp4(key) || is_integer(key)) return false;
   if (is_mx(key) || !key.dynamic) return true;
   return key.group == GroupShape{1, -1} || key.group == GroupShape{1, 128};
 }
@@ -210,10 +227,9 @@ void quantize_row(const float* x, std::int64_t count, const QuantKey& key, float
     return e4m3_times(x, count, std::isinf(inverse) ? 0 : inverse, codes);
   }
   const std::int64_t group = key.group.cols < 0 ? std::max<std::int64_t>(count, 1) : key.group.cols;
-  const std::int64_t per_byte = key.value == DType::kE2M1 ? 2 : 1;
   for (std::int64_t begin = 0; begin < count; begin += group) {
-    quantize_group(x + begin, std::min(group, count - begin), key, scale, codes + begin / per_byte,
-                   scales, begin / group);
+    quantize_group(x + begin, std::min(group, count - begin), key, scale,
+                   codes + bytes(key.value, begin), scales, begin / group);
   }
 }
 
@@ -269,11 +285,10 @@ void quantize_groups(const TensorView& x, std::int64_t row, const QuantKey& key,
   const std::int64_t group = per_tensor(key) ? kMaxGroup : key.group.cols;
   const std::int64_t step = kMaxGroup / group * group;  // whole groups
   const std::int64_t scale_bytes = bytes(*key.scale, 1);
-  const std::int64_t per_byte = key.value == DType::kE2M1 ? 2 : 1;
   for (std::int64_t begin = 0; begin < x.size(1); begin += step) {
     const std::int64_t count = std::min(step, x.size(1) - begin);
     core::quantize_row(load_row(x, row, begin, count, buffer), count, key, scale,
-                       codes + begin / per_byte, scales + begin / group * scale_bytes);
+                       codes + bytes(key.value, begin), scales + begin / group * scale_bytes);
   }
 }
 
@@ -326,7 +341,7 @@ void core::quantize(Executor& executor, const TensorView& x, const QuantKey& key
     if (!scale) scale = scale_of_tensor(executor, x);
     *scales.as<float>() = *scale;
   }
-  const std::int64_t row_values = shape.values[1];
+  const std::int64_t row_values = bytes(shape.values_dtype, shape.values[1]);
   const std::int64_t row_scales = shape.scales[1] * bytes(shape.scales_dtype, 1);
   const bool worthwhile = x.numel() >= kParallelElements;
   core::parallel_for(executor, x.size(0), worthwhile, [&](std::int64_t row) {
@@ -341,12 +356,6 @@ void core::quantize(Executor& executor, const TensorView& x, const QuantKey& key
 }
 
 namespace {
-
-float element_value(const std::uint8_t* codes, std::int64_t column, DType element) {
-  if (element == DType::kE2M1) return e2m1_to_f32(codes[column / 2] >> (column % 2 * 4) & 0xF);
-  if (element == DType::kI8) return static_cast<float>(static_cast<std::int8_t>(codes[column]));
-  return e4m3_to_f32(codes[column]);
-}
 
 float scale_value(const TensorView& scales, std::int64_t index) {
   return scales.dtype() == DType::kE8M0 ? e8m0_to_f32(scales.as<const std::uint8_t>()[index])
@@ -370,7 +379,7 @@ void store_value(const TensorView& out, std::int64_t index, float value) {
 void core::dequantize(Executor& executor, const QuantizedViews& in, const QuantKey& key,
                       const TensorView& out) {
   const TensorView &values = in.values, &scales = in.scales;
-  const std::int64_t columns = out.size(1), row_values = values.size(1);
+  const std::int64_t columns = out.size(1), row_values = bytes(values.dtype(), values.size(1));
   const std::int64_t per_row = scales_per_row(key, columns);
   const std::int64_t group = key.group.cols < 0 ? columns : key.group.cols;
   parallel_for(executor, out.size(0), out.numel() >= kParallelElements, [&](std::int64_t row) {
@@ -379,7 +388,7 @@ void core::dequantize(Executor& executor, const QuantizedViews& in, const QuantK
       const std::int64_t end = std::min(begin + group, columns);
       const float scale = scale_value(scales, per_tensor(key) ? 0 : row * per_row + begin / group);
       for (std::int64_t i = begin; i < end; ++i) {
-        store_value(out, row * columns + i, element_value(codes, i, key.value) * scale);
+        store_value(out, row * columns + i, load_f32(codes, key.value, i) * scale);
       }
     }
   });

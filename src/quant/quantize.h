@@ -13,10 +13,13 @@ namespace fusedmoe::core {
 /// Whether quantize() knows the key.
 bool has_quantizer(const QuantKey& key);
 
+/// Whether values are int8 or int16.
+bool is_integer(const QuantKey& key);
+
 /// Scales of one row of `count` elements: 1 or one per group.
 std::int64_t scales_per_row(const QuantKey& key, std::int64_t count);
 
-/// x[0 .. count) to codes (one byte each; e2m1 packed) and scales_per_row scales of key.scale.
+/// x[0 .. count) to codes (of key.value; e2m1 packed) and scales_per_row scales of key.scale.
 /// `scale`: of the tensor for keys per tensor, dynamic or not (then scales is not written); the
 /// global scale (multiplier) of NVFP4; ignored otherwise.
 void quantize_row(const float* x, std::int64_t count, const QuantKey& key, float scale,

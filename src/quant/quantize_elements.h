@@ -62,11 +62,19 @@ FUSEDMOE_HD inline std::int8_t int8_code(float value) {
   return static_cast<std::int8_t>((number ^ sign) - sign);
 }
 
-/// Nearest integer, ties to even, from -128 to 127; NaN: 0.
-inline std::int8_t full_int8_code(float value) {
-  const float limited = value > 127.0F ? 127.0F : value > -128.0F ? value : -128.0F;
+/// Nearest integer, ties to even, from `least` to `most`; NaN: 0.
+inline float nearest_even(float value, float least, float most) {
+  const float limited = value > most ? most : value > least ? value : least;
   const float magic = 12582912.0F;  // 1.5 * 2^23: the sum has no fraction
-  return value == value ? static_cast<std::int8_t>((limited + magic) - magic) : std::int8_t{0};
+  return value == value ? (limited + magic) - magic : 0.0F;
+}
+
+inline std::int8_t full_int8_code(float value) {
+  return static_cast<std::int8_t>(nearest_even(value, -128, 127));
+}
+
+inline std::int16_t int16_code(float value) {
+  return static_cast<std::int16_t>(nearest_even(value, -32767, 32767));
 }
 
 }  // namespace fusedmoe::core

@@ -69,6 +69,14 @@ FUSEDMOE_HD inline float quotient(float value, float scale, float inverse) {
 /// Smallest amax of groups and of int8 rows.
 inline constexpr float kMinAmax = 1e-10F;
 
+/// Scale of a group of int16 elements: the power of two that brings amax to 2^14 or above.
+inline float int16_scale(float amax) {
+  constexpr std::uint32_t kLeastExponent = 15, kLargestPower = 14;  // so the scale is normal
+  const std::uint32_t exponent = std::bit_cast<std::uint32_t>(amax) >> 23;
+  return std::bit_cast<float>(
+      ((exponent > kLeastExponent ? exponent : kLeastExponent) - kLargestPower) << 23);
+}
+
 /// Scale of a row of e4m3 elements.
 FUSEDMOE_HD inline float e4m3_row_scale(float amax) {
   constexpr float kMinScale = 1.0F / (kE4M3Max * 512.0F);

@@ -64,7 +64,7 @@ struct Buffers {
     offsets = take<std::int64_t>(in2, {n.num_experts + 1});
     const std::int64_t quantized = key ? n.slots : 0;
     unquantized = take<float>(in2, {quantized, width});
-    codes = take<std::uint8_t>(in2, {quantized, width});
+    codes = take<std::uint8_t>(in2, {quantized, key ? bytes(key->value, width) : 0});
     scales = take<float>(in2, {quantized, key ? core::scales_per_row(*key, width) : 0});
     bytes13 = in13.used();
     bytes2 = in2.used();
@@ -262,7 +262,8 @@ class Forward {
     const bool one_scale = args_.hidden_scales.numel() == 1;
     const std::int64_t row_bytes = core::scales_per_row(*key_, n_.hidden) * bytes(*key_->scale, 1);
     const TensorView& states = args_.hidden_states;
-    return {*key_, states.as<const std::uint8_t>() + row * states.stride(states.rank() - 2),
+    const std::int64_t offset = bytes(states.dtype(), row * states.stride(states.rank() - 2));
+    return {*key_, states.as<const std::uint8_t>() + offset,
             args_.hidden_scales.as<const char>() + (one_scale ? 0 : row * row_bytes)};
   }
 
@@ -283,7 +284,7 @@ class Forward {
     const std::int64_t row_scales = core::scales_per_row(key, width);
     for (std::int64_t r = 0; r < count(e); ++r) {
       const std::int64_t slot = slots(e)[r];
-      std::uint8_t* codes = b_.codes + slot * width;
+      std::uint8_t* codes = b_.codes + slot * bytes(key.value, width);
       float* scales = b_.scales + slot * row_scales;
       core::quantize_row(b_.unquantized + slot * width, columns, key, scale, codes, scales);
       if (key.group.rows < 0) *scales = scale;

@@ -165,6 +165,8 @@ double load(const void* data, DType dtype, std::int64_t index) {
       return decode_f16(static_cast<const std::uint16_t*>(data)[index]);
     case DType::kBF16:
       return decode_bf16(static_cast<const std::uint16_t*>(data)[index]);
+    case DType::kI16:
+      return static_cast<const std::int16_t*>(data)[index];
     default:
       return kNan;
   }
@@ -229,6 +231,8 @@ double element(const QuantizedRow& row, std::int64_t column) {
     value = decode_e2m1(row.codes[column / 2] >> (column % 2 * 4) & 0xf);
   } else if (key.value == DType::kI8) {
     value = static_cast<std::int8_t>(row.codes[column]);
+  } else if (key.value == DType::kI16) {
+    value = load(row.codes, DType::kI16, column);
   } else {
     value = decode_e4m3(row.codes[column]);
   }

@@ -73,21 +73,35 @@ double measure_read_bandwidth(const TensorView& memory) {
   return best;
 }
 
+namespace {
+
+using DotProducts = double (*)(std::int64_t rounds);
+
+DotProducts dot_products(cpu::Compute compute) {
+  return cpu::kernels().flops[static_cast<int>(compute)];
+}
+
+cpu::Compute compute_of(DType dtype) {
+  switch (dtype) {
+    case DType::kBF16:
+      return cpu::Compute::kBF16;
+    case DType::kI8:
+      return cpu::Compute::kInt8;
+    case DType::kI16:
+      return cpu::Compute::kInt16;
+    default:
+      return cpu::Compute::kF32;
+  }
+}
+
+}  // namespace
+
 DType dot_product_dtype(DType dtype) {
-  const auto has = [](cpu::Compute compute) {
-    return cpu::kernels().flops[static_cast<int>(compute)] != nullptr;
-  };
-  if (dtype == DType::kBF16 && has(cpu::Compute::kBF16)) return dtype;
-  if (dtype == DType::kI8 && has(cpu::Compute::kInt8)) return dtype;
-  return DType::kF32;
+  return dot_products(compute_of(dtype)) ? dtype : DType::kF32;
 }
 
 double measure_flop_rate(DType dtype) {
-  const DType used = dot_product_dtype(dtype);
-  const auto compute = used == DType::kBF16 ? cpu::Compute::kBF16
-                       : used == DType::kI8 ? cpu::Compute::kInt8
-                                            : cpu::Compute::kF32;
-  const auto work = cpu::kernels().flops[static_cast<int>(compute)];
+  const DotProducts work = dot_products(compute_of(dot_product_dtype(dtype)));
   constexpr std::int64_t kRounds = 75000;
   double best = 0;
   for (int i = 0; i < 2; ++i) {

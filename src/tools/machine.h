@@ -12,8 +12,8 @@ namespace fusedmoe {
 /// must be larger than the caches: what lies there is read at their speed.
 double measure_read_bandwidth(const TensorView& memory);
 
-/// Operands of the dot products that measure_flop_rate(dtype) counts: `dtype` if it is kBF16 or kI8
-/// and the instruction set has such products, else kF32.
+/// Operands of the dot products that measure_flop_rate(dtype) counts: `dtype` if it is kBF16, kI8
+/// or kI16 and the instruction set has such products, else kF32.
 DType dot_product_dtype(DType dtype);
 
 /// FLOP per second of all threads together, with operands in registers; the better of two runs.

@@ -53,9 +53,9 @@ std::vector<const char*> invariant_variants() {
 ///
 /// With them, the two sides' activated rows differ by their own rounding, and where that carries an
 /// element over a tie its code differs: by 1/16 of an E4M3 value, 1/127 of the largest of an int8
-/// group, and up to a third of the largest of an E2M1 block. Rare (1 in 1000 at most in bf16, whose
-/// ulp is 1/16 of an E4M3 step), so the rms hardly sees it; one element of the output sees one of
-/// `intermediate` terms.
+/// group, 2^-14 of that of an int16 group, and up to a third of the largest of an E2M1 block. Rare
+/// (1 in 1000 at most in bf16, whose ulp is 1/16 of an E4M3 step), so the rms hardly sees it; one
+/// element of the output sees one of `intermediate` terms.
 struct Tolerance {
   double max, rms;
 };
@@ -68,6 +68,8 @@ Tolerance tolerance(const QuantScheme& scheme, DType dtype) {
       return {1.5e-1, 1.5e-2};
     case DType::kE4M3:
       return {f32 ? 1e-2 : 2e-2, 4e-3};
+    case DType::kI16:
+      return f32 ? Tolerance{2e-4, 2e-5} : Tolerance{2e-2, 4e-3};
     default:
       return {f32 ? 5e-3 : 2e-2, 4e-3};
   }

@@ -69,6 +69,12 @@ inline std::uint8_t int8(float x) {
   return static_cast<std::uint8_t>(static_cast<std::int8_t>(std::isnan(x) ? 0 : std::round(x)));
 }
 
+/// Nearest, ties to even, saturating.
+inline int int16(float x) {
+  if (std::isnan(x)) return 0;
+  return static_cast<int>(std::nearbyint(std::clamp(x, -32767.0F, 32767.0F)));
+}
+
 inline float amax(const float* x, std::int64_t count) {
   float largest = 0;
   for (std::int64_t i = 0; i < count; ++i) {
@@ -121,9 +127,9 @@ inline std::uint8_t mx_scale(float a, bool e2m1, MxScaleRule rule) {
   return static_cast<std::uint8_t>(std::clamp(exponent + 127, 0, 254));
 }
 
-/// One block: codes one per byte, and the scale, whose code is the value for E8M0 and E4M3.
+/// One block: codes (of int8 as bytes), and the scale, whose code is the value for E8M0 and E4M3.
 struct Block {
-  std::vector<std::uint8_t> codes;
+  std::vector<int> codes;
   double scale = 0;
 };
 
@@ -156,7 +162,7 @@ inline Block nvfp4_block(const float* x, std::int64_t count, float global_scale)
   return block;
 }
 
-/// Row or group of e4m3 or int8 codes with an f32 or (as a value) power-of-two scale.
+/// Row or group of e4m3 or integer codes with an f32 or (as a value) power-of-two scale.
 inline Block f32_block(const float* x, std::int64_t count, const QuantKey& key) {
   Block block;
   const float a = amax(x, count);
@@ -164,6 +170,12 @@ inline Block f32_block(const float* x, std::int64_t count, const QuantKey& key) 
     const float limited = std::max(a, 1e-10F), factor = 127 / limited;
     block.scale = limited / 127;
     for (std::int64_t i = 0; i < count; ++i) block.codes.push_back(int8(x[i] * factor));
+    return block;
+  }
+  if (key.value == DType::kI16) {
+    const int power = a > 0 ? std::max(floor_log2(a) - 14, -126) : -126;
+    block.scale = std::ldexp(1.0, power);
+    for (std::int64_t i = 0; i < count; ++i) block.codes.push_back(int16(std::ldexp(x[i], -power)));
     return block;
   }
   float s = 0;

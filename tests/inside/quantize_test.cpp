@@ -157,6 +157,13 @@ oracle::Block expected_block(const float* x, std::int64_t count, const QuantKey&
   return oracle::f32_block(x, count, key);
 }
 
+/// As oracle::Block has them.
+int code_of(const std::vector<std::uint8_t>& codes, DType type, std::int64_t i) {
+  if (type == DType::kE2M1) return codes[i / 2] >> (i % 2 * 4) & 15;
+  if (type == DType::kI16) return static_cast<int>(load_f32(codes.data(), type, i));
+  return codes[i];
+}
+
 class QuantizeBlocksTest : public ::testing::TestWithParam<BlockScheme> {};
 
 TEST_P(QuantizeBlocksTest, EqualTheFormulas) {
@@ -164,7 +171,7 @@ TEST_P(QuantizeBlocksTest, EqualTheFormulas) {
   const std::int64_t group = key.group.cols < 0 ? 48 : key.group.cols;
   Random random(7);
   std::vector<float> x(group);
-  std::vector<std::uint8_t> codes(group);
+  std::vector<std::uint8_t> codes(bytes(key.value, group));
   for (std::int64_t b = 0; b < GetParam().blocks; ++b) {
     // Now and then a short block, as at the end of a row.
     const std::int64_t count = b % 16 == 15 ? 1 + random.below(group) : group;
@@ -182,8 +189,8 @@ TEST_P(QuantizeBlocksTest, EqualTheFormulas) {
       ASSERT_EQ(ue8m0_group ? oracle::e8m0_decode(code) : code, expected.scale) << "block " << b;
     }
     for (std::int64_t i = 0; i < count; ++i) {
-      const int code = key.value == DType::kE2M1 ? codes[i / 2] >> (i % 2 * 4) & 15 : codes[i];
-      ASSERT_EQ(code, expected.codes[i]) << "block " << b << " element " << i << ": " << x[i];
+      ASSERT_EQ(code_of(codes, key.value, i), expected.codes[i])
+          << "block " << b << " element " << i << ": " << x[i];
     }
     if (key.value == DType::kE2M1 && count % 2 == 1) {
       ASSERT_EQ(codes[count / 2] >> 4, 0);
@@ -206,6 +213,7 @@ std::vector<BlockScheme> block_schemes() {
   result.push_back({"e4m3_row", keys::e4m3_row(true), 50000});
   result.push_back({"int8_row", keys::int8_row(true), 50000});
   result.push_back({"int8_group", keys::int8_group(32), 50000});
+  result.push_back({"int16_group", keys::int16_group(32), 50000});
   return result;
 }
 
@@ -223,6 +231,28 @@ TEST(QuantizeRowTest, E4M3PerTensorMultipliesByTheReciprocal) {
     const float inverse = 1 / scale;
     core::quantize_row(x.data(), 64, keys::e4m3_tensor(b % 2 == 0), scale, codes.data(), nullptr);
     for (int i = 0; i < 64; ++i) ASSERT_EQ(codes[i], oracle::e4m3(x[i] * inverse)) << x[i];
+  }
+}
+
+TEST(QuantizeRowTest, Int16KeepsBf16Values) {
+  const QuantKey key = keys::int16_group(32);
+  Random random(5);
+  std::vector<float> x(32);
+  for (std::uint64_t b = 0; b < 50000; ++b) {
+    fill(x.data(), 32, b, random);
+    for (float& value : x) value = bf16_to_f32(f32_to_bf16(value));
+    const bool finite = std::all_of(x.begin(), x.end(), [](float v) { return std::isfinite(v); });
+    if (!finite) continue;
+    const double largest = oracle::amax(x.data(), 32);
+    std::vector<std::uint8_t> codes(64);
+    float scale = 0;
+    core::quantize_row(x.data(), 32, key, 1, codes.data(), &scale);
+    for (int i = 0; i < 32; ++i) {
+      const double value = double{scale} * code_of(codes, DType::kI16, i);
+      // Scales are normal numbers: the smallest is 2^-126.
+      const bool exact = std::abs(x[i]) >= largest / 128 && largest >= 0x1p-112;
+      ASSERT_LE(std::abs(value - x[i]), exact ? 0 : std::max(largest * 0x1p-15, 0x1p-127)) << x[i];
+    }
   }
 }
 
@@ -337,7 +367,8 @@ TEST(QuantizeTest, EveryDTypeAndKeyLikeRowByRow) {
     for (const QuantKey& key :
          {keys::e4m3_tensor(), keys::e4m3_tensor(true), keys::e4m3_row(true), keys::e4m3_group(),
           keys::e4m3_group(true), keys::mxfp4(true), keys::mxfp8(true), keys::nvfp4(true),
-          keys::int8_row(true), keys::int8_group(32), keys::int8_group(48)}) {
+          keys::int8_row(true), keys::int8_group(32), keys::int8_group(48),
+          keys::int16_group(32)}) {
       const bool given = !key.dynamic || key.global_scale;
       const Quantized actual = quantized(view, key, given ? std::optional(0.02F) : std::nullopt);
       std::vector<float> wide(kRows * kCols);
@@ -350,7 +381,7 @@ TEST(QuantizeTest, EveryDTypeAndKeyLikeRowByRow) {
         EXPECT_EQ(*actual.scales.as<float>(), scale);
       }
       for (std::int64_t row = 0; row < kRows; ++row) {
-        std::vector<std::uint8_t> codes(kCols), scales(4 * kCols);
+        std::vector<std::uint8_t> codes(2 * kCols), scales(4 * kCols);
         core::quantize_row(&wide[row * kCols], kCols, key, scale, codes.data(), scales.data());
         const TensorView values = actual.values.select(0, row);
         ASSERT_EQ(std::memcmp(codes.data(), values.data(), values.nbytes()), 0);
@@ -393,6 +424,7 @@ TEST(QuantizeTest, ShapesOfEveryKey) {
   EXPECT_EQ(shapes(keys::nvfp4(true)), "u8[5, 45] e4m3[5, 6]");
   EXPECT_EQ(shapes(keys::int8_row(true)), "i8[5, 90] f32[5, 1]");
   EXPECT_EQ(shapes(keys::int8_group(32)), "i8[5, 90] f32[5, 3]");
+  EXPECT_EQ(shapes(keys::int16_group(32)), "i16[5, 90] f32[5, 3]");
 }
 
 TEST(QuantizeTest, EveryNamedSchemeHasAQuantizer) {
@@ -429,6 +461,20 @@ TEST(QuantizeTest, BadArgumentsAreNamed) {
   EXPECT_EQ(fault({}, keys::e4m3_row(true), {}), "x");
   EXPECT_EQ(fault(x.transpose(0, 1), keys::e4m3_row(true), {}), "x");
   EXPECT_EQ(fault(x, keys::e4m3_row(true), {}, 3), "values");
+}
+
+TEST(QuantizeElementsTest, Int16RoundsHalvesToEven) {
+  for (const auto& [value, code] : std::vector<std::pair<float, int>>{{0.5F, 0},
+                                                                      {1.5F, 2},
+                                                                      {-2.5F, -2},
+                                                                      {16384.5F, 16384},
+                                                                      {32767.5F, 32767},
+                                                                      {-32768, -32767},
+                                                                      {kInf, 32767},
+                                                                      {-kInf, -32767},
+                                                                      {kNan, 0}}) {
+    EXPECT_EQ(core::int16_code(value), code) << value;
+  }
 }
 
 // Scales and codes that compressed-tensors 0.20 gives for int8 per token.

@@ -93,7 +93,7 @@ Rows decode(const WeightMatrix& m, const QuantKey& key, std::int64_t out, std::i
 /// What becomes of a row of activations; `scale` is of the tensor, or NVFP4's global one.
 void quantize_and_decode(std::vector<double>& row, const QuantKey& key, float scale) {
   std::vector<float> x(row.begin(), row.end());
-  std::vector<std::uint8_t> codes(x.size());
+  std::vector<std::uint8_t> codes(2 * x.size());
   std::vector<float> scales(x.size());
   core::quantize_row(x.data(), std::int64_t(x.size()), key, scale, codes.data(), scales.data());
   for (std::size_t i = 0; i < row.size(); ++i) {
@@ -333,6 +333,8 @@ INSTANTIATE_TEST_SUITE_P(
         // 38.1 -> 38; (38 / 127)^2 * 127 = 11.4 -> 11.
         ByHand{"int8_row", keys::int8_row(true), {1, 11.0 / 127}},
         ByHand{"int8_group", keys::int8_group(32), {1, 11.0 / 127}},
+        // 2^14 * 0.3 = 4915.2 -> 4915; 4915^2 / 2^14 = 1474.4 -> 1474.
+        ByHand{"int16_group", keys::int16_group(32), {1, 1474.0 / 16384}},
         // Scale 1/4: 1.2 -> 1; 0.0625 * 4 = 0.25 -> 0, a tie.
         ByHand{"mxfp4", keys::mxfp4(true), {1, 0}},
         // Scale e4m3(448 / 6) = 72: 6.2 -> 6, 1.87 -> 2; again 72: 5.8 -> 6, 0.64 -> 0.5.

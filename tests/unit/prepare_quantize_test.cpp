@@ -39,7 +39,8 @@ std::vector<Preparation> quantizing_preparations() {
   return {{false, keys::e4m3_tensor(true), {}}, {false, keys::e4m3_tensor(false), 0.01f},
           {false, keys::e4m3_row(true), {}},    {false, keys::e4m3_group(), {}},
           {false, keys::e4m3_group(true), {}},  {false, keys::mxfp8(true), {}},
-          {false, keys::int8_row(true), {}},    {false, keys::int8_group(32), {}}};
+          {false, keys::int8_row(true), {}},    {false, keys::int8_group(32), {}},
+          {false, keys::int16_group(32), {}}};
 }
 
 TEST_P(QuantizedDTypes, NoEpQuantizesAsTheKeySays) {
