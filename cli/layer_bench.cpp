@@ -43,8 +43,8 @@ class CpuBench final : public LayerBench {
   BenchRow run(std::int64_t num_tokens) override;
 
  private:
-  /// What the numerics that are asked for multiply: integer codes as such, whatever kernel there is
-  /// for them; other quantized activations are exact in bf16.
+  /// The type of the operands that the scheme asks for, whether or not this machine has a kernel
+  /// for it: int8 or int16 activations stay what they are, other quantized ones are exact in bf16.
   DType probe_dtype() const {
     const BenchOptions& options = problem_.options();
     if (!options.scheme.activations) return options.dtype;

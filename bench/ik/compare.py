@@ -9,7 +9,7 @@ runs as ik_llama.cpp has it (plain, and with rows interleaved as by its option -
 `fusedmoe bench` has it. The same shape, SiLU without biases, cold weights, another routing for each
 run. Prints a Markdown table: the median over the rounds of the medians, in ms.
 ik_llama.cpp quantizes activations to int8 for 4-bit weights; so do our schemes whose names end in
-_int8, while the others keep them exact.
+_int8. Those in _int16 keep them nearly exact, all others exact.
 """
 
 import argparse

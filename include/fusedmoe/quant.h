@@ -74,8 +74,9 @@ FUSEDMOE_API QuantKey int8(std::int64_t group, bool symmetric = true);  ///< cod
 FUSEDMOE_API QuantKey int4_e4m3();  ///< W4A8: codes minus 8, E4M3 per 128, f32 per channel
 FUSEDMOE_API QuantKey int8_row(bool dynamic = false);  ///< f32 scale per channel or token
 FUSEDMOE_API QuantKey int8_group(std::int64_t group);  ///< dynamic, f32 per group; activations
-/// Dynamic, for activations: int16, with an f32 power of two per group. bf16 values of at least
-/// 1/128 of the largest in their group are exact; others are off by at most 2^-15 of it.
+/// Dynamic int16 for activations; the f32 scale of a group is a power of two. A bf16 value of at
+/// least 1/128 of the group's largest is exact, a smaller one is off by at most 2^-15 of the
+/// largest.
 FUSEDMOE_API QuantKey int16_group(std::int64_t group);
 /// llama.cpp's Q4_K: 4-bit codes, u8 scale and u8 zero point per 32, two f16 factors per 256.
 FUSEDMOE_API QuantKey q4_k();

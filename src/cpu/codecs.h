@@ -181,8 +181,9 @@ class NibbleWords {
   typename S::Table order_;
 };
 
-/// Where one instruction looks words up, with the last five bits of each lane: the fifth belongs to
-/// the next code, so the table holds the 16 words twice.
+/// For instruction sets that look words up by one instruction. It takes five bits of each lane as
+/// the index. Codes have four, so the fifth belongs to the next code and may be anything: the table
+/// holds the 16 words twice.
 template <PermutesWords S>
 class NibbleWords<S> {
  public:

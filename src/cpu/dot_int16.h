@@ -1,6 +1,6 @@
-// int16 dot products: two products a lane, added in int32. Weights become 16-bit integers, E2M1
-// codes twice their value. Activations are those of keys::int16_group, in their own order. Included
-// by isa_*.cpp only.
+// int16 dot products: each 32-bit lane adds two products to an int32. 4-bit integer weights become
+// 16-bit integers; E2M1 weights, some of which are halves, become twice their value. Activations
+// are those of keys::int16_group, in memory as they come. Included by isa_*.cpp only.
 #pragma once
 
 #include "cpu/dot_f32.h"

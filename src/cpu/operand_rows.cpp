@@ -14,7 +14,8 @@ bool is_nibbles(Codes codes) {
   return codes == Codes::kMxfp4 || codes == Codes::kE2M1 || codes == Codes::kInt4;
 }
 
-/// Whether the integer kernels store a weight as 2 x value (+ 12: NibblesToU8).
+/// Whether the integer kernels hold twice the weight's value: then its scale is halved. (The int8
+/// ones also add 12: NibblesToU8.)
 bool is_doubled(Codes codes) {
   return codes == Codes::kMxfp4 || codes == Codes::kE2M1;
 }
