@@ -3,34 +3,10 @@
 // are those of keys::int16_group, in memory as they come. Included by isa_*.cpp only.
 #pragma once
 
-#include "cpu/dot_f32.h"
+#include "cpu/dot_integers.h"
 
 namespace fusedmoe::cpu {
 namespace {
-
-template <class S, class Products>
-struct DotInt16 {
-  using Simd = S;
-  using B = typename S::I;
-  static constexpr int kPerStep = 2;
-  static constexpr int kRows = S::kRows;
-  static constexpr int kPasses = 1;
-
-  static B load_b(const std::byte* p) { return S::load_words(p); }
-  static void store_b(std::byte* p, B value) { S::store_words(p, value); }
-  static B broadcast(const std::byte* p) {
-    std::int32_t pair;
-    std::memcpy(&pair, p, 4);
-    return S::set1_words(pair);
-  }
-  static B dot(B acc, B b, B a) { return Products::dot(acc, b, a); }
-
-  using Acc = B;
-  static Acc zero() { return B{}; }
-  static Acc initial(typename S::F value) { return __builtin_convertvector(value, B); }
-  static typename S::F to_float(Acc acc) { return S::to_float(acc); }
-  static constexpr auto store_element = store_rounded<S>;
-};
 
 /// Without an instruction that adds to the accumulator, too.
 template <class S>
@@ -64,7 +40,7 @@ struct NibblesToI16<S, kCodes> : NibbleWords<S> {
 /// Adds int16 dot products to a table. kMost: stream_few_rows.
 template <class S, class Products, std::int64_t kMost = kStreamedRows>
 void add_int16_kernels(Kernels& table) {
-  using D = DotInt16<S, Products>;
+  using D = DotIntegers<S, Products, 2>;
   const auto set = [&](Codes codes, void (*multiply)(const TileJob&)) {
     table.multiply[static_cast<int>(codes)][static_cast<int>(Compute::kInt16)] = multiply;
   };

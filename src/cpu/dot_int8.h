@@ -1,44 +1,12 @@
 // int8 dot products: unsigned weight codes times signed activations, four products a lane, added in
-// int32. The initial accumulators (RowScales::initial) subtract the zero points. `Products` is the
-// instruction that an instruction set has for it. Included by isa_*.cpp only.
+// int32. The initial accumulators (RowScales::initial) subtract the zero points. Included by
+// isa_*.cpp only.
 #pragma once
 
-#include "cpu/dot_f32.h"
+#include "cpu/dot_integers.h"
 
 namespace fusedmoe::cpu {
 namespace {
-
-template <class S, class Products>
-struct DotInt8 {
-  using Simd = S;
-  using B = typename S::I;
-  static constexpr int kPerStep = 4;
-  static constexpr int kRows = S::kRows;
-  static constexpr int kPasses = 1;
-
-  static B load_b(const std::byte* p) { return S::load_words(p); }
-  static void store_b(std::byte* p, B value) { S::store_words(p, value); }
-  static B broadcast(const std::byte* p) {
-    std::int32_t four;
-    std::memcpy(&four, p, 4);
-    return S::set1_words(four);
-  }
-  static B dot(B acc, B b, B a) { return Products::dot(acc, b, a); }
-  /// Only where the products come by matrices.
-  template <int R, int kVectors>
-  static void add_products(B (&acc)[R][kVectors], const std::byte* b,
-                           const std::byte* const (&rows)[R], std::int64_t a,
-                           std::int64_t steps) requires requires {
-    Products::add_matrices(acc, b, rows, a, steps);
-  }
-  { Products::add_matrices(acc, b, rows, a, steps); }
-
-  using Acc = B;
-  static Acc zero() { return B{}; }
-  static Acc initial(typename S::F value) { return __builtin_convertvector(value, B); }
-  static typename S::F to_float(Acc acc) { return S::to_float(acc); }
-  static constexpr auto store_element = store_rounded<S>;
-};
 
 /// Without an instruction for it: two products are added in 16 bits, which hold those of codes of
 /// up to 7 bits.
@@ -110,14 +78,14 @@ void multiply_w8a8(const TileJob& job) {
 /// 8 bits. kMost: stream_few_rows with 4-bit codes.
 template <class S, class Small, class Wide = Small, std::int64_t kMost = kStreamedRows>
 void add_int8_kernels(Kernels& table) {
-  using D = DotInt8<S, Small>;
+  using D = DotIntegers<S, Small, 4>;
   const auto set = [&](Codes codes, void (*multiply)(const TileJob&)) {
     table.multiply[static_cast<int>(codes)][static_cast<int>(Compute::kInt8)] = multiply;
   };
   set(Codes::kMxfp4, multiply_grouped<D, NibblesToU8<S, Codes::kE2M1>, kMost>);
   set(Codes::kE2M1, multiply_grouped<D, NibblesToU8<S, Codes::kE2M1>, kMost>);
   set(Codes::kInt4, multiply_grouped<D, NibblesToU8<S, Codes::kInt4>, kMost>);
-  set(Codes::kInt8, multiply_w8a8<DotInt8<S, Wide>>);
+  set(Codes::kInt8, multiply_w8a8<DotIntegers<S, Wide, 4>>);
   table.flops[static_cast<int>(Compute::kInt8)] = flops<D>;
 }
 
