@@ -19,8 +19,9 @@ model=deepseek-v3
 seconds=480
 tokens=(1 8 32 128 512 2048 8192)
 build_seconds=330
-test_seconds=120
+test_seconds=200
 bench_seconds=60  # each number of GPUs and transport
+tests=(cuda_rank_rows_test cuda_ranks_test cuda_rank_hooks_test)
 
 . scripts/check-steps.sh
 parse_options "steps build output commit model seconds" "build tests bench" "$@"
@@ -57,13 +58,14 @@ bench() {
 }
 
 if wants build; then
-  step build quietly build_programs fusedmoe_cli cuda_ranks_test cuda_rank_hooks_test || exit 1
+  step build quietly build_programs fusedmoe_cli "${tests[@]}" || exit 1
 fi
-printf 'Commit %s, %s, %d GPUs.\n\n' "$commit" "$(date -u +%F)" "$gpus" >"$result"
+card=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)
+printf 'Commit %s, %s, %d x %s.\n\n' "$commit" "$(date -u +%F)" "$gpus" "$card" >"$result"
 step "ways to talk" quietly within 90 "$program" doctor --comm
 cat "$log" >>"$result"
 if wants tests; then
-  for test in cuda_ranks_test cuda_rank_hooks_test; do
+  for test in "${tests[@]}"; do
     step "$test" within "$test_seconds" "$build/tests/$test" --gtest_brief=1
   done
 fi

@@ -179,10 +179,12 @@ struct Message {
   std::size_t bytes = 0;
 };
 
-/// A part of `bytes` for each rank, one after the other, of which this rank's own is there.
+/// A part of `bytes` for each rank, one after the other. This rank's own part is at `own`, or,
+/// where that is null, already at its place.
 struct Gather {
   void* data = nullptr;
   std::size_t bytes = 0;
+  const void* own = nullptr;
 };
 
 /// What a data plane asks while it waits.
@@ -210,11 +212,13 @@ class FUSEDMOE_API DataPlane {
   /// Whether the messages from one rank to another in an exchange are one stream of bytes, which
   /// the sender may cut into other messages than the receiver. Else both name the same messages.
   virtual bool is_byte_stream() const { return false; }
-  /// Fills the buffers if the plane has something faster than exchange(); false: it has not.
-  virtual bool all_gather(std::span<const Gather> buffers, Stream stream);
+  /// Whether it has the two collectives below, which are then faster than exchange().
+  virtual bool has_collectives() const { return false; }
+  /// Fills the buffers.
+  virtual void all_gather(std::span<const Gather> buffers, Stream stream);
   /// `data` holds `count` elements for every rank; `out` becomes the sum over the ranks of those
-  /// for this one, in any order of the ranks. As above.
-  virtual bool reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype,
+  /// for this one, in any order of the ranks.
+  virtual void reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype,
                               Stream stream);
   /// Whether ranks can read each other's memory, so that lend() works.
   virtual bool can_lend() const { return false; }
@@ -285,8 +289,9 @@ class FUSEDMOE_API Communicator {
                 std::string_view what);
   /// See DataPlane.
   bool is_byte_stream() const;
-  bool all_gather(std::span<const Gather> buffers, Stream stream);
-  bool reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype, Stream stream);
+  bool has_collectives() const;
+  void all_gather(std::span<const Gather> buffers, Stream stream);
+  void reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype, Stream stream);
   /// See DataPlane. `read` gets what every rank lends, this one too, in the order of the ranks.
   /// Ranks that lend another `kind` of memory at the same time get an Error instead.
   bool can_lend() const;

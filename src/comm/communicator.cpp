@@ -30,13 +30,18 @@ std::string list(std::span<const int> ranks) {
   return core::format("{} {}", ranks.size() == 1 ? "rank" : "ranks", core::join(ranks, ", "));
 }
 
+Error without_collectives(std::string_view plane) {
+  return Error::unsupported(Reason::kOperation, "collective",
+                            core::format("{}, which has messages only", plane));
+}
+
 }  // namespace
 
-bool DataPlane::all_gather(std::span<const Gather>, Stream) {
-  return false;
+void DataPlane::all_gather(std::span<const Gather>, Stream) {
+  throw without_collectives(name());
 }
-bool DataPlane::reduce_scatter(const void*, void*, std::int64_t, DType, Stream) {
-  return false;
+void DataPlane::reduce_scatter(const void*, void*, std::int64_t, DType, Stream) {
+  throw without_collectives(name());
 }
 
 void DataPlane::lend(const void*, std::span<const int>, const Reader&, Waiting&) {
@@ -448,14 +453,19 @@ bool Communicator::is_shared(const void* address) const {
   return impl_->shared && impl_->shared->contains(address);
 }
 
-bool Communicator::all_gather(std::span<const Gather> buffers, Stream stream) {
-  return impl_->members.empty() && impl_->data && impl_->data->all_gather(buffers, stream);
+bool Communicator::has_collectives() const {
+  return impl_->members.empty() && impl_->data && impl_->data->has_collectives();
 }
 
-bool Communicator::reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype,
+void Communicator::all_gather(std::span<const Gather> buffers, Stream stream) {
+  if (!has_collectives()) throw without_collectives(backend());
+  impl_->data->all_gather(buffers, stream);
+}
+
+void Communicator::reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype,
                                   Stream stream) {
-  return impl_->members.empty() && impl_->data &&
-         impl_->data->reduce_scatter(data, out, count, dtype, stream);
+  if (!has_collectives()) throw without_collectives(backend());
+  impl_->data->reduce_scatter(data, out, count, dtype, stream);
 }
 
 std::uint64_t Communicator::next_step() {

@@ -30,6 +30,9 @@ class CpuRuntime final : public DeviceRuntime {
     if (alignment == kHugePage) madvise(memory, rounded, MADV_HUGEPAGE);
     return {memory, std::free};
   }
+  std::shared_ptr<void> allocate_pinned(std::size_t bytes, Device device) const override {
+    return allocate(bytes, device);
+  }
   void copy(void* destination, const void* source, std::size_t bytes, Stream) const override {
     if (bytes > 0) std::memcpy(destination, source, bytes);
   }

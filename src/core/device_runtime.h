@@ -19,6 +19,8 @@ class DeviceRuntime {
 
   /// Throws an Error of kind out of memory. Not null, also for 0 bytes.
   virtual std::shared_ptr<void> allocate(std::size_t bytes, Device device) const = 0;
+  /// Host memory that the device reads and writes by itself: copies do not wait.
+  virtual std::shared_ptr<void> allocate_pinned(std::size_t bytes, Device device) const = 0;
   virtual void copy(void* destination, const void* source, std::size_t bytes,
                     Stream stream) const = 0;
   virtual void fill(void* memory, std::uint8_t value, std::size_t bytes, Stream stream) const = 0;

@@ -111,6 +111,12 @@ class CudaBackend final : public core::Backend {
     cuda::limit_rows(limits, stream);
   }
 
+  void pack_rows(const core::RowPacking& packing, Stream stream) const override {
+    check_ranks(packing.parts.size());
+    const CurrentDevice current(stream.device);
+    cuda::pack_rows(packing, stream);
+  }
+
   void number_parts(const TensorView& rows, std::int64_t stride, Stream stream) const override {
     const CurrentDevice current(stream.device);
     cuda::number_parts(rows, stride, stream);

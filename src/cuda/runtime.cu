@@ -59,6 +59,12 @@ class CudaRuntime final : public core::DeviceRuntime {
         cudaFree);
   }
 
+  std::shared_ptr<void> allocate_pinned(std::size_t bytes, Device device) const override {
+    return cuda::allocate(
+        bytes, device, [](void** memory, std::size_t size) { return cudaMallocHost(memory, size); },
+        cudaFreeHost);
+  }
+
   void copy(void* destination, const void* source, std::size_t bytes,
             Stream stream) const override {
     const core::CurrentDevice current(stream.device);

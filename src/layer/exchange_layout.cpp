@@ -1,5 +1,6 @@
 #include "layer/exchange_layout.h"
 
+#include "core/ceil_div.h"
 #include "fusedmoe/quant.h"
 
 namespace fusedmoe::layer {
@@ -27,6 +28,12 @@ struct RowForm {
 };
 
 }  // namespace
+
+std::int64_t ExchangeLayout::record_bytes(int num_ranks) {
+  const auto bytes =
+      sizeof(StepHeader) + static_cast<std::size_t>(num_ranks) * sizeof(std::int32_t);
+  return core::round_up(static_cast<std::int64_t>(bytes), alignof(StepHeader));
+}
 
 ExchangeLayout::ExchangeLayout(void* workspace, const ProblemSize& problem,
                                const ExchangeSizes& sizes, const Preparation& sent,
@@ -56,12 +63,12 @@ ExchangeLayout::ExchangeLayout(void* workspace, const ProblemSize& problem,
   physical_ids = take(DType::kI32, {tokens, topk});
   send_rows = take(DType::kI32, {tokens, ranks});
   own_rows = take(DType::kI32, {tokens, 1});
-  if (sizes.host) send_tokens = take(DType::kI32, {ranks, sizes.max_tokens});
-  send_counts = take(DType::kI32, {ranks});
-  recv_counts = take(DType::kI32, {ranks * sizes.counts_of_rank});
-  headers_out = take(DType::kU8, {ranks, sizeof(StepHeader)});
-  headers_in = take(DType::kU8, {ranks, sizeof(StepHeader)});
-  if (sizes.packs) packed = take_rows(travelling, ranks * sizes.max_tokens, topk);
+  if (!sizes.to_all || sizes.host) send_tokens = take(DType::kI32, {ranks, sizes.max_tokens});
+  records = take(DType::kU8, {ranks, record_bytes(sizes.num_ranks)});
+  if (records) {
+    send_counts = TensorView(record(sizes.rank) + sizeof(StepHeader), DType::kI32, {ranks}, device);
+  }
+  slot_counts = take(DType::kI32, {ranks});
   const auto take_addresses = [&](std::int64_t rows) {
     return static_cast<const std::byte**>(
         cutter.take(static_cast<std::size_t>(rows) * sizeof(std::byte*)));
@@ -81,7 +88,9 @@ ExchangeLayout::ExchangeLayout(void* workspace, const ProblemSize& problem,
     output =
         take(sizes.combine_dtype, {sizes.capacity * (sizes.per_slot ? topk : 1), sizes.hidden});
   }
-  received = take_rows(travelling, sizes.capacity, topk, !values_stay);
+  rows = take_rows(travelling, sizes.packs ? packed_begin(sizes.num_ranks) : sizes.capacity, topk,
+                   !values_stay);
+  received = rows.slice(0, sizes.capacity);
   if (values_stay && output) {
     received.values = TensorView(output.data(), travelling.values_dtype,
                                  {sizes.capacity, travelling.value_columns}, device);

@@ -8,7 +8,8 @@
 
 namespace fusedmoe::layer {
 
-/// Goes from every rank to every other before the rows: ranks that do not do the same say so.
+/// Goes from every rank to every other before the rows, with the sender's counts behind it: ranks
+/// that do not do the same say so.
 struct StepHeader {
   std::uint64_t step;
   std::uint32_t layer;
@@ -22,8 +23,7 @@ struct StepHeader {
 struct ExchangeSizes {
   std::int64_t num_tokens, max_tokens, topk, hidden;
   std::int64_t capacity;  // rows that may arrive
-  int num_ranks;
-  int counts_of_rank;       // numbers of rows that each rank tells the others
+  int num_ranks, rank;
   std::int64_t num_logits;  // that travel with a row instead of ids; 0: ids do
   bool numbers;             // of tokens travel with their rows
   int sum_ranks;            // that have the same tokens; 1: nothing to add
@@ -62,9 +62,8 @@ struct RowTensors {
 /// What a rank lends the others in dispatch.
 struct LentRows {
   StepHeader header;
-  const std::int32_t* counts;  // rows for each rank
-  const std::int32_t* tokens;  // of rank r from r * stride on; null: all of them, for every rank
-  std::int64_t stride;
+  TensorView counts;  // (num_ranks) i32: rows for each
+  TensorView tokens;  // (num_ranks, stride) i32, of each; undefined: all of them, for every rank
   RowTensors rows;
 };
 
@@ -78,6 +77,10 @@ struct LentSums {
 static_assert(std::is_trivially_copyable_v<LentRows> && std::is_trivially_copyable_v<LentSums>);
 
 struct ExchangeLayout {
+  static std::int64_t record_bytes(int num_ranks);
+  std::byte* record(int rank) const {
+    return records.as<std::byte>() + rank * record_bytes(sizes.num_ranks);
+  }
   /// `sent`: how rows travel. `read`: how the experts read them.
   ExchangeLayout(void* workspace, const ProblemSize& problem, const ExchangeSizes& sizes,
                  const Preparation& sent, const Preparation& read, Device device);
@@ -89,11 +92,14 @@ struct ExchangeLayout {
   TensorView physical_ids;  // (num_tokens, topk) i32
   TensorView send_rows;     // (num_tokens, num_ranks) i32
   TensorView own_rows;      // (num_tokens, 1) i32: 0, 1, 2, ...
-  TensorView send_tokens;   // (num_ranks, max_tokens) i32, on the host
-  TensorView send_counts;   // (num_ranks) i32
-  TensorView recv_counts;   // (num_ranks * counts_of_rank)
-  TensorView headers_out, headers_in;  // (num_ranks, bytes) u8
-  RowTensors packed;                   // all2all: row r * max_tokens + i goes to rank r
+  TensorView send_tokens;   // (num_ranks, max_tokens) i32
+  TensorView records;       // (num_ranks, bytes) u8: of every rank its header and its counts
+  TensorView send_counts;   // (num_ranks) i32: those of this rank's record
+  TensorView slot_counts;   // (num_ranks) i32
+  /// Those that arrive, and behind them, where rows are packed, those for other ranks: row
+  /// packed_begin(r) + i goes to rank r.
+  RowTensors rows;
+  std::int64_t packed_begin(int rank) const { return sizes.capacity + rank * sizes.max_tokens; }
   RowTensors received;  // (capacity): those of rank 0, of rank 1, ...; shared and by_address the
                         // values give only shape and dtype
   const std::byte** received_at = nullptr;  // (capacity): values, by_address; null: nobody's

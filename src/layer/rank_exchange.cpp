@@ -1,8 +1,8 @@
 // One step across ranks. In order: plan (which token goes where), count (headers and numbers of
 // rows; on CUDA the only wait of the host) and settle (which of them fit), both in
-// rank_exchange_counts.cpp, pack, exchange rows; then, behind the experts, return and sum. Ranks
-// that lend each other their memory have one step for count, pack and exchange, and return nothing
-// (rank_exchange_host.cpp).
+// rank_exchange_counts.cpp, pack, exchange rows; then, behind the experts, return and sum. What
+// packs and sums is in rank_exchange_host.cpp and rank_exchange_device.cpp. Ranks that lend each
+// other their memory have one step for count, pack and exchange, and return nothing.
 //
 // Received rows lie by (source rank, token), and everything is summed in rank or slot order, so
 // that no bit depends on which rank was first.
@@ -22,6 +22,16 @@ namespace fusedmoe::layer {
 Message message(int peer, const TensorView& rows, std::int64_t begin, std::int64_t count) {
   const TensorView part = rows.slice(0, begin, begin + count);
   return {peer, part.data(), static_cast<std::size_t>(part.nbytes())};
+}
+
+void pack_rows(const RowTensors& from, const RowTensors& to, const TensorView& tokens,
+               const TensorView& counts, std::span<const core::RowPacking::Part> parts,
+               Stream stream) {
+  std::vector<core::RowPacking::Tensor> tensors;
+  to.each(from, [&](const TensorView& target, const TensorView& source) {
+    tensors.push_back({source, target});
+  });
+  backend_of(stream.device).pack_rows({tensors, to.ids, tokens, counts, parts}, stream);
 }
 
 std::int64_t RankExchange::Step::recv_begin(int rank) const {
@@ -44,26 +54,6 @@ void RankExchange::end_step() const noexcept {
   busy_.clear();
 }
 
-/// Messages to the own rank are copies.
-void RankExchange::swap(std::span<const Message> sends, std::span<const Message> receives,
-                        Stream stream, std::string_view phase) const {
-  std::vector<Message> out, in, mine;
-  for (const Message& each : sends) (each.peer == rank_ ? mine : out).push_back(each);
-  std::size_t next = 0;
-  for (const Message& each : receives) {
-    if (each.peer != rank_) {
-      in.push_back(each);
-      continue;
-    }
-    const Message& source = mine[next++];
-    if (source.data == each.data || each.bytes == 0) continue;
-    const Shape shape{static_cast<std::int64_t>(each.bytes)};
-    copy(TensorView(source.data, DType::kU8, shape, stream.device),
-         TensorView(each.data, DType::kU8, shape, stream.device), stream);
-  }
-  group_->exchange(out, in, stream, what(phase));
-}
-
 void RankExchange::do_start_prepare(ForwardArgs& args) const {
   if (busy_.test_and_set()) {
     throw Error::communication("a layer across ranks runs one forward at a time");
@@ -80,30 +70,29 @@ void RankExchange::do_start_prepare(ForwardArgs& args) const {
   const ExchangeLayout layout = this->layout(args);
   num_logits_ > 0 ? route_own(args) : plan(args, layout);
   ForwardArgs own = args;  // the caller's views stay until finish_prepare, which needs their sizes
-  if (fixed_sizes_) {
-    set_fixed_counts(layout);
-  } else if (!in_place_) {
-    count(args, layout);
-  }
-  if (!in_place_) {
-    check_received();
-    settle(args, layout);
-  }
   layout.own.run(own);
   const RowTensors rows = own_rows(own, layout);
   if (in_place_) {
+    if (fixed_sizes_) set_fixed_counts(layout);
     receive_in_place(rows, layout, args.stream);
     settle(args, layout);  // what the others have just read may change now
   } else if (host_) {
+    count(args, layout);
     pack_on_host(rows, layout, args.stream);
     if (unpacked_) exchange_unpacked(rows, layout, args.stream);
   } else {
-    pack(rows, layout, args.stream);
+    prepare_on_device(args, rows, layout);
   }
   args.hidden_scales = own.hidden_scales;
 }
 
+/// Whether the caller's ids are those of physical experts, and nobody needs more of the plan.
+bool RankExchange::keeps_ids() const {
+  return !host_ && ids_stay_ && to_all_ && !drop_rows_ && !per_slot();
+}
+
 void RankExchange::plan(const ForwardArgs& args, const ExchangeLayout& layout) const {
+  if (keeps_ids()) return;
   core::DispatchPlan plan;
   plan.topk_ids = args.topk_ids;
   plan.replica_offsets = replica_offsets_;
@@ -112,9 +101,11 @@ void RankExchange::plan(const ForwardArgs& args, const ExchangeLayout& layout) c
   plan.nearest_rank = nearest_rank_;
   plan.row_stride = layout.sizes.max_tokens;
   plan.physical_ids = layout.physical_ids;
-  plan.send_rows = layout.send_rows;
-  plan.send_counts = layout.send_counts;
-  plan.send_tokens = layout.send_tokens;
+  if (host_ || !to_all_) {
+    plan.send_rows = layout.send_rows;
+    plan.send_counts = layout.send_counts;
+    plan.send_tokens = layout.send_tokens;
+  }
   const core::Backend& backend = backend_of(args.stream.device);
   backend.plan_dispatch(plan, args.stream);
 }
@@ -133,7 +124,7 @@ RowTensors RankExchange::own_rows(const ForwardArgs& own, const ExchangeLayout& 
   const core::Backend& backend = backend_of(own.stream.device);
   RowTensors tokens;
   tokens.values = own.hidden_states;
-  tokens.ids = layout.physical_ids;
+  tokens.ids = keeps_ids() ? own.topk_ids : layout.physical_ids;
   tokens.weights = own.topk_weights;
   if (hooks_) tokens.numbers = layout.own_rows;
   if (num_logits_ > 0) tokens.logits = own.router_logits;
@@ -147,57 +138,47 @@ RowTensors RankExchange::own_rows(const ForwardArgs& own, const ExchangeLayout& 
   return tokens;
 }
 
-/// Puts the rows where exchange_rows() takes them from.
-void RankExchange::pack(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const {
-  const core::Backend& backend = backend_of(stream.device);
-  RowTensors target = layout.packed;
-  if (to_all_) {
-    // At once where they lie among the rows of all ranks.
-    const std::int64_t begin = step_.recv_begin(rank_);
-    target = layout.received.slice(begin, begin + rows_for_all());
-  }
-  const std::int64_t tokens =
-      to_all_ ? std::min(layout.sizes.num_tokens, rows_for_all()) : layout.sizes.num_tokens;
-  const TensorView& numbers = to_all_ ? layout.own_rows : layout.send_rows;
-  if (fixed_sizes_) fill_bytes(target.ids, 0xff, stream);  // -1 in rows that nobody fills
-  target.each(rows, [&](const TensorView& to, const TensorView& from) {
-    backend.dispatch(numbers.slice(0, 0, tokens), from.slice(0, 0, tokens), to, stream);
-  });
+/// This rank's own rows, put among those received at once. A rank without experts keeps them there,
+/// too, if all ranks get the same.
+RankExchange::Parts RankExchange::own_part() const {
+  const std::int64_t rows = to_all_ ? rows_for_all() : step_.send_counts[rank_];
+  return {{rank_, 0, rows, step_.recv_begin(rank_)}};
 }
 
-/// Whether the data plane's own collectives serve: the same number of rows from and to every rank.
-bool RankExchange::gather_and_scatter() const {
-  return !host_ && to_all_ && fixed_sizes_ && whole_ && !per_slot() &&
-         static_cast<int>(owners_.size()) == size_;
+/// Where all ranks get the same rows, they get this rank's own.
+RankExchange::Parts RankExchange::parts_of_others(const ExchangeLayout& layout) const {
+  Parts parts;
+  for (int r = 0; !to_all_ && r < size_; ++r) {
+    if (r != rank_) parts.push_back({r, 0, step_.send_counts[r], layout.packed_begin(r)});
+  }
+  return parts;
 }
 
 void RankExchange::exchange_rows(const ExchangeLayout& layout, Stream stream) const {
-  const RowTensors& all = layout.received;
-  if (gather_and_scatter()) {
-    std::vector<Gather> buffers;
-    all.each(all, [&](const TensorView& rows, const TensorView&) {
-      const auto bytes = static_cast<std::size_t>(rows.slice(0, 0, step_.rows).nbytes());
-      buffers.push_back({rows.data(), bytes / static_cast<std::size_t>(size_)});
-    });
-    if (group_->all_gather(buffers, stream)) return;
-  }
   std::vector<Message> sends, receives;
-  const RowTensors& source = to_all_ ? all : layout.packed;
-  for (int r = 0; r < size_; ++r) {
-    if (host_ && r == rank_) continue;  // packed there at once
-    const std::int64_t from = to_all_ ? step_.recv_begin(rank_) : r * layout.sizes.max_tokens;
-    const std::int64_t to = step_.recv_begin(r);
-    source.each(all, [&](const TensorView& out, const TensorView& in) {
-      sends.push_back(message(r, out, from, step_.send_counts[r]));
-      receives.push_back(message(r, in, to, step_.recv_counts[r]));
+  const bool in_place = static_cast<bool>(step_.own.values);
+  const auto add = [&](std::vector<Message>& messages, int peer, const RowTensors& rows,
+                       std::int64_t begin, std::int64_t count) {
+    layout.rows.each(rows, [&](const TensorView&, const TensorView& tensor) {
+      messages.push_back(message(peer, tensor, begin, count));
     });
+  };
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    const std::int64_t packed = to_all_ ? step_.recv_begin(rank_) : layout.packed_begin(r);
+    add(sends, r, in_place ? step_.own : layout.rows, in_place ? 0 : packed, step_.send_counts[r]);
+    add(receives, r, layout.rows, step_.recv_begin(r), step_.recv_counts[r]);
   }
-  swap(sends, receives, stream, "dispatch");
+  group_->exchange(sends, receives, stream, what("dispatch"));
 }
 
 void RankExchange::do_finish_prepare(ForwardArgs& args) const {
   const ExchangeLayout layout = this->layout(args);
-  if (!in_place_ && !unpacked_) exchange_rows(layout, args.stream);
+  if (!host_) {
+    exchange_on_device(layout, args.stream);
+  } else if (!in_place_ && !unpacked_) {
+    exchange_rows(layout, args.stream);
+  }
   const auto arrived = [&](const TensorView& all) { return all.slice(0, 0, step_.rows); };
   args.hidden_states = arrived(layout.received.values);
   args.row_addresses = layout.received_at;
@@ -249,7 +230,7 @@ void RankExchange::expand_slots(ForwardArgs& args, const ExchangeLayout& layout)
   expansion.slot_rows = layout.slot_rows.slice(0, 0, step_.rows);
   expansion.row_ids = layout.expert_rows.ids;
   expansion.row_weights = layout.expert_rows.weights;
-  expansion.counts = layout.recv_counts.slice(0, 0, size_);
+  expansion.counts = layout.slot_counts;
   backend.expand_slots(expansion, step_.recv_counts, step_.slots_in, args.stream);
   const std::int64_t rows =
       std::accumulate(step_.slots_in.begin(), step_.slots_in.end(), std::int64_t{0});
@@ -281,7 +262,15 @@ void RankExchange::tell_origins(ForwardArgs& args, const TensorView& numbers,
 }
 
 void RankExchange::do_start_finalize(const ForwardArgs& args) const {
-  if (!in_place_) return_rows(args, layout(args));
+  if (in_place_) return;
+  const ExchangeLayout layout = this->layout(args);
+  if (per_slot()) {
+    return_slots(args, layout);
+  } else if (host_) {
+    return_rows(args, layout);
+  } else {
+    return_on_device(args, layout);
+  }
 }
 
 void RankExchange::do_finish_finalize(const ForwardArgs& args) const {
@@ -291,7 +280,7 @@ void RankExchange::do_finish_finalize(const ForwardArgs& args) const {
   } else if (host_) {
     sum_messages(args, layout);
   } else {
-    sum(args, layout);
+    sum_on_device(args, layout);
   }
   if (sums_.needed()) {
     sums_.run(layout.partial, args.output, args.accumulate, *layout.sums, args.stream, what("sum"));
@@ -299,66 +288,38 @@ void RankExchange::do_finish_finalize(const ForwardArgs& args) const {
   end_step();
 }
 
-void RankExchange::return_rows(const ForwardArgs& args, const ExchangeLayout& layout) const {
-  const TensorView& rows = args.fused_output;
-  const std::int64_t most = layout.sizes.max_tokens;
-  if (gather_and_scatter() &&
-      group_->reduce_scatter(rows.data(), layout.returned.data(),
-                             rows_for_all() * layout.sizes.hidden, combine_dtype_, args.stream)) {
-    step_.scattered = true;
-    return;
-  }
-  step_.scattered = false;
-  std::vector<Message> sends, receives;
-  std::int64_t slots_sent = 0, slots_back = 0;
-  for (int r = 0; r < size_; ++r) {
-    const bool stays = host_ && r == rank_;  // summed where the experts wrote it
-    if (per_slot()) {
-      if (!stays) {
-        sends.push_back(message(r, rows, slots_sent, step_.slots_in[r]));
-        receives.push_back(message(r, layout.returned, slots_back, step_.slots_out[r]));
-      }
-      slots_sent += step_.slots_in[r];
-      slots_back += step_.slots_out[r];
-      continue;
-    }
-    if (stays) continue;
-    sends.push_back(message(r, rows, step_.recv_begin(r), step_.recv_counts[r]));
-    if (step_.send_counts[r] == 0) continue;
-    const auto place = std::find(owners_.begin(), owners_.end(), r) - owners_.begin();
-    receives.push_back(
-        message(r, layout.returned, (to_all_ ? place : r) * most, step_.send_counts[r]));
-  }
-  swap(sends, receives, args.stream, "combine");
+/// Where the rows that a rank has computed for this one come back to.
+std::int64_t RankExchange::returned_begin(const ExchangeLayout& layout, int rank) const {
+  const auto place = std::find(owners_.begin(), owners_.end(), rank) - owners_.begin();
+  return (to_all_ ? place : rank) * layout.sizes.max_tokens;
 }
 
-/// On CUDA.
-void RankExchange::sum(const ForwardArgs& args, const ExchangeLayout& layout) const {
-  const core::Backend& backend = backend_of(args.stream.device);
-  const std::int64_t num_tokens = layout.sizes.num_tokens;
-  TensorView numbers = layout.send_rows;
-  if (per_slot()) {
-    numbers = layout.returned_slots;
-  } else if (to_all_) {
-    const std::int64_t parts = step_.scattered ? 1 : static_cast<std::int64_t>(owners_.size());
-    numbers = TensorView(numbers.data(), DType::kI32, {num_tokens, parts}, args.stream.device);
-    backend.number_parts(numbers, layout.sizes.max_tokens, args.stream);
-    const std::vector<std::int64_t> room(static_cast<std::size_t>(parts), rows_for_all());
-    if (drop_rows_) {
-      backend.limit_rows({numbers, layout.sizes.max_tokens, room, {}, {}, {}}, args.stream);
-    }
+/// A rank's own rows stay where its experts have left them.
+void RankExchange::return_rows(const ForwardArgs& args, const ExchangeLayout& layout) const {
+  std::vector<Message> sends, receives;
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    sends.push_back(message(r, args.fused_output, step_.recv_begin(r), step_.recv_counts[r]));
+    if (step_.send_counts[r] == 0) continue;
+    receives.push_back(
+        message(r, layout.returned, returned_begin(layout, r), step_.send_counts[r]));
   }
-  core::ReduceArgs reduce;
-  reduce.output = sums_.needed() ? layout.partial : args.output;
-  reduce.fused_output = layout.returned;
-  reduce.topk_ids = numbers;
-  reduce.topk_weights = args.topk_weights;
-  reduce.router_weight_on_input = !per_slot() || args.preparation.apply_router_weight_on_input;
-  reduce.accumulate = args.accumulate && !sums_.needed();
-  reduce.fused_multiply_add = per_slot();
-  reduce.follows_kernel = false;
-  reduce.stream = args.stream;
-  backend.reduce(reduce, numbers);
+  group_->exchange(sends, receives, args.stream, what("combine"));
+}
+
+/// The same for rows of slots.
+void RankExchange::return_slots(const ForwardArgs& args, const ExchangeLayout& layout) const {
+  std::vector<Message> sends, receives;
+  std::int64_t sent = 0, back = 0;
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_) {
+      sends.push_back(message(r, args.fused_output, sent, step_.slots_in[r]));
+      receives.push_back(message(r, layout.returned, back, step_.slots_out[r]));
+    }
+    sent += step_.slots_in[r];
+    back += step_.slots_out[r];
+  }
+  group_->exchange(sends, receives, args.stream, what("combine"));
 }
 
 }  // namespace fusedmoe::layer

@@ -5,7 +5,9 @@
 
 #include <atomic>
 #include <functional>
+#include <optional>
 
+#include "fusedmoe/runtime.h"
 #include "layer/exchange_layout.h"
 #include "layer/rank_sums.h"
 
@@ -18,12 +20,17 @@ std::int64_t expected_local_slots(std::int64_t rows, std::int64_t topk, double s
 /// Rows that lie one after the other.
 Message message(int peer, const TensorView& rows, std::int64_t begin, std::int64_t count);
 
+/// Row i of a part becomes what `from` has of its token.
+void pack_rows(const RowTensors& from, const RowTensors& to, const TensorView& tokens,
+               const TensorView& counts, std::span<const core::RowPacking::Part> parts,
+               Stream stream);
+
 /// A rank runs one step at a time, so what it counts in prepare may wait here for finalize.
 class RankExchange final : public PrepareAndFinalize {
  public:
   /// Collective: it may split the communicator.
   RankExchange(const PrepareFinalizeDescriptor& descriptor, const MoeConfig& config,
-               const Context& context, bool to_all);
+               const Context& context, bool allgather);
 
   bool moves_rows() const override { return true; }
   ProblemSize problem_size(const ProblemSize& caller) const override;
@@ -39,6 +46,7 @@ class RankExchange final : public PrepareAndFinalize {
     std::vector<std::int64_t> slots_in, slots_out;       // per slot: expert rows, for each rank
     std::int64_t rows = 0;                               // received
     std::vector<std::int64_t> origins;                   // the same by all ranks; for hooks
+    RowTensors own;                                      // rows for all, sent from where they are
     bool scattered = false;  // the sums over ranks are there, made by the data plane
     void* shared = nullptr;  // the layout, in memory that processes share
     std::int64_t recv_begin(int rank) const;
@@ -58,6 +66,8 @@ class RankExchange final : public PrepareAndFinalize {
   std::string what(std::string_view phase) const;
   void plan(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void count(const ForwardArgs& args, const ExchangeLayout& layout) const;
+  void exchange_counts(const ExchangeLayout& layout, Stream stream) const;
+  bool keeps_ids() const;
   void set_fixed_counts(const ExchangeLayout& layout) const;
   std::int64_t fixed_rows(std::int64_t max_tokens) const;
   using RowCounts = std::function<std::int64_t(int from, int to)>;
@@ -66,19 +76,32 @@ class RankExchange final : public PrepareAndFinalize {
   void drop_rows(const ForwardArgs& args, const ExchangeLayout& layout) const;
   std::int64_t rows_for_all() const;
   void check_headers(std::span<const StepHeader> headers) const;
-  void pack(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
+  using Parts = std::vector<core::RowPacking::Part>;
+  Parts own_part() const;
+  Parts parts_of_others(const ExchangeLayout& layout) const;
   void exchange_rows(const ExchangeLayout& layout, Stream stream) const;
   void convert(ForwardArgs& args, const ExchangeLayout& layout) const;
   void expand_slots(ForwardArgs& args, const ExchangeLayout& layout) const;
   void tell_origins(ForwardArgs& args, const TensorView& numbers,
                     std::span<const std::int64_t> counts) const;
   void return_rows(const ForwardArgs& args, const ExchangeLayout& layout) const;
-  void sum(const ForwardArgs& args, const ExchangeLayout& layout) const;
-  bool gather_and_scatter() const;
+  void return_slots(const ForwardArgs& args, const ExchangeLayout& layout) const;
+  std::int64_t returned_begin(const ExchangeLayout& layout, int rank) const;
   StepHeader header(const ExchangeLayout& layout) const;
   void check_received() const;
   void route_own(ForwardArgs& args) const;
   RowTensors own_rows(const ForwardArgs& own, const ExchangeLayout& layout) const;
+  // The steps on CUDA.
+  bool gathers() const;
+  bool fills_all(const ExchangeLayout& layout) const;
+  void prepare_on_device(const ForwardArgs& args, const RowTensors& rows,
+                         const ExchangeLayout& layout) const;
+  void gather_rows(const ExchangeLayout& layout, Stream stream) const;
+  void exchange_on_device(const ExchangeLayout& layout, Stream stream) const;
+  void return_on_device(const ForwardArgs& args, const ExchangeLayout& layout) const;
+  void sum_on_device(const ForwardArgs& args, const ExchangeLayout& layout) const;
+  bool sums_into_output(const ForwardArgs& args, const ExchangeLayout& layout) const;
+  TensorView number_all(const ExchangeLayout& layout, Stream stream) const;
   // The steps on the CPU.
   void receive_in_place(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
   void pack_on_host(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
@@ -95,17 +118,16 @@ class RankExchange final : public PrepareAndFinalize {
                 std::span<const std::byte* const> first) const;
   void end_step() const noexcept;
   bool per_slot() const { return combine_ == CombineMode::kPerSlot; }
-  void swap(std::span<const Message> sends, std::span<const Message> receives, Stream stream,
-            std::string_view phase) const;
 
-  const bool to_all_;
+  const bool allgather_;  // this is allgather_reducescatter
+  const bool drop_rows_;
+  const bool to_all_;                          // all rows go to all ranks that have experts
   const std::optional<QuantKey> activations_;  // of the scheme
   const std::optional<bool> quantizes_first_;  // rows travel quantized; none: as experts read them
   const CombineMode combine_;
   const DType combine_dtype_;
   const bool fixed_sizes_;
   const std::int64_t receive_capacity_, max_tokens_per_rank_;
-  const bool drop_rows_;
   const double local_share_;       // of all experts
   const std::int64_t num_logits_;  // of a row, for monolithic experts; 0: ids travel
   std::shared_ptr<Communicator> group_;
@@ -123,8 +145,10 @@ class RankExchange final : public PrepareAndFinalize {
   Tensor replica_offsets_, replicas_, physical_ranks_;
   Tensor expert_map_;        // physical -> local; undefined: every rank has all
   std::vector<int> owners_;  // ranks of the group that have experts
+  bool ids_stay_ = false;    // physical experts have the numbers of logical ones
   std::int32_t nearest_rank_ = -1;
   mutable Step step_;
+  Tensor records_;  // ExchangeLayout::records, on the host
   mutable std::atomic_flag busy_;
 };
 

@@ -39,9 +39,9 @@ void RankExchange::settle(const ForwardArgs& args, const ExchangeLayout& layout)
   if (drop_rows_) drop_rows(args, layout);
   if (!per_slot()) return;
   backend_of(args.stream.device)
-      .number_slots({layout.physical_ids, physical_ranks_, layout.returned_slots,
-                     layout.recv_counts.slice(0, 0, size_)},
-                    step_.slots_out, args.stream);
+      .number_slots(
+          {layout.physical_ids, physical_ranks_, layout.returned_slots, layout.slot_counts},
+          step_.slots_out, args.stream);
 }
 
 void RankExchange::drop_rows(const ForwardArgs& args, const ExchangeLayout& layout) const {
@@ -81,52 +81,53 @@ StepHeader RankExchange::header(const ExchangeLayout& layout) const {
           layout.sizes.max_tokens, bytes(layout.own.values_dtype(), layout.own.value_columns())};
 }
 
-/// How many rows come from each rank, and whether all do the same step.
+/// How many rows go where, which of them fit, and whether all ranks do the same step.
 void RankExchange::count(const ForwardArgs& args, const ExchangeLayout& layout) const {
-  const Stream stream = args.stream;
-  const std::vector<StepHeader> out(static_cast<std::size_t>(size_), header(layout));
-  const auto bytes_of = [](const auto& list) {
-    return TensorView(list.data(), DType::kU8,
-                      {static_cast<std::int64_t>(list.size() * sizeof list[0])});
-  };
-  const auto raw = [](const TensorView& view) {
-    return TensorView(view.data(), DType::kU8, {view.nbytes()}, view.device());
-  };
-  copy(bytes_of(out), raw(layout.headers_out), stream);
-  std::vector<std::int32_t> sending(out.size());
-  if (to_all_) {
-    for (const int owner : owners_) {
-      sending[owner] = static_cast<std::int32_t>(layout.sizes.num_tokens);
-    }
-    copy(bytes_of(sending), raw(layout.send_counts), stream);
+  if (fixed_sizes_) {
+    set_fixed_counts(layout);
+  } else {
+    exchange_counts(layout, args.stream);
   }
-  // Who drops rows must know what all ranks have for all.
-  const std::int64_t each = layout.sizes.counts_of_rank;
+  check_received();
+  settle(args, layout);
+}
+
+/// Brings the records of all ranks to the host, which waits for them.
+void RankExchange::exchange_counts(const ExchangeLayout& layout, Stream stream) const {
+  const StepHeader mine = header(layout);
+  auto* record = records_.as<std::byte>() + rank_ * records_.size(1);
+  std::memcpy(record, &mine, sizeof mine);
+  std::int64_t known = sizeof mine;
+  if (to_all_) {
+    auto* counts = reinterpret_cast<std::int32_t*>(record + sizeof mine);
+    std::fill_n(counts, size_, 0);
+    for (const int owner : owners_) {
+      counts[owner] = static_cast<std::int32_t>(layout.sizes.num_tokens);
+    }
+    known = records_.size(1);
+  }
+  const auto known_of = [&](const TensorView& records) {
+    return records.select(0, rank_).slice(0, 0, known);
+  };
+  copy(known_of(records_), known_of(layout.records), stream);
   std::vector<Message> sends, receives;
   for (int r = 0; r < size_; ++r) {
-    sends.push_back(message(r, layout.headers_out, r, 1));
-    sends.push_back(message(r, layout.send_counts, drop_rows_ ? 0 : r, each));
-    receives.push_back(message(r, layout.headers_in, r, 1));
-    receives.push_back(message(r, layout.recv_counts, r * each, each));
+    if (r == rank_) continue;
+    sends.push_back(message(r, layout.records, rank_, 1));
+    receives.push_back(message(r, layout.records, r, 1));
   }
-  swap(sends, receives, stream, "counts");
-  // The counts and headers lie one behind the other: one copy, one wait.
-  const auto* begin = layout.send_counts.as<const char>();
-  const auto offset = [&](const TensorView& view) { return view.as<const char>() - begin; };
-  std::vector<char> host(
-      static_cast<std::size_t>(offset(layout.headers_in) + layout.headers_in.nbytes()));
-  const TensorView all(begin, DType::kU8, {static_cast<std::int64_t>(host.size())}, stream.device);
-  copy(all, bytes_of(host), stream);
+  group_->exchange(sends, receives, stream, what("counts"));
+  copy(layout.records, records_, stream);
   synchronize(stream);
-  std::vector<StepHeader> in(out.size());
-  std::memcpy(in.data(), host.data() + offset(layout.headers_in), in.size() * sizeof in[0]);
-  check_headers(in);
-  const auto* sent = reinterpret_cast<const std::int32_t*>(host.data());
-  const auto* received =
-      reinterpret_cast<const std::int32_t*>(host.data() + offset(layout.recv_counts));
-  set_counts([&](int from, int to) {
-    return from == rank_ ? sent[to] : received[from * each + (drop_rows_ ? to : 0)];
-  });
+  std::vector<StepHeader> headers(static_cast<std::size_t>(size_));
+  std::vector<const std::int32_t*> counts;
+  for (int r = 0; r < size_; ++r) {
+    const std::byte* record = records_.as<std::byte>() + r * records_.size(1);
+    std::memcpy(&headers[r], record, sizeof headers[r]);
+    counts.push_back(reinterpret_cast<const std::int32_t*>(record + sizeof headers[r]));
+  }
+  check_headers(headers);
+  set_counts([&](int from, int to) { return counts[from][to]; });
 }
 
 void RankExchange::check_headers(std::span<const StepHeader> headers) const {
@@ -140,6 +141,7 @@ void RankExchange::check_headers(std::span<const StepHeader> headers) const {
   // Compared with rank 0's, so that all ranks say the same.
   for (int r = 1; r < size_; ++r) {
     if (headers[r] == headers[0]) continue;
+    group_->check();  // where it has ended, nobody wrote the headers
     throw Error::communication(
         core::format("{}, but {}", describe(0, headers[0]), describe(r, headers[r])));
   }

@@ -9,49 +9,14 @@
 #include "core/parallel.h"
 #include "layer/backend.h"
 #include "layer/rank_exchange.h"
+#include "moe/copy_rows.h"
 #include "moe/element.h"
 
 namespace fusedmoe::layer {
 namespace {
 
-/// Copies `count` rows that follow each other on both sides; a long copy is the fastest.
-void copy_rows(const TensorView& from, std::int64_t from_row, const TensorView& to,
-               std::int64_t to_row, std::int64_t count) {
-  const std::int64_t row_bytes = bytes(from.dtype(), from.size(1));
-  const std::int64_t stride_bytes = bytes(from.dtype(), from.stride(0));
-  const auto* source = from.as<const std::byte>() + from_row * stride_bytes;
-  auto* target = to.as<std::byte>() + to_row * row_bytes;
-  const bool together = stride_bytes == row_bytes;
-  const auto size = static_cast<std::size_t>(together ? count * row_bytes : row_bytes);
-  for (std::int64_t row = 0; row < (together ? 1 : count); ++row) {
-    std::memcpy(target + row * row_bytes, source + row * stride_bytes, size);
-  }
-}
-
-/// How many of the rows from `begin` on are also neighbors where they lie.
-template <typename TokenOf>
-std::int64_t run_of(const TokenOf& token_of, std::int64_t begin, std::int64_t end) {
-  std::int64_t run = 1;
-  while (begin + run < end && token_of(begin + run) == token_of(begin) + run) ++run;
-  return run;
-}
-
-/// Row i of `to` becomes row tokens[i] of `from`, or row i.
-void gather_rows(const RowTensors& from, const std::int32_t* tokens, const RowTensors& to,
-                 std::int64_t count, Stream stream) {
-  const auto token_of = [&](std::int64_t i) { return tokens ? tokens[i] : i; };
-  const auto copy = [&](std::int64_t begin, std::int64_t end) {
-    while (begin < end) {
-      const std::int64_t run = run_of(token_of, begin, end);
-      to.each(from, [&](const TensorView& target, const TensorView& source) {
-        copy_rows(source, token_of(begin), target, begin, run);
-      });
-      begin += run;
-    }
-  };
-  const bool worthwhile = count * from.values.size(1) >= core::kParallelElements;
-  core::parallel_ranges(core::executor_of(stream), count, worthwhile, copy);
-}
+using core::copy_rows;
+using core::run_of;
 
 /// Adds the rows from `begin` on to `messages`: one for all if nothing lies between them.
 void add_rows(std::vector<Message>& messages, int peer, const TensorView& rows, std::int64_t begin,
@@ -63,11 +28,6 @@ void add_rows(std::vector<Message>& messages, int peer, const TensorView& rows, 
     messages.push_back({peer, rows.as<std::byte>() + row * stride_bytes,
                         static_cast<std::size_t>(row_bytes * (together ? count : 1))});
   }
-}
-
-/// -1: nobody fills these rows.
-void clear_ids(const TensorView& ids) {
-  if (ids.numel() > 0) std::memset(ids.data(), 0xff, static_cast<std::size_t>(ids.nbytes()));
 }
 
 std::vector<std::int64_t> begins_of(std::span<const std::int64_t> counts) {
@@ -90,9 +50,7 @@ void RankExchange::count_on_host(const ExchangeLayout& layout) const {
 
 /// What the others read of these rows.
 LentRows RankExchange::lent(const RowTensors& rows, const ExchangeLayout& layout) const {
-  return {header(layout), layout.send_counts.as<const std::int32_t>(),
-          to_all_ ? nullptr : layout.send_tokens.as<const std::int32_t>(), layout.sizes.max_tokens,
-          rows};
+  return {header(layout), layout.send_counts, to_all_ ? TensorView() : layout.send_tokens, rows};
 }
 
 /// Where the experts find received rows.
@@ -107,11 +65,12 @@ void RankExchange::locate_received(const ExchangeLayout& layout) const {
 /// And those that stay where a rank has them: this rank's own, and all in shared memory.
 void RankExchange::locate_lent(int rank, const LentRows& lent, const ExchangeLayout& layout) const {
   const TensorView& values = lent.rows.values;
-  const std::int32_t* tokens = lent.tokens ? lent.tokens + rank_ * lent.stride : nullptr;
+  const auto* tokens = lent.tokens.as<const std::int32_t>();
+  if (tokens) tokens += rank_ * lent.tokens.size(1);
   const std::byte** next = layout.received_at + step_.recv_begin(rank);
   for (std::int64_t i = 0; i < step_.recv_counts[rank]; ++i) {
     *next++ = nullptr;
-    if (i >= lent.counts[rank_]) continue;
+    if (i >= lent.counts.as<const std::int32_t>()[rank_]) continue;
     const std::int64_t row = tokens ? tokens[i] : i;
     next[-1] = values.as<const std::byte>() + bytes(values.dtype(), row * values.stride(0));
   }
@@ -176,22 +135,21 @@ void RankExchange::receive_in_place(const RowTensors& rows, const ExchangeLayout
     for (const void* each : lent) all.push_back(static_cast<const LentRows*>(each));
     for (const LentRows* each : all) headers.push_back(each->header);
     if (std::count(headers.begin(), headers.end(), headers.front()) != size_) return;
-    if (!fixed_sizes_) set_counts([&](int from, int to) { return all[from]->counts[to]; });
+    if (!fixed_sizes_) {
+      set_counts([&](int from, int to) { return all[from]->counts.as<const std::int32_t>()[to]; });
+    }
     step_.rows = step_.recv_begin(size_);
     if (!fits()) return;
     if (layout.received_at && !shared_) locate_received(layout);
     for (int r = 0; r < size_; ++r) {
       const LentRows& from = r == rank_ ? own : *all[r];
-      const std::int64_t count = std::min<std::int64_t>(from.counts[rank_], step_.recv_counts[r]);
-      const std::int64_t begin = step_.recv_begin(r);
-      RowTensors to = layout.received.slice(begin, begin + step_.recv_counts[r]);
+      RowTensors to = layout.received;
       if (layout.received_at && (shared_ || r == rank_)) {
         to.values = {};
         locate_lent(r, from, layout);
       }
-      gather_rows(from.rows, from.tokens ? from.tokens + rank_ * from.stride : nullptr, to, count,
-                  stream);
-      if (fixed_sizes_) clear_ids(to.ids.slice(0, count, step_.recv_counts[r]));
+      const core::RowPacking::Part part{rank_, 0, step_.recv_counts[r], step_.recv_begin(r)};
+      pack_rows(from.rows, to, from.tokens, from.counts, {&part, 1}, stream);
     }
   };
   group_->lend("rows", layout.lent_rows, read, what("dispatch"));
@@ -203,21 +161,13 @@ void RankExchange::receive_in_place(const RowTensors& rows, const ExchangeLayout
 void RankExchange::pack_on_host(const RowTensors& rows, const ExchangeLayout& layout,
                                 Stream stream) const {
   count_on_host(layout);
-  const std::int64_t own = step_.recv_begin(rank_);
-  for (int r = 0; r < size_; ++r) {
-    const bool here = r == rank_;
-    if ((to_all_ || unpacked_) && !here) continue;  // they get the same rows, or others later
-    // A rank without experts sends its rows from there, too.
-    const std::int64_t room = to_all_ ? rows_for_all() : step_.send_counts[r];
-    const std::int64_t planned =
-        to_all_ ? layout.sizes.num_tokens : layout.send_counts.as<const std::int32_t>()[r];
-    const std::int64_t count = std::min(planned, room);
-    const std::int64_t begin = here ? own : r * layout.sizes.max_tokens;
-    RowTensors to = (here ? layout.received : layout.packed).slice(begin, begin + room);
-    if (layout.received_at && here) to.values = {};
-    const std::int32_t* tokens = layout.send_tokens.as<const std::int32_t>();
-    gather_rows(rows, to_all_ ? nullptr : tokens + r * layout.sizes.max_tokens, to, count, stream);
-    if (fixed_sizes_) clear_ids(to.ids.slice(0, count, room));
+  const TensorView tokens = to_all_ ? TensorView() : layout.send_tokens;
+  const TensorView counts = to_all_ ? TensorView() : layout.send_counts;
+  RowTensors here = layout.received;
+  if (layout.received_at) here.values = {};
+  pack_rows(rows, here, tokens, counts, own_part(), stream);
+  if (!unpacked_) {
+    pack_rows(rows, layout.rows, tokens, counts, parts_of_others(layout), stream);
   }
   if (!layout.received_at) return;
   locate_received(layout);
@@ -241,7 +191,7 @@ void RankExchange::exchange_unpacked(const RowTensors& rows, const ExchangeLayou
       add_rows(receives, r, to, step_.recv_begin(r), step_.recv_counts[r]);
     });
   }
-  swap(sends, receives, stream, "dispatch");
+  group_->exchange(sends, receives, stream, what("dispatch"));
 }
 
 /// Adds what all ranks have computed for the tokens of this one.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/device_runtime.h"
 #include "fusedmoe/runtime.h"
 #include "layer/rank_exchange.h"
 
@@ -26,9 +27,12 @@ std::int64_t expected_local_slots(std::int64_t rows, std::int64_t topk, double s
 }
 
 RankExchange::RankExchange(const PrepareFinalizeDescriptor& descriptor, const MoeConfig& config,
-                           const Context& context, bool to_all)
+                           const Context& context, bool allgather)
     : PrepareAndFinalize(descriptor),
-      to_all_(to_all),
+      allgather_(allgather),
+      drop_rows_(context.ranks.drop_rows),
+      // With fixed sizes as many rows travel as there can be, so nothing is gained by packing them.
+      to_all_(allgather || (context.ranks.fixed_sizes && !drop_rows_ && !config.device.is_cpu())),
       activations_(config.scheme.activations),
       quantizes_first_(config.dispatch_dtype ? std::optional(*config.dispatch_dtype != config.dtype)
                                              : std::nullopt),
@@ -37,7 +41,6 @@ RankExchange::RankExchange(const PrepareFinalizeDescriptor& descriptor, const Mo
       fixed_sizes_(context.ranks.fixed_sizes),
       receive_capacity_(context.ranks.receive_capacity),
       max_tokens_per_rank_(context.ranks.max_tokens_per_rank),
-      drop_rows_(context.ranks.drop_rows),
       local_share_(static_cast<double>(config.num_local_experts) /
                    static_cast<double>(config.num_experts)),
       num_logits_(config.monolithic ? config.num_experts : 0),
@@ -50,6 +53,11 @@ RankExchange::RankExchange(const PrepareFinalizeDescriptor& descriptor, const Mo
   unpacked_ = host_ && !in_place_ && !to_all_ && !fixed_sizes_ && group_->is_byte_stream();
   place_experts(config, context.ranks);
   layer_ = static_cast<std::uint32_t>(group_->next_layer());
+  const Shape records{size_, ExchangeLayout::record_bytes(size_)};
+  const auto memory =
+      core::runtime_of(config.device)
+          .allocate_pinned(static_cast<std::size_t>(records.numel()), config.device);
+  records_ = Tensor(TensorView(memory.get(), DType::kU8, records), memory);
   // Ranks that add their sums of the same tokens must choose the same copies.
   const bool nearest = context.ranks.replica_choice == ReplicaChoice::kNearest;
   if (nearest && !sums_.needed()) nearest_rank_ = rank_;
@@ -63,14 +71,14 @@ void RankExchange::join(const ParallelConfig& parallel, const std::shared_ptr<Co
   using Combine = ParallelConfig::Combine;
   const std::vector<int> ranks = parallel.gather_group();
   step_.origins.resize(static_cast<std::size_t>(all->size()));
-  whole_ = !to_all_ || static_cast<int>(ranks.size()) == all->size();
+  whole_ = !allgather_ || static_cast<int>(ranks.size()) == all->size();
   shared_ = host_ && all->share_memory();
   group_ = whole_ ? all : all->split(ranks.front());
   size_ = group_->size();
   rank_ = group_->rank();
   for (int r = 0; r < size_; ++r) members_.push_back(whole_ ? r : ranks[r]);
   const std::vector<int> same =
-      parallel.reduce_group(to_all_ ? Combine::kReduceScatter : Combine::kComplete);
+      parallel.reduce_group(allgather_ ? Combine::kReduceScatter : Combine::kComplete);
   if (same.size() > 1) sums_ = RankSums(all->split(same.front()));
 }
 
@@ -92,6 +100,10 @@ void RankExchange::place_experts(const MoeConfig& config, const RankOptions& opt
     }
   }
   const ExpertPlacement::Table table = placement.table();
+  ids_stay_ = true;
+  for (std::size_t p = 0; p < table.physical.size(); ++p) {
+    ids_stay_ &= placement.physical_to_logical()[p] == static_cast<std::int32_t>(p);
+  }
   std::vector<std::int32_t> ranks = placement.rank_of(), map = table.local;
   std::vector<bool> owns(static_cast<std::size_t>(size_), !shared);
   for (std::size_t p = 0; shared && p < map.size(); ++p) {
@@ -132,7 +144,7 @@ ExchangeSizes RankExchange::sizes(const ProblemSize& caller, const Preparation& 
   // A rank's own rows lie there too, even where it has no experts.
   if (to_all_) sizes.capacity = std::max(sizes.capacity, sizes.max_tokens);
   sizes.num_ranks = size_;
-  sizes.counts_of_rank = drop_rows_ ? size_ : 1;
+  sizes.rank = rank_;
   sizes.num_logits = num_logits_;
   sizes.numbers = hooks_;
   sizes.sum_ranks = sums_.needed() ? sums_.communicator()->size() : 1;

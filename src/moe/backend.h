@@ -36,6 +36,9 @@ struct ReduceArgs {
   bool accumulate = false;              ///< output += instead of output =
   /// Multiply and add in one rounding, as the experts of the standard format do.
   bool fused_multiply_add = false;
+  /// On CUDA: rows [elsewhere_begin, elsewhere_end) of `fused_output` are those of `elsewhere`.
+  TensorView elsewhere;
+  std::int64_t elsewhere_begin = 0, elsewhere_end = 0;
   /// On the CPU, instead of fused_output and slot rows: the addresses of the slots' rows, which are
   /// of fused_output's dtype, one behind the other for each token; null: the slot has none.
   const std::byte* const* row_addresses = nullptr;
@@ -55,11 +58,30 @@ struct DispatchPlan {
   TensorView physical_ranks;       ///< (num_physical) i32: place of the rank in the group
   std::int32_t nearest_rank = -1;  ///< takes what it has a replica of; -1: the hash alone chooses
   std::int64_t row_stride = 0;
-  // Results.
+  // Results. Where all ranks get all tokens, the ids alone: the others are undefined.
   TensorView physical_ids;  ///< (num_tokens, topk) i32, -1 where topk_ids name no expert
   TensorView send_rows;     ///< (num_tokens, num_ranks) i32: packed row, -1: the token stays away
   TensorView send_counts;   ///< (num_ranks) i32
-  TensorView send_tokens;   ///< (num_ranks, row_stride) i32, the CPU alone: tokens that go there
+  TensorView send_tokens;   ///< (num_ranks, row_stride) i32: tokens that go there, in order
+};
+
+/// Rows of tokens, put where messages to other ranks, or this one's experts, take them from.
+struct RowPacking {
+  struct Tensor {
+    TensorView from;  ///< (num_tokens, n), rows at any distance
+    TensorView to;    ///< (rows, n)
+  };
+  /// Row i of what goes to `rank`, for begin <= i < end, becomes row to + i.
+  struct Part {
+    int rank;
+    std::int64_t begin, end, to;
+  };
+  std::span<const Tensor> tensors;  ///< at most kMostTensors, each of the same rows
+  TensorView ids;                   ///< the `to` that becomes -1 in rows that no token fills
+  TensorView tokens;  ///< DispatchPlan::send_tokens; undefined: row i is that of token i
+  TensorView counts;  ///< (num_ranks) i32: tokens that there are for a rank; undefined: all
+  std::span<const Part> parts;
+  static constexpr int kMostTensors = 5;
 };
 
 /// Which rows of a plan fit where they go.
@@ -157,6 +179,7 @@ class Backend {
   /// The ids of a token's replicas, and which rows go where.
   virtual void plan_dispatch(const DispatchPlan& plan, Stream stream) const = 0;
   virtual void limit_rows(const RowLimits& limits, Stream stream) const = 0;
+  virtual void pack_rows(const RowPacking& packing, Stream stream) const = 0;
   /// rows (n, num_ranks) i32: rows[i, r] = r * stride + i.
   virtual void number_parts(const TensorView& rows, std::int64_t stride, Stream stream) const = 0;
   /// Returns how many expert rows each `rows_of_source[s]` rows in turn have, in `counts`. Waits.

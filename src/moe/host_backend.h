@@ -26,6 +26,7 @@ class HostBackend : public Backend {
   void reduce(const ReduceArgs& args, const TensorView& slot_rows) const override;
   void plan_dispatch(const DispatchPlan& plan, Stream) const override;
   void limit_rows(const RowLimits& limits, Stream) const override;
+  void pack_rows(const RowPacking& packing, Stream stream) const override;
   void number_parts(const TensorView& rows, std::int64_t stride, Stream) const override;
   void expand_slots(const SlotExpansion& expansion, std::span<const std::int64_t> rows_of_source,
                     std::span<std::int64_t> counts, Stream) const override;

@@ -1,9 +1,13 @@
 // Which rows go to which rank, on the host. Everything is numbered in the order of tokens and
 // slots, never by arrival, so results do not depend on timing.
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
+#include "core/parallel.h"
 #include "fusedmoe/comm.h"
+#include "moe/copy_rows.h"
+#include "moe/element.h"
 #include "moe/host_backend.h"
 #include "moe/local_experts.h"
 #include "moe/replica.h"
@@ -12,7 +16,7 @@ namespace fusedmoe::core {
 
 void HostBackend::plan_dispatch(const DispatchPlan& plan, Stream) const {
   const std::int64_t num_tokens = plan.topk_ids.size(0), topk = plan.topk_ids.size(1);
-  const std::int64_t num_ranks = plan.send_counts.numel();
+  const std::int64_t num_ranks = plan.send_counts ? plan.send_counts.numel() : 0;
   const ReplicaTable table(plan);
   const auto* ids = plan.topk_ids.as<const std::int32_t>();
   const auto* ranks = plan.physical_ranks.as<const std::int32_t>();
@@ -25,7 +29,7 @@ void HostBackend::plan_dispatch(const DispatchPlan& plan, Stream) const {
     std::fill_n(rows, num_ranks, -1);
     for (std::int64_t slot = token * topk; slot < (token + 1) * topk; ++slot) {
       physical[slot] = table.choose(ids[slot], token);
-      if (physical[slot] < 0) continue;
+      if (physical[slot] < 0 || num_ranks == 0) continue;
       const std::int32_t rank = ranks[physical[slot]];
       if (rank < 0 || rows[rank] >= 0) continue;
       rows[rank] = static_cast<std::int32_t>(rank * plan.row_stride + counts[rank]++);
@@ -55,6 +59,38 @@ void HostBackend::limit_rows(const RowLimits& limits, Stream) const {
     }
   }
   if (limits.dropped) *limits.dropped.as<std::int32_t>() += dropped;
+}
+
+void HostBackend::pack_rows(const RowPacking& packing, Stream stream) const {
+  const auto* all_tokens = packing.tokens.as<const std::int32_t>();
+  const auto* counts = packing.counts.as<const std::int32_t>();
+  for (const RowPacking::Part& part : packing.parts) {
+    const std::int32_t* tokens =
+        all_tokens ? all_tokens + part.rank * packing.tokens.size(1) : nullptr;
+    const std::int64_t there = counts ? counts[part.rank] : packing.tensors.front().from.size(0);
+    const std::int64_t filled = std::clamp(there, part.begin, part.end);
+    const auto token_of = [&](std::int64_t i) { return tokens ? tokens[i] : i; };
+    const auto copy = [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t run = 0; begin < end; begin += run) {
+        run = run_of(token_of, begin, end);
+        for (const RowPacking::Tensor& each : packing.tensors) {
+          copy_rows(each.from, token_of(begin), each.to, part.to + begin, run);
+        }
+      }
+    };
+    std::int64_t row_bytes = 0;
+    for (const RowPacking::Tensor& each : packing.tensors) {
+      row_bytes += bytes(each.from.dtype(), each.from.size(1));
+    }
+    const std::int64_t rows = filled - part.begin;
+    const bool worthwhile = rows * row_bytes >= kParallelElements;
+    parallel_ranges(
+        executor_of(stream), rows, worthwhile,
+        [&](std::int64_t begin, std::int64_t end) { copy(part.begin + begin, part.begin + end); });
+    if (filled == part.end) continue;
+    const TensorView nobodys = packing.ids.slice(0, part.to + filled, part.to + part.end);
+    std::memset(nobodys.data(), 0xff, static_cast<std::size_t>(nobodys.nbytes()));
+  }
 }
 
 void HostBackend::number_parts(const TensorView& rows, std::int64_t stride, Stream) const {

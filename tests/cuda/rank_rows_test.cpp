@@ -87,10 +87,10 @@ Tensor of_numbers(const std::vector<std::int32_t>& numbers) {
 
 /// What a rank does with ids before and behind a dispatch, on one device.
 struct RankRows {
-  Tensor physical_ids, send_rows, send_counts, dropped;  // of its own tokens
-  Tensor slots_back;                                     // rows that come back for each slot
-  Tensor slot_rows, row_ids;                             // of the same ids, as if received
-  std::vector<std::int64_t> counts_back, counts_in;      // of those two, for each rank
+  Tensor physical_ids, send_rows, send_counts, send_tokens, dropped;  // of its own tokens
+  Tensor slots_back;                                 // rows that come back for each slot
+  Tensor slot_rows, row_ids;                         // of the same ids, as if received
+  std::vector<std::int64_t> counts_back, counts_in;  // of those two, for each rank
 
   RankRows(const ExpertPlacement& placement, const Tensor& ids, std::int32_t nearest,
            Device device) {
@@ -104,7 +104,7 @@ struct RankRows {
     const Tensor replicas = there(of_numbers(table.physical));
     const Tensor ranks_of = there(of_numbers(placement.rank_of()));
     const Tensor physical = made({tokens, topk}), rows = made({tokens, ranks});
-    const Tensor counts = made({ranks}), send_tokens = made({ranks, tokens}), lost = made({1});
+    const Tensor counts = made({ranks}), tokens_of = made({ranks, tokens}), lost = made({1});
     core::DispatchPlan plan;
     plan.topk_ids = ids_there;
     plan.replica_offsets = offsets;
@@ -115,9 +115,10 @@ struct RankRows {
     plan.physical_ids = physical;
     plan.send_rows = rows;
     plan.send_counts = counts;
-    plan.send_tokens = send_tokens;
+    plan.send_tokens = tokens_of;
     backend.plan_dispatch(plan, stream);
     send_counts = to_host(counts);
+    send_tokens = to_host(tokens_of);
     // Room for all rows on the first rank, for some on the others.
     std::vector<std::int64_t> room(static_cast<std::size_t>(ranks), tokens / 3);
     room.front() = tokens;
@@ -164,6 +165,7 @@ TEST_F(CudaRankRowsTest, EqualThoseOfTheCpu) {
         EXPECT_TRUE(bitwise_equal(actual.physical_ids, expected.physical_ids));
         EXPECT_TRUE(bitwise_equal(actual.send_rows, expected.send_rows));
         EXPECT_TRUE(bitwise_equal(actual.send_counts, expected.send_counts));
+        EXPECT_TRUE(bitwise_equal(actual.send_tokens, expected.send_tokens));
         EXPECT_TRUE(bitwise_equal(actual.dropped, expected.dropped));
         EXPECT_TRUE(bitwise_equal(actual.slots_back, expected.slots_back));
         EXPECT_EQ(actual.counts_back, expected.counts_back);
@@ -173,6 +175,98 @@ TEST_F(CudaRankRowsTest, EqualThoseOfTheCpu) {
       }
     }
   }
+}
+
+/// Rows of 300 tokens packed for three ranks, of which some get fewer than they could.
+struct PackedRows {
+  std::vector<Tensor> tensors;
+
+  PackedRows(std::int64_t columns, bool by_plan, Device device) {
+    constexpr std::int64_t kMost = 300, kFirst = 20;
+    const std::vector<std::int32_t> counts{300, 7, 180};
+    Tensor tokens = Tensor::empty({3, kMost}, DType::kI32);
+    for (std::int64_t i = 0; i < tokens.numel(); ++i) {
+      tokens.as<std::int32_t>()[i] = static_cast<std::int32_t>((7 * i + i / kMost) % kMost);
+    }
+    const Tensor tokens_there = to_device(tokens, device);
+    const Tensor counts_there = to_device(of_numbers(counts), device);
+    std::vector<Tensor> from;
+    std::vector<core::RowPacking::Tensor> pairs;
+    const auto add = [&](const Tensor& source) {
+      from.push_back(to_device(source, device));
+      const Tensor target = Tensor::zeros({kFirst + 3 * kMost, source.size(1)}, source.dtype());
+      poison(target);
+      tensors.push_back(to_device(target, device));
+      pairs.push_back({from.back(), tensors.back()});
+    };
+    // Every second row of twice as many: rows may lie apart.
+    add(random_floats(DType::kBF16, {2 * kMost, columns}, 5));
+    pairs.front().from = from.front().slice(0, 0, 2 * kMost, 2);
+    add(random_floats(DType::kF32, {kMost, 3}, 6));
+    add(random_ids(kMost, 8, 61));
+    const Tensor bytes = Tensor::empty({kMost, 5}, DType::kU8);
+    for (std::int64_t i = 0; i < bytes.numel(); ++i) {
+      bytes.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(i % 251);
+    }
+    add(bytes);
+    const std::vector<core::RowPacking::Part> parts{
+        {1, 0, 250, 0}, {0, 10, 290, kFirst + kMost}, {2, 100, 300, kFirst + 2 * kMost}};
+    core::RowPacking packing;
+    packing.tensors = pairs;
+    packing.ids = tensors[2];
+    if (by_plan) {
+      packing.tokens = tokens_there;
+      packing.counts = counts_there;
+    }
+    packing.parts = parts;
+    backend_of(device).pack_rows(packing, Stream{device});
+    synchronize(Stream{device});
+    for (Tensor& tensor : tensors) tensor = to_host(tensor);
+  }
+};
+
+TEST_F(CudaRankRowsTest, ArePackedAsOnTheCpu) {
+  for (const std::int64_t columns : {64, 2880, 7168, 37}) {
+    for (const bool by_plan : {false, true}) {
+      SCOPED_TRACE(std::to_string(columns) + (by_plan ? " columns, planned" : " columns, all"));
+      const PackedRows expected(columns, by_plan, kHost), actual(columns, by_plan, kGpu);
+      for (std::size_t t = 0; t < expected.tensors.size(); ++t) {
+        EXPECT_TRUE(bitwise_equal(actual.tensors[t], expected.tensors[t])) << "tensor " << t;
+      }
+    }
+  }
+}
+
+/// A rank's own rows are added up where its experts have left them: the same as in one place.
+TEST_F(CudaRankRowsTest, AreSummedFromTwoPlaces) {
+  constexpr std::int64_t kHidden = 360, kRows = 50, kBegin = 20, kEnd = 35;
+  const Tensor all = random_floats(DType::kBF16, {kRows, kHidden}, 9);
+  const Tensor numbers = Tensor::empty({40, 3}, DType::kI32);
+  Random random(4);
+  for (std::int64_t i = 0; i < numbers.numel(); ++i) {
+    numbers.as<std::int32_t>()[i] = static_cast<std::int32_t>(random.below(kRows + 1) - 1);
+  }
+  const Tensor all_there = to_gpu(all), numbers_there = to_gpu(numbers);
+  const Tensor own = to_gpu(Tensor(all.slice(0, kBegin, kEnd), all.owner()));
+  const auto sum = [&](bool two_places) {
+    const Tensor rows = to_gpu(all), output = Tensor::zeros({40, kHidden}, DType::kBF16, kGpu);
+    core::ReduceArgs args;
+    args.fused_output = rows;
+    args.output = output;
+    args.topk_ids = numbers_there;
+    args.router_weight_on_input = true;
+    args.stream = kGpuStream;
+    if (two_places) {
+      fill_bytes(rows.slice(0, kBegin, kEnd), 0x7f, kGpuStream);
+      args.elsewhere = own;
+      args.elsewhere_begin = kBegin;
+      args.elsewhere_end = kEnd;
+    }
+    args.follows_kernel = false;
+    backend_of(kGpu).reduce(args, numbers_there);
+    return to_host(output);
+  };
+  EXPECT_TRUE(bitwise_equal(sum(true), sum(false)));
 }
 
 }  // namespace

@@ -65,6 +65,44 @@ TEST(CudaRanksTest, LayersGiveTheOutputOfOneGpu) {
   }
 }
 
+/// Of which one rank has as many as there can be, so that it packs nothing with fixed sizes.
+TEST(CudaRanksTest, ManyTokensGiveTheOutputOfOneGpu) {
+  FUSEDMOE_SKIP_WITHOUT_GPU();
+  constexpr std::int64_t kMost = 2100;
+  Case spec = small_case("bf16");
+  spec.hidden = 4096;
+  spec.intermediate = 64;
+  const LayerWeights weights = make_layer_weights({spec});
+  std::vector<Tensor> inputs;
+  for (const std::int64_t tokens : {kMost, std::int64_t{1500}}) {
+    inputs.push_back(random_tensor(DType::kBF16, {tokens, spec.hidden}, 1, tokens));
+  }
+  for (const Setting& setting : settings()) {
+    if (setting.size != 2) continue;
+    for (const bool fixed_sizes : {false, true}) {
+      SCOPED_TRACE(setting.name() + (fixed_sizes ? " fixed sizes" : " exact sizes"));
+      Ranks ranks(setting);
+      run_ranks(setting.size, [&](int rank) {
+        const auto communicator = ranks.join(rank);
+        LayerOptions options = options_of(communicator->device(), false);
+        const Tensor expected = forward(MoeLayer(weights, options), inputs[rank], 0);
+        options.ranks.communicator = communicator;
+        options.ranks.max_tokens_per_rank = kMost;
+        options.ranks.fixed_sizes = fixed_sizes;
+        for (const char* transport : {"sm90+all2all", "sm90+allgather_reducescatter"}) {
+          options.require = transport;
+          const MoeLayer layer(weights, options);
+          const Tensor output = forward(layer, inputs[rank], kMost);
+          EXPECT_LE(compare(output, expected).max_norm_relative, kTolerance)
+              << transport << ", rank " << rank;
+          EXPECT_TRUE(bitwise_equal(forward(layer, inputs[rank], kMost), output));
+        }
+        communicator->barrier();
+      });
+    }
+  }
+}
+
 /// One forward with the caller's ids; `dropped`: the number of dropped rows, read from the device.
 Tensor forward_routed(const MoeLayer& layer, const Tensor& x, const Tensor& ids,
                       const Tensor& factors, std::int64_t most, std::int32_t* dropped) {

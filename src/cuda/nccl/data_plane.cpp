@@ -59,25 +59,25 @@ class NcclData final : public DataPlane {
     });
   }
 
-  bool all_gather(std::span<const Gather> buffers, Stream stream) override {
+  bool has_collectives() const override { return true; }
+
+  void all_gather(std::span<const Gather> buffers, Stream stream) override {
     enqueue(stream, [&](ncclComm_t comm, cudaStream_t handle) {
       for (const Gather& each : buffers) {
         if (each.bytes == 0) continue;
-        const auto* mine = static_cast<const char*>(each.data) + each.bytes * rank_;
-        FUSEDMOE_NCCL_CHECK(
-            nccl().all_gather(mine, each.data, each.bytes, ncclUint8, comm, handle));
+        const void* place = static_cast<const char*>(each.data) + each.bytes * rank_;
+        FUSEDMOE_NCCL_CHECK(nccl().all_gather(each.own ? each.own : place, each.data, each.bytes,
+                                              ncclUint8, comm, handle));
       }
     });
-    return true;
   }
 
-  bool reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype,
+  void reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype,
                       Stream stream) override {
     enqueue(stream, [&](ncclComm_t comm, cudaStream_t handle) {
       FUSEDMOE_NCCL_CHECK(nccl().reduce_scatter(data, out, static_cast<std::size_t>(count),
                                                 nccl_type(dtype), ncclSum, comm, handle));
     });
-    return true;
   }
 
   /// Ends the kernels that wait; the context stays usable.

@@ -1,11 +1,13 @@
-// Which rows go to which rank. Block r looks for what concerns rank r, chunk by chunk in order; a
-// prefix sum over the block numbers what it finds.
+// Which rows go to which rank. Block r looks for what concerns rank r, in order; a prefix sum over
+// the block numbers what it finds.
 #include "cuda/rows/rank_rows.h"
 
 #include <algorithm>
+#include <cub/block/block_scan.cuh>
 #include <limits>
 #include <vector>
 
+#include "core/ceil_div.h"
 #include "cuda/device/launch.h"
 #include "fusedmoe/runtime.h"
 #include "moe/local_experts.h"
@@ -14,37 +16,33 @@
 namespace fusedmoe::cuda {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kThreads = 512;
+/// What a thread looks at between two prefix sums.
+constexpr int kItems = 8;
 
-/// The number of threads before this one that found something; `total` of the whole block.
-__device__ int rank_in_block(bool found, int& total) {
-  __shared__ int warps[kWarps];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const unsigned mask = __ballot_sync(~0u, found);
-  if (lane == 0) warps[warp] = __popc(mask);
-  __syncthreads();
-  int before = __popc(mask & ((1u << lane) - 1));
-  total = 0;
-  for (int w = 0; w < kWarps; ++w) {
-    if (w < warp) before += warps[w];
-    total += warps[w];
-  }
-  __syncthreads();  // before the next call writes
-  return before;
-}
-
-/// The same, in ascending order over [0, count): visit(i, number) for each i that found(i) names.
-/// Returns how many there are.
+/// In ascending order over [0, count): visit(i, number) for each i, with a number if found(i), else
+/// -1. Returns how many were found.
 template <typename Found, typename Visit>
 __device__ int number_found(std::int64_t count, const Found& found, const Visit& visit) {
+  using Scan = cub::BlockScan<int, kThreads>;
+  __shared__ typename Scan::TempStorage storage;
   int first = 0;
-  for (std::int64_t begin = 0; begin < count; begin += kThreads) {
-    const std::int64_t i = begin + threadIdx.x;
-    const bool mine = i < count && found(i);
-    int total = 0;
-    const int before = rank_in_block(mine, total);
-    if (i < count) visit(i, mine ? first + before : -1);
+  for (std::int64_t begin = 0; begin < count; begin += kThreads * kItems) {
+    const std::int64_t mine = begin + threadIdx.x * kItems;
+    bool is_found[kItems];
+    int found_here = 0;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      is_found[i] = mine + i < count && found(mine + i);
+      found_here += is_found[i];
+    }
+    int before = 0, total = 0;
+    Scan(storage).ExclusiveSum(found_here, before, total);
+    for (int i = 0; i < kItems && mine + i < count; ++i) {
+      visit(mine + i, is_found[i] ? first + before++ : -1);
+    }
     first += total;
+    __syncthreads();  // before the next sum writes
   }
   return first;
 }
@@ -54,30 +52,135 @@ struct PlanParams {
   const std::int32_t* topk_ids;
   const std::int32_t* physical_ranks;
   std::int64_t num_tokens, topk, num_ranks, row_stride;
+  std::int64_t tokens_per_block;
   std::int32_t* physical_ids;
-  std::int32_t* send_rows;
+  std::int32_t* send_rows;  // null: only the ids
   std::int32_t* send_counts;
+  std::int32_t* send_tokens;
 };
 
-__global__ __launch_bounds__(kThreads) void plan_dispatch_kernel(const PlanParams p) {
+/// The physical ids; in send_rows 0 where a token goes to a rank, else -1.
+__global__ __launch_bounds__(kThreads) void choose_ranks_kernel(const PlanParams p) {
+  const std::int64_t begin = blockIdx.x * p.tokens_per_block;
+  const std::int64_t end = min(begin + p.tokens_per_block, p.num_tokens);
+  if (p.send_rows) {
+    const std::int64_t stop = end * p.num_ranks;
+    for (std::int64_t i = begin * p.num_ranks + threadIdx.x; i < stop; i += kThreads) {
+      p.send_rows[i] = -1;
+    }
+    __syncthreads();
+  }
+  for (std::int64_t slot = begin * p.topk + threadIdx.x; slot < end * p.topk; slot += kThreads) {
+    const std::int64_t token = slot / p.topk;
+    const std::int32_t physical = p.replicas.choose(p.topk_ids[slot], token);
+    p.physical_ids[slot] = physical;
+    if (!p.send_rows || physical < 0) continue;
+    const std::int32_t rank = p.physical_ranks[physical];
+    if (rank >= 0) p.send_rows[token * p.num_ranks + rank] = 0;
+  }
+}
+
+__global__ __launch_bounds__(kThreads) void number_rows_kernel(const PlanParams p) {
+  cudaGridDependencySynchronize();
   const std::int64_t rank = blockIdx.x;
-  if (rank == 0) {
-    for (std::int64_t slot = threadIdx.x; slot < p.num_tokens * p.topk; slot += kThreads) {
-      p.physical_ids[slot] = p.replicas.choose(p.topk_ids[slot], slot / p.topk);
+  const int count = number_found(
+      p.num_tokens,
+      [&](std::int64_t token) { return p.send_rows[token * p.num_ranks + rank] >= 0; },
+      [&](std::int64_t token, int number) {
+        if (number < 0) return;
+        const std::int64_t row = rank * p.row_stride + number;
+        p.send_rows[token * p.num_ranks + rank] = static_cast<std::int32_t>(row);
+        p.send_tokens[row] = static_cast<std::int32_t>(token);
+      });
+  if (threadIdx.x == 0) p.send_counts[rank] = count;
+}
+
+struct PackedTensor {
+  const char* from;
+  char* to;
+  std::int64_t from_pitch;
+  std::int32_t row_bytes, unit;
+};
+
+struct PackPart {
+  std::int32_t rank, begin, end, to;
+};
+
+struct PackParams {
+  PackedTensor tensors[core::RowPacking::kMostTensors];
+  int num_tensors, ids;  // which tensor has the ids; -1: none
+  int num_parts;
+  std::int32_t num_tokens;
+  const std::int32_t* tokens;  // null: row i is that of token i
+  const std::int32_t* counts;  // null: all tokens go everywhere
+  std::int64_t token_stride;
+  PackPart parts[kMaxRanks];
+};
+
+constexpr int kPackThreads = 256;
+
+template <typename Unit>
+__device__ void copy_row(const char* from, char* to, int row_bytes) {
+  constexpr int kUnits = 4;  // of a thread, read at the same time
+  const auto* source = reinterpret_cast<const Unit*>(from);
+  auto* target = reinterpret_cast<Unit*>(to);
+  const int units = row_bytes / static_cast<int>(sizeof(Unit));
+  for (int first = 0; first < units; first += kUnits * kPackThreads) {
+    const int unit = first + static_cast<int>(threadIdx.x);
+    Unit values[kUnits] = {};
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (unit + u * kPackThreads < units) values[u] = source[unit + u * kPackThreads];
+    }
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (unit + u * kPackThreads < units) target[unit + u * kPackThreads] = values[u];
     }
   }
-  const auto goes = [&](std::int64_t token) {
-    for (std::int64_t slot = token * p.topk; slot < (token + 1) * p.topk; ++slot) {
-      const std::int32_t physical = p.replicas.choose(p.topk_ids[slot], token);
-      if (physical >= 0 && p.physical_ranks[physical] == rank) return true;
+}
+
+/// A block for each row of each part. Neighbouring blocks have rows of near tokens, so a token that
+/// goes to several ranks is read from memory once.
+__global__ __launch_bounds__(kPackThreads) void pack_rows_kernel(
+    const __grid_constant__ PackParams p) {
+  const PackPart& part = p.parts[blockIdx.x % p.num_parts];
+  const std::int32_t i = part.begin + static_cast<std::int32_t>(blockIdx.x / p.num_parts);
+  if (i >= part.end) return;
+  const std::int64_t row = part.to + std::int64_t{i};
+  if (i >= (p.counts ? p.counts[part.rank] : p.num_tokens)) {
+    const PackedTensor& ids = p.tensors[max(p.ids, 0)];
+    for (int b = static_cast<int>(threadIdx.x); p.ids >= 0 && b < ids.row_bytes;
+         b += kPackThreads) {
+      ids.to[row * ids.row_bytes + b] = static_cast<char>(-1);
     }
-    return false;
-  };
-  const int count = number_found(p.num_tokens, goes, [&](std::int64_t token, int number) {
-    p.send_rows[token * p.num_ranks + rank] =
-        number < 0 ? -1 : static_cast<std::int32_t>(rank * p.row_stride + number);
-  });
-  if (threadIdx.x == 0) p.send_counts[rank] = count;
+    return;
+  }
+  const std::int64_t token = p.tokens ? p.tokens[part.rank * p.token_stride + i] : i;
+  for (int t = 0; t < p.num_tensors; ++t) {
+    const PackedTensor& tensor = p.tensors[t];
+    const char* from = tensor.from + token * tensor.from_pitch;
+    char* to = tensor.to + row * tensor.row_bytes;
+    if (tensor.unit == 16) {
+      copy_row<uint4>(from, to, tensor.row_bytes);
+    } else if (tensor.unit == 4) {
+      copy_row<std::uint32_t>(from, to, tensor.row_bytes);
+    } else {
+      copy_row<std::uint8_t>(from, to, tensor.row_bytes);
+    }
+  }
+}
+
+PackedTensor packed_tensor(const core::RowPacking::Tensor& tensor) {
+  PackedTensor result{};
+  result.from = tensor.from.as<const char>();
+  result.to = tensor.to.as<char>();
+  result.from_pitch = bytes(tensor.from.dtype(), tensor.from.stride(0));
+  result.row_bytes = static_cast<std::int32_t>(bytes(tensor.to.dtype(), tensor.to.size(1)));
+  const auto all = reinterpret_cast<std::uintptr_t>(result.from) |
+                   reinterpret_cast<std::uintptr_t>(result.to) |
+                   static_cast<std::uintptr_t>(result.from_pitch | result.row_bytes);
+  result.unit = all % 16 == 0 ? 16 : all % 4 == 0 ? 4 : 1;
+  return result;
 }
 
 struct LimitParams {
@@ -204,19 +307,53 @@ void read_counts(const TensorView& counts, std::span<std::int64_t> out, Stream s
 }  // namespace
 
 void plan_dispatch(const core::DispatchPlan& plan, Stream stream) {
-  const std::int64_t num_ranks = plan.send_counts.numel();
+  const std::int64_t num_ranks = plan.send_counts ? plan.send_counts.numel() : 0;
+  const std::int64_t num_tokens = plan.topk_ids.size(0), topk = plan.topk_ids.size(1);
+  const std::int64_t tokens_per_block = std::max<std::int64_t>(kThreads / topk, 1);
   const PlanParams params{core::ReplicaTable(plan),
                           plan.topk_ids.as<const std::int32_t>(),
                           plan.physical_ranks.as<const std::int32_t>(),
-                          plan.topk_ids.size(0),
-                          plan.topk_ids.size(1),
+                          num_tokens,
+                          topk,
                           num_ranks,
                           plan.row_stride,
+                          tokens_per_block,
                           plan.physical_ids.as<std::int32_t>(),
                           plan.send_rows.as<std::int32_t>(),
-                          plan.send_counts.as<std::int32_t>()};
-  launch(plan_dispatch_kernel, dim3(static_cast<unsigned>(num_ranks)), dim3(kThreads), 0, stream,
-         false, params);
+                          plan.send_counts.as<std::int32_t>(),
+                          plan.send_tokens.as<std::int32_t>()};
+  if (num_tokens > 0) {
+    const std::int64_t blocks = core::ceil_div(num_tokens, tokens_per_block);
+    launch(choose_ranks_kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream,
+           false, params);
+  }
+  if (num_ranks == 0) return;
+  launch(number_rows_kernel, dim3(static_cast<unsigned>(num_ranks)), dim3(kThreads), 0, stream,
+         num_tokens > 0, params);
+}
+
+void pack_rows(const core::RowPacking& packing, Stream stream) {
+  PackParams params{};
+  params.num_tensors = static_cast<int>(packing.tensors.size());
+  params.ids = -1;
+  for (int t = 0; t < params.num_tensors; ++t) {
+    params.tensors[t] = packed_tensor(packing.tensors[t]);
+    if (packing.ids && packing.tensors[t].to.data() == packing.ids.data()) params.ids = t;
+  }
+  params.num_tokens = static_cast<std::int32_t>(packing.tensors.front().from.size(0));
+  params.tokens = packing.tokens.as<const std::int32_t>();
+  params.counts = packing.counts.as<const std::int32_t>();
+  params.token_stride = packing.tokens ? packing.tokens.size(1) : 0;
+  std::int64_t most = 0;
+  for (const core::RowPacking::Part& part : packing.parts) {
+    params.parts[params.num_parts++] = {part.rank, static_cast<std::int32_t>(part.begin),
+                                        static_cast<std::int32_t>(part.end),
+                                        static_cast<std::int32_t>(part.to)};
+    most = std::max(most, part.end - part.begin);
+  }
+  if (most <= 0) return;
+  launch(pack_rows_kernel, dim3(static_cast<unsigned>(most * params.num_parts)), dim3(kPackThreads),
+         0, stream, false, params);
 }
 
 void limit_rows(const core::RowLimits& limits, Stream stream) {

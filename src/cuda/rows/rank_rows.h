@@ -11,6 +11,7 @@ inline constexpr int kMaxRanks = 256;
 
 void plan_dispatch(const core::DispatchPlan& plan, Stream stream);
 void limit_rows(const core::RowLimits& limits, Stream stream);
+void pack_rows(const core::RowPacking& packing, Stream stream);
 void number_parts(const TensorView& rows, std::int64_t stride, Stream stream);
 /// Both wait for the counts.
 void expand_slots(const core::SlotExpansion& expansion,

@@ -19,8 +19,10 @@ struct ReduceParams {
   core::LocalExperts local_expert;
   std::int64_t topk;
   std::int64_t hidden;
-  const Row* rows;  // may be `output`: every element is read by the thread that writes it
-  Output* output;   // (num_tokens, hidden)
+  const Row* rows;       // may be `output`: every element is read by the thread that writes it
+  const Row* elsewhere;  // has those from elsewhere_begin on
+  std::int64_t elsewhere_begin, elsewhere_end;
+  Output* output;  // (num_tokens, hidden)
   std::int64_t output_stride;
   bool accumulate;
   bool fused_multiply_add;
@@ -39,7 +41,10 @@ __global__ __launch_bounds__(kRowThreads) void reduce_rows_kernel(ReduceParams<R
                                                                     : flat;
     if (row < 0) continue;
     const float weight = p.topk_weights ? p.topk_weights[flat] : 1.0f;
-    const auto pack = Pack<Row, kWidth>::load(p.rows + row * p.hidden + column);
+    const bool is_elsewhere = row >= p.elsewhere_begin && row < p.elsewhere_end;
+    const Row* at =
+        is_elsewhere ? p.elsewhere + (row - p.elsewhere_begin) * p.hidden : p.rows + row * p.hidden;
+    const auto pack = Pack<Row, kWidth>::load(at + column);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       const float value = to_f32(pack.values[i]);
@@ -66,6 +71,9 @@ void reduce_rows(const core::ReduceArgs& args, const TensorView& slot_rows) {
         args.topk_ids.size(1),
         hidden,
         args.fused_output.as<const Row>(),
+        args.elsewhere.as<const Row>(),
+        args.elsewhere_begin,
+        args.elsewhere_end,
         args.output.as<Output>(),
         args.output.stride(0),
         args.accumulate,
@@ -77,7 +85,7 @@ void reduce_rows(const core::ReduceArgs& args, const TensorView& slot_rows) {
           launch(reduce_rows_kernel<Row, Output, kWidth>, row_grid(num_tokens, hidden / kWidth),
                  kRowThreads, 0, args.stream, args.follows_kernel, params);
         },
-        params.rows, params.output, params.output + params.output_stride);
+        params.rows, params.elsewhere, params.output, params.output + params.output_stride);
   };
   dispatch_row_and_output(args.fused_output.dtype(), args.output.dtype(), launch_kernel);
 }
