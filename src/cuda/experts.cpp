@@ -346,8 +346,9 @@ void Sm90Experts::run_gemms_apart(const ForwardArgs& args, const FusedMlpParams&
   step.counters = params.counters + 1;  // the first has moved its own
   step.overlap_previous = true;
   // GEMM 1 waited for the counts before it let the pass start, and the pass has started before this
-  // launch does.
-  step.counts_are_complete = !params.topk_ids;
+  // launch does. So it reads the counts, and need not make them from the ids.
+  step.counts_are_complete = true;
+  step.topk_ids = nullptr;
   fused_mlp(step, format_, config.tile, args.stream);
 }
 

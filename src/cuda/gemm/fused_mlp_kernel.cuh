@@ -43,11 +43,17 @@ __device__ inline void schedule_and_load_weights(SharedMemory<K>& shared, const 
                                                  int rank) {
   StageState<K> stage;
   TileState<K> slot;
-  const auto draw = [&] { return rank == 0 ? atomicAdd(p.counters, 1) : 0; };
-  // While the counters are still made, each block brings some tile's first packed blocks near, for
-  // whichever draws it. In the loop: code is slow when it runs for the first time.
-  bool is_ahead = p.topk_ids != nullptr;
-  int drawn = is_ahead ? static_cast<int>(blockIdx.x) / K::kCluster : draw();
+  // Where a launch has one GEMM, no tile waits for another. So each block owns a first tile, and
+  // streams its weights before the counters are there. (With two GEMMs, owners could lock up: see
+  // above.) Teams draw all tiles.
+  const bool owns_first = !K::kTokensAreRows && p.num_gemms == 1;
+  const int num_owned = owns_first ? static_cast<int>(gridDim.x) / K::kCluster : 0;
+  const auto draw = [&] { return rank == 0 ? num_owned + atomicAdd(p.counters, 1) : 0; };
+  bool waits_for_counters = p.topk_ids != nullptr;
+  // Else, while the counters are still made, each block brings some tile's first packed blocks near,
+  // for whichever draws it. In the loop: code is slow when it runs for the first time.
+  bool is_ahead = waits_for_counters && !owns_first;
+  int drawn = is_ahead || owns_first ? static_cast<int>(blockIdx.x) / K::kCluster : draw();
   while (true) {
     int index = drawn;
     if (!is_ahead) {
@@ -57,9 +63,10 @@ __device__ inline void schedule_and_load_weights(SharedMemory<K>& shared, const 
     const WorkTile tile = make_tile(shared, p, index, rank);
     if (is_ahead) {
       prefetch_weights<K>(p, tile);
-      cudaGridDependencySynchronize();  // for the counters
+      cudaGridDependencySynchronize();
+      if (triggers_late(p)) cudaTriggerProgrammaticLaunchCompletion();
       drawn = draw();
-      is_ahead = false;
+      is_ahead = waits_for_counters = false;
       continue;
     }
     shared.tiles[slot.index] = tile;
@@ -69,8 +76,14 @@ __device__ inline void schedule_and_load_weights(SharedMemory<K>& shared, const 
       wait_for_previous(p);  // a block without tiles, too: this launch must not end before that one
       return;
     }
-    drawn = draw();  // its latency hides behind the stream
+    if (!waits_for_counters) drawn = draw();  // its latency hides behind the stream
     if (!is_row_pass<K>(tile)) copy_weights(shared, p, tile, stage);
+    if (waits_for_counters) {
+      cudaGridDependencySynchronize();
+      if (triggers_late(p)) cudaTriggerProgrammaticLaunchCompletion();
+      drawn = draw();
+      waits_for_counters = false;
+    }
   }
 }
 
@@ -222,7 +235,7 @@ __global__ __launch_bounds__(K::kThreads,
   // The first launch of a forward was made without PDL, so what came before it has completed. What
   // it writes itself must be waited for here, or later by those who read it.
   if (!starts_early(params)) cudaGridDependencySynchronize();
-  cudaTriggerProgrammaticLaunchCompletion();
+  if (!triggers_late(params)) cudaTriggerProgrammaticLaunchCompletion();
   for (int t = 0; t < K::kTeams; ++t) count_tiles(teams[t], params, expert);
   if constexpr (K::kCluster > 1) cute::cluster_sync();
 

@@ -259,6 +259,12 @@ __device__ inline bool has_k_scales(const FusedMlpParams& p) {
 __device__ inline bool starts_early(const FusedMlpParams& p) {
   return p.topk_ids || p.counts_are_complete;
 }
+/// Whether the next launch may begin only when the previous one has completed: GEMM 2 is the launch
+/// behind that, and relies on the counts (FusedMlpParams::counts_are_complete). Else it may begin
+/// when this one has.
+__device__ inline bool triggers_late(const FusedMlpParams& p) {
+  return p.topk_ids && p.num_gemms == 1;
+}
 /// Before what the previous launch wrote is read, and before anything is written.
 __device__ inline void wait_for_previous(const FusedMlpParams& p) {
   if (starts_early(p)) cudaGridDependencySynchronize();
