@@ -309,5 +309,27 @@ TEST(WeightFormatTest, RowsWithScalesOfKBlocksNeedAKernelForThem) {
   }
 }
 
+TEST(WeightFormatTest, Fp8WithoutScalesOfKBlocksHasTheRowPass) {
+  const auto format_of = [](const QuantKey& weights, const QuantKey& rows) {
+    const WeightFormat* format = find_weight_format({weights, rows}, DType::kBF16);
+    if (!format) throw Error("scheme", "none", "one that has a format");
+    return *format;
+  };
+  const TileShape& few = kTilesFp8[1];
+  ASSERT_TRUE(few.has_epilogue_warpgroup());
+  for (const QuantKey& weights : {keys::e4m3_tensor(), keys::e4m3_row()}) {
+    for (const QuantKey& rows :
+         {keys::e4m3_tensor(), keys::e4m3_tensor(true), keys::e4m3_row(true)}) {
+      EXPECT_FALSE(format_of(weights, rows).k_scales);
+      EXPECT_TRUE(format_of(weights, rows).has_row_pass(few));
+      EXPECT_FALSE(format_of(weights, rows).has_row_pass(kTilesFp8[2]));
+    }
+    EXPECT_TRUE(format_of(weights, keys::e4m3_group()).k_scales);
+  }
+  const WeightFormat block = format_of(keys::e4m3_block(), keys::e4m3_group());
+  EXPECT_TRUE(block.k_scales);
+  EXPECT_FALSE(block.has_row_pass(few));
+}
+
 }  // namespace
 }  // namespace fusedmoe::cuda

@@ -72,7 +72,7 @@ __device__ inline void copy_weights(SharedMemory<K>& shared, const FusedMlpParam
   const std::int32_t* token_tiles = shared.tile_prefix + tile.expert;
   const bool read_once = token_tiles[1] - token_tiles[0] == 1;
   const auto hint = p.weights_evict_first && read_once ? kEvictFirst : kEvictNormal;
-  const bool scaled = K::kTokensAreRows && gemm.block_scales;
+  const bool scaled = K::kTokensAreRows && K::Operands::kHasKScales && gemm.block_scales;
   const int scale_pitch = gemm.k_blocks * kSlices;
   const float* scales = gemm.block_scales;
   if (scaled) {
@@ -177,7 +177,7 @@ __device__ inline void copy_activations(SharedMemory<K>& shared, const FusedMlpP
   const int k = gemm.k;
   const int count = (tile.num_tokens + kRowUnit - 1) / kRowUnit * kRowUnit;
   const int bytes = count * kSwizzleBytes;  // of a K block
-  const bool scaled = K::kTokensAreRows && gemm.token_scale_pitch > 0;
+  const bool scaled = K::kTokensAreRows && K::Operands::kHasKScales && gemm.token_scale_pitch > 0;
   const int scale_bytes = scaled ? TokenScaleCopy::bytes(tile) : 0;
   for (int block = tile.k_begin; block < tile.k_end; block += K::kBlocksPerStage) {
     std::uint64_t* full = &shared.stage_full[stage.index];

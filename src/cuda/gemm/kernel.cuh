@@ -56,7 +56,7 @@ struct Kernel {
   static_assert(kHasEpilogueWarpgroup || kKGroups == 1, "K groups meet in shared memory");
   // Whether the epilogue warpgroup can also quantize what GEMM 1 has stored (row_pass.cuh).
   static constexpr bool kHasRowPass =
-      Operands::kDecodes && sizeof(Activation) == 1 && kHasEpilogueWarpgroup;
+      sizeof(Activation) == 1 && !Operands::kHasKScales && kHasEpilogueWarpgroup;
   static_assert(!kHasRowPass || kCluster == 1);
   static constexpr int kThreads =
       128 * (1 + kTeams * kWarpgroups + (kHasEpilogueWarpgroup ? 1 : 0));
@@ -228,7 +228,7 @@ struct SharedMemory {
   /// (row blocks, slices)
   __device__ float* weight_scales_at(int stage, int k_block) { return scales[stage][k_block]; }
   __device__ float* token_scales_at(int stage, int k_block) {
-    return scales[stage][k_block] + K::kWeightScales;
+    return scales[stage][k_block] + (K::Operands::kHasKScales ? K::kWeightScales : 0);
   }
 };
 

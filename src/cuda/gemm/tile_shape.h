@@ -61,6 +61,11 @@ inline constexpr TileShape kTilesFp8[] = {
     {96, 2, 1, 1, 2}, {96, 2, 1, 2, 1}, {128, 1, 1, 2, 2, 2},
 };
 
+/// Without scales of K blocks: no groups either.
+inline constexpr TileShape kTilesFp8Rows[] = {
+    {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 2, 1, 2, 1}, {96, 2, 1, 1, 2}, {128, 1, 1, 2, 2, 2},
+};
+
 /// FP8 tiles of decoded weights. wgmma takes only its rows from registers, so tokens cannot be
 /// them. Without scales of K blocks both sets of accumulators have room for 192 tokens.
 inline constexpr TileShape kTilesDecodedFp8[] = {

@@ -133,13 +133,17 @@ __device__ __forceinline__ void multiply_token_rows(SharedMemory<K>& shared, con
 #pragma unroll
     for (float& accumulator : block) accumulator = 0;
   }
-  if (!gemm.block_scales && gemm.token_scale_pitch == 0) {
-    multiply_token_blocks<KBlockScales::kNone>(shared, gemm, tile, stage, accumulators);
-  } else if (gemm.two_scales_a_tile) {
-    multiply_token_blocks<KBlockScales::kTwo>(shared, gemm, tile, stage, accumulators);
-  } else {
-    multiply_token_blocks<KBlockScales::kOfSlices>(shared, gemm, tile, stage, accumulators);
+  if constexpr (K::Operands::kHasKScales) {
+    if (gemm.block_scales || gemm.token_scale_pitch > 0) {
+      if (gemm.two_scales_a_tile) {
+        multiply_token_blocks<KBlockScales::kTwo>(shared, gemm, tile, stage, accumulators);
+      } else {
+        multiply_token_blocks<KBlockScales::kOfSlices>(shared, gemm, tile, stage, accumulators);
+      }
+      return;
+    }
   }
+  multiply_token_blocks<KBlockScales::kNone>(shared, gemm, tile, stage, accumulators);
 }
 
 /// To the L2, during the main loop.

@@ -19,6 +19,7 @@ std::string to_string(const TileShape& tile) {
 std::span<const WeightFormat> weight_formats() {
   static const std::array formats = {bf16_format(),
                                      f16_format(),
+                                     fp8_rows_format(),  // before the one that holds both
                                      fp8_format(),
                                      w4a8_format(),
                                      mxfp4_bf16_format(),

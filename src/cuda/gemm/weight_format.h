@@ -126,7 +126,7 @@ struct WeightFormat {
   }
   /// Whether tiles of this shape can quantize rows between the GEMMs: FusedMlpParams::pass.
   bool has_row_pass(const TileShape& tile) const {
-    return decodes && fp8_rows && tile.has_epilogue_warpgroup();
+    return fp8_rows && !k_scales && tile.has_epilogue_warpgroup();
   }
 };
 

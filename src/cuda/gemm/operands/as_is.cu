@@ -62,12 +62,15 @@ template <DType kDType>
 bool is_unquantized(const QuantKey& key) {
   return key.value == kDType && !key.scale;
 }
-/// Scales of rows or the tensor, or of blocks of 128 columns and whole slices of 8 rows.
+/// Scales of rows or the tensor.
+bool is_fp8_rows(const QuantKey& key) {
+  return key.value == DType::kE4M3 && key.scale == DType::kF32 && !key.dynamic &&
+         key.group.cols < 0 && (key.group.rows == -1 || key.group.rows == 1);
+}
+/// Those, or scales of blocks of 128 columns and whole slices of 8 rows.
 bool is_fp8(const QuantKey& key) {
   if (key.value != DType::kE4M3 || key.scale != DType::kF32 || key.dynamic) return false;
-  const GroupShape group = key.group;
-  return group.cols < 0 ? group.rows == -1 || group.rows == 1
-                        : group.cols == Fp8Operands::kBlockK && group.rows % 8 == 0;
+  return is_fp8_rows(key) || (key.group.cols == Fp8Operands::kBlockK && key.group.rows % 8 == 0);
 }
 
 template <typename Operands, typename Unit>
@@ -81,8 +84,8 @@ WeightFormat as_is_format(std::string_view name, bool (*holds)(const QuantKey&))
 }
 
 template <typename Operands>
-WeightFormat fp8_format(std::string_view name) {
-  WeightFormat format = as_is_format<Operands, std::uint8_t>(name, is_fp8);
+WeightFormat fp8_format(std::string_view name, bool (*holds)(const QuantKey&)) {
+  WeightFormat format = as_is_format<Operands, std::uint8_t>(name, holds);
   format.fp8_rows = true;
   return format;
 }
@@ -96,10 +99,13 @@ WeightFormat f16_format() {
   return as_is_format<F16Operands, std::uint16_t>("f16", is_unquantized<DType::kF16>);
 }
 WeightFormat fp8_format() {
-  return fp8_format<Fp8Operands>("fp8");
+  return fp8_format<Fp8Operands>("fp8", is_fp8);
+}
+WeightFormat fp8_rows_format() {
+  return fp8_format<Fp8RowOperands>("fp8_rows", is_fp8_rows);
 }
 WeightFormat fp8_f16_format() {
-  return fp8_format<Fp8F16Operands>("fp8_f16");
+  return fp8_format<Fp8F16Operands>("fp8_f16", is_fp8);
 }
 
 }  // namespace fusedmoe::cuda

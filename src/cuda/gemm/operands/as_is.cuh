@@ -41,5 +41,11 @@ struct Fp8Operands {
   static constexpr int kMmaSyncTokens = 0;
   static constexpr std::span<const TileShape> kTiles = kTilesFp8;
 };
+/// The same where weights and rows have no scales of K blocks. Their kernels have less code, and in
+/// tiles of few tokens room for the row pass: more code makes kernels slower where tokens are few.
+struct Fp8RowOperands : Fp8Operands {
+  static constexpr bool kHasKScales = false;
+  static constexpr std::span<const TileShape> kTiles = kTilesFp8Rows;
+};
 
 }  // namespace fusedmoe::cuda

@@ -12,6 +12,7 @@ namespace fusedmoe::cuda {
 WeightFormat bf16_format();
 WeightFormat f16_format();
 WeightFormat fp8_format();
+WeightFormat fp8_rows_format();
 WeightFormat fp8_f16_format();
 WeightFormat w4a8_format();
 WeightFormat mxfp4_bf16_format();
