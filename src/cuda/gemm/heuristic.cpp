@@ -220,8 +220,9 @@ KernelConfig choose_config(const MlpShape& shape) {
   }
   // Few tiles of GEMM 2 end late: one and a half for each multiprocessor where they are bound by
   // their weights, one where there are more rows to add.
+  // A multiprocessor has as many tiles at a time as teams, and each takes so much longer.
   constexpr int kFewTokens = 64;
-  const double wanted = tile.max_tokens <= kFewTokens ? 1.5 : 1;
+  const double wanted = tile.max_tokens <= kFewTokens ? 1.5 : std::max(1, tile.teams);
   KernelConfig chosen;
   for (const KernelConfig& config : configs) {
     if (config.tile != tile || !is_long_enough(shape, config.splits)) continue;
