@@ -65,7 +65,8 @@ class RankBench {
   }
   std::int64_t sent_row_bytes() const;
   std::int64_t returned_row_bytes() const { return bytes(config_.dtype, config_.hidden); }
-  /// The transport uses the data plane's own collectives.
+  /// What is timed alone are the data plane's collectives. Beside all2all it is messages, also
+  /// where that uses an all-gather.
   bool gathers() const { return uses_graphs() && transport_.name() != "all2all"; }
   bool uses_graphs() const { return fixed_sizes_ && communicator_->backend() == "nccl"; }
 
@@ -374,11 +375,11 @@ void RankBench::time_bare(RankRow& row) {
   };
   row.bare_dispatch_us = time(sent_row_bytes(), false, [&] {
     const Gather all{bare_.data(), static_cast<std::size_t>(num_tokens_ * sent_row_bytes())};
-    communicator_->all_gather({&all, 1}, stream);
+    communicator_->all_gather({&all, 1}, stream, "bench");
   });
   row.bare_combine_us = time(returned_row_bytes(), true, [&] {
     communicator_->reduce_scatter(bare_.data(), bare_.as<char>() + bare_.nbytes() / 2,
-                                  num_tokens_ * config_.hidden, config_.dtype, stream);
+                                  num_tokens_ * config_.hidden, config_.dtype, stream, "bench");
   });
 }
 

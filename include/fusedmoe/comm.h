@@ -191,6 +191,8 @@ struct Gather {
 class FUSEDMOE_API Waiting {
  public:
   virtual ~Waiting() = default;
+  /// The step, for errors: "dispatch of step 12 of layer 3".
+  virtual std::string_view what() const = 0;
   /// To be called every few milliseconds. Throws Error when the deadline has passed, naming
   /// `late`, or when a rank has given up.
   virtual void check(std::span<const int> late) = 0;
@@ -212,14 +214,14 @@ class FUSEDMOE_API DataPlane {
   /// Whether the messages from one rank to another in an exchange are one stream of bytes, which
   /// the sender may cut into other messages than the receiver. Else both name the same messages.
   virtual bool is_byte_stream() const { return false; }
-  /// Whether it has the two collectives below, which are then faster than exchange().
+  /// Whether it has the two collectives below, for parts of one size.
   virtual bool has_collectives() const { return false; }
   /// Fills the buffers.
-  virtual void all_gather(std::span<const Gather> buffers, Stream stream);
+  virtual void all_gather(std::span<const Gather> buffers, Stream stream, Waiting& waiting);
   /// `data` holds `count` elements for every rank; `out` becomes the sum over the ranks of those
   /// for this one, in any order of the ranks.
   virtual void reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype,
-                              Stream stream);
+                              Stream stream, Waiting& waiting);
   /// Whether ranks can read each other's memory, so that lend() works.
   virtual bool can_lend() const { return false; }
   /// Gets what every peer lends, in the order of the peers.
@@ -290,8 +292,9 @@ class FUSEDMOE_API Communicator {
   /// See DataPlane.
   bool is_byte_stream() const;
   bool has_collectives() const;
-  void all_gather(std::span<const Gather> buffers, Stream stream);
-  void reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype, Stream stream);
+  void all_gather(std::span<const Gather> buffers, Stream stream, std::string_view what);
+  void reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype, Stream stream,
+                      std::string_view what);
   /// See DataPlane. `read` gets what every rank lends, this one too, in the order of the ranks.
   /// Ranks that lend another `kind` of memory at the same time get an Error instead.
   bool can_lend() const;

@@ -37,10 +37,10 @@ Error without_collectives(std::string_view plane) {
 
 }  // namespace
 
-void DataPlane::all_gather(std::span<const Gather>, Stream) {
+void DataPlane::all_gather(std::span<const Gather>, Stream, Waiting&) {
   throw without_collectives(name());
 }
-void DataPlane::reduce_scatter(const void*, void*, std::int64_t, DType, Stream) {
+void DataPlane::reduce_scatter(const void*, void*, std::int64_t, DType, Stream, Waiting&) {
   throw without_collectives(name());
 }
 
@@ -85,6 +85,7 @@ class Communicator::Impl::Watch final : public Waiting {
  public:
   Watch(Impl& impl, std::string_view what)
       : impl_(impl), what_(what), deadline_(Clock::now() + impl.options.timeout) {}
+  std::string_view what() const override { return what_; }
   void check(std::span<const int> late) override {
     const Clock::time_point now = Clock::now();
     if (now >= deadline_) impl_.fail(what_, late);  // numbers of the data plane
@@ -457,15 +458,19 @@ bool Communicator::has_collectives() const {
   return impl_->members.empty() && impl_->data && impl_->data->has_collectives();
 }
 
-void Communicator::all_gather(std::span<const Gather> buffers, Stream stream) {
+void Communicator::all_gather(std::span<const Gather> buffers, Stream stream,
+                              std::string_view what) {
   if (!has_collectives()) throw without_collectives(backend());
-  impl_->data->all_gather(buffers, stream);
+  impl_->run(*this, what,
+             [&](Waiting& waiting) { impl_->data->all_gather(buffers, stream, waiting); });
 }
 
 void Communicator::reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype,
-                                  Stream stream) {
+                                  Stream stream, std::string_view what) {
   if (!has_collectives()) throw without_collectives(backend());
-  impl_->data->reduce_scatter(data, out, count, dtype, stream);
+  impl_->run(*this, what, [&](Waiting& waiting) {
+    impl_->data->reduce_scatter(data, out, count, dtype, stream, waiting);
+  });
 }
 
 std::uint64_t Communicator::next_step() {

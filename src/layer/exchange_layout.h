@@ -99,7 +99,9 @@ struct ExchangeLayout {
   /// Those that arrive, and behind them, where rows are packed, those for other ranks: row
   /// packed_begin(r) + i goes to rank r.
   RowTensors rows;
-  std::int64_t packed_begin(int rank) const { return sizes.capacity + rank * sizes.max_tokens; }
+  std::int64_t packed_begin(int rank) const {
+    return sizes.capacity + (rank - (rank > sizes.rank ? 1 : 0)) * sizes.max_tokens;
+  }
   RowTensors received;  // (capacity): those of rank 0, of rank 1, ...; shared and by_address the
                         // values give only shape and dtype
   const std::byte** received_at = nullptr;  // (capacity): values, by_address; null: nobody's

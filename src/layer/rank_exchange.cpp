@@ -1,5 +1,5 @@
 // One step across ranks. In order: plan (which token goes where), count (headers and numbers of
-// rows; on CUDA the only wait of the host) and settle (which of them fit), both in
+// rows, for which the host waits) and settle (which of them fit; per slot the host waits), both in
 // rank_exchange_counts.cpp, pack, exchange rows; then, behind the experts, return and sum. What
 // packs and sums is in rank_exchange_host.cpp and rank_exchange_device.cpp. Ranks that lend each
 // other their memory have one step for count, pack and exchange, and return nothing.
@@ -129,7 +129,7 @@ RowTensors RankExchange::own_rows(const ForwardArgs& own, const ExchangeLayout& 
   if (hooks_) tokens.numbers = layout.own_rows;
   if (num_logits_ > 0) tokens.logits = own.router_logits;
   if (layout.received.scales) tokens.scales = own.hidden_scales;
-  if (layout.own_rows) backend.number_parts(layout.own_rows, 0, own.stream);
+  if (hooks_ || layout.row_scales) backend.number_parts(layout.own_rows, 0, own.stream);
   if (layout.row_scales) {
     const TensorView every_row = layout.own_rows.reshape({1, layout.sizes.num_tokens});
     backend.dispatch(every_row, own.hidden_scales, layout.row_scales, own.stream);

@@ -67,6 +67,7 @@ class RankExchange final : public PrepareAndFinalize {
   void plan(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void count(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void exchange_counts(const ExchangeLayout& layout, Stream stream) const;
+  void count_for_all(const ExchangeLayout& layout, std::int32_t* counts) const;
   bool keeps_ids() const;
   void set_fixed_counts(const ExchangeLayout& layout) const;
   std::int64_t fixed_rows(std::int64_t max_tokens) const;
@@ -106,7 +107,6 @@ class RankExchange final : public PrepareAndFinalize {
   void receive_in_place(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
   void pack_on_host(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
   void exchange_unpacked(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
-  void count_on_host(const ExchangeLayout& layout) const;
   LentRows lent(const RowTensors& rows, const ExchangeLayout& layout) const;
   RowTensors publish(const RowTensors& rows, const ExchangeLayout& layout, Stream stream) const;
   void locate_received(const ExchangeLayout& layout) const;

@@ -34,6 +34,14 @@ void RankExchange::set_counts(const RowCounts& counts) const {
   }
 }
 
+/// Rows for each rank where those with experts get all tokens.
+void RankExchange::count_for_all(const ExchangeLayout& layout, std::int32_t* counts) const {
+  std::fill_n(counts, size_, 0);
+  for (const int owner : owners_) {
+    counts[owner] = static_cast<std::int32_t>(layout.sizes.num_tokens);
+  }
+}
+
 /// Now that it is known how many rows go where: which ones stay, and how many come back.
 void RankExchange::settle(const ForwardArgs& args, const ExchangeLayout& layout) const {
   if (drop_rows_) drop_rows(args, layout);
@@ -81,13 +89,11 @@ StepHeader RankExchange::header(const ExchangeLayout& layout) const {
           layout.sizes.max_tokens, bytes(layout.own.values_dtype(), layout.own.value_columns())};
 }
 
-/// How many rows go where, which of them fit, and whether all ranks do the same step.
+/// How many rows go where, which of them fit, and whether all ranks do the same step. With fixed
+/// sizes the first is known, and on CUDA the host must not wait for the last.
 void RankExchange::count(const ForwardArgs& args, const ExchangeLayout& layout) const {
-  if (fixed_sizes_) {
-    set_fixed_counts(layout);
-  } else {
-    exchange_counts(layout, args.stream);
-  }
+  if (host_ || !fixed_sizes_) exchange_counts(layout, args.stream);
+  if (fixed_sizes_) set_fixed_counts(layout);
   check_received();
   settle(args, layout);
 }
@@ -99,11 +105,7 @@ void RankExchange::exchange_counts(const ExchangeLayout& layout, Stream stream) 
   std::memcpy(record, &mine, sizeof mine);
   std::int64_t known = sizeof mine;
   if (to_all_) {
-    auto* counts = reinterpret_cast<std::int32_t*>(record + sizeof mine);
-    std::fill_n(counts, size_, 0);
-    for (const int owner : owners_) {
-      counts[owner] = static_cast<std::int32_t>(layout.sizes.num_tokens);
-    }
+    count_for_all(layout, reinterpret_cast<std::int32_t*>(record + sizeof mine));
     known = records_.size(1);
   }
   const auto known_of = [&](const TensorView& records) {

@@ -1,6 +1,6 @@
 // The steps of RankExchange on CUDA. Rows for other ranks are packed; this rank's own go straight
 // to where its experts read them, and are added up where its experts have left them. Rows that go
-// to all ranks are sent from where they are.
+// to all ranks are sent from where they are, if this rank has as many tokens as it sends rows.
 #include <numeric>
 
 #include "fusedmoe/runtime.h"
@@ -8,14 +8,6 @@
 #include "layer/rank_exchange.h"
 
 namespace fusedmoe::layer {
-namespace {
-
-bool is_dense(const TensorView& view) {
-  return !view || view.contiguous();
-}
-
-}  // namespace
-
 /// Whether the data plane's own collectives serve: the same number of rows from and to every rank.
 bool RankExchange::gathers() const {
   return to_all_ && fixed_sizes_ && !per_slot() && static_cast<int>(owners_.size()) == size_ &&
@@ -31,7 +23,7 @@ void RankExchange::prepare_on_device(const ForwardArgs& args, const RowTensors& 
                                      const ExchangeLayout& layout) const {
   count(args, layout);
   step_.own = {};
-  if (to_all_ && fills_all(layout) && is_dense(rows.values) && is_dense(rows.weights)) {
+  if (to_all_ && fills_all(layout) && rows.values.contiguous()) {
     step_.own = rows;
   }
   if (step_.own.values && gathers()) return;
@@ -50,7 +42,7 @@ void RankExchange::gather_rows(const ExchangeLayout& layout, Stream stream) cons
     const auto bytes = static_cast<std::size_t>(rows.slice(0, 0, rows_for_all()).nbytes());
     buffers.push_back({rows.data(), bytes, step_.own.values ? mine.data() : nullptr});
   });
-  group_->all_gather(buffers, stream);
+  group_->all_gather(buffers, stream, what("dispatch"));
 }
 
 void RankExchange::exchange_on_device(const ExchangeLayout& layout, Stream stream) const {
@@ -64,7 +56,8 @@ void RankExchange::return_on_device(const ForwardArgs& args, const ExchangeLayou
   TensorView sums = layout.returned;
   if (sums_into_output(args, layout)) sums = args.output;
   group_->reduce_scatter(args.fused_output.data(), sums.data(),
-                         rows_for_all() * layout.sizes.hidden, combine_dtype_, args.stream);
+                         rows_for_all() * layout.sizes.hidden, combine_dtype_, args.stream,
+                         what("combine"));
 }
 
 /// Whether the data plane's sums over ranks are the output: nothing is left to be added or

@@ -38,16 +38,6 @@ std::vector<std::int64_t> begins_of(std::span<const std::int64_t> counts) {
 
 }  // namespace
 
-/// How many rows go where. Every rank with experts gets all tokens.
-void RankExchange::count_on_host(const ExchangeLayout& layout) const {
-  if (!to_all_) return;
-  auto* counts = layout.send_counts.as<std::int32_t>();
-  std::fill_n(counts, size_, 0);
-  for (const int owner : owners_) {
-    counts[owner] = static_cast<std::int32_t>(layout.sizes.num_tokens);
-  }
-}
-
 /// What the others read of these rows.
 LentRows RankExchange::lent(const RowTensors& rows, const ExchangeLayout& layout) const {
   return {header(layout), layout.send_counts, to_all_ ? TensorView() : layout.send_tokens, rows};
@@ -125,7 +115,7 @@ RowTensors RankExchange::publish(const RowTensors& rows, const ExchangeLayout& l
 /// Reads the rows for this rank where every rank has them: copies them, or only their addresses.
 void RankExchange::receive_in_place(const RowTensors& rows, const ExchangeLayout& layout,
                                     Stream stream) const {
-  count_on_host(layout);
+  if (to_all_) count_for_all(layout, layout.send_counts.as<std::int32_t>());
   const LentRows own = lent(rows, layout);
   *layout.lent_rows = shared_ ? lent(publish(rows, layout, stream), layout) : own;
   std::vector<StepHeader> headers;
@@ -160,7 +150,6 @@ void RankExchange::receive_in_place(const RowTensors& rows, const ExchangeLayout
 /// Rows for other ranks where exchange_rows() takes them from, this rank's among those received.
 void RankExchange::pack_on_host(const RowTensors& rows, const ExchangeLayout& layout,
                                 Stream stream) const {
-  count_on_host(layout);
   const TensorView tokens = to_all_ ? TensorView() : layout.send_tokens;
   const TensorView counts = to_all_ ? TensorView() : layout.send_counts;
   RowTensors here = layout.received;
@@ -222,9 +211,7 @@ void RankExchange::sum_messages(const ForwardArgs& args, const ExchangeLayout& l
   const std::vector<std::int64_t> own = begins_of(per_slot() ? step_.slots_in : step_.recv_counts);
   std::vector<const std::byte*> first;
   for (int r = 0; r < size_; ++r) {
-    const auto place = std::find(owners_.begin(), owners_.end(), r) - owners_.begin();
-    const std::int64_t begin =
-        per_slot() ? slots_back[r] : (to_all_ ? place : r) * layout.sizes.max_tokens;
+    const std::int64_t begin = per_slot() ? slots_back[r] : returned_begin(layout, r);
     const TensorView& rows = r == rank_ ? args.fused_output : layout.returned;
     first.push_back(rows.as<const std::byte>() + (r == rank_ ? own[r] : begin) * row_bytes);
   }

@@ -2,6 +2,7 @@
 #include "core/check.h"
 #include "layer/rank_exchange.h"
 #include "layer/rank_support.h"
+#include "moe/backend.h"
 #include "quant/quantize.h"
 
 namespace fusedmoe {
@@ -71,6 +72,11 @@ Support supports_dispatch_dtype(const MoeConfig& config) {
 /// What holds for both.
 Support supports_exchange(const MoeConfig& config) {
   if (Support support = supports_rows(config); !support) return support;
+  const auto ranks = static_cast<int>(config.parallel.num_ranks());
+  if (!config.device.is_cpu() && ranks > core::kMostRanksOnCuda) {
+    return Support::no(Reason::kParallelConfig,
+                       core::format("{} ranks: at most {} on cuda", ranks, core::kMostRanksOnCuda));
+  }
   if (config.parallel.needs_dispatch()) return supports_dispatch_dtype(config);
   return Support::no(Reason::kParallelConfig, "every rank has all tokens: nothing to send");
 }

@@ -18,6 +18,10 @@
 
 namespace fusedmoe::core {
 
+/// Ranks between which rows can travel on CUDA: kernels have something of each among their
+/// parameters.
+inline constexpr int kMostRanksOnCuda = 256;
+
 /// Where the batched format puts the slots. Row r of local expert e is number e * capacity + r.
 struct RowAssignment {
   TensorView slot_rows;          ///< (num_tokens, topk) i32: number of the slot's row, -1 without

@@ -87,7 +87,7 @@ void HostBackend::pack_rows(const RowPacking& packing, Stream stream) const {
     parallel_ranges(
         executor_of(stream), rows, worthwhile,
         [&](std::int64_t begin, std::int64_t end) { copy(part.begin + begin, part.begin + end); });
-    if (filled == part.end) continue;
+    if (filled == part.end || !packing.ids) continue;
     const TensorView nobodys = packing.ids.slice(0, part.to + filled, part.to + part.end);
     std::memset(nobodys.data(), 0xff, static_cast<std::size_t>(nobodys.nbytes()));
   }

@@ -65,6 +65,7 @@ Memory make_alone() {
 /// For where all ranks arrive.
 class Patience final : public Waiting {
  public:
+  std::string_view what() const override { return "a step"; }
   void check(std::span<const int> late) override {
     if (std::chrono::steady_clock::now() < end_) return;
     throw Error::communication("waited in vain for rank " + std::to_string(late.front()));

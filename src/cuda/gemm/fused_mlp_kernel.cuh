@@ -50,8 +50,8 @@ __device__ inline void schedule_and_load_weights(SharedMemory<K>& shared, const 
   const int num_owned = owns_first ? static_cast<int>(gridDim.x) / K::kCluster : 0;
   const auto draw = [&] { return rank == 0 ? num_owned + atomicAdd(p.counters, 1) : 0; };
   bool waits_for_counters = p.topk_ids != nullptr;
-  // Else, while the counters are still made, each block brings some tile's first packed blocks near,
-  // for whichever draws it. In the loop: code is slow when it runs for the first time.
+  // Else, while the counters are still made, each block brings some tile's first packed blocks
+  // near, for whichever draws it. In the loop: code is slow when it runs for the first time.
   bool is_ahead = waits_for_counters && !owns_first;
   int drawn = is_ahead || owns_first ? static_cast<int>(blockIdx.x) / K::kCluster : draw();
   while (true) {

@@ -46,8 +46,8 @@ class NcclData final : public DataPlane {
   Device device() const override { return device_; }
 
   void exchange(std::span<const Message> sends, std::span<const Message> receives, Stream stream,
-                Waiting&) override {
-    enqueue(stream, [&](ncclComm_t comm, cudaStream_t handle) {
+                Waiting& waiting) override {
+    enqueue(stream, waiting, [&](ncclComm_t comm, cudaStream_t handle) {
       for (const Message& each : sends) {
         if (each.bytes == 0) continue;
         FUSEDMOE_NCCL_CHECK(nccl().send(each.data, each.bytes, ncclUint8, each.peer, comm, handle));
@@ -61,8 +61,8 @@ class NcclData final : public DataPlane {
 
   bool has_collectives() const override { return true; }
 
-  void all_gather(std::span<const Gather> buffers, Stream stream) override {
-    enqueue(stream, [&](ncclComm_t comm, cudaStream_t handle) {
+  void all_gather(std::span<const Gather> buffers, Stream stream, Waiting& waiting) override {
+    enqueue(stream, waiting, [&](ncclComm_t comm, cudaStream_t handle) {
       for (const Gather& each : buffers) {
         if (each.bytes == 0) continue;
         const void* place = static_cast<const char*>(each.data) + each.bytes * rank_;
@@ -72,9 +72,9 @@ class NcclData final : public DataPlane {
     });
   }
 
-  void reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype,
-                      Stream stream) override {
-    enqueue(stream, [&](ncclComm_t comm, cudaStream_t handle) {
+  void reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype, Stream stream,
+                      Waiting& waiting) override {
+    enqueue(stream, waiting, [&](ncclComm_t comm, cudaStream_t handle) {
       FUSEDMOE_NCCL_CHECK(nccl().reduce_scatter(data, out, static_cast<std::size_t>(count),
                                                 nccl_type(dtype), ncclSum, comm, handle));
     });
@@ -96,7 +96,7 @@ class NcclData final : public DataPlane {
 
  private:
   template <typename Calls>
-  void enqueue(Stream stream, const Calls& calls) {
+  void enqueue(Stream stream, const Waiting& waiting, const Calls& calls) {
     const std::lock_guard lock(mutex_);
     ncclComm_t comm = comm_;
     if (!comm) throw Error::communication("NCCL was aborted");
@@ -110,7 +110,7 @@ class NcclData final : public DataPlane {
       throw;
     }
     FUSEDMOE_NCCL_CHECK(nccl().group_end());
-    watch_->enqueued(handle);
+    watch_->enqueued(handle, waiting.what());
   }
 
   std::atomic<ncclComm_t> comm_;  // null after an abort

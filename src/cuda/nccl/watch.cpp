@@ -37,7 +37,7 @@ Watch::~Watch() {
   for (const cudaEvent_t event : free_) cudaEventDestroy(event);
 }
 
-void Watch::enqueued(cudaStream_t stream) {
+void Watch::enqueued(cudaStream_t stream, std::string_view what) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   FUSEDMOE_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
   if (capture != cudaStreamCaptureStatusNone) return;
@@ -50,7 +50,7 @@ void Watch::enqueued(cudaStream_t stream) {
     free_.pop_back();
   }
   FUSEDMOE_CUDA_CHECK(cudaEventRecord(event, stream));
-  work_.push_back({event, ++number_, Clock::now() + timeout_});
+  work_.push_back({event, ++number_, Clock::now() + timeout_, std::string(what)});
 }
 
 void Watch::run() {
@@ -73,17 +73,21 @@ void Watch::run() {
 /// Forgets work that has ended; gives up on work that should have.
 bool Watch::expired() {
   std::uint64_t late = 0;
+  std::string what;
   {
     const std::lock_guard lock(mutex_);
     while (!work_.empty() && cudaEventQuery(work_.front().event) != cudaErrorNotReady) {
       free_.push_back(work_.front().event);
       work_.pop_front();
     }
-    if (!work_.empty() && Clock::now() > work_.front().deadline) late = work_.front().number;
+    if (!work_.empty() && Clock::now() > work_.front().deadline) {
+      late = work_.front().number;
+      what = work_.front().what;
+    }
   }
   if (late == 0) return false;
   try {
-    give_up(late);
+    give_up(late, what);
   } catch (const std::exception&) {
     // Without a control plane nobody can be told; the kernels end all the same.
   }
@@ -110,7 +114,7 @@ bool Watch::look() {
   return true;
 }
 
-void Watch::give_up(std::uint64_t number) {
+void Watch::give_up(std::uint64_t number, const std::string& what) {
   {
     const std::lock_guard lock(mutex_);
     control_->post(core::format("nccl/at/{}", rank_), std::to_string(number_));
@@ -124,12 +128,11 @@ void Watch::give_up(std::uint64_t number) {
     if (!at || std::stoull(*at) < number) late.push_back(r);
   }
   const double seconds = static_cast<double>(timeout_.count()) / 1000;
-  control_->post(
-      "failure",
-      late.empty()
-          ? core::format("exchange {} over NCCL did not end within {} s", number, seconds)
-          : core::format("exchange {} over NCCL: {} {} did not arrive within {} s", number,
-                         late.size() == 1 ? "rank" : "ranks", core::join(late, ", "), seconds));
+  control_->post("failure", late.empty()
+                                ? core::format("{}: NCCL did not end within {} s", what, seconds)
+                                : core::format("{}: {} {} did not arrive within {} s", what,
+                                               late.size() == 1 ? "rank" : "ranks",
+                                               core::join(late, ", "), seconds));
 }
 
 }  // namespace fusedmoe::cuda

@@ -8,6 +8,8 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -26,22 +28,23 @@ class Watch {
         std::chrono::milliseconds timeout, std::function<void()> abort);
   ~Watch();
 
-  /// What was enqueued on the stream until now has to end within the timeout. Nothing happens while
-  /// the stream is captured.
-  void enqueued(cudaStream_t stream);
+  /// What was enqueued on the stream until now has to end within the timeout; `what` names it in
+  /// errors. Nothing happens while the stream is captured.
+  void enqueued(cudaStream_t stream, std::string_view what);
 
  private:
   struct Work {
     cudaEvent_t event;
     std::uint64_t number;
     Clock::time_point deadline;
+    std::string what;
   };
 
   void run();
   /// True when the watch is over.
   bool look();
   bool expired();
-  void give_up(std::uint64_t number);
+  void give_up(std::uint64_t number, const std::string& what);
 
   const int rank_, size_;
   const Device device_;

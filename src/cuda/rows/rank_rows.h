@@ -6,8 +6,7 @@
 
 namespace fusedmoe::cuda {
 
-/// Of the functions whose kernels have something of each rank among their parameters.
-inline constexpr int kMaxRanks = 256;
+inline constexpr int kMaxRanks = core::kMostRanksOnCuda;
 
 void plan_dispatch(const core::DispatchPlan& plan, Stream stream);
 void limit_rows(const core::RowLimits& limits, Stream stream);
