@@ -55,6 +55,48 @@ TEST(AgreementTest, WhatDiffersIsNamedOnEveryRank) {
   EXPECT_EQ(errors[2], errors[0]);
 }
 
+/// Monolithic experts of one rank route the tokens of the others, too.
+TEST(AgreementTest, SettingsOfTheRouterAreOneFact) {
+  const std::pair<const char*, void (*)(LayerWeights&)> changes[] = {
+      {"sigmoid, renormalized", [](auto& w) { w.router.scoring = ScoringFunc::kSigmoid; }},
+      {"sparsemixer, jitter 0.5, renormalized",
+       [](auto& w) {
+         w.router.scoring = ScoringFunc::kSparsemixer;
+         w.router.sparsemixer_jitter = 0.5F;
+       }},
+      {"softmax", [](auto& w) { w.router.renormalize = false; }},
+      {"softmax, renormalized with epsilon 0.25",
+       [](auto& w) { w.router.renormalize_epsilon = 0.25; }},
+      {"softmax, renormalized, 2 of 3 groups",
+       [](auto& w) {
+         w.router.num_expert_group = 3;
+         w.router.topk_group = 2;
+       }},
+      {"softmax, renormalized, scaled by 2.5",
+       [](auto& w) { w.router.routed_scaling_factor = 2.5F; }},
+      {"softmax, renormalized, score correction bias",
+       [](auto& w) { w.router_weights.score_correction_bias = Tensor::zeros({6}, DType::kF32); }},
+  };
+  for (const bool monolithic : {false, true}) {
+    for (const auto& [text, change] : changes) {
+      const auto errors = errors_of_making(
+          [&, change = change](int rank, LayerWeights& weights, LayerOptions& options) {
+            options.require = "cpu+allgather_reducescatter";
+            options.monolithic = monolithic;
+            if (rank == 1) change(weights);
+          });
+      // The texts of ranks in their alphabetical order.
+      const std::string usual = "ranks 0, 2 have softmax, renormalized";
+      const std::string other = std::string("rank 1 has ") + text;
+      const bool first = std::string_view(text) < "softmax, renormalized";
+      EXPECT_EQ(errors[0], "the ranks of a layer differ in router: " +
+                               (first ? other + ", " + usual : usual + ", " + other));
+      EXPECT_EQ(errors[1], errors[0]);
+      EXPECT_EQ(errors[2], errors[0]);
+    }
+  }
+}
+
 TEST(AgreementTest, EveryFieldCounts) {
   using W = LayerWeights;
   using O = LayerOptions;
@@ -71,6 +113,7 @@ TEST(AgreementTest, EveryFieldCounts) {
       {"fixed_sizes", [](W&, O& o) { o.ranks.fixed_sizes = true; }},
       {"replica_choice", [](W&, O& o) { o.ranks.replica_choice = ReplicaChoice::kNearest; }},
       {"placement", [](W&, O& o) { o.ranks.placement = ExpertPlacement::round_robin(6, 3); }},
+      {"router", [](W& w, O&) { w.router.routed_scaling_factor = 2; }},
       {"dp_size", [](W&, O& o) { o.parallel = {.tp_size = 3, .dp_size = 3, .tp_rank = 2}; }},
   };
   for (const auto& [field, change] : changes) {
