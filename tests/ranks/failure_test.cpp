@@ -195,17 +195,41 @@ std::vector<std::string> errors_of_steps(
   return errors;
 }
 
-class Failures : public ::testing::TestWithParam<testing::Way> {
+/// A way to have ranks, and whether they send as many rows as there can be.
+struct FailingWay {
+  testing::Way way;
+  bool fixed_sizes;
+};
+std::vector<FailingWay> failing_ways(std::initializer_list<bool> fixed_sizes) {
+  std::vector<FailingWay> ways;
+  for (const bool fixed : fixed_sizes) {
+    for (const testing::Way& way : testing::kWays) ways.push_back({way, fixed});
+  }
+  return ways;
+}
+std::string name_of(const ::testing::TestParamInfo<FailingWay>& info) {
+  return testing::name_of({info.param.way, info.index}) + (info.param.fixed_sizes ? "_fixed" : "");
+}
+
+class Failures : public ::testing::TestWithParam<FailingWay> {
  protected:
   /// The start of an Error at the first step that waits for other ranks.
   std::string first_wait(int step) const {
     return (how_.lend ? "dispatch" : "counts") + (" of step " + std::to_string(step)) +
            " of layer 0: ";
   }
-  RankCase how_{.size = 3, .transport = GetParam().transport, .lend = GetParam().lend};
+  RankCase how_{.size = 3,
+                .transport = GetParam().way.transport,
+                .lend = GetParam().way.lend,
+                .fixed_sizes = GetParam().fixed_sizes};
   Tensor x_ = make_hidden_states(DType::kBF16, kTokens, 64);
 };
-INSTANTIATE_TEST_SUITE_P(Ranks, Failures, ::testing::ValuesIn(testing::kWays), testing::name_of);
+INSTANTIATE_TEST_SUITE_P(Ranks, Failures, ::testing::ValuesIn(failing_ways({false, true})),
+                         name_of);
+
+/// Fixed sizes have room for all rows.
+class FullBuffers : public Failures {};
+INSTANTIATE_TEST_SUITE_P(Ranks, FullBuffers, ::testing::ValuesIn(failing_ways({false})), name_of);
 
 TEST_P(Failures, ARankThatIsGone) {
   expect_late(first_wait(1) + "rank 1 did not arrive", {0}, [&](auto timeout) {
@@ -322,7 +346,7 @@ TEST_P(Failures, ARankThatThrowsAtAnyPlaceOfAStep) {
   EXPECT_GE(calls, 3);
 }
 
-TEST_P(Failures, AReceiveBufferThatIsFull) {
+TEST_P(FullBuffers, AreAnErrorOfAllRanks) {
   const Communicators comms = make_communicators(3, how_.lend, {kPatient});
   const auto errors = errors_of_ranks(3, [&](int rank) {
     LayerOptions options = rank_options(how_, DType::kBF16, kTokens, comms[rank]);
@@ -344,7 +368,7 @@ TEST_P(Failures, AReceiveBufferThatIsFull) {
 }
 
 /// The rank with all experts refuses what the others, which receive nothing, have begun to send.
-TEST_P(Failures, AReceiveBufferThatIsFullOnTheOnlyRankWithExperts) {
+TEST_P(FullBuffers, OnTheOnlyRankWithExperts) {
   how_.placement = ExpertPlacement(6, 3, {0, 1, 2, 3, 4, 5}, {2, 2, 2, 2, 2, 2});
   const Communicators comms = make_communicators(3, how_.lend, {kPatient});
   const auto errors = errors_of_ranks(3, [&](int rank) {
