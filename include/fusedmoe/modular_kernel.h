@@ -60,6 +60,13 @@ class FUSEDMOE_API PrepareAndFinalize {
   /// Scratch that lasts from prepare to finalize.
   virtual std::size_t workspace_bytes(const ProblemSize& caller,
                                       const Preparation& preparation) const = 0;
+  /// Memory that a forward takes beside the workspace, from what the communicator lets the other
+  /// processes of this host read (Communicator::take_shared()). Scratch that others read lies there
+  /// instead of in the workspace. 0 where ranks share no such memory.
+  virtual std::size_t shared_bytes(const ProblemSize& /*caller*/,
+                                   const Preparation& /*preparation*/) const {
+    return 0;
+  }
 
   /// Replaces hidden_states by what the experts read (and ids and weights, where rows change their
   /// rank), and sets hidden_scales and expert_num_tokens where the format has them. Throws Error
@@ -129,6 +136,9 @@ class FUSEDMOE_API ModularKernel {
   std::size_t workspace_bytes(const ProblemSize& problem) const;
   /// The same for a number of tokens of the experts' configuration.
   std::size_t workspace_bytes(std::int64_t num_tokens) const;
+  /// See PrepareAndFinalize.
+  std::size_t shared_bytes(const ProblemSize& problem) const;
+  std::size_t shared_bytes(std::int64_t num_tokens) const;
 
   /// prepare -> experts -> finalize, on the stream: on CUDA asynchronous, and capturable in a
   /// graph. Checks every argument first; allocates nothing. Ids outside [0, num_experts) other than
@@ -149,6 +159,7 @@ class FUSEDMOE_API ModularKernel {
   void cut_and_run(ForwardArgs args, const ProblemSize& problem, void* workspace) const;
   void run_steps(ForwardArgs args, const ProblemSize& problem) const;
   std::size_t common_bytes(const WorkspacePlan& plan, const ProblemSize& problem) const;
+  Preparation preparation_of(const ProblemSize& problem) const;
 
   std::shared_ptr<const PrepareAndFinalize> prepare_finalize_;
   std::shared_ptr<const Experts> experts_;

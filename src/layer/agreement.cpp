@@ -51,6 +51,31 @@ std::string difference(const Communicator& communicator,
   return core::format("{}: {}", name, core::join(parts, ", "));
 }
 
+/// "sigmoid, renormalized, 4 of 8 groups, scaled by 2.5": how logits become ids and weights.
+/// Monolithic experts route the rows of all ranks, so each rank must do the same.
+std::string router_text(const RouterConfig& router, const RouterWeights& weights) {
+  std::vector<std::string> parts{router.custom ? "custom" : std::string(name(router.scoring))};
+  if (router.scoring == ScoringFunc::kSparsemixer) {
+    parts.push_back(core::format("jitter {}", router.sparsemixer_jitter));
+  }
+  if (router.renormalize) {
+    const bool usual = router.renormalize_epsilon == RouterConfig{}.renormalize_epsilon;
+    const std::string epsilon = core::format(" with epsilon {}", router.renormalize_epsilon);
+    parts.push_back("renormalized" + (usual ? std::string() : epsilon));
+  }
+  if (router.num_expert_group > 0) {
+    parts.push_back(core::format("{} of {} groups", router.topk_group, router.num_expert_group));
+  }
+  if (router.routed_scaling_factor != 1) {
+    parts.push_back(core::format("scaled by {}", router.routed_scaling_factor));
+  }
+  if (router.num_zero_experts > 0) {
+    parts.push_back(core::format("{} zero experts", router.num_zero_experts));
+  }
+  if (weights.score_correction_bias) parts.emplace_back("score correction bias");
+  return core::join(parts, ", ");
+}
+
 }  // namespace
 
 void agree(Communicator& communicator, const std::function<Facts()>& prepare) {
@@ -121,7 +146,8 @@ LayerWeights complete(LayerWeights weights, const LayerOptions& options) {
   return weights;
 }
 
-Facts facts_of(const MoeConfig& config, const LayerOptions& options, const Selection& selection) {
+Facts facts_of(const MoeConfig& config, const LayerWeights& weights, const LayerOptions& options,
+               const Selection& selection) {
   const ParallelConfig& parallel = config.parallel;
   const RankOptions& ranks = options.ranks;
   const auto number = [](auto value) { return core::to_string(value); };
@@ -131,6 +157,7 @@ Facts facts_of(const MoeConfig& config, const LayerOptions& options, const Selec
       {"layout_version", number(selection.experts->layout_version())},
       {"num_experts", number(config.num_experts)},
       {"topk", number(config.topk)},
+      {"router", router_text(weights.router, weights.router_weights)},
       {"hidden", number(config.hidden)},
       {"dtype", std::string(name(config.dtype))},
       {"scheme", name(config.scheme)},

@@ -25,6 +25,7 @@ LayerOptions complete(LayerOptions options);
 /// The weights with the rank's expert map and no other rank's experts. Throws Error.
 LayerWeights complete(LayerWeights weights, const LayerOptions& options);
 /// What the ranks compare.
-Facts facts_of(const MoeConfig& config, const LayerOptions& options, const Selection& selection);
+Facts facts_of(const MoeConfig& config, const LayerWeights& weights, const LayerOptions& options,
+               const Selection& selection);
 
 }  // namespace fusedmoe::layer

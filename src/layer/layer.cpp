@@ -342,6 +342,16 @@ std::size_t MoeLayer::workspace_bytes(std::int64_t num_tokens) const {
   return impl().cut(std::min(num_tokens, impl().chunk), nullptr).bytes;
 }
 
+std::size_t MoeLayer::shared_bytes(std::int64_t num_tokens) const {
+  FUSEDMOE_CHECK(num_tokens >= 0, "num_tokens", core::to_string(num_tokens), "not negative");
+  const Impl& impl = this->impl();
+  const auto bytes_of = [&](const ModularKernel& kernel) {
+    return kernel.shared_bytes(impl.problem(kernel, std::min(num_tokens, impl.chunk)));
+  };
+  const std::size_t bytes = bytes_of(impl.kernel);
+  return impl.monolithic ? std::max(bytes, bytes_of(*impl.monolithic)) : bytes;
+}
+
 void MoeLayer::forward(const TensorView& hidden_states, const TensorView& output,
                        Workspace workspace, const ForwardOptions& options) const {
   const Impl& impl = this->impl();

@@ -202,7 +202,7 @@ MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
                              "options.require", "batched, across ranks", "another transport");
     config.monolithic = options.monolithic;
     layer::check_ranks(*selection.prepare_finalize, config, {.ranks = options.ranks});
-    return layer::facts_of(config, options, selection);
+    return layer::facts_of(config, weights, options, selection);
   });
   try {
     share_input_scales(*communicator, weights.experts);

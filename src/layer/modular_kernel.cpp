@@ -44,13 +44,21 @@ ModularKernel::ModularKernel(std::shared_ptr<const PrepareAndFinalize> prepare_f
 
 std::size_t ModularKernel::workspace_bytes(const ProblemSize& problem) const {
   core::WorkspaceCutter cutter(nullptr);
-  cutter.take(prepare_finalize_->workspace_bytes(
-      problem, make_preparation(experts_->descriptor(), problem.scheme,
-                                experts_->config().apply_router_weight_on_input)));
+  cutter.take(prepare_finalize_->workspace_bytes(problem, preparation_of(problem)));
   const WorkspacePlan plan = experts_->plan(prepare_finalize_->problem_size(problem));
   cutter.take(common_bytes(plan, problem));
   cutter.take(plan.workspace2_bytes);
   return cutter.used();
+}
+
+std::size_t ModularKernel::shared_bytes(const ProblemSize& problem) const {
+  return prepare_finalize_->shared_bytes(problem, preparation_of(problem));
+}
+
+/// Without the static scale of activations, on which no size depends.
+Preparation ModularKernel::preparation_of(const ProblemSize& problem) const {
+  return make_preparation(experts_->descriptor(), problem.scheme,
+                          experts_->config().apply_router_weight_on_input);
 }
 
 /// Room for workspace13 and for the experts' output, unless they write the caller's.
@@ -63,6 +71,10 @@ std::size_t ModularKernel::common_bytes(const WorkspacePlan& plan,
 
 std::size_t ModularKernel::workspace_bytes(std::int64_t num_tokens) const {
   return workspace_bytes(ProblemSize::of(experts_->config(), num_tokens));
+}
+
+std::size_t ModularKernel::shared_bytes(std::int64_t num_tokens) const {
+  return shared_bytes(ProblemSize::of(experts_->config(), num_tokens));
 }
 
 void ModularKernel::apply(const ForwardArgs& args, Workspace workspace) const {

@@ -36,6 +36,8 @@ class RankExchange final : public PrepareAndFinalize {
   ProblemSize problem_size(const ProblemSize& caller) const override;
   std::size_t workspace_bytes(const ProblemSize& caller,
                               const Preparation& preparation) const override;
+  std::size_t shared_bytes(const ProblemSize& caller,
+                           const Preparation& preparation) const override;
   void abandon(std::string_view reason) const noexcept override;
 
  private:

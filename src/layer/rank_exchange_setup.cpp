@@ -182,6 +182,11 @@ std::size_t RankExchange::workspace_bytes(const ProblemSize& caller,
   return shared_ ? 0 : layout_bytes(caller, preparation);
 }
 
+std::size_t RankExchange::shared_bytes(const ProblemSize& caller,
+                                       const Preparation& preparation) const {
+  return shared_ ? layout_bytes(caller, preparation) : 0;
+}
+
 std::size_t RankExchange::layout_bytes(const ProblemSize& caller,
                                        const Preparation& preparation) const {
   return ExchangeLayout(nullptr, caller, sizes(caller, preparation), sent_as(preparation),

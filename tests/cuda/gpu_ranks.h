@@ -79,8 +79,9 @@ inline LayerOptions options_of(Device device, bool batch_invariant) {
   return options;
 }
 
-inline Tensor forward(const MoeLayer& layer, const Tensor& x, std::int64_t most,
-                      const ExpertsHooks* hooks = nullptr) {
+/// `x` on the layer's device, the output in host memory.
+inline Tensor forward_there(const MoeLayer& layer, const TensorView& x, std::int64_t most,
+                            const ExpertsHooks* hooks = nullptr) {
   const Device device = layer.config().device;
   const std::size_t bytes = layer.workspace_bytes(std::max(most, x.size(0)));
   const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
@@ -88,9 +89,15 @@ inline Tensor forward(const MoeLayer& layer, const Tensor& x, std::int64_t most,
   ForwardOptions options;
   options.max_tokens = most;
   options.hooks = hooks;
-  layer.forward(to_device(x, device), output, {workspace.data(), bytes}, options);
+  layer.forward(x, output, {workspace.data(), bytes}, options);
   synchronize(Stream{device});
   return to_device(output, {});
+}
+
+inline Tensor forward(const MoeLayer& layer, const Tensor& x, std::int64_t most,
+                      const ExpertsHooks* hooks = nullptr) {
+  const Tensor there = to_device(x, layer.config().device);
+  return forward_there(layer, there, most, hooks);
 }
 
 inline std::int64_t tokens_of(int rank) {

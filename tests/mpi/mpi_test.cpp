@@ -82,6 +82,59 @@ TEST(MpiTest, ProcessesOfAHostShareMemory) {
   world()->give_back_shared(next);
 }
 
+/// Blocks lie one behind the other, so one that is taken in the middle of a forward shows where the
+/// forward's ends. Blocks are whole pages.
+TEST(MpiTest, SharedBytesAreWhatAForwardTakes) {
+  constexpr std::int64_t kMost = 100;
+  constexpr std::size_t kPage = 4096;
+  Case spec{.num_experts = 7, .topk = 3, .hidden = 128, .intermediate = 128};
+  const LayerWeights weights = make_layer_weights({spec});
+  RankCase how{.size = world()->size()};
+  EXPECT_EQ(MoeLayer(weights, one_rank_options(how, DType::kBF16)).shared_bytes(kMost), 0U);
+  if (world()->size() == 1) GTEST_SKIP() << "nobody to share memory with";
+  for (const char* transport : {"all2all", "allgather_reducescatter"}) {
+    for (const int mode : {0, 1, 2}) {  // per rank; with fixed sizes; per slot
+      SCOPED_TRACE(std::string(transport) + " " + std::to_string(mode));
+      how.transport = transport;
+      how.fixed_sizes = mode == 1;
+      how.combine = mode == 2 ? CombineMode::kPerSlot : CombineMode::kPerRank;
+      LayerOptions options = rank_options(how, DType::kBF16, kMost, world());
+      options.hooks = true;
+      const MoeLayer layer(weights, options);
+      EXPECT_EQ(layer.shared_bytes(kMost) > 0, shares());
+      std::size_t taken = 0, calls = 0;
+      const auto page = [] {
+        void* const block = world()->take_shared(1);
+        world()->give_back_shared(block);
+        return static_cast<const char*>(block);
+      };
+      const char* const begin = shares() ? page() : nullptr;
+      ExpertsHooks hooks;
+      hooks.after_gemm1 = [&](const HookArgs&) {
+        ++calls;
+        if (shares()) taken = static_cast<std::size_t>(page() - begin);
+      };
+      // This rank has as many tokens as there can be, or fewer.
+      for (const auto& [most, tokens] :
+           {std::pair(kTokens, kTokens), std::pair(kMost, kMost), std::pair(kMost, kTokens)}) {
+        const testing::Scratch scratch(layer, most);
+        const Tensor x = random_tensor(DType::kBF16, {tokens, 128}, 1, 40 + world()->rank());
+        const Tensor output = Tensor::empty(x.shape(), x.dtype());
+        ForwardOptions forward_options;
+        forward_options.hooks = &hooks;
+        forward_options.max_tokens = most;
+        layer.forward(x, output, scratch.workspace, forward_options);
+        const std::size_t pages = (layer.shared_bytes(most) + kPage - 1) / kPage;
+        if (tokens == most && shares()) {
+          EXPECT_EQ(taken, pages * kPage) << most;
+        }
+        EXPECT_LE(taken, pages * kPage) << most;
+      }
+      EXPECT_EQ(calls, 3U);
+    }
+  }
+}
+
 TEST(MpiTest, LayersGiveTheOutputOfOneRank) {
   for (const char* scheme : {"bf16", "mxfp4_w4a16", "fp8_block", "nvfp4", "w4a8"}) {
     for (const char* transport : {"all2all", "allgather_reducescatter"}) {

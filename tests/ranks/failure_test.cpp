@@ -55,6 +55,48 @@ TEST(AgreementTest, WhatDiffersIsNamedOnEveryRank) {
   EXPECT_EQ(errors[2], errors[0]);
 }
 
+/// Monolithic experts of one rank route the tokens of the others, too.
+TEST(AgreementTest, SettingsOfTheRouterAreOneFact) {
+  const std::pair<const char*, void (*)(LayerWeights&)> changes[] = {
+      {"sigmoid, renormalized", [](auto& w) { w.router.scoring = ScoringFunc::kSigmoid; }},
+      {"sparsemixer, jitter 0.5, renormalized",
+       [](auto& w) {
+         w.router.scoring = ScoringFunc::kSparsemixer;
+         w.router.sparsemixer_jitter = 0.5F;
+       }},
+      {"softmax", [](auto& w) { w.router.renormalize = false; }},
+      {"softmax, renormalized with epsilon 0.25",
+       [](auto& w) { w.router.renormalize_epsilon = 0.25; }},
+      {"softmax, renormalized, 2 of 3 groups",
+       [](auto& w) {
+         w.router.num_expert_group = 3;
+         w.router.topk_group = 2;
+       }},
+      {"softmax, renormalized, scaled by 2.5",
+       [](auto& w) { w.router.routed_scaling_factor = 2.5F; }},
+      {"softmax, renormalized, score correction bias",
+       [](auto& w) { w.router_weights.score_correction_bias = Tensor::zeros({6}, DType::kF32); }},
+  };
+  for (const bool monolithic : {false, true}) {
+    for (const auto& [text, change] : changes) {
+      const auto errors = errors_of_making(
+          [&, change = change](int rank, LayerWeights& weights, LayerOptions& options) {
+            options.require = "cpu+allgather_reducescatter";
+            options.monolithic = monolithic;
+            if (rank == 1) change(weights);
+          });
+      // The texts of ranks in their alphabetical order.
+      const std::string usual = "ranks 0, 2 have softmax, renormalized";
+      const std::string other = std::string("rank 1 has ") + text;
+      const bool first = std::string_view(text) < "softmax, renormalized";
+      EXPECT_EQ(errors[0], "the ranks of a layer differ in router: " +
+                               (first ? other + ", " + usual : usual + ", " + other));
+      EXPECT_EQ(errors[1], errors[0]);
+      EXPECT_EQ(errors[2], errors[0]);
+    }
+  }
+}
+
 TEST(AgreementTest, EveryFieldCounts) {
   using W = LayerWeights;
   using O = LayerOptions;
@@ -71,6 +113,7 @@ TEST(AgreementTest, EveryFieldCounts) {
       {"fixed_sizes", [](W&, O& o) { o.ranks.fixed_sizes = true; }},
       {"replica_choice", [](W&, O& o) { o.ranks.replica_choice = ReplicaChoice::kNearest; }},
       {"placement", [](W&, O& o) { o.ranks.placement = ExpertPlacement::round_robin(6, 3); }},
+      {"router", [](W& w, O&) { w.router.routed_scaling_factor = 2; }},
       {"dp_size", [](W&, O& o) { o.parallel = {.tp_size = 3, .dp_size = 3, .tp_rank = 2}; }},
   };
   for (const auto& [field, change] : changes) {
@@ -152,17 +195,41 @@ std::vector<std::string> errors_of_steps(
   return errors;
 }
 
-class Failures : public ::testing::TestWithParam<testing::Way> {
+/// A way to have ranks, and whether they send as many rows as there can be.
+struct FailingWay {
+  testing::Way way;
+  bool fixed_sizes;
+};
+std::vector<FailingWay> failing_ways(std::initializer_list<bool> fixed_sizes) {
+  std::vector<FailingWay> ways;
+  for (const bool fixed : fixed_sizes) {
+    for (const testing::Way& way : testing::kWays) ways.push_back({way, fixed});
+  }
+  return ways;
+}
+std::string name_of(const ::testing::TestParamInfo<FailingWay>& info) {
+  return testing::name_of({info.param.way, info.index}) + (info.param.fixed_sizes ? "_fixed" : "");
+}
+
+class Failures : public ::testing::TestWithParam<FailingWay> {
  protected:
   /// The start of an Error at the first step that waits for other ranks.
   std::string first_wait(int step) const {
     return (how_.lend ? "dispatch" : "counts") + (" of step " + std::to_string(step)) +
            " of layer 0: ";
   }
-  RankCase how_{.size = 3, .transport = GetParam().transport, .lend = GetParam().lend};
+  RankCase how_{.size = 3,
+                .transport = GetParam().way.transport,
+                .lend = GetParam().way.lend,
+                .fixed_sizes = GetParam().fixed_sizes};
   Tensor x_ = make_hidden_states(DType::kBF16, kTokens, 64);
 };
-INSTANTIATE_TEST_SUITE_P(Ranks, Failures, ::testing::ValuesIn(testing::kWays), testing::name_of);
+INSTANTIATE_TEST_SUITE_P(Ranks, Failures, ::testing::ValuesIn(failing_ways({false, true})),
+                         name_of);
+
+/// Fixed sizes have room for all rows.
+class FullBuffers : public Failures {};
+INSTANTIATE_TEST_SUITE_P(Ranks, FullBuffers, ::testing::ValuesIn(failing_ways({false})), name_of);
 
 TEST_P(Failures, ARankThatIsGone) {
   expect_late(first_wait(1) + "rank 1 did not arrive", {0}, [&](auto timeout) {
@@ -279,7 +346,7 @@ TEST_P(Failures, ARankThatThrowsAtAnyPlaceOfAStep) {
   EXPECT_GE(calls, 3);
 }
 
-TEST_P(Failures, AReceiveBufferThatIsFull) {
+TEST_P(FullBuffers, AreAnErrorOfAllRanks) {
   const Communicators comms = make_communicators(3, how_.lend, {kPatient});
   const auto errors = errors_of_ranks(3, [&](int rank) {
     LayerOptions options = rank_options(how_, DType::kBF16, kTokens, comms[rank]);
@@ -301,7 +368,7 @@ TEST_P(Failures, AReceiveBufferThatIsFull) {
 }
 
 /// The rank with all experts refuses what the others, which receive nothing, have begun to send.
-TEST_P(Failures, AReceiveBufferThatIsFullOnTheOnlyRankWithExperts) {
+TEST_P(FullBuffers, OnTheOnlyRankWithExperts) {
   how_.placement = ExpertPlacement(6, 3, {0, 1, 2, 3, 4, 5}, {2, 2, 2, 2, 2, 2});
   const Communicators comms = make_communicators(3, how_.lend, {kPatient});
   const auto errors = errors_of_ranks(3, [&](int rank) {
