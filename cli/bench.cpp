@@ -34,8 +34,7 @@ struct Options {
   std::string dtype = "bf16";
   std::string skew = "balanced";
   int threads = 0;
-  int ep = 0;
-  std::string dispatch_dtype;
+  RankOptionsOf ranks;
   std::int64_t min_samples = 11;
   double max_seconds = 10;
   bool json = false, csv = false, markdown = false;
@@ -262,18 +261,18 @@ bool run_scheme(const Options& options, const BenchSubject& subject, const std::
 /// The way of the rows, and whole steps: a table for each model.
 void run_ranks(const Options& options) {
   if (options.threads == 0 && !launched()) {
-    set_num_threads(std::max(1, num_threads() / options.ep));
+    set_num_threads(std::max(1, num_threads() / options.ranks.num_ranks()));
   }
   for (const BenchSubject& subject : options.subjects.get()) {
     RankBenchOptions bench;
     bench.model = subject.model;
-    bench.num_ranks = options.ep;
+    bench.deployment = options.ranks.deployment(0);
     bench.device = options.device;
     bench.dtype = parse_float_dtype(options.dtype);
     bench.scheme = options.schemes.empty() ? schemes::unquantized(bench.dtype)
                                            : parse_scheme(options.schemes.front());
     if (!options.experts.empty()) bench.transport = options.experts.front();
-    bench.dispatch_dtype = parse_dispatch_dtype(options.dispatch_dtype);
+    bench.dispatch_dtype = options.ranks.dispatched();
     bench.tokens = options.tokens.empty() ? std::vector<std::int64_t>{1, 8, 32, 128, 1024, 8192}
                                           : options.tokens;
     bench.min_samples = options.min_samples;
@@ -287,14 +286,16 @@ void run_ranks(const Options& options) {
 
 void run(const Options& options) {
   if (options.threads > 0) set_num_threads(options.threads);
+  const bool on_ranks = options.ranks.num_ranks() > 1;
   if (options.layer &&
-      (options.ep > 0 || options.skew != "balanced" || !options.replay_routing.empty())) {
-    throw Error("--layer", "given with --ep, --skew or --replay-routing",
+      (on_ranks || options.skew != "balanced" || !options.replay_routing.empty())) {
+    throw Error("--layer", "given with ranks, --skew or --replay-routing",
                 "without them: its router routes random hidden states");
   }
-  if (options.ep > 0) return run_ranks(options);
-  if (!options.dispatch_dtype.empty()) {
-    throw Error("--dispatch-dtype", "given without ranks", "given with --ep");
+  if (on_ranks) return run_ranks(options);
+  options.ranks.dispatched();  // an Error if it is given
+  if (options.rows_only) {
+    throw Error("--rows-only", "given for one rank", "given for several, with --ep or --dp");
   }
   for (const std::string& experts : options.experts) check_experts_name(experts);
   bool right = true;
@@ -331,7 +332,9 @@ void run(const Options& options) {
 
 void add_bench(Command& program) {
   auto options = std::make_shared<Options>();
-  Command command = program.add_command("bench", "Time the experts of a model's MoE layer");
+  Command command = program.add_command("bench",
+                                        "Time the experts of a model's MoE layer; on several ranks "
+                                        "dispatch, combine and whole steps");
   options->subjects.add_to(command);
   command.add_option("--scheme", options->schemes, "Schemes, or all (default: as published; bf16)")
       .list();
@@ -340,7 +343,10 @@ void add_bench(Command& program) {
                   "Numbers of tokens (default: 1,8,32,128,512; of given schemes 1,512)")
       .list()
       .between(std::int64_t{1}, std::int64_t{1} << 20);
-  command.add_option("--experts", options->experts, "Implementations (default: the best)").list();
+  command
+      .add_option("--experts", options->experts,
+                  "Implementations (default: the best); on ranks a transport")
+      .list();
   command.add_flag("--layer", options->layer,
                    "Time the layer from hidden states: its router, with random weights, and the "
                    "routed experts. The floor is that of the experts");
@@ -353,14 +359,9 @@ void add_bench(Command& program) {
                      "Take ids and weights in turn from a file of run --record-routing");
   command.add_option("--threads", options->threads, "CPU threads (default: all cores)")
       .between(1, kMaxThreads);
-  command
-      .add_option("--ep", options->ep,
-                  "Time dispatch, combine and whole steps between so many ranks instead: threads, "
-                  "or the processes of mpirun, torchrun or srun, with --device cuda on a GPU each; "
-                  "--experts then names a transport")
-      .between(1, 64);
-  add_dispatch_dtype(command, options->dispatch_dtype);
-  command.add_flag("--rows-only", options->rows_only, "With --ep: no experts, so no weights");
+  options->ranks.add_to(command);
+  command.add_flag("--rows-only", options->rows_only,
+                   "On ranks: time dispatch and combine without experts, so without weights");
   command.add_option("--min-samples", options->min_samples, "Samples for each number of tokens")
       .positive();
   command.add_option("--max-seconds", options->max_seconds, "Time for each number of tokens")

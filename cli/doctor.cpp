@@ -1,14 +1,22 @@
 // fusedmoe doctor: what this build finds on this machine.
 #include <fmt/format.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <span>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -132,61 +140,134 @@ std::string peer_text() {
 
 constexpr std::chrono::seconds kTestTimeout{10};
 
-/// Calls run(test of a rank), and says how that went.
-std::string self_test(int num_ranks, const std::function<void(const RankFunction&)>& run) {
+/// Says what was done and how long `run` took, or what it threw.
+std::string self_test(const std::string& done, const std::function<void()>& run) {
   const auto begin = std::chrono::steady_clock::now();
   try {
-    // Sends numbers to all.
-    run([](const std::shared_ptr<Communicator>& communicator) {
-      const int size = communicator->size(), rank = communicator->rank();
-      const Device where = communicator->device();
-      std::vector<std::int32_t> numbers(size, rank);
-      const Tensor out = to_device(borrow(numbers.data(), DType::kI32, {size}), where);
-      const Tensor in = Tensor::zeros({size}, DType::kI32, where);
-      std::vector<Message> sends, receives;
-      for (int peer = 0; peer < size; ++peer) {
-        if (peer == rank) continue;
-        sends.push_back({peer, out.as<std::int32_t>() + peer, 4});
-        receives.push_back({peer, in.as<std::int32_t>() + peer, 4});
-      }
-      for (int round = 0; round < 100; ++round) {
-        communicator->exchange(sends, receives, Stream{where}, "self test");
-      }
-      synchronize(Stream{where});
-      communicator->check();
-      const Tensor result = to_device(in, {});
-      for (int peer = 0; peer < size; ++peer) {
-        if (peer != rank && result.as<std::int32_t>()[peer] != peer) {
-          throw Error::communication(fmt::format("rank {} got another number from {}", rank, peer));
-        }
-      }
-    });
+    run();
   } catch (const std::exception& error) {
     return error.what();
   }
   const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin;
-  return fmt::format("{} ranks exchanged numbers in {:.2f} s", num_ranks, time.count());
+  return fmt::format("{} in {:.2f} s", done, time.count());
+}
+
+std::string exchanged(int num_ranks) {
+  return fmt::format("{} ranks exchanged numbers", num_ranks);
+}
+
+void check_number(int rank, int peer, std::int32_t number) {
+  if (number == peer) return;
+  throw Error::communication(fmt::format("rank {} got {} from rank {}", rank, number, peer));
+}
+
+/// Each rank sends its number to all others.
+void exchange_numbers(const std::shared_ptr<Communicator>& communicator) {
+  const int size = communicator->size(), rank = communicator->rank();
+  const Device where = communicator->device();
+  std::vector<std::int32_t> numbers(size, rank);
+  const Tensor out = to_device(borrow(numbers.data(), DType::kI32, {size}), where);
+  const Tensor in = Tensor::zeros({size}, DType::kI32, where);
+  std::vector<Message> sends, receives;
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer == rank) continue;
+    sends.push_back({peer, out.as<std::int32_t>() + peer, 4});
+    receives.push_back({peer, in.as<std::int32_t>() + peer, 4});
+  }
+  for (int round = 0; round < 100; ++round) {
+    communicator->exchange(sends, receives, Stream{where}, "self test");
+  }
+  synchronize(Stream{where});
+  communicator->check();
+  const Tensor result = to_device(in, {});
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer != rank) check_number(rank, peer, result.as<std::int32_t>()[peer]);
+  }
+}
+
+/// Each rank reads the numbers of all where they have written them.
+void read_numbers(const std::shared_ptr<Communicator>& communicator) {
+  if (!communicator->share_memory()) {
+    throw Error::communication(
+        "processes cannot map each other's memory here, so their rows go in messages");
+  }
+  const int rank = communicator->rank();
+  auto* mine = static_cast<std::int32_t*>(communicator->take_shared(sizeof(std::int32_t)));
+  *mine = rank;
+  for (int round = 0; round < 100; ++round) {
+    const auto read = [&](std::span<const void* const> lent) {
+      for (int peer = 0; peer < communicator->size(); ++peer) {
+        check_number(rank, peer, *static_cast<const std::int32_t*>(lent[peer]));
+      }
+    };
+    communicator->lend("a number", mine, read, "self test");
+  }
+  communicator->give_back_shared(mine);
 }
 
 std::string threads_test(int num_ranks, const std::string& device) {
-  return self_test(
-      num_ranks, [&](const auto& test) { run_local_ranks(num_ranks, device, test, kTestTimeout); });
+  return self_test(exchanged(num_ranks),
+                   [&] { run_local_ranks(num_ranks, device, exchange_numbers, kTestTimeout); });
 }
 
 /// Two threads that talk as processes without MPI do.
 std::string tcp_test() {
-  return self_test(2, [](const auto& test) {
-    const auto join = [&](const std::shared_ptr<Communicator>& thread) {
-      const int rank = thread->rank(), size = thread->size();
-      const auto gather = [&](const std::string& text) { return thread->gather(text, "tcp"); };
-      const auto control = make_control_plane(rank, size, gather, kTestTimeout);
-      test(make_communicator(rank, size, control, {kTestTimeout}));
-    };
-    run_local_ranks(2, "cpu", join, kTestTimeout);
-  });
+  const auto join = [&](const std::shared_ptr<Communicator>& thread) {
+    const int rank = thread->rank(), size = thread->size();
+    const auto gather = [&](const std::string& text) { return thread->gather(text, "tcp"); };
+    const auto control = make_control_plane(rank, size, gather, kTestTimeout);
+    exchange_numbers(make_communicator(rank, size, control, {kTestTimeout}));
+  };
+  return self_test(exchanged(2), [&] { run_local_ranks(2, "cpu", join, kTestTimeout); });
+}
+
+/// Calls test(communicator) in this process and in a child of it, which meet in a folder.
+void run_two_processes(const RankFunction& test) {
+  std::string folder = (std::filesystem::temp_directory_path() / "fusedmoe-XXXXXX").string();
+  if (mkdtemp(folder.data()) == nullptr) {
+    throw Error::communication(
+        fmt::format("cannot make the folder {}: {}", folder, std::strerror(errno)));
+  }
+  const auto run_rank = [&](int rank) {
+    const auto communicator =
+        make_communicator(rank, 2, make_file_control_plane(folder), {kTestTimeout});
+    try {
+      test(communicator);
+      communicator->barrier();
+    } catch (const std::exception& error) {
+      communicator->abort(error.what());
+      throw;
+    }
+  };
+  const pid_t child = fork();
+  if (child == 0) {
+    try {
+      run_rank(1);
+    } catch (const std::exception&) {  // rank 0 has been told
+    }
+    _exit(0);
+  }
+  std::exception_ptr failure;
+  try {
+    if (child < 0) {
+      throw Error::communication(fmt::format("cannot fork: {}", std::strerror(errno)));
+    }
+    run_rank(0);
+  } catch (const std::exception&) {
+    failure = std::current_exception();
+  }
+  if (child > 0) waitpid(child, nullptr, 0);
+  std::error_code ignored;
+  std::filesystem::remove_all(folder, ignored);
+  if (failure) std::rethrow_exception(failure);
 }
 
 std::vector<std::pair<std::string, std::string>> comm_findings() {
+  // First: a process should not fork once it has threads, or CUDA.
+  const std::string files =
+      self_test("2 processes exchanged numbers", [] { run_two_processes(exchange_numbers); });
+  const std::string shared =
+      self_test("2 processes read each other's memory", [] { run_two_processes(read_numbers); });
   const int gpus = cuda_device_count();
   std::vector<std::pair<std::string, std::string>> findings{
       {"launcher", launch_text()},
@@ -196,11 +277,14 @@ std::vector<std::pair<std::string, std::string>> comm_findings() {
       {"peer access", peer_text()},
       {"threads", threads_test(4, "cpu")},
       {"tcp", tcp_test()},
+      {"file rendezvous", files},
+      {"shared memory", shared},
   };
   if (launched()) {
     const int size = launched()->size;
-    findings.emplace_back("launched ranks", self_test(size, [&](const auto& test) {
-                            run_on_ranks(size, gpus > 0 ? "cuda" : "cpu", test, kTestTimeout);
+    findings.emplace_back("launched ranks", self_test(exchanged(size), [&] {
+                            run_on_ranks(size, gpus > 0 ? "cuda" : "cpu", exchange_numbers,
+                                         kTestTimeout);
                           }));
   }
   if (gpus > 0) findings.emplace_back("threads on cuda:0", threads_test(2, "cuda:0"));

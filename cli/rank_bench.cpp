@@ -8,11 +8,11 @@
 #include <functional>
 
 #include "bench_problem.h"
-#include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
 #include "rank_link.h"
 #include "rank_report.h"
+#include "rank_setup.h"
 #include "ranks.h"
 #include "testing/cases.h"
 
@@ -20,19 +20,6 @@ namespace fusedmoe::cli {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-/// Names sizes, where the experts do not run.
-class NoWeights final : public PackedWeights {
- public:
-  using PackedWeights::PackedWeights;
-  std::int64_t nbytes() const override { return 0; }
-};
-
-/// Of one rank, for all rows; `experts` is null where they do not run.
-struct RankExperts {
-  std::shared_ptr<const Experts> experts;
-  std::shared_ptr<const PackedWeights> weights;
-};
 
 /// One rank's part of one row.
 class RankBench {
@@ -63,11 +50,19 @@ class RankBench {
     const std::optional<QuantKey>& key = config_.scheme.activations;
     return key && !key->dynamic ? experts_.weights->info().a1_scale : std::nullopt;
   }
+  /// Else the ranks have the same tokens, and combine adds their sums.
+  bool travels() const { return config_.parallel.needs_dispatch(); }
+  int group() const { return communicator_->rank() / config_.parallel.group_size(); }
+  std::vector<Message> sum_messages(bool incoming);
   std::int64_t sent_row_bytes() const;
   std::int64_t returned_row_bytes() const { return bytes(config_.dtype, config_.hidden); }
   /// What is timed alone are the data plane's collectives. Beside all2all it is messages, also
   /// where that uses an all-gather.
-  bool gathers() const { return uses_graphs() && transport_.name() != "all2all"; }
+  bool gathers() const {
+    return uses_graphs() && transport_.name() == "allgather_reducescatter" &&
+           static_cast<int>(ranks_of_rows(config_.parallel, transport_).size()) ==
+               communicator_->size();
+  }
   bool uses_graphs() const { return fixed_sizes_ && communicator_->backend() == "nccl"; }
 
   const RankBenchOptions& options_;
@@ -81,43 +76,10 @@ class RankBench {
   MoeConfig config_;
   std::shared_ptr<const PrepareAndFinalize> prepare_finalize_;
   ForwardArgs args_, inner_;  // of the caller, and of the experts
-  Tensor hidden_states_, ids_, factors_, output_, workspace_, rows_, scratch_, bare_;
+  Tensor hidden_states_, ids_, factors_, expert_map_, output_, workspace_, rows_, scratch_, bare_;
   std::vector<std::int64_t> sent_, received_;  // rows, for each rank
   std::vector<double> experts_us_;             // of each call on the CPU
 };
-
-MoeConfig config_of(const RankBenchOptions& options, int rank, Device device) {
-  MoeConfig config = moe_config(options.model, options.dtype, device);
-  config.scheme = options.scheme;
-  config.parallel =
-      ParallelConfig::of({.dp_size = options.num_ranks, .expert_parallel = true, .rank = rank});
-  const auto placement = ExpertPlacement::linear(config.num_experts, options.num_ranks);
-  const auto held = static_cast<std::int64_t>(placement.local_experts(rank).size());
-  config.num_local_experts = std::max<std::int64_t>(held, 1);  // as local_weights() has it
-  config.has_expert_map = true;
-  config.dispatch_dtype = options.dispatch_dtype;
-  return config;
-}
-
-/// With the experts that the layer's own selection takes.
-RankExperts make_experts(const RankBenchOptions& options, const Communicator& communicator) {
-  const MoeConfig config = config_of(options, communicator.rank(), communicator.device());
-  if (options.rows_only) {
-    PackedWeights::Info info;
-    info.num_experts = config.num_local_experts;
-    info.hidden = config.hidden;
-    info.intermediate = config.intermediate;
-    info.scheme = config.scheme;
-    info.device = config.device;
-    info.a1_scale = 1;
-    return {nullptr, std::make_shared<NoWeights>(info)};
-  }
-  RankExperts result;
-  result.experts = select(config).experts->create(config, make_context());
-  const testing::Case spec = bench_case(options.model, options.scheme, 1);
-  result.weights = result.experts->pack(bench_weights(spec, config.num_local_experts));
-  return result;
-}
 
 RankBench::RankBench(const RankBenchOptions& options, std::shared_ptr<Communicator> communicator,
                      const RankExperts& experts, const PrepareFinalizeDescriptor& transport,
@@ -130,7 +92,7 @@ RankBench::RankBench(const RankBenchOptions& options, std::shared_ptr<Communicat
       num_tokens_(num_tokens),
       device_(communicator_->device()),
       stream_(device_),
-      config_(config_of(options, communicator_->rank(), device_)) {
+      config_(rank_config(options, communicator_->rank(), device_)) {
   Context context;
   context.ranks.communicator = communicator_;
   context.ranks.max_tokens_per_rank = num_tokens;
@@ -142,7 +104,7 @@ RankBench::RankBench(const RankBenchOptions& options, std::shared_ptr<Communicat
   spec.num_experts = config_.num_experts;
   spec.topk = config_.topk;
   spec.hidden = spec.intermediate = 16;
-  spec.seed = static_cast<std::uint64_t>(communicator_->rank());
+  spec.seed = static_cast<std::uint64_t>(group());  // whose ranks have the same tokens
   const testing::Problem problem = testing::make_problem(spec);
   ids_ = to_device(problem.topk_ids, device_);
   factors_ = to_device(problem.topk_weights, device_);
@@ -169,6 +131,11 @@ void RankBench::make_buffers() {
   args_.topk_weights = factors_;
   args_.max_tokens = num_tokens_;
   args_.num_experts = config_.num_experts;
+  if (!travels() && config_.has_expert_map) {  // else the transport has one
+    const auto placement = ExpertPlacement::linear(config_.num_experts, config_.parallel.ep_size);
+    expert_map_ = to_device(placement.expert_map(communicator_->rank()), device_);
+    args_.expert_map = expert_map_;
+  }
   args_.stream = stream_;
   args_.preparation =
       make_preparation(*select(config_).experts, config_.scheme, false, static_scale());
@@ -192,15 +159,16 @@ void RankBench::make_buffers() {
 /// As many rows as the step itself sends.
 void RankBench::count_rows(const TensorView& topk_ids) {
   const int rank = communicator_->rank(), size = communicator_->size();
+  const bool to_all = transport_.name() != "all2all" || fixed_sizes_;
   const auto placement = ExpertPlacement::linear(config_.num_experts, size);
   sent_.assign(size, 0);
   for (std::int64_t token = 0; token < num_tokens_; ++token) {
-    std::vector<bool> goes(size, transport_.name() != "all2all" || fixed_sizes_);
+    std::vector<bool> goes(size, to_all);
     for (std::int64_t slot = 0; slot < config_.topk; ++slot) {
       const std::int32_t id = topk_ids.as<const std::int32_t>()[token * config_.topk + slot];
       goes[placement.rank_of()[id]] = true;
     }
-    for (int r = 0; r < size; ++r) sent_[r] += goes[r];
+    for (const int r : ranks_of_rows(config_.parallel, transport_)) sent_[r] += goes[r];
   }
   std::string text;
   for (const std::int64_t rows : sent_) text += fmt::format("{} ", rows);
@@ -292,6 +260,21 @@ std::vector<Message> RankBench::messages(bool incoming, std::int64_t row_bytes) 
   return result;
 }
 
+/// What a sum over ranks with the same tokens sends twice: a share of the parts to the rank that
+/// adds it up, then the rank's own share of the total to all others.
+std::vector<Message> RankBench::sum_messages(bool incoming) {
+  const std::vector<int> ranks = ranks_of_sums(config_.parallel, transport_);
+  const auto count = static_cast<std::int64_t>(ranks.size());
+  const std::int64_t bytes = (num_tokens_ + count - 1) / count * returned_row_bytes();
+  std::vector<Message> result;
+  auto* next = bare_.as<char>() + (incoming ? bare_.nbytes() / 2 : 0);
+  for (const int r : ranks) {
+    if (r != communicator_->rank()) result.push_back({r, next, static_cast<std::size_t>(bytes)});
+    next += bytes;
+  }
+  return result;
+}
+
 /// As many bytes as the messages have, each message by one call.
 void RankBench::copy_bytes(const Tensor& from, const std::vector<Message>& messages) {
   for (const Message& message : messages) std::memcpy(message.data, from.data(), message.bytes);
@@ -337,8 +320,10 @@ void RankBench::time_rows(RankRow& row) {
   combine();
   Phases phases{[&] { dispatch(); }, [&] { combine(); }};
   const std::vector<Message> sent = messages(false, sent_row_bytes());
-  // Back goes what came.
-  const std::vector<Message> returned = messages(true, returned_row_bytes());
+  // Back goes what came, and then both messages of the sum.
+  std::vector<Message> returned = messages(true, returned_row_bytes());
+  const std::vector<Message> summed = sum_messages(false);
+  for (int i = 0; i < 2; ++i) returned.insert(returned.end(), summed.begin(), summed.end());
   if (device_.is_cpu()) {
     phases.emplace_back([&] { copy_bytes(hidden_states_, sent); });
     phases.emplace_back([&] { copy_bytes(rows_, returned); });
@@ -350,6 +335,7 @@ void RankBench::time_rows(RankRow& row) {
   };
   std::vector<double> mine = medians_us(phases);
   mine.resize(4);
+  if (!travels()) mine[0] = 0;  // what the experts read was made here
   mine.insert(mine.end(), {bytes_of(sent), bytes_of(returned)});
   const ValuesByRank all = gather_values(*communicator_, mine);
   row.ranks.dispatch_us = values_of(all, 0);
@@ -366,17 +352,26 @@ void RankBench::time_rows(RankRow& row) {
 /// The data plane alone for the same bytes.
 void RankBench::time_bare(RankRow& row) {
   const Stream stream = stream_;
+  const std::vector<Message> sum_out = sum_messages(false), sum_in = sum_messages(true);
   const auto time = [&](std::int64_t row_bytes, bool back, const std::function<void()>& gathered) {
     const std::vector<Message> out = messages(back, row_bytes), in = messages(!back, row_bytes);
     return largest(medians_us({[&] {
-                     if (gathers()) return gathered();
-                     communicator_->exchange(out, in, stream, "bench");
+                     if (gathers()) {
+                       gathered();
+                     } else if (travels()) {
+                       communicator_->exchange(out, in, stream, "bench");
+                     }
+                     for (int i = 0; back && !sum_out.empty() && i < 2; ++i) {
+                       communicator_->exchange(sum_out, sum_in, stream, "bench");
+                     }
                    }}).front());
   };
-  row.bare_dispatch_us = time(sent_row_bytes(), false, [&] {
-    const Gather all{bare_.data(), static_cast<std::size_t>(num_tokens_ * sent_row_bytes())};
-    communicator_->all_gather({&all, 1}, stream, "bench");
-  });
+  if (travels()) {
+    row.bare_dispatch_us = time(sent_row_bytes(), false, [&] {
+      const Gather all{bare_.data(), static_cast<std::size_t>(num_tokens_ * sent_row_bytes())};
+      communicator_->all_gather({&all, 1}, stream, "bench");
+    });
+  }
   row.bare_combine_us = time(returned_row_bytes(), true, [&] {
     communicator_->reduce_scatter(bare_.data(), bare_.as<char>() + bare_.nbytes() / 2,
                                   num_tokens_ * config_.hidden, config_.dtype, stream, "bench");
@@ -427,16 +422,23 @@ RankRow RankBench::run() {
 }  // namespace
 
 void run_rank_bench(const RankBenchOptions& options) {
+  const bool travels = options.parallel(0).needs_dispatch();
+  if (options.rows_only && !travels) {
+    throw Error("--rows-only", "given where all ranks have the same tokens, so that no rows travel",
+                "given with --ep alone, or with --dp");
+  }
+  const auto transports = rank_transports(options);
+  // A sum over ranks always has the same size.
+  const std::vector<bool> sizes = travels ? std::vector{false, true} : std::vector{true};
   std::vector<RankRow> rows;
   std::string backend;
   RankLink link;
-  run_on_ranks(options.num_ranks, options.device, [&](std::shared_ptr<Communicator> rank) {
+  run_on_ranks(options.num_ranks(), options.device, [&](std::shared_ptr<Communicator> rank) {
     if (launched() && options.threads == 0) set_num_threads(threads_of_rank(*rank));
     const RankLink measured = measure_link(*rank);
-    const RankExperts experts = make_experts(options, *rank);
-    for (const PrepareFinalizeDescriptor* transport : {&all2all(), &allgather_reducescatter()}) {
-      if (!options.transport.empty() && options.transport != transport->name()) continue;
-      for (const bool fixed_sizes : {false, true}) {
+    const RankExperts experts = make_experts(options, rank->rank(), rank->device());
+    for (const PrepareFinalizeDescriptor* transport : transports) {
+      for (const bool fixed_sizes : sizes) {
         for (const std::int64_t tokens : options.tokens) {
           const RankRow row =
               RankBench(options, rank, experts, *transport, fixed_sizes, tokens).run();

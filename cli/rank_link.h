@@ -1,4 +1,4 @@
-// What ranks tell each other in bench --ep: values of measurements, and how fast the link between
+// What ranks tell each other in bench: values of measurements, and how fast the link between
 // them is.
 #pragma once
 

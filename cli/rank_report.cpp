@@ -3,30 +3,82 @@
 #include <fmt/format.h>
 
 #include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
 
 namespace fusedmoe::cli {
 
+namespace {
+
+/// "4 ranks (tp 2, dp 2, ep)"
+std::string describe(const RankBenchOptions& options) {
+  const Deployment& deployment = options.deployment;
+  std::string text;
+  const auto add = [&](bool given, const std::string& what) {
+    if (given) text += (text.empty() ? "" : ", ") + what;
+  };
+  add(deployment.tp_size > 1, fmt::format("tp {}", deployment.tp_size));
+  add(deployment.dp_size > 1, fmt::format("dp {}", deployment.dp_size));
+  add(deployment.expert_parallel, "ep");
+  return fmt::format("{} ranks ({})", options.num_ranks(), text);
+}
+
+void print_notes(bool travels, bool copies, bool steps) {
+  fmt::print(
+      "\nTimes and bytes are those of the rank with most.\n"
+      "bare: the data plane alone for the same bytes.\n");
+  const std::string cached = "the link's bandwidth; above 100 % the bytes came from a cache.\n";
+  if (travels) {
+    fmt::print("sent, back: what leaves a rank in dispatch and in combine. link: their share of {}",
+               cached);
+  } else {
+    fmt::print(
+        "All ranks have the same tokens, so no rows travel. combine: the sum over the ranks. back: "
+        "what leaves a rank for it. link: its share of {}",
+        cached);
+  }
+  if (copies) {
+    fmt::print("memcpy: one copy of {}; its ratio is {} / memcpy.\n",
+               travels ? "what is sent and one of what returns" : "what leaves a rank",
+               travels ? "(dispatch + combine)" : "combine");
+  }
+  if (steps) {
+    fmt::print(
+        "step: {}experts and combine without a pause. experts: of the rank whose take longest."
+        " exposed: step - experts.\n",
+        travels ? "dispatch, " : "");
+  }
+}
+
+}  // namespace
+
 void print_rank_table(const RankBenchOptions& options, std::string_view backend,
                       const RankLink& link, const std::vector<RankRow>& rows) {
-  fmt::print("{} ranks over {}, hidden {}, topk {} of {}, {}\n", options.num_ranks, backend,
+  fmt::print("{} over {}, hidden {}, topk {} of {}, {}\n", describe(options), backend,
              options.model.experts_hidden(), options.model.router.topk,
              options.model.router.num_experts, name(options.dtype));
   fmt::print("link: {:.1f} GB/s by {}, all ranks at once\n\n", 1e-9 * link.bytes_per_second,
              link.what);
+  const bool travels = options.parallel(0).needs_dispatch();
   const bool copies = rows.front().copy_us > 0, steps = rows.front().step_us > 0;
-  fmt::print("{:<24} {:<6} {:>7} {:>9} {:>9} {:>6} {:>9} {:>9} {:>6} {:>9} {:>6} {:>9} {:>6}{}{}\n",
-             "transport", "sizes", "tokens", "dispatch", "bare", "ratio", "combine", "bare",
-             "ratio", "sent MB", "link", "back MB", "link",
-             copies ? fmt::format(" {:>9} {:>6}", "memcpy", "ratio") : "",
-             steps ? fmt::format(" {:>11} {:>11} {:>9}", "step", "experts", "exposed") : "");
+  fmt::print(
+      "{:<24} {:<6} {:>7} {}{:>9} {:>9} {:>6} {}{:>9} {:>6}{}{}\n", "transport", "sizes", "tokens",
+      travels ? fmt::format("{:>9} {:>9} {:>6} ", "dispatch", "bare", "ratio") : "", "combine",
+      "bare", "ratio", travels ? fmt::format("{:>9} {:>6} ", "sent MB", "link") : "", "back MB",
+      "link", copies ? fmt::format(" {:>9} {:>6}", "memcpy", "ratio") : "",
+      steps ? fmt::format(" {:>11} {:>11} {:>9}", "step", "experts", "exposed") : "");
+  const auto times = [](double ours, double bare) {
+    return fmt::format("{:>6.1f} us {:>6.1f} us {:>6.2f} ", ours, bare, ours / bare);
+  };
+  const auto moved = [](double bytes, double share) {
+    return fmt::format("{:>9.3f} {:>4.0f} %", 1e-6 * bytes, 100 * share);
+  };
   for (const RankRow& row : rows) {  // scripts/ep-check.sh reads the columns up to the second ratio
-    fmt::print(
-        "{:<24} {:<6} {:>7} {:>6.1f} us {:>6.1f} us {:>6.2f} {:>6.1f} us {:>6.1f} us {:>6.2f} "
-        "{:>9.3f} {:>4.0f} % {:>9.3f} {:>4.0f} %",
-        row.transport, row.fixed_sizes ? "fixed" : "exact", row.num_tokens, row.dispatch_us,
-        row.bare_dispatch_us, row.dispatch_us / row.bare_dispatch_us, row.combine_us,
-        row.bare_combine_us, row.combine_us / row.bare_combine_us, 1e-6 * row.sent_bytes,
-        100 * row.dispatch_share(link), 1e-6 * row.returned_bytes, 100 * row.combine_share(link));
+    fmt::print("{:<24} {:<6} {:>7} {}{}{}{}", row.transport, row.fixed_sizes ? "fixed" : "exact",
+               row.num_tokens, travels ? times(row.dispatch_us, row.bare_dispatch_us) : "",
+               times(row.combine_us, row.bare_combine_us),
+               travels ? moved(row.sent_bytes, row.dispatch_share(link)) + " " : "",
+               moved(row.returned_bytes, row.combine_share(link)));
     if (copies) fmt::print(" {:>6.1f} us {:>6.2f}", row.copy_us, row.times_of_copy());
     if (steps) {
       fmt::print(" {:>8.1f} us {:>8.1f} us {:>6.1f} us", row.step_us, row.experts_us,
@@ -34,60 +86,53 @@ void print_rank_table(const RankBenchOptions& options, std::string_view backend,
     }
     fmt::print("\n");
   }
-  fmt::print(
-      "\nTimes and bytes are those of the rank with most.\n"
-      "bare: the data plane alone for the same bytes.\n"
-      "sent, back: what leaves a rank in dispatch and in combine. link: their share of the link's "
-      "bandwidth; above 100 % the bytes came from a cache.\n");
-  if (copies) {
-    fmt::print(
-        "memcpy: one copy of what is sent and one of what returns; its ratio is (dispatch + "
-        "combine) / memcpy.\n");
-  }
-  if (steps) {
-    fmt::print(
-        "step: dispatch, experts and combine without a pause. experts: of the rank whose take "
-        "longest."
-        " exposed: step - experts.\n");
-  }
+  print_notes(travels, copies, steps);
 }
 
 void print_rank_json(const RankBenchOptions& options, std::string_view backend,
                      const RankLink& link, const std::vector<RankRow>& rows) {
+  const Deployment& deployment = options.deployment;
+  const bool travels = options.parallel(0).needs_dispatch();
   nlohmann::ordered_json list = nlohmann::ordered_json::array();
   for (const RankRow& row : rows) {
-    list.push_back(
-        {{"ranks", options.num_ranks},
-         {"backend", backend},
-         {"scheme", name(options.scheme)},
-         {"dispatch_dtype", std::string(options.dispatch_dtype ? name(*options.dispatch_dtype)
-                                                               : "what the experts read")},
-         {"transport", row.transport},
-         {"sizes", row.fixed_sizes ? "fixed" : "exact"},
-         {"num_tokens", row.num_tokens},
-         {"dispatch_us", row.dispatch_us},
-         {"bare_dispatch_us", row.bare_dispatch_us},
-         {"combine_us", row.combine_us},
-         {"bare_combine_us", row.bare_combine_us},
-         {"sent_bytes", row.sent_bytes},
-         {"returned_bytes", row.returned_bytes},
-         {"gigabytes_per_second", row.gigabytes()},
-         {"link", link.what},
-         {"link_gigabytes_per_second", 1e-9 * link.bytes_per_second},
-         {"dispatch_share_of_link", row.dispatch_share(link)},
-         {"combine_share_of_link", row.combine_share(link)},
-         {"of_ranks",
-          {{"dispatch_us", row.ranks.dispatch_us},
-           {"combine_us", row.ranks.combine_us},
-           {"experts_us", row.ranks.experts_us},
-           {"sent_bytes", row.ranks.sent_bytes},
-           {"returned_bytes", row.ranks.returned_bytes}}}});
-    if (row.copy_us > 0) list.back()["memcpy_us"] = row.copy_us;
-    if (row.step_us > 0) {
-      list.back()["step_us"] = row.step_us;
-      list.back()["experts_us"] = row.experts_us;
-      list.back()["exposed_us"] = row.exposed_us;
+    nlohmann::ordered_json object, of_ranks;
+    object["ranks"] = options.num_ranks();
+    object["tp"] = deployment.tp_size;
+    object["dp"] = deployment.dp_size;
+    object["expert_parallel"] = deployment.expert_parallel;
+    object["backend"] = backend;
+    object["scheme"] = name(options.scheme);
+    object["dispatch_dtype"] = std::string(options.dispatch_dtype ? name(*options.dispatch_dtype)
+                                                                  : "what the experts read");
+    object["transport"] = row.transport;
+    object["sizes"] = row.fixed_sizes ? "fixed" : "exact";
+    object["num_tokens"] = row.num_tokens;
+    if (travels) {
+      object["dispatch_us"] = row.dispatch_us;
+      object["bare_dispatch_us"] = row.bare_dispatch_us;
+      object["sent_bytes"] = row.sent_bytes;
+      object["gigabytes_per_second"] = row.gigabytes();
+      object["dispatch_share_of_link"] = row.dispatch_share(link);
+      of_ranks["dispatch_us"] = row.ranks.dispatch_us;
+      of_ranks["sent_bytes"] = row.ranks.sent_bytes;
     }
+    object["combine_us"] = row.combine_us;
+    object["bare_combine_us"] = row.bare_combine_us;
+    object["returned_bytes"] = row.returned_bytes;
+    object["combine_share_of_link"] = row.combine_share(link);
+    object["link"] = link.what;
+    object["link_gigabytes_per_second"] = 1e-9 * link.bytes_per_second;
+    of_ranks["combine_us"] = row.ranks.combine_us;
+    of_ranks["returned_bytes"] = row.ranks.returned_bytes;
+    of_ranks["experts_us"] = row.ranks.experts_us;
+    object["of_ranks"] = of_ranks;
+    if (row.copy_us > 0) object["memcpy_us"] = row.copy_us;
+    if (row.step_us > 0) {
+      object["step_us"] = row.step_us;
+      object["experts_us"] = row.experts_us;
+      object["exposed_us"] = row.exposed_us;
+    }
+    list.push_back(std::move(object));
   }
   fmt::print("{}\n", list.dump());
 }

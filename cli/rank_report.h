@@ -1,4 +1,4 @@
-// What bench --ep prints.
+// What bench prints of ranks.
 #pragma once
 
 #include <string>
@@ -10,7 +10,8 @@
 
 namespace fusedmoe::cli {
 
-/// A number of tokens over a transport. Times are the largest of all ranks.
+/// A number of tokens over a transport. Times are the largest of all ranks. Where rows do not
+/// travel, all of dispatch is 0.
 struct RankRow {
   std::string transport;
   bool fixed_sizes = false;

@@ -49,6 +49,32 @@ typedef struct fusedmoe_gather {
 FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_create(
     int32_t rank, int32_t size, const fusedmoe_gather* gather,
     const fusedmoe_communicator_options* options, fusedmoe_communicator** communicator);
+
+/* Of a ncclUniqueId. */
+#define FUSEDMOE_NCCL_UNIQUE_ID_BYTES 128
+
+/* Where ranks that are processes find each other, which is one of folder, gather and address; and,
+ * on CUDA, NCCL as the caller has it, which is at most one of nccl_comm and nccl_unique_id. */
+typedef struct fusedmoe_rendezvous {
+  size_t struct_size;
+  const char* folder;            /* that all ranks see, and that is empty or does not exist yet */
+  const fusedmoe_gather* gather; /* called twice */
+  const char* address;           /* of rank 0, which listens at the port */
+  int32_t port;
+  int32_t reserved; /* 0 */
+  /* An ncclComm_t of these ranks. It must outlive the communicator, and is aborted when ranks
+   * fail. */
+  void* nccl_comm;
+  /* FUSEDMOE_NCCL_UNIQUE_ID_BYTES that all ranks were given. */
+  const void* nccl_unique_id;
+} fusedmoe_rendezvous;
+
+/* Ranks that are processes and find each other as `rendezvous` says. Collective. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_create_at(
+    int32_t rank, int32_t size, const fusedmoe_rendezvous* rendezvous,
+    const fusedmoe_communicator_options* options, fusedmoe_communicator** communicator);
+/* Writes a new id; `bytes` is FUSEDMOE_NCCL_UNIQUE_ID_BYTES. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_make_nccl_unique_id(void* id, size_t bytes);
 FUSEDMOE_C_API void fusedmoe_communicator_destroy(fusedmoe_communicator* communicator);
 
 typedef struct fusedmoe_communicator_info {

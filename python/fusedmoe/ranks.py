@@ -1,6 +1,7 @@
 """The ranks of a layer: communicators, and which rank holds which expert."""
 
-from typing import Any, Callable, List, Optional, TypeVar
+import os
+from typing import Any, Callable, List, Optional, TypeVar, Union
 
 from . import _core
 
@@ -93,6 +94,100 @@ class Communicator:
             timeout=timeout,
             shared_memory=shared_memory,
         )
+
+    @classmethod
+    def from_mpi(
+        cls,
+        comm: Any = None,
+        *,
+        device: str = "cpu",
+        timeout: float = 30.0,
+        shared_memory: bool = True,
+    ) -> "Communicator":
+        """The ranks of a communicator of mpi4py, default: MPI.COMM_WORLD.
+
+        They find each other by its allgather. Rows then go through memory that they share or over
+        TCP, and over NCCL on CUDA.
+        """
+        if comm is None:
+            from mpi4py import MPI
+
+            comm = MPI.COMM_WORLD
+        return cls.from_gather(
+            comm.Get_rank(),
+            comm.Get_size(),
+            comm.allgather,
+            device=device,
+            timeout=timeout,
+            shared_memory=shared_memory,
+        )
+
+    @classmethod
+    def from_folder(
+        cls,
+        rank: int,
+        size: int,
+        folder: Union[str, "os.PathLike[str]"],
+        *,
+        device: str = "cpu",
+        timeout: float = 30.0,
+        shared_memory: bool = True,
+    ) -> "Communicator":
+        """As join(), where the ranks find each other by files in a folder that all of them see.
+
+        The folder is empty, or does not exist yet. It may go when all ranks have ended.
+        """
+        return cls(
+            _core.create_communicator_in_folder(
+                rank, size, os.fspath(folder), device, timeout, shared_memory
+            )
+        )
+
+    @classmethod
+    def from_nccl(
+        cls,
+        comm: int,
+        rank: int,
+        size: int,
+        gather: Callable[[str], List[str]],
+        *,
+        device: str = "cuda:0",
+        timeout: float = 30.0,
+    ) -> "Communicator":
+        """As from_gather(), with rows over a communicator of NCCL that the caller has.
+
+        comm: its address (ncclComm_t). It must outlive this object, be of the libnccl.so.2 that
+            this process has loaded, and have the same ranks; it is aborted when ranks fail.
+        """
+        return cls(
+            _core.create_communicator_with_nccl(rank, size, gather, comm, None, device, timeout)
+        )
+
+    @classmethod
+    def from_nccl_id(
+        cls,
+        unique_id: bytes,
+        rank: int,
+        size: int,
+        gather: Callable[[str], List[str]],
+        *,
+        device: str = "cuda:0",
+        timeout: float = 30.0,
+    ) -> "Communicator":
+        """As from_gather(), with rows over a new communicator of NCCL.
+
+        unique_id: what make_nccl_id() has given one rank, which has told it to all.
+        """
+        return cls(
+            _core.create_communicator_with_nccl(
+                rank, size, gather, None, unique_id, device, timeout
+            )
+        )
+
+    @staticmethod
+    def make_nccl_id() -> bytes:
+        """A new ncclUniqueId."""
+        return _core.make_nccl_unique_id()
 
     @property
     def rank(self) -> int:

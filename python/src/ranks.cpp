@@ -4,6 +4,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "fusedmoe/comm.h"
@@ -40,11 +45,10 @@ PyCommunicator join(int rank, int size, const std::string& address, int port,
   return PyCommunicator(join_processes(std::move(launch), options));
 }
 
-/// `gather`: text of this rank -> list of all ranks' texts.
-PyCommunicator create(int rank, int size, const nb::callable& gather, const std::string& device,
-                      double timeout, bool shared_memory) {
-  const CommunicatorOptions options = options_of(device, timeout, shared_memory);
-  const auto collective = [&](const std::string& text) {
+/// An engine's own collective: text of this rank -> list of all ranks' texts. Called without the
+/// GIL, while the caller holds `gather`.
+GatherCallback collective_of(const nb::callable& gather) {
+  return [&gather](const std::string& text) {
     const nb::gil_scoped_acquire gil;
     const nb::object returned = gather(text);
     std::vector<std::string> texts;
@@ -54,9 +58,53 @@ PyCommunicator create(int rank, int size, const nb::callable& gather, const std:
     }
     return texts;
   };
+}
+
+PyCommunicator create(int rank, int size, const nb::callable& gather, const std::string& device,
+                      double timeout, bool shared_memory) {
+  const CommunicatorOptions options = options_of(device, timeout, shared_memory);
   const nb::gil_scoped_release no_gil;
-  auto control = make_control_plane(rank, size, collective, options.timeout);
+  auto control = make_control_plane(rank, size, collective_of(gather), options.timeout);
   return PyCommunicator(make_communicator(rank, size, std::move(control), options));
+}
+
+/// Texts as files in a folder.
+PyCommunicator create_in_folder(int rank, int size, const std::string& folder,
+                                const std::string& device, double timeout, bool shared_memory) {
+  const CommunicatorOptions options = options_of(device, timeout, shared_memory);
+  const nb::gil_scoped_release no_gil;
+  return PyCommunicator(make_communicator(rank, size, make_file_control_plane(folder), options));
+}
+
+/// With a communicator of NCCL that the caller has, by its address, or with a unique id.
+PyCommunicator create_with_nccl(int rank, int size, const nb::callable& gather,
+                                std::optional<std::uintptr_t> comm,
+                                const std::optional<nb::bytes>& unique_id,
+                                const std::string& device, double timeout) {
+  constexpr std::size_t kIdBytes = 128;
+  const CommunicatorOptions options = options_of(device, timeout);
+  if (options.device.is_cpu()) throw Error("device", device, "a CUDA device: NCCL is of GPUs");
+  if (comm && *comm == 0) throw Error("comm", "0", "the address of an ncclComm_t", Fault::kNull);
+  const std::string id = unique_id ? std::string(unique_id->c_str(), unique_id->size()) : "";
+  if (unique_id && id.size() != kIdBytes) {
+    throw Error("unique_id", std::to_string(id.size()) + " bytes",
+                std::to_string(kIdBytes) + ", an ncclUniqueId");
+  }
+  const nb::gil_scoped_release no_gil;
+  auto control = make_control_plane(rank, size, collective_of(gather), options.timeout);
+  std::shared_ptr<DataPlane> data;
+  try {
+    data = comm ? make_nccl_data_plane(reinterpret_cast<void*>(*comm), options.device, control,
+                                       options.timeout)
+                : make_nccl_data_plane(rank, size, options.device, control, options.timeout, id);
+  } catch (const std::exception& error) {
+    try {  // those who wait for this rank learn why it is not coming
+      control->post("failure", "rank " + std::to_string(rank) + ": " + error.what());
+    } catch (const std::exception&) {  // they notice at their deadlines
+    }
+    throw;
+  }
+  return PyCommunicator(std::make_shared<Communicator>(rank, size, control, data, options));
 }
 
 }  // namespace
@@ -121,6 +169,15 @@ void bind_ranks(nb::module_& module) {
              nb::arg("port"), nb::arg("device"), nb::arg("timeout"), nb::arg("shared_memory"));
   module.def("create_communicator", &create, nb::arg("rank"), nb::arg("size"), nb::arg("gather"),
              nb::arg("device"), nb::arg("timeout"), nb::arg("shared_memory"));
+  module.def("create_communicator_in_folder", &create_in_folder, nb::arg("rank"), nb::arg("size"),
+             nb::arg("folder"), nb::arg("device"), nb::arg("timeout"), nb::arg("shared_memory"));
+  module.def("create_communicator_with_nccl", &create_with_nccl, nb::arg("rank"), nb::arg("size"),
+             nb::arg("gather"), nb::arg("comm").none(), nb::arg("unique_id").none(),
+             nb::arg("device"), nb::arg("timeout"));
+  module.def("make_nccl_unique_id", [] {
+    const std::string id = make_nccl_unique_id();
+    return nb::bytes(id.data(), id.size());
+  });
   module.def(
       "make_placement",
       [](const std::string& kind, std::int64_t num_experts, int num_ranks, std::int64_t redundant) {

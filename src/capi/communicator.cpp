@@ -1,8 +1,11 @@
 // Communicators: threads of the process, or processes that find each other.
 #include "capi/communicator.h"
 
+#include <exception>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "capi/convert.h"
@@ -39,6 +42,60 @@ GatherCallback to_gather(const fusedmoe_gather& gather, int size) {
     if (failed) throw Error::communication("gather.run returned " + std::to_string(failed));
     return texts;
   };
+}
+
+/// What a rank that gives up tells those who wait for it, see ControlPlane.
+void post_failure(ControlPlane& control, int rank, const std::string& reason) noexcept {
+  try {
+    control.post("failure", "rank " + std::to_string(rank) + ": " + reason);
+  } catch (...) {
+    // The others notice at their deadlines.
+  }
+}
+
+void check_rendezvous(const fusedmoe_rendezvous& at, const CommunicatorOptions& options) {
+  const int ways = (at.folder != nullptr) + (at.gather != nullptr) + (at.address != nullptr);
+  if (ways != 1) {
+    throw Error("rendezvous", "with " + std::to_string(ways) + " of folder, gather and address",
+                "with one of them");
+  }
+  if (at.reserved != 0) throw Error("rendezvous.reserved", std::to_string(at.reserved), "0");
+  if (at.nccl_comm && at.nccl_unique_id) {
+    throw Error("rendezvous.nccl_unique_id", "given with nccl_comm", "given without");
+  }
+  if ((at.nccl_comm || at.nccl_unique_id) && options.device.is_cpu()) {
+    throw Error(at.nccl_comm ? "rendezvous.nccl_comm" : "rendezvous.nccl_unique_id",
+                "given with options.device cpu", "given with a CUDA device");
+  }
+}
+
+std::shared_ptr<Communicator> meet(int rank, int size, const fusedmoe_rendezvous& at,
+                                   const CommunicatorOptions& options) {
+  check_rendezvous(at, options);
+  std::shared_ptr<ControlPlane> control;
+  if (at.folder) {
+    control = make_file_control_plane(at.folder);
+  } else if (at.gather) {
+    const auto gather = to_gather(read_given_struct(at.gather, "rendezvous.gather"), size);
+    control = make_control_plane(rank, size, gather, options.timeout);
+  } else {
+    control = make_tcp_control_plane(rank, size, at.address, at.port, options.timeout);
+  }
+  if (!at.nccl_comm && !at.nccl_unique_id) return make_communicator(rank, size, control, options);
+  std::shared_ptr<DataPlane> data;
+  try {
+    if (at.nccl_comm) {
+      data = make_nccl_data_plane(at.nccl_comm, options.device, control, options.timeout);
+    } else {
+      const std::string_view id(static_cast<const char*>(at.nccl_unique_id),
+                                FUSEDMOE_NCCL_UNIQUE_ID_BYTES);
+      data = make_nccl_data_plane(rank, size, options.device, control, options.timeout, id);
+    }
+  } catch (const std::exception& error) {
+    post_failure(*control, rank, error.what());
+    throw;
+  }
+  return std::make_shared<Communicator>(rank, size, control, data, options);
 }
 
 }  // namespace
@@ -85,6 +142,30 @@ fusedmoe_status fusedmoe_communicator_create(int32_t rank, int32_t size,
         fusedmoe::capi::to_gather(fusedmoe::capi::read_given_struct(gather, "gather"), size);
     *communicator = fusedmoe::capi::make_handle(fusedmoe::make_communicator(
         rank, size, fusedmoe::make_control_plane(rank, size, collective, o.timeout), o));
+  });
+}
+
+fusedmoe_status fusedmoe_communicator_create_at(int32_t rank, int32_t size,
+                                                const fusedmoe_rendezvous* rendezvous,
+                                                const fusedmoe_communicator_options* options,
+                                                fusedmoe_communicator** communicator) {
+  return guarded([&] {
+    given(communicator, "communicator");
+    const fusedmoe::CommunicatorOptions o = fusedmoe::capi::to_options(options);
+    const auto at = fusedmoe::capi::read_given_struct(rendezvous, "rendezvous");
+    *communicator = fusedmoe::capi::make_handle(fusedmoe::capi::meet(rank, size, at, o));
+  });
+}
+
+fusedmoe_status fusedmoe_make_nccl_unique_id(void* id, size_t bytes) {
+  return guarded([&] {
+    if (!id) throw fusedmoe::Error("id", "NULL", "memory", fusedmoe::Fault::kNull);
+    if (bytes != FUSEDMOE_NCCL_UNIQUE_ID_BYTES) {
+      throw fusedmoe::Error("bytes", std::to_string(bytes),
+                            std::to_string(FUSEDMOE_NCCL_UNIQUE_ID_BYTES));
+    }
+    const std::string made = fusedmoe::make_nccl_unique_id();
+    made.copy(static_cast<char*>(id), bytes);
   });
 }
 

@@ -1,5 +1,8 @@
 // The C interface on a GPU: device pointers, a stream and a graph of the caller's.
+#include <dlfcn.h>
+
 #include "capi_test.h"
+#include "fusedmoe/comm.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 #include "testing/compare.h"
@@ -56,6 +59,50 @@ TEST(CCudaTest, AForwardOnAStreamAndInAGraph) {
   graph.launch(stream);
   synchronize(stream);
   EXPECT_LE(compare(to_device(output, {}), expected).max_norm_relative, 2e-2);
+}
+
+/// One rank suffices to see that the communicator is made of what the caller brings.
+TEST(CCudaTest, ARankBringsItsNccl) {
+  const std::string problem = fusedmoe_device_problem(FUSEDMOE_CUDA, 0);
+  if (!problem.empty()) GTEST_SKIP() << problem;
+  const NcclInfo nccl = nccl_info();
+  if (!nccl.problem.empty()) GTEST_SKIP() << nccl.problem;
+  struct UniqueId {
+    char bytes[FUSEDMOE_NCCL_UNIQUE_ID_BYTES];
+  };
+  using Comm = void*;
+  void* const library = dlopen(nccl.path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  ASSERT_TRUE(library) << dlerror();
+  const auto init =
+      reinterpret_cast<int (*)(Comm*, int, UniqueId, int)>(dlsym(library, "ncclCommInitRank"));
+  const auto destroy = reinterpret_cast<int (*)(Comm)>(dlsym(library, "ncclCommDestroy"));
+  const CurrentDevice current({DeviceKind::kCuda, 0});
+  UniqueId ids[2];
+  for (UniqueId& id : ids) ASSERT_OK(fusedmoe_make_nccl_unique_id(&id, sizeof id));
+  Comm comm = nullptr;
+  ASSERT_EQ(init(&comm, 1, ids[0], 0), 0);
+  auto options = sized<fusedmoe_communicator_options>();
+  options.device_type = FUSEDMOE_CUDA;
+  auto gather = sized<fusedmoe_gather>();
+  gather.run = [](void*, const char* text, size_t bytes,
+                  void (*give)(void*, int32_t, const char*, size_t), void* data) -> int32_t {
+    give(data, 0, text, bytes);
+    return 0;
+  };
+  for (const bool has_comm : {true, false}) {
+    auto at = sized<fusedmoe_rendezvous>();
+    at.gather = &gather;
+    at.nccl_comm = has_comm ? comm : nullptr;
+    at.nccl_unique_id = has_comm ? nullptr : &ids[1];
+    fusedmoe_communicator* made = nullptr;
+    ASSERT_OK(fusedmoe_communicator_create_at(0, 1, &at, &options, &made));
+    const Handle<fusedmoe_communicator> communicator(made);
+    auto info = sized<fusedmoe_communicator_info>();
+    EXPECT_OK(fusedmoe_communicator_get_info(made, &info));
+    EXPECT_STREQ(info.backend, "nccl");
+    EXPECT_OK(fusedmoe_communicator_barrier(made));
+  }
+  EXPECT_EQ(destroy(comm), 0);  // still the caller's
 }
 
 }  // namespace

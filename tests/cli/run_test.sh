@@ -95,8 +95,35 @@ case $situation in
     done
     # A row takes 512 bytes, or 256 and two scales of 4.
     ((sent[0] > 0 && sent[0] * 264 == sent[1] * 512)) || fail "sent ${sent[*]} bytes"
-    refuses '^error: --dispatch-dtype: was given without ranks' bench --shape 256x128x8x2 \
-      --dispatch-dtype e4m3
+    small=(bench --shape 256x128x8x2 --tokens 5 --max-seconds 0.05 --min-samples 2)
+    # The same tokens on all ranks: no rows travel, each rank sends its share of the sums.
+    for ranks in '--tp 2' '--tp 2 --ep 2'; do
+      # shellcheck disable=SC2086
+      succeeds "${small[@]}" $ranks
+      says '^2 ranks \(tp 2(, ep)?\) over threads'
+      says ' tokens +combine +bare +ratio +back MB +link +memcpy +ratio +step +experts +exposed$'
+      says '^no_ep +fixed +5 +[0-9.]+ us +[0-9.]+ us +[0-9.]+ +0\.003 '
+      says '^All ranks have the same tokens'
+    done
+    succeeds "${small[@]}" --tp 2 --json
+    says '"tp":2,"dp":1,"expert_parallel":false.*"returned_bytes":3072.0.*"step_us":'
+    ! grep -q dispatch_us out || fail "dispatch, though nothing travels"
+    succeeds "${small[@]}" --dp 2
+    says '^2 ranks \(dp 2\) over threads'
+    says '^allgather_reducescatter +exact +5 .* 0.003 .* 0.003 '
+    ! grep -q '^all2all' out || fail "all2all without expert parallelism"
+    # Rows go to all four ranks, and come back complete; or to one, and the sums of two are added.
+    succeeds "${small[@]}" --tp 2 --dp 2 --ep 4 --json
+    says '"transport":"all2all","sizes":"fixed",.*"sent_bytes":7680.0,.*"returned_bytes":7680.0,'
+    grep -o '"transport":"allgather_reducescatter","sizes":"fixed".*' out |
+      grep -q '"sent_bytes":2560.0,.*"returned_bytes":5632.0,' || fail "bytes of sums"
+    refuses '^error: --rows-only: was given where all ranks have the same tokens' "${small[@]}" \
+      --tp 2 --rows-only
+    refuses '^error: --rows-only: was given for one rank' "${small[@]}" --rows-only
+    refuses '^error: --experts: was all2all; .* all2all \(every rank has all tokens' "${small[@]}" \
+      --tp 2 --experts all2all
+    refuses '^error: --ep: was 3; must be 2' "${small[@]}" --tp 2 --ep 3
+    refuses '^error: --dispatch-dtype: was given for one rank' "${small[@]}" --dispatch-dtype e4m3
     ;;
   run_joins_launched_ranks)
     synth gpt_oss_tiny
@@ -143,6 +170,10 @@ case $situation in
       --max-seconds 0.1 --min-samples 2 --json
     [[ $status -eq 0 && $(wc -l <out) -eq 1 ]] || fail "one line of JSON"
     says '"backend":"tcp".*"dispatch_share_of_link":.*"sent_bytes":\[[0-9.]+,[0-9.]+\].*"memcpy_us":'
+    launched 2 RANK WORLD_SIZE bench --tp 2 --shape 256x128x8x2 --tokens 4 --max-seconds 0.1 \
+      --min-samples 2 --json
+    [[ $status -eq 0 && $(wc -l <out) -eq 1 ]] || fail "one line of JSON"
+    says '"tp":2,.*"backend":"tcp".*"transport":"no_ep"'
     launched 2 RANK WORLD_SIZE "${run_args[@]}" --ep 3
     grep -q '^rank 1: error: .* was 3 ranks; must be 2, the processes' err || fail "3 of 2 ranks"
     # A program for GPUs has MPI only if that was asked for; the one without CUDA always has it.

@@ -185,6 +185,15 @@ case $situation in
     says '^numa nodes +7 \([0-9]+ CPUs\)$'
     FUSEDMOE_NUMA_NODES='' succeeds doctor
     says '^numa nodes +none known$'
+    succeeds doctor --comm
+    says '^mpi +(Open MPI|MPICH|Intel|built without MPI)'
+    says '^threads +4 ranks exchanged numbers in [0-9.]+ s$'
+    says '^tcp +2 ranks exchanged numbers in [0-9.]+ s$'
+    says '^file rendezvous +2 processes exchanged numbers in [0-9.]+ s$'
+    says "^shared memory +2 processes read each other's memory in [0-9.]+ s\$"
+    TMPDIR=missing succeeds doctor --comm
+    says "^file rendezvous +filesystem error"
+    says "^shared memory +filesystem error"
     ;;
   examples)
     synth gpt_oss_tiny

@@ -167,24 +167,92 @@ def test_a_timeout_is_a_time(timeout):
         fusedmoe.Communicator.threads(RANKS, timeout=timeout)
 
 
+def threads_gather(engine, texts, rank):
+    """What an engine has: here threads that write into a list and wait for each other."""
+    calls = iter(texts)
+
+    def gather(text):
+        shared = next(calls)
+        shared[rank] = text
+        engine[rank].barrier()
+        return list(shared)
+
+    return gather
+
+
 def test_threads_of_one_interpreter_meet_and_part_over_tcp():
     """Rank 0's communicator waits for the others' when it ends, which must not need its thread."""
     engine = fusedmoe.Communicator.threads(RANKS, timeout=60)
     texts = [[""] * RANKS for _ in range(2)]
 
     def run(rank):
-        calls = iter(texts)
-
-        def gather(text):
-            shared = next(calls)
-            shared[rank] = text
-            engine[rank].barrier()
-            return list(shared)
-
+        gather = threads_gather(engine, texts, rank)
         communicator = fusedmoe.Communicator.from_gather(rank, RANKS, gather, timeout=60)
         return np.asarray(forward(communicator))
 
     assert np.array_equal(np.concatenate(run_threads(run)), layer()(tensors()[3]))
+
+
+class FakeMpi:
+    """What from_mpi() asks of a communicator of mpi4py."""
+
+    def __init__(self, engine, texts, rank):
+        self.rank, self.size = rank, len(engine)
+        self.allgather = threads_gather(engine, texts, rank)
+
+    def Get_rank(self):
+        return self.rank
+
+    def Get_size(self):
+        return self.size
+
+
+def test_ranks_meet_by_an_allgather_of_mpi():
+    engine = fusedmoe.Communicator.threads(RANKS, timeout=60)
+    texts = [[""] * RANKS for _ in range(2)]
+
+    def run(rank):
+        communicator = fusedmoe.Communicator.from_mpi(FakeMpi(engine, texts, rank), timeout=60)
+        return np.asarray(forward(communicator))
+
+    assert np.array_equal(np.concatenate(run_threads(run)), layer()(tensors()[3]))
+
+
+def without_nccl():
+    """Why NCCL cannot be used; skips the test where it can."""
+    try:
+        fusedmoe.Communicator.make_nccl_id()
+    except NotImplementedError as error:
+        return str(error)
+    pytest.skip("NCCL can be used here")
+
+
+@pytest.mark.parametrize("way", ["comm", "id"])
+def test_a_rank_without_nccl_tells_the_others(way):
+    problem = without_nccl()
+    engine = fusedmoe.Communicator.threads(RANKS, timeout=60)
+    texts = [[""] * RANKS for _ in range(2)]
+
+    def run(rank):
+        gather = threads_gather(engine, texts, rank)
+        if rank == 0:
+            return fusedmoe.Communicator.from_gather(rank, RANKS, gather, timeout=60)
+        if way == "comm":
+            return fusedmoe.Communicator.from_nccl(4096, rank, RANKS, gather)
+        return fusedmoe.Communicator.from_nccl_id(bytes(128), rank, RANKS, gather)
+
+    first, second = run_threads(run)
+    assert isinstance(second, NotImplementedError) and str(second) == problem
+    assert isinstance(first, RuntimeError) and str(first) == f"rank 1: {problem}"
+
+
+def test_wrong_calls_of_nccl():
+    with pytest.raises(ValueError, match="comm: was 0; must be the address"):
+        fusedmoe.Communicator.from_nccl(0, 0, 1, lambda text: [text])
+    with pytest.raises(ValueError, match="unique_id: was 3 bytes; must be 128, an ncclUniqueId"):
+        fusedmoe.Communicator.from_nccl_id(b"abc", 0, 1, lambda text: [text])
+    with pytest.raises(ValueError, match="device: was cpu; must be a CUDA device"):
+        fusedmoe.Communicator.from_nccl(4096, 0, 1, lambda text: [text], device="cpu")
 
 
 def free_port():
@@ -199,6 +267,11 @@ def joined(rank, port, **options):
 
 def run_process(rank, port, queue):
     communicator = joined(rank, port)
+    queue.put((rank, communicator.backend, np.asarray(forward(communicator))))
+
+
+def run_process_in_folder(rank, port, queue, folder):
+    communicator = fusedmoe.Communicator.from_folder(rank, RANKS, folder, timeout=60)
     queue.put((rank, communicator.backend, np.asarray(forward(communicator))))
 
 
@@ -242,6 +315,18 @@ def test_processes_give_the_bits_of_one_rank(target):
     parts = results_of_processes(target)
     assert [part[1] for part in parts] == ["tcp"] * RANKS
     assert np.array_equal(np.concatenate([part[2] for part in parts]), expected)
+
+
+def test_processes_meet_in_a_folder(tmp_path):
+    parts = results_of_processes(run_process_in_folder, tmp_path / "meeting")
+    assert [part[1] for part in parts] == ["tcp"] * RANKS
+    assert np.array_equal(np.concatenate([part[2] for part in parts]), layer()(tensors()[3]))
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot create .*/file"):
+        fusedmoe.Communicator.from_folder(0, 1, tmp_path / "file" / "folder")
 
 
 @pytest.mark.parametrize("sharing", [(True, True), (True, False)])
