@@ -432,6 +432,28 @@ class W4A8Codec {
 
 // ---- Blocks of 256 with scales of groups --------------------------------------------------------
 
+/// The scale and the negative offset of the group of Q4_K that `block` is in.
+template <class S>
+inline void load_q4k_scales(const std::byte* block, const std::byte* header, int v,
+                            typename S::F& scale, typename S::F& offset) {
+  constexpr std::int64_t kGroupBytes = kQ4KGroup / 8 * kStepBytes;
+  const std::int64_t group = (block - header - kQ4KHeaderBytes) / kGroupBytes;
+  const std::byte* scales = header + (4 + 2 * group) * kTileColumns + S::kWidth * v;
+  const std::byte* factors = header + 2 * S::kWidth * v;
+  scale = S::load_f16(factors) * S::to_float(S::load_u8(scales));
+  offset =
+      S::load_f16(factors + 2 * kTileColumns) * S::to_float(-S::load_u8(scales + kTileColumns));
+}
+
+/// The scale of the group of Q6_K that `block` is in.
+template <class S>
+inline typename S::F load_q6k_scale(const std::byte* block, const std::byte* header, int v) {
+  constexpr std::int64_t kGroupBytes = kQ6KGroup / 4 * kStepBytes;
+  const std::int64_t group = (block - header - kQ6KHeaderBytes) / kGroupBytes;
+  const auto bytes = S::load_u8(header + (2 + group) * kTileColumns + S::kWidth * v);
+  return S::load_f16(header + 2 * S::kWidth * v) * S::to_float((bytes ^ 128) - 128);
+}
+
 /// code * scale - offset, rounded once: products of a factor and a group's scale are exact.
 template <class S>
 class Q4KCodec {
@@ -442,13 +464,8 @@ class Q4KCodec {
   void decode(const std::byte* block, const std::byte* header, int v,
               typename S::F (&steps)[8]) const {
     codes_.decode(block, nullptr, v, steps);
-    constexpr std::int64_t kGroupBytes = kQ4KGroup / kK * kStepBytes;
-    const std::int64_t group = (block - header - kQ4KHeaderBytes) / kGroupBytes;
-    const std::byte* scales = header + (4 + 2 * group) * kTileColumns + S::kWidth * v;
-    const std::byte* factors = header + 2 * S::kWidth * v;
-    const auto scale = S::load_f16(factors) * S::to_float(S::load_u8(scales));
-    const auto offset =
-        S::load_f16(factors + 2 * kTileColumns) * S::to_float(-S::load_u8(scales + kTileColumns));
+    typename S::F scale, offset;
+    load_q4k_scales<S>(block, header, v, scale, offset);
 #pragma GCC unroll 8
     for (auto& step : steps) step = S::fma(step, scale, offset);
   }
@@ -467,10 +484,7 @@ class Q6KCodec {
   void decode(const std::byte* block, const std::byte* header, int v,
               typename S::F (&steps)[4]) const {
     codes_.decode(block, nullptr, v, steps);
-    constexpr std::int64_t kGroupBytes = kQ6KGroup / kK * kStepBytes;
-    const std::int64_t group = (block - header - kQ6KHeaderBytes) / kGroupBytes;
-    const auto bytes = S::load_u8(header + (2 + group) * kTileColumns + S::kWidth * v);
-    const auto scale = S::load_f16(header + 2 * S::kWidth * v) * S::to_float((bytes ^ 128) - 128);
+    const auto scale = load_q6k_scale<S>(block, header, v);
 #pragma GCC unroll 4
     for (auto& step : steps) step = step * scale;
   }

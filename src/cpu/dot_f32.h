@@ -28,6 +28,29 @@ void multiply_codes(const TileJob& job) {
       : multiply_grouped<D, Codec, kMost>(job);
 }
 
+/// Integers of 4 or 8 bits, whose groups have scales in the stream. With few rows they may have
+/// another codec than in panels; the results are the same.
+template <class D, class Codec, int kBits, std::int64_t kMost = kStreamedRows>
+void multiply_integers(const TileJob& job) {
+  using S = typename D::Simd;
+  if constexpr (ConvertsIntegers<S>) {
+    const bool done =
+        job.format.zeros
+            ? stream_few_rows<D, ConvertedIntegers<S, kBits, true>, Scaling::kGroups, kMost>(job)
+            : stream_few_rows<D, ConvertedIntegers<S, kBits, false>, Scaling::kGroups, kMost>(job);
+    if (!done) multiply_groups<D, Codec>(job);
+  } else {
+    multiply_codes<D, Codec, kMost>(job);
+  }
+}
+
+/// Codes that become fp32 by the scales of their groups; Few is the codec for few rows.
+template <class D, class Codec, class Few>
+void multiply_scaled(const TileJob& job) {
+  using Stream = std::conditional_t<ConvertsIntegers<typename D::Simd>, Few, Codec>;
+  if (!stream_few_rows<D, Stream, Scaling::kNone>(job)) multiply<D, CodecPanels<D, Codec>>(job);
+}
+
 /// MXFP4 with exact activations.
 template <class D, class Codec, class Panels>
 void multiply_chained(const TileJob& job) {
@@ -51,12 +74,12 @@ Kernels f32_kernels(const char* name) {
   set(Codes::kF16, multiply_plain<D, F16Codec<S>, CodecPanels<D, F16Codec<S>>, kMost>);
   set(Codes::kMxfp4, multiply_chained<D, E2m1, Mxfp4Panels<D, E2m1>>);
   set(Codes::kE2M1, multiply_codes<D, E2m1>);
-  set(Codes::kInt4, multiply_codes<D, Nibbles<S, Codes::kInt4>>);
+  set(Codes::kInt4, multiply_integers<D, Nibbles<S, Codes::kInt4>, 4>);
   set(Codes::kE4M3, multiply_codes<D, E4m3<S>>);
-  set(Codes::kInt8, multiply_codes<D, Int8Codec<S>, kMostInt8>);
-  set(Codes::kW4A8, multiply_plain<D, W4A8Codec<S>>);
-  set(Codes::kQ4K, multiply_plain<D, Q4KCodec<S>>);
-  set(Codes::kQ6K, multiply_plain<D, Q6KCodec<S>>);
+  set(Codes::kInt8, multiply_integers<D, Int8Codec<S>, 8, kMostInt8>);
+  set(Codes::kW4A8, multiply_scaled<D, W4A8Codec<S>, W4A8Groups<S>>);
+  set(Codes::kQ4K, multiply_scaled<D, Q4KCodec<S>, Q4KGroups<S>>);
+  set(Codes::kQ6K, multiply_scaled<D, Q6KCodec<S>, Q6KGroups<S>>);
   table.reduce = reduce<S>;
   table.sum = sum_rows<S>;
   table.convert[static_cast<int>(Compute::kF32)] = convert_to_f32<S>;

@@ -10,6 +10,7 @@ struct Simd : SimdVector<4> {
   static constexpr int kRows = 4;
   static constexpr bool kTotalsInRegisters = false;  // of groups, beside accumulators
   static constexpr int kStreamTiles = 1;
+  static constexpr bool kInterleaves = false;  // products of vectors of a stream
   static constexpr int stream_vectors(int) { return 2; }
   static F fma(F a, F b, F c) { return a * b + c; }
 };

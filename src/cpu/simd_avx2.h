@@ -13,6 +13,8 @@ struct Simd : SimdVector<8> {
   static constexpr int kRows = 6;  // 12 accumulators, 2 weights, 1 broadcast of 16 registers
   static constexpr bool kTotalsInRegisters = false;  // of groups, beside accumulators
   static constexpr int kStreamTiles = 1;
+  static constexpr bool kInterleaves = true;       // products of vectors of a stream
+  static constexpr bool kConvertsIntegers = true;  // rather than look codes up, for few rows
   /// Of a tile at a time: their accumulators leave room for decoding.
   static constexpr int stream_vectors(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 
@@ -35,6 +37,20 @@ struct Simd : SimdVector<8> {
   static F load_bf16(const std::byte* p) { return as_float(load_u16(p) << 16); }
   static F load_f16(const std::byte* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  /// E4M3 codes without a sign that are no NaN, among them subnormal numbers: shifted, they are f16
+  /// numbers of 2^-8 of their value, and F16C converts those whatever the denormal modes are.
+  static F load_finite_e4m3(const std::byte* p) {
+    const __m128i codes = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_cvtph_ps(_mm_slli_epi16(codes, 7)) * set1(256.0f);
+  }
+  /// Whether any of 64 E4M3 codes without a sign is NaN.
+  static bool any_e4m3_nan(const std::byte* p) {
+    const auto* codes = reinterpret_cast<const __m256i*>(p);
+    const __m256i nan = _mm256_set1_epi8(0x7F);
+    const __m256i first = _mm256_cmpeq_epi8(_mm256_loadu_si256(codes), nan);
+    const __m256i second = _mm256_cmpeq_epi8(_mm256_loadu_si256(codes + 1), nan);
+    return _mm256_movemask_epi8(_mm256_or_si256(first, second)) != 0;
   }
   static void to_f16(std::uint16_t* codes, F value) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm256_cvtps_ph(value, 0));

@@ -13,6 +13,7 @@ struct Simd : SimdVector<16> {
   static constexpr int kRows = 6;  // 24 accumulators, 4 weights, 1 broadcast of 32 registers
   static constexpr bool kTotalsInRegisters = true;  // of groups, beside accumulators
   static constexpr int kStreamTiles = 4;
+  static constexpr bool kInterleaves = false;             // products of vectors of a stream
   static constexpr int stream_vectors(int) { return 4; }  // of a tile, whatever the rows
 
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }

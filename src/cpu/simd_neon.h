@@ -13,6 +13,7 @@ struct Simd : SimdVector<4> {
   static constexpr int kRows = 6;  // 24 accumulators, 4 weights, 1 broadcast of 32 registers
   static constexpr bool kTotalsInRegisters = true;  // of groups, beside accumulators
   static constexpr int kStreamTiles = 1;
+  static constexpr bool kInterleaves = false;  // products of vectors of a stream
   /// Of a tile at a time: their accumulators leave room for decoding.
   static constexpr int stream_vectors(int rows) { return rows <= 2 ? 8 : 4; }
 

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "cpu/multiply_groups.h"
+#include "cpu/stream_codecs.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -24,12 +25,6 @@ inline void prefetch_heads(const TileJob& job, std::int64_t blocks_left) {
   const std::byte* line = job.prefetch + (kLines - blocks_left) * 64;
   for (int t = 0; t < T; ++t, line += job.tile_bytes) __builtin_prefetch(line);
 }
-
-/// Codecs that can decode one step of a block at a time.
-template <class Codec>
-concept DecodesSteps = requires(Codec codec, const std::byte* block) {
-  codec.step(codec.load(block, 0), 0);
-};
 
 /// What the scales of a stream do to accumulators.
 enum class Scaling {
@@ -75,7 +70,11 @@ class TileStreams {
       for (std::int64_t k = first; k < end; k += kGroup) {
         const std::int64_t count = end - k < kGroup ? end - k : kGroup;
         if constexpr (!kBlocks) prefetch_heads<T>(job_, (job_.k - k) / kGroup);
-        add_blocks(blocks, header, count, elements, k, accumulators);
+        if constexpr (kApart) {
+          add_blocks_apart(blocks, header, count, elements, k, accumulators);
+        } else {
+          add_blocks(blocks, header, count, elements, k, accumulators);
+        }
         blocks += count / Codec::kK * kStepBytes;
       }
       end_group(g, header, accumulators);
@@ -88,11 +87,24 @@ class TileStreams {
   using S = typename D::Simd;
   using F = typename S::F;
   using Acc = typename D::Acc;
+  static constexpr bool has_two_chains() {
+    return S::kInterleaves && D::kPerStep == 1 && Codec::kSteps == 8 && R < 4;
+  }
   static constexpr int kW = S::kWidth;
   static constexpr int kTileVectors = kTileColumns / kW;
   static constexpr int kVectors = S::stream_vectors(R);  // of a strip
   static constexpr int kStrips = kTileVectors / kVectors;
   static constexpr int kStripBytes = kStepBytes / kStrips;  // of a block
+  static constexpr bool kStepwise =
+      DecodesSteps<Codec> && (R > 2 || ConvertsIntegers<S> || PreparesGroups<Codec>);
+  /// Whether the loop over blocks is a function of its own.
+  static constexpr bool kApart =
+      S::kInterleaves && kStrips == 1 && D::kPerStep == 1 && kScaling == Scaling::kGroups;
+  static constexpr int kMostStepwise = S::kInterleaves && R == 2 ? 2 : 4;
+  /// Vectors whose products take turns.
+  static constexpr int kTogether = kStepwise ? (kVectors < kMostStepwise ? kVectors : kMostStepwise)
+                                   : has_two_chains() ? 2
+                                                      : 1;
   using Strip = Acc[R][kVectors];
   using Tiles = Strip[T][kStrips];
 
@@ -134,8 +146,10 @@ class TileStreams {
   }
 
   [[gnu::always_inline]] void begin_group(std::int64_t g, const std::byte* header,
-                                          Tiles& accumulators) const {
+                                          Tiles& accumulators) {
     if constexpr (kScaling == Scaling::kNone) return;
+    // Now, while no accumulators are in the registers. For MXFP4 that was slower.
+    if (job_.format.codes != Codes::kMxfp4) load_scales(header);
     each_strip([&](int t, int s) __attribute__((always_inline)) {
       Strip& strip = accumulators[t][s];
       const std::byte* at = header + t * job_.tile_bytes;
@@ -158,15 +172,15 @@ class TileStreams {
   [[gnu::always_inline]] Acc initial(const float* initial, std::int64_t g, const std::byte* header,
                                      int v) const {
     if (!initial) return D::zero();
-    const F value = S::set1(initial[g]);
+    const F value = S::set1(initial[g] * kUnit<Codec>);
     if (!job_.format.zeros) return D::initial(value);
-    return D::initial(value * load_zeros<S>(header + job_.format.scale_bytes(), v));
+    return D::initial(value * load_zeros<S>(header + scale_bytes_, v));
   }
 
   /// Adds the products of `k` elements of each row from element `first` on.
   [[gnu::always_inline]] void add_blocks(const std::byte* blocks, const std::byte* header,
                                          std::int64_t k, const std::byte* (&elements)[R],
-                                         std::int64_t first, Tiles& accumulators) const {
+                                         std::int64_t first, Tiles& accumulators) {
     const std::int64_t a = first / Codec::kK * Codec::kSteps * 4;
     const std::int64_t num_blocks = k / Codec::kK;
     if constexpr (kStrips == 1) {
@@ -203,48 +217,105 @@ class TileStreams {
     }
   }
 
+  /// The same in a function of its own. Within `run`, GCC 12 has accumulators on the stack.
+  [[gnu::noinline]] void add_blocks_apart(const std::byte* blocks, const std::byte* header,
+                                          std::int64_t k, const std::byte* (&elements)[R],
+                                          std::int64_t first, Tiles& accumulators) {
+    Tiles copy;
+    each([&](int r, int v)
+             __attribute__((always_inline)) { copy[0][0][r][v] = accumulators[0][0][r][v]; });
+    add_blocks(blocks, header, k, elements, first, copy);
+    each([&](int r, int v)
+             __attribute__((always_inline)) { accumulators[0][0][r][v] = copy[0][0][r][v]; });
+  }
+
+  /// Hides from the compiler that it has loaded these elements before.
+  [[gnu::always_inline]] static void hide(const std::byte* (&elements)[R]) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) asm volatile("" : "+r"(elements[r]));
+  }
+
   /// Adds the products of block `i` with strip `s` of tile `t`.
   [[gnu::always_inline]] void add_block(const std::byte* blocks, const std::byte* header, int t,
                                         int s, std::int64_t i, std::int64_t a,
-                                        const std::byte* (&elements)[R], Strip& strip) const {
+                                        const std::byte* (&elements)[R], Strip& strip) {
     const std::byte* block = blocks + t * job_.tile_bytes + i * kStepBytes;
     const std::int64_t element = a + i * Codec::kSteps * 4;
-    if constexpr (DecodesSteps<Codec> && R > 2) {
-      // Each element of a row is loaded once for all vectors of the strip. An Ice Lake core loads
-      // hardly more than one operand a cycle, and could make two products.
-      typename S::I codes[kVectors];
+    if constexpr (PreparesGroups<Codec>) {
+      if (i * Codec::kK % Codec::kGroupK == 0) {
+        codec_.prepare(block, header + t * job_.tile_bytes, s * kVectors, kVectors);
+      }
+    }
+    if constexpr (kStepwise) {
+      add_steps(block, s, element, elements, strip);
+    } else {
+      add_vectors(block, header + t * job_.tile_bytes, s, element, elements, strip);
+    }
+  }
+
+  /// One step of several vectors at a time.
+  [[gnu::always_inline]] void add_steps(const std::byte* block, int s, std::int64_t element,
+                                        const std::byte* (&elements)[R], Strip& strip) const {
+    // Each element of a row is loaded once for several vectors. An Ice Lake core loads hardly
+    // more than one operand a cycle, and could make two products.
+#pragma GCC unroll 2
+    for (int first = 0; first < kVectors; first += kTogether) {
+      if (first > 0) hide(elements);
+      const Codec* codec = &codec_;
+      typename S::I codes[kTogether];
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) codes[v] = codec_.load(block, s * kVectors + v);
+      for (int v = 0; v < kTogether; ++v) {
+        codes[v] = codec->load(block, s * kVectors + first + v);
+      }
 #pragma GCC unroll 8
       for (int j = 0; j < Codec::kSteps; ++j) {
-        typename D::B weights[kVectors];
+        // What a group has prepared is read again for each step: accumulators need the registers.
+        if constexpr (PreparesGroups<Codec>) asm volatile("" : "+r"(codec));
+        typename D::B weights[kTogether];
 #pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) weights[v] = codec_.step(codes[v], j);
+        for (int v = 0; v < kTogether; ++v) {
+          if constexpr (PreparesGroups<Codec>) {
+            weights[v] = codec->step(codes[v], j, s * kVectors + first + v);
+          } else {
+            weights[v] = codec->step(codes[v], j);
+          }
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
           const auto x = D::broadcast(elements[r] + element + 4 * j);
 #pragma GCC unroll 8
-          for (int v = 0; v < kVectors; ++v) strip[r][v] = D::dot(strip[r][v], weights[v], x);
+          for (int v = 0; v < kTogether; ++v) {
+            strip[r][first + v] = D::dot(strip[r][first + v], weights[v], x);
+          }
         }
       }
-      return;
     }
+  }
+
+  /// All steps of one or two vectors at a time.
+  [[gnu::always_inline]] void add_vectors(const std::byte* block, const std::byte* header, int s,
+                                          std::int64_t element, const std::byte* (&elements)[R],
+                                          Strip& strip) const {
+    // The products of kTogether vectors take turns, so that no product waits for the one before it.
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < kVectors; v += kTogether) {
       // Loading a row's elements again for each vector is free; keeping them in registers would
-      // spill accumulators. The empty assembly hides from the compiler that they are the same.
-      if (v % S::kVectors == 0) {
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) asm volatile("" : "+r"(elements[r]));
+      // spill accumulators.
+      if (v % S::kVectors == 0) hide(elements);
+      typename D::B weights[kTogether][Codec::kSteps];
+#pragma GCC unroll 2
+      for (int i = 0; i < kTogether; ++i) {
+        codec_.decode(block, header, s * kVectors + v + i, weights[i]);
       }
-      typename D::B weights[Codec::kSteps];
-      codec_.decode(block, header + t * job_.tile_bytes, s * kVectors + v, weights);
 #pragma GCC unroll 8
       for (int j = 0; j < Codec::kSteps; ++j) {
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
-          strip[r][v] =
-              D::dot(strip[r][v], weights[j], D::broadcast(elements[r] + element + 4 * j));
+          const auto x = D::broadcast(elements[r] + element + 4 * j);
+#pragma GCC unroll 2
+          for (int i = 0; i < kTogether; ++i) {
+            strip[r][v + i] = D::dot(strip[r][v + i], weights[i][j], x);
+          }
         }
       }
     }
@@ -253,15 +324,18 @@ class TileStreams {
   [[gnu::always_inline]] void end_group(std::int64_t g, const std::byte* header,
                                         const Tiles& accumulators) {
     if constexpr (kScaling == Scaling::kGroups) {
-#pragma GCC unroll 1
-      for (int t = 0; t < T; ++t) load_scales(t, header + t * job_.tile_bytes);
+      if (job_.format.codes == Codes::kMxfp4) load_scales(header);
+      const bool has_scales = rows_[0].scales;
+      float factors[R];
+      for (int r = 0; r < R; ++r) {
+        const float scale = has_scales ? rows_[r].scales[g >> job_.row_scales.group_shift] : 1;
+        factors[r] = scale / kUnit<Codec>;
+      }
       each_strip([&](int t, int s) __attribute__((always_inline)) {
         each([&](int r, int v) __attribute__((always_inline)) {
           const int column = (s * kVectors + v) * kW;
           F scale = S::load(scales_[t] + column);
-          if (rows_[r].scales) {
-            scale = scale * S::set1(rows_[r].scales[g >> job_.row_scales.group_shift]);
-          }
+          if (has_scales || kUnit<Codec> != 1) scale = scale * S::set1(factors[r]);
           float* total = totals_[t][r] + column;
           S::store(total, S::fma(D::to_float(accumulators[t][s][r][v]), scale, S::load(total)));
         });
@@ -269,12 +343,18 @@ class TileStreams {
     }
   }
 
-  void load_scales(int t, const std::byte* header) {
-    if (job_.format.codes == Codes::kMxfp4) {
-      chain_[t].advance(header);
-      chain_[t].store(scales_[t]);
-    } else {
-      decode_scales<S>(job_.format.scales, header, scales_[t]);
+  /// The scales of a group, for all tiles.
+  void load_scales(const std::byte* header) {
+    if constexpr (kScaling == Scaling::kGroups) {
+#pragma GCC unroll 1
+      for (int t = 0; t < T; ++t, header += job_.tile_bytes) {
+        if (job_.format.codes == Codes::kMxfp4) {
+          chain_[t].advance(header);
+          chain_[t].store(scales_[t]);
+        } else {
+          decode_scales<S>(job_.format.scales, header, scales_[t]);
+        }
+      }
     }
   }
 
@@ -304,8 +384,9 @@ class TileStreams {
   const int first_tile_;
   const std::int64_t first_row_;
   Prefetcher* const prefetch_;
-  const Codec codec_;
+  Codec codec_;
   const std::byte* tiles_;
+  const std::int64_t scale_bytes_ = job_.format.scale_bytes();
   GroupRow rows_[R];
   /// Only groups need the members below: for the other scalings they are small.
   static constexpr int if_grouped(int count) {
@@ -393,7 +474,7 @@ void stream_rows(const TileJob& job) {
 template <class D, class Codec, Scaling kScaling, std::int64_t kMost = kStreamedRows>
 bool stream_few_rows(const TileJob& job) {
   static_assert(kStreamedRows == 4);
-  if constexpr (DecodesSteps<Codec>) {  // so the registers hold five rows, too
+  if constexpr (DecodesSteps<Codec> && kHoldsRows<typename D::Simd, 5>) {
     if (job.num_rows == 5) {
       stream_rows<D, Codec, kScaling, 5>(job);
       return true;
