@@ -24,6 +24,11 @@ struct DotIntegers {
     return S::set1_words(word);
   }
   static B dot(B acc, B b, B a) { return Products::dot(acc, b, a); }
+  /// Two steps at once, only where that takes fewer instructions.
+  static B dot2(B acc, const B (&b)[2], const B (&a)[2]) requires requires {
+    Products::dot2(acc, b, a);
+  }
+  { return Products::dot2(acc, b, a); }
   /// Only where the products come by matrices.
   template <int R, int kVectors>
   static void add_products(B (&acc)[R][kVectors], const std::byte* b,

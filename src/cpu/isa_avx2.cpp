@@ -6,9 +6,18 @@
 namespace fusedmoe::cpu {
 namespace {
 
+/// The products of two steps are added in 16 bits, which hold four of 24 x 128.
+struct PairedProducts : SmallProducts<Simd> {
+  static Simd::I dot2(Simd::I acc, const Simd::I (&b)[2], const Simd::I (&a)[2]) {
+    const auto first = (__m256i)Simd::multiply_bytes(b[0], a[0]);
+    const auto second = (__m256i)Simd::multiply_bytes(b[1], a[1]);
+    return acc + Simd::add_pairs((Simd::I)_mm256_add_epi16(first, second), 1);
+  }
+};
+
 Kernels make_kernels() {
   Kernels table = f32_kernels<Simd>("avx2");
-  add_int8_kernels<Simd, SmallProducts<Simd>, WideProducts<Simd>>(table);
+  add_int8_kernels<Simd, PairedProducts, WideProducts<Simd>>(table);
   add_int16_kernels<Simd, PairProducts<Simd>>(table);
   return table;
 }

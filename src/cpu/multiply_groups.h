@@ -9,6 +9,12 @@
 namespace fusedmoe::cpu {
 namespace {
 
+/// Dot products that take two steps at once. Groups have an even number of steps.
+template <class D>
+concept AddsTwoSteps = requires(typename D::Acc acc, const typename D::B (&pair)[2]) {
+  D::dot2(acc, pair, pair);
+};
+
 /// Rows of one block. 32 registers hold the accumulators and the totals of these, 16 only the
 /// accumulators.
 template <class S, bool kTotals>
@@ -51,6 +57,25 @@ template <class D, int R, int kVectors>
                                                 std::int64_t steps) {
   if constexpr (requires { D::add_products(acc, b, rows, a, steps); }) {
     D::add_products(acc, b, rows, a, steps);
+    return;
+  }
+  if constexpr (AddsTwoSteps<D>) {
+#pragma GCC unroll 2
+    for (std::int64_t step = 0; step < steps; step += 2, b += 2 * kStepBytes, a += 8) {
+      typename D::B weights[kVectors][2];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        for (int i = 0; i < 2; ++i) {
+          weights[v][i] = D::load_b(b + i * kStepBytes + v * D::Simd::kWidth * 4);
+        }
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const typename D::B x[2] = {D::broadcast(rows[r] + a), D::broadcast(rows[r] + a + 4)};
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) acc[r][v] = D::dot2(acc[r][v], weights[v], x);
+      }
+    }
     return;
   }
 #pragma GCC unroll 4

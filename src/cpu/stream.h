@@ -307,6 +307,16 @@ class TileStreams {
       for (int i = 0; i < kTogether; ++i) {
         codec_.decode(block, header, s * kVectors + v + i, weights[i]);
       }
+      if constexpr (AddsTwoSteps<D>) {
+        static_assert(Codec::kSteps == 2 && kTogether == 1);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          const typename D::B x[2] = {D::broadcast(elements[r] + element),
+                                      D::broadcast(elements[r] + element + 4)};
+          strip[r][v] = D::dot2(strip[r][v], weights[0], x);
+        }
+        continue;
+      }
 #pragma GCC unroll 8
       for (int j = 0; j < Codec::kSteps; ++j) {
 #pragma GCC unroll 4
