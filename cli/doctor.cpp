@@ -223,7 +223,10 @@ std::string tcp_test() {
 
 /// Calls test(communicator) in this process and in a child of it, which meet in a folder.
 void run_two_processes(const RankFunction& test) {
-  std::string folder = (std::filesystem::temp_directory_path() / "fusedmoe-XXXXXX").string();
+  std::error_code missing;
+  const std::filesystem::path parent = std::filesystem::temp_directory_path(missing);
+  if (missing) throw Error::communication("no folder for temporary files: see TMPDIR");
+  std::string folder = (parent / "fusedmoe-XXXXXX").string();
   if (mkdtemp(folder.data()) == nullptr) {
     throw Error::communication(
         fmt::format("cannot make the folder {}: {}", folder, std::strerror(errno)));

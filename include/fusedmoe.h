@@ -323,6 +323,10 @@ FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_get_info(const fusedmoe_layer* lay
 /* Scratch memory that a forward of num_tokens needs; monotone. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_workspace_bytes(const fusedmoe_layer* layer,
                                                               int64_t num_tokens, size_t* bytes);
+/* Memory that a forward takes beside it, where ranks are processes of one host that share memory;
+ * else 0. num_tokens is that of the rank with the most. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_shared_bytes(const fusedmoe_layer* layer,
+                                                           int64_t num_tokens, size_t* bytes);
 
 typedef struct fusedmoe_forward_args {
   size_t struct_size;

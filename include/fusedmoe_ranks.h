@@ -62,8 +62,8 @@ typedef struct fusedmoe_rendezvous {
   const char* address;           /* of rank 0, which listens at the port */
   int32_t port;
   int32_t reserved; /* 0 */
-  /* An ncclComm_t of these ranks. It must outlive the communicator, and is aborted when ranks
-   * fail. */
+  /* An ncclComm_t of this rank, with as many ranks, on the device of the options; else an error of
+   * all ranks. It must outlive the communicator, and is aborted when ranks fail. */
   void* nccl_comm;
   /* FUSEDMOE_NCCL_UNIQUE_ID_BYTES that all ranks were given. */
   const void* nccl_unique_id;

@@ -371,28 +371,34 @@ FUSEDMOE_API std::shared_ptr<DataPlane> make_tcp_data_plane(
     int rank, int size, const std::shared_ptr<ControlPlane>& control,
     std::chrono::milliseconds timeout = std::chrono::seconds(30));
 
+/// A communicator of NCCL that the caller brings; nothing: fusedmoe makes one.
+struct CallersNccl {
+  /// An ncclComm_t of this rank, of the libnccl.so.2 that this process has loaded. It must outlive
+  /// the communicator, and is aborted when ranks fail.
+  void* comm = nullptr;
+  /// Or the bytes of an ncclUniqueId that all ranks were given: one is made from it.
+  std::string_view unique_id;
+};
+
 /// Processes that have a control plane: their data plane is TCP on the CPU and NCCL on CUDA.
-/// Collective.
+/// Collective. Throws Error, on all ranks, where what the caller brings of NCCL is of another rank,
+/// number of ranks or GPU, or where the device is a CPU.
 FUSEDMOE_API std::shared_ptr<Communicator> make_communicator(int rank, int size,
                                                              std::shared_ptr<ControlPlane> control,
-                                                             CommunicatorOptions options = {});
+                                                             CommunicatorOptions options = {},
+                                                             const CallersNccl& nccl = {});
 /// The same over a TCP control plane, where rank 0 listens at the address and port of `launch`;
 /// none: what launch_from_environment() finds. Throws Error where that does not say an address.
 FUSEDMOE_API std::shared_ptr<Communicator> join_processes(std::optional<Launch> launch = {},
                                                           CommunicatorOptions options = {});
 
-/// NCCL on a CUDA device, whose library is opened at run time. The first form makes a communicator
-/// of NCCL, from `unique_id` where all ranks have been given the same one, the second uses an
-/// ncclComm_t, which must outlive it and is aborted when ranks fail. A thread watches what is
-/// enqueued: when it does not end within the timeout, it finds out over the control plane which
-/// ranks are late, ends NCCL's kernels and posts the reason. Replays of a graph are not watched.
-/// Throws Error saying why where libnccl.so.2 cannot be used.
+/// NCCL on a CUDA device, whose library is opened at run time. A thread watches what is enqueued:
+/// when it does not end within the timeout, it finds out over the control plane which ranks are
+/// late, ends NCCL's kernels and posts the reason. Replays of a graph are not watched. Throws Error
+/// saying why where libnccl.so.2 cannot be used. make_communicator() also tells the other ranks.
 FUSEDMOE_API std::shared_ptr<DataPlane> make_nccl_data_plane(
     int rank, int size, Device device, std::shared_ptr<ControlPlane> control,
-    std::chrono::milliseconds timeout = std::chrono::seconds(30), std::string_view unique_id = {});
-FUSEDMOE_API std::shared_ptr<DataPlane> make_nccl_data_plane(
-    void* nccl_comm, Device device, std::shared_ptr<ControlPlane> control,
-    std::chrono::milliseconds timeout = std::chrono::seconds(30));
+    std::chrono::milliseconds timeout = std::chrono::seconds(30), const CallersNccl& nccl = {});
 /// What there is of NCCL: the file and its version, and what this library was compiled for.
 struct NcclInfo {
   std::string path;     ///< of the library; empty: not found

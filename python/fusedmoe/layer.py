@@ -267,6 +267,11 @@ class MoELayer:
         """Scratch memory that a call with so many tokens needs."""
         return self._handle.workspace_bytes(num_tokens)
 
+    def shared_bytes(self, num_tokens: int) -> int:
+        """Memory that a call takes beside its workspace, where ranks are processes of one host that
+        share memory; else 0. num_tokens: of the rank with the most."""
+        return self._handle.shared_bytes(num_tokens)
+
     @property
     def plan_line(self) -> str:
         """What runs, as "cpu+no_ep mxfp4_w4a16 bf16 isa=avx512_bf16 threads=2"."""

@@ -157,7 +157,8 @@ class Communicator:
         """As from_gather(), with rows over a communicator of NCCL that the caller has.
 
         comm: its address (ncclComm_t). It must outlive this object, be of the libnccl.so.2 that
-            this process has loaded, and have the same ranks; it is aborted when ranks fail.
+            this process has loaded, and be of this rank, as many ranks and the device, else all
+            ranks get an error. It is aborted when ranks fail.
         """
         return cls(
             _core.create_communicator_with_nccl(rank, size, gather, comm, None, device, timeout)

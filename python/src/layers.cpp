@@ -257,6 +257,10 @@ void bind_layer(nb::module_& module) {
            [](const PyLayer& self, std::int64_t num_tokens) {
              return self.layer.workspace_bytes(num_tokens);
            })
+      .def("shared_bytes",
+           [](const PyLayer& self, std::int64_t num_tokens) {
+             return self.layer.shared_bytes(num_tokens);
+           })
       .def("plan_line", [](const PyLayer& self) { return self.layer.plan_line(); })
       .def("plan_json", [](const PyLayer& self) { return self.layer.plan_json(); })
       .def("table", [](const PyLayer& self) { return self.layer.selection().table(); })

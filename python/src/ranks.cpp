@@ -5,7 +5,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -92,19 +91,8 @@ PyCommunicator create_with_nccl(int rank, int size, const nb::callable& gather,
   }
   const nb::gil_scoped_release no_gil;
   auto control = make_control_plane(rank, size, collective_of(gather), options.timeout);
-  std::shared_ptr<DataPlane> data;
-  try {
-    data = comm ? make_nccl_data_plane(reinterpret_cast<void*>(*comm), options.device, control,
-                                       options.timeout)
-                : make_nccl_data_plane(rank, size, options.device, control, options.timeout, id);
-  } catch (const std::exception& error) {
-    try {  // those who wait for this rank learn why it is not coming
-      control->post("failure", "rank " + std::to_string(rank) + ": " + error.what());
-    } catch (const std::exception&) {  // they notice at their deadlines
-    }
-    throw;
-  }
-  return PyCommunicator(std::make_shared<Communicator>(rank, size, control, data, options));
+  const CallersNccl nccl{reinterpret_cast<void*>(comm.value_or(0)), id};
+  return PyCommunicator(make_communicator(rank, size, std::move(control), options, nccl));
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // Communicators: threads of the process, or processes that find each other.
 #include "capi/communicator.h"
 
-#include <exception>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -44,15 +43,6 @@ GatherCallback to_gather(const fusedmoe_gather& gather, int size) {
   };
 }
 
-/// What a rank that gives up tells those who wait for it, see ControlPlane.
-void post_failure(ControlPlane& control, int rank, const std::string& reason) noexcept {
-  try {
-    control.post("failure", "rank " + std::to_string(rank) + ": " + reason);
-  } catch (...) {
-    // The others notice at their deadlines.
-  }
-}
-
 void check_rendezvous(const fusedmoe_rendezvous& at, const CommunicatorOptions& options) {
   const int ways = (at.folder != nullptr) + (at.gather != nullptr) + (at.address != nullptr);
   if (ways != 1) {
@@ -81,21 +71,11 @@ std::shared_ptr<Communicator> meet(int rank, int size, const fusedmoe_rendezvous
   } else {
     control = make_tcp_control_plane(rank, size, at.address, at.port, options.timeout);
   }
-  if (!at.nccl_comm && !at.nccl_unique_id) return make_communicator(rank, size, control, options);
-  std::shared_ptr<DataPlane> data;
-  try {
-    if (at.nccl_comm) {
-      data = make_nccl_data_plane(at.nccl_comm, options.device, control, options.timeout);
-    } else {
-      const std::string_view id(static_cast<const char*>(at.nccl_unique_id),
-                                FUSEDMOE_NCCL_UNIQUE_ID_BYTES);
-      data = make_nccl_data_plane(rank, size, options.device, control, options.timeout, id);
-    }
-  } catch (const std::exception& error) {
-    post_failure(*control, rank, error.what());
-    throw;
+  CallersNccl nccl{.comm = at.nccl_comm};
+  if (at.nccl_unique_id) {
+    nccl.unique_id = {static_cast<const char*>(at.nccl_unique_id), FUSEDMOE_NCCL_UNIQUE_ID_BYTES};
   }
-  return std::make_shared<Communicator>(rank, size, control, data, options);
+  return make_communicator(rank, size, std::move(control), options, nccl);
 }
 
 }  // namespace

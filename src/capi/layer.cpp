@@ -225,6 +225,14 @@ fusedmoe_status fusedmoe_layer_workspace_bytes(const fusedmoe_layer* layer, int6
   });
 }
 
+fusedmoe_status fusedmoe_layer_shared_bytes(const fusedmoe_layer* layer, int64_t num_tokens,
+                                            size_t* bytes) {
+  return guarded([&] {
+    given(bytes, "bytes");
+    *bytes = given(layer, "layer").layer.shared_bytes(num_tokens);
+  });
+}
+
 fusedmoe_status fusedmoe_layer_forward(const fusedmoe_layer* layer,
                                        const fusedmoe_forward_args* args) {
   return guarded([&] {

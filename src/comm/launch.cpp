@@ -8,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "comm/check_ranks.h"
 #include "comm/poll.h"
 #include "core/check.h"
 
@@ -107,13 +108,19 @@ std::optional<Launch> launch_from_environment() {
 
 std::shared_ptr<Communicator> make_communicator(int rank, int size,
                                                 std::shared_ptr<ControlPlane> control,
-                                                CommunicatorOptions options) {
+                                                CommunicatorOptions options,
+                                                const CallersNccl& nccl) {
   FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
   std::shared_ptr<DataPlane> data;
   try {
-    data = options.device.is_cpu()
-               ? make_tcp_data_plane(rank, size, control, options.timeout)
-               : make_nccl_data_plane(rank, size, options.device, control, options.timeout);
+    comm::check_ranks(rank, size, options.timeout);
+    if (options.device.is_cpu()) {
+      FUSEDMOE_CHECK(!nccl.comm && nccl.unique_id.empty(), "device",
+                     "cpu, with a communicator of NCCL", "a CUDA device");
+      data = make_tcp_data_plane(rank, size, control, options.timeout);
+    } else {
+      data = make_nccl_data_plane(rank, size, options.device, control, options.timeout, nccl);
+    }
   } catch (const std::exception& error) {
     comm::post_failure(*control, rank, error.what());
     throw;

@@ -46,16 +46,11 @@ NcclInfo nccl_info() {
 }
 
 std::shared_ptr<DataPlane> make_nccl_data_plane(int, int, Device, std::shared_ptr<ControlPlane>,
-                                                std::chrono::milliseconds, std::string_view) {
+                                                std::chrono::milliseconds, const CallersNccl&) {
   fail();
 }
 
 std::string make_nccl_unique_id() {
-  fail();
-}
-
-std::shared_ptr<DataPlane> make_nccl_data_plane(void*, Device, std::shared_ptr<ControlPlane>,
-                                                std::chrono::milliseconds) {
   fail();
 }
 

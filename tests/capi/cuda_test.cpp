@@ -1,6 +1,7 @@
 // The C interface on a GPU: device pointers, a stream and a graph of the caller's.
 #include <dlfcn.h>
 
+#include "../unit/safetensors_bytes.h"
 #include "capi_test.h"
 #include "fusedmoe/comm.h"
 #include "fusedmoe/quant.h"
@@ -102,6 +103,15 @@ TEST(CCudaTest, ARankBringsItsNccl) {
     EXPECT_STREQ(info.backend, "nccl");
     EXPECT_OK(fusedmoe_communicator_barrier(made));
   }
+  // The caller's communicator is the one that is asked: it has one rank.
+  const TemporaryDirectory folder;
+  auto at = sized<fusedmoe_rendezvous>();
+  at.folder = folder.path().c_str();
+  at.nccl_comm = comm;
+  fusedmoe_communicator* made = nullptr;
+  EXPECT_EQ(fusedmoe_communicator_create_at(1, 2, &at, &options, &made), FUSEDMOE_INVALID_ARGUMENT);
+  EXPECT_STREQ(fusedmoe_last_error(),
+               "nccl.comm: was rank 0 of 1 on GPU 0; must be rank 1 of 2 on GPU 0");
   EXPECT_EQ(destroy(comm), 0);  // still the caller's
 }
 

@@ -10,21 +10,12 @@
 #include <vector>
 
 #include "../ranks/processes.h"
+#include "../unit/safetensors_bytes.h"
 #include "capi_ranks.h"
 #include "fusedmoe/comm.h"
 
 namespace fusedmoe::testing {
 namespace {
-
-struct TemporaryFolder {
-  std::string path = (std::filesystem::temp_directory_path() / "meet-XXXXXX").string();
-  TemporaryFolder() {
-    if (!mkdtemp(path.data())) throw std::runtime_error("cannot make a folder in " + path);
-  }
-  ~TemporaryFolder() { std::filesystem::remove_all(path); }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-};
 
 /// A port of this host that nobody uses now.
 int free_port() {
@@ -56,9 +47,9 @@ void meet(const Function& rendezvous_of, const char* backend) {
 }
 
 TEST(CRendezvousTest, RanksMeetInAFolderOrAtAnAddress) {
-  const TemporaryFolder folder;
+  const TemporaryDirectory folder;
   auto at = sized<fusedmoe_rendezvous>();
-  at.folder = folder.path.c_str();
+  at.folder = folder.path().c_str();
   meet([&](int) { return at; }, "tcp");
   at.folder = nullptr;
   at.address = "127.0.0.1";
@@ -67,11 +58,11 @@ TEST(CRendezvousTest, RanksMeetInAFolderOrAtAnAddress) {
 }
 
 TEST(CRendezvousTest, ProcessesMeetInAFolder) {
-  const TemporaryFolder folder;
+  const TemporaryDirectory folder;
   const auto run = [&](int rank, const std::shared_ptr<ControlPlane>&) -> std::string {
     const auto options = patient();
     auto at = sized<fusedmoe_rendezvous>();
-    at.folder = folder.path.c_str();
+    at.folder = folder.path().c_str();
     fusedmoe_communicator* made = nullptr;
     if (fusedmoe_communicator_create_at(rank, kRanks, &at, &options, &made) != FUSEDMOE_OK) {
       return fusedmoe_last_error();
@@ -100,9 +91,9 @@ TEST(CRendezvousTest, ARankWithoutNcclTellsTheOthers) {
   auto on_cuda = patient();
   on_cuda.device_type = FUSEDMOE_CUDA;
   for (const bool has_comm : {true, false}) {
-    const TemporaryFolder folder;
+    const TemporaryDirectory folder;
     auto at = sized<fusedmoe_rendezvous>();
-    at.folder = folder.path.c_str();
+    at.folder = folder.path().c_str();
     const auto expect_refused = [&](int rank, const fusedmoe_communicator_options& options,
                                     const std::string& text) {
       fusedmoe_communicator* made = nullptr;

@@ -240,6 +240,7 @@ TEST(CWrongCallsTest, NullEverywhere) {
   EXPECT_NE(fusedmoe_layer_create(nullptr, nullptr, nullptr), FUSEDMOE_OK);
   EXPECT_NE(fusedmoe_layer_get_info(nullptr, nullptr), FUSEDMOE_OK);
   EXPECT_NE(fusedmoe_layer_workspace_bytes(nullptr, 1, nullptr), FUSEDMOE_OK);
+  EXPECT_NE(fusedmoe_layer_shared_bytes(nullptr, 1, nullptr), FUSEDMOE_OK);
   EXPECT_NE(fusedmoe_layer_forward(nullptr, nullptr), FUSEDMOE_OK);
   EXPECT_NE(fusedmoe_layer_forward_routed(nullptr, nullptr), FUSEDMOE_OK);
   EXPECT_NE(fusedmoe_pack_cache_create(nullptr), FUSEDMOE_OK);

@@ -192,8 +192,8 @@ case $situation in
     says '^file rendezvous +2 processes exchanged numbers in [0-9.]+ s$'
     says "^shared memory +2 processes read each other's memory in [0-9.]+ s\$"
     TMPDIR=missing succeeds doctor --comm
-    says "^file rendezvous +filesystem error"
-    says "^shared memory +filesystem error"
+    says "^file rendezvous +no folder for temporary files: see TMPDIR$"
+    says "^shared memory +no folder for temporary files: see TMPDIR$"
     ;;
   examples)
     synth gpt_oss_tiny

@@ -41,22 +41,20 @@ inline std::vector<Setting> settings() {
 /// Communicators are made by the ranks themselves.
 class Ranks {
  public:
-  explicit Ranks(const Setting& setting)
-      : setting_(setting), control_(make_thread_control_plane()) {
-    const CommunicatorOptions options{kPatient, Device{DeviceKind::kCuda, 0}};
+  explicit Ranks(const Setting& setting, std::chrono::milliseconds timeout = kPatient)
+      : setting_(setting), timeout_(timeout), control_(make_thread_control_plane()) {
+    const CommunicatorOptions options{timeout, Device{DeviceKind::kCuda, 0}};
     if (!setting.nccl) shared_ = make_thread_communicators(setting.size, options);
   }
   std::shared_ptr<Communicator> join(int rank) {
     if (!setting_.nccl) return shared_[rank];
     const Device device{DeviceKind::kCuda, rank};
-    return std::make_shared<Communicator>(
-        rank, setting_.size, control_,
-        make_nccl_data_plane(rank, setting_.size, device, control_, kPatient),
-        CommunicatorOptions{kPatient, device});
+    return make_communicator(rank, setting_.size, control_, {timeout_, device});
   }
 
  private:
   Setting setting_;
+  std::chrono::milliseconds timeout_;
   std::shared_ptr<ControlPlane> control_;
   std::vector<std::shared_ptr<Communicator>> shared_;
 };

@@ -90,6 +90,7 @@ def test_what_a_layer_says_of_itself(problem):
     assert layer.info["hidden"] == 64 and layer.info["num_experts"] == 8
     assert layer.plan_line.startswith("cpu+no_ep f32 f32")
     assert layer.workspace_bytes(64) > layer.workspace_bytes(1) > 0
+    assert layer.shared_bytes(64) == 0
     pinned = fusedmoe.MoELayer.from_tensors(
         problem.w13, problem.w2, topk=2, dtype="f32", plan=layer.plan_json
     )

@@ -28,12 +28,10 @@ ncclDataType_t nccl_type(DType dtype) {
 
 class NcclData final : public DataPlane {
  public:
-  NcclData(ncclComm_t comm, bool ours, Device device, std::shared_ptr<ControlPlane> control,
-           milliseconds timeout)
-      : comm_(comm), ours_(ours), device_(device) {
-    FUSEDMOE_NCCL_CHECK(nccl().comm_count(comm_, &size_));
-    FUSEDMOE_NCCL_CHECK(nccl().comm_user_rank(comm_, &rank_));
-    watch_ = std::make_unique<Watch>(rank_, size_, device, std::move(control), timeout,
+  NcclData(ncclComm_t comm, bool ours, int rank, int size, Device device,
+           std::shared_ptr<ControlPlane> control, milliseconds timeout)
+      : comm_(comm), ours_(ours), device_(device), rank_(rank) {
+    watch_ = std::make_unique<Watch>(rank, size, device, std::move(control), timeout,
                                      [this] { abort(); });
   }
   ~NcclData() override {
@@ -116,7 +114,7 @@ class NcclData final : public DataPlane {
   std::atomic<ncclComm_t> comm_;  // null after an abort
   const bool ours_;
   const Device device_;
-  int rank_ = 0, size_ = 1;
+  const int rank_;
   std::timed_mutex mutex_;
   std::unique_ptr<Watch> watch_;
 };
@@ -126,7 +124,8 @@ ncclUniqueId shared_id(int rank, ControlPlane& control, milliseconds timeout,
                        std::string_view given) {
   ncclUniqueId id{};
   if (!given.empty()) {
-    FUSEDMOE_CHECK(given.size() == sizeof id, "unique_id", core::format("{} bytes", given.size()),
+    FUSEDMOE_CHECK(given.size() == sizeof id, "nccl.unique_id",
+                   core::format("{} bytes", given.size()),
                    core::format("{}, an ncclUniqueId", sizeof id));
     std::memcpy(&id, given.data(), sizeof id);
     return id;
@@ -183,42 +182,62 @@ void connect(ncclComm_t comm, int size, Device device) {
   synchronize(stream);
 }
 
-}  // namespace
-}  // namespace cuda
-
-std::shared_ptr<DataPlane> make_nccl_data_plane(int rank, int size, Device device,
-                                                std::shared_ptr<ControlPlane> control,
-                                                milliseconds timeout, std::string_view unique_id) {
-  FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
-  cuda::nccl();
-  const ncclUniqueId id = cuda::shared_id(rank, *control, timeout, unique_id);
-  cuda::meet(rank, size, *control, timeout);
+/// Makes NCCL's communicator. All ranks must be here.
+ncclComm_t make_comm(int rank, int size, Device device, const ncclUniqueId& id,
+                     ControlPlane& control, milliseconds timeout) {
   // In a thread of its own: a rank that dies now would leave this one waiting for ever.
   auto task = std::make_shared<std::packaged_task<ncclComm_t()>>([=] {
     const CurrentDevice current(device);
     ncclComm_t comm = nullptr;
-    cuda::check_nccl(cuda::nccl().comm_init_rank(&comm, size, id, rank), "ncclCommInitRank");
-    cuda::connect(comm, size, device);
+    check_nccl(nccl().comm_init_rank(&comm, size, id, rank), "ncclCommInitRank");
+    connect(comm, size, device);
     return comm;
   });
   std::future<ncclComm_t> comm = task->get_future();
   std::thread([task] { (*task)(); }).detach();
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   while (comm.wait_for(milliseconds(20)) != std::future_status::ready) {
-    control->check_failure();
+    control.check_failure();
     if (std::chrono::steady_clock::now() < deadline) continue;
     throw Error::communication("NCCL: the ranks did not connect in time");
   }
-  return std::make_shared<cuda::NcclData>(comm.get(), true, device, std::move(control), timeout);
+  return comm.get();
 }
 
-std::shared_ptr<DataPlane> make_nccl_data_plane(void* nccl_comm, Device device,
+/// Throws Error unless the caller's communicator is of this rank, of so many, on this GPU.
+void check_comm(ncclComm_t comm, int rank, int size, Device device) {
+  int its_rank = 0, its_size = 0, its_gpu = 0;
+  FUSEDMOE_NCCL_CHECK(nccl().comm_user_rank(comm, &its_rank));
+  FUSEDMOE_NCCL_CHECK(nccl().comm_count(comm, &its_size));
+  FUSEDMOE_NCCL_CHECK(nccl().comm_cu_device(comm, &its_gpu));
+  const auto text = [](int r, int of, int gpu) {
+    return core::format("rank {} of {} on GPU {}", r, of, gpu);
+  };
+  FUSEDMOE_CHECK(its_rank == rank && its_size == size && its_gpu == device.index, "nccl.comm",
+                 text(its_rank, its_size, its_gpu), text(rank, size, device.index));
+}
+
+}  // namespace
+}  // namespace cuda
+
+std::shared_ptr<DataPlane> make_nccl_data_plane(int rank, int size, Device device,
                                                 std::shared_ptr<ControlPlane> control,
-                                                milliseconds timeout) {
-  FUSEDMOE_CHECK_FAULT(nccl_comm, kNull, "nccl_comm", "null", "an ncclComm_t");
+                                                milliseconds timeout, const CallersNccl& nccl) {
   FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
-  return std::make_shared<cuda::NcclData>(static_cast<ncclComm_t>(nccl_comm), false, device,
-                                          std::move(control), timeout);
+  FUSEDMOE_CHECK(!nccl.comm || nccl.unique_id.empty(), "nccl.unique_id", "given with nccl.comm",
+                 "given without");
+  cuda::nccl();
+  auto comm = static_cast<ncclComm_t>(nccl.comm);
+  if (comm) {
+    cuda::check_comm(comm, rank, size, device);
+  } else {
+    const ncclUniqueId id = cuda::shared_id(rank, *control, timeout, nccl.unique_id);
+    cuda::meet(rank, size, *control, timeout);
+    comm = cuda::make_comm(rank, size, device, id, *control, timeout);
+  }
+  const bool ours = !nccl.comm;
+  return std::make_shared<cuda::NcclData>(comm, ours, rank, size, device, std::move(control),
+                                          timeout);
 }
 
 std::string make_nccl_unique_id() {
@@ -230,16 +249,11 @@ std::string make_nccl_unique_id() {
 #else
 
 std::shared_ptr<DataPlane> make_nccl_data_plane(int, int, Device, std::shared_ptr<ControlPlane>,
-                                                std::chrono::milliseconds, std::string_view) {
+                                                std::chrono::milliseconds, const CallersNccl&) {
   throw Error::unsupported(Reason::kOperation, "nccl", nccl_info().problem);
 }
 
 std::string make_nccl_unique_id() {
-  throw Error::unsupported(Reason::kOperation, "nccl", nccl_info().problem);
-}
-
-std::shared_ptr<DataPlane> make_nccl_data_plane(void*, Device, std::shared_ptr<ControlPlane>,
-                                                std::chrono::milliseconds) {
   throw Error::unsupported(Reason::kOperation, "nccl", nccl_info().problem);
 }
 

@@ -41,6 +41,7 @@ Library open_library() {
   find(f.comm_init_rank, "ncclCommInitRank");
   find(f.comm_count, "ncclCommCount");
   find(f.comm_user_rank, "ncclCommUserRank");
+  find(f.comm_cu_device, "ncclCommCuDevice");
   find(f.comm_destroy, "ncclCommDestroy");
   find(f.comm_abort, "ncclCommAbort");
   find(f.comm_get_async_error, "ncclCommGetAsyncError");

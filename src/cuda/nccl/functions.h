@@ -22,6 +22,7 @@ struct NcclFunctions {
   decltype(&ncclCommInitRank) comm_init_rank;
   decltype(&ncclCommCount) comm_count;
   decltype(&ncclCommUserRank) comm_user_rank;
+  decltype(&ncclCommCuDevice) comm_cu_device;
   decltype(&ncclCommDestroy) comm_destroy;
   decltype(&ncclCommAbort) comm_abort;
   decltype(&ncclCommGetAsyncError) comm_get_async_error;
