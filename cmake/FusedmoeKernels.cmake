@@ -35,10 +35,13 @@ while(operands)
     string(APPEND instances
       "template void launch_kernel<${policy}, ${index}>(const FusedMlpParams&, const Stream&);\n")
   endforeach()
+  string(APPEND instances "template void launch_one_token<${policy}>(\n"
+    "    const OneTokenParams&, const OneTokenMemory&, const Stream&);\n")
   set(file ${CMAKE_CURRENT_BINARY_DIR}/kernels/${policy}.cu)
   file(CONFIGURE OUTPUT ${file} @ONLY CONTENT [[
 #include "cuda/gemm/launch_kernel.cuh"
 #include "cuda/gemm/operands/@header@"
+#include "cuda/one_token/launch_one_token.cuh"
 
 namespace fusedmoe::cuda {
 static_assert(@policy@::kTiles.size() == @tiles@, "cmake/FusedmoeKernels.cmake has another number");

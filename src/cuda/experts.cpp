@@ -76,6 +76,10 @@ class Sm90Experts final : public core::RoutedExperts {
                    const KernelConfig& config) const;
   void run_standard(const ForwardArgs& args, const Scratch& scratch, const KernelConfig& config,
                     const RoutingData& routing, bool ids_are_old) const;
+  bool has_one_token(const ProblemSize& problem) const;
+  OneTokenShape one_token_shape(const ProblemSize& problem) const;
+  void run_one_token(const ForwardArgs& args, const Scratch& scratch,
+                     const ProblemSize& problem) const;
   void apply_unfused(const ForwardArgs& args, const FusedMlpParams& params, const Scratch& scratch,
                      const KernelConfig& config, const RoutingData& routing) const;
 
@@ -153,6 +157,7 @@ MlpShape Sm90Experts::shape_of(const ProblemSize& problem) const {
   const auto stores_groups = [&](const TileShape& tile) { return rows_.stores_groups(tile); };
   shape.stores_groups = std::any_of(format_.tiles.begin(), format_.tiles.end(), stores_groups);
   shape.batch_invariant = variant_ == Variant::kBatchInvariant;
+  shape.has_one_token = has_one_token(problem);
   shape.num_tokens = problem.num_tokens;
   shape.topk = batched() ? 1 : problem.topk;
   // As if so many tokens were routed to local experts only.
@@ -166,6 +171,24 @@ MlpShape Sm90Experts::shape_of(const ProblemSize& problem) const {
   shape.intermediate = problem.intermediate;
   shape.multiprocessors = multiprocessors_;
   return shape;
+}
+
+OneTokenShape Sm90Experts::one_token_shape(const ProblemSize& problem) const {
+  OneTokenShape shape;
+  shape.slots = problem.topk;
+  shape.blocks = multiprocessors_;
+  shape.slices[0] = slices_of(problem.intermediate, is_gated(config().activation));
+  shape.slices[1] = slices_of(problem.hidden, false);
+  shape.k_blocks[0] = ceil_div(problem.hidden, format_.block.k);
+  shape.k_blocks[1] = ceil_div(problem.intermediate, format_.block.k);
+  shape.rows_by_slot = rows_.differ_by_expert();
+  return shape;
+}
+
+bool Sm90Experts::has_one_token(const ProblemSize& problem) const {
+  return variant_ == Variant::kStandard && problem.num_tokens == 1 &&
+         problem.topk <= kMaxSlotsOfOneToken && !rows_.needs_hidden_pass() &&
+         one_token_shape(problem).memory().bytes <= kOneTokenSharedBytes;
 }
 
 /// What the caller requests, else what was tuned, else what the heuristic chooses.
@@ -402,12 +425,34 @@ void Sm90Experts::run_standard(const ForwardArgs& args, const Scratch& scratch,
   combine(end, args.stream);
 }
 
+void Sm90Experts::run_one_token(const ForwardArgs& args, const Scratch& scratch,
+                                const ProblemSize& problem) const {
+  const FusedMlpParams mlp = make_params(args, scratch, kOneToken);
+  OneTokenParams params;
+  params.gemms[0] = mlp.gemms[0];
+  params.gemms[1] = mlp.gemms[1];
+  params.activation = mlp.activation;
+  params.hidden = rows_.hidden(args, scratch);
+  params.activated = rows_.activated(args, scratch, mlp);
+  params.topk_ids = args.topk_ids.as<const std::int32_t>();
+  if (!config().apply_router_weight_on_input) {
+    params.topk_weights = args.topk_weights.as<const float>();
+  }
+  params.topk = static_cast<int>(problem.topk);
+  params.local_experts = core::LocalExperts(args.expert_map, problem.num_local_experts);
+  params.output = args.fused_output.data();
+  params.output_f32 = args.fused_output.dtype() == DType::kF32;
+  params.accumulate = args.accumulate;
+  format_.one_token(params, one_token_shape(problem).memory(), args.stream);
+}
+
 void Sm90Experts::run_routed(const ForwardArgs& args) const {
   const ProblemSize problem = core::problem_of(*this, args);
   if (problem.num_tokens == 0) return;
   const KernelConfig config = config_for(problem, args.kernel_config);
   const Scratch scratch = scratch_of(problem, config, args.workspace2);
   if (batched()) return run_batched(args, scratch, config);
+  if (config.one_token) return run_one_token(args, scratch, problem);
   const RoutingData routing =
       build_routing_data(args.topk_ids, args.expert_map, problem.num_local_experts, scratch.routing,
                          make_extras(args, scratch), args.stream);
@@ -423,6 +468,10 @@ void Sm90Experts::route_and_run(const ForwardArgs& args) const {
     return run_routed(args);
   }
   const KernelConfig config = config_for(problem, args.kernel_config);
+  if (config.one_token) {
+    route(args);
+    return run_routed(args);
+  }
   const Scratch scratch = scratch_of(problem, config, args.workspace2);
   FusedRoute fused;
   fused.config = args.router;

@@ -111,7 +111,7 @@ RowTransform OperandRows::activated(const ForwardArgs& args, const Scratch& scra
     rows.fp8 =
         fp8_quantizer(*config_.scheme.activations, packed(args).info().a2_scale, scratch.amax + 1);
   } else {
-    rows.kind = RowTransform::Kind::kQuantizeAndDecode;
+    if (quantizes()) rows.kind = RowTransform::Kind::kQuantizeAndDecode;
     rows.to = scratch.quantized.codes;
     rows.to_pitch = rows.row_pitch;
     rows.decoded = params.quantizer;

@@ -59,6 +59,25 @@ void launch_clusters(void (*kernel)(Params...), int cluster, dim3 grid, dim3 blo
   FUSEDMOE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
 }
 
+/// As launch(), below, without overlap, of blocks that run at the same time: they may wait for each
+/// other. So there are no more than fit on the device at once.
+template <typename... Params, typename... Args>
+void launch_together(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t shared_bytes,
+                     const LaunchStream& stream, Args&&... args) {
+  allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes, stream.device);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream.handle;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  FUSEDMOE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
+}
+
 /// Launches `kernel` on `stream`, whose device is the current one; throws Error when the launch is
 /// refused. Dynamic shared memory beyond 48 KiB is allowed for by itself.
 ///

@@ -136,13 +136,14 @@ constexpr std::int64_t kBytesF32 = std::int64_t{16} << 20;
 }  // namespace
 
 std::string to_string(const KernelConfig& config) {
+  if (config.one_token) return "one token";
   return core::format("{} splits {} {}", to_string(config.tile), config.splits,
                       config.rows_f32 ? "f32" : "bf16");
 }
 
 std::span<const KernelConfig> all_configs() {
   static const std::vector<KernelConfig> configs = [] {
-    std::vector<KernelConfig> list;
+    std::vector<KernelConfig> list{kOneToken};
     for (const WeightFormat& format : weight_formats()) {
       for (const TileShape& tile : format.tiles) {
         for (const int splits : kSplits) {
@@ -178,6 +179,9 @@ std::int64_t max_tokens_f32(const MlpShape& shape) {
 }
 
 bool valid(const MlpShape& shape, const KernelConfig& config) {
+  if (config.one_token) {
+    return shape.has_one_token && shape.num_tokens == 1 && config == kOneToken;
+  }
   const auto tiles = shape.format->tiles;
   return std::find(tiles.begin(), tiles.end(), config.tile) != tiles.end() &&
          std::find(std::begin(kSplits), std::end(kSplits), config.splits) != std::end(kSplits) &&
@@ -192,6 +196,7 @@ bool valid(const MlpShape& shape, const KernelConfig& config) {
 ConfigList valid_configs(const MlpShape& shape) {
   const bool rows_f32 = shape.num_tokens <= max_tokens_f32(shape);
   ConfigList configs;
+  if (valid(shape, kOneToken)) configs.push_back(kOneToken);
   for (const TileShape& tile : shape.format->tiles) {
     for (const int splits : kSplits) {
       const KernelConfig config{tile, splits, rows_f32};
@@ -208,6 +213,7 @@ KernelConfig largest_config(const MlpShape& shape) {
 }
 
 KernelConfig choose_config(const MlpShape& shape) {
+  if (valid(shape, kOneToken)) return kOneToken;
   const Load load = expected_load(shape);
   const ConfigList configs = valid_configs(shape);
   const TileShape tile = choose_tile(shape, load, configs);

@@ -19,10 +19,15 @@ struct KernelConfig {
   TileShape tile;
   int splits = 1;         ///< of GEMM 2's K
   bool rows_f32 = false;  ///< GEMM 2 leaves its rows to the combine in f32, else in 16 bits
+  /// The kernel of one token instead (one_token/), without tiles and combine.
+  bool one_token = false;
   constexpr bool operator==(const KernelConfig&) const = default;
 };
 
-/// "64x16k4c1 splits 2 f32"
+/// What the kernel of one token is as a configuration.
+inline constexpr KernelConfig kOneToken{kTiles16Bit[0], 1, true, true};
+
+/// "64x16k4c1 splits 2 f32", "one token"
 std::string to_string(const KernelConfig& config);
 /// Every configuration of every format.
 std::span<const KernelConfig> all_configs();
@@ -40,7 +45,7 @@ class ConfigList {
   const KernelConfig* end() const { return configs_.data() + size_; }
 
  private:
-  std::array<KernelConfig, kMaxTiles * std::size(kSplits)> configs_;
+  std::array<KernelConfig, kMaxTiles * std::size(kSplits) + 1> configs_;
   std::size_t size_ = 0;
 };
 
@@ -51,6 +56,7 @@ struct MlpShape {
   bool unfused = false;          ///< hooks see the rows of GEMM 2
   bool stores_groups = false;    ///< GEMM 1 quantizes in tiles that have whole groups
   bool batch_invariant = false;  ///< only configurations that add up rows in one order at all sizes
+  bool has_one_token = false;    ///< the kernel of one token has room for it
   std::int64_t num_tokens = 0;   ///< at most: what buffers hold
   std::int64_t expected_tokens = 0;  ///< of num_tokens; 0: unknown
   std::int64_t topk = 0;

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "cuda/gemm/fused_mlp.h"
+#include "cuda/one_token/one_token.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/weights.h"
@@ -96,6 +97,8 @@ struct WeightFormat {
   std::span<const TileShape> tiles;
   using Launch = void (*)(const FusedMlpParams&, const Stream&);
   std::span<const Launch> launches;  ///< of the tiles
+  /// Enqueues the experts of one token.
+  void (*one_token)(const OneTokenParams&, const OneTokenMemory&, const Stream&) = nullptr;
 
   /// The kernel can multiply by scales of a limited range only. Returns the exponent s so that all
   /// scales of the matrices, divided by 2^s, lie in it; results are multiplied by 2^s again. Throws

@@ -37,6 +37,10 @@ template <typename Operands, int kIndex>
 void launch_kernel(const FusedMlpParams& params, const Stream& stream);
 
 template <typename Operands>
+void launch_one_token(const OneTokenParams& params, const OneTokenMemory& memory,
+                      const Stream& stream);
+
+template <typename Operands>
 inline constexpr auto kLaunches = []<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
   return std::array<WeightFormat::Launch, sizeof...(kIndex)>{
       &launch_kernel<Operands, static_cast<int>(kIndex)>...};
@@ -63,6 +67,7 @@ WeightFormat format_of() {
   format.quantizes_rows = Operands::Output::kQuantizes;
   format.tiles = kTiles;
   format.launches = kLaunches<Operands>;
+  format.one_token = &launch_one_token<Operands>;
   return format;
 }
 

@@ -14,22 +14,30 @@ struct Mxfp4Fp8Operands : DecodedFp8Operands {
   static constexpr PackedBlock kBlock{kCodeBytes + kBlockRows * kGroups, kBlockK};
   static constexpr int kFixedExponent = -Mxfp4Table::kLargestExponent;
 
+  /// The fields of a thread's two rows.
+  using Scales = uint2;
+  __device__ static Scales load_scales(const std::uint8_t* block, int thread) {
+    return *reinterpret_cast<const uint2*>(scales(block, thread, kGroups));
+  }
   /// As W4a8Operands::Codes.
   struct Codes {
     const std::uint8_t* block;
     int thread;
-    uint2 fields;
+    Scales fields;
   };
   __device__ static Codes load(const std::uint8_t* block, int thread, const Tables& /*tables*/) {
-    return {block, thread, *reinterpret_cast<const uint2*>(scales(block, thread, kGroups))};
+    return {block, thread, load_scales(block, thread)};
   }
   /// -> the register operands of two steps of 32 of K, of the first or second half of the block.
   __device__ static void decode(const Codes& codes, int half, std::uint32_t (&a)[2][4]) {
-    const uint4 of_half = words(codes.block, codes.thread, half);
+    decode(words(codes.block, codes.thread, half), codes.fields, Tables(), half, a);
+  }
+  __device__ static void decode(const uint4& of_half, Scales fields, const Tables& /*tables*/,
+                                int half, std::uint32_t (&a)[2][4]) {
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       const int shift = 16 * half + 8 * step;
-      const Mxfp4Table row(codes.fields.x >> shift & 0xFF), next(codes.fields.y >> shift & 0xFF);
+      const Mxfp4Table row(fields.x >> shift & 0xFF), next(fields.y >> shift & 0xFF);
       row.decode(step == 0 ? of_half.x : of_half.z, a[step][0], a[step][2]);
       next.decode(step == 0 ? of_half.y : of_half.w, a[step][1], a[step][3]);
     }

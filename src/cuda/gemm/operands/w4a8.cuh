@@ -75,6 +75,11 @@ struct W4a8Operands : DecodedFp8Operands {
     }
   };
 
+  /// The E4M3 codes of a thread's two rows.
+  using Scales = std::uint32_t;
+  __device__ static Scales load_scales(const std::uint8_t* block, int thread) {
+    return *reinterpret_cast<const std::uint16_t*>(scales(block, thread, 1));
+  }
   /// Where a thread of 128 finds its words and the tables of its rows. It reads them when it
   /// decodes the words: no registers are left to keep them in.
   struct Codes {
@@ -83,14 +88,21 @@ struct W4a8Operands : DecodedFp8Operands {
     const W4a8Table *row, *next;
   };
   __device__ static Codes load(const std::uint8_t* block, int thread, const Tables& tables) {
-    const std::uint8_t* of_rows = scales(block, thread, 1);
-    const std::uint32_t both = *reinterpret_cast<const std::uint16_t*>(of_rows);
+    const Scales both = load_scales(block, thread);
     return {block, thread, &tables.of_scale[both & 0xFF], &tables.of_scale[both >> 8]};
   }
   /// -> the register operands of two steps of 32 of K, of the first or second half of the block.
   __device__ static void decode(const Codes& codes, int half, std::uint32_t (&a)[2][4]) {
-    const uint4 of_half = words(codes.block, codes.thread, half);
-    const W4a8Table row = *codes.row, next = *codes.next;
+    decode(words(codes.block, codes.thread, half), *codes.row, *codes.next, a);
+  }
+  __device__ static void decode(const uint4& of_half, Scales both, const Tables& tables,
+                                int /*half*/, std::uint32_t (&a)[2][4]) {
+    decode(of_half, tables.of_scale[both & 0xFF], tables.of_scale[both >> 8], a);
+  }
+
+ private:
+  __device__ static void decode(const uint4& of_half, const W4a8Table& row, const W4a8Table& next,
+                                std::uint32_t (&a)[2][4]) {
     row.decode(of_half.x, a[0][0], a[0][2]);
     next.decode(of_half.y, a[0][1], a[0][3]);
     row.decode(of_half.z, a[1][0], a[1][2]);

@@ -1,0 +1,82 @@
+// The experts of one token: both GEMMs and the combine in one launch. Plain C++.
+//
+// One token reads the weights of its experts once and does little with them, so each further launch
+// and each detour of rows through memory shows. Here every thread block quantizes the token itself,
+// and adds up its output rows over all slots. One barrier of all blocks lies between the GEMMs.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/gemm/fused_mlp.h"
+
+namespace fusedmoe::cuda {
+
+inline constexpr int kMaxSlotsOfOneToken = 32;
+
+/// Device pointers throughout. Of `gemms` only weights, scales, biases, sizes and the epilogue count,
+/// and where GEMM 1 stores its rows, one for each slot.
+struct OneTokenParams {
+  GemmParams gemms[2];
+  ResolvedActivation activation{};
+  RowTransform hidden;     ///< of the token; `to` and `scales` do not count
+  RowTransform activated;  ///< of what GEMM 1 stores
+  const std::int32_t* topk_ids = nullptr;  ///< (topk)
+  const float* topk_weights = nullptr;     ///< (topk); null: 1
+  int topk = 0;                            ///< at most kMaxSlotsOfOneToken
+  core::LocalExperts local_experts;
+  void* output = nullptr;  ///< (hidden), of the layer's dtype or f32
+  bool output_f32 = false;
+  bool accumulate = false;  ///< add the sum to what the output holds, before the rounding
+};
+
+/// What a thread block has in shared memory, in bytes from its beginning.
+struct OneTokenMemory {
+  std::int64_t words[2];   ///< of both GEMMs: token rows, K blocks of 128 bytes
+  std::int64_t scales[2];  ///< fp32, of each row and K block
+  std::int64_t factors;    ///< fp32, of 16 weight rows for each segment of the larger GEMM
+  std::int64_t partials;   ///< fp32, of 16 weight rows for each slice and warp
+  std::int64_t bytes;
+};
+
+inline constexpr int kOneTokenWarps = 16;
+/// Weight rows of a slice: what one warp multiplies at a time.
+inline constexpr int kSliceRows = 16;
+
+constexpr std::int64_t slices_of(std::int64_t width, bool gated) {
+  return ceil_div(width, gated ? kSliceRows / 2 : kSliceRows);
+}
+
+/// The sizes that decide whether the kernel can run.
+struct OneTokenShape {
+  std::int64_t slots = 0, blocks = 0;  ///< thread blocks
+  std::int64_t slices[2] = {};         ///< of GEMM 1 for each slot, of GEMM 2 for all
+  std::int64_t k_blocks[2] = {};
+  bool rows_by_slot = false;  ///< hidden states differ from expert to expert
+
+  constexpr std::int64_t block_slices(int gemm) const {
+    return ceil_div(slices[gemm] * (gemm == 0 ? slots : 1), blocks);
+  }
+  constexpr OneTokenMemory memory() const {
+    const std::int64_t rows[2] = {rows_by_slot ? slots : 1, slots};
+    OneTokenMemory m{};
+    std::int64_t end = 0;
+    const auto take = [&](std::int64_t bytes) {
+      const std::int64_t begin = end;
+      end += ceil_div(bytes, 16) * 16;
+      return begin;
+    };
+    for (int i = 0; i < 2; ++i) m.words[i] = take(rows[i] * k_blocks[i] * 128);
+    for (int i = 0; i < 2; ++i) m.scales[i] = take(rows[i] * k_blocks[i] * 4);
+    const std::int64_t first = block_slices(0), second = block_slices(1);
+    m.factors = take((first > second * slots ? first : second * slots) * kSliceRows * 4);
+    m.partials = take((first > second ? first : second) * kOneTokenWarps * kSliceRows * 4);
+    m.bytes = end;
+    return m;
+  }
+};
+
+/// Shared memory that the kernel may take, beside tables.
+inline constexpr std::int64_t kOneTokenSharedBytes = 220 << 10;
+
+}  // namespace fusedmoe::cuda
