@@ -182,6 +182,7 @@ OneTokenShape Sm90Experts::one_token_shape(const ProblemSize& problem) const {
   shape.k_blocks[0] = ceil_div(problem.hidden, format_.block.k);
   shape.k_blocks[1] = ceil_div(problem.intermediate, format_.block.k);
   shape.rows_by_slot = rows_.differ_by_expert();
+  shape.fp8 = rows_.has_fp8_rows();
   return shape;
 }
 

@@ -13,6 +13,9 @@
 namespace fusedmoe::cuda {
 
 inline constexpr int kMaxSlotsOfOneToken = 32;
+inline constexpr int kOneTokenWarps = 16;
+/// Weight rows of a slice: what one warp multiplies at a time.
+inline constexpr int kSliceRows = 16;
 
 /// Device pointers throughout. Of `gemms` only weights, scales, biases, sizes and the epilogue count,
 /// and where GEMM 1 stores its rows, one for each slot.
@@ -32,16 +35,12 @@ struct OneTokenParams {
 
 /// What a thread block has in shared memory, in bytes from its beginning.
 struct OneTokenMemory {
-  std::int64_t words[2];   ///< of both GEMMs: token rows, K blocks of 128 bytes
+  std::int64_t words[2];   ///< of both GEMMs: token rows
   std::int64_t scales[2];  ///< fp32, of each row and K block
   std::int64_t factors;    ///< fp32, of 16 weight rows for each segment of the larger GEMM
   std::int64_t partials;   ///< fp32, of 16 weight rows for each slice and warp
   std::int64_t bytes;
 };
-
-inline constexpr int kOneTokenWarps = 16;
-/// Weight rows of a slice: what one warp multiplies at a time.
-inline constexpr int kSliceRows = 16;
 
 constexpr std::int64_t slices_of(std::int64_t width, bool gated) {
   return ceil_div(width, gated ? kSliceRows / 2 : kSliceRows);
@@ -53,6 +52,7 @@ struct OneTokenShape {
   std::int64_t slices[2] = {};         ///< of GEMM 1 for each slot, of GEMM 2 for all
   std::int64_t k_blocks[2] = {};
   bool rows_by_slot = false;  ///< hidden states differ from expert to expert
+  bool fp8 = false;           ///< activations are, which are kept as f16
 
   constexpr std::int64_t block_slices(int gemm) const {
     return ceil_div(slices[gemm] * (gemm == 0 ? slots : 1), blocks);
@@ -66,7 +66,7 @@ struct OneTokenShape {
       end += ceil_div(bytes, 16) * 16;
       return begin;
     };
-    for (int i = 0; i < 2; ++i) m.words[i] = take(rows[i] * k_blocks[i] * 128);
+    for (int i = 0; i < 2; ++i) m.words[i] = take(rows[i] * k_blocks[i] * (fp8 ? 256 : 128));
     for (int i = 0; i < 2; ++i) m.scales[i] = take(rows[i] * k_blocks[i] * 4);
     const std::int64_t first = block_slices(0), second = block_slices(1);
     m.factors = take((first > second * slots ? first : second * slots) * kSliceRows * 4);

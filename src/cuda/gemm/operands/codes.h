@@ -19,6 +19,16 @@
 
 namespace fusedmoe::cuda {
 
+/// A packed block in shared memory, as policies read it. The kernel of one token has a type of its
+/// own for blocks in global memory.
+struct StagedBlock {
+  const std::uint8_t* bytes;
+  template <typename T>
+  FUSEDMOE_HD T read(int offset) const {
+    return *reinterpret_cast<const T*>(bytes + offset);
+  }
+};
+
 /// A bit of one of a thread's words.
 struct BitPlace {
   int word, bit;

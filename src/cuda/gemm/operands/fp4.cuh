@@ -98,10 +98,11 @@ struct Mxfp4Operands : Fp4Operands<Element, kQuantizesBf16> {
     uint4 words;
     std::uint32_t exponents;
   };
-  __device__ static Codes load(const std::uint8_t* block, int thread) {
-    return {*reinterpret_cast<const uint4*>(block + thread * 16),
-            *reinterpret_cast<const std::uint32_t*>(block + kCodeBytes +
-                                                    (thread / 32 * 8 + thread % 32 / 4) * 4)};
+  template <typename Block>
+  __device__ static Codes load(const Block& block, int thread) {
+    const int rows = thread / 32 * 8 + thread % 32 / 4;
+    return {block.template read<uint4>(thread * 16),
+            block.template read<std::uint32_t>(kCodeBytes + rows * 4)};
   }
   /// Multipliers of rows (g, g + 8) in one half of K.
   __device__ static std::uint32_t multipliers(std::uint32_t exponents, int half) {
@@ -142,10 +143,11 @@ struct Nvfp4Operands : Fp4Operands<Element, true> {
     uint4 words;
     uint2 scales;
   };
-  __device__ static Codes load(const std::uint8_t* block, int thread) {
-    return {*reinterpret_cast<const uint4*>(block + thread * 16),
-            *reinterpret_cast<const uint2*>(block + kCodeBytes +
-                                            (thread / 32 * 8 + thread % 32 / 4) * 8)};
+  template <typename Block>
+  __device__ static Codes load(const Block& block, int thread) {
+    const int rows = thread / 32 * 8 + thread % 32 / 4;
+    return {block.template read<uint4>(thread * 16),
+            block.template read<uint2>(kCodeBytes + rows * 8)};
   }
   /// Of the two bytes at `selector`, one for each row.
   __device__ static std::uint32_t multiplier(std::uint32_t scales, std::uint32_t selector) {

@@ -20,11 +20,12 @@ struct E4m3Bf16Operands : DecodedOperands<__nv_bfloat16, 8, kQuantizesRows> {
     uint4 words[2];
     std::uint32_t scales;
   };
-  __device__ static Codes load(const std::uint8_t* block, int thread) {
-    const auto* words = reinterpret_cast<const uint4*>(block) + thread;
-    return {{words[0], words[128]},
-            *reinterpret_cast<const std::uint32_t*>(block + kCodeBytes +
-                                                    (thread / 32 * 8 + thread % 32 / 4) * 4)};
+  template <typename Block>
+  __device__ static Codes load(const Block& block, int thread) {
+    const int rows = thread / 32 * 8 + thread % 32 / 4;
+    return {{block.template read<uint4>(thread * 16),
+             block.template read<uint4>(2048 + thread * 16)},
+            block.template read<std::uint32_t>(kCodeBytes + rows * 4)};
   }
   __device__ static std::uint32_t multiply(std::uint32_t bits, __nv_bfloat162 multiplier) {
     const __nv_bfloat162 pair = __hmul2(reinterpret_cast<const __nv_bfloat162&>(bits), multiplier);

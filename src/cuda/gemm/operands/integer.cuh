@@ -50,11 +50,12 @@ struct IntegerOperands : DecodedOperands<Element, kCodeBits> {
     std::uint32_t scales[kGroups];
     std::uint32_t zero_points;  // two bytes a group
   };
-  __device__ static Codes load(const std::uint8_t* block, int thread) {
+  template <typename Block>
+  __device__ static Codes load(const Block& block, int thread) {
     Codes codes;
 #pragma unroll
     for (int i = 0; i < kCodeBits / 4; ++i) {
-      const auto words = *reinterpret_cast<const uint4*>(block + i * 2048 + thread * 16);
+      const auto words = block.template read<uint4>(i * 2048 + thread * 16);
       codes.words[4 * i] = words.x;
       codes.words[4 * i + 1] = words.y;
       codes.words[4 * i + 2] = words.z;
@@ -62,15 +63,15 @@ struct IntegerOperands : DecodedOperands<Element, kCodeBits> {
     }
     const int rows = thread / 32 * 8 + thread % 32 / 4;
     if constexpr (kGroups == 1) {
-      codes.scales[0] = *reinterpret_cast<const std::uint32_t*>(block + kCodeBytes + rows * 4);
+      codes.scales[0] = block.template read<std::uint32_t>(kCodeBytes + rows * 4);
       codes.zero_points =
-          *reinterpret_cast<const std::uint16_t*>(block + kZeroPointBytes + rows * 2);
+          block.template read<std::uint16_t>(kZeroPointBytes + rows * 2);
     } else {
-      const auto scales = *reinterpret_cast<const uint2*>(block + kCodeBytes + rows * 8);
+      const auto scales = block.template read<uint2>(kCodeBytes + rows * 8);
       codes.scales[0] = scales.x;
       codes.scales[1] = scales.y;
       codes.zero_points =
-          *reinterpret_cast<const std::uint32_t*>(block + kZeroPointBytes + rows * 4);
+          block.template read<std::uint32_t>(kZeroPointBytes + rows * 4);
     }
     return codes;
   }
@@ -130,13 +131,15 @@ struct SymmetricInt4Operands : DecodedOperands<__nv_bfloat16, 4> {
     uint4 words;
     std::uint32_t scales[kGroups];  // of rows (g, g + 8)
   };
-  __device__ static Codes load(const std::uint8_t* block, int thread) {
-    const auto* scales = reinterpret_cast<const std::uint32_t*>(block + kCodeBytes) +
-                         (thread / 32 * 8 + thread % 32 / 4) * kGroups;
+  template <typename Block>
+  __device__ static Codes load(const Block& block, int thread) {
+    const int rows = thread / 32 * 8 + thread % 32 / 4;
     Codes codes;
-    codes.words = reinterpret_cast<const uint4*>(block)[thread];
+    codes.words = block.template read<uint4>(thread * 16);
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) codes.scales[i] = scales[i];
+    for (int i = 0; i < kGroups; ++i) {
+      codes.scales[i] = block.template read<std::uint32_t>(kCodeBytes + (rows * kGroups + i) * 4);
+    }
     return codes;
   }
   /// -> the register operands of two steps of 16 of K, of the first or second half of the block.

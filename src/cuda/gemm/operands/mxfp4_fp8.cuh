@@ -16,16 +16,17 @@ struct Mxfp4Fp8Operands : DecodedFp8Operands {
 
   /// The fields of a thread's two rows.
   using Scales = uint2;
-  __device__ static Scales load_scales(const std::uint8_t* block, int thread) {
-    return *reinterpret_cast<const uint2*>(scales(block, thread, kGroups));
+  template <typename Block>
+  __device__ static Scales load_scales(const Block& block, int thread) {
+    return block.template read<uint2>(scales_offset(thread, kGroups));
   }
   /// As W4a8Operands::Codes.
   struct Codes {
-    const std::uint8_t* block;
+    StagedBlock block;
     int thread;
     Scales fields;
   };
-  __device__ static Codes load(const std::uint8_t* block, int thread, const Tables& /*tables*/) {
+  __device__ static Codes load(const StagedBlock& block, int thread, const Tables& /*tables*/) {
     return {block, thread, load_scales(block, thread)};
   }
   /// -> the register operands of two steps of 32 of K, of the first or second half of the block.

@@ -35,12 +35,13 @@ struct DecodedFp8Operands {
 
   /// A thread's code words of half a packed block, two steps: of row g and g + 8, then of the next
   /// step.
-  __device__ static uint4 words(const std::uint8_t* block, int thread, int half) {
-    return reinterpret_cast<const uint4*>(block)[half * 128 + thread];
+  template <typename Block>
+  __device__ static uint4 words(const Block& block, int thread, int half) {
+    return block.template read<uint4>((half * 128 + thread) * 16);
   }
   /// Where the scales of a thread's two rows lie, `bytes` for each row.
-  __device__ static const std::uint8_t* scales(const std::uint8_t* block, int thread, int bytes) {
-    return block + kCodeBytes + (thread / 32 * 8 + thread % 32 / 4) * 2 * bytes;
+  __device__ static int scales_offset(int thread, int bytes) {
+    return kCodeBytes + (thread / 32 * 8 + thread % 32 / 4) * 2 * bytes;
   }
 };
 
@@ -77,17 +78,18 @@ struct W4a8Operands : DecodedFp8Operands {
 
   /// The E4M3 codes of a thread's two rows.
   using Scales = std::uint32_t;
-  __device__ static Scales load_scales(const std::uint8_t* block, int thread) {
-    return *reinterpret_cast<const std::uint16_t*>(scales(block, thread, 1));
+  template <typename Block>
+  __device__ static Scales load_scales(const Block& block, int thread) {
+    return block.template read<std::uint16_t>(scales_offset(thread, 1));
   }
   /// Where a thread of 128 finds its words and the tables of its rows. It reads them when it
   /// decodes the words: no registers are left to keep them in.
   struct Codes {
-    const std::uint8_t* block;
+    StagedBlock block;
     int thread;
     const W4a8Table *row, *next;
   };
-  __device__ static Codes load(const std::uint8_t* block, int thread, const Tables& tables) {
+  __device__ static Codes load(const StagedBlock& block, int thread, const Tables& tables) {
     const Scales both = load_scales(block, thread);
     return {block, thread, &tables.of_scale[both & 0xFF], &tables.of_scale[both >> 8]};
   }
