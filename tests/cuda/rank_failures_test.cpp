@@ -1,5 +1,5 @@
-// What goes wrong on one rank on GPUs is an Error of all, within the deadline; the GPUs work on, and
-// so does a new communicator. As tests/ranks/failure_test.cpp on the CPU.
+// What goes wrong on one rank on GPUs is an Error of all, within the deadline; the GPUs work on,
+// and so does a new communicator. As tests/ranks/failure_test.cpp on the CPU.
 #include <gtest/gtest.h>
 #include <spawn.h>
 #include <sys/wait.h>
@@ -142,8 +142,8 @@ void expect_late(const Way& way, int step, const Disturb& disturb) {
   SCOPED_TRACE(trace(way));
   const Outcome outcome = outcome_of_steps(way, kDeadline, disturb);
   EXPECT_LT(outcome.took, kDeadline + std::chrono::seconds(2));
-  const std::string expected = " of step " + std::to_string(step) + " of layer 0: " +
-                               within("rank 1 did not arrive", kDeadline);
+  const std::string expected = " of step " + std::to_string(step) +
+                               " of layer 0: " + within("rank 1 did not arrive", kDeadline);
   for (int number = 0; number < way.setting.size; ++number) {
     const std::string& error = outcome.errors[number];
     if (number == 1) continue;

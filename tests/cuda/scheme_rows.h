@@ -39,6 +39,12 @@ inline bool needs_whole_slices(const QuantScheme& scheme) {
   return scheme.weights.group.rows > 1 && scheme.activations;
 }
 
+/// Whether all rows of activations share a scale that follows from them.
+inline bool has_tensor_scale(const QuantScheme& scheme) {
+  const std::optional<QuantKey>& key = scheme.activations;
+  return key && key->value == DType::kE4M3 && key->dynamic && key->group.rows < 0;
+}
+
 /// As expect_close() of two. Where activations are quantized, a value next to the edge of two codes
 /// may get another one than the reference's, whose sums and activations are in double. The same is
 /// true of the scale of its group, row or tensor: one bf16 step of its largest value, 1/256, moves

@@ -76,7 +76,8 @@ __device__ inline StageCodes<K> load_codes(const StageOperands<K>& operands,
   StageCodes<K> codes;
 #pragma unroll
   for (int r = 0; r < StageCodes<K>::kCount; ++r) {
-    codes.blocks[r] = K::Operands::load(StagedBlock{operands.weights + r * kPitch}, coords.thread());
+    codes.blocks[r] =
+        K::Operands::load(StagedBlock{operands.weights + r * kPitch}, coords.thread());
   }
   return codes;
 }
@@ -270,7 +271,8 @@ __device__ __forceinline__ void multiply_decoded_fp8(SharedMemory<K>& shared, co
     const StageOperands<K> operands = acquire(shared, stage, coords);
     if (left > 1 || last > 0) {
       const auto activations = operands.activations_of(0);
-      const auto codes = Operands::load(StagedBlock{operands.weights}, coords.thread(), shared.tables);
+      const auto codes =
+          Operands::load(StagedBlock{operands.weights}, coords.thread(), shared.tables);
       std::uint32_t weights[2][kHalfSteps][4];
       fence_accumulators(sums);
 #pragma unroll

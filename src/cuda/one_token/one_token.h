@@ -17,13 +17,13 @@ inline constexpr int kOneTokenWarps = 16;
 /// Weight rows of a slice: what one warp multiplies at a time.
 inline constexpr int kSliceRows = 16;
 
-/// Device pointers throughout. Of `gemms` only weights, scales, biases, sizes and the epilogue count,
-/// and where GEMM 1 stores its rows, one for each slot.
+/// Device pointers throughout. Of `gemms` only weights, scales, biases, sizes and the epilogue
+/// count, and where GEMM 1 stores its rows, one for each slot.
 struct OneTokenParams {
   GemmParams gemms[2];
   ResolvedActivation activation{};
-  RowTransform hidden;     ///< of the token; `to` and `scales` do not count
-  RowTransform activated;  ///< of what GEMM 1 stores
+  RowTransform hidden;                     ///< of the token; `to` and `scales` do not count
+  RowTransform activated;                  ///< of what GEMM 1 stores
   const std::int32_t* topk_ids = nullptr;  ///< (topk)
   const float* topk_weights = nullptr;     ///< (topk); null: 1
   int topk = 0;                            ///< at most kMaxSlotsOfOneToken

@@ -32,13 +32,13 @@ __device__ __forceinline__ std::uint32_t fp8_to_f16(std::uint32_t codes, int hal
   return result.x | static_cast<std::uint32_t>(result.y) << 16;
 }
 
-/// sums += A (16, K) B (K, 8) of 32 bytes of K of the activations: one instruction, of FP8 two. `b`:
-/// the lane's words of B for these instructions, two each.
+/// sums += A (16, K) B (K, 8) of 32 bytes of K of the activations: one instruction, of FP8 two.
+/// `b`: the lane's words of B for these instructions, two each.
 template <typename Operands>
 __device__ __forceinline__ void multiply_16x8(const std::uint32_t (&a)[4], const std::uint32_t* b,
                                               float (&sums)[4]) {
   using Atom = MmaSyncAtom<MmaElement<Operands>>;
-  const auto multiply = [&](const std::uint32_t (&w)[4], const std::uint32_t* x) {
+  const auto multiply = [&](const std::uint32_t(&w)[4], const std::uint32_t* x) {
     Atom::fma(sums[0], sums[1], sums[2], sums[3], w[0], w[1], w[2], w[3], x[0], x[1], sums[0],
               sums[1], sums[2], sums[3]);
   };
@@ -119,8 +119,8 @@ struct ItemWeights {
 
 /// Decoded to FP8.
 template <typename Operands>
-  requires(Operands::kDecodes && sizeof(typename Operands::Activation) == 1)
-struct ItemWeights<Operands> {
+requires(Operands::kDecodes &&
+         sizeof(typename Operands::Activation) == 1) struct ItemWeights<Operands> {
   uint4 halves[2];
   typename Operands::Scales scales;
 
@@ -137,8 +137,7 @@ struct ItemWeights<Operands> {
 
 /// As they are. A lane reads 16 bytes of K at a time, so its K is in another order.
 template <typename Operands>
-  requires(!Operands::kDecodes)
-struct ItemWeights<Operands> {
+requires(!Operands::kDecodes) struct ItemWeights<Operands> {
   uint4 chunks[2][2];  // of rows g and g + 8: chunk q and q + 4
 
   __device__ static ItemWeights load(const StreamedBlock& block, int thread) {
@@ -171,14 +170,8 @@ struct ItemWeights<Operands> {
 };
 
 /// Items whose weights a warp has on their way.
-#ifndef OT_BIG
-#define OT_BIG 3
-#endif
-#ifndef OT_SMALL
-#define OT_SMALL 6
-#endif
 template <typename Operands>
-inline constexpr int kItemDepth = sizeof(ItemWeights<Operands>) > 40 ? OT_BIG : OT_SMALL;
+inline constexpr int kItemDepth = sizeof(ItemWeights<Operands>) > 40 ? 2 : 4;
 
 /// The slots that have a local expert, in order: lane i of every warp knows the i-th.
 struct ActiveSlots {
@@ -266,6 +259,44 @@ struct BlockMemory {
 template <typename Operands>
 inline constexpr int kLaneWords = kIsFp8<Operands> ? 16 : 8;
 
+/// Where the weights of an item are.
+template <typename Operands>
+struct ItemPosition {
+  Segment segment;
+  unsigned k_block;
+  const std::uint8_t* blocks;       ///< the packed block
+  int thread;                       ///< of 128, as ItemWeights::load() has it
+  const float* k_scales = nullptr;  ///< the two scales of its slice
+
+  __device__ ItemPosition(const BlockWork& work, unsigned item)
+      : segment(work, item / work.gemm.k_blocks), k_block(item % work.gemm.k_blocks) {
+    find(work);
+  }
+  __device__ __forceinline__ void advance(const BlockWork& work) {
+    blocks += Operands::kBlock.bytes;
+    if constexpr (Operands::kHasKScales) k_scales += 8;
+    if (++k_block < work.gemm.k_blocks) return;
+    k_block = 0;
+    segment.advance(work);
+    find(work);
+  }
+
+ private:
+  __device__ __forceinline__ void find(const BlockWork& work) {
+    const GemmParams& gemm = work.gemm;
+    const unsigned lane = threadIdx.x % 32, k_blocks = gemm.k_blocks;
+    const int expert = __shfl_sync(~0U, work.active.expert, static_cast<int>(segment.slot % 32));
+    const unsigned block = segment.slice / 4 * k_blocks + k_block;
+    blocks = static_cast<const std::uint8_t*>(gemm.weights) + expert * gemm.expert_bytes +
+             static_cast<std::uint64_t>(block) * Operands::kBlock.bytes;
+    thread = static_cast<int>(segment.slice % 4 * 32 + lane);
+    if constexpr (Operands::kHasKScales) {
+      const std::int64_t first = static_cast<std::int64_t>(gemm.row_blocks * k_blocks) * expert;
+      k_scales = gemm.block_scales + (first + block) * 8 + segment.slice % 4 * 2;
+    }
+  }
+};
+
 /// The items of a warp: consecutive ones.
 template <typename Operands>
 class WarpItems {
@@ -274,15 +305,12 @@ class WarpItems {
 
   /// The first weights are on their way.
   __device__ __forceinline__ explicit WarpItems(const BlockWork& work)
-      : work_(work), k_blocks_(work.gemm.k_blocks), next_(work, 0), current_(next_) {
-    const unsigned items = work.segments() * k_blocks_;
-    // The same in all lanes, as the compiler is to know.
-    const unsigned warp = __shfl_sync(~0U, this->warp(), 0);
-    const unsigned begin = items * warp / kOneTokenWarps;
-    count_ = static_cast<int>(items * (warp + 1) / kOneTokenWarps - begin);
-    next_ = current_ = Segment(work, begin / k_blocks_);
-    next_k_ = current_k_ = begin % k_blocks_;
-    find_blocks();
+      : work_(work),
+        k_blocks_(work.gemm.k_blocks),
+        count_(static_cast<int>(share(work, 1) - share(work, 0))),
+        next_(work, share(work, 0)),
+        current_(next_.segment),
+        current_k_(next_.k_block) {
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) load(d, d < count_);
   }
@@ -350,8 +378,12 @@ class WarpItems {
   }
 
  private:
-  __device__ static unsigned lane() { return threadIdx.x % 32; }
-  __device__ static unsigned warp() { return threadIdx.x / 32; }
+  __device__ static unsigned lane() {
+    return threadIdx.x % 32;
+  }
+  __device__ static unsigned warp() {
+    return threadIdx.x / 32;
+  }
 
   /// The sums of a slice.
   __device__ __forceinline__ static void publish(const BlockMemory& memory, unsigned slice,
@@ -364,35 +396,23 @@ class WarpItems {
     total[0] = total[1] = 0;
   }
 
-  /// Of the next item.
-  __device__ __forceinline__ void find_blocks() {
-    const GemmParams& gemm = work_.gemm;
-    const int expert = __shfl_sync(~0U, work_.active.expert, static_cast<int>(next_.slot % 32));
-    const unsigned block = next_.slice / 4 * k_blocks_ + next_k_;
-    blocks_ = static_cast<const std::uint8_t*>(gemm.weights) + expert * gemm.expert_bytes +
-              static_cast<std::uint64_t>(block) * Operands::kBlock.bytes;
-    thread_ = static_cast<int>(next_.slice % 4 * 32 + lane());
-    if constexpr (Operands::kHasKScales) {
-      const std::int64_t first = static_cast<std::int64_t>(gemm.row_blocks * k_blocks_) * expert;
-      k_scales_ = gemm.block_scales + (first + block) * 8 + next_.slice % 4 * 2;
-    }
+  /// Items of the warps before this one, and of `more`.
+  __device__ __forceinline__ static unsigned share(const BlockWork& work, unsigned more) {
+    // The same in all lanes, as the compiler is to know.
+    const unsigned warps = __shfl_sync(~0U, warp(), 0) + more;
+    return work.segments() * work.gemm.k_blocks * warps / kOneTokenWarps;
   }
 
   /// The weights of the next item, if there is one.
   __device__ __forceinline__ void load(int d, bool present) {
-    __builtin_assume(thread_ >= 0 && thread_ < 128);
-    weights_[d] = ItemWeights<Operands>::load(StreamedBlock{blocks_, present}, thread_);
-    blocks_ += Operands::kBlock.bytes;
+    __builtin_assume(next_.thread >= 0 && next_.thread < 128);
+    weights_[d] = ItemWeights<Operands>::load(StreamedBlock{next_.blocks, present}, next_.thread);
     if constexpr (Operands::kHasKScales) {
-      const StreamedBlock scales{reinterpret_cast<const std::uint8_t*>(k_scales_),
+      const StreamedBlock scales{reinterpret_cast<const std::uint8_t*>(next_.k_scales),
                                  present && work_.gemm.block_scales};
       scales_[d] = scales.read<float2>(0);
-      k_scales_ += 8;
     }
-    if (++next_k_ < k_blocks_) return;
-    next_k_ = 0;
     next_.advance(work_);
-    find_blocks();
   }
 
   __device__ __forceinline__ void multiply(int d, const std::uint32_t* words,
@@ -415,14 +435,14 @@ class WarpItems {
     }
   }
 
+  using Position = ItemPosition<Operands>;
+
   const BlockWork& work_;
   const unsigned k_blocks_;
-  int count_;
-  Segment next_, current_;
-  unsigned next_k_ = 0, current_k_ = 0;
-  const std::uint8_t* blocks_ = nullptr;  // of the next item, as thread_ and k_scales_
-  int thread_ = 0;
-  const float* k_scales_ = nullptr;
+  const int count_;
+  Position next_;
+  Segment current_;
+  unsigned current_k_;
   ItemWeights<Operands> weights_[kDepth];
   float2 scales_[kDepth];
 };
@@ -477,9 +497,8 @@ struct RowFiller {
       });
       __syncthreads();
     }
-    for_spans([&](const uint4& raw, unsigned row, unsigned unit) {
-      convert(raw, row, unit, row_amax);
-    });
+    for_spans(
+        [&](const uint4& raw, unsigned row, unsigned unit) { convert(raw, row, unit, row_amax); });
   }
 
   __device__ __forceinline__ void convert(const uint4& raw, unsigned row, unsigned unit,

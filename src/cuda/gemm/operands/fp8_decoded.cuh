@@ -23,9 +23,9 @@ struct E4m3Bf16Operands : DecodedOperands<__nv_bfloat16, 8, kQuantizesRows> {
   template <typename Block>
   __device__ static Codes load(const Block& block, int thread) {
     const int rows = thread / 32 * 8 + thread % 32 / 4;
-    return {{block.template read<uint4>(thread * 16),
-             block.template read<uint4>(2048 + thread * 16)},
-            block.template read<std::uint32_t>(kCodeBytes + rows * 4)};
+    return {
+        {block.template read<uint4>(thread * 16), block.template read<uint4>(2048 + thread * 16)},
+        block.template read<std::uint32_t>(kCodeBytes + rows * 4)};
   }
   __device__ static std::uint32_t multiply(std::uint32_t bits, __nv_bfloat162 multiplier) {
     const __nv_bfloat162 pair = __hmul2(reinterpret_cast<const __nv_bfloat162&>(bits), multiplier);

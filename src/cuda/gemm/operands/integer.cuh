@@ -64,14 +64,12 @@ struct IntegerOperands : DecodedOperands<Element, kCodeBits> {
     const int rows = thread / 32 * 8 + thread % 32 / 4;
     if constexpr (kGroups == 1) {
       codes.scales[0] = block.template read<std::uint32_t>(kCodeBytes + rows * 4);
-      codes.zero_points =
-          block.template read<std::uint16_t>(kZeroPointBytes + rows * 2);
+      codes.zero_points = block.template read<std::uint16_t>(kZeroPointBytes + rows * 2);
     } else {
       const auto scales = block.template read<uint2>(kCodeBytes + rows * 8);
       codes.scales[0] = scales.x;
       codes.scales[1] = scales.y;
-      codes.zero_points =
-          block.template read<std::uint32_t>(kZeroPointBytes + rows * 4);
+      codes.zero_points = block.template read<std::uint32_t>(kZeroPointBytes + rows * 4);
     }
     return codes;
   }
