@@ -26,8 +26,8 @@ void expect_one_token(Case spec, const char* scheme, const char* what) {
   EXPECT_TRUE(bitwise_equal(run_rows(problem, gpu_variant(), options), actual)) << "second run";
 }
 
-constexpr const char* kSchemes[] = {"bf16",        "mxfp4_w4a16", "int4_g128_zp", "fp8_block",
-                                    "fp8_channel_token", "w4a8",        "nvfp4"};
+constexpr const char* kSchemes[] = {
+    "bf16", "mxfp4_w4a16", "int4_g128_zp", "fp8_block", "fp8_channel_token", "w4a8", "nvfp4"};
 
 TEST(CudaOneTokenTest, ShapesThatDivideNothing) {
   FUSEDMOE_SKIP_WITHOUT_GPU();

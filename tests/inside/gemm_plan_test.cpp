@@ -303,6 +303,44 @@ TEST(GemmPlanTest, ExpectedTokensChooseWithinTheCapacity) {
   }
 }
 
+TEST(GemmPlanTest, OneTokenOfFewWeightsHasAKernelOfItsOwn) {
+  const auto chosen = [](MlpShape shape) {
+    shape.has_one_token = true;
+    return to_string(choose_config(shape));
+  };
+  EXPECT_EQ(chosen(shape_of(2048, 768, 128, 8, 1, "fp8")), "one token");
+  EXPECT_EQ(chosen(shape_of(2048, 768, 128, 8, 1)), "one token");
+  EXPECT_EQ(chosen(shape_of(5120, 8192, 16, 1, 1, "fp8")), "one token");
+  EXPECT_NE(chosen(shape_of(2048, 768, 128, 8, 2, "fp8")), "one token") << "two tokens";
+  EXPECT_NE(chosen(shape_of(4096, 14336, 8, 2, 1, "fp8")), "one token") << "many weights";
+  EXPECT_NE(chosen(shape_of(2880, 2880, 32, 4, 1, "mxfp4_bf16")), "one token")
+      << "180 slices of 16 outputs leave a third of 132 multiprocessors without work";
+  EXPECT_NE(to_string(choose_config(shape_of(2048, 768, 128, 8, 1, "fp8"))), "one token")
+      << "no room for it";
+}
+
+TEST(OneTokenTest, SharedMemoryHasRoomForAllThatABlockKeeps) {
+  OneTokenShape shape;
+  shape.slots = 8;
+  shape.blocks = 132;
+  shape.slices[0] = slices_of(768, true);
+  shape.slices[1] = slices_of(2048, false);
+  shape.k_blocks[0] = 16;
+  shape.k_blocks[1] = 6;
+  shape.fp8 = true;
+  EXPECT_EQ(slices_of(768, true), 96);
+  EXPECT_EQ(slices_of(2047, false), 128);
+  EXPECT_EQ(shape.block_slices(0), 6);  // of 768
+  EXPECT_EQ(shape.block_slices(1), 1);
+  const OneTokenMemory memory = shape.memory();
+  EXPECT_EQ(memory.words[1], 16 * 256) << "one row";
+  EXPECT_EQ(memory.scales[0], memory.words[1] + 8 * 6 * 256) << "a row for each slot";
+  EXPECT_EQ(memory.partials - memory.factors, 8 * 16 * 4) << "8 segments of GEMM 2";
+  EXPECT_EQ(memory.bytes - memory.partials, 6 * 16 * 16 * 4);
+  shape.rows_by_slot = true;
+  EXPECT_EQ(shape.memory().words[1], 8 * 16 * 256);
+}
+
 TEST(WeightFormatTest, RowsWithScalesOfKBlocksNeedAKernelForThem) {
   for (const QuantKey& rows : {keys::e4m3_group(), keys::e4m3_group(true)}) {
     EXPECT_TRUE(find_weight_format({keys::e4m3_row(), rows}, DType::kBF16));

@@ -130,6 +130,27 @@ KernelConfig fill_waves(const MlpShape& shape, const Load& load, const ConfigLis
   return best;
 }
 
+/// The kernel of one token saves launches; where more weights are read, tiles read them faster. It
+/// also loses where the slices of GEMM 2 leave multiprocessors without work. Limits as measured
+/// (docs/performance-log.md).
+bool prefers_one_token(const MlpShape& shape) {
+  if (!valid(shape, kOneToken)) return false;
+  const WeightFormat& format = *shape.format;
+  constexpr std::int64_t kMegabyte = 1 << 20;
+  const std::int64_t most = format.decodes    ? 70 * kMegabyte
+                            : format.fp8_rows ? 128 * kMegabyte
+                                              : 80 * kMegabyte;
+  const BlockGrid first = format.grid(shape.intermediate, shape.hidden, true);
+  const BlockGrid second = format.grid(shape.hidden, shape.intermediate, false);
+  const std::int64_t bytes = shape.topk * (first.count() + second.count()) * format.block.bytes;
+  constexpr double kLeastBusy = 0.75;
+  const std::int64_t slices = slices_of(shape.hidden, false);
+  const auto busy =
+      static_cast<double>(slices) /
+      static_cast<double>(ceil_div(slices, shape.multiprocessors) * shape.multiprocessors);
+  return bytes <= most && busy >= kLeastBusy;
+}
+
 /// Rows in f32 up to so many bytes stay in the L2, where they cost little.
 constexpr std::int64_t kBytesF32 = std::int64_t{16} << 20;
 
@@ -213,7 +234,7 @@ KernelConfig largest_config(const MlpShape& shape) {
 }
 
 KernelConfig choose_config(const MlpShape& shape) {
-  if (valid(shape, kOneToken)) return kOneToken;
+  if (prefers_one_token(shape)) return kOneToken;
   const Load load = expected_load(shape);
   const ConfigList configs = valid_configs(shape);
   const TileShape tile = choose_tile(shape, load, configs);
