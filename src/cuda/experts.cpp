@@ -469,10 +469,6 @@ void Sm90Experts::route_and_run(const ForwardArgs& args) const {
     return run_routed(args);
   }
   const KernelConfig config = config_for(problem, args.kernel_config);
-  if (config.one_token) {
-    route(args);
-    return run_routed(args);
-  }
   const Scratch scratch = scratch_of(problem, config, args.workspace2);
   FusedRoute fused;
   fused.config = args.router;
@@ -489,8 +485,10 @@ void Sm90Experts::route_and_run(const ForwardArgs& args) const {
   fused.expert_map = args.expert_map;
   fused.num_local_experts = problem.num_local_experts;
   fused.routing_data = scratch.routing;
-  fused.extras = make_extras(args, scratch);
-  run_standard(args, scratch, config, fused_route(fused, args.stream), false);
+  if (!config.one_token) fused.extras = make_extras(args, scratch);
+  const RoutingData routing = fused_route(fused, args.stream);
+  if (config.one_token) return run_one_token(args, scratch, problem);
+  run_standard(args, scratch, config, routing, false);
 }
 
 }  // namespace
