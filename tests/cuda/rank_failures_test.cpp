@@ -167,7 +167,7 @@ void expect_failure(const Way& way, const std::vector<std::string>& parts, const
 
 TEST(CudaRankFailuresTest, ARankThatIsGone) {
   FUSEDMOE_SKIP_WITHOUT_GPU();
-  for (const Way& way : ways(true)) expect_late(way, 1, [](const Rank&) {});
+  for (const Way& way : ways(false)) expect_late(way, 1, [](const Rank&) {});
 }
 
 TEST(CudaRankFailuresTest, ARankWithOneCallFewer) {
@@ -180,7 +180,7 @@ TEST(CudaRankFailuresTest, ARankWithOneCallFewer) {
 /// It learns so when it wakes.
 TEST(CudaRankFailuresTest, ARankThatSleeps) {
   FUSEDMOE_SKIP_WITHOUT_GPU();
-  for (const Way& way : ways(true)) {
+  for (const Way& way : ways(false)) {
     bool awake = false;
     expect_late(way, 1, [&](const Rank& rank) {
       std::this_thread::sleep_for(kDeadline + milliseconds(1000));
