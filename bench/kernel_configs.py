@@ -58,7 +58,7 @@ def measure(program, scheme, option, name, tokens):
     for line in run.stdout.splitlines():
         if found := re.search(r", (\d+) tokens, floor", line):
             rows = cells.setdefault(int(found[1]), [])
-        elif found := re.match(r"(\S+ splits \d \S+) +([\d.]+) ", line):
+        elif found := re.match(r"(one token|\S+ splits \d \S+) +([\d.]+) ", line):
             rows.append((float(found[2]), found[1], "heuristic" in line))
     return cells
 

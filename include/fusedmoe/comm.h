@@ -371,18 +371,19 @@ FUSEDMOE_API std::shared_ptr<DataPlane> make_tcp_data_plane(
     int rank, int size, const std::shared_ptr<ControlPlane>& control,
     std::chrono::milliseconds timeout = std::chrono::seconds(30));
 
-/// A communicator of NCCL that the caller brings; nothing: fusedmoe makes one.
+/// What the caller has of NCCL: a communicator, or a unique id to make one from, or neither. All
+/// ranks bring the same of the three.
 struct CallersNccl {
   /// An ncclComm_t of this rank, of the libnccl.so.2 that this process has loaded. It must outlive
   /// the communicator, and is aborted when ranks fail.
   void* comm = nullptr;
-  /// Or the bytes of an ncclUniqueId that all ranks were given: one is made from it.
+  /// The bytes of an ncclUniqueId that all ranks were given.
   std::string_view unique_id;
 };
 
 /// Processes that have a control plane: their data plane is TCP on the CPU and NCCL on CUDA.
-/// Collective. Throws Error, on all ranks, where what the caller brings of NCCL is of another rank,
-/// number of ranks or GPU, or where the device is a CPU.
+/// Collective. Throws Error, on all ranks, where nccl.comm is of another rank, number of ranks or
+/// GPU, or where something of NCCL comes with a CPU.
 FUSEDMOE_API std::shared_ptr<Communicator> make_communicator(int rank, int size,
                                                              std::shared_ptr<ControlPlane> control,
                                                              CommunicatorOptions options = {},

@@ -115,8 +115,8 @@ std::shared_ptr<Communicator> make_communicator(int rank, int size,
   try {
     comm::check_ranks(rank, size, options.timeout);
     if (options.device.is_cpu()) {
-      FUSEDMOE_CHECK(!nccl.comm && nccl.unique_id.empty(), "device",
-                     "cpu, with a communicator of NCCL", "a CUDA device");
+      FUSEDMOE_CHECK(!nccl.comm && nccl.unique_id.empty(), "options.device",
+                     "cpu, with nccl_comm or nccl_unique_id", "a CUDA device");
       data = make_tcp_data_plane(rank, size, control, options.timeout);
     } else {
       data = make_nccl_data_plane(rank, size, options.device, control, options.timeout, nccl);

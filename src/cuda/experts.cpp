@@ -31,6 +31,10 @@ namespace {
 
 constexpr std::int64_t kFewWeightBytes = std::int64_t{256} << 20;  // a few times the L2
 
+/// Hopper gives a thread block 227 KiB; the kernel of one token has up to 5 KiB of its own, mostly
+/// the tables of W4A8.
+static_assert(kOneTokenSharedBytes + (5 << 10) <= 227 << 10);
+
 /// What was tuned for one layer, by number of tokens.
 struct TunedTokens {
   std::int64_t num_tokens;
@@ -202,8 +206,9 @@ KernelConfig Sm90Experts::config_for(const ProblemSize& problem, int requested) 
   }
   // `tune` timed layers whose experts are all local; the batched format at its capacity.
   const std::int64_t num_tokens = batched() ? problem.num_tokens : likely_tokens(shape);
-  const TunedTokens* tuned = nearest(std::span<const TunedTokens>(tuned_), num_tokens);
-  return tuned && valid(shape, tuned->config) ? tuned->config : choose_config(shape);
+  const TunedTokens* tuned = nearest(std::span<const TunedTokens>(tuned_), num_tokens,
+                                     [&](const TunedTokens& t) { return valid(shape, t.config); });
+  return tuned ? tuned->config : choose_config(shape);
 }
 
 std::vector<std::string> Sm90Experts::kernel_configs(const ProblemSize& problem) const {

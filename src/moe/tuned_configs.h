@@ -44,10 +44,11 @@ class TunedConfigs {
   std::vector<TunedConfig> configs_;  // ascending keys
 };
 
-/// The one for num_tokens, or for the nearest number of tokens, up to twice or half as many, the
-/// larger of two equally near; none: null. `configs` have a member num_tokens and ascend by it.
-template <typename Config>
-const Config* nearest(std::span<const Config> configs, std::int64_t num_tokens) {
+/// Of those that `fits`, the one for num_tokens, or for the nearest number of tokens, up to twice
+/// or half as many, the larger of two equally near; none: null. `configs` have a member num_tokens
+/// and ascend by it.
+template <typename Config, typename Fits>
+const Config* nearest(std::span<const Config> configs, std::int64_t num_tokens, const Fits& fits) {
   const auto times = [num_tokens](std::int64_t tokens) {
     return static_cast<double>(std::max(tokens, num_tokens)) /
            static_cast<double>(std::min(tokens, num_tokens));
@@ -55,7 +56,7 @@ const Config* nearest(std::span<const Config> configs, std::int64_t num_tokens) 
   const Config* best = nullptr;
   for (const Config& config : configs) {
     const double far = times(config.num_tokens);
-    if (far <= 2 && (!best || far <= times(best->num_tokens))) best = &config;
+    if (far <= 2 && fits(config) && (!best || far <= times(best->num_tokens))) best = &config;
   }
   return best;
 }

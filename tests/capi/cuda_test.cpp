@@ -111,7 +111,7 @@ TEST(CCudaTest, ARankBringsItsNccl) {
   fusedmoe_communicator* made = nullptr;
   EXPECT_EQ(fusedmoe_communicator_create_at(1, 2, &at, &options, &made), FUSEDMOE_INVALID_ARGUMENT);
   EXPECT_STREQ(fusedmoe_last_error(),
-               "nccl.comm: was rank 0 of 1 on GPU 0; must be rank 1 of 2 on GPU 0");
+               "nccl_comm: was rank 0 of 1 on GPU 0; must be rank 1 of 2 on GPU 0");
   EXPECT_EQ(destroy(comm), 0);  // still the caller's
 }
 

@@ -2,9 +2,11 @@
 // divide unevenly. schemes_test.cpp runs it for every scheme.
 #include <string>
 
+#include "../unit/layer_problem.h"
 #include "cuda/gemm/heuristic.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
+#include "gpu_ranks.h"
 #include "scheme_rows.h"
 
 namespace fusedmoe::testing {
@@ -91,6 +93,25 @@ TEST(CudaOneTokenTest, ActivationsBiasesAndWeightsOnInput) {
       spec.weight_on_input = true;
       expect_one_token(spec, scheme, "weight on input");
     }
+  }
+}
+
+/// Of 2048 outputs the layer chooses it by itself.
+TEST(CudaOneTokenTest, LayersWithTheirRouterHaveTheOutputOfTheReference) {
+  FUSEDMOE_SKIP_WITHOUT_GPU();
+  for (const char* scheme : {"bf16", "mxfp4_w4a16", "fp8_block"}) {
+    SCOPED_TRACE(scheme);
+    Case spec = small_case(scheme);
+    spec.hidden = 2048;
+    const LayerWeights weights = make_layer_weights({spec});
+    const Tensor x = random_tensor(DType::kBF16, {1, spec.hidden}, 1, 5);
+    LayerOptions host;
+    host.require = "reference";
+    const Tensor expected = MoeLayer(weights, host).forward(x);
+    const MoeLayer layer(weights, options_of(kGpu, false));
+    const Tensor actual = forward(layer, x, 0);
+    expect_close(actual, expected, spec.scheme);
+    EXPECT_TRUE(bitwise_equal(forward(layer, x, 0), actual)) << "second run";
   }
 }
 

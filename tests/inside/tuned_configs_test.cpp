@@ -30,8 +30,11 @@ TunedConfig config_for(std::int64_t num_tokens, std::string name) {
   return config;
 }
 
-std::string find(const TunedConfigs& configs, std::int64_t num_tokens) {
-  const TunedConfig* found = nearest(configs.of_layer(config_for(1, "any")), num_tokens);
+/// Of those that are not called `excluded`.
+std::string find(const TunedConfigs& configs, std::int64_t num_tokens,
+                 const std::string& excluded = "") {
+  const TunedConfig* found = nearest(configs.of_layer(config_for(1, "any")), num_tokens,
+                                     [&](const TunedConfig& c) { return c.config != excluded; });
   return found ? found->config : "none";
 }
 
@@ -52,6 +55,9 @@ TEST(TunedConfigsTest, NearestNumberOfTokensWithinAFactorOfTwo) {
   EXPECT_EQ(find(configs, 128), "64");
   EXPECT_EQ(find(configs, 129), "none");
   EXPECT_EQ(find(TunedConfigs(), 1), "none");
+  EXPECT_EQ(find(configs, 2, "4"), "1") << "the nearest of those that fit";
+  EXPECT_EQ(find(configs, 4, "4"), "8");
+  EXPECT_EQ(find(configs, 1, "1"), "none");
 }
 
 TEST(TunedConfigsTest, EveryPartOfTheKeyCounts) {

@@ -136,10 +136,8 @@ KernelConfig fill_waves(const MlpShape& shape, const Load& load, const ConfigLis
 bool prefers_one_token(const MlpShape& shape) {
   if (!valid(shape, kOneToken)) return false;
   const WeightFormat& format = *shape.format;
-  constexpr std::int64_t kMegabyte = 1 << 20;
-  const std::int64_t most = format.decodes    ? 70 * kMegabyte
-                            : format.fp8_rows ? 128 * kMegabyte
-                                              : 80 * kMegabyte;
+  constexpr std::int64_t kMiB = 1 << 20;
+  const std::int64_t most = format.decodes ? 70 * kMiB : format.fp8_rows ? 128 * kMiB : 80 * kMiB;
   const BlockGrid first = format.grid(shape.intermediate, shape.hidden, true);
   const BlockGrid second = format.grid(shape.hidden, shape.intermediate, false);
   const std::int64_t bytes = shape.topk * (first.count() + second.count()) * format.block.bytes;

@@ -25,7 +25,7 @@ struct KernelConfig {
 };
 
 /// What the kernel of one token is as a configuration.
-inline constexpr KernelConfig kOneToken{kTiles16Bit[0], 1, true, true};
+inline constexpr KernelConfig kOneToken{kTiles16Bit[0], 1, false, true};
 
 /// "64x16k4c1 splits 2 f32", "one token"
 std::string to_string(const KernelConfig& config);

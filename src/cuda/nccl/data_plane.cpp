@@ -124,7 +124,7 @@ ncclUniqueId shared_id(int rank, ControlPlane& control, milliseconds timeout,
                        std::string_view given) {
   ncclUniqueId id{};
   if (!given.empty()) {
-    FUSEDMOE_CHECK(given.size() == sizeof id, "nccl.unique_id",
+    FUSEDMOE_CHECK(given.size() == sizeof id, "nccl_unique_id",
                    core::format("{} bytes", given.size()),
                    core::format("{}, an ncclUniqueId", sizeof id));
     std::memcpy(&id, given.data(), sizeof id);
@@ -213,7 +213,7 @@ void check_comm(ncclComm_t comm, int rank, int size, Device device) {
   const auto text = [](int r, int of, int gpu) {
     return core::format("rank {} of {} on GPU {}", r, of, gpu);
   };
-  FUSEDMOE_CHECK(its_rank == rank && its_size == size && its_gpu == device.index, "nccl.comm",
+  FUSEDMOE_CHECK(its_rank == rank && its_size == size && its_gpu == device.index, "nccl_comm",
                  text(its_rank, its_size, its_gpu), text(rank, size, device.index));
 }
 
@@ -224,7 +224,7 @@ std::shared_ptr<DataPlane> make_nccl_data_plane(int rank, int size, Device devic
                                                 std::shared_ptr<ControlPlane> control,
                                                 milliseconds timeout, const CallersNccl& nccl) {
   FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
-  FUSEDMOE_CHECK(!nccl.comm || nccl.unique_id.empty(), "nccl.unique_id", "given with nccl.comm",
+  FUSEDMOE_CHECK(!nccl.comm || nccl.unique_id.empty(), "nccl_unique_id", "given with nccl_comm",
                  "given without");
   cuda::nccl();
   auto comm = static_cast<ncclComm_t>(nccl.comm);

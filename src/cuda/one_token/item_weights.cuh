@@ -1,5 +1,5 @@
-// The weights of an item, a slice's part of one packed block: how a warp reads them from global memory
-// to registers, and multiplies them by the token.
+// The weights of an item, a slice's part of one packed block: how a warp reads them from global
+// memory to registers, and multiplies them by the token.
 #pragma once
 
 #include <cstring>
