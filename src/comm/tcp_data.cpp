@@ -167,12 +167,12 @@ class TcpData final : public DataPlane {
     const Message& message = queue.messages[queue.current];
     const bool in = &queue == &peers_[r].in;
     if (queue.moved == 0 && !in) queue.header = message.bytes;
-    char* data = static_cast<char*>(message.data) + (queue.moved - kHeader);
-    std::size_t left = kHeader + message.bytes - queue.moved;
-    if (queue.moved < kHeader) {
-      data = reinterpret_cast<char*>(&queue.header) + queue.moved;
-      left = kHeader - queue.moved;
-    }
+    const bool in_header = queue.moved < kHeader;
+    const std::size_t before = in_header ? queue.moved : queue.moved - kHeader;
+    char* data =
+        (in_header ? reinterpret_cast<char*>(&queue.header) : static_cast<char*>(message.data)) +
+        before;
+    const std::size_t left = (in_header ? kHeader : message.bytes) - before;
     const ssize_t bytes = transfer(peers_[r].socket.get(), data, left);
     if (bytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return false;
     if (bytes <= 0) lost(r);
