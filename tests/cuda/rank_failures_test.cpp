@@ -288,7 +288,8 @@ TEST(CudaRankFailuresTest, ARankWithAnotherConfiguration) {
 constexpr const char* kRank = "FUSEDMOE_TEST_RANK";
 constexpr const char* kFolder = "FUSEDMOE_TEST_FOLDER";
 
-/// Rank 1 dies in the middle of a step; rank 0 writes what it has thrown, and how long it took.
+/// What each process of the next test runs. Rank 1 kills itself in the middle of a step. Rank 0
+/// writes the text of the Error that it gets to a file.
 TEST(CudaRankFailuresTest, DISABLED_OneProcess) {
   if (!std::getenv(kRank)) GTEST_SKIP() << "only as a process of the test below";
   const int rank = std::atoi(std::getenv(kRank));
