@@ -374,8 +374,8 @@ FUSEDMOE_API std::shared_ptr<DataPlane> make_tcp_data_plane(
 /// What the caller has of NCCL: a communicator, or a unique id to make one from, or neither. All
 /// ranks bring the same of the three.
 struct CallersNccl {
-  /// An ncclComm_t of this rank, of the libnccl.so.2 that this process has loaded. It must outlive
-  /// the communicator, and is aborted when ranks fail.
+  /// This rank's ncclComm_t, made by the libnccl.so.2 that this process has loaded. The caller
+  /// keeps it until the Communicator is gone. When a rank fails, fusedmoe aborts it.
   void* comm = nullptr;
   /// The bytes of an ncclUniqueId that all ranks were given.
   std::string_view unique_id;

@@ -147,11 +147,10 @@ class FUSEDMOE_API MoeLayer {
   /// at most LayerOptions::max_workspace_bytes. Across ranks num_tokens is
   /// ForwardOptions::max_tokens.
   std::size_t workspace_bytes(std::int64_t num_tokens) const;
-  /// Bytes that forward(num_tokens) takes beside the workspace, where the ranks are processes of
-  /// one host that share memory (Communicator::share_memory()); else 0. num_tokens is
-  /// ForwardOptions::max_tokens: a rank with fewer tokens takes no more. Monotone; no limit
-  /// applies. The communicator keeps the memory, and the next forward of any of its layers reuses
-  /// it.
+  /// Bytes of memory, shared by ranks, that forward(num_tokens) takes beside the workspace. 0
+  /// unless the ranks are processes of one host that share memory (Communicator::share_memory()).
+  /// num_tokens is ForwardOptions::max_tokens: a rank with fewer tokens takes no more. Monotone; no
+  /// limit applies. The communicator keeps the memory for the next forward of any of its layers.
   std::size_t shared_bytes(std::int64_t num_tokens) const;
 
   /// output = MoE(hidden_states); both (num_tokens, hidden), rows may have a stride, not

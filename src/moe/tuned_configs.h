@@ -44,9 +44,9 @@ class TunedConfigs {
   std::vector<TunedConfig> configs_;  // ascending keys
 };
 
-/// Of those that `fits`, the one for num_tokens, or for the nearest number of tokens, up to twice
-/// or half as many, the larger of two equally near; none: null. `configs` have a member num_tokens
-/// and ascend by it.
+/// The configuration for the number of tokens nearest to num_tokens, at most twice or half as many;
+/// of two equally near the larger. Only configurations for which fits(config) is true count. Null
+/// where there is none. `configs` have a member num_tokens and ascend by it.
 template <typename Config, typename Fits>
 const Config* nearest(std::span<const Config> configs, std::int64_t num_tokens, const Fits& fits) {
   const auto times = [num_tokens](std::int64_t tokens) {

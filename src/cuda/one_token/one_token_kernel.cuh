@@ -1,7 +1,10 @@
-// The kernel of one token. A slice is 16 weight rows, as mma.sync takes them; of its 8 columns only
-// the first is used. An item is a slice's part of one packed block. The items of a thread block are
-// divided evenly among its warps, each of which has the weights of its next kItemDepth items on
-// their way. At the end the sums of all warps are added in their order.
+// The kernel of one token, and what it does with sums.
+//
+// A slice is 16 rows of weights, one operand of mma.sync. The other operand has 8 columns: the
+// first is the token, the rest are zero. An item is the part of a slice that lies in one packed
+// block. The 16 warps of a thread block share its items evenly. Each warp loads the weights of its
+// next kItemDepth items while it multiplies. In the end the sums of all warps are added in the
+// order of the warps, so the same call gives the same bits.
 #pragma once
 
 #include <cooperative_groups.h>

@@ -19,8 +19,8 @@
 
 namespace fusedmoe::cuda {
 
-/// A packed block in shared memory, as policies read it. The kernel of one token has a type of its
-/// own for blocks in global memory.
+/// A packed block in shared memory. Policies read their codes through such a type. The kernel of
+/// one token gives them another, which reads from global memory (StreamedBlock).
 struct StagedBlock {
   const std::uint8_t* bytes;
   template <typename T>
