@@ -72,7 +72,7 @@ Kernels f32_kernels(const char* name) {
   set(Codes::kF32, multiply_plain<D, F32Codec<S>, Undecoded>);
   set(Codes::kBF16, multiply_plain<D, Bf16Codec<S>, CodecPanels<D, Bf16Codec<S>>, kMost>);
   set(Codes::kF16, multiply_plain<D, F16Codec<S>, CodecPanels<D, F16Codec<S>>, kMost>);
-  set(Codes::kMxfp4, multiply_chained<D, E2m1, Mxfp4Panels<D, E2m1>>);
+  set(Codes::kMxfp4, multiply_chained<D, E2m1, ScaledPanels<D, E2m1>>);
   set(Codes::kE2M1, multiply_codes<D, E2m1>);
   set(Codes::kInt4, multiply_integers<D, Nibbles<S, Codes::kInt4>, 4>);
   set(Codes::kE4M3, multiply_codes<D, E4m3<S>>);

@@ -40,6 +40,7 @@ class Forward {
   }
   void index_rows();
   void prepare_rows() const;
+  void prepare_permuted_rows() const;
   void prepare_row(std::int64_t row, const TaskScratch& scratch) const;
   void multiply(bool first) const;
   TileJob job(const WorkTile& work, bool first) const;
@@ -80,7 +81,8 @@ class Forward {
   // Rows: the caller's (x), what GEMM 1 reads (a), and the outputs of the GEMMs.
   std::int64_t x_rows_ = 0, x_bytes_ = 0, a_rows_ = 0, a_bytes_ = 0;
   std::int64_t gemm1_bytes_ = 0, gemm2_bytes_ = 0, output_bytes_ = 0;
-  bool permute_ = false;  // a has the rows of x in the order of the grouped GEMM
+  bool permute_ = false;     // a has the rows of x in the order of the grouped GEMM
+  bool per_expert_ = false;  // and each expert's are quantized by a scale of its own
   bool direct_ = false;   // GEMM 1 reads x itself
   const std::byte* a_ = nullptr;
 

@@ -24,13 +24,15 @@ namespace cpu {
 namespace {
 
 #if defined(__x86_64__)
-/// AMX with bf16 products, and the kernel's permission to use the tile registers.
+/// AMX with products of bf16 and of 8-bit integers, and the kernel's permission to use the tile
+/// registers.
 bool amx_available() {
 #if defined(__linux__)
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
+  constexpr unsigned kNeeded = kAmxBf16 | kAmxTile | kAmxInt8;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-  if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) return false;
+  if ((edx & kNeeded) != kNeeded) return false;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else

@@ -1,148 +1,160 @@
-// Kernels for AMX: tile registers of 16 rows x 64 bytes, bf16 products, fp32 accumulators.
-// Weights without a tile kernel are multiplied in fp32: where there are tile registers, vdpbf16ps
-// is slower than two fp32 products.
+// Kernels for AMX: tile registers multiply many rows of an expert by bf16 or 8-bit integers. Few
+// rows take the kernels of AVX-512 VNNI, which read each weight once and decode it in registers;
+// there fp32 products are faster than vdpbf16ps wherever tile registers are.
 //
 // Bits: tdpbf16ps adds up 16 pairs before it adds them to the accumulator, so results are rounded
-// differently from vdpbf16ps, which is faster for few rows. So a row's bits depend on the number of
-// its expert's rows, unless `batch_invariant` asks for tile registers whatever the number.
-#include "cpu/dot_bf16.h"
+// differently from fp32 products. So a row's bits depend on the number of its expert's rows, unless
+// `batch_invariant` asks for tile registers whatever the number. Integers are exact either way.
+#include "cpu/dot_amx.h"
 
 namespace fusedmoe::cpu {
 namespace {
 
-constexpr int kTileRows = 16;
-constexpr int kVectorBytes = 64;  // of a panel: 16 columns
+using DotAmx = DotTiles<DotBf16, TileBf16>;
+using DotAmxInt8 = DotTiles<DotIntegers<Simd, TileInt8, 4>, TileInt8>;
 
-/// Shapes of the eight tile registers: 0-3 accumulators, 4-5 rows, 6-7 weights.
-class TileConfig {
- public:
-  /// Registers 0, 1 and 4 have `low` rows; 2, 3 and 5 have `high` rows.
-  TileConfig(int low, int high) {
-    alignas(64) struct {
-      std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      std::uint16_t row_bytes[16] = {};
-      std::uint8_t rows[16] = {};
-    } config;
-    const int rows[8] = {low, low, high, high, low, high, kTileRows, kTileRows};
-    for (int tile = 0; tile < 8; ++tile) {
-      config.row_bytes[tile] = static_cast<std::uint16_t>(rows[tile] ? kVectorBytes : 0);
-      config.rows[tile] = static_cast<std::uint8_t>(rows[tile]);
-    }
-    // Assembly, as GCC 12's _tile_loadconfig() tells the compiler that it reads 8 of the 64 bytes.
-    // The compiler then drops the stores to the other 56, and the processor refuses the shapes.
-    asm volatile("ldtilecfg %0" : : "m"(config));
-  }
-  ~TileConfig() { _tile_release(); }
-  TileConfig(const TileConfig&) = delete;
-  TileConfig& operator=(const TileConfig&) = delete;
-};
-
-struct DotAmx : DotBf16 {
-  static constexpr int kRows = 2 * kTileRows;
-  static constexpr int kPasses = 2;
-
-  /// At most 32 rows x 64 columns, 32 columns at a time: 2 x 2 tiles of accumulators. All rows are
-  /// as far apart as the first two.
-  static void multiply_block(int num_rows, const std::byte* const* rows, const std::byte* panel,
-                             std::int64_t steps, bool accumulate, float* accumulators,
-                             Prefetcher& prefetch) {
-    const int low = num_rows < kTileRows ? num_rows : kTileRows, high = num_rows - low;
-    const std::int64_t stride = num_rows > 1 ? rows[1] - rows[0] : 0;
-    const TileConfig config(low, high);
-    // GCC's tile intrinsics do not say that they read and write memory.
-    asm volatile("" ::: "memory");
-    for (int half = 0; half < 2; ++half) {
-      float* left = accumulators + half * kTileColumns / 2;
-      high ? multiply_half<true>(rows[0], stride, panel, steps, accumulate, left, half, prefetch)
-           : multiply_half<false>(rows[0], stride, panel, steps, accumulate, left, half, prefetch);
-    }
-    asm volatile("" ::: "memory");
-  }
-
- private:
-  template <bool kHigh>
-  static void multiply_half(const std::byte* rows, std::int64_t stride, const std::byte* panel,
-                            std::int64_t steps, bool accumulate, float* left, int half,
-                            Prefetcher& prefetch) {
-    float* right = left + 16;
-    float* lower = left + kTileRows * kTileColumns;
-    if (accumulate) {
-      _tile_loadd(0, left, kStepBytes);
-      _tile_loadd(1, right, kStepBytes);
-      if constexpr (kHigh) {
-        _tile_loadd(2, lower, kStepBytes);
-        _tile_loadd(3, lower + 16, kStepBytes);
-      }
-    } else {
-      _tile_zero(0);
-      _tile_zero(1);
-      if constexpr (kHigh) {
-        _tile_zero(2);
-        _tile_zero(3);
-      }
-    }
-    const std::byte* weights = panel + half * 2 * kVectorBytes;
-    for (std::int64_t step = 0; step < steps; step += kStepsPerGroup) {
-      prefetch(kStepsPerGroup);
-      _tile_loadd(4, rows + step * 4, stride);
-      _tile_loadd(6, weights + step * kStepBytes, kStepBytes);
-      _tile_loadd(7, weights + step * kStepBytes + kVectorBytes, kStepBytes);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      if constexpr (kHigh) {
-        _tile_loadd(5, rows + kTileRows * stride + step * 4, stride);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-    }
-    _tile_stored(0, left, kStepBytes);
-    _tile_stored(1, right, kStepBytes);
-    if constexpr (kHigh) {
-      _tile_stored(2, lower, kStepBytes);
-      _tile_stored(3, lower + 16, kStepBytes);
-    }
-  }
-};
-
+template <class Products, int kPerStep>
 double amx_flops(std::int64_t rounds) {
-  const TileConfig config(kTileRows, kTileRows);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  _tile_zero(4);
-  _tile_zero(6);
+  const TileJobScope scope;
+  tile_shapes.set(kTileRows, kTileRows);
+  zero_tile<0>();
+  zero_tile<1>();
+  zero_tile<2>();
+  zero_tile<3>();
+  zero_tile<4>();
+  zero_tile<6>();
   for (std::int64_t round = 0; round < rounds; ++round) {
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 6);
-    _tile_dpbf16ps(2, 4, 6);
-    _tile_dpbf16ps(3, 4, 6);
+    Products::template add<0, 4, 6>();
+    Products::template add<1, 4, 6>();
+    Products::template add<2, 4, 6>();
+    Products::template add<3, 4, 6>();
   }
-  return 2.0 * 4 * kTileRows * 16 * kGroup * static_cast<double>(rounds);
+  constexpr double kFlop = 2.0 * 4 * kTileRows * kTileWidth * kTileRows * kPerStep;
+  return kFlop * static_cast<double>(rounds);
 }
 
-/// Few rows as `few` computes them, others with tile registers.
-template <void (*few)(const TileJob&), class Panels>
-void multiply_tiles(const TileJob& job) {
-  job.num_rows <= kStreamedRows && !job.batch_invariant ? few(job) : multiply<DotAmx, Panels>(job);
+// ---- Few rows -----------------------------------------------------------------------------------
+
+using Multiply = void (*)(const TileJob&);
+
+template <Codes kCodes, Compute kCompute>
+Multiply vnni_kernel() {
+  static const Multiply multiply =
+      avx512_vnni_kernels().multiply[static_cast<int>(kCodes)][static_cast<int>(kCompute)];
+  return multiply;
+}
+
+/// Rows of bf16, by fp32 kernels: rows are converted before, activated outputs after them. They
+/// lie in the task's scratch memory, which those kernels do not use for so few rows.
+template <Codes kCodes>
+void multiply_in_f32(const TileJob& job) {
+  const Epilogue& epilogue = *job.epilogue;
+  TileJob few = job;
+  few.rows = job.scratch;
+  few.row_bytes = job.k * 4;
+  for (std::int64_t r = 0; r < job.num_rows; ++r) {
+    convert_to_f32<Simd>(job.rows + r * job.row_bytes, Epilogue::Rounding::kBF16, job.k, job.k,
+                         job.scratch + r * few.row_bytes);
+  }
+  const bool back = epilogue.kind != Epilogue::Kind::kNone && !epilogue.store_f32;
+  const std::int64_t columns = job.num_tiles * (kTileColumns >> (epilogue.gated ? 1 : 0));
+  if (back) {
+    few.output = job.scratch + job.num_rows * few.row_bytes;
+    few.output_bytes = columns * 4;
+  }
+  vnni_kernel<kCodes, Compute::kF32>()(few);
+  for (std::int64_t r = 0; back && r < job.num_rows; ++r) {
+    const auto* values = reinterpret_cast<const float*>(few.output + r * few.output_bytes);
+    for (std::int64_t c = 0; c < columns; c += Simd::kWidth) {
+      DotBf16::store_element(job.output + r * job.output_bytes, c, Simd::load(values + c), {});
+    }
+  }
+}
+
+/// Up to so many rows, each weight is read once and decoded in registers.
+constexpr std::int64_t kFewRowsOfNibbles = 5, kFewRowsOfOthers = kStreamedRows;
+
+/// Whether a job is one of few rows, and its rows in fp32 fit the scratch memory.
+bool has_few_rows(const TileJob& job) {
+  const bool nibbles = job.format.block_k() == 8 && job.format.codes != Codes::kW4A8;
+  return job.num_rows <= (nibbles ? kFewRowsOfNibbles : kFewRowsOfOthers) && !job.batch_invariant &&
+         job.num_rows * (job.k + kMaxTiles * kTileColumns) * 4 <= kAccumulatorsOffset;
+}
+
+// ---- The table ----------------------------------------------------------------------------------
+
+/// Weights without scales in the stream, or whose codec applies them.
+template <Codes kCodes, class Panels>
+void multiply_plain_tiles(const TileJob& job) {
+  if (has_few_rows(job)) return multiply_in_f32<kCodes>(job);
+  const TileJobScope scope;
+  multiply<DotAmx, Panels>(job);
+}
+
+/// Weights whose groups have scales in the stream, or one scale per column.
+template <Codes kCodes, class Codec>
+void multiply_code_tiles(const TileJob& job) {
+  if (job.format.scales == ScaleType::kNone) {
+    return multiply_plain_tiles<kCodes, CodecPanels<DotAmx, Codec>>(job);
+  }
+  if (has_few_rows(job)) return multiply_in_f32<kCodes>(job);
+  const TileJobScope scope;
+  multiply_groups<DotAmx, Codec>(job);
+}
+
+/// NVFP4 is multiplied without groups, as its scales can be multiplied into the weights.
+void multiply_e2m1_tiles(const TileJob& job) {
+  using Nvfp4 = ScaledPanels<DotAmx, Nibbles<Simd, Codes::kE2M1>, Nvfp4Scales<Simd>>;
+  const TileFormat& format = job.format;
+  if (format.scales == ScaleType::kE4M3 && format.group == Nvfp4Scales<Simd>::kGroupK) {
+    multiply_plain_tiles<Codes::kE2M1, Nvfp4>(job);
+  } else {
+    multiply_code_tiles<Codes::kE2M1, NibblesToBf16<Codes::kE2M1>>(job);
+  }
+}
+
+/// Up to so many rows, vpdpbusd is faster for 8-bit activations.
+constexpr std::int64_t kFewRowsOfInt8 = 32;
+/// And for smaller groups, whatever the rows: storing each group's sums takes too long.
+constexpr std::int64_t kLeastGroupOfInt8 = 128;
+
+void multiply_int4_int8_tiles(const TileJob& job) {
+  if (job.num_rows <= kFewRowsOfInt8 || job.format.group < kLeastGroupOfInt8) {
+    return vnni_kernel<Codes::kInt4, Compute::kInt8>()(job);
+  }
+  const TileJobScope scope;
+  multiply_groups<DotAmxInt8, NibblesToU8<Simd, Codes::kInt4>>(job);
+}
+
+void multiply_w8a8_tiles(const TileJob& job) {
+  if (job.num_rows <= kFewRowsOfInt8) return vnni_kernel<Codes::kInt8, Compute::kInt8>()(job);
+  const TileJobScope scope;
+  for (int tile = 0; tile < job.num_tiles; ++tile) {
+    multiply_groups_tile<DotAmxInt8, WholePanel<DotAmxInt8>>(job, tile, job.k);
+  }
 }
 
 /// The AVX-512 kernels, those replaced for which AMX is faster.
 Kernels make_kernels() {
   Kernels table = avx512_vnni_kernels();
-  constexpr int kBF16 = static_cast<int>(Compute::kBF16);
-  const auto set = [&](Codes codes, void (*multiply)(const TileJob&)) {
-    table.multiply[static_cast<int>(codes)][kBF16] = multiply;
-  };
   table.name = "amx";
-  table.contiguous_rows = true;
-  using E2m1 = NibblesToBf16<Codes::kE2M1>;
-  set(Codes::kBF16, multiply_tiles<multiply_plain<DotBf16, Bf16AsIs, Undecoded>, Undecoded>);
-  set(Codes::kMxfp4, multiply_tiles<multiply_chained<DotBf16, E2m1, Mxfp4ToBf16>, Mxfp4ToBf16>);
-  set(Codes::kW4A8,
-      multiply_tiles<multiply_plain<DotBf16, W4A8ToBf16>, CodecPanels<DotBf16, W4A8ToBf16>>);
-  table.convert[kBF16] = convert_to_bf16;
-  table.flops[kBF16] = amx_flops;
+  const auto set = [&](Compute compute, Codes codes, Multiply multiply) {
+    table.multiply[static_cast<int>(codes)][static_cast<int>(compute)] = multiply;
+    table.contiguous_rows[static_cast<int>(compute)] = true;
+  };
+  constexpr Compute bf16 = Compute::kBF16, int8 = Compute::kInt8;
+  set(bf16, Codes::kBF16, multiply_plain_tiles<Codes::kBF16, Undecoded>);
+  set(bf16, Codes::kMxfp4, multiply_plain_tiles<Codes::kMxfp4, Mxfp4ToBf16>);
+  set(bf16, Codes::kE2M1, multiply_e2m1_tiles);
+  set(bf16, Codes::kInt4, multiply_code_tiles<Codes::kInt4, NibblesToBf16<Codes::kInt4>>);
+  set(bf16, Codes::kE4M3, multiply_code_tiles<Codes::kE4M3, E4m3ToBf16>);
+  set(bf16, Codes::kInt8, multiply_code_tiles<Codes::kInt8, Int8ToBf16>);
+  set(bf16, Codes::kW4A8, multiply_plain_tiles<Codes::kW4A8, CodecPanels<DotAmx, W4A8ToBf16>>);
+  set(int8, Codes::kInt4, multiply_int4_int8_tiles);
+  set(int8, Codes::kInt8, multiply_w8a8_tiles);
+  table.convert[static_cast<int>(bf16)] = convert_to_bf16;
+  table.flops[static_cast<int>(bf16)] = amx_flops<TileBf16, 2>;
+  table.flops[static_cast<int>(int8)] = amx_flops<TileInt8, 4>;
   return table;
 }
 

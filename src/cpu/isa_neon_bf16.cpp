@@ -54,7 +54,7 @@ Kernels make_kernels() {
     table.multiply[static_cast<int>(codes)][kBF16] = multiply;
   };
   set(Codes::kBF16, multiply_plain<D, Bf16AsIs, Undecoded>);
-  set(Codes::kMxfp4, multiply_chained<D, E2m1, Mxfp4Panels<D, PairsToF32<Simd, E2m1>>>);
+  set(Codes::kMxfp4, multiply_chained<D, E2m1, ScaledPanels<D, PairsToF32<Simd, E2m1>>>);
   set(Codes::kE2M1, multiply_codes<D, E2m1>);
   set(Codes::kInt4, multiply_codes<D, NibblePairs<Simd, Codes::kInt4>>);
   set(Codes::kE4M3, multiply_codes<D, E4m3Pairs<Simd>>);

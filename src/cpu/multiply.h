@@ -172,6 +172,18 @@ inline void multiply_at_most(int num_rows, const std::byte* const* rows, const s
   multiply_panel<D, R>(rows, panel, steps, accumulate, accumulators, prefetch);
 }
 
+/// The row that begins a block of a job's rows. Blocks are about equally large (8 rows are 4 + 4, not
+/// 6 + 2), or full but for the last, where a dot product asks for that.
+template <class D>
+inline std::int64_t begin_of_block(std::int64_t block, std::int64_t blocks, int block_rows,
+                                   std::int64_t num_rows) {
+  if constexpr (requires { D::kFullBlocks; }) {
+    return block < blocks ? block * block_rows : num_rows;
+  } else {
+    return num_rows * block / blocks;
+  }
+}
+
 template <class D>
 inline void multiply_panel_rows(int num_rows, const std::byte* const* rows, const std::byte* panel,
                                 std::int64_t steps, bool accumulate, float* accumulators,
@@ -186,7 +198,7 @@ void multiply_tile(const TileJob& job, int tile) {
   constexpr int kRows = D::kRows;
   const std::byte* stream = job.tiles + tile * job.tile_bytes;
   const std::int64_t steps = job.k / D::kPerStep;
-  // Panels and blocks are made about equally large: 8 rows are 4 + 4, not 6 + 2.
+  // Panels are made about equally large.
   const std::int64_t groups = steps / D::kStepsPerGroup;
   const std::int64_t at_most = job.num_rows <= kFewRows ? kFewRowsPanelSteps : kPanelSteps;
   const std::int64_t panels = (steps + at_most - 1) / at_most;
@@ -202,7 +214,7 @@ void multiply_tile(const TileJob& job, int tile) {
     const std::byte* panel = decoder.panel(begin, count, job.scratch);
     std::int64_t row = 0;
     for (std::int64_t block = 0; block < blocks; ++block) {
-      const std::int64_t end = job.num_rows * (block + 1) / blocks;
+      const std::int64_t end = begin_of_block<D>(block + 1, blocks, kRows, job.num_rows);
       const std::byte* rows[kRows];
       for (std::int64_t r = row; r < end; ++r) rows[r - row] = row_pointer(job, r) + begin * 4;
       float* accumulators = carried + row * kTileColumns;
@@ -306,20 +318,23 @@ class CodecPanels {
   Codec codec_;
 };
 
-/// Panels of MXFP4 with the scales multiplied in, which is exact. The codec is for fp32.
-template <class D, class Codec>
-class Mxfp4Panels {
+/// Panels of MXFP4 or NVFP4 (`Scales`) with the scales multiplied in, which is exact: a weight then
+/// has at most 2 or 6 significant bits. The codec is for fp32.
+template <class D, class Codec, class Scales = Mxfp4Scales<typename D::Simd>>
+class ScaledPanels {
  public:
-  Mxfp4Panels(const std::byte* stream, const TileFormat& format)
-      : groups_(stream + kMxfp4HeaderBytes), scales_(stream), codec_(format) {}
+  ScaledPanels(const std::byte* stream, const TileFormat& format)
+      : groups_(stream + Scales::kHeaderBytes), scales_(stream), codec_(format) {}
 
   const std::byte* panel(std::int64_t begin, std::int64_t count, std::byte* scratch) {
-    constexpr std::int64_t kSteps = kGroup / D::kPerStep;  // of a group
+    constexpr std::int64_t kSteps = Scales::kGroupK / D::kPerStep;  // of a group
+    constexpr std::int64_t kBlocks = Scales::kGroupK / Codec::kK;
+    constexpr std::int64_t kGroupBytes = kTileColumns + kBlocks * kStepBytes;
     std::byte* target = scratch;
     for (std::int64_t g = begin / kSteps; g < (begin + count) / kSteps; ++g) {
-      const std::byte* group = groups_ + g * kMxfp4GroupBytes;
+      const std::byte* group = groups_ + g * kGroupBytes;
       scales_.advance(group);
-      for (int q = 0; q < kGroup / Codec::kK; ++q, target += Codec::kK / D::kPerStep * kStepBytes) {
+      for (int q = 0; q < kBlocks; ++q, target += Codec::kK / D::kPerStep * kStepBytes) {
 #pragma GCC unroll 4
         for (int v = 0; v < kTileColumns / S::kWidth; ++v) {
           decode(group + kTileColumns + q * kStepBytes, v, target + 4 * S::kWidth * v);
@@ -341,13 +356,13 @@ class Mxfp4Panels {
       if constexpr (D::kPerStep == 1) {
         D::store_b(target, values[j] * scale);
       } else {
-        D::store_b(target, join_pairs<S>(values[j] * scale, values[j + 1] * scale));
+        D::store_b(target, (typename D::B)join_pairs<S>(values[j] * scale, values[j + 1] * scale));
       }
     }
   }
 
   const std::byte* groups_;
-  Mxfp4Scales<S> scales_;
+  Scales scales_;
   Codec codec_;
 };
 

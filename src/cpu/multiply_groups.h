@@ -19,8 +19,18 @@ concept AddsTwoSteps = requires(typename D::Acc acc, const typename D::B (&pair)
 /// accumulators.
 template <class S, bool kTotals>
 inline constexpr int kGroupRows = kTotals ? S::kRows / 2 : S::kRows;
+
+/// Dot products with a way of their own to multiply blocks of rows by a panel: kGroupRows rows at
+/// most, by panels of kGroupPanelSteps steps.
+template <class D>
+concept MultipliesGroups = requires {
+  D::multiply_groups;
+};
 /// Steps of a panel, which should fit the L1: blocks of few rows read it often.
+template <class D>
 inline constexpr std::int64_t kGroupPanelSteps = 64;
+template <MultipliesGroups D>
+inline constexpr std::int64_t kGroupPanelSteps<D> = D::kGroupPanelSteps;
 
 /// A decoded part of a tile: `count` groups of `steps` steps each, the last of `last_steps`.
 struct GroupPanel {
@@ -190,6 +200,26 @@ template <class D>
 inline constexpr bool kTotalsInRegisters =
     D::Simd::kTotalsInRegisters && !(D::Simd::kWidth == 16 && D::kPerStep == 1);
 
+/// Rows of one block of D.
+template <class D, bool kTotals>
+constexpr int rows_of_block() {
+  if constexpr (MultipliesGroups<D>) {
+    return D::kGroupRows;
+  } else {
+    return kGroupRows<typename D::Simd, kTotals>;
+  }
+}
+
+/// How often a block goes over a panel, each time for some of the columns.
+template <class D>
+constexpr int passes_of_block() {
+  if constexpr (MultipliesGroups<D>) {
+    return D::kPasses;
+  } else {
+    return kTileColumns / (D::Simd::kVectors * D::Simd::kWidth);
+  }
+}
+
 /// Decodes groups of a stream to panels, block by block.
 template <class D, class Codec>
 class GroupPanels {
@@ -285,28 +315,33 @@ template <class D, class Panels>
 void multiply_groups_tile(const TileJob& job, int tile, std::int64_t group) {
   GroupRow rows[kMaxRows];
   for (std::int64_t r = 0; r < job.num_rows; ++r) rows[r] = group_row(job, r);
-  constexpr int kRows = kGroupRows<typename D::Simd, Panels::kTotals>;
+  constexpr int kRows = rows_of_block<D, Panels::kTotals>();
   const std::int64_t groups = (job.k + group - 1) / group;
-  const std::int64_t at_most = kGroupPanelSteps * D::kPerStep / group;
+  const std::int64_t at_most = kGroupPanelSteps<D> * D::kPerStep / group;
   const std::int64_t per_panel = at_most > 1 ? at_most : 1;
   const std::int64_t panels = (groups + per_panel - 1) / per_panel;
   const std::int64_t blocks = (job.num_rows + kRows - 1) / kRows;
   auto* totals = reinterpret_cast<float*>(job.scratch + kAccumulatorsOffset);
   std::memset(totals, 0, static_cast<std::size_t>(job.num_rows * kStepBytes));
-  constexpr int kPasses = kTileColumns / (D::Simd::kVectors * D::Simd::kWidth);
+  constexpr int kPasses = passes_of_block<D>();
   Prefetcher prefetch(tile == job.num_tiles - 1 ? job.prefetch : nullptr, job.prefetch_bytes,
                       blocks * kPasses * job.k / D::kPerStep);
   Panels decoder(job.tiles + tile * job.tile_bytes, job.format);
   for (std::int64_t index = 0; index < panels; ++index) {
     const std::int64_t first = groups * index / panels;
-    const std::int64_t count = groups * (index + 1) / panels - first;
-    const GroupPanel panel = decoder.panel(first, count, job.k, job.scratch);
+    const std::int64_t stop = groups * (index + 1) / panels;
+    const GroupPanel panel = decoder.panel(first, stop - first, job.k, job.scratch);
     std::int64_t row = 0;
     for (std::int64_t block = 0; block < blocks; ++block) {
-      const std::int64_t end = job.num_rows * (block + 1) / blocks;
-      multiply_group_rows<D, kRows, Panels::kTotals>(static_cast<int>(end - row), rows + row, panel,
-                                                     job.row_scales.group_shift,
-                                                     totals + row * kTileColumns, prefetch);
+      const std::int64_t end = begin_of_block<D>(block + 1, blocks, kRows, job.num_rows);
+      const int count = static_cast<int>(end - row), shift = job.row_scales.group_shift;
+      float* const of_block = totals + row * kTileColumns;
+      if constexpr (MultipliesGroups<D>) {
+        D::multiply_groups(count, rows + row, panel, shift, of_block, prefetch);
+      } else {
+        multiply_group_rows<D, kRows, Panels::kTotals>(count, rows + row, panel, shift, of_block,
+                                                       prefetch);
+      }
       row = end;
     }
   }

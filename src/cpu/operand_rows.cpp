@@ -181,6 +181,18 @@ void OperandRows::expand(const std::uint8_t* codes, const void* scales, float ro
   set_initial(target, memory, num_rows, row);
 }
 
+void OperandRows::repeat(std::byte* rows, float* memory, std::int64_t num_rows, std::int64_t from,
+                         std::int64_t to) const {
+  std::memcpy(rows + to * row_bytes(), rows + from * row_bytes(),
+              static_cast<std::size_t>(row_bytes()));
+  const auto copy = [&](float* floats, std::int64_t count) {
+    std::copy_n(floats + from * count, count, floats + to * count);
+  };
+  if (key_) copy(memory, 1);
+  copy(memory + num_rows, num_group_scales_);
+  copy(memory + num_rows * (1 + num_group_scales_), num_initial_);
+}
+
 void OperandRows::set_initial(const std::byte* elements, float* memory, std::int64_t num_rows,
                               std::int64_t row) const {
   float* initial = memory + num_rows * (1 + num_group_scales_) + row * num_initial_;

@@ -140,6 +140,8 @@ inline typename S::F load_zeros(const std::byte* zeros, int v) {
 template <class S>
 class Mxfp4Scales {
  public:
+  static constexpr int kHeaderBytes = kMxfp4HeaderBytes;  // of a tile
+  static constexpr int kGroupK = kGroup;
   Mxfp4Scales() = default;
   explicit Mxfp4Scales(const std::byte* tile) {
     for (int v = 0; v < kVectors; ++v) code_[v] = S::load_u8(tile + S::kWidth * v);
@@ -156,6 +158,22 @@ class Mxfp4Scales {
  private:
   static constexpr int kVectors = kTileColumns / S::kWidth;
   typename S::I code_[kVectors];
+};
+
+/// The scales of an NVFP4 tile's columns, by the same interface.
+template <class S>
+class Nvfp4Scales {
+ public:
+  static constexpr int kHeaderBytes = 0;
+  static constexpr int kGroupK = 16;
+  explicit Nvfp4Scales(const std::byte*) {}
+  void advance(const std::byte* header) {
+    decode_scales_of<S, ScaleType::kE4M3>(header, scales_);
+  }
+  typename S::F scale(int v) const { return S::load(scales_ + S::kWidth * v); }
+
+ private:
+  alignas(64) float scales_[kTileColumns];
 };
 
 /// 2^(code - 127) of E8M0 codes that are normal numbers.

@@ -61,7 +61,7 @@ TEST(RuntimeTest, LevelsAreThoseOfTheProcessor) {
     if (add("avx512", has({"avx512f", "avx512bw", "avx512vl", "avx512dq"})) &&
         add("avx512_vnni", has({"avx512_vnni"})) &&
         add("avx512_bf16", has({"avx512_bf16", "avx512vbmi"}))) {
-      add("amx", has({"amx_tile", "amx_bf16"}));
+      add("amx", has({"amx_tile", "amx_bf16", "amx_int8"}));
     }
   }
   EXPECT_EQ(cpu_isas(), expected);
