@@ -32,11 +32,6 @@ struct CodeTables {
   }
 };
 
-const CodeTables& tables() {
-  static const CodeTables all;
-  return all;
-}
-
 bool adds_integers(Compute compute) {
   return compute == Compute::kInt8 || compute == Compute::kInt16;
 }
@@ -47,14 +42,14 @@ std::int16_t load_i16(const void* elements, std::int64_t i) {
   return value;
 }
 
+void store_f32(std::byte* row, std::int64_t i, float value) {
+  std::memcpy(row + 4 * i, &value, 4);
+}
+
 /// Exact: values that are stored as bf16 have at most 8 significant bits.
-void store(Compute compute, std::byte* row, std::int64_t i, float value) {
-  if (compute == Compute::kF32) {
-    std::memcpy(row + 4 * i, &value, 4);
-  } else {
-    const auto half = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16);
-    std::memcpy(row + 2 * i, &half, 2);
-  }
+void store_bf16(std::byte* row, std::int64_t i, float value) {
+  const auto half = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16);
+  std::memcpy(row + 2 * i, &half, 2);
 }
 
 float load(Compute compute, const std::byte* row, std::int64_t i) {
@@ -112,19 +107,6 @@ float OperandRows::group_scale(const void* scales, std::int64_t group) const {
   return load_f32(scales, *key_->scale, group);
 }
 
-float OperandRows::code_value(const std::uint8_t* codes, std::int64_t i) const {
-  switch (key_->value) {
-    case DType::kE2M1:
-      return tables().e2m1[codes[i / 2] >> (4 * (i % 2)) & 15];
-    case DType::kE4M3:
-      return tables().e4m3[codes[i]];
-    case DType::kI16:
-      return load_i16(codes, i);
-    default:
-      return static_cast<float>(static_cast<std::int8_t>(codes[i]));
-  }
-}
-
 void OperandRows::expand_int8(const std::uint8_t* codes, std::byte* target) const {
   std::memset(target + k_ / 8 * 8, 0, static_cast<std::size_t>(padded_k_ - k_ / 8 * 8));
   if (!is_nibbles(codes_)) {
@@ -142,15 +124,39 @@ void OperandRows::expand_int8(const std::uint8_t* codes, std::byte* target) cons
   }
 }
 
-void OperandRows::expand_floats(const std::uint8_t* codes, const void* scales,
+/// `value_of(i)` is the value of code i.
+template <class ValueOf>
+void OperandRows::expand_values(const ValueOf& value_of, const void* scales,
                                 std::byte* target) const {
   const std::int64_t group = fold_groups_ ? key_->group.cols : k_;
   for (std::int64_t begin = 0; begin < k_; begin += group) {
     const float scale = fold_groups_ ? group_scale(scales, begin / group) : 1.0f;
     const std::int64_t end = std::min(begin + group, k_);
-    for (std::int64_t i = begin; i < end; ++i) {
-      store(compute_, target, i, code_value(codes, i) * scale);
+    if (compute_ == Compute::kF32) {
+      for (std::int64_t i = begin; i < end; ++i) store_f32(target, i, value_of(i) * scale);
+    } else {
+      for (std::int64_t i = begin; i < end; ++i) store_bf16(target, i, value_of(i) * scale);
     }
+  }
+}
+
+void OperandRows::expand_floats(const std::uint8_t* codes, const void* scales,
+                                std::byte* target) const {
+  static const CodeTables tables;
+  switch (key_->value) {
+    case DType::kE2M1:
+      expand_values([&](std::int64_t i) { return tables.e2m1[codes[i / 2] >> (4 * (i % 2)) & 15]; },
+                    scales, target);
+      break;
+    case DType::kE4M3:
+      expand_values([&](std::int64_t i) { return tables.e4m3[codes[i]]; }, scales, target);
+      break;
+    case DType::kI16:
+      expand_values([&](std::int64_t i) { return static_cast<float>(load_i16(codes, i)); }, scales, target);
+      break;
+    default:
+      expand_values([&](std::int64_t i) { return static_cast<float>(static_cast<std::int8_t>(codes[i])); },
+                    scales, target);
   }
   std::memset(target + k_ * element_bytes(compute_), 0,
               static_cast<std::size_t>((padded_k_ - k_) * element_bytes(compute_)));

@@ -41,7 +41,8 @@ class OperandRows {
  private:
   void expand_int8(const std::uint8_t* codes, std::byte* target) const;
   void expand_floats(const std::uint8_t* codes, const void* scales, std::byte* target) const;
-  float code_value(const std::uint8_t* codes, std::int64_t i) const;
+  template <class ValueOf>
+  void expand_values(const ValueOf& value_of, const void* scales, std::byte* target) const;
   float group_scale(const void* scales, std::int64_t group) const;
 
   std::optional<QuantKey> key_;
