@@ -319,6 +319,20 @@ TEST(GemmPlanTest, OneTokenOfFewWeightsHasAKernelOfItsOwn) {
       << "no room for it";
 }
 
+TEST(GemmPlanTest, WhereTheKernelOfOneTokenIsNotPreferredTilesAreChosenAsWithoutIt) {
+  for (MlpShape shape : published_shapes(1)) {
+    if (shape.batched || shape.unfused || shape.batch_invariant) continue;
+    const KernelConfig without = choose_config(shape);
+    EXPECT_FALSE(without.one_token);
+    shape.has_one_token = true;
+    const KernelConfig chosen = choose_config(shape);
+    EXPECT_TRUE(chosen.one_token || chosen == without) << to_string(chosen);
+    shape.topk *= 1000;  // too many weights for it
+    shape.num_local_experts *= 1000;
+    EXPECT_FALSE(choose_config(shape).one_token);
+  }
+}
+
 TEST(OneTokenTest, SharedMemoryHasRoomForAllThatABlockKeeps) {
   OneTokenShape shape;
   shape.slots = 8;
