@@ -173,6 +173,7 @@ MlpShape Sm90Experts::shape_of(const ProblemSize& problem) const {
   shape.num_experts = config().num_experts;
   shape.hidden = problem.hidden;
   shape.intermediate = problem.intermediate;
+  shape.gated = is_gated(config().activation);
   shape.multiprocessors = multiprocessors_;
   return shape;
 }

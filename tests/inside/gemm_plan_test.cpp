@@ -315,6 +315,14 @@ TEST(GemmPlanTest, OneTokenOfFewWeightsHasAKernelOfItsOwn) {
   EXPECT_NE(chosen(shape_of(4096, 14336, 8, 2, 1, "fp8")), "one token") << "many weights";
   EXPECT_NE(chosen(shape_of(2880, 2880, 32, 4, 1, "mxfp4")), "one token")
       << "180 slices of 16 outputs leave a third of 132 multiprocessors without work";
+  MlpShape not_gated = shape_of(2048, 1856, 128, 8, 1);
+  EXPECT_NE(chosen(not_gated), "one token") << "174 MiB";
+  not_gated.gated = false;
+  EXPECT_NE(chosen(not_gated), "one token") << "116 MiB";
+  not_gated.topk = 5;
+  EXPECT_EQ(chosen(not_gated), "one token") << "73 MiB";
+  not_gated.gated = true;
+  EXPECT_NE(chosen(not_gated), "one token") << "109 MiB";
   EXPECT_NE(to_string(choose_config(shape_of(2048, 768, 128, 8, 1, "fp8"))), "one token")
       << "no room for it";
 }
