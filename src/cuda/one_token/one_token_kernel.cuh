@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kOneTokenThreads, 1)
          i += kOneTokenThreads) {
       of_block.partials[i] = 0;
     }
-    const bool rows_by_slot = g == 1 || p.hidden.by_expert();
+    const bool rows_by_slot = g == 1 || p.hidden.differ_by_expert();
     RowFiller<Operands>{g == 0 ? p.hidden : p.activated,
                         active,
                         of_block,
