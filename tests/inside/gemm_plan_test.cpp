@@ -363,6 +363,18 @@ TEST(OneTokenTest, SharedMemoryHasRoomForAllThatABlockKeeps) {
   EXPECT_EQ(shape.memory().words[1], 8 * 16 * 256);
 }
 
+TEST(OneTokenTest, TheNthSetBitIsFound) {
+  for (const unsigned mask : {0U, 1U, 0x80000000U, 0xFFFFFFFFU, 0x7FFFFFFFU, 0xAAAAAAAAU,
+                              0x00010001U, 0xFFFF0000U, 0x0000FFFFU, 0xDEADBEEFU}) {
+    int n = 0;
+    for (int bit = 0; bit < 32; ++bit) {
+      if ((mask >> bit & 1) == 0) continue;
+      ASSERT_EQ(nth_set_bit(mask, n++), bit) << mask;
+    }
+    for (; n < 32; ++n) ASSERT_EQ(nth_set_bit(mask, n), 31) << mask << " has not so many";
+  }
+}
+
 TEST(WeightFormatTest, RowsWithScalesOfKBlocksNeedAKernelForThem) {
   for (const QuantKey& rows : {keys::e4m3_group(), keys::e4m3_group(true)}) {
     EXPECT_TRUE(find_weight_format({keys::e4m3_row(), rows}, DType::kBF16));

@@ -19,10 +19,9 @@ struct ActiveSlots {
     const float weight = is_slot && p.topk_weights ? p.topk_weights[lane] : 1.0F;
     const int expert = is_slot ? p.local_experts(p.topk_ids[lane]) : -1;
     const unsigned mask = __ballot_sync(~0U, expert >= 0);
-    const int from = __fns(mask, 0, lane + 1);  // place of the (lane + 1)-th bit
     ActiveSlots active;
     active.count = __popc(mask);
-    active.slot = from & 31;
+    active.slot = nth_set_bit(mask, lane);
     active.expert = __shfl_sync(~0U, expert, active.slot);
     active.weight = __shfl_sync(~0U, weight, active.slot);
     return active;

@@ -5,9 +5,11 @@
 // and adds up its output rows over all slots. One barrier of all blocks lies between the GEMMs.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 
+#include "core/host_device.h"
 #include "cuda/gemm/fused_mlp.h"
 
 namespace fusedmoe::cuda {
@@ -32,6 +34,16 @@ struct OneTokenParams {
   bool output_f32 = false;
   bool accumulate = false;  ///< add the sum to what the output holds, before the rounding
 };
+
+/// Which bit of `mask` is the n-th of those that are set, from 0; 31 if there are not so many.
+FUSEDMOE_HD constexpr int nth_set_bit(unsigned mask, int n) {
+  int bit = 0;
+  for (int step = 16; step > 0; step /= 2) {
+    // With at most n set bits below a bit, the n-th is this one or above it.
+    if (std::popcount(mask & ((1U << (bit + step)) - 1)) <= n) bit += step;
+  }
+  return bit;
+}
 
 /// What a thread block has in shared memory, in bytes from its beginning.
 struct OneTokenMemory {
