@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "cuda/device/wgmma.cuh"
+#include "cuda/one_token/one_token.h"
 
 namespace fusedmoe::cuda {
 
@@ -160,8 +161,8 @@ requires(!Operands::kDecodes) struct ItemWeights<Operands> {
   }
 };
 
-/// Words of a K block that a lane multiplies.
+/// Words of a K block of the token that a lane multiplies: 4 lanes share it.
 template <typename Operands>
-inline constexpr int kLaneWords = kIsFp8<Operands> ? 16 : 8;
+inline constexpr int kLaneWords = Operands::kBlock.k* kRowElementBytes / 16;
 
 }  // namespace fusedmoe::cuda

@@ -12,17 +12,17 @@ OneTokenShape OneTokenExperts::shape_of(const ProblemSize& problem) const {
   shape.blocks = blocks_;
   shape.slices[0] = slices_of(problem.intermediate, is_gated(config_.activation));
   shape.slices[1] = slices_of(problem.hidden, false);
-  shape.k_blocks[0] = ceil_div(problem.hidden, format_.block.k);
-  shape.k_blocks[1] = ceil_div(problem.intermediate, format_.block.k);
+  shape.block_k = format_.block.k;
+  shape.k_blocks[0] = ceil_div(problem.hidden, shape.block_k);
+  shape.k_blocks[1] = ceil_div(problem.intermediate, shape.block_k);
   shape.rows_by_slot = rows_.differ_by_expert();
-  shape.fp8 = rows_.has_fp8_rows();
   return shape;
 }
 
 bool OneTokenExperts::has_room(const ProblemSize& problem) const {
   return variant_of(config_) == Variant::kStandard && problem.num_tokens == 1 &&
          problem.topk <= kMaxSlotsOfOneToken && !rows_.needs_hidden_pass() &&
-         shape_of(problem).memory().bytes <= kOneTokenSharedBytes;
+         shape_of(problem).layout().bytes <= kOneTokenSharedBytes;
 }
 
 void OneTokenExperts::run(const ForwardArgs& args, const Scratch& scratch,
@@ -42,7 +42,7 @@ void OneTokenExperts::run(const ForwardArgs& args, const Scratch& scratch,
   params.output = args.fused_output.data();
   params.output_f32 = args.fused_output.dtype() == DType::kF32;
   params.accumulate = args.accumulate;
-  format_.one_token(params, shape_of(problem).memory(), args.stream);
+  format_.one_token(params, shape_of(problem), args.stream);
 }
 
 }  // namespace fusedmoe::cuda

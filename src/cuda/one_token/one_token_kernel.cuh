@@ -82,7 +82,7 @@ __device__ __forceinline__ void store_output(const OneTokenParams& p, const Bloc
 template <typename Operands>
 __global__ void __launch_bounds__(kOneTokenThreads, 1)
     one_token_kernel(const __grid_constant__ OneTokenParams p,
-                     const __grid_constant__ OneTokenMemory places) {
+                     const __grid_constant__ OneTokenLayout layout) {
   extern __shared__ __align__(16) std::uint8_t memory[];
   __shared__ typename Operands::Tables tables;
   __shared__ float row_amax[kMaxSlotsOfOneToken];
@@ -98,10 +98,10 @@ __global__ void __launch_bounds__(kOneTokenThreads, 1)
 #pragma unroll 1
   for (int g = 0; g < 2; ++g) {
     const BlockWork work(p, active, g);
-    const BlockMemory of_block{reinterpret_cast<std::uint32_t*>(memory + places.words[g]),
-                               reinterpret_cast<float*>(memory + places.scales[g]),
-                               reinterpret_cast<float*>(memory + places.factors),
-                               reinterpret_cast<float*>(memory + places.partials)};
+    const BlockMemory of_block{reinterpret_cast<std::uint32_t*>(memory + layout.words[g]),
+                               reinterpret_cast<float*>(memory + layout.scales[g]),
+                               reinterpret_cast<float*>(memory + layout.factors),
+                               reinterpret_cast<float*>(memory + layout.partials)};
     fill_factors(work, of_block);  // before the weights, which it would have to wait for
     WarpItems<Operands> items(work);
     if (g == 0) {
