@@ -57,8 +57,8 @@ struct Segment {
 
   __device__ Segment(const BlockWork& work, unsigned at) : number(at) {
     const unsigned count = work.adds_slots ? max(work.slots_of_slice, 1U) : work.slices_of_row;
-    const unsigned place = work.adds_slots ? at : work.first + at;
-    const unsigned slow = place / count, fast = place % count;
+    const unsigned index = work.adds_slots ? at : work.first + at;
+    const unsigned slow = index / count, fast = index % count;
     slot = work.adds_slots ? fast : slow;
     slice = work.adds_slots ? work.first + slow : fast;
   }
@@ -85,7 +85,7 @@ struct BlockMemory {
   std::uint32_t* words;  // (rows, K blocks, 4 lanes, kLaneWords)
   float* scales;         // (rows, K blocks)
   float* factors;        // (segments, 16)
-  float* partials;       // (slices, warps, 16), zero where a warp has no item
+  float* partials;       // (slices, warps, 16), zero where a warp has no fragment
 };
 
 }  // namespace fusedmoe::cuda

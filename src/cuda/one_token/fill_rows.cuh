@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/one_token/block_work.cuh"
-#include "cuda/one_token/item_weights.cuh"
+#include "cuda/one_token/weight_fragment.cuh"
 #include "cuda/rows/row_transform.cuh"
 
 namespace fusedmoe::cuda {
@@ -85,9 +85,9 @@ struct RowFiller {
     const unsigned block = row * k_blocks + unit / kUnitsOfBlock;
 #pragma unroll
     for (unsigned w = 0; w < kWords; ++w) {
-      const WordPlace place = ItemWeights<Operands>::place_of(unit % kUnitsOfBlock * kWords + w);
-      std::uint32_t* to = memory.words + (block * 4 + place.lane) * kLaneWords<Operands> +
-                          place.step * (kLaneWords<Operands> / 4) + place.second;
+      const FragmentIndex at = fragment_index<Operands>(unit % kUnitsOfBlock * kWords + w);
+      std::uint32_t* to = memory.words + (block * 4 + at.lane) * kLaneWords<Operands> +
+                          at.step * (kLaneWords<Operands> / 4) + at.second;
       if constexpr (kIsFp8<Operands>) {
         to[0] = fp8_to_f16(converted[w], 0);
         to[2] = fp8_to_f16(converted[w], 1);

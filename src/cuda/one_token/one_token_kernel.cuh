@@ -1,10 +1,10 @@
 // The kernel of one token, and what it does with sums.
 //
 // A slice is 16 rows of weights, one operand of mma.sync. The other operand has 8 columns: the
-// first is the token, the rest are zero. An item is the part of a slice that lies in one packed
-// block. The 16 warps of a thread block share its items evenly. Each warp loads the weights of its
-// next kItemDepth items while it multiplies. In the end the sums of all warps are added in the
-// order of the warps, so the same call gives the same bits.
+// first is the token, the rest are zero. A fragment is one slice by one K block, so the part of a
+// slice that lies in one packed block. The 16 warps of a thread block share its fragments evenly.
+// Each warp loads its next kFragmentsAhead fragments while it multiplies. In the end the sums of
+// all warps are added in the order of the warps, so the same call gives the same bits.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -12,7 +12,7 @@
 #include "cuda/activation.cuh"
 #include "cuda/device/prefetch.cuh"
 #include "cuda/one_token/fill_rows.cuh"
-#include "cuda/one_token/warp_items.cuh"
+#include "cuda/one_token/warp_fragments.cuh"
 #include "cuda/rows/element.cuh"
 
 namespace fusedmoe::cuda {
@@ -63,9 +63,9 @@ __device__ __forceinline__ void store_output(const OneTokenParams& p, const Bloc
     const unsigned column = work.first * kSliceRows + i;
     const bool is_inside = i < count && column < gemm.width;
     float sum = is_inside ? sum_of_warps(memory, i / kSliceRows, i % kSliceRows) : 0;
-    for (int place = 0; gemm.bias && place < work.active.count; ++place) {
-      const std::int64_t expert = __shfl_sync(~0U, work.active.expert, place);
-      const float weight = __shfl_sync(~0U, work.active.weight, place);
+    for (int slot = 0; gemm.bias && slot < work.active.count; ++slot) {
+      const std::int64_t expert = __shfl_sync(~0U, work.active.expert, slot);
+      const float weight = __shfl_sync(~0U, work.active.weight, slot);
       if (is_inside) sum += weight * gemm.bias[expert * gemm.row_blocks * kBlockRows + column];
     }
     if (!is_inside) continue;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kOneTokenThreads, 1)
                                reinterpret_cast<float*>(memory + layout.factors),
                                reinterpret_cast<float*>(memory + layout.partials)};
     fill_factors(work, of_block);  // before the weights, which it would have to wait for
-    WarpItems<Operands> items(work);
+    WarpFragments<Operands> fragments(work);
     if (g == 0) {
       tables.make(threadIdx.x, kOneTokenThreads);
     } else {
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kOneTokenThreads, 1)
                         g == 1}
         .fill(row_amax);
     __syncthreads();
-    items.run(of_block, zeros, rows_by_slot, tables);
+    fragments.run(of_block, zeros, rows_by_slot, tables);
     __syncthreads();
     if (g == 0) {
       store_activated<Element>(p, work, of_block);
