@@ -36,7 +36,7 @@ while(operands)
       "template void launch_kernel<${policy}, ${index}>(const FusedMlpParams&, const Stream&);\n")
   endforeach()
   string(APPEND instances "template void launch_one_token<${policy}>(\n"
-    "    const OneTokenParams&, const OneTokenMemory&, const Stream&);\n")
+    "    const OneTokenParams&, const OneTokenShape&, const Stream&);\n")
   set(file ${CMAKE_CURRENT_BINARY_DIR}/kernels/${policy}.cu)
   file(CONFIGURE OUTPUT ${file} @ONLY CONTENT [[
 #include "cuda/gemm/launch_kernel.cuh"

@@ -14,6 +14,7 @@
 #include "cuda/backend.h"
 #include "cuda/device/properties.h"
 #include "cuda/gemm/heuristic.h"
+#include "cuda/one_token/one_token_experts.h"
 #include "cuda/operand_rows.h"
 #include "cuda/packed_weights.h"
 #include "cuda/router/fused_route.h"
@@ -30,10 +31,6 @@ namespace fusedmoe::cuda {
 namespace {
 
 constexpr std::int64_t kFewWeightBytes = std::int64_t{256} << 20;  // a few times the L2
-
-/// Hopper gives a thread block 227 KiB; the kernel of one token has up to 5 KiB of its own, mostly
-/// the tables of W4A8.
-static_assert(kOneTokenSharedBytes + (5 << 10) <= 227 << 10);
 
 /// What was tuned for one layer, by number of tokens.
 struct TunedTokens {
@@ -80,10 +77,6 @@ class Sm90Experts final : public core::RoutedExperts {
                    const KernelConfig& config) const;
   void run_standard(const ForwardArgs& args, const Scratch& scratch, const KernelConfig& config,
                     const RoutingData& routing, bool ids_are_old) const;
-  bool has_one_token(const ProblemSize& problem) const;
-  OneTokenShape one_token_shape(const ProblemSize& problem) const;
-  void run_one_token(const ForwardArgs& args, const Scratch& scratch,
-                     const ProblemSize& problem) const;
   void apply_unfused(const ForwardArgs& args, const FusedMlpParams& params, const Scratch& scratch,
                      const KernelConfig& config, const RoutingData& routing) const;
 
@@ -101,6 +94,7 @@ class Sm90Experts final : public core::RoutedExperts {
   const OperandRows rows_;
   const Variant variant_;
   int multiprocessors_;
+  const OneTokenExperts one_token_;
   std::vector<TunedTokens> tuned_;  // ascending numbers of tokens
 };
 
@@ -111,7 +105,8 @@ Sm90Experts::Sm90Experts(const ExpertsDescriptor& descriptor, const MoeConfig& c
       rows_(this->config(), format_),
       variant_(variant_of(config)),
       multiprocessors_(device_problem(config.device).empty() ? multiprocessor_count(config.device)
-                                                             : MlpShape().multiprocessors) {
+                                                             : MlpShape().multiprocessors),
+      one_token_(this->config(), format_, rows_, multiprocessors_) {
   // Tuned configurations are for one number of tokens: rows would depend on their batch.
   if (!context.tuned || config.batch_invariant) return;
   TunedConfig layer;
@@ -161,7 +156,7 @@ MlpShape Sm90Experts::shape_of(const ProblemSize& problem) const {
   const auto stores_groups = [&](const TileShape& tile) { return rows_.stores_groups(tile); };
   shape.stores_groups = std::any_of(format_.tiles.begin(), format_.tiles.end(), stores_groups);
   shape.batch_invariant = variant_ == Variant::kBatchInvariant;
-  shape.has_one_token = has_one_token(problem);
+  shape.has_one_token = one_token_.has_room(problem);
   shape.num_tokens = problem.num_tokens;
   shape.topk = batched() ? 1 : problem.topk;
   // As if so many tokens were routed to local experts only.
@@ -173,27 +168,9 @@ MlpShape Sm90Experts::shape_of(const ProblemSize& problem) const {
   shape.num_experts = config().num_experts;
   shape.hidden = problem.hidden;
   shape.intermediate = problem.intermediate;
+  shape.gated = is_gated(config().activation);
   shape.multiprocessors = multiprocessors_;
   return shape;
-}
-
-OneTokenShape Sm90Experts::one_token_shape(const ProblemSize& problem) const {
-  OneTokenShape shape;
-  shape.slots = problem.topk;
-  shape.blocks = multiprocessors_;
-  shape.slices[0] = slices_of(problem.intermediate, is_gated(config().activation));
-  shape.slices[1] = slices_of(problem.hidden, false);
-  shape.k_blocks[0] = ceil_div(problem.hidden, format_.block.k);
-  shape.k_blocks[1] = ceil_div(problem.intermediate, format_.block.k);
-  shape.rows_by_slot = rows_.differ_by_expert();
-  shape.fp8 = rows_.has_fp8_rows();
-  return shape;
-}
-
-bool Sm90Experts::has_one_token(const ProblemSize& problem) const {
-  return variant_ == Variant::kStandard && problem.num_tokens == 1 &&
-         problem.topk <= kMaxSlotsOfOneToken && !rows_.needs_hidden_pass() &&
-         one_token_shape(problem).memory().bytes <= kOneTokenSharedBytes;
 }
 
 /// What the caller requests, else what was tuned, else what the heuristic chooses.
@@ -431,34 +408,15 @@ void Sm90Experts::run_standard(const ForwardArgs& args, const Scratch& scratch,
   combine(end, args.stream);
 }
 
-void Sm90Experts::run_one_token(const ForwardArgs& args, const Scratch& scratch,
-                                const ProblemSize& problem) const {
-  const FusedMlpParams mlp = make_params(args, scratch, kOneToken);
-  OneTokenParams params;
-  params.gemms[0] = mlp.gemms[0];
-  params.gemms[1] = mlp.gemms[1];
-  params.activation = mlp.activation;
-  params.hidden = rows_.hidden(args, scratch);
-  params.activated = rows_.activated(args, scratch, mlp);
-  params.topk_ids = args.topk_ids.as<const std::int32_t>();
-  if (!config().apply_router_weight_on_input) {
-    params.topk_weights = args.topk_weights.as<const float>();
-  }
-  params.topk = static_cast<int>(problem.topk);
-  params.local_experts = core::LocalExperts(args.expert_map, problem.num_local_experts);
-  params.output = args.fused_output.data();
-  params.output_f32 = args.fused_output.dtype() == DType::kF32;
-  params.accumulate = args.accumulate;
-  format_.one_token(params, one_token_shape(problem).memory(), args.stream);
-}
-
 void Sm90Experts::run_routed(const ForwardArgs& args) const {
   const ProblemSize problem = core::problem_of(*this, args);
   if (problem.num_tokens == 0) return;
   const KernelConfig config = config_for(problem, args.kernel_config);
   const Scratch scratch = scratch_of(problem, config, args.workspace2);
   if (batched()) return run_batched(args, scratch, config);
-  if (config.one_token) return run_one_token(args, scratch, problem);
+  if (config.one_token) {
+    return one_token_.run(args, scratch, make_params(args, scratch, config), problem);
+  }
   const RoutingData routing =
       build_routing_data(args.topk_ids, args.expert_map, problem.num_local_experts, scratch.routing,
                          make_extras(args, scratch), args.stream);
@@ -492,7 +450,9 @@ void Sm90Experts::route_and_run(const ForwardArgs& args) const {
   fused.routing_data = scratch.routing;
   if (!config.one_token) fused.extras = make_extras(args, scratch);
   const RoutingData routing = fused_route(fused, args.stream);
-  if (config.one_token) return run_one_token(args, scratch, problem);
+  if (config.one_token) {
+    return one_token_.run(args, scratch, make_params(args, scratch, config), problem);
+  }
   run_standard(args, scratch, config, routing, false);
 }
 

@@ -19,9 +19,10 @@ class OperandRows {
   bool quantizes() const { return config_.scheme.activations.has_value(); }
   /// Whether rows are E4M3 codes and scales; else GEMM 1 quantizes activated rows, if anybody does.
   bool has_fp8_rows() const { return format_.fp8_rows; }
-  /// Whether hidden states of one token differ from expert to expert.
+  /// Whether hidden states of one token differ from expert to expert: NVFP4 has a second scale for
+  /// each. What hidden() says of itself, but known without weights.
   bool differ_by_expert() const {
-    return quantizes() && !has_fp8_rows() && config_.scheme.activations->scale == DType::kE4M3;
+    return quantizes() && !has_fp8_rows() && config_.scheme.activations->global_scale;
   }
   /// Whether GEMM 1 nevertheless quantizes them in tiles of this shape: groups of 128 features of
   /// which it has all.

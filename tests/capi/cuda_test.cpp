@@ -1,7 +1,7 @@
 // The C interface on a GPU: device pointers, a stream and a graph of the caller's.
 #include <dlfcn.h>
 
-#include "../unit/safetensors_bytes.h"
+#include "../unit/temporary_directory.h"
 #include "capi_test.h"
 #include "fusedmoe/comm.h"
 #include "fusedmoe/quant.h"

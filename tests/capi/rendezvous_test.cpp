@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "../ranks/processes.h"
-#include "../unit/safetensors_bytes.h"
+#include "../unit/temporary_directory.h"
 #include "capi_ranks.h"
 #include "fusedmoe/comm.h"
 

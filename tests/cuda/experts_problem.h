@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -88,21 +89,31 @@ inline Tensor run_reference(const Problem& problem, bool unfused = false,
                      row_dtype(problem.spec.scheme), kHost, options);
 }
 
-/// A problem's tensors on the GPU, with an output and a workspace of exactly the planned size,
-/// behind which guard bytes show what writes too far. Of modular experts.
+/// What a run does to its output.
+struct OutputOptions {
+  std::optional<DType> dtype = std::nullopt;  ///< none: that of the rows
+  bool accumulate = false;
+};
+
+/// A problem's tensors on the GPU, with an output and a workspace of exactly the planned size.
+/// Guard bytes around the output and behind the workspace show what writes too far. Of modular
+/// experts.
 class KernelRun {
  public:
   KernelRun(const Problem& problem, const ModularKernel& kernel,
-            std::shared_ptr<const PackedWeights> packed)
-      : kernel_(kernel), packed_(std::move(packed)) {
+            std::shared_ptr<const PackedWeights> packed, const OutputOptions& options = {})
+      : kernel_(kernel), packed_(std::move(packed)), accumulate_(options.accumulate) {
     const Case& spec = problem.spec;
     const DType dtype = row_dtype(spec.scheme);
+    ProblemSize size = ProblemSize::of(kernel.experts().config(), spec.num_tokens);
+    size.output_dtype = options.dtype.value_or(dtype);
     x_ = Tensor::empty({spec.num_tokens, spec.hidden}, dtype, kGpu);
     ids_ = Tensor::empty({spec.num_tokens, spec.topk}, DType::kI32, kGpu);
     weights_ = Tensor::empty({spec.num_tokens, spec.topk}, DType::kF32, kGpu);
-    output_ = Tensor::empty({spec.num_tokens + kGuardRows, spec.hidden}, dtype, kGpu);
+    output_ =
+        Tensor::empty({spec.num_tokens + 2 * kGuardRows, spec.hidden}, size.output_dtype, kGpu);
     if (problem.expert_map) map_ = to_gpu(problem.expert_map);
-    bytes_ = static_cast<std::int64_t>(kernel_.workspace_bytes(spec.num_tokens));
+    bytes_ = static_cast<std::int64_t>(kernel_.workspace_bytes(size));
     workspace_ = Tensor::empty({bytes_ + kGuardBytes}, DType::kU8, kGpu);
     num_experts_ = spec.num_experts;
     set(problem);
@@ -134,6 +145,7 @@ class KernelRun {
     args.topk_weights = weights_;
     args.expert_map = map_;
     args.num_experts = num_experts_;
+    args.accumulate = accumulate_;
     args.hooks = options.hooks;
     args.kernel_config = options.kernel_config;
     args.stream = stream;
@@ -146,11 +158,12 @@ class KernelRun {
       const auto* bytes = host.as<const std::uint8_t>();
       return std::all_of(bytes, bytes + host.nbytes(), [&](auto b) { return b == poison_; });
     };
-    const std::int64_t rows = x_.size(0);
-    EXPECT_TRUE(untouched(output_.slice(0, rows, rows + kGuardRows))) << "behind the output";
+    const std::int64_t end = kGuardRows + x_.size(0);
+    EXPECT_TRUE(untouched(output_.slice(0, 0, kGuardRows))) << "before the output";
+    EXPECT_TRUE(untouched(output_.slice(0, end, end + kGuardRows))) << "behind the output";
     EXPECT_TRUE(untouched(workspace_.slice(0, bytes_, bytes_ + kGuardBytes)))
         << "behind the workspace";
-    return to_host(Tensor(output_.slice(0, 0, rows), output_.owner()));
+    return to_host(Tensor(output_view(), output_.owner()));
   }
   Tensor run(const RunOptions& options = {}) const {
     enqueue(Stream{kGpu}, options);
@@ -158,13 +171,14 @@ class KernelRun {
     return output();
   }
   const Tensor& hidden_states() const { return x_; }
-  TensorView output_view() const { return output_.slice(0, 0, x_.size(0)); }
+  TensorView output_view() const { return output_.slice(0, kGuardRows, kGuardRows + x_.size(0)); }
 
  private:
   static constexpr std::int64_t kGuardRows = 3, kGuardBytes = 1024;
 
   const ModularKernel& kernel_;
   std::shared_ptr<const PackedWeights> packed_;
+  bool accumulate_;
   Tensor x_, ids_, weights_, map_, output_, workspace_;
   std::int64_t bytes_ = 0, num_experts_ = 0;
   mutable std::uint8_t poison_ = 0;

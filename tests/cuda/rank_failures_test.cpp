@@ -13,7 +13,7 @@
 #include <latch>
 
 #include "../unit/layer_problem.h"
-#include "../unit/safetensors_bytes.h"
+#include "../unit/temporary_directory.h"
 #include "fusedmoe/quant.h"
 #include "gpu_ranks.h"
 #include "testing/compare.h"

@@ -11,7 +11,7 @@
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
 #include "gtest/gtest.h"
-#include "safetensors_bytes.h"
+#include "temporary_directory.h"
 #include "tools/synth.h"
 
 namespace fusedmoe {

@@ -315,8 +315,30 @@ TEST(GemmPlanTest, OneTokenOfFewWeightsHasAKernelOfItsOwn) {
   EXPECT_NE(chosen(shape_of(4096, 14336, 8, 2, 1, "fp8")), "one token") << "many weights";
   EXPECT_NE(chosen(shape_of(2880, 2880, 32, 4, 1, "mxfp4")), "one token")
       << "180 slices of 16 outputs leave a third of 132 multiprocessors without work";
+  MlpShape not_gated = shape_of(2048, 1856, 128, 8, 1);
+  EXPECT_NE(chosen(not_gated), "one token") << "174 MiB";
+  not_gated.gated = false;
+  EXPECT_NE(chosen(not_gated), "one token") << "116 MiB";
+  not_gated.topk = 5;
+  EXPECT_EQ(chosen(not_gated), "one token") << "73 MiB";
+  not_gated.gated = true;
+  EXPECT_NE(chosen(not_gated), "one token") << "109 MiB";
   EXPECT_NE(to_string(choose_config(shape_of(2048, 768, 128, 8, 1, "fp8"))), "one token")
       << "no room for it";
+}
+
+TEST(GemmPlanTest, WhereTheKernelOfOneTokenIsNotPreferredTilesAreChosenAsWithoutIt) {
+  for (MlpShape shape : published_shapes(1)) {
+    if (shape.batched || shape.unfused || shape.batch_invariant) continue;
+    const KernelConfig without = choose_config(shape);
+    EXPECT_FALSE(without.one_token);
+    shape.has_one_token = true;
+    const KernelConfig chosen = choose_config(shape);
+    EXPECT_TRUE(chosen.one_token || chosen == without) << to_string(chosen);
+    shape.topk *= 1000;  // too many weights for it
+    shape.num_local_experts *= 1000;
+    EXPECT_FALSE(choose_config(shape).one_token);
+  }
 }
 
 TEST(OneTokenTest, SharedMemoryHasRoomForAllThatABlockKeeps) {
@@ -325,20 +347,42 @@ TEST(OneTokenTest, SharedMemoryHasRoomForAllThatABlockKeeps) {
   shape.blocks = 132;
   shape.slices[0] = slices_of(768, true);
   shape.slices[1] = slices_of(2048, false);
+  shape.block_k = 128;
   shape.k_blocks[0] = 16;
   shape.k_blocks[1] = 6;
-  shape.fp8 = true;
   EXPECT_EQ(slices_of(768, true), 96);
   EXPECT_EQ(slices_of(2047, false), 128);
   EXPECT_EQ(shape.block_slices(0), 6);  // of 768
   EXPECT_EQ(shape.block_slices(1), 1);
-  const OneTokenMemory memory = shape.memory();
-  EXPECT_EQ(memory.words[1], 16 * 256) << "one row";
-  EXPECT_EQ(memory.scales[0], memory.words[1] + 8 * 6 * 256) << "a row for each slot";
-  EXPECT_EQ(memory.partials - memory.factors, 8 * 16 * 4) << "8 segments of GEMM 2";
-  EXPECT_EQ(memory.bytes - memory.partials, 6 * 16 * 16 * 4);
+  const OneTokenLayout layout = shape.layout();
+  EXPECT_EQ(layout.words[1], 16 * 256) << "one row";
+  EXPECT_EQ(layout.scales[0], layout.words[1] + 8 * 6 * 256) << "a row for each slot";
+  EXPECT_EQ(layout.partials - layout.factors, 8 * 16 * 4) << "8 segments of GEMM 2";
+  EXPECT_EQ(layout.bytes - layout.partials, 6 * 16 * 16 * 4);
   shape.rows_by_slot = true;
-  EXPECT_EQ(shape.memory().words[1], 8 * 16 * 256);
+  EXPECT_EQ(shape.layout().words[1], 8 * 16 * 256);
+  // As the kernel divides them, no block has more slices than there is room for.
+  for (shape.blocks = 1; shape.blocks <= 200; ++shape.blocks) {
+    for (const int gemm : {0, 1}) {
+      const std::int64_t all = shape.slices[gemm] * (gemm == 0 ? shape.slots : 1);
+      for (std::int64_t block = 0; block < shape.blocks; ++block) {
+        const std::int64_t first = all * block / shape.blocks;
+        ASSERT_LE(all * (block + 1) / shape.blocks - first, shape.block_slices(gemm));
+      }
+    }
+  }
+}
+
+TEST(OneTokenTest, TheNthSetBitIsFound) {
+  for (const unsigned mask : {0U, 1U, 0x80000000U, 0xFFFFFFFFU, 0x7FFFFFFFU, 0xAAAAAAAAU,
+                              0x00010001U, 0xFFFF0000U, 0x0000FFFFU, 0xDEADBEEFU}) {
+    int n = 0;
+    for (int bit = 0; bit < 32; ++bit) {
+      if ((mask >> bit & 1) == 0) continue;
+      ASSERT_EQ(nth_set_bit(mask, n++), bit) << mask;
+    }
+    for (; n < 32; ++n) ASSERT_EQ(nth_set_bit(mask, n), 31) << mask << " has not so many";
+  }
 }
 
 TEST(WeightFormatTest, RowsWithScalesOfKBlocksNeedAKernelForThem) {

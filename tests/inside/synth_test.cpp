@@ -8,7 +8,7 @@
 #include "fusedmoe/safetensors.h"
 #include "fusedmoe/tensor.h"
 #include "gtest/gtest.h"
-#include "safetensors_bytes.h"
+#include "temporary_directory.h"
 #include "tools/synth.h"
 
 namespace fusedmoe {

@@ -12,7 +12,7 @@
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/safetensors.h"
 #include "nlohmann/json.hpp"
-#include "safetensors_bytes.h"
+#include "temporary_directory.h"
 #include "tools/quantize_checkpoint.h"
 #include "tools/synth.h"
 

@@ -5,7 +5,7 @@
 #include "checkpoint_parts.h"
 #include "fusedmoe/checkpoint.h"
 #include "gtest/gtest.h"
-#include "safetensors_bytes.h"
+#include "temporary_directory.h"
 #include "testing/compare.h"
 
 namespace fusedmoe {

@@ -7,7 +7,7 @@
 #include "checkpoint_parts.h"
 #include "fusedmoe/quant.h"
 #include "gtest/gtest.h"
-#include "safetensors_bytes.h"
+#include "temporary_directory.h"
 
 namespace fusedmoe {
 namespace {

@@ -13,7 +13,7 @@
 #include "fusedmoe/quant.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
-#include "safetensors_bytes.h"
+#include "temporary_directory.h"
 
 namespace fusedmoe {
 namespace {

@@ -11,6 +11,7 @@
 #include "fusedmoe/tensor.h"
 #include "gtest/gtest.h"
 #include "safetensors_bytes.h"
+#include "temporary_directory.h"
 
 namespace fusedmoe {
 namespace {

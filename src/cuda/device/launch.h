@@ -28,26 +28,37 @@ struct LaunchStream {
       : handle(stream), device(current_device()) {}
 };
 
-/// As launch(), below, in clusters of `cluster` neighbouring blocks.
+/// What launches differ in, beside their sizes.
+struct LaunchOptions {
+  int cluster = 1;                ///< neighbouring blocks that form a cluster
+  bool overlap_previous = false;  ///< see launch()
+  bool together = false;          ///< see launch_together()
+};
+
 template <typename... Params, typename... Args>
-void launch_clusters(void (*kernel)(Params...), int cluster, dim3 grid, dim3 block,
-                     std::size_t shared_bytes, const LaunchStream& stream, bool overlap_previous,
-                     Args&&... args) {
+void launch_with(const LaunchOptions& options, void (*kernel)(Params...), dim3 grid, dim3 block,
+                 std::size_t shared_bytes, const LaunchStream& stream, Args&&... args) {
+  // What a kernel has without asking, less what its __shared__ variables take: kilobytes in those
+  // of launch_together().
   constexpr std::size_t kDefaultSharedBytes = 48 * 1024;
-  if (shared_bytes > kDefaultSharedBytes) {
+  if (options.together || shared_bytes > kDefaultSharedBytes) {
     allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes, stream.device);
   }
-  cudaLaunchAttribute attributes[2];
+  cudaLaunchAttribute attributes[3];
   unsigned count = 0;
-  if (overlap_previous) {
+  if (options.overlap_previous) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
-  if (cluster > 1) {
+  if (options.cluster > 1) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim.x = static_cast<unsigned>(cluster);
+    attributes[count].val.clusterDim.x = static_cast<unsigned>(options.cluster);
     attributes[count].val.clusterDim.y = 1;
     attributes[count++].val.clusterDim.z = 1;
+  }
+  if (options.together) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count++].val.cooperative = 1;
   }
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
@@ -59,23 +70,22 @@ void launch_clusters(void (*kernel)(Params...), int cluster, dim3 grid, dim3 blo
   FUSEDMOE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
 }
 
+/// As launch(), below, in clusters of `cluster` neighbouring blocks.
+template <typename... Params, typename... Args>
+void launch_clusters(void (*kernel)(Params...), int cluster, dim3 grid, dim3 block,
+                     std::size_t shared_bytes, const LaunchStream& stream, bool overlap_previous,
+                     Args&&... args) {
+  launch_with({.cluster = cluster, .overlap_previous = overlap_previous}, kernel, grid, block,
+              shared_bytes, stream, std::forward<Args>(args)...);
+}
+
 /// As launch(), below, without overlap, of blocks that run at the same time: they may wait for each
 /// other. So there are no more than fit on the device at once.
 template <typename... Params, typename... Args>
 void launch_together(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t shared_bytes,
                      const LaunchStream& stream, Args&&... args) {
-  allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes, stream.device);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream.handle;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  FUSEDMOE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
+  launch_with({.together = true}, kernel, grid, block, shared_bytes, stream,
+              std::forward<Args>(args)...);
 }
 
 /// Launches `kernel` on `stream`, whose device is the current one; throws Error when the launch is
@@ -101,8 +111,8 @@ void launch_together(void (*kernel)(Params...), dim3 grid, dim3 block, std::size
 template <typename... Params, typename... Args>
 void launch(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t shared_bytes,
             const LaunchStream& stream, bool overlap_previous, Args&&... args) {
-  launch_clusters(kernel, 1, grid, block, shared_bytes, stream, overlap_previous,
-                  std::forward<Args>(args)...);
+  launch_with({.overlap_previous = overlap_previous}, kernel, grid, block, shared_bytes, stream,
+              std::forward<Args>(args)...);
 }
 
 }  // namespace fusedmoe::cuda

@@ -138,7 +138,7 @@ bool prefers_one_token(const MlpShape& shape) {
   const WeightFormat& format = *shape.format;
   constexpr std::int64_t kMiB = 1 << 20;
   const std::int64_t most = format.decodes ? 70 * kMiB : format.fp8_rows ? 128 * kMiB : 80 * kMiB;
-  const BlockGrid first = format.grid(shape.intermediate, shape.hidden, true);
+  const BlockGrid first = format.grid(shape.intermediate, shape.hidden, shape.gated);
   const BlockGrid second = format.grid(shape.hidden, shape.intermediate, false);
   const std::int64_t bytes = shape.topk * (first.count() + second.count()) * format.block.bytes;
   constexpr double kLeastBusy = 0.75;
@@ -151,6 +151,17 @@ bool prefers_one_token(const MlpShape& shape) {
 
 /// Rows in f32 up to so many bytes stay in the L2, where they cost little.
 constexpr std::int64_t kBytesF32 = std::int64_t{16} << 20;
+
+/// The valid configurations that are tiles.
+void add_tile_configs(const MlpShape& shape, ConfigList& configs) {
+  const bool rows_f32 = shape.num_tokens <= max_tokens_f32(shape);
+  for (const TileShape& tile : shape.format->tiles) {
+    for (const int splits : kSplits) {
+      const KernelConfig config{tile, splits, rows_f32};
+      if (valid(shape, config)) configs.push_back(config);
+    }
+  }
+}
 
 }  // namespace
 
@@ -213,15 +224,9 @@ bool valid(const MlpShape& shape, const KernelConfig& config) {
 }
 
 ConfigList valid_configs(const MlpShape& shape) {
-  const bool rows_f32 = shape.num_tokens <= max_tokens_f32(shape);
   ConfigList configs;
   if (valid(shape, kOneToken)) configs.push_back(kOneToken);
-  for (const TileShape& tile : shape.format->tiles) {
-    for (const int splits : kSplits) {
-      const KernelConfig config{tile, splits, rows_f32};
-      if (valid(shape, config)) configs.push_back(config);
-    }
-  }
+  add_tile_configs(shape, configs);
   return configs;
 }
 
@@ -234,7 +239,8 @@ KernelConfig largest_config(const MlpShape& shape) {
 KernelConfig choose_config(const MlpShape& shape) {
   if (prefers_one_token(shape)) return kOneToken;
   const Load load = expected_load(shape);
-  const ConfigList configs = valid_configs(shape);
+  ConfigList configs;
+  add_tile_configs(shape, configs);
   const TileShape tile = choose_tile(shape, load, configs);
   constexpr double kFew = 0.6;  // fitted as the others
   const auto waves_of_gemm1 = [&](const TileShape& of) {

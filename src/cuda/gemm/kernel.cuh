@@ -259,9 +259,10 @@ __device__ inline bool has_k_scales(const FusedMlpParams& p) {
 __device__ inline bool starts_early(const FusedMlpParams& p) {
   return p.topk_ids || p.counts_are_complete;
 }
-/// Whether the next launch may begin only when the previous one has completed: GEMM 2 is the launch
-/// behind that, and relies on the counts (FusedMlpParams::counts_are_complete). Else it may begin
-/// when this one has.
+/// Whether this launch waits until the previous one has completed, and only then lets the next one
+/// begin. GEMM 1 does so where rows are quantized by the next launch: GEMM 2, the launch behind
+/// that, reads the experts' counts without a wait (FusedMlpParams::counts_are_complete). All other
+/// launches let the next one begin at once.
 __device__ inline bool triggers_late(const FusedMlpParams& p) {
   return p.topk_ids && p.num_gemms == 1;
 }

@@ -98,7 +98,7 @@ struct WeightFormat {
   using Launch = void (*)(const FusedMlpParams&, const Stream&);
   std::span<const Launch> launches;  ///< of the tiles
   /// Enqueues the experts of one token.
-  void (*one_token)(const OneTokenParams&, const OneTokenMemory&, const Stream&) = nullptr;
+  void (*one_token)(const OneTokenParams&, const OneTokenShape&, const Stream&) = nullptr;
 
   /// The kernel can multiply by scales of a limited range only. Returns the exponent s so that all
   /// scales of the matrices, divided by 2^s, lie in it; results are multiplied by 2^s again. Throws

@@ -19,10 +19,9 @@ struct ActiveSlots {
     const float weight = is_slot && p.topk_weights ? p.topk_weights[lane] : 1.0F;
     const int expert = is_slot ? p.local_experts(p.topk_ids[lane]) : -1;
     const unsigned mask = __ballot_sync(~0U, expert >= 0);
-    const int from = __fns(mask, 0, lane + 1);  // place of the (lane + 1)-th bit
     ActiveSlots active;
     active.count = __popc(mask);
-    active.slot = from & 31;
+    active.slot = nth_set_bit(mask, lane);
     active.expert = __shfl_sync(~0U, expert, active.slot);
     active.weight = __shfl_sync(~0U, weight, active.slot);
     return active;
@@ -58,8 +57,8 @@ struct Segment {
 
   __device__ Segment(const BlockWork& work, unsigned at) : number(at) {
     const unsigned count = work.adds_slots ? max(work.slots_of_slice, 1U) : work.slices_of_row;
-    const unsigned place = work.adds_slots ? at : work.first + at;
-    const unsigned slow = place / count, fast = place % count;
+    const unsigned index = work.adds_slots ? at : work.first + at;
+    const unsigned slow = index / count, fast = index % count;
     slot = work.adds_slots ? fast : slow;
     slice = work.adds_slots ? work.first + slow : fast;
   }
@@ -86,7 +85,7 @@ struct BlockMemory {
   std::uint32_t* words;  // (rows, K blocks, 4 lanes, kLaneWords)
   float* scales;         // (rows, K blocks)
   float* factors;        // (segments, 16)
-  float* partials;       // (slices, warps, 16), zero where a warp has no item
+  float* partials;       // (slices, warps, 16), zero where a warp has no fragment
 };
 
 }  // namespace fusedmoe::cuda

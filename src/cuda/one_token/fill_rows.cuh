@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/one_token/block_work.cuh"
-#include "cuda/one_token/item_weights.cuh"
+#include "cuda/one_token/weight_fragment.cuh"
 #include "cuda/rows/row_transform.cuh"
 
 namespace fusedmoe::cuda {
@@ -11,7 +11,9 @@ namespace fusedmoe::cuda {
 /// Not unrolled: code that is executed once or twice is to be short, as it comes from memory.
 template <typename Operands>
 struct RowFiller {
-  static constexpr unsigned kUnitsOfBlock = kIsFp8<Operands> ? 16 : 8;
+  /// A unit is 8 elements: 16 bytes of what is read, and 8 of E4M3 codes.
+  static constexpr unsigned kUnitElements = 8;
+  static constexpr unsigned kUnitsOfBlock = Operands::kBlock.k / kUnitElements;
 
   const RowTransform& t;
   const ActiveSlots& active;
@@ -79,13 +81,13 @@ struct RowFiller {
     }
     if (unit >= k_blocks * kUnitsOfBlock) return;
     const std::uint32_t converted[4] = {value.data.x, value.data.y, value.data.z, value.data.w};
-    constexpr unsigned kWords = kIsFp8<Operands> ? 2 : 4;
+    constexpr unsigned kWords = kUnitElements * sizeof(typename Operands::Activation) / 4;
     const unsigned block = row * k_blocks + unit / kUnitsOfBlock;
 #pragma unroll
     for (unsigned w = 0; w < kWords; ++w) {
-      const WordPlace place = ItemWeights<Operands>::place_of(unit % kUnitsOfBlock * kWords + w);
-      std::uint32_t* to = memory.words + (block * 4 + place.lane) * kLaneWords<Operands> +
-                          place.step * (kLaneWords<Operands> / 4) + place.second;
+      const FragmentIndex at = fragment_index<Operands>(unit % kUnitsOfBlock * kWords + w);
+      std::uint32_t* to = memory.words + (block * 4 + at.lane) * kLaneWords<Operands> +
+                          at.step * (kLaneWords<Operands> / 4) + at.second;
       if constexpr (kIsFp8<Operands>) {
         to[0] = fp8_to_f16(converted[w], 0);
         to[2] = fp8_to_f16(converted[w], 1);

@@ -7,12 +7,12 @@
 namespace fusedmoe::cuda {
 
 template <typename Operands>
-void launch_one_token(const OneTokenParams& params, const OneTokenMemory& memory,
+void launch_one_token(const OneTokenParams& params, const OneTokenShape& shape,
                       const Stream& stream) {
-  const DeviceProperties& device = *device_properties(current_device().index);
-  launch_together(one_token_kernel<Operands>, dim3(static_cast<unsigned>(device.multiprocessors)),
-                  dim3(kOneTokenThreads), static_cast<std::size_t>(memory.bytes), stream, params,
-                  memory);
+  const OneTokenLayout layout = shape.layout();
+  launch_together(one_token_kernel<Operands>, dim3(static_cast<unsigned>(shape.blocks)),
+                  dim3(kOneTokenThreads), static_cast<std::size_t>(layout.bytes), stream, params,
+                  layout);
 }
 
 }  // namespace fusedmoe::cuda

@@ -5,9 +5,11 @@
 // and adds up its output rows over all slots. One barrier of all blocks lies between the GEMMs.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 
+#include "core/host_device.h"
 #include "cuda/gemm/fused_mlp.h"
 
 namespace fusedmoe::cuda {
@@ -16,6 +18,8 @@ inline constexpr int kMaxSlotsOfOneToken = 32;
 inline constexpr int kOneTokenWarps = 16;
 /// Weight rows of a slice: what one warp multiplies at a time.
 inline constexpr int kSliceRows = 16;
+/// Of an element of a token row in shared memory: E4M3 codes are kept as f16.
+inline constexpr int kRowElementBytes = 2;
 
 /// Device pointers throughout. Of `gemms` only weights, scales, biases, sizes and the epilogue
 /// count, and where GEMM 1 stores its rows, one for each slot.
@@ -33,8 +37,18 @@ struct OneTokenParams {
   bool accumulate = false;  ///< add the sum to what the output holds, before the rounding
 };
 
-/// What a thread block has in shared memory, in bytes from its beginning.
-struct OneTokenMemory {
+/// Which bit of `mask` is the n-th of those that are set, from 0; 31 if there are not so many.
+FUSEDMOE_HD constexpr int nth_set_bit(unsigned mask, int n) {
+  int bit = 0;
+  for (int step = 16; step > 0; step /= 2) {
+    // With at most n set bits below a bit, the n-th is this one or above it.
+    if (std::popcount(mask & ((1U << (bit + step)) - 1)) <= n) bit += step;
+  }
+  return bit;
+}
+
+/// Where things are in a thread block's shared memory: bytes from its beginning.
+struct OneTokenLayout {
   std::int64_t words[2];   ///< of both GEMMs: token rows
   std::int64_t scales[2];  ///< fp32, of each row and K block
   std::int64_t factors;    ///< fp32, of 16 weight rows for each segment of the larger GEMM
@@ -46,27 +60,29 @@ constexpr std::int64_t slices_of(std::int64_t width, bool gated) {
   return ceil_div(width, gated ? kSliceRows / 2 : kSliceRows);
 }
 
-/// The sizes that decide whether the kernel can run.
+/// The sizes of a launch. The grid and the layout of shared memory both follow from `blocks`: a
+/// block has room for its share of the slices.
 struct OneTokenShape {
   std::int64_t slots = 0, blocks = 0;  ///< thread blocks
   std::int64_t slices[2] = {};         ///< of GEMM 1 for each slot, of GEMM 2 for all
   std::int64_t k_blocks[2] = {};
+  std::int64_t block_k = 0;   ///< elements of a K block
   bool rows_by_slot = false;  ///< hidden states differ from expert to expert
-  bool fp8 = false;           ///< activations are, which are kept as f16
 
   constexpr std::int64_t block_slices(int gemm) const {
     return ceil_div(slices[gemm] * (gemm == 0 ? slots : 1), blocks);
   }
-  constexpr OneTokenMemory memory() const {
+  constexpr OneTokenLayout layout() const {
     const std::int64_t rows[2] = {rows_by_slot ? slots : 1, slots};
-    OneTokenMemory m{};
+    OneTokenLayout m{};
     std::int64_t end = 0;
     const auto take = [&](std::int64_t bytes) {
       const std::int64_t begin = end;
       end += ceil_div(bytes, 16) * 16;
       return begin;
     };
-    for (int i = 0; i < 2; ++i) m.words[i] = take(rows[i] * k_blocks[i] * (fp8 ? 256 : 128));
+    const std::int64_t row_bytes = block_k * kRowElementBytes;
+    for (int i = 0; i < 2; ++i) m.words[i] = take(rows[i] * k_blocks[i] * row_bytes);
     for (int i = 0; i < 2; ++i) m.scales[i] = take(rows[i] * k_blocks[i] * 4);
     const std::int64_t first = block_slices(0), second = block_slices(1);
     m.factors = take((first > second * slots ? first : second * slots) * kSliceRows * 4);

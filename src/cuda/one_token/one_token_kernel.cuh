@@ -1,10 +1,10 @@
 // The kernel of one token, and what it does with sums.
 //
 // A slice is 16 rows of weights, one operand of mma.sync. The other operand has 8 columns: the
-// first is the token, the rest are zero. An item is the part of a slice that lies in one packed
-// block. The 16 warps of a thread block share its items evenly. Each warp loads the weights of its
-// next kItemDepth items while it multiplies. In the end the sums of all warps are added in the
-// order of the warps, so the same call gives the same bits.
+// first is the token, the rest are zero. A fragment is one slice by one K block, so the part of a
+// slice that lies in one packed block. The 16 warps of a thread block share its fragments evenly.
+// Each warp loads its next kFragmentsAhead fragments while it multiplies. In the end the sums of
+// all warps are added in the order of the warps, so the same call gives the same bits.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -12,7 +12,7 @@
 #include "cuda/activation.cuh"
 #include "cuda/device/prefetch.cuh"
 #include "cuda/one_token/fill_rows.cuh"
-#include "cuda/one_token/warp_items.cuh"
+#include "cuda/one_token/warp_fragments.cuh"
 #include "cuda/rows/element.cuh"
 
 namespace fusedmoe::cuda {
@@ -63,9 +63,9 @@ __device__ __forceinline__ void store_output(const OneTokenParams& p, const Bloc
     const unsigned column = work.first * kSliceRows + i;
     const bool is_inside = i < count && column < gemm.width;
     float sum = is_inside ? sum_of_warps(memory, i / kSliceRows, i % kSliceRows) : 0;
-    for (int place = 0; gemm.bias && place < work.active.count; ++place) {
-      const std::int64_t expert = __shfl_sync(~0U, work.active.expert, place);
-      const float weight = __shfl_sync(~0U, work.active.weight, place);
+    for (int slot = 0; gemm.bias && slot < work.active.count; ++slot) {
+      const std::int64_t expert = __shfl_sync(~0U, work.active.expert, slot);
+      const float weight = __shfl_sync(~0U, work.active.weight, slot);
       if (is_inside) sum += weight * gemm.bias[expert * gemm.row_blocks * kBlockRows + column];
     }
     if (!is_inside) continue;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void store_output(const OneTokenParams& p, const Bloc
 template <typename Operands>
 __global__ void __launch_bounds__(kOneTokenThreads, 1)
     one_token_kernel(const __grid_constant__ OneTokenParams p,
-                     const __grid_constant__ OneTokenMemory places) {
+                     const __grid_constant__ OneTokenLayout layout) {
   extern __shared__ __align__(16) std::uint8_t memory[];
   __shared__ typename Operands::Tables tables;
   __shared__ float row_amax[kMaxSlotsOfOneToken];
@@ -98,12 +98,12 @@ __global__ void __launch_bounds__(kOneTokenThreads, 1)
 #pragma unroll 1
   for (int g = 0; g < 2; ++g) {
     const BlockWork work(p, active, g);
-    const BlockMemory of_block{reinterpret_cast<std::uint32_t*>(memory + places.words[g]),
-                               reinterpret_cast<float*>(memory + places.scales[g]),
-                               reinterpret_cast<float*>(memory + places.factors),
-                               reinterpret_cast<float*>(memory + places.partials)};
+    const BlockMemory of_block{reinterpret_cast<std::uint32_t*>(memory + layout.words[g]),
+                               reinterpret_cast<float*>(memory + layout.scales[g]),
+                               reinterpret_cast<float*>(memory + layout.factors),
+                               reinterpret_cast<float*>(memory + layout.partials)};
     fill_factors(work, of_block);  // before the weights, which it would have to wait for
-    WarpItems<Operands> items(work);
+    WarpFragments<Operands> fragments(work);
     if (g == 0) {
       tables.make(threadIdx.x, kOneTokenThreads);
     } else {
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kOneTokenThreads, 1)
          i += kOneTokenThreads) {
       of_block.partials[i] = 0;
     }
-    const bool rows_by_slot = g == 1 || p.hidden.by_expert();
+    const bool rows_by_slot = g == 1 || p.hidden.differ_by_expert();
     RowFiller<Operands>{g == 0 ? p.hidden : p.activated,
                         active,
                         of_block,
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kOneTokenThreads, 1)
                         g == 1}
         .fill(row_amax);
     __syncthreads();
-    items.run(of_block, zeros, rows_by_slot, tables);
+    fragments.run(of_block, zeros, rows_by_slot, tables);
     __syncthreads();
     if (g == 0) {
       store_activated<Element>(p, work, of_block);

@@ -65,11 +65,12 @@ __global__ void __launch_bounds__(kThreads) quantize_permuted_kernel(const Permu
   for (int first = warp * kSpanUnits; first < units_of(t); first += step) {
     const uint4 raw = read_unit(t, token, first + lane);
     Converted value{};
-    if (!t.by_expert()) value = convert_unit(t, raw, 0, scale);
+    if (!t.differ_by_expert()) value = convert_unit(t, raw, 0, scale);
     for (int j = 0; j < static_cast<int>(p.topk); ++j) {
       const std::int64_t slot = token * p.topk + j, row = p.slot_to_row[slot];
       if (row < 0) continue;
-      if (t.by_expert()) value = convert_unit(t, raw, p.local_experts(p.topk_ids[slot]), scale);
+      if (t.differ_by_expert())
+        value = convert_unit(t, raw, p.local_experts(p.topk_ids[slot]), scale);
       write_unit(t, row, first + lane, value);
     }
   }
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) transform_rows_kernel(const Transfor
   cudaGridDependencySynchronize();
   const std::int64_t row = blockIdx.x;
   if (!has_expert(p, row)) return;
-  const int expert = t.by_expert() ? expert_of_row(p, row) : 0;
+  const int expert = t.differ_by_expert() ? expert_of_row(p, row) : 0;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int warp = static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x / 32);
   const float scale = scale_of_row<kWarps>(t, row);
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(kThreads) transform_narrow_rows_kernel(const T
   for (int s = 0; s < kSpans; ++s) units[s] = read_unit(t, row, s * kSpanUnits + lane);
   const float scale =
       t.has_row_scales() ? core::e4m3_row_scale(amax_of_units(t, units)) : scale_of_row(t, row);
-  const int expert = t.by_expert() ? expert_of_row(p, row) : 0;
+  const int expert = t.differ_by_expert() ? expert_of_row(p, row) : 0;
 #pragma unroll
   for (int s = 0; s < kSpans; ++s) {
     write_unit(t, row, s * kSpanUnits + lane, convert_unit(t, units[s], expert, scale));

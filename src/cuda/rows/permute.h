@@ -15,7 +15,7 @@ struct PermuteRows {
   const std::int32_t* slot_to_row = nullptr;  ///< (num_tokens, topk)
   std::int64_t num_tokens = 0;
   std::int64_t topk = 0;
-  const std::int32_t* topk_ids = nullptr;  ///< with rows.by_expert(): (num_tokens, topk)
+  const std::int32_t* topk_ids = nullptr;  ///< with rows.differ_by_expert(): (num_tokens, topk)
   core::LocalExperts local_experts;
 };
 

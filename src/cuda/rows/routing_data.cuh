@@ -92,7 +92,8 @@ __device__ void permute_share(const RowTransform& t, int rows, int topk, int ran
       const uint4 raw = read_unit(t, slot / topk, unit);
       if (row != last_row) scale = scale_of_row(t, slot / topk);
       last_row = row;
-      write_unit(t, row, unit, convert_unit(t, raw, t.by_expert() ? expert_of(slot) : 0, scale));
+      write_unit(t, row, unit,
+                 convert_unit(t, raw, t.differ_by_expert() ? expert_of(slot) : 0, scale));
     }
   } else {
     constexpr int kBatch = 4;  // reads of a lane at the same time

@@ -71,7 +71,7 @@ struct RowTransform {
     return kind == Kind::kFp8 && fp8.scale == Fp8Quantizer::Scale::kRow;
   }
   /// Rows of one token differ from expert to expert.
-  FUSEDMOE_HD bool by_expert() const { return decoded.global_scales != nullptr; }
+  FUSEDMOE_HD bool differ_by_expert() const { return decoded.global_scales != nullptr; }
 };
 
 }  // namespace fusedmoe::cuda

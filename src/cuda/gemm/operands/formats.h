@@ -37,7 +37,7 @@ template <typename Operands, int kIndex>
 void launch_kernel(const FusedMlpParams& params, const Stream& stream);
 
 template <typename Operands>
-void launch_one_token(const OneTokenParams& params, const OneTokenMemory& memory,
+void launch_one_token(const OneTokenParams& params, const OneTokenShape& shape,
                       const Stream& stream);
 
 template <typename Operands>

@@ -1,10 +1,11 @@
-// The weights of an item, a slice's part of one packed block: how a warp reads them from global
-// memory to registers, and multiplies them by the token.
+// A fragment of weights, one slice by one K block, so a slice's part of one packed block: how a
+// warp reads it from global memory to registers, and multiplies it by the token.
 #pragma once
 
 #include <cstring>
 
 #include "cuda/device/wgmma.cuh"
+#include "cuda/one_token/one_token.h"
 
 namespace fusedmoe::cuda {
 
@@ -85,37 +86,29 @@ struct StreamedBlock {
   }
 };
 
-/// Where 4 bytes of a K block of activations are multiplied: by which lane, in which step, and
-/// whether as its second word.
-struct WordPlace {
-  unsigned lane, step, second;
-};
-
-/// Weights of an item in registers, and the order of K in which they are multiplied: by decoders as
-/// wgmma has them.
+/// A fragment in a warp's registers: decoded to 16 bits.
 template <typename Operands>
-struct ItemWeights {
+struct WeightFragment {
   typename Operands::Codes codes;
 
   /// `thread`: of 128, 32 for each slice of the block.
-  __device__ static ItemWeights load(const StreamedBlock& block, int thread) {
+  __device__ static WeightFragment load(const StreamedBlock& block, int thread) {
     return {Operands::load(block, thread)};
   }
   __device__ void decode(const typename Operands::Tables& /*tables*/, int half,
                          std::uint32_t (&a)[2][4]) const {
     Operands::decode(codes, half, a);
   }
-  __device__ static WordPlace place_of(unsigned word) { return {word % 4, word / 8, word / 4 % 2}; }
 };
 
 /// Decoded to FP8.
 template <typename Operands>
 requires(Operands::kDecodes &&
-         sizeof(typename Operands::Activation) == 1) struct ItemWeights<Operands> {
+         sizeof(typename Operands::Activation) == 1) struct WeightFragment<Operands> {
   uint4 halves[2];
   typename Operands::Scales scales;
 
-  __device__ static ItemWeights load(const StreamedBlock& block, int thread) {
+  __device__ static WeightFragment load(const StreamedBlock& block, int thread) {
     return {{Operands::words(block, thread, 0), Operands::words(block, thread, 1)},
             Operands::load_scales(block, thread)};
   }
@@ -123,26 +116,25 @@ requires(Operands::kDecodes &&
                          std::uint32_t (&a)[2][4]) const {
     Operands::decode(halves[half], scales, tables, half, a);
   }
-  __device__ static WordPlace place_of(unsigned word) { return {word % 4, word / 8, word / 4 % 2}; }
 };
 
 /// As they are. A lane reads 16 bytes of K at a time, so its K is in another order.
 template <typename Operands>
-requires(!Operands::kDecodes) struct ItemWeights<Operands> {
+requires(!Operands::kDecodes) struct WeightFragment<Operands> {
   uint4 chunks[2][2];  // of rows g and g + 8: chunk q and q + 4
 
-  __device__ static ItemWeights load(const StreamedBlock& block, int thread) {
+  __device__ static WeightFragment load(const StreamedBlock& block, int thread) {
     const int g = thread % 32 / 4, q = thread % 4;
     const int row = (thread / 32 * 16 + g) * 128;
-    ItemWeights item;
+    WeightFragment fragment;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        item.chunks[r][c] = block.read<uint4>(row + r * 8 * 128 + ((q + 4 * c) ^ g) * 16);
+        fragment.chunks[r][c] = block.read<uint4>(row + r * 8 * 128 + ((q + 4 * c) ^ g) * 16);
       }
     }
-    return item;
+    return fragment;
   }
   __device__ void decode(const typename Operands::Tables& /*tables*/, int half,
                          std::uint32_t (&a)[2][4]) const {
@@ -155,13 +147,27 @@ requires(!Operands::kDecodes) struct ItemWeights<Operands> {
       }
     }
   }
-  __device__ static WordPlace place_of(unsigned word) {
-    return {word / 4 % 4, word % 4, word / 16};
-  }
 };
 
-/// Words of a K block that a lane multiplies.
+/// Where 4 bytes of activations lie in the fragment of a K block of the token, the other operand of
+/// mma.sync: with which lane, in which step, and whether as its second word.
+struct FragmentIndex {
+  unsigned lane, step, second;
+};
+
+/// `word`: of the K block. Decoders have K in the order of wgmma; for the other weights it is that
+/// of their 16-byte chunks.
 template <typename Operands>
-inline constexpr int kLaneWords = kIsFp8<Operands> ? 16 : 8;
+__device__ constexpr FragmentIndex fragment_index(unsigned word) {
+  if constexpr (Operands::kDecodes) {
+    return {word % 4, word / 8, word / 4 % 2};
+  } else {
+    return {word / 4 % 4, word % 4, word / 16};
+  }
+}
+
+/// Words of a K block of the token that a lane multiplies: 4 lanes share it.
+template <typename Operands>
+inline constexpr int kLaneWords = Operands::kBlock.k* kRowElementBytes / 16;
 
 }  // namespace fusedmoe::cuda

@@ -1,26 +1,27 @@
-// The main loop of the kernel of one token: a warp and its items.
+// The main loop of the kernel of one token: a warp and its fragments of weights.
 #pragma once
 
 #include "cuda/one_token/block_work.cuh"
-#include "cuda/one_token/item_weights.cuh"
+#include "cuda/one_token/weight_fragment.cuh"
 
 namespace fusedmoe::cuda {
 
-/// Items whose weights a warp has on their way.
+/// Fragments that a warp has on their way.
 template <typename Operands>
-inline constexpr int kItemDepth = sizeof(ItemWeights<Operands>) > 40 ? 2 : 4;
+inline constexpr int kFragmentsAhead = sizeof(WeightFragment<Operands>) > 40 ? 2 : 4;
 
-/// Where the weights of an item are.
+/// Where a fragment is in global memory.
 template <typename Operands>
-struct ItemPosition {
+struct FragmentPosition {
   Segment segment;
   unsigned k_block;
   const std::uint8_t* blocks;       ///< the packed block
-  int thread;                       ///< of 128, as ItemWeights::load() has it
+  int thread;                       ///< of 128, as WeightFragment::load() has it
   const float* k_scales = nullptr;  ///< the two scales of its slice
 
-  __device__ ItemPosition(const BlockWork& work, unsigned item)
-      : segment(work, item / work.gemm.k_blocks), k_block(item % work.gemm.k_blocks) {
+  /// `index`: of the block's fragments.
+  __device__ FragmentPosition(const BlockWork& work, unsigned index)
+      : segment(work, index / work.gemm.k_blocks), k_block(index % work.gemm.k_blocks) {
     find(work);
   }
   __device__ __forceinline__ void advance(const BlockWork& work) {
@@ -48,14 +49,14 @@ struct ItemPosition {
   }
 };
 
-/// The items of a warp: consecutive ones.
+/// The fragments of a warp: consecutive ones.
 template <typename Operands>
-class WarpItems {
+class WarpFragments {
  public:
-  static constexpr int kDepth = kItemDepth<Operands>;
+  static constexpr int kAhead = kFragmentsAhead<Operands>;
 
   /// The first weights are on their way.
-  __device__ __forceinline__ explicit WarpItems(const BlockWork& work)
+  __device__ __forceinline__ explicit WarpFragments(const BlockWork& work)
       : work_(work),
         k_blocks_(work.gemm.k_blocks),
         count_(static_cast<int>(share(work, 1) - share(work, 0))),
@@ -63,7 +64,7 @@ class WarpItems {
         current_(next_.segment),
         current_k_(next_.k_block) {
 #pragma unroll
-    for (int d = 0; d < kDepth; ++d) load(d, d < count_);
+    for (int d = 0; d < kAhead; ++d) load(d, d < count_);
   }
 
   /// `zeros`: kLaneWords words.
@@ -98,9 +99,9 @@ class WarpItems {
     };
     find_row();
 #pragma unroll 1
-    for (int n = 0; n < count_; n += kDepth) {
+    for (int n = 0; n < count_; n += kAhead) {
 #pragma unroll
-      for (int d = 0; d < kDepth; ++d) {
+      for (int d = 0; d < kAhead; ++d) {
         if (n + d >= count_) break;
         multiply(d, words, tables, products);
         if constexpr (Operands::kHasKScales) {
@@ -111,7 +112,7 @@ class WarpItems {
         }
         words += word_step;
         ++token_scales;
-        load(d, n + d + kDepth < count_);
+        load(d, n + d + kAhead < count_);
         if (++current_k_ < k_blocks_) continue;
         end_segment();
         const unsigned slice = current_.block_slice(work_);
@@ -147,17 +148,18 @@ class WarpItems {
     total[0] = total[1] = 0;
   }
 
-  /// Items of the warps before this one, and of `more`.
+  /// Fragments of the warps before this one, and of `more`.
   __device__ __forceinline__ static unsigned share(const BlockWork& work, unsigned more) {
     // The same in all lanes, as the compiler is to know.
     const unsigned warps = __shfl_sync(~0U, warp(), 0) + more;
     return work.segments() * work.gemm.k_blocks * warps / kOneTokenWarps;
   }
 
-  /// The weights of the next item, if there is one.
+  /// The next fragment, if there is one.
   __device__ __forceinline__ void load(int d, bool present) {
     __builtin_assume(next_.thread >= 0 && next_.thread < 128);
-    weights_[d] = ItemWeights<Operands>::load(StreamedBlock{next_.blocks, present}, next_.thread);
+    fragments_[d] =
+        WeightFragment<Operands>::load(StreamedBlock{next_.blocks, present}, next_.thread);
     if constexpr (Operands::kHasKScales) {
       const StreamedBlock scales{reinterpret_cast<const std::uint8_t*>(next_.k_scales),
                                  present && work_.gemm.block_scales};
@@ -178,7 +180,7 @@ class WarpItems {
         const uint4 four = *reinterpret_cast<const uint4*>(words + half * kHalfWords + i);
         b[i] = four.x, b[i + 1] = four.y, b[i + 2] = four.z, b[i + 3] = four.w;
       }
-      weights_[d].decode(tables, half, a);
+      fragments_[d].decode(tables, half, a);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         multiply_16x8<Operands>(a[i], b + i * kHalfWords / 2, products[half]);
@@ -186,7 +188,7 @@ class WarpItems {
     }
   }
 
-  using Position = ItemPosition<Operands>;
+  using Position = FragmentPosition<Operands>;
 
   const BlockWork& work_;
   const unsigned k_blocks_;
@@ -194,8 +196,8 @@ class WarpItems {
   Position next_;
   Segment current_;
   unsigned current_k_;
-  ItemWeights<Operands> weights_[kDepth];
-  float2 scales_[kDepth];
+  WeightFragment<Operands> fragments_[kAhead];
+  float2 scales_[kAhead];
 };
 
 }  // namespace fusedmoe::cuda
