@@ -311,6 +311,7 @@ TEST(GemmPlanTest, OneTokenOfFewWeightsHasAKernelOfItsOwn) {
   EXPECT_EQ(chosen(shape_of(2048, 768, 128, 8, 1, "fp8")), "one token");
   EXPECT_EQ(chosen(shape_of(2048, 768, 128, 8, 1)), "one token");
   EXPECT_EQ(chosen(shape_of(5120, 8192, 16, 1, 1, "fp8")), "one token");
+  EXPECT_EQ(chosen(shape_of(4096, 1536, 128, 8, 1, "fp8")), "one token") << "144 MiB";
   EXPECT_NE(chosen(shape_of(2048, 768, 128, 8, 2, "fp8")), "one token") << "two tokens";
   EXPECT_NE(chosen(shape_of(4096, 14336, 8, 2, 1, "fp8")), "one token") << "many weights";
   EXPECT_NE(chosen(shape_of(2880, 2880, 32, 4, 1, "mxfp4")), "one token")

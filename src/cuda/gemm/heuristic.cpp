@@ -137,7 +137,7 @@ bool prefers_one_token(const MlpShape& shape) {
   if (!valid(shape, kOneToken)) return false;
   const WeightFormat& format = *shape.format;
   constexpr std::int64_t kMiB = 1 << 20;
-  const std::int64_t most = format.decodes ? 70 * kMiB : format.fp8_rows ? 128 * kMiB : 80 * kMiB;
+  const std::int64_t most = format.decodes ? 70 * kMiB : format.fp8_rows ? 150 * kMiB : 80 * kMiB;
   const BlockGrid first = format.grid(shape.intermediate, shape.hidden, shape.gated);
   const BlockGrid second = format.grid(shape.hidden, shape.intermediate, false);
   const std::int64_t bytes = shape.topk * (first.count() + second.count()) * format.block.bytes;
