@@ -69,7 +69,7 @@ checks=(
   "synccheck|cuda_backend_test|*Duplicates*:*RoutingOfShared*"
 )
 build_seconds=300
-test_seconds=150
+test_seconds=240
 model_seconds=200
 check_seconds=150  # each
 side_by_side=6     # checks
@@ -117,19 +117,25 @@ program=$build/cli/fusedmoe
 step "a usable GPU" quietly "$program" explain --model gpt-oss-20b --device cuda || exit 1
 device=$("$program" doctor | sed -n 's/^.*cuda:0 //p')
 
-# Whole programs side by side, few threads each: ctest would start a context for every case.
+# Programs side by side, few threads each: ctest would start a context for every case. The longest
+# runs in parts.
 run_tests() {
-  printf '%s\n' "$build"/tests/cuda_*_test |
-    OMP_NUM_THREADS=3 xargs -P $((jobs / 3 + 1)) -I{} sh -c \
-      '{} --gtest_brief=1 >{}.log 2>&1 || { cat {}.log; echo "{} failed"; exit 1; }'
+  {
+    printf '%s\n' "$build"/tests/cuda_*_test
+    for ((i = 1; i < parts; ++i)); do echo "$build/tests/cuda_schemes_test"; done
+  } | sort | awk '{ part = seen[$0]++; print $0, part }' |
+    OMP_NUM_THREADS=3 xargs -P $((jobs / 3 + 1)) -L 1 sh -c '
+      [ "${0##*/}" = cuda_schemes_test ] && export GTEST_TOTAL_SHARDS='$parts' GTEST_SHARD_INDEX=$1
+      log=$0.$1.log
+      "$0" --gtest_brief=1 >"$log" 2>&1 || { cat "$log"; echo "$0 failed"; exit 1; }'
 }
 if wants tests; then
-  rm -f "$build"/tests/cuda_*_test.log
+  rm -f "$build"/tests/cuda_*_test.*.log
   step "GPU tests" quietly within "$test_seconds" bash -c "$(declare -f run_tests); build=$build \
-    jobs=$jobs run_tests"
-  grep -hE '^\[  (PASSED|SKIPPED)' "$build"/tests/cuda_*_test.log |
+    jobs=$jobs parts=6 run_tests"
+  grep -hE '^\[  (PASSED|SKIPPED)' "$build"/tests/cuda_*_test.*.log |
     awk '{ count[$2] += $4 } END { for (what in count) print count[what], "tests", what }'
-  grep -L PASSED "$build"/tests/cuda_*_test.log | sed 's/$/: did not end/'
+  grep -L PASSED "$build"/tests/cuda_*_test.*.log | sed 's/$/: did not end/'
 fi
 
 test_c() {
