@@ -1,6 +1,6 @@
-// Products with AMX's tile registers: 16 rows of 64 bytes each. One instruction multiplies a tile of
-// activations (16 rows x 16 steps) by a tile of weights (16 steps x 16 columns) and adds to 16 x 16
-// accumulators. Included by isa_amx.cpp only.
+// Products with AMX's tile registers: 16 rows of 64 bytes each. One instruction multiplies a tile
+// of activations (16 rows x 16 steps) by a tile of weights (16 steps x 16 columns) and adds to 16 x
+// 16 accumulators. Included by isa_amx.cpp only.
 #pragma once
 
 #include "cpu/dot_bf16.h"
@@ -83,9 +83,7 @@ inline void zero_tile() {
 struct TileBf16 {
   template <int kSum, int kRows, int kWeights>
   static void add() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0"
-                 :
-                 : "i"(kSum), "i"(kRows), "i"(kWeights));
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSum), "i"(kRows), "i"(kWeights));
   }
 };
 
@@ -93,14 +91,12 @@ struct TileBf16 {
 struct TileInt8 {
   template <int kSum, int kRows, int kWeights>
   static void add() {
-    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0"
-                 :
-                 : "i"(kSum), "i"(kRows), "i"(kWeights));
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSum), "i"(kRows), "i"(kWeights));
   }
 };
 
-/// What tile registers do in the place of a dot product D: at most 32 rows, 32 columns at a time, so
-/// 2 x 2 tiles of accumulators. All rows are as far apart as the first two. `Products` is the
+/// What tile registers do in the place of a dot product D: at most 32 rows, 32 columns at a time,
+/// so 2 x 2 tiles of accumulators. All rows are as far apart as the first two. `Products` is the
 /// instruction.
 template <class D, class Products>
 struct DotTiles : D {
@@ -270,17 +266,19 @@ struct DotTiles : D {
         const std::byte* rows = elements + next_group * panel.steps * 4;
         const std::byte* weights =
             panel.data + next_group * panel.steps * kStepBytes + next_column * 4;
-        with_sum(next, [&]<int kSum>() __attribute__((always_inline)) {
-          add_products<kSum>(rows, stride, weights, steps, block.steps);
-        });
+        with_sum(
+            next, [&]<int kSum>() __attribute__((always_inline)) {
+              add_products<kSum>(rows, stride, weights, steps, block.steps);
+            });
         if (++next_group == panel.count) {
           next_group = 0;
           next_column += kTileWidth;
         }
       }
       if (next < kSums - 1) continue;
-      with_sum(next + 1, [&]<int kSum>()
-                   __attribute__((always_inline)) { store_tile<kSum>(sums, kVectorBytes); });
+      with_sum(
+          next + 1, [&]<int kSum>()
+                        __attribute__((always_inline)) { store_tile<kSum>(sums, kVectorBytes); });
       float* const totals = block.totals + column;
       if (g == 0) {
 #pragma GCC unroll 16

@@ -83,7 +83,7 @@ class Forward {
   std::int64_t gemm1_bytes_ = 0, gemm2_bytes_ = 0, output_bytes_ = 0;
   bool permute_ = false;     // a has the rows of x in the order of the grouped GEMM
   bool per_expert_ = false;  // and each expert's are quantized by a scale of its own
-  bool direct_ = false;   // GEMM 1 reads x itself
+  bool direct_ = false;      // GEMM 1 reads x itself
   const std::byte* a_ = nullptr;
 
   const std::int32_t* expert_offsets_ = nullptr;

@@ -172,8 +172,8 @@ inline void multiply_at_most(int num_rows, const std::byte* const* rows, const s
   multiply_panel<D, R>(rows, panel, steps, accumulate, accumulators, prefetch);
 }
 
-/// The row that begins a block of a job's rows. Blocks are about equally large (8 rows are 4 + 4, not
-/// 6 + 2), or full but for the last, where a dot product asks for that.
+/// The row that begins a block of a job's rows. Blocks are about equally large (8 rows are 4 + 4,
+/// not 6 + 2), or full but for the last, where a dot product asks for that.
 template <class D>
 inline std::int64_t begin_of_block(std::int64_t block, std::int64_t blocks, int block_rows,
                                    std::int64_t num_rows) {

@@ -152,11 +152,13 @@ void OperandRows::expand_floats(const std::uint8_t* codes, const void* scales,
       expand_values([&](std::int64_t i) { return tables.e4m3[codes[i]]; }, scales, target);
       break;
     case DType::kI16:
-      expand_values([&](std::int64_t i) { return static_cast<float>(load_i16(codes, i)); }, scales, target);
+      expand_values([&](std::int64_t i) { return static_cast<float>(load_i16(codes, i)); }, scales,
+                    target);
       break;
     default:
-      expand_values([&](std::int64_t i) { return static_cast<float>(static_cast<std::int8_t>(codes[i])); },
-                    scales, target);
+      expand_values(
+          [&](std::int64_t i) { return static_cast<float>(static_cast<std::int8_t>(codes[i])); },
+          scales, target);
   }
   std::memset(target + k_ * element_bytes(compute_), 0,
               static_cast<std::size_t>((padded_k_ - k_) * element_bytes(compute_)));

@@ -167,9 +167,7 @@ class Nvfp4Scales {
   static constexpr int kHeaderBytes = 0;
   static constexpr int kGroupK = 16;
   explicit Nvfp4Scales(const std::byte*) {}
-  void advance(const std::byte* header) {
-    decode_scales_of<S, ScaleType::kE4M3>(header, scales_);
-  }
+  void advance(const std::byte* header) { decode_scales_of<S, ScaleType::kE4M3>(header, scales_); }
   typename S::F scale(int v) const { return S::load(scales_ + S::kWidth * v); }
 
  private:

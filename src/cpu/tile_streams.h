@@ -1,6 +1,6 @@
-// R rows x T tiles of weights, whose streams advance side by side: each weight is read once, decoded
-// in registers and multiplied by all rows. Results are those of multiply.h and multiply_groups.h,
-// bit for bit. Included by isa_*.cpp only, through stream.h.
+// R rows x T tiles of weights, whose streams advance side by side: each weight is read once,
+// decoded in registers and multiplied by all rows. Results are those of multiply.h and
+// multiply_groups.h, bit for bit. Included by isa_*.cpp only, through stream.h.
 #pragma once
 
 #include "cpu/multiply_groups.h"

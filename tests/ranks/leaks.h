@@ -27,14 +27,15 @@ inline std::size_t heap_in_use() {
 #endif
 }
 
-/// Calls round(i) for i < rounds. What the process holds after all of them is what it held after the
-/// first twenty, when everything that is made once was there. `device_bytes`: of a GPU, in use.
+/// Calls round(i) for i < rounds. What the process holds after all of them is what it held after
+/// the first twenty, when everything that is made once was there. `device_bytes`: of a GPU, in use.
 inline void expect_no_leaks(
     const std::function<void(int)>& round, int rounds = 100,
     const std::function<std::size_t()>& device_bytes = [] { return std::size_t{0}; }) {
   constexpr int kFirst = 20;
   constexpr std::size_t kNoise = 128 << 10;  // of the allocator; a layer in each round is 4 MiB
-  constexpr std::size_t kDeviceNoise = 32 << 20;  // pages have 2 MiB: one in each of 20 rounds is more
+  constexpr std::size_t kDeviceNoise = 32
+                                       << 20;  // pages have 2 MiB: one in each of 20 rounds is more
   for (int i = 0; i < kFirst; ++i) round(i);
   const std::int64_t descriptors = entries_of("/proc/self/fd"),
                      threads = entries_of("/proc/self/task");
