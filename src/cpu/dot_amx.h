@@ -17,7 +17,7 @@ constexpr int kStrips = kTileColumns / kTileWidth;
 
 /// Shapes of the eight tile registers of a thread: 0-3 accumulators, 4-5 rows, 6-7 weights. Setting
 /// them takes as long as ten products, so a job sets them only when they change.
-class TileShapes {
+class TileConfig {
  public:
   /// Registers 0, 1 and 4 have `low` rows; 2, 3 and 5 have `high` rows. A tile of activations has
   /// `steps` steps, one of weights as many rows.
@@ -50,19 +50,20 @@ class TileShapes {
   int low_ = -1, high_ = -1, steps_ = -1;
 };
 
-thread_local TileShapes tile_shapes;
+thread_local TileConfig tile_config;
 
 /// Gives the tile registers back at the end of a job: the system saves what is in them whenever it
 /// interrupts the thread.
 struct TileJobScope {
   TileJobScope() = default;
-  ~TileJobScope() { tile_shapes.release(); }
+  ~TileJobScope() { tile_config.release(); }
   TileJobScope(const TileJobScope&) = delete;
   TileJobScope& operator=(const TileJobScope&) = delete;
 };
 
 // The instructions take the numbers of registers as text, so the intrinsics cannot be in templates.
-// Like those, they do not say that they read and write memory.
+// load_tile does not tell the compiler that it reads memory. What it reads is written before the
+// barrier at the start of a block; the last store_tile, which does tell, keeps later stores behind.
 
 template <int kTile>
 inline void load_tile(const void* p, std::int64_t row_bytes) {
@@ -81,17 +82,17 @@ inline void zero_tile() {
 
 /// Pairs of bf16, added in fp32.
 struct TileBf16 {
-  template <int kSum, int kRows, int kWeights>
+  template <int kAcc, int kRows, int kWeights>
   static void add() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSum), "i"(kRows), "i"(kWeights));
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kAcc), "i"(kRows), "i"(kWeights));
   }
 };
 
 /// Four signed activations and unsigned weights of 8 bits, added in int32.
 struct TileInt8 {
-  template <int kSum, int kRows, int kWeights>
+  template <int kAcc, int kRows, int kWeights>
   static void add() {
-    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSum), "i"(kRows), "i"(kWeights));
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kAcc), "i"(kRows), "i"(kWeights));
   }
 };
 
@@ -111,18 +112,18 @@ struct DotTiles : D {
                              Prefetcher& prefetch) {
     const std::int64_t stride = num_rows > 1 ? rows[1] - rows[0] : 0;
     const int low = num_rows < kTileRows ? num_rows : kTileRows;
-    tile_shapes.set(low, num_rows - low, kTileRows);
+    tile_config.set(low, num_rows - low, kTileRows);
     asm volatile("" ::: "memory");  // what was decoded is in memory
     for (int half = 0; half < kPasses; ++half) {
       const std::byte* weights = panel + half * kHalfColumns * 4;
       float* const target = accumulators + half * kHalfColumns;
       const auto multiply = [&]<bool kHigh>() {
-        accumulate ? load_sums<kHigh>(target) : zero_sums<kHigh>();
+        accumulate ? load_accumulators<kHigh>(target) : zero_accumulators<kHigh>();
         for (std::int64_t step = 0; step < steps; step += kTileRows) {
           prefetch(kTileRows);
           add_step<kHigh>(rows[0] + step * 4, stride, weights + step * kStepBytes);
         }
-        store_sums<kHigh>(reinterpret_cast<std::byte*>(target), kStepBytes);
+        store_accumulators<kHigh>(reinterpret_cast<std::byte*>(target), kStepBytes);
       };
       num_rows > kTileRows ? multiply.template operator()<true>()
                            : multiply.template operator()<false>();
@@ -130,14 +131,16 @@ struct DotTiles : D {
   }
 
   // For multiply_groups.h: at most 16 rows, 16 columns at a time, whose totals stay in registers.
-  static constexpr int kGroupRows = kTileRows;
-  static constexpr std::int64_t kGroupPanelSteps = 128;
+  struct Groups {
+    static constexpr int kRows = kTileRows, kPasses = 1;
+    static constexpr std::int64_t kPanelSteps = 128;
+  };
 
   static void multiply_groups(int num_rows, const GroupRow* rows, const GroupPanel& panel,
                               int group_shift, float* totals, Prefetcher& prefetch) {
-    const std::int64_t all = panel.steps | panel.last_steps;
-    const int steps = all % 16 == 0 ? 16 : all % 8 == 0 ? 8 : 4;
-    tile_shapes.set(num_rows, num_rows, steps);
+    // Groups have 16 bf16 elements or more, 8 steps; so has a short last group of 8-bit integers.
+    const int steps = (panel.steps | panel.last_steps) % 16 == 0 ? 16 : 8;
+    tile_config.set(num_rows, num_rows, steps);
     asm volatile("" ::: "memory");  // what was decoded is in memory
     const GroupBlock block{num_rows, rows, panel, group_shift, totals, steps};
     if (rows[0].initial) {
@@ -154,7 +157,7 @@ struct DotTiles : D {
   using Acc = typename D::Acc;
 
   template <bool kHigh>
-  static void zero_sums() {
+  static void zero_accumulators() {
     zero_tile<0>();
     zero_tile<1>();
     if constexpr (kHigh) {
@@ -164,10 +167,10 @@ struct DotTiles : D {
   }
 
   template <bool kHigh>
-  static void load_sums(const float* sums) {
-    const float* lower = sums + kTileRows * kTileColumns;
-    load_tile<0>(sums, kStepBytes);
-    load_tile<1>(sums + kTileWidth, kStepBytes);
+  static void load_accumulators(const float* accumulators) {
+    const float* lower = accumulators + kTileRows * kTileColumns;
+    load_tile<0>(accumulators, kStepBytes);
+    load_tile<1>(accumulators + kTileWidth, kStepBytes);
     if constexpr (kHigh) {
       load_tile<2>(lower, kStepBytes);
       load_tile<3>(lower + kTileWidth, kStepBytes);
@@ -175,10 +178,10 @@ struct DotTiles : D {
   }
 
   template <bool kHigh>
-  static void store_sums(std::byte* sums, std::int64_t row_bytes) {
-    std::byte* const lower = sums + kTileRows * row_bytes;
-    store_tile<0>(sums, row_bytes);
-    store_tile<1>(sums + kVectorBytes, row_bytes);
+  static void store_accumulators(std::byte* accumulators, std::int64_t row_bytes) {
+    std::byte* const lower = accumulators + kTileRows * row_bytes;
+    store_tile<0>(accumulators, row_bytes);
+    store_tile<1>(accumulators + kVectorBytes, row_bytes);
     if constexpr (kHigh) {
       store_tile<2>(lower, row_bytes);
       store_tile<3>(lower + kVectorBytes, row_bytes);
@@ -200,7 +203,7 @@ struct DotTiles : D {
     }
   }
 
-  static constexpr int kSums = 4;  // groups under way
+  static constexpr int kUnderWay = 4;  // groups under way
   struct GroupBlock {
     int num_rows;
     const GroupRow* rows;
@@ -210,22 +213,22 @@ struct DotTiles : D {
     int steps;  // of a tile
   };
 
-  /// The products of one group, to register kSum.
-  template <int kSum>
+  /// The products of one group, to register kAcc.
+  template <int kAcc>
   static void add_products(const std::byte* rows, std::int64_t stride, const std::byte* weights,
                            std::int64_t group_steps, int steps) {
-    zero_tile<kSum>();
+    zero_tile<kAcc>();
     for (std::int64_t step = 0; step < group_steps; step += steps) {
       load_tile<4>(rows + step * 4, stride);
       load_tile<6>(weights + step * kStepBytes, kStepBytes);
-      Products::template add<kSum, 4, 6>();
+      Products::template add<kAcc, 4, 6>();
     }
   }
 
   /// Calls the function whose template argument is `number`.
   template <class Function>
-  [[gnu::always_inline]] static void with_sum(std::int64_t number, Function function) {
-    switch (number % kSums) {
+  [[gnu::always_inline]] static void with_register(std::int64_t number, Function function) {
+    switch (number % kUnderWay) {
       case 0:
         return function.template operator()<0>();
       case 1:
@@ -254,31 +257,32 @@ struct DotTiles : D {
       initial[r] = kInitial ? block.rows[row].initial + panel.first : nullptr;
       scales[r] = kScales ? block.rows[row].scales : nullptr;
     }
-    alignas(64) std::byte sums[kTileRows * kVectorBytes] = {};
+    alignas(64) std::byte accumulators[kTileRows * kVectorBytes] = {};
     typename S::F total[kTileRows] = {};
     const std::int64_t count = panel.count * kStrips;
     std::int64_t next_group = 0, g = 0;
     int next_column = 0, column = 0;
-    for (std::int64_t next = 0; next < count + kSums - 1; ++next) {
+    for (std::int64_t next = 0; next < count + kUnderWay - 1; ++next) {
       if (next < count) {
         const std::int64_t steps = next_group + 1 == panel.count ? panel.last_steps : panel.steps;
         prefetch(steps / kStrips);
         const std::byte* rows = elements + next_group * panel.steps * 4;
         const std::byte* weights =
             panel.data + next_group * panel.steps * kStepBytes + next_column * 4;
-        with_sum(
-            next, [&]<int kSum>() __attribute__((always_inline)) {
-              add_products<kSum>(rows, stride, weights, steps, block.steps);
+        with_register(
+            next, [&]<int kAcc>() __attribute__((always_inline)) {
+              add_products<kAcc>(rows, stride, weights, steps, block.steps);
             });
         if (++next_group == panel.count) {
           next_group = 0;
           next_column += kTileWidth;
         }
       }
-      if (next < kSums - 1) continue;
-      with_sum(
-          next + 1, [&]<int kSum>()
-                        __attribute__((always_inline)) { store_tile<kSum>(sums, kVectorBytes); });
+      if (next < kUnderWay - 1) continue;
+      with_register(
+          next + 1, [&]<int kAcc>() __attribute__((always_inline)) {
+            store_tile<kAcc>(accumulators, kVectorBytes);
+          });
       float* const totals = block.totals + column;
       if (g == 0) {
 #pragma GCC unroll 16
@@ -293,7 +297,7 @@ struct DotTiles : D {
 #pragma GCC unroll 16
       for (int r = 0; r < kTileRows; ++r) {
         Acc acc;
-        std::memcpy(&acc, sums + r * kVectorBytes, sizeof acc);
+        std::memcpy(&acc, accumulators + r * kVectorBytes, sizeof acc);
         if constexpr (kInitial) acc = acc + D::initial(S::set1(initial[r][g]) * zeros);
         auto factor = scale;
         if constexpr (kScales) factor = factor * S::set1(scales[r][row_group]);

@@ -80,7 +80,9 @@ Forward::Forward(const Experts& experts, const ForwardArgs& args)
   if (mode_.unfused) gemm1_bytes_ = weights_.gemm1().padded_columns() * 4;
   gemm2_bytes_ = weights_.gemm2().padded_columns() * 4;
   per_expert_ = quantizes_here() && key_->global_scale;
-  permute_ = !batched_ && (isa_.contiguous_rows[static_cast<int>(compute_)] || per_expert_);
+  const auto codes = static_cast<int>(weights_.gemm1().shape.format.codes);
+  const bool contiguous = isa_.contiguous_rows[codes][static_cast<int>(compute_)];
+  permute_ = !batched_ && (contiguous || per_expert_);
   const bool same_type = (problem_.dtype == DType::kF32) == (compute_ == Compute::kF32);
   // Rows that end before the tile does need zeros behind them, which the caller's memory lacks.
   const bool whole_tiles = problem_.hidden == weights_.gemm1().k;
@@ -122,8 +124,7 @@ std::int64_t Forward::expert_of(std::int64_t row) const {
 void Forward::prepare_rows() const {
   if (permute_ && !per_expert_) return prepare_permuted_rows();
   const auto* counts = batched_ ? args_.expert_num_tokens.as<const std::int32_t>() : nullptr;
-  const std::int64_t work = a_rows_ * problem_.hidden * (quantizes_here() ? kQuantizeWork : 1);
-  for_rows(a_rows_, work, [&](std::int64_t row, const TaskScratch& scratch) {
+  for_rows(a_rows_, preparing_work(), [&](std::int64_t row, const TaskScratch& scratch) {
     const bool behind = counts && row % problem_.num_tokens >= counts[row / problem_.num_tokens];
     const bool unread = !permute_ && args_.row_addresses && !args_.row_addresses[row];
     if (!behind && !unread) prepare_row(row, scratch);
@@ -132,8 +133,7 @@ void Forward::prepare_rows() const {
 
 /// Each token's row is made once, and copied to the places of its other experts.
 void Forward::prepare_permuted_rows() const {
-  const std::int64_t work = a_rows_ * problem_.hidden * (quantizes_here() ? kQuantizeWork : 1);
-  for_rows(x_rows_, work, [&](std::int64_t token, const TaskScratch& scratch) {
+  for_rows(x_rows_, preparing_work(), [&](std::int64_t token, const TaskScratch& scratch) {
     const std::int32_t* rows = slot_to_permuted_ + token * problem_.topk;
     std::int64_t made = -1;
     for (std::int64_t i = 0; i < problem_.topk; ++i) {
@@ -142,7 +142,7 @@ void Forward::prepare_permuted_rows() const {
         made = rows[i];
         prepare_row(made, scratch);
       } else {
-        operands_[0].repeat(layout_.gemm2_rows, layout_.row_floats[0], a_rows_, made, rows[i]);
+        operands_[0].copy_row(layout_.gemm2_rows, layout_.row_floats[0], a_rows_, made, rows[i]);
       }
     }
   });

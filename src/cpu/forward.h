@@ -41,6 +41,9 @@ class Forward {
   void index_rows();
   void prepare_rows() const;
   void prepare_permuted_rows() const;
+  std::int64_t preparing_work() const {
+    return a_rows_ * problem_.hidden * (quantizes_here() ? kQuantizeWork : 1);
+  }
   void prepare_row(std::int64_t row, const TaskScratch& scratch) const;
   void multiply(bool first) const;
   TileJob job(const WorkTile& work, bool first) const;

@@ -1,6 +1,6 @@
 // Kernels for AMX: tile registers multiply many rows of an expert by bf16 or 8-bit integers. Few
 // rows take the kernels of AVX-512 VNNI, which read each weight once and decode it in registers;
-// there fp32 products are faster than vdpbf16ps wherever tile registers are.
+// there fp32 products are faster than vdpbf16ps on the processors measured.
 //
 // Bits: tdpbf16ps adds up 16 pairs before it adds them to the accumulator, so results are rounded
 // differently from fp32 products. So a row's bits depend on the number of its expert's rows, unless
@@ -16,7 +16,7 @@ using DotAmxInt8 = DotTiles<DotIntegers<Simd, TileInt8, 4>, TileInt8>;
 template <class Products, int kPerStep>
 double amx_flops(std::int64_t rounds) {
   const TileJobScope scope;
-  tile_shapes.set(kTileRows, kTileRows);
+  tile_config.set(kTileRows, kTileRows);
   zero_tile<0>();
   zero_tile<1>();
   zero_tile<2>();
@@ -71,13 +71,22 @@ void multiply_in_f32(const TileJob& job) {
   }
 }
 
-/// Up to so many rows, each weight is read once and decoded in registers.
-constexpr std::int64_t kFewRowsOfNibbles = 5, kFewRowsOfOthers = kStreamedRows;
+/// Up to so many rows, each weight is read once and decoded in registers, without scratch memory.
+template <Codes kCodes>
+constexpr std::int64_t most_few_rows() {
+  constexpr bool kNibbles =
+      kCodes == Codes::kMxfp4 || kCodes == Codes::kE2M1 || kCodes == Codes::kInt4;
+  if constexpr (!kNibbles) return kStreamedRows;
+  constexpr int kMost = kStreamedRows + 1;
+  static_assert(kStreams<DotF32<Simd>, Nibbles<Simd, kCodes>, kMost>);
+  return kMost;
+}
 
-/// Whether a job is one of few rows, and its rows in fp32 fit the scratch memory.
+/// Whether a job is one of few rows, and its rows in fp32 fit the scratch memory. (Four rows do up
+/// to a k of 12032.)
+template <Codes kCodes>
 bool has_few_rows(const TileJob& job) {
-  const bool nibbles = job.format.block_k() == 8 && job.format.codes != Codes::kW4A8;
-  return job.num_rows <= (nibbles ? kFewRowsOfNibbles : kFewRowsOfOthers) && !job.batch_invariant &&
+  return job.num_rows <= most_few_rows<kCodes>() && !job.batch_invariant &&
          job.num_rows * (job.k + kMaxTiles * kTileColumns) * 4 <= kAccumulatorsOffset;
 }
 
@@ -86,7 +95,7 @@ bool has_few_rows(const TileJob& job) {
 /// Weights without scales in the stream, or whose codec applies them.
 template <Codes kCodes, class Panels>
 void multiply_plain_tiles(const TileJob& job) {
-  if (has_few_rows(job)) return multiply_in_f32<kCodes>(job);
+  if (has_few_rows<kCodes>(job)) return multiply_in_f32<kCodes>(job);
   const TileJobScope scope;
   multiply<DotAmx, Panels>(job);
 }
@@ -97,7 +106,7 @@ void multiply_code_tiles(const TileJob& job) {
   if (job.format.scales == ScaleType::kNone) {
     return multiply_plain_tiles<kCodes, CodecPanels<DotAmx, Codec>>(job);
   }
-  if (has_few_rows(job)) return multiply_in_f32<kCodes>(job);
+  if (has_few_rows<kCodes>(job)) return multiply_in_f32<kCodes>(job);
   const TileJobScope scope;
   multiply_groups<DotAmx, Codec>(job);
 }
@@ -140,7 +149,7 @@ Kernels make_kernels() {
   table.name = "amx";
   const auto set = [&](Compute compute, Codes codes, Multiply multiply) {
     table.multiply[static_cast<int>(codes)][static_cast<int>(compute)] = multiply;
-    table.contiguous_rows[static_cast<int>(compute)] = true;
+    table.contiguous_rows[static_cast<int>(codes)][static_cast<int>(compute)] = true;
   };
   constexpr Compute bf16 = Compute::kBF16, int8 = Compute::kInt8;
   set(bf16, Codes::kBF16, multiply_plain_tiles<Codes::kBF16, Undecoded>);

@@ -238,7 +238,7 @@ struct SumJob {
 struct Kernels {
   const char* name;
   /// Rows of a job must follow each other in memory: hidden states are permuted before GEMM 1.
-  bool contiguous_rows[kNumComputes];
+  bool contiguous_rows[kNumCodes][kNumComputes];
   /// Multiply functions, null where the instruction set has none.
   void (*multiply[kNumCodes][kNumComputes])(const TileJob&);
   void (*reduce)(const ReduceJob&);

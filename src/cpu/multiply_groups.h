@@ -15,22 +15,26 @@ concept AddsTwoSteps = requires(typename D::Acc acc, const typename D::B (&pair)
   D::dot2(acc, pair, pair);
 };
 
-/// Rows of one block. 32 registers hold the accumulators and the totals of these, 16 only the
-/// accumulators.
-template <class S, bool kTotals>
-inline constexpr int kGroupRows = kTotals ? S::kRows / 2 : S::kRows;
-
-/// Dot products with a way of their own to multiply blocks of rows by a panel: kGroupRows rows at
-/// most, by panels of kGroupPanelSteps steps.
+/// Dot products with a way of their own to multiply a block of rows by a panel, and a size of both
+/// (D::Groups).
 template <class D>
 concept MultipliesGroups = requires {
   D::multiply_groups;
 };
-/// Steps of a panel, which should fit the L1: blocks of few rows read it often.
-template <class D>
-inline constexpr std::int64_t kGroupPanelSteps = 64;
-template <MultipliesGroups D>
-inline constexpr std::int64_t kGroupPanelSteps<D> = D::kGroupPanelSteps;
+
+/// How rows and groups are cut.
+template <class D, bool kTotals>
+struct GroupBlocks {
+  /// Rows of one block. 32 registers hold the accumulators and the totals of these, 16 only the
+  /// accumulators.
+  static constexpr int kRows = kTotals ? D::Simd::kRows / 2 : D::Simd::kRows;
+  /// How often a block goes over a panel, each time for some of the columns.
+  static constexpr int kPasses = kTileColumns / (D::Simd::kVectors * D::Simd::kWidth);
+  /// Steps of a panel, which should fit the L1: blocks of few rows read it often.
+  static constexpr std::int64_t kPanelSteps = 64;
+};
+template <MultipliesGroups D, bool kTotals>
+struct GroupBlocks<D, kTotals> : D::Groups {};
 
 /// A decoded part of a tile: `count` groups of `steps` steps each, the last of `last_steps`.
 struct GroupPanel {
@@ -200,26 +204,6 @@ template <class D>
 inline constexpr bool kTotalsInRegisters =
     D::Simd::kTotalsInRegisters && !(D::Simd::kWidth == 16 && D::kPerStep == 1);
 
-/// Rows of one block of D.
-template <class D, bool kTotals>
-constexpr int rows_of_block() {
-  if constexpr (MultipliesGroups<D>) {
-    return D::kGroupRows;
-  } else {
-    return kGroupRows<typename D::Simd, kTotals>;
-  }
-}
-
-/// How often a block goes over a panel, each time for some of the columns.
-template <class D>
-constexpr int passes_of_block() {
-  if constexpr (MultipliesGroups<D>) {
-    return D::kPasses;
-  } else {
-    return kTileColumns / (D::Simd::kVectors * D::Simd::kWidth);
-  }
-}
-
 /// Decodes groups of a stream to panels, block by block.
 template <class D, class Codec>
 class GroupPanels {
@@ -315,17 +299,17 @@ template <class D, class Panels>
 void multiply_groups_tile(const TileJob& job, int tile, std::int64_t group) {
   GroupRow rows[kMaxRows];
   for (std::int64_t r = 0; r < job.num_rows; ++r) rows[r] = group_row(job, r);
-  constexpr int kRows = rows_of_block<D, Panels::kTotals>();
+  using Blocks = GroupBlocks<D, Panels::kTotals>;
+  constexpr int kRows = Blocks::kRows;
   const std::int64_t groups = (job.k + group - 1) / group;
-  const std::int64_t at_most = kGroupPanelSteps<D> * D::kPerStep / group;
+  const std::int64_t at_most = Blocks::kPanelSteps * D::kPerStep / group;
   const std::int64_t per_panel = at_most > 1 ? at_most : 1;
   const std::int64_t panels = (groups + per_panel - 1) / per_panel;
   const std::int64_t blocks = (job.num_rows + kRows - 1) / kRows;
   auto* totals = reinterpret_cast<float*>(job.scratch + kAccumulatorsOffset);
   std::memset(totals, 0, static_cast<std::size_t>(job.num_rows * kStepBytes));
-  constexpr int kPasses = passes_of_block<D>();
   Prefetcher prefetch(tile == job.num_tiles - 1 ? job.prefetch : nullptr, job.prefetch_bytes,
-                      blocks * kPasses * job.k / D::kPerStep);
+                      blocks * Blocks::kPasses * job.k / D::kPerStep);
   Panels decoder(job.tiles + tile * job.tile_bytes, job.format);
   for (std::int64_t index = 0; index < panels; ++index) {
     const std::int64_t first = groups * index / panels;

@@ -189,8 +189,8 @@ void OperandRows::expand(const std::uint8_t* codes, const void* scales, float ro
   set_initial(target, memory, num_rows, row);
 }
 
-void OperandRows::repeat(std::byte* rows, float* memory, std::int64_t num_rows, std::int64_t from,
-                         std::int64_t to) const {
+void OperandRows::copy_row(std::byte* rows, float* memory, std::int64_t num_rows, std::int64_t from,
+                           std::int64_t to) const {
   std::memcpy(rows + to * row_bytes(), rows + from * row_bytes(),
               static_cast<std::size_t>(row_bytes()));
   const auto copy = [&](float* floats, std::int64_t count) {

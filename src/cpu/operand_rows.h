@@ -35,8 +35,8 @@ class OperandRows {
                    std::int64_t row) const;
   bool has_initial() const { return num_initial_ > 0; }
   /// Makes row `to` of `rows` a copy of row `from`, its floats included.
-  void repeat(std::byte* rows, float* memory, std::int64_t num_rows, std::int64_t from,
-              std::int64_t to) const;
+  void copy_row(std::byte* rows, float* memory, std::int64_t num_rows, std::int64_t from,
+                std::int64_t to) const;
 
  private:
   void expand_int8(const std::uint8_t* codes, std::byte* target) const;

@@ -87,12 +87,17 @@ void stream_rows(const TileJob& job) {
   }
 }
 
+/// Whether stream_few_rows() takes so many rows of one tile without blocks.
+template <class D, class Codec, int kRows>
+inline constexpr bool kStreams = kRows <= kStreamedRows || (kRows == 5 && DecodesSteps<Codec> &&
+                                                            kHoldsRows<typename D::Simd, 5>);
+
 /// Computes jobs of at most kStreamedRows rows, with some codecs of five, or of kMost where the
 /// registers allow blocks of them; returns false for more.
 template <class D, class Codec, Scaling kScaling, std::int64_t kMost = kStreamedRows>
 bool stream_few_rows(const TileJob& job) {
   static_assert(kStreamedRows == 4);
-  if constexpr (DecodesSteps<Codec> && kHoldsRows<typename D::Simd, 5>) {
+  if constexpr (kStreams<D, Codec, 5>) {
     if (job.num_rows == 5) {
       stream_rows<D, Codec, kScaling, 5>(job);
       return true;

@@ -156,7 +156,7 @@ MlpShape Sm90Experts::shape_of(const ProblemSize& problem) const {
   const auto stores_groups = [&](const TileShape& tile) { return rows_.stores_groups(tile); };
   shape.stores_groups = std::any_of(format_.tiles.begin(), format_.tiles.end(), stores_groups);
   shape.batch_invariant = variant_ == Variant::kBatchInvariant;
-  shape.has_one_token = one_token_.has_room(problem);
+  shape.has_one_token = one_token_.supports(problem);
   shape.num_tokens = problem.num_tokens;
   shape.topk = batched() ? 1 : problem.topk;
   // As if so many tokens were routed to local experts only.

@@ -191,19 +191,18 @@ std::vector<NamedScheme> schemes_with_blocks() {
 
 class CpuShardsTest : public CpuSchemesTest {};
 
-/// Shards whose first element lies inside a block of scales.
-TEST_P(CpuShardsTest, MatchReference) {
-  const GroupShape group = scheme().weights.group;
+/// Hidden columns and intermediate rows from 32 on: what is left of larger matrices.
+Problem shard(const QuantScheme& scheme, std::int64_t num_tokens) {
+  constexpr std::int64_t kFirst = 32;
+  const GroupShape group = scheme.weights.group;
   Case spec;
-  spec.num_tokens = 5;
+  spec.num_tokens = num_tokens;
   spec.num_experts = 2;
   spec.topk = 1;
   spec.hidden = 256;
   spec.intermediate = 256;
-  spec.scheme = scheme();
+  spec.scheme = scheme;
   Problem problem = testing::make_problem(spec);
-  // Hidden columns and intermediate rows from 32 on: what is left of a larger matrix.
-  constexpr std::int64_t kFirst = 32;
   for (ExpertMatrices& expert : problem.weights.experts) {
     for (WeightMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
       const std::int64_t stored = matrix->values.size(1) * kFirst / 256;
@@ -220,16 +219,27 @@ TEST_P(CpuShardsTest, MatchReference) {
   }
   problem.weights.hidden = problem.weights.intermediate = 256 - kFirst;
   problem.spec.hidden = problem.spec.intermediate = 256 - kFirst;
-  problem.hidden_states = Tensor::empty({5, 256 - kFirst}, DType::kF32);
+  problem.hidden_states = Tensor::empty({num_tokens, 256 - kFirst}, DType::kF32);
   for (std::int64_t i = 0; i < problem.hidden_states.numel(); ++i) {
     problem.hidden_states.as<float>()[i] = static_cast<float>(i * 37 % 101 - 50) / 32;
   }
-  const testing::Difference difference =
-      compare(run(problem, "cpu", DType::kF32), run(problem, "reference", DType::kF32));
-  SCOPED_TRACE(difference.to_string());
-  EXPECT_FALSE(difference.nonfinite_mismatch);
-  EXPECT_LE(difference.max_element, tolerance(scheme(), DType::kF32).max);
-  EXPECT_LE(difference.rms_element, tolerance(scheme(), DType::kF32).rms);
+  return problem;
+}
+
+/// Shards whose first element lies inside a block of scales, for few rows and for more.
+TEST_P(CpuShardsTest, MatchReference) {
+  for (const std::int64_t num_tokens : {5, 90}) {
+    const Problem problem = shard(scheme(), num_tokens);
+    for (DType dtype : {DType::kF32, DType::kBF16}) {
+      const testing::Difference difference =
+          compare(run(problem, "cpu", dtype), run(problem, "reference", dtype));
+      SCOPED_TRACE(std::to_string(num_tokens) + " tokens " + std::string(name(dtype)) + ": " +
+                   difference.to_string());
+      EXPECT_FALSE(difference.nonfinite_mismatch);
+      EXPECT_LE(difference.max_element, tolerance(scheme(), dtype).max);
+      EXPECT_LE(difference.rms_element, tolerance(scheme(), dtype).rms);
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, CpuShardsTest, ::testing::ValuesIn(schemes_with_blocks()),
@@ -246,7 +256,54 @@ std::vector<NamedScheme> schemes_and_ranges() {
 INSTANTIATE_TEST_SUITE_P(All, CpuSchemesTest, ::testing::ValuesIn(schemes_and_ranges()),
                          [](const auto& info) { return info.param.name; });
 
-/// Codes that no quantizer writes, but a file may hold.
+/// Kernels take the rows of an expert in blocks of up to 32, and tasks of up to 192.
+TEST(CpuBlocksOfRowsTest, RowsDoNotDependOnTheirBlock) {
+  for (const char* scheme : {"bf16", "mxfp4_w4a16", "nvfp4_w4a16", "int4_g32_zp", "fp8_block",
+                             "int4_g128_int8", "int8_w8a8"}) {
+    Case spec;
+    spec.num_tokens = 193;
+    spec.num_experts = 2;
+    spec.topk = 1;
+    spec.hidden = 288;
+    spec.intermediate = 160;
+    spec.skew = testing::RoutingSkew::kOneExpert;
+    spec.scheme = parse_scheme(scheme);
+    const Problem problem = testing::make_problem(spec);
+    const Runner runner(problem, "cpu_batch_invariant", DType::kBF16);
+    const Tensor whole = runner.run(problem);
+    for (const std::int64_t rows : {6, 15, 16, 17, 31, 32, 33, 47, 48, 49, 192}) {
+      EXPECT_TRUE(bitwise_equal(runner.run(head(problem, rows)), whole.slice(0, 0, rows)))
+          << scheme << ", " << rows << " rows";
+    }
+  }
+}
+
+/// Where a few rows in fp32 no longer fit a task's scratch memory, AMX takes tiles.
+TEST(CpuWideRowsTest, MatchReference) {
+  struct Width {
+    const char* scheme;
+    std::int64_t rows, hidden;
+  };
+  for (const Width& width :
+       {Width{"bf16", 4, 12032}, Width{"bf16", 4, 12064}, Width{"fp8_channel_w8a16", 4, 12064},
+        Width{"mxfp4_w4a16", 5, 9568}, Width{"mxfp4_w4a16", 5, 9600}}) {
+    Case spec;
+    spec.num_tokens = width.rows;
+    spec.num_experts = 1;
+    spec.topk = 1;
+    spec.hidden = width.hidden;
+    spec.intermediate = 64;
+    spec.scheme = parse_scheme(width.scheme);
+    const Problem problem = testing::make_problem(spec);
+    const testing::Difference difference =
+        compare(run(problem, "cpu", DType::kBF16), run(problem, "reference", DType::kBF16));
+    SCOPED_TRACE(std::string(width.scheme) + " " + difference.to_string());
+    EXPECT_LE(difference.max_element, tolerance(spec.scheme, DType::kBF16).max);
+    EXPECT_LE(difference.rms_element, tolerance(spec.scheme, DType::kBF16).rms);
+  }
+}
+
+/// Codes that no quantizer writes, but a file may hold; for experts of few rows and of more.
 TEST(CpuCodesTest, UnusualScalesAndValuesAreTheReferencesOrRefused) {
   struct Change {
     const char* scheme;
@@ -256,28 +313,34 @@ TEST(CpuCodesTest, UnusualScalesAndValuesAreTheReferencesOrRefused) {
   };
   for (const Change& change :
        {Change{"nvfp4_w4a16", false, 0x80, false},  // -0
+        Change{"nvfp4_w4a16", false, 0x7F, true},   // NaN
         Change{"nvfp4_w4a16", false, 0xC8, true},   // negative
         Change{"w4a8", false, 0x7E, false},         // saturates
         Change{"w4a8", false, 0xB9, false}, Change{"fp8_channel_w8a16", true, 0x7F, false},  // NaN
         Change{"mxfp8_w8a16", true, 0xFF, false}}) {
-    SCOPED_TRACE(change.scheme);
-    Case spec;
-    spec.hidden = 128;
-    spec.intermediate = 128;
-    spec.scheme = parse_scheme(change.scheme);
-    const Problem problem = testing::make_problem(spec);
-    const WeightMatrix& down = problem.weights.experts[0].down;
-    const TensorView& changed = change.values ? down.values : down.scales;
-    changed.as<std::uint8_t>()[3] = change.code;
-    if (change.refused) {
-      EXPECT_THROW(run(problem, "cpu", DType::kF32), Error);
-      continue;
-    }
-    for (DType dtype : {DType::kF32, DType::kBF16}) {
-      const testing::Difference difference =
-          compare(run(problem, "cpu", dtype), run(problem, "reference", dtype));
-      EXPECT_FALSE(difference.nonfinite_mismatch) << difference.to_string();
-      EXPECT_LE(difference.max_element, 2e-2) << difference.to_string();
+    SCOPED_TRACE(std::string(change.scheme) + " " + std::to_string(change.code));
+    for (const std::int64_t num_tokens : {2, 40}) {
+      Case spec;
+      spec.num_tokens = num_tokens;
+      spec.num_experts = 1;
+      spec.topk = 1;
+      spec.hidden = 128;
+      spec.intermediate = 128;
+      spec.scheme = parse_scheme(change.scheme);
+      const Problem problem = testing::make_problem(spec);
+      const WeightMatrix& down = problem.weights.experts[0].down;
+      const TensorView& changed = change.values ? down.values : down.scales;
+      changed.as<std::uint8_t>()[3] = change.code;
+      if (change.refused) {
+        EXPECT_THROW(run(problem, "cpu", DType::kF32), Error);
+        continue;
+      }
+      for (DType dtype : {DType::kF32, DType::kBF16}) {
+        const testing::Difference difference =
+            compare(run(problem, "cpu", dtype), run(problem, "reference", dtype));
+        EXPECT_FALSE(difference.nonfinite_mismatch) << difference.to_string();
+        EXPECT_LE(difference.max_element, 2e-2) << difference.to_string();
+      }
     }
   }
 }

@@ -38,8 +38,8 @@ struct LaunchOptions {
 template <typename... Params, typename... Args>
 void launch_with(const LaunchOptions& options, void (*kernel)(Params...), dim3 grid, dim3 block,
                  std::size_t shared_bytes, const LaunchStream& stream, Args&&... args) {
-  // What a kernel has without asking, less what its __shared__ variables take: kilobytes in those
-  // of launch_together().
+  // Kernels get 48 KiB without asking, their __shared__ variables included. Those of
+  // launch_together() have kilobytes of them, so these always ask.
   constexpr std::size_t kDefaultSharedBytes = 48 * 1024;
   if (options.together || shared_bytes > kDefaultSharedBytes) {
     allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes, stream.device);

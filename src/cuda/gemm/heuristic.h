@@ -64,7 +64,7 @@ struct MlpShape {
   std::int64_t num_experts = 0;  ///< of the layer, on all ranks; 0: all are local
   std::int64_t hidden = 0;
   std::int64_t intermediate = 0;
-  bool gated = true;
+  bool gated = true;  ///< only the kernel of one token asks; tiles are chosen as if all were
   int multiprocessors = 132;  ///< of the device; the default are those of an H200
 };
 

@@ -19,7 +19,7 @@ OneTokenShape OneTokenExperts::shape_of(const ProblemSize& problem) const {
   return shape;
 }
 
-bool OneTokenExperts::has_room(const ProblemSize& problem) const {
+bool OneTokenExperts::supports(const ProblemSize& problem) const {
   return variant_of(config_) == Variant::kStandard && problem.num_tokens == 1 &&
          problem.topk <= kMaxSlotsOfOneToken && !rows_.needs_hidden_pass() &&
          shape_of(problem).layout().bytes <= kOneTokenSharedBytes;

@@ -19,7 +19,7 @@ class OneTokenExperts {
       : config_(config), format_(format), rows_(rows), blocks_(blocks) {}
 
   /// Whether the kernel computes the problem.
-  bool has_room(const ProblemSize& problem) const;
+  bool supports(const ProblemSize& problem) const;
   /// Enqueues it. Of `mlp` it takes the GEMMs, the activation and the quantizer.
   void run(const ForwardArgs& args, const Scratch& scratch, const FusedMlpParams& mlp,
            const ProblemSize& problem) const;

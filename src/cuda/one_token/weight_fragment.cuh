@@ -86,7 +86,7 @@ struct StreamedBlock {
   }
 };
 
-/// A fragment in a warp's registers: decoded to 16 bits.
+/// A fragment in a warp's registers: codes, which decode() turns into 16 bits.
 template <typename Operands>
 struct WeightFragment {
   typename Operands::Codes codes;
