@@ -189,6 +189,7 @@ case $situation in
     ;;
   run_bounded_workspace)
     succeeds synth --config "$configs/qwen3_tiny.json" --tokens 3000 --out model
+    run_args+=(--batch-invariant)  # parts have fewer rows an expert
     succeeds "${run_args[@]}"
     succeeds "${run_args[@]}" --output again.safetensors --max-workspace 1 --check 3
     cmp <(tensor_data out.safetensors) <(tensor_data again.safetensors) || fail "other bits"

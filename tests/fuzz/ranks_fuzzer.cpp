@@ -205,11 +205,14 @@ Tensor forward(const RankProblem& problem, const MoeLayer& layer, const Step& st
 bool promises_bits(const RankProblem& problem) {
   const RankCase& how = problem.how;
   const bool per_slot = how.batch_invariant || how.combine == CombineMode::kPerSlot;
+  // On AMX an expert with few rows takes other kernels, unless that is forbidden.
+  const bool by_rows = cpu_isa() == "amx" && !how.batch_invariant;
   const std::optional<QuantKey>& key = problem.spec.experts.scheme.activations;
   // Of f16 rows quantized twice some scales may differ (docs/expert-parallel.md).
   const bool twice = problem.dtype == DType::kF16 && key && how.dispatch_dtype;
-  return per_slot && how.experts == "cpu" && how.transport != "no_ep" && !problem.hooks &&
-         how.deployment->expert_parallel && !twice && !batch_dependent(problem.spec.experts.scheme);
+  return per_slot && !by_rows && how.experts == "cpu" && how.transport != "no_ep" &&
+         !problem.hooks && how.deployment->expert_parallel && !twice &&
+         !batch_dependent(problem.spec.experts.scheme);
 }
 
 /// Relative to an element or to a typical one. Each rank rounds its sums; and where it reads slices
