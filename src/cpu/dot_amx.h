@@ -101,10 +101,14 @@ struct TileInt8 {
 /// instruction.
 template <class D, class Products>
 struct DotTiles : D {
+  using Acc = typename D::Acc;
   static constexpr int kRows = 2 * kTileRows;
   static constexpr int kPasses = kTileColumns / kHalfColumns;
   static constexpr int kStepsPerGroup = kTileRows;
   static constexpr bool kFullBlocks = true;
+
+  /// The steps of a tile; it has fewer only where the inner size asks for it.
+  static int steps_of_tile(std::int64_t steps) { return steps % kTileRows == 0 ? kTileRows : 8; }
 
   /// For multiply.h.
   static void multiply_block(int num_rows, const std::byte* const* rows, const std::byte* panel,
@@ -112,15 +116,16 @@ struct DotTiles : D {
                              Prefetcher& prefetch) {
     const std::int64_t stride = num_rows > 1 ? rows[1] - rows[0] : 0;
     const int low = num_rows < kTileRows ? num_rows : kTileRows;
-    tile_config.set(low, num_rows - low, kTileRows);
+    const int tile_steps = steps_of_tile(steps);
+    tile_config.set(low, num_rows - low, tile_steps);
     asm volatile("" ::: "memory");  // what was decoded is in memory
     for (int half = 0; half < kPasses; ++half) {
       const std::byte* weights = panel + half * kHalfColumns * 4;
       float* const target = accumulators + half * kHalfColumns;
       const auto multiply = [&]<bool kHigh>() {
         accumulate ? load_accumulators<kHigh>(target) : zero_accumulators<kHigh>();
-        for (std::int64_t step = 0; step < steps; step += kTileRows) {
-          prefetch(kTileRows);
+        for (std::int64_t step = 0; step < steps; step += tile_steps) {
+          prefetch(tile_steps);
           add_step<kHigh>(rows[0] + step * 4, stride, weights + step * kStepBytes);
         }
         store_accumulators<kHigh>(reinterpret_cast<std::byte*>(target), kStepBytes);
@@ -139,7 +144,7 @@ struct DotTiles : D {
   static void multiply_groups(int num_rows, const GroupRow* rows, const GroupPanel& panel,
                               int group_shift, float* totals, Prefetcher& prefetch) {
     // Groups have 16 bf16 elements or more, 8 steps; so has a short last group of 8-bit integers.
-    const int steps = (panel.steps | panel.last_steps) % 16 == 0 ? 16 : 8;
+    const int steps = steps_of_tile(panel.steps | panel.last_steps);
     tile_config.set(num_rows, num_rows, steps);
     asm volatile("" ::: "memory");  // what was decoded is in memory
     const GroupBlock block{num_rows, rows, panel, group_shift, totals, steps};
@@ -154,7 +159,6 @@ struct DotTiles : D {
 
  private:
   using S = typename D::Simd;
-  using Acc = typename D::Acc;
 
   template <bool kHigh>
   static void zero_accumulators() {

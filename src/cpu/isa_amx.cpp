@@ -123,24 +123,39 @@ void multiply_e2m1_tiles(const TileJob& job) {
 }
 
 /// Up to so many rows, vpdpbusd is faster for 8-bit activations.
-constexpr std::int64_t kFewRowsOfInt8 = 32;
+constexpr std::int64_t kFewRowsOfInt4Int8 = 32, kFewRowsOfW8A8 = 16;
 /// And for smaller groups, whatever the rows: storing each group's sums takes too long.
 constexpr std::int64_t kLeastGroupOfInt8 = 128;
 
 void multiply_int4_int8_tiles(const TileJob& job) {
-  if (job.num_rows <= kFewRowsOfInt8 || job.format.group < kLeastGroupOfInt8) {
+  if (job.num_rows <= kFewRowsOfInt4Int8 || job.format.group < kLeastGroupOfInt8) {
     return vnni_kernel<Codes::kInt4, Compute::kInt8>()(job);
   }
   const TileJobScope scope;
   multiply_groups<DotAmxInt8, NibblesToU8<Simd, Codes::kInt4>>(job);
 }
 
-void multiply_w8a8_tiles(const TileJob& job) {
-  if (job.num_rows <= kFewRowsOfInt8) return vnni_kernel<Codes::kInt8, Compute::kInt8>()(job);
-  const TileJobScope scope;
-  for (int tile = 0; tile < job.num_tiles; ++tile) {
-    multiply_groups_tile<DotAmxInt8, WholePanel<DotAmxInt8>>(job, tile, job.k);
+/// W8A8: all of k is one group, whose accumulators are int32 until its end.
+struct DotAmxW8A8 : DotAmxInt8 {
+  using DotAmxInt8::Acc;
+  static std::int64_t panel_unit(std::int64_t steps) { return steps_of_tile(steps); }
+
+  static void to_floats(const TileJob& job, std::int64_t row, float* accumulators) {
+    const GroupRow of_row = group_row(job, row);
+    const Acc initial = DotAmxInt8::initial(Simd::set1(of_row.initial[0]));
+    const auto scale = Simd::set1(of_row.scales ? of_row.scales[0] : 1.0f);
+    for (int c = 0; c < kTileColumns; c += Simd::kWidth) {
+      Acc acc;
+      std::memcpy(&acc, accumulators + c, sizeof acc);
+      Simd::store(accumulators + c, to_float(acc + initial) * scale);
+    }
   }
+};
+
+void multiply_w8a8_tiles(const TileJob& job) {
+  if (job.num_rows <= kFewRowsOfW8A8) return vnni_kernel<Codes::kInt8, Compute::kInt8>()(job);
+  const TileJobScope scope;
+  multiply<DotAmxW8A8, Undecoded>(job);
 }
 
 /// The AVX-512 kernels, those replaced for which AMX is faster.

@@ -199,7 +199,8 @@ void multiply_tile(const TileJob& job, int tile) {
   const std::byte* stream = job.tiles + tile * job.tile_bytes;
   const std::int64_t steps = job.k / D::kPerStep;
   // Panels are made about equally large.
-  const std::int64_t groups = steps / D::kStepsPerGroup;
+  std::int64_t unit = D::kStepsPerGroup;
+  if constexpr (requires { D::panel_unit(steps); }) unit = D::panel_unit(steps);
   const std::int64_t at_most = job.num_rows <= kFewRows ? kFewRowsPanelSteps : kPanelSteps;
   const std::int64_t panels = (steps + at_most - 1) / at_most;
   const std::int64_t blocks = (job.num_rows + kRows - 1) / kRows;
@@ -209,7 +210,7 @@ void multiply_tile(const TileJob& job, int tile) {
   Decoder decoder(stream, job.format);
   std::int64_t begin = 0;
   for (std::int64_t index = 0; index < panels; ++index) {
-    const std::int64_t stop = groups * (index + 1) / panels * D::kStepsPerGroup;
+    const std::int64_t stop = steps / unit * (index + 1) / panels * unit;
     const std::int64_t count = stop - begin;
     const std::byte* panel = decoder.panel(begin, count, job.scratch);
     std::int64_t row = 0;
@@ -222,7 +223,9 @@ void multiply_tile(const TileJob& job, int tile) {
                         prefetch);
       if (stop == steps) {
         for (std::int64_t r = row; r < end; ++r) {
-          store_row<D>(job, tile, r, carried + r * kTileColumns);
+          float* const of_row = carried + r * kTileColumns;
+          if constexpr (requires { D::to_floats(job, r, of_row); }) D::to_floats(job, r, of_row);
+          store_row<D>(job, tile, r, of_row);
         }
       }
       row = end;
