@@ -1,6 +1,7 @@
-// Products with AMX's tile registers: 16 rows of 64 bytes each. One instruction multiplies a tile
-// of activations (16 rows x 16 steps) by a tile of weights (16 steps x 16 columns) and adds to 16 x
-// 16 accumulators. Included by isa_amx.cpp only.
+// Products with AMX's tile registers. A tile has 16 rows of 64 bytes. A step is 4 bytes of k: two
+// bf16 values or four 8-bit integers. One instruction multiplies 16 rows of activations by 16
+// columns of weights, over 16 steps, and adds the products to 16 x 16 accumulators. Included by
+// isa_amx.cpp only.
 #pragma once
 
 #include "cpu/dot_bf16.h"
@@ -37,8 +38,9 @@ class TileConfig {
       config.row_bytes[tile] = static_cast<std::uint16_t>(rows[tile] ? bytes : 0);
       config.rows[tile] = static_cast<std::uint8_t>(rows[tile]);
     }
-    // Assembly, as GCC 12's _tile_loadconfig() tells the compiler that it reads 8 of the 64 bytes.
-    // The compiler then drops the stores to the other 56, and the processor refuses the shapes.
+    // GCC 12's _tile_loadconfig() tells the compiler that only 8 of the 64 bytes are read. So the
+    // compiler drops the stores to the other 56, and the processor refuses the shapes. This
+    // assembly names all 64.
     asm volatile("ldtilecfg %0" : : "m"(config));
   }
   void release() {

@@ -124,7 +124,7 @@ void multiply_e2m1_tiles(const TileJob& job) {
 
 /// Up to so many rows, vpdpbusd is faster for 8-bit activations.
 constexpr std::int64_t kFewRowsOfInt4Int8 = 32, kFewRowsOfW8A8 = 16;
-/// And for smaller groups, whatever the rows: storing each group's sums takes too long.
+/// And for smaller groups, whatever the rows: storing each group's accumulators takes too long.
 constexpr std::int64_t kLeastGroupOfInt8 = 128;
 
 void multiply_int4_int8_tiles(const TileJob& job) {

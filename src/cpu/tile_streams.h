@@ -1,6 +1,7 @@
-// R rows x T tiles of weights, whose streams advance side by side: each weight is read once,
-// decoded in registers and multiplied by all rows. Results are those of multiply.h and
-// multiply_groups.h, bit for bit. Included by isa_*.cpp only, through stream.h.
+// Few rows times weights, without a decoded copy of the weights in memory. Tiles are read side by
+// side. Each weight is read once, decoded in registers and multiplied by all rows. The results have
+// the same bits as those of multiply.h and multiply_groups.h. Included by isa_*.cpp only, through
+// stream.h.
 #pragma once
 
 #include "cpu/multiply_groups.h"
@@ -263,7 +264,8 @@ class TileStreams {
       }
 #pragma GCC unroll 8
       for (int j = 0; j < Codec::kSteps; ++j) {
-        // What a group has prepared is read again for each step: accumulators need the registers.
+        // Hides the codec from the compiler. It then loads the group's prepared scales again for
+        // each step, and does not keep them in registers, which the accumulators need.
         if constexpr (PreparesGroups<Codec>) asm volatile("" : "+r"(codec));
         typename D::B weights[kTogether];
 #pragma GCC unroll 8

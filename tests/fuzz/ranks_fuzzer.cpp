@@ -205,7 +205,8 @@ Tensor forward(const RankProblem& problem, const MoeLayer& layer, const Step& st
 bool promises_bits(const RankProblem& problem) {
   const RankCase& how = problem.how;
   const bool per_slot = how.batch_invariant || how.combine == CombineMode::kPerSlot;
-  // On AMX an expert with few rows takes other kernels, unless that is forbidden.
+  // On AMX the number of an expert's rows decides which kernel computes them, and the kernels round
+  // differently. Batch invariance asks for one kernel.
   const bool by_rows = cpu_isa() == "amx" && !how.batch_invariant;
   const std::optional<QuantKey>& key = problem.spec.experts.scheme.activations;
   // Of f16 rows quantized twice some scales may differ (docs/expert-parallel.md).

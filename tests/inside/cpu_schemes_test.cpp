@@ -298,6 +298,7 @@ TEST(CpuWideRowsTest, MatchReference) {
     const testing::Difference difference =
         compare(run(problem, "cpu", DType::kBF16), run(problem, "reference", DType::kBF16));
     SCOPED_TRACE(std::string(width.scheme) + " " + difference.to_string());
+    EXPECT_FALSE(difference.nonfinite_mismatch);
     EXPECT_LE(difference.max_element, tolerance(spec.scheme, DType::kBF16).max);
     EXPECT_LE(difference.rms_element, tolerance(spec.scheme, DType::kBF16).rms);
   }

@@ -259,10 +259,10 @@ __device__ inline bool has_k_scales(const FusedMlpParams& p) {
 __device__ inline bool starts_early(const FusedMlpParams& p) {
   return p.topk_ids || p.counts_are_complete;
 }
-/// Whether this launch waits until the previous one has completed, and only then lets the next one
-/// begin. GEMM 1 does so where rows are quantized by the next launch: GEMM 2, the launch behind
-/// that, reads the experts' counts without a wait (FusedMlpParams::counts_are_complete). All other
-/// launches let the next one begin at once.
+/// Most launches let the next one begin at once. This one does not if a launch between GEMM 1 and
+/// GEMM 2 quantizes the rows: then GEMM 1 first waits until the launch before it has completed.
+/// That launch writes the experts' counts, which GEMM 2 reads without a wait
+/// (FusedMlpParams::counts_are_complete).
 __device__ inline bool triggers_late(const FusedMlpParams& p) {
   return p.topk_ids && p.num_gemms == 1;
 }

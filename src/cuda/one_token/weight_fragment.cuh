@@ -155,8 +155,8 @@ struct FragmentIndex {
   unsigned lane, step, second;
 };
 
-/// `word`: of the K block. Decoders have K in the order of wgmma; for the other weights it is that
-/// of their 16-byte chunks.
+/// Where `word` of a K block goes in a fragment. Weights that are decoded have K in the order that
+/// wgmma takes it; other weights have it in the order of their 16-byte chunks.
 template <typename Operands>
 __device__ constexpr FragmentIndex fragment_index(unsigned word) {
   if constexpr (Operands::kDecodes) {
