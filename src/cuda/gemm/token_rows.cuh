@@ -17,16 +17,16 @@ inline constexpr int kTileSlices = K::kTileRowBlocks* kSlices;
 /// A thread's place in its team. Read anew wherever it is needed: what depends on it would
 /// otherwise be computed before the first tile and occupy registers in all main loops.
 struct TeamThread {
-  int index;
+  unsigned index;  // without a sign, so that dividing it takes one instruction
   __device__ __forceinline__ TeamThread() {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
     index %= 128;
   }
-  __device__ int lane() const { return index % 32; }
+  __device__ int lane() const { return static_cast<int>(index % 32); }
   /// The first of its warp's 16 tokens, in a block of 64.
-  __device__ int warp_token() const { return index / 32 * 16; }
+  __device__ int warp_token() const { return static_cast<int>(index / 32 * 16); }
   /// The first of its own two tokens.
-  __device__ int token() const { return warp_token() + lane() / 4; }
+  __device__ int token() const { return warp_token() + static_cast<int>(index % 32 / 4); }
 };
 
 /// Which weight scales a K block has in a tile.
@@ -150,7 +150,7 @@ __device__ __forceinline__ void multiply_token_rows(SharedMemory<K>& shared, con
 template <typename K>
 __device__ inline void prefetch_column_factors(const GemmParams& gemm, const WorkTile& tile) {
   constexpr int kFloats = 8;  // of a sector
-  const int thread = TeamThread().index;
+  const int thread = static_cast<int>(TeamThread().index);
   if (thread >= K::kColumns / kFloats) return;
   const auto block = static_cast<std::int64_t>(tile.expert) * gemm.row_blocks + tile.row_block;
   const std::int64_t column = block * kBlockRows + thread * kFloats;
@@ -159,42 +159,42 @@ __device__ inline void prefetch_column_factors(const GemmParams& gemm, const Wor
   if (gemm.bias) prefetch_l2(gemm.bias + column);
 }
 
-/// What the epilogue handles at a time: a thread's values of 64 tokens and one row block. Of each
-/// slice of 8 weight rows it has (t, r), (t, r + 1), (t + 8, r) and (t + 8, r + 1).
-using TokenChunk = float[kBlockRows / 2];
-/// Where a chunk lies in its tile.
-struct ChunkCoords {
-  int first_token;
-  int row_block;  // of the tile's
-};
+/// What the epilogue handles at a time: a thread's values of 64 tokens. Of each slice of 8 weight
+/// rows it has (t, r), (t, r + 1), (t + 8, r) and (t + 8, r + 1).
+template <typename K>
+using TokenBlock = float[K::kAccumulators];
 
 /// accumulators -> results: times the scales of tokens and weight rows, plus the bias, where there
 /// are any.
-__device__ __forceinline__ void finish_chunk(const GemmParams& gemm, const WorkTile& tile,
-                                             const ChunkCoords& coords, TokenChunk& values) {
+template <typename K>
+__device__ __forceinline__ void finish_block(const GemmParams& gemm, const WorkTile& tile,
+                                             int first_token, TokenBlock<K>& values) {
   const TeamThread thread;
   if (gemm.token_scales && gemm.token_scale_pitch == 0) {
-    const int last = tile.num_tokens - 1, token = coords.first_token + thread.token();
+    const int last = tile.num_tokens - 1, token = first_token + thread.token();
     const float* scales = gemm.token_scales + tile.first_row;
     const float of_tokens[2] = {scales[min(token, last)], scales[min(token + 8, last)]};
 #pragma unroll
-    for (int i = 0; i < kBlockRows / 2; ++i) values[i] *= of_tokens[i % 4 / 2];
+    for (int i = 0; i < K::kAccumulators; ++i) values[i] *= of_tokens[i % 4 / 2];
   }
   const bool has_bias = gemm.bias && tile.split == 0;
   if (!gemm.scales && !has_bias) return;
-  const int row_block = min(tile.row_block + coords.row_block, gemm.row_blocks - 1);
-  const std::int64_t first_row =
-      (static_cast<std::int64_t>(tile.expert) * gemm.row_blocks + row_block) * kBlockRows +
-      thread.lane() % 4 * 2;
 #pragma unroll
-  for (int s = 0; s < kSlices; ++s) {
-    float2 scale = make_float2(1, 1), bias = make_float2(0, 0);
-    if (gemm.scales) scale = reinterpret_cast<const float2*>(gemm.scales + first_row)[4 * s];
-    if (has_bias) bias = reinterpret_cast<const float2*>(gemm.bias + first_row)[4 * s];
+  for (int b = 0; b < K::kTileRowBlocks; ++b) {
+    const int row_block = min(tile.row_block + b, gemm.row_blocks - 1);
+    const std::int64_t first_row =
+        (static_cast<std::int64_t>(tile.expert) * gemm.row_blocks + row_block) * kBlockRows +
+        thread.lane() % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float& value = values[4 * s + i];
-      value = value * (i % 2 == 0 ? scale.x : scale.y) + (i % 2 == 0 ? bias.x : bias.y);
+    for (int s = 0; s < kSlices; ++s) {
+      float2 scale = make_float2(1, 1), bias = make_float2(0, 0);
+      if (gemm.scales) scale = reinterpret_cast<const float2*>(gemm.scales + first_row)[4 * s];
+      if (has_bias) bias = reinterpret_cast<const float2*>(gemm.bias + first_row)[4 * s];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& value = values[4 * (b * kSlices + s) + i];
+        value = value * (i % 2 == 0 ? scale.x : scale.y) + (i % 2 == 0 ? bias.x : bias.y);
+      }
     }
   }
 }
@@ -245,7 +245,7 @@ __device__ __forceinline__ void write_slices(SharedMemory<K>& shared, const Gemm
 /// The same in fp32, from registers; nothing is gate's or up's.
 template <typename K>
 __device__ __forceinline__ void write_slices_f32(const GemmParams& gemm, const WorkTile& tile,
-                                                 int first_token, const TokenChunk& values,
+                                                 int first_token, const TokenBlock<K>& values,
                                                  int first_feature) {
   const TeamThread thread;
   const int feature = first_feature + thread.lane() % 4 * 2;
@@ -258,7 +258,7 @@ __device__ __forceinline__ void write_slices_f32(const GemmParams& gemm, const W
     float* out = static_cast<float*>(gemm.out) + tile.split * gemm.split_pitch +
                  row * gemm.out_pitch + feature;
 #pragma unroll
-    for (int s = 0; s < kSlices; ++s) {
+    for (int s = 0; s < kTileSlices<K>; ++s) {
       if (feature + 8 * s >= gemm.width) break;
       *reinterpret_cast<float2*>(out + 8 * s) =
           make_float2(values[4 * s + 2 * t], values[4 * s + 2 * t + 1]);
@@ -267,26 +267,26 @@ __device__ __forceinline__ void write_slices_f32(const GemmParams& gemm, const W
 }
 
 template <typename K>
-__device__ __forceinline__ void store_chunk(SharedMemory<K>& shared, const FusedMlpParams& p,
-                                            const WorkTile& tile, const ChunkCoords& coords,
-                                            TokenChunk& values) {
+__device__ __forceinline__ void store_block(SharedMemory<K>& shared, const FusedMlpParams& p,
+                                            const WorkTile& tile, int first_token,
+                                            TokenBlock<K>& values) {
   static_assert(!K::Output::kQuantizes && !K::Output::kWeightsRows);
   const GemmParams& gemm = p.gemms[0];
-  finish_chunk(gemm, tile, coords, values);
-  const int first_row = (tile.row_block + coords.row_block) * kBlockRows;
-  if (gemm.out_f32) {
-    return write_slices_f32<K>(gemm, tile, coords.first_token, values, first_row);
-  }
+  finish_block<K>(gemm, tile, first_token, values);
+  const int first_row = tile.row_block * kBlockRows;
+  if (gemm.out_f32) return write_slices_f32<K>(gemm, tile, first_token, values, first_row);
   if (gemm.epilogue == Epilogue::kActivate) {  // slices of gate and up alternate
-    float activated[kBlockRows / 4];
+    constexpr int kActivated = K::kAccumulators / 2;
+    // In place, as registers are few: an activated value replaces one that has been used.
     call_for_gated(p.activation, [&](const ResolvedActivation& known) {
 #pragma unroll
-      for (int i = 0; i < kBlockRows / 4; ++i) {
+      for (int i = 0; i < kActivated; ++i) {
         const int gate = i / 4 * 8 + i % 4;
-        activated[i] = activate(known, values[gate], values[gate + 4]);
+        values[i] = activate(known, values[gate], values[gate + 4]);
       }
     });
-    return write_slices(shared, gemm, tile, coords.first_token, activated, first_row / 2, false);
+    auto& activated = reinterpret_cast<float(&)[kActivated]>(values);
+    return write_slices(shared, gemm, tile, first_token, activated, first_row / 2, false);
   }
   if (gemm.epilogue == Epilogue::kActivateGate) {
     call_for_not_gated(p.activation, [&](const ResolvedActivation& known) {
@@ -295,31 +295,26 @@ __device__ __forceinline__ void store_chunk(SharedMemory<K>& shared, const Fused
     });
   }
   const bool is_gate_up = gemm.epilogue == Epilogue::kStoreGateUp;
-  write_slices(shared, gemm, tile, coords.first_token, values,
-               is_gate_up ? first_row / 2 : first_row, is_gate_up);
+  write_slices(shared, gemm, tile, first_token, values, is_gate_up ? first_row / 2 : first_row,
+               is_gate_up);
 }
 
-/// As store_tile(). One copy of the code handles all chunks: when one is stored, the others move
-/// up.
+/// As store_tile(). One copy of the code handles all blocks of 64 tokens: when one is stored, the
+/// others move up.
 template <typename K>
 __device__ inline void store_token_rows(SharedMemory<K>& shared, const FusedMlpParams& p,
                                         const WorkTile& tile,
                                         typename K::Accumulators& accumulators) {
-  constexpr int kChunks = K::kTokenBlocks * K::kTileRowBlocks;
-  auto& chunks = reinterpret_cast<TokenChunk(&)[kChunks]>(accumulators);
-  ChunkCoords coords{};
+  int first_token = 0;
 #pragma unroll 1
   while (true) {
-    store_chunk(shared, p, tile, coords, chunks[0]);
-    if (++coords.row_block == K::kTileRowBlocks) {
-      coords.row_block = 0;
-      coords.first_token += kBlockRows;
-      if (coords.first_token >= tile.num_tokens) return;
-    }
+    store_block(shared, p, tile, first_token, accumulators[0]);
+    first_token += kBlockRows;
+    if (first_token >= tile.num_tokens) return;
 #pragma unroll
-    for (int c = 1; c < kChunks; ++c) {
+    for (int b = 1; b < K::kTokenBlocks; ++b) {
 #pragma unroll
-      for (int i = 0; i < kBlockRows / 2; ++i) chunks[c - 1][i] = chunks[c][i];
+      for (int i = 0; i < K::kAccumulators; ++i) accumulators[b - 1][i] = accumulators[b][i];
     }
   }
 }
