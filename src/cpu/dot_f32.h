@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/stream.h"
+#include "quant/quantize_row.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -83,6 +84,8 @@ Kernels f32_kernels(const char* name) {
   table.reduce = reduce<S>;
   table.sum = sum_rows<S>;
   table.convert[static_cast<int>(Compute::kF32)] = convert_to_f32<S>;
+  table.quantize_row = core::quantize_elements;
+  table.expand_codes = core::expand_codes;
   table.activate = activate_rows<S>;
   table.flops[static_cast<int>(Compute::kF32)] = flops<D>;
   return table;

@@ -65,8 +65,8 @@ Forward::Forward(const Experts& experts, const ForwardArgs& args)
       key_(problem_.scheme.activations),
       hidden_quantized_(key_ && !experts.descriptor().expects_unquantized_inputs(problem_.scheme)),
       compute_(compute_of(problem_.scheme, problem_.dtype)),
-      operands_{OperandRows(problem_.scheme, weights_.gemm1(), compute_),
-                OperandRows(problem_.scheme, weights_.gemm2(), compute_)},
+      operands_{OperandRows(problem_.scheme, weights_.gemm1(), compute_, isa_),
+                OperandRows(problem_.scheme, weights_.gemm2(), compute_, isa_)},
       activation_(mode_.unfused
                       ? Epilogue{}
                       : epilogue_of(weights_.info().activation, problem_.dtype, key_.has_value())) {
@@ -176,8 +176,8 @@ void Forward::prepare_row(std::int64_t row, const TaskScratch& scratch) const {
     }
     isa_.convert[static_cast<int>(Compute::kF32)](x, rounding_of(problem_.dtype), problem_.hidden,
                                                   problem_.hidden, scratch.row());
-    core::quantize_row(scratch.row(), problem_.hidden, *key_, row_scale, scratch.codes(),
-                       scratch.scales());
+    isa_.quantize_row(scratch.row(), problem_.hidden, *key_, row_scale, scratch.codes(),
+                      scratch.scales());
     codes = scratch.codes();
     scales = scratch.scales();
   }
@@ -257,8 +257,8 @@ void Forward::activated_row(std::int64_t row, float tensor_scale,
   if (!key_) return operands_[1].set_initial(target, floats, num_rows(), row);
   float scale = tensor_scale;
   if (key_->global_scale) scale = weights_.input_scale2(expert_of(row));
-  core::quantize_row(reinterpret_cast<const float*>(target), problem_.intermediate, *key_, scale,
-                     scratch.codes(), scratch.scales());
+  isa_.quantize_row(reinterpret_cast<const float*>(target), problem_.intermediate, *key_, scale,
+                    scratch.codes(), scratch.scales());
   operands_[1].expand(scratch.codes(), scratch.scales(), scale, target, floats, num_rows(), row);
 }
 

@@ -27,6 +27,10 @@
 #include <cstddef>
 #include <cstdint>
 
+namespace fusedmoe {
+enum class DType : std::uint8_t;
+struct QuantKey;
+}  // namespace fusedmoe
 namespace fusedmoe::cpu {
 
 inline constexpr int kLayoutVersion = 3;
@@ -246,6 +250,13 @@ struct Kernels {
   /// Converts rows of f32, bf16 or f16 (`from`) to rows of f32 or bf16, padded with zeros.
   void (*convert[2])(const void* source, Epilogue::Rounding from, std::int64_t count,
                      std::int64_t padded, void* target);
+  /// core::quantize_row().
+  void (*quantize_row)(const float* x, std::int64_t count, const QuantKey& key, float scale,
+                       std::uint8_t* codes, void* scales);
+  /// values[i] = value of code i, of activations, times scales[i / group]. Values of fp32, or of
+  /// bf16, which must hold them exactly.
+  void (*expand_codes)(const std::uint8_t* codes, std::int64_t count, DType type,
+                       const float* scales, std::int64_t group, bool to_bf16, void* values);
   /// output = activation of gate and up, `count` values each, a multiple of 64; not rounded.
   void (*activate)(const Epilogue& epilogue, const float* gate, const float* up, std::int64_t count,
                    float* output);

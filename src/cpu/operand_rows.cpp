@@ -23,15 +23,6 @@ bool is_doubled(Codes codes) {
 /// Which of 8 elements each byte of the two steps of a block multiplies (NibblesToU8).
 constexpr int kNibbleOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
-struct CodeTables {
-  float e4m3[256], e2m1[16];
-  CodeTables() {
-    for (int code = 0; code < 256; ++code)
-      e4m3[code] = e4m3_to_f32(static_cast<std::uint8_t>(code));
-    for (int code = 0; code < 16; ++code) e2m1[code] = e2m1_to_f32(static_cast<std::uint8_t>(code));
-  }
-};
-
 bool adds_integers(Compute compute) {
   return compute == Compute::kInt8 || compute == Compute::kInt16;
 }
@@ -40,16 +31,6 @@ std::int16_t load_i16(const void* elements, std::int64_t i) {
   std::int16_t value;
   std::memcpy(&value, static_cast<const std::byte*>(elements) + 2 * i, 2);
   return value;
-}
-
-void store_f32(std::byte* row, std::int64_t i, float value) {
-  std::memcpy(row + 4 * i, &value, 4);
-}
-
-/// Exact: values that are stored as bf16 have at most 8 significant bits.
-void store_bf16(std::byte* row, std::int64_t i, float value) {
-  const auto half = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16);
-  std::memcpy(row + 2 * i, &half, 2);
 }
 
 float load(Compute compute, const std::byte* row, std::int64_t i) {
@@ -65,8 +46,10 @@ float load(Compute compute, const std::byte* row, std::int64_t i) {
 
 }  // namespace
 
-OperandRows::OperandRows(const QuantScheme& scheme, const PackedGemm& gemm, Compute compute)
-    : key_(scheme.activations),
+OperandRows::OperandRows(const QuantScheme& scheme, const PackedGemm& gemm, Compute compute,
+                         const Kernels& isa)
+    : isa_(isa),
+      key_(scheme.activations),
       codes_(gemm.shape.format.codes),
       compute_(compute),
       k_(gemm.shape.k),
@@ -125,40 +108,18 @@ void OperandRows::expand_int8(const std::uint8_t* codes, std::byte* target) cons
 }
 
 /// `value_of(i)` is the value of code i.
-template <class ValueOf>
-void OperandRows::expand_values(const ValueOf& value_of, const void* scales,
-                                std::byte* target) const {
-  const std::int64_t group = fold_groups_ ? key_->group.cols : k_;
-  for (std::int64_t begin = 0; begin < k_; begin += group) {
-    const float scale = fold_groups_ ? group_scale(scales, begin / group) : 1.0f;
-    const std::int64_t end = std::min(begin + group, k_);
-    if (compute_ == Compute::kF32) {
-      for (std::int64_t i = begin; i < end; ++i) store_f32(target, i, value_of(i) * scale);
-    } else {
-      for (std::int64_t i = begin; i < end; ++i) store_bf16(target, i, value_of(i) * scale);
-    }
-  }
-}
-
 void OperandRows::expand_floats(const std::uint8_t* codes, const void* scales,
                                 std::byte* target) const {
-  static const CodeTables tables;
-  switch (key_->value) {
-    case DType::kE2M1:
-      expand_values([&](std::int64_t i) { return tables.e2m1[codes[i / 2] >> (4 * (i % 2)) & 15]; },
-                    scales, target);
-      break;
-    case DType::kE4M3:
-      expand_values([&](std::int64_t i) { return tables.e4m3[codes[i]]; }, scales, target);
-      break;
-    case DType::kI16:
-      expand_values([&](std::int64_t i) { return static_cast<float>(load_i16(codes, i)); }, scales,
-                    target);
-      break;
-    default:
-      expand_values(
-          [&](std::int64_t i) { return static_cast<float>(static_cast<std::int8_t>(codes[i])); },
-          scales, target);
+  constexpr std::int64_t kGroupsAtOnce = 64;
+  const std::int64_t group = fold_groups_ ? key_->group.cols : k_;
+  for (std::int64_t begin = 0; begin < k_; begin += kGroupsAtOnce * group) {
+    const std::int64_t count = std::min(k_ - begin, kGroupsAtOnce * group);
+    float factors[kGroupsAtOnce] = {1};
+    for (std::int64_t g = 0; fold_groups_ && g * group < count; ++g) {
+      factors[g] = group_scale(scales, begin / group + g);
+    }
+    isa_.expand_codes(codes + bytes(key_->value, begin), count, key_->value, factors, group,
+                      compute_ == Compute::kBF16, target + begin * element_bytes(compute_));
   }
   std::memset(target + k_ * element_bytes(compute_), 0,
               static_cast<std::size_t>((padded_k_ - k_) * element_bytes(compute_)));

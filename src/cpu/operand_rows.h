@@ -15,7 +15,8 @@ namespace fusedmoe::cpu {
 /// The rows that enter one GEMM. Their form depends on scheme, weights and instruction set.
 class OperandRows {
  public:
-  OperandRows(const QuantScheme& scheme, const PackedGemm& gemm, Compute compute);
+  OperandRows(const QuantScheme& scheme, const PackedGemm& gemm, Compute compute,
+              const Kernels& isa);
 
   std::int64_t row_bytes() const { return padded_k_ * element_bytes(compute_); }
 
@@ -41,10 +42,9 @@ class OperandRows {
  private:
   void expand_int8(const std::uint8_t* codes, std::byte* target) const;
   void expand_floats(const std::uint8_t* codes, const void* scales, std::byte* target) const;
-  template <class ValueOf>
-  void expand_values(const ValueOf& value_of, const void* scales, std::byte* target) const;
   float group_scale(const void* scales, std::int64_t group) const;
 
+  const Kernels& isa_;
   std::optional<QuantKey> key_;
   Codes codes_;
   Compute compute_;

@@ -1,7 +1,4 @@
-// Quantization of activations, row by row: largest magnitude, scale, codes. The order of the
-// floating-point operations is part of the formats: vLLM's kernels for FP8, INT8 and NVFP4, the
-// OCP Microscaling specification and its three published variants for MX. Formulas:
-// docs/number-formats.md, "Quantization formulas".
+// Quantization of whole tensors of activations, row by row (quantize_row.h), and back.
 #include "fusedmoe/quant.h"
 
 #include <algorithm>
@@ -14,148 +11,15 @@
 #include "fusedmoe/tensor.h"
 #include "moe/experts_args.h"
 #include "quant/quantize.h"
-#include "quant/quantize_elements.h"
-#include "quant/quantize_scales.h"
+#include "quant/quantize_row.h"
 
 namespace fusedmoe {
 namespace {
 
-using core::e2m1_code;
-using core::e4m3_code;
-using core::int8_code;
-using core::kE4M3Max;
-using core::kMinAmax;
+using core::is_nvfp4;
+using core::per_tensor;
 
-constexpr float kInt8Max = 127.0F;
-constexpr float kFullInt8Max = 127.5F, kFullInt8Zero = 0x1p-23F;  // torch's epsilon for all zeros
 constexpr std::int64_t kMaxGroup = 4096;
-
-bool per_tensor(const QuantKey& key) {
-  return key.group == GroupShape{-1, -1};
-}
-bool is_nvfp4(const QuantKey& key) {
-  return key.value == DType::kE2M1 && key.scale == DType::kE4M3;
-}
-bool is_mx(const QuantKey& key) {
-  return key.scale == DType::kE8M0 && key.group == GroupShape{1, 32};
-}
-
-// ------------------------------------------------------------------------------------------------
-// Elements of one block
-
-void e4m3_times(const float* x, std::int64_t count, float factor, std::uint8_t* codes) {
-  for (std::int64_t i = 0; i < count; ++i) codes[i] = e4m3_code(x[i] * factor);
-}
-
-void e4m3_over(const float* x, std::int64_t count, float divisor, std::uint8_t* codes) {
-  for (std::int64_t i = 0; i < count; ++i) codes[i] = e4m3_code(x[i] / divisor);
-}
-
-void int8_times(const float* x, std::int64_t count, float factor, std::uint8_t* codes) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    codes[i] = static_cast<std::uint8_t>(int8_code(x[i] * factor));
-  }
-}
-
-void int16_times(const float* x, std::int64_t count, float factor, std::uint8_t* codes) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    const std::int16_t code = core::int16_code(x[i] * factor);
-    std::memcpy(codes + 2 * i, &code, 2);
-  }
-}
-
-void full_int8_over(const float* x, std::int64_t count, float divisor, std::uint8_t* codes) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    codes[i] = static_cast<std::uint8_t>(core::full_int8_code(x[i] / divisor));
-  }
-}
-
-void e2m1_times(const float* x, std::int64_t count, float factor, std::uint8_t* codes) {
-  for (std::int64_t i = 0; i < count / 2; ++i) {
-    codes[i] = static_cast<std::uint8_t>(e2m1_code(x[2 * i] * factor) |
-                                         e2m1_code(x[2 * i + 1] * factor) << 4);
-  }
-  if (count % 2 != 0) codes[count / 2] = e2m1_code(x[count - 1] * factor);
-}
-
-/// What published kernels write for a block whose scale counts as zero: zeros; but NaN stays.
-void zero_codes(const float* x, std::int64_t count, DType element, std::uint8_t* codes) {
-  const bool e2m1 = element == DType::kE2M1;
-  std::fill_n(codes, e2m1 ? (count + 1) / 2 : count, std::uint8_t{0});
-  for (std::int64_t i = 0; i < count; ++i) {
-    if (!std::isnan(x[i])) continue;
-    if (e2m1) {
-      codes[i / 2] |= static_cast<std::uint8_t>(e2m1_code(x[i]) << (i % 2 * 4));
-    } else {
-      codes[i] = e4m3_code(x[i]);
-    }
-  }
-}
-
-std::uint8_t mx_block(const float* x, std::int64_t count, const QuantKey& key,
-                      std::uint8_t* codes) {
-  const float amax = core::amax(x, count);
-  const std::uint8_t scale = core::mx_scale(amax, key.value, key.scale_rule);
-  const bool e2m1 = key.value == DType::kE2M1;
-  // 2^(127 - scale), exact in fp32 for every code.
-  const float inverse = 1.0F / e8m0_to_f32(scale);
-  if (e2m1 ? scale == 0 : amax == 0) {
-    zero_codes(x, count, key.value, codes);
-  } else if (e2m1) {
-    e2m1_times(x, count, inverse, codes);
-  } else {
-    e4m3_times(x, count, inverse, codes);
-  }
-  return scale;
-}
-
-std::uint8_t nvfp4_block(const float* x, std::int64_t count, float global_scale,
-                         std::uint8_t* codes) {
-  const core::Nvfp4Scale scale = core::nvfp4_scale(core::amax(x, count), global_scale);
-  e2m1_times(x, count, scale.factor, codes);
-  return scale.code;
-}
-
-/// Scale of a row, or of a group of one, with f32 scales or power-of-two ones of e4m3 groups.
-float block_scale(float amax, const QuantKey& key) {
-  if (key.full_range) return amax > 0 ? amax / kFullInt8Max : kFullInt8Zero;
-  if (key.value == DType::kI8) return std::max(amax, kMinAmax) / kInt8Max;
-  if (key.value == DType::kI16) return core::int16_scale(amax);
-  if (key.group.cols < 0) return core::e4m3_row_scale(amax);
-  return core::e4m3_group_scale(amax, key.scale == DType::kE8M0);
-}
-
-/// Codes of (part of) that block.
-void block_codes(const float* x, std::int64_t count, const QuantKey& key, float amax,
-                 std::uint8_t* codes) {
-  if (key.full_range) {
-    full_int8_over(x, count, block_scale(amax, key), codes);
-  } else if (key.value == DType::kI8) {
-    int8_times(x, count, kInt8Max / std::max(amax, kMinAmax), codes);
-  } else if (key.value == DType::kI16) {
-    int16_times(x, count, 1.0F / core::int16_scale(amax), codes);
-  } else {
-    e4m3_over(x, count, block_scale(amax, key), codes);
-  }
-}
-
-/// One group of `count` elements, number `index` of its row.
-void quantize_group(const float* x, std::int64_t count, const QuantKey& key, float global_scale,
-                    std::uint8_t* codes, void* scales, std::int64_t index) {
-  if (is_nvfp4(key)) {
-    static_cast<std::uint8_t*>(scales)[index] = nvfp4_block(x, count, global_scale, codes);
-  } else if (is_mx(key)) {
-    static_cast<std::uint8_t*>(scales)[index] = mx_block(x, count, key, codes);
-  } else {
-    const float amax = core::amax(x, count), scale = block_scale(amax, key);
-    block_codes(x, count, key, amax, codes);
-    if (key.scale == DType::kE8M0) {
-      static_cast<std::uint8_t*>(scales)[index] = f32_to_e8m0(scale);
-    } else {
-      static_cast<float*>(scales)[index] = scale;
-    }
-  }
-}
 
 }  // namespace
 
@@ -196,13 +60,7 @@ std::int64_t scales_per_row(const QuantKey& key, std::int64_t count) {
 }
 
 float amax(const float* x, std::int64_t count) {
-  std::int32_t largest = 0;
-#pragma omp simd reduction(max : largest)
-  for (std::int64_t i = 0; i < count; ++i) {
-    const std::int32_t magnitude = magnitude_bits(x[i]);
-    largest = std::max(largest, magnitude > kInfinityBits ? 0 : magnitude);
-  }
-  return std::bit_cast<float>(largest);
+  return largest_magnitude(x, count);
 }
 
 float tensor_scale(float amax) {
@@ -221,16 +79,7 @@ std::uint8_t mx_scale(float amax, DType element, MxScaleRule rule) {
 
 void quantize_row(const float* x, std::int64_t count, const QuantKey& key, float scale,
                   std::uint8_t* codes, void* scales) {
-  if (per_tensor(key)) {
-    // A tensor of zeros has scale 0; a reciprocal beyond fp32 means values that count as zero.
-    const float inverse = 1.0F / scale;
-    return e4m3_times(x, count, std::isinf(inverse) ? 0 : inverse, codes);
-  }
-  const std::int64_t group = key.group.cols < 0 ? std::max<std::int64_t>(count, 1) : key.group.cols;
-  for (std::int64_t begin = 0; begin < count; begin += group) {
-    quantize_group(x + begin, std::min(group, count - begin), key, scale,
-                   codes + bytes(key.value, begin), scales, begin / group);
-  }
+  quantize_elements(x, count, key, scale, codes, scales);
 }
 
 }  // namespace core
@@ -272,10 +121,12 @@ void quantize_whole_row(const TensorView& x, std::int64_t row, const QuantKey& k
                         std::uint8_t* codes, float* scale) {
   float buffer[kMaxGroup];
   const float largest = row_amax(x, row);
-  *scale = block_scale(largest, key);
+  *scale = core::block_scale(largest, key);
+  const float factor = core::block_factor(largest, key);
   for (std::int64_t begin = 0; begin < x.size(1); begin += kMaxGroup) {
     const std::int64_t count = std::min(kMaxGroup, x.size(1) - begin);
-    block_codes(load_row(x, row, begin, count, buffer), count, key, largest, codes + begin);
+    core::write_elements(load_row(x, row, begin, count, buffer), count, count, &factor, key,
+                         codes + begin);
   }
 }
 

@@ -21,7 +21,8 @@ std::int64_t scales_per_row(const QuantKey& key, std::int64_t count);
 
 /// x[0 .. count) to codes (of key.value; e2m1 packed) and scales_per_row scales of key.scale.
 /// `scale`: of the tensor for keys per tensor, dynamic or not (then scales is not written); the
-/// global scale (multiplier) of NVFP4; ignored otherwise.
+/// global scale (multiplier) of NVFP4; ignored otherwise. The CPU's kernels have the same with
+/// instructions of their level (cpu::Kernels).
 void quantize_row(const float* x, std::int64_t count, const QuantKey& key, float scale,
                   std::uint8_t* codes, void* scales);
 

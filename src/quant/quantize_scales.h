@@ -16,7 +16,7 @@ namespace fusedmoe::core {
 inline constexpr float kE4M3Max = 448.0F, kE2M1Max = 6.0F;
 
 /// As fusedmoe::f32_to_e8m0(): rounds up to a power of two.
-FUSEDMOE_HD inline int e8m0_code(float value) {
+FUSEDMOE_HD static inline int e8m0_code(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   if ((bits & 0x7FFFFFFFU) > 0x7F800000U) return 255;
   if (bits >> 31 != 0) return 0;
@@ -26,12 +26,12 @@ FUSEDMOE_HD inline int e8m0_code(float value) {
   return code < 254 ? code : 254;
 }
 /// 2^(code - 127).
-FUSEDMOE_HD inline float e8m0_value(int code) {
+FUSEDMOE_HD static inline float e8m0_value(int code) {
   return std::bit_cast<float>(code == 0 ? 0x400000U : static_cast<std::uint32_t>(code) << 23);
 }
 
 /// Code of the E8M0 scale of an MX block of e2m1 (or else e4m3) elements with this amax.
-FUSEDMOE_HD inline std::uint8_t mx_scale_code(float amax, bool e2m1, MxScaleRule rule) {
+FUSEDMOE_HD static inline std::uint8_t mx_scale_code(float amax, bool e2m1, MxScaleRule rule) {
   if (amax == 0) return 0;
   const float largest = e2m1 ? kE2M1Max : kE4M3Max;
   const int power = e2m1 ? 2 : 8, mantissa_bits = e2m1 ? 1 : 3;
@@ -61,7 +61,7 @@ FUSEDMOE_HD inline std::uint8_t mx_scale_code(float amax, bool e2m1, MxScaleRule
 /// method. It has the bits of the division if `value` is finite and has at most 11 significant
 /// bits, as bf16 and f16 do, `inverse` is 1 / scale and normal, and |value| is 0 or above 2^-100.
 /// (A test compares all such significands of `value` with random scales.)
-FUSEDMOE_HD inline float quotient(float value, float scale, float inverse) {
+FUSEDMOE_HD static inline float quotient(float value, float scale, float inverse) {
   const float first = value * inverse;
   return std::fma(-std::fma(first, scale, -value), inverse, first);
 }
@@ -70,7 +70,7 @@ FUSEDMOE_HD inline float quotient(float value, float scale, float inverse) {
 inline constexpr float kMinAmax = 1e-10F;
 
 /// Scale of a group of int16 elements: the power of two that brings amax to 2^14 or above.
-inline float int16_scale(float amax) {
+static inline float int16_scale(float amax) {
   constexpr std::uint32_t kLeastExponent = 15, kLargestPower = 14;  // so the scale is normal
   const std::uint32_t exponent = std::bit_cast<std::uint32_t>(amax) >> 23;
   return std::bit_cast<float>(
@@ -78,20 +78,20 @@ inline float int16_scale(float amax) {
 }
 
 /// Scale of a row of e4m3 elements.
-FUSEDMOE_HD inline float e4m3_row_scale(float amax) {
+FUSEDMOE_HD static inline float e4m3_row_scale(float amax) {
   constexpr float kMinScale = 1.0F / (kE4M3Max * 512.0F);
   const float scale = amax / kE4M3Max;
   return scale > kMinScale ? scale : kMinScale;
 }
 /// Scale of a group of e4m3 elements, with `power_of_two` rounded up to one.
-FUSEDMOE_HD inline float e4m3_group_scale(float amax, bool power_of_two) {
+FUSEDMOE_HD static inline float e4m3_group_scale(float amax, bool power_of_two) {
   const float scale = (amax > kMinAmax ? amax : kMinAmax) / kE4M3Max;
   if (!power_of_two) return scale;
   return e8m0_value(e8m0_code(scale > kMinAmax ? scale : kMinAmax));
 }
 
 /// Value of a finite e4m3 code without a sign.
-FUSEDMOE_HD inline float e4m3_magnitude(std::uint8_t code) {
+FUSEDMOE_HD static inline float e4m3_magnitude(std::uint8_t code) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(code) << 20) * 0x1p120F;
 }
 
@@ -100,7 +100,7 @@ struct Nvfp4Scale {
   std::uint8_t code;
   float factor;
 };
-FUSEDMOE_HD inline Nvfp4Scale nvfp4_scale(float amax, float global_scale) {
+FUSEDMOE_HD static inline Nvfp4Scale nvfp4_scale(float amax, float global_scale) {
   const float multiplier = 1.0F / global_scale;
   const std::uint8_t code = e4m3_code(multiplier * (amax * (1.0F / kE2M1Max)));
   const float decoded = e4m3_magnitude(code) * (1.0F / multiplier);

@@ -32,6 +32,17 @@ TEST(QuantizeElementsTest, EqualTheFormatsOnEveryRoundingBoundary) {
   }
 }
 
+TEST(QuantizeElementsTest, ValuesOfCodesAreThoseOfTheFormats) {
+  const auto bits_of = [](float value) { return std::bit_cast<std::uint32_t>(value); };
+  for (int code = 0; code < 256; ++code) {
+    const auto byte = static_cast<std::uint8_t>(code);
+    ASSERT_EQ(bits_of(core::e4m3_value(byte)), bits_of(e4m3_to_f32(byte))) << code;
+    if (code < 16) {
+      ASSERT_EQ(bits_of(core::e2m1_value(byte)), bits_of(e2m1_to_f32(byte))) << code;
+    }
+  }
+}
+
 TEST(QuantizeElementsTest, AQuotientIsThatOfTheDivision) {
   const auto bits_of = [](float value) { return std::bit_cast<std::uint32_t>(value); };
   Random random(0x5ca1e);
