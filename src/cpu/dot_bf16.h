@@ -2,6 +2,8 @@
 // and isa_amx.cpp only.
 #pragma once
 
+#include <bit>
+
 #include "cpu/dot_f32.h"
 #include "cpu/simd_avx512.h"
 
@@ -161,31 +163,51 @@ class E4m3ToBf16 {
   __m512i low_[2], high_[2];
 };
 
-/// 8-bit integers minus 128 (as they are if there are zero points). The upper half of an fp32 value
-/// of at most 8 significant bits is its bf16 value.
+/// The two bytes of the bf16 value of code - zero, for 256 codes.
+struct Int8Bytes {
+  std::uint8_t low[256], high[256];
+};
+consteval Int8Bytes int8_bytes(int zero) {
+  Int8Bytes bytes{};
+  for (int code = 0; code < 256; ++code) {
+    const auto bits = std::bit_cast<std::uint32_t>(static_cast<float>(code - zero));
+    bytes.low[code] = static_cast<std::uint8_t>(bits >> 16);
+    bytes.high[code] = static_cast<std::uint8_t>(bits >> 24);
+  }
+  return bytes;
+}
+
+/// 8-bit integers minus 128 (as they are if there are zero points). Looks up the two bytes of the
+/// bf16 value.
 class Int8ToBf16 {
  public:
   static constexpr int kK = 4, kSteps = 2;
 
-  explicit Int8ToBf16(const TileFormat& format) : zero_(_mm512_set1_epi32(implied_zero(format))) {}
+  explicit Int8ToBf16(const TileFormat& format)
+      : order_(Simd::table({0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15})) {
+    static constexpr Int8Bytes kSigned = int8_bytes(128), kUnsigned = int8_bytes(0);
+    const Int8Bytes& bytes = implied_zero(format) == 0 ? kUnsigned : kSigned;
+    for (int i = 0; i < 4; ++i) {
+      low_[i] = _mm512_loadu_si512(bytes.low + 64 * i);
+      high_[i] = _mm512_loadu_si512(bytes.high + 64 * i);
+    }
+  }
 
   void decode(const std::byte* block, const std::byte*, int v, __m512i (&steps)[kSteps]) const {
-    const __m512i words = load_block(block, v);
-    const __m512i mask = _mm512_set1_epi32(255);
-    const auto value = [&](__m512i code) {
-      return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_sub_epi32(code, zero_)));
+    // Of each four columns, first the bytes with k = 0 and 1, then those with k = 2 and 3.
+    const __m512i codes = _mm512_shuffle_epi8(load_block(block, v), order_);
+    const __mmask64 large = _mm512_movepi8_mask(codes);  // those above 127
+    const auto lookup = [&](const __m512i(&table)[4]) {
+      const __m512i some = _mm512_mask2_permutex2var_epi8(table[2], codes, large, table[3]);
+      return _mm512_mask2_permutex2var_epi8(table[0], some, ~large, table[1]);
     };
-    const auto pair = [](__m512i even, __m512i odd) {
-      return _mm512_or_si512(_mm512_srli_epi32(even, 16), odd);
-    };
-    steps[0] = pair(value(_mm512_and_si512(words, mask)),
-                    value(_mm512_and_si512(_mm512_srli_epi32(words, 8), mask)));
-    steps[1] = pair(value(_mm512_and_si512(_mm512_srli_epi32(words, 16), mask)),
-                    value(_mm512_srli_epi32(words, 24)));
+    const __m512i low = lookup(low_), high = lookup(high_);
+    steps[0] = _mm512_unpacklo_epi8(low, high);
+    steps[1] = _mm512_unpackhi_epi8(low, high);
   }
 
  private:
-  __m512i zero_;
+  __m512i low_[4], high_[4], order_;
 };
 
 /// W4A8's weights, rounded to E4M3 in fp32.

@@ -45,10 +45,12 @@ void multiply_integers(const TileJob& job) {
   }
 }
 
-/// Codes that become fp32 by the scales of their groups; Few is the codec for few rows.
+/// Codes that become fp32 by the scales of their groups; Few is the codec for few rows but on
+/// AVX-512, where making scales anew for each block takes less time than loading them for each
+/// step.
 template <class D, class Codec, class Few>
 void multiply_scaled(const TileJob& job) {
-  using Stream = std::conditional_t<ConvertsIntegers<typename D::Simd>, Few, Codec>;
+  using Stream = std::conditional_t<PermutesFloats<typename D::Simd>, Codec, Few>;
   if (!stream_few_rows<D, Stream, Scaling::kNone>(job)) multiply<D, CodecPanels<D, Codec>>(job);
 }
 

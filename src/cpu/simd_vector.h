@@ -57,6 +57,7 @@ struct SimdVector {
 
   // ---- 32-bit words, and values of fewer bits widened to them ----
 
+  static I set1_words(std::int32_t value) { return I{} + value; }
   static I load_words(const std::byte* p) {
     return *reinterpret_cast<const typename VectorTypes<kLanes>::UnalignedI*>(p);
   }

@@ -1,9 +1,9 @@
 // One to four rows (five with 4-bit codes and fp32 products on AVX-512) x tiles, decoded in
 // registers: each weight is read once, and nothing is stored and read back. The time is that of
 // reading the weights from memory. A core that reads one tile from its beginning to its end
-// requests too few cache lines at a time. So with one or two rows it reads several tiles side by
-// side, where registers hold their accumulators; otherwise it prefetches the next tile to the L2
-// while it reads this one (kPrefetchesTiles; not yet with bf16 dot products). Formats that decode
+// requests too few cache lines at a time. So it prefetches the next tile to the L2 while it reads
+// this one (kPrefetchesTiles). Weights that need no decoding read several tiles side by side
+// instead, with one or two rows and where registers hold the accumulators. Formats that decode
 // quickly take more rows, in blocks; each block reads the same tile again. Results are those of
 // multiply.h and multiply_groups.h, bit for bit. Included by isa_*.cpp only.
 #pragma once
@@ -59,17 +59,16 @@ inline constexpr int kSideBySide = R == 1   ? S::kStreamTiles
 template <class D>
 inline constexpr bool kHasBf16Dots =
     D::kPerStep == 2 && !std::is_same_v<typename D::Acc, typename D::Simd::I>;
-/// Codecs of 4-bit codes decode eight values of a column at a time.
+/// Whether codes of 4 or 8 bits have to be decoded.
 template <class Codec>
-inline constexpr bool kHas4BitCodes = Codec::kK == 8;
+inline constexpr bool kDecodes = Codec::kK >= 4 && Codec::kSteps > 1;
 
-/// Whether R rows read one tile at a time and prefetch the next. Two rows do so with codes of 4
-/// bits even where two tiles side by side fit the registers, as it is faster. NOTE: with bf16 dot
-/// products nobody has measured this.
+/// Whether R rows read one tile at a time and prefetch the next. Where weights have to be decoded
+/// that is faster than tiles side by side; for bf16 weights and bf16 dot products it is slower.
 template <class D, class Codec, int R>
 inline constexpr bool kPrefetchesTiles =
-    kHoldsRows<typename D::Simd, R> && !kHasBf16Dots<D> &&
-    (kSideBySide<typename D::Simd, R> == 1 || (R == 2 && kHas4BitCodes<Codec>));
+    kHoldsRows<typename D::Simd, R> &&
+    (kDecodes<Codec> || (kSideBySide<typename D::Simd, R> == 1 && !kHasBf16Dots<D>));
 
 template <class D, class Codec, Scaling kScaling, int R>
 void stream_rows(const TileJob& job) {

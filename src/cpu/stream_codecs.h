@@ -1,5 +1,5 @@
-// Codecs for few rows on levels that convert integers to fp32 rather than look them up, and what
-// stream.h asks codecs. They decode one step of a block at a time. Their weights may be multiples
+// Codecs for few rows that convert integers to fp32 rather than look them up, and what stream.h
+// asks codecs. They decode one step of a block at a time. Their weights may be multiples
 // of a power of two, kUnit, which the scales take away again: results are bit for bit those of the
 // codecs of panels (codecs.h) while a group's sum stays below 2^99, its scale is at least 2^-98 and
 // no product is subnormal. Included by isa_*.cpp only.

@@ -63,7 +63,8 @@ FUSEDMOE_HD static inline std::uint8_t mx_scale_code(float amax, bool e2m1, MxSc
 /// (A test compares all such significands of `value` with random scales.)
 FUSEDMOE_HD static inline float quotient(float value, float scale, float inverse) {
   const float first = value * inverse;
-  return std::fma(-std::fma(first, scale, -value), inverse, first);
+  // The inner one is not negated: for ARM GCC 12 makes FNMADD of that, where -0 / scale became 0.
+  return std::fma(std::fma(first, scale, -value), -inverse, first);
 }
 
 /// Smallest amax of groups and of int8 rows.
