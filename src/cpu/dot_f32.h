@@ -45,9 +45,8 @@ void multiply_integers(const TileJob& job) {
   }
 }
 
-/// Codes that become fp32 by the scales of their groups; Few is the codec for few rows but on
-/// AVX-512, where making scales anew for each block takes less time than loading them for each
-/// step.
+/// Codes that become fp32 by the scales of their groups; Few is the codec for few rows, except on
+/// AVX-512: there making the scales again for each block is faster than loading them for each step.
 template <class D, class Codec, class Few>
 void multiply_scaled(const TileJob& job) {
   using Stream = std::conditional_t<PermutesFloats<typename D::Simd>, Codec, Few>;
@@ -86,7 +85,7 @@ Kernels f32_kernels(const char* name) {
   table.reduce = reduce<S>;
   table.sum = sum_rows<S>;
   table.convert[static_cast<int>(Compute::kF32)] = convert_to_f32<S>;
-  table.quantize_row = core::quantize_elements;
+  table.quantize_row = core::quantize_row_here;
   table.expand_codes = core::expand_codes;
   table.activate = activate_rows<S>;
   table.flops[static_cast<int>(Compute::kF32)] = flops<D>;

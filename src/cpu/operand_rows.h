@@ -26,7 +26,7 @@ class OperandRows {
   /// Views of these floats from row `first` on, for `num_rows` rows in `memory`.
   RowScales scales(const float* memory, std::int64_t num_rows, std::int64_t first) const;
 
-  /// Turns the codes and scales of row `row` (from core::quantize_row) into elements at `target`
+  /// Turns the codes and scales of row `row` (from Kernels::quantize_row) into elements at `target`
   /// and floats in `memory`. `row_scale` is the tensor's scale or NVFP4's global one; scales per
   /// token are read from `scales` instead.
   void expand(const std::uint8_t* codes, const void* scales, float row_scale, std::byte* target,

@@ -89,8 +89,8 @@ __device__ inline float activate(const ResolvedActivation& a, float gate, float 
 }
 
 /// function(activation), in whose code for each kind of the list the kind is a constant: the choice
-/// is made once instead of for every number. Kinds behind the one that applies are not asked for:
-/// their code lies apart, and each jump over it waits for instructions.
+/// is made once instead of for every number. `||` stops at the kind that applies: testing the rest
+/// would jump over their code, and each jump waits for an instruction fetch.
 template <Activation... kKinds, typename Function>
 __device__ __forceinline__ void call_for_kind(const ResolvedActivation& activation,
                                               const Function& function) {

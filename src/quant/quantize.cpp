@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstring>
 
 #include "core/check.h"
 #include "core/parallel.h"
@@ -79,7 +78,7 @@ std::uint8_t mx_scale(float amax, DType element, MxScaleRule rule) {
 
 void quantize_row(const float* x, std::int64_t count, const QuantKey& key, float scale,
                   std::uint8_t* codes, void* scales) {
-  quantize_elements(x, count, key, scale, codes, scales);
+  quantize_row_here(x, count, key, scale, codes, scales);
 }
 
 }  // namespace core

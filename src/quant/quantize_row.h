@@ -1,12 +1,11 @@
 // Quantization of one row of activations: largest magnitudes, scales, codes; and from codes back to
-// values. The order of the
-// floating-point operations is part of the formats: vLLM's kernels for FP8, INT8 and NVFP4, the
-// OCP Microscaling specification and its three published variants for MX. Formulas:
-// docs/number-formats.md, "Quantization formulas".
+// values. The order of the floating-point operations is part of the formats: vLLM's kernels for
+// FP8, INT8 and NVFP4, the OCP Microscaling specification and its three published variants for MX.
+// Formulas: docs/number-formats.md, "Quantization formulas".
 //
 // Loops go over many elements and have no branches, so compilers make vectors of them. Each file
 // that includes this (quantize.cpp, and cpu/dot_f32.h for the levels of the CPU) compiles it with
-// its own instructions; so all of it is static.
+// its own instructions; so everything here has internal linkage.
 #pragma once
 
 #include <bit>
@@ -32,8 +31,8 @@ inline bool is_mx(const QuantKey& key) {
   return key.scale == DType::kE8M0 && key.group == GroupShape{1, 32};
 }
 
-/// Calls function(group, groups), with a group of a published size as a constant: a loop over so
-/// few elements is fast only if the compiler knows how many.
+/// Calls function(group, groups), with a small group as a constant: a loop over so few elements is
+/// fast only if the compiler knows how many.
 template <class Function>
 inline void call_for_group(std::int64_t group, std::int64_t count, const Function& function) {
   const auto call = [&](auto size) { function(size, count / size); };
@@ -42,6 +41,8 @@ inline void call_for_group(std::int64_t group, std::int64_t count, const Functio
       return call(std::integral_constant<std::int64_t, 16>());
     case 32:
       return call(std::integral_constant<std::int64_t, 32>());
+    case 64:
+      return call(std::integral_constant<std::int64_t, 64>());
     case 128:
       return call(std::integral_constant<std::int64_t, 128>());
     default:
@@ -156,7 +157,7 @@ inline void clear_zero_blocks(std::int64_t count, std::int64_t group, const floa
   }
 }
 
-/// Elements scaled at a time: they stay in the L1, and end with a byte of E2M1.
+/// Elements scaled at a time: few enough for the L1, and even, so that E2M1 ends with a whole byte.
 inline constexpr std::int64_t kChunk = 1024;
 
 /// Codes of scaled elements, at most kChunk.
@@ -196,17 +197,18 @@ inline void write_elements(const float* x, std::int64_t count, std::int64_t grou
     const std::int64_t part = count - begin < kChunk ? count - begin : kChunk;
     scale_elements(x + begin, part, group < part ? group : part, factors + begin / group, divide,
                    scaled);
-    if (is_mx(key)) clear_zero_blocks(part, group, factors, scaled);
+    if (is_mx(key)) clear_zero_blocks(part, group, factors + begin / group, scaled);
     write_codes(scaled, part, key, codes + bytes(key.value, begin));
   }
 }
 
 /// quantize_row() of quantize.h.
-inline void quantize_elements(const float* x, std::int64_t count, const QuantKey& key, float scale,
+inline void quantize_row_here(const float* x, std::int64_t count, const QuantKey& key, float scale,
                               std::uint8_t* codes, void* scales) {
   if (per_tensor(key)) {
     // A tensor of zeros has scale 0; a reciprocal beyond fp32 means values that count as zero.
-    const float inverse = 1.0F / scale, factor = inverse > FLT_MAX ? 0 : inverse;
+    const float inverse = 1.0F / scale;
+    const float factor = inverse > FLT_MAX || inverse < -FLT_MAX ? 0 : inverse;
     return write_elements(x, count, count, &factor, key, codes);
   }
   if (count == 0) return;
@@ -235,7 +237,7 @@ inline void read_codes(const std::uint8_t* codes, std::int64_t count, DType type
   } else if (type == DType::kI8) {
     for (std::int64_t i = 0; i < count; ++i) values[i] = static_cast<std::int8_t>(codes[i]);
   } else {
-    std::uint8_t nibbles[kChunk + 1];
+    std::uint8_t nibbles[kChunk];
     for (std::int64_t i = 0; i < (count + 1) / 2; ++i) {
       nibbles[2 * i] = codes[i] & 15;
       nibbles[2 * i + 1] = codes[i] >> 4;
@@ -244,24 +246,24 @@ inline void read_codes(const std::uint8_t* codes, std::int64_t count, DType type
   }
 }
 
-/// values[i] = value of code i times scales[i / group]; `values` of fp32, or of bf16, which must
-/// hold them exactly.
+/// values[i] = value of code i times scales[i / group]. With `to_bf16` the values are bf16, which
+/// must hold each product exactly; else fp32.
 inline void expand_codes(const std::uint8_t* codes, std::int64_t count, DType type,
                          const float* scales, std::int64_t group, bool to_bf16, void* values) {
-  float parts[2][kChunk];
-  const std::int64_t step = group < kChunk ? kChunk / group * group : kChunk;
-  for (std::int64_t begin = 0; begin < count; begin += step) {
-    const std::int64_t part = count - begin < step ? count - begin : step;
-    read_codes(codes + bytes(type, begin), part, type, parts[0]);
-    scale_elements(parts[0], part, group < part ? group : part, scales + begin / group, false,
-                   parts[1]);
-    if (to_bf16) {
-      auto* halves = static_cast<std::uint16_t*>(values) + begin;
-      for (std::int64_t i = 0; i < part; ++i) {
-        halves[i] = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(parts[1][i]) >> 16);
-      }
-    } else {
-      std::memcpy(static_cast<float*>(values) + begin, parts[1], static_cast<std::size_t>(part) * 4);
+  float unscaled[kChunk], scaled[kChunk];
+  for (std::int64_t begin = 0, part = 0; begin < count; begin += part) {
+    // Whole groups, or a part of one.
+    part = group < kChunk ? kChunk / group * group : group - begin % group;
+    if (part > kChunk) part = kChunk;
+    if (part > count - begin) part = count - begin;
+    read_codes(codes + bytes(type, begin), part, type, unscaled);
+    float* products = to_bf16 ? scaled : static_cast<float*>(values) + begin;
+    scale_elements(unscaled, part, group < part ? group : part, scales + begin / group, false,
+                   products);
+    if (!to_bf16) continue;
+    auto* halves = static_cast<std::uint16_t*>(values) + begin;
+    for (std::int64_t i = 0; i < part; ++i) {
+      halves[i] = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(scaled[i]) >> 16);
     }
   }
 }

@@ -63,7 +63,7 @@ FUSEDMOE_HD static inline std::uint8_t mx_scale_code(float amax, bool e2m1, MxSc
 /// (A test compares all such significands of `value` with random scales.)
 FUSEDMOE_HD static inline float quotient(float value, float scale, float inverse) {
   const float first = value * inverse;
-  // The inner one is not negated: for ARM GCC 12 makes FNMADD of that, where -0 / scale became 0.
+  // -inverse, as GCC 12 makes FNMADD of a negated fma on ARM, which loses the sign of -0 / scale.
   return std::fma(std::fma(first, scale, -value), -inverse, first);
 }
 

@@ -17,7 +17,7 @@
 namespace fusedmoe {
 namespace {
 
-constexpr std::int64_t kCounts[] = {1, 15, 16, 31, 90, 360, 1024, 1025, 2880, 5000};
+constexpr std::int64_t kCounts[] = {0, 1, 15, 16, 31, 90, 360, 1024, 1025, 2880, 5000};
 
 QuantKey key_of(DType value, std::int64_t group, bool full_range = false) {
   QuantKey key = value == DType::kE4M3 ? keys::e4m3_group()
@@ -29,14 +29,14 @@ QuantKey key_of(DType value, std::int64_t group, bool full_range = false) {
 }
 
 std::vector<QuantKey> all_keys() {
-  std::vector<QuantKey> keys{keys::e4m3_tensor(),   keys::e4m3_row(true),   keys::e4m3_group(),
-                             keys::e4m3_group(true), keys::mxfp8(true),     keys::nvfp4(true),
+  std::vector<QuantKey> keys{keys::e4m3_tensor(),    keys::e4m3_row(true), keys::e4m3_group(),
+                             keys::e4m3_group(true), keys::mxfp8(true),    keys::nvfp4(true),
                              keys::int8_row(true)};
   for (const MxScaleRule rule :
        {MxScaleRule::kOcp, MxScaleRule::kEven, MxScaleRule::kCeil, MxScaleRule::kFloor}) {
     keys.push_back(keys::mxfp4(true, rule));
   }
-  for (const std::int64_t group : {1, 24, 32, 256, 1500, 4096}) {
+  for (const std::int64_t group : {1, 24, 32, 64, 256, 1500, 4096}) {
     for (const DType value : {DType::kE4M3, DType::kI8, DType::kI16}) {
       keys.push_back(key_of(value, group));
     }
@@ -63,7 +63,8 @@ struct Quantized {
   bool operator==(const Quantized&) const = default;
 };
 template <class Function>
-Quantized quantized(const Function& function, const std::vector<float>& row, const QuantKey& key) {
+Quantized quantized(const Function& function, const std::vector<float>& row, const QuantKey& key,
+                    float scale = 0.37F) {
   // One byte more than is written, which must stay.
   const auto count = static_cast<std::int64_t>(row.size());
   const std::int64_t code_bytes =
@@ -71,7 +72,7 @@ Quantized quantized(const Function& function, const std::vector<float>& row, con
   const std::int64_t scale_bytes = bytes(*key.scale, core::scales_per_row(key, count));
   Quantized result{std::vector<std::uint8_t>(static_cast<std::size_t>(code_bytes) + 1, 0xa5),
                    std::vector<std::uint8_t>(static_cast<std::size_t>(scale_bytes) + 1, 0xa5)};
-  function(row.data(), count, key, 0.37F, result.codes.data(), result.scales.data());
+  function(row.data(), count, key, scale, result.codes.data(), result.scales.data());
   EXPECT_EQ(result.codes.back(), 0xa5);
   EXPECT_EQ(result.scales.back(), 0xa5);
   return result;
@@ -92,25 +93,43 @@ TEST(CpuQuantizeTest, EveryLevelWritesTheSameBytes) {
   }
 }
 
+TEST(CpuQuantizeTest, WithAScaleThatHasNoReciprocalAllValuesCountAsZero) {
+  const std::vector<float> row{1, -1, 0.5F, 1e30F};
+  for (const float scale : {0.0F, -0.0F, 1e-45F}) {
+    for (const cpu::Kernels* level : cpu::levels()) {
+      const Quantized result = quantized(level->quantize_row, row, keys::e4m3_tensor(), scale);
+      for (std::size_t i = 0; i < row.size(); ++i) {
+        EXPECT_EQ(result.codes[i] & 0x7f, 0) << level->name << ", " << scale;
+      }
+    }
+  }
+}
+
 TEST(CpuQuantizeTest, EveryLevelReadsCodesAsTheFormatsSay) {
   testing::Random random(0xdec0de);
   for (const DType type : {DType::kE4M3, DType::kE2M1, DType::kI8, DType::kI16}) {
     for (const std::int64_t count : kCounts) {
-      for (const std::int64_t group : {std::int64_t{16}, std::int64_t{24}, std::int64_t{128}, count}) {
+      if (count == 0) continue;
+      for (const std::int64_t group :
+           {std::int64_t{16}, std::int64_t{24}, std::int64_t{128}, std::int64_t{1500}, count}) {
         std::vector<std::uint8_t> codes(static_cast<std::size_t>(2 * count));
         for (std::uint8_t& code : codes) code = static_cast<std::uint8_t>(random.below(256));
         std::vector<float> scales(static_cast<std::size_t>((count + group - 1) / group));
-        for (float& scale : scales) scale = std::ldexp(1.0F, static_cast<int>(random.below(30)) - 15);
+        for (float& scale : scales)
+          scale = std::ldexp(1.0F, static_cast<int>(random.below(30)) - 15);
         for (const cpu::Kernels* level : cpu::levels()) {
           std::vector<float> values(codes.size());
           std::vector<std::uint16_t> halves(codes.size());
-          level->expand_codes(codes.data(), count, type, scales.data(), group, false, values.data());
+          level->expand_codes(codes.data(), count, type, scales.data(), group, false,
+                              values.data());
           level->expand_codes(codes.data(), count, type, scales.data(), group, true, halves.data());
           for (std::int64_t i = 0; i < count; ++i) {
             const float value = load_f32(codes.data(), type, i) * scales[i / group];
-            const auto bits = std::bit_cast<std::uint32_t>(value), got = std::bit_cast<std::uint32_t>(values[i]);
+            const auto bits = std::bit_cast<std::uint32_t>(value),
+                       got = std::bit_cast<std::uint32_t>(values[i]);
             ASSERT_EQ(got, bits) << level->name << ", " << name(type) << ", element " << i;
-            ASSERT_EQ(halves[i], bits >> 16) << level->name << ", " << name(type) << ", element " << i;
+            ASSERT_EQ(halves[i], bits >> 16)
+                << level->name << ", " << name(type) << ", element " << i;
           }
         }
       }
