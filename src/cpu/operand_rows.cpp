@@ -107,8 +107,8 @@ void OperandRows::expand_int8(const std::uint8_t* codes, std::byte* target) cons
   }
 }
 
-/// Group scales go to the kernel 64 at a time. Where they are not folded, the whole row is one group
-/// with factor 1.
+/// Group scales go to the kernel 64 at a time. Where they are not folded, the whole row is one
+/// group with factor 1.
 void OperandRows::expand_floats(const std::uint8_t* codes, const void* scales,
                                 std::byte* target) const {
   constexpr std::int64_t kGroupsAtOnce = 64;
