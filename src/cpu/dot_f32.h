@@ -45,8 +45,9 @@ void multiply_integers(const TileJob& job) {
   }
 }
 
-/// Codes that become fp32 by the scales of their groups; Few is the codec for few rows, except on
-/// AVX-512: there making the scales again for each block is faster than loading them for each step.
+/// Codes that become fp32 by the scales of their groups. Few rows use the codec `Few`, which makes
+/// a group's scales once and loads them for each step. AVX-512 uses `Codec` for few rows, too: it
+/// makes the scales again for each block, which is faster there.
 template <class D, class Codec, class Few>
 void multiply_scaled(const TileJob& job) {
   using Stream = std::conditional_t<PermutesFloats<typename D::Simd>, Codec, Few>;

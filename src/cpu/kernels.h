@@ -253,8 +253,8 @@ struct Kernels {
   /// core::quantize_row().
   void (*quantize_row)(const float* x, std::int64_t count, const QuantKey& key, float scale,
                        std::uint8_t* codes, void* scales);
-  /// values[i] = value of code i, of activations, times scales[i / group]. With `to_bf16` the
-  /// values are bf16, which must hold each product exactly; else fp32.
+  /// Turns codes of activations into values: values[i] = value of code i * scales[i / group]. They
+  /// are fp32, or with `to_bf16` bf16; then each product must be exact in bf16.
   void (*expand_codes)(const std::uint8_t* codes, std::int64_t count, DType type,
                        const float* scales, std::int64_t group, bool to_bf16, void* values);
   /// output = activation of gate and up, `count` values each, a multiple of 64; not rounded.

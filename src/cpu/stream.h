@@ -63,8 +63,9 @@ inline constexpr bool kHasBf16Dots =
 template <class Codec>
 inline constexpr bool kDecodes = Codec::kK >= 4 && Codec::kSteps > 1;
 
-/// Whether R rows read one tile at a time and prefetch the next. Where weights have to be decoded
-/// that is faster than tiles side by side; for bf16 weights and bf16 dot products it is slower.
+/// Whether the kernel for R rows reads one tile at a time and prefetches the next, instead of
+/// reading several tiles side by side. It does so for weights that must be decoded, where it is
+/// faster. For bf16 weights with bf16 dot products it is slower.
 template <class D, class Codec, int R>
 inline constexpr bool kPrefetchesTiles =
     kHoldsRows<typename D::Simd, R> &&

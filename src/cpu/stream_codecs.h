@@ -1,8 +1,8 @@
-// Codecs for few rows that convert integers to fp32 rather than look them up, and what stream.h
-// asks codecs. They decode one step of a block at a time. Their weights may be multiples
-// of a power of two, kUnit, which the scales take away again: results are bit for bit those of the
-// codecs of panels (codecs.h) while a group's sum stays below 2^99, its scale is at least 2^-98 and
-// no product is subnormal. Included by isa_*.cpp only.
+// Codecs for few rows that convert integers to fp32 rather than look them up, and the questions
+// that stream.h asks about a codec. These codecs decode one step of a block at a time. Their values
+// may be kUnit (a power of two) times the weight, and the scales divide by kUnit again: results are
+// bit for bit those of the codecs of panels (codecs.h) while a group's sum stays below 2^99, its
+// scale is at least 2^-98 and no product is subnormal. Included by isa_*.cpp only.
 #pragma once
 
 #include "cpu/codecs.h"

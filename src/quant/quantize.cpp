@@ -72,10 +72,6 @@ float nvfp4_global_scale(float amax) {
   return std::isfinite(1.0F / scale) ? scale : 1.0F;
 }
 
-std::uint8_t mx_scale(float amax, DType element, MxScaleRule rule) {
-  return mx_scale_code(amax, element == DType::kE2M1, rule);
-}
-
 void quantize_row(const float* x, std::int64_t count, const QuantKey& key, float scale,
                   std::uint8_t* codes, void* scales) {
   quantize_row_here(x, count, key, scale, codes, scales);

@@ -49,10 +49,6 @@ float amax(const float* x, std::int64_t count);
 /// The dynamic scale of a tensor (e4m3 per tensor) whose largest magnitude is `amax`.
 float tensor_scale(float amax);
 
-/// Code of the E8M0 scale of an MX block of e2m1 or e4m3 elements whose largest magnitude is
-/// `amax`.
-std::uint8_t mx_scale(float amax, DType element, MxScaleRule rule);
-
 /// The global scale (multiplier of the block scales) of an NVFP4 tensor whose largest magnitude is
 /// `amax`; 1 where that would have no reciprocal.
 float nvfp4_global_scale(float amax);

@@ -1,6 +1,7 @@
 // One element to its code without branches, so that loops over rows vectorize. Equal to the
-// conversions of fusedmoe/quant.h for every fp32 value. Functions are static, here and in
-// quantize_scales.h: each level of the CPU compiles them with its own instructions.
+// conversions of fusedmoe/quant.h for every fp32 value. Here and in quantize_scales.h functions are
+// static, because each level of the CPU compiles them with its own instructions: the linker must
+// not take the copy of one level for another.
 #pragma once
 
 #include <algorithm>

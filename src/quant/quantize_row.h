@@ -1,7 +1,7 @@
-// Quantization of one row of activations: largest magnitudes, scales, codes; and from codes back to
-// values. The order of the floating-point operations is part of the formats: vLLM's kernels for
-// FP8, INT8 and NVFP4, the OCP Microscaling specification and its three published variants for MX.
-// Formulas: docs/number-formats.md, "Quantization formulas".
+// Quantizes one row of activations: finds the largest magnitudes, makes scales, writes codes. Also
+// turns codes back into values. The order of the floating-point operations is part of the formats:
+// vLLM's kernels for FP8, INT8 and NVFP4, the OCP Microscaling specification and its three
+// published variants for MX. Formulas: docs/number-formats.md, "Quantization formulas".
 //
 // Loops go over many elements and have no branches, so compilers make vectors of them. Each file
 // that includes this (quantize.cpp, and cpu/dot_f32.h for the levels of the CPU) compiles it with

@@ -1,5 +1,6 @@
-// Rows quantized, and expanded to values, with the instructions of each level: the same bytes as
-// with those that every processor has, which quantize_test.cpp compares with an oracle.
+// Each level quantizes rows, and turns codes back into values, with its own instructions. The bytes
+// must be those of core::quantize_row(), which quantize_test.cpp compares with an oracle, and the
+// values those of load_f32().
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -213,7 +213,7 @@ TEST(QuantizeExamplesTest, Mxfp4ScaleRules) {
         Row{4, -1, 0, 0, 0}, Row{6, 0, 0, 0, 0}, Row{6.0001F, 0, 0, 1, 0}, Row{7, 0, 1, 1, 0},
         Row{8, 0, 1, 1, 1}}) {
     const auto log2 = [&](MxScaleRule rule) {
-      return core::mx_scale(row.amax, DType::kE2M1, rule) - 127;
+      return core::mx_scale_code(row.amax, true, rule) - 127;
     };
     EXPECT_EQ(log2(MxScaleRule::kFloor), row.floor) << row.amax;
     EXPECT_EQ(log2(MxScaleRule::kEven), row.even) << row.amax;

@@ -277,7 +277,8 @@ __device__ __forceinline__ void store_block(SharedMemory<K>& shared, const Fused
   if (gemm.out_f32) return write_slices_f32<K>(gemm, tile, first_token, values, first_row);
   if (gemm.epilogue == Epilogue::kActivate) {  // slices of gate and up alternate
     constexpr int kActivated = K::kAccumulators / 2;
-    // In place, as registers are few: an activated value replaces one that has been used.
+    // In place, because registers are scarce. Activated value i overwrites values[i], which no
+    // later value reads: gate is at least i.
     call_for_gated(p.activation, [&](const ResolvedActivation& known) {
 #pragma unroll
       for (int i = 0; i < kActivated; ++i) {
