@@ -274,7 +274,8 @@ class E4m3Pairs {
           // the formula for normal values gives for magnitude m, and the right value.
           const std::uint32_t magnitude = i % 8;
           const std::uint32_t shifted = (magnitude << 20) + (120u << 23);
-          return static_cast<std::uint16_t>((bits_of_float(e4m3_value(magnitude)) ^ shifted) >> 16);
+          const float value = core::e4m3_value(static_cast<std::uint8_t>(magnitude));
+          return static_cast<std::uint16_t>((bits_of_float(value) ^ shifted) >> 16);
         })),
         high_(S::table({0x3C, 0x3D, 0x3E, 0x3F, 0x40, 0x41, 0x42, 0x43,  //
                         0xBC, 0xBD, 0xBE, 0xBF, 0xC0, 0xC1, 0xC2, 0xC3})) {}

@@ -36,8 +36,8 @@ class NibblesToU8 {
 
   explicit NibblesToU8(const TileFormat&) {
     std::uint8_t table[16];
-    for (std::uint32_t i = 0; i < 16; ++i) {
-      table[i] = static_cast<std::uint8_t>(2 * e2m1_value(i) + 12);
+    for (std::uint8_t i = 0; i < 16; ++i) {
+      table[i] = static_cast<std::uint8_t>(2 * core::e2m1_value(i) + 12);
     }
     table_ = S::table(table);
   }

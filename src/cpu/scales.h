@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "cpu/kernels.h"
+#include "quant/quantize_elements.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -25,25 +26,12 @@ inline std::uint32_t bits_of_float(float value) {
   return bits;
 }
 
-inline float e4m3_value(std::uint32_t code) {
-  constexpr std::uint32_t kExponentShift = 127 - 7;
-  const std::uint32_t magnitude = code & 0x7F;
-  const float normal = float_of_bits((magnitude << 20) + (kExponentShift << 23));
-  const float subnormal = static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-9f;
-  const float finite = magnitude < 8 ? subnormal : normal;
-  const float value = magnitude == 0x7F ? float_of_bits(0x7FC00000) : finite;
-  return code & 0x80 ? -value : value;
-}
-
-inline float e2m1_value(std::uint32_t code) {
-  static constexpr float kMagnitudes[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-  return code & 8 ? -kMagnitudes[code & 7] : kMagnitudes[code & 7];
-}
-
 /// The value of a 4-bit code: E2M1, or an integer minus `zero`.
 template <Codes kCodes>
 inline float nibble_value(std::uint32_t code, int zero) {
-  if constexpr (kCodes == Codes::kE2M1 || kCodes == Codes::kMxfp4) return e2m1_value(code);
+  if constexpr (kCodes == Codes::kE2M1 || kCodes == Codes::kMxfp4) {
+    return core::e2m1_value(static_cast<std::uint8_t>(code));
+  }
   return static_cast<float>(static_cast<int>(code) - zero);
 }
 

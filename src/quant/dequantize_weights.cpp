@@ -1,6 +1,5 @@
 // Weight matrices of every key decoded to f32, and the merging of two FP8 scales into one.
 #include <algorithm>
-#include <array>
 #include <vector>
 
 #include "core/check.h"
@@ -8,6 +7,7 @@
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
 #include "quant/quantize.h"
+#include "quant/quantize_elements.h"
 #include "quant/weight_layout.h"
 
 namespace fusedmoe {
@@ -18,20 +18,6 @@ using core::WeightLayout;
 
 constexpr std::int64_t kParallelElements = 1 << 18;
 
-template <std::size_t kCodes>
-std::array<float, kCodes> table_of(float (*decode)(std::uint8_t)) {
-  std::array<float, kCodes> table{};
-  for (std::size_t code = 0; code < kCodes; ++code) {
-    table[code] = decode(static_cast<std::uint8_t>(code));
-  }
-  return table;
-}
-
-float e4m3_value(std::uint8_t code) {
-  static const auto kTable = table_of<256>(e4m3_to_f32);
-  return kTable[code];
-}
-
 /// Element `column` of a row before its scale: a value of the format, or an unsigned code.
 float stored_value(const WeightMatrix& matrix, const QuantKey& key, std::int64_t row,
                    std::int64_t column) {
@@ -41,11 +27,10 @@ float stored_value(const WeightMatrix& matrix, const QuantKey& key, std::int64_t
   };
   switch (key.value) {
     case DType::kE4M3:
-      return e4m3_value(values.as<const std::uint8_t>()[index(1)]);
-    case DType::kE2M1: {
-      static const auto kTable = table_of<16>(e2m1_to_f32);
-      return kTable[values.as<const std::uint8_t>()[index(2)] >> (column % 2 * 4) & 15];
-    }
+      return core::e4m3_value(values.as<const std::uint8_t>()[index(1)]);
+    case DType::kE2M1:
+      return core::e2m1_value(
+          static_cast<std::uint8_t>(values.as<const std::uint8_t>()[index(2)] >> (column % 2 * 4)));
     case DType::kI4:
       return static_cast<float>(values.as<const std::uint32_t>()[index(8)] >> (column % 8 * 4) &
                                 15);
@@ -126,7 +111,7 @@ class Decoder {
                   .as<const float>()[per_row ? r * matrix_.global_scale.stride(0) : 0];
     for (std::int64_t i = begin; i < end; ++i) {
       float value = (stored_value(matrix_, key_, r, i) - zero) * scale;
-      if (per_row) value = e4m3_value(f32_to_e4m3(value));
+      if (per_row) value = core::e4m3_value(core::e4m3_code(value));
       out[i] = value * global;
     }
   }

@@ -37,8 +37,16 @@ TEST(QuantizeElementsTest, ValuesOfCodesAreThoseOfTheFormats) {
   for (int code = 0; code < 256; ++code) {
     const auto byte = static_cast<std::uint8_t>(code);
     ASSERT_EQ(bits_of(core::e4m3_value(byte)), bits_of(e4m3_to_f32(byte))) << code;
+    if ((code & 0x7F) != 0x7F) {
+      const auto expected = static_cast<float>(oracle::e4m3_decode(byte));
+      ASSERT_EQ(bits_of(core::e4m3_value(byte)), bits_of(expected)) << code;
+    } else {
+      ASSERT_TRUE(std::isnan(core::e4m3_value(byte))) << code;
+    }
     if (code < 16) {
       ASSERT_EQ(bits_of(core::e2m1_value(byte)), bits_of(e2m1_to_f32(byte))) << code;
+      const auto expected = static_cast<float>(oracle::e2m1_decode(code));
+      ASSERT_EQ(bits_of(core::e2m1_value(byte)), bits_of(expected)) << code;
     }
   }
 }
