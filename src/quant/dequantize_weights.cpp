@@ -126,16 +126,15 @@ class Decoder {
 void take_scale(WeightMatrix& half, const WeightMatrix& other,
                 std::vector<std::shared_ptr<const void>>& owners) {
   const TensorView& old = half.values;
+  const QuantKey key = keys::e4m3_tensor();
   const float from = scale_value(half.scales, DType::kF32, 0);
   const float to = scale_value(other.scales, DType::kF32, 0);
   const std::int64_t out = old.size(0), in = old.size(1);
   const Tensor values = Tensor::empty({out, in}, DType::kE4M3);
   core::parallel_for(default_executor(), out, out * in >= kParallelElements, [&](std::int64_t r) {
-    for (std::int64_t i = 0; i < in; ++i) {
-      const float value = stored_value(half, keys::e4m3_tensor(), r, i) * from;
-      core::quantize_row(&value, 1, keys::e4m3_tensor(), to, values.as<std::uint8_t>() + r * in + i,
-                         nullptr);
-    }
+    std::vector<float> row(static_cast<std::size_t>(in));
+    for (std::int64_t i = 0; i < in; ++i) row[i] = stored_value(half, key, r, i) * from;
+    core::quantize_row(row.data(), in, key, to, values.as<std::uint8_t>() + r * in, nullptr);
   });
   owners.push_back(values.owner());
   half.values = values;
