@@ -2,10 +2,12 @@
 // registers: each weight is read once, and nothing is stored and read back. The time is that of
 // reading the weights from memory. A core that reads one tile from its beginning to its end
 // requests too few cache lines at a time. So it prefetches the next tile to the L2 while it reads
-// this one (kPrefetchesTiles). Weights that need no decoding read several tiles side by side
-// instead, with one or two rows and where registers hold the accumulators. Formats that decode
-// quickly take more rows, in blocks; each block reads the same tile again. Results are those of
-// multiply.h and multiply_groups.h, bit for bit. Included by isa_*.cpp only.
+// this one (kPrefetchesTiles), but only where the registers hold the accumulators of a whole tile
+// (kHoldsRows): always on AVX-512, on AVX2 with one row. Otherwise it prefetches the first KiB of
+// the next job's tiles. On AVX-512, one or two rows of weights that need no decoding read several
+// tiles side by side instead. Formats that decode quickly take more rows, in blocks; each block
+// reads the same tile again. Results are those of multiply.h and multiply_groups.h, bit for bit.
+// Included by isa_*.cpp only.
 #pragma once
 
 #include <type_traits>
