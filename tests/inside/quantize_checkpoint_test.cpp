@@ -254,8 +254,9 @@ TEST(QuantizedNamesTest, PartsOfGroupsAreRefused) {
         std::pair{"int8_g128", CheckpointLayout::kGptq},
         std::pair{"w4a8", CheckpointLayout::kCompressedTensors},
         std::pair{"fp8_block", CheckpointLayout::kCompressedTensors}}) {
-    const std::string error =
-        error_text([&] { TinyCheckpoints::instance().quantized("qwen3_moe", scheme, layout); });
+    const std::string error = error_text([scheme = scheme, layout = layout] {
+      TinyCheckpoints::instance().quantized("qwen3_moe", scheme, layout);
+    });
     EXPECT_NE(error.find("160 is no multiple of"), std::string::npos) << scheme << ": " << error;
   }
 }

@@ -156,7 +156,7 @@ TEST(FamilyTest, DescriptionThatCannotBeHonouredIsRefused) {
       {R"({"families": []})", "an empty list"},
   };
   for (const auto& [json, wanted] : cases) {
-    const std::string error = error_text([&] { Family::parse(json, "x.json"); });
+    const std::string error = error_text([&, json = json] { Family::parse(json, "x.json"); });
     EXPECT_NE(error.find(wanted), std::string::npos) << json << "\n" << error;
   }
   Family::parse(layout(both + R"(, "gate_up_bias": "b", "down_bias": "c", "interleaved": true)"),
