@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/gemm/heuristic.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
 #include "fusedmoe/comm.h"
@@ -251,6 +252,65 @@ TEST_F(CudaFp8F16, AnExpertsOutputMayBeLargerThanF16) {
       SCOPED_TRACE(suffix);
       const Tensor actual = run_variant(problem, testing::gpu_variant(suffix), DType::kF16, kGpu);
       expect_close(actual, expected, spec.scheme);
+    }
+  }
+}
+
+/// What GEMM 1 of FP8 rows stores in each of its tiles; swigluoai is in
+/// CudaSchemes.EveryConfiguration.
+struct StoredRows {
+  const char* scheme;
+  Activation activation;
+  const char* suffix = "";
+  std::string name() const {
+    return std::string(scheme) + "_" + std::string(fusedmoe::name(activation)) + suffix;
+  }
+};
+void PrintTo(const StoredRows& rows, std::ostream* stream) {
+  *stream << rows.name();
+}
+
+std::vector<StoredRows> stored_rows() {
+  std::vector<StoredRows> result;
+  for (const char* scheme : {"fp8_block", "fp8_channel_token"}) {
+    result.push_back({scheme, Activation::kSilu});
+    result.push_back({scheme, Activation::kRelu2NoMul});
+    result.push_back({scheme, Activation::kSilu, "_unfused"});
+    result.push_back({scheme, Activation::kGeluTanhNoMul, "_unfused"});
+  }
+  return result;
+}
+
+class CudaFp8Tiles : public testing::CudaTestWith<StoredRows> {};
+INSTANTIATE_TEST_SUITE_P(All, CudaFp8Tiles, ::testing::ValuesIn(stored_rows()),
+                         [](const auto& info) { return info.param.name(); });
+
+TEST_P(CudaFp8Tiles, MatchReference) {
+  const auto& [scheme, activation, suffix] = GetParam();
+  const Variant variant = testing::gpu_variant(suffix);
+  for (const std::int64_t tokens : {12, 65, 129, 200}) {
+    Case spec;
+    spec.num_tokens = tokens;
+    spec.num_experts = 5;
+    spec.hidden = 296;
+    spec.intermediate = 328;  // ends inside a packed block
+    spec.scheme = parse_scheme(scheme);
+    spec.activation = activation;
+    spec.bias = true;
+    spec.skew = testing::RoutingSkew::kOneExpert;  // so tiles have as many rows as tokens
+    const Problem problem = testing::make_problem(spec);
+    const Tensor expected =
+        run_variant(problem, find_variant(variant.hooks ? "reference_unfused" : "reference"),
+                    DType::kBF16, kHost);
+    for (const cuda::TileShape& tile : testing::format_of(spec.scheme).tiles) {
+      SCOPED_TRACE(std::to_string(tokens) + " tokens, " + to_string(tile));
+      testing::RunOptions options;
+      options.kernel_config = cuda::find_config(to_string(cuda::KernelConfig{tile, 1, false}));
+      ASSERT_GE(options.kernel_config, 0);
+      const Tensor actual = run_variant(problem, variant, DType::kBF16, kGpu, options);
+      expect_close(actual, expected, spec.scheme);
+      EXPECT_TRUE(
+          bitwise_equal(run_variant(problem, variant, DType::kBF16, kGpu, options), actual));
     }
   }
 }
