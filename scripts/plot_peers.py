@@ -3,7 +3,7 @@
 
 The README's picture is made by
   scripts/plot_peers.py --peers bench/peers-h200.csv -o docs/speed-h200.svg \\
-      bench/results/h200-{647219c-{mxfp4,bf16},82c5f50-fp8,dd6fb3d-int4,647219c-nvfp4,dc47099-w4a8}.csv
+      bench/results/h200-5c71b12-{mxfp4,bf16,fp8,int4,nvfp4,w4a8}.csv
 """
 import argparse
 import csv
