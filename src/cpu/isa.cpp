@@ -80,11 +80,15 @@ Levels::Levels() {
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     add(avx512_kernels());
     if (__builtin_cpu_supports("avx512vnni")) {
+      const bool has_bf16 =
+          __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+      // Intel's bf16 dot products are slower than its fp32 ones (docs/performance-cpu.md). There
+      // the host of a guest may also keep AMX for itself.
+      const bool is_slow = __builtin_cpu_is("intel");
+      if (has_bf16 && is_slow) add(avx512_bf16_kernels());
       add(avx512_vnni_kernels());
-      if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
-        add(avx512_bf16_kernels());
-        if (amx_available()) add(amx_kernels());
-      }
+      if (has_bf16 && !is_slow) add(avx512_bf16_kernels());
+      if (has_bf16 && amx_available()) add(amx_kernels());
     }
   }
 #elif defined(__aarch64__) && defined(__linux__)
