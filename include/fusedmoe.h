@@ -105,7 +105,7 @@ typedef struct fusedmoe_tensor { /* never changes */
 
 FUSEDMOE_C_API const char* fusedmoe_version(void);
 /* Name of the level of instructions that the CPU kernels run with, as "avx2" or "neon". Chosen once
- * from the processor; the environment variable FUSEDMOE_CPU_ISA may name a lower one.
+ * from the processor; the environment variable FUSEDMOE_CPU_ISA may name another.
  * docs/cpu-kernels.md has all names. */
 FUSEDMOE_C_API const char* fusedmoe_cpu_isa(void);
 /* Threads of CPU work that is given no executor; 0 restores the default. */

@@ -79,7 +79,7 @@ FUSEDMOE_API int num_threads();
 /// Name of the level of instructions that the CPU kernels run with: on x86-64 "generic", "avx2",
 /// "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16" or "amx", on 64-bit ARM "neon",
 /// "neon_dotprod", "neon_i8mm" or "neon_bf16". Chosen once from the processor;
-/// the environment variable FUSEDMOE_CPU_ISA may name a lower one.
+/// the environment variable FUSEDMOE_CPU_ISA may name another.
 FUSEDMOE_API std::string_view cpu_isa();
 /// All levels that this machine has, the best first.
 FUSEDMOE_API std::vector<std::string_view> cpu_isas();

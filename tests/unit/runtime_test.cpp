@@ -34,11 +34,11 @@ Tensor sequence(std::int64_t count) {
 }
 
 #if defined(__x86_64__) && defined(__linux__)
-/// What the kernel of the system says about the processor.
-std::set<std::string> processor_flags() {
+/// What the kernel of the system says about the processor, under one name.
+std::set<std::string> processor_words(std::string_view name) {
   std::ifstream file("/proc/cpuinfo");
   for (std::string line; std::getline(file, line);) {
-    if (!line.starts_with("flags")) continue;
+    if (!line.starts_with(name)) continue;
     std::istringstream words(line.substr(line.find(':') + 1));
     return {std::istream_iterator<std::string>(words), {}};
   }
@@ -46,7 +46,7 @@ std::set<std::string> processor_flags() {
 }
 
 TEST(RuntimeTest, LevelsAreThoseOfTheProcessor) {
-  const std::set<std::string> flags = processor_flags();
+  const std::set<std::string> flags = processor_words("flags");
   const auto has = [&](std::initializer_list<const char*> needed) {
     return std::all_of(needed.begin(), needed.end(), [&](auto* flag) { return flags.count(flag); });
   };
@@ -59,9 +59,13 @@ TEST(RuntimeTest, LevelsAreThoseOfTheProcessor) {
   if (add("avx2", has({"avx2", "fma", "f16c"}))) {
     add("avx2_vnni", has({"avx_vnni"}));
     if (add("avx512", has({"avx512f", "avx512bw", "avx512vl", "avx512dq"})) &&
-        add("avx512_vnni", has({"avx512_vnni"})) &&
-        add("avx512_bf16", has({"avx512_bf16", "avx512vbmi"}))) {
-      add("amx", has({"amx_tile", "amx_bf16", "amx_int8"}));
+        has({"avx512_vnni"})) {
+      const bool has_bf16 = has({"avx512_bf16", "avx512vbmi"});
+      const bool is_intel = processor_words("vendor_id").count("GenuineIntel") > 0;
+      add("avx512_bf16", has_bf16 && is_intel);
+      add("avx512_vnni", true);
+      add("avx512_bf16", has_bf16 && !is_intel);
+      add("amx", has_bf16 && has({"amx_tile", "amx_bf16", "amx_int8"}));
     }
   }
   EXPECT_EQ(cpu_isas(), expected);
