@@ -122,6 +122,18 @@ std::span<const Kernels* const> levels() {
   return all.best_first();
 }
 
+bool prefers_side_by_side() {
+#if defined(__x86_64__)
+  static const bool prefers = [] {
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amdfam19h") != 0;
+  }();
+  return prefers;
+#else
+  return false;
+#endif
+}
+
 const Kernels& kernels() {
   static const Kernels& chosen = choose();
   return chosen;

@@ -191,6 +191,7 @@ struct TileJob {
   std::byte* output = nullptr;  // row r at output + r * output_bytes; first tile's first column
   std::int64_t output_bytes = 0;
 
+  bool side_by_side = false;  // prefers_side_by_side(), for kernels that can read tiles either way
   const std::byte* prefetch = nullptr;  // the tiles of the next job, or null
   std::int64_t prefetch_bytes = 0;
   std::byte* scratch = nullptr;  // kScratchBytes of the task's own, 64-byte aligned

@@ -5,7 +5,8 @@
 // this one (kPrefetchesTiles), but only where the registers hold the accumulators of a whole tile
 // (kHoldsRows): always on AVX-512, on AVX2 with one row. Otherwise it prefetches the first KiB of
 // the next job's tiles. On AVX-512, one or two rows of weights that need no decoding read several
-// tiles side by side instead. Formats that decode quickly take more rows, in blocks; each block
+// tiles side by side instead; of MXFP4 where the processor is faster so (prefers_side_by_side()).
+// Formats that decode quickly take more rows, in blocks; each block
 // reads the same tile again. Results are those of multiply.h and multiply_groups.h, bit for bit.
 // Included by isa_*.cpp only.
 #pragma once
@@ -75,10 +76,17 @@ inline constexpr bool kPrefetchesTiles =
 
 template <class D, class Codec, Scaling kScaling, int R>
 void stream_rows(const TileJob& job) {
+  constexpr int kT = kSideBySide<typename D::Simd, R>;
+  // MXFP4 decodes fastest, so there it shows which way brings more lines.
+  constexpr bool kProcessorChooses =
+      kScaling == Scaling::kChained && kT > 1 && (R == 1 || kHasBf16Dots<D>);
   if constexpr (kPrefetchesTiles<D, Codec, R>) {
-    stream_blocks<D, Codec, kScaling, R>(job);
-  } else {
-    constexpr int kT = kSideBySide<typename D::Simd, R>;
+    if (!kProcessorChooses || !job.side_by_side) {
+      stream_blocks<D, Codec, kScaling, R>(job);
+      return;
+    }
+  }
+  if constexpr (!kPrefetchesTiles<D, Codec, R> || kProcessorChooses) {
     int tile = 0;
     for (; tile + kT <= job.num_tiles; tile += kT) {
       TileStreams<D, Codec, kScaling, kT, R>(job, tile).run();
