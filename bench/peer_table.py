@@ -19,9 +19,14 @@ NAMES = {
     "int4": "INT4 g128",
     "nvfp4": "NVFP4",
     "w4a8": "W4A8",
+    "mxfp4-fp8": "MXFP4 x FP8",
     "mxfp4-mxfp4": "MXFP4 x MXFP4",
     "nvfp4-nvfp4": "NVFP4 x NVFP4",
 }
+
+
+# Parts of the names of files that have no peers.
+OWN = ("zipf", "mxfp4-fp8", "mxfp4-mxfp4", "nvfp4-nvfp4")
 
 
 def read_peers(path):
@@ -47,9 +52,9 @@ def read_rows(path):
 
 
 def peers_of(path, peers):
-    """Those of a file. Peers ran with balanced routing only, and none quantizes activations to FP4.
-    Those of FP8 are the best of any scaling."""
-    alone = any(text in os.path.basename(path) for text in ("zipf", "mxfp4-mxfp4", "nvfp4-nvfp4"))
+    """Those of a file. Peers ran with balanced routing only. Those of FP8 are the best of any
+    scaling."""
+    alone = any(text in os.path.basename(path) for text in OWN)
     return {} if alone else peers
 
 

@@ -89,6 +89,7 @@ benches=(
   "int4|int4_g128|balanced|mixtral-8x7b qwen3-30b-a3b qwen3-235b-a22b deepseek-v3 llama4-scout"
   "nvfp4|nvfp4_w4a16|balanced|mixtral-8x7b qwen3-30b-a3b qwen3-235b-a22b deepseek-v3 llama4-scout"
   "w4a8|w4a8|balanced|mixtral-8x7b qwen3-30b-a3b qwen3-235b-a22b deepseek-v3 llama4-scout"
+  "mxfp4-fp8|mxfp4_fp8|balanced|gpt-oss-20b gpt-oss-120b"
   "mxfp4-mxfp4|mxfp4|balanced|gpt-oss-20b gpt-oss-120b"
   "nvfp4-nvfp4|nvfp4|balanced|qwen3-30b-a3b deepseek-v3"
   "mxfp4-zipf|mxfp4_w4a16|zipf|gpt-oss-20b gpt-oss-120b"
