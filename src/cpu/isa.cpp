@@ -82,8 +82,8 @@ Levels::Levels() {
     if (__builtin_cpu_supports("avx512vnni")) {
       const bool has_bf16 =
           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
-      // On Intel vdpbf16ps is slower than fp32 products (docs/performance-cpu.md). That matters in
-      // a guest without AMX.
+      // On Intel vdpbf16ps is slower than fp32 products (docs/performance-cpu.md). So there
+      // avx512_vnni is better than avx512_bf16: a virtual machine without AMX takes it.
       const bool prefers_fp32 = __builtin_cpu_is("intel");
       if (has_bf16 && prefers_fp32) add(avx512_bf16_kernels());
       add(avx512_vnni_kernels());
@@ -124,6 +124,7 @@ std::span<const Kernels* const> levels() {
 
 bool prefers_side_by_side() {
 #if defined(__x86_64__)
+  // Zen 4, and Zen 3, which lacks AVX-512 and so has no kernel that could choose.
   static const bool prefers = [] {
     __builtin_cpu_init();
     return __builtin_cpu_is("amdfam19h") != 0;

@@ -1,14 +1,18 @@
 // One to four rows (five with 4-bit codes and fp32 products on AVX-512) x tiles, decoded in
 // registers: each weight is read once, and nothing is stored and read back. The time is that of
 // reading the weights from memory. A core that reads one tile from its beginning to its end
-// requests too few cache lines at a time. So it prefetches the next tile to the L2 while it reads
-// this one (kPrefetchesTiles), but only where the registers hold the accumulators of a whole tile
-// (kHoldsRows): always on AVX-512, on AVX2 with one row. Otherwise it prefetches the first KiB of
-// the next job's tiles. On AVX-512, one or two rows of weights that need no decoding read several
-// tiles side by side instead; of MXFP4 where the processor is faster so (prefers_side_by_side()).
-// Formats that decode quickly take more rows, in blocks; each block
-// reads the same tile again. Results are those of multiply.h and multiply_groups.h, bit for bit.
-// Included by isa_*.cpp only.
+// requests too few cache lines at a time. So a kernel does one of three things:
+//
+// * It prefetches the next tile to the L2 while it reads this one (kPrefetchesTiles). This needs
+//   registers for the accumulators of all columns of a tile (kHoldsRows): AVX-512 has them always,
+//   AVX2 for one row.
+// * It reads several tiles side by side: on AVX-512 one or two rows of weights that need no
+//   decoding, and of MXFP4 where the processor is faster so (prefers_side_by_side()).
+// * Otherwise it prefetches the first KiB of each tile of the next job.
+//
+// Formats that decode quickly take more rows, in blocks; each block reads the same tile again. The
+// results have the same bits as those of multiply.h and multiply_groups.h. Included by isa_*.cpp
+// only.
 #pragma once
 
 #include <type_traits>
@@ -77,7 +81,7 @@ inline constexpr bool kPrefetchesTiles =
 template <class D, class Codec, Scaling kScaling, int R>
 void stream_rows(const TileJob& job) {
   constexpr int kT = kSideBySide<typename D::Simd, R>;
-  // MXFP4 decodes fastest, so there it shows which way brings more lines.
+  // Only MXFP4: on Zen 4 other formats are about as fast with prefetches, or faster.
   constexpr bool kProcessorChooses =
       kScaling == Scaling::kChained && kT > 1 && (R == 1 || kHasBf16Dots<D>);
   if constexpr (kPrefetchesTiles<D, Codec, R>) {

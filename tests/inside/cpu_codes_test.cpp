@@ -1,6 +1,7 @@
-// The kernels decode every 8-bit code to its exact value: INT8 and E4M3, each code in each of a
-// tile's columns, with fp32 and with bf16 products, on every level of the machine. Row j of the
-// activations is zero but for a one at k = j, so its outputs are the weights at k = j.
+// The kernels decode every 8-bit code of INT8 and E4M3 to its exact value, with fp32 and with bf16
+// products. A tile has each code once in each column. Row j of the activations has a one at k = j
+// and zeros elsewhere, so its outputs are the weights at k = j. ctest runs this program for every
+// level of the machine.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -20,7 +21,8 @@ using cpu::Codes, cpu::Compute, cpu::ScaleType, cpu::kTileColumns;
 constexpr std::int64_t kK = 256;  // every code once in each column
 constexpr int kZero = 77;         // the zero point of formats that have them
 
-/// The code at (k, column). E4M3 has no NaN here, because zero times NaN is not zero.
+/// The code at (k, column). The codes of NaN are left out: every row multiplies every code, and
+/// zero times NaN would make all of its outputs NaN.
 std::uint8_t code_at(Codes codes, std::int64_t k, std::int64_t column) {
   const auto code = static_cast<std::uint8_t>(k + column);
   return codes == Codes::kE4M3 && (code & 0x7F) == 0x7F ? 0 : code;

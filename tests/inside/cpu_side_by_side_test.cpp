@@ -1,5 +1,6 @@
-// Few rows of MXFP4 weights: tiles read side by side give the bits of tiles read one by one. A
-// processor takes one of the two ways (cpu/levels.h), so other tests see only that one.
+// A few rows of MXFP4 weights have the same bits whether tiles are read side by side or one by one.
+// Experts read them as the processor prefers (prefers_side_by_side()), so on one machine other
+// tests see only one of the two. Only levels of AVX-512 have both.
 #include <gtest/gtest.h>
 
 #include <cstdint>

@@ -19,8 +19,8 @@ __device__ __forceinline__ void exchange_amax(SharedMemory<K>& shared,
     static_assert(K::kRowGroups == 2);
     constexpr int kBarrier = 2 * K::kRowGroups;  // behind those of Turns
     // Chunks take turns at two arrays. When one is written again, all have met since it was read:
-    // at the chunk in between or, before the first of a tile, here. (racecheck does not follow a
-    // named barrier of two warpgroups, and reports each write with the read behind it.)
+    // at the chunk in between or, before the first of a tile, here. (racecheck
+    // reports each write with the read behind it, although a named barrier lies between them.)
     if (chunk == 0) sync_threads(256, kBarrier);
     auto& maxima = shared.group_amax[chunk % 2];
 #pragma unroll
