@@ -166,12 +166,12 @@ QuantScheme stored_scheme(const ModelConfig& model, const Block& block) {
   const BlockLayout layout = find_layout(model, block);
   if (layout.experts->storage == ExpertStorage::kMxfp4) return mxfp4_scheme(model);
   if (layout.storage.experts) return model.scheme;
-  if (layout.experts->storage == ExpertStorage::kStacked) {
-    const auto scheme = scheme_of_stacks(layout, block);
+  if (layout.experts->storage == ExpertStorage::kStacked ||
+      layout.experts->storage == ExpertStorage::kPerExpert) {
+    const auto scheme = scheme_of_experts(layout, block);
     return scheme ? *scheme : model.scheme;
   }
-  const std::string suffix = layout.experts->storage == ExpertStorage::kPerExpert ? ".weight" : "";
-  const auto first = block.tensors.find(tensor_name(layout.block, layout.experts->w1) + suffix);
+  const auto first = block.tensors.find(tensor_name(layout.block, layout.experts->w1));
   return first != block.tensors.end() && is_float(first->second.tensor.dtype())
              ? schemes::unquantized(first->second.tensor.dtype())
              : model.scheme;

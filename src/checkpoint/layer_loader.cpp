@@ -164,28 +164,43 @@ class Loader {
     const ExpertLayout& layout = *layout_.experts;
     if (layout.storage == ExpertStorage::kMxfp4) return mxfp4_scheme(model_);
     if (layout_.storage.experts) return model_.scheme;
+    if (layout.storage == ExpertStorage::kPerExpert) return scheme_of_all_experts();
     if (layout.storage != ExpertStorage::kStacked)
       return schemes::unquantized(*checks_.expert_dtype());
     if (!layout.w3.empty()) {
       check_same_format(entry(tensor_name(layout_.block, layout.w1)),
                         entry(tensor_name(layout_.block, layout.w3)), layout.w3);
     }
-    return *scheme_of_stacks(layout_, block_);
+    return *scheme_of_experts(layout_, block_);
   }
 
-  /// Of linear layers that a table describes, or by the formats of gate, up and down.
+  /// By the formats of gate, up and down, or of the first and the last.
+  QuantScheme scheme_of_layers(const std::vector<LinearLayer>& layers) const {
+    const std::string first = layers.front().name + ".weight";
+    if (layers.size() == 3) {
+      check_same_format(entry(first), entry(layers[1].name + ".weight"), layers[1].name);
+    }
+    return *scheme_of_tensors(block_, first, layers.back().name + ".weight");
+  }
+
+  QuantScheme scheme_of_all_experts() const {
+    const QuantScheme scheme = scheme_of_layers(expert_layers(model_, layout_, 0));
+    for (std::int64_t e = 1; e < model_.router.num_experts; ++e) {
+      const std::vector<LinearLayer> layers = expert_layers(model_, layout_, e);
+      const QuantScheme own = scheme_of_layers(layers);
+      FUSEDMOE_CHECK_SUPPORTED(
+          own == scheme, kQuantScheme, layers.front().name,
+          core::format("in {}, while expert 0 is in {}", name(own), name(scheme)),
+          "in the format of the other experts");
+    }
+    return scheme;
+  }
+
+  /// Of linear layers that a table describes, or by the formats of their tensors.
   std::optional<QuantScheme> shared_scheme() const {
     if (model_.shared_intermediate == 0) return std::nullopt;
     if (layout_.storage.shared) return model_.scheme;
-    const SharedNames& names = layout_.shared;
-    const QuantKey key = format_of(names.gate + ".weight"),
-                   down = format_of(names.down + ".weight");
-    if (!names.up.empty()) {
-      check_same_format(entry(names.gate + ".weight"), entry(names.up + ".weight"), names.up);
-    }
-    QuantScheme scheme{key, std::nullopt};
-    if (down != key) scheme.down = down;
-    return scheme;
+    return scheme_of_layers(shared_layers(model_, layout_));
   }
 
   /// By its name from the layer on; undefined for the empty name.
@@ -353,8 +368,9 @@ class Loader {
                       std::vector<std::shared_ptr<const void>>& owners) {
     WeightMatrix result;
     if (!linear) {
-      const BlockTensor& stored = entry(layer.name + ".weight");
+      BlockTensor stored = entry(layer.name + ".weight");
       if (stored.type) {
+        stored.tensor = read(layer.name + ".weight");
         const MatrixStack stack(stored);
         stack.keep_owners(owners);
         return stack.rows(0, layer.shape.out);

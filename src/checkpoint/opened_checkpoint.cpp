@@ -103,6 +103,16 @@ std::optional<ParsedName> parse_name(std::string_view name, const NameRules& rul
   return parsed;
 }
 
+/// Whether a name belongs to the experts that a pattern names: by its first segment, or, where the
+/// pattern ends with the expert's number ("ffn_gate.*"), by two, as the linear layers of a dense
+/// layer begin alike.
+bool of_experts(std::string_view name, std::string_view pattern) {
+  const std::string_view segment = first_segment(pattern);
+  if (first_segment(name) != segment) return false;
+  if (pattern.substr(segment.size()) != ".*") return true;
+  return name.size() > segment.size() && leading_number(name.substr(segment.size() + 1));
+}
+
 // A dense layer has the same block name (mlp.gate_proj.weight), but nothing under `experts`.
 bool holds_experts(const Block& block, const FamilyRow& row) {
   for (const auto& [name, entry] : block.tensors) {
@@ -113,8 +123,7 @@ bool holds_experts(const Block& block, const FamilyRow& row) {
         inside.remove_prefix(segment.size() + 1);
       }
       for (const ExpertLayout& layout : row.layouts) {
-        const std::string_view first = first_segment(inside);
-        if (first == first_segment(layout.w1) || first == first_segment(layout.w2)) return true;
+        if (of_experts(inside, layout.w1) || of_experts(inside, layout.w2)) return true;
       }
     }
   }

@@ -10,10 +10,12 @@
 namespace fusedmoe::checkpoint {
 namespace {
 
-const BlockTensor* find(const BlockLayout& layout, const Block& block, const std::string& pattern) {
-  if (pattern.empty()) return nullptr;
-  const auto found = block.tensors.find(tensor_name(layout.block, pattern));
+const BlockTensor* find(const Block& block, const std::string& name) {
+  const auto found = block.tensors.find(name);
   return found == block.tensors.end() ? nullptr : &found->second;
+}
+const BlockTensor* find(const BlockLayout& layout, const Block& block, const std::string& pattern) {
+  return pattern.empty() ? nullptr : find(block, tensor_name(layout.block, pattern));
 }
 
 }  // namespace
@@ -59,15 +61,24 @@ void MatrixStack::keep_owners(std::vector<std::shared_ptr<const void>>& owners) 
   }
 }
 
-std::optional<QuantScheme> scheme_of_stacks(const BlockLayout& layout, const Block& block) {
-  const BlockTensor* first = find(layout, block, layout.experts->w1);
-  const BlockTensor* last = find(layout, block, layout.experts->w2);
+std::optional<QuantScheme> scheme_of_tensors(const Block& block, const std::string& first_name,
+                                             const std::string& last_name) {
+  const BlockTensor *first = find(block, first_name), *last = find(block, last_name);
   if (!first || !last) return std::nullopt;
   const std::optional<QuantKey> key = key_of(*first), down = key_of(*last);
   if (!key || !down) return std::nullopt;
   QuantScheme scheme{*key, std::nullopt};
   if (*down != *key) scheme.down = down;
   return scheme;
+}
+
+std::optional<QuantScheme> scheme_of_experts(const BlockLayout& layout, const Block& block) {
+  const std::string suffix =
+      layout.experts->storage == ExpertStorage::kPerExpert ? ".weight" : std::string();
+  const auto name = [&](const std::string& pattern) {
+    return tensor_name(layout.block, pattern) + suffix;
+  };
+  return scheme_of_tensors(block, name(layout.experts->w1), name(layout.experts->w2));
 }
 
 void load_stacks(const BlockLayout& layout, const Block& block, std::int64_t num_experts,

@@ -1,4 +1,5 @@
-// Experts whose matrices lie stacked in one tensor each: plain ones, and the blocks of GGUF files.
+// Experts by the formats of their tensors (plain ones, and the blocks of GGUF files), and those
+// whose matrices lie stacked in one tensor each.
 #pragma once
 
 #include <cstdint>
@@ -30,9 +31,12 @@ std::optional<QuantKey> key_of(const BlockTensor& tensor);
 /// Throws Error naming `name` if gate and up have different formats.
 void check_same_format(const BlockTensor& gate, const BlockTensor& up, const std::string& name);
 
-/// The scheme of stacked experts, by the formats of their first and last matrices; none if one is
-/// absent or has a format that nothing here computes.
-std::optional<QuantScheme> scheme_of_stacks(const BlockLayout& layout, const Block& block);
+/// The scheme of experts by the formats of two tensors, their first and last matrices; none if one
+/// is absent or has a format that nothing here computes.
+std::optional<QuantScheme> scheme_of_tensors(const Block& block, const std::string& first_name,
+                                             const std::string& last_name);
+/// The same of a block's experts, stacked or (then of the first one) in tensors of their own.
+std::optional<QuantScheme> scheme_of_experts(const BlockLayout& layout, const Block& block);
 
 /// Fills `weights.experts` from tensors that were checked. Gate and up lie in one
 /// tensor (gate rows first) or each in its own.

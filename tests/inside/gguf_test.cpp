@@ -104,6 +104,13 @@ TEST(GgufTest, TypesOfMixedFilesAreOneScheme) {
   EXPECT_EQ(checkpoint.layer_tensors(0).front().format, "Q4_0");
 }
 
+// The linear layers of a dense layer are called as those of an expert, without the number.
+TEST(GgufTest, DenseLayersBesideExpertsInTensorsOfTheirOwnAreNone) {
+  const Checkpoint checkpoint = Checkpoint::open(path_of("llama-experts-Q8_0"));
+  EXPECT_EQ(checkpoint.moe_layers(), std::vector<std::int64_t>{0});
+  EXPECT_EQ(name(checkpoint.config().scheme), "int8_g32");
+}
+
 // Files of 256 and more columns are too large to be kept, so Q4_K and Q6_K are made here.
 TEST(GgufTest, DownMayHaveAFormatOfItsOwn) {
   constexpr std::int64_t kHidden = 96, kInner = 320, kExperts = 3;

@@ -52,6 +52,7 @@ class Layer:
         self.keys = dict(block_count=1, embedding_length=hidden, expert_count=experts,
                          expert_used_count=topk, expert_feed_forward_length=inner) | keys
         self.tensors, self.values = {}, {}
+        self.others = []  # tensors of other layers
 
     def add(self, name, shape, kind=Type.F32):
         data, values = stored(self.rng, shape, kind)
@@ -73,7 +74,7 @@ class Layer:
         for name, (data, kind) in self.tensors.items():
             plain = data if kind != Type.BF16 else data.view(np.uint8)
             writer.add_tensor("blk.0." + name, plain, raw_dtype=kind)
-        for name, data in extra:
+        for name, data in [*self.others, *extra]:
             writer.add_tensor(name, data)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -170,6 +171,25 @@ def add_shared(layer, width, kind, down=None):
     return layer
 
 
+def merge_gate_up(layer):
+    """Gate and up in one tensor, gate rows first; their biases, too."""
+    for part in ("weight", "bias"):
+        if f"ffn_gate_exps.{part}" in layer.tensors:
+            gate, kind = layer.tensors.pop(f"ffn_gate_exps.{part}")
+            up, _ = layer.tensors.pop(f"ffn_up_exps.{part}")
+            layer.tensors[f"ffn_gate_up_exps.{part}"] = np.concatenate([gate, up], axis=1), kind
+    return layer
+
+
+def split_experts(layer):
+    """One tensor for each expert, as llama.cpp wrote Mixtral before April 2024."""
+    for matrix in ("gate", "up", "down"):
+        data, kind = layer.tensors.pop(f"ffn_{matrix}_exps.weight")
+        for e in range(layer.experts):
+            layer.tensors[f"ffn_{matrix}.{e}.weight"] = data[e], kind
+    return layer
+
+
 def layers():
     big = dict(hidden=512, inner=256)
     result = {f"qwen3moe-{kind.name}": make("qwen3moe", kind)
@@ -199,11 +219,22 @@ def layers():
     nemotron.add("ffn_up_shexp.weight", (32, 32), Type.Q8_0)
     nemotron.add("ffn_down_shexp.weight", (32, 32), Type.Q8_0)
     result["nemotron_h_moe-Q4_0"] = nemotron
-    oss = make("gpt-oss", Type.MXFP4).add("ffn_gate_inp.bias", (4,))
-    for name, width in (("gate", 32), ("up", 32), ("down", 32)):
-        oss.add(f"ffn_{name}_exps.bias", (4, width))
-    result["gpt-oss-MXFP4"] = oss
+    result["gpt-oss-MXFP4"] = gpt_oss(Type.MXFP4)
+    result["gpt-oss-merged-Q8_0"] = merge_gate_up(gpt_oss(Type.Q8_0))
+    result["qwen3moe-merged-Q4_0-F16"] = merge_gate_up(make("qwen3moe", Type.Q4_0, Type.F16))
+    experts = split_experts(make("llama", Type.Q8_0, block_count=2))
+    experts.others = [(f"blk.1.ffn_{matrix}.weight", np.ones((32, 32), np.float32))
+                      for matrix in ("gate", "up", "down")]  # a dense layer
+    result["llama-experts-Q8_0"] = experts
+    result["llama-experts-Q4_0-F32"] = split_experts(make("llama", Type.Q4_0, Type.F32))
     return result
+
+
+def gpt_oss(kind):
+    layer = make("gpt-oss", kind).add("ffn_gate_inp.bias", (4,))
+    for name in ("gate", "up", "down"):
+        layer.add(f"ffn_{name}_exps.bias", (4, 32))
+    return layer
 
 
 def hidden_states(layer):
