@@ -36,7 +36,7 @@ find src include cli bench python tests/unit tests/capi -name '*.h' -o -name '*.
       allow("capi", "fusedmoe"); allow("python", "fusedmoe tools"); allow("mpi", "fusedmoe")
       floor("core", "error tensor runtime dlpack export version")
       floor("quant", "quant"); floor("files", "safetensors"); floor("checkpoint", "checkpoint")
-      floor("moe", "comm weights router experts"); floor("layer", "modular_kernel selection layer")
+      floor("moe", "comm wait_hook weights router experts"); floor("layer", "modular_kernel selection layer")
     }
     {
       file = $1; header = $4

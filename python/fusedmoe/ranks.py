@@ -11,7 +11,8 @@ T = TypeVar("T")
 class Communicator:
     """The ranks of a layer, seen from one of them.
 
-    A failure is final: every call of every rank then raises RuntimeError with the same reason.
+    A failure is final: every call of every rank then raises RuntimeError with the same reason. What
+    a handler of signals raises in a wait, as Ctrl-C does, ends the communicator too.
     """
 
     def __init__(self, handle: _core.Communicator) -> None:
@@ -224,6 +225,9 @@ class Communicator:
             result = step()
         except Exception as error:
             failure = error
+        except BaseException:  # Ctrl-C
+            self.abort("interrupted")
+            raise
         try:
             self._handle.together("" if failure is None else str(failure) or repr(failure))
         except RuntimeError as error:

@@ -33,7 +33,7 @@ void PyPackCache::run(const FusedExpertsArgs& args, Kept& weights, std::vector<K
   const std::lock_guard lock(mutex);
   const auto keep_if_packed = [&, before = cache.size()] {
     if (cache.size() == before) return;
-    const nb::gil_scoped_acquire gil;
+    const WithGil gil;
     try {
       hold_memory(weights);
       sources.push_back(std::move(weights));
@@ -108,13 +108,13 @@ void fused_experts_of(PyPackCache& cache, nb::handle hidden_states, nb::handle w
     };
   }
   std::vector<Kept> forgotten;
-  const nb::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   cache.run(args, weights, forgotten);
 }
 
 void clear(PyPackCache& cache) {
   std::vector<Kept> forgotten;
-  const nb::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   const std::lock_guard lock(cache.mutex);
   forgotten = cache.forget();
 }
@@ -159,7 +159,7 @@ void bind_experts(nb::module_& module) {
       .def(nb::init<>())
       .def("clear", &clear, "Forgets everything: after weights have changed in place.")
       .def("__len__", [](PyPackCache& self) {
-        const nb::gil_scoped_release no_gil;
+        const WithoutGil no_gil;
         const std::lock_guard lock(self.mutex);
         return self.cache.size();
       });

@@ -30,7 +30,7 @@ class PyLayer {
         layer(std::move(weights), std::move(options)) {}
   /// With ranks it may wait for theirs, see PyCommunicator.
   ~PyLayer() {
-    const nb::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     const MoeLayer ended(std::move(layer));
   }
 
@@ -132,7 +132,7 @@ struct PreparedLayer {
 };
 
 std::unique_ptr<PyLayer> make(PreparedLayer& prepared) {
-  const nb::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   return std::make_unique<PyLayer>(std::move(prepared.weights), std::move(prepared.options));
 }
 
@@ -140,7 +140,7 @@ PreparedLayer load(const Checkpoint& checkpoint, std::optional<std::int64_t> ind
                    const nb::dict& settings) {
   LayerOptions options = options_of(settings);
   const bool experts_only = get(settings, "experts_only", false);
-  const nb::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   const std::vector<std::int64_t> layers = checkpoint.moe_layers();
   if (!index && layers.empty()) throw Error("layer", "none", "a checkpoint with experts");
   const std::int64_t chosen = index ? *index : layers.front();
@@ -161,7 +161,7 @@ ExpertWeights experts_of(nb::handle w13, nb::handle w2, const nb::dict& settings
   const QuantScheme scheme = scheme_of(settings, stacked.w13);
   const Activation activation = parse_activation(get<std::string>(settings, "activation", "silu"));
   const ActivationParams params = params_of(settings);
-  const nb::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   return ExpertWeights::from_stacked(stacked, scheme, activation, params);
 }
 
@@ -222,7 +222,7 @@ void forward(PyLayer& layer, nb::handle x, nb::handle out, nb::handle topk_weigh
   call.options.topk_ids = output_view_of(topk_ids, "topk_ids", call.kept);
   call.options.router_logits = output_view_of(router_logits, "router_logits", call.kept);
   call.options.expert_load = output_view_of(expert_load, "expert_load", call.kept);
-  const nb::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   const auto run = [&](Workspace workspace) {
     layer.layer.forward(call.hidden_states, call.output, workspace, call.options);
   };
@@ -235,7 +235,7 @@ void forward_routed(PyLayer& layer, nb::handle x, nb::handle topk_weights, nb::h
   Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows);
   const Routing routing{view_of(topk_ids, "topk_ids", call.kept),
                         view_of(topk_weights, "topk_weights", call.kept)};
-  const nb::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   const auto run = [&](Workspace workspace) {
     layer.layer.forward_routed(call.hidden_states, routing, call.output, workspace, call.options);
   };
@@ -306,7 +306,7 @@ void bind_layers(nb::module_& module) {
   module.def(
       "open_checkpoint",
       [](const std::string& path, bool read_files, const std::string& family) {
-        const nb::gil_scoped_release no_gil;
+        const WithoutGil no_gil;
         CheckpointOptions options;
         if (read_files) options.access = FileAccess::kRead;
         if (!family.empty()) options.family = Family::named(family);

@@ -31,9 +31,9 @@ nb::tuple cpu_limits(nb::handle memory, const std::string& dtype) {
   Kept kept;
   const TensorView view = host_view(memory, "memory", kept);
   const DType element = dtype_of(dtype, "dtype");
-  const nb::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   const double bandwidth = measure_read_bandwidth(view), flops = measure_flop_rate(element);
-  const nb::gil_scoped_acquire gil;
+  const WithGil gil;
   return nb::make_tuple(bandwidth, flops);
 }
 
@@ -52,7 +52,7 @@ nb::tuple route_of(nb::handle logits, nb::handle bias, const nb::dict& settings)
   const Shape shape{scores.size(0), config.topk};
   const Tensor weights = Tensor::empty(shape, DType::kF32), ids = Tensor::empty(shape, DType::kI32);
   {
-    const nb::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     route(config, scores, correction, {ids, weights});
   }
   return nb::make_tuple(weights, ids);
@@ -70,7 +70,7 @@ Tensor logits_of(nb::handle x, nb::handle weight, nb::handle bias) {
                 "(num_tokens, hidden), and weight (num_experts, hidden)", Fault::kShape);
   }
   Tensor logits = Tensor::empty({hidden_states.size(0), weights.weight.size(0)}, DType::kF32);
-  const nb::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   router_logits(weights, hidden_states, logits);
   return logits;
 }
@@ -86,7 +86,7 @@ nb::tuple quantize_weights_of(nb::handle values, const std::string& scheme,
   options.scale_dtype = dtype_of(scale_dtype, "scale_dtype");
   QuantizedMatrix matrix;
   {
-    const nb::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     matrix = quantize_weights(source, parse_scheme(scheme).weights, options, global_amax);
   }
   const auto part = [](const Tensor& tensor) {
@@ -104,7 +104,7 @@ Tensor dequantize_weights_of(nb::handle values, nb::handle scales, nb::handle ze
   matrix.scales = on_host(view_of(scales, "scales", kept), "scales");
   matrix.zero_points = on_host(view_of(zero_points, "zero_points", kept), "zero_points");
   matrix.global_scale = on_host(view_of(global_scale, "global_scale", kept), "global_scale");
-  const nb::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   return dequantize_weights(matrix, parse_scheme(scheme).weights, in);
 }
 
@@ -121,7 +121,7 @@ nb::tuple quantize_activations_of(nb::handle x, const std::string& scheme,
   const Tensor values = Tensor::empty(shape.values, shape.values_dtype);
   const Tensor scales = Tensor::empty(shape.scales, shape.scales_dtype);
   {
-    const nb::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     quantize(source, *parsed.activations, values, scales, scale);
   }
   return nb::make_tuple(values, scales);

@@ -3,6 +3,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <memory>
@@ -11,9 +12,22 @@
 #include <utility>
 
 #include "fusedmoe/comm.h"
+#include "fusedmoe/wait_hook.h"
 
 namespace fusedmoe::python {
 namespace {
+
+/// What a handler of signals has raised, KeyboardInterrupt for one. The other ranks learn so much.
+struct Interrupted : nb::python_error {
+  const char* what() const noexcept override { return "interrupted"; }
+};
+
+/// Python runs its handlers of signals in the main thread, which waits here for other ranks.
+void handle_signals() {
+  if (::gettid() != ::getpid()) return;
+  const WithGil gil;
+  if (PyErr_CheckSignals() != 0) throw Interrupted();
+}
 
 CommunicatorOptions options_of(const std::string& device, double timeout,
                                bool shared_memory = true) {
@@ -40,7 +54,7 @@ PyCommunicator join(int rank, int size, const std::string& address, int port,
   const CommunicatorOptions options = options_of(device, timeout, shared_memory);
   std::optional<Launch> launch;
   if (!address.empty()) launch = Launch{rank, size, 0, address, port, ""};
-  const nb::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   return PyCommunicator(join_processes(std::move(launch), options));
 }
 
@@ -48,7 +62,7 @@ PyCommunicator join(int rank, int size, const std::string& address, int port,
 /// GIL, while the caller holds `gather`.
 GatherCallback collective_of(const nb::callable& gather) {
   return [&gather](const std::string& text) {
-    const nb::gil_scoped_acquire gil;
+    const WithGil gil;
     const nb::object returned = gather(text);
     std::vector<std::string> texts;
     if (!nb::try_cast(returned, texts)) {
@@ -62,7 +76,7 @@ GatherCallback collective_of(const nb::callable& gather) {
 PyCommunicator create(int rank, int size, const nb::callable& gather, const std::string& device,
                       double timeout, bool shared_memory) {
   const CommunicatorOptions options = options_of(device, timeout, shared_memory);
-  const nb::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   auto control = make_control_plane(rank, size, collective_of(gather), options.timeout);
   return PyCommunicator(make_communicator(rank, size, std::move(control), options));
 }
@@ -71,7 +85,7 @@ PyCommunicator create(int rank, int size, const nb::callable& gather, const std:
 PyCommunicator create_in_folder(int rank, int size, const std::string& folder,
                                 const std::string& device, double timeout, bool shared_memory) {
   const CommunicatorOptions options = options_of(device, timeout, shared_memory);
-  const nb::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   return PyCommunicator(make_communicator(rank, size, make_file_control_plane(folder), options));
 }
 
@@ -89,7 +103,7 @@ PyCommunicator create_with_nccl(int rank, int size, const nb::callable& gather,
     throw Error("unique_id", std::to_string(id.size()) + " bytes",
                 std::to_string(kIdBytes) + ", an ncclUniqueId");
   }
-  const nb::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   auto control = make_control_plane(rank, size, collective_of(gather), options.timeout);
   const CallersNccl nccl{reinterpret_cast<void*>(comm.value_or(0)), id};
   return PyCommunicator(make_communicator(rank, size, std::move(control), options, nccl));
@@ -124,6 +138,7 @@ void read_ranks(const nb::dict& settings, LayerOptions& options) {
 }
 
 void bind_ranks(nb::module_& module) {
+  set_wait_hook(&handle_signals);
   nb::class_<PyCommunicator>(module, "Communicator")
       .def("rank", [](const PyCommunicator& self) { return self.communicator->rank(); })
       .def("size", [](const PyCommunicator& self) { return self.communicator->size(); })
@@ -131,24 +146,24 @@ void bind_ranks(nb::module_& module) {
            [](const PyCommunicator& self) { return std::string(self.communicator->backend()); })
       .def("status",
            [](const PyCommunicator& self) {
-             const nb::gil_scoped_release no_gil;
+             const WithoutGil no_gil;
              return self.communicator->status();
            })
       .def("barrier",
            [](PyCommunicator& self) {
-             const nb::gil_scoped_release no_gil;
+             const WithoutGil no_gil;
              self.communicator->barrier();
            })
       .def("together",
            [](PyCommunicator& self, const std::string& failure) {
-             const nb::gil_scoped_release no_gil;
+             const WithoutGil no_gil;
              const auto step = [&] {
                if (!failure.empty()) throw Error::communication(failure);
              };
              self.communicator->together(step, "a step of all ranks");
            })
       .def("abort", [](PyCommunicator& self, const std::string& reason) {
-        const nb::gil_scoped_release no_gil;
+        const WithoutGil no_gil;
         self.communicator->abort(reason);
       });
   module.def("thread_communicators", &threads, nb::arg("size"), nb::arg("device"),

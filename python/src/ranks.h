@@ -12,7 +12,7 @@ struct PyCommunicator {
   explicit PyCommunicator(std::shared_ptr<Communicator> made) : communicator(std::move(made)) {}
   PyCommunicator(PyCommunicator&&) = default;
   ~PyCommunicator() {
-    const nb::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     communicator.reset();
   }
   std::shared_ptr<Communicator> communicator;

@@ -150,7 +150,7 @@ void wait_for_default_stream(const Tensor& tensor, const nb::kwargs& kwargs) {
   constexpr std::int64_t kNoWait = -1, kDefault = 1;  // as DLPack numbers them; None is kDefault
   const auto stream = get<std::int64_t>(kwargs, "stream", kDefault);
   if (tensor.device().is_cpu() || stream == kNoWait || stream == kDefault) return;
-  const nb::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   synchronize(Stream{tensor.device()});
 }
 
@@ -168,7 +168,7 @@ nb::object dlpack_of(nb::handle self, const nb::kwargs& kwargs) {
 
 Tensor converted(const Tensor& tensor, const std::string& dtype) {
   const DType wanted = dtype_of(dtype, "dtype");
-  const nb::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   const Tensor host = to_device(tensor, {});
   const Tensor result = Tensor::empty(tensor.shape(), wanted);
   convert(host, result);
@@ -181,7 +181,7 @@ nb::object moved(nb::handle self, const std::string& device) {
   if (tensor.device() == wanted) return nb::borrow(self);
   Tensor result;
   {
-    const nb::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     result = to_device(tensor, wanted);
   }
   return nb::cast(std::move(result));
@@ -194,7 +194,7 @@ nb::object as_tensor(nb::handle array) {
   hold_memory(*kept);
   if (!view) throw Error("array", "None", "an array", Fault::kNull);
   const std::shared_ptr<Kept> owner(kept.release(), [](Kept* objects) {
-    const nb::gil_scoped_acquire gil;
+    const WithGil gil;
     delete objects;
   });
   return object_of(Tensor(view, owner), is_read_only(array));
@@ -255,7 +255,7 @@ std::optional<Stream> stream_of(std::optional<std::uintptr_t> handle, Device dev
 }
 
 Workspace scratch_from(nb::handle function, std::size_t bytes, Device device, Kept& kept) {
-  const nb::gil_scoped_acquire gil;
+  const WithGil gil;
   const nb::object array = function(bytes);
   const TensorView view = output_view_of(array, "workspace", kept);
   if (view && view.device() != device) {
@@ -313,7 +313,7 @@ void bind_tensors(nb::module_& module) {
       },
       nb::arg("shape"), nb::arg("dtype"), nb::arg("device"));
   module.def("load_file", [](const std::string& path) {
-    const nb::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     const SafetensorsFile file = SafetensorsFile::open(path, {FileAccess::kRead});
     std::map<std::string, Tensor> tensors;
     for (const std::string& name : file.names()) tensors[name] = file.tensor(name);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "fusedmoe/modular_kernel.h"
+#include "gil.h"
 
 namespace fusedmoe::python {
 

@@ -71,7 +71,8 @@ struct Communicator::Impl {
   std::string find_failure() const;
   std::string end(const std::string& reason);
   [[noreturn]] void fail(std::string_view what, std::span<const int> late);
-  std::string read(const std::string& name, Clock::time_point deadline) const;
+  std::string read(const std::string& name, Clock::time_point deadline);
+  void call_hook();
   void describe_hosts(Communicator& communicator);
   /// The peers of messages as the data plane numbers them.
   std::vector<Message> outside(std::span<const Message> messages) const;
@@ -95,6 +96,7 @@ class Communicator::Impl::Watch final : public Waiting {
       impl_.data->abort();
       throw Error::communication(reason);
     }
+    comm::call_wait_hook();
   }
 
  private:
@@ -172,13 +174,24 @@ void Communicator::Impl::fail(std::string_view what, std::span<const int> late) 
   throw Error::communication(reason);
 }
 
+/// What the hook throws ends the wait, so the other ranks would wait for this one.
+void Communicator::Impl::call_hook() {
+  try {
+    comm::call_wait_hook();
+  } catch (const std::exception& error) {
+    end(core::format("rank {}: {}", global(rank), error.what()));
+    throw;
+  }
+}
+
 /// A name's text, or empty when the deadline has passed. Throws Error when a rank has given up.
-std::string Communicator::Impl::read(const std::string& name, Clock::time_point deadline) const {
+std::string Communicator::Impl::read(const std::string& name, Clock::time_point deadline) {
   while (true) {
     const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
     const milliseconds step = std::clamp(left, milliseconds(0), kPollInterval);
     if (std::optional<std::string> text = control->read(name, step)) return *text;
     if (std::string reason = find_failure(); !reason.empty()) throw Error::communication(reason);
+    call_hook();
     if (left <= milliseconds(0)) return {};
   }
 }

@@ -1,17 +1,34 @@
 // The functions that every control plane has, whatever its store. A rank that gives up posts its
 // reason under the name "failure". All other ranks look for that text while they wait.
 #include <algorithm>
+#include <atomic>
 
 #include "comm/poll.h"
 #include "core/format.h"
 #include "fusedmoe/error.h"
+#include "fusedmoe/wait_hook.h"
 
 namespace fusedmoe {
+
+namespace {
+
+std::atomic<WaitHook> wait_hook{nullptr};
+
+}  // namespace
+
+void set_wait_hook(WaitHook hook) noexcept {
+  wait_hook = hook;
+}
+
+void comm::call_wait_hook() {
+  if (const WaitHook hook = wait_hook) hook();
+}
 
 void ControlPlane::check_failure() {
   if (const auto reason = read("failure", std::chrono::milliseconds(0))) {
     throw Error::communication(*reason);
   }
+  comm::call_wait_hook();
 }
 
 std::optional<std::string> ControlPlane::read_or_fail(const std::string& name,

@@ -10,6 +10,10 @@ namespace fusedmoe::comm {
 /// How often a wait checks whether another rank has given up.
 inline constexpr std::chrono::milliseconds kPollInterval{20};
 
+/// Calls the process's WaitHook, if there is one. To be called by every wait for other ranks, every
+/// few milliseconds.
+void call_wait_hook();
+
 /// Tells all who wait at this control plane why `rank` gives up. Without the plane nobody hears it.
 void post_failure(ControlPlane& control, int rank, std::string_view reason) noexcept;
 

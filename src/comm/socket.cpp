@@ -17,6 +17,7 @@
 #include <thread>
 #include <utility>
 
+#include "comm/poll.h"
 #include "core/format.h"
 #include "fusedmoe/error.h"
 
@@ -177,6 +178,7 @@ Socket connect_to(const Destination& to) {
       }
     }
     to.between_tries();
+    call_wait_hook();
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   } while (SocketClock::now() < to.deadline);
   fail(place, code);

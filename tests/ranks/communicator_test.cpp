@@ -5,10 +5,13 @@
 
 #include <array>
 #include <atomic>
+#include <exception>
+#include <functional>
 #include <latch>
 #include <stdexcept>
 
 #include "fusedmoe/error.h"
+#include "fusedmoe/wait_hook.h"
 #include "ranks.h"
 
 namespace fusedmoe {
@@ -354,6 +357,34 @@ TEST(CommunicatorTest, BuildFailRebuildAHundredTimes) {
     });
     EXPECT_FALSE(errors[1 - round % 2].empty());
   }
+}
+
+/// A program's own reason to end a wait, as a signal.
+struct Interrupted : std::exception {
+  const char* what() const noexcept override { return "interrupted"; }
+};
+
+/// The hook throws in the thread that has set this.
+thread_local bool interrupting = false;
+
+TEST(CommunicatorTest, AProgramEndsAWaitForRanks) {
+  set_wait_hook([] {
+    if (interrupting) throw Interrupted();
+  });
+  const std::vector<std::function<void(Communicator&)>> waits{
+      [](Communicator& comm) { comm.barrier(); },
+      [](Communicator& comm) { exchange_numbers(comm); },
+      // Nobody listens there.
+      [](Communicator&) { make_tcp_control_plane(1, 2, "127.0.0.1", 1, kPatient); }};
+  for (const auto& wait : waits) {
+    const Communicators ranks = make_thread_communicators(2, {kPatient});
+    interrupting = true;
+    EXPECT_THROW(wait(*ranks[0]), Interrupted);
+    interrupting = false;
+    const bool through_ranks = &wait != &waits.back();
+    EXPECT_EQ(ranks[1]->status().empty(), !through_ranks) << ranks[1]->status();
+  }
+  set_wait_hook(nullptr);
 }
 
 }  // namespace

@@ -1,0 +1,14 @@
+// A program's own say in waits for other ranks.
+#pragma once
+
+#include "fusedmoe/export.h"
+
+namespace fusedmoe {
+
+/// Called every few milliseconds by threads that wait for other ranks, so that a program can end
+/// their wait: what it throws, of std::exception, ends the communicator and leaves the call.
+using WaitHook = void (*)();
+/// One hook for the process and all its threads; null: none.
+FUSEDMOE_API void set_wait_hook(WaitHook hook) noexcept;
+
+}  // namespace fusedmoe
