@@ -55,8 +55,8 @@ typedef struct fusedmoe_error {
   size_t requested_bytes; /* of memory that there was not; 0: not known */
   const char* message;    /* one sentence */
   const char* argument;   /* the argument or file at fault, or "" */
-  const char* was;        /* of an invalid argument: what it was, */
-  const char* must_be;    /* and what it must be */
+  const char* was;        /* of a value at fault: what it was, */
+  const char* must_be;    /* and what it must be; else "" */
 } fusedmoe_error;
 
 /* The message alone. */

@@ -19,8 +19,9 @@ enum class ErrorKind : int {
   kIo = 4,               ///< a file is missing, cannot be read or written, or is malformed
   kDevice = 5,           ///< the CUDA runtime or driver failed: see Error::device_error()
   kCommunication = 6,    ///< a rank is missing, failed, or does something else than the others
+  kInternal = 100,       ///< a fault of the library: no caller can do anything about it
 };
-/// "invalid argument", "unsupported", "out of memory", "i/o", "device", "communication"
+/// "invalid argument", "unsupported", "out of memory", "i/o", "device", "communication", "internal"
 FUSEDMOE_API std::string_view name(ErrorKind kind);
 
 /// What is wrong with an argument.
@@ -62,12 +63,19 @@ enum class Reason : int {
 FUSEDMOE_API std::string_view code(Reason reason);
 
 /// Thrown before any work starts and before any output is touched, except for device errors, which
-/// CUDA may report late. what() is one sentence.
+/// CUDA may report late. what() is one sentence; a list of details may follow on lines of their
+/// own, at most 15 lines in all.
 class FUSEDMOE_API Error : public std::runtime_error {
  public:
   /// An invalid argument: "`argument`: was `was`; must be `must_be`".
   Error(std::string argument, std::string was, std::string must_be, Fault fault = Fault::kValue);
 
+  /// The same where no value is at fault; `message` is the whole sentence.
+  static Error invalid(std::string argument, const std::string& message,
+                       Fault fault = Fault::kValue);
+  /// Each is right alone: "`argument` cannot be used with `other`: `because`".
+  static Error conflict(std::string argument, const std::string& other,
+                        const std::string& because = {});
   /// A name that `argument` does not have: "`argument` `name`: no such name; there are: `known`".
   static Error unknown_name(std::string argument, std::string_view name, const std::string& known);
   /// What cannot be served; `message` is the whole sentence.
@@ -85,6 +93,8 @@ class FUSEDMOE_API Error : public std::runtime_error {
   static Error device(int code, const std::string& message);
   /// Between ranks; `message` is the whole sentence and names them.
   static Error communication(const std::string& message);
+  /// What only a fault of the library makes happen: "internal error: `message`".
+  static Error internal(const std::string& message);
 
   /// The same error, of an argument or file within `context`.
   Error within(const std::string& context) const;
@@ -93,7 +103,7 @@ class FUSEDMOE_API Error : public std::runtime_error {
   /// The caller's name of what is at fault: an argument, for example `topk_ids` or
   /// `weights.experts[0].gate.scales`, or a file. Empty for device and memory errors.
   const std::string& argument() const noexcept { return argument_; }
-  /// Of invalid arguments and malformed files; empty otherwise.
+  /// Of values that are at fault, and of conflicts; empty otherwise.
   const std::string& was() const noexcept { return was_; }
   const std::string& must_be() const noexcept { return must_be_; }
   /// Of invalid arguments.

@@ -25,6 +25,7 @@ PyObject* exception_of(ErrorKind kind) {
       return PyExc_OSError;
     case ErrorKind::kDevice:
     case ErrorKind::kCommunication:
+    case ErrorKind::kInternal:
       break;
   }
   return PyExc_RuntimeError;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/problems.h"
 #include "core/check.h"
 #include "files/file.h"
 #include "files/json.h"
@@ -45,19 +46,14 @@ void open_shards(const fs::path& directory, const fs::path& index_path, OpenOpti
     result.weight_map.emplace(tensor, position->second);
   }
 
-  constexpr std::size_t kMaxListed = 20;
-  std::size_t num_missing = 0;
-  std::string missing;
+  Problems missing;
   for (const auto& [tensor, position] : result.weight_map) {
-    if (result.files[position].contents.contains(tensor)) continue;
-    if (num_missing++ < kMaxListed) {
-      missing += core::format("\n  {} in {}", files::quote(tensor), result.files[position].path);
-    }
+    const std::string& path = result.files[position].path;
+    if (!result.files[position].contents.contains(tensor)) missing.add(tensor, "in " + path);
   }
-  FUSEDMOE_CHECK_FILE(
-      num_missing == 0, index_path.string(),
-      core::format("naming {} tensors that are not in their files:{}", num_missing, missing),
-      "in agreement with the files");
+  FUSEDMOE_CHECK_IO(missing.count() == 0, index_path.string(),
+                    core::format("{} names tensors that are not in their files:{}",
+                                 index_path.string(), missing.list()));
 }
 
 std::vector<fs::path> files_in(const fs::path& directory, std::string_view extension) {

@@ -45,7 +45,7 @@ class Loader {
     for (const auto& [name, entry] : block_.tensors) {
       // Families write shared experts of width 0 and their gate, too.
       if (claimed_.contains(name) || entry.shape().numel() == 0 || gates_nothing(name)) continue;
-      problems_.add(block_.prefix + name, "not claimed by any rule (" +
+      problems_.add(block_.prefix + name, "unexpected (" +
                                               (entry.type ? core::format("{} {}", entry.type->name,
                                                                          to_string(entry.shape()))
                                                           : core::describe(entry.tensor)) +
@@ -121,13 +121,16 @@ class Loader {
 
   void report(const std::string& label) const {
     if (problems_.count() == 0) return;
-    throw Error::malformed(
-        label, core::format("{} tensors that do not fit:{}", problems_.count(), problems_.list()),
-        core::format(
-            "exactly the tensors of an MoE block of {}{}", name(model_.family),
-            model_.scheme.weights.quantized() && !in_gguf_
-                ? core::format(" in {}, layout {}", name(model_.scheme), name(model_.layout))
-                : ""));
+    throw Error::io(
+        label, core::format(
+                   "{}: {} not fit an MoE block of {}{}:{}", label,
+                   problems_.count() == 1 ? std::string("1 tensor does")
+                                          : core::format("{} tensors do", problems_.count()),
+                   name(model_.family),
+                   model_.scheme.weights.quantized() && !in_gguf_
+                       ? core::format(" in {}, layout {}", name(model_.scheme), name(model_.layout))
+                       : "",
+                   problems_.list()));
   }
 
   void claim(const TensorSpec& spec) {

@@ -1,30 +1,38 @@
-// What is wrong with the tensors of one block, as a list that a person can read.
+// What is wrong with the tensors of a checkpoint, as a list that a person can read.
 #pragma once
 
-#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <map>
-#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace fusedmoe::checkpoint {
 
-/// Problems that differ only in the expert's index become one line.
+/// "5", "{0-3,7}": numbers of a part of a name that are listed together.
+std::string number_ranges(const std::vector<std::int64_t>& ascending);
+
+/// Problems of tensors whose names differ in numbers alone become one line:
+/// "layers.3.experts.{0-255}.down_proj.weight: missing".
 class Problems {
  public:
-  void add(const std::string& name, const std::string& text);
+  /// `text` may be empty: the name says it all.
+  void add(const std::string& name, const std::string& text = {});
   std::size_t count() const { return count_; }
+  /// Each on a line of its own behind the sentence that introduces them. What would make more than
+  /// kMaxLines, that sentence among them, is counted in the last one.
   std::string list() const;
 
- private:
-  struct Line {
-    std::string head, tail, text;
-    std::set<std::int64_t> experts;
-  };
+  static constexpr std::size_t kMaxLines = 15;
 
-  std::vector<Line> lines_;
-  std::map<std::array<std::string, 3>, std::size_t> index_;  ///< head, tail, text -> line
+ private:
+  using Key = std::pair<std::string, std::string>;  ///< name with kNumber for each number, text
+  /// Those of each tensor, in the order in which they stand in its name.
+  using Numbers = std::vector<std::vector<std::int64_t>>;
+
+  std::vector<std::pair<Key, Numbers>> groups_;
+  std::map<Key, std::size_t> index_;  ///< position in groups_
   std::size_t count_ = 0;
 };
 

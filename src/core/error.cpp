@@ -23,6 +23,7 @@ std::string_view text(const std::array<std::string_view, kCount>& texts, Enum va
 }  // namespace
 
 std::string_view name(ErrorKind kind) {
+  if (kind == ErrorKind::kInternal) return "internal";
   constexpr std::array<std::string_view, 6> kTexts{
       "invalid argument", "unsupported", "out of memory", "i/o", "device", "communication"};
   return text(kTexts, kind, 1);
@@ -66,11 +67,25 @@ Error::Error(std::string argument, std::string was, std::string must_be, Fault f
       was_(std::move(was)),
       must_be_(std::move(must_be)) {}
 
+Error Error::invalid(std::string argument, const std::string& message, Fault fault) {
+  Error error(ErrorKind::kInvalidArgument, std::move(argument), message);
+  error.fault_ = fault;
+  return error;
+}
+
+Error Error::conflict(std::string argument, const std::string& other, const std::string& because) {
+  const std::string message = core::format("{} cannot be used with {}{}{}", argument, other,
+                                           because.empty() ? "" : ": ", because);
+  Error error = invalid(std::move(argument), message);
+  error.was_ = "given with " + other;
+  error.must_be_ = "given without it";
+  return error;
+}
+
 Error Error::unknown_name(std::string argument, std::string_view name, const std::string& known) {
   const std::string message =
       core::format("{} {}: no such name; there are: {}", argument, name, known);
-  Error error(ErrorKind::kInvalidArgument, std::move(argument), message);
-  error.fault_ = Fault::kValue;
+  Error error = invalid(std::move(argument), message);
   error.was_ = core::format("\"{}\"", name);
   error.must_be_ = "one of " + known;
   return error;
@@ -116,6 +131,10 @@ Error Error::device(int code, const std::string& message) {
 
 Error Error::communication(const std::string& message) {
   return Error(ErrorKind::kCommunication, {}, message);
+}
+
+Error Error::internal(const std::string& message) {
+  return Error(ErrorKind::kInternal, {}, "internal error: " + message);
 }
 
 Error Error::within(const std::string& context) const {

@@ -123,6 +123,11 @@ TEST(ErrorTest, MessagesAreSentences) {
   EXPECT_STREQ(Error("x", "f32", "i32").what(), "x: was f32; must be i32");
   EXPECT_STREQ(Error::unknown_name("require", "fast", "cpu, sm90").what(),
                "require fast: no such name; there are: cpu, sm90");
+  EXPECT_STREQ(Error::invalid("shards", "shards has no files").what(), "shards has no files");
+  EXPECT_STREQ(Error::conflict("--layer", "--skew").what(), "--layer cannot be used with --skew");
+  EXPECT_STREQ(Error::conflict("hooks", "plan", "it pins other experts").what(),
+               "hooks cannot be used with plan: it pins other experts");
+  EXPECT_STREQ(Error::internal("tile 7 of 6").what(), "internal error: tile 7 of 6");
   EXPECT_STREQ(Error::out_of_memory(64, "cuda:0").what(),
                "out of memory: cannot allocate 64 bytes on cuda:0");
   EXPECT_EQ(Error::out_of_memory(64, "cuda:0").requested_bytes(), 64U);
@@ -145,12 +150,26 @@ TEST(ErrorTest, WithinKeepsEverythingElse) {
   EXPECT_EQ(error.was(), "given");
 }
 
+TEST(ErrorTest, FormsHaveAKindAndAFault) {
+  const Error conflict = Error::conflict("--layer", "--skew");
+  EXPECT_EQ(conflict.kind(), ErrorKind::kInvalidArgument);
+  EXPECT_EQ(conflict.fault(), Fault::kValue);
+  EXPECT_EQ(conflict.argument(), "--layer");
+  EXPECT_EQ(conflict.was(), "given with --skew");
+  EXPECT_EQ(conflict.must_be(), "given without it");
+  EXPECT_EQ(Error::invalid("w13", "w13 is missing", Fault::kNull).fault(), Fault::kNull);
+  EXPECT_EQ(Error::internal("tile 7 of 6").kind(), ErrorKind::kInternal);
+  EXPECT_EQ(Error::internal("tile 7 of 6").fault(), Fault::kNone);
+}
+
 TEST(ErrorTest, NumbersAndNamesAreStable) {
   EXPECT_EQ(static_cast<int>(ErrorKind::kDevice), 5);
+  EXPECT_EQ(static_cast<int>(ErrorKind::kInternal), 100);
   EXPECT_EQ(static_cast<int>(Fault::kDevice), 9);
   EXPECT_EQ(static_cast<int>(Reason::kPairing), 13);
   EXPECT_EQ(name(ErrorKind::kInvalidArgument), "invalid argument");
   EXPECT_EQ(name(ErrorKind::kIo), "i/o");
+  EXPECT_EQ(name(ErrorKind::kInternal), "internal");
   EXPECT_EQ(name(Fault::kNone), "none");
   EXPECT_EQ(name(Fault::kWorkspace), "workspace");
   EXPECT_EQ(code(Reason::kRoutingMethod), "routing_method");

@@ -73,10 +73,9 @@ std::vector<Hostile> hostile() {
        [](Parts& p) {
          p.tensors[kExperts + "1.up_proj.weight_zero_point"] = Tensor::zeros({12, 5}, DType::kI32);
        },
-       "weight_zero_point: not claimed by any rule"},
+       "weight_zero_point: unexpected"},
       {"config_without_quantization", "fp8_block", CheckpointLayout::kFp8,
-       [](Parts& p) { p.config.erase("quantization_config"); },
-       "weight_scale_inv: not claimed by any rule"},
+       [](Parts& p) { p.config.erase("quantization_config"); }, "weight_scale_inv: unexpected"},
       {"config_of_another_method", "fp8_block", CheckpointLayout::kFp8,
        [](Parts& p) {
          p.quantization() = {{"quant_method", "fp8"}};
