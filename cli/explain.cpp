@@ -95,6 +95,8 @@ std::string plan_json(const Options& options, const ModelConfig& model,
     shared.num_experts = shared.num_local_experts = shared.topk = 1;
     shared.hidden = model.hidden;
     shared.intermediate = model.shared_intermediate;
+    shared.activation = model.shared_activation;
+    shared.activation_params = model.shared_activation_params;
     shared.routing_method = RoutingMethod::kNone;
     shared.apply_router_weight_on_input = shared.hooks = shared.monolithic = shared.has_bias =
         false;

@@ -83,8 +83,11 @@ struct ModelConfig {
   bool has_bias = false;                 ///< gpt-oss: biases of the experts
   Activation activation = Activation::kSilu;
   ActivationParams activation_params;
+  Activation shared_activation = Activation::kSilu;  ///< of the shared experts
+  ActivationParams shared_activation_params;
   RouterConfig router;
   QuantScheme scheme;  ///< as published; the dtype of unquantized tensors decides on loading
+  std::optional<QuantScheme> shared_scheme;  ///< of the shared experts, where it is another one
   CheckpointLayout layout = CheckpointLayout::kPlain;
 
   /// Of the routed experts.
@@ -92,7 +95,8 @@ struct ModelConfig {
 };
 
 /// From the text of a config.json (nested text_config is followed). Its model_type says the family
-/// unless one is given. Throws Error naming the key.
+/// unless one is given. Where layers differ (limits of the activation), it is the last layer's.
+/// Throws Error naming the key.
 FUSEDMOE_API ModelConfig parse_model_config(std::string_view config_json,
                                             const Family& family = {});
 
@@ -123,8 +127,10 @@ class FUSEDMOE_API Checkpoint {
   /// Paths of all files that the checkpoint consists of: config, index, tensors.
   const std::vector<std::string>& files() const;
 
-  /// With the scheme that the tensors of the first MoE layer have.
+  /// What the config says of the first MoE layer, with the scheme that its tensors have; or of
+  /// another one.
   const ModelConfig& config() const;
+  ModelConfig config(std::int64_t layer) const;
   /// Layers that hold experts, ascending; a file without the `model.layers.N.` prefix is layer 0.
   std::vector<std::int64_t> moe_layers() const;
   /// Strict: an expert tensor of the layer that nothing claims, a missing one, or a wrong shape or

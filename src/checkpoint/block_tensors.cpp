@@ -39,8 +39,8 @@ class TensorList {
   void add_expert(const std::string& pattern, Shape shape, TensorRole role, std::int64_t fan_in) {
     if (!pattern.empty()) add(tensor_name(layout_.block, pattern), shape, role, fan_in);
   }
-  void add_linear(const LinearLayer& layer, const LinearLayout* linear, TensorRole role) {
-    for (TensorSpec& spec : linear_tensors(layer, linear, model_.scheme, role)) {
+  void add_linear(const LinearLayer& layer, const LinearStorage& storage, TensorRole role) {
+    for (TensorSpec& spec : linear_tensors(layer, storage, role)) {
       specs_.push_back(std::move(spec));
     }
   }
@@ -195,16 +195,16 @@ std::vector<LinearLayer> latent_layers(const ModelConfig& model, const BlockLayo
           {layout.latent_up, {model.hidden, model.latent}}};
 }
 
-std::vector<TensorSpec> linear_tensors(const LinearLayer& layer, const LinearLayout* layout,
-                                       const QuantScheme& scheme, TensorRole role) {
+std::vector<TensorSpec> linear_tensors(const LinearLayer& layer, const LinearStorage& storage,
+                                       TensorRole role) {
   const auto [out, in] = layer.shape;
-  if (!layout) return {{layer.name + ".weight", {out, in}, role, in}};
+  if (!storage) return {{layer.name + ".weight", {out, in}, role, in}};
   std::vector<TensorSpec> specs;
-  for (const StoredTensor& stored : layout->tensors) {
-    if (!is_allowed(stored, scheme)) continue;
-    specs.push_back({layer.name + std::string(stored.suffix),
-                     stored_shape(stored, scheme.weights, layer.shape), TensorRole::kQuantized, in,
-                     &stored, is_required(stored, scheme)});
+  for (const StoredTensor& part : storage.layout->tensors) {
+    if (!is_allowed(part, storage.scheme)) continue;
+    specs.push_back({layer.name + std::string(part.suffix),
+                     stored_shape(part, storage.scheme.weights, layer.shape),
+                     TensorRole::kQuantized, in, &part, is_required(part, storage.scheme)});
   }
   return specs;
 }

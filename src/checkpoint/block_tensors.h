@@ -42,12 +42,16 @@ struct TensorSpec {
   bool required = true;
 };
 
-/// How linear layers are stored; null: not quantized.
+/// How linear layers of one kind are stored.
+struct LinearStorage {
+  const LinearLayout* layout = nullptr;  ///< null: not quantized
+  QuantScheme scheme{};                  ///< where they are quantized
+
+  explicit operator bool() const { return layout != nullptr; }
+};
+
 struct BlockStorage {
-  const LinearLayout* experts = nullptr;
-  const LinearLayout* shared = nullptr;
-  const LinearLayout* shared_gate = nullptr;
-  const LinearLayout* latent = nullptr;
+  LinearStorage experts, shared, shared_gate, latent;
 };
 
 /// Under which of the names that the family knows the tensors of a block lie. Full names, from the
@@ -80,10 +84,9 @@ std::vector<LinearLayer> shared_layers(const ModelConfig& model, const BlockLayo
 std::vector<LinearLayer> shared_gate_layer(const ModelConfig& model, const BlockLayout& layout);
 std::vector<LinearLayer> latent_layers(const ModelConfig& model, const BlockLayout& layout);
 
-/// The tensors of a linear layer: "<name>.weight" of this role, or those of the layout for weights
-/// of `scheme`.
-std::vector<TensorSpec> linear_tensors(const LinearLayer& layer, const LinearLayout* layout,
-                                       const QuantScheme& scheme, TensorRole role);
+/// The tensors of a linear layer: "<name>.weight" of this role, or those in which it is stored.
+std::vector<TensorSpec> linear_tensors(const LinearLayer& layer, const LinearStorage& storage,
+                                       TensorRole role);
 
 /// Every tensor that an MoE block of this model holds in this layout.
 std::vector<TensorSpec> block_tensors(const ModelConfig& model, const BlockLayout& layout);

@@ -45,6 +45,10 @@ const ModelConfig& Checkpoint::config() const {
   return impl_->opened.config;
 }
 
+ModelConfig Checkpoint::config(std::int64_t layer) const {
+  return impl_->opened.layer_config(layer);
+}
+
 std::vector<std::int64_t> Checkpoint::moe_layers() const {
   std::vector<std::int64_t> numbers;
   for (const auto& [number, block] : impl_->opened.layers) numbers.push_back(number);
@@ -63,11 +67,12 @@ LayerWeights Checkpoint::load_layer(std::int64_t layer, const ParallelConfig& pa
   block.read = [&](const std::string& name, const checkpoint::BlockTensor& entry) {
     return opened.files.files[entry.file].read(block.prefix + name);
   };
-  const std::int64_t num_experts = opened.config.router.num_experts;
+  const ModelConfig model = opened.layer_config(layer);
+  const std::int64_t num_experts = model.router.num_experts;
   const std::string label = core::format("{}: layer {}", opened.label, layer);
   LayerWeights weights;
   if (parallel.ep_size == 1) {
-    weights = checkpoint::load_block(opened.config, block, label);
+    weights = checkpoint::load_block(model, block, label);
   } else {
     const ExpertPlacement all =
         placement.value_or(ExpertPlacement::linear(num_experts, parallel.ep_size));
@@ -77,7 +82,7 @@ LayerWeights Checkpoint::load_layer(std::int64_t layer, const ParallelConfig& pa
                    core::format("{} experts on {} ranks", num_experts, parallel.ep_size));
     std::vector<std::int32_t> experts = all.local_experts(parallel.ep_rank);
     if (experts.empty()) experts.push_back(0);  // as local_weights() has it
-    weights = checkpoint::load_block(opened.config, block, label, experts);
+    weights = checkpoint::load_block(model, block, label, experts);
     weights.expert_map = all.expert_map(parallel.ep_rank);
   }
   if (parallel.tp_size > 1) {
@@ -90,7 +95,7 @@ LayerWeights Checkpoint::load_layer(std::int64_t layer, const ParallelConfig& pa
 
 Checkpoint::LayerSchemes Checkpoint::check_layer(std::int64_t layer) const {
   const checkpoint::OpenedCheckpoint& opened = impl_->opened;
-  return checkpoint::check_block(opened.config, opened.layer(layer),
+  return checkpoint::check_block(opened.layer_config(layer), opened.layer(layer),
                                  core::format("{}: layer {}", opened.label, layer));
 }
 

@@ -47,26 +47,35 @@ std::int64_t ConfigKeys::integer(std::string_view key, std::int64_t low, std::in
   return integer_of(*value, label(key), low, high);
 }
 
+bool ConfigKeys::boolean_of(const nlohmann::json& value, const std::string& label) {
+  FUSEDMOE_CHECK_FILE(value.is_boolean(), label, text(value), "true or false");
+  return value.get<bool>();
+}
+
+float ConfigKeys::number_of(const nlohmann::json& value, const std::string& label) {
+  FUSEDMOE_CHECK_FILE(value.is_number() && std::isfinite(value.get<float>()), label, text(value),
+                      "a finite number");
+  return value.get<float>();
+}
+
+std::string ConfigKeys::string_of(const nlohmann::json& value, const std::string& label) {
+  FUSEDMOE_CHECK_FILE(value.is_string(), label, text(value), "a string");
+  return value.get<std::string>();
+}
+
 bool ConfigKeys::boolean(std::string_view key, bool otherwise) const {
   const nlohmann::json* value = find(key);
-  if (!value) return otherwise;
-  FUSEDMOE_CHECK_FILE(value->is_boolean(), label(key), text(*value), "true or false");
-  return value->get<bool>();
+  return value ? boolean_of(*value, label(key)) : otherwise;
 }
 
 float ConfigKeys::number(std::string_view key, float otherwise) const {
   const nlohmann::json* value = find(key);
-  if (!value) return otherwise;
-  FUSEDMOE_CHECK_FILE(value->is_number() && std::isfinite(value->get<float>()), label(key),
-                      text(*value), "a finite number");
-  return value->get<float>();
+  return value ? number_of(*value, label(key)) : otherwise;
 }
 
 std::string ConfigKeys::string(std::string_view key, std::string_view otherwise) const {
   const nlohmann::json* value = find(key);
-  if (!value) return std::string(otherwise);
-  FUSEDMOE_CHECK_FILE(value->is_string(), label(key), text(*value), "a string");
-  return value->get<std::string>();
+  return value ? string_of(*value, label(key)) : std::string(otherwise);
 }
 
 std::optional<ConfigKeys> ConfigKeys::object(std::string_view key) const {
@@ -74,6 +83,12 @@ std::optional<ConfigKeys> ConfigKeys::object(std::string_view key) const {
   if (!value) return std::nullopt;
   FUSEDMOE_CHECK_FILE(value->is_object(), label(key), text(*value), "an object");
   return ConfigKeys(*value, label(key));
+}
+
+std::vector<std::string> ConfigKeys::names() const {
+  std::vector<std::string> names;
+  for (const auto& [key, value] : node_->items()) names.push_back(key);
+  return names;
 }
 
 std::string ConfigKeys::missing(std::string_view key) const {

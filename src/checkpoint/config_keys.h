@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace fusedmoe::checkpoint {
 
@@ -26,9 +27,15 @@ class ConfigKeys {
   /// The object under the key; nothing if it is not given.
   std::optional<ConfigKeys> object(std::string_view key) const;
 
+  /// Of the keys themselves.
+  std::vector<std::string> names() const;
+
   std::string label(std::string_view key) const;
   static std::int64_t integer_of(const nlohmann::json& value, const std::string& label,
                                  std::int64_t low, std::int64_t high);
+  static bool boolean_of(const nlohmann::json& value, const std::string& label);
+  static float number_of(const nlohmann::json& value, const std::string& label);
+  static std::string string_of(const nlohmann::json& value, const std::string& label);
   /// A value for a message.
   static std::string text(const nlohmann::json& value);
 

@@ -248,7 +248,12 @@ void read_shared(Fields fields, FamilyRow& row) {
   fields.read("width", row.shared_width);
   fields.read("gate", row.shared_gate);
   fields.read("average", row.average_with_shared);
-  fields.read("limit", row.shared_limit);
+  if (const Json* limit = fields.find("limit"); limit && limit->is_boolean()) {
+    row.same_limit = limit->get<bool>();
+  } else if (limit) {
+    row.same_limit = false;
+    fields.read("limit", row.shared_limit);
+  }
   fields.finish();
 }
 
@@ -264,6 +269,7 @@ void read_activation(Fields fields, FamilyRow& row) {
   fields.read("alpha", row.alpha);
   fields.read("beta", row.beta);
   fields.read("limit", row.limit);
+  fields.read("limited", row.limited);
   fields.finish();
 }
 

@@ -101,8 +101,10 @@ struct FamilyRow {
   Setting<std::int64_t> shared_count;  ///< of shared experts
   Setting<std::int64_t> shared_width;  ///< of one; no keys and no constant: that of an expert
   Setting<bool> average_with_shared;   ///< half of the sum of routed and shared
-  bool shared_limit = true;            ///< the activation's limit holds for them, too
+  bool same_limit = true;              ///< the activation's limit holds for them, too
+  Setting<float> shared_limit;         ///< one of their own, without same_limit
   Setting<std::string> activation;
+  std::string limited;  ///< the activation of layers with a limit; empty: the same
   Setting<float> alpha, beta, limit;
   std::vector<Requirement> required;
   std::vector<std::pair<std::string, std::string>> refused_tensors;  ///< name, reason

@@ -34,30 +34,28 @@ bool holds_experts(std::string_view name, const ExpertLayout& layout) {
   return false;
 }
 
-// Of linear layers beside the experts: as those are stored, or null where the first is not
-// quantized.
-const LinearLayout* storage_of(const std::vector<LinearLayer>& layers, const Block& block,
-                               const BlockLayout& layout) {
-  if (layers.empty()) return nullptr;
-  const auto found = block.tensors.find(layers.front().name + ".weight");
-  const bool plain = found != block.tensors.end() && is_float(found->second.tensor.dtype());
-  return plain ? nullptr : layout.storage.experts;
-}
-
-// Of several ways to store such weights, the one whose tensors the first expert has.
-const LinearLayout* stored_layout(const ModelConfig& model, const Block& block,
-                                  const BlockLayout& layout) {
-  const auto candidates = linear_layouts(model.layout, model.scheme.weights);
-  const std::string first = expert_layers(model, layout, 0).front().name;
+// Of several ways to store such weights, the one whose tensors the first layer has.
+LinearStorage stored_as(CheckpointLayout layout, const QuantScheme& scheme, const Block& block,
+                        const LinearLayer& first) {
+  const auto candidates = linear_layouts(layout, scheme.weights);
   for (const LinearLayout* linear : candidates) {
     const bool there = std::all_of(
         linear->tensors.begin(), linear->tensors.end(), [&](const StoredTensor& stored) {
-          return !is_required(stored, model.scheme) ||
-                 block.tensors.contains(first + std::string(stored.suffix));
+          return !is_required(stored, scheme) ||
+                 block.tensors.contains(first.name + std::string(stored.suffix));
         });
-    if (there) return linear;
+    if (there) return {linear, scheme};
   }
-  return candidates.empty() ? nullptr : candidates.front();
+  return {candidates.empty() ? nullptr : candidates.front(), scheme};
+}
+
+// Linear layers beside the experts: in this scheme, or plain where the first one is.
+LinearStorage storage_of(const std::vector<LinearLayer>& layers, const Block& block,
+                         CheckpointLayout layout, const QuantScheme& scheme) {
+  if (layers.empty()) return {};
+  const auto found = block.tensors.find(layers.front().name + ".weight");
+  const bool plain = found != block.tensors.end() && is_float(found->second.tensor.dtype());
+  return plain ? LinearStorage{} : stored_as(layout, scheme, block, layers.front());
 }
 
 // Whether a tensor of that name, or a part of a linear layer of that name, is there.
@@ -147,12 +145,17 @@ BlockLayout find_layout(const ModelConfig& model, const Block& block) {
   }
   choose_names(model, block, best);
   if (best.experts->storage == ExpertStorage::kPerExpert) {
-    best.storage.experts = stored_layout(model, block, best);
+    best.storage.experts =
+        stored_as(model.layout, model.scheme, block, expert_layers(model, best, 0).front());
+    const auto beside = [&](const std::vector<LinearLayer>& layers, const QuantScheme& scheme) {
+      return storage_of(layers, block, model.layout, scheme);
+    };
     if (model.shared_intermediate > 0) {
-      best.storage.shared = storage_of(shared_layers(model, best), block, best);
+      best.storage.shared =
+          beside(shared_layers(model, best), model.shared_scheme.value_or(model.scheme));
     }
-    best.storage.shared_gate = storage_of(shared_gate_layer(model, best), block, best);
-    best.storage.latent = storage_of(latent_layers(model, best), block, best);
+    best.storage.shared_gate = beside(shared_gate_layer(model, best), model.scheme);
+    best.storage.latent = beside(latent_layers(model, best), model.scheme);
   }
   return best;
 }

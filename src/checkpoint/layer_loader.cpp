@@ -78,11 +78,11 @@ class Loader {
       if (!block_.tensors.contains(tensor_name(layout_.block, name))) continue;
       throw Error::unsupported(Reason::kModel, label, core::format("{}: {}", label, reason));
     }
-    const std::pair<const LinearLayout*, const std::string&> others[] = {
+    const std::pair<const LinearStorage&, const std::string&> others[] = {
         {layout_.storage.shared_gate, layout_.shared_gate},
         {layout_.storage.latent, layout_.latent_down}};
-    for (const auto& [linear, layer] : others) {
-      if (!linear || !model_.scheme.activations) continue;
+    for (const auto& [stored, layer] : others) {
+      if (!stored || !stored.scheme.activations) continue;
       throw Error::unsupported(
           Reason::kModel, label,
           core::format("{}: {} is quantized together with its input, which is computed for experts "
@@ -110,7 +110,7 @@ class Loader {
     const ExpertStorage storage = layout_.experts->storage;
     const bool stored =
         storage == ExpertStorage::kPerExpert
-            ? layout_.storage.experts != nullptr
+            ? layout_.storage.experts.layout != nullptr
             : storage == ExpertStorage::kMxfp4 && model_.scheme.weights == keys::mxfp4();
     FUSEDMOE_CHECK_FILE(
         stored, "config.quantization_config",
@@ -166,7 +166,7 @@ class Loader {
   QuantScheme experts_scheme() const {
     const ExpertLayout& layout = *layout_.experts;
     if (layout.storage == ExpertStorage::kMxfp4) return mxfp4_scheme(model_);
-    if (layout_.storage.experts) return model_.scheme;
+    if (layout_.storage.experts) return layout_.storage.experts.scheme;
     if (layout.storage == ExpertStorage::kPerExpert) return scheme_of_all_experts();
     if (layout.storage != ExpertStorage::kStacked)
       return schemes::unquantized(*checks_.expert_dtype());
@@ -202,7 +202,7 @@ class Loader {
   /// Of linear layers that a table describes, or by the formats of their tensors.
   std::optional<QuantScheme> shared_scheme() const {
     if (model_.shared_intermediate == 0) return std::nullopt;
-    if (layout_.storage.shared) return model_.scheme;
+    if (layout_.storage.shared) return layout_.storage.shared.scheme;
     return scheme_of_layers(shared_layers(model_, layout_));
   }
 
@@ -296,8 +296,8 @@ class Loader {
   SharedExperts shared_experts() {
     SharedExperts shared;
     shared.weights = empty_weights(model_.hidden, model_.shared_intermediate, *shared_scheme());
-    const FamilyRow& row = family_row(model_.family);
-    if (!row.shared_limit) shared.weights.activation_params.limit.reset();
+    shared.weights.activation = model_.shared_activation;
+    shared.weights.activation_params = model_.shared_activation_params;
     add_expert(shared.weights, shared_layers(model_, layout_), layout_.storage.shared, false);
     if (shared_in_one()) split_halves(shared.weights);
     replace_uncalibrated(shared.weights);
@@ -341,9 +341,9 @@ class Loader {
 
   // Gate, up and down, or the first and the last.
   void add_expert(ExpertWeights& weights, const std::vector<LinearLayer>& layers,
-                  const LinearLayout* linear, bool has_bias) {
+                  const LinearStorage& storage, bool has_bias) {
     const auto load = [&](const LinearLayer& layer) {
-      WeightMatrix result = matrix(layer, linear, weights.owners);
+      WeightMatrix result = matrix(layer, storage, weights.owners);
       if (has_bias) result.bias = view(layer.name + ".bias", weights.owners);
       return result;
     };
@@ -355,22 +355,22 @@ class Loader {
   }
 
   /// (out, in), decoded to f32 where it is quantized.
-  Tensor plain_matrix(const LinearLayer& layer, const LinearLayout* linear) {
-    if (!linear && !entry(layer.name + ".weight").type) {
+  Tensor plain_matrix(const LinearLayer& layer, const LinearStorage& storage) {
+    if (!storage && !entry(layer.name + ".weight").type) {
       const Tensor stored = tensor(layer.name + ".weight");
       return Tensor(stored.reshape({layer.shape.out, layer.shape.in}), stored.owner());
     }
     std::vector<std::shared_ptr<const void>> owners;
-    const WeightMatrix quantized = matrix(layer, linear, owners);
+    const WeightMatrix quantized = matrix(layer, storage, owners);
     if (problems_.count() > 0) return {};
-    const QuantKey key = linear ? model_.scheme.weights : format_of(layer.name + ".weight");
+    const QuantKey key = storage ? storage.scheme.weights : format_of(layer.name + ".weight");
     return dequantize_weights(quantized, key, layer.shape.in);
   }
 
-  WeightMatrix matrix(const LinearLayer& layer, const LinearLayout* linear,
+  WeightMatrix matrix(const LinearLayer& layer, const LinearStorage& storage,
                       std::vector<std::shared_ptr<const void>>& owners) {
     WeightMatrix result;
-    if (!linear) {
+    if (!storage) {
       BlockTensor stored = entry(layer.name + ".weight");
       if (stored.type) {
         stored.tensor = read(layer.name + ".weight");
@@ -381,14 +381,14 @@ class Loader {
       result.values = view(layer.name + ".weight", owners);
       return result;
     }
-    for (const StoredTensor& stored : linear->tensors) {
+    const QuantScheme& scheme = storage.scheme;
+    for (const StoredTensor& stored : storage.layout->tensors) {
       const std::string name = layer.name + std::string(stored.suffix);
-      if (!is_allowed(stored, model_.scheme) || !block_.tensors.contains(name)) continue;
-      collect(name, [&] {
-        decode(stored, view(name, owners), model_.scheme, layer.shape, result, owners);
-      });
+      if (!is_allowed(stored, scheme) || !block_.tensors.contains(name)) continue;
+      collect(name,
+              [&] { decode(stored, view(name, owners), scheme, layer.shape, result, owners); });
     }
-    collect(layer.name, [&] { split_group_scales(model_.scheme.weights, result, owners); });
+    collect(layer.name, [&] { split_group_scales(scheme.weights, result, owners); });
     return result;
   }
 

@@ -106,6 +106,22 @@ Tensor copy_as(const TensorView& source, DType dtype) {
   return result;
 }
 
+/// Powers of two as the floats that they are.
+Tensor e8m0_as_f32(const TensorView& codes) {
+  Tensor result = Tensor::empty(codes.shape(), DType::kF32);
+  float* next = result.as<float>();
+  for (std::int64_t row = 0; row < codes.size(0); ++row) {
+    for (std::int64_t col = 0; col < codes.size(1); ++col) {
+      *next++ = load_f32(codes.data(), DType::kE8M0, row * codes.stride(0) + col * codes.stride(1));
+    }
+  }
+  return result;
+}
+
+TensorView as_u8(const TensorView& bytes) {
+  return {bytes.data(), DType::kU8, bytes.shape(), bytes.strides(), bytes.device()};
+}
+
 // ------------------------------------------------------------------------------------------------
 // Packed integers
 
@@ -301,10 +317,13 @@ void decode(const StoredTensor& stored, const TensorView& tensor, const QuantSch
   };
   switch (stored.form) {
     case kSame:
-      part = tensor;
-      break;
     case kBlocks:
-      part = tensor.reshape(stored_shape(stored, key, shape));
+      part = stored.form == kSame ? tensor : tensor.reshape(stored_shape(stored, key, shape));
+      if (stored.part == Part::kScales && key.scale == DType::kF32 &&
+          part.dtype() == DType::kE8M0) {
+        own(e8m0_as_f32(part));
+      }
+      if (part.dtype() == DType::kI8 && key.value == DType::kE2M1) part = as_u8(part);
       break;
     case kTransposed:
       part = tensor.transpose(0, 1);

@@ -17,8 +17,10 @@ constexpr std::array kModelTypes{DType::kBF16, DType::kF16, DType::kF32};
 constexpr std::array kHalf{DType::kF16, DType::kBF16, DType::kF32};
 constexpr std::array kE4M3{DType::kE4M3};
 constexpr std::array kE8M0{DType::kU8, DType::kE8M0};
+constexpr std::array kBlockScaleTypes{DType::kF32, DType::kBF16, DType::kF16, DType::kE8M0};
 constexpr std::array kPackedBytes{DType::kU8};
 constexpr std::array kSignedBytes{DType::kI8};
+constexpr std::array kPairs{DType::kI8, DType::kU8};
 constexpr std::array kWords{DType::kI32};
 constexpr std::array kIndices{DType::kI64, DType::kI32};
 constexpr std::array kGroupScales{DType::kBF16, DType::kE4M3, DType::kF16, DType::kF32};
@@ -34,7 +36,16 @@ constexpr StoredTensor kGroups{".g_idx", kNothing, kTrivialGroupIndex, kWords, k
 // quant_method fp8. weight_scale_inv multiplies, in spite of its name.
 constexpr std::array<StoredTensor, 2> kFp8Block{{
     {".weight", kValues, kSame, kE4M3},
-    {".weight_scale_inv", kScales, kSame, kScaleTypes},
+    {".weight_scale_inv", kScales, kSame, kBlockScaleTypes},
+}};
+// DeepSeek-V4: the same under another name, and experts in MXFP4.
+constexpr std::array<StoredTensor, 2> kFp8BlockV4{{
+    {".weight", kValues, kSame, kE4M3},
+    {".scale", kScales, kSame, kBlockScaleTypes},
+}};
+constexpr std::array<StoredTensor, 2> kMxfp4V4{{
+    {".weight", kValues, kSame, kPairs},
+    {".scale", kScales, kSame, kE8M0},
 }};
 // ModelOpt: weights alone are quantized. Its files have (N/128, 1, K/128, 1), or () for one block.
 constexpr std::array<StoredTensor, 2> kFp8BlockModelOpt{{
@@ -181,8 +192,10 @@ struct Row {
   LinearLayout layout;
 };
 
-constexpr std::array<Row, 24> kTable{{
+constexpr std::array<Row, 26> kTable{{
     {Kind::kFp8Block, {Layout::kFp8, kFp8Block}},
+    {Kind::kFp8Block, {Layout::kFp8, kFp8BlockV4}},
+    {Kind::kMxfp4, {Layout::kFp8, kMxfp4V4}},
     {Kind::kFp8Tensor, {Layout::kFp8, kFp8TensorInv}},
     {Kind::kFp8Tensor, {Layout::kFp8, kFp8Tensor}},
     {Kind::kFp8Tensor, {Layout::kCompressedTensors, kFp8TensorCt}},

@@ -8,6 +8,7 @@
 #include "checkpoint/embedded.h"
 #include "checkpoint/family.h"
 #include "checkpoint/find_family.h"
+#include "checkpoint/model_config.h"
 #include "checkpoint/quant_config.h"
 #include "checkpoint/quant_targets.h"
 #include "core/check.h"
@@ -110,7 +111,7 @@ void read_router(const FamilyRow& row, const Settings& settings, ModelConfig& mo
   router.sparsemixer_jitter = settings.number(row.sparsemixer, 0);
 }
 
-void read_activation(const FamilyRow& row, const Settings& settings, ModelConfig& model) {
+Activation activation_of(const FamilyRow& row, const Settings& settings) {
   const std::string act = settings.string(row.activation);
   constexpr std::array<std::pair<std::string_view, Activation>, 5> kGated{{
       {"silu", Activation::kSilu},
@@ -121,28 +122,36 @@ void read_activation(const FamilyRow& row, const Settings& settings, ModelConfig
   }};
   const auto* found = std::find_if(kGated.begin(), kGated.end(),
                                    [&](const auto& entry) { return entry.first == act; });
-  if (found != kGated.end()) {
-    model.activation = found->second;
-  } else {
-    const bool ours = act.starts_with("swiglu") || act.ends_with("_no_mul");
-    FUSEDMOE_CHECK_SUPPORTED(ours, kActivation, settings.label(row.activation), files::quote(act),
-                             "silu, gelu or gelu_pytorch_tanh");
-    model.activation = parse_activation(act);
-  }
-  FUSEDMOE_CHECK_SUPPORTED(is_gated(model.activation) == row.gated, kActivation,
+  const bool ours = act.starts_with("swiglu") || act.ends_with("_no_mul");
+  FUSEDMOE_CHECK_SUPPORTED(ours || found != kGated.end(), kActivation,
+                           settings.label(row.activation), files::quote(act),
+                           "silu, gelu or gelu_pytorch_tanh");
+  const Activation activation = found != kGated.end() ? found->second : parse_activation(act);
+  FUSEDMOE_CHECK_SUPPORTED(is_gated(activation) == row.gated, kActivation,
                            settings.label(row.activation), files::quote(act),
                            row.gated ? "one with a gate" : "one without a gate");
+  return activation;
+}
+
+void read_activation(const FamilyRow& row, const Settings& settings, ModelConfig& model) {
+  const Activation activation = activation_of(row, settings);
+  ActivationParams params;
   const auto parameter = [&](const checkpoint::Setting<float>& setting,
                              std::optional<float>& value) {
     if (settings.given(setting)) value = settings.number(setting, 0);
   };
-  parameter(row.alpha, model.activation_params.alpha);
-  parameter(row.beta, model.activation_params.beta);
-  parameter(row.limit, model.activation_params.limit);
-  FUSEDMOE_CHECK_FILE(!model.activation_params.limit || *model.activation_params.limit > 0,
-                      settings.label(row.limit), core::to_string(*model.activation_params.limit),
-                      "positive");
-  resolve(model.activation, model.activation_params);
+  parameter(row.alpha, params.alpha);
+  parameter(row.beta, params.beta);
+  const auto with = [&](std::optional<float> limit, Activation& kind, ActivationParams& all) {
+    kind = limit && !row.limited.empty() ? parse_activation(row.limited) : activation;
+    all = params;
+    all.limit = limit;
+    resolve(kind, all);
+  };
+  const std::optional<float> limit = settings.limit(row.limit);
+  with(limit, model.activation, model.activation_params);
+  with(row.same_limit ? limit : settings.limit(row.shared_limit), model.shared_activation,
+       model.shared_activation_params);
 }
 
 void read_shared(const FamilyRow& row, const Settings& settings, ModelConfig& model) {
@@ -159,6 +168,17 @@ void read_shared(const FamilyRow& row, const Settings& settings, ModelConfig& mo
   model.router.routed_scaling_factor /= 2;
 }
 
+// DeepSeek-V4: routed experts in MXFP4 among linear layers in FP8. Its own kernels also round the
+// inputs of these experts to FP8; here they stay exact.
+void read_expert_dtype(const Keys& keys, ModelConfig& model) {
+  const std::string dtype = keys.string("expert_dtype", "fp8");
+  FUSEDMOE_CHECK_SUPPORTED(dtype == "fp8" || dtype == "fp4", kQuantScheme,
+                           keys.label("expert_dtype"), files::quote(dtype), "fp8 or fp4");
+  if (dtype == "fp8") return;
+  model.shared_scheme = model.scheme;
+  model.scheme = schemes::mxfp4_w4a16();
+}
+
 // The keys of a scheme are data: schemes without an implementation are described all the same, so
 // that a selection can say what it lacks.
 void read_scheme(const FamilyRow& row, const Keys& root, const Keys& keys, ModelConfig& model) {
@@ -169,6 +189,9 @@ void read_scheme(const FamilyRow& row, const Keys& root, const Keys& keys, Model
         *quantization, checkpoint::expert_modules(row, model.num_layers));
     model.layout = stored.layout;
     model.scheme = stored.scheme;
+    if (stored.layout == CheckpointLayout::kFp8) {
+      read_expert_dtype(quantization->find("expert_dtype") ? *quantization : keys, model);
+    }
     if (stored.layout != CheckpointLayout::kPlain) return;
   }
   const std::string dtype = keys.string("dtype", keys.string("torch_dtype", "bfloat16"));
@@ -181,12 +204,21 @@ void read_scheme(const FamilyRow& row, const Keys& root, const Keys& keys, Model
 
 }  // namespace
 
-ModelConfig parse_model_config(std::string_view config_json, const Family& family) {
+namespace checkpoint {
+
+Family family_of(std::string_view config_json, const Family& family) {
   const nlohmann::json root =
       files::parse_json_object(config_json, files::kMaxConfigBytes, "config");
-  const checkpoint::FoundFamily found = checkpoint::find_family_of(root, family.row());
+  return Family(find_family_of(root, family.row()).row);
+}
+
+ModelConfig read_model_config(std::string_view config_json, const Family& family,
+                              std::optional<std::int64_t> layer) {
+  const nlohmann::json root =
+      files::parse_json_object(config_json, files::kMaxConfigBytes, "config");
+  const FoundFamily found = find_family_of(root, family.row());
   const FamilyRow& row = *found.row;
-  const Settings settings{Keys(*found.node)};
+  const Settings settings(Keys(*found.node), layer);
   check_requirements(row, settings);
   ModelConfig model;
   model.family = Family(found.row);
@@ -194,14 +226,19 @@ ModelConfig parse_model_config(std::string_view config_json, const Family& famil
   model.hidden = settings.integer(row.hidden, 1, kMaxWidth);
   model.intermediate = settings.integer(row.intermediate, 1, kMaxWidth);
   model.latent = settings.integer(row.latent_width, 0, kMaxWidth, 0);
-  model.has_bias =
-      std::any_of(row.layouts.begin(), row.layouts.end(),
-                  [](const checkpoint::ExpertLayout& layout) { return !layout.w2_bias.empty(); });
+  model.has_bias = std::any_of(row.layouts.begin(), row.layouts.end(),
+                               [](const ExpertLayout& layout) { return !layout.w2_bias.empty(); });
   read_router(row, settings, model);
   read_activation(row, settings, model);
   read_shared(row, settings, model);
   read_scheme(row, Keys(root), settings.keys(), model);
   return model;
+}
+
+}  // namespace checkpoint
+
+ModelConfig parse_model_config(std::string_view config_json, const Family& family) {
+  return checkpoint::read_model_config(config_json, family, std::nullopt);
 }
 
 MoeConfig moe_config(const ModelConfig& model, DType dtype, Device device) {

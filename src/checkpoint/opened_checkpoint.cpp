@@ -7,6 +7,7 @@
 #include <set>
 #include <vector>
 
+#include "checkpoint/model_config.h"
 #include "core/check.h"
 #include "files/safetensors_header.h"
 
@@ -130,8 +131,7 @@ bool holds_experts(const Block& block, const FamilyRow& row) {
   return false;
 }
 
-std::map<std::int64_t, Block> collect_layers(const CheckpointFiles& files, const FamilyRow& row,
-                                             const std::string& label) {
+std::map<std::int64_t, Block> collect_layers(const CheckpointFiles& files, const FamilyRow& row) {
   std::map<std::int64_t, Block> layers;
   const NameRules rules{row};
   for (std::size_t file = 0; file < files.files.size(); ++file) {
@@ -142,13 +142,13 @@ std::map<std::int64_t, Block> collect_layers(const CheckpointFiles& files, const
       if (!parsed) continue;
       Block& block = layers[parsed->layer];
       if (block.tensors.empty()) block.prefix = parsed->prefix;
-      FUSEDMOE_CHECK_FILE(block.prefix == parsed->prefix, label + ": " + files::quote(name),
+      FUSEDMOE_CHECK_FILE(block.prefix == parsed->prefix, files::quote(name),
                           core::format("layer {} under the prefix \"{}\" and \"{}\"", parsed->layer,
                                        block.prefix, parsed->prefix),
                           "under one prefix");
       const auto [other, is_new] = block.tensors.emplace(std::string(parsed->local), tensor);
       if (is_new) other->second.file = file;
-      FUSEDMOE_CHECK_FILE(is_new, label + ": " + files::quote(name),
+      FUSEDMOE_CHECK_FILE(is_new, files::quote(name),
                           core::format("in {} and in {}", files.files[other->second.file].path,
                                        files.files[file].path),
                           "in one file");
@@ -170,19 +170,30 @@ const Block& OpenedCheckpoint::layer(std::int64_t number) const {
                            known.empty() ? "none" : core::format("{}", core::join(known, ", "))));
 }
 
+ModelConfig OpenedCheckpoint::layer_config(std::int64_t number) const {
+  const Block& block = layer(number);
+  try {
+    ModelConfig model = read_model_config(files.config_json, family, number);
+    model.scheme = stored_scheme(model, block);
+    return model;
+  } catch (const Error& error) {
+    throw error.within(label);
+  }
+}
+
 OpenedCheckpoint open_checkpoint(CheckpointFiles files, std::string label, const Family& family) {
   OpenedCheckpoint result;
   result.label = std::move(label);
   result.files = std::move(files);
+  result.family = family;
   try {
-    result.config = parse_model_config(result.files.config_json, family);
+    const Family found = family_of(result.files.config_json, family);
+    result.layers = collect_layers(result.files, family_row(found));
+    if (result.layers.empty()) result.config = parse_model_config(result.files.config_json, family);
   } catch (const Error& error) {
     throw error.within(result.label);
   }
-  result.layers = collect_layers(result.files, family_row(result.config.family), result.label);
-  if (!result.layers.empty()) {
-    result.config.scheme = stored_scheme(result.config, result.layers.begin()->second);
-  }
+  if (!result.layers.empty()) result.config = result.layer_config(result.layers.begin()->first);
   return result;
 }
 

@@ -14,11 +14,14 @@ namespace fusedmoe::checkpoint {
 struct OpenedCheckpoint {
   std::string label;
   CheckpointFiles files;
-  ModelConfig config;
+  Family family;                         ///< instead of that of the model_type, or none
+  ModelConfig config;                    ///< of the first layer with experts
   std::map<std::int64_t, Block> layers;  ///< those that hold experts
 
   /// Throws Error listing the layers with experts.
   const Block& layer(std::int64_t number) const;
+  /// What the config says of that layer, with the scheme that its tensors have.
+  ModelConfig layer_config(std::int64_t number) const;
 };
 
 /// Parses the config and finds the blocks. `family`: instead of that of the model_type.

@@ -189,7 +189,7 @@ class CheckpointQuantizer {
 
   std::vector<checkpoint::TensorSpec> written_tensors(const LinearLayer& layer) const {
     std::vector<checkpoint::TensorSpec> specs = checkpoint::linear_tensors(
-        layer, linear_, model_.scheme, checkpoint::TensorRole::kQuantized);
+        layer, {linear_, model_.scheme}, checkpoint::TensorRole::kQuantized);
     std::erase_if(specs, [&](const checkpoint::TensorSpec& spec) {
       const bool optional = spec.stored->presence == checkpoint::Presence::kOptional;
       return !spec.stored->written || (!spec.required && !optional);

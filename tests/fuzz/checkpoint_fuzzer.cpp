@@ -61,8 +61,9 @@ std::vector<files::HeaderEntry> correct_tensors(const ModelConfig& model,
   const checkpoint::LinearLayout* linear =
       checkpoint::find_linear_layout(model.layout, model.scheme.weights);
   checkpoint::BlockLayout names = checkpoint::published_names(model, layout);
-  if (layout.storage == checkpoint::ExpertStorage::kPerExpert) names.storage.experts = linear;
-  if (source.below(2)) names.storage.shared = linear;
+  if (layout.storage == checkpoint::ExpertStorage::kPerExpert)
+    names.storage.experts = {linear, model.scheme};
+  if (source.below(2)) names.storage.shared = {linear, model.scheme};
   std::vector<files::HeaderEntry> entries;
   for (const auto& spec : checkpoint::block_tensors(model, names)) {
     DType dtype = DType::kBF16;
