@@ -20,7 +20,7 @@ namespace {
 struct Options {
   std::string family;
   std::string checkpoint, model;
-  std::string device = "cpu";
+  std::string device;  // empty: cpu, or with a compute capability cuda
   std::string dtype = "bf16";
   std::int64_t num_tokens = 64;
   double compute_capability = 0;  // 0: that of the device
@@ -31,7 +31,7 @@ struct Options {
   std::string combine = "per_rank";
 };
 
-/// What only the instances of a device that is here can say.
+/// What the instances say.
 struct Resources {
   std::size_t workspace_bytes = 0;  // scratch of one forward beside weights, input and output
   std::string kernel_config;        // empty where the experts have only one
@@ -61,15 +61,28 @@ void place_on_ranks(const Options& options, MoeConfig& config) {
   config.has_expert_map = true;
 }
 
+constexpr int kHopper = 90;
+
 MoeConfig make_config(const Options& options, const ModelConfig& model) {
-  const bool elsewhere = options.compute_capability > 0;
-  const Device device = elsewhere ? Device{DeviceKind::kCuda, 0} : parse_device(options.device);
+  const bool named = options.compute_capability > 0;
+  const Device device = parse_device(!options.device.empty() ? options.device
+                                     : named                 ? "cuda"
+                                                             : "cpu");
+  if (named && device.is_cpu()) {
+    throw Error::conflict("--compute-capability", "--device cpu", "a GPU has one");
+  }
   MoeConfig config = moe_config(model, parse_float_dtype(options.dtype), device);
-  if (elsewhere) {
+  if (named) {
     config.compute_capability = static_cast<int>(std::lround(10 * options.compute_capability));
   } else if (const std::string problem = device_problem(device); !problem.empty()) {
-    throw Error::unsupported(Reason::kDevice, "--device",
-                             fmt::format("{}: {}", to_string(device), problem));
+    // Who asks about `cuda` where there is no GPU asks about the one that the kernels are for.
+    if (cuda_device_count() > 0 || device.index > 0) {
+      throw Error::unsupported(Reason::kDevice, "--device",
+                               fmt::format("{}: {}", to_string(device), problem));
+    }
+    config.compute_capability = kHopper;
+    fmt::print(stderr, "{}: {}; this is for compute capability {:.1f}\n", to_string(device),
+               problem, kHopper / 10.0);
   }
   if (!options.scheme.empty()) config.scheme = parse_scheme(options.scheme);
   config.hooks = options.hooks;
@@ -117,7 +130,7 @@ void print_json(const Options& options, const ModelConfig& model, const Selectio
       {"family", name(model.family)},     {"scheme", name(config.scheme)},
       {"dtype", name(config.dtype)},      {"device", to_string(config.device)},
       {"num_tokens", options.num_tokens}, {"candidates", nlohmann::json::parse(selection.json())}};
-  if (config.compute_capability) object["compute_capability"] = options.compute_capability;
+  if (config.compute_capability) object["compute_capability"] = *config.compute_capability / 10.0;
   if (resources) {
     object["workspace_bytes"] = resources->workspace_bytes;
     object["kernel_config"] = resources->kernel_config;
@@ -139,7 +152,7 @@ void print_text(const Options& options, const ModelConfig& model, const Selectio
              name(config.scheme), name(config.activation), name(config.dtype),
              to_string(config.device),
              config.compute_capability
-                 ? fmt::format(" of compute capability {:.1f}", options.compute_capability)
+                 ? fmt::format(" of compute capability {:.1f}", *config.compute_capability / 10.0)
                  : "",
              selection.table());
   if (!resources) return;
@@ -177,8 +190,8 @@ void run(const Options& options) {
     write_text(options.save_plan, plan_json(options, model, selection));
   }
   std::optional<Resources> resources;
-  const bool here = !config.compute_capability && config.parallel.num_ranks() == 1;
-  if (selection && here) resources.emplace(selection, options.num_tokens);
+  const bool alone = config.parallel.num_ranks() == 1;  // else it takes a communicator
+  if (selection && alone) resources.emplace(selection, options.num_tokens);
   (options.json ? print_json : print_text)(options, model, selection, resources);
   if (!selection) {
     throw Error::unsupported(selection.candidates.front().support.reason, "model",
@@ -216,13 +229,12 @@ void add_explain(Command& program) {
       .add_option("--save-plan", options->save_plan,
                   "File to write: what would run, as JSON that run --plan pins")
       .excludes(matrix);
-  const Option device =
-      command.add_option("--device", options->device, "cpu, cuda or cuda:<index>").show_default();
+  command.add_option("--device", options->device,
+                     "cpu, cuda or cuda:<index>; default: cpu, with --compute-capability cuda");
   command
       .add_option("--compute-capability", options->compute_capability,
                   "Answer for a CUDA device that need not be here: 9.0 is Hopper")
       .positive()
-      .excludes(device)
       .excludes(matrix);
   command.add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
       .show_default();

@@ -77,7 +77,7 @@ Support CpuDescriptor::supports(const MoeConfig& config) const {
 }
 
 WorkspacePlan CpuExperts::plan(const ProblemSize& problem) const {
-  WorkspacePlan plan = output_plan(problem);
+  WorkspacePlan plan = core::output_plan(config(), problem);
   if (problem.num_tokens == 0) return plan;
   const WorkspaceLayout layout(problem, mode_of(*this));
   plan.workspace13_bytes = layout.bytes13;

@@ -13,30 +13,23 @@
 #include "cuda/activation.h"
 #include "cuda/backend.h"
 #include "cuda/device/properties.h"
-#include "cuda/gemm/heuristic.h"
+#include "cuda/gemm/format_kernels.h"
 #include "cuda/one_token/one_token_experts.h"
 #include "cuda/operand_rows.h"
 #include "cuda/packed_weights.h"
+#include "cuda/planner.h"
 #include "cuda/router/fused_route.h"
 #include "cuda/router/router.h"
 #include "cuda/rows/combine.h"
 #include "cuda/rows/routing_data.h"
-#include "cuda/scratch.h"
 #include "fusedmoe/runtime.h"
 #include "moe/experts_args.h"
 #include "moe/routed_experts.h"
-#include "moe/tuned_configs.h"
 
 namespace fusedmoe::cuda {
 namespace {
 
 constexpr std::int64_t kFewWeightBytes = std::int64_t{256} << 20;  // a few times the L2
-
-/// What was tuned for one layer, by number of tokens.
-struct TunedTokens {
-  std::int64_t num_tokens;
-  KernelConfig config;
-};
 
 class Sm90Experts final : public core::RoutedExperts {
  public:
@@ -46,8 +39,10 @@ class Sm90Experts final : public core::RoutedExperts {
     return dynamic_cast<const CudaPackedWeights*>(&weights) &&
            core::matches(weights.info(), config());
   }
-  WorkspacePlan plan(const ProblemSize& problem) const override;
-  std::vector<std::string> kernel_configs(const ProblemSize& problem) const override;
+  WorkspacePlan plan(const ProblemSize& problem) const override { return planner_.plan(problem); }
+  std::vector<std::string> kernel_configs(const ProblemSize& problem) const override {
+    return planner_.kernel_configs(problem);
+  }
   int find_kernel_config(std::string_view name) const override { return find_config(name); }
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                       const PackOptions& options) const override;
@@ -67,9 +62,9 @@ class Sm90Experts final : public core::RoutedExperts {
   void run_routed(const ForwardArgs& args) const override;
   void route_and_run(const ForwardArgs& args) const override;
 
-  DType dtype() const { return format_.row_dtype; }
-  MlpShape shape_of(const ProblemSize& problem) const;
-  KernelConfig config_for(const ProblemSize& problem, int requested) const;
+  const WeightFormat& format() const { return planner_.format(); }
+  bool unfused() const { return planner_.variant() == Variant::kUnfused; }
+  DType dtype() const { return format().row_dtype; }
   FusedMlpParams make_params(const ForwardArgs& args, const Scratch& scratch,
                              const KernelConfig& config) const;
   RoutingDataExtras make_extras(const ForwardArgs& args, const Scratch& scratch) const;
@@ -80,9 +75,6 @@ class Sm90Experts final : public core::RoutedExperts {
   void apply_unfused(const ForwardArgs& args, const FusedMlpParams& params, const Scratch& scratch,
                      const KernelConfig& config, const RoutingData& routing) const;
 
-  Scratch scratch_of(const ProblemSize& problem, const KernelConfig& config, void* block) const {
-    return Scratch(problem, format_, variant_, config, block);
-  }
   RowPass cut_pass(const RowTransform& rows, const FusedMlpParams& params, const Scratch& scratch,
                    const TileShape& tile) const;
   void run_gemms(const ForwardArgs& args, const FusedMlpParams& params, const Scratch& scratch,
@@ -90,113 +82,27 @@ class Sm90Experts final : public core::RoutedExperts {
   void run_gemms_apart(const ForwardArgs& args, const FusedMlpParams& params,
                        const Scratch& scratch, const KernelConfig& config) const;
 
-  const WeightFormat& format_;
+  const Planner planner_;
+  const FormatKernels& kernels_;
   const OperandRows rows_;
-  const Variant variant_;
-  int multiprocessors_;
   const OneTokenExperts one_token_;
-  std::vector<TunedTokens> tuned_;  // ascending numbers of tokens
 };
 
 Sm90Experts::Sm90Experts(const ExpertsDescriptor& descriptor, const MoeConfig& config,
                          const Context& context)
     : RoutedExperts(descriptor, config, context, backend()),
-      format_(*find_weight_format(config.scheme, config.dtype)),
-      rows_(this->config(), format_),
-      variant_(variant_of(config)),
-      multiprocessors_(device_problem(config.device).empty() ? multiprocessor_count(config.device)
-                                                             : MlpShape().multiprocessors),
-      one_token_(this->config(), format_, rows_, multiprocessors_) {
-  // Tuned configurations are for one number of tokens: rows would depend on their batch.
-  if (!context.tuned || config.batch_invariant) return;
-  TunedConfig layer;
-  layer.device = device_name(config.device);
-  layer.experts = descriptor.name();
-  layer.scheme = name(config.scheme);
-  layer.hidden = config.hidden;
-  layer.intermediate = config.intermediate;
-  layer.num_local_experts = config.num_local_experts;
-  layer.topk = batched() ? 1 : config.topk;
-  for (const TunedConfig& tuned : context.tuned->of_layer(layer)) {
-    if (const int found = find_config(tuned.config); found >= 0) {
-      tuned_.push_back({tuned.num_tokens, all_configs()[static_cast<std::size_t>(found)]});
-    }
-  }
-}
+      planner_(this->config(), context, descriptor.name(),
+               device_problem(config.device).empty() ? multiprocessor_count(config.device)
+                                                     : MlpShape().multiprocessors),
+      kernels_(kernels_of(planner_.format())),
+      rows_(this->config(), planner_.format()),
+      one_token_(this->config(), kernels_, rows_, planner_.one_token()) {}
 
 std::shared_ptr<PackedWeights> Sm90Experts::pack(const ExpertWeights& weights,
                                                  const PackOptions& options) const {
   core::check_supported(descriptor(), config());  // the device may not be here
   return std::make_shared<CudaPackedWeights>(core::make_packed_info(*this, weights, options),
-                                             format_, weights, options);
-}
-
-WorkspacePlan Sm90Experts::plan(const ProblemSize& problem) const {
-  WorkspacePlan plan = output_plan(problem);
-  if (batched()) plan.output_dtype = problem.dtype;
-  if (problem.num_tokens == 0) return plan;
-  // Room for any configuration, for these and, as rows in f32 take more, for fewer tokens.
-  const std::int64_t most_f32 = max_tokens_f32(shape_of(problem));
-  for (const std::int64_t num_tokens :
-       {problem.num_tokens, std::min(problem.num_tokens, most_f32)}) {
-    if (num_tokens == 0) continue;
-    ProblemSize smaller = problem;
-    smaller.num_tokens = num_tokens;
-    const Scratch scratch = scratch_of(smaller, largest_config(shape_of(smaller)), nullptr);
-    plan.workspace2_bytes = std::max(plan.workspace2_bytes, scratch.bytes);
-  }
-  return plan;
-}
-
-MlpShape Sm90Experts::shape_of(const ProblemSize& problem) const {
-  MlpShape shape;
-  shape.format = &format_;
-  shape.batched = batched();
-  shape.unfused = variant_ == Variant::kUnfused;
-  const auto stores_groups = [&](const TileShape& tile) { return rows_.stores_groups(tile); };
-  shape.stores_groups = std::any_of(format_.tiles.begin(), format_.tiles.end(), stores_groups);
-  shape.batch_invariant = variant_ == Variant::kBatchInvariant;
-  shape.has_one_token = one_token_.supports(problem);
-  shape.num_tokens = problem.num_tokens;
-  shape.topk = batched() ? 1 : problem.topk;
-  // As if so many tokens were routed to local experts only.
-  if (problem.expected_rows > 0) {
-    const std::int64_t share = batched() ? problem.num_local_experts : problem.topk;
-    shape.expected_tokens = std::max<std::int64_t>(1, problem.expected_rows / share);
-  }
-  shape.num_local_experts = problem.num_local_experts;
-  shape.num_experts = config().num_experts;
-  shape.hidden = problem.hidden;
-  shape.intermediate = problem.intermediate;
-  shape.gated = is_gated(config().activation);
-  shape.multiprocessors = multiprocessors_;
-  return shape;
-}
-
-/// What the caller requests, else what was tuned, else what the heuristic chooses.
-KernelConfig Sm90Experts::config_for(const ProblemSize& problem, int requested) const {
-  const MlpShape shape = shape_of(problem);
-  const auto configs = all_configs();
-  if (requested >= 0 && requested < static_cast<int>(configs.size())) {
-    const KernelConfig& config = configs[static_cast<std::size_t>(requested)];
-    if (valid(shape, config)) return config;
-  }
-  // `tune` timed layers whose experts are all local; the batched format at its capacity.
-  const std::int64_t num_tokens = batched() ? problem.num_tokens : likely_tokens(shape);
-  const TunedTokens* tuned = nearest(std::span<const TunedTokens>(tuned_), num_tokens,
-                                     [&](const TunedTokens& t) { return valid(shape, t.config); });
-  return tuned ? tuned->config : choose_config(shape);
-}
-
-std::vector<std::string> Sm90Experts::kernel_configs(const ProblemSize& problem) const {
-  if (problem.num_tokens == 0) return {};
-  std::vector<std::string> names{to_string(config_for(problem, -1))};
-  for (const KernelConfig& config : valid_configs(shape_of(problem))) {
-    if (std::string name = to_string(config); name != names.front()) {
-      names.push_back(std::move(name));
-    }
-  }
-  return names;
+                                             kernels_, weights, options);
 }
 
 FusedMlpParams Sm90Experts::make_params(const ForwardArgs& args, const Scratch& scratch,
@@ -208,7 +114,7 @@ FusedMlpParams Sm90Experts::make_params(const ForwardArgs& args, const Scratch& 
   params.num_experts = static_cast<int>(info.num_experts);
   params.counters = scratch.counters;
   params.activation = info.activation;
-  params.batch_invariant = variant_ == Variant::kBatchInvariant;
+  params.batch_invariant = planner_.variant() == Variant::kBatchInvariant;
 
   params.quantizer = rows_.inner_quantizer(weights);
 
@@ -235,7 +141,7 @@ FusedMlpParams Sm90Experts::make_params(const ForwardArgs& args, const Scratch& 
   // the memory's full rate, gain up to 6 % where they are few and lose 2 % where they are many.
   const std::int64_t most_hit = std::min(scratch.rows, info.num_experts);
   params.weights_evict_first =
-      format_.decodes || most_hit * (first.expert_bytes + second.expert_bytes) <= kFewWeightBytes;
+      format().decodes || most_hit * (first.expert_bytes + second.expert_bytes) <= kFewWeightBytes;
   return params;
 }
 
@@ -268,7 +174,7 @@ void Sm90Experts::apply_unfused(const ForwardArgs& args, const FusedMlpParams& p
   step.gemms[0].out = scratch.gate_up;
   step.gemms[0].out_pitch = (gated ? 2 : 1) * width;
   step.gemms[0].epilogue = gated ? Epilogue::kStoreGateUp : Epilogue::kStore;
-  fused_mlp(step, format_, config.tile, args.stream);
+  fused_mlp(step, kernels_, config.tile, args.stream);
   const TensorView gate_up = view(scratch.gate_up, step.gemms[0].out_pitch);
   call(hooks.after_gemm1, args.hidden_states, gate_up);
 
@@ -284,7 +190,7 @@ void Sm90Experts::apply_unfused(const ForwardArgs& args, const FusedMlpParams& p
   }
   step.overlap_previous = false;        // the hooks' work comes before
   step.counters = params.counters + 1;  // the first has moved its own
-  fused_mlp(step, format_, config.tile, args.stream);
+  fused_mlp(step, kernels_, config.tile, args.stream);
   call(hooks.after_gemm2, activated, view(scratch.rows_out, hidden));
 }
 
@@ -318,7 +224,7 @@ RowPass Sm90Experts::cut_pass(const RowTransform& rows, const FusedMlpParams& pa
       std::min<std::int64_t>(scratch.rows, params.num_experts) + scratch.rows / tile.max_tokens;
   const std::int64_t most = ceil_div(2 * scratch.rows, token_tiles);
   const std::int64_t tiles =
-      std::clamp<std::int64_t>(ceil_div(multiprocessors_, token_tiles), 1, most);
+      std::clamp<std::int64_t>(ceil_div(planner_.multiprocessors(), token_tiles), 1, most);
   return {rows, static_cast<int>(tiles)};
 }
 
@@ -335,7 +241,7 @@ void Sm90Experts::run_gemms(const ForwardArgs& args, const FusedMlpParams& param
   } else if (rows_.has_fp8_rows()) {
     return run_gemms_apart(args, params, scratch, config);
   }
-  fused_mlp(step, format_, config.tile, args.stream);
+  fused_mlp(step, kernels_, config.tile, args.stream);
 }
 
 /// In three launches or, with a scale of the whole tensor, four: between the GEMMs rows are
@@ -345,7 +251,7 @@ void Sm90Experts::run_gemms_apart(const ForwardArgs& args, const FusedMlpParams&
   FusedMlpParams step = params;
   step.num_gemms = 1;
   step.topk_weights = nullptr;  // those are for GEMM 2
-  fused_mlp(step, format_, config.tile, args.stream);
+  fused_mlp(step, kernels_, config.tile, args.stream);
   rows_.transform_activated(args, scratch, params);
   step.gemms[0] = params.gemms[1];
   step.topk_weights = params.topk_weights;
@@ -355,7 +261,7 @@ void Sm90Experts::run_gemms_apart(const ForwardArgs& args, const FusedMlpParams&
   // launch does. So it reads the counts, and need not make them from the ids.
   step.counts_are_complete = true;
   step.topk_ids = nullptr;
-  fused_mlp(step, format_, config.tile, args.stream);
+  fused_mlp(step, kernels_, config.tile, args.stream);
 }
 
 /// The fused MLP and the combine, behind the launch that makes the routing data. `ids_are_old`: the
@@ -365,7 +271,7 @@ void Sm90Experts::run_standard(const ForwardArgs& args, const Scratch& scratch,
                                bool ids_are_old) const {
   const std::int64_t topk = args.topk_ids.size(1), hidden = args.fused_output.size(1);
   const std::int64_t num_local_experts = this->config().num_local_experts;
-  const bool unfused = variant_ == Variant::kUnfused;
+  const bool unfused = this->unfused();
   if (ids_are_old ? rows_.needs_hidden_pass() : rows_.quantizes()) {
     rows_.permute_hidden(args, scratch, routing);
   }
@@ -382,7 +288,7 @@ void Sm90Experts::run_standard(const ForwardArgs& args, const Scratch& scratch,
   }
   const float* topk_weights =
       this->config().apply_router_weight_on_input ? nullptr : args.topk_weights.as<const float>();
-  if (format_.weights_rows && !unfused && !config.rows_f32) {
+  if (format().weights_rows && !unfused && !config.rows_f32) {
     params.topk_weights = std::exchange(topk_weights, nullptr);  // the combine only adds
   }
   params.overlap_previous = true;
@@ -411,8 +317,8 @@ void Sm90Experts::run_standard(const ForwardArgs& args, const Scratch& scratch,
 void Sm90Experts::run_routed(const ForwardArgs& args) const {
   const ProblemSize problem = core::problem_of(*this, args);
   if (problem.num_tokens == 0) return;
-  const KernelConfig config = config_for(problem, args.kernel_config);
-  const Scratch scratch = scratch_of(problem, config, args.workspace2);
+  const KernelConfig config = planner_.config_for(problem, args.kernel_config);
+  const Scratch scratch = planner_.scratch_of(problem, config, args.workspace2);
   if (batched()) return run_batched(args, scratch, config);
   if (config.one_token) {
     return one_token_.run(args, scratch, make_params(args, scratch, config), problem);
@@ -426,13 +332,12 @@ void Sm90Experts::run_routed(const ForwardArgs& args) const {
 /// Few tokens: one launch makes logits, ids, weights, routing data and permuted rows.
 void Sm90Experts::route_and_run(const ForwardArgs& args) const {
   const ProblemSize problem = core::problem_of(*this, args);
-  if (variant_ == Variant::kUnfused ||
-      !may_fuse(*args.router, problem.num_tokens, problem.num_local_experts)) {
+  if (unfused() || !may_fuse(*args.router, problem.num_tokens, problem.num_local_experts)) {
     route(args);
     return run_routed(args);
   }
-  const KernelConfig config = config_for(problem, args.kernel_config);
-  const Scratch scratch = scratch_of(problem, config, args.workspace2);
+  const KernelConfig config = planner_.config_for(problem, args.kernel_config);
+  const Scratch scratch = planner_.scratch_of(problem, config, args.workspace2);
   FusedRoute fused;
   fused.config = args.router;
   fused.correction_bias = args.score_correction_bias;

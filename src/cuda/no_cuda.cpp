@@ -1,10 +1,14 @@
-// The CUDA part of a build without CUDA: queries are answered, everything else is an Error.
+// What a build without CUDA has instead of what runs on a device: queries are answered, everything
+// else is an Error. The experts say their sizes and kernel configurations, as the sources beside
+// this file that need no CUDA (src/CMakeLists.txt) compute them.
 #include "core/device_runtime.h"
 #include "cuda/backend.h"
 #include "cuda/experts.h"
+#include "cuda/planner.h"
 #include "fusedmoe/comm.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
+#include "moe/experts_args.h"
 
 namespace fusedmoe {
 namespace {
@@ -54,26 +58,40 @@ std::string make_nccl_unique_id() {
   fail();
 }
 
+namespace cuda {
 namespace {
 
-/// Answers that nothing runs.
-class NoCudaDescriptor final : public ExpertsDescriptor {
+/// Tells what Hopper would take. Nothing can be packed or run.
+class PlannedExperts final : public Experts {
  public:
-  std::string_view name() const override { return "sm90"; }
-  Support supports(const MoeConfig& config) const override {
-    return Support::no(Reason::kDevice,
-                       config.device.is_cpu() ? "device is cpu, runs on cuda" : kWithoutCuda);
+  PlannedExperts(const ExpertsDescriptor& descriptor, const MoeConfig& config,
+                 const Context& context)
+      : Experts(descriptor, config, context),
+        planner_(this->config(), context, descriptor.name(), MlpShape().multiprocessors) {}
+
+  WorkspacePlan plan(const ProblemSize& problem) const override { return planner_.plan(problem); }
+  std::vector<std::string> kernel_configs(const ProblemSize& problem) const override {
+    return planner_.kernel_configs(problem);
   }
-  std::string_view instruction_set() const override { return "sm_90a"; }
-  int layout_version() const override { return 1; }
-  std::shared_ptr<const Experts> create(const MoeConfig&, const Context&) const override { fail(); }
+  int find_kernel_config(std::string_view name) const override { return find_config(name); }
+  std::shared_ptr<PackedWeights> pack(const ExpertWeights&, const PackOptions&) const override {
+    core::check_supported(descriptor(), config());  // says why
+    fail();
+  }
+  bool accepts(const PackedWeights&) const override { return false; }
+
+ private:
+  void run(const ForwardArgs&) const override { fail(); }
+
+  const Planner planner_;
 };
 
 }  // namespace
 
-const ExpertsDescriptor& cuda::descriptor() {
-  static const NoCudaDescriptor descriptor;
-  return descriptor;
+std::shared_ptr<const Experts> make_experts(const ExpertsDescriptor& descriptor,
+                                            const MoeConfig& config, const Context& context) {
+  return std::make_shared<PlannedExperts>(descriptor, config, context);
 }
 
+}  // namespace cuda
 }  // namespace fusedmoe

@@ -42,16 +42,6 @@ RowQuantizer OperandRows::inner_quantizer(const CudaPackedWeights& weights) cons
   return quantizer_of(weights.w2());
 }
 
-bool OperandRows::needs_hidden_pass() const {
-  const std::optional<QuantKey>& key = config_.scheme.activations;
-  return has_fp8_rows() && key->dynamic && key->group.rows < 0;
-}
-
-bool OperandRows::stores_groups(const TileShape& tile) const {
-  return has_fp8_rows() && format_.k_scales && config_.scheme.activations->group.cols > 0 &&
-         is_gated(config_.activation) && !config_.hooks && tile.has_whole_groups();
-}
-
 RowTransform OperandRows::hidden(const ForwardArgs& args, const Scratch& scratch) const {
   const TensorView& x = args.hidden_states;
   RowTransform rows;
@@ -91,10 +81,6 @@ void OperandRows::transform_hidden(const ForwardArgs& args, const Scratch& scrat
   transform.expert_num_tokens = args.expert_num_tokens.as<const std::int32_t>();
   transform.capacity = args.hidden_states.size(1);
   transform_rows(transform, false, args.stream);
-}
-
-bool OperandRows::has_row_pass(const TileShape& tile) const {
-  return format_.has_row_pass(tile) && !needs_hidden_pass() && !config_.hooks;
 }
 
 RowTransform OperandRows::activated(const ForwardArgs& args, const Scratch& scratch,

@@ -115,16 +115,17 @@ float read_bias(const TensorView& bias, std::int64_t index) {
 
 }  // namespace
 
-PackedMatrices::PackedMatrices(const WeightFormat& format, const QuantScheme& scheme,
+PackedMatrices::PackedMatrices(const FormatKernels& kernels, const QuantScheme& scheme,
                                const Sizes& sizes, Device device)
-    : format_(&format),
+    : kernels_(&kernels),
+      format_(&kernels.format),
       scheme_(scheme),
       width_(sizes.width),
       k_(sizes.k),
       gated_(sizes.gated),
       activation_scale_(sizes.activation_scale),
-      grid_(format.grid(sizes.width, sizes.k, sizes.gated)),
-      blocks_(Tensor::empty({sizes.num_experts, grid_.count() * format.block.bytes}, DType::kU8,
+      grid_(format_->grid(sizes.width, sizes.k, sizes.gated)),
+      blocks_(Tensor::empty({sizes.num_experts, grid_.count() * format_->block.bytes}, DType::kU8,
                             device)),
       exponent_shifts_(static_cast<std::size_t>(sizes.num_experts)),
       origins_(static_cast<std::size_t>(sizes.num_experts)) {
@@ -172,8 +173,8 @@ int PackedMatrices::check(const WeightMatrix& gate, const WeightMatrix* up) cons
     FUSEDMOE_CHECK(gate.first_col == up->first_col, "weights.first_col",
                    core::format("{} of gate, {} of up", gate.first_col, up->first_col), "the same");
   }
-  if (format_->check_scales) format_->check_scales(gate, up);
-  return format_->exponent_shift ? format_->exponent_shift(gate, up) : 0;
+  if (kernels_->check_scales) kernels_->check_scales(gate, up);
+  return kernels_->exponent_shift ? kernels_->exponent_shift(gate, up) : 0;
 }
 
 PackedMatrices::Origin PackedMatrices::origin_of(const WeightMatrix& matrix) const {
@@ -272,7 +273,7 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
       source.zero_points = zero_points.as<const std::uint8_t>();
     }
   }
-  format_->pack(source, grid_, blocks_.select(0, expert).data(), stream);
+  kernels_->pack(source, grid_, blocks_.select(0, expert).data(), stream);
 
   float input_scale = 1;
   if (input_scales_) {
@@ -298,8 +299,8 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
     upload(scales_, [&](const WeightMatrix& matrix, std::int64_t row) {
       return row_scale(matrix, origins[&matrix == up ? 1 : 0], row, common);
     });
-    if (format_->mark_nan_rows) {
-      format_->mark_nan_rows(source, grid_, scales_.select(0, expert).as<float>(), stream);
+    if (kernels_->mark_nan_rows) {
+      kernels_->mark_nan_rows(source, grid_, scales_.select(0, expert).as<float>(), stream);
     }
   }
   if (bias_) {
@@ -361,7 +362,7 @@ void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatri
         if (origin.largest_scales) {
           target.largest_scale = origin.largest_scales.as<const float>()[feature];
         }
-        format_->unpack_row(source, row, target);
+        kernels_->unpack_row(source, row, target);
         if (bias) matrix.bias.as<float>()[feature] = bias.as<const float>()[row];
       });
 }
@@ -383,17 +384,17 @@ std::int64_t PackedMatrices::nbytes() const {
          (input_scales_ ? input_scales_.nbytes() : 0);
 }
 
-CudaPackedWeights::CudaPackedWeights(Info info, const WeightFormat& format,
+CudaPackedWeights::CudaPackedWeights(Info info, const FormatKernels& kernels,
                                      const ExpertWeights& weights, const PackOptions& options)
     : PackedWeights(std::move(info)),
-      format_(&format),
+      kernels_(&kernels),
       activation_params_(weights.activation_params) {
   const Info& made = this->info();
-  w13_ = PackedMatrices(format, made.scheme,
+  w13_ = PackedMatrices(kernels, made.scheme,
                         {made.num_experts, made.intermediate, made.hidden,
                          is_gated(made.activation.kind), made.has_bias, made.a1_scale.value_or(1)},
                         made.device);
-  w2_ = PackedMatrices(format, made.scheme,
+  w2_ = PackedMatrices(kernels, made.scheme,
                        {made.num_experts, made.hidden, made.intermediate, false, made.has_bias,
                         made.a2_scale.value_or(1)},
                        made.device);

@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "cuda/gemm/weight_format.h"
+#include "cuda/gemm/format_kernels.h"
 #include "fusedmoe/experts.h"
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/weights.h"
@@ -23,11 +23,11 @@ class PackedMatrices {
     float activation_scale;  ///< static one of the rows that they multiply; 1: none
   };
   PackedMatrices() = default;
-  PackedMatrices(const WeightFormat& format, const QuantScheme& scheme, const Sizes& sizes,
+  PackedMatrices(const FormatKernels& kernels, const QuantScheme& scheme, const Sizes& sizes,
                  Device device);
 
   /// Throws Error for matrices that cannot be packed; scales are in host memory. Returns
-  /// WeightFormat::exponent_shift of them.
+  /// FormatKernels::exponent_shift of them.
   int check(const WeightMatrix& gate, const WeightMatrix* up) const;
   /// `up` is null unless gated; scales and biases are in host memory. Waits.
   void pack(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up,
@@ -60,6 +60,7 @@ class PackedMatrices {
   const WeightMatrix& source_of(std::int64_t row, const WeightMatrix& gate,
                                 const WeightMatrix* up) const;
 
+  const FormatKernels* kernels_ = nullptr;
   const WeightFormat* format_ = nullptr;
   QuantScheme scheme_;
   std::int64_t width_ = 0, k_ = 0;
@@ -80,10 +81,10 @@ class PackedMatrices {
 class CudaPackedWeights final : public PackedWeights {
  public:
   /// On info.device. Sources lie in host memory or there.
-  CudaPackedWeights(Info info, const WeightFormat& format, const ExpertWeights& weights,
+  CudaPackedWeights(Info info, const FormatKernels& kernels, const ExpertWeights& weights,
                     const PackOptions& options);
 
-  const WeightFormat& format() const { return *format_; }
+  const WeightFormat& format() const { return kernels_->format; }
   const PackedMatrices& w13() const { return w13_; }
   const PackedMatrices& w2() const { return w2_; }
   std::int64_t nbytes() const override { return w13_.nbytes() + w2_.nbytes(); }
@@ -92,7 +93,7 @@ class CudaPackedWeights final : public PackedWeights {
   ExpertWeights unpack(std::int64_t expert) const;
 
  private:
-  const WeightFormat* format_;
+  const FormatKernels* kernels_;
   ActivationParams activation_params_;
   PackedMatrices w13_, w2_;
 };

@@ -2,11 +2,11 @@
 
 namespace fusedmoe::core {
 
-WorkspacePlan RoutedExperts::output_plan(const ProblemSize& problem) const {
+WorkspacePlan output_plan(const MoeConfig& config, const ProblemSize& problem) {
+  const bool batched = config.activation_format == ActivationFormat::kBatchedExperts;
   WorkspacePlan plan;
-  plan.output_shape = batched()
-                          ? Shape{problem.num_local_experts, problem.num_tokens, problem.hidden}
-                          : Shape{problem.num_tokens, problem.hidden};
+  plan.output_shape = batched ? Shape{problem.num_local_experts, problem.num_tokens, problem.hidden}
+                              : Shape{problem.num_tokens, problem.hidden};
   plan.output_dtype = problem.output_dtype;
   return plan;
 }

@@ -7,6 +7,10 @@
 
 namespace fusedmoe::core {
 
+/// The plan of experts that write one row for each token, or for each row of the batched format,
+/// without scratch memory.
+WorkspacePlan output_plan(const MoeConfig& config, const ProblemSize& problem);
+
 class RoutedExperts : public Experts {
  public:
   RoutedExperts(const ExpertsDescriptor& descriptor, const MoeConfig& config,
@@ -27,9 +31,6 @@ class RoutedExperts : public Experts {
   virtual void route_and_run(const ForwardArgs& args) const;
 
  protected:
-  /// The plan of experts that write one row for each token, or for each row of the batched format,
-  /// without scratch memory.
-  WorkspacePlan output_plan(const ProblemSize& problem) const;
   /// Router logits, where the router's weights are given, ids and weights.
   void route(const ForwardArgs& args) const;
 

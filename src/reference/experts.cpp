@@ -55,7 +55,7 @@ class ReferenceDescriptor final : public ExpertsDescriptor {
 };
 
 WorkspacePlan ReferenceExperts::plan(const ProblemSize& problem) const {
-  WorkspacePlan plan = output_plan(problem);
+  WorkspacePlan plan = core::output_plan(config(), problem);
   if (problem.num_tokens == 0) return plan;
   const ScratchBytes scratch = scratch_bytes(*this, problem);
   plan.workspace13_bytes = scratch.workspace13;

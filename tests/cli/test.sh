@@ -107,10 +107,18 @@ case $situation in
     refuses '^error: cuda:99: ' explain --model gpt-oss-20b --device cuda:99
     [[ $(wc -l <err) -eq 1 ]] || fail "more than one sentence"
     refuses '^error: --experts fast: no such' explain --model gpt-oss-20b --experts fast
-    # In a build without CUDA the answer is no, but there is one.
-    "$program" explain --model gpt-oss-20b --compute-capability 9.0 >out 2>err || true
-    says 'on cuda:0 of compute capability 9\.0$'
-    says '^[* ] +sm90 +no_ep +standard +'
+    # Of a GPU that is not here, also in a build without CUDA.
+    for wish in '--compute-capability 9.0' '--device cuda --compute-capability 9.0' \
+      '--device cuda'; do
+      # shellcheck disable=SC2086 # words
+      succeeds explain --model gpt-oss-20b $wish
+      says 'on cuda:0 of compute capability 9\.0$'
+      says '^\* +sm90 +no_ep +standard +supported'
+      says '^workspace for 64 tokens: 14\.7 MB$'
+      says '^kernel configuration for 64 tokens: 256x32k1c1 '
+    done
+    refuses '^error: --compute-capability cannot be used with --device cpu: a GPU has one$' \
+      explain --model gpt-oss-20b --compute-capability 9.0 --device cpu
     [[ $(grep -c '_ep\|batched' out) -le 12 ]] || fail "more than a dozen rows"
     succeeds explain --model gpt-oss-120b --ep 64 --combine per_slot
     says '^64 ranks: tp 1, dp 64, ep 64; rank 0 has 2 experts of 2880 x 2880; per_slot'

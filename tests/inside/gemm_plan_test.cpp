@@ -5,6 +5,7 @@
 #include <set>
 
 #include "cuda/gemm/heuristic.h"
+#include "cuda/one_token/one_token.h"
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/error.h"
 

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "fusedmoe/checkpoint.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
 #include "testing/cases.h"
@@ -225,9 +226,6 @@ TEST(SelectionTest, ANamedComputeCapabilityNeedsNoDevice) {
   config.device = {DeviceKind::kCuda, 0};
   config.compute_capability = 90;
   const Selection hopper = explain(config);
-  if (find(hopper, "sm90", "no_ep")->support.text.find("without CUDA") != std::string::npos) {
-    GTEST_SKIP() << "built without CUDA";
-  }
   ASSERT_TRUE(hopper) << hopper.table();
   EXPECT_EQ(hopper.pair(), "sm90+no_ep");
   const ModularKernel kernel = hopper.create(make_context());
@@ -241,6 +239,37 @@ TEST(SelectionTest, ANamedComputeCapabilityNeedsNoDevice) {
   const Selection ampere = explain(config);
   EXPECT_FALSE(ampere);
   EXPECT_EQ(find(ampere, "sm90", "no_ep")->support.reason, Reason::kDevice);
+}
+
+// The same in builds with CUDA and without.
+TEST(SelectionTest, HopperAnswersAreTheSameInEveryBuild) {
+  struct Answer {
+    const char *model, *scheme;
+    bool hooks;
+    std::int64_t num_tokens;
+    std::size_t workspace_bytes;
+    const char* kernel_config;
+  };
+  for (const Answer& answer : {
+           Answer{"gpt-oss-20b", "mxfp4_w4a16", false, 1, 231168, "64x16k4c1 splits 2 f32"},
+           Answer{"gpt-oss-20b", "mxfp4_mxfp8", false, 64, 14748416, "256x32k1c1 splits 1 f32"},
+           Answer{"qwen3-30b-a3b", "bf16", false, 512, 78662144, "256x64k1c1 splits 1 bf16"},
+           Answer{"qwen3-30b-a3b", "bf16", true, 512, 52464640, "256x64k1c1 splits 1 bf16"},
+           Answer{"deepseek-v3", "fp8_block", false, 64, 65691136, "256x32k1c1 splits 1 f32"},
+           Answer{"deepseek-v3", "w4a8", false, 4096, 906505728, "128x192k1c2 splits 1 bf16"},
+       }) {
+    MoeConfig config = moe_config(parse_model_config(model_preset(answer.model)), DType::kBF16,
+                                  {DeviceKind::kCuda, 0});
+    config.compute_capability = 90;
+    config.scheme = parse_scheme(answer.scheme);
+    config.hooks = answer.hooks;
+    const ModularKernel kernel = select(config, "sm90+no_ep").create(Context());
+    const ProblemSize size = ProblemSize::of(kernel.experts().config(), answer.num_tokens);
+    EXPECT_EQ(kernel.workspace_bytes(answer.num_tokens), answer.workspace_bytes)
+        << answer.model << " " << answer.scheme;
+    EXPECT_EQ(kernel.experts().kernel_configs(size).front(), answer.kernel_config)
+        << answer.model << " " << answer.scheme;
+  }
 }
 
 TEST(SelectionTest, ReasonsNameWhatFailed) {

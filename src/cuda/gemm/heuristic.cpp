@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "moe/tuned_configs.h"
+#include "cuda/one_token/one_token.h"
 
 namespace fusedmoe::cuda {
 namespace {

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <array>
 
-#include "core/check.h"
-#include "cuda/gemm/operands/formats.h"
+#include "core/format.h"
+#include "cuda/gemm/weight_formats.h"
 
 namespace fusedmoe::cuda {
 
@@ -17,32 +17,27 @@ std::string to_string(const TileShape& tile) {
 }
 
 std::span<const WeightFormat> weight_formats() {
-  static const std::array formats = {bf16_format(),
-                                     f16_format(),
-                                     fp8_rows_format(),  // before the one that holds both
-                                     fp8_format(),
-                                     w4a8_format(),
-                                     mxfp4_bf16_format(),
-                                     mxfp4_quantized_format(),
-                                     mxfp4_f16_format(),
-                                     nvfp4_bf16_format(),
-                                     nvfp4_f16_format(),
-                                     int4_symmetric_format(),
-                                     int4_g32_symmetric_format(),  // before those that hold both
-                                     int4_bf16_format(),
-                                     int4_f16_format(),
-                                     int4_g32_bf16_format(),
-                                     int4_g32_f16_format(),
-                                     int8_bf16_format(),
-                                     int8_f16_format(),
-                                     decoded_e4m3_format(),
-                                     scaled_e4m3_format(),
-                                     fp8_f16_format(),
-                                     mxfp4_fp8_format()};
-  return formats;
+  using namespace formats;  // NOLINT(google-build-using-namespace)
+  // kFp8Rows before kFp8, which holds both; symmetric ones before those that hold both, too.
+  static constexpr std::array kAll = {
+      kBf16,           kF16,        kFp8Rows,     kFp8,        kW4a8,          kMxfp4Bf16,
+      kMxfp4Quantized, kMxfp4F16,   kNvfp4Bf16,   kNvfp4F16,   kInt4Symmetric, kInt4G32Symmetric,
+      kInt4Bf16,       kInt4F16,    kInt4G32Bf16, kInt4G32F16, kInt8Bf16,      kInt8F16,
+      kDecodedE4m3,    kScaledE4m3, kFp8F16,      kMxfp4Fp8};
+  return kAll;
 }
 
 namespace {
+
+/// Integers with scales of rows or of groups of K: `coarse` ones, or 32.
+bool is_integer(const QuantKey& key, DType code, bool coarse, bool fine) {
+  if (key.value != code || key.scale != DType::kF32 || key.global_scale || key.dynamic)
+    return false;
+  const GroupShape group = key.group;
+  if (group.rows != 1) return false;
+  return (coarse && (group.cols < 0 || (group.cols > 0 && group.cols % 64 == 0))) ||
+         (fine && group.cols == 32);
+}
 
 /// Whether rows quantized with the key are exact in bf16, up to a factor of the expert.
 bool fits_bf16(const QuantKey& key) {
@@ -66,6 +61,47 @@ bool multiplies(const WeightFormat& format, const std::optional<QuantKey>& key) 
 
 }  // namespace
 
+bool formats::is_fp8_rows(const QuantKey& key) {
+  return key.value == DType::kE4M3 && key.scale == DType::kF32 && !key.dynamic &&
+         key.group.cols < 0 && (key.group.rows == -1 || key.group.rows == 1);
+}
+bool formats::is_fp8(const QuantKey& key) {
+  if (key.value != DType::kE4M3 || key.scale != DType::kF32 || key.dynamic) return false;
+  return is_fp8_rows(key) || (key.group.cols == kFp8.block.k && key.group.rows % 8 == 0);
+}
+bool formats::is_w4a8(const QuantKey& key) {
+  return key == keys::int4_e4m3();
+}
+bool formats::is_mxfp4(const QuantKey& key) {
+  return key == keys::mxfp4();
+}
+bool formats::is_nvfp4(const QuantKey& key) {
+  return key == keys::nvfp4();
+}
+bool formats::is_int4_symmetric(const QuantKey& key) {
+  return key.symmetric && is_int4(key);
+}
+bool formats::is_int4_g32_symmetric(const QuantKey& key) {
+  return key.symmetric && is_int4_g32(key);
+}
+bool formats::is_int4(const QuantKey& key) {
+  return is_integer(key, DType::kI4, true, false);
+}
+bool formats::is_int4_g32(const QuantKey& key) {
+  return is_integer(key, DType::kI4, false, true);
+}
+bool formats::is_int8(const QuantKey& key) {
+  return is_integer(key, DType::kU8, true, true);
+}
+bool formats::is_decoded_e4m3(const QuantKey& key) {
+  if (key.value != DType::kE4M3 || key.dynamic) return false;
+  return key == keys::mxfp8() || key == keys::e4m3_tensor() || key == keys::e4m3_row();
+}
+bool formats::is_scaled_e4m3(const QuantKey& key) {
+  return key.value == DType::kE4M3 && key.scale == DType::kF32 && !key.dynamic &&
+         key.group.rows > 1 && key.group.cols > 0 && key.group.cols % kScaledE4m3.group_k == 0;
+}
+
 const WeightFormat* find_weight_format(const QuantScheme& scheme, DType row_dtype) {
   if (scheme.down) return nullptr;  // both GEMMs of a launch have one format
   const auto formats = weight_formats();
@@ -74,24 +110,6 @@ const WeightFormat* find_weight_format(const QuantScheme& scheme, DType row_dtyp
            multiplies(format, scheme.activations);
   });
   return found == formats.end() ? nullptr : &*found;
-}
-
-void fused_mlp(const FusedMlpParams& params, const WeightFormat& format, const TileShape& tile,
-               const Stream& stream) {
-  const auto found = std::find(format.tiles.begin(), format.tiles.end(), tile);
-  FUSEDMOE_CHECK(found != format.tiles.end(), "tile", to_string(tile), "one that is compiled");
-  FUSEDMOE_CHECK(!params.batch_invariant || format.keeps_order(tile), "tile", to_string(tile),
-                 "one that adds up rows in one order: batch invariance");
-  const bool stores_groups = params.gemms[0].out_scales != nullptr;
-  FUSEDMOE_CHECK(!stores_groups || tile.has_whole_groups(), "tile", to_string(tile),
-                 "one that has whole groups, to quantize them");
-  FUSEDMOE_CHECK(params.pass.tiles == 0 || format.has_row_pass(tile), "tile", to_string(tile),
-                 "one that has a row pass");
-  // Tiles with tokens as rows have neither.
-  FUSEDMOE_CHECK(
-      params.num_gemms == 1 || !format.fp8_rows || stores_groups || params.pass.tiles > 0, "tile",
-      to_string(tile), "one that quantizes the rows between two GEMMs");
-  format.launches[static_cast<std::size_t>(found - format.tiles.begin())](params, stream);
 }
 
 }  // namespace fusedmoe::cuda

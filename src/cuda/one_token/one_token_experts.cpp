@@ -2,29 +2,6 @@
 
 namespace fusedmoe::cuda {
 
-/// Hopper gives a thread block 227 KiB; the kernel of one token has up to 5 KiB of its own, mostly
-/// the tables of W4A8.
-static_assert(kOneTokenSharedBytes + (5 << 10) <= 227 << 10);
-
-OneTokenShape OneTokenExperts::shape_of(const ProblemSize& problem) const {
-  OneTokenShape shape;
-  shape.slots = problem.topk;
-  shape.blocks = blocks_;
-  shape.slices[0] = slices_of(problem.intermediate, is_gated(config_.activation));
-  shape.slices[1] = slices_of(problem.hidden, false);
-  shape.block_k = format_.block.k;
-  shape.k_blocks[0] = ceil_div(problem.hidden, shape.block_k);
-  shape.k_blocks[1] = ceil_div(problem.intermediate, shape.block_k);
-  shape.rows_by_slot = rows_.differ_by_expert();
-  return shape;
-}
-
-bool OneTokenExperts::supports(const ProblemSize& problem) const {
-  return variant_of(config_) == Variant::kStandard && problem.num_tokens == 1 &&
-         problem.topk <= kMaxSlotsOfOneToken && !rows_.needs_hidden_pass() &&
-         shape_of(problem).layout().bytes <= kOneTokenSharedBytes;
-}
-
 void OneTokenExperts::run(const ForwardArgs& args, const Scratch& scratch,
                           const FusedMlpParams& mlp, const ProblemSize& problem) const {
   OneTokenParams params;
@@ -42,7 +19,7 @@ void OneTokenExperts::run(const ForwardArgs& args, const Scratch& scratch,
   params.output = args.fused_output.data();
   params.output_f32 = args.fused_output.dtype() == DType::kF32;
   params.accumulate = args.accumulate;
-  format_.one_token(params, shape_of(problem), args.stream);
+  kernels_.one_token(params, plan_.shape_of(problem), args.stream);
 }
 
 }  // namespace fusedmoe::cuda

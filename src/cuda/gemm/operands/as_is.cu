@@ -1,4 +1,4 @@
-// Packs and unpacks weights that stay as they are, and makes the WeightFormat of each policy of
+// Packs and unpacks weights that stay as they are, and makes the FormatKernels of each policy of
 // as_is.cuh and fp8_f16.cuh.
 #include "cuda/gemm/operands/as_is.cuh"
 
@@ -58,54 +58,30 @@ void unpack_row(const PackedView& source, std::int64_t row, const UnpackedRow& t
   }
 }
 
-template <DType kDType>
-bool is_unquantized(const QuantKey& key) {
-  return key.value == kDType && !key.scale;
-}
-/// Scales of rows or the tensor.
-bool is_fp8_rows(const QuantKey& key) {
-  return key.value == DType::kE4M3 && key.scale == DType::kF32 && !key.dynamic &&
-         key.group.cols < 0 && (key.group.rows == -1 || key.group.rows == 1);
-}
-/// Those, or scales of blocks of 128 columns and whole slices of 8 rows.
-bool is_fp8(const QuantKey& key) {
-  if (key.value != DType::kE4M3 || key.scale != DType::kF32 || key.dynamic) return false;
-  return is_fp8_rows(key) || (key.group.cols == Fp8Operands::kBlockK && key.group.rows % 8 == 0);
-}
-
-template <typename Operands, typename Unit>
-WeightFormat as_is_format(std::string_view name, bool (*holds)(const QuantKey&)) {
-  WeightFormat format = format_of<Operands>();
-  format.name = name;
-  format.holds = holds;
-  format.pack = pack<Unit>;
-  format.unpack_row = unpack_row<Unit>;
-  return format;
-}
-
-template <typename Operands>
-WeightFormat fp8_format(std::string_view name, bool (*holds)(const QuantKey&)) {
-  WeightFormat format = as_is_format<Operands, std::uint8_t>(name, holds);
-  format.fp8_rows = true;
-  return format;
+template <typename Operands, typename Unit, const WeightFormat& kFormat>
+FormatKernels as_is_kernels() {
+  FormatKernels kernels = kernels_from<Operands, kFormat>();
+  kernels.pack = pack<Unit>;
+  kernels.unpack_row = unpack_row<Unit>;
+  return kernels;
 }
 
 }  // namespace
 
-WeightFormat bf16_format() {
-  return as_is_format<Bf16Operands, std::uint16_t>("bf16", is_unquantized<DType::kBF16>);
+FormatKernels bf16_kernels() {
+  return as_is_kernels<Bf16Operands, std::uint16_t, formats::kBf16>();
 }
-WeightFormat f16_format() {
-  return as_is_format<F16Operands, std::uint16_t>("f16", is_unquantized<DType::kF16>);
+FormatKernels f16_kernels() {
+  return as_is_kernels<F16Operands, std::uint16_t, formats::kF16>();
 }
-WeightFormat fp8_format() {
-  return fp8_format<Fp8Operands>("fp8", is_fp8);
+FormatKernels fp8_kernels() {
+  return as_is_kernels<Fp8Operands, std::uint8_t, formats::kFp8>();
 }
-WeightFormat fp8_rows_format() {
-  return fp8_format<Fp8RowOperands>("fp8_rows", is_fp8_rows);
+FormatKernels fp8_rows_kernels() {
+  return as_is_kernels<Fp8RowOperands, std::uint8_t, formats::kFp8Rows>();
 }
-WeightFormat fp8_f16_format() {
-  return fp8_format<Fp8F16Operands>("fp8_f16", is_fp8);
+FormatKernels fp8_f16_kernels() {
+  return as_is_kernels<Fp8F16Operands, std::uint8_t, formats::kFp8F16>();
 }
 
 }  // namespace fusedmoe::cuda

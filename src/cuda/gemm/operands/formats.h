@@ -1,36 +1,37 @@
-// The rows of the table of weight formats, each made beside its policy.
+// The kernels of each weight format, made beside their policy.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <utility>
 
-#include "cuda/gemm/weight_format.h"
+#include "cuda/gemm/format_kernels.h"
+#include "cuda/gemm/weight_formats.h"
 
 namespace fusedmoe::cuda {
 
-WeightFormat bf16_format();
-WeightFormat f16_format();
-WeightFormat fp8_format();
-WeightFormat fp8_rows_format();
-WeightFormat fp8_f16_format();
-WeightFormat w4a8_format();
-WeightFormat mxfp4_bf16_format();
-WeightFormat mxfp4_quantized_format();
-WeightFormat mxfp4_f16_format();
-WeightFormat mxfp4_fp8_format();
-WeightFormat nvfp4_bf16_format();
-WeightFormat nvfp4_f16_format();
-WeightFormat int4_symmetric_format();
-WeightFormat int4_g32_symmetric_format();
-WeightFormat int4_bf16_format();
-WeightFormat int4_f16_format();
-WeightFormat int4_g32_bf16_format();
-WeightFormat int4_g32_f16_format();
-WeightFormat int8_bf16_format();
-WeightFormat int8_f16_format();
-WeightFormat decoded_e4m3_format();
-WeightFormat scaled_e4m3_format();
+FormatKernels bf16_kernels();
+FormatKernels f16_kernels();
+FormatKernels fp8_kernels();
+FormatKernels fp8_rows_kernels();
+FormatKernels fp8_f16_kernels();
+FormatKernels w4a8_kernels();
+FormatKernels mxfp4_bf16_kernels();
+FormatKernels mxfp4_quantized_kernels();
+FormatKernels mxfp4_f16_kernels();
+FormatKernels mxfp4_fp8_kernels();
+FormatKernels nvfp4_bf16_kernels();
+FormatKernels nvfp4_f16_kernels();
+FormatKernels int4_symmetric_kernels();
+FormatKernels int4_g32_symmetric_kernels();
+FormatKernels int4_bf16_kernels();
+FormatKernels int4_f16_kernels();
+FormatKernels int4_g32_bf16_kernels();
+FormatKernels int4_g32_f16_kernels();
+FormatKernels int8_bf16_kernels();
+FormatKernels int8_f16_kernels();
+FormatKernels decoded_e4m3_kernels();
+FormatKernels scaled_e4m3_kernels();
 
 /// Defined by the generated file of the policy (cmake/FusedmoeKernels.cmake).
 template <typename Operands, int kIndex>
@@ -42,33 +43,38 @@ void launch_one_token(const OneTokenParams& params, const OneTokenShape& shape,
 
 template <typename Operands>
 inline constexpr auto kLaunches = []<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
-  return std::array<WeightFormat::Launch, sizeof...(kIndex)>{
+  return std::array<FormatKernels::Launch, sizeof...(kIndex)>{
       &launch_kernel<Operands, static_cast<int>(kIndex)>...};
 }
 (std::make_index_sequence<Operands::kTiles.size()>());
 
-/// What a row takes from its policy.
+/// Whether a row of the table says what the policy is compiled for.
 template <typename Operands>
-WeightFormat format_of() {
+constexpr bool agrees(const WeightFormat& format) {
+  using Output = typename Operands::Output;
   constexpr std::span<const TileShape> kTiles = Operands::kTiles;
+  return format.row_dtype == Operands::kRowDType && format.block.bytes == Operands::kBlock.bytes &&
+         format.block.k == Operands::kBlock.k && format.decodes == Operands::kDecodes &&
+         format.k_scales == Operands::kHasKScales &&
+         format.mma_sync_tokens == Operands::kMmaSyncTokens &&
+         format.weights_rows == Output::kWeightsRows &&
+         format.quantizes_rows == Output::kQuantizes && format.tiles.data() == kTiles.data() &&
+         format.tiles.size() == kTiles.size();
+}
+
+/// What the kernels of a format take from its policy.
+template <typename Operands, const WeightFormat& kFormat>
+FormatKernels kernels_from() {
+  static_assert(agrees<Operands>(kFormat));
+  constexpr std::span<const TileShape> kTiles = kFormat.tiles;
   static_assert(kTiles.size() <= kMaxTiles);
   static_assert(kTiles[0].k_groups > 1 && kTiles[1].has_epilogue_warpgroup() &&
                 !kTiles[2].has_epilogue_warpgroup());
   static_assert(std::is_sorted(kTiles.begin(), kTiles.end(), [](const auto& a, const auto& b) {
     return a.max_tokens < b.max_tokens;
   }));
-  WeightFormat format;
-  format.row_dtype = Operands::kRowDType;
-  format.block = Operands::kBlock;
-  format.decodes = Operands::kDecodes;
-  format.k_scales = Operands::kHasKScales;
-  format.mma_sync_tokens = Operands::kMmaSyncTokens;
-  format.weights_rows = Operands::Output::kWeightsRows;
-  format.quantizes_rows = Operands::Output::kQuantizes;
-  format.tiles = kTiles;
-  format.launches = kLaunches<Operands>;
-  format.one_token = &launch_one_token<Operands>;
-  return format;
+  return {
+      .format = kFormat, .launches = kLaunches<Operands>, .one_token = &launch_one_token<Operands>};
 }
 
 }  // namespace fusedmoe::cuda

@@ -1,4 +1,4 @@
-// Packs and unpacks FP4 weights, and makes the WeightFormat of each policy of fp4.cuh.
+// Packs and unpacks FP4 weights, and makes the FormatKernels of each policy of fp4.cuh.
 #include "cuda/gemm/operands/fp4.cuh"
 
 #include "cuda/gemm/operands/e8m0_scales.cuh"
@@ -6,13 +6,6 @@
 
 namespace fusedmoe::cuda {
 namespace {
-
-bool is_mxfp4(const QuantKey& key) {
-  return key == keys::mxfp4();
-}
-bool is_nvfp4(const QuantKey& key) {
-  return key == keys::nvfp4();
-}
 
 /// E4M3 scales without a sign: normalized, so that subnormals need no care. Byte
 /// (exponent + 10) << 3 | mantissa; 0 is 0.
@@ -62,35 +55,35 @@ void check_not_negative(const WeightMatrix& gate, const WeightMatrix* up) {
   }
 }
 
-template <typename Operands>
-WeightFormat mxfp4_format(std::string_view name) {
-  WeightFormat format = decoded_format<Operands, E8m0Scales<Operands>>(name, is_mxfp4);
-  format.exponent_shift = Operands::kIsBf16 ? exponent_shift_bf16<Operands> : exponent_shift_f16;
-  return format;
+template <typename Operands, const WeightFormat& kFormat>
+FormatKernels mxfp4_kernels() {
+  FormatKernels kernels = decoded_kernels<Operands, E8m0Scales<Operands>, kFormat>();
+  kernels.exponent_shift = Operands::kIsBf16 ? exponent_shift_bf16<Operands> : exponent_shift_f16;
+  return kernels;
 }
-template <typename Operands>
-WeightFormat nvfp4_format(std::string_view name) {
-  WeightFormat format = decoded_format<Operands, Nvfp4Scales>(name, is_nvfp4);
-  format.check_scales = check_not_negative;
-  return format;
+template <typename Operands, const WeightFormat& kFormat>
+FormatKernels nvfp4_kernels() {
+  FormatKernels kernels = decoded_kernels<Operands, Nvfp4Scales, kFormat>();
+  kernels.check_scales = check_not_negative;
+  return kernels;
 }
 
 }  // namespace
 
-WeightFormat mxfp4_bf16_format() {
-  return mxfp4_format<Mxfp4Bf16Operands>("mxfp4");
+FormatKernels mxfp4_bf16_kernels() {
+  return mxfp4_kernels<Mxfp4Bf16Operands, formats::kMxfp4Bf16>();
 }
-WeightFormat mxfp4_quantized_format() {
-  return mxfp4_format<Mxfp4QuantizedOperands>("mxfp4_quantized");
+FormatKernels mxfp4_quantized_kernels() {
+  return mxfp4_kernels<Mxfp4QuantizedOperands, formats::kMxfp4Quantized>();
 }
-WeightFormat mxfp4_f16_format() {
-  return mxfp4_format<Mxfp4F16Operands>("mxfp4_f16");
+FormatKernels mxfp4_f16_kernels() {
+  return mxfp4_kernels<Mxfp4F16Operands, formats::kMxfp4F16>();
 }
-WeightFormat nvfp4_bf16_format() {
-  return nvfp4_format<Nvfp4Bf16Operands>("nvfp4");
+FormatKernels nvfp4_bf16_kernels() {
+  return nvfp4_kernels<Nvfp4Bf16Operands, formats::kNvfp4Bf16>();
 }
-WeightFormat nvfp4_f16_format() {
-  return nvfp4_format<Nvfp4F16Operands>("nvfp4_f16");
+FormatKernels nvfp4_f16_kernels() {
+  return nvfp4_kernels<Nvfp4F16Operands, formats::kNvfp4F16>();
 }
 
 }  // namespace fusedmoe::cuda

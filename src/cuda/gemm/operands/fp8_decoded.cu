@@ -1,22 +1,10 @@
-// Packs and unpacks FP8 weights that are decoded, and makes their WeightFormat.
+// Packs and unpacks FP8 weights that are decoded, and makes their FormatKernels.
 #include "cuda/gemm/operands/fp8_decoded.cuh"
 
 #include "cuda/gemm/operands/e8m0_scales.cuh"
 
 namespace fusedmoe::cuda {
 namespace {
-
-bool holds(const QuantKey& key) {
-  if (key.value != DType::kE4M3 || key.dynamic) return false;
-  return key == keys::mxfp8() || key == keys::e4m3_tensor() || key == keys::e4m3_row();
-}
-
-/// Scales of blocks of several rows, along K of packed blocks.
-bool has_block_scales(const QuantKey& key) {
-  return key.value == DType::kE4M3 && key.scale == DType::kF32 && !key.dynamic &&
-         key.group.rows > 1 && key.group.cols > 0 &&
-         key.group.cols % ScaledE4m3Operands::kGroupK == 0;
-}
 
 int exponent_shift(const WeightMatrix& gate, const WeightMatrix* up) {
   const DType scales = gate.scales.dtype();
@@ -68,19 +56,18 @@ void mark_nan_rows(const PackSource& source, const BlockGrid& grid, float* scale
 
 }  // namespace
 
-WeightFormat decoded_e4m3_format() {
-  WeightFormat format =
-      decoded_format<DecodedE4m3Operands, E8m0Scales<DecodedE4m3Operands>>("e4m3_w16", holds);
-  format.exponent_shift = exponent_shift;
-  format.mark_nan_rows = mark_nan_rows;
-  return format;
+FormatKernels decoded_e4m3_kernels() {
+  using Scales = E8m0Scales<DecodedE4m3Operands>;
+  FormatKernels kernels = decoded_kernels<DecodedE4m3Operands, Scales, formats::kDecodedE4m3>();
+  kernels.exponent_shift = exponent_shift;
+  kernels.mark_nan_rows = mark_nan_rows;
+  return kernels;
 }
-WeightFormat scaled_e4m3_format() {
-  WeightFormat format =
-      decoded_format<ScaledE4m3Operands, RelativeScales>("e4m3_block_w16", has_block_scales);
-  format.relative_scales = true;
-  format.mark_nan_rows = mark_nan_rows;
-  return format;
+FormatKernels scaled_e4m3_kernels() {
+  FormatKernels kernels =
+      decoded_kernels<ScaledE4m3Operands, RelativeScales, formats::kScaledE4m3>();
+  kernels.mark_nan_rows = mark_nan_rows;
+  return kernels;
 }
 
 }  // namespace fusedmoe::cuda

@@ -4,7 +4,7 @@
 
 #include "cuda/gemm/operands/activations.cuh"
 #include "cuda/gemm/operands/codes.h"
-#include "cuda/gemm/weight_format.h"
+#include "cuda/gemm/packed_block.h"
 
 namespace fusedmoe::cuda {
 

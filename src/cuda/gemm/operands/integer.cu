@@ -1,4 +1,4 @@
-// Packs and unpacks integer weights, and makes the WeightFormat of each policy of integer.cuh.
+// Packs and unpacks integer weights, and makes the FormatKernels of each policy of integer.cuh.
 #include "cuda/gemm/operands/integer.cuh"
 
 #include <algorithm>
@@ -74,21 +74,6 @@ struct IntegerScales {
   }
 };
 
-template <DType kCode, bool kCoarse, bool kFine>
-bool holds(const QuantKey& key) {
-  if (key.value != kCode || key.scale != DType::kF32 || key.global_scale || key.dynamic)
-    return false;
-  const GroupShape group = key.group;
-  if (group.rows != 1) return false;
-  return (kCoarse && (group.cols < 0 || (group.cols > 0 && group.cols % 64 == 0))) ||
-         (kFine && group.cols == 32);
-}
-
-template <bool kCoarse, bool kFine>
-bool holds_symmetric(const QuantKey& key) {
-  return key.symmetric && holds<DType::kI4, kCoarse, kFine>(key);
-}
-
 /// The largest scale, which rounding may double, becomes a multiplier of at most 2^127.
 int exponent_shift(const WeightMatrix& gate, const WeightMatrix* up) {
   float largest = 0;
@@ -107,44 +92,43 @@ int exponent_shift(const WeightMatrix& gate, const WeightMatrix* up) {
   return largest > 0 ? Int4SymmetricOperands::kScaleExponent + 1 + std::ilogb(largest) - kMost : 0;
 }
 
-template <typename Operands, DType kCode, bool kCoarse, bool kFine>
-WeightFormat integer_format(std::string_view name) {
-  return decoded_format<Operands, IntegerScales<Operands>>(name, holds<kCode, kCoarse, kFine>);
+template <typename Operands, const WeightFormat& kFormat>
+FormatKernels integer_kernels() {
+  return decoded_kernels<Operands, IntegerScales<Operands>, kFormat>();
 }
 
-template <typename Operands, bool kCoarse, bool kFine>
-WeightFormat symmetric_format(std::string_view name) {
-  WeightFormat format =
-      decoded_format<Operands, IntegerScales<Operands>>(name, holds_symmetric<kCoarse, kFine>);
-  format.exponent_shift = exponent_shift;
-  return format;
+template <typename Operands, const WeightFormat& kFormat>
+FormatKernels symmetric_kernels() {
+  FormatKernels kernels = integer_kernels<Operands, kFormat>();
+  kernels.exponent_shift = exponent_shift;
+  return kernels;
 }
 
 }  // namespace
 
-WeightFormat int4_symmetric_format() {
-  return symmetric_format<Int4SymmetricOperands, true, false>("int4_symmetric");
+FormatKernels int4_symmetric_kernels() {
+  return symmetric_kernels<Int4SymmetricOperands, formats::kInt4Symmetric>();
 }
-WeightFormat int4_g32_symmetric_format() {
-  return symmetric_format<Int4G32SymmetricOperands, false, true>("int4_g32_symmetric");
+FormatKernels int4_g32_symmetric_kernels() {
+  return symmetric_kernels<Int4G32SymmetricOperands, formats::kInt4G32Symmetric>();
 }
-WeightFormat int4_bf16_format() {
-  return integer_format<Int4Bf16Operands, DType::kI4, true, false>("int4");
+FormatKernels int4_bf16_kernels() {
+  return integer_kernels<Int4Bf16Operands, formats::kInt4Bf16>();
 }
-WeightFormat int4_f16_format() {
-  return integer_format<Int4F16Operands, DType::kI4, true, false>("int4_f16");
+FormatKernels int4_f16_kernels() {
+  return integer_kernels<Int4F16Operands, formats::kInt4F16>();
 }
-WeightFormat int4_g32_bf16_format() {
-  return integer_format<Int4G32Bf16Operands, DType::kI4, false, true>("int4_g32");
+FormatKernels int4_g32_bf16_kernels() {
+  return integer_kernels<Int4G32Bf16Operands, formats::kInt4G32Bf16>();
 }
-WeightFormat int4_g32_f16_format() {
-  return integer_format<Int4G32F16Operands, DType::kI4, false, true>("int4_g32_f16");
+FormatKernels int4_g32_f16_kernels() {
+  return integer_kernels<Int4G32F16Operands, formats::kInt4G32F16>();
 }
-WeightFormat int8_bf16_format() {
-  return integer_format<Int8Bf16Operands, DType::kU8, true, true>("int8");
+FormatKernels int8_bf16_kernels() {
+  return integer_kernels<Int8Bf16Operands, formats::kInt8Bf16>();
 }
-WeightFormat int8_f16_format() {
-  return integer_format<Int8F16Operands, DType::kU8, true, true>("int8_f16");
+FormatKernels int8_f16_kernels() {
+  return integer_kernels<Int8F16Operands, formats::kInt8F16>();
 }
 
 }  // namespace fusedmoe::cuda

@@ -1,4 +1,4 @@
-// Packs and unpacks MXFP4 weights for FP8 activations, and makes their WeightFormat.
+// Packs and unpacks MXFP4 weights for FP8 activations, and makes their FormatKernels.
 #include "cuda/gemm/operands/mxfp4_fp8.cuh"
 
 #include "cuda/gemm/operands/pack_decoded.cuh"
@@ -35,17 +35,10 @@ struct Mxfp4Fields {
   }
 };
 
-bool holds(const QuantKey& key) {
-  return key == keys::mxfp4();
-}
-
 }  // namespace
 
-WeightFormat mxfp4_fp8_format() {
-  WeightFormat format = decoded_format<Mxfp4Fp8Operands, Mxfp4Fields>("mxfp4_fp8", holds);
-  format.relative_scales = true;
-  format.fp8_rows = true;
-  return format;
+FormatKernels mxfp4_fp8_kernels() {
+  return decoded_kernels<Mxfp4Fp8Operands, Mxfp4Fields, formats::kMxfp4Fp8>();
 }
 
 }  // namespace fusedmoe::cuda

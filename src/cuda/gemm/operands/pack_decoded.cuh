@@ -136,18 +136,15 @@ void unpack_decoded(const PackedView& source, std::int64_t row, const UnpackedRo
   }
 }
 
-/// What a row of the table takes from the policies.
-template <typename Operands, typename Scales>
-WeightFormat decoded_format(std::string_view name, bool (*holds)(const QuantKey&)) {
-  WeightFormat format = format_of<Operands>();
-  format.name = name;
-  format.holds = holds;
-  format.group_k = Operands::kGroupK;
-  format.block_scales = Scales::kDType;
-  format.fixed_exponent = Operands::kFixedExponent;
-  format.pack = pack_decoded<Operands, Scales>;
-  format.unpack_row = unpack_decoded<Operands, Scales>;
-  return format;
+/// kernels_from() of decoded weights.
+template <typename Operands, typename Scales, const WeightFormat& kFormat>
+FormatKernels decoded_kernels() {
+  static_assert(kFormat.group_k == Operands::kGroupK && kFormat.block_scales == Scales::kDType &&
+                kFormat.fixed_exponent == Operands::kFixedExponent);
+  FormatKernels kernels = kernels_from<Operands, kFormat>();
+  kernels.pack = pack_decoded<Operands, Scales>;
+  kernels.unpack_row = unpack_decoded<Operands, Scales>;
+  return kernels;
 }
 
 }  // namespace fusedmoe::cuda

@@ -1,4 +1,4 @@
-// Packs and unpacks W4A8 weights, and makes their WeightFormat.
+// Packs and unpacks W4A8 weights, and makes their FormatKernels.
 #include "cuda/gemm/operands/w4a8.cuh"
 
 #include "cuda/gemm/operands/pack_decoded.cuh"
@@ -26,16 +26,10 @@ struct W4a8Scales {
   }
 };
 
-bool holds(const QuantKey& key) {
-  return key == keys::int4_e4m3();
-}
-
 }  // namespace
 
-WeightFormat w4a8_format() {
-  WeightFormat format = decoded_format<W4a8Operands, W4a8Scales>("w4a8", holds);
-  format.fp8_rows = true;
-  return format;
+FormatKernels w4a8_kernels() {
+  return decoded_kernels<W4a8Operands, W4a8Scales, formats::kW4a8>();
 }
 
 }  // namespace fusedmoe::cuda
