@@ -44,7 +44,7 @@ struct QuantKey {
   DType value = DType::kBF16;    ///< element type
   std::optional<DType> scale{};  ///< type of the scales; none when not quantized
   GroupShape group{};            ///< of one scale; meaningful with a scale
-  /// Second-level scale (NVFP4: f32; W4A8: f32 per channel; Q4_K and Q6_K: f16 per 256).
+  /// Second-level scale (NVFP4: f32; W4A8: f32 per channel; llama.cpp's blocks: f16 per 256 or 32).
   std::optional<DType> global_scale{};
   GroupShape global_group{};                   ///< of one second-level scale
   bool dynamic = false;                        ///< scale computed from the data at run time
@@ -78,10 +78,17 @@ FUSEDMOE_API QuantKey int8_group(std::int64_t group);  ///< dynamic, f32 per gro
 /// least 1/128 of the group's largest is exact, a smaller one is off by at most 2^-15 of the
 /// largest.
 FUSEDMOE_API QuantKey int16_group(std::int64_t group);
-/// llama.cpp's Q4_K: 4-bit codes, u8 scale and u8 zero point per 32, two f16 factors per 256.
-FUSEDMOE_API QuantKey q4_k();
-/// llama.cpp's Q6_K: 8-bit codes minus 128, of which 6 bits are used; i8 scale per 16, f16 per 256.
-FUSEDMOE_API QuantKey q6_k();
+// llama.cpp's blocks. Codes of 2 and 3 bits lie in 4, those of 5 and 6 bits in 8.
+FUSEDMOE_API QuantKey q2_k();  ///< 2-bit codes, u8 scale and zero point per 16, two f16 per 256
+FUSEDMOE_API QuantKey q3_k();  ///< 3-bit codes minus 4, kept minus 8; i8 scale per 16, f16 per 256
+FUSEDMOE_API QuantKey q4_k();  ///< 4-bit codes, u8 scale and zero point per 32, two f16 per 256
+FUSEDMOE_API QuantKey q5_k();  ///< the same with 5-bit codes
+FUSEDMOE_API QuantKey
+q6_k();  ///< 6-bit codes minus 32, kept minus 128; i8 scale per 16, f16 per 256
+FUSEDMOE_API QuantKey q4_1();  ///< blocks of 32 as those of q4_k, whose scale and zero point are 1
+FUSEDMOE_API QuantKey q5_1();  ///< the same with 5-bit codes
+FUSEDMOE_API QuantKey iq4_nl();  ///< IQ4 codes, scale per 32 of any floating dtype
+FUSEDMOE_API QuantKey iq4_xs();  ///< IQ4 codes, i8 scale per 32, f16 per 256
 }  // namespace keys
 
 /// Formats of the expert weights and of the activations between router and output. Activations
@@ -125,11 +132,12 @@ FUSEDMOE_API QuantScheme parse_scheme(std::string_view text);
 ///   f32, f16, bf16, e4m3, i8  (out, in), any strides; e4m3 also as u8
 ///   e2m1  u8 (out, ceil(in / 2)), rows contiguous; element 2i in the low nibble of byte i; or e2m1
 ///         (out, in), the same bytes
-///   i4    i32 (out, ceil(in / 8)), any strides; element i of a word in bits 4i: unsigned codes
+///   i4, iq4  i32 (out, ceil(in / 8)), any strides; element i of a word in bits 4i: unsigned codes
 ///   u8    i32 (out, ceil(in / 4)), any strides; element i of a word in bits 8i: unsigned codes
 /// A weight is (code - zero point) * scale * global scale; the zero point of symmetric integer
-/// codes is 8 (4 bits) or 128 (8 bits). In blocks of 256 (Q4_K) zero points have a factor of their
-/// own: code * scale * factor - zero point * other factor. What is not used must be undefined.
+/// codes is 8 (4 bits) or 128 (8 bits), that of iq4 is 0. In llama.cpp's blocks (Q4_K) zero points
+/// have a factor of their own: code * scale * factor - zero point * other factor. What is not used
+/// must be undefined.
 struct WeightMatrix {
   TensorView values{};
   /// One per block of the key's GroupShape: (ceil(out / rows), ceil(in / cols)), where -1 is the
@@ -137,8 +145,9 @@ struct WeightMatrix {
   /// that.
   TensorView scales{};
   TensorView zero_points{};  ///< u8, shape of scales; asymmetric keys only
-  /// f32; NVFP4: (1), the multiplier of the block scales; W4A8: (out). Q6_K: f16 (out, ceil(in /
-  /// 256)); Q4_K: f16 (out, 2 * ceil(in / 256)), of each block that of the scales, then the other.
+  /// f32; NVFP4: (1), the multiplier of the block scales; W4A8: (out). llama.cpp's blocks: f16
+  /// (out, blocks) or, with zero points, (out, 2 * blocks), of each that of the scales, then the
+  /// other.
   TensorView global_scale{};
   /// f32 (1): static scale of the activations that this matrix multiplies: x = code * scale; for
   /// NVFP4 activations x = code * block scale * this. Undefined for dynamic ones.

@@ -33,6 +33,7 @@ enum class DType : std::uint8_t {
   kI32,
   kI64,
   kBool,
+  kIq4,  ///< nibble that stands for one of 16 integers (llama.cpp's IQ4 types); packed like kE2M1
 };
 
 /// Width of one element in bits (4 for the packed types).

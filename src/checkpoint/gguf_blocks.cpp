@@ -20,36 +20,112 @@ struct RowParts {
   std::uint8_t* factors;
 };
 
-/// Two codes a byte, from 32 codes whose first 16 are the low nibbles of 16 bytes.
-void join_nibbles(const std::uint8_t* low_and_high, std::uint8_t* codes) {
-  for (int i = 0; i < 16; i += 2) {
-    const std::uint8_t a = low_and_high[i], b = low_and_high[i + 1];
-    codes[i / 2] = static_cast<std::uint8_t>((a & 15) | (b & 15) << 4);
-    codes[8 + i / 2] = static_cast<std::uint8_t>(a >> 4 | (b & 0xF0));
+/// Two codes a byte.
+template <typename CodeOf>
+void put_nibbles(int count, std::uint8_t* values, CodeOf code_of) {
+  for (int i = 0; i < count; i += 2) {
+    values[i / 2] = static_cast<std::uint8_t>(code_of(i) | code_of(i + 1) << 4);
   }
 }
 
-// f16 scale, 16 bytes.
+template <typename CodeOf>
+void put_bytes(int count, std::uint8_t* values, CodeOf code_of) {
+  for (int i = 0; i < count; ++i) values[i] = static_cast<std::uint8_t>(code_of(i));
+}
+
+/// Code i of blocks of 32: the low nibbles of 16 bytes are the first 16 codes.
+int nibble(const std::uint8_t* bytes, int i) {
+  return bytes[i % 16] >> (i / 16 * 4) & 15;
+}
+
+/// Code i of blocks of 256: of each 32 bytes the low nibbles are 32 codes, the high ones the next.
+int long_nibble(const std::uint8_t* bytes, int i) {
+  return bytes[i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
+}
+
+/// Two bits of each of 256 codes: of each 32 bytes the lowest ones are those of 32 codes, and so
+/// on.
+int bit_pair(const std::uint8_t* bytes, int i) {
+  return bytes[i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
+}
+
+/// The fifth bit of code i of a block of 32.
+int fifth_bit(const std::uint8_t* bits, int i) {
+  return (bits[i / 8] >> (i % 8) & 1) << 4;
+}
+
+// f16 scale, 16 bytes; IQ4_NL, too.
 void decode_q4_0(const std::uint8_t* block, const RowParts& out) {
   std::memcpy(out.scales, block, 2);
-  join_nibbles(block + 2, out.values);
+  put_nibbles(32, out.values, [&](int i) { return nibble(block + 2, i); });
 }
 
 // E8M0 scale, 16 bytes.
 void decode_mxfp4(const std::uint8_t* block, const RowParts& out) {
   *out.scales = *block;
-  join_nibbles(block + 1, out.values);
+  put_nibbles(32, out.values, [&](int i) { return nibble(block + 1, i); });
 }
 
 // f16 scale, 32 signed bytes, which become unsigned ones around 128.
 void decode_q8_0(const std::uint8_t* block, const RowParts& out) {
   std::memcpy(out.scales, block, 2);
-  for (int i = 0; i < 32; ++i) out.values[i] = block[2 + i] ^ 0x80;
+  put_bytes(32, out.values, [&](int i) { return block[2 + i] ^ 0x80; });
 }
 
-// Two f16 factors; 8 scales and 8 offsets of 6 bits in 12 bytes; 128 bytes: of each 32, the low
-// nibbles are a group of 32 codes, the high ones the next.
-void decode_q4_k(const std::uint8_t* block, const RowParts& out) {
+// f16 scale, 32 fifth bits, 16 bytes. Codes minus 16 become codes minus 128.
+void decode_q5_0(const std::uint8_t* block, const RowParts& out) {
+  std::memcpy(out.scales, block, 2);
+  put_bytes(32, out.values,
+            [&](int i) { return (nibble(block + 6, i) | fifth_bit(block + 2, i)) + 128 - 16; });
+}
+
+/// f16 scale and f16 minimum, as the factors of one group whose scale and zero point are 1. The
+/// zero point is subtracted, so the minimum takes the other sign.
+void put_scale_and_minimum(const std::uint8_t* block, const RowParts& out) {
+  std::memcpy(out.factors, block, 4);
+  out.factors[3] ^= 0x80;
+  *out.scales = *out.zero_points = 1;
+}
+
+// f16 scale, f16 minimum, 16 bytes.
+void decode_q4_1(const std::uint8_t* block, const RowParts& out) {
+  put_scale_and_minimum(block, out);
+  put_nibbles(32, out.values, [&](int i) { return nibble(block + 4, i); });
+}
+
+// f16 scale, f16 minimum, 32 fifth bits, 16 bytes.
+void decode_q5_1(const std::uint8_t* block, const RowParts& out) {
+  put_scale_and_minimum(block, out);
+  put_bytes(32, out.values, [&](int i) { return nibble(block + 8, i) | fifth_bit(block + 4, i); });
+}
+
+// 16 bytes with a scale and, above it, an offset of 4 bits each; 64 bytes; two f16 factors.
+void decode_q2_k(const std::uint8_t* block, const RowParts& out) {
+  for (int i = 0; i < 16; ++i) {
+    out.scales[i] = block[i] & 15;
+    out.zero_points[i] = block[i] >> 4;
+  }
+  std::memcpy(out.factors, block + 80, 4);
+  put_nibbles(256, out.values, [&](int i) { return bit_pair(block + 16, i); });
+}
+
+// Third bits in 32 bytes, of which each bit belongs to 32 codes; 64 bytes; 16 scales of 6 bits
+// around 32 in 12 bytes; an f16 factor. Codes minus 4 become codes minus 8.
+void decode_q3_k(const std::uint8_t* block, const RowParts& out) {
+  const std::uint8_t* packed = block + 96;
+  for (int i = 0; i < 16; ++i) {
+    const int low = packed[i % 8] >> (i / 8 * 4) & 15, high = packed[8 + i % 4] >> (i / 4 * 2) & 3;
+    out.scales[i] = static_cast<std::uint8_t>((low | high << 4) - 32);
+  }
+  std::memcpy(out.factors, block + 108, 2);
+  put_nibbles(256, out.values, [&](int i) {
+    const int third = block[i % 32] >> (i / 32) & 1;
+    return (bit_pair(block + 32, i) | third << 2) + 8 - 4;
+  });
+}
+
+/// Two f16 factors; 8 scales and 8 offsets of 6 bits in 12 bytes.
+void put_scales_and_offsets(const std::uint8_t* block, const RowParts& out) {
   std::memcpy(out.factors, block, 4);
   const std::uint8_t* packed = block + 4;
   for (int i = 0; i < 4; ++i) {
@@ -59,13 +135,21 @@ void decode_q4_k(const std::uint8_t* block, const RowParts& out) {
     out.scales[4 + i] = static_cast<std::uint8_t>((high & 15) | packed[i] >> 6 << 4);
     out.zero_points[4 + i] = static_cast<std::uint8_t>(high >> 4 | packed[4 + i] >> 6 << 4);
   }
-  const std::uint8_t* codes = block + 16;
-  for (int i = 0; i < 128; i += 2) {
-    const std::uint8_t a = codes[i], b = codes[i + 1];
-    const int target = i / 32 * 32 + i % 32 / 2;
-    out.values[target] = static_cast<std::uint8_t>((a & 15) | (b & 15) << 4);
-    out.values[target + 16] = static_cast<std::uint8_t>(a >> 4 | (b & 0xF0));
-  }
+}
+
+// Factors, scales and offsets; 128 bytes.
+void decode_q4_k(const std::uint8_t* block, const RowParts& out) {
+  put_scales_and_offsets(block, out);
+  put_nibbles(256, out.values, [&](int i) { return long_nibble(block + 16, i); });
+}
+
+// Factors, scales and offsets; fifth bits in 32 bytes, of which each bit belongs to 32 codes; 128
+// bytes.
+void decode_q5_k(const std::uint8_t* block, const RowParts& out) {
+  put_scales_and_offsets(block, out);
+  put_bytes(256, out.values, [&](int i) {
+    return long_nibble(block + 48, i) | (block[16 + i % 32] >> (i / 32) & 1) << 4;
+  });
 }
 
 // 128 bytes with the low four bits of 256 codes, 64 with the high two, 16 signed scales, an f16
@@ -73,12 +157,23 @@ void decode_q4_k(const std::uint8_t* block, const RowParts& out) {
 void decode_q6_k(const std::uint8_t* block, const RowParts& out) {
   std::memcpy(out.scales, block + 192, 16);
   std::memcpy(out.factors, block + 208, 2);
-  for (int i = 0; i < 256; ++i) {
+  put_bytes(256, out.values, [&](int i) {
     const int half = i / 128, quarter = i % 128 / 32, column = i % 32;
-    const std::uint8_t low = block[half * 64 + quarter % 2 * 32 + column] >> (quarter / 2 * 4) & 15;
-    const std::uint8_t high = block[128 + half * 32 + column] >> (2 * quarter) & 3;
-    out.values[i] = static_cast<std::uint8_t>((low | high << 4) + 128 - 32);
+    const int low = block[half * 64 + quarter % 2 * 32 + column] >> (quarter / 2 * 4) & 15;
+    return (low | bit_pair(block + 128, i) << 4) + 128 - 32;
+  });
+}
+
+// An f16 factor; 8 scales of 6 bits around 32, the high two of all in 2 bytes, the low four in 4;
+// 128 bytes, 16 for each 32 codes.
+void decode_iq4_xs(const std::uint8_t* block, const RowParts& out) {
+  std::memcpy(out.factors, block, 2);
+  for (int i = 0; i < 8; ++i) {
+    const int low = block[4 + i / 2] >> (i % 2 * 4) & 15,
+              high = block[2 + i / 4] >> (i % 4 * 2) & 3;
+    out.scales[i] = static_cast<std::uint8_t>((low | high << 4) - 32);
   }
+  put_nibbles(256, out.values, [&](int i) { return nibble(block + 8 + i / 32 * 16, i % 32); });
 }
 
 struct BlockCodec {
@@ -91,13 +186,22 @@ struct BlockCodec {
   std::int64_t scale_bytes, zero_bytes, factor_bytes;
 };
 
-const std::array<BlockCodec, 5>& codecs() {
-  static const std::array<BlockCodec, 5> kTable{{
-      {"Q4_0", keys::int4(32), decode_q4_0, DType::kI32, 16, DType::kF16, 2, 0, 0},
-      {"Q8_0", keys::int8(32), decode_q8_0, DType::kI32, 32, DType::kF16, 2, 0, 0},
-      {"MXFP4", keys::mxfp4(), decode_mxfp4, DType::kU8, 16, DType::kU8, 1, 0, 0},
-      {"Q4_K", keys::q4_k(), decode_q4_k, DType::kI32, 128, DType::kU8, 8, 8, 4},
-      {"Q6_K", keys::q6_k(), decode_q6_k, DType::kI32, 256, DType::kI8, 16, 0, 2},
+const std::array<BlockCodec, 13>& codecs() {
+  using enum DType;
+  static const std::array<BlockCodec, 13> kTable{{
+      {"Q4_0", keys::int4(32), decode_q4_0, kI32, 16, kF16, 2, 0, 0},
+      {"Q4_1", keys::q4_1(), decode_q4_1, kI32, 16, kU8, 1, 1, 4},
+      {"Q5_0", keys::int8(32), decode_q5_0, kI32, 32, kF16, 2, 0, 0},
+      {"Q5_1", keys::q5_1(), decode_q5_1, kI32, 32, kU8, 1, 1, 4},
+      {"Q8_0", keys::int8(32), decode_q8_0, kI32, 32, kF16, 2, 0, 0},
+      {"MXFP4", keys::mxfp4(), decode_mxfp4, kU8, 16, kU8, 1, 0, 0},
+      {"IQ4_NL", keys::iq4_nl(), decode_q4_0, kI32, 16, kF16, 2, 0, 0},
+      {"Q2_K", keys::q2_k(), decode_q2_k, kI32, 128, kU8, 16, 16, 4},
+      {"Q3_K", keys::q3_k(), decode_q3_k, kI32, 128, kI8, 16, 0, 2},
+      {"Q4_K", keys::q4_k(), decode_q4_k, kI32, 128, kU8, 8, 8, 4},
+      {"Q5_K", keys::q5_k(), decode_q5_k, kI32, 256, kU8, 8, 8, 4},
+      {"Q6_K", keys::q6_k(), decode_q6_k, kI32, 256, kI8, 16, 0, 2},
+      {"IQ4_XS", keys::iq4_xs(), decode_iq4_xs, kI32, 128, kI8, 8, 0, 2},
   }};
   return kTable;
 }

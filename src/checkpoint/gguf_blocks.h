@@ -14,7 +14,7 @@ std::optional<QuantKey> key_of(const files::GgmlType& type);
 std::string served_types();
 
 /// `blocks`: u8 (rows, bytes of a row), or of rank 3 whose first two dimensions are the rows. Every
-/// part of the result has these rows. Scales of Q4_0 and Q8_0 stay f16.
+/// part of the result has these rows. Scales that are f16 stay so.
 QuantizedMatrix decode_blocks(const Tensor& blocks, const files::GgmlType& type);
 
 }  // namespace fusedmoe::checkpoint

@@ -241,8 +241,11 @@ StoredQuantization parse_quantization(const ConfigKeys& config, const ExpertModu
 std::optional<nlohmann::json> quantization_config(const StoredQuantization& quantization,
                                                   std::span<const std::string> plain_modules) {
   const QuantScheme& scheme = quantization.scheme;
-  // GGUF alone holds Q4_K and Q6_K, and down matrices in a format of their own.
-  if (scheme.down || scheme.weights.global_scale == DType::kF16) return std::nullopt;
+  // GGUF alone holds llama.cpp's blocks, and down matrices in a format of their own.
+  if (scheme.down || scheme.weights.global_scale == DType::kF16 ||
+      scheme.weights.value == DType::kIq4) {
+    return std::nullopt;
+  }
   // No layout has int16 activations.
   if (scheme.activations && scheme.activations->value == DType::kI16) return std::nullopt;
   switch (quantization.layout) {

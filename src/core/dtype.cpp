@@ -16,8 +16,8 @@ struct Row {
 };
 
 // DLPack codes: 0 int, 1 uint, 2 float, 4 bfloat, 6 bool, 10 e4m3fn, 12 e5m2, 14 e8m0fnu,
-// 17 e2m1fn.
-constexpr std::array<Row, 15> kTable{{
+// 17 e2m1fn; 3, an opaque type, for what DLPack has no code for.
+constexpr std::array<Row, 16> kTable{{
     {DType::kF64, "f64", 64, {2, 64}},
     {DType::kF32, "f32", 32, {2, 32}},
     {DType::kF16, "f16", 16, {2, 16}},
@@ -33,6 +33,7 @@ constexpr std::array<Row, 15> kTable{{
     {DType::kI32, "i32", 32, {0, 32}},
     {DType::kI64, "i64", 64, {0, 64}},
     {DType::kBool, "bool", 8, {6, 8}},
+    {DType::kIq4, "iq4", 4, {3, 4}},
 }};
 
 const Row& row(DType dtype) {

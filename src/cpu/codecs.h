@@ -88,6 +88,10 @@ class ArithmeticNibbles {
       const auto code = (words >> (16 * (k % 2) + 2 * (k - k % 2))) & 15;
       if constexpr (kCodes == Codes::kInt4) {
         steps[k] = S::as_float(code | 0x4B000000) - zero_;
+      } else if constexpr (kCodes == Codes::kIq4) {
+        for (int i = 0; i < S::kWidth; ++i) {
+          steps[k][i] = core::iq4_value(static_cast<std::uint8_t>(code[i]));
+        }
       } else {
         const auto magnitude = code & 7;
         const auto small = S::select(magnitude == 0, magnitude, (magnitude & 0) + (126 << 23));
@@ -431,67 +435,66 @@ class W4A8Codec {
   Nibbles<S, Codes::kInt4> codes_;
 };
 
-// ---- Blocks of 256 with scales of groups --------------------------------------------------------
+// ---- llama.cpp's blocks -------------------------------------------------------------------------
 
-/// The scale and the negative offset of the group of Q4_K that `block` is in.
+/// The codec of a block's codes, before scales.
+template <class S, Codes kElements>
+struct BlockElements {
+  using Codec = Nibbles<S, kElements>;
+};
 template <class S>
-inline void load_q4k_scales(const std::byte* block, const std::byte* header, int v,
-                            typename S::F& scale, typename S::F& offset) {
-  constexpr std::int64_t kGroupBytes = kQ4KGroup / 8 * kStepBytes;
-  const std::int64_t group = (block - header - kQ4KHeaderBytes) / kGroupBytes;
-  const std::byte* scales = header + (4 + 2 * group) * kTileColumns + S::kWidth * v;
-  const std::byte* factors = header + 2 * S::kWidth * v;
-  scale = S::load_f16(factors) * S::to_float(S::load_u8(scales));
-  offset =
-      S::load_f16(factors + 2 * kTileColumns) * S::to_float(-S::load_u8(scales + kTileColumns));
-}
-
-/// The scale of the group of Q6_K that `block` is in.
-template <class S>
-inline typename S::F load_q6k_scale(const std::byte* block, const std::byte* header, int v) {
-  constexpr std::int64_t kGroupBytes = kQ6KGroup / 4 * kStepBytes;
-  const std::int64_t group = (block - header - kQ6KHeaderBytes) / kGroupBytes;
-  const auto bytes = S::load_u8(header + (2 + group) * kTileColumns + S::kWidth * v);
-  return S::load_f16(header + 2 * S::kWidth * v) * S::to_float((bytes ^ 128) - 128);
-}
-
-/// code * scale - offset, rounded once: products of a factor and a group's scale are exact.
-template <class S>
-class Q4KCodec {
- public:
-  static constexpr int kK = 8, kSteps = 8;
-  explicit Q4KCodec(const TileFormat&) : codes_({.codes = Codes::kInt4, .zeros = true}) {}
-
-  void decode(const std::byte* block, const std::byte* header, int v,
-              typename S::F (&steps)[8]) const {
-    codes_.decode(block, nullptr, v, steps);
-    typename S::F scale, offset;
-    load_q4k_scales<S>(block, header, v, scale, offset);
-#pragma GCC unroll 8
-    for (auto& step : steps) step = S::fma(step, scale, offset);
-  }
-
- private:
-  Nibbles<S, Codes::kInt4> codes_;
+struct BlockElements<S, Codes::kInt8> {
+  using Codec = Int8Codec<S>;
 };
 
-/// code * scale, rounded once.
-template <class S>
-class Q6KCodec {
+/// The scale of the group that `block` is in, and the negative offset of formats that have offsets.
+template <class S, Codes kCodes>
+inline void load_block_scales(const std::byte* block, const std::byte* header, int v,
+                              typename S::F& scale, typename S::F& offset) {
+  constexpr BlockCodes kBlocks = block_codes(kCodes);
+  constexpr int kK = kBlocks.elements == Codes::kInt8 ? 4 : 8, kKinds = kBlocks.kinds();
+  const std::int64_t group =
+      (block - header - kBlocks.header_bytes()) / (kBlocks.group / kK * kStepBytes);
+  const std::byte* scales = header + kKinds * (2 + group) * kTileColumns + S::kWidth * v;
+  const std::byte* factors = header + 2 * S::kWidth * v;
+  const auto bytes = S::load_u8(scales);
+  if constexpr (kBlocks.offsets) {
+    scale = S::load_f16(factors) * S::to_float(bytes);
+    offset =
+        S::load_f16(factors + 2 * kTileColumns) * S::to_float(-S::load_u8(scales + kTileColumns));
+  } else {
+    scale = S::load_f16(factors) * S::to_float((bytes ^ 128) - 128);
+  }
+}
+
+/// code * scale - offset, rounded once: products of a factor and an integer are exact.
+template <class S, Codes kCodes>
+class BlockCodec {
+  static constexpr BlockCodes kBlocks = block_codes(kCodes);
+  using Elements = typename BlockElements<S, kBlocks.elements>::Codec;
+
  public:
-  static constexpr int kK = 4, kSteps = 4;
-  explicit Q6KCodec(const TileFormat&) : codes_({.codes = Codes::kInt8}) {}
+  static constexpr int kK = Elements::kK, kSteps = Elements::kSteps;
+  explicit BlockCodec(const TileFormat&)
+      : codes_({.codes = kBlocks.elements, .zeros = kBlocks.offsets}) {}
 
   void decode(const std::byte* block, const std::byte* header, int v,
-              typename S::F (&steps)[4]) const {
+              typename S::F (&steps)[kSteps]) const {
     codes_.decode(block, nullptr, v, steps);
-    const auto scale = load_q6k_scale<S>(block, header, v);
-#pragma GCC unroll 4
-    for (auto& step : steps) step = step * scale;
+    typename S::F scale, offset;
+    load_block_scales<S, kCodes>(block, header, v, scale, offset);
+#pragma GCC unroll 8
+    for (auto& step : steps) {
+      if constexpr (kBlocks.offsets) {
+        step = S::fma(step, scale, offset);
+      } else {
+        step = step * scale;
+      }
+    }
   }
 
  private:
-  Int8Codec<S> codes_;
+  Elements codes_;
 };
 
 }  // namespace

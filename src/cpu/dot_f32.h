@@ -54,6 +54,18 @@ void multiply_scaled(const TileJob& job) {
   if (!stream_few_rows<D, Stream, Scaling::kNone>(job)) multiply<D, CodecPanels<D, Codec>>(job);
 }
 
+/// llama.cpp's blocks. Integers are converted for few rows, table entries looked up.
+template <class D, Codes kCodes>
+void multiply_blocks(const TileJob& job) {
+  using S = typename D::Simd;
+  using Codec = BlockCodec<S, kCodes>;
+  if constexpr (block_codes(kCodes).elements == Codes::kIq4) {
+    multiply_plain<D, Codec>(job);
+  } else {
+    multiply_scaled<D, Codec, BlockGroups<S, kCodes>>(job);
+  }
+}
+
 /// MXFP4 with exact activations.
 template <class D, class Codec, class Panels>
 void multiply_chained(const TileJob& job) {
@@ -81,8 +93,15 @@ Kernels f32_kernels(const char* name) {
   set(Codes::kE4M3, multiply_codes<D, E4m3<S>>);
   set(Codes::kInt8, multiply_integers<D, Int8Codec<S>, 8, kMostInt8>);
   set(Codes::kW4A8, multiply_scaled<D, W4A8Codec<S>, W4A8Groups<S>>);
-  set(Codes::kQ4K, multiply_scaled<D, Q4KCodec<S>, Q4KGroups<S>>);
-  set(Codes::kQ6K, multiply_scaled<D, Q6KCodec<S>, Q6KGroups<S>>);
+  set(Codes::kIq4, multiply_grouped<D, Nibbles<S, Codes::kIq4>>);
+  set(Codes::kQ2K, multiply_blocks<D, Codes::kQ2K>);
+  set(Codes::kQ3K, multiply_blocks<D, Codes::kQ3K>);
+  set(Codes::kQ4K, multiply_blocks<D, Codes::kQ4K>);
+  set(Codes::kQ5K, multiply_blocks<D, Codes::kQ5K>);
+  set(Codes::kQ6K, multiply_blocks<D, Codes::kQ6K>);
+  set(Codes::kQ41, multiply_blocks<D, Codes::kQ41>);
+  set(Codes::kQ51, multiply_blocks<D, Codes::kQ51>);
+  set(Codes::kIq4Xs, multiply_blocks<D, Codes::kIq4Xs>);
   table.reduce = reduce<S>;
   table.sum = sum_rows<S>;
   table.convert[static_cast<int>(Compute::kF32)] = convert_to_f32<S>;

@@ -15,9 +15,9 @@
 //          so that interleaving the two halves of the bf16 values yields pairs.
 //   mxfp4  a header of 64 E8M0 codes for the first and 64 for the last group of 32, then per group
 //          64 bytes c = 127 + previous scale code - this scale code, and 4 blocks.
-//   q4_k   per block of 256: 64 f16 factors of scales and 64 of offsets, then for each group of 32
-//          64 scales and 64 offsets (u8), then the blocks of codes.
-//   q6_k   per block of 256: 64 f16 factors, for each group of 16 64 scales (i8), then the codes.
+//   llama.cpp's blocks  per block of 256 or 32: 64 f16 factors of scales and, in formats with
+//          offsets, 64 of those; for each group of 32 or 16 64 scales (i8; with offsets u8) and 64
+//          offsets (u8); then the blocks of codes.
 //   others with scales in the stream: per group 64 scales, 64 zero points (u8) if there are any,
 //          and the group's blocks; the last group may be shorter.
 // The first GEMM of a gated layer has 32 gate columns, then the 32 up columns of the same outputs
@@ -39,9 +39,6 @@ inline constexpr int kStepBytes = kTileColumns * 4;
 inline constexpr int kGroup = 32;  // inner size is padded to this
 inline constexpr int kMxfp4GroupBytes = kTileColumns + kTileColumns * kGroup / 2;
 inline constexpr int kMxfp4HeaderBytes = 2 * kTileColumns;
-inline constexpr int kQ4KGroup = 32, kQ6KGroup = 16, kSuperBlock = 256;
-inline constexpr int kQ4KHeaderBytes = kTileColumns * (4 + 2 * kSuperBlock / kQ4KGroup);
-inline constexpr int kQ6KHeaderBytes = kTileColumns * (2 + kSuperBlock / kQ6KGroup);
 inline constexpr int kMaxTiles = 4;      // tiles that one task may stream side by side
 inline constexpr int kStreamedRows = 4;  // up to which kernels decode in registers (stream.h)
 inline constexpr int kMaxRows = 192;     // rows of one task
@@ -57,10 +54,53 @@ enum class Codes {
   kE4M3,
   kInt8,  ///< unsigned minus 128, or minus a zero point
   kW4A8,  ///< kInt4 times an E4M3 factor per group of 128, kept as bf16, rounded to E4M3
-  kQ4K,   ///< unsigned 4-bit codes in blocks of 256, times a scale, minus an offset
-  kQ6K,   ///< unsigned 8-bit codes minus 128 in blocks of 256, times a scale
+  kIq4,   ///< indices of 16 integers
+  kQ2K,   // llama.cpp's blocks, see block_codes()
+  kQ3K,
+  kQ4K,
+  kQ5K,
+  kQ6K,
+  kQ41,
+  kQ51,
+  kIq4Xs,
 };
-inline constexpr int kNumCodes = 11;
+inline constexpr int kNumCodes = 19;
+
+/// Codes in blocks, whose codec makes weights of them: code * scale - offset.
+struct BlockCodes {
+  Codes elements;  // kInt4, kInt8 or kIq4; without zero points where there are offsets
+  int group = 0;   // k of a scale, which is an integer times the factor of its block; 0: no blocks
+  int block = 0;   // k of a factor
+  bool offsets = false;  // as many, with factors of their own
+
+  [[gnu::always_inline]] constexpr int kinds() const { return offsets ? 2 : 1; }
+  [[gnu::always_inline]] constexpr int header_bytes() const {
+    return group == 0 ? 0 : kTileColumns * kinds() * (2 + block / group);
+  }
+};
+
+[[gnu::always_inline]] inline constexpr BlockCodes block_codes(Codes codes) {
+  switch (codes) {
+    case Codes::kQ2K:
+      return {Codes::kInt4, 16, 256, true};
+    case Codes::kQ3K:
+      return {Codes::kInt4, 16, 256, false};
+    case Codes::kQ4K:
+      return {Codes::kInt4, 32, 256, true};
+    case Codes::kQ5K:
+      return {Codes::kInt8, 32, 256, true};
+    case Codes::kQ6K:
+      return {Codes::kInt8, 16, 256, false};
+    case Codes::kQ41:
+      return {Codes::kInt4, 32, 32, true};
+    case Codes::kQ51:
+      return {Codes::kInt8, 32, 32, true};
+    case Codes::kIq4Xs:
+      return {Codes::kIq4, 32, 256, false};
+    default:
+      return {codes};
+  }
+}
 
 /// Scales in the stream; kNone where columns have at most one each (TileJob::column_scales).
 enum class ScaleType { kNone, kF32, kF16, kBF16, kE4M3, kE8M0 };
@@ -78,7 +118,8 @@ struct TileFormat {
     return scale_bytes() + (zeros ? kTileColumns : 0);
   }
   [[gnu::always_inline]] std::int64_t block_k() const {
-    return codes == Codes::kE4M3 || codes == Codes::kInt8 || codes == Codes::kQ6K ? 4 : 8;
+    const Codes elements = block_codes(codes).elements;
+    return elements == Codes::kE4M3 || elements == Codes::kInt8 ? 4 : 8;
   }
   /// Of `k` elements per column, header not included.
   [[gnu::always_inline]] std::int64_t code_bytes(std::int64_t k) const {
@@ -96,7 +137,7 @@ struct TileFormat {
 inline std::int64_t TileFormat::scale_bytes() const {
   switch (scales) {
     case ScaleType::kNone:
-      return codes == Codes::kQ4K ? kQ4KHeaderBytes : codes == Codes::kQ6K ? kQ6KHeaderBytes : 0;
+      return block_codes(codes).header_bytes();
     case ScaleType::kF32:
       return 4 * kTileColumns;
     case ScaleType::kF16:

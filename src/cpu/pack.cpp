@@ -1,7 +1,9 @@
 #include "cpu/pack.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <utility>
 
 #include "core/ceil_div.h"
 #include "core/check.h"
@@ -16,8 +18,24 @@ namespace {
 
 using core::round_up;
 
+/// llama.cpp's blocks.
+std::optional<Codes> codes_of_blocks(const QuantKey& key) {
+  static const std::array<std::pair<QuantKey, Codes>, 8> kTable{{{keys::q2_k(), Codes::kQ2K},
+                                                                 {keys::q3_k(), Codes::kQ3K},
+                                                                 {keys::q4_k(), Codes::kQ4K},
+                                                                 {keys::q5_k(), Codes::kQ5K},
+                                                                 {keys::q6_k(), Codes::kQ6K},
+                                                                 {keys::q4_1(), Codes::kQ41},
+                                                                 {keys::q5_1(), Codes::kQ51},
+                                                                 {keys::iq4_xs(), Codes::kIq4Xs}}};
+  const auto found =
+      std::find_if(kTable.begin(), kTable.end(), [&](const auto& row) { return row.first == key; });
+  return found == kTable.end() ? std::nullopt : std::optional(found->second);
+}
+
 /// How tiles hold the key's elements; nothing if the CPU experts do not know the key.
 std::optional<Codes> codes_of(const QuantKey& key) {
+  if (key.global_group.cols > 0) return codes_of_blocks(key);
   switch (key.value) {
     case DType::kF32:
       return Codes::kF32;
@@ -28,13 +46,12 @@ std::optional<Codes> codes_of(const QuantKey& key) {
     case DType::kE2M1:
       return key.scale == DType::kE8M0 ? Codes::kMxfp4 : Codes::kE2M1;
     case DType::kI4:
-      return key == keys::q4_k()         ? Codes::kQ4K
-             : key.scale == DType::kE4M3 ? Codes::kW4A8
-                                         : Codes::kInt4;
+      return key.scale == DType::kE4M3 ? Codes::kW4A8 : Codes::kInt4;
+    case DType::kIq4:
+      return Codes::kIq4;
     case DType::kE4M3:
       return Codes::kE4M3;
     case DType::kU8:
-      return key == keys::q6_k() ? Codes::kQ6K : Codes::kInt8;
     case DType::kI8:
       return Codes::kInt8;
     default:
@@ -152,6 +169,7 @@ class MatrixMaker {
         result.values = tensor({out, (in + 1) / 2}, DType::kU8);
         break;
       case DType::kI4:
+      case DType::kIq4:
         result.values = tensor({out, (in + 7) / 8}, DType::kI32);
         break;
       case DType::kU8:

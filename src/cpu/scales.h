@@ -26,12 +26,13 @@ inline std::uint32_t bits_of_float(float value) {
   return bits;
 }
 
-/// The value of a 4-bit code: E2M1, or an integer minus `zero`.
+/// The value of a 4-bit code: E2M1, IQ4, or an integer minus `zero`.
 template <Codes kCodes>
 inline float nibble_value(std::uint32_t code, int zero) {
   if constexpr (kCodes == Codes::kE2M1 || kCodes == Codes::kMxfp4) {
     return core::e2m1_value(static_cast<std::uint8_t>(code));
   }
+  if constexpr (kCodes == Codes::kIq4) return core::iq4_value(static_cast<std::uint8_t>(code));
   return static_cast<float>(static_cast<int>(code) - zero);
 }
 

@@ -103,55 +103,37 @@ class W4A8Groups {
   alignas(64) float large_[kTileColumns], sums_[kTileColumns];
 };
 
-/// As Q4KCodec. The scales of a group are made once, and kept in the L1.
-template <class S>
-class Q4KGroups {
+/// As BlockCodec, of integers. The scales of a group are made once, and kept in the L1.
+template <class S, Codes kCodes>
+class BlockGroups {
+  static constexpr BlockCodes kBlocks = block_codes(kCodes);
+  using Integers = ConvertedIntegers<S, kBlocks.elements == Codes::kInt8 ? 8 : 4, kBlocks.offsets>;
+
  public:
-  static constexpr int kK = 8, kSteps = 8, kGroupK = kQ4KGroup;
-  explicit Q4KGroups(const TileFormat& format) : codes_(format) {}
+  static constexpr int kK = Integers::kK, kSteps = Integers::kSteps, kGroupK = kBlocks.group;
+  explicit BlockGroups(const TileFormat& format) : codes_(format) {}
 
   void prepare(const std::byte* block, const std::byte* header, int first, int count) {
     for (int v = first; v < first + count; ++v) {
       typename S::F scale, offset;
-      load_q4k_scales<S>(block, header, v, scale, offset);
+      load_block_scales<S, kCodes>(block, header, v, scale, offset);
       S::store(scales_ + S::kWidth * v, scale * S::set1(1 / Integers::kUnit));
-      S::store(offsets_ + S::kWidth * v, offset);
+      if constexpr (kBlocks.offsets) S::store(offsets_ + S::kWidth * v, offset);
     }
   }
   typename S::I load(const std::byte* block, int v) const { return codes_.load(block, v); }
   typename S::F step(typename S::I codes, int k, int v) const {
-    return S::fma(codes_.step(codes, k), S::load(scales_ + S::kWidth * v),
-                  S::load(offsets_ + S::kWidth * v));
-  }
-
- private:
-  using Integers = ConvertedIntegers<S, 4, true>;
-  Integers codes_;
-  alignas(64) float scales_[kTileColumns], offsets_[kTileColumns];
-};
-
-/// As Q6KCodec, in the same way.
-template <class S>
-class Q6KGroups {
- public:
-  static constexpr int kK = 4, kSteps = 4, kGroupK = kQ6KGroup;
-  explicit Q6KGroups(const TileFormat& format) : codes_(format) {}
-
-  void prepare(const std::byte* block, const std::byte* header, int first, int count) {
-    for (int v = first; v < first + count; ++v) {
-      S::store(scales_ + S::kWidth * v,
-               load_q6k_scale<S>(block, header, v) * S::set1(1 / Integers::kUnit));
+    const auto scale = S::load(scales_ + S::kWidth * v);
+    if constexpr (kBlocks.offsets) {
+      return S::fma(codes_.step(codes, k), scale, S::load(offsets_ + S::kWidth * v));
+    } else {
+      return codes_.step(codes, k) * scale;
     }
   }
-  typename S::I load(const std::byte* block, int v) const { return codes_.load(block, v); }
-  typename S::F step(typename S::I codes, int k, int v) const {
-    return codes_.step(codes, k) * S::load(scales_ + S::kWidth * v);
-  }
 
  private:
-  using Integers = ConvertedIntegers<S, 8, false>;
   Integers codes_;
-  alignas(64) float scales_[kTileColumns];
+  alignas(64) float scales_[kTileColumns], offsets_[kBlocks.offsets ? kTileColumns : 16];
 };
 
 }  // namespace

@@ -155,11 +155,10 @@ struct CodePosition {
 };
 
 CodePosition code_position(Codes codes, std::int64_t k, int c) {
-  switch (codes) {
+  switch (block_codes(codes).elements) {
     case Codes::kE4M3:
       return {k / 4 * kStepBytes + c / 4 * 16 + k % 4 / 2 * 8 + c % 4 * 2 + k % 2, 0};
     case Codes::kInt8:
-    case Codes::kQ6K:
       return {k / 4 * kStepBytes + c * 4 + k % 4, 0};
     default: {
       const auto bit = static_cast<int>(16 * (k % 2) + 4 * (k % 8 / 2));
@@ -168,14 +167,16 @@ CodePosition code_position(Codes codes, std::int64_t k, int c) {
   }
 }
 
-/// The code that stands for zero, for padding.
+/// The code that stands for zero, or with kIq4 for the 1 that is nearest to it, for padding.
 std::uint8_t zero_code(const TileFormat& format) {
-  switch (format.codes) {
+  const BlockCodes blocks = block_codes(format.codes);
+  if (blocks.offsets) return 0;
+  switch (blocks.elements) {
     case Codes::kInt4:
     case Codes::kW4A8:
+    case Codes::kIq4:
       return 8;
     case Codes::kInt8:
-    case Codes::kQ6K:
       return 128;
     default:
       return 0;
@@ -196,6 +197,7 @@ class RowCodes {
       case DType::kE2M1:
         return static_cast<std::uint8_t>(row_[k / 2]) >> (4 * (k % 2)) & 15;
       case DType::kI4:
+      case DType::kIq4:
         return word(k / 8) >> (4 * (k % 8)) & 15;
       case DType::kU8:
         return word(k / 4) >> (8 * (k % 4)) & 255;
@@ -213,6 +215,7 @@ class RowCodes {
         row_[k / 2] |= static_cast<std::byte>(code << (4 * (k % 2)));
         return;
       case DType::kI4:
+      case DType::kIq4:
         return add_word(k / 8, static_cast<std::uint32_t>(code) << (4 * (k % 8)));
       case DType::kU8:
         return add_word(k / 4, static_cast<std::uint32_t>(code) << (8 * (k % 4)));
@@ -298,15 +301,16 @@ void visit_scales(const TileShape& shape, const Column& column, std::int64_t k, 
     if (!format.zeros) return;
     return of_group(matrix.zero_points, ScaleType::kNone, k, header + format.scale_bytes());
   }
-  // Blocks of 256: their factors, then what each group has.
+  // llama.cpp's blocks: their factors, then what each group has.
+  const std::int64_t block = shape.key.global_group.cols;
   const std::int64_t factors = shape.key.symmetric ? 1 : 2;
   const TensorView& global = matrix.global_scale;
   for (std::int64_t i = 0; i < factors; ++i, header += 2 * kTileColumns) {
-    const std::int64_t at = k / kSuperBlock * factors + i;
+    const std::int64_t at = k / block * factors + i;
     visit(ScaleType::kF16, global, column.row * global.stride(0) + at * global.stride(1),
           header + 2 * c);
   }
-  const std::int64_t end = std::min(k + kSuperBlock, shape.k);
+  const std::int64_t end = std::min(k + block, shape.k);
   for (; k < end; k += shape.key.group.cols) {
     for (std::int64_t i = 0; i < factors; ++i, header += kTileColumns) {
       of_group(i == 0 ? matrix.scales : matrix.zero_points, ScaleType::kNone, k, header);

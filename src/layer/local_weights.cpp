@@ -4,14 +4,14 @@
 
 #include "core/check.h"
 #include "fusedmoe/layer.h"
+#include "quant/weight_layout.h"
 
 namespace fusedmoe {
 namespace {
 
 /// Elements of a row that one stored value holds.
 std::int64_t per_value(const WeightMatrix& matrix, const QuantKey& key) {
-  if (key.value == DType::kE2M1) return matrix.values.dtype() == DType::kE2M1 ? 1 : 2;
-  return key.value == DType::kI4 ? 8 : key.value == DType::kU8 ? 4 : 1;
+  return matrix.values.dtype() == DType::kE2M1 ? 1 : core::weight_layout(key, "scheme").packing;
 }
 
 /// Scale blocks that elements [begin, end) of a dimension lie in, and where the first lies in its
@@ -55,6 +55,12 @@ WeightMatrix cut_columns(WeightMatrix matrix, const QuantKey& key, Slice slice) 
   matrix.values = cut(matrix.values, 1, {slice.begin / unit, (slice.end + unit - 1) / unit});
   if (slice.begin > 0) matrix.bias = {};
   if (!matrix.scales) return matrix;
+  if (const std::int64_t block = key.global_group.cols; block > 0) {
+    const std::int64_t each = core::weight_layout(key, "scheme").factors_per_block();
+    const Blocks factors(slice, block, 0, matrix.global_scale.size(1));
+    matrix.global_scale =
+        cut(matrix.global_scale, 1, {each * factors.blocks.begin, each * factors.blocks.end});
+  }
   const Blocks blocks(slice, key.group.cols, matrix.first_col, matrix.scales.size(1));
   matrix.scales = cut(matrix.scales, 1, blocks.blocks);
   matrix.zero_points = cut(matrix.zero_points, 1, blocks.blocks);
@@ -77,10 +83,11 @@ std::int64_t slice_unit(const QuantScheme& scheme) {
   const auto include = [&](std::int64_t each) {
     unit = std::lcm(unit, std::max<std::int64_t>(each, 1));
   };
-  include(scheme.weights.group.cols);
+  const QuantKey& down = scheme.down_weights();  // its columns are cut
+  include(down.group.cols);
+  include(down.global_group.cols);
+  include(core::weight_layout(down, "scheme").packing);
   if (scheme.activations) include(scheme.activations->group.cols);
-  const DType value = scheme.weights.value;
-  include(value == DType::kE2M1 ? 2 : value == DType::kI4 ? 8 : value == DType::kU8 ? 4 : 1);
   return unit;
 }
 
@@ -99,7 +106,7 @@ ExpertWeights slice_experts(const ExpertWeights& weights, Slice slice) {
   for (ExpertMatrices& expert : part.experts) {
     expert.gate = cut_rows(expert.gate, key, slice);
     expert.up = cut_rows(expert.up, key, slice);
-    expert.down = cut_columns(expert.down, key, slice);
+    expert.down = cut_columns(expert.down, weights.scheme.down_weights(), slice);
   }
   return part;
 }

@@ -34,6 +34,9 @@ float stored_value(const WeightMatrix& matrix, const QuantKey& key, std::int64_t
     case DType::kI4:
       return static_cast<float>(values.as<const std::uint32_t>()[index(8)] >> (column % 8 * 4) &
                                 15);
+    case DType::kIq4:
+      return core::iq4_value(static_cast<std::uint8_t>(
+          values.as<const std::uint32_t>()[index(8)] >> (column % 8 * 4) & 15));
     case DType::kU8:
       return static_cast<float>(values.as<const std::uint32_t>()[index(4)] >> (column % 4 * 8) &
                                 255);
@@ -71,15 +74,15 @@ class Decoder {
   }
 
  private:
-  /// Factor `index` of row r in blocks of 256.
+  /// Factor `index` of row r in llama.cpp's blocks.
   float block_factor(std::int64_t r, std::int64_t index) const {
     const TensorView& global = matrix_.global_scale;
     return load_f32(global.data(), DType::kF16, r * global.stride(0) + index * global.stride(1));
   }
 
   /// Products of a factor and a scale or offset are exact; a weight is rounded once.
-  void decode_super_block(std::int64_t r, std::int64_t begin, std::int64_t end, float scale,
-                          float zero, float* out) const {
+  void decode_in_block(std::int64_t r, std::int64_t begin, std::int64_t end, float scale,
+                       float zero, float* out) const {
     const std::int64_t block = begin / key_.global_group.cols * layout_.factors_per_block();
     const float factor = scale * block_factor(r, block);
     const float offset = layout_.zero_points ? zero * block_factor(r, block + 1) : 0;
@@ -101,7 +104,7 @@ class Decoder {
             ? matrix_.zero_points.as<const std::uint8_t>()[index(matrix_.zero_points)]
             : static_cast<float>(layout_.zero);
     if (layout_.global_scale == GlobalScale::kPerBlock) {
-      return decode_super_block(r, begin, end, scale, zero, out);
+      return decode_in_block(r, begin, end, scale, zero, out);
     }
     const bool per_row = layout_.global_scale == GlobalScale::kPerRow;
     const float global =

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "core/check.h"
+#include "quant/quantize_elements.h"
 
 namespace fusedmoe {
 namespace {
@@ -226,6 +227,8 @@ float load_f32(const void* data, DType dtype, std::int64_t index) {
       return static_cast<float>(load<std::int64_t>(data, index));
     case DType::kBool:
       return load<std::uint8_t>(data, index) ? 1.0F : 0.0F;
+    case DType::kIq4:
+      return core::iq4_value(load_nibble(data, index));
   }
   throw Error("dtype", core::to_string(static_cast<int>(dtype)), "a value of DType", Fault::kDType);
 }

@@ -104,19 +104,46 @@ QuantKey int16_group(std::int64_t group) {
   return key(DType::kI16, DType::kF32, {1, group}, true);
 }
 
-QuantKey q4_k() {
-  QuantKey result = key(DType::kI4, DType::kU8, {1, 32});
+namespace {
+
+/// Groups whose scales, and zero points if they have them, are integers times a factor of their
+/// block.
+QuantKey blocks(DType value, std::int64_t group, bool zero_points, std::int64_t block = 256) {
+  QuantKey result = key(value, zero_points ? DType::kU8 : DType::kI8, {1, group});
   result.global_scale = DType::kF16;
-  result.global_group = {1, 256};
-  result.symmetric = false;
+  result.global_group = {1, block};
+  result.symmetric = !zero_points;
   return result;
 }
 
+}  // namespace
+
+QuantKey q2_k() {
+  return blocks(DType::kI4, 16, true);
+}
+QuantKey q3_k() {
+  return blocks(DType::kI4, 16, false);
+}
+QuantKey q4_k() {
+  return blocks(DType::kI4, 32, true);
+}
+QuantKey q5_k() {
+  return blocks(DType::kU8, 32, true);
+}
 QuantKey q6_k() {
-  QuantKey result = key(DType::kU8, DType::kI8, {1, 16});
-  result.global_scale = DType::kF16;
-  result.global_group = {1, 256};
-  return result;
+  return blocks(DType::kU8, 16, false);
+}
+QuantKey q4_1() {
+  return blocks(DType::kI4, 32, true, 32);
+}
+QuantKey q5_1() {
+  return blocks(DType::kU8, 32, true, 32);
+}
+QuantKey iq4_nl() {
+  return key(DType::kIq4, DType::kF32, {1, 32});
+}
+QuantKey iq4_xs() {
+  return blocks(DType::kIq4, 32, false);
 }
 
 }  // namespace keys
@@ -191,8 +218,17 @@ std::vector<NamedScheme> make_named_schemes() {
     }
   }
   table.push_back({"int8_w8a8", {keys::int8_row(), keys::int8_row(true)}});
-  table.push_back({"q4_k", {keys::q4_k(), std::nullopt}});
-  table.push_back({"q6_k", {keys::q6_k(), std::nullopt}});
+  for (const auto& [text, weights] : {std::pair{"q2_k", keys::q2_k()},
+                                      {"q3_k", keys::q3_k()},
+                                      {"q4_k", keys::q4_k()},
+                                      {"q5_k", keys::q5_k()},
+                                      {"q6_k", keys::q6_k()},
+                                      {"q4_1", keys::q4_1()},
+                                      {"q5_1", keys::q5_1()},
+                                      {"iq4_nl", keys::iq4_nl()},
+                                      {"iq4_xs", keys::iq4_xs()}}) {
+    table.push_back({text, {weights, std::nullopt}});
+  }
   return table;
 }
 
@@ -202,7 +238,10 @@ std::string describe(const QuantKey& key) {
     text += core::format(" with {} {} scale per ({}, {})", key.dynamic ? "dynamic" : "static",
                          name(*key.scale), key.group.rows, key.group.cols);
   }
-  if (key.global_scale) text += core::format(", {} global scale", name(*key.global_scale));
+  if (key.global_scale) {
+    text += core::format(", {} global scale", name(*key.global_scale));
+    if (key.global_group.cols > 0) text += core::format(" per {}", key.global_group.cols);
+  }
   if (!key.symmetric) text += ", zero points";
   return text;
 }

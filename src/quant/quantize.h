@@ -53,15 +53,30 @@ float tensor_scale(float amax);
 /// `amax`; 1 where that would have no reciprocal.
 float nvfp4_global_scale(float amax);
 
-/// Where the scales of one block of 256 go: one or two f16 factors, and one byte for each group.
-struct SuperBlockScales {
+/// What the integers of one of llama.cpp's blocks reach.
+struct BlockFormat {
+  QuantKey key;
+  float codes;   ///< the largest code of the file, from 0 on
+  float middle;  ///< the one that stands for 0 where there are no zero points
+  float scales;  ///< the largest scale or zero point
+  int shift;     ///< from a code of the file to that of WeightMatrix
+};
+/// Null for a key that is none of theirs.
+const BlockFormat* find_block_format(const QuantKey& key);
+
+/// Where the scales of one of llama.cpp's blocks go: one or two f16 factors, and one byte for each
+/// group.
+struct BlockScales {
   std::uint16_t* factors;
   std::uint8_t* scales;
-  std::uint8_t* zero_points;  ///< Q4_K only
+  std::uint8_t* zero_points;  ///< of keys that have them
 };
 
-/// Quantizes up to 256 weights of one row to Q4_K or Q6_K: a byte for each code.
-void quantize_super_block(const float* x, std::int64_t count, const QuantKey& key,
-                          std::uint8_t* codes, const SuperBlockScales& out);
+/// Quantizes up to a block of weights of one row: a byte for each code.
+void quantize_block(const float* x, std::int64_t count, const QuantKey& key, std::uint8_t* codes,
+                    const BlockScales& out);
+
+/// The IQ4 code whose integer is nearest to `value`; of two the one nearer to 0.
+std::uint8_t iq4_code(float value);
 
 }  // namespace fusedmoe::core

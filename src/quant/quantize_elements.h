@@ -73,6 +73,13 @@ static inline float e2m1_value(std::uint8_t code) {
   return std::bit_cast<float>((subnormal & small) | (normal & ~small) | (code & 8) << 28);
 }
 
+/// What the 16 codes of llama.cpp's IQ4 types stand for.
+static inline float iq4_value(std::uint8_t code) {
+  constexpr std::int8_t kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                       1,    13,   25,  38,  53,  69,  89,  113};
+  return kValues[code & 15];
+}
+
 /// Nearest integer, halves away from zero, at most 127 in magnitude; NaN: 0.
 FUSEDMOE_HD static inline std::int8_t int8_code(float value) {
   constexpr float kBelowHalf = 0x1.fffffep-2F;  // with 0.5 itself, the float below a half rounds up

@@ -52,7 +52,8 @@ class WeightQuantizer {
         layout_(core::weight_layout(key, "key")),
         out_(values.size(0)),
         in_(values.size(1)) {
-    const DType chosen = layout_.scales_dtypes.size() == 3 && integer() ? options.scale_dtype
+    const bool may_choose = integer() || key.value == DType::kIq4;
+    const DType chosen = layout_.scales_dtypes.size() == 3 && may_choose ? options.scale_dtype
                          : layout_.quantized() ? layout_.scales_dtypes.front()
                                                : DType::kF32;
     result_.values = Tensor::empty(layout_.values_shape(out_, in_), layout_.values_dtypes.front());
@@ -81,7 +82,9 @@ class WeightQuantizer {
     }
     for_each_row([&](std::int64_t row, const float* x) {
       if (layout_.global_scale == GlobalScale::kPerBlock) {
-        quantize_super_blocks(row, x);
+        quantize_blocks_of_row(row, x);
+      } else if (key_.value == DType::kIq4) {
+        quantize_iq4_row(row, x);
       } else if (integer()) {
         quantize_integer_row(row, x);
       } else {
@@ -224,20 +227,36 @@ class WeightQuantizer {
     }
   }
 
-  // Q4_K and Q6_K.
-  void quantize_super_blocks(std::int64_t row, const float* x) {
+  // llama.cpp's blocks.
+  void quantize_blocks_of_row(std::int64_t row, const float* x) {
     const std::int64_t width = key_.global_group.cols, groups = result_.scales.size(1);
     const std::int64_t factors = result_.global_scale.size(1);
     std::vector<std::uint8_t> codes(static_cast<std::size_t>(in_));
     for (std::int64_t begin = 0; begin < in_; begin += width) {
       const std::int64_t group = row * groups + begin / key_.group.cols;
-      const core::SuperBlockScales scales{
+      const core::BlockScales scales{
           result_.global_scale.as<std::uint16_t>() + row * factors +
               begin / width * layout_.factors_per_block(),
           result_.scales.as<std::uint8_t>() + group,
           layout_.zero_points ? result_.zero_points.as<std::uint8_t>() + group : nullptr};
-      core::quantize_super_block(x + begin, std::min(width, in_ - begin), key_,
-                                 codes.data() + begin, scales);
+      core::quantize_block(x + begin, std::min(width, in_ - begin), key_, codes.data() + begin,
+                           scales);
+    }
+    pack_words(row, codes);
+  }
+
+  void quantize_iq4_row(std::int64_t row, const float* x) {
+    const std::int64_t width = key_.group.cols, groups = result_.scales.size(1);
+    std::vector<std::uint8_t> codes(static_cast<std::size_t>(in_));
+    for (std::int64_t g = 0; g < groups; ++g) {
+      const std::int64_t begin = g * width, end = std::min(in_, begin + width);
+      const TensorView scales = result_.scales;
+      store_f32(scales.data(), scales.dtype(), row * groups + g,
+                core::amax(x + begin, end - begin) / 113);
+      const float scale = load_f32(scales.data(), scales.dtype(), row * groups + g);
+      for (std::int64_t i = begin; i < end; ++i) {
+        codes[i] = core::iq4_code(scale == 0 ? 0 : x[i] / scale);
+      }
     }
     pack_words(row, codes);
   }

@@ -3,6 +3,7 @@
 #include <array>
 
 #include "core/check.h"
+#include "quant/quantize.h"
 
 namespace fusedmoe::core {
 namespace {
@@ -28,7 +29,7 @@ struct Row {
   WeightLayout layout;
 };
 
-const std::array<Row, 13> kRows{{
+const std::array<Row, 12> kRows{{
     {DType::kF32, {}, {}, GlobalScale::kNone, false, {kF32Values}},
     {DType::kF16, {}, {}, GlobalScale::kNone, false, {kF16Values}},
     {DType::kBF16, {}, {}, GlobalScale::kNone, false, {kBF16Values}},
@@ -60,8 +61,7 @@ const std::array<Row, 13> kRows{{
      {kWords, 8, false, kE4M3Codes}},
     {DType::kU8, DType::kF32, {1, kAny}, GlobalScale::kNone, true, {kWords, 4, false, kFloats}},
     {DType::kI8, DType::kF32, {1, kAny}, GlobalScale::kNone, false, {kI8Codes, 1, false, kFloats}},
-    {DType::kI4, DType::kU8, {1, 32}, GlobalScale::kPerBlock, true, {kWords, 8, false, kBytes}},
-    {DType::kU8, DType::kI8, {1, 16}, GlobalScale::kPerBlock, false, {kWords, 4, false, kI8Codes}},
+    {DType::kIq4, DType::kF32, {1, 32}, GlobalScale::kNone, false, {kWords, 8, false, kFloats}},
 }};
 
 bool fits(std::int64_t extent, std::int64_t allowed) {
@@ -77,7 +77,7 @@ bool global_fits(const QuantKey& key, GlobalScale global) {
     case GlobalScale::kPerRow:
       return key.global_scale == DType::kF32 && key.global_group == GroupShape{1, -1};
     case GlobalScale::kPerBlock:
-      return key.global_scale == DType::kF16 && key.global_group == GroupShape{1, 256};
+      break;  // they have a table of their own, find_block_format()
   }
   return false;
 }
@@ -101,7 +101,26 @@ TensorView as_bytes(const TensorView& view, const std::string& argument) {
   return TensorView(view.data(), DType::kU8, shape, strides, view.device());
 }
 
+namespace {
+
+/// What follows from the key, whatever the row.
+WeightLayout completed(WeightLayout layout, GlobalScale global_scale, const QuantKey& key) {
+  layout.global_scale = global_scale;
+  layout.global_group = key.global_group;
+  layout.zero_points = !key.symmetric;
+  if (key.symmetric && key.value == DType::kI4) layout.zero = 8;
+  if (key.symmetric && key.value == DType::kU8) layout.zero = 128;
+  return layout;
+}
+
+}  // namespace
+
 std::optional<WeightLayout> find_weight_layout(const QuantKey& key) {
+  if (find_block_format(key)) {
+    const std::int64_t packing = key.value == DType::kU8 ? 4 : 8;
+    const std::span<const DType> scales = key.scale == DType::kU8 ? kBytes : kI8Codes;
+    return completed({kWords, packing, false, scales}, GlobalScale::kPerBlock, key);
+  }
   for (const Row& row : kRows) {
     if (key.value != row.value || key.scale != row.scale || key.dynamic) continue;
     if (key.scale &&
@@ -110,13 +129,7 @@ std::optional<WeightLayout> find_weight_layout(const QuantKey& key) {
     }
     if (!global_fits(key, row.global_scale)) continue;
     if (!key.symmetric && !row.may_have_zero_points) continue;
-    WeightLayout layout = row.layout;
-    layout.global_scale = row.global_scale;
-    layout.global_group = key.global_group;
-    layout.zero_points = !key.symmetric;
-    if (key.symmetric && key.value == DType::kI4) layout.zero = 8;
-    if (key.symmetric && key.value == DType::kU8) layout.zero = 128;
-    return layout;
+    return completed(row.layout, row.global_scale, key);
   }
   return std::nullopt;
 }

@@ -36,6 +36,12 @@ double decode_e2m1(int code) {
   return code & 8 ? -kMagnitudes[code & 7] : kMagnitudes[code & 7];
 }
 
+double decode_iq4(std::uint32_t code) {
+  constexpr double kValues[] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                1,    13,   25,  38,  53,  69,  89,  113};
+  return kValues[code];
+}
+
 /// 2^(code - 127); 255 is NaN. Written as the bits of a double, whose exponent has bias 1023.
 double decode_e8m0(std::uint8_t code) {
   if (code == 0xff) return kNan;
@@ -141,6 +147,8 @@ double decode_value(const TensorView& values, DType type, std::int64_t row, std:
       return decode_e2m1(static_cast<int>(field<std::uint8_t>(values, row, column, 4)));
     case DType::kI4:
       return field<std::uint32_t>(values, row, column, 4);
+    case DType::kIq4:
+      return decode_iq4(field<std::uint32_t>(values, row, column, 4));
     case DType::kU8:
       return field<std::uint32_t>(values, row, column, 8);
     case DType::kI8:

@@ -156,7 +156,8 @@ void copy_elements(const TensorView& from, const TensorView& to) {
 
 /// Several elements in one stored value.
 bool packed(DType dtype) {
-  return dtype == DType::kE2M1 || dtype == DType::kI4 || dtype == DType::kU8;
+  return dtype == DType::kE2M1 || dtype == DType::kI4 || dtype == DType::kU8 ||
+         dtype == DType::kIq4;
 }
 
 class QuantizedStacks {
@@ -281,8 +282,8 @@ ExpertWeights make_quantized(const Case& spec, Random& random) {
     drop_last(stacked.w2_global_scales);
   }
   if (key.group == GroupShape{-1, -1}) drop_last(stacked.w13_scales);
-  const bool integer = key.value == DType::kI4 || key.value == DType::kU8;
-  const bool tiles = key.group.rows == 1 && bits(*key.scale) == 8 && !integer;
+  const bool tiles = key.group.rows == 1 && bits(*key.scale) == 8 &&
+                     (key.value == DType::kE2M1 || !packed(key.value));
   if (tiles && spec.seed % 2 == 1) {
     stacked.scale_layout = ScaleLayout::kTiled128x4;
     for (Tensor* scales : {&stacked.w13_scales, &stacked.w2_scales}) {

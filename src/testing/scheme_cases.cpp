@@ -30,8 +30,8 @@ const std::array<ActivationChoice, 11> kActivations{{
 std::vector<Case> scheme_cases(const NamedScheme& scheme) {
   const QuantKey& key = scheme.scheme.weights;
   const bool interleaves = !key.quantized() || key.group.rows <= 1;
-  const bool transposes =
-      key.value != DType::kE2M1 && key.value != DType::kI4 && key.value != DType::kU8;
+  const bool transposes = key.value != DType::kE2M1 && key.value != DType::kI4 &&
+                          key.value != DType::kU8 && key.value != DType::kIq4;
   using enum GateUpLayout;
   std::vector<Case> cases{
       {.name = "sizes_360",

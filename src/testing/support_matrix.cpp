@@ -59,9 +59,10 @@ std::string describe(const std::optional<QuantKey>& key) {
   if (group.rows == 1) scale = group.cols < 0 ? "row" : fmt::format("{}", group.cols);
   if (group.rows > 1) scale = fmt::format("{} x {}", group.rows, group.cols);
   return fmt::format("{}, {} per {}{}{}{}", name(key->value), name(*key->scale), scale,
-                     key->global_group.cols > 0 ? ", f16 per 256"
-                     : key->global_scale        ? ", f32"
-                                                : "",
+                     key->global_group.cols > 0
+                         ? fmt::format(", f16 per {}", key->global_group.cols)
+                     : key->global_scale ? ", f32"
+                                         : "",
                      key->symmetric ? "" : ", zero points", key->dynamic ? ", dynamic" : "");
 }
 

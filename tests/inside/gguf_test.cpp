@@ -13,6 +13,8 @@
 #include "fusedmoe/layer.h"
 #include "fusedmoe/quant.h"
 #include "gtest/gtest.h"
+#include "quant/weight_layout.h"
+#include "reference/matrix.h"
 #include "testing/cases.h"
 
 namespace fusedmoe {
@@ -46,7 +48,9 @@ TEST_P(GgufBlocksTest, StandForTheValuesOfGguf) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, GgufBlocksTest,
-                         ::testing::Values("Q4_0", "Q8_0", "MXFP4", "Q4_K", "Q6_K"),
+                         ::testing::Values("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4",
+                                           "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+                                           "IQ4_XS"),
                          [](const auto& info) { return info.param; });
 
 std::vector<std::string> layer_names() {
@@ -111,50 +115,89 @@ TEST(GgufTest, DenseLayersBesideExpertsInTensorsOfTheirOwnAreNone) {
   EXPECT_EQ(name(checkpoint.config().scheme), "int8_g32");
 }
 
-// Files of 256 and more columns are too large to be kept, so Q4_K and Q6_K are made here.
-TEST(GgufTest, DownMayHaveAFormatOfItsOwn) {
-  constexpr std::int64_t kHidden = 96, kInner = 320, kExperts = 3;
-  Random random(7);
-  const auto matrix = [&](std::int64_t out, std::int64_t in, const QuantKey& key,
-                          ExpertWeights& weights) {
-    const Tensor values = Tensor::empty({out, in}, DType::kF32);
-    for (std::int64_t i = 0; i < values.numel(); ++i) {
-      values.as<float>()[i] = static_cast<float>(random.normal()) / 8;
+/// Gate and up in one format, down in the same or another, as files mix them. Files of 256 and more
+/// columns are too large to be kept, so the weights are made here.
+class GgufMixtureTest : public ::testing::TestWithParam<const char*> {
+ protected:
+  static constexpr std::int64_t kHidden = 96, kInner = 320, kExperts = 3;
+
+  GgufMixtureTest() {
+    ExpertWeights& weights = layer_.experts;
+    weights.scheme = parse_scheme(GetParam());
+    weights.hidden = kHidden;
+    weights.intermediate = kInner;
+    for (std::int64_t e = 0; e < kExperts; ++e) {
+      weights.experts.push_back({matrix(kInner, kHidden, weights.scheme.weights),
+                                 matrix(kInner, kHidden, weights.scheme.weights),
+                                 matrix(kHidden, kInner, weights.scheme.down_weights())});
     }
-    const QuantizedMatrix q = quantize_weights(values, key);
-    for (const Tensor* part : {&q.values, &q.scales, &q.zero_points, &q.global_scale}) {
-      if (*part) weights.owners.push_back(part->owner());
+    layer_.router.num_experts = kExperts;
+    layer_.router.topk = 2;
+    layer_.router_weights.weight = Tensor::zeros({kExperts, kHidden}, DType::kF32);
+    for (std::int64_t i = 0; i < kExperts; ++i) {
+      layer_.router_weights.weight.as<float>()[i * kHidden + i] = 1;
     }
-    return q.view();
-  };
-  LayerWeights layer;
-  layer.experts.scheme = parse_scheme("q4_k+q6_k");
-  layer.experts.hidden = kHidden;
-  layer.experts.intermediate = kInner;
-  for (std::int64_t e = 0; e < kExperts; ++e) {
-    layer.experts.experts.push_back({matrix(kInner, kHidden, keys::q4_k(), layer.experts),
-                                     matrix(kInner, kHidden, keys::q4_k(), layer.experts),
-                                     matrix(kHidden, kInner, keys::q6_k(), layer.experts)});
   }
-  layer.router.num_experts = kExperts;
-  layer.router.topk = 2;
-  layer.router_weights.weight = Tensor::zeros({kExperts, kHidden}, DType::kF32);
-  for (std::int64_t i = 0; i < kExperts; ++i) {
-    layer.router_weights.weight.as<float>()[i * kHidden + i] = 1;
-  }
-  // Few rows are decoded in registers, many in panels.
-  for (const std::int64_t tokens : {1, 40}) {
-    const Tensor x = Tensor::empty({tokens, kHidden}, DType::kF32);
-    for (std::int64_t i = 0; i < x.numel(); ++i) {
-      x.as<float>()[i] = static_cast<float>(random.normal());
+
+  Tensor normal(std::int64_t rows, std::int64_t columns, float factor) {
+    const Tensor result = Tensor::empty({rows, columns}, DType::kF32);
+    for (std::int64_t i = 0; i < result.numel(); ++i) {
+      result.as<float>()[i] = static_cast<float>(random_.normal()) * factor;
     }
+    return result;
+  }
+
+  static Tensor forward(const LayerWeights& layer, const char* experts, const Tensor& x) {
     LayerOptions options;
     options.dtype = DType::kF32;
-    options.require = "reference";
-    const Tensor wanted = MoeLayer(layer, options).forward(x);
-    EXPECT_LE(difference(layer, "cpu", x, wanted), 2e-6) << tokens;
+    options.require = experts;
+    return MoeLayer(layer, options).forward(x);
+  }
+
+  LayerWeights layer_;
+
+ private:
+  WeightMatrix matrix(std::int64_t out, std::int64_t in, const QuantKey& key) {
+    const QuantizedMatrix q =
+        quantize_weights(normal(out, in, 0.125F), key, {.scale_dtype = DType::kF16});
+    for (const Tensor* part : {&q.values, &q.scales, &q.zero_points, &q.global_scale}) {
+      if (*part) layer_.experts.owners.push_back(part->owner());
+    }
+    return q.view();
+  }
+
+  Random random_{7};
+};
+
+TEST_P(GgufMixtureTest, MatchesReference) {
+  for (const std::int64_t tokens : {1, 40}) {  // decoded in registers, and in panels
+    const Tensor x = normal(tokens, kHidden, 1);
+    EXPECT_LE(difference(layer_, "cpu", x, forward(layer_, "reference", x)), 2e-6) << tokens;
   }
 }
+
+TEST_P(GgufMixtureTest, SlicesAddUp) {
+  const Tensor x = normal(3, kHidden, 1), sum = Tensor::zeros({3, kHidden}, DType::kF32);
+  for (const int rank : {0, 1}) {
+    LayerWeights part = layer_;
+    part.experts =
+        slice_experts(layer_.experts, slice_of(kInner, slice_unit(layer_.experts.scheme), 2, rank));
+    const Tensor y = forward(part, "cpu", x);
+    for (std::int64_t i = 0; i < y.numel(); ++i) sum.as<float>()[i] += y.as<float>()[i];
+  }
+  EXPECT_LE(difference(layer_, "reference", x, sum), 2e-6);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, GgufMixtureTest,
+                         ::testing::Values("q2_k+q3_k", "q2_k+iq4_nl", "q3_k+q5_k", "q3_k+q4_k",
+                                           "q4_k+q6_k", "q4_k+int8_g32", "q5_k+q6_k", "q5_k+q5_1",
+                                           "q6_k+q5_k", "iq4_xs+q5_k", "iq4_xs+iq4_nl",
+                                           "iq4_nl+mxfp4_w4a16", "q4_1+q2_k", "f16+iq4_xs"),
+                         [](const auto& info) {
+                           std::string name = info.param;
+                           std::replace(name.begin(), name.end(), '+', '_');
+                           return name;
+                         });
 
 struct Damage {
   std::string what;
@@ -211,28 +254,94 @@ TEST(GgufTest, EveryTruncationIsAnError) {
   }
 }
 
-TEST(GgufTest, UnservedTypesAndArchitecturesAreNamed) {
-  std::string bytes = bytes_of("qwen3moe-Q4_0");
-  const auto replace_all = [&](const std::string& from, const std::string& to) {
-    for (std::size_t at = bytes.find(from); at != std::string::npos;
-         at = bytes.find(from, at + 1)) {
-      bytes.replace(at, from.size(), to);
-    }
-  };
-  // IQ4_NL has blocks of as many bytes.
-  for (const char* matrix : {"gate", "up", "down"}) {
-    const std::string tensor = std::string("blk.0.ffn_") + matrix + "_exps.weight" + le(3, 4) +
-                               le(32, 8) + le(32, 8) + le(4, 8);
-    replace_all(tensor + le(2, 4), tensor + le(20, 4));
+/// The error of loading these bytes.
+std::string load_error(const std::string& bytes) {
+  return error_text(
+      [&] { Checkpoint::parse(bytes.data(), bytes.size(), "file.gguf").load_layer(0); });
+}
+
+void replace_all(std::string& bytes, const std::string& from, const std::string& to) {
+  ASSERT_NE(bytes.find(from), std::string::npos) << from;
+  for (std::size_t at = bytes.find(from); at != std::string::npos; at = bytes.find(from, at + 1)) {
+    bytes.replace(at, from.size(), to);
   }
-  const auto error = [&] {
-    return error_text(
-        [&] { Checkpoint::parse(bytes.data(), bytes.size(), "file.gguf").load_layer(0); });
+}
+
+TEST(GgufTest, UnservedTypesAndArchitecturesAreNamed) {
+  std::string bytes = bytes_of("nemotron_h_moe-Q4_0");
+  // NVFP4 has blocks of as many bytes for each element.
+  const std::string up =
+      std::string("blk.0.ffn_up_exps.weight") + le(3, 4) + le(64, 8) + le(32, 8) + le(4, 8);
+  replace_all(bytes, up + le(2, 4), up + le(40, 4));
+  EXPECT_NE(load_error(bytes).find("type NVFP4, must be F32, F16, BF16, Q4_0"), std::string::npos)
+      << load_error(bytes);
+  replace_all(bytes, "nemotron_h_moe", "nemotron_hxmoe");
+  EXPECT_NE(load_error(bytes).find("gguf.nemotron_hxmoe"), std::string::npos) << load_error(bytes);
+}
+
+// IQ4_NL has blocks of as many bytes as Q4_0.
+TEST(GgufTest, TypesThatDoNotGoTogetherAreNamed) {
+  const auto changed = [](std::string bytes, const std::string& tensor, int rank) {
+    std::string extents = le(static_cast<std::uint64_t>(rank), 4) + le(32, 8) + le(32, 8);
+    if (rank == 3) extents += le(4, 8);
+    replace_all(bytes, tensor + extents + le(2, 4), tensor + extents + le(20, 4));
+    return load_error(bytes);
   };
-  EXPECT_NE(error().find("type IQ4_NL, must be F32, F16, BF16, Q4_0"), std::string::npos)
-      << error();
-  replace_all("qwen3moe", "mamba2xx");
-  EXPECT_NE(error().find("gguf.mamba2xx"), std::string::npos) << error();
+  const std::string expert = changed(bytes_of("llama-experts-Q4_0-F32"), "ffn_gate.1.weight", 2);
+  EXPECT_NE(expert.find("ffn_up.1: was in another format than the gate"), std::string::npos)
+      << expert;
+  const std::string down = changed(bytes_of("qwen3moe-Q4_0"), "ffn_up_exps.weight", 3);
+  EXPECT_NE(down.find("ffn_up_exps.weight: was in another format than the gate"), std::string::npos)
+      << down;
+}
+
+TEST(GgufTest, ExpertsOfOtherTypesThanTheFirstAreNamed) {
+  std::string bytes = bytes_of("llama-experts-Q4_0-F32");
+  const std::string extents = le(2, 4) + le(32, 8) + le(32, 8);
+  for (const std::string tensor : {"ffn_gate.2.weight", "ffn_up.2.weight"}) {
+    replace_all(bytes, tensor + extents + le(2, 4), tensor + extents + le(20, 4));
+  }
+  const std::string error = load_error(bytes);
+  EXPECT_NE(error.find("ffn_gate.2: was in iq4_nl+f32, while expert 0 is in int4_g32+f32"),
+            std::string::npos)
+      << error;
+}
+
+// Whatever the bytes of a block: its scales are refused, or reference and library agree on every
+// weight.
+TEST(GgufTest, RandomBytesOfBlocksAreRefusedOrTheirValues) {
+  const files::GgufFile file = files::GgufFile::open(path_of("blocks"));
+  Random random(11);
+  for (const auto& [name, tensor] : file.tensors()) {
+    if (!tensor.quantized()) continue;
+    const QuantKey key = *checkpoint::key_of(*tensor.type);
+    const std::int64_t columns = tensor.shape[1];
+    int refused = 0, served = 0;
+    for (int i = 0; i < 400; ++i) {
+      const Tensor blocks = Tensor::empty({1, tensor.tensor.size(1)}, DType::kU8);
+      for (std::int64_t b = 0; b < blocks.numel(); ++b) {
+        blocks.as<std::uint8_t>()[b] = static_cast<std::uint8_t>(random.bits() >> 56);
+      }
+      const QuantizedMatrix q = checkpoint::decode_blocks(blocks, *tensor.type);
+      const WeightMatrix matrix = q.view();
+      try {
+        core::check_matrix(matrix, key, "matrix", 1, columns);
+      } catch (const Error&) {
+        ++refused;
+        continue;
+      }
+      ++served;
+      const Tensor values = dequantize_weights(matrix, key, columns);
+      for (std::int64_t c = 0; c < columns; ++c) {
+        // In f32, which MXFP4 can exceed.
+        const auto wanted = static_cast<float>(reference::element(matrix, key, 0, c));
+        if (values.as<float>()[c] == wanted) continue;
+        ASSERT_NEAR(values.as<float>()[c], wanted, std::abs(wanted) * 0x1p-23F) << name << " " << c;
+      }
+    }
+    EXPECT_GT(served, 0) << name;
+    EXPECT_GT(refused, 0) << name;
+  }
 }
 
 }  // namespace

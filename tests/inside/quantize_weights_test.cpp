@@ -110,6 +110,8 @@ double half_step(const QuantKey& key, double code) {
       return std::ldexp(1.0, std::max(m == 0 ? -9 : std::ilogb(m), -6) - 4);
     case DType::kE2M1:
       return m >= 4 ? 1 : m >= 2 ? 0.5 : 0.25;
+    case DType::kIq4:
+      return 12;  // between 89 and 113
     default:
       return 0.5;
   }
@@ -140,17 +142,27 @@ TEST_P(EveryKeyTest, ErrorsAreAtMostHalfAStep) {
   }
 }
 
-// Groups of Q4_K and Q6_K round their scales and offsets, too, to steps of 1/63 or 1/127 of the
-// largest in their block.
-TEST(SuperBlockTest, ErrorsAreAtMostTheStepsOfCodesAndScales) {
+struct Steps {
+  QuantKey key;
+  double codes;   // steps between the smallest and the largest value of a group, at least
+  double scales;  // and of scales and offsets
+};
+
+// Groups of llama.cpp's blocks round their scales and offsets, too. Q4_1 and Q5_1 have one group a
+// block, whose factors are all there is to round.
+TEST(BlocksTest, ErrorsAreAtMostTheStepsOfCodesAndScales) {
+  constexpr double kExact = 1e9;
   const Tensor source = random_matrix(kOut, kIn, 3);
-  for (const QuantKey& key : {keys::q4_k(), keys::q6_k()}) {
+  for (const auto& [key, codes, steps] :
+       {Steps{keys::q2_k(), 3, 15}, Steps{keys::q3_k(), 6, 31}, Steps{keys::q4_k(), 15, 63},
+        Steps{keys::q5_k(), 31, 63}, Steps{keys::q6_k(), 62, 127}, Steps{keys::q4_1(), 15, kExact},
+        Steps{keys::q5_1(), 31, kExact}, Steps{keys::iq4_xs(), 226.0 / 24, 31}}) {
     const QuantizedMatrix q = quantize_weights(source, key);
     const Tensor decoded = dequantize_weights(q.view(), key, kIn);
-    const double codes = key.symmetric ? 31 : 15, steps = key.symmetric ? 127 : 63;
+    const std::int64_t width = key.global_group.cols;
     for (std::int64_t r = 0; r < kOut; ++r) {
-      for (std::int64_t block = 0; block < kIn; block += 256) {
-        const std::int64_t end = std::min(kIn, block + 256);
+      for (std::int64_t block = 0; block < kIn; block += width) {
+        const std::int64_t end = std::min(kIn, block + width);
         double largest = 0;
         for (std::int64_t c = block; c < end; ++c) {
           largest = std::max(largest, std::abs(double{source.as<float>()[r * kIn + c]}));
@@ -161,7 +173,8 @@ TEST(SuperBlockTest, ErrorsAreAtMostTheStepsOfCodesAndScales) {
         const double bound = range / codes / 2 + range / steps + range / 1024;
         for (std::int64_t c = block; c < end; ++c) {
           const double x = source.as<float>()[r * kIn + c];
-          ASSERT_NEAR(decoded.as<float>()[r * kIn + c], x, bound) << r << " " << c;
+          ASSERT_NEAR(decoded.as<float>()[r * kIn + c], x, bound)
+              << name(QuantScheme{key, {}}) << " " << r << " " << c;
         }
       }
     }

@@ -54,7 +54,10 @@ Rows decode(const WeightMatrix& m, const QuantKey& key, std::int64_t out, std::i
                                        ? m.values.as<std::uint8_t>()[stored]
                                        : m.values.as<std::uint32_t>()[stored];
         const std::uint32_t code = word >> (c % layout.packing * width) & ((1U << width) - 1);
-        value = key.value == DType::kE2M1 ? e2m1_to_f32(static_cast<std::uint8_t>(code)) : code;
+        const auto byte = static_cast<std::uint8_t>(code);
+        value = key.value == DType::kE2M1  ? e2m1_to_f32(byte)
+                : key.value == DType::kIq4 ? load_f32(&byte, DType::kIq4, 0)
+                                           : code;
       } else {
         value = load_f32(m.values.data(), key.value, stored);
       }
@@ -68,7 +71,8 @@ Rows decode(const WeightMatrix& m, const QuantKey& key, std::int64_t out, std::i
                 : static_cast<double>(layout.zero);
         const double scale = load_f32(m.scales.data(), type, at(m.scales, block_row, block));
         if (layout.global_scale == core::GlobalScale::kPerBlock) {
-          const std::int64_t count = layout.factors_per_block(), first = c / 256 * count;
+          const std::int64_t count = layout.factors_per_block(),
+                             first = c / key.global_group.cols * count;
           const auto factor = [&](std::int64_t i) {
             return double{load_f32(m.global_scale.data(), DType::kF16, at(m.global_scale, r, i))};
           };

@@ -1,9 +1,8 @@
 """Compares fusedmoe with the gguf package of llama.cpp (part of make interop).
 
 Writes a small layer of each architecture and each type of blocks with gguf's writer, computes it in
-numpy from the values that gguf's own dequantization gives, and runs it with `fusedmoe run`. gguf
-quantizes Q4_0, Q8_0 and MXFP4; the blocks of Q4_K and Q6_K, which it only decodes, are random codes
-with scales of usual size. With --vectors DIR writes the files of tests/unit/gguf_test.cpp.
+numpy from the values that gguf's own dequantization gives, and runs it with `fusedmoe run`. The
+blocks of types which gguf only decodes are random codes with scales of usual size. With --vectors DIR writes the files of tests/unit/gguf_test.cpp.
 """
 
 import argparse
@@ -21,22 +20,28 @@ from safetensors.numpy import load_file, save_file
 LIMIT = 2e-6
 
 
+# Where the f16 factors of the blocks lie that gguf only decodes, and their largest values: weights
+# of about one half.
+FACTORS = {
+    Type.Q2_K: {80: 0.01, 82: 0.03}, Type.Q3_K: {108: 0.004}, Type.Q4_K: {0: 0.002, 2: 0.016},
+    Type.Q5_K: {0: 0.001, 2: 0.016}, Type.Q6_K: {208: 0.0002}, Type.IQ4_NL: {0: 0.005},
+    Type.IQ4_XS: {0: 0.0002},
+}
+QUANTIZED = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.MXFP4)
+
+
 def random_blocks(rng, shape, kind):
-    """Random codes, and scales that give values of about one half."""
     size, nbytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), dtype=np.uint8)
-    half = lambda low, high: rng.uniform(low, high, blocks.shape[:-1]).astype(np.float16)
-    if kind == Type.Q4_K:
-        blocks[..., 0:2] = half(0.001, 0.002)[..., None].view(np.uint8)
-        blocks[..., 2:4] = half(0.008, 0.016)[..., None].view(np.uint8)
-    else:
-        blocks[..., 208:210] = half(0.0001, 0.0002)[..., None].view(np.uint8)
+    for at, largest in FACTORS[kind].items():
+        factors = rng.uniform(-largest, largest, blocks.shape[:-1]).astype(np.float16)
+        blocks[..., at:at + 2] = factors[..., None].view(np.uint8)
     return blocks.reshape(*shape[:-1], -1)
 
 
 def stored(rng, shape, kind):
     """What lies in the file, and the values that it stands for."""
-    if kind in (Type.Q4_K, Type.Q6_K):
+    if kind in FACTORS:
         data = random_blocks(rng, shape, kind)
     else:
         data = quants.quantize((rng.integers(-8, 9, shape) / 16).astype(np.float32), kind)
@@ -160,15 +165,32 @@ def make(arch, kind, down=None, hidden=32, inner=32, **keys):
     layer.add("ffn_gate_inp.weight", (4, hidden))
     layer.add("ffn_gate_exps.weight", (4, inner, hidden), kind)
     layer.add("ffn_up_exps.weight", (4, inner, hidden), kind)
-    layer.add("ffn_down_exps.weight", (4, hidden, inner), down or kind)
+    layer.add("ffn_down_exps.weight", (4, hidden, inner), kind if down is None else down)
     return layer
 
 
 def add_shared(layer, width, kind, down=None):
     layer.add("ffn_gate_shexp.weight", (width, layer.hidden), kind)
     layer.add("ffn_up_shexp.weight", (width, layer.hidden), kind)
-    layer.add("ffn_down_shexp.weight", (layer.hidden, width), down or kind)
+    layer.add("ffn_down_shexp.weight", (layer.hidden, width), kind if down is None else down)
     return layer
+
+
+# Gate and up, and down, as llama.cpp mixes them; the second of each line where rows are no whole
+# blocks of 256.
+MIXTURES = (
+    (Type.Q4_K, Type.Q6_K), (Type.Q4_K, Type.Q5_0),
+    (Type.Q5_K, Type.Q6_K), (Type.Q5_K, Type.Q5_1),
+    (Type.Q3_K, Type.Q5_K), (Type.Q3_K, Type.Q4_K),
+    (Type.Q2_K, Type.Q3_K), (Type.Q2_K, Type.IQ4_NL),
+    (Type.IQ4_XS, Type.Q5_K), (Type.IQ4_XS, Type.IQ4_NL),
+    (Type.Q5_0, Type.Q8_0), (Type.Q4_1, Type.F16), (Type.IQ4_NL, Type.MXFP4),
+)
+
+
+def large(kind):
+    """Whether its blocks have 256 elements."""
+    return gguf.GGML_QUANT_SIZES[kind][0] == 256
 
 
 def merge_gate_up(layer):
@@ -193,10 +215,12 @@ def split_experts(layer):
 def layers():
     big = dict(hidden=512, inner=256)
     result = {f"qwen3moe-{kind.name}": make("qwen3moe", kind)
-              for kind in (Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.MXFP4)}
-    result["qwen3moe-Q4_K"] = make("qwen3moe", Type.Q4_K, **big)
-    result["qwen3moe-Q6_K"] = make("qwen3moe", Type.Q6_K, **big)
-    result["qwen3moe-Q4_K-Q6_K"] = make("qwen3moe", Type.Q4_K, Type.Q6_K, **big)
+              for kind in (Type.F32, Type.F16, Type.BF16, *QUANTIZED)}
+    for kind in FACTORS:
+        result[f"qwen3moe-{kind.name}"] = make("qwen3moe", kind, **(big if large(kind) else {}))
+    for kind, down in MIXTURES:
+        some = big if large(kind) or large(down) else {}
+        result[f"qwen3moe-{kind.name}-{down.name}"] = make("qwen3moe", kind, down, **some)
     result["olmoe-Q8_0-Q4_0"] = make("olmoe", Type.Q8_0, Type.Q4_0)
     shared = make("qwen2moe", Type.Q4_0, expert_shared_feed_forward_length=64)
     add_shared(shared, 64, Type.Q8_0, Type.F16).add("ffn_gate_inp_shexp.weight", (32,))
@@ -264,7 +288,7 @@ def write_blocks(path):
     """Four rows of every type, and the values that gguf gives them."""
     writer = gguf.GGUFWriter(path, "blocks")
     rng = np.random.default_rng(3)
-    for kind in (Type.Q4_0, Type.Q8_0, Type.MXFP4, Type.Q4_K, Type.Q6_K):
+    for kind in (*QUANTIZED, *FACTORS):
         data, values = stored(rng, (4, 256), kind)
         writer.add_tensor(kind.name, data, raw_dtype=kind)
         writer.add_tensor(f"{kind.name}.values", values.astype(np.float32))
