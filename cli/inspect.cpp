@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -43,12 +44,16 @@ ExpertName split_name(std::string_view name) {
   constexpr std::string_view kExperts = "experts.";
   const std::size_t found = name.rfind(kExperts);
   if (found == std::string_view::npos) return {name, {}};
-  const char* begin = name.data() + found + kExperts.size();
-  const char* end = name.data() + name.size();
-  std::int64_t expert = 0;
-  const auto [stop, error] = std::from_chars(begin, end, expert);
-  if (error != std::errc() || stop == end || *stop != '.') return {name, {}};
-  return {{name.data(), begin}, {stop, end}, expert};
+  const std::size_t first = found + kExperts.size();
+  // "experts.12.w1.weight", or "experts.w1.12.weight".
+  for (const std::size_t at : {first, std::max(name.find('.', first) + 1, first)}) {
+    const char *begin = name.data() + at, *end = name.data() + name.size();
+    std::int64_t expert = 0;
+    const auto [stop, error] = std::from_chars(begin, end, expert);
+    if (error != std::errc() || stop == end || *stop != '.') continue;
+    return {{name.data(), begin}, {stop, end}, expert};
+  }
+  return {name, {}};
 }
 
 std::vector<TensorGroup> group_experts(const std::vector<Checkpoint::TensorInfo>& tensors) {
@@ -76,6 +81,37 @@ std::string group_name(const TensorGroup& group) {
   return fmt::format("{}{{{}..{}}}{}", parts.before, group.first, group.last, parts.after);
 }
 
+/// Of the routed experts, and of the shared ones where theirs is another.
+std::string activation_text(const ModelConfig& model) {
+  const auto one = [](Activation kind, const ActivationParams& params) {
+    const float limit = resolve(kind, params).limit;
+    return std::isinf(limit) ? std::string(name(kind))
+                             : fmt::format("{}, limit {}", name(kind), limit);
+  };
+  const std::string routed = one(model.activation, model.activation_params);
+  const std::string shared = one(model.shared_activation, model.shared_activation_params);
+  if (model.shared_intermediate == 0 || shared == routed) return routed;
+  return fmt::format("{}; shared experts {}", routed, shared);
+}
+
+/// Uncalibrated experts: "experts 3, 7: down_proj.input_scale is 0, takes 0.02".
+std::vector<std::string> uncalibrated_texts(const Checkpoint& checkpoint, std::int64_t layer) {
+  std::map<std::string, std::vector<std::int64_t>> experts;
+  for (const UncalibratedScale& scale : checkpoint.uncalibrated(layer)) {
+    const ExpertName parts = split_name(scale.tensor);
+    const std::string_view tensor =
+        parts.expert < 0 ? std::string_view(scale.tensor) : parts.after.substr(1);
+    experts[fmt::format("{} is {}, takes {}", tensor, scale.value, scale.used)].push_back(
+        parts.expert);
+  }
+  std::vector<std::string> texts;
+  for (const auto& [text, numbers] : experts) {
+    texts.push_back(
+        numbers.front() < 0 ? text : fmt::format("experts {}: {}", fmt::join(numbers, ", "), text));
+  }
+  return texts;
+}
+
 std::int64_t total_bytes(const std::vector<Checkpoint::TensorInfo>& tensors) {
   std::int64_t bytes = 0;
   for (const auto& tensor : tensors) bytes += tensor.nbytes;
@@ -84,7 +120,7 @@ std::int64_t total_bytes(const std::vector<Checkpoint::TensorInfo>& tensors) {
 
 void print_text(const Checkpoint& checkpoint, const std::vector<std::int64_t>& layers,
                 std::int64_t layer) {
-  const ModelConfig& model = checkpoint.config();
+  const ModelConfig model = checkpoint.config(layer);
   const auto row = [](const char* what, const std::string& value) {
     fmt::print("{:<18}{}\n", what, value);
   };
@@ -102,12 +138,13 @@ void print_text(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
   }
   row("router",
       describe_router(model.router) + (model.has_correction_bias ? ", with correction bias" : ""));
-  row("activation", std::string(name(model.activation)));
+  row("activation", activation_text(model));
   const Checkpoint::LayerSchemes schemes = checkpoint.check_layer(layer);
   const bool apart = schemes.shared_experts && *schemes.shared_experts != schemes.experts;
   row("scheme",
       name(schemes.experts) +
           (apart ? fmt::format("; shared experts {}", name(*schemes.shared_experts)) : ""));
+  for (const std::string& text : uncalibrated_texts(checkpoint, layer)) row("uncalibrated", text);
   const auto tensors = checkpoint.layer_tensors(layer);
   row("bytes", fmt::format("{} in layer {}", format_bytes(total_bytes(tensors)), layer));
   fmt::print("\n");
@@ -122,7 +159,7 @@ void print_text(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
 
 void print_json(const Checkpoint& checkpoint, const std::vector<std::int64_t>& layers,
                 std::int64_t layer) {
-  const ModelConfig& model = checkpoint.config();
+  const ModelConfig model = checkpoint.config(layer);
   const auto tensors = checkpoint.layer_tensors(layer);
   nlohmann::json object{{"family", name(model.family)},
                         {"num_layers", model.num_layers},
@@ -138,6 +175,7 @@ void print_json(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
                         {"scheme", name(checkpoint.check_layer(layer).experts)},
                         {"layer", layer},
                         {"layer_bytes", total_bytes(tensors)},
+                        {"uncalibrated", uncalibrated_texts(checkpoint, layer)},
                         {"tensors", nlohmann::json::array()}};
   for (const auto& tensor : tensors) {
     object["tensors"].push_back({{"name", tensor.name},

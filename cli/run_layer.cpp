@@ -34,9 +34,24 @@ void RunResults::fetch() {
   }
 }
 
+namespace {
+
+void warn_of_uncalibrated(const Checkpoint& checkpoint, std::int64_t index) {
+  const std::vector<UncalibratedScale> scales = checkpoint.uncalibrated(index);
+  if (scales.empty()) return;
+  log(Level::kWarning,
+      fmt::format("{} is {}{}: such an expert was not calibrated and takes the largest input scale "
+                  "of the layer's others; fusedmoe inspect lists them",
+                  scales.front().tensor, scales.front().value,
+                  scales.size() == 1 ? "" : fmt::format(", and {} more", scales.size() - 1)));
+}
+
+}  // namespace
+
 LayerWeights load_weights(const RunOptions& options, const Checkpoint& checkpoint,
                           std::int64_t index, const ParallelConfig& parallel) {
   LayerWeights weights = checkpoint.load_layer(index, parallel);
+  if (parallel.ep_rank == 0 && parallel.tp_rank == 0) warn_of_uncalibrated(checkpoint, index);
   if (options.scheme.empty()) return weights;
   const QuantScheme stored = weights.experts.scheme, wanted = parse_scheme(options.scheme);
   const auto is_static = [](const QuantScheme& scheme) {

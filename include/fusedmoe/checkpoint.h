@@ -108,6 +108,14 @@ FUSEDMOE_API std::vector<std::string> model_preset_names();
 /// The configuration an implementation is chosen by. `dtype`: of the hidden states.
 FUSEDMOE_API MoeConfig moe_config(const ModelConfig& model, DType dtype, Device device = {});
 
+/// An input scale of an expert that saw no calibration data: it is missing in the file, or is 0,
+/// negative, infinite or NaN there. The expert takes the largest one of the layer's others.
+struct UncalibratedScale {
+  std::string tensor;  ///< its name
+  std::string value;   ///< what the file has, or "missing"
+  float used;
+};
+
 struct CheckpointOptions {
   FileAccess access = FileAccess::kMap;
   Family family = {};  ///< none: by the model_type of the config
@@ -142,6 +150,9 @@ class FUSEDMOE_API Checkpoint {
   };
   /// The same checks without reading weights: everything that names, shapes and dtypes tell.
   LayerSchemes check_layer(std::int64_t layer) const;
+  /// The input scales of the layer that the file does not have. Throws Error where no expert has
+  /// one.
+  std::vector<UncalibratedScale> uncalibrated(std::int64_t layer) const;
   /// What one rank holds of it, as local_weights() cuts it. Tensors of other ranks' experts are
   /// checked by name, shape and dtype, but their bytes are never read; where all experts share a
   /// tensor that holds for mapped files (FileAccess::kMap).

@@ -19,8 +19,11 @@ class TensorList {
     add(layout_.correction_bias, {choices}, TensorRole::kCorrectionBias, hidden);
     add_experts();
     if (model_.shared_intermediate > 0) {
-      for (const LinearLayer& layer : shared_layers(model_, layout_)) {
-        add_linear(layer, layout_.storage.shared, TensorRole::kSharedWeight);
+      const std::vector<LinearLayer> layers = shared_layers(model_, layout_);
+      for (const LinearLayer& layer : layers) {
+        const bool down = &layer == &layers.back();
+        add_linear(layer, down ? layout_.storage.shared_down : layout_.storage.shared,
+                   TensorRole::kSharedWeight);
       }
     }
     for (const LinearLayer& layer : shared_gate_layer(model_, layout_)) {
@@ -46,44 +49,19 @@ class TensorList {
   }
 
   void add_experts() {
-    const std::int64_t experts = model_.router.num_experts, hidden = model_.experts_hidden(),
-                       inner = model_.intermediate;
     const ExpertLayout& layout = *layout_.experts;
-    const std::int64_t first = gated_ && layout.w3.empty() ? 2 * inner : inner;
-    const TensorRole role = TensorRole::kExpertWeight;
-    switch (layout.storage) {
-      case kPerExpert:
-        for (std::int64_t e = 0; e < experts; ++e) add_one_expert(e);
-        break;
-      case kStacked:
-        add_expert(layout.w1, {experts, first, hidden}, role, hidden);
-        add_expert(layout.w3, {experts, first, hidden}, role, hidden);
-        add_expert(layout.w2, {experts, hidden, inner}, role, inner);
-        break;
-      case kStackedTransposed:
-        add_expert(layout.w1, {experts, hidden, first}, role, hidden);
-        add_expert(layout.w3, {experts, hidden, first}, role, hidden);
-        add_expert(layout.w2, {experts, inner, hidden}, role, inner);
-        break;
-      case kRows:
-        add_expert(layout.w1, {experts * inner, hidden}, role, hidden);
-        add_expert(layout.w3, {experts * inner, hidden}, role, hidden);
-        add_expert(layout.w2, {experts * inner, hidden}, role, inner);
-        break;
-      case kMxfp4:
-        add_mxfp4(layout);
-        break;
-    }
-    add_expert(layout.w13_bias, {experts, first}, TensorRole::kExpertBias, hidden);
-    add_expert(layout.w3_bias, {experts, first}, TensorRole::kExpertBias, hidden);
-    add_expert(layout.w2_bias, {experts, hidden}, TensorRole::kExpertBias, inner);
-  }
-
-  void add_one_expert(std::int64_t expert) {
-    for (const LinearLayer& layer : expert_layers(model_, layout_, expert)) {
-      add_linear(layer, layout_.storage.experts, TensorRole::kExpertWeight);
-      if (!model_.has_bias) continue;
-      add(layer.name + ".bias", {layer.shape.out}, TensorRole::kExpertBias, layer.shape.in);
+    if (layout.storage == kMxfp4) return add_mxfp4(layout);
+    const std::int64_t count = layout.storage == kPerExpert ? model_.router.num_experts : 1;
+    for (std::int64_t e = 0; e < count; ++e) {
+      const std::vector<LinearLayer> layers = expert_layers(model_, layout_, e);
+      for (const LinearLayer& layer : layers) {
+        const bool down = &layer == &layers.back();
+        add_linear(layer, down ? layout_.storage.down : layout_.storage.experts,
+                   TensorRole::kExpertWeight);
+        const Shape bias{layer.shape.out};
+        add(layer.bias, layer.experts > 0 ? Shape{layer.experts, layer.shape.out} : bias,
+            TensorRole::kExpertBias, layer.shape.in);
+      }
     }
   }
 
@@ -102,6 +80,8 @@ class TensorList {
                inner);
     add_expert(layout.w2_scales, {experts, hidden, inner / kBlock}, TensorRole::kMxfp4Scales,
                inner);
+    add_expert(layout.w13_bias, {experts, 2 * inner}, TensorRole::kExpertBias, hidden);
+    add_expert(layout.w2_bias, {experts, hidden}, TensorRole::kExpertBias, inner);
   }
 
   const ModelConfig& model_;
@@ -162,23 +142,56 @@ BlockLayout published_layout(const ModelConfig& model) {
                            core::format("one that {} is published in", row.name));
 }
 
+namespace {
+
+/// The stack of a tensor's name.
+LinearLayer stack_of(const ModelConfig& model, const BlockLayout& layout,
+                     const std::string& pattern, LinearShape shape) {
+  constexpr std::string_view kWeight = ".weight";
+  LinearLayer stack{tensor_name(layout.block, pattern), shape};
+  if (stack.name.ends_with(kWeight)) {
+    stack.name.resize(stack.name.size() - kWeight.size());
+  } else {
+    stack.naming = layout.naming;
+  }
+  stack.experts = model.router.num_experts;
+  stack.flat = layout.experts->storage == kRows;
+  stack.transposed = layout.experts->storage == kStackedTransposed;
+  return stack;
+}
+
+}  // namespace
+
 std::vector<LinearLayer> expert_layers(const ModelConfig& model, const BlockLayout& layout,
                                        std::int64_t expert) {
   const std::int64_t hidden = model.experts_hidden(), inner = model.intermediate;
   const ExpertLayout& names = *layout.experts;
-  std::vector<LinearLayer> layers;
-  layers.push_back({tensor_name(layout.block, names.w1, expert), {inner, hidden}});
-  if (!names.w3.empty()) {
-    layers.push_back({tensor_name(layout.block, names.w3, expert), {inner, hidden}});
-  }
-  layers.push_back({tensor_name(layout.block, names.w2, expert), {hidden, inner}});
+  const bool both = names.w3.empty() && family_row(model.family).gated;
+  const auto layer_of = [&](const std::string& pattern, const std::string& bias,
+                            LinearShape shape) {
+    if (names.storage != kPerExpert) {
+      LinearLayer stack = stack_of(model, layout, pattern, shape);
+      if (!bias.empty()) stack.bias = tensor_name(layout.block, bias);
+      return stack;
+    }
+    LinearLayer layer{tensor_name(layout.block, pattern, expert), shape};
+    if (model.has_bias) layer.bias = layer.name + ".bias";
+    return layer;
+  };
+  std::vector<LinearLayer> layers{
+      layer_of(names.w1, names.w13_bias, {both ? 2 * inner : inner, hidden})};
+  if (both) layers.back().gate_and_up = names.gate_up;
+  if (!names.w3.empty()) layers.push_back(layer_of(names.w3, names.w3_bias, {inner, hidden}));
+  layers.push_back(layer_of(names.w2, names.w2_bias, {hidden, inner}));
+  if (names.storage == kRows) layers.back().transposed = true;
   return layers;
 }
 
 std::vector<LinearLayer> shared_layers(const ModelConfig& model, const BlockLayout& layout) {
   const std::int64_t hidden = model.hidden, inner = model.shared_intermediate;
-  const bool fused = layout.shared.up.empty() && family_row(model.family).gated;
-  std::vector<LinearLayer> layers{{layout.shared.gate, {fused ? 2 * inner : inner, hidden}}};
+  const bool both = layout.shared.up.empty() && family_row(model.family).gated;
+  std::vector<LinearLayer> layers{{layout.shared.gate, {both ? 2 * inner : inner, hidden}}};
+  if (both) layers.back().gate_and_up = GateUpLayout::kGateUp;
   if (!layout.shared.up.empty()) layers.push_back({layout.shared.up, {inner, hidden}});
   layers.push_back({layout.shared.down, {hidden, inner}});
   return layers;
@@ -195,16 +208,47 @@ std::vector<LinearLayer> latent_layers(const ModelConfig& model, const BlockLayo
           {layout.latent_up, {model.hidden, model.latent}}};
 }
 
+std::string part_name(const LinearLayer& layer, std::string_view suffix) {
+  constexpr std::string_view kWeight = ".weight";
+  if (layer.naming == Naming::kModule) return layer.name + std::string(suffix);
+  if (suffix == kWeight) return layer.name;
+  if (layer.naming == Naming::kShort && suffix.starts_with(kWeight)) {
+    return layer.name + std::string(suffix.substr(kWeight.size()));
+  }
+  return layer.name + "_" + std::string(suffix.substr(1));
+}
+
+namespace {
+
+/// Of the tensor that holds what each expert's layer has in this shape.
+Shape stacked_shape(const LinearLayer& layer, Shape one) {
+  if (layer.experts == 0) return one;
+  if (one.rank() == 0) return {layer.experts};
+  if (one.rank() == 1) return {layer.experts, one[0]};
+  if (layer.transposed) one = {one[1], one[0]};
+  return layer.flat ? Shape{layer.experts * one[0], one[1]} : Shape{layer.experts, one[0], one[1]};
+}
+
+}  // namespace
+
 std::vector<TensorSpec> linear_tensors(const LinearLayer& layer, const LinearStorage& storage,
                                        TensorRole role) {
   const auto [out, in] = layer.shape;
-  if (!storage) return {{layer.name + ".weight", {out, in}, role, in}};
+  const auto spec_of = [&](std::string_view suffix, const Shape& one, TensorRole part_role) {
+    TensorSpec spec{part_name(layer, suffix), stacked_shape(layer, one), part_role, in};
+    spec.experts = layer.experts;
+    spec.gate_and_up = layer.gate_and_up.has_value();
+    return spec;
+  };
+  if (!storage) return {spec_of(".weight", {out, in}, role)};
   std::vector<TensorSpec> specs;
   for (const StoredTensor& part : storage.layout->tensors) {
     if (!is_allowed(part, storage.scheme)) continue;
-    specs.push_back({layer.name + std::string(part.suffix),
-                     stored_shape(part, storage.scheme.weights, layer.shape),
-                     TensorRole::kQuantized, in, &part, is_required(part, storage.scheme)});
+    TensorSpec spec = spec_of(part.suffix, stored_shape(part, storage.scheme.weights, layer.shape),
+                              TensorRole::kQuantized);
+    spec.stored = &part;
+    spec.required = is_required(part, storage.scheme);
+    specs.push_back(std::move(spec));
   }
   return specs;
 }

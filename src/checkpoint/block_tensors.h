@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -27,11 +28,27 @@ enum class TensorRole {
   kQuantized,  ///< TensorSpec::stored says which part of a linear layer
 };
 
-/// A linear layer that a tensor belongs to.
+/// How the names of a linear layer's tensors follow from the layer's.
+enum class Naming {
+  kModule,  ///< "<name>.weight", "<name>.weight_scale"
+  kJoined,  ///< "<name>", "<name>_weight_scale": the tensors are parameters of a larger module
+  kShort,   ///< "<name>", "<name>_scale"
+};
+
+/// A linear layer, or a stack of one for each expert, whose tensors have a first dimension more.
 struct LinearLayer {
   std::string name;  ///< "mlp.experts.0.up_proj"
   LinearShape shape;
+  std::string bias{};  ///< name of the tensor; empty: none
+  Naming naming = Naming::kModule;
+  std::int64_t experts = 0;                   ///< of a stack; 0: no stack
+  bool transposed = false;                    ///< a stack of matrices (in, out)
+  bool flat = false;                          ///< a stack whose first two dimensions are one
+  std::optional<GateUpLayout> gate_and_up{};  ///< how the rows of both lie in it
 };
+
+/// "<name>.weight_scale", or as the layer's naming has it.
+std::string part_name(const LinearLayer& layer, std::string_view suffix);
 
 struct TensorSpec {
   std::string name;  ///< from the block on: "mlp.experts.0.up_proj.weight"
@@ -40,6 +57,8 @@ struct TensorSpec {
   std::int64_t fan_in;
   const StoredTensor* stored = nullptr;
   bool required = true;
+  std::int64_t experts = 0;  ///< of the stack that the tensor belongs to; 0: none
+  bool gate_and_up = false;
 };
 
 /// How linear layers of one kind are stored.
@@ -51,7 +70,9 @@ struct LinearStorage {
 };
 
 struct BlockStorage {
-  LinearStorage experts, shared, shared_gate, latent;
+  LinearStorage experts, down;  ///< gate and up of the routed experts, and down
+  LinearStorage shared, shared_down;
+  LinearStorage shared_gate, latent;
 };
 
 /// Under which of the names that the family knows the tensors of a block lie. Full names, from the
@@ -63,6 +84,7 @@ struct BlockLayout {
   SharedNames shared;
   std::string latent_down, latent_up;  ///< linear layers
   BlockStorage storage;
+  Naming naming = Naming::kJoined;  ///< of stacks whose names do not end in ".weight"
 };
 
 /// "block.pattern" with `*` replaced by the expert's index; "pattern" for "/pattern".
@@ -73,8 +95,9 @@ BlockLayout published_names(const ModelConfig& model, const ExpertLayout& expert
 /// The same for the layout in which it publishes weights of the model's scheme.
 BlockLayout published_layout(const ModelConfig& model);
 
-/// The linear layers of one expert (per-expert layouts), and of the shared experts: gate, up and
-/// down, or without a gate the first and the last.
+/// The linear layers of one expert or the stacks that hold it (not of MXFP4 blocks), and those of
+/// the shared experts: gate, up and down; the first of gate and up, and down; or without a gate the
+/// first and the last.
 std::vector<LinearLayer> expert_layers(const ModelConfig& model, const BlockLayout& layout,
                                        std::int64_t expert);
 std::vector<LinearLayer> shared_layers(const ModelConfig& model, const BlockLayout& layout);

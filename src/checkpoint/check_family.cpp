@@ -9,10 +9,9 @@ namespace {
 void check_matrices(const ExpertLayout& layout, bool gated, const std::string& label) {
   FUSEDMOE_CHECK_FILE(gated || layout.w3.empty(), label, "\"up\" with experts without a gate",
                       "\"gate\" for the only first matrix");
-  const bool own_up =
-      layout.storage == ExpertStorage::kPerExpert || layout.storage == ExpertStorage::kRows;
-  FUSEDMOE_CHECK_FILE(!gated || !layout.w3.empty() || !own_up, label, "\"gate\" without \"up\"",
-                      "both, or \"gated\": false");
+  const bool rows = layout.storage == ExpertStorage::kRows;
+  FUSEDMOE_CHECK_FILE(!gated || !layout.w3.empty() || (layout.both && !rows), label,
+                      "\"gate\" without \"up\"", "both, or \"gated\": false");
   FUSEDMOE_CHECK_FILE(gated || layout.storage != ExpertStorage::kRows, label,
                       "\"rows\" with experts without a gate", "another storage");
   const bool both_in_one = gated && layout.w3.empty();

@@ -99,6 +99,12 @@ Checkpoint::LayerSchemes Checkpoint::check_layer(std::int64_t layer) const {
                                  core::format("{}: layer {}", opened.label, layer));
 }
 
+std::vector<UncalibratedScale> Checkpoint::uncalibrated(std::int64_t layer) const {
+  const checkpoint::OpenedCheckpoint& opened = impl_->opened;
+  return checkpoint::uncalibrated_scales(opened.layer_config(layer), opened.layer(layer),
+                                         core::format("{}: layer {}", opened.label, layer));
+}
+
 std::vector<Checkpoint::TensorInfo> Checkpoint::layer_tensors(std::int64_t layer) const {
   const checkpoint::Block& block = impl_->opened.layer(layer);
   std::vector<TensorInfo> result;

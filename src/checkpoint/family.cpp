@@ -150,6 +150,7 @@ ExpertLayout read_layout(const Json& json, const std::string& label) {
   fields.read("interleaved", interleaved);
   if (interleaved) layout.gate_up = GateUpLayout::kInterleaved;
   fields.read_either("gate", "gate_up", layout.w1);
+  layout.both = fields.find("gate_up") != nullptr;
   fields.read("up", layout.w3);
   fields.read("down", layout.w2);
   fields.read("gate_up_scales", layout.w13_scales);
@@ -167,6 +168,29 @@ ExpertLayout read_layout(const Json& json, const std::string& label) {
   }
   fields.finish();
   return layout;
+}
+
+/// "experts.*.gate_proj" -> "experts.gate_proj.*"; empty for another form.
+std::string with_the_number_last(const std::string& pattern) {
+  constexpr std::string_view kMiddle = ".*.";
+  const std::size_t at = pattern.find(kMiddle);
+  if (at == std::string::npos) return {};
+  return pattern.substr(0, at + 1) + pattern.substr(at + kMiddle.size()) + ".*";
+}
+
+/// Some tools write the expert's number behind the matrix: the same layouts with those names.
+void add_names_with_the_number_last(std::vector<ExpertLayout>& layouts) {
+  const std::vector<ExpertLayout> given = layouts;
+  for (ExpertLayout layout : given) {
+    if (layout.storage != ExpertStorage::kPerExpert) continue;
+    const bool has_up = !layout.w3.empty();
+    for (std::string* name : {&layout.w1, &layout.w3, &layout.w2}) {
+      *name = with_the_number_last(*name);
+    }
+    if (layout.w1.empty() || layout.w2.empty() || layout.w3.empty() == has_up) continue;
+    layout.name.clear();
+    layouts.push_back(std::move(layout));
+  }
 }
 
 /// The file that holds what several families share: layouts, and config keys with a meaning.
@@ -195,6 +219,7 @@ void read_experts(Fields fields, FamilyRow& row) {
       row.layouts.push_back(read_layout(*found, "layouts." + element.get<std::string>()));
       row.layouts.back().name = element.get<std::string>();
     }
+    add_names_with_the_number_last(row.layouts);
   }
   fields.finish();
 }

@@ -38,7 +38,8 @@ struct ExpertLayout {
   std::string name;  ///< of a layout that several families share; else empty
   ExpertStorage storage = ExpertStorage::kPerExpert;
   GateUpLayout gate_up = GateUpLayout::kGateUp;  ///< of stacked tensors
-  std::string w1;                                ///< gate; w13 where w3 is empty
+  std::string w1;                                ///< gate, or w13
+  bool both = false;                             ///< w1 is w13
   std::string w3;                                ///< up
   std::string w2;
   std::string w13_scales, w2_scales;

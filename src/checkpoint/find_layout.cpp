@@ -1,5 +1,6 @@
 // Which of the layouts and names that a family knows a block's tensors have.
 #include <algorithm>
+#include <optional>
 #include <string_view>
 
 #include "checkpoint/layer_loader.h"
@@ -35,27 +36,51 @@ bool holds_experts(std::string_view name, const ExpertLayout& layout) {
 }
 
 // Of several ways to store such weights, the one whose tensors the first layer has.
-LinearStorage stored_as(CheckpointLayout layout, const QuantScheme& scheme, const Block& block,
-                        const LinearLayer& first) {
-  const auto candidates = linear_layouts(layout, scheme.weights);
-  for (const LinearLayout* linear : candidates) {
-    const bool there = std::all_of(
-        linear->tensors.begin(), linear->tensors.end(), [&](const StoredTensor& stored) {
-          return !is_required(stored, scheme) ||
-                 block.tensors.contains(first.name + std::string(stored.suffix));
-        });
-    if (there) return {linear, scheme};
+std::optional<LinearStorage> find_storage(CheckpointLayout layout, const QuantScheme& scheme,
+                                          const Block& block, const LinearLayer& first) {
+  for (const LinearLayout* linear : linear_layouts(layout, scheme.weights)) {
+    const bool there = std::all_of(linear->tensors.begin(), linear->tensors.end(),
+                                   [&](const StoredTensor& stored) {
+                                     return !is_required(stored, scheme) ||
+                                            block.tensors.contains(part_name(first, stored.suffix));
+                                   });
+    if (there) return LinearStorage{linear, scheme};
   }
-  return {candidates.empty() ? nullptr : candidates.front(), scheme};
+  return std::nullopt;
 }
 
-// Linear layers beside the experts: in this scheme, or plain where the first one is.
+bool is_plain(const Block& block, const LinearLayer& layer) {
+  const auto found = block.tensors.find(part_name(layer, ".weight"));
+  return found != block.tensors.end() && is_float(found->second.tensor.dtype());
+}
+
+// In this scheme, or plain where the first layer is. Where its tensors are missing, as it is
+// written.
 LinearStorage storage_of(const std::vector<LinearLayer>& layers, const Block& block,
                          CheckpointLayout layout, const QuantScheme& scheme) {
-  if (layers.empty()) return {};
-  const auto found = block.tensors.find(layers.front().name + ".weight");
-  const bool plain = found != block.tensors.end() && is_float(found->second.tensor.dtype());
-  return plain ? LinearStorage{} : stored_as(layout, scheme, block, layers.front());
+  if (layers.empty() || is_plain(block, layers.front())) return {};
+  if (const auto found = find_storage(layout, scheme, block, layers.front())) return *found;
+  return {find_linear_layout(layout, scheme.weights), scheme};
+}
+
+bool is_packed(const QuantKey& key) {
+  return key.value == DType::kE2M1 || key.value == DType::kI4 || key.value == DType::kU8;
+}
+
+// Of stacks, whose tensors have names of several kinds.
+LinearStorage storage_of_stacks(const ModelConfig& model, const Block& block, BlockLayout& layout) {
+  const bool transposed = layout.experts->storage == ExpertStorage::kStackedTransposed;
+  if (layout.experts->storage == ExpertStorage::kRows ||
+      (transposed && is_packed(model.scheme.weights))) {
+    return {};
+  }
+  for (const Naming naming : {Naming::kShort, Naming::kJoined}) {
+    layout.naming = naming;
+    const LinearLayer first = expert_layers(model, layout, 0).front();
+    if (is_plain(block, first)) return {};
+    if (const auto found = find_storage(model.layout, model.scheme, block, first)) return *found;
+  }
+  return {find_linear_layout(model.layout, model.scheme.weights), model.scheme};
 }
 
 // Whether a tensor of that name, or a part of a linear layer of that name, is there.
@@ -112,6 +137,13 @@ std::int64_t count_experts(const Block& block, const std::string& segment,
   return count;
 }
 
+// Of a stored matrix with `in` columns, as plain weights or in the scheme.
+std::int64_t stored_columns(const ModelConfig& model, const BlockTensor& tensor, std::int64_t in) {
+  const LinearLayout* linear = find_linear_layout(model.layout, model.scheme.weights);
+  if (tensor.type || is_float(tensor.tensor.dtype()) || !linear) return in;
+  return stored_shape(linear->tensors.front(), model.scheme.weights, {1, in})[1];
+}
+
 bool stacks_fit(const ModelConfig& model, const Block& block, const std::string& segment,
                 const ExpertLayout& layout) {
   const bool transposed = layout.storage == ExpertStorage::kStackedTransposed;
@@ -119,11 +151,13 @@ bool stacks_fit(const ModelConfig& model, const Block& block, const std::string&
   const auto w1 = block.tensors.find(tensor_name(segment, layout.w1));
   const auto w2 = block.tensors.find(tensor_name(segment, layout.w2));
   if (w1 == block.tensors.end() || w2 == block.tensors.end()) return false;
-  const auto fits = [&](const Shape& shape, std::int64_t in) {
-    return shape.rank() == 3 && shape[transposed ? 1 : 2] == in;
+  const auto fits = [&](const BlockTensor& tensor, std::int64_t in) {
+    const Shape& shape = tensor.shape();
+    const std::int64_t columns = stored_columns(model, tensor, in);
+    if (transposed && columns != in) return false;
+    return shape.rank() == 3 && shape[transposed ? 1 : 2] == columns;
   };
-  return fits(w1->second.shape(), model.experts_hidden()) &&
-         fits(w2->second.shape(), model.intermediate);
+  return fits(w1->second, model.experts_hidden()) && fits(w2->second, model.intermediate);
 }
 
 }  // namespace
@@ -144,19 +178,21 @@ BlockLayout find_layout(const ModelConfig& model, const Block& block) {
     }
   }
   choose_names(model, block, best);
+  const auto beside = [&](const std::vector<LinearLayer>& layers, const QuantScheme& scheme) {
+    return storage_of(layers, block, model.layout, scheme);
+  };
   if (best.experts->storage == ExpertStorage::kPerExpert) {
-    best.storage.experts =
-        stored_as(model.layout, model.scheme, block, expert_layers(model, best, 0).front());
-    const auto beside = [&](const std::vector<LinearLayer>& layers, const QuantScheme& scheme) {
-      return storage_of(layers, block, model.layout, scheme);
-    };
-    if (model.shared_intermediate > 0) {
-      best.storage.shared =
-          beside(shared_layers(model, best), model.shared_scheme.value_or(model.scheme));
-    }
-    best.storage.shared_gate = beside(shared_gate_layer(model, best), model.scheme);
-    best.storage.latent = beside(latent_layers(model, best), model.scheme);
+    best.storage.experts = beside(expert_layers(model, best, 0), model.scheme);
+  } else if (best.experts->storage != ExpertStorage::kMxfp4) {
+    best.storage.experts = storage_of_stacks(model, block, best);
   }
+  best.storage.down = best.storage.experts;
+  if (model.shared_intermediate > 0) {
+    best.storage.shared = best.storage.shared_down =
+        beside(shared_layers(model, best), model.shared_scheme.value_or(model.scheme));
+  }
+  best.storage.shared_gate = beside(shared_gate_layer(model, best), model.scheme);
+  best.storage.latent = beside(latent_layers(model, best), model.scheme);
   return best;
 }
 

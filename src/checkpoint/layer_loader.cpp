@@ -4,8 +4,11 @@
 #include <array>
 #include <numeric>
 #include <set>
+#include <span>
+#include <tuple>
 
-#include "checkpoint/gguf_blocks.h"
+#include "checkpoint/gate_up.h"
+#include "checkpoint/matrix_reader.h"
 #include "checkpoint/problems.h"
 #include "checkpoint/stacked_experts.h"
 #include "checkpoint/tensor_checks.h"
@@ -16,6 +19,11 @@
 namespace fusedmoe::checkpoint {
 namespace {
 
+/// "mlp.gate" of "mlp.gate.weight".
+std::string module_of(const std::string& tensor) {
+  return tensor.substr(0, tensor.rfind('.'));
+}
+
 class Loader {
  public:
   Loader(const ModelConfig& model, const Block& block,
@@ -25,7 +33,7 @@ class Loader {
         layout_(find_layout(model, block)),
         in_gguf_(std::any_of(block.tensors.begin(), block.tensors.end(),
                              [](const auto& entry) { return entry.second.type != nullptr; })),
-        all_(!experts) {
+        reader_(block, problems_) {
     if (experts) {
       wanted_ = *experts;
     } else {
@@ -37,6 +45,7 @@ class Loader {
   /// Everything that names, shapes and dtypes tell.
   LayerSchemes check(const std::string& label) {
     check_refused(label);
+    check_router(label);
     check_layout();
     for (const TensorSpec& spec : block_tensors(model_, layout_)) {
       claim(spec);
@@ -45,6 +54,7 @@ class Loader {
     for (const auto& [name, entry] : block_.tensors) {
       // Families write shared experts of width 0 and their gate, too.
       if (claimed_.contains(name) || entry.shape().numel() == 0 || gates_nothing(name)) continue;
+      if (is_bias_beside_a_layer(name, entry)) continue;
       problems_.add(block_.prefix + name, "unexpected (" +
                                               (entry.type ? core::format("{} {}", entry.type->name,
                                                                          to_string(entry.shape()))
@@ -63,13 +73,26 @@ class Loader {
     layer.experts = experts();
     if (model_.shared_intermediate > 0) layer.shared_experts = shared_experts();
     if (const auto layers = latent_layers(model_, layout_); !layers.empty()) {
-      layer.latent = {plain_matrix(layers[0], layout_.storage.latent),
-                      plain_matrix(layers[1], layout_.storage.latent)};
+      layer.latent = {reader_.plain_matrix(layers[0], layout_.storage.latent),
+                      reader_.plain_matrix(layers[1], layout_.storage.latent)};
     }
     report(label);
     layer.experts.validate();
     if (layer.shared_experts) layer.shared_experts->weights.validate();
     return layer;
+  }
+
+  std::vector<UncalibratedScale> uncalibrated(const std::string& label) {
+    check(label);
+    ExpertWeights experts, shared;
+    experts.experts.resize(wanted_.size());
+    std::vector<UncalibratedScale> found = set_expert_scales(experts);
+    if (model_.shared_intermediate > 0) {
+      shared.experts.resize(1);
+      set_shared_scales(shared);
+    }
+    report(label);
+    return found;
   }
 
  private:
@@ -81,20 +104,35 @@ class Loader {
     const std::pair<const LinearStorage&, const std::string&> others[] = {
         {layout_.storage.shared_gate, layout_.shared_gate},
         {layout_.storage.latent, layout_.latent_down}};
-    for (const auto& [stored, layer] : others) {
-      if (!stored || !stored.scheme.activations) continue;
+    for (const auto& [storage, layer] : others) {
+      if (!storage || !storage.scheme.activations) continue;
       throw Error::unsupported(
           Reason::kModel, label,
           core::format("{}: {} is quantized together with its input, which is computed for experts "
                        "only: leave it out when quantizing",
                        label, layer));
     }
-    if (!layout_.storage.shared || model_.shared_intermediate == 0 || !shared_in_one()) return;
+  }
+
+  /// A router that is stored in parts ("gate.qweight", "gate.scales") or in FP8.
+  void check_router(const std::string& label) const {
+    const auto weight = block_.tensors.find(layout_.router);
+    if (weight != block_.tensors.end() &&
+        (weight->second.type || is_float(weight->second.tensor.dtype()))) {
+      return;
+    }
+    const std::string module = module_of(layout_.router);
+    std::string parts;
+    for (const auto& [name, entry] : block_.tensors) {
+      if (!name.starts_with(module + ".") || is_float(entry.tensor.dtype())) continue;
+      parts += (parts.empty() ? "" : ", ") + name.substr(module.size() + 1);
+    }
+    if (parts.empty()) return;
     throw Error::unsupported(
-        Reason::kModel, label,
-        core::format("{}: {} holds gate and up of the shared experts in one quantized tensor: only "
-                     "f32, bf16 and f16 ones are split",
-                     label, layout_.shared.gate));
+        Reason::kQuantScheme, label,
+        core::format("{}: the router {}{} is quantized ({}): routers are read in f32, bf16 and f16 "
+                     "only, so leave it out when quantizing",
+                     label, block_.prefix, module, parts));
   }
 
   bool gates_nothing(const std::string& name) const {
@@ -105,13 +143,17 @@ class Loader {
            });
   }
 
+  /// Exporters write zeros there; loading checks that they are.
+  bool is_bias_beside_a_layer(const std::string& name, const BlockTensor& entry) const {
+    return name.ends_with(".bias") && modules_.contains(module_of(name)) && !entry.type &&
+           entry.tensor.rank() == 1 && is_float(entry.tensor.dtype());
+  }
+
   void check_layout() const {
     if (!model_.scheme.weights.quantized() || in_gguf_) return;
-    const ExpertStorage storage = layout_.experts->storage;
     const bool stored =
-        storage == ExpertStorage::kPerExpert
-            ? layout_.storage.experts.layout != nullptr
-            : storage == ExpertStorage::kMxfp4 && model_.scheme.weights == keys::mxfp4();
+        layout_.storage.experts || (layout_.experts->storage == ExpertStorage::kMxfp4 &&
+                                    model_.scheme.weights == keys::mxfp4());
     FUSEDMOE_CHECK_FILE(
         stored, "config.quantization_config",
         core::format("{} in the layout {}, but experts are stored as {}", name(model_.scheme),
@@ -136,6 +178,7 @@ class Loader {
   void claim(const TensorSpec& spec) {
     const std::string full_name = block_.prefix + spec.name;
     const auto found = block_.tensors.find(spec.name);
+    if (spec.role != TensorRole::kCorrectionBias) modules_.insert(module_of(spec.name));
     if (found == block_.tensors.end()) {
       if (spec.required) problems_.add(full_name, "missing, must be " + to_string(spec.shape));
       return;
@@ -161,33 +204,13 @@ class Loader {
   const BlockTensor& entry(const std::string& name) const {
     return block_.tensors.find(name)->second;
   }
-  QuantKey format_of(const std::string& name) const { return *key_of(entry(name)); }
 
   QuantScheme experts_scheme() const {
     const ExpertLayout& layout = *layout_.experts;
     if (layout.storage == ExpertStorage::kMxfp4) return mxfp4_scheme(model_);
     if (layout_.storage.experts) return layout_.storage.experts.scheme;
-    if (layout.storage == ExpertStorage::kPerExpert) return scheme_of_all_experts();
-    if (layout.storage != ExpertStorage::kStacked)
-      return schemes::unquantized(*checks_.expert_dtype());
-    if (!layout.w3.empty()) {
-      check_same_format(entry(tensor_name(layout_.block, layout.w1)),
-                        entry(tensor_name(layout_.block, layout.w3)), layout.w3);
-    }
-    return *scheme_of_experts(layout_, block_);
-  }
-
-  /// By the formats of gate, up and down, or of the first and the last.
-  QuantScheme scheme_of_layers(const std::vector<LinearLayer>& layers) const {
-    const std::string first = layers.front().name + ".weight";
-    if (layers.size() == 3) {
-      check_same_format(entry(first), entry(layers[1].name + ".weight"), layers[1].name);
-    }
-    return *scheme_of_tensors(block_, first, layers.back().name + ".weight");
-  }
-
-  QuantScheme scheme_of_all_experts() const {
     const QuantScheme scheme = scheme_of_layers(expert_layers(model_, layout_, 0));
+    if (layout.storage != ExpertStorage::kPerExpert) return scheme;
     for (std::int64_t e = 1; e < model_.router.num_experts; ++e) {
       const std::vector<LinearLayer> layers = expert_layers(model_, layout_, e);
       const QuantScheme own = scheme_of_layers(layers);
@@ -199,6 +222,15 @@ class Loader {
     return scheme;
   }
 
+  /// By the formats of gate, up and down, or of the first and the last.
+  QuantScheme scheme_of_layers(const std::vector<LinearLayer>& layers) const {
+    const std::string first = part_name(layers.front(), ".weight");
+    if (layers.size() == 3) {
+      check_same_format(entry(first), entry(part_name(layers[1], ".weight")), layers[1].name);
+    }
+    return *scheme_of_tensors(block_, first, part_name(layers.back(), ".weight"));
+  }
+
   /// Of linear layers that a table describes, or by the formats of their tensors.
   std::optional<QuantScheme> shared_scheme() const {
     if (model_.shared_intermediate == 0) return std::nullopt;
@@ -206,20 +238,14 @@ class Loader {
     return scheme_of_layers(shared_layers(model_, layout_));
   }
 
-  /// By its name from the layer on; undefined for the empty name.
-  Tensor tensor(const std::string& name) const { return name.empty() ? Tensor() : read(name); }
-  Tensor read(const std::string& name) const {
-    return block_.read ? block_.read(name, entry(name)) : entry(name).tensor;
-  }
-  Tensor expert_tensor(const std::string& pattern) const {
-    return pattern.empty() ? Tensor() : tensor(tensor_name(layout_.block, pattern));
-  }
-
-  RouterWeights router_weights() const {
+  RouterWeights router_weights() {
     RouterWeights weights;
-    weights.weight = tensor(layout_.router);
-    weights.bias = tensor(layout_.router_bias);
-    if (const Tensor bias = tensor(layout_.correction_bias)) {
+    weights.weight = reader_.tensor(layout_.router);
+    weights.bias = reader_.tensor(layout_.router_bias);
+    LinearLayer layer{module_of(layout_.router), {model_.router.num_choices(), model_.hidden}};
+    layer.bias = layout_.router_bias;
+    if (layer.name + ".bias" != layout_.correction_bias) reader_.check_no_bias(layer);
+    if (const Tensor bias = reader_.tensor(layout_.correction_bias)) {
       weights.score_correction_bias = bias;
       if (bias.dtype() != DType::kF32 || bias.rank() != 1) {
         weights.score_correction_bias = Tensor::empty({model_.router.num_choices()}, DType::kF32);
@@ -230,66 +256,17 @@ class Loader {
   }
 
   ExpertWeights experts() {
-    const ExpertLayout& layout = *layout_.experts;
-    if (layout.storage == ExpertStorage::kPerExpert) {
-      ExpertWeights weights =
-          empty_weights(model_.experts_hidden(), model_.intermediate, experts_scheme());
-      for (const std::int32_t e : wanted_) {
-        add_expert(weights, expert_layers(model_, layout_, e), layout_.storage.experts,
-                   model_.has_bias);
-      }
-      replace_uncalibrated(weights);
-      return weights;
-    }
-    if (layout.storage == ExpertStorage::kStacked && layout.gate_up == GateUpLayout::kGateUp) {
-      ExpertWeights weights =
-          empty_weights(model_.experts_hidden(), model_.intermediate, experts_scheme());
-      Block stacks = block_;
-      for (auto& [name, entry] : stacks.tensors) entry.tensor = read(name);
-      load_stacks(layout_, stacks, model_.router.num_experts, weights);
-      if (!all_) keep_experts(wanted_, weights);
-      return weights;
-    }
-    if (!layout.w3.empty()) return parted_experts();
-    ExpertWeights::Stacked stacked;
-    stacked.w13 = expert_tensor(layout.w1);
-    stacked.w2 = expert_tensor(layout.w2);
-    stacked.w13_scales = expert_tensor(layout.w13_scales);
-    stacked.w2_scales = expert_tensor(layout.w2_scales);
-    stacked.w13_bias = expert_tensor(layout.w13_bias);
-    stacked.w2_bias = expert_tensor(layout.w2_bias);
-    stacked.gate_up_layout = layout.gate_up;
-    stacked.transposed = layout.storage == ExpertStorage::kStackedTransposed;
-    const QuantScheme scheme = experts_scheme();
-    const auto make = [&](const ExpertWeights::Stacked& from) {
-      return ExpertWeights::from_stacked(from, scheme, model_.activation, model_.activation_params);
-    };
-    return all_ ? make(stacked) : some_of_stacked(stacked, wanted_, make);
-  }
-
-  /// Gate and up in tensors of their own, each with all experts.
-  ExpertWeights parted_experts() {
-    const ExpertLayout& layout = *layout_.experts;
     ExpertWeights weights =
         empty_weights(model_.experts_hidden(), model_.intermediate, experts_scheme());
-    const std::array tensors{expert_tensor(layout.w1), expert_tensor(layout.w3),
-                             expert_tensor(layout.w2)};
-    for (const Tensor& tensor : tensors) weights.owners.push_back(tensor.owner());
-    const std::int64_t inner = model_.intermediate;
-    const auto matrix = [&](const Tensor& tensor, std::int64_t expert, bool down) {
-      TensorView view = layout.storage == ExpertStorage::kRows
-                            ? tensor.slice(0, expert * inner, (expert + 1) * inner)
-                            : tensor.select(0, expert);
-      const bool transposed = layout.storage == ExpertStorage::kStackedTransposed ||
-                              (layout.storage == ExpertStorage::kRows && down);
-      WeightMatrix result;
-      result.values = transposed ? view.transpose(0, 1) : view;
-      return result;
-    };
+    const BlockStorage& storage = layout_.storage;
     for (const std::int32_t e : wanted_) {
-      weights.experts.push_back({matrix(tensors[0], e, false), matrix(tensors[1], e, false),
-                                 matrix(tensors[2], e, true)});
+      if (layout_.experts->storage == ExpertStorage::kMxfp4) {
+        add_mxfp4_expert(weights, e);
+      } else {
+        add_expert(weights, expert_layers(model_, layout_, e), storage.experts, storage.down, e);
+      }
     }
+    set_expert_scales(weights);
     return weights;
   }
 
@@ -298,27 +275,14 @@ class Loader {
     shared.weights = empty_weights(model_.hidden, model_.shared_intermediate, *shared_scheme());
     shared.weights.activation = model_.shared_activation;
     shared.weights.activation_params = model_.shared_activation_params;
-    add_expert(shared.weights, shared_layers(model_, layout_), layout_.storage.shared, false);
-    if (shared_in_one()) split_halves(shared.weights);
-    replace_uncalibrated(shared.weights);
+    add_expert(shared.weights, shared_layers(model_, layout_), layout_.storage.shared,
+               layout_.storage.shared_down, 0);
+    set_shared_scales(shared.weights);
     for (const LinearLayer& layer : shared_gate_layer(model_, layout_)) {
-      shared.gate = plain_matrix(layer, layout_.storage.shared_gate);
+      shared.gate = reader_.plain_matrix(layer, layout_.storage.shared_gate);
     }
     if (model_.average_with_shared) shared.gate = half_gate();
     return shared;
-  }
-
-  bool shared_in_one() const {
-    return family_row(model_.family).gated && layout_.shared.up.empty();
-  }
-
-  /// The first matrix holds the rows of gate, then those of up.
-  static void split_halves(ExpertWeights& weights) {
-    ExpertMatrices& expert = weights.experts.front();
-    const TensorView both = expert.gate.values;
-    const std::int64_t half = both.size(0) / 2;
-    expert.gate.values = both.slice(0, 0, half);
-    expert.up.values = both.slice(0, half, 2 * half);
   }
 
   /// A gate whose every sigmoid is one half.
@@ -339,77 +303,89 @@ class Loader {
     return weights;
   }
 
-  // Gate, up and down, or the first and the last.
+  // Gate, up and down; gate and up in one, and down; or the first and the last.
   void add_expert(ExpertWeights& weights, const std::vector<LinearLayer>& layers,
-                  const LinearStorage& storage, bool has_bias) {
-    const auto load = [&](const LinearLayer& layer) {
-      WeightMatrix result = matrix(layer, storage, weights.owners);
-      if (has_bias) result.bias = view(layer.name + ".bias", weights.owners);
-      return result;
+                  const LinearStorage& first, const LinearStorage& last, std::int64_t expert) {
+    const auto read = [&](const LinearLayer& layer, const LinearStorage& storage) {
+      return reader_.matrix(layer, storage, {expert, 0}, weights.owners);
     };
-    ExpertMatrices expert;
-    expert.gate = load(layers.front());
-    if (layers.size() == 3) expert.up = load(layers[1]);
-    expert.down = load(layers.back());
-    weights.experts.push_back(expert);
-  }
-
-  /// (out, in), decoded to f32 where it is quantized.
-  Tensor plain_matrix(const LinearLayer& layer, const LinearStorage& storage) {
-    if (!storage && !entry(layer.name + ".weight").type) {
-      const Tensor stored = tensor(layer.name + ".weight");
-      return Tensor(stored.reshape({layer.shape.out, layer.shape.in}), stored.owner());
+    ExpertMatrices matrices;
+    matrices.gate = read(layers.front(), first);
+    if (const auto both = layers.front().gate_and_up; both && problems_.count() == 0) {
+      std::tie(matrices.gate, matrices.up) =
+          split_gate_up(matrices.gate, weights.scheme.weights, *both);
+      reader_.read_numbers(layers.front(), first, {expert, 1}, weights.owners, matrices.up);
+    } else if (layers.size() == 3) {
+      matrices.up = read(layers[1], first);
     }
-    std::vector<std::shared_ptr<const void>> owners;
-    const WeightMatrix quantized = matrix(layer, storage, owners);
-    if (problems_.count() > 0) return {};
-    const QuantKey key = storage ? storage.scheme.weights : format_of(layer.name + ".weight");
-    return dequantize_weights(quantized, key, layer.shape.in);
+    matrices.down = read(layers.back(), last);
+    weights.experts.push_back(matrices);
   }
 
-  WeightMatrix matrix(const LinearLayer& layer, const LinearStorage& storage,
-                      std::vector<std::shared_ptr<const void>>& owners) {
-    WeightMatrix result;
-    if (!storage) {
-      BlockTensor stored = entry(layer.name + ".weight");
-      if (stored.type) {
-        stored.tensor = read(layer.name + ".weight");
-        const MatrixStack stack(stored);
-        stack.keep_owners(owners);
-        return stack.rows(0, layer.shape.out);
+  void add_mxfp4_expert(ExpertWeights& weights, std::int64_t expert) {
+    const auto part = [&](const std::string& pattern) {
+      const std::string name = pattern.empty() ? pattern : tensor_name(layout_.block, pattern);
+      return name.empty() ? TensorView() : reader_.stack(name, weights.owners).select(0, expert);
+    };
+    const auto read = [&](const std::string& blocks, const std::string& scales,
+                          const std::string& bias) {
+      WeightMatrix matrix;
+      const TensorView values = part(blocks);
+      matrix.values = values.reshape({values.size(0), values.size(1) * values.size(2)});
+      matrix.scales = part(scales);
+      matrix.bias = part(bias);
+      return matrix;
+    };
+    const ExpertLayout& layout = *layout_.experts;
+    ExpertMatrices matrices;
+    std::tie(matrices.gate, matrices.up) =
+        split_gate_up(read(layout.w1, layout.w13_scales, layout.w13_bias), weights.scheme.weights,
+                      layout.gate_up);
+    matrices.down = read(layout.w2, layout.w2_scales, layout.w2_bias);
+    weights.experts.push_back(matrices);
+  }
+
+  std::vector<UncalibratedScale> set_expert_scales(ExpertWeights& weights) {
+    const auto layers = [&](std::int64_t e) { return expert_layers(model_, layout_, e); };
+    return set_scales(layers, layout_.storage.experts, layout_.storage.down, wanted_,
+                      model_.router.num_experts, weights);
+  }
+
+  void set_shared_scales(ExpertWeights& weights) {
+    constexpr std::int32_t kOnly = 0;
+    const auto layers = [&](std::int64_t) { return shared_layers(model_, layout_); };
+    set_scales(layers, layout_.storage.shared, layout_.storage.shared_down, {&kOnly, 1}, 1,
+               weights);
+  }
+
+  template <typename LayersOf>
+  std::vector<UncalibratedScale> set_scales(const LayersOf& layers_of, const LinearStorage& first,
+                                            const LinearStorage& last,
+                                            std::span<const std::int32_t> experts,
+                                            std::int64_t num_experts, ExpertWeights& weights) {
+    constexpr std::array<MatrixMember, 3> kMatrices{&ExpertMatrices::gate, &ExpertMatrices::up,
+                                                    &ExpertMatrices::down};
+    const auto read = [&](std::int64_t expert, MatrixMember matrix) {
+      const std::vector<LinearLayer> layers = layers_of(expert);
+      if (matrix == &ExpertMatrices::down)
+        return reader_.input_scale(layers.back(), last, {expert});
+      const bool up = matrix == &ExpertMatrices::up;
+      return up && layers.size() == 3
+                 ? reader_.input_scale(layers[1], first, {expert})
+                 : reader_.input_scale(layers.front(), first, {expert, up ? 1 : 0});
+    };
+    std::vector<UncalibratedScale> result;
+    const auto set = [&](const LinearStorage& storage, std::span<const MatrixMember> matrices) {
+      if (!storage || !has_input_scale(storage.scheme)) return;
+      for (UncalibratedScale& scale :
+           set_input_scales({matrices, num_experts, read}, experts, weights, problems_)) {
+        result.push_back(std::move(scale));
       }
-      result.values = view(layer.name + ".weight", owners);
-      return result;
-    }
-    const QuantScheme& scheme = storage.scheme;
-    for (const StoredTensor& stored : storage.layout->tensors) {
-      const std::string name = layer.name + std::string(stored.suffix);
-      if (!is_allowed(stored, scheme) || !block_.tensors.contains(name)) continue;
-      collect(name,
-              [&] { decode(stored, view(name, owners), scheme, layer.shape, result, owners); });
-    }
-    collect(layer.name, [&] { split_group_scales(scheme.weights, result, owners); });
+    };
+    const std::span<const MatrixMember> all(kMatrices);
+    set(first, all.first(family_row(model_.family).gated ? 2 : 1));
+    set(last, all.last(1));
     return result;
-  }
-
-  // Contents that do not fit are problems like missing tensors.
-  template <typename Function>
-  void collect(const std::string& name, Function&& function) {
-    try {
-      function();
-    } catch (const Error& error) {
-      problems_.add(block_.prefix + name, error.was().empty()
-                                              ? std::string(error.what())
-                                              : core::format("{} {}, must be {}", error.argument(),
-                                                             error.was(), error.must_be()));
-    }
-  }
-
-  // Consecutive tensors mostly share a file: its mapping is kept once.
-  TensorView view(const std::string& name, std::vector<std::shared_ptr<const void>>& owners) const {
-    Tensor tensor = read(name);
-    if (owners.empty() || owners.back() != tensor.owner()) owners.push_back(tensor.owner());
-    return tensor;
   }
 
   const ModelConfig& model_;
@@ -417,15 +393,12 @@ class Loader {
   const BlockLayout layout_;
   const bool in_gguf_;  ///< with quantized blocks
   Problems problems_;
+  MatrixReader reader_;
   std::set<std::string_view> claimed_;
+  std::set<std::string> modules_;  ///< of the tensors that the layer has
   TensorChecks checks_;
   std::vector<std::int32_t> wanted_;  ///< experts
-  const bool all_;                    ///< of them
 };
-
-}  // namespace
-
-namespace {
 
 template <typename Function>
 auto within(const std::string& label, Function&& function) {
@@ -446,6 +419,11 @@ LayerWeights load_block(const ModelConfig& model, const Block& block, const std:
 
 LayerSchemes check_block(const ModelConfig& model, const Block& block, const std::string& label) {
   return within(label, [&] { return Loader(model, block).check(label); });
+}
+
+std::vector<UncalibratedScale> uncalibrated_scales(const ModelConfig& model, const Block& block,
+                                                   const std::string& label) {
+  return within(label, [&] { return Loader(model, block).uncalibrated(label); });
 }
 
 }  // namespace fusedmoe::checkpoint

@@ -39,6 +39,10 @@ QuantScheme stored_scheme(const ModelConfig& model, const Block& block);
 LayerWeights load_block(const ModelConfig& model, const Block& block, const std::string& label,
                         const std::optional<std::vector<std::int32_t>>& experts = {});
 
+/// The input scales that the file does not have. Reads those alone.
+std::vector<UncalibratedScale> uncalibrated_scales(const ModelConfig& model, const Block& block,
+                                                   const std::string& label);
+
 using LayerSchemes = Checkpoint::LayerSchemes;
 /// The checks of load_block that names, shapes and dtypes are enough for; reads no contents.
 LayerSchemes check_block(const ModelConfig& model, const Block& block, const std::string& label);

@@ -309,7 +309,6 @@ void decode(const StoredTensor& stored, const TensorView& tensor, const QuantSch
             LinearShape shape, WeightMatrix& matrix,
             std::vector<std::shared_ptr<const void>>& owners) {
   const QuantKey& key = scheme.weights;
-  if (stored.part == Part::kInputScale && !has_input_scale(scheme)) return;
   TensorView& part = part_of(matrix, stored.part);
   const auto own = [&](const Tensor& made) {
     part = made;

@@ -252,11 +252,16 @@ bool is_required(const StoredTensor& stored, const QuantScheme& scheme) {
     case kIfZeroPoints:
       return !scheme.weights.symmetric;
     case kIfStatic:
-      return has_input_scale(scheme);
     case kOptional:
       return false;
   }
   return false;
+}
+
+bool is_written(const StoredTensor& stored, const QuantScheme& scheme) {
+  if (!stored.written) return false;
+  if (stored.presence == kIfStatic) return has_input_scale(scheme);
+  return stored.presence == kOptional || is_required(stored, scheme);
 }
 
 bool is_allowed(const StoredTensor& stored, const QuantScheme& scheme) {

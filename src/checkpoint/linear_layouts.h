@@ -49,7 +49,7 @@ enum class Form {
 enum class Presence {
   kAlways,
   kIfZeroPoints,  ///< with zero points only
-  kIfStatic,      ///< required for static activation scales; otherwise allowed and not used
+  kIfStatic,      ///< with static activation scales: written, and read where it is there
   kOptional,      ///< checked where present, written where `written`
 };
 
@@ -61,6 +61,12 @@ struct StoredTensor {
   Presence presence = Presence::kAlways;
   bool written = true;
 };
+
+/// Whether a layer has a single number there.
+inline bool is_number(const StoredTensor& stored) {
+  return stored.form == Form::kScalar || stored.form == Form::kSingle ||
+         stored.form == Form::kReciprocal;
+}
 
 struct LinearLayout {
   CheckpointLayout layout;
@@ -79,9 +85,10 @@ QuantKey written_key(const QuantKey& weights);
 /// Whether the scheme's activations need a scale in the file: static ones and NVFP4.
 bool has_input_scale(const QuantScheme& scheme);
 
-/// Whether a layer of this scheme must have the tensor, and whether it may.
+/// Whether a layer of this scheme must have the tensor, whether it may, and whether it is written.
 bool is_required(const StoredTensor& stored, const QuantScheme& scheme);
 bool is_allowed(const StoredTensor& stored, const QuantScheme& scheme);
+bool is_written(const StoredTensor& stored, const QuantScheme& scheme);
 
 /// The shape in which it is written, and whether another one is accepted for it.
 Shape stored_shape(const StoredTensor& stored, const QuantKey& weights, LinearShape shape);

@@ -1,27 +1,25 @@
-// Experts by the formats of their tensors (plain ones, and the blocks of GGUF files), and those
-// whose matrices lie stacked in one tensor each.
+// Experts by the formats of their tensors: plain ones, and the blocks of GGUF files.
 #pragma once
 
 #include <cstdint>
-#include <functional>
+#include <memory>
 #include <optional>
-#include <span>
+#include <string>
+#include <vector>
 
 #include "checkpoint/layer_loader.h"
 
 namespace fusedmoe::checkpoint {
 
-/// All experts' matrices of one kind.
+/// Matrices in the blocks of a GGUF file, decoded to parts in memory of their own.
 class MatrixStack {
  public:
-  /// Quantized blocks are decoded to parts in memory of their own.
   explicit MatrixStack(const BlockTensor& tensor);
   /// The matrix of rows [first, first + count) of all rows.
   WeightMatrix rows(std::int64_t first, std::int64_t count) const;
   void keep_owners(std::vector<std::shared_ptr<const void>>& owners) const;
 
  private:
-  Tensor plain_;
   QuantizedMatrix quantized_;
 };
 
@@ -37,18 +35,5 @@ std::optional<QuantScheme> scheme_of_tensors(const Block& block, const std::stri
                                              const std::string& last_name);
 /// The same of a block's experts, stacked or (then of the first one) in tensors of their own.
 std::optional<QuantScheme> scheme_of_experts(const BlockLayout& layout, const Block& block);
-
-/// Fills `weights.experts` from tensors that were checked. Gate and up lie in one
-/// tensor (gate rows first) or each in its own.
-void load_stacks(const BlockLayout& layout, const Block& block, std::int64_t num_experts,
-                 ExpertWeights& weights);
-
-/// Leaves these of all experts, in this order.
-void keep_experts(std::span<const std::int32_t> wanted, ExpertWeights& weights);
-
-/// The experts `wanted` of stacked tensors, made one after the other: what is checked is read.
-ExpertWeights some_of_stacked(
-    const ExpertWeights::Stacked& stacked, std::span<const std::int32_t> wanted,
-    const std::function<ExpertWeights(const ExpertWeights::Stacked&)>& make);
 
 }  // namespace fusedmoe::checkpoint

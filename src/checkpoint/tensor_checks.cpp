@@ -18,7 +18,25 @@ std::string names(std::span<const DType> dtypes) {
   return result;
 }
 
+Shape without_first(const Shape& shape) {
+  return Shape(std::span(shape.begin() + 1, shape.end()));
+}
+
+/// Numbers may be one for all experts, one for each, or one each for gate and up.
+bool stack_fits(const TensorSpec& spec, const Shape& shape) {
+  const std::int64_t experts = spec.experts;
+  if (is_number(*spec.stored)) {
+    if (shape.rank() <= 2 && shape.numel() == 1) return true;
+    if (shape == Shape{experts} || shape == Shape{experts, 1}) return true;
+    return spec.gate_and_up && shape == Shape{experts, 2};
+  }
+  if (shape == spec.shape) return true;
+  return shape.rank() > 0 && shape[0] == experts &&
+         accepts_shape(*spec.stored, without_first(spec.shape), without_first(shape));
+}
+
 bool fits(const TensorSpec& spec, const Shape& shape) {
+  if (spec.stored && spec.experts > 0) return stack_fits(spec, shape);
   if (spec.stored) return accepts_shape(*spec.stored, spec.shape, shape);
   // ERNIE has one row for each group of experts, and one group.
   if (spec.role == TensorRole::kCorrectionBias && shape == Shape({1, spec.shape[0]})) return true;

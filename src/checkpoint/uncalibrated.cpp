@@ -1,42 +1,62 @@
 #include "checkpoint/uncalibrated.h"
 
 #include <algorithm>
-#include <cmath>
-#include <initializer_list>
+
+#include "core/check.h"
 
 namespace fusedmoe::checkpoint {
 namespace {
 
-void replace_uncalibrated(ExpertWeights& weights,
-                          std::initializer_list<WeightMatrix ExpertMatrices::*> matrices) {
+/// The largest of the experts that are not in `weights`.
+float largest_elsewhere(const InputScales& scales, std::span<const std::int32_t> experts) {
   float largest = 0;
-  const auto for_each_scale = [&](const auto& function) {
-    for (ExpertMatrices& expert : weights.experts) {
-      for (const auto member : matrices) {
-        TensorView& scale = (expert.*member).input_scale;
-        if (scale.defined() && scale.dtype() == DType::kF32) function(scale);
-      }
+  for (std::int64_t e = 0; e < scales.num_experts; ++e) {
+    if (std::find(experts.begin(), experts.end(), e) != experts.end()) continue;
+    for (const MatrixMember matrix : scales.matrices) {
+      const StoredScale scale = scales.read(e, matrix);
+      if (scale.calibrated()) largest = std::max(largest, scale.value);
     }
-  };
-  for_each_scale([&](const TensorView& scale) {
-    const float value = *scale.as<const float>();
-    if (std::isfinite(value)) largest = std::max(largest, value);
-  });
-  if (largest == 0) return;
-  for_each_scale([&](TensorView& scale) {
-    if (!std::isinf(*scale.as<const float>())) return;
-    const Tensor replacement = Tensor::empty({1}, DType::kF32);
-    *replacement.as<float>() = largest;
-    scale = replacement;
-    weights.owners.push_back(replacement.owner());
-  });
+  }
+  return largest;
 }
 
 }  // namespace
 
-void replace_uncalibrated(ExpertWeights& weights) {
-  replace_uncalibrated(weights, {&ExpertMatrices::gate, &ExpertMatrices::up});
-  replace_uncalibrated(weights, {&ExpertMatrices::down});
+std::vector<UncalibratedScale> set_input_scales(const InputScales& scales,
+                                                std::span<const std::int32_t> experts,
+                                                ExpertWeights& weights, Problems& problems) {
+  const auto count = std::ssize(experts) * std::ssize(scales.matrices);
+  const Tensor values = Tensor::empty({count}, DType::kF32);
+  weights.owners.push_back(values.owner());
+  std::vector<UncalibratedScale> uncalibrated;
+  std::vector<std::int64_t> places;
+  float largest = 0;
+  std::int64_t at = 0;
+  for (std::size_t i = 0; i < experts.size(); ++i) {
+    for (const MatrixMember matrix : scales.matrices) {
+      const StoredScale scale = scales.read(experts[i], matrix);
+      values.as<float>()[at] = scale.value;
+      (weights.experts[i].*matrix).input_scale = values.slice(0, at, at + 1);
+      if (scale.calibrated()) {
+        largest = std::max(largest, scale.value);
+      } else {
+        uncalibrated.push_back({scale.name, scale.text, 0});
+        places.push_back(at);
+      }
+      ++at;
+    }
+  }
+  if (uncalibrated.empty()) return {};
+  largest = std::max(largest, largest_elsewhere(scales, experts));
+  for (std::size_t i = 0; i < uncalibrated.size(); ++i) {
+    uncalibrated[i].used = values.as<float>()[places[i]] = largest;
+    if (largest > 0) continue;
+    problems.add(uncalibrated[i].tensor,
+                 core::format("{}, and no other expert of the layer has a positive one to take "
+                              "instead: the inputs were not calibrated",
+                              uncalibrated[i].value));
+  }
+  return largest > 0 ? uncalibrated : std::vector<UncalibratedScale>();
 }
 
 }  // namespace fusedmoe::checkpoint

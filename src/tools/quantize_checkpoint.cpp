@@ -191,8 +191,7 @@ class CheckpointQuantizer {
     std::vector<checkpoint::TensorSpec> specs = checkpoint::linear_tensors(
         layer, {linear_, model_.scheme}, checkpoint::TensorRole::kQuantized);
     std::erase_if(specs, [&](const checkpoint::TensorSpec& spec) {
-      const bool optional = spec.stored->presence == checkpoint::Presence::kOptional;
-      return !spec.stored->written || (!spec.required && !optional);
+      return !checkpoint::is_written(*spec.stored, model_.scheme);
     });
     return specs;
   }

@@ -50,6 +50,13 @@ nlohmann::json base_config(const checkpoint::FamilyRow& row, Source& source) {
                         {"n_group", 1},
                         {"topk_group", 1}};
   config[row.intermediate.keys.front()] = 32;
+  if (source.below(4) == 3) config["expert_dtype"] = "fp4";
+  if (source.below(4) == 3) {
+    for (const char* key : {"swiglu_limit", "swiglu_limits", "expert_swiglu_limit_list",
+                            "share_expert_swiglu_limit_list", "routed_scaling_factor"}) {
+      if (source.below(2)) config[key] = {source.below(4), source.below(4)};
+    }
+  }
   return config;
 }
 
@@ -58,12 +65,22 @@ std::vector<files::HeaderEntry> correct_tensors(const ModelConfig& model,
                                                 const checkpoint::FamilyRow& row, Source& source) {
   const auto& layout = row.layouts[static_cast<std::size_t>(
       source.below(static_cast<std::int64_t>(row.layouts.size())))];
-  const checkpoint::LinearLayout* linear =
-      checkpoint::find_linear_layout(model.layout, model.scheme.weights);
+  const auto storage_of = [&](const QuantScheme& scheme) -> checkpoint::LinearStorage {
+    const auto rows = checkpoint::linear_layouts(model.layout, scheme.weights);
+    if (rows.empty()) return {};
+    return {rows[static_cast<std::size_t>(source.below(static_cast<std::int64_t>(rows.size())))],
+            scheme};
+  };
   checkpoint::BlockLayout names = checkpoint::published_names(model, layout);
-  if (layout.storage == checkpoint::ExpertStorage::kPerExpert)
-    names.storage.experts = {linear, model.scheme};
-  if (source.below(2)) names.storage.shared = {linear, model.scheme};
+  names.naming = source.below(2) ? checkpoint::Naming::kJoined : checkpoint::Naming::kShort;
+  if (layout.storage != checkpoint::ExpertStorage::kMxfp4 &&
+      layout.storage != checkpoint::ExpertStorage::kRows) {
+    names.storage.experts = names.storage.down = storage_of(model.scheme);
+  }
+  if (source.below(2)) {
+    names.storage.shared = names.storage.shared_down =
+        storage_of(model.shared_scheme.value_or(model.scheme));
+  }
   std::vector<files::HeaderEntry> entries;
   for (const auto& spec : checkpoint::block_tensors(model, names)) {
     DType dtype = DType::kBF16;
@@ -76,6 +93,11 @@ std::vector<files::HeaderEntry> correct_tensors(const ModelConfig& model,
     }
     if (!spec.required && source.below(2)) continue;
     entries.push_back({std::string(row.prefix) + "0." + spec.name, dtype, spec.shape, 0, 0});
+    if (source.below(16) == 15 && spec.shape.rank() > 0) {
+      const std::string module = spec.name.substr(0, spec.name.rfind('.'));
+      entries.push_back(
+          {std::string(row.prefix) + "0." + module + ".bias", DType::kF16, {spec.shape[0]}, 0, 0});
+    }
   }
   return entries;
 }

@@ -81,20 +81,6 @@ TEST(FamilyTensorsTest, StackedBiasesWithoutAGate) {
   EXPECT_EQ(weights.experts.experts[7].down.bias.shape(), Shape({64}));
 }
 
-// Without a plain shared_mlp.input_linear.weight those tensors must be quantized ones.
-TEST(FamilyTensorsTest, QuantizedSharedGateAndUpInOneTensorIsRefused) {
-  nlohmann::json config =
-      nlohmann::json::parse(config_of(*checkpoint::find_family("granitemoeshared")));
-  config["quantization_config"] = {{"quant_method", "fp8"}, {"weight_block_size", {128, 128}}};
-  checkpoint::Block block;
-  block.tensors["block_sparse_moe.experts.0.gate_proj.weight"] = {
-      Tensor::empty({32, 64}, DType::kE4M3), 0};
-  const std::string error = testing::error_text(
-      [&] { checkpoint::load_block(parse_model_config(config.dump()), block, "layer 0"); });
-  EXPECT_NE(error.find("layer 0: shared_mlp.input_linear holds gate and up"), std::string::npos)
-      << error;
-}
-
 std::vector<std::string> served_families() {
   std::vector<std::string> names;
   for (const auto& row : checkpoint::family_table()) {

@@ -36,9 +36,13 @@ std::vector<Hostile> hostile() {
       {"missing_scale", "fp8_block", CheckpointLayout::kFp8,
        [](Parts& p) { erase(p, "3.up_proj.weight_scale_inv"); },
        "experts.3.up_proj.weight_scale_inv: missing, must be [1, 2]"},
-      {"missing_input_scale", "fp8_tensor_static", CheckpointLayout::kFp8,
-       [](Parts& p) { erase(p, "3.up_proj.activation_scale"); },
-       "experts.3.up_proj.activation_scale: missing, must be []"},
+      {"missing_input_scales", "fp8_tensor_static", CheckpointLayout::kFp8,
+       [](Parts& p) {
+         for (const char* expert : {"0", "1", "2", "3"}) {
+           erase(p, std::string(expert) + ".down_proj.activation_scale");
+         }
+       },
+       "experts.{0-3}.down_proj.activation_scale: missing, and no other expert"},
       {"missing_zero_points", "int4_g32_zp", kCt,
        [](Parts& p) { erase(p, "0.up_proj.weight_zero_point"); },
        "experts.0.up_proj.weight_zero_point: missing, must be [12, 5]"},

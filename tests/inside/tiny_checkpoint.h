@@ -29,7 +29,8 @@ inline std::string tiny_config(const std::string& name) {
   const bool own_width = family.starts_with("qwen") || family.starts_with("deepseek");
   config[own_width ? "moe_intermediate_size" : "intermediate_size"] = wide ? 128 : 96;
   config[family == "deepseek_v3" ? "n_routed_experts" : "num_local_experts"] = 4;
-  if (family == "qwen2_moe") config["shared_expert_intermediate_size"] = 64;
+  if (family == "qwen2_moe" || family == "qwen3_5_moe")
+    config["shared_expert_intermediate_size"] = 64;
   if (family == "deepseek_v3") {
     config["n_shared_experts"] = 1;
     config["n_group"] = 2;
