@@ -2,6 +2,7 @@
 #include <exception>
 
 #include "commands.h"
+#include "outputs.h"
 #include "support.h"
 
 namespace fusedmoe::cli {
@@ -26,8 +27,10 @@ void add_commands(Command& program) {
 int main(int argc, char** argv) {
   using namespace fusedmoe::cli;
   try {
-    return run_command_line(
+    const int status = run_command_line(
         argc, argv, "Fused Mixture-of-Experts layers: run, check and explain them", add_commands);
+    flush_stdout();
+    return status;
   } catch (const std::exception& error) {
     log(Level::kError, error.what());
     return 1;

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "commands.h"
+#include "outputs.h"
 #include "support.h"
 #include "tools/quantize_checkpoint.h"
 
@@ -15,10 +16,11 @@ namespace {
 struct Options {
   std::string checkpoint, scheme, layout, output, calibrate;
   std::string scale_rule = "ocp";
-  bool json = false;
+  bool json = false, force = false;
 };
 
 void run(const Options& options) {
+  begin_outputs({options.output}, options.force);
   QuantizeCheckpointOptions quantize;
   for (const MxScaleRule rule :
        {MxScaleRule::kOcp, MxScaleRule::kEven, MxScaleRule::kCeil, MxScaleRule::kFloor}) {
@@ -74,7 +76,8 @@ void add_quantize(Command& program) {
   command.add_option("--calibrate", options->calibrate,
                      "File with hidden_states for static activation scales; default: "
                      "input.safetensors of the checkpoint");
-  command.add_option("--output", options->output, "Directory to make").required();
+  command.add_option("--output", options->output, "Directory to make, or an empty one").required();
+  add_force_option(command, options->force);
   command.add_flag("--json", options->json, "Print one JSON object instead of text");
   command.runs([options] { run(*options); });
 }

@@ -17,6 +17,7 @@
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/safetensors.h"
 #include "fusedmoe/version.h"
+#include "outputs.h"
 #include "report.h"
 #include "run.h"
 #include "support.h"
@@ -56,8 +57,8 @@ void check_outputs(const RunOptions& options, const Checkpoint& checkpoint) {
   check_output(options, checkpoint, "--output", options.output);
   if (options.record_routing.empty()) return;
   check_output(options, checkpoint, "--record-routing", options.record_routing);
-  if (std::filesystem::path(options.record_routing).lexically_normal() ==
-      std::filesystem::path(options.output).lexically_normal()) {
+  if (std::filesystem::weakly_canonical(options.record_routing) ==
+      std::filesystem::weakly_canonical(options.output)) {
     throw Error("--record-routing", options.record_routing, "another file than --output");
   }
 }
@@ -110,6 +111,7 @@ void save(const RunOptions& options, std::int64_t num_choices, const RunResults&
 }
 
 void run(const RunOptions& options) {
+  begin_outputs({options.output, options.record_routing}, options.force);
   const DType dtype = parse_float_dtype(options.dtype);
   parse_device(options.device);
   check_experts_name(options.experts);
@@ -198,6 +200,7 @@ void add_run(Command& program) {
       .excludes(experts);
   command.add_option("--record-routing", options->record_routing,
                      "Safetensors file to write: topk_ids, topk_weights");
+  add_force_option(command, options->force);
   command.add_option("--replay-routing", options->replay_routing,
                      "Take ids and weights from such a file instead of the router");
   command.add_flag("--load", options->load, "Print the load of the experts as a table");

@@ -30,7 +30,7 @@ struct RunOptions {
   std::string plan, record_routing, replay_routing;
   bool hooks = false, monolithic = false, batch_invariant = false;
   bool load = false, load_chart = false, heat_map = false;
-  bool json = false;
+  bool json = false, force = false;
   RankOptionsOf ranks;
 };
 

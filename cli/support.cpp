@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "files/output.h"
 #include "fusedmoe/safetensors.h"
 #include "fusedmoe/selection.h"
 #include "fusedmoe/tensor.h"
@@ -150,10 +151,9 @@ Checkpoint open_checkpoint(const std::string& path, const std::string& family) {
 }
 
 void write_text(const std::string& path, const std::string& text) {
-  std::ofstream file(path, std::ios::binary);
-  file << text;
-  file.close();
-  if (!file) throw Error::io(path, fmt::format("cannot write {}", path));
+  files::OutputFile file(path);
+  file.write(text);
+  file.finish();
 }
 
 std::string describe_router(const RouterConfig& router) {

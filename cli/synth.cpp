@@ -8,6 +8,7 @@
 #include "commands.h"
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/tensor.h"
+#include "outputs.h"
 #include "support.h"
 #include "tools/synth.h"
 
@@ -17,10 +18,11 @@ namespace {
 struct Options {
   std::string model, config, out;
   SynthOptions synth;
-  bool json = false;
+  bool json = false, force = false;
 };
 
 void run(const Options& options) {
+  begin_outputs({options.out}, options.force);
   SynthOptions synth = options.synth;
   synth.config_json =
       options.model.empty() ? read_text(options.config) : model_preset(options.model);
@@ -59,7 +61,8 @@ void add_synth(Command& program) {
       .not_negative()
       .show_default();
   command.add_option("--seed", options->synth.seed, "Of the random numbers").show_default();
-  command.add_option("--out", options->out, "Directory to make").required();
+  command.add_option("--out", options->out, "Directory to make, or an empty one").required();
+  add_force_option(command, options->force);
   command.add_flag("--json", options->json, "Print one JSON object instead of text");
   command.runs([options] { run(*options); });
 }

@@ -13,6 +13,7 @@
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
 #include "layer/tuned_configs.h"
+#include "outputs.h"
 #include "support.h"
 
 namespace fusedmoe::cli {
@@ -25,6 +26,7 @@ struct Options {
   std::string device = "cuda";
   std::string dtype = "bf16";
   std::int64_t min_samples = 30;
+  bool force = false;
 };
 
 /// A configuration replaces the heuristic's where it takes less than so much of its time: smaller
@@ -122,6 +124,7 @@ void run(const Options& options) {
   check_experts_name(options.experts);
   const std::string path = options.output.empty() ? tuned_configs_path().string() : options.output;
   if (path.empty()) throw Error("--output", "not given, and there is no home", "a file");
+  begin_outputs({path}, options.force);
   TunedConfigs configs;
   if (std::filesystem::exists(path)) configs = load_tuned_configs(path);
   for (const BenchSubject& subject : options.subjects.get()) tune(options, subject, path, configs);
@@ -150,6 +153,7 @@ void add_tune(Command& program) {
       .positive();
   command.add_option("--output", options->output,
                      "File to add them to (default: the one that the library reads)");
+  add_force_option(command, options->force);
   command.runs([options] { run(*options); });
 }
 

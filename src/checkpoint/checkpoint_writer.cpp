@@ -6,31 +6,8 @@
 #include "core/check.h"
 
 namespace fusedmoe::checkpoint {
-namespace {
 
 namespace fs = std::filesystem;
-
-// Without a trailing slash, so that the last component is the directory's name.
-fs::path without_slash(const fs::path& directory) {
-  const fs::path target = directory.lexically_normal();
-  return target.has_filename() ? target : target.parent_path();
-}
-
-void check_target(const fs::path& target, std::int64_t needed) {
-  if (fs::exists(target)) {
-    FUSEDMOE_CHECK_IO(
-        fs::is_directory(target) && fs::is_empty(target), target.string(),
-        core::format("cannot write to {}: it exists and is no empty directory", target.string()));
-  }
-  const fs::path parent = target.has_parent_path() ? target.parent_path() : fs::path(".");
-  fs::create_directories(parent);
-  const auto available = fs::space(parent).available;
-  FUSEDMOE_CHECK_IO(static_cast<std::uintmax_t>(needed) <= available, target.string(),
-                    core::format("cannot write {}: {} bytes are needed, {} are free",
-                                 target.string(), needed, available));
-}
-
-}  // namespace
 
 PlannedFile::PlannedFile(std::string file_name, const std::vector<PlannedTensor>& tensors)
     : name(std::move(file_name)) {
@@ -83,33 +60,22 @@ std::string index_json(const std::vector<PlannedFile>& shards) {
 
 CheckpointWriter::CheckpointWriter(const fs::path& directory, const std::vector<PlannedFile>& files,
                                    WriteProgress progress)
-    : target_(without_slash(directory)), progress_(std::move(progress)) {
+    : folder_(directory), progress_(std::move(progress)) {
   for (const PlannedFile& file : files) total_ += file.data_bytes;
-  check_target(target_, total_);
-  partial_ = files::temporary_name(target_);
-  fs::create_directories(partial_);
-  try {
-    for (const PlannedFile& file : files) {
-      files_.push_back(std::make_unique<files::FileWriter>(partial_ / file.name));
-      const std::string header = files::serialize_header(file.entries, {{"format", "pt"}});
-      files_.back()->write(header);
-      const auto header_bytes = static_cast<std::int64_t>(header.size());
-      done_ += header_bytes;
-      for (const files::HeaderEntry& entry : file.entries) {
-        places_.emplace(entry.name, Place{files_.size() - 1, header_bytes + entry.begin});
-      }
+  const std::uintmax_t free = folder_.free_bytes();
+  FUSEDMOE_CHECK_IO(static_cast<std::uintmax_t>(total_) <= free, directory.string(),
+                    core::format("cannot write {}: {} bytes are needed, {} are free",
+                                 directory.string(), total_, free));
+  for (const PlannedFile& file : files) {
+    files_.push_back(folder_.create(file.name));
+    const std::string header = files::serialize_header(file.entries, {{"format", "pt"}});
+    files_.back()->write(header);
+    const auto header_bytes = static_cast<std::int64_t>(header.size());
+    done_ += header_bytes;
+    for (const files::HeaderEntry& entry : file.entries) {
+      places_.emplace(entry.name, Place{files_.size() - 1, header_bytes + entry.begin});
     }
-  } catch (...) {
-    std::error_code ignored;
-    fs::remove_all(partial_, ignored);
-    throw;
   }
-}
-
-CheckpointWriter::~CheckpointWriter() {
-  std::error_code ignored;
-  files_.clear();
-  if (!partial_.empty()) fs::remove_all(partial_, ignored);
 }
 
 void CheckpointWriter::write(std::string_view tensor, std::int64_t offset, const void* data,
@@ -120,18 +86,16 @@ void CheckpointWriter::write(std::string_view tensor, std::int64_t offset, const
 }
 
 void CheckpointWriter::write_file(const std::string& name, const void* data, std::size_t size) {
-  files::FileWriter file(partial_ / name, target_ / name);
-  file.write(data, size);
-  file.finish();
+  const auto file = folder_.create(name);
+  file->write(data, size);
+  file->flush();
   advance(static_cast<std::int64_t>(size));
 }
 
 std::int64_t CheckpointWriter::commit() {
-  for (const auto& file : files_) file->finish();
+  for (const auto& file : files_) file->flush();
   files_.clear();
-  fs::rename(partial_, target_);
-  partial_.clear();
-  files::sync_directory(target_.parent_path());
+  folder_.commit("config.json");
   return done_;
 }
 

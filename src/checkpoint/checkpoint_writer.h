@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "files/file.h"
+#include "files/output.h"
 #include "files/safetensors_header.h"
 
 namespace fusedmoe::checkpoint {
@@ -40,15 +40,12 @@ std::string index_json(const std::vector<PlannedFile>& shards);
 /// (done, total) bytes.
 using WriteProgress = std::function<void(std::int64_t, std::int64_t)>;
 
-/// A new directory with the planned files: complete at its name after commit(), else not there.
+/// A directory with the planned files: complete at its name after commit(), else not there.
 class CheckpointWriter {
  public:
   /// Throws Error for a directory that is not new or empty, and for a disk without the space.
   CheckpointWriter(const std::filesystem::path& directory, const std::vector<PlannedFile>& files,
                    WriteProgress progress);
-  ~CheckpointWriter();
-  CheckpointWriter(const CheckpointWriter&) = delete;
-  CheckpointWriter& operator=(const CheckpointWriter&) = delete;
 
   /// Bytes of a planned tensor, from `offset` on. Every byte must be written once.
   void write(std::string_view tensor, std::int64_t offset, const void* data, std::size_t size);
@@ -57,7 +54,7 @@ class CheckpointWriter {
   void write_file(const std::string& name, std::string_view text) {
     write_file(name, text.data(), text.size());
   }
-  /// Flushes and renames; returns the bytes written.
+  /// Flushes and puts in place; returns the bytes written.
   std::int64_t commit();
 
  private:
@@ -67,8 +64,7 @@ class CheckpointWriter {
   };
   void advance(std::int64_t size);
 
-  const std::filesystem::path target_;
-  std::filesystem::path partial_;
+  files::OutputFolder folder_;
   WriteProgress progress_;
   std::int64_t done_ = 0, total_ = 0;
   std::vector<std::unique_ptr<files::FileWriter>> files_;

@@ -5,7 +5,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cctype>
 #include <cerrno>
 #include <cstring>
@@ -13,14 +12,14 @@
 #include "core/check.h"
 
 namespace fusedmoe::files {
-namespace {
 
-/// "cannot open /x: no such file or directory"
-[[noreturn]] void fail_system(const std::filesystem::path& path, const char* action) {
+void fail_system(const std::filesystem::path& path, const char* action) {
   std::string reason = std::strerror(errno);
   if (!reason.empty()) reason[0] = static_cast<char>(std::tolower(reason[0]));
   throw Error::io(path.string(), core::format("cannot {} {}: {}", action, path.string(), reason));
 }
+
+namespace {
 
 struct stat status_of(int descriptor, const std::filesystem::path& path) {
   struct stat status {};
@@ -83,70 +82,6 @@ std::string read_text(const std::filesystem::path& path, std::size_t max_bytes) 
                     core::format("cannot read {}: it has {} bytes, more than the {} allowed",
                                  path.string(), file.size(), max_bytes));
   return std::string(static_cast<const char*>(file.data()), file.size());
-}
-
-FileWriter::FileWriter(std::filesystem::path path, std::filesystem::path shown)
-    : path_(std::move(path)), shown_(shown.empty() ? path_ : std::move(shown)) {
-  descriptor_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (descriptor_ < 0) fail_system(shown_, "write");
-}
-
-FileWriter::~FileWriter() {
-  if (descriptor_ < 0) return;
-  ::close(descriptor_);
-  ::unlink(path_.c_str());
-}
-
-void FileWriter::write(const void* data, std::size_t size) {
-  write_all(data, size, [&](const char* next, std::size_t left, std::size_t) {
-    return ::write(descriptor_, next, left);
-  });
-}
-
-void FileWriter::write_at(std::int64_t offset, const void* data, std::size_t size) {
-  write_all(data, size, [&](const char* next, std::size_t left, std::size_t done) {
-    return ::pwrite(descriptor_, next, left, offset + static_cast<off_t>(done));
-  });
-}
-
-template <typename Write>
-void FileWriter::write_all(const void* data, std::size_t size, const Write& write) {
-  for (std::size_t done = 0; done < size;) {
-    const ssize_t written = write(static_cast<const char*>(data) + done, size - done, done);
-    if (written < 0) {
-      if (errno == EINTR) continue;
-      fail_system(shown_, "write");
-    }
-    done += static_cast<std::size_t>(written);
-  }
-}
-
-void FileWriter::finish() {
-  if (::fsync(descriptor_) != 0) fail_system(shown_, "write");
-  const int descriptor = descriptor_;
-  descriptor_ = -1;
-  if (::close(descriptor) != 0) {
-    ::unlink(path_.c_str());
-    fail_system(shown_, "write");
-  }
-}
-
-std::filesystem::path temporary_name(const std::filesystem::path& path) {
-  static std::atomic<unsigned> counter{0};
-  return path.parent_path() /
-         core::format(".{}.{}-{}.tmp", path.filename().string(), ::getpid(), counter++);
-}
-
-void rename_file(const std::filesystem::path& from, const std::filesystem::path& to) {
-  std::error_code failure;
-  std::filesystem::rename(from, to, failure);
-  if (failure) {
-    std::error_code ignored;
-    std::filesystem::remove(from, ignored);
-    errno = failure.value();
-    fail_system(to, "rename a file to");
-  }
-  sync_directory(to.parent_path());
 }
 
 void sync_directory(const std::filesystem::path& directory) {

@@ -1,4 +1,4 @@
-// Files: read-only mappings, and writers that leave nothing half done.
+// Files that are read: mappings and small texts.
 #pragma once
 
 #include <cstddef>
@@ -54,35 +54,8 @@ class MappedFile {
 /// Text of a small file; Error if it is longer than `max_bytes`.
 std::string read_text(const std::filesystem::path& path, std::size_t max_bytes);
 
-/// Creates a new file; unless finish() is reached it is removed again.
-class FileWriter {
- public:
-  /// `shown`: the name that errors say, where `path` is a temporary one.
-  explicit FileWriter(std::filesystem::path path, std::filesystem::path shown = {});
-  ~FileWriter();
-  FileWriter(const FileWriter&) = delete;
-  FileWriter& operator=(const FileWriter&) = delete;
-
-  void write(const void* data, std::size_t size);
-  void write(std::string_view text) { write(text.data(), text.size()); }
-  /// At a position of the file, which grows as needed; does not move where write() goes on.
-  void write_at(std::int64_t offset, const void* data, std::size_t size);
-  /// Flushes to the disk and closes.
-  void finish();
-
- private:
-  template <typename Write>
-  void write_all(const void* data, std::size_t size, const Write& write);
-
-  std::filesystem::path path_, shown_;
-  int descriptor_ = -1;
-};
-
-/// A name beside `path` that nobody else uses.
-std::filesystem::path temporary_name(const std::filesystem::path& path);
-
-/// Gives a finished file its name, in the place of what has it; removes it where that fails.
-void rename_file(const std::filesystem::path& from, const std::filesystem::path& to);
+/// Throws the Error "cannot <action> <path>: <what errno says>".
+[[noreturn]] void fail_system(const std::filesystem::path& path, const char* action);
 
 /// Flushes a directory entry, so that a rename survives a crash. Best effort.
 void sync_directory(const std::filesystem::path& directory);

@@ -8,6 +8,7 @@
 
 #include "core/check.h"
 #include "files/file.h"
+#include "files/output.h"
 #include "files/safetensors_header.h"
 
 namespace fusedmoe {
@@ -153,17 +154,12 @@ void save_safetensors(const std::filesystem::path& path,
   }
 
   const std::string header = files::serialize_header(entries, metadata);
-  const std::filesystem::path temporary = files::temporary_name(path);
-  {
-    files::FileWriter writer(temporary, path);
-    writer.write(header);
-    for (const files::HeaderEntry& entry : entries) {
-      writer.write(tensors.at(entry.name).data(),
-                   static_cast<std::size_t>(entry.end - entry.begin));
-    }
-    writer.finish();
+  files::OutputFile file(path);
+  file.write(header);
+  for (const files::HeaderEntry& entry : entries) {
+    file.write(tensors.at(entry.name).data(), static_cast<std::size_t>(entry.end - entry.begin));
   }
-  files::rename_file(temporary, path);
+  file.finish();
 }
 
 }  // namespace fusedmoe

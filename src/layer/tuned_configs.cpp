@@ -11,6 +11,7 @@
 #include "core/check.h"
 #include "files/file.h"
 #include "files/json.h"
+#include "files/output.h"
 
 namespace fusedmoe {
 namespace {
@@ -119,11 +120,9 @@ void save_tuned_configs(const TunedConfigs& configs, const std::filesystem::path
                  "the path of a file");
   std::error_code failure;
   if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path(), failure);
-  const std::filesystem::path temporary = files::temporary_name(path);
-  files::FileWriter writer(temporary, path);
-  writer.write(to_json(configs));
-  writer.finish();
-  files::rename_file(temporary, path);
+  files::OutputFile file(path);
+  file.write(to_json(configs));
+  file.finish();
 }
 
 std::filesystem::path tuned_configs_path() {

@@ -27,9 +27,9 @@ struct QuantizeCheckpointOptions {
 /// and lists every other module. Layouts of per-expert tensors name linear layers as the family
 /// does, or experts.N.gate_proj where it stacks them. Everything else (router, shared experts,
 /// attention, the tokenizer's files, input.safetensors) is copied. The directory, which must be new
-/// or empty, appears complete or not at all; memory is bounded by one expert. Returns the bytes
-/// written. Throws Error for a layout that cannot hold the scheme, for weights that are not finite,
-/// and for static scales without calibration data.
+/// or empty, appears complete or not at all (files::OutputFolder); memory is bounded by one expert.
+/// Returns the bytes written. Throws Error for a layout that cannot hold the scheme, for weights
+/// that are not finite, and for static scales without calibration data.
 std::int64_t quantize_checkpoint(const std::filesystem::path& source,
                                  const QuantizeCheckpointOptions& options,
                                  const std::filesystem::path& directory);

@@ -1,0 +1,77 @@
+#include "outputs.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <iostream>
+#include <thread>
+
+#include "files/output.h"
+#include "support.h"
+
+namespace fusedmoe::cli {
+namespace {
+
+/// A thread of its own waits for the signals, because a handler may not remove files.
+void clean_up_on_signals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  for (const int number : {SIGINT, SIGTERM, SIGHUP}) {
+    struct sigaction action {};
+    sigaction(number, nullptr, &action);
+    if (action.sa_handler != SIG_IGN) sigaddset(&signals, number);  // by nohup, for one
+  }
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  std::thread([signals] {
+    int number = 0;
+    sigwait(&signals, &number);
+    files::abandon_outputs();
+    std::signal(number, SIG_DFL);
+    pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
+    raise(number);
+    _exit(128 + number);  // the first process of a container ignores its own signals
+  }).detach();
+}
+
+void clear_leftovers(const std::string& output, bool force) {
+  using Owner = files::Leftover::Owner;
+  for (const auto& [path, owner] : files::find_leftovers(output)) {
+    const bool remove = owner == Owner::kGone || (owner == Owner::kUnknown && force);
+    if (remove && files::remove_leftover(path)) {
+      log(Level::kInfo,
+          fmt::format("removed {}, which a run that was killed has left", path.string()));
+    } else if (owner == Owner::kUnknown) {
+      log(Level::kWarning,
+          fmt::format("{} was left by a run that was killed, unless it runs on another host; "
+                      "--force removes it",
+                      path.string()));
+    } else {
+      log(Level::kWarning, fmt::format("another run is writing {}", path.string()));
+    }
+  }
+}
+
+}  // namespace
+
+void add_force_option(Command& command, bool& force) {
+  command.add_flag("--force", force,
+                   "Remove unfinished outputs of other runs also where their host is not this one: "
+                   "none may run there");
+}
+
+void begin_outputs(const std::vector<std::string>& outputs, bool force) {
+  clean_up_on_signals();
+  for (const std::string& output : outputs) {
+    if (!output.empty()) clear_leftovers(output, force);
+  }
+}
+
+void flush_stdout() {
+  std::cout.flush();
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0 && std::cout) return;
+  throw Error::io("stdout", "cannot write all of the results to stdout");
+}
+
+}  // namespace fusedmoe::cli

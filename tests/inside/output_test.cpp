@@ -1,0 +1,100 @@
+// Outputs appear complete or not at all, and never in the place of another run's.
+#include "files/output.h"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include "error_text.h"
+#include "temporary_directory.h"
+
+namespace fusedmoe::files {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::error_text;
+using testing::TemporaryDirectory;
+
+std::string text_of(const fs::path& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+std::size_t num_entries(const fs::path& folder) {
+  return static_cast<std::size_t>(
+      std::distance(fs::directory_iterator(folder), fs::directory_iterator()));
+}
+
+TEST(OutputTest, WritersOfOneFileDoNotMix) {
+  const TemporaryDirectory directory;
+  const fs::path path = directory / "x";
+  {
+    OutputFile first(path), second(path), third(path);
+    first.write("first");
+    second.write("second");
+    third.write("third");
+    EXPECT_FALSE(fs::exists(path));
+    EXPECT_EQ(find_leftovers(path).size(), 3U);
+    for (const Leftover& each : find_leftovers(path)) {
+      EXPECT_EQ(each.owner, Leftover::Owner::kRuns);
+      EXPECT_FALSE(remove_leftover(each.path));
+    }
+    second.finish();
+    EXPECT_EQ(text_of(path), "second");
+    first.finish();
+  }
+  EXPECT_EQ(text_of(path), "first");
+  EXPECT_EQ(num_entries(directory.path()), 1U);
+}
+
+TEST(OutputTest, AFolderOfAnotherRunStays) {
+  const TemporaryDirectory directory;
+  const fs::path path = directory / "model";
+  {
+    OutputFolder first(path), second(path);
+    first.create("theirs")->write("first");
+    second.create("ours")->write("second");
+    first.commit("config.json");
+    EXPECT_EQ(error_text([&] { second.commit("config.json"); }),
+              "cannot write " + path.string() + ": another run has made it meanwhile");
+  }
+  EXPECT_EQ(text_of(path / "theirs"), "first");
+  EXPECT_EQ(num_entries(path), 1U);
+  EXPECT_EQ(num_entries(directory.path()), 1U);
+}
+
+TEST(OutputTest, AnEmptyFolderTakesOneRunAtATime) {
+  const TemporaryDirectory directory;
+  const fs::path path = directory / "model";
+  fs::create_directory(path);
+  {
+    OutputFolder folder(path);
+    EXPECT_NE(error_text([&] { OutputFolder other(path); }).find("another run is writing there"),
+              std::string::npos);
+    for (const char* name : {"config.json", "a", "b"}) folder.create(name)->write("ours");
+    std::ofstream(path / "b") << "theirs";
+    EXPECT_NE(error_text([&] { folder.commit("config.json"); }).find("file exists"),
+              std::string::npos);
+    EXPECT_EQ(num_entries(path), 2U) << "what had moved moved back";
+    fs::remove(path / "b");
+    folder.commit("config.json");
+  }
+  EXPECT_EQ(num_entries(path), 3U);
+  EXPECT_EQ(text_of(path / "config.json"), "ours");
+}
+
+TEST(OutputTest, DevicesAreWrittenToAsTheyAre) {
+  OutputFile nothing("/dev/null");
+  nothing.write("x");
+  nothing.finish();
+  EXPECT_TRUE(fs::is_character_file("/dev/null"));
+  if (!fs::exists("/dev/full")) GTEST_SKIP() << "no /dev/full";
+  OutputFile full("/dev/full");
+  EXPECT_EQ(error_text([&] { full.write("x"); }),
+            "cannot write /dev/full: no space left on device");
+}
+
+}  // namespace
+}  // namespace fusedmoe::files
