@@ -250,6 +250,9 @@ typedef struct fusedmoe_layer_weights {
   /* Projections around the routed experts, which have the width `latent`; or not given. */
   fusedmoe_tensor latent_down; /* (latent, hidden) */
   fusedmoe_tensor latent_up;   /* (hidden, latent) */
+  /* Of the whole layer. Must be given with tp_size > 1, where w13 and w2 are whole or this rank's
+   * slice; else 0, or the size that they have. */
+  int64_t intermediate;
 } fusedmoe_layer_weights;
 
 typedef struct fusedmoe_layer_options { /* LayerOptions in fusedmoe/layer.h */
@@ -268,12 +271,14 @@ typedef struct fusedmoe_layer_options { /* LayerOptions in fusedmoe/layer.h */
   int32_t ep_rank;
   const fusedmoe_executor* executor; /* copied; its context must outlive the layer */
   size_t max_workspace_bytes;        /* 0: no limit */
-  /* fusedmoe_layer_load() leaves out router and shared experts: only forward_routed works. */
+  /* Leaves out router and shared experts: only forward_routed works. */
   int32_t experts_only;
-  /* Ranks: RankOptions in fusedmoe/experts.h. NULL: one rank, or the caller adds what the ranks
-   * compute. With one, sizes of 0 mean that all its ranks share the experts and have tokens of
-   * their own; making the layer is then collective. fusedmoe_layer_load() reads only what this
-   * rank holds; fusedmoe_layer_create() is given that, or the whole layer. */
+  /* Ranks: RankOptions in fusedmoe/experts.h. NULL: one rank, or each output is one rank's part,
+   * and the caller adds those of all ranks; only placement of the members below may then be set.
+   * With one, sizes of 0 mean that all its ranks share the experts and have tokens of their own;
+   * making the layer is then collective. fusedmoe_layer_load() reads only what this rank holds, and
+   * without a communicator gives the shared experts to rank 0; fusedmoe_layer_create() is given
+   * that, or with a communicator all experts. */
   fusedmoe_communicator* communicator;
   const char* placement;       /* JSON of ExpertPlacement; NULL: linear */
   int64_t max_tokens_per_rank; /* the most that any rank gives to a forward */

@@ -58,10 +58,9 @@ struct LayerOptions {
   /// True: the experts must be able to route by themselves, else Error. False: they do so where
   /// that is faster, as for few tokens on CUDA.
   bool monolithic = false;
-  /// Of the ranks that share the layer. Without a communicator the output of ep_size > 1 holds the
-  /// sum over the experts of this rank, somebody has to add those of the others, one rank alone is
-  /// given the shared experts, and rank 0 alone adds what zero experts return. With one the output
-  /// is complete: give them to every rank.
+  /// Of the ranks that share the layer. Without a communicator the output is this rank's part, and
+  /// somebody has to add those of the others: rank 0 alone is given the shared experts, and adds
+  /// what zero experts return. With one the output is complete: give them to every rank.
   ParallelConfig parallel = {};
   /// With a communicator of several ranks, making the layer is collective: either all ranks have
   /// made it, or all throw the same Error. A default `parallel` then means expert parallelism of
@@ -108,6 +107,11 @@ struct ForwardOptions {
 /// Views of the same memory. A rank without experts keeps one that no token reaches.
 FUSEDMOE_API LayerWeights local_weights(const LayerWeights& whole, const ParallelConfig& parallel,
                                         const std::optional<ExpertPlacement>& placement = {});
+/// The same for tensors that may be this rank's slice already: those of all experts with the whole
+/// intermediate size, `intermediate`, are cut. Throws Error where tp_size > 1 and it is 0, because
+/// the tensors alone do not tell.
+FUSEDMOE_API LayerWeights own_slice(LayerWeights weights, const ParallelConfig& parallel,
+                                    std::int64_t intermediate);
 /// The slice of each expert: rows of gate and up, columns of down, whose bias stays with the slice
 /// that begins at 0.
 FUSEDMOE_API ExpertWeights slice_experts(const ExpertWeights& weights, Slice slice);

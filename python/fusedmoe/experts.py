@@ -43,6 +43,8 @@ def fused_experts(
     alpha: Optional[float] = None,
     beta: Optional[float] = None,
     limit: Optional[float] = None,
+    situ_beta: Optional[float] = None,
+    situ_linear_beta: Optional[float] = None,
     gate_up_layout: Optional[str] = None,
     transposed: bool = False,
     scale_layout: Optional[str] = None,
@@ -62,7 +64,8 @@ def fused_experts(
     w2: (E, hidden, intermediate).
     topk_weights, topk_ids: (num_tokens, topk) float32 and int32; global ids, -1 selects nothing.
     inplace: writes to hidden_states. out: or to this array, which may be float32.
-    activation: "silu" (default), "gelu", "swigluoai", ...; alpha, beta, limit: its parameters.
+    activation: "silu" (default), "gelu", "swigluoai", ...; alpha, beta, limit, situ_beta,
+        situ_linear_beta: its parameters.
     global_num_experts: -1: those of w13. expert_map: (global_num_experts) int32, global -> local
         expert or -1.
     scheme: of quantized weights, a name of schemes(): "mxfp4_w4a16", "fp8_block", ...
@@ -78,6 +81,8 @@ def fused_experts(
     Returns (num_tokens, hidden), of the kind of hidden_states. Raises ValueError for arguments that
     do not fit each other, NotImplementedError with the reasons where no implementation fits.
     """
+    if inplace and out is not None and out is not hidden_states:
+        raise ValueError("inplace cannot be used with out: both say where the output goes")
     if out is None:
         out = hidden_states if inplace else output_like(hidden_states)
     optional = {
@@ -97,6 +102,8 @@ def fused_experts(
         "alpha": alpha,
         "beta": beta,
         "limit": limit,
+        "situ_beta": situ_beta,
+        "situ_linear_beta": situ_linear_beta,
         "gate_up_layout": gate_up_layout,
         "scale_layout": scale_layout,
         "require": require,
@@ -106,7 +113,7 @@ def fused_experts(
         settings["apply_router_weight_on_input"] = True
     if transposed:
         settings["transposed"] = True
-    if global_num_experts >= 0:
+    if global_num_experts != -1:
         settings["global_num_experts"] = global_num_experts
     _core.fused_experts(
         _default_cache if cache is None else cache,

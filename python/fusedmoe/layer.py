@@ -75,12 +75,14 @@ class MoELayer:
             exactly that or an error.
         batch_invariant: rows do not depend on their batch. inplace: the output may be the input.
         monolithic: the experts route by themselves.
-        tp_size, dp_size, ep_size, ep_rank: of the ranks that share the layer.
-        tp_rank, sequence_parallel: likewise.
+        tp_size, tp_rank, ep_size, ep_rank, dp_size, sequence_parallel: of the ranks that share the
+            layer. Without a communicator each output is one rank's part: add those of all ranks;
+            shared experts are those of rank 0.
         num_threads: of the CPU; max_workspace_bytes: longer inputs run in chunks.
         communicator: of the ranks (see Communicator); making the layer is then collective. Without
             the sizes above all its ranks share the experts and have tokens of their own. Only what
-            this rank holds is read. max_tokens_per_rank: the most that any gives to a call.
+            this rank holds is read. The options below need one, but for placement.
+        max_tokens_per_rank: the most that any gives to a call.
         placement: JSON, as linear_placement() returns it; nearest_replica: take that of a token's
             experts. combine: "per_rank" or "per_slot"; combine_dtype: of rows per rank.
         dispatch_dtype: of rows on their way to other ranks: dtype, or that of the scheme's
@@ -122,6 +124,7 @@ class MoELayer:
         latent_down: Any = None,
         latent_up: Any = None,
         expert_map: Any = None,
+        intermediate: Optional[int] = None,
         shared: Optional[Dict[str, Any]] = None,
         weights: Optional[Dict[str, Any]] = None,
         **options: Any,
@@ -135,6 +138,8 @@ class MoELayer:
         scoring_func, renormalize, renormalize_epsilon, num_expert_group, topk_group,
         routed_scaling_factor, sparsemixer_jitter: see route().
         expert_map: (num_experts) int32, global -> local expert or -1; num_experts: default E.
+        intermediate: of the whole layer; must be given with tp_size > 1, where w13 and w2 are whole
+            or this rank's slice.
         num_zero_experts: experts that return their input; the router's tensors have rows for them,
             behind those of the others.
         latent_down (latent, hidden), latent_up (hidden, latent): projections around the routed
@@ -162,6 +167,7 @@ class MoELayer:
             "latent_down": latent_down,
             "latent_up": latent_up,
             "expert_map": expert_map,
+            "intermediate": intermediate,
         }
 
         def prepare() -> _core.PreparedLayer:

@@ -144,10 +144,10 @@ PreparedLayer load(const Checkpoint& checkpoint, std::optional<std::int64_t> ind
   const std::vector<std::int64_t> layers = checkpoint.moe_layers();
   if (!index && layers.empty()) throw Error("layer", "none", "a checkpoint with experts");
   const std::int64_t chosen = index ? *index : layers.front();
-  LayerWeights weights =
-      options.ranks.communicator
-          ? checkpoint.load_layer(chosen, parallel_of(options), options.ranks.placement)
-          : checkpoint.load_layer(chosen);
+  const ParallelConfig parallel = parallel_of(options);
+  LayerWeights weights = checkpoint.load_layer(chosen, parallel, options.ranks.placement);
+  // The caller adds the outputs of all ranks.
+  if (!options.ranks.communicator && parallel.rank() > 0) weights.shared_experts.reset();
   if (experts_only) {
     weights.router_weights = {};
     weights.shared_experts.reset();
@@ -188,6 +188,8 @@ PreparedLayer create(nb::handle w13, nb::handle w2, const nb::dict& settings,
   const Tensor down = tensor_of(item(settings, "latent_down"), "latent_down", kept);
   const Tensor up = tensor_of(item(settings, "latent_up"), "latent_up", kept);
   if (down || up) weights.latent = {down, up};
+  weights = own_slice(std::move(weights), parallel_of(options),
+                      get<std::int64_t>(settings, "intermediate", 0));
   return prepared;
 }
 

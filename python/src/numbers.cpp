@@ -84,10 +84,20 @@ nb::tuple quantize_weights_of(nb::handle values, const std::string& scheme,
   options.scale_rule = parse_enum<MxScaleRule>(scale_rule, 4, "scale_rule",
                                                [](MxScaleRule rule) { return name(rule); });
   options.scale_dtype = dtype_of(scale_dtype, "scale_dtype");
+  const QuantKey key = parse_scheme(scheme).weights;
+  const bool groups_of_integers =
+      (key.value == DType::kI4 || key.value == DType::kU8) && key.scale != DType::kE4M3;
+  const std::pair<bool, const char*> ignored[] = {
+      {options.scale_rule != MxScaleRule::kOcp && key.scale != DType::kE8M0, "scale_rule"},
+      {options.scale_dtype != DType::kF32 && !groups_of_integers, "scale_dtype"},
+      {global_amax && key != keys::nvfp4(), "global_amax"}};
+  for (const auto& [is_ignored, argument] : ignored) {
+    if (is_ignored) throw Error::conflict(argument, "scheme " + scheme);
+  }
   QuantizedMatrix matrix;
   {
     const WithoutGil no_gil;
-    matrix = quantize_weights(source, parse_scheme(scheme).weights, options, global_amax);
+    matrix = quantize_weights(source, key, options, global_amax);
   }
   const auto part = [](const Tensor& tensor) {
     return tensor ? nb::cast(tensor) : nb::object(nb::none());
@@ -185,6 +195,9 @@ RouterConfig router_of(const nb::dict& settings) {
   config.renormalize_epsilon = get(settings, "renormalize_epsilon", config.renormalize_epsilon);
   config.num_expert_group = get<std::int64_t>(settings, "num_expert_group", 0);
   config.topk_group = get<std::int64_t>(settings, "topk_group", 0);
+  if (config.topk_group != 0 && config.num_expert_group == 0) {
+    throw Error::conflict("topk_group", "num_expert_group 0");
+  }
   config.routed_scaling_factor = get(settings, "routed_scaling_factor", 1.0F);
   config.sparsemixer_jitter = get(settings, "sparsemixer_jitter", config.sparsemixer_jitter);
   config.num_zero_experts = get<std::int64_t>(settings, "num_zero_experts", 0);

@@ -124,6 +124,9 @@ RouterConfig to_router(const fusedmoe_router_config* config, const char* name) {
   result.renormalize = c.renormalize != 0;
   result.num_expert_group = c.num_expert_group;
   result.topk_group = c.topk_group;
+  if (c.topk_group != 0 && c.num_expert_group == 0) {
+    throw Error::conflict(std::string(name) + ".topk_group", "num_expert_group 0");
+  }
   if (c.routed_scaling_factor) result.routed_scaling_factor = *c.routed_scaling_factor;
   result.apply_router_weight_on_input = c.apply_router_weight_on_input != 0;
   result.num_zero_experts = c.num_zero_experts;

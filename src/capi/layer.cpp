@@ -73,7 +73,8 @@ LayerOptions to_options(const fusedmoe_layer_options& o, Executor* executor) {
   return options;
 }
 
-LayerWeights to_layer_weights(const fusedmoe_layer_weights* weights) {
+LayerWeights to_layer_weights(const fusedmoe_layer_weights* weights,
+                              const ParallelConfig& parallel) {
   const fusedmoe_layer_weights w = read_given_struct(weights, "weights");
   LayerWeights result;
   result.router = to_router(w.router, "weights.router");
@@ -90,7 +91,7 @@ LayerWeights to_layer_weights(const fusedmoe_layer_weights* weights) {
   const Tensor down = to_tensor(w.latent_down, "weights.latent_down");
   const Tensor up = to_tensor(w.latent_up, "weights.latent_up");
   if (down || up) result.latent = {down, up};
-  return result;
+  return own_slice(std::move(result), parallel, w.intermediate);
 }
 
 }  // namespace
@@ -179,16 +180,19 @@ fusedmoe_status fusedmoe_layer_load(const fusedmoe_checkpoint* checkpoint, int64
                                     const fusedmoe_layer_options* options, fusedmoe_layer** layer) {
   return fusedmoe::capi::make_layer(options, layer, [&](const fusedmoe::LayerOptions& made) {
     const fusedmoe::Checkpoint& opened = given(checkpoint, "checkpoint").checkpoint;
-    if (!made.ranks.communicator) return opened.load_layer(layer_index);
-    return opened.load_layer(layer_index, parallel_of(made), made.ranks.placement);
+    const fusedmoe::ParallelConfig parallel = parallel_of(made);
+    fusedmoe::LayerWeights weights = opened.load_layer(layer_index, parallel, made.ranks.placement);
+    // The caller adds the outputs of all ranks.
+    if (!made.ranks.communicator && parallel.rank() > 0) weights.shared_experts.reset();
+    return weights;
   });
 }
 
 fusedmoe_status fusedmoe_layer_create(const fusedmoe_layer_weights* weights,
                                       const fusedmoe_layer_options* options,
                                       fusedmoe_layer** layer) {
-  return fusedmoe::capi::make_layer(options, layer, [&](const fusedmoe::LayerOptions&) {
-    return fusedmoe::capi::to_layer_weights(weights);
+  return fusedmoe::capi::make_layer(options, layer, [&](const fusedmoe::LayerOptions& made) {
+    return fusedmoe::capi::to_layer_weights(weights, parallel_of(made));
   });
 }
 

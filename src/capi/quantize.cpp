@@ -67,8 +67,12 @@ fusedmoe_status fusedmoe_quantize_weights(const fusedmoe_tensor* values, const c
     given(matrix, "matrix");
     std::optional<float> amax;
     if (global_amax) amax = *global_amax;
-    *matrix = new fusedmoe_matrix{fusedmoe::quantize_weights(host_view(values, "values"),
-                                                             scheme_of(scheme).weights, {}, amax)};
+    const fusedmoe::QuantKey key = scheme_of(scheme).weights;
+    if (amax && key != fusedmoe::keys::nvfp4()) {
+      throw fusedmoe::Error::conflict("global_amax", "scheme " + std::string(scheme));
+    }
+    *matrix =
+        new fusedmoe_matrix{fusedmoe::quantize_weights(host_view(values, "values"), key, {}, amax)};
   });
 }
 

@@ -261,7 +261,9 @@ std::shared_ptr<ControlPlane> make_thread_control_plane() {
 }
 
 std::vector<std::shared_ptr<DataPlane>> make_thread_data_planes(int size, Device device) {
-  FUSEDMOE_CHECK(size >= 1, "size", core::to_string(size), "at least 1");
+  constexpr int kMostThreads = 1024;
+  FUSEDMOE_CHECK(size >= 1 && size <= kMostThreads, "size", core::to_string(size),
+                 core::format("from 1 to {}", kMostThreads));
   const auto mailboxes = std::make_shared<comm::Mailboxes>(size);
   std::vector<std::shared_ptr<DataPlane>> result;
   result.reserve(static_cast<std::size_t>(size));

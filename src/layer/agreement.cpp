@@ -122,7 +122,6 @@ LayerOptions complete(LayerOptions options) {
 
 LayerWeights complete(LayerWeights weights, const LayerOptions& options) {
   const ParallelConfig& parallel = options.parallel;
-  if (parallel.ep_size == 1) return weights;
   const std::int64_t num_experts = weights.router.num_experts;
   const ExpertPlacement placement =
       options.ranks.placement.value_or(ExpertPlacement::linear(num_experts, parallel.ep_size));
@@ -131,6 +130,7 @@ LayerWeights complete(LayerWeights weights, const LayerOptions& options) {
       "options.ranks.placement",
       core::format("{} experts on {} ranks", placement.num_experts(), placement.num_ranks()),
       core::format("{} experts on {} ranks", num_experts, parallel.ep_size));
+  if (parallel.ep_size == 1) return weights;
   if (!weights.expert_map && weights.experts.num_experts() == num_experts) {
     return local_weights(
         weights,

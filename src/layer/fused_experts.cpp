@@ -9,6 +9,7 @@
 #include "core/check.h"
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
+#include "moe/check_args.h"
 
 namespace fusedmoe {
 namespace {
@@ -72,6 +73,33 @@ Key key_of(const FusedExpertsArgs& args) {
     ++i;
   }
   return key;
+}
+
+/// Everything that the arguments tell before the weights are packed and memory is allocated.
+void check_args(const FusedExpertsArgs& args) {
+  const TensorView& x = args.hidden_states;
+  core::check_activation_dtype(x, "hidden_states");
+  core::check_rows(x, "hidden_states", x.dtype(), {-1, -1});
+  FUSEDMOE_CHECK_FAULT(args.weights.w13.defined(), kNull, "weights.w13", "undefined", "given");
+  FUSEDMOE_CHECK_FAULT(args.weights.w13.rank() > 0, kShape, "weights.w13", "a number",
+                       "(E, 2 * intermediate, hidden)");
+  const std::int64_t given = args.global_num_experts, local = args.weights.w13.size(0);
+  constexpr std::int64_t kMost = 1 << 20;
+  FUSEDMOE_CHECK(given >= 0 && given <= kMost, "global_num_experts", core::to_string(given),
+                 core::format("0, for those of w13, or up to {}", kMost));
+  const std::int64_t num_experts = given > 0 ? given : local;
+  core::check_tensor(args.topk_ids, "topk_ids", DType::kI32, {x.size(0), -1});
+  const std::int64_t topk = args.topk_ids.size(1);
+  FUSEDMOE_CHECK_FAULT(topk >= 1 && topk <= num_experts, kShape, "topk_ids",
+                       core::format("{} experts per token", topk),
+                       core::format("1 to {} (num_experts) columns", num_experts));
+  core::check_row_count(x.size(0), topk);
+  core::check_tensor(args.topk_weights, "topk_weights", DType::kF32, {x.size(0), topk});
+  if (args.expert_map) {
+    core::check_tensor(args.expert_map, "expert_map", DType::kI32, {num_experts});
+  }
+  const bool widened = args.output && args.output.dtype() == DType::kF32;
+  core::check_rows(args.output, "output", widened ? DType::kF32 : x.dtype(), x.shape());
 }
 
 MoeConfig config_of(const FusedExpertsArgs& args, const ExpertWeights& weights) {
@@ -161,9 +189,7 @@ std::size_t PackCache::size() const {
 
 void fused_experts(const FusedExpertsArgs& args, PackCache& cache) {
   FUSEDMOE_CHECK(cache.impl_, "cache", "moved from", "a cache that was not moved from");
-  core::check_activation_dtype(args.hidden_states, "hidden_states");
-  FUSEDMOE_CHECK_FAULT(args.weights.w13.defined(), kNull, "weights.w13", "undefined", "given");
-  core::check_tensor(args.topk_ids, "topk_ids", DType::kI32, {args.hidden_states.size(0), -1});
+  check_args(args);
   const Stream stream = args.stream.value_or(Stream{args.hidden_states.device()});
   const PackCache::Impl::Entry& entry = cache.impl_->find_or_pack(args, stream);
   ForwardArgs forward;

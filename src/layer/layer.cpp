@@ -81,6 +81,11 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
   core::check_row_count(num_tokens, 1);
   core::check_row_count(std::min(num_tokens, chunk),
                         kernel.experts().batched() ? config.num_local_experts : router.topk);
+  FUSEDMOE_CHECK(options.max_tokens >= 0, "options.max_tokens", core::to_string(options.max_tokens),
+                 "not negative");
+  FUSEDMOE_CHECK_FAULT(options.max_tokens == 0 || num_tokens <= options.max_tokens, kShape,
+                       "hidden_states", core::format("{} tokens", num_tokens),
+                       core::format("at most {}, the most of any rank", options.max_tokens));
   if (max_tokens_per_rank > 0) {
     FUSEDMOE_CHECK(call.max_tokens <= max_tokens_per_rank, "options.max_tokens",
                    core::to_string(call.max_tokens),
@@ -338,15 +343,17 @@ std::string MoeLayer::plan_json() const {
 }
 
 std::size_t MoeLayer::workspace_bytes(std::int64_t num_tokens) const {
-  FUSEDMOE_CHECK(num_tokens >= 0, "num_tokens", core::to_string(num_tokens), "not negative");
-  return impl().cut(std::min(num_tokens, impl().chunk), nullptr).bytes;
+  const std::int64_t at_once = std::min(num_tokens, impl().chunk);
+  core::check_num_tokens(impl().kernel.experts(), at_once);
+  return impl().cut(at_once, nullptr).bytes;
 }
 
 std::size_t MoeLayer::shared_bytes(std::int64_t num_tokens) const {
-  FUSEDMOE_CHECK(num_tokens >= 0, "num_tokens", core::to_string(num_tokens), "not negative");
   const Impl& impl = this->impl();
+  const std::int64_t at_once = std::min(num_tokens, impl.chunk);
+  core::check_num_tokens(impl.kernel.experts(), at_once);
   const auto bytes_of = [&](const ModularKernel& kernel) {
-    return kernel.shared_bytes(impl.problem(kernel, std::min(num_tokens, impl.chunk)));
+    return kernel.shared_bytes(impl.problem(kernel, at_once));
   };
   const std::size_t bytes = bytes_of(impl.kernel);
   return impl.monolithic ? std::max(bytes, bytes_of(*impl.monolithic)) : bytes;

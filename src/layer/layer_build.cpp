@@ -169,6 +169,41 @@ void share_input_scales(Communicator& communicator, ExpertWeights& weights) {
   each_scale([&](TensorView& scale, int gemm) { scale = there.select(0, gemm); });
 }
 
+/// A layer whose rows stay on this rank: what is said of other ranks would be ignored.
+void check_one_rank(const LayerWeights& weights, const LayerOptions& options) {
+  const ParallelConfig& parallel = options.parallel;
+  const RankOptions& ranks = options.ranks;
+  parallel.validate();
+  if (ranks.communicator) {
+    FUSEDMOE_CHECK(parallel.num_ranks() == 1, "options.ranks.communicator", "of one rank",
+                   core::format("of {} ranks, as options.parallel says", parallel.num_ranks()));
+    return;
+  }
+  const std::pair<bool, const char*> given[] = {
+      {ranks.max_tokens_per_rank != 0, "max_tokens_per_rank"},
+      {ranks.receive_capacity != 0, "receive_capacity"},
+      {ranks.drop_rows, "drop_rows"},
+      {ranks.fixed_sizes, "fixed_sizes"},
+      {ranks.replica_choice != ReplicaChoice::kHash, "replica_choice"},
+      {ranks.combine.has_value(), "combine"},
+      {ranks.combine_dtype.has_value(), "combine_dtype"},
+      {ranks.dispatch_dtype.has_value(), "dispatch_dtype"}};
+  for (const auto& [is_given, name] : given) {
+    if (!is_given) continue;
+    throw Error::invalid(core::format("options.ranks.{}", name),
+                         core::format("options.ranks.{} cannot be used without a communicator: no "
+                                      "rows travel",
+                                      name));
+  }
+  if (weights.shared_experts && parallel.rank() > 0) {
+    throw Error::invalid(
+        "shared_experts",
+        core::format("shared_experts are for rank 0 alone, not for rank {} of {}, without a "
+                     "communicator: the outputs of all ranks are added",
+                     parallel.rank(), parallel.num_ranks()));
+  }
+}
+
 void check_options(const LayerWeights& weights, const LayerOptions& options) {
   FUSEDMOE_CHECK_FAULT(core::is_activation_dtype(options.dtype), kDType, "options.dtype",
                        std::string(name(options.dtype)), "f32, bf16 or f16");
@@ -176,6 +211,7 @@ void check_options(const LayerWeights& weights, const LayerOptions& options) {
   FUSEDMOE_CHECK_FAULT(output == options.dtype || output == DType::kF32, kDType,
                        "options.output_dtype", std::string(name(output)),
                        core::format("{} or f32", name(options.dtype)));
+  core::check_num_threads(options.num_threads);
   layer::check_weights(weights);
   FUSEDMOE_CHECK_SUPPORTED(!weights.router.custom || options.device.is_cpu(), kDevice,
                            "router.custom", core::format("set on {}", to_string(options.device)),
@@ -186,6 +222,8 @@ void check_options(const LayerWeights& weights, const LayerOptions& options) {
 
 MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
   if (!layer::across_ranks(options)) {
+    check_one_rank(weights, options);
+    if (options.ranks.placement) weights = layer::complete(std::move(weights), options);
     check_options(weights, options);
     impl_ = std::make_unique<Impl>(weights, options, layer::select_routed(weights, options));
     return;

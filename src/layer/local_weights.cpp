@@ -136,4 +136,28 @@ LayerWeights local_weights(const LayerWeights& whole, const ParallelConfig& para
   return local;
 }
 
+LayerWeights own_slice(LayerWeights weights, const ParallelConfig& parallel,
+                       std::int64_t intermediate) {
+  parallel.validate();
+  const std::int64_t given = weights.experts.intermediate;
+  if (parallel.tp_size > 1 && intermediate == 0) {
+    throw Error::invalid(
+        "intermediate",
+        core::format("intermediate, the size of the whole layer, must be given with tp_size {}: "
+                     "tensors with {} may be the whole or a slice",
+                     parallel.tp_size, given));
+  }
+  if (intermediate == 0) return weights;
+  const bool fits = parallel.tp_size > 1 ? given <= intermediate : given == intermediate;
+  FUSEDMOE_CHECK(
+      fits, "intermediate", core::to_string(intermediate),
+      core::format("{}{}, as w13 and w2 have", parallel.tp_size > 1 ? "at least " : "", given));
+  if (parallel.tp_size > 1 && given == intermediate) {
+    weights.experts = slice_experts(
+        weights.experts,
+        slice_of(given, slice_unit(weights.experts.scheme), parallel.tp_size, parallel.tp_rank));
+  }
+  return weights;
+}
+
 }  // namespace fusedmoe

@@ -12,6 +12,7 @@
 #include "core/workspace.h"
 #include "layer/backend.h"
 #include "layer/checks.h"
+#include "moe/check_args.h"
 
 namespace fusedmoe {
 
@@ -70,10 +71,12 @@ std::size_t ModularKernel::common_bytes(const WorkspacePlan& plan,
 }
 
 std::size_t ModularKernel::workspace_bytes(std::int64_t num_tokens) const {
+  core::check_num_tokens(*experts_, num_tokens);
   return workspace_bytes(ProblemSize::of(experts_->config(), num_tokens));
 }
 
 std::size_t ModularKernel::shared_bytes(std::int64_t num_tokens) const {
+  core::check_num_tokens(*experts_, num_tokens);
   return shared_bytes(ProblemSize::of(experts_->config(), num_tokens));
 }
 

@@ -126,9 +126,21 @@ void check_row_buffer(const TensorView& view, const char* argument, DType dtype,
   check_place(view, argument, device, true);
 }
 
+namespace {
+
+// The kernels go in steps of up to 2^15 rows.
+constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max() - (1 << 16);
+
+}  // namespace
+
+void check_num_tokens(const Experts& experts, std::int64_t num_tokens) {
+  const MoeConfig& config = experts.config();
+  const std::int64_t most = kMaxRows / (experts.batched() ? config.num_local_experts : config.topk);
+  FUSEDMOE_CHECK(num_tokens >= 0 && num_tokens <= most, "num_tokens", core::to_string(num_tokens),
+                 core::format("from 0 to {}", most));
+}
+
 void check_row_count(std::int64_t num_tokens, std::int64_t rows_per_token) {
-  // The kernels go in steps of up to 2^15 rows.
-  constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max() - (1 << 16);
   FUSEDMOE_CHECK_FAULT(num_tokens <= kMaxRows / rows_per_token, kShape, "hidden_states",
                        core::format("{} tokens with {} rows each", num_tokens, rows_per_token),
                        core::format("at most {} rows of all experts", kMaxRows));

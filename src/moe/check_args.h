@@ -25,6 +25,8 @@ void check_row_buffer(const TensorView& view, const char* argument, DType dtype,
 
 /// Rows of all experts: those of `rows_per_token` for each token. Kernels count them in 32 bits.
 void check_row_count(std::int64_t num_tokens, std::int64_t rows_per_token);
+/// The same for `num_tokens` that a caller names, to ask these experts for sizes.
+void check_num_tokens(const Experts& experts, std::int64_t num_tokens);
 
 /// Weights that the experts accept, a stream of their device, hooks only where the experts call
 /// them, and where an expert map is given one of the right size.

@@ -67,6 +67,13 @@ Support supports_anywhere(const MoeConfig& config, SizeUnits units) {
               core::format("hidden {}, intermediate {}; takes positive multiples of {} and {}",
                            config.hidden, config.intermediate, units.hidden, units.intermediate));
   }
+  // So that products of sizes fit into 63 bits.
+  constexpr std::int64_t kMost = 1 << 24;
+  for (const std::int64_t size :
+       {config.hidden, config.intermediate, config.num_experts, config.num_local_experts}) {
+    if (size > kMost)
+      return no(Reason::kShape, core::format("a size of {}; at most {}", size, kMost));
+  }
   if (config.num_experts < 1 || config.topk < 1 || config.topk > config.num_experts) {
     return no(Reason::kShape, core::format("topk {} of {} experts; takes 1 to all of at least one",
                                            config.topk, config.num_experts));

@@ -155,6 +155,10 @@ float scale_of_tensor(Executor& executor, const TensorView& x) {
 QuantizedShape quantized_shape(const QuantKey& key, std::int64_t rows, std::int64_t cols) {
   FUSEDMOE_CHECK(core::has_quantizer(key), "key", name(QuantScheme{key, {}}),
                  "a number format of activations");
+  constexpr std::int64_t kMost = std::int64_t{1} << 31;
+  FUSEDMOE_CHECK_FAULT(rows >= 0 && cols >= 0 && rows <= kMost && cols <= kMost, kShape, "x",
+                       core::format("{} rows of {} columns", rows, cols),
+                       core::format("of 0 to {} each", kMost));
   QuantizedShape result;
   const bool packed = key.value == DType::kE2M1;
   result.values_dtype = packed ? DType::kU8 : key.value;
