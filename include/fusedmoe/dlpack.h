@@ -27,32 +27,30 @@ void to_dlpack(const TensorView& view, DLTensorT& out) {
   out.device.device_id = view.device().index;
 }
 
-/// View of a `DLTensor`; throws Error for a type, device or rank that the library does not have.
+/// The members of a DLTensor, whatever version it is of.
+struct DlpackMembers {
+  void* data;
+  int device_type, device_id, ndim;
+  DlpackType dtype;
+  int lanes;
+  const std::int64_t *shape, *strides;  ///< strides: null if row major
+  std::uint64_t byte_offset;
+};
+/// Throws Error for a type, device or rank that the library does not have.
+FUSEDMOE_API TensorView view_of_dlpack(const DlpackMembers& members);
+
+/// View of a `DLTensor`; throws as above.
 template <typename DLTensorT>
 TensorView from_dlpack(const DLTensorT& in) {
-  const auto dtype = dtype_from_dlpack({in.dtype.code, in.dtype.bits});
-  if (!dtype || in.dtype.lanes != 1) {
-    throw Error("dlpack.dtype",
-                "code " + std::to_string(in.dtype.code) + ", " + std::to_string(in.dtype.bits) +
-                    " bits, " + std::to_string(in.dtype.lanes) + " lanes",
-                "a dtype of fusedmoe::DType with one lane", Fault::kDType);
-  }
-  const int device_type = static_cast<int>(in.device.device_type);
-  if (device_type != 1 && device_type != 2) {
-    throw Error("dlpack.device", std::to_string(device_type), "kDLCPU (1) or kDLCUDA (2)",
-                Fault::kDevice);
-  }
-  if (in.ndim < 0 || in.ndim > Shape::kMaxRank) {
-    throw Error("dlpack.ndim", std::to_string(in.ndim), "0 to 6", Fault::kShape);
-  }
-  const Shape shape(std::span<const std::int64_t>(in.shape, static_cast<std::size_t>(in.ndim)));
-  const Shape strides =
-      in.strides
-          ? Shape(std::span<const std::int64_t>(in.strides, static_cast<std::size_t>(in.ndim)))
-          : contiguous_strides(shape);
-  const Device device{device_type == 1 ? DeviceKind::kCpu : DeviceKind::kCuda,
-                      device_type == 1 ? 0 : static_cast<int>(in.device.device_id)};
-  return TensorView(static_cast<char*>(in.data) + in.byte_offset, *dtype, shape, strides, device);
+  return view_of_dlpack({in.data,
+                         static_cast<int>(in.device.device_type),
+                         static_cast<int>(in.device.device_id),
+                         static_cast<int>(in.ndim),
+                         {in.dtype.code, in.dtype.bits},
+                         in.dtype.lanes,
+                         in.shape,
+                         in.strides,
+                         in.byte_offset});
 }
 
 }  // namespace fusedmoe
