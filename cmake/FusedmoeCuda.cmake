@@ -1,6 +1,8 @@
 # Sets FUSEDMOE_HAVE_CUDA from FUSEDMOE_CUDA (ON, OFF, AUTO) and, with CUDA, enables the language
 # and finds CUTLASS's headers: in CUTLASS_ROOT, or where scripts/install-deps.sh unpacks the
-# nvidia-cutlass wheel. AUTO needs nvcc and them; ON fails without.
+# nvidia-cutlass wheel. AUTO needs nvcc and them; ON fails without. FUSEDMOE_CUDA_ARCHITECTURES is
+# the property CUDA_ARCHITECTURES of every target with kernels, whatever a project around this one,
+# CMAKE_CUDA_ARCHITECTURES or CUDAARCHS say for others.
 set(CUTLASS_ROOT "" CACHE PATH "Folder with include/cute and include/cutlass; default: the wheel's")
 
 set(FUSEDMOE_HAVE_CUDA OFF)
@@ -28,8 +30,10 @@ endif()
 
 if(FUSEDMOE_HAVE_CUDA)
   # Machine code for Hopper alone: no PTX that a driver would have to compile at start.
-  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES 90a-real)
+  set(FUSEDMOE_CUDA_ARCHITECTURES 90a-real)
+  if(NOT CMAKE_CUDA_COMPILER_LOADED)
+    # With what the compiler is tried: else the environment may name what it does not know.
+    set(CMAKE_CUDA_ARCHITECTURES ${FUSEDMOE_CUDA_ARCHITECTURES})
   endif()
   enable_language(CUDA)
   find_package(CUDAToolkit REQUIRED)

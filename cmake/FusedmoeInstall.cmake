@@ -19,13 +19,17 @@ install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/fusedmoe ${PROJECT_BINARY_DIR}/i
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
 install(EXPORT fusedmoeTargets NAMESPACE fusedmoe:: DESTINATION ${package_dir})
 
-foreach(flag BUILD_SHARED_LIBS FUSEDMOE_HAVE_CUDA)  # written into the config as ON or OFF
+foreach(flag BUILD_SHARED_LIBS FUSEDMOE_HAVE_CUDA FUSEDMOE_HAVE_MPI FUSEDMOE_BUILD_C)  # written into the config as ON or OFF
   if(${flag})
     set(${flag} ON)
   else()
     set(${flag} OFF)
   endif()
 endforeach()
+set(FUSEDMOE_MPI_LIBRARIES)
+if(FUSEDMOE_HAVE_MPI)
+  list(JOIN MPI_CXX_LIBRARIES " " FUSEDMOE_MPI_LIBRARIES)
+endif()
 configure_package_config_file(${CMAKE_CURRENT_LIST_DIR}/fusedmoeConfig.cmake.in
   ${PROJECT_BINARY_DIR}/fusedmoeConfig.cmake INSTALL_DESTINATION ${package_dir})
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/fusedmoeConfigVersion.cmake

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs, by name, the Debian packages that building and testing need and that are missing; below
 # .deps/ what the Python package is built and tested with, and where nvcc is the headers of CUTLASS.
-# With everything there it only looks, and needs neither network nor rights.
+# With everything there it only looks, and needs neither network nor rights. Without rights it says
+# which packages are missing and goes on with what is there.
 set -euo pipefail
 
 # package: a command or a file below an include folder that shows it is there
@@ -55,23 +56,33 @@ fetch_wheels() {
   fetch python nanobind==3.1.0 numpy==2.4.6 pytest==9.2.0 mypy==2.4.1 ml_dtypes==0.6.0 ||
     echo "Without these the Python package is neither built nor tested." >&2
   if command -v nvcc >/dev/null && [[ -z ${CUTLASS_ROOT:-} ]]; then
-    fetch cutlass --no-deps nvidia-cutlass==4.2.0.0
+    fetch cutlass --no-deps nvidia-cutlass==4.2.0.0 ||
+      echo "Without these headers the library is built without CUDA." >&2
   fi
 }
 
-if [[ ${#missing[@]} -eq 0 ]]; then
-  fetch_wheels
-  exit
-fi
+# Installs what is missing. Without apt-get, or the rights for it, says what that is; the build says
+# itself what it cannot do without.
+install_packages() {
+  local as_root=()
+  if ! command -v apt-get >/dev/null; then
+    echo "No apt-get here: install these packages, or what corresponds to them: ${missing[*]}" >&2
+    return
+  fi
+  if [[ $(id -u) -ne 0 ]]; then
+    # Asks for a password where somebody can give it.
+    if ! command -v sudo >/dev/null || ! { [[ -t 0 ]] && sudo -v || sudo -n true; } 2>/dev/null; then
+      echo "No rights to install packages, going on without: ${missing[*]}" >&2
+      echo "As root: apt-get install ${missing[*]}" >&2
+      return
+    fi
+    as_root=(sudo)
+  fi
+  echo "Installing: ${missing[*]}" >&2
+  "${as_root[@]}" apt-get update -qq
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y -qq --no-install-recommends "${missing[@]}"
+}
 
-echo "Installing: ${missing[*]}" >&2
-if ! command -v apt-get >/dev/null; then
-  echo "No apt-get here: install these packages, or what corresponds to them, yourself." >&2
-  exit 1
-fi
-as_root=()
-[[ $(id -u) -eq 0 ]] || as_root=(sudo)
-"${as_root[@]}" apt-get update -qq
-"${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
-  apt-get install -y -qq --no-install-recommends "${missing[@]}"
+[[ ${#missing[@]} -eq 0 ]] || install_packages
 fetch_wheels
