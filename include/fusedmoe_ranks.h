@@ -30,7 +30,8 @@ fusedmoe_communicator_create_threads(int32_t size, const fusedmoe_communicator_o
                                      fusedmoe_communicator** communicators);
 /* Ranks that are processes, over TCP, with rows over NCCL on CUDA. Collective. Rank 0 listens at
  * the port of the address. NULL: rank, size, address and port are what torchrun, mpirun or srun
- * says. */
+ * says. For an address that other hosts reach the variable FUSEDMOE_TOKEN must be set: see
+ * fusedmoe_rendezvous. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_join(
     int32_t rank, int32_t size, const char* address, int32_t port,
     const fusedmoe_communicator_options* options, fusedmoe_communicator** communicator);
@@ -67,6 +68,10 @@ typedef struct fusedmoe_rendezvous {
   void* nccl_comm;
   /* FUSEDMOE_NCCL_UNIQUE_ID_BYTES that all ranks were given. */
   const void* nccl_unique_id;
+  /* With address: a secret of 16 to 64 characters, the same on all ranks, without which nobody is
+   * let in. NULL: that in the variable FUSEDMOE_TOKEN. Only where the address is of this host
+   * alone, as 127.0.0.1 is, there may be none. */
+  const char* token;
 } fusedmoe_rendezvous;
 
 /* Ranks that are processes and find each other as `rendezvous` says. Collective. */

@@ -162,6 +162,9 @@ class FUSEDMOE_API ControlPlane {
   /// Waits until somebody has posted it; none: nobody did within the time.
   virtual std::optional<std::string> read(const std::string& name,
                                           std::chrono::milliseconds timeout) = 0;
+  /// All ranks have read it: the plane need not keep it. Nobody posts that name again. A plane that
+  /// does nothing here grows with every gather.
+  virtual void forget(const std::string& name);
   /// Throws an Error with the text of "failure" if a rank has posted that: why it has given up.
   void check_failure();
   /// As read(), but looks for that failure every few milliseconds, too.
@@ -196,6 +199,8 @@ class FUSEDMOE_API Waiting {
   /// To be called every few milliseconds. Throws Error when the deadline has passed, naming
   /// `late`, or when a rank has given up.
   virtual void check(std::span<const int> late) = 0;
+  /// Bytes have come or gone: the deadline runs from here.
+  virtual void moved() {}
 };
 
 /// Moves bytes between ranks. Calls come from one thread at a time.
@@ -270,7 +275,8 @@ class FUSEDMOE_API Communicator {
 
   /// Waits for all ranks.
   void barrier();
-  /// Every rank's text, over the control plane. `what` names the step in errors.
+  /// Every rank's text, of at most 64 MiB, over the control plane. A longer one is an Error of all
+  /// ranks, and the communicator stays usable. `what` names the step in errors.
   std::vector<std::string> gather(std::string_view text, std::string_view what);
   /// Calls `step` on every rank, and returns when all have done so. If it throws on a rank, all
   /// throw an Error with that rank's text, at once instead of at the deadline of a later step; the
@@ -343,30 +349,39 @@ struct Launch {
   std::string address;   ///< of rank 0
   int port = 0;          ///< where rank 0 may listen; 0: not known
   std::string launcher;  ///< whose variables these are: "torchrun", "Open MPI", "MPICH", "Slurm"
+  std::string token;     ///< see make_tcp_control_plane()
 };
 /// From the variables that torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT),
 /// Open MPI, MPICH and Slurm set; none: no launcher. MASTER_ADDR and MASTER_PORT count with every
-/// launcher; the port is the one behind it where torchrun keeps MASTER_PORT for itself. Throws
-/// Error for variables that contradict each other.
+/// launcher; the port is the one behind it where torchrun keeps MASTER_PORT for itself. The address
+/// is 127.0.0.1 where all ranks are on this host and FUSEDMOE_TOKEN is not set. Throws Error for
+/// variables that contradict each other.
 FUSEDMOE_API std::optional<Launch> launch_from_environment();
 
-/// Rank 0 listens at the port and the others connect; the control plane of processes on several
-/// hosts. A process that ends is noticed at once.
+/// Rank 0 listens at the port of the address and the others connect; the control plane of processes
+/// on several hosts. A process that ends is noticed at once. The address is a name, or one of IPv4
+/// or IPv6; a name that is not known yet is tried until the deadline.
+///
+/// `token` is a secret of 16 to 64 characters, the same on all ranks; empty: that in the variable
+/// FUSEDMOE_TOKEN. Who connects and does not know it is dropped. Without a token every process of
+/// the host could join, so the address must then be of this host alone, as 127.0.0.1 is: else an
+/// Error. Nothing is encrypted.
 FUSEDMOE_API std::shared_ptr<ControlPlane> make_tcp_control_plane(
     int rank, int size, const std::string& address, int port,
-    std::chrono::milliseconds timeout = std::chrono::seconds(30));
-/// Texts as files in an empty folder that all ranks see.
+    std::chrono::milliseconds timeout = std::chrono::seconds(30), std::string_view token = {});
+/// Texts as files in an empty folder that all ranks see, and that only their user can write.
 FUSEDMOE_API std::shared_ptr<ControlPlane> make_file_control_plane(const std::string& folder);
 
 /// Gathers one text of every rank, as an engine's own collective does.
 using GatherCallback = std::function<std::vector<std::string>(const std::string&)>;
-/// A TCP control plane whose address the ranks tell each other by `gather`, which is called twice.
+/// A TCP control plane whose address, with a token that rank 0 draws, the ranks tell each other by
+/// `gather`, which is called twice. It listens at 127.0.0.1 where all ranks are on this host.
 FUSEDMOE_API std::shared_ptr<ControlPlane> make_control_plane(
     int rank, int size, const GatherCallback& gather,
     std::chrono::milliseconds timeout = std::chrono::seconds(30));
 
-/// A TCP connection between any two ranks, which find each other over the control plane: for
-/// processes on CPUs without MPI. Collective.
+/// A TCP connection between any two ranks, which find each other over the control plane, tokens
+/// with it: for processes on CPUs without MPI. Collective.
 FUSEDMOE_API std::shared_ptr<DataPlane> make_tcp_data_plane(
     int rank, int size, const std::shared_ptr<ControlPlane>& control,
     std::chrono::milliseconds timeout = std::chrono::seconds(30));

@@ -36,6 +36,7 @@ class Communicator:
         address: Optional[str] = None,
         port: int = 0,
         *,
+        token: Optional[str] = None,
         device: str = "cpu",
         timeout: float = 30.0,
         shared_memory: bool = True,
@@ -44,12 +45,15 @@ class Communicator:
 
         Rank 0 listens at the port of the address. Without an address all of it is what torchrun,
         mpirun or srun has set.
+        token: with an address, a secret of 16 to 64 characters, the same on all ranks, without
+            which nobody is let in; default: that in the variable FUSEDMOE_TOKEN. Only where the
+            address is of this host alone, as 127.0.0.1 is, there may be none.
         shared_memory: processes of one host share memory on the CPU. Where it is False on one
             rank, all send messages.
         """
         return cls(
             _core.join_communicator(
-                rank, size, address or "", port, device, timeout, shared_memory
+                rank, size, address or "", port, token or "", device, timeout, shared_memory
             )
         )
 

@@ -50,10 +50,14 @@ std::vector<PyCommunicator> threads(int size, const std::string& device, double 
 
 /// Without an address: what the launcher's variables say.
 PyCommunicator join(int rank, int size, const std::string& address, int port,
-                    const std::string& device, double timeout, bool shared_memory) {
+                    const std::string& token, const std::string& device, double timeout,
+                    bool shared_memory) {
   const CommunicatorOptions options = options_of(device, timeout, shared_memory);
   std::optional<Launch> launch;
-  if (!address.empty()) launch = Launch{rank, size, 0, address, port, ""};
+  if (address.empty() && !token.empty()) {
+    throw Error::invalid("token", "token is given without an address, at which alone it counts");
+  }
+  if (!address.empty()) launch = Launch{rank, size, 0, address, port, "", token};
   const WithoutGil no_gil;
   return PyCommunicator(join_processes(std::move(launch), options));
 }
@@ -169,7 +173,8 @@ void bind_ranks(nb::module_& module) {
   module.def("thread_communicators", &threads, nb::arg("size"), nb::arg("device"),
              nb::arg("timeout"));
   module.def("join_communicator", &join, nb::arg("rank"), nb::arg("size"), nb::arg("address"),
-             nb::arg("port"), nb::arg("device"), nb::arg("timeout"), nb::arg("shared_memory"));
+             nb::arg("port"), nb::arg("token"), nb::arg("device"), nb::arg("timeout"),
+             nb::arg("shared_memory"));
   module.def("create_communicator", &create, nb::arg("rank"), nb::arg("size"), nb::arg("gather"),
              nb::arg("device"), nb::arg("timeout"), nb::arg("shared_memory"));
   module.def("create_communicator_in_folder", &create_in_folder, nb::arg("rank"), nb::arg("size"),

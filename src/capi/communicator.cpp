@@ -50,6 +50,10 @@ void check_rendezvous(const fusedmoe_rendezvous& at, const CommunicatorOptions& 
                 "with one of them");
   }
   if (at.reserved != 0) throw Error("rendezvous.reserved", std::to_string(at.reserved), "0");
+  if (at.token && !at.address) {
+    throw Error::invalid("rendezvous.token",
+                         "rendezvous.token is given without address, at which alone it counts");
+  }
   if (at.nccl_comm && at.nccl_unique_id) {
     throw Error("rendezvous.nccl_unique_id", "given with nccl_comm", "given without");
   }
@@ -69,7 +73,8 @@ std::shared_ptr<Communicator> meet(int rank, int size, const fusedmoe_rendezvous
     const auto gather = to_gather(read_given_struct(at.gather, "rendezvous.gather"), size);
     control = make_control_plane(rank, size, gather, options.timeout);
   } else {
-    control = make_tcp_control_plane(rank, size, at.address, at.port, options.timeout);
+    const std::string_view token = at.token ? at.token : "";
+    control = make_tcp_control_plane(rank, size, at.address, at.port, options.timeout, token);
   }
   CallersNccl nccl{.comm = at.nccl_comm};
   if (at.nccl_unique_id) {
@@ -106,7 +111,7 @@ fusedmoe_status fusedmoe_communicator_join(int32_t rank, int32_t size, const cha
     given(communicator, "communicator");
     const fusedmoe::CommunicatorOptions o = fusedmoe::capi::to_options(options);
     std::optional<fusedmoe::Launch> launch;
-    if (address) launch = fusedmoe::Launch{rank, size, 0, address, port, ""};
+    if (address) launch = fusedmoe::Launch{rank, size, 0, address, port, "", ""};
     *communicator = fusedmoe::capi::make_handle(fusedmoe::join_processes(std::move(launch), o));
   });
 }

@@ -4,8 +4,11 @@
 // Names in the control plane: <prefix>g<number>/<rank> for a gather; "failure" for the reason of
 // the end, which also ends all parts that were split off. The first reason counts. A rank that
 // waits looks for it every few milliseconds.
+//
+// A rank posts its text of a gather when it has read all of the gather before. So who has read the
+// texts of a gather knows that all ranks have read its own text of the one before, and has it
+// forgotten.
 #include <algorithm>
-#include <exception>
 #include <mutex>
 #include <utility>
 
@@ -15,6 +18,7 @@
 #include "comm/shared_memory.h"
 #include "core/check.h"
 #include "core/device_runtime.h"
+#include "core/exception_text.h"
 #include "fusedmoe/comm.h"
 #include "fusedmoe/runtime.h"
 
@@ -62,6 +66,15 @@ struct Communicator::Impl {
   std::vector<int> host_ranks;
   std::vector<bool> access;  // size x size
   std::uint64_t gathers = 0, splits = 0, steps = 0, layers = 0;
+  /// Names of this rank's texts that are forgotten when all ranks have ended another gather.
+  struct ReadTexts {
+    std::mutex mutex;
+    std::vector<std::string> names;
+  };
+  std::shared_ptr<ReadTexts> read_texts = std::make_shared<ReadTexts>();
+  std::shared_ptr<ReadTexts> read_texts_of_whole;  // of what this was split off
+
+  ~Impl();
 
   mutable std::mutex mutex;
   mutable std::string failure;  // once known
@@ -73,6 +86,7 @@ struct Communicator::Impl {
   [[noreturn]] void fail(std::string_view what, std::span<const int> late);
   std::string read(const std::string& name, Clock::time_point deadline);
   void call_hook();
+  std::vector<std::string> gather_marked(const std::string& text, std::string_view what);
   void describe_hosts(Communicator& communicator);
   /// The peers of messages as the data plane numbers them.
   std::vector<Message> outside(std::span<const Message> messages) const;
@@ -87,8 +101,10 @@ class Communicator::Impl::Watch final : public Waiting {
   Watch(Impl& impl, std::string_view what)
       : impl_(impl), what_(what), deadline_(Clock::now() + impl.options.timeout) {}
   std::string_view what() const override { return what_; }
+  void moved() override { moved_ = true; }
   void check(std::span<const int> late) override {
     const Clock::time_point now = Clock::now();
+    if (std::exchange(moved_, false)) deadline_ = now + impl_.options.timeout;
     if (now >= deadline_) impl_.fail(what_, late);  // numbers of the data plane
     if (now < next_look_) return;
     next_look_ = now + kPollInterval;
@@ -102,6 +118,7 @@ class Communicator::Impl::Watch final : public Waiting {
  private:
   Impl& impl_;
   std::string_view what_;
+  bool moved_ = false;
   Clock::time_point deadline_, next_look_ = Clock::now() + kPollInterval;
 };
 
@@ -118,13 +135,19 @@ void Communicator::Impl::run(Communicator& communicator, std::string_view what, 
   } catch (const Error& error) {
     communicator.abort(core::format("{}: {}", what, error.what()));
     throw Error::communication(communicator.status());  // the same on every rank
-  } catch (const std::exception& error) {  // of who reads what is lent: no memory, for one
-    communicator.abort(core::format("{}: {}", what, error.what()));
-    throw;
-  } catch (...) {
-    communicator.abort(core::format("{}: an unknown exception", what));
+  } catch (...) {  // of who reads what is lent: no memory, for one
+    communicator.abort(core::format("{}: {}", what, core::current_exception_text()));
     throw;
   }
+}
+
+/// A part's last text goes to the whole: when that has gathered once more, all members of the part
+/// have read it.
+Communicator::Impl::~Impl() {
+  if (!read_texts_of_whole) return;
+  const std::lock_guard lock(read_texts_of_whole->mutex);
+  auto& names = read_texts_of_whole->names;
+  names.insert(names.end(), read_texts->names.begin(), read_texts->names.end());
 }
 
 /// Why the communicator ended, empty while it has not. Another rank may know: the control plane is
@@ -137,8 +160,8 @@ std::string Communicator::Impl::find_failure() const {
   std::optional<std::string> posted;
   try {
     posted = control->read("failure", milliseconds(0));
-  } catch (const Error& error) {
-    posted = error.what();
+  } catch (...) {
+    posted = core::current_exception_text();
   }
   if (!posted) return {};
   const std::lock_guard lock(mutex);
@@ -150,7 +173,7 @@ std::string Communicator::Impl::find_failure() const {
 std::string Communicator::Impl::end(const std::string& reason) {
   try {
     control->post("failure", reason);
-  } catch (const Error&) {
+  } catch (...) {
     // The others notice by themselves that the control plane is gone.
   }
   find_failure();
@@ -178,8 +201,8 @@ void Communicator::Impl::fail(std::string_view what, std::span<const int> late) 
 void Communicator::Impl::call_hook() {
   try {
     comm::call_wait_hook();
-  } catch (const std::exception& error) {
-    end(core::format("rank {}: {}", global(rank), error.what()));
+  } catch (...) {
+    end(core::format("rank {}: {}", global(rank), core::current_exception_text()));
     throw;
   }
 }
@@ -255,8 +278,8 @@ Communicator::Communicator(int rank, int size, std::shared_ptr<ControlPlane> con
         "options.device", to_string(options.device),
         core::format("that of the data plane, {}", to_string(impl_->data->device())));
     impl_->describe_hosts(*this);
-  } catch (const std::exception& error) {
-    comm::post_failure(*impl_->control, rank, error.what());
+  } catch (...) {
+    comm::post_failure(*impl_->control, rank, core::current_exception_text());
     throw;
   }
 }
@@ -297,23 +320,40 @@ void Communicator::barrier() {
 }
 
 std::vector<std::string> Communicator::gather(std::string_view text, std::string_view what) {
-  Impl& impl = *impl_;
   check();
-  const std::string name = core::format("{}g{}/", impl.prefix, impl.gathers++);
-  // Never empty: an empty text is what read() gives for one that nobody posted.
-  impl.control->post(name + core::to_string(impl.rank), "=" + std::string(text));
-  const Clock::time_point deadline = Clock::now() + impl.options.timeout;
-  std::vector<std::string> texts(static_cast<std::size_t>(impl.size));
-  std::vector<int> late;
-  for (int r = 0; r < impl.size; ++r) {
-    const std::string found = impl.read(name + core::to_string(r), deadline);
-    if (found.empty()) {
-      late.push_back(impl.global(r));
-    } else {
-      texts[r] = found.substr(1);
-    }
+  const bool fits = text.size() <= comm::kMostGathered;
+  const std::string mine = fits ? "=" + std::string(text) : "!" + core::to_string(text.size());
+  std::vector<std::string> texts = impl_->gather_marked(mine, what);
+  for (int r = 0; r < impl_->size; ++r) {
+    const bool too_long = texts[r].starts_with('!');
+    texts[r].erase(0, 1);
+    FUSEDMOE_CHECK(!too_long, core::format("text of rank {} for {}", impl_->global(r), what),
+                   core::format("{} bytes", texts[r]),
+                   core::format("at most {}", comm::kMostGathered));
   }
-  if (!late.empty()) impl.fail(what, late);
+  return texts;
+}
+
+/// `text` is not empty, as read() gives an empty one where nobody has posted any.
+std::vector<std::string> Communicator::Impl::gather_marked(const std::string& text,
+                                                           std::string_view what) {
+  const std::string name = core::format("{}g{}/", prefix, gathers++);
+  const std::string own = name + core::to_string(rank);
+  std::vector<std::string> read_by_all;
+  {
+    const std::lock_guard lock(read_texts->mutex);
+    read_by_all = std::exchange(read_texts->names, {own});
+  }
+  control->post(own, text);
+  const Clock::time_point deadline = Clock::now() + options.timeout;
+  std::vector<std::string> texts;
+  std::vector<int> late;
+  for (int r = 0; r < size; ++r) {
+    texts.push_back(read(name + core::to_string(r), deadline));
+    if (texts.back().empty()) late.push_back(global(r));
+  }
+  if (!late.empty()) fail(what, late);
+  for (const std::string& each : read_by_all) control->forget(each);
   return texts;
 }
 
@@ -321,10 +361,8 @@ void Communicator::together(const std::function<void()>& step, std::string_view 
   std::string mine;  // begins with '!' where the step has failed
   try {
     step();
-  } catch (const std::exception& error) {
-    mine = core::format("!{}", error.what());
   } catch (...) {
-    mine = "!an unknown exception";
+    mine = "!" + core::current_exception_text();
   }
   const std::vector<std::string> texts = gather(mine, what);
   std::vector<std::string> errors;
@@ -340,6 +378,7 @@ std::shared_ptr<Communicator> Communicator::split(int color) {
   const std::vector<std::string> colors = gather(core::to_string(color), "split");
   auto part = std::make_unique<Impl>();
   part->prefix = core::format("{}s{}.{}/", impl.prefix, impl.splits++, color);
+  part->read_texts_of_whole = impl.read_texts;
   part->control = impl.control;
   part->data = impl.data;
   part->shared = impl.shared;

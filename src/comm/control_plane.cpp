@@ -24,6 +24,8 @@ void comm::call_wait_hook() {
   if (const WaitHook hook = wait_hook) hook();
 }
 
+void ControlPlane::forget(const std::string&) {}
+
 void ControlPlane::check_failure() {
   if (const auto reason = read("failure", std::chrono::milliseconds(0))) {
     throw Error::communication(*reason);

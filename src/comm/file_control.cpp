@@ -1,9 +1,10 @@
 // The control plane in a folder: a text is a file, which appears at once with all it holds, because
-// it is written under another name and renamed.
+// it is written under a name of its own and linked. Only its owner can read it.
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -28,37 +29,53 @@ class FileControl final : public ControlPlane {
 
   void post(const std::string& name, std::string_view text) override {
     const std::filesystem::path path = path_of(name);
-    const std::string own =
-        core::format("{}.{}.{}", path.string(), getpid(), static_cast<const void*>(this));
-    {
-      std::ofstream file(own, std::ios::binary);
-      file.write(text.data(), static_cast<std::streamsize>(text.size()));
-      file.close();
-      FUSEDMOE_CHECK_IO(file, own, core::format("cannot write {}", own));
-    }
+    std::string own = path.string() + ".XXXXXX";
+    const int file = ::mkostemp(own.data(), O_CLOEXEC);
+    FUSEDMOE_CHECK_IO(file >= 0, own, problem("create", path));
+    const bool written = write_all(file, text);
+    const std::string why = problem("write", path);
     // link() fails where the name is taken: the first text stays.
-    const int linked = ::link(own.c_str(), path.c_str());
-    const int code = errno;
+    const bool linked = written && (::link(own.c_str(), path.c_str()) == 0 || errno == EEXIST);
+    const std::string why_not = written ? problem("create", path) : why;
     ::unlink(own.c_str());
-    FUSEDMOE_CHECK_IO(linked == 0 || code == EEXIST, path.string(),
-                      core::format("cannot create {}: {}", path.string(), std::strerror(code)));
+    FUSEDMOE_CHECK_IO(linked, path.string(), why_not);
   }
+
+  void forget(const std::string& name) override { ::unlink(path_of(name).c_str()); }
 
   std::optional<std::string> read(const std::string& name,
                                   std::chrono::milliseconds timeout) override {
     const auto deadline = std::chrono::steady_clock::now() + timeout;
     while (true) {
-      if (std::ifstream file(path_of(name), std::ios::binary); file) {
+      const std::filesystem::path path = path_of(name);
+      if (std::ifstream file(path, std::ios::binary); file) {
         std::ostringstream text;
         text << file.rdbuf();
         return text.str();
       }
+      FUSEDMOE_CHECK_IO(errno == ENOENT, path.string(), problem("read", path));
       if (std::chrono::steady_clock::now() >= deadline) return std::nullopt;
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
   }
 
  private:
+  static std::string problem(const char* act, const std::filesystem::path& path) {
+    return core::format("cannot {} {}: {}", act, path.string(), std::strerror(errno));
+  }
+  /// Closes it, too.
+  static bool write_all(int file, std::string_view text) {
+    bool good = true;
+    while (good && !text.empty()) {
+      const ssize_t bytes = ::write(file, text.data(), text.size());
+      good = bytes > 0 || (bytes < 0 && errno == EINTR);
+      if (bytes > 0) text.remove_prefix(static_cast<std::size_t>(bytes));
+    }
+    const int code = errno;
+    const bool closed = ::close(file) == 0;
+    if (!good) errno = code;
+    return good && closed;
+  }
   std::filesystem::path path_of(std::string name) const {
     for (char& c : name) c = c == '/' ? '_' : c;
     return folder_ / name;

@@ -7,7 +7,9 @@
 #include <list>
 #include <optional>
 
+#include "comm/address.h"
 #include "comm/socket.h"
+#include "comm/token.h"
 
 namespace fusedmoe::comm {
 
@@ -15,6 +17,7 @@ struct Greeting {
   static constexpr std::uint32_t kOurs = 0x666d6f65;
   std::uint32_t ours = kOurs;  // else it is not one
   std::uint32_t rank = 0;
+  Token::Bytes token{};  // else it is not one of this job
 };
 
 /// Connects and says that this is `rank`.
@@ -28,8 +31,8 @@ class Welcome {
     Socket socket;
   };
 
-  explicit Welcome(Socket listener) : listener_(std::move(listener)) {}
-  /// The next that has said its rank; none: nobody until then.
+  Welcome(Listener listener, const Token& token) : listener_(std::move(listener)), token_(token) {}
+  /// The next that has said its rank and the token; none: nobody until then.
   std::optional<Guest> next(SocketClock::time_point until);
 
  private:
@@ -40,12 +43,13 @@ class Welcome {
     std::array<char, sizeof(Greeting)> bytes{};
     std::size_t got = 0;
   };
-  void accept();
+  void accept(const Socket& listener);
   /// Reads what has come; false: forget it.
-  static bool listen_to(Stranger& stranger);
+  bool listen_to(Stranger& stranger) const;
 
-  Socket listener_;
-  std::list<Stranger> strangers_;
+  Listener listener_;
+  Token token_;
+  std::list<Stranger> strangers_;  // the one that came first in front
 };
 
 }  // namespace fusedmoe::comm

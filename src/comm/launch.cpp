@@ -10,22 +10,25 @@
 
 #include "comm/check_ranks.h"
 #include "comm/poll.h"
+#include "comm/token.h"
 #include "core/check.h"
+#include "core/exception_text.h"
 
 namespace fusedmoe {
 namespace {
 
 struct Launcher {
   const char *name, *rank, *size, *local_rank;
+  const char* local_size;  // the same text as `size` where all ranks are on this host
 };
 
 // The first that has set its variables counts: mpirun below Slurm sets both kinds.
 constexpr std::array kLaunchers{
-    Launcher{"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"},
+    Launcher{"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
     Launcher{"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-             "OMPI_COMM_WORLD_LOCAL_RANK"},
-    Launcher{"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
-    Launcher{"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"},
+             "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"},
+    Launcher{"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+    Launcher{"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"},
 };
 
 std::optional<int> number(const char* name) {
@@ -37,6 +40,12 @@ std::optional<int> number(const char* name) {
   FUSEDMOE_CHECK(problem == std::errc() && stop == end && value >= 0, name,
                  core::format("\"{}\"", text), "a number that is not negative");
   return value;
+}
+
+bool is_one_host(const Launcher& launcher) {
+  const char* local = std::getenv(launcher.local_size);
+  const char* all = std::getenv(launcher.size);
+  return local && all && std::string_view(local) == all;
 }
 
 /// "RANK=0, MASTER_ADDR=node7": what is set of these.
@@ -97,6 +106,7 @@ std::optional<Launch> launch_from_environment() {
     launch.local_rank = number(launcher.local_rank).value_or(0);
     launch.launcher = launcher.name;
     if (const char* address = std::getenv("MASTER_ADDR")) launch.address = address;
+    if (is_one_host(launcher) && comm::Token::given({}).empty()) launch.address = "127.0.0.1";
     launch.port = number("MASTER_PORT").value_or(0);
     // torchrun itself listens at that port.
     const char* agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
@@ -121,8 +131,8 @@ std::shared_ptr<Communicator> make_communicator(int rank, int size,
     } else {
       data = make_nccl_data_plane(rank, size, options.device, control, options.timeout, nccl);
     }
-  } catch (const std::exception& error) {
-    comm::post_failure(*control, rank, error.what());
+  } catch (...) {
+    comm::post_failure(*control, rank, core::current_exception_text());
     throw;
   }
   return std::make_shared<Communicator>(rank, size, std::move(control), std::move(data), options);
@@ -132,8 +142,8 @@ std::shared_ptr<Communicator> join_processes(std::optional<Launch> launch,
                                              CommunicatorOptions options) {
   if (!launch) launch = launch_from_environment();
   check_address(launch);
-  const auto& [rank, size, local_rank, address, port, launcher] = *launch;
-  auto control = make_tcp_control_plane(rank, size, address, port, options.timeout);
+  const auto& [rank, size, local_rank, address, port, launcher, token] = *launch;
+  auto control = make_tcp_control_plane(rank, size, address, port, options.timeout, token);
   return make_communicator(rank, size, std::move(control), options);
 }
 

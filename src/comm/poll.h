@@ -1,6 +1,7 @@
 // How ranks that wait for each other notice that one has given up.
 #pragma once
 
+#include <cstdint>
 #include <string_view>
 
 #include "fusedmoe/comm.h"
@@ -13,6 +14,9 @@ inline constexpr std::chrono::milliseconds kPollInterval{20};
 /// Calls the process's WaitHook, if there is one. To be called by every wait for other ranks, every
 /// few milliseconds.
 void call_wait_hook();
+
+/// Bytes of the longest text that a rank may gather.
+inline constexpr std::uint64_t kMostGathered = std::uint64_t{1} << 26;
 
 /// Tells all who wait at this control plane why `rank` gives up. Without the plane nobody hears it.
 void post_failure(ControlPlane& control, int rank, std::string_view reason) noexcept;

@@ -1,7 +1,6 @@
 #include "comm/socket.h"
 
 #include <fcntl.h>
-#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -13,20 +12,16 @@
 #include <cerrno>
 #include <charconv>
 #include <cstring>
-#include <memory>
 #include <thread>
 #include <utility>
 
+#include "comm/address.h"
 #include "comm/poll.h"
 #include "core/format.h"
 #include "fusedmoe/error.h"
 
 namespace fusedmoe::comm {
 namespace {
-
-[[noreturn]] void fail(const std::string& what, int code) {
-  throw Error::communication(core::format("{}: {}", what, std::strerror(code)));
-}
 
 /// False: the deadline has passed.
 bool wait_for(int descriptor, short events, SocketClock::time_point deadline) {
@@ -40,11 +35,9 @@ bool wait_for(int descriptor, short events, SocketClock::time_point deadline) {
 }
 
 /// A peer that does not answer is given up at the deadline. Returns the problem, 0 for none.
-int connect_until(const Socket& socket, const addrinfo& place, SocketClock::time_point deadline) {
+int connect_until(const Socket& socket, const Address& to, SocketClock::time_point deadline) {
   const int descriptor = socket.get();
-  if (::connect(descriptor, place.ai_addr, place.ai_addrlen) != 0 && errno != EINPROGRESS) {
-    return errno;
-  }
+  if (::connect(descriptor, to.get(), to.bytes) != 0 && errno != EINPROGRESS) return errno;
   if (!wait_for(descriptor, POLLOUT, deadline)) return ETIMEDOUT;
   int code = 0;
   socklen_t size = sizeof code;
@@ -129,25 +122,6 @@ bool Socket::write(const void* data, std::size_t bytes) const {
   return true;
 }
 
-Socket listen_at(int& port) {
-  Socket listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!listener) fail("socket", errno);
-  const int on = 1;
-  setsockopt(listener.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  sockaddr_in place{};
-  place.sin_family = AF_INET;
-  place.sin_addr.s_addr = htonl(INADDR_ANY);
-  place.sin_port = htons(static_cast<std::uint16_t>(port));
-  auto* address = reinterpret_cast<sockaddr*>(&place);
-  if (::bind(listener.get(), address, sizeof place) != 0 || ::listen(listener.get(), 1024) != 0) {
-    fail(core::format("cannot listen at port {}", port), errno);
-  }
-  socklen_t size = sizeof place;
-  getsockname(listener.get(), address, &size);
-  port = ntohs(place.sin_port);
-  return listener;
-}
-
 Socket accept_from(const Socket& listener) {
   Socket connection(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
   if (connection) set_no_delay(connection.get());
@@ -155,44 +129,44 @@ Socket accept_from(const Socket& listener) {
 }
 
 Socket connect_to(const Destination& to) {
-  const std::string place =
-      core::format("cannot reach rank {} at {}:{}", to.rank, to.address, to.port);
-  int code = ETIMEDOUT;
+  std::string problem = std::strerror(ETIMEDOUT);
   do {
-    addrinfo hints{}, *list = nullptr;
-    hints.ai_family = AF_INET;
-    hints.ai_socktype = SOCK_STREAM;
-    const int problem =
-        getaddrinfo(to.address.c_str(), std::to_string(to.port).c_str(), &hints, &list);
-    if (problem != 0) {
-      throw Error::communication(core::format("{}: {}", place, gai_strerror(problem)));
-    }
-    const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(list, freeaddrinfo);
-    for (const addrinfo* each = list; each; each = each->ai_next) {
-      Socket connection(::socket(each->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-      if (!connection) fail("socket", errno);
-      code = connect_until(connection, *each, to.deadline);
+    const Addresses found = addresses_of(to.address, to.port);
+    if (!found.problem.empty()) problem = found.problem;
+    check_guarded(!to.token.empty(), to.address, found.all);
+    auto left = static_cast<std::ptrdiff_t>(found.all.size());
+    for (const Address& each : found.all) {
+      Socket connection(::socket(each.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+      // One that does not answer leaves the others their share of the time.
+      const auto now = SocketClock::now();
+      const auto share = std::max(to.deadline - now, SocketClock::duration()) / left--;
+      const int code = connection ? connect_until(connection, each, now + share) : errno;
       if (code == 0) {
         set_no_delay(connection.get());
         return connection;
       }
+      problem = std::strerror(code);
     }
     to.between_tries();
     call_wait_hook();
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    std::this_thread::sleep_for(kRetry);
   } while (SocketClock::now() < to.deadline);
-  fail(place, code);
+  throw Error::communication(
+      core::format("cannot reach rank {} at {}:{}: {}", to.rank, to.address, to.port, problem));
 }
 
-int port_of(int rank, std::string_view text) {
+std::pair<int, Token> port_and_token(int rank, std::string_view text) {
+  const std::size_t blank = std::min(text.find(' '), text.size());
+  const std::string_view number = text.substr(0, blank);
   int port = 0;
-  const char* end = text.data() + text.size();
-  const auto [stop, problem] = std::from_chars(text.data(), end, port);
+  const char* end = number.data() + number.size();
+  const auto [stop, problem] = std::from_chars(number.data(), end, port);
   if (problem != std::errc() || stop != end || port <= 0 || port > 65535) {
     throw Error::communication(
-        core::format("rank {} has told \"{}\" as its port; must be in [1, 65535]", rank, text));
+        core::format("rank {} has told \"{}\" as its port; must be in [1, 65535]", rank, number));
   }
-  return port;
+  const std::string_view token = text.substr(std::min(blank + 1, text.size()));
+  return {port, Token(token, core::format("token of rank {}", rank))};
 }
 
 }  // namespace fusedmoe::comm

@@ -7,6 +7,9 @@
 #include <functional>
 #include <string>
 #include <string_view>
+#include <utility>
+
+#include "comm/token.h"
 
 namespace fusedmoe::comm {
 
@@ -43,22 +46,24 @@ class Socket {
   int descriptor_ = -1;
 };
 
-/// Listens on all interfaces; port 0: the system chooses. `port` becomes the real one.
-Socket listen_at(int& port);
 /// The next connection; none when nobody has connected.
 Socket accept_from(const Socket& listener);
+/// How long a name or a port that is not there yet is left alone between two tries.
+inline constexpr std::chrono::milliseconds kRetry{50};
 /// A rank that listens, maybe only later.
 struct Destination {
   int rank;
   std::string address;
   int port;
   SocketClock::time_point deadline;
+  Token token;                                  // that this rank wants to be told
   std::function<void()> between_tries = [] {};  // may throw, to give up before the deadline
 };
-/// Tries until the deadline.
+/// Tries until the deadline. Throws Error at once for a rank of another host without a token.
 Socket connect_to(const Destination& to);
 
-/// The port that `rank` has told the others. Throws Error where `text` is none.
-int port_of(int rank, std::string_view text);
+/// What `rank` has told the others: "40213 c0ffee...", where it listens and what it wants to be
+/// told. Throws Error where `text` is something else.
+std::pair<int, Token> port_and_token(int rank, std::string_view text);
 
 }  // namespace fusedmoe::comm

@@ -3,9 +3,10 @@
 // say which rank is missing.
 //
 // A request: kind, bytes of the name, bytes of the text or milliseconds to wait, name, text. An
-// answer to a read: kFound if the text is there, bytes, text. A connection begins with the rank and
-// ends with kEnd: one that ends without is a rank that has died, and its failure is posted for all.
-// Where rank 0 ends first, the last answer is kLast and why the ranks have failed.
+// answer to a read: kFound if the text is there, bytes, text. A connection begins with a Greeting
+// and ends with kEnd: one that ends without is a rank that has died, and its failure is posted for
+// all. Where rank 0 ends first, or takes a process for none of its ranks, the last answer is kLast
+// and why the ranks have failed.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -19,6 +20,7 @@
 #include "comm/poll.h"
 #include "comm/text_board.h"
 #include "core/check.h"
+#include "core/exception_text.h"
 
 namespace fusedmoe {
 namespace comm {
@@ -26,7 +28,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-enum class Kind : std::uint32_t { kPost, kRead, kEnd };
+enum class Kind : std::uint32_t { kPost, kRead, kEnd, kForget };
 
 struct Request {
   Kind kind;
@@ -42,7 +44,9 @@ struct Answer {
 };
 
 constexpr std::uint32_t kMaxNameBytes = 4096;
-constexpr std::uint64_t kMaxTextBytes = std::uint64_t{1} << 26;
+constexpr std::uint64_t kMaxTextBytes = kMostGathered + 1;  // and how a gather marks it
+/// Of texts that a rank may have here at a time: of the two gathers that ranks can be in.
+constexpr std::uint64_t kMostKept = 2 * (kMaxTextBytes + kMaxNameBytes) + (std::uint64_t{1} << 20);
 /// A read waits in parts of this length, between which the connection is free for other threads.
 constexpr milliseconds kPart{100};
 /// How much later than asked for an answer may come before rank 0 counts as silent.
@@ -51,9 +55,10 @@ constexpr milliseconds kGrace{300};
 /// Rank 0.
 class Server final : public ControlPlane {
  public:
-  Server(int size, int port, milliseconds timeout)
-      : size_(size), port_(port), welcome_(listen_at(port_)) {
-    acceptor_ = std::thread([this, timeout] { accept_all(timeout); });
+  Server(int size, Listener listener, const Token& token, milliseconds timeout)
+      : size_(size), port_(listener.port) {
+    acceptor_ =
+        std::thread(&Server::accept_all, this, Welcome(std::move(listener), token), timeout);
   }
   ~Server() override {
     // The others may still read what was posted last.
@@ -68,6 +73,7 @@ class Server final : public ControlPlane {
 
   int port() const { return port_; }
   void post(const std::string& name, std::string_view text) override { board_.post(name, text); }
+  void forget(const std::string& name) override { board_.forget(name); }
   std::optional<std::string> read(const std::string& name, milliseconds timeout) override {
     return board_.read(name, timeout);
   }
@@ -75,8 +81,11 @@ class Server final : public ControlPlane {
  private:
   struct Connection {
     Socket socket;
+    std::uint32_t rank;
+    std::uint64_t kept = 0;  // bytes of its texts
     std::thread thread;
   };
+  enum class Next { kGoOn, kEnd, kLost };
 
   void wait_for_ends(milliseconds most) const {
     const auto deadline = SocketClock::now() + most;
@@ -85,58 +94,88 @@ class Server final : public ControlPlane {
     }
   }
 
-  void accept_all(milliseconds timeout) {
+  /// Until all are here; then nobody else gets a connection.
+  void accept_all(Welcome welcome, milliseconds timeout) {
     const auto deadline = SocketClock::now() + timeout;
     std::set<std::uint32_t> here{0};
     while (static_cast<int>(here.size()) < size_ && !ending_ && SocketClock::now() < deadline) {
-      std::optional<Welcome::Guest> guest = welcome_.next(SocketClock::now() + kPollInterval);
+      std::optional<Welcome::Guest> guest = welcome.next(SocketClock::now() + kPollInterval);
       if (!guest) continue;
       const std::uint32_t rank = guest->rank;
       if (rank >= static_cast<std::uint32_t>(size_)) {
-        board_.post("failure",
-                    core::format("a process has joined {} ranks as rank {}", size_, rank));
+        refuse(guest->socket,
+               core::format("a process has joined {} ranks as rank {}", size_, rank));
       } else if (!here.insert(rank).second) {
-        board_.post("failure", core::format("a second process has joined as rank {}", rank));
+        refuse(guest->socket, core::format("a second process has joined as rank {}", rank));
+      } else {
+        ++open_;
+        Connection& connection = connections_.emplace_back();
+        connection.socket = std::move(guest->socket);
+        connection.rank = rank;
+        connection.thread = std::thread([this, &connection] { serve(connection); });
       }
-      ++open_;
-      Connection& connection = connections_.emplace_back();
-      connection.socket = std::move(guest->socket);
-      connection.thread =
-          std::thread([this, &connection, rank] { serve(connection.socket, rank); });
     }
   }
 
-  void serve(const Socket& socket, std::uint32_t rank) {
-    bool ended = false;
-    while (answer(socket, ended)) {
+  /// Ends the ranks, and tells the guest why; it is not served.
+  void refuse(const Socket& guest, const std::string& reason) {
+    board_.post("failure", reason);
+    write(guest, Found::kLast, reason);
+  }
+
+  void serve(Connection& connection) {
+    Next next = Next::kGoOn;
+    while (next == Next::kGoOn) next = answer(connection);
+    if (next == Next::kLost && !ending_) {
+      board_.post("failure",
+                  core::format("rank {} has died or lost its connection", connection.rank));
     }
-    if (!ended && ending_) {
-      const std::optional<std::string> reason = board_.read("failure", milliseconds(0));
-      if (reason) write(socket, Found::kLast, *reason);
-    } else if (!ended) {
-      board_.post("failure", core::format("rank {} has died or lost its connection", rank));
-    }
+    const auto reason = board_.read("failure", milliseconds(0));
+    if (next == Next::kLost && reason) write(connection.socket, Found::kLast, *reason);
     --open_;
   }
 
-  bool answer(const Socket& socket, bool& ended) {
+  Next answer(Connection& connection) {
+    const Socket& socket = connection.socket;
     Request request{};
-    if (!socket.read(&request, sizeof request) || request.name_bytes > kMaxNameBytes) return false;
-    ended = request.kind == Kind::kEnd;
-    if (ended) return false;
-    std::string name(request.name_bytes, '\0');
-    if (!socket.read(name.data(), name.size())) return false;
-    if (request.kind == Kind::kPost) {
-      if (request.value > kMaxTextBytes) return false;
-      std::string text(request.value, '\0');
-      if (!socket.read(text.data(), text.size())) return false;
-      board_.post(name, text);
-      return true;
+    if (!socket.read(&request, sizeof request) || request.name_bytes > kMaxNameBytes) {
+      return Next::kLost;
     }
-    const auto wait = std::min<std::uint64_t>(request.value, kPart.count());
-    const std::optional<std::string> text =
-        board_.read(name, milliseconds(static_cast<std::int64_t>(wait)));
-    return write(socket, text ? Found::kFound : Found::kNothing, text.value_or(""));
+    if (request.kind == Kind::kEnd) return Next::kEnd;
+    std::string name(request.name_bytes, '\0');
+    if (!socket.read(name.data(), name.size())) return Next::kLost;
+    switch (request.kind) {
+      case Kind::kPost:
+        return take_text(connection, name, request.value);
+      case Kind::kForget: {
+        connection.kept -= std::min(connection.kept, board_.drop(name));
+        return Next::kGoOn;
+      }
+      case Kind::kRead: {
+        const auto wait = std::min<std::uint64_t>(request.value, kPart.count());
+        const std::optional<std::string> text =
+            board_.read(name, milliseconds(static_cast<std::int64_t>(wait)));
+        const Found found = text ? Found::kFound : Found::kNothing;
+        return write(socket, found, text.value_or("")) ? Next::kGoOn : Next::kLost;
+      }
+      default:
+        return Next::kLost;
+    }
+  }
+
+  Next take_text(Connection& connection, const std::string& name, std::uint64_t bytes) {
+    const std::uint64_t kept = connection.kept + name.size();
+    if (bytes > kMostKept || kept + bytes > kMostKept) {
+      board_.post("failure",
+                  core::format("rank {} has posted {} bytes beside {}; must be at most {}",
+                               connection.rank, bytes, kept, kMostKept));
+      return Next::kLost;
+    }
+    std::string text(bytes, '\0');
+    if (!connection.socket.read(text.data(), text.size())) return Next::kLost;
+    connection.kept = kept + bytes;
+    board_.post(name, text);
+    return Next::kGoOn;
   }
 
   static bool write(const Socket& socket, Found found, const std::string& text) {
@@ -145,9 +184,8 @@ class Server final : public ControlPlane {
   }
 
   const int size_;
-  int port_;
+  const int port_;
   TextBoard board_;
-  Welcome welcome_;
   std::deque<Connection> connections_;  // of the acceptor until it has ended
   std::atomic<int> open_{0};
   std::atomic<bool> ending_{false};
@@ -157,10 +195,10 @@ class Server final : public ControlPlane {
 /// Every other rank.
 class Client final : public ControlPlane {
  public:
-  Client(int rank, const std::string& address, int port, milliseconds timeout)
-      : timeout_(timeout),
-        socket_(connect_as(rank, {0, address, port, SocketClock::now() + timeout})) {
+  Client(int rank, const Destination& rank_zero, milliseconds timeout)
+      : timeout_(timeout), socket_(connect_as(rank, rank_zero)) {
     socket_.limit_writes(timeout);
+    if (rank_zero.token.empty()) heard_ = true;
   }
   ~Client() override {
     const Request end{Kind::kEnd, 0, 0};
@@ -168,9 +206,16 @@ class Client final : public ControlPlane {
   }
 
   void post(const std::string& name, std::string_view text) override {
+    FUSEDMOE_CHECK(text.size() <= kMaxTextBytes, core::format("text \"{}\"", name),
+                   core::format("{} bytes", text.size()),
+                   core::format("at most {}", kMaxTextBytes));
     const auto lock = turn();
     send({Kind::kPost, static_cast<std::uint32_t>(name.size()), text.size()}, name);
     check(socket_.write(text.data(), text.size()));
+  }
+  void forget(const std::string& name) override {
+    const auto lock = turn();
+    send({Kind::kForget, static_cast<std::uint32_t>(name.size()), 0}, name);
   }
 
   std::optional<std::string> read(const std::string& name, milliseconds timeout) override {
@@ -223,6 +268,7 @@ class Client final : public ControlPlane {
     Read result{answer.found, std::string(answer.bytes, '\0')};
     if (!socket_.read(result.text.data(), result.text.size(), deadline)) return std::nullopt;
     if (result.kind == Found::kLast) reason_ = result.text;
+    heard_ = true;
     return result;
   }
   /// The connection for one request. Who waits for it gets it before who has just had it: a mutex
@@ -238,7 +284,9 @@ class Client final : public ControlPlane {
     if (alive) return;
     while (read_answer(SocketClock::now())) {  // the last thing that came may say why
     }
-    throw Error::communication(reason_);
+    // It closes the connection of a process that does not know its token, too.
+    throw Error::communication(heard_ ? reason_
+                                      : reason_ + ", or another " + kTokenVariable + " than here");
   }
 
   std::mutex next_, mutex_;
@@ -246,6 +294,7 @@ class Client final : public ControlPlane {
   std::string asked_;  // what the last request without an answer reads; empty: all have theirs
   SocketClock::time_point due_;
   std::atomic<bool> silent_{false};
+  bool heard_ = false;  // an answer, or there is no token
   std::string reason_ = "rank 0 has died or lost its connection";
   Socket socket_;
 };
@@ -254,11 +303,18 @@ class Client final : public ControlPlane {
 }  // namespace comm
 
 std::shared_ptr<ControlPlane> make_tcp_control_plane(int rank, int size, const std::string& address,
-                                                     int port, std::chrono::milliseconds timeout) {
+                                                     int port, std::chrono::milliseconds timeout,
+                                                     std::string_view token) {
   comm::check_ranks(rank, size, timeout);
   FUSEDMOE_CHECK(port > 0 && port < 65536, "port", core::to_string(port), "in [1, 65535]");
-  if (rank == 0) return std::make_shared<comm::Server>(size, port, timeout);
-  return std::make_shared<comm::Client>(rank, address, port, timeout);
+  const comm::Token secret = comm::Token::given(token);
+  const auto deadline = comm::SocketClock::now() + timeout;
+  if (rank > 0) {
+    const comm::Destination rank_zero{0, address, port, deadline, secret};
+    return std::make_shared<comm::Client>(rank, rank_zero, timeout);
+  }
+  return std::make_shared<comm::Server>(
+      size, comm::listen_at(address, port, !secret.empty(), deadline), secret, timeout);
 }
 
 std::shared_ptr<ControlPlane> make_control_plane(int rank, int size, const GatherCallback& gather,
@@ -273,22 +329,29 @@ std::shared_ptr<ControlPlane> make_control_plane(int rank, int size, const Gathe
   const std::vector<std::string> hosts = gather_all(comm::host_name());
   const bool one_host = std::set(hosts.begin(), hosts.end()).size() == 1;
   std::shared_ptr<comm::Server> server;
-  std::string mine;  // of rank 0: its port, or '!' and why it has none
+  std::string mine;  // of rank 0: its port and its token, or '!' and why it has none
   if (rank == 0) {
     try {
-      server = std::make_shared<comm::Server>(size, 0, timeout);
-      mine = core::to_string(server->port());
-    } catch (const std::exception& error) {
-      mine = core::format("!{}", error.what());
+      const comm::Token token = comm::Token::draw();
+      comm::Listener listener =
+          one_host ? comm::listen_on_loopback() : comm::listen_for_all_hosts();
+      server = std::make_shared<comm::Server>(size, std::move(listener), token, timeout);
+      mine = core::format("{} {}", server->port(), token.text());
+    } catch (...) {
+      mine = "!" + core::current_exception_text();
     }
   }
-  const std::string port = gather_all(mine).front();
-  if (port.starts_with('!')) {
-    throw Error::communication(core::format("rank 0: {}", port.substr(1)));
+  const std::string place = gather_all(mine).front();
+  if (place.starts_with('!')) {
+    throw Error::communication(core::format("rank 0: {}", place.substr(1)));
   }
   if (rank == 0) return server;
-  return std::make_shared<comm::Client>(rank, one_host ? "127.0.0.1" : hosts.front(),
-                                        comm::port_of(0, port), timeout);
+  const auto [port, token] = comm::port_and_token(0, place);
+  return std::make_shared<comm::Client>(
+      rank,
+      comm::Destination{0, one_host ? "127.0.0.1" : hosts.front(), port,
+                        comm::SocketClock::now() + timeout, token},
+      timeout);
 }
 
 }  // namespace fusedmoe

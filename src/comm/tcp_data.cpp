@@ -34,11 +34,16 @@ class TcpData final : public DataPlane {
   TcpData(int rank, int size, ControlPlane& control, std::chrono::milliseconds timeout)
       : rank_(rank), peers_(static_cast<std::size_t>(size)) {
     const auto deadline = SocketClock::now() + timeout;
-    int port = 0;
-    Welcome welcome(listen_at(port));
-    control.post(name_of(rank), core::format("{}:{}", host_name(), port));
+    const std::vector<std::string> hosts = hosts_of_all(control, deadline);
+    const bool one_host = std::count(hosts.begin(), hosts.end(), hosts[rank]) == size;
+    const Token token = Token::draw();
+    Listener listener = one_host ? listen_on_loopback() : listen_for_all_hosts();
+    control.post(name_of(rank), core::format("{} {}", listener.port, token.text()));
+    Welcome welcome(std::move(listener), token);
     // Every rank connects to those before it and waits for those behind it.
-    for (int r = 0; r < rank; ++r) connect(r, control, deadline);
+    for (int r = 0; r < rank; ++r) {
+      connect(r, one_host ? "127.0.0.1" : hosts[r], control, deadline);
+    }
     for (std::vector<int> missing = not_connected(); !missing.empty(); missing = not_connected()) {
       if (SocketClock::now() >= deadline) {
         throw Error::communication(
@@ -78,6 +83,7 @@ class TcpData final : public DataPlane {
         while (!peer.in.done() && receive(r)) moved = true;
         if (!peer.out.done() || !peer.in.done()) late.push_back(r);
       }
+      if (moved) waiting.moved();
       if (late.empty()) return;
       if (!moved) wait(late);
       waiting.check(late);
@@ -91,6 +97,26 @@ class TcpData final : public DataPlane {
   };
 
   static std::string name_of(int rank) { return core::format("tcp data/{}", rank); }
+
+  /// The text that another rank has posted, or has not until the deadline.
+  static std::string text_of(int r, const std::string& name, ControlPlane& control,
+                             SocketClock::time_point deadline) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - SocketClock::now());
+    const std::optional<std::string> text = control.read_or_fail(name, left);
+    if (!text) throw Error::communication(core::format("joining: rank {} is not there", r));
+    return *text;
+  }
+
+  std::vector<std::string> hosts_of_all(ControlPlane& control,
+                                        SocketClock::time_point deadline) const {
+    const auto name_of_host = [](int r) { return core::format("tcp data/host/{}", r); };
+    control.post(name_of_host(rank_), host_name());
+    std::vector<std::string> hosts;
+    for (int r = 0; r < static_cast<int>(peers_.size()); ++r) {
+      hosts.push_back(text_of(r, name_of_host(r), control, deadline));
+    }
+    return hosts;
+  }
 
   /// The ranks behind this one that are not here yet.
   std::vector<int> not_connected() const {
@@ -114,19 +140,11 @@ class TcpData final : public DataPlane {
     peers_[other].socket = std::move(guest->socket);
   }
 
-  void connect(int r, ControlPlane& control, SocketClock::time_point deadline) {
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - SocketClock::now());
-    const std::optional<std::string> place = control.read_or_fail(name_of(r), left);
-    if (!place) throw Error::communication(core::format("joining: rank {} is not there", r));
-    const std::size_t colon = place->rfind(':');
-    if (colon == std::string::npos) {
-      throw Error::communication(core::format(
-          "rank {} has told \"{}\" as its place; must be a host and a port", r, *place));
-    }
-    const std::string host = place->substr(0, colon);
-    const int port = port_of(r, std::string_view(*place).substr(colon + 1));
-    peers_[r].socket = connect_as(rank_, {r, host == host_name() ? "127.0.0.1" : host, port,
-                                          deadline, [&] { control.check_failure(); }});
+  void connect(int r, const std::string& host, ControlPlane& control,
+               SocketClock::time_point deadline) {
+    const auto [port, token] = port_and_token(r, text_of(r, name_of(r), control, deadline));
+    peers_[r].socket =
+        connect_as(rank_, {r, host, port, deadline, token, [&] { control.check_failure(); }});
   }
 
   [[noreturn]] static void lost(int r) {

@@ -15,6 +15,9 @@ class TextBoard final : public ControlPlane {
   void post(const std::string& name, std::string_view text) override;
   std::optional<std::string> read(const std::string& name,
                                   std::chrono::milliseconds timeout) override;
+  void forget(const std::string& name) override { drop(name); }
+  /// The same. Returns how many bytes name and text had.
+  std::uint64_t drop(const std::string& name);
 
  private:
   std::mutex mutex_;

@@ -35,6 +35,15 @@ std::optional<std::string> TextBoard::read(const std::string& name,
   return texts_.at(name);
 }
 
+std::uint64_t TextBoard::drop(const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  const auto found = texts_.find(name);
+  if (found == texts_.end()) return 0;
+  const std::uint64_t bytes = name.size() + found->second.size();
+  texts_.erase(found);
+  return bytes;
+}
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -189,8 +198,7 @@ class ThreadData final : public DataPlane {
                 Waiting& waiting) override {
     const core::DeviceRuntime& runtime = core::runtime_of(device_);
     if (!device_.is_cpu()) runtime.synchronize(stream);  // what is sent is there
-    mailboxes_->publish(rank_, sends);
-    finish(waiting, [&] {
+    transfer(sends, waiting, [&] {
       for (const Message& message : receives) {
         if (message.bytes == 0) continue;
         mailboxes_->receive(rank_, {&message, 1}, waiting, [&](std::span<const void* const> from) {
@@ -207,8 +215,7 @@ class ThreadData final : public DataPlane {
     for (const int peer : peers) {
       if (peer != rank_) others.push_back({peer, const_cast<void*>(mine), kLent});
     }
-    mailboxes_->publish(rank_, others);
-    finish(waiting, [&] {
+    transfer(others, waiting, [&] {
       mailboxes_->receive(rank_, others, waiting, [&](std::span<const void* const> from) {
         std::vector<const void*> all;
         std::size_t next = 0;
@@ -219,10 +226,12 @@ class ThreadData final : public DataPlane {
   }
 
  private:
-  /// Receives, and waits for those who read what this rank has published.
+  /// Publishes, receives, and waits for those who read what this rank has published: its memory
+  /// may go when this returns or throws.
   template <typename Receive>
-  void finish(Waiting& waiting, const Receive& receive) {
+  void transfer(std::span<const Message> published, Waiting& waiting, const Receive& receive) {
     try {
+      mailboxes_->publish(rank_, published);
       receive();
       mailboxes_->wait_until_read(rank_, waiting);
     } catch (...) {

@@ -55,6 +55,9 @@ TEST(CRendezvousTest, RanksMeetInAFolderOrAtAnAddress) {
   at.address = "127.0.0.1";
   at.port = free_port();
   meet([&](int) { return at; }, "tcp");
+  at.port = free_port();
+  at.token = "the-secret-of-a-test";
+  meet([&](int) { return at; }, "tcp");
 }
 
 TEST(CRendezvousTest, ProcessesMeetInAFolder) {
@@ -132,6 +135,16 @@ TEST(CRendezvousTest, ARendezvousThatContradictsItselfIsRefused) {
   at.reserved = 1;
   expect_refused(&at, "rendezvous.reserved");
   at.reserved = 0;
+  at.token = "the-secret-of-a-test";
+  expect_refused(&at, "rendezvous.token is given without address");
+  at.folder = nullptr;
+  at.address = "127.0.0.1";
+  at.port = 1;
+  at.token = "short";
+  expect_refused(&at, "token: was 5 characters");
+  at.folder = "somewhere";
+  at.address = nullptr;
+  at.token = nullptr;
   at.nccl_unique_id = id;
   expect_refused(&at, "rendezvous.nccl_unique_id: was given with options.device cpu");
   at.nccl_comm = id;

@@ -12,6 +12,7 @@ from conftest import golden_dir
 import fusedmoe
 
 RANKS, TOKENS, HIDDEN, EXPERTS = 2, 6, 32, 4
+TOKEN = "the-secret-of-a-test"
 
 
 def tensors():
@@ -153,6 +154,10 @@ def test_wrong_options():
         layer(combine="never")
     with pytest.raises(ValueError, match="else give rank, size, address and port"):
         fusedmoe.Communicator.join()
+    with pytest.raises(ValueError, match="token is given without an address"):
+        fusedmoe.Communicator.join(token=TOKEN)
+    with pytest.raises(ValueError, match="token: was 5 characters"):
+        fusedmoe.Communicator.join(0, 2, "127.0.0.1", 1, token="short")
     with pytest.raises(ValueError, match="dispatch_dtype"):
         layer(dispatch_dtype="fp9")
     with pytest.raises(TypeError, match="communicator: was a str; must be a fusedmoe.Communicator"):
@@ -262,7 +267,9 @@ def free_port():
 
 
 def joined(rank, port, **options):
-    return fusedmoe.Communicator.join(rank, RANKS, "127.0.0.1", port, timeout=60, **options)
+    return fusedmoe.Communicator.join(
+        rank, RANKS, "127.0.0.1", port, token=TOKEN, timeout=60, **options
+    )
 
 
 def run_process(rank, port, queue):

@@ -1,10 +1,8 @@
-// How processes join, over TCP and files: who is late, who is nobody, what launchers say.
+// How processes join, over TCP and files: who is late, who is nobody.
 #include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
-#include <cstdlib>
+#include <array>
 #include <filesystem>
 #include <optional>
 #include <stdexcept>
@@ -13,6 +11,7 @@
 #include "fusedmoe/comm.h"
 #include "fusedmoe/error.h"
 #include "ranks.h"
+#include "raw_sockets.h"
 
 namespace fusedmoe {
 namespace {
@@ -20,69 +19,19 @@ namespace {
 using testing::errors_of_ranks;
 using testing::exchange_numbers;
 using testing::expect_late;
+using testing::greeting_of;
 using testing::kImpatient;
 using testing::kPatient;
+using testing::kToken;
+using testing::RawListener;
+using testing::RawSocket;
 using testing::run_ranks;
+using testing::token_in;
 using Communicators = std::vector<std::shared_ptr<Communicator>>;
 
 /// An engine's own collective: here that of communicators which exist already.
 auto gather_of(Communicator& engine) {
   return [&engine](const std::string& text) { return engine.gather(text, "engine"); };
-}
-
-/// A connection of somebody who may be no rank.
-class RawSocket {
- public:
-  explicit RawSocket(int connected) : socket_(connected) {}
-  RawSocket(int port, std::string_view says) : socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
-    sockaddr_in to{};
-    to.sin_family = AF_INET;
-    to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    to.sin_port = htons(static_cast<std::uint16_t>(port));
-    if (::connect(socket_, reinterpret_cast<sockaddr*>(&to), sizeof to) != 0) {
-      ::close(socket_);
-      throw std::runtime_error("nobody listens at the port");
-    }
-    send(says);
-  }
-  RawSocket(RawSocket&& other) noexcept : socket_(std::exchange(other.socket_, -1)) {}
-  ~RawSocket() {
-    if (socket_ >= 0) ::close(socket_);
-  }
-  void send(std::string_view text) const {
-    const auto bytes = static_cast<ssize_t>(text.size());
-    EXPECT_EQ(::send(socket_, text.data(), text.size(), MSG_NOSIGNAL), bytes);
-  }
-
- private:
-  int socket_;
-};
-
-/// Lets one connection wait.
-class RawListener {
- public:
-  RawListener() : socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
-    sockaddr_in place{};
-    place.sin_family = AF_INET;
-    place.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof place;
-    EXPECT_EQ(::bind(socket_, reinterpret_cast<sockaddr*>(&place), size), 0);
-    EXPECT_EQ(::listen(socket_, 0), 0);
-    EXPECT_EQ(::getsockname(socket_, reinterpret_cast<sockaddr*>(&place), &size), 0);
-    port_ = ntohs(place.sin_port);
-  }
-  ~RawListener() { ::close(socket_); }
-  int port() const { return port_; }
-  RawSocket accept() const { return RawSocket(::accept(socket_, nullptr, nullptr)); }
-
- private:
-  int socket_, port_ = 0;
-};
-
-/// What a rank says when it has connected.
-std::string greeting_of(std::uint32_t rank) {
-  const std::uint32_t words[] = {0x666d6f65, rank};
-  return {reinterpret_cast<const char*>(words), sizeof words};
 }
 
 TEST(JoinTest, FilesAndTcpFindTheRanksToo) {
@@ -189,7 +138,7 @@ TEST(TcpControlTest, ARankThatIsNoneEndsTheJoin) {
     const auto gather = [&](const std::string& text) {
       ++calls;  // the second one tells rank 0's port
       for (int i = 0; i < 2 && calls == 2; ++i) {
-        others.emplace_back(std::stoi(text), greeting_of(rank));
+        others.emplace_back(std::stoi(text), greeting_of(rank, token_in(text)));
       }
       return std::vector<std::string>(3, text);
     };
@@ -205,7 +154,8 @@ TEST(TcpControlTest, ARankThatIsNoneEndsTheJoin) {
 TEST(TcpControlTest, ARankThatIsKilledIsNoticedAtOnce) {
   int calls = 0;
   const auto gather = [&](const std::string& text) {
-    if (++calls == 2) RawSocket(std::stoi(text), greeting_of(1));  // rank 0 has told its port
+    // Rank 0 has told its port.
+    if (++calls == 2) RawSocket(std::stoi(text), greeting_of(1, token_in(text)));
     return std::vector<std::string>(2, text);
   };
   const auto control = make_control_plane(0, 2, gather, kPatient);
@@ -269,7 +219,9 @@ TEST(TcpControlTest, APortThatDoesNotAnswerIsGivenUpAtTheDeadline) {
 
 TEST(TcpControlTest, APortThatIsNoneHasARank) {
   for (const char* text : {"", "port", "80x", "0", "65536", "99999999999"}) {
-    const auto gather = [&](const std::string&) { return std::vector<std::string>(2, text); };
+    const auto gather = [&](const std::string&) {
+      return std::vector<std::string>(2, text + std::string(" ") + kToken);
+    };
     const auto errors = errors_of_ranks(2, [&](int rank) {
       if (rank == 1) make_control_plane(1, 2, gather, kImpatient);
     });
@@ -278,24 +230,39 @@ TEST(TcpControlTest, APortThatIsNoneHasARank) {
   }
 }
 
-/// What rank 0 of three throws when it makes its data plane, and what `others` throws, which gets
-/// its port.
+/// Where rank 0 takes the others' connections, and what it wants to be told.
+struct Place {
+  int port;
+  std::string token;
+};
+using Others = std::function<void(const Place& place)>;
+
+/// The ranks behind rank 0 say that they are on its host.
+void post_hosts(ControlPlane& control) {
+  std::array<char, 256> host{};
+  gethostname(host.data(), host.size() - 1);
+  for (const char* rank : {"1", "2"}) {
+    control.post(std::string("tcp data/host/") + rank, host.data());
+  }
+}
+
+/// What rank 0 of three throws when it makes its data plane, and what `others` throws.
 std::vector<std::string> errors_of_joining(std::chrono::milliseconds timeout,
                                            const std::shared_ptr<ControlPlane>& control,
-                                           const std::function<void(int port)>& others) {
+                                           const Others& others) {
+  post_hosts(*control);
   return errors_of_ranks(2, [&](int thread) {
     if (thread == 0) make_tcp_data_plane(0, 3, control, timeout);
     if (thread == 0) control->post("joined", "");
     if (thread == 1) {
       const std::string place = control->read("tcp data/0", kPatient).value();
-      others(std::stoi(place.substr(place.rfind(':') + 1)));
+      others({std::stoi(place), token_in(place)});
     }
   });
 }
 
 /// The first, where nobody else throws.
-std::string error_of_joining(const std::shared_ptr<ControlPlane>& control,
-                             const std::function<void(int port)>& others) {
+std::string error_of_joining(const std::shared_ptr<ControlPlane>& control, const Others& others) {
   const auto errors = errors_of_joining(kPatient, control, others);
   EXPECT_EQ(errors[1], "");
   return errors[0];
@@ -303,7 +270,7 @@ std::string error_of_joining(const std::shared_ptr<ControlPlane>& control,
 
 /// Throws unless the others have connected, which takes them too long on a loaded machine.
 std::vector<std::string> errors_of_late_joining(std::chrono::milliseconds timeout,
-                                                const std::function<void(int port)>& others) {
+                                                const Others& others) {
   auto errors = errors_of_joining(timeout, make_thread_control_plane(), others);
   if (!errors[1].empty()) throw std::runtime_error(errors[1]);
   return errors;
@@ -311,10 +278,11 @@ std::vector<std::string> errors_of_late_joining(std::chrono::milliseconds timeou
 
 TEST(TcpDataTest, WhoIsNoRankHoldsNobodyUp) {
   const auto control = make_thread_control_plane();
-  const auto error = error_of_joining(control, [&](int port) {
-    { const RawSocket goes(port, ""); }
-    const RawSocket silent(port, ""), other(port, "GET / HTTP/1.1"), half(port, "eo");
-    const RawSocket one(port, greeting_of(1)), two(port, greeting_of(2));
+  const auto error = error_of_joining(control, [&](const Place& at) {
+    { const RawSocket goes(at.port, ""); }
+    const RawSocket silent(at.port, ""), other(at.port, "GET / HTTP/1.1"), half(at.port, "eo");
+    const RawSocket thief(at.port, greeting_of(1, kToken)), nobody(at.port, greeting_of(2, ""));
+    const RawSocket one(at.port, greeting_of(1, at.token)), two(at.port, greeting_of(2, at.token));
     EXPECT_TRUE(control->read("joined", kPatient));
   });
   EXPECT_EQ(error, "");
@@ -323,30 +291,31 @@ TEST(TcpDataTest, WhoIsNoRankHoldsNobodyUp) {
 TEST(TcpDataTest, APeerThatSaysNothingDoesNotHoldUpTheJoinForEver) {
   std::optional<RawSocket> silent;
   expect_late("joining over TCP: ranks 1, 2 did not connect", {0}, [&](auto timeout) {
-    return errors_of_late_joining(timeout, [&](int port) { silent.emplace(port, ""); });
+    return errors_of_late_joining(timeout, [&](const Place& at) { silent.emplace(at.port, ""); });
   });
 }
 
 TEST(TcpDataTest, ARankThatDoesNotConnectHasAName) {
   std::optional<RawSocket> one;
   expect_late("joining over TCP: rank 2 did not connect", {0}, [&](auto timeout) {
-    return errors_of_late_joining(timeout, [&](int port) { one.emplace(port, greeting_of(1)); });
+    return errors_of_late_joining(
+        timeout, [&](const Place& at) { one.emplace(at.port, greeting_of(1, at.token)); });
   });
 }
 
 TEST(TcpDataTest, ASecondProcessWithTheSameRankIsRefused) {
   std::optional<RawSocket> first, second;
-  const auto error = error_of_joining(make_thread_control_plane(), [&](int port) {
-    first.emplace(port, greeting_of(1));
-    second.emplace(port, greeting_of(1));
+  const auto error = error_of_joining(make_thread_control_plane(), [&](const Place& at) {
+    first.emplace(at.port, greeting_of(1, at.token));
+    second.emplace(at.port, greeting_of(1, at.token));
   });
   EXPECT_EQ(error, "rank: was 1, which has connected already; must be that of one process");
 }
 
 TEST(TcpDataTest, WhoGivesUpEndsTheJoinOfTheOthers) {
   const auto control = make_thread_control_plane();
-  const auto error =
-      error_of_joining(control, [&](int) { control->post("failure", "rank 2: no memory left"); });
+  const auto error = error_of_joining(
+      control, [&](const Place&) { control->post("failure", "rank 2: no memory left"); });
   EXPECT_EQ(error, "rank 2: no memory left");
   const auto unposted = make_thread_control_plane();
   unposted->post("failure", "rank 0: no memory left");
@@ -356,109 +325,31 @@ TEST(TcpDataTest, WhoGivesUpEndsTheJoinOfTheOthers) {
 }
 
 TEST(TcpDataTest, APlaceThatIsNoneHasARank) {
-  for (const char* place : {"nowhere", "host:", "host:80x"}) {
+  const std::pair<const char*, const char*> places[] = {
+      {"", "rank 0 has told \"\" as its port; must be in [1, 65535]"},
+      {"80x secret", "rank 0 has told \"80x\" as its port; must be in [1, 65535]"},
+      {"80", "token of rank 0: was 0 characters; must be 16 to 64"},
+      {"80 secret", "token of rank 0: was 6 characters; must be 16 to 64"},
+  };
+  for (const auto& [place, expected] : places) {
     const auto control = make_thread_control_plane();
+    control->post("tcp data/host/0", "here");
     control->post("tcp data/0", place);
     const auto errors =
         errors_of_ranks(1, [&](int) { make_tcp_data_plane(1, 2, control, kImpatient); });
-    EXPECT_TRUE(errors[0].starts_with("rank 0 has told \"")) << errors[0];
+    EXPECT_TRUE(errors[0].starts_with(expected)) << errors[0];
   }
 }
 
-/// Sets a variable of the environment for a while, or unsets it; then it is as it was.
-class Variable {
- public:
-  explicit Variable(const char* name, const char* value = nullptr) : name_(name) {
-    if (const char* before = std::getenv(name)) before_ = before;
-    set(value);
-  }
-  ~Variable() { set(before_ ? before_->c_str() : nullptr); }
-  Variable(const Variable&) = delete;
-  Variable& operator=(const Variable&) = delete;
-
- private:
-  void set(const char* value) const { value ? setenv(name_, value, 1) : unsetenv(name_); }
-  const char* name_;
-  std::optional<std::string> before_;
-};
-
-/// Whoever has started this test, here it is nobody.
-class LaunchTest : public ::testing::Test {
-  const Variable unset_[15] = {Variable("RANK"),
-                               Variable("WORLD_SIZE"),
-                               Variable("LOCAL_RANK"),
-                               Variable("OMPI_COMM_WORLD_RANK"),
-                               Variable("OMPI_COMM_WORLD_SIZE"),
-                               Variable("OMPI_COMM_WORLD_LOCAL_RANK"),
-                               Variable("PMI_RANK"),
-                               Variable("PMI_SIZE"),
-                               Variable("MPI_LOCALRANKID"),
-                               Variable("SLURM_PROCID"),
-                               Variable("SLURM_NTASKS"),
-                               Variable("SLURM_LOCALID"),
-                               Variable("MASTER_ADDR"),
-                               Variable("MASTER_PORT"),
-                               Variable("TORCHELASTIC_USE_AGENT_STORE")};
-};
-
-TEST_F(LaunchTest, EveryLauncherIsUnderstood) {
-  const struct {
-    const char *launcher, *rank, *size, *local;
-  } launchers[] = {
-      {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"},
-      {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
-      {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
-      {"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"},
-  };
-  for (const auto& each : launchers) {
-    const Variable rank(each.rank, "5"), size(each.size, "8"), local(each.local, "1");
-    const Variable address("MASTER_ADDR", "node7"), port("MASTER_PORT", "29500");
-    const auto launch = launch_from_environment();
-    ASSERT_TRUE(launch) << each.launcher;
-    EXPECT_EQ(launch->launcher, each.launcher);
-    EXPECT_EQ(launch->rank, 5);
-    EXPECT_EQ(launch->size, 8);
-    EXPECT_EQ(launch->local_rank, 1);
-    EXPECT_EQ(launch->address, "node7");
-    EXPECT_EQ(launch->port, 29500);
-  }
-  EXPECT_FALSE(launch_from_environment());
-  {
-    const Variable tasks("SLURM_NTASKS", "4");
-    EXPECT_FALSE(launch_from_environment()) << "an allocation, but no srun";
-  }
-  const Variable rank("RANK", "8");
-  EXPECT_THROW(launch_from_environment(), Error) << "no size";
-  const Variable size("WORLD_SIZE", "8");
-  EXPECT_THROW(launch_from_environment(), Error) << "rank 8 of 8";
-  const Variable first("RANK", "0"), port("MASTER_PORT", "29500"),
-      agent("TORCHELASTIC_USE_AGENT_STORE", "True");
-  EXPECT_EQ(launch_from_environment()->port, 29501) << "torchrun itself listens at the other";
-}
-
-TEST_F(LaunchTest, WhatIsMissingIsNamedBesideWhatIsThere) {
-  const auto error = [] { return errors_of_ranks(1, [](int) { join_processes(); })[0]; };
-  const auto has = [&](const char* part) {
-    EXPECT_NE(error().find(part), std::string::npos) << error();
-  };
-  has("launcher: was none: not set are RANK and WORLD_SIZE (torchrun), OMPI_COMM_WORLD_RANK");
-  const Variable rank("OMPI_COMM_WORLD_RANK", "1"), size("OMPI_COMM_WORLD_SIZE", "4");
-  has("MASTER_ADDR and MASTER_PORT: was not set (set are: OMPI_COMM_WORLD_RANK=1, "
-      "OMPI_COMM_WORLD_SIZE=4); must be set on every rank to the host of rank 0");
-  const Variable address("MASTER_ADDR", "node7");
-  has("MASTER_PORT: was not set (set are: OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=4, "
-      "MASTER_ADDR=node7); must be");
-}
-
-TEST_F(LaunchTest, JoiningNeedsAnAddressAndATimeout) {
-  EXPECT_THROW(join_processes(Launch{0, 1, 0, "", 29500, ""}), Error) << "no address";
-  using std::chrono::milliseconds;
-  for (const milliseconds timeout : {milliseconds(0), milliseconds(-1), milliseconds::max()}) {
-    EXPECT_THROW(make_thread_communicators(1, {timeout}), Error);
-    EXPECT_THROW(join_processes(Launch{1, 2, 0, "127.0.0.1", 1, ""}, {timeout}), Error);
-    const auto gather = [](const std::string&) { return std::vector<std::string>(2); };
-    EXPECT_THROW(make_control_plane(1, 2, gather, timeout), Error);
-  }
+/// A host's name may become known while others try it; here nobody gives it one.
+TEST(TcpDataTest, ANameThatIsNotKnownYetIsTriedAgain) {
+  const auto control = make_thread_control_plane();
+  control->post("tcp data/host/0", "host.invalid");
+  control->post("tcp data/0", std::string("80 ") + kToken);
+  control->post("failure", "rank 0: no memory left");
+  const auto errors =
+      errors_of_ranks(1, [&](int) { make_tcp_data_plane(1, 2, control, kPatient); });
+  EXPECT_EQ(errors[0], "rank 0: no memory left") << "which a rank looks for between two tries";
 }
 
 }  // namespace
