@@ -1,12 +1,20 @@
 // Ranks that are processes of an MPI job. In a library of its own, fusedmoe::mpi, because MPI's
 // binary interface differs between implementations: whoever links it has chosen one. It uses the
 // public interface alone.
+//
+// MPI may read and write the memory of a message until it says that the message has ended, and it
+// may never say so where a peer has stopped. So it gets no memory of callers, only pieces of ours,
+// and everything is asked for without waiting. What MPI does not let go stays here.
 #include <mpi.h>
 #include <sched.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <cstring>
+#include <deque>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,15 +25,7 @@
 namespace fusedmoe {
 namespace {
 
-/// Ends MPI with the process, where nobody else began it.
-struct Session {
-  bool ours = false;
-  ~Session() {
-    int finalized = 0;
-    MPI_Finalized(&finalized);
-    if (ours && !finalized) MPI_Finalize();
-  }
-};
+using Clock = std::chrono::steady_clock;
 
 void check(int code, const char* what) {
   if (code == MPI_SUCCESS) return;
@@ -35,6 +35,62 @@ void check(int code, const char* what) {
   throw Error::communication(std::string(what) + ": " + text.data());
 }
 
+/// What MPI has begun, and the memory that it uses.
+struct Operation {
+  MPI_Request request = MPI_REQUEST_NULL;
+  std::shared_ptr<void> memory;
+};
+
+/// What nobody waits for any more, but MPI has not ended.
+class LeftBehind {
+ public:
+  void add(Operation operation) {
+    const std::lock_guard lock(mutex_);
+    operations_.push_back(std::move(operation));
+    peer_may_be_gone_ = true;
+  }
+  /// Ranks have met since: what MPI has is for peers that live.
+  void ranks_have_met() {
+    const std::lock_guard lock(mutex_);
+    peer_may_be_gone_ = false;
+    forget_ended();
+  }
+  /// MPI still works for a peer that may have stopped.
+  bool waits_for_peer() {
+    const std::lock_guard lock(mutex_);
+    forget_ended();
+    return peer_may_be_gone_ && !operations_.empty();
+  }
+
+ private:
+  void forget_ended() {
+    std::erase_if(operations_, [](Operation& each) {
+      int ended = 0;
+      return MPI_Test(&each.request, &ended, MPI_STATUS_IGNORE) != MPI_SUCCESS || ended;
+    });
+  }
+  std::mutex mutex_;
+  std::vector<Operation> operations_;
+  bool peer_may_be_gone_ = false;
+};
+
+/// Lives as long as the process.
+LeftBehind& left_behind() {
+  static auto& operations = *new LeftBehind;
+  return operations;
+}
+
+/// Ends MPI with the process, where nobody else began it. Not where that would wait for a peer that
+/// has stopped.
+struct Session {
+  bool ours = false;
+  ~Session() {
+    int finalized = 0;
+    MPI_Finalized(&finalized);
+    if (ours && !finalized && !left_behind().waits_for_peer()) MPI_Finalize();
+  }
+};
+
 void initialize() {
   static Session session;
   int initialized = 0;
@@ -43,6 +99,54 @@ void initialize() {
   int provided = 0;
   check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &provided), "MPI_Init_thread");
   session.ours = true;
+}
+
+/// Waits for a collective operation of joining.
+void finish(Operation operation, Clock::time_point deadline) {
+  for (int ended = 0, tries = 1; !ended; ++tries) {
+    check(MPI_Test(&operation.request, &ended, MPI_STATUS_IGNORE), "MPI_Test");
+    if (ended || tries % 64 != 0) continue;
+    if (Clock::now() >= deadline) {
+      left_behind().add(std::move(operation));
+      throw Error::communication("joining over MPI: not all ranks have arrived in time");
+    }
+    sched_yield();
+  }
+}
+
+/// One text of every rank.
+std::vector<std::string> gather(MPI_Comm comm, int size, const std::string& mine,
+                                Clock::time_point deadline) {
+  struct Texts {
+    std::string mine, all;
+    int bytes = 0;
+    std::vector<int> sizes, begins;
+  };
+  const auto texts = std::make_shared<Texts>();
+  texts->mine = mine;
+  texts->bytes = static_cast<int>(mine.size());
+  texts->sizes.resize(static_cast<std::size_t>(size));
+  Operation sizes{MPI_REQUEST_NULL, texts};
+  check(MPI_Iallgather(&texts->bytes, 1, MPI_INT, texts->sizes.data(), 1, MPI_INT, comm,
+                       &sizes.request),
+        "MPI_Iallgather");
+  finish(std::move(sizes), deadline);
+  int total = 0;
+  for (const int bytes : texts->sizes) {
+    texts->begins.push_back(total);
+    total += bytes;
+  }
+  texts->all.resize(static_cast<std::size_t>(total));
+  Operation all{MPI_REQUEST_NULL, texts};
+  check(MPI_Iallgatherv(texts->mine.data(), texts->bytes, MPI_CHAR, texts->all.data(),
+                        texts->sizes.data(), texts->begins.data(), MPI_CHAR, comm, &all.request),
+        "MPI_Iallgatherv");
+  finish(std::move(all), deadline);
+  std::vector<std::string> result;
+  for (std::size_t r = 0; r < texts->sizes.size(); ++r) {
+    result.push_back(texts->all.substr(texts->begins[r], texts->sizes[r]));
+  }
+  return result;
 }
 
 /// The communicators of MPI that were made from one, by their numbers, which are the same on all
@@ -77,17 +181,23 @@ std::shared_ptr<Children> children_of(MPI_Comm parent) {
 
 class MpiData final : public DataPlane {
  public:
-  explicit MpiData(MPI_Comm parent) : siblings_(children_of(parent)), number_(siblings_->made++) {
+  MpiData(MPI_Comm parent, Clock::time_point deadline)
+      : siblings_(children_of(parent)), number_(siblings_->made++) {
     // A communicator of its own, so that messages of others do not meet ours.
-    check(MPI_Comm_dup(parent, &comm_), "MPI_Comm_dup");
+    const auto made = std::make_shared<MPI_Comm>(MPI_COMM_NULL);
+    Operation duplicate{MPI_REQUEST_NULL, made};
+    check(MPI_Comm_idup(parent, made.get(), &duplicate.request), "MPI_Comm_idup");
+    finish(std::move(duplicate), deadline);
+    comm_ = *made;
     MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
     MPI_Comm_rank(comm_, &rank_);
     MPI_Comm_size(comm_, &size_);
     siblings_->in_use.push_back(number_);
     try {
-      free_failed();
+      free_failed(deadline);
+      left_behind().ranks_have_met();
     } catch (...) {
-      aborted_ = true;
+      dead_ = true;
       leave();
       throw;
     }
@@ -98,134 +208,192 @@ class MpiData final : public DataPlane {
   int size() const { return size_; }
   std::string_view name() const override { return "mpi"; }
   bool is_byte_stream() const override { return true; }
-  void abort() noexcept override { aborted_ = true; }
+  void abort() noexcept override { dead_ = true; }
 
-  /// All that goes to a peer, or comes from it, is one message of MPI's, whose datatype says where
-  /// its blocks lie.
   void exchange(std::span<const Message> sends, std::span<const Message> receives, Stream,
                 Waiting& waiting) override {
-    requests_.clear();
-    transfers_.clear();
+    if (dead_) throw Error::communication("this communicator of MPI has failed");
+    flows_.clear();
     try {
-      start(receives, true);
-      start(sends, false);
-      wait(waiting);
+      add_flows(receives, receives_, true);
+      add_flows(sends, sends_, false);
+      move(waiting);
     } catch (...) {
-      cancel();
+      leave_behind();
       throw;
     }
   }
 
  private:
-  struct Transfer {
+  /// A message of MPI's. The first of a flow begins with the bytes of the whole flow.
+  struct Piece {
+    static constexpr std::size_t kMost = std::size_t{1}
+                                         << 18;  // some are in a core's cache at once
+    std::shared_ptr<char[]> memory;
+    MPI_Request request = MPI_REQUEST_NULL;
+    std::size_t bytes = 0;
+  };
+  static constexpr std::size_t kWindow = 4;  // pieces of a flow that MPI has at a time
+
+  /// All that goes to a peer, or comes from it, in an exchange: one stream of bytes.
+  struct Flow {
     int peer;
-    MPI_Count bytes;
     bool receive;
+    std::span<const Message> messages;
+    std::uint64_t bytes = 0;          // of all messages
+    std::uint64_t begun = 0;          // bytes in pieces that were begun, the header with them
+    std::uint64_t copied = 0;         // those that were copied from or to messages
+    std::size_t message = 0, at = 0;  // where the next byte lies
+    std::deque<Piece> pieces{};       // that MPI has, the first in front
+
+    std::uint64_t all_bytes() const { return sizeof bytes + bytes; }
+    bool done() const { return pieces.empty() && begun == all_bytes(); }
+    /// Calls copy(memory, bytes) for the next bytes of the messages.
+    template <typename Copy>
+    void advance(std::size_t count, const Copy& copy) {
+      while (count > 0) {
+        const Message& current = messages[message];
+        const std::size_t part = std::min(count, current.bytes - at);
+        if (part > 0) copy(static_cast<char*>(current.data) + at, part);
+        count -= part;
+        at += part;
+        if (at < current.bytes) continue;
+        ++message;
+        at = 0;
+      }
+    }
   };
 
-  void start(std::span<const Message> messages, bool receive) {
-    sorted_.assign(messages.begin(), messages.end());
-    std::stable_sort(sorted_.begin(), sorted_.end(),
+  void add_flows(std::span<const Message> messages, std::vector<Message>& sorted, bool receive) {
+    sorted.assign(messages.begin(), messages.end());
+    std::stable_sort(sorted.begin(), sorted.end(),
                      [](const Message& a, const Message& b) { return a.peer < b.peer; });
-    for (auto begin = sorted_.begin(); begin != sorted_.end();) {
-      const auto end = std::find_if(begin, sorted_.end(),
+    for (auto begin = sorted.begin(); begin != sorted.end();) {
+      const auto end = std::find_if(begin, sorted.end(),
                                     [&](const Message& each) { return each.peer != begin->peer; });
-      start_with({begin, end}, receive);
+      Flow flow{begin->peer, receive, {begin, end}};
+      for (const Message& message : flow.messages) flow.bytes += message.bytes;
       begin = end;
+      if (flow.bytes == 0) continue;
+      flows_.push_back(std::move(flow));
+      fill(flows_.back());
     }
   }
 
-  /// The messages of one peer.
-  void start_with(std::span<const Message> messages, bool receive) {
-    constexpr std::size_t kMost = std::size_t{1} << 30;  // MPI counts with an int
-    lengths_.clear();
-    addresses_.clear();
-    Transfer transfer{messages.front().peer, 0, receive};
-    for (const Message& message : messages) {
-      auto* data = static_cast<char*>(message.data);
-      for (std::size_t left = message.bytes; left > 0;) {
-        const std::size_t bytes = std::min(left, kMost);
-        lengths_.push_back(static_cast<int>(bytes));
-        check(MPI_Get_address(data, &addresses_.emplace_back()), "MPI_Get_address");
-        data += bytes;
-        left -= bytes;
-      }
-      transfer.bytes += static_cast<MPI_Count>(message.bytes);
-    }
-    if (transfer.bytes == 0) return;
-    MPI_Datatype blocks = MPI_DATATYPE_NULL;
-    check(MPI_Type_create_hindexed(static_cast<int>(lengths_.size()), lengths_.data(),
-                                   addresses_.data(), MPI_BYTE, &blocks),
-          "MPI_Type_create_hindexed");
-    transfers_.push_back(transfer);
-    MPI_Request* request = &requests_.emplace_back(MPI_REQUEST_NULL);
-    const int peer = transfer.peer;
-    int code = MPI_Type_commit(&blocks);
-    if (code == MPI_SUCCESS) {
-      code = receive ? MPI_Irecv(MPI_BOTTOM, 1, blocks, peer, 0, comm_, request)
-                     : MPI_Isend(MPI_BOTTOM, 1, blocks, peer, 0, comm_, request);
-    }
-    MPI_Type_free(&blocks);  // MPI keeps it until the transfer has ended
-    check(code, receive ? "MPI_Irecv" : "MPI_Isend");
+  /// Gives MPI as many pieces as it may have.
+  void fill(Flow& flow) {
+    while (flow.pieces.size() < kWindow && flow.begun < flow.all_bytes()) begin_piece(flow);
   }
 
-  void wait(Waiting& waiting) {
-    for (std::size_t done = 0, tries = 0; done < requests_.size(); ++tries) {
-      bool moved = false;
-      for (std::size_t i = 0; i < requests_.size(); ++i) {
-        if (requests_[i] == MPI_REQUEST_NULL) continue;
-        int complete = 0;
-        MPI_Status status{};
-        const int code = MPI_Test(&requests_[i], &complete, &status);
-        if (!complete && code == MPI_SUCCESS) continue;
-        check_size(code, transfers_[i], status);
-        ++done;
-        moved = true;
+  void begin_piece(Flow& flow) {
+    const bool first = flow.begun == 0;
+    const auto bytes = std::min<std::uint64_t>(flow.all_bytes() - flow.begun, Piece::kMost);
+    Piece& piece = flow.pieces.emplace_back(take_piece());
+    piece.bytes = static_cast<std::size_t>(bytes);
+    if (flow.receive) {
+      // The first may be longer than it should: then its header says so.
+      const auto room = static_cast<int>(first ? Piece::kMost : piece.bytes);
+      check(MPI_Irecv(piece.memory.get(), room, MPI_BYTE, flow.peer, 0, comm_, &piece.request),
+            "MPI_Irecv");
+    } else {
+      char* to = piece.memory.get();
+      if (first) {
+        std::memcpy(to, &flow.bytes, sizeof flow.bytes);
+        to += sizeof flow.bytes;
       }
+      flow.advance(piece.bytes - (to - piece.memory.get()),
+                   [&](const char* from, std::size_t part) {
+                     std::memcpy(to, from, part);
+                     to += part;
+                   });
+      check(MPI_Isend(piece.memory.get(), static_cast<int>(piece.bytes), MPI_BYTE, flow.peer, 0,
+                      comm_, &piece.request),
+            "MPI_Isend");
+    }
+    flow.begun += piece.bytes;
+  }
+
+  void move(Waiting& waiting) {
+    for (std::size_t tries = 0;; ++tries) {
+      bool moved = false, done = true;
+      for (Flow& flow : flows_) {
+        while (!flow.pieces.empty() && has_ended(flow)) moved = true;
+        done &= flow.done();
+      }
+      if (done) return;
+      if (moved) waiting.moved();
       if (moved || tries % 64 != 0) continue;
       waiting.check(late());
       sched_yield();
     }
   }
 
-  static void check_size(int code, const Transfer& transfer, MPI_Status& status) {
-    int error_class = MPI_SUCCESS;
-    if (code != MPI_SUCCESS) MPI_Error_class(code, &error_class);
-    if (error_class == MPI_ERR_TRUNCATE) throw wrong_size(transfer, "more bytes");
+  /// Whether the first piece of a flow has ended; then the next begins.
+  bool has_ended(Flow& flow) {
+    Piece& piece = flow.pieces.front();
+    int ended = 0, got = static_cast<int>(piece.bytes);
+    MPI_Status status{};
+    const int code = MPI_Test(&piece.request, &ended, &status);
+    if (code == MPI_SUCCESS && !ended) return false;
     check(code, "MPI_Test");
-    MPI_Count bytes = transfer.bytes;
-    if (transfer.receive && status.MPI_SOURCE == transfer.peer) {
-      check(MPI_Get_elements_x(&status, MPI_BYTE, &bytes), "MPI_Get_elements_x");
+    if (flow.receive) {
+      check(MPI_Get_count(&status, MPI_BYTE, &got), "MPI_Get_count");
+      take(flow, piece, static_cast<std::size_t>(got));
     }
-    if (bytes != transfer.bytes) throw wrong_size(transfer, std::to_string(bytes) + " bytes");
+    flow.copied += piece.bytes;
+    free_pieces_.push_back(std::move(piece));
+    flow.pieces.pop_front();
+    fill(flow);
+    return true;
   }
 
-  static Error wrong_size(const Transfer& transfer, const std::string& got) {
-    return {"message", got + " from rank " + std::to_string(transfer.peer),
-            std::to_string(transfer.bytes) + " bytes"};
+  /// Copies what has come.
+  static void take(Flow& flow, const Piece& piece, std::size_t got) {
+    const char* from = piece.memory.get();
+    std::uint64_t sent = flow.bytes;
+    if (flow.copied == 0 && got >= sizeof sent) {
+      std::memcpy(&sent, from, sizeof sent);
+      from += sizeof sent;
+    }
+    if (sent != flow.bytes || got != piece.bytes) {
+      throw Error("message", std::to_string(sent) + " bytes from rank " + std::to_string(flow.peer),
+                  std::to_string(flow.bytes) + " bytes");
+    }
+    flow.advance(got - (from - piece.memory.get()), [&](char* to, std::size_t part) {
+      std::memcpy(to, from, part);
+      from += part;
+    });
+  }
+
+  Piece take_piece() {
+    if (free_pieces_.empty()) return {std::shared_ptr<char[]>(new char[Piece::kMost])};
+    Piece piece = std::move(free_pieces_.back());
+    free_pieces_.pop_back();
+    return piece;
   }
 
   std::vector<int> late() const {
     std::vector<int> ranks;
-    for (std::size_t i = 0; i < requests_.size(); ++i) {
-      const bool known = std::count(ranks.begin(), ranks.end(), transfers_[i].peer) > 0;
-      if (requests_[i] != MPI_REQUEST_NULL && !known) ranks.push_back(transfers_[i].peer);
+    for (const Flow& flow : flows_) {
+      if (!flow.done() && std::count(ranks.begin(), ranks.end(), flow.peer) == 0) {
+        ranks.push_back(flow.peer);
+      }
     }
     std::sort(ranks.begin(), ranks.end());
     return ranks;
   }
 
-  /// Receives must not write any more; a send that nobody takes stays behind.
-  void cancel() noexcept {
-    for (std::size_t i = 0; i < requests_.size(); ++i) {
-      if (requests_[i] == MPI_REQUEST_NULL) continue;
-      if (transfers_[i].receive) {
-        MPI_Cancel(&requests_[i]);
-        MPI_Wait(&requests_[i], MPI_STATUS_IGNORE);
-      } else {
-        MPI_Request_free(&requests_[i]);
+  /// The exchange has failed: nobody takes what MPI has. It may not know that for long.
+  void leave_behind() noexcept {
+    dead_ = true;
+    for (Flow& flow : flows_) {
+      for (Piece& piece : flow.pieces) {
+        if (piece.request == MPI_REQUEST_NULL) continue;
+        if (flow.receive) MPI_Cancel(&piece.request);  // or lets it come, if it is on its way
+        left_behind().add({piece.request, std::move(piece.memory)});
       }
     }
+    flows_.clear();
   }
 
   /// Frees the communicator, or leaves that to a sibling.
@@ -234,7 +402,7 @@ class MpiData final : public DataPlane {
     MPI_Finalized(&finalized);
     std::erase(siblings_->in_use, number_);
     if (finalized) return;
-    if (aborted_) {
+    if (dead_) {
       // Freeing is collective, and another rank may still send: the next one does it.
       siblings_->failed.emplace_back(number_, comm_);
     } else {
@@ -244,27 +412,19 @@ class MpiData final : public DataPlane {
 
   /// Frees the siblings that failed and that no rank uses any more. MPI keeps what it needs until
   /// operations that are still pending have ended.
-  void free_failed() {
-    std::vector<int> in_use = siblings_->in_use, theirs;
-    const std::vector<int> mine = in_use;
-    for (int step = 1; step < size_; ++step) {
-      const int to = (rank_ + step) % size_, from = (rank_ + size_ - step) % size_;
-      int count = static_cast<int>(mine.size()), their_count = 0;
-      check(MPI_Sendrecv(&count, 1, MPI_INT, to, 0, &their_count, 1, MPI_INT, from, 0, comm_,
-                         MPI_STATUS_IGNORE),
-            "MPI_Sendrecv");
-      theirs.resize(static_cast<std::size_t>(their_count));
-      check(MPI_Sendrecv(mine.data(), count, MPI_INT, to, 0, theirs.data(), their_count, MPI_INT,
-                         from, 0, comm_, MPI_STATUS_IGNORE),
-            "MPI_Sendrecv");
-      in_use.insert(in_use.end(), theirs.begin(), theirs.end());
-    }
+  void free_failed(Clock::time_point deadline) {
+    std::string mine = " ";
+    for (const int number : siblings_->in_use) mine += std::to_string(number) + " ";
+    const std::vector<std::string> in_use = gather(comm_, size_, mine, deadline);
     std::sort(siblings_->failed.begin(), siblings_->failed.end(),
               [](const auto& a, const auto& b) { return a.first < b.first; });
     std::erase_if(siblings_->failed, [&](auto& each) {
-      if (std::count(in_use.begin(), in_use.end(), each.first) > 0) return false;
-      MPI_Comm_free(&each.second);
-      return true;
+      const std::string number = " " + std::to_string(each.first) + " ";
+      const bool used = std::any_of(in_use.begin(), in_use.end(), [&](const std::string& numbers) {
+        return numbers.find(number) != std::string::npos;
+      });
+      if (!used) MPI_Comm_free(&each.second);
+      return !used;
     });
   }
 
@@ -272,43 +432,23 @@ class MpiData final : public DataPlane {
   const int number_;
   MPI_Comm comm_ = MPI_COMM_NULL;
   int rank_ = 0, size_ = 1;
-  bool aborted_ = false;
-  std::vector<MPI_Request> requests_;
-  std::vector<Transfer> transfers_;  // one for each request
-  // Scratch of start().
-  std::vector<Message> sorted_;
-  std::vector<int> lengths_;
-  std::vector<MPI_Aint> addresses_;
+  std::atomic<bool> dead_{false};
+  std::vector<Flow> flows_;
+  std::vector<Message> sends_, receives_;  // by peer; flows look at them
+  std::vector<Piece> free_pieces_;
 };
-
-/// One text of every rank.
-std::vector<std::string> gather(MPI_Comm comm, int size, const std::string& mine) {
-  const int bytes = static_cast<int>(mine.size());
-  std::vector<int> sizes(static_cast<std::size_t>(size)), begins(sizes.size());
-  check(MPI_Allgather(&bytes, 1, MPI_INT, sizes.data(), 1, MPI_INT, comm), "MPI_Allgather");
-  int total = 0;
-  for (std::size_t r = 0; r < sizes.size(); ++r) {
-    begins[r] = total;
-    total += sizes[r];
-  }
-  std::string all(static_cast<std::size_t>(total), '\0');
-  check(MPI_Allgatherv(mine.data(), bytes, MPI_CHAR, all.data(), sizes.data(), begins.data(),
-                       MPI_CHAR, comm),
-        "MPI_Allgatherv");
-  std::vector<std::string> texts;
-  for (std::size_t r = 0; r < sizes.size(); ++r) texts.push_back(all.substr(begins[r], sizes[r]));
-  return texts;
-}
 
 }  // namespace
 
 std::shared_ptr<Communicator> make_mpi_communicator(std::optional<int> fortran_handle,
                                                     CommunicatorOptions options) {
   initialize();
+  constexpr std::chrono::hours kYear(24 * 365);  // what is longer, make_control_plane() refuses
+  const auto deadline = Clock::now() + std::min<Clock::duration>(options.timeout, kYear);
   const MPI_Comm comm = fortran_handle ? MPI_Comm_f2c(*fortran_handle) : MPI_COMM_WORLD;
-  const auto data = std::make_shared<MpiData>(comm);
+  const auto data = std::make_shared<MpiData>(comm, deadline);
   const auto gather_texts = [&](const std::string& text) {
-    return gather(comm, data->size(), text);
+    return gather(comm, data->size(), text, deadline);
   };
   const auto control =
       make_control_plane(data->rank(), data->size(), gather_texts, options.timeout);

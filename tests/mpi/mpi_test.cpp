@@ -2,8 +2,11 @@
 // own output with what one rank computes.
 #include <gtest/gtest.h>
 #include <mpi.h>
+#include <unistd.h>
 
+#include <csignal>
 #include <cstdlib>
+#include <thread>
 
 #include "dropping_ranks.h"
 #include "fusedmoe/quant.h"
@@ -15,9 +18,9 @@ int mpi_communicators = 0;  // that were made and not freed
 }
 
 // Instead of MPI's own, which these call.
-extern "C" int MPI_Comm_dup(MPI_Comm comm, MPI_Comm* made) {
+extern "C" int MPI_Comm_idup(MPI_Comm comm, MPI_Comm* made, MPI_Request* request) {
   ++mpi_communicators;
-  return PMPI_Comm_dup(comm, made);
+  return PMPI_Comm_idup(comm, made, request);
 }
 extern "C" int MPI_Comm_free(MPI_Comm* comm) {
   --mpi_communicators;
@@ -273,6 +276,98 @@ TEST(MpiTest, AFailedRankIsNamedToThoseWhoWaitForItsMemory) {
     }
   }
   world()->barrier();
+}
+
+TEST(MpiTest, LongMessagesArriveWhole) {
+  const int size = world()->size(), rank = world()->rank();
+  for (const std::size_t bytes : {std::size_t{1}, (std::size_t{1} << 18) - 8, std::size_t{1} << 18,
+                                  (std::size_t{5} << 20) + 3}) {
+    // One stream, which the sender cuts in two, and the receiver in three.
+    std::vector<std::string> out, in(size, std::string(bytes, ' '));
+    std::vector<Message> sends, receives;
+    for (int peer = 0; peer < size; ++peer) {
+      out.push_back(std::string(bytes, static_cast<char>('a' + rank)));
+      out.back().back() = static_cast<char>('A' + peer);
+    }
+    const auto add = [](std::vector<Message>& messages, int peer, std::string& text, int parts) {
+      const std::size_t part = text.size() / parts;
+      for (int i = 0; i < parts; ++i) {
+        messages.push_back({peer, &text[i * part], i + 1 < parts ? part : text.size() - i * part});
+      }
+    };
+    for (int peer = size; peer-- > 0;) {
+      add(sends, peer, out[peer], 2);
+      add(receives, peer, in[peer], 3);
+    }
+    world()->exchange(sends, receives, {}, "long messages");
+    for (int peer = 0; peer < size; ++peer) {
+      std::string expected(bytes, static_cast<char>('a' + peer));
+      expected.back() = static_cast<char>('A' + rank);
+      EXPECT_TRUE(in[peer] == expected) << bytes << " bytes from rank " << peer;
+    }
+  }
+}
+
+TEST(MpiTest, AnotherNumberOfBytesIsAnErrorOfAll) {
+  if (world()->size() == 1) GTEST_SKIP() << "nothing travels";
+  for (const auto& [fewer, more] : {std::pair(4, 8), std::pair(8, 1 << 20)}) {
+    const auto mine = make_ranks();
+    std::string out(1 << 20, 'x'), in(1 << 20, ' '), error;
+    const int rank = mine->rank(), bytes = rank == 0 ? fewer : more;
+    const Message send{1 - rank, out.data(), static_cast<std::size_t>(bytes)};
+    const Message receive{1 - rank, in.data(), static_cast<std::size_t>(bytes)};
+    try {
+      if (rank < 2) mine->exchange({&send, 1}, {&receive, 1}, {}, "rows");
+    } catch (const Error& each) {
+      error = each.what();
+    }
+    const std::vector<std::string> errors = world()->gather(error, "a test");
+    EXPECT_NE(errors[0].find("message: was"), std::string::npos) << errors[0];
+    EXPECT_EQ(errors[0], errors[1]);
+  }
+}
+
+/// Rank 1 is stopped while bytes move between it and rank 0, again and again. Rank 0 gives up at
+/// its deadline, and from then on MPI may no longer touch what it was given.
+TEST(MpiTest, APeerThatStopsInAnExchangeHoldsNoMemory) {
+  if (world()->size() == 1) GTEST_SKIP() << "nobody to stop";
+  constexpr std::size_t kBytes = 8 << 20;
+  const std::vector<std::string> processes = world()->gather(std::to_string(getpid()), "a test");
+  const auto mine = make_ranks(std::chrono::milliseconds(1500));
+  const int rank = mine->rank();
+  std::string out(kBytes, 'x'), in(kBytes, ' '), error;
+  const pid_t peer = std::stoi(processes[rank == 0 ? 1 : 0]);
+  std::thread stops;
+  if (rank == 0) {
+    stops = std::thread([&] {
+      const volatile char& first = in.front();
+      while (first != 'x') std::this_thread::yield();
+      kill(peer, SIGSTOP);
+    });
+  }
+  const Message send{1 - rank, out.data(), kBytes}, receive{1 - rank, in.data(), kBytes};
+  try {
+    for (int step = 0; rank < 2 && step < 100000; ++step) {
+      mine->exchange({&send, 1}, {&receive, 1}, {}, "rows");
+    }
+  } catch (const Error& each) {
+    error = each.what();
+  }
+  if (rank == 0) {
+    stops.join();
+    std::fill(out.begin(), out.end(), 'y');
+    std::fill(in.begin(), in.end(), 'z');
+    kill(peer, SIGCONT);
+    EXPECT_EQ(error, "rows: rank 1 did not arrive within 1.5 s");
+    EXPECT_THROW(mine->exchange({&send, 1}, {}, {}, "rows"), Error) << "it is dead";
+  }
+  const std::vector<std::string> errors = world()->gather(error, "a test");
+  EXPECT_EQ(errors[1], errors[0]);
+  make_ranks()->barrier();  // MPI goes on meanwhile
+  testing::exchange_numbers(*world());
+  if (rank == 0) {
+    EXPECT_TRUE(in == std::string(kBytes, 'z'));
+  }
 }
 
 /// The last case: MPI keeps what was sent to rank 1, and nobody takes it.
