@@ -22,6 +22,7 @@
 
 #include "commands.h"
 #include "core/device_runtime.h"
+#include "core/exception_text.h"
 #include "core/numa.h"
 #include "fusedmoe/comm.h"
 #include "fusedmoe/runtime.h"
@@ -237,8 +238,8 @@ void run_two_processes(const RankFunction& test) {
     try {
       test(communicator);
       communicator->barrier();
-    } catch (const std::exception& error) {
-      communicator->abort(error.what());
+    } catch (...) {
+      communicator->abort(core::current_exception_text());
       throw;
     }
   };
@@ -246,7 +247,7 @@ void run_two_processes(const RankFunction& test) {
   if (child == 0) {
     try {
       run_rank(1);
-    } catch (const std::exception&) {  // rank 0 has been told
+    } catch (...) {  // rank 0 has been told
     }
     _exit(0);
   }
@@ -256,7 +257,7 @@ void run_two_processes(const RankFunction& test) {
       throw Error::communication(fmt::format("cannot fork: {}", std::strerror(errno)));
     }
     run_rank(0);
-  } catch (const std::exception&) {
+  } catch (...) {
     failure = std::current_exception();
   }
   if (child > 0) waitpid(child, nullptr, 0);

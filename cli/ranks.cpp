@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "command_line.h"
+#include "core/exception_text.h"
 #include "fusedmoe/runtime.h"
 #include "support.h"
 
@@ -156,9 +157,9 @@ void run_local_ranks(int num_ranks, const std::string& device, const RankFunctio
         }
         function(communicator);
         communicator->barrier();
-      } catch (const std::exception& error) {
+      } catch (...) {
         failures[rank] = std::current_exception();
-        if (communicator) communicator->abort(error.what());
+        if (communicator) communicator->abort(core::current_exception_text());
       }
     });
   }
@@ -182,8 +183,8 @@ void run_on_ranks(int num_ranks, const std::string& device, const RankFunction& 
   try {
     function(communicator);
     communicator->barrier();
-  } catch (const std::exception& error) {
-    communicator->abort(error.what());
+  } catch (...) {
+    communicator->abort(core::current_exception_text());
     throw;
   }
 }

@@ -6,6 +6,7 @@
 
 #include "core/check.h"
 #include "core/device_runtime.h"
+#include "core/exception_text.h"
 #include "core/workspace.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
@@ -294,11 +295,8 @@ void MoeLayer::Impl::forward(const Call& call, Workspace workspace) const {
   try {
     check(call, workspace);
     run(call, workspace.data);
-  } catch (const std::exception& error) {
-    communicator->abort(error.what());
-    throw;
   } catch (...) {
-    communicator->abort("an exception of an unknown type");
+    communicator->abort(core::current_exception_text());
     throw;
   }
 }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/exception_text.h"
 #include "core/parallel.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
@@ -246,8 +247,8 @@ MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
     share_input_scales(*communicator, weights.experts);
     impl_ = std::make_unique<Impl>(weights, options, selection);
     impl_->chunk = least_chunk(*communicator, impl_->chunk);
-  } catch (const std::exception& error) {
-    communicator->abort(error.what());
+  } catch (...) {
+    communicator->abort(core::current_exception_text());
     throw;
   }
 }

@@ -9,6 +9,7 @@
 
 #include "core/check.h"
 #include "core/device_runtime.h"
+#include "core/exception_text.h"
 #include "core/workspace.h"
 #include "layer/backend.h"
 #include "layer/checks.h"
@@ -98,11 +99,8 @@ void ModularKernel::abandon_on_error(const Step& step) const {
   if (!moves_rows_) return step();
   try {
     step();
-  } catch (const std::exception& error) {
-    prepare_finalize_->abandon(error.what());
-    throw;
   } catch (...) {
-    prepare_finalize_->abandon("an exception of an unknown type");
+    prepare_finalize_->abandon(core::current_exception_text());
     throw;
   }
 }

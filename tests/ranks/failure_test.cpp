@@ -1,6 +1,7 @@
 // What goes wrong on one rank is an Error of all, within the deadline: never a hang.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <latch>
 
@@ -141,6 +142,33 @@ TEST(AgreementTest, AnErrorOfOneRankIsThatOfAllAndTheCommunicatorLives) {
     const MoeLayer layer(small_weights(), rank_options({}, DType::kBF16, kTokens, comms[rank]));
     forward_exactly(layer, make_hidden_states(DType::kBF16, 3, 64), kTokens);
   });
+}
+
+/// Whatever a rank throws while it packs weights or runs, the others learn it at once.
+TEST(AgreementTest, WhatIsNoStdExceptionEndsAllToo) {
+  for (const bool making : {true, false}) {
+    const Communicators comms = make_thread_communicators(2, {kPatient});
+    std::array<int, 2> thrown{};
+    const auto errors = errors_of_ranks(2, [&](int rank) {
+      LayerWeights weights = small_weights();
+      LayerOptions options = rank_options({}, DType::kBF16, kTokens, comms[rank]);
+      if (rank == 1 && making) options.progress = [](auto, auto) { throw 42; };
+      weights.router.custom = [&, rank](const TensorView&, const TensorView& ids,
+                                        const TensorView& factors) {
+        if (rank == 1) throw 42;
+        std::fill_n(ids.as<std::int32_t>(), ids.numel(), 0);
+        std::fill_n(factors.as<float>(), factors.numel(), 1.0F);
+      };
+      try {
+        const MoeLayer layer(std::move(weights), options);
+        forward_exactly(layer, make_hidden_states(DType::kBF16, 3, 64), kTokens);
+      } catch (const int number) {
+        thrown[rank] = number;
+      }
+    });
+    EXPECT_EQ(errors[0], "rank 1: an unknown exception");
+    EXPECT_EQ(thrown[1], 42);
+  }
 }
 
 TEST(AgreementTest, ALayerOnAPartNamesRanksOfTheWhole) {
