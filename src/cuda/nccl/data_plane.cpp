@@ -26,18 +26,33 @@ ncclDataType_t nccl_type(DType dtype) {
   return dtype == DType::kF32 ? ncclFloat32 : dtype == DType::kBF16 ? ncclBfloat16 : ncclFloat16;
 }
 
+/// In a thread of its own, which stays where NCCL waits for a rank that is gone. Replays of a
+/// graph, which nobody watches, can do that.
+void destroy(ncclComm_t comm, Device device, milliseconds timeout) noexcept {
+  try {
+    const auto task = std::make_shared<std::packaged_task<void()>>([=] {
+      const CurrentDevice current(device);
+      nccl().comm_destroy(comm);
+    });
+    const std::future<void> done = task->get_future();
+    std::thread([task] { (*task)(); }).detach();
+    done.wait_for(timeout);
+  } catch (...) {
+    // There is no thread for it: it stays.
+  }
+}
+
 class NcclData final : public DataPlane {
  public:
   NcclData(ncclComm_t comm, bool ours, int rank, int size, Device device,
            std::shared_ptr<ControlPlane> control, milliseconds timeout)
-      : comm_(comm), ours_(ours), device_(device), rank_(rank) {
-    watch_ = std::make_unique<Watch>(rank, size, device, std::move(control), timeout,
-                                     [this] { abort(); });
+      : comm_(comm), ours_(ours), device_(device), rank_(rank), timeout_(timeout) {
+    watch_ =
+        std::make_unique<Watch>(rank, size, device, std::move(control), timeout, [this] { end(); });
   }
   ~NcclData() override {
-    watch_.reset();
-    const CurrentDevice current(device_);
-    if (comm_ && ours_) nccl().comm_destroy(comm_);
+    watch_.reset();  // what was enqueued has ended now
+    if (comm_ && ours_) destroy(comm_, device_, timeout_);
   }
 
   std::string_view name() const override { return "nccl"; }
@@ -78,10 +93,19 @@ class NcclData final : public DataPlane {
     });
   }
 
-  /// Ends the kernels that wait; the context stays usable.
+  /// The watch does it, soon: whoever calls this may not wait for who is in NCCL now.
   void abort() noexcept override {
-    // Who holds it longer waits in NCCL for what only this ends.
-    const std::unique_lock lock(mutex_, std::chrono::seconds(1));
+    aborted_ = true;
+    watch_->ask_to_abort();
+  }
+
+ private:
+  /// Ends the kernels that wait; the context stays usable. Called by the watch. Waits for who is in
+  /// NCCL, which may not lose its communicator meanwhile. After the timeout that one waits for what
+  /// only this ends.
+  void end() noexcept {
+    aborted_ = true;
+    const std::unique_lock lock(mutex_, timeout_);
     ncclComm_t comm = comm_.exchange(nullptr);
     if (!comm) return;
     try {
@@ -92,12 +116,11 @@ class NcclData final : public DataPlane {
     }
   }
 
- private:
   template <typename Calls>
   void enqueue(Stream stream, const Waiting& waiting, const Calls& calls) {
     const std::lock_guard lock(mutex_);
     ncclComm_t comm = comm_;
-    if (!comm) throw Error::communication("NCCL was aborted");
+    if (aborted_ || !comm) throw Error::communication("NCCL was aborted");
     const CurrentDevice current(device_);
     const auto handle = static_cast<cudaStream_t>(stream.handle);
     FUSEDMOE_NCCL_CHECK(nccl().group_start());
@@ -112,10 +135,12 @@ class NcclData final : public DataPlane {
   }
 
   std::atomic<ncclComm_t> comm_;  // null after an abort
+  std::atomic<bool> aborted_{false};
   const bool ours_;
   const Device device_;
   const int rank_;
-  std::timed_mutex mutex_;
+  const milliseconds timeout_;
+  std::timed_mutex mutex_;  // guards calls of NCCL
   std::unique_ptr<Watch> watch_;
 };
 

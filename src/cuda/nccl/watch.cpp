@@ -59,14 +59,33 @@ void Watch::run() {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaThreadExchangeStreamCaptureMode(&mode);
   std::unique_lock lock(mutex_);
-  int looks = 0;
-  while (!changed_.wait_for(lock, kPollInterval, [&] { return ending_; })) {
+  for (int looks = 1;; ++looks) {
+    const auto done = [&] { return ending_ && work_.empty(); };
+    changed_.wait_for(lock, kPollInterval, [&] { return abort_asked_ || done(); });
+    const bool last = done(), asked = abort_asked_;
     lock.unlock();
+    if (asked || (last && has_failed())) abort_();
+    if (asked || last) return;
     // The control plane is asked less often than the device.
-    bool over = expired();
-    if (!over && ++looks % 10 == 0) over = look();
-    if (over) return;
+    if (expired() || (looks % 10 == 0 && look())) return;
     lock.lock();
+  }
+}
+
+void Watch::ask_to_abort() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    abort_asked_ = true;
+  }
+  changed_.notify_all();
+}
+
+/// Whether a rank has said so. Where the control plane is gone, the others may just be done.
+bool Watch::has_failed() noexcept {
+  try {
+    return control_->read("failure", milliseconds(0)).has_value();
+  } catch (...) {
+    return false;
   }
 }
 
@@ -88,7 +107,7 @@ bool Watch::expired() {
   if (late == 0) return false;
   try {
     give_up(late, what);
-  } catch (const std::exception&) {
+  } catch (...) {
     // Without a control plane nobody can be told; the kernels end all the same.
   }
   abort_();
@@ -107,7 +126,7 @@ bool Watch::look() {
       answered_ = true;
     }
     if (!control_->read("failure", milliseconds(0))) return false;
-  } catch (const std::exception&) {
+  } catch (...) {
     // The control plane is gone, and with it rank 0.
   }
   abort_();

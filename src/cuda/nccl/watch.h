@@ -26,11 +26,14 @@ class Watch {
 
   Watch(int rank, int size, Device device, std::shared_ptr<ControlPlane> control,
         std::chrono::milliseconds timeout, std::function<void()> abort);
+  /// Watches until what was enqueued has ended, or until it gives up.
   ~Watch();
 
   /// What was enqueued on the stream until now has to end within the timeout; `what` names it in
   /// errors. Nothing happens while the stream is captured.
   void enqueued(cudaStream_t stream, std::string_view what);
+  /// Lets the thread call abort(). Waits for nothing.
+  void ask_to_abort() noexcept;
 
  private:
   struct Work {
@@ -44,6 +47,7 @@ class Watch {
   /// True when the watch is over.
   bool look();
   bool expired();
+  bool has_failed() noexcept;
   void give_up(std::uint64_t number, const std::string& what);
 
   const int rank_, size_;
@@ -56,7 +60,9 @@ class Watch {
   std::deque<Work> work_;
   std::vector<cudaEvent_t> free_;
   std::uint64_t number_ = 0;  // of the last work
-  bool answered_ = false, ending_ = false;
+  bool answered_ = false;     // of the thread
+  bool ending_ = false;       // no more work comes
+  bool abort_asked_ = false;
   std::thread thread_;
 };
 
