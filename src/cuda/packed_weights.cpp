@@ -195,8 +195,9 @@ const WeightMatrix& PackedMatrices::source_of(std::int64_t row, const WeightMatr
   return gated_ && gated_is_up(row) ? *up : gate;
 }
 
-void PackedMatrices::upload_block_scales(std::int64_t expert, const WeightMatrix& gate,
-                                         const WeightMatrix* up, const Stream& stream) {
+/// Returns what is copied: the copy may read it until the stream is synchronized.
+Tensor PackedMatrices::upload_block_scales(std::int64_t expert, const WeightMatrix& gate,
+                                           const WeightMatrix* up, const Stream& stream) {
   const GroupShape group = scheme_.weights.group;
   const Tensor host = Tensor::zeros({grid_.row_blocks, grid_.k_blocks, 8}, DType::kF32);
   for (std::int64_t i = 0; i < host.numel(); ++i) {
@@ -215,6 +216,7 @@ void PackedMatrices::upload_block_scales(std::int64_t expert, const WeightMatrix
     if (!matrix) continue;
     two_scales_a_tile_ &= group.rows % (2 * kBlockRows) == 0 && matrix->first_row % rows == 0;
   }
+  return host;
 }
 
 /// What the results of a row of the matrix are multiplied by, `common` times.
@@ -275,6 +277,9 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
   }
   kernels_->pack(source, grid_, blocks_.select(0, expert).data(), stream);
 
+  // Host memory that copies read until the stream is synchronized: where a GPU reads a process's
+  // pages itself, as Grace Hopper does, a copy takes nothing aside when it is enqueued.
+  std::vector<Tensor> uploads;
   float input_scale = 1;
   if (input_scales_) {
     const auto read = [](const WeightMatrix* m) { return *m->input_scale.as<const float>(); };
@@ -282,6 +287,7 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
     const Tensor host = Tensor::empty({1}, DType::kF32);
     *host.as<float>() = input_scale;
     copy(host, input_scales_.slice(0, expert, expert + 1), stream);
+    uploads.push_back(host);
   }
   const float common =
       std::ldexp(input_scale * activation_scale_, source.exponent_shift + format_->fixed_exponent);
@@ -294,6 +300,7 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
       packed.as<float>()[row] = of_row(source_of(row, gate, up), feature);
     }
     copy(packed, all.select(0, expert), stream);
+    uploads.push_back(packed);
   };
   if (scales_) {
     upload(scales_, [&](const WeightMatrix& matrix, std::int64_t row) {
@@ -308,8 +315,8 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
       return read_bias(matrix.bias, row);
     });
   }
-  if (block_scales_) upload_block_scales(expert, gate, up, stream);
-  synchronize(stream);  // what was gathered ends here
+  if (block_scales_) uploads.push_back(upload_block_scales(expert, gate, up, stream));
+  synchronize(stream);  // what was gathered and uploaded ends here
 }
 
 void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatrix* up,

@@ -55,8 +55,8 @@ class PackedMatrices {
   bool has_k_scales() const;
   float row_scale(const WeightMatrix& matrix, const Origin& origin, std::int64_t row,
                   float common) const;
-  void upload_block_scales(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up,
-                           const Stream& stream);
+  Tensor upload_block_scales(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up,
+                             const Stream& stream);
   const WeightMatrix& source_of(std::int64_t row, const WeightMatrix& gate,
                                 const WeightMatrix* up) const;
 
