@@ -7,7 +7,6 @@
 
 #include "fusedmoe/quant.h"
 #include "quant/quantize.h"
-#include "quant/quantize_elements.h"
 
 namespace fusedmoe::core {
 namespace {
@@ -58,14 +57,13 @@ const BlockFormat* find_block_format(const QuantKey& key) {
 }
 
 std::uint8_t iq4_code(float value) {
-  std::uint8_t best = 0;
-  for (std::uint8_t code = 1; code < 16; ++code) {
-    const float distance = std::abs(value - iq4_value(code));
-    const float least = std::abs(value - iq4_value(best));
-    const bool nearer_to_zero = std::abs(iq4_value(code)) < std::abs(iq4_value(best));
-    if (distance < least || (distance == least && nearer_to_zero)) best = code;
-  }
-  return best;
+  // Halfway between neighbours.
+  constexpr float kBelowZero[8] = {-115.5F, -93.5F, -74.0F, -57.0F, -42.0F, -28.5F, -16.0F, -4.5F};
+  constexpr float kAboveZero[7] = {7.0F, 19.0F, 31.5F, 45.5F, 61.0F, 79.0F, 101.0F};
+  int code = 0;
+  for (const float middle : kBelowZero) code += value >= middle;
+  for (const float middle : kAboveZero) code += value > middle;
+  return static_cast<std::uint8_t>(code);
 }
 
 void quantize_block(const float* x, std::int64_t count, const QuantKey& key, std::uint8_t* codes,
