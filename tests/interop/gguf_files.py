@@ -31,13 +31,13 @@ QUANTIZED = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.MXFP4)
 
 
 def random_blocks(rng, shape, kind):
-    """Seven random rows again and again, so that files can be compressed."""
+    """Eleven random rows again and again, so that files can be compressed."""
     size, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    blocks = rng.integers(0, 256, (7, shape[-1] // size, nbytes), dtype=np.uint8)
+    blocks = rng.integers(0, 256, (11, shape[-1] // size, nbytes), dtype=np.uint8)
     for at, largest in FACTORS[kind].items():
-        factors = rng.uniform(-largest, largest, blocks.shape[:-1]).astype(np.float16)
+        factors = rng.uniform(largest / 2, largest, blocks.shape[:-1]).astype(np.float16)
         blocks[..., at:at + 2] = factors[..., None].view(np.uint8)
-    rows = blocks.reshape(7, -1)[np.arange(np.prod(shape[:-1])) % 7]
+    rows = blocks.reshape(11, -1)[np.arange(np.prod(shape[:-1])) % 11]
     return rows.reshape(*shape[:-1], -1)
 
 
