@@ -273,16 +273,20 @@ __device__ __forceinline__ void multiply_decoded_fp8(SharedMemory<K>& shared, co
       const auto activations = operands.activations_of(0);
       const auto codes =
           Operands::load(StagedBlock{operands.weights}, coords.thread(), shared.tables);
-      std::uint32_t weights[2][kHalfSteps][4];
+      std::uint32_t weights[kSteps<K>][4];
       fence_accumulators(sums);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        Operands::decode(codes, half, weights[half]);
+        const uint4 words = Operands::words(codes.block, codes.thread, half);
+#pragma unroll
+        for (int step = half * kHalfSteps; step < (half + 1) * kHalfSteps; ++step) {
+          Operands::decode_step(codes, words, step, weights[step]);
+        }
         cute::warpgroup_arrive();
 #pragma unroll
-        for (int j = 0; j < kHalfSteps; ++j) {
-          multiply_apart<typename K::Activation, kN>(
-              weights[half][j], activations.at(half * kHalfSteps + j), false, sums);
+        for (int step = half * kHalfSteps; step < (half + 1) * kHalfSteps; ++step) {
+          multiply_apart<typename K::Activation, kN>(weights[step], activations.at(step), false,
+                                                     sums);
         }
         cute::warpgroup_commit_batch();
       }
@@ -296,6 +300,47 @@ __device__ __forceinline__ void multiply_decoded_fp8(SharedMemory<K>& shared, co
 #pragma unroll
       for (float& sum : sums) sum = 0;
     }
+  }
+}
+
+/// The same with one step decoded while the one before is multiplied, across K blocks, too. It pays
+/// where a step takes longer to decode than to multiply.
+template <int kN, typename K>
+__device__ __forceinline__ void multiply_decoded_ahead(SharedMemory<K>& shared,
+                                                       const WorkTile& tile,
+                                                       const WarpgroupCoords<K>& coords,
+                                                       StageState<K>& stage,
+                                                       typename K::Accumulators& accumulators) {
+  using Operands = typename K::Operands;
+  static_assert(K::kRowBlocks == 1 && K::kKGroups == 1 && !Operands::kHasKScales);
+  for (int left = num_stages<K>(tile), blocks; left > 0; left -= blocks) {
+    float sums[kN / 2] = {};
+    fence_accumulators(sums);
+    blocks = (left - 1) % Operands::kPromotedBlocks + 1;  // as above, so with the same bits
+    for (int i = 0; i < blocks; ++i) {
+      const StageOperands<K> operands = acquire(shared, stage, coords);
+      const auto activations = operands.activations_of(0);
+      const auto codes =
+          Operands::load(StagedBlock{operands.weights}, coords.thread(), shared.tables);
+      std::uint32_t weights[2][4];
+      uint4 words;
+#pragma unroll
+      for (int step = 0; step < kSteps<K>; ++step) {
+        if (step % 2 == 0) words = Operands::words(codes.block, codes.thread, step / 2);
+        Operands::decode_step(codes, words, step, weights[step % 2]);
+        cute::warpgroup_arrive();
+        multiply_apart<typename K::Activation, kN>(weights[step % 2], activations.at(step), false,
+                                                   sums);
+        cute::warpgroup_commit_batch();
+        cute::warpgroup_wait<1>();
+      }
+      if (i > 0) release_previous(shared, stage);  // sooner, ptxas serializes the instructions
+      stage.advance();
+    }
+    cute::warpgroup_wait<0>();
+    fence_accumulators(sums);
+    release_previous(shared, stage);
+    promote<K, kN>(sums, 0, {}, 0, accumulators[0]);
   }
 }
 
@@ -416,7 +461,9 @@ __device__ __forceinline__ void multiply_narrowest(SharedMemory<K>& shared, cons
       return;
     }
   }
-  if constexpr (K::kPromotes && K::Operands::kDecodes) {
+  if constexpr (K::kDecodesAhead) {
+    multiply_decoded_ahead<kN>(shared, tile, coords, stage, accumulators);
+  } else if constexpr (K::kPromotes && K::Operands::kDecodes) {
     multiply_decoded_fp8<kN>(shared, tile, coords, stage, accumulators);
   } else if constexpr (K::kPromotes) {
     multiply_promoted<kN>(shared, p, tile, coords, stage, accumulators);

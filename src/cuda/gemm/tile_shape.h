@@ -69,7 +69,7 @@ inline constexpr TileShape kTilesFp8Rows[] = {
 /// FP8 tiles of decoded weights. wgmma takes only its rows from registers, so tokens cannot be
 /// them. Without scales of K blocks both sets of accumulators have room for 192 tokens.
 inline constexpr TileShape kTilesDecodedFp8[] = {
-    {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 2, 1, 1, 1}, {96, 2, 1, 1, 2}, {192, 2, 1, 1, 2},
+    {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 4, 1, 1, 1}, {96, 2, 1, 1, 2}, {192, 2, 1, 1, 2},
 };
 
 }  // namespace fusedmoe::cuda

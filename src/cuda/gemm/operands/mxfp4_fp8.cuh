@@ -29,19 +29,24 @@ struct Mxfp4Fp8Operands : DecodedFp8Operands {
   __device__ static Codes load(const StagedBlock& block, int thread, const Tables& /*tables*/) {
     return {block, thread, load_scales(block, thread)};
   }
-  /// -> the register operands of two steps of 32 of K, of the first or second half of the block.
-  __device__ static void decode(const Codes& codes, int half, std::uint32_t (&a)[2][4]) {
-    decode(words(codes.block, codes.thread, half), codes.fields, Tables(), half, a);
+  /// -> the register operands of a step of 32 of K; `of_half`: the words of its half of the block.
+  __device__ static void decode_step(const Codes& codes, const uint4& of_half, int step,
+                                     std::uint32_t (&a)[4]) {
+    decode_step(of_half, codes.fields, step, a);
   }
+  /// -> those of both steps of a half.
   __device__ static void decode(const uint4& of_half, Scales fields, const Tables& /*tables*/,
                                 int half, std::uint32_t (&a)[2][4]) {
 #pragma unroll
-    for (int step = 0; step < 2; ++step) {
-      const int shift = 16 * half + 8 * step;
-      const Mxfp4Table row(fields.x >> shift & 0xFF), next(fields.y >> shift & 0xFF);
-      row.decode(step == 0 ? of_half.x : of_half.z, a[step][0], a[step][2]);
-      next.decode(step == 0 ? of_half.y : of_half.w, a[step][1], a[step][3]);
-    }
+    for (int step = 0; step < 2; ++step) decode_step(of_half, fields, 2 * half + step, a[step]);
+  }
+
+ private:
+  __device__ static void decode_step(const uint4& of_half, Scales fields, int step,
+                                     std::uint32_t (&a)[4]) {
+    const Mxfp4Table row(fields.x >> 8 * step & 0xFF), next(fields.y >> 8 * step & 0xFF);
+    row.decode(step % 2 == 0 ? of_half.x : of_half.z, a[0], a[2]);
+    next.decode(step % 2 == 0 ? of_half.y : of_half.w, a[1], a[3]);
   }
 };
 

@@ -93,22 +93,24 @@ struct W4a8Operands : DecodedFp8Operands {
     const Scales both = load_scales(block, thread);
     return {block, thread, &tables.of_scale[both & 0xFF], &tables.of_scale[both >> 8]};
   }
-  /// -> the register operands of two steps of 32 of K, of the first or second half of the block.
-  __device__ static void decode(const Codes& codes, int half, std::uint32_t (&a)[2][4]) {
-    decode(words(codes.block, codes.thread, half), *codes.row, *codes.next, a);
+  /// -> the register operands of a step of 32 of K; `of_half`: the words of its half of the block.
+  __device__ static void decode_step(const Codes& codes, const uint4& of_half, int step,
+                                     std::uint32_t (&a)[4]) {
+    decode_step(of_half, *codes.row, *codes.next, step, a);
   }
+  /// -> those of both steps of a half.
   __device__ static void decode(const uint4& of_half, Scales both, const Tables& tables,
                                 int /*half*/, std::uint32_t (&a)[2][4]) {
-    decode(of_half, tables.of_scale[both & 0xFF], tables.of_scale[both >> 8], a);
+    for (int step = 0; step < 2; ++step) {
+      decode_step(of_half, tables.of_scale[both & 0xFF], tables.of_scale[both >> 8], step, a[step]);
+    }
   }
 
  private:
-  __device__ static void decode(const uint4& of_half, const W4a8Table& row, const W4a8Table& next,
-                                std::uint32_t (&a)[2][4]) {
-    row.decode(of_half.x, a[0][0], a[0][2]);
-    next.decode(of_half.y, a[0][1], a[0][3]);
-    row.decode(of_half.z, a[1][0], a[1][2]);
-    next.decode(of_half.w, a[1][1], a[1][3]);
+  __device__ static void decode_step(const uint4& of_half, const W4a8Table& row,
+                                     const W4a8Table& next, int step, std::uint32_t (&a)[4]) {
+    row.decode(step % 2 == 0 ? of_half.x : of_half.z, a[0], a[2]);
+    next.decode(step % 2 == 0 ? of_half.y : of_half.w, a[1], a[3]);
   }
 };
 
