@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "../unit/layer_problem.h"
-include "cuda/one_token/one_token.h"
 #include "cuda/device/properties.h"
+#include "cuda/one_token/one_token.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
 #include "gpu_ranks.h"

@@ -187,6 +187,21 @@ TEST(GemmPlanTest, PublishedModelsGetThePlansThatWereFastest) {
   EXPECT_EQ(qwen3_30b(1024, false), "128x96k1c2 splits 1 bf16");
   EXPECT_EQ(qwen3_30b(1024, true), "256x96k1c1r2 splits 1 bf16");
   EXPECT_EQ(qwen3_30b(8192, true), "128x128k1c2t2 splits 1 bf16");
+  const auto by_token = [&](std::int64_t hidden, std::int64_t intermediate, std::int64_t experts,
+                            std::int64_t topk, std::int64_t num_tokens) {
+    return config(shape_of(hidden, intermediate, experts, topk, num_tokens, "fp8_rows"));
+  };
+  EXPECT_EQ(by_token(2048, 768, 128, 8, 16), "64x16k4c1 splits 1 f32");
+  EXPECT_EQ(by_token(2048, 768, 128, 8, 32), "256x32k1c1 splits 1 f32");
+  EXPECT_EQ(by_token(2048, 768, 128, 8, 128), "256x32k1c1 splits 1 f32");
+  EXPECT_EQ(by_token(4096, 1536, 128, 8, 8), "64x16k4c1 splits 1 f32");
+  EXPECT_EQ(by_token(4096, 1536, 128, 8, 32), "256x32k1c1 splits 1 f32");
+  EXPECT_EQ(by_token(4096, 14336, 8, 2, 32), "64x16k4c1 splits 1 f32");
+  const auto w4a8 = [&](std::int64_t num_tokens) {
+    return config(shape_of(2048, 768, 128, 8, num_tokens, "w4a8"));
+  };
+  EXPECT_EQ(w4a8(256), "256x64k1c1 splits 1 f32");
+  EXPECT_EQ(w4a8(768), "256x64k1c1 splits 1 bf16");
 }
 
 TEST(GemmPlanTest, FewTilesAreSplitUntilTheyFillTheMultiprocessors) {

@@ -72,11 +72,13 @@ TileShape choose_tile(const MlpShape& shape, const Load& load, const ConfigList&
   //                               the same whatever a tile's rows
   //   as is     k k / 15, least 1 none of either: a short K is over too soon for another warpgroup
   //   groups    0.8               as decoded: tiles with K groups take another launch
+  //   E4M3      3 + k / 10        as decoded
   const double large = waves(shape, load, load.rows, gate_and_up(shape), with_epilogue_warpgroup);
   const bool few = large <= (shape.stores_groups ? 0.8
                              : format.decodes    ? 1 + k / 20
+                             : format.fp8_rows   ? 3 + k / 10
                                                  : std::max(1.0, k * k / 15));
-  const bool epilogue_warpgroup_beyond = shape.stores_groups || format.decodes;
+  const bool epilogue_warpgroup_beyond = format.fp8_rows || format.decodes;
   const auto room = [&](const TileShape& tile) {
     const double tokens = tile.max_tokens;
     if (!tile.has_epilogue_warpgroup()) {
