@@ -65,7 +65,9 @@ std::string cuda_device_summary() {
   if (count == 0) return "none: " + reason_for_none(error);
   std::string summary;
   for (int index = 0; index < count; ++index) {
-    const cuda::DeviceProperties& device = *cuda::device_properties(index);
+    const cuda::DeviceProperties* found = cuda::device_properties(index);
+    if (!found) continue;
+    const cuda::DeviceProperties& device = *found;
     if (!summary.empty()) summary += '\n';
     summary += "cuda:" + std::to_string(index) + ' ';
     if (!device.problem.empty()) {

@@ -305,6 +305,35 @@ TEST(CudaRanksTest, AMissingRankIsNamed) {
   }
 }
 
+/// What it has enqueued waits for rank 1, which never comes, and nobody asks whether it has ended.
+TEST(CudaRanksTest, ACommunicatorWithWorkForAMissingRankGoesAtItsDeadline) {
+  FUSEDMOE_SKIP_WITHOUT_GPU();
+  for (const Setting& setting : settings()) {
+    if (!setting.nccl || setting.size < 2) continue;
+    const std::chrono::milliseconds timeout(3000);
+    const auto control = make_thread_control_plane();
+    std::atomic<int> gone{0};
+    run_ranks(setting.size, [&](int rank) {
+      const Device device{DeviceKind::kCuda, rank};
+      const Tensor numbers = Tensor::zeros({2}, DType::kI32, device);
+      auto communicator = make_communicator(rank, setting.size, control, {timeout, device});
+      if (rank == 1) {
+        while (gone < setting.size - 1) std::this_thread::yield();
+        return;
+      }
+      const Message send{1, numbers.data(), 4}, receive{1, numbers.as<int>() + 1, 4};
+      communicator->exchange({&send, 1}, {&receive, 1}, Stream{device}, "a step");
+      const auto begin = std::chrono::steady_clock::now();
+      communicator.reset();
+      EXPECT_LT(std::chrono::steady_clock::now() - begin, timeout + std::chrono::seconds(5));
+      ++gone;
+      EXPECT_NO_THROW(synchronize(Stream{device}));
+    });
+    EXPECT_NE(control->read("failure", timeout).value_or("").find("rank 1 did not arrive"),
+              std::string::npos);
+  }
+}
+
 std::size_t device_bytes_in_use() {
   std::size_t free = 0, total = 0;
   EXPECT_EQ(cudaMemGetInfo(&free, &total), cudaSuccess);

@@ -1,6 +1,9 @@
 #include "cuda/device/properties.h"
 
-#include <vector>
+#include <array>
+#include <atomic>
+#include <memory>
+#include <utility>
 
 #include "cuda/device/check.h"
 #include "fusedmoe/runtime.h"
@@ -27,14 +30,22 @@ DeviceProperties query(int index) {
 }  // namespace
 
 const DeviceProperties* device_properties(int index) {
-  static const std::vector<DeviceProperties> all = [] {
-    std::vector<DeviceProperties> list;
-    const int count = cuda_device_count();
-    for (int i = 0; i < count; ++i) list.push_back(query(i));
-    return list;
-  }();
-  if (index < 0 || static_cast<std::size_t>(index) >= all.size()) return nullptr;
-  return &all[static_cast<std::size_t>(index)];
+  constexpr int kMostDevices = 64;
+  static std::array<std::atomic<const DeviceProperties*>, kMostDevices> known{};
+  thread_local DeviceProperties failed;  // asked again the next time
+  if (index < 0 || index >= kMostDevices) return nullptr;
+  std::atomic<const DeviceProperties*>& place = known[static_cast<std::size_t>(index)];
+  if (const DeviceProperties* found = place.load(std::memory_order_acquire)) return found;
+  if (index >= cuda_device_count()) return nullptr;
+  DeviceProperties asked = query(index);
+  if (!asked.problem.empty()) {
+    failed = std::move(asked);
+    return &failed;
+  }
+  auto mine = std::make_unique<const DeviceProperties>(std::move(asked));
+  const DeviceProperties* first = nullptr;  // another thread's
+  if (!place.compare_exchange_strong(first, mine.get())) return first;
+  return mine.release();  // kept until the process ends
 }
 
 int multiprocessor_count(Device device) {

@@ -1,4 +1,4 @@
-// What the code asks of CUDA devices, queried once for each.
+// What the code asks of CUDA devices, queried until it is known.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,8 @@ struct DeviceProperties {
   int major = 0, minor = 0;  ///< compute capability
 };
 
-/// Null for a device that is not there.
+/// Null for a device that is not there. Stays as it is, but for one with a problem: that is another
+/// at the thread's next call.
 const DeviceProperties* device_properties(int index);
 
 /// Of a usable device. Throws Error for another.
