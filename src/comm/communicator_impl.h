@@ -1,0 +1,56 @@
+// What a Communicator holds, for the files that implement it: communicator.cpp, which needs the
+// control plane alone, and communicator_steps.cpp, whose steps move bytes.
+#pragma once
+
+#include <mutex>
+
+#include "comm/poll.h"
+#include "comm/shared_memory.h"
+#include "fusedmoe/comm.h"
+
+namespace fusedmoe {
+
+struct Communicator::Impl {
+  using Clock = std::chrono::steady_clock;
+  class Watch;
+  int rank, size;
+  std::shared_ptr<ControlPlane> control;
+  std::shared_ptr<DataPlane> data;
+  std::shared_ptr<comm::SharedMemory> shared;
+  bool asked_to_share = false;
+  CommunicatorOptions options;
+  std::string prefix;        // of names in the control plane
+  std::vector<int> members;  // of what was split off: rank here -> rank of the whole
+  std::vector<int> host_ranks;
+  std::vector<bool> access;  // size x size
+  std::uint64_t gathers = 0, splits = 0, steps = 0, layers = 0;
+  /// Names of this rank's texts that are forgotten when all ranks have ended another gather.
+  struct ReadTexts {
+    std::mutex mutex;
+    std::vector<std::string> names;
+  };
+  std::shared_ptr<ReadTexts> read_texts = std::make_shared<ReadTexts>();
+  std::shared_ptr<ReadTexts> read_texts_of_whole;  // of what this was split off
+
+  ~Impl();
+
+  mutable std::mutex mutex;
+  mutable std::string failure;  // once known
+
+  /// The rank's number in the whole communicator, which both planes and all errors use.
+  int global(int r) const { return members.empty() ? r : members[r]; }
+  std::string find_failure() const;
+  std::string end(const std::string& reason);
+  [[noreturn]] void fail(std::string_view what, std::span<const int> late);
+  std::string read(const std::string& name, Clock::time_point deadline);
+  void call_hook();
+  std::vector<std::string> gather_marked(const std::string& text, std::string_view what);
+  void describe_hosts(Communicator& communicator);
+  /// The peers of messages as the data plane numbers them.
+  std::vector<Message> outside(std::span<const Message> messages) const;
+  /// Calls step(waiting) of the data plane; what it throws ends the communicator on all ranks.
+  template <typename Step>
+  void run(Communicator& communicator, std::string_view what, const Step& step);
+};
+
+}  // namespace fusedmoe
