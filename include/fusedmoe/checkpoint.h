@@ -154,8 +154,9 @@ class FUSEDMOE_API Checkpoint {
   /// one.
   std::vector<UncalibratedScale> uncalibrated(std::int64_t layer) const;
   /// What one rank holds of it, as local_weights() cuts it. Tensors of other ranks' experts are
-  /// checked by name, shape and dtype, but their bytes are never read; where all experts share a
-  /// tensor that holds for mapped files (FileAccess::kMap).
+  /// checked by name, shape and dtype, but their bytes are never read, input scales aside where one
+  /// of the rank's own is missing; where all experts share a tensor that holds for mapped files
+  /// (FileAccess::kMap).
   LayerWeights load_layer(std::int64_t layer, const ParallelConfig& parallel,
                           const std::optional<ExpertPlacement>& placement = {}) const;
   /// Name, dtype, shape and file of every tensor of the layer's MoE block.

@@ -178,7 +178,8 @@ class Loader {
   void claim(const TensorSpec& spec) {
     const std::string full_name = block_.prefix + spec.name;
     const auto found = block_.tensors.find(spec.name);
-    if (spec.role != TensorRole::kCorrectionBias) modules_.insert(module_of(spec.name));
+    const std::string_view suffix = spec.stored ? spec.stored->suffix : ".weight";
+    if (spec.name.ends_with(suffix)) modules_.insert(module_of(spec.name));
     if (found == block_.tensors.end()) {
       if (spec.required) problems_.add(full_name, "missing, must be " + to_string(spec.shape));
       return;
@@ -395,7 +396,7 @@ class Loader {
   Problems problems_;
   MatrixReader reader_;
   std::set<std::string_view> claimed_;
-  std::set<std::string> modules_;  ///< of the tensors that the layer has
+  std::set<std::string> modules_;  ///< linear layers whose tensors are parts of a module
   TensorChecks checks_;
   std::vector<std::int32_t> wanted_;  ///< experts
 };

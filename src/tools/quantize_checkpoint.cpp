@@ -129,7 +129,7 @@ class CheckpointQuantizer {
   }
 
   LayerWeights load(std::int64_t number, const Block& block) const {
-    return checkpoint::load_block(source_.config, block,
+    return checkpoint::load_block(source_.layer_config(number), block,
                                   core::format("{}: layer {}", source_.label, number));
   }
 

@@ -530,6 +530,13 @@ TEST(ZeroBiasTest, OnlyZerosMayLieBesideALayer) {
   }
 }
 
+// Experts whose tensors are parameters of one module are no linear layers with a bias.
+TEST(ZeroBiasTest, NoneBesideParameters) {
+  Parts parts = gpt_oss();
+  parts.tensors["model.layers.0.mlp.experts.bias"] = Tensor::zeros({4}, DType::kBF16);
+  EXPECT_NE(parts.error().find("mlp.experts.bias: unexpected"), std::string::npos);
+}
+
 TEST(QuantizedRouterTest, IsRefusedByName) {
   Parts parts("int4_g32", CheckpointLayout::kGptq);
   const std::string router = "model.layers.0.mlp.gate";

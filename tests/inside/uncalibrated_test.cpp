@@ -137,6 +137,39 @@ TEST(UncalibratedSharedTest, IsRefused) {
 }
 
 // Scales of a caller have no others to be taken from: each must be usable.
+TEST(UncalibratedCallerTest, StacksAreRefused) {
+  for (const char* scheme : {"nvfp4", "fp8_tensor_static"}) {
+    const bool nvfp4 = scheme[0] == 'n';
+    ExpertWeights::Stacked stacked;
+    const DType values = nvfp4 ? DType::kU8 : DType::kE4M3;
+    const std::int64_t columns = nvfp4 ? 16 : 32;
+    stacked.w13 = Tensor::zeros({2, 64, columns}, values);
+    stacked.w2 = Tensor::zeros({2, 32, columns}, values);
+    const Tensor ones = Tensor::empty({2}, DType::kF32);
+    std::fill_n(ones.as<float>(), 2, 1.0F);
+    if (nvfp4) {
+      stacked.w13_scales = Tensor::zeros({2, 64, 2}, DType::kE4M3);
+      stacked.w2_scales = Tensor::zeros({2, 32, 2}, DType::kE4M3);
+      stacked.w13_global_scales = stacked.w2_global_scales = ones;
+    } else {
+      stacked.w13_scales = stacked.w2_scales = ones;
+    }
+    stacked.w13_input_scales = stacked.w2_input_scales = ones;
+    const auto make = [&] {
+      ExpertWeights::from_stacked(stacked, parse_scheme(scheme), Activation::kSilu);
+    };
+    EXPECT_EQ(testing::error_text(make), "no error");
+    for (const float value : {0.0F, -1.0F, kInfinity, kNan}) {
+      stacked.w2_input_scales = Tensor::empty({2}, DType::kF32);
+      stacked.w2_input_scales.as<float>()[0] = 1;
+      stacked.w2_input_scales.as<float>()[1] = value;
+      EXPECT_NE(testing::error_text(make).find("experts[1].down.input_scale: was"),
+                std::string::npos)
+          << scheme << value;
+    }
+  }
+}
+
 TEST(UncalibratedCallerTest, IsRefused) {
   for (const auto& [scheme, layout] :
        {std::pair{"nvfp4", CheckpointLayout::kModelOpt},
