@@ -5,7 +5,7 @@
 // scale is at least 2^-98 and no product is subnormal. Included by isa_*.cpp only.
 #pragma once
 
-#include "cpu/codecs.h"
+#include "cpu/block_codecs.h"
 
 namespace fusedmoe::cpu {
 namespace {
