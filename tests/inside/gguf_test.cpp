@@ -291,7 +291,7 @@ TEST(GgufTest, TypesThatDoNotGoTogetherAreNamed) {
   EXPECT_NE(expert.find("ffn_up.1: was in another format than the gate"), std::string::npos)
       << expert;
   const std::string down = changed(bytes_of("qwen3moe-Q4_0"), "ffn_up_exps.weight", 3);
-  EXPECT_NE(down.find("ffn_up_exps.weight: was in another format than the gate"), std::string::npos)
+  EXPECT_NE(down.find("ffn_up_exps: was in another format than the gate"), std::string::npos)
       << down;
 }
 
