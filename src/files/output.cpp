@@ -35,24 +35,26 @@ struct Writing {
 constexpr std::size_t kHostDigits = 12, kNumberDigits = 16;
 constexpr std::string_view kSuffix = ".tmp";
 
-/// Digits that tell the running kernel from those of other hosts, and from its last start.
+std::uint64_t random_number() {
+  std::uint64_t number = 0;
+  while (::getrandom(&number, sizeof number, 0) != sizeof number) {
+  }
+  return number;
+}
+
+/// Digits that tell the running kernel from those of other hosts, and from its last start. Where it
+/// does not say them, a number that is nobody else's: then no owner is known to be gone.
 const std::string& host() {
   static const auto& digits = *new std::string([] {
     std::ifstream file("/proc/sys/kernel/random/boot_id");
     std::string text;
     file >> text;
     std::erase(text, '-');
+    if (text.empty()) text = core::format("{:016x}", random_number());
     text.resize(kHostDigits, '0');
     return text;
   }());
   return digits;
-}
-
-std::uint64_t random_number() {
-  std::uint64_t number = 0;
-  while (::getrandom(&number, sizeof number, 0) != sizeof number) {
-  }
-  return number;
 }
 
 /// ".<name>." of hidden names, which fit into what a file system allows.
