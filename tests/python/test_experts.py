@@ -91,8 +91,11 @@ def test_a_failed_call_keeps_what_it_packed_from(problem):
     cache = fusedmoe.PackCache()
     w13 = problem.w13.copy()
     memory = weakref.ref(w13)
-    with pytest.raises(ValueError, match="topk_weights"):
+    with pytest.raises(ValueError, match="topk_weights"):  # seen before
         run(problem, w13=w13, topk_weights=problem.weights[:4], cache=cache)
+    assert len(cache) == 0
+    with pytest.raises(ValueError, match="topk_ids"):
+        run(problem, w13=w13, topk_ids=problem.ids + 99, cache=cache)
     assert len(cache) == 1
     del w13
     assert memory() is not None
@@ -212,9 +215,9 @@ def test_weights_that_cannot_be_kept_are_not_packed(problem):
     cache = fusedmoe.PackCache()
     x, expected = Borrowed(problem.x), run(problem)
     assert np.array_equal(run(problem, hidden_states=x, out=np.empty_like(expected)), expected)
-    for weights in (problem.weights, problem.weights[:4]):  # the second would fail anyway
+    for ids in (problem.ids, problem.ids + 99):  # the second would fail anyway
         with pytest.raises(ValueError, match="Borrowed.*memory can be kept"):
-            run(problem, w13=Borrowed(problem.w13), topk_weights=weights, cache=cache)
+            run(problem, w13=Borrowed(problem.w13), topk_ids=ids, cache=cache)
         assert len(cache) == 0
 
 
