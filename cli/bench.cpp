@@ -20,6 +20,7 @@
 #include "rank_bench.h"
 #include "ranks.h"
 #include "support.h"
+#include "testing/error_bound.h"
 
 namespace fusedmoe::cli {
 namespace {
@@ -217,14 +218,15 @@ bool run_scheme(const Options& options, const BenchSubject& subject, const std::
   if (!options.replay_routing.empty()) {
     const RouterConfig& router = subject.model.router;
     if (router.num_zero_experts > 0) {
-      throw Error("--replay-routing",
-                  "given for a router with zero experts, which experts never see", "left out");
+      throw Error::conflict("--replay-routing", subject.name,
+                            "its router has zero experts, which experts never see");
     }
     bench_options.replay = replay_routing(options.replay_routing, router.num_experts, router.topk);
   }
   bench_options.min_samples = options.min_samples;
   bench_options.max_seconds = options.max_seconds;
-  const double bound = error_bound(bench_options.dtype, bench_options.scheme);
+  const double bound = testing::error_bound(bench_options.dtype, bench_options.scheme,
+                                            bench_options.model.intermediate);
   const std::string what = fmt::format("{} {}", subject.name, scheme);
   std::unique_ptr<LayerBench> bench;
   {
@@ -249,8 +251,9 @@ bool run_scheme(const Options& options, const BenchSubject& subject, const std::
     if (!row.result.note.empty())
       log(Level::kWarning, fmt::format("{} {} tokens: {}", what, tokens[i], row.result.note));
     if (!(row.result.relative_error <= bound)) {
-      log(Level::kError, fmt::format("{} {} tokens: relative error {:.2e} against reference", what,
-                                     tokens[i], row.result.relative_error));
+      log(Level::kError, fmt::format("{} {} tokens: relative error {:.2e} against reference, more "
+                                     "than {:.1e}",
+                                     what, tokens[i], row.result.relative_error, bound));
       right = false;
     }
     rows.push_back(std::move(row));
@@ -287,15 +290,17 @@ void run_ranks(const Options& options) {
 void run(const Options& options) {
   if (options.threads > 0) set_num_threads(options.threads);
   const bool on_ranks = options.ranks.num_ranks() > 1;
-  if (options.layer &&
-      (on_ranks || options.skew != "balanced" || !options.replay_routing.empty())) {
-    throw Error("--layer", "given with ranks, --skew or --replay-routing",
-                "without them: its router routes random hidden states");
+  const char* other = on_ranks                          ? "--ep, --tp and --dp"
+                      : options.skew != "balanced"      ? "--skew"
+                      : !options.replay_routing.empty() ? "--replay-routing"
+                                                        : nullptr;
+  if (options.layer && other) {
+    throw Error::conflict("--layer", other, "its router routes random hidden states");
   }
   if (on_ranks) return run_ranks(options);
   options.ranks.dispatched();  // an Error if it is given
   if (options.rows_only) {
-    throw Error("--rows-only", "given for one rank", "given for several, with --ep or --dp");
+    throw Error::invalid("--rows-only", "--rows-only needs several ranks: --ep or --dp");
   }
   for (const std::string& experts : options.experts) check_experts_name(experts);
   bool right = true;
@@ -324,7 +329,7 @@ void run(const Options& options) {
     if (options.load || options.heat_map) print_load(options, rows);
   }
   if (!right) {
-    throw Error("bench", "a result that disagrees with reference", "within the error bound");
+    throw Error::invalid("bench", "results differ from reference by more than their bound");
   }
 }
 

@@ -111,13 +111,6 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
-double error_bound(DType dtype, const QuantScheme& scheme) {
-  // Sums in another order move some codes of what GEMM 2 reads by one: 1/16 of the number in E4M3.
-  // The most that was seen is 2.1e-2, W4A8 of mixtral-8x7b on an H200; vLLM's tests allow 5e-2.
-  if (scheme.activations) return 3e-2;
-  return dtype == DType::kBF16 ? 1e-2 : dtype == DType::kF16 ? 2e-3 : 2e-5;
-}
-
 MoeConfig BenchOptions::config() const {
   MoeConfig config = moe_config(model, dtype, device);
   config.scheme = scheme;

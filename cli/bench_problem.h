@@ -14,11 +14,6 @@ namespace fusedmoe::cli {
 
 double median(std::vector<double> values);
 
-/// Largest accepted error of a timed configuration: the bound of the golden tests for bf16, and
-/// likewise for the sums of f32 and the rounding of f16. Sums of another order may quantize a value
-/// at a tie to the other neighbour, which moves it by a whole step.
-double error_bound(DType dtype, const QuantScheme& scheme);
-
 /// A layer of the model as the case generator describes it.
 testing::Case bench_case(const ModelConfig& model, const QuantScheme& scheme,
                          std::int64_t num_tokens);

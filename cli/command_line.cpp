@@ -2,14 +2,31 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <functional>
 #include <stdexcept>
+#include <string>
 #include <string_view>
 #include <utility>
 
 #include "fusedmoe/error.h"
 #include "fusedmoe/version.h"
+#include "support.h"
 
 namespace fusedmoe::cli {
+
+namespace {
+
+/// Says what is wrong with a number; empty: nothing.
+std::function<std::string(const std::string&)> number_check(
+    const std::string& must, const std::function<bool(double)>& is_right) {
+  return [=](const std::string& text) {
+    double value = 0;
+    if (CLI::detail::lexical_cast(text, value) && is_right(value)) return std::string();
+    return "was " + text + "; " + must;
+  };
+}
+
+}  // namespace
 
 Option& Option::required() {
   option_->required();
@@ -22,22 +39,29 @@ Option& Option::list() {
 }
 
 Option& Option::positive() {
-  option_->check(CLI::PositiveNumber);
+  option_->check(number_check("must be positive", [](double x) { return x > 0; }));
   return *this;
 }
 
 Option& Option::not_negative() {
-  option_->check(CLI::NonNegativeNumber);
+  option_->check(number_check("must not be negative", [](double x) { return x >= 0; }));
   return *this;
 }
 
 Option& Option::between(std::int64_t least, std::int64_t most) {
-  option_->check(CLI::Range(least, most));
+  option_->check(number_check(
+      "must be from " + std::to_string(least) + " to " + std::to_string(most),
+      [=](double x) { return x >= static_cast<double>(least) && x <= static_cast<double>(most); }));
   return *this;
 }
 
 Option& Option::one_of(const std::vector<std::string>& values) {
-  option_->check(CLI::IsMember(values));
+  option_->check([=](const std::string& text) {
+    if (std::find(values.begin(), values.end(), text) != values.end()) return std::string();
+    std::string names;
+    for (const std::string& value : values) names += (names.empty() ? "" : ", ") + value;
+    return text + ": no such name; there are: " + names;
+  });
   return *this;
 }
 
@@ -117,6 +141,16 @@ std::string as_typed(const CLI::App& app, const Error& error) {
   return std::string(message);
 }
 
+/// CLI11's words as ours: "--layer excludes --skew".
+std::string sentence(const CLI::ParseError& error) {
+  std::string text = error.what();
+  constexpr std::string_view kExcludes = " excludes ";
+  if (const std::size_t at = text.find(kExcludes); at != std::string::npos) {
+    text.replace(at, kExcludes.size(), " cannot be used with ");
+  }
+  return text;
+}
+
 }  // namespace
 
 int run_command_line(int argc, char** argv, const std::string& description,
@@ -131,7 +165,9 @@ int run_command_line(int argc, char** argv, const std::string& description,
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error);
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
+    log(Level::kError, sentence(error));
+    return error.get_exit_code();
   } catch (const Error& error) {
     throw std::runtime_error(as_typed(app, error));
   }

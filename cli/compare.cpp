@@ -36,8 +36,7 @@ LayerWeights load_layer(const Options& options) {
                         options.seed);
   }
   const Checkpoint checkpoint = open_checkpoint(options.checkpoint, options.family);
-  const std::vector<std::int64_t> layers = checkpoint.moe_layers();
-  if (layers.empty()) throw Error(options.checkpoint, "without MoE layers", "at least one");
+  const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, options.checkpoint);
   const std::int64_t index = options.layer < 0 ? layers.front() : options.layer;
   return first_experts(checkpoint.load_layer(index), options.max_experts);
 }
@@ -55,7 +54,7 @@ Tensor load_input(const Options& options, std::int64_t hidden, DType dtype) {
     x = Tensor::empty(stored.shape(), dtype);
     convert(stored, x);
   }
-  if (x.size(0) == 0) throw Error("--input", "no tokens", "at least one");
+  if (x.size(0) == 0) throw Error::invalid("--input", "--input holds no tokens");
   Tensor wide = Tensor::empty(x.shape(), DType::kF32);
   convert(x, wide);
   return wide;

@@ -167,8 +167,7 @@ void print_text(const Options& options, const ModelConfig& model, const Selectio
 /// Of a checkpoint whose every layer passes the checks of loading.
 ModelConfig checked_model(const Options& options) {
   const Checkpoint checkpoint = open_checkpoint(options.checkpoint, options.family);
-  const std::vector<std::int64_t> layers = checkpoint.moe_layers();
-  if (layers.empty()) throw Error(options.checkpoint, "without MoE layers", "at least one");
+  const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, options.checkpoint);
   ModelConfig model = checkpoint.config();
   model.scheme = checkpoint.check_layer(layers.front()).experts;
   for (const std::int64_t layer : layers) checkpoint.check_layer(layer);

@@ -190,8 +190,7 @@ void print_json(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
 
 void run(const Options& options) {
   const Checkpoint checkpoint = open_checkpoint(options.path, options.family);
-  const std::vector<std::int64_t> layers = checkpoint.moe_layers();
-  if (layers.empty()) throw Error(options.path, "without MoE layers", "at least one");
+  const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, options.path);
   const std::int64_t layer = options.layer < 0 ? layers.front() : options.layer;
   if (std::find(layers.begin(), layers.end(), layer) == layers.end()) {
     throw Error("--layer", fmt::to_string(layer),

@@ -105,15 +105,15 @@ RecordedRouting replay_routing(const std::string& path, std::int64_t num_experts
   };
   RecordedRouting routing{tensor("topk_ids", DType::kI32), tensor("topk_weights", DType::kF32)};
   if (routing.topk_ids.size(0) != routing.topk_weights.size(0) || routing.topk_ids.size(0) == 0) {
-    throw Error(path,
-                fmt::format("with {} rows of ids, {} of weights", routing.topk_ids.size(0),
-                            routing.topk_weights.size(0)),
-                "as many rows of each, at least one");
+    throw Error::invalid(
+        path, fmt::format("{} holds {} rows of ids and {} of weights: as many of each are needed, "
+                          "at least one",
+                          path, routing.topk_ids.size(0), routing.topk_weights.size(0)));
   }
   const auto recorded = file.metadata().find(kNumExperts);
   if (recorded != file.metadata().end() && recorded->second != fmt::to_string(num_experts)) {
-    throw Error(path, fmt::format("of {} experts", recorded->second),
-                fmt::format("of {} experts", num_experts));
+    throw Error::invalid(path, fmt::format("{} is a routing of {} experts, but the layer has {}",
+                                           path, recorded->second, num_experts));
   }
   load_statistics(routing.topk_ids, num_experts);  // checks every id
   return routing;

@@ -424,8 +424,9 @@ RankRow RankBench::run() {
 void run_rank_bench(const RankBenchOptions& options) {
   const bool travels = options.parallel(0).needs_dispatch();
   if (options.rows_only && !travels) {
-    throw Error("--rows-only", "given where all ranks have the same tokens, so that no rows travel",
-                "given with --ep alone, or with --dp");
+    throw Error::invalid("--rows-only",
+                         "--rows-only needs rows that travel, with --ep alone or with --dp: here "
+                         "all ranks have the same tokens");
   }
   const auto transports = rank_transports(options);
   // A sum over ranks always has the same size.

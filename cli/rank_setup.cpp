@@ -59,8 +59,11 @@ std::vector<const PrepareFinalizeDescriptor*> rank_transports(const RankBenchOpt
     }
   }
   if (!serving.empty()) return serving;
-  throw Error("--experts", options.transport.empty() ? "left out" : options.transport,
-              "a transport that serves the ranks; there are: " + reasons);
+  throw Error::invalid("--experts",
+                       options.transport.empty()
+                           ? "no transport serves these ranks: " + reasons
+                           : fmt::format("--experts {} does not serve these ranks; there are: {}",
+                                         options.transport, reasons));
 }
 
 std::vector<int> ranks_of_rows(const ParallelConfig& parallel,

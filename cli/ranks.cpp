@@ -87,8 +87,8 @@ void RankOptionsOf::add_to(Command& command) {
 
 std::optional<DType> RankOptionsOf::dispatched() const {
   if (!dispatch_dtype.empty() && num_ranks() == 1) {
-    throw Error("--dispatch-dtype", "given for one rank",
-                "given for several, with --ep, --tp or --dp");
+    throw Error::invalid("--dispatch-dtype",
+                         "--dispatch-dtype needs several ranks: --ep, --tp or --dp");
   }
   return parse_dispatch_dtype(dispatch_dtype);
 }
@@ -175,9 +175,10 @@ void run_on_ranks(int num_ranks, const std::string& device, const RankFunction& 
   if (!launch) return run_local_ranks(num_ranks, device, function, timeout);
   put_rank_in_front(launch->rank);
   if (launch->size != num_ranks) {
-    throw Error(
-        "--ep, --tp and --dp", fmt::format("{} ranks", num_ranks),
-        fmt::format("{}, the processes that {} has started", launch->size, launch->launcher));
+    throw Error::invalid("--ep, --tp and --dp",
+                         fmt::format("--ep, --tp and --dp make {} ranks, but {} has started {} "
+                                     "processes",
+                                     num_ranks, launch->launcher, launch->size));
   }
   const std::shared_ptr<Communicator> communicator = join(*launch, device, timeout);
   try {

@@ -82,9 +82,19 @@ DType reference_dtype(const LayerWeights& weights, DType dtype) {
   return quantized ? dtype : DType::kF32;
 }
 
-bool any_batch_dependent(const LayerWeights& weights) {
-  return batch_dependent(weights.experts.scheme) ||
-         (weights.shared_experts && batch_dependent(weights.shared_experts->weights.scheme));
+template <typename Predicate>
+bool any_scheme(const LayerWeights& weights, const Predicate& predicate) {
+  return predicate(weights.experts.scheme) ||
+         (weights.shared_experts && predicate(weights.shared_experts->weights.scheme));
+}
+
+/// Whether ranks compute a dynamic scale of what GEMM 2 reads from parts of the rows that the
+/// reference computes it from: a scale of all rows from their own rows, and one of a row, where
+/// they have slices of the experts, from their slice.
+bool has_scales_of_ranks(const QuantScheme& scheme, const ParallelConfig& parallel) {
+  if (parallel.num_ranks() == 1 || !scheme.activations || !scheme.activations->dynamic)
+    return false;
+  return batch_dependent(scheme) || (parallel.tp_size > 1 && scheme.activations->group.cols < 0);
 }
 
 /// `count` of num_tokens rows, spread evenly.
@@ -100,14 +110,15 @@ struct ReferenceRun {
   Tensor output, topk_ids;
 };
 ReferenceRun run_reference(const LayerWeights& weights, const TensorView& x, const Routing& routing,
-                           bool replayed) {
-  const MoeLayer reference(weights, {.dtype = x.dtype(), .require = "reference"});
+                           const CheckedRun& as) {
+  const MoeLayer reference(weights,
+                           {.dtype = x.dtype(), .require = "reference", .hooks = as.hooks});
   const std::int64_t num_tokens = x.size(0);
   ReferenceRun run{Tensor::empty(x.shape(), x.dtype()),
                    Tensor::empty({num_tokens, reference.config().topk}, DType::kI32)};
   const std::size_t bytes = reference.workspace_bytes(num_tokens);
   const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
-  if (replayed) {
+  if (as.replayed) {
     reference.forward_routed(x, routing, run.output, {workspace.data(), bytes});
   } else {
     reference.forward(x, run.output, {workspace.data(), bytes}, {.topk_ids = run.topk_ids});
@@ -118,31 +129,34 @@ ReferenceRun run_reference(const LayerWeights& weights, const TensorView& x, con
 }  // namespace
 
 RowCheck check_rows(const LayerWeights& weights, const TensorView& x, const TensorView& output,
-                    const Routing& routing, bool replayed, std::int64_t count, int num_ranks) {
+                    const CheckedRun& run) {
   RowCheck check;
   check.num_tokens = x.size(0);
-  check.rows = std::min(count, check.num_tokens);
+  check.rows = std::min(run.count, check.num_tokens);
   constexpr double kOtherScales = 0.1;  // a code of e4m3 is up to 1/16 off
-  check.tolerance = num_ranks > 1 && any_batch_dependent(weights)
-                        ? std::max(kOtherScales, tolerance(x.dtype()))
-                        : tolerance(x.dtype());
+  const bool scales_of_ranks = any_scheme(weights, [&](const QuantScheme& scheme) {
+    return has_scales_of_ranks(scheme, run.parallel);
+  });
+  check.tolerance =
+      scales_of_ranks ? std::max(kOtherScales, tolerance(x.dtype())) : tolerance(x.dtype());
   check.dtype = reference_dtype(weights, x.dtype());
   if (check.rows == 0) return check;
   const std::vector<std::int64_t> rows = spread_rows(check.rows, check.num_tokens);
   // Rows that depend on their batch are computed in it.
   const std::vector<std::int64_t> run_rows =
-      any_batch_dependent(weights) ? spread_rows(check.num_tokens, check.num_tokens) : rows;
+      any_scheme(weights, batch_dependent) ? spread_rows(check.num_tokens, check.num_tokens) : rows;
   const ReferenceRun expected = run_reference(
       weights, converted(gather(x, run_rows), check.dtype),
-      {gather(routing.topk_ids, run_rows), gather(routing.topk_weights, run_rows)}, replayed);
+      {gather(run.routing.topk_ids, run_rows), gather(run.routing.topk_weights, run_rows)}, run);
   std::vector<std::int64_t> expected_rows = rows;
   if (run_rows.size() == rows.size()) std::iota(expected_rows.begin(), expected_rows.end(), 0);
 
   check.difference =
       testing::compare(converted(gather(output, rows), DType::kF32),
                        converted(gather(expected.output, expected_rows), DType::kF32));
-  for (std::size_t i = 0; i < rows.size() && !replayed; ++i) {
-    if (ids_of_row(routing.topk_ids, rows[i]) != ids_of_row(expected.topk_ids, expected_rows[i])) {
+  for (std::size_t i = 0; i < rows.size() && !run.replayed; ++i) {
+    if (ids_of_row(run.routing.topk_ids, rows[i]) !=
+        ids_of_row(expected.topk_ids, expected_rows[i])) {
       ++check.rows_routed_differently;
     }
   }

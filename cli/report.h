@@ -22,10 +22,20 @@ struct RowCheck {
   std::string text() const;
 };
 
-/// Checks `count` rows spread evenly over `output` (num_tokens, hidden), made from x. The reference
-/// routes by itself, which is checked too, unless the routing was `replayed`. On several ranks a
-/// dynamic scale of all rows is each rank's own, so codes and output differ more.
+/// How an output was made, as far as its arithmetic depends on it.
+struct CheckedRun {
+  std::int64_t count = 0;  ///< rows to check
+  Routing routing;
+  bool replayed =
+      false;           ///< the routing: else the reference routes by itself, which is checked too
+  bool hooks = false;  ///< the steps between the GEMMs store rows, which rounds them
+  ParallelConfig parallel;
+};
+
+/// Checks rows spread evenly over `output` (num_tokens, hidden), made from x, against a reference
+/// that rounds and quantizes where the run did. On several ranks a dynamic scale may be each rank's
+/// own, so codes and output differ more.
 RowCheck check_rows(const LayerWeights& weights, const TensorView& x, const TensorView& output,
-                    const Routing& routing, bool replayed, std::int64_t count, int num_ranks);
+                    const CheckedRun& run);
 
 }  // namespace fusedmoe::cli

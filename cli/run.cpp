@@ -118,8 +118,7 @@ void run(const RunOptions& options) {
   set_num_threads(options.threads);
   const Checkpoint checkpoint = open_checkpoint(options.checkpoint, options.family);
   check_outputs(options, checkpoint);
-  const std::vector<std::int64_t> layers = checkpoint.moe_layers();
-  if (layers.empty()) throw Error(options.checkpoint, "without MoE layers", "at least one");
+  const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, options.checkpoint);
   const std::int64_t index = options.layer < 0 ? layers.front() : options.layer;
   const ModelConfig& model = checkpoint.config();
   const Tensor x = load_hidden_states(options, model.hidden, dtype);
@@ -127,7 +126,7 @@ void run(const RunOptions& options) {
   RunResults results;
   if (options.ranks.num_ranks() > 1) {
     if (!options.replay_routing.empty()) {
-      throw Error("--replay-routing", "given with ranks", "given without --ep, --tp and --dp");
+      throw Error::conflict("--replay-routing", "--ep, --tp and --dp");
     }
     results = forward_on_ranks(options, checkpoint, index, x);
     if (!results.output) return;  // rank 0, another process, has them
@@ -140,9 +139,12 @@ void run(const RunOptions& options) {
   if (options.check_rows > 0) {
     if (weights.experts.experts.empty()) weights = load_weights(options, checkpoint, index);
     check = check_rows(weights, x, results.output,
-                       {results.routing.topk_ids, results.routing.topk_weights}, results.replayed,
-                       options.check_rows, options.ranks.num_ranks());
-    if (!check.passed()) throw Error("output", check.text(), "within the tolerance");
+                       {.count = options.check_rows,
+                        .routing = {results.routing.topk_ids, results.routing.topk_weights},
+                        .replayed = results.replayed,
+                        .hooks = options.hooks,
+                        .parallel = ParallelConfig::of(options.ranks.deployment(0))});
+    if (!check.passed()) throw Error::invalid("--check", "--check: " + check.text());
   }
   save(options, model.router.num_choices(), results);
   const RowCheck* shown = options.check_rows > 0 ? &check : nullptr;

@@ -138,6 +138,12 @@ std::string read_text(const std::string& path) {
   throw Error::io(path, fmt::format("cannot open {}: {}", path, reason));
 }
 
+std::vector<std::int64_t> moe_layers_of(const Checkpoint& checkpoint, const std::string& path) {
+  std::vector<std::int64_t> layers = checkpoint.moe_layers();
+  if (layers.empty()) throw Error::invalid(path, fmt::format("{} has no MoE layers", path));
+  return layers;
+}
+
 void add_family_option(Command& command, std::string& family) {
   command.add_option("--family", family,
                      "Read the model as one of this family: a name that families lists, or a JSON "

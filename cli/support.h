@@ -56,6 +56,9 @@ DType parse_float_dtype(const std::string& text);
 /// A floating tensor (any number of rows, columns) of a safetensors file; throws Error.
 Tensor load_tensor(const std::string& path, const std::string& name, std::int64_t columns);
 
+/// The layers with experts, at least one; throws Error. `path` is what the user calls it.
+std::vector<std::int64_t> moe_layers_of(const Checkpoint& checkpoint, const std::string& path);
+
 /// Declares --family of a command that opens a checkpoint.
 void add_family_option(Command& command, std::string& family);
 /// A checkpoint read as a model of the family of --family; empty: of its own model_type.

@@ -15,6 +15,7 @@
 #include "layer/tuned_configs.h"
 #include "outputs.h"
 #include "support.h"
+#include "testing/error_bound.h"
 
 namespace fusedmoe::cli {
 namespace {
@@ -55,9 +56,10 @@ const BenchRow& print_rows(const std::string& what, const std::vector<BenchRow>&
 void check_results(const std::string& what, const std::vector<BenchRow>& rows, double bound) {
   for (const BenchRow& row : rows) {
     if (row.relative_error <= bound) continue;
-    throw Error(fmt::format("{}, {} tokens, {}", what, row.num_tokens, row.kernel_config),
-                fmt::format("off by {:.2e} from reference", row.relative_error),
-                fmt::format("within {:.0e}", bound));
+    throw Error::invalid(
+        "tune", fmt::format("{}, {} tokens, {}: relative error {:.2e} against reference, more than "
+                            "{:.1e}",
+                            what, row.num_tokens, row.kernel_config, row.relative_error, bound));
   }
 }
 
@@ -79,8 +81,9 @@ TunedConfig key_of(const BenchOptions& options, const Selection& selection) {
 void check_has_kernel_configs(const Selection& selection) {
   const ModularKernel kernel = selection.create({});
   if (!kernel.experts().kernel_configs(ProblemSize::of(selection.config, 1)).empty()) return;
-  throw Error("experts", std::string(selection.experts->name()),
-              "experts that have several kernel configurations");
+  throw Error::invalid("--experts", fmt::format("experts {} have no kernel configurations to "
+                                                "choose from",
+                                                selection.experts->name()));
 }
 
 void tune(const Options& options, const BenchSubject& subject, const std::string& path,
@@ -94,7 +97,8 @@ void tune(const Options& options, const BenchSubject& subject, const std::string
   bench_options.experts = options.experts;
   bench_options.tuned = false;
   bench_options.min_samples = options.min_samples;
-  const double bound = error_bound(bench_options.dtype, bench_options.scheme);
+  const double bound = testing::error_bound(bench_options.dtype, bench_options.scheme,
+                                            bench_options.model.intermediate);
   const Selection selection = select(bench_options.config(), options.experts);
   check_has_kernel_configs(selection);
   const TunedConfig key = key_of(bench_options, selection);
@@ -123,7 +127,9 @@ void tune(const Options& options, const BenchSubject& subject, const std::string
 void run(const Options& options) {
   check_experts_name(options.experts);
   const std::string path = options.output.empty() ? tuned_configs_path().string() : options.output;
-  if (path.empty()) throw Error("--output", "not given, and there is no home", "a file");
+  if (path.empty()) {
+    throw Error::invalid("--output", "--output is required: there is no home directory");
+  }
   begin_outputs({path}, options.force);
   TunedConfigs configs;
   if (std::filesystem::exists(path)) configs = load_tuned_configs(path);

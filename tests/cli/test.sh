@@ -125,7 +125,7 @@ case $situation in
     says '^\* +cpu +all2all '
     succeeds explain --model gpt-oss-120b --ep 64 --scheme mxfp4_mxfp8 --dispatch-dtype e4m3
     says '^\* +cpu +all2all '
-    refuses '^error: --dispatch-dtype: was given for one rank' explain --model gpt-oss-120b \
+    refuses '^error: --dispatch-dtype needs several ranks' explain --model gpt-oss-120b \
       --dispatch-dtype e4m3
     succeeds explain --model gpt-oss-120b --tp 4
     says '^\* +cpu +no_ep '
