@@ -106,8 +106,10 @@ std::vector<std::string> uncalibrated_texts(const Checkpoint& checkpoint, std::i
   }
   std::vector<std::string> texts;
   for (const auto& [text, numbers] : experts) {
-    texts.push_back(
-        numbers.front() < 0 ? text : fmt::format("experts {}: {}", fmt::join(numbers, ", "), text));
+    const std::string_view head = numbers.size() == 1 ? "expert" : "experts";
+    texts.push_back(numbers.front() < 0
+                        ? text
+                        : fmt::format("{} {}: {}", head, fmt::join(numbers, ", "), text));
   }
   return texts;
 }
