@@ -83,7 +83,7 @@ Topology read_topology() {
 }
 
 const Topology& topology() {
-  static const Topology topology = read_topology();
+  static const auto& topology = *new Topology(read_topology());  // threads may outlive it
   return topology;
 }
 

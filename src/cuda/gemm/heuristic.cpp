@@ -174,7 +174,7 @@ std::string to_string(const KernelConfig& config) {
 }
 
 std::span<const KernelConfig> all_configs() {
-  static const std::vector<KernelConfig> configs = [] {
+  static const auto& configs = *new std::vector<KernelConfig>([] {  // threads may outlive it
     std::vector<KernelConfig> list{kOneToken};
     for (const WeightFormat& format : weight_formats()) {
       for (const TileShape& tile : format.tiles) {
@@ -187,7 +187,7 @@ std::span<const KernelConfig> all_configs() {
       }
     }
     return list;
-  }();
+  }());
   return configs;
 }
 
