@@ -28,7 +28,7 @@ endfunction()
 
 if(MODE STREQUAL "cuda")
   set(ENV{CUDAARCHS} 80)
-  list(APPEND configure -DFUSEDMOE_SOURCE_DIR=${SOURCE} -DFUSEDMOE_CUDA=ON)
+  list(APPEND configure -DFUSEDMOE_SOURCE_DIR=${SOURCE} -DFUSEDMOE_CUDA=ON ${CUDA_OPTIONS})
   expect("CUDA architectures: fusedmoe 90a-real, others 75" ${configure} -B ${WORK}/other
     -DLANGUAGES=CUDA -DCMAKE_CUDA_ARCHITECTURES=75)
   expect("CUDA architectures: fusedmoe 90a-real" ${configure} -B ${WORK}/build
