@@ -22,7 +22,7 @@ struct Options {
   std::string checkpoint, model;
   std::string device;  // empty: cpu, or with a compute capability cuda
   std::string dtype = "bf16";
-  std::int64_t num_tokens = 64;
+  std::int64_t num_tokens = 64, layer = -1;
   double compute_capability = 0;  // 0: that of the device
   std::string scheme, experts, save_plan;
   bool hooks = false, monolithic = false, batch_invariant = false;
@@ -164,12 +164,12 @@ void print_text(const Options& options, const ModelConfig& model, const Selectio
   }
 }
 
-/// Of a checkpoint whose every layer passes the checks of loading.
+/// Of a layer of a checkpoint whose every layer passes the checks of loading.
 ModelConfig checked_model(const Options& options) {
   const Checkpoint checkpoint = open_checkpoint(options.checkpoint, options.family);
   const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, options.checkpoint);
   ModelConfig model = checkpoint.config();
-  model.scheme = checkpoint.check_layer(layers.front()).experts;
+  model.scheme = checkpoint.check_layer(options.layer < 0 ? layers.front() : options.layer).experts;
   for (const std::int64_t layer : layers) checkpoint.check_layer(layer);
   return model;
 }
@@ -212,6 +212,11 @@ void add_explain(Command& program) {
                       "Print docs/support-matrix.md: every implementation, every scheme");
   source.require(1, 1);
   add_family_option(command, options->family);
+  command
+      .add_option("--layer", options->layer,
+                  "Layer of the checkpoint, where they differ; default: the first with experts")
+      .not_negative()
+      .excludes(matrix);
   command.add_option("--scheme", options->scheme, "Of the experts; default: as published")
       .excludes(matrix);
   command

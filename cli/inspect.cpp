@@ -120,8 +120,37 @@ std::int64_t total_bytes(const std::vector<Checkpoint::TensorInfo>& tensors) {
   return bytes;
 }
 
+std::string describe(const Checkpoint::LayerSchemes& schemes) {
+  const bool apart = schemes.shared_experts && *schemes.shared_experts != schemes.experts;
+  return name(schemes.experts) +
+         (apart ? fmt::format("; shared experts {}", name(*schemes.shared_experts)) : "");
+}
+
+/// Layers and what they have: those that follow each other with the same in one entry.
+struct LayerGroup {
+  std::int64_t first, last;
+  std::string scheme;
+
+  std::string text() const {
+    return first == last ? fmt::format("layer {}: {}", first, scheme)
+                         : fmt::format("layers {} to {}: {}", first, last, scheme);
+  }
+};
+using LayerGroups = std::vector<LayerGroup>;
+
+/// Of every layer, which must pass the checks of loading.
+LayerGroups group_layers(const Checkpoint& checkpoint, const std::vector<std::int64_t>& layers) {
+  LayerGroups groups;
+  for (const std::int64_t layer : layers) {
+    const std::string scheme = describe(checkpoint.check_layer(layer));
+    if (groups.empty() || groups.back().scheme != scheme) groups.push_back({layer, layer, scheme});
+    groups.back().last = layer;
+  }
+  return groups;
+}
+
 void print_text(const Checkpoint& checkpoint, const std::vector<std::int64_t>& layers,
-                std::int64_t layer) {
+                std::int64_t layer, const LayerGroups& groups_of_layers) {
   const ModelConfig model = checkpoint.config(layer);
   const auto row = [](const char* what, const std::string& value) {
     fmt::print("{:<18}{}\n", what, value);
@@ -141,11 +170,15 @@ void print_text(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
   row("router",
       describe_router(model.router) + (model.has_correction_bias ? ", with correction bias" : ""));
   row("activation", activation_text(model));
-  const Checkpoint::LayerSchemes schemes = checkpoint.check_layer(layer);
-  const bool apart = schemes.shared_experts && *schemes.shared_experts != schemes.experts;
-  row("scheme",
-      name(schemes.experts) +
-          (apart ? fmt::format("; shared experts {}", name(*schemes.shared_experts)) : ""));
+  if (groups_of_layers.size() == 1) {
+    row("scheme", groups_of_layers.front().scheme);
+  } else {
+    const char* what = "scheme";
+    for (const LayerGroup& group : groups_of_layers) {
+      row(what, group.text());
+      what = "";
+    }
+  }
   for (const std::string& text : uncalibrated_texts(checkpoint, layer)) row("uncalibrated", text);
   const auto tensors = checkpoint.layer_tensors(layer);
   row("bytes", fmt::format("{} in layer {}", format_bytes(total_bytes(tensors)), layer));
@@ -160,7 +193,7 @@ void print_text(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
 }
 
 void print_json(const Checkpoint& checkpoint, const std::vector<std::int64_t>& layers,
-                std::int64_t layer) {
+                std::int64_t layer, const LayerGroups& groups_of_layers) {
   const ModelConfig model = checkpoint.config(layer);
   const auto tensors = checkpoint.layer_tensors(layer);
   nlohmann::json object{{"family", name(model.family)},
@@ -174,11 +207,16 @@ void print_json(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
                         {"shared_intermediate", model.shared_intermediate},
                         {"router", describe_router(model.router)},
                         {"activation", name(model.activation)},
-                        {"scheme", name(checkpoint.check_layer(layer).experts)},
+                        {"scheme", name(checkpoint.config(layer).scheme)},
+                        {"schemes", nlohmann::json::array()},
                         {"layer", layer},
                         {"layer_bytes", total_bytes(tensors)},
                         {"uncalibrated", uncalibrated_texts(checkpoint, layer)},
                         {"tensors", nlohmann::json::array()}};
+  for (const LayerGroup& group : groups_of_layers) {
+    object["schemes"].push_back(
+        {{"first", group.first}, {"last", group.last}, {"scheme", group.scheme}});
+  }
   for (const auto& tensor : tensors) {
     object["tensors"].push_back({{"name", tensor.name},
                                  {"dtype", name(tensor.dtype)},
@@ -198,8 +236,10 @@ void run(const Options& options) {
     throw Error("--layer", fmt::to_string(layer),
                 fmt::format("one of {}", fmt::join(layers, ", ")));
   }
-  for (const std::int64_t number : layers) checkpoint.check_layer(number);
-  options.json ? print_json(checkpoint, layers, layer) : print_text(checkpoint, layers, layer);
+  const LayerGroups all = group_layers(checkpoint, layers);
+  const LayerGroups shown = options.layer < 0 ? all : group_layers(checkpoint, {layer});
+  options.json ? print_json(checkpoint, layers, layer, all)
+               : print_text(checkpoint, layers, layer, shown);
 }
 
 }  // namespace
@@ -211,7 +251,10 @@ void add_inspect(Command& program) {
   command.add_option("path", options->path, "Checkpoint directory, safetensors or GGUF file")
       .required();
   add_family_option(command, options->family);
-  command.add_option("--layer", options->layer, "Layer whose tensors are listed; default: first")
+  command
+      .add_option("--layer", options->layer,
+                  "Layer whose scheme and tensors are shown; default: the schemes "
+                  "of all, the tensors of the first")
       .not_negative();
   command.add_flag("--json", options->json, "Print one JSON object instead of text");
   command.runs([options] { run(*options); });

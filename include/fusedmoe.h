@@ -134,7 +134,7 @@ typedef struct fusedmoe_checkpoint fusedmoe_checkpoint;
 typedef struct fusedmoe_checkpoint_info {
   size_t struct_size;
   const char* family; /* "gpt_oss", "mixtral", ...; strings live as long as the checkpoint */
-  const char* scheme;
+  const char* scheme; /* of the first layer with experts: others may have another one */
   const char* activation;
   int64_t num_layers;
   int64_t num_experts;
@@ -163,6 +163,9 @@ FUSEDMOE_C_API fusedmoe_status fusedmoe_checkpoint_open(const char* path,
 FUSEDMOE_C_API void fusedmoe_checkpoint_destroy(fusedmoe_checkpoint* checkpoint);
 FUSEDMOE_C_API fusedmoe_status fusedmoe_checkpoint_get_info(const fusedmoe_checkpoint* checkpoint,
                                                             fusedmoe_checkpoint_info* info);
+/* The scheme of a layer's experts. It lives as long as the checkpoint. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_checkpoint_get_scheme(const fusedmoe_checkpoint* checkpoint,
+                                                              int64_t layer, const char** scheme);
 
 /* ------------------------------------------------------------------------------------------------
  * Weights and router settings of the caller's. */

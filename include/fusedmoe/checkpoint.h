@@ -19,7 +19,8 @@ namespace fusedmoe {
 
 namespace checkpoint {
 struct FamilyRow;
-}
+struct QuantRules;
+}  // namespace checkpoint
 
 /// A model family: a description of its tensors, the keys of its config, its router and its
 /// activation (docs/families.md). Descriptions are JSON; many are built in.
@@ -86,9 +87,12 @@ struct ModelConfig {
   Activation shared_activation = Activation::kSilu;  ///< of the shared experts
   ActivationParams shared_activation_params;
   RouterConfig router;
-  QuantScheme scheme;  ///< as published; the dtype of unquantized tensors decides on loading
-  std::optional<QuantScheme> shared_scheme;  ///< of the shared experts, where it is another one
-  CheckpointLayout layout = CheckpointLayout::kPlain;
+  /// Of the first layer with quantized experts, as published; of a checkpoint that of its first
+  /// layer with experts. The dtype of unquantized tensors decides on loading.
+  QuantScheme scheme;
+  CheckpointLayout layout = CheckpointLayout::kPlain;  ///< of quantized layers
+  /// What quantization_config says about each module; none: nothing is quantized.
+  std::shared_ptr<const checkpoint::QuantRules> quantization;
 
   /// Of the routed experts.
   std::int64_t experts_hidden() const { return latent > 0 ? latent : hidden; }

@@ -39,6 +39,10 @@ class Checkpoint:
         """Paths of all files that the checkpoint consists of."""
         return self._handle.files()
 
+    def scheme(self, layer: int) -> str:
+        """Number formats of a layer's experts; `info` says those of the first one."""
+        return self._handle.scheme(layer)
+
     def __repr__(self) -> str:
         return f"fusedmoe.Checkpoint({self.info['family']}, {self.info['scheme']})"
 

@@ -290,6 +290,8 @@ void bind_layers(nb::module_& module) {
   nb::class_<Checkpoint>(module, "Checkpoint")
       .def("moe_layers", &Checkpoint::moe_layers)
       .def("files", &Checkpoint::files)
+      .def("scheme", [](const Checkpoint& self,
+                        std::int64_t layer) { return name(self.config(layer).scheme); })
       .def("info", [](const Checkpoint& self) {
         const ModelConfig& model = self.config();
         nb::dict info;

@@ -57,3 +57,14 @@ fusedmoe_status fusedmoe_checkpoint_get_info(const fusedmoe_checkpoint* checkpoi
     write_struct(info, values, "info");
   });
 }
+
+fusedmoe_status fusedmoe_checkpoint_get_scheme(const fusedmoe_checkpoint* checkpoint,
+                                               std::int64_t layer, const char** scheme) {
+  return guarded([&] {
+    const fusedmoe_checkpoint& opened = given(checkpoint, "checkpoint");
+    given(scheme, "scheme");
+    std::string text = name(opened.checkpoint.config(layer).scheme);
+    const std::lock_guard lock(opened.mutex);
+    *scheme = opened.schemes.try_emplace(layer, std::move(text)).first->second.c_str();
+  });
+}

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -13,4 +15,6 @@ struct fusedmoe_checkpoint {
   fusedmoe::Checkpoint checkpoint;
   std::string family, scheme, activation;
   std::vector<std::int64_t> moe_layers;
+  mutable std::mutex mutex;
+  mutable std::map<std::int64_t, std::string> schemes;  ///< those that were asked for
 };

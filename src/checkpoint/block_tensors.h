@@ -63,8 +63,8 @@ struct TensorSpec {
 
 /// How linear layers of one kind are stored.
 struct LinearStorage {
-  const LinearLayout* layout = nullptr;  ///< null: not quantized
-  QuantScheme scheme{};                  ///< where they are quantized
+  const LinearLayout* layout = nullptr;  ///< null: not quantized, or not in linear layers
+  QuantScheme scheme{};                  ///< where they are quantized; without `down`
 
   explicit operator bool() const { return layout != nullptr; }
 };
@@ -74,6 +74,10 @@ struct BlockStorage {
   LinearStorage shared, shared_down;
   LinearStorage shared_gate, latent;
 };
+/// Whether some matrices of the routed experts are quantized by the words of the config.
+inline bool is_quantized(const BlockStorage& storage) {
+  return storage.experts.scheme.weights.quantized() || storage.down.scheme.weights.quantized();
+}
 
 /// Under which of the names that the family knows the tensors of a block lie. Full names, from the
 /// layer on; empty: the model has no such tensor.

@@ -1,9 +1,12 @@
 #include "checkpoint/config_keys.h"
 
+#include <algorithm>
+#include <cctype>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
+#include "files/safetensors_header.h"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -89,6 +92,39 @@ std::vector<std::string> ConfigKeys::names() const {
   std::vector<std::string> names;
   for (const auto& [key, value] : node_->items()) names.push_back(key);
   return names;
+}
+
+void ConfigKeys::check_known(std::string_view of,
+                             std::initializer_list<std::span<const std::string_view>> known) const {
+  for (const auto& [key, value] : node_->items()) {
+    const bool listed = std::any_of(known.begin(), known.end(), [&](const auto& list) {
+      return std::find(list.begin(), list.end(), key) != list.end();
+    });
+    if (listed || value.is_null()) continue;
+    const bool word = std::all_of(key.begin(), key.end(), [](unsigned char c) {
+      return std::isalnum(c) != 0 || c == '_' || c == '-';
+    });
+    const std::string name = label(word ? key : files::quote(key));
+    throw Error::unsupported(
+        Reason::kQuantScheme, name,
+        core::format("{} is {}: nothing here knows that key of {}, and it may change what the "
+                     "layers compute",
+                     name, text(value), of));
+  }
+}
+
+std::vector<std::string> ConfigKeys::strings(std::string_view key) const {
+  const nlohmann::json* value = find(key);
+  if (!value) return {};
+  if (value->is_string()) return {value->get<std::string>()};
+  FUSEDMOE_CHECK_FILE(value->is_array(), label(key), text(*value), "a list of strings");
+  std::vector<std::string> result;
+  for (const nlohmann::json& element : *value) {
+    FUSEDMOE_CHECK_FILE(element.is_string(), label(key), "a list with " + text(element),
+                        "a list of strings");
+    result.push_back(element.get<std::string>());
+  }
+  return result;
 }
 
 std::string ConfigKeys::missing(std::string_view key) const {

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -30,6 +32,15 @@ class ConfigKeys {
   /// Of the keys themselves.
   std::vector<std::string> names() const;
 
+  /// Throws Error for a key that is not null and in none of the lists: it may change what the model
+  /// computes. `of`: "a compressed-tensors config".
+  void check_known(std::string_view of,
+                   std::initializer_list<std::span<const std::string_view>> known) const;
+  /// The strings under the key: a list, or one alone; none if it is not given.
+  std::vector<std::string> strings(std::string_view key) const;
+
+  const nlohmann::json& node() const { return *node_; }
+  const std::string& path() const { return path_; }
   std::string label(std::string_view key) const;
   static std::int64_t integer_of(const nlohmann::json& value, const std::string& label,
                                  std::int64_t low, std::int64_t high);

@@ -3,8 +3,10 @@
 #include <optional>
 #include <string_view>
 
+#include "checkpoint/layer_formats.h"
 #include "checkpoint/layer_loader.h"
 #include "checkpoint/stacked_experts.h"
+#include "core/check.h"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -54,33 +56,15 @@ bool is_plain(const Block& block, const LinearLayer& layer) {
   return found != block.tensors.end() && is_float(found->second.tensor.dtype());
 }
 
-// In this scheme, or plain where the first layer is. Where its tensors are missing, as it is
-// written.
-LinearStorage storage_of(const std::vector<LinearLayer>& layers, const Block& block,
-                         CheckpointLayout layout, const QuantScheme& scheme) {
-  if (layers.empty() || is_plain(block, layers.front())) return {};
-  if (const auto found = find_storage(layout, scheme, block, layers.front())) return *found;
+// Where its tensors are missing, as it is written.
+LinearStorage storage_of(CheckpointLayout layout, const QuantScheme& scheme, const Block& block,
+                         const LinearLayer& first) {
+  if (const auto found = find_storage(layout, scheme, block, first)) return *found;
   return {find_linear_layout(layout, scheme.weights), scheme};
 }
 
 bool is_packed(const QuantKey& key) {
   return key.value == DType::kE2M1 || key.value == DType::kI4 || key.value == DType::kU8;
-}
-
-// Of stacks, whose tensors have names of several kinds.
-LinearStorage storage_of_stacks(const ModelConfig& model, const Block& block, BlockLayout& layout) {
-  const bool transposed = layout.experts->storage == ExpertStorage::kStackedTransposed;
-  if (layout.experts->storage == ExpertStorage::kRows ||
-      (transposed && is_packed(model.scheme.weights))) {
-    return {};
-  }
-  for (const Naming naming : {Naming::kShort, Naming::kJoined}) {
-    layout.naming = naming;
-    const LinearLayer first = expert_layers(model, layout, 0).front();
-    if (is_plain(block, first)) return {};
-    if (const auto found = find_storage(model.layout, model.scheme, block, first)) return *found;
-  }
-  return {find_linear_layout(model.layout, model.scheme.weights), model.scheme};
 }
 
 // Whether a tensor of that name, or a part of a linear layer of that name, is there.
@@ -160,6 +144,147 @@ bool stacks_fit(const ModelConfig& model, const Block& block, const std::string&
   return fits(w1->second, model.experts_hidden()) && fits(w2->second, model.intermediate);
 }
 
+/// The storage of modules, by the rules and the tensors that are there; and for stacks, of whose
+/// tensors' names there are several kinds, which it is.
+class StorageFinder {
+ public:
+  StorageFinder(const ModelConfig& model, const Block& block, BlockLayout& layout)
+      : model_(model),
+        rules_(*model.quantization),
+        block_(block),
+        layout_(layout),
+        modules_(rules_, family_row(model.family), block.prefix, layout) {}
+
+  BlockStorage find() {
+    BlockStorage storage;
+    const ExpertFormats formats = modules_.experts(model_.router.num_experts);
+    modules_.check_transforms(block_.prefix + layer_of(layout_.router));
+    const auto formats_of = [&](const auto& storage_of_layer) {
+      const std::vector<LinearLayer> experts = expert_layers(model_, layout_, 0);
+      storage.experts = storage_of_layer(experts.front(), formats.first);
+      storage.down = storage_of_layer(experts.back(), formats.down);
+    };
+    const auto by_format = [&](const LinearLayer& layer, const ModuleFormat& format) {
+      return format.scheme ? storage_of(rules_.layout, *format.scheme, block_, layer)
+                           : LinearStorage{};
+    };
+    if (layout_.experts->storage == ExpertStorage::kMxfp4) {
+      if (formats.first.scheme) storage.experts.scheme = *formats.first.scheme;
+      if (formats.down.scheme) storage.down.scheme = *formats.down.scheme;
+    } else {
+      if (layout_.experts->storage != ExpertStorage::kPerExpert) choose_naming(formats.first);
+      if (formats.mixture) formats_of(by_format);
+      if (formats.mixture && !all_fit(storage)) throw Error(*formats.mixture);
+      formats_of([&](const LinearLayer& layer, const ModuleFormat& format) {
+        check_agreement(layer, format);
+        return is_read(format) ? by_format(layer, format) : LinearStorage{nullptr, *format.scheme};
+      });
+    }
+    if (model_.shared_intermediate > 0) {
+      const std::vector<LinearLayer> shared = shared_layers(model_, layout_);
+      storage.shared = storage_beside(shared);
+      storage.shared_down = storage_beside({shared.back()});
+      check_shared(shared, storage);
+    }
+    storage.shared_gate = storage_beside(shared_gate_layer(model_, layout_));
+    storage.latent = storage_beside(latent_layers(model_, layout_));
+    return storage;
+  }
+
+ private:
+  /// Without ".weight".
+  static std::string layer_of(const std::string& tensor) {
+    return tensor.substr(0, tensor.rfind(".weight"));
+  }
+
+  void choose_naming(const ModuleFormat& format) {
+    for (const Naming naming : {Naming::kShort, Naming::kJoined}) {
+      layout_.naming = naming;
+      const LinearLayer first = expert_layers(model_, layout_, 0).front();
+      if (is_plain(block_, first)) return;
+      if (format.scheme && find_storage(rules_.layout, *format.scheme, block_, first)) return;
+    }
+  }
+
+  /// Packed values are not read from matrices that lie across, nor others from rows of all experts.
+  bool is_read(const ModuleFormat& format) const {
+    if (!format.scheme || layout_.experts->storage == ExpertStorage::kPerExpert) return true;
+    const bool transposed = layout_.experts->storage == ExpertStorage::kStackedTransposed;
+    return layout_.experts->storage != ExpertStorage::kRows &&
+           !(transposed && is_packed(format.scheme->weights));
+  }
+
+  /// The config and the tensors must agree about what is quantized.
+  void check_agreement(const LinearLayer& layer, const ModuleFormat& format) const {
+    const std::string weight = part_name(layer, ".weight");
+    const std::string source = format.source.empty() ? "quantization_config" : format.source;
+    if (is_plain(block_, layer)) {
+      if (!format.scheme) return;
+      const DType dtype = block_.tensors.find(weight)->second.tensor.dtype();
+      throw Error::io(source,
+                      core::format("{} says that {}{} is {}, but its weight is plain {}", source,
+                                   block_.prefix, layer.name, name(*format.scheme), name(dtype)));
+    }
+    const std::string begin = layer.naming == Naming::kModule ? layer.name + "." : weight;
+    const auto part = block_.tensors.lower_bound(begin);
+    if (format.scheme || part == block_.tensors.end() || !part->first.starts_with(begin)) return;
+    throw Error::io(
+        source, core::format("{} says that {}{} is not quantized, but the file holds {}{}", source,
+                             block_.prefix, layer.name, block_.prefix, part->first));
+  }
+
+  /// Whether every expert has the tensors of these formats.
+  bool all_fit(const BlockStorage& storage) const {
+    const auto fits = [&](const TensorSpec& spec) {
+      const auto found = block_.tensors.find(spec.name);
+      if (found == block_.tensors.end()) return !spec.required;
+      const BlockTensor& tensor = found->second;
+      return spec.stored ? accepts_shape(*spec.stored, spec.shape, tensor.shape())
+                         : is_float(tensor.tensor.dtype());
+    };
+    for (std::int64_t e = 0; e < model_.router.num_experts; ++e) {
+      const std::vector<LinearLayer> layers = expert_layers(model_, layout_, e);
+      for (const LinearLayer& layer : layers) {
+        const LinearStorage& own = &layer == &layers.back() ? storage.down : storage.experts;
+        const auto specs = linear_tensors(layer, own, TensorRole::kExpertWeight);
+        if (layer.experts > 0 || !std::all_of(specs.begin(), specs.end(), fits)) return false;
+      }
+    }
+    return true;
+  }
+
+  /// Of the first of these layers; null where the file holds it as it was.
+  LinearStorage storage_beside(const std::vector<LinearLayer>& layers) {
+    if (layers.empty() || is_plain(block_, layers.front())) return {};
+    const ModuleFormat& format = modules_.beside(layers.front().name);
+    check_agreement(layers.front(), format);
+    if (!format.scheme) return {};
+    return storage_of(rules_.layout, *format.scheme, block_, layers.front());
+  }
+
+  /// Gate and up must have one format, and the inputs of all.
+  void check_shared(const std::vector<LinearLayer>& layers, const BlockStorage& storage) {
+    for (const LinearLayer& layer : layers) {
+      const ModuleFormat& format = modules_.beside(layer.name);
+      const bool down = &layer == &layers.back();
+      const LinearStorage& wanted = down ? storage.shared_down : storage.shared;
+      if (!format.scheme || !wanted || is_plain(block_, layer)) continue;
+      const bool same_inputs =
+          !storage.shared || format.scheme->activations == storage.shared.scheme.activations;
+      FUSEDMOE_CHECK_SUPPORTED(
+          *format.scheme == wanted.scheme && same_inputs, kQuantScheme, format.source,
+          core::format("{} for {}{}", name(*format.scheme), block_.prefix, layer.name),
+          core::format("{}, as {}{} has", name(wanted.scheme), block_.prefix, layers.front().name));
+    }
+  }
+
+  const ModelConfig& model_;
+  const QuantRules& rules_;
+  const Block& block_;
+  BlockLayout& layout_;
+  LayerModules modules_;
+};
+
 }  // namespace
 
 BlockLayout find_layout(const ModelConfig& model, const Block& block) {
@@ -178,42 +303,42 @@ BlockLayout find_layout(const ModelConfig& model, const Block& block) {
     }
   }
   choose_names(model, block, best);
-  const auto beside = [&](const std::vector<LinearLayer>& layers, const QuantScheme& scheme) {
-    return storage_of(layers, block, model.layout, scheme);
-  };
-  if (best.experts->storage == ExpertStorage::kPerExpert) {
-    best.storage.experts = beside(expert_layers(model, best, 0), model.scheme);
-  } else if (best.experts->storage != ExpertStorage::kMxfp4) {
-    best.storage.experts = storage_of_stacks(model, block, best);
-  }
-  best.storage.down = best.storage.experts;
-  if (model.shared_intermediate > 0) {
-    best.storage.shared = best.storage.shared_down =
-        beside(shared_layers(model, best), model.shared_scheme.value_or(model.scheme));
-  }
-  best.storage.shared_gate = beside(shared_gate_layer(model, best), model.scheme);
-  best.storage.latent = beside(latent_layers(model, best), model.scheme);
+  if (model.quantization) best.storage = StorageFinder(model, block, best).find();
   return best;
 }
 
-// Activations are a matter of the config, where it knows of MXFP4 at all.
-QuantScheme mxfp4_scheme(const ModelConfig& model) {
-  return model.scheme.weights == keys::mxfp4() ? model.scheme : schemes::mxfp4_w4a16();
+QuantScheme mxfp4_scheme(const BlockLayout& layout) {
+  // Activations are a matter of the config, where it knows of MXFP4 at all.
+  const QuantScheme& scheme = layout.storage.experts.scheme;
+  return scheme.weights == keys::mxfp4() ? scheme : schemes::mxfp4_w4a16();
+}
+
+QuantScheme per_expert_scheme(const BlockStorage& storage, DType plain) {
+  const auto scheme_of = [&](const LinearStorage& part) {
+    return part.scheme.weights.quantized() ? part.scheme : schemes::unquantized(plain);
+  };
+  QuantScheme scheme = scheme_of(storage.experts);
+  const QuantScheme down = scheme_of(storage.down);
+  if (down.weights != scheme.weights) scheme.down = down.weights;
+  return scheme;
 }
 
 QuantScheme stored_scheme(const ModelConfig& model, const Block& block) {
   const BlockLayout layout = find_layout(model, block);
-  if (layout.experts->storage == ExpertStorage::kMxfp4) return mxfp4_scheme(model);
-  if (layout.storage.experts) return model.scheme;
-  if (layout.experts->storage == ExpertStorage::kStacked ||
-      layout.experts->storage == ExpertStorage::kPerExpert) {
-    const auto scheme = scheme_of_experts(layout, block);
-    return scheme ? *scheme : model.scheme;
+  const ExpertLayout& experts = *layout.experts;
+  if (experts.storage == ExpertStorage::kMxfp4) return mxfp4_scheme(layout);
+  const bool in_layers = experts.storage == ExpertStorage::kPerExpert;
+  if (!is_quantized(layout.storage) && (in_layers || experts.storage == ExpertStorage::kStacked)) {
+    return scheme_of_experts(layout, block).value_or(model.scheme);
   }
-  const auto first = block.tensors.find(tensor_name(layout.block, layout.experts->w1));
-  return first != block.tensors.end() && is_float(first->second.tensor.dtype())
-             ? schemes::unquantized(first->second.tensor.dtype())
-             : model.scheme;
+  DType plain = model.scheme.weights.value;
+  for (const std::string& pattern : {experts.w2, experts.w1}) {
+    const auto found =
+        block.tensors.find(tensor_name(layout.block, pattern) + (in_layers ? ".weight" : ""));
+    if (found == block.tensors.end() || !is_float(found->second.tensor.dtype())) continue;
+    plain = found->second.tensor.dtype();
+  }
+  return per_expert_scheme(layout.storage, plain);
 }
 
 }  // namespace fusedmoe::checkpoint

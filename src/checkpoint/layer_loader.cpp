@@ -150,29 +150,42 @@ class Loader {
   }
 
   void check_layout() const {
-    if (!model_.scheme.weights.quantized() || in_gguf_) return;
-    const bool stored =
-        layout_.storage.experts || (layout_.experts->storage == ExpertStorage::kMxfp4 &&
-                                    model_.scheme.weights == keys::mxfp4());
+    const QuantScheme& scheme = layout_.storage.experts.scheme;
+    const QuantScheme& down = layout_.storage.down.scheme;
+    if (!model_.quantization || in_gguf_) return;
+    const auto is_stored = [&](const LinearStorage& storage) {
+      return storage || !storage.scheme.weights.quantized();
+    };
+    const ExpertStorage storage = layout_.experts->storage;
+    bool stored = is_stored(layout_.storage.experts) && is_stored(layout_.storage.down);
+    if (storage == ExpertStorage::kMxfp4) {
+      stored = scheme.weights == keys::mxfp4() && down == scheme;
+    }
     FUSEDMOE_CHECK_FILE(
         stored, "config.quantization_config",
-        core::format("{} in the layout {}, but experts are stored as {}", name(model_.scheme),
+        core::format("{} in the layout {}, but experts are stored as {}", configured_name(),
                      name(model_.layout), tensor_name(layout_.block, layout_.experts->w1)),
         "in agreement with the tensors");
   }
 
+  /// Of the scheme that the config says the experts have.
+  std::string configured_name() const {
+    return name(per_expert_scheme(layout_.storage, model_.scheme.weights.value));
+  }
+
   void report(const std::string& label) const {
     if (problems_.count() == 0) return;
+    const bool quantized = is_quantized(layout_.storage);
     throw Error::io(
-        label, core::format(
-                   "{}: {} not fit an MoE block of {}{}:{}", label,
-                   problems_.count() == 1 ? std::string("1 tensor does")
-                                          : core::format("{} tensors do", problems_.count()),
-                   name(model_.family),
-                   model_.scheme.weights.quantized() && !in_gguf_
-                       ? core::format(" in {}, layout {}", name(model_.scheme), name(model_.layout))
-                       : "",
-                   problems_.list()));
+        label,
+        core::format("{}: {} not fit an MoE block of {}{}:{}", label,
+                     problems_.count() == 1 ? std::string("1 tensor does")
+                                            : core::format("{} tensors do", problems_.count()),
+                     name(model_.family),
+                     quantized
+                         ? core::format(" in {}, layout {}", configured_name(), name(model_.layout))
+                         : "",
+                     problems_.list()));
   }
 
   void claim(const TensorSpec& spec) {
@@ -208,8 +221,10 @@ class Loader {
 
   QuantScheme experts_scheme() const {
     const ExpertLayout& layout = *layout_.experts;
-    if (layout.storage == ExpertStorage::kMxfp4) return mxfp4_scheme(model_);
-    if (layout_.storage.experts) return layout_.storage.experts.scheme;
+    if (layout.storage == ExpertStorage::kMxfp4) return mxfp4_scheme(layout_);
+    if (is_quantized(layout_.storage)) {
+      return per_expert_scheme(layout_.storage, checks_.expert_dtype().value_or(DType::kBF16));
+    }
     const QuantScheme scheme = scheme_of_layers(expert_layers(model_, layout_, 0));
     if (layout.storage != ExpertStorage::kPerExpert) return scheme;
     for (std::int64_t e = 1; e < model_.router.num_experts; ++e) {
@@ -235,8 +250,17 @@ class Loader {
   /// Of linear layers that a table describes, or by the formats of their tensors.
   std::optional<QuantScheme> shared_scheme() const {
     if (model_.shared_intermediate == 0) return std::nullopt;
-    if (layout_.storage.shared) return layout_.storage.shared.scheme;
-    return scheme_of_layers(shared_layers(model_, layout_));
+    const std::vector<LinearLayer> layers = shared_layers(model_, layout_);
+    const LinearStorage &first = layout_.storage.shared, &last = layout_.storage.shared_down;
+    if (!first && !last) return scheme_of_layers(layers);
+    const auto scheme_of = [&](const LinearStorage& storage, const LinearLayer& layer) {
+      if (storage) return storage.scheme;
+      return QuantScheme{*key_of(entry(part_name(layer, ".weight"))), std::nullopt};
+    };
+    QuantScheme scheme = scheme_of(first, layers.front());
+    const QuantKey down = scheme_of(last, layers.back()).weights;
+    if (down != scheme.weights) scheme.down = down;
+    return scheme;
   }
 
   RouterWeights router_weights() {

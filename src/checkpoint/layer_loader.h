@@ -27,7 +27,9 @@ struct Block {
 BlockLayout find_layout(const ModelConfig& model, const Block& block);
 
 /// The scheme of experts in MXFP4 blocks.
-QuantScheme mxfp4_scheme(const ModelConfig& model);
+QuantScheme mxfp4_scheme(const BlockLayout& layout);
+/// The scheme of experts in linear layers, of which those that are not quantized have this dtype.
+QuantScheme per_expert_scheme(const BlockStorage& storage, DType plain);
 
 /// The scheme of the experts: the config's if it is quantized or the tensors tell none, else that
 /// of the tensors.

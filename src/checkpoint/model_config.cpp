@@ -8,9 +8,9 @@
 #include "checkpoint/embedded.h"
 #include "checkpoint/family.h"
 #include "checkpoint/find_family.h"
+#include "checkpoint/layer_formats.h"
 #include "checkpoint/model_config.h"
 #include "checkpoint/quant_config.h"
-#include "checkpoint/quant_targets.h"
 #include "core/check.h"
 #include "files/json.h"
 #include "files/safetensors_header.h"
@@ -168,60 +168,46 @@ void read_shared(const FamilyRow& row, const Settings& settings, ModelConfig& mo
   model.router.routed_scaling_factor /= 2;
 }
 
-// DeepSeek-V4: routed experts in MXFP4 among linear layers in FP8. Its own kernels also round the
-// inputs of these experts to FP8; here they stay exact.
-void read_expert_dtype(const Keys& keys, ModelConfig& model) {
-  const std::string dtype = keys.string("expert_dtype", "fp8");
-  FUSEDMOE_CHECK_SUPPORTED(dtype == "fp8" || dtype == "fp4", kQuantScheme,
-                           keys.label("expert_dtype"), files::quote(dtype), "fp8 or fp4");
-  if (dtype == "fp8") return;
-  model.shared_scheme = model.scheme;
-  model.scheme = schemes::mxfp4_w4a16();
-}
-
-// The keys of a scheme are data: schemes without an implementation are described all the same, so
-// that a selection can say what it lacks.
-void read_scheme(const FamilyRow& row, const Keys& root, const Keys& keys, ModelConfig& model) {
-  std::optional<Keys> quantization = root.object("quantization_config");
-  if (!quantization) quantization = keys.object("quantization_config");
-  if (quantization) {
-    const checkpoint::StoredQuantization stored = checkpoint::parse_quantization(
-        *quantization, checkpoint::expert_modules(row, model.num_layers));
-    model.layout = stored.layout;
-    model.scheme = stored.scheme;
-    if (stored.layout == CheckpointLayout::kFp8) {
-      read_expert_dtype(quantization->find("expert_dtype") ? *quantization : keys, model);
-    }
-    if (stored.layout != CheckpointLayout::kPlain) return;
-  }
+// A quantized model may name another type, which then says nothing of plain weights.
+QuantScheme plain_scheme(const Keys& keys, bool quantized) {
   const std::string dtype = keys.string("dtype", keys.string("torch_dtype", "bfloat16"));
   const std::optional<DType> parsed = parse_dtype(dtype);
-  FUSEDMOE_CHECK_SUPPORTED(parsed == DType::kBF16 || parsed == DType::kF16 || parsed == DType::kF32,
-                           kDType, "config.dtype", files::quote(dtype),
+  const bool known = parsed == DType::kBF16 || parsed == DType::kF16 || parsed == DType::kF32;
+  FUSEDMOE_CHECK_SUPPORTED(known || quantized, kDType, "config.dtype", files::quote(dtype),
                            "bfloat16, float16 or float32");
-  model.scheme = schemes::unquantized(*parsed);
+  return schemes::unquantized(known ? *parsed : DType::kBF16);
 }
 
 }  // namespace
 
 namespace checkpoint {
 
-Family family_of(std::string_view config_json, const Family& family) {
-  const nlohmann::json root =
-      files::parse_json_object(config_json, files::kMaxConfigBytes, "config");
-  return Family(find_family_of(root, family.row()).row);
+ParsedConfig::ParsedConfig(std::string_view config_json, const Family& family)
+    : root_(std::make_shared<nlohmann::json>(
+          files::parse_json_object(config_json, files::kMaxConfigBytes, "config"))) {
+  constexpr const char* kKey = "quantization_config";
+  FoundFamily found = find_family_of(*root_, family.row());
+  row_ = std::move(found.row);
+  node_ = found.node;
+  const Keys keys(*node_);
+  std::optional<Keys> quantization = Keys(*root_).object(kKey);
+  if (!quantization) quantization = keys.object(kKey);
+  plain_ = plain_scheme(keys, quantization.has_value());
+  if (!quantization) return;
+  const Keys& says = quantization->find("expert_dtype") ? *quantization : keys;
+  quantization_ = std::make_shared<QuantRules>(
+      parse_quantization(*quantization, key_order(config_json), says.string("expert_dtype", "")));
+  if (node_ == root_.get()) root_->erase(kKey);
 }
 
-ModelConfig read_model_config(std::string_view config_json, const Family& family,
-                              std::optional<std::int64_t> layer) {
-  const nlohmann::json root =
-      files::parse_json_object(config_json, files::kMaxConfigBytes, "config");
-  const FoundFamily found = find_family_of(root, family.row());
-  const FamilyRow& row = *found.row;
-  const Settings settings(Keys(*found.node), layer);
+// The keys of a scheme are data: schemes without an implementation are described all the same, so
+// that a selection can say what it lacks.
+ModelConfig ParsedConfig::read(std::optional<std::int64_t> layer) const {
+  const FamilyRow& row = *row_;
+  const Settings settings(Keys(*node_), layer);
   check_requirements(row, settings);
   ModelConfig model;
-  model.family = Family(found.row);
+  model.family = Family(row_);
   model.num_layers = read_num_layers(row, settings);
   model.hidden = settings.integer(row.hidden, 1, kMaxWidth);
   model.intermediate = settings.integer(row.intermediate, 1, kMaxWidth);
@@ -231,14 +217,26 @@ ModelConfig read_model_config(std::string_view config_json, const Family& family
   read_router(row, settings, model);
   read_activation(row, settings, model);
   read_shared(row, settings, model);
-  read_scheme(row, Keys(root), settings.keys(), model);
+  model.scheme = plain_;
+  model.quantization = quantization_;
+  if (quantization_) model.layout = quantization_->layout;
+  return model;
+}
+
+ModelConfig ParsedConfig::read_all() const {
+  ModelConfig model = read(std::nullopt);
+  if (const auto scheme = configured_scheme(model)) {
+    model.scheme = *scheme;
+  } else {
+    model.layout = CheckpointLayout::kPlain;
+  }
   return model;
 }
 
 }  // namespace checkpoint
 
 ModelConfig parse_model_config(std::string_view config_json, const Family& family) {
-  return checkpoint::read_model_config(config_json, family, std::nullopt);
+  return checkpoint::ParsedConfig(config_json, family).read_all();
 }
 
 MoeConfig moe_config(const ModelConfig& model, DType dtype, Device device) {

@@ -7,7 +7,6 @@
 #include <set>
 #include <vector>
 
-#include "checkpoint/model_config.h"
 #include "core/check.h"
 #include "files/safetensors_header.h"
 
@@ -173,7 +172,7 @@ const Block& OpenedCheckpoint::layer(std::int64_t number) const {
 ModelConfig OpenedCheckpoint::layer_config(std::int64_t number) const {
   const Block& block = layer(number);
   try {
-    ModelConfig model = read_model_config(files.config_json, family, number);
+    ModelConfig model = parsed->read(number);
     model.scheme = stored_scheme(model, block);
     return model;
   } catch (const Error& error) {
@@ -185,11 +184,10 @@ OpenedCheckpoint open_checkpoint(CheckpointFiles files, std::string label, const
   OpenedCheckpoint result;
   result.label = std::move(label);
   result.files = std::move(files);
-  result.family = family;
   try {
-    const Family found = family_of(result.files.config_json, family);
-    result.layers = collect_layers(result.files, family_row(found));
-    if (result.layers.empty()) result.config = parse_model_config(result.files.config_json, family);
+    result.parsed = std::make_shared<ParsedConfig>(result.files.config_json, family);
+    result.layers = collect_layers(result.files, result.parsed->row());
+    if (result.layers.empty()) result.config = result.parsed->read_all();
   } catch (const Error& error) {
     throw error.within(result.label);
   }

@@ -3,10 +3,12 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 
 #include "checkpoint/checkpoint_files.h"
 #include "checkpoint/layer_loader.h"
+#include "checkpoint/model_config.h"
 #include "fusedmoe/checkpoint.h"
 
 namespace fusedmoe::checkpoint {
@@ -14,7 +16,7 @@ namespace fusedmoe::checkpoint {
 struct OpenedCheckpoint {
   std::string label;
   CheckpointFiles files;
-  Family family;                         ///< instead of that of the model_type, or none
+  std::shared_ptr<const ParsedConfig> parsed;
   ModelConfig config;                    ///< of the first layer with experts
   std::map<std::int64_t, Block> layers;  ///< those that hold experts
 

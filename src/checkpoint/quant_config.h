@@ -1,13 +1,16 @@
-// `quantization_config` of a config.json <-> layout and scheme.
+// `quantization_config` of a config.json <-> rules for modules.
 #pragma once
 
+#include <map>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "checkpoint/config_keys.h"
-#include "checkpoint/quant_targets.h"
+#include "checkpoint/quant_rules.h"
 #include "fusedmoe/checkpoint.h"
 
 namespace fusedmoe::checkpoint {
@@ -17,9 +20,17 @@ struct StoredQuantization {
   QuantScheme scheme;
 };
 
-/// What the object says about the experts, whose modules have these names: kPlain if they are not
-/// quantized. Throws Error naming the key for anything unknown.
-StoredQuantization parse_quantization(const ConfigKeys& config, const ExpertModules& experts);
+/// The keys of objects in the order of the text, which JSON objects do not keep: of each object by
+/// its own key. One that is not there is in the order of its names.
+using KeyOrder = std::map<std::string, std::vector<std::string>>;
+KeyOrder key_order(std::string_view config_json);
+
+/// What the object says about each module. Throws Error naming the key for anything that may change
+/// the arithmetic and that nothing here knows; formats of single modules throw when an expert has
+/// them. `expert_dtype`: of DeepSeek-V4's routed experts, "fp4" or "fp8", which the model's config
+/// names.
+QuantRules parse_quantization(const ConfigKeys& config, const KeyOrder& order = {},
+                              std::string_view expert_dtype = {});
 
 /// The object that says so, with the modules that are not quantized; nothing when the layout has no
 /// words for the scheme.

@@ -1,11 +1,111 @@
 #include "files/json.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
 #include "files/safetensors_header.h"
 
 namespace fusedmoe::files {
+namespace {
+
+/// Hears the parser and does nothing.
+class Listener : public nlohmann::json_sax<nlohmann::json> {
+ public:
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(number_integer_t) override { return true; }
+  bool number_unsigned(number_unsigned_t) override { return true; }
+  bool number_float(number_float_t, const string_t&) override { return true; }
+  bool string(string_t&) override { return true; }
+  bool binary(binary_t&) override { return true; }
+  bool key(string_t&) override { return true; }
+  bool start_object(std::size_t) override { return true; }
+  bool end_object() override { return true; }
+  bool start_array(std::size_t) override { return true; }
+  bool end_array() override { return true; }
+  bool parse_error(std::size_t, const std::string&, const nlohmann::json::exception&) override {
+    return false;
+  }
+};
+
+/// Stops where values are nested too deeply. A callback of the tree's parser would do the same, but
+/// takes a time that grows with the square of an object's size.
+class DepthListener final : public Listener {
+ public:
+  explicit DepthListener(int most) : most_(most) {}
+  bool too_deep() const { return depth_ > most_; }
+
+  bool start_object(std::size_t) override { return ++depth_ <= most_; }
+  bool end_object() override { return --depth_ >= 0; }
+  bool start_array(std::size_t) override { return ++depth_ <= most_; }
+  bool end_array() override { return --depth_ >= 0; }
+
+ private:
+  int most_, depth_ = 0;
+};
+
+/// Keeps the keys of some objects.
+class KeyListener final : public Listener {
+ public:
+  KeyListener(std::span<const std::string_view> within, std::span<const std::string_view> keys)
+      : within_(within), keys_(keys) {}
+
+  std::map<std::string, std::vector<std::string>> take() {
+    std::map<std::string, std::vector<std::string>> result;
+    for (auto& [name, object] : found_) result[name] = std::move(object.keys);
+    return result;
+  }
+
+  bool start_object(std::size_t) override {
+    std::vector<std::string>* target = nullptr;
+    const bool inside = path_.size() > 1 && is_one(within_, path_[path_.size() - 2].key);
+    if (inside && is_one(keys_, path_.back().key)) {
+      Object& object = found_[path_.back().key];
+      if (object.depth == 0 || path_.size() < object.depth) {
+        object = {path_.size(), {}};
+        target = &object.keys;
+      }
+    }
+    path_.push_back({{}, target});
+    return true;
+  }
+  bool key(string_t& name) override {
+    path_.back().key = name;
+    if (path_.back().target) path_.back().target->push_back(name);
+    return true;
+  }
+  bool end_object() override { return pop(); }
+  bool start_array(std::size_t) override {
+    path_.emplace_back();
+    return true;
+  }
+  bool end_array() override { return pop(); }
+
+ private:
+  struct Level {
+    std::string key;
+    std::vector<std::string>* target = nullptr;
+  };
+  struct Object {
+    std::size_t depth = 0;
+    std::vector<std::string> keys;
+  };
+
+  static bool is_one(std::span<const std::string_view> names, std::string_view name) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  }
+  bool pop() {
+    path_.pop_back();
+    return true;
+  }
+
+  std::span<const std::string_view> within_, keys_;
+  std::vector<Level> path_;
+  std::map<std::string, Object> found_;
+};
+
+}  // namespace
 
 nlohmann::json parse_json_object(std::string_view text, std::size_t max_bytes,
                                  const std::string& label) {
@@ -15,14 +115,13 @@ nlohmann::json parse_json_object(std::string_view text, std::size_t max_bytes,
   // The parser takes a NUL for the end and would ignore what follows.
   FUSEDMOE_CHECK_FILE(text.find('\0') == std::string_view::npos, label, "text with a NUL byte",
                       "valid JSON");
-  const auto limit_depth = [&](int depth, nlohmann::json::parse_event_t, nlohmann::json&) {
-    FUSEDMOE_CHECK_FILE(depth <= kMaxDepth, label, core::format("nested {} deep", depth),
-                        core::format("nested at most {} deep", kMaxDepth));
-    return true;
-  };
+  DepthListener depth(kMaxDepth);
+  nlohmann::json::sax_parse(text.begin(), text.end(), &depth);
+  FUSEDMOE_CHECK_FILE(!depth.too_deep(), label, "nested deeper",
+                      core::format("nested at most {} deep", kMaxDepth));
   nlohmann::json tree;
   try {
-    tree = nlohmann::json::parse(text.begin(), text.end(), limit_depth);
+    tree = nlohmann::json::parse(text.begin(), text.end());
   } catch (const nlohmann::json::exception& error) {
     // "[json.exception.parse_error.101] parse error at line 1, column 2: ..."
     std::string_view text = error.what();
@@ -31,6 +130,14 @@ nlohmann::json parse_json_object(std::string_view text, std::size_t max_bytes,
   }
   FUSEDMOE_CHECK_FILE(tree.is_object(), label, tree.type_name(), "a JSON object");
   return tree;
+}
+
+std::map<std::string, std::vector<std::string>> keys_in_order(
+    std::string_view text, std::span<const std::string_view> within,
+    std::span<const std::string_view> keys) {
+  KeyListener listener(within, keys);
+  nlohmann::json::sax_parse(text.begin(), text.end(), &listener);
+  return listener.take();
 }
 
 }  // namespace fusedmoe::files

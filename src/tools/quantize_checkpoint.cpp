@@ -7,9 +7,9 @@
 #include <set>
 
 #include "checkpoint/checkpoint_writer.h"
+#include "checkpoint/layer_formats.h"
 #include "checkpoint/opened_checkpoint.h"
 #include "checkpoint/quant_config.h"
-#include "checkpoint/quant_targets.h"
 #include "core/check.h"
 #include "files/json.h"
 #include "fusedmoe/quant.h"
@@ -51,8 +51,12 @@ class CheckpointQuantizer {
       : source_(std::move(source)), options_(options), model_(target_model()) {
     FUSEDMOE_CHECK_FILE(!source_.layers.empty(), source_.label, "without layers of experts",
                         "a checkpoint with at least one");
-    FUSEDMOE_CHECK(!source_.config.scheme.weights.quantized(), source_.label,
-                   "in " + name(source_.config.scheme), "in f32, bf16 or f16");
+    for (const auto& [number, block] : source_.layers) {
+      const QuantScheme scheme = checkpoint::stored_scheme(source_.config, block);
+      FUSEDMOE_CHECK(!scheme.weights.quantized() && !scheme.down_weights().quantized(),
+                     core::format("{}: layer {}", source_.label, number), "in " + name(scheme),
+                     "in f32, bf16 or f16");
+    }
     const checkpoint::FamilyRow& row = checkpoint::family_row(model_.family);
     const bool stacked = model_.layout == CheckpointLayout::kGptOss;
     for (const checkpoint::ExpertLayout& layout : row.layouts) {
@@ -105,10 +109,9 @@ class CheckpointQuantizer {
                                 name(checkpoint::usual_layout(model.family, model.scheme))));
     check_groups(model);
     // Readers take the scale rule of the activations from the layout.
-    model.scheme = checkpoint::parse_quantization(
-                       checkpoint::ConfigKeys(*config),
-                       checkpoint::expert_modules(checkpoint::family_row(model.family), 1))
-                       .scheme;
+    model.quantization = std::make_shared<checkpoint::QuantRules>(
+        checkpoint::parse_quantization(checkpoint::ConfigKeys(*config)));
+    model.scheme = checkpoint::configured_scheme(model).value();
     return model;
   }
 

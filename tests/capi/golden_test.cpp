@@ -19,6 +19,10 @@ Handle<fusedmoe_layer> load_golden(const std::string& name, std::int32_t dtype,
   auto info = sized<fusedmoe_checkpoint_info>();
   EXPECT_OK(fusedmoe_checkpoint_get_info(opened, &info));
   EXPECT_EQ(info.num_moe_layers, 1U);
+  const char* scheme = nullptr;
+  EXPECT_OK(fusedmoe_checkpoint_get_scheme(opened, info.moe_layers[0], &scheme));
+  EXPECT_STREQ(scheme, info.scheme);
+  EXPECT_NE(fusedmoe_checkpoint_get_scheme(opened, info.moe_layers[0] + 1, &scheme), FUSEDMOE_OK);
   auto options = sized<fusedmoe_layer_options>();
   options.dtype = dtype;
   options.experts_only = experts_only;

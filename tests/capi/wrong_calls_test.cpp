@@ -236,6 +236,7 @@ TEST(CWrongCallsTest, FusedExperts) {
 
 TEST(CWrongCallsTest, NullEverywhere) {
   EXPECT_NE(fusedmoe_checkpoint_get_info(nullptr, nullptr), FUSEDMOE_OK);
+  EXPECT_NE(fusedmoe_checkpoint_get_scheme(nullptr, 0, nullptr), FUSEDMOE_OK);
   EXPECT_NE(fusedmoe_layer_load(nullptr, 0, nullptr, nullptr), FUSEDMOE_OK);
   EXPECT_NE(fusedmoe_layer_create(nullptr, nullptr, nullptr), FUSEDMOE_OK);
   EXPECT_NE(fusedmoe_layer_get_info(nullptr, nullptr), FUSEDMOE_OK);

@@ -78,8 +78,7 @@ std::vector<files::HeaderEntry> correct_tensors(const ModelConfig& model,
     names.storage.experts = names.storage.down = storage_of(model.scheme);
   }
   if (source.below(2)) {
-    names.storage.shared = names.storage.shared_down =
-        storage_of(model.shared_scheme.value_or(model.scheme));
+    names.storage.shared = names.storage.shared_down = storage_of(model.scheme);
   }
   std::vector<files::HeaderEntry> entries;
   for (const auto& spec : checkpoint::block_tensors(model, names)) {

@@ -302,6 +302,7 @@ TEST(LinearLayoutTest, ModelOptFileBesideTheConfig) {
 // DeepSeek quantizes its shared experts like the others.
 TEST(LinearLayoutTest, QuantizedSharedExperts) {
   Parts parts("fp8_block", CheckpointLayout::kFp8, "deepseek_v3");
+  parts.quantization()["modules_to_not_convert"] = nullptr;
   const std::string shared = "model.layers.0.mlp.shared_experts.";
   for (const char* layer : {"gate_proj", "up_proj", "down_proj"}) {
     for (const char* suffix : {".weight", ".weight_scale_inv"}) {

@@ -43,6 +43,7 @@ def test_explain_refuses_unknown_names():
 def test_checkpoints_say_what_they_are():
     checkpoint = fusedmoe.Checkpoint(golden_dir() / "mixtral.safetensors")
     assert checkpoint.info["family"] == "mixtral" and checkpoint.info["num_experts"] == 8
+    assert checkpoint.scheme(checkpoint.moe_layers[0]) == checkpoint.info["scheme"]
     assert checkpoint.moe_layers == [0] and checkpoint.files
     assert fusedmoe.explain(checkpoint, dtype="f32").chosen.experts == "cpu"
 
