@@ -8,9 +8,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstdio>
 #include <fstream>
 #include <mutex>
+#include <optional>
 #include <set>
 
 #include "core/check.h"
@@ -72,10 +74,26 @@ bool is_partial_name(std::string_view name, std::string_view prefix) {
                                        }) == static_cast<std::ptrdiff_t>(digits.size() - 1);
 }
 
-/// Where links lead, also where nothing is yet.
+fs::path folder_of(const fs::path& target) {
+  return target.has_parent_path() ? target.parent_path() : fs::path(".");
+}
+
+/// The number of the open file that `path`, below /dev/fd or /proc/self/fd, names.
+std::optional<int> open_file_of(const fs::path& path) {
+  std::error_code problem;
+  if (!fs::equivalent(folder_of(path), "/proc/self/fd", problem)) return std::nullopt;
+  const std::string digits = path.filename().string();
+  int number = -1;
+  std::from_chars(digits.data(), digits.data() + digits.size(), number);
+  return number;
+}
+
+/// Where links lead, also where nothing is yet. The links to open files stay: what they say need
+/// not be a path.
 fs::path resolved(fs::path path) {
   constexpr int kMostLinks = 40;
   for (int i = 0; i < kMostLinks && fs::is_symlink(fs::symlink_status(path)); ++i) {
+    if (open_file_of(path)) break;
     const fs::path link = fs::read_symlink(path);
     path = link.is_absolute() ? link : path.parent_path() / link;
   }
@@ -88,10 +106,6 @@ fs::path named(const fs::path& path) {
   if (!target.has_filename()) target = target.parent_path();
   const fs::path name = target.filename();
   return name == "." || name == ".." ? fs::canonical(target) : target;
-}
-
-fs::path folder_of(const fs::path& target) {
-  return target.has_parent_path() ? target.parent_path() : fs::path(".");
 }
 
 /// Negative: there is nothing, or it cannot be opened.
@@ -180,13 +194,18 @@ Partial::Partial(Kind kind, const fs::path& folder, const fs::path& name, const 
     }
     const int flags = kind == Kind::kFolder ? O_RDONLY | O_DIRECTORY : O_WRONLY | O_CREAT | O_EXCL;
     auto descriptor = std::make_unique<Descriptor>(::open(path.c_str(), flags | O_CLOEXEC, 0666));
-    // A run that removes leftovers may have come before the lock: then another name.
+    // A run that looks for leftovers may have come before the lock: then another name.
     if (descriptor->value() < 0) {
       if (errno == EEXIST || (errno == ENOENT && kind == Kind::kFolder)) continue;
       fail_system(shown, "write");
     }
-    if (::flock(descriptor->value(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) continue;
-    if (!is_at(descriptor->value(), path)) continue;
+    const bool taken = ::flock(descriptor->value(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+    const bool here = is_at(descriptor->value(), path);
+    if (taken || !here) {
+      std::error_code ignored;
+      if (here) fs::remove(path, ignored);
+      continue;
+    }
     writing.partials.insert(path);
     path_ = path;
     descriptor_ = std::move(descriptor);
@@ -217,11 +236,16 @@ void Partial::move_to(const fs::path& target, const fs::path& shown) {
 }
 
 OutputFile::OutputFile(const fs::path& path) : shown_(path), target_(resolved(path)) {
-  const fs::file_status status = fs::status(target_);
+  const fs::file_status status = fs::status(path);
   FUSEDMOE_CHECK_IO(!fs::is_directory(status), shown_.string(),
                     core::format("cannot write {}: it is a folder", shown_.string()));
+  if (const std::optional<int> number = open_file_of(target_)) {
+    // With the position of the open file, so that what others write there stays.
+    writer_ = std::make_unique<FileWriter>(::fcntl(*number, F_DUPFD_CLOEXEC, 0), shown_);
+    return;
+  }
   if (fs::exists(status) && !fs::is_regular_file(status)) {
-    writer_ = std::make_unique<FileWriter>(::open(target_.c_str(), O_WRONLY | O_CLOEXEC), shown_);
+    writer_ = std::make_unique<FileWriter>(::open(path.c_str(), O_WRONLY | O_CLOEXEC), shown_);
     return;
   }
   partial_ = std::make_unique<Partial>(Partial::Kind::kFile, folder_of(target_), target_.filename(),

@@ -60,7 +60,7 @@ class Partial {
 };
 
 /// A file that takes the place of what has its name in finish(). A symbolic link stays one, to the
-/// new file; a device or a pipe is written to as it is.
+/// new file; a device or a pipe is written to as it is, and so is an open file, as /dev/stdout.
 class OutputFile {
  public:
   explicit OutputFile(const std::filesystem::path& path);
@@ -71,7 +71,7 @@ class OutputFile {
 
  private:
   std::filesystem::path shown_, target_;
-  std::unique_ptr<Partial> partial_;  ///< null: a device or a pipe
+  std::unique_ptr<Partial> partial_;  ///< null: a device, a pipe or an open file
   std::unique_ptr<FileWriter> writer_;
 };
 

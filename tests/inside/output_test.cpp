@@ -1,11 +1,15 @@
 // Outputs appear complete or not at all, and never in the place of another run's.
 #include "files/output.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <thread>
 
 #include "error_text.h"
 #include "temporary_directory.h"
@@ -94,6 +98,58 @@ TEST(OutputTest, DevicesAreWrittenToAsTheyAre) {
   OutputFile full("/dev/full");
   EXPECT_EQ(error_text([&] { full.write("x"); }),
             "cannot write /dev/full: no space left on device");
+}
+
+TEST(OutputTest, OpenFilesAreWrittenToWhereTheyStand) {
+  const TemporaryDirectory directory;
+  const fs::path path = directory / "stdout", link = directory / "link";
+  for (const char* folder : {"/dev/fd", "/proc/self/fd"}) {
+    const Descriptor descriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+    const fs::path number = fs::path(folder) / std::to_string(descriptor.value());
+    fs::remove(link);
+    fs::create_symlink(number, link);
+    for (const fs::path& name : {number, link}) {
+      ASSERT_EQ(::write(descriptor.value(), "text ", 5), 5);
+      OutputFile file(name);
+      file.write("plan ");
+      file.finish();
+    }
+    EXPECT_EQ(text_of(path), "text plan text plan ") << folder;
+  }
+  EXPECT_EQ(num_entries(directory.path()), 2U);
+}
+
+TEST(OutputTest, PipesAreWrittenTo) {
+  int ends[2];
+  ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
+  const Descriptor from(ends[0]), to(ends[1]);
+  // Also by the number of the process, as others name it.
+  for (const std::string& process : {std::string("self"), std::to_string(::getpid())}) {
+    OutputFile file("/proc/" + process + "/fd/" + std::to_string(to.value()));
+    file.write("x");
+    file.finish();
+    char text = 0;
+    ASSERT_EQ(::read(from.value(), &text, 1), 1);
+    EXPECT_EQ(text, 'x');
+  }
+  EXPECT_EQ(error_text([] { OutputFile closed("/dev/fd/9999999"); }),
+            "cannot write /dev/fd/9999999: bad file descriptor");
+}
+
+TEST(OutputTest, WhoLooksAtAnOutputLeavesNothingBehind) {
+  const TemporaryDirectory directory;
+  const fs::path path = directory / "model";
+  std::atomic<bool> done = false;
+  std::thread other([&] {
+    while (!done) find_leftovers(path);
+  });
+  for (int i = 0; i < 500; ++i) {
+    const OutputFile file(path);
+    const OutputFolder folder(path);
+  }
+  done = true;
+  other.join();
+  EXPECT_EQ(num_entries(directory.path()), 0U);
 }
 
 }  // namespace
