@@ -57,8 +57,8 @@ void clear_leftovers(const std::string& output, bool force) {
 
 void add_force_option(Command& command, bool& force) {
   command.add_flag("--force", force,
-                   "Remove unfinished outputs of other runs also where their host is not this one: "
-                   "none may run there");
+                   "Also remove unfinished outputs that runs on other hosts have left; make sure "
+                   "that none of them still runs");
 }
 
 void begin_outputs(const std::vector<std::string>& outputs, bool force) {
