@@ -76,8 +76,9 @@ class PyLayer {
   /// A larger block. Where it throws, the one before stays the caller's.
   Tensor grow(const Tensor& block, std::int64_t bytes, Stream stream) {
     if (is_capturing(stream)) {
-      throw Error("stream", "being captured, with scratch memory missing",
-                  "captured after a call with as many tokens, or with a workspace");
+      throw Error::invalid("stream",
+                           "the stream is being captured, but scratch memory is missing: make a "
+                           "call with as many tokens before, or give a workspace");
     }
     const bool keeps = block && !stream.device.is_cpu();
     // At least twice the last one, so that those kept are no more than the one in use.
@@ -142,7 +143,9 @@ PreparedLayer load(const Checkpoint& checkpoint, std::optional<std::int64_t> ind
   const bool experts_only = get(settings, "experts_only", false);
   const WithoutGil no_gil;
   const std::vector<std::int64_t> layers = checkpoint.moe_layers();
-  if (!index && layers.empty()) throw Error("layer", "none", "a checkpoint with experts");
+  if (!index && layers.empty()) {
+    throw Error::invalid("layer", "the checkpoint has no MoE layers");
+  }
   const std::int64_t chosen = index ? *index : layers.front();
   const ParallelConfig parallel = parallel_of(options);
   LayerWeights weights = checkpoint.load_layer(chosen, parallel, options.ranks.placement);

@@ -249,7 +249,7 @@ DType dtype_of(const std::string& name, const char* argument) {
 std::optional<Stream> stream_of(std::optional<std::uintptr_t> handle, Device device) {
   if (!handle) return std::nullopt;
   if (device.is_cpu() && !is_openmp_stream(*handle)) {
-    throw Error("stream", "given", "None on the cpu", Fault::kDevice);
+    throw Error::invalid("stream", "stream is of CUDA: on the cpu it is None", Fault::kDevice);
   }
   return Stream{device, std::bit_cast<void*>(*handle)};
 }

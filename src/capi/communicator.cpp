@@ -46,8 +46,8 @@ GatherCallback to_gather(const fusedmoe_gather& gather, int size) {
 void check_rendezvous(const fusedmoe_rendezvous& at, const CommunicatorOptions& options) {
   const int ways = (at.folder != nullptr) + (at.gather != nullptr) + (at.address != nullptr);
   if (ways != 1) {
-    throw Error("rendezvous", "with " + std::to_string(ways) + " of folder, gather and address",
-                "with one of them");
+    throw Error::invalid("rendezvous", "rendezvous has " + std::to_string(ways) +
+                                           " of folder, gather and address: one is needed");
   }
   if (at.reserved != 0) throw Error("rendezvous.reserved", std::to_string(at.reserved), "0");
   if (at.token && !at.address) {
@@ -55,11 +55,11 @@ void check_rendezvous(const fusedmoe_rendezvous& at, const CommunicatorOptions& 
                          "rendezvous.token is given without address, at which alone it counts");
   }
   if (at.nccl_comm && at.nccl_unique_id) {
-    throw Error("rendezvous.nccl_unique_id", "given with nccl_comm", "given without");
+    throw Error::conflict("rendezvous.nccl_unique_id", "rendezvous.nccl_comm");
   }
   if ((at.nccl_comm || at.nccl_unique_id) && options.device.is_cpu()) {
-    throw Error(at.nccl_comm ? "rendezvous.nccl_comm" : "rendezvous.nccl_unique_id",
-                "given with options.device cpu", "given with a CUDA device");
+    throw Error::conflict(at.nccl_comm ? "rendezvous.nccl_comm" : "rendezvous.nccl_unique_id",
+                          "options.device cpu", "NCCL is of GPUs");
   }
 }
 

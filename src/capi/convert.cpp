@@ -103,7 +103,9 @@ std::string to_text(const char* text) {
 
 std::optional<Stream> to_stream(void* stream, Device device) {
   if (!stream) return std::nullopt;
-  if (device.is_cpu()) throw Error("stream", "given", "NULL on the cpu", Fault::kDevice);
+  if (device.is_cpu()) {
+    throw Error::invalid("stream", "stream is of CUDA: on the cpu it is NULL", Fault::kDevice);
+  }
   return Stream{device, stream};
 }
 

@@ -74,9 +74,10 @@ void check_unknown_members(const void* data, std::size_t struct_size, std::size_
   const auto* bytes = static_cast<const unsigned char*>(data);
   for (std::size_t i = known; i < struct_size; ++i) {
     if (bytes[i] != 0) {
-      throw Error(std::string(name) + ".struct_size", std::to_string(struct_size) + " bytes",
-                  "without members behind the first " + std::to_string(known) +
-                      " bytes: this library is older than the caller");
+      throw Error::invalid(std::string(name) + ".struct_size",
+                           std::string(name) + " sets a member behind its first " +
+                               std::to_string(known) +
+                               " bytes, which this library, older than the caller, does not know");
     }
   }
 }

@@ -470,10 +470,12 @@ void CpuPackedWeights::replace(std::int64_t expert, const CpuPackedWeights& one)
   const auto same = [](const TileFormat& a, const TileFormat& b) {
     return a.scales == b.scales && a.group == b.group;
   };
-  FUSEDMOE_CHECK(same(gemm1_.shape.format, one.gemm1_.shape.format) &&
-                     same(gemm2_.shape.format, one.gemm2_.shape.format),
-                 "weights.scales", "of another dtype, or beginning elsewhere in a block",
-                 "as in the weights that were packed");
+  if (!same(gemm1_.shape.format, one.gemm1_.shape.format) ||
+      !same(gemm2_.shape.format, one.gemm2_.shape.format)) {
+    throw Error::invalid("weights.scales",
+                         "weights.scales have another dtype than those that were packed, or begin "
+                         "elsewhere in a block");
+  }
   const auto copy_tiles = [&](const PackedGemm& target, const PackedGemm& source) {
     for (std::int64_t tile = 0; tile < target.num_tiles; ++tile) {
       std::memcpy(data_.as<std::byte>() + target.offset(expert, tile),

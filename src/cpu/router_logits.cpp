@@ -12,6 +12,7 @@
 #include "core/parallel.h"
 #include "cpu/router.h"
 #include "fusedmoe/tensor.h"
+#include "moe/check_args.h"
 
 namespace fusedmoe {
 namespace {
@@ -209,8 +210,7 @@ void cpu::router_logits(Executor& executor, const RouterWeights& weights, const 
   core::check_tensor(logits, "router_logits", DType::kF32, {num_tokens, num_experts});
   FUSEDMOE_CHECK_FAULT(logits.device().is_cpu(), kDevice, "router_logits",
                        to_string(logits.device()), "on the cpu");
-  FUSEDMOE_CHECK_FAULT(!core::overlap(x, logits), kOverlap, "router_logits",
-                       "overlapping hidden_states", "in memory of its own");
+  core::check_apart(logits, "router_logits", x, "hidden_states");
 
   const Rows tokens{x.as<const char>(), x.dtype(), x.stride(0)};
   Problem problem{tokens, rows_of(weights.weight), {}, num_tokens, num_experts,

@@ -8,6 +8,7 @@
 #include "cuda/rows/rank_rows.h"
 #include "cuda/rows/routing_data.h"
 #include "cuda/rows/rows.h"
+#include "moe/check_args.h"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -38,9 +39,7 @@ class CudaBackend final : public core::Backend {
   void route(const RouterConfig& config, const TensorView& logits,
              const TensorView& correction_bias, const Routing& out, const TensorView& expert_load,
              Stream stream) const override {
-    FUSEDMOE_CHECK_SUPPORTED(!config.custom, kDevice, "router.custom",
-                             core::format("set on {}", to_string(stream.device)),
-                             "unset: the callback of a custom routing runs on the cpu");
+    core::check_custom_routing(config, stream.device);
     const CurrentDevice current(stream.device);
     cuda::route(config, logits, correction_bias, out, expert_load, stream);
   }

@@ -76,19 +76,25 @@ void check_expert_map(const TensorView& expert_map, std::int64_t num_local_exper
     for (std::int64_t expert = 0; expert < num_experts; ++expert) {
       const std::int64_t local = map[expert] - begin;
       if (local < 0 || local >= kWindow || map[expert] < 0) continue;
-      FUSEDMOE_CHECK(!seen[static_cast<std::size_t>(local)], "expert_map",
-                     core::format("local expert {} again at [{}]", map[expert], expert),
-                     "a map that names every local expert at most once");
+      if (seen[static_cast<std::size_t>(local)]) {
+        throw Error::invalid("expert_map",
+                             core::format("expert_map names local expert {} twice, again at [{}]",
+                                          map[expert], expert));
+      }
       seen.set(static_cast<std::size_t>(local));
     }
   }
 }
 
+void check_chosen(const Selection& selection) {
+  if (selection) return;
+  throw Error::invalid("selection", "the selection is empty: no implementation fits");
+}
+
 void check_disjoint(NamedView written, std::initializer_list<NamedView> others) {
   for (const NamedView& other : others) {
     if (!written.view->defined() || !other.view->defined()) continue;
-    FUSEDMOE_CHECK_FAULT(!core::overlap(*written.view, *other.view), kOverlap, written.name,
-                         core::format("overlapping {}", other.name), "memory of its own");
+    core::check_apart(*written.view, written.name, *other.view, other.name);
   }
 }
 
@@ -128,8 +134,10 @@ void check_prepare_args(const PrepareFinalizeDescriptor& descriptor, const Forwa
   }
   if (args.preparation.apply_router_weight_on_input) {
     const std::int64_t topk = args.topk_ids.size(1);
-    FUSEDMOE_CHECK(topk == 1, "apply_router_weight_on_input",
-                   core::format("set with topk {}", topk), "set with topk = 1 only");
+    if (topk != 1) {
+      throw Error::conflict("apply_router_weight_on_input", core::format("topk {}", topk),
+                            "one row cannot have several weights");
+    }
     check_buffer(args.topk_weights, "topk_weights", DType::kF32, {x.size(0), 1}, device);
   }
   if (args.expert_map) check_buffer(args.expert_map, "expert_map", DType::kI32, {-1}, device);

@@ -6,9 +6,13 @@
 
 #include "fusedmoe/experts.h"
 #include "fusedmoe/modular_kernel.h"
+#include "fusedmoe/selection.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe::layer {
+
+/// Throws Error for a selection that chose nothing.
+void check_chosen(const Selection& selection);
 
 /// A view and what callers know it by.
 struct NamedView {

@@ -140,11 +140,13 @@ const PackCache::Impl::Entry& PackCache::Impl::find_or_pack(const FusedExpertsAr
       args.weights, key.scheme, args.activation, args.activation_params);
   const MoeConfig config = config_of(args, weights);
   const Selection selection = select(config, args.require);
-  FUSEDMOE_CHECK(!is_capturing(stream), "stream",
-                 "being captured, with weights that are not packed yet",
-                 "captured after a call with the same weights, which packs them; torch.compile "
-                 "copies tensors that are neither parameters nor buffers, so that each of its "
-                 "graphs sees others");
+  if (is_capturing(stream)) {
+    throw Error::invalid("stream",
+                         "the stream is being captured, but these weights are not packed yet: a "
+                         "call before the capture packs them (torch.compile copies tensors that "
+                         "are neither parameters nor buffers, so that each of its graphs sees "
+                         "others)");
+  }
   ModularKernel kernel = selection.create(make_context());
   PackOptions options;
   options.stream = args.stream;
@@ -167,9 +169,13 @@ Workspace PackCache::Impl::workspace_of(std::size_t bytes, Stream stream) {
     std::erase_if(workspaces, [](const Tensor& memory) { return memory.device().is_cpu(); });
     size = bytes;
   }
-  FUSEDMOE_CHECK(!is_capturing(stream), "stream",
-                 core::format("being captured, with {} bytes of scratch memory missing", size),
-                 "captured after a call with as many tokens, or with a workspace of the caller's");
+  if (is_capturing(stream)) {
+    throw Error::invalid(
+        "stream",
+        core::format("the stream is being captured, but {} bytes of scratch memory are missing: "
+                     "make a call with as many tokens before, or give a workspace",
+                     size));
+  }
   workspaces.push_back(Tensor::empty({static_cast<std::int64_t>(size)}, DType::kU8, stream.device));
   return {workspaces.back().data(), size};
 }
@@ -188,7 +194,7 @@ std::size_t PackCache::size() const {
 }
 
 void fused_experts(const FusedExpertsArgs& args, PackCache& cache) {
-  FUSEDMOE_CHECK(cache.impl_, "cache", "moved from", "a cache that was not moved from");
+  if (!cache.impl_) throw Error::invalid("cache", "the cache was moved from: it is empty");
   check_args(args);
   const Stream stream = args.stream.value_or(Stream{args.hidden_states.device()});
   const PackCache::Impl::Entry& entry = cache.impl_->find_or_pack(args, stream);

@@ -75,8 +75,11 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
   FUSEDMOE_CHECK_FAULT(call.stream.device == device, kDevice, "stream",
                        core::format("of {}", to_string(call.stream.device)),
                        core::format("of {}, the device of the layer", to_string(device)));
-  FUSEDMOE_CHECK_SUPPORTED(!options.hooks || config.hooks, kHooks, "hooks", "given",
-                           "given to a layer made with LayerOptions::hooks only");
+  if (options.hooks && !config.hooks) {
+    throw Error::unsupported(
+        Reason::kHooks, "hooks",
+        "hooks are given to a layer that was made without LayerOptions::hooks");
+  }
   core::check_row_buffer(call.hidden_states, "hidden_states", config.dtype, {-1, hidden}, device);
   const std::int64_t num_tokens = call.hidden_states.size(0);
   core::check_row_count(num_tokens, 1);
@@ -97,12 +100,12 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
     core::check_row_count(std::min(call.max_tokens, chunk) * communicator->size(), router.topk);
   }
   core::check_row_buffer(call.output, "output", output_dtype, {num_tokens, hidden}, device);
-  FUSEDMOE_CHECK(
-      !options.hooks || std::max(num_tokens, call.max_tokens) <= chunk, "hooks",
-      core::format("given with {} tokens", std::max(num_tokens, call.max_tokens)),
-      core::format("given with at most {}, which fit into max_workspace_bytes: hooks see "
-                   "all tokens at once",
-                   chunk));
+  if (options.hooks && std::max(num_tokens, call.max_tokens) > chunk) {
+    throw Error::invalid(
+        "hooks", core::format("hooks see all {} tokens at once, but max_workspace_bytes is enough "
+                              "for {}",
+                              std::max(num_tokens, call.max_tokens), chunk));
+  }
 
   const Shape choice{num_tokens, router.topk};
   const bool routed = call.routing.topk_ids.defined();
@@ -306,7 +309,7 @@ MoeLayer::MoeLayer(MoeLayer&&) noexcept = default;
 MoeLayer& MoeLayer::operator=(MoeLayer&&) noexcept = default;
 
 const MoeLayer::Impl& MoeLayer::impl() const {
-  FUSEDMOE_CHECK(impl_, "layer", "moved from", "a layer that still holds its weights");
+  if (!impl_) throw Error::invalid("layer", "the layer was moved from: it has no weights");
   return *impl_;
 }
 
@@ -360,8 +363,12 @@ std::size_t MoeLayer::shared_bytes(std::int64_t num_tokens) const {
 void MoeLayer::forward(const TensorView& hidden_states, const TensorView& output,
                        Workspace workspace, const ForwardOptions& options) const {
   const Impl& impl = this->impl();
-  FUSEDMOE_CHECK_FAULT(impl.router_weights.weight, kNull, "router_weights.weight",
-                       "not given to this layer", "given, or forward_routed() be called");
+  if (!impl.router_weights.weight) {
+    throw Error::invalid("router_weights.weight",
+                         "the layer was made without router_weights.weight, so it cannot route: "
+                         "call forward_routed()",
+                         Fault::kNull);
+  }
   impl.forward(impl.call(hidden_states, output, {}, options), workspace);
 }
 
@@ -370,9 +377,10 @@ void MoeLayer::forward_routed(const TensorView& hidden_states, const Routing& ro
                               const ForwardOptions& options) const {
   const Impl& impl = this->impl();
   FUSEDMOE_CHECK_FAULT(routing.topk_ids, kNull, "topk_ids", "undefined", "given");
-  FUSEDMOE_CHECK(!options.router_logits && !options.expert_load,
-                 options.router_logits ? "options.router_logits" : "options.expert_load", "given",
-                 "undefined: the router does not run");
+  if (options.router_logits || options.expert_load) {
+    throw Error::conflict(options.router_logits ? "options.router_logits" : "options.expert_load",
+                          "forward_routed()", "the router does not run");
+  }
   impl.forward(impl.call(hidden_states, output, routing, options), workspace);
 }
 

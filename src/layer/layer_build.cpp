@@ -12,6 +12,7 @@
 #include "layer/backend.h"
 #include "layer/layer_impl.h"
 #include "layer/rank_support.h"
+#include "moe/check_args.h"
 
 namespace fusedmoe {
 namespace {
@@ -108,9 +109,10 @@ void MoeLayer::Impl::pack(const LayerWeights& weights, const LayerOptions& optio
 
 /// The most tokens whose workspace stays below the limit.
 void MoeLayer::Impl::limit_chunk(std::size_t max_bytes) {
-  FUSEDMOE_CHECK(!batch_dependent(config.scheme), "options.max_workspace_bytes",
-                 core::format("{} for {}", max_bytes, name(config.scheme)),
-                 "0: one activation scale for all rows of a batch does not allow chunks");
+  if (batch_dependent(config.scheme)) {
+    throw Error::conflict("options.max_workspace_bytes", name(config.scheme),
+                          "one activation scale for all rows of a batch does not allow chunks");
+  }
   FUSEDMOE_CHECK(cut(1, nullptr).bytes <= max_bytes, "options.max_workspace_bytes",
                  core::format("{}", max_bytes),
                  core::format("at least {}, for one token", cut(1, nullptr).bytes));
@@ -214,9 +216,7 @@ void check_options(const LayerWeights& weights, const LayerOptions& options) {
                        core::format("{} or f32", name(options.dtype)));
   core::check_num_threads(options.num_threads);
   layer::check_weights(weights);
-  FUSEDMOE_CHECK_SUPPORTED(!weights.router.custom || options.device.is_cpu(), kDevice,
-                           "router.custom", core::format("set on {}", to_string(options.device)),
-                           "unset: the callback of a custom routing runs on the cpu");
+  core::check_custom_routing(weights.router, options.device);
 }
 
 }  // namespace
@@ -237,8 +237,10 @@ MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
     check_options(weights, options);
     selection = layer::select_routed(weights, options);
     MoeConfig config = layer::layer_config(weights, options);
-    FUSEDMOE_CHECK_SUPPORTED(selection.prepare_finalize != &batched(), kParallelConfig,
-                             "options.require", "batched, across ranks", "another transport");
+    if (selection.prepare_finalize == &batched()) {
+      throw Error::unsupported(Reason::kParallelConfig, "options.require",
+                               "options.require names batched, which does not run across ranks");
+    }
     config.monolithic = options.monolithic;
     layer::check_ranks(*selection.prepare_finalize, config, {.ranks = options.ranks});
     return layer::facts_of(config, weights, options, selection);

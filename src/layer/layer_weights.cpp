@@ -117,8 +117,9 @@ Selection select_routed(const LayerWeights& weights, const LayerOptions& options
     selection.config.monolithic = false;
     return selection;
   }
-  FUSEDMOE_CHECK(options.require.empty(), "options.require",
-                 core::format("\"{}\"", options.require), "empty: the plan says what runs");
+  if (!options.require.empty()) {
+    throw Error::conflict("options.require", "options.plan", "the plan says what runs");
+  }
   const Plan plan = Plan::parse(options.plan);
   FUSEDMOE_CHECK(
       plan.shared_experts.empty() == !weights.shared_experts, "plan.shared_experts",

@@ -25,23 +25,27 @@ ModularKernel::ModularKernel(std::shared_ptr<const PrepareAndFinalize> prepare_f
   const PrepareFinalizeDescriptor& prepare = prepare_finalize_->descriptor();
   const ActivationFormat format = prepare.activation_format();
   const ActivationFormat theirs = experts_->config().activation_format;
-  FUSEDMOE_CHECK_SUPPORTED(
-      theirs == format, kPairing, "experts",
-      core::format("{}, of format {}", experts_->descriptor().name(), name(theirs)),
-      core::format("of format {}, that of {}", name(format), prepare.name()));
+  const auto no_pair = [&](const std::string& why) {
+    return Error::unsupported(Reason::kPairing, "experts",
+                              core::format("experts {} cannot be used with {}: {}",
+                                           experts_->descriptor().name(), prepare.name(), why));
+  };
+  if (theirs != format) {
+    throw no_pair(core::format("their format is {}, not {}", name(theirs), name(format)));
+  }
   reduce_ = experts_->descriptor().weight_and_reduce(format);
   const ProblemSize one = ProblemSize::of(experts_->config(), 1);
   moves_rows_ = prepare_finalize_->moves_rows();
   passes_rows_ = !moves_rows_ && prepare_finalize_->problem_size(one).num_tokens == 1;
-  FUSEDMOE_CHECK_SUPPORTED(prepare.accepts(reduce_), kPairing, "experts",
-                           core::format("{}, which leaves \"{}\" to finalize",
-                                        experts_->descriptor().name(), name(reduce_)),
-                           core::format("one whose output {} can finalize", prepare.name()));
-  // Only they know the ids.
-  FUSEDMOE_CHECK_SUPPORTED(!experts_->config().monolithic || reduce_ == WeightAndReduce::kNoOp,
-                           kPairing, "experts",
-                           core::format("monolithic, and leave \"{}\" to finalize", name(reduce_)),
-                           "monolithic ones that reduce by themselves");
+  if (!prepare.accepts(reduce_)) {
+    throw no_pair(core::format("it cannot finalize what they leave, \"{}\"", name(reduce_)));
+  }
+  if (experts_->config().monolithic && reduce_ != WeightAndReduce::kNoOp) {
+    throw no_pair(
+        core::format("they are monolithic, so they alone know the ids, but leave \"{}\" "
+                     "to finalize",
+                     name(reduce_)));
+  }
 }
 
 std::size_t ModularKernel::workspace_bytes(const ProblemSize& problem) const {

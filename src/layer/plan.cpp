@@ -6,6 +6,7 @@
 #include "core/check.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
+#include "layer/checks.h"
 
 namespace fusedmoe {
 namespace {
@@ -41,8 +42,10 @@ void check_keys(const Json& object) {
   for (const auto& item : object.items()) {
     bool known = item.key() == kLayoutVersion;
     for (const TextMember& member : kTextMembers) known = known || item.key() == member.key;
-    FUSEDMOE_CHECK(known, "plan", core::format("with \"{}\"", item.key()),
-                   "without members that a plan does not have");
+    if (!known) {
+      throw Error::invalid("plan",
+                           core::format("plan has a member \"{}\", which no plan has", item.key()));
+    }
   }
 }
 
@@ -78,7 +81,7 @@ Plan Plan::parse(std::string_view json) {
 }
 
 Plan Selection::plan() const {
-  FUSEDMOE_CHECK(experts, "selection", "empty: no implementation fits", "one that chose a pair");
+  layer::check_chosen(*this);
   Plan plan;
   plan.experts = experts->name();
   plan.prepare_finalize = prepare_finalize->name();

@@ -136,9 +136,12 @@ class NoEpSums final : public PrepareAndFinalize {
 
   void do_start_prepare(ForwardArgs& args) const override { layout(args).rows.run(args); }
   void do_start_finalize(const ForwardArgs& args) const override {
-    FUSEDMOE_CHECK_SUPPORTED(args.weight_and_reduce == WeightAndReduce::kNoOp, kPairing, "experts",
-                             std::string(name(args.weight_and_reduce)),
-                             "no_op, where ranks add their sums");
+    if (args.weight_and_reduce != WeightAndReduce::kNoOp) {
+      throw Error::unsupported(Reason::kPairing, "experts",
+                               core::format("ranks add their sums, but the experts leave \"{}\" to "
+                                            "finalize",
+                                            name(args.weight_and_reduce)));
+    }
     const std::uint64_t step = sums_.communicator()->next_step();
     sums_.run(args.fused_output, args.output, args.accumulate, layout(args).sums, args.stream,
               core::format("sum of step {} of layer {}", step, layer_));
@@ -241,9 +244,12 @@ class BatchedDescriptor final : public PrepareFinalizeDescriptor {
   }
   std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
                                                    const Context& context) const override {
-    FUSEDMOE_CHECK_SUPPORTED(!context.ranks.communicator || config.parallel.num_ranks() == 1,
-                             kParallelConfig, "ranks.communicator", "given to batched",
-                             "given to no_ep, which adds the sums of ranks");
+    if (context.ranks.communicator && config.parallel.num_ranks() > 1) {
+      throw Error::unsupported(
+          Reason::kParallelConfig, "ranks.communicator",
+          "ranks.communicator cannot be used with batched: no_ep adds the sums "
+          "of ranks");
+    }
     return std::make_shared<Batched>(*this);
   }
 };

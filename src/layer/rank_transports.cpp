@@ -144,10 +144,13 @@ void check_communicator(const Communicator& communicator, const MoeConfig& confi
 /// `num_senders`: ranks that a rank gets rows from.
 void check_fixed_sizes(const RankOptions& ranks, const MoeConfig& config,
                        std::int64_t num_senders) {
-  FUSEDMOE_CHECK(config.combine == CombineMode::kPerRank, "ranks.fixed_sizes",
-                 "set with combine per_slot", "set with per_rank only");
-  FUSEDMOE_CHECK(!config.monolithic, "ranks.fixed_sizes", "set with monolithic experts",
-                 "unset: they would route the rows that nobody fills");
+  if (config.combine != CombineMode::kPerRank) {
+    throw Error::conflict("ranks.fixed_sizes", "combine per_slot");
+  }
+  if (config.monolithic) {
+    throw Error::conflict("ranks.fixed_sizes", "monolithic experts",
+                          "they would route the rows that nobody fills");
+  }
   FUSEDMOE_CHECK(ranks.drop_rows || ranks.receive_capacity == 0, "ranks.receive_capacity",
                  core::to_string(ranks.receive_capacity),
                  "0 with fixed_sizes, unless drop_rows is set");
@@ -166,15 +169,18 @@ void check_ranks(const PrepareFinalizeDescriptor& transport, const MoeConfig& co
                        core::format("of {} ranks", parallel.num_ranks()));
   check_communicator(*ranks.communicator, config);
   const bool to_all = &transport != &all2all();
-  FUSEDMOE_CHECK(!ranks.drop_rows || ranks.receive_capacity > 0, "ranks.drop_rows",
-                 "set without receive_capacity", "set with receive_capacity");
-  FUSEDMOE_CHECK(!ranks.drop_rows || !config.batch_invariant, "ranks.drop_rows",
-                 "set with batch_invariant",
-                 "unset: what is dropped depends on the other rows of the batch");
-  FUSEDMOE_CHECK(
-      !ranks.drop_rows || to_all || parallel.sequence_parallel || parallel.group_size() == 1,
-      "ranks.drop_rows", "set with all2all, where ranks have the same tokens",
-      "unset, or set with allgather_reducescatter: the ranks would drop different rows");
+  if (ranks.drop_rows && ranks.receive_capacity == 0) {
+    throw Error::invalid("ranks.drop_rows", "ranks.drop_rows needs ranks.receive_capacity");
+  }
+  if (ranks.drop_rows && config.batch_invariant) {
+    throw Error::conflict("ranks.drop_rows", "batch_invariant",
+                          "what is dropped depends on the other rows of the batch");
+  }
+  if (ranks.drop_rows && !to_all && !parallel.sequence_parallel && parallel.group_size() > 1) {
+    throw Error::conflict("ranks.drop_rows", "all2all",
+                          "ranks with the same tokens would drop different rows; "
+                          "allgather_reducescatter serves them");
+  }
   const std::size_t senders = to_all ? parallel.gather_group().size() : parallel.num_ranks();
   if (ranks.fixed_sizes) check_fixed_sizes(ranks, config, static_cast<std::int64_t>(senders));
   const DType dtype = ranks.combine_dtype.value_or(config.dtype);

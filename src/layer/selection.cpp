@@ -9,6 +9,7 @@
 #include "cpu/experts.h"
 #include "cuda/experts.h"
 #include "fusedmoe/runtime.h"
+#include "layer/checks.h"
 #include "layer/tuned_configs.h"
 #include "reference/experts.h"
 
@@ -109,8 +110,10 @@ Selection select_required(MoeConfig config, std::string_view require) {
     };
     if (!refused || (fits(candidate) && !fits(*refused))) refused = &candidate;
   }
-  FUSEDMOE_CHECK(refused, "require", core::format("\"{}\"", require),
-                 "a pair of one activation format");
+  if (!refused) {
+    throw Error::invalid(
+        "require", core::format("require {}: the two have different activation formats", require));
+  }
   throw Error::unsupported(refused->support.reason, "require",
                            core::format("{}+{} cannot serve {}: {} ({})", refused->experts->name(),
                                         refused->prepare_finalize->name(), describe(config),
@@ -164,7 +167,7 @@ std::string Selection::pair() const {
 }
 
 ModularKernel Selection::create(const Context& context) const {
-  FUSEDMOE_CHECK(experts, "selection", "empty: no implementation fits", "one that chose a pair");
+  layer::check_chosen(*this);
   MoeConfig chosen = config;
   chosen.activation_format = prepare_finalize->activation_format();
   return ModularKernel(prepare_finalize->create(chosen, context), experts->create(chosen, context));

@@ -85,8 +85,8 @@ TunedConfigs parse_labelled(std::string_view json, const std::string& label) {
     } catch (const Error& error) {
       throw error.within(name);
     }
-    FUSEDMOE_CHECK_FILE(configs.all().size() == i + 1, name, "for the problem of an earlier one",
-                        "for another problem");
+    FUSEDMOE_CHECK_IO(configs.all().size() == i + 1, name,
+                      core::format("{} is for the problem of an earlier one", name));
   }
   return configs;
 }

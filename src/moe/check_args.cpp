@@ -43,8 +43,12 @@ void check_prepared_rows(const Experts& experts, const ForwardArgs& args) {
       scheme.activations && !experts.descriptor().expects_unquantized_inputs(scheme);
   const bool by_address =
       experts.descriptor().reads_rows_by_address() && !config.hooks && !experts.batched();
-  FUSEDMOE_CHECK_SUPPORTED(!args.row_addresses || by_address, kOperation, "row_addresses", "given",
-                           "null for experts that read rows from one place");
+  if (args.row_addresses && !by_address) {
+    throw Error::unsupported(Reason::kOperation, "row_addresses",
+                             core::format("row_addresses are given to {}, which read rows from one "
+                                          "place",
+                                          experts.descriptor().name()));
+  }
   const DType dtype = quantized ? scheme.activations->value : config.dtype;
   if (experts.batched()) {
     check_tensor(x, "hidden_states", dtype, {config.num_local_experts, -1, config.hidden});
@@ -67,13 +71,13 @@ void check_router(const MoeConfig& config, const ForwardArgs& args, std::int64_t
   const std::int64_t num_experts = config.num_experts;
   FUSEDMOE_CHECK(args.router->num_experts == num_experts, "router.num_experts",
                  core::to_string(args.router->num_experts), core::format("{}", num_experts));
-  FUSEDMOE_CHECK(!args.router->apply_router_weight_on_input, "router.apply_router_weight_on_input",
-                 "set", "unset for monolithic experts");
-  FUSEDMOE_CHECK(args.router->num_zero_experts == 0, "router.num_zero_experts",
-                 core::to_string(args.router->num_zero_experts), "0 for monolithic experts");
-  FUSEDMOE_CHECK_SUPPORTED(!args.router->custom || config.device.is_cpu(), kDevice, "router.custom",
-                           core::format("set on {}", to_string(config.device)),
-                           "unset: the callback of a custom routing runs on the cpu");
+  if (args.router->apply_router_weight_on_input) {
+    throw Error::conflict("router.apply_router_weight_on_input", "monolithic experts");
+  }
+  if (args.router->num_zero_experts > 0) {
+    throw Error::conflict("router.num_zero_experts", "monolithic experts");
+  }
+  check_custom_routing(*args.router, config.device);
   check_activation_dtype(args.router_logits, "router_logits");
   const DType logits = args.router_weights ? DType::kF32 : args.router_logits.dtype();
   check_buffer(args.router_logits, "router_logits", logits, {num_tokens, num_experts},
@@ -140,6 +144,22 @@ void check_num_tokens(const Experts& experts, std::int64_t num_tokens) {
                  core::format("from 0 to {}", most));
 }
 
+void check_apart(const TensorView& written, const char* argument, const TensorView& other,
+                 const char* other_argument) {
+  if (!overlap(written, other)) return;
+  throw Error::invalid(
+      argument, format("{} overlaps {}: it needs memory of its own", argument, other_argument),
+      Fault::kOverlap);
+}
+
+void check_custom_routing(const RouterConfig& router, Device device) {
+  if (!router.custom || device.is_cpu()) return;
+  throw Error::unsupported(
+      Reason::kDevice, "router.custom",
+      format("router.custom cannot be used on {}: its callback runs on the cpu",
+             to_string(device)));
+}
+
 void check_row_count(std::int64_t num_tokens, std::int64_t rows_per_token) {
   FUSEDMOE_CHECK_FAULT(num_tokens <= kMaxRows / rows_per_token, kShape, "hidden_states",
                        core::format("{} tokens with {} rows each", num_tokens, rows_per_token),
@@ -159,9 +179,11 @@ void check_instance_args(const Experts& experts, const ForwardArgs& args) {
   FUSEDMOE_CHECK_FAULT(args.stream.device == config.device, kDevice, "stream",
                        core::format("of {}", to_string(args.stream.device)),
                        core::format("of {}, the device of the experts", to_string(config.device)));
-  FUSEDMOE_CHECK_SUPPORTED(!args.hooks || config.hooks, kHooks, "hooks",
-                           core::format("given to {}", name),
-                           "given to experts of a configuration with hooks only");
+  if (args.hooks && !config.hooks) {
+    throw Error::unsupported(
+        Reason::kHooks, "hooks",
+        core::format("hooks are given to {}, made for a configuration without hooks", name));
+  }
   if (!args.expert_map) return;
   check_buffer(args.expert_map, "expert_map", DType::kI32, {config.num_experts}, config.device);
 }
@@ -196,9 +218,12 @@ void check_distinct(std::span<const std::int32_t> ids, const LocalExperts& local
   for (auto id = ids.begin(); id != ids.end(); ++id) {
     const std::int32_t local = local_expert(*id);
     const auto same = [&](std::int32_t other) { return local_expert(other) == local; };
-    FUSEDMOE_CHECK(local < 0 || std::none_of(ids.begin(), id, same), "topk_ids",
-                   core::format("expert {} twice for token {}", *id, token),
-                   "on distinct local experts within a token in the batched format");
+    if (local >= 0 && std::any_of(ids.begin(), id, same)) {
+      throw Error::invalid(
+          "topk_ids", core::format("topk_ids name expert {} twice for token {}: in the batched "
+                                   "format the local experts of a token are distinct",
+                                   *id, token));
+    }
   }
 }
 

@@ -6,9 +6,16 @@
 #include <span>
 
 #include "fusedmoe/experts.h"
+#include "fusedmoe/router.h"
 #include "moe/local_experts.h"
 
 namespace fusedmoe::core {
+
+/// Throws Error if the memory of `written` overlaps that of `other`, as overlap() says.
+void check_apart(const TensorView& written, const char* argument, const TensorView& other,
+                 const char* other_argument);
+/// A router's callback runs on the CPU.
+void check_custom_routing(const RouterConfig& router, Device device);
 
 /// A view, where it is defined, is on `device` and aligned to its elements. Kernels on CUDA read
 /// and write `rows` 16 bytes at a time: each must start at such an address.

@@ -34,8 +34,10 @@ void ParallelConfig::validate() const {
   FUSEDMOE_CHECK(num_ranks() % dp_size == 0, "parallel.dp_size",
                  core::format("{} of {} ranks", dp_size, num_ranks()),
                  "a divisor of the number of ranks");
-  FUSEDMOE_CHECK(!sequence_parallel || ep_size > 1, "parallel.sequence_parallel",
-                 core::format("set with ep_size {}", ep_size), "set with expert parallelism only");
+  if (sequence_parallel && ep_size == 1) {
+    throw Error::conflict("parallel.sequence_parallel", "ep_size 1",
+                          "it is a way of expert parallelism");
+  }
 }
 
 std::vector<int> ParallelConfig::gather_group() const {

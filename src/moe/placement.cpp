@@ -76,9 +76,11 @@ ExpertPlacement::ExpertPlacement(std::int64_t num_experts, int num_ranks,
     held[logical] = true;
   }
   const auto missing = std::find(held.begin(), held.end(), false);
-  FUSEDMOE_CHECK(missing == held.end(), "physical_to_logical",
-                 core::format("without expert {}", missing - held.begin()),
-                 "a list that holds every expert");
+  if (missing != held.end()) {
+    throw Error::invalid(
+        "physical_to_logical",
+        core::format("physical_to_logical does not hold expert {}", missing - held.begin()));
+  }
 }
 
 ExpertPlacement ExpertPlacement::linear(std::int64_t num_experts, int num_ranks,
@@ -114,11 +116,14 @@ std::string ExpertPlacement::json() const {
 
 ExpertPlacement ExpertPlacement::parse(std::string_view json) {
   const nlohmann::json object = nlohmann::json::parse(json, nullptr, false);
-  FUSEDMOE_CHECK(object.is_object(), "placement", "no JSON object", "one");
+  FUSEDMOE_CHECK(object.is_object(), "placement", "no JSON object", "a JSON object");
   for (const auto& [name, value] : object.items()) {
     const bool known = name == "num_experts" || name == "num_ranks" ||
                        name == "physical_to_logical" || name == "rank_of";
-    FUSEDMOE_CHECK(known, core::format("placement.{}", name), "given", "absent: no such member");
+    if (!known) {
+      throw Error::invalid(core::format("placement.{}", name),
+                           core::format("placement.{} is no member of a placement", name));
+    }
   }
   return {count(object, "num_experts"), static_cast<int>(count(object, "num_ranks")),
           numbers(object, "physical_to_logical"), numbers(object, "rank_of")};

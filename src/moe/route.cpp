@@ -17,6 +17,7 @@
 #include "core/check.h"
 #include "core/parallel.h"
 #include "fusedmoe/quant.h"
+#include "moe/check_args.h"
 
 namespace fusedmoe {
 namespace {
@@ -211,9 +212,12 @@ void route_custom(const RouterConfig& config, const TensorView& logits, const Ro
   config.custom(logits, out.topk_ids, out.topk_weights);
   const auto* ids = out.topk_ids.as<const std::int32_t>();
   for (std::int64_t i = 0; i < out.topk_ids.numel(); ++i) {
-    FUSEDMOE_CHECK(ids[i] >= -1 && ids[i] < config.num_choices(), "router.custom",
-                   core::format("a function that returned id {} in slot {}", ids[i], i),
-                   core::format("one that returns ids in [-1, {})", config.num_choices()));
+    if (ids[i] < -1 || ids[i] >= config.num_choices()) {
+      throw Error::invalid("router.custom",
+                           core::format("router.custom returned the id {} in slot {}: ids are in "
+                                        "[-1, {})",
+                                        ids[i], i, config.num_choices()));
+    }
   }
 }
 
@@ -238,10 +242,9 @@ void core::route(Executor& executor, const RouterConfig& config, const TensorVie
     FUSEDMOE_CHECK_FAULT(view.device().is_cpu(), kDevice, "router_logits.device",
                          to_string(view.device()), "cpu, as every tensor of route()");
   }
-  FUSEDMOE_CHECK_FAULT(
-      !core::overlap(out.topk_ids, out.topk_weights) && !core::overlap(out.topk_ids, logits) &&
-          !core::overlap(out.topk_weights, logits),
-      kOverlap, "topk_ids", "overlapping memory", "apart from topk_weights and the logits");
+  core::check_apart(out.topk_ids, "topk_ids", out.topk_weights, "topk_weights");
+  core::check_apart(out.topk_ids, "topk_ids", logits, "router_logits");
+  core::check_apart(out.topk_weights, "topk_weights", logits, "router_logits");
   if (config.custom) {
     route_custom(config, logits, out);
     return;

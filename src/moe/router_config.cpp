@@ -21,8 +21,10 @@ void RouterConfig::validate() const {
   FUSEDMOE_CHECK(std::isfinite(renormalize_epsilon) && renormalize_epsilon >= 0,
                  "router.renormalize_epsilon", core::to_string(renormalize_epsilon),
                  "finite and not negative");
-  FUSEDMOE_CHECK(!apply_router_weight_on_input || topk == 1, "router.apply_router_weight_on_input",
-                 core::format("true with topk {}", topk), "false unless topk is 1");
+  if (apply_router_weight_on_input && topk != 1) {
+    throw Error::conflict("router.apply_router_weight_on_input", core::format("topk {}", topk),
+                          "one row cannot have several weights");
+  }
   FUSEDMOE_CHECK(std::isfinite(sparsemixer_jitter) && sparsemixer_jitter >= 0,
                  "router.sparsemixer_jitter", core::to_string(sparsemixer_jitter),
                  "finite and not negative");

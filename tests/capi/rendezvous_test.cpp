@@ -127,10 +127,10 @@ TEST(CRendezvousTest, ARendezvousThatContradictsItselfIsRefused) {
   char id[FUSEDMOE_NCCL_UNIQUE_ID_BYTES] = {};
   auto at = sized<fusedmoe_rendezvous>();
   expect_refused(nullptr, "rendezvous: was NULL");
-  expect_refused(&at, "rendezvous: was with 0 of folder, gather and address");
+  expect_refused(&at, "rendezvous has 0 of folder, gather and address");
   at.folder = "somewhere";
   at.address = "127.0.0.1";
-  expect_refused(&at, "rendezvous: was with 2 of folder, gather and address");
+  expect_refused(&at, "rendezvous has 2 of folder, gather and address");
   at.address = nullptr;
   at.reserved = 1;
   expect_refused(&at, "rendezvous.reserved");
@@ -146,11 +146,11 @@ TEST(CRendezvousTest, ARendezvousThatContradictsItselfIsRefused) {
   at.address = nullptr;
   at.token = nullptr;
   at.nccl_unique_id = id;
-  expect_refused(&at, "rendezvous.nccl_unique_id: was given with options.device cpu");
+  expect_refused(&at, "rendezvous.nccl_unique_id cannot be used with options.device cpu");
   at.nccl_comm = id;
-  expect_refused(&at, "rendezvous.nccl_unique_id: was given with nccl_comm");
+  expect_refused(&at, "rendezvous.nccl_unique_id cannot be used with rendezvous.nccl_comm");
   at.nccl_unique_id = nullptr;
-  expect_refused(&at, "rendezvous.nccl_comm: was given with options.device cpu");
+  expect_refused(&at, "rendezvous.nccl_comm cannot be used with options.device cpu");
   EXPECT_EQ(fusedmoe_make_nccl_unique_id(id, 64), FUSEDMOE_INVALID_ARGUMENT);
   EXPECT_EQ(fusedmoe_make_nccl_unique_id(nullptr, sizeof id), FUSEDMOE_INVALID_ARGUMENT);
 }

@@ -93,9 +93,9 @@ TEST(DroppingTest, WhatCannotBeIsRefused) {
     const char* error;
     void (*change)(LayerOptions&);
   } rows[] = {
-      {"ranks.drop_rows: was set without receive_capacity",
+      {"ranks.drop_rows needs ranks.receive_capacity",
        [](LayerOptions& o) { o.ranks.receive_capacity = 0; }},
-      {"ranks.drop_rows: was set with batch_invariant",
+      {"ranks.drop_rows cannot be used with batch_invariant",
        [](LayerOptions& o) { o.batch_invariant = true; }},
       {"ranks.receive_capacity: was 3; must be at least 4 with fixed_sizes",
        [](LayerOptions& o) {
@@ -107,7 +107,7 @@ TEST(DroppingTest, WhatCannotBeIsRefused) {
          o.ranks.fixed_sizes = true;
          o.ranks.drop_rows = false;
        }},
-      {"ranks.drop_rows: was set with all2all, where ranks have the same tokens",
+      {"ranks.drop_rows cannot be used with all2all: ranks with the same tokens",
        [](LayerOptions& o) {
          o.parallel = ParallelConfig::of({.tp_size = 2,
                                           .dp_size = 2,

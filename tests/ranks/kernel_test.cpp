@@ -114,9 +114,7 @@ TEST(RankKernelTest, OptionsThatCannotBeAreRefused) {
     const RankKernel kernel(weights, options);
   });
   for (const std::string& error : errors) {
-    EXPECT_EQ(error,
-              "ranks.drop_rows: was set without receive_capacity; must be set with "
-              "receive_capacity");
+    EXPECT_EQ(error, "ranks.drop_rows needs ranks.receive_capacity");
   }
 }
 

@@ -188,7 +188,8 @@ TEST(MonolithicTest, WhatCannotBeIsRefused) {
       {"cpu+all2all cannot serve", [](RankCase& how) { how.transport = "all2all"; }},
       {"per_slot needs a row for each slot",
        [](RankCase& how) { how.combine = CombineMode::kPerSlot; }},
-      {"ranks.fixed_sizes: was set with monolithic", [](RankCase& how) { how.fixed_sizes = true; }},
+      {"ranks.fixed_sizes cannot be used with monolithic experts",
+       [](RankCase& how) { how.fixed_sizes = true; }},
   };
   for (const auto& row : rows) {
     RankCase how{.size = 2, .transport = "allgather_reducescatter", .monolithic = true};

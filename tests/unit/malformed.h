@@ -43,8 +43,6 @@ inline void expect_error(const std::string& argument, const TensorView& output,
   } catch (const Error& error) {
     EXPECT_EQ(error.argument(), argument) << error.what();
     EXPECT_NE(std::string(error.what()).find(argument), std::string::npos);
-    EXPECT_FALSE(error.was().empty());
-    EXPECT_FALSE(error.must_be().empty());
   }
   for (std::int64_t i = 0; i < output.nbytes(); ++i) {
     ASSERT_EQ(output.as<const unsigned char>()[i], 0x3c) << "output was touched";

@@ -8,6 +8,7 @@
 #include "core/check.h"
 #include "cuda/device/properties.h"
 #include "cuda/router/kernels.h"
+#include "moe/check_args.h"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -45,8 +46,7 @@ RouteParams check_route(const RouterConfig& config, const TensorView& logits,
                         Stream stream) {
   config.validate();
   const std::int64_t num_choices = config.num_choices();
-  FUSEDMOE_CHECK_SUPPORTED(!config.custom, kDevice, "router.custom", "set",
-                           "unset: it runs on the CPU alone");
+  core::check_custom_routing(config, stream.device);
   FUSEDMOE_CHECK_SUPPORTED(num_choices <= kMaxRouterExperts, kShape, "router.num_experts",
                            core::to_string(num_choices),
                            core::format("at most {} on a CUDA device", kMaxRouterExperts));
@@ -63,14 +63,14 @@ RouteParams check_route(const RouterConfig& config, const TensorView& logits,
   check_on_device(out.topk_ids, "topk_ids", stream);
   check_on_device(out.topk_weights, "topk_weights", stream);
   check_on_device(load, "expert_load", stream);
-  FUSEDMOE_CHECK_FAULT(
-      !core::overlap(out.topk_ids, out.topk_weights) && !core::overlap(out.topk_ids, logits) &&
-          !core::overlap(out.topk_weights, logits),
-      kOverlap, "topk_ids", "overlapping memory", "apart from topk_weights and the logits");
-  FUSEDMOE_CHECK_FAULT(
-      !load || (!core::overlap(load, logits) && !core::overlap(load, out.topk_ids) &&
-                !core::overlap(load, out.topk_weights)),
-      kOverlap, "expert_load", "overlapping memory", "in memory of its own");
+  core::check_apart(out.topk_ids, "topk_ids", out.topk_weights, "topk_weights");
+  core::check_apart(out.topk_ids, "topk_ids", logits, "router_logits");
+  core::check_apart(out.topk_weights, "topk_weights", logits, "router_logits");
+  if (load) {
+    core::check_apart(load, "expert_load", logits, "router_logits");
+    core::check_apart(load, "expert_load", out.topk_ids, "topk_ids");
+    core::check_apart(load, "expert_load", out.topk_weights, "topk_weights");
+  }
   const bool drops_groups = config.num_expert_group > config.topk_group;
   return {.logits = {logits.data(), logits.dtype()},
           .bias = bias ? bias.as<const float>() : nullptr,
@@ -133,8 +133,7 @@ LogitsParams check_router_logits(const TensorView& weight, const TensorView& bia
   if (bias) check_operand(bias, "router.bias", {num_experts}, stream);
   core::check_tensor(logits, "router_logits", DType::kF32, {num_tokens, num_experts});
   check_on_device(logits, "router_logits", stream);
-  FUSEDMOE_CHECK_FAULT(!core::overlap(x, logits), kOverlap, "router_logits",
-                       "overlapping hidden_states", "in memory of its own");
+  core::check_apart(logits, "router_logits", x, "hidden_states");
   LogitsParams params{.x = {x.data(), x.dtype()},
                       .weight = {weight.data(), weight.dtype()},
                       .bias = {},
