@@ -171,7 +171,7 @@ class StorageFinder {
     if (layout_.experts->storage == ExpertStorage::kMxfp4) {
       if (formats.first.scheme) storage.experts.scheme = *formats.first.scheme;
       if (formats.down.scheme) storage.down.scheme = *formats.down.scheme;
-    } else {
+    } else if (!was_mxfp4()) {
       if (layout_.experts->storage != ExpertStorage::kPerExpert) choose_naming(formats.first);
       if (formats.mixture) formats_of(by_format);
       if (formats.mixture && !all_fit(storage)) throw Error(*formats.mixture);
@@ -195,6 +195,12 @@ class StorageFinder {
   /// Without ".weight".
   static std::string layer_of(const std::string& tensor) {
     return tensor.substr(0, tensor.rfind(".weight"));
+  }
+
+  /// Models in bf16 that were made from one in MXFP4 keep its config.
+  bool was_mxfp4() const {
+    return rules_.layout == CheckpointLayout::kGptOss &&
+           is_plain(block_, expert_layers(model_, layout_, 0).front());
   }
 
   void choose_naming(const ModuleFormat& format) {

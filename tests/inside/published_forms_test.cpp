@@ -401,6 +401,14 @@ TEST(NamesTest, GptOssOfUnsloth) {
   EXPECT_NE(parts.error().find("gate_up_projs.2.bias: missing"), std::string::npos);
 }
 
+// A model in bf16 that keeps the config of the MXFP4 one it was made from.
+TEST(NamesTest, GptOssWithTheConfigOfMxfp4) {
+  Parts parts = gpt_oss();
+  const LayerWeights before = parts.load();
+  parts.config["quantization_config"] = {{"quant_method", "mxfp4"}};
+  expect_same(parts.load().experts, before.experts);
+}
+
 // mlx: stacks of gate, up and down, under names of two kinds.
 TEST(NamesTest, StacksOfMlx) {
   Parts parts = gpt_oss();
