@@ -126,6 +126,7 @@ INSTANTIATE_TEST_SUITE_P(All, UncalibratedTest, ::testing::ValuesIn(kQuantizers)
 // Shared experts are one expert: there is nobody to take a scale from.
 TEST(UncalibratedSharedTest, IsRefused) {
   Parts parts("fp8_tensor_static", CheckpointLayout::kModelOpt, "deepseek_v3");
+  parts.quantization()["ignore"] = nullptr;
   const std::string shared = "model.layers.0.mlp.shared_experts.";
   for (const char* layer : {"gate_proj", "up_proj", "down_proj"}) {
     for (const char* suffix : {".weight", ".weight_scale", ".input_scale"}) {
