@@ -25,10 +25,12 @@ until_true() {
   done
 }
 there_is_a_hidden_one() { [[ -n $(hidden) ]]; }
+lock_is_free() { flock -n "$(hidden)" true; }
 
-# A run in the background that has begun to write. It does not ignore SIGINT, as jobs of scripts do.
+# A run in the background that has begun to write. It ignores no signal, as jobs of scripts and what
+# nohup starts do.
 start_long_run() {
-  env --default-signal=INT,TERM "$@" "$program" "${long[@]}" >long.out 2>long.err &
+  env --default-signal=INT,TERM,HUP "$@" "$program" "${long[@]}" >long.out 2>long.err &
   pid=$!
   until_true there_is_a_hidden_one
 }
@@ -94,11 +96,18 @@ case $situation in
   outputs_containers)
     inside=(unshare -r -p -f --kill-child)
     "${inside[@]}" true 2>err || skip "no process namespaces here: $(cat err)"
-    # Both runs have number 1 in theirs.
+    # Both runs have number 1 in theirs. The first stands still while the second runs.
+    sed 's/"hidden_size": 64/"hidden_size": 512/; s/"moe_intermediate_size": 40/"moe_intermediate_size": 640/' \
+      "$configs/qwen3_tiny.json" >large.json
+    long=(synth --config large.json --out model)
     start_long_run "${inside[@]}"
+    first=$(<"/proc/$pid/task/$pid/children")
+    kill -STOP "${first% }"
+    there_is_a_hidden_one || fail "the first run was too short"
     "${inside[@]}" "$program" synth --config "$configs/qwen3_tiny.json" --out model >out 2>err ||
       fail "exit status $?"
     warns '^warning: another run is writing '
+    kill -CONT "$pid" "${first% }"
     ends_with 1
     grep -q '^error: cannot write model: another run has made it meanwhile$' long.err ||
       fail "$(cat long.err)"
@@ -110,6 +119,7 @@ case $situation in
     start_long_run "${inside[@]}"
     kill -KILL "$pid"
     wait "$pid" || true
+    until_true lock_is_free  # the program ends after unshare
     synth qwen3_tiny
     warns '^info: removed '
     leaves_nothing
