@@ -102,12 +102,23 @@ case $situation in
     says '^\* +cpu +no_ep '
     says '^ +reference +no_ep '
     says '^workspace for 64 tokens: '
+    for plan_to in a_file a_pipe a_command; do
+      plan=(explain --checkpoint model --save-plan)
+      case $plan_to in
+        a_file) succeeds "${plan[@]}" /dev/stdout ;;
+        a_pipe) "$program" "${plan[@]}" /dev/stdout | cat >out ;;
+        a_command) "$program" "${plan[@]}" >(cat) | cat >out ;;
+      esac
+      says '"prepare_finalize"'
+      says '^workspace for 64 tokens: '
+    done
     succeeds explain --model deepseek-v3 --json --tokens 5
     says '"num_tokens":5'
     refuses '^error: cuda:99: ' explain --model gpt-oss-20b --device cuda:99
     [[ $(wc -l <err) -eq 1 ]] || fail "more than one sentence"
     refuses '^error: --experts fast: no such' explain --model gpt-oss-20b --experts fast
     # Of a GPU that is not here, also in a build without CUDA.
+    export CUDA_VISIBLE_DEVICES=
     for wish in '--compute-capability 9.0' '--device cuda --compute-capability 9.0' \
       '--device cuda'; do
       # shellcheck disable=SC2086 # words
@@ -116,10 +127,11 @@ case $situation in
       says '^\* +sm90 +no_ep +standard +supported'
       says '^workspace for 64 tokens: 14\.7 MB$'
       says '^kernel configuration for 64 tokens: 256x32k1c1 '
+      [[ $(grep -c '_ep\|batched' out) -le 12 ]] || fail "more than a dozen rows"
     done
+    unset CUDA_VISIBLE_DEVICES
     refuses '^error: --compute-capability cannot be used with --device cpu: a GPU has one$' \
       explain --model gpt-oss-20b --compute-capability 9.0 --device cpu
-    [[ $(grep -c '_ep\|batched' out) -le 12 ]] || fail "more than a dozen rows"
     succeeds explain --model gpt-oss-120b --ep 64 --combine per_slot
     says '^64 ranks: tp 1, dp 64, ep 64; rank 0 has 2 experts of 2880 x 2880; per_slot'
     says '^\* +cpu +all2all '
