@@ -22,7 +22,6 @@
 #include "cuda/router/router.h"
 #include "cuda/rows/combine.h"
 #include "cuda/rows/routing_data.h"
-#include "fusedmoe/runtime.h"
 #include "moe/experts_args.h"
 #include "moe/routed_experts.h"
 
@@ -92,15 +91,23 @@ Sm90Experts::Sm90Experts(const ExpertsDescriptor& descriptor, const MoeConfig& c
                          const Context& context)
     : RoutedExperts(descriptor, config, context, backend()),
       planner_(this->config(), context, descriptor.name(),
-               device_problem(config.device).empty() ? multiprocessor_count(config.device)
-                                                     : MlpShape().multiprocessors),
+               config.compute_capability ? MlpShape().multiprocessors
+                                         : multiprocessor_count(config.device)),
       kernels_(kernels_of(planner_.format())),
       rows_(this->config(), planner_.format()),
       one_token_(this->config(), kernels_, rows_, planner_.one_token()) {}
 
 std::shared_ptr<PackedWeights> Sm90Experts::pack(const ExpertWeights& weights,
                                                  const PackOptions& options) const {
-  core::check_supported(descriptor(), config());  // the device may not be here
+  check_device(*this);
+  const int planned = planner_.multiprocessors(), here = multiprocessor_count(config().device);
+  if (planned != here) {
+    throw Error::invalid(
+        "config.compute_capability",
+        core::format("config.compute_capability stands for a GPU of {} multiprocessors, but {} has "
+                     "{}: leave it out to run there",
+                     planned, to_string(config().device), here));
+  }
   return std::make_shared<CudaPackedWeights>(core::make_packed_info(*this, weights, options),
                                              kernels_, weights, options);
 }

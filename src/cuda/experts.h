@@ -8,8 +8,12 @@ namespace fusedmoe::cuda {
 /// It answers without a GPU too, where the configuration names a compute capability.
 const ExpertsDescriptor& descriptor();
 
-/// Those of a configuration that the descriptor supports.
+/// Those of a configuration that the descriptor supports. Where it names a compute capability, they
+/// plan for the multiprocessors of an H200, whatever device is here.
 std::shared_ptr<const Experts> make_experts(const ExpertsDescriptor& descriptor,
                                             const MoeConfig& config, const Context& context);
+
+/// Throws Error unless the device is here and can run the experts.
+void check_device(const Experts& experts);
 
 }  // namespace fusedmoe::cuda

@@ -75,7 +75,7 @@ class PlannedExperts final : public Experts {
   }
   int find_kernel_config(std::string_view name) const override { return find_config(name); }
   std::shared_ptr<PackedWeights> pack(const ExpertWeights&, const PackOptions&) const override {
-    core::check_supported(descriptor(), config());  // says why
+    check_device(*this);  // says why
     fail();
   }
   bool accepts(const PackedWeights&) const override { return false; }

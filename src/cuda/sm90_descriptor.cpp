@@ -25,9 +25,7 @@ class Sm90Descriptor final : public ExpertsDescriptor {
   std::shared_ptr<const Experts> create(const MoeConfig& config,
                                         const Context& context) const override {
     core::check_supported(*this, config);
-    MoeConfig here = config;
-    here.compute_capability.reset();  // to pack and to run needs the device itself
-    return make_experts(*this, here, context);
+    return make_experts(*this, config, context);
   }
 };
 
@@ -97,6 +95,12 @@ Support Sm90Descriptor::supports(const MoeConfig& config) const {
 const ExpertsDescriptor& descriptor() {
   static const Sm90Descriptor descriptor;
   return descriptor;
+}
+
+void check_device(const Experts& experts) {
+  MoeConfig here = experts.config();
+  here.compute_capability.reset();
+  core::check_supported(experts.descriptor(), here);
 }
 
 }  // namespace fusedmoe::cuda

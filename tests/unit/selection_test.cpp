@@ -229,6 +229,7 @@ TEST(SelectionTest, ANamedComputeCapabilityNeedsNoDevice) {
   ASSERT_TRUE(hopper) << hopper.table();
   EXPECT_EQ(hopper.pair(), "sm90+no_ep");
   const ModularKernel kernel = hopper.create(make_context());
+  EXPECT_EQ(kernel.experts().config().compute_capability, 90);
   EXPECT_GT(kernel.workspace_bytes(1), 0U);
   EXPECT_GT(kernel.workspace_bytes(64), kernel.workspace_bytes(1));
   if (const std::string problem = device_problem(config.device); !problem.empty()) {
@@ -241,7 +242,7 @@ TEST(SelectionTest, ANamedComputeCapabilityNeedsNoDevice) {
   EXPECT_EQ(find(ampere, "sm90", "no_ep")->support.reason, Reason::kDevice);
 }
 
-// The same in builds with CUDA and without.
+// The same in builds with CUDA and without, and whatever GPU is here: those of an H200.
 TEST(SelectionTest, HopperAnswersAreTheSameInEveryBuild) {
   struct Answer {
     const char *model, *scheme;
