@@ -66,8 +66,12 @@ void check_address(const std::optional<Launch>& launch) {
     for (const Launcher& each : kLaunchers) {
       missing.push_back(core::format("{} and {} ({})", each.rank, each.size, each.name));
     }
-    throw Error("launcher", core::format("none: not set are {}", core::join(missing, ", ")),
-                "torchrun, mpirun or srun; else give rank, size, address and port");
+    throw Error::invalid(
+        "launcher",
+        core::format(
+            "no launcher has started this process: not set are {}; start it with torchrun, "
+            "mpirun or srun, or give rank, size, address and port",
+            core::join(missing, ", ")));
   }
   const auto launcher =
       std::find_if(kLaunchers.begin(), kLaunchers.end(),

@@ -86,7 +86,8 @@ TEST_F(LaunchTest, WhatIsMissingIsNamedBesideWhatIsThere) {
   const auto has = [&](const char* part) {
     EXPECT_NE(error().find(part), std::string::npos) << error();
   };
-  has("launcher: was none: not set are RANK and WORLD_SIZE (torchrun), OMPI_COMM_WORLD_RANK");
+  has("no launcher has started this process: not set are RANK and WORLD_SIZE (torchrun), "
+      "OMPI_COMM_WORLD_RANK");
   const Variable rank("OMPI_COMM_WORLD_RANK", "1"), size("OMPI_COMM_WORLD_SIZE", "4");
   has("MASTER_ADDR and MASTER_PORT: was not set (set are: OMPI_COMM_WORLD_RANK=1, "
       "OMPI_COMM_WORLD_SIZE=4); must be set on every rank to the host of rank 0");

@@ -249,8 +249,7 @@ std::shared_ptr<DataPlane> make_nccl_data_plane(int rank, int size, Device devic
                                                 std::shared_ptr<ControlPlane> control,
                                                 milliseconds timeout, const CallersNccl& nccl) {
   FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
-  FUSEDMOE_CHECK(!nccl.comm || nccl.unique_id.empty(), "nccl_unique_id", "given with nccl_comm",
-                 "given without");
+  if (nccl.comm && !nccl.unique_id.empty()) throw Error::conflict("nccl_unique_id", "nccl_comm");
   cuda::nccl();
   auto comm = static_cast<ncclComm_t>(nccl.comm);
   if (comm) {
