@@ -10,7 +10,7 @@ using enum ExpertStorage;
 class TensorList {
  public:
   TensorList(const ModelConfig& model, const BlockLayout& layout)
-      : model_(model), layout_(layout), gated_(family_row(model.family).gated) {}
+      : model_(model), layout_(layout) {}
 
   std::vector<TensorSpec> list() {
     const std::int64_t choices = model_.router.num_choices(), hidden = model_.hidden;
@@ -86,7 +86,6 @@ class TensorList {
 
   const ModelConfig& model_;
   const BlockLayout& layout_;
-  const bool gated_;
   std::vector<TensorSpec> specs_;
 };
 
@@ -235,7 +234,7 @@ std::vector<TensorSpec> linear_tensors(const LinearLayer& layer, const LinearSto
                                        TensorRole role) {
   const auto [out, in] = layer.shape;
   const auto spec_of = [&](std::string_view suffix, const Shape& one, TensorRole part_role) {
-    TensorSpec spec{part_name(layer, suffix), stacked_shape(layer, one), part_role, in};
+    TensorSpec spec{part_name(layer, suffix), stacked_shape(layer, one), part_role, layer.shape.in};
     spec.experts = layer.experts;
     spec.gate_and_up = layer.gate_and_up.has_value();
     return spec;
