@@ -97,13 +97,15 @@ std::string number_ranges(const std::vector<std::int64_t>& ascending) {
 }
 
 void Problems::add(const std::string& name, const std::string& text) {
+  if (++count_ > kMaxNames) return;
   const std::string shown = printable(name);
   std::string pattern;
   std::vector<std::int64_t> numbers;
   for (std::size_t begin = 0; begin <= shown.size();) {
     const std::size_t end = std::min(shown.find('.', begin), shown.size());
     const std::string part = shown.substr(begin, end - begin);
-    if (const auto number = number_of(part)) {
+    const auto number = numbers.size() < kMaxNumbers ? number_of(part) : std::nullopt;
+    if (number) {
       numbers.push_back(*number);
       pattern += kNumber;
     } else {
@@ -112,7 +114,6 @@ void Problems::add(const std::string& name, const std::string& text) {
     if (end < shown.size()) pattern += '.';
     begin = end + 1;
   }
-  ++count_;
   const auto [found, is_new] = index_.emplace(Key{pattern, text}, groups_.size());
   if (is_new) groups_.push_back({found->first, {}});
   groups_[found->second].second.push_back(std::move(numbers));
@@ -126,13 +127,15 @@ std::string Problems::list() const {
       lines.push_back(key.second.empty() ? name : name + ": " + key.second);
     }
   }
-  const std::size_t most = kMaxLines - 1, shown = lines.size() <= most ? lines.size() : most - 1;
-  std::string result;
+  const std::size_t names = count_ - std::min(count_, kMaxNames), most = kMaxLines - 1;
+  const bool all = names == 0 && lines.size() <= most;
+  const std::size_t shown = all ? lines.size() : std::min(lines.size(), most - 1);
+  const std::size_t more = lines.size() - shown;
+  std::string result, rest;
   for (std::size_t i = 0; i < shown; ++i) result += "\n  " + lines[i];
-  if (shown < lines.size()) {
-    result += core::format("\n  and {} more lines like these", lines.size() - shown);
-  }
-  return result;
+  if (more > 0) rest += core::format(" and {} more lines like these", more);
+  if (names > 0) rest += core::format(" and {} more names", names);
+  return rest.empty() ? result : result + "\n " + rest;
 }
 
 }  // namespace fusedmoe::checkpoint

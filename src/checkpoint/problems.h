@@ -21,13 +21,17 @@ class Problems {
   void add(const std::string& name, const std::string& text = {});
   std::size_t count() const { return count_; }
   /// Each on a line of its own behind the sentence that introduces them. What would make more than
-  /// kMaxLines, that sentence among them, is counted in the last one.
+  /// kMaxLines, that sentence among them, is counted in the last one, as are names behind the first
+  /// kMaxNames.
   std::string list() const;
 
   static constexpr std::size_t kMaxLines = 15;
+  /// Names and numbers of each that are folded: a file may hold any number of both. The names of a
+  /// layer of a published model are a few thousands.
+  static constexpr std::size_t kMaxNames = 16384, kMaxNumbers = 6;
 
  private:
-  using Key = std::pair<std::string, std::string>;  ///< name with kNumber for each number, text
+  using Key = std::pair<std::string, std::string>;  ///< name with kNumber for numbers, text
   /// Those of each tensor, in the order in which they stand in its name.
   using Numbers = std::vector<std::vector<std::int64_t>>;
 

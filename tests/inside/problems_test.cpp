@@ -49,6 +49,25 @@ TEST(ProblemsTest, LongListsEndInACount) {
   EXPECT_TRUE(problems.list().ends_with("\n  m\n  and 7 more lines like these"));
 }
 
+// A hostile file has any number of names, and each of them any number of numbers.
+TEST(ProblemsTest, FoldsTheFirstNumbersOfTheFirstNames) {
+  Problems deep;
+  for (const char* end : {"6.0", "5.0", "6.1"}) deep.add("a.1.1.1.1.1." + std::string(end));
+  EXPECT_EQ(deep.list(), "\n  a.1.1.1.1.1.{5-6}.0\n  a.1.1.1.1.1.6.1");
+
+  Problems many;
+  for (std::size_t i = 0; i < Problems::kMaxNames; ++i) many.add("a." + std::to_string(i));
+  const std::string line = "\n  a.{0-" + std::to_string(Problems::kMaxNames - 1) + "}";
+  EXPECT_EQ(many.list(), line);
+  for (int i = 0; i < 3; ++i) many.add("b." + std::to_string(i));
+  EXPECT_EQ(many.count(), Problems::kMaxNames + 3);
+  EXPECT_EQ(many.list(), line + "\n  and 3 more names");
+
+  Problems both;
+  for (std::size_t i = 0; i < Problems::kMaxNames + 7; ++i) both.add(std::to_string(i) + "a");
+  EXPECT_TRUE(both.list().ends_with("\n  12a\n  and 16371 more lines like these and 7 more names"));
+}
+
 TEST(ProblemsTest, HostileNamesBreakNoLine) {
   Problems problems;
   problems.add("a\n\n0*.007.4", "missing");
