@@ -21,6 +21,17 @@ struct Checkpoint::Impl {
     checkpoint.impl_ = std::move(impl);
     return checkpoint;
   }
+
+  /// A layer's tensors, whose bytes are read as the files were opened: mapped or copied, from files
+  /// that have not changed.
+  checkpoint::Block block(std::int64_t layer) const {
+    checkpoint::Block block = opened.layer(layer);
+    block.read = [this, prefix = block.prefix](const std::string& name,
+                                               const checkpoint::BlockTensor& entry) {
+      return opened.files.files[entry.file].read(prefix + name);
+    };
+    return block;
+  }
 };
 
 Checkpoint Checkpoint::open(const std::filesystem::path& path, const CheckpointOptions& options) {
@@ -63,10 +74,7 @@ LayerWeights Checkpoint::load_layer(std::int64_t layer, const ParallelConfig& pa
                                     const std::optional<ExpertPlacement>& placement) const {
   const checkpoint::OpenedCheckpoint& opened = impl_->opened;
   parallel.validate();
-  checkpoint::Block block = opened.layer(layer);
-  block.read = [&](const std::string& name, const checkpoint::BlockTensor& entry) {
-    return opened.files.files[entry.file].read(block.prefix + name);
-  };
+  const checkpoint::Block block = impl_->block(layer);
   const ModelConfig model = opened.layer_config(layer);
   const std::int64_t num_experts = model.router.num_experts;
   const std::string label = core::format("{}: layer {}", opened.label, layer);
@@ -101,7 +109,7 @@ Checkpoint::LayerSchemes Checkpoint::check_layer(std::int64_t layer) const {
 
 std::vector<UncalibratedScale> Checkpoint::uncalibrated(std::int64_t layer) const {
   const checkpoint::OpenedCheckpoint& opened = impl_->opened;
-  return checkpoint::uncalibrated_scales(opened.layer_config(layer), opened.layer(layer),
+  return checkpoint::uncalibrated_scales(opened.layer_config(layer), impl_->block(layer),
                                          core::format("{}: layer {}", opened.label, layer));
 }
 

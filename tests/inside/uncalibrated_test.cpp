@@ -2,7 +2,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <filesystem>
 #include <limits>
 
 #include "linear_parts.h"
@@ -117,6 +119,17 @@ TEST_P(UncalibratedTest, RanksAgreeAndTheFileSaysWhichTheyAre) {
   EXPECT_EQ(found[0].used, input_scale(whole, 0, &ExpertMatrices::up));
   EXPECT_EQ(found[1].tensor, scale_of(0, "down_proj"));
   EXPECT_EQ(found[1].value, "0");
+  // A file that changed tells nothing about the layer that was opened.
+  for (const FileAccess access : {FileAccess::kMap, FileAccess::kRead}) {
+    const auto path = directory / "x.safetensors";
+    const Checkpoint changed = Checkpoint::open(path, {access});
+    std::filesystem::last_write_time(
+        path, std::filesystem::last_write_time(path) + std::chrono::hours(1));
+    EXPECT_NE(testing::error_text([&] {
+                changed.uncalibrated(0);
+              }).find("was written to after it was opened"),
+              std::string::npos);
+  }
   EXPECT_TRUE(Parts(parts()).error() == "no error");
 }
 
