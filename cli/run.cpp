@@ -120,7 +120,7 @@ void run(const RunOptions& options) {
   check_outputs(options, checkpoint);
   const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, options.checkpoint);
   const std::int64_t index = options.layer < 0 ? layers.front() : options.layer;
-  const ModelConfig& model = checkpoint.config();
+  const ModelConfig model = checkpoint.config(index);
   const Tensor x = load_hidden_states(options, model.hidden, dtype);
   LayerWeights weights;
   RunResults results;
@@ -132,6 +132,7 @@ void run(const RunOptions& options) {
     if (!results.output) return;  // rank 0, another process, has them
   } else {
     weights = load_weights(options, checkpoint, index);
+    warn_of_uncalibrated(checkpoint, index);
     results = forward(options, weights, x);
   }
 

@@ -56,6 +56,9 @@ struct RunResults {
 LayerWeights load_weights(const RunOptions& options, const Checkpoint& checkpoint,
                           std::int64_t index, const ParallelConfig& parallel = {});
 
+/// Warns of the layer's experts that have no input scales of their own.
+void warn_of_uncalibrated(const Checkpoint& checkpoint, std::int64_t index);
+
 /// A layer of these weights on one device.
 RunResults forward(const RunOptions& options, const LayerWeights& weights, const Tensor& x);
 /// The layer on ranks, each of which loads what it holds. Nothing where rank 0 is another process.

@@ -34,8 +34,6 @@ void RunResults::fetch() {
   }
 }
 
-namespace {
-
 void warn_of_uncalibrated(const Checkpoint& checkpoint, std::int64_t index) {
   const std::vector<UncalibratedScale> scales = checkpoint.uncalibrated(index);
   if (scales.empty()) return;
@@ -46,12 +44,9 @@ void warn_of_uncalibrated(const Checkpoint& checkpoint, std::int64_t index) {
                   scales.size() == 1 ? "" : fmt::format(", and {} more", scales.size() - 1)));
 }
 
-}  // namespace
-
 LayerWeights load_weights(const RunOptions& options, const Checkpoint& checkpoint,
                           std::int64_t index, const ParallelConfig& parallel) {
   LayerWeights weights = checkpoint.load_layer(index, parallel);
-  if (parallel.ep_rank == 0 && parallel.tp_rank == 0) warn_of_uncalibrated(checkpoint, index);
   if (options.scheme.empty()) return weights;
   const QuantScheme stored = weights.experts.scheme, wanted = parse_scheme(options.scheme);
   const auto is_static = [](const QuantScheme& scheme) {
@@ -245,6 +240,7 @@ RunResults forward_on_ranks(const RunOptions& options, const Checkpoint& checkpo
       options.ranks.num_ranks(), options.device, [&](const std::shared_ptr<Communicator>& rank) {
         const auto parallel = ParallelConfig::of(options.ranks.deployment(rank->rank()));
         const LayerWeights weights = load_weights(options, checkpoint, index, parallel);
+        if (rank->rank() == 0) warn_of_uncalibrated(checkpoint, index);
         const MoeLayer layer = make_layer(options, weights, x.dtype(), [&](LayerOptions& of_rank) {
           of_rank.device = rank->device();
           of_rank.parallel = parallel;

@@ -39,6 +39,13 @@ struct Quantized {
   }
 };
 
+/// A layer of the source, and what its config and that of the result say of it.
+struct SourceLayer {
+  std::int64_t number;
+  const Block& block;
+  ModelConfig from, to;
+};
+
 Tensor one_float(float value) {
   Tensor result = Tensor::empty({1}, DType::kF32);
   *result.as<float>() = value;
@@ -51,12 +58,7 @@ class CheckpointQuantizer {
       : source_(std::move(source)), options_(options), model_(target_model()) {
     FUSEDMOE_CHECK_FILE(!source_.layers.empty(), source_.label, "without layers of experts",
                         "a checkpoint with at least one");
-    for (const auto& [number, block] : source_.layers) {
-      const QuantScheme scheme = checkpoint::stored_scheme(source_.config, block);
-      FUSEDMOE_CHECK(!scheme.weights.quantized() && !scheme.down_weights().quantized(),
-                     core::format("{}: layer {}", source_.label, number), "in " + name(scheme),
-                     "in f32, bf16 or f16");
-    }
+    for (const auto& [number, block] : source_.layers) add_layer(number, block);
     const checkpoint::FamilyRow& row = checkpoint::family_row(model_.family);
     const bool stacked = model_.layout == CheckpointLayout::kGptOss;
     for (const checkpoint::ExpertLayout& layout : row.layouts) {
@@ -77,7 +79,7 @@ class CheckpointQuantizer {
     if (checkpoint::has_input_scale(model_.scheme)) load_calibration();
     checkpoint::CheckpointWriter writer(directory, shards, options_.progress);
     for (const auto& [name, tensor] : copied_) write_copy(name, tensor, writer);
-    for (const auto& [number, block] : source_.layers) write_layer(number, block, writer);
+    for (const SourceLayer& layer : layers_) write_layer(layer, writer);
     if (shards.size() > 1)
       writer.write_file(checkpoint::kIndexName, checkpoint::index_json(shards));
     writer.write_file("config.json", config_text());
@@ -107,7 +109,6 @@ class CheckpointQuantizer {
     FUSEDMOE_CHECK(config, "layout", std::string(name(model.layout)),
                    core::format("one that can hold {}, such as {}", name(model.scheme),
                                 name(checkpoint::usual_layout(model.family, model.scheme))));
-    check_groups(model);
     // Readers take the scale rule of the activations from the layout.
     model.quantization = std::make_shared<checkpoint::QuantRules>(
         checkpoint::parse_quantization(checkpoint::ConfigKeys(*config)));
@@ -131,9 +132,25 @@ class CheckpointQuantizer {
     }
   }
 
-  LayerWeights load(std::int64_t number, const Block& block) const {
-    return checkpoint::load_block(source_.layer_config(number), block,
-                                  core::format("{}: layer {}", source_.label, number));
+  void add_layer(std::int64_t number, const Block& block) {
+    SourceLayer layer{number, block, source_.layer_config(number), {}};
+    const QuantScheme& scheme = layer.from.scheme;
+    FUSEDMOE_CHECK(!scheme.weights.quantized() && !scheme.down_weights().quantized(),
+                   label_of(layer), "in " + name(scheme), "in f32, bf16 or f16");
+    layer.to = layer.from;
+    layer.to.scheme = model_.scheme;
+    layer.to.layout = model_.layout;
+    layer.to.quantization = model_.quantization;
+    check_groups(layer.to);
+    layers_.push_back(std::move(layer));
+  }
+
+  std::string label_of(const SourceLayer& layer) const {
+    return core::format("{}: layer {}", source_.label, layer.number);
+  }
+
+  LayerWeights load(const SourceLayer& layer) const {
+    return checkpoint::load_block(layer.from, layer.block, label_of(layer));
   }
 
   // ---------------------------------------------------------------------------------------------
@@ -141,13 +158,13 @@ class CheckpointQuantizer {
 
   void plan() {
     std::set<std::string, std::less<>> replaced;
-    for (const auto& [number, block] : source_.layers) {
-      const checkpoint::BlockLayout from = checkpoint::find_layout(source_.config, block);
-      for (const checkpoint::TensorSpec& spec : checkpoint::block_tensors(source_.config, from)) {
+    for (const SourceLayer& layer : layers_) {
+      const checkpoint::BlockLayout from = checkpoint::find_layout(layer.from, layer.block);
+      for (const checkpoint::TensorSpec& spec : checkpoint::block_tensors(layer.from, from)) {
         const bool bias = spec.role == checkpoint::TensorRole::kExpertBias;
         // Both stacked layouts of gpt-oss have the same biases.
         if (spec.role == checkpoint::TensorRole::kExpertWeight || (bias && linear_)) {
-          replaced.insert(block.prefix + spec.name);
+          replaced.insert(layer.block.prefix + spec.name);
         }
       }
     }
@@ -161,31 +178,32 @@ class CheckpointQuantizer {
     for (const auto& [name, tensor] : copied_) {
       planned_.push_back({name, tensor.dtype(), tensor.shape()});
     }
-    for (const auto& [number, block] : source_.layers) plan_layer(load(number, block), block);
+    for (const SourceLayer& layer : layers_) plan_layer(layer);
   }
 
-  void plan_layer(const LayerWeights& layer, const Block& block) {
-    const checkpoint::BlockLayout target = target_layout(block);
+  void plan_layer(const SourceLayer& layer) {
+    const ExpertWeights experts = load(layer).experts;
+    const checkpoint::BlockLayout target = target_layout(layer);
+    const std::string& prefix = layer.block.prefix;
     if (!linear_) {
-      for (const checkpoint::TensorSpec& spec : checkpoint::block_tensors(model_, target)) {
+      for (const checkpoint::TensorSpec& spec : checkpoint::block_tensors(layer.to, target)) {
         if (spec.role == checkpoint::TensorRole::kMxfp4Blocks ||
             spec.role == checkpoint::TensorRole::kMxfp4Scales) {
-          planned_.push_back({block.prefix + spec.name, DType::kU8, spec.shape});
+          planned_.push_back({prefix + spec.name, DType::kU8, spec.shape});
         }
       }
       return;
     }
-    for (std::int64_t e = 0; e < layer.experts.num_experts(); ++e) {
-      const auto matrices = matrices_of(layer.experts, e);
-      const auto layers = checkpoint::expert_layers(model_, target, e);
+    for (std::int64_t e = 0; e < experts.num_experts(); ++e) {
+      const auto matrices = matrices_of(experts, e);
+      const auto layers = checkpoint::expert_layers(layer.to, target, e);
       for (std::size_t i = 0; i < layers.size(); ++i) {
         for (const checkpoint::TensorSpec& spec : written_tensors(layers[i])) {
-          planned_.push_back({block.prefix + spec.name, spec.stored->dtypes.front(), spec.shape});
+          planned_.push_back({prefix + spec.name, spec.stored->dtypes.front(), spec.shape});
         }
         if (!model_.has_bias) continue;
-        planned_.push_back({block.prefix + layers[i].name + ".bias",
-                            matrices[i]->bias.dtype(),
-                            {layers[i].shape.out}});
+        planned_.push_back(
+            {prefix + layers[i].name + ".bias", matrices[i]->bias.dtype(), {layers[i].shape.out}});
       }
     }
   }
@@ -236,20 +254,21 @@ class CheckpointQuantizer {
     }
   }
 
-  void write_layer(std::int64_t number, const Block& block, checkpoint::CheckpointWriter& writer) {
-    const LayerWeights layer = load(number, block);
-    const checkpoint::BlockLayout target = target_layout(block);
+  void write_layer(const SourceLayer& layer, checkpoint::CheckpointWriter& writer) {
+    const LayerWeights weights = load(layer);
+    const checkpoint::BlockLayout target = target_layout(layer);
+    const std::string& prefix = layer.block.prefix;
     ActivationRange range;
-    if (calibration_) range = activation_range(layer, calibration_);
-    for (std::int64_t e = 0; e < layer.experts.num_experts(); ++e) {
-      const std::vector<Quantized> expert = quantize_expert(layer.experts, e, range);
+    if (calibration_) range = activation_range(weights, calibration_);
+    for (std::int64_t e = 0; e < weights.experts.num_experts(); ++e) {
+      const std::vector<Quantized> expert = quantize_expert(weights.experts, e, range);
       if (!linear_) {
-        write_gpt_oss(block.prefix, target.block, expert, e, writer);
+        write_gpt_oss(prefix, target.block, expert, e, writer);
         continue;
       }
-      const auto layers = checkpoint::expert_layers(model_, target, e);
+      const auto layers = checkpoint::expert_layers(layer.to, target, e);
       for (std::size_t i = 0; i < layers.size(); ++i) {
-        write_linear(block.prefix, layers[i], expert[i], writer);
+        write_linear(prefix, layers[i], expert[i], writer);
       }
     }
   }
@@ -290,8 +309,8 @@ class CheckpointQuantizer {
   }
 
   /// The names of the source, with the experts in the layout of the result.
-  checkpoint::BlockLayout target_layout(const Block& block) const {
-    checkpoint::BlockLayout layout = checkpoint::find_layout(source_.config, block);
+  checkpoint::BlockLayout target_layout(const SourceLayer& layer) const {
+    checkpoint::BlockLayout layout = checkpoint::find_layout(layer.from, layer.block);
     layout.experts = layout_;
     return layout;
   }
@@ -385,7 +404,8 @@ class CheckpointQuantizer {
 
   const checkpoint::OpenedCheckpoint source_;
   const QuantizeCheckpointOptions& options_;
-  const ModelConfig model_;  ///< of the result
+  const ModelConfig model_;  ///< family, layout and scheme of the result, the same in all layers
+  std::vector<SourceLayer> layers_;
   const checkpoint::ExpertLayout* layout_ = nullptr;
   const checkpoint::LinearLayout* linear_ = nullptr;  ///< null: gpt-oss
   std::map<std::string, Tensor> copied_;

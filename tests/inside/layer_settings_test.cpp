@@ -1,16 +1,14 @@
 // Settings of a config that differ from layer to layer: each layer is loaded with its own.
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <fstream>
 #include <limits>
+#include <map>
 #include <string>
 #include <vector>
 
-#include "error_text.h"
-#include "fusedmoe/checkpoint.h"
-#include "nlohmann/json.hpp"
-#include "temporary_directory.h"
-#include "tools/synth.h"
+#include "tiny_checkpoint.h"
 
 namespace fusedmoe {
 namespace {
@@ -19,22 +17,27 @@ using nlohmann::json;
 using testing::error_text;
 using testing::TemporaryDirectory;
 
+void synthesize_three_layers(const std::string& family, const json& more,
+                             const std::filesystem::path& path) {
+  SynthOptions options;
+  json config{{"model_type", family}, {"num_hidden_layers", 3},
+              {"hidden_size", 64},    {"moe_intermediate_size", 32},
+              {"num_experts", 8},     {"num_experts_per_tok", 2},
+              {"n_group", 1},         {"topk_group", 1}};
+  if (family == "deepseek_v4") config["n_shared_experts"] = 1;
+  if (family == "bailing_hybrid") config["num_shared_experts"] = 1;
+  if (family == "step3p7") config["share_expert_dim"] = 48;
+  config.update(more);
+  options.config_json = config.dump();
+  options.num_layers = 3;
+  options.num_tokens = 1;
+  synthesize_checkpoint(options, path);
+}
+
 /// Three layers of a family, whose config then gets other keys.
 struct ThreeLayers {
   explicit ThreeLayers(const std::string& family, const json& more = json::object()) {
-    SynthOptions options;
-    json config{{"model_type", family}, {"num_hidden_layers", 3},
-                {"hidden_size", 64},    {"moe_intermediate_size", 32},
-                {"num_experts", 8},     {"num_experts_per_tok", 2},
-                {"n_group", 1},         {"topk_group", 1}};
-    if (family == "deepseek_v4") config["n_shared_experts"] = 1;
-    if (family == "bailing_hybrid") config["num_shared_experts"] = 1;
-    if (family == "step3p7") config["share_expert_dim"] = 48;
-    config.update(more);
-    options.config_json = config.dump();
-    options.num_layers = 3;
-    options.num_tokens = 1;
-    synthesize_checkpoint(options, directory / "model");
+    synthesize_three_layers(family, more, directory / "model");
   }
 
   void change(const json& keys) const {
@@ -126,6 +129,43 @@ TEST(LayerSettingsTest, OtherLists) {
   EXPECT_FALSE(deepseek.open().load_layer(2).router.renormalize);
   deepseek.change({{"n_group", false}, {"topk_group", false}});
   EXPECT_EQ(deepseek.open().load_layer(0).router.num_expert_group, 0);
+}
+
+// Layers of other sizes are quantized as they are, too.
+TEST(LayerSettingsTest, LayersOfOtherWidthsAreQuantized) {
+  const std::int64_t widths[] = {64, 32, 96};
+  const ThreeLayers model("qwen3_moe");
+  std::map<std::string, Tensor> tensors;
+  for (int layer = 0; layer < 3; ++layer) {
+    const std::string prefix = "model.layers." + std::to_string(layer) + ".";
+    const std::filesystem::path path = model.directory / std::to_string(layer);
+    synthesize_three_layers("qwen3_moe", {{"moe_intermediate_size", widths[layer]}}, path);
+    for (const auto& [name, tensor] : testing::tensors_of(path)) {
+      if (name.starts_with(prefix)) tensors[name] = tensor;
+    }
+  }
+  for (const auto& file : std::filesystem::directory_iterator(model.directory / "model")) {
+    if (file.path().extension() == ".safetensors") std::filesystem::remove(file);
+  }
+  save_safetensors(model.directory / "model" / "model.safetensors",
+                   {tensors.begin(), tensors.end()});
+  model.change({{"moe_intermediate_size", widths}});
+  QuantizeCheckpointOptions options;
+  options.scheme = parse_scheme("mxfp8");
+  quantize_checkpoint(model.directory / "model", options, model.directory / "quantized");
+  const Checkpoint quantized = Checkpoint::open(model.directory / "quantized");
+  for (int layer = 0; layer < 3; ++layer) {
+    const ExpertWeights experts = quantized.load_layer(layer).experts;
+    EXPECT_EQ(experts.intermediate, widths[layer]);
+    EXPECT_EQ(name(experts.scheme), "mxfp8");
+  }
+  // Groups divide the widths of all layers.
+  options.scheme = parse_scheme("int4_g64");
+  options.layout = CheckpointLayout::kGptq;
+  EXPECT_NE(error_text([&] {
+              quantize_checkpoint(model.directory / "model", options, model.directory / "other");
+            }).find("32 is no multiple of 64"),
+            std::string::npos);
 }
 
 // What one family reads is refused in the others, in lists too, unless it changes nothing.
