@@ -126,7 +126,7 @@ Tensor SafetensorsFile::tensor(std::string_view name) const {
 void save_safetensors(const std::filesystem::path& path,
                       const std::map<std::string, TensorView>& tensors,
                       const std::map<std::string, std::string>& metadata) {
-  // The rename below would put a file in the place of a device or a pipe.
+  // OutputFile would put a file in the place of a device or a pipe.
   std::error_code failure;
   const std::filesystem::file_status status = std::filesystem::status(path, failure);
   FUSEDMOE_CHECK_IO(

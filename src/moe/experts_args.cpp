@@ -67,8 +67,8 @@ Support supports_anywhere(const MoeConfig& config, SizeUnits units) {
               core::format("hidden {}, intermediate {}; takes positive multiples of {} and {}",
                            config.hidden, config.intermediate, units.hidden, units.intermediate));
   }
-  // So that products of sizes fit into 63 bits.
-  constexpr std::int64_t kMost = 1 << 24;
+  // So that the bytes of all experts' weights, at most 4 * 3 * kMost^3, fit into 63 bits.
+  constexpr std::int64_t kMost = 1 << 19;
   for (const std::int64_t size :
        {config.hidden, config.intermediate, config.num_experts, config.num_local_experts}) {
     if (size > kMost)

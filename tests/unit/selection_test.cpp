@@ -185,10 +185,11 @@ TEST(SelectionTest, ImpossibleSizesAreRefusedForTheirShape) {
   const struct {
     std::int64_t topk, num_experts, num_local_experts;
     const char* text;
-  } cases[] = {{0, 8, 8, "topk 0 of 8"},          {-1, 8, 8, "topk -1 of 8"},
-               {9, 8, 8, "topk 9 of 8"},          {2, 8, 0, "0 local experts of 8"},
-               {2, 8, 9, "9 local experts of 8"}, {1, 0, 0, "topk 1 of 0 experts"},
-               {0, 0, 0, "topk 0 of 0 experts"}};
+  } cases[] = {
+      {0, 8, 8, "topk 0 of 8"},          {-1, 8, 8, "topk -1 of 8"},
+      {9, 8, 8, "topk 9 of 8"},          {2, 8, 0, "0 local experts of 8"},
+      {2, 8, 9, "9 local experts of 8"}, {1, 0, 0, "topk 1 of 0 experts"},
+      {0, 0, 0, "topk 0 of 0 experts"},  {1, 524289, 524289, "a size of 524289; at most 524288"}};
   for (const auto& wrong : cases) {
     MoeConfig config = gpt_oss_config();
     config.topk = wrong.topk;
