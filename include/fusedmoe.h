@@ -254,7 +254,7 @@ typedef struct fusedmoe_layer_weights {
   fusedmoe_tensor latent_down; /* (latent, hidden) */
   fusedmoe_tensor latent_up;   /* (hidden, latent) */
   /* Of the whole layer. Must be given with tp_size > 1, where w13 and w2 are whole or this rank's
-   * slice; else 0, or the size that they have. */
+   * slice, and w2's bias counts on tp_rank 0 alone; else 0, or the size that they have. */
   int64_t intermediate;
 } fusedmoe_layer_weights;
 

@@ -107,9 +107,9 @@ struct ForwardOptions {
 /// Views of the same memory. A rank without experts keeps one that no token reaches.
 FUSEDMOE_API LayerWeights local_weights(const LayerWeights& whole, const ParallelConfig& parallel,
                                         const std::optional<ExpertPlacement>& placement = {});
-/// The same for tensors that may be this rank's slice already: those of all experts with the whole
-/// intermediate size, `intermediate`, are cut. Throws Error where tp_size > 1 and it is 0, because
-/// the tensors alone do not tell.
+/// The same for tensors that may be this rank's slice of `intermediate` already: whole ones are
+/// cut, those of other sizes refused. Biases of down stay on the rank whose slice begins at 0.
+/// Throws Error where tp_size > 1 and `intermediate` is 0: the tensors alone do not tell.
 FUSEDMOE_API LayerWeights own_slice(LayerWeights weights, const ParallelConfig& parallel,
                                     std::int64_t intermediate);
 /// The slice of each expert: rows of gate and up, columns of down, whose bias stays with the slice

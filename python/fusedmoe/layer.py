@@ -143,7 +143,7 @@ class MoELayer:
         routed_scaling_factor, sparsemixer_jitter: see route().
         expert_map: (num_experts) int32, global -> local expert or -1; num_experts: default E.
         intermediate: of the whole layer; must be given with tp_size > 1, where w13 and w2 are whole
-            or this rank's slice.
+            or this rank's slice, and the bias of w2 counts on tp_rank 0 alone.
         num_zero_experts: experts that return their input; the router's tensors have rows for them,
             behind those of the others.
         latent_down (latent, hidden), latent_up (hidden, latent): projections around the routed

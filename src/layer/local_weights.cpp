@@ -148,14 +148,24 @@ LayerWeights own_slice(LayerWeights weights, const ParallelConfig& parallel,
                      parallel.tp_size, given));
   }
   if (intermediate == 0) return weights;
-  const bool fits = parallel.tp_size > 1 ? given <= intermediate : given == intermediate;
-  FUSEDMOE_CHECK(
-      fits, "intermediate", core::to_string(intermediate),
-      core::format("{}{}, as w13 and w2 have", parallel.tp_size > 1 ? "at least " : "", given));
-  if (parallel.tp_size > 1 && given == intermediate) {
-    weights.experts = slice_experts(
-        weights.experts,
-        slice_of(given, slice_unit(weights.experts.scheme), parallel.tp_size, parallel.tp_rank));
+  if (parallel.tp_size == 1) {
+    FUSEDMOE_CHECK(given == intermediate, "intermediate", core::to_string(intermediate),
+                   core::format("{}, as w13 and w2 have", given));
+    return weights;
+  }
+  const Slice slice = slice_of(intermediate, slice_unit(weights.experts.scheme), parallel.tp_size,
+                               parallel.tp_rank);
+  if (given == intermediate) {
+    weights.experts = slice_experts(weights.experts, slice);
+    return weights;
+  }
+  FUSEDMOE_CHECK(given == slice.size(), "intermediate",
+                 core::format("{}, but w13 and w2 have {}", intermediate, given),
+                 core::format("the size of the whole layer, of which they have all, or the {} of "
+                              "tp_rank {} of {}",
+                              slice.size(), parallel.tp_rank, parallel.tp_size));
+  if (slice.begin > 0) {
+    for (ExpertMatrices& expert : weights.experts.experts) expert.down.bias = {};
   }
   return weights;
 }

@@ -262,6 +262,8 @@ TEST(COptionsTest, PartsOfRanksAddUpToTheLayer) {
 
 TEST(COptionsTest, TensorsOfARankAreWholeOrItsSlice) {
   Case c;
+  const Tensor bias = c.filled({Case::kExperts, Case::kHidden}, 9);
+  c.experts.w2_bias = to_c(bias);
   ASSERT_OK(c.forward(c.create()));
   const Tensor whole = Tensor::zeros(c.output.shape(), DType::kF32);
   copy(c.output, whole, {});
@@ -274,6 +276,7 @@ TEST(COptionsTest, TensorsOfARankAreWholeOrItsSlice) {
       part.weights.intermediate = Case::kIntermediate;
       part.options.tp_size = 2;
       part.options.tp_rank = rank;
+      part.experts.w2_bias = to_c(bias);
       Tensor w13 = Tensor::zeros({Case::kExperts, 2 * kHalf, Case::kHidden}, DType::kF32);
       if (cut) {
         for (std::int64_t e = 0; e < Case::kExperts; ++e) {
@@ -285,6 +288,12 @@ TEST(COptionsTest, TensorsOfARankAreWholeOrItsSlice) {
         }
         part.experts.w13 = to_c(w13);
         part.experts.w2 = to_c(part.w2.slice(2, rank * kHalf, (rank + 1) * kHalf));
+        // Neither the whole nor a slice of it.
+        for (const std::int64_t whole_size : {kHalf - 1, 2 * kHalf - 2, 2 * kHalf + 2, 4 * kHalf}) {
+          part.weights.intermediate = whole_size;
+          part.refused("intermediate");
+        }
+        part.weights.intermediate = Case::kIntermediate;
       }
       ASSERT_OK(c.forward(part.create()));
     }
