@@ -10,5 +10,7 @@ namespace fusedmoe {
 using WaitHook = void (*)();
 /// One hook for the process and all its threads; null: none.
 FUSEDMOE_API void set_wait_hook(WaitHook hook) noexcept;
+/// Calls it, if there is one. To be called by every wait for other ranks, every few milliseconds.
+FUSEDMOE_API void call_wait_hook();
 
 }  // namespace fusedmoe

@@ -91,7 +91,7 @@ void Communicator::Impl::fail(std::string_view what, std::span<const int> late) 
 /// What the hook throws ends the wait, so the other ranks would wait for this one.
 void Communicator::Impl::call_hook() {
   try {
-    comm::call_wait_hook();
+    call_wait_hook();
   } catch (...) {
     end(core::format("rank {}: {}", global(rank), core::current_exception_text()));
     throw;

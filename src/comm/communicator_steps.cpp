@@ -46,7 +46,7 @@ class Communicator::Impl::Watch final : public Waiting {
       impl_.data->abort();
       throw Error::communication(reason);
     }
-    comm::call_wait_hook();
+    call_wait_hook();
   }
 
  private:

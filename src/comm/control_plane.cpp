@@ -20,7 +20,7 @@ void set_wait_hook(WaitHook hook) noexcept {
   wait_hook = hook;
 }
 
-void comm::call_wait_hook() {
+void call_wait_hook() {
   if (const WaitHook hook = wait_hook) hook();
 }
 
@@ -30,7 +30,7 @@ void ControlPlane::check_failure() {
   if (const auto reason = read("failure", std::chrono::milliseconds(0))) {
     throw Error::communication(*reason);
   }
-  comm::call_wait_hook();
+  call_wait_hook();
 }
 
 std::optional<std::string> ControlPlane::read_or_fail(const std::string& name,

@@ -5,15 +5,12 @@
 #include <string_view>
 
 #include "fusedmoe/comm.h"
+#include "fusedmoe/wait_hook.h"
 
 namespace fusedmoe::comm {
 
 /// How often a wait checks whether another rank has given up.
 inline constexpr std::chrono::milliseconds kPollInterval{20};
-
-/// Calls the process's WaitHook, if there is one. To be called by every wait for other ranks, every
-/// few milliseconds.
-void call_wait_hook();
 
 /// Bytes of the longest text that a rank may gather.
 inline constexpr std::uint64_t kMostGathered = std::uint64_t{1} << 26;

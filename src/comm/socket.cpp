@@ -34,11 +34,16 @@ bool wait_for(int descriptor, short events, SocketClock::time_point deadline) {
   }
 }
 
-/// A peer that does not answer is given up at the deadline. Returns the problem, 0 for none.
-int connect_until(const Socket& socket, const Address& to, SocketClock::time_point deadline) {
+/// A peer that does not answer is given up at the deadline, or where meanwhile() throws. Returns
+/// the problem, 0 for none.
+int connect_until(const Socket& socket, const Address& to, SocketClock::time_point deadline,
+                  const std::function<void()>& meanwhile) {
   const int descriptor = socket.get();
   if (::connect(descriptor, to.get(), to.bytes) != 0 && errno != EINPROGRESS) return errno;
-  if (!wait_for(descriptor, POLLOUT, deadline)) return ETIMEDOUT;
+  while (!wait_for(descriptor, POLLOUT, std::min(deadline, SocketClock::now() + kPollInterval))) {
+    if (SocketClock::now() >= deadline) return ETIMEDOUT;
+    meanwhile();
+  }
   int code = 0;
   socklen_t size = sizeof code;
   getsockopt(descriptor, SOL_SOCKET, SO_ERROR, &code, &size);
@@ -130,6 +135,10 @@ Socket accept_from(const Socket& listener) {
 
 Socket connect_to(const Destination& to) {
   std::string problem = std::strerror(ETIMEDOUT);
+  const auto meanwhile = [&] {
+    to.meanwhile();
+    call_wait_hook();
+  };
   do {
     const Addresses found = addresses_of(to.address, to.port);
     if (!found.problem.empty()) problem = found.problem;
@@ -140,15 +149,14 @@ Socket connect_to(const Destination& to) {
       // One that does not answer leaves the others their share of the time.
       const auto now = SocketClock::now();
       const auto share = std::max(to.deadline - now, SocketClock::duration()) / left--;
-      const int code = connection ? connect_until(connection, each, now + share) : errno;
+      const int code = connection ? connect_until(connection, each, now + share, meanwhile) : errno;
       if (code == 0) {
         set_no_delay(connection.get());
         return connection;
       }
       problem = std::strerror(code);
     }
-    to.between_tries();
-    call_wait_hook();
+    meanwhile();
     std::this_thread::sleep_for(kRetry);
   } while (SocketClock::now() < to.deadline);
   throw Error::communication(

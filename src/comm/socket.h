@@ -56,8 +56,9 @@ struct Destination {
   std::string address;
   int port;
   SocketClock::time_point deadline;
-  Token token;                                  // that this rank wants to be told
-  std::function<void()> between_tries = [] {};  // may throw, to give up before the deadline
+  Token token;  // that this rank wants to be told
+  /// Called every few milliseconds; may throw, to give up before the deadline.
+  std::function<void()> meanwhile = [] {};
 };
 /// Tries until the deadline. Throws Error at once for a rank of another host without a token.
 Socket connect_to(const Destination& to);
