@@ -59,6 +59,24 @@ TEST(ControlPlaneTest, TextsAreForgottenWhenAllHaveReadThem) {
   });
 }
 
+/// As one whose keeper has left behind the last barrier.
+class UnforgettingPlane final : public ControlPlane {
+ public:
+  void post(const std::string& name, std::string_view text) override { plane_->post(name, text); }
+  void forget(const std::string&) override { throw Error::communication("rank 0 has left"); }
+  std::optional<std::string> read(const std::string& name, milliseconds timeout) override {
+    return plane_->read(name, timeout);
+  }
+
+ private:
+  std::shared_ptr<ControlPlane> plane_ = make_thread_control_plane();
+};
+
+TEST(ControlPlaneTest, ABarrierThatAllHavePassedIsNoErrorWhereNothingCanBeForgotten) {
+  Communicator comm(0, 1, std::make_shared<UnforgettingPlane>(), nullptr, {kPatient});
+  for (int i = 0; i < 3; ++i) EXPECT_NO_THROW(comm.barrier());
+}
+
 TEST(ControlPlaneTest, FilesAreForgottenToo) {
   const TemporaryDirectory folder;
   run_ranks(2, [&](int rank) {
