@@ -140,7 +140,8 @@ class Communicator:
     ) -> "Communicator":
         """As join(), where the ranks find each other by files in a folder that all of them see.
 
-        The folder is empty, or does not exist yet. It may go when all ranks have ended.
+        The folder is empty, or does not exist yet. It belongs to the user of the ranks, and nobody
+        else may write in it. It may go when all ranks have ended.
         """
         return cls(
             _core.create_communicator_in_folder(

@@ -1,6 +1,8 @@
 // The control plane in a folder: a text is a file, which appears at once with all it holds, because
-// it is written under a name of its own and linked. Only its owner can read it.
+// it is written under a name of its own and linked. Only its owner can read it. Tokens are among
+// the texts, so nobody else may write in the folder.
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -21,10 +23,24 @@ namespace {
 class FileControl final : public ControlPlane {
  public:
   explicit FileControl(std::filesystem::path folder) : folder_(std::move(folder)) {
-    std::error_code problem;
-    std::filesystem::create_directories(folder_, problem);
-    FUSEDMOE_CHECK_IO(!problem, folder_.string(),
-                      core::format("cannot create {}: {}", folder_.string(), problem.message()));
+    if (!folder_.has_filename()) folder_ = folder_.parent_path();  // behind a slash
+    std::error_code ignored;                                       // then mkdir() says why not
+    std::filesystem::create_directories(folder_.parent_path(), ignored);
+    const bool exists = ::mkdir(folder_.c_str(), S_IRWXU) == 0 || errno == EEXIST;
+    FUSEDMOE_CHECK_IO(exists, folder_.string(), problem("create", folder_));
+    struct stat found {};
+    const bool read = ::stat(folder_.c_str(), &found) == 0;
+    FUSEDMOE_CHECK_IO(read, folder_.string(), problem("read", folder_));
+    FUSEDMOE_CHECK_IO(S_ISDIR(found.st_mode), folder_.string(),
+                      core::format("cannot create {}: there is a file", folder_.string()));
+    FUSEDMOE_CHECK_IO(
+        found.st_uid == ::geteuid(), folder_.string(),
+        core::format("ranks cannot meet in {}: it belongs to user {}, this is user {}",
+                     folder_.string(), found.st_uid, ::geteuid()));
+    FUSEDMOE_CHECK_IO((found.st_mode & (S_IWGRP | S_IWOTH)) == 0, folder_.string(),
+                      core::format("ranks cannot meet in {}: other users can write there, until "
+                                   "chmod go-w",
+                                   folder_.string()));
   }
 
   void post(const std::string& name, std::string_view text) override {

@@ -1,5 +1,6 @@
 // What control planes keep and forget, and how long a rank waits while bytes move.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <filesystem>
@@ -118,6 +119,31 @@ TEST(ControlPlaneTest, FilesAreOfTheirUserAlone) {
   control->post("name", "a token");
   const perms all = std::filesystem::status(folder.path() / "name").permissions();
   EXPECT_EQ(all & (perms::group_all | perms::others_all), perms::none);
+}
+
+TEST(ControlPlaneTest, AFolderIsWrittenByItsUserAlone) {
+  using std::filesystem::perms;
+  const TemporaryDirectory parent;
+  const std::filesystem::path folder = parent / "new" / "folder";
+  make_file_control_plane(folder.string() + "/");
+  EXPECT_EQ(std::filesystem::status(folder).permissions(), perms::owner_all);
+  for (const perms more : {perms::group_write, perms::others_write}) {
+    std::filesystem::permissions(folder, perms::owner_all | more);
+    const auto errors = errors_of_ranks(1, [&](int) { make_file_control_plane(folder.string()); });
+    EXPECT_EQ(errors[0], "ranks cannot meet in " + folder.string() +
+                             ": other users can write there, until chmod go-w");
+  }
+  std::filesystem::permissions(folder, perms::owner_all | perms::group_read | perms::others_read);
+  EXPECT_NO_THROW(make_file_control_plane(folder.string()));
+}
+
+TEST(ControlPlaneTest, AFolderIsOfTheUser) {
+  const TemporaryDirectory folder;
+  if (chown(folder.path().c_str(), 12345, 12345) != 0) GTEST_SKIP() << "only root can give it away";
+  const auto errors =
+      errors_of_ranks(1, [&](int) { make_file_control_plane(folder.path().string()); });
+  EXPECT_EQ(errors[0], "ranks cannot meet in " + folder.path().string() +
+                           ": it belongs to user 12345, this is user 0");
 }
 
 TEST(ControlPlaneTest, ATextThatIsTooLongIsAnErrorOfAllAndTheCommunicatorLives) {
