@@ -52,6 +52,20 @@ constexpr milliseconds kPart{100};
 /// How much later than asked for an answer may come before rank 0 counts as silent.
 constexpr milliseconds kGrace{300};
 
+/// read(to, bytes): false at the end of the connection. Memory is taken as bytes arrive: to say
+/// that a text is long takes none.
+template <typename Read>
+bool read_text(std::string& text, std::uint64_t bytes, const Read& read) {
+  constexpr std::uint64_t kMost = std::uint64_t{1} << 20;  // at a time
+  while (text.size() < bytes) {
+    const std::size_t begin = text.size();
+    const auto part = static_cast<std::size_t>(std::min(bytes - begin, kMost));
+    text.resize(begin + part);
+    if (!read(text.data() + begin, part)) return false;
+  }
+  return true;
+}
+
 /// Rank 0.
 class Server final : public ControlPlane {
  public:
@@ -95,7 +109,23 @@ class Server final : public ControlPlane {
   }
 
   /// Until all are here; then nobody else gets a connection.
-  void accept_all(Welcome welcome, milliseconds timeout) {
+  void accept_all(Welcome welcome, milliseconds timeout) noexcept {
+    try {
+      accept_ranks(welcome, timeout);
+    } catch (...) {
+      give_up();
+    }
+  }
+  /// Ends the ranks because of what was thrown here.
+  void give_up() noexcept {
+    try {
+      board_.post("failure", core::format("rank 0: {}", core::current_exception_text()));
+    } catch (...) {
+      // They notice at their deadlines.
+    }
+  }
+
+  void accept_ranks(Welcome& welcome, milliseconds timeout) {
     const auto deadline = SocketClock::now() + timeout;
     std::set<std::uint32_t> here{0};
     while (static_cast<int>(here.size()) < size_ && !ending_ && SocketClock::now() < deadline) {
@@ -108,12 +138,24 @@ class Server final : public ControlPlane {
       } else if (!here.insert(rank).second) {
         refuse(guest->socket, core::format("a second process has joined as rank {}", rank));
       } else {
-        ++open_;
-        Connection& connection = connections_.emplace_back();
-        connection.socket = std::move(guest->socket);
-        connection.rank = rank;
-        connection.thread = std::thread([this, &connection] { serve(connection); });
+        admit(std::move(guest->socket), rank);
       }
+    }
+  }
+
+  void admit(Socket guest, std::uint32_t rank) {
+    Connection& connection = connections_.emplace_back();
+    connection.socket = std::move(guest);
+    connection.rank = rank;
+    ++open_;
+    try {
+      connection.thread = std::thread([this, &connection] { serve(connection); });
+    } catch (...) {
+      --open_;
+      const Socket socket = std::move(connection.socket);
+      connections_.pop_back();
+      refuse(socket,
+             core::format("rank 0 cannot serve rank {}: {}", rank, core::current_exception_text()));
     }
   }
 
@@ -123,16 +165,31 @@ class Server final : public ControlPlane {
     write(guest, Found::kLast, reason);
   }
 
-  void serve(Connection& connection) {
-    Next next = Next::kGoOn;
-    while (next == Next::kGoOn) next = answer(connection);
-    if (next == Next::kLost && !ending_) {
+  void serve(Connection& connection) noexcept {
+    Next next = Next::kLost;
+    try {
+      do {
+        next = answer(connection);
+      } while (next == Next::kGoOn);
+    } catch (...) {
+      next = Next::kLost;
+      give_up();
+    }
+    try {
+      if (next == Next::kLost) tell_reason(connection);
+    } catch (...) {
+      connection.socket.shut_down();  // it sees that
+    }
+    --open_;
+  }
+
+  void tell_reason(const Connection& connection) {
+    if (!ending_) {
       board_.post("failure",
                   core::format("rank {} has died or lost its connection", connection.rank));
     }
     const auto reason = board_.read("failure", milliseconds(0));
-    if (next == Next::kLost && reason) write(connection.socket, Found::kLast, *reason);
-    --open_;
+    if (reason) write(connection.socket, Found::kLast, *reason);
   }
 
   Next answer(Connection& connection) {
@@ -171,8 +228,9 @@ class Server final : public ControlPlane {
                                connection.rank, bytes, kept, kMostKept));
       return Next::kLost;
     }
-    std::string text(bytes, '\0');
-    if (!connection.socket.read(text.data(), text.size())) return Next::kLost;
+    std::string text;
+    const auto read = [&](char* to, std::size_t part) { return connection.socket.read(to, part); };
+    if (!read_text(text, bytes, read)) return Next::kLost;
     connection.kept = kept + bytes;
     board_.post(name, text);
     return Next::kGoOn;
@@ -195,10 +253,10 @@ class Server final : public ControlPlane {
 /// Every other rank.
 class Client final : public ControlPlane {
  public:
-  Client(int rank, const Destination& rank_zero, milliseconds timeout)
-      : timeout_(timeout), socket_(connect_as(rank, rank_zero)) {
+  /// `given`: a user has set the token on each rank, maybe another on one.
+  Client(int rank, const Destination& rank_zero, milliseconds timeout, bool given)
+      : timeout_(timeout), token_may_differ_(given), socket_(connect_as(rank, rank_zero)) {
     socket_.limit_writes(timeout);
-    if (rank_zero.token.empty()) heard_ = true;
   }
   ~Client() override {
     const Request end{Kind::kEnd, 0, 0};
@@ -265,10 +323,11 @@ class Client final : public ControlPlane {
   std::optional<Read> read_answer(SocketClock::time_point deadline) {
     Answer answer{};
     if (!socket_.read(&answer, sizeof answer, deadline)) return std::nullopt;
-    Read result{answer.found, std::string(answer.bytes, '\0')};
-    if (!socket_.read(result.text.data(), result.text.size(), deadline)) return std::nullopt;
+    Read result{answer.found, {}};
+    const auto read = [&](char* to, std::size_t part) { return socket_.read(to, part, deadline); };
+    if (!read_text(result.text, answer.bytes, read)) return std::nullopt;
     if (result.kind == Found::kLast) reason_ = result.text;
-    heard_ = true;
+    token_may_differ_ = false;
     return result;
   }
   /// The connection for one request. Who waits for it gets it before who has just had it: a mutex
@@ -284,9 +343,9 @@ class Client final : public ControlPlane {
     if (alive) return;
     while (read_answer(SocketClock::now())) {  // the last thing that came may say why
     }
-    // It closes the connection of a process that does not know its token, too.
-    throw Error::communication(heard_ ? reason_
-                                      : reason_ + ", or another " + kTokenVariable + " than here");
+    throw Error::communication(
+        token_may_differ_ ? "rank 0 closed the connection: it has died, or the token differs"
+                          : reason_);
   }
 
   std::mutex next_, mutex_;
@@ -294,7 +353,7 @@ class Client final : public ControlPlane {
   std::string asked_;  // what the last request without an answer reads; empty: all have theirs
   SocketClock::time_point due_;
   std::atomic<bool> silent_{false};
-  bool heard_ = false;  // an answer, or there is no token
+  bool token_may_differ_;  // until an answer has come
   std::string reason_ = "rank 0 has died or lost its connection";
   Socket socket_;
 };
@@ -311,7 +370,7 @@ std::shared_ptr<ControlPlane> make_tcp_control_plane(int rank, int size, const s
   const auto deadline = comm::SocketClock::now() + timeout;
   if (rank > 0) {
     const comm::Destination rank_zero{0, address, port, deadline, secret};
-    return std::make_shared<comm::Client>(rank, rank_zero, timeout);
+    return std::make_shared<comm::Client>(rank, rank_zero, timeout, !secret.empty());
   }
   return std::make_shared<comm::Server>(
       size, comm::listen_at(address, port, !secret.empty(), deadline), secret, timeout);
@@ -351,7 +410,7 @@ std::shared_ptr<ControlPlane> make_control_plane(int rank, int size, const Gathe
       rank,
       comm::Destination{0, one_host ? "127.0.0.1" : hosts.front(), port,
                         comm::SocketClock::now() + timeout, token},
-      timeout);
+      timeout, false);
 }
 
 }  // namespace fusedmoe

@@ -11,11 +11,14 @@
 namespace fusedmoe::comm {
 
 Token::Token(std::string_view text, std::string_view argument) {
-  const bool printable = std::all_of(text.begin(), text.end(), [](char c) { return c > ' '; });
+  const bool printable =
+      std::all_of(text.begin(), text.end(), [](unsigned char c) { return c >= 0x21 && c <= 0x7e; });
   FUSEDMOE_CHECK(
       text.size() >= kLeast && text.size() <= kMost && printable, argument,
-      core::format("{} characters{}", text.size(), printable ? "" : ", with blanks among them"),
-      core::format("{} to {} characters without blanks, the same on all ranks", kLeast, kMost));
+      core::format("{} characters{}", text.size(),
+                   printable ? "" : ", not all of them printable ASCII"),
+      core::format("{} to {} printable ASCII characters without blanks, the same on all ranks",
+                   kLeast, kMost));
   text.copy(bytes_.data(), text.size());
 }
 

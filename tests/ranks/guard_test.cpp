@@ -1,12 +1,15 @@
 // Who may join ranks over TCP: who knows the token of the job, or is a process of the same host
 // where that is all who can.
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <filesystem>
+#include <fstream>
 #include <iterator>
 
 #include "fusedmoe/comm.h"
 #include "fusedmoe/error.h"
+#include "processes.h"
 #include "ranks.h"
 #include "raw_sockets.h"
 #include "variable.h"
@@ -88,7 +91,8 @@ TEST_F(GuardTest, WhatOtherHostsReachWantsAToken) {
 }
 
 TEST_F(GuardTest, ATokenIsLongEnoughAndNeverPrinted) {
-  const std::string wrong[] = {"short", std::string(65, 'x'), "with blanks in it, though long"};
+  const std::string wrong[] = {"short", std::string(65, 'x'), "with blanks in it, though long",
+                               "not-printable-\x7f-though-long", "not-ascii-\xc3\xa9-though-long"};
   for (const std::string& token : wrong) {
     const Variable set("FUSEDMOE_TOKEN", token.c_str());
     const std::string by_variable = error_of([] { join_at("127.0.0.1", 1, 0); });
@@ -112,7 +116,7 @@ TEST_F(GuardTest, WhoDoesNotKnowTheTokenIsDroppedAndTheOthersJoin) {
   for (const RawSocket& each : strangers) EXPECT_TRUE(each.is_closed());
   const std::string error = error_of(
       [&] { join_at("127.0.0.1", port, 1, "another-secret-of-a-test")->read("name", kPatient); });
-  EXPECT_EQ(error, "rank 0 has died or lost its connection, or another FUSEDMOE_TOKEN than here");
+  EXPECT_EQ(error, "rank 0 closed the connection: it has died, or the token differs");
   const auto client = join_at("127.0.0.1", port, 1, kToken);
   client->post("name", "text");
   EXPECT_EQ(server->read("name", kPatient), "text");
@@ -157,21 +161,57 @@ TEST_F(GuardTest, ProcessesThatAreNoRankTakeNoThreads) {
   EXPECT_LE(threads_of_process(), before + 1);
 }
 
+/// How a rank begins to post a text, or says so.
+std::string post_of(const std::string& name, std::uint64_t bytes) {
+  struct {
+    std::uint32_t kind = 0, name_bytes;
+    std::uint64_t bytes;
+  } const post{.name_bytes = static_cast<std::uint32_t>(name.size()), .bytes = bytes};
+  return std::string(reinterpret_cast<const char*>(&post), sizeof post) + name;
+}
+
 /// A rank of ours that went wrong, or somebody with its token.
 TEST_F(GuardTest, TheTextsOfARankAreBounded) {
   const int port = free_port();
   const auto server = join_at("127.0.0.1", port, 0, kToken);
   const RawSocket rank(port, greeting_of(1, kToken));
-  struct {
-    std::uint32_t kind = 0, name_bytes = 4;
-    std::uint64_t bytes = std::uint64_t{1} << 40;
-  } const post;
-  rank.send({reinterpret_cast<const char*>(&post), sizeof post});
-  rank.send("name");
+  rank.send(post_of("name", std::uint64_t{1} << 40));
   const std::string reason = server->read("failure", kPatient).value_or("");
   EXPECT_TRUE(reason.starts_with("rank 1 has posted 1099511627776 bytes beside 4; must be"))
       << reason;
 }
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they need memory themselves
+/// Lets this process have so many bytes more.
+void limit_memory(std::uint64_t more) {
+  std::ifstream status("/proc/self/status");
+  std::string word;
+  while (status >> word && word != "VmData:") {
+  }
+  std::uint64_t kib = 0;
+  status >> kib;
+  const rlimit limit{kib * 1024 + more, RLIM_INFINITY};
+  ASSERT_EQ(setrlimit(RLIMIT_DATA, &limit), 0);
+}
+
+/// In a process of its own, as the limit is one of processes.
+TEST_F(GuardTest, ToSayThatATextIsLongTakesNoMemory) {
+  const auto failure_of_rank = [](int, const auto&) {
+    const int port = free_port();
+    const auto server = join_at("127.0.0.1", port, 0, kToken);
+    {
+      const RawSocket rank(port, greeting_of(1, kToken));
+      rank.send(post_of("here", 0));  // then it has its thread
+      server->read("here", kPatient);
+      limit_memory(32 << 20);
+      rank.send(post_of("name", 100 << 20));
+    }
+    return server->read("failure", kPatient).value_or("none");
+  };
+  EXPECT_EQ(testing::texts_of_processes(1, failure_of_rank)[0],
+            "rank 1 has died or lost its connection");
+}
+#endif
 
 }  // namespace
 }  // namespace fusedmoe
