@@ -92,8 +92,8 @@ class FUSEDMOE_API Shape {
   explicit Shape(std::span<const std::int64_t> extents);
 
   int rank() const { return rank_; }
-  std::int64_t operator[](int dim) const { return extents_[dim]; }
-  std::int64_t& operator[](int dim) { return extents_[dim]; }
+  std::int64_t operator[](int dim) const { return extents_[static_cast<std::size_t>(dim)]; }
+  std::int64_t& operator[](int dim) { return extents_[static_cast<std::size_t>(dim)]; }
   const std::int64_t* begin() const { return extents_.data(); }
   const std::int64_t* end() const { return extents_.data() + rank_; }
   /// Product of the extents. Throws Error for a negative extent, and where the product of those
