@@ -14,18 +14,22 @@
 #include <cstring>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "fusedmoe/comm.h"
 #include "fusedmoe/error.h"
+#include "fusedmoe/wait_hook.h"
+#include "mpi/left_behind.h"
 
 namespace fusedmoe {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using mpi::LeftBehind;
+using mpi::Operation;
+using mpi::world_ranks;
 
 void check(int code, const char* what) {
   if (code == MPI_SUCCESS) return;
@@ -34,45 +38,6 @@ void check(int code, const char* what) {
   MPI_Error_string(code, text.data(), &size);
   throw Error::communication(std::string(what) + ": " + text.data());
 }
-
-/// What MPI has begun, and the memory that it uses.
-struct Operation {
-  MPI_Request request = MPI_REQUEST_NULL;
-  std::shared_ptr<void> memory;
-};
-
-/// What nobody waits for any more, but MPI has not ended.
-class LeftBehind {
- public:
-  void add(Operation operation) {
-    const std::lock_guard lock(mutex_);
-    operations_.push_back(std::move(operation));
-    peer_may_be_gone_ = true;
-  }
-  /// Ranks have met since: what MPI has is for peers that live.
-  void ranks_have_met() {
-    const std::lock_guard lock(mutex_);
-    peer_may_be_gone_ = false;
-    forget_ended();
-  }
-  /// MPI still works for a peer that may have stopped.
-  bool waits_for_peer() {
-    const std::lock_guard lock(mutex_);
-    forget_ended();
-    return peer_may_be_gone_ && !operations_.empty();
-  }
-
- private:
-  void forget_ended() {
-    std::erase_if(operations_, [](Operation& each) {
-      int ended = 0;
-      return MPI_Test(&each.request, &ended, MPI_STATUS_IGNORE) != MPI_SUCCESS || ended;
-    });
-  }
-  std::mutex mutex_;
-  std::vector<Operation> operations_;
-  bool peer_may_be_gone_ = false;
-};
 
 /// Lives as long as the process.
 LeftBehind& left_behind() {
@@ -102,15 +67,26 @@ void initialize() {
 }
 
 /// Waits for a collective operation of joining.
-void finish(Operation operation, Clock::time_point deadline) {
-  for (int ended = 0, tries = 1; !ended; ++tries) {
-    check(MPI_Test(&operation.request, &ended, MPI_STATUS_IGNORE), "MPI_Test");
-    if (ended || tries % 64 != 0) continue;
-    if (Clock::now() >= deadline) {
-      left_behind().add(std::move(operation));
-      throw Error::communication("joining over MPI: not all ranks have arrived in time");
+void finish(Operation operation, MPI_Comm comm, Clock::time_point deadline) {
+  constexpr std::chrono::milliseconds kBetweenCalls{20};  // of the wait hook
+  Clock::time_point next_call = Clock::now() + kBetweenCalls;
+  try {
+    for (int ended = 0, tries = 1; !ended; ++tries) {
+      check(MPI_Test(&operation.request, &ended, MPI_STATUS_IGNORE), "MPI_Test");
+      if (ended || tries % 64 != 0) continue;
+      const auto now = Clock::now();
+      if (now >= deadline) {
+        throw Error::communication("joining over MPI: not all ranks have arrived in time");
+      }
+      if (now >= next_call) {
+        call_wait_hook();
+        next_call = now + kBetweenCalls;
+      }
+      sched_yield();
     }
-    sched_yield();
+  } catch (...) {
+    left_behind().add(std::move(operation), world_ranks(comm));
+    throw;
   }
 }
 
@@ -130,7 +106,7 @@ std::vector<std::string> gather(MPI_Comm comm, int size, const std::string& mine
   check(MPI_Iallgather(&texts->bytes, 1, MPI_INT, texts->sizes.data(), 1, MPI_INT, comm,
                        &sizes.request),
         "MPI_Iallgather");
-  finish(std::move(sizes), deadline);
+  finish(std::move(sizes), comm, deadline);
   int total = 0;
   for (const int bytes : texts->sizes) {
     texts->begins.push_back(total);
@@ -141,7 +117,7 @@ std::vector<std::string> gather(MPI_Comm comm, int size, const std::string& mine
   check(MPI_Iallgatherv(texts->mine.data(), texts->bytes, MPI_CHAR, texts->all.data(),
                         texts->sizes.data(), texts->begins.data(), MPI_CHAR, comm, &all.request),
         "MPI_Iallgatherv");
-  finish(std::move(all), deadline);
+  finish(std::move(all), comm, deadline);
   std::vector<std::string> result;
   for (std::size_t r = 0; r < texts->sizes.size(); ++r) {
     result.push_back(texts->all.substr(texts->begins[r], texts->sizes[r]));
@@ -187,15 +163,16 @@ class MpiData final : public DataPlane {
     const auto made = std::make_shared<MPI_Comm>(MPI_COMM_NULL);
     Operation duplicate{MPI_REQUEST_NULL, made};
     check(MPI_Comm_idup(parent, made.get(), &duplicate.request), "MPI_Comm_idup");
-    finish(std::move(duplicate), deadline);
+    finish(std::move(duplicate), parent, deadline);
     comm_ = *made;
     MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
     MPI_Comm_rank(comm_, &rank_);
     MPI_Comm_size(comm_, &size_);
+    world_ranks_ = world_ranks(comm_);
     siblings_->in_use.push_back(number_);
     try {
       free_failed(deadline);
-      left_behind().ranks_have_met();
+      left_behind().ranks_have_met(world_ranks_);
     } catch (...) {
       dead_ = true;
       leave();
@@ -390,7 +367,7 @@ class MpiData final : public DataPlane {
       for (Piece& piece : flow.pieces) {
         if (piece.request == MPI_REQUEST_NULL) continue;
         if (flow.receive) MPI_Cancel(&piece.request);  // or lets it come, if it is on its way
-        left_behind().add({piece.request, std::move(piece.memory)});
+        left_behind().add({piece.request, std::move(piece.memory)}, {world_ranks_[flow.peer]});
       }
     }
     flows_.clear();
@@ -432,6 +409,7 @@ class MpiData final : public DataPlane {
   const int number_;
   MPI_Comm comm_ = MPI_COMM_NULL;
   int rank_ = 0, size_ = 1;
+  std::vector<int> world_ranks_;  // of each rank of comm_
   std::atomic<bool> dead_{false};
   std::vector<Flow> flows_;
   std::vector<Message> sends_, receives_;  // by peer; flows look at them
@@ -442,9 +420,13 @@ class MpiData final : public DataPlane {
 
 std::shared_ptr<Communicator> make_mpi_communicator(std::optional<int> fortran_handle,
                                                     CommunicatorOptions options) {
+  constexpr std::chrono::milliseconds kYear = std::chrono::hours(24 * 365);
+  if (options.timeout.count() <= 0 || options.timeout > kYear) {
+    throw Error("timeout", std::to_string(options.timeout.count()) + " ms",
+                "positive, at most a year");
+  }
   initialize();
-  constexpr std::chrono::hours kYear(24 * 365);  // what is longer, make_control_plane() refuses
-  const auto deadline = Clock::now() + std::min<Clock::duration>(options.timeout, kYear);
+  const auto deadline = Clock::now() + options.timeout;
   const MPI_Comm comm = fortran_handle ? MPI_Comm_f2c(*fortran_handle) : MPI_COMM_WORLD;
   const auto data = std::make_shared<MpiData>(comm, deadline);
   const auto gather_texts = [&](const std::string& text) {

@@ -4,14 +4,18 @@
 #include <mpi.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <csignal>
 #include <cstdlib>
 #include <thread>
+#include <utility>
 
 #include "dropping_ranks.h"
 #include "fusedmoe/quant.h"
+#include "fusedmoe/wait_hook.h"
 #include "golden_ranks.h"
 #include "leaks.h"
+#include "mpi/left_behind.h"
 
 namespace {
 int mpi_communicators = 0;  // that were made and not freed
@@ -327,22 +331,71 @@ TEST(MpiTest, AnotherNumberOfBytesIsAnErrorOfAll) {
   }
 }
 
+TEST(MpiTest, ATimeoutThatNoClockCanTellIsRefusedBeforeJoining) {
+  using std::chrono::milliseconds;
+  for (const milliseconds timeout : {milliseconds(0), milliseconds(-1), milliseconds::max()}) {
+    try {
+      make_ranks(timeout);
+      ADD_FAILURE() << timeout.count();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.what(), "timeout: was " + std::to_string(timeout.count()) +
+                                  " ms; must be positive, at most a year");
+    }
+  }
+}
+
+bool others_may_join = false;
+
+/// The others join when rank 0's hook was called, which waits for them.
+TEST(MpiTest, JoiningCallsTheWaitHook) {
+  if (world()->size() == 1) GTEST_SKIP() << "nobody to wait for";
+  if (world()->rank() == 0) {
+    set_wait_hook([] {
+      if (!std::exchange(others_may_join, true)) world()->barrier();
+    });
+  } else {
+    world()->barrier();
+  }
+  make_ranks()->barrier();
+  set_wait_hook(nullptr);
+}
+
+/// Others that meet say nothing about a rank that may have stopped.
+TEST(MpiTest, WhatIsLeftBehindWaitsForItsOwnPeers) {
+  world();
+  EXPECT_EQ(mpi::world_ranks(MPI_COMM_SELF), std::vector<int>{world()->rank()});
+  mpi::LeftBehind left;
+  int number = 0;
+  MPI_Request request = MPI_REQUEST_NULL;
+  MPI_Irecv(&number, 1, MPI_INT, 0, 0, MPI_COMM_SELF, &request);
+  left.add({request, nullptr}, {1, 3});
+  const std::vector<int> one{0, 1, 2}, other{0, 3};
+  EXPECT_TRUE(left.waits_for_peer());
+  left.ranks_have_met(one);
+  EXPECT_TRUE(left.waits_for_peer());
+  left.ranks_have_met(other);
+  EXPECT_FALSE(left.waits_for_peer());
+  MPI_Send(&number, 1, MPI_INT, 0, 0, MPI_COMM_SELF);
+  left.ranks_have_met(one);
+}
+
 /// Rank 1 is stopped while bytes move between it and rank 0, again and again. Rank 0 gives up at
 /// its deadline, and from then on MPI may no longer touch what it was given.
 TEST(MpiTest, APeerThatStopsInAnExchangeHoldsNoMemory) {
   if (world()->size() == 1) GTEST_SKIP() << "nobody to stop";
   constexpr std::size_t kBytes = 8 << 20;
   const std::vector<std::string> processes = world()->gather(std::to_string(getpid()), "a test");
-  const auto mine = make_ranks(std::chrono::milliseconds(1500));
+  const auto mine = make_ranks(std::chrono::seconds(5));
   const int rank = mine->rank();
   std::string out(kBytes, 'x'), in(kBytes, ' '), error;
   const pid_t peer = std::stoi(processes[rank == 0 ? 1 : 0]);
   std::thread stops;
+  std::atomic<bool> over{false};
   if (rank == 0) {
     stops = std::thread([&] {
       const volatile char& first = in.front();
-      while (first != 'x') std::this_thread::yield();
-      kill(peer, SIGSTOP);
+      while (first != 'x' && !over) std::this_thread::yield();
+      if (!over) kill(peer, SIGSTOP);
     });
   }
   const Message send{1 - rank, out.data(), kBytes}, receive{1 - rank, in.data(), kBytes};
@@ -354,11 +407,12 @@ TEST(MpiTest, APeerThatStopsInAnExchangeHoldsNoMemory) {
     error = each.what();
   }
   if (rank == 0) {
+    over = true;
     stops.join();
     std::fill(out.begin(), out.end(), 'y');
     std::fill(in.begin(), in.end(), 'z');
     kill(peer, SIGCONT);
-    EXPECT_EQ(error, "rows: rank 1 did not arrive within 1.5 s");
+    EXPECT_EQ(error, "rows: rank 1 did not arrive within 5 s");
     EXPECT_THROW(mine->exchange({&send, 1}, {}, {}, "rows"), Error) << "it is dead";
   }
   const std::vector<std::string> errors = world()->gather(error, "a test");
