@@ -19,7 +19,7 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr int kVersion = 2;  // 1 had no scheme
-constexpr std::size_t kMaxBytes = files::kMaxConfigBytes;
+constexpr std::size_t kMaxBytes = std::size_t{4} << 20;
 
 struct TextMember {
   const char* key;

@@ -59,6 +59,7 @@ struct Parts {
 TEST(BesideExpertsTest, QuantizedGateIsDecoded) {
   const std::string name = "model.layers.0.mlp.shared_expert_gate";
   Parts parts(TinyCheckpoints::instance().quantized("qwen2_moe", "int4_g32", kLayout));
+  parts.config["quantization_config"]["ignore"] = nullptr;
   const Tensor gate = parts.quantize(name);
   EXPECT_TRUE(bitwise_equal(parts.load().shared_experts->gate, gate));
   parts.tensors.erase(name + ".weight_scale");
@@ -66,6 +67,7 @@ TEST(BesideExpertsTest, QuantizedGateIsDecoded) {
             std::string::npos);
 
   Parts dynamic(TinyCheckpoints::instance().quantized("qwen2_moe", "int8_w8a8", kLayout));
+  dynamic.config["quantization_config"]["ignore"] = nullptr;
   dynamic.quantize(name);
   EXPECT_NE(error_text([&] { dynamic.load(); }).find("quantized together with its input"),
             std::string::npos);
@@ -97,6 +99,7 @@ TEST(BesideExpertsTest, ProjectionsAroundQuantizedExperts) {
     return directory / scheme;
   };
   Parts parts(quantize("int4_g32"));
+  parts.config["quantization_config"]["ignore"] = nullptr;
   // Static scales of the experts' inputs are calibrated behind the projection.
   const Parts calibrated(quantize("fp8_tensor_static"));
   const LayerWeights plain = parts.load();
