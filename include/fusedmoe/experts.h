@@ -67,8 +67,8 @@ struct MoeConfig {
   CombineMode combine = CombineMode::kPerRank;
   std::optional<DType> dispatch_dtype;  ///< see RankOptions
   Device device;
-  /// Of a CUDA device that need not be here, as major * 10 + minor: 90 is Hopper. None: that of
-  /// `device`, which must then be usable.
+  /// Of a CUDA device that need not be here, as major * 10 + minor: 90 is Hopper, with the 132
+  /// multiprocessors of an H200. None: that of `device`, which must then be usable.
   std::optional<int> compute_capability;
   bool batch_invariant = false;  ///< require rows that do not depend on their batch
   bool hooks = false;            ///< require injection points, see ExpertsHooks
