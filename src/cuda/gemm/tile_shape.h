@@ -61,9 +61,10 @@ inline constexpr TileShape kTilesFp8[] = {
     {96, 2, 1, 1, 2}, {96, 2, 1, 2, 1}, {128, 1, 1, 2, 2, 2},
 };
 
-/// Without scales of K blocks: no groups either.
+/// Without scales of K blocks there are no groups, whose largest values two warpgroups tell each
+/// other: so tiles of 64 tokens have four.
 inline constexpr TileShape kTilesFp8Rows[] = {
-    {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 2, 1, 2, 1}, {96, 2, 1, 1, 2}, {128, 1, 1, 2, 2, 2},
+    {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 4, 1, 1, 1}, {96, 2, 1, 1, 2}, {128, 1, 1, 2, 2, 2},
 };
 
 /// FP8 tiles of decoded weights. wgmma takes only its rows from registers, so tokens cannot be

@@ -11,7 +11,7 @@ namespace fusedmoe::cuda {
 struct Fp8F16Operands : Fp8Operands {
   using Output = RoundedOutput<__half>;
   static constexpr DType kRowDType = DType::kF16;
-  static constexpr auto kTiles = std::span<const TileShape>(kTilesFp8Rows).first(4);
+  static constexpr auto kTiles = std::span<const TileShape>(kTilesFp8).first(4);
 };
 
 }  // namespace fusedmoe::cuda
