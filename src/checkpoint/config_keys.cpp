@@ -97,7 +97,7 @@ std::vector<std::string> ConfigKeys::names() const {
 void ConfigKeys::check_known(std::string_view of,
                              std::initializer_list<std::span<const std::string_view>> known) const {
   for (const auto& [key, value] : node_->items()) {
-    const bool listed = std::any_of(known.begin(), known.end(), [&](const auto& list) {
+    const bool listed = std::any_of(known.begin(), known.end(), [&, &key = key](const auto& list) {
       return std::find(list.begin(), list.end(), key) != list.end();
     });
     if (listed || value.is_null()) continue;

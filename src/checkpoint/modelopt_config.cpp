@@ -138,7 +138,7 @@ void add_table(const ConfigKeys& config, const Groups& groups, ModuleRules& rule
   for (const auto& [module, value] : table->node().items()) {
     const std::string source = core::format("{}.{}", table->path(), files::quote(module));
     bool weights_only = false;
-    const ModuleFormat format = read_format(source, [&] {
+    const ModuleFormat format = read_format(source, [&, &module = module, &value = value] {
       FUSEDMOE_CHECK_FILE(value.is_object(), source, ConfigKeys::text(value), "an object");
       const ConfigKeys own(value, source);
       own.check_known("a module's settings", {kOfModule});
