@@ -274,8 +274,8 @@ TEST(MonolithicKernelTest, LogitsOfEveryDTypeGiveTheBitsOfModularExperts) {
     const ModularKernel monolithic = testing::find_variant(name + "_monolithic").create(config);
     const auto packed = modular.experts().pack(problem.weights);
     EXPECT_TRUE(monolithic.experts().accepts(*packed));
-    const Tensor memory = Tensor::empty({1 << 20}, DType::kU8);
-    const Workspace workspace{memory.data(), 1 << 20};
+    const Tensor memory = Tensor::empty({1 << 24}, DType::kU8);
+    const Workspace workspace{memory.data(), 1 << 24};
     for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
       const Tensor logits = testing::make_sample(dtype, {3, 4});
       const Tensor ids = Tensor::empty({3, 2}, DType::kI32);
