@@ -152,7 +152,7 @@ def test_dispatch_dtype():
 def test_wrong_options():
     with pytest.raises(ValueError, match="combine"):
         layer(combine="never")
-    with pytest.raises(ValueError, match="else give rank, size, address and port"):
+    with pytest.raises(ValueError, match="or give rank, size, address and port"):
         fusedmoe.Communicator.join()
     with pytest.raises(ValueError, match="token is given without an address"):
         fusedmoe.Communicator.join(token=TOKEN)
