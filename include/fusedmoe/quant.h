@@ -78,7 +78,7 @@ FUSEDMOE_API QuantKey int8_group(std::int64_t group);  ///< dynamic, f32 per gro
 /// least 1/128 of the group's largest is exact, a smaller one is off by at most 2^-15 of the
 /// largest.
 FUSEDMOE_API QuantKey int16_group(std::int64_t group);
-// llama.cpp's blocks. Codes of 2 and 3 bits lie in 4, those of 5 and 6 bits in 8.
+// llama.cpp's blocks. Codes of 2 and 3 bits are stored in 4 bits, those of 5 and 6 bits in 8.
 FUSEDMOE_API QuantKey q2_k();  ///< 2-bit codes, u8 scale and zero point per 16, two f16 per 256
 FUSEDMOE_API QuantKey q3_k();  ///< 3-bit codes minus 4, kept minus 8; i8 scale per 16, f16 per 256
 FUSEDMOE_API QuantKey q4_k();  ///< 4-bit codes, u8 scale and zero point per 32, two f16 per 256

@@ -19,8 +19,8 @@ class Settings {
 
   const ConfigKeys& keys() const { return keys_; }
 
-  /// Without a key in the config and a value in the description: `otherwise`, else Error. Where 0
-  /// is allowed, false is 0.
+  /// `otherwise` if neither the config nor the family's description has a value; Error if that is
+  /// not given either. Reads false as 0 where 0 is allowed.
   std::int64_t integer(const Setting<std::int64_t>& setting, std::int64_t low, std::int64_t high,
                        std::optional<std::int64_t> otherwise = {}) const;
   bool boolean(const Setting<bool>& setting, bool otherwise = false) const;

@@ -56,7 +56,8 @@ class LayerModules {
   Naming naming_;
 };
 
-/// What the config alone says: of the first layer whose experts are quantized; nothing if none is.
+/// The scheme of the first layer whose experts the config says are quantized, without a look at
+/// tensors; nothing if it says so of none.
 std::optional<QuantScheme> configured_scheme(const ModelConfig& model);
 
 }  // namespace fusedmoe::checkpoint

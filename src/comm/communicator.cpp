@@ -5,9 +5,9 @@
 // the end, which also ends all parts that were split off. The first reason counts. A rank that
 // waits looks for it every few milliseconds.
 //
-// A rank posts its text of a gather when it has read all of the gather before. So who has read the
-// texts of a gather knows that all ranks have read its own text of the one before, and has it
-// forgotten.
+// When a text can be forgotten: a rank posts its text of gather n after it has read all texts of
+// gather n - 1. So once a rank has read all texts of gather n, every rank has read its text of
+// gather n - 1, and the control plane forgets that.
 #include <algorithm>
 #include <utility>
 

@@ -18,8 +18,8 @@ class Token {
 
   /// None: who knows nothing else is let in.
   Token() = default;
-  /// Throws Error, which does not say the text, unless that has kLeast to kMost characters.
-  /// `argument` names it.
+  /// Throws Error unless `text` has kLeast to kMost characters. The Error names `argument`, and
+  /// never contains the text.
   Token(std::string_view text, std::string_view argument);
   /// `text` if it is given, else that of the environment, else none.
   static Token given(std::string_view text);

@@ -54,7 +54,8 @@ void multiply_scaled(const TileJob& job) {
   if (!stream_few_rows<D, Stream, Scaling::kNone>(job)) multiply<D, CodecPanels<D, Codec>>(job);
 }
 
-/// llama.cpp's blocks. Integers are converted for few rows, table entries looked up.
+/// llama.cpp's blocks. With few rows, integer codes are converted to fp32 in registers; codes of
+/// IQ4 are looked up in their table.
 template <class D, Codes kCodes>
 void multiply_blocks(const TileJob& job) {
   using S = typename D::Simd;

@@ -32,7 +32,7 @@ void check_row_buffer(const TensorView& view, const char* argument, DType dtype,
 
 /// Rows of all experts: those of `rows_per_token` for each token. Kernels count them in 32 bits.
 void check_row_count(std::int64_t num_tokens, std::int64_t rows_per_token);
-/// The same for `num_tokens` that a caller names, to ask these experts for sizes.
+/// Checks the `num_tokens` of a caller who asks these experts how much memory they need.
 void check_num_tokens(const Experts& experts, std::int64_t num_tokens);
 
 /// Weights that the experts accept, a stream of their device, hooks only where the experts call

@@ -115,8 +115,9 @@ TEST(GgufTest, DenseLayersBesideExpertsInTensorsOfTheirOwnAreNone) {
   EXPECT_EQ(name(checkpoint.config().scheme), "int8_g32");
 }
 
-/// Gate and up in one format, down in the same or another, as files mix them. Files of 256 and more
-/// columns are too large to be kept, so the weights are made here.
+/// Layers whose gate and up have one format and whose down has the same or another, as in published
+/// files. Blocks have 256 columns, and files of that size are too large to be kept: so the test
+/// makes the weights.
 class GgufMixtureTest : public ::testing::TestWithParam<const char*> {
  protected:
   static constexpr std::int64_t kHidden = 96, kInner = 320, kExperts = 3;

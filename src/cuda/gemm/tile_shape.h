@@ -61,8 +61,8 @@ inline constexpr TileShape kTilesFp8[] = {
     {96, 2, 1, 1, 2}, {96, 2, 1, 2, 1}, {128, 1, 1, 2, 2, 2},
 };
 
-/// Without scales of K blocks there are no groups, whose largest values two warpgroups tell each
-/// other: so tiles of 64 tokens have four.
+/// Without scales of K blocks. No groups are quantized in their epilogue, for which two warpgroups
+/// would have to exchange largest magnitudes. So tiles of 64 tokens can have four warpgroups.
 inline constexpr TileShape kTilesFp8Rows[] = {
     {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 4, 1, 1, 1}, {96, 2, 1, 1, 2}, {128, 1, 1, 2, 2, 2},
 };
