@@ -10,7 +10,7 @@
 
 #include "fusedmoe/error.h"
 #include "fusedmoe/version.h"
-#include "support.h"
+#include "log.h"
 
 namespace fusedmoe::cli {
 

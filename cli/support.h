@@ -1,7 +1,6 @@
-// What several subcommands share: progress, sizes as text, options with checked values.
+// What several subcommands share: sizes as text, options with checked values, files.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -10,42 +9,15 @@
 #include "command_line.h"
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/tensor.h"
+#include "log.h"
 
 namespace fusedmoe::cli {
-
-/// Progress of one job on stderr: silent for the first second, then a bar on a terminal, or else a
-/// line every five seconds. Erases its bar at the end.
-class Progress {
- public:
-  explicit Progress(std::string what);
-  ~Progress();
-  Progress(const Progress&) = delete;
-  Progress& operator=(const Progress&) = delete;
-
-  void update(std::int64_t done, std::int64_t total);
-
- private:
-  using Clock = std::chrono::steady_clock;
-  std::string what_;
-  Clock::time_point start_, last_;
-  bool terminal_;
-  bool drawn_ = false;
-};
 
 /// Of --threads: more than any machine has, few enough to start.
 inline constexpr int kMaxThreads = 1024;
 
 /// Throws Error unless `require` of --experts begins with a name of the registry; empty: the best.
 void check_experts_name(const std::string& require);
-
-enum class Level { kInfo, kWarning, kError };
-
-/// One line on stderr, "info: wrote x"; in color on a terminal, unless NO_COLOR is set.
-void log(Level level, const std::string& text);
-
-/// From now on in front of each line of log(): this process is one of several ranks. Only rank 0
-/// shows its progress.
-void put_rank_in_front(int rank);
 
 /// "421.3 MB", decimal units.
 std::string format_bytes(std::int64_t bytes);

@@ -30,6 +30,7 @@ find src include cli bench python tests/unit tests/capi -name '*.h' -o -name '*.
       below = "layer checkpoint files " below
       allow("tools", below)
       allow("cli", "fusedmoe testing tools " below); allow("bench", "fusedmoe testing tools " below)
+      allow("run", "fusedmoe testing tools " below)
       # The public interface alone, so that the tests of it can use src/testing.
       allow("include", "fusedmoe"); allow("testing", "fusedmoe")
       allow("tests", "fusedmoe testing ..")
@@ -40,8 +41,8 @@ find src include cli bench python tests/unit tests/capi -name '*.h' -o -name '*.
     }
     {
       file = $1; header = $4
-      split(file, path, "/")
-      folder = path[1] == "src" ? path[2] : path[1]
+      delete path; split(file, path, "/")
+      folder = path[1] == "src" || path[1] == "cli" && path[3] ? path[2] : path[1]
       if (split(header, parts, "/") < 2 || header ~ /^(gtest|nlohmann|cute|cutlass)\//) next
       target = parts[1]
       if (target == "fusedmoe" && !index(allowed[folder], "fusedmoe")) target = floor_of[parts[2]]

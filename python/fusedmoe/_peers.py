@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import TYPE_CHECKING, Any, Callable, Dict, Tuple
+from typing import Any, Callable, Dict, Tuple
 
 import torch
 
-if TYPE_CHECKING:
-    from .bench import Problem
+from ._problem import Problem
 
 # (hidden_states, topk_weights, topk_ids) -> output
 Candidate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -20,9 +19,9 @@ Candidate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _MOST_COPIED = 4.0  # GB
 
 
-def peers(problem: "Problem") -> Dict[str, Candidate]:
+def peers(problem: Problem) -> Dict[str, Candidate]:
     """Those that are installed, by name."""
-    makers: Dict[str, Callable[["Problem"], Candidate]] = {}
+    makers: Dict[str, Callable[[Problem], Candidate]] = {}
     if importlib.util.find_spec("transformers"):
         for name in ("eager", "batched_mm", "grouped_mm"):
             makers[f"hf {name}"] = functools.partial(_of_transformers, name)
@@ -35,12 +34,12 @@ def peers(problem: "Problem") -> Dict[str, Candidate]:
     return {name: _at_first_call(make, problem) for name, make in makers.items()}
 
 
-def _at_first_call(make: Callable[["Problem"], Candidate], problem: "Problem") -> Candidate:
+def _at_first_call(make: Callable[[Problem], Candidate], problem: Problem) -> Candidate:
     made = functools.lru_cache(maxsize=None)(lambda: make(problem))
     return lambda *inputs: made()(*inputs)
 
 
-def _of_transformers(implementation: str, problem: "Problem") -> Candidate:
+def _of_transformers(implementation: str, problem: Problem) -> Candidate:
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -71,7 +70,7 @@ def _of_transformers(implementation: str, problem: "Problem") -> Candidate:
 GroupedGemm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # rows, where experts end
 
 
-def _grouped(problem: "Problem", gemm1: GroupedGemm, gemm2: GroupedGemm) -> Candidate:
+def _grouped(problem: Problem, gemm1: GroupedGemm, gemm2: GroupedGemm) -> Candidate:
     """The experts by two grouped products of rows that are sorted by expert."""
 
     def call(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -87,7 +86,7 @@ def _grouped(problem: "Problem", gemm1: GroupedGemm, gemm2: GroupedGemm) -> Cand
     return call
 
 
-def _grouped_mm(problem: "Problem") -> Candidate:
+def _grouped_mm(problem: Problem) -> Candidate:
     def gemm(weights: torch.Tensor) -> GroupedGemm:
         columns = weights.transpose(1, 2)
         return lambda rows, ends: torch.nn.functional.grouped_mm(rows, columns, offs=ends)
@@ -95,7 +94,7 @@ def _grouped_mm(problem: "Problem") -> Candidate:
     return _grouped(problem, gemm(problem.w13), gemm(problem.w2))
 
 
-def _scaled_grouped_mm(problem: "Problem") -> Candidate:
+def _scaled_grouped_mm(problem: Problem) -> Candidate:
     """E4M3 with a scale for each row of the weights and one for each token."""
     row_wise = torch.nn.functional.ScalingType.RowWise
 
@@ -118,19 +117,19 @@ def _scaled_grouped_mm(problem: "Problem") -> Candidate:
     return _grouped(problem, gemm(w13, settings["w1_scale"]), gemm(w2, settings["w2_scale"]))
 
 
-def _needs_a_gpu(problem: "Problem", name: str) -> None:
+def _needs_a_gpu(problem: Problem, name: str) -> None:
     if problem.device.type != "cuda":
         raise NotImplementedError(f"{name} needs a GPU")
 
 
-def _of_vllm(problem: "Problem") -> Candidate:
+def _of_vllm(problem: Problem) -> Candidate:
     _needs_a_gpu(problem, "vLLM's fused_experts")
     from vllm.model_executor.layers.fused_moe import fused_experts
 
     return lambda x, weights, ids: fused_experts(x, problem.w13, problem.w2, weights, ids)
 
 
-def _of_triton_kernels(problem: "Problem") -> Candidate:
+def _of_triton_kernels(problem: Problem) -> Candidate:
     """As vLLM calls the package, which it brings along."""
     _needs_a_gpu(problem, "triton_kernels")
     from vllm.model_executor.layers.fused_moe import config as vllm
@@ -163,7 +162,7 @@ def _interleaved(w13: torch.Tensor) -> torch.Tensor:
     return torch.stack((gate, up), 2).reshape(w13.shape)
 
 
-def _mxfp4_of_triton_kernels(problem: "Problem") -> Tuple[Tuple[Any, Any], Tuple[Any, Any]]:
+def _mxfp4_of_triton_kernels(problem: Problem) -> Tuple[Tuple[Any, Any], Tuple[Any, Any]]:
     """Weights and what holds their scales, for w13 and w2."""
     import vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe  # noqa: F401
     from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig

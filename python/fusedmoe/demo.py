@@ -130,7 +130,7 @@ def _percents_of_bandwidth(model: Any, prompt: Any) -> List[float]:
     import transformers
 
     from . import _core
-    from .bench import cpu_probe
+    from ._problem import cpu_probe
     from .integrations.transformers import FusedExperts
 
     config = model.config

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "layers.h"
+#include "module.h"
 
 namespace fusedmoe::python {
 namespace {

@@ -14,6 +14,7 @@
 
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/runtime.h"
+#include "module.h"
 #include "ranks.h"
 
 namespace fusedmoe::python {

@@ -1,5 +1,7 @@
 // The extension module fusedmoe._core: the C++ interface for the Python code beside it, which has
 // the public names, defaults and documentation.
+#include "module.h"
+
 #include <nanobind/stl/string.h>
 
 #include <new>
@@ -7,11 +9,11 @@
 #include "fusedmoe/error.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/version.h"
-#include "ranks.h"
-#include "tensors.h"
 
 namespace fusedmoe::python {
 namespace {
+
+namespace nb = nanobind;
 
 PyObject* exception_of(ErrorKind kind) {
   switch (kind) {
@@ -41,9 +43,7 @@ void raise(const Error& error) {
   PyErr_SetObject(type, exception.ptr());
 }
 
-}  // namespace
-
-void bind_errors(nb::module_&) {
+void translate_errors() {
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
       std::rethrow_exception(pointer);
@@ -53,12 +53,13 @@ void bind_errors(nb::module_&) {
   });
 }
 
+}  // namespace
 }  // namespace fusedmoe::python
 
 NB_MODULE(_core, module) {
   using namespace fusedmoe::python;
   nanobind::set_leak_warnings(false);  // caches live as long as the program
-  bind_errors(module);
+  translate_errors();
   bind_tensors(module);
   bind_layers(module);
   bind_ranks(module);

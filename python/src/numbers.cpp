@@ -7,6 +7,7 @@
 #include "fusedmoe/quant.h"
 #include "fusedmoe/selection.h"
 #include "layers.h"
+#include "module.h"
 #include "tools/machine.h"
 
 namespace fusedmoe::python {

@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "fusedmoe/runtime.h"
+#include "module.h"
 #include "tensors.h"
 
 namespace fusedmoe::python {

@@ -13,6 +13,7 @@
 
 #include "fusedmoe/comm.h"
 #include "fusedmoe/wait_hook.h"
+#include "module.h"
 
 namespace fusedmoe::python {
 namespace {

@@ -21,6 +21,4 @@ struct PyCommunicator {
 /// Sets the communicator and its options from the settings that belong to ranks.
 void read_ranks(const nb::dict& settings, LayerOptions& options);
 
-void bind_ranks(nb::module_& module);
-
 }  // namespace fusedmoe::python

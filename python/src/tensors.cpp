@@ -13,6 +13,7 @@
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/safetensors.h"
+#include "module.h"
 
 namespace fusedmoe::python {
 namespace {

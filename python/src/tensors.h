@@ -55,11 +55,4 @@ std::optional<Stream> stream_of(std::optional<std::uintptr_t> handle, Device dev
 /// True for what openmp_stream() of the Python module returned.
 bool is_openmp_stream(std::uintptr_t handle);
 
-void bind_errors(nb::module_& module);
-void bind_tensors(nb::module_& module);
-void bind_layers(nb::module_& module);
-void bind_experts(nb::module_& module);
-void bind_numbers(nb::module_& module);
-void bind_openmp(nb::module_& module);
-
 }  // namespace fusedmoe::python

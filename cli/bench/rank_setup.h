@@ -2,13 +2,40 @@
 // serve the deployment.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
+#include "fusedmoe/checkpoint.h"
 #include "fusedmoe/modular_kernel.h"
-#include "rank_bench.h"
 
 namespace fusedmoe::cli {
+
+struct RankBenchOptions {
+  ModelConfig model;
+  Deployment deployment;       ///< of any rank
+  std::string device = "cpu";  ///< cuda: one GPU for each rank
+  DType dtype = DType::kBF16;
+  QuantScheme scheme;
+  std::optional<DType> dispatch_dtype;
+  std::string transport;  ///< empty: all
+  std::vector<std::int64_t> tokens;
+  std::int64_t min_samples = 11;
+  double max_seconds = 10;
+  int threads = 0;  ///< of each process's CPU; 0: those of the host, shared by its ranks
+  /// Without the experts, whose weights take memory, and time to pack.
+  bool rows_only = false;
+  bool json = false;
+
+  int num_ranks() const { return deployment.tp_size * deployment.dp_size; }
+  ParallelConfig parallel(int rank) const {
+    Deployment of_rank = deployment;
+    of_rank.rank = rank;
+    return ParallelConfig::of(of_rank);
+  }
+};
 
 /// A rank's part of the layer: some of the experts, or a slice of each.
 MoeConfig rank_config(const RankBenchOptions& options, int rank, Device device);

@@ -1,4 +1,4 @@
-#include "report.h"
+#include "run/row_check.h"
 
 #include <fmt/format.h>
 

@@ -18,8 +18,8 @@
 #include "fusedmoe/safetensors.h"
 #include "fusedmoe/version.h"
 #include "outputs.h"
-#include "report.h"
-#include "run.h"
+#include "run/row_check.h"
+#include "run/run.h"
 #include "support.h"
 
 namespace fusedmoe::cli {

@@ -7,8 +7,8 @@
 #include <filesystem>
 #include <memory>
 
-#include "bench_problem.h"
-#include "bench_subject.h"
+#include "bench/bench_problem.h"
+#include "bench/bench_subject.h"
 #include "commands.h"
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"

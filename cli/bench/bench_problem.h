@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "bench.h"
+#include "bench/bench.h"
 #include "testing/cases.h"
 
 namespace fusedmoe::cli {
@@ -62,9 +62,9 @@ class BenchProblem {
 
   /// Random hidden states and router weights; no ids yet.
   BenchBuffers buffers(const testing::Case& spec) const;
-  /// The next routing. Of experts: ids, and weights if they are replayed; distinct experts for each
-  /// token; single tokens walk through all experts, so that weights are cold. Of a layer: other
-  /// hidden states. Off the CPU a tensor is replaced, not written.
+  /// Replaces the inputs by those of the next sample. Of experts: ids, distinct for each token, and
+  /// weights if a routing is replayed; single tokens walk through all experts, so that weights are
+  /// cold. Of a layer: hidden states. On a GPU they are new tensors.
   void route(BenchBuffers& buffers);
   /// Rows from all over the batch, as `reference` computes them from the same inputs.
   Tensor expected_rows(const testing::Case& spec, const BenchBuffers& timed) const;

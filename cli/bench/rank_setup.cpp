@@ -1,4 +1,4 @@
-#include "rank_setup.h"
+#include "bench/rank_setup.h"
 
 #include <fmt/format.h>
 
@@ -6,7 +6,7 @@
 #include <numeric>
 #include <string>
 
-#include "bench_problem.h"
+#include "bench/bench_problem.h"
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
@@ -15,7 +15,7 @@
 namespace fusedmoe::cli {
 namespace {
 
-/// Names sizes, where the experts do not run.
+/// The sizes of the weights where the experts do not run: transports read them.
 class NoWeights final : public PackedWeights {
  public:
   using PackedWeights::PackedWeights;

@@ -1,4 +1,4 @@
-#include "rank_bench.h"
+#include "bench/rank_bench.h"
 
 #include <fmt/format.h>
 
@@ -7,12 +7,13 @@
 #include <cstring>
 #include <functional>
 
-#include "bench_problem.h"
+#include "bench/bench_problem.h"
+#include "bench/rank_link.h"
+#include "bench/rank_report.h"
+#include "bench/rank_setup.h"
+#include "bench/rank_timer.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
-#include "rank_link.h"
-#include "rank_report.h"
-#include "rank_setup.h"
 #include "ranks.h"
 #include "testing/cases.h"
 
@@ -38,14 +39,8 @@ class RankBench {
   void time_rows(RankRow& row);
   void time_bare(RankRow& row);
   void time_steps(RankRow& row);
-  using Phases = std::vector<std::function<void()>>;
-  std::vector<std::vector<double>> samples_us(const Phases& phases);
-  std::vector<double> medians_us(const Phases& phases);
-  void start_together();
   std::vector<Message> messages(bool incoming, std::int64_t row_bytes);
   static void copy_bytes(const Tensor& from, const std::vector<Message>& messages);
-  std::vector<double> largest(const std::vector<double>& mine) const;
-  double largest(double mine) const { return largest(std::vector{mine}).front(); }
   std::optional<float> static_scale() const {
     const std::optional<QuantKey>& key = config_.scheme.activations;
     return key && !key->dynamic ? experts_.weights->info().a1_scale : std::nullopt;
@@ -73,6 +68,7 @@ class RankBench {
   const std::int64_t num_tokens_;
   Device device_;
   OwnedStream stream_;
+  RankTimer timer_;
   MoeConfig config_;
   std::shared_ptr<const PrepareAndFinalize> prepare_finalize_;
   ForwardArgs args_, inner_;  // of the caller, and of the experts
@@ -92,6 +88,7 @@ RankBench::RankBench(const RankBenchOptions& options, std::shared_ptr<Communicat
       num_tokens_(num_tokens),
       device_(communicator_->device()),
       stream_(device_),
+      timer_(*communicator_, stream_, {options.min_samples, options.max_seconds, uses_graphs()}),
       config_(rank_config(options, communicator_->rank(), device_)) {
   Context context;
   context.ranks.communicator = communicator_;
@@ -180,73 +177,6 @@ void RankBench::count_rows(const TensorView& topk_ids) {
   }
 }
 
-/// Of all ranks, each value by itself.
-std::vector<double> RankBench::largest(const std::vector<double>& mine) const {
-  const ValuesByRank all = gather_values(*communicator_, mine);
-  std::vector<double> result;
-  for (std::size_t i = 0; i < mine.size(); ++i) result.push_back(largest_of(values_of(all, i)));
-  return result;
-}
-
-/// Behind a barrier threads wake up one after the other. On the CPU a message to everybody and one
-/// from everybody wait for the last, without sleeping.
-void RankBench::start_together() {
-  communicator_->barrier();
-  if (!device_.is_cpu()) return;
-  std::vector<Message> out, in;
-  char nothing[2] = {};
-  for (int r = 0; r < communicator_->size(); ++r) {
-    if (r == communicator_->rank()) continue;
-    out.push_back({r, &nothing[0], 1});
-    in.push_back({r, &nothing[1], 1});
-  }
-  communicator_->exchange(out, in, stream_, "bench");
-}
-
-/// The times of phases that follow each other, each begun on all ranks together. Where a graph can
-/// hold a phase, of its replays, many in a row, so that the host's part does not count.
-std::vector<std::vector<double>> RankBench::samples_us(const Phases& phases) {
-  const Stream stream = stream_;
-  const bool graph = uses_graphs();
-  for (int i = 0; i < 3; ++i) {
-    for (const auto& phase : phases) phase();
-  }
-  synchronize(stream);
-  communicator_->barrier();
-  std::vector<Graph> recorded;
-  for (const auto& phase : phases) {
-    if (graph) recorded.emplace_back(stream, phase);
-  }
-  const int replays = graph ? 20 : 1;
-  std::vector<std::vector<double>> times(phases.size());
-  const Clock::time_point begin = Clock::now();
-  while (true) {
-    const double passed = std::chrono::duration<double>(Clock::now() - begin).count();
-    const auto samples = static_cast<std::int64_t>(times.front().size());
-    const bool enough = passed > options_.max_seconds || samples >= 5 * options_.min_samples;
-    // Every rank goes on as long as one wants to.
-    if (largest(samples >= options_.min_samples && enough ? 0 : 1) == 0) break;
-    for (std::size_t p = 0; p < phases.size(); ++p) {
-      synchronize(stream);
-      start_together();
-      const Clock::time_point start = Clock::now();
-      for (int i = 0; i < replays; ++i) graph ? recorded[p].launch(stream) : phases[p]();
-      synchronize(stream);
-      const std::chrono::duration<double, std::micro> time = Clock::now() - start;
-      times[p].push_back(time.count() / replays);
-    }
-  }
-  communicator_->check();
-  return times;
-}
-
-/// Of this rank.
-std::vector<double> RankBench::medians_us(const Phases& phases) {
-  std::vector<double> medians;
-  for (std::vector<double>& each : samples_us(phases)) medians.push_back(median(std::move(each)));
-  return medians;
-}
-
 /// The same rows without what surrounds them.
 std::vector<Message> RankBench::messages(bool incoming, std::int64_t row_bytes) {
   std::vector<Message> result;
@@ -318,7 +248,7 @@ std::int64_t RankBench::sent_row_bytes() const {
 void RankBench::time_rows(RankRow& row) {
   dispatch();
   combine();
-  Phases phases{[&] { dispatch(); }, [&] { combine(); }};
+  RankPhases phases{[&] { dispatch(); }, [&] { combine(); }};
   const std::vector<Message> sent = messages(false, sent_row_bytes());
   // Back goes what came, and then both messages of the sum.
   std::vector<Message> returned = messages(true, returned_row_bytes());
@@ -333,7 +263,7 @@ void RankBench::time_rows(RankRow& row) {
     for (const Message& message : messages) bytes += static_cast<double>(message.bytes);
     return bytes;
   };
-  std::vector<double> mine = medians_us(phases);
+  std::vector<double> mine = timer_.medians_us(phases);
   mine.resize(4);
   if (!travels()) mine[0] = 0;  // what the experts read was made here
   mine.insert(mine.end(), {bytes_of(sent), bytes_of(returned)});
@@ -355,16 +285,18 @@ void RankBench::time_bare(RankRow& row) {
   const std::vector<Message> sum_out = sum_messages(false), sum_in = sum_messages(true);
   const auto time = [&](std::int64_t row_bytes, bool back, const std::function<void()>& gathered) {
     const std::vector<Message> out = messages(back, row_bytes), in = messages(!back, row_bytes);
-    return largest(medians_us({[&] {
-                     if (gathers()) {
-                       gathered();
-                     } else if (travels()) {
-                       communicator_->exchange(out, in, stream, "bench");
-                     }
-                     for (int i = 0; back && !sum_out.empty() && i < 2; ++i) {
-                       communicator_->exchange(sum_out, sum_in, stream, "bench");
-                     }
-                   }}).front());
+    return timer_.largest(timer_
+                              .medians_us({[&] {
+                                if (gathers()) {
+                                  gathered();
+                                } else if (travels()) {
+                                  communicator_->exchange(out, in, stream, "bench");
+                                }
+                                for (int i = 0; back && !sum_out.empty() && i < 2; ++i) {
+                                  communicator_->exchange(sum_out, sum_in, stream, "bench");
+                                }
+                              }})
+                              .front());
   };
   if (travels()) {
     row.bare_dispatch_us = time(sent_row_bytes(), false, [&] {
@@ -389,18 +321,18 @@ void RankBench::time_steps(RankRow& row) {
   if (!device_.is_cpu()) {
     const ValuesByRank all = gather_values(
         *communicator_,
-        medians_us({step, [&] { dispatch(); }, [&] { run_experts(); }, [&] { combine(); }}));
+        timer_.medians_us({step, [&] { dispatch(); }, [&] { run_experts(); }, [&] { combine(); }}));
     row.step_us = largest_of(values_of(all, 0));
     row.ranks.experts_us = values_of(all, 2);
     row.experts_us = largest_of(row.ranks.experts_us);
     row.exposed_us = row.step_us - row.experts_us;
     return;
   }
-  const std::vector<double> mine = samples_us({step}).front();
+  const std::vector<double> mine = timer_.samples_us({step}).front();
   const auto untimed = static_cast<std::ptrdiff_t>(experts_us_.size() - mine.size());
   experts_us_.erase(experts_us_.begin(), experts_us_.begin() + untimed);
   row.ranks.experts_us = values_of(gather_values(*communicator_, {median(experts_us_)}), 0);
-  const std::vector<double> steps = largest(mine), experts = largest(experts_us_);
+  const std::vector<double> steps = timer_.largest(mine), experts = timer_.largest(experts_us_);
   std::vector<double> exposed;
   for (std::size_t i = 0; i < steps.size(); ++i) exposed.push_back(steps[i] - experts[i]);
   row.step_us = median(steps);

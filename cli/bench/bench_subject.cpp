@@ -1,4 +1,4 @@
-#include "bench_subject.h"
+#include "bench/bench_subject.h"
 
 #include <charconv>
 

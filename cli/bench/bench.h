@@ -76,7 +76,7 @@ class LayerBench {
   virtual std::vector<BenchRow> run_kernel_configs(std::int64_t) { return {}; }
 };
 
-/// For the device of the options: layer_bench.cpp for the CPU, device_bench.cpp for CUDA.
+/// For the device of the options: cpu_bench.cpp for the CPU, device_bench.cpp for CUDA.
 std::unique_ptr<LayerBench> make_cpu_bench(BenchOptions options, const PackProgress& progress);
 std::unique_ptr<LayerBench> make_device_bench(BenchOptions options, const PackProgress& progress);
 

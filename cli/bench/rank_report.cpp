@@ -1,4 +1,4 @@
-#include "rank_report.h"
+#include "bench/rank_report.h"
 
 #include <fmt/format.h>
 

@@ -1,5 +1,5 @@
 // fusedmoe compare: the same float layer in several schemes, each against f32 on the same input.
-#include "compare.h"
+#include "bench/compare.h"
 
 #include <fmt/format.h>
 

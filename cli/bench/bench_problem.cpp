@@ -1,4 +1,4 @@
-#include "bench_problem.h"
+#include "bench/bench_problem.h"
 
 #include <fmt/format.h>
 

@@ -7,8 +7,8 @@
 #include <limits>
 #include <utility>
 
-#include "bench_problem.h"
-#include "compare.h"
+#include "bench/bench_problem.h"
+#include "bench/compare.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
 #include "support.h"

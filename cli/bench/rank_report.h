@@ -5,8 +5,8 @@
 #include <string_view>
 #include <vector>
 
-#include "rank_bench.h"
-#include "rank_link.h"
+#include "bench/rank_link.h"
+#include "bench/rank_setup.h"
 
 namespace fusedmoe::cli {
 

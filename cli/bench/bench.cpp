@@ -1,6 +1,6 @@
 // fusedmoe bench: a model's experts, or also its router, at several numbers of tokens, as a table,
 // JSON or CSV. Exit status 1 if a timed configuration does not agree with `reference`.
-#include "bench.h"
+#include "bench/bench.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -10,14 +10,14 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
-#include "bench_problem.h"
-#include "bench_subject.h"
+#include "bench/bench_problem.h"
+#include "bench/bench_subject.h"
+#include "bench/rank_bench.h"
 #include "commands.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/version.h"
-#include "rank_bench.h"
 #include "ranks.h"
 #include "support.h"
 #include "testing/error_bound.h"

@@ -9,8 +9,8 @@
 
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/runtime.h"
-#include "report.h"
-#include "run.h"
+#include "run/row_check.h"
+#include "run/run.h"
 #include "support.h"
 
 namespace fusedmoe::cli {

@@ -9,7 +9,7 @@
 #include <chrono>
 #include <cmath>
 
-#include "bench_problem.h"
+#include "bench/bench_problem.h"
 #include "support.h"
 #include "tools/machine.h"
 

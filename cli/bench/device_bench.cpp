@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <deque>
 
-#include "bench_problem.h"
+#include "bench/bench_problem.h"
 #include "fusedmoe/runtime.h"
 
 namespace fusedmoe::cli {

@@ -1,4 +1,4 @@
-#include "rank_link.h"
+#include "bench/rank_link.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -10,7 +10,7 @@
 #include <sstream>
 #include <utility>
 
-#include "bench_problem.h"
+#include "bench/bench_problem.h"
 #include "fusedmoe/runtime.h"
 #include "ranks.h"
 
