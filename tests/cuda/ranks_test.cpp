@@ -334,6 +334,36 @@ TEST(CudaRanksTest, ACommunicatorWithWorkForAMissingRankGoesAtItsDeadline) {
   }
 }
 
+/// NCCL keeps a communicator for as long as a graph has its calls, also when it was aborted.
+TEST(CudaRanksTest, AGraphMayOutliveItsCommunicator) {
+  FUSEDMOE_SKIP_WITHOUT_GPU();
+  constexpr std::chrono::milliseconds kTimeout(3000);
+  for (const Setting& setting : settings()) {
+    for (const bool fails : {false, true}) {
+      if (!setting.nccl || setting.size > 2) continue;
+      Ranks ranks(setting, kTimeout);
+      run_ranks(setting.size, [&](int rank) {
+        auto communicator = ranks.join(rank);
+        const Device device = communicator->device();
+        const int peer = 1 - rank;
+        const Tensor numbers = Tensor::zeros({2}, DType::kI32, device);
+        const Message send{peer, numbers.data(), 4}, receive{peer, numbers.as<int>() + 1, 4};
+        const OwnedStream stream(device);
+        const Graph graph(stream, [&] {
+          communicator->exchange({&send, 1}, {&receive, 1}, stream, "a step");
+        });
+        graph.launch(stream);
+        synchronize(stream);
+        communicator->barrier();
+        if (fails) communicator->abort("enough");
+        const auto begin = std::chrono::steady_clock::now();
+        communicator.reset();
+        EXPECT_LT(std::chrono::steady_clock::now() - begin, kTimeout + std::chrono::seconds(5));
+      });
+    }
+  }
+}
+
 std::size_t device_bytes_in_use() {
   std::size_t free = 0, total = 0;
   EXPECT_EQ(cudaMemGetInfo(&free, &total), cudaSuccess);

@@ -1,14 +1,11 @@
 // Messages over NCCL: one group of sends and receives for each exchange, enqueued on the caller's
 // stream.
-#include <atomic>
 #include <cstring>
-#include <future>
-#include <mutex>
 
 #include "core/check.h"
 #include "core/device_runtime.h"
 #include "cuda/device/check.h"
-#include "cuda/nccl/functions.h"
+#include "cuda/nccl/comm.h"
 #include "cuda/nccl/watch.h"
 #include "fusedmoe/runtime.h"
 
@@ -20,39 +17,21 @@ using std::chrono::milliseconds;
 namespace cuda {
 namespace {
 
-#define FUSEDMOE_NCCL_CHECK(call) ::fusedmoe::cuda::check_nccl(call, #call)
-
 ncclDataType_t nccl_type(DType dtype) {
   return dtype == DType::kF32 ? ncclFloat32 : dtype == DType::kBF16 ? ncclBfloat16 : ncclFloat16;
 }
 
-/// In a thread of its own, which stays where NCCL waits for a rank that is gone. Replays of a
-/// graph, which nobody watches, can do that.
-void destroy(ncclComm_t comm, Device device, milliseconds timeout) noexcept {
-  try {
-    const auto task = std::make_shared<std::packaged_task<void()>>([=] {
-      const CurrentDevice current(device);
-      nccl().comm_destroy(comm);
-    });
-    const std::future<void> done = task->get_future();
-    std::thread([task] { (*task)(); }).detach();
-    done.wait_for(timeout);
-  } catch (...) {
-    // There is no thread for it: it stays.
-  }
-}
-
 class NcclData final : public DataPlane {
  public:
-  NcclData(ncclComm_t comm, bool ours, int rank, int size, Device device,
+  NcclData(std::shared_ptr<Comm> comm, int rank, int size, Device device,
            std::shared_ptr<ControlPlane> control, milliseconds timeout)
-      : comm_(comm), ours_(ours), device_(device), rank_(rank), timeout_(timeout) {
-    watch_ =
-        std::make_unique<Watch>(rank, size, device, std::move(control), timeout, [this] { end(); });
+      : comm_(std::move(comm)), device_(device), rank_(rank), timeout_(timeout) {
+    watch_ = std::make_unique<Watch>(rank, size, device, std::move(control), timeout,
+                                     [comm = comm_] { comm->abort(); });
   }
   ~NcclData() override {
     watch_.reset();  // what was enqueued has ended now
-    if (comm_ && ours_) destroy(comm_, device_, timeout_);
+    comm_->destroy(timeout_);
   }
 
   std::string_view name() const override { return "nccl"; }
@@ -93,54 +72,21 @@ class NcclData final : public DataPlane {
     });
   }
 
-  /// The watch does it, soon: whoever calls this may not wait for who is in NCCL now.
-  void abort() noexcept override {
-    aborted_ = true;
-    watch_->ask_to_abort();
-  }
+  void abort() noexcept override { comm_->abort(); }
 
  private:
-  /// Ends the kernels that wait; the context stays usable. Called by the watch. Waits for who is in
-  /// NCCL, which may not lose its communicator meanwhile. After the timeout that one waits for what
-  /// only this ends.
-  void end() noexcept {
-    aborted_ = true;
-    const std::unique_lock lock(mutex_, timeout_);
-    ncclComm_t comm = comm_.exchange(nullptr);
-    if (!comm) return;
-    try {
-      const CurrentDevice current(device_);
-      nccl().comm_abort(comm);
-    } catch (...) {
-      // The device is gone, and the kernels with it.
-    }
-  }
-
   template <typename Calls>
   void enqueue(Stream stream, const Waiting& waiting, const Calls& calls) {
-    const std::lock_guard lock(mutex_);
-    ncclComm_t comm = comm_;
-    if (aborted_ || !comm) throw Error::communication("NCCL was aborted");
-    const CurrentDevice current(device_);
     const auto handle = static_cast<cudaStream_t>(stream.handle);
-    FUSEDMOE_NCCL_CHECK(nccl().group_start());
-    try {
-      calls(comm, handle);
-    } catch (...) {
-      nccl().group_end();
-      throw;
-    }
-    FUSEDMOE_NCCL_CHECK(nccl().group_end());
+    comm_->group([&](ncclComm_t comm) { calls(comm, handle); });
+    const CurrentDevice current(device_);
     watch_->enqueued(handle, waiting.what());
   }
 
-  std::atomic<ncclComm_t> comm_;  // null after an abort
-  std::atomic<bool> aborted_{false};
-  const bool ours_;
+  const std::shared_ptr<Comm> comm_;
   const Device device_;
   const int rank_;
   const milliseconds timeout_;
-  std::timed_mutex mutex_;  // guards calls of NCCL
   std::unique_ptr<Watch> watch_;
 };
 
@@ -186,49 +132,6 @@ void meet(int rank, int size, ControlPlane& control, milliseconds timeout) {
                    core::join(late, ", "), static_cast<double>(timeout.count()) / 1000));
 }
 
-/// The first of each kind of call connects the ranks, during which the host waits: here, not in the
-/// first step.
-void connect(ncclComm_t comm, int size, Device device) {
-  const OwnedStream stream(device);
-  const auto handle = static_cast<cudaStream_t>(Stream(stream).handle);
-  constexpr std::int64_t kCount = 1 << 16;
-  const Tensor all = Tensor::zeros({size * kCount}, DType::kF32, device);
-  const Tensor one = Tensor::zeros({kCount}, DType::kF32, device);
-  FUSEDMOE_NCCL_CHECK(nccl().group_start());
-  for (int peer = 0; peer < size; ++peer) {
-    FUSEDMOE_NCCL_CHECK(nccl().send(one.data(), kCount, ncclFloat32, peer, comm, handle));
-    FUSEDMOE_NCCL_CHECK(
-        nccl().recv(all.as<float>() + peer * kCount, kCount, ncclFloat32, peer, comm, handle));
-  }
-  FUSEDMOE_NCCL_CHECK(nccl().group_end());
-  FUSEDMOE_NCCL_CHECK(nccl().all_gather(one.data(), all.data(), kCount, ncclFloat32, comm, handle));
-  FUSEDMOE_NCCL_CHECK(
-      nccl().reduce_scatter(all.data(), one.data(), kCount, ncclFloat32, ncclSum, comm, handle));
-  synchronize(stream);
-}
-
-/// Makes NCCL's communicator. All ranks must be here.
-ncclComm_t make_comm(int rank, int size, Device device, const ncclUniqueId& id,
-                     ControlPlane& control, milliseconds timeout) {
-  // In a thread of its own: a rank that dies now would leave this one waiting for ever.
-  auto task = std::make_shared<std::packaged_task<ncclComm_t()>>([=] {
-    const CurrentDevice current(device);
-    ncclComm_t comm = nullptr;
-    check_nccl(nccl().comm_init_rank(&comm, size, id, rank), "ncclCommInitRank");
-    connect(comm, size, device);
-    return comm;
-  });
-  std::future<ncclComm_t> comm = task->get_future();
-  std::thread([task] { (*task)(); }).detach();
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
-  while (comm.wait_for(milliseconds(20)) != std::future_status::ready) {
-    control.check_failure();
-    if (std::chrono::steady_clock::now() < deadline) continue;
-    throw Error::communication("NCCL: the ranks did not connect in time");
-  }
-  return comm.get();
-}
-
 /// Throws Error unless the caller's communicator is of this rank, of so many, on this GPU.
 void check_comm(ncclComm_t comm, int rank, int size, Device device) {
   int its_rank = 0, its_size = 0, its_gpu = 0;
@@ -251,16 +154,17 @@ std::shared_ptr<DataPlane> make_nccl_data_plane(int rank, int size, Device devic
   FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
   if (nccl.comm && !nccl.unique_id.empty()) throw Error::conflict("nccl_unique_id", "nccl_comm");
   cuda::nccl();
-  auto comm = static_cast<ncclComm_t>(nccl.comm);
-  if (comm) {
-    cuda::check_comm(comm, rank, size, device);
+  std::shared_ptr<cuda::Comm> comm;
+  if (nccl.comm) {
+    const auto callers = static_cast<ncclComm_t>(nccl.comm);
+    cuda::check_comm(callers, rank, size, device);
+    comm = std::make_shared<cuda::Comm>(callers, false, device);
   } else {
     const ncclUniqueId id = cuda::shared_id(rank, *control, timeout, nccl.unique_id);
     cuda::meet(rank, size, *control, timeout);
-    comm = cuda::make_comm(rank, size, device, id, *control, timeout);
+    comm = cuda::connect_ranks(rank, size, device, id, *control, timeout);
   }
-  const bool ours = !nccl.comm;
-  return std::make_shared<cuda::NcclData>(comm, ours, rank, size, device, std::move(control),
+  return std::make_shared<cuda::NcclData>(std::move(comm), rank, size, device, std::move(control),
                                           timeout);
 }
 

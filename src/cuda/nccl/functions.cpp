@@ -63,8 +63,9 @@ Library open_library() {
   return library;
 }
 
+/// Never destroyed: threads that stay in NCCL may outlive the end of main().
 const Library& library() {
-  static const Library library = open_library();
+  static const Library& library = *new Library(open_library());
   return library;
 }
 

@@ -61,23 +61,14 @@ void Watch::run() {
   std::unique_lock lock(mutex_);
   for (int looks = 1;; ++looks) {
     const auto done = [&] { return ending_ && work_.empty(); };
-    changed_.wait_for(lock, kPollInterval, [&] { return abort_asked_ || done(); });
-    const bool last = done(), asked = abort_asked_;
+    const bool last = changed_.wait_for(lock, kPollInterval, done);
     lock.unlock();
-    if (asked || (last && has_failed())) abort_();
-    if (asked || last) return;
+    if (last && has_failed()) abort_();
+    if (last) return;
     // The control plane is asked less often than the device.
     if (expired() || (looks % 10 == 0 && look())) return;
     lock.lock();
   }
-}
-
-void Watch::ask_to_abort() noexcept {
-  {
-    const std::lock_guard lock(mutex_);
-    abort_asked_ = true;
-  }
-  changed_.notify_all();
 }
 
 /// Whether a rank has said so. Where the control plane is gone, the others may just be done.

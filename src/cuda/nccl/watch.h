@@ -32,8 +32,6 @@ class Watch {
   /// What was enqueued on the stream until now has to end within the timeout; `what` names it in
   /// errors. Nothing happens while the stream is captured.
   void enqueued(cudaStream_t stream, std::string_view what);
-  /// Lets the thread call abort(). Waits for nothing.
-  void ask_to_abort() noexcept;
 
  private:
   struct Work {
@@ -62,7 +60,6 @@ class Watch {
   std::uint64_t number_ = 0;  // of the last work
   bool answered_ = false;     // of the thread
   bool ending_ = false;       // no more work comes
-  bool abort_asked_ = false;
   std::thread thread_;
 };
 
