@@ -40,6 +40,7 @@ class Settings {
   std::string label(const Setting<T>& setting) const {
     return label_of(setting.keys);
   }
+  std::string label_of(const std::vector<std::string>& keys) const;
 
  private:
   /// A key that is given, and its value for the layer.
@@ -51,7 +52,6 @@ class Settings {
   /// Of the first key that is given. `may_end`: a list that ends before the layer has none for it.
   std::optional<Entry> entry_of(const std::vector<std::string>& keys, bool may_end = false) const;
   Entry entry_in(const nlohmann::json& list, const std::string& key) const;
-  std::string label_of(const std::vector<std::string>& keys) const;
   template <typename T>
   std::optional<T> translated(const Setting<T>& setting, const Entry& entry) const;
 

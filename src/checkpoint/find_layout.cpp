@@ -223,7 +223,7 @@ class StorageFinder {
   /// The config and the tensors must agree about what is quantized.
   void check_agreement(const LinearLayer& layer, const ModuleFormat& format) const {
     const std::string weight = part_name(layer, ".weight");
-    const std::string source = format.source.empty() ? "quantization_config" : format.source;
+    const std::string source = format.source.empty() ? "config.quantization_config" : format.source;
     if (is_plain(block_, layer)) {
       if (!format.scheme) return;
       const DType dtype = block_.tensors.find(weight)->second.tensor.dtype();
@@ -235,8 +235,13 @@ class StorageFinder {
     const auto part = block_.tensors.lower_bound(begin);
     if (format.scheme || part == block_.tensors.end() || !part->first.starts_with(begin)) return;
     throw Error::io(
-        source, core::format("{} says that {}{} is not quantized, but the file holds {}{}", source,
-                             block_.prefix, layer.name, block_.prefix, part->first));
+        source,
+        core::format(
+            "{} {}{}{}, but the file holds {}{} in {}",
+            format.source.empty() ? "no entry of " + source + " quantizes" : source + " says that",
+            block_.prefix, layer.name, format.source.empty() ? "" : " is not quantized",
+            block_.prefix, part->first,
+            part->second.type ? part->second.type->name : name(part->second.tensor.dtype())));
   }
 
   /// Whether every expert has the tensors of these formats.

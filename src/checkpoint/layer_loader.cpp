@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <numeric>
 #include <set>
 #include <span>
 #include <tuple>
 
+#include "checkpoint/causes.h"
 #include "checkpoint/gate_up.h"
 #include "checkpoint/matrix_reader.h"
 #include "checkpoint/problems.h"
@@ -19,10 +21,7 @@
 namespace fusedmoe::checkpoint {
 namespace {
 
-/// "mlp.gate" of "mlp.gate.weight".
-std::string module_of(const std::string& tensor) {
-  return tensor.substr(0, tensor.rfind('.'));
-}
+constexpr std::size_t kNothingFits = std::numeric_limits<std::size_t>::max();
 
 class Loader {
  public:
@@ -44,9 +43,18 @@ class Loader {
 
   /// Everything that names, shapes and dtypes tell.
   LayerSchemes check(const std::string& label) {
-    check_refused(label);
-    check_router(label);
-    check_layout();
+    check_served(model_, layout_, block_, label);
+    if (const std::size_t misfits = count_misfits(); misfits > 0) {
+      const std::string cause = cause_of_misfits(model_, block_, misfits);
+      if (misfits == kNothingFits) throw Error::io(label, refusal(label, cause));
+      report(label, cause);
+    }
+    return {experts_scheme(), shared_scheme()};
+  }
+
+  /// Collects them.
+  std::size_t count_misfits() {
+    if (!is_read()) return kNothingFits;
     for (const TensorSpec& spec : block_tensors(model_, layout_)) {
       claim(spec);
     }
@@ -61,8 +69,7 @@ class Loader {
                                                           : core::describe(entry.tensor)) +
                                               ")");
     }
-    report(label);
-    return {experts_scheme(), shared_scheme()};
+    return problems_.count();
   }
 
   LayerWeights load(const std::string& label) {
@@ -96,45 +103,6 @@ class Loader {
   }
 
  private:
-  void check_refused(const std::string& label) const {
-    for (const auto& [name, reason] : family_row(model_.family).refused_tensors) {
-      if (!block_.tensors.contains(tensor_name(layout_.block, name))) continue;
-      throw Error::unsupported(Reason::kModel, label, core::format("{}: {}", label, reason));
-    }
-    const std::pair<const LinearStorage&, const std::string&> others[] = {
-        {layout_.storage.shared_gate, layout_.shared_gate},
-        {layout_.storage.latent, layout_.latent_down}};
-    for (const auto& [storage, layer] : others) {
-      if (!storage || !storage.scheme.activations) continue;
-      throw Error::unsupported(
-          Reason::kModel, label,
-          core::format("{}: {} is quantized together with its input, which is computed for experts "
-                       "only: leave it out when quantizing",
-                       label, layer));
-    }
-  }
-
-  /// A router that is stored in parts ("gate.qweight", "gate.scales") or in FP8.
-  void check_router(const std::string& label) const {
-    const auto weight = block_.tensors.find(layout_.router);
-    if (weight != block_.tensors.end() &&
-        (weight->second.type || is_float(weight->second.tensor.dtype()))) {
-      return;
-    }
-    const std::string module = module_of(layout_.router);
-    std::string parts;
-    for (const auto& [name, entry] : block_.tensors) {
-      if (!name.starts_with(module + ".") || is_float(entry.tensor.dtype())) continue;
-      parts += (parts.empty() ? "" : ", ") + name.substr(module.size() + 1);
-    }
-    if (parts.empty()) return;
-    throw Error::unsupported(
-        Reason::kQuantScheme, label,
-        core::format("{}: the router {}{} is quantized ({}): routers are read in f32, bf16 and f16 "
-                     "only, so leave it out when quantizing",
-                     label, block_.prefix, module, parts));
-  }
-
   bool gates_nothing(const std::string& name) const {
     const std::vector<std::string>& gates = family_row(model_.family).shared_gate;
     return model_.shared_intermediate == 0 &&
@@ -149,23 +117,26 @@ class Loader {
            entry.tensor.rank() == 1 && is_float(entry.tensor.dtype());
   }
 
-  void check_layout() const {
-    const QuantScheme& scheme = layout_.storage.experts.scheme;
-    const QuantScheme& down = layout_.storage.down.scheme;
-    if (!model_.quantization || in_gguf_) return;
-    const auto is_stored = [&](const LinearStorage& storage) {
+  /// Whether experts in this format are read from such tensors.
+  bool is_read() const {
+    const QuantScheme &scheme = layout_.storage.experts.scheme, &down = layout_.storage.down.scheme;
+    if (!model_.quantization || in_gguf_) return true;
+    if (layout_.experts->storage == ExpertStorage::kMxfp4) {
+      return scheme.weights == keys::mxfp4() && down == scheme;
+    }
+    const auto is_stored = [](const LinearStorage& storage) {
       return storage || !storage.scheme.weights.quantized();
     };
-    const ExpertStorage storage = layout_.experts->storage;
-    bool stored = is_stored(layout_.storage.experts) && is_stored(layout_.storage.down);
-    if (storage == ExpertStorage::kMxfp4) {
-      stored = scheme.weights == keys::mxfp4() && down == scheme;
-    }
-    FUSEDMOE_CHECK_FILE(
-        stored, "config.quantization_config",
-        core::format("{} in the layout {}, but experts are stored as {}", configured_name(),
-                     name(model_.layout), tensor_name(layout_.block, layout_.experts->w1)),
-        "in agreement with the tensors");
+    return is_stored(layout_.storage.experts) && is_stored(layout_.storage.down);
+  }
+
+  std::string refusal(const std::string& label, const std::string& cause) const {
+    if (!cause.empty()) return core::format("{}: {}", label, cause);
+    return core::format(
+        "{}: config.quantization_config says that the experts are {} in the layout {}, but they "
+        "are stored as {}, which nothing here reads in that format",
+        label, configured_name(), name(model_.layout),
+        tensor_name(layout_.block, layout_.experts->w1));
   }
 
   /// Of the scheme that the config says the experts have.
@@ -173,12 +144,15 @@ class Loader {
     return name(per_expert_scheme(layout_.storage, model_.scheme.weights.value));
   }
 
-  void report(const std::string& label) const {
+  /// Throws Error if there are problems; `cause`: what the config says wrongly, where that is
+  /// known.
+  void report(const std::string& label, const std::string& cause = {}) const {
     if (problems_.count() == 0) return;
     const bool quantized = is_quantized(layout_.storage);
     throw Error::io(
         label,
-        core::format("{}: {} not fit an MoE block of {}{}:{}", label,
+        core::format("{}: {}{}{} not fit an MoE block of {}{}:{}", label, cause,
+                     cause.empty() ? "" : ", so ",
                      problems_.count() == 1 ? std::string("1 tensor does")
                                             : core::format("{} tensors do", problems_.count()),
                      name(model_.family),
@@ -198,9 +172,8 @@ class Loader {
       return;
     }
     claimed_.insert(found->first);
-    for (const std::string& text : checks_.problems(spec, found->second)) {
-      problems_.add(full_name, text);
-    }
+    const std::string problem = checks_.problem(spec, found->second);
+    if (!problem.empty()) problems_.add(full_name, problem);
   }
 
   /// transformers writes first matrices of experts that have none.
@@ -444,6 +417,14 @@ LayerWeights load_block(const ModelConfig& model, const Block& block, const std:
 
 LayerSchemes check_block(const ModelConfig& model, const Block& block, const std::string& label) {
   return within(label, [&] { return Loader(model, block).check(label); });
+}
+
+std::size_t count_misfits(const ModelConfig& model, const Block& block) {
+  try {
+    return Loader(model, block).count_misfits();
+  } catch (const Error&) {
+    return kNothingFits;
+  }
 }
 
 std::vector<UncalibratedScale> uncalibrated_scales(const ModelConfig& model, const Block& block,

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -14,12 +15,16 @@
 
 namespace fusedmoe::checkpoint {
 
+class ParsedConfig;
+
 /// The tensors under one layer's MoE block.
 struct Block {
   std::string prefix;  ///< "model.layers.3.", or "" in a file without prefixes
   std::map<std::string, BlockTensor, std::less<>> tensors;  ///< names without the prefix
   /// Brings a tensor's bytes, which `tensors` then only describes; unset: they are there.
   std::function<Tensor(const std::string& name, const BlockTensor& entry)> read = {};
+  /// Names the keys of the config in errors; unset: as the family's description has them.
+  std::shared_ptr<const ParsedConfig> config = {};
 };
 
 /// The layout that most tensors of the block follow, and the names that are there; the published
@@ -48,5 +53,8 @@ std::vector<UncalibratedScale> uncalibrated_scales(const ModelConfig& model, con
 using LayerSchemes = Checkpoint::LayerSchemes;
 /// The checks of load_block that names, shapes and dtypes are enough for; reads no contents.
 LayerSchemes check_block(const ModelConfig& model, const Block& block, const std::string& label);
+/// The tensors that these checks would list; what they throw at once counts as more than any
+/// number.
+std::size_t count_misfits(const ModelConfig& model, const Block& block);
 
 }  // namespace fusedmoe::checkpoint

@@ -223,6 +223,10 @@ ModelConfig ParsedConfig::read(std::optional<std::int64_t> layer) const {
   return model;
 }
 
+std::string ParsedConfig::label(const std::vector<std::string>& keys) const {
+  return Settings(Keys(*node_)).label_of(keys);
+}
+
 ModelConfig ParsedConfig::read_all() const {
   ModelConfig model = read(std::nullopt);
   if (const auto scheme = configured_scheme(model)) {

@@ -5,7 +5,9 @@
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "checkpoint/family.h"
 #include "checkpoint/quant_rules.h"
@@ -22,6 +24,8 @@ class ParsedConfig {
   /// Of lists with one value for each layer, this one's counts. With the scheme of plain weights:
   /// the tensors and `quantization` say what the layer has.
   ModelConfig read(std::optional<std::int64_t> layer) const;
+  /// "config.hidden_size": the first of these keys that is given.
+  std::string label(const std::vector<std::string>& keys) const;
   /// parse_model_config().
   ModelConfig read_all() const;
 

@@ -187,6 +187,7 @@ OpenedCheckpoint open_checkpoint(CheckpointFiles files, std::string label, const
   try {
     result.parsed = std::make_shared<ParsedConfig>(result.files.config_json, family);
     result.layers = collect_layers(result.files, result.parsed->row());
+    for (auto& [number, block] : result.layers) block.config = result.parsed;
     if (result.layers.empty()) result.config = result.parsed->read_all();
   } catch (const Error& error) {
     throw error.within(result.label);

@@ -53,7 +53,52 @@ std::string type_problem(const TensorSpec& spec, const files::GgmlType& type) {
                       weight ? served_types() : "F32, BF16 or F16");
 }
 
+/// What is stored in parts ("gate.qweight", "gate.scales") or in FP8.
+void check_router(const BlockLayout& layout, const Block& block, const std::string& label) {
+  const auto weight = block.tensors.find(layout.router);
+  if (weight != block.tensors.end() &&
+      (weight->second.type || is_float(weight->second.tensor.dtype()))) {
+    return;
+  }
+  const std::string module = module_of(layout.router);
+  std::string parts;
+  for (const auto& [name, entry] : block.tensors) {
+    if (!name.starts_with(module + ".") || is_float(entry.tensor.dtype())) continue;
+    parts += (parts.empty() ? "" : ", ") + name.substr(module.size() + 1);
+  }
+  if (parts.empty()) return;
+  throw Error::unsupported(
+      Reason::kQuantScheme, label,
+      core::format("{}: the router {}{} is quantized ({}): routers are read in f32, bf16 and f16 "
+                   "only, so leave it out when quantizing",
+                   label, block.prefix, module, parts));
+}
+
 }  // namespace
+
+std::string module_of(const std::string& tensor) {
+  return tensor.substr(0, tensor.rfind('.'));
+}
+
+void check_served(const ModelConfig& model, const BlockLayout& layout, const Block& block,
+                  const std::string& label) {
+  for (const auto& [name, reason] : family_row(model.family).refused_tensors) {
+    if (!block.tensors.contains(tensor_name(layout.block, name))) continue;
+    throw Error::unsupported(Reason::kModel, label, core::format("{}: {}", label, reason));
+  }
+  const std::pair<const LinearStorage&, const std::string&> others[] = {
+      {layout.storage.shared_gate, layout.shared_gate},
+      {layout.storage.latent, layout.latent_down}};
+  for (const auto& [storage, layer] : others) {
+    if (!storage || !storage.scheme.activations) continue;
+    throw Error::unsupported(
+        Reason::kModel, label,
+        core::format("{}: {} is quantized together with its input, which is computed for experts "
+                     "only: leave it out when quantizing",
+                     label, layer));
+  }
+  check_router(layout, block, label);
+}
 
 std::string TensorChecks::dtype_problem(const TensorSpec& spec, DType dtype) {
   const auto unless = [&](bool fits, const std::string& wanted) {
@@ -76,15 +121,14 @@ std::string TensorChecks::dtype_problem(const TensorSpec& spec, DType dtype) {
   return unless(dtype == *common, std::string(name(*common)) + " like the others of its kind");
 }
 
-std::vector<std::string> TensorChecks::problems(const TensorSpec& spec, const BlockTensor& tensor) {
-  std::vector<std::string> found;
+std::string TensorChecks::problem(const TensorSpec& spec, const BlockTensor& tensor) {
+  std::string found;
   if (!fits(spec, tensor.shape())) {
-    found.push_back("shape " + to_string(tensor.shape()) + ", must be " + to_string(spec.shape));
+    found = "shape " + to_string(tensor.shape()) + ", must be " + to_string(spec.shape);
   }
-  std::string kind =
+  const std::string kind =
       tensor.type ? type_problem(spec, *tensor.type) : dtype_problem(spec, tensor.tensor.dtype());
-  if (!kind.empty()) found.push_back(std::move(kind));
-  return found;
+  return found + (found.empty() || kind.empty() ? "" : "; ") + kind;
 }
 
 }  // namespace fusedmoe::checkpoint

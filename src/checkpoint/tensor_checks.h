@@ -1,20 +1,29 @@
-// Whether a tensor of a block is what a layer needs, by its shape and its dtype or format.
+// Whether a tensor of a block is what a layer needs, by its shape and its dtype or format; and what
+// a block must not hold.
 #pragma once
 
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "checkpoint/block_tensors.h"
 #include "checkpoint/checkpoint_files.h"
+#include "checkpoint/layer_loader.h"
 
 namespace fusedmoe::checkpoint {
+
+/// "mlp.gate" of "mlp.gate.weight".
+std::string module_of(const std::string& tensor);
+
+/// Throws Error for tensors that nothing here computes: those that the family refuses, routers that
+/// are quantized, and layers beside the experts whose inputs are.
+void check_served(const ModelConfig& model, const BlockLayout& layout, const Block& block,
+                  const std::string& label);
 
 /// Of one block: expert weights must have one dtype in common, shared ones too.
 class TensorChecks {
  public:
-  /// "shape (2, 3), must be (3, 2)" and the like; empty: the tensor fits.
-  std::vector<std::string> problems(const TensorSpec& spec, const BlockTensor& tensor);
+  /// "shape [2, 3], must be [3, 2]" and the like; empty: the tensor fits.
+  std::string problem(const TensorSpec& spec, const BlockTensor& tensor);
 
   /// Of the expert weights that were checked; none: they are quantized.
   std::optional<DType> expert_dtype() const { return expert_dtype_; }

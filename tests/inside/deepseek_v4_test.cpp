@@ -106,8 +106,10 @@ TEST(DeepseekV4Test, ExpertsInFp8) {
   parts.config.erase("expert_dtype");
   EXPECT_EQ(parts.error(), "no error");
   parts.config["expert_dtype"] = "fp4";
-  EXPECT_NE(parts.error().find("experts.{0-3}.w1.weight: dtype e4m3, must be i8 or u8"),
-            std::string::npos)
+  EXPECT_NE(
+      parts.error().find("config.expert_dtype says that the experts are mxfp4_w4a16, but their "
+                         "tensors are fp8_block_w8a16, so 24 tensors"),
+      std::string::npos)
       << parts.error();
   parts.config["expert_dtype"] = "int3";
   EXPECT_NE(parts.error().find("config.expert_dtype: was \"int3\"; must be fp8 or fp4"),

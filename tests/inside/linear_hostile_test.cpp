@@ -89,7 +89,9 @@ std::vector<Hostile> hostile() {
        [](Parts& p) {
          p.quantization() = {{"quant_method", "mxfp4"}};
        },
-       "mxfp4_w4a16 in the layout gpt-oss, but experts are stored as mlp.experts.0.gate_proj"},
+       "config.quantization_config says that the experts are mxfp4_w4a16 in the layout gpt-oss, "
+       "but "
+       "their tensors are fp8_block_w8a16 in the layout fp8"},
       {"activation_order", "int4_g32", CheckpointLayout::kGptq,
        [](Parts& p) { p.quantization()["desc_act"] = true; },
        "quantization_config.desc_act: was true; must be false"},

@@ -16,12 +16,10 @@ constexpr auto kCt = CheckpointLayout::kCompressedTensors;
 
 /// To be changed and written as one file.
 struct Parts {
-  Parts(const std::string& scheme, CheckpointLayout layout,
-        const std::string& family = "qwen3_moe") {
-    const auto path = TinyCheckpoints::instance().quantized(family, scheme, layout);
-    tensors = tensors_of(path);
-    config = read_json(path / "config.json");
-  }
+  Parts(const std::string& scheme, CheckpointLayout layout, const std::string& family = "qwen3_moe")
+      : Parts(TinyCheckpoints::instance().quantized(family, scheme, layout)) {}
+  explicit Parts(const std::filesystem::path& path)
+      : tensors(tensors_of(path)), config(read_json(path / "config.json")) {}
 
   Tensor copy(const std::string& name) {
     const Tensor& from = tensors.at(name);

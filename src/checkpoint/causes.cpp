@@ -1,0 +1,290 @@
+// Tries what the config might say instead, key by key, and counts the tensors that then do not fit.
+#include "checkpoint/causes.h"
+
+#include <algorithm>
+#include <array>
+#include <iterator>
+#include <set>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "checkpoint/layer_formats.h"
+#include "checkpoint/model_config.h"
+#include "core/check.h"
+#include "fusedmoe/quant.h"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+/// Another value of one key, and the sentence that says so.
+struct Change {
+  std::string text;
+  ModelConfig model;
+};
+
+/// A format of weights, and the scheme that is known by it.
+struct NamedFormat {
+  CheckpointLayout layout;
+  QuantScheme scheme;
+};
+
+int count_differences(const QuantKey& a, const QuantKey& b) {
+  return (a.value != b.value) + (a.group != b.group) + (a.symmetric != b.symmetric) +
+         (a.scale != b.scale);
+}
+
+/// Every format that files hold, of each layout: those that resemble this one most come first.
+std::vector<NamedFormat> formats_like(CheckpointLayout layout, const QuantScheme& scheme) {
+  using enum CheckpointLayout;
+  std::vector<NamedFormat> formats;
+  for (const CheckpointLayout each : {kFp8, kCompressedTensors, kModelOpt, kGptq, kGptqV2, kAwq}) {
+    for (const NamedScheme& named : named_schemes()) {
+      if (linear_layouts(each, named.scheme.weights).empty()) continue;
+      formats.push_back({each, named.scheme});
+    }
+  }
+  const auto distance = [&](const NamedFormat& format) {
+    return std::tuple(format.layout != layout,
+                      count_differences(format.scheme.weights, scheme.weights),
+                      format.scheme.activations != scheme.activations);
+  };
+  std::stable_sort(formats.begin(), formats.end(),
+                   [&](const auto& a, const auto& b) { return distance(a) < distance(b); });
+  // Of the schemes that store the same tensors the first one speaks for all.
+  std::vector<NamedFormat> result;
+  for (const NamedFormat& format : formats) {
+    const bool known = std::any_of(result.begin(), result.end(), [&](const NamedFormat& other) {
+      return other.layout == format.layout && other.scheme.weights == format.scheme.weights;
+    });
+    if (!known) result.push_back(format);
+  }
+  return result;
+}
+
+class Changes {
+ public:
+  Changes(const ModelConfig& model, const Block& block)
+      : model_(model),
+        block_(block),
+        row_(family_row(model.family)),
+        layout_(find_layout(model, block)) {
+    add_sizes();
+    add_correction_bias();
+    if (layout_.experts->storage != ExpertStorage::kMxfp4) add_formats();
+  }
+
+  std::vector<Change> take() { return std::move(changes_); }
+
+ private:
+  template <typename T>
+  std::string key_of(const Setting<T>& setting) const {
+    return block_.config ? block_.config->label(setting.keys)
+                         : "config." + (setting.keys.empty() ? "" : setting.keys.front());
+  }
+
+  const Shape* shape_of(const std::string& name) const {
+    const auto found = block_.tensors.find(name);
+    return found == block_.tensors.end() ? nullptr : &found->second.shape();
+  }
+
+  /// Every size that the tensors of a linear layer may stand for: rows of gate and up together, and
+  /// codes in bytes and words.
+  std::set<std::int64_t> sizes_of(const std::string& layer) const {
+    constexpr int kMostTensors = 8;
+    std::set<std::int64_t> sizes;
+    int count = 0;
+    for (auto at = block_.tensors.lower_bound(layer);
+         at != block_.tensors.end() && at->first.starts_with(layer) && count++ < kMostTensors;
+         ++at) {
+      for (const std::int64_t size : at->second.shape()) {
+        if (size <= 0 || size > kMaxWidth) continue;
+        if (size % 2 == 0) sizes.insert(size / 2);
+        for (const std::int64_t codes : {1, 2, 4, 8}) sizes.insert(size * codes);
+      }
+    }
+    return sizes;
+  }
+
+  void add(const std::string& key, std::int64_t was, std::int64_t is, ModelConfig changed) {
+    if (is == was || is <= 0 || is > kMaxWidth) return;
+    changes_.push_back(
+        {core::format("{} is {}, but the tensors have {}", key, was, is), std::move(changed)});
+  }
+
+  /// `apply`: sets it in a model.
+  template <typename Apply>
+  void add_sizes(const std::string& key, std::int64_t was, const std::set<std::int64_t>& sizes,
+                 const Apply& apply) {
+    for (const std::int64_t size : sizes) {
+      if (size == was || size <= 0 || size > kMaxWidth) continue;
+      Change change{core::format("{} is {}, but the tensors have {}", key, was, size), model_};
+      apply(change.model, size);
+      changes_.push_back(std::move(change));
+    }
+  }
+
+  void add_sizes() {
+    if (const Shape* router = shape_of(layout_.router); router && router->rank() == 2) {
+      add_sizes(key_of(row_.hidden), model_.hidden, {(*router)[1]},
+                [](ModelConfig& model, std::int64_t size) { model.hidden = size; });
+      add_sizes(key_of(row_.num_experts), model_.router.num_experts,
+                {(*router)[0] - model_.router.num_zero_experts},
+                [](ModelConfig& model, std::int64_t size) { model.router.num_experts = size; });
+    }
+    const bool shared_as_experts = row_.shared_width.keys.empty();
+    add_sizes(key_of(row_.intermediate), model_.intermediate,
+              sizes_of(expert_layers(model_, layout_, 0).front().name),
+              [&](ModelConfig& model, std::int64_t size) {
+                const std::int64_t count = model.shared_intermediate / model.intermediate;
+                if (shared_as_experts) model.shared_intermediate = count * size;
+                model.intermediate = size;
+              });
+    std::set<std::int64_t> shared, latent;
+    for (const SharedNames& names : row_.shared) {
+      shared.merge(sizes_of(tensor_name(layout_.block, names.gate)));
+    }
+    const std::string width = key_of(shared_as_experts ? row_.intermediate : row_.shared_width);
+    add_sizes(row_.shared_count.keys.empty()
+                  ? width
+                  : core::format("{} times {}", key_of(row_.shared_count), width),
+              model_.shared_intermediate, shared, [&](ModelConfig& model, std::int64_t size) {
+                model.shared_intermediate = size;
+                model.shared_expert_gate = !row_.shared_gate.empty();
+              });
+    for (const std::string& down : row_.latent_down) {
+      latent.merge(sizes_of(tensor_name(layout_.block, down)));
+    }
+    add_sizes(key_of(row_.latent_width), model_.latent, latent,
+              [](ModelConfig& model, std::int64_t size) { model.latent = size; });
+  }
+
+  void add_correction_bias() {
+    if (row_.correction_bias.empty()) return;
+    ModelConfig changed = model_;
+    changed.has_correction_bias = !model_.has_correction_bias;
+    const std::string key =
+        row_.topk_method ? key_of(*row_.topk_method) : key_of(row_.has_correction_bias);
+    changes_.push_back({core::format("{} means a router {} a correction bias, which the file has{}",
+                                     key, model_.has_correction_bias ? "with" : "without",
+                                     model_.has_correction_bias ? " not" : ""),
+                        std::move(changed)});
+  }
+
+  /// What the names of integer formats mean, where these differ.
+  static std::string difference(const QuantKey& was, const QuantKey& is) {
+    const auto bits = [](const QuantKey& key) {
+      return key.value == DType::kI4 ? 4 : key.value == DType::kU8 ? 8 : 0;
+    };
+    if (bits(was) == 0 || bits(is) == 0) return {};
+    if (bits(was) != bits(is)) return core::format(" ({} bits)", bits(is));
+    if (was.group == is.group) return {};
+    return is.group.cols < 0 ? " (one group for each row)"
+                             : core::format(" (groups of {})", is.group.cols);
+  }
+
+  /// Which matrices of the experts another format is tried for.
+  struct Target {
+    const char* words;
+    bool first, down;
+  };
+
+  void add_formats() {
+    constexpr Target kAll{"experts", true, true}, kFirst{"gate and up matrices", true, false},
+        kDown{"down matrices", false, true};
+    ExpertFormats said;
+    if (model_.quantization) {
+      said = LayerModules(*model_.quantization, row_, block_.prefix, layout_)
+                 .experts(model_.router.num_experts);
+    }
+    const bool mixed = said.first.scheme != said.down.scheme;
+    const QuantScheme like = layout_.storage.experts.scheme;
+    for (const NamedFormat& format : formats_like(model_.layout, like)) {
+      if (!said.first.scheme && !said.down.scheme) {
+        add_format(format, kAll, said,
+                   core::format("the config has no entry that quantizes the experts, but their "
+                                "tensors are {} in the layout {}",
+                                name(format.scheme), name(format.layout)));
+        continue;
+      }
+      const bool one_layout = format.layout == model_.layout;
+      for (const Target& target : {kAll, kFirst, kDown}) {
+        const bool all = target.first && target.down;
+        const ModuleFormat& was = target.first ? said.first : said.down;
+        if (!was.scheme || (all ? mixed && one_layout : !one_layout)) continue;
+        if (one_layout && was.scheme->weights == format.scheme.weights) continue;
+        const auto of_layout = [&](CheckpointLayout layout) {
+          return one_layout ? std::string() : core::format(" in the layout {}", name(layout));
+        };
+        add_format(format, target, said,
+                   core::format("{} says that the {} are {}{}, but their tensors are {}{}",
+                                was.source.empty() ? "config.quantization_config" : was.source,
+                                target.words, name(*was.scheme), of_layout(model_.layout),
+                                name(format.scheme),
+                                one_layout ? difference(was.scheme->weights, format.scheme.weights)
+                                           : of_layout(format.layout)));
+      }
+    }
+  }
+
+  void add_format(const NamedFormat& format, const Target& target, const ExpertFormats& said,
+                  std::string text) {
+    QuantRules rules;
+    rules.layout = format.layout;
+    ModuleFormat other = target.first ? said.down : said.first;
+    QuantScheme scheme = format.scheme;
+    if (!target.first || !target.down) {
+      if (other.scheme) scheme.activations = other.scheme->activations;
+      const std::size_t same = rules.formats.add_format(std::move(other));
+      for (std::int64_t e = 0; e < model_.router.num_experts; ++e) {
+        std::vector<LinearLayer> layers = expert_layers(model_, layout_, e);
+        if (target.down) layers.pop_back();
+        if (target.first) layers.erase(layers.begin(), layers.end() - 1);
+        for (const LinearLayer& layer : layers) {
+          rules.formats.add_name(ModuleRules::Names::kExact, block_.prefix + layer.name, same);
+        }
+      }
+    }
+    rules.formats.add_every(rules.formats.add_format({scheme, {}, {}}));
+    Change change{std::move(text), model_};
+    change.model.layout = format.layout;
+    change.model.quantization = std::make_shared<QuantRules>(std::move(rules));
+    changes_.push_back(std::move(change));
+  }
+
+  const ModelConfig& model_;
+  const Block& block_;
+  const FamilyRow& row_;
+  const BlockLayout layout_;
+  std::vector<Change> changes_;
+};
+
+}  // namespace
+
+std::string cause_of_misfits(const ModelConfig& model, const Block& block, std::size_t misfits) {
+  constexpr int kMostKeys = 3;
+  // Tensors to look at in all tries together: about a second.
+  std::size_t budget = std::size_t{1} << 20;
+  std::string text;
+  ModelConfig now = model;
+  std::size_t left = misfits;
+  for (int key = 0; key < kMostKeys && left > 0; ++key) {
+    std::optional<Change> best;
+    for (Change& change : Changes(now, block).take()) {
+      const std::size_t cost =
+          block.tensors.size() + 3 * static_cast<std::size_t>(change.model.router.num_experts);
+      if (cost > budget) break;
+      budget -= cost;
+      const std::size_t count = count_misfits(change.model, block);
+      if (count >= left) continue;
+      left = count;
+      best = std::move(change);
+    }
+    if (!best) break;
+    text += (text.empty() ? "" : "; ") + best->text;
+    now = std::move(best->model);
+  }
+  return left < misfits / 2 || left == 0 ? text : std::string();
+}
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,15 @@
+// Why the tensors of a block do not fit what the config says of it.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "checkpoint/layer_loader.h"
+
+namespace fusedmoe::checkpoint {
+
+/// The keys of the config that explain why so many tensors do not fit: with other values of them
+/// most would. "config.hidden_size is 128, but the tensors have 160"; empty: no key explains it.
+std::string cause_of_misfits(const ModelConfig& model, const Block& block, std::size_t misfits);
+
+}  // namespace fusedmoe::checkpoint
