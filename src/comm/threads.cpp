@@ -55,12 +55,17 @@ constexpr std::chrono::microseconds kSpin{50}, kYield{2000};
 /// Of memory that is lent: a number of bytes that no message has.
 constexpr std::size_t kLent = static_cast<std::size_t>(-1);
 
+/// A message, and what its sender calls the exchange; empty where the layer compares steps itself.
+struct Published : Message {
+  std::string what;
+};
+
 /// What all ranks of the process share.
 class Mailboxes {
  public:
   struct Mailbox {
-    std::deque<Message> messages;  // that were published and not yet read
-    bool reading = false;          // the first one is being read
+    std::deque<Published> messages;  // that were not yet read
+    bool reading = false;            // the first one is being read
   };
 
   explicit Mailboxes(int size)
@@ -69,11 +74,12 @@ class Mailboxes {
         boxes_(static_cast<std::size_t>(size) * size),
         cores_(static_cast<std::size_t>(size)) {}
 
-  void publish(int from, std::span<const Message> messages) {
+  void publish(int from, std::span<const Message> messages, std::string_view what) {
     cores_[from].store(sched_getcpu(), std::memory_order_relaxed);
     const std::lock_guard lock(mutex_);
     for (const Message& message : messages) {
-      if (message.bytes > 0) box(from, message.peer).messages.push_back(message);
+      if (message.bytes == 0) continue;
+      box(from, message.peer).messages.push_back({message, std::string(what)});
     }
     notify();
   }
@@ -81,8 +87,10 @@ class Mailboxes {
   /// Takes the next message of each peer in `messages`, which are of different peers or one alone,
   /// and calls read(their addresses). The senders wait until it returns. Reading begins only when
   /// all of these messages are there. Until then a sender may give up and withdraw its message.
+  /// Throws Error where a sender calls the exchange something else than `what`.
   template <typename Read>
-  void receive(int to, std::span<const Message> messages, Waiting& waiting, const Read& read) {
+  void receive(int to, std::span<const Message> messages, std::string_view what, Waiting& waiting,
+               const Read& read) {
     std::vector<const void*> sources;
     std::unique_lock lock(mutex_);
     const auto is_there = [&](const Message& message) {
@@ -95,7 +103,11 @@ class Mailboxes {
       }
     }
     for (const Message& message : messages) {
-      const Message& source = box(message.peer, to).messages.front();
+      const Published& source = box(message.peer, to).messages.front();
+      if (source.what != what) {
+        throw Error::communication(core::format("rank {} is at the {}, but rank {} is at the {}",
+                                                to, what, message.peer, source.what));
+      }
       FUSEDMOE_CHECK(source.bytes == message.bytes, "message",
                      core::format("{} from rank {}", describe(source.bytes), message.peer),
                      describe(message.bytes));
@@ -201,9 +213,9 @@ class ThreadData final : public DataPlane {
     transfer(sends, waiting, [&] {
       for (const Message& message : receives) {
         if (message.bytes == 0) continue;
-        mailboxes_->receive(rank_, {&message, 1}, waiting, [&](std::span<const void* const> from) {
-          copy(from.front(), message, stream);
-        });
+        mailboxes_->receive(
+            rank_, {&message, 1}, compared(waiting), waiting,
+            [&](std::span<const void* const> from) { copy(from.front(), message, stream); });
       }
     });
   }
@@ -216,7 +228,7 @@ class ThreadData final : public DataPlane {
       if (peer != rank_) others.push_back({peer, const_cast<void*>(mine), kLent});
     }
     transfer(others, waiting, [&] {
-      mailboxes_->receive(rank_, others, waiting, [&](std::span<const void* const> from) {
+      mailboxes_->receive(rank_, others, "", waiting, [&](std::span<const void* const> from) {
         std::vector<const void*> all;
         std::size_t next = 0;
         for (const int peer : peers) all.push_back(peer == rank_ ? mine : from[next++]);
@@ -226,12 +238,17 @@ class ThreadData final : public DataPlane {
   }
 
  private:
+  /// On a GPU the layer compares no steps with fixed sizes.
+  std::string_view compared(const Waiting& waiting) const {
+    return device_.is_cpu() ? std::string_view() : waiting.what();
+  }
+
   /// Publishes, receives, and waits for those who read what this rank has published: its memory
   /// may go when this returns or throws.
   template <typename Receive>
   void transfer(std::span<const Message> published, Waiting& waiting, const Receive& receive) {
     try {
-      mailboxes_->publish(rank_, published);
+      mailboxes_->publish(rank_, published, compared(waiting));
       receive();
       mailboxes_->wait_until_read(rank_, waiting);
     } catch (...) {

@@ -15,6 +15,7 @@
 #include "layer/checks.h"
 #include "layer/rank_sums.h"
 #include "layer/rank_support.h"
+#include "layer/step_name.h"
 #include "layer/token_rows.h"
 #include "moe/experts_args.h"
 
@@ -142,9 +143,10 @@ class NoEpSums final : public PrepareAndFinalize {
                                             "finalize",
                                             name(args.weight_and_reduce)));
     }
-    const std::uint64_t step = sums_.communicator()->next_step();
+    const layer::StepName step{sums_.communicator()->next_step(), layer_,
+                               is_capturing(args.stream)};
     sums_.run(args.fused_output, args.output, args.accumulate, layout(args).sums, args.stream,
-              core::format("sum of step {} of layer {}", step, layer_));
+              step.of("sum"));
   }
 
   const DType partial_dtype_;

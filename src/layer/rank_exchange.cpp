@@ -15,6 +15,7 @@
 #include "core/check.h"
 #include "fusedmoe/runtime.h"
 #include "layer/backend.h"
+#include "layer/step_name.h"
 #include "moe/experts_args.h"
 
 namespace fusedmoe::layer {
@@ -39,7 +40,7 @@ std::int64_t RankExchange::Step::recv_begin(int rank) const {
 }
 
 std::string RankExchange::what(std::string_view phase) const {
-  return core::format("{} of step {} of layer {}", phase, step_.number, layer_);
+  return StepName{step_.number, layer_, step_.recorded}.of(phase);
 }
 
 /// The step keeps its shared memory: another rank may still read it, and where two threads ran
@@ -64,6 +65,7 @@ void RankExchange::do_start_prepare(ForwardArgs& args) const {
                        "hidden_states", core::format("{} tokens", most),
                        core::format("at most max_tokens_per_rank, {}", max_tokens_per_rank_));
   step_.number = group_->next_step();
+  step_.recorded = is_capturing(args.stream);
   if (shared_) {
     step_.shared = group_->take_shared(layout_bytes(problem_of(args), args.preparation));
   }

@@ -44,6 +44,7 @@ class RankExchange final : public PrepareAndFinalize {
   /// What one step counts.
   struct Step {
     std::uint64_t number = 0;
+    bool recorded = false;                               // by a graph
     std::vector<std::int64_t> send_counts, recv_counts;  // rows, for each rank
     std::vector<std::int64_t> slots_in, slots_out;       // per slot: expert rows, for each rank
     std::int64_t rows = 0;                               // received

@@ -130,7 +130,7 @@ void RankSums::run(const TensorView& partial, const TensorView& output, bool acc
   const TensorView mine = share_of(buffers.total, num_ranks, rank);
   std::vector<Message> sends, receives;
   // A rank without tokens waits for no rows, and notices by the headers that others have some. On
-  // CUDA it would have to wait for the device to read them.
+  // CUDA it would have to wait for the device to read them; NCCL's labels come with rows.
   SumHeader own(partial, what);
   std::vector<SumHeader> headers(static_cast<std::size_t>(num_ranks), own);
   for (int r = 0; stream.device.is_cpu() && r < num_ranks; ++r) {

@@ -34,6 +34,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Comm(const Comm&) = delete;
   Comm& operator=(const Comm&) = delete;
 
+  /// Keeps memory that kernels of NCCL use until it is gone.
+  void keep(std::shared_ptr<void> memory) { kept_ = std::move(memory); }
   /// Makes the calls in one group of NCCL's. Throws Error once the communicator ends.
   void group(const std::function<void(ncclComm_t)>& calls);
   /// Ends the kernels that wait, and those who wait in group(); the CUDA context stays usable.
@@ -50,6 +52,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   const ncclComm_t comm_;
   const bool ours_;
   const Device device_;
+  std::shared_ptr<void> kept_;
   std::mutex mutex_;                 // held by who is in NCCL
   std::atomic<bool> closed_{false};  // nobody may begin a group
   std::atomic<bool> ended_{false};   // by somebody, who may not be done

@@ -25,8 +25,14 @@ class NcclData final : public DataPlane {
  public:
   NcclData(std::shared_ptr<Comm> comm, int rank, int size, Device device,
            std::shared_ptr<ControlPlane> control, milliseconds timeout)
-      : comm_(std::move(comm)), device_(device), rank_(rank), timeout_(timeout) {
-    watch_ = std::make_unique<Watch>(rank, size, device, std::move(control), timeout,
+      : comm_(std::move(comm)),
+        device_(device),
+        rank_(rank),
+        size_(size),
+        timeout_(timeout),
+        labels_(std::make_shared<Labels>(rank, size, device)) {
+    comm_->keep(labels_);
+    watch_ = std::make_unique<Watch>(rank, size, device, std::move(control), labels_, timeout,
                                      [comm = comm_] { comm->abort(); });
   }
   ~NcclData() override {
@@ -39,34 +45,50 @@ class NcclData final : public DataPlane {
 
   void exchange(std::span<const Message> sends, std::span<const Message> receives, Stream stream,
                 Waiting& waiting) override {
-    enqueue(stream, waiting, [&](ncclComm_t comm, cudaStream_t handle) {
-      for (const Message& each : sends) {
-        if (each.bytes == 0) continue;
-        FUSEDMOE_NCCL_CHECK(nccl().send(each.data, each.bytes, ncclUint8, each.peer, comm, handle));
+    const Labels::Pairs pairs{labels(waiting, sends), labels(waiting, receives)};
+    enqueue(stream, waiting, pairs, [&](ncclComm_t comm, cudaStream_t handle, Labels::Slot* slot) {
+      const auto send = [&](int peer, const void* data, std::size_t bytes) {
+        if (bytes == 0) return;
+        FUSEDMOE_NCCL_CHECK(nccl().send(data, bytes, ncclUint8, peer, comm, handle));
+      };
+      const auto receive = [&](int peer, void* data, std::size_t bytes) {
+        if (bytes == 0) return;
+        FUSEDMOE_NCCL_CHECK(nccl().recv(data, bytes, ncclUint8, peer, comm, handle));
+      };
+      for (int peer = 0; peer < size_; ++peer) {
+        if (peer == rank_) continue;
+        if (pairs.sent[peer].bytes > 0) send(peer, &slot->sent[peer], sizeof(Label));
+        if (pairs.expected[peer].bytes > 0) receive(peer, &slot->received[peer], sizeof(Label));
       }
-      for (const Message& each : receives) {
-        if (each.bytes == 0) continue;
-        FUSEDMOE_NCCL_CHECK(nccl().recv(each.data, each.bytes, ncclUint8, each.peer, comm, handle));
-      }
+      for (const Message& each : sends) send(each.peer, each.data, each.bytes);
+      for (const Message& each : receives) receive(each.peer, each.data, each.bytes);
     });
   }
 
   bool has_collectives() const override { return true; }
 
   void all_gather(std::span<const Gather> buffers, Stream stream, Waiting& waiting) override {
-    enqueue(stream, waiting, [&](ncclComm_t comm, cudaStream_t handle) {
-      for (const Gather& each : buffers) {
-        if (each.bytes == 0) continue;
+    std::vector<Message> messages;
+    for (int peer = 0; peer < size_; ++peer) {
+      for (const Gather& each : buffers) messages.push_back({peer, nullptr, each.bytes});
+    }
+    const Labels::Pairs pairs{labels(waiting, messages), labels(waiting, messages)};
+    enqueue(stream, waiting, pairs, [&](ncclComm_t comm, cudaStream_t handle, Labels::Slot* slot) {
+      const auto gather = [&](const Gather& each) {
+        if (each.bytes == 0) return;
         const void* place = static_cast<const char*>(each.data) + each.bytes * rank_;
         FUSEDMOE_NCCL_CHECK(nccl().all_gather(each.own ? each.own : place, each.data, each.bytes,
                                               ncclUint8, comm, handle));
-      }
+      };
+      gather({slot->received.data(), sizeof(Label), &slot->sent[rank_]});
+      for (const Gather& each : buffers) gather(each);
     });
   }
 
+  /// Without labels: the ranks have gathered before what they add up now.
   void reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype, Stream stream,
                       Waiting& waiting) override {
-    enqueue(stream, waiting, [&](ncclComm_t comm, cudaStream_t handle) {
+    enqueue(stream, waiting, {}, [&](ncclComm_t comm, cudaStream_t handle, Labels::Slot*) {
       FUSEDMOE_NCCL_CHECK(nccl().reduce_scatter(data, out, static_cast<std::size_t>(count),
                                                 nccl_type(dtype), ncclSum, comm, handle));
     });
@@ -75,18 +97,31 @@ class NcclData final : public DataPlane {
   void abort() noexcept override { comm_->abort(); }
 
  private:
+  /// For each rank, of all its messages.
+  std::vector<Label> labels(const Waiting& waiting, std::span<const Message> messages) const {
+    std::vector<Label> result(static_cast<std::size_t>(size_), Label(waiting.what()));
+    for (const Message& each : messages) result[each.peer].bytes += each.bytes;
+    return result;
+  }
+
+  /// Makes calls(communicator, stream, slot of the labels; null where there are none).
   template <typename Calls>
-  void enqueue(Stream stream, const Waiting& waiting, const Calls& calls) {
+  void enqueue(Stream stream, const Waiting& waiting, const Labels::Pairs& labels,
+               const Calls& calls) {
     const auto handle = static_cast<cudaStream_t>(stream.handle);
-    comm_->group([&](ncclComm_t comm) { calls(comm, handle); });
+    const bool recorded = is_capturing(stream);
+    Labels::Slot* slot = labels.sent.empty() ? nullptr : &labels_->take(labels, recorded);
+    comm_->group([&](ncclComm_t comm) { calls(comm, handle, slot); });
+    if (recorded) return;
     const CurrentDevice current(device_);
-    watch_->enqueued(handle, waiting.what());
+    watch_->enqueued(handle, waiting.what(), slot);
   }
 
   const std::shared_ptr<Comm> comm_;
   const Device device_;
-  const int rank_;
+  const int rank_, size_;
   const milliseconds timeout_;
+  const std::shared_ptr<Labels> labels_;
   std::unique_ptr<Watch> watch_;
 };
 

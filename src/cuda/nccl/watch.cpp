@@ -17,11 +17,12 @@ constexpr milliseconds kAnswer{500};
 }  // namespace
 
 Watch::Watch(int rank, int size, Device device, std::shared_ptr<ControlPlane> control,
-             milliseconds timeout, std::function<void()> abort)
+             std::shared_ptr<Labels> labels, milliseconds timeout, std::function<void()> abort)
     : rank_(rank),
       size_(size),
       device_(device),
       control_(std::move(control)),
+      labels_(std::move(labels)),
       timeout_(timeout),
       abort_(std::move(abort)),
       thread_([this] { run(); }) {}
@@ -37,10 +38,7 @@ Watch::~Watch() {
   for (const cudaEvent_t event : free_) cudaEventDestroy(event);
 }
 
-void Watch::enqueued(cudaStream_t stream, std::string_view what) {
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  FUSEDMOE_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
-  if (capture != cudaStreamCaptureStatusNone) return;
+void Watch::enqueued(cudaStream_t stream, std::string_view what, Labels::Slot* labels) {
   const std::lock_guard lock(mutex_);
   cudaEvent_t event = nullptr;
   if (free_.empty()) {
@@ -50,7 +48,7 @@ void Watch::enqueued(cudaStream_t stream, std::string_view what) {
     free_.pop_back();
   }
   FUSEDMOE_CUDA_CHECK(cudaEventRecord(event, stream));
-  work_.push_back({event, ++number_, Clock::now() + timeout_, std::string(what)});
+  work_.push_back({event, ++number_, Clock::now() + timeout_, std::string(what), labels});
 }
 
 void Watch::run() {
@@ -63,7 +61,7 @@ void Watch::run() {
     const auto done = [&] { return ending_ && work_.empty(); };
     const bool last = changed_.wait_for(lock, kPollInterval, done);
     lock.unlock();
-    if (last && has_failed()) abort_();
+    if (last && (differs(labels_->difference_of_recorded()) || has_failed())) abort_();
     if (last) return;
     // The control plane is asked less often than the device.
     if (expired() || (looks % 10 == 0 && look())) return;
@@ -80,14 +78,31 @@ bool Watch::has_failed() noexcept {
   }
 }
 
-/// Forgets work that has ended; gives up on work that should have.
+/// Tells all ranks how their labels differ, if they do.
+bool Watch::differs(const std::string& difference) {
+  if (difference.empty()) return false;
+  try {
+    control_->post("failure", difference);
+  } catch (...) {
+    // The others see it by themselves.
+  }
+  return true;
+}
+
+/// Forgets work that has ended; gives up on work that should have, or that is not the same on all
+/// ranks. Messages of other sizes than the other rank's may never end, but their label has come.
 bool Watch::expired() {
   std::uint64_t late = 0;
-  std::string what;
+  std::string what, difference;
   {
     const std::lock_guard lock(mutex_);
-    while (!work_.empty() && cudaEventQuery(work_.front().event) != cudaErrorNotReady) {
-      free_.push_back(work_.front().event);
+    while (!work_.empty()) {
+      const Work& work = work_.front();
+      const bool ended = cudaEventQuery(work.event) != cudaErrorNotReady;
+      if (work.labels) difference = labels_->difference(*work.labels);
+      if (!ended || !difference.empty()) break;
+      if (work.labels) labels_->give_back(*work.labels);
+      free_.push_back(work.event);
       work_.pop_front();
     }
     if (!work_.empty() && Clock::now() > work_.front().deadline) {
@@ -95,11 +110,13 @@ bool Watch::expired() {
       what = work_.front().what;
     }
   }
-  if (late == 0) return false;
-  try {
-    give_up(late, what);
-  } catch (...) {
-    // Without a control plane nobody can be told; the kernels end all the same.
+  if (!differs(difference)) {
+    if (late == 0) return false;
+    try {
+      give_up(late, what);
+    } catch (...) {
+      // Without a control plane nobody can be told; the kernels end all the same.
+    }
   }
   abort_();
   return true;
@@ -116,7 +133,9 @@ bool Watch::look() {
       control_->post(core::format("nccl/at/{}", rank_), std::to_string(number));
       answered_ = true;
     }
-    if (!control_->read("failure", milliseconds(0))) return false;
+    const bool failed = differs(labels_->difference_of_recorded()) ||
+                        control_->read("failure", milliseconds(0)).has_value();
+    if (!failed) return false;
   } catch (...) {
     // The control plane is gone, and with it rank 0.
   }

@@ -1,4 +1,5 @@
-// A thread that watches what was enqueued: work that does not end, or a rank that has given up.
+// A thread that watches what was enqueued: work that does not end, a rank that has given up, labels
+// of ranks that do not do the same.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "fusedmoe/comm.h"
+#include "cuda/nccl/labels.h"
 
 namespace fusedmoe::cuda {
 
@@ -25,13 +26,14 @@ class Watch {
   using Clock = std::chrono::steady_clock;
 
   Watch(int rank, int size, Device device, std::shared_ptr<ControlPlane> control,
-        std::chrono::milliseconds timeout, std::function<void()> abort);
+        std::shared_ptr<Labels> labels, std::chrono::milliseconds timeout,
+        std::function<void()> abort);
   /// Watches until what was enqueued has ended, or until it gives up.
   ~Watch();
 
   /// What was enqueued on the stream until now has to end within the timeout; `what` names it in
-  /// errors. Nothing happens while the stream is captured.
-  void enqueued(cudaStream_t stream, std::string_view what);
+  /// errors. Then its labels, which it may lack, are compared and given back.
+  void enqueued(cudaStream_t stream, std::string_view what, Labels::Slot* labels);
 
  private:
   struct Work {
@@ -39,6 +41,7 @@ class Watch {
     std::uint64_t number;
     Clock::time_point deadline;
     std::string what;
+    Labels::Slot* labels;
   };
 
   void run();
@@ -46,11 +49,13 @@ class Watch {
   bool look();
   bool expired();
   bool has_failed() noexcept;
+  bool differs(const std::string& difference);
   void give_up(std::uint64_t number, const std::string& what);
 
   const int rank_, size_;
   const Device device_;
   const std::shared_ptr<ControlPlane> control_;
+  const std::shared_ptr<Labels> labels_;
   const std::chrono::milliseconds timeout_;
   const std::function<void()> abort_;
   std::mutex mutex_;
