@@ -4,12 +4,13 @@ CONFIGURE = cmake -Wno-dev --log-level=WARNING
 
 PYTHON ?= python3
 
-.PHONY: demo test build format format-check interop check-clang check-tidy check-tsan \
+.PHONY: demo test build release format format-check interop check-clang check-tidy check-tsan \
 	check-python-asan check-aarch64 check-riscv64 docs install-deps clean
 
-demo: install-deps
-	$(CONFIGURE) --preset default
-	cmake --build --preset default --target fusedmoe_cpu -j $(JOBS)
+demo:
+	@scripts/install-deps.sh demo
+	$(CONFIGURE) --preset demo
+	cmake --build --preset demo -j $(JOBS)
 	scripts/demo.sh
 
 test: build
@@ -18,6 +19,12 @@ test: build
 build: install-deps
 	$(CONFIGURE) --preset default
 	cmake --build --preset default -j $(JOBS)
+
+# What a release consists of, into dist/ (scripts/release.sh says more). RELEASE_PARTS="source wheels
+# debs" leaves out what compiles CUDA kernels for an hour.
+release:
+	@scripts/install-deps.sh release
+	scripts/release.sh $(RELEASE_PARTS)
 
 format:
 	scripts/format.sh
@@ -84,4 +91,4 @@ install-deps:
 	@scripts/install-deps.sh
 
 clean:
-	rm -rf build build-*
+	rm -rf build build-* dist

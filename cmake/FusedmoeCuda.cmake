@@ -1,34 +1,30 @@
 # Sets FUSEDMOE_HAVE_CUDA from FUSEDMOE_CUDA (ON, OFF, AUTO) and, with CUDA, enables the language
-# and finds CUTLASS's headers: in CUTLASS_ROOT, or where scripts/install-deps.sh unpacks the
-# nvidia-cutlass wheel. AUTO needs nvcc and them; ON fails without. FUSEDMOE_CUDA_ARCHITECTURES is
+# and finds CUTLASS's headers: in CUTLASS_ROOT, where scripts/install-deps.sh unpacks the
+# nvidia-cutlass wheel, or where pip puts it to build ours. AUTO is ON where nvcc is. Without the
+# headers both fail: nobody gets a library without CUDA by surprise. FUSEDMOE_CUDA_ARCHITECTURES is
 # the property CUDA_ARCHITECTURES of every target with kernels, whatever a project around this one,
 # CMAKE_CUDA_ARCHITECTURES or CUDAARCHS say for others.
 set(CUTLASS_ROOT "" CACHE PATH "Folder with include/cute and include/cutlass; default: the wheel's")
 
-set(FUSEDMOE_HAVE_CUDA OFF)
-if(FUSEDMOE_CUDA)
-  find_path(FUSEDMOE_CUTLASS_INCLUDE_DIR cute/tensor.hpp
-    HINTS ${CUTLASS_ROOT} $ENV{CUTLASS_ROOT} ${PROJECT_SOURCE_DIR}/.deps/cutlass
-    PATH_SUFFIXES include cutlass_library/source/include)
-  if(FUSEDMOE_CUDA STREQUAL "AUTO")
-    include(CheckLanguage)
-    check_language(CUDA)
-    if(CMAKE_CUDA_COMPILER AND FUSEDMOE_CUTLASS_INCLUDE_DIR)
-      set(FUSEDMOE_HAVE_CUDA ON)
-    elseif(CMAKE_CUDA_COMPILER)
-      message(WARNING "nvcc is here but CUTLASS's headers are not: building without CUDA. "
-        "scripts/install-deps.sh fetches them; CUTLASS_ROOT names another copy.")
-    endif()
-  else()
+set(FUSEDMOE_HAVE_CUDA ${FUSEDMOE_CUDA})
+if(FUSEDMOE_CUDA STREQUAL "AUTO")
+  include(CheckLanguage)
+  check_language(CUDA)
+  set(FUSEDMOE_HAVE_CUDA OFF)
+  if(CMAKE_CUDA_COMPILER)
     set(FUSEDMOE_HAVE_CUDA ON)
-    if(NOT FUSEDMOE_CUTLASS_INCLUDE_DIR)
-      message(FATAL_ERROR "FUSEDMOE_CUDA=ON needs CUTLASS's headers: run scripts/install-deps.sh, "
-        "or set CUTLASS_ROOT.")
-    endif()
   endif()
 endif()
 
 if(FUSEDMOE_HAVE_CUDA)
+  find_path(FUSEDMOE_CUTLASS_INCLUDE_DIR cute/tensor.hpp
+    HINTS ${CUTLASS_ROOT} $ENV{CUTLASS_ROOT} ${PROJECT_SOURCE_DIR}/.deps/cutlass ${CMAKE_PREFIX_PATH}
+    PATH_SUFFIXES include cutlass_library/source/include)
+  if(NOT FUSEDMOE_CUTLASS_INCLUDE_DIR)
+    message(FATAL_ERROR "nvcc is used but CUTLASS's headers are missing: run scripts/install-deps.sh, "
+      "name a copy by CUTLASS_ROOT, or build without CUDA by -DFUSEDMOE_CUDA=OFF "
+      "(pip: -C cmake.define.FUSEDMOE_CUDA=OFF).")
+  endif()
   # Machine code for Hopper alone: no PTX that a driver would have to compile at start.
   set(FUSEDMOE_CUDA_ARCHITECTURES 90a-real)
   if(NOT CMAKE_CUDA_COMPILER_LOADED)

@@ -22,6 +22,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "fusedmoe/version.h" /* FUSEDMOE_VERSION_MAJOR, _MINOR and _PATCH: of this header */
+
 #define FUSEDMOE_C_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -103,6 +105,7 @@ typedef struct fusedmoe_tensor { /* never changes */
 /* ------------------------------------------------------------------------------------------------
  * The library and its devices. */
 
+/* Of the library that is loaded, as "0.2.0". */
 FUSEDMOE_C_API const char* fusedmoe_version(void);
 /* Name of the level of instructions that the CPU kernels run with, as "avx2" or "neon". Chosen once
  * from the processor; the environment variable FUSEDMOE_CPU_ISA may name another.

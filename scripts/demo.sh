@@ -4,12 +4,12 @@
 # reference implementation.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-program=build/cli/fusedmoe_cpu
-layer=build/demo/gpt-oss-20b
+program=build-demo/cli/fusedmoe
+layer=build-demo/demo/gpt-oss-20b
 if [[ ! -d $layer ]]; then
-  mkdir -p build/demo
+  mkdir -p build-demo/demo
   "$program" synth --model gpt-oss-20b --layers 1 --tokens 64 --out "$layer"
 fi
 "$program" inspect "$layer"
 "$program" run --checkpoint "$layer" --input "$layer/input.safetensors" \
-  --output build/demo/output.safetensors --repeat 5 --check 4 --load-chart
+  --output build-demo/demo/output.safetensors --repeat 5 --check 4 --load-chart

@@ -1,22 +1,30 @@
 #!/usr/bin/env bash
-# Installs, by name, the Debian packages that building and testing need and that are missing; below
-# .deps/ what the Python package is built and tested with, and where nvcc is the headers of CUTLASS.
+# Installs, by name, the Debian packages that are missing:
+#
+#   scripts/install-deps.sh           what building and testing need; below .deps/ what the Python
+#                                     package is built and tested with, and where nvcc is CUTLASS's headers
+#   scripts/install-deps.sh demo      what the program needs to be built without CUDA
+#   scripts/install-deps.sh release   for scripts/release.sh
+#
 # With everything there it only looks, and needs neither network nor rights. Without rights it says
 # which packages are missing and goes on with what is there.
 set -euo pipefail
+purpose=${1:-test}
 
 # package: a command or a file below an include folder that shows it is there
-needed=(
+program=(
   "g++:g++"
   "cmake:cmake"
   "ninja-build:ninja"
   "make:make"
-  "git:git"
-  "pkgconf:pkg-config"
-  "clang-format-14:clang-format-14"
   "nlohmann-json3-dev:nlohmann/json.hpp"
   "libcli11-dev:CLI/CLI.hpp"
   "libfmt-dev:fmt/format.h"
+)
+tests=(
+  "git:git"
+  "pkgconf:pkg-config"
+  "clang-format-14:clang-format-14"
   "libdlpack-dev:dlpack/dlpack.h"
   "libgtest-dev:gtest/gtest.h"
   "abigail-tools:abidiff"
@@ -25,9 +33,26 @@ needed=(
   "openmpi-bin:mpirun"
   "libopenmpi-dev:../lib/$(uname -m)-linux-gnu/openmpi/include/mpi.h"
 )
+release=(
+  "git:git"
+  "python3-dev:/usr/bin/python3-config"
+  "python3-pip:pip3"
+  "python3-venv:/usr/share/doc/python3-venv"
+  "xz-utils:xz"
+  "ccache:ccache"
+  "dpkg-dev:dpkg-shlibdeps"
+  "debootstrap:debootstrap"
+)
+case $purpose in
+  demo) needed=("${program[@]}") ;;
+  release) needed=("${program[@]}" "${release[@]}") ;;
+  test) needed=("${program[@]}" "${tests[@]}") ;;
+  *) echo "no such purpose: $purpose; there are: demo, release, test" >&2; exit 2 ;;
+esac
 
 present() {
   case "$1" in
+    /*) [[ -e $1 ]] ;;
     */*) [[ -e "/usr/include/$1" || -e "/usr/local/include/$1" ]] ;;
     *) command -v "$1" >/dev/null ;;
   esac
@@ -57,7 +82,7 @@ fetch_wheels() {
     echo "Without these the Python package is neither built nor tested." >&2
   if command -v nvcc >/dev/null && [[ -z ${CUTLASS_ROOT:-} ]]; then
     fetch cutlass --no-deps nvidia-cutlass==4.2.0.0 ||
-      echo "Without these headers the library is built without CUDA." >&2
+      echo "Without these headers only -DFUSEDMOE_CUDA=OFF builds." >&2
   fi
 }
 
@@ -85,4 +110,4 @@ install_packages() {
 }
 
 [[ ${#missing[@]} -eq 0 ]] || install_packages
-fetch_wheels
+[[ $purpose == demo ]] || fetch_wheels

@@ -23,6 +23,7 @@ from .quant import (
     QuantizedMatrix,
     dequantize_weights,
     quantize_activations,
+    quantize_checkpoint,
     quantize_weights,
     schemes,
 )
@@ -53,10 +54,15 @@ __all__ = [
     "load_file",
     "num_threads",
     "quantize_activations",
+    "quantize_checkpoint",
     "quantize_weights",
     "round_robin_placement",
     "route",
     "router_logits",
     "schemes",
     "set_num_threads",
+    "version_info",
 ]
+
+version_info = tuple(map(int, __version__.split(".")))
+"""The version as numbers, to compare with."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, List, NamedTuple, Optional, Tuple
+import os
+from typing import Any, Callable, List, NamedTuple, Optional, Tuple, Union
 
 from . import _core
 from ._arrays import array
@@ -61,3 +62,37 @@ def quantize_activations(
     leaves activations as they are.
     """
     return _core.quantize_activations(array(x), scheme, scale)
+
+
+def quantize_checkpoint(
+    checkpoint: Union[str, "os.PathLike[str]"],
+    output: Union[str, "os.PathLike[str]"],
+    scheme: str,
+    *,
+    layout: Optional[str] = None,
+    scale_rule: str = "ocp",
+    calibration: Optional[Union[str, "os.PathLike[str]"]] = None,
+    max_shard_bytes: int = 5_000_000_000,
+    progress: Optional[Callable[[int, int], None]] = None,
+) -> int:
+    """Writes an f32, bf16 or f16 checkpoint again with its routed experts quantized.
+
+    checkpoint: a folder or a safetensors file. output: a folder that is new or empty; it appears
+    complete or not at all. layout: "gpt-oss", "fp8", "compressed-tensors", "modelopt", "gptq",
+    "gptq_v2" or "awq"; default: the scheme's usual one. scale_rule: of MXFP4 and MXFP8. calibration:
+    a file with `hidden_states` for static activation scales; default: input.safetensors of the
+    checkpoint. max_shard_bytes: of one file. progress: called with the bytes done and their total.
+
+    Everything else of the model is copied. Returns the bytes written. Raises ValueError for a layout
+    that cannot hold the scheme, or weights that are not finite.
+    """
+    settings = {
+        "scheme": scheme,
+        "layout": layout or "",
+        "scale_rule": scale_rule,
+        "calibration": os.fspath(calibration) if calibration is not None else "",
+        "max_shard_bytes": max_shard_bytes,
+    }
+    return _core.quantize_checkpoint(
+        os.fspath(checkpoint), os.fspath(output), settings, progress
+    )

@@ -66,7 +66,8 @@ NB_MODULE(_core, module) {
   bind_experts(module);
   bind_numbers(module);
   bind_openmp(module);
-  module.attr("version") = FUSEDMOE_VERSION;
+  bind_quantize_checkpoint(module);
+  module.attr("version") = fusedmoe::version();
   module.def(
       "cpu_isa", [] { return std::string(fusedmoe::cpu_isa()); },
       "Instruction set of the CPU kernels: \"avx512_bf16\", ...");

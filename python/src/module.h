@@ -11,5 +11,6 @@ void bind_ranks(nanobind::module_& module);
 void bind_experts(nanobind::module_& module);
 void bind_numbers(nanobind::module_& module);
 void bind_openmp(nanobind::module_& module);
+void bind_quantize_checkpoint(nanobind::module_& module);
 
 }  // namespace fusedmoe::python

@@ -5,7 +5,7 @@
 #include "fusedmoe/version.h"
 
 const char* fusedmoe_version(void) {
-  return FUSEDMOE_VERSION;
+  return fusedmoe::version();
 }
 
 const char* fusedmoe_cpu_isa(void) {

@@ -39,7 +39,8 @@ int main(int argc, char** argv) {
     return 1;
   }
   printf("version %s\n%s\n", version(), selection_table(selection));
-  const int found = strstr(selection_table(selection), "cpu") != NULL;
+  const int found =
+      strstr(selection_table(selection), "cpu") != NULL && strcmp(version(), FUSEDMOE_VERSION) == 0;
   selection_destroy(selection);
   return found ? 0 : 1;
 }

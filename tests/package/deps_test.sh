@@ -11,13 +11,17 @@ printf '#!/bin/sh\necho 1000\n' >"$work/bin/id"
 printf '#!/bin/sh\necho called >>"%s/called"\n' "$work" >"$work/bin/apt-get"
 chmod +x "$work/bin/id" "$work/bin/apt-get"
 
-expect() {
-  PATH=$work/bin "$work/bin/bash" "$work/scripts/install-deps.sh" >"$work/out" 2>&1 ||
+expect() {  # PATTERN [PURPOSE]
+  PATH=$work/bin "$work/bin/bash" "$work/scripts/install-deps.sh" "${@:2}" >"$work/out" 2>&1 ||
     { echo "FAILED: exit status $?"; cat "$work/out"; exit 1; }
   grep -q -- "$1" "$work/out" || { echo "FAILED: no '$1'"; cat "$work/out"; exit 1; }
   [[ ! -e $work/called ]] || { echo "FAILED: apt-get was called"; exit 1; }
 }
 expect '^As root: apt-get install .*cmake ninja-build.*clang-format-14'
+# The demo needs neither MPI nor what tests and pip's packages need.
+expect '^As root: apt-get install g++ cmake ninja-build make' demo
+! grep -qE 'mpi|clang-format|python|gtest' "$work/out" ||
+  { echo "FAILED: more than the demo needs"; cat "$work/out"; exit 1; }
 # sudo that wants a password, and nobody there to type it.
 printf '#!/bin/sh\nexit 1\n' >"$work/bin/sudo"
 chmod +x "$work/bin/sudo"

@@ -1,8 +1,9 @@
 # cmake -DBUILD=<build tree of fusedmoe> -DSOURCE=<its sources> -DWORK=<scratch folder>
-#       -DMODE=installed|fetched|cuda -DGENERATOR=<generator> -P run.cmake
+#       -DMODE=installed|fetched|cuda|missing -DGENERATOR=<generator> -DVERSION=<version> -P run.cmake
 # installed: installs into WORK/prefix, then configures, builds and runs the consumer, also by way
 # of pkg-config. fetched: configures the consumer with the sources as a part of it. cuda: the same
 # with CUDA, while the consumer and the environment name other architectures; compiles no kernel.
+# missing: configures the sources where what the build needs is not, and expects one sentence.
 function(run)
   execute_process(COMMAND ${ARGV} RESULT_VARIABLE result)
   if(NOT result EQUAL 0)
@@ -26,6 +27,32 @@ function(expect pattern)
   endif()
 endfunction()
 
+if(MODE STREQUAL "missing")
+  # A copy without .deps/, where CUTLASS's headers would be found.
+  file(MAKE_DIRECTORY ${WORK}/source)
+  foreach(part CMakeLists.txt cmake cli include python src LICENSE THIRD-PARTY.md)
+    file(CREATE_LINK ${SOURCE}/${part} ${WORK}/source/${part} SYMBOLIC)
+  endforeach()
+  set(configure ${CMAKE_COMMAND} -S ${WORK}/source -G ${GENERATOR} -DFUSEDMOE_BUILD_TESTS=OFF
+    -DFUSEDMOE_PYTHON=OFF -DFUSEDMOE_MPI=OFF)
+  foreach(cuda ON AUTO)  # AUTO asks for a compiler of CUDA alone, so anything passes for one
+    expect("CUTLASS's headers are.missing.*FUSEDMOE_CUDA=OFF" ${configure} -B ${WORK}/cutlass-${cuda}
+      -DFUSEDMOE_CUDA=${cuda} -DCMAKE_CUDA_COMPILER=${CMAKE_COMMAND})
+  endforeach()
+  list(APPEND configure -DFUSEDMOE_CUDA=OFF)
+  foreach(package fmt nlohmann_json CLI11)
+    set(missing -DCMAKE_DISABLE_FIND_PACKAGE_${package}=ON)
+    expect("${package} is not installed.*FUSEDMOE_FETCH_DEPENDENCIES=ON" ${configure} ${missing}
+      -B ${WORK}/${package})
+    list(APPEND all_missing ${missing})
+  endforeach()
+  # Downloaded ones are folders here. What they declare is enough to generate all targets.
+  expect("Generating done" ${configure} ${all_missing} -B ${WORK}/fetched
+    -DFUSEDMOE_FETCH_DEPENDENCIES=ON -DFETCHCONTENT_SOURCE_DIR_FMT=${SOURCE}
+    -DFETCHCONTENT_SOURCE_DIR_NLOHMANN_JSON=${SOURCE} -DFETCHCONTENT_SOURCE_DIR_CLI11=${SOURCE})
+  return()
+endif()
+
 if(MODE STREQUAL "cuda")
   set(ENV{CUDAARCHS} 80)
   list(APPEND configure -DFUSEDMOE_SOURCE_DIR=${SOURCE} -DFUSEDMOE_CUDA=ON ${CUDA_OPTIONS})
@@ -42,7 +69,7 @@ if(MODE STREQUAL "cuda")
 endif()
 
 run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/prefix)
-list(APPEND configure -DCMAKE_PREFIX_PATH=${WORK}/prefix)
+list(APPEND configure -DCMAKE_PREFIX_PATH=${WORK}/prefix -DVERSION=${VERSION})
 expect("fusedmoe has no component \"nonsense\"; there are: c, mpi" ${configure}
   -B ${WORK}/nonsense -DCOMPONENTS=nonsense)
 if(HAVE_MPI)
@@ -59,15 +86,33 @@ if(EXISTS ${WORK}/prefix/include/fusedmoe.h)
   run(${WORK}/build/consumer_c)
 endif()
 
+# Who asks for the C library alone finds nothing that a static C++ library would need, as
+# CUDAToolkit in a build with CUDA; here it is Threads.
+list(APPEND configure -DCMAKE_DISABLE_FIND_PACKAGE_Threads=ON)
+if(EXISTS ${WORK}/prefix/include/fusedmoe.h)
+  run(${configure} -B ${WORK}/c -DCOMPONENTS=c)
+  run(${CMAKE_COMMAND} --build ${WORK}/c)
+  run(${WORK}/c/consumer_c)
+endif()
+if(NOT SHARED)
+  expect("Threads" ${configure} -B ${WORK}/static)
+endif()
+
+# pc(<module> <options>...): a program by way of pkg-config.
 find_program(pkg_config pkg-config)
-if(pkg_config)
-  file(GLOB_RECURSE pc_file ${WORK}/prefix/fusedmoe.pc)
+function(pc module)
+  file(GLOB_RECURSE pc_file ${WORK}/prefix/${module}.pc)
   execute_process(COMMAND ${pkg_config} --cflags --libs ${pc_file}
     OUTPUT_VARIABLE flags OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
   separate_arguments(flags UNIX_COMMAND "${flags}")
   cmake_path(GET pc_file PARENT_PATH library_dir)
   cmake_path(GET library_dir PARENT_PATH library_dir)
-  run(${COMPILER} -std=c++20 ${SOURCE}/tests/package/consumer.cpp -o ${WORK}/consumer_pc ${flags}
-    -Wl,-rpath,${library_dir})
-  run(${WORK}/consumer_pc)
+  run(${COMPILER} ${ARGN} -o ${WORK}/${module}_pc ${flags} -Wl,-rpath,${library_dir})
+  run(${WORK}/${module}_pc)
+endfunction()
+if(pkg_config)
+  pc(fusedmoe -std=c++20 ${SOURCE}/tests/package/consumer.cpp)
+  if(EXISTS ${WORK}/prefix/include/fusedmoe.h)
+    pc(fusedmoe_c -x c -std=c11 ${SOURCE}/tests/package/consumer_c.c -x none)
+  endif()
 endif()

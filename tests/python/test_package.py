@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -89,3 +90,32 @@ def test_importing_needs_no_other_package():
     code = "import sys, fusedmoe; print(*{'numpy', 'torch'} & set(sys.modules))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert output.stdout.strip() == ""
+
+
+def test_version_is_that_of_the_headers():
+    header = (pathlib.Path(__file__).parents[2] / "include/fusedmoe/version.h").read_text()
+    numbers = re.findall(r"#define FUSEDMOE_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", header)
+    assert fusedmoe.version_info == tuple(map(int, numbers)) and len(numbers) == 3
+    assert fusedmoe.__version__ == ".".join(numbers)
+
+
+def test_a_checkpoint_is_quantized(tmp_path):
+    source = golden_dir() / "mixtral.safetensors"
+    steps = []
+    written = fusedmoe.quantize_checkpoint(
+        source, tmp_path / "int4", "int4_g32", progress=lambda *step: steps.append(step)
+    )
+    assert fusedmoe.Checkpoint(tmp_path / "int4").info["scheme"] == "int4_g32"
+    assert written == sum(file.stat().st_size for file in (tmp_path / "int4").iterdir())
+    assert steps[-1][0] == steps[-1][1]
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fusedmoe.quantize_checkpoint(source, tmp_path / "no", "int4_g32", progress=stop)
+    with pytest.raises(ValueError, match="scale_rule"):
+        fusedmoe.quantize_checkpoint(source, tmp_path / "no", "mxfp4_w4a16", scale_rule="odd")
+    with pytest.raises(ValueError, match="awq"):
+        fusedmoe.quantize_checkpoint(source, tmp_path / "no", "nvfp4_w4a16", layout="awq")
+    assert [path.name for path in tmp_path.iterdir()] == ["int4"]

