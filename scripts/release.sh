@@ -78,11 +78,10 @@ rename_wheel() {
   "$work/tools/bin/wheel" pack --dest-dir "$(dirname "$1")" "$folder" >/dev/null
 }
 
-# wheels LABEL OPTIONS...: for each Python. libstdc++ is linked into them: GCC 12's asks for a newer
-# manylinux than the C library does.
+# wheels ON|OFF LABEL: for each Python, with CUDA or without. libstdc++ is linked into them: GCC 12's
+# asks for a newer manylinux than the C library does. (Old versions of pip have no -C.)
 wheels() {
-  local label=$1 minor python folder
-  shift
+  local cuda=$1 label=$2 minor python folder
   [[ -e $work/sdist/pyproject.toml ]] || source_part
   tools
   for minor in 10 11 12; do
@@ -92,8 +91,10 @@ wheels() {
     rm -rf "$folder.raw"
     [[ -x $work/env-3.$minor/bin/pip ]] || "$python" -m venv "$work/env-3.$minor"
     "$work/env-3.$minor/bin/pip" wheel --quiet --no-deps --wheel-dir "$folder.raw" \
-      -C build-dir="$folder" -C "cmake.define.CMAKE_MODULE_LINKER_FLAGS=-static-libstdc++" \
-      -C "cmake.define.CMAKE_EXE_LINKER_FLAGS=-static-libstdc++" "$@" "$work/sdist"
+      --config-settings=build-dir="$folder" \
+      --config-settings=cmake.define.CMAKE_MODULE_LINKER_FLAGS=-static-libstdc++ \
+      --config-settings=cmake.define.CMAKE_EXE_LINKER_FLAGS=-static-libstdc++ \
+      --config-settings=cmake.define.FUSEDMOE_CUDA="$cuda" "$work/sdist"
     [[ -z $label ]] || rename_wheel "$folder.raw"/*.whl "$label"
     PATH=$work/tools/bin:$PATH auditwheel repair --plat auto --wheel-dir "$folder.repaired" \
       "$folder.raw"/*.whl 2>&1 | grep -E 'Fixed|tag' || true
@@ -122,11 +123,10 @@ debs_part() {
 for part in "$@"; do
   case $part in
     source) source_part ;;
-    wheels) wheels "" -C cmake.define.FUSEDMOE_CUDA=OFF ;;
+    wheels) wheels OFF "" ;;
     wheels-cuda)
       nvcc=$(command -v nvcc) || fail "wheels-cuda needs nvcc on the PATH"
-      cuda=$("$nvcc" --version | sed -nE 's/.*release ([0-9]+)\.([0-9]+).*/cu\1\2/p')
-      wheels "$cuda" -C cmake.define.FUSEDMOE_CUDA=ON
+      wheels ON "$("$nvcc" --version | sed -nE 's/.*release ([0-9]+)\.([0-9]+).*/cu\1\2/p')"
       ;;
     debs) debs_part ;;
     *) fail "no part $part; there are: source wheels wheels-cuda debs" ;;
