@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
 """Times the MoE layer of ik_llama.cpp beside ours, in turns.
 
-usage: compare.py IK_SOURCE [options]; IK_SOURCE is a folder with the sources of ik_llama.cpp.
+usage: compare.py [IK_ROOT] [options]; IK_ROOT is the folder of an ik_llama.cpp that you have built, as
 
-Builds ik_llama.cpp's ggml, with the program ik_moe, into build-ik: for this processor, or with
---march for a class of processors, as FUSEDMOE_CPU_ISA sets it for ours. In each round every format
+    cmake -S IK_ROOT -B IK_ROOT/build -DGGML_NATIVE=ON && cmake --build IK_ROOT/build --target ggml
+
+builds it for this processor; without it pkg-config must know one (module llama). Only the program
+ik_moe, which links it, is built here. --built-for says what its instructions are, where they are not
+this processor's, as FUSEDMOE_CPU_ISA does for ours. In each round every format
 runs as ik_llama.cpp has it (plain, and with rows interleaved as by its option -rtr) and then as
 `fusedmoe bench` has it. The same shape, SiLU without biases, cold weights, another routing for each
 run. Prints a Markdown table: the median over the rounds of the medians, in ms.
@@ -29,10 +32,10 @@ FORMATS = {  # of ik_llama.cpp: our schemes
 
 def options():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("source")
+    parser.add_argument("root", nargs="?", default="")
     parser.add_argument("--program", default=str(ROOT / "build/cli/fusedmoe"))
     parser.add_argument("--build", default=str(ROOT / "build-ik"))
-    parser.add_argument("--march", default="native", help="icelake-server: VNNI without BF16")
+    parser.add_argument("--built-for", default="this processor", help="a word for the table")
     parser.add_argument("--shape", default="2880x2880x32x4", help="default: gpt-oss-20b")
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--tokens", default="1,8,32,128,512")
@@ -44,10 +47,10 @@ def options():
 
 
 def build(arguments):
+    root = str(pathlib.Path(arguments.root).resolve()) if arguments.root else ""
     subprocess.run(["cmake", "-S", ROOT / "bench/ik", "-B", arguments.build, "-G", "Ninja",
-                    "-DIK_SOURCE=" + str(pathlib.Path(arguments.source).resolve()),
-                    "-DIK_MARCH=" + arguments.march, "--log-level=WARNING", "-Wno-dev"], check=True)
-    subprocess.run(["cmake", "--build", arguments.build, "--target", "ik_moe"], check=True)
+                    "-DIK_ROOT=" + root, "--log-level=WARNING", "-Wno-dev"], check=True)
+    subprocess.run(["cmake", "--build", arguments.build], check=True)
 
 
 def ik(arguments, kind, layout):
@@ -100,7 +103,7 @@ def main():
 
     best = {}  # (format, tokens): ms of the faster of ik's two
     lines = [f"{arguments.shape}, {arguments.threads} threads, {processor()}, our level {isa}, "
-             f"ik_llama.cpp for {arguments.march}, {datetime.date.today()}. ms; in brackets: times "
+             f"ik_llama.cpp for {arguments.built_for}, {datetime.date.today()}. ms; in brackets: times "
              "as fast as ik's faster one.", "",
              "| format | who | " + " | ".join(f"{n}" for n in tokens) + " |",
              "| --- | --- |" + " ---: |" * len(tokens)]

@@ -7,7 +7,6 @@
 //
 // Prints a line "tokens median_ms samples" for each number of tokens.
 #include <ggml.h>
-#include <iqk/iqk_quantize.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -24,6 +23,9 @@
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+// Of ik_llama.cpp's library, in a header that it does not install: interleaves the rows.
+extern "C" void iqk_repack_tensor(ggml_tensor* tensor);
 
 namespace {
 

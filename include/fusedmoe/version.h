@@ -7,9 +7,10 @@
 #define FUSEDMOE_VERSION_PATCH 0
 
 /// "0.2.0", as a literal.
-#define FUSEDMOE_VERSION                                                               \
-  FUSEDMOE_VERSION_TEXT(FUSEDMOE_VERSION_MAJOR) "." FUSEDMOE_VERSION_TEXT(             \
-      FUSEDMOE_VERSION_MINOR) "." FUSEDMOE_VERSION_TEXT(FUSEDMOE_VERSION_PATCH)
+#define FUSEDMOE_VERSION                                                       \
+  FUSEDMOE_VERSION_TEXT(FUSEDMOE_VERSION_MAJOR)                                \
+  "." FUSEDMOE_VERSION_TEXT(FUSEDMOE_VERSION_MINOR) "." FUSEDMOE_VERSION_TEXT( \
+      FUSEDMOE_VERSION_PATCH)
 #define FUSEDMOE_VERSION_TEXT(number) FUSEDMOE_VERSION_QUOTED(number)
 #define FUSEDMOE_VERSION_QUOTED(number) #number
 

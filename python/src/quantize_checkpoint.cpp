@@ -21,8 +21,7 @@ std::int64_t quantize_checkpoint_of(const std::string& checkpoint, const std::st
       parse_enum<MxScaleRule>(get<std::string>(settings, "scale_rule", "ocp"), 4, "scale_rule",
                               [](MxScaleRule rule) { return name(rule); });
   options.calibration = get<std::string>(settings, "calibration", "");
-  options.max_shard_bytes =
-      get<std::int64_t>(settings, "max_shard_bytes", options.max_shard_bytes);
+  options.max_shard_bytes = get<std::int64_t>(settings, "max_shard_bytes", options.max_shard_bytes);
   options.progress = [&](std::int64_t done, std::int64_t total) {
     const WithGil gil;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
