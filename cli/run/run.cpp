@@ -40,7 +40,7 @@ void check_output(const RunOptions& options, const Checkpoint& checkpoint, const
   std::error_code ignored;
   const auto check_other = [&](const std::string& read, const char* what) {
     if (!read.empty() && fs::equivalent(path, read, ignored)) {
-      throw Error(option, fmt::format("{}, {}", path, what), "another file");
+      throw Error::invalid(option, fmt::format("{} {} is {}: name another", option, path, what));
     }
   };
   check_other(options.input, "the file of --input");
@@ -49,7 +49,7 @@ void check_output(const RunOptions& options, const Checkpoint& checkpoint, const
   for (const std::string& file : checkpoint.files()) check_other(file, "a file of the checkpoint");
   const fs::file_status status = fs::status(path, ignored);
   if (fs::exists(status) && !fs::is_regular_file(status)) {
-    throw Error(option, fmt::format("{}, not a regular file", path), "a new or a regular file");
+    throw Error::invalid(option, fmt::format("{} {} is not a regular file", option, path));
   }
 }
 
@@ -59,7 +59,9 @@ void check_outputs(const RunOptions& options, const Checkpoint& checkpoint) {
   check_output(options, checkpoint, "--record-routing", options.record_routing);
   if (std::filesystem::weakly_canonical(options.record_routing) ==
       std::filesystem::weakly_canonical(options.output)) {
-    throw Error("--record-routing", options.record_routing, "another file than --output");
+    throw Error::invalid("--record-routing",
+                         fmt::format("--record-routing {} is the file of --output: name another",
+                                     options.record_routing));
   }
 }
 

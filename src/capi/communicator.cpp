@@ -38,7 +38,8 @@ GatherCallback to_gather(const fusedmoe_gather& gather, int size) {
       if (known && part) all[static_cast<std::size_t>(rank)].assign(part, bytes);
     };
     const std::int32_t failed = gather.run(gather.context, text.data(), text.size(), give, &texts);
-    if (failed) throw Error::communication("gather.run returned " + std::to_string(failed));
+    if (failed)
+      throw Error::communication("gather.run returned " + std::to_string(failed) + " instead of 0");
     return texts;
   };
 }

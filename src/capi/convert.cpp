@@ -162,7 +162,7 @@ StackedExperts to_experts(const fusedmoe_expert_weights* weights, const char* na
     if (tensor.from.dtype == FUSEDMOE_NONE) continue;
     tensor.to = to_tensor(tensor.from, (prefix + tensor.name).c_str());
   }
-  if (!s.w13) throw Error(prefix + "w13", "not given", "given", Fault::kNull);
+  if (!s.w13) throw Error(prefix + "w13", "NULL", "given", Fault::kNull);
   s.gate_up_layout =
       static_cast<GateUpLayout>(check_enum(w.gate_up_layout, 3, prefix + "gate_up_layout"));
   s.transposed = w.transposed != 0;

@@ -27,7 +27,7 @@ fusedmoe::QuantKey activations_of(const char* scheme) {
 /// View of host memory: what converts it reads it at once.
 fusedmoe::TensorView host_view(const fusedmoe_tensor* tensor, const char* name) {
   const fusedmoe::TensorView view = to_view(&given(tensor, name), name);
-  if (!view) throw fusedmoe::Error(name, "not given", "given", fusedmoe::Fault::kNull);
+  if (!view) throw fusedmoe::Error(name, "NULL", "given", fusedmoe::Fault::kNull);
   if (!view.device().is_cpu()) {
     throw fusedmoe::Error(name, "on " + to_string(view.device()), "in host memory",
                           fusedmoe::Fault::kDevice);

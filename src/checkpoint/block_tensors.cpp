@@ -69,9 +69,11 @@ class TensorList {
     constexpr std::int64_t kBlock = 32;
     const std::int64_t experts = model_.router.num_experts, hidden = model_.experts_hidden(),
                        inner = model_.intermediate;
-    FUSEDMOE_CHECK_FILE(hidden % kBlock == 0 && inner % kBlock == 0, "config",
-                        core::format("hidden_size {} and expert width {}", hidden, inner),
-                        "multiples of 32 for MXFP4");
+    FUSEDMOE_CHECK_IO(
+        hidden % kBlock == 0 && inner % kBlock == 0, "config",
+        core::format("config says that experts in MXFP4 are {} x {}, but both sizes of "
+                     "such experts are multiples of {}",
+                     hidden, inner, kBlock));
     add_expert(layout.w1, {experts, 2 * inner, hidden / kBlock, kBlock / 2},
                TensorRole::kMxfp4Blocks, hidden);
     add_expert(layout.w13_scales, {experts, 2 * inner, hidden / kBlock}, TensorRole::kMxfp4Scales,

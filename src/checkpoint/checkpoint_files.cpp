@@ -85,10 +85,10 @@ void open_without_index(const fs::path& directory, OpenOptions options, Checkpoi
     if (!holds_model_tensors(file)) continue;
     for (const auto& [name, tensor] : file.tensors()) {
       const auto [position, is_new] = result.weight_map.emplace(name, result.files.size());
-      FUSEDMOE_CHECK_FILE(
+      FUSEDMOE_CHECK_IO(
           is_new, directory.string() + ": " + files::quote(name),
-          core::format("in {} and in {}", result.files[position->second].path, path.string()),
-          "in one file");
+          core::format("{}: {} is in two files, {} and {}", directory.string(), files::quote(name),
+                       result.files[position->second].path, path.string()));
     }
     result.files.push_back({path.string(), std::move(file)});
   }

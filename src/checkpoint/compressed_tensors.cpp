@@ -251,9 +251,12 @@ void add_groups(const ConfigKeys& config, const KeyOrder& order, ModuleRules& ru
         group.find("targets") ? group.strings("targets") : std::vector<std::string>{"Linear"};
     for (const std::string& target : listed) {
       const auto [other, is_new] = seen.try_emplace(target, label, format.scheme);
-      FUSEDMOE_CHECK_SUPPORTED(is_new || other->second.second == format.scheme, kQuantScheme,
-                               label + ".targets", files::quote(target),
-                               "in no other group: " + other->second.first + " has it, too");
+      if (!is_new && other->second.second != format.scheme) {
+        throw Error::unsupported(
+            Reason::kQuantScheme, label + ".targets",
+            core::format("{} and {} both have the target {}, but differ in the format", label,
+                         other->second.first, files::quote(target)));
+      }
       targets.emplace_back(target, index);
     }
   }

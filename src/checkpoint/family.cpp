@@ -56,8 +56,8 @@ class Fields {
   /// Under one of two names, not under both.
   void read_either(const std::string& first, const std::string& second, std::string& value) {
     const Json *one = find(first), *other = find(second);
-    FUSEDMOE_CHECK_FILE(!one || !other, path_, core::format("both {} and {}", first, second),
-                        "one of the two");
+    FUSEDMOE_CHECK_IO(!one || !other, path_,
+                      core::format("{}: {} cannot be used with {}", path_, first, second));
     if (one || other) value = text(one ? *one : *other, label(one ? first : second));
   }
   /// A constant, or {"key": name or names, "default": value, "values": {text: value}}.
@@ -101,9 +101,9 @@ class Fields {
 
   void finish() const {
     for (const auto& [key, value] : object_.items()) {
-      FUSEDMOE_CHECK_FILE(std::find(read_.begin(), read_.end(), key) != read_.end(), label(key),
-                          "a field that descriptions do not have",
-                          core::format("one of {}", core::join(read_, ", ")));
+      FUSEDMOE_CHECK_IO(
+          std::find(read_.begin(), read_.end(), key) != read_.end(), label(key),
+          core::format("{}: no such field; there are: {}", label(key), core::join(read_, ", ")));
     }
   }
 
@@ -160,8 +160,8 @@ ExpertLayout read_layout(const Json& json, const std::string& label) {
   fields.read("down_bias", layout.w2_bias);
   const bool per_expert = layout.storage == ExpertStorage::kPerExpert;
   for (const std::string& name : {layout.w1, layout.w2}) {
-    FUSEDMOE_CHECK_FILE(!name.empty(), label, "without names of the first or the last matrix",
-                        "with gate or gate_up, and down");
+    FUSEDMOE_CHECK_IO(!name.empty(), label,
+                      core::format("{} needs gate or gate_up, and down", label));
     FUSEDMOE_CHECK_FILE(per_expert == (std::count(name.begin(), name.end(), '*') == 1), label,
                         files::quote(name),
                         per_expert ? "a name with one * for the expert" : "a name without *");

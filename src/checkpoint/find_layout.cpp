@@ -282,10 +282,13 @@ class StorageFinder {
       if (!format.scheme || !wanted || is_plain(block_, layer)) continue;
       const bool same_inputs =
           !storage.shared || format.scheme->activations == storage.shared.scheme.activations;
-      FUSEDMOE_CHECK_SUPPORTED(
-          *format.scheme == wanted.scheme && same_inputs, kQuantScheme, format.source,
-          core::format("{} for {}{}", name(*format.scheme), block_.prefix, layer.name),
-          core::format("{}, as {}{} has", name(wanted.scheme), block_.prefix, layers.front().name));
+      if (*format.scheme == wanted.scheme && same_inputs) continue;
+      throw Error::unsupported(
+          Reason::kQuantScheme, format.source,
+          core::format("{} says that {}{} is {}, but {}{} is {}: the shared experts must have one "
+                       "format",
+                       format.source, block_.prefix, layer.name, name(*format.scheme),
+                       block_.prefix, layers.front().name, name(wanted.scheme)));
     }
   }
 

@@ -203,10 +203,11 @@ class Loader {
     for (std::int64_t e = 1; e < model_.router.num_experts; ++e) {
       const std::vector<LinearLayer> layers = expert_layers(model_, layout_, e);
       const QuantScheme own = scheme_of_layers(layers);
-      FUSEDMOE_CHECK_SUPPORTED(
-          own == scheme, kQuantScheme, layers.front().name,
-          core::format("in {}, while expert 0 is in {}", name(own), name(scheme)),
-          "in the format of the other experts");
+      if (own == scheme) continue;
+      throw Error::unsupported(
+          Reason::kQuantScheme, layers.front().name,
+          core::format("{} is {}, but expert 0 is {}: the experts of a layer must have one format",
+                       layers.front().name, name(own), name(scheme)));
     }
     return scheme;
   }

@@ -114,10 +114,13 @@ class Groups {
     for (auto at = targets_.lower_bound(below);
          !module.empty() && at != targets_.end() && at->first.starts_with(below); ++at) {
       const Group& group = groups_[at->second];
-      FUSEDMOE_CHECK_SUPPORTED(
-          !found || (found->bits == group.bits && found->weights_only == group.weights_only),
-          kQuantScheme, group.label, "another format than " + (found ? found->label : ""),
-          core::format("one format for all modules below {}", files::quote(module)));
+      if (found && (found->bits != group.bits || found->weights_only != group.weights_only)) {
+        throw Error::unsupported(
+            Reason::kQuantScheme, group.label,
+            core::format(
+                "{} and {} say different formats for modules below {}, which must have one",
+                group.label, found->label, files::quote(module)));
+      }
       found = &group;
     }
     if (found || !all_) return found;

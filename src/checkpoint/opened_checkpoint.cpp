@@ -141,16 +141,15 @@ std::map<std::int64_t, Block> collect_layers(const CheckpointFiles& files, const
       if (!parsed) continue;
       Block& block = layers[parsed->layer];
       if (block.tensors.empty()) block.prefix = parsed->prefix;
-      FUSEDMOE_CHECK_FILE(block.prefix == parsed->prefix, files::quote(name),
-                          core::format("layer {} under the prefix \"{}\" and \"{}\"", parsed->layer,
-                                       block.prefix, parsed->prefix),
-                          "under one prefix");
+      FUSEDMOE_CHECK_IO(block.prefix == parsed->prefix, files::quote(name),
+                        core::format("{} lies beside other tensors of layer {} whose names begin "
+                                     "with {}: a layer has one prefix",
+                                     files::quote(name), parsed->layer, block.prefix));
       const auto [other, is_new] = block.tensors.emplace(std::string(parsed->local), tensor);
       if (is_new) other->second.file = file;
-      FUSEDMOE_CHECK_FILE(is_new, files::quote(name),
-                          core::format("in {} and in {}", files.files[other->second.file].path,
-                                       files.files[file].path),
-                          "in one file");
+      FUSEDMOE_CHECK_IO(is_new, files::quote(name),
+                        core::format("{} is in two files, {} and {}", files::quote(name),
+                                     files.files[other->second.file].path, files.files[file].path));
     }
   }
   std::erase_if(layers, [&](const auto& layer) { return !holds_experts(layer.second, row); });

@@ -86,9 +86,9 @@ ModuleRules::Found ModuleRules::Lookup::find(const std::string& module) {
         const ModuleFormat& second = formats[other->format];
         if (second.scheme == format.scheme || !fits(k, module)) continue;
         throw Error::unsupported(
-            Reason::kQuantScheme, format.source, "fitting " + files::quote(module),
-            core::format("the only group that does: {} fits it, too, and says {} instead of {}",
-                         second.source, text_of(second), text_of(format)));
+            Reason::kQuantScheme, format.source,
+            core::format("{} fits {} and says {}, but {} fits it, too, and says {}", format.source,
+                         files::quote(module), text_of(format), second.source, text_of(second)));
       }
       return {&format, true};
     }

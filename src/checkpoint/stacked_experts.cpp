@@ -23,8 +23,10 @@ std::optional<QuantKey> key_of(const BlockTensor& tensor) {
 }
 
 void check_same_format(const BlockTensor& gate, const BlockTensor& up, const std::string& name) {
-  FUSEDMOE_CHECK_SUPPORTED(key_of(gate) == key_of(up), kQuantScheme, name,
-                           "in another format than the gate", "both in one format");
+  if (key_of(gate) == key_of(up)) return;
+  throw Error::unsupported(
+      Reason::kQuantScheme, name,
+      core::format("{} is in another format than the gate, but both must have one", name));
 }
 
 MatrixStack::MatrixStack(const BlockTensor& tensor)

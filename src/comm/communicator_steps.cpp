@@ -12,7 +12,7 @@ namespace {
 
 Error without_collectives(std::string_view plane) {
   return Error::unsupported(Reason::kOperation, "collective",
-                            core::format("{}, which has messages only", plane));
+                            core::format("{} has messages only, no collectives", plane));
 }
 
 }  // namespace
@@ -26,7 +26,7 @@ void DataPlane::reduce_scatter(const void*, void*, std::int64_t, DType, Stream, 
 
 void DataPlane::lend(const void*, std::span<const int>, const Reader&, Waiting&) {
   throw Error::unsupported(Reason::kOperation, "lend",
-                           core::format("{}, whose ranks cannot read each other's memory", name()));
+                           core::format("the ranks of {} cannot read each other's memory", name()));
 }
 
 /// Watches one step of the data plane.

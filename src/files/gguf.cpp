@@ -76,6 +76,11 @@ class Reader {
     }
   }
 
+  void check_new(bool is_new, const std::string& what) const {
+    const std::string part = core::format("{}: {}", label_, what);
+    FUSEDMOE_CHECK_IO(is_new, part, part + " is there twice");
+  }
+
   const unsigned char* take(std::uint64_t bytes) {
     check(bytes <= left(), "header", core::format("cut off at byte {}", position() + left()),
           "complete");
@@ -171,7 +176,7 @@ nlohmann::json read_metadata(Reader& reader, std::uint64_t count) {
     const std::string key(reader.text(kMaxKey, "key of the metadata"));
     nlohmann::json value = read_value(reader, key);
     const auto [entry, is_new] = metadata.emplace(key, std::move(value));
-    reader.check(is_new, quote(key), "given twice", "given once");
+    reader.check_new(is_new, quote(key));
   }
   return metadata;
 }
@@ -286,7 +291,7 @@ Contents read(const unsigned char* data, std::size_t size, const std::string& la
   for (const Entry& entry : entries) {
     const auto [place, is_new] = contents.tensors.emplace(
         entry.name, make_tensor(entry, data + start + entry.offset, owner));
-    reader.check(is_new, quote(entry.name), "given twice", "given once");
+    reader.check_new(is_new, quote(entry.name));
   }
   return contents;
 }

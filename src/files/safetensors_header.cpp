@@ -71,7 +71,7 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
   bool string(string_t& text) override {
     if (level_ == kMetadata) {
       if (!header_.metadata.emplace(key_, text).second) {
-        fail("__metadata__", "key " + quote(key_) + " twice", "unique keys");
+        fail_twice("__metadata__." + quote(key_));
       }
       return true;
     }
@@ -88,7 +88,7 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
       level_ = kTop;
     } else if (level_ == kTop) {
       level_ = key_ == "__metadata__" ? kMetadata : kTensor;
-      if (level_ == kMetadata && metadata_seen_) fail("__metadata__", "given twice", "unique");
+      if (level_ == kMetadata && metadata_seen_) fail_twice("__metadata__");
       metadata_seen_ |= level_ == kMetadata;
       entry_ = HeaderEntry{};
       entry_.name = level_ == kTensor ? key_ : "";
@@ -107,9 +107,11 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
              : text == "data_offsets" ? kOffsets
                                       : kUnknown;
     if (field_ == kUnknown) {
-      fail(tensor_label(), "key " + quote(text), "dtype, shape and data_offsets only");
+      fail_with(tensor_label(), core::format("has the key {}, but a tensor has dtype, shape and "
+                                             "data_offsets only",
+                                             quote(text)));
     }
-    if (seen_ & field_) fail(where(), "given twice", "unique");
+    if (seen_ & field_) fail_twice(where());
     seen_ |= field_;
     return true;
   }
@@ -120,7 +122,7 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
         const char* missing = !(seen_ & kDType)   ? "dtype"
                               : !(seen_ & kShape) ? "shape"
                                                   : "data_offsets";
-        fail(tensor_label(), core::format("without {}", missing), "complete");
+        fail_with(tensor_label(), core::format("has no {}", missing));
       }
       header_.tensors.push_back(std::move(entry_));
     }
@@ -160,6 +162,12 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
     throw Error::malformed(core::format("{}: {}", label_, what), std::move(was),
                            std::move(must_be));
   }
+
+  [[noreturn]] void fail_with(const std::string& what, const std::string& predicate) const {
+    const std::string part = core::format("{}: {}", label_, what);
+    throw Error::io(part, core::format("{} {}", part, predicate));
+  }
+  [[noreturn]] void fail_twice(const std::string& what) const { fail_with(what, "is there twice"); }
 
   // A value where none of its kind may stand.
   bool reject(std::string was) const { fail(where(), std::move(was), wanted()); }
@@ -265,9 +273,8 @@ Header parse_header(std::string_view json, std::int64_t data_bytes, const std::s
   std::sort(tensors.begin(), tensors.end(),
             [](const auto& a, const auto& b) { return a.name < b.name; });
   for (std::size_t i = 1; i < tensors.size(); ++i) {
-    FUSEDMOE_CHECK_FILE(tensors[i].name != tensors[i - 1].name,
-                        core::format("{}: tensor {}", label, quote(tensors[i].name)), "given twice",
-                        "unique");
+    const std::string part = core::format("{}: tensor {}", label, quote(tensors[i].name));
+    FUSEDMOE_CHECK_IO(tensors[i].name != tensors[i - 1].name, part, part + " is there twice");
   }
   std::stable_sort(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) {
     return a.begin != b.begin ? a.begin < b.begin : a.end < b.end;

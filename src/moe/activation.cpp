@@ -80,7 +80,8 @@ ResolvedActivation resolve(Activation kind, const ActivationParams& params) {
   result.situ_linear_beta =
       value(kSituLinearBeta, "activation.situ_linear_beta", params.situ_linear_beta, 0.0F);
   if (kind == Activation::kSitu) {
-    FUSEDMOE_CHECK(params.situ_beta, "activation.situ_beta", "not given", "given for situ");
+    FUSEDMOE_CHECK(params.situ_beta, "activation.situ_beta", "absent",
+                   "a positive number for situ");
     check_positive(result.situ_beta, "activation.situ_beta");
   }
   return result;

@@ -186,8 +186,9 @@ void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& 
   FUSEDMOE_CHECK(info.activation == packed.activation, "weights.activation",
                  core::format("{}, or other parameters", name(info.activation.kind)),
                  core::format("{} as packed", name(packed.activation.kind)));
-  FUSEDMOE_CHECK(info.has_bias == packed.has_bias, "weights.bias", info.has_bias ? "given" : "none",
-                 packed.has_bias ? "given" : "none");
+  FUSEDMOE_CHECK(info.has_bias == packed.has_bias, "weights.bias",
+                 info.has_bias ? "present" : "absent",
+                 packed.has_bias ? "present, as packed" : "absent, as packed");
   const auto check_scale = [](std::optional<float> now, std::optional<float> before) {
     FUSEDMOE_CHECK(!now || *now <= *before, "weights.input_scale", core::to_string(*now),
                    core::format("at most {}, the one packed", *before));

@@ -77,11 +77,9 @@ TensorView matrix_stack(const Tensor& stacked, const char* argument, bool transp
 }
 
 void check_given(const Tensor& stacked, const char* argument, bool needed, const QuantScheme& s) {
-  if (needed) {
-    FUSEDMOE_CHECK_FAULT(stacked.defined(), kNull, argument, "undefined", "given for " + name(s));
-  } else {
-    FUSEDMOE_CHECK(!stacked.defined(), argument, "given", "undefined for " + name(s));
-  }
+  FUSEDMOE_CHECK_FAULT(!needed || stacked.defined(), kNull, argument, "undefined",
+                       "given for " + name(s));
+  if (!needed && stacked.defined()) throw Error::conflict(argument, name(s));
 }
 
 void check_companion(const Tensor& stacked, const char* argument, const Shape& shape) {

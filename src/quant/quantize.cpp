@@ -183,8 +183,10 @@ void core::quantize(Executor& executor, const TensorView& x, const QuantKey& key
                               to_string(scales.device())),
                  "on the cpu");
   const bool takes_scale = !key.dynamic || is_nvfp4(key);
-  FUSEDMOE_CHECK(scale.has_value() == takes_scale, "scale", scale ? "given" : "absent",
-                 takes_scale ? "given: the key is static or NVFP4" : "absent: the key is dynamic");
+  if (scale && !takes_scale) throw Error::conflict("scale", "a dynamic key");
+  if (!scale && takes_scale) {
+    throw Error::invalid("scale", "scale is missing: static keys and NVFP4 need one");
+  }
   FUSEDMOE_CHECK(!scale || (*scale > 0 && std::isfinite(*scale)), "scale", core::to_string(*scale),
                  "positive and finite");
   if (per_tensor(key)) {

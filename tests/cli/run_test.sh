@@ -227,12 +227,12 @@ case $situation in
     find model -type f -exec sha256sum {} + >sums
     for file in model/input.safetensors model/model.safetensors model/config.json \
       linked.safetensors model/../model/model.safetensors; do
-      refuses '--output: was .*(checkpoint|--input)' "${run_args[@]}" --output "$file"
+      refuses '--output .* is (a file of the checkpoint|the file of --input)' "${run_args[@]}" --output "$file"
     done
     mkfifo pipe
-    refuses '--output: was pipe, not a regular file' "${run_args[@]}" --output pipe
-    refuses '--output: was model, not a regular file' "${run_args[@]}" --output model
-    refuses '--output: was /dev/null, not' "${run_args[@]}" --output /dev/null
+    refuses '--output pipe is not a regular file' "${run_args[@]}" --output pipe
+    refuses '--output model is not a regular file' "${run_args[@]}" --output model
+    refuses '--output /dev/null is not a regular file' "${run_args[@]}" --output /dev/null
     [[ -p pipe && -c /dev/null ]] || fail "a special file was replaced"
     sha256sum --check --quiet sums || fail "a file that was read has changed"
     succeeds "${run_args[@]}" --output model/out.safetensors

@@ -116,7 +116,7 @@ TEST(FamilyTest, DescriptionFromAFile) {
   EXPECT_NE(error(R"({"name": "a", "like": "mixtral", "router": {"topk": "two"}})")
                 .find("x.json: a.router.topk"),
             std::string::npos);
-  EXPECT_NE(error(R"({"name": "a"})").find("without blocks"), std::string::npos);
+  EXPECT_NE(error(R"({"name": "a"})").find("a needs blocks"), std::string::npos);
   EXPECT_NE(error_text([] { Family::named("nobody"); }).find("fusedmoe families list"),
             std::string::npos);
 }
@@ -135,24 +135,27 @@ TEST(FamilyTest, DescriptionThatCannotBeHonouredIsRefused) {
   const std::string both = R"("storage": "stacked", "gate_up": "w", "down": "d")";
   const std::string rows = R"("storage": "rows", "gate": "g", "up": "u", "down": "d")";
   const std::vector<std::pair<std::string, std::string>> cases{
-      {layout(parted + R"(, "gate_up_bias": "b", "down_bias": "c")"), "biases without \"up_bias\""},
-      {layout(both + R"(, "up_bias": "b")"), "\"up_bias\" alone"},
-      {layout(rows + R"(, "gate_up_bias": "b", "down_bias": "c")"), "experts that are not stacked"},
-      {layout(both + R"(, "down_bias": "c")"), "one of gate_up_bias and down_bias"},
-      {layout(parted + R"(, "interleaved": true)"), "\"interleaved\" without"},
-      {layout(rows + R"(, "interleaved": true)"), "\"interleaved\" without"},
-      {layout(both + R"(, "down_scales": "s")"), "scales without mxfp4"},
-      {layout(both + R"(, "gate": "g")"), "both gate and gate_up"},
+      {layout(parted + R"(, "gate_up_bias": "b", "down_bias": "c")"),
+       "\"up_bias\" stands beside gate_bias"},
+      {layout(both + R"(, "up_bias": "b")"), "\"up_bias\" stands beside gate_bias"},
+      {layout(rows + R"(, "gate_up_bias": "b", "down_bias": "c")"),
+       "biases are read beside stacked experts only"},
+      {layout(both + R"(, "down_bias": "c")"), "gate_up_bias and down_bias are given together"},
+      {layout(parted + R"(, "interleaved": true)"), "\"interleaved\" needs \"gate_up\""},
+      {layout(rows + R"(, "interleaved": true)"), "\"interleaved\" needs \"gate_up\""},
+      {layout(both + R"(, "down_scales": "s")"),
+       "has gate_up_scales and down_scales, and no other"},
+      {layout(both + R"(, "gate": "g")"), "gate cannot be used with gate_up"},
       {like_mixtral(R"("shared": {"names": {"gate": "g", "gate_up": "w", "down": "d"}})"),
-       "both gate and gate_up"},
+       "gate cannot be used with gate_up"},
       {like_mixtral(R"("experts": {"count": 1000000000000000})"),
        "a.experts.count: was 1000000000"},
       {like_mixtral(R"("experts": {"width": {"key": "w", "values": {"big": -1}}})"),
        "a.experts.width: was -1"},
       {like_mixtral(R"("hidden": {"key": "h", "default": 0})"), "a.hidden: was 0"},
-      {like_mixtral(R"("router": {"groups": 4})"), "a.router.kept_groups: was absent"},
+      {like_mixtral(R"("router": {"groups": 4})"), "a.router.groups needs kept_groups"},
       {R"({"name": "a", "like": "deepseek_v3", "router": {"has_correction_bias": false}})",
-       "has_correction_bias: was beside \"method\""},
+       "has_correction_bias cannot be used with"},
       {R"({"families": []})", "an empty list"},
   };
   for (const auto& [json, wanted] : cases) {

@@ -260,8 +260,10 @@ __global__ void __launch_bounds__(kThreads) dequantize_rows_kernel(const Dequant
 void quantize_rows(const TensorView& x, const QuantKey& key, std::optional<float> scale,
                    const core::QuantizedViews& out, Stream stream) {
   const std::int64_t rows = x.size(0), columns = x.size(1);
-  FUSEDMOE_CHECK(scale.has_value() != key.dynamic, "scale", scale ? "given" : "not given",
-                 key.dynamic ? "none, as the key is dynamic" : "one, as the key is static");
+  if (scale && key.dynamic) throw Error::conflict("scale", "a dynamic key");
+  if (!scale && !key.dynamic) {
+    throw Error::invalid("scale", "scale is missing: static keys need one");
+  }
   FUSEDMOE_CHECK(columns % kColumns == 0, "columns", core::to_string(columns),
                  "a multiple of 8 on cuda");
   QuantizeParams params{};
