@@ -9,6 +9,7 @@
 #include "core/device_runtime.h"
 #include "core/parallel.h"
 #include "cuda/device/strided_copy.h"
+#include "cuda/uploads.h"
 #include "cuda/weight_scales.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
@@ -195,9 +196,7 @@ const WeightMatrix& PackedMatrices::source_of(std::int64_t row, const WeightMatr
   return gated_ && gated_is_up(row) ? *up : gate;
 }
 
-/// Returns what is copied: the copy may read it until the stream is synchronized.
-Tensor PackedMatrices::upload_block_scales(std::int64_t expert, const WeightMatrix& gate,
-                                           const WeightMatrix* up, const Stream& stream) {
+Tensor PackedMatrices::make_block_scales(const WeightMatrix& gate, const WeightMatrix* up) {
   const GroupShape group = scheme_.weights.group;
   const Tensor host = Tensor::zeros({grid_.row_blocks, grid_.k_blocks, 8}, DType::kF32);
   for (std::int64_t i = 0; i < host.numel(); ++i) {
@@ -209,7 +208,6 @@ Tensor PackedMatrices::upload_block_scales(std::int64_t expert, const WeightMatr
     const std::int64_t c = core::block_of(k_block * format_->block.k, group.cols, matrix.first_col);
     host.as<float>()[i] = scale_at(scheme_.weights, matrix, feature, c);
   }
-  copy(host, block_scales_.select(0, expert), stream);
   // A tile has two row blocks: 64 rows of gate and of up, or 128 of one matrix.
   const int rows = gated_ ? kBlockRows : 2 * kBlockRows;
   for (const WeightMatrix* matrix : {&gate, up}) {
@@ -277,17 +275,14 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
   }
   kernels_->pack(source, grid_, blocks_.select(0, expert).data(), stream);
 
-  // Host memory that copies read until the stream is synchronized: where a GPU reads a process's
-  // pages itself, as Grace Hopper does, a copy takes nothing aside when it is enqueued.
-  std::vector<Tensor> uploads;
+  Uploads uploads(stream);
   float input_scale = 1;
   if (input_scales_) {
     const auto read = [](const WeightMatrix* m) { return *m->input_scale.as<const float>(); };
     input_scale = up ? std::max(read(&gate), read(up)) : read(&gate);
     const Tensor host = Tensor::empty({1}, DType::kF32);
     *host.as<float>() = input_scale;
-    copy(host, input_scales_.slice(0, expert, expert + 1), stream);
-    uploads.push_back(host);
+    uploads.add(host, input_scales_.slice(0, expert, expert + 1));
   }
   const float common =
       std::ldexp(input_scale * activation_scale_, source.exponent_shift + format_->fixed_exponent);
@@ -299,8 +294,7 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
       if (feature >= width_) continue;
       packed.as<float>()[row] = of_row(source_of(row, gate, up), feature);
     }
-    copy(packed, all.select(0, expert), stream);
-    uploads.push_back(packed);
+    uploads.add(packed, all.select(0, expert));
   };
   if (scales_) {
     upload(scales_, [&](const WeightMatrix& matrix, std::int64_t row) {
@@ -315,8 +309,8 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
       return read_bias(matrix.bias, row);
     });
   }
-  if (block_scales_) uploads.push_back(upload_block_scales(expert, gate, up, stream));
-  synchronize(stream);  // what was gathered and uploaded ends here
+  if (block_scales_) uploads.add(make_block_scales(gate, up), block_scales_.select(0, expert));
+  uploads.wait();  // what was gathered is not read any more, either
 }
 
 void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatrix* up,

@@ -55,8 +55,7 @@ class PackedMatrices {
   bool has_k_scales() const;
   float row_scale(const WeightMatrix& matrix, const Origin& origin, std::int64_t row,
                   float common) const;
-  Tensor upload_block_scales(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up,
-                             const Stream& stream);
+  Tensor make_block_scales(const WeightMatrix& gate, const WeightMatrix* up);
   const WeightMatrix& source_of(std::int64_t row, const WeightMatrix& gate,
                                 const WeightMatrix* up) const;
 

@@ -1,6 +1,27 @@
 #include "cuda/one_token/one_token_experts.h"
 
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
+#include "core/format.h"
+#include "cuda/device/context.h"
+#include "cuda/device/properties.h"
+
 namespace fusedmoe::cuda {
+namespace {
+
+/// Throws Error unless the blocks have room for their shares: the fewer, the more each holds.
+void check_room(const OneTokenShape& shape, Device device) {
+  if (shape.blocks > 0 && shape.layout().bytes <= kOneTokenSharedBytes) return;
+  throw Error::unsupported(
+      Reason::kDevice, "stream",
+      core::format("the stream has {} of the {} multiprocessors of {}: too few for the kernel of "
+                   "one token, whose thread blocks share their work",
+                   shape.blocks, multiprocessor_count(device), to_string(device)));
+}
+
+}  // namespace
 
 void OneTokenExperts::run(const ForwardArgs& args, const Scratch& scratch,
                           const FusedMlpParams& mlp, const ProblemSize& problem) const {
@@ -19,7 +40,20 @@ void OneTokenExperts::run(const ForwardArgs& args, const Scratch& scratch,
   params.output = args.fused_output.data();
   params.output_f32 = args.fused_output.dtype() == DType::kF32;
   params.accumulate = args.accumulate;
-  kernels_.one_token(params, plan_.shape_of(problem), args.stream);
+
+  // All thread blocks run at the same time, one on a multiprocessor.
+  OneTokenShape shape = plan_.shape_of(problem);
+  shape.blocks = std::min<std::int64_t>(shape.blocks, multiprocessors_of(args.stream));
+  while (true) {
+    check_room(shape, args.stream.device);
+    try {
+      return kernels_.one_token(params, shape, args.stream);
+    } catch (const Error& error) {
+      // Nobody tells how many there are where processes share the GPU.
+      if (error.device_error() != cudaErrorCooperativeLaunchTooLarge) throw;
+    }
+    shape.blocks /= 2;
+  }
 }
 
 }  // namespace fusedmoe::cuda
