@@ -12,7 +12,6 @@
 #include <array>
 #include <atomic>
 #include <cstring>
-#include <deque>
 #include <memory>
 #include <string>
 #include <utility>
@@ -21,14 +20,17 @@
 #include "fusedmoe/comm.h"
 #include "fusedmoe/error.h"
 #include "fusedmoe/wait_hook.h"
+#include "mpi/flow.h"
 #include "mpi/left_behind.h"
 
 namespace fusedmoe {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using mpi::Flow;
 using mpi::LeftBehind;
 using mpi::Operation;
+using mpi::Piece;
 using mpi::world_ranks;
 
 void check(int code, const char* what) {
@@ -171,6 +173,7 @@ class MpiData final : public DataPlane {
     world_ranks_ = world_ranks(comm_);
     siblings_->in_use.push_back(number_);
     try {
+      choose_windows(deadline);
       free_failed(deadline);
       left_behind().ranks_have_met(world_ranks_);
     } catch (...) {
@@ -202,44 +205,15 @@ class MpiData final : public DataPlane {
   }
 
  private:
-  /// A message of MPI's. The first of a flow begins with the bytes of the whole flow.
-  struct Piece {
-    static constexpr std::size_t kMost = std::size_t{1}
-                                         << 18;  // some are in a core's cache at once
-    std::shared_ptr<char[]> memory;
-    MPI_Request request = MPI_REQUEST_NULL;
-    std::size_t bytes = 0;
-  };
-  static constexpr std::size_t kWindow = 4;  // pieces of a flow that MPI has at a time
-
-  /// All that goes to a peer, or comes from it, in an exchange: one stream of bytes.
-  struct Flow {
-    int peer;
-    bool receive;
-    std::span<const Message> messages;
-    std::uint64_t bytes = 0;          // of all messages
-    std::uint64_t begun = 0;          // bytes in pieces that were begun, the header with them
-    std::uint64_t copied = 0;         // those that were copied from or to messages
-    std::size_t message = 0, at = 0;  // where the next byte lies
-    std::deque<Piece> pieces{};       // that MPI has, the first in front
-
-    std::uint64_t all_bytes() const { return sizeof bytes + bytes; }
-    bool done() const { return pieces.empty() && begun == all_bytes(); }
-    /// Calls copy(memory, bytes) for the next bytes of the messages.
-    template <typename Copy>
-    void advance(std::size_t count, const Copy& copy) {
-      while (count > 0) {
-        const Message& current = messages[message];
-        const std::size_t part = std::min(count, current.bytes - at);
-        if (part > 0) copy(static_cast<char*>(current.data) + at, part);
-        count -= part;
-        at += part;
-        if (at < current.bytes) continue;
-        ++message;
-        at = 0;
-      }
-    }
-  };
+  /// On one host cores copy all that goes to a peer: one piece at a time stays in their caches. On
+  /// other hosts the next pieces are on their way while one is copied.
+  void choose_windows(Clock::time_point deadline) {
+    std::array<char, MPI_MAX_PROCESSOR_NAME> name{};
+    int length = 0;
+    check(MPI_Get_processor_name(name.data(), &length), "MPI_Get_processor_name");
+    const std::vector<std::string> hosts = gather(comm_, size_, name.data(), deadline);
+    for (const std::string& host : hosts) windows_.push_back(host == hosts[rank_] ? 1 : 4);
+  }
 
   void add_flows(std::span<const Message> messages, std::vector<Message>& sorted, bool receive) {
     sorted.assign(messages.begin(), messages.end());
@@ -248,7 +222,7 @@ class MpiData final : public DataPlane {
     for (auto begin = sorted.begin(); begin != sorted.end();) {
       const auto end = std::find_if(begin, sorted.end(),
                                     [&](const Message& each) { return each.peer != begin->peer; });
-      Flow flow{begin->peer, receive, {begin, end}};
+      Flow flow{begin->peer, receive, windows_[begin->peer], {begin, end}};
       for (const Message& message : flow.messages) flow.bytes += message.bytes;
       begin = end;
       if (flow.bytes == 0) continue;
@@ -259,7 +233,7 @@ class MpiData final : public DataPlane {
 
   /// Gives MPI as many pieces as it may have.
   void fill(Flow& flow) {
-    while (flow.pieces.size() < kWindow && flow.begun < flow.all_bytes()) begin_piece(flow);
+    while (flow.pieces.size() < flow.window && flow.begun < flow.all_bytes()) begin_piece(flow);
   }
 
   void begin_piece(Flow& flow) {
@@ -411,6 +385,7 @@ class MpiData final : public DataPlane {
   int rank_ = 0, size_ = 1;
   std::vector<int> world_ranks_;  // of each rank of comm_
   std::atomic<bool> dead_{false};
+  std::vector<std::size_t> windows_;  // of flows to and from each rank
   std::vector<Flow> flows_;
   std::vector<Message> sends_, receives_;  // by peer; flows look at them
   std::vector<Piece> free_pieces_;
