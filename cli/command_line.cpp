@@ -2,6 +2,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cstdio>
 #include <functional>
 #include <stdexcept>
 #include <string>
@@ -10,7 +11,8 @@
 
 #include "fusedmoe/error.h"
 #include "fusedmoe/version.h"
-#include "log.h"
+#include "manual.h"
+#include "support.h"
 
 namespace fusedmoe::cli {
 
@@ -26,15 +28,34 @@ std::function<std::string(const std::string&)> number_check(
   };
 }
 
+std::string joined(const std::vector<std::string>& words, const char* between = ", ") {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : between) + word;
+  return text;
+}
+
+/// "; did you mean X?", or nothing.
+std::string did_you_mean(std::string_view word, const std::vector<std::string>& candidates) {
+  const std::string near = nearest(word, candidates);
+  return near.empty() ? "" : "; did you mean " + near + "?";
+}
+
 }  // namespace
+
+Option& Option::kind(const std::string& name) {
+  info_->kind = name;
+  return *this;
+}
 
 Option& Option::required() {
   option_->required();
+  info_->required = true;
   return *this;
 }
 
 Option& Option::list() {
   option_->delimiter(',');
+  info_->list = true;
   return *this;
 }
 
@@ -50,23 +71,23 @@ Option& Option::not_negative() {
 
 Option& Option::between(std::int64_t least, std::int64_t most) {
   option_->check(number_check(
-      "must be from " + std::to_string(least) + " to " + std::to_string(most),
+      "must be from " + with_commas(least) + " to " + with_commas(most),
       [=](double x) { return x >= static_cast<double>(least) && x <= static_cast<double>(most); }));
   return *this;
 }
 
 Option& Option::one_of(const std::vector<std::string>& values) {
+  info_->choices = values;
   option_->check([=](const std::string& text) {
     if (std::find(values.begin(), values.end(), text) != values.end()) return std::string();
-    std::string names;
-    for (const std::string& value : values) names += (names.empty() ? "" : ", ") + value;
-    return text + ": no such name; there are: " + names;
+    return text + ": no such name; there are: " + joined(values) + did_you_mean(text, values);
   });
   return *this;
 }
 
 Option& Option::show_default() {
   option_->capture_default_str();
+  info_->default_text = option_->get_default_str();
   return *this;
 }
 
@@ -75,102 +96,217 @@ Option& Option::excludes(const Option& other) {
   return *this;
 }
 
-Command Command::add_command(const std::string& name, const std::string& description) {
-  return Command(app_->add_subcommand(name, description));
+Command Program::add_command(const std::string& name, const std::string& description) {
+  info_->commands.push_back({.name = name, .help = description});
+  return {app_->add_subcommand(name, description), &info_->commands.back()};
 }
 
-Command Command::add_group(const std::string& name) {
-  return Command(app_->add_option_group(name));
+Command Command::add_group(std::size_t least, std::size_t most) {
+  Command group(*this);
+  group.group_ = static_cast<int>(info_->groups.size());
+  info_->groups.push_back({{}, least, most});
+  return group;
 }
 
-void Command::require(int least, int most) {
-  app_->require_option(static_cast<std::size_t>(least), static_cast<std::size_t>(most));
+void Command::example(const std::string& line) {
+  info_->examples.push_back(line);
+}
+
+void Command::explain(const std::string& title,
+                      const std::vector<std::pair<std::string, std::string>>& table) {
+  info_->table_title = title;
+  info_->table = table;
 }
 
 void Command::runs(std::function<void()> work) {
-  app_->callback(std::move(work));
+  info_->run = std::move(work);
+}
+
+OptionInfo* Command::describe(const std::string& name, const std::string& help, const char* kind) {
+  info_->options.push_back({.name = name, .help = help, .kind = kind});
+  if (group_ >= 0) info_->groups[static_cast<std::size_t>(group_)].options.push_back(name);
+  return &info_->options.back();
+}
+
+template <typename Value>
+Option Command::add(const std::string& name, Value& value, const std::string& help,
+                    const char* kind) {
+  return {app_->add_option(name, value, help), describe(name, help, kind)};
 }
 
 Option Command::add_option(const std::string& name, std::string& value, const std::string& help) {
-  return Option(app_->add_option(name, value, help));
+  return add(name, value, help, "NAME");
 }
 
 Option Command::add_option(const std::string& name, int& value, const std::string& help) {
-  return Option(app_->add_option(name, value, help));
+  return add(name, value, help, "N");
 }
 
 Option Command::add_option(const std::string& name, std::int64_t& value, const std::string& help) {
-  return Option(app_->add_option(name, value, help));
+  return add(name, value, help, "N");
 }
 
 Option Command::add_option(const std::string& name, std::uint64_t& value, const std::string& help) {
-  return Option(app_->add_option(name, value, help));
+  return add(name, value, help, "N");
 }
 
 Option Command::add_option(const std::string& name, double& value, const std::string& help) {
-  return Option(app_->add_option(name, value, help));
+  return add(name, value, help, "SECONDS");
 }
 
 Option Command::add_option(const std::string& name, std::vector<std::string>& value,
                            const std::string& help) {
-  return Option(app_->add_option(name, value, help));
+  return add(name, value, help, "NAME");
 }
 
 Option Command::add_option(const std::string& name, std::vector<std::int64_t>& value,
                            const std::string& help) {
-  return Option(app_->add_option(name, value, help));
+  return add(name, value, help, "N");
 }
 
 Option Command::add_flag(const std::string& name, bool& value, const std::string& help) {
-  return Option(app_->add_flag(name, value, help));
+  return {app_->add_flag(name, value, help), describe(name, help, "")};
 }
 
 namespace {
 
+template <typename List>
+std::vector<std::string> names_of(const List& list) {
+  std::vector<std::string> names;
+  for (const auto& entry : list) names.push_back(entry.name);
+  return names;
+}
+
+/// Names that there are not, before CLI11 misses what they stand for.
+void check_names(const ProgramInfo& program, const std::vector<std::string>& arguments) {
+  const auto is_option = [](const std::string& text) { return text.starts_with("-"); };
+  const auto first = std::find_if_not(arguments.begin(), arguments.end(), is_option);
+  const CommandInfo* command = first == arguments.end() ? nullptr : program.find(*first);
+  if (first != arguments.end() && !command) {
+    const std::vector<std::string> known = names_of(program.commands);
+    const std::string near = did_you_mean(*first, known);
+    throw UsageError("unknown command " + *first +
+                     (near.empty() ? "; there are: " + joined(known) : near));
+  }
+  for (auto argument = arguments.begin(); argument != arguments.end(); ++argument) {
+    if (*argument == "--") return;
+    const std::string name = argument->substr(0, argument->find('='));
+    if (!name.starts_with("--")) continue;
+    std::vector<std::string> known =
+        command && argument > first ? names_of(command->options) : names_of(program.options);
+    known.emplace_back("--help");
+    if (std::find(known.begin(), known.end(), name) == known.end()) {
+      throw UsageError("unknown option " + name + did_you_mean(name, known));
+    }
+  }
+}
+
+/// Throws UsageError where other than so many options of a group were given.
+void check_groups(const CLI::App& app, const CommandInfo& command) {
+  for (const OptionGroup& group : command.groups) {
+    std::vector<std::string> given;
+    for (const std::string& option : group.options) {
+      if (app.count(option) > 0) given.push_back(option);
+    }
+    if (given.size() < group.least) {
+      throw UsageError("one of " + joined(group.options) + " is required");
+    }
+    if (given.size() > group.most) {
+      throw UsageError(joined(given, " and ") + " cannot be used together");
+    }
+  }
+}
+
+/// CLI11's words as ours.
+std::string sentence(const CLI::ParseError& error, const CommandInfo* command) {
+  std::string text = error.what();
+  const auto replace = [&](std::string_view old, std::string_view by) {
+    const std::size_t at = text.find(old);
+    if (at != std::string::npos) text.replace(at, old.size(), by);
+    return at != std::string::npos;
+  };
+  replace(" excludes ", " cannot be used with ");
+  replace("The following argument was not expected:", "unexpected argument:");
+  replace("The following arguments were not expected:", "unexpected arguments:");
+  const std::string name = text.substr(0, text.find(':'));
+  if (error.get_name() == "ArgumentMismatch" && command && command->find(name)) {
+    return name + " needs a value: " + command->find(name)->value();
+  }
+  if (replace("Could not convert: ", "")) {  // "--tokens = 2.5"
+    replace(" = ", ": was ");
+    text += "; must be a whole number";
+  }
+  return text;
+}
+
 /// The message with the option that the user typed instead of the argument that it became.
-std::string as_typed(const CLI::App& app, const Error& error) {
+std::string as_typed(const CommandInfo& command, const Error& error) {
   std::string option = "--" + error.argument();
   std::replace(option.begin(), option.end(), '_', '-');
   const std::string_view message = error.what();
-  for (const CLI::App* command : app.get_subcommands()) {
-    if (!error.argument().empty() && message.starts_with(error.argument()) &&
-        command->get_option_no_throw(option)) {
-      return option + std::string(message.substr(error.argument().size()));
-    }
+  if (!error.argument().empty() && message.starts_with(error.argument()) && command.find(option)) {
+    return option + std::string(message.substr(error.argument().size()));
   }
   return std::string(message);
 }
 
-/// CLI11's words as ours: "--layer excludes --skew".
-std::string sentence(const CLI::ParseError& error) {
-  std::string text = error.what();
-  constexpr std::string_view kExcludes = " excludes ";
-  if (const std::size_t at = text.find(kExcludes); at != std::string::npos) {
-    text.replace(at, kExcludes.size(), " cannot be used with ");
+/// Runs a subcommand whose options are parsed.
+void run(const CommandInfo& command) {
+  try {
+    command.run();
+  } catch (const Error& error) {
+    const std::string text = as_typed(command, error);
+    // What names an option is a value that it cannot have.
+    if (error.kind() == ErrorKind::kInvalidArgument && text.starts_with("--")) {
+      throw UsageError(text);
+    }
+    throw std::runtime_error(text);
   }
-  return text;
 }
 
 }  // namespace
 
 int run_command_line(int argc, char** argv, const std::string& description,
-                     const std::function<void(Command&)>& add_commands) {
-  CLI::App app(description, "fusedmoe");
+                     const std::function<void(Program&)>& add_commands) {
+  ProgramInfo info{.name = "fusedmoe", .help = description, .options = {}, .commands = {}};
+  info.options.push_back({.name = "--version", .help = "Print the version"});
+  info.options.push_back(
+      {.name = "--man", .help = "Print the manual page: fusedmoe --man | man -l -"});
+  CLI::App app(description, info.name);
   app.set_version_flag("--version", FUSEDMOE_VERSION);
-  app.require_subcommand(1);
+  bool man = false;
+  app.add_flag("--man", man);
+  app.require_subcommand(0, 1);
   // A repeated option overrides, so that scripts can append to a command line.
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-  Command program(&app);
+  Program program(&app, &info);
   add_commands(program);
+  const CommandInfo* command = nullptr;
   try {
+    check_names(info, {argv + 1, argv + argc});
     app.parse(argc, argv);
+    if (man) {
+      std::fputs(manual_page(info).c_str(), stdout);
+      return 0;
+    }
+    for (const CLI::App* chosen : app.get_subcommands()) {
+      command = info.find(chosen->get_name());
+      check_groups(*chosen, *command);
+    }
+  } catch (const CLI::CallForHelp&) {
+    for (const CLI::App* chosen : app.get_subcommands()) command = info.find(chosen->get_name());
+    std::fputs(help_text(info, command, terminal_width(stdout)).c_str(), stdout);
+    return 0;
   } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
-    log(Level::kError, sentence(error));
-    return error.get_exit_code();
-  } catch (const Error& error) {
-    throw std::runtime_error(as_typed(app, error));
+    if (error.get_exit_code() == 0) return app.exit(error);  // --version
+    for (const CLI::App* chosen : app.get_subcommands()) command = info.find(chosen->get_name());
+    throw UsageError(sentence(error, command));
   }
+  if (!command) {
+    std::fputs(help_text(info, nullptr, terminal_width(stderr)).c_str(), stderr);
+    return kUsageStatus;
+  }
+  run(*command);
   return 0;
 }
 

@@ -4,8 +4,11 @@
 
 #include <cstdint>
 #include <functional>
+#include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "command_info.h"
 
 namespace CLI {
 class App;
@@ -14,11 +17,17 @@ class Option;
 
 namespace fusedmoe::cli {
 
+/// The command line itself is wrong, whatever its files hold.
+struct UsageError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 /// One declared option; each function says more about it and returns it again.
 class Option {
  public:
-  explicit Option(CLI::Option* option) : option_(option) {}
+  Option(CLI::Option* option, OptionInfo* info) : option_(option), info_(info) {}
 
+  Option& kind(const std::string& name);  ///< of its value, one of kinds()
   Option& required();
   Option& list();  ///< values may be separated by commas
   Option& positive();
@@ -30,18 +39,22 @@ class Option {
 
  private:
   CLI::Option* option_;
+  OptionInfo* info_;
 };
 
-/// A subcommand, or a named group of its options. Values are stored when the command line is
-/// parsed, before what runs.
+/// A subcommand, or options of it of which so many must be given. Values are stored when the
+/// command line is parsed, before what runs.
 class Command {
  public:
-  explicit Command(CLI::App* app) : app_(app) {}
+  Command(CLI::App* app, CommandInfo* info) : app_(app), info_(info) {}
 
-  Command add_command(const std::string& name, const std::string& description);
-  Command add_group(const std::string& name);
-  /// So many options of a group must be given.
-  void require(int least, int most);
+  /// Of the options that are added to what is returned, so many must be given.
+  Command add_group(std::size_t least, std::size_t most);
+  /// A line as a user would type it.
+  void example(const std::string& line);
+  /// What the words in the output mean.
+  void explain(const std::string& title,
+               const std::vector<std::pair<std::string, std::string>>& table);
   void runs(std::function<void()> work);
 
   Option add_option(const std::string& name, std::string& value, const std::string& help);
@@ -56,11 +69,30 @@ class Command {
   Option add_flag(const std::string& name, bool& value, const std::string& help);
 
  private:
+  template <typename Value>
+  Option add(const std::string& name, Value& value, const std::string& help, const char* kind);
+  OptionInfo* describe(const std::string& name, const std::string& help, const char* kind);
+
   CLI::App* app_;
+  CommandInfo* info_;
+  int group_ = -1;
 };
 
-/// Parses the command line and runs the subcommand that it names. Returns the exit status.
+/// To declare subcommands on.
+class Program {
+ public:
+  Program(CLI::App* app, ProgramInfo* info) : app_(app), info_(info) {}
+  Command add_command(const std::string& name, const std::string& description);
+  const ProgramInfo& info() const { return *info_; }
+
+ private:
+  CLI::App* app_;
+  ProgramInfo* info_;
+};
+
+/// Parses the command line and runs the subcommand that it names. Returns the exit status. Throws
+/// UsageError for a wrong command line.
 int run_command_line(int argc, char** argv, const std::string& description,
-                     const std::function<void(Command&)>& add_commands);
+                     const std::function<void(Program&)>& add_commands);
 
 }  // namespace fusedmoe::cli

@@ -6,15 +6,16 @@
 
 namespace fusedmoe::cli {
 
-void add_run(Command& program);
-void add_synth(Command& program);
-void add_quantize(Command& program);
-void add_inspect(Command& program);
-void add_explain(Command& program);
-void add_families(Command& program);
-void add_doctor(Command& program);
-void add_bench(Command& program);
-void add_compare(Command& program);
-void add_tune(Command& program);
+void add_run(Program& program);
+void add_synth(Program& program);
+void add_quantize(Program& program);
+void add_inspect(Program& program);
+void add_explain(Program& program);
+void add_families(Program& program);
+void add_doctor(Program& program);
+void add_bench(Program& program);
+void add_compare(Program& program);
+void add_tune(Program& program);
+void add_completion(Program& program);
 
 }  // namespace fusedmoe::cli

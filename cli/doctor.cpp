@@ -3,6 +3,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdlib>
@@ -17,7 +18,6 @@
 #include <span>
 #include <string>
 #include <system_error>
-#include <utility>
 #include <vector>
 
 #include "commands.h"
@@ -35,6 +35,16 @@
 
 namespace fusedmoe::cli {
 namespace {
+
+using Json = nlohmann::ordered_json;
+
+/// One thing that was looked at: a line of text, or a member of the JSON object, where a number is
+/// a number and its key names the unit.
+struct Finding {
+  std::string label, text;
+  std::string key;  ///< empty: the label with _ for blanks
+  Json value;       ///< null: the text
+};
 
 /// Value of the first line "<key> ... : <value>" of a file of /proc; "unknown" when there is none.
 std::string proc_value(const char* path, const std::string& key) {
@@ -55,52 +65,71 @@ std::string first_line(const char* path) {
   return std::getline(file, line) ? line : "unknown";
 }
 
-std::string experts_names() {
-  std::string names;
-  for (const auto& experts : all_experts()) {
-    names += (names.empty() ? "" : ", ") + std::string(experts->name());
-  }
-  return names;
-}
-
 /// Nodes among which the CPU experts divide weights.
-std::string numa_text() {
+Finding numa_nodes() {
   std::string text;
+  Json nodes = Json::array();
   for (const core::NumaNode& node : core::usable_numa_nodes()) {
     if (node.cpus.empty()) continue;
     text += fmt::format("{}{} ({} CPUs)", text.empty() ? "" : ", ", node.number, node.cpus.size());
+    nodes.push_back({{"number", node.number}, {"cpus", node.cpus.size()}});
   }
-  return text.empty() ? "none known" : text;
+  return {"numa nodes", text.empty() ? "none known" : text, "", nodes};
 }
 
-std::string tuned_configs_text() {
-  const std::string path = tuned_configs_path().string();
-  if (path.empty()) return "none";
+Finding tuned_configurations() {
+  const std::string path = tuned_configs_path().string(), label = "tuned configurations";
+  if (path.empty()) return {label, "none", "", {{"count", 0}}};
+  Json value{{"count", 0}, {"path", path}};
   try {
     // Not tuned_configs(), which is silent about a cached file that cannot be read.
-    return std::filesystem::exists(path)
-               ? fmt::format("{} in {}", load_tuned_configs(path).all().size(), path)
-               : fmt::format("none in {}", path);
+    if (!std::filesystem::exists(path)) return {label, "none in " + path, "", value};
+    const std::size_t count = load_tuned_configs(path).all().size();
+    value["count"] = count;
+    return {label, fmt::format("{} in {}", count, path), "", value};
   } catch (const Error& error) {
-    return error.what();
+    value["problem"] = error.what();
+    return {label, error.what(), "", value};
   }
 }
 
-std::vector<std::pair<std::string, std::string>> findings() {
+/// "MemTotal:  24689840 kB"
+Finding memory(const std::string& label, const char* key) {
+  const std::string text = proc_value("/proc/meminfo", key);
+  std::string name = label + " bytes";
+  std::replace(name.begin(), name.end(), ' ', '_');
+  const std::int64_t kilobytes = std::strtoll(text.c_str(), nullptr, 10);
+  return {label, text, name, 1024 * kilobytes};
+}
+
+Finding cuda_devices() {
+  Json devices = Json::array();
+  for (int index = 0; index < cuda_device_count(); ++index) {
+    const Device device{DeviceKind::kCuda, index};
+    devices.push_back(
+        {{"index", index}, {"name", device_name(device)}, {"problem", device_problem(device)}});
+  }
+  const std::string summary = cuda_device_summary();
+  return {"cuda", summary, "", {{"summary", summary}, {"devices", devices}}};
+}
+
+std::vector<Finding> findings() {
+  std::vector<std::string> experts;
+  for (const auto& descriptor : all_experts()) experts.emplace_back(descriptor->name());
   return {
-      {"fusedmoe", FUSEDMOE_VERSION},
-      {"compiler", __VERSION__},
-      {"processor", proc_value("/proc/cpuinfo", "model name")},
-      {"instruction set", std::string(cpu_isa())},
-      {"instruction sets", fmt::format("{}", fmt::join(cpu_isas(), ", "))},
-      {"threads", fmt::to_string(num_threads())},
-      {"numa nodes", numa_text()},
-      {"memory", proc_value("/proc/meminfo", "MemTotal")},
-      {"memory available", proc_value("/proc/meminfo", "MemAvailable")},
-      {"huge pages", first_line("/sys/kernel/mm/transparent_hugepage/enabled")},
-      {"cuda", cuda_device_summary()},
-      {"experts", experts_names()},
-      {"tuned configurations", tuned_configs_text()},
+      {"fusedmoe", FUSEDMOE_VERSION, "", {}},
+      {"compiler", __VERSION__, "", {}},
+      {"processor", proc_value("/proc/cpuinfo", "model name"), "", {}},
+      {"instruction set", std::string(cpu_isa()), "", {}},
+      {"instruction sets", fmt::format("{}", fmt::join(cpu_isas(), ", ")), "", cpu_isas()},
+      {"threads", fmt::to_string(num_threads()), "", num_threads()},
+      numa_nodes(),
+      memory("memory", "MemTotal"),
+      memory("memory available", "MemAvailable"),
+      {"huge pages", first_line("/sys/kernel/mm/transparent_hugepage/enabled"), "", {}},
+      cuda_devices(),
+      {"experts", fmt::format("{}", fmt::join(experts, ", ")), "", experts},
+      tuned_configurations(),
   };
 }
 
@@ -142,15 +171,19 @@ std::string peer_text() {
 constexpr std::chrono::seconds kTestTimeout{10};
 
 /// Says what was done and how long `run` took, or what it threw.
-std::string self_test(const std::string& done, const std::function<void()>& run) {
+Finding self_test(const std::string& label, const std::string& done,
+                  const std::function<void()>& run) {
   const auto begin = std::chrono::steady_clock::now();
   try {
     run();
   } catch (const std::exception& error) {
-    return error.what();
+    return {label, error.what(), "", {{"passed", false}, {"problem", error.what()}}};
   }
   const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin;
-  return fmt::format("{} in {:.2f} s", done, time.count());
+  return {label,
+          fmt::format("{} in {:.2f} s", done, time.count()),
+          "",
+          {{"passed", true}, {"seconds", time.count()}}};
 }
 
 std::string exchanged(int num_ranks) {
@@ -206,20 +239,20 @@ void read_numbers(const std::shared_ptr<Communicator>& communicator) {
   communicator->give_back_shared(mine);
 }
 
-std::string threads_test(int num_ranks, const std::string& device) {
-  return self_test(exchanged(num_ranks),
+Finding threads_test(const std::string& label, int num_ranks, const std::string& device) {
+  return self_test(label, exchanged(num_ranks),
                    [&] { run_local_ranks(num_ranks, device, exchange_numbers, kTestTimeout); });
 }
 
 /// Two threads that talk as processes without MPI do.
-std::string tcp_test() {
+Finding tcp_test() {
   const auto join = [&](const std::shared_ptr<Communicator>& thread) {
     const int rank = thread->rank(), size = thread->size();
     const auto gather = [&](const std::string& text) { return thread->gather(text, "tcp"); };
     const auto control = make_control_plane(rank, size, gather, kTestTimeout);
     exchange_numbers(make_communicator(rank, size, control, {kTestTimeout}));
   };
-  return self_test(exchanged(2), [&] { run_local_ranks(2, "cpu", join, kTestTimeout); });
+  return self_test("tcp", exchanged(2), [&] { run_local_ranks(2, "cpu", join, kTestTimeout); });
 }
 
 /// Calls test(communicator) in this process and in a child of it, which meet in a folder.
@@ -266,44 +299,48 @@ void run_two_processes(const RankFunction& test) {
   if (failure) std::rethrow_exception(failure);
 }
 
-std::vector<std::pair<std::string, std::string>> comm_findings() {
+std::vector<Finding> comm_findings() {
   // First: a process should not fork once it has threads, or CUDA.
-  const std::string files =
-      self_test("2 processes exchanged numbers", [] { run_two_processes(exchange_numbers); });
-  const std::string shared =
-      self_test("2 processes read each other's memory", [] { run_two_processes(read_numbers); });
+  const Finding files = self_test("file rendezvous", "2 processes exchanged numbers",
+                                  [] { run_two_processes(exchange_numbers); });
+  const Finding shared = self_test("shared memory", "2 processes read each other's memory",
+                                   [] { run_two_processes(read_numbers); });
   const int gpus = cuda_device_count();
-  std::vector<std::pair<std::string, std::string>> findings{
-      {"launcher", launch_text()},
-      {"nccl", nccl_text()},
-      {"nccl windows", "not used: rows travel by NCCL's own calls, nothing calls its device code"},
-      {"mpi", mpi_summary()},
-      {"peer access", peer_text()},
-      {"threads", threads_test(4, "cpu")},
-      {"tcp", tcp_test()},
-      {"file rendezvous", files},
-      {"shared memory", shared},
+  std::vector<Finding> findings{
+      {"launcher", launch_text(), "", {}},
+      {"nccl", nccl_text(), "", {}},
+      {"nccl windows",
+       "not used: rows travel by NCCL's own calls, nothing calls its device code",
+       "",
+       {}},
+      {"mpi", mpi_summary(), "", {}},
+      {"peer access", peer_text(), "", {}},
+      threads_test("threads", 4, "cpu"),
+      tcp_test(),
+      files,
+      shared,
   };
   if (launched()) {
     const int size = launched()->size;
-    findings.emplace_back("launched ranks", self_test(exchanged(size), [&] {
-                            run_on_ranks(size, gpus > 0 ? "cuda" : "cpu", exchange_numbers,
-                                         kTestTimeout);
-                          }));
+    findings.push_back(self_test("launched ranks", exchanged(size), [&] {
+      run_on_ranks(size, gpus > 0 ? "cuda" : "cpu", exchange_numbers, kTestTimeout);
+    }));
   }
-  if (gpus > 0) findings.emplace_back("threads on cuda:0", threads_test(2, "cuda:0"));
-  if (gpus > 1 && !launched()) findings.emplace_back("nccl self test", threads_test(gpus, "cuda"));
+  if (gpus > 0) findings.push_back(threads_test("threads on cuda:0", 2, "cuda:0"));
+  if (gpus > 1 && !launched()) findings.push_back(threads_test("nccl self test", gpus, "cuda"));
   return findings;
 }
 
 void run(bool json, bool comm) {
-  nlohmann::ordered_json object;
-  for (const auto& [what, value] : comm ? comm_findings() : findings()) {
+  Json object;
+  for (const Finding& finding : comm ? comm_findings() : findings()) {
     if (comm && launched() && launched()->rank > 0) continue;  // rank 0 says it
     if (json) {
-      object[what] = value;
+      std::string key = finding.key.empty() ? finding.label : finding.key;
+      std::replace(key.begin(), key.end(), ' ', '_');
+      object[key] = finding.value.is_null() ? Json(finding.text) : finding.value;
     } else {
-      fmt::print("{:<22}{}\n", what, value);
+      fmt::print("{:<22}{}\n", finding.label, finding.text);
     }
   }
   if (json && !object.empty()) fmt::print("{}\n", object.dump());
@@ -311,13 +348,15 @@ void run(bool json, bool comm) {
 
 }  // namespace
 
-void add_doctor(Command& program) {
+void add_doctor(Program& program) {
   auto json = std::make_shared<bool>(false), comm = std::make_shared<bool>(false);
   Command command = program.add_command(
       "doctor", "Show what this build finds here: instruction set, threads, memory, devices");
-  command.add_flag("--json", *json, "Print one JSON object instead of text");
+  command.add_flag("--json", *json,
+                   "Print one JSON object instead of text; units are in the names");
   command.add_flag("--comm", *comm,
                    "Show how ranks can talk instead, and try each way for a moment");
+  command.example("fusedmoe doctor --json");
   command.runs([json, comm] { run(*json, *comm); });
 }
 

@@ -200,17 +200,19 @@ void run(const Options& options) {
 
 }  // namespace
 
-void add_explain(Command& program) {
+void add_explain(Program& program) {
   auto options = std::make_shared<Options>();
   Command command = program.add_command(
       "explain", "Show which implementation would run a model, and why not the others");
-  Command source = command.add_group("model");
-  source.add_option("--checkpoint", options->checkpoint, "Checkpoint directory or file");
-  source.add_option("--model", options->model, "A model that synth knows");
+  Command source = command.add_group(1, 1);
+  source.add_option("--checkpoint", options->checkpoint, "Checkpoint directory or file")
+      .kind("PATH");
+  source.add_option("--model", options->model, "A model by name")
+      .kind("MODEL")
+      .one_of(model_preset_names());
   const Option matrix =
       source.add_flag("--matrix", options->matrix,
                       "Print docs/support-matrix.md: every implementation, every scheme");
-  source.require(1, 1);
   add_family_option(command, options->family);
   command
       .add_option("--layer", options->layer,
@@ -218,9 +220,11 @@ void add_explain(Command& program) {
       .not_negative()
       .excludes(matrix);
   command.add_option("--scheme", options->scheme, "Of the experts; default: as published")
+      .kind("SCHEME")
       .excludes(matrix);
   command
       .add_option("--experts", options->experts, "Implementation that must run; default: the best")
+      .kind("EXPERTS")
       .excludes(matrix);
   command.add_flag("--hooks", options->hooks, "Ask for injection points").excludes(matrix);
   command.add_flag("--monolithic", options->monolithic, "Ask for experts that route by themselves")
@@ -232,15 +236,21 @@ void add_explain(Command& program) {
   command
       .add_option("--save-plan", options->save_plan,
                   "File to write: what would run, as JSON that run --plan pins")
+      .kind("PATH")
       .excludes(matrix);
-  command.add_option("--device", options->device,
-                     "cpu, cuda or cuda:<index>; default: cpu, with --compute-capability cuda");
+  command
+      .add_option("--device", options->device,
+                  "Where it would run; default: cpu, with --compute-capability cuda")
+      .kind("DEVICE");
   command
       .add_option("--compute-capability", options->compute_capability,
                   "Answer for a CUDA device that need not be here: 9.0 is Hopper")
+      .kind("CAPABILITY")
       .positive()
       .excludes(matrix);
-  command.add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
+  command.add_option("--dtype", options->dtype, "Of hidden states and output")
+      .kind("DTYPE")
+      .one_of({"bf16", "f16", "f32"})
       .show_default();
   options->ranks.add_to(command);
   command.add_option("--combine", options->combine, "What comes back from ranks")
@@ -253,6 +263,7 @@ void add_explain(Command& program) {
       .show_default();
   command.add_flag("--json", options->json, "Print one JSON object instead of text")
       .excludes(matrix);
+  command.example("fusedmoe explain --model gpt-oss-20b --device cuda --tokens 64");
   command.runs([options] { run(*options); });
 }
 

@@ -244,11 +244,12 @@ void run(const Options& options) {
 
 }  // namespace
 
-void add_inspect(Command& program) {
+void add_inspect(Program& program) {
   auto options = std::make_shared<Options>();
   Command command = program.add_command(
       "inspect", "Show a checkpoint's family, layers, experts, shapes, scheme and bytes");
   command.add_option("path", options->path, "Checkpoint directory, safetensors or GGUF file")
+      .kind("PATH")
       .required();
   add_family_option(command, options->family);
   command
@@ -257,6 +258,7 @@ void add_inspect(Command& program) {
                   "of all, the tensors of the first")
       .not_negative();
   command.add_flag("--json", options->json, "Print one JSON object instead of text");
+  command.example("fusedmoe inspect gpt-oss-20b");
   command.runs([options] { run(*options); });
 }
 

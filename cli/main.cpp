@@ -1,14 +1,16 @@
-// fusedmoe: data on stdout, messages on stderr, exit status 0 only when all went well.
+// fusedmoe: data on stdout, messages on stderr; exit status 0 only when all went well, and 2 for a
+// wrong command line.
 #include <exception>
 
 #include "commands.h"
+#include "manual.h"
 #include "outputs.h"
 #include "support.h"
 
 namespace fusedmoe::cli {
 namespace {
 
-void add_commands(Command& program) {
+void add_commands(Program& program) {
   add_run(program);
   add_synth(program);
   add_quantize(program);
@@ -19,6 +21,7 @@ void add_commands(Command& program) {
   add_bench(program);
   add_compare(program);
   add_tune(program);
+  add_completion(program);
 }
 
 }  // namespace
@@ -28,9 +31,12 @@ int main(int argc, char** argv) {
   using namespace fusedmoe::cli;
   try {
     const int status = run_command_line(
-        argc, argv, "Fused Mixture-of-Experts layers: run, check and explain them", add_commands);
+        argc, argv, "Run, check, explain and time fused Mixture-of-Experts layers", add_commands);
     flush_stdout();
     return status;
+  } catch (const UsageError& error) {
+    log(Level::kError, error.what());
+    return kUsageStatus;
   } catch (const std::exception& error) {
     log(Level::kError, error.what());
     return 1;

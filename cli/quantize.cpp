@@ -56,29 +56,36 @@ void run(const Options& options) {
 
 }  // namespace
 
-void add_quantize(Command& program) {
+void add_quantize(Program& program) {
   auto options = std::make_shared<Options>();
   Command command = program.add_command(
       "quantize", "Quantize the experts of an f32, bf16 or f16 checkpoint into a published layout");
   command.add_option("--checkpoint", options->checkpoint, "Directory or safetensors file to read")
+      .kind("PATH")
+      .required();
+  command.add_option("--scheme", options->scheme, "Number format of the experts")
+      .kind("SCHEME")
       .required();
   command
-      .add_option("--scheme", options->scheme,
-                  "fp8_block, nvfp4, int4_g128, ...; a wrong one lists all")
-      .required();
-  command.add_option("--layout", options->layout,
-                     "gpt-oss, fp8 (deepseek), compressed-tensors, modelopt, gptq, gptq_v2 or awq; "
-                     "default: the scheme's usual one");
+      .add_option("--layout", options->layout,
+                  "Published layout to write; default: the scheme's usual one")
+      .one_of({"gpt-oss", "fp8", "compressed-tensors", "modelopt", "gptq", "gptq_v2", "awq"});
   command
       .add_option("--scale-rule", options->scale_rule,
-                  "How MXFP4 and MXFP8 weights choose scales: ocp (default), even, ceil or floor")
-      .one_of({"ocp", "even", "ceil", "floor"});
-  command.add_option("--calibrate", options->calibrate,
-                     "File with hidden_states for static activation scales; default: "
-                     "input.safetensors of the checkpoint");
-  command.add_option("--output", options->output, "Directory to make, or an empty one").required();
+                  "How MXFP4 and MXFP8 weights choose their scales")
+      .one_of({"ocp", "even", "ceil", "floor"})
+      .show_default();
+  command
+      .add_option("--calibrate", options->calibrate,
+                  "File with hidden_states for static activation scales; default: "
+                  "input.safetensors of the checkpoint")
+      .kind("PATH");
+  command.add_option("--output", options->output, "Directory to make, or an empty one")
+      .kind("PATH")
+      .required();
   add_force_option(command, options->force);
   command.add_flag("--json", options->json, "Print one JSON object instead of text");
+  command.example("fusedmoe quantize --checkpoint bf16-model --scheme nvfp4 --output nvfp4-model");
   command.runs([options] { run(*options); });
 }
 

@@ -94,10 +94,12 @@ std::optional<DType> RankOptionsOf::dispatched() const {
 }
 
 void add_dispatch_dtype(Command& command, std::string& value) {
-  command.add_option(
-      "--dispatch-dtype", value,
-      "Dtype of rows that are sent to other ranks: --dtype's, or that of the activations "
-      "(e4m3, i8, e2m1); default: what the experts read");
+  command
+      .add_option(
+          "--dispatch-dtype", value,
+          "Dtype of rows that are sent to other ranks: --dtype's, or that of the activations "
+          "(e4m3, i8, e2m1); default: what the experts read")
+      .kind("DTYPE");
 }
 
 std::optional<DType> parse_dispatch_dtype(const std::string& text) {

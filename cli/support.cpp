@@ -18,6 +18,7 @@
 #include "fusedmoe/safetensors.h"
 #include "fusedmoe/selection.h"
 #include "fusedmoe/tensor.h"
+#include "testing/cases.h"
 
 namespace fusedmoe::cli {
 
@@ -75,6 +76,16 @@ std::string read_text(const std::string& path) {
   throw Error::io(path, fmt::format("cannot open {}: {}", path, reason));
 }
 
+Tensor random_hidden_states(std::int64_t rows, std::int64_t columns, DType dtype,
+                            std::uint64_t seed) {
+  Tensor x = Tensor::empty({rows, columns}, dtype);
+  testing::Random random(seed + 2);  // layers of random weights take the seed itself
+  for (std::int64_t i = 0; i < x.numel(); ++i) {
+    store_f32(x.data(), dtype, i, static_cast<float>(random.normal()));
+  }
+  return x;
+}
+
 std::vector<std::int64_t> moe_layers_of(const Checkpoint& checkpoint, const std::string& path) {
   std::vector<std::int64_t> layers = checkpoint.moe_layers();
   if (layers.empty()) throw Error::invalid(path, fmt::format("{} has no MoE layers", path));
@@ -82,9 +93,11 @@ std::vector<std::int64_t> moe_layers_of(const Checkpoint& checkpoint, const std:
 }
 
 void add_family_option(Command& command, std::string& family) {
-  command.add_option("--family", family,
-                     "Read the model as one of this family: a name that families lists, or a JSON "
-                     "file with a description");
+  command
+      .add_option("--family", family,
+                  "Read the model as one of this family: a name that families lists, or a JSON "
+                  "file with a description")
+      .kind("FAMILY");
 }
 
 Checkpoint open_checkpoint(const std::string& path, const std::string& family) {

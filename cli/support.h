@@ -28,6 +28,10 @@ DType parse_float_dtype(const std::string& text);
 /// A floating tensor (any number of rows, columns) of a safetensors file; throws Error.
 Tensor load_tensor(const std::string& path, const std::string& name, std::int64_t columns);
 
+/// Normally distributed (rows, columns); another seed, other values.
+Tensor random_hidden_states(std::int64_t rows, std::int64_t columns, DType dtype,
+                            std::uint64_t seed);
+
 /// The layers with experts, at least one; throws Error. `path` is what the user calls it.
 std::vector<std::int64_t> moe_layers_of(const Checkpoint& checkpoint, const std::string& path);
 

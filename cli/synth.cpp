@@ -42,18 +42,16 @@ void run(const Options& options) {
 
 }  // namespace
 
-void add_synth(Command& program) {
+void add_synth(Program& program) {
   auto options = std::make_shared<Options>();
   Command command = program.add_command(
       "synth", "Write a checkpoint of true size in its published layout, with random weights");
-  std::string models;
-  for (const std::string& model : model_preset_names()) {
-    models += (models.empty() ? "" : ", ") + model;
-  }
-  Command source = command.add_group("model");
-  source.add_option("--model", options->model, "One of " + models);
-  source.add_option("--config", options->config, "Any config.json of a supported family");
-  source.require(1, 1);
+  Command source = command.add_group(1, 1);
+  source.add_option("--model", options->model, "Model whose shapes it has")
+      .kind("MODEL")
+      .one_of(model_preset_names());
+  source.add_option("--config", options->config, "Any config.json of a supported family")
+      .kind("PATH");
   command.add_option("--layers", options->synth.num_layers, "Number of MoE layers")
       .positive()
       .show_default();
@@ -61,9 +59,12 @@ void add_synth(Command& program) {
       .not_negative()
       .show_default();
   command.add_option("--seed", options->synth.seed, "Of the random numbers").show_default();
-  command.add_option("--out", options->out, "Directory to make, or an empty one").required();
+  command.add_option("--out", options->out, "Directory to make, or an empty one")
+      .kind("PATH")
+      .required();
   add_force_option(command, options->force);
   command.add_flag("--json", options->json, "Print one JSON object instead of text");
+  command.example("fusedmoe synth --model gpt-oss-20b --tokens 64 --out gpt-oss-20b");
   command.runs([options] { run(*options); });
 }
 

@@ -68,4 +68,5 @@ install(FILES ${PROJECT_SOURCE_DIR}/LICENSE ${PROJECT_SOURCE_DIR}/THIRD-PARTY.md
   DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT library)
 if(TARGET fusedmoe_cli)
   install(TARGETS fusedmoe_cli COMPONENT program)
+  fusedmoe_install_manual(${CMAKE_INSTALL_DATADIR} program)
 endif()

@@ -29,11 +29,14 @@ BenchSubject parse_shape(const std::string& text) {
 
 }  // namespace
 
-void BenchSubjects::add_to(Command& command) {
-  Command subject = command.add_group("subject");
-  subject.require(1, 1);
-  subject.add_option("--model", models_, "Model presets").list().one_of(model_preset_names());
-  subject.add_option("--shape", shape_, "HIDDENxINTERMEDIATExEXPERTSxTOPK");
+Command BenchSubjects::add_to(Command& command) {
+  Command subject = command.add_group(1, 1);
+  subject.add_option("--model", models_, "Models by name")
+      .kind("MODEL")
+      .list()
+      .one_of(model_preset_names());
+  subject.add_option("--shape", shape_, "A layer of these sizes").kind("SHAPE");
+  return subject;
 }
 
 std::vector<BenchSubject> BenchSubjects::get() const {

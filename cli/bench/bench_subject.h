@@ -17,7 +17,8 @@ struct BenchSubject {
 /// The options --model and --shape, of which a command needs one.
 class BenchSubjects {
  public:
-  void add_to(Command& command);
+  /// Returns the group, of which one must be given.
+  Command add_to(Command& command);
   /// Throws Error for a shape that is none.
   std::vector<BenchSubject> get() const;
 

@@ -13,7 +13,6 @@
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/version.h"
 #include "support.h"
-#include "testing/cases.h"
 
 namespace fusedmoe::cli {
 namespace {
@@ -43,12 +42,9 @@ LayerWeights load_layer(const Options& options) {
 
 /// Hidden states in f32, holding values that `dtype` has.
 Tensor load_input(const Options& options, std::int64_t hidden, DType dtype) {
-  Tensor x = Tensor::empty({options.tokens, hidden}, dtype);
+  Tensor x;
   if (options.input.empty()) {
-    testing::Random random(options.seed + 2);
-    for (std::int64_t i = 0; i < x.numel(); ++i) {
-      store_f32(x.data(), dtype, i, static_cast<float>(random.normal()));
-    }
+    x = random_hidden_states(options.tokens, hidden, dtype, options.seed);
   } else {
     const Tensor stored = load_tensor(options.input, options.input_name, hidden);
     x = Tensor::empty(stored.shape(), dtype);
@@ -141,34 +137,45 @@ void run(const Options& options) {
 
 }  // namespace
 
-void add_compare(Command& program) {
+void add_compare(Program& program) {
   auto options = std::make_shared<Options>();
   Command command = program.add_command(
       "compare", "Quantize one layer to several schemes and show their errors against f32");
-  Command source = command.add_group("layer");
-  source.add_option("--checkpoint", options->checkpoint, "Directory or safetensors file");
-  source.add_option("--model", options->model, "Random weights of a model that synth knows")
+  Command source = command.add_group(1, 1);
+  source.add_option("--checkpoint", options->checkpoint, "Directory or safetensors file")
+      .kind("PATH");
+  source.add_option("--model", options->model, "Random weights of a model by name")
+      .kind("MODEL")
       .one_of(model_preset_names());
-  source.require(1, 1);
-  command.add_option("--schemes", options->schemes, "Schemes to compare, or all").list().required();
+  command.add_option("--schemes", options->schemes, "Schemes to compare, or all")
+      .kind("SCHEME")
+      .list()
+      .required();
   add_family_option(command, options->family);
-  command.add_option("--layer", options->layer, "Layer index; default: the first MoE layer")
+  command
+      .add_option("--layer", options->layer, "Number of the layer; default: the first with experts")
       .not_negative();
   command.add_option("--max-experts", options->max_experts, "Take so many experts; 0: all")
       .not_negative()
       .show_default();
-  command.add_option("--input", options->input,
-                     "Safetensors file with the hidden states; default: random ones");
+  command
+      .add_option("--input", options->input,
+                  "Safetensors file with the hidden states; default: random ones")
+      .kind("PATH");
   command.add_option("--input-name", options->input_name, "Name of the tensor in it")
       .show_default();
   command.add_option("--tokens", options->tokens, "Number of random hidden states")
       .between(std::int64_t{1}, std::int64_t{1} << 20)
       .show_default();
   command.add_option("--seed", options->seed, "Of the random numbers").show_default();
-  command.add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
+  command.add_option("--dtype", options->dtype, "Of hidden states and output")
+      .kind("DTYPE")
+      .one_of({"bf16", "f16", "f32"})
       .show_default();
-  command.add_option("--experts", options->experts,
-                     "Implementation that must run (see explain); default: the best");
+  command
+      .add_option("--experts", options->experts,
+                  "Implementation that must run (see explain); default: the best")
+      .kind("EXPERTS");
   command.add_option("--threads", options->threads, "CPU threads; default: all")
       .between(1, kMaxThreads);
   command.add_option("--repeat", options->repeat, "Forwards to take the median time of")
@@ -176,6 +183,7 @@ void add_compare(Command& program) {
       .show_default();
   command.add_flag("--json", options->json,
                    "Print one JSON object, which scripts/plot_compare.py draws");
+  command.example("fusedmoe compare --model qwen3-30b-a3b --schemes bf16,fp8_block,nvfp4");
   command.runs([options] { run(*options); });
 }
 

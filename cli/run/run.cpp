@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <stdexcept>
 #include <string>
 #include <system_error>
 #include <vector>
@@ -25,8 +26,11 @@
 namespace fusedmoe::cli {
 namespace {
 
-/// The hidden states of --input as `dtype`.
+/// The hidden states of --input, or random ones, as `dtype`.
 Tensor load_hidden_states(const RunOptions& options, std::int64_t hidden, DType dtype) {
+  if (options.input.empty()) {
+    return random_hidden_states(options.num_tokens, hidden, dtype, options.seed);
+  }
   const Tensor stored = load_tensor(options.input, options.input_name, hidden);
   Tensor x = Tensor::empty(stored.shape(), dtype);
   convert(stored, x);
@@ -54,7 +58,7 @@ void check_output(const RunOptions& options, const Checkpoint& checkpoint, const
 }
 
 void check_outputs(const RunOptions& options, const Checkpoint& checkpoint) {
-  check_output(options, checkpoint, "--output", options.output);
+  if (!options.output.empty()) check_output(options, checkpoint, "--output", options.output);
   if (options.record_routing.empty()) return;
   check_output(options, checkpoint, "--record-routing", options.record_routing);
   if (std::filesystem::weakly_canonical(options.record_routing) ==
@@ -67,9 +71,10 @@ void check_outputs(const RunOptions& options, const Checkpoint& checkpoint) {
 
 void print_text(const RunOptions& options, const RunResults& results, const RowCheck* check) {
   const std::int64_t num_tokens = results.output.size(0);
-  std::string time = fmt::format("{:.2f} ms", results.median_ms());
-  if (results.times_ms.size() > 1) {
-    time += fmt::format(" (median of {})", results.times_ms.size());
+  std::string time = fmt::format("first (cold) {:.2f} ms", results.times_ms.front());
+  if (const auto warm = results.warm_ms()) {
+    time += fmt::format(", then {:.2f} ms", *warm);
+    if (options.repeat > 1) time += fmt::format(" (median of {})", options.repeat);
   }
   fmt::print("{}  tokens={}  {}\n", results.plan_line, num_tokens, time);
   if (options.load) {
@@ -86,9 +91,10 @@ void print_json(const RunOptions&, const RunResults& results, const RowCheck* ch
                         {"experts", results.experts},
                         {"prepare_finalize", results.prepare_finalize},
                         {"num_tokens", results.output.size(0)},
-                        {"ms", results.median_ms()},
+                        {"cold_ms", results.times_ms.front()},
                         {"times_ms", results.times_ms},
                         {"load", nlohmann::json::parse(load_json(results.load))}};
+  if (const auto warm = results.warm_ms()) object["warm_ms"] = *warm;
   object["load"]["shared_with_previous"] = results.shared_with_previous;
   if (check) {
     object["check"] = {{"rows", check->rows},
@@ -99,7 +105,7 @@ void print_json(const RunOptions&, const RunResults& results, const RowCheck* ch
   fmt::print("{}\n", object.dump());
 }
 
-void save(const RunOptions& options, std::int64_t num_choices, const RunResults& results) {
+void save_output(const RunOptions& options, const RunResults& results) {
   std::map<std::string, TensorView> tensors{{"output", results.output},
                                             {"topk_ids", results.routing.topk_ids},
                                             {"topk_weights", results.routing.topk_weights}};
@@ -107,6 +113,10 @@ void save(const RunOptions& options, std::int64_t num_choices, const RunResults&
   save_safetensors(options.output, tensors,
                    {{"fusedmoe_version", FUSEDMOE_VERSION}, {"plan", results.plan_line}});
   log(Level::kInfo, fmt::format("wrote {}", options.output));
+}
+
+void save(const RunOptions& options, std::int64_t num_choices, const RunResults& results) {
+  if (!options.output.empty()) save_output(options, results);
   if (options.record_routing.empty()) return;
   record_routing(options.record_routing, results.routing, num_choices);
   log(Level::kInfo, fmt::format("wrote {}", options.record_routing));
@@ -147,7 +157,7 @@ void run(const RunOptions& options) {
                         .replayed = results.replayed,
                         .hooks = options.hooks,
                         .parallel = ParallelConfig::of(options.ranks.deployment(0))});
-    if (!check.passed()) throw Error::invalid("--check", "--check: " + check.text());
+    if (!check.passed()) throw std::runtime_error("--check: " + check.text());
   }
   save(options, model.router.num_choices(), results);
   const RowCheck* shown = options.check_rows > 0 ? &check : nullptr;
@@ -156,37 +166,55 @@ void run(const RunOptions& options) {
 
 }  // namespace
 
-void add_run(Command& program) {
+void add_run(Program& program) {
   auto options = std::make_shared<RunOptions>();
-  Command command = program.add_command(
-      "run", "Run hidden states through one MoE layer of a checkpoint and write the output");
+  Command command =
+      program.add_command("run", "Run hidden states through one MoE layer of a checkpoint");
   command
       .add_option("--checkpoint", options->checkpoint,
                   "Directory (config.json + *.safetensors) or one safetensors file")
+      .kind("PATH")
       .required();
   add_family_option(command, options->family);
-  command.add_option("--scheme", options->scheme,
-                     "Quantize activations by other rules (mxfp4:ocp, mxfp4:even); default: as "
-                     "published");
-  command.add_option("--layer", options->layer, "Layer index; default: the first MoE layer")
+  command
+      .add_option("--scheme", options->scheme,
+                  "Quantize activations by other rules (mxfp4:ocp, mxfp4:even); default: as "
+                  "published")
+      .kind("SCHEME");
+  command
+      .add_option("--layer", options->layer, "Number of the layer; default: the first with experts")
       .not_negative();
-  command.add_option("--input", options->input, "Safetensors file with the hidden states")
-      .required();
+  const Option input =
+      command
+          .add_option("--input", options->input,
+                      "Safetensors file with the hidden states; default: random ones")
+          .kind("PATH");
+  command.add_option("--tokens", options->num_tokens, "Number of random hidden states")
+      .between(0, std::int64_t{1} << 20)
+      .show_default()
+      .excludes(input);
+  command.add_option("--seed", options->seed, "Of their random numbers")
+      .show_default()
+      .excludes(input);
   command.add_option("--input-name", options->input_name, "Name of the tensor in it")
       .show_default();
   command
       .add_option("--output", options->output,
                   "Safetensors file to write: output, topk_ids, topk_weights, router_logits")
-      .required();
-  command.add_option("--device", options->device, "cpu, cuda or cuda:<index>").show_default();
+      .kind("PATH");
+  command.add_option("--device", options->device, "Where it runs").kind("DEVICE").show_default();
   const Option experts =
-      command.add_option("--experts", options->experts,
-                         "Implementation that must run (see explain); default: the best");
+      command
+          .add_option("--experts", options->experts,
+                      "Implementation that must run (see explain); default: the best")
+          .kind("EXPERTS");
   command.add_flag("--hooks", options->hooks, "Only experts that have injection points");
   command.add_flag("--monolithic", options->monolithic, "The experts route by themselves");
   command.add_flag("--batch-invariant", options->batch_invariant,
                    "Only experts whose rows do not depend on their batch");
-  command.add_option("--dtype", options->dtype, "Of hidden states and output: bf16, f32 or f16")
+  command.add_option("--dtype", options->dtype, "Of hidden states and output")
+      .kind("DTYPE")
+      .one_of({"bf16", "f16", "f32"})
       .show_default();
   options->ranks.add_to(command);
   command.add_option("--threads", options->threads, "CPU threads; default: all")
@@ -194,24 +222,36 @@ void add_run(Command& program) {
   command
       .add_option("--max-workspace", options->max_workspace_mib,
                   "Most MiB of scratch memory: longer inputs run in chunks of tokens")
+      .kind("MIB")
       .between(1, 1 << 30);
-  command.add_option("--repeat", options->repeat, "Run so many times and print the median time")
-      .positive();
+  command
+      .add_option("--repeat", options->repeat,
+                  "Warm forwards after the first one, of which the median time is printed")
+      .between(0, 1 << 20)
+      .show_default();
   command
       .add_option("--check", options->check_rows,
                   "Compare so many rows with the reference implementation; fail on excess")
       .positive();
   command.add_option("--plan", options->plan, "Pin the plan that explain --save-plan wrote")
+      .kind("PATH")
       .excludes(experts);
-  command.add_option("--record-routing", options->record_routing,
-                     "Safetensors file to write: topk_ids, topk_weights");
+  command
+      .add_option("--record-routing", options->record_routing,
+                  "Safetensors file to write: topk_ids, topk_weights")
+      .kind("PATH");
   add_force_option(command, options->force);
-  command.add_option("--replay-routing", options->replay_routing,
-                     "Take ids and weights from such a file instead of the router");
+  command
+      .add_option("--replay-routing", options->replay_routing,
+                  "Take ids and weights from such a file instead of the router")
+      .kind("PATH");
   command.add_flag("--load", options->load, "Print the load of the experts as a table");
   command.add_flag("--load-chart", options->load_chart, "Print the tokens per expert as bars");
   command.add_flag("--heat-map", options->heat_map, "Print the tokens per expert as shades");
   command.add_flag("--json", options->json, "Print one JSON object instead of text");
+  command.example("fusedmoe run --checkpoint gpt-oss-20b --tokens 64 --check 4");
+  command.example(
+      "fusedmoe run --checkpoint gpt-oss-20b --input x.safetensors --output y.safetensors");
   command.runs([options] { run(*options); });
 }
 

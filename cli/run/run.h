@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,8 @@ struct RunOptions {
   std::int64_t layer = -1;
   int threads = 0;
   int repeat = 1;
+  std::int64_t num_tokens = 64;
+  std::uint64_t seed = 0;
   std::int64_t check_rows = 0;
   std::int64_t max_workspace_mib = 0;
   std::string plan, record_routing, replay_routing;
@@ -42,12 +45,13 @@ struct RunResults {
   Tensor expert_load;       // (num_choices) i32; undefined when replayed, or on several ranks
   bool replayed = false;
   LoadStatistics load;
-  double shared_with_previous = 0;  // see shared_with_previous()
-  std::vector<double> times_ms;
+  double shared_with_previous = 0;                   // see shared_with_previous()
+  std::vector<double> times_ms;                      // first that of the cold forward
   std::string plan_line, experts, prepare_finalize;  // of the layer, or of rank 0's
 
   void describe(const MoeLayer& layer);
-  double median_ms() const;
+  /// Of the forwards after the first, if there are any.
+  std::optional<double> warm_ms() const;
   /// Brings the tensors to host memory.
   void fetch();
 };

@@ -21,8 +21,9 @@ void RunResults::describe(const MoeLayer& layer) {
   prepare_finalize = layer.selection().prepare_finalize->name();
 }
 
-double RunResults::median_ms() const {
-  std::vector<double> sorted = times_ms;
+std::optional<double> RunResults::warm_ms() const {
+  if (times_ms.size() < 2) return {};
+  std::vector<double> sorted(times_ms.begin() + 1, times_ms.end());
   std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2, sorted.end());
   return sorted[sorted.size() / 2];
 }
@@ -94,7 +95,7 @@ RunResults make_results(const RunOptions& options, const MoeLayer& layer, const 
     results.routing = replay_routing(options.replay_routing, num_choices, topk);
     if (results.routing.topk_ids.size(0) != num_tokens) {
       throw Error("--replay-routing", fmt::format("{} rows", results.routing.topk_ids.size(0)),
-                  fmt::format("{}, one for each row of --input", num_tokens));
+                  fmt::format("{}, one for each token", num_tokens));
     }
     results.routing = {to_device(results.routing.topk_ids, device),
                        to_device(results.routing.topk_weights, device)};
@@ -143,7 +144,7 @@ RunResults forward(const RunOptions& options, const LayerWeights& weights,
                               .topk_weights = routing.topk_weights,
                               .expert_load = results.expert_load};
   Progress progress("Running");
-  for (int i = 0; i < options.repeat; ++i) {
+  for (int i = 0; i <= options.repeat; ++i) {
     results.times_ms.push_back(time_ms([&] {
       if (results.replayed) {
         layer.forward_routed(x, routing, results.output, workspace);
@@ -152,7 +153,7 @@ RunResults forward(const RunOptions& options, const LayerWeights& weights,
       }
       synchronize(stream);
     }));
-    progress.update(i + 1, options.repeat);
+    progress.update(i + 1, options.repeat + 1);
   }
   results.fetch();
   results.describe(layer);
@@ -208,7 +209,7 @@ RunResults forward_on_rank(const RunOptions& options, const MoeLayer& layer, con
   const std::size_t bytes = layer.workspace_bytes(most_tokens(all.size(0), groups));
   const Tensor memory =
       Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, stream.device);
-  for (int i = 0; i < options.repeat; ++i) {
+  for (int i = 0; i <= options.repeat; ++i) {
     mine.times_ms.push_back(time_ms([&] {
       layer.forward(x, mine.output, {memory.data(), bytes},
                     {.router_logits = mine.router_logits,

@@ -86,4 +86,5 @@ def cpu_probe() -> torch.Tensor:
 
 
 def _as_bytes(tensor: Any) -> fusedmoe.Tensor:
-    return tensor.view("u8") if tensor.dtype in ("e4m3", "e5m2", "e8m0") else tensor
+    viewed: fusedmoe.Tensor = tensor
+    return viewed.view("u8") if viewed.dtype in ("e4m3", "e5m2", "e8m0") else viewed

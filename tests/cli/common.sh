@@ -10,7 +10,7 @@ cd "$work"
 
 fail() {
   echo "FAILED: $1" >&2
-  for file in out err; do [[ -e $file ]] && sed "s/^/  $file: /" "$file" >&2; done
+  for file in out err; do [[ -e $file ]] && sed "s/^/  $file: /" "$file" | head -n 60 >&2; done
   exit 1
 }
 

@@ -195,11 +195,25 @@ case $situation in
     cmp <(tensor_data out.safetensors) <(tensor_data again.safetensors) || fail "other bits"
     refuses '--max-workspace' "${run_args[@]}" --max-workspace 0
     ;;
+  run_random_input)
+    synth gpt_oss_tiny
+    rm model/input.safetensors
+    succeeds run --checkpoint model --tokens 5 --check 5
+    says '^cpu.* tokens=5  first \(cold\) [0-9.]+ ms, then [0-9.]+ ms$'
+    [[ $(find . -name '*.safetensors') == ./model/model.safetensors ]] || fail "an output file"
+    for seed in 0 0 1; do
+      succeeds run --checkpoint model --tokens 5 --seed "$seed" --output "$seed.safetensors"
+      [[ ! -e first ]] || cmp -s first <(tensor_data "$seed.safetensors") ||
+        [[ $seed -eq 1 ]] || fail "other bits"
+      tensor_data "$seed.safetensors" >first
+    done
+    ! cmp -s <(tensor_data 0.safetensors) <(tensor_data 1.safetensors) || fail "the same bits"
+    ;;
   run_json)
     synth gpt_oss_tiny
     succeeds "${run_args[@]}" --json --check 2 --repeat 3
     [[ $(wc -l <out) -eq 1 ]] || fail "more than one line"
-    says '"passed":true.*"load":\{.*"rows_per_expert":\[.*"ms":'
+    says '"passed":true.*"cold_ms":[0-9.]+,.*"load":\{.*"rows_per_expert":\[.*"times_ms":\[([0-9.]+,){3}[0-9.]+\],"warm_ms":'
     ;;
   run_leaves_no_output_on_failure)
     synth gpt_oss_tiny
@@ -214,7 +228,6 @@ case $situation in
     for threads in -1 0 1025 99999999999; do
       refuses '--threads' "${run_args[@]}" --threads "$threads"
     done
-    refuses '^error: --input is required' run --checkpoint model --output out.safetensors
     refuses 'no/such/folder' "${run_args[@]}" --output no/such/folder/out.safetensors
     succeeds synth --config "$configs/qwen3_tiny.json" --tokens 2 --out other
     refuses '\[2, 64\].*96' "${run_args[@]}" --input other/input.safetensors

@@ -49,7 +49,7 @@ case $situation in
     refuses 'config' synth --config broken.json --out model
     echo '{"model_type": "llama"}' >dense.json
     refuses 'model_type.*llama' synth --config dense.json --out model
-    refuses 'exactly|[Rr]equire' synth --model gpt-oss-20b --config broken.json --out model
+    refuses 'cannot be used together' synth --model gpt-oss-20b --config broken.json --out model
     [[ ! -e model ]] || fail "a directory was left"
     ;;
   inspect)
@@ -169,7 +169,15 @@ case $situation in
     says '^\| +64x64x8x2 \| +nvfp4 \|'
     ! grep -q nan out || fail "nan"
     succeeds bench --shape 64x64x1x1 --min-samples 1 --max-seconds 0.05 --tokens 1,3
+    says '^ *model +scheme +dtype .* samples$'  # all columns where no terminal sets a limit
     says '^64x64x1x1 '
+    COLUMNS=70 succeeds bench --shape 64x64x1x1 --min-samples 1 --max-seconds 0.05 --tokens 1
+    says '^ *model +scheme +tokens +median_ms +floor_ms +time/floor'
+    ! grep -q '.\{71\}' out || fail "wider than there are columns"
+    COLUMNS=70 succeeds bench --shape 64x64x1x1 --min-samples 1 --max-seconds 0.05 --tokens 1 --wide
+    says ' samples$'
+    succeeds bench --columns
+    says '^time/floor +median over samples; 1 is the limit$'
     succeeds "${small[@]}" --layer --dtype f32 --tokens 1,3 --json
     [[ $(grep -Ec '"relative_error": [1-9]' out) -eq 2 ]] || fail "the layer was not compared"
     refuses '--layer' "${small[@]}" --layer --skew zipf
@@ -197,7 +205,8 @@ case $situation in
     says '^instruction set +[a-z]'
     says '^cuda +(none: |cuda:0 )'
     FUSEDMOE_CPU_ISA=generic succeeds doctor --json
-    says '"instruction set":"generic"'
+    says '"instruction_set":"generic".*"threads":[0-9]+,.*"memory_bytes":[0-9]+,'
+    says '"numa_nodes":\[.*"cuda":\{"summary":".*"devices":\[.*"tuned_configurations":\{"count":'
     mkdir -p nodes/node0 nodes/node7
     echo 0-8191 >nodes/node7/cpulist
     echo >nodes/node0/cpulist
@@ -211,6 +220,8 @@ case $situation in
     says '^tcp +2 ranks exchanged numbers in [0-9.]+ s$'
     says '^file rendezvous +2 processes exchanged numbers in [0-9.]+ s$'
     says "^shared memory +2 processes read each other's memory in [0-9.]+ s\$"
+    succeeds doctor --comm --json
+    says '"threads":\{"passed":true,"seconds":[0-9.e-]+\}'
     TMPDIR=missing succeeds doctor --comm
     says "^file rendezvous +no folder for temporary files: see TMPDIR$"
     says "^shared memory +no folder for temporary files: see TMPDIR$"
@@ -248,10 +259,94 @@ case $situation in
   usage)
     succeeds --help
     says 'run .*MoE layer'
+    says '^  FUSEDMOE_CPU_ISA +'
     succeeds --version
     says '^[0-9]+\.[0-9]+\.[0-9]+$'
-    refuses 'subcommand' --
-    refuses 'no-such-option' doctor --no-such-option
+    # wrong PATTERN ARGS...: a wrong command line, which has a status of its own.
+    wrong() {
+      refuses "$@"
+      "$program" "${@:2}" >/dev/null 2>&1 || [[ $? -eq 2 ]] || fail "not exit status 2 of: $*"
+    }
+    wrong '^Usage: fusedmoe COMMAND'
+    wrong '^error: unknown option --chekpoint; did you mean --checkpoint\?$' run --chekpoint model
+    wrong '^error: unknown option --no-such-option$' doctor --no-such-option
+    wrong '^error: unknown command rnu; did you mean run\?$' rnu --checkpoint model
+    wrong '^error: unknown command unlike; there are: run, ' unlike
+    wrong '^error: unknown option --vresion; did you mean --version\?$' --vresion
+    wrong '^error: --skew: zpif: .* balanced, zipf; did you mean zipf\?$' bench --shape 1x1x1x1 --skew zpif
+    wrong '^error: --tokens: was 0; must be from 1 to 1,048,576$' bench --shape 1x1x1x1 --tokens 0
+    wrong '^error: --tokens: was 2.5; must be a whole number$' bench --shape 1x1x1x1 --tokens 2.5
+    wrong '^error: --checkpoint needs a value: PATH$' run --checkpoint
+    wrong '^error: --checkpoint is required$' run
+    wrong '^error: one of --model, --config is required$' synth --out x
+    wrong '^error: --json and --csv cannot be used together$' bench --shape 1x1x1x1 --json --csv
+    wrong '^error: --input cannot be used with --tokens$' run --checkpoint x --input y --tokens 3
+    wrong '^error: unexpected argument: more$' doctor more
+    wrong '^error: --scheme fp9: no such name' explain --model gpt-oss-20b --scheme fp9
+    refuses '^error: cannot open nowhere' inspect nowhere
+    "$program" inspect nowhere 2>err || [[ $? -eq 1 ]] || fail "not exit status 1"
+    # Every command explains itself within the width that there is; only examples are not wrapped.
+    commands=$(COLUMNS=200 "$program" --help | sed -n '/^Commands:/,/^$/s/^  \([a-z]*\) .*/\1/p')
+    [[ $(wc -w <<<"$commands") -gt 9 ]] || fail "commands: $commands"
+    for command in $commands; do
+      COLUMNS=70 succeeds "$command" --help
+      says "^Usage: fusedmoe $command"
+      says '^Example:'
+      says '^Exit status:'
+      ! grep -q 'TEXT\|Option Group' out || fail "CLI11's words"
+      ! sed '/^Example:/,/^$/d' out | grep -q '.\{71\}' || fail "a line of more than 70 columns"
+    done
+    ;;
+  manual)
+    succeeds --man
+    says '^\.TH FUSEDMOE 1 '
+    says '^\.SS "completion"'
+    says '^\.B \\-\\-checkpoint PATH$'
+    command -v man >/dev/null || exit 77
+    cp out fusedmoe.1
+    # Linux's man and groff warn of what they do not understand.
+    LC_ALL=C.UTF-8 MANROFFSEQ= MANWIDTH=80 man --warnings -l ./fusedmoe.1 >page 2>warnings
+    [[ ! -s warnings ]] || fail "$(cat warnings)"
+    grep -q '^EXIT STATUS' page || fail "no exit statuses in the page"
+    ;;
+  completion)
+    succeeds completion bash
+    # What bash offers for the last of these words.
+    offers() {
+      # shellcheck disable=SC1091
+      bash -c 'source ./out; COMP_WORDS=(fusedmoe "$@"); COMP_CWORD=$#; _fusedmoe
+        printf "%s\n" "${COMPREPLY[@]}"' bash "$@" | sort | paste -sd' '
+    }
+    expect() {
+      [[ $2 == "$1" ]] || fail "expected '$1', but there is '$2'"
+    }
+    mkdir mode && touch mode/config.json
+    expect 'doctor' "$(offers do)"
+    expect '--checkpoint' "$(offers run --ch | sed 's/--check //')"
+    expect 'balanced zipf' "$(offers bench --skew '')"
+    expect 'bf16,nvfp4 bf16,nvfp4_int16 bf16,nvfp4_int8 bf16,nvfp4_w4a16' \
+      "$(offers compare --schemes bf16,nvf)"
+    expect 'mode' "$(offers inspect mo)"
+    expect 'bash fish zsh' "$(offers completion '')"
+    succeeds completion fish
+    if command -v fish >/dev/null; then
+      offered=$(HOME=$PWD fish --no-config -c 'source out; complete -C "fusedmoe bench --skew "')
+      expect 'balanced zipf' "$(cut -f1 <<<"$offered" | sort | paste -sd' ')"
+      offered=$(HOME=$PWD fish --no-config -c 'source out; complete -C "fusedmoe run --chec"')
+      [[ $offered == *--checkpoint*Directory* ]] || fail "fish offers '$offered'"
+    fi
+    succeeds completion zsh
+    says '^#compdef fusedmoe$'
+    if command -v zsh >/dev/null; then
+      mkdir functions && cp out functions/_fusedmoe
+      shown() {
+        zsh -f "$configs/complete.zsh" functions "fusedmoe $1" </dev/null | sort -u | paste -sd' '
+      }
+      expect 'doctor' "$(shown do)"
+      expect 'balanced zipf' "$(shown 'bench --skew ')"
+      expect '--check --checkpoint' "$(shown 'run --chec')"
+    fi
+    refuses 'zsh' completion tcsh
     ;;
   *)
     fail "no such case: $situation"
