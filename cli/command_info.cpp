@@ -68,7 +68,9 @@ const std::vector<Kind>& kinds() {
        "with a description",
        true},
       {"DEVICE", "cpu, cuda or cuda:N", false,
-       [] { return std::vector<std::string>{"cpu", "cuda"}; }},
+       [] {
+         return std::vector<std::string>{"cpu", "cuda"};
+       }},
       {"DTYPE", "f32, bf16, f16, e4m3, i8 or e2m1", false,
        [] { return std::vector<std::string>{"f32", "bf16", "f16", "e4m3", "i8", "e2m1"}; }},
       {"SHAPE", "HIDDENxINTERMEDIATExEXPERTSxTOPK, as 2880x2880x32x4"},

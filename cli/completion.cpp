@@ -24,7 +24,8 @@ std::string brief(const std::string& help) {
 
 std::string quoted(const std::string& text) {
   std::string result = "'";
-  for (const char letter : text) result += letter == '\'' ? std::string("'\\''") : std::string(1, letter);
+  for (const char letter : text)
+    result += letter == '\'' ? std::string("'\\''") : std::string(1, letter);
   return result + "'";
 }
 
@@ -39,14 +40,12 @@ std::string bash_script(const ProgramInfo& program) {
       if (!by_place) names.push_back(option.name);
       if (option.kind.empty()) continue;
       // What goes by its place is where no option is before it.
-      const std::string pattern =
-          by_place ? fmt::format("'{} '*", command.name)
-                   : fmt::format("'{} {}'", command.name, option.name);
-      const std::string how =
-          takes_files(option)
-              ? "files=yes"
-              : fmt::format("words='{}'{}", fmt::join(option.words(), " "),
-                            option.list ? " list=yes" : "");
+      const std::string pattern = by_place ? fmt::format("'{} '*", command.name)
+                                           : fmt::format("'{} {}'", command.name, option.name);
+      const std::string how = takes_files(option)
+                                  ? "files=yes"
+                                  : fmt::format("words='{}'{}", fmt::join(option.words(), " "),
+                                                option.list ? " list=yes" : "");
       values += fmt::format("    {}) {} ;;\n", pattern, how);
     }
     options += fmt::format("    {}) options='{}' ;;\n", command.name, fmt::join(names, " "));
@@ -111,7 +110,8 @@ std::string zsh_value(const OptionInfo& option) {
 std::string zsh_script(const ProgramInfo& program) {
   std::string commands, cases;
   for (const CommandInfo& command : program.commands) {
-    commands += fmt::format("    {}\n", quoted(zsh_escaped(command.name) + ":" + brief(command.help)));
+    commands +=
+        fmt::format("    {}\n", quoted(zsh_escaped(command.name) + ":" + brief(command.help)));
     cases += fmt::format("    {}) _arguments '--help[Print help]'", command.name);
     for (const OptionInfo& option : command.options) {
       const std::string head =

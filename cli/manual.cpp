@@ -97,10 +97,10 @@ std::string usage(const ProgramInfo& program, const CommandInfo& command) {
   }
   bool others = false;
   for (const OptionInfo& option : command.options) {
-    const bool grouped = std::any_of(
-        command.groups.begin(), command.groups.end(), [&](const OptionGroup& group) {
-          return group.least > 0 && std::count(group.options.begin(), group.options.end(),
-                                               option.name) > 0;
+    const bool grouped =
+        std::any_of(command.groups.begin(), command.groups.end(), [&](const OptionGroup& group) {
+          return group.least > 0 &&
+                 std::count(group.options.begin(), group.options.end(), option.name) > 0;
         });
     if (option.required) text += " " + name_and_value(option);
     if (option.by_place() && !option.required) text += " [" + option.value() + "]";
@@ -112,9 +112,8 @@ std::string usage(const ProgramInfo& program, const CommandInfo& command) {
 Rows kind_rows(const ProgramInfo& program, const CommandInfo* command) {
   Rows rows;
   const auto uses = [](const CommandInfo& info, const Kind& kind) {
-    return std::any_of(info.options.begin(), info.options.end(), [&](const OptionInfo& option) {
-      return option.value() == kind.name;
-    });
+    return std::any_of(info.options.begin(), info.options.end(),
+                       [&](const OptionInfo& option) { return option.value() == kind.name; });
   };
   for (const Kind& kind : kinds()) {
     const bool used =
@@ -183,8 +182,9 @@ std::string help_text(const ProgramInfo& program, const CommandInfo* command, st
            wrapped(program.help, width, 0, 0) + "\n";
     text += section("Commands", command_rows(program), width);
     text += section("Options", option_rows(program.options), width);
-    text += "\nExample:\n  fusedmoe synth --model gpt-oss-20b --out gpt-oss-20b\n"
-            "  fusedmoe run --checkpoint gpt-oss-20b --tokens 64\n";
+    text +=
+        "\nExample:\n  fusedmoe synth --model gpt-oss-20b --out gpt-oss-20b\n"
+        "  fusedmoe run --checkpoint gpt-oss-20b --tokens 64\n";
   }
   text += section("Environment", environment(), width);
   text += section("Exit status", exit_statuses(), width);
