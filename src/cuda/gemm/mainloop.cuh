@@ -266,40 +266,38 @@ __device__ __forceinline__ void multiply_decoded_fp8(SharedMemory<K>& shared, co
   static_assert(K::kRowBlocks == 1 && !Operands::kHasKScales);
   constexpr int kHalfSteps = kSteps<K> / 2;
   const int last = last_blocks(tile, coords);
-  float sums[kN / 2] = {};
-  for (int left = num_stages<K>(tile); left > 0; --left) {
-    const StageOperands<K> operands = acquire(shared, stage, coords);
-    if (left > 1 || last > 0) {
-      const auto activations = operands.activations_of(0);
-      const auto codes =
-          Operands::load(StagedBlock{operands.weights}, coords.thread(), shared.tables);
-      std::uint32_t weights[kSteps<K>][4];
-      fence_accumulators(sums);
+  for (int left = num_stages<K>(tile); left > 0;) {
+    float sums[kN / 2] = {};
+    do {
+      const StageOperands<K> operands = acquire(shared, stage, coords);
+      if (left > 1 || last > 0) {
+        const auto activations = operands.activations_of(0);
+        const auto codes =
+            Operands::load(StagedBlock{operands.weights}, coords.thread(), shared.tables);
+        std::uint32_t weights[kSteps<K>][4];
+        fence_accumulators(sums);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4 words = Operands::words(codes.block, codes.thread, half);
+        for (int half = 0; half < 2; ++half) {
+          const uint4 words = Operands::words(codes.block, codes.thread, half);
 #pragma unroll
-        for (int step = half * kHalfSteps; step < (half + 1) * kHalfSteps; ++step) {
-          Operands::decode_step(codes, words, step, weights[step]);
+          for (int step = half * kHalfSteps; step < (half + 1) * kHalfSteps; ++step) {
+            Operands::decode_step(codes, words, step, weights[step]);
+          }
+          cute::warpgroup_arrive();
+#pragma unroll
+          for (int step = half * kHalfSteps; step < (half + 1) * kHalfSteps; ++step) {
+            multiply_apart<typename K::Activation, kN>(weights[step], activations.at(step), false,
+                                                       sums);
+          }
+          cute::warpgroup_commit_batch();
         }
-        cute::warpgroup_arrive();
-#pragma unroll
-        for (int step = half * kHalfSteps; step < (half + 1) * kHalfSteps; ++step) {
-          multiply_apart<typename K::Activation, kN>(weights[step], activations.at(step), false,
-                                                     sums);
-        }
-        cute::warpgroup_commit_batch();
+        cute::warpgroup_wait<0>();
+        fence_accumulators(sums);
       }
-      cute::warpgroup_wait<0>();
-      fence_accumulators(sums);
-    }
-    release_stage(shared, stage.index);
-    stage.advance();
-    if (left % Operands::kPromotedBlocks == 1) {
-      promote<K, kN>(sums, 0, {}, 0, accumulators[0]);
-#pragma unroll
-      for (float& sum : sums) sum = 0;
-    }
+      release_stage(shared, stage.index);
+      stage.advance();
+    } while (--left % Operands::kPromotedBlocks != 0);
+    promote<K, kN>(sums, 0, {}, 0, accumulators[0]);
   }
 }
 
