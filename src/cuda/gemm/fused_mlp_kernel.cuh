@@ -20,7 +20,7 @@
 // token rows for all. Its first block draws the tile index, and tells the others.
 //
 // Files: kernel.cuh (sizes, shared memory, barriers), tile_scheduler.cuh (which tile is next),
-// copies.cuh, mainloop.cuh, store_tile.cuh, epilogue*.cuh and row_pass.cuh (what the roles do for
+// copies.cuh, mainloop*.cuh, store_tile.cuh, epilogue*.cuh and row_pass.cuh (what the roles do for
 // one tile), token_rows.cuh (the same for teams).
 #pragma once
 

@@ -91,8 +91,8 @@ struct Kernel {
   // Decoding, and promoting seldom, gain nothing from it.
   static constexpr bool kTakesTurns = kPromotes && !Operands::kDecodes && !kTokensAreRows &&
                                       !kHasEpilogueWarpgroup && kWarpgroups == 2;
-  // FP8 weights are decoded a step ahead in tiles of 64 and 96 tokens: narrower ones gain nothing,
-  // and wider ones lose by it or have no registers for it.
+  // FP8 weights are decoded half a K block ahead in tiles of 64 and 96 tokens: narrower tiles gain
+  // nothing, and wider ones lose by it.
   static constexpr bool kDecodesAhead =
       kPromotes && Operands::kDecodes && !kHasEpilogueWarpgroup && kMaxTokens <= 96;
 

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "cuda/gemm/epilogue.cuh"
-#include "cuda/gemm/mainloop.cuh"
+#include "cuda/gemm/mainloop_stage.cuh"
 
 namespace fusedmoe::cuda {
 
