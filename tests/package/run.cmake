@@ -39,6 +39,15 @@ if(MODE STREQUAL "missing")
     expect("CUTLASS's headers are.missing.*FUSEDMOE_CUDA=OFF" ${configure} -B ${WORK}/cutlass-${cuda}
       -DFUSEDMOE_CUDA=${cuda} -DCMAKE_CUDA_COMPILER=${CMAKE_COMMAND})
   endforeach()
+  # Where pip puts the wheel that is a requirement of the build.
+  set(site ${WORK}/site/cutlass_library/source/include)
+  file(WRITE ${site}/cute/tensor.hpp "")
+  expect("CUDA" ${configure} -B ${WORK}/site-packages -DFUSEDMOE_CUDA=ON
+    -DCMAKE_CUDA_COMPILER=${CMAKE_COMMAND} -DCMAKE_PREFIX_PATH=${WORK}/site)
+  file(STRINGS ${WORK}/site-packages/CMakeCache.txt found REGEX "^FUSEDMOE_CUTLASS_INCLUDE_DIR:")
+  if(NOT found MATCHES "=${site}$")
+    message(FATAL_ERROR "CUTLASS's headers are not found in the wheel: ${found}")
+  endif()
   list(APPEND configure -DFUSEDMOE_CUDA=OFF)
   foreach(package fmt nlohmann_json CLI11)
     set(missing -DCMAKE_DISABLE_FIND_PACKAGE_${package}=ON)

@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 from conftest import golden_dir
@@ -84,6 +85,54 @@ def test_types_are_right():
     command += ["--cache-dir", os.devnull, pathlib.Path(fusedmoe.__file__).parent]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_build_asks_for_cutlass_where_nvcc_is(tmp_path, monkeypatch):
+    backend = pathlib.Path(__file__).parents[2] / "python/build_backend"
+    other = types.ModuleType("scikit_build_core.build")
+    other.get_requires_for_build_wheel = lambda settings: ["ninja"]
+    monkeypatch.setitem(sys.modules, "scikit_build_core", types.ModuleType("scikit_build_core"))
+    monkeypatch.setitem(sys.modules, "scikit_build_core.build", other)
+    monkeypatch.syspath_prepend(backend)
+    for name in ("CMAKE_ARGS", "SKBUILD_CMAKE_DEFINE", "CUDACXX", "CUTLASS_ROOT", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    import fusedmoe_build
+
+    requires = fusedmoe_build.get_requires_for_build_wheel
+    assert requires() == ["ninja"]
+    (tmp_path / "nvcc").touch(0o755)
+    install_deps = (backend.parents[1] / "scripts/install-deps.sh").read_text()
+    assert fusedmoe_build.CUTLASS in install_deps
+    assert requires() == ["ninja", fusedmoe_build.CUTLASS]
+    assert requires({"cmake.define.FUSEDMOE_CUDA": "OFF"}) == ["ninja"]
+    assert requires({"cmake.define.FUSEDMOE_CUDA": "ON"}) == ["ninja", fusedmoe_build.CUTLASS]
+    monkeypatch.setenv("CMAKE_ARGS", "-GNinja -DFUSEDMOE_CUDA:STRING=off")
+    assert requires() == ["ninja"]
+    monkeypatch.setenv("CMAKE_ARGS", "")
+    monkeypatch.setenv("CUTLASS_ROOT", "/somewhere")
+    assert requires() == ["ninja"]
+
+
+def test_links_of_the_package_lead_to_one_place():
+    root = pathlib.Path(__file__).parents[2]
+    home = re.search(r"HOMEPAGE_URL (\S+)", (root / "CMakeLists.txt").read_text()).group(1)
+    project = (root / "pyproject.toml").read_text()
+    urls = re.findall(r'^\w+ = "(https://[^"]*)"$', project, re.MULTILINE)
+    assert urls and all(url.startswith(home) for url in urls)
+    readme = (root / "README.md").read_text()
+    defined = dict(re.findall(r"^\[([^\]]+)\]: (\S+)$", readme, re.MULTILINE))
+    raw = home.replace("github.com", "raw.githubusercontent.com") + "/main/"
+    for name, url in defined.items():
+        assert url in (f"{home}/blob/main/{name}", raw + name)
+        assert (root / name).exists(), name
+    other = re.compile(r"```.*?```|`[^`]*`|^\[[^\]]+\]: \S+$", re.DOTALL | re.MULTILINE)
+    prose = other.sub("", readme)
+    assert not re.findall(r"\]\((?!https://)", prose)
+    used = re.findall(r"\]\[([^\]]+)\]", prose)
+    used += re.findall(r"\[([^\]]+\.(?:md|h|c|cpp|py)|LICENSE)\](?!\[)", prose)
+    assert set(used) == set(defined)
 
 
 def test_importing_needs_no_other_package():
