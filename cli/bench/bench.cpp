@@ -30,7 +30,7 @@ struct Options {
   std::vector<std::string> schemes;
   std::vector<std::string> experts;
   std::vector<std::int64_t> tokens;
-  std::string replay_routing;
+  std::string record_routing, replay_routing;
   std::string device = "cpu";
   std::string dtype = "bf16";
   std::string skew = "balanced";
@@ -87,6 +87,20 @@ std::vector<std::string> schemes_of(const Options& options, const BenchSubject& 
   return names;
 }
 
+/// What several draws of the largest number of tokens give, kept in a file and then replayed, so
+/// that the file is all that this run and other programs need to know.
+RecordedRouting drawn_routing(const Options& options, const std::vector<std::int64_t>& tokens,
+                              const RouterConfig& router, testing::RoutingSkew skew) {
+  constexpr std::int64_t kDraws = 6;
+  const std::int64_t rows = kDraws * *std::max_element(tokens.begin(), tokens.end());
+  testing::Random random(2);
+  RecordedRouting routing{Tensor::empty({rows, router.topk}, DType::kI32),
+                          random_topk_weights(rows, router.topk, random)};
+  RoutingDraw(router.num_experts, skew).draw(routing.topk_ids);
+  record_routing(options.record_routing, routing, router.num_experts);
+  return routing;
+}
+
 bool run_scheme(const Options& options, const BenchSubject& subject, const std::string& scheme,
                 const std::string& experts, std::vector<ReportRow>& rows) {
   BenchOptions bench_options;
@@ -98,13 +112,21 @@ bool run_scheme(const Options& options, const BenchSubject& subject, const std::
   bench_options.layer = options.layer;
   bench_options.skew =
       options.skew == "zipf" ? testing::RoutingSkew::kZipf : testing::RoutingSkew::kBalanced;
+  std::vector<std::int64_t> tokens = options.tokens;
+  if (tokens.empty()) {
+    // Decode and prefill say what there is to say of many schemes.
+    tokens = options.schemes.empty() ? std::vector<std::int64_t>{1, 8, 32, 128, 512}
+                                     : std::vector<std::int64_t>{1, 512};
+  }
+  const RouterConfig& router = subject.model.router;
   if (!options.replay_routing.empty()) {
-    const RouterConfig& router = subject.model.router;
     if (router.num_zero_experts > 0) {
       throw Error::conflict("--replay-routing", subject.name,
                             "its router has zero experts, which experts never see");
     }
     bench_options.replay = replay_routing(options.replay_routing, router.num_experts, router.topk);
+  } else if (!options.record_routing.empty()) {
+    bench_options.replay = drawn_routing(options, tokens, router, bench_options.skew);
   }
   bench_options.min_samples = options.min_samples;
   bench_options.max_seconds = options.max_seconds;
@@ -119,12 +141,6 @@ bool run_scheme(const Options& options, const BenchSubject& subject, const std::
     };
     bench = bench_options.device.is_cpu() ? make_cpu_bench(std::move(bench_options), update)
                                           : make_device_bench(std::move(bench_options), update);
-  }
-  std::vector<std::int64_t> tokens = options.tokens;
-  if (tokens.empty()) {
-    // Decode and prefill say what there is to say of many schemes.
-    tokens = options.schemes.empty() ? std::vector<std::int64_t>{1, 8, 32, 128, 512}
-                                     : std::vector<std::int64_t>{1, 512};
   }
   bool right = true;
   Progress progress("timing " + what);
@@ -179,12 +195,24 @@ void run(const Options& options) {
   if (options.columns) return print_columns();
   if (options.threads > 0) set_num_threads(options.threads);
   const bool on_ranks = options.ranks.num_ranks() > 1;
-  const char* other = on_ranks                          ? "--ep, --tp and --dp"
-                      : options.skew != "balanced"      ? "--skew"
-                      : !options.replay_routing.empty() ? "--replay-routing"
-                                                        : nullptr;
-  if (options.layer && other) {
-    throw Error::conflict("--layer", other, "its router routes random hidden states");
+  const char* routing_option = options.skew != "balanced"        ? "--skew"
+                               : !options.replay_routing.empty() ? "--replay-routing"
+                               : !options.record_routing.empty() ? "--record-routing"
+                                                                 : nullptr;
+  const char* ranks_option = on_ranks ? "--ep, --tp and --dp" : nullptr;
+  if (options.layer && (ranks_option || routing_option)) {
+    throw Error::conflict("--layer", ranks_option ? ranks_option : routing_option,
+                          "its router routes random hidden states");
+  }
+  if (ranks_option && routing_option) {
+    throw Error::conflict(routing_option, ranks_option, "each rank draws ids of its own");
+  }
+  if (!options.replay_routing.empty() && !options.record_routing.empty()) {
+    throw Error::conflict("--record-routing", "--replay-routing");
+  }
+  const std::vector<BenchSubject> subjects = options.subjects.get();
+  if (!options.record_routing.empty() && subjects.size() > 1) {
+    throw Error::conflict("--record-routing", "several models", "a file holds the ids of one");
   }
   if (on_ranks) return run_ranks(options);
   options.ranks.dispatched();  // an Error if it is given
@@ -195,7 +223,7 @@ void run(const Options& options) {
   bool right = true;
   std::vector<ReportRow> rows;
   const std::vector<std::string> best{""};
-  for (const BenchSubject& subject : options.subjects.get()) {
+  for (const BenchSubject& subject : subjects) {
     for (const std::string& experts : options.experts.empty() ? best : options.experts) {
       for (const std::string& scheme : schemes_of(options, subject, experts)) {
         right = run_scheme(options, subject, scheme, experts, rows) && right;
@@ -261,7 +289,11 @@ void add_bench(Program& program) {
       .show_default();
   command
       .add_option("--replay-routing", options->replay_routing,
-                  "Take ids and weights in turn from a file of run --record-routing")
+                  "Take ids and weights in turn from a file of --record-routing")
+      .kind("PATH");
+  command
+      .add_option("--record-routing", options->record_routing,
+                  "Draw the ids and weights first, and keep them in this safetensors file")
       .kind("PATH");
   command.add_option("--threads", options->threads, "CPU threads; default: all cores")
       .between(1, kMaxThreads);

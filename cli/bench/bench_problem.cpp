@@ -158,17 +158,51 @@ BenchWork::BenchWork(const testing::Case& spec, std::int64_t weight_bytes) {
   expert_bytes = static_cast<double>(weight_bytes) / static_cast<double>(spec.num_experts);
 }
 
-BenchProblem::BenchProblem(BenchOptions options, const PackProgress& progress)
-    : options_(std::move(options)) {
-  const std::int64_t num_experts = options_.model.router.num_experts;
-  experts_ = bench_weights(spec(1), num_experts);
-  target_ = make_target(options_.experts, options_.device, progress);
-  expert_order_.resize(static_cast<std::size_t>(num_experts));
+Tensor random_topk_weights(std::int64_t num_tokens, std::int64_t topk, testing::Random& random) {
+  const Tensor weights = Tensor::empty({num_tokens, topk}, DType::kF32);
+  for (std::int64_t i = 0; i < weights.numel(); ++i) {
+    weights.as<float>()[i] =
+        static_cast<float>((0.5 + random.uniform()) / static_cast<double>(topk));
+  }
+  return weights;
+}
+
+RoutingDraw::RoutingDraw(std::int64_t num_experts, testing::RoutingSkew skew)
+    : skew_(skew), expert_order_(static_cast<std::size_t>(num_experts)) {
   std::iota(expert_order_.begin(), expert_order_.end(), 0);
   for (std::size_t i = expert_order_.size(); i > 1; --i) {
     std::swap(expert_order_[i - 1],
               expert_order_[static_cast<std::size_t>(random_.below(static_cast<std::int64_t>(i)))]);
   }
+}
+
+std::int32_t RoutingDraw::draw_expert(bool walks) {
+  const auto num_experts = static_cast<std::int64_t>(expert_order_.size());
+  if (skew_ == testing::RoutingSkew::kZipf) {
+    // Weight 1 / (e + 1), by inversion of the continuous law.
+    const double e = std::pow(static_cast<double>(num_experts + 1), random_.uniform()) - 1;
+    return std::min(static_cast<std::int32_t>(e), static_cast<std::int32_t>(num_experts - 1));
+  }
+  if (walks) return expert_order_[next_expert_++ % expert_order_.size()];
+  return static_cast<std::int32_t>(random_.below(num_experts));
+}
+
+void RoutingDraw::draw(const TensorView& topk_ids) {
+  const std::int64_t num_tokens = topk_ids.size(0), topk = topk_ids.size(1);
+  for (std::int64_t token = 0; token < num_tokens; ++token) {
+    std::int32_t* ids = topk_ids.as<std::int32_t>() + token * topk;
+    for (std::int64_t j = 0; j < topk;) {
+      ids[j] = draw_expert(num_tokens == 1);
+      if (std::find(ids, ids + j, ids[j]) == ids + j) ++j;
+    }
+  }
+}
+
+BenchProblem::BenchProblem(BenchOptions options, const PackProgress& progress)
+    : options_(std::move(options)),
+      experts_(bench_weights(spec(1), options_.model.router.num_experts)),
+      routing_(options_.model.router.num_experts, options_.skew) {
+  target_ = make_target(options_.experts, options_.device, progress);
 }
 
 std::unique_ptr<BenchTarget> BenchProblem::make_target(const std::string& experts, Device device,
@@ -205,17 +239,6 @@ testing::Case BenchProblem::spec(std::int64_t num_tokens) const {
   return bench_case(options_.model, options_.scheme, num_tokens);
 }
 
-std::int32_t BenchProblem::draw_expert(std::int64_t num_tokens) {
-  const auto num_experts = static_cast<std::int64_t>(expert_order_.size());
-  if (options_.skew == testing::RoutingSkew::kZipf) {
-    // Weight 1 / (e + 1), by inversion of the continuous law.
-    const double e = std::pow(static_cast<double>(num_experts + 1), random_.uniform()) - 1;
-    return std::min(static_cast<std::int32_t>(e), static_cast<std::int32_t>(num_experts - 1));
-  }
-  if (num_tokens == 1) return expert_order_[next_expert_++ % expert_order_.size()];
-  return static_cast<std::int32_t>(random_.below(num_experts));
-}
-
 /// The next recorded rows, from the first again after the last.
 void BenchProblem::replay(const TensorView& topk_ids, const TensorView& topk_weights) {
   const std::int64_t rows = options_.replay.topk_ids.size(0), topk = topk_ids.size(1);
@@ -228,27 +251,12 @@ void BenchProblem::replay(const TensorView& topk_ids, const TensorView& topk_wei
   }
 }
 
-void BenchProblem::draw(const TensorView& topk_ids) {
-  const std::int64_t num_tokens = topk_ids.size(0), topk = topk_ids.size(1);
-  for (std::int64_t token = 0; token < num_tokens; ++token) {
-    std::int32_t* ids = topk_ids.as<std::int32_t>() + token * topk;
-    for (std::int64_t j = 0; j < topk;) {
-      ids[j] = draw_expert(num_tokens);
-      if (std::find(ids, ids + j, ids[j]) == ids + j) ++j;
-    }
-  }
-}
-
 BenchBuffers BenchProblem::make_buffers(const BenchTarget& target, Device device,
                                         const testing::Case& spec) const {
   const Tensor states = Tensor::empty({spec.num_tokens, spec.hidden}, options_.dtype);
-  const Tensor weights = Tensor::empty({spec.num_tokens, spec.topk}, DType::kF32);
   testing::Random random(2);
   fill_random(states, 1, random);
-  for (std::int64_t i = 0; i < weights.numel(); ++i) {
-    weights.as<float>()[i] =
-        static_cast<float>((0.5 + random.uniform()) / static_cast<double>(spec.topk));
-  }
+  const Tensor weights = random_topk_weights(spec.num_tokens, spec.topk, random);
   const auto bytes = static_cast<std::int64_t>(target.workspace_bytes(spec.num_tokens));
   BenchBuffers buffers;
   buffers.hidden_states = to_device(states, device);
@@ -282,7 +290,7 @@ void BenchProblem::route(BenchBuffers& buffers) {
     replay(ids, weights);
     put(weights, buffers.topk_weights);
   } else {
-    draw(ids);
+    routing_.draw(ids);
   }
   put(ids, buffers.topk_ids);
 }

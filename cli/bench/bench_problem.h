@@ -50,6 +50,27 @@ struct BenchWork {
   BenchWork(const testing::Case& spec, std::int64_t weight_bytes);
 };
 
+/// (num_tokens, topk) f32.
+Tensor random_topk_weights(std::int64_t num_tokens, std::int64_t topk, testing::Random& random);
+
+/// Draws random ids of distinct experts, one token after the other.
+class RoutingDraw {
+ public:
+  RoutingDraw(std::int64_t num_experts, testing::RoutingSkew skew);
+
+  /// `topk_ids` (num_tokens, topk) i32 on the CPU. Single tokens walk through all experts, so that
+  /// weights are cold.
+  void draw(const TensorView& topk_ids);
+
+ private:
+  std::int32_t draw_expert(bool walks);
+
+  testing::RoutingSkew skew_;
+  testing::Random random_{1};
+  std::vector<std::int32_t> expert_order_;
+  std::size_t next_expert_ = 0;
+};
+
 /// A model's layer with bench_weights(), and random weights of its router.
 class BenchProblem {
  public:
@@ -62,9 +83,8 @@ class BenchProblem {
 
   /// Random hidden states and router weights; no ids yet.
   BenchBuffers buffers(const testing::Case& spec) const;
-  /// Replaces the inputs by those of the next sample. Of experts: ids, distinct for each token, and
-  /// weights if a routing is replayed; single tokens walk through all experts, so that weights are
-  /// cold. Of a layer: hidden states. On a GPU they are new tensors.
+  /// Replaces the inputs by those of the next sample. Of experts: ids, and weights if a routing is
+  /// replayed. Of a layer: hidden states. On a GPU they are new tensors.
   void route(BenchBuffers& buffers);
   /// Rows from all over the batch, as `reference` computes them from the same inputs.
   Tensor expected_rows(const testing::Case& spec, const BenchBuffers& timed) const;
@@ -78,8 +98,6 @@ class BenchProblem {
                                            const PackProgress& progress) const;
   BenchBuffers make_buffers(const BenchTarget& target, Device device,
                             const testing::Case& spec) const;
-  std::int32_t draw_expert(std::int64_t num_tokens);
-  void draw(const TensorView& topk_ids);
   void replay(const TensorView& topk_ids, const TensorView& topk_weights);
   BenchBuffers run_sample(const BenchTarget& target, Device device, testing::Case spec,
                           const BenchBuffers& all) const;
@@ -87,10 +105,9 @@ class BenchProblem {
   BenchOptions options_;
   ExpertWeights experts_;
   std::unique_ptr<BenchTarget> target_;
-  std::vector<std::int32_t> expert_order_;
-  std::size_t next_expert_ = 0;
+  RoutingDraw routing_;
   std::int64_t next_row_ = 0;  // of the recorded routing
-  testing::Random random_{1};
+  testing::Random random_{1};  // of hidden states
 };
 
 }  // namespace fusedmoe::cli

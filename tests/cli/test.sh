@@ -176,6 +176,15 @@ case $situation in
     ! grep -q '.\{71\}' out || fail "wider than there are columns"
     COLUMNS=70 succeeds bench --shape 64x64x1x1 --min-samples 1 --max-seconds 0.05 --tokens 1 --wide
     says ' samples$'
+    succeeds "${small[@]}" --tokens 3 --record-routing drawn.safetensors
+    succeeds "${small[@]}" --tokens 3 --record-routing again.safetensors
+    cmp drawn.safetensors again.safetensors || fail "two draws differ"
+    succeeds "${small[@]}" --tokens 3 --replay-routing drawn.safetensors
+    succeeds "${small[@]}" --tokens 3 --skew zipf --record-routing zipf.safetensors
+    ! cmp -s drawn.safetensors zipf.safetensors || fail "zipf draws as balanced"
+    refuses '--record-routing.*--replay-routing' "${small[@]}" --tokens 3 \
+      --record-routing new.safetensors --replay-routing drawn.safetensors
+    refuses '--skew.*--ep' "${small[@]}" --skew zipf --ep 2
     succeeds bench --columns
     says '^time/floor +median over samples; 1 is the limit$'
     succeeds "${small[@]}" --layer --dtype f32 --tokens 1,3 --json
