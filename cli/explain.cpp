@@ -1,12 +1,15 @@
 // fusedmoe explain: every implementation, whether it can serve a model, and the one that would run.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "checkpoint/problems.h"
 #include "commands.h"
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
@@ -94,17 +97,26 @@ MoeConfig make_config(const Options& options, const ModelConfig& model) {
   return config;
 }
 
+/// Layers whose experts have one scheme, and so have the shared ones.
+struct LayerGroup {
+  std::vector<std::int64_t> layers;  // of a checkpoint
+  ModelConfig model;                 // of the first of them
+  std::optional<QuantScheme> shared_experts{};
+
+  /// "layers {0-2,5}"
+  std::string name() const {
+    return fmt::format("{} {}", layers.size() == 1 ? "layer" : "layers",
+                       checkpoint::number_ranges(layers));
+  }
+};
+
 /// With the shared experts that a layer of the model would have besides.
-std::string plan_json(const Options& options, const ModelConfig& model,
-                      const Selection& selection) {
+std::string plan_json(const Options& options, const LayerGroup& group, const Selection& selection) {
+  const ModelConfig& model = group.model;
   Plan plan = selection.plan();
   if (model.shared_intermediate > 0) {
     MoeConfig shared = selection.config;
-    if (!options.checkpoint.empty()) {
-      const Checkpoint checkpoint = open_checkpoint(options.checkpoint, options.family);
-      const auto scheme = checkpoint.check_layer(checkpoint.moe_layers().front()).shared_experts;
-      if (scheme) shared.scheme = *scheme;
-    }
+    if (group.shared_experts) shared.scheme = *group.shared_experts;
     shared.num_experts = shared.num_local_experts = shared.topk = 1;
     shared.hidden = model.hidden;
     shared.intermediate = model.shared_intermediate;
@@ -123,13 +135,16 @@ std::string plan_json(const Options& options, const ModelConfig& model,
   return plan.json() + "\n";
 }
 
-void print_json(const Options& options, const ModelConfig& model, const Selection& selection,
+void print_json(const Options& options, const LayerGroup& group, const Selection& selection,
                 const std::optional<Resources>& resources) {
   const MoeConfig& config = selection.config;
-  nlohmann::json object{
-      {"family", name(model.family)},     {"scheme", name(config.scheme)},
-      {"dtype", name(config.dtype)},      {"device", to_string(config.device)},
-      {"num_tokens", options.num_tokens}, {"candidates", nlohmann::json::parse(selection.json())}};
+  nlohmann::json object{{"family", name(group.model.family)},
+                        {"scheme", name(config.scheme)},
+                        {"dtype", name(config.dtype)},
+                        {"device", to_string(config.device)},
+                        {"num_tokens", options.num_tokens},
+                        {"candidates", nlohmann::json::parse(selection.json())}};
+  if (!group.layers.empty()) object["layers"] = group.layers;
   if (config.compute_capability) object["compute_capability"] = *config.compute_capability / 10.0;
   if (resources) {
     object["workspace_bytes"] = resources->workspace_bytes;
@@ -138,16 +153,17 @@ void print_json(const Options& options, const ModelConfig& model, const Selectio
   fmt::print("{}\n", object.dump());
 }
 
-void print_text(const Options& options, const ModelConfig& model, const Selection& selection,
+void print_text(const Options& options, const LayerGroup& group, const Selection& selection,
                 const std::optional<Resources>& resources) {
   const MoeConfig& config = selection.config;
+  if (!group.layers.empty()) fmt::print("{}\n", group.name());
   const ParallelConfig& parallel = config.parallel;
   if (parallel.num_ranks() > 1) {
     fmt::print("{} ranks: tp {}, dp {}, ep {}; rank 0 has {} experts of {} x {}; {}\n",
                parallel.num_ranks(), parallel.tp_size, parallel.dp_size, parallel.ep_size,
                config.num_local_experts, config.hidden, config.intermediate, name(config.combine));
   }
-  fmt::print("{}: {} experts, top-{}, {} x {}, {}, {}, {} on {}{}\n\n{}", name(model.family),
+  fmt::print("{}: {} experts, top-{}, {} x {}, {}, {}, {} on {}{}\n\n{}", name(group.model.family),
              config.num_experts, config.topk, config.hidden, config.intermediate,
              name(config.scheme), name(config.activation), name(config.dtype),
              to_string(config.device),
@@ -164,14 +180,41 @@ void print_text(const Options& options, const ModelConfig& model, const Selectio
   }
 }
 
-/// Of a layer of a checkpoint whose every layer passes the checks of loading.
-ModelConfig checked_model(const Options& options) {
+/// Of the layers of a checkpoint, all of which must pass the checks of loading, or of one of them.
+std::vector<LayerGroup> group_layers(const Options& options) {
   const Checkpoint checkpoint = open_checkpoint(options.checkpoint, options.family);
-  const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, options.checkpoint);
-  ModelConfig model = checkpoint.config();
-  model.scheme = checkpoint.check_layer(options.layer < 0 ? layers.front() : options.layer).experts;
-  for (const std::int64_t layer : layers) checkpoint.check_layer(layer);
-  return model;
+  if (options.layer >= 0) checkpoint.config(options.layer);  // which says that it is not there
+  std::vector<LayerGroup> groups;
+  for (const std::int64_t layer : moe_layers_of(checkpoint, options.checkpoint)) {
+    const Checkpoint::LayerSchemes schemes = checkpoint.check_layer(layer);
+    if (options.layer >= 0 && layer != options.layer) continue;
+    const QuantScheme scheme =
+        options.scheme.empty() ? schemes.experts : parse_scheme(options.scheme);
+    auto group = std::find_if(groups.begin(), groups.end(), [&](const LayerGroup& each) {
+      return each.model.scheme == scheme && each.shared_experts == schemes.shared_experts;
+    });
+    if (group == groups.end()) {
+      group = groups.insert(group, {{}, checkpoint.config(layer), schemes.shared_experts});
+      group->model.scheme = scheme;
+    }
+    group->layers.push_back(layer);
+  }
+  return groups;
+}
+
+/// Prints what would run the layers. False: nothing does.
+bool explain_group(const Options& options, const LayerGroup& group) {
+  const MoeConfig config = make_config(options, group.model);
+  const Selection selection =
+      options.experts.empty() ? explain(config) : select(config, options.experts);
+  if (selection && !options.save_plan.empty()) {
+    write_text(options.save_plan, plan_json(options, group, selection));
+  }
+  std::optional<Resources> resources;
+  const bool alone = config.parallel.num_ranks() == 1;  // else it takes a communicator
+  if (selection && alone) resources.emplace(selection, options.num_tokens);
+  (options.json ? print_json : print_text)(options, group, selection, resources);
+  return static_cast<bool>(selection);
 }
 
 void run(const Options& options) {
@@ -180,22 +223,25 @@ void run(const Options& options) {
     return;
   }
   check_experts_name(options.experts);
-  const ModelConfig model = options.model.empty() ? checked_model(options)
-                                                  : parse_model_config(model_preset(options.model));
-  const MoeConfig config = make_config(options, model);
-  const Selection selection =
-      options.experts.empty() ? explain(config) : select(config, options.experts);
-  if (selection && !options.save_plan.empty()) {
-    write_text(options.save_plan, plan_json(options, model, selection));
+  const std::vector<LayerGroup> groups =
+      options.model.empty()
+          ? group_layers(options)
+          : std::vector<LayerGroup>{{{}, parse_model_config(model_preset(options.model))}};
+  if (groups.size() > 1 && !options.save_plan.empty()) {
+    throw Error::invalid("--save-plan",
+                         "--save-plan needs --layer, as the layers of this checkpoint have "
+                         "different schemes: fusedmoe inspect lists them");
   }
-  std::optional<Resources> resources;
-  const bool alone = config.parallel.num_ranks() == 1;  // else it takes a communicator
-  if (selection && alone) resources.emplace(selection, options.num_tokens);
-  (options.json ? print_json : print_text)(options, model, selection, resources);
-  if (!selection) {
-    throw Error::unsupported(selection.candidates.front().support.reason, "model",
-                             "nothing here runs this model: the rows above say why");
+  std::string refused;
+  for (const LayerGroup& group : groups) {
+    if (&group != &groups.front() && !options.json) fmt::print("\n");
+    if (explain_group(options, group)) continue;
+    refused += (refused.empty() ? "" : " and ") +
+               (groups.size() == 1 ? std::string("this model") : group.name());
   }
+  if (refused.empty()) return;
+  throw Error::unsupported(Reason::kModel, "model",
+                           fmt::format("nothing here runs {}: the rows above say why", refused));
 }
 
 }  // namespace
@@ -216,7 +262,7 @@ void add_explain(Program& program) {
   add_family_option(command, options->family);
   command
       .add_option("--layer", options->layer,
-                  "Layer of the checkpoint, where they differ; default: the first with experts")
+                  "Layer of the checkpoint; default: all, those of one scheme together")
       .not_negative()
       .excludes(matrix);
   command.add_option("--scheme", options->scheme, "Of the experts; default: as published")
@@ -261,7 +307,9 @@ void add_explain(Program& program) {
                   "Tokens that the workspace and the kernel configuration are for")
       .not_negative()
       .show_default();
-  command.add_flag("--json", options->json, "Print one JSON object instead of text")
+  command
+      .add_flag("--json", options->json,
+                "Print a JSON object instead of text, on a line for each scheme of layers")
       .excludes(matrix);
   command.example("fusedmoe explain --model gpt-oss-20b --device cuda --tokens 64");
   command.runs([options] { run(*options); });

@@ -434,12 +434,19 @@ typedef struct fusedmoe_candidate { /* strings live as long as the selection */
 /* Succeeds too where nothing fits, unless `require` names what must. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_explain(const fusedmoe_moe_config* config,
                                                 fusedmoe_selection** selection);
-/* The same for the layers of a checkpoint; dtype, device and compute capability as above. */
+/* The same for all layers of a checkpoint, which must have one scheme; dtype, device and compute
+ * capability as above. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_explain_checkpoint(const fusedmoe_checkpoint* checkpoint,
                                                            int32_t dtype, int32_t device_type,
                                                            int32_t device_index,
                                                            int32_t compute_capability,
                                                            fusedmoe_selection** selection);
+/* The same for one of them. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_explain_layer(const fusedmoe_checkpoint* checkpoint,
+                                                      int64_t layer, int32_t dtype,
+                                                      int32_t device_type, int32_t device_index,
+                                                      int32_t compute_capability,
+                                                      fusedmoe_selection** selection);
 FUSEDMOE_C_API void fusedmoe_selection_destroy(fusedmoe_selection* selection);
 /* In order of preference. */
 FUSEDMOE_C_API size_t fusedmoe_selection_size(const fusedmoe_selection* selection);

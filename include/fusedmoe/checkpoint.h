@@ -143,6 +143,9 @@ class FUSEDMOE_API Checkpoint {
   /// another one.
   const ModelConfig& config() const;
   ModelConfig config(std::int64_t layer) const;
+  /// config() of a checkpoint whose experts have one scheme in all layers. Throws Error naming the
+  /// schemes and their layers if there are several.
+  const ModelConfig& common_config() const;
   /// Layers that hold experts, ascending; a file without the `model.layers.N.` prefix is layer 0.
   std::vector<std::int64_t> moe_layers() const;
   /// Strict: an expert tensor of the layer that nothing claims, a missing one, or a wrong shape or

@@ -49,22 +49,28 @@ class Selection:
         return self._handle.table()
 
 
-def explain(checkpoint: Union[Checkpoint, Path, None] = None, **config: Any) -> Selection:
+def explain(
+    checkpoint: Union[Checkpoint, Path, None] = None, layer: Optional[int] = None, **config: Any
+) -> Selection:
     """What would run a layer of the checkpoint, or of the configuration. Needs no GPU.
 
-    With a checkpoint: dtype, device, compute_capability (90 is Hopper, which need not be here) and
-    require. Without: also num_experts, num_local_experts, topk, hidden, intermediate, scheme,
-    activation and its parameters (alpha, beta, limit, situ_beta, situ_linear_beta), has_bias,
-    has_expert_map, apply_router_weight_on_input, batch_invariant, monolithic.
+    With a checkpoint: layer, dtype, device, compute_capability (90 is Hopper, which need not be
+    here) and require. Without a layer all must have one scheme, else it raises ValueError naming
+    the schemes and their layers. Without a checkpoint: also num_experts, num_local_experts, topk,
+    hidden, intermediate, scheme, activation and its parameters (alpha, beta, limit, situ_beta,
+    situ_linear_beta), has_bias, has_expert_map, apply_router_weight_on_input, batch_invariant,
+    monolithic; and no layer.
 
     Succeeds too where nothing fits; with `require` it raises NotImplementedError then. Raises
     TypeError for other names.
     """
     if checkpoint is None:
+        if layer is not None:
+            raise ValueError("layer cannot be used without a checkpoint")
         return Selection(_core.explain(checked(config, _CONFIG, "setting")))
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     settings = checked(config, _WITH_CHECKPOINT, "setting with a checkpoint")
-    return Selection(_core.explain_checkpoint(opened._handle, settings))
+    return Selection(_core.explain_checkpoint(opened._handle, layer, settings))
 
 
 _WITH_CHECKPOINT = frozenset("dtype device compute_capability require".split())

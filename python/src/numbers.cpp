@@ -166,8 +166,9 @@ Selection selection_of(MoeConfig config, const nb::dict& settings) {
   return require.empty() ? explain(config) : select(config, require);
 }
 
-Selection explain_checkpoint(const Checkpoint& checkpoint, const nb::dict& settings) {
-  return selection_of(moe_config(checkpoint.config(),
+Selection explain_checkpoint(const Checkpoint& checkpoint, std::optional<std::int64_t> layer,
+                             const nb::dict& settings) {
+  return selection_of(moe_config(layer ? checkpoint.config(*layer) : checkpoint.common_config(),
                                  dtype_of(get<std::string>(settings, "dtype", "bf16"), "dtype"),
                                  parse_device(get<std::string>(settings, "device", "cpu"))),
                       settings);
@@ -235,7 +236,8 @@ void bind_numbers(nb::module_& module) {
       });
   module.def("explain",
              [](const nb::dict& settings) { return selection_of(config_of(settings), settings); });
-  module.def("explain_checkpoint", &explain_checkpoint);
+  module.def("explain_checkpoint", &explain_checkpoint, nb::arg("checkpoint"),
+             nb::arg("layer").none(), nb::arg("settings"));
 }
 
 }  // namespace fusedmoe::python

@@ -45,6 +45,14 @@ MoeConfig to_config(const fusedmoe_moe_config& c) {
   return config;
 }
 
+/// What would run a layer of this model.
+fusedmoe_selection* explain_model(const ModelConfig& model, std::int32_t dtype, Device device,
+                                  std::int32_t compute_capability) {
+  MoeConfig config = moe_config(model, to_dtype_or(dtype, DType::kBF16, "dtype"), device);
+  if (compute_capability) config.compute_capability = compute_capability;
+  return new fusedmoe_selection(explain(config));
+}
+
 }  // namespace
 }  // namespace fusedmoe::capi
 
@@ -68,12 +76,20 @@ fusedmoe_status fusedmoe_explain_checkpoint(const fusedmoe_checkpoint* checkpoin
                                             fusedmoe_selection** selection) {
   return guarded([&] {
     given(selection, "selection");
-    fusedmoe::MoeConfig config =
-        fusedmoe::moe_config(given(checkpoint, "checkpoint").checkpoint.config(),
-                             fusedmoe::capi::to_dtype_or(dtype, fusedmoe::DType::kBF16, "dtype"),
-                             fusedmoe::capi::to_device_id(device_type, device_index, "device"));
-    if (compute_capability) config.compute_capability = compute_capability;
-    *selection = new fusedmoe_selection(fusedmoe::explain(config));
+    *selection = fusedmoe::capi::explain_model(
+        given(checkpoint, "checkpoint").checkpoint.common_config(), dtype,
+        fusedmoe::capi::to_device_id(device_type, device_index, "device"), compute_capability);
+  });
+}
+
+fusedmoe_status fusedmoe_explain_layer(const fusedmoe_checkpoint* checkpoint, int64_t layer,
+                                       int32_t dtype, int32_t device_type, int32_t device_index,
+                                       int32_t compute_capability, fusedmoe_selection** selection) {
+  return guarded([&] {
+    given(selection, "selection");
+    *selection = fusedmoe::capi::explain_model(
+        given(checkpoint, "checkpoint").checkpoint.config(layer), dtype,
+        fusedmoe::capi::to_device_id(device_type, device_index, "device"), compute_capability);
   });
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "checkpoint/opened_checkpoint.h"
+#include "checkpoint/problems.h"
 #include "core/check.h"
 
 namespace fusedmoe {
@@ -58,6 +59,27 @@ const ModelConfig& Checkpoint::config() const {
 
 ModelConfig Checkpoint::config(std::int64_t layer) const {
   return impl_->opened.layer_config(layer);
+}
+
+const ModelConfig& Checkpoint::common_config() const {
+  std::vector<std::pair<QuantScheme, std::vector<std::int64_t>>> schemes;
+  for (const std::int64_t layer : moe_layers()) {
+    const QuantScheme scheme = config(layer).scheme;
+    auto found = std::find_if(schemes.begin(), schemes.end(),
+                              [&](const auto& each) { return each.first == scheme; });
+    if (found == schemes.end()) found = schemes.insert(found, {scheme, {}});
+    found->second.push_back(layer);
+  }
+  if (schemes.size() <= 1) return config();
+  std::vector<std::string> texts;
+  for (const auto& [scheme, layers] : schemes) {
+    texts.push_back(core::format("{} in {} {}", name(scheme),
+                                 layers.size() == 1 ? "layer" : "layers",
+                                 checkpoint::number_ranges(layers)));
+  }
+  throw Error::invalid("layer",
+                       core::format("{}: layers have different schemes, so one must be named: {}",
+                                    impl_->opened.label, core::join(texts, ", ")));
 }
 
 std::vector<std::int64_t> Checkpoint::moe_layers() const {

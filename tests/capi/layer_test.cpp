@@ -1,4 +1,4 @@
-// Layers from raw tensors, the experts alone, routers, selections, quantizing: what C adds to the
+// Layers from raw tensors, the experts alone, routers, quantizing: what C adds to the
 // C++ interface, which has tests of its own.
 #include <atomic>
 #include <cstdlib>
@@ -191,40 +191,6 @@ TEST(CLayerTest, InfoAndPinnedPlan) {
   const auto reference = tiny.create();
   ASSERT_OK(fusedmoe_layer_get_info(reference.get(), &info));
   EXPECT_EQ(std::string(info.plan_line).rfind("reference+no_ep", 0), 0U);
-}
-
-TEST(CSelectionTest, AnswersForAGpuThatIsNotHere) {
-  auto config = sized<fusedmoe_moe_config>();
-  config.num_experts = 128;
-  config.topk = 4;
-  config.hidden = config.intermediate = 2880;
-  config.scheme = "mxfp4_w4a16";
-  config.activation = "swigluoai";
-  fusedmoe_selection* found = nullptr;
-  ASSERT_OK(fusedmoe_explain(&config, &found));
-  const Handle<fusedmoe_selection> here(found);
-  std::size_t small = 0, large = 0;
-  ASSERT_OK(fusedmoe_selection_workspace_bytes(found, 1, 2, &small));
-  ASSERT_OK(fusedmoe_selection_workspace_bytes(found, 64, 2, &large));
-  EXPECT_GT(small, 0U);
-  EXPECT_GT(large, small);
-
-  config.device_type = FUSEDMOE_CUDA;
-  config.compute_capability = 80;
-  ASSERT_OK(fusedmoe_explain(&config, &found));
-  const Handle<fusedmoe_selection> there(found);
-  ASSERT_GT(fusedmoe_selection_size(found), 0U);
-  for (std::size_t i = 0; i < fusedmoe_selection_size(found); ++i) {
-    auto candidate = sized<fusedmoe_candidate>();
-    ASSERT_OK(fusedmoe_selection_get(found, i, &candidate));
-    EXPECT_FALSE(candidate.chosen);
-    if (candidate.reason != 0) {
-      EXPECT_STRNE(candidate.text, "");
-    }
-    EXPECT_NE(std::string(fusedmoe_selection_json(found)).find(candidate.experts),
-              std::string::npos);
-  }
-  EXPECT_NE(fusedmoe_selection_workspace_bytes(found, 1, 0, &small), FUSEDMOE_OK);
 }
 
 TEST(CQuantizeTest, WeightsComeBack) {

@@ -251,6 +251,7 @@ TEST(CWrongCallsTest, NullEverywhere) {
   EXPECT_NE(fusedmoe_router_logits(nullptr, nullptr, nullptr, nullptr), FUSEDMOE_OK);
   EXPECT_NE(fusedmoe_explain(nullptr, nullptr), FUSEDMOE_OK);
   EXPECT_NE(fusedmoe_explain_checkpoint(nullptr, 0, 0, 0, 0, nullptr), FUSEDMOE_OK);
+  EXPECT_NE(fusedmoe_explain_layer(nullptr, 0, 0, 0, 0, 0, nullptr), FUSEDMOE_OK);
   EXPECT_NE(fusedmoe_selection_get(nullptr, 0, nullptr), FUSEDMOE_OK);
   EXPECT_NE(fusedmoe_selection_workspace_bytes(nullptr, 1, 0, nullptr), FUSEDMOE_OK);
   EXPECT_NE(fusedmoe_matrix_get(nullptr, nullptr), FUSEDMOE_OK);

@@ -147,6 +147,31 @@ case $situation in
       succeeds explain --checkpoint model "$wish"
       says '^\* +cpu +no_ep '
     done
+    # Layers that differ in their scheme, each with its own table.
+    whole_groups
+    succeeds synth --config whole.json --layers 3 --tokens 9 --out source
+    succeeds quantize --checkpoint source --scheme fp8_channel_token --layout compressed-tensors \
+      --output mixed
+    weights='"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}'
+    {
+      sed '$ s/}$/,/' source/config.json
+      echo '"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized",'
+      echo '"config_groups": {"a": {"targets": ["re:.*layers.1.mlp.*"],' "$weights"'},'
+      echo '"b": {"targets": ["Linear"],' "$weights", '"input_activations":'
+      echo '{"num_bits": 8, "type": "float", "strategy": "token", "dynamic": true}}}}}'
+    } >mixed/config.json
+    succeeds explain --checkpoint mixed
+    [[ $(grep '^layer' out) == $'layers {0,2}\nlayer 1' ]] || fail "other layers"
+    says '^qwen3_moe: .* fp8_channel_token,'
+    says '^qwen3_moe: .* fp8_channel_w8a16,'
+    succeeds explain --checkpoint mixed --json
+    [[ $(wc -l <out) -eq 2 ]] || fail "expected two objects"
+    says '"layers":\[0,2\].*"scheme":"fp8_channel_token"'
+    succeeds explain --checkpoint mixed --layer 1 --save-plan plan.json
+    [[ $(grep -c '^qwen3_moe' out) -eq 1 ]] || fail "more than one layer"
+    grep -q fp8_channel_w8a16 plan.json || fail "the plan of another layer"
+    refuses '^error: --save-plan needs --layer' explain --checkpoint mixed --save-plan plan.json
+    refuses 'layer: was 3; must be a layer with experts' explain --checkpoint mixed --layer 3
     if "$program" explain --checkpoint model --scheme fp8_tensor --batch-invariant >out 2>err; then
       fail "batch invariant"
     fi

@@ -309,6 +309,25 @@ TEST(ExpertNumbersTest, CountWhereTheTensorsDiffer) {
       << text;
 }
 
+TEST(CommonConfigTest, IsThatOfLayersWithOneScheme) {
+  File same, mixed;
+  const char* config = "{" FUSEDMOE_FP8 R"("modules_to_not_convert": ["layers.1"]})";
+  fill({"Same",
+        "{" FUSEDMOE_FP8 R"("modules_to_not_convert": []})",
+        kFp8,
+        {"fp8_block", "fp8_block"},
+        "qwen3_moe"},
+       same);
+  fill({"Mixed", config, kFp8, {"fp8_block", "bf16", "fp8_block", "fp8_block"}, "qwen3_moe"},
+       mixed);
+  EXPECT_EQ(name(same.open().common_config().scheme), "fp8_block");
+  const std::string text = testing::error_text([&] { mixed.open().common_config(); });
+  EXPECT_NE(text.find("layers have different schemes, so one must be named: fp8_block in layers "
+                      "{0,2-3}, bf16 in layer 1"),
+            std::string::npos)
+      << text;
+}
+
 INSTANTIATE_TEST_SUITE_P(
     ConfigAndTensors, RefusedLayersTest,
     ::testing::Values(

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import struct
 import subprocess
 import sys
 import types
@@ -48,6 +49,35 @@ def test_checkpoints_say_what_they_are():
     assert checkpoint.scheme(checkpoint.moe_layers[0]) == checkpoint.info["scheme"]
     assert checkpoint.moe_layers == [0] and checkpoint.files
     assert fusedmoe.explain(checkpoint, dtype="f32").chosen.experts == "cpu"
+
+
+def test_layers_with_schemes_of_their_own_are_explained_one_by_one(tmp_path):
+    header, data = {}, b""
+    for layer, dtype in enumerate(["F32", "F16"]):
+        shapes = {"gate": (2, 32)}
+        for expert in ("experts.0.", "experts.1."):
+            shapes |= {expert + "gate_proj": (16, 32), expert + "up_proj": (16, 32)}
+            shapes[expert + "down_proj"] = (32, 16)
+        for name, shape in shapes.items():
+            begin = len(data)
+            data += bytes(shape[0] * shape[1] * int(dtype[1:]) // 8)
+            header[f"model.layers.{layer}.mlp.{name}.weight"] = {
+                "dtype": dtype, "shape": shape, "data_offsets": [begin, len(data)]
+            }  # fmt: skip
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 32}
+    config |= {"moe_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="one must be named: f32 in layer 0, f16 in layer 1"):
+        fusedmoe.explain(tmp_path)
+    gpu = {"device": "cuda", "compute_capability": 90, "dtype": "f16"}
+    assert fusedmoe.explain(tmp_path, layer=0, **gpu).chosen is None
+    assert fusedmoe.explain(tmp_path, layer=1, **gpu).chosen.experts == "sm90"
+    with pytest.raises(ValueError, match="layer with experts"):
+        fusedmoe.explain(tmp_path, layer=2)
+    with pytest.raises(ValueError, match="without a checkpoint"):
+        fusedmoe.explain(**GPT_OSS, layer=0)
 
 
 def test_doctor():

@@ -1,0 +1,94 @@
+// Selections: what would run a configuration, or the layers of a checkpoint.
+#include <map>
+#include <string>
+
+#include "../unit/temporary_directory.h"
+#include "capi_test.h"
+#include "fusedmoe/safetensors.h"
+
+namespace fusedmoe::testing {
+namespace {
+
+TEST(CSelectionTest, AnswersForAGpuThatIsNotHere) {
+  auto config = sized<fusedmoe_moe_config>();
+  config.num_experts = 128;
+  config.topk = 4;
+  config.hidden = config.intermediate = 2880;
+  config.scheme = "mxfp4_w4a16";
+  config.activation = "swigluoai";
+  fusedmoe_selection* found = nullptr;
+  ASSERT_OK(fusedmoe_explain(&config, &found));
+  const Handle<fusedmoe_selection> here(found);
+  std::size_t small = 0, large = 0;
+  ASSERT_OK(fusedmoe_selection_workspace_bytes(found, 1, 2, &small));
+  ASSERT_OK(fusedmoe_selection_workspace_bytes(found, 64, 2, &large));
+  EXPECT_GT(small, 0U);
+  EXPECT_GT(large, small);
+
+  config.device_type = FUSEDMOE_CUDA;
+  config.compute_capability = 80;
+  ASSERT_OK(fusedmoe_explain(&config, &found));
+  const Handle<fusedmoe_selection> there(found);
+  ASSERT_GT(fusedmoe_selection_size(found), 0U);
+  for (std::size_t i = 0; i < fusedmoe_selection_size(found); ++i) {
+    auto candidate = sized<fusedmoe_candidate>();
+    ASSERT_OK(fusedmoe_selection_get(found, i, &candidate));
+    EXPECT_FALSE(candidate.chosen);
+    if (candidate.reason != 0) {
+      EXPECT_STRNE(candidate.text, "");
+    }
+    EXPECT_NE(std::string(fusedmoe_selection_json(found)).find(candidate.experts),
+              std::string::npos);
+  }
+  EXPECT_NE(fusedmoe_selection_workspace_bytes(found, 1, 0, &small), FUSEDMOE_OK);
+}
+
+/// Two layers, whose experts are f32 and f16.
+std::string mixed_checkpoint(const TemporaryDirectory& directory) {
+  constexpr std::int64_t kHidden = 32, kIntermediate = 16;
+  std::map<std::string, Tensor> tensors;
+  for (const int layer : {0, 1}) {
+    const DType dtype = layer == 0 ? DType::kF32 : DType::kF16;
+    const std::string block = "model.layers." + std::to_string(layer) + ".mlp.";
+    tensors[block + "gate.weight"] = Tensor::zeros({2, kHidden}, dtype);
+    for (const char* expert : {"experts.0.", "experts.1."}) {
+      for (const char* matrix : {"gate_proj", "up_proj", "down_proj"}) {
+        const bool down = std::string(matrix) == "down_proj";
+        tensors[block + expert + matrix + ".weight"] = Tensor::zeros(
+            {down ? kHidden : kIntermediate, down ? kIntermediate : kHidden}, dtype);
+      }
+    }
+  }
+  const std::map<std::string, TensorView> views(tensors.begin(), tensors.end());
+  const std::string path = (directory / "x.safetensors").string();
+  save_safetensors(path, views,
+                   {{"config", R"({"model_type": "qwen3_moe", "num_hidden_layers": 2,
+                       "hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 2,
+                       "num_experts_per_tok": 1})"}});
+  return path;
+}
+
+TEST(CSelectionTest, LayersOfACheckpointHaveTheirOwn) {
+  const TemporaryDirectory directory;
+  fusedmoe_checkpoint* opened = nullptr;
+  ASSERT_OK(fusedmoe_checkpoint_open(mixed_checkpoint(directory).c_str(), nullptr, &opened));
+  const Handle<fusedmoe_checkpoint> checkpoint(opened);
+  fusedmoe_selection* found = nullptr;
+  EXPECT_EQ(fusedmoe_explain_checkpoint(opened, 0, FUSEDMOE_CUDA, 0, 90, &found),
+            FUSEDMOE_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(fusedmoe_last_error()).find("f32 in layer 0, f16 in layer 1"),
+            std::string::npos)
+      << fusedmoe_last_error();
+  const auto table = [&](std::int64_t layer) {
+    EXPECT_OK(fusedmoe_explain_layer(opened, layer, FUSEDMOE_F16, FUSEDMOE_CUDA, 0, 90, &found));
+    const Handle<fusedmoe_selection> selection(found);
+    return std::string(fusedmoe_selection_table(found));
+  };
+  // sm90 has kernels for one of the two.
+  EXPECT_EQ(table(0).find("*  sm90"), std::string::npos) << table(0);
+  EXPECT_NE(table(1).find("*  sm90"), std::string::npos) << table(1);
+  EXPECT_EQ(fusedmoe_explain_layer(opened, 7, 0, 0, 0, 0, &found), FUSEDMOE_INVALID_ARGUMENT);
+}
+
+}  // namespace
+}  // namespace fusedmoe::testing
