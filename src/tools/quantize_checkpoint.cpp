@@ -175,10 +175,28 @@ class CheckpointQuantizer {
         if (!elsewhere && !replaced.contains(name)) copied_.emplace(name, tensor);
       }
     }
+    check_copied();
     for (const auto& [name, tensor] : copied_) {
       planned_.push_back({name, tensor.dtype(), tensor.shape()});
     }
     for (const SourceLayer& layer : layers_) plan_layer(layer);
+  }
+
+  /// The quantization_config of the result has words for one format alone, that of the experts.
+  void check_copied() const {
+    if (!source_.config.quantization) return;
+    checkpoint::ModuleRules::Lookup formats(source_.config.quantization->formats);
+    for (const auto& [name, tensor] : copied_) {
+      if (checkpoint::is_float(tensor.dtype())) continue;
+      const checkpoint::ModuleFormat* format = formats.find(name.substr(0, name.rfind('.'))).format;
+      if (!format || (!format->scheme && !format->refusal)) continue;
+      throw Error::unsupported(
+          Reason::kQuantScheme, source_.label,
+          core::format(
+              "{}: {} says that other layers than the routed experts are quantized already, "
+              "such as that of {}: take the checkpoint from before that",
+              source_.label, format->source, name));
+    }
   }
 
   void plan_layer(const SourceLayer& layer) {

@@ -401,6 +401,36 @@ TEST(QuantizeCheckpointTest, Refusals) {
       TinyCheckpoints::instance().quantized("qwen3_moe", "fp8_block", CheckpointLayout::kFp8);
   EXPECT_NE(error("nvfp4", {}, quantized).find("in fp8_block; must be in f32, bf16 or f16"),
             std::string::npos);
+  // Only layers beside the experts are quantized, in a format that the result has no words for.
+  const testing::TemporaryDirectory attention;
+  auto tensors = tensors_of(source);
+  tensors["model.layers.0.self_attn.q_proj.weight"] = Tensor::zeros({160, 160}, DType::kE4M3);
+  tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"] = Tensor::zeros({2, 2}, DType::kF32);
+  const std::map<std::string, TensorView> views(tensors.begin(), tensors.end());
+  save_safetensors(attention / "model.safetensors", views);
+  auto config = read_json(source / "config.json");
+  const auto write_config = [&] {
+    std::ofstream(attention / "config.json") << config.dump();
+    std::filesystem::copy_file(source / "input.safetensors", attention / "input.safetensors",
+                               std::filesystem::copy_options::overwrite_existing);
+    return attention.path();
+  };
+  config["quantization_config"] = {{"quant_method", "fp8"},
+                                   {"weight_block_size", {128, 128}},
+                                   {"modules_to_not_convert", {"experts", "gate"}}};
+  EXPECT_NE(
+      error("nvfp4", {}, write_config())
+          .find("config.quantization_config says that other layers than the routed experts are "
+                "quantized already, such as that of model.layers.0.self_attn.q_proj.weight"),
+      std::string::npos)
+      << error("nvfp4", {}, write_config());
+  config["quantization_config"]["modules_to_not_convert"] = {"experts", "gate", "self_attn"};
+  EXPECT_EQ(error_text([&] {
+              QuantizeCheckpointOptions options;
+              options.scheme = parse_scheme("int4_g32");
+              quantize_checkpoint(write_config(), options, attention / "out");
+            }),
+            "no error");
   std::filesystem::copy(source, directory / "in");
   std::filesystem::remove(directory / "in" / "input.safetensors");
   EXPECT_NE(error("nvfp4", {}, directory / "in").find("static activation scales"),

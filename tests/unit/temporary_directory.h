@@ -11,13 +11,14 @@
 
 namespace fusedmoe::testing {
 
-/// A directory that exists during one test.
+/// A directory that exists during one test, with a name of its own.
 class TemporaryDirectory {
  public:
   TemporaryDirectory() {
+    static int count = 0;
     const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
     std::string name = std::string("fusedmoe-") + info->test_suite_name() + "-" + info->name() +
-                       "-" + std::to_string(::getpid());
+                       "-" + std::to_string(::getpid()) + "-" + std::to_string(++count);
     std::replace(name.begin(), name.end(), '/', '_');
     path_ = std::filesystem::temp_directory_path() / name;
     std::filesystem::remove_all(path_);
