@@ -17,6 +17,10 @@ struct RowCheck {
   testing::Difference difference;
   double tolerance = 0;       ///< of Difference::max_norm_relative
   DType dtype = DType::kF32;  ///< of the reference's hidden states
+  /// Rows beyond the tolerance, and how many of them are within what bounds_of_one_code() adds to
+  /// it; the largest of these sums; and most_rows_with_other_codes().
+  std::int64_t rows_beyond = 0, rows_within_codes = 0, most_beyond = 0;
+  double tolerance_with_codes = 0;
 
   bool passed() const;
   std::string text() const;

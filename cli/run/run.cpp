@@ -100,6 +100,8 @@ void print_json(const RunOptions&, const RunResults& results, const RowCheck* ch
     object["check"] = {{"rows", check->rows},
                        {"max_norm_relative", check->difference.max_norm_relative},
                        {"tolerance", check->tolerance},
+                       {"rows_within_codes", check->rows_within_codes},
+                       {"tolerance_with_codes", check->tolerance_with_codes},
                        {"passed", check->passed()}};
   }
   fmt::print("{}\n", object.dump());

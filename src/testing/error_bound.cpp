@@ -4,21 +4,19 @@
 #include <cmath>
 
 namespace fusedmoe::testing {
-namespace {
 
-/// From a code to the next, relative to the number, at most; of integers, to the largest one.
 double code_step(const QuantKey& key) {
   switch (key.value) {
     case DType::kE2M1:
       return 1.0 / 2;
     case DType::kE4M3:
       return 1.0 / 8;
+    case DType::kI16:
+      return 1.0 / 16384;  // the scale is a power of two
     default:
       return 1.0 / 127;
   }
 }
-
-}  // namespace
 
 double error_bound(DType dtype, const QuantScheme& scheme, std::int64_t intermediate) {
   const double rounding = dtype == DType::kBF16 ? 1e-2 : dtype == DType::kF16 ? 2e-3 : 2e-5;
