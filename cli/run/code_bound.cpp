@@ -56,10 +56,9 @@ void add_bounds(const LayerWeights& weights, const TensorView& x, const Routing&
   const double step = testing::code_step(*activations);
   const auto topk = static_cast<std::size_t>(routing.topk_ids.size(1));
   for (std::size_t slot = 0; slot < products.size(); ++slot) {
-    const double factor =
-        weights.router.apply_router_weight_on_input
-            ? 1
-            : std::abs(routing.topk_weights.as<const float>()[slot]);
+    const double factor = weights.router.apply_router_weight_on_input
+                              ? 1
+                              : std::abs(routing.topk_weights.as<const float>()[slot]);
     bounds[slot / topk] += step * factor * products[slot];
   }
 }

@@ -1,11 +1,9 @@
-// Every member of the structs that describe a layer and a call is obeyed or refused: a row for
-// each, and a row is missing where the rows do not cover the struct.
+// Every member of the structs that describe a layer and a call is obeyed or refused.
 #include <algorithm>
-#include <functional>
 #include <string>
 
 #include "../unit/golden.h"
-#include "capi_test.h"
+#include "option_rows.h"
 #include "testing/compare.h"
 
 namespace fusedmoe::testing {
@@ -49,37 +47,13 @@ struct Case : TinyLayer {
   std::string plan_line() const { return info(create()).plan_line; }
 };
 
-struct Row {
-  const char* member;
-  std::size_t offset, size, alignment;
-  std::function<void(Case&)> test;
-};
-#define ROW(type, member, ...)                                                              \
-  Row {                                                                                     \
-#member, offsetof(type, member), sizeof(type::member), alignof(decltype(type::member)), \
-        [](Case & c) { __VA_ARGS__ }                                                        \
-  }
-
-void test_all(const std::vector<Row>& rows, std::size_t size) {
-  const auto aligned = [](std::size_t at, std::size_t to) { return (at + to - 1) / to * to; };
-  std::size_t at = sizeof(std::size_t);
-  for (const Row& row : rows) {
-    SCOPED_TRACE(row.member);
-    EXPECT_EQ(row.offset, aligned(at, row.alignment)) << "a member before it has no row";
-    at = row.offset + row.size;
-    Case c;
-    row.test(c);
-  }
-  EXPECT_EQ(aligned(at, alignof(std::size_t)), size) << "the last members have no row";
-}
-
 TEST(COptionsTest, OfALayerAreObeyedOrRefused) {
   using T = fusedmoe_layer_options;
-#define LAYER(member, ...) ROW(T, member, __VA_ARGS__)
+#define LAYER(member, ...) ROW(Case, T, member, __VA_ARGS__)
 // What only ranks that exchange rows can obey.
 #define OF_RANKS(member, value) \
   LAYER(member, c.options.member = value; c.refused("cannot be used without a communicator");)
-  test_all(
+  test_all<Case>(
       {
         LAYER(device_type, c.options.device_type = 2; c.refused("options.device");),
             LAYER(device_index, c.options.device_index = 1; c.refused("options.device");),
@@ -143,8 +117,8 @@ TEST(COptionsTest, OfALayerAreObeyedOrRefused) {
 TEST(COptionsTest, OfARouterAreObeyedOrRefused) {
   using T = fusedmoe_router_config;
 // What one token's two weights become, or experts that differ from softmax's top-2.
-#define ROUTER(member, ...) ROW(T, member, __VA_ARGS__)
-  test_all(
+#define ROUTER(member, ...) ROW(Case, T, member, __VA_ARGS__)
+  test_all<Case>(
       {
         ROUTER(num_experts, c.router.num_experts = 5; c.refused("experts");),
             ROUTER(topk, c.router.topk = 1; EXPECT_EQ(c.info(c.create()).topk, 1);),
@@ -172,14 +146,14 @@ TEST(COptionsTest, OfARouterAreObeyedOrRefused) {
 
 TEST(COptionsTest, OfAForwardAreObeyedOrRefused) {
   using T = fusedmoe_forward_args;
-#define CALL(member, ...) ROW(T, member, __VA_ARGS__)
+#define CALL(member, ...) ROW(Case, T, member, __VA_ARGS__)
 // A result of so many elements is filled.
 #define RESULT(member, dtype, ...)                                            \
   CALL(member, const Tensor result = Tensor::zeros(Shape __VA_ARGS__, dtype); \
        std::fill_n(result.as<unsigned char>(), result.nbytes(), 0xff);        \
        c.args.member = to_c(result); ASSERT_OK(c.forward(c.create()));        \
        EXPECT_NE(result.as<unsigned char>()[result.nbytes() - 1], 0xff);)
-  test_all(
+  test_all<Case>(
       {
         CALL(hidden_states, c.args.hidden_states = {}; c.forward_refused("hidden_states");),
             CALL(output, c.args.output = {}; c.forward_refused("output");),

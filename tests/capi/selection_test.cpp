@@ -54,15 +54,14 @@ std::string mixed_checkpoint(const TemporaryDirectory& directory) {
     for (const char* expert : {"experts.0.", "experts.1."}) {
       for (const char* matrix : {"gate_proj", "up_proj", "down_proj"}) {
         const bool down = std::string(matrix) == "down_proj";
-        tensors[block + expert + matrix + ".weight"] = Tensor::zeros(
-            {down ? kHidden : kIntermediate, down ? kIntermediate : kHidden}, dtype);
+        tensors[block + expert + matrix + ".weight"] =
+            Tensor::zeros({down ? kHidden : kIntermediate, down ? kIntermediate : kHidden}, dtype);
       }
     }
   }
   const std::map<std::string, TensorView> views(tensors.begin(), tensors.end());
   const std::string path = (directory / "x.safetensors").string();
-  save_safetensors(path, views,
-                   {{"config", R"({"model_type": "qwen3_moe", "num_hidden_layers": 2,
+  save_safetensors(path, views, {{"config", R"({"model_type": "qwen3_moe", "num_hidden_layers": 2,
                        "hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 2,
                        "num_experts_per_tok": 1})"}});
   return path;

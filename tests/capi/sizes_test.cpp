@@ -13,6 +13,20 @@ struct Call {
   std::function<fusedmoe_status(std::int64_t)> call;
 };
 
+fusedmoe_moe_config small_config() {
+  auto config = sized<fusedmoe_moe_config>();
+  config.num_experts = 8;
+  config.topk = 2;
+  config.hidden = config.intermediate = 64;
+  return config;
+}
+
+Handle<fusedmoe_selection> explained(const fusedmoe_moe_config& config) {
+  fusedmoe_selection* selection = nullptr;
+  EXPECT_OK(fusedmoe_explain(&config, &selection));
+  return Handle<fusedmoe_selection>(selection);
+}
+
 TEST(CSizesTest, NegativeAndHugeOnesAreRefused) {
   const TinyLayer tiny;
   const auto layer = tiny.create();
@@ -23,13 +37,9 @@ TEST(CSizesTest, NegativeAndHugeOnesAreRefused) {
   fusedmoe_pack_cache* cache = nullptr;
   ASSERT_OK(fusedmoe_pack_cache_create(&cache));
   const Handle<fusedmoe_pack_cache> owner(cache);
-  auto config = sized<fusedmoe_moe_config>();
-  config.num_experts = 8;
-  config.topk = 2;
-  config.hidden = config.intermediate = 64;
-  fusedmoe_selection* selection = nullptr;
-  ASSERT_OK(fusedmoe_explain(&config, &selection));
-  const Handle<fusedmoe_selection> chosen(selection);
+  const fusedmoe_moe_config config = small_config();
+  const auto selection = explained(config);
+  ASSERT_TRUE(selection);
   std::size_t bytes = 0;
   fusedmoe_tensor values{}, scales{};
   const Tensor values_f32 = TinyLayer::filled({32, 64}, 5);
@@ -78,7 +88,7 @@ TEST(CSizesTest, NegativeAndHugeOnesAreRefused) {
       {"layer_shared_bytes",
        [&](auto n) { return fusedmoe_layer_shared_bytes(layer.get(), n, &bytes); }},
       {"selection_workspace_bytes",
-       [&](auto n) { return fusedmoe_selection_workspace_bytes(selection, n, 1, &bytes); }},
+       [&](auto n) { return fusedmoe_selection_workspace_bytes(selection.get(), n, 1, &bytes); }},
       {"quantized_activations rows",
        [&](auto n) {
          return fusedmoe_quantized_activations("fp8_block", n, 128, &values, &scales);
@@ -133,19 +143,14 @@ TEST(CSizesTest, NegativeAndHugeOnesAreRefused) {
 TEST(CSizesTest, OfRanksAndThreadsToo) {
   using Limits = std::numeric_limits<std::int32_t>;
   std::size_t bytes = 0;
-  auto config = sized<fusedmoe_moe_config>();
-  config.num_experts = 8;
-  config.topk = 2;
-  config.hidden = config.intermediate = 64;
-  fusedmoe_selection* selection = nullptr;
-  ASSERT_OK(fusedmoe_explain(&config, &selection));
-  const Handle<fusedmoe_selection> chosen(selection);
+  const auto selection = explained(small_config());
+  ASSERT_TRUE(selection);
   for (const std::int32_t count : {Limits::min(), -1, Limits::max()}) {
     fusedmoe_communicator* none[1] = {};
     EXPECT_EQ(fusedmoe_communicator_create_threads(count, nullptr, none),
               FUSEDMOE_INVALID_ARGUMENT);
     EXPECT_EQ(fusedmoe_set_num_threads(count), FUSEDMOE_INVALID_ARGUMENT);
-    EXPECT_EQ(fusedmoe_selection_workspace_bytes(selection, 1, count, &bytes),
+    EXPECT_EQ(fusedmoe_selection_workspace_bytes(selection.get(), 1, count, &bytes),
               FUSEDMOE_INVALID_ARGUMENT);
   }
 }

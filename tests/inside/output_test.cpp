@@ -31,8 +31,12 @@ std::size_t num_entries(const fs::path& folder) {
       std::distance(fs::directory_iterator(folder), fs::directory_iterator()));
 }
 
-TEST(OutputTest, WritersOfOneFileDoNotMix) {
+class OutputTest : public ::testing::Test {
+ protected:
   const TemporaryDirectory directory;
+};
+
+TEST_F(OutputTest, WritersOfOneFileDoNotMix) {
   const fs::path path = directory / "x";
   {
     OutputFile first(path), second(path), third(path);
@@ -53,8 +57,7 @@ TEST(OutputTest, WritersOfOneFileDoNotMix) {
   EXPECT_EQ(num_entries(directory.path()), 1U);
 }
 
-TEST(OutputTest, AFolderOfAnotherRunStays) {
-  const TemporaryDirectory directory;
+TEST_F(OutputTest, AFolderOfAnotherRunStays) {
   const fs::path path = directory / "model";
   {
     OutputFolder first(path), second(path);
@@ -69,8 +72,7 @@ TEST(OutputTest, AFolderOfAnotherRunStays) {
   EXPECT_EQ(num_entries(directory.path()), 1U);
 }
 
-TEST(OutputTest, AnEmptyFolderTakesOneRunAtATime) {
-  const TemporaryDirectory directory;
+TEST_F(OutputTest, AnEmptyFolderTakesOneRunAtATime) {
   const fs::path path = directory / "model";
   fs::create_directory(path);
   {
@@ -89,7 +91,7 @@ TEST(OutputTest, AnEmptyFolderTakesOneRunAtATime) {
   EXPECT_EQ(text_of(path / "config.json"), "ours");
 }
 
-TEST(OutputTest, DevicesAreWrittenToAsTheyAre) {
+TEST_F(OutputTest, DevicesAreWrittenToAsTheyAre) {
   OutputFile nothing("/dev/null");
   nothing.write("x");
   nothing.finish();
@@ -100,8 +102,7 @@ TEST(OutputTest, DevicesAreWrittenToAsTheyAre) {
             "cannot write /dev/full: no space left on device");
 }
 
-TEST(OutputTest, OpenFilesAreWrittenToWhereTheyStand) {
-  const TemporaryDirectory directory;
+TEST_F(OutputTest, OpenFilesAreWrittenToWhereTheyStand) {
   const fs::path path = directory / "stdout", link = directory / "link";
   for (const char* folder : {"/dev/fd", "/proc/self/fd"}) {
     const Descriptor descriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
@@ -119,7 +120,7 @@ TEST(OutputTest, OpenFilesAreWrittenToWhereTheyStand) {
   EXPECT_EQ(num_entries(directory.path()), 2U);
 }
 
-TEST(OutputTest, PipesAreWrittenTo) {
+TEST_F(OutputTest, PipesAreWrittenTo) {
   int ends[2];
   ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
   const Descriptor from(ends[0]), to(ends[1]);
@@ -136,8 +137,7 @@ TEST(OutputTest, PipesAreWrittenTo) {
             "cannot write /dev/fd/9999999: bad file descriptor");
 }
 
-TEST(OutputTest, WhoLooksAtAnOutputLeavesNothingBehind) {
-  const TemporaryDirectory directory;
+TEST_F(OutputTest, WhoLooksAtAnOutputLeavesNothingBehind) {
   const fs::path path = directory / "model";
   std::atomic<bool> done = false;
   std::thread other([&] {

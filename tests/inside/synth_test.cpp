@@ -148,8 +148,12 @@ TEST_P(SynthFamilyTest, RoundTripsThroughCheckpoint) {
 INSTANTIATE_TEST_SUITE_P(All, SynthFamilyTest, ::testing::ValuesIn(families()),
                          [](const auto& info) { return info.param.name; });
 
-TEST(SynthTest, SharedExpertsAndBiases) {
+class SynthTest : public ::testing::Test {
+ protected:
   const TemporaryDirectory directory;
+};
+
+TEST_F(SynthTest, SharedExpertsAndBiases) {
   std::map<std::string, LayerWeights> layers;
   for (const FamilyCase& family : families()) {
     synthesize_checkpoint({.config_json = family.config_json, .num_tokens = 1, .progress = {}},
@@ -169,8 +173,7 @@ TEST(SynthTest, SharedExpertsAndBiases) {
   EXPECT_FALSE(layers["qwen3_moe"].shared_experts.has_value());
 }
 
-TEST(SynthTest, ShardsWithIndex) {
-  const TemporaryDirectory directory;
+TEST_F(SynthTest, ShardsWithIndex) {
   SynthOptions options;
   options.config_json = families()[2].config_json;
   options.num_layers = 3;
@@ -205,8 +208,7 @@ double deviation(const Tensor& tensor) {
   return std::sqrt(squares / count - sum * sum / (count * count));
 }
 
-TEST(SynthTest, ValuesHaveUnitGain) {
-  const TemporaryDirectory directory;
+TEST_F(SynthTest, ValuesHaveUnitGain) {
   const std::string json =
       R"({"model_type": "olmoe", "num_hidden_layers": 1, "hidden_size": 256, "num_experts": 4,
           "num_experts_per_tok": 2, "intermediate_size": 1024})";
@@ -227,8 +229,7 @@ TEST(SynthTest, ValuesHaveUnitGain) {
   EXPECT_NEAR(deviation(file.tensor("model.layers.0.mlp.gate.weight")), 1.5 / 16, 0.15 / 16);
 }
 
-TEST(SynthTest, Mxfp4ValuesHaveUnitGain) {
-  const TemporaryDirectory directory;
+TEST_F(SynthTest, Mxfp4ValuesHaveUnitGain) {
   const std::string json =
       R"({"model_type": "gpt_oss", "num_hidden_layers": 1, "hidden_size": 256,
           "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64,
@@ -257,8 +258,7 @@ std::string file_bytes(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(stream), {}};
 }
 
-TEST(SynthTest, SeedDecidesTheBytes) {
-  const TemporaryDirectory directory;
+TEST_F(SynthTest, SeedDecidesTheBytes) {
   SynthOptions options;
   options.config_json = families()[0].config_json;
   synthesize_checkpoint(options, directory / "a");
@@ -272,8 +272,7 @@ TEST(SynthTest, SeedDecidesTheBytes) {
   EXPECT_NE(weights("a"), weights("c"));
 }
 
-TEST(SynthTest, TargetMustBeNewOrEmpty) {
-  const TemporaryDirectory directory;
+TEST_F(SynthTest, TargetMustBeNewOrEmpty) {
   SynthOptions options;
   options.config_json = families()[0].config_json;
   std::filesystem::create_directory(directory / "empty");
@@ -284,8 +283,7 @@ TEST(SynthTest, TargetMustBeNewOrEmpty) {
   EXPECT_EQ(file_bytes(directory / "file"), "x");
 }
 
-TEST(SynthTest, FailureLeavesNothing) {
-  const TemporaryDirectory directory;
+TEST_F(SynthTest, FailureLeavesNothing) {
   SynthOptions options;
   options.config_json = families()[0].config_json;
   options.progress = [](std::int64_t, std::int64_t) { throw Error("stopped", "here", "there"); };
@@ -293,8 +291,7 @@ TEST(SynthTest, FailureLeavesNothing) {
   EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
 }
 
-TEST(SynthTest, RefusesBadOptions) {
-  const TemporaryDirectory directory;
+TEST_F(SynthTest, RefusesBadOptions) {
   SynthOptions options;
   options.config_json = families()[0].config_json;
   const auto run = [&] { synthesize_checkpoint(options, directory / "model"); };
@@ -314,7 +311,7 @@ TEST(SynthTest, RefusesBadOptions) {
   EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
 }
 
-TEST(SynthTest, PresetsParse) {
+TEST_F(SynthTest, PresetsParse) {
   const std::map<std::string, std::array<std::int64_t, 5>> expected{
       // experts, top-k, hidden, intermediate, layers
       {"gpt-oss-20b", {32, 4, 2880, 2880, 24}},      {"gpt-oss-120b", {128, 4, 2880, 2880, 36}},

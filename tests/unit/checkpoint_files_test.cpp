@@ -42,8 +42,12 @@ std::string index_of(const Parts& parts, const std::vector<std::string>& shards)
   return "{\"metadata\": {\"total_size\": 1}, \"weight_map\": {" + entries + "}}";
 }
 
-TEST(CheckpointFilesTest, ShardedDirectoryWithAndWithoutIndex) {
+class CheckpointFilesTest : public ::testing::Test {
+ protected:
   const TemporaryDirectory directory;
+};
+
+TEST_F(CheckpointFilesTest, ShardedDirectoryWithAndWithoutIndex) {
   const Parts parts("mixtral");
   const std::vector<std::string> shards = write_shards(parts, directory.path());
   EXPECT_EQ(Checkpoint::open(directory.path()).load_layer(2).experts.num_experts(), 8);
@@ -54,8 +58,7 @@ TEST(CheckpointFilesTest, ShardedDirectoryWithAndWithoutIndex) {
                                      parts.tensors.at("block_sparse_moe.experts.5.w3.weight")));
 }
 
-TEST(CheckpointFilesTest, IndexThatDisagreesWithTheFiles) {
-  const TemporaryDirectory directory;
+TEST_F(CheckpointFilesTest, IndexThatDisagreesWithTheFiles) {
   const Parts parts("mixtral");
   std::vector<std::string> shards = write_shards(parts, directory.path());
   std::swap(shards[0], shards[1]);
@@ -74,8 +77,7 @@ TEST(CheckpointFilesTest, IndexThatDisagreesWithTheFiles) {
             std::string::npos);
 }
 
-TEST(CheckpointFilesTest, OneErrorListsEveryProblem) {
-  const TemporaryDirectory directory;
+TEST_F(CheckpointFilesTest, OneErrorListsEveryProblem) {
   Parts parts("deepseek_v3");
   auto& tensors = parts.tensors;
   tensors.erase("mlp.gate.e_score_correction_bias");
@@ -104,8 +106,7 @@ TEST(CheckpointFilesTest, OneErrorListsEveryProblem) {
   }
 }
 
-TEST(CheckpointFilesTest, ExpertsOutsideTheFamilysBlockAreUnclaimed) {
-  const TemporaryDirectory directory;
+TEST_F(CheckpointFilesTest, ExpertsOutsideTheFamilysBlockAreUnclaimed) {
   const Parts parts("mixtral");
   auto tensors = parts.with_prefix("model.layers.0.");
   const TensorView any = tensors.begin()->second;
@@ -120,8 +121,7 @@ TEST(CheckpointFilesTest, ExpertsOutsideTheFamilysBlockAreUnclaimed) {
   EXPECT_EQ(occurrences(text, "model.layers.0.moe.experts.0.w1.weight: unexpected"), 1u) << text;
 }
 
-TEST(CheckpointFilesTest, EveryFileOfADirectoryWithoutIndexCounts) {
-  const TemporaryDirectory directory;
+TEST_F(CheckpointFilesTest, EveryFileOfADirectoryWithoutIndexCounts) {
   const Parts parts("mixtral");
   parts.save(directory / "model.safetensors", "model.layers.0.");
   write_file(directory / "config.json", parts.config);
@@ -144,8 +144,7 @@ TEST(CheckpointFilesTest, EveryFileOfADirectoryWithoutIndexCounts) {
   EXPECT_NE(twice.find("extra.safetensors and "), std::string::npos) << twice;
 }
 
-TEST(CheckpointFilesTest, MixedDtypesOfExpertsAreRefused) {
-  const TemporaryDirectory directory;
+TEST_F(CheckpointFilesTest, MixedDtypesOfExpertsAreRefused) {
   Parts parts("olmoe");
   TensorView& view = parts.tensors.at("mlp.experts.5.up_proj.weight");
   view = TensorView(view.data(), DType::kF16, view.shape());
@@ -157,8 +156,7 @@ TEST(CheckpointFilesTest, MixedDtypesOfExpertsAreRefused) {
       << text;
 }
 
-TEST(CheckpointFilesTest, ScalesMissingOrNan) {
-  const TemporaryDirectory directory;
+TEST_F(CheckpointFilesTest, ScalesMissingOrNan) {
   Parts parts("gpt_oss_mxfp4");
   const TensorView scales = parts.tensors.at("mlp.experts.gate_up_proj_scales");
   Tensor changed = Tensor::empty(scales.shape(), DType::kU8);
@@ -181,8 +179,7 @@ TEST(CheckpointFilesTest, ScalesMissingOrNan) {
       << missing;
 }
 
-TEST(CheckpointFilesTest, DirectoryWithoutConfigOrWeights) {
-  const TemporaryDirectory directory;
+TEST_F(CheckpointFilesTest, DirectoryWithoutConfigOrWeights) {
   EXPECT_NE(error_text([&] { Checkpoint::open(directory.path()); }).find("no config.json"),
             std::string::npos);
   write_file(directory / "config.json", Parts("olmoe").config);

@@ -34,8 +34,12 @@ bool same_bytes(const TensorView& a, const TensorView& b) {
          std::memcmp(a.data(), b.data(), static_cast<std::size_t>(a.nbytes())) == 0;
 }
 
-TEST(SafetensorsTest, RoundTripOfEveryDType) {
+class SafetensorsTest : public ::testing::Test {
+ protected:
   const TemporaryDirectory directory;
+};
+
+TEST_F(SafetensorsTest, RoundTripOfEveryDType) {
   std::map<std::string, Tensor> tensors;
   int seed = 0;
   for (DType dtype : {DType::kF64, DType::kF32, DType::kF16, DType::kBF16, DType::kE4M3,
@@ -61,8 +65,7 @@ TEST(SafetensorsTest, RoundTripOfEveryDType) {
   EXPECT_EQ(file.metadata().at("a"), "\t\"b\"");
 }
 
-TEST(SafetensorsTest, DataIsAlignedWhateverTheNames) {
-  const TemporaryDirectory directory;
+TEST_F(SafetensorsTest, DataIsAlignedWhateverTheNames) {
   for (std::size_t length = 1; length < 70; length += 3) {
     const Tensor small = pattern({3}, DType::kU8, 1), wide = pattern({5}, DType::kF64, 2);
     const std::string name(length, 'a');  // sorts before the wide tensor
@@ -75,7 +78,7 @@ TEST(SafetensorsTest, DataIsAlignedWhateverTheNames) {
 }
 
 // Element types need not be aligned in a valid file; tensors always are.
-TEST(SafetensorsTest, MisalignedDataIsCopied) {
+TEST_F(SafetensorsTest, MisalignedDataIsCopied) {
   const std::string header = R"({"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]},)"
                              R"("b":{"dtype":"F64","shape":[2],"data_offsets":[3,19]},)"
                              R"("c":{"dtype":"BF16","shape":[1],"data_offsets":[19,21]}})";
@@ -92,7 +95,7 @@ TEST(SafetensorsTest, MisalignedDataIsCopied) {
   }
 }
 
-TEST(SafetensorsTest, ViewsOfAlignedDataPointIntoTheBytes) {
+TEST_F(SafetensorsTest, ViewsOfAlignedDataPointIntoTheBytes) {
   alignas(64) char bytes[256] = {};
   std::string header = R"({"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}})";
   header.resize((header.size() + 3) / 4 * 4, ' ');
@@ -103,8 +106,7 @@ TEST(SafetensorsTest, ViewsOfAlignedDataPointIntoTheBytes) {
   EXPECT_EQ(file.tensor("a").data(), bytes + text.size() - 16);
 }
 
-TEST(SafetensorsTest, TensorsOutliveTheFile) {
-  const TemporaryDirectory directory;
+TEST_F(SafetensorsTest, TensorsOutliveTheFile) {
   const Tensor tensor = pattern({100}, DType::kI32, 5);
   save_safetensors(directory / "x.safetensors", {{"a", tensor}});
   Tensor kept;
@@ -116,16 +118,14 @@ TEST(SafetensorsTest, TensorsOutliveTheFile) {
   EXPECT_TRUE(same_bytes(kept, tensor));
 }
 
-TEST(SafetensorsTest, FileWithoutTensors) {
-  const TemporaryDirectory directory;
+TEST_F(SafetensorsTest, FileWithoutTensors) {
   save_safetensors(directory / "x.safetensors", {});
   EXPECT_TRUE(SafetensorsFile::open(directory / "x.safetensors").names().empty());
   const std::string minimal = safetensors_bytes("{}", 0);
   EXPECT_TRUE(SafetensorsFile::parse(minimal.data(), minimal.size(), "x").names().empty());
 }
 
-TEST(SafetensorsTest, UnknownNameListsWhatThereIs) {
-  const TemporaryDirectory directory;
+TEST_F(SafetensorsTest, UnknownNameListsWhatThereIs) {
   save_safetensors(directory / "x.safetensors", {{"hidden", pattern({1}, DType::kU8, 0)}});
   const SafetensorsFile file = SafetensorsFile::open(directory / "x.safetensors");
   try {
@@ -136,8 +136,7 @@ TEST(SafetensorsTest, UnknownNameListsWhatThereIs) {
   }
 }
 
-TEST(SafetensorsTest, SavingReplacesAndLeavesNoTemporaries) {
-  const TemporaryDirectory directory;
+TEST_F(SafetensorsTest, SavingReplacesAndLeavesNoTemporaries) {
   save_safetensors(directory / "x.safetensors", {{"a", pattern({1}, DType::kU8, 0)}});
   const SafetensorsFile old = SafetensorsFile::open(directory / "x.safetensors");
   save_safetensors(directory / "x.safetensors", {{"b", pattern({2}, DType::kU8, 0)}});
@@ -146,8 +145,7 @@ TEST(SafetensorsTest, SavingReplacesAndLeavesNoTemporaries) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory.path()), {}), 1);
 }
 
-TEST(SafetensorsTest, SavingReplacesRegularFilesOnly) {
-  const TemporaryDirectory directory;
+TEST_F(SafetensorsTest, SavingReplacesRegularFilesOnly) {
   const Tensor tensor = Tensor::zeros({3}, DType::kF32);
   const std::filesystem::path pipe = directory / "pipe", link = directory / "link";
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
@@ -160,8 +158,7 @@ TEST(SafetensorsTest, SavingReplacesRegularFilesOnly) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory.path()), {}), 2);
 }
 
-TEST(SafetensorsTest, SavingRefusesWhatItCannotWrite) {
-  const TemporaryDirectory directory;
+TEST_F(SafetensorsTest, SavingRefusesWhatItCannotWrite) {
   const Tensor tensor = pattern({4, 4}, DType::kF32, 0);
   const auto save = [&](const std::string& name, const TensorView& view) {
     save_safetensors(directory / "x.safetensors", {{name, view}});
@@ -190,8 +187,7 @@ std::string failure_of(const SafetensorsFile& file) {
   return "no error";
 }
 
-TEST(SafetensorsTest, NoticesAFileThatChangedUnderIt) {
-  const TemporaryDirectory directory;
+TEST_F(SafetensorsTest, NoticesAFileThatChangedUnderIt) {
   const auto path = directory / "x.safetensors";
   for (const FileAccess access : {FileAccess::kMap, FileAccess::kRead}) {
     const Tensor tensor = pattern({100}, DType::kU8, 5);
@@ -214,8 +210,7 @@ TEST(SafetensorsTest, NoticesAFileThatChangedUnderIt) {
   }
 }
 
-TEST(SafetensorsTest, ReadTensorsNeedNoFile) {
-  const TemporaryDirectory directory;
+TEST_F(SafetensorsTest, ReadTensorsNeedNoFile) {
   const auto path = directory / "x.safetensors";
   const Tensor tensor = pattern({3, 50}, DType::kBF16, 5);
   save_safetensors(path, {{"x", tensor}, {"empty", Tensor::empty({0, 7}, DType::kBF16)}});
