@@ -28,6 +28,10 @@ constexpr auto kOfModule = std::to_array<std::string_view>(
 constexpr auto kOfGroup = std::to_array<std::string_view>(
     {"targets", "weights", "input_activations", "output_activations", "quant_algo", "group_size"});
 
+constexpr auto kOfOperand = std::to_array<std::string_view>(
+    {"num_bits", "type", "group_size", "strategy", "dynamic", "symmetric", "block_structure",
+     "observer", "observer_kwargs"});
+
 /// In upper case: ModelOpt writes some names in lower case, as "fp8_pb_wo".
 std::string algorithm_of(const ConfigKeys& config) {
   std::string text = config.string("quant_algo", "");
@@ -55,6 +59,8 @@ QuantScheme scheme_of(const ConfigKeys& config) {
                            files::quote(config.string("quant_algo", "")), "one of " + known);
 }
 
+constexpr std::int64_t kNoGroup = 0;
+
 /// `config_groups` repeats the algorithm in the words of compressed-tensors, and alone may say that
 /// the inputs of some modules are not quantized.
 class Groups {
@@ -69,8 +75,13 @@ class Groups {
       group.check_known("a group", {kOfGroup});
       const std::optional<ConfigKeys> weights = group.object("weights");
       if (!weights) continue;
+      const std::optional<ConfigKeys> inputs = group.object("input_activations");
+      for (const auto& operand : {weights, inputs}) {
+        if (operand) operand->check_known("a group of modules", {kOfOperand});
+      }
       const Group said{label, weights->integer("num_bits", 1, 64, 8),
-                       !group.object("input_activations").has_value()};
+                       weights->integer("group_size", -1, kMaxGroup, kNoGroup),
+                       weights->string("type", "float"), !inputs};
       const std::vector<std::string> targets =
           group.find("targets") ? group.strings("targets") : std::vector<std::string>{"Linear"};
       for (const std::string& target : targets) {
@@ -90,6 +101,13 @@ class Groups {
     FUSEDMOE_CHECK_FILE(group->bits == bits, group->label + ".weights.num_bits",
                         core::to_string(group->bits),
                         core::format("{} for {}, which quant_algo says", bits, name(scheme)));
+    FUSEDMOE_CHECK_FILE(group->type == "float", group->label + ".weights.type",
+                        files::quote(group->type), "\"float\" for what quant_algo says");
+    const std::int64_t columns = scheme.weights.group.cols;
+    FUSEDMOE_CHECK_SUPPORTED(
+        columns < 0 || group->columns == kNoGroup || group->columns == columns, kQuantScheme,
+        group->label + ".weights.group_size", core::to_string(group->columns),
+        core::format("{} for {}, which quant_algo says", columns, name(scheme)));
     FUSEDMOE_CHECK_FILE(group->weights_only || scheme.activations,
                         group->label + ".input_activations", "an object",
                         core::format("null for {}, which quant_algo says", name(scheme)));
@@ -101,7 +119,14 @@ class Groups {
   struct Group {
     std::string label;
     std::int64_t bits;
+    std::int64_t columns;  ///< in a group; kNoGroup: not said
+    std::string type;
     bool weights_only;
+
+    bool same_format(const Group& other) const {
+      return bits == other.bits && columns == other.columns && type == other.type &&
+             weights_only == other.weights_only;
+    }
   };
 
   /// That of the module, or of the modules below it, which must agree.
@@ -114,7 +139,7 @@ class Groups {
     for (auto at = targets_.lower_bound(below);
          !module.empty() && at != targets_.end() && at->first.starts_with(below); ++at) {
       const Group& group = groups_[at->second];
-      if (found && (found->bits != group.bits || found->weights_only != group.weights_only)) {
+      if (found && !found->same_format(group)) {
         throw Error::unsupported(
             Reason::kQuantScheme, group.label,
             core::format(

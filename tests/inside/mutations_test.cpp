@@ -77,11 +77,13 @@ std::string description(const ModelConfig& model) {
   return text + " " + name(model.scheme) + " " + std::string(name(model.layout));
 }
 
-/// Dtypes of the block's tensors, and their names.
-std::string tensors_of(const Checkpoint& checkpoint, std::int64_t layer) {
+/// Dtypes of the block's tensors, their names, and where these stand: two that exchange their names
+/// make another layer.
+std::string tensors_of(const Checkpoint& checkpoint, std::int64_t layer, const std::string& bytes) {
   std::string text;
   for (const auto& tensor : checkpoint.layer_tensors(layer)) {
-    text += tensor.name + tensor.format + to_string(tensor.shape);
+    text += tensor.name + tensor.format + to_string(tensor.shape) + " " +
+            std::to_string(bytes.find(tensor.name + '"')) + " ";
   }
   return text;
 }
@@ -95,11 +97,16 @@ void decode(const ExpertWeights& weights) {
   }
 }
 
-struct File {
-  std::string name, bytes;
-  std::size_t begin, end;  ///< of the header
+/// What a layer was stored as.
+struct Stored {
   std::string config, tensors;
   std::uint64_t fingerprint;
+};
+
+struct File {
+  std::string name, bytes;
+  std::size_t end;  ///< of the header
+  std::map<std::int64_t, Stored> layers;
 };
 
 std::size_t header_end(const std::string& bytes) {
@@ -112,18 +119,20 @@ std::size_t header_end(const std::string& bytes) {
 
 std::vector<File> vectors() {
   std::vector<File> files;
-  for (const char* directory : {FUSEDMOE_FAMILIES_DIR, FUSEDMOE_GGUF_DIR, FUSEDMOE_TOOLS_DIR}) {
+  for (const char* directory :
+       {FUSEDMOE_FAMILIES_DIR, FUSEDMOE_GGUF_DIR, FUSEDMOE_TOOLS_DIR, FUSEDMOE_FORMS_DIR}) {
     for (const auto& entry : std::filesystem::directory_iterator(directory)) {
       if (entry.path().stem() == "blocks") continue;
       std::ifstream stream(entry.path(), std::ios::binary);
-      File file{entry.path().stem(), {std::istreambuf_iterator<char>(stream), {}}, 0, 0, {}, {}, 0};
+      File file{entry.path().stem(), {std::istreambuf_iterator<char>(stream), {}}, 0, {}};
       file.end = std::min(header_end(file.bytes), file.bytes.size());
       const Checkpoint checkpoint =
           Checkpoint::parse(file.bytes.data(), file.bytes.size(), file.name);
-      const std::int64_t layer = checkpoint.moe_layers().front();
-      file.config = description(checkpoint.config());
-      file.tensors = tensors_of(checkpoint, layer);
-      file.fingerprint = fingerprint(checkpoint.load_layer(layer));
+      for (const std::int64_t layer : checkpoint.moe_layers()) {
+        file.layers[layer] = {description(checkpoint.config(layer)),
+                              tensors_of(checkpoint, layer, file.bytes),
+                              fingerprint(checkpoint.load_layer(layer))};
+      }
       files.push_back(std::move(file));
     }
   }
@@ -135,9 +144,8 @@ void damage(const File& file, Random& random, std::string& bytes) {
   constexpr std::string_view kTokens[] = {
       "0",   "1",    "null", "\"",   "{", "[", "-1", "18446744073709551615",
       "1e9", "true", "\\u0", "\xFF", ",", "}", "]",  "4294967296"};
-  const std::size_t size = file.end - file.begin;
   for (std::uint64_t i = 0, count = 1 + random.below(3); i < count; ++i) {
-    const std::size_t at = file.begin + random.below(size);
+    const std::size_t at = random.below(file.end);
     switch (random.below(9)) {
       case 0:
         bytes[at] = static_cast<char>(bytes[at] ^ (1 << random.below(8)));
@@ -153,7 +161,7 @@ void damage(const File& file, Random& random, std::string& bytes) {
         break;
       }
       case 5:
-        std::swap(bytes[at], bytes[file.begin + random.below(size)]);
+        std::swap(bytes[at], bytes[random.below(file.end)]);
         break;
       case 6: {
         const std::string_view token = kTokens[random.below(std::size(kTokens))];
@@ -184,10 +192,13 @@ TEST(MutationsTest, AreErrorsOrTheStoredLayer) {
         const LayerWeights layer = checkpoint.load_layer(number);
         decode(layer.experts);
         if (layer.shared_experts) decode(layer.shared_experts->weights);
-        const bool same = description(checkpoint.config()) == file.config &&
-                          tensors_of(checkpoint, number) == file.tensors;
+        const auto stored = file.layers.find(number);
+        const bool same = stored != file.layers.end() &&
+                          description(checkpoint.config(number)) == stored->second.config &&
+                          tensors_of(checkpoint, number, bytes) == stored->second.tensors;
         ++outcomes[same ? "the same layer" : "another layer"];
-        EXPECT_TRUE(!same || fingerprint(layer) == file.fingerprint) << file.name << " " << i;
+        EXPECT_TRUE(!same || fingerprint(layer) == stored->second.fingerprint)
+            << file.name << " " << i << " layer " << number;
       }
     } catch (const Error&) {
       ++outcomes["error"];

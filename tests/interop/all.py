@@ -4,7 +4,7 @@ import pathlib
 import subprocess
 import sys
 
-SCRIPTS = ["interop.py", "gguf_files.py", "tools.py", "own_files.py"]
+SCRIPTS = ["interop.py", "gguf_files.py", "published_forms.py", "tools.py", "own_files.py"]
 
 
 def main():

@@ -1,6 +1,6 @@
-"""Checkpoints that GPTQModel writes, and what their first MoE layer computes.
+"""Checkpoints that GPTQModel writes, and what their MoE layers compute.
 
-GPTQModel decodes the weights it has stored; the layer runs with them in f32.
+GPTQModel decodes the weights it has stored; a layer runs with them in f32.
 """
 
 import multiprocessing
@@ -26,7 +26,11 @@ SCHEMES = {
     "GPTQ_8": dict(bits=8, group_size=32),
     "GPTQ_V2_4_ASYM": dict(bits=4, group_size=32, sym=False, format="gptq_v2"),
     "AWQ_4": dict(bits=4, group_size=32, sym=False, method="awq", format="gemm"),
+    # Down in 8 bits, the second layer plain.
+    "GPTQ_DYNAMIC": dict(bits=4, group_size=32, dynamic={
+        r"-:model\.layers\.1\..*": {}, r"+:.*\.(down_proj|w2)$": {"bits": 8}}),
 }
+WEIGHTS_ONLY = list(SCHEMES)
 
 
 def decoded(linear):
@@ -42,15 +46,15 @@ def expected(directory, x):
     # In bf16, the dtype of the model, it would round the scales, which are f16.
     model = GPTQModel.load(str(directory), backend=BACKEND.TORCH, device="cpu",
                            dtype=torch.float16).model
-    _, block = models.find_block(model)
-    for module in list(block.modules()):
+    for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if hasattr(child, "qweight"):
                 weight = decoded(child).contiguous()
                 plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
                 plain.weight.data = weight
                 setattr(module, name, plain)
-    return models.expected(block.float(), None, x)
+    return {number: models.expected(block.float(), None, x)
+            for number, block in models.layers(model).items()}
 
 
 def write_here(model_type, sizes, scheme, directory, x):
@@ -63,15 +67,17 @@ def write_here(model_type, sizes, scheme, directory, x):
     ids = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(3)).tolist()
     model.quantize([{"input_ids": row, "attention_mask": [1] * 16} for row in ids], batch_size=1)
     model.save(str(directory / "saved"))
-    return expected(directory / "saved", torch.from_numpy(x)).numpy()
+    outputs = expected(directory / "saved", torch.from_numpy(x))
+    return {number: output.numpy() for number, output in outputs.items()}
 
 
 def write(*arguments):
-    """Saves a checkpoint in directory / "saved"; what its first MoE layer makes of x.
+    """Saves a checkpoint in directory / "saved"; what its MoE layers make of x, by number.
 
     In a process of its own: GPTQModel changes classes of transformers, after which a second
     Mixtral is saved under other names.
     """
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         result = pool.apply_async(write_here, (*arguments[:-1], arguments[-1].numpy()))
-        return torch.from_numpy(result.get(timeout=300))  # it does not always end when it fails
+        outputs = result.get(timeout=1200)  # it does not always end when it fails
+        return {number: torch.from_numpy(output) for number, output in outputs.items()}

@@ -1,6 +1,6 @@
-"""Checkpoints that llm-compressor writes, and what their first MoE layer computes.
+"""Checkpoints that llm-compressor writes, and what their MoE layers compute.
 
-The layer runs in f32 with the tool's own arithmetic: compressed-tensors quantizes and decodes
+A layer runs in f32 with the tool's own arithmetic: compressed-tensors quantizes and decodes
 activations at each call, and decodes the weights that are stored.
 """
 
@@ -9,19 +9,29 @@ from compressed_tensors.quantization import QuantizationScheme, preset_name_to_s
 from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
 from datasets import Dataset
 from llmcompressor import oneshot
-from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from tokenizers import Tokenizer
 from tokenizers import models as tokenizer_models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import models
 
-SCHEMES = ["W4A16", "W4A16_ASYM", "W8A16", "NVFP4A16", "MXFP4A16", "MXFP8A16", "FP8_DYNAMIC", "FP8",
-           "FP8_BLOCK", "W8A8", "W4AFP8", "NVFP4", "MXFP4", "MXFP8", "TWO_GROUPS",
-           "W4A16_EVERYTHING"]
+WEIGHTS_ONLY = ["W4A16", "W4A16_ASYM", "W8A16", "NVFP4A16", "MXFP4A16", "MXFP8A16", "TWO_GROUPS",
+                "DOWN_IN_W8A16", "ACTORDER_WEIGHT", "W4A16_EVERYTHING"]
+SCHEMES = WEIGHTS_ONLY + ["FP8_DYNAMIC", "FP8", "FP8_BLOCK", "W8A8", "W4AFP8", "NVFP4", "MXFP4",
+                          "MXFP8", "LAYERS_DIFFER"]
 EVERYTHING = "_EVERYTHING"  # but routers and attention: also what is beside the experts
 PLAIN = ["lm_head", "re:.*gate$", "re:.*router.*", "re:.*shared_exp.*"]
 ATTENTION = "re:.*self_attn.*"
+# Schemes with several groups: targets and their presets, and what else stays plain.
+GROUPS = {
+    "TWO_GROUPS": ({ATTENTION: "FP8_DYNAMIC", r"re:.*experts\.\d+\..*": "W4A16"}, []),
+    "DOWN_IN_W8A16": ({r"re:.*experts\.\d+\.(gate|up)_proj$": "W4A16",
+                       r"re:.*experts\.\d+\.down_proj$": "W8A16"},
+                      [r"re:.*layers\.1\..*", ATTENTION]),
+    "LAYERS_DIFFER": ({r"re:.*layers\.0\..*experts\.\d+\..*": "FP8_DYNAMIC",
+                       r"re:.*layers\.1\..*experts\.\d+\..*": "NVFP4A16"}, [ATTENTION]),
+}
 
 
 def tokenizer():
@@ -33,14 +43,15 @@ def recipe(scheme):
     if scheme.endswith(EVERYTHING):
         return QuantizationModifier(targets="Linear", scheme=scheme.removesuffix(EVERYTHING),
                                     ignore=["lm_head", r"re:.*\.gate$", ATTENTION])
-    if scheme != "TWO_GROUPS":
+    if scheme == "ACTORDER_WEIGHT":
+        return GPTQModifier(targets="Linear", scheme="W4A16", actorder="weight",
+                            ignore=PLAIN + [ATTENTION])
+    if scheme not in GROUPS:
         return QuantizationModifier(targets="Linear", scheme=scheme, ignore=PLAIN + [ATTENTION])
-    # Attention in FP8, experts in INT4.
-    groups = {"attention": preset_name_to_scheme("FP8_DYNAMIC", [ATTENTION]),
-              "experts": preset_name_to_scheme("W4A16", [r"re:.*experts\.\d+\..*"])}
-    return QuantizationModifier(
-        config_groups={name: QuantizationScheme.model_validate(group)
-                       for name, group in groups.items()}, ignore=PLAIN)
+    groups, plain = GROUPS[scheme]
+    groups = {f"group_{i}": QuantizationScheme.model_validate(preset_name_to_scheme(name, [target]))
+              for i, (target, name) in enumerate(groups.items())}
+    return QuantizationModifier(config_groups=groups, ignore=PLAIN + plain)
 
 
 def quantized(model_type, sizes, scheme, directory):
@@ -89,7 +100,7 @@ def one_input_scale(model):
 
 
 def expected(model, scheme, x):
-    """The first MoE layer in f32, with stored weights and the tool's activations."""
+    """Each MoE layer in f32, with stored weights and the tool's activations."""
     modules = [m for m in model.modules() if getattr(m, "quantization_scheme", None)]
     state = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
@@ -99,11 +110,11 @@ def expected(model, scheme, x):
     for module, weight, kept in zip(modules, weights, schemes):
         module.weight.data = weight
         module.quantization_scheme = kept.model_copy(update={"weights": None})
-    _, block = models.find_block(model)
     one_input_scale(model)
     # One token at a time: of rows of several tokens in two dimensions, as experts get them,
     # compressed-tensors 0.20 makes one scale where it says one a token.
-    result = torch.cat([models.expected(block, None, row[None]) for row in x])
+    result = {number: torch.cat([models.expected(block, None, row[None]) for row in x])
+              for number, block in models.layers(model).items()}
     for module, kept in zip(modules, schemes):
         module.quantization_scheme = kept
     for name, value in list(model.named_parameters()) + list(model.named_buffers()):
@@ -113,7 +124,7 @@ def expected(model, scheme, x):
 
 
 def write(model_type, sizes, scheme, directory, x):
-    """Saves a checkpoint in directory / "saved"; what its first MoE layer makes of x."""
+    """Saves a checkpoint in directory / "saved"; what its MoE layers make of x, by number."""
     model = quantized(model_type, sizes, scheme, directory)
     wanted = expected(model, scheme, x)
     model.save_pretrained(directory / "saved", save_compressed=True)

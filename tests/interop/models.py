@@ -6,6 +6,7 @@ Weights are multiples of 1/16, so that bf16 holds them exactly.
 
 import collections
 import inspect
+import re
 
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig
@@ -106,15 +107,26 @@ def model_class(config):
     raise ValueError("transformers has no model of this type")
 
 
-def find_block(model):
-    """The first module that holds experts."""
+def find_blocks(model):
+    """The names of modules that hold experts, and these."""
     for name, module in model.named_modules():
         children = dict(module.named_children())
         if ("experts" in children or "text_moe" in children) and "Attention" not in type(module).__name__:
-            return name, module
-        if "input_linear" in children and "router" in children:
-            return name, module  # JetMoE
+            yield name, module
+        elif "input_linear" in children and "router" in children:
+            yield name, module  # JetMoE
+
+
+def find_block(model):
+    """The first one."""
+    for found in find_blocks(model):
+        return found
     raise ValueError("no layer with experts")
+
+
+def layers(model):
+    """The numbers of layers, and their blocks of experts."""
+    return {int(re.search(r"\.(\d+)\.", name)[1]): block for name, block in find_blocks(model)}
 
 
 def randomize(block, generator):
@@ -132,7 +144,8 @@ def build(model_type, sizes=Sizes(), seed=1):
     model = model_class(config)._from_config(config).eval()
     name, block = find_block(model)
     generator = torch.Generator().manual_seed(seed)
-    randomize(block, generator)
+    for _, every in find_blocks(model):
+        randomize(every, generator)
     parent = model.get_submodule(name.rpartition(".")[0])
     shared = getattr(parent, "shared_mlp", None)  # Granite: beside the block
     if shared is not None:

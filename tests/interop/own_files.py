@@ -174,7 +174,7 @@ def by_transformers(directory, layout, x):
 def decoded_output(directory, layout, reader, block, x):
     if reader == "GPTQModel":
         import by_gptqmodel
-        return by_gptqmodel.expected(directory, x)
+        return by_gptqmodel.expected(directory, x)[0]
     if layout == "compressed-tensors":
         directory = with_f32_scales(directory)
     if reader == "transformers":

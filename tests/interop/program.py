@@ -12,11 +12,14 @@ def call(*command):
         raise RuntimeError(done.stderr.strip().removeprefix("error: "))
 
 
-def run_layer(program, checkpoint, x, experts, directory):
+def run_layer(program, checkpoint, x, experts, directory, layer=None):
+    """The output of the given layer, else of the first with experts."""
     directory = pathlib.Path(directory)
+    chosen = [] if layer is None else ["--layer", layer]
     save_file({"hidden_states": x}, directory / "x.safetensors")
     call(program, "run", "--checkpoint", checkpoint, "--input", directory / "x.safetensors",
-         "--output", directory / "y.safetensors", "--dtype", "f32", "--experts", experts)
+         "--output", directory / "y.safetensors", "--dtype", "f32", "--experts", experts,
+         *chosen)
     return load_file(directory / "y.safetensors")["output"]
 
 

@@ -1,7 +1,7 @@
 """Compares fusedmoe with quantization tools on checkpoints that they write (part of make interop).
 
-Each tool quantizes tiny models on the CPU, computes their first MoE layer with its own arithmetic
-(by_<tool>.py), and saves them; the layer then runs with `fusedmoe run`. With --vectors DIR writes
+Each tool quantizes tiny models on the CPU, computes their MoE layers with its own arithmetic
+(by_<tool>.py), and saves them; the layers then run with `fusedmoe run`. With --vectors DIR writes
 instead small layers with the tool's output, for tests/unit/tool_files_test.cpp.
 """
 
@@ -80,9 +80,10 @@ def compare(program, tool, model_type, scheme):
         x = hidden_states(33, LARGE)
         wanted = by(tool).write(model_type, LARGE, scheme, root, x)
         rows = []
-        for experts in ("reference", "cpu"):
-            actual = run_layer(program, root / "saved", x, experts, root)
-            rows.append((actual - wanted).abs().amax(-1) / wanted.abs().max())
+        for number, output in wanted.items():
+            for experts in ("reference", "cpu"):
+                actual = run_layer(program, root / "saved", x, experts, root, number)
+                rows.append((actual - output).abs().amax(-1) / output.abs().max())
         rows = torch.stack(rows)
         return float(rows.max()), float(rows.median())
 
@@ -111,7 +112,7 @@ def row_of(program, tool, model_type, scheme):
         largest, median = compare(program, tool, model_type, scheme)
     except Exception as error:
         return f"**failed**: {type(error).__name__}: {short(error)} | |", False
-    weights_only = "A16" in scheme or "WEIGHT_ONLY" in scheme or tool == "gptqmodel"
+    weights_only = scheme in by(tool).WEIGHTS_ONLY
     right = largest <= WEIGHTS_ONLY if weights_only else median <= WITH_ACTIVATIONS
     return f"{largest:.1e} | {median:.1e}{'' if right else ' **wrong**'} |", right
 

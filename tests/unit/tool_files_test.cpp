@@ -1,5 +1,6 @@
-// One MoE layer as each quantization tool saves it, against that tool's own arithmetic
-// (tests/interop/tools.py --vectors).
+// MoE layers as quantization tools save them, against these tools' own arithmetic, and in the other
+// forms that models are published in, against NumPy (tests/interop: tools.py and published_forms.py
+// with --vectors).
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
@@ -13,13 +14,11 @@
 namespace fusedmoe {
 namespace {
 
-std::vector<std::string> vector_names() {
-  std::vector<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(FUSEDMOE_TOOLS_DIR)) {
-    names.push_back(entry.path().stem().string());
-  }
-  std::sort(names.begin(), names.end());
-  return names;
+std::vector<std::filesystem::path> files_of(const char* directory) {
+  const std::filesystem::directory_iterator entries(directory);
+  std::vector<std::filesystem::path> files(begin(entries), end(entries));
+  std::sort(files.begin(), files.end());
+  return files;
 }
 
 // The largest difference of each row, relative to the largest output.
@@ -38,43 +37,54 @@ std::vector<float> row_differences(const Tensor& actual, const Tensor& wanted) {
   return differences;
 }
 
-class ToolFileTest : public ::testing::TestWithParam<std::string> {};
+bool quantizes_activations(const Checkpoint::LayerSchemes& schemes) {
+  return schemes.experts.activations ||
+         (schemes.shared_experts && schemes.shared_experts->activations);
+}
 
-TEST_P(ToolFileTest, LayerIsTheToolsOwn) {
-  const auto path = std::filesystem::path(FUSEDMOE_TOOLS_DIR) / (GetParam() + ".safetensors");
-  const SafetensorsFile file = SafetensorsFile::open(path);
-  const Checkpoint checkpoint = Checkpoint::open(path);
-  ASSERT_EQ(checkpoint.moe_layers().size(), 1u);
-  for (const char* experts : {"reference", "cpu"}) {
-    LayerOptions options;
-    options.dtype = DType::kF32;
-    options.require = experts;
-    const std::int64_t number = checkpoint.moe_layers().front();
-    const bool codes = checkpoint.check_layer(number).experts.activations.has_value();
-    const MoeLayer layer(checkpoint.load_layer(number), options);
-    const std::vector<float> differences =
-        row_differences(layer.forward(file.tensor("check.input")), file.tensor("check.output"));
+class FileTest : public ::testing::TestWithParam<std::filesystem::path> {};
+
+// The first layer has the output "check.output", any other "check.output.<number>".
+TEST_P(FileTest, LayersAreTheWantedOnes) {
+  const SafetensorsFile file = SafetensorsFile::open(GetParam());
+  const Checkpoint checkpoint = Checkpoint::open(GetParam());
+  std::string wanted = "check.output";
+  for (const std::int64_t number : checkpoint.moe_layers()) {
     // Sums of fp32 in another order.
+    const bool codes = quantizes_activations(checkpoint.check_layer(number));
     const float limit = codes ? 1e-5F : 2e-6F;
-    const auto larger = [limit](float difference) { return difference > limit; };
-    const auto rows = std::count_if(differences.begin(), differences.end(), larger);
-    if (codes) {
-      // A value beside a tie may take the other code: of eight rows in one, by one code.
-      EXPECT_LE(rows, 1) << experts;
-      EXPECT_LE(*std::max_element(differences.begin(), differences.end()), 2e-2F) << experts;
-    } else {
-      EXPECT_EQ(rows, 0) << experts;
+    for (const char* experts : {"reference", "cpu"}) {
+      SCOPED_TRACE(experts + (" layer " + std::to_string(number)));
+      LayerOptions options;
+      options.dtype = DType::kF32;
+      options.require = experts;
+      const MoeLayer layer(checkpoint.load_layer(number), options);
+      const std::vector<float> differences =
+          row_differences(layer.forward(file.tensor("check.input")), file.tensor(wanted));
+      const auto larger = [limit](float difference) { return difference > limit; };
+      const auto rows = std::count_if(differences.begin(), differences.end(), larger);
+      if (codes) {
+        // A value beside a tie may take the other code: of eight rows in one, by one code.
+        EXPECT_LE(rows, 1);
+        EXPECT_LE(*std::max_element(differences.begin(), differences.end()), 2e-2F);
+      } else {
+        EXPECT_EQ(rows, 0);
+      }
     }
+    wanted = "check.output." + std::to_string(number + 1);
   }
 }
 
-std::string test_name(const ::testing::TestParamInfo<std::string>& info) {
-  std::string name = info.param;
+std::string test_name(const ::testing::TestParamInfo<std::filesystem::path>& info) {
+  std::string name = info.param.stem().string();
   std::replace(name.begin(), name.end(), '-', '_');
   return name;
 }
 
-INSTANTIATE_TEST_SUITE_P(All, ToolFileTest, ::testing::ValuesIn(vector_names()), test_name);
+INSTANTIATE_TEST_SUITE_P(OfTools, FileTest, ::testing::ValuesIn(files_of(FUSEDMOE_TOOLS_DIR)),
+                         test_name);
+INSTANTIATE_TEST_SUITE_P(OfOtherForms, FileTest, ::testing::ValuesIn(files_of(FUSEDMOE_FORMS_DIR)),
+                         test_name);
 
 }  // namespace
 }  // namespace fusedmoe
