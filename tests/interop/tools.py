@@ -26,7 +26,9 @@ from program import run_layer, short
 WEIGHTS_ONLY, WITH_ACTIVATIONS = 2e-6, 1e-5
 TYPES = {"llmcompressor": ["qwen3_moe", "mixtral", "deepseek_v3"],
          "modelopt": ["qwen3_moe", "mixtral"],
-         "gptqmodel": ["qwen3_moe", "mixtral", "olmoe"]}
+         "gptqmodel": ["qwen3_moe", "mixtral", "olmoe"],
+         "autoround": ["qwen3_moe", "olmoe"],
+         "transformers": ["qwen3_vl_moe"]}
 
 # Of schemes that also take what is beside the experts.
 TYPES_OF = {"W4A16_EVERYTHING": ["qwen2_moe", "nemotron_h_latent"]}
@@ -34,6 +36,7 @@ TYPES_OF = {"W4A16_EVERYTHING": ["qwen2_moe", "nemotron_h_latent"]}
 # Groups of 128 need rows of 128; with the others files are smaller.
 LARGE = models.Sizes(128, 128, 128, 8, 2)
 VECTOR_LARGE, VECTOR = models.Sizes(128, 128, 128, 3, 1), models.Sizes(64, 32, 32, 4, 1)
+TWO_LAYERS = models.Sizes(64, 32, 32, 4, 2)
 VECTORS = [
     ("llmcompressor", "W4A16", "qwen3_moe", VECTOR_LARGE),
     ("llmcompressor", "W4A16_ASYM", "qwen3_moe", VECTOR_LARGE),
@@ -53,6 +56,11 @@ VECTORS = [
     ("llmcompressor", "MXFP4", "mixtral", VECTOR),
     ("llmcompressor", "MXFP8", "qwen3_moe", VECTOR),
     ("llmcompressor", "TWO_GROUPS", "qwen3_moe", VECTOR_LARGE),
+    ("llmcompressor", "DOWN_IN_W8A16", "qwen3_moe", VECTOR_LARGE._replace(layers=2)),
+    ("llmcompressor", "ACTORDER_WEIGHT", "mixtral", VECTOR_LARGE),
+    ("llmcompressor", "LAYERS_DIFFER", "qwen3_moe", TWO_LAYERS),
+    ("modelopt", "W4A16_NVFP4_CFG", "mixtral", VECTOR),
+    ("modelopt", "MIXED_PRECISION", "qwen3_moe", TWO_LAYERS),
     ("modelopt", "FP8_DEFAULT_CFG", "qwen3_moe", VECTOR),
     ("modelopt", "FP8_PER_CHANNEL_PER_TOKEN_CFG", "mixtral", VECTOR),
     ("modelopt", "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", "qwen3_moe", VECTOR_LARGE),
@@ -61,6 +69,9 @@ VECTORS = [
     ("gptqmodel", "GPTQ_8", "mixtral", VECTOR),
     ("gptqmodel", "GPTQ_V2_4_ASYM", "qwen3_moe", VECTOR),
     ("gptqmodel", "AWQ_4", "qwen3_moe", VECTOR_LARGE),
+    ("gptqmodel", "GPTQ_DYNAMIC", "qwen3_moe", TWO_LAYERS),
+    ("autoround", "AUTO_GPTQ_MIXED", "qwen3_moe", TWO_LAYERS),
+    ("transformers", "FP8_BLOCKS", "qwen3_vl_moe", VECTOR_LARGE),
 ]
 
 
@@ -89,7 +100,7 @@ def compare(program, tool, model_type, scheme):
 
 
 def write_vector(tool, scheme, model_type, sizes, directory):
-    """The first layer as the tool saves it, with its config, x and the tool's output."""
+    """The MoE layers as the tool saves them, with its config, x and the tool's output."""
     with tempfile.TemporaryDirectory() as root:
         root = pathlib.Path(root)
         x = hidden_states(8, sizes)
@@ -99,9 +110,11 @@ def write_vector(tool, scheme, model_type, sizes, directory):
         for file in (root / "saved").glob("*.safetensors"):
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():
-                    if re.search(r"layers\.0\.(?!self_attn|\w*norm)", name):
+                    if re.search(r"layers\.\d+\.(?!self_attn|\w*norm)", name) and "visual" not in name:
                         part[name] = opened.get_tensor(name)
-    part["check.input"], part["check.output"] = x, wanted.float()
+    part["check.input"] = x
+    for i, (number, output) in enumerate(sorted(wanted.items())):
+        part[f"check.output.{number}" if i else "check.output"] = output.float()
     save_file(part, directory / f"{tool}-{scheme}-{model_type}.safetensors",
               {"config": json.dumps(json.loads(config))})
 
