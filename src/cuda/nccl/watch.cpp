@@ -1,6 +1,7 @@
 #include "cuda/nccl/watch.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/format.h"
 #include "cuda/device/check.h"
@@ -24,48 +25,85 @@ Watch::Watch(int rank, int size, Device device, std::shared_ptr<ControlPlane> co
       control_(std::move(control)),
       labels_(std::move(labels)),
       timeout_(timeout),
-      abort_(std::move(abort)),
-      thread_([this] { run(); }) {}
+      abort_(std::move(abort)) {
+  try {
+    thread_ = std::thread([this] { run(); });
+    asking_ = std::thread([this] { ask_device(); });
+  } catch (...) {
+    stop();
+    throw;
+  }
+}
 
 Watch::~Watch() {
-  {
-    const std::lock_guard lock(mutex_);
-    ending_ = true;
-  }
-  changed_.notify_all();
-  thread_.join();
+  stop();
   for (const Work& work : work_) cudaEventDestroy(work.event);
   for (const cudaEvent_t event : free_) cudaEventDestroy(event);
 }
 
-void Watch::enqueued(cudaStream_t stream, std::string_view what, Labels::Slot* labels) {
-  const std::lock_guard lock(mutex_);
-  cudaEvent_t event = nullptr;
-  if (free_.empty()) {
-    FUSEDMOE_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-  } else {
-    event = free_.back();
-    free_.pop_back();
+void Watch::stop() {
+  for (const auto& [thread, flag] : {std::pair(&thread_, &ending_), std::pair(&asking_, &over_)}) {
+    {
+      const std::lock_guard lock(mutex_);
+      *flag = true;
+    }
+    changed_.notify_all();
+    if (thread->joinable()) thread->join();
   }
+}
+
+void Watch::enqueued(cudaStream_t stream, std::string_view what, Labels::Slot* labels) {
+  cudaEvent_t event = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!free_.empty()) {
+      event = free_.back();
+      free_.pop_back();
+    }
+  }
+  // Without the lock: CUDA may wait until the device has room for more.
+  if (!event) FUSEDMOE_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
   FUSEDMOE_CUDA_CHECK(cudaEventRecord(event, stream));
+  const std::lock_guard lock(mutex_);
   work_.push_back({event, ++number_, Clock::now() + timeout_, std::string(what), labels});
 }
 
 void Watch::run() {
-  cudaSetDevice(device_.index);
-  // Its questions about events must not end a capture that another thread has begun.
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  cudaThreadExchangeStreamCaptureMode(&mode);
   std::unique_lock lock(mutex_);
   for (int looks = 1;; ++looks) {
-    const auto done = [&] { return ending_ && work_.empty(); };
-    const bool last = changed_.wait_for(lock, kPollInterval, done);
+    const bool last =
+        changed_.wait_for(lock, kPollInterval, [&] { return ending_ && work_.empty(); });
     lock.unlock();
     if (last && (differs(labels_->difference_of_recorded()) || has_failed())) abort_();
     if (last) return;
     // The control plane is asked less often than the device.
     if (expired() || (looks % 10 == 0 && look())) return;
     lock.lock();
+  }
+}
+
+/// Forgets work that has ended, unless its labels differ: the other thread says so.
+void Watch::ask_device() {
+  cudaSetDevice(device_.index);
+  // Its questions about events must not end a capture that another thread has begun.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  std::unique_lock lock(mutex_);
+  while (!changed_.wait_for(lock, kPollInterval, [&] { return over_; })) {
+    while (!work_.empty()) {
+      const Work& work = work_.front();  // stays: nobody else removes work
+      lock.unlock();
+      const Clock::time_point asked = Clock::now();
+      const bool ended = cudaEventQuery(work.event) != cudaErrorNotReady;
+      const bool differs = work.labels && !labels_->difference(*work.labels).empty();
+      lock.lock();
+      if (!ended) not_ended_ = asked;
+      if (!ended || differs) break;
+      if (work.labels) labels_->give_back(*work.labels);
+      free_.push_back(work.event);
+      work_.pop_front();
+    }
+    if (ending_ && work_.empty()) changed_.notify_all();
   }
 }
 
@@ -89,25 +127,21 @@ bool Watch::differs(const std::string& difference) {
   return true;
 }
 
-/// Forgets work that has ended; gives up on work that should have, or that is not the same on all
-/// ranks. Messages of other sizes than the other rank's may never end, but their label has come.
+/// Gives up on work that should have ended, or that is not the same on all ranks. Messages of other
+/// sizes than the other rank's may never end, but their label has come.
 bool Watch::expired() {
   std::uint64_t late = 0;
   std::string what, difference;
   {
     const std::lock_guard lock(mutex_);
-    while (!work_.empty()) {
-      const Work& work = work_.front();
-      const bool ended = cudaEventQuery(work.event) != cudaErrorNotReady;
-      if (work.labels) difference = labels_->difference(*work.labels);
-      if (!ended || !difference.empty()) break;
-      if (work.labels) labels_->give_back(*work.labels);
-      free_.push_back(work.event);
-      work_.pop_front();
-    }
-    if (!work_.empty() && Clock::now() > work_.front().deadline) {
-      late = work_.front().number;
-      what = work_.front().what;
+    if (work_.empty()) return false;
+    const Work& work = work_.front();
+    if (work.labels) difference = labels_->difference(*work.labels);
+    // The device may not answer: then nobody knows whether the work has ended.
+    const bool no_answer = Clock::now() > work.deadline + timeout_;
+    if (not_ended_ > work.deadline || no_answer) {
+      late = work.number;
+      what = work.what;
     }
   }
   if (!differs(difference)) {

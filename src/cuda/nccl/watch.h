@@ -1,5 +1,7 @@
-// A thread that watches what was enqueued: work that does not end, a rank that has given up, labels
-// of ranks that do not do the same.
+// Two threads that watch what was enqueued. One looks for work that does not end, for a rank that
+// has given up, and for labels of ranks that do not do the same. It calls nothing of CUDA, which
+// may wait for a thread that waits for the very kernels that this one is to end. The other asks the
+// device which work has ended.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -45,6 +47,8 @@ class Watch {
   };
 
   void run();
+  void ask_device();
+  void stop();
   /// True when the watch is over.
   bool look();
   bool expired();
@@ -62,10 +66,12 @@ class Watch {
   std::condition_variable changed_;
   std::deque<Work> work_;
   std::vector<cudaEvent_t> free_;
-  std::uint64_t number_ = 0;  // of the last work
-  bool answered_ = false;     // of the thread
-  bool ending_ = false;       // no more work comes
-  std::thread thread_;
+  std::uint64_t number_ = 0;     // of the last work
+  bool answered_ = false;        // of thread_
+  bool ending_ = false;          // no more work comes
+  bool over_ = false;            // nobody needs to know which work has ended
+  Clock::time_point not_ended_;  // when the device was last asked and said so of the first work
+  std::thread thread_, asking_;
 };
 
 }  // namespace fusedmoe::cuda
