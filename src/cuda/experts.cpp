@@ -36,7 +36,9 @@ class Sm90Experts final : public core::RoutedExperts {
 
   bool accepts(const PackedWeights& weights) const override {
     return dynamic_cast<const CudaPackedWeights*>(&weights) &&
-           core::matches(weights.info(), config());
+           core::matches(weights.info(), config()) &&
+           (!config().compute_capability ||
+            plans_for(config(), multiprocessor_count(config().device)));
   }
   WorkspacePlan plan(const ProblemSize& problem) const override { return planner_.plan(problem); }
   std::vector<std::string> kernel_configs(const ProblemSize& problem) const override {
@@ -100,13 +102,13 @@ Sm90Experts::Sm90Experts(const ExpertsDescriptor& descriptor, const MoeConfig& c
 std::shared_ptr<PackedWeights> Sm90Experts::pack(const ExpertWeights& weights,
                                                  const PackOptions& options) const {
   check_device(*this);
-  const int planned = planner_.multiprocessors(), here = multiprocessor_count(config().device);
-  if (planned != here) {
+  const int here = multiprocessor_count(config().device);
+  if (!plans_for(config(), here)) {
     throw Error::invalid(
         "config.compute_capability",
         core::format("config.compute_capability stands for a GPU of {} multiprocessors, but {} has "
                      "{}: leave it out to run there",
-                     planned, to_string(config().device), here));
+                     planner_.multiprocessors(), to_string(config().device), here));
   }
   return std::make_shared<CudaPackedWeights>(core::make_packed_info(*this, weights, options),
                                              kernels_, weights, options);

@@ -13,6 +13,10 @@ const ExpertsDescriptor& descriptor();
 std::shared_ptr<const Experts> make_experts(const ExpertsDescriptor& descriptor,
                                             const MoeConfig& config, const Context& context);
 
+/// Whether those of this configuration run on a GPU with so many multiprocessors: what a named
+/// compute capability stands for may have another number.
+bool plans_for(const MoeConfig& config, int multiprocessors);
+
 /// Throws Error unless the device is here and can run the experts.
 void check_device(const Experts& experts);
 

@@ -4,6 +4,7 @@
 
 #include "core/check.h"
 #include "cuda/experts.h"
+#include "cuda/gemm/heuristic.h"
 #include "cuda/gemm/weight_format.h"
 #include "cuda/router/kernels.h"
 #include "cuda/scratch.h"
@@ -95,6 +96,10 @@ Support Sm90Descriptor::supports(const MoeConfig& config) const {
 const ExpertsDescriptor& descriptor() {
   static const Sm90Descriptor descriptor;
   return descriptor;
+}
+
+bool plans_for(const MoeConfig& config, int multiprocessors) {
+  return !config.compute_capability || MlpShape().multiprocessors == multiprocessors;
 }
 
 void check_device(const Experts& experts) {

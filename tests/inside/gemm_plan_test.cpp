@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <set>
 
+#include "cuda/experts.h"
 #include "cuda/gemm/heuristic.h"
 #include "cuda/one_token/one_token.h"
 #include "fusedmoe/checkpoint.h"
@@ -33,6 +34,14 @@ MlpShape shape_of(std::int64_t hidden, std::int64_t intermediate, std::int64_t n
           .num_local_experts = num_experts,
           .hidden = hidden,
           .intermediate = intermediate};
+}
+
+TEST(NamedCapabilityTest, StandsForAGpuThatMayBeAnother) {
+  MoeConfig config;
+  EXPECT_TRUE(plans_for(config, 132) && plans_for(config, 114));
+  config.compute_capability = 90;
+  EXPECT_TRUE(plans_for(config, 132));
+  EXPECT_FALSE(plans_for(config, 114));
 }
 
 /// A layer in every format and for all kinds of experts.
