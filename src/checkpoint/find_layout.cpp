@@ -232,7 +232,11 @@ class StorageFinder {
                                    block_.prefix, layer.name, name(*format.scheme), name(dtype)));
     }
     const std::string begin = layer.naming == Naming::kModule ? layer.name + "." : weight;
-    const auto part = block_.tensors.lower_bound(begin);
+    auto part = block_.tensors.lower_bound(begin);
+    while (part != block_.tensors.end() && !part->second.type &&
+           is_float(part->second.tensor.dtype())) {
+      ++part;
+    }
     if (format.scheme || part == block_.tensors.end() || !part->first.starts_with(begin)) return;
     throw Error::io(
         source,

@@ -149,6 +149,8 @@ class Loader {
   void report(const std::string& label, const std::string& cause = {}) const {
     if (problems_.count() == 0) return;
     const bool quantized = is_quantized(layout_.storage);
+    std::string list = problems_.list();
+    if (problems_.count() == 1) list.replace(0, list.find_first_not_of("\n "), " ");
     throw Error::io(
         label,
         core::format("{}: {}{}{} not fit an MoE block of {}{}:{}", label, cause,
@@ -159,7 +161,7 @@ class Loader {
                      quantized
                          ? core::format(" in {}, layout {}", configured_name(), name(model_.layout))
                          : "",
-                     problems_.list()));
+                     list));
   }
 
   void claim(const TensorSpec& spec) {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <span>
+#include <utility>
+#include <vector>
 
 #include "checkpoint/gguf_blocks.h"
 #include "core/check.h"
@@ -16,6 +18,13 @@ std::string names(std::span<const DType> dtypes) {
     result += name(dtype);
   }
   return result;
+}
+
+/// With its last two dimensions exchanged.
+Shape across(const Shape& shape) {
+  std::vector<std::int64_t> extents(shape.begin(), shape.end());
+  if (extents.size() >= 2) std::swap(extents[extents.size() - 2], extents.back());
+  return Shape(std::span<const std::int64_t>(extents));
 }
 
 Shape without_first(const Shape& shape) {
@@ -125,6 +134,7 @@ std::string TensorChecks::problem(const TensorSpec& spec, const BlockTensor& ten
   std::string found;
   if (!fits(spec, tensor.shape())) {
     found = "shape " + to_string(tensor.shape()) + ", must be " + to_string(spec.shape);
+    if (tensor.shape() == across(spec.shape)) found += ": its matrices lie across";
   }
   const std::string kind =
       tensor.type ? type_problem(spec, *tensor.type) : dtype_problem(spec, tensor.tensor.dtype());

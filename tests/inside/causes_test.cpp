@@ -141,12 +141,34 @@ TEST_P(MisfitTest, CauseStandsBeforeTheTensors) {
   EXPECT_LE(lines, static_cast<std::ptrdiff_t>(checkpoint::Problems::kMaxLines)) << error;
 }
 
+TEST(CauseTest, MatricesThatLieAcrossAreCalledSo) {
+  Parts parts(testing::source_of("bf16", kPlain, "gpt_oss"));
+  const std::string name = testing::kExperts + "gate_up_proj";
+  const Tensor& stored = parts.tensors.at(name);
+  const Shape& shape = stored.shape();
+  parts.tensors[name] = Tensor::zeros({shape[0], shape[2], shape[1]}, stored.dtype());
+  EXPECT_NE(parts.error().find("1 tensor does not fit an MoE block of gpt_oss: "
+                               "model.layers.0.mlp.experts.gate_up_proj: shape [4, 192, 160], must "
+                               "be [4, 160, 192]: its "
+                               "matrices lie across"),
+            std::string::npos)
+      << parts.error();
+}
+
 // Faults of the file alone are not blamed on the config.
 TEST(CauseTest, SingleTensorsAndContentsHaveNone) {
   Parts missing("int4_g32", kGptq), permuted("int4_g32", kGptq);
   missing.tensors.erase(testing::kExperts + "2.up_proj.scales");
   EXPECT_NE(missing.error().find("layer 0: 1 tensor does not fit"), std::string::npos)
       << missing.error();
+  Parts renamed(testing::source_of("bf16", kPlain, "qwen3_moe"));
+  renamed.config["quantization_config"] = {{"quant_method", "fp8"},
+                                           {"modules_to_not_convert", {"experts", "gate"}}};
+  auto node = renamed.tensors.extract(testing::kExperts + "0.gate_proj.weight");
+  node.key() += "_";
+  renamed.tensors.insert(std::move(node));
+  EXPECT_NE(renamed.error().find("layer 0: 2 tensors do not fit"), std::string::npos)
+      << renamed.error();
   permuted.copy(testing::kExperts + "1.up_proj.g_idx").as<std::int32_t>()[33] = 0;
   EXPECT_NE(permuted.error().find("layer 0: 1 tensor does not fit"), std::string::npos)
       << permuted.error();
