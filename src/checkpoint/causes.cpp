@@ -287,4 +287,22 @@ std::string cause_of_misfits(const ModelConfig& model, const Block& block, std::
   return left < misfits / 2 || left == 0 ? text : std::string();
 }
 
+std::string cause_of_missing_input_scales(const ModelConfig& model, const Block& block,
+                                          const BlockLayout& layout) {
+  const QuantScheme& scheme = layout.storage.experts.scheme;
+  if (!layout.storage.experts || !has_input_scale(scheme)) return {};
+  for (std::int64_t e = 0; e < model.router.num_experts; ++e) {
+    for (const LinearLayer& layer : expert_layers(model, layout, e)) {
+      for (const StoredTensor& stored : layout.storage.experts.layout->tensors) {
+        if (stored.part != Part::kInputScale) continue;
+        if (block.tensors.contains(part_name(layer, stored.suffix))) return {};
+      }
+    }
+  }
+  return core::format(
+      "config.quantization_config says that the experts are {}, which quantizes "
+      "their inputs by scales of the file, but it holds none",
+      name(scheme));
+}
+
 }  // namespace fusedmoe::checkpoint

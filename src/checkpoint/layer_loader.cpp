@@ -83,7 +83,7 @@ class Loader {
       layer.latent = {reader_.plain_matrix(layers[0], layout_.storage.latent),
                       reader_.plain_matrix(layers[1], layout_.storage.latent)};
     }
-    report(label);
+    report(label, cause_of_missing_input_scales(model_, block_, layout_));
     layer.experts.validate();
     if (layer.shared_experts) layer.shared_experts->weights.validate();
     return layer;
@@ -98,7 +98,7 @@ class Loader {
       shared.experts.resize(1);
       set_shared_scales(shared);
     }
-    report(label);
+    report(label, cause_of_missing_input_scales(model_, block_, layout_));
     return found;
   }
 

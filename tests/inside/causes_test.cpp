@@ -109,6 +109,11 @@ std::vector<Misfit> misfits() {
        "config.quantization_config.quant_algo says that the experts are fp8_tensor_static, but "
        "their "
        "tensors are nvfp4, so 36 tensors do not fit"},
+      {"InputsToo", "nvfp4_w4a16", kModelOpt, "qwen3_moe",
+       set("/quantization_config/quant_algo", "NVFP4"),
+       "config.quantization_config says that the experts are nvfp4, which quantizes their inputs "
+       "by "
+       "scales of the file, but it holds none, so 12 tensors do not fit"},
       {"NoConfig", "nvfp4", kModelOpt, "qwen3_moe", set("/quantization_config", nullptr),
        "the config has no entry that quantizes the experts, but their tensors are nvfp4_w4a16 in "
        "the layout modelopt, so 48 tensors do not fit"},
