@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <string>
 
-#include "cuda/device/bulk_copy.cuh"
 #include "cuda/device/launch.h"
+#include "cuda/sm90/bulk_copy.cuh"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
 

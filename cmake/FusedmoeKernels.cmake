@@ -1,6 +1,6 @@
 # Writes one source file for each policy of operands with its instances of the fused MLP kernel, and
 # sets FUSEDMOE_KERNELS to the files. Three quarters of the time that one instance takes are its
-# headers, so a policy's share them. A line is a policy of src/cuda/gemm/operands/: its header, its
+# headers, so a policy's share them. A line is a policy of src/cuda/formats/: its header, its
 # type, the number of its tile shapes.
 set(operands
   as_is.cuh       Bf16Operands           7
@@ -39,12 +39,12 @@ while(operands)
     "    const OneTokenParams&, const OneTokenShape&, const Stream&);\n")
   set(file ${CMAKE_CURRENT_BINARY_DIR}/kernels/${policy}.cu)
   file(CONFIGURE OUTPUT ${file} @ONLY CONTENT [[
-#include "cuda/gemm/launch_kernel.cuh"
-#include "cuda/gemm/operands/@header@"
+#include "cuda/sm90/launch_kernel.cuh"
+#include "cuda/formats/@header@"
 #include "cuda/one_token/launch_one_token.cuh"
 
 namespace fusedmoe::cuda {
-static_assert(@policy@::kTiles.size() == @tiles@, "cmake/FusedmoeKernels.cmake has another number");
+static_assert(kernel_set(@policy@::kFormat).tiles.size() == @tiles@, "cmake/FusedmoeKernels.cmake has another number");
 @instances@}  // namespace fusedmoe::cuda
 ]])
   list(APPEND FUSEDMOE_KERNELS ${file})

@@ -3,8 +3,8 @@
 // this file that need no CUDA (src/CMakeLists.txt) compute them.
 #include "core/device_runtime.h"
 #include "cuda/backend.h"
-#include "cuda/experts.h"
-#include "cuda/planner.h"
+#include "cuda/experts/experts.h"
+#include "cuda/experts/planner.h"
 #include "fusedmoe/comm.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"

@@ -7,7 +7,7 @@
 
 #include "core/check.h"
 #include "cpu/experts.h"
-#include "cuda/experts.h"
+#include "cuda/experts/experts.h"
 #include "fusedmoe/runtime.h"
 #include "layer/checks.h"
 #include "layer/tuned_configs.h"

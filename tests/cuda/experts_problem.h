@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "../unit/error_text.h"
-#include "cuda/gemm/weight_format.h"
+#include "cuda/sm90/kernel_set.h"
 #include "cuda_test.h"
 #include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/quant.h"

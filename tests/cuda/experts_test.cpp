@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/gemm/heuristic.h"
+#include "cuda/sm90/heuristic.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
 #include "fusedmoe/quant.h"
@@ -195,6 +195,7 @@ TEST_F(CudaExpertsInvarianceTest, RowDoesNotDependOnItsBatch) {
   }
   for (const QuantScheme& scheme : all_schemes) {
     const cuda::WeightFormat& format = testing::format_of(scheme);
+    const cuda::KernelSet& set = cuda::kernel_set(format);
     Case spec;
     spec.num_tokens = 8192;
     spec.num_experts = 6;
@@ -221,8 +222,8 @@ TEST_F(CudaExpertsInvarianceTest, RowDoesNotDependOnItsBatch) {
         configs.insert(config);
       }
     }
-    const auto kept = std::count_if(format.tiles.begin(), format.tiles.end(),
-                                    [&](const auto& tile) { return format.keeps_order(tile); });
+    const auto kept = std::count_if(set.tiles.begin(), set.tiles.end(),
+                                    [&](const auto& tile) { return set.keeps_order(tile); });
     EXPECT_EQ(configs.size(), static_cast<std::size_t>(kept)) << name(scheme);
     EXPECT_GT(kept, 3);
   }

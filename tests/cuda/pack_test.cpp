@@ -1,4 +1,4 @@
-// Packed weights on the GPU: every element lies where the policies in cuda/gemm/operands/ say,
+// Packed weights on the GPU: every element lies where the policies in cuda/formats/ say,
 // padding is zero, what cannot be packed is refused, one expert can be replaced, and unpacking is
 // the inverse.
 #include <algorithm>
@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/gemm/operands/codes.h"
-#include "cuda/packed_weights.h"
+#include "cuda/formats/codes.h"
+#include "cuda/formats/packed_weights.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
 #include "fusedmoe/quant.h"

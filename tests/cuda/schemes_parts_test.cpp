@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/gemm/heuristic.h"
+#include "cuda/sm90/heuristic.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
 #include "fusedmoe/comm.h"
@@ -302,7 +302,7 @@ TEST_P(CudaFp8Tiles, MatchReference) {
     const Tensor expected =
         run_variant(problem, find_variant(variant.hooks ? "reference_unfused" : "reference"),
                     DType::kBF16, kHost);
-    for (const cuda::TileShape& tile : testing::format_of(spec.scheme).tiles) {
+    for (const cuda::TileShape& tile : cuda::kernel_set(testing::format_of(spec.scheme)).tiles) {
       SCOPED_TRACE(std::to_string(tokens) + " tokens, " + to_string(tile));
       testing::RunOptions options;
       options.kernel_config = cuda::find_config(to_string(cuda::KernelConfig{tile, 1, false}));

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/gemm/heuristic.h"
 #include "cuda/rows/permute.h"
+#include "cuda/sm90/heuristic.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
 #include "fusedmoe/quant.h"

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <set>
 
-#include "cuda/experts.h"
-#include "cuda/gemm/heuristic.h"
+#include "cuda/experts/experts.h"
 #include "cuda/one_token/one_token.h"
+#include "cuda/sm90/heuristic.h"
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/error.h"
 
@@ -94,7 +94,7 @@ TEST(GemmPlanTest, NamesAreUniqueAndFound) {
   }
   // Tiles of all formats, with 1, 2 and 4 splits and rows in 32 or 16 bits.
   for (const WeightFormat& format : weight_formats()) {
-    for (const TileShape& tile : format.tiles) {
+    for (const TileShape& tile : kernel_set(format).tiles) {
       EXPECT_TRUE(names.contains(to_string(KernelConfig{tile, 4, false}))) << to_string(tile);
     }
   }
@@ -134,7 +134,8 @@ TEST(GemmPlanTest, ChosenPlanIsValidForEverySize) {
         }
         if (shape.batch_invariant) {
           EXPECT_EQ(config.tile.k_groups, 1);
-          EXPECT_FALSE(shape.format->mma_sync_tokens > 0 && config.tile.has_epilogue_warpgroup())
+          EXPECT_FALSE(kernel_set(*shape.format).mma_sync_tokens > 0 &&
+                       config.tile.has_epilogue_warpgroup())
               << "another instruction than in wider tiles";
         }
       }
@@ -163,7 +164,7 @@ TEST(GemmPlanTest, MoreTokensOfPublishedModelsNeverGetNarrowerTiles) {
   const std::vector<MlpShape> shapes = published_shapes(1);
   for (std::size_t i = 0; i < shapes.size(); ++i) {
     if (shapes[i].batch_invariant) continue;
-    EXPECT_EQ(widest[i], shapes[i].format->tiles.back().max_tokens);
+    EXPECT_EQ(widest[i], kernel_set(*shapes[i].format).tiles.back().max_tokens);
   }
 }
 
@@ -269,7 +270,7 @@ TEST(GemmPlanTest, InvalidPlansAreRefused) {
   ASSERT_TRUE(tile_apart.has_epilogue_warpgroup() && tile_apart.k_groups == 1);
   for (const WeightFormat& format : weight_formats()) {
     invariant.format = &format;
-    EXPECT_EQ(valid(invariant, {tile_apart, 1, false}), format.mma_sync_tokens == 0);
+    EXPECT_EQ(valid(invariant, {tile_apart, 1, false}), kernel_set(format).mma_sync_tokens == 0);
   }
   shape.num_tokens = max_tokens_f32(shape);
   EXPECT_TRUE(valid(shape, {tile, 1, true}));
@@ -431,14 +432,14 @@ TEST(WeightFormatTest, Fp8WithoutScalesOfKBlocksHasTheRowPass) {
     for (const QuantKey& rows :
          {keys::e4m3_tensor(), keys::e4m3_tensor(true), keys::e4m3_row(true)}) {
       EXPECT_FALSE(format_of(weights, rows).k_scales);
-      EXPECT_TRUE(format_of(weights, rows).has_row_pass(few));
-      EXPECT_FALSE(format_of(weights, rows).has_row_pass(kTilesFp8[2]));
+      EXPECT_TRUE(kernel_set(format_of(weights, rows)).has_row_pass(few));
+      EXPECT_FALSE(kernel_set(format_of(weights, rows)).has_row_pass(kTilesFp8[2]));
     }
     EXPECT_TRUE(format_of(weights, keys::e4m3_group()).k_scales);
   }
   const WeightFormat block = format_of(keys::e4m3_block(), keys::e4m3_group());
   EXPECT_TRUE(block.k_scales);
-  EXPECT_FALSE(block.has_row_pass(few));
+  EXPECT_FALSE(kernel_set(block).has_row_pass(few));
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // The order of work tiles of the fused MLP kernel, enumerated on the host: every tile of every
 // expert exactly once, nothing for an expert without rows, and splits that cover K.
-#include "cuda/gemm/schedule.h"
+#include "cuda/experts/schedule.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/gemm/fused_mlp.h"
+#include "cuda/experts/fused_mlp.h"
 #include "testing/cases.h"
 
 namespace fusedmoe::cuda {

@@ -6,9 +6,9 @@
 #include <cmath>
 #include <cstdint>
 
-#include "cuda/gemm/operands/codes.h"
-#include "cuda/gemm/operands/mxfp4_table.h"
-#include "cuda/gemm/operands/w4a8_table.h"
+#include "cuda/formats/codes.h"
+#include "cuda/formats/mxfp4_table.h"
+#include "cuda/formats/w4a8_table.h"
 #include "fusedmoe/quant.h"
 
 namespace fusedmoe {

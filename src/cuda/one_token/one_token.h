@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "core/host_device.h"
-#include "cuda/gemm/fused_mlp.h"
+#include "cuda/experts/fused_mlp.h"
 
 namespace fusedmoe::cuda {
 

@@ -1,11 +1,11 @@
 // The launch of the kernel of one token.
 #pragma once
 
-#include "cuda/gemm/format_kernels.h"
-#include "cuda/gemm/fused_mlp.h"
+#include "cuda/experts/fused_mlp.h"
+#include "cuda/experts/operand_rows.h"
+#include "cuda/experts/scratch.h"
+#include "cuda/formats/format_kernels.h"
 #include "cuda/one_token/one_token_plan.h"
-#include "cuda/operand_rows.h"
-#include "cuda/scratch.h"
 #include "fusedmoe/experts.h"
 
 namespace fusedmoe::cuda {

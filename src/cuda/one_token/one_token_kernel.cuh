@@ -9,10 +9,10 @@
 
 #include <cooperative_groups.h>
 
-#include "cuda/activation.cuh"
 #include "cuda/device/prefetch.cuh"
 #include "cuda/one_token/fill_rows.cuh"
 #include "cuda/one_token/warp_fragments.cuh"
+#include "cuda/rows/activation.cuh"
 #include "cuda/rows/element.cuh"
 
 namespace fusedmoe::cuda {

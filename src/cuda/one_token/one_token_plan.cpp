@@ -1,6 +1,6 @@
 #include "cuda/one_token/one_token_plan.h"
 
-#include "cuda/scratch.h"
+#include "cuda/experts/scratch.h"
 
 namespace fusedmoe::cuda {
 

@@ -1,9 +1,9 @@
 // Which problems the kernel of one token has room for, and how it divides them.
 #pragma once
 
-#include "cuda/gemm/weight_format.h"
+#include "cuda/experts/row_format.h"
+#include "cuda/formats/weight_format.h"
 #include "cuda/one_token/one_token.h"
-#include "cuda/row_format.h"
 #include "fusedmoe/experts.h"
 
 namespace fusedmoe::cuda {

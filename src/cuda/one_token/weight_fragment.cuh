@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "cuda/device/wgmma.cuh"
+#include "cuda/device/mma_sync.cuh"
 #include "cuda/one_token/one_token.h"
 
 namespace fusedmoe::cuda {

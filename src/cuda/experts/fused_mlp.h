@@ -1,0 +1,123 @@
+// Parameters of the fused MLP kernel: GEMM 1, activation and GEMM 2 of all experts. Plain C++.
+//
+// One persistent kernel works off the tiles of GEMM 1 and then those of GEMM 2, so that weights
+// stream without a pause between them. Weights are the 64-row operand of wgmma; the token rows of
+// an expert are its columns (N, in steps of 8 to 16).
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/formats/packed_block.h"
+#include "cuda/rows/row_transform.h"
+#include "cuda/sm90/tile_shape.h"
+#include "fusedmoe/weights.h"
+#include "moe/local_experts.h"
+
+namespace fusedmoe::cuda {
+
+enum class Epilogue {
+  kStore,         ///< the accumulators
+  kActivate,      ///< gated activation
+  kActivateGate,  ///< activation that is not gated
+  kStoreGateUp,   ///< (rows, 2 width): gate, then up
+};
+
+/// One of the two GEMMs. Elements of `activations` are those of the operands, of `out` those of the
+/// layer's dtype, which for FP8 differ. Rows are the token rows of all experts, in expert order.
+struct GemmParams {
+  const void* weights = nullptr;  ///< packed blocks of all experts
+  std::int64_t expert_bytes = 0;
+  int row_blocks = 0;  ///< of one expert
+  int k_blocks = 0;
+  int k = 0;                      ///< columns of `activations`; behind them counts as 0
+  const float* bias = nullptr;    ///< (experts, row_blocks * 64) in packed row order, or null
+  const float* scales = nullptr;  ///< like `bias`: what results are multiplied by, or null
+  /// With promoted accumulators: scales of weights by (experts, row_blocks, k_blocks, 8), one for
+  /// each slice of 8 rows; or null. 16-byte aligned, as token_scales.
+  const float* block_scales = nullptr;
+  /// Whether in every two row blocks, from an even one on, all even slices have one scale and all
+  /// odd ones another. Where gate and up alternate, the even ones are gate's. True without block
+  /// scales.
+  bool two_scales_a_tile = true;
+  /// Of `activations`: (rows), or with groups (k_blocks, token_scale_pitch); or null.
+  const float* token_scales = nullptr;
+  std::int64_t token_scale_pitch = 0;  ///< a multiple of 4; 0: one scale for each row
+  const void* activations = nullptr;   ///< (num_rows, row_pitch) elements, 16-byte aligned
+  std::int64_t num_rows = 0;
+  std::int64_t row_pitch = 0;    ///< elements; rows start at 16 bytes
+  void* out = nullptr;           ///< (splits, rows, out_pitch), 16-byte aligned
+  std::int64_t out_pitch = 0;    ///< elements; rows start at 16 bytes
+  std::int64_t split_pitch = 0;  ///< elements between the partial results of splits
+  int width = 0;                 ///< columns of each row; written are up to a multiple of 8
+  int splits = 1;                ///< K is cut into so many parts; the reader adds them
+  /// Not null: `out` are E4M3 codes, quantized in groups of 128 features, and these their scales,
+  /// (groups, out_scale_pitch). With two GEMMs of FP8 rows, Epilogue::kActivate and tiles of
+  /// TileShape::has_whole_groups().
+  float* out_scales = nullptr;
+  std::int64_t out_scale_pitch = 0;
+  bool out_power_of_two = false;           ///< scales are powers of two
+  bool out_f32 = false;                    ///< else of the layer's dtype; with Epilogue::kStore
+  const std::int32_t* out_rows = nullptr;  ///< with out_f32: rows of `out`; null: the same order
+  Epilogue epilogue = Epilogue::kStore;
+};
+
+/// The pass that quantizes what GEMM 1 stores for GEMM 2, in tiles of the launch of both; a row's
+/// scale depends on no other row. For KernelSet::has_row_pass().
+struct RowPass {
+  RowTransform rows;
+  int tiles = 0;  ///< of each token tile; 0: there is no pass
+};
+
+/// Device pointers throughout.
+struct FusedMlpParams {
+  GemmParams gemms[2];
+  int num_gemms = 2;  ///< the second reads what the first writes
+  int num_experts = 0;
+  const std::int32_t* expert_num_tokens = nullptr;  ///< (experts)
+  const std::int32_t* expert_offsets = nullptr;     ///< (experts): first row; null: e * capacity
+  std::int64_t capacity = 0;
+  /// Few slots (may_route_inline): every thread block counts the rows of experts itself, from these
+  /// ids. So it starts while expert_num_tokens and expert_offsets are still made. Null: it reads
+  /// those.
+  const std::int32_t* topk_ids = nullptr;
+  int num_slots = 0;
+  core::LocalExperts local_experts;
+  /// expert_num_tokens, expert_offsets and counters are complete before this launch can begin (see
+  /// launch.h), so only activations and their scales must be waited for. Not with topk_ids.
+  bool counts_are_complete = false;
+  /// num_counters(...) words, zero when the kernel begins.
+  std::int32_t* counters = nullptr;
+  ResolvedActivation activation{};
+  /// Of what GEMM 1 stores, with two GEMMs. For operands whose WeightFormat::quantizes_rows is set.
+  RowQuantizer quantizer;
+  /// How tiles between those of the GEMMs quantize what GEMM 1 stores, to FP8.
+  RowPass pass;
+  /// Add up each row in one order, whatever else is in its tile (KernelSet::keeps_order).
+  bool batch_invariant = false;
+  /// Weights that only one token tile reads need not stay in the L2: what they would push out may
+  /// have to be written back first.
+  bool weights_evict_first = false;
+  /// The stream's previous operation is one of our kernels, and this one may start before that
+  /// ends. Never true after a copy or a caller's own work: an early start waits for kernels only.
+  bool overlap_previous = false;
+  /// If not null, the last GEMM multiplies row r by topk_weights[row_slots[r]] before it rounds to
+  /// the elements' type. For operands whose WeightFormat::weights_rows is set.
+  const float* topk_weights = nullptr;
+  const std::int32_t* row_slots = nullptr;
+};
+
+/// Words of FusedMlpParams::counters for so many rows.
+constexpr std::int64_t num_counters(const TileShape& tile, std::int64_t rows,
+                                    std::int64_t num_experts) {
+  return 1 + ceil_div(rows, tile.max_tokens) + num_experts;
+}
+
+/// Largest number of experts.
+inline constexpr int kMaxExperts = 2048;
+
+/// Whether FusedMlpParams::topk_ids may be set.
+constexpr bool may_route_inline(std::int64_t num_slots, std::int64_t num_experts) {
+  return num_slots <= 128 && num_experts < kMaxExperts / 2;
+}
+
+}  // namespace fusedmoe::cuda

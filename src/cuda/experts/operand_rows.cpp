@@ -1,0 +1,146 @@
+#include "cuda/experts/operand_rows.h"
+
+namespace fusedmoe::cuda {
+namespace {
+
+const CudaPackedWeights& packed(const ForwardArgs& args) {
+  return static_cast<const CudaPackedWeights&>(*args.weights);
+}
+
+void set_target(const QuantizedRows& to, DType from, RowTransform& rows) {
+  rows.kind = RowTransform::Kind::kFp8;
+  rows.from_f16 = from == DType::kF16;
+  rows.to = to.codes;
+  rows.to_pitch = to.pitch;
+  rows.scales = to.scales;
+  rows.scale_pitch = to.scale_pitch;
+}
+
+void set_quantized(const QuantizedRows& rows, GemmParams& gemm) {
+  gemm.activations = rows.codes;
+  gemm.row_pitch = rows.pitch;
+  gemm.token_scales = rows.scales;
+  gemm.token_scale_pitch = rows.scale_pitch;
+}
+
+}  // namespace
+
+RowQuantizer OperandRows::quantizer_of(const PackedMatrices& reader) const {
+  RowQuantizer quantizer;
+  if (!quantizes() || has_fp8_rows()) return quantizer;
+  using Kind = RowQuantizer::Kind;
+  const QuantKey& key = *config_.scheme.activations;
+  quantizer.kind = key.value == DType::kE4M3   ? Kind::kMxfp8
+                   : key.scale == DType::kE8M0 ? Kind::kMxfp4
+                                               : Kind::kNvfp4;
+  quantizer.rule = key.scale_rule;
+  quantizer.global_scales = reader.input_scales();
+  return quantizer;
+}
+
+RowQuantizer OperandRows::inner_quantizer(const CudaPackedWeights& weights) const {
+  return quantizer_of(weights.w2());
+}
+
+RowTransform OperandRows::hidden(const ForwardArgs& args, const Scratch& scratch) const {
+  const TensorView& x = args.hidden_states;
+  RowTransform rows;
+  rows.rows = x.data();
+  rows.row_pitch = bytes(format_.row_dtype, x.stride(x.rank() - 2));
+  rows.row_bytes = bytes(format_.row_dtype, x.size(x.rank() - 1));
+  if (has_fp8_rows()) {
+    set_target(scratch.hidden, format_.row_dtype, rows);
+    rows.fp8 =
+        fp8_quantizer(*config_.scheme.activations, packed(args).info().a1_scale, scratch.amax);
+    return rows;
+  }
+  rows.to = scratch.permuted;
+  rows.to_pitch = rows.row_bytes;
+  if (quantizes()) rows.kind = RowTransform::Kind::kQuantizeAndDecode;
+  rows.decoded = quantizer_of(packed(args).w13());
+  return rows;
+}
+
+void OperandRows::permute_hidden(const ForwardArgs& args, const Scratch& scratch,
+                                 const RoutingData& routing) const {
+  PermuteRows permute;
+  permute.rows = hidden(args, scratch);
+  permute.slot_to_row = routing.slot_to_permuted.as<const std::int32_t>();
+  permute.num_tokens = args.hidden_states.size(0);
+  permute.topk = args.topk_ids.size(1);
+  permute.topk_ids = args.topk_ids.as<const std::int32_t>();
+  permute.local_experts = core::LocalExperts(args.expert_map, config_.num_local_experts);
+  permute_rows(permute, args.stream);
+}
+
+void OperandRows::transform_hidden(const ForwardArgs& args, const Scratch& scratch) const {
+  TransformRows transform;
+  transform.rows = hidden(args, scratch);
+  transform.num_rows = scratch.rows;
+  transform.num_experts = static_cast<int>(config_.num_local_experts);
+  transform.expert_num_tokens = args.expert_num_tokens.as<const std::int32_t>();
+  transform.capacity = args.hidden_states.size(1);
+  transform_rows(transform, false, args.stream);
+}
+
+RowTransform OperandRows::activated(const ForwardArgs& args, const Scratch& scratch,
+                                    const FusedMlpParams& params) const {
+  const std::int64_t size = bytes(format_.row_dtype, 1);
+  const GemmParams& first = params.gemms[0];
+  RowTransform rows;
+  rows.rows = scratch.activated;
+  rows.row_pitch = first.out_pitch * size;
+  // Rows are written up to a multiple of 8.
+  rows.row_bytes = core::round_up(std::int64_t{first.width}, kPitchUnit) * size;
+  if (has_fp8_rows()) {
+    set_target(scratch.quantized, format_.row_dtype, rows);
+    rows.fp8 =
+        fp8_quantizer(*config_.scheme.activations, packed(args).info().a2_scale, scratch.amax + 1);
+  } else {
+    if (quantizes()) rows.kind = RowTransform::Kind::kQuantizeAndDecode;
+    rows.to = scratch.quantized.codes;
+    rows.to_pitch = rows.row_pitch;
+    rows.decoded = params.quantizer;
+  }
+  return rows;
+}
+
+void OperandRows::transform_activated(const ForwardArgs& args, const Scratch& scratch,
+                                      const FusedMlpParams& params) const {
+  TransformRows transform;
+  transform.rows = activated(args, scratch, params);
+  transform.num_rows = scratch.rows;
+  transform.num_experts = params.num_experts;
+  transform.expert_offsets = params.expert_offsets;
+  transform.expert_num_tokens = params.expert_num_tokens;
+  transform.capacity = params.capacity;
+  const bool follows_hooks = config_.hooks;
+  transform_rows(transform, !follows_hooks, args.stream);
+}
+
+void OperandRows::set_hidden(const ForwardArgs& args, const Scratch& scratch,
+                             GemmParams& gemm) const {
+  gemm.k = static_cast<int>(config_.hidden);
+  gemm.num_rows = scratch.rows;
+  if (has_fp8_rows()) return set_quantized(scratch.hidden, gemm);
+  gemm.activations = scratch.permuted ? scratch.permuted : args.hidden_states.data();
+  gemm.row_pitch = config_.hidden;
+}
+
+void OperandRows::set_activated(const Scratch& scratch, GemmParams& gemm) const {
+  gemm.k = static_cast<int>(config_.intermediate);
+  gemm.num_rows = scratch.rows;
+  if (has_fp8_rows()) return set_quantized(scratch.quantized, gemm);
+  gemm.activations = scratch.activated;
+  gemm.row_pitch = scratch.activated_pitch;
+}
+
+void OperandRows::set_groups(const Scratch& scratch, GemmParams& gemm) const {
+  gemm.out = scratch.quantized.codes;
+  gemm.out_pitch = scratch.quantized.pitch;
+  gemm.out_scales = scratch.quantized.scales;
+  gemm.out_scale_pitch = scratch.quantized.scale_pitch;
+  gemm.out_power_of_two = config_.scheme.activations->scale == DType::kE8M0;
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,59 @@
+// The kernel configuration and the scratch memory of each forward, for one MoeConfig: all that can
+// be said of the Hopper experts without a device.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cuda/experts/row_format.h"
+#include "cuda/experts/scratch.h"
+#include "cuda/one_token/one_token_plan.h"
+#include "cuda/sm90/heuristic.h"
+#include "fusedmoe/experts.h"
+
+namespace fusedmoe::cuda {
+
+/// Keeps a reference to the configuration.
+class Planner {
+ public:
+  /// `experts`: the name under which configurations were tuned; `multiprocessors`: of the device.
+  Planner(const MoeConfig& config, const Context& context, std::string_view experts,
+          int multiprocessors);
+
+  const WeightFormat& format() const { return format_; }
+  Variant variant() const { return variant_; }
+  int multiprocessors() const { return multiprocessors_; }
+  const OneTokenPlan& one_token() const { return one_token_; }
+
+  /// Experts::plan() and kernel_configs().
+  WorkspacePlan plan(const ProblemSize& problem) const;
+  std::vector<std::string> kernel_configs(const ProblemSize& problem) const;
+  /// What the caller requests, else what was tuned, else what the heuristic chooses.
+  KernelConfig config_for(const ProblemSize& problem, int requested) const;
+  Scratch scratch_of(const ProblemSize& problem, const KernelConfig& config, void* block) const {
+    return Scratch(problem, format_, variant_, config, block);
+  }
+
+ private:
+  bool batched() const { return variant_ == Variant::kBatched; }
+  MlpShape shape_of(const ProblemSize& problem) const;
+
+  /// What was tuned for one layer, by number of tokens.
+  struct TunedTokens {
+    std::int64_t num_tokens;
+    KernelConfig config;
+  };
+
+  const MoeConfig& config_;
+  const WeightFormat& format_;
+  const RowFormat rows_;
+  const Variant variant_;
+  const int multiprocessors_;
+  const OneTokenPlan one_token_;
+  std::vector<TunedTokens> tuned_;  // ascending numbers of tokens
+};
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,39 @@
+// How the rows that both GEMMs multiply are stored, as far as configuration and format of the
+// weights tell: what sizes and choices depend on. OperandRows makes the rows.
+#pragma once
+
+#include "cuda/formats/weight_format.h"
+#include "cuda/sm90/tile_shape.h"
+#include "fusedmoe/experts.h"
+
+namespace fusedmoe::cuda {
+
+/// Of one configuration's experts.
+class RowFormat {
+ public:
+  RowFormat(const MoeConfig& config, const WeightFormat& format)
+      : config_(config), format_(format) {}
+
+  /// Whether hidden states are more than permuted.
+  bool quantizes() const { return config_.scheme.activations.has_value(); }
+  /// Whether rows are E4M3 codes and scales; else GEMM 1 quantizes activated rows, if anybody does.
+  bool has_fp8_rows() const { return format_.fp8_rows; }
+  /// Whether hidden states of one token differ from expert to expert: NVFP4 has a second scale for
+  /// each. What OperandRows::hidden() says of itself, but known without weights.
+  bool differ_by_expert() const {
+    return quantizes() && !has_fp8_rows() && config_.scheme.activations->global_scale;
+  }
+  /// Whether hidden states take a pass of their own: their scale must be known before.
+  bool needs_hidden_pass() const;
+  /// Whether GEMM 1 nevertheless quantizes them in tiles of this shape: groups of 128 features of
+  /// which it has all.
+  bool stores_groups(const TileShape& tile) const;
+  /// Whether the launch of both GEMMs can quantize activated rows (RowPass) in tiles of this shape.
+  bool has_row_pass(const TileShape& tile) const;
+
+ protected:
+  const MoeConfig& config_;
+  const WeightFormat& format_;
+};
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,52 @@
+// How the Hopper experts run, and what scratch memory that takes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/workspace.h"
+#include "cuda/sm90/heuristic.h"
+#include "fusedmoe/experts.h"
+
+namespace fusedmoe::cuda {
+
+inline constexpr std::int64_t kPitchUnit = 8;  // elements: rows of activations start at 16 bytes
+
+/// How the experts run, by their configuration.
+enum class Variant { kStandard, kBatched, kUnfused, kBatchInvariant };
+
+Variant variant_of(const MoeConfig& config);
+
+/// Quantized rows.
+struct QuantizedRows {
+  void* codes = nullptr;
+  std::int64_t pitch = 0;  // of codes
+  float* scales = nullptr;
+  std::int64_t scale_pitch = 0;  // between groups; 0: a row has one scale
+};
+
+/// Scratch of one forward. With a null block only the size is meaningful.
+struct Scratch {
+  std::int64_t rows = 0;             // token rows of all experts, at most
+  std::int64_t activated_pitch = 0;  // elements
+  void* routing = nullptr;
+  std::int32_t* counters = nullptr;
+  std::uint32_t* amax = nullptr;  // (2) behind the counters, cleared with them
+  void* permuted = nullptr;       // (rows, hidden): hidden states in expert order; or null
+  QuantizedRows hidden;           // the same as FP8
+  void* gate_up = nullptr;        // unfused: GEMM 1's rows
+  void* activated = nullptr;      // (rows, activated_pitch)
+  QuantizedRows quantized;        // activated rows, where they take a pass of their own
+  void* rows_out = nullptr;       // (splits, rows, hidden): GEMM 2's rows, for the combine
+  std::size_t bytes = 0;
+
+  Scratch(const ProblemSize& problem, const WeightFormat& format, Variant variant,
+          const KernelConfig& config, void* block);
+  /// Words from `counters` on that are zero when a forward begins.
+  std::int64_t num_zeroed = 0;
+
+ private:
+  QuantizedRows take_fp8(core::WorkspaceCutter& cutter, const QuantKey& key, std::int64_t columns);
+};
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,100 @@
+// Weights as the Hopper kernel streams them: packed blocks in device memory, biases and scales
+// beside them.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cuda/formats/format_kernels.h"
+#include "fusedmoe/experts.h"
+#include "fusedmoe/tensor.h"
+#include "fusedmoe/weights.h"
+
+namespace fusedmoe::cuda {
+
+/// w13 or w2 of all experts.
+class PackedMatrices {
+ public:
+  struct Sizes {
+    std::int64_t num_experts, width, k;
+    bool gated, bias;
+    float activation_scale;  ///< static one of the rows that they multiply; 1: none
+  };
+  PackedMatrices() = default;
+  PackedMatrices(const FormatKernels& kernels, const QuantScheme& scheme, const Sizes& sizes,
+                 Device device);
+
+  /// Throws Error for matrices that cannot be packed; scales are in host memory. Returns
+  /// FormatKernels::exponent_shift of them.
+  int check(const WeightMatrix& gate, const WeightMatrix* up) const;
+  /// `up` is null unless gated; scales and biases are in host memory. Waits.
+  void pack(std::int64_t expert, const WeightMatrix& gate, const WeightMatrix* up,
+            int exponent_shift, Stream stream);
+  /// The inverse, into host tensors that `owners` keep. Waits.
+  void unpack(std::int64_t expert, WeightMatrix& gate, WeightMatrix* up,
+              std::vector<std::shared_ptr<const void>>& owners) const;
+  /// Fills what a GEMM must know of its weights.
+  void set(GemmParams& gemm) const;
+  /// (experts) global scales of the rows that these matrices multiply; null where they have none.
+  const float* input_scales() const {
+    return input_scales_ ? input_scales_.as<const float>() : nullptr;
+  }
+  std::int64_t nbytes() const;
+
+ private:
+  /// Of one source matrix what the blocks do not hold, in host memory.
+  struct Origin {
+    Tensor scales, global_scale, input_scale;
+    Tensor largest_scales;  // of rows, where packed scales are relative to them
+    std::int64_t first_row = 0, first_col = 0;
+  };
+  Origin origin_of(const WeightMatrix& matrix) const;
+  /// Whether scales of several columns multiply accumulators.
+  bool has_k_scales() const;
+  float row_scale(const WeightMatrix& matrix, const Origin& origin, std::int64_t row,
+                  float common) const;
+  Tensor make_block_scales(const WeightMatrix& gate, const WeightMatrix* up);
+  const WeightMatrix& source_of(std::int64_t row, const WeightMatrix& gate,
+                                const WeightMatrix* up) const;
+
+  const FormatKernels* kernels_ = nullptr;
+  const WeightFormat* format_ = nullptr;
+  QuantScheme scheme_;
+  std::int64_t width_ = 0, k_ = 0;
+  bool gated_ = false;
+  float activation_scale_ = 1;
+  BlockGrid grid_;
+  Tensor blocks_;        // u8
+  Tensor bias_;          // (experts, row_blocks * 64) f32 in packed row order
+  Tensor scales_;        // the same: what results are multiplied by; null where only K blocks have
+                         // scales
+  Tensor block_scales_;  // (experts, row_blocks, k_blocks, 8) f32, of 8 rows and a K block
+  bool two_scales_a_tile_ = true;               // GemmParams
+  Tensor input_scales_;                         // (experts) f32 of NVFP4 activations
+  std::vector<int> exponent_shifts_;            // of experts
+  std::vector<std::array<Origin, 2>> origins_;  // gate or down, up
+};
+
+class CudaPackedWeights final : public PackedWeights {
+ public:
+  /// On info.device. Sources lie in host memory or there.
+  CudaPackedWeights(Info info, const FormatKernels& kernels, const ExpertWeights& weights,
+                    const PackOptions& options);
+
+  const WeightFormat& format() const { return kernels_->format; }
+  const PackedMatrices& w13() const { return w13_; }
+  const PackedMatrices& w2() const { return w2_; }
+  std::int64_t nbytes() const override { return w13_.nbytes() + w2_.nbytes(); }
+  void replace(std::int64_t expert, const ExpertMatrices& matrices, Stream stream);
+  /// One expert as it was packed, in host tensors of its own; biases come back in f32.
+  ExpertWeights unpack(std::int64_t expert) const;
+
+ private:
+  const FormatKernels* kernels_;
+  ActivationParams activation_params_;
+  PackedMatrices w13_, w2_;
+};
+
+}  // namespace fusedmoe::cuda

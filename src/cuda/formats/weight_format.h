@@ -1,0 +1,50 @@
+// The formats of weights as they are packed for tensor cores: one table, a row for each policy of
+// this folder. What is known here needs neither a device nor CUDA's headers. format_kernels.h has
+// what packs and runs them, and kernel_set.h of an architecture which kernels it has.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "cuda/formats/packed_block.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/tensor.h"
+
+namespace fusedmoe::cuda {
+
+struct WeightFormat {
+  std::string_view name;
+  /// Whether weights of this key are packed so.
+  bool (*holds)(const QuantKey& weights) = nullptr;
+  DType row_dtype = DType::kBF16;  ///< of hidden states and results
+  PackedBlock block;
+  /// Scales in packed blocks: columns that have the same one, at least; 0: none are there. All
+  /// other scales multiply results.
+  int group_k = 0;
+  DType block_scales = DType::kU8;  ///< their type, as unpacked
+  /// They are relative to the largest of their row, by which results are multiplied.
+  bool relative_scales = false;
+  int fixed_exponent = 0;  ///< results are multiplied by 2 to the power of it
+
+  /// Weights are decoded in registers, which takes the same time for any number of tokens.
+  bool decodes = false;
+  /// GEMM 2 can apply router weights, see FusedMlpParams::topk_weights.
+  bool weights_rows = false;
+  /// Activations are E4M3, with scales in fp32.
+  bool fp8_rows = false;
+  /// The kernel multiplies the sums of each K block by scales.
+  bool k_scales = false;
+  /// GEMM 1 can quantize and decode what it stores, see FusedMlpParams::quantizer.
+  bool quantizes_rows = false;
+
+  BlockGrid grid(std::int64_t width, std::int64_t k, bool gated) const {
+    return block_grid(width, k, gated, block.k);
+  }
+};
+
+std::span<const WeightFormat> weight_formats();
+/// The one that runs the scheme on rows of this dtype; null where there is none.
+const WeightFormat* find_weight_format(const QuantScheme& scheme, DType row_dtype);
+
+}  // namespace fusedmoe::cuda

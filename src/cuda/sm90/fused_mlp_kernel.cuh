@@ -1,0 +1,283 @@
+// The fused MLP kernel: persistent, warp-specialised, both GEMMs of a layer in one launch. Its
+// roles stand below in the order in which data passes them:
+//
+//   schedule_and_load_weights  one thread  draws tile indexes from a counter, in order, tells the
+//                                          others of the work tiles, and streams their weights
+//   load_activations           one thread  brings the token rows of each tile
+//   load_scales                a warp      brings scales, where each K block has its own
+//   multiply_tiles             warpgroups  multiply; without an epilogue warpgroup they also store
+//   multiply_token_tiles       a warpgroup the same for a team (TileShape), without the two below
+//   run_epilogues              a warpgroup stores small tiles while the next is multiplied;
+//                                          quantizes rows between the GEMMs (row_pass.cuh)
+//   publish_tiles              one thread  tells other thread blocks which tiles are stored
+//
+// Weights never wait for activations: those of GEMM 2 are under way while the last tiles of GEMM 1
+// are still computed. Only GEMM 2's activation loads wait for the GEMM 1 tiles that produce them.
+// Tile indexes are drawn in order, so a thread block that waits always waits for blocks that run:
+// no order of launches can lock up.
+//
+// The blocks of a cluster take neighbouring row tiles of the same tokens: each loads a part of the
+// token rows for all. Its first block draws the tile index, and tells the others.
+//
+// Files: kernel.cuh (sizes, shared memory, barriers), tile_scheduler.cuh (which tile is next),
+// copies.cuh, mainloop*.cuh, store_tile.cuh, epilogue*.cuh and row_pass.cuh (what the roles do for
+// one tile), token_rows.cuh (the same for teams).
+#pragma once
+
+#include <cuda_runtime.h>
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "cuda/sm90/copies.cuh"
+#include "cuda/sm90/mainloop.cuh"
+#include "cuda/sm90/row_pass.cuh"
+#include "cuda/sm90/store_tile.cuh"
+#include "cuda/sm90/tile_scheduler.cuh"
+#include "cuda/sm90/token_rows.cuh"
+
+namespace fusedmoe::cuda {
+
+template <typename K>
+__device__ inline void schedule_and_load_weights(SharedMemory<K>& shared, const FusedMlpParams& p,
+                                                 int rank) {
+  StageState<K> stage;
+  TileState<K> slot;
+  // Where a launch has one GEMM, no tile waits for another. So each block owns a first tile, and
+  // streams its weights before the counters are there. (With two GEMMs, owners could lock up: see
+  // above.) Teams draw all tiles.
+  const bool owns_first = !K::kTokensAreRows && p.num_gemms == 1;
+  const int num_owned = owns_first ? static_cast<int>(gridDim.x) / K::kCluster : 0;
+  const auto draw = [&] { return rank == 0 ? num_owned + atomicAdd(p.counters, 1) : 0; };
+  bool waits_for_counters = p.topk_ids != nullptr;
+  // Else, while the counters are still made, each block brings some tile's first packed blocks
+  // near, for whichever draws it. In the loop: code is slow when it runs for the first time.
+  bool is_ahead = waits_for_counters && !owns_first;
+  int drawn = is_ahead || owns_first ? static_cast<int>(blockIdx.x) / K::kCluster : draw();
+  while (true) {
+    int index = drawn;
+    if (!is_ahead) {
+      index = share_index(shared, slot, rank, drawn);
+      wait(&shared.tile_free[slot.index], slot.phase ^ 1);
+    }
+    const WorkTile tile = make_tile(shared, p, index, rank);
+    if (is_ahead) {
+      prefetch_weights<K>(p, tile);
+      cudaGridDependencySynchronize();
+      if (triggers_late(p)) cudaTriggerProgrammaticLaunchCompletion();
+      drawn = draw();
+      is_ahead = waits_for_counters = false;
+      continue;
+    }
+    shared.tiles[slot.index] = tile;
+    arrive(&shared.tile_full[slot.index]);
+    slot.advance();
+    if (tile.gemm < 0) {
+      wait_for_previous(p);  // a block without tiles, too: this launch must not end before that one
+      return;
+    }
+    if (!waits_for_counters) drawn = draw();  // its latency hides behind the stream
+    if (!is_row_pass<K>(tile)) copy_weights(shared, p, tile, stage);
+    if (waits_for_counters) {
+      cudaGridDependencySynchronize();
+      if (triggers_late(p)) cudaTriggerProgrammaticLaunchCompletion();
+      drawn = draw();
+      waits_for_counters = false;
+    }
+  }
+}
+
+template <typename K>
+__device__ inline void load_activations(SharedMemory<K>& shared, const FusedMlpParams& p,
+                                        const ActivationMaps& maps, int rank) {
+  StageState<K> stage;
+  TileState<K> slot;
+  while (true) {
+    wait(&shared.tile_full[slot.index], slot.phase);
+    const WorkTile tile = shared.tiles[slot.index];
+    arrive(&shared.tile_free[slot.index]);
+    slot.advance();
+    if (tile.gemm < 0) return;
+    if (is_row_pass<K>(tile)) continue;
+
+    wait_for_previous(p);
+    if (tile.gemm == 1) {
+      wait_for_rows<K>(p, tile);
+      // They were stored by ordinary writes, and tensor copies read them.
+      asm volatile("fence.proxy.async.global;" ::: "memory");
+    }
+    copy_activations(shared, p, maps.boxes[tile.gemm], tile, rank, stage);
+  }
+}
+
+template <typename K>
+__device__ inline void load_scales(SharedMemory<K>& shared, const FusedMlpParams& p) {
+  StageState<K> stage;
+  TileState<K> slot;
+  wait_for_previous(p);
+  while (true) {
+    wait(&shared.tile_full[slot.index], slot.phase);
+    const WorkTile tile = shared.tiles[slot.index];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(&shared.tile_free[slot.index]);
+    slot.advance();
+    if (tile.gemm < 0) return;
+    if (tile.gemm == 1) wait_for_rows<K>(p, tile);
+    copy_scales(shared, p.gemms[tile.gemm], tile, stage);
+  }
+}
+
+template <typename K>
+__device__ __forceinline__ void multiply_tiles(SharedMemory<K>& shared, const FusedMlpParams& p) {
+  const WarpgroupCoords<K> coords{__shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0)};
+  StageState<K> stage;
+  if (coords.warpgroup == 1) Turns<K>::pass(coords);
+  constexpr unsigned kSlots = K::kTileSlots;
+  for (unsigned count = 0;; ++count) {  // one register, where TileState takes two
+    const unsigned slot = count % kSlots;
+    wait(&shared.tile_full[slot], count / kSlots % 2);
+    const WorkTile& tile = shared.tiles[slot];  // read where needed: registers are scarce
+    if (tile.gemm < 0) return;
+    if (is_row_pass<K>(tile)) {
+      publish_nothing(shared, count % 2 ^ 1);
+      continue;
+    }
+    if constexpr (!K::kHasEpilogueWarpgroup) {
+      prefetch_scale_and_bias<K>(p.gemms[tile.gemm], tile, coords);
+    }
+    typename K::Accumulators accumulators;
+    multiply_tile(shared, p, tile, coords, stage, accumulators);
+    if constexpr (K::kHasEpilogueWarpgroup) {
+      publish_accumulators(shared, tile, coords, accumulators, count % 2 ^ 1);
+    } else {
+      wait_for_previous(p);
+      store_tile(shared, p, tile, coords, accumulators);
+      arrive(&shared.tile_stored[slot]);
+    }
+  }
+}
+
+template <typename K>
+__device__ __forceinline__ void multiply_token_tiles(SharedMemory<K>& shared,
+                                                     const FusedMlpParams& p) {
+  StageState<K> stage;
+  constexpr unsigned kSlots = K::kTileSlots;
+  for (unsigned count = 0;; ++count) {
+    const unsigned slot = count % kSlots;
+    wait(&shared.tile_full[slot], count / kSlots % 2);
+    const WorkTile& tile = shared.tiles[slot];
+    if (tile.gemm < 0) return;
+    prefetch_column_factors<K>(p.gemms[0], tile);
+    typename K::Accumulators accumulators;
+    multiply_token_rows(shared, p.gemms[0], tile, stage, accumulators);
+    wait_for_previous(p);
+    store_token_rows(shared, p, tile, accumulators);
+    arrive(&shared.tile_free[slot]);
+  }
+}
+
+template <typename K>
+__device__ __forceinline__ void run_epilogues(SharedMemory<K>& shared, const FusedMlpParams& p) {
+  constexpr unsigned kSlots = K::kTileSlots;
+  for (unsigned count = 0;; ++count) {
+    const unsigned slot = count % kSlots;
+    wait(&shared.tile_full[slot], count / kSlots % 2);
+    const WorkTile& tile = shared.tiles[slot];
+    if (tile.gemm < 0) return;
+    if (is_row_pass<K>(tile)) {
+      if constexpr (K::kHasRowPass) quantize_rows(shared, p, tile);
+      accept_nothing(shared, count % 2);
+    } else {
+      store_published_tile(shared, p, tile, count % 2);
+    }
+    arrive(&shared.tile_stored[slot]);
+  }
+}
+
+/// Counts what is stored with a release, so that the storing warps need not fence.
+template <typename K>
+__device__ inline void publish_tiles(SharedMemory<K>& shared, const FusedMlpParams& p) {
+  TileState<K> slot;
+  while (true) {
+    wait(&shared.tile_full[slot.index], slot.phase);
+    const WorkTile& tile = shared.tiles[slot.index];
+    if (tile.gemm < 0) return;
+    const int token_tile = tile.token_tile, step = count_of<K>(p, tile);
+    wait(&shared.tile_stored[slot.index], slot.phase);
+    arrive(&shared.tile_free[slot.index]);
+    slot.advance();
+    if (step > 0) count_stored(p, token_tile, step);
+  }
+}
+
+/// K is a Kernel<Operands, index of the tile shape>.
+template <typename K>
+__global__ __launch_bounds__(K::kThreads,
+                             1) void fused_mlp_kernel(const __grid_constant__ FusedMlpParams params,
+                                                      const __grid_constant__ ActivationMaps maps) {
+  extern __shared__ __align__(1024) std::uint8_t memory[];
+  auto* teams = reinterpret_cast<SharedMemory<K>*>(memory);
+  SharedMemory<K>& shared = teams[0];
+  const int rank = K::kCluster > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
+
+  const int expert = read_expert(params);
+  for (int t = 0; t < K::kTeams; ++t) {
+    init_barriers(teams[t], has_k_scales<K>(params));
+    if constexpr (K::kTokensAreRows) clear_scales(teams[t]);
+    teams[t].tables.make(threadIdx.x, K::kThreads);
+  }
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < params.num_gemms; ++i) {
+      constexpr int kFirst = K::kWideCopies ? 0 : ActivationMaps::first_box(K::kMaxTokens);
+      cute::prefetch_tma_descriptor(&maps.boxes[i][kFirst]);
+    }
+  }
+  // The first launch of a forward was made without PDL, so what came before it has completed. What
+  // it writes itself must be waited for here, or later by those who read it.
+  if (!starts_early(params)) cudaGridDependencySynchronize();
+  if (!triggers_late(params)) cudaTriggerProgrammaticLaunchCompletion();
+  for (int t = 0; t < K::kTeams; ++t) count_tiles(teams[t], params, expert);
+  if constexpr (K::kCluster > 1) cute::cluster_sync();
+
+  if (threadIdx.x < 128) {
+    cutlass::arch::warpgroup_reg_dealloc<K::kLoadRegisters>();
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if constexpr (K::kTokensAreRows) {
+      static_assert(K::kTeams <= 2);
+      const int team = warp / 2;
+      if (team < K::kTeams && cute::elect_one_sync()) {
+        if (warp % 2 == 0) {
+          schedule_and_load_weights(teams[team], params, rank);
+        } else {
+          load_activations(teams[team], params, maps, rank);
+        }
+      }
+    } else if (warp == 0 && cute::elect_one_sync()) {
+      schedule_and_load_weights(shared, params, rank);
+    } else if (warp == 1 && cute::elect_one_sync()) {
+      load_activations(shared, params, maps, rank);
+    } else if (warp == 2 && cute::elect_one_sync()) {
+      publish_tiles(shared, params);
+    } else if (warp == 3 && has_k_scales<K>(params)) {
+      if constexpr (K::Operands::kHasKScales) load_scales(shared, params);
+    }
+  } else if (!K::kHasEpilogueWarpgroup || threadIdx.x < K::kThreads - 128) {
+    cutlass::arch::warpgroup_reg_alloc<K::kMultiplyRegisters>();
+    if constexpr (K::kTokensAreRows) {
+      multiply_token_tiles(teams[__shfl_sync(~0u, threadIdx.x / 128 - 1, 0)], params);
+    } else {
+      multiply_tiles(shared, params);
+    }
+  } else {
+    if constexpr (K::kHasEpilogueWarpgroup) {
+      cutlass::arch::warpgroup_reg_alloc<K::kEpilogueRegisters>();
+      run_epilogues(shared, params);
+    }
+  }
+  if constexpr (K::kCluster > 1) {  // others may still arrive at this block's barriers
+    __syncwarp();
+    cute::cluster_sync();
+  }
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,40 @@
+// The launch of one kernel: what each generated file defines for the tile shapes of one policy.
+#pragma once
+
+#include "cuda/device/launch.h"
+#include "cuda/device/properties.h"
+#include "cuda/formats/activations.cuh"
+#include "cuda/sm90/fused_mlp_kernel.cuh"
+#include "fusedmoe/tensor.h"
+
+namespace fusedmoe::cuda {
+
+template <typename Operands, int kIndex>
+void launch_kernel(const FusedMlpParams& params, const Stream& stream) {
+  using K = Kernel<Operands, kIndex>;
+  using Activation = typename K::Activation;
+  ActivationMaps maps{};
+  for (int i = 0; i < params.num_gemms; ++i) {
+    const GemmParams& gemm = params.gemms[i];
+    const MappedRows rows{gemm.activations,
+                          ElementTraits<Activation>::kTensorMapType,
+                          sizeof(Activation),
+                          gemm.num_rows,
+                          gemm.k,
+                          gemm.row_pitch};
+    constexpr int kFirst =
+        K::kWideCopies ? kRowBoxes - 1 : ActivationMaps::first_box(K::kMaxTokens);
+    for (int box = kFirst; box < kRowBoxes; ++box) {
+      maps.boxes[i][box] = make_tensor_map(rows, ActivationMaps::rows(box));
+    }
+    if (K::kWideCopies) maps.boxes[i][0] = make_tensor_map(rows, kRowUnit, K::kBlocksPerStage);
+  }
+  static_assert(sizeof(SharedMemory<K>) <= K::kSharedLimit);
+  const DeviceProperties& device = *device_properties(current_device().index);
+  const auto blocks = static_cast<unsigned>(device.multiprocessors / K::kCluster * K::kCluster);
+  launch_clusters(fused_mlp_kernel<K>, K::kCluster, dim3(blocks), dim3(K::kThreads),
+                  K::kTeams * sizeof(SharedMemory<K>), static_cast<cudaStream_t>(stream.handle),
+                  params.overlap_previous, params, maps);
+}
+
+}  // namespace fusedmoe::cuda

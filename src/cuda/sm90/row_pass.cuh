@@ -1,0 +1,110 @@
+// What thread blocks tell each other of stored rows; and the row pass: tiles of their own, between
+// those of the GEMMs, in which epilogue warpgroups quantize what GEMM 1 has stored.
+#pragma once
+
+#include "cuda/rows/row_transform.cuh"
+#include "cuda/sm90/epilogue.cuh"
+
+namespace fusedmoe::cuda {
+
+/// By how much a stored tile moves the counter of its token tile: by its row blocks of GEMM 1 where
+/// GEMM 2 follows, by 1 for a tile of the row pass.
+template <typename K>
+__device__ inline int count_of(const FusedMlpParams& p, const WorkTile& tile) {
+  if (is_row_pass<K>(tile)) return 1;
+  if (tile.gemm != 0 || p.num_gemms == 1) return 0;
+  return max(0, min(K::kTileRowBlocks, p.gemms[0].row_blocks - tile.row_block));
+}
+
+/// With a release: what the calling thread knows to be stored, others see after
+/// wait_until_stored().
+__device__ inline void count_stored(const FusedMlpParams& p, int token_tile, int count) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p.counters + 1 + token_tile),
+               "r"(count)
+               : "memory");
+}
+
+/// Returns once the counter of the token tile has come so far. A build with assertions gives up
+/// after some seconds: another forward uses the same workspace at the same time. It traps, as a
+/// call of assert() would have ptxas serialize all wgmma.
+__device__ inline void wait_until_stored(const FusedMlpParams& p, const WorkTile& tile, int count) {
+  const std::int32_t* counter = p.counters + 1 + tile.token_tile;
+  int stored = 0;
+  for (int tries = 0;; ++tries) {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(stored) : "l"(counter) : "memory");
+    if (stored >= count) return;
+#ifndef NDEBUG
+    if (tries == 1 << 24) __trap();
+#endif
+    __nanosleep(20);
+  }
+}
+
+/// For a tile of GEMM 2.
+template <typename K>
+__device__ inline void wait_for_rows(const FusedMlpParams& p, const WorkTile& tile) {
+  int count = p.gemms[0].row_blocks;
+  if constexpr (K::kHasRowPass) count += p.pass.tiles;
+  wait_until_stored(p, tile, count);
+}
+
+/// function(unit, value) for a thread's units of a row, every `threads`-th; several are read at the
+/// same time. All lanes of a warp call it together, with zeros behind the end of the row. There is
+/// one copy of the function's code, and the units move up: four copies make a kernel 15 KB larger.
+template <typename Function>
+__device__ __forceinline__ void for_units(const RowTransform& t, std::int64_t row, int thread,
+                                          int threads, const Function& function) {
+  constexpr int kBatch = 4;
+  const int num_units = units_of(t);
+#pragma unroll 1
+  for (int first = thread; first - thread % 32 < num_units; first += kBatch * threads) {
+    uint4 units[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) units[i] = read_unit(t, row, first + i * threads);
+#pragma unroll 1
+    for (int unit = first; unit < first + kBatch * threads; unit += threads) {
+      if (unit - thread % 32 >= num_units) break;
+      function(unit, units[0]);
+#pragma unroll
+      for (int i = 1; i < kBatch; ++i) units[i - 1] = units[i];
+    }
+  }
+}
+
+/// The rows of a tile of the row pass, by the epilogue warpgroup: a warp takes a row, all four
+/// together take one of more than 2048 values.
+template <typename K>
+__device__ __forceinline__ void quantize_rows(SharedMemory<K>& shared, const FusedMlpParams& p,
+                                              const WorkTile& tile) {
+  constexpr int kWideUnits = 256;
+  constexpr bool kIsF16 = K::Operands::kRowDType == DType::kF16;
+  using Pair = std::conditional_t<kIsF16, __half2, __nv_bfloat162>;
+  const WarpgroupCoords<K> coords{0};
+  const RowTransform& t = p.pass.rows;
+  const bool is_wide = units_of(t) > kWideUnits;
+  const int warp = coords.thread() / 32, threads = is_wide ? 128 : 32;
+  const int thread = coords.thread() % threads, end = tile.first_row + tile.num_tokens;
+  wait_for_previous(p);
+  wait_until_stored(p, tile, p.gemms[0].row_blocks);
+#pragma unroll 1
+  for (int row = tile.first_row + (is_wide ? 0 : warp); row < end; row += is_wide ? 1 : 4) {
+    float scale = t.fp8.static_scale;
+    if (t.has_row_scales()) {
+      Pair largest(0.0F, 0.0F);
+      for_units(t, row, thread, threads,
+                [&](int, const uint4& unit) { take_larger(unit, largest); });
+      float amax = amax_of_lanes<32>(larger(largest));
+      if (is_wide) {
+        sync_warpgroup(coords);  // those of the row before are read
+        shared.row_amax[warp] = amax;
+        sync_warpgroup(coords);
+        for (const float of_warp : shared.row_amax) amax = fmaxf(amax, of_warp);
+      }
+      scale = core::e4m3_row_scale(amax);
+    }
+    for_units(t, row, thread, threads,
+              [&](int unit, const uint4& raw) { write_unit(t, row, unit, to_fp8(t, raw, scale)); });
+  }
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,16 @@
+#include "cuda/sm90/tile_shape.h"
+
+#include "core/format.h"
+#include "cuda/formats/packed_block.h"
+
+namespace fusedmoe::cuda {
+
+std::string to_string(const TileShape& tile) {
+  const std::string row_blocks = tile.tokens_are_rows() ? core::format("t{}", tile.teams)
+                                 : tile.row_blocks > 1  ? core::format("r{}", tile.row_blocks)
+                                                        : std::string();
+  return core::format("{}x{}k{}c{}{}", tile.tile_row_blocks() * kBlockRows, tile.max_tokens,
+                      tile.k_groups, tile.cluster, row_blocks);
+}
+
+}  // namespace fusedmoe::cuda
