@@ -85,8 +85,9 @@ rename_wheel() {
   "$work/tools/bin/wheel" pack --dest-dir "$(dirname "$1")" "$folder" >/dev/null
 }
 
-# wheels ON|OFF LABEL: for each Python, with CUDA or without. libstdc++ is linked into them: GCC 12's
-# asks for a newer manylinux than the C library does. (Old versions of pip have no -C.)
+# wheels ON|OFF LABEL: for each Python, with CUDA or without. libstdc++, and what GCC 12's libgcc_s has
+# beyond older ones, are linked into them: they would ask for a newer manylinux than the C library
+# does. So would a part of libstdc++ that nobody calls. (Old versions of pip have no -C.)
 wheels() {
   local cuda=$1 label=$2 minor python folder
   [[ -e $dist/fusedmoe-$version.tar.gz ]] || source_part
@@ -101,7 +102,8 @@ wheels() {
     "$work/env-3.$minor/bin/pip" wheel --quiet --no-deps --wheel-dir "$folder.raw" \
       --config-settings=build-dir="$folder" \
       --config-settings=cmake.define.CMAKE_MODULE_LINKER_FLAGS=-static-libstdc++ \
-      --config-settings=cmake.define.CMAKE_EXE_LINKER_FLAGS=-static-libstdc++ \
+      --config-settings=cmake.define.CMAKE_EXE_LINKER_FLAGS="-static-libstdc++ -Wl,--gc-sections" \
+      --config-settings=cmake.define.CMAKE_CXX_STANDARD_LIBRARIES=-lgcc \
       --config-settings=cmake.define.FUSEDMOE_CUDA="$cuda" "$work/tree"
     [[ -z $label ]] || rename_wheel "$folder.raw"/*.whl "$label"
     PATH=$work/tools/bin:$PATH auditwheel repair --plat auto --wheel-dir "$folder.repaired" \
