@@ -11,7 +11,7 @@ namespace fusedmoe::comm {
 inline void check_ranks(int rank, int size, std::chrono::milliseconds timeout) {
   constexpr std::chrono::hours kYear(24 * 365);
   FUSEDMOE_CHECK(size >= 1 && rank >= 0 && rank < size, "rank",
-                 core::format("{} of {}", rank, size), "one of at least one rank");
+                 core::format("{} of {}", rank, size), "at least 0 and below the number of ranks");
   FUSEDMOE_CHECK(timeout.count() > 0 && timeout <= kYear, "timeout",
                  core::format("{} ms", timeout.count()), "positive, at most a year");
 }

@@ -62,7 +62,8 @@ Slice slice_of(std::int64_t size, std::int64_t unit, int num_ranks, int rank) {
   FUSEDMOE_CHECK(size >= 1 && unit >= 1, "size", core::format("{} in units of {}", size, unit),
                  "positive");
   FUSEDMOE_CHECK(num_ranks >= 1 && rank >= 0 && rank < num_ranks, "rank",
-                 core::format("{} of {}", rank, num_ranks), "one of at least one rank");
+                 core::format("{} of {}", rank, num_ranks),
+                 "at least 0 and below the number of ranks");
   const std::int64_t units = (size + unit - 1) / unit;
   FUSEDMOE_CHECK(units >= num_ranks, "size", core::format("{}, {} units of {}", size, units, unit),
                  core::format("at least one unit for each of {} ranks", num_ranks));

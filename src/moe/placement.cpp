@@ -29,7 +29,10 @@ void check_sizes(std::int64_t num_experts, int num_ranks, std::int64_t num_physi
 /// A list of numbers of a JSON object. Throws Error naming it.
 std::vector<std::int32_t> numbers(const nlohmann::json& object, const char* name) {
   const auto found = object.find(name);
-  FUSEDMOE_CHECK(found != object.end(), core::format("placement.{}", name), "missing", "given");
+  if (found == object.end()) {
+    throw Error::invalid(core::format("placement.{}", name),
+                         core::format("placement.{} is missing", name));
+  }
   std::vector<std::int32_t> list;
   const bool array = found->is_array();
   if (array) {

@@ -56,8 +56,8 @@ class CheckpointQuantizer {
  public:
   CheckpointQuantizer(checkpoint::OpenedCheckpoint source, const QuantizeCheckpointOptions& options)
       : source_(std::move(source)), options_(options), model_(target_model()) {
-    FUSEDMOE_CHECK_FILE(!source_.layers.empty(), source_.label, "without layers of experts",
-                        "a checkpoint with at least one");
+    FUSEDMOE_CHECK_IO(!source_.layers.empty(), source_.label,
+                      core::format("{} has no layers with experts", source_.label));
     for (const auto& [number, block] : source_.layers) add_layer(number, block);
     const checkpoint::FamilyRow& row = checkpoint::family_row(model_.family);
     const bool stacked = model_.layout == CheckpointLayout::kGptOss;
@@ -135,8 +135,13 @@ class CheckpointQuantizer {
   void add_layer(std::int64_t number, const Block& block) {
     SourceLayer layer{number, block, source_.layer_config(number), {}};
     const QuantScheme& scheme = layer.from.scheme;
-    FUSEDMOE_CHECK(!scheme.weights.quantized() && !scheme.down_weights().quantized(),
-                   label_of(layer), "in " + name(scheme), "in f32, bf16 or f16");
+    if (scheme.weights.quantized() || scheme.down_weights().quantized()) {
+      throw Error::invalid(
+          label_of(layer),
+          core::format("{}: the experts are {} already; only f32, bf16 and f16 are "
+                       "quantized",
+                       label_of(layer), name(scheme)));
+    }
     layer.to = layer.from;
     layer.to.scheme = model_.scheme;
     layer.to.layout = model_.layout;
@@ -256,10 +261,10 @@ class CheckpointQuantizer {
     const fs::path path = !options_.calibration.empty()
                               ? options_.calibration
                               : fs::path(source_.label) / "input.safetensors";
-    FUSEDMOE_CHECK_FILE(fs::is_regular_file(path), "calibration",
-                        path.string() + ", which is not there",
-                        core::format("a file with hidden_states: {} has static activation scales",
-                                     name(model_.scheme)));
+    FUSEDMOE_CHECK_IO(fs::is_regular_file(path), "calibration",
+                      core::format("{} has static activation scales, which are made from the "
+                                   "hidden_states of a file: there is no {}",
+                                   name(model_.scheme), path.string()));
     calibration_ = SafetensorsFile::open(path).tensor("hidden_states");
   }
 
