@@ -263,7 +263,7 @@ class Changes {
 
 std::string cause_of_misfits(const ModelConfig& model, const Block& block, std::size_t misfits) {
   constexpr int kMostKeys = 3;
-  // Tensors to look at in all tries together: about a second.
+  // Tensors to look at in all tries together: a few seconds at most.
   std::size_t budget = std::size_t{1} << 20;
   std::string text;
   ModelConfig now = model;
@@ -279,6 +279,7 @@ std::string cause_of_misfits(const ModelConfig& model, const Block& block, std::
       if (count >= left) continue;
       left = count;
       best = std::move(change);
+      if (left == 0) break;
     }
     if (!best) break;
     text += (text.empty() ? "" : "; ") + best->text;
