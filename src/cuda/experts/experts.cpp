@@ -1,6 +1,6 @@
 // The Hopper experts: standard, batched, with injection points ("unfused"), and batch-invariant: K
 // in one piece and one kind of instruction, so that a row has the same bits in any batch. The
-// scheme decides the format of the weights (gemm/weight_format.h).
+// scheme decides the format of the weights (formats/weight_format.h).
 #include "cuda/experts/experts.h"
 
 #include <algorithm>
