@@ -77,9 +77,8 @@ enum { /* fusedmoe_tensor.dtype */
        FUSEDMOE_E4M3 = 5,
        FUSEDMOE_E5M2 = 6,
        FUSEDMOE_E8M0 = 7,
-       FUSEDMOE_E2M1 =
-           8, /* two elements per byte, element 2i in the low nibble; shapes count elements */
-       FUSEDMOE_I4 = 9, /* likewise */
+       FUSEDMOE_E2M1 = 8, /* two in a byte, the first in its low nibble; shapes count elements */
+       FUSEDMOE_I4 = 9,   /* likewise */
        FUSEDMOE_I8 = 10,
        FUSEDMOE_U8 = 11,
        FUSEDMOE_I16 = 12,
@@ -140,10 +139,8 @@ typedef struct fusedmoe_checkpoint_info {
   const char* scheme; /* of the first layer with experts: others may have another one */
   const char* activation;
   int64_t num_layers;
-  int64_t num_experts;
-  int64_t topk;
-  int64_t hidden;
-  int64_t intermediate;
+  int64_t num_experts, topk;
+  int64_t hidden, intermediate;
   int64_t shared_intermediate; /* 0: no shared experts */
   const int64_t* moe_layers;   /* those with experts, ascending */
   size_t num_moe_layers;
@@ -315,13 +312,9 @@ FUSEDMOE_C_API void fusedmoe_layer_destroy(fusedmoe_layer* layer);
 
 typedef struct fusedmoe_layer_info {
   size_t struct_size;
-  int64_t num_experts;
-  int64_t num_local_experts;
-  int64_t topk;
-  int64_t hidden;
-  int64_t intermediate;
-  int32_t dtype;
-  int32_t output_dtype;
+  int64_t num_experts, num_local_experts, topk;
+  int64_t hidden, intermediate;
+  int32_t dtype, output_dtype;
   int64_t packed_bytes;
   const char* plan_line; /* "cpu+no_ep mxfp4_w4a16 bf16 ..."; strings live as long as the layer */
   const char* plan;      /* JSON that fusedmoe_layer_options.plan takes */
@@ -356,8 +349,7 @@ typedef struct fusedmoe_forward_args {
   void* stream;       /* CUDA: a cudaStream_t, NULL the default one. CPU: NULL */
   int32_t accumulate; /* output += instead of output = */
   int64_t max_tokens; /* of any rank in this forward, the same on all; 0: max_tokens_per_rank */
-  fusedmoe_tensor
-      dropped_rows; /* result, if given: (1) i32, rows of these tokens that were dropped */
+  fusedmoe_tensor dropped_rows; /* result, if given: (1) i32, of these tokens */
 } fusedmoe_forward_args;
 
 /* Both check every argument before they write, and allocate nothing. On CUDA they only enqueue. */

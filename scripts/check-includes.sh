@@ -5,12 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-known='
-src/moe/backend.h layer
-src/quant/quantize.cpp moe
-src/quant/quantize_weights.cpp moe
-src/quant/weight_layout.h moe
-'
+known=''
 
 find src include cli bench python tests/unit tests/capi -name '*.h' -o -name '*.cpp' -o -name '*.cu*' |
   xargs grep -nE '^#include "' |
@@ -24,8 +19,9 @@ find src include cli bench python tests/unit tests/capi -name '*.h' -o -name '*.
       allow("core"); allow("quant", "core"); allow("moe", "quant core"); allow("files", "core")
       below = "moe quant core"
       allow("checkpoint", "files layer " below)  # layer.h declares the weights of a layer
-      allow("reference", below); allow("cpu", below); allow("cuda", below); allow("comm", below)
-      below = "reference cpu cuda comm " below
+      allow("host", below); allow("cuda", below); allow("comm", below)
+      allow("reference", "host " below); allow("cpu", "host " below)
+      below = "reference cpu host cuda comm " below
       allow("layer", "files " below)  # a saved plan is JSON
       below = "layer checkpoint files " below
       allow("tools", below)
@@ -37,7 +33,7 @@ find src include cli bench python tests/unit tests/capi -name '*.h' -o -name '*.
       allow("capi", "fusedmoe"); allow("python", "fusedmoe tools"); allow("mpi", "fusedmoe")
       floor("core", "error tensor runtime dlpack export version")
       floor("quant", "quant"); floor("files", "safetensors"); floor("checkpoint", "checkpoint")
-      floor("moe", "comm wait_hook weights router experts"); floor("layer", "modular_kernel selection layer")
+      floor("moe", "comm parallel wait_hook weights router experts"); floor("layer", "modular_kernel selection layer")
     }
     {
       file = $1; header = $4

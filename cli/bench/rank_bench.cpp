@@ -136,16 +136,16 @@ void RankBench::make_buffers() {
   args_.stream = stream_;
   args_.preparation =
       make_preparation(*select(config_).experts, config_.scheme, false, static_scale());
-  ProblemSize sizes = ProblemSize::of(config_, num_tokens_);
-  sizes.max_tokens = num_tokens_;
-  workspace_ = block(prepare_finalize_->workspace_bytes(sizes, args_.preparation));
+  ProblemSize problem = ProblemSize::of(config_, num_tokens_);
+  problem.max_tokens = num_tokens_;
+  workspace_ = block(prepare_finalize_->workspace_bytes(problem, args_.preparation));
   args_.prepare_workspace = workspace_.data();
-  const ProblemSize arriving = prepare_finalize_->problem_size(sizes);
+  const ProblemSize arriving = prepare_finalize_->problem_size(problem);
   std::size_t bytes = static_cast<std::size_t>(arriving.num_tokens * returned_row_bytes());
   if (experts_.experts) {
-    const WorkspacePlan plan = experts_.experts->plan(arriving);
-    bytes = std::max(bytes, plan.common_bytes());
-    scratch_ = block(plan.workspace2_bytes);
+    const WorkspaceSizes sizes = experts_.experts->workspace_sizes(arriving);
+    bytes = std::max(bytes, sizes.common_bytes());
+    scratch_ = block(sizes.workspace2_bytes);
     args_.workspace2 = scratch_.data();
   }
   rows_ = block(bytes);

@@ -129,10 +129,9 @@ struct Support {
 
 /// Who multiplies by the router weights and sums over the top-k rows of a token.
 enum class WeightAndReduce {
-  kNoOp,          ///< the experts have done it; finalize only copies, if it must
-  kContiguous,    ///< finalize reduces (num_tokens * topk, hidden) rows in slot order
-  kNaiveBatched,  ///< finalize gathers from (num_local_experts, max_tokens, hidden)
-  kDelegate,      ///< whichever of the two fits the PrepareAndFinalize
+  kNoOp,      ///< the experts have done it; finalize only copies, if it must
+  kDelegate,  ///< finalize: of (num_tokens * topk, hidden) rows in slot order, or in the batched
+              ///< format of (num_local_experts, max_tokens, hidden)
 };
 FUSEDMOE_API std::string_view name(WeightAndReduce kind);
 
@@ -160,7 +159,7 @@ struct ProblemSize {
 /// tokens. workspace13 and the experts' output may share memory, both from offset 0: an
 /// implementation writes `output` only after its last read of workspace13 and, as forwards may be
 /// in place, of the hidden states. workspace2 is disjoint from both.
-struct WorkspacePlan {
+struct WorkspaceSizes {
   std::size_t workspace13_bytes = 0;
   std::size_t workspace2_bytes = 0;
   Shape output_shape;  ///< exact
@@ -335,7 +334,7 @@ class FUSEDMOE_API Experts {
   bool batched() const { return config_.activation_format == ActivationFormat::kBatchedExperts; }
 
   /// Workspace sizes: an upper bound over all kernel configurations.
-  virtual WorkspacePlan plan(const ProblemSize& problem) const = 0;
+  virtual WorkspaceSizes workspace_sizes(const ProblemSize& problem) const = 0;
   /// Names of the kernel configurations that can run the problem, the one that would run now first.
   /// Empty: there is only one.
   virtual std::vector<std::string> kernel_configs(const ProblemSize& problem) const;
@@ -359,7 +358,7 @@ class FUSEDMOE_API Experts {
   /// Whether apply() can use these weights.
   virtual bool accepts(const PackedWeights& weights) const = 0;
 
-  /// hidden_states -> fused_output, of WorkspacePlan::output_shape, written completely. Checks
+  /// hidden_states -> fused_output, of WorkspaceSizes::output_shape, written completely. Checks
   /// every argument first; allocates nothing. num_tokens = 0 is legal.
   void apply(const ForwardArgs& args) const;
 

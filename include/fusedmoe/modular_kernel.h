@@ -158,7 +158,7 @@ class FUSEDMOE_API ModularKernel {
   void abandon_on_error(const Step& step) const;
   void cut_and_run(ForwardArgs args, const ProblemSize& problem, void* workspace) const;
   void run_steps(ForwardArgs args, const ProblemSize& problem) const;
-  std::size_t common_bytes(const WorkspacePlan& plan, const ProblemSize& problem) const;
+  std::size_t common_bytes(const WorkspaceSizes& sizes, const ProblemSize& problem) const;
   Preparation preparation_of(const ProblemSize& problem) const;
 
   std::shared_ptr<const PrepareAndFinalize> prepare_finalize_;

@@ -8,20 +8,19 @@
 #include <vector>
 
 #include "checkpoint/linear_layouts.h"
+#include "core/ceil_div.h"
 #include "core/check.h"
+#include "core/copy_rows.h"
 #include "fusedmoe/quant.h"
 #include "quant/quantize.h"
 
 namespace fusedmoe::checkpoint {
 namespace {
 
+using core::ceil_div;
 using enum Form;
 
 constexpr std::int64_t kWordBits = 32;
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
 
 /// Integer codes in a word.
 std::int64_t per_word(const QuantKey& key) {
@@ -76,23 +75,6 @@ TensorView& part_of(WeightMatrix& matrix, Part part) {
   return matrix.values;
 }
 
-/// Copies the bytes of a matrix to a contiguous one.
-void copy_into(const TensorView& source, const TensorView& target) {
-  const std::int64_t width = bits(target.dtype()) / 8, columns = source.size(1);
-  char* next = target.as<char>();
-  for (std::int64_t row = 0; row < source.size(0); ++row) {
-    const char* from = source.as<const char>() + row * source.stride(0) * width;
-    if (source.stride(1) == 1) {
-      std::memcpy(next, from, static_cast<std::size_t>(columns * width));
-      next += columns * width;
-      continue;
-    }
-    for (std::int64_t col = 0; col < columns; ++col, next += width) {
-      std::memcpy(next, from + col * source.stride(1) * width, static_cast<std::size_t>(width));
-    }
-  }
-}
-
 /// A contiguous copy in another dtype: converted between floating types, else the same bytes.
 Tensor copy_as(const TensorView& source, DType dtype) {
   Tensor result = Tensor::empty(source.shape(), dtype);
@@ -102,7 +84,7 @@ Tensor copy_as(const TensorView& source, DType dtype) {
   }
   FUSEDMOE_CHECK_FILE(bits(source.dtype()) == bits(dtype) && source.rank() == 2, "tensor",
                       core::describe(source), core::format("a matrix of {}", name(dtype)));
-  copy_into(source, result);
+  core::copy_matrix(source, result);
   return result;
 }
 
@@ -158,7 +140,7 @@ Tensor pack_zeros(Form form, const TensorView& zeros, const QuantKey& key, Linea
   const std::int64_t width = kWordBits / per_word(key);
   const Tensor codes = Tensor::empty(scales_shape(key, shape), DType::kU8);
   if (zeros.defined()) {
-    copy_into(zeros, codes);
+    core::copy_matrix(zeros, codes);
   } else {
     std::memset(codes.data(), 1 << (width - 1), static_cast<std::size_t>(codes.nbytes()));
   }

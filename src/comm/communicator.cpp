@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "comm/check_ranks.h"
 #include "comm/communicator_impl.h"
 #include "comm/place.h"
 #include "core/check.h"
@@ -153,7 +152,7 @@ Communicator::Communicator(int rank, int size, std::shared_ptr<ControlPlane> con
   impl_->data = std::move(data);
   impl_->options = options;
   try {
-    comm::check_ranks(rank, size, options.timeout);
+    comm::check_place(rank, size, options.timeout);
     FUSEDMOE_CHECK_FAULT(
         !impl_->data || impl_->data->device().kind == options.device.kind, kDevice,
         "options.device", to_string(options.device),

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <utility>
 
-#include "comm/check_ranks.h"
+#include "comm/place.h"
 #include "comm/poll.h"
 #include "comm/token.h"
 #include "core/check.h"
@@ -127,7 +127,7 @@ std::shared_ptr<Communicator> make_communicator(int rank, int size,
   FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
   std::shared_ptr<DataPlane> data;
   try {
-    comm::check_ranks(rank, size, options.timeout);
+    comm::check_place(rank, size, options.timeout);
     if (options.device.is_cpu()) {
       FUSEDMOE_CHECK(!nccl.comm && nccl.unique_id.empty(), "options.device",
                      "cpu, with nccl_comm or nccl_unique_id", "a CUDA device");

@@ -4,9 +4,17 @@
 
 #include <array>
 
-#include "core/format.h"
+#include "core/check.h"
 
 namespace fusedmoe::comm {
+
+void check_place(int rank, int size, std::chrono::milliseconds timeout) {
+  constexpr std::chrono::hours kYear(24 * 365);
+  FUSEDMOE_CHECK(size >= 1 && rank >= 0 && rank < size, "rank",
+                 core::format("{} of {}", rank, size), "at least 0 and below the number of ranks");
+  FUSEDMOE_CHECK(timeout.count() > 0 && timeout <= kYear, "timeout",
+                 core::format("{} ms", timeout.count()), "positive, at most a year");
+}
 
 std::string host_name() {
   std::array<char, 256> name{};

@@ -14,7 +14,6 @@
 #include <set>
 #include <thread>
 
-#include "comm/check_ranks.h"
 #include "comm/greeting.h"
 #include "comm/place.h"
 #include "comm/poll.h"
@@ -364,7 +363,7 @@ class Client final : public ControlPlane {
 std::shared_ptr<ControlPlane> make_tcp_control_plane(int rank, int size, const std::string& address,
                                                      int port, std::chrono::milliseconds timeout,
                                                      std::string_view token) {
-  comm::check_ranks(rank, size, timeout);
+  comm::check_place(rank, size, timeout);
   FUSEDMOE_CHECK(port > 0 && port < 65536, "port", core::to_string(port), "in [1, 65535]");
   const comm::Token secret = comm::Token::given(token);
   const auto deadline = comm::SocketClock::now() + timeout;
@@ -378,7 +377,7 @@ std::shared_ptr<ControlPlane> make_tcp_control_plane(int rank, int size, const s
 
 std::shared_ptr<ControlPlane> make_control_plane(int rank, int size, const GatherCallback& gather,
                                                  std::chrono::milliseconds timeout) {
-  comm::check_ranks(rank, size, timeout);
+  comm::check_place(rank, size, timeout);
   const auto gather_all = [&](const std::string& text) {
     std::vector<std::string> texts = gather(text);
     FUSEDMOE_CHECK(static_cast<int>(texts.size()) == size, "gather",

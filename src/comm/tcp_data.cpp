@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "comm/check_ranks.h"
 #include "comm/greeting.h"
 #include "comm/place.h"
 #include "comm/poll.h"
@@ -224,7 +223,7 @@ class TcpData final : public DataPlane {
 std::shared_ptr<DataPlane> make_tcp_data_plane(int rank, int size,
                                                const std::shared_ptr<ControlPlane>& control,
                                                std::chrono::milliseconds timeout) {
-  comm::check_ranks(rank, size, timeout);
+  comm::check_place(rank, size, timeout);
   FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
   return std::make_shared<comm::TcpData>(rank, size, *control, timeout);
 }

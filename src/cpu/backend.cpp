@@ -4,7 +4,7 @@
 #include "cpu/forward.h"
 #include "cpu/kernels.h"
 #include "cpu/router.h"
-#include "moe/host_backend.h"
+#include "host/host_backend.h"
 
 namespace fusedmoe::cpu {
 namespace {

@@ -24,7 +24,7 @@ class CpuExperts final : public core::RoutedExperts {
   }
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                       const PackOptions& options) const override;
-  WorkspacePlan plan(const ProblemSize& problem) const override;
+  WorkspaceSizes workspace_sizes(const ProblemSize& problem) const override;
   ExpertWeights unpack(const PackedWeights& packed, std::int64_t expert) const override;
   void repack(const ExpertWeights& weights, std::int64_t expert,
               PackedWeights& packed) const override;
@@ -76,13 +76,13 @@ Support CpuDescriptor::supports(const MoeConfig& config) const {
                                "every named scheme");
 }
 
-WorkspacePlan CpuExperts::plan(const ProblemSize& problem) const {
-  WorkspacePlan plan = core::output_plan(config(), problem);
-  if (problem.num_tokens == 0) return plan;
+WorkspaceSizes CpuExperts::workspace_sizes(const ProblemSize& problem) const {
+  WorkspaceSizes sizes = core::output_sizes(config(), problem);
+  if (problem.num_tokens == 0) return sizes;
   const WorkspaceLayout layout(problem, mode_of(*this));
-  plan.workspace13_bytes = layout.bytes13;
-  plan.workspace2_bytes = layout.bytes2;
-  return plan;
+  sizes.workspace13_bytes = layout.bytes13;
+  sizes.workspace2_bytes = layout.bytes2;
+  return sizes;
 }
 
 std::shared_ptr<PackedWeights> CpuExperts::pack(const ExpertWeights& weights,

@@ -8,6 +8,7 @@
 #include "cpu/levels.h"
 #include "fusedmoe/router.h"
 #include "moe/experts_args.h"
+#include "moe/problem_size.h"
 #include "quant/quantize.h"
 
 namespace fusedmoe::cpu {
@@ -56,7 +57,7 @@ Epilogue epilogue_of(const ResolvedActivation& activation, DType dtype, bool sto
 Forward::Forward(const Experts& experts, const ForwardArgs& args)
     : args_(args),
       mode_(mode_of(experts)),
-      problem_(core::problem_of(experts, args)),
+      problem_(core::experts_problem(experts, args)),
       weights_(static_cast<const CpuPackedWeights&>(*args.weights)),
       batched_(mode_.format == ActivationFormat::kBatchedExperts),
       layout_(problem_, mode_, args.workspace2),
@@ -66,8 +67,8 @@ Forward::Forward(const Experts& experts, const ForwardArgs& args)
       key_(problem_.scheme.activations),
       hidden_quantized_(key_ && !experts.descriptor().expects_unquantized_inputs(problem_.scheme)),
       compute_(compute_of(problem_.scheme, problem_.dtype)),
-      operands_{OperandRows(problem_.scheme, weights_.gemm1(), compute_, isa_),
-                OperandRows(problem_.scheme, weights_.gemm2(), compute_, isa_)},
+      operands_{GemmRows(problem_.scheme, weights_.gemm1(), compute_, isa_),
+                GemmRows(problem_.scheme, weights_.gemm2(), compute_, isa_)},
       activation_(mode_.unfused
                       ? Epilogue{}
                       : epilogue_of(weights_.info().activation, problem_.dtype, key_.has_value())) {
@@ -155,7 +156,7 @@ void Forward::prepare_row(std::int64_t row, const TaskScratch& scratch) const {
                       ? args_.row_addresses[source]
                       : args_.hidden_states.as<const std::byte>() + source * x_bytes_;
   std::byte* target = layout_.gemm2_rows + row * a_bytes_;
-  const OperandRows& operands = operands_[0];
+  const GemmRows& operands = operands_[0];
   if (!key_) {
     isa_.convert[static_cast<int>(compute_)](x, rounding_of(problem_.dtype), problem_.hidden,
                                              weights_.gemm1().k, target);

@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "core/parallel.h"
+#include "cpu/gemm_rows.h"
 #include "cpu/grouped_gemm.h"
-#include "cpu/operand_rows.h"
 #include "cpu/pack.h"
 #include "cpu/workspace_layout.h"
 #include "fusedmoe/experts.h"
@@ -75,7 +75,7 @@ class Forward {
   const std::optional<QuantKey> key_;  // of the activations
   const bool hidden_quantized_;
   const Compute compute_;
-  const OperandRows operands_[2];
+  const GemmRows operands_[2];
   const Epilogue activation_;
   const Epilogue store_;
 

@@ -8,8 +8,10 @@
 #include "core/ceil_div.h"
 #include "core/check.h"
 #include "core/parallel.h"
+#include "cpu/tile_format.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
+#include "moe/experts_args.h"
 #include "quant/quantize.h"
 #include "quant/weight_layout.h"
 
@@ -17,108 +19,6 @@ namespace fusedmoe::cpu {
 namespace {
 
 using core::round_up;
-
-/// llama.cpp's blocks.
-std::optional<Codes> codes_of_blocks(const QuantKey& key) {
-  static const std::array<std::pair<QuantKey, Codes>, 8> kTable{{{keys::q2_k(), Codes::kQ2K},
-                                                                 {keys::q3_k(), Codes::kQ3K},
-                                                                 {keys::q4_k(), Codes::kQ4K},
-                                                                 {keys::q5_k(), Codes::kQ5K},
-                                                                 {keys::q6_k(), Codes::kQ6K},
-                                                                 {keys::q4_1(), Codes::kQ41},
-                                                                 {keys::q5_1(), Codes::kQ51},
-                                                                 {keys::iq4_xs(), Codes::kIq4Xs}}};
-  const auto found =
-      std::find_if(kTable.begin(), kTable.end(), [&](const auto& row) { return row.first == key; });
-  return found == kTable.end() ? std::nullopt : std::optional(found->second);
-}
-
-/// How tiles hold the key's elements; nothing if the CPU experts do not know the key.
-std::optional<Codes> codes_of(const QuantKey& key) {
-  if (key.global_group.cols > 0) return codes_of_blocks(key);
-  switch (key.value) {
-    case DType::kF32:
-      return Codes::kF32;
-    case DType::kBF16:
-      return Codes::kBF16;
-    case DType::kF16:
-      return Codes::kF16;
-    case DType::kE2M1:
-      return key.scale == DType::kE8M0 ? Codes::kMxfp4 : Codes::kE2M1;
-    case DType::kI4:
-      return key.scale == DType::kE4M3 ? Codes::kW4A8 : Codes::kInt4;
-    case DType::kIq4:
-      return Codes::kIq4;
-    case DType::kE4M3:
-      return Codes::kE4M3;
-    case DType::kU8:
-    case DType::kI8:
-      return Codes::kInt8;
-    default:
-      return std::nullopt;
-  }
-}
-
-bool per_group(const QuantKey& key) {
-  return key.group.cols > 0 && key.group.cols != -1;
-}
-
-/// Whether there is one scale per column or tensor; such scales are not in the stream.
-bool has_column_scales(const QuantKey& key) {
-  return key.quantized() &&
-         ((!per_group(key) && key.value != DType::kI4 && key.value != DType::kU8) ||
-          (key.global_scale && key.global_group.cols < 0));
-}
-
-/// The type of these scales; f32 if they differ.
-ScaleType common_type(const std::vector<const WeightMatrix*>& matrices) {
-  const DType dtype = matrices.front()->scales.dtype();
-  for (const WeightMatrix* matrix : matrices) {
-    if (matrix->scales.dtype() != dtype) return ScaleType::kF32;
-  }
-  return dtype == DType::kF16    ? ScaleType::kF16
-         : dtype == DType::kBF16 ? ScaleType::kBF16
-                                 : ScaleType::kF32;
-}
-
-/// Format of the tiles of these matrices. If a matrix begins inside a scale's group, tiles have
-/// groups of 32 instead, each with one scale.
-TileFormat format_of(const QuantKey& key, const std::vector<const WeightMatrix*>& matrices) {
-  TileFormat format;
-  format.codes = *codes_of(key);
-  if (!key.quantized()) return format;
-  const bool integer = key.value == DType::kI4 || key.value == DType::kU8;
-  if (!per_group(key) && !integer) return format;
-  if (key.global_group.cols > 0) {
-    format.group = key.global_group.cols;
-    return format;
-  }
-  constexpr std::int64_t kChannelGroup = 128;  // scales per channel are repeated
-  format.group = per_group(key) ? key.group.cols : kChannelGroup;
-  format.zeros = !key.symmetric;
-  if (format.codes == Codes::kW4A8) {
-    format.scales = ScaleType::kBF16;
-  } else if (key.scale == DType::kE4M3) {
-    format.scales = ScaleType::kE4M3;
-  } else if (key.scale == DType::kE8M0) {
-    format.scales = ScaleType::kE8M0;
-  } else {
-    format.scales = common_type(matrices);
-  }
-  if (!per_group(key)) return format;
-  for (const WeightMatrix* matrix : matrices) {
-    if (matrix->first_col % format.group == 0) continue;
-    FUSEDMOE_CHECK_SUPPORTED(
-        matrix->first_col % kGroup == 0 && format.group > kGroup && format.codes != Codes::kW4A8,
-        kShape, "first_col", core::to_string(matrix->first_col),
-        "a multiple of 32, and of the group for groups of up to 32 and W4A8; experts "
-        "'reference' take any");
-    format.group = kGroup;
-  }
-  // MXFP4 has a stream layout of its own, scales included.
-  if (format.codes == Codes::kMxfp4) format = {.codes = Codes::kMxfp4};
-  return format;
-}
 
 float bias_at(const Column& column) {
   if (!column.matrix || !column.matrix->bias) return 0;
@@ -135,7 +35,7 @@ float column_scale(const QuantKey& key, const Column& column) {
   }
   const TensorView& scales = column.matrix->scales;
   return load_f32(scales.data(), scales.dtype(),
-                  scale_index(key, *column.matrix, scales, column.row, 0));
+                  core::scale_index(key, *column.matrix, scales, column.row, 0));
 }
 
 void store_column_scale(const QuantKey& key, const Column& column, float value) {
@@ -143,61 +43,9 @@ void store_column_scale(const QuantKey& key, const Column& column, float value) 
   if (key.global_scale) {
     matrix.global_scale.as<float>()[key.global_group.rows == 1 ? column.row : 0] = value;
   } else {
-    matrix.scales.as<float>()[scale_index(key, matrix, matrix.scales, column.row, 0)] = value;
+    matrix.scales.as<float>()[core::scale_index(key, matrix, matrix.scales, column.row, 0)] = value;
   }
 }
-
-/// Uninitialised matrices as WeightMatrix describes them; packed values are zero.
-class MatrixMaker {
- public:
-  MatrixMaker(const QuantKey& key, std::vector<std::shared_ptr<const void>>& owners)
-      : key_(key), owners_(owners) {}
-
-  TensorView tensor(const Shape& shape, DType dtype) {
-    Tensor result = Tensor::zeros(shape, dtype);
-    owners_.push_back(result.owner());
-    return result;
-  }
-
-  WeightMatrix matrix(std::int64_t out, std::int64_t in, std::int64_t first_row,
-                      std::int64_t first_col, DType scales) {
-    WeightMatrix result;
-    result.first_row = first_row;
-    result.first_col = first_col;
-    switch (key_.value) {
-      case DType::kE2M1:
-        result.values = tensor({out, (in + 1) / 2}, DType::kU8);
-        break;
-      case DType::kI4:
-      case DType::kIq4:
-        result.values = tensor({out, (in + 7) / 8}, DType::kI32);
-        break;
-      case DType::kU8:
-        result.values = tensor({out, (in + 3) / 4}, DType::kI32);
-        break;
-      default:
-        result.values = tensor({out, in}, key_.value);
-    }
-    if (!key_.quantized()) return result;
-    const auto blocks = [](std::int64_t first, std::int64_t size, std::int64_t group) {
-      return group < 0 ? 1 : (first + size + group - 1) / group;
-    };
-    const Shape grid{blocks(first_row, out, key_.group.rows),
-                     blocks(first_col, in, key_.group.cols)};
-    result.scales =
-        tensor(grid, key_.scale == DType::kF32 && !has_column_scales(key_) ? scales : *key_.scale);
-    if (!key_.symmetric) result.zero_points = tensor(grid, DType::kU8);
-    const core::WeightLayout layout = core::weight_layout(key_, "scheme");
-    if (key_.global_scale) {
-      result.global_scale = tensor(layout.global_shape(out, in), layout.global_dtype());
-    }
-    return result;
-  }
-
- private:
-  const QuantKey& key_;
-  std::vector<std::shared_ptr<const void>>& owners_;
-};
 
 std::vector<const WeightMatrix*> all_matrices(const ExpertWeights& weights, bool first) {
   std::vector<const WeightMatrix*> matrices;
@@ -212,8 +60,8 @@ std::vector<const WeightMatrix*> all_matrices(const ExpertWeights& weights, bool
   return matrices;
 }
 
-/// While weights are packed, each node's part asks for pages of that node. Whoever gets the memory
-/// next has no wish.
+/// While weights are packed, each node's part asks for pages of that node. The destructor removes
+/// the NUMA policy again.
 class NodeWishes {
  public:
   NodeWishes(const Tensor& data, const std::vector<TilePart>& parts,
@@ -241,26 +89,6 @@ class NodeWishes {
 };
 
 }  // namespace
-
-bool has_codes(const QuantKey& weights) {
-  return codes_of(weights).has_value();
-}
-
-Compute compute_of(const QuantScheme& scheme, DType dtype) {
-  const auto& multiply = kernels().multiply;
-  const auto available = [&](Compute compute) {
-    return multiply[static_cast<int>(*codes_of(scheme.weights))][static_cast<int>(compute)] &&
-           multiply[static_cast<int>(*codes_of(scheme.down_weights()))][static_cast<int>(compute)];
-  };
-  if (scheme.activations && core::is_integer(*scheme.activations)) {
-    const bool wide = scheme.activations->value == DType::kI16;
-    const Compute integers = wide ? Compute::kInt16 : Compute::kInt8;
-    return available(integers) ? integers : Compute::kF32;
-  }
-  // Quantized activations are exact in bf16, whatever the layer's dtype.
-  const bool bf16 = scheme.activations || dtype == DType::kBF16;
-  return bf16 && available(Compute::kBF16) ? Compute::kBF16 : Compute::kF32;
-}
 
 CpuPackedWeights::CpuPackedWeights(Info info, const ExpertWeights& weights,
                                    const PackOptions& options,
@@ -430,11 +258,19 @@ ExpertWeights CpuPackedWeights::unpack(std::int64_t expert) const {
   weights.activation_params = activation_params_;
   const auto matrix = [&](const QuantKey& key, std::int64_t out, std::int64_t in,
                           const Origin& from) {
-    MatrixMaker make(key, weights.owners);
-    WeightMatrix result = make.matrix(out, in, from.first_row, from.first_col, from.scales);
-    if (bias1_) result.bias = make.tensor({out}, DType::kF32);
+    const bool as_given = key.scale == DType::kF32 && !has_column_scales(key);
+    WeightMatrix result = core::make_matrix(
+        key, out, in,
+        {from.first_row, from.first_col, as_given ? std::optional(from.scales) : std::nullopt},
+        weights.owners);
+    const auto tensor = [&](std::int64_t size) {
+      const Tensor made = Tensor::empty({size}, DType::kF32);
+      weights.owners.push_back(made.owner());
+      return made;
+    };
+    if (bias1_) result.bias = tensor(out);
     if (from.input_scale > 0) {
-      result.input_scale = make.tensor({1}, DType::kF32);
+      result.input_scale = tensor(1);
       *result.input_scale.as<float>() = from.input_scale;
     }
     return result;

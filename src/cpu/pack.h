@@ -12,6 +12,7 @@
 #include "core/numa.h"
 #include "cpu/kernels.h"
 #include "cpu/tile.h"
+#include "cpu/tile_format.h"
 #include "fusedmoe/experts.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/weights.h"
@@ -20,14 +21,6 @@ namespace fusedmoe::cpu {
 
 /// Inner size up to which int32 accumulators of unsigned codes times int8 cannot overflow.
 inline constexpr std::int64_t kMaxInt8Size = 65536;
-
-/// Whether the CPU experts have tiles for weights of a key.
-bool has_codes(const QuantKey& weights);
-/// Element type of the rows that enter the GEMMs, with this machine's instruction set.
-Compute compute_of(const QuantScheme& scheme, DType dtype);
-inline std::int64_t element_bytes(Compute compute) {
-  return compute == Compute::kF32 ? 4 : compute == Compute::kInt8 ? 1 : 2;
-}
 
 /// Consecutive tiles of every expert, which lie near one node.
 struct TilePart {

@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "fusedmoe/quant.h"
+#include "quant/weight_layout.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -108,7 +109,7 @@ void pack_mxfp4_column(const TileShape& shape, const Column& column, int c, std:
       if (!zero) {
         const TensorView& scales = column.matrix->scales;
         const std::int64_t index =
-            scale_index(shape.key, *column.matrix, scales, column.row, g * kGroup);
+            core::scale_index(shape.key, *column.matrix, scales, column.row, g * kGroup);
         const int code = codes.use(scales.as<const std::uint8_t>()[index], column.row, g);
         relative = previous < 0 ? 0 : previous - code;
         previous = code;
@@ -132,7 +133,7 @@ void unpack_mxfp4_column(const TileShape& shape, const Column& column, int c,
   for (std::int64_t g = 0; g * kGroup < shape.k; ++g, group += kMxfp4GroupBytes) {
     code -= static_cast<std::uint8_t>(group[c]) - 127;
     const std::int64_t index =
-        scale_index(shape.key, *column.matrix, scales, column.row, g * kGroup);
+        core::scale_index(shape.key, *column.matrix, scales, column.row, g * kGroup);
     scales.as<std::uint8_t>()[index] = static_cast<std::uint8_t>(code);
     std::array<std::uint32_t, 4> words{};
     for (int q = 0; q < 4; ++q) {
@@ -293,7 +294,7 @@ void visit_scales(const TileShape& shape, const Column& column, std::int64_t k, 
   const WeightMatrix& matrix = *column.matrix;
   const auto of_group = [&](const TensorView& part, ScaleType type, std::int64_t first,
                             Byte* place) {
-    visit(type, part, scale_index(shape.key, matrix, part, column.row, first),
+    visit(type, part, core::scale_index(shape.key, matrix, part, column.row, first),
           place + width_of(type) * c);
   };
   if (shape.key.global_group.cols < 0) {
@@ -378,18 +379,6 @@ void unpack_codes(const TileShape& shape, const Columns& columns, const std::byt
   };
   visit_groups(shape, tile, unpack_group);
 }
-
-}  // namespace
-
-std::int64_t scale_index(const QuantKey& key, const WeightMatrix& matrix, const TensorView& scales,
-                         std::int64_t row, std::int64_t k) {
-  const GroupShape& group = key.group;
-  const std::int64_t i = group.rows < 0 ? 0 : (matrix.first_row + row) / group.rows;
-  const std::int64_t j = group.cols < 0 ? 0 : (matrix.first_col + k) / group.cols;
-  return i * scales.stride(0) + j * scales.stride(1);
-}
-
-namespace {
 
 /// For unquantized tiles (f32, bf16, f16): calls visit(a value of the element type, how many values
 /// of k one step holds) and returns true. Other tiles hold codes: returns false.

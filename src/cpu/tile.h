@@ -32,9 +32,4 @@ void pack_tile(const TileShape& shape, const Columns& columns, std::byte* tile);
 /// describes and writable. Scales per channel or tensor are not in tiles.
 void unpack_tile(const TileShape& shape, const Columns& columns, const std::byte* tile);
 
-/// Position of the scale of element (row, k) in WeightMatrix::scales, for a key and the matrix's
-/// first_row and first_col.
-std::int64_t scale_index(const QuantKey& key, const WeightMatrix& matrix, const TensorView& scales,
-                         std::int64_t row, std::int64_t k);
-
 }  // namespace fusedmoe::cpu

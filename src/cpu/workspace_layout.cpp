@@ -11,7 +11,7 @@ using core::round_up;
 
 namespace {
 
-/// Upper bound of OperandRows::floats_per_row() for all weights of the scheme.
+/// Upper bound of GemmRows::floats_per_row() for all weights of the scheme.
 std::int64_t floats_per_row(const QuantScheme& scheme, std::int64_t padded_k) {
   const bool symmetric = scheme.weights.symmetric && scheme.down_weights().symmetric;
   if (!scheme.activations && symmetric) return 0;

@@ -43,7 +43,7 @@ struct WorkspaceLayout {
   std::int64_t* work_offsets[2] = {};  // GroupedGemm's, of GEMM 1 and 2, for all NUMA nodes
   std::byte* scratch = nullptr;        // scratch_bytes for each task
   std::size_t scratch_bytes = 0;
-  float* row_floats[2] = {};  // OperandRows's, of the rows of GEMM 1 and 2
+  float* row_floats[2] = {};  // GemmRows's, of the rows of GEMM 1 and 2
   void* hook_rows[2] = {};    // (rows, 2 I) or (rows, hidden), and (rows, I), of the layer's dtype
   std::byte* gemm2_rows = nullptr;
   std::size_t bytes13 = 0, bytes2 = 0;

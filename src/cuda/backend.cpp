@@ -15,7 +15,7 @@ namespace {
 
 using core::CurrentDevice;
 
-void check_ranks(std::size_t num_ranks) {
+void check_num_ranks(std::size_t num_ranks) {
   FUSEDMOE_CHECK(num_ranks <= static_cast<std::size_t>(kMaxRanks), "ranks",
                  core::to_string(num_ranks), core::format("at most {} on cuda", kMaxRanks));
 }
@@ -80,8 +80,8 @@ class CudaBackend final : public core::Backend {
     cuda::assign_rows(topk_ids, expert_map, out, stream);
   }
 
-  void dispatch(const TensorView& slot_rows, const TensorView& from, const TensorView& to,
-                Stream stream) const override {
+  void copy_to_slots(const TensorView& slot_rows, const TensorView& from, const TensorView& to,
+                     Stream stream) const override {
     const CurrentDevice current(stream.device);
     PermuteRows permute;
     permute.rows.rows = from.data();
@@ -99,19 +99,20 @@ class CudaBackend final : public core::Backend {
     reduce_rows(args, slot_rows);
   }
 
-  void plan_dispatch(const core::DispatchPlan& plan, Stream stream) const override {
+  void find_destinations(const core::TokenDestinations& destinations,
+                         Stream stream) const override {
     const CurrentDevice current(stream.device);
-    cuda::plan_dispatch(plan, stream);
+    cuda::find_destinations(destinations, stream);
   }
 
   void limit_rows(const core::RowLimits& limits, Stream stream) const override {
-    check_ranks(limits.room.size());
+    check_num_ranks(limits.room.size());
     const CurrentDevice current(stream.device);
     cuda::limit_rows(limits, stream);
   }
 
   void pack_rows(const core::RowPacking& packing, Stream stream) const override {
-    check_ranks(packing.parts.size());
+    check_num_ranks(packing.parts.size());
     const CurrentDevice current(stream.device);
     cuda::pack_rows(packing, stream);
   }
@@ -124,14 +125,14 @@ class CudaBackend final : public core::Backend {
   void expand_slots(const core::SlotExpansion& expansion,
                     std::span<const std::int64_t> rows_of_source, std::span<std::int64_t> counts,
                     Stream stream) const override {
-    check_ranks(counts.size());
+    check_num_ranks(counts.size());
     const CurrentDevice current(stream.device);
     cuda::expand_slots(expansion, rows_of_source, counts, stream);
   }
 
   void number_slots(const core::SlotNumbers& numbers, std::span<std::int64_t> counts,
                     Stream stream) const override {
-    check_ranks(counts.size());
+    check_num_ranks(counts.size());
     const CurrentDevice current(stream.device);
     cuda::number_slots(numbers, counts, stream);
   }

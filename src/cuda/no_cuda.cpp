@@ -69,7 +69,9 @@ class PlannedExperts final : public Experts {
       : Experts(descriptor, config, context),
         planner_(this->config(), context, descriptor.name(), MlpShape().multiprocessors) {}
 
-  WorkspacePlan plan(const ProblemSize& problem) const override { return planner_.plan(problem); }
+  WorkspaceSizes workspace_sizes(const ProblemSize& problem) const override {
+    return planner_.workspace_sizes(problem);
+  }
   std::vector<std::string> kernel_configs(const ProblemSize& problem) const override {
     return planner_.kernel_configs(problem);
   }

@@ -1,6 +1,7 @@
 // The backend of a device.
 #pragma once
 
+#include "fusedmoe/experts.h"
 #include "moe/backend.h"
 
 namespace fusedmoe::layer {

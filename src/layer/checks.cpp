@@ -32,14 +32,15 @@ void check_written_dtype(const ModularKernel& kernel, const ProblemSize& problem
   if (kernel.prepare_finalize().moves_rows()) return;  // sums are converted on their way
   const Experts& experts = kernel.experts();
   const ExpertsDescriptor& descriptor = experts.descriptor();
-  const WorkspacePlan plan = experts.plan(kernel.prepare_finalize().problem_size(problem));
+  const WorkspaceSizes sizes =
+      experts.workspace_sizes(kernel.prepare_finalize().problem_size(problem));
   const bool reduced =
       descriptor.weight_and_reduce(experts.config().activation_format) == WeightAndReduce::kNoOp;
   FUSEDMOE_CHECK_FAULT(
-      plan.output_dtype == problem.output_dtype ||
+      sizes.output_dtype == problem.output_dtype ||
           (!reduced && problem.output_dtype == DType::kF32),
       kDType, "output", std::string(name(problem.output_dtype)),
-      core::format("{}, which {} write", name(plan.output_dtype), descriptor.name()));
+      core::format("{}, which {} write", name(sizes.output_dtype), descriptor.name()));
 }
 
 }  // namespace

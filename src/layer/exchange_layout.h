@@ -3,8 +3,8 @@
 
 #include <type_traits>
 
+#include "layer/prepared_rows.h"
 #include "layer/rank_sums.h"
-#include "layer/token_rows.h"
 
 namespace fusedmoe::layer {
 
@@ -37,8 +37,8 @@ struct ExchangeSizes {
   DType combine_dtype;
 };
 
-/// One thing of each row: values, scales, ids, weights, logits, its token's number. Undefined where
-/// rows have none.
+/// The tensors that travel with the rows; row i of each belongs to row i. An undefined one does not
+/// travel.
 struct RowTensors {
   TensorView values, scales, ids, weights, logits, numbers;
   RowTensors slice(std::int64_t begin, std::int64_t end) const {
@@ -87,7 +87,7 @@ struct ExchangeLayout {
 
   core::WorkspaceCutter cutter;
   ExchangeSizes sizes;
-  TokenRows own;
+  PreparedRows own;
   TensorView row_scales;    // (num_tokens, 1): one scale of all rows, where it is each rank's own
   TensorView physical_ids;  // (num_tokens, topk) i32
   TensorView send_rows;     // (num_tokens, num_ranks) i32

@@ -11,7 +11,7 @@
 #include "layer/agreement.h"
 #include "layer/backend.h"
 #include "layer/layer_impl.h"
-#include "layer/rank_support.h"
+#include "layer/rank_transports.h"
 #include "moe/check_args.h"
 
 namespace fusedmoe {
@@ -242,7 +242,7 @@ MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
                                "options.require names batched, which does not run across ranks");
     }
     config.monolithic = options.monolithic;
-    layer::check_ranks(*selection.prepare_finalize, config, {.ranks = options.ranks});
+    layer::check_rank_options(*selection.prepare_finalize, config, {.ranks = options.ranks});
     return layer::facts_of(config, weights, options, selection);
   });
   try {

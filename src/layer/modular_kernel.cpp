@@ -51,9 +51,9 @@ ModularKernel::ModularKernel(std::shared_ptr<const PrepareAndFinalize> prepare_f
 std::size_t ModularKernel::workspace_bytes(const ProblemSize& problem) const {
   core::WorkspaceCutter cutter(nullptr);
   cutter.take(prepare_finalize_->workspace_bytes(problem, preparation_of(problem)));
-  const WorkspacePlan plan = experts_->plan(prepare_finalize_->problem_size(problem));
-  cutter.take(common_bytes(plan, problem));
-  cutter.take(plan.workspace2_bytes);
+  const WorkspaceSizes sizes = experts_->workspace_sizes(prepare_finalize_->problem_size(problem));
+  cutter.take(common_bytes(sizes, problem));
+  cutter.take(sizes.workspace2_bytes);
   return cutter.used();
 }
 
@@ -68,11 +68,11 @@ Preparation ModularKernel::preparation_of(const ProblemSize& problem) const {
 }
 
 /// Room for workspace13 and for the experts' output, unless they write the caller's.
-std::size_t ModularKernel::common_bytes(const WorkspacePlan& plan,
+std::size_t ModularKernel::common_bytes(const WorkspaceSizes& sizes,
                                         const ProblemSize& problem) const {
   const bool direct = passes_rows_ && reduce_ == WeightAndReduce::kNoOp &&
-                      plan.output_shape == Shape{problem.num_tokens, problem.hidden};
-  return direct ? plan.workspace13_bytes : plan.common_bytes();
+                      sizes.output_shape == Shape{problem.num_tokens, problem.hidden};
+  return direct ? sizes.workspace13_bytes : sizes.common_bytes();
 }
 
 std::size_t ModularKernel::workspace_bytes(std::int64_t num_tokens) const {
@@ -125,18 +125,18 @@ void ModularKernel::cut_and_run(ForwardArgs args, const ProblemSize& problem,
   }
   args.prepare_workspace =
       cutter.take(prepare_finalize_->workspace_bytes(problem, args.preparation));
-  const WorkspacePlan plan = experts_->plan(prepare_finalize_->problem_size(problem));
-  args.workspace13 = cutter.take(common_bytes(plan, problem));
-  args.workspace2 = cutter.take(plan.workspace2_bytes);
+  const WorkspaceSizes sizes = experts_->workspace_sizes(prepare_finalize_->problem_size(problem));
+  args.workspace13 = cutter.take(common_bytes(sizes, problem));
+  args.workspace2 = cutter.take(sizes.workspace2_bytes);
   args.weight_and_reduce = reduce_;
   // finalize can work in place on the output itself if it adds nothing to what was there.
   const bool in_place =
-      plan.output_dtype == args.output.dtype() && args.output.contiguous() && !args.accumulate;
+      sizes.output_dtype == args.output.dtype() && args.output.contiguous() && !args.accumulate;
   const bool direct =
-      plan.output_shape == args.output.shape() && (reduce_ == WeightAndReduce::kNoOp || in_place);
+      sizes.output_shape == args.output.shape() && (reduce_ == WeightAndReduce::kNoOp || in_place);
   args.fused_output = direct && !moves_rows_ ? args.output
-                                             : TensorView(args.workspace13, plan.output_dtype,
-                                                          plan.output_shape, args.output.device());
+                                             : TensorView(args.workspace13, sizes.output_dtype,
+                                                          sizes.output_shape, args.output.device());
   run_steps(args, problem);
 }
 
@@ -149,9 +149,9 @@ void ModularKernel::run_steps(ForwardArgs args, const ProblemSize& problem) cons
     inner.accumulate = false;
     ProblemSize arrived = prepare_finalize_->problem_size(problem);
     arrived.num_tokens = inner.hidden_states.size(0);
-    const WorkspacePlan plan = experts_->plan(arrived);
+    const WorkspaceSizes sizes = experts_->workspace_sizes(arrived);
     inner.fused_output = TensorView(inner.output_memory ? inner.output_memory : args.workspace13,
-                                    plan.output_dtype, plan.output_shape, args.output.device());
+                                    sizes.output_dtype, sizes.output_shape, args.output.device());
     args.fused_output = inner.fused_output;
   }
   experts_->run(inner);

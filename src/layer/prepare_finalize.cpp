@@ -13,17 +13,17 @@
 #include "fusedmoe/runtime.h"
 #include "layer/backend.h"
 #include "layer/checks.h"
+#include "layer/prepared_rows.h"
 #include "layer/rank_sums.h"
-#include "layer/rank_support.h"
+#include "layer/rank_transports.h"
 #include "layer/step_name.h"
-#include "layer/token_rows.h"
 #include "moe/experts_args.h"
 
 namespace fusedmoe {
 namespace {
 
-using layer::problem_of;
-using layer::TokenRows;
+using core::callers_problem;
+using layer::PreparedRows;
 
 // What holds for both: rows stay on their rank.
 Support supports_staying(const MoeConfig& config) {
@@ -74,14 +74,15 @@ class NoEp final : public PrepareAndFinalize {
   std::size_t workspace_bytes(const ProblemSize& caller,
                               const Preparation& preparation) const override {
     core::WorkspaceCutter cutter(nullptr);
-    const TokenRows rows(cutter, caller, preparation, {});
+    const PreparedRows rows(cutter, caller, preparation, {});
     return cutter.used();
   }
 
  private:
   void do_start_prepare(ForwardArgs& args) const override {
     core::WorkspaceCutter cutter(args.prepare_workspace);
-    const TokenRows rows(cutter, problem_of(args), args.preparation, args.hidden_states.device());
+    const PreparedRows rows(cutter, callers_problem(args), args.preparation,
+                            args.hidden_states.device());
     rows.run(args);
   }
 
@@ -121,7 +122,7 @@ class NoEpSums final : public PrepareAndFinalize {
  private:
   struct Layout {
     core::WorkspaceCutter cutter;
-    TokenRows rows;
+    PreparedRows rows;
     layer::RankSums::Buffers sums;
     Layout(void* workspace, const ProblemSize& problem, const Preparation& preparation,
            const NoEpSums& of, Device device)
@@ -131,7 +132,7 @@ class NoEpSums final : public PrepareAndFinalize {
                of.sums_.communicator()->size(), device) {}
   };
   Layout layout(const ForwardArgs& args) const {
-    return {args.prepare_workspace, problem_of(args), args.preparation, *this,
+    return {args.prepare_workspace, callers_problem(args), args.preparation, *this,
             args.hidden_states.device()};
   }
 
@@ -167,7 +168,7 @@ core::RowAssignment cut_assignment(core::WorkspaceCutter& cutter, const ProblemS
 struct BatchedLayout {
   core::WorkspaceCutter cutter;
   core::RowAssignment assignment;
-  TokenRows rows;
+  PreparedRows rows;
   TensorView values, scales;  // (num_local_experts, capacity, ...)
 
   BatchedLayout(void* workspace, const ProblemSize& problem, const Preparation& preparation,
@@ -196,15 +197,16 @@ class Batched final : public PrepareAndFinalize {
   void do_start_prepare(ForwardArgs& args) const override {
     const core::Backend& backend = layer::backend_of(args.stream.device);
     const Device device = args.stream.device;
-    const BatchedLayout layout(args.prepare_workspace, problem_of(args), args.preparation, device);
+    const BatchedLayout layout(args.prepare_workspace, callers_problem(args), args.preparation,
+                               device);
     layout.rows.run(args);
     const TensorView rows = std::exchange(args.hidden_states, layout.values);
     args.expert_num_tokens = layout.assignment.expert_num_tokens;
     backend.assign_rows(args.topk_ids, args.expert_map, layout.assignment, args.stream);
-    backend.dispatch(layout.assignment.slot_rows, rows, layout.values, args.stream);
+    backend.copy_to_slots(layout.assignment.slot_rows, rows, layout.values, args.stream);
     if (layout.rows.scale_columns() == 0) return;
     const TensorView row_scales = std::exchange(args.hidden_scales, layout.scales);
-    backend.dispatch(layout.assignment.slot_rows, row_scales, layout.scales, args.stream);
+    backend.copy_to_slots(layout.assignment.slot_rows, row_scales, layout.scales, args.stream);
   }
 
   void do_start_finalize(const ForwardArgs& args) const override {
@@ -223,15 +225,13 @@ class NoEpDescriptor final : public PrepareFinalizeDescriptor {
   std::string_view name() const override { return "no_ep"; }
   ActivationFormat activation_format() const override { return ActivationFormat::kStandard; }
   Support supports(const MoeConfig& config) const override { return supports_staying(config); }
-  bool accepts(WeightAndReduce kind) const override {
-    return kind != WeightAndReduce::kNaiveBatched;
-  }
+  bool accepts(WeightAndReduce) const override { return true; }
   std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
                                                    const Context& context) const override {
     if (!context.ranks.communicator || config.parallel.num_ranks() == 1) {
       return std::make_shared<NoEp>(*this);
     }
-    layer::check_ranks(*this, config, context);
+    layer::check_rank_options(*this, config, context);
     return std::make_shared<NoEpSums>(*this, config, context);
   }
 };
@@ -241,9 +241,7 @@ class BatchedDescriptor final : public PrepareFinalizeDescriptor {
   std::string_view name() const override { return "batched"; }
   ActivationFormat activation_format() const override { return ActivationFormat::kBatchedExperts; }
   Support supports(const MoeConfig& config) const override { return supports_staying(config); }
-  bool accepts(WeightAndReduce kind) const override {
-    return kind == WeightAndReduce::kNaiveBatched || kind == WeightAndReduce::kDelegate;
-  }
+  bool accepts(WeightAndReduce kind) const override { return kind == WeightAndReduce::kDelegate; }
   std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
                                                    const Context& context) const override {
     if (context.ranks.communicator && config.parallel.num_ranks() > 1) {
@@ -260,7 +258,7 @@ class BatchedDescriptor final : public PrepareFinalizeDescriptor {
 
 void PrepareAndFinalize::start_prepare(ForwardArgs& args) const {
   layer::check_prepare_args(descriptor_, args);
-  const std::size_t needed = workspace_bytes(problem_of(args), args.preparation);
+  const std::size_t needed = workspace_bytes(callers_problem(args), args.preparation);
   FUSEDMOE_CHECK_FAULT(needed == 0 || args.prepare_workspace, kWorkspace, "prepare_workspace",
                        "null", core::format("{} bytes", needed));
   do_start_prepare(args);

@@ -1,8 +1,8 @@
-// One step across ranks. In order: plan (which token goes where), count (headers and numbers of
-// rows, for which the host waits) and settle (which of them fit; per slot the host waits), both in
-// rank_exchange_counts.cpp, pack, exchange rows; then, behind the experts, return and sum. What
-// packs and sums is in rank_exchange_host.cpp and rank_exchange_device.cpp. Ranks that lend each
-// other their memory have one step for count, pack and exchange, and return nothing.
+// One step across ranks. In order: find destinations (which token goes where), count (headers and
+// numbers of rows, for which the host waits) and settle (which of them fit; per slot the host
+// waits), both in rank_exchange_counts.cpp, pack, exchange rows; then, behind the experts, return
+// and sum. What packs and sums is in rank_exchange_host.cpp and rank_exchange_device.cpp. Ranks
+// that lend each other their memory have one step for count, pack and exchange, and return nothing.
 //
 // Received rows lie by (source rank, token), and everything is summed in rank or slot order, so
 // that no bit depends on which rank was first.
@@ -25,9 +25,9 @@ Message message(int peer, const TensorView& rows, std::int64_t begin, std::int64
   return {peer, part.data(), static_cast<std::size_t>(part.nbytes())};
 }
 
-void pack_rows(const RowTensors& from, const RowTensors& to, const TensorView& tokens,
-               const TensorView& counts, std::span<const core::RowPacking::Part> parts,
-               Stream stream) {
+void put_in_send_order(const RowTensors& from, const RowTensors& to, const TensorView& tokens,
+                       const TensorView& counts, std::span<const core::RowPacking::Part> parts,
+                       Stream stream) {
   std::vector<core::RowPacking::Tensor> tensors;
   to.each(from, [&](const TensorView& target, const TensorView& source) {
     tensors.push_back({source, target});
@@ -67,10 +67,10 @@ void RankExchange::do_start_prepare(ForwardArgs& args) const {
   step_.number = group_->next_step();
   step_.recorded = is_capturing(args.stream);
   if (shared_) {
-    step_.shared = group_->take_shared(layout_bytes(problem_of(args), args.preparation));
+    step_.shared = group_->take_shared(layout_bytes(core::callers_problem(args), args.preparation));
   }
   const ExchangeLayout layout = this->layout(args);
-  num_logits_ > 0 ? route_own(args) : plan(args, layout);
+  num_logits_ > 0 ? route_own(args) : find_destinations(args, layout);
   ForwardArgs own = args;  // the caller's views stay until finish_prepare, which needs their sizes
   layout.own.run(own);
   const RowTensors rows = own_rows(own, layout);
@@ -88,28 +88,29 @@ void RankExchange::do_start_prepare(ForwardArgs& args) const {
   args.hidden_scales = own.hidden_scales;
 }
 
-/// Whether the caller's ids are those of physical experts, and nobody needs more of the plan.
+/// True if nobody needs the tokens' destinations: physical experts have the logical numbers, and
+/// every row goes to every rank.
 bool RankExchange::keeps_ids() const {
   return !host_ && ids_stay_ && to_all_ && !drop_rows_ && !per_slot();
 }
 
-void RankExchange::plan(const ForwardArgs& args, const ExchangeLayout& layout) const {
+void RankExchange::find_destinations(const ForwardArgs& args, const ExchangeLayout& layout) const {
   if (keeps_ids()) return;
-  core::DispatchPlan plan;
-  plan.topk_ids = args.topk_ids;
-  plan.replica_offsets = replica_offsets_;
-  plan.replicas = replicas_;
-  plan.physical_ranks = physical_ranks_;
-  plan.nearest_rank = nearest_rank_;
-  plan.row_stride = layout.sizes.max_tokens;
-  plan.physical_ids = layout.physical_ids;
+  core::TokenDestinations destinations;
+  destinations.topk_ids = args.topk_ids;
+  destinations.replica_offsets = replica_offsets_;
+  destinations.replicas = replicas_;
+  destinations.physical_ranks = physical_ranks_;
+  destinations.nearest_rank = nearest_rank_;
+  destinations.row_stride = layout.sizes.max_tokens;
+  destinations.physical_ids = layout.physical_ids;
   if (host_ || !to_all_) {
-    plan.send_rows = layout.send_rows;
-    plan.send_counts = layout.send_counts;
-    plan.send_tokens = layout.send_tokens;
+    destinations.send_rows = layout.send_rows;
+    destinations.send_counts = layout.send_counts;
+    destinations.send_tokens = layout.send_tokens;
   }
   const core::Backend& backend = backend_of(args.stream.device);
-  backend.plan_dispatch(plan, args.stream);
+  backend.find_destinations(destinations, args.stream);
 }
 
 /// The caller's results, and the load, are of this rank's tokens alone. The experts route those of
@@ -134,7 +135,7 @@ RowTensors RankExchange::own_rows(const ForwardArgs& own, const ExchangeLayout& 
   if (hooks_ || layout.row_scales) backend.number_parts(layout.own_rows, 0, own.stream);
   if (layout.row_scales) {
     const TensorView every_row = layout.own_rows.reshape({1, layout.sizes.num_tokens});
-    backend.dispatch(every_row, own.hidden_scales, layout.row_scales, own.stream);
+    backend.copy_to_slots(every_row, own.hidden_scales, layout.row_scales, own.stream);
     tokens.scales = layout.row_scales;
   }
   return tokens;
@@ -237,7 +238,7 @@ void RankExchange::expand_slots(ForwardArgs& args, const ExchangeLayout& layout)
   const std::int64_t rows =
       std::accumulate(step_.slots_in.begin(), step_.slots_in.end(), std::int64_t{0});
   const auto expand = [&](TensorView& view, const TensorView& expanded) {
-    backend.dispatch(expansion.slot_rows, view, expanded, args.stream);
+    backend.copy_to_slots(expansion.slot_rows, view, expanded, args.stream);
     view = expanded.slice(0, 0, rows);
   };
   if (layout.expert_rows_at) {

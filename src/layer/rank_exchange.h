@@ -20,10 +20,10 @@ std::int64_t expected_local_slots(std::int64_t rows, std::int64_t topk, double s
 /// Rows that lie one after the other.
 Message message(int peer, const TensorView& rows, std::int64_t begin, std::int64_t count);
 
-/// Row i of a part becomes what `from` has of its token.
-void pack_rows(const RowTensors& from, const RowTensors& to, const TensorView& tokens,
-               const TensorView& counts, std::span<const core::RowPacking::Part> parts,
-               Stream stream);
+/// Copies rows into send order: row i of a part is the row of `from` whose token is tokens[i].
+void put_in_send_order(const RowTensors& from, const RowTensors& to, const TensorView& tokens,
+                       const TensorView& counts, std::span<const core::RowPacking::Part> parts,
+                       Stream stream);
 
 /// A rank runs one step at a time, so what it counts in prepare may wait here for finalize.
 class RankExchange final : public PrepareAndFinalize {
@@ -67,7 +67,7 @@ class RankExchange final : public PrepareAndFinalize {
   ExchangeSizes sizes(const ProblemSize& caller, const Preparation& preparation) const;
   Preparation sent_as(const Preparation& read) const;
   std::string what(std::string_view phase) const;
-  void plan(const ForwardArgs& args, const ExchangeLayout& layout) const;
+  void find_destinations(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void count(const ForwardArgs& args, const ExchangeLayout& layout) const;
   void exchange_counts(const ExchangeLayout& layout, Stream stream) const;
   void count_for_all(const ExchangeLayout& layout, std::int32_t* counts) const;

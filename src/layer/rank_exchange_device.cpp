@@ -30,8 +30,8 @@ void RankExchange::prepare_on_device(const ForwardArgs& args, const RowTensors& 
   Parts parts = own_part();
   const Parts others = parts_of_others(layout);
   parts.insert(parts.end(), others.begin(), others.end());
-  pack_rows(rows, layout.rows, to_all_ ? TensorView() : layout.send_tokens,
-            to_all_ ? TensorView() : layout.send_counts, parts, args.stream);
+  put_in_send_order(rows, layout.rows, to_all_ ? TensorView() : layout.send_tokens,
+                    to_all_ ? TensorView() : layout.send_counts, parts, args.stream);
 }
 
 /// Rows that go to all, taken from where they are.

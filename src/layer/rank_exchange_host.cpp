@@ -6,11 +6,11 @@
 #include <cstring>
 #include <numeric>
 
+#include "core/copy_rows.h"
 #include "core/parallel.h"
+#include "host/element.h"
 #include "layer/backend.h"
 #include "layer/rank_exchange.h"
-#include "moe/copy_rows.h"
-#include "moe/element.h"
 
 namespace fusedmoe::layer {
 namespace {
@@ -139,7 +139,7 @@ void RankExchange::receive_in_place(const RowTensors& rows, const ExchangeLayout
         locate_lent(r, from, layout);
       }
       const core::RowPacking::Part part{rank_, 0, step_.recv_counts[r], step_.recv_begin(r)};
-      pack_rows(from.rows, to, from.tokens, from.counts, {&part, 1}, stream);
+      put_in_send_order(from.rows, to, from.tokens, from.counts, {&part, 1}, stream);
     }
   };
   group_->lend("rows", layout.lent_rows, read, what("dispatch"));
@@ -154,9 +154,9 @@ void RankExchange::pack_on_host(const RowTensors& rows, const ExchangeLayout& la
   const TensorView counts = to_all_ ? TensorView() : layout.send_counts;
   RowTensors here = layout.received;
   if (layout.received_at) here.values = {};
-  pack_rows(rows, here, tokens, counts, own_part(), stream);
+  put_in_send_order(rows, here, tokens, counts, own_part(), stream);
   if (!unpacked_) {
-    pack_rows(rows, layout.rows, tokens, counts, parts_of_others(layout), stream);
+    put_in_send_order(rows, layout.rows, tokens, counts, parts_of_others(layout), stream);
   }
   if (!layout.received_at) return;
   locate_received(layout);

@@ -195,7 +195,7 @@ std::size_t RankExchange::layout_bytes(const ProblemSize& caller,
 }
 
 ExchangeLayout RankExchange::layout(const ForwardArgs& args) const {
-  const ProblemSize problem = problem_of(args);
+  const ProblemSize problem = core::callers_problem(args);
   Preparation sent = sent_as(args.preparation);
   if (sent.quant && !sent.quant->dynamic) sent.scale = args.weights->info().a1_scale;
   return {shared_ ? step_.shared : args.prepare_workspace,

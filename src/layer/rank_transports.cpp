@@ -1,7 +1,7 @@
 // The descriptors of the PrepareAndFinalize across ranks: what they can serve.
+#include "layer/rank_transports.h"
 #include "core/check.h"
 #include "layer/rank_exchange.h"
-#include "layer/rank_support.h"
 #include "moe/backend.h"
 #include "quant/quantize.h"
 
@@ -99,7 +99,7 @@ class All2All final : public PrepareFinalizeDescriptor {
   }
   std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
                                                    const Context& context) const override {
-    check_ranks(*this, config, context);
+    check_rank_options(*this, config, context);
     return std::make_shared<RankExchange>(*this, config, context, false);
   }
 };
@@ -125,7 +125,7 @@ class AllGather final : public PrepareFinalizeDescriptor {
   }
   std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
                                                    const Context& context) const override {
-    check_ranks(*this, config, context);
+    check_rank_options(*this, config, context);
     return std::make_shared<RankExchange>(*this, config, context, true);
   }
 };
@@ -161,8 +161,8 @@ void check_fixed_sizes(const RankOptions& ranks, const MoeConfig& config,
 
 }  // namespace
 
-void check_ranks(const PrepareFinalizeDescriptor& transport, const MoeConfig& config,
-                 const Context& context) {
+void check_rank_options(const PrepareFinalizeDescriptor& transport, const MoeConfig& config,
+                        const Context& context) {
   const RankOptions& ranks = context.ranks;
   const ParallelConfig& parallel = config.parallel;
   FUSEDMOE_CHECK_FAULT(ranks.communicator, kNull, "ranks.communicator", "null",

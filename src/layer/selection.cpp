@@ -16,7 +16,7 @@
 namespace fusedmoe {
 namespace {
 
-/// Whether experts of this name could ever take part: formats that they never have make no row.
+/// False: leave the pair out of the support table, as it could never work.
 bool can_pair(const PrepareFinalizeDescriptor& prepare_finalize, const ExpertsDescriptor& experts) {
   return prepare_finalize.accepts(experts.weight_and_reduce(prepare_finalize.activation_format()));
 }

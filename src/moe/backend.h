@@ -11,9 +11,9 @@
 #include <optional>
 #include <span>
 
-#include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/router.h"
+#include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe::core {
@@ -54,7 +54,7 @@ struct ReduceArgs {
 
 /// Where the tokens of a rank go. Row t of the tokens becomes row r * row_stride + i of what is
 /// packed for the ranks, if it is the i-th token that goes to rank r.
-struct DispatchPlan {
+struct TokenDestinations {
   TensorView topk_ids;  ///< (num_tokens, topk) i32: experts as the router numbers them, or -1
   // The placement: see ExpertPlacement::Table.
   TensorView replica_offsets;      ///< (num_experts + 1) i32
@@ -82,7 +82,7 @@ struct RowPacking {
   };
   std::span<const Tensor> tensors;  ///< at most kMostTensors, each of the same rows
   TensorView ids;                   ///< the `to` that becomes -1 in rows that no token fills
-  TensorView tokens;  ///< DispatchPlan::send_tokens; undefined: row i is that of token i
+  TensorView tokens;  ///< TokenDestinations::send_tokens; undefined: row i is that of token i
   TensorView counts;  ///< (num_ranks) i32: tokens that there are for a rank; undefined: all
   std::span<const Part> parts;
   static constexpr int kMostTensors = 5;
@@ -90,11 +90,11 @@ struct RowPacking {
 
 /// Which rows of a plan fit where they go.
 struct RowLimits {
-  TensorView send_rows;  ///< as DispatchPlan has them; -1 in rows that do not fit
+  TensorView send_rows;  ///< as TokenDestinations has them; -1 in rows that do not fit
   std::int64_t row_stride = 0;
   std::span<const std::int64_t> room;  ///< for each rank: how many rows fit
   TensorView physical_ids;    ///< may be undefined; -1 in slots whose rank has no room for the row
-  TensorView physical_ranks;  ///< as in DispatchPlan
+  TensorView physical_ranks;  ///< as in TokenDestinations
   TensorView dropped;         ///< may be undefined; (1) i32: += rows that do not fit
 };
 
@@ -111,7 +111,7 @@ struct SlotExpansion {
 /// Rows that come back to a rank, one for each of its slots.
 struct SlotNumbers {
   TensorView physical_ids;    ///< (num_tokens, topk) i32, -1: nothing
-  TensorView physical_ranks;  ///< as in DispatchPlan
+  TensorView physical_ranks;  ///< as in TokenDestinations
   TensorView slot_rows;       ///< out: (num_tokens, topk) i32
   TensorView counts;          ///< scratch: (num_ranks) i32
 };
@@ -170,8 +170,8 @@ class Backend {
                            const RowAssignment& out, Stream stream) const = 0;
   /// Copies the rows of `from` (num_tokens, n) to the rows of their slots in `to`
   /// (num_local_experts, capacity, n). Any dtype.
-  virtual void dispatch(const TensorView& slot_rows, const TensorView& from, const TensorView& to,
-                        Stream stream) const = 0;
+  virtual void copy_to_slots(const TensorView& slot_rows, const TensorView& from,
+                             const TensorView& to, Stream stream) const = 0;
 
   /// output[t] = sum over j of topk_weights[t, j] * row of slot (t, j) in fused_output, or without
   /// the weights if router_weight_on_input. The row of a flat slot is slot_rows[slot], or, where
@@ -181,7 +181,7 @@ class Backend {
   /// addresses are multiplied and added in one rounding.
   virtual void reduce(const ReduceArgs& args, const TensorView& slot_rows) const = 0;
   /// The ids of a token's replicas, and which rows go where.
-  virtual void plan_dispatch(const DispatchPlan& plan, Stream stream) const = 0;
+  virtual void find_destinations(const TokenDestinations& destinations, Stream stream) const = 0;
   virtual void limit_rows(const RowLimits& limits, Stream stream) const = 0;
   virtual void pack_rows(const RowPacking& packing, Stream stream) const = 0;
   /// rows (n, num_ranks) i32: rows[i, r] = r * stride + i.

@@ -6,6 +6,7 @@
 #include "core/ceil_div.h"
 #include "core/check.h"
 #include "moe/experts_args.h"
+#include "moe/problem_size.h"
 
 namespace fusedmoe::core {
 namespace {
@@ -232,23 +233,23 @@ void check_experts_args(const Experts& experts, const ForwardArgs& args) {
   check_instance_args(experts, args);
   check_prepared_rows(experts, args);
   FUSEDMOE_CHECK_FAULT(args.fused_output.defined(), kNull, "fused_output", "undefined", "given");
-  const ProblemSize problem = problem_of(experts, args);
+  const ProblemSize problem = experts_problem(experts, args);
   if (experts.batched()) {
     check_row_count(problem.num_tokens, problem.num_local_experts);
     check_counts(args, problem, config.device);
   } else {
     check_routing_args(experts, args, problem.num_tokens);
   }
-  const WorkspacePlan plan = experts.plan(problem);
+  const WorkspaceSizes sizes = experts.workspace_sizes(problem);
   FUSEDMOE_CHECK_FAULT(
       args.fused_output.dtype() == config.dtype || args.fused_output.dtype() == DType::kF32, kDType,
       "fused_output", describe(args.fused_output), core::format("{} or f32", name(config.dtype)));
-  check_row_buffer(args.fused_output, "fused_output", plan.output_dtype, plan.output_shape,
+  check_row_buffer(args.fused_output, "fused_output", sizes.output_dtype, sizes.output_shape,
                    config.device);
-  FUSEDMOE_CHECK_FAULT(args.workspace13 || plan.workspace13_bytes == 0, kWorkspace, "workspace13",
-                       "null", core::format("of {} bytes", plan.workspace13_bytes));
-  FUSEDMOE_CHECK_FAULT(args.workspace2 || plan.workspace2_bytes == 0, kWorkspace, "workspace2",
-                       "null", core::format("of {} bytes", plan.workspace2_bytes));
+  FUSEDMOE_CHECK_FAULT(args.workspace13 || sizes.workspace13_bytes == 0, kWorkspace, "workspace13",
+                       "null", core::format("of {} bytes", sizes.workspace13_bytes));
+  FUSEDMOE_CHECK_FAULT(args.workspace2 || sizes.workspace2_bytes == 0, kWorkspace, "workspace2",
+                       "null", core::format("of {} bytes", sizes.workspace2_bytes));
 }
 
 }  // namespace fusedmoe::core

@@ -26,10 +26,6 @@ std::string_view name(WeightAndReduce kind) {
   switch (kind) {
     case WeightAndReduce::kNoOp:
       return "no_op";
-    case WeightAndReduce::kContiguous:
-      return "contiguous";
-    case WeightAndReduce::kNaiveBatched:
-      return "naive_batched";
     case WeightAndReduce::kDelegate:
       return "delegate";
   }
@@ -45,18 +41,6 @@ CombineMode parse_combine_mode(std::string_view text) {
     if (name(mode) == text) return mode;
   }
   throw Error::unknown_name("combine", text, "per_rank, per_slot");
-}
-
-ProblemSize ProblemSize::of(const MoeConfig& config, std::int64_t num_tokens) {
-  ProblemSize problem;
-  problem.num_tokens = num_tokens;
-  problem.topk = config.topk;
-  problem.num_local_experts = config.num_local_experts;
-  problem.hidden = config.hidden;
-  problem.intermediate = config.intermediate;
-  problem.dtype = problem.output_dtype = config.dtype;
-  problem.scheme = config.scheme;
-  return problem;
 }
 
 MoeConfig moe_config(const ExpertWeights& weights, std::int64_t topk, DType dtype, Device device) {
@@ -113,7 +97,7 @@ void Experts::apply(const ForwardArgs& args) const {
   run(args);
 }
 
-std::size_t WorkspacePlan::common_bytes() const {
+std::size_t WorkspaceSizes::common_bytes() const {
   // A plan without an output shape has no output, not one element.
   const std::int64_t elements = output_shape.rank() ? output_shape.numel() : 0;
   return std::max(workspace13_bytes, static_cast<std::size_t>(bytes(output_dtype, elements)));

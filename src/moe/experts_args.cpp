@@ -197,13 +197,4 @@ void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& 
   check_scale(info.a2_scale, packed.a2_scale);
 }
 
-ProblemSize problem_of(const Experts& experts, const ForwardArgs& args) {
-  const bool batched = experts.batched();
-  ProblemSize problem = ProblemSize::of(experts.config(), args.hidden_states.size(batched ? 1 : 0));
-  problem.expected_rows = args.expected_rows;
-  problem.output_dtype = args.fused_output.dtype();
-  if (args.topk_ids && !batched) problem.topk = args.topk_ids.size(1);
-  return problem;
-}
-
 }  // namespace fusedmoe::core

@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "fusedmoe/experts.h"
+#include "quant/weight_layout.h"
 
 namespace fusedmoe::core {
 
@@ -38,7 +39,9 @@ void check_expert(const Experts& experts, const PackedWeights& packed, std::int6
 /// packing, so its input scales may not be larger.
 void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& packed);
 
-/// The size of the problem that arguments describe, as the experts see it: behind prepare.
-ProblemSize problem_of(const Experts& experts, const ForwardArgs& args);
+/// The matrices of an expert in the first of the forms that WeightMatrix allows.
+inline ExpertMatrices stored_form(const ExpertMatrices& expert) {
+  return {stored_form(expert.gate), stored_form(expert.up), stored_form(expert.down)};
+}
 
 }  // namespace fusedmoe::core

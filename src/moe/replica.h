@@ -10,12 +10,12 @@ namespace fusedmoe::core {
 
 class ReplicaTable {
  public:
-  explicit ReplicaTable(const DispatchPlan& plan)
-      : offsets_(plan.replica_offsets.as<const std::int32_t>()),
-        replicas_(plan.replicas.as<const std::int32_t>()),
-        ranks_(plan.physical_ranks.as<const std::int32_t>()),
-        num_experts_(static_cast<std::int32_t>(plan.replica_offsets.numel() - 1)),
-        nearest_rank_(plan.nearest_rank) {}
+  explicit ReplicaTable(const TokenDestinations& destinations)
+      : offsets_(destinations.replica_offsets.as<const std::int32_t>()),
+        replicas_(destinations.replicas.as<const std::int32_t>()),
+        ranks_(destinations.physical_ranks.as<const std::int32_t>()),
+        num_experts_(static_cast<std::int32_t>(destinations.replica_offsets.numel() - 1)),
+        nearest_rank_(destinations.nearest_rank) {}
 
   /// The physical expert of a token's slot; -1 for an id that is no expert's. One hash for all
   /// slots of a token, the one of vLLM's router.

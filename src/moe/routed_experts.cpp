@@ -2,13 +2,14 @@
 
 namespace fusedmoe::core {
 
-WorkspacePlan output_plan(const MoeConfig& config, const ProblemSize& problem) {
+WorkspaceSizes output_sizes(const MoeConfig& config, const ProblemSize& problem) {
   const bool batched = config.activation_format == ActivationFormat::kBatchedExperts;
-  WorkspacePlan plan;
-  plan.output_shape = batched ? Shape{problem.num_local_experts, problem.num_tokens, problem.hidden}
-                              : Shape{problem.num_tokens, problem.hidden};
-  plan.output_dtype = problem.output_dtype;
-  return plan;
+  WorkspaceSizes sizes;
+  sizes.output_shape = batched
+                           ? Shape{problem.num_local_experts, problem.num_tokens, problem.hidden}
+                           : Shape{problem.num_tokens, problem.hidden};
+  sizes.output_dtype = problem.output_dtype;
+  return sizes;
 }
 
 void RoutedExperts::route(const ForwardArgs& args) const {

@@ -7,9 +7,9 @@
 
 namespace fusedmoe::core {
 
-/// The plan of experts that write one row for each token, or for each row of the batched format,
+/// The sizes of experts that write one row for each token, or for each row of the batched format,
 /// without scratch memory.
-WorkspacePlan output_plan(const MoeConfig& config, const ProblemSize& problem);
+WorkspaceSizes output_sizes(const MoeConfig& config, const ProblemSize& problem);
 
 class RoutedExperts : public Experts {
  public:

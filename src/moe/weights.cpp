@@ -1,5 +1,6 @@
 // ExpertWeights: checks, sizes, and views into stacked tensors.
 #include "fusedmoe/weights.h"
+#include "core/parallel.h"
 
 #include <algorithm>
 #include <cmath>
@@ -7,6 +8,7 @@
 
 #include "core/check.h"
 #include "fusedmoe/quant.h"
+#include "quant/quantize.h"
 #include "quant/weight_layout.h"
 
 namespace fusedmoe {
@@ -295,6 +297,48 @@ void ExpertWeights::validate() const {
                        expert.down.bias.defined() == first.down.bias.defined(),
                    prefix + ".bias", "given for some matrices only",
                    "given for both or none of gate and up, and alike for every expert");
+  }
+}
+
+namespace {
+
+/// The only scale of a matrix.
+float scale_of(const WeightMatrix& matrix) {
+  return load_f32(matrix.scales.data(), matrix.scales.dtype(), 0);
+}
+
+/// Codes of `half` for the scale of the other one.
+void take_scale(WeightMatrix& half, const WeightMatrix& other,
+                std::vector<std::shared_ptr<const void>>& owners) {
+  const TensorView old = half.values;
+  const QuantKey key = keys::e4m3_tensor();
+  const float from = scale_of(half), to = scale_of(other);
+  const std::int64_t out = old.size(0), in = old.size(1);
+  const Tensor values = Tensor::empty({out, in}, DType::kE4M3);
+  core::parallel_for(default_executor(), out, out * in >= (1 << 18), [&](std::int64_t r) {
+    std::vector<float> row(static_cast<std::size_t>(in));
+    for (std::int64_t i = 0; i < in; ++i)
+      row[i] = load_f32(old.data(), DType::kE4M3, r * old.stride(0) + i * old.stride(1)) * from;
+    core::quantize_row(row.data(), in, key, to, values.as<std::uint8_t>() + r * in, nullptr);
+  });
+  owners.push_back(values.owner());
+  half.values = values;
+  half.scales = other.scales;
+}
+
+}  // namespace
+
+void merge_gate_up_scales(ExpertWeights& weights) {
+  const QuantKey& key = weights.scheme.weights;
+  FUSEDMOE_CHECK(key == keys::e4m3_tensor(), "weights.scheme", name(weights.scheme),
+                 "with e4m3 weights that have one scale per matrix");
+  weights.validate();
+  for (ExpertMatrices& expert : weights.experts) {
+    if (!expert.up.values.defined()) continue;
+    const float gate = scale_of(expert.gate);
+    const float up = scale_of(expert.up);
+    if (gate < up) take_scale(expert.gate, expert.up, weights.owners);
+    if (up < gate) take_scale(expert.up, expert.gate, weights.owners);
   }
 }
 

@@ -1,4 +1,4 @@
-// Weight matrices of every key decoded to f32, and the merging of two FP8 scales into one.
+// Weight matrices of every key decoded to f32.
 #include <algorithm>
 #include <vector>
 
@@ -125,25 +125,6 @@ class Decoder {
   const std::int64_t in_;
 };
 
-/// Codes of `half` for the scale of the other one.
-void take_scale(WeightMatrix& half, const WeightMatrix& other,
-                std::vector<std::shared_ptr<const void>>& owners) {
-  const TensorView& old = half.values;
-  const QuantKey key = keys::e4m3_tensor();
-  const float from = scale_value(half.scales, DType::kF32, 0);
-  const float to = scale_value(other.scales, DType::kF32, 0);
-  const std::int64_t out = old.size(0), in = old.size(1);
-  const Tensor values = Tensor::empty({out, in}, DType::kE4M3);
-  core::parallel_for(default_executor(), out, out * in >= kParallelElements, [&](std::int64_t r) {
-    std::vector<float> row(static_cast<std::size_t>(in));
-    for (std::int64_t i = 0; i < in; ++i) row[i] = stored_value(half, key, r, i) * from;
-    core::quantize_row(row.data(), in, key, to, values.as<std::uint8_t>() + r * in, nullptr);
-  });
-  owners.push_back(values.owner());
-  half.values = values;
-  half.scales = other.scales;
-}
-
 }  // namespace
 
 Tensor dequantize_weights(const WeightMatrix& matrix, const QuantKey& key, std::int64_t in) {
@@ -159,20 +140,6 @@ Tensor dequantize_weights(const WeightMatrix& matrix, const QuantKey& key, std::
   core::parallel_for(default_executor(), values.size(0), worthwhile,
                      [&](std::int64_t r) { decoder.row(r, result.as<float>() + r * in); });
   return result;
-}
-
-void merge_gate_up_scales(ExpertWeights& weights) {
-  const QuantKey& key = weights.scheme.weights;
-  FUSEDMOE_CHECK(key == keys::e4m3_tensor(), "weights.scheme", name(weights.scheme),
-                 "with e4m3 weights that have one scale per matrix");
-  weights.validate();
-  for (ExpertMatrices& expert : weights.experts) {
-    if (!expert.up.values.defined()) continue;
-    const float gate = scale_value(expert.gate.scales, DType::kF32, 0);
-    const float up = scale_value(expert.up.scales, DType::kF32, 0);
-    if (gate < up) take_scale(expert.gate, expert.up, weights.owners);
-    if (up < gate) take_scale(expert.up, expert.gate, weights.owners);
-  }
 }
 
 }  // namespace fusedmoe

@@ -8,7 +8,6 @@
 #include "core/check.h"
 #include "core/parallel.h"
 #include "fusedmoe/tensor.h"
-#include "moe/experts_args.h"
 #include "quant/quantize.h"
 #include "quant/quantize_row.h"
 

@@ -8,7 +8,6 @@
 #include "core/parallel.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
-#include "moe/experts_args.h"
 #include "quant/quantize.h"
 #include "quant/quantize_elements.h"
 #include "quant/weight_layout.h"

@@ -140,4 +140,28 @@ WeightLayout weight_layout(const QuantKey& key, const char* argument) {
   return *layout;
 }
 
+WeightMatrix make_matrix(const QuantKey& key, std::int64_t out, std::int64_t in,
+                         const MatrixOrigin& origin,
+                         std::vector<std::shared_ptr<const void>>& owners) {
+  const auto tensor = [&](const Shape& shape, DType dtype) {
+    Tensor result = Tensor::zeros(shape, dtype);
+    owners.push_back(result.owner());
+    return result;
+  };
+  const WeightLayout layout = weight_layout(key, "scheme.weights");
+  WeightMatrix matrix;
+  matrix.first_row = origin.first_row;
+  matrix.first_col = origin.first_col;
+  matrix.values = tensor(layout.values_shape(out, in), layout.values_dtypes.front());
+  if (!layout.quantized()) return matrix;
+  const Shape grid{num_blocks(out, key.group.rows, origin.first_row),
+                   num_blocks(in, key.group.cols, origin.first_col)};
+  matrix.scales = tensor(grid, origin.scales.value_or(*key.scale));
+  if (layout.zero_points) matrix.zero_points = tensor(grid, DType::kU8);
+  if (layout.global_scale != GlobalScale::kNone) {
+    matrix.global_scale = tensor(layout.global_shape(out, in), layout.global_dtype());
+  }
+  return matrix;
+}
+
 }  // namespace fusedmoe::core

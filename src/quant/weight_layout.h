@@ -2,13 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
-#include "fusedmoe/weights.h"
 
 namespace fusedmoe::core {
 
@@ -67,9 +68,6 @@ inline WeightMatrix stored_form(const WeightMatrix& matrix) {
   result.values = as_bytes(matrix.values, "values");
   return result;
 }
-inline ExpertMatrices stored_form(const ExpertMatrices& expert) {
-  return {stored_form(expert.gate), stored_form(expert.up), stored_form(expert.down)};
-}
 
 /// Grid of blocks that cover `count` elements, the first of them `first` elements into a block of
 /// `extent`; -1 is the whole.
@@ -81,5 +79,23 @@ constexpr std::int64_t num_blocks(std::int64_t count, std::int64_t extent, std::
 constexpr std::int64_t block_of(std::int64_t index, std::int64_t extent, std::int64_t first) {
   return extent < 0 ? 0 : (first + index) / extent;
 }
+
+/// Index into `scales`, or zero points, of the block that element (row, col) of a matrix lies in.
+inline std::int64_t scale_index(const QuantKey& key, const WeightMatrix& matrix,
+                                const TensorView& scales, std::int64_t row, std::int64_t col) {
+  return block_of(row, key.group.rows, matrix.first_row) * scales.stride(0) +
+         block_of(col, key.group.cols, matrix.first_col) * scales.stride(1);
+}
+
+/// Where a matrix begins in a block of scales, and the dtype of its scales; none: the key's.
+struct MatrixOrigin {
+  std::int64_t first_row = 0, first_col = 0;
+  std::optional<DType> scales = std::nullopt;
+};
+/// An (out, in) matrix of the key whose tensors are zeros, without bias and input scale: what
+/// unpacking fills. Appends their owners.
+WeightMatrix make_matrix(const QuantKey& key, std::int64_t out, std::int64_t in,
+                         const MatrixOrigin& origin,
+                         std::vector<std::shared_ptr<const void>>& owners);
 
 }  // namespace fusedmoe::core

@@ -1,7 +1,7 @@
 #include "reference/backend.h"
 
 #include "core/parallel.h"
-#include "moe/host_backend.h"
+#include "host/host_backend.h"
 #include "reference/router.h"
 
 namespace fusedmoe::reference {

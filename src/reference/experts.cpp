@@ -25,7 +25,7 @@ class ReferenceExperts final : public core::RoutedExperts {
   }
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                       const PackOptions& options) const override;
-  WorkspacePlan plan(const ProblemSize& problem) const override;
+  WorkspaceSizes workspace_sizes(const ProblemSize& problem) const override;
   ExpertWeights unpack(const PackedWeights& packed, std::int64_t expert) const override;
   void repack(const ExpertWeights& weights, std::int64_t expert,
               PackedWeights& packed) const override;
@@ -54,13 +54,13 @@ class ReferenceDescriptor final : public ExpertsDescriptor {
   }
 };
 
-WorkspacePlan ReferenceExperts::plan(const ProblemSize& problem) const {
-  WorkspacePlan plan = core::output_plan(config(), problem);
-  if (problem.num_tokens == 0) return plan;
+WorkspaceSizes ReferenceExperts::workspace_sizes(const ProblemSize& problem) const {
+  WorkspaceSizes sizes = core::output_sizes(config(), problem);
+  if (problem.num_tokens == 0) return sizes;
   const ScratchBytes scratch = scratch_bytes(*this, problem);
-  plan.workspace13_bytes = scratch.workspace13;
-  plan.workspace2_bytes = scratch.workspace2;
-  return plan;
+  sizes.workspace13_bytes = scratch.workspace13;
+  sizes.workspace2_bytes = scratch.workspace2;
+  return sizes;
 }
 
 std::shared_ptr<PackedWeights> ReferenceExperts::pack(const ExpertWeights& weights,

@@ -10,6 +10,7 @@
 #include "core/workspace.h"
 #include "moe/experts_args.h"
 #include "moe/local_experts.h"
+#include "moe/problem_size.h"
 #include "quant/quantize.h"
 #include "reference/activation.h"
 #include "reference/matrix.h"
@@ -375,7 +376,7 @@ ScratchBytes scratch_bytes(const Experts& experts, const ProblemSize& problem) {
 }
 
 void run_forward(const Experts& experts, const ForwardArgs& args) {
-  const ProblemSize problem = core::problem_of(experts, args);
+  const ProblemSize problem = core::experts_problem(experts, args);
   if (problem.num_tokens > 0) Forward(experts, args, problem).run();
 }
 

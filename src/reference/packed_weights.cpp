@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "quant/weight_layout.h"
+#include "moe/experts_args.h"
 
 namespace fusedmoe::reference {
 namespace {

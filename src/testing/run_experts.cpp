@@ -126,12 +126,12 @@ void run_steps(ForwardArgs args, const ModularKernel& kernel) {
       exact_buffer(prepare_finalize.workspace_bytes(caller, args.preparation), device);
   args.prepare_workspace = workspace.data();
   // workspace13 and the experts' output share memory, as in ModularKernel.
-  const WorkspacePlan plan = experts.plan(prepare_finalize.problem_size(caller));
-  const Tensor common = exact_buffer(plan.common_bytes(), device);
-  const Tensor workspace2 = exact_buffer(plan.workspace2_bytes, device);
+  const WorkspaceSizes sizes = experts.workspace_sizes(prepare_finalize.problem_size(caller));
+  const Tensor common = exact_buffer(sizes.common_bytes(), device);
+  const Tensor workspace2 = exact_buffer(sizes.workspace2_bytes, device);
   args.workspace13 = common.data();
   args.workspace2 = workspace2.data();
-  args.fused_output = TensorView(common.data(), plan.output_dtype, plan.output_shape, device);
+  args.fused_output = TensorView(common.data(), sizes.output_dtype, sizes.output_shape, device);
   args.weight_and_reduce =
       experts.descriptor().weight_and_reduce(experts.config().activation_format);
   prepare_finalize.start_prepare(args);

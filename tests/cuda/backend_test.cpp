@@ -180,8 +180,8 @@ TEST_P(BackendRows, WeightAndDispatchOfStridedRows) {
                slot_rows = Tensor::zeros(ids.shape(), DType::kI32);
   backend_of(kHost).assign_rows(ids, {}, {slot_rows, Tensor::zeros({4}, DType::kI32)}, {});
   const Tensor dispatched = poisoned({4, c_.num_tokens, c_.hidden}), there = gpu(dispatched);
-  backend_of(kHost).dispatch(slot_rows, x, dispatched, {});
-  backend_of(kGpu).dispatch(to_gpu(slot_rows), strided, there, kGpuStream);
+  backend_of(kHost).copy_to_slots(slot_rows, x, dispatched, {});
+  backend_of(kGpu).copy_to_slots(to_gpu(slot_rows), strided, there, kGpuStream);
   EXPECT_TRUE(bitwise_equal(to_host(there), dispatched));
 }
 
@@ -205,7 +205,7 @@ TEST_P(BackendRows, AssignDispatchReduceBatched) {
     const Tensor ids_there = to_device(ids, device), map_there = to_device(map, device);
     const Tensor weights_there = to_device(weights, device);
     backend.assign_rows(ids_there, map_there, {slot_rows, counts}, stream);
-    backend.dispatch(slot_rows, there(x), rows, stream);
+    backend.copy_to_slots(slot_rows, there(x), rows, stream);
     core::ReduceArgs args;
     args.output = output;
     args.fused_output = rows;
@@ -274,8 +274,8 @@ TEST_F(BackendTest, DispatchOfBytes) {
     }
     const Tensor expected = Tensor::zeros({4, 50, width}, DType::kU8);
     const Tensor actual = to_gpu(expected);
-    backend_of(kHost).dispatch(slot_rows, x, expected, {});
-    backend_of(kGpu).dispatch(to_gpu(slot_rows), to_gpu(x), actual, kGpuStream);
+    backend_of(kHost).copy_to_slots(slot_rows, x, expected, {});
+    backend_of(kGpu).copy_to_slots(to_gpu(slot_rows), to_gpu(x), actual, kGpuStream);
     EXPECT_TRUE(bitwise_equal(to_host(actual), expected)) << width;
   }
 }

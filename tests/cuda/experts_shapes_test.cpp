@@ -137,16 +137,16 @@ struct BatchedRun {
   Tensor run(const Experts& experts, const PackedWeights& packed) const {
     const Device device = experts.config().device;
     const Tensor x = to_device(hidden_states, device), num_rows = to_device(counts, device);
-    const WorkspacePlan plan =
-        experts.plan(ProblemSize::of(experts.config(), hidden_states.size(1)));
+    const WorkspaceSizes sizes =
+        experts.workspace_sizes(ProblemSize::of(experts.config(), hidden_states.size(1)));
     const auto buffer = [&](std::size_t bytes) {
       Tensor result = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
       fill_bytes(result, 0xff, Stream{device});
       return result;
     };
-    const Tensor workspace13 = buffer(plan.workspace13_bytes);
-    const Tensor workspace2 = buffer(plan.workspace2_bytes);
-    const Tensor output = Tensor::empty(plan.output_shape, plan.output_dtype, device);
+    const Tensor workspace13 = buffer(sizes.workspace13_bytes);
+    const Tensor workspace2 = buffer(sizes.workspace2_bytes);
+    const Tensor output = Tensor::empty(sizes.output_shape, sizes.output_dtype, device);
     testing::poison(output);
     ForwardArgs args;
     args.weights = &packed;

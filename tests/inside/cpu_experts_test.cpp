@@ -238,17 +238,17 @@ TEST(CpuExpertsArgumentsTest, CountsOfTheBatchedFormatAreChecked) {
       testing::find_variant("cpu_batched").of(testing::make_config(spec, DType::kBF16));
   const auto experts = cpu::descriptor().create(config, {});
   const auto packed = experts->pack(problem.weights);
-  const WorkspacePlan plan = experts->plan(ProblemSize::of(config, 4));
+  const WorkspaceSizes sizes = experts->workspace_sizes(ProblemSize::of(config, 4));
   const auto scratch = [](std::size_t bytes) {
     return Tensor::zeros({static_cast<std::int64_t>(bytes)}, DType::kU8);
   };
-  const Tensor workspace13 = scratch(plan.workspace13_bytes);
-  const Tensor workspace2 = scratch(plan.workspace2_bytes);
+  const Tensor workspace13 = scratch(sizes.workspace13_bytes);
+  const Tensor workspace2 = scratch(sizes.workspace2_bytes);
   const Tensor counts = Tensor::zeros({spec.num_experts}, DType::kI32);
   ForwardArgs args;
   args.weights = packed.get();
-  const Tensor hidden_states = Tensor::zeros(plan.output_shape, DType::kBF16);
-  const Tensor output = Tensor::zeros(plan.output_shape, DType::kBF16);
+  const Tensor hidden_states = Tensor::zeros(sizes.output_shape, DType::kBF16);
+  const Tensor output = Tensor::zeros(sizes.output_shape, DType::kBF16);
   args.hidden_states = hidden_states;
   args.fused_output = output;
   args.expert_num_tokens = counts;

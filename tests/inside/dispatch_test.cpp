@@ -2,8 +2,8 @@
 #include <gtest/gtest.h>
 
 #include "fusedmoe/comm.h"
+#include "host/host_backend.h"
 #include "layer/rank_exchange.h"
-#include "moe/host_backend.h"
 #include "reference/backend.h"
 
 namespace fusedmoe {
@@ -26,18 +26,18 @@ struct Planned {
     const auto view = [](const Ids& list, const Shape& shape) {
       return TensorView(list.data(), DType::kI32, shape);
     };
-    core::DispatchPlan plan;
-    plan.topk_ids = view(ids, {num_tokens, topk});
-    plan.replica_offsets = view(table.offsets, {std::ssize(table.offsets)});
-    plan.replicas = view(table.physical, {std::ssize(table.physical)});
-    plan.physical_ranks = view(placement.rank_of(), {placement.num_physical()});
-    plan.nearest_rank = nearest;
-    plan.row_stride = num_tokens;
-    plan.physical_ids = view(physical, {num_tokens, topk});
-    plan.send_rows = view(rows, {num_tokens, ranks});
-    plan.send_counts = view(counts, {ranks});
-    plan.send_tokens = view(tokens, {ranks, num_tokens});
-    reference::backend().plan_dispatch(plan, {});
+    core::TokenDestinations destinations;
+    destinations.topk_ids = view(ids, {num_tokens, topk});
+    destinations.replica_offsets = view(table.offsets, {std::ssize(table.offsets)});
+    destinations.replicas = view(table.physical, {std::ssize(table.physical)});
+    destinations.physical_ranks = view(placement.rank_of(), {placement.num_physical()});
+    destinations.nearest_rank = nearest;
+    destinations.row_stride = num_tokens;
+    destinations.physical_ids = view(physical, {num_tokens, topk});
+    destinations.send_rows = view(rows, {num_tokens, ranks});
+    destinations.send_counts = view(counts, {ranks});
+    destinations.send_tokens = view(tokens, {ranks, num_tokens});
+    reference::backend().find_destinations(destinations, {});
   }
 };
 

@@ -174,8 +174,9 @@ struct Tiny {
   std::vector<float> run() {
     const auto experts = reference::descriptor().create(moe_config(weights, 2, DType::kF32), {});
     const auto packed = experts->pack(weights);
-    const WorkspacePlan plan = experts->plan(ProblemSize::of(experts->config(), 2));
-    std::vector<double> workspace13(plan.common_bytes() / 8), workspace2(plan.workspace2_bytes / 8);
+    const WorkspaceSizes sizes = experts->workspace_sizes(ProblemSize::of(experts->config(), 2));
+    std::vector<double> workspace13(sizes.common_bytes() / 8),
+        workspace2(sizes.workspace2_bytes / 8);
     std::vector<float> out(4, std::nanf(""));
     ForwardArgs args;
     args.weights = packed.get();
@@ -297,14 +298,15 @@ TEST(ReferenceExpertsTest, BatchedLeavesUnweightedRowsAndZerosBehindThem) {
   }
   const auto experts = make_experts(spec, ActivationFormat::kBatchedExperts);
   const auto packed = experts->pack(problem.weights);
-  const WorkspacePlan plan = experts->plan(ProblemSize::of(experts->config(), kCapacity));
-  EXPECT_EQ(plan.output_shape, (Shape{3, kCapacity, 5}));
-  std::vector<char> workspace13(plan.common_bytes()), workspace2(plan.workspace2_bytes);
+  const WorkspaceSizes sizes =
+      experts->workspace_sizes(ProblemSize::of(experts->config(), kCapacity));
+  EXPECT_EQ(sizes.output_shape, (Shape{3, kCapacity, 5}));
+  std::vector<char> workspace13(sizes.common_bytes()), workspace2(sizes.workspace2_bytes);
   std::vector<float> out(x.size(), std::nanf(""));
   ForwardArgs args;
   args.weights = packed.get();
-  args.fused_output = TensorView(out.data(), DType::kF32, plan.output_shape);
-  args.hidden_states = TensorView(x.data(), DType::kF32, plan.output_shape);
+  args.fused_output = TensorView(out.data(), DType::kF32, sizes.output_shape);
+  args.hidden_states = TensorView(x.data(), DType::kF32, sizes.output_shape);
   args.expert_num_tokens = TensorView(counts.data(), DType::kI32, {3});
   args.workspace13 = workspace13.data();
   args.workspace2 = workspace2.data();
@@ -333,12 +335,13 @@ TEST(ReferenceExpertsTest, PlanIsMonotoneAndEmptyForNoTokens) {
     const auto experts = make_experts({.topk = 4, .hidden = 2880, .intermediate = 2880}, format);
     std::size_t last = 0;
     for (std::int64_t tokens : {1, 2, 3, 64, 65, 4096}) {
-      const WorkspacePlan plan = experts->plan(ProblemSize::of(experts->config(), tokens));
-      const std::size_t bytes = plan.workspace13_bytes + plan.workspace2_bytes;
+      const WorkspaceSizes sizes =
+          experts->workspace_sizes(ProblemSize::of(experts->config(), tokens));
+      const std::size_t bytes = sizes.workspace13_bytes + sizes.workspace2_bytes;
       EXPECT_GT(bytes, last);
       last = bytes;
     }
-    const WorkspacePlan none = experts->plan(ProblemSize::of(experts->config(), 0));
+    const WorkspaceSizes none = experts->workspace_sizes(ProblemSize::of(experts->config(), 0));
     EXPECT_EQ(none.common_bytes() + none.workspace2_bytes, 0U);
   }
 }
@@ -410,8 +413,8 @@ TEST(ReferenceExpertsTest, BadArgumentsAreNamed) {
   const Problem problem = testing::make_problem({.num_tokens = 3, .hidden = 8, .intermediate = 4});
   const auto experts = make_experts(problem.spec);
   const auto packed = experts->pack(problem.weights);
-  const WorkspacePlan plan = experts->plan(ProblemSize::of(experts->config(), 3));
-  std::vector<char> workspace13(plan.common_bytes()), workspace2(plan.workspace2_bytes);
+  const WorkspaceSizes sizes = experts->workspace_sizes(ProblemSize::of(experts->config(), 3));
+  std::vector<char> workspace13(sizes.common_bytes()), workspace2(sizes.workspace2_bytes);
   const Tensor out = Tensor::zeros({3, 8}, DType::kF32);
   const auto fault = [&](auto change) {
     ForwardArgs args;

@@ -89,9 +89,8 @@ class FakeDescriptor : public ExpertsDescriptor {
 };
 
 inline const ExpertsDescriptor& fake_descriptor(WeightAndReduce reduce) {
-  static const FakeDescriptor descriptors[] = {
-      FakeDescriptor(WeightAndReduce::kNoOp), FakeDescriptor(WeightAndReduce::kContiguous),
-      FakeDescriptor(WeightAndReduce::kNaiveBatched), FakeDescriptor(WeightAndReduce::kDelegate)};
+  static const FakeDescriptor descriptors[] = {FakeDescriptor(WeightAndReduce::kNoOp),
+                                               FakeDescriptor(WeightAndReduce::kDelegate)};
   return descriptors[static_cast<std::size_t>(reduce)];
 }
 
@@ -122,20 +121,20 @@ class FakeExperts : public Experts {
       : Experts(fake_descriptor(options.reduce), fake_config(sizes, options.format), {}),
         options_(options) {}
 
-  WorkspacePlan plan(const ProblemSize& problem) const override {
-    WorkspacePlan plan;
+  WorkspaceSizes workspace_sizes(const ProblemSize& problem) const override {
+    WorkspaceSizes sizes;
     const auto tokens = static_cast<std::size_t>(problem.num_tokens);
-    plan.workspace13_bytes = options_.workspace13_per_token * tokens;
-    plan.workspace2_bytes = options_.workspace2_per_token * tokens;
-    plan.output_dtype = problem.dtype;
+    sizes.workspace13_bytes = options_.workspace13_per_token * tokens;
+    sizes.workspace2_bytes = options_.workspace2_per_token * tokens;
+    sizes.output_dtype = problem.dtype;
     if (options_.format == ActivationFormat::kBatchedExperts) {
-      plan.output_shape = {problem.num_local_experts, problem.num_tokens, problem.hidden};
+      sizes.output_shape = {problem.num_local_experts, problem.num_tokens, problem.hidden};
     } else if (options_.reduce == WeightAndReduce::kNoOp) {
-      plan.output_shape = {problem.num_tokens, problem.hidden};
+      sizes.output_shape = {problem.num_tokens, problem.hidden};
     } else {
-      plan.output_shape = {problem.num_tokens * problem.topk, problem.hidden};
+      sizes.output_shape = {problem.num_tokens * problem.topk, problem.hidden};
     }
-    return plan;
+    return sizes;
   }
 
   bool accepts(const PackedWeights& weights) const override {

@@ -41,13 +41,13 @@ struct Steps {
       : kernel(testing::find_variant(variant).create(testing::make_config(kSpec, DType::kF32))),
         packed(kernel.experts().pack(problem.weights)) {
     const ProblemSize size = ProblemSize::of(kernel.experts().config(), kSpec.num_tokens);
-    const WorkspacePlan plan = kernel.experts().plan(size);
+    const WorkspaceSizes sizes = kernel.experts().workspace_sizes(size);
     const auto buffer = [](std::size_t bytes) {
       return Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
     };
     workspace = buffer(kernel.prepare_finalize().workspace_bytes(size, {}));
-    common = buffer(plan.common_bytes());
-    workspace2 = buffer(plan.workspace2_bytes);
+    common = buffer(sizes.common_bytes());
+    workspace2 = buffer(sizes.workspace2_bytes);
     args.weights = packed.get();
     args.hidden_states = problem.hidden_states;
     args.output = out;
@@ -56,7 +56,7 @@ struct Steps {
     args.prepare_workspace = workspace.data();
     args.workspace13 = common.data();
     args.workspace2 = workspace2.data();
-    args.fused_output = TensorView(common.data(), plan.output_dtype, plan.output_shape);
+    args.fused_output = TensorView(common.data(), sizes.output_dtype, sizes.output_shape);
     args.weight_and_reduce = kernel.experts().descriptor().weight_and_reduce(
         kernel.experts().config().activation_format);
   }

@@ -142,9 +142,8 @@ TEST(ModularKernelTest, PairsThatDoNotFitAreErrors) {
   EXPECT_EQ(pair(make_no_ep(), nullptr), "experts");
   EXPECT_EQ(pair(make_no_ep(), fake(kBatched, WeightAndReduce::kDelegate)), "experts");
   EXPECT_EQ(pair(make_batched(), fake(kStandard, WeightAndReduce::kDelegate)), "experts");
-  EXPECT_EQ(pair(make_no_ep(), fake(kStandard, WeightAndReduce::kNaiveBatched)), "experts");
   EXPECT_EQ(pair(make_batched(), fake(kBatched, WeightAndReduce::kNoOp)), "experts");
-  EXPECT_EQ(pair(make_no_ep(), monolithic(kStandard, WeightAndReduce::kContiguous)), "experts");
+  EXPECT_EQ(pair(make_no_ep(), monolithic(kStandard, WeightAndReduce::kDelegate)), "experts");
   EXPECT_EQ(pair(make_batched(), monolithic(kBatched, WeightAndReduce::kDelegate)), "experts");
 
   EXPECT_EQ(pair(make_no_ep(), fake(kStandard, WeightAndReduce::kDelegate)), "no error");
@@ -157,13 +156,11 @@ struct Composition {
   FakeOptions options;
 };
 std::vector<Composition> compositions() {
-  std::vector<Composition> list{{"no_op", {}},   {"contiguous", {}},       {"delegate", {}},
-                                {"batched", {}}, {"batched_delegate", {}}, {"no_workspace13", {}}};
-  list[1].options.reduce = WeightAndReduce::kContiguous;
-  list[2].options.reduce = WeightAndReduce::kDelegate;
-  list[3].options = {ActivationFormat::kBatchedExperts, WeightAndReduce::kNaiveBatched};
-  list[4].options = {ActivationFormat::kBatchedExperts, WeightAndReduce::kDelegate};
-  list[5].options.workspace13_per_token = 0;
+  std::vector<Composition> list{
+      {"no_op", {}}, {"delegate", {}}, {"batched", {}}, {"no_workspace13", {}}};
+  list[1].options.reduce = WeightAndReduce::kDelegate;
+  list[2].options = {ActivationFormat::kBatchedExperts, WeightAndReduce::kDelegate};
+  list[3].options.workspace13_per_token = 0;
   return list;
 }
 
@@ -271,7 +268,7 @@ TEST(ModularKernelTest, ExpertsWriteToTheCallersOutputWhereItFits) {
   EXPECT_EQ(seen.fused_output.data(), call.output.data());
 
   FakeOptions unreduced;
-  unreduced.reduce = WeightAndReduce::kContiguous;
+  unreduced.reduce = WeightAndReduce::kDelegate;
   seen = seen_by_experts(unreduced, call);
   EXPECT_NE(seen.fused_output.data(), call.output.data());
 
@@ -291,7 +288,7 @@ TEST(ModularKernelTest, OnlyOutputThatIsNotTheCallersTakesWorkspace) {
     return make_kernel(std::make_shared<FakeExperts>(options, sizes)).workspace_bytes(100);
   };
   EXPECT_EQ(bytes(), 0u);
-  options.reduce = WeightAndReduce::kContiguous;
+  options.reduce = WeightAndReduce::kDelegate;
   EXPECT_EQ(bytes(), std::size_t{4} * 100 * 2 * 256);
 }
 
@@ -323,10 +320,10 @@ TEST(ModularKernelTest, WorkspacePartsAreDisjointAndAligned) {
     EXPECT_EQ(offset(seen.workspace13) % 256, 0);
     EXPECT_EQ(offset(seen.workspace2) % 256, 0);
     const FakeExperts experts(composition.options, call.sizes());
-    const WorkspacePlan plan = experts.plan(ProblemSize::of(experts.config(), 3));
+    const WorkspaceSizes sizes = experts.workspace_sizes(ProblemSize::of(experts.config(), 3));
     EXPECT_GE(offset(seen.workspace2),
-              offset(seen.workspace13) + static_cast<std::ptrdiff_t>(plan.workspace13_bytes));
-    EXPECT_LE(offset(seen.workspace2) + static_cast<std::ptrdiff_t>(plan.workspace2_bytes),
+              offset(seen.workspace13) + static_cast<std::ptrdiff_t>(sizes.workspace13_bytes));
+    EXPECT_LE(offset(seen.workspace2) + static_cast<std::ptrdiff_t>(sizes.workspace2_bytes),
               static_cast<std::ptrdiff_t>(call.workspace_bytes));
   }
 }

@@ -84,55 +84,53 @@ TEST(NoEpTest, FinalizeCopiesWhatIsReduced) {
   EXPECT_TRUE(bitwise_equal(call.finalize(no_ep(), reduced, WeightAndReduce::kNoOp), reduced));
 }
 
-TEST(NoEpTest, ContiguousSumsInSlotOrder) {
+TEST(NoEpTest, FinalizeSumsInSlotOrder) {
   const Call call{make_sample(DType::kF32, {2, 1}), make_ids({2, 3}, {0, 1, 2, 2, 1, 0}),
                   make_f32({2, 3}, {1, 1, 1, 1, 1, 1})};
   // Only left to right, in fp32, gives 0 for the first token and 1 for the second.
   const Tensor rows = make_f32({6, 1}, {1e8f, 1, -1e8f, 1e8f, -1e8f, 1});
-  for (const auto kind : {WeightAndReduce::kContiguous, WeightAndReduce::kDelegate}) {
-    EXPECT_EQ(to_vector(call.finalize(no_ep(), rows, kind)), (std::vector<float>{0, 1}));
-  }
+  EXPECT_EQ(to_vector(call.finalize(no_ep(), rows, WeightAndReduce::kDelegate)),
+            (std::vector<float>{0, 1}));
 }
 
-TEST(NoEpTest, ContiguousRoundsOnce) {
+TEST(NoEpTest, FinalizeRoundsOnce) {
   const Call call{make_sample(DType::kBF16, {1, 1}), make_ids({1, 3}, {0, 1, 2}),
                   make_f32({1, 3}, {1, 1, 1})};
   // bf16 has 8 bits: 256 + 1 would round back to 256 after each addition.
   const Tensor rows = make_floats(DType::kBF16, {3, 1}, {256, 1, 1});
-  EXPECT_EQ(to_vector(call.finalize(no_ep(), rows, WeightAndReduce::kContiguous)),
+  EXPECT_EQ(to_vector(call.finalize(no_ep(), rows, WeightAndReduce::kDelegate)),
             (std::vector<float>{258}));
 }
 
-TEST(NoEpTest, ContiguousSelectsLocalSlots) {
+TEST(NoEpTest, FinalizeSelectsLocalSlots) {
   Call call{make_sample(DType::kF32, {3, 2}), make_ids({3, 2}, {-1, 1, 0, 2, 0, -1}),
             make_f32({3, 2}, {kNaN, 2, kNaN, 3, kNaN, kNaN})};
   call.expert_map = make_ids({3}, {-1, 0, 1});
   call.num_local_experts = 2;
   const Tensor rows =
       make_f32({6, 2}, {kNaN, kNaN, 1, 2, kNaN, kNaN, 3, 4, kNaN, kNaN, kNaN, kNaN});
-  EXPECT_EQ(to_vector(call.finalize(no_ep(), rows, WeightAndReduce::kContiguous)),
+  EXPECT_EQ(to_vector(call.finalize(no_ep(), rows, WeightAndReduce::kDelegate)),
             (std::vector<float>{2, 4, 9, 12, 0, 0}));
 }
 
 TEST(NoEpTest, NaNWeightReachesItsTokenOnly) {
   const Call call{make_sample(DType::kF32, {2, 1}), make_ids({2, 2}, {0, 1, 0, 1}),
                   make_f32({2, 2}, {kNaN, 1, 1, 1})};
-  const auto out = to_vector(
-      call.finalize(no_ep(), make_f32({4, 1}, {1, 2, 3, 4}), WeightAndReduce::kContiguous));
+  const auto out =
+      to_vector(call.finalize(no_ep(), make_f32({4, 1}, {1, 2, 3, 4}), WeightAndReduce::kDelegate));
   EXPECT_TRUE(std::isnan(out[0]));
   EXPECT_EQ(out[1], 7);
 }
 
-TEST(NoEpTest, ContiguousLeavesOutWeightsThatAreOnTheInput) {
+TEST(NoEpTest, FinalizeLeavesOutWeightsThatAreOnTheInput) {
   Call call{make_sample(DType::kF32, {2, 1}), make_ids({2, 1}, {0, 1}),
             make_f32({2, 1}, {kNaN, 5})};
   call.preparation.apply_router_weight_on_input = true;
-  EXPECT_EQ(
-      to_vector(call.finalize(no_ep(), make_f32({2, 1}, {3, 4}), WeightAndReduce::kContiguous)),
-      (std::vector<float>{3, 4}));
+  EXPECT_EQ(to_vector(call.finalize(no_ep(), make_f32({2, 1}, {3, 4}), WeightAndReduce::kDelegate)),
+            (std::vector<float>{3, 4}));
 }
 
-TEST_P(DTypes, NoEpContiguousMatchesPlainLoopsAtEveryWidth) {
+TEST_P(DTypes, NoEpFinalizeMatchesPlainLoopsAtEveryWidth) {
   const DType dtype = GetParam();
   for (const std::int64_t hidden : {1, 255, 256, 257, 600}) {
     const std::int64_t tokens = 5, topk = 3;
@@ -151,16 +149,9 @@ TEST_P(DTypes, NoEpContiguousMatchesPlainLoopsAtEveryWidth) {
       }
       store_f32(expected.data(), dtype, i, sum);
     }
-    const Tensor actual = call.finalize(no_ep(), rows, WeightAndReduce::kContiguous);
+    const Tensor actual = call.finalize(no_ep(), rows, WeightAndReduce::kDelegate);
     EXPECT_TRUE(bitwise_equal(actual, expected)) << "hidden " << hidden;
   }
-}
-
-TEST(NoEpTest, RefusesBatchedReduction) {
-  const Call call{make_sample(DType::kF32, {1, 1}), make_ids({1, 1}, {0}), make_f32({1, 1}, {1})};
-  EXPECT_FALSE(no_ep().accepts(WeightAndReduce::kNaiveBatched));
-  EXPECT_THROW(call.finalize(no_ep(), make_f32({1, 1}, {1}), WeightAndReduce::kNaiveBatched),
-               Error);
 }
 
 TEST_P(DTypes, BatchedDispatchesInTokenOrder) {
@@ -197,10 +188,8 @@ TEST(BatchedTest, FinalizeGathersInSlotOrderAndSkipsPoison) {
   call.num_local_experts = 2;
   call.prepare(batched());
   const Tensor rows = make_f32({2, 3, 1}, {10, 20, kNaN, 100, 200, kNaN});
-  for (const auto kind : {WeightAndReduce::kNaiveBatched, WeightAndReduce::kDelegate}) {
-    EXPECT_EQ(to_vector(call.finalize(batched(), rows, kind)),
-              (std::vector<float>{2 * 100 + 3 * 10, 5 * 200, 7 * 20}));
-  }
+  EXPECT_EQ(to_vector(call.finalize(batched(), rows, WeightAndReduce::kDelegate)),
+            (std::vector<float>{2 * 100 + 3 * 10, 5 * 200, 7 * 20}));
 }
 
 TEST(BatchedTest, MapEntriesBeyondTheLocalExpertsAreNotLocal) {
@@ -254,7 +243,6 @@ TEST(BatchedTest, DuplicateIdInATokenIsAnError) {
 
 TEST(BatchedTest, RefusesReducedOutput) {
   EXPECT_FALSE(batched().accepts(WeightAndReduce::kNoOp));
-  EXPECT_FALSE(batched().accepts(WeightAndReduce::kContiguous));
 }
 
 TEST(BatchedTest, ThreadsDoNotChangeBits) {
@@ -269,8 +257,7 @@ TEST(BatchedTest, ThreadsDoNotChangeBits) {
   for (const int threads : {1, 2, 3}) {
     set_num_threads(threads);
     const ForwardArgs prepared = call.prepare(batched());
-    results.push_back(
-        call.finalize(batched(), prepared.hidden_states, WeightAndReduce::kNaiveBatched));
+    results.push_back(call.finalize(batched(), prepared.hidden_states, WeightAndReduce::kDelegate));
   }
   set_num_threads(0);
   EXPECT_TRUE(bitwise_equal(results[0], results[1]));

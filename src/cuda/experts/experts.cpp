@@ -24,6 +24,7 @@
 #include "cuda/rows/routing_data.h"
 #include "cuda/sm90/fused_mlp.h"
 #include "moe/experts_args.h"
+#include "moe/problem_size.h"
 #include "moe/routed_experts.h"
 
 namespace fusedmoe::cuda {
@@ -41,7 +42,9 @@ class Sm90Experts final : public core::RoutedExperts {
            (!config().compute_capability ||
             plans_for(config(), multiprocessor_count(config().device)));
   }
-  WorkspacePlan plan(const ProblemSize& problem) const override { return planner_.plan(problem); }
+  WorkspaceSizes workspace_sizes(const ProblemSize& problem) const override {
+    return planner_.workspace_sizes(problem);
+  }
   std::vector<std::string> kernel_configs(const ProblemSize& problem) const override {
     return planner_.kernel_configs(problem);
   }
@@ -325,7 +328,7 @@ void Sm90Experts::run_standard(const ForwardArgs& args, const Scratch& scratch,
 }
 
 void Sm90Experts::run_routed(const ForwardArgs& args) const {
-  const ProblemSize problem = core::problem_of(*this, args);
+  const ProblemSize problem = core::experts_problem(*this, args);
   if (problem.num_tokens == 0) return;
   const KernelConfig config = planner_.config_for(problem, args.kernel_config);
   const Scratch scratch = planner_.scratch_of(problem, config, args.workspace2);
@@ -341,7 +344,7 @@ void Sm90Experts::run_routed(const ForwardArgs& args) const {
 
 /// Few tokens: one launch makes logits, ids, weights, routing data and permuted rows.
 void Sm90Experts::route_and_run(const ForwardArgs& args) const {
-  const ProblemSize problem = core::problem_of(*this, args);
+  const ProblemSize problem = core::experts_problem(*this, args);
   if (unfused() || !may_fuse(*args.router, problem.num_tokens, problem.num_local_experts)) {
     route(args);
     return run_routed(args);

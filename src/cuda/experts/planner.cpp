@@ -35,10 +35,10 @@ Planner::Planner(const MoeConfig& config, const Context& context, std::string_vi
   }
 }
 
-WorkspacePlan Planner::plan(const ProblemSize& problem) const {
-  WorkspacePlan plan = core::output_plan(config_, problem);
-  if (batched()) plan.output_dtype = problem.dtype;
-  if (problem.num_tokens == 0) return plan;
+WorkspaceSizes Planner::workspace_sizes(const ProblemSize& problem) const {
+  WorkspaceSizes sizes = core::output_sizes(config_, problem);
+  if (batched()) sizes.output_dtype = problem.dtype;
+  if (problem.num_tokens == 0) return sizes;
   // Room for any configuration, for these and, as rows in f32 take more, for fewer tokens.
   const std::int64_t most_f32 = max_tokens_f32(shape_of(problem));
   for (const std::int64_t num_tokens :
@@ -47,9 +47,9 @@ WorkspacePlan Planner::plan(const ProblemSize& problem) const {
     ProblemSize smaller = problem;
     smaller.num_tokens = num_tokens;
     const Scratch scratch = scratch_of(smaller, largest_config(shape_of(smaller)), nullptr);
-    plan.workspace2_bytes = std::max(plan.workspace2_bytes, scratch.bytes);
+    sizes.workspace2_bytes = std::max(sizes.workspace2_bytes, scratch.bytes);
   }
-  return plan;
+  return sizes;
 }
 
 MlpShape Planner::shape_of(const ProblemSize& problem) const {

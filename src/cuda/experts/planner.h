@@ -28,8 +28,8 @@ class Planner {
   int multiprocessors() const { return multiprocessors_; }
   const OneTokenPlan& one_token() const { return one_token_; }
 
-  /// Experts::plan() and kernel_configs().
-  WorkspacePlan plan(const ProblemSize& problem) const;
+  /// Experts::workspace_sizes() and kernel_configs().
+  WorkspaceSizes workspace_sizes(const ProblemSize& problem) const;
   std::vector<std::string> kernel_configs(const ProblemSize& problem) const;
   /// What the caller requests, else what was tuned, else what the heuristic chooses.
   KernelConfig config_for(const ProblemSize& problem, int requested) const;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/copy_rows.h"
 #include "core/device_runtime.h"
 #include "core/parallel.h"
 #include "cuda/device/strided_copy.h"
@@ -13,36 +14,21 @@
 #include "cuda/formats/weight_scales.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
+#include "moe/experts_args.h"
 #include "quant/weight_layout.h"
 
 namespace fusedmoe::cuda {
 namespace {
 
-/// Copies a strided matrix of `size`-byte elements to contiguous rows.
-void copy_rows(const TensorView& from, std::int64_t size, std::byte* to) {
-  const std::int64_t rows = from.size(0), columns = from.size(1);
-  const auto* source = from.as<const std::byte>();
-  core::parallel_for(default_executor(), rows, true, [&](std::int64_t r) {
-    const std::byte* row = source + r * from.stride(0) * size;
-    std::byte* target = to + r * columns * size;
-    if (from.stride(1) == 1) {
-      std::memcpy(target, row, static_cast<std::size_t>(columns * size));
-      return;
-    }
-    for (std::int64_t c = 0; c < columns; ++c) {
-      std::memcpy(target + c * size, row + c * from.stride(1) * size,
-                  static_cast<std::size_t>(size));
-    }
-  });
-}
-
 /// A matrix of the source weights in contiguous device memory at `to`. Waits for host sources only.
 void copy_to_device(const TensorView& from, std::byte* to, Stream stream) {
   if (!from.device().is_cpu()) return copy_strided(from, to, stream);
-  const std::int64_t total = from.numel() * bytes(from.dtype(), 1);
-  const Tensor host = Tensor::empty({total}, DType::kU8);
-  copy_rows(from, bytes(from.dtype(), 1), host.as<std::byte>());
-  copy(host, TensorView(to, DType::kU8, {total}, stream.device), stream);
+  const Tensor host = Tensor::empty(from.shape(), from.dtype());
+  core::parallel_ranges(default_executor(), from.size(0), true,
+                        [&](std::int64_t begin, std::int64_t end) {
+                          core::copy_matrix(from.slice(0, begin, end), host.slice(0, begin, end));
+                        });
+  copy(host, TensorView(to, from.dtype(), from.shape(), stream.device), stream);
   synchronize(stream);
 }
 
@@ -90,7 +76,7 @@ Tensor clone(const TensorView& view) {
   if (!view) return {};
   const Tensor copy = Tensor::empty(view.shape(), view.dtype());
   if (view.rank() == 2) {
-    copy_rows(view, bytes(view.dtype(), 1), copy.as<std::byte>());
+    core::copy_matrix(view, copy);
   } else {
     for (std::int64_t i = 0; i < view.numel(); ++i) {
       store_f32(copy.data(), DType::kF32, i, view.as<const float>()[i * view.stride(0)]);
@@ -323,31 +309,22 @@ void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatri
     if (tensor) owners.push_back(tensor.owner());
     return tensor;
   };
-  const core::WeightLayout layout = core::weight_layout(scheme_.weights, "scheme.weights");
-  const GroupShape group = scheme_.weights.group;
   const bool block_scales = gives_back_scales(*format_, scheme_.weights);
   for (const int half : {0, 1}) {
     WeightMatrix* matrix = half == 0 ? &gate : up;
     if (!matrix) continue;
     const Origin& origin = origins_[index][static_cast<std::size_t>(half)];
-    matrix->first_row = origin.first_row;
-    matrix->first_col = origin.first_col;
-    matrix->values =
-        keep(Tensor::zeros(layout.values_shape(width_, k_), layout.values_dtypes.front()));
-    const Shape grid{core::num_blocks(width_, group.rows, origin.first_row),
-                     core::num_blocks(k_, group.cols, origin.first_col)};
-    matrix->scales =
-        keep(block_scales ? Tensor::empty(grid, format_->block_scales) : clone(origin.scales));
-    if (block_scales && layout.zero_points) {
-      matrix->zero_points = keep(Tensor::empty(grid, DType::kU8));
-    }
+    const auto scales = block_scales ? std::optional(format_->block_scales) : std::nullopt;
+    *matrix = core::make_matrix(scheme_.weights, width_, k_,
+                                {origin.first_row, origin.first_col, scales}, owners);
+    if (!block_scales) matrix->scales = keep(clone(origin.scales));
     matrix->global_scale = keep(clone(origin.global_scale));
     matrix->input_scale = keep(clone(origin.input_scale));
     if (bias_) matrix->bias = keep(Tensor::empty({width_}, DType::kF32));
   }
   const Tensor blocks = download(blocks_), bias = bias_ ? download(bias_) : Tensor();
-  PackedView source{blocks.as<const std::byte>(), grid_.k_blocks, k_,
-                    exponent_shifts_[index],      group.cols,     gate.first_col};
+  PackedView source{blocks.as<const std::byte>(), grid_.k_blocks, k_, exponent_shifts_[index],
+                    scheme_.weights.group.cols,   gate.first_col};
   core::parallel_for(
       default_executor(), grid_.row_blocks * kBlockRows, true, [&](std::int64_t row) {
         const std::int64_t feature = gated_ ? gated_feature(row) : row;

@@ -306,22 +306,23 @@ void read_counts(const TensorView& counts, std::span<std::int64_t> out, Stream s
 
 }  // namespace
 
-void plan_dispatch(const core::DispatchPlan& plan, Stream stream) {
-  const std::int64_t num_ranks = plan.send_counts ? plan.send_counts.numel() : 0;
-  const std::int64_t num_tokens = plan.topk_ids.size(0), topk = plan.topk_ids.size(1);
+void find_destinations(const core::TokenDestinations& destinations, Stream stream) {
+  const std::int64_t num_ranks = destinations.send_counts ? destinations.send_counts.numel() : 0;
+  const std::int64_t num_tokens = destinations.topk_ids.size(0),
+                     topk = destinations.topk_ids.size(1);
   const std::int64_t tokens_per_block = std::max<std::int64_t>(kThreads / topk, 1);
-  const PlanParams params{core::ReplicaTable(plan),
-                          plan.topk_ids.as<const std::int32_t>(),
-                          plan.physical_ranks.as<const std::int32_t>(),
+  const PlanParams params{core::ReplicaTable(destinations),
+                          destinations.topk_ids.as<const std::int32_t>(),
+                          destinations.physical_ranks.as<const std::int32_t>(),
                           num_tokens,
                           topk,
                           num_ranks,
-                          plan.row_stride,
+                          destinations.row_stride,
                           tokens_per_block,
-                          plan.physical_ids.as<std::int32_t>(),
-                          plan.send_rows.as<std::int32_t>(),
-                          plan.send_counts.as<std::int32_t>(),
-                          plan.send_tokens.as<std::int32_t>()};
+                          destinations.physical_ids.as<std::int32_t>(),
+                          destinations.send_rows.as<std::int32_t>(),
+                          destinations.send_counts.as<std::int32_t>(),
+                          destinations.send_tokens.as<std::int32_t>()};
   if (num_tokens > 0) {
     const std::int64_t blocks = core::ceil_div(num_tokens, tokens_per_block);
     launch(choose_ranks_kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream,

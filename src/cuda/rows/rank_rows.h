@@ -8,7 +8,7 @@ namespace fusedmoe::cuda {
 
 inline constexpr int kMaxRanks = core::kMostRanksOnCuda;
 
-void plan_dispatch(const core::DispatchPlan& plan, Stream stream);
+void find_destinations(const core::TokenDestinations& destinations, Stream stream);
 void limit_rows(const core::RowLimits& limits, Stream stream);
 void pack_rows(const core::RowPacking& packing, Stream stream);
 void number_parts(const TensorView& rows, std::int64_t stride, Stream stream);

@@ -13,10 +13,9 @@
 namespace fusedmoe::cpu {
 
 /// The rows that enter one GEMM. Their form depends on scheme, weights and instruction set.
-class OperandRows {
+class GemmRows {
  public:
-  OperandRows(const QuantScheme& scheme, const PackedGemm& gemm, Compute compute,
-              const Kernels& isa);
+  GemmRows(const QuantScheme& scheme, const PackedGemm& gemm, Compute compute, const Kernels& isa);
 
   std::int64_t row_bytes() const { return padded_k_ * element_bytes(compute_); }
 

@@ -21,10 +21,10 @@ class HostBackend : public Backend {
                   const TensorView& out, Stream) const override;
   void assign_rows(const TensorView& topk_ids, const TensorView& expert_map,
                    const RowAssignment& out, Stream) const override;
-  void dispatch(const TensorView& slot_rows, const TensorView& from, const TensorView& to,
-                Stream) const override;
+  void copy_to_slots(const TensorView& slot_rows, const TensorView& from, const TensorView& to,
+                     Stream) const override;
   void reduce(const ReduceArgs& args, const TensorView& slot_rows) const override;
-  void plan_dispatch(const DispatchPlan& plan, Stream) const override;
+  void find_destinations(const TokenDestinations& destinations, Stream) const override;
   void limit_rows(const RowLimits& limits, Stream) const override;
   void pack_rows(const RowPacking& packing, Stream stream) const override;
   void number_parts(const TensorView& rows, std::int64_t stride, Stream) const override;

@@ -1,4 +1,4 @@
-// Copies of rows on the host, as few and as long as the order of the rows allows.
+// Copies of rows on the host.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,8 @@
 
 namespace fusedmoe::core {
 
-/// Copies `count` rows that follow each other on both sides; a long copy is the fastest.
+/// Copies `count` rows that follow each other on both sides; without gaps between them in one long
+/// copy, which is the fastest. Elements of a row lie side by side, rows of `to` too.
 inline void copy_rows(const TensorView& from, std::int64_t from_row, const TensorView& to,
                       std::int64_t to_row, std::int64_t count) {
   const std::int64_t row_bytes = bytes(from.dtype(), from.size(1));
@@ -19,6 +20,20 @@ inline void copy_rows(const TensorView& from, std::int64_t from_row, const Tenso
   const auto size = static_cast<std::size_t>(together ? count * row_bytes : row_bytes);
   for (std::int64_t row = 0; row < (together ? 1 : count); ++row) {
     std::memcpy(target + row * row_bytes, source + row * stride_bytes, size);
+  }
+}
+
+/// Copies the bits of a matrix, whatever its strides, to a contiguous one of as many elements of as
+/// many bytes.
+inline void copy_matrix(const TensorView& from, const TensorView& to) {
+  if (from.stride(1) == 1) return copy_rows(from, 0, to, 0, from.size(0));
+  const std::int64_t width = bytes(from.dtype(), 1);
+  auto* target = to.as<std::byte>();
+  for (std::int64_t row = 0; row < from.size(0); ++row) {
+    const auto* source = from.as<const std::byte>() + row * from.stride(0) * width;
+    for (std::int64_t col = 0; col < from.size(1); ++col, target += width) {
+      std::memcpy(target, source + col * from.stride(1) * width, static_cast<std::size_t>(width));
+    }
   }
 }
 

@@ -3,14 +3,15 @@
 
 #include "core/workspace.h"
 #include "fusedmoe/modular_kernel.h"
+#include "moe/problem_size.h"
 
 namespace fusedmoe::layer {
 
 /// The same views in the workspace when sizes are computed and when the work is done.
-class TokenRows {
+class PreparedRows {
  public:
-  TokenRows(core::WorkspaceCutter& cutter, const ProblemSize& problem,
-            const Preparation& preparation, Device device);
+  PreparedRows(core::WorkspaceCutter& cutter, const ProblemSize& problem,
+               const Preparation& preparation, Device device);
 
   // Columns of the values, and of the scales where each row has its own (else 0).
   DType values_dtype() const { return values_dtype_; }
@@ -29,8 +30,5 @@ class TokenRows {
   Shape values_shape_, scales_shape_;
   TensorView weighted_, values_, scales_;
 };
-
-/// The caller's sizes, from the arguments of prepare.
-ProblemSize problem_of(const ForwardArgs& args);
 
 }  // namespace fusedmoe::layer

@@ -10,7 +10,7 @@ Support supports_rows(const MoeConfig& config);
 
 /// Throws Error unless the context has a communicator of the configuration's ranks and device, and
 /// options that the transport has and that agree with each other.
-void check_ranks(const PrepareFinalizeDescriptor& transport, const MoeConfig& config,
-                 const Context& context);
+void check_rank_options(const PrepareFinalizeDescriptor& transport, const MoeConfig& config,
+                        const Context& context);
 
 }  // namespace fusedmoe::layer

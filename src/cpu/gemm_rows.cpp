@@ -1,4 +1,4 @@
-#include "cpu/operand_rows.h"
+#include "cpu/gemm_rows.h"
 
 #include <algorithm>
 #include <bit>
@@ -46,8 +46,8 @@ float load(Compute compute, const std::byte* row, std::int64_t i) {
 
 }  // namespace
 
-OperandRows::OperandRows(const QuantScheme& scheme, const PackedGemm& gemm, Compute compute,
-                         const Kernels& isa)
+GemmRows::GemmRows(const QuantScheme& scheme, const PackedGemm& gemm, Compute compute,
+                   const Kernels& isa)
     : isa_(isa),
       key_(scheme.activations),
       codes_(gemm.shape.format.codes),
@@ -71,8 +71,7 @@ OperandRows::OperandRows(const QuantScheme& scheme, const PackedGemm& gemm, Comp
   group_shift_ = std::countr_zero(static_cast<std::uint64_t>(key_->group.cols / weight_group_));
 }
 
-RowScales OperandRows::scales(const float* memory, std::int64_t num_rows,
-                              std::int64_t first) const {
+RowScales GemmRows::scales(const float* memory, std::int64_t num_rows, std::int64_t first) const {
   RowScales result;
   if (key_ && (key_->group.cols < 0 || key_->global_scale)) result.scales = memory + first;
   const float* groups = memory + num_rows;
@@ -86,11 +85,11 @@ RowScales OperandRows::scales(const float* memory, std::int64_t num_rows,
   return result;
 }
 
-float OperandRows::group_scale(const void* scales, std::int64_t group) const {
+float GemmRows::group_scale(const void* scales, std::int64_t group) const {
   return load_f32(scales, *key_->scale, group);
 }
 
-void OperandRows::expand_int8(const std::uint8_t* codes, std::byte* target) const {
+void GemmRows::expand_int8(const std::uint8_t* codes, std::byte* target) const {
   std::memset(target + k_ / 8 * 8, 0, static_cast<std::size_t>(padded_k_ - k_ / 8 * 8));
   if (!is_nibbles(codes_)) {
     std::memcpy(target, codes, static_cast<std::size_t>(k_));
@@ -109,8 +108,8 @@ void OperandRows::expand_int8(const std::uint8_t* codes, std::byte* target) cons
 
 /// Group scales go to the kernel 64 at a time. Where they are not folded, the whole row is one
 /// group with factor 1.
-void OperandRows::expand_floats(const std::uint8_t* codes, const void* scales,
-                                std::byte* target) const {
+void GemmRows::expand_floats(const std::uint8_t* codes, const void* scales,
+                             std::byte* target) const {
   constexpr std::int64_t kGroupsAtOnce = 64;
   const std::int64_t group = fold_groups_ ? key_->group.cols : k_;
   for (std::int64_t begin = 0; begin < k_; begin += kGroupsAtOnce * group) {
@@ -126,9 +125,9 @@ void OperandRows::expand_floats(const std::uint8_t* codes, const void* scales,
               static_cast<std::size_t>((padded_k_ - k_) * element_bytes(compute_)));
 }
 
-void OperandRows::expand(const std::uint8_t* codes, const void* scales, float row_scale,
-                         std::byte* target, float* memory, std::int64_t num_rows,
-                         std::int64_t row) const {
+void GemmRows::expand(const std::uint8_t* codes, const void* scales, float row_scale,
+                      std::byte* target, float* memory, std::int64_t num_rows,
+                      std::int64_t row) const {
   switch (compute_) {
     case Compute::kInt8:
       expand_int8(codes, target);
@@ -151,8 +150,8 @@ void OperandRows::expand(const std::uint8_t* codes, const void* scales, float ro
   set_initial(target, memory, num_rows, row);
 }
 
-void OperandRows::copy_row(std::byte* rows, float* memory, std::int64_t num_rows, std::int64_t from,
-                           std::int64_t to) const {
+void GemmRows::copy_row(std::byte* rows, float* memory, std::int64_t num_rows, std::int64_t from,
+                        std::int64_t to) const {
   std::memcpy(rows + to * row_bytes(), rows + from * row_bytes(),
               static_cast<std::size_t>(row_bytes()));
   const auto copy = [&](float* floats, std::int64_t count) {
@@ -163,8 +162,8 @@ void OperandRows::copy_row(std::byte* rows, float* memory, std::int64_t num_rows
   copy(memory + num_rows * (1 + num_group_scales_), num_initial_);
 }
 
-void OperandRows::set_initial(const std::byte* elements, float* memory, std::int64_t num_rows,
-                              std::int64_t row) const {
+void GemmRows::set_initial(const std::byte* elements, float* memory, std::int64_t num_rows,
+                           std::int64_t row) const {
   float* initial = memory + num_rows * (1 + num_group_scales_) + row * num_initial_;
   for (std::int64_t g = 0; g < num_initial_; ++g) {
     const std::int64_t begin = g * weight_group_, end = std::min(begin + weight_group_, padded_k_);

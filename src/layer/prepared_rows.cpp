@@ -1,12 +1,12 @@
-#include "layer/token_rows.h"
+#include "layer/prepared_rows.h"
 
 #include "fusedmoe/quant.h"
 #include "layer/backend.h"
 
 namespace fusedmoe::layer {
 
-TokenRows::TokenRows(core::WorkspaceCutter& cutter, const ProblemSize& problem,
-                     const Preparation& preparation, Device device)
+PreparedRows::PreparedRows(core::WorkspaceCutter& cutter, const ProblemSize& problem,
+                           const Preparation& preparation, Device device)
     : preparation_(preparation), values_dtype_(problem.dtype) {
   const Shape shape{problem.num_tokens, problem.hidden};
   if (preparation.apply_router_weight_on_input) {
@@ -24,7 +24,7 @@ TokenRows::TokenRows(core::WorkspaceCutter& cutter, const ProblemSize& problem,
   scales_ = cutter.take(scales_dtype_, scales_shape_, device);
 }
 
-void TokenRows::run(ForwardArgs& args) const {
+void PreparedRows::run(ForwardArgs& args) const {
   const core::Backend& backend = backend_of(args.stream.device);
   if (preparation_.apply_router_weight_on_input) {
     backend.weight_rows(args.hidden_states, args.topk_weights, weighted_, args.stream);
@@ -35,18 +35,6 @@ void TokenRows::run(ForwardArgs& args) const {
                    args.stream);
   args.hidden_states = values_;
   args.hidden_scales = scales_;
-}
-
-ProblemSize problem_of(const ForwardArgs& args) {
-  ProblemSize problem;
-  problem.num_tokens = args.hidden_states.size(0);
-  problem.max_tokens = args.max_tokens;
-  problem.topk = args.topk_ids ? args.topk_ids.size(1) : 0;
-  problem.num_local_experts = args.weights->info().num_experts;
-  problem.hidden = args.hidden_states.size(1);
-  problem.dtype = args.hidden_states.dtype();
-  if (args.fused_output) problem.output_dtype = args.fused_output.dtype();
-  return problem;
 }
 
 }  // namespace fusedmoe::layer
