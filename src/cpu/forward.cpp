@@ -201,7 +201,7 @@ TileJob Forward::job(const WorkTile& work, bool first) const {
   job.format = gemm.shape.format;
   job.num_rows = work.rows;
   job.batch_invariant = mode_.batch_invariant;
-  job.side_by_side = prefers_side_by_side();
+  job.side_by_side = prefers_side_by_side(processor());
   if (first) {
     const std::int64_t batched_row = work.expert * problem_.num_tokens + work.first_row;
     const std::int64_t first_row = batched_ ? batched_row : permute_ ? row : 0;

@@ -8,7 +8,6 @@
 #include <sys/auxv.h>
 #endif
 
-#include <array>
 #include <cstdlib>
 #include <string_view>
 #include <vector>
@@ -54,54 +53,54 @@ bool f16c_available() {
 }
 #endif
 
-/// Finds the levels of instructions that this machine has, and keeps the kernel table of each.
-class Levels {
- public:
-  Levels();
-  std::span<const Kernels* const> best_first() const { return {first_, tables_.end()}; }
-
- private:
-  void add(const Kernels& table) { *--first_ = &table; }
-
-  std::array<const Kernels*, 8> tables_ = {};
-  decltype(tables_)::iterator first_ = tables_.end();
-};
-
-Levels::Levels() {
-  add(generic_kernels());
+Processor detect() {
+  Processor found;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !f16c_available()) {
-    return;
-  }
-  add(avx2_kernels());
-  if (avx_vnni_available()) add(avx2_vnni_kernels());
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    add(avx512_kernels());
-    if (__builtin_cpu_supports("avx512vnni")) {
-      const bool has_bf16 =
-          __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
-      // On Intel vdpbf16ps is slower than fp32 products (docs/performance-cpu.md). So there
-      // avx512_vnni is better than avx512_bf16: a virtual machine without AMX takes it.
-      const bool prefers_fp32 = __builtin_cpu_is("intel");
-      if (has_bf16 && prefers_fp32) add(avx512_bf16_kernels());
-      add(avx512_vnni_kernels());
-      if (has_bf16 && !prefers_fp32) add(avx512_bf16_kernels());
-      if (has_bf16 && amx_available()) add(amx_kernels());
-    }
-  }
+  found.intel = __builtin_cpu_is("intel") != 0;
+  found.zen3_or_4 = __builtin_cpu_is("amdfam19h") != 0;
+  found.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c_available();
+  found.avx_vnni = avx_vnni_available();
+  found.avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  found.avx512_vnni = __builtin_cpu_supports("avx512vnni");
+  found.avx512_bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  found.amx = found.avx512_bf16 && amx_available();
 #elif defined(__aarch64__) && defined(__linux__)
-  add(neon_kernels());
   const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
-  if (first & HWCAP_ASIMDDP) {
-    add(neon_dotprod_kernels());
-    if (second & HWCAP2_I8MM) {
-      add(neon_i8mm_kernels());
-      if (second & HWCAP2_BF16) add(neon_bf16_kernels());
-    }
-  }
+  found.neon = true;
+  found.neon_dotprod = first & HWCAP_ASIMDDP;
+  found.neon_i8mm = second & HWCAP2_I8MM;
+  found.neon_bf16 = second & HWCAP2_BF16;
 #endif
+  return found;
+}
+
+/// Makes the table of a level.
+const Kernels& table_of(std::string_view name) {
+  struct Level {
+    std::string_view name;
+    const Kernels& (*table)();
+  };
+  static constexpr Level kLevels[] = {
+#if defined(__x86_64__)
+    {"avx2", avx2_kernels},
+    {"avx2_vnni", avx2_vnni_kernels},
+    {"avx512", avx512_kernels},
+    {"avx512_vnni", avx512_vnni_kernels},
+    {"avx512_bf16", avx512_bf16_kernels},
+    {"amx", amx_kernels},
+#elif defined(__aarch64__)
+    {"neon", neon_kernels},
+    {"neon_dotprod", neon_dotprod_kernels},
+    {"neon_i8mm", neon_i8mm_kernels},
+    {"neon_bf16", neon_bf16_kernels},
+#endif
+    {"generic", generic_kernels},
+  };
+  const Level* level = kLevels;
+  while (level->name != name) ++level;
+  return level->table();
 }
 
 const Kernels& choose() {
@@ -117,22 +116,43 @@ const Kernels& choose() {
 
 }  // namespace
 
-std::span<const Kernels* const> levels() {
-  static const Levels all;
-  return all.best_first();
+const Processor& processor() {
+  static const Processor found = detect();
+  return found;
 }
 
-bool prefers_side_by_side() {
-#if defined(__x86_64__)
-  // Zen 4, and Zen 3, which lacks AVX-512 and so has no kernel that could choose.
-  static const bool prefers = [] {
-    __builtin_cpu_init();
-    return __builtin_cpu_is("amdfam19h") != 0;
+std::vector<std::string_view> level_names(const Processor& has) {
+  // On Intel vdpbf16ps is slower than fp32 products (docs/performance-cpu.md). So there avx512_vnni
+  // is better than avx512_bf16: a virtual machine without AMX takes it.
+  const bool prefers_fp32 = has.intel;
+  const bool avx512 = has.avx2 && has.avx512, vnni = avx512 && has.avx512_vnni;
+  const bool bf16 = vnni && has.avx512_bf16;
+  const bool dotprod = has.neon && has.neon_dotprod, i8mm = dotprod && has.neon_i8mm;
+  const struct {
+    std::string_view name;
+    bool there;
+  } best_first[] = {
+      {"amx", bf16 && has.amx}, {"avx512_bf16", bf16 && !prefers_fp32},
+      {"avx512_vnni", vnni},    {"avx512_bf16", bf16 && prefers_fp32},
+      {"avx512", avx512},       {"avx2_vnni", has.avx2 && has.avx_vnni},
+      {"avx2", has.avx2},       {"neon_bf16", i8mm && has.neon_bf16},
+      {"neon_i8mm", i8mm},      {"neon_dotprod", dotprod},
+      {"neon", has.neon},       {"generic", true},
+  };
+  std::vector<std::string_view> names;
+  for (const auto& level : best_first) {
+    if (level.there) names.push_back(level.name);
+  }
+  return names;
+}
+
+std::span<const Kernels* const> levels() {
+  static const std::vector<const Kernels*> tables = [] {
+    std::vector<const Kernels*> found;
+    for (const std::string_view name : level_names(processor())) found.push_back(&table_of(name));
+    return found;
   }();
-  return prefers;
-#else
-  return false;
-#endif
+  return tables;
 }
 
 const Kernels& kernels() {

@@ -5,12 +5,22 @@
 // Bits: tdpbf16ps adds up 16 pairs before it adds them to the accumulator, so results are rounded
 // differently from fp32 products. So a row's bits depend on the number of its expert's rows, unless
 // `batch_invariant` asks for tile registers whatever the number. Integers are exact either way.
-#include "cpu/dot_amx.h"
+#include "cpu/kernels/dot_amx.h"
 
 namespace fusedmoe::cpu {
 namespace {
 
-using DotAmx = DotTiles<DotBf16, TileBf16>;
+struct Simd : Avx512 {
+  static constexpr Tuning kTuning{.rows = 6,  // 24 accumulators, 4 weights, 1 of a row of 32
+                                  .vectors = 4,
+                                  .totals = true,
+                                  .side_by_side = 4,
+                                  .strips = {4, 4, 4},
+                                  .keeps_scales = false};
+};
+
+using DotPairs = DotBf16<Simd, Bf16Products>;
+using DotAmx = DotTiles<DotPairs, TileBf16>;
 using DotAmxInt8 = DotTiles<DotIntegers<Simd, TileInt8, 4>, TileInt8>;
 
 template <class Products, int kPerStep>
@@ -66,7 +76,7 @@ void multiply_in_f32(const TileJob& job) {
   for (std::int64_t r = 0; back && r < job.num_rows; ++r) {
     const auto* values = reinterpret_cast<const float*>(few.output + r * few.output_bytes);
     for (std::int64_t c = 0; c < columns; c += Simd::kWidth) {
-      DotBf16::store_element(job.output + r * job.output_bytes, c, Simd::load(values + c), {});
+      DotPairs::store_element(job.output + r * job.output_bytes, c, Simd::load(values + c), {});
     }
   }
 }

@@ -1,10 +1,20 @@
 // Kernels for AVX2 with FMA and F16C.
-#include "cpu/dot_int16.h"
-#include "cpu/dot_int8.h"
-#include "cpu/simd_avx2.h"
+#include "cpu/kernels/dot_int16.h"
+#include "cpu/kernels/dot_int8.h"
+#include "cpu/kernels/simd_avx2.h"
 
 namespace fusedmoe::cpu {
 namespace {
+
+struct Simd : Avx2 {
+  static constexpr Tuning kTuning{.rows = 6,  // 12 accumulators, 2 weights, 1 of a row of 16
+                                  .vectors = 2,
+                                  .strips = {8, 4, 2},  // leave room for decoding
+                                  .converts_integers = true,
+                                  .vectors_in_turn = 2,
+                                  .stepwise_vectors = 2,
+                                  .loop_apart = true};
+};
 
 /// The products of two steps are added in 16 bits, which hold four of 24 x 128.
 struct PairedProducts : SmallProducts<Simd> {

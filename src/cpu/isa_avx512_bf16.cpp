@@ -1,19 +1,28 @@
 // Kernels for AVX-512 with BF16, VBMI and VNNI: vdpbf16ps adds two bf16 products per lane to an
 // fp32 accumulator.
-#include "cpu/dot_bf16.h"
+#include "cpu/kernels/bf16_avx512.h"
 
 namespace fusedmoe::cpu {
 namespace {
 
+struct Simd : Avx512 {
+  static constexpr Tuning kTuning{.rows = 6,  // 24 accumulators, 4 weights, 1 of a row of 32
+                                  .vectors = 4,
+                                  .totals = true,
+                                  .side_by_side = 4,
+                                  .strips = {4, 4, 4},
+                                  .keeps_scales = false};
+};
+
 Kernels make_kernels() {
-  using D = DotBf16;
+  using D = DotBf16<Simd, Bf16Products>;
   Kernels table = avx512_vnni_kernels();
   table.name = "avx512_bf16";
   constexpr int kBF16 = static_cast<int>(Compute::kBF16);
   const auto set = [&](Codes codes, void (*multiply)(const TileJob&)) {
     table.multiply[static_cast<int>(codes)][kBF16] = multiply;
   };
-  set(Codes::kBF16, multiply_plain<D, Bf16AsIs, Undecoded>);
+  set(Codes::kBF16, multiply_plain<D, Bf16AsIs<Simd>, Undecoded>);
   set(Codes::kMxfp4, multiply_chained<D, NibblesToBf16<Codes::kE2M1>, Mxfp4ToBf16>);
   set(Codes::kE2M1, multiply_codes<D, NibblesToBf16<Codes::kE2M1>>);
   set(Codes::kInt4, multiply_codes<D, NibblesToBf16<Codes::kInt4>>);

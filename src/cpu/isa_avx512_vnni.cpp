@@ -1,10 +1,20 @@
 // Kernels for AVX-512 with VNNI, whose vpdpbusd adds four int8 products to an int32 accumulator.
-#include "cpu/dot_int16.h"
-#include "cpu/dot_int8.h"
-#include "cpu/simd_avx512.h"
+#include "cpu/kernels/dot_int16.h"
+#include "cpu/kernels/dot_int8.h"
+#include "cpu/kernels/simd_avx512.h"
 
 namespace fusedmoe::cpu {
 namespace {
+
+struct Simd : Avx512 {
+  static constexpr Tuning kTuning{.rows = 6,  // 24 accumulators, 4 weights, 1 of a row of 32
+                                  .vectors = 4,
+                                  .totals = true,
+                                  .side_by_side = 4,
+                                  .strips = {4, 4, 4},
+                                  .keeps_scales = false,
+                                  .most_nibbles = 12};
+};
 
 struct Vnni {
   /// NOTE: assembly, because GCC 12 copies the accumulators around the intrinsic.
@@ -24,8 +34,7 @@ struct VnniWords {
 Kernels make_kernels() {
   Kernels table = avx512_kernels();
   table.name = "avx512_vnni";
-  // Up to so many rows, decoding again for each four of them is faster than to a panel.
-  add_int8_kernels<Simd, Vnni, Vnni, 12>(table);
+  add_int8_kernels<Simd, Vnni>(table);
   add_int16_kernels<Simd, VnniWords>(table);
   return table;
 }

@@ -1,9 +1,19 @@
 // Kernels for 64-bit ARM with what all of them have.
-#include "cpu/dot_int8.h"
-#include "cpu/simd_neon.h"
+#include "cpu/kernels/dot_int8.h"
+#include "cpu/kernels/simd_neon.h"
 
 namespace fusedmoe::cpu {
 namespace {
+
+struct Simd : Neon {
+  static constexpr Tuning kTuning{
+      .rows = 6,  // 24 accumulators, 4 weights, 1 of a row of 32
+      .vectors = 4,
+      .totals = true,
+      .f32_totals = true,
+      .strips = {8, 8, 4}  // leave room for decoding
+  };
+};
 
 Kernels make_kernels() {
   Kernels table = f32_kernels<Simd>("neon");

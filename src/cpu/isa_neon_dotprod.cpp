@@ -1,9 +1,19 @@
 // Kernels for 64-bit ARM with SDOT, which adds four products of signed bytes to an int32.
-#include "cpu/dot_int8.h"
-#include "cpu/simd_neon.h"
+#include "cpu/kernels/dot_int8.h"
+#include "cpu/kernels/simd_neon.h"
 
 namespace fusedmoe::cpu {
 namespace {
+
+struct Simd : Neon {
+  static constexpr Tuning kTuning{
+      .rows = 6,  // 24 accumulators, 4 weights, 1 of a row of 32
+      .vectors = 4,
+      .totals = true,
+      .f32_totals = true,
+      .strips = {8, 8, 4}  // leave room for decoding
+  };
+};
 
 inline int32x4_t sdot(Simd::I acc, Simd::I b, Simd::I a) {
   return vdotq_s32((int32x4_t)acc, (int8x16_t)b, (int8x16_t)a);

@@ -1,14 +1,15 @@
 // Kernels for 64-bit ARM with I8MM. USDOT adds four products of unsigned and signed bytes to an
 // int32. USMMLA multiplies two matrices of 2 x 8 bytes, which is twice as many products.
-#include "cpu/dot_int8.h"
-#include "cpu/simd_neon.h"
+#include "cpu/kernels/dot_int8.h"
+#include "cpu/kernels/simd_neon.h"
 
 namespace fusedmoe::cpu {
 namespace {
 
-/// Six rows are three pairs, with 24 accumulators; so there is no room for totals.
-struct MatrixSimd : Simd {
-  static constexpr bool kTotalsInRegisters = false;
+struct Simd : Neon {
+  /// Six rows are three pairs, with 24 accumulators of 32 registers; so there is no room for
+  /// totals.
+  static constexpr Tuning kTuning{.rows = 6, .vectors = 4, .strips = {8, 8, 4}};
 };
 
 struct UsDot {
@@ -90,7 +91,7 @@ struct UsDot {
 Kernels make_kernels() {
   Kernels table = neon_dotprod_kernels();
   table.name = "neon_i8mm";
-  add_int8_kernels<MatrixSimd, UsDot>(table);
+  add_int8_kernels<Simd, UsDot>(table);
   return table;
 }
 

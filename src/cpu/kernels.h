@@ -232,17 +232,13 @@ struct TileJob {
   std::byte* output = nullptr;  // row r at output + r * output_bytes; first tile's first column
   std::int64_t output_bytes = 0;
 
-  bool side_by_side = false;  // prefers_side_by_side(), for kernels that can read tiles either way
+  bool side_by_side = false;            // see levels.h, for kernels that can read tiles either way
   const std::byte* prefetch = nullptr;  // the tiles of the next job, or null
   std::int64_t prefetch_bytes = 0;
   std::byte* scratch = nullptr;  // kScratchBytes of the task's own, 64-byte aligned
 };
 
 inline constexpr std::int64_t kPanelSteps = 768;  // of a panel: 192 KiB of the L2
-// Of a panel that few rows read: decoding it takes about as long as using it, and then it should
-// never leave the L1 (24 KiB, beside its rows).
-inline constexpr std::int64_t kFewRowsPanelSteps = 96;
-inline constexpr std::int64_t kFewRows = 48;
 // Groups of a panel: 16 elements are 4 steps of 8-bit integers.
 inline constexpr std::int64_t kPanelGroups = kPanelSteps * 4 / TileFormat::kMinGroup;
 /// Scratch of a task: a panel, the accumulators of its rows, scales and zero points of its groups.

@@ -4,8 +4,8 @@
 // stream.h.
 #pragma once
 
-#include "cpu/multiply_groups.h"
-#include "cpu/stream_codecs.h"
+#include "cpu/kernels/multiply_groups.h"
+#include "cpu/kernels/stream_codecs.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -31,7 +31,7 @@ enum class Scaling {
 /// accumulators fit the registers; with one strip they stay there. With `prefetch` (kBlocks) the
 /// whole next tile is brought to the L2 meanwhile; without it only the first bytes of the next
 /// tiles are.
-template <class D, class Codec, Scaling kScaling, int T, int R, bool kBlocks = false>
+template <Dot D, CodecOf<D> Codec, Scaling kScaling, int T, int R, bool kBlocks = false>
 class TileStreams {
  public:
   TileStreams(const TileJob& job, int first_tile, std::int64_t first_row = 0,
@@ -81,25 +81,24 @@ class TileStreams {
   using S = typename D::Simd;
   using F = typename S::F;
   using Acc = typename D::Acc;
-  static constexpr bool has_two_chains() {
-    return S::kInterleaves && D::kPerStep == 1 && Codec::kSteps == 8 && R < 4;
-  }
+  static constexpr Tuning kTuning = S::kTuning;
   static constexpr int kW = S::kWidth;
   static constexpr int kTileVectors = kTileColumns / kW;
-  static constexpr int kVectors = S::stream_vectors(R);  // of a strip
+  static constexpr int kVectors = kTuning.strip(R);  // of a strip
   static constexpr int kStrips = kTileVectors / kVectors;
   static constexpr int kStripBytes = kStepBytes / kStrips;  // of a block
   static constexpr bool kStepwise =
-      DecodesSteps<Codec> && (R > 2 || ConvertsIntegers<S> || PreparesGroups<Codec>);
+      DecodesSteps<Codec> && (R > 2 || kTuning.converts_integers || PreparesGroups<Codec>);
   /// Whether the loop over blocks is a function of its own.
   static constexpr bool kApart =
-      S::kInterleaves && kStrips == 1 && D::kPerStep == 1 && kScaling == Scaling::kGroups;
+      kTuning.loop_apart && kStrips == 1 && D::kPerStep == 1 && kScaling == Scaling::kGroups;
   static_assert(T == 1 || (!kApart && !PreparesGroups<Codec>), "made for one tile");
-  static constexpr int kMostStepwise = S::kInterleaves && R == 2 ? 2 : 4;
+  static constexpr int kMostStepwise = R == 2 ? kTuning.stepwise_vectors : 4;
+  static constexpr bool kInTurn = D::kPerStep == 1 && Codec::kSteps == 8 && R < 4;
   /// Vectors whose products take turns.
   static constexpr int kTogether = kStepwise ? (kVectors < kMostStepwise ? kVectors : kMostStepwise)
-                                   : has_two_chains() ? 2
-                                                      : 1;
+                                   : kInTurn ? kTuning.vectors_in_turn
+                                             : 1;
   using Strip = Acc[R][kVectors];
   using Tiles = Strip[T][kStrips];
 
@@ -297,7 +296,7 @@ class TileStreams {
     for (int v = 0; v < kVectors; v += kTogether) {
       // Loading a row's elements again for each vector is free; keeping them in registers would
       // spill accumulators.
-      if (v % S::kVectors == 0) hide(elements);
+      if (v % kTuning.vectors == 0) hide(elements);
       typename D::B weights[kTogether][Codec::kSteps];
 #pragma GCC unroll 2
       for (int i = 0; i < kTogether; ++i) {

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/half.h"
+#include "cpu/kernels/half.h"
 
 namespace fusedmoe::cpu {
 namespace {

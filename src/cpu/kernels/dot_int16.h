@@ -3,7 +3,7 @@
 // are those of keys::int16_group, in memory as they come. Included by isa_*.cpp only.
 #pragma once
 
-#include "cpu/dot_integers.h"
+#include "cpu/kernels/dot_integers.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -37,16 +37,16 @@ struct NibblesToI16<S, kCodes> : NibbleWords<S> {
       : NibbleWords<S>([&](std::uint32_t code) { return nibble_integer<kCodes>(code, format); }) {}
 };
 
-/// Adds int16 dot products to a table. kMost: stream_few_rows.
-template <class S, class Products, std::int64_t kMost = kStreamedRows>
+/// Adds int16 dot products to a table.
+template <class S, class Products>
 void add_int16_kernels(Kernels& table) {
   using D = DotIntegers<S, Products, 2>;
   const auto set = [&](Codes codes, void (*multiply)(const TileJob&)) {
     table.multiply[static_cast<int>(codes)][static_cast<int>(Compute::kInt16)] = multiply;
   };
-  set(Codes::kMxfp4, multiply_grouped<D, NibblesToI16<S, Codes::kE2M1>, kMost>);
-  set(Codes::kE2M1, multiply_grouped<D, NibblesToI16<S, Codes::kE2M1>, kMost>);
-  set(Codes::kInt4, multiply_grouped<D, NibblesToI16<S, Codes::kInt4>, kMost>);
+  set(Codes::kMxfp4, multiply_grouped<D, NibblesToI16<S, Codes::kE2M1>>);
+  set(Codes::kE2M1, multiply_grouped<D, NibblesToI16<S, Codes::kE2M1>>);
+  set(Codes::kInt4, multiply_grouped<D, NibblesToI16<S, Codes::kInt4>>);
   table.flops[static_cast<int>(Compute::kInt16)] = flops<D>;
 }
 

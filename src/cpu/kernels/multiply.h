@@ -1,5 +1,5 @@
-// The one grouped-GEMM skeleton of the CPU backend: rows x tile, with policies for the instruction
-// set (Simd), the dot product (Dot) and the weight format (Codec). Included by isa_*.cpp only.
+// The one grouped-GEMM skeleton of the CPU backend: rows x tile, with policies for the vectors of a
+// level, the dot product and the weight format (policies.h). Included by isa_*.cpp only.
 //
 // Bits: every output element has one accumulator, to which its products are added in ascending k,
 // whatever the number of rows. Decoding weights is exact. Kernels that leave MXFP4 scales out of
@@ -9,10 +9,11 @@
 
 #include <cstring>
 
-#include "cpu/activation.h"
-#include "cpu/codecs.h"
 #include "cpu/kernels.h"
-#include "cpu/rows.h"
+#include "cpu/kernels/activation.h"
+#include "cpu/kernels/codecs.h"
+#include "cpu/kernels/policies.h"
+#include "cpu/kernels/rows.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -123,7 +124,7 @@ inline void multiply_panel(const std::byte* const* rows, const std::byte* panel,
   using S = typename D::Simd;
   using F = typename S::F;
   constexpr int kW = S::kWidth;
-  constexpr int kVectors = S::kVectors;  // of a row that fit the registers together
+  constexpr int kVectors = S::kTuning.vectors;
   for (int column = 0; column < kTileColumns; column += kVectors * kW) {
     F acc[R][kVectors];
     for (int r = 0; r < R; ++r) {
@@ -177,7 +178,7 @@ inline void multiply_at_most(int num_rows, const std::byte* const* rows, const s
 template <class D>
 inline std::int64_t begin_of_block(std::int64_t block, std::int64_t blocks, int block_rows,
                                    std::int64_t num_rows) {
-  if constexpr (requires { D::kFullBlocks; }) {
+  if constexpr (FillsBlocks<D>) {
     return block < blocks ? block * block_rows : num_rows;
   } else {
     return num_rows * block / blocks;
@@ -193,15 +194,17 @@ inline void multiply_panel_rows(int num_rows, const std::byte* const* rows, cons
 
 /// All rows of a job x one tile, in panels, so that the rows and the weights of a panel fit the L2
 /// together; with few rows, the L1. Accumulators are kept in scratch between panels.
-template <class D, class Decoder>
+template <PanelDot D, class Decoder>
 void multiply_tile(const TileJob& job, int tile) {
   constexpr int kRows = D::kRows;
   const std::byte* stream = job.tiles + tile * job.tile_bytes;
   const std::int64_t steps = job.k / D::kPerStep;
   // Panels are made about equally large.
   std::int64_t unit = D::kStepsPerGroup;
-  if constexpr (requires { D::panel_unit(steps); }) unit = D::panel_unit(steps);
-  const std::int64_t at_most = job.num_rows <= kFewRows ? kFewRowsPanelSteps : kPanelSteps;
+  if constexpr (CutsPanels<D>) unit = D::panel_unit(steps);
+  constexpr Tuning kTuning = D::Simd::kTuning;
+  const std::int64_t at_most =
+      job.num_rows <= kTuning.few_rows ? kTuning.few_rows_panel_steps : kPanelSteps;
   const std::int64_t panels = (steps + at_most - 1) / at_most;
   const std::int64_t blocks = (job.num_rows + kRows - 1) / kRows;
   auto* carried = reinterpret_cast<float*>(job.scratch + kAccumulatorsOffset);
@@ -224,7 +227,7 @@ void multiply_tile(const TileJob& job, int tile) {
       if (stop == steps) {
         for (std::int64_t r = row; r < end; ++r) {
           float* const of_row = carried + r * kTileColumns;
-          if constexpr (requires { D::to_floats(job, r, of_row); }) D::to_floats(job, r, of_row);
+          if constexpr (EndsRows<D>) D::to_floats(job, r, of_row);
           store_row<D>(job, tile, r, of_row);
         }
       }
@@ -234,7 +237,7 @@ void multiply_tile(const TileJob& job, int tile) {
   }
 }
 
-template <class D, class Decoder>
+template <PanelDot D, class Decoder>
 void multiply(const TileJob& job) {
   for (int tile = 0; tile < job.num_tiles; ++tile) multiply_tile<D, Decoder>(job, tile);
 }
@@ -245,10 +248,11 @@ template <class S>
 struct DotF32 {
   using Simd = S;
   using B = typename S::F;
-  static constexpr int kPerStep = 1;  // k values in one step
+  static constexpr Compute kCompute = Compute::kF32;
+  static constexpr int kPerStep = 1;
   static constexpr int kStepsPerGroup = kGroup;
-  static constexpr int kRows = S::kRows;                                    // rows of one block
-  static constexpr int kPasses = kTileColumns / (S::kVectors * S::kWidth);  // over a panel
+  static constexpr int kRows = S::kTuning.rows;
+  static constexpr int kPasses = kTileColumns / (S::kTuning.vectors * S::kWidth);
   static constexpr auto multiply_block = multiply_panel_rows<DotF32>;
 
   static B load_b(const std::byte* p) { return S::load(reinterpret_cast<const float*>(p)); }
@@ -260,7 +264,6 @@ struct DotF32 {
   static typename S::F dot(typename S::F acc, B b, B a) { return S::fma(b, a, acc); }
   static constexpr auto store_element = store_rounded<S>;
 
-  // Accumulators of a group (multiply_groups.h) start at zero or at RowScales::initial.
   using Acc = typename S::F;
   static Acc zero() { return S::set1(0.0f); }
   static Acc initial(typename S::F value) { return value; }
@@ -280,7 +283,7 @@ struct Undecoded {
 };
 
 /// Decodes one block to the steps of a panel, vector by vector.
-template <class D, class Codec>
+template <Dot D, CodecOf<D> Codec>
 inline void decode_block(const Codec& codec, const std::byte* block, const std::byte* header,
                          std::byte* target) {
   constexpr int kW = D::Simd::kWidth;
@@ -296,7 +299,7 @@ inline void decode_block(const Codec& codec, const std::byte* block, const std::
 
 /// Panels whose weights are exactly what the codec decodes: the stream has no scales, or they are
 /// the codec's affair.
-template <class D, class Codec>
+template <Dot D, CodecOf<D> Codec>
 class CodecPanels {
  public:
   CodecPanels(const std::byte* stream, const TileFormat& format)
@@ -323,7 +326,8 @@ class CodecPanels {
 
 /// Panels of MXFP4 or NVFP4 (`Scales`) with the scales multiplied in, which is exact: a weight then
 /// has at most 2 or 6 significant bits. The codec is for fp32.
-template <class D, class Codec, class Scales = Mxfp4Scales<typename D::Simd>>
+template <Dot D, CodecOf<DotF32<typename D::Simd>> Codec,
+          class Scales = Mxfp4Scales<typename D::Simd>>
 class ScaledPanels {
  public:
   ScaledPanels(const std::byte* stream, const TileFormat& format)
@@ -374,10 +378,10 @@ class ScaledPanels {
 /// As many accumulators, rows and weights as a panel kernel has. Operands are loaded anew in each
 /// round: else the compiler makes products only once where a dot product is a multiplication and an
 /// addition.
-template <class D>
+template <Dot D>
 double flops(std::int64_t rounds) {
   using S = typename D::Simd;
-  constexpr int kRows = S::kRows, kVectors = S::kVectors;
+  constexpr int kRows = S::kTuning.rows, kVectors = S::kTuning.vectors;
   typename D::Acc acc[kRows][kVectors];
   alignas(64) std::byte zeros[kStepBytes] = {};
 #pragma GCC unroll 8

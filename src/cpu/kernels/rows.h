@@ -10,8 +10,8 @@
 #include <emmintrin.h>
 #endif
 
-#include "cpu/half.h"
 #include "cpu/kernels.h"
+#include "cpu/kernels/half.h"
 
 namespace fusedmoe::cpu {
 namespace {

@@ -1,22 +1,14 @@
-// The vector policy of the levels of 64-bit ARM. Included by isa_neon*.cpp only.
+// The vectors of the levels of 64-bit ARM. Included by isa_neon*.cpp only.
 #pragma once
 
 #include <arm_neon.h>
 
-#include "cpu/simd_vector.h"
+#include "cpu/kernels/simd_vector.h"
 
 namespace fusedmoe::cpu {
 namespace {
 
-struct Simd : SimdVector<4> {
-  static constexpr int kVectors = 4;
-  static constexpr int kRows = 6;  // 24 accumulators, 4 weights, 1 broadcast of 32 registers
-  static constexpr bool kTotalsInRegisters = true;  // of groups, beside accumulators
-  static constexpr int kStreamTiles = 1;
-  static constexpr bool kInterleaves = false;  // products of vectors of a stream
-  /// Of a tile at a time: their accumulators leave room for decoding.
-  static constexpr int stream_vectors(int rows) { return rows <= 2 ? 8 : 4; }
-
+struct Neon : SimdVector<4> {
   static F fma(F a, F b, F c) {
     return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
   }

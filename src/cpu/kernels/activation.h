@@ -1,5 +1,5 @@
 // The activations of fusedmoe/weights.h on fp32 vectors, for an instruction-set policy S (see
-// cpu/simd_vector.h). Included by isa_*.cpp only.
+// cpu/kernels/simd_vector.h). Included by isa_*.cpp only.
 #pragma once
 
 #include <cmath>

@@ -1,27 +1,15 @@
-// Codecs for few rows that convert integers to fp32 rather than look them up, and the questions
-// that stream.h asks about a codec. These codecs decode one step of a block at a time. Their values
-// may be kUnit (a power of two) times the weight, and the scales divide by kUnit again: results are
-// bit for bit those of the codecs of panels (codecs.h) while a group's sum stays below 2^99, its
-// scale is at least 2^-98 and no product is subnormal. Included by isa_*.cpp only.
+// Codecs for few rows that convert integers to fp32 rather than look them up. These codecs decode
+// one step of a block at a time. Their values may be kUnit (a power of two) times the weight, and
+// the scales divide by kUnit again: results are bit for bit those of the codecs of panels
+// (codecs.h) while a group's sum stays below 2^99, its scale is at least 2^-98 and no product is
+// subnormal. Included by isa_*.cpp only.
 #pragma once
 
-#include "cpu/block_codecs.h"
+#include "cpu/kernels/block_codecs.h"
+#include "cpu/kernels/policies.h"
 
 namespace fusedmoe::cpu {
 namespace {
-
-// ---- What a codec can do ------------------------------------------------------------------------
-
-/// Codecs that can decode one step of a block at a time: `step` of what `load` returns.
-template <class Codec>
-concept DecodesSteps = requires(Codec codec, const std::byte* block) {
-  codec.load(block, 0);
-};
-/// Those among them whose steps need what `prepare` has made of a group's scales.
-template <class Codec>
-concept PreparesGroups = requires(Codec codec, const std::byte* block) {
-  codec.prepare(block, block, 0, 0);
-};
 
 /// What the weights of a codec are multiples of.
 template <class Codec>
@@ -31,14 +19,6 @@ requires requires {
   Codec::kUnit;
 }
 inline constexpr float kUnit<Codec> = Codec::kUnit;
-
-// ---- The codecs ---------------------------------------------------------------------------------
-
-/// Whether integers are faster converted than looked up, with few rows.
-template <class S>
-concept ConvertsIntegers = requires {
-  requires S::kConvertsIntegers;
-};
 
 /// Integers of 4 or 8 bits, moved to the top of a 32-bit word and converted: so much is what the
 /// weights are multiples of. With zero points in the stream (kZeros) codes are unsigned and end

@@ -4,32 +4,18 @@
 // Included by isa_*.cpp only.
 #pragma once
 
-#include "cpu/multiply.h"
+#include "cpu/kernels/multiply.h"
 
 namespace fusedmoe::cpu {
 namespace {
 
-/// Dot products that take two steps at once. Groups have an even number of steps.
-template <class D>
-concept AddsTwoSteps = requires(typename D::Acc acc, const typename D::B (&pair)[2]) {
-  D::dot2(acc, pair, pair);
-};
-
-/// Dot products with a way of their own to multiply a block of rows by a panel, and a size of both
-/// (D::Groups).
-template <class D>
-concept MultipliesGroups = requires {
-  D::multiply_groups;
-};
-
 /// How rows and groups are cut.
 template <class D, bool kTotals>
 struct GroupBlocks {
-  /// Rows of one block. 32 registers hold the accumulators and the totals of these, 16 only the
-  /// accumulators.
-  static constexpr int kRows = kTotals ? D::Simd::kRows / 2 : D::Simd::kRows;
+  /// Rows of one block.
+  static constexpr int kRows = kTotals ? D::Simd::kTuning.rows / 2 : D::Simd::kTuning.rows;
   /// How often a block goes over a panel, each time for some of the columns.
-  static constexpr int kPasses = kTileColumns / (D::Simd::kVectors * D::Simd::kWidth);
+  static constexpr int kPasses = kTileColumns / (D::Simd::kTuning.vectors * D::Simd::kWidth);
   /// Steps of a panel, which should fit the L1: blocks of few rows read it often.
   static constexpr std::int64_t kPanelSteps = 64;
 };
@@ -112,7 +98,7 @@ template <class D, int R, bool kTotals>
 inline void multiply_group_panel(const GroupRow* rows, const GroupPanel& panel, int group_shift,
                                  float* totals, Prefetcher& prefetch) {
   using S = typename D::Simd;
-  constexpr int kW = S::kWidth, kVectors = S::kVectors;
+  constexpr int kW = S::kWidth, kVectors = S::kTuning.vectors;
   const std::byte* elements[R];
   for (int r = 0; r < R; ++r) elements[r] = rows[r].elements + panel.row_offset;
   const bool has_initial = rows[0].initial, has_scales = rows[0].scales;
@@ -197,15 +183,13 @@ inline void multiply_group_rows(int num_rows, const GroupRow* rows, const GroupP
   multiply_group_panel<D, R, kTotals>(rows, panel, group_shift, totals, prefetch);
 }
 
-/// Whether the totals of groups stay in registers, where registers hold them. Without them, blocks
-/// have twice the rows and load fewer operands for a product. For fp32 products on AVX-512 that is
-/// worth more, as an Ice Lake core loads hardly more than one vector a cycle.
-template <class D>
+/// Whether the totals of groups stay in registers.
+template <Dot D>
 inline constexpr bool kTotalsInRegisters =
-    D::Simd::kTotalsInRegisters && !(D::Simd::kWidth == 16 && D::kPerStep == 1);
+    D::kCompute == Compute::kF32 ? D::Simd::kTuning.f32_totals : D::Simd::kTuning.totals;
 
 /// Decodes groups of a stream to panels, block by block.
-template <class D, class Codec>
+template <Dot D, CodecOf<D> Codec>
 class GroupPanels {
  public:
   static constexpr bool kTotals = kTotalsInRegisters<D>;
@@ -270,7 +254,7 @@ class GroupPanels {
 };
 
 /// The stream of W8A8, which needs no decoding: one group with a scale of 1.
-template <class D>
+template <Dot D>
 class WholePanel {
  public:
   static constexpr bool kTotals = kTotalsInRegisters<D>;
@@ -295,7 +279,7 @@ inline GroupRow group_row(const TileJob& job, std::int64_t row) {
 }
 
 /// All rows of a job x one tile. `group`: k of one group.
-template <class D, class Panels>
+template <Dot D, class Panels>
 void multiply_groups_tile(const TileJob& job, int tile, std::int64_t group) {
   GroupRow rows[kMaxRows];
   for (std::int64_t r = 0; r < job.num_rows; ++r) rows[r] = group_row(job, r);
@@ -334,7 +318,7 @@ void multiply_groups_tile(const TileJob& job, int tile, std::int64_t group) {
   }
 }
 
-template <class D, class Codec>
+template <Dot D, CodecOf<D> Codec>
 void multiply_groups(const TileJob& job) {
   const std::int64_t group = job.format.codes == Codes::kMxfp4 ? kGroup : job.format.group;
   for (int tile = 0; tile < job.num_tiles; ++tile) {

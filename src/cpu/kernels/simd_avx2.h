@@ -1,23 +1,14 @@
-// The vector policy of the AVX2 levels. Included by isa_avx2*.cpp only.
+// The vectors of the AVX2 levels. Included by isa_avx2*.cpp only.
 #pragma once
 
 #include <immintrin.h>
 
-#include "cpu/simd_vector.h"
+#include "cpu/kernels/simd_vector.h"
 
 namespace fusedmoe::cpu {
 namespace {
 
-struct Simd : SimdVector<8> {
-  static constexpr int kVectors = 2;
-  static constexpr int kRows = 6;  // 12 accumulators, 2 weights, 1 broadcast of 16 registers
-  static constexpr bool kTotalsInRegisters = false;  // of groups, beside accumulators
-  static constexpr int kStreamTiles = 1;
-  static constexpr bool kInterleaves = true;       // products of vectors of a stream
-  static constexpr bool kConvertsIntegers = true;  // rather than look codes up, for few rows
-  /// Of a tile at a time: their accumulators leave room for decoding.
-  static constexpr int stream_vectors(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
-
+struct Avx2 : SimdVector<8> {
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F set1(float value) { return _mm256_set1_ps(value); }
   // GCC 12 would compare and select.

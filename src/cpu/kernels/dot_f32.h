@@ -2,27 +2,27 @@
 // Included by isa_*.cpp only.
 #pragma once
 
-#include "cpu/stream.h"
+#include "cpu/kernels/stream.h"
 #include "quant/quantize_row.h"
 
 namespace fusedmoe::cpu {
 namespace {
 
 /// Weights without scales in the stream, or whose codec applies them. kMost: stream_few_rows.
-template <class D, class Codec, class Panels = CodecPanels<D, Codec>,
+template <Dot D, CodecOf<D> Codec, class Panels = CodecPanels<D, Codec>,
           std::int64_t kMost = kStreamedRows>
 void multiply_plain(const TileJob& job) {
   if (!stream_few_rows<D, Codec, Scaling::kNone, kMost>(job)) multiply<D, Panels>(job);
 }
 
 /// Weights whose groups have scales in the stream.
-template <class D, class Codec, std::int64_t kMost = kStreamedRows>
+template <Dot D, CodecOf<D> Codec, std::int64_t kMost = kStreamedRows>
 void multiply_grouped(const TileJob& job) {
   if (!stream_few_rows<D, Codec, Scaling::kGroups, kMost>(job)) multiply_groups<D, Codec>(job);
 }
 
 /// The same, or one scale per column.
-template <class D, class Codec, std::int64_t kMost = kStreamedRows>
+template <Dot D, CodecOf<D> Codec, std::int64_t kMost = kStreamedRows>
 void multiply_codes(const TileJob& job) {
   job.format.scales == ScaleType::kNone
       ? multiply_plain<D, Codec, CodecPanels<D, Codec>, kMost>(job)
@@ -31,10 +31,10 @@ void multiply_codes(const TileJob& job) {
 
 /// Integers of 4 or 8 bits, whose groups have scales in the stream. With few rows they may have
 /// another codec than in panels; the results are the same.
-template <class D, class Codec, int kBits, std::int64_t kMost = kStreamedRows>
+template <Dot D, CodecOf<D> Codec, int kBits, std::int64_t kMost = kStreamedRows>
 void multiply_integers(const TileJob& job) {
   using S = typename D::Simd;
-  if constexpr (ConvertsIntegers<S>) {
+  if constexpr (S::kTuning.converts_integers) {
     const bool done =
         job.format.zeros
             ? stream_few_rows<D, ConvertedIntegers<S, kBits, true>, Scaling::kGroups, kMost>(job)
@@ -45,18 +45,17 @@ void multiply_integers(const TileJob& job) {
   }
 }
 
-/// Codes that become fp32 by the scales of their groups. Few rows use the codec `Few`, which makes
-/// a group's scales once and loads them for each step. AVX-512 uses `Codec` for few rows, too: it
-/// makes the scales again for each block, which is faster there.
-template <class D, class Codec, class Few>
+/// Codes that become fp32 by the scales of their groups. `Few` is the codec of few rows that makes
+/// a group's scales once and loads them for each step.
+template <Dot D, CodecOf<D> Codec, CodecOf<D> Few>
 void multiply_scaled(const TileJob& job) {
-  using Stream = std::conditional_t<PermutesFloats<typename D::Simd>, Codec, Few>;
+  using Stream = std::conditional_t<D::Simd::kTuning.keeps_scales, Few, Codec>;
   if (!stream_few_rows<D, Stream, Scaling::kNone>(job)) multiply<D, CodecPanels<D, Codec>>(job);
 }
 
 /// llama.cpp's blocks. With few rows, integer codes are converted to fp32 in registers; codes of
 /// IQ4 are looked up in their table.
-template <class D, Codes kCodes>
+template <Dot D, Codes kCodes>
 void multiply_blocks(const TileJob& job) {
   using S = typename D::Simd;
   using Codec = BlockCodec<S, kCodes>;
@@ -68,7 +67,7 @@ void multiply_blocks(const TileJob& job) {
 }
 
 /// MXFP4 with exact activations.
-template <class D, class Codec, class Panels>
+template <Dot D, CodecOf<D> Codec, class Panels>
 void multiply_chained(const TileJob& job) {
   if (!stream_few_rows<D, Codec, Scaling::kChained>(job)) multiply<D, Panels>(job);
 }
@@ -78,8 +77,7 @@ template <class S>
 Kernels f32_kernels(const char* name) {
   using D = DotF32<S>;
   using E2m1 = Nibbles<S, Codes::kE2M1>;
-  // Up to so many rows of a job, decoding again for each four of them is faster than to a panel.
-  constexpr std::int64_t kMost = 16, kMostInt8 = 8;
+  constexpr std::int64_t kMost = S::kTuning.most_halves, kMostInt8 = S::kTuning.most_int8;
   Kernels table{};
   table.name = name;
   const auto set = [&](Codes codes, void (*multiply)(const TileJob&)) {

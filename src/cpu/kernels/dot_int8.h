@@ -3,7 +3,7 @@
 // isa_*.cpp only.
 #pragma once
 
-#include "cpu/dot_integers.h"
+#include "cpu/kernels/dot_integers.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -28,7 +28,7 @@ struct WideProducts {
 };
 
 /// Decodes 4-bit codes to unsigned bytes: integers as they are, E2M1 as 2 x value + 12. The two
-/// steps of a block hold k = 0, 4, 1, 5 and 2, 6, 3, 7; OperandRows permutes activations alike.
+/// steps of a block hold k = 0, 4, 1, 5 and 2, 6, 3, 7; GemmRows permutes activations alike.
 template <class S, Codes kCodes>
 class NibblesToU8 {
  public:
@@ -66,18 +66,21 @@ struct Int8AsIs {
 };
 
 /// W8A8: all of k is one group, and many rows read the stream as it is.
-template <class D>
+template <Dot D>
 void multiply_w8a8(const TileJob& job) {
-  if (stream_few_rows<D, Int8AsIs<typename D::Simd>, Scaling::kGroups, kFewRows>(job)) return;
+  if (stream_few_rows<D, Int8AsIs<typename D::Simd>, Scaling::kGroups, D::Simd::kTuning.most_w8a8>(
+          job))
+    return;
   for (int tile = 0; tile < job.num_tiles; ++tile) {
     multiply_groups_tile<D, WholePanel<D>>(job, tile, job.k);
   }
 }
 
 /// Adds int8 dot products to a table. `Small` products take weight codes of up to 4 bits, `Wide` of
-/// 8 bits. kMost: stream_few_rows with 4-bit codes.
-template <class S, class Small, class Wide = Small, std::int64_t kMost = kStreamedRows>
+/// 8 bits.
+template <class S, class Small, class Wide = Small>
 void add_int8_kernels(Kernels& table) {
+  constexpr std::int64_t kMost = S::kTuning.most_nibbles;
   using D = DotIntegers<S, Small, 4>;
   const auto set = [&](Codes codes, void (*multiply)(const TileJob&)) {
     table.multiply[static_cast<int>(codes)][static_cast<int>(Compute::kInt8)] = multiply;

@@ -2,7 +2,7 @@
 // instruction that an instruction set has for them. Included by isa_*.cpp only.
 #pragma once
 
-#include "cpu/dot_f32.h"
+#include "cpu/kernels/dot_f32.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -12,9 +12,9 @@ template <class S, class Products, int kProducts>
 struct DotIntegers {
   using Simd = S;
   using B = typename S::I;
+  static constexpr Compute kCompute = kProducts == 4 ? Compute::kInt8 : Compute::kInt16;
   static constexpr int kPerStep = kProducts;
-  static constexpr int kRows = S::kRows;
-  static constexpr int kPasses = 1;
+  static constexpr int kRows = S::kTuning.rows;
 
   static B load_b(const std::byte* p) { return S::load_words(p); }
   static void store_b(std::byte* p, B value) { S::store_words(p, value); }

@@ -2,7 +2,7 @@
 // Included by isa_*.cpp only.
 #pragma once
 
-#include "cpu/codecs.h"
+#include "cpu/kernels/codecs.h"
 
 namespace fusedmoe::cpu {
 namespace {

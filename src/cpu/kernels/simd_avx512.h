@@ -1,21 +1,14 @@
-// The vector policy of all AVX-512 levels. Included by isa_avx512*.cpp and isa_amx.cpp only.
+// The vectors of all AVX-512 levels. Included by isa_avx512*.cpp and isa_amx.cpp only.
 #pragma once
 
 #include <immintrin.h>
 
-#include "cpu/simd_vector.h"
+#include "cpu/kernels/simd_vector.h"
 
 namespace fusedmoe::cpu {
 namespace {
 
-struct Simd : SimdVector<16> {
-  static constexpr int kVectors = 4;
-  static constexpr int kRows = 6;  // 24 accumulators, 4 weights, 1 broadcast of 32 registers
-  static constexpr bool kTotalsInRegisters = true;  // of groups, beside accumulators
-  static constexpr int kStreamTiles = 4;
-  static constexpr bool kInterleaves = false;             // products of vectors of a stream
-  static constexpr int stream_vectors(int) { return 4; }  // of a tile, whatever the rows
-
+struct Avx512 : SimdVector<16> {
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   /// Keeps a loaded value in its register: GCC 12 would load it again for each of three products,
   /// and an Ice Lake core loads hardly more than one vector a cycle.

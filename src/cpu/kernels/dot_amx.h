@@ -4,8 +4,8 @@
 // isa_amx.cpp only.
 #pragma once
 
-#include "cpu/dot_bf16.h"
-#include "cpu/dot_int8.h"
+#include "cpu/kernels/bf16_avx512.h"
+#include "cpu/kernels/dot_int8.h"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -101,7 +101,7 @@ struct TileInt8 {
 /// What tile registers do in the place of a dot product D: at most 32 rows, 32 columns at a time,
 /// so 2 x 2 tiles of accumulators. All rows are as far apart as the first two. `Products` is the
 /// instruction.
-template <class D, class Products>
+template <Dot D, class Products>
 struct DotTiles : D {
   using Acc = typename D::Acc;
   static constexpr int kRows = 2 * kTileRows;

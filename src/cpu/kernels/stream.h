@@ -15,15 +15,13 @@
 // only.
 #pragma once
 
-#include <type_traits>
-
-#include "cpu/tile_streams.h"
+#include "cpu/kernels/tile_streams.h"
 
 namespace fusedmoe::cpu {
 namespace {
 
 /// R rows or, where R is more than 2, fewer; at least two.
-template <class D, class Codec, Scaling kScaling, int R>
+template <Dot D, CodecOf<D> Codec, Scaling kScaling, int R>
 void stream_block(const TileJob& job, int tile, std::int64_t row, std::int64_t num_rows,
                   Prefetcher& prefetch) {
   if constexpr (R > 2) {
@@ -36,7 +34,7 @@ void stream_block(const TileJob& job, int tile, std::int64_t row, std::int64_t n
 }
 
 /// All rows of a job in blocks of about the same size. During a tile the next one is prefetched.
-template <class D, class Codec, Scaling kScaling, int kMostRows = kStreamedRows>
+template <Dot D, CodecOf<D> Codec, Scaling kScaling, int kMostRows = kStreamedRows>
 void stream_blocks(const TileJob& job) {
   const std::int64_t blocks = (job.num_rows + kMostRows - 1) / kMostRows;
   for (int tile = 0; tile < job.num_tiles; ++tile) {
@@ -54,18 +52,8 @@ void stream_blocks(const TileJob& job) {
 
 /// Whether the registers hold the accumulators of R rows of a tile.
 template <class S, int R>
-inline constexpr bool kHoldsRows = S::stream_vectors(R) * S::kWidth == kTileColumns;
+inline constexpr bool kHoldsRows = S::kTuning.strip(R) * S::kWidth == kTileColumns;
 
-/// Tiles that R rows read side by side.
-template <class S, int R>
-inline constexpr int kSideBySide = R == 1   ? S::kStreamTiles
-                                   : R == 2 ? (S::kStreamTiles + 1) / 2
-                                            : 1;
-
-/// Steps of bf16 and int16 dot products take two values of a row, but only the latter add integers.
-template <class D>
-inline constexpr bool kHasBf16Dots =
-    D::kPerStep == 2 && !std::is_same_v<typename D::Acc, typename D::Simd::I>;
 /// Whether codes of 4 or 8 bits have to be decoded.
 template <class Codec>
 inline constexpr bool kDecodes = Codec::kK >= 4 && Codec::kSteps > 1;
@@ -73,17 +61,17 @@ inline constexpr bool kDecodes = Codec::kK >= 4 && Codec::kSteps > 1;
 /// Whether the kernel for R rows reads one tile at a time and prefetches the next, instead of
 /// reading several tiles side by side. It does so for weights that must be decoded, where it is
 /// faster. For bf16 weights with bf16 dot products it is slower.
-template <class D, class Codec, int R>
-inline constexpr bool kPrefetchesTiles =
-    kHoldsRows<typename D::Simd, R> &&
-    (kDecodes<Codec> || (kSideBySide<typename D::Simd, R> == 1 && !kHasBf16Dots<D>));
+template <Dot D, class Codec, int R>
+inline constexpr bool kPrefetchesTiles = kHoldsRows<typename D::Simd, R> &&
+                                         (kDecodes<Codec> || (D::Simd::kTuning.tiles(R) == 1 &&
+                                                              D::kCompute != Compute::kBF16));
 
-template <class D, class Codec, Scaling kScaling, int R>
+template <Dot D, CodecOf<D> Codec, Scaling kScaling, int R>
 void stream_rows(const TileJob& job) {
-  constexpr int kT = kSideBySide<typename D::Simd, R>;
+  constexpr int kT = D::Simd::kTuning.tiles(R);
   // Only MXFP4: on Zen 4 other formats are about as fast with prefetches, or faster.
   constexpr bool kProcessorChooses =
-      kScaling == Scaling::kChained && kT > 1 && (R == 1 || kHasBf16Dots<D>);
+      kScaling == Scaling::kChained && kT > 1 && (R == 1 || D::kCompute == Compute::kBF16);
   if constexpr (kPrefetchesTiles<D, Codec, R>) {
     if (!kProcessorChooses || !job.side_by_side) {
       stream_blocks<D, Codec, kScaling, R>(job);
@@ -108,7 +96,7 @@ inline constexpr bool kStreams = kRows <= kStreamedRows || (kRows == 5 && Decode
 
 /// Computes jobs of at most kStreamedRows rows, with some codecs of five, or of kMost where the
 /// registers allow blocks of them; returns false for more.
-template <class D, class Codec, Scaling kScaling, std::int64_t kMost = kStreamedRows>
+template <Dot D, CodecOf<D> Codec, Scaling kScaling, std::int64_t kMost = kStreamedRows>
 bool stream_few_rows(const TileJob& job) {
   static_assert(kStreamedRows == 4);
   if constexpr (kStreams<D, Codec, 5>) {

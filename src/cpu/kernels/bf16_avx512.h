@@ -1,42 +1,22 @@
-// bf16 dot products with AVX-512 BF16, and the decoders for them. Included by isa_avx512_bf16.cpp
+// The bf16 products of AVX-512 BF16, and the decoders for them. Included by isa_avx512_bf16.cpp
 // and isa_amx.cpp only.
 #pragma once
 
 #include <bit>
 
-#include "cpu/dot_f32.h"
-#include "cpu/simd_avx512.h"
+#include "cpu/kernels/dot_bf16.h"
+#include "cpu/kernels/simd_avx512.h"
 
 namespace fusedmoe::cpu {
 namespace {
 
-struct DotBf16 {
-  using Simd = cpu::Simd;
+struct Bf16Products {
   using B = __m512i;
-  static constexpr int kPerStep = 2;
-  static constexpr int kStepsPerGroup = kGroup / 2;
-  static constexpr int kRows = Simd::kRows;
-  static constexpr int kPasses = 1;
-  static constexpr auto multiply_block = multiply_panel_rows<DotBf16>;
-
-  static B load_b(const std::byte* p) { return _mm512_loadu_si512(p); }
-  static B broadcast(const std::byte* p) {
-    std::int32_t pair;
-    std::memcpy(&pair, p, 4);
-    return _mm512_set1_epi32(pair);
-  }
   static __m512 dot(__m512 acc, B b, B a) {
     return _mm512_dpbf16_ps(acc, (__m512bh)b, (__m512bh)a);
   }
-  using Acc = __m512;
-  static Acc zero() { return _mm512_setzero_ps(); }
-  static Acc initial(__m512 value) { return value; }
-  static __m512 to_float(Acc acc) { return acc; }
-  static void store_b(std::byte* p, B value) { _mm512_storeu_si512(p, value); }
-
-  static void store_element(std::byte* row, std::int64_t column, __m512 value, Epilogue::Rounding) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + column * 2),
-                        (__m256i)_mm512_cvtneps_pbh(value));
+  static void store(std::uint16_t* codes, __m512 value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), (__m256i)_mm512_cvtneps_pbh(value));
   }
 };
 
@@ -69,18 +49,18 @@ inline __m512i decode(__m512i words, __m512i table) {
 class Mxfp4ToBf16 {
  public:
   Mxfp4ToBf16(const std::byte* stream, const TileFormat&) : groups_(stream + kMxfp4HeaderBytes) {
-    for (int v = 0; v < 4; ++v) codes_[v] = (__m512i)Simd::load_u8(stream + 16 * v);
+    for (int v = 0; v < 4; ++v) codes_[v] = (__m512i)Avx512::load_u8(stream + 16 * v);
   }
 
   const std::byte* panel(std::int64_t begin, std::int64_t count, std::byte* scratch) {
     const __m512i table = e2m1_table(kBias);
     std::byte* target = scratch;
-    for (std::int64_t g = 0; g < count / DotBf16::kStepsPerGroup; ++g) {
-      const std::byte* group = groups_ + (begin / DotBf16::kStepsPerGroup + g) * kMxfp4GroupBytes;
+    for (std::int64_t g = 0; g < count / kStepsPerGroup; ++g) {
+      const std::byte* group = groups_ + (begin / kStepsPerGroup + g) * kMxfp4GroupBytes;
       __m512i excess[4];  // (127 + kBias - code) << 7 in both halves of each column
       for (int v = 0; v < 4; ++v) {
         const __m512i change =
-            _mm512_sub_epi32((__m512i)Simd::load_u8(group + 16 * v), _mm512_set1_epi32(127));
+            _mm512_sub_epi32((__m512i)Avx512::load_u8(group + 16 * v), _mm512_set1_epi32(127));
         codes_[v] = _mm512_sub_epi32(codes_[v], change);
         const __m512i shift =
             _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(127 + kBias), codes_[v]), 7);
@@ -100,12 +80,13 @@ class Mxfp4ToBf16 {
           store(3, decode<3>(codes, table));
         }
       }
-      target += DotBf16::kStepsPerGroup * kStepBytes;
+      target += kStepsPerGroup * kStepBytes;
     }
     return scratch;
   }
 
  private:
+  static constexpr int kStepsPerGroup = kGroup / 2;
   static constexpr int kBias = 100;  // covers scale codes 65 to 189, see pack.cpp
   const std::byte* groups_;
   __m512i codes_[4];
@@ -117,18 +98,9 @@ inline __m512i load_block(const std::byte* block, int v) {
   return _mm512_loadu_si512(block + 64 * v);
 }
 
-/// Weights that are bf16 pairs already.
-struct Bf16AsIs {
-  static constexpr int kK = 2, kSteps = 1;
-  explicit Bf16AsIs(const TileFormat&) {}
-  void decode(const std::byte* block, const std::byte*, int v, __m512i (&steps)[kSteps]) const {
-    steps[0] = load_block(block, v);
-  }
-};
-
 /// E2M1, or 4-bit integers minus 8 (as they are if there are zero points), by table.
 template <Codes kCodes>
-using NibblesToBf16 = NibblePairs<Simd, kCodes>;
+using NibblesToBf16 = NibblePairs<Avx512, kCodes>;
 
 /// Looks up the two bytes of the magnitude's bf16 value, then sets the sign.
 class E4m3ToBf16 {
@@ -184,7 +156,7 @@ class Int8ToBf16 {
   static constexpr int kK = 4, kSteps = 2;
 
   explicit Int8ToBf16(const TileFormat& format)
-      : order_(Simd::table({0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15})) {
+      : order_(Avx512::table({0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15})) {
     static constexpr Int8Bytes kSigned = int8_bytes(128), kUnsigned = int8_bytes(0);
     const Int8Bytes& bytes = implied_zero(format) == 0 ? kUnsigned : kSigned;
     for (int i = 0; i < 4; ++i) {
@@ -211,7 +183,7 @@ class Int8ToBf16 {
 };
 
 /// W4A8's weights, rounded to E4M3 in fp32.
-using W4A8ToBf16 = F32ToPairs<Simd, W4A8Codec<Simd>>;
+using W4A8ToBf16 = F32ToPairs<Avx512, W4A8Codec<Avx512>>;
 
 }  // namespace
 }  // namespace fusedmoe::cpu

@@ -8,8 +8,8 @@
 #include <cstring>
 
 #include "cpu/kernels.h"
-#include "cpu/rows.h"
-#include "cpu/scales.h"
+#include "cpu/kernels/rows.h"
+#include "cpu/kernels/scales.h"
 
 namespace fusedmoe::cpu {
 namespace {
