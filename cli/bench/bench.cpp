@@ -1,6 +1,6 @@
 // fusedmoe bench: a model's experts, or also its router, at several numbers of tokens, as a table,
 // JSON or CSV. Exit status 1 if a timed configuration does not agree with `reference`.
-#include "bench/bench.h"
+#include "bench/layer_bench.h"
 
 #include <fmt/format.h>
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "bench/bench.h"
+#include "bench/layer_bench.h"
 #include "testing/cases.h"
 
 namespace fusedmoe::cli {

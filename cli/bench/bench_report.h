@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "bench/bench.h"
+#include "bench/layer_bench.h"
 
 namespace fusedmoe::cli {
 

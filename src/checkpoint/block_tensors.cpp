@@ -1,5 +1,6 @@
 #include "checkpoint/block_tensors.h"
 
+#include "checkpoint/linear_codec.h"
 #include "core/check.h"
 
 namespace fusedmoe::checkpoint {

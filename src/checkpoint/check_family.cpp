@@ -1,5 +1,5 @@
-// What a description may not say: fields that nothing reads, and numbers that no model has.
-#include "checkpoint/family.h"
+#include "checkpoint/check_family.h"
+
 #include "core/check.h"
 
 namespace fusedmoe::checkpoint {

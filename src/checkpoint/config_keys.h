@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <map>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <span>
@@ -57,5 +58,9 @@ class ConfigKeys {
   const nlohmann::json* node_;
   std::string path_;
 };
+
+/// The keys of objects in the order of the text, which JSON objects do not keep: of each object by
+/// its own key. One that is not there is in the order of its names.
+using KeyOrder = std::map<std::string, std::vector<std::string>>;
 
 }  // namespace fusedmoe::checkpoint

@@ -5,6 +5,8 @@
 #include <array>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/check_family.h"
+#include "checkpoint/description_fields.h"
 #include "checkpoint/embedded.h"
 #include "core/check.h"
 #include "files/file.h"
@@ -16,116 +18,6 @@ namespace {
 
 using Json = nlohmann::json;
 using Families = std::vector<std::shared_ptr<const FamilyRow>>;
-
-/// One object of a description. Errors name the place; every field must be read.
-class Fields {
- public:
-  Fields(const Json& object, std::string path) : object_(object), path_(std::move(path)) {
-    FUSEDMOE_CHECK_FILE(object.is_object(), path_, object.type_name(), "an object");
-  }
-
-  const Json* find(const std::string& key) {
-    read_.push_back(key);
-    const auto found = object_.find(key);
-    return found == object_.end() || found->is_null() ? nullptr : &*found;
-  }
-
-  void read(const std::string& key, std::string& value) {
-    if (const Json* json = find(key)) value = text(*json, label(key));
-  }
-  void read(const std::string& key, bool& value) {
-    const Json* json = find(key);
-    if (!json) return;
-    FUSEDMOE_CHECK_FILE(json->is_boolean(), label(key), json->dump(), "true or false");
-    value = json->get<bool>();
-  }
-  void read(const std::string& key, double& value) {
-    const Json* json = find(key);
-    if (!json) return;
-    FUSEDMOE_CHECK_FILE(json->is_number(), label(key), json->dump(), "a number");
-    value = json->get<double>();
-  }
-  /// One text, or a list of them.
-  void read(const std::string& key, std::vector<std::string>& value) {
-    const Json* json = find(key);
-    if (!json) return;
-    value.clear();
-    if (!json->is_array()) return value.push_back(text(*json, label(key)));
-    for (const Json& element : *json) value.push_back(text(element, label(key)));
-  }
-  /// Under one of two names, not under both.
-  void read_either(const std::string& first, const std::string& second, std::string& value) {
-    const Json *one = find(first), *other = find(second);
-    FUSEDMOE_CHECK_IO(!one || !other, path_,
-                      core::format("{}: {} cannot be used with {}", path_, first, second));
-    if (one || other) value = text(one ? *one : *other, label(one ? first : second));
-  }
-  /// A constant, or {"key": name or names, "default": value, "values": {text: value}}.
-  template <typename T>
-  void read(const std::string& key, Setting<T>& setting) {
-    const Json* json = find(key);
-    if (!json) return;
-    setting = {};
-    if (!json->is_object()) {
-      setting.otherwise = constant<T>(*json, label(key));
-      return;
-    }
-    Fields fields(*json, label(key));
-    fields.read("key", setting.keys);
-    if (const Json* otherwise = fields.find("default")) {
-      setting.otherwise = constant<T>(*otherwise, fields.label("default"));
-    }
-    if (const Json* values = fields.find("values")) {
-      FUSEDMOE_CHECK_FILE(values->is_object(), fields.label("values"), values->dump(), "an object");
-      for (const auto& [from, to] : values->items()) {
-        setting.values.emplace_back(from, constant<T>(to, fields.label("values")));
-      }
-    }
-    FUSEDMOE_CHECK_FILE(!setting.keys.empty(), label(key), "an object without \"key\"",
-                        "a constant, or an object with \"key\"");
-    fields.finish();
-  }
-
-  Fields object(const std::string& key) {
-    static const Json kEmpty = Json::object();
-    const Json* json = find(key);
-    return {json ? *json : kEmpty, label(key)};
-  }
-
-  std::string label(const std::string& key) const { return path_ + "." + key; }
-
-  static std::string text(const Json& json, const std::string& label) {
-    FUSEDMOE_CHECK_FILE(json.is_string(), label, json.dump(), "a text");
-    return json.get<std::string>();
-  }
-
-  void finish() const {
-    for (const auto& [key, value] : object_.items()) {
-      FUSEDMOE_CHECK_IO(
-          std::find(read_.begin(), read_.end(), key) != read_.end(), label(key),
-          core::format("{}: no such field; there are: {}", label(key), core::join(read_, ", ")));
-    }
-  }
-
- private:
-  template <typename T>
-  static T constant(const Json& json, const std::string& label) {
-    if constexpr (std::is_same_v<T, std::string>) {
-      return text(json, label);
-    } else if constexpr (std::is_same_v<T, bool>) {
-      FUSEDMOE_CHECK_FILE(json.is_boolean(), label, json.dump(), "true or false");
-    } else if constexpr (std::is_same_v<T, std::int64_t>) {
-      FUSEDMOE_CHECK_FILE(json.is_number_integer(), label, json.dump(), "an integer");
-    } else {
-      FUSEDMOE_CHECK_FILE(json.is_number(), label, json.dump(), "a number");
-    }
-    return json.get<T>();
-  }
-
-  const Json& object_;
-  const std::string path_;
-  std::vector<std::string> read_;
-};
 
 constexpr std::array kStorages{
     std::pair{"per_expert", ExpertStorage::kPerExpert},
@@ -454,3 +346,39 @@ const FamilyRow& family_row(const Family& family) {
 }
 
 }  // namespace fusedmoe::checkpoint
+
+namespace fusedmoe {
+
+Family Family::named(std::string_view name_or_file) {
+  return Family(checkpoint::load_family(std::string(name_or_file)));
+}
+
+std::vector<Family> Family::all() {
+  std::vector<Family> families;
+  for (const auto& row : checkpoint::family_table()) families.push_back(Family(row));
+  return families;
+}
+
+std::vector<Family> Family::parse(std::string_view json, const std::string& label) {
+  std::vector<Family> families;
+  for (const auto& row : checkpoint::parse_families(json, label)) families.push_back(Family(row));
+  return families;
+}
+
+std::string_view Family::name() const {
+  return row_ ? std::string_view(row_->name) : "none";
+}
+
+std::string_view Family::refused() const {
+  return row_ ? std::string_view(row_->refused) : "";
+}
+
+std::string_view Family::json() const {
+  return row_ ? std::string_view(row_->json) : "";
+}
+
+std::string_view name(const Family& family) {
+  return family.name();
+}
+
+}  // namespace fusedmoe

@@ -125,10 +125,6 @@ std::shared_ptr<const FamilyRow> load_family(const std::string& name_or_file);
 std::vector<std::shared_ptr<const FamilyRow>> parse_families(std::string_view json,
                                                              const std::string& label);
 
-/// Throws Error naming the place for a description that says what is never read, or contradicts
-/// itself.
-void check_family(const FamilyRow& row, const std::string& label);
-
 const FamilyRow& family_row(const Family& family);
 
 }  // namespace fusedmoe::checkpoint

@@ -1,10 +1,11 @@
-// Which of the layouts and names that a family knows a block's tensors have.
+#include "checkpoint/find_layout.h"
+
 #include <algorithm>
 #include <optional>
 #include <string_view>
 
 #include "checkpoint/layer_formats.h"
-#include "checkpoint/layer_loader.h"
+#include "checkpoint/linear_codec.h"
 #include "checkpoint/stacked_experts.h"
 #include "core/check.h"
 

@@ -1,5 +1,7 @@
 // Stored tensor <-> part of a WeightMatrix. Views wherever the bits already lie as WeightMatrix has
 // them; AWQ words, packed zero points and reciprocals are unpacked into memory of their own.
+#include "checkpoint/linear_codec.h"
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -7,7 +9,6 @@
 #include <limits>
 #include <vector>
 
-#include "checkpoint/linear_layouts.h"
 #include "core/ceil_div.h"
 #include "core/check.h"
 #include "core/copy_rows.h"

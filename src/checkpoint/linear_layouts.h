@@ -1,6 +1,5 @@
 // How published checkpoints store one quantized linear layer: a table of layouts, each a list of
-// tensors (name, dtypes, shape), and the way from a stored tensor to its part of a WeightMatrix and
-// back. Orthogonal to the families, which say where the layers are.
+// tensors (name, dtypes, shape). Orthogonal to the families, which say where the layers are.
 #pragma once
 
 #include <cstdint>
@@ -89,27 +88,6 @@ bool has_input_scale(const QuantScheme& scheme);
 bool is_required(const StoredTensor& stored, const QuantScheme& scheme);
 bool is_allowed(const StoredTensor& stored, const QuantScheme& scheme);
 bool is_written(const StoredTensor& stored, const QuantScheme& scheme);
-
-/// The shape in which it is written, and whether another one is accepted for it.
-Shape stored_shape(const StoredTensor& stored, const QuantKey& weights, LinearShape shape);
-bool accepts_shape(const StoredTensor& stored, const Shape& expected, const Shape& actual);
-
-/// Fills the part of `matrix` that the tensor holds: with a view, or where bits must move with
-/// memory that `owners` gets. Throws Error for contents that contradict the layout.
-void decode(const StoredTensor& stored, const TensorView& tensor, const QuantScheme& scheme,
-            LinearShape shape, WeightMatrix& matrix,
-            std::vector<std::shared_ptr<const void>>& owners);
-
-/// The tensor to write for `matrix`: contiguous, of stored_shape and the written dtype.
-Tensor encode(const StoredTensor& stored, const WeightMatrix& matrix, const QuantKey& weights,
-              LinearShape shape);
-
-/// The dtype in which the layout stores the scales of integer weights.
-DType scale_dtype(const LinearLayout& layout);
-
-/// `amax`, or the next larger one whose NVFP4 global scale is its own reciprocal's reciprocal in
-/// fp32: compressed-tensors stores the reciprocal, and both layouts shall hold the same weights.
-float amax_with_reciprocal(float amax);
 
 /// W4A8 weights with bf16 group scales, as llm-compressor publishes them, get E4M3 group scales and
 /// channel scales. Other matrices stay as they are.

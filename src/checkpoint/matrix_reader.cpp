@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "checkpoint/linear_codec.h"
 #include "core/check.h"
 #include "fusedmoe/quant.h"
 

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/block.h"
 #include "checkpoint/block_tensors.h"
-#include "checkpoint/layer_loader.h"
 #include "checkpoint/problems.h"
 #include "checkpoint/stacked_experts.h"
 #include "checkpoint/uncalibrated.h"

@@ -261,4 +261,27 @@ MoeConfig moe_config(const ModelConfig& model, DType dtype, Device device) {
   return config;
 }
 
+namespace {
+
+/// config.json of well-known models, cut down to what concerns their MoE layers. deepseek-v3 is
+/// published in FP8; its preset leaves the quantization out and stands for the same model in bf16.
+const nlohmann::ordered_json& presets() {
+  static const auto json = nlohmann::ordered_json::parse(checkpoint::embedded_text("presets.json"));
+  return json;
+}
+
+}  // namespace
+
+std::string model_preset(std::string_view model) {
+  const auto found = presets().find(std::string(model));
+  if (found != presets().end()) return found->dump(2) + "\n";
+  throw Error::unknown_name("model", model, core::join(model_preset_names(), ", "));
+}
+
+std::vector<std::string> model_preset_names() {
+  std::vector<std::string> names;
+  for (const auto& [name, config] : presets().items()) names.push_back(name);
+  return names;
+}
+
 }  // namespace fusedmoe

@@ -2,10 +2,8 @@
 // transformers and vLLM.
 #include "checkpoint/quant_config.h"
 
-#include <algorithm>
 #include <array>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "checkpoint/quant_parsers.h"
 #include "core/check.h"
@@ -69,63 +67,7 @@ constexpr auto kKnown = std::to_array<std::string_view>(
      "dequantize", "kv_cache_scheme", "is_checkpoint_fp8_serialized", "packed_modules_mapping",
      "producer", "provider"});
 
-/// A name of a module has none of these.
-bool is_pattern(std::string_view text) {
-  return text.starts_with("re:") || text.find_first_of("*?[]()|^$\\+") != std::string_view::npos;
-}
-
 }  // namespace
-
-ModuleFormat read_format(std::string source,
-                         const std::function<std::optional<QuantScheme>()>& read) {
-  ModuleFormat format{{}, std::move(source), {}};
-  try {
-    format.scheme = read();
-  } catch (const Error& error) {
-    format.refusal = error;
-  }
-  return format;
-}
-
-void add_plain_modules(const ConfigKeys& config, std::string_view key, ListPatterns patterns,
-                       ModuleRules& rules) {
-  const std::string source = config.label(key);
-  std::optional<std::size_t> plain;
-  for (std::string text : config.strings(key)) {
-    if (!is_pattern(text)) {
-      if (!plain) plain = rules.add_format({{}, source, {}});
-      rules.add_name(ModuleRules::Names::kAnywhere, std::move(text), *plain);
-      continue;
-    }
-    const std::size_t format =
-        rules.add_format({{}, core::format("{} ({})", source, files::quote(text)), {}});
-    const bool marked = text.starts_with("re:");
-    if (marked) text.erase(0, 3);
-    const bool glob = !marked && (patterns == ListPatterns::kGlob ||
-                                  (text.find_first_of("[]()|^$\\+") == std::string::npos &&
-                                   text.find(".*") == std::string::npos));
-    rules.add_pattern(
-        {glob ? ModulePattern::Kind::kGlob : ModulePattern::Kind::kMatch, text, source}, format);
-  }
-}
-
-std::vector<std::string> keys_in_order(const ConfigKeys& object, const std::string& key,
-                                       const KeyOrder& order) {
-  const std::optional<ConfigKeys> child = object.object(key);
-  std::vector<std::string> keys;
-  if (!child) return keys;
-  const auto& node = child->node();
-  std::set<std::string_view> listed;
-  if (const auto known = order.find(key); known != order.end()) {
-    for (const std::string& name : known->second) {
-      if (node.contains(name) && listed.insert(name).second) keys.push_back(name);
-    }
-  }
-  for (const auto& [name, value] : node.items()) {
-    if (!listed.contains(name)) keys.push_back(name);
-  }
-  return keys;
-}
 
 KeyOrder key_order(std::string_view config_json) {
   constexpr auto kWithin = std::to_array<std::string_view>({"quantization_config"});

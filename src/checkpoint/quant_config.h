@@ -1,7 +1,6 @@
 // `quantization_config` of a config.json <-> rules for modules.
 #pragma once
 
-#include <map>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <span>
@@ -20,9 +19,7 @@ struct StoredQuantization {
   QuantScheme scheme;
 };
 
-/// The keys of objects in the order of the text, which JSON objects do not keep: of each object by
-/// its own key. One that is not there is in the order of its names.
-using KeyOrder = std::map<std::string, std::vector<std::string>>;
+/// Those of a config.json in which order matters.
 KeyOrder key_order(std::string_view config_json);
 
 /// What the object says about each module. Throws Error naming the key for anything that may change

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "checkpoint/config_keys.h"
-#include "checkpoint/quant_config.h"
+#include "checkpoint/quant_rules.h"
 #include "fusedmoe/quant.h"
 
 namespace fusedmoe::checkpoint {

@@ -7,7 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/layer_loader.h"
+#include "checkpoint/block.h"
+#include "checkpoint/block_tensors.h"
 
 namespace fusedmoe::checkpoint {
 

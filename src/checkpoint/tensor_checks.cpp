@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "checkpoint/gguf_blocks.h"
+#include "checkpoint/linear_codec.h"
 #include "core/check.h"
 
 namespace fusedmoe::checkpoint {

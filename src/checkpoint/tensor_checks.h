@@ -5,9 +5,8 @@
 #include <optional>
 #include <string>
 
+#include "checkpoint/block.h"
 #include "checkpoint/block_tensors.h"
-#include "checkpoint/checkpoint_files.h"
-#include "checkpoint/layer_loader.h"
 
 namespace fusedmoe::checkpoint {
 

@@ -8,6 +8,7 @@
 
 #include "checkpoint/checkpoint_writer.h"
 #include "checkpoint/layer_formats.h"
+#include "checkpoint/linear_codec.h"
 #include "checkpoint/opened_checkpoint.h"
 #include "checkpoint/quant_config.h"
 #include "core/check.h"

@@ -3,7 +3,7 @@
 #include <map>
 #include <string>
 
-#include "checkpoint/linear_layouts.h"
+#include "checkpoint/linear_codec.h"
 #include "fusedmoe/layer.h"
 #include "fusedmoe/quant.h"
 #include "gtest/gtest.h"

@@ -1,5 +1,5 @@
 // Quantized linear layers as published: what the bits mean.
-#include "checkpoint/linear_layouts.h"
+#include "checkpoint/linear_codec.h"
 
 #include <algorithm>
 #include <cmath>

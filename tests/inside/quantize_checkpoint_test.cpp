@@ -5,7 +5,7 @@
 #include <cmath>
 #include <map>
 
-#include "checkpoint/linear_layouts.h"
+#include "checkpoint/linear_codec.h"
 #include "checkpoint/quant_config.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
