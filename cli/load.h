@@ -9,7 +9,7 @@
 
 namespace fusedmoe::cli {
 
-/// A line of names and one of numbers.
+/// The totals: a line of column names and a line of values.
 std::string load_table(const LoadStatistics& load);
 
 /// A bar per expert (the 32 busiest, if there are more than 64) and a line of totals.

@@ -305,7 +305,7 @@ class Client final : public ControlPlane {
     due_ = deadline + kGrace;
     return answer(due_);
   }
-  /// To the request that has none yet.
+  /// The answer to a request that has not been answered.
   std::optional<std::string> answer(SocketClock::time_point deadline) {
     silent_ = !socket_.wait_to_read(deadline);
     if (silent_) return std::nullopt;

@@ -64,7 +64,7 @@ MlpShape Planner::shape_of(const ProblemSize& problem) const {
   shape.has_one_token = one_token_.supports(problem);
   shape.num_tokens = problem.num_tokens;
   shape.topk = batched() ? 1 : problem.topk;
-  // As if so many tokens were routed to local experts only.
+  // expected_rows counts rows of local experts; the heuristic wants tokens: rows / topk.
   if (problem.expected_rows > 0) {
     const std::int64_t share = batched() ? problem.num_local_experts : problem.topk;
     shape.expected_tokens = std::max<std::int64_t>(1, problem.expected_rows / share);

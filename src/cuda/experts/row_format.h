@@ -25,8 +25,8 @@ class RowFormat {
   }
   /// Whether hidden states take a pass of their own: their scale must be known before.
   bool needs_hidden_pass() const;
-  /// Whether GEMM 1 nevertheless quantizes them in tiles of this shape: groups of 128 features of
-  /// which it has all.
+  /// True if GEMM 1's tile holds whole groups of 128 features, so that its epilogue can quantize
+  /// them.
   bool stores_groups(const TileShape& tile) const;
   /// Whether the launch of both GEMMs can quantize activated rows (RowPass) in tiles of this shape.
   bool has_row_pass(const TileShape& tile) const;

@@ -1,5 +1,5 @@
-// Which rows go to which rank. Block r looks for what concerns rank r, in order; a prefix sum over
-// the block numbers what it finds.
+// Which rows go to which rank: for each rank the list of its rows. Block r handles rank r: it flags
+// the rows and numbers them by a prefix sum.
 #include "cuda/rows/rank_rows.h"
 
 #include <algorithm>
@@ -47,7 +47,7 @@ __device__ int number_found(std::int64_t count, const Found& found, const Visit&
   return first;
 }
 
-struct PlanParams {
+struct DestinationParams {
   core::ReplicaTable replicas;
   const std::int32_t* topk_ids;
   const std::int32_t* physical_ranks;
@@ -60,7 +60,7 @@ struct PlanParams {
 };
 
 /// The physical ids; in send_rows 0 where a token goes to a rank, else -1.
-__global__ __launch_bounds__(kThreads) void choose_ranks_kernel(const PlanParams p) {
+__global__ __launch_bounds__(kThreads) void choose_ranks_kernel(const DestinationParams p) {
   const std::int64_t begin = blockIdx.x * p.tokens_per_block;
   const std::int64_t end = min(begin + p.tokens_per_block, p.num_tokens);
   if (p.send_rows) {
@@ -80,7 +80,7 @@ __global__ __launch_bounds__(kThreads) void choose_ranks_kernel(const PlanParams
   }
 }
 
-__global__ __launch_bounds__(kThreads) void number_rows_kernel(const PlanParams p) {
+__global__ __launch_bounds__(kThreads) void number_rows_kernel(const DestinationParams p) {
   cudaGridDependencySynchronize();
   const std::int64_t rank = blockIdx.x;
   const int count = number_found(
@@ -311,18 +311,18 @@ void find_destinations(const core::TokenDestinations& destinations, Stream strea
   const std::int64_t num_tokens = destinations.topk_ids.size(0),
                      topk = destinations.topk_ids.size(1);
   const std::int64_t tokens_per_block = std::max<std::int64_t>(kThreads / topk, 1);
-  const PlanParams params{core::ReplicaTable(destinations),
-                          destinations.topk_ids.as<const std::int32_t>(),
-                          destinations.physical_ranks.as<const std::int32_t>(),
-                          num_tokens,
-                          topk,
-                          num_ranks,
-                          destinations.row_stride,
-                          tokens_per_block,
-                          destinations.physical_ids.as<std::int32_t>(),
-                          destinations.send_rows.as<std::int32_t>(),
-                          destinations.send_counts.as<std::int32_t>(),
-                          destinations.send_tokens.as<std::int32_t>()};
+  const DestinationParams params{core::ReplicaTable(destinations),
+                                 destinations.topk_ids.as<const std::int32_t>(),
+                                 destinations.physical_ranks.as<const std::int32_t>(),
+                                 num_tokens,
+                                 topk,
+                                 num_ranks,
+                                 destinations.row_stride,
+                                 tokens_per_block,
+                                 destinations.physical_ids.as<std::int32_t>(),
+                                 destinations.send_rows.as<std::int32_t>(),
+                                 destinations.send_counts.as<std::int32_t>(),
+                                 destinations.send_tokens.as<std::int32_t>()};
   if (num_tokens > 0) {
     const std::int64_t blocks = core::ceil_div(num_tokens, tokens_per_block);
     launch(choose_ranks_kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream,

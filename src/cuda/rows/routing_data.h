@@ -1,5 +1,5 @@
-// The index structures of router.h on the device, in one launch; where many rows are permuted
-// as well, in two.
+// RoutingData (router.h) on the device: the slots sorted by expert. One launch makes it, or two
+// where many rows are permuted as well.
 #pragma once
 
 #include <cstdint>
