@@ -95,11 +95,11 @@ void launch_together(void (*kernel)(Params...), dim3 grid, dim3 block, std::size
 /// completed.
 ///
 /// With `overlap_previous` it may start while the previous kernel of the stream still runs: as soon
-/// as every block of that one has exited or called cudaTriggerProgrammaticLaunchCompletion(). The
+/// as every block of that one has exited or called let_next_launch_begin(). The
 /// rules that keep this correct:
 ///  - The operation before must be one of our kernels, never a copy or a caller's kernel. So the
 ///    first kernel of a forward is launched without overlap.
-///  - Every thread calls cudaGridDependencySynchronize() before it reads what the kernel before
+///  - Every thread calls wait_for_previous_launch() before it reads what the kernel before
 ///    wrote, and before it writes what earlier kernels read or write. That call waits for one
 ///    kernel only: the previous one of the stream, completed and its writes visible.
 ///  - Since each kernel of such a chain waits for the one before, its completion means that all

@@ -14,6 +14,7 @@
 
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/launch.h"
+#include "cuda/device/overlap.cuh"
 #include "cuda/router/fused_route.h"
 #include "cuda/router/logits_tile.cuh"
 #include "cuda/router/route_token.cuh"
@@ -117,7 +118,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
   const int end = min(begin + slice_chunks, num_chunks);
   const int num_tiles = (p.logits.num_experts + kExpertTile - 1) / kExpertTile;
   cluster_arrive();  // runs: the others may write to its shared memory
-  cudaTriggerProgrammaticLaunchCompletion();
+  let_next_launch_begin();
   constexpr int kStep = kTilesAtOnce * kClusterBlocks;
   for (int tile = group * kClusterBlocks + rank; tile < num_tiles; tile += kStep) {
     const LaneRows<X, W, Shape> rows(p.logits, 0, tile * kExpertTile, lane);
@@ -160,8 +161,8 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ float shared[];
   const FusedMemory memory(p, shared);
   const int rank = static_cast<int>(blockIdx.x), num_ranks = static_cast<int>(gridDim.x);
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();
+  let_next_launch_begin();
+  wait_for_previous_launch();
   zero_words(p.data, rank, num_ranks);
   const auto* logits = static_cast<const Logit*>(p.route.logits.data);
   const int count = static_cast<int>(p.route.num_tokens) * p.route.num_experts;

@@ -36,7 +36,7 @@ bool may_fuse(const RouterConfig& config, std::int64_t num_tokens, std::int64_t 
 /// too many for one cluster. Throws Error as route() and router_logits() do, and where may_fuse()
 /// says no.
 ///
-/// A kernel launched next with overlap may start at once. It calls cudaGridDependencySynchronize()
+/// A kernel launched next with overlap may start at once. It calls wait_for_previous_launch()
 /// before it reads anything that is written here, ids and weights too: unlike those that a caller
 /// gives they are new. So the experts' kernel must not count rows from topk_ids before that call.
 /// A kernel behind that one may read them as soon as it starts, if the experts' kernel triggers

@@ -1,6 +1,7 @@
 // The router's second half on Hopper as a kernel of its own, for any number of tokens, and the
 // histogram of the ids.
 #include "cuda/device/launch.h"
+#include "cuda/device/overlap.cuh"
 #include "cuda/device/prefetch.cuh"
 #include "cuda/router/route_token.cuh"
 
@@ -21,13 +22,13 @@ __global__ void __launch_bounds__(1024) route_kernel(const RouteParams p) {
     for (int e = thread; e < p.num_experts; e += num_threads) counts[e] = 0;
     __syncthreads();
   }
-  cudaTriggerProgrammaticLaunchCompletion();
+  let_next_launch_begin();
   if (p.bias) {
     for (int e = thread * kWarpSize; e < p.num_experts; e += num_threads * kWarpSize) {
       prefetch_l2(p.bias + e);
     }
   }
-  cudaGridDependencySynchronize();
+  wait_for_previous_launch();
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * num_warps;
   for (std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * num_warps + warp;
        token < p.num_tokens; token += step) {

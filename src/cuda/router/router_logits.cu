@@ -1,6 +1,7 @@
 // The router's first half on Hopper as a kernel of its own, for any number of tokens; what it
 // computes: logits_tile.cuh.
 #include "cuda/device/launch.h"
+#include "cuda/device/overlap.cuh"
 #include "cuda/router/logits_tile.cuh"
 
 namespace fusedmoe::cuda {
@@ -24,12 +25,12 @@ __global__ void __launch_bounds__(kThreads)
   const int end = min(begin + slice_chunks, num_chunks);
   const LaneRows<X, W, Shape> rows(p, first_token, first_expert, lane);
 
-  cudaTriggerProgrammaticLaunchCompletion();
+  let_next_launch_begin();
   if constexpr (Shape::kTokenTiles == 1) {
     prefetch_weights(rows, begin, min(end, p.hidden / kChunk), lane);
     if (threadIdx.x == 0 && p.bias.data) prefetch_l2(address(p.bias, first_expert));
   }
-  cudaGridDependencySynchronize();
+  wait_for_previous_launch();
   Accumulators<X, W, Shape> accumulators = {};
   multiply_slice<X, W, Shape>(rows, begin, end, aligned_chunks, p.hidden, accumulators);
 

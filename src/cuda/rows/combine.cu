@@ -1,3 +1,4 @@
+#include "cuda/device/overlap.cuh"
 #include "cuda/rows/combine.h"
 
 #include "cuda/device/launch.h"
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, 12) combine_kernel(const CombinePara
   // Ids and weights are older than the routing data, whose kernel GEMM 2 waited for, or which was
   // launched without overlap.
   if (!p.slot_to_permuted) read_slots(0);
-  cudaGridDependencySynchronize();
+  wait_for_previous_launch();
   if (column >= p.hidden) return;
   const auto* rows = static_cast<const Row*>(p.rows) + column;
   float sums[kColumns] = {};

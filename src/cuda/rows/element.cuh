@@ -9,6 +9,7 @@
 
 #include "fusedmoe/tensor.h"
 
+#include "cuda/device/overlap.cuh"
 namespace fusedmoe::cuda {
 
 __device__ inline float to_f32(float value) {
@@ -117,8 +118,8 @@ __device__ inline std::int64_t row_access() {
 /// First in every kernel that is launched with overlap_previous: lets the next kernel start and
 /// waits for the one before.
 __device__ inline void order_after_previous() {
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();
+  let_next_launch_begin();
+  wait_for_previous_launch();
 }
 
 }  // namespace fusedmoe::cuda

@@ -1,3 +1,4 @@
+#include "cuda/device/overlap.cuh"
 #include "cuda/rows/permute.h"
 
 #include <algorithm>
@@ -16,7 +17,7 @@ template <typename Unit>
 __global__ void __launch_bounds__(kThreads) copy_rows_kernel(const PermuteRows p) {
   constexpr int kUnits = 4;  // of a thread, read at the same time
   const std::int64_t token = blockIdx.x;
-  cudaGridDependencySynchronize();
+  wait_for_previous_launch();
   const auto units = static_cast<int>(p.rows.row_bytes / static_cast<std::int64_t>(sizeof(Unit)));
   const auto* from = reinterpret_cast<const Unit*>(static_cast<const char*>(p.rows.rows) +
                                                    token * p.rows.row_pitch);
@@ -58,8 +59,8 @@ __global__ void __launch_bounds__(kThreads) quantize_permuted_kernel(const Permu
   const std::int64_t token = blockIdx.x;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int warp = static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x / 32);
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();
+  let_next_launch_begin();
+  wait_for_previous_launch();
   const float scale = scale_of_row<kWarps>(t, token);
   const int step = static_cast<int>(gridDim.y) * kWarps * kSpanUnits;
   for (int first = warp * kSpanUnits; first < units_of(t); first += step) {
@@ -78,8 +79,8 @@ __global__ void __launch_bounds__(kThreads) quantize_permuted_kernel(const Permu
 
 __global__ void __launch_bounds__(kThreads) transform_rows_kernel(const TransformRows p) {
   const RowTransform& t = p.rows;
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();
+  let_next_launch_begin();
+  wait_for_previous_launch();
   const std::int64_t row = blockIdx.x;
   if (!has_expert(p, row)) return;
   const int expert = t.differ_by_expert() ? expert_of_row(p, row) : 0;
@@ -97,8 +98,8 @@ __global__ void __launch_bounds__(kThreads) transform_rows_kernel(const Transfor
 template <int kSpans>
 __global__ void __launch_bounds__(kThreads) transform_narrow_rows_kernel(const TransformRows p) {
   const RowTransform& t = p.rows;
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();
+  let_next_launch_begin();
+  wait_for_previous_launch();
   const std::int64_t row = blockIdx.x * std::int64_t{kWarps} + threadIdx.x / 32;
   if (row >= p.num_rows || !has_expert(p, row)) return;
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -117,14 +118,14 @@ __global__ void __launch_bounds__(kThreads) transform_narrow_rows_kernel(const T
 /// The largest value of all rows; a warp for each.
 __global__ void __launch_bounds__(kThreads)
     amax_of_tokens_kernel(const RowTransform t, std::int64_t rows) {
-  cudaGridDependencySynchronize();
+  wait_for_previous_launch();
   const std::int64_t row = blockIdx.x * std::int64_t{kWarps} + threadIdx.x / 32;
   if (row >= rows) return;
   const float amax = amax_of_row(t, row);
   if (threadIdx.x % 32 == 0) atomicMax(t.fp8.amax, __float_as_uint(amax));
 }
 __global__ void __launch_bounds__(kThreads) amax_of_rows_kernel(const TransformRows p) {
-  cudaGridDependencySynchronize();
+  wait_for_previous_launch();
   const std::int64_t row = blockIdx.x * std::int64_t{kWarps} + threadIdx.x / 32;
   if (row >= p.num_rows || !has_expert(p, row)) return;
   const float amax = amax_of_row(p.rows, row);

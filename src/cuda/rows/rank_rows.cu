@@ -9,6 +9,7 @@
 
 #include "core/ceil_div.h"
 #include "cuda/device/launch.h"
+#include "cuda/device/overlap.cuh"
 #include "fusedmoe/runtime.h"
 #include "moe/local_experts.h"
 #include "moe/replica.h"
@@ -81,7 +82,7 @@ __global__ __launch_bounds__(kThreads) void choose_ranks_kernel(const Destinatio
 }
 
 __global__ __launch_bounds__(kThreads) void number_rows_kernel(const DestinationParams p) {
-  cudaGridDependencySynchronize();
+  wait_for_previous_launch();
   const std::int64_t rank = blockIdx.x;
   const int count = number_found(
       p.num_tokens,

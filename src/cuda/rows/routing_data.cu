@@ -1,6 +1,7 @@
 // Routing data on the device, always in one launch: few slots are sorted by every block, which then
 // copies a share of the rows; many are shared by the blocks of one cluster. Neither needs memory
 // that somebody has cleared.
+#include "cuda/device/overlap.cuh"
 #include "cuda/rows/routing_data.h"
 
 #include <algorithm>
@@ -45,7 +46,7 @@ template <bool kQuantizes>
 __global__ void __launch_bounds__(kMaxThreads) sort_few_slots_kernel(const RoutingDataParams p) {
   extern __shared__ int memory[];
   const int rank = static_cast<int>(blockIdx.x), num_ranks = static_cast<int>(gridDim.x);
-  cudaTriggerProgrammaticLaunchCompletion();
+  let_next_launch_begin();
   zero_words(p, rank, num_ranks);
   if (p.rows.to) prefetch_rows(p);
   sort_few_slots<kQuantizes>(p, memory, rank, num_ranks,
@@ -58,7 +59,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kMaxThr
   extern __shared__ int memory[];
   const int rank = cluster_rank();
   const SlotCounters counters(p.num_experts, p.warps, memory);
-  cudaTriggerProgrammaticLaunchCompletion();
+  let_next_launch_begin();
   zero_words(p, rank, kClusterBlocks);
   const std::int64_t share = (p.slots + kClusterBlocks - 1) / kClusterBlocks;
   sort_slots<kClusterBlocks>(

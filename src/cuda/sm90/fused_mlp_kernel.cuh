@@ -63,8 +63,8 @@ __device__ inline void schedule_and_load_weights(SharedMemory<K>& shared, const 
     const WorkTile tile = make_tile(shared, p, index, rank);
     if (is_ahead) {
       prefetch_weights<K>(p, tile);
-      cudaGridDependencySynchronize();
-      if (triggers_late(p)) cudaTriggerProgrammaticLaunchCompletion();
+      wait_for_previous_launch();
+      if (triggers_late(p)) let_next_launch_begin();
       drawn = draw();
       is_ahead = waits_for_counters = false;
       continue;
@@ -79,8 +79,8 @@ __device__ inline void schedule_and_load_weights(SharedMemory<K>& shared, const 
     if (!waits_for_counters) drawn = draw();  // its latency hides behind the stream
     if (!is_row_pass<K>(tile)) copy_weights(shared, p, tile, stage);
     if (waits_for_counters) {
-      cudaGridDependencySynchronize();
-      if (triggers_late(p)) cudaTriggerProgrammaticLaunchCompletion();
+      wait_for_previous_launch();
+      if (triggers_late(p)) let_next_launch_begin();
       drawn = draw();
       waits_for_counters = false;
     }
@@ -234,8 +234,8 @@ __global__ __launch_bounds__(K::kThreads,
   }
   // The first launch of a forward was made without PDL, so what came before it has completed. What
   // it writes itself must be waited for here, or later by those who read it.
-  if (!starts_early(params)) cudaGridDependencySynchronize();
-  if (!triggers_late(params)) cudaTriggerProgrammaticLaunchCompletion();
+  if (!starts_early(params)) wait_for_previous_launch();
+  if (!triggers_late(params)) let_next_launch_begin();
   for (int t = 0; t < K::kTeams; ++t) count_tiles(teams[t], params, expert);
   if constexpr (K::kCluster > 1) cute::cluster_sync();
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "cuda/device/overlap.cuh"
 #include "cuda/experts/fused_mlp.h"
 #include "cuda/experts/schedule.h"
 #include "cuda/sm90/kernel_set.h"
@@ -273,7 +274,7 @@ __device__ inline bool triggers_late(const FusedMlpParams& p) {
 }
 /// Before what the previous launch wrote is read, and before anything is written.
 __device__ inline void wait_for_previous(const FusedMlpParams& p) {
-  if (starts_early(p)) cudaGridDependencySynchronize();
+  if (starts_early(p)) wait_for_previous_launch();
 }
 
 /// Which multiplying warpgroup a thread is in. The epilogue warpgroup takes the place of the first.
