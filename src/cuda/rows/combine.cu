@@ -1,7 +1,7 @@
-#include "cuda/device/overlap.cuh"
 #include "cuda/rows/combine.h"
 
 #include "cuda/device/launch.h"
+#include "cuda/device/overlap.cuh"
 #include "cuda/rows/element.cuh"
 
 namespace fusedmoe::cuda {

@@ -1,9 +1,9 @@
-#include "cuda/device/overlap.cuh"
 #include "cuda/rows/permute.h"
 
 #include <algorithm>
 
 #include "cuda/device/launch.h"
+#include "cuda/device/overlap.cuh"
 #include "cuda/rows/expert_of_row.cuh"
 #include "cuda/rows/row_transform.cuh"
 

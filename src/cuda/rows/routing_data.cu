@@ -1,7 +1,6 @@
 // Routing data on the device, always in one launch: few slots are sorted by every block, which then
 // copies a share of the rows; many are shared by the blocks of one cluster. Neither needs memory
 // that somebody has cleared.
-#include "cuda/device/overlap.cuh"
 #include "cuda/rows/routing_data.h"
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <utility>
 
 #include "cuda/device/launch.h"
+#include "cuda/device/overlap.cuh"
 #include "cuda/device/prefetch.cuh"
 #include "cuda/rows/permute.h"
 #include "cuda/rows/routing_data.cuh"
