@@ -11,10 +11,19 @@ namespace fusedmoe {
 namespace cuda {
 namespace {
 
+/// From here on ncclCommAbort frees a communicator at the end of the group that it is called in.
+/// Before, it frees it at once, under threads that are still in it.
+constexpr int kOldest = NCCL_VERSION(2, 22, 3);
+
 struct Library {
   NcclInfo info;
   NcclFunctions functions{};
 };
+
+std::string version_text(int version) {
+  const int major = version < 10000 ? 1000 : 10000;  // until 2.8, and from 2.9 on
+  return core::format("{}.{}.{}", version / major, version % major / 100, version % 100);
+}
 
 /// FUSEDMOE_NCCL names another file.
 Library open_library() {
@@ -44,7 +53,6 @@ Library open_library() {
   find(f.comm_cu_device, "ncclCommCuDevice");
   find(f.comm_destroy, "ncclCommDestroy");
   find(f.comm_abort, "ncclCommAbort");
-  find(f.comm_get_async_error, "ncclCommGetAsyncError");
   find(f.group_start, "ncclGroupStart");
   find(f.group_end, "ncclGroupEnd");
   find(f.send, "ncclSend");
@@ -60,6 +68,10 @@ Library open_library() {
     return library;
   }
   f.get_version(&library.info.found);
+  if (library.info.found < kOldest) {
+    library.info.problem = core::format("{} is NCCL {}; {} or later is needed", name,
+                                        version_text(library.info.found), version_text(kOldest));
+  }
   return library;
 }
 

@@ -25,7 +25,6 @@ struct NcclFunctions {
   decltype(&ncclCommCuDevice) comm_cu_device;
   decltype(&ncclCommDestroy) comm_destroy;
   decltype(&ncclCommAbort) comm_abort;
-  decltype(&ncclCommGetAsyncError) comm_get_async_error;
   decltype(&ncclGroupStart) group_start;
   decltype(&ncclGroupEnd) group_end;
   decltype(&ncclSend) send;
