@@ -156,15 +156,20 @@ bool Watch::expired() {
   return true;
 }
 
+/// Tells all ranks how far the host has come. Without the lock: this may wait for the network.
+void Watch::post_number() {
+  std::uint64_t number = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    number = number_;
+  }
+  control_->post(core::format("nccl/at/{}", rank_), std::to_string(number));
+}
+
 bool Watch::look() {
   try {
     if (!answered_ && control_->read("nccl/expired", milliseconds(0))) {
-      std::uint64_t number = 0;
-      {
-        const std::lock_guard lock(mutex_);
-        number = number_;
-      }
-      control_->post(core::format("nccl/at/{}", rank_), std::to_string(number));
+      post_number();
       answered_ = true;
     }
     const bool failed = differs(labels_->difference_of_recorded()) ||
@@ -178,10 +183,7 @@ bool Watch::look() {
 }
 
 void Watch::give_up(std::uint64_t number, const std::string& what) {
-  {
-    const std::lock_guard lock(mutex_);
-    control_->post(core::format("nccl/at/{}", rank_), std::to_string(number_));
-  }
+  post_number();
   control_->post("nccl/expired", std::to_string(number));
   const Clock::time_point deadline = Clock::now() + kAnswer;
   std::vector<int> late;

@@ -54,6 +54,7 @@ class Watch {
   bool expired();
   bool has_failed() noexcept;
   bool differs(const std::string& difference);
+  void post_number();
   void give_up(std::uint64_t number, const std::string& what);
 
   const int rank_, size_;
