@@ -4,36 +4,59 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "cuda/device/properties.h"
 
 namespace fusedmoe::cuda {
 namespace {
 
-/// Null where the driver does not have it.
+/// A function of the driver, which is asked for it until it has answered.
 template <typename Function>
-Function find(const char* name, unsigned version) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result{};
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &result);
-  if (error != cudaSuccess) cudaGetLastError();  // clears what later calls would report as theirs
-  const bool found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
-  return found ? reinterpret_cast<Function>(function) : nullptr;
-}
+class EntryPoint {
+ public:
+  constexpr EntryPoint(const char* name, unsigned version) : name_(name), version_(version) {}
+
+  /// Null where the driver does not have it, or cannot be asked now.
+  Function find() {
+    if (!answered_) ask();
+    return function_;
+  }
+
+ private:
+  void ask() {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+    if (cudaGetDriverEntryPointByVersion(name_, &function, version_, cudaEnableDefault, &result) !=
+        cudaSuccess) {
+      cudaGetLastError();  // clears what later calls would report as theirs
+      return;
+    }
+    if (result == cudaDriverEntryPointSuccess) function_ = reinterpret_cast<Function>(function);
+    answered_ = true;
+  }
+
+  const char* const name_;
+  const unsigned version_;
+  std::atomic<Function> function_{nullptr};  // before `answered_`
+  std::atomic<bool> answered_{false};
+};
 
 }  // namespace
 
 std::uint64_t current_context_id() {
-  static const auto get_id = find<decltype(&cuCtxGetId)>("cuCtxGetId", 12000);
+  static EntryPoint<decltype(&cuCtxGetId)> entry("cuCtxGetId", 12000);
+  const auto get_id = entry.find();
   unsigned long long id = 0;
   return get_id && get_id(nullptr, &id) == CUDA_SUCCESS ? id : 0;
 }
 
 int multiprocessors_of(Stream stream) {
-  static const auto get_contexts = find<decltype(&cuStreamGetCtx_v2)>("cuStreamGetCtx", 12050);
-  static const auto get_resource =
-      find<decltype(&cuGreenCtxGetDevResource)>("cuGreenCtxGetDevResource", 12040);
+  static EntryPoint<decltype(&cuStreamGetCtx_v2)> contexts("cuStreamGetCtx", 12050);
+  static EntryPoint<decltype(&cuGreenCtxGetDevResource)> resources("cuGreenCtxGetDevResource",
+                                                                   12040);
+  const auto get_contexts = contexts.find();
+  const auto get_resource = resources.find();
   const int all = multiprocessor_count(stream.device);
   CUcontext context = nullptr;
   CUgreenCtx green = nullptr;
