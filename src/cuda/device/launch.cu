@@ -1,28 +1,29 @@
 #include "cuda/device/launch.h"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
-#include <utility>
+#include <tuple>
 
 #include "cuda/device/context.h"
 
 namespace fusedmoe::cuda {
 
 void allow_shared_bytes(const void* kernel, std::size_t bytes, Device device) {
-  struct Allowed {
-    std::uint64_t context = 0;  // whose kernel it is: another one allows nothing yet
-    std::size_t bytes = 0;
-  };
+  // The bytes never become fewer: another thread may launch with as many now. Each context has a
+  // kernel of its own; one without a number may be another at each call, so it is always told.
   // Never destroyed: threads may outlive static objects.
+  using Key = std::tuple<const void*, int, std::uint64_t>;  // kernel, device, context
   static auto& mutex = *new std::mutex;
-  static auto& allowed = *new std::map<std::pair<const void*, int>, Allowed>;
+  static auto& allowed = *new std::map<Key, std::size_t>;
   const std::uint64_t context = current_context_id();
   const std::lock_guard lock(mutex);
-  Allowed& known = allowed[{kernel, device.index}];
-  if (context != 0 && context == known.context && bytes <= known.bytes) return;
+  std::size_t& known = allowed[{kernel, device.index, context}];
+  if (context != 0 && bytes <= known) return;
+  const std::size_t most = std::max(bytes, known);
   FUSEDMOE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           static_cast<int>(bytes)));
-  known = {context, bytes};
+                                           static_cast<int>(most)));
+  known = most;
 }
 
 }  // namespace fusedmoe::cuda

@@ -13,8 +13,9 @@
 
 namespace fusedmoe::cuda {
 
-/// Lets a kernel use so many bytes of dynamic shared memory on a device. Only the first call for a
-/// kernel and device reaches the CUDA runtime, where it takes a microsecond.
+/// Lets a kernel use so many bytes of dynamic shared memory in the current context, which is one of
+/// the device. Only calls that want more than any before reach the CUDA runtime, where they take a
+/// microsecond.
 void allow_shared_bytes(const void* kernel, std::size_t bytes, Device device);
 
 /// Where a kernel is enqueued.
