@@ -11,14 +11,19 @@
 namespace fusedmoe::cuda {
 namespace {
 
-/// Throws Error unless the blocks have room for their shares: the fewer, the more each holds.
-void check_room(const OneTokenShape& shape, Device device) {
+/// Throws Error unless the blocks have room for their shares: the fewer, the more each holds. The
+/// stream has so many multiprocessors; CUDA has refused more blocks where these are fewer.
+void check_room(const OneTokenShape& shape, int multiprocessors, Device device) {
   if (shape.blocks > 0 && shape.layout().bytes <= kOneTokenSharedBytes) return;
+  const std::string which = core::format("{} of the {} multiprocessors of {}", multiprocessors,
+                                         multiprocessor_count(device), to_string(device));
+  const char* too_few = "too few for the kernel of one token, whose thread blocks share their work";
   throw Error::unsupported(
       Reason::kDevice, "stream",
-      core::format("the stream has {} of the {} multiprocessors of {}: too few for the kernel of "
-                   "one token, whose thread blocks share their work",
-                   shape.blocks, multiprocessor_count(device), to_string(device)));
+      shape.blocks < multiprocessors
+          ? core::format("other processes use the GPU: they leave the stream, which has {}, {}",
+                         which, too_few)
+          : core::format("the stream has {}: {}", which, too_few));
 }
 
 }  // namespace
@@ -43,16 +48,18 @@ void OneTokenExperts::run(const ForwardArgs& args, const Scratch& scratch,
 
   // All thread blocks run at the same time, one on a multiprocessor.
   OneTokenShape shape = plan_.shape_of(problem);
-  shape.blocks = std::min<std::int64_t>(shape.blocks, multiprocessors_of(args.stream));
-  while (true) {
-    check_room(shape, args.stream.device);
+  const int multiprocessors = multiprocessors_of(args.stream);
+  shape.blocks = std::min<std::int64_t>({shape.blocks, multiprocessors, most_blocks_});
+  for (bool refused = false;; refused = true, shape.blocks /= 2) {
+    check_room(shape, multiprocessors, args.stream.device);
     try {
-      return kernels_.one_token(params, shape, args.stream);
+      kernels_.one_token(params, shape, args.stream);
+      if (refused) most_blocks_ = shape.blocks;
+      return;
     } catch (const Error& error) {
       // Nobody tells how many there are where processes share the GPU.
       if (error.device_error() != cudaErrorCooperativeLaunchTooLarge) throw;
     }
-    shape.blocks /= 2;
   }
 }
 

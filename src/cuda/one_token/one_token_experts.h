@@ -1,6 +1,10 @@
 // The launch of the kernel of one token.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
+#include <limits>
+
 #include "cuda/experts/fused_mlp.h"
 #include "cuda/experts/operand_rows.h"
 #include "cuda/experts/scratch.h"
@@ -26,6 +30,8 @@ class OneTokenExperts {
   const FormatKernels& kernels_;
   const OperandRows& rows_;
   const OneTokenPlan& plan_;
+  /// Of a launch: what ran when CUDA had refused more.
+  mutable std::atomic<std::int64_t> most_blocks_{std::numeric_limits<std::int64_t>::max()};
 };
 
 }  // namespace fusedmoe::cuda
