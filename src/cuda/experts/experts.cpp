@@ -150,8 +150,8 @@ FusedMlpParams Sm90Experts::make_params(const ForwardArgs& args, const Scratch& 
   second.out_f32 = config.rows_f32;
 
   // Measured: MXFP4 gains 3 to 5 % up to 32 tokens and loses nowhere, and so may other formats that
-  // are decoded; 16-bit weights, which come at
-  // the memory's full rate, gain up to 6 % where they are few and lose 2 % where they are many.
+  // are decoded; 16-bit weights, which come at the memory's full rate, gain up to 6 % where they
+  // are few and lose 2 % where they are many.
   const std::int64_t most_hit = std::min(scratch.rows, info.num_experts);
   params.weights_evict_first =
       format().decodes || most_hit * (first.expert_bytes + second.expert_bytes) <= kFewWeightBytes;
