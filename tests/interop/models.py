@@ -63,6 +63,8 @@ MORE = {
     "glm5_next_text": dict(qk_rope_head_dim=0, qk_head_dim=4),
     "granitemoehybrid": dict(mamba_n_heads=4, mamba_d_head=16, mamba_expand=2,
                              layer_types=["attention", "attention"]),
+    "hy_v4_vl_text": dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0,
+                                               mrope_section=[1, 1, 0])),
     "dots3_note_vision_encoder": dict(adapter_in_dim=32, adapter_out_dim=32,
                                       mlp_layer_types=["dense", "dense"]),
     "dots3_note_audio_encoder": dict(adapter_input_size=32, adapter_out_dim=32),
