@@ -7,6 +7,7 @@
 #include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
+#include "runner.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
 
@@ -17,26 +18,11 @@ using testing::bitwise_equal;
 using testing::Case;
 using testing::compare;
 using testing::Problem;
+using testing::Runner;
 
 Tensor run(const Problem& problem, const char* variant, DType dtype) {
   return testing::run_variant(problem, testing::find_variant(variant), dtype);
 }
-
-/// Of a name of find_variant(), for several runs on weights that are packed once.
-class Runner {
- public:
-  Runner(const Problem& problem, const char* variant, DType dtype)
-      : kernel_(testing::find_variant(variant).create(testing::make_config(problem.spec, dtype))),
-        packed_(kernel_.experts().pack(problem.weights)) {}
-
-  Tensor run(const Problem& problem) const {
-    return testing::run_experts(problem, kernel_, *packed_);
-  }
-
- private:
-  ModularKernel kernel_;
-  std::shared_ptr<const PackedWeights> packed_;
-};
 
 constexpr const char* kVariants[] = {"cpu", "cpu_batched", "cpu_unfused"};
 
