@@ -82,7 +82,7 @@ __device__ __forceinline__ void multiply_tile(SharedMemory<K>& shared, const Fus
     fence_accumulators(accumulators[b]);
   }
   if (tile.num_tokens <= kMmaSyncColumns<K> && !p.batch_invariant) {
-    if constexpr (kMmaSyncColumns < K >> 0) {
+    if constexpr (0 != kMmaSyncColumns<K>) {
       multiply_narrowest_mma_sync<8>(shared, tile, coords, stage, accumulators);
     }
   } else if constexpr (kMmaSyncColumns<K> < K::kMaxTokens) {
