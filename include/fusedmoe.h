@@ -92,7 +92,8 @@ enum { FUSEDMOE_CPU = 0, FUSEDMOE_CUDA = 1 }; /* device_type */
 typedef struct fusedmoe_tensor { /* never changes */
   void* data;
   int32_t dtype; /* FUSEDMOE_NONE: not given */
-  int32_t device_type, device_index;
+  int32_t device_type;
+  int32_t device_index;
   int32_t ndim;        /* at most 6 */
   int32_t has_strides; /* 0: row major, strides are not read */
   int32_t reserved;    /* 0 */
@@ -204,8 +205,10 @@ enum { /* fusedmoe_router_config.scoring */
 
 typedef struct fusedmoe_router_config { /* RouterConfig in fusedmoe/router.h */
   size_t struct_size;
-  int64_t num_experts, topk;
-  int32_t scoring, renormalize;
+  int64_t num_experts;
+  int64_t topk;
+  int32_t scoring;
+  int32_t renormalize;
   int64_t num_expert_group; /* 0: no groups */
   int64_t topk_group;
   const float* routed_scaling_factor; /* NULL: 1 */
@@ -257,7 +260,8 @@ typedef struct fusedmoe_layer_weights {
 
 typedef struct fusedmoe_layer_options { /* LayerOptions in fusedmoe/layer.h */
   size_t struct_size;
-  int32_t device_type, device_index;
+  int32_t device_type;
+  int32_t device_index;
   int32_t dtype;        /* of hidden states; FUSEDMOE_NONE: bf16 */
   int32_t output_dtype; /* FUSEDMOE_NONE: dtype */
   const char* require;  /* an implementation by name, or an error; NULL: the best */
@@ -394,21 +398,26 @@ typedef struct fusedmoe_moe_config { /* MoeConfig in fusedmoe/experts.h */
   int64_t num_experts;
   int64_t num_local_experts; /* 0: num_experts */
   int64_t topk;
-  int64_t hidden, intermediate;
+  int64_t hidden;
+  int64_t intermediate;
   int32_t dtype;          /* FUSEDMOE_NONE: bf16 */
   const char* scheme;     /* NULL: unquantized, dtype */
   const char* activation; /* NULL: "silu" */
-  int32_t has_bias, has_expert_map;
+  int32_t has_bias;
+  int32_t has_expert_map;
   int32_t apply_router_weight_on_input;
-  int32_t batch_invariant, monolithic;
-  int32_t device_type, device_index;
+  int32_t batch_invariant;
+  int32_t monolithic;
+  int32_t device_type;
+  int32_t device_index;
   int32_t compute_capability; /* 90: Hopper, which need not be here; 0: that of the device */
   const char* require;        /* NULL: the best */
 } fusedmoe_moe_config;
 
 typedef struct fusedmoe_candidate { /* strings live as long as the selection */
   size_t struct_size;
-  const char *experts, *prepare_finalize;
+  const char* experts;
+  const char* prepare_finalize;
   int32_t chosen;
   int32_t reason;   /* fusedmoe::Reason; 0: it can serve the configuration */
   const char* text; /* the reason in words */
