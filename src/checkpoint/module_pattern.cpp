@@ -22,13 +22,20 @@ bool is_alphanumeric(char c) {
 bool is_harmless(std::string_view pattern) {
   constexpr std::size_t kMaxLength = 1024, kMaxRepetitions = 5;
   std::size_t repetitions = 0;
+  char before = 0;  // what a repetition would repeat, as far as it is a special character
   for (std::size_t i = 0; i < pattern.size(); ++i) {
-    if (pattern[i] == '\\') {
+    const char c = pattern[i];
+    if (c == '\\') {
       ++i;
-    } else if (pattern[i] == '*' || pattern[i] == '+' || pattern[i] == '{') {
-      ++repetitions;
-      if (i > 0 && pattern[i - 1] == ')') return false;
+      before = 0;
+      continue;
     }
+    if (c == '*' || c == '+' || c == '{') {
+      ++repetitions;
+      if (std::string_view(")*+?}").find(before) != std::string_view::npos) return false;
+    }
+    if (c == '[') i = std::min(pattern.find(']', i + 2), pattern.size());
+    before = c;
   }
   return pattern.size() <= kMaxLength && repetitions <= kMaxRepetitions;
 }
@@ -124,7 +131,8 @@ std::array<char, 10> same_digits(std::string_view regex) {
 
 std::regex compile(const std::string& text, const std::string& label) {
   FUSEDMOE_CHECK_SUPPORTED(is_harmless(text), kQuantScheme, label, files::quote(text),
-                           "a pattern of at most five repetitions, none of them of a group");
+                           "a pattern of at most five repetitions, none of them of a group or of a "
+                           "repetition");
   try {
     return std::regex(text);
   } catch (const std::regex_error&) {

@@ -237,6 +237,13 @@ INSTANTIATE_TEST_SUITE_P(
         Unknown{"GptqModule", R"({"quant_method": "gptq", "bits": 4, "dynamic":
                 {".*experts.*": {"format": "qvq"}}})",
                 "dynamic.\".*experts.*\".format is \"qvq\""},
+        // A search that would not end.
+        Unknown{"GptqRepeatedRepetition", R"({"quant_method": "gptq", "bits": 4, "dynamic":
+                {"-:.**layers\\.2\\..*": {}}})",
+                "dynamic: was \".**layers\\.2\\..*\"; must be a pattern"},
+        Unknown{"GptqRepeatedGroup", R"({"quant_method": "gptq", "bits": 4, "dynamic":
+                {"(.*a)+b": {}}})",
+                "dynamic: was \"(.*a)+b\"; must be a pattern"},
         Unknown{"GptqBits", R"({"quant_method": "gptq", "bits": 4, "dynamic":
                 {".*experts.*": {"bits": 3}}})",
                 "dynamic.\".*experts.*\".bits: was 3"},
