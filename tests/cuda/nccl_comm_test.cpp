@@ -18,7 +18,7 @@ TEST(CudaNcclCommTest, ItGoesWhenTheLastThreadHasLeft) {
 #if FUSEDMOE_HAVE_NCCL
   const auto control = make_thread_control_plane();
   ncclUniqueId id{};
-  ASSERT_EQ(cuda::nccl().get_unique_id(&id), ncclSuccess);
+  ASSERT_EQ(cuda::nccl().ncclGetUniqueId(&id), ncclSuccess);
   const Device device{DeviceKind::kCuda, 0};
   const auto comm = cuda::connect_ranks(0, 1, device, id, *control, kPatient);
   std::latch entered(1), aborted(1);
@@ -27,7 +27,7 @@ TEST(CudaNcclCommTest, ItGoesWhenTheLastThreadHasLeft) {
       entered.count_down();
       aborted.wait();
       int size = 0;
-      EXPECT_EQ(cuda::nccl().comm_count(raw, &size), ncclSuccess);
+      EXPECT_EQ(cuda::nccl().ncclCommCount(raw, &size), ncclSuccess);
       EXPECT_EQ(size, 1);
     });
   });

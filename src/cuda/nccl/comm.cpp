@@ -65,16 +65,16 @@ void connect(ncclComm_t comm, int size, Device device) {
   constexpr std::int64_t kCount = 1 << 16;
   const Tensor all = Tensor::zeros({size * kCount}, DType::kF32, device);
   const Tensor one = Tensor::zeros({kCount}, DType::kF32, device);
-  FUSEDMOE_NCCL_CHECK(nccl().group_start());
+  FUSEDMOE_NCCL_CHECK(ncclGroupStart);
   for (int peer = 0; peer < size; ++peer) {
-    FUSEDMOE_NCCL_CHECK(nccl().send(one.data(), kCount, ncclFloat32, peer, comm, handle));
-    FUSEDMOE_NCCL_CHECK(
-        nccl().recv(all.as<float>() + peer * kCount, kCount, ncclFloat32, peer, comm, handle));
+    FUSEDMOE_NCCL_CHECK(ncclSend, one.data(), kCount, ncclFloat32, peer, comm, handle);
+    FUSEDMOE_NCCL_CHECK(ncclRecv, all.as<float>() + peer * kCount, kCount, ncclFloat32, peer, comm,
+                        handle);
   }
-  FUSEDMOE_NCCL_CHECK(nccl().group_end());
-  FUSEDMOE_NCCL_CHECK(nccl().all_gather(one.data(), all.data(), kCount, ncclFloat32, comm, handle));
-  FUSEDMOE_NCCL_CHECK(
-      nccl().reduce_scatter(all.data(), one.data(), kCount, ncclFloat32, ncclSum, comm, handle));
+  FUSEDMOE_NCCL_CHECK(ncclGroupEnd);
+  FUSEDMOE_NCCL_CHECK(ncclAllGather, one.data(), all.data(), kCount, ncclFloat32, comm, handle);
+  FUSEDMOE_NCCL_CHECK(ncclReduceScatter, all.data(), one.data(), kCount, ncclFloat32, ncclSum, comm,
+                      handle);
   synchronize(stream);
 }
 
@@ -88,14 +88,14 @@ void Comm::group(const std::function<void(ncclComm_t)>& calls) {
   const std::lock_guard lock(mutex_);
   if (closed_) throw Error::communication("NCCL was aborted");
   const CurrentDevice current(device_);
-  FUSEDMOE_NCCL_CHECK(nccl().group_start());
+  FUSEDMOE_NCCL_CHECK(ncclGroupStart);
   try {
     calls(comm_);
   } catch (...) {
-    nccl().group_end();
+    nccl().ncclGroupEnd();
     throw;
   }
-  FUSEDMOE_NCCL_CHECK(nccl().group_end());
+  FUSEDMOE_NCCL_CHECK(ncclGroupEnd);
 }
 
 void Comm::abort() noexcept {
@@ -127,11 +127,11 @@ void Comm::end(void (Comm::*act)() noexcept) noexcept {
 /// which may wait for such a kernel itself.
 void Comm::abort_now() noexcept {
   try {
-    nccl().group_start();
-    nccl().comm_abort(comm_);
+    nccl().ncclGroupStart();
+    nccl().ncclCommAbort(comm_);
     { const std::lock_guard lock(mutex_); }
     const CurrentDevice current(device_);
-    nccl().group_end();
+    nccl().ncclGroupEnd();
   } catch (...) {
     // The device is gone, and the kernels with it.
   }
@@ -140,7 +140,7 @@ void Comm::abort_now() noexcept {
 void Comm::destroy_now() noexcept {
   try {
     const CurrentDevice current(device_);
-    nccl().comm_destroy(comm_);
+    nccl().ncclCommDestroy(comm_);
   } catch (...) {
     // The same.
   }
@@ -153,7 +153,7 @@ std::shared_ptr<Comm> connect_ranks(int rank, int size, Device device, const ncc
   auto task = std::make_shared<std::packaged_task<std::shared_ptr<Comm>()>>([=] {
     const CurrentDevice current(device);
     ncclComm_t raw = nullptr;
-    check_nccl(nccl().comm_init_rank(&raw, size, id, rank), "ncclCommInitRank");
+    FUSEDMOE_NCCL_CHECK(ncclCommInitRank, &raw, size, id, rank);
     auto comm = std::make_shared<Comm>(raw, true, device);
     connect(raw, size, device);
     return comm;

@@ -23,8 +23,6 @@
 
 namespace fusedmoe::cuda {
 
-#define FUSEDMOE_NCCL_CHECK(call) ::fusedmoe::cuda::check_nccl(call, #call)
-
 class Comm : public std::enable_shared_from_this<Comm> {
  public:
   /// `ours`: to be destroyed, which else the caller does unless it was aborted.

@@ -49,11 +49,11 @@ class NcclData final : public DataPlane {
     enqueue(stream, waiting, pairs, [&](ncclComm_t comm, cudaStream_t handle, Labels::Slot* slot) {
       const auto send = [&](int peer, const void* data, std::size_t bytes) {
         if (bytes == 0) return;
-        FUSEDMOE_NCCL_CHECK(nccl().send(data, bytes, ncclUint8, peer, comm, handle));
+        FUSEDMOE_NCCL_CHECK(ncclSend, data, bytes, ncclUint8, peer, comm, handle);
       };
       const auto receive = [&](int peer, void* data, std::size_t bytes) {
         if (bytes == 0) return;
-        FUSEDMOE_NCCL_CHECK(nccl().recv(data, bytes, ncclUint8, peer, comm, handle));
+        FUSEDMOE_NCCL_CHECK(ncclRecv, data, bytes, ncclUint8, peer, comm, handle);
       };
       for (int peer = 0; peer < size_; ++peer) {
         if (peer == rank_) continue;
@@ -77,8 +77,8 @@ class NcclData final : public DataPlane {
       const auto gather = [&](const Gather& each) {
         if (each.bytes == 0) return;
         const void* place = static_cast<const char*>(each.data) + each.bytes * rank_;
-        FUSEDMOE_NCCL_CHECK(nccl().all_gather(each.own ? each.own : place, each.data, each.bytes,
-                                              ncclUint8, comm, handle));
+        FUSEDMOE_NCCL_CHECK(ncclAllGather, each.own ? each.own : place, each.data, each.bytes,
+                            ncclUint8, comm, handle);
       };
       gather({slot->received.data(), sizeof(Label), &slot->sent[rank_]});
       for (const Gather& each : buffers) gather(each);
@@ -89,8 +89,8 @@ class NcclData final : public DataPlane {
   void reduce_scatter(const void* data, void* out, std::int64_t count, DType dtype, Stream stream,
                       Waiting& waiting) override {
     enqueue(stream, waiting, {}, [&](ncclComm_t comm, cudaStream_t handle, Labels::Slot*) {
-      FUSEDMOE_NCCL_CHECK(nccl().reduce_scatter(data, out, static_cast<std::size_t>(count),
-                                                nccl_type(dtype), ncclSum, comm, handle));
+      FUSEDMOE_NCCL_CHECK(ncclReduceScatter, data, out, static_cast<std::size_t>(count),
+                          nccl_type(dtype), ncclSum, comm, handle);
     });
   }
 
@@ -137,7 +137,7 @@ ncclUniqueId shared_id(int rank, ControlPlane& control, milliseconds timeout,
     return id;
   }
   if (rank == 0) {
-    FUSEDMOE_NCCL_CHECK(nccl().get_unique_id(&id));
+    FUSEDMOE_NCCL_CHECK(ncclGetUniqueId, &id);
     control.post("nccl/id", std::string_view(reinterpret_cast<const char*>(&id), sizeof id));
     return id;
   }
@@ -170,9 +170,9 @@ void meet(int rank, int size, ControlPlane& control, milliseconds timeout) {
 /// Throws Error unless the caller's communicator is of this rank, of so many, on this GPU.
 void check_comm(ncclComm_t comm, int rank, int size, Device device) {
   int its_rank = 0, its_size = 0, its_gpu = 0;
-  FUSEDMOE_NCCL_CHECK(nccl().comm_user_rank(comm, &its_rank));
-  FUSEDMOE_NCCL_CHECK(nccl().comm_count(comm, &its_size));
-  FUSEDMOE_NCCL_CHECK(nccl().comm_cu_device(comm, &its_gpu));
+  FUSEDMOE_NCCL_CHECK(ncclCommUserRank, comm, &its_rank);
+  FUSEDMOE_NCCL_CHECK(ncclCommCount, comm, &its_size);
+  FUSEDMOE_NCCL_CHECK(ncclCommCuDevice, comm, &its_gpu);
   const auto text = [](int r, int of, int gpu) {
     return core::format("rank {} of {} on GPU {}", r, of, gpu);
   };
@@ -205,7 +205,7 @@ std::shared_ptr<DataPlane> make_nccl_data_plane(int rank, int size, Device devic
 
 std::string make_nccl_unique_id() {
   ncclUniqueId id{};
-  cuda::check_nccl(cuda::nccl().get_unique_id(&id), "ncclGetUniqueId");
+  FUSEDMOE_NCCL_CHECK(ncclGetUniqueId, &id);
   return {reinterpret_cast<const char*>(&id), sizeof id};
 }
 

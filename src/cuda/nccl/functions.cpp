@@ -44,30 +44,31 @@ Library open_library() {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(address);
   };
   NcclFunctions& f = library.functions;
-  find(f.get_version, "ncclGetVersion");
-  find(f.get_error_string, "ncclGetErrorString");
-  find(f.get_unique_id, "ncclGetUniqueId");
-  find(f.comm_init_rank, "ncclCommInitRank");
-  find(f.comm_count, "ncclCommCount");
-  find(f.comm_user_rank, "ncclCommUserRank");
-  find(f.comm_cu_device, "ncclCommCuDevice");
-  find(f.comm_destroy, "ncclCommDestroy");
-  find(f.comm_abort, "ncclCommAbort");
-  find(f.group_start, "ncclGroupStart");
-  find(f.group_end, "ncclGroupEnd");
-  find(f.send, "ncclSend");
-  find(f.recv, "ncclRecv");
-  find(f.all_gather, "ncclAllGather");
-  find(f.reduce_scatter, "ncclReduceScatter");
+  find(f.ncclGetVersion, "ncclGetVersion");
+  find(f.ncclGetErrorString, "ncclGetErrorString");
+  find(f.ncclGetUniqueId, "ncclGetUniqueId");
+  find(f.ncclCommInitRank, "ncclCommInitRank");
+  find(f.ncclCommCount, "ncclCommCount");
+  find(f.ncclCommUserRank, "ncclCommUserRank");
+  find(f.ncclCommCuDevice, "ncclCommCuDevice");
+  find(f.ncclCommDestroy, "ncclCommDestroy");
+  find(f.ncclCommAbort, "ncclCommAbort");
+  find(f.ncclGroupStart, "ncclGroupStart");
+  find(f.ncclGroupEnd, "ncclGroupEnd");
+  find(f.ncclSend, "ncclSend");
+  find(f.ncclRecv, "ncclRecv");
+  find(f.ncclAllGather, "ncclAllGather");
+  find(f.ncclReduceScatter, "ncclReduceScatter");
   Dl_info place{};
-  if (f.get_version && dladdr(reinterpret_cast<void*>(f.get_version), &place) && place.dli_fname) {
+  if (f.ncclGetVersion && dladdr(reinterpret_cast<void*>(f.ncclGetVersion), &place) &&
+      place.dli_fname) {
     library.info.path = place.dli_fname;
   }
   if (!missing.empty()) {
     library.info.problem = core::format("{} lacks {}", name, missing);
     return library;
   }
-  f.get_version(&library.info.found);
+  f.ncclGetVersion(&library.info.found);
   if (library.info.found < kOldest) {
     library.info.problem = core::format("{} is NCCL {}; {} or later is needed", name,
                                         version_text(library.info.found), version_text(kOldest));
@@ -89,9 +90,9 @@ const NcclFunctions& nccl() {
   return library().functions;
 }
 
-void check_nccl(ncclResult_t result, const char* call) {
+void check_nccl(ncclResult_t result, const char* function) {
   if (result == ncclSuccess) return;
-  throw Error::communication(core::format("{}: {}", call, nccl().get_error_string(result)));
+  throw Error::communication(core::format("{}: {}", function, nccl().ncclGetErrorString(result)));
 }
 
 }  // namespace cuda

@@ -15,28 +15,31 @@
 
 namespace fusedmoe::cuda {
 
+/// Under NCCL's names.
 struct NcclFunctions {
-  decltype(&ncclGetVersion) get_version;
-  decltype(&ncclGetErrorString) get_error_string;
-  decltype(&ncclGetUniqueId) get_unique_id;
-  decltype(&ncclCommInitRank) comm_init_rank;
-  decltype(&ncclCommCount) comm_count;
-  decltype(&ncclCommUserRank) comm_user_rank;
-  decltype(&ncclCommCuDevice) comm_cu_device;
-  decltype(&ncclCommDestroy) comm_destroy;
-  decltype(&ncclCommAbort) comm_abort;
-  decltype(&ncclGroupStart) group_start;
-  decltype(&ncclGroupEnd) group_end;
-  decltype(&ncclSend) send;
-  decltype(&ncclRecv) recv;
-  decltype(&ncclAllGather) all_gather;
-  decltype(&ncclReduceScatter) reduce_scatter;
+  decltype(&::ncclGetVersion) ncclGetVersion;
+  decltype(&::ncclGetErrorString) ncclGetErrorString;
+  decltype(&::ncclGetUniqueId) ncclGetUniqueId;
+  decltype(&::ncclCommInitRank) ncclCommInitRank;
+  decltype(&::ncclCommCount) ncclCommCount;
+  decltype(&::ncclCommUserRank) ncclCommUserRank;
+  decltype(&::ncclCommCuDevice) ncclCommCuDevice;
+  decltype(&::ncclCommDestroy) ncclCommDestroy;
+  decltype(&::ncclCommAbort) ncclCommAbort;
+  decltype(&::ncclGroupStart) ncclGroupStart;
+  decltype(&::ncclGroupEnd) ncclGroupEnd;
+  decltype(&::ncclSend) ncclSend;
+  decltype(&::ncclRecv) ncclRecv;
+  decltype(&::ncclAllGather) ncclAllGather;
+  decltype(&::ncclReduceScatter) ncclReduceScatter;
 };
 
 /// Throws Error saying why there are none.
 const NcclFunctions& nccl();
-/// Throws Error of kind communication for what `call` returned.
-void check_nccl(ncclResult_t result, const char* call);
+/// Throws Error of kind communication naming the function if its result is an error.
+void check_nccl(ncclResult_t result, const char* function);
+#define FUSEDMOE_NCCL_CHECK(function, ...) \
+  ::fusedmoe::cuda::check_nccl(::fusedmoe::cuda::nccl().function(__VA_ARGS__), #function)
 
 }  // namespace fusedmoe::cuda
 
