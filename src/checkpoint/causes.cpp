@@ -2,8 +2,6 @@
 #include "checkpoint/causes.h"
 
 #include <algorithm>
-#include <array>
-#include <iterator>
 #include <set>
 #include <tuple>
 #include <utility>
@@ -69,6 +67,11 @@ class Changes {
         block_(block),
         row_(family_row(model.family)),
         layout_(find_layout(model, block)) {
+    add_number_of_experts();
+    // Where most experts have no tensors, only their number explains it.
+    const auto experts = static_cast<std::size_t>(model.router.num_experts);
+    const bool each = layout_.experts->storage == ExpertStorage::kPerExpert;
+    if (each && block.tensors.size() < experts) return;
     add_sizes();
     add_correction_bias();
     if (layout_.experts->storage != ExpertStorage::kMxfp4) add_formats();
@@ -106,12 +109,6 @@ class Changes {
     return sizes;
   }
 
-  void add(const std::string& key, std::int64_t was, std::int64_t is, ModelConfig changed) {
-    if (is == was || is <= 0 || is > kMaxWidth) return;
-    changes_.push_back(
-        {core::format("{} is {}, but the tensors have {}", key, was, is), std::move(changed)});
-  }
-
   /// `apply`: sets it in a model.
   template <typename Apply>
   void add_sizes(const std::string& key, std::int64_t was, const std::set<std::int64_t>& sizes,
@@ -124,13 +121,18 @@ class Changes {
     }
   }
 
+  void add_number_of_experts() {
+    const Shape* router = shape_of(layout_.router);
+    if (!router || router->rank() != 2) return;
+    add_sizes(key_of(row_.num_experts), model_.router.num_experts,
+              {(*router)[0] - model_.router.num_zero_experts},
+              [](ModelConfig& model, std::int64_t size) { model.router.num_experts = size; });
+  }
+
   void add_sizes() {
     if (const Shape* router = shape_of(layout_.router); router && router->rank() == 2) {
       add_sizes(key_of(row_.hidden), model_.hidden, {(*router)[1]},
                 [](ModelConfig& model, std::int64_t size) { model.hidden = size; });
-      add_sizes(key_of(row_.num_experts), model_.router.num_experts,
-                {(*router)[0] - model_.router.num_zero_experts},
-                [](ModelConfig& model, std::int64_t size) { model.router.num_experts = size; });
     }
     const bool shared_as_experts = row_.shared_width.keys.empty();
     add_sizes(key_of(row_.intermediate), model_.intermediate,
@@ -236,13 +238,13 @@ class Changes {
     if (!target.first || !target.down) {
       if (other.scheme) scheme.activations = other.scheme->activations;
       const std::size_t same = rules.formats.add_format(std::move(other));
-      for (std::int64_t e = 0; e < model_.router.num_experts; ++e) {
-        std::vector<LinearLayer> layers = expert_layers(model_, layout_, e);
-        if (target.down) layers.pop_back();
-        if (target.first) layers.erase(layers.begin(), layers.end() - 1);
-        for (const LinearLayer& layer : layers) {
-          rules.formats.add_name(ModuleRules::Names::kExact, block_.prefix + layer.name, same);
-        }
+      const ExpertLayout& names = *layout_.experts;
+      for (const std::string& pattern :
+           target.down ? std::vector{names.w1, names.w3} : std::vector{names.w2}) {
+        if (pattern.empty()) continue;
+        // One rule for all experts: there are hundreds of changes, and thousands of experts.
+        rules.formats.add_pattern(
+            {ModulePattern::Kind::kGlob, "*" + pattern.substr(pattern.starts_with('/')), {}}, same);
       }
     }
     rules.formats.add_every(rules.formats.add_format({scheme, {}, {}}));
@@ -263,7 +265,8 @@ class Changes {
 
 std::string cause_of_misfits(const ModelConfig& model, const Block& block, std::size_t misfits) {
   constexpr int kMostKeys = 3;
-  // Tensors to look at in all tries together: a few seconds at most.
+  constexpr std::size_t kTensorsOfAnExpert = 12;  // about: four parts of three matrices
+  // Tensors to look at in all tries together: a second or two.
   std::size_t budget = std::size_t{1} << 20;
   std::string text;
   ModelConfig now = model;
@@ -272,7 +275,8 @@ std::string cause_of_misfits(const ModelConfig& model, const Block& block, std::
     std::optional<Change> best;
     for (Change& change : Changes(now, block).take()) {
       const std::size_t cost =
-          block.tensors.size() + 3 * static_cast<std::size_t>(change.model.router.num_experts);
+          block.tensors.size() +
+          kTensorsOfAnExpert * static_cast<std::size_t>(change.model.router.num_experts);
       if (cost > budget) break;
       budget -= cost;
       const std::size_t count = count_misfits(change.model, block);

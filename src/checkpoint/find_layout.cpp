@@ -233,12 +233,12 @@ class StorageFinder {
                                    block_.prefix, layer.name, name(*format.scheme), name(dtype)));
     }
     const std::string begin = layer.naming == Naming::kModule ? layer.name + "." : weight;
+    const auto is_own = [&](const auto& at) {
+      return at != block_.tensors.end() && at->first.starts_with(begin);
+    };
     auto part = block_.tensors.lower_bound(begin);
-    while (part != block_.tensors.end() && !part->second.type &&
-           is_float(part->second.tensor.dtype())) {
-      ++part;
-    }
-    if (format.scheme || part == block_.tensors.end() || !part->first.starts_with(begin)) return;
+    while (is_own(part) && !part->second.type && is_float(part->second.tensor.dtype())) ++part;
+    if (format.scheme || !is_own(part)) return;
     throw Error::io(
         source,
         core::format(

@@ -45,6 +45,8 @@ std::vector<Misfit> misfits() {
        "config.num_local_experts is 3, but the tensors have 4, so"},
       {"MoreExperts", "int4_g32", kGptq, "qwen3_moe", set("/num_local_experts", 128),
        "config.num_local_experts is 128, but the tensors have 4, so"},
+      {"ManyMoreExperts", "int4_g32", kGptq, "qwen3_moe", set("/num_local_experts", 4096),
+       "config.num_local_experts is 4096, but the tensors have 4, so"},
       {"StackedWidth", "bf16", kPlain, "gpt_oss", set("/intermediate_size", 32),
        "config.intermediate_size is 32, but the tensors have 96, so"},
       {"BlocksWidth", "mxfp4_w4a16", kGptOss, "gpt_oss", set("/intermediate_size", 32),
@@ -144,6 +146,16 @@ TEST_P(MisfitTest, CauseStandsBeforeTheTensors) {
   EXPECT_NE(error.find(misfit.cause), std::string::npos) << error;
   const auto lines = std::count(error.begin(), error.end(), '\n') + 1;
   EXPECT_LE(lines, static_cast<std::ptrdiff_t>(checkpoint::Problems::kMaxLines)) << error;
+}
+
+// Nothing else is tried for them, which would take long.
+TEST(CauseTest, ThousandsOfMissingExpertsHaveNone) {
+  Parts parts("int4_g32", kGptq);
+  parts.config["num_local_experts"] = 4096;
+  parts.config["quantization_config"]["bits"] = 8;
+  parts.tensors["model.layers.0.mlp.gate.weight"] = Tensor::zeros({4096, 160}, DType::kBF16);
+  const std::string error = parts.error();
+  EXPECT_NE(error.find("layer 0: 36852 tensors do not fit"), std::string::npos) << error;
 }
 
 TEST(CauseTest, MatricesThatLieAcrossAreCalledSo) {
