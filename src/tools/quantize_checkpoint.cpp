@@ -7,7 +7,7 @@
 #include <set>
 
 #include "checkpoint/checkpoint_writer.h"
-#include "checkpoint/layer_formats.h"
+#include "checkpoint/find_layout.h"
 #include "checkpoint/linear_codec.h"
 #include "checkpoint/opened_checkpoint.h"
 #include "checkpoint/quant_config.h"
@@ -16,6 +16,7 @@
 #include "fusedmoe/quant.h"
 #include "quant/quantize.h"
 #include "tools/calibrate.h"
+#include "tools/quantize_target.h"
 
 namespace fusedmoe {
 namespace {
@@ -56,7 +57,7 @@ Tensor one_float(float value) {
 class CheckpointQuantizer {
  public:
   CheckpointQuantizer(checkpoint::OpenedCheckpoint source, const QuantizeCheckpointOptions& options)
-      : source_(std::move(source)), options_(options), model_(target_model()) {
+      : source_(std::move(source)), options_(options), model_(target_model(source_, options)) {
     FUSEDMOE_CHECK_IO(!source_.layers.empty(), source_.label,
                       core::format("{} has no layers with experts", source_.label));
     for (const auto& [number, block] : source_.layers) add_layer(number, block);
@@ -89,50 +90,6 @@ class CheckpointQuantizer {
   }
 
  private:
-  ModelConfig target_model() const {
-    FUSEDMOE_CHECK_SUPPORTED(!source_.files.files.front().gguf, kModel, source_.label,
-                             "a GGUF file", "safetensors: take the checkpoint it was made from");
-    ModelConfig model = source_.config;
-    model.scheme = options_.scheme;
-    FUSEDMOE_CHECK(model.scheme.weights.quantized(), "scheme", name(model.scheme),
-                   "a quantized one");
-    model.layout = options_.layout.value_or(checkpoint::usual_layout(model.family, model.scheme));
-    const std::string text = name(model.scheme);
-    FUSEDMOE_CHECK(text.find(':') == std::string::npos, "scheme", text,
-                   "without a scale rule of the activations, which no layout can store");
-    FUSEDMOE_CHECK(
-        options_.scale_rule == MxScaleRule::kOcp || model.scheme.weights.scale == DType::kE8M0,
-        "scale_rule", std::string(name(options_.scale_rule)),
-        "ocp, for weights without E8M0 scales");
-    const auto config = checkpoint::quantization_config({model.layout, model.scheme}, {});
-    FUSEDMOE_CHECK_SUPPORTED(config || options_.layout, kQuantScheme, "scheme", name(model.scheme),
-                             "one that is written: only GGUF files hold this one");
-    FUSEDMOE_CHECK(config, "layout", std::string(name(model.layout)),
-                   core::format("one that can hold {}, such as {}", name(model.scheme),
-                                name(checkpoint::usual_layout(model.family, model.scheme))));
-    // Readers take the scale rule of the activations from the layout.
-    model.quantization = std::make_shared<checkpoint::QuantRules>(
-        checkpoint::parse_quantization(checkpoint::ConfigKeys(*config)));
-    model.scheme = checkpoint::configured_scheme(model).value();
-    return model;
-  }
-
-  /// Other readers of these layouts want rows of whole groups.
-  static void check_groups(const ModelConfig& model) {
-    const std::int64_t group = model.scheme.weights.group.cols;
-    const bool any = model.layout == CheckpointLayout::kFp8 ||
-                     model.layout == CheckpointLayout::kGptOss ||
-                     model.layout == CheckpointLayout::kModelOpt;
-    if (any || group < 0) return;
-    for (const std::int64_t width : {model.experts_hidden(), model.intermediate}) {
-      FUSEDMOE_CHECK_SUPPORTED(
-          width % group == 0, kShape, "scheme", name(model.scheme),
-          core::format("one whose groups divide the rows of {}: {} is no multiple of {}, and other "
-                       "readers of the layout {} refuse it",
-                       width, width, group, name(model.layout)));
-    }
-  }
-
   void add_layer(std::int64_t number, const Block& block) {
     SourceLayer layer{number, block, source_.layer_config(number), {}};
     const QuantScheme& scheme = layer.from.scheme;
@@ -181,28 +138,11 @@ class CheckpointQuantizer {
         if (!elsewhere && !replaced.contains(name)) copied_.emplace(name, tensor);
       }
     }
-    check_copied();
+    check_copied(source_, copied_);
     for (const auto& [name, tensor] : copied_) {
       planned_.push_back({name, tensor.dtype(), tensor.shape()});
     }
     for (const SourceLayer& layer : layers_) plan_layer(layer);
-  }
-
-  /// The quantization_config of the result has words for one format alone, that of the experts.
-  void check_copied() const {
-    if (!source_.config.quantization) return;
-    checkpoint::ModuleRules::Lookup formats(source_.config.quantization->formats);
-    for (const auto& [name, tensor] : copied_) {
-      if (checkpoint::is_float(tensor.dtype())) continue;
-      const checkpoint::ModuleFormat* format = formats.find(name.substr(0, name.rfind('.'))).format;
-      if (!format || (!format->scheme && !format->refusal)) continue;
-      throw Error::unsupported(
-          Reason::kQuantScheme, source_.label,
-          core::format(
-              "{}: {} says that other layers than the routed experts are quantized already, "
-              "such as that of {}: take the checkpoint from before that",
-              source_.label, format->source, name));
-    }
   }
 
   void plan_layer(const SourceLayer& layer) {
