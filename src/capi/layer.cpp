@@ -87,6 +87,10 @@ LayerWeights to_layer_weights(const fusedmoe_layer_weights* weights,
   if (w.shared_experts) {
     result.shared_experts = {to_experts(w.shared_experts, "weights.shared_experts").weights(),
                              to_tensor(w.shared_gate, "weights.shared_gate")};
+  } else if (w.shared_gate.dtype != FUSEDMOE_NONE) {
+    throw Error::invalid("weights.shared_gate",
+                         "weights.shared_gate is given without weights.shared_experts, whose "
+                         "output alone it scales");
   }
   const Tensor down = to_tensor(w.latent_down, "weights.latent_down");
   const Tensor up = to_tensor(w.latent_up, "weights.latent_up");
