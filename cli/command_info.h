@@ -2,6 +2,7 @@
 // suggestions are made.
 #pragma once
 
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <string>
