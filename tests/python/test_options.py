@@ -36,7 +36,7 @@ class Case:
 
 
 def refused(match, function, *arguments, **options):
-    with pytest.raises((ValueError, NotImplementedError, TypeError), match=match):
+    with pytest.raises((ValueError, NotImplementedError, TypeError, OSError), match=match):
         function(*arguments, **options)
     return True
 
