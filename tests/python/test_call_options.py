@@ -106,12 +106,13 @@ TABLES = {
     "threads": meeting(Communicator.threads, size=1),
     "join": meeting(Communicator.join, **ALONE, address="127.0.0.1", port=1),
     "from_gather": meeting(Communicator.from_gather, **ALONE, gather=lambda text: [text]),
-    "from_folder": meeting(Communicator.from_folder, **ALONE, folder="unused"),
+    "from_folder": meeting(Communicator.from_folder, **ALONE, folder="ranks"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_every_argument_is_obeyed_or_refused(table, tmp_path):
+def test_every_argument_is_obeyed_or_refused(table, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     cases, known = TABLES[table]
     assert set(cases) == set(known)
     for name, case in cases.items():
