@@ -96,6 +96,11 @@ Option& Option::excludes(const Option& other) {
   return *this;
 }
 
+Option& Option::needs(const Option& other) {
+  option_->needs(other.option_);
+  return *this;
+}
+
 Command Program::add_command(const std::string& name, const std::string& description) {
   info_->commands.push_back({.name = name, .help = description});
   return {app_->add_subcommand(name, description), &info_->commands.back()};
@@ -147,7 +152,7 @@ Option Command::add_option(const std::string& name, std::int64_t& value, const s
 }
 
 Option Command::add_option(const std::string& name, std::uint64_t& value, const std::string& help) {
-  return add(name, value, help, "N");
+  return add(name, value, help, "N").not_negative();  // CLI11 would take -1 for 2^64 - 1
 }
 
 Option Command::add_option(const std::string& name, double& value, const std::string& help) {
@@ -239,15 +244,17 @@ std::string sentence(const CLI::ParseError& error, const CommandInfo* command) {
   return text;
 }
 
-/// The message with the option that the user typed instead of the argument that it became.
-std::string as_typed(const CommandInfo& command, const Error& error) {
-  std::string option = "--" + error.argument();
-  std::replace(option.begin(), option.end(), '_', '-');
-  const std::string_view message = error.what();
-  if (!error.argument().empty() && message.starts_with(error.argument()) && command.find(option)) {
-    return option + std::string(message.substr(error.argument().size()));
+/// The option that became this argument of the library; null: the command has none.
+const OptionInfo* option_of(const CommandInfo& command, std::string argument) {
+  constexpr std::pair<std::string_view, std::string_view> kOtherNames[] = {
+      {"scheme", "--schemes"}, {"calibration", "--calibrate"}, {"require", "--experts"}};
+  std::replace(argument.begin(), argument.end(), '_', '-');
+  const OptionInfo* option = command.find("--" + argument);
+  if (!option) option = command.find(argument);  // by its place
+  for (const auto& [name, other] : kOtherNames) {
+    if (!option && name == argument) option = command.find(other);
   }
-  return std::string(message);
+  return option;
 }
 
 /// Runs a subcommand whose options are parsed.
@@ -255,11 +262,15 @@ void run(const CommandInfo& command) {
   try {
     command.run();
   } catch (const Error& error) {
-    const std::string text = as_typed(command, error);
-    // What names an option is a value that it cannot have.
-    if (error.kind() == ErrorKind::kInvalidArgument && text.starts_with("--")) {
-      throw UsageError(text);
+    std::string text = error.what();
+    bool names_option = text.starts_with("--");
+    const OptionInfo* option = option_of(command, error.argument());
+    if (option && text.starts_with(error.argument())) {
+      text.replace(0, error.argument().size(), option->name);  // as the user typed it
+      names_option = true;
     }
+    // What names an option is a value that it cannot have.
+    if (error.kind() == ErrorKind::kInvalidArgument && names_option) throw UsageError(text);
     throw std::runtime_error(text);
   }
 }

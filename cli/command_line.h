@@ -36,6 +36,7 @@ class Option {
   Option& one_of(const std::vector<std::string>& values);
   Option& show_default();  ///< in --help
   Option& excludes(const Option& other);
+  Option& needs(const Option& other);
 
  private:
   CLI::Option* option_;

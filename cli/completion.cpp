@@ -31,22 +31,22 @@ std::string quoted(const std::string& text) {
 
 std::string bash_script(const ProgramInfo& program) {
   std::vector<std::string> commands;
-  std::string options, values;
+  std::string options, values, by_place;
   for (const CommandInfo& command : program.commands) {
     commands.push_back(command.name);
     std::vector<std::string> names{"--help"};
     for (const OptionInfo& option : command.options) {
-      const bool by_place = option.by_place();
-      if (!by_place) names.push_back(option.name);
+      if (!option.by_place()) names.push_back(option.name);
       if (option.kind.empty()) continue;
-      // What goes by its place is where no option is before it.
-      const std::string pattern = by_place ? fmt::format("'{} '*", command.name)
-                                           : fmt::format("'{} {}'", command.name, option.name);
       const std::string how = takes_files(option)
                                   ? "files=yes"
                                   : fmt::format("words='{}'{}", fmt::join(option.words(), " "),
                                                 option.list ? " list=yes" : "");
-      values += fmt::format("    {}) {} ;;\n", pattern, how);
+      if (option.by_place()) {
+        by_place += fmt::format("    '{} '*) {} ;;\n", command.name, how);
+      } else {
+        values += fmt::format("    '{} {}') {} ;;\n", command.name, option.name, how);
+      }
     }
     options += fmt::format("    {}) options='{}' ;;\n", command.name, fmt::join(names, " "));
   }
@@ -84,7 +84,8 @@ _fusedmoe() {{
 }}
 complete -F _fusedmoe fusedmoe
 )",
-      fmt::join(first, " "), options, values);
+      // What goes by its place comes where no option waits for a value.
+      fmt::join(first, " "), options, values + by_place);
 }
 
 /// In [ ] and between colons of _arguments.

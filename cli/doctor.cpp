@@ -43,7 +43,7 @@ using Json = nlohmann::ordered_json;
 struct Finding {
   std::string label, text;
   std::string key;  ///< empty: the label with _ for blanks
-  Json value;       ///< null: the text
+  Json value;       ///< null: the text; discarded: nothing in JSON
 };
 
 /// Value of the first line "<key> ... : <value>" of a file of /proc; "unknown" when there is none.
@@ -98,8 +98,10 @@ Finding memory(const std::string& label, const char* key) {
   const std::string text = proc_value("/proc/meminfo", key);
   std::string name = label + " bytes";
   std::replace(name.begin(), name.end(), ' ', '_');
-  const std::int64_t kilobytes = std::strtoll(text.c_str(), nullptr, 10);
-  return {label, text, name, 1024 * kilobytes};
+  char* end = nullptr;
+  const std::int64_t kilobytes = std::strtoll(text.c_str(), &end, 10);
+  const bool known = end != text.c_str();
+  return {label, text, name, known ? Json(1024 * kilobytes) : Json(Json::value_t::discarded)};
 }
 
 Finding cuda_devices() {
@@ -336,6 +338,7 @@ void run(bool json, bool comm) {
   for (const Finding& finding : comm ? comm_findings() : findings()) {
     if (comm && launched() && launched()->rank > 0) continue;  // rank 0 says it
     if (json) {
+      if (finding.value.is_discarded()) continue;
       std::string key = finding.key.empty() ? finding.label : finding.key;
       std::replace(key.begin(), key.end(), ' ', '_');
       object[key] = finding.value.is_null() ? Json(finding.text) : finding.value;

@@ -2,7 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
+#include <charconv>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -26,7 +26,7 @@ struct Options {
   std::string device;  // empty: cpu, or with a compute capability cuda
   std::string dtype = "bf16";
   std::int64_t num_tokens = 64, layer = -1;
-  double compute_capability = 0;  // 0: that of the device
+  std::string compute_capability;  // empty: that of the device
   std::string scheme, experts, save_plan;
   bool hooks = false, monolithic = false, batch_invariant = false;
   bool json = false, matrix = false;
@@ -66,8 +66,19 @@ void place_on_ranks(const Options& options, MoeConfig& config) {
 
 constexpr int kHopper = 90;
 
+/// "9.0" as 90.
+int parse_compute_capability(const std::string& text) {
+  int major = 0, minor = 0;
+  const char* const end = text.data() + text.size();
+  const auto [point, error] = std::from_chars(text.data(), end, major);
+  const bool right = error == std::errc() && major > 0 && major < 100 && end - point == 2 &&
+                     *point == '.' && std::from_chars(point + 1, end, minor).ptr == end;
+  if (right) return 10 * major + minor;
+  throw Error("--compute-capability", text, "a compute capability, as 9.0");
+}
+
 MoeConfig make_config(const Options& options, const ModelConfig& model) {
-  const bool named = options.compute_capability > 0;
+  const bool named = !options.compute_capability.empty();
   const Device device = parse_device(!options.device.empty() ? options.device
                                      : named                 ? "cuda"
                                                              : "cpu");
@@ -76,7 +87,7 @@ MoeConfig make_config(const Options& options, const ModelConfig& model) {
   }
   MoeConfig config = moe_config(model, parse_float_dtype(options.dtype), device);
   if (named) {
-    config.compute_capability = static_cast<int>(std::lround(10 * options.compute_capability));
+    config.compute_capability = parse_compute_capability(options.compute_capability);
   } else if (const std::string problem = device_problem(device); !problem.empty()) {
     // Who asks about `cuda` where there is no GPU asks about the one that the kernels are for.
     if (cuda_device_count() > 0 || device.index > 0) {
@@ -183,9 +194,10 @@ void print_text(const Options& options, const LayerGroup& group, const Selection
 /// Of the layers of a checkpoint, all of which must pass the checks of loading, or of one of them.
 std::vector<LayerGroup> group_layers(const Options& options) {
   const Checkpoint checkpoint = open_checkpoint(options.checkpoint, options.family);
-  if (options.layer >= 0) checkpoint.config(options.layer);  // which says that it is not there
+  const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, options.checkpoint);
+  chosen_layer(options.layer, layers);  // an Error if it is not there
   std::vector<LayerGroup> groups;
-  for (const std::int64_t layer : moe_layers_of(checkpoint, options.checkpoint)) {
+  for (const std::int64_t layer : layers) {
     const Checkpoint::LayerSchemes schemes = checkpoint.check_layer(layer);
     if (options.layer >= 0 && layer != options.layer) continue;
     const QuantScheme scheme =
@@ -253,17 +265,18 @@ void add_explain(Program& program) {
   Command source = command.add_group(1, 1);
   source.add_option("--checkpoint", options->checkpoint, "Checkpoint directory or file")
       .kind("PATH");
-  source.add_option("--model", options->model, "A model by name")
-      .kind("MODEL")
-      .one_of(model_preset_names());
+  const Option model = source.add_option("--model", options->model, "A model by name")
+                           .kind("MODEL")
+                           .one_of(model_preset_names());
   const Option matrix =
       source.add_flag("--matrix", options->matrix,
                       "Print docs/support-matrix.md: every implementation, every scheme");
-  add_family_option(command, options->family);
+  add_family_option(command, options->family).excludes(model).excludes(matrix);
   command
       .add_option("--layer", options->layer,
                   "Layer of the checkpoint; default: all, those of one scheme together")
       .not_negative()
+      .excludes(model)
       .excludes(matrix);
   command.add_option("--scheme", options->scheme, "Of the experts; default: as published")
       .kind("SCHEME")
@@ -272,8 +285,13 @@ void add_explain(Program& program) {
       .add_option("--experts", options->experts, "Implementation that must run; default: the best")
       .kind("EXPERTS")
       .excludes(matrix);
-  command.add_flag("--hooks", options->hooks, "Ask for injection points").excludes(matrix);
-  command.add_flag("--monolithic", options->monolithic, "Ask for experts that route by themselves")
+  command
+      .add_flag("--hooks", options->hooks,
+                "Ask for experts that can call hooks between their steps")
+      .excludes(matrix);
+  command
+      .add_flag("--monolithic", options->monolithic,
+                "Ask for experts that choose each token's experts themselves")
       .excludes(matrix);
   command
       .add_flag("--batch-invariant", options->batch_invariant,
@@ -287,26 +305,29 @@ void add_explain(Program& program) {
   command
       .add_option("--device", options->device,
                   "Where it would run; default: cpu, with --compute-capability cuda")
-      .kind("DEVICE");
+      .kind("DEVICE")
+      .excludes(matrix);
   command
       .add_option("--compute-capability", options->compute_capability,
                   "Answer for a CUDA device that need not be here: 9.0 is Hopper")
       .kind("CAPABILITY")
-      .positive()
       .excludes(matrix);
   command.add_option("--dtype", options->dtype, "Of hidden states and output")
       .kind("DTYPE")
       .one_of({"bf16", "f16", "f32"})
-      .show_default();
+      .show_default()
+      .excludes(matrix);
   options->ranks.add_to(command);
   command.add_option("--combine", options->combine, "What comes back from ranks")
       .one_of({"per_rank", "per_slot"})
-      .show_default();
+      .show_default()
+      .excludes(matrix);
   command
       .add_option("--tokens", options->num_tokens,
                   "Tokens that the workspace and the kernel configuration are for")
       .not_negative()
-      .show_default();
+      .show_default()
+      .excludes(matrix);
   command
       .add_flag("--json", options->json,
                 "Print a JSON object instead of text, on a line for each scheme of layers")

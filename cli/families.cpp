@@ -55,11 +55,15 @@ void add_families(Program& program) {
   auto options = std::make_shared<Options>();
   Command command = program.add_command(
       "families", "List the model families, show one's description, or check a new one");
-  command.add_option("name", options->name, "Family whose description is shown, or a JSON file")
-      .kind("FAMILY");
-  command.add_option("--check", options->check, "JSON file whose descriptions are checked")
-      .kind("PATH");
-  command.add_flag("--json", options->json, "Print every description as JSON");
+  const Option family =
+      command
+          .add_option("family", options->name, "Family whose description is shown, or a JSON file")
+          .kind("FAMILY");
+  const Option check =
+      command.add_option("--check", options->check, "JSON file whose descriptions are checked")
+          .kind("PATH")
+          .excludes(family);
+  command.add_flag("--json", options->json, "Print every description as JSON").excludes(check);
   command.example("fusedmoe families qwen3_moe > mine.json");
   command.example("fusedmoe families --check mine.json");
   command.runs([options] { run(*options); });

@@ -231,11 +231,7 @@ void print_json(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
 void run(const Options& options) {
   const Checkpoint checkpoint = open_checkpoint(options.path, options.family);
   const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, options.path);
-  const std::int64_t layer = options.layer < 0 ? layers.front() : options.layer;
-  if (std::find(layers.begin(), layers.end(), layer) == layers.end()) {
-    throw Error("--layer", fmt::to_string(layer),
-                fmt::format("one of {}", fmt::join(layers, ", ")));
-  }
+  const std::int64_t layer = chosen_layer(options.layer, layers);
   const LayerGroups all = group_layers(checkpoint, layers);
   const LayerGroups shown = options.layer < 0 ? all : group_layers(checkpoint, {layer});
   options.json ? print_json(checkpoint, layers, layer, all)

@@ -1,5 +1,6 @@
 // fusedmoe: data on stdout, messages on stderr; exit status 0 only when all went well, and 2 for a
 // wrong command line.
+#include <cstdio>
 #include <exception>
 
 #include "commands.h"
@@ -24,6 +25,13 @@ void add_commands(Program& program) {
   add_completion(program);
 }
 
+/// What was printed before the error stands before it, also in a file that gets both.
+int fail(const std::exception& error, int status) {
+  std::fflush(stdout);
+  log(Level::kError, error.what());
+  return status;
+}
+
 }  // namespace
 }  // namespace fusedmoe::cli
 
@@ -35,10 +43,8 @@ int main(int argc, char** argv) {
     flush_stdout();
     return status;
   } catch (const UsageError& error) {
-    log(Level::kError, error.what());
-    return kUsageStatus;
+    return fail(error, kUsageStatus);
   } catch (const std::exception& error) {
-    log(Level::kError, error.what());
-    return 1;
+    return fail(error, 1);
   }
 }

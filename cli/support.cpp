@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "checkpoint/problems.h"
 #include "files/output.h"
 #include "fusedmoe/safetensors.h"
 #include "fusedmoe/selection.h"
@@ -28,9 +29,8 @@ void check_experts_name(const std::string& require) {
   for (const ExpertsDescriptor* experts : all_experts()) names.push_back(experts->name());
   if (require.empty() || std::find(names.begin(), names.end(), wanted) != names.end()) return;
   std::sort(names.begin(), names.end());
-  throw Error::unsupported(Reason::kPairing, "--experts",
-                           fmt::format("--experts {}: no such implementation; there are: {}",
-                                       wanted, fmt::join(names, ", ")));
+  throw UsageError(fmt::format("--experts {}: no such implementation; there are: {}", wanted,
+                               fmt::join(names, ", ")));
 }
 
 std::string format_bytes(std::int64_t bytes) {
@@ -92,8 +92,15 @@ std::vector<std::int64_t> moe_layers_of(const Checkpoint& checkpoint, const std:
   return layers;
 }
 
-void add_family_option(Command& command, std::string& family) {
-  command
+std::int64_t chosen_layer(std::int64_t layer, const std::vector<std::int64_t>& layers) {
+  if (layer < 0) return layers.front();
+  if (std::find(layers.begin(), layers.end(), layer) != layers.end()) return layer;
+  throw Error("--layer", fmt::to_string(layer),
+              fmt::format("a layer with experts: {}", checkpoint::number_ranges(layers)));
+}
+
+Option add_family_option(Command& command, std::string& family) {
+  return command
       .add_option("--family", family,
                   "Read the model as one of this family: a name that families lists, or a JSON "
                   "file with a description")

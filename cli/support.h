@@ -16,7 +16,8 @@ namespace fusedmoe::cli {
 /// Of --threads: more than any machine has, few enough to start.
 inline constexpr int kMaxThreads = 1024;
 
-/// Throws Error unless `require` of --experts begins with a name of the registry; empty: the best.
+/// Throws UsageError unless `require` of --experts begins with a name of the registry; empty: the
+/// best.
 void check_experts_name(const std::string& require);
 
 /// "421.3 MB", decimal units.
@@ -35,8 +36,11 @@ Tensor random_hidden_states(std::int64_t rows, std::int64_t columns, DType dtype
 /// The layers with experts, at least one; throws Error. `path` is what the user calls it.
 std::vector<std::int64_t> moe_layers_of(const Checkpoint& checkpoint, const std::string& path);
 
+/// The one of `layers` that --layer names; negative: the first. Throws Error.
+std::int64_t chosen_layer(std::int64_t layer, const std::vector<std::int64_t>& layers);
+
 /// Declares --family of a command that opens a checkpoint.
-void add_family_option(Command& command, std::string& family);
+Option add_family_option(Command& command, std::string& family);
 /// A checkpoint read as a model of the family of --family; empty: of its own model_type.
 Checkpoint open_checkpoint(const std::string& path, const std::string& family);
 

@@ -58,7 +58,7 @@ void add_synth(Program& program) {
   command.add_option("--tokens", options->synth.num_tokens, "Rows of input.safetensors")
       .not_negative()
       .show_default();
-  command.add_option("--seed", options->synth.seed, "Of the random numbers").show_default();
+  command.add_option("--seed", options->synth.seed, "Seed of the random numbers").show_default();
   command.add_option("--out", options->out, "Directory to make, or an empty one")
       .kind("PATH")
       .required();

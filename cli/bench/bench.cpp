@@ -3,6 +3,7 @@
 #include "bench/layer_bench.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <iostream>
@@ -25,6 +26,10 @@
 namespace fusedmoe::cli {
 namespace {
 
+constexpr double kMaxSeconds = 10, kMaxSecondsOnRanks = 0.5;
+const std::vector<std::string> kAllSchemes{"all"};
+constexpr const char* kRanks = "--ep, --tp and --dp";
+
 struct Options {
   BenchSubjects subjects;
   std::vector<std::string> schemes;
@@ -37,7 +42,7 @@ struct Options {
   int threads = 0;
   RankOptionsOf ranks;
   std::int64_t min_samples = 11;
-  double max_seconds = 10;
+  double max_seconds = 0;  // 0: kMaxSeconds, on ranks kMaxSecondsOnRanks
   bool json = false, csv = false, markdown = false, wide = false, columns = false;
   bool load = false, heat_map = false;
   bool rows_only = false;
@@ -71,7 +76,7 @@ std::string why_not_timed(const MoeConfig& config, const std::string& experts) {
 std::vector<std::string> schemes_of(const Options& options, const BenchSubject& subject,
                                     const std::string& experts) {
   if (options.schemes.empty()) return {name(subject.model.scheme)};
-  if (options.schemes != std::vector<std::string>{"all"}) return options.schemes;
+  if (options.schemes != kAllSchemes) return options.schemes;
   std::vector<std::string> names;
   for (const NamedScheme& entry : named_schemes()) {
     MoeConfig config =
@@ -129,7 +134,7 @@ bool run_scheme(const Options& options, const BenchSubject& subject, const std::
     bench_options.replay = drawn_routing(options, tokens, router, bench_options.skew);
   }
   bench_options.min_samples = options.min_samples;
-  bench_options.max_seconds = options.max_seconds;
+  bench_options.max_seconds = options.max_seconds > 0 ? options.max_seconds : kMaxSeconds;
   const double bound = testing::error_bound(bench_options.dtype, bench_options.scheme,
                                             bench_options.model.intermediate);
   const std::string what = fmt::format("{} {}", subject.name, scheme);
@@ -161,6 +166,33 @@ bool run_scheme(const Options& options, const BenchSubject& subject, const std::
   return right;
 }
 
+/// Throws Error for an option that says nothing to ranks.
+void check_on_ranks(const Options& options) {
+  const char* const of_ids = "each rank draws ids of its own";
+  const char* const of_output = "ranks print a table of their own, or JSON";
+  const bool schemes = options.schemes.size() > 1 || options.schemes == kAllSchemes;
+  const struct {
+    bool given;
+    std::string option, because;
+  } table[] = {
+      {options.layer, "--layer", "its router routes random hidden states"},
+      {options.skew != "balanced", "--skew", of_ids},
+      {!options.replay_routing.empty(), "--replay-routing", of_ids},
+      {!options.record_routing.empty(), "--record-routing", of_ids},
+      {schemes, fmt::format("--scheme {}", fmt::join(options.schemes, ",")), "ranks time one"},
+      {options.experts.size() > 1, fmt::format("--experts {}", fmt::join(options.experts, ",")),
+       "ranks time one transport, or without --experts all"},
+      {options.csv, "--csv", of_output},
+      {options.markdown, "--md", of_output},
+      {options.wide, "--wide", of_output},
+      {options.load, "--load", of_output},
+      {options.heat_map, "--heat-map", of_output},
+  };
+  for (const auto& row : table) {
+    if (row.given) throw Error::conflict(row.option, kRanks, row.because);
+  }
+}
+
 /// The way of the rows, and whole steps: a table for each model.
 void run_ranks(const Options& options) {
   if (options.threads == 0 && !launched()) {
@@ -179,7 +211,7 @@ void run_ranks(const Options& options) {
     bench.tokens = options.tokens.empty() ? std::vector<std::int64_t>{1, 8, 32, 128, 1024, 8192}
                                           : options.tokens;
     bench.min_samples = options.min_samples;
-    bench.max_seconds = std::min(options.max_seconds, 0.5);
+    bench.max_seconds = options.max_seconds > 0 ? options.max_seconds : kMaxSecondsOnRanks;
     bench.threads = options.threads;
     bench.rows_only = options.rows_only;
     bench.json = options.json;
@@ -199,13 +231,9 @@ void run(const Options& options) {
                                : !options.replay_routing.empty() ? "--replay-routing"
                                : !options.record_routing.empty() ? "--record-routing"
                                                                  : nullptr;
-  const char* ranks_option = on_ranks ? "--ep, --tp and --dp" : nullptr;
-  if (options.layer && (ranks_option || routing_option)) {
-    throw Error::conflict("--layer", ranks_option ? ranks_option : routing_option,
-                          "its router routes random hidden states");
-  }
-  if (ranks_option && routing_option) {
-    throw Error::conflict(routing_option, ranks_option, "each rank draws ids of its own");
+  if (on_ranks) check_on_ranks(options);
+  if (options.layer && routing_option) {
+    throw Error::conflict("--layer", routing_option, "its router routes random hidden states");
   }
   if (!options.replay_routing.empty() && !options.record_routing.empty()) {
     throw Error::conflict("--record-routing", "--replay-routing");
@@ -263,17 +291,21 @@ void add_bench(Program& program) {
                                         "dispatch, combine and whole steps");
   Command subject = options->subjects.add_to(command);
   subject.add_flag("--columns", options->columns, "Say what the columns of the table mean");
-  command.add_option("--scheme", options->schemes, "Schemes, or all; default: as published; bf16")
+  command
+      .add_option(
+          "--scheme", options->schemes,
+          "Schemes, or all; default: as published; bf16; on ranks one, default: that of --dtype")
       .kind("SCHEME")
       .list();
   command
       .add_option("--tokens", options->tokens,
-                  "Numbers of tokens; default: 1,8,32,128,512; of given schemes 1,512")
+                  "Numbers of tokens; default: 1,8,32,128,512; of given schemes 1,512; on ranks "
+                  "1,8,32,128,1024,8192")
       .list()
       .between(std::int64_t{1}, std::int64_t{1} << 20);
   command
       .add_option("--experts", options->experts,
-                  "Implementations; default: the best; on ranks a transport")
+                  "Implementations; default: the best; on ranks one transport, default: all")
       .kind("EXPERTS")
       .list();
   command.add_flag("--layer", options->layer,
@@ -303,9 +335,12 @@ void add_bench(Program& program) {
   command.add_option("--min-samples", options->min_samples, "Samples for each number of tokens")
       .positive()
       .show_default();
-  command.add_option("--max-seconds", options->max_seconds, "Time for each number of tokens")
-      .positive()
-      .show_default();
+  command
+      .add_option("--max-seconds", options->max_seconds,
+                  fmt::format("Time for each number of tokens; default: {}; on ranks {} for each "
+                              "measurement",
+                              kMaxSeconds, kMaxSecondsOnRanks))
+      .positive();
   Command format = command.add_group(0, 1);
   format.add_flag("--wide", options->wide,
                   "Print all columns, also those that the terminal is too narrow for");

@@ -36,8 +36,8 @@ LayerWeights load_layer(const Options& options) {
   }
   const Checkpoint checkpoint = open_checkpoint(options.checkpoint, options.family);
   const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, options.checkpoint);
-  const std::int64_t index = options.layer < 0 ? layers.front() : options.layer;
-  return first_experts(checkpoint.load_layer(index), options.max_experts);
+  return first_experts(checkpoint.load_layer(chosen_layer(options.layer, layers)),
+                       options.max_experts);
 }
 
 /// Hidden states in f32, holding values that `dtype` has.
@@ -144,30 +144,36 @@ void add_compare(Program& program) {
   Command source = command.add_group(1, 1);
   source.add_option("--checkpoint", options->checkpoint, "Directory or safetensors file")
       .kind("PATH");
-  source.add_option("--model", options->model, "Random weights of a model by name")
-      .kind("MODEL")
-      .one_of(model_preset_names());
+  const Option model =
+      source.add_option("--model", options->model, "Random weights of a model by name")
+          .kind("MODEL")
+          .one_of(model_preset_names());
   command.add_option("--schemes", options->schemes, "Schemes to compare, or all")
       .kind("SCHEME")
       .list()
       .required();
-  add_family_option(command, options->family);
+  add_family_option(command, options->family).excludes(model);
   command
       .add_option("--layer", options->layer, "Number of the layer; default: the first with experts")
-      .not_negative();
+      .not_negative()
+      .excludes(model);
   command.add_option("--max-experts", options->max_experts, "Take so many experts; 0: all")
       .not_negative()
       .show_default();
-  command
-      .add_option("--input", options->input,
-                  "Safetensors file with the hidden states; default: random ones")
-      .kind("PATH");
-  command.add_option("--input-name", options->input_name, "Name of the tensor in it")
-      .show_default();
+  const Option input =
+      command
+          .add_option("--input", options->input,
+                      "Safetensors file with the hidden states; default: random ones")
+          .kind("PATH");
+  command.add_option("--input-name", options->input_name, "Name of the tensor in that file")
+      .show_default()
+      .needs(input);
   command.add_option("--tokens", options->tokens, "Number of random hidden states")
       .between(std::int64_t{1}, std::int64_t{1} << 20)
+      .show_default()
+      .excludes(input);
+  command.add_option("--seed", options->seed, "Seed of the random weights and hidden states")
       .show_default();
-  command.add_option("--seed", options->seed, "Of the random numbers").show_default();
   command.add_option("--dtype", options->dtype, "Of hidden states and output")
       .kind("DTYPE")
       .one_of({"bf16", "f16", "f32"})

@@ -129,11 +129,12 @@ void run(const RunOptions& options) {
   const DType dtype = parse_float_dtype(options.dtype);
   parse_device(options.device);
   check_experts_name(options.experts);
+  options.ranks.dispatched();  // an Error if it is wrong, or given without ranks
   set_num_threads(options.threads);
   const Checkpoint checkpoint = open_checkpoint(options.checkpoint, options.family);
   check_outputs(options, checkpoint);
   const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, options.checkpoint);
-  const std::int64_t index = options.layer < 0 ? layers.front() : options.layer;
+  const std::int64_t index = chosen_layer(options.layer, layers);
   const ModelConfig model = checkpoint.config(index);
   const Tensor x = load_hidden_states(options, model.hidden, dtype);
   LayerWeights weights;
@@ -191,15 +192,16 @@ void add_run(Program& program) {
           .add_option("--input", options->input,
                       "Safetensors file with the hidden states; default: random ones")
           .kind("PATH");
+  command.add_option("--input-name", options->input_name, "Name of the tensor in that file")
+      .show_default()
+      .needs(input);
   command.add_option("--tokens", options->num_tokens, "Number of random hidden states")
       .between(0, std::int64_t{1} << 20)
       .show_default()
       .excludes(input);
-  command.add_option("--seed", options->seed, "Of their random numbers")
+  command.add_option("--seed", options->seed, "Seed of the random hidden states")
       .show_default()
       .excludes(input);
-  command.add_option("--input-name", options->input_name, "Name of the tensor in it")
-      .show_default();
   command
       .add_option("--output", options->output,
                   "Safetensors file to write: output, topk_ids, topk_weights, router_logits")
@@ -210,8 +212,11 @@ void add_run(Program& program) {
           .add_option("--experts", options->experts,
                       "Implementation that must run (see explain); default: the best")
           .kind("EXPERTS");
-  command.add_flag("--hooks", options->hooks, "Only experts that have injection points");
-  command.add_flag("--monolithic", options->monolithic, "The experts route by themselves");
+  command.add_flag("--hooks", options->hooks,
+                   "Only experts that can call hooks between their steps");
+  command.add_flag("--monolithic", options->monolithic,
+                   "Only experts that choose each token's experts themselves, without a router "
+                   "before them");
   command.add_flag("--batch-invariant", options->batch_invariant,
                    "Only experts whose rows do not depend on their batch");
   command.add_option("--dtype", options->dtype, "Of hidden states and output")
@@ -242,7 +247,6 @@ void add_run(Program& program) {
       .add_option("--record-routing", options->record_routing,
                   "Safetensors file to write: topk_ids, topk_weights")
       .kind("PATH");
-  add_force_option(command, options->force);
   command
       .add_option("--replay-routing", options->replay_routing,
                   "Take ids and weights from such a file instead of the router")
@@ -250,6 +254,7 @@ void add_run(Program& program) {
   command.add_flag("--load", options->load, "Print the load of the experts as a table");
   command.add_flag("--load-chart", options->load_chart, "Print the tokens per expert as bars");
   command.add_flag("--heat-map", options->heat_map, "Print the tokens per expert as shades");
+  add_force_option(command, options->force);
   command.add_flag("--json", options->json, "Print one JSON object instead of text");
   command.example("fusedmoe run --checkpoint gpt-oss-20b --tokens 64 --check 4");
   command.example(

@@ -78,7 +78,12 @@ class CheckpointQuantizer {
   std::int64_t write(const fs::path& directory) {
     const std::vector<checkpoint::PlannedFile> shards =
         checkpoint::plan_shards(std::move(planned_), options_.max_shard_bytes);
-    if (checkpoint::has_input_scale(model_.scheme)) load_calibration();
+    if (checkpoint::has_input_scale(model_.scheme)) {
+      load_calibration();
+    } else if (!options_.calibration.empty()) {
+      throw Error::conflict("calibration", "scheme " + name(model_.scheme),
+                            "it has no static activation scales");
+    }
     checkpoint::CheckpointWriter writer(directory, shards, options_.progress);
     for (const auto& [name, tensor] : copied_) write_copy(name, tensor, writer);
     for (const SourceLayer& layer : layers_) write_layer(layer, writer);

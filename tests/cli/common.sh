@@ -28,6 +28,12 @@ refuses() {
   grep -Eq -- "$pattern" err || fail "no '$pattern' on stderr of: $*"
 }
 
+# wrong PATTERN ARGS...: refuses a wrong command line, which has a status of its own.
+wrong() {
+  refuses "$@"
+  "$program" "${@:2}" >/dev/null 2>&1 || [[ $? -eq 2 ]] || fail "not exit status 2 of: ${*:2}"
+}
+
 says() {
   grep -Eq -- "$1" out || fail "no '$1' on stdout"
 }

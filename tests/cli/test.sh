@@ -12,7 +12,13 @@ case $situation in
     [[ $(grep -c '"relative_error"' out) -eq 5 ]] || fail "expected five schemes"
     succeeds compare --checkpoint model --tokens 3 --repeat 1 --schemes bf16,mxfp8 --dtype f32
     says '^mxfp8 +[0-9.]+ kB +8\.[0-9]+ '
-    refuses 'fp9' compare --checkpoint model --schemes bf16,fp9
+    wrong '^error: --schemes fp9: no such name' compare --checkpoint model --schemes bf16,fp9
+    wrong '^error: --layer: was 7; must be a layer with experts: 0$' compare --checkpoint model \
+      --schemes bf16 --layer 7
+    wrong '^error: --input-name requires --input$' compare --checkpoint model --schemes bf16 \
+      --input-name foo
+    wrong '^error: --model cannot be used with --layer$' compare --model gpt-oss-20b \
+      --schemes bf16 --layer 3
     refuses 'nowhere' compare --checkpoint nowhere --schemes bf16
     refuses 'typo' compare --checkpoint model --schemes bf16 \
       --input model/input.safetensors --input-name typo
@@ -36,6 +42,8 @@ case $situation in
     says 'mxfp4 '
     refuses '^error: --scheme: was mxfp8; must be a scheme that differs from mxfp4:even' run \
       --checkpoint mx --input plain/input.safetensors --output y.safetensors --scheme mxfp8
+    wrong '^error: --calibrate cannot be used with scheme int4_g32: it has no static' quantize \
+      --checkpoint plain --scheme int4_g32 --calibrate nofile --output other
     refuses '^error: --layout: was awq' quantize --checkpoint plain --scheme fp8_block --layout awq \
       --output other
     refuses '^error: --scheme int3: no such name; there are: .*nvfp4' quantize --checkpoint plain --scheme int3 --output other
@@ -61,7 +69,7 @@ case $situation in
     succeeds inspect model --json
     says '"num_experts":100'
     refuses '^error: cannot open nowhere: no such file or directory$' inspect nowhere
-    refuses '--layer.*9' inspect model --layer 9
+    wrong '^error: --layer: was 9; must be a layer with experts: 0$' inspect model --layer 9
     # What run would refuse: a width that the tensors do not have.
     sed 's/"moe_intermediate_size": *[0-9]*/"moe_intermediate_size": 48/' model/config.json >config.json
     mv config.json model/config.json
@@ -78,7 +86,8 @@ case $situation in
     says '"name":"qwen3_moe"'
     succeeds families qwen2_moe
     says '"shared_expert_gate.weight"'
-    refuses 'nobody' families nobody
+    wrong '^error: family: was "nobody"; must be a JSON file' families nobody
+    wrong '^error: --check cannot be used with --json$' families --check x.json --json
     echo '{"families": [{"name": "first", "like": "mixtral"},
       {"name": "mine", "like": "qwen3_moe", "router": {"groups": 4, "kept_groups": 1}}]}' >mine.json
     succeeds families --check mine.json
@@ -116,7 +125,12 @@ case $situation in
     says '"num_tokens":5'
     refuses '^error: cuda:99: ' explain --model gpt-oss-20b --device cuda:99
     [[ $(wc -l <err) -eq 1 ]] || fail "more than one sentence"
-    refuses '^error: --experts fast: no such' explain --model gpt-oss-20b --experts fast
+    wrong '^error: --experts fast: no such' explain --model gpt-oss-20b --experts fast
+    wrong '^error: --model cannot be used with --layer$' explain --model gpt-oss-20b --layer 3
+    for capability in 9.05 9 9. .9 0.0 Hopper; do
+      wrong "^error: --compute-capability: was $capability; must be a compute capability, as 9\.0$" \
+        explain --model gpt-oss-20b --compute-capability $capability
+    done
     # Of a GPU that is not here, also in a build without CUDA.
     export CUDA_VISIBLE_DEVICES=
     for wish in '--compute-capability 9.0' '--device cuda --compute-capability 9.0' \
@@ -171,12 +185,14 @@ case $situation in
     [[ $(grep -c '^qwen3_moe' out) -eq 1 ]] || fail "more than one layer"
     grep -q fp8_channel_w8a16 plan.json || fail "the plan of another layer"
     refuses '^error: --save-plan needs --layer' explain --checkpoint mixed --save-plan plan.json
-    refuses 'layer: was 3; must be a layer with experts' explain --checkpoint mixed --layer 3
+    wrong '^error: --layer: was 3; must be a layer with experts: \{0-2\}$' explain --checkpoint mixed --layer 3
     if "$program" explain --checkpoint model --scheme fp8_tensor --batch-invariant >out 2>err; then
       fail "batch invariant"
     fi
     says 'batch_invariance +fp8_tensor: one activation scale'
     grep -q '^error: ' err || fail "no error on stderr"
+    "$program" explain --checkpoint model --scheme fp8_tensor --batch-invariant >out 2>&1 || true
+    tail -n 1 out | grep -q '^error: .*: the rows above say why$' || fail "no rows above"
     ;;
   bench)
     cell=(bench --model qwen3-30b-a3b --scheme mxfp4_w4a16 --dtype f32
@@ -209,7 +225,18 @@ case $situation in
     ! cmp -s drawn.safetensors zipf.safetensors || fail "zipf draws as balanced"
     refuses '--record-routing.*--replay-routing' "${small[@]}" --tokens 3 \
       --record-routing new.safetensors --replay-routing drawn.safetensors
-    refuses '--skew.*--ep' "${small[@]}" --skew zipf --ep 2
+    # What ranks have no use for.
+    while read -r option because; do
+      # shellcheck disable=SC2086 # words
+      wrong "^error: $option cannot be used with --ep, --tp and --dp: $because" "${small[@]}" --ep 2 \
+        --tokens 1 $option
+    done < <(printf '%s\n' '--layer its' '--csv ranks' '--md ranks' '--wide ranks' '--load ranks' \
+      '--heat-map ranks')
+    for option in '--skew zipf' '--scheme bf16,fp8_tensor' '--scheme all' '--experts no_ep,all2all'; do
+      # shellcheck disable=SC2086 # words
+      wrong "^error: ${option% zipf} cannot be used with --ep, --tp and --dp: " "${small[@]}" --ep 2 \
+        --tokens 1 $option
+    done
     succeeds bench --columns
     says '^time/floor +median over samples; 1 is the limit$'
     succeeds "${small[@]}" --layer --dtype f32 --tokens 1,3 --json
@@ -241,6 +268,13 @@ case $situation in
     FUSEDMOE_CPU_ISA=generic succeeds doctor --json
     says '"instruction_set":"generic".*"threads":[0-9]+,.*"memory_bytes":[0-9]+,'
     says '"numa_nodes":\[.*"cuda":\{"summary":".*"devices":\[.*"tuned_configurations":\{"count":'
+    if unshare -r -m true 2>err; then
+      # shellcheck disable=SC2016 # of the shell that is started
+      unshare -r -m bash -c 'mount --bind /dev/null /proc/meminfo && "$1" doctor --json' bash \
+        "$program" >out
+      says '"threads":'
+      ! grep -q memory out || fail "memory that nobody knows"
+    fi
     mkdir -p nodes/node0 nodes/node7
     echo 0-8191 >nodes/node7/cpulist
     echo >nodes/node0/cpulist
@@ -296,11 +330,6 @@ case $situation in
     says '^  FUSEDMOE_CPU_ISA +'
     succeeds --version
     says '^[0-9]+\.[0-9]+\.[0-9]+$'
-    # wrong PATTERN ARGS...: a wrong command line, which has a status of its own.
-    wrong() {
-      refuses "$@"
-      "$program" "${@:2}" >/dev/null 2>&1 || [[ $? -eq 2 ]] || fail "not exit status 2 of: $*"
-    }
     wrong '^Usage: fusedmoe COMMAND'
     wrong '^error: unknown option --chekpoint; did you mean --checkpoint\?$' run --chekpoint model
     wrong '^error: unknown option --no-such-option$' doctor --no-such-option
@@ -315,6 +344,9 @@ case $situation in
     wrong '^error: one of --model, --config is required$' synth --out x
     wrong '^error: --json and --csv cannot be used together$' bench --shape 1x1x1x1 --json --csv
     wrong '^error: --input cannot be used with --tokens$' run --checkpoint x --input y --tokens 3
+    wrong '^error: --input-name requires --input$' run --checkpoint x --input-name foo
+    wrong '^error: --dispatch-dtype needs several ranks' run --checkpoint x --dispatch-dtype e4m3
+    wrong '^error: --seed: was -1; must not be negative$' run --checkpoint x --seed -1
     wrong '^error: unexpected argument: more$' doctor more
     wrong '^error: --scheme fp9: no such name' explain --model gpt-oss-20b --scheme fp9
     refuses '^error: cannot open nowhere' inspect nowhere
@@ -361,6 +393,8 @@ case $situation in
     expect 'bf16,nvfp4 bf16,nvfp4_int16 bf16,nvfp4_int8 bf16,nvfp4_w4a16' \
       "$(offers compare --schemes bf16,nvf)"
     expect 'mode' "$(offers inspect mo)"
+    expect 'mode' "$(offers inspect --json mo)"
+    expect '' "$(offers inspect --layer mo)"
     expect 'bash fish zsh' "$(offers completion '')"
     succeeds completion fish
     if command -v fish >/dev/null; then
