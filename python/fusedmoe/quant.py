@@ -84,7 +84,8 @@ def quantize_checkpoint(
     checkpoint. max_shard_bytes: of one file. progress: called with the bytes done and their total.
 
     Everything else of the model is copied. Returns the bytes written. Raises ValueError for a layout
-    that cannot hold the scheme, or weights that are not finite.
+    that cannot hold the scheme, weights that are not finite, or calibration for a scheme without
+    static scales.
     """
     settings = {
         "scheme": scheme,

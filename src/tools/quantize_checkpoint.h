@@ -29,7 +29,7 @@ struct QuantizeCheckpointOptions {
 /// attention, the tokenizer's files, input.safetensors) is copied. The directory, which must be new
 /// or empty, appears complete or not at all (files::OutputFolder); memory is bounded by one expert.
 /// Returns the bytes written. Throws Error for a layout that cannot hold the scheme, for weights
-/// that are not finite, and for static scales without calibration data.
+/// that are not finite, and for static scales without calibration data, or such data without them.
 std::int64_t quantize_checkpoint(const std::filesystem::path& source,
                                  const QuantizeCheckpointOptions& options,
                                  const std::filesystem::path& directory);

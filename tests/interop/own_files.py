@@ -41,6 +41,8 @@ COMPRESSED_TENSORS = {
 # MXFP8 or FP8 in blocks, and NVFP4 without its global scale.
 BY_TRANSFORMERS = ["int4_g128", "int4_g32", "int4_channel", "int8_g128", "int8_channel",
                    "fp8_channel_token", "fp8_tensor_static", "fp8_tensor", "mxfp4_w4a16"]
+# With static scales of activations.
+CALIBRATED = ["fp8_tensor_static", "nvfp4"]
 FP8 = ["fp8_block", "fp8_tensor", "fp8_tensor_static"]
 # GPTQModel reads zero points of the layout gptq from its own files alone.
 GPTQ = {"gptq": ["int4_g128", "int8_g128"], "gptq_v2": ["int4_g128_zp", "int4_g128"],
@@ -190,8 +192,9 @@ def compare(program, model_type, scheme, layout, reader):
         model.float()
         x = torch.randn(17, SIZES.hidden, generator=torch.Generator().manual_seed(2))
         save_file({"hidden_states": x}, root / "x.safetensors")
+        calibrate = ["--calibrate", root / "x.safetensors"] if scheme in CALIBRATED else []
         call(program, "quantize", "--checkpoint", root / "plain", "--scheme", scheme, "--layout",
-             layout, "--calibrate", root / "x.safetensors", "--output", root / "ours")
+             layout, *calibrate, "--output", root / "ours")
         if layout == "compressed-tensors":
             check_config(root / "ours", scheme)
         wanted = decoded_output(root / "ours", layout, reader, block, x)
