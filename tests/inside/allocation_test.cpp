@@ -36,15 +36,17 @@ std::atomic<std::int64_t> allocations{0};
 namespace fusedmoe {
 namespace {
 
-/// Not counted: the threads that a calling thread's first parallel step starts.
-void start_threads() {
+/// Not counted: what happens once, the choice of the instruction set and the threads that a calling
+/// thread's first parallel step starts.
+void warm_up() {
+  cpu_isa();
   const auto nothing = [](int) {};
   default_executor().run(num_threads(), Executor::Task(nothing));
 }
 
 template <typename Call>
 std::int64_t allocations_in(Call call) {
-  start_threads();
+  warm_up();
   const std::int64_t before = allocations;
   call();
   return allocations - before;
