@@ -4,11 +4,19 @@
 
 #include <cstddef>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "capi_test.h"
 
 namespace fusedmoe::testing {
+
+/// The call was refused, and its error has the word.
+inline void expect_error(fusedmoe_status status, const std::string& word) {
+  EXPECT_TRUE(status == FUSEDMOE_INVALID_ARGUMENT || status == FUSEDMOE_UNSUPPORTED) << status;
+  EXPECT_NE(std::string(fusedmoe_last_error()).find(word), std::string::npos)
+      << fusedmoe_last_error();
+}
 
 /// `Case` is what a row changes one member of.
 template <typename Case>

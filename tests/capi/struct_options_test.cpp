@@ -12,12 +12,6 @@
 namespace fusedmoe::testing {
 namespace {
 
-void expect_error(fusedmoe_status status, const std::string& word) {
-  EXPECT_TRUE(status == FUSEDMOE_INVALID_ARGUMENT || status == FUSEDMOE_UNSUPPORTED) << status;
-  EXPECT_NE(std::string(fusedmoe_last_error()).find(word), std::string::npos)
-      << fusedmoe_last_error();
-}
-
 /// A layer with other experts, or nobody's.
 struct Experts : TinyLayer {
   const Tensor ones = filled({kExperts, 2 * kIntermediate}, 4);
