@@ -12,8 +12,8 @@ namespace fusedmoe::checkpoint {
 /// most would. "config.hidden_size is 128, but the tensors have 160"; empty: no key explains it.
 std::string cause_of_misfits(const ModelConfig& model, const Block& block, std::size_t misfits);
 
-/// The same where the config says that the experts' inputs have scales in the file, and no expert
-/// has one.
+/// The key of the config that says that inputs have static scales, if the file has none for any
+/// expert; else empty.
 std::string cause_of_missing_input_scales(const ModelConfig& model, const Block& block,
                                           const BlockLayout& layout);
 

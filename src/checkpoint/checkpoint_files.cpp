@@ -176,7 +176,8 @@ CheckpointFiles open_checkpoint_files(const fs::path& path, OpenOptions options)
 
 namespace {
 
-/// "gguf.<architecture>" as the model_type, and the architecture's own keys without its name.
+/// The metadata of a GGUF file as a config. Its model_type is "gguf.<architecture>"; a key of the
+/// architecture, as "llama.expert_count", loses the prefix.
 std::string config_of(const files::GgufFile& file, const std::string& label) {
   const nlohmann::json metadata = nlohmann::json::parse(file.metadata_json());
   const auto found = metadata.find("general.architecture");

@@ -22,7 +22,7 @@ struct Tuning {
 
   /// Tiles that one row reads side by side; two rows read half as many, more rows one.
   int side_by_side = 1;
-  /// Vectors of a tile's columns that one row, two rows, more rows go through at a time.
+  /// How many vectors of a tile's columns are computed at a time: with one row, two rows, more.
   int strips[3];
   /// Integers are converted to fp32, not looked up.
   bool converts_integers = false;

@@ -8,8 +8,9 @@
 
 namespace fusedmoe::cuda {
 
-/// A number that no other context of the process has or had; 0 where the thread has none yet. After
-/// cudaDeviceReset() a device has another context.
+/// Identifies the CUDA context of the calling thread; no two contexts of a process ever share a
+/// number. 0: the thread has no context yet, or the driver is too old to tell. cudaDeviceReset()
+/// gives a device a new context.
 std::uint64_t current_context_id();
 
 /// Multiprocessors that kernels of a stream may use: those of the device, fewer in a green context.

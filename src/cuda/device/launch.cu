@@ -10,8 +10,9 @@
 namespace fusedmoe::cuda {
 
 void allow_shared_bytes(const void* kernel, std::size_t bytes, Device device) {
-  // The bytes never become fewer: another thread may launch with as many now. Each context has a
-  // kernel of its own; one without a number may be another at each call, so it is always told.
+  // The limit of a kernel belongs to a context. It is never lowered, as another thread may be about
+  // to launch with what was allowed. Without a context's number (0) we cannot know whether it was
+  // told before, so we tell it at each call.
   // Never destroyed: threads may outlive static objects.
   using Key = std::tuple<const void*, int, std::uint64_t>;  // kernel, device, context
   static auto& mutex = *new std::mutex;

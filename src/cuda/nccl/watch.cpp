@@ -127,8 +127,9 @@ bool Watch::differs(const std::string& difference) {
   return true;
 }
 
-/// Gives up on work that should have ended, or that is not the same on all ranks. Messages of other
-/// sizes than the other rank's may never end, but their label has come.
+/// Gives up on work that is past its deadline, and on work whose labels differ between ranks. The
+/// latter may never end, as one rank waits for more bytes than the other sends; but its labels are
+/// short and have arrived.
 bool Watch::expired() {
   std::uint64_t late = 0;
   std::string what, difference;

@@ -13,8 +13,8 @@ namespace fusedmoe::cuda {
 
 struct KernelSet {
   const WeightFormat* format = nullptr;
-  /// From few tokens to many: first one with K groups, then one with an epilogue warpgroup, then
-  /// those without.
+  /// In order of their tokens. The first has K groups, the second an epilogue warpgroup; all after
+  /// it have neither.
   std::span<const TileShape> tiles;
   /// K blocks of a stage for each K group, in tiles of up to 64 tokens: what a stage costs beside
   /// them is shared.

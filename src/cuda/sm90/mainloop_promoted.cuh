@@ -8,8 +8,8 @@ namespace fusedmoe::cuda {
 
 /// Lets two warpgroups use the tensor cores in turns, see Kernel::kTakesTurns: while one
 /// multiplies, the other promotes. Without it both would promote at the same time, and the tensor
-/// cores would have nothing to do. Each warpgroup waits for its turn at a named barrier of its own;
-/// the other one arrives there to pass the turn on.
+/// cores would have nothing to do. Each warpgroup has a named barrier: it waits
+/// there for its turn, and the other one arrives there to hand the turn over.
 template <typename K>
 struct Turns {
   __device__ static __forceinline__ void wait(const WarpgroupCoords<K>& coords) {
