@@ -1,7 +1,7 @@
-# Writes one source file for each policy of operands with its instances of the fused MLP kernel, and
-# sets FUSEDMOE_KERNELS to the files. Three quarters of the time that one instance takes are its
-# headers, so a policy's share them. A line is a policy of src/cuda/formats/: its header, its
-# type, the number of its tile shapes.
+# Writes the source files that instantiate kernels for the policies of operands, src/cuda/formats/: a
+# file for each policy and folder of kernels, as three quarters of the time that one instance takes
+# are its headers, and a table for each folder. Sets FUSEDMOE_<FOLDER>_KERNELS to them. A line below is
+# a policy: its header, its type, and how many tile shapes it has of sm90.
 set(operands
   as_is.cuh       Bf16Operands           7
   as_is.cuh       F16Operands            7
@@ -26,29 +26,96 @@ set(operands
   fp8_decoded.cuh DecodedE4m3Operands    5
   fp8_decoded.cuh ScaledE4m3Operands     5)
 
-set(FUSEDMOE_KERNELS)
+set(kernels ${CMAKE_CURRENT_BINARY_DIR}/kernels)
+# The tiles of one policy, by the kernels of a folder.
+function(fusedmoe_write_tiles folder header policy tiles)
+  set(launches "")
+  math(EXPR last "${tiles} - 1")
+  foreach(index RANGE ${last})
+    string(APPEND launches "      &launch_kernel<${policy}, ${index}>,\n")
+  endforeach()
+  file(CONFIGURE OUTPUT ${kernels}/${folder}/${policy}.cu @ONLY CONTENT [[
+#include "cuda/formats/@header@"
+#include "cuda/@folder@/launch_kernel.cuh"
+
+namespace fusedmoe::cuda {
+
+FormatLaunches @folder@_@policy@() {
+  static constexpr LaunchMlp kLaunches[] = {
+@launches@  };
+  static_assert(std::size(kLaunches) == kernel_set(@policy@::kFormat).tiles.size(),
+                "cmake/FusedmoeKernels.cmake has another number");
+  return {@policy@::kFormat.name, kLaunches};
+}
+
+}  // namespace fusedmoe::cuda
+]])
+endfunction()
+
+set(FUSEDMOE_SM90_KERNELS)
+set(FUSEDMOE_ONE_TOKEN_KERNELS)
+set(declarations "")
+set(calls "")
+set(one_token_declarations "")
+set(one_token_calls "")
 while(operands)
   list(POP_FRONT operands header policy tiles)
-  math(EXPR last "${tiles} - 1")
-  set(instances "")
-  foreach(index RANGE ${last})
-    string(APPEND instances
-      "template void launch_kernel<${policy}, ${index}>(const FusedMlpParams&, const Stream&);\n")
-  endforeach()
-  string(APPEND instances "template void launch_one_token<${policy}>(\n"
-    "    const OneTokenParams&, const OneTokenShape&, const Stream&);\n")
-  set(file ${CMAKE_CURRENT_BINARY_DIR}/kernels/${policy}.cu)
-  file(CONFIGURE OUTPUT ${file} @ONLY CONTENT [[
-#include "cuda/sm90/launch_kernel.cuh"
+  fusedmoe_write_tiles(sm90 ${header} ${policy} ${tiles})
+  list(APPEND FUSEDMOE_SM90_KERNELS ${kernels}/sm90/${policy}.cu)
+  string(APPEND declarations "FormatLaunches sm90_${policy}();\n")
+  string(APPEND calls "sm90_${policy}(), ")
+
+  file(CONFIGURE OUTPUT ${kernels}/one_token/${policy}.cu @ONLY CONTENT [[
 #include "cuda/formats/@header@"
 #include "cuda/one_token/launch_one_token.cuh"
 
 namespace fusedmoe::cuda {
-static_assert(kernel_set(@policy@::kFormat).tiles.size() == @tiles@, "cmake/FusedmoeKernels.cmake has another number");
-@instances@}  // namespace fusedmoe::cuda
+
+OneTokenKernel one_token_@policy@() {
+  return {@policy@::kFormat.name, &launch_one_token<@policy@>};
+}
+
+}  // namespace fusedmoe::cuda
 ]])
-  list(APPEND FUSEDMOE_KERNELS ${file})
+  list(APPEND FUSEDMOE_ONE_TOKEN_KERNELS ${kernels}/one_token/${policy}.cu)
+  string(APPEND one_token_declarations "OneTokenKernel one_token_${policy}();\n")
+  string(APPEND one_token_calls "one_token_${policy}(), ")
 endwhile()
 
 # A kernel that spills registers is slow, not wrong: nobody would notice.
-set_source_files_properties(${FUSEDMOE_KERNELS} PROPERTIES COMPILE_OPTIONS "-Xptxas=-Werror")
+set_source_files_properties(${FUSEDMOE_SM90_KERNELS} ${FUSEDMOE_ONE_TOKEN_KERNELS}
+  PROPERTIES COMPILE_OPTIONS "-Xptxas=-Werror")
+
+# Names that only these files know.
+file(CONFIGURE OUTPUT ${kernels}/sm90/launches.cpp @ONLY CONTENT [[
+#include "cuda/sm90/family.h"
+
+namespace fusedmoe::cuda {
+
+@declarations@
+std::span<const FormatLaunches> sm90_launches() {
+  static const FormatLaunches all[] = {@calls@};
+  return all;
+}
+
+}  // namespace fusedmoe::cuda
+]])
+list(APPEND FUSEDMOE_SM90_KERNELS ${kernels}/sm90/launches.cpp)
+file(CONFIGURE OUTPUT ${kernels}/one_token/launches.cpp @ONLY CONTENT [[
+#include "core/check.h"
+#include "cuda/one_token/one_token.h"
+
+namespace fusedmoe::cuda {
+
+@one_token_declarations@
+OneTokenLaunch one_token_launch(const WeightFormat& format) {
+  static const OneTokenKernel all[] = {@one_token_calls@};
+  for (const OneTokenKernel& kernel : all) {
+    if (kernel.format == format.name) return kernel.launch;
+  }
+  throw Error::internal(core::format("no kernel of one token of {}", format.name));
+}
+
+}  // namespace fusedmoe::cuda
+]])
+list(APPEND FUSEDMOE_ONE_TOKEN_KERNELS ${kernels}/one_token/launches.cpp)

@@ -11,6 +11,7 @@ find src include cli bench python tests/unit tests/capi -name '*.h' -o -name '*.
   xargs grep -nE '^#include "' |
   awk -v known="$known" '
     function allow(folder, others) { allowed[folder] = " " folder " " others " " }
+    function within(folder, others) { inner[folder] = " " folder " " others " " }
     function floor(name, headers,   list, i) {
       for (i = split(headers, list, " "); i > 0; --i) floor_of[list[i] ".h"] = name
     }
@@ -31,6 +32,13 @@ find src include cli bench python tests/unit tests/capi -name '*.h' -o -name '*.
       allow("include", "fusedmoe"); allow("testing", "fusedmoe")
       allow("tests", "fusedmoe testing ..")
       allow("capi", "fusedmoe"); allow("python", "fusedmoe tools"); allow("mpi", "fusedmoe")
+      # Within src/cuda; "." are its own files. Only layer knows the architectures, sm*.
+      within("device"); within("rows", "device"); within("formats", "device rows")
+      within("router", "device rows"); within("nccl", "device")
+      within("mlp", "device rows formats"); within("one_token", "device rows formats mlp")
+      below = "device rows formats router mlp one_token "
+      within("experts", ". " below); within("sm90", "experts " below); within("sm80", "experts " below)
+      within(".", "experts nccl sm90 sm80 " below)
       floor("core", "error tensor runtime dlpack export version")
       floor("quant", "quant"); floor("files", "safetensors"); floor("checkpoint", "checkpoint")
       floor("moe", "comm parallel wait_hook weights router experts"); floor("layer", "modular_kernel selection layer")
@@ -41,6 +49,13 @@ find src include cli bench python tests/unit tests/capi -name '*.h' -o -name '*.
       folder = path[1] == "src" || path[1] == "cli" && path[3] ? path[2] : path[1]
       if (split(header, parts, "/") < 2 || header ~ /^(gtest|nlohmann|cute|cutlass)\//) next
       target = parts[1]
+      if (folder == "cuda" && target == "cuda") {
+        from = path[4] ? path[3] : "."; to = parts[3] ? parts[2] : "."
+        if (index(inner[from], " " to " ")) next
+        print file ":" $2 ": cuda/" from " may not include " header
+        bad = 1
+        next
+      }
       if (target == "fusedmoe" && !index(allowed[folder], "fusedmoe")) target = floor_of[parts[2]]
       if (target != "" && index(allowed[folder], " " target " ")) next
       if (index(known, "\n" file " " target "\n")) { seen[file " " target] = 1; next }

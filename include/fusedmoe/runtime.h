@@ -20,8 +20,8 @@ namespace fusedmoe {
 /// CUDA devices this build can see; 0 without CUDA, without a driver, or without a GPU.
 FUSEDMOE_API int cuda_device_count();
 
-/// Why the kernels of this build cannot run on the device: "built without CUDA", what the driver
-/// says, "compute capability 8.0, needs 9.0", ... Empty if they can; always so for the CPU. Never
+/// Why the device cannot be used: "built without CUDA", "no CUDA driver", what the driver says, ...
+/// Empty if it can; always so for the CPU. Which experts run on a device says explain(). Never
 /// throws.
 FUSEDMOE_API std::string device_problem(Device device);
 

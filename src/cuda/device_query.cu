@@ -35,10 +35,7 @@ std::string reason_for_none(cudaError_t error) {
 std::string device_problem(Device device) {
   if (device.is_cpu()) return {};
   if (const cuda::DeviceProperties* found = cuda::device_properties(device.index)) {
-    // The kernels are machine code for compute capability 9.0 alone.
-    if (!found->problem.empty() || (found->major == 9 && found->minor == 0)) return found->problem;
-    return "compute capability " + std::to_string(found->major) + '.' +
-           std::to_string(found->minor) + ", the kernels need 9.0";
+    return found->problem;
   }
   int count = 0;
   const cudaError_t error = count_devices(count);

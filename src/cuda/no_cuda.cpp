@@ -3,8 +3,10 @@
 // this file that need no CUDA (src/CMakeLists.txt) compute them.
 #include "core/device_runtime.h"
 #include "cuda/backend.h"
+#include "cuda/device/capability.h"
 #include "cuda/experts/experts.h"
 #include "cuda/experts/planner.h"
+#include "cuda/sm90/family.h"
 #include "fusedmoe/comm.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
@@ -61,13 +63,13 @@ std::string make_nccl_unique_id() {
 namespace cuda {
 namespace {
 
-/// Tells what Hopper would take. Nothing can be packed or run.
+/// Tells what a GPU would take. Nothing can be packed or run.
 class PlannedExperts final : public Experts {
  public:
-  PlannedExperts(const ExpertsDescriptor& descriptor, const MoeConfig& config,
-                 const Context& context)
+  PlannedExperts(const ExpertsDescriptor& descriptor, const KernelFamily& family,
+                 const MoeConfig& config, const Context& context)
       : Experts(descriptor, config, context),
-        planner_(this->config(), context, descriptor.name(), MlpShape().multiprocessors) {}
+        planner_(this->config(), context, family, MlpShape().multiprocessors) {}
 
   WorkspaceSizes workspace_sizes(const ProblemSize& problem) const override {
     return planner_.workspace_sizes(problem);
@@ -75,7 +77,9 @@ class PlannedExperts final : public Experts {
   std::vector<std::string> kernel_configs(const ProblemSize& problem) const override {
     return planner_.kernel_configs(problem);
   }
-  int find_kernel_config(std::string_view name) const override { return find_config(name); }
+  int find_kernel_config(std::string_view name) const override {
+    return find_config(planner_.family(), name);
+  }
   std::shared_ptr<PackedWeights> pack(const ExpertWeights&, const PackOptions&) const override {
     check_device(*this);  // says why
     fail();
@@ -91,8 +95,17 @@ class PlannedExperts final : public Experts {
 }  // namespace
 
 std::shared_ptr<const Experts> make_experts(const ExpertsDescriptor& descriptor,
-                                            const MoeConfig& config, const Context& context) {
-  return std::make_shared<PlannedExperts>(descriptor, config, context);
+                                            const KernelFamily& family, const MoeConfig& config,
+                                            const Context& context) {
+  return std::make_shared<PlannedExperts>(descriptor, family, config, context);
+}
+
+int compute_capability(Device) {
+  return 0;
+}
+
+std::span<const FormatLaunches> sm90_launches() {
+  return {};
 }
 
 }  // namespace cuda

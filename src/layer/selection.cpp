@@ -7,7 +7,7 @@
 
 #include "core/check.h"
 #include "cpu/experts.h"
-#include "cuda/experts/experts.h"
+#include "cuda/sm90/descriptor.h"
 #include "fusedmoe/runtime.h"
 #include "layer/checks.h"
 #include "layer/tuned_configs.h"
@@ -129,8 +129,8 @@ std::span<const PrepareFinalizeDescriptor* const> all_prepare_finalize() {
 }
 
 std::span<const ExpertsDescriptor* const> all_experts() {
-  static const std::array<const ExpertsDescriptor*, 3> list{&cpu::descriptor(), &cuda::descriptor(),
-                                                            &reference::descriptor()};
+  static const std::array<const ExpertsDescriptor*, 3> list{
+      &cpu::descriptor(), &cuda::sm90_descriptor(), &reference::descriptor()};
   return list;
 }
 

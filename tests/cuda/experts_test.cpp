@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/sm90/heuristic.h"
+#include "cuda/sm90/family.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
 #include "fusedmoe/quant.h"
@@ -137,6 +137,7 @@ std::vector<TileCase> tile_cases() {
 void for_each_config(const Case& spec, const Variant& variant,
                      const std::function<void(const testing::RunOptions&)>& function) {
   cuda::MlpShape shape;
+  shape.family = &cuda::sm90_family();
   shape.format = &testing::format_of(spec.scheme);
   shape.unfused = variant.hooks;
   shape.num_tokens = spec.num_tokens;
@@ -149,7 +150,7 @@ void for_each_config(const Case& spec, const Variant& variant,
       config.rows_f32 = rows_f32;
       if (!valid(shape, config)) continue;
       SCOPED_TRACE(to_string(config));
-      function({.kernel_config = cuda::find_config(to_string(config))});
+      function({.kernel_config = cuda::find_config(cuda::sm90_family(), to_string(config))});
     }
   }
 }

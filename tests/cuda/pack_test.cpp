@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "cuda/experts/packed_weights.h"
 #include "cuda/formats/codes.h"
-#include "cuda/formats/packed_weights.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
 #include "fusedmoe/quant.h"

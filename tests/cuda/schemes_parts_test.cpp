@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/sm90/heuristic.h"
+#include "cuda/sm90/family.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
 #include "fusedmoe/comm.h"
@@ -305,7 +305,8 @@ TEST_P(CudaFp8Tiles, MatchReference) {
     for (const cuda::TileShape& tile : cuda::kernel_set(testing::format_of(spec.scheme)).tiles) {
       SCOPED_TRACE(std::to_string(tokens) + " tokens, " + to_string(tile));
       testing::RunOptions options;
-      options.kernel_config = cuda::find_config(to_string(cuda::KernelConfig{tile, 1, false}));
+      options.kernel_config =
+          cuda::find_config(cuda::sm90_family(), to_string(cuda::KernelConfig{tile, 1, false}));
       ASSERT_GE(options.kernel_config, 0);
       const Tensor actual = run_variant(problem, variant, DType::kBF16, kGpu, options);
       expect_close(actual, expected, spec.scheme);

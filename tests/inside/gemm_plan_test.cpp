@@ -5,8 +5,10 @@
 #include <set>
 
 #include "cuda/experts/experts.h"
+#include "cuda/experts/planner.h"
 #include "cuda/one_token/one_token.h"
-#include "cuda/sm90/heuristic.h"
+#include "cuda/sm90/family.h"
+#include "cuda/sm90/kernel_set.h"
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/error.h"
 
@@ -28,7 +30,8 @@ std::span<const TileShape> tile_shapes() {
 /// Standard format.
 MlpShape shape_of(std::int64_t hidden, std::int64_t intermediate, std::int64_t num_experts,
                   std::int64_t topk, std::int64_t num_tokens, std::string_view format = "bf16") {
-  return {.format = &format_named(format),
+  return {.family = &sm90_family(),
+          .format = &format_named(format),
           .num_tokens = num_tokens,
           .topk = topk,
           .num_local_experts = num_experts,
@@ -85,12 +88,12 @@ std::vector<std::int64_t> numbers_of_tokens() {
 
 TEST(GemmPlanTest, NamesAreUniqueAndFound) {
   std::set<std::string> names;
-  for (const KernelConfig& config : all_configs()) {
+  for (const KernelConfig& config : sm90_family().configs()) {
     const std::string name = to_string(config);
     EXPECT_TRUE(names.insert(name).second) << name;
-    const int found = find_config(name);
+    const int found = find_config(sm90_family(), name);
     ASSERT_GE(found, 0) << name;
-    EXPECT_EQ(all_configs()[static_cast<std::size_t>(found)], config) << name;
+    EXPECT_EQ(sm90_family().configs()[static_cast<std::size_t>(found)], config) << name;
   }
   // Tiles of all formats, with 1, 2 and 4 splits and rows in 32 or 16 bits.
   for (const WeightFormat& format : weight_formats()) {
@@ -102,7 +105,7 @@ TEST(GemmPlanTest, NamesAreUniqueAndFound) {
   for (const std::string& other : {std::string(), std::string("1x1k1 splits 1 f32"), name + " ",
                                    " " + name, name.substr(0, name.size() - 1), name.substr(1),
                                    std::string("-") + name, std::string("cpu")}) {
-    EXPECT_EQ(find_config(other), -1) << other;
+    EXPECT_EQ(find_config(sm90_family(), other), -1) << other;
   }
 }
 

@@ -1,6 +1,7 @@
 // The order of work tiles of the fused MLP kernel, enumerated on the host: every tile of every
 // expert exactly once, nothing for an expert without rows, and splits that cover K.
-#include "cuda/experts/schedule.h"
+#include "cuda/mlp/schedule.h"
+#include "cuda/sm90/tiles.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/experts/fused_mlp.h"
+#include "cuda/mlp/fused_mlp.h"
 #include "testing/cases.h"
 
 namespace fusedmoe::cuda {

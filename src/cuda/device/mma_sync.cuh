@@ -18,7 +18,7 @@ struct MmaSyncAtom<__nv_bfloat16> : cute::SM80_16x8x16_F32BF16BF16F32_TN {};
 template <>
 struct MmaSyncAtom<__half> : cute::SM80_16x8x16_F32F16F16F32_TN {};
 
-/// sums += A (16, 32) B (32, 8) of one warp, as two instructions have them: `a` as wgmma's register
+/// sums += A (16, 32) B (32, 8) of one warp, as two instructions have them: `a` as the register
 /// operand, `b` the lane's row of four 8 x 8 matrices.
 template <typename Element>
 __device__ inline void multiply_8(const std::uint32_t (&a)[2][4], const std::uint8_t* b,

@@ -5,6 +5,7 @@
 #include <memory>
 #include <utility>
 
+#include "cuda/device/capability.h"
 #include "cuda/device/check.h"
 #include "fusedmoe/runtime.h"
 
@@ -46,6 +47,11 @@ const DeviceProperties* device_properties(int index) {
   const DeviceProperties* first = nullptr;  // another thread's
   if (!place.compare_exchange_strong(first, mine.get())) return first;
   return mine.release();  // kept until the process ends
+}
+
+int compute_capability(Device device) {
+  const DeviceProperties* properties = device_properties(device.index);
+  return properties ? 10 * properties->major + properties->minor : 0;
 }
 
 int multiprocessor_count(Device device) {

@@ -1,4 +1,4 @@
-// The Hopper experts: standard, batched, with injection points ("unfused"), and batch-invariant: K
+// The experts: standard, batched, with injection points ("unfused"), and batch-invariant: K
 // in one piece and one kind of instruction, so that a row has the same bits in any batch. The
 // scheme decides the format of the weights (formats/weight_format.h).
 #include "cuda/experts/experts.h"
@@ -12,17 +12,17 @@
 #include "core/device_runtime.h"
 #include "cuda/backend.h"
 #include "cuda/device/properties.h"
+#include "cuda/experts/launch_mlp.h"
+#include "cuda/experts/one_token_experts.h"
 #include "cuda/experts/operand_rows.h"
+#include "cuda/experts/packed_weights.h"
 #include "cuda/experts/planner.h"
 #include "cuda/formats/format_kernels.h"
-#include "cuda/formats/packed_weights.h"
-#include "cuda/one_token/one_token_experts.h"
 #include "cuda/router/fused_route.h"
 #include "cuda/router/router.h"
 #include "cuda/rows/activation.h"
 #include "cuda/rows/combine.h"
 #include "cuda/rows/routing_data.h"
-#include "cuda/sm90/fused_mlp.h"
 #include "moe/experts_args.h"
 #include "moe/problem_size.h"
 #include "moe/routed_experts.h"
@@ -32,9 +32,10 @@ namespace {
 
 constexpr std::int64_t kFewWeightBytes = std::int64_t{256} << 20;  // a few times the L2
 
-class Sm90Experts final : public core::RoutedExperts {
+class CudaExperts final : public core::RoutedExperts {
  public:
-  Sm90Experts(const ExpertsDescriptor& descriptor, const MoeConfig& config, const Context& context);
+  CudaExperts(const ExpertsDescriptor& descriptor, const KernelFamily& family,
+              const MoeConfig& config, const Context& context);
 
   bool accepts(const PackedWeights& weights) const override {
     return dynamic_cast<const CudaPackedWeights*>(&weights) &&
@@ -48,7 +49,9 @@ class Sm90Experts final : public core::RoutedExperts {
   std::vector<std::string> kernel_configs(const ProblemSize& problem) const override {
     return planner_.kernel_configs(problem);
   }
-  int find_kernel_config(std::string_view name) const override { return find_config(name); }
+  int find_kernel_config(std::string_view name) const override {
+    return find_config(planner_.family(), name);
+  }
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                       const PackOptions& options) const override;
   ExpertWeights unpack(const PackedWeights& packed, std::int64_t expert) const override {
@@ -93,17 +96,17 @@ class Sm90Experts final : public core::RoutedExperts {
   const OneTokenExperts one_token_;
 };
 
-Sm90Experts::Sm90Experts(const ExpertsDescriptor& descriptor, const MoeConfig& config,
-                         const Context& context)
+CudaExperts::CudaExperts(const ExpertsDescriptor& descriptor, const KernelFamily& family,
+                         const MoeConfig& config, const Context& context)
     : RoutedExperts(descriptor, config, context, backend()),
-      planner_(this->config(), context, descriptor.name(),
+      planner_(this->config(), context, family,
                config.compute_capability ? MlpShape().multiprocessors
                                          : multiprocessor_count(config.device)),
       kernels_(kernels_of(planner_.format())),
       rows_(this->config(), planner_.format()),
-      one_token_(this->config(), kernels_, rows_, planner_.one_token()) {}
+      one_token_(this->config(), planner_.format(), rows_, planner_.one_token()) {}
 
-std::shared_ptr<PackedWeights> Sm90Experts::pack(const ExpertWeights& weights,
+std::shared_ptr<PackedWeights> CudaExperts::pack(const ExpertWeights& weights,
                                                  const PackOptions& options) const {
   check_device(*this);
   const int here = multiprocessor_count(config().device);
@@ -118,7 +121,7 @@ std::shared_ptr<PackedWeights> Sm90Experts::pack(const ExpertWeights& weights,
                                              kernels_, weights, options);
 }
 
-FusedMlpParams Sm90Experts::make_params(const ForwardArgs& args, const Scratch& scratch,
+FusedMlpParams CudaExperts::make_params(const ForwardArgs& args, const Scratch& scratch,
                                         const KernelConfig& config) const {
   const auto& weights = static_cast<const CudaPackedWeights&>(*args.weights);
   const PackedWeights::Info& info = weights.info();
@@ -158,7 +161,7 @@ FusedMlpParams Sm90Experts::make_params(const ForwardArgs& args, const Scratch& 
   return params;
 }
 
-void Sm90Experts::apply_unfused(const ForwardArgs& args, const FusedMlpParams& params,
+void CudaExperts::apply_unfused(const ForwardArgs& args, const FusedMlpParams& params,
                                 const Scratch& scratch, const KernelConfig& config,
                                 const RoutingData& routing) const {
   static const ExpertsHooks kNone;
@@ -187,7 +190,7 @@ void Sm90Experts::apply_unfused(const ForwardArgs& args, const FusedMlpParams& p
   step.gemms[0].out = scratch.gate_up;
   step.gemms[0].out_pitch = (gated ? 2 : 1) * width;
   step.gemms[0].epilogue = gated ? Epilogue::kStoreGateUp : Epilogue::kStore;
-  fused_mlp(step, kernels_, config.tile, args.stream);
+  fused_mlp(step, planner_.family(), format(), config.tile, args.stream);
   const TensorView gate_up = view(scratch.gate_up, step.gemms[0].out_pitch);
   call(hooks.after_gemm1, args.hidden_states, gate_up);
 
@@ -203,11 +206,11 @@ void Sm90Experts::apply_unfused(const ForwardArgs& args, const FusedMlpParams& p
   }
   step.overlap_previous = false;        // the hooks' work comes before
   step.counters = params.counters + 1;  // the first has moved its own
-  fused_mlp(step, kernels_, config.tile, args.stream);
+  fused_mlp(step, planner_.family(), format(), config.tile, args.stream);
   call(hooks.after_gemm2, activated, view(scratch.rows_out, hidden));
 }
 
-RoutingDataExtras Sm90Experts::make_extras(const ForwardArgs& args, const Scratch& scratch) const {
+RoutingDataExtras CudaExperts::make_extras(const ForwardArgs& args, const Scratch& scratch) const {
   RoutingDataExtras extras;
   extras.zeroed = scratch.counters;
   extras.num_zeroed = scratch.num_zeroed;
@@ -215,7 +218,7 @@ RoutingDataExtras Sm90Experts::make_extras(const ForwardArgs& args, const Scratc
   return extras;
 }
 
-void Sm90Experts::run_batched(const ForwardArgs& args, const Scratch& scratch,
+void CudaExperts::run_batched(const ForwardArgs& args, const Scratch& scratch,
                               const KernelConfig& config) const {
   FusedMlpParams params = make_params(args, scratch, config);
   fill_bytes(TensorView(scratch.counters, DType::kI32, {scratch.num_zeroed}, args.stream.device), 0,
@@ -231,7 +234,7 @@ void Sm90Experts::run_batched(const ForwardArgs& args, const Scratch& scratch,
 
 /// The row pass between the GEMMs, cut into tiles: about one for each multiprocessor where there
 /// are few rows, but at most two for each row.
-RowPass Sm90Experts::cut_pass(const RowTransform& rows, const FusedMlpParams& params,
+RowPass CudaExperts::cut_pass(const RowTransform& rows, const FusedMlpParams& params,
                               const Scratch& scratch, const TileShape& tile) const {
   const std::int64_t token_tiles =
       std::min<std::int64_t>(scratch.rows, params.num_experts) + scratch.rows / tile.max_tokens;
@@ -243,28 +246,29 @@ RowPass Sm90Experts::cut_pass(const RowTransform& rows, const FusedMlpParams& pa
 
 /// In one launch, unless the rows between the GEMMs take one of their own. With one token (in the
 /// batched format a capacity of one) that is faster than the row pass: GEMM 2 is ready sooner.
-void Sm90Experts::run_gemms(const ForwardArgs& args, const FusedMlpParams& params,
+void CudaExperts::run_gemms(const ForwardArgs& args, const FusedMlpParams& params,
                             const Scratch& scratch, const KernelConfig& config) const {
   FusedMlpParams step = params;
   const std::int64_t most_tokens = args.hidden_states.size(args.hidden_states.rank() - 2);
   if (rows_.stores_groups(config.tile)) {
     rows_.set_groups(scratch, step.gemms[0]);
-  } else if (rows_.has_row_pass(config.tile) && most_tokens > 1) {
+  } else if (planner_.family().has_row_pass(format(), config.tile) && rows_.may_have_row_pass() &&
+             most_tokens > 1) {
     step.pass = cut_pass(rows_.activated(args, scratch, params), params, scratch, config.tile);
   } else if (rows_.has_fp8_rows()) {
     return run_gemms_apart(args, params, scratch, config);
   }
-  fused_mlp(step, kernels_, config.tile, args.stream);
+  fused_mlp(step, planner_.family(), format(), config.tile, args.stream);
 }
 
 /// In three launches or, with a scale of the whole tensor, four: between the GEMMs rows are
 /// quantized.
-void Sm90Experts::run_gemms_apart(const ForwardArgs& args, const FusedMlpParams& params,
+void CudaExperts::run_gemms_apart(const ForwardArgs& args, const FusedMlpParams& params,
                                   const Scratch& scratch, const KernelConfig& config) const {
   FusedMlpParams step = params;
   step.num_gemms = 1;
   step.topk_weights = nullptr;  // those are for GEMM 2
-  fused_mlp(step, kernels_, config.tile, args.stream);
+  fused_mlp(step, planner_.family(), format(), config.tile, args.stream);
   rows_.transform_activated(args, scratch, params);
   step.gemms[0] = params.gemms[1];
   step.topk_weights = params.topk_weights;
@@ -274,12 +278,12 @@ void Sm90Experts::run_gemms_apart(const ForwardArgs& args, const FusedMlpParams&
   // launch does. So it reads the counts, and need not make them from the ids.
   step.counts_are_complete = true;
   step.topk_ids = nullptr;
-  fused_mlp(step, kernels_, config.tile, args.stream);
+  fused_mlp(step, planner_.family(), format(), config.tile, args.stream);
 }
 
 /// The fused MLP and the combine, behind the launch that makes the routing data. `ids_are_old`: the
 /// ids were there before that launch began.
-void Sm90Experts::run_standard(const ForwardArgs& args, const Scratch& scratch,
+void CudaExperts::run_standard(const ForwardArgs& args, const Scratch& scratch,
                                const KernelConfig& config, const RoutingData& routing,
                                bool ids_are_old) const {
   const std::int64_t topk = args.topk_ids.size(1), hidden = args.fused_output.size(1);
@@ -327,7 +331,7 @@ void Sm90Experts::run_standard(const ForwardArgs& args, const Scratch& scratch,
   combine(end, args.stream);
 }
 
-void Sm90Experts::run_routed(const ForwardArgs& args) const {
+void CudaExperts::run_routed(const ForwardArgs& args) const {
   const ProblemSize problem = core::experts_problem(*this, args);
   if (problem.num_tokens == 0) return;
   const KernelConfig config = planner_.config_for(problem, args.kernel_config);
@@ -343,7 +347,7 @@ void Sm90Experts::run_routed(const ForwardArgs& args) const {
 }
 
 /// Few tokens: one launch makes logits, ids, weights, routing data and permuted rows.
-void Sm90Experts::route_and_run(const ForwardArgs& args) const {
+void CudaExperts::route_and_run(const ForwardArgs& args) const {
   const ProblemSize problem = core::experts_problem(*this, args);
   if (unfused() || !may_fuse(*args.router, problem.num_tokens, problem.num_local_experts)) {
     route(args);
@@ -377,8 +381,9 @@ void Sm90Experts::route_and_run(const ForwardArgs& args) const {
 }  // namespace
 
 std::shared_ptr<const Experts> make_experts(const ExpertsDescriptor& descriptor,
-                                            const MoeConfig& config, const Context& context) {
-  return std::make_shared<Sm90Experts>(descriptor, config, context);
+                                            const KernelFamily& family, const MoeConfig& config,
+                                            const Context& context) {
+  return std::make_shared<CudaExperts>(descriptor, family, config, context);
 }
 
 }  // namespace fusedmoe::cuda

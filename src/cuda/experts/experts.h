@@ -1,17 +1,17 @@
 // The experts on CUDA.
 #pragma once
 
+#include "cuda/mlp/kernel_family.h"
 #include "fusedmoe/experts.h"
 
 namespace fusedmoe::cuda {
 
-/// It answers without a GPU too, where the configuration names a compute capability.
-const ExpertsDescriptor& descriptor();
-
-/// Those of a configuration that the descriptor supports. Where it names a compute capability, they
-/// plan for the multiprocessors of an H200, whatever device is here.
+/// Those of a configuration that the descriptor supports, by the kernels of its family. Where it
+/// names a compute capability, they plan for the multiprocessors that this stands for, whatever
+/// device is here.
 std::shared_ptr<const Experts> make_experts(const ExpertsDescriptor& descriptor,
-                                            const MoeConfig& config, const Context& context);
+                                            const KernelFamily& family, const MoeConfig& config,
+                                            const Context& context);
 
 /// Whether those of this configuration run on a GPU with so many multiprocessors: what a named
 /// compute capability stands for may have another number.

@@ -2,9 +2,9 @@
 // rows, copied or quantized as the scheme says.
 #pragma once
 
+#include "cuda/experts/packed_weights.h"
 #include "cuda/experts/row_format.h"
 #include "cuda/experts/scratch.h"
-#include "cuda/formats/packed_weights.h"
 #include "cuda/rows/permute.h"
 #include "fusedmoe/experts.h"
 

@@ -10,9 +10,10 @@
 
 namespace fusedmoe::cuda {
 
-Planner::Planner(const MoeConfig& config, const Context& context, std::string_view experts,
+Planner::Planner(const MoeConfig& config, const Context& context, const KernelFamily& family,
                  int multiprocessors)
     : config_(config),
+      family_(family),
       format_(*find_weight_format(config.scheme, config.dtype)),
       rows_(config, format_),
       variant_(variant_of(config)),
@@ -22,15 +23,15 @@ Planner::Planner(const MoeConfig& config, const Context& context, std::string_vi
   if (!context.tuned || config.batch_invariant) return;
   TunedConfig layer;
   layer.device = device_name(config.device);
-  layer.experts = experts;
+  layer.experts = family.name();
   layer.scheme = name(config.scheme);
   layer.hidden = config.hidden;
   layer.intermediate = config.intermediate;
   layer.num_local_experts = config.num_local_experts;
   layer.topk = batched() ? 1 : config.topk;
   for (const TunedConfig& tuned : context.tuned->of_layer(layer)) {
-    if (const int found = find_config(tuned.config); found >= 0) {
-      tuned_.push_back({tuned.num_tokens, all_configs()[static_cast<std::size_t>(found)]});
+    if (const int found = find_config(family, tuned.config); found >= 0) {
+      tuned_.push_back({tuned.num_tokens, family.configs()[static_cast<std::size_t>(found)]});
     }
   }
 }
@@ -54,11 +55,12 @@ WorkspaceSizes Planner::workspace_sizes(const ProblemSize& problem) const {
 
 MlpShape Planner::shape_of(const ProblemSize& problem) const {
   MlpShape shape;
+  shape.family = &family_;
   shape.format = &format_;
   shape.batched = batched();
   shape.unfused = variant_ == Variant::kUnfused;
   const auto stores_groups = [&](const TileShape& tile) { return rows_.stores_groups(tile); };
-  const auto tiles = kernel_set(format_).tiles;
+  const auto tiles = family_.tiles(format_);
   shape.stores_groups = std::any_of(tiles.begin(), tiles.end(), stores_groups);
   shape.batch_invariant = variant_ == Variant::kBatchInvariant;
   shape.has_one_token = one_token_.supports(problem);
@@ -80,7 +82,7 @@ MlpShape Planner::shape_of(const ProblemSize& problem) const {
 
 KernelConfig Planner::config_for(const ProblemSize& problem, int requested) const {
   const MlpShape shape = shape_of(problem);
-  const auto configs = all_configs();
+  const auto configs = family_.configs();
   if (requested >= 0 && requested < static_cast<int>(configs.size())) {
     const KernelConfig& config = configs[static_cast<std::size_t>(requested)];
     if (valid(shape, config)) return config;
@@ -101,6 +103,10 @@ std::vector<std::string> Planner::kernel_configs(const ProblemSize& problem) con
     }
   }
   return names;
+}
+
+KernelConfig choose_config(const MlpShape& shape) {
+  return prefers_one_token(shape) ? kOneToken : shape.family->choose(shape);
 }
 
 }  // namespace fusedmoe::cuda

@@ -1,5 +1,5 @@
 // The kernel configuration and the scratch memory of each forward, for one MoeConfig: all that can
-// be said of the Hopper experts without a device.
+// be said of the experts without a device.
 #pragma once
 
 #include <cstddef>
@@ -8,10 +8,10 @@
 #include <string_view>
 #include <vector>
 
+#include "cuda/experts/one_token_plan.h"
 #include "cuda/experts/row_format.h"
 #include "cuda/experts/scratch.h"
-#include "cuda/one_token/one_token_plan.h"
-#include "cuda/sm90/heuristic.h"
+#include "cuda/mlp/kernel_family.h"
 #include "fusedmoe/experts.h"
 
 namespace fusedmoe::cuda {
@@ -19,10 +19,11 @@ namespace fusedmoe::cuda {
 /// Keeps a reference to the configuration.
 class Planner {
  public:
-  /// `experts`: the name under which configurations were tuned; `multiprocessors`: of the device.
-  Planner(const MoeConfig& config, const Context& context, std::string_view experts,
+  /// `multiprocessors`: of the device.
+  Planner(const MoeConfig& config, const Context& context, const KernelFamily& family,
           int multiprocessors);
 
+  const KernelFamily& family() const { return family_; }
   const WeightFormat& format() const { return format_; }
   Variant variant() const { return variant_; }
   int multiprocessors() const { return multiprocessors_; }
@@ -48,6 +49,7 @@ class Planner {
   };
 
   const MoeConfig& config_;
+  const KernelFamily& family_;
   const WeightFormat& format_;
   const RowFormat rows_;
   const Variant variant_;
@@ -55,5 +57,8 @@ class Planner {
   const OneTokenPlan one_token_;
   std::vector<TunedTokens> tuned_;  // ascending numbers of tokens
 };
+
+/// The configuration that is likely the fastest: the kernel of one token, or tiles.
+KernelConfig choose_config(const MlpShape& shape);
 
 }  // namespace fusedmoe::cuda

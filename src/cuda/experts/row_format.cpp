@@ -1,7 +1,5 @@
 #include "cuda/experts/row_format.h"
 
-#include "cuda/sm90/kernel_set.h"
-
 namespace fusedmoe::cuda {
 
 bool RowFormat::needs_hidden_pass() const {
@@ -12,10 +10,6 @@ bool RowFormat::needs_hidden_pass() const {
 bool RowFormat::stores_groups(const TileShape& tile) const {
   return has_fp8_rows() && format_.k_scales && config_.scheme.activations->group.cols > 0 &&
          is_gated(config_.activation) && !config_.hooks && tile.has_whole_groups();
-}
-
-bool RowFormat::has_row_pass(const TileShape& tile) const {
-  return kernel_set(format_).has_row_pass(tile) && !needs_hidden_pass() && !config_.hooks;
 }
 
 }  // namespace fusedmoe::cuda

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/formats/weight_format.h"
-#include "cuda/sm90/tile_shape.h"
+#include "cuda/mlp/tile_shape.h"
 #include "fusedmoe/experts.h"
 
 namespace fusedmoe::cuda {
@@ -28,8 +28,8 @@ class RowFormat {
   /// True if GEMM 1's tile holds whole groups of 128 features, so that its epilogue can quantize
   /// them.
   bool stores_groups(const TileShape& tile) const;
-  /// Whether the launch of both GEMMs can quantize activated rows (RowPass) in tiles of this shape.
-  bool has_row_pass(const TileShape& tile) const;
+  /// Whether the launch of both GEMMs may quantize activated rows (RowPass).
+  bool may_have_row_pass() const { return !needs_hidden_pass() && !config_.hooks; }
 
  protected:
   const MoeConfig& config_;

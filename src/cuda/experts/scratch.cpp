@@ -1,6 +1,6 @@
 #include "cuda/experts/scratch.h"
 
-#include "cuda/experts/fused_mlp.h"
+#include "cuda/mlp/fused_mlp.h"
 
 #include "core/ceil_div.h"
 #include "core/workspace.h"

@@ -1,11 +1,11 @@
-// How the Hopper experts run, and what scratch memory that takes.
+// How the experts run, and what scratch memory that takes.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "core/workspace.h"
-#include "cuda/sm90/heuristic.h"
+#include "cuda/mlp/kernel_config.h"
 #include "fusedmoe/experts.h"
 
 namespace fusedmoe::cuda {

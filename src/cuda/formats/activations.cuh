@@ -1,7 +1,6 @@
 // What operands of one activation element type share, and the epilogue's policy for it.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -15,14 +14,12 @@
 
 namespace fusedmoe::cuda {
 
-/// What is known of an element: its dtype, its tensor map type, and how two fp32 results are
-/// rounded to a pair.
+/// What is known of an element: its dtype, and how two fp32 results are rounded to a pair.
 template <typename Element>
 struct ElementTraits;
 template <>
 struct ElementTraits<__nv_bfloat16> {
   static constexpr DType kDType = DType::kBF16;
-  static constexpr CUtensorMapDataType kTensorMapType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   __device__ static __nv_bfloat162 round(float low, float high) {
     return __floats2bfloat162_rn(low, high);
   }
@@ -30,14 +27,12 @@ struct ElementTraits<__nv_bfloat16> {
 template <>
 struct ElementTraits<__half> {
   static constexpr DType kDType = DType::kF16;
-  static constexpr CUtensorMapDataType kTensorMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   __device__ static __half2 round(float low, float high) { return __floats2half2_rn(low, high); }
 };
 
 template <>
 struct ElementTraits<__nv_fp8_e4m3> {
   static constexpr DType kDType = DType::kE4M3;
-  static constexpr CUtensorMapDataType kTensorMapType = CU_TENSOR_MAP_DATA_TYPE_UINT8;
 };
 
 /// The epilogue's policy for results that leave as 16-bit elements. An output quantizer is another
@@ -74,7 +69,7 @@ struct Operands16Bit {
   using Activation = Element;
   using Output = RoundedOutput<Element>;
   static constexpr DType kRowDType = ElementTraits<Element>::kDType;
-  static constexpr int kInstructionK = 16;  ///< of one wgmma
+  static constexpr int kInstructionK = 16;  ///< of one instruction
   static constexpr int kBlockK = 64;        ///< activations of a K block are 128 bytes
   /// Whether K blocks have scales, by which promoted sums are multiplied.
   static constexpr bool kHasKScales = false;

@@ -2,7 +2,7 @@
 // bf16, f16, and FP8 (E4M3).
 //
 // A packed block is 64 rows of 128 bytes of K, the 16-byte chunk c of row r at chunk c ^ (r % 8):
-// the 128-byte swizzle of wgmma's shared-memory operands.
+// the 128-byte swizzle of wgmma's operands, in which ldmatrix has no bank conflicts either.
 #pragma once
 
 #include "cuda/formats/activations.cuh"

@@ -1,14 +1,10 @@
-// What packs, unpacks and multiplies weights of one WeightFormat. Each operand policy makes its own
-// beside its kernels.
+// What packs and unpacks weights of one WeightFormat. Each operand policy makes its own.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
 
-#include "cuda/experts/fused_mlp.h"
 #include "cuda/formats/weight_format.h"
-#include "cuda/one_token/one_token.h"
 #include "fusedmoe/weights.h"
 
 namespace fusedmoe::cuda {
@@ -65,11 +61,6 @@ struct UnpackedRow {
 
 struct FormatKernels {
   WeightFormat format;
-
-  using Launch = void (*)(const FusedMlpParams&, const Stream&);
-  std::span<const Launch> launches;  ///< of the tiles of its KernelSet on sm90
-  /// Enqueues the experts of one token.
-  void (*one_token)(const OneTokenParams&, const OneTokenShape&, const Stream&) = nullptr;
 
   /// The kernel can multiply by scales of a limited range only. Returns the exponent s so that all
   /// scales of the matrices, divided by 2^s, lie in it; results are multiplied by 2^s again. Throws

@@ -1,5 +1,5 @@
 // Operands of FP4 (E2M1) weights with 16-bit activations: weights are decoded in registers,
-// exactly, and are wgmma's register operand. MXFP4 has E8M0 scales per 32 of K, NVFP4 E4M3 ones
+// exactly, and are the tensor cores' operand A. MXFP4 has E8M0 scales per 32 of K, NVFP4 E4M3 ones
 // per 16.
 #pragma once
 

@@ -1,5 +1,5 @@
 // Operands of MXFP4 weights with FP8 activations: a weight times a power of two of its row is an
-// E4M3 number, looked up in registers, and is wgmma's register operand.
+// E4M3 number, looked up in registers, and is the tensor cores' operand A, in registers.
 #pragma once
 
 #include "cuda/formats/mxfp4_table.h"

@@ -139,6 +139,7 @@ void unpack_decoded(const PackedView& source, std::int64_t row, const UnpackedRo
 /// kernels_from() of decoded weights.
 template <typename Operands, typename Scales>
 FormatKernels decoded_kernels() {
+  static_assert(DecodingPolicy<Operands, StagedBlock> || Fp8DecodingPolicy<Operands, StagedBlock>);
   static_assert(Operands::kFormat.group_k == Operands::kGroupK &&
                 Operands::kFormat.block_scales == Scales::kDType &&
                 Operands::kFormat.fixed_exponent == Operands::kFixedExponent);

@@ -1,5 +1,6 @@
 // Operands of INT4 weights with E4M3 scales per 128 of K, and FP8 activations: a weight is
-// e4m3((code - 8) * scale), looked up in registers, and is wgmma's register operand.
+// e4m3((code - 8) * scale), looked up in registers, and is the tensor cores' operand A, in
+// registers.
 #pragma once
 
 #include <cuda_fp16.h>

@@ -1,12 +1,13 @@
-// The launch of the kernel of one token: what each generated file defines for its policy.
+// The launch of the kernel of one token: what generated files define for each policy.
 #pragma once
 
 #include "cuda/device/launch.h"
+#include "cuda/formats/operand_policy.h"
 #include "cuda/one_token/one_token_kernel.cuh"
 
 namespace fusedmoe::cuda {
 
-template <typename Operands>
+template <OperandPolicy Operands>
 void launch_one_token(const OneTokenParams& params, const OneTokenShape& shape,
                       const Stream& stream) {
   const OneTokenLayout layout = shape.layout();

@@ -8,9 +8,11 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 #include "core/host_device.h"
-#include "cuda/experts/fused_mlp.h"
+#include "cuda/formats/weight_format.h"
+#include "cuda/mlp/fused_mlp.h"
 
 namespace fusedmoe::cuda {
 
@@ -91,6 +93,18 @@ struct OneTokenShape {
     return m;
   }
 };
+
+/// Enqueues the experts of one token.
+using OneTokenLaunch = void (*)(const OneTokenParams&, const OneTokenShape&, const Stream&);
+
+/// That of one format.
+struct OneTokenKernel {
+  std::string_view format;
+  OneTokenLaunch launch;
+};
+
+/// Of weights in this format: one of the generated files (cmake/FusedmoeKernels.cmake).
+OneTokenLaunch one_token_launch(const WeightFormat& format);
 
 /// Shared memory that the kernel may take, beside tables.
 inline constexpr std::int64_t kOneTokenSharedBytes = 220 << 10;

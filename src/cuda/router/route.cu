@@ -1,4 +1,4 @@
-// The router's second half on Hopper as a kernel of its own, for any number of tokens, and the
+// The router's second half as a kernel of its own, for any number of tokens, and the
 // histogram of the ids.
 #include "cuda/device/launch.h"
 #include "cuda/device/overlap.cuh"

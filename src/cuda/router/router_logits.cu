@@ -1,4 +1,4 @@
-// The router's first half on Hopper as a kernel of its own, for any number of tokens; what it
+// The router's first half as a kernel of its own, for any number of tokens; what it
 // computes: logits_tile.cuh.
 #include "cuda/device/launch.h"
 #include "cuda/device/overlap.cuh"

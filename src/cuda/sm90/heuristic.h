@@ -1,86 +1,11 @@
-// The choice of kernel configuration: a pure function of the problem's sizes.
+// The choice of tiles on Hopper: a pure function of the problem's sizes.
 #pragma once
 
-#include <array>
-#include <cstddef>
-#include <cstdint>
-#include <iterator>
-#include <span>
-#include <string>
-#include <string_view>
-
-#include "cuda/sm90/kernel_set.h"
-#include "fusedmoe/experts.h"
+#include "cuda/mlp/kernel_config.h"
 
 namespace fusedmoe::cuda {
 
-/// How one forward runs.
-struct KernelConfig {
-  TileShape tile;
-  int splits = 1;         ///< of GEMM 2's K
-  bool rows_f32 = false;  ///< GEMM 2 leaves its rows to the combine in f32, else in 16 bits
-  /// The kernel of one token instead (one_token/), without tiles and combine.
-  bool one_token = false;
-  constexpr bool operator==(const KernelConfig&) const = default;
-};
+/// KernelFamily::choose() of sm90.
+KernelConfig choose_tiles(const MlpShape& shape);
 
-/// What the kernel of one token is as a configuration.
-inline constexpr KernelConfig kOneToken{kTiles16Bit[0], 1, false, true};
-
-/// "64x16k4c1 splits 2 f32", "one token"
-std::string to_string(const KernelConfig& config);
-/// Every configuration of every format.
-std::span<const KernelConfig> all_configs();
-/// Place in all_configs() of the one with this name; -1: there is none.
-int find_config(std::string_view name);
-
-inline constexpr int kSplits[] = {1, 2, 4};
-
-/// Configurations in place: a forward allocates nothing.
-class ConfigList {
- public:
-  void push_back(const KernelConfig& config) { configs_[size_++] = config; }
-  std::size_t size() const { return size_; }
-  const KernelConfig* begin() const { return configs_.data(); }
-  const KernelConfig* end() const { return configs_.data() + size_; }
-
- private:
-  std::array<KernelConfig, kMaxTiles * std::size(kSplits) + 1> configs_;
-  std::size_t size_ = 0;
-};
-
-/// What the choice depends on.
-struct MlpShape {
-  const WeightFormat* format = nullptr;
-  bool batched = false;          ///< num_tokens is the capacity of each expert
-  bool unfused = false;          ///< hooks see the rows of GEMM 2
-  bool stores_groups = false;    ///< GEMM 1 quantizes in tiles that have whole groups
-  bool batch_invariant = false;  ///< only configurations that add up rows in one order at all sizes
-  bool has_one_token = false;    ///< the kernel of one token has room for it
-  std::int64_t num_tokens = 0;   ///< at most: what buffers hold
-  std::int64_t expected_tokens = 0;  ///< of num_tokens; 0: unknown
-  std::int64_t topk = 0;
-  std::int64_t num_local_experts = 0;
-  std::int64_t num_experts = 0;  ///< of the layer, on all ranks; 0: all are local
-  std::int64_t hidden = 0;
-  std::int64_t intermediate = 0;
-  bool gated = true;  ///< only the kernel of one token asks; tiles are chosen as if all were
-  int multiprocessors = 132;  ///< of the device; the default are those of an H200
-};
-
-/// Tokens to choose for, as if all their slots were local: `expected_tokens` if known, else the
-/// local experts' share of the tokens.
-std::int64_t likely_tokens(const MlpShape& shape);
-KernelConfig choose_config(const MlpShape& shape);
-/// Whether the configuration computes the shape.
-bool valid(const MlpShape& shape, const KernelConfig& config);
-/// Every configuration worth measuring, the chosen one among them: the valid ones, but rows in 16
-/// bits only where they cannot be in f32, which is more exact.
-ConfigList valid_configs(const MlpShape& shape);
-/// Upper bound on scratch: fewest tokens to a tile, most splits. It may itself be invalid. Every
-/// forward asks for it several times.
-KernelConfig largest_config(const MlpShape& shape);
-/// Tokens up to which rows may be in f32: where the scratch of the largest configuration is
-/// largest.
-std::int64_t max_tokens_f32(const MlpShape& shape);
 }  // namespace fusedmoe::cuda

@@ -7,8 +7,9 @@
 #include <cstdint>
 
 #include "cuda/device/overlap.cuh"
-#include "cuda/experts/fused_mlp.h"
-#include "cuda/experts/schedule.h"
+#include "cuda/formats/operand_policy.h"
+#include "cuda/mlp/fused_mlp.h"
+#include "cuda/mlp/schedule.h"
 #include "cuda/sm90/kernel_set.h"
 
 namespace fusedmoe::cuda {
@@ -34,7 +35,7 @@ __device__ inline void arrive(const std::uint64_t* barrier) {
 
 /// All compile-time sizes of one fused kernel, from its operand policy (formats/) and tile shape
 /// number kIndex of the policy's KernelSet.
-template <typename OperandsT, int kIndex>
+template <OperandPolicy OperandsT, int kIndex>
 struct Kernel {
   using Operands = OperandsT;
   using Activation = typename Operands::Activation;

@@ -7,7 +7,8 @@
 
 #include "core/check.h"
 #include "cuda/formats/weight_formats.h"
-#include "cuda/sm90/tile_shape.h"
+#include "cuda/mlp/kernel_config.h"
+#include "cuda/sm90/tiles.h"
 
 namespace fusedmoe::cuda {
 
@@ -68,8 +69,6 @@ inline constexpr std::array kKernelSets = {
     decoded_set(formats::kScaledE4m3, 8),
 };
 
-/// Most tiles of a format.
-inline constexpr int kMaxTiles = 8;
 static_assert(std::all_of(kKernelSets.begin(), kKernelSets.end(), [](const KernelSet& set) {
   const auto& tiles = set.tiles;
   return tiles.size() <= kMaxTiles && tiles[0].k_groups > 1 && tiles[1].has_epilogue_warpgroup() &&

@@ -1,27 +1,24 @@
-// The launch of one kernel: what each generated file defines for the tile shapes of one policy.
+// The launch of one kernel: what generated files define for the tile shapes of each policy.
 #pragma once
 
 #include "cuda/device/launch.h"
 #include "cuda/device/properties.h"
-#include "cuda/formats/activations.cuh"
+#include "cuda/mlp/kernel_family.h"
 #include "cuda/sm90/fused_mlp_kernel.cuh"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {
 
-template <typename Operands, int kIndex>
+template <OperandPolicy Operands, int kIndex>
 void launch_kernel(const FusedMlpParams& params, const Stream& stream) {
   using K = Kernel<Operands, kIndex>;
   using Activation = typename K::Activation;
   ActivationMaps maps{};
   for (int i = 0; i < params.num_gemms; ++i) {
     const GemmParams& gemm = params.gemms[i];
-    const MappedRows rows{gemm.activations,
-                          ElementTraits<Activation>::kTensorMapType,
-                          sizeof(Activation),
-                          gemm.num_rows,
-                          gemm.k,
-                          gemm.row_pitch};
+    const MappedRows rows{
+        gemm.activations, kTensorMapType<Activation>, sizeof(Activation), gemm.num_rows, gemm.k,
+        gemm.row_pitch};
     constexpr int kFirst =
         K::kWideCopies ? kRowBoxes - 1 : ActivationMaps::first_box(K::kMaxTokens);
     for (int box = kFirst; box < kRowBoxes; ++box) {

@@ -2,10 +2,21 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
 
 namespace fusedmoe::cuda {
+
+/// The type of an element in a tensor map.
+template <typename Element>
+inline constexpr CUtensorMapDataType kTensorMapType = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+template <>
+inline constexpr CUtensorMapDataType kTensorMapType<__nv_bfloat16> =
+    CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+template <>
+inline constexpr CUtensorMapDataType kTensorMapType<__half> = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 
 /// Rows of elements in device memory, 16-byte aligned.
 struct MappedRows {

@@ -4,7 +4,7 @@
 
 #include <cute/arch/cluster_sm90.hpp>
 
-#include "cuda/experts/schedule.h"
+#include "cuda/mlp/schedule.h"
 #include "cuda/sm90/kernel.cuh"
 
 namespace fusedmoe::cuda {

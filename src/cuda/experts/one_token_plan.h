@@ -3,6 +3,7 @@
 
 #include "cuda/experts/row_format.h"
 #include "cuda/formats/weight_format.h"
+#include "cuda/mlp/kernel_config.h"
 #include "cuda/one_token/one_token.h"
 #include "fusedmoe/experts.h"
 
@@ -24,5 +25,8 @@ class OneTokenPlan {
   const RowFormat rows_;
   const int blocks_;
 };
+
+/// Whether the kernel of one token is likely faster than tiles.
+bool prefers_one_token(const MlpShape& shape);
 
 }  // namespace fusedmoe::cuda

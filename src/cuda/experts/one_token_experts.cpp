@@ -1,4 +1,4 @@
-#include "cuda/one_token/one_token_experts.h"
+#include "cuda/experts/one_token_experts.h"
 
 #include <cuda_runtime_api.h>
 
@@ -53,7 +53,7 @@ void OneTokenExperts::run(const ForwardArgs& args, const Scratch& scratch,
   for (bool refused = false;; refused = true, shape.blocks /= 2) {
     check_room(shape, multiprocessors, args.stream.device);
     try {
-      kernels_.one_token(params, shape, args.stream);
+      launch_(params, shape, args.stream);
       if (refused) most_blocks_ = shape.blocks;
       return;
     } catch (const Error& error) {

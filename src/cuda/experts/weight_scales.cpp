@@ -1,4 +1,4 @@
-#include "cuda/formats/weight_scales.h"
+#include "cuda/experts/weight_scales.h"
 
 #include <algorithm>
 #include <cmath>

@@ -5,20 +5,19 @@
 #include <cstdint>
 #include <limits>
 
-#include "cuda/experts/fused_mlp.h"
+#include "cuda/experts/one_token_plan.h"
 #include "cuda/experts/operand_rows.h"
 #include "cuda/experts/scratch.h"
-#include "cuda/formats/format_kernels.h"
-#include "cuda/one_token/one_token_plan.h"
+#include "cuda/mlp/fused_mlp.h"
 #include "fusedmoe/experts.h"
 
 namespace fusedmoe::cuda {
 
 class OneTokenExperts {
  public:
-  OneTokenExperts(const MoeConfig& config, const FormatKernels& kernels, const OperandRows& rows,
+  OneTokenExperts(const MoeConfig& config, const WeightFormat& format, const OperandRows& rows,
                   const OneTokenPlan& plan)
-      : config_(config), kernels_(kernels), rows_(rows), plan_(plan) {}
+      : config_(config), launch_(one_token_launch(format)), rows_(rows), plan_(plan) {}
 
   /// Enqueues a problem that the plan supports. Of `mlp` it takes the GEMMs, the activation and the
   /// quantizer.
@@ -27,7 +26,7 @@ class OneTokenExperts {
 
  private:
   const MoeConfig& config_;
-  const FormatKernels& kernels_;
+  const OneTokenLaunch launch_;
   const OperandRows& rows_;
   const OneTokenPlan& plan_;
   /// Of a launch: what ran when CUDA had refused more.

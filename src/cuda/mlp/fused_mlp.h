@@ -1,15 +1,15 @@
 // Parameters of the fused MLP kernel: GEMM 1, activation and GEMM 2 of all experts. Plain C++.
 //
 // One persistent kernel works off the tiles of GEMM 1 and then those of GEMM 2, so that weights
-// stream without a pause between them. Weights are the 64-row operand of wgmma; the token rows of
-// an expert are its columns (N, in steps of 8 to 16).
+// stream without a pause between them. Weight rows are the rows of the tensor cores' operand A, the
+// token rows of an expert the columns of B.
 #pragma once
 
 #include <cstdint>
 
 #include "cuda/formats/packed_block.h"
+#include "cuda/mlp/tile_shape.h"
 #include "cuda/rows/row_transform.h"
-#include "cuda/sm90/tile_shape.h"
 #include "fusedmoe/weights.h"
 #include "moe/local_experts.h"
 
@@ -62,7 +62,7 @@ struct GemmParams {
 };
 
 /// The pass that quantizes what GEMM 1 stores for GEMM 2, in tiles of the launch of both; a row's
-/// scale depends on no other row. For KernelSet::has_row_pass().
+/// scale depends on no other row. For KernelFamily::has_row_pass().
 struct RowPass {
   RowTransform rows;
   int tiles = 0;  ///< of each token tile; 0: there is no pass
@@ -92,7 +92,7 @@ struct FusedMlpParams {
   RowQuantizer quantizer;
   /// How tiles between those of the GEMMs quantize what GEMM 1 stores, to FP8.
   RowPass pass;
-  /// Add up each row in one order, whatever else is in its tile (KernelSet::keeps_order).
+  /// Add up each row in one order, whatever else is in its tile (KernelFamily::keeps_order).
   bool batch_invariant = false;
   /// Weights that only one token tile reads need not stay in the L2: what they would push out may
   /// have to be written back first.

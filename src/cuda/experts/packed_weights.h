@@ -1,4 +1,4 @@
-// Weights as the Hopper kernel streams them: packed blocks in device memory, biases and scales
+// Weights as the kernels stream them: packed blocks in device memory, biases and scales
 // beside them.
 #pragma once
 

@@ -1,4 +1,4 @@
-#include "cuda/sm90/tile_shape.h"
+#include "cuda/mlp/tile_shape.h"
 
 #include "core/format.h"
 #include "cuda/formats/packed_block.h"

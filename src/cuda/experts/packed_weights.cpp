@@ -1,4 +1,4 @@
-#include "cuda/formats/packed_weights.h"
+#include "cuda/experts/packed_weights.h"
 
 #include <algorithm>
 #include <cmath>
@@ -10,8 +10,8 @@
 #include "core/device_runtime.h"
 #include "core/parallel.h"
 #include "cuda/device/strided_copy.h"
-#include "cuda/formats/uploads.h"
-#include "cuda/formats/weight_scales.h"
+#include "cuda/experts/uploads.h"
+#include "cuda/experts/weight_scales.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 #include "moe/experts_args.h"

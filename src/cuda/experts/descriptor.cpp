@@ -1,0 +1,102 @@
+#include "cuda/experts/descriptor.h"
+
+#include <string>
+#include <utility>
+
+#include "core/check.h"
+#include "cuda/device/capability.h"
+#include "cuda/experts/experts.h"
+#include "cuda/experts/scratch.h"
+#include "cuda/formats/weight_format.h"
+#include "cuda/mlp/fused_mlp.h"
+#include "cuda/router/kernels.h"
+#include "fusedmoe/runtime.h"
+#include "moe/experts_args.h"
+
+namespace fusedmoe::cuda {
+namespace {
+
+/// Whether the device is one that these kernels are for.
+Support supports_device(const MoeConfig& config, const KernelFamily& family) {
+  const auto no = [](std::string text) { return Support::no(Reason::kDevice, std::move(text)); };
+  if (config.device.is_cpu()) return no("device is cpu, runs on cuda");
+  if (!config.compute_capability) {
+    if (const std::string problem = device_problem(config.device); !problem.empty()) {
+      return no(core::format("{}: {}", to_string(config.device), problem));
+    }
+  }
+  const int capability = config.compute_capability.value_or(compute_capability(config.device));
+  if (family.runs_on(capability)) return Support::yes();
+  return no(core::format("compute capability {}.{}, needs {}", capability / 10, capability % 10,
+                         family.needs()));
+}
+
+/// The intermediate size is a multiple of it.
+std::int64_t intermediate_unit(const MoeConfig& config, const WeightFormat& format) {
+  if (config.hooks) return kPitchUnit;  // the rows that hooks see have no padding
+  const QuantKey& key = config.scheme.weights;
+  // Gate and up of one fused matrix share its scale blocks, which slices of 8 rows are in.
+  if (key.value == DType::kE4M3 && key.group.rows > 1 && !format.decodes) return kPitchUnit;
+  return key.value == DType::kE2M1 ? 2 : 1;  // two codes in a byte
+}
+
+}  // namespace
+
+Support FamilyDescriptor::supports(const MoeConfig& config) const {
+  const auto no = [](Reason reason, std::string text) {
+    return Support::no(reason, std::move(text));
+  };
+  if (Support support = supports_device(config, family_); !support) return support;
+  const auto find = [&](DType dtype) {
+    const WeightFormat* format = find_weight_format(config.scheme, dtype);
+    return format && !family_.tiles(*format).empty() ? format : nullptr;
+  };
+  const WeightFormat* format = find(config.dtype);
+  if (!format) {
+    for (const DType other : {DType::kBF16, DType::kF16}) {
+      if (!find(other)) continue;
+      return no(Reason::kDType, core::format("dtype is {}, takes {}", fusedmoe::name(config.dtype),
+                                             fusedmoe::name(other)));
+    }
+    return no(Reason::kQuantScheme,
+              core::format("scheme {} has no kernel", fusedmoe::name(config.scheme)));
+  }
+  if (Support common =
+          core::supports_anywhere(config, {kPitchUnit, intermediate_unit(config, *format)});
+      !common) {
+    return common;
+  }
+  if (batch_dependent(config.scheme) && config.parallel.ep_size > 1) {
+    return no(Reason::kParallelConfig, "one dynamic scale for all rows, which ranks do not share");
+  }
+  const Variant variant = variant_of(config);
+  if (config.batch_invariant && variant != Variant::kBatchInvariant) {
+    return no(Reason::kBatchInvariance, "the order of its sums depends on the batch");
+  }
+  if (config.topk > kMaxRouterTopk) {
+    return no(Reason::kShape, core::format("topk {}; takes up to {}", config.topk, kMaxRouterTopk));
+  }
+  if (config.num_local_experts > kMaxExperts) {
+    return no(Reason::kShape,
+              core::format("{} experts; takes up to {}", config.num_local_experts, kMaxExperts));
+  }
+  return Support::yes();
+}
+
+std::shared_ptr<const Experts> FamilyDescriptor::create(const MoeConfig& config,
+                                                        const Context& context) const {
+  core::check_supported(*this, config);
+  return make_experts(*this, family_, config, context);
+}
+
+bool plans_for(const MoeConfig& config, int multiprocessors) {
+  return !config.compute_capability || MlpShape().multiprocessors == multiprocessors;
+}
+
+void check_device(const Experts& experts) {
+  MoeConfig here = experts.config();
+  here.compute_capability.reset();
+  core::check_supported(experts.descriptor(), here);
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,49 @@
+#include "cuda/experts/one_token_plan.h"
+
+#include "cuda/experts/scratch.h"
+
+namespace fusedmoe::cuda {
+
+/// A thread block has 227 KiB; the kernel of one token has up to 5 KiB of its own, mostly
+/// the tables of W4A8.
+static_assert(kOneTokenSharedBytes + (5 << 10) <= 227 << 10);
+
+OneTokenShape OneTokenPlan::shape_of(const ProblemSize& problem) const {
+  OneTokenShape shape;
+  shape.slots = problem.topk;
+  shape.blocks = blocks_;
+  shape.slices[0] = slices_of(problem.intermediate, is_gated(config_.activation));
+  shape.slices[1] = slices_of(problem.hidden, false);
+  shape.block_k = format_.block.k;
+  shape.k_blocks[0] = ceil_div(problem.hidden, shape.block_k);
+  shape.k_blocks[1] = ceil_div(problem.intermediate, shape.block_k);
+  shape.rows_by_slot = rows_.differ_by_expert();
+  return shape;
+}
+
+bool OneTokenPlan::supports(const ProblemSize& problem) const {
+  return variant_of(config_) == Variant::kStandard && problem.num_tokens == 1 &&
+         problem.topk <= kMaxSlotsOfOneToken && !rows_.needs_hidden_pass() &&
+         shape_of(problem).layout().bytes <= kOneTokenSharedBytes;
+}
+
+/// The kernel of one token saves launches; where more weights are read, tiles read them faster. It
+/// also loses where the slices of GEMM 2 leave multiprocessors without work. Limits as measured
+/// (docs/performance-log.md).
+bool prefers_one_token(const MlpShape& shape) {
+  if (!valid(shape, kOneToken)) return false;
+  const WeightFormat& format = *shape.format;
+  constexpr std::int64_t kMiB = 1 << 20;
+  const std::int64_t most = format.decodes ? 70 * kMiB : format.fp8_rows ? 150 * kMiB : 80 * kMiB;
+  const BlockGrid first = format.grid(shape.intermediate, shape.hidden, shape.gated);
+  const BlockGrid second = format.grid(shape.hidden, shape.intermediate, false);
+  const std::int64_t bytes = shape.topk * (first.count() + second.count()) * format.block.bytes;
+  constexpr double kLeastBusy = 0.75;
+  const std::int64_t slices = slices_of(shape.hidden, false);
+  const auto busy =
+      static_cast<double>(slices) /
+      static_cast<double>(ceil_div(slices, shape.multiprocessors) * shape.multiprocessors);
+  return bytes <= most && busy >= kLeastBusy;
+}
+
+}  // namespace fusedmoe::cuda

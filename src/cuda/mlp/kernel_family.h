@@ -1,0 +1,55 @@
+// The fused MLP kernels of one architecture, as the experts' host side sees them.
+#pragma once
+
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "cuda/mlp/fused_mlp.h"
+#include "cuda/mlp/kernel_config.h"
+#include "fusedmoe/tensor.h"
+
+namespace fusedmoe::cuda {
+
+/// Enqueues both GEMMs of all experts and the activation between, in tiles of one shape.
+using LaunchMlp = void (*)(const FusedMlpParams&, const Stream&);
+
+/// The kernels of one format, by the tile shapes of its family.
+struct FormatLaunches {
+  std::string_view format;
+  std::span<const LaunchMlp> launches;
+};
+
+class KernelFamily {
+ public:
+  /// Of the experts in the registry that run them.
+  virtual std::string_view name() const = 0;
+  /// The compute capabilities, as major * 10 + minor, of the GPUs that they are for.
+  virtual bool runs_on(int capability) const = 0;
+  /// What they need, for people: "9.0".
+  virtual std::string_view needs() const = 0;
+  /// The tile shapes that are compiled for a format, from few tokens to many. Empty: it has no
+  /// kernels here.
+  virtual std::span<const TileShape> tiles(const WeightFormat& format) const = 0;
+  /// Whether tiles of this shape add up a row in the order of all other such shapes, which batch
+  /// invariance needs.
+  virtual bool keeps_order(const WeightFormat& format, const TileShape& tile) const = 0;
+  /// Whether tiles of this shape can quantize rows between the GEMMs: FusedMlpParams::pass.
+  virtual bool has_row_pass(const WeightFormat& format, const TileShape& tile) const = 0;
+  /// The configuration in tiles that is likely the fastest, and valid().
+  virtual KernelConfig choose(const MlpShape& shape) const = 0;
+  /// Every configuration of every format. A place in it is what ForwardArgs::kernel_config says.
+  virtual std::span<const KernelConfig> configs() const = 0;
+  /// Of each format; none in a build without CUDA.
+  virtual std::span<const FormatLaunches> launches() const = 0;
+
+ protected:
+  ~KernelFamily() = default;
+  /// For configs(), which keeps it.
+  std::vector<KernelConfig> list_configs() const;
+};
+
+/// Place in configs() of the one with this name; -1: there is none.
+int find_config(const KernelFamily& family, std::string_view name);
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,39 @@
+#include "cuda/sm90/family.h"
+
+#include "cuda/sm90/heuristic.h"
+#include "cuda/sm90/kernel_set.h"
+
+namespace fusedmoe::cuda {
+namespace {
+
+class Sm90Family final : public KernelFamily {
+ public:
+  std::string_view name() const override { return "sm90"; }
+  bool runs_on(int capability) const override { return capability == 90; }
+  std::string_view needs() const override { return "9.0"; }
+  std::span<const TileShape> tiles(const WeightFormat& format) const override {
+    return kernel_set(format).tiles;
+  }
+  bool keeps_order(const WeightFormat& format, const TileShape& tile) const override {
+    return kernel_set(format).keeps_order(tile);
+  }
+  bool has_row_pass(const WeightFormat& format, const TileShape& tile) const override {
+    return kernel_set(format).has_row_pass(tile);
+  }
+  KernelConfig choose(const MlpShape& shape) const override { return choose_tiles(shape); }
+  std::span<const KernelConfig> configs() const override {
+    // Never destroyed: threads may outlive it.
+    static const auto& configs = *new std::vector<KernelConfig>(list_configs());
+    return configs;
+  }
+  std::span<const FormatLaunches> launches() const override { return sm90_launches(); }
+};
+
+}  // namespace
+
+const KernelFamily& sm90_family() {
+  static const Sm90Family family;
+  return family;
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,13 @@
+// The kernels of Hopper: wgmma, TMA, clusters.
+#pragma once
+
+#include "cuda/mlp/kernel_family.h"
+
+namespace fusedmoe::cuda {
+
+const KernelFamily& sm90_family();
+
+/// Of the generated files (cmake/FusedmoeKernels.cmake); none in a build without CUDA.
+std::span<const FormatLaunches> sm90_launches();
+
+}  // namespace fusedmoe::cuda
