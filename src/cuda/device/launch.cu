@@ -8,23 +8,70 @@
 #include "cuda/device/context.h"
 
 namespace fusedmoe::cuda {
+namespace {
 
-void allow_shared_bytes(const void* kernel, std::size_t bytes, Device device) {
-  // The limit of a kernel belongs to a context. It is never lowered, as another thread may be about
-  // to launch with what was allowed. Without a context's number (0) we cannot know whether it was
-  // told before, so we tell it at each call.
+/// What is known of a kernel in a context, one of a device.
+struct KernelFacts {
+  std::size_t shared_bytes = 0;         // it may use so many
+  bool is_sure = true;                  // about that: false where contexts have no numbers
+  int code = 0;                         // compute capability that its code is made for; 0: unknown
+  std::map<std::size_t, int> resident;  // blocks on a multiprocessor, by bytes of shared memory
+};
+
+/// Calls function(facts), one call at a time.
+template <typename Function>
+auto with_facts(const void* kernel, Device device, const Function& function) {
   // Never destroyed: threads may outlive static objects.
   using Key = std::tuple<const void*, int, std::uint64_t>;  // kernel, device, context
   static auto& mutex = *new std::mutex;
-  static auto& allowed = *new std::map<Key, std::size_t>;
+  static auto& known = *new std::map<Key, KernelFacts>;
   const std::uint64_t context = current_context_id();
   const std::lock_guard lock(mutex);
-  std::size_t& known = allowed[{kernel, device.index, context}];
-  if (context != 0 && bytes <= known) return;
-  const std::size_t most = std::max(bytes, known);
+  KernelFacts& facts = known[{kernel, device.index, context}];
+  facts.is_sure = context != 0;
+  return function(facts);
+}
+
+/// The limit of a kernel belongs to a context. It is never lowered, as another thread may be about
+/// to launch with what was allowed. Where a context may be another than before, it is told at each
+/// call.
+void allow(const void* kernel, std::size_t bytes, KernelFacts& facts) {
+  if (facts.is_sure && bytes <= facts.shared_bytes) return;
+  const std::size_t most = std::max(bytes, facts.shared_bytes);
   FUSEDMOE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            static_cast<int>(most)));
-  known = most;
+  facts.shared_bytes = most;
+}
+
+}  // namespace
+
+void allow_shared_bytes(const void* kernel, std::size_t bytes, Device device) {
+  with_facts(kernel, device, [&](KernelFacts& facts) { allow(kernel, bytes, facts); });
+}
+
+int resident_blocks(const void* kernel, int threads, std::size_t shared_bytes, Device device) {
+  const DeviceProperties& properties = *device_properties(device.index);
+  const int per_multiprocessor = with_facts(kernel, device, [&](KernelFacts& facts) {
+    int& blocks = facts.resident[shared_bytes];
+    if (blocks > 0) return blocks;
+    allow(kernel, shared_bytes, facts);
+    FUSEDMOE_CUDA_CHECK(
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes));
+    return blocks;
+  });
+  return properties.multiprocessors * per_multiprocessor;
+}
+
+bool may_overlap(const void* kernel, Device device) {
+  constexpr int kFirst = 90;
+  return with_facts(kernel, device, [&](KernelFacts& facts) {
+    if (facts.code == 0) {
+      cudaFuncAttributes attributes{};
+      FUSEDMOE_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+      facts.code = attributes.ptxVersion;
+    }
+    return facts.code >= kFirst;
+  });
 }
 
 }  // namespace fusedmoe::cuda

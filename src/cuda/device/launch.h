@@ -18,6 +18,14 @@ namespace fusedmoe::cuda {
 /// microsecond.
 void allow_shared_bytes(const void* kernel, std::size_t bytes, Device device);
 
+/// Blocks of a kernel that the device runs at the same time. Throws Error for more shared memory
+/// than a block can have.
+int resident_blocks(const void* kernel, int threads, std::size_t shared_bytes, Device device);
+
+/// Whether launches of a kernel may overlap the one before. Code for GPUs before compute capability
+/// 9.0 does not know how to wait for it, whatever GPU runs it.
+bool may_overlap(const void* kernel, Device device);
+
 /// Where a kernel is enqueued.
 struct LaunchStream {
   cudaStream_t handle;
@@ -47,7 +55,8 @@ void launch_with(const LaunchOptions& options, void (*kernel)(Params...), dim3 g
   }
   cudaLaunchAttribute attributes[3];
   unsigned count = 0;
-  if (options.overlap_previous) {
+  if (options.overlap_previous &&
+      may_overlap(reinterpret_cast<const void*>(kernel), stream.device)) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -95,9 +104,9 @@ void launch_together(void (*kernel)(Params...), dim3 grid, dim3 block, std::size
 /// Without `overlap_previous` the kernel starts when all work before it in the stream has
 /// completed.
 ///
-/// With `overlap_previous` it may start while the previous kernel of the stream still runs: as soon
-/// as every block of that one has exited or called let_next_launch_begin(). The
-/// rules that keep this correct:
+/// With `overlap_previous` it may start, where may_overlap(), while the previous kernel of the
+/// stream still runs: as soon as every block of that one has exited or called
+/// let_next_launch_begin(). The rules that keep this correct:
 ///  - The operation before must be one of our kernels, never a copy or a caller's kernel. So the
 ///    first kernel of a forward is launched without overlap.
 ///  - Every thread calls wait_for_previous_launch() before it reads what the kernel before

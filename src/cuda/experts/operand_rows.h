@@ -5,6 +5,7 @@
 #include "cuda/experts/packed_weights.h"
 #include "cuda/experts/row_format.h"
 #include "cuda/experts/scratch.h"
+#include "cuda/mlp/fused_mlp.h"
 #include "cuda/rows/permute.h"
 #include "fusedmoe/experts.h"
 

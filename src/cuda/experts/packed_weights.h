@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cuda/formats/format_kernels.h"
+#include "cuda/mlp/fused_mlp.h"
 #include "fusedmoe/experts.h"
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/weights.h"

@@ -1,7 +1,7 @@
-// Where the codes of a packed block lie. Thread t of 128 owns the codes of the register operand A, of
-// wgmma and of mma.sync, that it multiplies: of warp w, g = lane / 4 and q = lane % 4 those of rows
-// 16 w + g and 8 more, in each of the block's 4 steps of 16 of K. Pairs of a step, as registers have
-// them:
+// Where the codes of a packed block lie. Thread t of 128 owns the codes of the register operand A,
+// of wgmma and of mma.sync, that it multiplies: of warp w, g = lane / 4 and q = lane % 4 those of
+// rows 16 w + g and 8 more, in each of the block's 4 steps of 16 of K. Pairs of a step, as
+// registers have them:
 //
 //   0: (row g, K 2q and 2q + 1)   1: (row g + 8, the same K)
 //   2: (row g, K 2q + 8 and 9)    3: (row g + 8, the same K)

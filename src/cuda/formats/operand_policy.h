@@ -1,5 +1,5 @@
-// What a policy of operands must have. A policy is a type of this folder for one pair of weights and
-// activations; the kernels of every architecture, and that of one token, are templates over it.
+// What a policy of operands must have. A policy is a type of this folder for one pair of weights
+// and activations; the kernels of every architecture, and that of one token, are templates over it.
 #pragma once
 
 #include <vector_types.h>
@@ -42,31 +42,29 @@ concept OperandPolicy = requires {
 /// What those have whose weights are decoded to 16 bits, `Block` being where a packed block lies:
 /// StagedBlock or StreamedBlock.
 template <typename T, typename Block>
-concept DecodingPolicy =
-    OperandPolicy<T> && requires(const Block& block, const typename T::Codes& codes,
-                                 std::uint32_t (&operands)[2][4]) {
-      typename T::Layout;                                   // where codes lie (codes.h)
-      { T::kCodeBytes } -> std::convertible_to<int>;        // of a packed block; scales are behind
-      { T::kGroupK } -> std::convertible_to<int>;           // columns that share a scale
-      { T::kFixedExponent } -> std::convertible_to<int>;    // results are times 2 to the power of it
-      { T::load(block, 0) } -> std::same_as<typename T::Codes>;  // what thread 0 of 128 needs
-      T::decode(codes, 0, operands);  // register operands of the first half of a K block
-    };
+concept DecodingPolicy = OperandPolicy<T> &&
+    requires(const Block& block, const typename T::Codes& codes, std::uint32_t (&operands)[2][4]) {
+  typename T::Layout;                                 // where codes lie (codes.h)
+  { T::kCodeBytes } -> std::convertible_to<int>;      // of a packed block; scales are behind
+  { T::kGroupK } -> std::convertible_to<int>;         // columns that share a scale
+  { T::kFixedExponent } -> std::convertible_to<int>;  // results are times 2 to the power of it
+  { T::load(block, 0) } -> std::same_as<typename T::Codes>;  // what thread 0 of 128 needs
+  T::decode(codes, 0, operands);  // register operands of the first half of a K block
+};
 
 /// The same of weights that are decoded to FP8, half a K block at a time.
 template <typename T, typename Block>
-concept Fp8DecodingPolicy =
-    OperandPolicy<T> && requires(const Block& block, const typename T::Tables& tables,
-                                 const uint4& words, const typename T::Scales& scales,
-                                 std::uint32_t (&operands)[2][4]) {
-      typename T::Layout;
-      { T::kCodeBytes } -> std::convertible_to<int>;
-      { T::kGroupK } -> std::convertible_to<int>;
-      { T::kFixedExponent } -> std::convertible_to<int>;
-      { T::kPromotedBlocks } -> std::convertible_to<int>;  // K blocks between two promotions
-      { T::words(block, 0, 0) } -> std::same_as<uint4>;    // code words of thread 0, first half
-      { T::load_scales(block, 0) } -> std::same_as<typename T::Scales>;  // of its two rows
-      T::decode(words, scales, tables, 0, operands);       // register operands of the first half
-    };
+concept Fp8DecodingPolicy = OperandPolicy<T> &&
+    requires(const Block& block, const typename T::Tables& tables, const uint4& words,
+             const typename T::Scales& scales, std::uint32_t (&operands)[2][4]) {
+  typename T::Layout;
+  { T::kCodeBytes } -> std::convertible_to<int>;
+  { T::kGroupK } -> std::convertible_to<int>;
+  { T::kFixedExponent } -> std::convertible_to<int>;
+  { T::kPromotedBlocks } -> std::convertible_to<int>;  // K blocks between two promotions
+  { T::words(block, 0, 0) } -> std::same_as<uint4>;    // code words of thread 0, first half
+  { T::load_scales(block, 0) } -> std::same_as<typename T::Scales>;  // of its two rows
+  T::decode(words, scales, tables, 0, operands);  // register operands of the first half
+};
 
 }  // namespace fusedmoe::cuda

@@ -22,23 +22,27 @@ struct TileShape {
   int row_blocks = 0;
   int cluster = 1;  ///< thread blocks side by side that share the same token rows
   int teams = 0;    ///< of a thread block; 0: weights are wgmma's rows
+  int stages = 0;   ///< of its ring of operands; 0: as many as shared memory holds, and roles
 
   constexpr bool tokens_are_rows() const { return teams > 0; }
   constexpr int warpgroups() const { return row_groups * k_groups; }
   /// Tiles of an expert are cut in steps of so many tokens.
   constexpr int token_step() const { return tokens_are_rows() ? 64 : 8; }
   /// Whether a warpgroup of its own runs the epilogue while the others multiply the next tile.
-  constexpr bool has_epilogue_warpgroup() const { return row_blocks == 1 && max_tokens <= 32; }
+  constexpr bool has_epilogue_warpgroup() const {
+    return stages == 0 && row_blocks == 1 && max_tokens <= 32;
+  }
   /// Whether a gated tile of GEMM 1 has the 128 features of a group that shares an FP8 scale.
   constexpr bool has_whole_groups() const {
-    return !tokens_are_rows() && tile_row_blocks() == kBlocksOfGroup;
+    return stages == 0 && !tokens_are_rows() && tile_row_blocks() == kBlocksOfGroup;
   }
   constexpr int tile_row_blocks() const { return row_groups * row_blocks; }
   constexpr bool operator==(const TileShape&) const = default;
 };
 
 /// "128x288k1c2", "256x144k1c2r2", "128x128k1c2t2": weight rows x tokens of a block, K groups,
-/// blocks of a cluster, row blocks of a row group if there are several; or teams.
+/// blocks of a cluster, row blocks of a row group if there are several; or teams. "128x64k1s4r2":
+/// stages instead of a cluster.
 std::string to_string(const TileShape& tile);
 
 }  // namespace fusedmoe::cuda

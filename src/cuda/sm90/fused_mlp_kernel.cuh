@@ -19,9 +19,9 @@
 // The blocks of a cluster take neighbouring row tiles of the same tokens: each loads a part of the
 // token rows for all. Its first block draws the tile index, and tells the others.
 //
-// Files: kernel.cuh (sizes, shared memory, barriers), tile_scheduler.cuh (which tile is next),
-// copies.cuh, mainloop*.cuh, store_tile.cuh, epilogue*.cuh and row_pass.cuh (what the roles do for
-// one tile), token_rows.cuh (the same for teams).
+// Files: kernel.cuh (sizes, shared memory, barriers), copies.cuh, mainloop*.cuh, store_tile.cuh,
+// row_pass.cuh (what the roles do for one tile), token_rows.cuh (the same for teams); in mlp/
+// tile_scheduler.cuh (which tile is next), epilogue*.cuh and stored_rows.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -29,11 +29,12 @@
 
 #include <cute/arch/cluster_sm90.hpp>
 
+#include "cuda/mlp/tile_scheduler.cuh"
 #include "cuda/sm90/copies.cuh"
 #include "cuda/sm90/mainloop.cuh"
 #include "cuda/sm90/row_pass.cuh"
+#include "cuda/sm90/share_index.cuh"
 #include "cuda/sm90/store_tile.cuh"
-#include "cuda/sm90/tile_scheduler.cuh"
 #include "cuda/sm90/token_rows.cuh"
 
 namespace fusedmoe::cuda {

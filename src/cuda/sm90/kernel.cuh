@@ -1,4 +1,4 @@
-// What the roles of the fused MLP kernel share: its sizes, shared memory, work tiles, barriers.
+// What the roles of the fused MLP kernel share: its sizes, shared memory, barriers.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,21 +6,14 @@
 
 #include <cstdint>
 
-#include "cuda/device/overlap.cuh"
 #include "cuda/formats/operand_policy.h"
-#include "cuda/mlp/fused_mlp.h"
-#include "cuda/mlp/schedule.h"
+#include "cuda/mlp/work_tile.cuh"
 #include "cuda/sm90/kernel_set.h"
 
 namespace fusedmoe::cuda {
 
-/// Slices of 8 rows of a packed block, each with one scale.
-inline constexpr int kSlices = kBlockRows / 8;
 /// Rows of a tensor copy, at least and at most.
 inline constexpr int kRowUnit = 8, kMostRows = 64;
-/// A row of a K block in shared memory: what the swizzle of wgmma's operands permutes.
-inline constexpr int kSwizzleBytes = 128;
-
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
 /// Barrier::wait and arrive, across which the compiler also moves no accesses to what is guarded.
@@ -155,6 +148,10 @@ struct Kernel {
       kStagedFeatures + 16 / static_cast<int>(sizeof(typename Output::Element));
 
   static constexpr int kTileSlots = 8;
+  /// Where row_prefix() is, behind tile_prefix.
+  __host__ __device__ static constexpr int row_prefix_offset(int /*num_experts*/) {
+    return kMaxExperts / 2 + 1;
+  }
   // Of a team: its share of what a thread block may have on sm_90.
   static constexpr int kSharedLimit = 232448 / kTeams / 1024 * 1024;
   // Warpgroups that publish partial accumulators, and a thread's; at least 1, as there is no array
@@ -176,27 +173,10 @@ struct Kernel {
   static_assert(kStageBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
 };
 
-/// One work tile, as every role needs it.
-struct WorkTile {
-  int gemm;  // as TileCoords
-  int expert;
-  int row_block;  // first of the tile
-  int k_begin, k_end;
-  int first_row;   // of the token rows of all experts
-  int num_tokens;  // token rows of the tile; of the row pass: there may be none
-  int split;
-  int token_tile;  // of all experts: where is counted what of its rows is stored
-};
-
-/// Whether it belongs to the row pass: constant false in kernels without one.
-template <typename K>
-__device__ __forceinline__ bool is_row_pass(const WorkTile& tile) {
-  return K::kHasRowPass && tile.gemm == kRowPass;
-}
-
 /// Of a team, or of the thread block where there are none.
-template <typename K>
-struct SharedMemory {
+template <OperandPolicy Operands, int kIndex>
+struct SharedMemory<Kernel<Operands, kIndex>> {
+  using K = Kernel<Operands, kIndex>;
   // The ring of operands: per stage the token rows, then the packed blocks.
   alignas(1024) std::uint8_t stages[K::kStages][K::kStageBytes];
   alignas(16) float scales[K::Operands::kHasKScales ? K::kStages : 1][K::kBlocksPerStage]
@@ -261,31 +241,6 @@ template <typename K>
 __device__ inline bool has_k_scales(const FusedMlpParams& p) {
   return K::Operands::kHasKScales && (p.gemms[0].token_scale_pitch > 0 || p.gemms[0].block_scales);
 }
-
-/// Whether this launch begins its work before the previous one has ended.
-__device__ inline bool starts_early(const FusedMlpParams& p) {
-  return p.topk_ids || p.counts_are_complete;
-}
-/// Most launches let the next one begin at once. This one does not if a launch between GEMM 1 and
-/// GEMM 2 quantizes the rows: then GEMM 1 first waits until the launch before it has completed.
-/// That launch writes the experts' counts, which GEMM 2 reads without a wait
-/// (FusedMlpParams::counts_are_complete).
-__device__ inline bool triggers_late(const FusedMlpParams& p) {
-  return p.topk_ids && p.num_gemms == 1;
-}
-/// Before what the previous launch wrote is read, and before anything is written.
-__device__ inline void wait_for_previous(const FusedMlpParams& p) {
-  if (starts_early(p)) wait_for_previous_launch();
-}
-
-/// Which multiplying warpgroup a thread is in. The epilogue warpgroup takes the place of the first.
-template <typename K>
-struct WarpgroupCoords {
-  int warpgroup;
-  __device__ static int thread() { return threadIdx.x % 128; }
-  __device__ int row_group() const { return warpgroup / K::kKGroups; }
-  __device__ int k_group() const { return warpgroup % K::kKGroups; }
-};
 
 /// By a thread of each of some warps, as each barrier takes a while.
 template <typename K>

@@ -2,23 +2,10 @@
 // the epilogue warpgroup.
 #pragma once
 
-#include "cuda/sm90/epilogue_groups.cuh"
+#include "cuda/mlp/epilogue_groups.cuh"
+#include "cuda/sm90/kernel.cuh"
 
 namespace fusedmoe::cuda {
-
-template <typename K, typename Read>
-__device__ __forceinline__ void store_results(SharedMemory<K>& shared, const FusedMlpParams& p,
-                                              const WorkTile& tile,
-                                              const WarpgroupCoords<K>& coords,
-                                              const ScaleAndBias<K>& factors, const Read& read) {
-  if constexpr (K::kStoresGroups) {
-    if (p.gemms[tile.gemm].out_scales) {
-      store_groups(shared, p, tile, coords, factors, read);
-      return;
-    }
-  }
-  store_rows(shared, p, tile, coords, factors, read);
-}
 
 /// The warpgroup's own accumulators, before it goes on to the next tile.
 template <typename K>

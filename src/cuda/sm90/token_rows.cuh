@@ -5,8 +5,9 @@
 // tile's tokens. And a warp has whole rows of the output.
 #pragma once
 
-#include "cuda/sm90/epilogue.cuh"
+#include "cuda/mlp/epilogue.cuh"
 #include "cuda/sm90/mainloop_stage.cuh"
+#include "cuda/sm90/store_matrices.cuh"
 
 namespace fusedmoe::cuda {
 

@@ -6,17 +6,6 @@
 
 namespace fusedmoe::cuda {
 
-/// Two blocks, transposed. Of block b, lane l holds element (l / 4, 2 (l % 4)) in the low and
-/// (l / 4, 2 (l % 4) + 1) in the high half of its b-th number; column c of the block becomes the 16
-/// bytes at the address that lane 8 b + c gives. Lanes from 16 on may give any.
-__device__ inline void store_transposed(void* shared_address, std::uint32_t block0,
-                                        std::uint32_t block1) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
-                   cute::cast_smem_ptr_to_uint(shared_address)),
-               "r"(block0), "r"(block1)
-               : "memory");
-}
-
 /// Four blocks. Of block b, lane l holds element (l / 4, 2 (l % 4)) in the low and
 /// (l / 4, 2 (l % 4) + 1) in the high half of its b-th number; row r of the block becomes the 16
 /// bytes at the address that lane 8 b + r gives.

@@ -2,17 +2,14 @@
 // experts, and finds the expert, rows and columns of a tile from its number.
 #pragma once
 
-#include <cute/arch/cluster_sm90.hpp>
-
-#include "cuda/mlp/schedule.h"
-#include "cuda/sm90/kernel.cuh"
+#include "cuda/mlp/work_tile.cuh"
 
 namespace fusedmoe::cuda {
 
 /// First row of each expert where thread blocks count rows themselves; behind the tile prefixes.
 template <typename K>
-__device__ inline std::int32_t* row_prefix(SharedMemory<K>& shared) {
-  return shared.tile_prefix + kMaxExperts / 2 + 1;
+__device__ inline std::int32_t* row_prefix(SharedMemory<K>& shared, const FusedMlpParams& p) {
+  return shared.tile_prefix + K::row_prefix_offset(p.num_experts);
 }
 
 /// Rows of an expert; in the batched format as the caller says, within the capacity.
@@ -76,14 +73,14 @@ __device__ inline void count_tiles(SharedMemory<K>& shared, const FusedMlpParams
     if (expert >= 0) atomicAdd(&tiles[expert + 1], 1);
     __syncthreads();
   }
-  if (thread < 32) sum_up<K>(tiles, p.topk_ids ? row_prefix(shared) : nullptr, p.num_experts);
+  if (thread < 32) sum_up<K>(tiles, p.topk_ids ? row_prefix(shared, p) : nullptr, p.num_experts);
   __syncthreads();
 }
 
-/// The work tile of an index, for the block of this rank in its cluster.
+/// The work tile of an index; where thread blocks form clusters, for the one of this rank.
 template <typename K>
 __device__ inline WorkTile make_tile(SharedMemory<K>& shared, const FusedMlpParams& p, int index,
-                                     int rank) {
+                                     int rank = 0) {
   TileOrder order;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -96,7 +93,7 @@ __device__ inline WorkTile make_tile(SharedMemory<K>& shared, const FusedMlpPara
   WorkTile tile{};
   tile.gemm = coords.gemm;
   if (coords.gemm < 0) return tile;
-  const std::int32_t* counted = row_prefix(shared) + coords.expert;
+  const std::int32_t* counted = row_prefix(shared, p) + coords.expert;
   const int rows = p.topk_ids ? counted[1] - counted[0] : read_rows(p, coords.expert);
   const int expert_row = p.topk_ids         ? counted[0]
                          : p.expert_offsets ? p.expert_offsets[coords.expert]
@@ -121,48 +118,6 @@ __device__ inline WorkTile make_tile(SharedMemory<K>& shared, const FusedMlpPara
   tile.k_end = split_begin(gemm.k_blocks, gemm.splits, coords.split + 1);
   tile.split = coords.split;
   return tile;
-}
-
-/// As wait(), for what other blocks of the cluster wrote.
-__device__ inline void wait_in_cluster(const std::uint64_t* barrier, std::uint32_t phase) {
-  std::uint32_t done = 0;
-  while (!done) {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(cute::cast_smem_ptr_to_uint(barrier)), "r"(phase)
-        : "memory");
-  }
-}
-
-/// The tile index that the first block of the cluster drew, for all of its blocks.
-template <typename K>
-__device__ inline int share_index(SharedMemory<K>& shared, const TileState<K>& slot, int rank,
-                                  int index) {
-  if constexpr (K::kCluster > 1) {
-    std::uint64_t* full = &shared.index_full[slot.index];
-    std::uint64_t* free = &shared.index_free[slot.index];
-    if (rank == 0) {
-      wait(free, slot.phase ^ 1);
-      for (int r = 1; r < K::kCluster; ++r) {
-        const std::uint32_t target =
-            cute::set_block_rank(cute::cast_smem_ptr_to_uint(&shared.tile_indexes[slot.index]), r);
-        const std::uint32_t barrier = cute::set_block_rank(cute::cast_smem_ptr_to_uint(full), r);
-        asm volatile(
-            "st.shared::cluster.s32 [%0], %1;\n"
-            "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%2];" ::"r"(target),
-            "r"(index), "r"(barrier)
-            : "memory");
-      }
-    } else {
-      wait_in_cluster(full, slot.phase);
-      index = *static_cast<volatile int*>(&shared.tile_indexes[slot.index]);
-      Barrier::arrive(free, 0, true);
-    }
-  }
-  return index;
 }
 
 }  // namespace fusedmoe::cuda

@@ -3,8 +3,8 @@
 // GEMMs are one launch.
 #pragma once
 
+#include "cuda/mlp/epilogue.cuh"
 #include "cuda/rows/row_transform.cuh"
-#include "cuda/sm90/epilogue.cuh"
 
 namespace fusedmoe::cuda {
 
@@ -87,6 +87,21 @@ __device__ __forceinline__ void store_groups(SharedMemory<K>& shared, const Fuse
       }
     }
   }
+}
+
+/// What `read` gives for each chunk of a tile -> rows of the GEMM that it belongs to.
+template <typename K, typename Read>
+__device__ __forceinline__ void store_results(SharedMemory<K>& shared, const FusedMlpParams& p,
+                                              const WorkTile& tile,
+                                              const WarpgroupCoords<K>& coords,
+                                              const ScaleAndBias<K>& factors, const Read& read) {
+  if constexpr (K::kStoresGroups) {
+    if (p.gemms[tile.gemm].out_scales) {
+      store_groups(shared, p, tile, coords, factors, read);
+      return;
+    }
+  }
+  store_rows(shared, p, tile, coords, factors, read);
 }
 
 }  // namespace fusedmoe::cuda

@@ -1,16 +1,19 @@
 // The epilogue of the fused MLP kernel: accumulators -> scale, bias, activation -> rows.
 //
-// wgmma leaves a thread the accumulators of two neighbouring tokens for weight rows r and r + 8, of
-// a gated w13 gate and up of one feature. There they become results. Rows of the operands' elements
-// then pass through shared memory, as threads next to each other hold features of one token only 8
-// apart. How results become elements is the epilogue's own policy, Operands::Output.
+// wgmma and mma.sync leave a thread the accumulators of two neighbouring tokens for weight rows r
+// and r + 8, of a gated w13 gate and up of one feature. There they become results. Rows of the
+// operands' elements then pass through shared memory, as threads next to each other hold features
+// of one token only 8 apart. How results become elements is the epilogue's own policy,
+// Operands::Output.
 #pragma once
 
+#include <cutlass/arch/barrier.h>
+
 #include "cuda/device/prefetch.cuh"
+#include "cuda/device/store_transposed.cuh"
+#include "cuda/mlp/work_tile.cuh"
 #include "cuda/rows/activation.cuh"
 #include "cuda/rows/row_quantizer.cuh"
-#include "cuda/sm90/kernel.cuh"
-#include "cuda/sm90/stmatrix.cuh"
 
 namespace fusedmoe::cuda {
 

@@ -1,0 +1,57 @@
+// What thread blocks tell each other of stored rows: counters that say how much of a token tile
+// GEMM 1, or the row pass, has stored.
+#pragma once
+
+#include "cuda/mlp/work_tile.cuh"
+
+namespace fusedmoe::cuda {
+
+/// By how much a stored tile moves the counter of its token tile: by its row blocks of GEMM 1 where
+/// GEMM 2 follows, by 1 for a tile of the row pass.
+template <typename K>
+__device__ inline int count_of(const FusedMlpParams& p, const WorkTile& tile) {
+  if (is_row_pass<K>(tile)) return 1;
+  if (tile.gemm != 0 || p.num_gemms == 1) return 0;
+  return max(0, min(K::kTileRowBlocks, p.gemms[0].row_blocks - tile.row_block));
+}
+
+/// With a release: what the calling thread knows to be stored, others see after
+/// wait_until_stored().
+__device__ inline void count_stored(const FusedMlpParams& p, int token_tile, int count) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p.counters + 1 + token_tile),
+               "r"(count)
+               : "memory");
+}
+
+/// The counter of a token tile: what it counts is stored, and the calling thread sees it.
+__device__ inline int count_of_stored(const FusedMlpParams& p, const WorkTile& tile) {
+  int stored = 0;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
+               : "=r"(stored)
+               : "l"(p.counters + 1 + tile.token_tile)
+               : "memory");
+  return stored;
+}
+
+/// Returns once the counter of the token tile has come so far. A build with assertions gives up
+/// after some seconds: another forward uses the same workspace at the same time. It traps, as a
+/// call of assert() would have ptxas serialize all wgmma.
+__device__ inline void wait_until_stored(const FusedMlpParams& p, const WorkTile& tile, int count) {
+  for (int tries = 0;; ++tries) {
+    if (count_of_stored(p, tile) >= count) return;
+#ifndef NDEBUG
+    if (tries == 1 << 24) __trap();
+#endif
+    __nanosleep(20);
+  }
+}
+
+/// For a tile of GEMM 2.
+template <typename K>
+__device__ inline void wait_for_rows(const FusedMlpParams& p, const WorkTile& tile) {
+  int count = p.gemms[0].row_blocks;
+  if constexpr (K::kHasRowPass) count += p.pass.tiles;
+  wait_until_stored(p, tile, count);
+}
+
+}  // namespace fusedmoe::cuda
