@@ -139,8 +139,8 @@ class FUSEDMOE_API Checkpoint {
   /// Paths of all files that the checkpoint consists of: config, index, tensors.
   const std::vector<std::string>& files() const;
 
-  /// What the config says of the first MoE layer, with the scheme that its tensors have; or of
-  /// another one.
+  /// What the config says of the first MoE layer that can be read, with the scheme that its tensors
+  /// have; or of another one.
   const ModelConfig& config() const;
   ModelConfig config(std::int64_t layer) const;
   /// config() of a checkpoint whose experts have one scheme in all layers. Throws Error naming the

@@ -213,7 +213,7 @@ void add_targets(const Targets& targets, const std::string& label, bool sorted,
                       sorted ? target : std::string());
   }
   for (const auto& [target, format] : targets) {
-    if (is_class(target)) rules.add_every(format);
+    if (is_class(target)) rules.add_every(format, target == "Linear");
   }
 }
 

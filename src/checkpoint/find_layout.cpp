@@ -177,6 +177,7 @@ class StorageFinder {
       if (formats.mixture) formats_of(by_format);
       if (formats.mixture && !all_fit(storage)) throw Error(*formats.mixture);
       formats_of([&](const LinearLayer& layer, const ModuleFormat& format) {
+        if (formats.linear && layer.experts > 0 && is_plain(block_, layer)) return LinearStorage{};
         check_agreement(layer, format);
         return is_read(format) ? by_format(layer, format) : LinearStorage{nullptr, *format.scheme};
       });

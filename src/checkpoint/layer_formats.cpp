@@ -57,15 +57,18 @@ LayerModules::LayerModules(const QuantRules& rules, const FamilyRow& row, const 
   const std::string number = layer_number(prefix);
   if (prefix.empty()) naming_.prefix = row.prefix + number;
   const int parts = static_cast<int>(patterns(*layout.experts).size());
-  int most = names_in_rules(naming_);
+  const Naming own = naming_;
+  int most = names_in_rules(own, own);
   std::vector<std::string> prefixes{naming_.prefix, row.prefix + number};
   for (const std::string_view other : kPrefixes) prefixes.push_back(std::string(other) + number);
   for (const std::string& other : prefixes) {
     for (const std::string& block : row.blocks) {
       for (const ExpertLayout& experts : row.layouts) {
         if (most == parts) return;
+        // Quantizers know linear layers; a stack is named as the file has it.
+        if (&experts != own.experts && experts.storage != ExpertStorage::kPerExpert) continue;
         const Naming naming{other, block, &experts};
-        const int count = names_in_rules(naming);
+        const int count = names_in_rules(naming, own);
         if (count <= most) continue;
         most = count;
         naming_ = naming;
@@ -86,12 +89,26 @@ std::string LayerModules::module_name(const Naming& naming, const std::string& p
   return naming.prefix + tensor_name(naming.block, pattern, expert);
 }
 
-int LayerModules::names_in_rules(const Naming& naming) {
+int LayerModules::names_in_rules(const Naming& naming, const Naming& own) {
+  const std::vector<std::string> names = patterns(*naming.experts),
+                                 own_names = patterns(*own.experts);
   int count = 0;
-  for (const std::string& pattern : patterns(*naming.experts)) {
-    const std::string module = module_name(naming, pattern, 0);
-    bool named = formats_.find(module).named;
-    for (ModuleRules::Lookup& transform : transforms_) named |= transform.find(module).named;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    const std::string module = module_name(naming, names[i], 0);
+    const bool same = names.size() == own_names.size();
+    const bool down = i + 1 == names.size();
+    const std::string in_file = module_name(own,
+                                            own_names[same   ? i
+                                                      : down ? own_names.size() - 1
+                                                             : 0],
+                                            0);
+    const auto is_named = [&](ModuleRules::Lookup& rules) {
+      const ModuleRules::Found found = rules.find(module);
+      return found.named &&
+             (module == in_file || !found.pattern || found.pattern->tells_from(in_file));
+    };
+    bool named = is_named(formats_);
+    for (ModuleRules::Lookup& transform : transforms_) named |= is_named(transform);
     count += named;
   }
   return count;
@@ -136,6 +153,7 @@ ExpertFormats LayerModules::formats_of(const std::vector<std::string>& modules) 
   if (up.scheme != formats.first.scheme) {
     throw mixture_of(modules.front(), formats.first, modules[1], up, kOneFormat);
   }
+  formats.linear = formats_.find(modules.front()).linear && formats_.find(modules.back()).linear;
   if (activations_of(formats.first) != activations_of(formats.down)) {
     throw mixture_of(modules.front(), formats.first, modules.back(), formats.down,
                      "the inputs of all matrices of a layer's experts must have one format");

@@ -14,6 +14,7 @@ namespace fusedmoe::checkpoint {
 /// Of gate and up, and of down.
 struct ExpertFormats {
   ModuleFormat first, down;
+  bool linear = false;  ///< by a rule for linear layers alone
   /// Set where the experts' own names say different formats, and these are those of names without
   /// numbers: to be thrown unless every tensor fits them.
   std::optional<Error> mixture{};
@@ -43,7 +44,8 @@ class LayerModules {
   static std::vector<std::string> patterns(const ExpertLayout& layout);
   static std::string module_name(const Naming& naming, const std::string& pattern,
                                  std::int64_t expert);
-  int names_in_rules(const Naming& naming);
+  /// Of the experts' matrices those that some rule names so. `own`: the names in the file.
+  int names_in_rules(const Naming& naming, const Naming& own);
   /// Throws Error where gate and up, or the inputs of down, differ.
   ExpertFormats formats_of(const std::vector<std::string>& modules);
   std::vector<std::string> modules(std::int64_t expert) const;

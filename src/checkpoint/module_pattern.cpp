@@ -108,6 +108,13 @@ std::string required_text(std::string_view regex) {
   return best;
 }
 
+bool says_beginning(ModulePattern::Kind kind, std::string_view text) {
+  const bool caret = text.starts_with('^');
+  if (caret) text.remove_prefix(1);
+  const bool anchored = caret || kind != ModulePattern::Kind::kSearch;
+  return anchored && !text.empty() && (is_alphanumeric(text.front()) || text.front() == '_');
+}
+
 /// A digit that is not in the pattern stands for all of those, unless a range or a number of a
 /// character, a group or a repetition may tell them apart.
 std::array<char, 10> same_digits(std::string_view regex) {
@@ -136,7 +143,11 @@ std::regex compile(const std::string& text, const std::string& label) {
   try {
     return std::regex(text);
   } catch (const std::regex_error&) {
-    throw Error::malformed(label, files::quote(text), "a regular expression");
+    throw Error::unsupported(
+        Reason::kQuantScheme, label,
+        core::format("{} has the pattern {}, which is no regular expression, or has what Python's "
+                     "alone have: lookbehind, flags or named groups",
+                     label, files::quote(text)));
   }
 }
 
@@ -144,6 +155,7 @@ std::regex compile(const std::string& text, const std::string& label) {
 
 ModulePattern::ModulePattern(Kind kind, const std::string& text, const std::string& label)
     : kind_(kind),
+      says_beginning_(says_beginning(kind, text)),
       required_(kind == Kind::kGlob ? longest_text(text) : required_text(text)),
       digits_(same_digits(text)) {
   if (kind == Kind::kGlob) {
@@ -177,6 +189,10 @@ bool ModulePattern::matches(const std::string& module, Memo& memo) const {
   const auto [answer, is_new] = memo.try_emplace(std::move(key), false);
   if (is_new) answer->second = search(answer->first);
   return answer->second;
+}
+
+bool ModulePattern::tells_from(const std::string& name) const {
+  return says_beginning_ || name.find(required_) == std::string::npos;
 }
 
 std::string exact_name(std::string_view regex) {

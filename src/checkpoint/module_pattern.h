@@ -25,12 +25,18 @@ class ModulePattern {
   using Memo = std::unordered_map<std::string, bool>;
   bool matches(const std::string& module, Memo& memo) const;
 
+  /// Of a pattern that fits another name of the same module: whether it was written for such names,
+  /// and does not fit by chance as "^(?!.*experts)" does. It says how the name begins, or has a
+  /// text that this name has not.
+  bool tells_from(const std::string& name) const;
+
  private:
   bool search(const std::string& module) const;
 
   Kind kind_;
   std::string glob_;
   std::regex regex_;
+  bool says_beginning_;            ///< begins with a text, not with what stands for many
   std::string required_;           ///< occurs in every name that matches
   std::array<char, 10> digits_{};  ///< for each digit the one that stands for it
 };

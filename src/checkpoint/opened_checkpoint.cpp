@@ -191,7 +191,17 @@ OpenedCheckpoint open_checkpoint(CheckpointFiles files, std::string label, const
   } catch (const Error& error) {
     throw error.within(result.label);
   }
-  if (!result.layers.empty()) result.config = result.layer_config(result.layers.begin()->first);
+  // Of the first layer whose format is read: others may still be asked for by their numbers.
+  std::optional<Error> problem;
+  for (const auto& [number, block] : result.layers) {
+    try {
+      result.config = result.layer_config(number);
+      return result;
+    } catch (const Error& error) {
+      if (!problem) problem = error;
+    }
+  }
+  if (problem) throw Error(*problem);
   return result;
 }
 

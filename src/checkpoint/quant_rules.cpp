@@ -40,8 +40,8 @@ void ModuleRules::add_pattern(ModulePattern pattern, std::size_t format, std::st
   rules_.emplace_back(PatternRule{std::move(pattern), format, std::move(order)});
 }
 
-void ModuleRules::add_every(std::size_t format) {
-  rules_.emplace_back(Every{format});
+void ModuleRules::add_every(std::size_t format, bool linear) {
+  rules_.emplace_back(Every{format, linear});
 }
 
 std::optional<std::size_t> ModuleRules::NameSet::find(std::string_view module) const {
@@ -74,9 +74,9 @@ ModuleRules::Found ModuleRules::Lookup::find(const std::string& module) {
   const auto& formats = rules_->formats_;
   for (std::size_t i = 0; i < rules.size(); ++i) {
     if (const auto* set = std::get_if<NameSet>(&rules[i])) {
-      if (const auto format = set->find(module)) return {&formats[*format], true};
+      if (const auto format = set->find(module)) return {&formats[*format], true, nullptr, false};
     } else if (const auto* every = std::get_if<Every>(&rules[i])) {
-      return {&formats[every->format], false};
+      return {&formats[every->format], false, nullptr, every->linear};
     } else if (fits(i, module)) {
       const auto& first = std::get<PatternRule>(rules[i]);
       const ModuleFormat& format = formats[first.format];
@@ -90,7 +90,7 @@ ModuleRules::Found ModuleRules::Lookup::find(const std::string& module) {
             core::format("{} fits {} and says {}, but {} fits it, too, and says {}", format.source,
                          files::quote(module), text_of(format), second.source, text_of(second)));
       }
-      return {&format, true};
+      return {&format, true, &first.pattern, false};
     }
   }
   return {};

@@ -39,11 +39,14 @@ class ModuleRules {
   /// Of two rules that fit, both with an order, the one before must also come first in the order of
   /// their texts: readers differ in which of them they take.
   void add_pattern(ModulePattern pattern, std::size_t format, std::string order = {});
-  void add_every(std::size_t format);
+  /// `linear`: for every linear layer, so not for stacks of experts.
+  void add_every(std::size_t format, bool linear = false);
 
   struct Found {
-    const ModuleFormat* format = nullptr;  ///< null: no rule fits
-    bool named = false;                    ///< by a rule for some names
+    const ModuleFormat* format = nullptr;    ///< null: no rule fits
+    bool named = false;                      ///< by a rule for some names
+    const ModulePattern* pattern = nullptr;  ///< that of the rule, if it has one
+    bool linear = false;                     ///< by a rule for linear layers alone
   };
   /// Remembers what patterns say about names: one for each thread.
   class Lookup {
@@ -78,6 +81,7 @@ class ModuleRules {
   };
   struct Every {
     std::size_t format;
+    bool linear;
   };
 
   std::vector<ModuleFormat> formats_;

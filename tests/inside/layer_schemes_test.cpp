@@ -112,6 +112,19 @@ INSTANTIATE_TEST_SUITE_P(
                              "}}}",
                              kCompressedTensors,
                              {"int4_g32", "bf16", "int4_g32"}},
+                      // Written for dense layers: no name of the experts fits, but another one that
+                      // the family's stacks have, or any that is not theirs.
+                      Layers{"DenseLayers",
+                             "{" FUSEDMOE_CT R"("ignore": ["lm_head",
+               "re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "re:(?!.*\\.mlp\\.experts\\.).*"],
+               "config_groups": {"group_0": {"targets": ["Linear"],)" FUSEDMOE_INT4 "}}}",
+                             kCompressedTensors,
+                             {"int4_g32", "int4_g32"}},
+                      Layers{"GptqAllButExperts",
+                             "{" FUSEDMOE_GPTQ R"("dynamic":
+               {"-:^(?!.*layers\\.1\\.mlp\\.experts).*": {}}})",
+                             kGptq,
+                             {"bf16", "int4_g32"}},
                       Layers{"NoTarget",
                              "{" FUSEDMOE_CT R"("config_groups": {"group_0": {
                "targets": ["re:.*layers.[02].*"],)" FUSEDMOE_CHANNEL "," FUSEDMOE_TOKEN "}}}",
@@ -290,6 +303,39 @@ INSTANTIATE_TEST_SUITE_P(
                 "\"group_1\" fits it, too"}),
     [](const auto& info) { return std::string(info.param.name); });
 
+// Stacks are no linear layers: a rule for those says nothing of them.
+TEST(StacksTest, StayPlainBesideQuantizedLinearLayers) {
+  const char* groups = R"("config_groups": {"group_0": {"targets": [")";
+  for (const auto& [target, error] :
+       {std::pair{"Linear", "no error"},
+        std::pair{"re:.*experts.*", "experts.gate_up_proj is int4_g32, but its weight is plain"},
+        std::pair{"FusedMoE", "experts.gate_up_proj is int4_g32, but its weight is plain"}}) {
+    File file;
+    file.config = nlohmann::json::parse(testing::tiny_config("gpt_oss"));
+    file.quantization =
+        "{" FUSEDMOE_CT + (groups + std::string(target)) + "\"]," FUSEDMOE_INT4 "}}}";
+    file.add(source_of("bf16", kPlain, "gpt_oss"), 0);
+    const std::string text = testing::error_text([&] { file.open().load_layer(0); });
+    EXPECT_NE(text.find(error), std::string::npos) << text;
+  }
+}
+
+// A layer in a format that nothing here reads does not stand before the others.
+TEST(UnreadLayersTest, AreRefusedByThemselves) {
+  for (const char* layer : {"0", "1"}) {
+    File file;
+    const std::string quantization = "{" FUSEDMOE_GPTQ R"("dynamic": {".*layers.)" +
+                                     std::string(layer) + R"(.mlp.*": {"bits": 3}}})";
+    fill({"", quantization.c_str(), kGptq, {"int4_g32", "int4_g32"}}, file);
+    const Checkpoint checkpoint = file.open();
+    EXPECT_EQ(name(checkpoint.config().scheme), "int4_g32");
+    const std::int64_t unread = std::stoi(layer);
+    EXPECT_EQ(name(checkpoint.load_layer(1 - unread).experts.scheme), "int4_g32");
+    const std::string text = testing::error_text([&] { checkpoint.load_layer(unread); });
+    EXPECT_NE(text.find(".bits: was 3; must be 4 or 8"), std::string::npos) << text;
+  }
+}
+
 // GPTQ's patterns are often meant for layers and hit numbers of experts: the tensors say which.
 TEST(ExpertNumbersTest, CountWhereTheTensorsDiffer) {
   File file;
@@ -302,7 +348,7 @@ TEST(ExpertNumbersTest, CountWhereTheTensorsDiffer) {
   EXPECT_EQ(name(checkpoint.load_layer(0).experts.scheme), "int4_g32");
   EXPECT_EQ(name(checkpoint.load_layer(1).experts.scheme), "int8_g32");
   file.add(source_of("int8_g32", kGptq, "qwen3_moe-wide"), 0, "experts.1.");
-  const std::string text = testing::error_text([&] { file.open(); });
+  const std::string text = testing::error_text([&] { file.open().load_layer(0); });
   EXPECT_NE(text.find("say that model.layers.0.mlp.experts.0.gate_proj is int4_g32 and "
                       "model.layers.0.mlp.experts.1.gate_proj is int8_g32"),
             std::string::npos)

@@ -244,6 +244,11 @@ INSTANTIATE_TEST_SUITE_P(
         Unknown{"GptqRepeatedGroup", R"({"quant_method": "gptq", "bits": 4, "dynamic":
                 {"(.*a)+b": {}}})",
                 "dynamic: was \"(.*a)+b\"; must be a pattern"},
+        // Of Python alone.
+        Unknown{"GptqFlags", R"({"quant_method": "gptq", "bits": 4, "dynamic":
+                {"-:(?i)MODEL\\..*": {}}})",
+                "dynamic has the pattern \"(?i)MODEL\\..*\", which is no regular expression, or "
+                "has what Python's alone have"},
         Unknown{"GptqBits", R"({"quant_method": "gptq", "bits": 4, "dynamic":
                 {".*experts.*": {"bits": 3}}})",
                 "dynamic.\".*experts.*\".bits: was 3"},
@@ -260,6 +265,7 @@ INSTANTIATE_TEST_SUITE_P(
         Unknown{"AutoRoundType", R"({"quant_method": "auto-round", "bits": 4, "data_type": "nv_fp",
                 "packing_format": "auto_round:auto_gptq"})",
                 "data_type: was \"nv_fp\""},
+        Unknown{"NoMethod", R"({"group_size": 64, "bits": 4})", "quant_method: was absent"},
         Unknown{"ModelOpt", R"({"quant_method": "modelopt", "quant_algo": "NVFP4",
                 "rotate": {"enable": true}})",
                 "rotate is object"},
