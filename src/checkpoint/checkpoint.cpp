@@ -36,8 +36,8 @@ struct Checkpoint::Impl {
 };
 
 Checkpoint Checkpoint::open(const std::filesystem::path& path, const CheckpointOptions& options) {
-  return Impl::make(checkpoint::open_checkpoint_files(path, {options.access}), path.string(),
-                    options.family);
+  return Impl::make(checkpoint::open_checkpoint_files(path, {options.access}, options.family),
+                    path.string(), options.family);
 }
 
 Checkpoint Checkpoint::parse(const void* data, std::size_t size, std::string label) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/model_config.h"
 #include "checkpoint/problems.h"
 #include "core/check.h"
 #include "files/file.h"
@@ -99,14 +100,22 @@ void merge_quantization(const fs::path& path, CheckpointFiles& result) {
   constexpr const char* kKey = "quantization_config";
   nlohmann::json config =
       files::parse_json_object(result.config_json, files::kMaxConfigBytes, "config");
-  if (config.contains(kKey)) return;
+  if (const auto found = config.find(kKey); found != config.end() && !found->is_null()) return;
   config[kKey] = files::parse_json_object(files::read_text(path, files::kMaxConfigBytes),
                                           files::kMaxConfigBytes, path.string());
   result.config_json = config.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   result.json_paths.push_back(path.string());
 }
 
-CheckpointFiles open_directory(const fs::path& directory, OpenOptions options) {
+void open_tensors(const fs::path& directory, OpenOptions options, CheckpointFiles& result) {
+  const fs::path index = directory / kIndexName;
+  if (!fs::exists(index)) return open_without_index(directory, options, result);
+  result.json_paths.push_back(index.string());
+  open_shards(directory, index, options, result);
+}
+
+CheckpointFiles open_directory(const fs::path& directory, OpenOptions options,
+                               const Family& family) {
   CheckpointFiles result;
   const fs::path config = directory / "config.json";
   FUSEDMOE_CHECK_IO(
@@ -119,13 +128,18 @@ CheckpointFiles open_directory(const fs::path& directory, OpenOptions options) {
   result.json_paths.push_back(config.string());
   const fs::path quantization = directory / "hf_quant_config.json";
   if (fs::exists(quantization)) merge_quantization(quantization, result);
-  const fs::path index = directory / kIndexName;
-  if (fs::exists(index)) {
-    result.json_paths.push_back(index.string());
-    open_shards(directory, index, options, result);
-    return result;
+  try {
+    open_tensors(directory, options, result);
+  } catch (const Error&) {
+    // A format that nothing here reads may have tensors that nothing here reads: the config says
+    // so first.
+    try {
+      ParsedConfig(result.config_json, family);
+    } catch (const Error& cause) {
+      throw cause.within(directory.string());
+    }
+    throw;
   }
-  open_without_index(directory, options, result);
   return result;
 }
 
@@ -161,9 +175,10 @@ CheckpointFiles single_file(CheckpointFile file) {
   return result;
 }
 
-CheckpointFiles open_checkpoint_files(const fs::path& path, OpenOptions options) {
+CheckpointFiles open_checkpoint_files(const fs::path& path, OpenOptions options,
+                                      const Family& family) {
   try {
-    if (fs::is_directory(path)) return open_directory(path, options);
+    if (fs::is_directory(path)) return open_directory(path, options, family);
     if (files::is_gguf(path)) return open_gguf(path, options);
     return single_file({path.string(), SafetensorsFile::open(path, options)});
   } catch (const fs::filesystem_error& error) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "files/gguf.h"
+#include "fusedmoe/checkpoint.h"
 #include "fusedmoe/safetensors.h"
 
 namespace fusedmoe::checkpoint {
@@ -45,8 +46,10 @@ struct CheckpointFiles {
 /// A directory with config.json and safetensors files, or one file with metadata `config`. In a
 /// directory: the shards that model.safetensors.index.json names, else every *.safetensors
 /// with model tensors. A shard that the index names and that is absent is an Error, and so is a
-/// tensor in two files.
-CheckpointFiles open_checkpoint_files(const std::filesystem::path& path, OpenOptions options = {});
+/// tensor in two files. Where files cannot be read because of a format that the config names, the
+/// Error names that. `family`: instead of that of the model_type.
+CheckpointFiles open_checkpoint_files(const std::filesystem::path& path, OpenOptions options = {},
+                                      const Family& family = {});
 
 /// A checkpoint of one file, whose metadata key `config` holds the config.
 CheckpointFiles single_file(CheckpointFile file);

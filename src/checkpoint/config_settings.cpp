@@ -40,7 +40,7 @@ bool all_values(const nlohmann::json& value, const Predicate& predicate) {
 
 /// Keys that say what the family does anyway.
 bool says_the_same(const FamilyRow& row, const std::string& key, const nlohmann::json& value) {
-  if (key == "scoring_func") {
+  if (key == "scoring_func" || key == "score_function" || key == "score_func") {
     return value.is_string() && row.scoring.otherwise == value.get<std::string>();
   }
   // GGUF: 1 is softmax, 2 sigmoid, 3 softmax of the chosen.
@@ -48,7 +48,8 @@ bool says_the_same(const FamilyRow& row, const std::string& key, const nlohmann:
     const std::string scoring = row.scoring.otherwise.value_or("");
     return value == (scoring == "softmax" ? 1 : scoring == "sigmoid" ? 2 : 3);
   }
-  if (key == "norm_topk_prob" || key == "moe_renormalize" || key == "expert_weights_norm") {
+  if (key == "norm_topk_prob" || key == "moe_renormalize" || key == "route_norm" ||
+      key == "expert_weights_norm") {
     // Dividing the weights of topk_softmax by their sum, which is 1, changes nothing.
     return row.scoring.otherwise == "topk_softmax" ||
            (value.is_boolean() && row.renormalize.otherwise == value.get<bool>());

@@ -15,6 +15,7 @@
 #include "checkpoint/stacked_experts.h"
 #include "checkpoint/tensor_checks.h"
 #include "checkpoint/uncalibrated.h"
+#include "checkpoint/weight_faults.h"
 #include "core/check.h"
 #include "fusedmoe/quant.h"
 
@@ -84,8 +85,7 @@ class Loader {
                       reader_.plain_matrix(layers[1], layout_.storage.latent)};
     }
     report(label, cause_of_missing_input_scales(model_, block_, layout_));
-    layer.experts.validate();
-    if (layer.shared_experts) layer.shared_experts->weights.validate();
+    validate(layer);
     return layer;
   }
 
@@ -103,6 +103,17 @@ class Loader {
   }
 
  private:
+  void validate(const LayerWeights& layer) const {
+    const BlockStorage& storage = layout_.storage;
+    const auto experts = [&](std::int64_t e) { return expert_layers(model_, layout_, e); };
+    validate_stored(layer.experts, wanted_, {layout_, experts, storage.experts, storage.down},
+                    block_.prefix);
+    if (!layer.shared_experts) return;
+    const auto shared = [&](std::int64_t) { return shared_layers(model_, layout_); };
+    validate_stored(layer.shared_experts->weights, {0},
+                    {layout_, shared, storage.shared, storage.shared_down}, block_.prefix);
+  }
+
   bool gates_nothing(const std::string& name) const {
     const std::vector<std::string>& gates = family_row(model_.family).shared_gate;
     return model_.shared_intermediate == 0 &&

@@ -325,7 +325,10 @@ void decode(const StoredTensor& stored, const TensorView& tensor, const QuantSch
       break;
     case kReciprocal: {
       const Tensor one = Tensor::empty({1}, DType::kF32);
-      *one.as<float>() = 1.0F / load_f32(tensor.data(), tensor.dtype(), 0);
+      const float value = load_f32(tensor.data(), tensor.dtype(), 0);
+      *one.as<float>() = 1.0F / value;
+      FUSEDMOE_CHECK_FILE(std::isfinite(*one.as<float>()), "contents", core::to_string(value),
+                          "a number that has a finite reciprocal");
       own(one);
       break;
     }

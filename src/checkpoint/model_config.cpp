@@ -185,19 +185,26 @@ namespace checkpoint {
 ParsedConfig::ParsedConfig(std::string_view config_json, const Family& family)
     : root_(std::make_shared<nlohmann::json>(
           files::parse_json_object(config_json, files::kMaxConfigBytes, "config"))) {
-  constexpr const char* kKey = "quantization_config";
+  // Older compressed-tensors and mlx have names of their own for it.
+  constexpr std::array<const char*, 3> kKeys{"quantization_config", "compression_config",
+                                             "quantization"};
   FoundFamily found = find_family_of(*root_, family.row());
   row_ = std::move(found.row);
   node_ = found.node;
   const Keys keys(*node_);
-  std::optional<Keys> quantization = Keys(*root_).object(kKey);
-  if (!quantization) quantization = keys.object(kKey);
+  std::optional<Keys> quantization;
+  for (const char* key : kKeys) {
+    for (const Keys& object : {Keys(*root_), keys}) {
+      if (!quantization) quantization = object.object(key);
+    }
+  }
   plain_ = plain_scheme(keys, quantization.has_value());
   if (!quantization) return;
   const Keys& says = quantization->find("expert_dtype") ? *quantization : keys;
   quantization_ = std::make_shared<QuantRules>(
       parse_quantization(*quantization, key_order(config_json), says.string("expert_dtype", "")));
-  if (node_ == root_.get()) root_->erase(kKey);
+  if (node_ != root_.get()) return;
+  for (const char* key : kKeys) root_->erase(key);
 }
 
 // The keys of a scheme are data: schemes without an implementation are described all the same, so

@@ -49,12 +49,15 @@ QuantRules all_but(const ConfigKeys& config, Layout layout, const QuantScheme& s
   }
   // Routed experts in MXFP4 among linear layers in FP8. DeepSeek's own kernels also round the
   // inputs of these experts to FP8; here they stay exact.
-  if (layout == Layout::kFp8 && !expert_dtype.empty() && expert_dtype != "fp8") {
-    FUSEDMOE_CHECK_SUPPORTED(expert_dtype == "fp4", kQuantScheme, "config.expert_dtype",
+  if (layout == Layout::kFp8 && !expert_dtype.empty()) {
+    const std::string label =
+        config.find("expert_dtype") ? config.label("expert_dtype") : "config.expert_dtype";
+    FUSEDMOE_CHECK_SUPPORTED(expert_dtype == "fp4" || expert_dtype == "fp8", kQuantScheme, label,
                              files::quote(expert_dtype), "fp8 or fp4");
     rules.formats.add_name(
         ModuleRules::Names::kAnywhere, "experts",
-        rules.formats.add_format({schemes::mxfp4_w4a16(), "config.expert_dtype", {}}));
+        rules.formats.add_format(
+            {expert_dtype == "fp4" ? schemes::mxfp4_w4a16() : scheme, label, {}}));
   }
   rules.formats.add_every(rules.formats.add_format({scheme, config.path(), {}}));
   return rules;
@@ -64,13 +67,14 @@ constexpr auto kKnown = std::to_array<std::string_view>(
     {"quant_method", "modules_to_not_convert", "ignored_layers", "fmt", "activation_scheme",
      "weight_block_size", "scale_fmt", "expert_dtype",
      // What readers do with the weights in memory, other tensors, and who wrote the file.
-     "dequantize", "kv_cache_scheme", "is_checkpoint_fp8_serialized", "packed_modules_mapping",
-     "producer", "provider"});
+     "dequantize", "modules_to_convert", "kv_cache_scheme", "is_checkpoint_fp8_serialized",
+     "packed_modules_mapping", "producer", "provider"});
 
 }  // namespace
 
 KeyOrder key_order(std::string_view config_json) {
-  constexpr auto kWithin = std::to_array<std::string_view>({"quantization_config"});
+  constexpr auto kWithin =
+      std::to_array<std::string_view>({"quantization_config", "compression_config"});
   constexpr auto kObjects =
       std::to_array<std::string_view>({"config_groups", "dynamic", "extra_config"});
   return files::keys_in_order(config_json, kWithin, kObjects);
@@ -92,7 +96,8 @@ QuantRules parse_quantization(const ConfigKeys& config, const KeyOrder& order,
   }
   const bool nested = config.find("quantization") || config.find("quant_algo");
   if (method.starts_with("modelopt") || (method.empty() && nested)) return parse_modelopt(config);
-  throw Error::unsupported(Reason::kQuantScheme, config.label("quant_method"), files::quote(method),
+  throw Error::unsupported(Reason::kQuantScheme, config.label("quant_method"),
+                           method.empty() ? config.missing("quant_method") : files::quote(method),
                            "mxfp4, fp8, compressed-tensors, modelopt, gptq, awq or auto-round");
 }
 

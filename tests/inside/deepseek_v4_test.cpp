@@ -111,12 +111,19 @@ TEST(DeepseekV4Test, ExpertsInFp8) {
                          "tensors are fp8_block_w8a16, so 24 tensors"),
       std::string::npos)
       << parts.error();
+  Parts fp4 = deepseek_v4("fp4", DType::kE8M0);
+  fp4.config["expert_dtype"] = "fp8";
+  EXPECT_NE(fp4.error().find("config.expert_dtype says that the experts are fp8_block_ue8m0, but "
+                             "their tensors are mxfp4_w4a16, so 24 tensors"),
+            std::string::npos)
+      << fp4.error();
   parts.config["expert_dtype"] = "int3";
   EXPECT_NE(parts.error().find("config.expert_dtype: was \"int3\"; must be fp8 or fp4"),
             std::string::npos);
   parts.config["expert_dtype"] = "fp8";
   parts.copy("layers.0.ffn.experts.1.w2.scale").as<std::uint8_t>()[1] = 255;
-  EXPECT_NE(parts.error().find("experts[1].down.scales: was nan at row 1"), std::string::npos)
+  EXPECT_NE(parts.error().find("layers.0.ffn.experts.1.w2.scale: was nan at row 1"),
+            std::string::npos)
       << parts.error();
 }
 

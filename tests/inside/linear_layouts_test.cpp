@@ -289,14 +289,47 @@ TEST(LinearLayoutTest, ModelOptFileBesideTheConfig) {
       TinyCheckpoints::instance().quantized("qwen3_moe", "nvfp4", CheckpointLayout::kModelOpt);
   std::filesystem::copy(source, directory / "x");
   nlohmann::json config = read_json(source / "config.json");
-  config.erase("quantization_config");
-  testing::write_file(directory / "x" / "config.json", config.dump());
   testing::write_file(
       directory / "x" / "hf_quant_config.json",
       R"({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}})");
-  const Checkpoint checkpoint = Checkpoint::open(directory / "x");
-  EXPECT_EQ(name(checkpoint.config().scheme), "nvfp4");
-  EXPECT_EQ(checkpoint.load_layer(0).experts.num_experts(), 4);
+  for (const bool null : {false, true}) {
+    config.erase("quantization_config");
+    if (null) config["quantization_config"] = nullptr;
+    testing::write_file(directory / "x" / "config.json", config.dump());
+    const Checkpoint checkpoint = Checkpoint::open(directory / "x");
+    EXPECT_EQ(name(checkpoint.config().scheme), "nvfp4");
+    EXPECT_EQ(checkpoint.load_layer(0).experts.num_experts(), 4);
+  }
+}
+
+TEST(LinearLayoutTest, OlderNameOfTheConfig) {
+  Parts parts("int4_g32", testing::kCt);
+  parts.config["compression_config"] = parts.quantization();
+  parts.config.erase("quantization_config");
+  EXPECT_EQ(name(parts.load().experts.scheme), "int4_g32");
+}
+
+// The words of mlx have a type that nothing here reads.
+TEST(LinearLayoutTest, TheConfigOfMlxStandsBeforeItsTensors) {
+  const testing::TemporaryDirectory directory;
+  const std::string header =
+      R"({"model.layers.0.mlp.switch_mlp.up_proj.weight": {"dtype": "U32", "shape": [1],
+          "data_offsets": [0, 4]}})";
+  std::string length(8, '\0');
+  length[0] = static_cast<char>(header.size());
+  testing::write_file(directory / "model.safetensors", length + header + "1234");
+  const auto error = [&](const char* key) {
+    nlohmann::json config = nlohmann::json::parse(testing::tiny_config("qwen3_moe"));
+    config[key] = {{"group_size", 64}, {"bits", 4}, {"mode", "affine"}};
+    testing::write_file(directory / "config.json", config.dump());
+    return testing::error_text([&] { Checkpoint::open(directory.path()); });
+  };
+  for (const char* key : {"quantization", "quantization_config"}) {
+    const std::string wanted =
+        directory.path().string() + ": config." + key + ".quant_method: was absent; must be";
+    EXPECT_EQ(error(key).find(wanted), 0u) << error(key);
+  }
+  EXPECT_NE(error("other").find("dtype: was \"U32\""), std::string::npos) << error("other");
 }
 
 // DeepSeek quantizes its shared experts like the others.

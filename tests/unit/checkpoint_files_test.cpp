@@ -166,7 +166,8 @@ TEST_F(CheckpointFilesTest, ScalesMissingOrNan) {
   parts.save(directory / "x.safetensors");
   const std::string nan =
       error_text([&] { Checkpoint::open(directory / "x.safetensors").load_layer(0); });
-  EXPECT_NE(nan.find("layer 0: weights.experts[5].gate.scales: was 255 (NaN) at row 3, block 7"),
+  EXPECT_NE(nan.find("layer 0: mlp.experts.gate_up_proj_scales: was 255 (NaN) at row 3, block 7 "
+                     "(gate of expert 5); must be E8M0 codes"),
             std::string::npos)
       << nan;
 

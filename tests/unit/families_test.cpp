@@ -90,6 +90,11 @@ TEST(FamilyTest, AnotherModelThanTheTypeSaysIsRefused) {
             std::string::npos);
   EXPECT_NE(error("qwen2_moe", R"(, "routed_scaling_factor": 2.5)").find("routed_scaling_factor"),
             std::string::npos);
+  for (const char* scores : {"score_function", "score_func"}) {
+    const std::string key = std::string(", \"") + scores + "\": ";
+    EXPECT_NE(error("qwen2_moe", key + "\"sigmoid\"").find(scores), std::string::npos);
+    EXPECT_EQ(error("qwen2_moe", key + "\"softmax\"").find(scores), std::string::npos);
+  }
   EXPECT_NE(error("zaya", "").find("models of the family zaya are not served: their router"),
             std::string::npos);
   EXPECT_EQ(name(parse_model_config(config_of("qwen2_moe", R"(, "n_group": 1)")).family),
