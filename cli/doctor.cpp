@@ -157,12 +157,13 @@ std::string launch_text() {
 std::string peer_text() {
   const int count = cuda_device_count();
   if (count < 2) return fmt::format("{} GPUs", count);
+  const core::DeviceRuntime& runtime = core::cuda_runtime();
+  const auto id_of = [&](int index) { return runtime.physical_id({DeviceKind::kCuda, index}); };
   std::string text;
   for (int a = 0; a < count; ++a) {
     std::string peers;
     for (int b = 0; b < count; ++b) {
-      if (a != b && core::cuda_runtime().can_access({DeviceKind::kCuda, a}, {DeviceKind::kCuda, b}))
-        peers += fmt::format(" {}", b);
+      if (a != b && runtime.can_access(id_of(a), id_of(b))) peers += fmt::format(" {}", b);
     }
     text +=
         fmt::format("{}{} reads{}", text.empty() ? "" : "; ", a, peers.empty() ? " nobody" : peers);

@@ -43,8 +43,7 @@ struct Resources {
     const ModularKernel kernel = selection.create(make_context());
     workspace_bytes = kernel.workspace_bytes(num_tokens);
     const ProblemSize size = ProblemSize::of(kernel.experts().config(), num_tokens);
-    const auto configs =
-        kernel.experts().kernel_configs(kernel.prepare_finalize().problem_size(size));
+    const auto configs = kernel.experts().kernel_configs(kernel.sizes(size).transport.experts);
     if (!configs.empty()) kernel_config = configs.front();
   }
 };

@@ -285,11 +285,11 @@ typedef struct fusedmoe_layer_options { /* LayerOptions in fusedmoe/layer.h */
   fusedmoe_communicator* communicator;
   const char* placement;       /* JSON of ExpertPlacement; NULL: linear */
   int64_t max_tokens_per_rank; /* the most that any rank gives to a forward */
-  int64_t receive_capacity;    /* rows; 0: as many as can come */
+  int64_t receive_capacity;    /* rows of exact sizes; 0: as many as can come */
   int32_t nearest_replica;     /* of a token's experts; 0: by the token's hash */
   int32_t combine;             /* 0: as batch invariance needs, 1: per rank, 2: per slot */
   int32_t combine_dtype;       /* of rows per rank; FUSEDMOE_NONE: dtype */
-  int32_t fixed_sizes;         /* nothing is counted: for CUDA graphs */
+  int32_t fixed_sizes;         /* must be 0: now in fusedmoe_forward_args */
   int32_t tp_rank;
   int32_t sequence_parallel;
   int32_t drop_rows; /* those that do not fit into receive_capacity, instead of an error */
@@ -350,6 +350,7 @@ typedef struct fusedmoe_forward_args {
   int32_t accumulate; /* output += instead of output = */
   int64_t max_tokens; /* of any rank in this forward, the same on all; 0: max_tokens_per_rank */
   fusedmoe_tensor dropped_rows; /* result, if given: (1) i32, of these tokens */
+  int32_t fixed_sizes; /* count nothing; the same on all ranks. Captured streams imply it */
 } fusedmoe_forward_args;
 
 /* Both check every argument before they write, and allocate nothing. On CUDA they only enqueue. */

@@ -99,6 +99,29 @@ FUSEDMOE_C_API void fusedmoe_communicator_abort(fusedmoe_communicator* communica
 FUSEDMOE_C_API fusedmoe_status
 fusedmoe_communicator_status(const fusedmoe_communicator* communicator);
 
+/* ------------------------------------------------------------------------------------------------
+ * A forward in three parts, between which the caller may do work of its own: begin routes and sends
+ * rows, compute runs the experts, finish writes the output. What the arguments point to, the layer
+ * and the workspace must outlive the step. All ranks take the parts of their steps in one order. */
+
+typedef struct fusedmoe_step fusedmoe_step;
+FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_begin(const fusedmoe_layer* layer,
+                                                    const fusedmoe_forward_args* args,
+                                                    fusedmoe_step** step);
+FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_begin_routed(const fusedmoe_layer* layer,
+                                                           const fusedmoe_forward_args* args,
+                                                           fusedmoe_step** step);
+FUSEDMOE_C_API fusedmoe_status fusedmoe_step_compute(fusedmoe_step* step);
+FUSEDMOE_C_API fusedmoe_status fusedmoe_step_finish(fusedmoe_step* step);
+/* Before it is finished, this ends the communicator. */
+FUSEDMOE_C_API void fusedmoe_step_destroy(fusedmoe_step* step);
+
+/* fusedmoe_layer_workspace_bytes for forwards with fixed sizes: fusedmoe_forward_args.fixed_sizes,
+ * or a captured stream. num_tokens: max_tokens. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_fixed_workspace_bytes(const fusedmoe_layer* layer,
+                                                                    int64_t num_tokens,
+                                                                    size_t* bytes);
+
 #ifdef __cplusplus
 }
 #endif

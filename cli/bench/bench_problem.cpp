@@ -68,7 +68,7 @@ class ExpertsTarget final : public BenchTarget {
   }
   std::vector<std::string> kernel_configs(std::int64_t num_tokens) const override {
     const ProblemSize size = ProblemSize::of(kernel_.experts().config(), num_tokens);
-    return kernel_.experts().kernel_configs(kernel_.prepare_finalize().problem_size(size));
+    return kernel_.experts().kernel_configs(kernel_.sizes(size).transport.experts);
   }
   int find_kernel_config(const std::string& name) const override {
     return kernel_.experts().find_kernel_config(name);

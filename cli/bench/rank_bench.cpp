@@ -93,7 +93,6 @@ RankBench::RankBench(const RankBenchOptions& options, std::shared_ptr<Communicat
   Context context;
   context.ranks.communicator = communicator_;
   context.ranks.max_tokens_per_rank = num_tokens;
-  context.ranks.fixed_sizes = fixed_sizes;
   prepare_finalize_ = transport.create(config_, context);
 
   testing::Case spec;
@@ -127,6 +126,7 @@ void RankBench::make_buffers() {
   args_.topk_ids = ids_;
   args_.topk_weights = factors_;
   args_.max_tokens = num_tokens_;
+  args_.fixed_sizes = fixed_sizes_;
   args_.num_experts = config_.num_experts;
   if (!travels() && config_.has_expert_map) {  // else the transport has one
     const auto placement = ExpertPlacement::linear(config_.num_experts, config_.parallel.ep_size);
@@ -138,9 +138,11 @@ void RankBench::make_buffers() {
       make_preparation(*select(config_).experts, config_.scheme, false, static_scale());
   ProblemSize problem = ProblemSize::of(config_, num_tokens_);
   problem.max_tokens = num_tokens_;
-  workspace_ = block(prepare_finalize_->workspace_bytes(problem, args_.preparation));
+  problem.fixed_sizes = fixed_sizes_;
+  const TransportSizes sizes = prepare_finalize_->sizes(problem, args_.preparation);
+  workspace_ = block(sizes.workspace_bytes);
   args_.prepare_workspace = workspace_.data();
-  const ProblemSize arriving = prepare_finalize_->problem_size(problem);
+  const ProblemSize& arriving = sizes.experts;
   std::size_t bytes = static_cast<std::size_t>(arriving.num_tokens * returned_row_bytes());
   if (experts_.experts) {
     const WorkspaceSizes sizes = experts_.experts->workspace_sizes(arriving);
@@ -218,6 +220,7 @@ void RankBench::dispatch() {
   inner_.fused_output =
       TensorView(memory, config_.dtype, {inner_.hidden_states.size(0), config_.hidden}, device_);
   args_.fused_output = inner_.fused_output;
+  args_.step = inner_.step;
 }
 
 void RankBench::run_experts() {

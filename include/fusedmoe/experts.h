@@ -24,6 +24,7 @@
 
 namespace fusedmoe {
 
+class TransportStep;
 class TunedConfigs;
 
 /// Shape of the activations that travel between prepare, experts and finalize.
@@ -87,13 +88,12 @@ struct RankOptions {
   ReplicaChoice replica_choice = ReplicaChoice::kHash;
   /// Most tokens that any rank gives to a forward; buffers are made for it.
   std::int64_t max_tokens_per_rank = 0;
-  /// Most rows that a rank receives in a forward; 0: as many as can come. More are an Error, unless
-  /// drop_rows is set.
+  /// Most rows that a rank receives in a forward with exact sizes; 0: as many as can come. More are
+  /// an Error, unless drop_rows is set.
   std::int64_t receive_capacity = 0;
   /// Rows that do not fit into receive_capacity stay at home: the last ones in the order of (source
-  /// rank, token); with fixed_sizes each source has an equal share of the capacity, and the last
-  /// tokens of the source stay. The experts that a token chose on that rank then add nothing to its
-  /// output. ForwardOptions::dropped_rows counts such rows. Not with batch_invariant.
+  /// rank, token). The experts that a token chose on that rank then add nothing to its output.
+  /// ForwardOptions::dropped_rows counts such rows. Not with batch_invariant.
   bool drop_rows = false;
   /// Of rows on their way to the ranks of their experts: the layer's, or that of the scheme's
   /// activations (e4m3, i8 or e2m1): rows are then quantized before they travel, and their scales
@@ -103,9 +103,6 @@ struct RankOptions {
   std::optional<DType> dispatch_dtype = std::nullopt;
   std::optional<CombineMode> combine = std::nullopt;  ///< none: as batch invariance needs
   std::optional<DType> combine_dtype = std::nullopt;  ///< of rows per rank: f32, or the layer's
-  /// Always send max_tokens rows to each rank: nothing is counted, so on CUDA the host waits for
-  /// nothing and a graph can hold the forward.
-  bool fixed_sizes = false;
 };
 
 /// What an instance is bound to, beside its configuration.
@@ -141,9 +138,14 @@ struct ProblemSize {
   std::int64_t num_tokens = 0;
   /// The most tokens of any rank in this forward; 0: num_tokens.
   std::int64_t max_tokens = 0;
+  /// Every rank sends max_tokens rows to each that has experts; see ForwardOptions.
+  bool fixed_sizes = false;
   /// Rows of all local experts together that are likely, by which kernel configurations are chosen;
   /// 0: as many as routing at random gives.
   std::int64_t expected_rows = 0;
+  /// Rows of all local experts together that there must be room for; 0: topk for each token. Only
+  /// in the standard format.
+  std::int64_t max_rows = 0;
   std::int64_t topk = 0;
   std::int64_t num_local_experts = 0;
   std::int64_t hidden = 0;
@@ -219,6 +221,8 @@ struct Preparation {
   /// The experts can read rows at ForwardArgs::row_addresses, so prepare need not copy them to one
   /// place.
   bool by_address = false;
+  /// The experts take quantized rows, too, where they would quantize them by themselves.
+  bool takes_quantized = false;
 };
 
 /// The arguments of one forward: they travel from the caller through prepare, experts and finalize.
@@ -239,7 +243,9 @@ struct ForwardArgs {
   /// Number of an Experts::kernel_configs() name; -1: the experts choose.
   int kernel_config = -1;
   std::int64_t expected_rows = 0;  ///< see ProblemSize
+  std::int64_t max_rows = 0;       ///< see ProblemSize
   std::int64_t max_tokens = 0;     ///< see ProblemSize
+  bool fixed_sizes = false;        ///< see ProblemSize; a captured stream implies it
   /// (1) i32, optional: += rows of these tokens that were dropped, see RankOptions::drop_rows.
   TensorView dropped_rows;
   Stream stream;
@@ -268,6 +274,11 @@ struct ForwardArgs {
   WeightAndReduce weight_and_reduce = WeightAndReduce::kNoOp;  ///< of the experts, for finalize
   TensorView fused_output;  ///< what the experts write: `output`, or for finalize to reduce
   void* prepare_workspace = nullptr;  ///< untouched from prepare to finalize
+  /// Rows of hidden_states that the experts may be given at a time, one part after the other, as
+  /// all of them name more experts than max_rows; 0: all. Prepare sets it.
+  std::int64_t rows_at_once = 0;
+  /// What the transport counts in this forward, where rows change their rank; prepare makes it.
+  std::shared_ptr<TransportStep> step;
   /// Set by prepare where fused_output should lie, because other ranks read it there; null: it
   /// may lie anywhere.
   void* output_memory = nullptr;
@@ -309,6 +320,8 @@ class FUSEDMOE_API ExpertsDescriptor {
   /// does after the permutation; false if prepare must have done it. Meaningless without quantized
   /// activations.
   virtual bool expects_unquantized_inputs(const QuantScheme& scheme) const;
+  /// See Preparation::takes_quantized. The default: no.
+  virtual bool takes_quantized_inputs(const QuantScheme& scheme) const;
   /// See Preparation::by_address. The default: no.
   virtual bool reads_rows_by_address() const { return false; }
   /// Who applies the router weights and reduces over top-k, by the activation format. The default:

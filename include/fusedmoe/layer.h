@@ -99,6 +99,11 @@ struct ForwardOptions {
   /// The most tokens that any rank gives to this forward, the same on all; 0: the largest that
   /// RankOptions allows. Buffers and fixed sizes follow it.
   std::int64_t max_tokens = 0;
+  /// Every rank sends max_tokens rows to each that has experts; the same on all ranks. Nothing is
+  /// counted, so on CUDA the host waits for nothing and a graph can hold the forward. A forward on
+  /// a stream that is captured does so in any case. No row is dropped. Not with per_slot, nor where
+  /// experts of several ranks route by themselves.
+  bool fixed_sizes = false;
   std::optional<Stream> stream = std::nullopt;  ///< none: the default stream of the device
 };
 
@@ -149,8 +154,8 @@ class FUSEDMOE_API MoeLayer {
 
   /// Bytes of scratch that forward(num_tokens) needs: monotone, a function of num_tokens alone, and
   /// at most LayerOptions::max_workspace_bytes. Across ranks num_tokens is
-  /// ForwardOptions::max_tokens.
-  std::size_t workspace_bytes(std::int64_t num_tokens) const;
+  /// ForwardOptions::max_tokens, and forwards with fixed sizes need another number of bytes.
+  std::size_t workspace_bytes(std::int64_t num_tokens, bool fixed_sizes = false) const;
   /// Bytes of memory, shared by ranks, that forward(num_tokens) takes beside the workspace. 0
   /// unless the ranks are processes of one host that share memory (Communicator::share_memory()).
   /// num_tokens is ForwardOptions::max_tokens: a rank with fewer tokens takes no more. Monotone; no
@@ -178,6 +183,31 @@ class FUSEDMOE_API MoeLayer {
 
   /// Convenience: allocates output and workspace on the device, and waits.
   Tensor forward(const TensorView& hidden_states) const;
+
+  /// One forward in three parts: begin() routes and sends rows, compute() runs shared experts and,
+  /// on the rows that arrive, the routed ones, finish() writes the output. forward() is the three.
+  /// The caller may put work of its own between them. Arguments, workspace and layer must outlive
+  /// the step. All ranks take the parts of their steps in one order. A step that is destroyed
+  /// before finish() ends the communicator, as an exception does.
+  class FUSEDMOE_API Step {
+   public:
+    Step(Step&&) noexcept;
+    ~Step();
+    void compute();
+    void finish();
+
+   private:
+    friend class MoeLayer;
+    struct Impl;
+    explicit Step(std::unique_ptr<Impl> impl);
+    std::unique_ptr<Impl> impl_;
+  };
+  /// As forward() and forward_routed(), but for forwards of one chunk (max_workspace_bytes).
+  Step begin(const TensorView& hidden_states, const TensorView& output, Workspace workspace,
+             const ForwardOptions& options = {}) const;
+  Step begin_routed(const TensorView& hidden_states, const Routing& routing,
+                    const TensorView& output, Workspace workspace,
+                    const ForwardOptions& options = {}) const;
 
  private:
   struct Impl;

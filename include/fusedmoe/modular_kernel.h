@@ -33,6 +33,28 @@ class FUSEDMOE_API PrepareFinalizeDescriptor {
                                                            const Context& context) const = 0;
 };
 
+/// What a transport counts in one forward, from prepare to finalize. The forward owns it.
+class FUSEDMOE_API TransportStep {
+ public:
+  TransportStep() = default;
+  virtual ~TransportStep() = default;
+  TransportStep(const TransportStep&) = delete;
+  TransportStep& operator=(const TransportStep&) = delete;
+};
+
+/// What a transport makes of the sizes of a forward.
+struct TransportSizes {
+  ProblemSize caller;
+  /// As the experts see them: the same, or the row capacity per expert in the batched format.
+  /// Across ranks there is room for so many rows; finish_prepare() says how many have come.
+  ProblemSize experts;
+  std::size_t workspace_bytes = 0;  ///< scratch that lasts from prepare to finalize
+  /// Memory that a forward takes beside the workspace, from what the communicator lets the other
+  /// processes of this host read (Communicator::take_shared()). Scratch that others read lies there
+  /// instead of in the workspace. 0 where ranks share no such memory.
+  std::size_t shared_bytes = 0;
+};
+
 /// What happens to activations before and after the experts: weight on input, quantize, dispatch;
 /// weight, reduce, combine. One object, because a transport connects the halves. Prepare and
 /// finalize come in two steps each, so that a transport can be in flight while something else runs:
@@ -49,24 +71,13 @@ class FUSEDMOE_API PrepareAndFinalize {
 
   const PrepareFinalizeDescriptor& descriptor() const { return descriptor_; }
 
-  /// Size that the experts see for a forward of num_tokens rows: the same, or the row capacity
-  /// per expert in the batched format. A transport that passes the caller's rows through does so
-  /// for any number of them.
-  virtual ProblemSize problem_size(const ProblemSize& caller) const { return caller; }
-  /// True if the experts see rows of other ranks. finish_prepare() then says how many there are,
-  /// which problem_size() only bounds; the experts leave sums for this rank's part alone; and
-  /// finalize takes the arguments as they were before prepare, but for fused_output.
+  /// All sizes of a forward. A transport that passes the caller's rows through does so for any
+  /// number of them.
+  virtual TransportSizes sizes(const ProblemSize& caller, const Preparation& preparation) const = 0;
+  /// True if the experts see rows of other ranks: they then leave sums for this rank's part alone,
+  /// and finalize takes the arguments as they were before prepare, but for `step` and
+  /// `fused_output`.
   virtual bool moves_rows() const { return false; }
-  /// Scratch that lasts from prepare to finalize.
-  virtual std::size_t workspace_bytes(const ProblemSize& caller,
-                                      const Preparation& preparation) const = 0;
-  /// Memory that a forward takes beside the workspace, from what the communicator lets the other
-  /// processes of this host read (Communicator::take_shared()). Scratch that others read lies there
-  /// instead of in the workspace. 0 where ranks share no such memory.
-  virtual std::size_t shared_bytes(const ProblemSize& /*caller*/,
-                                   const Preparation& /*preparation*/) const {
-    return 0;
-  }
 
   /// Replaces hidden_states by what the experts read (and ids and weights, where rows change their
   /// rank), and sets hidden_scales and expert_num_tokens where the format has them. Throws Error
@@ -76,12 +87,13 @@ class FUSEDMOE_API PrepareAndFinalize {
   /// fused_output -> output.
   void start_finalize(const ForwardArgs& args) const;
   void finish_finalize(const ForwardArgs& args) const { do_finish_finalize(args); }
-  /// A forward has thrown on this rank, maybe before prepare: the other ranks must not wait for it.
+  /// A forward has failed on this rank, maybe before prepare, or was given up: the other ranks must
+  /// not wait for it.
   virtual void abandon(std::string_view /*reason*/) const noexcept {}
 
  private:
   friend class ModularKernel;
-  virtual void do_start_prepare(ForwardArgs& args) const = 0;
+  virtual void do_start_prepare(ForwardArgs& args, const TransportSizes& sizes) const = 0;
   virtual void do_finish_prepare(ForwardArgs&) const {}
   virtual void do_start_finalize(const ForwardArgs& args) const = 0;
   virtual void do_finish_finalize(const ForwardArgs&) const {}
@@ -121,6 +133,15 @@ struct Workspace {
   std::size_t bytes = 0;
 };
 
+/// The sizes of a forward, computed once by ModularKernel::sizes() and passed down.
+struct ForwardSizes {
+  Preparation preparation;  ///< without the static scale, on which no size depends
+  TransportSizes transport;
+  WorkspaceSizes experts;
+  std::size_t common_bytes = 0;  ///< workspace13 and, unless it is the caller's, the output
+  std::size_t bytes = 0;         ///< of the whole workspace
+};
+
 class FUSEDMOE_API ModularKernel {
  public:
   /// Throws Error unless both are of one activation format and finalize accepts what the experts
@@ -131,36 +152,58 @@ class FUSEDMOE_API ModularKernel {
   const PrepareAndFinalize& prepare_finalize() const { return *prepare_finalize_; }
   const Experts& experts() const { return *experts_; }
 
+  ForwardSizes sizes(const ProblemSize& caller) const;
   /// Exact bytes that apply() needs for this problem (sizes as the caller sees them): monotone in
   /// num_tokens; on the CPU it depends on the number of threads of the experts' context.
-  std::size_t workspace_bytes(const ProblemSize& problem) const;
+  std::size_t workspace_bytes(const ProblemSize& problem) const { return sizes(problem).bytes; }
   /// The same for a number of tokens of the experts' configuration.
   std::size_t workspace_bytes(std::int64_t num_tokens) const;
-  /// See PrepareAndFinalize.
-  std::size_t shared_bytes(const ProblemSize& problem) const;
-  std::size_t shared_bytes(std::int64_t num_tokens) const;
 
-  /// prepare -> experts -> finalize, on the stream: on CUDA asynchronous, and capturable in a
-  /// graph. Checks every argument first; allocates nothing. Ids outside [0, num_experts) other than
-  /// -1 are an Error, and so is an expert_map with such values. On CUDA, where values cannot be
-  /// checked without waiting, they select nothing. Router weights that are not finite are no error:
-  /// they reach the rows of their token. `workspace` must be 64-byte aligned. Where the experts'
-  /// output has the shape and dtype of `output`, they write there. Across ranks whatever it throws
-  /// ends the communicator, so that the other ranks do not wait.
+  /// One forward: begin() has prepared and sent the rows, compute() runs the experts on those that
+  /// arrive and sends back what they leave, finish() waits for it and writes the output. A caller
+  /// may put work of its own between them; the arguments, their views and the kernel must outlive
+  /// the step, and whatever other steps the ranks take meanwhile, they take in the same order. A
+  /// step that ends before finish() ends the communicator, as an exception does.
+  class FUSEDMOE_API Step {
+   public:
+    Step(Step&& other) noexcept;
+    Step& operator=(Step&&) = delete;
+    ~Step();
+    void compute();
+    void finish();
+
+   private:
+    friend class ModularKernel;
+    friend class MoeLayer;
+    Step(const ModularKernel& kernel, const ForwardArgs& args, const ForwardSizes& sizes,
+         void* workspace);
+    void begin();
+    void run_experts();
+    /// Runs a part of the step. What it throws, the other ranks learn.
+    template <typename Part>
+    void run(const Part& part);
+    void abandon(std::string_view reason) noexcept;
+
+    enum class State { kBegun, kComputed, kEnded };
+    const ModularKernel* kernel_;
+    State state_ = State::kBegun;
+    ForwardSizes sizes_;
+    ForwardArgs args_, inner_;  // of the caller, and of the experts
+  };
+
+  /// Checks every argument, then starts. `workspace` must be 64-byte aligned.
+  Step begin(const ForwardArgs& args, Workspace workspace) const;
+
+  /// begin, compute and finish: prepare -> experts -> finalize, on the stream: on CUDA
+  /// asynchronous, and capturable in a graph. Checks every argument first; allocates nothing, but a
+  /// few small lists across ranks. Ids outside [0, num_experts) other than -1 are an Error, and so
+  /// is an expert_map with such values. On CUDA, where values cannot be checked without waiting,
+  /// they select nothing. Router weights that are not finite are no error: they reach the rows of
+  /// their token. Where the experts' output has the shape and dtype of `output`, they write there.
+  /// Across ranks whatever it throws ends the communicator, so that the other ranks do not wait.
   void apply(const ForwardArgs& args, Workspace workspace) const;
 
  private:
-  friend class MoeLayer;
-  /// The same with arguments that were checked.
-  void run(const ForwardArgs& args, const ProblemSize& problem, void* workspace) const;
-  /// Calls step(). What it throws, the other ranks learn.
-  template <typename Step>
-  void abandon_on_error(const Step& step) const;
-  void cut_and_run(ForwardArgs args, const ProblemSize& problem, void* workspace) const;
-  void run_steps(ForwardArgs args, const ProblemSize& problem) const;
-  std::size_t common_bytes(const WorkspaceSizes& sizes, const ProblemSize& problem) const;
-  Preparation preparation_of(const ProblemSize& problem) const;
-
   std::shared_ptr<const PrepareAndFinalize> prepare_finalize_;
   std::shared_ptr<const Experts> experts_;
   WeightAndReduce reduce_ = WeightAndReduce::kNoOp;  // of the experts

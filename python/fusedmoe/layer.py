@@ -92,7 +92,6 @@ class MoELayer:
         dispatch_dtype: of rows on their way to other ranks: dtype, or that of the scheme's
             activations, "e4m3", "i8" or "e2m1". Default: as the experts read rows.
         receive_capacity: rows; drop_rows: those that do not fit, instead of an error.
-        fixed_sizes: count nothing, for CUDA graphs.
 
         Raises OSError for a file at fault, NotImplementedError where no implementation fits. With a
         communicator of several ranks: RuntimeError on all of them, which names the rank.
@@ -205,6 +204,7 @@ class MoELayer:
         workspace: Any = None,
         max_tokens: int = 0,
         dropped_rows: Any = None,
+        fixed_sizes: bool = False,
     ) -> Any:
         """The layer's output, (num_tokens, hidden), of the kind of hidden_states.
 
@@ -220,6 +220,8 @@ class MoELayer:
             default: max_tokens_per_rank.
         dropped_rows: (1) int32, filled with how many rows of these tokens found no room on the
             ranks that they went to; see the option drop_rows.
+        fixed_sizes: send max_tokens rows to each rank and count nothing, the same on all ranks; a
+            call that a CUDA graph records does so in any case.
 
         Raises ValueError that names the argument at fault.
         """
@@ -237,6 +239,7 @@ class MoELayer:
             scratch_of(hidden_states, stream) if workspace is None else lambda nbytes: workspace,
             max_tokens,
             array(dropped_rows),
+            fixed_sizes,
         )
         return out
 
@@ -252,11 +255,13 @@ class MoELayer:
         workspace: Any = None,
         max_tokens: int = 0,
         dropped_rows: Any = None,
+        fixed_sizes: bool = False,
     ) -> Any:
         """The same with the caller's routing: (num_tokens, topk) float32 and int32; global ids, -1
         selects nothing. Raises ValueError for other ids (on CUDA they select nothing).
 
-        out, accumulate, stream, workspace, max_tokens, dropped_rows: as in a call of the layer.
+        out, accumulate, stream, workspace, max_tokens, dropped_rows, fixed_sizes: as in a call of
+        the layer.
         """
         if out is None:
             out = output_like(hidden_states, self._output_dtype)
@@ -270,12 +275,48 @@ class MoELayer:
             scratch_of(hidden_states, stream) if workspace is None else lambda nbytes: workspace,
             max_tokens,
             array(dropped_rows),
+            fixed_sizes,
         )
         return out
 
-    def workspace_bytes(self, num_tokens: int) -> int:
-        """Scratch memory that a call with so many tokens needs."""
-        return self._handle.workspace_bytes(num_tokens)
+    def begin(
+        self,
+        hidden_states: Any,
+        topk_weights: Any = None,
+        topk_ids: Any = None,
+        *,
+        out: Any = None,
+        accumulate: bool = False,
+        stream: Optional[int] = None,
+        workspace: Any = None,
+        max_tokens: int = 0,
+        dropped_rows: Any = None,
+        fixed_sizes: bool = False,
+    ) -> "Step":
+        """Starts a call: routes, or takes the caller's routing, and sends rows. Its compute() runs
+        the experts, its finish() returns the output; between them there is time for other work.
+        All ranks take the parts of their steps in one order. A step that is deleted before
+        finish() ends the communicator. The arguments are as in a call of the layer.
+        """
+        if out is None:
+            out = output_like(hidden_states, self._output_dtype)
+        step = self._handle.begin(
+            array(hidden_states),
+            array(topk_weights),
+            array(topk_ids),
+            array(out),
+            accumulate,
+            stream_of(hidden_states, stream),
+            scratch_of(hidden_states, stream) if workspace is None else lambda nbytes: workspace,
+            max_tokens,
+            array(dropped_rows),
+            fixed_sizes,
+        )
+        return Step(step, out)
+
+    def workspace_bytes(self, num_tokens: int, fixed_sizes: bool = False) -> int:
+        """Scratch memory that a call with so many tokens needs; across ranks max_tokens."""
+        return self._handle.workspace_bytes(num_tokens, fixed_sizes)
 
     def shared_bytes(self, num_tokens: int) -> int:
         """Memory that a call takes beside its workspace, where ranks are processes of one host that
@@ -304,11 +345,28 @@ class MoELayer:
         return self  # nothing in it changes
 
 
+class Step:
+    """A call of a layer in three parts, see MoELayer.begin()."""
+
+    def __init__(self, handle: _core.Step, out: Any) -> None:
+        self._handle = handle
+        self._out = out
+
+    def compute(self) -> None:
+        """Runs shared experts and, on the rows that arrive, the routed ones."""
+        self._handle.compute()
+
+    def finish(self) -> Any:
+        """Writes and returns the output."""
+        self._handle.finish()
+        return self._out
+
+
 _OPTIONS = frozenset(
     "device dtype output_dtype require plan batch_invariant inplace monolithic tp_size dp_size "
     "ep_size ep_rank num_threads max_workspace_bytes tp_rank sequence_parallel communicator "
     "placement max_tokens_per_rank receive_capacity nearest_replica combine combine_dtype "
-    "fixed_sizes drop_rows dispatch_dtype".split()
+    "drop_rows dispatch_dtype".split()
 )
 _WEIGHTS = frozenset(
     "scheme activation alpha beta limit situ_beta situ_linear_beta gate_up_layout transposed "

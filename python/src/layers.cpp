@@ -35,35 +35,19 @@ class PyLayer {
     const MoeLayer ended(std::move(layer));
   }
 
-  /// Calls `body` with scratch memory for so many tokens: that of the Python function, or of the
-  /// layer itself where it is None.
-  template <typename Body>
-  void with_workspace(std::int64_t num_tokens, const std::optional<Stream>& given,
-                      nb::handle scratch, Kept& kept, Body&& body) {
-    if (!scratch.is_none()) {
-      body(scratch_from(scratch, layer.workspace_bytes(num_tokens), layer.config().device, kept));
-      return;
-    }
-    const Stream stream = given.value_or(Stream{layer.config().device});
-    const auto bytes = static_cast<std::int64_t>(layer.workspace_bytes(num_tokens));
-    Lease lease{this, stream.handle, take(stream.handle)};
-    if (!lease.block || lease.block.nbytes() < bytes) {
-      lease.block = grow(lease.block, bytes, stream);
-    }
-    body(Workspace{lease.block.data(), static_cast<std::size_t>(lease.block.nbytes())});
-  }
-
-  const DType output_dtype;
-  const std::int64_t max_tokens_per_rank;
-  MoeLayer layer;
-
- private:
   /// A block in use. It goes back where the forward fails too: a graph may have recorded it before.
   struct Lease {
     PyLayer* layer;
     void* stream;
     Tensor block;
+    Workspace workspace;
 
+    Lease(PyLayer* layer, void* stream) : layer(layer), stream(stream) {}
+    Lease(Lease&& other)
+        : layer(other.layer),
+          stream(other.stream),
+          block(std::exchange(other.block, {})),
+          workspace(other.workspace) {}
     ~Lease() {
       if (!block) return;
       const std::lock_guard lock(layer->mutex_);
@@ -74,6 +58,31 @@ class PyLayer {
     }
   };
 
+  /// Scratch memory for so many tokens: that of the Python function, or of the layer itself where
+  /// it is None.
+  Lease lend(std::int64_t num_tokens, const ForwardOptions& options, nb::handle scratch,
+             Kept& kept) {
+    const Stream stream = options.stream.value_or(Stream{layer.config().device});
+    const std::size_t bytes =
+        layer.workspace_bytes(num_tokens, options.fixed_sizes || is_capturing(stream));
+    Lease lease(this, stream.handle);
+    if (!scratch.is_none()) {
+      lease.workspace = scratch_from(scratch, bytes, layer.config().device, kept);
+      return lease;
+    }
+    lease.block = take(stream.handle);
+    if (!lease.block || static_cast<std::size_t>(lease.block.nbytes()) < bytes) {
+      lease.block = grow(lease.block, static_cast<std::int64_t>(bytes), stream);
+    }
+    lease.workspace = {lease.block.data(), static_cast<std::size_t>(lease.block.nbytes())};
+    return lease;
+  }
+
+  const DType output_dtype;
+  const std::int64_t max_tokens_per_rank;
+  MoeLayer layer;
+
+ private:
   /// A larger block. Where it throws, the one before stays the caller's.
   Tensor grow(const Tensor& block, std::int64_t bytes, Stream stream) {
     if (is_capturing(stream)) {
@@ -204,13 +213,15 @@ struct Call {
   std::int64_t num_tokens = 0;  // that scratch memory is needed for
 
   Call(const PyLayer& layer, nb::handle x, nb::handle out, bool accumulate,
-       std::optional<std::uintptr_t> stream, std::int64_t max_tokens, nb::handle dropped_rows)
+       std::optional<std::uintptr_t> stream, std::int64_t max_tokens, nb::handle dropped_rows,
+       bool fixed_sizes)
       : hidden_states(view_of(x, "hidden_states", kept)), output(output_view_of(out, "out", kept)) {
     if (!hidden_states || hidden_states.rank() != 2) {
       throw Error("hidden_states", to_string(hidden_states.shape()), "(num_tokens, hidden)",
                   Fault::kShape);
     }
     options.max_tokens = max_tokens;
+    options.fixed_sizes = fixed_sizes;
     num_tokens =
         std::max(hidden_states.size(0), max_tokens > 0 ? max_tokens : layer.max_tokens_per_rank);
     options.accumulate = accumulate;
@@ -222,46 +233,89 @@ struct Call {
 void forward(PyLayer& layer, nb::handle x, nb::handle out, nb::handle topk_weights,
              nb::handle topk_ids, nb::handle router_logits, nb::handle expert_load, bool accumulate,
              std::optional<std::uintptr_t> stream, nb::handle scratch, std::int64_t max_tokens,
-             nb::handle dropped_rows) {
-  Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows);
+             nb::handle dropped_rows, bool fixed_sizes) {
+  Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows, fixed_sizes);
   call.options.topk_weights = output_view_of(topk_weights, "topk_weights", call.kept);
   call.options.topk_ids = output_view_of(topk_ids, "topk_ids", call.kept);
   call.options.router_logits = output_view_of(router_logits, "router_logits", call.kept);
   call.options.expert_load = output_view_of(expert_load, "expert_load", call.kept);
   const WithoutGil no_gil;
-  const auto run = [&](Workspace workspace) {
-    layer.layer.forward(call.hidden_states, call.output, workspace, call.options);
-  };
-  layer.with_workspace(call.num_tokens, call.options.stream, scratch, call.kept, run);
+  const auto lease = layer.lend(call.num_tokens, call.options, scratch, call.kept);
+  layer.layer.forward(call.hidden_states, call.output, lease.workspace, call.options);
 }
 
 void forward_routed(PyLayer& layer, nb::handle x, nb::handle topk_weights, nb::handle topk_ids,
                     nb::handle out, bool accumulate, std::optional<std::uintptr_t> stream,
-                    nb::handle scratch, std::int64_t max_tokens, nb::handle dropped_rows) {
-  Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows);
+                    nb::handle scratch, std::int64_t max_tokens, nb::handle dropped_rows,
+                    bool fixed_sizes) {
+  Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows, fixed_sizes);
   const Routing routing{view_of(topk_ids, "topk_ids", call.kept),
                         view_of(topk_weights, "topk_weights", call.kept)};
   const WithoutGil no_gil;
-  const auto run = [&](Workspace workspace) {
-    layer.layer.forward_routed(call.hidden_states, routing, call.output, workspace, call.options);
-  };
-  layer.with_workspace(call.num_tokens, call.options.stream, scratch, call.kept, run);
+  const auto lease = layer.lend(call.num_tokens, call.options, scratch, call.kept);
+  layer.layer.forward_routed(call.hidden_states, routing, call.output, lease.workspace,
+                             call.options);
+}
+
+/// A forward between its parts, with what it reads and writes.
+class PyStep {
+ public:
+  PyStep(Kept kept, PyLayer::Lease lease, MoeLayer::Step step)
+      : kept_(std::move(kept)), lease_(std::move(lease)), step_(std::move(step)) {}
+  void compute() {
+    const WithoutGil no_gil;
+    step_.compute();
+  }
+  void finish() {
+    const WithoutGil no_gil;
+    step_.finish();
+  }
+
+ private:
+  Kept kept_;
+  PyLayer::Lease lease_;
+  MoeLayer::Step step_;
+};
+
+/// topk_weights and topk_ids: the caller's routing, or None.
+std::unique_ptr<PyStep> begin(PyLayer& layer, nb::handle x, nb::handle topk_weights,
+                              nb::handle topk_ids, nb::handle out, bool accumulate,
+                              std::optional<std::uintptr_t> stream, nb::handle scratch,
+                              std::int64_t max_tokens, nb::handle dropped_rows, bool fixed_sizes) {
+  Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows, fixed_sizes);
+  const Routing routing{view_of(topk_ids, "topk_ids", call.kept),
+                        view_of(topk_weights, "topk_weights", call.kept)};
+  const WithoutGil no_gil;
+  auto lease = layer.lend(call.num_tokens, call.options, scratch, call.kept);
+  MoeLayer::Step step =
+      routing.topk_ids || routing.topk_weights
+          ? layer.layer.begin_routed(call.hidden_states, routing, call.output, lease.workspace,
+                                     call.options)
+          : layer.layer.begin(call.hidden_states, call.output, lease.workspace, call.options);
+  return std::make_unique<PyStep>(std::move(call.kept), std::move(lease), std::move(step));
 }
 
 void bind_layer(nb::module_& module) {
+  nb::class_<PyStep>(module, "Step")
+      .def("compute", &PyStep::compute)
+      .def("finish", &PyStep::finish);
   nb::class_<PyLayer>(module, "Layer")
       .def("forward", &forward, nb::arg("x").none(), nb::arg("out").none(),
            nb::arg("topk_weights").none(), nb::arg("topk_ids").none(),
            nb::arg("router_logits").none(), nb::arg("expert_load").none(), nb::arg("accumulate"),
            nb::arg("stream").none(), nb::arg("scratch").none(), nb::arg("max_tokens"),
-           nb::arg("dropped_rows").none())
+           nb::arg("dropped_rows").none(), nb::arg("fixed_sizes"))
       .def("forward_routed", &forward_routed, nb::arg("x").none(), nb::arg("topk_weights").none(),
            nb::arg("topk_ids").none(), nb::arg("out").none(), nb::arg("accumulate"),
            nb::arg("stream").none(), nb::arg("scratch").none(), nb::arg("max_tokens"),
-           nb::arg("dropped_rows").none())
+           nb::arg("dropped_rows").none(), nb::arg("fixed_sizes"))
+      .def("begin", &begin, nb::keep_alive<0, 1>(), nb::arg("x").none(),
+           nb::arg("topk_weights").none(), nb::arg("topk_ids").none(), nb::arg("out").none(),
+           nb::arg("accumulate"), nb::arg("stream").none(), nb::arg("scratch").none(),
+           nb::arg("max_tokens"), nb::arg("dropped_rows").none(), nb::arg("fixed_sizes"))
       .def("workspace_bytes",
-           [](const PyLayer& self, std::int64_t num_tokens) {
-             return self.layer.workspace_bytes(num_tokens);
+           [](const PyLayer& self, std::int64_t num_tokens, bool fixed_sizes) {
+             return self.layer.workspace_bytes(num_tokens, fixed_sizes);
            })
       .def("shared_bytes",
            [](const PyLayer& self, std::int64_t num_tokens) {

@@ -49,7 +49,10 @@ RankOptions to_rank_options(const fusedmoe_layer_options& o) {
     ranks.dispatch_dtype = to_dtype(o.dispatch_dtype, "options.dispatch_dtype");
   }
   if (o.combine_dtype) ranks.combine_dtype = to_dtype(o.combine_dtype, "options.combine_dtype");
-  ranks.fixed_sizes = o.fixed_sizes != 0;
+  if (o.fixed_sizes) {
+    throw Error("options.fixed_sizes", std::to_string(o.fixed_sizes),
+                "0: sizes are fixed by args.fixed_sizes, for each forward");
+  }
   return ranks;
 }
 
@@ -170,8 +173,31 @@ Call to_call(const MoeLayer& layer, const fusedmoe_forward_args* args) {
   call.options.dropped_rows = to_view(a.dropped_rows, "dropped_rows");
   call.options.accumulate = a.accumulate != 0;
   call.options.max_tokens = a.max_tokens;
+  call.options.fixed_sizes = a.fixed_sizes != 0;
   call.options.stream = to_stream(a.stream, layer.config().device);
   return call;
+}
+
+/// run(layer, call) with results of the router, or with the caller's routing.
+template <typename Run>
+fusedmoe_status run_routing(const fusedmoe_layer* layer, const fusedmoe_forward_args* args,
+                            Run&& run) {
+  return guarded([&] {
+    const MoeLayer& made = given(layer, "layer").layer;
+    Call call = to_call(made, args);
+    call.options.topk_ids = call.topk_ids;
+    call.options.topk_weights = call.topk_weights;
+    run(made, call);
+  });
+}
+template <typename Run>
+fusedmoe_status run_routed(const fusedmoe_layer* layer, const fusedmoe_forward_args* args,
+                           Run&& run) {
+  return guarded([&] {
+    const MoeLayer& made = given(layer, "layer").layer;
+    const Call call = to_call(made, args);
+    run(made, call, Routing{call.topk_ids, call.topk_weights});
+  });
 }
 
 }  // namespace
@@ -241,23 +267,61 @@ fusedmoe_status fusedmoe_layer_shared_bytes(const fusedmoe_layer* layer, int64_t
   });
 }
 
+fusedmoe_status fusedmoe_layer_fixed_workspace_bytes(const fusedmoe_layer* layer,
+                                                     int64_t num_tokens, size_t* bytes) {
+  return guarded([&] {
+    given(bytes, "bytes");
+    *bytes = given(layer, "layer").layer.workspace_bytes(num_tokens, true);
+  });
+}
+
+struct fusedmoe_step {
+  fusedmoe::MoeLayer::Step step;
+};
+
 fusedmoe_status fusedmoe_layer_forward(const fusedmoe_layer* layer,
                                        const fusedmoe_forward_args* args) {
-  return guarded([&] {
-    const fusedmoe::MoeLayer& made = given(layer, "layer").layer;
-    fusedmoe::capi::Call call = fusedmoe::capi::to_call(made, args);
-    call.options.topk_ids = call.topk_ids;
-    call.options.topk_weights = call.topk_weights;
+  return fusedmoe::capi::run_routing(layer, args, [](const auto& made, const auto& call) {
     made.forward(call.hidden_states, call.output, call.workspace, call.options);
   });
 }
 
 fusedmoe_status fusedmoe_layer_forward_routed(const fusedmoe_layer* layer,
                                               const fusedmoe_forward_args* args) {
-  return guarded([&] {
-    const fusedmoe::MoeLayer& made = given(layer, "layer").layer;
-    const fusedmoe::capi::Call call = fusedmoe::capi::to_call(made, args);
-    made.forward_routed(call.hidden_states, {call.topk_ids, call.topk_weights}, call.output,
-                        call.workspace, call.options);
+  return fusedmoe::capi::run_routed(
+      layer, args, [](const auto& made, const auto& call, const auto& routing) {
+        made.forward_routed(call.hidden_states, routing, call.output, call.workspace, call.options);
+      });
+}
+
+fusedmoe_status fusedmoe_layer_begin(const fusedmoe_layer* layer, const fusedmoe_forward_args* args,
+                                     fusedmoe_step** step) {
+  return fusedmoe::capi::run_routing(layer, args, [&](const auto& made, const auto& call) {
+    given(step, "step");
+    *step = new fusedmoe_step{
+        made.begin(call.hidden_states, call.output, call.workspace, call.options)};
   });
+}
+
+fusedmoe_status fusedmoe_layer_begin_routed(const fusedmoe_layer* layer,
+                                            const fusedmoe_forward_args* args,
+                                            fusedmoe_step** step) {
+  return fusedmoe::capi::run_routed(
+      layer, args, [&](const auto& made, const auto& call, const auto& routing) {
+        given(step, "step");
+        *step = new fusedmoe_step{made.begin_routed(call.hidden_states, routing, call.output,
+                                                    call.workspace, call.options)};
+      });
+}
+
+fusedmoe_status fusedmoe_step_compute(fusedmoe_step* step) {
+  return guarded([&] { given(step, "step").step.compute(); });
+}
+
+fusedmoe_status fusedmoe_step_finish(fusedmoe_step* step) {
+  return guarded([&] { given(step, "step").step.finish(); });
+}
+
+void fusedmoe_step_destroy(fusedmoe_step* step) {
+  delete step;
 }

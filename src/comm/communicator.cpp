@@ -112,28 +112,27 @@ std::string Communicator::Impl::read(const std::string& name, Clock::time_point 
 /// Which ranks share this host, and who can read whose memory.
 void Communicator::Impl::describe_hosts(Communicator& communicator) {
   struct Place {
-    std::string host, process;
-    Device device;
+    std::string host, process, device;
   };
   std::vector<Place> places;
   for (const std::string& text :
        communicator.gather(comm::describe_place(options.device), "joining")) {
     const std::size_t first = text.find('\n'), second = text.find('\n', first + 1);
     places.push_back({text.substr(0, first), text.substr(first + 1, second - first - 1),
-                      parse_device(text.substr(second + 1))});
+                      text.substr(second + 1)});
   }
   const Place& here = places[rank];
+  const core::DeviceRuntime& runtime = core::runtime_of(options.device);
   for (int a = 0; a < size; ++a) {
     if (places[a].host == here.host) host_ranks.push_back(a);
     for (int b = 0; b < size; ++b) {
+      const Place &reader = places[a], &owner = places[b];
       bool reads = a == b;
-      if (places[a].host == places[b].host && places[a].device.kind == places[b].device.kind) {
-        const bool cpu = places[a].device.is_cpu();
-        reads |= cpu ? places[a].process == places[b].process
-                     // Devices of other hosts cannot be asked from here.
-                     : places[a].host == here.host &&
-                           core::runtime_of(places[a].device)
-                               .can_access(places[a].device, places[b].device);
+      if (options.device.is_cpu()) {
+        reads |= reader.host == owner.host && reader.process == owner.process;
+      } else if (reader.host == here.host && owner.host == here.host) {
+        // Devices of other hosts cannot be asked from here.
+        reads |= runtime.can_access(reader.device, owner.device);
       }
       access.push_back(reads);
     }

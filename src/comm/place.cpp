@@ -5,6 +5,7 @@
 #include <array>
 
 #include "core/check.h"
+#include "core/device_runtime.h"
 
 namespace fusedmoe::comm {
 
@@ -22,7 +23,8 @@ std::string host_name() {
 }
 
 std::string describe_place(Device device) {
-  return core::format("{}\n{}\n{}", host_name(), getpid(), to_string(device));
+  return core::format("{}\n{}\n{}", host_name(), getpid(),
+                      core::runtime_of(device).physical_id(device));
 }
 
 }  // namespace fusedmoe::comm

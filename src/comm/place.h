@@ -12,7 +12,7 @@ namespace fusedmoe::comm {
 void check_place(int rank, int size, std::chrono::milliseconds timeout);
 /// Name of this host; "localhost" where the system has none.
 std::string host_name();
-/// Three lines: host, number of the process, device.
+/// Three lines: host, number of the process, physical id of the device.
 std::string describe_place(Device device);
 
 }  // namespace fusedmoe::comm

@@ -60,7 +60,8 @@ class CpuRuntime final : public DeviceRuntime {
 
   bool is_capturing(Stream) const override { return false; }
 
-  bool can_access(Device, Device) const override { return true; }
+  std::string physical_id(Device) const override { return "cpu"; }
+  bool can_access(const std::string&, const std::string&) const override { return true; }
   int exchange_current(Device) const override { return -1; }
   void restore_current(int) const noexcept override {}
 };

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
@@ -39,8 +40,12 @@ class DeviceRuntime {
   /// Whether a graph records the stream, or a stream that the default one would wait for.
   virtual bool is_capturing(Stream stream) const = 0;
 
-  /// Whether device `from` can read the memory of device `to`, both of this host.
-  virtual bool can_access(Device from, Device to) const = 0;
+  /// Which device this is, in words that all processes of the host have for it, whatever number it
+  /// has for each.
+  virtual std::string physical_id(Device device) const = 0;
+  /// Whether the device `from` can read the memory of the device `to`, physical ids of this host;
+  /// false where this process does not see one of them.
+  virtual bool can_access(const std::string& from, const std::string& to) const = 0;
 
   /// Makes the device the calling thread's current one and returns the index that was; -1 where
   /// there is nothing to restore.

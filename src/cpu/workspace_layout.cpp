@@ -4,6 +4,7 @@
 #include "core/workspace.h"
 #include "cpu/grouped_gemm.h"
 #include "fusedmoe/router.h"
+#include "moe/problem_size.h"
 
 namespace fusedmoe::cpu {
 
@@ -21,8 +22,9 @@ std::int64_t floats_per_row(const QuantScheme& scheme, std::int64_t padded_k) {
 }  // namespace
 
 WorkspaceLayout::WorkspaceLayout(const ProblemSize& problem, ForwardMode mode, void* workspace2)
-    : rows(problem.num_tokens *
-           (mode.format == ActivationFormat::kStandard ? problem.topk : problem.num_local_experts)),
+    : rows(mode.format == ActivationFormat::kStandard
+               ? core::most_expert_rows(problem)
+               : problem.num_tokens * problem.num_local_experts),
       index_bytes(routing_data_bytes(problem.num_tokens, problem.topk, problem.num_local_experts)) {
   const auto size = [](std::int64_t count) { return static_cast<std::size_t>(count); };
   const std::int64_t hidden = round_up(problem.hidden, kTileColumns);

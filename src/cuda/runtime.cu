@@ -155,12 +155,21 @@ class CudaRuntime final : public core::DeviceRuntime {
     return status != cudaStreamCaptureStatusNone;
   }
 
-  bool can_access(Device from, Device to) const override {
-    int yes = 0;
-    if (from.index != to.index) {
-      FUSEDMOE_CUDA_CHECK(cudaDeviceCanAccessPeer(&yes, from.index, to.index));
+  std::string physical_id(Device device) const override {
+    char id[32] = {};
+    FUSEDMOE_CUDA_CHECK(cudaDeviceGetPCIBusId(id, sizeof id, device.index));
+    return id;
+  }
+  bool can_access(const std::string& from, const std::string& to) const override {
+    if (from == to) return true;
+    int reader = 0, owner = 0, yes = 0;
+    if (cudaDeviceGetByPCIBusId(&reader, from.c_str()) != cudaSuccess ||
+        cudaDeviceGetByPCIBusId(&owner, to.c_str()) != cudaSuccess) {
+      cudaGetLastError();  // clears the error, which later calls would report as theirs
+      return false;
     }
-    return from.index == to.index || yes != 0;
+    FUSEDMOE_CUDA_CHECK(cudaDeviceCanAccessPeer(&yes, reader, owner));
+    return yes != 0;
   }
 
   int exchange_current(Device device) const override {

@@ -178,7 +178,6 @@ Facts facts_of(const MoeConfig& config, const LayerWeights& weights, const Layer
       {"max_tokens_per_rank", number(ranks.max_tokens_per_rank)},
       {"receive_capacity", number(ranks.receive_capacity)},
       {"drop_rows", number(ranks.drop_rows)},
-      {"fixed_sizes", number(ranks.fixed_sizes)},
       {"max_workspace_bytes", number(options.max_workspace_bytes)},
       {"placement", ranks.placement ? ranks.placement->json() : "linear"},
   };

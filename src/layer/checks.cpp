@@ -5,6 +5,7 @@
 #include <span>
 
 #include "core/check.h"
+#include "fusedmoe/runtime.h"
 #include "moe/check_args.h"
 #include "moe/local_experts.h"
 
@@ -28,19 +29,16 @@ void check_routing_results(const ForwardArgs& args) {
 }
 
 /// Experts that reduce write the output themselves; others leave rows that finalize converts.
-void check_written_dtype(const ModularKernel& kernel, const ProblemSize& problem) {
+void check_written_dtype(const ModularKernel& kernel, const ForwardSizes& sizes) {
   if (kernel.prepare_finalize().moves_rows()) return;  // sums are converted on their way
   const Experts& experts = kernel.experts();
   const ExpertsDescriptor& descriptor = experts.descriptor();
-  const WorkspaceSizes sizes =
-      experts.workspace_sizes(kernel.prepare_finalize().problem_size(problem));
+  const DType written = sizes.experts.output_dtype, asked = sizes.transport.caller.output_dtype;
   const bool reduced =
       descriptor.weight_and_reduce(experts.config().activation_format) == WeightAndReduce::kNoOp;
-  FUSEDMOE_CHECK_FAULT(
-      sizes.output_dtype == problem.output_dtype ||
-          (!reduced && problem.output_dtype == DType::kF32),
-      kDType, "output", std::string(name(problem.output_dtype)),
-      core::format("{}, which {} write", name(sizes.output_dtype), descriptor.name()));
+  FUSEDMOE_CHECK_FAULT(written == asked || (!reduced && asked == DType::kF32), kDType, "output",
+                       std::string(name(asked)),
+                       core::format("{}, which {} write", name(written), descriptor.name()));
 }
 
 }  // namespace
@@ -85,6 +83,10 @@ void check_expert_map(const TensorView& expert_map, std::int64_t num_local_exper
       seen.set(static_cast<std::size_t>(local));
     }
   }
+}
+
+bool has_fixed_sizes(const ModularKernel& kernel, bool asked, Stream stream) {
+  return asked || (kernel.prepare_finalize().moves_rows() && is_capturing(stream));
 }
 
 void check_chosen(const Selection& selection) {
@@ -158,7 +160,10 @@ void check_finalize_args(const PrepareAndFinalize& instance, const ForwardArgs& 
   FUSEDMOE_CHECK(descriptor.accepts(args.weight_and_reduce), "weight_and_reduce",
                  std::string(name(args.weight_and_reduce)),
                  core::format("one that {} can finalize", descriptor.name()));
-  if (instance.moves_rows()) return;  // fused_output has the rows that have arrived
+  if (instance.moves_rows()) {  // fused_output has the rows that have arrived
+    FUSEDMOE_CHECK_FAULT(args.step, kNull, "step", "null", "that of prepare");
+    return;
+  }
   if (args.weight_and_reduce == WeightAndReduce::kNoOp) {
     if (args.fused_output.data() == args.output.data()) return;
     check_buffer(args.output, "output", args.output.dtype(), args.output.shape(), device);
@@ -182,8 +187,8 @@ void check_finalize_args(const PrepareAndFinalize& instance, const ForwardArgs& 
                        "that of prepare");
 }
 
-ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& args,
-                               Workspace workspace) {
+ForwardSizes check_forward_args(const ModularKernel& kernel, const ForwardArgs& args,
+                                Workspace workspace) {
   const Experts& experts = kernel.experts();
   const MoeConfig& config = experts.config();
   const Device device = config.device;
@@ -199,8 +204,10 @@ ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& a
   problem.output_dtype = args.output.dtype();
   problem.expected_rows = args.expected_rows;
   problem.max_tokens = args.max_tokens;
+  problem.fixed_sizes = has_fixed_sizes(kernel, args.fixed_sizes, args.stream);
   problem.topk = core::check_routing_args(experts, args, problem.num_tokens);
-  check_written_dtype(kernel, problem);
+  const ForwardSizes sizes = kernel.sizes(problem);
+  check_written_dtype(kernel, sizes);
   if (config.monolithic) check_routing_results(args);
   FUSEDMOE_CHECK_FAULT(!config.monolithic || !kernel.prepare_finalize().moves_rows() ||
                            args.router_logits.dtype() == DType::kF32,
@@ -215,7 +222,7 @@ ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& a
   const NamedView logits{"router_logits", &args.router_logits};
   check_output(args.output, args.hidden_states, args.inplace);
   check_disjoint(output, {ids, weights, logits, expert_map});
-  check_workspace(workspace, kernel.workspace_bytes(problem),
+  check_workspace(workspace, sizes.bytes,
                   {output,
                    hidden_states,
                    ids,
@@ -227,10 +234,10 @@ ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& a
                    {"dropped_rows", &args.dropped_rows}});
   // Values last: they mean nothing in memory that another argument claims. On a device they cannot
   // be read without waiting for it.
-  if (!device.is_cpu()) return problem;
+  if (!device.is_cpu()) return sizes;
   if (args.expert_map) check_expert_map(args.expert_map, config.num_local_experts);
   if (!config.monolithic) check_ids(args.topk_ids, config.num_experts, config, args.expert_map);
-  return problem;
+  return sizes;
 }
 
 }  // namespace fusedmoe::layer

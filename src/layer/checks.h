@@ -42,9 +42,11 @@ void check_workspace(Workspace workspace, std::size_t needed,
 void check_prepare_args(const PrepareFinalizeDescriptor& descriptor, const ForwardArgs& args);
 void check_finalize_args(const PrepareAndFinalize& instance, const ForwardArgs& args);
 
-/// Checks every argument of ModularKernel::apply() and returns its problem, sizes as the caller
-/// sees them.
-ProblemSize check_forward_args(const ModularKernel& kernel, const ForwardArgs& args,
-                               Workspace workspace);
+/// Whether a forward has fixed sizes: where it is asked for, and where a graph records it.
+bool has_fixed_sizes(const ModularKernel& kernel, bool asked, Stream stream);
+
+/// Checks every argument of ModularKernel::apply() and returns its sizes.
+ForwardSizes check_forward_args(const ModularKernel& kernel, const ForwardArgs& args,
+                                Workspace workspace);
 
 }  // namespace fusedmoe::layer

@@ -1,4 +1,4 @@
-// MoeLayer: router logits -> top-k -> modular kernel, plus shared experts, in one workspace.
+// MoeLayer's calls: what they check, how they are cut into chunks, and their one workspace.
 #include "fusedmoe/layer.h"
 
 #include <algorithm>
@@ -25,34 +25,44 @@ Plan MoeLayer::Impl::plan() const {
   return plan;
 }
 
-ProblemSize MoeLayer::Impl::problem(const ModularKernel& of, std::int64_t num_tokens,
-                                    std::int64_t max_tokens) const {
-  ProblemSize size = ProblemSize::of(of.experts().config(), num_tokens);
-  size.max_tokens = max_tokens;
-  size.output_dtype = output_dtype;
-  return size;
+MoeLayer::Impl::Sizes MoeLayer::Impl::sizes(const ModularKernel& routed, std::int64_t num_tokens,
+                                            std::int64_t max_tokens, bool fixed_sizes) const {
+  const auto sizes_of = [&](const ModularKernel& each, std::int64_t most) {
+    ProblemSize problem = ProblemSize::of(each.experts().config(), num_tokens);
+    problem.max_tokens = most;
+    problem.fixed_sizes = fixed_sizes;
+    problem.output_dtype = output_dtype;
+    return each.sizes(problem);
+  };
+  Sizes sizes;
+  sizes.num_tokens = num_tokens;
+  sizes.routed = sizes_of(routed, max_tokens);
+  sizes.kernel_bytes = sizes.routed.bytes;
+  if (shared) {
+    sizes.shared = sizes_of(shared->kernel, 0);
+    core::WorkspaceCutter cutter(nullptr);
+    cutter.take(sizes.routed.transport.workspace_bytes);
+    cutter.take(sizes.shared.bytes);
+    sizes.kernel_bytes = std::max(sizes.kernel_bytes, cutter.used());
+  }
+  sizes.bytes = cut(sizes, nullptr).bytes;
+  return sizes;
 }
 
-MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* workspace,
-                                            std::int64_t max_tokens) const {
+std::size_t MoeLayer::Impl::workspace_bytes(std::int64_t num_tokens, bool fixed_sizes) const {
+  const std::size_t bytes = sizes(kernel, num_tokens, 0, fixed_sizes).bytes;
+  return monolithic ? std::max(bytes, sizes(*monolithic, num_tokens, 0, fixed_sizes).bytes) : bytes;
+}
+
+MoeLayer::Impl::Buffers MoeLayer::Impl::cut(const Sizes& sizes, void* workspace) const {
   Buffers buffers;
   core::WorkspaceCutter cutter(workspace);
   const auto tensor = [&](DType dtype, std::int64_t columns) {
-    return cutter.take(dtype, {num_tokens, columns}, config.device);
+    return cutter.take(dtype, {sizes.num_tokens, columns}, config.device);
   };
   buffers.router_logits = tensor(DType::kF32, router.num_choices());
   buffers.routing = {tensor(DType::kI32, router.topk), tensor(DType::kF32, router.topk)};
-  std::size_t kernel_bytes = 0;
-  const auto make_room_for = [&](const ModularKernel& each) {
-    kernel_bytes =
-        std::max(kernel_bytes, each.workspace_bytes(problem(each, num_tokens, max_tokens)));
-  };
-  make_room_for(kernel);
-  if (monolithic) make_room_for(*monolithic);
-  if (shared) {
-    buffers.shared_routing = {tensor(DType::kI32, 1), tensor(DType::kF32, 1)};
-    make_room_for(shared->kernel);
-  }
+  if (shared) buffers.shared_routing = {tensor(DType::kI32, 1), tensor(DType::kF32, 1)};
   if (router.num_zero_experts > 0) {
     buffers.expert_ids = tensor(DType::kI32, router.topk);
     buffers.zero_weights = tensor(DType::kF32, 1);
@@ -63,12 +73,15 @@ MoeLayer::Impl::Buffers MoeLayer::Impl::cut(std::int64_t num_tokens, void* works
     buffers.latent_output = tensor(output_dtype, config.hidden);
     buffers.projected = tensor(DType::kF32, std::max(hidden, config.hidden)).data();
   }
-  buffers.kernel = cutter.take(kernel_bytes);
+  buffers.kernel = cutter.take(sizes.kernel_bytes);
+  core::WorkspaceCutter kernel_cutter(buffers.kernel);
+  kernel_cutter.take(sizes.routed.transport.workspace_bytes);
+  buffers.shared_kernel = kernel_cutter.take(sizes.shared.bytes);
   buffers.bytes = cutter.used();
   return buffers;
 }
 
-void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
+MoeLayer::Impl::Sizes MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
   using layer::NamedView;
   const Device device = config.device;
   const ForwardOptions& options = call.options;
@@ -131,9 +144,10 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
   };
   layer::check_output(call.output, call.hidden_states, inplace);
   layer::check_disjoint(out, {ids, weights});
-  layer::check_workspace(
-      workspace, cut(std::min(num_tokens, chunk), nullptr, std::min(call.max_tokens, chunk)).bytes,
-      {in, out, ids, weights});
+  const bool fixed_sizes = layer::has_fixed_sizes(kernel, options.fixed_sizes, call.stream);
+  const Sizes needed = sizes(kernel_of(call), std::min(num_tokens, chunk),
+                             std::min(call.max_tokens, chunk), fixed_sizes);
+  layer::check_workspace(workspace, needed.bytes, {in, out, ids, weights});
   const TensorView block(workspace.data, DType::kU8,
                          {static_cast<std::int64_t>(workspace.data ? workspace.bytes : 0)});
   for (const auto& result : results) {
@@ -147,161 +161,102 @@ void MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
   if (routed && device.is_cpu()) {
     layer::check_ids(call.routing.topk_ids, router.num_choices(), config, expert_map);
   }
+  return needed;
 }
 
-void MoeLayer::Impl::apply_routed(const Call& call, const Routing& routing,
-                                  const Buffers& buffers) const {
-  const bool routes = !call.routing.topk_ids;
-  ForwardArgs args;
-  args.weights = packed.get();
-  args.output = call.output;
-  args.hidden_states = call.hidden_states;
-  args.topk_ids = routing.topk_ids;
-  args.topk_weights = routing.topk_weights;
-  args.expert_map = expert_map;
-  args.accumulate = call.options.accumulate;
-  args.hooks = call.options.hooks;
-  args.stream = call.stream;
-  args.max_tokens = call.max_tokens;
-  args.dropped_rows = call.options.dropped_rows;
-  const ProblemSize size = problem(kernel, call.hidden_states.size(0), call.max_tokens);
-  if (routes && monolithic) {
-    args.router = &router;
-    args.router_logits = buffers.router_logits;
-    args.expert_load = call.options.expert_load;
-    args.router_weights = &router_weights;
-    return monolithic->run(args, size, buffers.kernel);
-  }
-  if (routes) {
-    backend.router_logits(router_weights, call.hidden_states, buffers.router_logits, call.stream);
-    backend.route(router, buffers.router_logits, router_weights.score_correction_bias, routing,
-                  call.options.expert_load, call.stream);
-  }
-  args.topk_ids = apply_zero_experts(call, routing, buffers);
-  if (!latent) return kernel.run(args, size, buffers.kernel);
-  project(latent->down, call.hidden_states,
-          {.target = buffers.latent_input, .accumulate = false, .stream = call.stream}, buffers);
-  args.hidden_states = buffers.latent_input;
-  args.output = buffers.latent_output;
-  args.accumulate = false;
-  kernel.run(args, size, buffers.kernel);
-  project(latent->up, buffers.latent_output,
-          {.target = call.output, .accumulate = call.options.accumulate, .stream = call.stream},
-          buffers);
-}
-
-void MoeLayer::Impl::project(const Tensor& weight, const TensorView& x, core::AddArgs to,
-                             const Buffers& buffers) const {
-  to.source =
-      TensorView(buffers.projected, DType::kF32, {x.size(0), weight.size(0)}, config.device);
-  backend.router_logits({weight, {}, {}}, x, to.source, to.stream);
-  backend.add(to);
-}
-
-TensorView MoeLayer::Impl::apply_zero_experts(const Call& call, const Routing& routing,
-                                              const Buffers& buffers) const {
-  if (router.num_zero_experts == 0) return routing.topk_ids;
-  backend.split_zero_experts(
-      {routing, router.num_experts, router.num_choices(), buffers.expert_ids, buffers.zero_weights},
-      call.stream);
-  if (adds_zero_experts) {
-    backend.add({.target = buffers.beside,
-                 .source = call.hidden_states,
-                 .scale = buffers.zero_weights,
-                 .accumulate = shared.has_value(),
-                 .stream = call.stream});
-  }
-  return buffers.expert_ids;
-}
-
-void MoeLayer::Impl::apply_shared(const Call& call, const Buffers& buffers) const {
-  const Routing& routing = buffers.shared_routing;
-  if (shared->gate) {
-    backend.router_logits(RouterWeights{shared->gate, {}, {}}, call.hidden_states,
-                          routing.topk_weights, call.stream);
-  }
-  backend.route_shared(routing, shared->gate.defined(), call.stream);
-  ForwardArgs args;
-  args.weights = shared->packed.get();
-  args.output = buffers.beside;
-  args.hidden_states = call.hidden_states;
-  args.topk_ids = routing.topk_ids;
-  args.topk_weights = routing.topk_weights;
-  args.stream = call.stream;
-  const ProblemSize size = problem(shared->kernel, call.hidden_states.size(0));
-  shared->kernel.run(args, size, buffers.kernel);
-}
-
-void MoeLayer::Impl::run_chunk(const Call& call, void* workspace) const {
-  const ForwardOptions& options = call.options;
-  const Buffers buffers = cut(call.hidden_states.size(0), workspace, call.max_tokens);
-  const Routing routing = call.routing.topk_ids ? call.routing : buffers.routing;
-  // Shared experts first: the routed ones may overwrite the hidden states.
-  if (shared) apply_shared(call, buffers);
-  apply_routed(call, routing, buffers);
-  if (adds_beside()) {
-    backend.add({.target = call.output, .source = buffers.beside, .stream = call.stream});
-  }
-  const auto copy_result = [&](const TensorView& source, const TensorView& destination) {
-    if (destination) copy(source, destination, call.stream);
+MoeLayer::Impl::Call MoeLayer::Impl::Call::chunk(std::int64_t first, std::int64_t count) const {
+  const std::int64_t num_tokens = hidden_states.size(0);
+  const std::int64_t begin = std::min(first, num_tokens), end = std::min(num_tokens, first + count);
+  const auto part = [&](const TensorView& view) {
+    return view ? view.slice(0, begin, end) : TensorView();
   };
-  copy_result(buffers.router_logits, options.router_logits);
-  copy_result(routing.topk_ids, options.topk_ids);
-  copy_result(routing.topk_weights, options.topk_weights);
+  Call result = *this;
+  result.hidden_states = part(hidden_states);
+  result.output = part(output);
+  result.routing = {part(routing.topk_ids), part(routing.topk_weights)};
+  result.options.router_logits = part(options.router_logits);
+  result.options.topk_ids = part(options.topk_ids);
+  result.options.topk_weights = part(options.topk_weights);
+  if (max_tokens > 0) result.max_tokens = std::min(count, max_tokens - first);
+  return result;
 }
 
-void MoeLayer::Impl::run(const Call& call, void* workspace) const {
-  const core::CurrentDevice current(config.device);
-  const std::int64_t num_tokens = call.hidden_states.size(0);
-  const ForwardOptions& whole = call.options;
-  for (const TensorView& sum : {whole.expert_load, whole.dropped_rows}) {
-    if (sum) fill_bytes(sum, 0, call.stream);
+namespace {
+
+void clear_counts(const ForwardOptions& options, Stream stream) {
+  const core::CurrentDevice current(stream.device);
+  for (const TensorView& count : {options.expert_load, options.dropped_rows}) {
+    if (count) fill_bytes(count, 0, stream);
   }
+}
+
+}  // namespace
+
+void MoeLayer::Impl::forward(const Call& call, Workspace workspace) const {
+  Sizes needed;
+  ending_ranks([&] {
+    needed = check(call, workspace);
+    clear_counts(call.options, call.stream);
+  });
   // Every rank runs as many chunks as the one with the most tokens.
-  const std::int64_t most = std::max(num_tokens, call.max_tokens);
-  if (most <= chunk) return run_chunk(call, workspace);
-  for (std::int64_t first = 0; first < most; first += chunk) {
-    const std::int64_t begin = std::min(first, num_tokens);
-    const std::int64_t end = std::min(num_tokens, first + chunk);
-    const auto part = [&](const TensorView& view) {
-      return view ? view.slice(0, begin, end) : TensorView();
-    };
-    ForwardOptions options = whole;
-    options.router_logits = part(whole.router_logits);
-    options.topk_ids = part(whole.topk_ids);
-    options.topk_weights = part(whole.topk_weights);
-    run_chunk({part(call.hidden_states),
-               part(call.output),
-               {part(call.routing.topk_ids), part(call.routing.topk_weights)},
-               options,
-               call.stream,
-               communicator ? std::min(chunk, most - first) : 0},
-              workspace);
+  const std::int64_t most = std::max(call.hidden_states.size(0), call.max_tokens);
+  const bool fixed_sizes = needed.routed.transport.caller.fixed_sizes;
+  for (std::int64_t first = 0; first == 0 || first < most; first += chunk) {
+    const Call part = most <= chunk ? call : call.chunk(first, chunk);
+    if (first > 0) {
+      needed = sizes(kernel_of(part), part.hidden_states.size(0), part.max_tokens, fixed_sizes);
+    }
+    Step::Impl step(*this, part, needed, workspace.data);
+    ending_ranks([&] {
+      step.begin();
+      step.compute();
+      step.finish();
+    });
   }
+}
+
+MoeLayer::Step MoeLayer::Impl::begin(const Call& call, Workspace workspace) const {
+  std::unique_ptr<Step::Impl> step;
+  ending_ranks([&] {
+    const Sizes needed = check(call, workspace);
+    const std::int64_t most = std::max(call.hidden_states.size(0), call.max_tokens);
+    FUSEDMOE_CHECK_FAULT(most <= chunk, kShape, "hidden_states", core::format("{} tokens", most),
+                         core::format("at most {} in begin(), of which max_workspace_bytes is "
+                                      "enough for",
+                                      chunk));
+    clear_counts(call.options, call.stream);
+    step = std::make_unique<Step::Impl>(*this, call, needed, workspace.data);
+    step->begin();
+  });
+  return Step(std::move(step));
 }
 
 MoeLayer::Impl::Call MoeLayer::Impl::call(const TensorView& hidden_states, const TensorView& output,
-                                          const Routing& routing,
+                                          const Routing* routing,
                                           const ForwardOptions& options) const {
+  if (!routing && !router_weights.weight) {
+    throw Error::invalid("router_weights.weight",
+                         "the layer was made without router_weights.weight, so it cannot route: "
+                         "call forward_routed()",
+                         Fault::kNull);
+  }
+  if (routing) {
+    FUSEDMOE_CHECK_FAULT(routing->topk_ids, kNull, "topk_ids", "undefined", "given");
+    if (options.router_logits || options.expert_load) {
+      throw Error::conflict(options.router_logits ? "options.router_logits" : "options.expert_load",
+                            "forward_routed()", "the router does not run");
+    }
+  }
   std::int64_t max_tokens = 0;
   if (max_tokens_per_rank > 0) {
     max_tokens = options.max_tokens > 0 ? options.max_tokens : max_tokens_per_rank;
   }
-  return {hidden_states, output, routing, options, options.stream.value_or(stream), max_tokens};
-}
-
-void MoeLayer::Impl::forward(const Call& call, Workspace workspace) const {
-  if (!communicator) {
-    check(call, workspace);
-    return run(call, workspace.data);
-  }
-  try {
-    check(call, workspace);
-    run(call, workspace.data);
-  } catch (...) {
-    communicator->abort(core::current_exception_text());
-    throw;
-  }
+  return {hidden_states,
+          output,
+          routing ? *routing : Routing{},
+          options,
+          options.stream.value_or(stream),
+          max_tokens};
 }
 
 MoeLayer::~MoeLayer() = default;
@@ -343,10 +298,10 @@ std::string MoeLayer::plan_json() const {
   return impl().plan().json();
 }
 
-std::size_t MoeLayer::workspace_bytes(std::int64_t num_tokens) const {
+std::size_t MoeLayer::workspace_bytes(std::int64_t num_tokens, bool fixed_sizes) const {
   const std::int64_t at_once = std::min(num_tokens, impl().chunk);
   core::check_num_tokens(impl().kernel.experts(), at_once);
-  return impl().cut(at_once, nullptr).bytes;
+  return impl().workspace_bytes(at_once, fixed_sizes);
 }
 
 std::size_t MoeLayer::shared_bytes(std::int64_t num_tokens) const {
@@ -354,7 +309,7 @@ std::size_t MoeLayer::shared_bytes(std::int64_t num_tokens) const {
   const std::int64_t at_once = std::min(num_tokens, impl.chunk);
   core::check_num_tokens(impl.kernel.experts(), at_once);
   const auto bytes_of = [&](const ModularKernel& kernel) {
-    return kernel.shared_bytes(impl.problem(kernel, at_once));
+    return impl.sizes(kernel, at_once, 0, false).routed.transport.shared_bytes;
   };
   const std::size_t bytes = bytes_of(impl.kernel);
   return impl.monolithic ? std::max(bytes, bytes_of(*impl.monolithic)) : bytes;
@@ -362,26 +317,24 @@ std::size_t MoeLayer::shared_bytes(std::int64_t num_tokens) const {
 
 void MoeLayer::forward(const TensorView& hidden_states, const TensorView& output,
                        Workspace workspace, const ForwardOptions& options) const {
-  const Impl& impl = this->impl();
-  if (!impl.router_weights.weight) {
-    throw Error::invalid("router_weights.weight",
-                         "the layer was made without router_weights.weight, so it cannot route: "
-                         "call forward_routed()",
-                         Fault::kNull);
-  }
-  impl.forward(impl.call(hidden_states, output, {}, options), workspace);
+  impl().forward(impl().call(hidden_states, output, nullptr, options), workspace);
 }
 
 void MoeLayer::forward_routed(const TensorView& hidden_states, const Routing& routing,
                               const TensorView& output, Workspace workspace,
                               const ForwardOptions& options) const {
-  const Impl& impl = this->impl();
-  FUSEDMOE_CHECK_FAULT(routing.topk_ids, kNull, "topk_ids", "undefined", "given");
-  if (options.router_logits || options.expert_load) {
-    throw Error::conflict(options.router_logits ? "options.router_logits" : "options.expert_load",
-                          "forward_routed()", "the router does not run");
-  }
-  impl.forward(impl.call(hidden_states, output, routing, options), workspace);
+  impl().forward(impl().call(hidden_states, output, &routing, options), workspace);
+}
+
+MoeLayer::Step MoeLayer::begin(const TensorView& hidden_states, const TensorView& output,
+                               Workspace workspace, const ForwardOptions& options) const {
+  return impl().begin(impl().call(hidden_states, output, nullptr, options), workspace);
+}
+
+MoeLayer::Step MoeLayer::begin_routed(const TensorView& hidden_states, const Routing& routing,
+                                      const TensorView& output, Workspace workspace,
+                                      const ForwardOptions& options) const {
+  return impl().begin(impl().call(hidden_states, output, &routing, options), workspace);
 }
 
 Tensor MoeLayer::forward(const TensorView& hidden_states) const {

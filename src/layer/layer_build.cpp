@@ -113,18 +113,22 @@ void MoeLayer::Impl::limit_chunk(std::size_t max_bytes) {
     throw Error::conflict("options.max_workspace_bytes", name(config.scheme),
                           "one activation scale for all rows of a batch does not allow chunks");
   }
-  FUSEDMOE_CHECK(cut(1, nullptr).bytes <= max_bytes, "options.max_workspace_bytes",
+  const auto bytes_for = [&](std::int64_t num_tokens) {
+    const std::size_t exact = workspace_bytes(num_tokens, false);
+    return max_tokens_per_rank > 0 ? std::max(exact, workspace_bytes(num_tokens, true)) : exact;
+  };
+  FUSEDMOE_CHECK(bytes_for(1) <= max_bytes, "options.max_workspace_bytes",
                  core::format("{}", max_bytes),
-                 core::format("at least {}, for one token", cut(1, nullptr).bytes));
+                 core::format("at least {}, for one token", bytes_for(1)));
   std::int64_t fits = 1, too_many = 2;
   constexpr std::int64_t kMost = std::int64_t{1} << 31;
-  while (too_many < kMost && cut(too_many, nullptr).bytes <= max_bytes) {
+  while (too_many < kMost && bytes_for(too_many) <= max_bytes) {
     fits = std::exchange(too_many, 2 * too_many);
   }
   if (too_many >= kMost) return;
   while (too_many - fits > 1) {
     const std::int64_t middle = (fits + too_many) / 2;
-    (cut(middle, nullptr).bytes <= max_bytes ? fits : too_many) = middle;
+    (bytes_for(middle) <= max_bytes ? fits : too_many) = middle;
   }
   chunk = fits;
 }
@@ -186,7 +190,6 @@ void check_one_rank(const LayerWeights& weights, const LayerOptions& options) {
       {ranks.max_tokens_per_rank != 0, "max_tokens_per_rank"},
       {ranks.receive_capacity != 0, "receive_capacity"},
       {ranks.drop_rows, "drop_rows"},
-      {ranks.fixed_sizes, "fixed_sizes"},
       {ranks.replica_choice != ReplicaChoice::kHash, "replica_choice"},
       {ranks.combine.has_value(), "combine"},
       {ranks.combine_dtype.has_value(), "combine_dtype"},

@@ -1,4 +1,4 @@
-// What MoeLayer holds: layer_build.cpp makes it, layer.cpp runs it.
+// What MoeLayer holds: layer_build.cpp makes it, layer.cpp checks and cuts, layer_step.cpp runs it.
 #pragma once
 
 #include <limits>
@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "core/exception_text.h"
 #include "fusedmoe/layer.h"
 #include "layer/layer_weights.h"
 #include "moe/backend.h"
@@ -20,7 +21,14 @@ struct MoeLayer::Impl {
     Tensor gate;  // (1, hidden) on the device, or undefined
   };
 
-  // The workspace of one forward.
+  // The sizes of one chunk of a forward, computed once.
+  struct Sizes {
+    std::int64_t num_tokens = 0;
+    ForwardSizes routed, shared;  // of the two kernels
+    std::size_t kernel_bytes = 0, bytes = 0;
+  };
+
+  // The workspace of one chunk.
   struct Buffers {
     TensorView router_logits;  // (num_tokens, num_choices) f32
     Routing routing;           // (num_tokens, topk)
@@ -30,17 +38,20 @@ struct MoeLayer::Impl {
     TensorView latent_input, latent_output;  // (num_tokens, latent), of the routed experts
     void* projected = nullptr;  // (num_tokens, latent), later (num_tokens, hidden), f32
     TensorView beside;          // (num_tokens, hidden): of shared and zero experts
-    void* kernel = nullptr;     // one after the other: routed experts, shared experts
+    // The routed experts' kernel; behind what it sends lies that of the shared experts, meanwhile.
+    void *kernel = nullptr, *shared_kernel = nullptr;
     std::size_t bytes = 0;
   };
 
-  // What a forward is about.
+  // What a forward, or a chunk of it, is about.
   struct Call {
     TensorView hidden_states, output;
     Routing routing;  // of the caller; undefined: the layer routes
-    const ForwardOptions& options;
+    ForwardOptions options;
     Stream stream;
     std::int64_t max_tokens;  // of any rank
+
+    Call chunk(std::int64_t first, std::int64_t count) const;
   };
 
   MoeConfig config;
@@ -70,26 +81,60 @@ struct MoeLayer::Impl {
 
   Plan plan() const;
   bool adds_beside() const { return shared || adds_zero_experts; }
-  /// With a null workspace only `bytes` is meaningful. max_tokens: of any rank; 0: num_tokens.
-  Buffers cut(std::int64_t num_tokens, void* workspace, std::int64_t max_tokens = 0) const;
-  /// Of one of the two kernels.
-  ProblemSize problem(const ModularKernel& of, std::int64_t num_tokens,
-                      std::int64_t max_tokens = 0) const;
-  Call call(const TensorView& hidden_states, const TensorView& output, const Routing& routing,
+  /// max_tokens: of any rank; 0: num_tokens.
+  Sizes sizes(const ModularKernel& routed, std::int64_t num_tokens, std::int64_t max_tokens,
+              bool fixed_sizes) const;
+  /// Of the kernel that needs most.
+  std::size_t workspace_bytes(std::int64_t num_tokens, bool fixed_sizes) const;
+  /// With a null workspace only `bytes` is meaningful.
+  Buffers cut(const Sizes& sizes, void* workspace) const;
+  /// `routing`: the caller's; null: the layer routes.
+  Call call(const TensorView& hidden_states, const TensorView& output, const Routing* routing,
             const ForwardOptions& options) const;
-  /// Checks and runs. What throws here ends the communicator: other ranks may wait already.
+  const ModularKernel& kernel_of(const Call& call) const {
+    return monolithic && !call.routing.topk_ids ? *monolithic : kernel;
+  }
+  /// Sizes of the first chunk.
+  Sizes check(const Call& call, Workspace workspace) const;
   void forward(const Call& call, Workspace workspace) const;
-  void check(const Call& call, Workspace workspace) const;
-  void run(const Call& call, void* workspace) const;
-  void run_chunk(const Call& call, void* workspace) const;
-  void apply_routed(const Call& call, const Routing& routing, const Buffers& buffers) const;
-  /// to.target = or += x weight^T, summed in f32 first.
-  void project(const Tensor& weight, const TensorView& x, core::AddArgs to,
-               const Buffers& buffers) const;
-  /// Returns the ids that the other experts see.
-  TensorView apply_zero_experts(const Call& call, const Routing& routing,
-                                const Buffers& buffers) const;
-  void apply_shared(const Call& call, const Buffers& buffers) const;
+  MoeLayer::Step begin(const Call& call, Workspace workspace) const;
+  /// What throws here ends the communicator: other ranks may wait already.
+  template <typename Part>
+  void ending_ranks(const Part& part) const;
 };
+
+/// One chunk between its parts. The layer outlives it.
+struct MoeLayer::Step::Impl {
+  using Call = MoeLayer::Impl::Call;
+  Impl(const MoeLayer::Impl& layer, const Call& call, const MoeLayer::Impl::Sizes& sizes,
+       void* workspace);
+  void begin();
+  void compute();
+  void finish();
+
+  const MoeLayer::Impl& layer;
+  const Call call;
+  const MoeLayer::Impl::Sizes sizes;
+  const MoeLayer::Impl::Buffers buffers;
+  const Routing routing;
+  std::optional<ModularKernel::Step> kernel;
+
+ private:
+  void begin_kernel(const ForwardArgs& args);
+  /// to.target = or += x weight^T, summed in f32 first.
+  void project(const Tensor& weight, const TensorView& x, core::AddArgs to) const;
+  void run_shared() const;
+};
+
+template <typename Part>
+void MoeLayer::Impl::ending_ranks(const Part& part) const {
+  if (!communicator) return part();
+  try {
+    part();
+  } catch (...) {
+    communicator->abort(core::current_exception_text());
+    throw;
+  }
+}
 
 }  // namespace fusedmoe

@@ -22,7 +22,6 @@
 namespace fusedmoe {
 namespace {
 
-using core::callers_problem;
 using layer::PreparedRows;
 
 // What holds for both: rows stay on their rank.
@@ -71,19 +70,16 @@ class NoEp final : public PrepareAndFinalize {
  public:
   using PrepareAndFinalize::PrepareAndFinalize;
 
-  std::size_t workspace_bytes(const ProblemSize& caller,
-                              const Preparation& preparation) const override {
+  TransportSizes sizes(const ProblemSize& caller, const Preparation& preparation) const override {
     core::WorkspaceCutter cutter(nullptr);
     const PreparedRows rows(cutter, caller, preparation, {});
-    return cutter.used();
+    return {caller, caller, cutter.used()};
   }
 
  private:
-  void do_start_prepare(ForwardArgs& args) const override {
+  void do_start_prepare(ForwardArgs& args, const TransportSizes& sizes) const override {
     core::WorkspaceCutter cutter(args.prepare_workspace);
-    const PreparedRows rows(cutter, callers_problem(args), args.preparation,
-                            args.hidden_states.device());
-    rows.run(args);
+    PreparedRows(cutter, sizes.caller, args.preparation, args.stream.device).run(args);
   }
 
   void do_start_finalize(const ForwardArgs& args) const override {
@@ -106,37 +102,37 @@ class NoEpSums final : public PrepareAndFinalize {
         layer_(sums_.communicator()->next_layer()) {}
 
   bool moves_rows() const override { return true; }
-  ProblemSize problem_size(const ProblemSize& caller) const override {
-    ProblemSize problem = caller;
-    problem.output_dtype = partial_dtype_;
-    return problem;
-  }
-  std::size_t workspace_bytes(const ProblemSize& caller,
-                              const Preparation& preparation) const override {
-    return Layout(nullptr, caller, preparation, *this, {}).cutter.used();
+  TransportSizes sizes(const ProblemSize& caller, const Preparation& preparation) const override {
+    TransportSizes sizes{caller, caller};
+    sizes.experts.output_dtype = partial_dtype_;
+    sizes.workspace_bytes = Step(nullptr, caller, preparation, *this, {}).cutter.used();
+    return sizes;
   }
   void abandon(std::string_view reason) const noexcept override {
     sums_.communicator()->abort(reason);
   }
 
  private:
-  struct Layout {
+  struct Step final : TransportStep {
     core::WorkspaceCutter cutter;
     PreparedRows rows;
     layer::RankSums::Buffers sums;
-    Layout(void* workspace, const ProblemSize& problem, const Preparation& preparation,
-           const NoEpSums& of, Device device)
+    layer::StepName name;
+    Step(void* workspace, const ProblemSize& problem, const Preparation& preparation,
+         const NoEpSums& of, Device device)
         : cutter(workspace),
           rows(cutter, problem, preparation, device),
           sums(cutter, problem.num_tokens, problem.hidden, of.partial_dtype_,
                of.sums_.communicator()->size(), device) {}
   };
-  Layout layout(const ForwardArgs& args) const {
-    return {args.prepare_workspace, callers_problem(args), args.preparation, *this,
-            args.hidden_states.device()};
-  }
 
-  void do_start_prepare(ForwardArgs& args) const override { layout(args).rows.run(args); }
+  void do_start_prepare(ForwardArgs& args, const TransportSizes& sizes) const override {
+    auto step = std::make_shared<Step>(args.prepare_workspace, sizes.caller, args.preparation,
+                                       *this, args.stream.device);
+    step->name = {sums_.communicator()->next_step(), layer_, is_capturing(args.stream)};
+    step->rows.run(args);
+    args.step = std::move(step);
+  }
   void do_start_finalize(const ForwardArgs& args) const override {
     if (args.weight_and_reduce != WeightAndReduce::kNoOp) {
       throw Error::unsupported(Reason::kPairing, "experts",
@@ -144,10 +140,9 @@ class NoEpSums final : public PrepareAndFinalize {
                                             "finalize",
                                             name(args.weight_and_reduce)));
     }
-    const layer::StepName step{sums_.communicator()->next_step(), layer_,
-                               is_capturing(args.stream)};
-    sums_.run(args.fused_output, args.output, args.accumulate, layout(args).sums, args.stream,
-              step.of("sum"));
+    const auto& step = static_cast<const Step&>(*args.step);
+    sums_.run(args.fused_output, args.output, args.accumulate, step.sums, args.stream,
+              step.name.of("sum"));
   }
 
   const DType partial_dtype_;
@@ -188,17 +183,15 @@ class Batched final : public PrepareAndFinalize {
  public:
   using PrepareAndFinalize::PrepareAndFinalize;
 
-  std::size_t workspace_bytes(const ProblemSize& caller,
-                              const Preparation& preparation) const override {
-    return BatchedLayout(nullptr, caller, preparation, {}).cutter.used();
+  TransportSizes sizes(const ProblemSize& caller, const Preparation& preparation) const override {
+    return {caller, caller, BatchedLayout(nullptr, caller, preparation, {}).cutter.used()};
   }
 
  private:
-  void do_start_prepare(ForwardArgs& args) const override {
+  void do_start_prepare(ForwardArgs& args, const TransportSizes& sizes) const override {
     const core::Backend& backend = layer::backend_of(args.stream.device);
-    const Device device = args.stream.device;
-    const BatchedLayout layout(args.prepare_workspace, callers_problem(args), args.preparation,
-                               device);
+    const BatchedLayout layout(args.prepare_workspace, sizes.caller, args.preparation,
+                               args.stream.device);
     layout.rows.run(args);
     const TensorView rows = std::exchange(args.hidden_states, layout.values);
     args.expert_num_tokens = layout.assignment.expert_num_tokens;
@@ -258,10 +251,11 @@ class BatchedDescriptor final : public PrepareFinalizeDescriptor {
 
 void PrepareAndFinalize::start_prepare(ForwardArgs& args) const {
   layer::check_prepare_args(descriptor_, args);
-  const std::size_t needed = workspace_bytes(callers_problem(args), args.preparation);
-  FUSEDMOE_CHECK_FAULT(needed == 0 || args.prepare_workspace, kWorkspace, "prepare_workspace",
-                       "null", core::format("{} bytes", needed));
-  do_start_prepare(args);
+  const TransportSizes needed = sizes(core::callers_problem(args), args.preparation);
+  FUSEDMOE_CHECK_FAULT(needed.workspace_bytes == 0 || args.prepare_workspace, kWorkspace,
+                       "prepare_workspace", "null",
+                       core::format("{} bytes", needed.workspace_bytes));
+  do_start_prepare(args, needed);
 }
 
 void PrepareAndFinalize::start_finalize(const ForwardArgs& args) const {
@@ -274,6 +268,7 @@ Preparation make_preparation(const ExpertsDescriptor& experts, const QuantScheme
   Preparation preparation;
   preparation.apply_router_weight_on_input = apply_router_weight_on_input;
   preparation.by_address = experts.reads_rows_by_address();
+  preparation.takes_quantized = scheme.activations && experts.takes_quantized_inputs(scheme);
   if (scheme.activations && !experts.expects_unquantized_inputs(scheme)) {
     preparation.quant = scheme.activations;
     preparation.scale = a1_scale;

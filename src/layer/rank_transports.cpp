@@ -141,24 +141,6 @@ void check_communicator(const Communicator& communicator, const MoeConfig& confi
                        core::format("on {}", to_string(config.device)));
 }
 
-/// `num_senders`: ranks that a rank gets rows from.
-void check_fixed_sizes(const RankOptions& ranks, const MoeConfig& config,
-                       std::int64_t num_senders) {
-  if (config.combine != CombineMode::kPerRank) {
-    throw Error::conflict("ranks.fixed_sizes", "combine per_slot");
-  }
-  if (config.monolithic) {
-    throw Error::conflict("ranks.fixed_sizes", "monolithic experts",
-                          "they would route the rows that nobody fills");
-  }
-  FUSEDMOE_CHECK(ranks.drop_rows || ranks.receive_capacity == 0, "ranks.receive_capacity",
-                 core::to_string(ranks.receive_capacity),
-                 "0 with fixed_sizes, unless drop_rows is set");
-  FUSEDMOE_CHECK(!ranks.drop_rows || ranks.receive_capacity >= num_senders,
-                 "ranks.receive_capacity", core::to_string(ranks.receive_capacity),
-                 core::format("at least {} with fixed_sizes: a row of each rank", num_senders));
-}
-
 }  // namespace
 
 void check_rank_options(const PrepareFinalizeDescriptor& transport, const MoeConfig& config,
@@ -181,8 +163,6 @@ void check_rank_options(const PrepareFinalizeDescriptor& transport, const MoeCon
                           "ranks with the same tokens would drop different rows; "
                           "allgather_reducescatter serves them");
   }
-  const std::size_t senders = to_all ? parallel.gather_group().size() : parallel.num_ranks();
-  if (ranks.fixed_sizes) check_fixed_sizes(ranks, config, static_cast<std::int64_t>(senders));
   const DType dtype = ranks.combine_dtype.value_or(config.dtype);
   FUSEDMOE_CHECK_FAULT(dtype == DType::kF32 || dtype == config.dtype, kDType, "ranks.combine_dtype",
                        std::string(name(dtype)), core::format("f32 or {}", name(config.dtype)));

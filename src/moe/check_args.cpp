@@ -23,9 +23,10 @@ void check_counts(const ForwardArgs& args, const ProblemSize& problem, Device de
   }
 }
 
-void check_hidden_scales(const ForwardArgs& args, const QuantKey& key, Device device) {
+void check_hidden_scales(const ForwardArgs& args, const QuantKey& key, std::int64_t hidden,
+                         Device device) {
   const TensorView& x = args.hidden_states;
-  const std::int64_t hidden = x.size(x.rank() - 1), group = key.group.cols;
+  const std::int64_t group = key.group.cols;
   Shape shape{1, 1};
   const bool of_ranks = key.dynamic && args.hidden_scales && args.hidden_scales.size(0) != 1;
   if (key.group.rows == 1 || of_ranks) {
@@ -40,25 +41,34 @@ void check_prepared_rows(const Experts& experts, const ForwardArgs& args) {
   const MoeConfig& config = experts.config();
   const QuantScheme& scheme = config.scheme;
   const TensorView& x = args.hidden_states;
-  const bool quantized =
-      scheme.activations && !experts.descriptor().expects_unquantized_inputs(scheme);
-  const bool by_address =
-      experts.descriptor().reads_rows_by_address() && !config.hooks && !experts.batched();
+  const ExpertsDescriptor& descriptor = experts.descriptor();
+  const bool fused = !config.hooks && !experts.batched();
+  const bool takes_codes =
+      scheme.activations && args.hidden_scales && descriptor.takes_quantized_inputs(scheme);
+  const bool quantized = (scheme.activations && !descriptor.expects_unquantized_inputs(scheme)) ||
+                         (takes_codes && fused);
+  const bool by_address = descriptor.reads_rows_by_address() && fused;
   if (args.row_addresses && !by_address) {
     throw Error::unsupported(Reason::kOperation, "row_addresses",
                              core::format("row_addresses are given to {}, which read rows from one "
                                           "place",
-                                          experts.descriptor().name()));
+                                          descriptor.name()));
   }
-  const DType dtype = quantized ? scheme.activations->value : config.dtype;
+  DType dtype = config.dtype;
+  std::int64_t columns = config.hidden;
+  if (quantized) {
+    const QuantizedShape form = quantized_shape(*scheme.activations, 1, config.hidden);
+    dtype = form.values_dtype;
+    columns = form.values[1];
+  }
   if (experts.batched()) {
-    check_tensor(x, "hidden_states", dtype, {config.num_local_experts, -1, config.hidden});
+    check_tensor(x, "hidden_states", dtype, {config.num_local_experts, -1, columns});
     check_place(x, "hidden_states", config.device, true);
   } else {
-    check_row_buffer(x, "hidden_states", dtype, {-1, config.hidden}, config.device);
+    check_row_buffer(x, "hidden_states", dtype, {-1, columns}, config.device);
   }
   if (quantized) {
-    check_hidden_scales(args, *scheme.activations, config.device);
+    check_hidden_scales(args, *scheme.activations, config.hidden, config.device);
   } else {
     FUSEDMOE_CHECK(!args.hidden_scales, "hidden_scales", describe(args.hidden_scales),
                    "undefined: hidden_states are not quantized");

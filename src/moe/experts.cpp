@@ -62,6 +62,10 @@ bool ExpertsDescriptor::expects_unquantized_inputs(const QuantScheme& scheme) co
   return !scheme.activations || scheme.activations->value == DType::kE2M1;
 }
 
+bool ExpertsDescriptor::takes_quantized_inputs(const QuantScheme&) const {
+  return false;
+}
+
 WeightAndReduce ExpertsDescriptor::weight_and_reduce(ActivationFormat format) const {
   return format == ActivationFormat::kBatchedExperts ? WeightAndReduce::kDelegate
                                                      : WeightAndReduce::kNoOp;

@@ -20,6 +20,7 @@ ProblemSize callers_problem(const ForwardArgs& args) {
   ProblemSize problem;
   problem.num_tokens = args.hidden_states.size(0);
   problem.max_tokens = args.max_tokens;
+  problem.fixed_sizes = args.fixed_sizes;
   problem.topk = args.topk_ids ? args.topk_ids.size(1) : 0;
   problem.num_local_experts = args.weights->info().num_experts;
   problem.hidden = args.hidden_states.size(1);
@@ -32,6 +33,7 @@ ProblemSize experts_problem(const Experts& experts, const ForwardArgs& args) {
   const bool batched = experts.batched();
   ProblemSize problem = ProblemSize::of(experts.config(), args.hidden_states.size(batched ? 1 : 0));
   problem.expected_rows = args.expected_rows;
+  problem.max_rows = args.max_rows;
   problem.output_dtype = args.fused_output.dtype();
   if (args.topk_ids && !batched) problem.topk = args.topk_ids.size(1);
   return problem;

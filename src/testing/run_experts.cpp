@@ -122,11 +122,11 @@ void run_steps(ForwardArgs args, const ModularKernel& kernel) {
   args.preparation = make_preparation(experts.descriptor(), caller.scheme,
                                       experts.config().apply_router_weight_on_input,
                                       args.weights->info().a1_scale);
-  const Tensor workspace =
-      exact_buffer(prepare_finalize.workspace_bytes(caller, args.preparation), device);
+  const TransportSizes transport = prepare_finalize.sizes(caller, args.preparation);
+  const Tensor workspace = exact_buffer(transport.workspace_bytes, device);
   args.prepare_workspace = workspace.data();
   // workspace13 and the experts' output share memory, as in ModularKernel.
-  const WorkspaceSizes sizes = experts.workspace_sizes(prepare_finalize.problem_size(caller));
+  const WorkspaceSizes sizes = experts.workspace_sizes(transport.experts);
   const Tensor common = exact_buffer(sizes.common_bytes(), device);
   const Tensor workspace2 = exact_buffer(sizes.workspace2_bytes, device);
   args.workspace13 = common.data();

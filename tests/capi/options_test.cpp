@@ -105,7 +105,8 @@ TEST(COptionsTest, OfALayerAreObeyedOrRefused) {
                   c.options.ep_rank = 1; EXPECT_EQ(c.info(c.create()).num_local_experts, 3);),
             OF_RANKS(max_tokens_per_rank, 1), OF_RANKS(receive_capacity, 1),
             OF_RANKS(nearest_replica, 1), OF_RANKS(combine, 1),
-            OF_RANKS(combine_dtype, FUSEDMOE_F32), OF_RANKS(fixed_sizes, 1),
+            OF_RANKS(combine_dtype, FUSEDMOE_F32),
+            LAYER(fixed_sizes, c.options.fixed_sizes = 1; c.refused("args.fixed_sizes");),
             LAYER(tp_rank, c.options.tp_rank = 1; c.refused("parallel.tp_rank");),
             LAYER(sequence_parallel, c.options.sequence_parallel = 1;
                   c.refused("sequence_parallel");),
@@ -175,7 +176,11 @@ TEST(COptionsTest, OfAForwardAreObeyedOrRefused) {
                  EXPECT_FLOAT_EQ(*c.output.as<float>(), 2 * once);),
             CALL(max_tokens, c.args.max_tokens = kTokens - 1; c.forward_refused("hidden_states");
                  c.args.max_tokens = -1; c.forward_refused("max_tokens");),
-            RESULT(dropped_rows, DType::kI32, {1})
+            RESULT(dropped_rows, DType::kI32, {1}),
+            CALL(fixed_sizes, ASSERT_OK(c.forward(c.create())); const std::vector<float> exact(
+                     c.output.as<float>(), c.output.as<float>() + c.output.numel());
+                 c.args.fixed_sizes = 1; EXPECT_OK(c.forward(c.create()));
+                 EXPECT_TRUE(std::equal(exact.begin(), exact.end(), c.output.as<float>()));)
       },
       sizeof(T));
   // The caller's routing has neither logits nor a load.

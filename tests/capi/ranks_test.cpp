@@ -1,4 +1,5 @@
 // Communicators and layers on two ranks, through the C interface.
+#include <algorithm>
 #include <limits>
 #include <string>
 
@@ -163,6 +164,45 @@ TEST(CRanksTest, RowsThatDoNotFitAreCounted) {
     const Tensor nothing = Tensor::zeros({1, TinyLayer::kHidden}, DType::kF32);
     EXPECT_TRUE(bitwise_equal(output.slice(0, tokens - 1, tokens), nothing));
     EXPECT_EQ(bitwise_equal(output.slice(0, 0, 1), nothing), rank == 1);
+  });
+}
+
+/// With exact sizes and with fixed ones, of which the layer's options know nothing.
+TEST(CRanksTest, AForwardInThreePartsGivesTheSameBits) {
+  fusedmoe_communicator* made[kRanks] = {};
+  const auto options = patient();
+  ASSERT_OK(fusedmoe_communicator_create_threads(kRanks, &options, made));
+  const Handle<fusedmoe_communicator> first(made[0]), second(made[1]);
+  on_two_threads([&](int rank) {
+    TinyLayer tiny;
+    tiny.options.communicator = made[rank];
+    tiny.options.max_tokens_per_rank = kTokens;
+    const auto layer = tiny.create();
+    const Tensor x = TinyLayer::filled({kTokens - rank, TinyLayer::kHidden}, 7);
+    std::size_t exact = 0, fixed = 0;
+    EXPECT_OK(fusedmoe_layer_workspace_bytes(layer.get(), kTokens, &exact));
+    EXPECT_OK(fusedmoe_layer_fixed_workspace_bytes(layer.get(), kTokens, &fixed));
+    auto args = sized<fusedmoe_forward_args>();
+    args.workspace_bytes = std::max(exact, fixed);
+    const Tensor workspace =
+        Tensor::empty({static_cast<std::int64_t>(args.workspace_bytes)}, DType::kU8);
+    args.workspace = workspace.data();
+    args.hidden_states = to_c(x);
+    for (const int fixed_sizes : {0, 1}) {
+      args.fixed_sizes = fixed_sizes;
+      const Tensor whole = TinyLayer::filled(x.shape(), 8), parts = TinyLayer::filled(x.shape(), 9);
+      args.output = to_c(whole);
+      EXPECT_OK(fusedmoe_layer_forward(layer.get(), &args));
+      args.output = to_c(parts);
+      fusedmoe_step* step = nullptr;
+      ASSERT_EQ(fusedmoe_layer_begin(layer.get(), &args, &step), FUSEDMOE_OK);
+      EXPECT_NE(fusedmoe_layer_begin(layer.get(), &args, nullptr), FUSEDMOE_OK);
+      EXPECT_OK(fusedmoe_step_compute(step));
+      EXPECT_OK(fusedmoe_step_finish(step));
+      EXPECT_TRUE(bitwise_equal(parts, whole));
+      fusedmoe_step_destroy(step);
+      EXPECT_NE(fusedmoe_step_finish(nullptr), FUSEDMOE_OK);
+    }
   });
 }
 

@@ -79,13 +79,14 @@ inline LayerOptions options_of(Device device, bool batch_invariant) {
 
 /// `x` on the layer's device, the output in host memory.
 inline Tensor forward_there(const MoeLayer& layer, const TensorView& x, std::int64_t most,
-                            const ExpertsHooks* hooks = nullptr) {
+                            const ExpertsHooks* hooks = nullptr, bool fixed_sizes = false) {
   const Device device = layer.config().device;
-  const std::size_t bytes = layer.workspace_bytes(std::max(most, x.size(0)));
+  const std::size_t bytes = layer.workspace_bytes(std::max(most, x.size(0)), fixed_sizes);
   const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
   const Tensor output = Tensor::empty(x.shape(), x.dtype(), device);
   ForwardOptions options;
   options.max_tokens = most;
+  options.fixed_sizes = fixed_sizes;
   options.hooks = hooks;
   layer.forward(x, output, {workspace.data(), bytes}, options);
   synchronize(Stream{device});
@@ -93,9 +94,9 @@ inline Tensor forward_there(const MoeLayer& layer, const TensorView& x, std::int
 }
 
 inline Tensor forward(const MoeLayer& layer, const Tensor& x, std::int64_t most,
-                      const ExpertsHooks* hooks = nullptr) {
+                      const ExpertsHooks* hooks = nullptr, bool fixed_sizes = false) {
   const Tensor there = to_device(x, layer.config().device);
-  return forward_there(layer, there, most, hooks);
+  return forward_there(layer, there, most, hooks, fixed_sizes);
 }
 
 inline std::int64_t tokens_of(int rank) {

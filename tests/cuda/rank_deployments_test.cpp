@@ -59,8 +59,9 @@ Outputs expect_as_one_on_rank(const RankRun& run, const LayerWeights& weights,
     const Tensor all =
         to_device(random_tensor(DType::kBF16, {tokens, kHidden + 2 * gap}, 1, 70 + owner), device);
     const TensorView x = all.slice(1, gap, gap + kHidden);
-    outputs.push_back(forward_there(layer, x, kTokens));
-    EXPECT_TRUE(bitwise_equal(forward_there(layer, x, kTokens), outputs.back()))
+    outputs.push_back(forward_there(layer, x, kTokens, nullptr, run.how.fixed_sizes));
+    EXPECT_TRUE(bitwise_equal(forward_there(layer, x, kTokens, nullptr, run.how.fixed_sizes),
+                              outputs.back()))
         << "rank " << rank << ", " << tokens << " tokens, again";
     const Tensor expected = forward_there(alone, x, 0);
     if (equal_bits) {
@@ -276,7 +277,8 @@ TEST(CudaRankDeploymentsTest, GoldenVectors) {
           const MoeLayer layer(
               checkpoint.load_layer(checkpoint.moe_layers().front(), options.parallel), options);
           // The bound of one GPU, and one more rounding of the parts of a sum.
-          EXPECT_LE(compare(forward(layer, x, kMost), golden.output.slice(0, begin, end))
+          EXPECT_LE(compare(forward(layer, x, kMost, nullptr, fixed_sizes),
+                            golden.output.slice(0, begin, end))
                         .max_norm_relative,
                     2e-2)
               << name << " " << transport << ", rank " << rank;

@@ -64,11 +64,12 @@ class OnExit {
 struct Rank {
   Communicator& communicator;
   const MoeLayer &first, &second;
+  const bool fixed_sizes;
   /// A forward; throws what the ranks have failed with, if they have by its end.
   void step(const MoeLayer& layer, std::int64_t tokens = kTokens, std::int64_t most = kTokens,
             const ExpertsHooks* hooks = nullptr) const {
     const Tensor x = random_tensor(DType::kBF16, {tokens, kHidden}, 1, 5);
-    forward(layer, x, most, hooks);
+    forward(layer, x, most, hooks, fixed_sizes);
     communicator.check();
   }
 };
@@ -79,7 +80,6 @@ LayerOptions options_of(const Way& way, const std::shared_ptr<Communicator>& com
   options.hooks = true;
   options.ranks.communicator = communicator;
   options.ranks.max_tokens_per_rank = kTokens;
-  options.ranks.fixed_sizes = way.fixed_sizes;
   return options;
 }
 
@@ -105,7 +105,7 @@ Outcome outcome_of_steps(const Way& way, milliseconds timeout, const Disturb& di
     const auto communicator = ranks.join(number);
     const LayerOptions options = options_of(way, communicator);
     const MoeLayer first(weights, options), second(weights, options);
-    const Rank rank{*communicator, first, second};
+    const Rank rank{*communicator, first, second, way.fixed_sizes};
     rank.step(first);
     communicator->barrier();
     if (number == 1) {
@@ -233,13 +233,14 @@ TEST(CudaRankFailuresTest, ARankThatReplaysAnotherLayer) {
       const MoeLayer first(weights, options), second(weights, options);
       const MoeLayer& layer = number == 1 ? second : first;
       const Device device = communicator->device();
-      const auto bytes = static_cast<std::int64_t>(layer.workspace_bytes(kTokens));
+      const auto bytes = static_cast<std::int64_t>(layer.workspace_bytes(kTokens, true));
       const Tensor workspace = Tensor::empty({bytes}, DType::kU8, device);
       const Tensor x = Tensor::zeros({kTokens, kHidden}, DType::kBF16, device);
       const Tensor output = Tensor::empty(x.shape(), x.dtype(), device);
       const OwnedStream stream(device);
       ForwardOptions forward;
       forward.stream = stream;
+      forward.fixed_sizes = true;
       const auto run = [&](const MoeLayer& which) {
         which.forward(x, output, {workspace.data(), static_cast<std::size_t>(bytes)}, forward);
       };
@@ -313,7 +314,7 @@ TEST(CudaRankFailuresTest, FullBuffers) {
       LayerOptions options = options_of(way, communicator);
       options.ranks.receive_capacity = 10 * way.setting.size;
       const MoeLayer layer(weights, options);
-      const Rank rank{*communicator, layer, layer};
+      const Rank rank{*communicator, layer, layer, false};
       rank.step(layer, 8);
       communicator->barrier();
       rank.step(layer, kTokens);

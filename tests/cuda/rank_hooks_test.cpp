@@ -67,7 +67,6 @@ void expect_hooks_as_one(const Setting& setting, const char* scheme, const char*
     options.ranks.placement = placement;
     options.ranks.max_tokens_per_rank = kTokens;
     options.ranks.combine = combine;
-    options.ranks.fixed_sizes = fixed_sizes;
     const MoeLayer layer(weights, options);
 
     const Tensor x = hidden_states_of(rank);
@@ -99,7 +98,7 @@ void expect_hooks_as_one(const Setting& setting, const char* scheme, const char*
     };
     hooks = through_host(hooks);
     for (int step = 0; step < 2; ++step) {
-      const Tensor output = forward(layer, x, kTokens, &hooks);
+      const Tensor output = forward(layer, x, kTokens, &hooks, fixed_sizes);
       EXPECT_LE(compare(output, expected).max_norm_relative, kTolerance) << "rank " << rank;
     }
     EXPECT_GT(rows, 0) << "rank " << rank;

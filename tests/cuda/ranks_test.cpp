@@ -30,13 +30,12 @@ void expect_as_one(const Setting& setting, const char* scheme, const char* trans
     options.require += std::string("+") + transport;
     options.ranks.communicator = communicator;
     options.ranks.max_tokens_per_rank = kTokens;
-    options.ranks.fixed_sizes = fixed_sizes;
     options.monolithic = monolithic;
     const MoeLayer layer(weights, options);
     for (const std::int64_t tokens : {tokens_of(rank), std::int64_t{rank == 0 ? 1 : 0}}) {
       const Tensor x = random_tensor(DType::kBF16, {tokens, kHidden}, 1, 70 + rank);
-      const Tensor output = forward(layer, x, kTokens), again = forward(layer, x, kTokens);
-      EXPECT_TRUE(bitwise_equal(output, again));
+      const Tensor output = forward(layer, x, kTokens, nullptr, fixed_sizes);
+      EXPECT_TRUE(bitwise_equal(forward(layer, x, kTokens, nullptr, fixed_sizes), output));
       const Tensor expected = forward(alone, x, 0);
       if (batch_invariant) {
         EXPECT_TRUE(bitwise_equal(output, expected)) << "rank " << rank;
@@ -88,14 +87,14 @@ TEST(CudaRanksTest, ManyTokensGiveTheOutputOfOneGpu) {
         const Tensor expected = forward(MoeLayer(weights, options), inputs[rank], 0);
         options.ranks.communicator = communicator;
         options.ranks.max_tokens_per_rank = kMost;
-        options.ranks.fixed_sizes = fixed_sizes;
         for (const char* transport : {"sm90+all2all", "sm90+allgather_reducescatter"}) {
           options.require = transport;
           const MoeLayer layer(weights, options);
-          const Tensor output = forward(layer, inputs[rank], kMost);
+          const Tensor output = forward(layer, inputs[rank], kMost, nullptr, fixed_sizes);
           EXPECT_LE(compare(output, expected).max_norm_relative, kTolerance)
               << transport << ", rank " << rank;
-          EXPECT_TRUE(bitwise_equal(forward(layer, inputs[rank], kMost), output));
+          EXPECT_TRUE(
+              bitwise_equal(forward(layer, inputs[rank], kMost, nullptr, fixed_sizes), output));
         }
         communicator->barrier();
       });
@@ -127,12 +126,11 @@ TEST(CudaRanksTest, RowsThatDoNotFitAreDropped) {
   const LayerWeights weights = make_layer_weights({small_case("bf16")});
   for (const Setting& setting : settings()) {
     for (const char* transport : {"all2all", "allgather_reducescatter"}) {
-      for (const int mode : {0, 1, 2}) {  // per rank; with fixed sizes; per slot
-        SCOPED_TRACE(setting.name() + " " + transport + " " + std::to_string(mode));
+      for (const CombineMode combine : {CombineMode::kPerRank, CombineMode::kPerSlot}) {
+        SCOPED_TRACE(setting.name() + " " + transport + " " + std::string(name(combine)));
         RankCase how{.size = setting.size,
                      .transport = transport,
-                     .placement = ExpertPlacement::linear(13, setting.size),
-                     .fixed_sizes = mode == 1};
+                     .placement = ExpertPlacement::linear(13, setting.size)};
         const std::int64_t capacity = kTokens;
         std::vector<Tensor> ids;
         for (int rank = 0; rank < setting.size; ++rank) {
@@ -152,10 +150,9 @@ TEST(CudaRanksTest, RowsThatDoNotFitAreDropped) {
           options.ranks.communicator = communicator;
           options.ranks.placement = how.placement;
           options.ranks.max_tokens_per_rank = kTokens;
-          options.ranks.fixed_sizes = how.fixed_sizes;
           options.ranks.receive_capacity = capacity;
           options.ranks.drop_rows = true;
-          if (mode == 2) options.ranks.combine = CombineMode::kPerSlot;
+          options.ranks.combine = combine;
           const MoeLayer layer(weights, options);
           const Tensor x = random_tensor(DType::kBF16, {tokens_of(rank), kHidden}, 1, 70 + rank);
           const Tensor factors = random_tensor(DType::kF32, {tokens_of(rank), 4}, 1, rank);
@@ -191,13 +188,15 @@ TEST(CudaRanksTest, DispatchDtypeChangesNoBit) {
             options.require += std::string("+") + transport;
             options.ranks.communicator = communicator;
             options.ranks.max_tokens_per_rank = kTokens;
-            options.ranks.fixed_sizes = mode == 1;
+            const bool fixed_sizes = mode == 1;
             const Tensor x = random_tensor(DType::kBF16, {tokens_of(rank), kHidden}, 1, 70 + rank);
             options.ranks.dispatch_dtype = DType::kBF16;
-            const Tensor expected = forward(MoeLayer(weights, options), x, kTokens);
+            const Tensor expected =
+                forward(MoeLayer(weights, options), x, kTokens, nullptr, fixed_sizes);
             options.ranks.dispatch_dtype = activations;
             const MoeLayer layer(weights, options);
-            EXPECT_TRUE(bitwise_equal(forward(layer, x, kTokens), expected)) << "rank " << rank;
+            EXPECT_TRUE(bitwise_equal(forward(layer, x, kTokens, nullptr, fixed_sizes), expected))
+                << "rank " << rank;
             communicator->barrier();
           });
         }
@@ -221,12 +220,15 @@ struct Batches {
   }
 };
 
-/// Replays a graph of `layer` with other inputs each time, between calls without a graph. Nobody
-/// waits for the device before the end, so a step may begin while another rank is in the last one.
+/// Replays a graph of `layer` with other inputs each time, between calls without a graph, some of
+/// which have fixed sizes, too. Only the others wait for the device before the end, so a step may
+/// begin while another rank is in the last one.
 void expect_replays(const MoeLayer& layer, const Batches& batches, Communicator& communicator) {
   constexpr std::int64_t kReplays = 1000;
   const Device device = layer.config().device;
-  const std::size_t bytes = layer.workspace_bytes(kTokens);
+  // Recorded forwards have fixed sizes; those between the replays count.
+  const std::size_t bytes =
+      std::max(layer.workspace_bytes(kTokens), layer.workspace_bytes(kTokens, true));
   const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
   const Tensor x = Tensor::zeros({kTokens, kHidden}, DType::kBF16, device);
   const Tensor output = Tensor::empty(x.shape(), x.dtype(), device);
@@ -234,14 +236,17 @@ void expect_replays(const MoeLayer& layer, const Batches& batches, Communicator&
   const OwnedStream stream(device);
   ForwardOptions options;
   options.stream = stream;
-  const auto run = [&] { layer.forward(x, output, {workspace.data(), bytes}, options); };
-  run();
+  const auto run = [&](bool fixed_sizes) {
+    options.fixed_sizes = fixed_sizes;
+    layer.forward(x, output, {workspace.data(), bytes}, options);
+  };
+  run(false);
   synchronize(stream);
   communicator.barrier();
-  const Graph graph(stream, run);
+  const Graph graph(stream, [&] { run(false); });
   for (std::int64_t replay = 0; replay < kReplays; ++replay) {
     copy(batches.inputs[replay % Batches::kCount], x, stream);
-    replay % 10 == 9 ? run() : graph.launch(stream);
+    replay % 10 == 9 ? run(replay % 100 != 99) : graph.launch(stream);
     copy(output, outputs.select(0, replay), stream);
   }
   synchronize(stream);
@@ -253,7 +258,7 @@ void expect_replays(const MoeLayer& layer, const Batches& batches, Communicator&
   }
 }
 
-TEST(CudaRanksTest, GraphsOfFixedSizesReplayWithOtherIds) {
+TEST(CudaRanksTest, GraphsReplayWithOtherIds) {
   FUSEDMOE_SKIP_WITHOUT_GPU();
   for (const Setting& setting : settings()) {
     if (!setting.nccl) continue;
@@ -265,7 +270,6 @@ TEST(CudaRanksTest, GraphsOfFixedSizesReplayWithOtherIds) {
       const Batches batches(MoeLayer(weights, options), rank);
       options.ranks.communicator = communicator;
       options.ranks.max_tokens_per_rank = kTokens;
-      options.ranks.fixed_sizes = true;
       for (const char* transport : {"sm90+all2all", "sm90+allgather_reducescatter"}) {
         options.require = transport;
         expect_replays(MoeLayer(weights, options), batches, *communicator);

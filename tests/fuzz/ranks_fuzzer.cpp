@@ -198,7 +198,7 @@ Step step_of(const RankProblem& problem, std::size_t number, int rank) {
 Tensor forward(const RankProblem& problem, const MoeLayer& layer, const Step& step,
                std::int64_t most) {
   const Routing routing{step.ids, step.factors};
-  return forward_exactly(layer, step.x, most, problem.routed ? &routing : nullptr);
+  return forward_exactly(problem.how, layer, step.x, most, problem.routed ? &routing : nullptr);
 }
 
 /// Whether one rank's bits are promised.

@@ -3,7 +3,7 @@
 
 #include "fusedmoe/comm.h"
 #include "host/host_backend.h"
-#include "layer/rank_exchange.h"
+#include "layer/rank_step.h"
 #include "reference/backend.h"
 
 namespace fusedmoe {

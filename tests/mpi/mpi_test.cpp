@@ -137,12 +137,13 @@ TEST(MpiTest, SharedBytesAreWhatAForwardTakes) {
       // This rank has as many tokens as there can be, or fewer.
       for (const auto& [most, tokens] :
            {std::pair(kTokens, kTokens), std::pair(kMost, kMost), std::pair(kMost, kTokens)}) {
-        const testing::Scratch scratch(layer, most);
+        const testing::Scratch scratch(layer, most, how.fixed_sizes);
         const Tensor x = random_tensor(DType::kBF16, {tokens, 128}, 1, 40 + world()->rank());
         const Tensor output = Tensor::empty(x.shape(), x.dtype());
         ForwardOptions forward_options;
         forward_options.hooks = &hooks;
         forward_options.max_tokens = most;
+        forward_options.fixed_sizes = how.fixed_sizes;
         layer.forward(x, output, scratch.workspace, forward_options);
         const std::size_t pages = (layer.shared_bytes(most) + kPage - 1) / kPage;
         if (tokens == most && shares()) {

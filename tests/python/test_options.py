@@ -95,7 +95,6 @@ OPTIONS = {
     "combine": of_ranks("combine", "per_rank"),
     "combine_dtype": of_ranks("combine_dtype", "f32"),
     "dispatch_dtype": of_ranks("dispatch_dtype", "f32"),
-    "fixed_sizes": of_ranks("fixed_sizes", True),
     "drop_rows": of_ranks("drop_rows", True),
 }  # fmt: skip
 
@@ -144,6 +143,7 @@ CALL = {
     "max_tokens": lambda c: refused("at most 4", c.call, max_tokens=4)
     and refused("max_tokens", c.call, max_tokens=-1),
     "dropped_rows": lambda c: filled(c, "dropped_rows", (1,), np.int32),
+    "fixed_sizes": lambda c: np.array_equal(c.call(fixed_sizes=True), c.call()),
 }  # fmt: skip
 
 

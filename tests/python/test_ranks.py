@@ -105,6 +105,29 @@ def test_rows_that_do_not_fit_are_counted():
     assert first[2] <= 2 and second[2] <= 4
 
 
+def test_a_call_in_three_parts_with_exact_and_fixed_sizes():
+    communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
+
+    def run(rank):
+        made = layer(communicator=communicators[rank], max_tokens_per_rank=TOKENS)
+        x = tensors()[3][part_of(rank)]
+        weights, ids = np.ones((len(x), 2), np.float32), np.zeros((len(x), 2), np.int32)
+        same = []
+        for fixed_sizes in (False, True):
+            step = made.begin(x, fixed_sizes=fixed_sizes)
+            step.compute()
+            same.append(np.array_equal(step.finish(), made(x, fixed_sizes=fixed_sizes)))
+            step = made.begin(x, weights, ids, fixed_sizes=fixed_sizes)
+            step.compute()
+            routed = step.finish()
+            whole = made.forward_routed(x, weights, ids, fixed_sizes=fixed_sizes)
+            same.append(np.array_equal(routed, whole))
+        assert made.workspace_bytes(TOKENS, fixed_sizes=True) > 0
+        return same
+
+    assert run_threads(run) == [[True] * 4] * RANKS
+
+
 def test_ranks_that_differ_all_raise():
     communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
     errors = run_threads(

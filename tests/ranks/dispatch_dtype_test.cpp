@@ -83,11 +83,11 @@ void expect_same_bits(RankCase all, const SchemeCase& scheme, DType dtype = DTyp
          {std::optional<DType>(), std::optional(dtype), std::optional(scheme.activations)}) {
       how.dispatch_dtype = sent;
       const MoeLayer layer(weights, rank_options(how, dtype, kMost, comms[rank]));
-      const Tensor output = forward_exactly(layer, x, kMost);
+      const Tensor output = forward_exactly(how, layer, x, kMost);
       if (!expected) expected = output;
       EXPECT_TRUE(bitwise_equal(output, expected))
           << "rank " << rank << (sent ? name(*sent) : std::string_view());
-      EXPECT_TRUE(bitwise_equal(output, forward_exactly(layer, x, kMost)));
+      EXPECT_TRUE(bitwise_equal(output, forward_exactly(how, layer, x, kMost)));
     }
     if (!how.batch_invariant) return;
     const MoeLayer alone(weights, testing::one_rank_options(how, dtype));

@@ -13,7 +13,7 @@ struct Dropped {
 };
 
 /// The rule in plain loops: a rank takes the rows of rank 0, then those of rank 1, ..., each by
-/// token, until it has `capacity`; with fixed sizes each source has its own share.
+/// token, until it has `capacity`.
 inline Dropped drop_rows(const RankCase& how, const std::vector<Tensor>& ids,
                          std::int64_t capacity) {
   Dropped result;
@@ -31,7 +31,6 @@ inline Dropped drop_rows(const RankCase& how, const std::vector<Tensor>& ids,
     const bool owns = !how.placement->local_experts(to).empty();
     std::int64_t room = capacity, received = 0;
     for (std::size_t from = 0; from < ids.size(); ++from) {
-      if (how.fixed_sizes) room = capacity / how.size;
       for (std::int64_t token = 0; token < ids[from].size(0); ++token) {
         const TensorView mine = ids[from].select(0, token),
                          kept = result.ids[from].select(0, token);
@@ -69,15 +68,14 @@ struct DropProblem {
     spec.scheme = schemes::unquantized(DType::kF32);
     how.size = size;
     how.transport = one_in(2) ? "all2all" : "allgather_reducescatter";
-    how.fixed_sizes = one_in(3);
-    how.combine = how.fixed_sizes || one_in(2) ? CombineMode::kPerRank : CombineMode::kPerSlot;
+    how.combine = one_in(2) ? CombineMode::kPerRank : CombineMode::kPerSlot;
     std::vector<std::int32_t> logical, ranks;
     for (std::int64_t p = 0; p < spec.num_experts + random.below(4); ++p) {
       logical.push_back(static_cast<std::int32_t>(p % spec.num_experts));
       ranks.push_back(static_cast<std::int32_t>(random.below(size)));
     }
     how.placement = ExpertPlacement(spec.num_experts, size, logical, ranks);
-    capacity = (how.fixed_sizes ? size : 1) + random.below(size * max_tokens);
+    capacity = 1 + random.below(size * max_tokens);
     for (int rank = 0; rank < size; ++rank) {
       const std::int64_t tokens = random.below(max_tokens + 1);
       x.push_back(random_tensor(DType::kF32, {tokens, spec.hidden}, 1, seed + 1000 * rank));

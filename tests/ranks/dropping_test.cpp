@@ -39,7 +39,6 @@ TEST(DroppingTest, ACapacityThatJustFitsDropsNothing) {
   for (std::uint64_t seed = 0; seed < 24; ++seed) {
     SCOPED_TRACE(seed);
     DropProblem problem(3, seed);
-    problem.how.fixed_sizes = false;
     problem.capacity = drop_rows(problem.how, problem.ids, 0).most_received;
     if (problem.capacity < 2) continue;
     const LayerWeights weights = make_layer_weights({problem.spec});
@@ -71,19 +70,39 @@ TEST(DroppingTest, ACapacityThatJustFitsDropsNothing) {
 TEST(DroppingTest, WorkspaceFollowsTheCapacity) {
   DropProblem problem(3, 1);
   problem.how.combine = CombineMode::kPerRank;
-  for (const bool fixed_sizes : {false, true}) {
-    problem.how.fixed_sizes = fixed_sizes;
-    const auto comms = make_communicators(3, false, {kPatient});
+  const auto comms = make_communicators(3, false, {kPatient});
+  run_ranks(3, [&](int rank) {
+    const LayerWeights weights = make_layer_weights({problem.spec});
+    LayerOptions options = problem.options(comms[rank]);
+    options.ranks.max_tokens_per_rank = 1000;
+    options.ranks.receive_capacity = 300;
+    const MoeLayer small(weights, options);
+    options.ranks.receive_capacity = 3000;
+    const MoeLayer large(weights, options);
+    const auto row_bytes = static_cast<std::size_t>(4 * problem.spec.hidden);
+    EXPECT_GE(large.workspace_bytes(1000) - small.workspace_bytes(1000), 2700 * row_bytes);
+    EXPECT_EQ(large.workspace_bytes(1000, true), small.workspace_bytes(1000, true));
+  });
+}
+
+/// Forwards with fixed sizes have room for every row.
+TEST(DroppingTest, FixedSizesDropNothing) {
+  for (const bool lend : {true, false}) {
+    DropProblem problem(3, 5);
+    problem.how.combine = CombineMode::kPerRank;
+    problem.capacity = 1;
+    const LayerWeights weights = make_layer_weights({problem.spec});
+    const MoeLayer alone(weights, one_rank_options(problem.how, DType::kF32));
+    const auto comms = make_communicators(3, lend, {kPatient});
     run_ranks(3, [&](int rank) {
-      const LayerWeights weights = make_layer_weights({problem.spec});
-      LayerOptions options = problem.options(comms[rank]);
-      options.ranks.max_tokens_per_rank = 1000;
-      options.ranks.receive_capacity = 300;
-      const MoeLayer small(weights, options);
-      options.ranks.receive_capacity = 3000;
-      const MoeLayer large(weights, options);
-      const auto row_bytes = static_cast<std::size_t>(4 * problem.spec.hidden);
-      EXPECT_GE(large.workspace_bytes(1000) - small.workspace_bytes(1000), 2700 * row_bytes);
+      const MoeLayer layer(weights, problem.options(comms[rank]));
+      const Routing routing{problem.ids[rank], problem.factors[rank]};
+      const Tensor& x = problem.x[rank];
+      std::int32_t dropped = 77;
+      const Tensor output = forward_exactly(layer, x, problem.max_tokens, &routing, &dropped, true);
+      EXPECT_EQ(dropped, 0);
+      const Tensor expected = forward_exactly(alone, x, 0, &routing);
+      EXPECT_LE(testing::compare(output, expected).max_norm_relative, 1e-5) << "rank " << rank;
     });
   }
 }
@@ -97,16 +116,6 @@ TEST(DroppingTest, WhatCannotBeIsRefused) {
        [](LayerOptions& o) { o.ranks.receive_capacity = 0; }},
       {"ranks.drop_rows cannot be used with batch_invariant",
        [](LayerOptions& o) { o.batch_invariant = true; }},
-      {"ranks.receive_capacity: was 3; must be at least 4 with fixed_sizes",
-       [](LayerOptions& o) {
-         o.ranks.fixed_sizes = true;
-         o.ranks.receive_capacity = 3;
-       }},
-      {"ranks.receive_capacity: was 9; must be 0 with fixed_sizes, unless drop_rows is set",
-       [](LayerOptions& o) {
-         o.ranks.fixed_sizes = true;
-         o.ranks.drop_rows = false;
-       }},
       {"ranks.drop_rows cannot be used with all2all: ranks with the same tokens",
        [](LayerOptions& o) {
          o.parallel = ParallelConfig::of({.tp_size = 2,
@@ -119,7 +128,6 @@ TEST(DroppingTest, WhatCannotBeIsRefused) {
     SCOPED_TRACE(row.error);
     DropProblem problem(4, 2);
     problem.how.transport = "all2all";
-    problem.how.fixed_sizes = false;
     problem.how.combine.reset();
     problem.capacity = 9;
     const auto comms = make_communicators(4, true, {kPatient});
@@ -135,48 +143,15 @@ TEST(DroppingTest, WhatCannotBeIsRefused) {
   }
 }
 
-/// Two data-parallel groups of two ranks that have the same tokens.
-DropProblem problem_of_groups(bool fixed_sizes) {
+/// Ranks of tensor parallelism, in two data-parallel groups, drop the same tokens, so their outputs
+/// stay equal.
+TEST(DroppingTest, RanksWithTheSameTokensDropTheSame) {
   DropProblem problem(4, 3);
   problem.spec.num_experts = 8;
   problem.how.transport = "allgather_reducescatter";
   problem.how.combine = CombineMode::kPerRank;
   problem.how.placement.reset();
-  problem.how.fixed_sizes = fixed_sizes;
   problem.how.deployment = Deployment{.tp_size = 2, .dp_size = 2, .expert_parallel = true};
-  return problem;
-}
-
-/// Where rows travel between the data-parallel groups only, a rank gets rows from one rank of each.
-TEST(DroppingTest, FixedSizesShareABufferAmongTheRanksThatSend) {
-  DropProblem problem = problem_of_groups(true);
-  const LayerWeights weights = make_layer_weights({problem.spec});
-  const MoeLayer alone(weights, one_rank_options(problem.how, DType::kF32));
-  const auto comms = make_communicators(4, true, {kPatient});
-  problem.capacity = 1;
-  const auto errors = errors_of_ranks(
-      4, [&](int rank) { const MoeLayer layer(weights, problem.options(comms[rank])); });
-  for (const std::string& error : errors) {
-    EXPECT_NE(error.find("receive_capacity: was 1; must be at least 2 with fixed_sizes"),
-              std::string::npos)
-        << error;
-  }
-  problem.capacity = 3;  // one row of each
-  run_ranks(4, [&](int rank) {
-    const MoeLayer layer(weights, problem.options(comms[rank]));
-    const Tensor x = testing::random_tensor(DType::kF32, {5, problem.spec.hidden}, 1, 8 + rank / 2);
-    std::int32_t dropped = 77;
-    const Tensor output = forward_exactly(layer, x, problem.max_tokens, nullptr, &dropped);
-    EXPECT_EQ(dropped, 2 * 4) << "four tokens, on both ranks of the group";
-    const Tensor expected = forward_exactly(alone, x, 0);
-    std::fill_n(expected.as<float>() + x.size(1), 4 * x.size(1), 0.0F);
-    EXPECT_LE(testing::compare(output, expected).max_norm_relative, 1e-5) << "f32 sums";
-  });
-}
-
-/// Ranks of tensor parallelism drop the same tokens, so their outputs stay equal.
-TEST(DroppingTest, RanksWithTheSameTokensDropTheSame) {
-  DropProblem problem = problem_of_groups(false);
   problem.capacity = 7;
   const LayerWeights weights = make_layer_weights({problem.spec});
   const auto comms = make_communicators(4, true, {kPatient});

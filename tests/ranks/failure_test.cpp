@@ -111,7 +111,6 @@ TEST(AgreementTest, EveryFieldCounts) {
       {"combine", [](W&, O& o) { o.ranks.combine = CombineMode::kPerSlot; }},
       {"dispatch_dtype", [](W&, O& o) { o.ranks.dispatch_dtype = DType::kBF16; }},
       {"combine_dtype", [](W&, O& o) { o.ranks.combine_dtype = DType::kF32; }},
-      {"fixed_sizes", [](W&, O& o) { o.ranks.fixed_sizes = true; }},
       {"replica_choice", [](W&, O& o) { o.ranks.replica_choice = ReplicaChoice::kNearest; }},
       {"placement", [](W&, O& o) { o.ranks.placement = ExpertPlacement::round_robin(6, 3); }},
       {"router", [](W& w, O&) { w.router.routed_scaling_factor = 2; }},
@@ -210,9 +209,9 @@ std::vector<std::string> errors_of_steps(
     const LayerOptions options = rank_options(how, DType::kBF16, kTokens, comms[rank]);
     const MoeLayer first(small_weights(), options), second(small_weights(), options);
     const Tensor x = make_hidden_states(DType::kBF16, kTokens, 64);
-    forward_exactly(first, x, kTokens);
+    forward_exactly(how, first, x, kTokens);
     if (rank == 1) return disturb(first, second, *comms[1]);
-    for (int step = 0; step < 3; ++step) forward_exactly(first, x, kTokens);
+    for (int step = 0; step < 3; ++step) forward_exactly(how, first, x, kTokens);
   });
   if (timeout == kPatient) {
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10)) << "at once";
@@ -267,8 +266,9 @@ TEST_P(Failures, ARankThatIsGone) {
 
 TEST_P(Failures, ARankWithOneCallFewer) {
   expect_late(first_wait(2) + "rank 1 did not arrive", {0}, [&](auto timeout) {
-    return errors_of_steps(how_, timeout,
-                           [&](auto& first, auto&, auto&) { forward_exactly(first, x_, kTokens); });
+    return errors_of_steps(how_, timeout, [&](auto& first, auto&, auto&) {
+      forward_exactly(how_, first, x_, kTokens);
+    });
   });
 }
 
@@ -277,21 +277,22 @@ TEST_P(Failures, ARankThatSleeps) {
   expect_late(first_wait(1) + "rank 1 did not arrive", {0, 1}, [&](auto timeout) {
     return errors_of_steps(how_, timeout, [&](auto& first, auto&, auto&) {
       std::this_thread::sleep_for(timeout + std::chrono::milliseconds(300));
-      forward_exactly(first, x_, kTokens);
+      forward_exactly(how_, first, x_, kTokens);
     });
   });
 }
 
 TEST_P(Failures, ARankInAnotherLayer) {
-  const auto errors = errors_of_steps(
-      how_, kPatient, [&](auto&, auto& second, auto&) { forward_exactly(second, x_, kTokens); });
+  const auto errors = errors_of_steps(how_, kPatient, [&](auto&, auto& second, auto&) {
+    forward_exactly(how_, second, x_, kTokens);
+  });
   EXPECT_TRUE(has(errors[0], "layer 0")) << errors[0];
   EXPECT_TRUE(has(errors[0], "layer 1")) << errors[0];
 }
 
 TEST_P(Failures, ARankWithAnotherSizeOfStep) {
   const auto errors = errors_of_steps(how_, kPatient, [&](auto& first, auto&, auto&) {
-    forward_exactly(first, x_.slice(0, 0, 2), 2);
+    forward_exactly(how_, first, x_.slice(0, 0, 2), 2);
   });
   EXPECT_TRUE(has(errors[0], "at most 4 tokens") && has(errors[0], "at most 2 tokens"))
       << errors[0];
@@ -299,7 +300,7 @@ TEST_P(Failures, ARankWithAnotherSizeOfStep) {
 
 TEST_P(Failures, ARankWithTooManyTokens) {
   const auto errors = errors_of_steps(how_, kPatient, [&](auto& first, auto&, auto&) {
-    forward_exactly(first, make_hidden_states(DType::kBF16, kTokens + 1, 64), kTokens);
+    forward_exactly(how_, first, make_hidden_states(DType::kBF16, kTokens + 1, 64), kTokens);
   });
   EXPECT_TRUE(has(errors[0], "rank 1: hidden_states: was 5 tokens; must be at most 4"))
       << errors[0];
@@ -318,11 +319,11 @@ TEST_P(Failures, ARankThatThrowsInsideAStep) {
     };
     const MoeLayer layer(std::move(weights),
                          rank_options(how_, DType::kBF16, kTokens, comms[rank]));
-    forward_exactly(layer, x_, kTokens);
+    forward_exactly(how_, layer, x_, kTokens);
     comms[rank]->barrier();
     armed = true;
     comms[rank]->barrier();
-    forward_exactly(layer, x_, kTokens);
+    forward_exactly(how_, layer, x_, kTokens);
   });
   EXPECT_EQ(errors[1], "no route");
   EXPECT_EQ(errors[0], "rank 1: no route");
@@ -358,13 +359,13 @@ TEST_P(Failures, ARankThatThrowsAtAnyPlaceOfAStep) {
       options.executor = &executor;
       const MoeLayer layer(weights, options);
       executor.calls = 0;
-      forward_exactly(layer, x, kMany);
+      forward_exactly(how_, layer, x, kMany);
       if (rank == 1) {
         calls = executor.calls;
         executor.calls = 0;
         executor.fails_at = fails_at;
       }
-      forward_exactly(layer, x, kMany);
+      forward_exactly(how_, layer, x, kMany);
       comms[rank]->barrier();  // a rank may be done when another fails
     });
     EXPECT_EQ(errors[1], "a core is gone");
@@ -383,12 +384,12 @@ TEST_P(FullBuffers, AreAnErrorOfAllRanks) {
     const Tensor ids = Tensor::zeros({kTokens, 2}, DType::kI32);  // all on rank 0
     const Tensor factors = Tensor::zeros({kTokens, 2}, DType::kF32);
     const Routing routing{ids, factors};
-    forward_exactly(layer, x_.slice(0, 0, 2), kTokens, [&] {
+    forward_exactly(how_, layer, x_.slice(0, 0, 2), kTokens, [&] {
       static thread_local Routing two;
       two = {ids.slice(0, 0, 2), factors.slice(0, 0, 2)};
       return &two;
     }());
-    forward_exactly(layer, x_, kTokens, &routing);
+    forward_exactly(how_, layer, x_, kTokens, &routing);
   });
   EXPECT_TRUE(has(errors[0], "receive_capacity: was 12 rows")) << errors[0];
   EXPECT_TRUE(has(errors[1], "receive_capacity")) << errors[1];
@@ -403,7 +404,7 @@ TEST_P(FullBuffers, OnTheOnlyRankWithExperts) {
     LayerOptions options = rank_options(how_, DType::kBF16, kTokens, comms[rank]);
     options.ranks.receive_capacity = 1;
     const MoeLayer layer(small_weights(), options);
-    forward_exactly(layer, x_, kTokens);
+    forward_exactly(how_, layer, x_, kTokens);
   });
   for (const std::string& error : errors) {
     EXPECT_TRUE(has(error, "receive_capacity: was 12 rows")) << error;

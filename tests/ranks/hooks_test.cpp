@@ -34,14 +34,15 @@ Tensor hidden_states_of(int group) {
   return random_tensor(DType::kBF16, {tokens_of(group), kHidden}, 1, 300 + group);
 }
 
-Tensor forward(const MoeLayer& layer, const Tensor& x, const ExpertsHooks& hooks,
-               std::int64_t most) {
-  const testing::Scratch scratch(layer, std::max(most, x.size(0)));
+Tensor forward(const MoeLayer& layer, const Tensor& x, const ExpertsHooks& hooks, std::int64_t most,
+               bool fixed_sizes = false) {
+  const testing::Scratch scratch(layer, std::max(most, x.size(0)), fixed_sizes);
   Tensor output = Tensor::empty(x.shape(), x.dtype());
   testing::poison(output);
   ForwardOptions options;
   options.hooks = &hooks;
   options.max_tokens = most;
+  options.fixed_sizes = fixed_sizes;
   layer.forward(x, output, scratch.workspace, options);
   return output;
 }
@@ -92,7 +93,7 @@ void expect_as_one_rank(RankCase how, const char* scheme, const Deployment& depl
       scale(args);
     };
     for (int step = 0; step < 2; ++step) {
-      const Tensor output = forward(layer, x, hooks, kMost);
+      const Tensor output = forward(layer, x, hooks, kMost, how.fixed_sizes);
       if (how.batch_invariant) {
         EXPECT_TRUE(bitwise_equal(output, expected)) << "rank " << rank;
       } else {

@@ -153,7 +153,7 @@ TEST(RankKernelTest, OwnRowsAreNotCopied) {
       args.max_tokens = kTokens;
       args.preparation = make_preparation(*selection.experts, config.scheme, false);
       ProblemSize problem = ProblemSize::of(config, kTokens);
-      const std::size_t bytes = transport->workspace_bytes(problem, args.preparation);
+      const std::size_t bytes = transport->sizes(problem, args.preparation).workspace_bytes;
       const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
       testing::poison(workspace);
       args.prepare_workspace = workspace.data();

@@ -45,7 +45,7 @@ void expect_as_one_rank(const RankCase& how, const LayerWeights& weights, DType 
     EXPECT_EQ(layer.selection().prepare_finalize->name(), how.transport);
     for (const std::int64_t tokens : {tokens_of(rank), std::int64_t{rank == 0 ? 2 : 0}}) {
       const Tensor x = hidden_states_of(rank, tokens, hidden, dtype);
-      const Tensor output = forward_exactly(layer, x, kTokens);
+      const Tensor output = forward_exactly(how, layer, x, kTokens);
       const Tensor expected = forward_exactly(alone, x, 0);
       if (equal_bits) {
         EXPECT_TRUE(bitwise_equal(output, expected)) << "rank " << rank;

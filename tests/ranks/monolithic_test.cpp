@@ -188,7 +188,7 @@ TEST(MonolithicTest, WhatCannotBeIsRefused) {
       {"cpu+all2all cannot serve", [](RankCase& how) { how.transport = "all2all"; }},
       {"per_slot needs a row for each slot",
        [](RankCase& how) { how.combine = CombineMode::kPerSlot; }},
-      {"ranks.fixed_sizes cannot be used with monolithic experts",
+      {"fixed_sizes cannot be used with monolithic experts",
        [](RankCase& how) { how.fixed_sizes = true; }},
   };
   for (const auto& row : rows) {
@@ -197,6 +197,7 @@ TEST(MonolithicTest, WhatCannotBeIsRefused) {
     const auto comms = make_communicators(2, true, {kPatient});
     const auto errors = errors_of_ranks(2, [&](int rank) {
       const MoeLayer layer(weights_of("bf16"), rank_options(how, DType::kBF16, 4, comms[rank]));
+      forward_exactly(how, layer, testing::make_hidden_states(DType::kBF16, 3, 128), 4);
     });
     for (const std::string& error : errors) {
       EXPECT_NE(error.find(row.error), std::string::npos) << error;

@@ -64,7 +64,6 @@ inline LayerOptions rank_options(const RankCase& how, DType dtype, std::int64_t 
   options.ranks.placement = how.placement;
   options.ranks.combine = how.combine;
   options.ranks.dispatch_dtype = how.dispatch_dtype;
-  options.ranks.fixed_sizes = how.fixed_sizes;
   options.ranks.replica_choice = how.replica_choice;
   options.ranks.max_tokens_per_rank = max_tokens;
   if (how.deployment) {
@@ -78,14 +77,16 @@ inline LayerOptions rank_options(const RankCase& how, DType dtype, std::int64_t 
 /// A forward with a workspace of exactly the size that the layer asks for, everything poisoned.
 /// `dropped`, if given, becomes the number of dropped rows.
 inline Tensor forward_exactly(const MoeLayer& layer, const TensorView& x, std::int64_t most,
-                              const Routing* routing = nullptr, std::int32_t* dropped = nullptr) {
-  const std::size_t bytes = layer.workspace_bytes(std::max(most, x.size(0)));
+                              const Routing* routing = nullptr, std::int32_t* dropped = nullptr,
+                              bool fixed_sizes = false) {
+  const std::size_t bytes = layer.workspace_bytes(std::max(most, x.size(0)), fixed_sizes);
   const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
   const Tensor output = Tensor::empty(x.shape(), x.dtype());
   poison(workspace);
   poison(output);
   ForwardOptions options;
   options.max_tokens = most;
+  options.fixed_sizes = fixed_sizes;
   if (dropped) options.dropped_rows = TensorView(dropped, DType::kI32, {1});
   if (routing) {
     layer.forward_routed(x, *routing, output, {workspace.data(), bytes}, options);
@@ -93,6 +94,11 @@ inline Tensor forward_exactly(const MoeLayer& layer, const TensorView& x, std::i
     layer.forward(x, output, {workspace.data(), bytes}, options);
   }
   return output;
+}
+/// The same with the sizes of a case.
+inline Tensor forward_exactly(const RankCase& how, const MoeLayer& layer, const TensorView& x,
+                              std::int64_t most, const Routing* routing = nullptr) {
+  return forward_exactly(layer, x, most, routing, nullptr, how.fixed_sizes);
 }
 
 }  // namespace fusedmoe::testing

@@ -26,9 +26,10 @@ inline Tensor random_tensor(DType dtype, Shape shape, double scale, std::uint64_
 struct Scratch {
   Tensor memory;
   Workspace workspace;
-  Scratch(const MoeLayer& layer, std::int64_t num_tokens)
-      : memory(Tensor::empty({static_cast<std::int64_t>(layer.workspace_bytes(num_tokens))},
-                             DType::kU8)),
+  Scratch(const MoeLayer& layer, std::int64_t num_tokens, bool fixed_sizes = false)
+      : memory(Tensor::empty(
+            {static_cast<std::int64_t>(layer.workspace_bytes(num_tokens, fixed_sizes))},
+            DType::kU8)),
         workspace{memory.data(), static_cast<std::size_t>(memory.nbytes())} {
     poison(memory);
   }

@@ -45,7 +45,7 @@ struct Steps {
     const auto buffer = [](std::size_t bytes) {
       return Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
     };
-    workspace = buffer(kernel.prepare_finalize().workspace_bytes(size, {}));
+    workspace = buffer(kernel.prepare_finalize().sizes(size, {}).workspace_bytes);
     common = buffer(sizes.common_bytes());
     workspace2 = buffer(sizes.workspace2_bytes);
     args.weights = packed.get();
@@ -192,7 +192,7 @@ TEST(BatchedPrepareTest, MapBeyondTheLocalExpertsWritesNothingOutside) {
     problem.num_local_experts = kLocal;
     problem.hidden = kHidden;
     problem.dtype = DType::kF32;
-    const std::size_t bytes = prepare->workspace_bytes(problem, {});
+    const std::size_t bytes = prepare->sizes(problem, {}).workspace_bytes;
     const Tensor memory =
         Tensor::empty({static_cast<std::int64_t>(bytes + 2 * kGuard)}, DType::kU8);
     std::memset(memory.data(), 0x5a, bytes + 2 * kGuard);

@@ -352,10 +352,12 @@ class Recording : public PrepareAndFinalize {
  public:
   explicit Recording(std::vector<std::string>& events)
       : PrepareAndFinalize(no_ep()), events_(events) {}
-  std::size_t workspace_bytes(const ProblemSize&, const Preparation&) const override { return 8; }
+  TransportSizes sizes(const ProblemSize& caller, const Preparation&) const override {
+    return {caller, caller, 8};
+  }
 
  private:
-  void do_start_prepare(ForwardArgs& args) const override {
+  void do_start_prepare(ForwardArgs& args, const TransportSizes&) const override {
     events_.push_back("start prepare");
     if (args.hidden_states.size(0) == 0) return;
     // Dispatched routing must replace the caller's from here on.

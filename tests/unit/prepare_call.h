@@ -34,7 +34,8 @@ struct PrepareCall {
   /// The arguments behind prepare.
   ForwardArgs prepare(const PrepareFinalizeDescriptor& descriptor) {
     const auto object = descriptor.create({}, {});
-    const auto size = static_cast<std::int64_t>(object->workspace_bytes(problem(), preparation));
+    const auto size =
+        static_cast<std::int64_t>(object->sizes(problem(), preparation).workspace_bytes);
     workspace = Tensor::empty({size}, DType::kU8);
     std::memset(workspace.data(), 0xff, static_cast<std::size_t>(size));
     const auto weights = packed(num_local_experts, hidden_states.size(1));

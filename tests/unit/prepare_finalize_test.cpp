@@ -35,7 +35,7 @@ INSTANTIATE_TEST_SUITE_P(Activations, DTypes,
 TEST(NoEpTest, HiddenStatesPassThrough) {
   Call call{make_sample(DType::kBF16, {3, 5}), make_ids({3, 2}, {0, 1, 2, 3, -1, 0}),
             make_sample(DType::kF32, {3, 2})};
-  EXPECT_EQ(no_ep().create({}, {})->workspace_bytes(call.problem(), {}), 0u);
+  EXPECT_EQ(no_ep().create({}, {})->sizes(call.problem(), {}).workspace_bytes, 0u);
   const ForwardArgs prepared = call.prepare(no_ep());
   EXPECT_EQ(prepared.hidden_states.data(), call.hidden_states.data());
   EXPECT_EQ(prepared.topk_ids.data(), call.topk_ids.data());

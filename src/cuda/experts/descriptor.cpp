@@ -12,6 +12,7 @@
 #include "cuda/router/kernels.h"
 #include "fusedmoe/runtime.h"
 #include "moe/experts_args.h"
+#include "quant/quantize.h"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -41,6 +42,11 @@ std::int64_t intermediate_unit(const MoeConfig& config, const WeightFormat& form
 }
 
 }  // namespace
+
+/// Those that ranks can send each other.
+bool FamilyDescriptor::takes_quantized_inputs(const QuantScheme& scheme) const {
+  return scheme.activations && core::has_cuda_quantizer(*scheme.activations);
+}
 
 Support FamilyDescriptor::supports(const MoeConfig& config) const {
   const auto no = [](Reason reason, std::string text) {

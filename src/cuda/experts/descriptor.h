@@ -18,6 +18,7 @@ class FamilyDescriptor final : public ExpertsDescriptor {
   bool routes_faster() const override { return true; }
   /// The experts quantize rows themselves, most where they permute them.
   bool expects_unquantized_inputs(const QuantScheme&) const override { return true; }
+  bool takes_quantized_inputs(const QuantScheme& scheme) const override;
   std::string_view instruction_set() const override { return instruction_set_; }
   /// Of packed blocks, which are the same for every family.
   int layout_version() const override { return 3; }

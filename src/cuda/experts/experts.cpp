@@ -214,7 +214,9 @@ RoutingDataExtras CudaExperts::make_extras(const ForwardArgs& args, const Scratc
   RoutingDataExtras extras;
   extras.zeroed = scratch.counters;
   extras.num_zeroed = scratch.num_zeroed;
-  if (!rows_.needs_hidden_pass()) extras.rows = rows_.hidden(args, scratch);
+  if (!rows_.needs_hidden_pass() && !rows_.are_coded(args)) {
+    extras.rows = rows_.hidden(args, scratch);
+  }
   return extras;
 }
 
@@ -289,7 +291,7 @@ void CudaExperts::run_standard(const ForwardArgs& args, const Scratch& scratch,
   const std::int64_t topk = args.topk_ids.size(1), hidden = args.fused_output.size(1);
   const std::int64_t num_local_experts = this->config().num_local_experts;
   const bool unfused = this->unfused();
-  if (ids_are_old ? rows_.needs_hidden_pass() : rows_.quantizes()) {
+  if (ids_are_old ? rows_.needs_hidden_pass() || rows_.are_coded(args) : rows_.quantizes()) {
     rows_.permute_hidden(args, scratch, routing);
   }
   FusedMlpParams params = make_params(args, scratch, config);
@@ -332,8 +334,10 @@ void CudaExperts::run_standard(const ForwardArgs& args, const Scratch& scratch,
 }
 
 void CudaExperts::run_routed(const ForwardArgs& args) const {
-  const ProblemSize problem = core::experts_problem(*this, args);
+  ProblemSize problem = core::experts_problem(*this, args);
   if (problem.num_tokens == 0) return;
+  // The kernel of one token reads no codes. Where rows come quantized, there is room for two.
+  if (rows_.are_coded(args)) problem.num_tokens = std::max<std::int64_t>(problem.num_tokens, 2);
   const KernelConfig config = planner_.config_for(problem, args.kernel_config);
   const Scratch scratch = planner_.scratch_of(problem, config, args.workspace2);
   if (batched()) return run_batched(args, scratch, config);
@@ -349,7 +353,8 @@ void CudaExperts::run_routed(const ForwardArgs& args) const {
 /// Few tokens: one launch makes logits, ids, weights, routing data and permuted rows.
 void CudaExperts::route_and_run(const ForwardArgs& args) const {
   const ProblemSize problem = core::experts_problem(*this, args);
-  if (unfused() || !may_fuse(*args.router, problem.num_tokens, problem.num_local_experts)) {
+  if (unfused() || rows_.are_coded(args) ||
+      !may_fuse(*args.router, problem.num_tokens, problem.num_local_experts)) {
     route(args);
     return run_routed(args);
   }

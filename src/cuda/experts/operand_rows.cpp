@@ -1,5 +1,7 @@
 #include "cuda/experts/operand_rows.h"
 
+#include "cuda/rows/quantize_rows.h"
+
 namespace fusedmoe::cuda {
 namespace {
 
@@ -63,6 +65,7 @@ RowTransform OperandRows::hidden(const ForwardArgs& args, const Scratch& scratch
 
 void OperandRows::permute_hidden(const ForwardArgs& args, const Scratch& scratch,
                                  const RoutingData& routing) const {
+  if (are_coded(args)) return permute_coded(args, scratch, routing);
   PermuteRows permute;
   permute.rows = hidden(args, scratch);
   permute.slot_to_row = routing.slot_to_permuted.as<const std::int32_t>();
@@ -71,6 +74,27 @@ void OperandRows::permute_hidden(const ForwardArgs& args, const Scratch& scratch
   permute.topk_ids = args.topk_ids.as<const std::int32_t>();
   permute.local_experts = core::LocalExperts(args.expert_map, config_.num_local_experts);
   permute_rows(permute, args.stream);
+}
+
+void OperandRows::permute_coded(const ForwardArgs& args, const Scratch& scratch,
+                                const RoutingData& routing) const {
+  const QuantKey& key = *config_.scheme.activations;
+  CodedRows rows;
+  rows.from = {args.hidden_states, key.dynamic ? args.hidden_scales : TensorView()};
+  rows.slot_to_row = routing.slot_to_permuted.as<const std::int32_t>();
+  rows.topk = args.topk_ids.size(1);
+  if (has_fp8_rows()) {
+    rows.to_dtype = DType::kE4M3;
+    rows.to = scratch.hidden.codes;
+    rows.to_pitch = scratch.hidden.pitch;
+    rows.to_scales = scratch.hidden.scales;
+    rows.scale_pitch = scratch.hidden.scale_pitch;
+  } else {
+    rows.to_dtype = format_.row_dtype;
+    rows.to = scratch.permuted;
+    rows.to_pitch = bytes(format_.row_dtype, config_.hidden);
+  }
+  permute_codes(rows, key, config_.hidden, args.stream);
 }
 
 void OperandRows::transform_hidden(const ForwardArgs& args, const Scratch& scratch) const {

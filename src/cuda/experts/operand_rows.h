@@ -19,6 +19,10 @@ class OperandRows : public RowFormat {
   /// How GEMM 1 quantizes.
   RowQuantizer inner_quantizer(const CudaPackedWeights& weights) const;
 
+  /// Whether hidden states were quantized before they came.
+  bool are_coded(const ForwardArgs& args) const {
+    return args.hidden_states.dtype() != format_.row_dtype;
+  }
   /// Hidden states to the rows of GEMM 1.
   RowTransform hidden(const ForwardArgs& args, const Scratch& scratch) const;
   void permute_hidden(const ForwardArgs& args, const Scratch& scratch,
@@ -40,6 +44,8 @@ class OperandRows : public RowFormat {
 
  private:
   RowQuantizer quantizer_of(const PackedMatrices& reader) const;
+  void permute_coded(const ForwardArgs& args, const Scratch& scratch,
+                     const RoutingData& routing) const;
 };
 
 }  // namespace fusedmoe::cuda

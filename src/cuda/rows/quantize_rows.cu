@@ -215,44 +215,109 @@ __device__ Storage rounded(float value) {
   return from_f32<Storage>(value);
 }
 
+__device__ float scale_of(const DequantizeParams& p, std::int64_t row, std::int64_t column) {
+  using Scale = RowFormat::Scale;
+  const bool grouped = p.format.scale == Scale::kGroup || p.format.scale == Scale::kMx;
+  std::int64_t index = row * p.scales_of_row;
+  if (grouped) index += column / kColumns / p.format.group_lanes;
+  if (p.format.scale == Scale::kStatic) index = 0;
+  return p.format.e8m0 ? core::e8m0_value(static_cast<const std::uint8_t*>(p.scales)[index])
+                       : static_cast<const float*>(p.scales)[index];
+}
+
+/// The codes of 8 columns.
+__device__ std::uint64_t codes_of(const DequantizeParams& p, std::int64_t row,
+                                  std::int64_t column) {
+  if (p.format.e2m1) {
+    const std::uint8_t* codes = p.codes + row * (p.columns / 2);
+    return *reinterpret_cast<const std::uint32_t*>(codes + column / 2);
+  }
+  return *reinterpret_cast<const std::uint64_t*>(p.codes + row * p.columns + column);
+}
+
+/// What they stand for, in 16 bytes at a time.
+template <typename Storage>
+struct Decoded {
+  static constexpr int kWidth = 16 / static_cast<int>(sizeof(Storage));
+  Pack<Storage, kWidth> packs[kColumns / kWidth];
+
+  __device__ Decoded(const RowFormat& format, std::uint64_t packed, float scale) {
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      const auto code = static_cast<std::uint32_t>(packed >> i * (format.e2m1 ? 4 : 8));
+      const float value =
+          format.e2m1 ? e2m1_value(code & 0xF) : e4m3_value(static_cast<std::uint8_t>(code & 0xFF));
+      packs[i / kWidth].values[i % kWidth] = rounded<Storage>(__fmul_rn(value, scale));
+    }
+  }
+  __device__ void store(Storage* to) const {
+#pragma unroll
+    for (int i = 0; i < kColumns / kWidth; ++i) packs[i].store(to + i * kWidth);
+  }
+};
+
 template <typename Storage>
 __global__ void __launch_bounds__(kThreads) dequantize_rows_kernel(const DequantizeParams p) {
   order_after_previous();
-  using Scale = RowFormat::Scale;
   const std::int64_t row = blockIdx.x;
-  const bool grouped = p.format.scale == Scale::kGroup || p.format.scale == Scale::kMx;
-  const std::int64_t row_bytes = p.format.e2m1 ? p.columns / 2 : p.columns;
-  const std::uint8_t* codes = p.codes + row * row_bytes;
   for (std::int64_t column = threadIdx.x * kColumns; column < p.columns;
        column += kThreads * kColumns) {
-    std::int64_t index = row * p.scales_of_row;
-    if (grouped) index += column / kColumns / p.format.group_lanes;
-    if (p.format.scale == Scale::kStatic) index = 0;
-    const float scale = p.format.e8m0
-                            ? core::e8m0_value(static_cast<const std::uint8_t*>(p.scales)[index])
-                            : static_cast<const float*>(p.scales)[index];
-    std::uint64_t packed = 0;
-    if (p.format.e2m1) {
-      packed = *reinterpret_cast<const std::uint32_t*>(codes + column / 2);
-    } else {
-      packed = *reinterpret_cast<const std::uint64_t*>(codes + column);
-    }
-    constexpr int kWidth = 16 / static_cast<int>(sizeof(Storage));
-    auto* out = static_cast<Storage*>(p.out) + row * p.columns + column;
-#pragma unroll
-    for (int first = 0; first < kColumns; first += kWidth) {
-      Pack<Storage, kWidth> pack;
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        const int shift = (first + i) * (p.format.e2m1 ? 4 : 8);
-        const auto code = static_cast<std::uint32_t>(packed >> shift);
-        const float value = p.format.e2m1 ? e2m1_value(code & 0xF)
-                                          : e4m3_value(static_cast<std::uint8_t>(code & 0xFF));
-        pack.values[i] = rounded<Storage>(__fmul_rn(value, scale));
+    const Decoded<Storage> values(p.format, codes_of(p, row, column), scale_of(p, row, column));
+    values.store(static_cast<Storage*>(p.out) + row * p.columns + column);
+  }
+}
+
+struct PermuteParams {
+  DequantizeParams from;
+  const std::int32_t* slot_to_row;
+  int topk;
+  char* to;
+  std::int64_t to_pitch;
+  float* to_scales;
+  std::int64_t scale_pitch;
+};
+
+/// A block for each token. `Storage` is that of decoded values, or a byte where codes stay.
+template <typename Storage>
+__global__ void __launch_bounds__(kThreads) permute_codes_kernel(const PermuteParams p) {
+  constexpr bool kDecodes = sizeof(Storage) > 1;
+  const std::int64_t token = blockIdx.x;
+  wait_for_previous_launch();
+  const std::int32_t* rows = p.slot_to_row + token * p.topk;
+  for (std::int64_t column = threadIdx.x * kColumns; column < p.from.columns;
+       column += kThreads * kColumns) {
+    const std::uint64_t codes = codes_of(p.from, token, column);
+    const float scale = p.from.scales ? scale_of(p.from, token, column) : 1.0F;
+    if constexpr (kDecodes) {
+      const Decoded<Storage> values(p.from.format, codes, scale);
+      for (int j = 0; j < p.topk; ++j) {
+        if (rows[j] < 0) continue;
+        values.store(reinterpret_cast<Storage*>(p.to + rows[j] * p.to_pitch) + column);
       }
-      pack.store(out + first);
+    } else {
+      const std::int64_t unit = column / kColumns;
+      const bool of_groups = p.scale_pitch > 0;
+      const bool has_scale =
+          p.to_scales && unit % (of_groups ? p.from.format.group_lanes : p.from.columns) == 0;
+      const std::int64_t group = of_groups ? unit / p.from.format.group_lanes : 0;
+      for (int j = 0; j < p.topk; ++j) {
+        if (rows[j] < 0) continue;
+        *reinterpret_cast<std::uint64_t*>(p.to + rows[j] * p.to_pitch + column) = codes;
+        if (has_scale) p.to_scales[group * p.scale_pitch + rows[j]] = scale;
+      }
     }
   }
+}
+
+DequantizeParams params_of(const core::QuantizedViews& in, const QuantKey& key,
+                           std::int64_t columns) {
+  DequantizeParams params{};
+  params.format = format_of(key, {});
+  params.codes = in.values.as<const std::uint8_t>();
+  params.scales = in.scales.data();
+  params.scales_of_row = core::scales_per_row(key, columns);
+  params.columns = columns;
+  return params;
 }
 
 }  // namespace
@@ -294,19 +359,33 @@ void quantize_rows(const TensorView& x, const QuantKey& key, std::optional<float
 
 void dequantize_rows(const core::QuantizedViews& in, const QuantKey& key, const TensorView& out,
                      Stream stream) {
-  const std::int64_t rows = out.size(0), columns = out.size(1);
+  const std::int64_t rows = out.size(0);
   if (rows == 0) return;
-  DequantizeParams params{};
-  params.format = format_of(key, {});
-  params.codes = in.values.as<const std::uint8_t>();
-  params.scales = in.scales.data();
-  params.scales_of_row = core::scales_per_row(key, columns);
-  params.columns = columns;
+  DequantizeParams params = params_of(in, key, out.size(1));
   params.out = out.data();
   dispatch_storage(out.dtype(), [&](auto element) {
     launch(dequantize_rows_kernel<decltype(element)>, dim3(static_cast<unsigned>(rows)), kThreads,
            0, stream, false, params);
   });
+}
+
+void permute_codes(const CodedRows& rows, const QuantKey& key, std::int64_t columns,
+                   Stream stream) {
+  const std::int64_t num_tokens = rows.from.values.size(0);
+  if (num_tokens == 0) return;
+  const PermuteParams params{params_of(rows.from, key, columns),
+                             rows.slot_to_row,
+                             static_cast<int>(rows.topk),
+                             static_cast<char*>(rows.to),
+                             rows.to_pitch,
+                             rows.to_scales,
+                             rows.scale_pitch};
+  const auto run = [&](auto kernel) {
+    launch(kernel, dim3(static_cast<unsigned>(num_tokens)), kThreads, 0, stream, true, params);
+  };
+  if (rows.to_dtype == DType::kE4M3) return run(permute_codes_kernel<std::uint8_t>);
+  if (rows.to_dtype == DType::kF16) return run(permute_codes_kernel<__half>);
+  run(permute_codes_kernel<__nv_bfloat16>);
 }
 
 }  // namespace fusedmoe::cuda

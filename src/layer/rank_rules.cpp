@@ -1,0 +1,124 @@
+#include "layer/rank_rules.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "core/ceil_div.h"
+#include "core/device_runtime.h"
+
+namespace fusedmoe::layer {
+namespace {
+
+Tensor on_device(const std::vector<std::int32_t>& numbers, Device device) {
+  const Tensor host =
+      borrow(numbers.data(), DType::kI32, {static_cast<std::int64_t>(numbers.size())});
+  const Tensor copied = Tensor::empty(host.shape(), DType::kI32);
+  copy(host, copied, {});
+  return to_device(copied, device);
+}
+
+}  // namespace
+
+std::int64_t record_bytes(int num_ranks) {
+  const auto bytes =
+      sizeof(StepHeader) + static_cast<std::size_t>(num_ranks) * sizeof(std::int32_t);
+  return core::round_up(static_cast<std::int64_t>(bytes), alignof(StepHeader));
+}
+
+RankRules::RankRules(const MoeConfig& config, const Context& context, bool allgather)
+    : device(config.device),
+      allgather(allgather),
+      drop_rows(context.ranks.drop_rows),
+      activations(config.scheme.activations),
+      quantizes_first(config.dispatch_dtype ? std::optional(*config.dispatch_dtype != config.dtype)
+                                            : std::nullopt),
+      combine(config.combine),
+      combine_dtype(per_slot() ? DType::kF32 : context.ranks.combine_dtype.value_or(config.dtype)),
+      receive_capacity(context.ranks.receive_capacity),
+      max_tokens_per_rank(context.ranks.max_tokens_per_rank),
+      num_local_experts(config.num_local_experts),
+      local_share(static_cast<double>(num_local_experts) / static_cast<double>(config.num_experts)),
+      num_logits(config.monolithic ? config.num_experts : 0),
+      hooks(config.hooks),
+      one_pass(hooks || config.monolithic || batch_dependent(config.scheme)),
+      sums(nullptr) {
+  join(config.parallel, context.ranks.communicator);
+  place_experts(config, context.ranks);
+  layer = static_cast<std::uint32_t>(group->next_layer());
+  // Ranks that add their sums of the same tokens must choose the same copies.
+  const bool nearest = context.ranks.replica_choice == ReplicaChoice::kNearest;
+  if (nearest && !sums.needed()) nearest_rank = rank;
+  if (way == RowWay::kInPlace) return;
+  const Shape shape{size, record_bytes(size)};
+  const auto memory =
+      core::runtime_of(device).allocate_pinned(static_cast<std::size_t>(shape.numel()), device);
+  records = Tensor(TensorView(memory.get(), DType::kU8, shape), memory);
+}
+
+/// The ranks that rows go to, how, and those whose sums are added to this one's.
+void RankRules::join(const ParallelConfig& parallel, const std::shared_ptr<Communicator>& all) {
+  using Combine = ParallelConfig::Combine;
+  num_all = all->size();
+  members = parallel.gather_group();
+  shared = device.is_cpu() && all->share_memory();
+  if (allgather && static_cast<int>(members.size()) < num_all) {
+    group = all->split(members.front());
+  } else {
+    group = all;
+    members.resize(static_cast<std::size_t>(num_all));
+    std::iota(members.begin(), members.end(), 0);
+  }
+  size = group->size();
+  rank = group->rank();
+  const std::vector<int> same =
+      parallel.reduce_group(allgather ? Combine::kReduceScatter : Combine::kComplete);
+  if (same.size() > 1) sums = RankSums(all->split(same.front()));
+  if (!device.is_cpu()) return;
+  way = shared || group->can_lend() ? RowWay::kInPlace : RowWay::kHostMessages;
+}
+
+void RankRules::place_experts(const MoeConfig& config, const RankOptions& options) {
+  const ParallelConfig& parallel = config.parallel;
+  const bool divided = parallel.ep_size > 1;  // else every rank has a slice of all experts
+  const ExpertPlacement placement =
+      divided && options.placement
+          ? *options.placement
+          : ExpertPlacement::linear(config.num_experts, divided ? parallel.ep_size : 1);
+  // Places of the flat ranks in the group; -1: a rank outside, whose experts are not reached.
+  std::vector<std::int32_t> place(static_cast<std::size_t>(parallel.num_ranks()), -1);
+  for (std::size_t i = 0; i < members.size(); ++i) {
+    place[static_cast<std::size_t>(members[i])] = static_cast<std::int32_t>(i);
+  }
+  const ExpertPlacement::Table table = placement.table();
+  for (std::size_t p = 0; p < table.physical.size(); ++p) {
+    ids_stay &= placement.physical_to_logical()[p] == static_cast<std::int32_t>(p);
+  }
+  std::vector<std::int32_t> ranks = placement.rank_of(), map = table.local;
+  std::vector<bool> owns(static_cast<std::size_t>(size), !divided);
+  for (std::size_t p = 0; divided && p < map.size(); ++p) {
+    if (ranks[p] != parallel.rank()) map[p] = -1;
+    ranks[p] = place[ranks[p]];
+    if (ranks[p] >= 0) owns[ranks[p]] = true;
+  }
+  for (int r = 0; r < size; ++r) {
+    if (owns[r]) owners.push_back(r);
+  }
+  replica_offsets = on_device(table.offsets, device);
+  replicas = on_device(table.physical, device);
+  physical_ranks = on_device(ranks, device);
+  if (!divided) return;
+  // Experts that route by themselves know nothing of copies.
+  expert_map = config.monolithic ? to_device(placement.expert_map(parallel.ep_rank), device)
+                                 : on_device(map, device);
+}
+
+Preparation RankRules::sent_as(const Preparation& read) const {
+  Preparation sent = read;
+  if (quantizes_first) {
+    sent.quant = *quantizes_first ? activations : std::nullopt;
+    if (!sent.quant) sent.scale.reset();
+  }
+  return sent;
+}
+
+}  // namespace fusedmoe::layer

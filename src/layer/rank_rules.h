@@ -1,0 +1,80 @@
+// What all steps of a layer across ranks have in common: who the ranks are, which of them have
+// which experts, what travels and in which form.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "fusedmoe/modular_kernel.h"
+#include "layer/rank_sums.h"
+
+namespace fusedmoe::layer {
+
+/// How rows come to other ranks and back.
+enum class RowWay {
+  kInPlace,         ///< ranks read each other's memory
+  kHostMessages,    ///< of the data plane of CPUs
+  kDeviceMessages,  ///< of that of GPUs
+};
+
+/// Goes from every rank to every other before the rows, with the sender's counts behind it: ranks
+/// that do not do the same say so.
+struct StepHeader {
+  std::uint64_t step;
+  std::uint32_t layer;
+  std::int32_t topk;
+  std::int64_t max_tokens;
+  std::int64_t row_bytes;
+  std::int64_t fixed_sizes;
+  bool operator==(const StepHeader&) const = default;
+};
+
+/// Bytes of a header with the counts behind it.
+std::int64_t record_bytes(int num_ranks);
+
+struct RankRules {
+  /// Collective: it may split the communicator.
+  RankRules(const MoeConfig& config, const Context& context, bool allgather);
+
+  /// What is done to rows before they travel, where experts read them as `read` says.
+  Preparation sent_as(const Preparation& read) const;
+  bool per_slot() const { return combine == CombineMode::kPerSlot; }
+
+  const Device device;
+  const bool allgather;  // this is allgather_reducescatter
+  const bool drop_rows;
+  const std::optional<QuantKey> activations;  // of the scheme
+  const std::optional<bool> quantizes_first;  // rows travel quantized; none: as experts read them
+  const CombineMode combine;
+  const DType combine_dtype;
+  const std::int64_t receive_capacity, max_tokens_per_rank;
+  const std::int64_t num_local_experts;
+  const double local_share;       // of all experts
+  const std::int64_t num_logits;  // of a row, for monolithic experts; 0: ids travel
+  const bool hooks;               // which want hidden states in one place
+  const bool one_pass;            // the experts must see all received rows at once
+
+  std::shared_ptr<Communicator> group;  // the ranks that rows go to
+  int size = 1, rank = 0;               // in the group
+  std::vector<int> members;             // of the group, as numbers of all ranks
+  int num_all = 1;                      // ranks of the layer
+  RankSums sums;                        // over the ranks that have the same tokens
+  RowWay way = RowWay::kDeviceMessages;
+  bool shared = false;  // in place, and the ranks are processes that share memory
+  std::uint32_t layer = 0;
+  Tensor records;  // of messages: (num_ranks, record_bytes), on the host, which reads them there
+
+  // On the device.
+  Tensor replica_offsets, replicas, physical_ranks;
+  Tensor expert_map;        // physical -> local; undefined: every rank has all
+  std::vector<int> owners;  // ranks of the group that have experts
+  bool ids_stay = true;     // physical experts have the numbers of logical ones
+  std::int32_t nearest_rank = -1;
+
+ private:
+  void join(const ParallelConfig& parallel, const std::shared_ptr<Communicator>& all);
+  void place_experts(const MoeConfig& config, const RankOptions& options);
+};
+
+}  // namespace fusedmoe::layer
