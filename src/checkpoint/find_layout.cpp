@@ -158,6 +158,7 @@ class StorageFinder {
 
   BlockStorage find() {
     BlockStorage storage;
+    choose_names_in_rules();
     const ExpertFormats formats = modules_.experts(model_.router.num_experts);
     modules_.check_transforms(block_.prefix + layer_of(layout_.router));
     const auto formats_of = [&](const auto& storage_of_layer) {
@@ -197,6 +198,26 @@ class StorageFinder {
   /// Without ".weight".
   static std::string layer_of(const std::string& tensor) {
     return tensor.substr(0, tensor.rfind(".weight"));
+  }
+
+  /// Other names than those of the file count only if the tensors do not contradict them.
+  void choose_names_in_rules() {
+    if (!modules_.renamed() || agree(modules_)) return;
+    LayerModules own = modules_;
+    own.use_names_of_file();
+    if (agree(own)) modules_ = std::move(own);
+  }
+
+  /// Whether what the rules say is quantized is that in the file.
+  bool agree(LayerModules& modules) const {
+    try {
+      const ExpertFormats formats = modules.experts(model_.router.num_experts);
+      const std::vector<LinearLayer> layers = expert_layers(model_, layout_, 0);
+      return is_plain(block_, layers.front()) == !formats.first.scheme &&
+             is_plain(block_, layers.back()) == !formats.down.scheme;
+    } catch (const Error&) {
+      return false;
+    }
   }
 
   /// Models in bf16 that were made from one in MXFP4 keep its config.

@@ -50,28 +50,29 @@ std::optional<QuantKey> activations_of(const ModuleFormat& format) {
 
 LayerModules::LayerModules(const QuantRules& rules, const FamilyRow& row, const std::string& prefix,
                            const BlockLayout& layout)
-    : rules_(rules),
+    : rules_(&rules),
       formats_(rules.formats),
       transforms_(rules.transforms.begin(), rules.transforms.end()),
-      naming_{prefix, layout.block, layout.experts} {
+      own_{prefix, layout.block, layout.experts} {
   const std::string number = layer_number(prefix);
-  if (prefix.empty()) naming_.prefix = row.prefix + number;
+  if (prefix.empty()) own_.prefix = row.prefix + number;
+  naming_ = own_;
   const int parts = static_cast<int>(patterns(*layout.experts).size());
-  const Naming own = naming_;
-  int most = names_in_rules(own, own);
-  std::vector<std::string> prefixes{naming_.prefix, row.prefix + number};
+  int most = names_in_rules(own_);
+  std::vector<std::string> prefixes{own_.prefix, row.prefix + number};
   for (const std::string_view other : kPrefixes) prefixes.push_back(std::string(other) + number);
   for (const std::string& other : prefixes) {
     for (const std::string& block : row.blocks) {
       for (const ExpertLayout& experts : row.layouts) {
         if (most == parts) return;
         // Quantizers know linear layers; a stack is named as the file has it.
-        if (&experts != own.experts && experts.storage != ExpertStorage::kPerExpert) continue;
+        if (&experts != own_.experts && experts.storage != ExpertStorage::kPerExpert) continue;
         const Naming naming{other, block, &experts};
-        const int count = names_in_rules(naming, own);
+        const int count = names_in_rules(naming);
         if (count <= most) continue;
         most = count;
         naming_ = naming;
+        renamed_ = true;
       }
     }
   }
@@ -89,15 +90,20 @@ std::string LayerModules::module_name(const Naming& naming, const std::string& p
   return naming.prefix + tensor_name(naming.block, pattern, expert);
 }
 
-int LayerModules::names_in_rules(const Naming& naming, const Naming& own) {
+void LayerModules::use_names_of_file() {
+  naming_ = own_;
+  renamed_ = false;
+}
+
+int LayerModules::names_in_rules(const Naming& naming) {
   const std::vector<std::string> names = patterns(*naming.experts),
-                                 own_names = patterns(*own.experts);
+                                 own_names = patterns(*own_.experts);
   int count = 0;
   for (std::size_t i = 0; i < names.size(); ++i) {
     const std::string module = module_name(naming, names[i], 0);
     const bool same = names.size() == own_names.size();
     const bool down = i + 1 == names.size();
-    const std::string in_file = module_name(own,
+    const std::string in_file = module_name(own_,
                                             own_names[same   ? i
                                                       : down ? own_names.size() - 1
                                                              : 0],
@@ -175,7 +181,7 @@ ExpertFormats LayerModules::experts(std::int64_t num_experts) {
     }
   }
   if (!mixture) return formats_of(firsts);
-  if (!rules_.without_numbers) throw Error(*mixture);
+  if (!rules_->without_numbers) throw Error(*mixture);
   ExpertFormats formats = formats_of(modules_without_numbers());
   formats.mixture = std::move(mixture);
   return formats;

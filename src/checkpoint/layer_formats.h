@@ -28,6 +28,10 @@ class LayerModules {
   LayerModules(const QuantRules& rules, const FamilyRow& row, const std::string& prefix,
                const BlockLayout& layout);
 
+  /// Whether the rules are asked under other names than those of the file.
+  bool renamed() const { return renamed_; }
+  void use_names_of_file();
+
   /// Of all experts. Throws Error naming two modules if they differ otherwise than in the format of
   /// the down matrices' weights, and for a format or a transform that nothing here computes.
   ExpertFormats experts(std::int64_t num_experts);
@@ -39,23 +43,24 @@ class LayerModules {
  private:
   struct Naming {
     std::string prefix, block;
-    const ExpertLayout* experts;
+    const ExpertLayout* experts = nullptr;
   };
   static std::vector<std::string> patterns(const ExpertLayout& layout);
   static std::string module_name(const Naming& naming, const std::string& pattern,
                                  std::int64_t expert);
-  /// Of the experts' matrices those that some rule names so. `own`: the names in the file.
-  int names_in_rules(const Naming& naming, const Naming& own);
+  /// Of the experts' matrices those that some rule was written for under these names.
+  int names_in_rules(const Naming& naming);
   /// Throws Error where gate and up, or the inputs of down, differ.
   ExpertFormats formats_of(const std::vector<std::string>& modules);
   std::vector<std::string> modules(std::int64_t expert) const;
   std::vector<std::string> modules_without_numbers() const;
   const ModuleFormat& find(const std::string& module);
 
-  const QuantRules& rules_;
+  const QuantRules* rules_;
   ModuleRules::Lookup formats_;
   std::vector<ModuleRules::Lookup> transforms_;
-  Naming naming_;
+  Naming own_, naming_;  ///< of the file, and as the rules have them
+  bool renamed_ = false;
 };
 
 /// The scheme of the first layer whose experts the config says are quantized, without a look at

@@ -42,6 +42,9 @@ Support pair_support(const MoeConfig& config, const PrepareFinalizeDescriptor& p
 }
 
 std::vector<Candidate> make_candidates(const MoeConfig& config) {
+  if (config.compute_capability && config.device.is_cpu()) {
+    throw Error::conflict("config.compute_capability", "config.device cpu", "a GPU has one");
+  }
   std::vector<Candidate> candidates;
   for (const ExpertsDescriptor* experts : all_experts()) {
     for (const PrepareFinalizeDescriptor* prepare_finalize : all_prepare_finalize()) {

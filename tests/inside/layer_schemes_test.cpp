@@ -120,6 +120,12 @@ INSTANTIATE_TEST_SUITE_P(
                "config_groups": {"group_0": {"targets": ["Linear"],)" FUSEDMOE_INT4 "}}}",
                              kCompressedTensors,
                              {"int4_g32", "int4_g32"}},
+                      // Names of another model, which the tensors contradict.
+                      Layers{"OtherPrefix",
+                             "{" FUSEDMOE_CT R"("ignore": ["re:model\\.language_model\\..*"],
+               "config_groups": {"group_0": {"targets": ["Linear"],)" FUSEDMOE_INT4 "}}}",
+                             kCompressedTensors,
+                             {"int4_g32"}},
                       Layers{"GptqAllButExperts",
                              "{" FUSEDMOE_GPTQ R"("dynamic":
                {"-:^(?!.*layers\\.1\\.mlp\\.experts).*": {}}})",
