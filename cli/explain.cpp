@@ -230,6 +230,10 @@ bool explain_group(const Options& options, const LayerGroup& group) {
 
 void run(const Options& options) {
   if (options.matrix) {
+    if (options.ranks.given()) {
+      throw Error::conflict("--matrix", "--ep, --tp, --dp and --dispatch-dtype",
+                            "it tells of one rank");
+    }
     fmt::print("{}", testing::support_matrix_markdown());
     return;
   }

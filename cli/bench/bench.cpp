@@ -344,11 +344,15 @@ void add_bench(Program& program) {
   Command format = command.add_group(0, 1);
   format.add_flag("--wide", options->wide,
                   "Print all columns, also those that the terminal is too narrow for");
-  format.add_flag("--json", options->json, "Print JSON, which has all columns");
-  format.add_flag("--csv", options->csv, "Print CSV, which has all columns");
+  const Option json = format.add_flag("--json", options->json, "Print JSON, which has all columns");
+  const Option csv = format.add_flag("--csv", options->csv, "Print CSV, which has all columns");
   format.add_flag("--md", options->markdown, "Print Markdown, which has all columns");
-  command.add_flag("--load", options->load, "Print the load of the experts below the table");
-  command.add_flag("--heat-map", options->heat_map, "Print it as shades");
+  command.add_flag("--load", options->load, "Print the load of the experts below the table")
+      .excludes(json)
+      .excludes(csv);
+  command.add_flag("--heat-map", options->heat_map, "Print it as shades")
+      .excludes(json)
+      .excludes(csv);
   command.example("fusedmoe bench --model gpt-oss-20b --tokens 1,64");
   command.explain("Columns", column_meanings());
   command.runs([options] { run(*options); });

@@ -25,8 +25,10 @@ TEST(CSelectionTest, AnswersForAGpuThatIsNotHere) {
   EXPECT_GT(small, 0U);
   EXPECT_GT(large, small);
 
-  config.device_type = FUSEDMOE_CUDA;
   config.compute_capability = 80;
+  fusedmoe_selection* none = nullptr;
+  EXPECT_EQ(fusedmoe_explain(&config, &none), FUSEDMOE_INVALID_ARGUMENT);
+  config.device_type = FUSEDMOE_CUDA;
   ASSERT_OK(fusedmoe_explain(&config, &found));
   const Handle<fusedmoe_selection> there(found);
   ASSERT_GT(fusedmoe_selection_size(found), 0U);

@@ -343,6 +343,9 @@ case $situation in
     wrong '^error: --checkpoint is required$' run
     wrong '^error: one of --model, --config is required$' synth --out x
     wrong '^error: --json and --csv cannot be used together$' bench --shape 1x1x1x1 --json --csv
+    wrong '^error: --csv cannot be used with --load$' bench --shape 1x1x1x1 --csv --load
+    wrong '^error: --json cannot be used with --heat-map$' bench --shape 1x1x1x1 --json --heat-map
+    refuses '^error: --matrix cannot be used with --ep' explain --matrix --ep 4
     wrong '^error: --input cannot be used with --tokens$' run --checkpoint x --input y --tokens 3
     wrong '^error: --input-name requires --input$' run --checkpoint x --input-name foo
     wrong '^error: --dispatch-dtype needs several ranks' run --checkpoint x --dispatch-dtype e4m3

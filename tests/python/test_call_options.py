@@ -49,7 +49,8 @@ EXPLAIN = {
     and "cpu" in str(fusedmoe.explain(MIXTRAL)),
     "layer": lambda _: refused("layer", fusedmoe.explain, MIXTRAL, layer=99)
     and refused("layer cannot be used without", fusedmoe.explain, layer=0, num_experts=8),
-    "config": lambda _: refused("dtyp", fusedmoe.explain, MIXTRAL, dtyp="f32"),
+    "config": lambda _: refused("dtyp", fusedmoe.explain, MIXTRAL, dtyp="f32")
+    and refused("compute_capability", fusedmoe.explain, MIXTRAL, compute_capability=90),
 }
 
 VALUES = np.linspace(-1, 1, 32 * 64, dtype=np.float32).reshape(32, 64)

@@ -243,6 +243,18 @@ TEST(SelectionTest, ANamedComputeCapabilityNeedsNoDevice) {
   EXPECT_EQ(find(ampere, "sm90", "no_ep")->support.reason, Reason::kDevice);
 }
 
+TEST(SelectionTest, AComputeCapabilityIsThatOfAGpu) {
+  MoeConfig config = gpt_oss_config();
+  config.compute_capability = 90;
+  for (const char* require : {"", "cpu", "reference+no_ep"}) {
+    EXPECT_NE(error_text([&] {
+                select(config, require);
+              }).find("config.compute_capability cannot be used with config.device cpu: a GPU"),
+              std::string::npos);
+  }
+  EXPECT_THROW(explain(config), Error);
+}
+
 // The same in builds with CUDA and without, and whatever GPU is here: those of an H200.
 TEST(SelectionTest, HopperAnswersAreTheSameInEveryBuild) {
   struct Answer {
