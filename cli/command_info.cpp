@@ -60,8 +60,9 @@ const std::vector<Kind>& kinds() {
       {"MODEL", "a published model by name, of which only the shapes are used: gpt-oss-20b, ...",
        false, model_preset_names},
       {"EXPERTS",
-       "an implementation: cpu, sm90 (Hopper GPUs) or reference (slow, the specification); with a "
-       "transport as in cpu+batched",
+       "an implementation: cpu, sm90 (Hopper GPUs), sm80 (GPUs since Ampere) or reference (slow, "
+       "the "
+       "specification); with a transport as in cpu+batched",
        false, experts_names},
       {"FAMILY",
        "how a model's tensors are named: a name that `fusedmoe families` lists, or a JSON file "

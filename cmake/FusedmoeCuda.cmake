@@ -1,9 +1,14 @@
 # Sets FUSEDMOE_HAVE_CUDA from FUSEDMOE_CUDA (ON, OFF, AUTO) and, with CUDA, enables the language
 # and finds CUTLASS's headers: in CUTLASS_ROOT, where scripts/install-deps.sh unpacks the
 # nvidia-cutlass wheel, or where pip puts it to build ours. AUTO is ON where nvcc is. Without the
-# headers both fail: nobody gets a library without CUDA by surprise. FUSEDMOE_CUDA_ARCHITECTURES is
-# the property CUDA_ARCHITECTURES of every target with kernels, whatever a project around this one,
-# CMAKE_CUDA_ARCHITECTURES or CUDAARCHS say for others.
+# headers both fail: nobody gets a library without CUDA by surprise.
+#
+# FUSEDMOE_CUDA_ARCHS are the compute capabilities that there is machine code for, 90a among them, and
+# 80, whose PTX the driver compiles for GPUs that are not in the list. From it come
+# FUSEDMOE_CUDA_ARCHITECTURES, the property CUDA_ARCHITECTURES of every target with kernels, and those
+# of the folders sm80 and sm90, whatever a project around this one, CMAKE_CUDA_ARCHITECTURES or
+# CUDAARCHS say for others.
+set(FUSEDMOE_CUDA_ARCHS "80;90a" CACHE STRING "Compute capabilities to compile kernels for")
 set(CUTLASS_ROOT "" CACHE PATH "Folder with include/cute and include/cutlass; default: the wheel's")
 
 set(FUSEDMOE_HAVE_CUDA ${FUSEDMOE_CUDA})
@@ -25,8 +30,16 @@ if(FUSEDMOE_HAVE_CUDA)
       "name a copy by CUTLASS_ROOT, or build without CUDA by -DFUSEDMOE_CUDA=OFF "
       "(pip: -C cmake.define.FUSEDMOE_CUDA=OFF).")
   endif()
-  # Machine code for Hopper alone: no PTX that a driver would have to compile at start.
-  set(FUSEDMOE_CUDA_ARCHITECTURES 90a-real)
+  foreach(needed 80 90a)
+    if(NOT needed IN_LIST FUSEDMOE_CUDA_ARCHS)
+      message(FATAL_ERROR "FUSEDMOE_CUDA_ARCHS is ${FUSEDMOE_CUDA_ARCHS}; it must name ${needed}.")
+    endif()
+  endforeach()
+  list(TRANSFORM FUSEDMOE_CUDA_ARCHS APPEND -real OUTPUT_VARIABLE FUSEDMOE_CUDA_ARCHITECTURES)
+  list(APPEND FUSEDMOE_CUDA_ARCHITECTURES 80-virtual)
+  set(FUSEDMOE_CUDA_ARCHITECTURES_sm90 90a-real)
+  set(FUSEDMOE_CUDA_ARCHITECTURES_sm80 ${FUSEDMOE_CUDA_ARCHITECTURES})
+  list(REMOVE_ITEM FUSEDMOE_CUDA_ARCHITECTURES_sm80 90a-real)
   if(NOT CMAKE_CUDA_COMPILER_LOADED)
     # With what the compiler is tried: else the environment may name what it does not know.
     set(CMAKE_CUDA_ARCHITECTURES ${FUSEDMOE_CUDA_ARCHITECTURES})

@@ -1,40 +1,46 @@
 # Writes the source files that instantiate kernels for the policies of operands, src/cuda/formats/: a
 # file for each policy and folder of kernels, as three quarters of the time that one instance takes
-# are its headers, and a table for each folder. Sets FUSEDMOE_<FOLDER>_KERNELS to them. A line below is
-# a policy: its header, its type, and how many tile shapes it has of sm90.
+# are its headers, and a table for each folder. Sets FUSEDMOE_KERNELS_<folder> to them. A line below is
+# a policy: its header, its type, and how many tile shapes it has of sm90 and of sm80.
 set(operands
-  as_is.cuh       Bf16Operands           7
-  as_is.cuh       F16Operands            7
-  as_is.cuh       Fp8Operands            6
-  as_is.cuh       Fp8RowOperands         5
-  fp8_f16.cuh     Fp8F16Operands         4
-  w4a8.cuh        W4a8Operands           5
-  mxfp4_fp8.cuh   Mxfp4Fp8Operands       5
-  fp4.cuh         Mxfp4Bf16Operands      7
-  fp4.cuh         Mxfp4QuantizedOperands 5
-  fp4.cuh         Mxfp4F16Operands       5
-  fp4.cuh         Nvfp4Bf16Operands      5
-  fp4.cuh         Nvfp4F16Operands       5
-  integer.cuh     Int4SymmetricOperands  5
-  integer.cuh     Int4G32SymmetricOperands 5
-  integer.cuh     Int4Bf16Operands       5
-  integer.cuh     Int4F16Operands        5
-  integer.cuh     Int4G32Bf16Operands    5
-  integer.cuh     Int4G32F16Operands     5
-  integer.cuh     Int8Bf16Operands       5
-  integer.cuh     Int8F16Operands        5
-  fp8_decoded.cuh DecodedE4m3Operands    5
-  fp8_decoded.cuh ScaledE4m3Operands     5)
+  as_is.cuh       Bf16Operands             7 5
+  as_is.cuh       F16Operands              7 5
+  as_is.cuh       Fp8Operands              6 0
+  as_is.cuh       Fp8RowOperands           5 0
+  fp8_f16.cuh     Fp8F16Operands           4 0
+  w4a8.cuh        W4a8Operands             5 0
+  mxfp4_fp8.cuh   Mxfp4Fp8Operands         5 0
+  fp4.cuh         Mxfp4Bf16Operands        7 4
+  fp4.cuh         Mxfp4QuantizedOperands   5 4
+  fp4.cuh         Mxfp4F16Operands         5 4
+  fp4.cuh         Nvfp4Bf16Operands        5 4
+  fp4.cuh         Nvfp4F16Operands         5 4
+  integer.cuh     Int4SymmetricOperands    5 4
+  integer.cuh     Int4G32SymmetricOperands 5 4
+  integer.cuh     Int4Bf16Operands         5 4
+  integer.cuh     Int4F16Operands          5 4
+  integer.cuh     Int4G32Bf16Operands      5 4
+  integer.cuh     Int4G32F16Operands       5 4
+  integer.cuh     Int8Bf16Operands         5 4
+  integer.cuh     Int8F16Operands          5 4
+  fp8_decoded.cuh DecodedE4m3Operands      5 4
+  fp8_decoded.cuh ScaledE4m3Operands       5 4)
 
 set(kernels ${CMAKE_CURRENT_BINARY_DIR}/kernels)
-# The tiles of one policy, by the kernels of a folder.
-function(fusedmoe_write_tiles folder header policy tiles)
-  set(launches "")
-  math(EXPR last "${tiles} - 1")
-  foreach(index RANGE ${last})
-    string(APPEND launches "      &launch_kernel<${policy}, ${index}>,\n")
-  endforeach()
-  file(CONFIGURE OUTPUT ${kernels}/${folder}/${policy}.cu @ONLY CONTENT [[
+
+# fusedmoe_write_kernels(<folder> <policy> <content>): a file with a function <folder>_<policy>() that
+# returns what the folder's table has of the policy.
+function(fusedmoe_write_kernels folder policy content)
+  set(file ${kernels}/${folder}/${policy}.cu)
+  file(CONFIGURE OUTPUT ${file} CONTENT "${content}" @ONLY)
+  # A kernel that spills registers is slow, not wrong: nobody would notice.
+  set_source_files_properties(${file} PROPERTIES COMPILE_OPTIONS "-Xptxas=-Werror")
+  set(FUSEDMOE_KERNELS_${folder} ${FUSEDMOE_KERNELS_${folder}} ${file} PARENT_SCOPE)
+  set(policies_${folder} ${policies_${folder}} ${policy} PARENT_SCOPE)
+endfunction()
+
+# The tiles of one policy. The kernels of sm80 have a namespace of their own.
+set(tiles_content [[
 #include "cuda/formats/@header@"
 #include "cuda/@folder@/launch_kernel.cuh"
 
@@ -43,29 +49,31 @@ namespace fusedmoe::cuda {
 FormatLaunches @folder@_@policy@() {
   static constexpr LaunchMlp kLaunches[] = {
 @launches@  };
-  static_assert(std::size(kLaunches) == kernel_set(@policy@::kFormat).tiles.size(),
+  static_assert(std::size(kLaunches) == @scope@kernel_set(@policy@::kFormat).tiles.size(),
                 "cmake/FusedmoeKernels.cmake has another number");
   return {@policy@::kFormat.name, kLaunches};
 }
 
 }  // namespace fusedmoe::cuda
 ]])
-endfunction()
+macro(fusedmoe_write_tiles folder scope tiles)
+  if(${tiles} GREATER 0)
+    set(launches "")
+    math(EXPR last "${tiles} - 1")
+    foreach(index RANGE ${last})
+      string(APPEND launches "      &${scope}launch_kernel<${policy}, ${index}>,\n")
+    endforeach()
+    string(REPLACE "@folder@" "${folder}" content "${tiles_content}")
+    string(REPLACE "@scope@" "${scope}" content "${content}")
+    fusedmoe_write_kernels(${folder} ${policy} "${content}")
+  endif()
+endmacro()
 
-set(FUSEDMOE_SM90_KERNELS)
-set(FUSEDMOE_ONE_TOKEN_KERNELS)
-set(declarations "")
-set(calls "")
-set(one_token_declarations "")
-set(one_token_calls "")
 while(operands)
-  list(POP_FRONT operands header policy tiles)
-  fusedmoe_write_tiles(sm90 ${header} ${policy} ${tiles})
-  list(APPEND FUSEDMOE_SM90_KERNELS ${kernels}/sm90/${policy}.cu)
-  string(APPEND declarations "FormatLaunches sm90_${policy}();\n")
-  string(APPEND calls "sm90_${policy}(), ")
-
-  file(CONFIGURE OUTPUT ${kernels}/one_token/${policy}.cu @ONLY CONTENT [[
+  list(POP_FRONT operands header policy sm90_tiles sm80_tiles)
+  fusedmoe_write_tiles(sm90 "" ${sm90_tiles})
+  fusedmoe_write_tiles(sm80 sm80:: ${sm80_tiles})
+  fusedmoe_write_kernels(one_token ${policy} [[
 #include "cuda/formats/@header@"
 #include "cuda/one_token/launch_one_token.cuh"
 
@@ -77,39 +85,47 @@ OneTokenKernel one_token_@policy@() {
 
 }  // namespace fusedmoe::cuda
 ]])
-  list(APPEND FUSEDMOE_ONE_TOKEN_KERNELS ${kernels}/one_token/${policy}.cu)
-  string(APPEND one_token_declarations "OneTokenKernel one_token_${policy}();\n")
-  string(APPEND one_token_calls "one_token_${policy}(), ")
 endwhile()
 
-# A kernel that spills registers is slow, not wrong: nobody would notice.
-set_source_files_properties(${FUSEDMOE_SM90_KERNELS} ${FUSEDMOE_ONE_TOKEN_KERNELS}
-  PROPERTIES COMPILE_OPTIONS "-Xptxas=-Werror")
-
-# Names that only these files know.
-file(CONFIGURE OUTPUT ${kernels}/sm90/launches.cpp @ONLY CONTENT [[
-#include "cuda/sm90/family.h"
+# fusedmoe_write_table(<folder> <type> <content>): `content` with @calls@ in a file that knows the
+# functions of the folder.
+function(fusedmoe_write_table folder type content)
+  set(calls "")
+  set(declarations "")
+  foreach(policy IN LISTS policies_${folder})
+    string(APPEND declarations "${type} ${folder}_${policy}();\n")
+    string(APPEND calls "      ${folder}_${policy}(),\n")
+  endforeach()
+  set(file ${kernels}/${folder}/launches.cpp)
+  file(CONFIGURE OUTPUT ${file} CONTENT "${content}" @ONLY)
+  set(FUSEDMOE_KERNELS_${folder} ${FUSEDMOE_KERNELS_${folder}} ${file} PARENT_SCOPE)
+endfunction()
+foreach(folder sm90 sm80)
+  fusedmoe_write_table(${folder} FormatLaunches [[
+#include "cuda/@folder@/family.h"
 
 namespace fusedmoe::cuda {
 
 @declarations@
-std::span<const FormatLaunches> sm90_launches() {
-  static const FormatLaunches all[] = {@calls@};
+std::span<const FormatLaunches> @folder@_launches() {
+  static const FormatLaunches all[] = {
+@calls@  };
   return all;
 }
 
 }  // namespace fusedmoe::cuda
 ]])
-list(APPEND FUSEDMOE_SM90_KERNELS ${kernels}/sm90/launches.cpp)
-file(CONFIGURE OUTPUT ${kernels}/one_token/launches.cpp @ONLY CONTENT [[
+endforeach()
+fusedmoe_write_table(one_token OneTokenKernel [[
 #include "core/check.h"
 #include "cuda/one_token/one_token.h"
 
 namespace fusedmoe::cuda {
 
-@one_token_declarations@
+@declarations@
 OneTokenLaunch one_token_launch(const WeightFormat& format) {
-  static const OneTokenKernel all[] = {@one_token_calls@};
+  static const OneTokenKernel all[] = {
+@calls@  };
   for (const OneTokenKernel& kernel : all) {
     if (kernel.format == format.name) return kernel.launch;
   }
@@ -118,4 +134,3 @@ OneTokenLaunch one_token_launch(const WeightFormat& format) {
 
 }  // namespace fusedmoe::cuda
 ]])
-list(APPEND FUSEDMOE_ONE_TOKEN_KERNELS ${kernels}/one_token/launches.cpp)

@@ -73,7 +73,7 @@ std::string cuda_device_summary() {
     }
     summary += device.name + ", compute capability " + std::to_string(device.major) + '.' +
                std::to_string(device.minor) + ", " + std::to_string(device.bytes >> 20) + " MiB, " +
-               std::to_string(device.multiprocessors) + " multiprocessors";
+               std::to_string(device.limits.multiprocessors) + " multiprocessors";
   }
   return summary;
 }

@@ -6,6 +6,7 @@
 #include "cuda/device/capability.h"
 #include "cuda/experts/experts.h"
 #include "cuda/experts/planner.h"
+#include "cuda/sm80/family.h"
 #include "cuda/sm90/family.h"
 #include "fusedmoe/comm.h"
 #include "fusedmoe/runtime.h"
@@ -69,7 +70,8 @@ class PlannedExperts final : public Experts {
   PlannedExperts(const ExpertsDescriptor& descriptor, const KernelFamily& family,
                  const MoeConfig& config, const Context& context)
       : Experts(descriptor, config, context),
-        planner_(this->config(), context, family, MlpShape().multiprocessors) {}
+        planner_(this->config(), context, family,
+                 limits_of_capability(this->config().compute_capability.value_or(0))) {}
 
   WorkspaceSizes workspace_sizes(const ProblemSize& problem) const override {
     return planner_.workspace_sizes(problem);
@@ -105,6 +107,9 @@ int compute_capability(Device) {
 }
 
 std::span<const FormatLaunches> sm90_launches() {
+  return {};
+}
+std::span<const FormatLaunches> sm80_launches() {
   return {};
 }
 

@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "cpu/experts.h"
+#include "cuda/sm80/descriptor.h"
 #include "cuda/sm90/descriptor.h"
 #include "fusedmoe/runtime.h"
 #include "layer/checks.h"
@@ -132,8 +133,9 @@ std::span<const PrepareFinalizeDescriptor* const> all_prepare_finalize() {
 }
 
 std::span<const ExpertsDescriptor* const> all_experts() {
-  static const std::array<const ExpertsDescriptor*, 3> list{
-      &cpu::descriptor(), &cuda::sm90_descriptor(), &reference::descriptor()};
+  static const std::array<const ExpertsDescriptor*, 4> list{
+      &cpu::descriptor(), &cuda::sm90_descriptor(), &cuda::sm80_descriptor(),
+      &reference::descriptor()};
   return list;
 }
 

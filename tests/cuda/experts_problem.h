@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -15,7 +16,8 @@
 #include <vector>
 
 #include "../unit/error_text.h"
-#include "cuda/sm90/kernel_set.h"
+#include "cuda/sm80/family.h"
+#include "cuda/sm90/family.h"
 #include "cuda_test.h"
 #include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/quant.h"
@@ -36,6 +38,22 @@ inline void expect_close(const TensorView& actual, const TensorView& expected) {
   EXPECT_LE(difference.max_element, unit * 2 * 2e-2) << difference.to_string();
   EXPECT_LE(difference.rms_element, unit * 2 * 4e-3) << difference.to_string();
 }
+
+/// The experts that a run of the tests is about: those of FUSEDMOE_TEST_EXPERTS, by default sm90.
+inline const cuda::KernelFamily& gpu_family() {
+  const char* name = std::getenv("FUSEDMOE_TEST_EXPERTS");
+  return name && cuda::sm80_family().name() == name ? cuda::sm80_family() : cuda::sm90_family();
+}
+/// Whether they have kernels of a scheme for rows of this dtype.
+inline bool has_kernels(const QuantScheme& scheme, DType dtype) {
+  const cuda::WeightFormat* format = cuda::find_weight_format(scheme, dtype);
+  return format && !gpu_family().tiles(*format).empty();
+}
+
+#define FUSEDMOE_SKIP_WITHOUT_KERNELS(scheme, dtype)                                \
+  if (!::fusedmoe::testing::has_kernels(parse_scheme(scheme), dtype)) {             \
+    GTEST_SKIP() << ::fusedmoe::testing::gpu_family().name() << " does not run it"; \
+  }
 
 inline std::vector<QuantScheme> gpu_schemes() {
   return {schemes::unquantized(DType::kBF16), schemes::unquantized(DType::kF16),
@@ -60,7 +78,7 @@ inline const cuda::WeightFormat& format_of(const QuantScheme& scheme) {
 
 /// "", "_batched", "_unfused", "_monolithic" or "_batch_invariant": see Variant::name().
 inline Variant gpu_variant(std::string_view suffix = "") {
-  return find_variant("sm90" + std::string(suffix));
+  return find_variant(std::string(gpu_family().name()).append(suffix));
 }
 /// Every variant on the GPU that serves the case.
 inline std::vector<Variant> gpu_variants(const Case& spec) {

@@ -1,4 +1,4 @@
-// The schemes of quantized weights that the Hopper experts run, by dtype of rows, and how close to
+// The schemes of quantized weights that the experts run, by dtype of rows, and how close to
 // the reference each must be.
 #pragma once
 
@@ -25,7 +25,7 @@ inline std::vector<Rows> all_rows() {
   std::vector<Rows> result;
   for (const NamedScheme& scheme : named_schemes()) {
     for (const DType dtype : {DType::kBF16, DType::kF16}) {
-      if (scheme.scheme.weights.quantized() && cuda::find_weight_format(scheme.scheme, dtype)) {
+      if (scheme.scheme.weights.quantized() && has_kernels(scheme.scheme, dtype)) {
         result.push_back({scheme, dtype});
       }
     }

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "cuda/rows/permute.h"
-#include "cuda/sm90/family.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
 #include "fusedmoe/quant.h"
@@ -76,7 +75,7 @@ TEST_P(CudaSchemes, EveryConfiguration) {
     const Tensor expected =
         testing::run_variant(problem, testing::find_variant("reference"), dtype, kHost);
     cuda::MlpShape shape;
-    shape.family = &cuda::sm90_family();
+    shape.family = &testing::gpu_family();
     shape.format = &testing::format_of(scheme.scheme, dtype);
     shape.num_tokens = tokens;
     shape.topk = spec.topk;
@@ -87,7 +86,7 @@ TEST_P(CudaSchemes, EveryConfiguration) {
     for (const cuda::KernelConfig& config : cuda::valid_configs(shape)) {
       SCOPED_TRACE(to_string(config));
       testing::RunOptions options;
-      options.kernel_config = cuda::find_config(cuda::sm90_family(), to_string(config));
+      options.kernel_config = cuda::find_config(testing::gpu_family(), to_string(config));
       const Tensor actual =
           testing::run_variant(problem, testing::gpu_variant(), dtype, kGpu, options);
       expect_close(actual, expected, scheme.scheme);

@@ -7,6 +7,7 @@
 #include "cuda/experts/experts.h"
 #include "cuda/experts/planner.h"
 #include "cuda/one_token/one_token.h"
+#include "cuda/sm80/family.h"
 #include "cuda/sm90/family.h"
 #include "cuda/sm90/kernel_set.h"
 #include "fusedmoe/checkpoint.h"
@@ -144,6 +145,30 @@ TEST(GemmPlanTest, ChosenPlanIsValidForEverySize) {
       }
     }
   }
+}
+
+TEST(GemmPlanTest, OfKernelsForEveryGpuTooTheChosenPlanIsValidForEverySize) {
+  const KernelFamily& family = sm80_family();
+  for (const std::int64_t num_tokens : numbers_of_tokens()) {
+    for (MlpShape shape : published_shapes(num_tokens)) {
+      shape.family = &family;
+      const auto tiles = family.tiles(*shape.format);
+      if (tiles.empty()) continue;
+      const KernelConfig chosen = choose_config(shape), largest = largest_config(shape);
+      EXPECT_TRUE(valid(shape, chosen)) << to_string(chosen);
+      EXPECT_LE(largest.tile.max_tokens, chosen.tile.max_tokens);
+      EXPECT_EQ(find_config(family, to_string(chosen)),
+                std::find(family.configs().begin(), family.configs().end(), chosen) -
+                    family.configs().begin());
+      EXPECT_TRUE(!shape.batch_invariant || chosen.tile.k_groups == 1);
+    }
+  }
+  MlpShape shape = shape_of(2880, 2880, 128, 4, 8, "mxfp4");
+  shape.family = &family;
+  EXPECT_EQ(to_string(choose_config(shape)), "128x16k1s4d2r2 splits 1 f32");
+  shape.num_tokens = 8192;
+  EXPECT_EQ(to_string(choose_config(shape)), "128x32k1s4d2r2 splits 1 bf16");
+  EXPECT_TRUE(family.tiles(format_named("fp8")).empty());
 }
 
 TEST(GemmPlanTest, NothingToDoHasAValidPlanToo) {

@@ -55,7 +55,7 @@ TEST(RegistryTest, NamesAreUniqueAndInOrderOfPreference) {
     EXPECT_EQ(experts->on_request_only(), experts->name() == "reference");
     names.push_back(experts->name());
   }
-  EXPECT_EQ(names, (std::vector<std::string_view>{"cpu", "sm90", "reference"}));
+  EXPECT_EQ(names, (std::vector<std::string_view>{"cpu", "sm90", "sm80", "reference"}));
   std::vector<std::string_view> transports;
   for (const PrepareFinalizeDescriptor* object : all_prepare_finalize()) {
     transports.push_back(object->name());
@@ -74,7 +74,7 @@ TEST(SelectionTest, TakesTheFastModularExperts) {
 TEST(SelectionTest, EveryPairIsACandidateOnceAndOneIsChosen) {
   const Selection selection = explain(gpt_oss_config());
   EXPECT_EQ(selection.candidates.size(), all_experts().size() * all_prepare_finalize().size());
-  EXPECT_LE(selection.candidates.size(), 12u);
+  EXPECT_LE(selection.candidates.size(), 16u);
   std::set<std::pair<const void*, const void*>> pairs;
   int chosen = 0;
   for (const Candidate& candidate : selection.candidates) {
@@ -102,8 +102,9 @@ TEST(SelectionTest, FormatIsAWish) {
 TEST(SelectionTest, RequireTakesEveryImplementationThatFits) {
   const MoeConfig config = gpt_oss_config();
   for (const ExpertsDescriptor* experts : all_experts()) {
-    if (experts->name() == "sm90") {
-      EXPECT_NE(error_text([&] { select(config, "sm90"); }).find("device"), std::string::npos);
+    if (experts->name().starts_with("sm")) {
+      EXPECT_NE(error_text([&] { select(config, experts->name()); }).find("device"),
+                std::string::npos);
       continue;
     }
     const Selection selection = select(config, experts->name());
@@ -237,10 +238,29 @@ TEST(SelectionTest, ANamedComputeCapabilityNeedsNoDevice) {
     const std::string text = error_text([&] { kernel.experts().pack({}); });
     EXPECT_NE(text.find(problem), std::string::npos) << text;
   }
-  config.compute_capability = 80;
-  const Selection ampere = explain(config);
-  EXPECT_FALSE(ampere);
-  EXPECT_EQ(find(ampere, "sm90", "no_ep")->support.reason, Reason::kDevice);
+}
+
+TEST(SelectionTest, EveryComputeCapabilitySinceAmpereHasExperts) {
+  MoeConfig config = gpt_oss_config();
+  config.device = {DeviceKind::kCuda, 0};
+  for (const int capability : {80, 86, 87, 89, 90, 100, 103, 110, 120, 121}) {
+    config.compute_capability = capability;
+    const Selection selection = explain(config);
+    ASSERT_TRUE(selection) << selection.table();
+    EXPECT_EQ(selection.experts->name(), capability == 90 ? "sm90" : "sm80") << capability;
+    // Every configuration has room: that of the kernel of one token, too.
+    const ModularKernel kernel = selection.create(make_context());
+    EXPECT_GT(kernel.workspace_bytes(8192), kernel.workspace_bytes(1)) << capability;
+  }
+  config.compute_capability = 75;
+  const Selection turing = explain(config);
+  EXPECT_FALSE(turing);
+  const auto text = [&](const char* experts) {
+    return std::string(find(turing, experts, "no_ep")->support.text);
+  };
+  EXPECT_EQ(text("sm90"), "compute capability 7.5, needs 9.0");
+  EXPECT_EQ(text("sm80"), "compute capability 7.5, needs 8.0 or later");
+  EXPECT_EQ(find(turing, "sm80", "no_ep")->support.reason, Reason::kDevice);
 }
 
 TEST(SelectionTest, AComputeCapabilityIsThatOfAGpu) {

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <string>
 #include <tuple>
 
 #include "cuda/device/context.h"
+#include "fusedmoe/error.h"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -50,7 +52,7 @@ void allow_shared_bytes(const void* kernel, std::size_t bytes, Device device) {
 }
 
 int resident_blocks(const void* kernel, int threads, std::size_t shared_bytes, Device device) {
-  const DeviceProperties& properties = *device_properties(device.index);
+  const DeviceLimits& limits = limits_of(device);
   const int per_multiprocessor = with_facts(kernel, device, [&](KernelFacts& facts) {
     int& blocks = facts.resident[shared_bytes];
     if (blocks > 0) return blocks;
@@ -59,7 +61,19 @@ int resident_blocks(const void* kernel, int threads, std::size_t shared_bytes, D
         cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes));
     return blocks;
   });
-  return properties.multiprocessors * per_multiprocessor;
+  // CUDA knows nothing of limits that are pretended.
+  constexpr std::int64_t kReserved = 1024;
+  const auto bytes = static_cast<std::int64_t>(shared_bytes);
+  const std::int64_t fit =
+      bytes > limits.block_shared_bytes
+          ? 0
+          : std::min<std::int64_t>(per_multiprocessor,
+                                   limits.multiprocessor_shared_bytes / (bytes + kReserved));
+  if (fit == 0) {
+    throw Error::internal("a kernel needs " + std::to_string(bytes) +
+                          " bytes of shared memory, more than " + to_string(device) + " has");
+  }
+  return limits.multiprocessors * static_cast<int>(fit);
 }
 
 bool may_overlap(const void* kernel, Device device) {

@@ -22,9 +22,14 @@ void allow_shared_bytes(const void* kernel, std::size_t bytes, Device device);
 /// than a block can have.
 int resident_blocks(const void* kernel, int threads, std::size_t shared_bytes, Device device);
 
-/// Whether launches of a kernel may overlap the one before. Code for GPUs before compute capability
-/// 9.0 does not know how to wait for it, whatever GPU runs it.
+/// Whether a launch of a kernel may overlap the one before, and its blocks may form clusters. Code
+/// for GPUs that cannot do that does not know how to wait for the launch before, whatever GPU runs
+/// it.
 bool may_overlap(const void* kernel, Device device);
+template <typename... Params>
+bool may_cluster(void (*kernel)(Params...), Device device) {
+  return may_overlap(reinterpret_cast<const void*>(kernel), device);
+}
 
 /// Where a kernel is enqueued.
 struct LaunchStream {

@@ -1,16 +1,32 @@
 #include "cuda/device/properties.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdlib>
 #include <memory>
 #include <utility>
 
 #include "cuda/device/capability.h"
 #include "cuda/device/check.h"
+#include "cuda/device/named_device.h"
 #include "fusedmoe/runtime.h"
 
 namespace fusedmoe::cuda {
 namespace {
+
+/// For tests: limits of a GPU of another compute capability, "8.6", where they are lower. Only code
+/// that this GPU could run must then be found: CUDA_FORCE_PTX_JIT=1.
+void pretend(const char* capability, DeviceProperties& properties) {
+  char* end = nullptr;
+  properties.major = static_cast<int>(std::strtol(capability, &end, 10));
+  properties.minor = *end == '.' ? static_cast<int>(std::strtol(end + 1, nullptr, 10)) : 0;
+  const DeviceLimits named = limits_of_capability(10 * properties.major + properties.minor);
+  DeviceLimits& limits = properties.limits;
+  limits.block_shared_bytes = std::min(limits.block_shared_bytes, named.block_shared_bytes);
+  limits.multiprocessor_shared_bytes =
+      std::min(limits.multiprocessor_shared_bytes, named.multiprocessor_shared_bytes);
+}
 
 DeviceProperties query(int index) {
   DeviceProperties result;
@@ -22,9 +38,15 @@ DeviceProperties query(int index) {
   }
   result.name = properties.name;
   result.bytes = properties.totalGlobalMem;
-  result.multiprocessors = properties.multiProcessorCount;
   result.major = properties.major;
   result.minor = properties.minor;
+  // H200 and H100 SXM have 132 multiprocessors, H100 PCIe 114, H20 78, fewer with MIG.
+  result.limits = {properties.multiProcessorCount,
+                   static_cast<std::int64_t>(properties.sharedMemPerBlockOptin),
+                   static_cast<std::int64_t>(properties.sharedMemPerMultiprocessor)};
+  if (const char* pretended = std::getenv("FUSEDMOE_PRETEND_CAPABILITY")) {
+    pretend(pretended, result);
+  }
   return result;
 }
 
@@ -54,12 +76,16 @@ int compute_capability(Device device) {
   return properties ? 10 * properties->major + properties->minor : 0;
 }
 
-int multiprocessor_count(Device device) {
+const DeviceLimits& limits_of(Device device) {
   const DeviceProperties* properties = device_properties(device.index);
   if (!properties || !properties->problem.empty()) {
     throw Error::unsupported(Reason::kDevice, "device", device_problem(device));
   }
-  return properties->multiprocessors;
+  return properties->limits;
+}
+
+int multiprocessor_count(Device device) {
+  return limits_of(device).multiprocessors;
 }
 
 Device current_device() {

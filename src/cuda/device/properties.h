@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <string>
 
+#include "cuda/device/named_device.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {
@@ -12,15 +13,16 @@ struct DeviceProperties {
   std::string name;
   std::string problem;       ///< why the device cannot be asked; else empty
   std::size_t bytes = 0;     ///< of memory
-  int multiprocessors = 0;   ///< H200 and H100 SXM 132, H100 PCIe 114, H20 78, fewer with MIG
   int major = 0, minor = 0;  ///< compute capability
+  DeviceLimits limits;
 };
 
 /// Null for a device that is not there. Stays as it is, but for one with a problem: that is another
 /// at the thread's next call.
 const DeviceProperties* device_properties(int index);
 
-/// Of a usable device. Throws Error for another.
+/// Of a usable device. Throw Error for another.
+const DeviceLimits& limits_of(Device device);
 int multiprocessor_count(Device device);
 
 /// Where the calling thread's launches and allocations go. Throws Error where there is no device.

@@ -5,6 +5,7 @@
 
 #include "core/check.h"
 #include "cuda/device/capability.h"
+#include "cuda/device/named_device.h"
 #include "cuda/experts/experts.h"
 #include "cuda/experts/scratch.h"
 #include "cuda/formats/weight_format.h"
@@ -96,7 +97,8 @@ std::shared_ptr<const Experts> FamilyDescriptor::create(const MoeConfig& config,
 }
 
 bool plans_for(const MoeConfig& config, int multiprocessors) {
-  return !config.compute_capability || MlpShape().multiprocessors == multiprocessors;
+  return !config.compute_capability ||
+         limits_of_capability(*config.compute_capability).multiprocessors == multiprocessors;
 }
 
 void check_device(const Experts& experts) {

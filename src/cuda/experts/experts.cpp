@@ -100,8 +100,8 @@ CudaExperts::CudaExperts(const ExpertsDescriptor& descriptor, const KernelFamily
                          const MoeConfig& config, const Context& context)
     : RoutedExperts(descriptor, config, context, backend()),
       planner_(this->config(), context, family,
-               config.compute_capability ? MlpShape().multiprocessors
-                                         : multiprocessor_count(config.device)),
+               config.compute_capability ? limits_of_capability(*config.compute_capability)
+                                         : limits_of(config.device)),
       kernels_(kernels_of(planner_.format())),
       rows_(this->config(), planner_.format()),
       one_token_(this->config(), planner_.format(), rows_, planner_.one_token()) {}

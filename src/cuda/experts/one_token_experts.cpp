@@ -13,8 +13,9 @@ namespace {
 
 /// Throws Error unless the blocks have room for their shares: the fewer, the more each holds. The
 /// stream has so many multiprocessors; CUDA has refused more blocks where these are fewer.
-void check_room(const OneTokenShape& shape, int multiprocessors, Device device) {
-  if (shape.blocks > 0 && shape.layout().bytes <= kOneTokenSharedBytes) return;
+void check_room(const OneTokenShape& shape, std::int64_t shared_bytes, int multiprocessors,
+                Device device) {
+  if (shape.blocks > 0 && shape.layout().bytes <= shared_bytes) return;
   const std::string which = core::format("{} of the {} multiprocessors of {}", multiprocessors,
                                          multiprocessor_count(device), to_string(device));
   const char* too_few = "too few for the kernel of one token, whose thread blocks share their work";
@@ -51,7 +52,7 @@ void OneTokenExperts::run(const ForwardArgs& args, const Scratch& scratch,
   const int multiprocessors = multiprocessors_of(args.stream);
   shape.blocks = std::min<std::int64_t>({shape.blocks, multiprocessors, most_blocks_});
   for (bool refused = false;; refused = true, shape.blocks /= 2) {
-    check_room(shape, multiprocessors, args.stream.device);
+    check_room(shape, plan_.shared_bytes(), multiprocessors, args.stream.device);
     try {
       launch_(params, shape, args.stream);
       if (refused) most_blocks_ = shape.blocks;

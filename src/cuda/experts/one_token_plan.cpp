@@ -1,17 +1,22 @@
 #include "cuda/experts/one_token_plan.h"
 
+#include <algorithm>
+
 #include "cuda/experts/scratch.h"
 
 namespace fusedmoe::cuda {
 
-/// A thread block has 227 KiB; the kernel of one token has up to 5 KiB of its own, mostly
-/// the tables of W4A8.
-static_assert(kOneTokenSharedBytes + (5 << 10) <= 227 << 10);
+/// The kernel of one token has so many bytes of its own, mostly the tables of W4A8.
+constexpr std::int64_t kTableBytes = 5 << 10;
+
+std::int64_t OneTokenPlan::shared_bytes() const {
+  return std::min(kOneTokenSharedBytes, device_.block_shared_bytes - kTableBytes);
+}
 
 OneTokenShape OneTokenPlan::shape_of(const ProblemSize& problem) const {
   OneTokenShape shape;
   shape.slots = problem.topk;
-  shape.blocks = blocks_;
+  shape.blocks = device_.multiprocessors;
   shape.slices[0] = slices_of(problem.intermediate, is_gated(config_.activation));
   shape.slices[1] = slices_of(problem.hidden, false);
   shape.block_k = format_.block.k;
@@ -24,7 +29,7 @@ OneTokenShape OneTokenPlan::shape_of(const ProblemSize& problem) const {
 bool OneTokenPlan::supports(const ProblemSize& problem) const {
   return variant_of(config_) == Variant::kStandard && problem.num_tokens == 1 &&
          problem.topk <= kMaxSlotsOfOneToken && !rows_.needs_hidden_pass() &&
-         shape_of(problem).layout().bytes <= kOneTokenSharedBytes;
+         shape_of(problem).layout().bytes <= shared_bytes();
 }
 
 /// The kernel of one token saves launches; where more weights are read, tiles read them faster. It

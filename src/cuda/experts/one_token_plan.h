@@ -1,6 +1,7 @@
 // Which problems the kernel of one token has room for, and how it divides them.
 #pragma once
 
+#include "cuda/device/named_device.h"
 #include "cuda/experts/row_format.h"
 #include "cuda/formats/weight_format.h"
 #include "cuda/mlp/kernel_config.h"
@@ -11,19 +12,21 @@ namespace fusedmoe::cuda {
 
 class OneTokenPlan {
  public:
-  /// `blocks`: of a launch, one for each multiprocessor.
-  OneTokenPlan(const MoeConfig& config, const WeightFormat& format, int blocks)
-      : config_(config), format_(format), rows_(config, format), blocks_(blocks) {}
+  /// A launch has a block for each multiprocessor of the device.
+  OneTokenPlan(const MoeConfig& config, const WeightFormat& format, const DeviceLimits& device)
+      : config_(config), format_(format), rows_(config, format), device_(device) {}
 
   /// Whether the kernel computes the problem.
   bool supports(const ProblemSize& problem) const;
   OneTokenShape shape_of(const ProblemSize& problem) const;
+  /// Shared memory for the layout of a shape.
+  std::int64_t shared_bytes() const;
 
  private:
   const MoeConfig& config_;
   const WeightFormat& format_;
   const RowFormat rows_;
-  const int blocks_;
+  const DeviceLimits device_;
 };
 
 /// Whether the kernel of one token is likely faster than tiles.

@@ -11,14 +11,14 @@
 namespace fusedmoe::cuda {
 
 Planner::Planner(const MoeConfig& config, const Context& context, const KernelFamily& family,
-                 int multiprocessors)
+                 const DeviceLimits& device)
     : config_(config),
       family_(family),
       format_(*find_weight_format(config.scheme, config.dtype)),
       rows_(config, format_),
       variant_(variant_of(config)),
-      multiprocessors_(multiprocessors),
-      one_token_(config, format_, multiprocessors) {
+      device_(device),
+      one_token_(config, format_, device) {
   // Tuned configurations are for one number of tokens: rows would depend on their batch.
   if (!context.tuned || config.batch_invariant) return;
   TunedConfig layer;
@@ -76,7 +76,7 @@ MlpShape Planner::shape_of(const ProblemSize& problem) const {
   shape.hidden = problem.hidden;
   shape.intermediate = problem.intermediate;
   shape.gated = is_gated(config_.activation);
-  shape.multiprocessors = multiprocessors_;
+  shape.multiprocessors = device_.multiprocessors;
   return shape;
 }
 

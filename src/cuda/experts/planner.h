@@ -19,14 +19,13 @@ namespace fusedmoe::cuda {
 /// Keeps a reference to the configuration.
 class Planner {
  public:
-  /// `multiprocessors`: of the device.
   Planner(const MoeConfig& config, const Context& context, const KernelFamily& family,
-          int multiprocessors);
+          const DeviceLimits& device);
 
   const KernelFamily& family() const { return family_; }
   const WeightFormat& format() const { return format_; }
   Variant variant() const { return variant_; }
-  int multiprocessors() const { return multiprocessors_; }
+  int multiprocessors() const { return device_.multiprocessors; }
   const OneTokenPlan& one_token() const { return one_token_; }
 
   /// Experts::workspace_sizes() and kernel_configs().
@@ -53,7 +52,7 @@ class Planner {
   const WeightFormat& format_;
   const RowFormat rows_;
   const Variant variant_;
-  const int multiprocessors_;
+  const DeviceLimits device_;
   const OneTokenPlan one_token_;
   std::vector<TunedTokens> tuned_;  // ascending numbers of tokens
 };

@@ -7,8 +7,6 @@
 // Operands::Output.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include "cuda/device/prefetch.cuh"
 #include "cuda/device/store_transposed.cuh"
 #include "cuda/mlp/work_tile.cuh"
@@ -91,12 +89,11 @@ __device__ inline ScaleAndBias<K> read_scale_and_bias(const GemmParams& gemm, co
   return factors;
 }
 
-/// A named barrier, across which the compiler also moves no accesses, as arrive() and wait().
-/// CUTLASS leaves 8 of the 16 to others.
+/// A named barrier, across which the compiler also moves no accesses. CUTLASS leaves 8 of the 16 to
+/// others; its own function knows no GPU before Hopper.
 __device__ inline void sync_threads(int count, int barrier) {
-  asm volatile("" ::: "memory");
-  cutlass::arch::NamedBarrier::sync(count, barrier);
-  asm volatile("" ::: "memory");
+  constexpr int kFirst = 8;
+  asm volatile("bar.sync %0, %1;" ::"r"(kFirst + barrier), "r"(count) : "memory");
 }
 /// The named barrier of a storing warpgroup.
 template <typename K>

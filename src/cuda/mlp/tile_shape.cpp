@@ -9,9 +9,11 @@ std::string to_string(const TileShape& tile) {
   const std::string row_blocks = tile.tokens_are_rows() ? core::format("t{}", tile.teams)
                                  : tile.row_blocks > 1  ? core::format("r{}", tile.row_blocks)
                                                         : std::string();
-  return core::format("{}x{}k{}{}{}{}", tile.tile_row_blocks() * kBlockRows, tile.max_tokens,
-                      tile.k_groups, tile.stages > 0 ? 's' : 'c',
-                      tile.stages > 0 ? tile.stages : tile.cluster, row_blocks);
+  const std::string stages = tile.stages == 0  ? core::format("c{}", tile.cluster)
+                             : tile.depth == 1 ? core::format("s{}", tile.stages)
+                                               : core::format("s{}d{}", tile.stages, tile.depth);
+  return core::format("{}x{}k{}{}{}", tile.tile_row_blocks() * kBlockRows, tile.max_tokens,
+                      tile.k_groups, stages, row_blocks);
 }
 
 }  // namespace fusedmoe::cuda

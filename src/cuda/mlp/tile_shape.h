@@ -23,6 +23,7 @@ struct TileShape {
   int cluster = 1;  ///< thread blocks side by side that share the same token rows
   int teams = 0;    ///< of a thread block; 0: weights are wgmma's rows
   int stages = 0;   ///< of its ring of operands; 0: as many as shared memory holds, and roles
+  int depth = 1;    ///< with stages: K blocks of a stage for each K group
 
   constexpr bool tokens_are_rows() const { return teams > 0; }
   constexpr int warpgroups() const { return row_groups * k_groups; }
@@ -41,8 +42,8 @@ struct TileShape {
 };
 
 /// "128x288k1c2", "256x144k1c2r2", "128x128k1c2t2": weight rows x tokens of a block, K groups,
-/// blocks of a cluster, row blocks of a row group if there are several; or teams. "128x64k1s4r2":
-/// stages instead of a cluster.
+/// blocks of a cluster, row blocks of a row group if there are several; or teams. "128x64k1s4r2",
+/// "128x16k1s4d2r2": stages instead of a cluster, and their depth.
 std::string to_string(const TileShape& tile);
 
 }  // namespace fusedmoe::cuda

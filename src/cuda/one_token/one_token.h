@@ -106,7 +106,7 @@ struct OneTokenKernel {
 /// Of weights in this format: one of the generated files (cmake/FusedmoeKernels.cmake).
 OneTokenLaunch one_token_launch(const WeightFormat& format);
 
-/// Shared memory that the kernel may take, beside tables.
+/// Shared memory that the kernel takes at most, beside tables.
 inline constexpr std::int64_t kOneTokenSharedBytes = 220 << 10;
 
 }  // namespace fusedmoe::cuda

@@ -104,7 +104,7 @@ __device__ void route_and_permute(const FusedParams& p, const FusedMemory& memor
 
 /// One cluster, launched without overlap: everything before has completed.
 template <typename X, typename W>
-__global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThreads, 1)
+__global__ void FUSEDMOE_CLUSTER(kClusterBlocks) __launch_bounds__(kThreads, 1)
     logits_and_route_kernel(const __grid_constant__ FusedParams p, int aligned_chunks) {
   using Shape = LogitsTile<X, W>;
   extern __shared__ float shared[];
@@ -250,7 +250,8 @@ bool may_fuse(const RouterConfig& config, std::int64_t num_tokens, std::int64_t 
   p.data = sizes_of(num_tokens, config.topk, num_local_experts);
   p.scratch_words = static_cast<int>(
       scratch_words(num_tokens, config.num_experts, config.num_expert_group, p.data));
-  return 4 * FusedMemory::words(p) <= kMaxSharedBytes;
+  return 4 * FusedMemory::words(p) <=
+         std::min<std::int64_t>(kMaxSharedBytes, limits_of(current_device()).block_shared_bytes);
 }
 
 RoutingData fused_route(const FusedRoute& args, const Stream& stream) {
@@ -279,7 +280,8 @@ RoutingData fused_route(const FusedRoute& args, const Stream& stream) {
     return data;
   }
   p.logits = check_router_logits(args.weight, args.bias, args.hidden_states, args.logits, stream);
-  if (fits_cluster(p, row_bytes)) {
+  if (fits_cluster(p, row_bytes) &&
+      may_cluster(logits_and_route_kernel<__half, __half>, stream.device)) {
     launch_cluster(p, stream);
   } else {
     launch_router_logits(p.logits, stream);

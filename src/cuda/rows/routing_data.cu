@@ -53,16 +53,15 @@ __global__ void __launch_bounds__(kMaxThreads) sort_few_slots_kernel(const Routi
                              [&](std::int64_t slot) { return expert_of_slot(p, slot); });
 }
 
-/// One cluster; each block sorts a range of the slots.
-__global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kMaxThreads)
-    sort_many_slots_kernel(const RoutingDataParams p) {
+/// By the blocks of one cluster, each of which sorts a range of the slots, or by one block.
+template <int kBlocks>
+__device__ __forceinline__ void sort_many_slots(const RoutingDataParams& p, int rank) {
   extern __shared__ int memory[];
-  const int rank = cluster_rank();
   const SlotCounters counters(p.num_experts, p.warps, memory);
   let_next_launch_begin();
-  zero_words(p, rank, kClusterBlocks);
-  const std::int64_t share = (p.slots + kClusterBlocks - 1) / kClusterBlocks;
-  sort_slots<kClusterBlocks>(
+  zero_words(p, rank, kBlocks);
+  const std::int64_t share = (p.slots + kBlocks - 1) / kBlocks;
+  sort_slots<kBlocks>(
       counters, min(rank * share, p.slots), min((rank + 1) * share, p.slots),
       [&](std::int64_t slot) { return expert_of_slot(p, slot); },
       [&](std::int64_t slot, int expert, int number) {
@@ -71,6 +70,14 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kMaxThr
         if (row >= 0 && p.permuted_to_slot) p.permuted_to_slot[row] = static_cast<int>(slot);
       });
   if (rank == 0) write_counts(p, counters);
+}
+__global__ void FUSEDMOE_CLUSTER(kClusterBlocks) __launch_bounds__(kMaxThreads)
+    sort_many_slots_kernel(const RoutingDataParams p) {
+  sort_many_slots<kClusterBlocks>(p, cluster_rank());
+}
+__global__ void __launch_bounds__(kMaxThreads)
+    sort_many_slots_alone_kernel(const RoutingDataParams p) {
+  sort_many_slots<1>(p, 0);
 }
 
 /// Whether the rows were permuted.
@@ -82,8 +89,11 @@ bool sort_slots_of(RoutingDataParams& p, const RowTransform& rows, const Stream&
   const bool few = p.slots <= kMaxFewSlots;
   // What comes before is the caller's, and may be a copy: no overlap.
   if (!few) {
-    p.warps = sorting_warps(p.slots / kClusterBlocks, p.num_experts, kMaxThreads);
-    launch(sort_many_slots_kernel, dim3(kClusterBlocks), dim3(kMaxThreads),
+    const bool cluster = may_cluster(sort_many_slots_kernel, stream.device);
+    const int blocks = cluster ? kClusterBlocks : 1;
+    p.warps = sorting_warps(p.slots / blocks, p.num_experts, kMaxThreads);
+    launch(cluster ? sort_many_slots_kernel : sort_many_slots_alone_kernel,
+           dim3(static_cast<unsigned>(blocks)), dim3(kMaxThreads),
            sizeof(int) * static_cast<std::size_t>(SlotCounters::words(p.num_experts, p.warps)),
            stream, false, p);
     return false;

@@ -27,8 +27,8 @@ void launch_kernel(const FusedMlpParams& params, const Stream& stream) {
     if (K::kWideCopies) maps.boxes[i][0] = make_tensor_map(rows, kRowUnit, K::kBlocksPerStage);
   }
   static_assert(sizeof(SharedMemory<K>) <= K::kSharedLimit);
-  const DeviceProperties& device = *device_properties(current_device().index);
-  const auto blocks = static_cast<unsigned>(device.multiprocessors / K::kCluster * K::kCluster);
+  const int multiprocessors = multiprocessor_count(current_device());
+  const auto blocks = static_cast<unsigned>(multiprocessors / K::kCluster * K::kCluster);
   launch_clusters(fused_mlp_kernel<K>, K::kCluster, dim3(blocks), dim3(K::kThreads),
                   K::kTeams * sizeof(SharedMemory<K>), static_cast<cudaStream_t>(stream.handle),
                   params.overlap_previous, params, maps);

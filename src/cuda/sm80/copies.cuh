@@ -1,0 +1,127 @@
+// The copies of a tile's operands from global to shared memory, by all threads.
+#pragma once
+
+#include <cute/arch/util.hpp>
+
+#include "cuda/device/cp_async.cuh"
+#include "cuda/device/prefetch.cuh"
+#include "cuda/sm80/kernel.cuh"
+
+namespace fusedmoe::cuda::sm80 {
+
+template <typename K>
+__device__ inline int num_stages(const WorkTile& tile) {
+  return max(1, (tile.k_end - tile.k_begin + K::kStageBlocks - 1) / K::kStageBlocks);
+}
+
+/// A thread's part of the copies of one tile, stage by stage.
+template <typename K>
+class TileCopies {
+ public:
+  __device__ __forceinline__ void start(const FusedMlpParams& p, const WorkTile& tile) {
+    const GemmParams& gemm = p.gemms[tile.gemm];
+    using Activation = typename K::Activation;
+    const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
+    row_pitch_ = gemm.row_pitch * static_cast<std::int64_t>(sizeof(Activation));
+    rows_ = static_cast<const std::uint8_t*>(gemm.activations) +
+            (tile.first_row + row) * row_pitch_ + tile.k_begin * kSwizzleBytes + chunk * 16;
+    rows_left_ = tile.num_tokens - row;
+    bytes_left_ =
+        gemm.k * static_cast<int>(sizeof(Activation)) - tile.k_begin * kSwizzleBytes - chunk * 16;
+    block_pitch_ = static_cast<std::int64_t>(gemm.k_blocks) * K::kBlockBytes;
+    weights_ = weights_of(gemm, tile) + threadIdx.x * 16;
+    row_blocks_ = min(K::kTileRowBlocks, gemm.row_blocks - tile.row_block);
+    blocks_left_ = tile.k_end - tile.k_begin;
+    stages_left_ = num_stages<K>(tile);
+  }
+  __device__ __forceinline__ int stages_left() const { return stages_left_; }
+
+  /// The next stage, to shared memory from `stage` on.
+  __device__ __forceinline__ void copy(std::uint32_t stage) {
+    const int blocks = min(K::kStageBlocks, blocks_left_);
+    // The last columns may end inside a chunk. Elsewhere nobody looks for an end.
+    if (bytes_left_ >= K::kStageBlocks * kSwizzleBytes) {
+      copy_rows(stage, K::kStageBlocks,
+                [](std::uint32_t to, const std::uint8_t* from, int) { copy_async(to, from); });
+    } else {
+      copy_rows(stage, blocks, [&](std::uint32_t to, const std::uint8_t* from, int b) {
+        copy_async(to, from, max(0, min(16, bytes_left_ - b * kSwizzleBytes)));
+      });
+    }
+    copy_weights(stage + K::kWeightsOffset, blocks);
+    rows_ += K::kStageBlocks * kSwizzleBytes;
+    bytes_left_ -= K::kStageBlocks * kSwizzleBytes;
+    weights_ += K::kRowBlockPitch;
+    blocks_left_ -= K::kStageBlocks;
+    --stages_left_;
+  }
+
+  /// Brings the packed blocks of a tile's first stages to the L2, while its rows are awaited.
+  __device__ static void prefetch(const FusedMlpParams& p, const WorkTile& tile) {
+    const GemmParams& gemm = p.gemms[tile.gemm];
+    const std::uint8_t* weights = weights_of(gemm, tile);
+    const int blocks = min(K::kStages * K::kStageBlocks, tile.k_end - tile.k_begin);
+    for (int b = 0; b < min(K::kTileRowBlocks, gemm.row_blocks - tile.row_block); ++b) {
+      for (int at = threadIdx.x * 128; at < blocks * K::kBlockBytes; at += K::kThreads * 128) {
+        prefetch_l2(weights + at);
+      }
+      weights += static_cast<std::int64_t>(gemm.k_blocks) * K::kBlockBytes;
+    }
+  }
+
+ private:
+  __device__ static const std::uint8_t* weights_of(const GemmParams& gemm, const WorkTile& tile) {
+    return static_cast<const std::uint8_t*>(gemm.weights) + tile.expert * gemm.expert_bytes +
+           (static_cast<std::int64_t>(tile.row_block) * gemm.k_blocks + tile.k_begin) *
+               K::kBlockBytes;
+  }
+
+  /// Token rows in the 128-byte swizzle by copy(to, from, K block), zeros behind their last column.
+  /// Rows behind the tile's are left as they are: nobody stores what is made of them.
+  template <typename Copy>
+  __device__ __forceinline__ void copy_rows(std::uint32_t stage, int blocks,
+                                            const Copy& copy) const {
+    constexpr int kRows = K::kThreads / 8;  // at a time, a multiple of 8: a thread's swizzle stays
+    const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
+    const std::uint32_t to = stage + row * kSwizzleBytes + (chunk ^ row % 8) * 16;
+    const std::uint8_t* from = rows_;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(ceil_div(K::kMaxTokens, kRows)); ++i) {
+      if (i * kRows < rows_left_) {
+#pragma unroll
+        for (int b = 0; b < K::kStageBlocks; ++b) {
+          if (b >= blocks) break;
+          copy(to + b * K::kActivationBytes + i * kRows * kSwizzleBytes, from + b * kSwizzleBytes,
+               b);
+        }
+      }
+      from += kRows * row_pitch_;
+    }
+  }
+
+  /// The K blocks of a stage are neighbours.
+  __device__ __forceinline__ void copy_weights(std::uint32_t stage, int blocks) const {
+    constexpr int kChunks = K::kBlockBytes / 16;
+    static_assert(K::kBlockBytes % 16 == 0);
+    const std::uint32_t to = stage + threadIdx.x * 16;
+    const int count = blocks * kChunks;
+#pragma unroll
+    for (int b = 0; b < K::kTileRowBlocks; ++b) {
+      if (b >= row_blocks_) break;
+      const std::uint8_t* from = weights_ + b * block_pitch_;
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(ceil_div(kChunks * K::kStageBlocks, K::kThreads)); ++i) {
+        if (static_cast<int>(threadIdx.x) + i * K::kThreads < count) {
+          copy_async(to + b * K::kRowBlockPitch + i * K::kThreads * 16,
+                     from + i * K::kThreads * 16);
+        }
+      }
+    }
+  }
+
+  const std::uint8_t *rows_ = nullptr, *weights_ = nullptr;
+  std::int64_t row_pitch_ = 0, block_pitch_ = 0;
+  int rows_left_ = 0, bytes_left_ = 0, row_blocks_ = 0, blocks_left_ = 0, stages_left_ = 0;
+};
+
+}  // namespace fusedmoe::cuda::sm80

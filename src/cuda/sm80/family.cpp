@@ -1,0 +1,37 @@
+#include "cuda/sm80/family.h"
+
+#include "cuda/sm80/heuristic.h"
+#include "cuda/sm80/kernel_set.h"
+
+namespace fusedmoe::cuda {
+namespace {
+
+class Sm80Family final : public KernelFamily {
+ public:
+  std::string_view name() const override { return "sm80"; }
+  bool runs_on(int capability) const override { return capability >= 80; }
+  std::string_view needs() const override { return "8.0 or later"; }
+  std::span<const TileShape> tiles(const WeightFormat& format) const override {
+    return sm80::kernel_set(format).tiles;
+  }
+  bool keeps_order(const WeightFormat&, const TileShape& tile) const override {
+    return tile.k_groups == 1;
+  }
+  bool has_row_pass(const WeightFormat&, const TileShape&) const override { return false; }
+  KernelConfig choose(const MlpShape& shape) const override { return sm80::choose_tiles(shape); }
+  std::span<const KernelConfig> configs() const override {
+    // Never destroyed: threads may outlive it.
+    static const auto& configs = *new std::vector<KernelConfig>(list_configs());
+    return configs;
+  }
+  std::span<const FormatLaunches> launches() const override { return sm80_launches(); }
+};
+
+}  // namespace
+
+const KernelFamily& sm80_family() {
+  static const Sm80Family family;
+  return family;
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,13 @@
+// The kernels of every NVIDIA GPU since compute capability 8.0: mma.sync and cp.async.
+#pragma once
+
+#include "cuda/mlp/kernel_family.h"
+
+namespace fusedmoe::cuda {
+
+const KernelFamily& sm80_family();
+
+/// Of the generated files (cmake/FusedmoeKernels.cmake); none in a build without CUDA.
+std::span<const FormatLaunches> sm80_launches();
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,185 @@
+// The fused MLP kernel of mma.sync and cp.async, which every GPU since compute capability 8.0 has:
+// persistent, both GEMMs of a layer in one launch. All warps do the same. In each step of a thread
+// block
+//
+//   * the copies of one stage of operands start; they go on from tile to tile without a pause,
+//   * the stage that has come is multiplied,
+//   * behind the last stage of a tile its accumulators become rows.
+//
+// Tile indexes are drawn in order. Tiles of GEMM 2 read what tiles of GEMM 1 store; a block looks
+// in each step whether these rows are there, and copies nothing before they are. It goes on with
+// the tile that it has, so it never waits while it owns tiles that others may wait for: no order of
+// blocks can lock up.
+#pragma once
+
+#include "cuda/mlp/epilogue_groups.cuh"
+#include "cuda/mlp/stored_rows.cuh"
+#include "cuda/mlp/tile_scheduler.cuh"
+#include "cuda/sm80/copies.cuh"
+#include "cuda/sm80/mainloop.cuh"
+
+namespace fusedmoe::cuda::sm80 {
+
+/// Draws tiles ahead and tells all threads of them. Its steps are those of the kernel, each behind
+/// a barrier of the block: what the first thread writes in one, all read in the next.
+template <typename K>
+class TileQueue {
+ public:
+  __device__ TileQueue(SharedMemory<K>& shared, const FusedMlpParams& params)
+      : shared_(shared), p_(params) {}
+
+  /// At the beginning of a step.
+  __device__ __forceinline__ void advance() {
+    ++step_;
+    if (state_ == State::kWritten) state_ = State::kThere;
+    if (state_ == State::kAsked) {
+      if (threadIdx.x == 0) {
+        WorkTile& tile = shared_.tiles[next_ % K::kTileSlots];
+        tile = make_tile(shared_, p_, index_);
+        waits_for_rows_ = tile.gemm == 1;
+      }
+      state_ = State::kWritten;
+    }
+    if (threadIdx.x == 0 && state_ >= State::kWritten) {
+      if (waits_for_rows_) waits_for_rows_ = !rows_are_stored(shared_.tiles[next_ % K::kTileSlots]);
+      shared_.rows_are_stored[step_ % 2] = !waits_for_rows_;
+    }
+  }
+  /// Asks for the next tile, if nobody has.
+  __device__ __forceinline__ void ask() {
+    if (state_ != State::kNone) return;
+    if (threadIdx.x == 0) index_ = atomicAdd(p_.counters, 1);  // used a step later
+    state_ = State::kAsked;
+  }
+  /// The next tile; null: it is not known yet.
+  __device__ __forceinline__ const WorkTile* next() const {
+    return state_ == State::kThere ? &shared_.tiles[next_ % K::kTileSlots] : nullptr;
+  }
+  /// Whether its token rows can be read.
+  __device__ __forceinline__ bool can_start() const { return shared_.rows_are_stored[~step_ % 2]; }
+  /// Goes on to the one behind it.
+  __device__ __forceinline__ void take() {
+    ++next_;
+    state_ = State::kNone;
+  }
+
+ private:
+  enum class State : std::uint8_t { kNone, kAsked, kWritten, kThere };
+
+  __device__ __forceinline__ bool rows_are_stored(const WorkTile& tile) const {
+    return count_of_stored(p_, tile) >= p_.gemms[0].row_blocks;
+  }
+
+  SharedMemory<K>& shared_;
+  const FusedMlpParams& p_;
+  unsigned step_ = 0, next_ = 0;
+  State state_ = State::kNone;
+  int index_ = 0;  // of the first thread, as the next
+  bool waits_for_rows_ = false;
+};
+
+/// Accumulators -> rows.
+template <typename K>
+__device__ __forceinline__ void store_tile(SharedMemory<K>& shared, const FusedMlpParams& p,
+                                           const WorkTile& tile, const WarpgroupCoords<K>& coords,
+                                           const typename K::Accumulators& accumulators) {
+  if constexpr (K::kHasPartials) {
+#pragma unroll
+    for (int i = 0; i < K::kAccumulators; ++i) {
+      shared.partials[coords.k_group()][i][coords.thread()] = accumulators[0][i];
+    }
+    __syncthreads();
+    if (coords.k_group() > 0) return;
+  }
+  const ScaleAndBias<K> factors = read_scale_and_bias(p.gemms[tile.gemm], tile, coords);
+  store_results(shared, p, tile, coords, factors, [&](int chunk, Chunk<K>& values) {
+    if constexpr (K::kHasPartials) {
+      read_partials(shared, chunk, values);
+    } else {
+      read_accumulators<K>(accumulators, chunk, values);
+    }
+  });
+}
+
+/// K is a Kernel<Operands, index of the tile shape>.
+template <typename K>
+__global__ void __launch_bounds__(K::kThreads, K::kBlocks)
+    fused_mlp_kernel(const __grid_constant__ FusedMlpParams params) {
+  extern __shared__ __align__(1024) std::uint8_t memory[];
+  auto& shared = *reinterpret_cast<SharedMemory<K>*>(memory);
+  const WarpgroupCoords<K> coords{static_cast<int>(threadIdx.x) / 128};
+  const int expert = read_expert(params);
+  shared.tables.make(threadIdx.x, K::kThreads);
+  wait_for_previous_launch();
+  let_next_launch_begin();
+  count_tiles(shared, params, expert);
+
+  TileQueue<K> queue(shared, params);
+  TileCopies<K> copies;
+  typename K::Accumulators accumulators;
+  unsigned copied = 0;      // of the stages on their way, bit 0: the one for this step has copies
+  unsigned multiplied = 0;  // tiles so far
+  int stages_left = 0;      // of the tile that is multiplied
+  int step = 0;             // place of this step's copies in the ring
+  int token_tile = 0, count = 0;  // of a tile that was stored in the step before
+  bool is_last = false, was_prefetched = false;
+  queue.ask();
+  while (true) {
+    wait_for_copies<K::kStages - 2>();
+    __syncthreads();
+    if (count > 0 && threadIdx.x == 0) count_stored(params, token_tile, count);
+    count = 0;
+    if (is_last && copied == 0) return;
+    queue.advance();
+
+    if (copies.stages_left() == 0 && !is_last) {
+      if (const WorkTile* next = queue.next()) {
+        if (next->gemm < 0) {
+          is_last = true;
+        } else if (queue.can_start()) {
+          copies.start(params, *next);
+          queue.take();
+          was_prefetched = false;
+        } else if (!was_prefetched) {
+          TileCopies<K>::prefetch(params, *next);
+          was_prefetched = true;
+        }
+      }
+    }
+    const bool copies_now = copies.stages_left() > 0;
+    if (copies_now) {
+      copies.copy(cute::cast_smem_ptr_to_uint(shared.stages[step]));
+      if (copies.stages_left() <= 2) queue.ask();
+    }
+    commit_copies();
+
+    step = step + 1 < K::kStages ? step + 1 : 0;  // now that of the stage that has come
+    if (copied & 1) {
+      const WorkTile& tile = shared.tiles[multiplied % K::kTileSlots];
+      if (stages_left == 0) {
+        stages_left = num_stages<K>(tile);
+        prefetch_scale_and_bias<K>(params.gemms[tile.gemm], tile, coords);
+#pragma unroll
+        for (auto& of_block : accumulators) {
+#pragma unroll
+          for (float& sum : of_block) sum = 0;
+        }
+      }
+      --stages_left;
+      const int done = (num_stages<K>(tile) - 1 - stages_left) * K::kStageBlocks;
+      const int blocks = tile.k_end - tile.k_begin - done - coords.k_group() * K::kDepth;
+      multiply_stage<K>(shared.stages[step], blocks, tile.num_tokens, coords, accumulators);
+      if (stages_left == 0) {
+        store_tile(shared, params, tile, coords, accumulators);
+        token_tile = tile.token_tile;
+        count = count_of<K>(params, tile);
+        ++multiplied;
+      }
+    } else if (is_last || copied == 0) {
+      __nanosleep(20);  // for the rows of others
+    }
+    copied = copied >> 1 | (copies_now ? 1U << (K::kStages - 2) : 0U);
+  }
+}
+
+}  // namespace fusedmoe::cuda::sm80

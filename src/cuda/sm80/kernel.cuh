@@ -1,0 +1,116 @@
+// What the parts of the fused MLP kernel of mma.sync share: its sizes and its shared memory.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/formats/operand_policy.h"
+#include "cuda/mlp/work_tile.cuh"
+#include "cuda/sm80/kernel_set.h"
+
+namespace fusedmoe::cuda {
+namespace sm80 {
+
+/// All compile-time sizes of one fused kernel, from its operand policy (formats/) and tile shape
+/// number kIndex of the policy's KernelSet. A warpgroup is four warps: each has 16 of the 64 weight
+/// rows of a row block.
+template <OperandPolicy OperandsT, int kIndex>
+struct Kernel {
+  using Operands = OperandsT;
+  using Activation = typename Operands::Activation;
+  using Output = typename Operands::Output;
+
+  static constexpr TileShape kTile = kernel_set(Operands::kFormat).tiles[kIndex];
+  static constexpr int kMaxTokens = kTile.max_tokens, kStages = kTile.stages;
+  static constexpr int kRowGroups = kTile.row_groups, kKGroups = kTile.k_groups;
+  static constexpr int kRowBlocks = kTile.row_blocks;             // of a row group
+  static constexpr int kTileRowBlocks = kTile.tile_row_blocks();  // of a thread block
+  static constexpr int kClusterRowBlocks = kTileRowBlocks;
+  static constexpr int kThreads = 128 * kTile.warpgroups();
+  static_assert(kStages >= 2, "a pipeline needs stages");
+
+  // A thread's accumulators: row blocks by tokens.
+  static constexpr int kAccumulators = kMaxTokens / 2;
+  using Accumulators = float[kRowBlocks][kAccumulators];
+  static constexpr bool kPromotes = false;
+  static constexpr bool kHasRowPass = false;
+  static constexpr bool kStoresGroups = false;
+  // Thread blocks of a multiprocessor, by the registers that a thread needs.
+  static constexpr int kAllAccumulators = kRowBlocks * kAccumulators;
+  static constexpr int kMultiprocessorThreads = kAllAccumulators >= 128 ? 256
+                                                : kAllAccumulators < 64 ? 512
+                                                : Operands::kDecodes    ? 256
+                                                                        : 384;
+  static constexpr int kBlocks =
+      kMultiprocessorThreads > kThreads ? kMultiprocessorThreads / kThreads : 1;
+
+  // Of one K block:
+  static constexpr int kBlockBytes = Operands::kBlock.bytes;  // 64 weight rows
+  static constexpr int kBlockK = Operands::kBlock.k;
+  static constexpr int kActivationBytes = kMaxTokens * kSwizzleBytes;
+  // A stage has neighbouring K blocks for each K group: token rows first, then packed blocks.
+  static constexpr int kDepth = kTile.depth, kStageBlocks = kKGroups * kDepth;
+  static constexpr int kWeightsOffset = kStageBlocks * kActivationBytes;
+  static constexpr int kRowBlockPitch = kStageBlocks * kBlockBytes;
+  static constexpr int kStageBytes = static_cast<int>(
+      ceil_div(kWeightsOffset + kTileRowBlocks * kRowBlockPitch, kSwizzleBytes) * kSwizzleBytes);
+
+  // Token rows that the epilogue finishes together; more of them take more registers.
+  static constexpr int kChunkTokens = 16;
+  static constexpr int kStoredRowBlocks = kRowBlocks;
+  // Elements of a staged row on its way out; eight rows lie on different banks.
+  static constexpr int kStagedPitch =
+      kBlockRows + 16 / static_cast<int>(sizeof(typename Output::Element));
+
+  // K groups meet in shared memory, in a kernel without them there is one number.
+  static constexpr bool kHasPartials = kKGroups > 1;
+  static_assert(!kHasPartials || kTileRowBlocks == 1);
+  static constexpr int kPartials = kHasPartials ? kKGroups : 1;
+  static constexpr int kPartialAccumulators = kHasPartials ? kAccumulators : 1;
+
+  static constexpr int kTileSlots = 8;
+  static_assert(kStages <= kTileSlots);
+  /// Where row_prefix() is, behind tile_prefix.
+  __host__ __device__ static constexpr int row_prefix_offset(int num_experts) {
+    return num_experts + 1;
+  }
+};
+
+}  // namespace sm80
+
+template <OperandPolicy Operands, int kIndex>
+struct SharedMemory<sm80::Kernel<Operands, kIndex>> {
+  using K = sm80::Kernel<Operands, kIndex>;
+
+  // The ring of operands.
+  alignas(1024) std::uint8_t stages[K::kStages][K::kStageBytes];
+  // Token rows on their way out, of each row group.
+  alignas(16) typename K::Output::Element rows[K::kRowGroups][K::kChunkTokens][K::kStagedPitch];
+  [[no_unique_address]] typename K::Operands::Tables tables;
+  float partials[K::kPartials][K::kPartialAccumulators][128];
+  // The ring of work tiles: those whose operands are here or on their way, and the next. A step
+  // copies one stage, and every second step at most begins a tile.
+  WorkTile tiles[K::kTileSlots];
+  // Whether the next tile's token rows are stored, as it was seen in even and odd steps.
+  bool rows_are_stored[2];
+  // The last: only as many of them are there as the launch needs.
+  std::int32_t tile_prefix[kMaxExperts + 1];
+};
+
+namespace sm80 {
+
+/// Of a launch. With up to 512 experts at most 80 KiB, so that a multiprocessor with 164 has two
+/// blocks; with any number what a block has everywhere.
+template <typename K>
+std::size_t shared_bytes(const FusedMlpParams& params) {
+  constexpr std::size_t kFixed = offsetof(SharedMemory<K>, tile_prefix);
+  static_assert(kFixed + 4 * (512 + 1) <= 80 << 10);
+  static_assert(sizeof(SharedMemory<K>) <= 99 << 10);
+  const int words = params.topk_ids ? 2 * (params.num_experts + 1) : params.num_experts + 1;
+  return kFixed + sizeof(std::int32_t) * words;
+}
+
+}  // namespace sm80
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,48 @@
+// Which kernels there are of mma.sync of each weight format: a row of the table is a policy's tile
+// shapes.
+#pragma once
+
+#include <array>
+#include <span>
+
+#include "cuda/formats/weight_formats.h"
+#include "cuda/mlp/kernel_config.h"
+#include "cuda/sm80/tiles.h"
+
+namespace fusedmoe::cuda::sm80 {
+
+struct KernelSet {
+  const WeightFormat* format = nullptr;
+  /// In order of their tokens. The first has K groups, all after it have none.
+  std::span<const TileShape> tiles;
+};
+
+inline constexpr std::array kKernelSets = {
+    KernelSet{&formats::kBf16, kTiles16Bit},
+    KernelSet{&formats::kF16, kTiles16Bit},
+    KernelSet{&formats::kMxfp4Bf16, kTiles4Bit},
+    KernelSet{&formats::kMxfp4Quantized, kTiles4Bit},
+    KernelSet{&formats::kMxfp4F16, kTiles4Bit},
+    KernelSet{&formats::kNvfp4Bf16, kTiles4Bit},
+    KernelSet{&formats::kNvfp4F16, kTiles4Bit},
+    KernelSet{&formats::kInt4Symmetric, kTiles4Bit},
+    KernelSet{&formats::kInt4G32Symmetric, kTiles4Bit},
+    KernelSet{&formats::kInt4Bf16, kTiles4Bit},
+    KernelSet{&formats::kInt4F16, kTiles4Bit},
+    KernelSet{&formats::kInt4G32Bf16, kTiles4Bit},
+    KernelSet{&formats::kInt4G32F16, kTiles4Bit},
+    KernelSet{&formats::kInt8Bf16, kTiles8Bit},
+    KernelSet{&formats::kInt8F16, kTiles8Bit},
+    KernelSet{&formats::kDecodedE4m3, kTiles8Bit},
+    KernelSet{&formats::kScaledE4m3, kTiles8Bit},
+};
+
+/// Without tiles where there are no kernels of the format.
+constexpr KernelSet kernel_set(const WeightFormat& format) {
+  for (const KernelSet& set : kKernelSets) {
+    if (set.format->name == format.name) return set;
+  }
+  return {};
+}
+
+}  // namespace fusedmoe::cuda::sm80

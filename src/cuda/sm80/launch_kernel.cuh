@@ -1,0 +1,20 @@
+// The launch of one kernel: what generated files define for the tile shapes of each policy.
+#pragma once
+
+#include "cuda/device/launch.h"
+#include "cuda/mlp/kernel_family.h"
+#include "cuda/sm80/fused_mlp_kernel.cuh"
+
+namespace fusedmoe::cuda::sm80 {
+
+template <OperandPolicy Operands, int kIndex>
+void launch_kernel(const FusedMlpParams& params, const Stream& stream) {
+  using K = Kernel<Operands, kIndex>;
+  const std::size_t bytes = shared_bytes<K>(params);
+  const int blocks = resident_blocks(reinterpret_cast<const void*>(fused_mlp_kernel<K>),
+                                     K::kThreads, bytes, stream.device);
+  launch(fused_mlp_kernel<K>, dim3(static_cast<unsigned>(blocks)), dim3(K::kThreads), bytes, stream,
+         params.overlap_previous, params);
+}
+
+}  // namespace fusedmoe::cuda::sm80

@@ -1,0 +1,34 @@
+// The tile shapes that are compiled of mma.sync. Each takes at most 80 KiB of shared memory, so
+// that one thread block fits a multiprocessor with 100 KiB and two fit one with 164: no tile
+// depends on the GPU.
+#pragma once
+
+#include "cuda/mlp/tile_shape.h"
+
+namespace fusedmoe::cuda::sm80 {
+
+// A warp has 16 rows of each of two row blocks, so that it reads token rows once for both.
+
+/// Of weights with 16 bits, from few tokens to many.
+inline constexpr TileShape kTiles16Bit[] = {
+    {16, 1, 2, 1, 1, 0, 3}, {16, 1, 1, 2, 1, 0, 4},  {32, 1, 1, 2, 1, 0, 3},
+    {64, 1, 1, 2, 1, 0, 3}, {128, 1, 1, 2, 1, 0, 2},
+};
+
+/// Of 8-bit weights, which are decoded.
+inline constexpr TileShape kTiles8Bit[] = {
+    {16, 1, 2, 1, 1, 0, 4},
+    {16, 1, 1, 2, 1, 0, 5},
+    {32, 1, 1, 2, 1, 0, 5},
+    {64, 1, 1, 2, 1, 0, 4},
+};
+
+/// Of 4-bit weights, which are decoded. Decoders leave no registers for more tokens.
+inline constexpr TileShape kTiles4Bit[] = {
+    {16, 1, 4, 1, 1, 0, 3},
+    {16, 1, 1, 2, 1, 0, 4, 2},
+    {32, 1, 1, 2, 1, 0, 4, 2},
+    {64, 1, 1, 2, 1, 0, 4},
+};
+
+}  // namespace fusedmoe::cuda::sm80
