@@ -273,7 +273,7 @@ void add_explain(Program& program) {
                            .one_of(model_preset_names());
   const Option matrix =
       source.add_flag("--matrix", options->matrix,
-                      "Print docs/support-matrix.md: every implementation, every scheme");
+                      "Print every scheme on every implementation, as Markdown tables");
   add_family_option(command, options->family).excludes(model).excludes(matrix);
   command
       .add_option("--layer", options->layer,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Draws how far fusedmoe and the best peer are from what the GPU allows, by number of tokens.
+"""Draws how far fusedmoe and the best peer are from what the GPU allows: bars of time over floor.
 
-The README's picture is made by
+The picture of the README and of docs/performance.md is made by
   scripts/plot_peers.py --peers bench/peers-h200.csv -o docs/speed-h200.svg \\
       bench/results/h200-5c71b12-{mxfp4,bf16,fp8,int4,nvfp4,w4a8}.csv
 """
@@ -12,12 +12,14 @@ import sys
 
 OURS, PEER = "#0b62a4", "#d9730d"
 TITLES = {
-    "mxfp4_w4a16": "MXFP4 weights, bf16 activations",
-    "fp8_block": "FP8, block scales",
-    "int4_g128": "INT4 weights, bf16 activations",
-    "nvfp4_w4a16": "NVFP4 weights, bf16 activations",
-    "w4a8": "INT4 weights, FP8 activations",
+    "mxfp4_w4a16": "MXFP4",
+    "bf16": "bf16",
+    "fp8_block": "FP8",
+    "int4_g128": "INT4",
+    "nvfp4_w4a16": "NVFP4",
+    "w4a8": "W4A8",
 }
+HALVES = (("1 to 128 tokens", 1, 128), ("512 to 8192 tokens", 512, 8192))
 
 
 def read_peers(path):
@@ -47,39 +49,37 @@ def geomean(values):
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def draw(axis, path, peers):
-    scheme, models = read_ours(path)
-    tokens = sorted(next(iter(models.values())))
-    kind = scheme.split("_")[0]
-    # Each side is divided by the floor of its own routing: the draws hit other experts.
-    ours = {m: [cells[t][0] / cells[t][1] for t in tokens] for m, cells in models.items()}
-    peer = {m: [peers[m, kind, t][0] / peers[m, kind, t][1] for t in tokens] for m in models}
-    places = range(len(tokens))  # equally far apart
-    for lines, color, label in ((peer, PEER, "best peer"), (ours, OURS, "fusedmoe")):
-        for line in lines.values():
-            axis.plot(places, line, color=color, linewidth=0.6, alpha=0.35)
-        mean = [geomean([line[i] for line in lines.values()]) for i in range(len(tokens))]
-        axis.plot(places, mean, color=color, linewidth=2.4, marker="o", markersize=4, label=label)
-    for place, t in zip(places, tokens):
-        gain = geomean([peers[m, kind, t][0] / models[m][t][0] for m in models])
-        where = {"xycoords": ("data", "axes fraction"), "ha": "center"}
-        axis.annotate(f"{gain:.2f}x", (place, 0.03), **where)
-    axis.annotate("times as fast as the best peer:", (0.02, 0.1), xycoords="axes fraction")
-    axis.axhline(1, color="black", linewidth=0.8, linestyle=":")
-    top = axis.get_ylim()[1]
-    axis.set_ylim(bottom=1 - 0.3 * (top - 1))  # room for the text below the floor
-    axis.set_title(f"{TITLES.get(scheme, scheme)} ({len(models)} models)")
-    axis.margins(x=0.08)
-    axis.set_xticks(places, [str(t) for t in tokens])
-    axis.set_xlabel("tokens in the batch")
-    axis.grid(True, axis="y", alpha=0.25)
+def ratios(files, peers, least, most):
+    """A (scheme, ours, best peer) for each file: geometric means of time over floor."""
+    for scheme, models in files:
+        kind = scheme.split("_")[0]
+        cells = [(m, t) for m, times in models.items() for t in times if least <= t <= most]
+        # Each side is divided by the floor of its own routing: the draws hit other experts.
+        ours = geomean([models[m][t][0] / models[m][t][1] for m, t in cells])
+        peer = geomean([peers[m, kind, t][0] / peers[m, kind, t][1] for m, t in cells])
+        yield scheme, ours, peer
+
+
+def draw(axis, bars):
+    for offset, color, label, side in ((-0.2, OURS, "fusedmoe", 1), (0.2, PEER, "best peer", 2)):
+        places = [i + offset for i in range(len(bars))]
+        heights = [bar[side] for bar in bars]
+        axis.bar(places, heights, 0.38, color=color, label=label)
+        for place, height in zip(places, heights):
+            axis.annotate(f"{height:.1f}", (place, height + 0.04), ha="center", fontsize=8.5)
+    axis.axhline(1, color="black", linewidth=1, linestyle=":")
+    axis.set_xticks(range(len(bars)), [TITLES.get(bar[0], bar[0]) for bar in bars])
+    axis.tick_params(length=0)
+    axis.margins(x=0.02)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", required=True, help="CSV: model, format, num_tokens, peer_us")
     parser.add_argument("-o", "--output", default="speed.svg", help="picture to write")
-    parser.add_argument("results", nargs="+", help="CSVs of fusedmoe bench, a panel each")
+    parser.add_argument("results", nargs="+", help="CSVs of fusedmoe bench")
     options = parser.parse_args()
     try:
         import matplotlib
@@ -90,17 +90,15 @@ def main():
     from matplotlib import pyplot  # after the backend is chosen
 
     peers = read_peers(options.peers)
-    columns = min(3, len(options.results))
-    rows = math.ceil(len(options.results) / columns)
-    size = (5.2 * columns, 3.7 * rows)
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False)
-    for axis in axes.flat[len(options.results) :]:
-        axis.set_visible(False)
-    for axis, path in zip(axes.flat, options.results):
-        draw(axis, path, peers)
-    for row in axes:
-        row[0].set_ylabel("time / hardware floor")
-    axes[0][0].legend(frameon=False, loc="upper right")
+    files = [read_ours(path) for path in options.results]
+    # On white, which pages of any colour can show, at the 800 px that a README has.
+    figure, axes = pyplot.subplots(1, 2, figsize=(8.4, 3.3), sharey=True, facecolor="white")
+    for axis, (title, least, most) in zip(axes, HALVES):
+        draw(axis, list(ratios(files, peers, least, most)))
+        axis.set_title(title, fontsize=10)
+    axes[0].set_ylabel("time / hardware floor")
+    axes[0].legend(frameon=False, loc="upper left", ncols=2)
+    figure.suptitle("One MoE layer on one H200: lower is better", fontsize=12, weight="bold")
     figure.tight_layout()
     svg = options.output.endswith(".svg")
     figure.savefig(options.output, metadata={"Date": None} if svg else None)

@@ -1,0 +1,118 @@
+#!/usr/bin/env python3
+"""Prints a header with its plain comments as Doxygen's, so that the headers need no commands of it.
+
+usage: doxygen_filter.py HEADER (INPUT_FILTER of scripts/make-docs.sh), or --pages: the groups, and
+the first page.
+
+The first comment describes the file. Everything declared in a header of C++ belongs to that
+header's group. In C, a comment below a rule starts a group, and comments belong to what follows
+them, or stands before them on their line.
+"""
+
+import pathlib
+import re
+import sys
+
+INCLUDE = pathlib.Path(__file__).parents[1] / "include"
+# Groups of C++, and their headers.
+GROUPS = {
+    "layers": ("Layers and checkpoints", "layer checkpoint weights safetensors"),
+    "experts": ("Experts and their selection", "modular_kernel experts selection"),
+    "router": ("Router", "router"),
+    "quantization": ("Number formats", "quant"),
+    "ranks": ("Ranks", "comm parallel wait_hook"),
+    "runtime": ("Tensors, devices, errors", "tensor runtime dlpack error export version"),
+}
+C = {
+    "c": ("C: layers", "fusedmoe"),
+    "c_quant": ("C: number formats", "fusedmoe_quant"),
+    "c_ranks": ("C: ranks", "fusedmoe_ranks"),
+}
+GROUP_OF = {
+    name: group for group, (_, names) in {**GROUPS, **C}.items() for name in names.split()
+}
+RULE = re.compile(r"^/\* -{60,}\n((?: \*.*\n)*? \*.*) \*/\n", re.MULTILINE)
+
+
+def path_of(name):
+    return f"{name}.h" if GROUP_OF[name] in C else f"fusedmoe/{name}.h"
+
+
+def first_comment(text):
+    """Its words, and what follows it."""
+    if text.startswith("/*"):
+        comment, rest = text[2:].split("*/\n", 1)
+        lines = [line.removeprefix(" *") for line in comment.split("\n")]
+    else:
+        comment = re.match(r"(?://.*\n)+", text).group()
+        lines, rest = [line[2:] for line in comment.splitlines()], text[len(comment) :]
+    words = "\n".join(line.removeprefix(" ") for line in lines)
+    return re.sub(r"\n\n  (\S.*)\n\n", r"\n\n      \1\n\n", words), rest  # an example
+
+
+def as_cpp(words, rest, group):
+    return f"/** @file\n{words} */\n/** @addtogroup {group}\n@{{ */\n{rest}/** @}} */\n"
+
+
+def as_c(words, rest, group):
+    """Each section, which begins with a rule, is a group inside that of the header."""
+    number = 0
+
+    def section(found):
+        nonlocal number
+        number += 1
+        words = found.group(1).removeprefix(" * ").replace("\n *", "")
+        title, details = [*re.split("[.:] ", words, maxsplit=1), ""][:2]
+        close = "/** @} */ " if number > 1 else ""
+        lines = "\n" * (found.group(1).count("\n") - 1)
+        return (
+            f"{close}/** @defgroup {group}_{number} {title.rstrip('.')}\n"
+            f"@ingroup {group}\n{details[:1].upper()}{details[1:]}\n@{{ */{lines}\n"
+        )
+
+    rest = RULE.sub(section, rest)
+    rest = re.sub(r"(?m)^( {8,})/\*(?![*<])", r"\1/**<", rest)  # goes on with the line above
+    rest = re.sub(r"(?m)(\S.*[,;{])( +)/\*(?![*<])", r"\1\2/**<", rest)
+    rest = re.sub(r"(?m)^( *)/\*(?![*<])", r"\1/**", rest)
+    if not number:
+        return as_cpp(words, rest, group)
+    end = rest.rindex("#ifdef __cplusplus")
+    return f"/** @file\n{words} */\n{rest[:end]}/** @}} */\n{rest[end:]}"
+
+
+def as_doxygen(name, text):
+    words, rest = first_comment(text)
+    group = GROUP_OF[name]
+    return (as_c if group in C else as_cpp)(words, rest, group)
+
+
+def pages():
+    lines = ["/** @mainpage C++ and C reference", ""]
+    lines += ["C++ begins with fusedmoe::MoeLayer and fusedmoe::fused_experts(), C with fusedmoe.h.", ""]
+    for groups in (GROUPS, C):
+        for group, (title, names) in groups.items():
+            lines += [f'@ref {group} "{title}"', "", "| header | what it is |", "| --- | --- |"]
+            for name in names.split():
+                words, _ = first_comment((INCLUDE / path_of(name)).read_text())
+                lines.append(f"| @ref {path_of(name)} | {brief(words)} |")
+            lines.append("")
+    lines.append("*/")
+    for groups in (GROUPS, C):
+        for group, (title, _) in groups.items():
+            lines.append(f"/** @defgroup {group} {title} */")
+    return "\n".join(lines) + "\n"
+
+
+def brief(words):
+    """The first sentence, on a line."""
+    paragraph = " ".join(words.split("\n\n")[0].split())
+    return re.match(r".*?[.](?= [A-Z]|$)|.*", paragraph).group()
+
+
+if __name__ == "__main__":
+    argument = sys.argv[1]
+    if argument == "--pages":
+        sys.stdout.write(pages())
+    else:
+        header = pathlib.Path(argument)
+        sys.stdout.write(as_doxygen(header.stem, header.read_text()))
