@@ -61,8 +61,8 @@ def as_c(words, rest, group):
     def section(found):
         nonlocal number
         number += 1
-        words = found.group(1).removeprefix(" * ").replace("\n *", "")
-        title, details = [*re.split("[.:] ", words, maxsplit=1), ""][:2]
+        text = found.group(1).removeprefix(" * ").replace("\n *", "")
+        title, details = [*re.split("[.:] ", text, maxsplit=1), ""][:2]
         close = "/** @} */ " if number > 1 else ""
         lines = "\n" * (found.group(1).count("\n") - 1)
         return (

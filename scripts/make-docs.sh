@@ -13,7 +13,8 @@ packages=(mkdocs==1.6.1 mkdocs-material==9.8.2 mkdocstrings==1.0.8 mkdocstrings-
   black==26.10.1)
 if [[ "$(cat .deps/docs/packages 2>/dev/null)" != "${packages[*]}" ]]; then
   rm -rf .deps/docs .deps/docs-unpacking
-  python3 -m pip install --quiet --target .deps/docs-unpacking "${packages[@]}"
+  python3 -m pip install --quiet --no-warn-conflicts --root-user-action=ignore \
+    --target .deps/docs-unpacking "${packages[@]}"
   echo "${packages[*]}" >.deps/docs-unpacking/packages
   mv .deps/docs-unpacking .deps/docs
 fi
