@@ -7,11 +7,25 @@
 namespace fusedmoe::layer {
 
 DeviceMessages::DeviceMessages(const RankRules& rules, const StepSizes& sizes, void* memory)
-    : RankMessages(rules, sizes, memory, sizes.to_all ? 0 : (rules.size - 1) * sizes.max_tokens) {}
+    : RankMessages(rules, sizes, memory, sizes.to_all ? 0 : (rules.size - 1) * sizes.max_tokens) {
+  if (sizes.max_rows > 0 && !rules.per_slot()) {
+    numbers_ = take(DType::kI32, {sizes.num_tokens, sizes.topk});
+  }
+}
 
-/// Physical experts have the logical numbers, and every row goes to every rank.
+/// Physical experts have the logical numbers, every row goes to every rank, and nothing is counted.
 bool DeviceMessages::keeps_ids() const {
-  return rules_.ids_stay && sizes_.to_all && !drops() && !rules_.per_slot();
+  return rules_.ids_stay && sizes_.to_all && !drops() && !rules_.per_slot() && sizes_.max_rows == 0;
+}
+
+/// The experts may take several passes, so the host must know how many rows they get. It waits.
+void DeviceMessages::count_slots(Stream stream) {
+  backend().number_slots({physical_ids_, rules_.physical_ranks, numbers_, slot_counts_}, slots_out_,
+                         stream);
+}
+
+std::int64_t DeviceMessages::local_slots(const ForwardArgs& args) const {
+  return rules_.per_slot() ? args.topk_ids.size(0) : slots_here_;
 }
 
 /// Whether the data plane's own collectives serve: the same number of rows from and to every rank.
@@ -22,6 +36,7 @@ bool DeviceMessages::gathers() const {
 
 /// With fixed sizes the host must not wait, so nothing is compared before rows travel.
 void DeviceMessages::send(const RowTensors& own, const ForwardArgs& args) {
+  if (sizes_.max_rows > 0 && !rules_.per_slot()) count_slots(args.stream);
   sizes_.fixed ? set_fixed_counts() : exchange_counts(args.stream);
   check_received();
   settle(args);

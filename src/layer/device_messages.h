@@ -17,13 +17,16 @@ class DeviceMessages final : public RankMessages {
   void give_back(const ForwardArgs& args) override;
   void sum(const ForwardArgs& args) override;
   bool keeps_ids() const override;
+  std::int64_t local_slots(const ForwardArgs& args) const override;
 
+  void count_slots(Stream stream);
   bool gathers() const;
   bool fills_all() const { return sizes_.num_tokens == rows_for_all(); }
   void gather_rows(Stream stream) const;
   bool sums_into_output(const ForwardArgs& args) const;
   TensorView number_all(Stream stream) const;
 
+  TensorView numbers_;      // (num_tokens, topk) i32, of slots that are counted; or undefined
   RowTensors in_place_;     // rows for all, sent from where they are; or undefined
   bool scattered_ = false;  // the data plane makes the sums over ranks
 };

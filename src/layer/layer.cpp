@@ -81,6 +81,68 @@ MoeLayer::Impl::Buffers MoeLayer::Impl::cut(const Sizes& sizes, void* workspace)
   return buffers;
 }
 
+/// How many tokens there are, for what there is room.
+void MoeLayer::Impl::check_tokens(const Call& call) const {
+  const ForwardOptions& options = call.options;
+  const std::int64_t num_tokens = call.hidden_states.size(0);
+  const bool travel = max_tokens_per_rank > 0;
+  core::check_row_count(num_tokens, 1);
+  core::check_row_count(std::min(num_tokens, chunk),
+                        kernel.experts().batched() ? config.num_local_experts : router.topk);
+  FUSEDMOE_CHECK(options.max_tokens >= 0, "options.max_tokens", core::to_string(options.max_tokens),
+                 "not negative");
+  const std::int64_t most = travel ? call.max_tokens : options.max_tokens;
+  FUSEDMOE_CHECK(!travel || most <= max_tokens_per_rank, "options.max_tokens",
+                 core::to_string(most),
+                 core::format("at most max_tokens_per_rank, {}", max_tokens_per_rank));
+  FUSEDMOE_CHECK_FAULT(most == 0 || num_tokens <= most, kShape, "hidden_states",
+                       core::format("{} tokens", num_tokens),
+                       core::format("at most {}, the most of any rank", most));
+  if (travel) core::check_row_count(std::min(most, chunk) * communicator->size(), router.topk);
+  const std::int64_t all = std::max(num_tokens, call.max_tokens);
+  if (!options.hooks || all <= chunk) return;
+  throw Error::invalid(
+      "hooks", core::format("hooks see all {} tokens at once, but max_workspace_bytes is enough "
+                            "for {}",
+                            all, chunk));
+}
+
+/// What a forward writes beside its output lies apart from everything else.
+void MoeLayer::Impl::check_results(const Call& call, Workspace workspace) const {
+  using layer::NamedView;
+  const ForwardOptions& options = call.options;
+  const std::int64_t num_tokens = call.hidden_states.size(0);
+  const Shape choice{num_tokens, router.topk};
+  const struct {
+    NamedView view;
+    DType dtype;
+    Shape shape;
+  } results[] = {
+      {{"options.router_logits", &options.router_logits},
+       DType::kF32,
+       {num_tokens, router.num_choices()}},
+      {{"options.topk_ids", &options.topk_ids}, DType::kI32, choice},
+      {{"options.topk_weights", &options.topk_weights}, DType::kF32, choice},
+      {{"options.expert_load", &options.expert_load}, DType::kI32, {router.num_choices()}},
+      {{"options.dropped_rows", &options.dropped_rows}, DType::kI32, {1}},
+  };
+  const TensorView block(workspace.data, DType::kU8,
+                         {static_cast<std::int64_t>(workspace.data ? workspace.bytes : 0)});
+  for (const auto& result : results) {
+    if (!result.view.view->defined()) continue;
+    core::check_buffer(*result.view.view, result.view.name, result.dtype, result.shape,
+                       config.device);
+    layer::check_disjoint(result.view, {{"hidden_states", &call.hidden_states},
+                                        {"output", &call.output},
+                                        {"topk_ids", &call.routing.topk_ids},
+                                        {"topk_weights", &call.routing.topk_weights},
+                                        {"workspace", &block}});
+    for (const auto& other : results) {
+      if (&other != &result) layer::check_disjoint(result.view, {other.view});
+    }
+  }
+}
+
 MoeLayer::Impl::Sizes MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
   using layer::NamedView;
   const Device device = config.device;
@@ -95,69 +157,24 @@ MoeLayer::Impl::Sizes MoeLayer::Impl::check(const Call& call, Workspace workspac
   }
   core::check_row_buffer(call.hidden_states, "hidden_states", config.dtype, {-1, hidden}, device);
   const std::int64_t num_tokens = call.hidden_states.size(0);
-  core::check_row_count(num_tokens, 1);
-  core::check_row_count(std::min(num_tokens, chunk),
-                        kernel.experts().batched() ? config.num_local_experts : router.topk);
-  FUSEDMOE_CHECK(options.max_tokens >= 0, "options.max_tokens", core::to_string(options.max_tokens),
-                 "not negative");
-  FUSEDMOE_CHECK_FAULT(options.max_tokens == 0 || num_tokens <= options.max_tokens, kShape,
-                       "hidden_states", core::format("{} tokens", num_tokens),
-                       core::format("at most {}, the most of any rank", options.max_tokens));
-  if (max_tokens_per_rank > 0) {
-    FUSEDMOE_CHECK(call.max_tokens <= max_tokens_per_rank, "options.max_tokens",
-                   core::to_string(call.max_tokens),
-                   core::format("at most max_tokens_per_rank, {}", max_tokens_per_rank));
-    FUSEDMOE_CHECK_FAULT(num_tokens <= call.max_tokens, kShape, "hidden_states",
-                         core::format("{} tokens", num_tokens),
-                         core::format("at most {}, the most of any rank", call.max_tokens));
-    core::check_row_count(std::min(call.max_tokens, chunk) * communicator->size(), router.topk);
-  }
+  check_tokens(call);
   core::check_row_buffer(call.output, "output", output_dtype, {num_tokens, hidden}, device);
-  if (options.hooks && std::max(num_tokens, call.max_tokens) > chunk) {
-    throw Error::invalid(
-        "hooks", core::format("hooks see all {} tokens at once, but max_workspace_bytes is enough "
-                              "for {}",
-                              std::max(num_tokens, call.max_tokens), chunk));
-  }
-
-  const Shape choice{num_tokens, router.topk};
   const bool routed = call.routing.topk_ids.defined();
   if (routed) {
+    const Shape choice{num_tokens, router.topk};
     core::check_buffer(call.routing.topk_ids, "topk_ids", DType::kI32, choice, device);
     core::check_buffer(call.routing.topk_weights, "topk_weights", DType::kF32, choice, device);
   }
   const NamedView in{"hidden_states", &call.hidden_states}, out{"output", &call.output};
   const NamedView ids{"topk_ids", &call.routing.topk_ids};
   const NamedView weights{"topk_weights", &call.routing.topk_weights};
-  const struct {
-    NamedView view;
-    DType dtype;
-    Shape shape;
-  } results[] = {
-      {{"options.router_logits", &options.router_logits},
-       DType::kF32,
-       {num_tokens, router.num_choices()}},
-      {{"options.topk_ids", &options.topk_ids}, DType::kI32, choice},
-      {{"options.topk_weights", &options.topk_weights}, DType::kF32, choice},
-      {{"options.expert_load", &options.expert_load}, DType::kI32, {router.num_choices()}},
-      {{"options.dropped_rows", &options.dropped_rows}, DType::kI32, {1}},
-  };
   layer::check_output(call.output, call.hidden_states, inplace);
   layer::check_disjoint(out, {ids, weights});
   const bool fixed_sizes = layer::has_fixed_sizes(kernel, options.fixed_sizes, call.stream);
   const Sizes needed = sizes(kernel_of(call), std::min(num_tokens, chunk),
                              std::min(call.max_tokens, chunk), fixed_sizes);
   layer::check_workspace(workspace, needed.bytes, {in, out, ids, weights});
-  const TensorView block(workspace.data, DType::kU8,
-                         {static_cast<std::int64_t>(workspace.data ? workspace.bytes : 0)});
-  for (const auto& result : results) {
-    if (!result.view.view->defined()) continue;
-    core::check_buffer(*result.view.view, result.view.name, result.dtype, result.shape, device);
-    layer::check_disjoint(result.view, {in, out, ids, weights, {"workspace", &block}});
-    for (const auto& other : results) {
-      if (&other != &result) layer::check_disjoint(result.view, {other.view});
-    }
-  }
+  check_results(call, workspace);
   if (routed && device.is_cpu()) {
     layer::check_ids(call.routing.topk_ids, router.num_choices(), config, expert_map);
   }

@@ -94,7 +94,9 @@ struct MoeLayer::Impl {
   const ModularKernel& kernel_of(const Call& call) const {
     return monolithic && !call.routing.topk_ids ? *monolithic : kernel;
   }
-  /// Sizes of the first chunk.
+  void check_tokens(const Call& call) const;
+  void check_results(const Call& call, Workspace workspace) const;
+  /// Checks every argument. Returns the sizes of the first chunk.
   Sizes check(const Call& call, Workspace workspace) const;
   void forward(const Call& call, Workspace workspace) const;
   MoeLayer::Step begin(const Call& call, Workspace workspace) const;

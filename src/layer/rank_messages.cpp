@@ -12,8 +12,9 @@ RankMessages::RankMessages(const RankRules& rules, const StepSizes& sizes, void*
     : RankStep(rules, sizes, memory, packed) {
   records_ = take(DType::kU8, {rules.size, record_bytes(rules.size)});
   if (records_) {
-    auto* counts = records_.select(0, rules.rank).as<std::byte>() + sizeof(StepHeader);
-    counted_ = TensorView(counts, DType::kI32, {rules.size}, rules.device);
+    auto* counts =
+        reinterpret_cast<std::int32_t*>(records_.select(0, rules.rank).as<StepHeader>() + 1);
+    counted_ = TensorView(counts + rules.size, DType::kI32, {rules.size}, rules.device);
   }
   const std::int64_t rows =
       rules.per_slot() ? sizes.num_tokens * sizes.topk : rules.size * sizes.max_tokens;
@@ -27,9 +28,11 @@ void RankMessages::exchange_counts(Stream stream) {
   const StepHeader mine = header();
   auto* record = here.select(0, rank).as<std::byte>();
   std::memcpy(record, &mine, sizeof mine);
-  std::int64_t known = sizeof mine;
+  auto* slots = reinterpret_cast<std::int32_t*>(record + sizeof mine);
+  std::copy(slots_out_.begin(), slots_out_.end(), slots);
+  std::int64_t known = reinterpret_cast<std::byte*>(slots + size) - record;
   if (sizes_.to_all) {
-    count_for_all(reinterpret_cast<std::int32_t*>(record + sizeof mine));
+    count_for_all(slots + size);
     known = here.size(1);
   }
   const auto known_of = [&](const TensorView& records) {
@@ -51,9 +54,10 @@ void RankMessages::exchange_counts(Stream stream) {
     const auto* of_rank = here.select(0, r).as<const std::byte>();
     std::memcpy(&headers[r], of_rank, sizeof headers[r]);
     counts.push_back(reinterpret_cast<const std::int32_t*>(of_rank + sizeof headers[r]));
+    slots_here_ += counts[r][rank];
   }
   check_headers(headers);
-  set_counts([&](int from, int to) { return counts[from][to]; });
+  set_counts([&](int from, int to) { return counts[from][size + to]; });
 }
 
 /// Where all ranks get the same rows, they get this rank's own.

@@ -19,6 +19,7 @@ class RankMessages : public RankStep {
   /// Where the rows that a rank has computed for this one come back to.
   std::int64_t returned_begin(int rank) const;
 
+  std::int64_t slots_here_ = 0;  // of all ranks' tokens, that name an expert of this one
   TensorView returned_;  // of rank r from returned_begin(r) on; per slot one behind the other
 
  private:

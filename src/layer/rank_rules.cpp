@@ -21,7 +21,7 @@ Tensor on_device(const std::vector<std::int32_t>& numbers, Device device) {
 
 std::int64_t record_bytes(int num_ranks) {
   const auto bytes =
-      sizeof(StepHeader) + static_cast<std::size_t>(num_ranks) * sizeof(std::int32_t);
+      sizeof(StepHeader) + 2 * static_cast<std::size_t>(num_ranks) * sizeof(std::int32_t);
   return core::round_up(static_cast<std::int64_t>(bytes), alignof(StepHeader));
 }
 

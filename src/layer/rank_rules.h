@@ -18,8 +18,8 @@ enum class RowWay {
   kDeviceMessages,  ///< of that of GPUs
 };
 
-/// Goes from every rank to every other before the rows, with the sender's counts behind it: ranks
-/// that do not do the same say so.
+/// Goes from every rank to every other before the rows, with the sender's counts behind it, of
+/// slots and of rows for each rank: ranks that do not do the same say so.
 struct StepHeader {
   std::uint64_t step;
   std::uint32_t layer;

@@ -35,6 +35,25 @@ struct RowForm {
   }
 };
 
+/// `values`: of undefined ones nobody needs more than shape and dtype.
+RowTensors tensors_of_rows(const RankRules& rules, const RowForm& form, std::int64_t rows,
+                           std::int64_t ids, bool values, core::WorkspaceCutter& cutter) {
+  const auto take = [&](DType dtype, std::int64_t columns) {
+    return cutter.take(dtype, {rows, columns}, rules.device);
+  };
+  RowTensors result;
+  if (values) result.values = take(form.values_dtype, form.value_columns);
+  if (form.scale_columns > 0) result.scales = take(form.scales_dtype, form.scale_columns);
+  if (rules.hooks) result.numbers = take(DType::kI32, 1);
+  if (rules.num_logits > 0) {
+    result.logits = take(DType::kF32, rules.num_logits);
+    return result;
+  }
+  result.ids = take(DType::kI32, ids);
+  result.weights = take(DType::kF32, ids);
+  return result;
+}
+
 PreparedRows prepared_rows(core::WorkspaceCutter& cutter, const StepSizes& sizes, Device device) {
   ProblemSize problem;
   problem.num_tokens = sizes.num_tokens;
@@ -43,13 +62,16 @@ PreparedRows prepared_rows(core::WorkspaceCutter& cutter, const StepSizes& sizes
   return {cutter, problem, sizes.sent, device};
 }
 
-}  // namespace
-
-std::int64_t room_for_rows(std::int64_t rows, std::int64_t topk, double share) {
-  constexpr std::int64_t kFewRows = 1024;  // take little memory, and chance has more effect on them
-  const double likely = static_cast<double>(rows * topk) * share;
-  return std::max({std::int64_t{2 * std::llround(likely)}, kFewRows, topk});
+/// Of this rank's experts, where all ranks have so many slots: twice as many as routing at random
+/// gives. Few rows take little memory, and chance has more effect on them; on a GPU the host would
+/// wait for their number.
+std::int64_t room_for_rows(const RankRules& rules, std::int64_t slots, std::int64_t topk) {
+  const std::int64_t few = rules.device.is_cpu() ? 1024 : 32768;
+  const auto likely = std::llround(static_cast<double>(slots) * rules.local_share);
+  return std::max({std::int64_t{2 * likely}, few, topk});
 }
+
+}  // namespace
 
 std::int64_t expected_local_slots(std::int64_t rows, std::int64_t topk, double share) {
   const auto slots = static_cast<double>(topk);
@@ -82,8 +104,8 @@ StepSizes::StepSizes(const RankRules& rules, const ProblemSize& caller, const Pr
   if (rules.receive_capacity > 0 && !fixed) capacity = std::min(capacity, rules.receive_capacity);
   // A rank's own rows lie there too, even where it has no experts.
   if (to_all) capacity = std::max(capacity, max_tokens);
-  const bool all = fixed || rules.one_pass || rules.way == RowWay::kDeviceMessages;
-  max_rows = all ? 0 : room_for_rows(rules.size * max_tokens, topk, rules.local_share);
+  const std::int64_t slots = rules.size * max_tokens * topk;
+  max_rows = fixed || rules.one_pass ? 0 : room_for_rows(rules, slots, topk);
   if (max_rows >= capacity * topk) max_rows = 0;
 }
 
@@ -116,17 +138,7 @@ RankStep::RankStep(const RankRules& rules, const StepSizes& sizes, void* memory,
   origins_.resize(static_cast<std::size_t>(rules.num_all));
   const auto take_rows = [&](const RowForm& form, std::int64_t rows, std::int64_t ids,
                              bool values) {
-    RowTensors result;
-    if (values) result.values = take(form.values_dtype, {rows, form.value_columns});
-    if (form.scale_columns > 0) result.scales = take(form.scales_dtype, {rows, form.scale_columns});
-    if (rules.hooks) result.numbers = take(DType::kI32, {rows, 1});
-    if (rules.num_logits > 0) {
-      result.logits = take(DType::kF32, {rows, rules.num_logits});
-      return result;
-    }
-    result.ids = take(DType::kI32, {rows, ids});
-    result.weights = take(DType::kF32, {rows, ids});
-    return result;
+    return tensors_of_rows(rules, form, rows, ids, values, cutter_);
   };
   if (scale_of_each_rank(sizes.sent)) row_scales_ = take(DType::kF32, {tokens, 1});
   physical_ids_ = take(DType::kI32, {tokens, topk});

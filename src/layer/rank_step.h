@@ -58,10 +58,6 @@ struct StepSizes {
   std::int64_t max_rows;   // of this rank's experts at a time; 0: all that can come
 };
 
-/// Of received rows, whose slots name `topk` experts each: room for twice as many expert rows as
-/// routing at random gives. `share`: this rank's, of all experts.
-std::int64_t room_for_rows(std::int64_t rows, std::int64_t topk, double share);
-
 /// How many slots of rows that were sent to a rank name one of its experts, with routing at random:
 /// each row has one such slot at least. `share`: the rank's, of all experts.
 std::int64_t expected_local_slots(std::int64_t rows, std::int64_t topk, double share);

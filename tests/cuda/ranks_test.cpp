@@ -169,6 +169,44 @@ TEST(CudaRanksTest, RowsThatDoNotFitAreDropped) {
   }
 }
 
+/// All tokens choose the experts of rank 0, where there is room for twice their mean.
+TEST(CudaRanksTest, MoreExpertRowsThanThereIsRoomForTakeSeveralPasses) {
+  FUSEDMOE_SKIP_WITHOUT_GPU();
+  constexpr std::int64_t kMany = 3000;
+  const LayerWeights weights = make_layer_weights({small_case("bf16")});
+  for (const Setting& setting : settings()) {
+    if (setting.size != 4) continue;
+    for (const char* transport : {"all2all", "allgather_reducescatter"}) {
+      for (const CombineMode combine : {CombineMode::kPerRank, CombineMode::kPerSlot}) {
+        SCOPED_TRACE(setting.name() + " " + transport + " " + std::string(name(combine)));
+        Ranks ranks(setting);
+        run_ranks(setting.size, [&](int rank) {
+          const auto communicator = ranks.join(rank);
+          LayerOptions options = options_of(communicator->device(), false);
+          const MoeLayer alone(weights, options);
+          options.require += std::string("+") + transport;
+          options.ranks.communicator = communicator;
+          options.ranks.max_tokens_per_rank = kMany;
+          options.ranks.combine = combine;
+          const MoeLayer layer(weights, options);
+          EXPECT_LT(layer.workspace_bytes(kMany), layer.workspace_bytes(kMany, true));
+          const Tensor x = random_tensor(DType::kBF16, {kMany - rank, kHidden}, 1, 70 + rank);
+          const Tensor factors = random_tensor(DType::kF32, {x.size(0), 4}, 1, rank);
+          const Tensor ids = Tensor::empty({x.size(0), 4}, DType::kI32);
+          for (std::int64_t i = 0; i < ids.numel(); ++i) {
+            ids.as<std::int32_t>()[i] = static_cast<std::int32_t>(i % 4);  // linear: 0 1 2 3 | ...
+          }
+          std::int32_t none = 77;
+          const Tensor output = forward_routed(layer, x, ids, factors, kMany, &none);
+          const Tensor expected = forward_routed(alone, x, ids, factors, 0, &none);
+          EXPECT_LE(compare(output, expected).max_norm_relative, kTolerance) << "rank " << rank;
+          communicator->barrier();
+        });
+      }
+    }
+  }
+}
+
 TEST(CudaRanksTest, DispatchDtypeChangesNoBit) {
   FUSEDMOE_SKIP_WITHOUT_GPU();
   const std::pair<const char*, DType> schemes[] = {

@@ -303,7 +303,8 @@ void CudaExperts::run_standard(const ForwardArgs& args, const Scratch& scratch,
     params.topk_ids = args.topk_ids.as<const std::int32_t>();
     params.num_slots = static_cast<int>(slots);
     params.local_experts = core::LocalExperts(args.expert_map, num_local_experts);
-    if (config.rows_f32) params.gemms[1].out_rows = params.row_slots;
+    const bool has_row_for_each = slots <= scratch.rows;
+    if (config.rows_f32 && has_row_for_each) params.gemms[1].out_rows = params.row_slots;
   }
   const float* topk_weights =
       this->config().apply_router_weight_on_input ? nullptr : args.topk_weights.as<const float>();

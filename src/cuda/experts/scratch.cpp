@@ -4,7 +4,7 @@
 
 #include "core/ceil_div.h"
 #include "core/workspace.h"
-#include "moe/experts_args.h"
+#include "moe/problem_size.h"
 
 namespace fusedmoe::cuda {
 
@@ -35,7 +35,7 @@ Scratch::Scratch(const ProblemSize& problem, const WeightFormat& format, Variant
   const bool batched = variant == Variant::kBatched, unfused = variant == Variant::kUnfused;
   const std::int64_t experts = problem.num_local_experts;
   core::WorkspaceCutter cutter(block);
-  rows = problem.num_tokens * (batched ? experts : problem.topk);
+  rows = batched ? problem.num_tokens * experts : core::most_expert_rows(problem);
   activated_pitch = core::round_up(problem.intermediate, kPitchUnit);
   const auto take_rows = [&](std::int64_t pitch, DType dtype) {
     return cutter.take(
