@@ -168,6 +168,20 @@ void read_shared(const FamilyRow& row, const Settings& settings, ModelConfig& mo
   model.router.routed_scaling_factor /= 2;
 }
 
+// Tools that rotate a model without quantizing it say so beside its own keys: what its layers get
+// is rotated at run time, and no tensor tells.
+void check_rotation(const Keys& keys) {
+  for (const char* key : {"rotation_config", "spinquant_config", "transform_config"}) {
+    const nlohmann::json* value = keys.find(key);
+    if (!value || value->empty() || *value == false) continue;
+    throw Error::unsupported(
+        Reason::kModel, keys.label(key),
+        core::format("{} is {}: inputs of layers are transformed at run time, which nothing here "
+                     "computes",
+                     keys.label(key), Keys::text(*value)));
+  }
+}
+
 // A quantized model may name another type, which then says nothing of plain weights.
 QuantScheme plain_scheme(const Keys& keys, bool quantized) {
   const std::string dtype = keys.string("dtype", keys.string("torch_dtype", "bfloat16"));
@@ -192,6 +206,8 @@ ParsedConfig::ParsedConfig(std::string_view config_json, const Family& family)
   row_ = std::move(found.row);
   node_ = found.node;
   const Keys keys(*node_);
+  check_rotation(Keys(*root_));
+  check_rotation(keys);
   std::optional<Keys> quantization;
   for (const char* key : kKeys) {
     for (const Keys& object : {Keys(*root_), keys}) {

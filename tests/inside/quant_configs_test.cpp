@@ -334,6 +334,22 @@ std::string with_transform(const std::string& apply) {
   return testing::error_text([&] { parse_model_config(config.dump()); });
 }
 
+// AutoRound writes it there where nothing is quantized.
+TEST(TransformTest, IsRefusedBesideTheKeysOfTheModel) {
+  const auto error = [](const char* key, const nlohmann::json& value) {
+    nlohmann::json config = nlohmann::json::parse(testing::tiny_config("qwen3_moe"));
+    config[key] = value;
+    return testing::error_text([&] { parse_model_config(config.dump()); });
+  };
+  const nlohmann::json rotation{{"hadamard_type", "hadamard"}, {"block_size", 32}};
+  for (const char* key : {"rotation_config", "spinquant_config", "transform_config"}) {
+    const std::string refused = std::string("config.") + key + " is object: inputs of layers are";
+    EXPECT_EQ(error(key, rotation).find(refused), 0u) << error(key, rotation);
+    EXPECT_EQ(error(key, nullptr), "no error");
+    EXPECT_EQ(error(key, nlohmann::json::object()), "no error");
+  }
+}
+
 // A rotation that was folded into the weights changes nothing; one at run time does.
 TEST(TransformTest, IsRefusedWhereItReachesTheExpertsAtRunTime) {
   const std::string refused =
